@@ -428,7 +428,7 @@ MEMSCALE_API ms_backend ms_backend_cpu(void);
 
 /* Makes a model. config may be NULL (all defaults) and is copied. On error *model is NULL.
    Errors: INVALID (a field out of range, half an allocator), OUT_OF_MEMORY. Threads: any. */
-MEMSCALE_NODISCARD MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model);
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_create(const ms_config *config, ms_model **model);
 
 /* Frees everything; NULL is fine. Pointers that callbacks were given end here. */
 MEMSCALE_API void ms_destroy(ms_model *model);
@@ -438,7 +438,7 @@ MEMSCALE_API void ms_destroy(ms_model *model);
 MEMSCALE_API const char *ms_last_error(const ms_model *model);
 
 /* What the backend says of its device, now. Errors: INVALID. */
-MEMSCALE_NODISCARD MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report);
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_hardware_report(ms_model *model, ms_hardware *report);
 
 /* Name a tensor. The name is copied, and need not be unique. A failure returns the handle 0, and
    sticks. Errors: INVALID (dtype, shape), ORDER (after ms_wrap), OUT_OF_MEMORY.
@@ -488,18 +488,18 @@ MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
 
 /* The smallest budget that ms_wrap would accept with the present switches. Takes as long as the
    longest ms_wrap. Errors: as ms_wrap. */
-MEMSCALE_NODISCARD MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
 /* Decides, lowers, lays out and allocates. May be called again, between steps, after
    ms_set_budget or ms_set_frozen: every value that lives between steps is kept. A failing call
    leaves the model as it was.
    Errors: the first registration error; INVALID; BUDGET (the text has the smallest budget that
    would do); OUT_OF_MEMORY; BACKEND. */
-MEMSCALE_NODISCARD MEMSCALE_API ms_result ms_wrap(ms_model *model);
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_wrap(ms_model *model);
 
 /* Back to the plain plan, budget or not; values are kept. On error the model stays wrapped as it
    was. Errors: as ms_wrap, without BUDGET. */
-MEMSCALE_NODISCARD MEMSCALE_API ms_result ms_detach(ms_model *model);
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_detach(ms_model *model);
 
 /* MS_OPTIMIZE(m) { ... } wraps before the block and detaches behind it. The block is skipped if
    ms_wrap fails (see ms_last_error). Leaving it by break, goto or return leaves the model wrapped. */
@@ -512,9 +512,9 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage);
    these, and every value that is live where the last step stopped: the loss, outputs, and between
    ms_backward and ms_update the gradients. Errors: INVALID, ORDER (not live), DRY_RUN,
    OUT_OF_MEMORY, BACKEND. */
-MEMSCALE_NODISCARD MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor,
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_write(ms_model *model, ms_tensor tensor,
                                                    const void *data);
-MEMSCALE_NODISCARD MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data);
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_read(ms_model *model, ms_tensor tensor, void *data);
 
 /* Handles for ms_read and ms_write: the gradient of a tensor, and the optimizer state of a param
    (AdamW: 0 and 1 are the moments; SGD: 0 is the momentum). Handle 0 if there is no such thing. */
@@ -527,22 +527,22 @@ MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
 
 /* One training step; *loss (may be NULL) is the loss before the update.
    Errors: CALLBACK, NONFINITE, BACKEND, FAILED, ORDER (not wrapped), DRY_RUN. */
-MEMSCALE_NODISCARD MEMSCALE_API ms_result ms_step(ms_model *model, double *loss);
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_step(ms_model *model, double *loss);
 
 /* The same in three calls. With a plan that updates early (ms_memory_report.early_update),
    ms_backward updates most params and ms_update completes the step.
    Errors: as ms_step; ORDER if called out of turn. */
-MEMSCALE_NODISCARD MEMSCALE_API ms_result ms_forward(ms_model *model, double *loss);
-MEMSCALE_NODISCARD MEMSCALE_API ms_result ms_backward(ms_model *model);
-MEMSCALE_NODISCARD MEMSCALE_API ms_result ms_update(ms_model *model);
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_forward(ms_model *model, double *loss);
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_backward(ms_model *model);
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_update(ms_model *model);
 
 /* Forward alone, in MS_PHASE_EVAL, by a program of its own that keeps nothing for a backward. It
    ends a step that was begun with ms_forward. Errors: as ms_step. */
-MEMSCALE_NODISCARD MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss);
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_eval(ms_model *model, double *loss);
 
 /* In a callback: c = alpha * a * b + beta * c, row-major, F32; a beta of 0 does not read c.
    Errors: INVALID (shapes do not match), UNSUPPORTED (dtype), BACKEND. */
-MEMSCALE_NODISCARD MEMSCALE_API ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a,
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a,
                                                   ms_matrix b, float beta, ms_matrix c);
 
 /* A view as a matrix: all leading dims are rows, the last is cols; and a matrix the other way
@@ -551,7 +551,7 @@ MEMSCALE_API ms_matrix ms_matrix_of(const ms_view *view);
 MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix);
 
 /* Sizes of the present plan. Errors: INVALID, ORDER (no plan yet). */
-MEMSCALE_NODISCARD MEMSCALE_API ms_result ms_report(const ms_model *model,
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_report(const ms_model *model,
                                                     ms_memory_report *report);
 
 /* Name of a category, such as "activation gradients"; "?" out of range. Threads: any. */
@@ -559,9 +559,9 @@ MEMSCALE_API const char *ms_category_name(ms_category category);
 
 /* Listings for people: the plan, a line per layer, and a program, a line per instruction with its
    number, op, layer, operands with addresses, and live bytes. Errors: INVALID, ORDER. */
-MEMSCALE_NODISCARD MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_write_fn write,
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_plan(const ms_model *model, ms_write_fn write,
                                                         void *user);
-MEMSCALE_NODISCARD MEMSCALE_API ms_result ms_print_program(const ms_model *model,
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_program(const ms_model *model,
                                                            ms_program program, ms_write_fn write,
                                                            void *user);
 
