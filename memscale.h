@@ -116,10 +116,10 @@
 
 #if defined(__GNUC__)
 #define MEMSCALE_NODISCARD __attribute__((warn_unused_result))
-#define MEMSCALE_PRINTF(format, first) __attribute__((format(printf, format, first)))
+#define MEMSCALE_PRINTF(text, first) __attribute__((format(printf, text, first)))
 #else
 #define MEMSCALE_NODISCARD
-#define MEMSCALE_PRINTF(format, first)
+#define MEMSCALE_PRINTF(text, first)
 #endif
 
 // ------------------------------------------------------------------------------------------------
@@ -566,3 +566,3871 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_program(const ms_model *model
                                                            void *user);
 
 #endif // MEMSCALE_H
+
+// ================================================================================================
+// implementation
+
+#if defined(MEMSCALE_IMPLEMENTATION) && !defined(MEMSCALE_IMPLEMENTATION_DONE)
+#define MEMSCALE_IMPLEMENTATION_DONE
+
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifndef MEMSCALE_ASSERT
+#include <assert.h>
+#define MEMSCALE_ASSERT(x) assert(x)
+#endif
+
+#ifdef MEMSCALE_CBLAS
+#include <cblas.h>
+#endif
+
+#if defined(__SANITIZE_ADDRESS__)
+#define MSI_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define MSI_ASAN 1
+#endif
+#endif
+#ifdef MSI_ASAN
+#include <sanitizer/asan_interface.h>
+#endif
+
+// ------------------------------------------------------------------------------------------------
+// >>base  constants, checked sizes, growing arrays
+
+#ifdef __cplusplus
+#define MSI_ZERO_INIT {}
+#else
+#define MSI_ZERO_INIT {0}
+#endif
+
+#define MSI_NONE UINT32_MAX // no tensor, no layer, no life, no instruction
+
+#if defined(FP_FAST_FMAF)
+#define MSI_FMA(a, b, c) fmaf(a, b, c)
+#else
+#define MSI_FMA(a, b, c) ((a) * (b) + (c))
+#endif
+
+enum {
+    MSI_ALIGNMENT = 64,
+    MSI_ROLE_BITS = 28, // a handle is role << 28 | index + 1
+    MSI_MAX_TENSORS = (1 << MSI_ROLE_BITS) - 2,
+    MSI_ERROR_BYTES = 512,
+    MSI_MAX_VIEWS = MS_LIMIT_IN + MS_LIMIT_OUT + MS_LIMIT_SAVED + MS_LIMIT_PARAM + MS_LIMIT_OUT +
+                    MS_LIMIT_IN + MS_LIMIT_PARAM
+};
+
+static bool msi_multiply(uint64_t a, uint64_t b, uint64_t *product) {
+    if (b != 0 && a > UINT64_MAX / b) {
+        return false;
+    }
+    *product = a * b;
+    return true;
+}
+
+static uint64_t msi_align(uint64_t bytes) {
+    return (bytes + MSI_ALIGNMENT - 1) & ~(uint64_t)(MSI_ALIGNMENT - 1);
+}
+
+/* Sebastiano Vigna's splitmix64, public domain: a good mix of 64 bits. */
+static uint64_t msi_mix(uint64_t x) {
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+static void *msi_alloc(const ms_allocator *allocator, uint64_t bytes) {
+    if (bytes > SIZE_MAX) {
+        return NULL;
+    }
+    return allocator->alloc ? allocator->alloc(bytes, allocator->user) : malloc((size_t)bytes);
+}
+
+static void msi_release(const ms_allocator *allocator, void *memory, uint64_t bytes) {
+    if (!memory) {
+        return;
+    }
+    if (allocator->release) {
+        allocator->release(memory, bytes, allocator->user);
+    } else {
+        free(memory);
+    }
+}
+
+static void *msi_alloc_zeroed(const ms_allocator *allocator, uint64_t bytes) {
+    void *memory = msi_alloc(allocator, bytes);
+    if (memory) {
+        memset(memory, 0, (size_t)bytes);
+    }
+    return memory;
+}
+
+/* A growing array. MSI_RESERVE is false, and changes nothing, where there is no memory. */
+#define MSI_LIST(type)                                                                             \
+    struct {                                                                                       \
+        type *items;                                                                               \
+        uint32_t count, capacity;                                                                  \
+    }
+#define MSI_RESERVE(type, allocator, list, needed)                                                 \
+    ((list).items = (type *)msi_regrow(allocator, (list).items, &(list).capacity,                  \
+                                       (uint64_t)(needed), sizeof(type)),                          \
+     (uint64_t)(needed) <= (list).capacity)
+#define MSI_LIST_FREE(type, allocator, list)                                                       \
+    msi_release(allocator, (list).items, (uint64_t)(list).capacity * sizeof(type))
+
+static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *capacity,
+                        uint64_t needed, size_t item_bytes) {
+    if (needed <= *capacity) {
+        return items;
+    }
+    uint64_t grown = (uint64_t)*capacity + *capacity / 2 + 16;
+    if (grown < needed) {
+        grown = needed;
+    }
+    if (grown >= MSI_NONE) {
+        return items;
+    }
+    void *moved = msi_alloc(allocator, grown * item_bytes);
+    if (!moved) {
+        return items;
+    }
+    if (items) {
+        memcpy(moved, items, *capacity * item_bytes);
+        msi_release(allocator, items, *capacity * item_bytes);
+    }
+    *capacity = (uint32_t)grown;
+    return moved;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>arithmetic  one element of an update, with its rounding spelled: gcc, clang and nvcc differ in
+//              when they fuse a multiplication with an addition
+
+typedef struct msi_adamw {
+    float decay, rate, beta1, beta2, rest1, rest2, scale2, epsilon;
+} msi_adamw;
+
+/* The factors that are the same for all elements, rounded once, in double. */
+static msi_adamw msi_adamw_prepare(const ms_update_args *args) {
+    const double t = (double)args->t;
+    const double bias1 = 1.0 - pow((double)args->beta1, t);
+    const double bias2 = 1.0 - pow((double)args->beta2, t);
+    msi_adamw a;
+    a.decay = (float)(1.0 - (double)args->learning_rate * (double)args->weight_decay);
+    a.rate = (float)(-(double)args->learning_rate / bias1);
+    a.beta1 = args->beta1;
+    a.beta2 = args->beta2;
+    a.rest1 = (float)(1.0 - (double)args->beta1);
+    a.rest2 = (float)(1.0 - (double)args->beta2);
+    a.scale2 = (float)(1.0 / sqrt(bias2));
+    a.epsilon = args->epsilon;
+    return a;
+}
+
+static inline float msi_adamw_element(const msi_adamw *a, float value, float gradient, float *m,
+                                      float *v) {
+    *m = MSI_FMA(a->rest1, gradient, a->beta1 * *m);
+    *v = MSI_FMA(a->rest2 * gradient, gradient, a->beta2 * *v);
+    const float step = *m / MSI_FMA(sqrtf(*v), a->scale2, a->epsilon);
+    return MSI_FMA(a->rate, step, a->decay * value);
+}
+
+static inline float msi_sgd_element(const ms_update_args *args, float value, float gradient,
+                                    float *momentum) {
+    float v = gradient;
+    if (momentum) {
+        v = MSI_FMA(args->momentum, *momentum, gradient);
+        *momentum = v;
+    }
+    return MSI_FMA(-args->learning_rate, MSI_FMA(args->weight_decay, value, v), value);
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>structs  graph, program, plan, model
+
+typedef enum msi_kind {
+    MSI_KIND_INPUT,
+    MSI_KIND_PARAM,
+    MSI_KIND_BUFFER,
+    MSI_KIND_ACTIVATION,
+    MSI_KIND_SAVED
+} msi_kind;
+
+/* What of a tensor a life or a handle means. The states are those of the optimizer. */
+typedef enum msi_role {
+    MSI_ROLE_VALUE,
+    MSI_ROLE_GRADIENT,
+    MSI_ROLE_STATE0,
+    MSI_ROLE_STATE1,
+    MSI_ROLE_WORKSPACE
+} msi_role;
+
+typedef struct msi_tensor {
+    ms_view view; // template of the views: shape and dtype, no data
+    uint64_t bytes;
+    uint32_t name;     // offset in graph.names
+    uint32_t producer; // layer that writes it
+    msi_kind kind;
+    float weight_decay; // NaN: the optimizer's
+    uint64_t trained_since; // completed updates when its optimizer state was made
+    bool frozen, kept, kept_in_eval;
+    void *staged[3]; // written before ms_wrap: value, state 0, state 1
+    /* analysis of the graph, made by ms_wrap */
+    bool wants_gradient;
+    bool updates_early;     // params: may be updated inside backward
+    uint32_t last_reader;  // the last layer in backward whose backward reads the value
+    uint32_t last_gradient; // params: the last layer in backward that contributes a gradient
+} msi_tensor;
+
+typedef struct msi_layer {
+    ms_layer_fn forward, backward;
+    void *user;
+    uint64_t workspace_bytes[2]; // forward, backward
+    double cost;                 // of one forward, in bytes that memory moves in the same time
+    uint32_t name;
+    uint32_t operand_first; // in graph.operands: in, out, saved, param
+    uint32_t mask_first;    // in graph.masks: in_place per out; four of grad_in_place per in
+    uint8_t in_count, out_count, saved_count, param_count;
+    ms_reads reads;
+    bool has_backward; // analysis: its backward runs
+} msi_layer;
+
+typedef struct msi_graph {
+    MSI_LIST(char) names;
+    MSI_LIST(msi_tensor) tensors;
+    MSI_LIST(msi_layer) layers;
+    MSI_LIST(uint32_t) operands; // tensors, MSI_NONE for empty slots
+    MSI_LIST(uint16_t) masks;
+    uint32_t loss;
+} msi_graph;
+
+typedef enum msi_op {
+    MSI_OP_FORWARD,
+    MSI_OP_RECOMPUTE,
+    MSI_OP_BACKWARD,
+    MSI_OP_EVAL,
+    MSI_OP_SEED, // write the gradient of the loss
+    MSI_OP_ZERO,
+    MSI_OP_UPDATE,
+    MSI_OP_COUNT
+} msi_op;
+
+/* One value in memory, from the instruction that makes it to the last that uses it. Lives with
+   fixed addresses (params, buffers, inputs, optimizer state) come first, one per slot. */
+typedef struct msi_life {
+    uint64_t bytes, offset; // in the arena
+    uint32_t tensor;        // a layer, for workspace
+    uint32_t first, last;
+    uint32_t idle_first, idle_last; // the uses around the gap from forward to backward, or none
+    uint32_t takes_over;            // the life whose memory this one goes on using
+    uint32_t block;
+    uint8_t role, category;
+    bool taken; // another life takes over this one's memory at its last instruction
+} msi_life;
+
+typedef struct msi_operand {
+    uint32_t life;
+    bool accumulate; // a gradient that has a contribution already
+} msi_operand;
+
+typedef struct msi_instruction {
+    uint32_t target; // layer; for seed, zero and update: tensor
+    uint32_t operand_first;
+    uint16_t operand_count;
+    uint8_t op;
+} msi_instruction;
+
+/* A range of memory: one life, or several that hand it on in place. */
+typedef struct msi_block {
+    uint64_t bytes;
+    uint64_t offset;
+    uint32_t first, last; // live range, both ends included
+    uint8_t from_top;     // hint: one of a group that grows while the others shrink
+} msi_block;
+
+typedef struct msi_program {
+    MSI_LIST(msi_instruction) instructions;
+    MSI_LIST(msi_operand) operands;
+    MSI_LIST(msi_life) lives;
+    MSI_LIST(msi_block) blocks; // offsets count from the end of the slots
+    MSI_LIST(uint64_t) live_bytes; // per instruction, slots not counted
+    uint32_t forward_end, backward_end;
+    uint32_t loss; // life of the loss
+    uint32_t peak;                // the instruction with most live bytes
+    uint64_t peak_bytes, height;  // live bytes there; bytes that the layout takes
+    uint64_t activation_peak_bytes;
+    double recompute_cost;
+    uint32_t recompute_count;
+    bool out_of_memory;
+} msi_program;
+
+/* A value with a fixed address. */
+typedef struct msi_slot {
+    uint64_t bytes, offset;
+    uint32_t tensor;
+    msi_role role;
+} msi_slot;
+
+typedef struct msi_plan {
+    MSI_LIST(msi_slot) slots;
+    uint32_t *slot_of; // per tensor: the slot of its value, its states behind; or MSI_NONE
+    uint8_t *dropped;    // per tensor: not kept for backward; recomputed if it is needed there
+    uint8_t *recomputed; // per layer: runs again in backward
+    uint64_t slot_bytes;
+    uint64_t budget_bytes, plain_bytes, arena_bytes;
+    void *arena;
+    msi_program train, eval;
+    bool early_update;
+} msi_plan;
+
+/* How far the step is that was begun with ms_forward. */
+typedef enum msi_stage { MSI_STAGE_IDLE, MSI_STAGE_FORWARD, MSI_STAGE_BACKWARD } msi_stage;
+
+struct ms_model {
+    ms_config config; // defaults resolved
+    ms_optimizer_desc optimizer;
+    msi_graph graph;
+    msi_plan *plan;
+    float loss_factor;
+    uint64_t step; // completed updates
+    const msi_program *running;
+    uint32_t position; // instructions of it that are done
+    uint32_t updates_done; // of the step that is under way
+    msi_stage stage;
+    bool arena_on_host;    // so that AddressSanitizer can watch it
+    bool sealed;           // wrapped once: the graph is closed
+    bool failed;
+    ms_result sticky;
+    ms_view views[MSI_MAX_VIEWS];
+    uint32_t error_count;
+    char error[MSI_ERROR_BYTES];
+};
+
+// ------------------------------------------------------------------------------------------------
+// >>log  errors and messages
+
+MEMSCALE_PRINTF(4, 5)
+static void msi_log(const ms_model *m, ms_log_level level, const char *tag, const char *format,
+                    ...) {
+    if (!m->config.log) {
+        return;
+    }
+    char text[MSI_ERROR_BYTES];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    m->config.log(level, tag, text, m->config.log_user);
+}
+
+MEMSCALE_PRINTF(3, 4)
+static ms_result msi_fail(ms_model *m, ms_result result, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(m->error, sizeof m->error, format, args);
+    va_end(args);
+    m->error_count++;
+    msi_log(m, MS_LOG_ERROR, "error", "%s: %s", ms_result_name(result), m->error);
+    return result;
+}
+
+static ms_result msi_fail_memory(ms_model *m, const char *what, uint64_t bytes) {
+    return msi_fail(m, MS_RESULT_OUT_OF_MEMORY, "no memory for %s (%llu bytes)", what,
+                    (unsigned long long)bytes);
+}
+
+/* A wrong argument of a function that must name itself. */
+static ms_result msi_fail_argument(ms_model *m, const char *function, const char *what) {
+    return m ? msi_fail(m, MS_RESULT_INVALID, "%s: %s", function, what) : MS_RESULT_INVALID;
+}
+
+/* For registration: the first error stays. */
+#define MSI_STICK(m, ...)                                                                          \
+    ((m)->sticky == MS_RESULT_OK ? (void)((m)->sticky = msi_fail(m, __VA_ARGS__)) : (void)0)
+
+typedef struct msi_size_text {
+    char text[32];
+} msi_size_text;
+
+static msi_size_text msi_size(uint64_t bytes) {
+    static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+    msi_size_text s;
+    double value = (double)bytes;
+    int unit = 0;
+    while (value >= 1024.0 && unit < 6) {
+        value /= 1024.0;
+        unit++;
+    }
+    snprintf(s.text, sizeof s.text, unit ? "%.2f %s" : "%.0f %s", value, units[unit]);
+    return s;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>memory  device memory and the copies of values
+
+static ms_result msi_device(ms_model *m, int error, const char *what) {
+    return error == 0 ? MS_RESULT_OK
+                      : msi_fail(m, MS_RESULT_BACKEND, "backend %s: %s failed with error %d",
+                                 m->config.backend.name, what, error);
+}
+
+static ms_result msi_arena_alloc(ms_model *m, msi_plan *plan) {
+    const ms_backend *b = &m->config.backend;
+    int error = b->memory_alloc(b->user, &m->config.allocator, plan->arena_bytes, &plan->arena);
+    if (error == 0 && plan->arena) {
+        return MS_RESULT_OK;
+    }
+    plan->arena = NULL;
+    return msi_fail(m, MS_RESULT_OUT_OF_MEMORY,
+                    "backend %s has no %s for the arena (error %d); ask for less with "
+                    "ms_set_budget",
+                    b->name, msi_size(plan->arena_bytes).text, error);
+}
+
+static void *msi_address(const msi_plan *plan, uint64_t offset) {
+    return (uint8_t *)plan->arena + offset;
+}
+
+static void msi_poison(const void *memory, uint64_t bytes) {
+#ifdef MSI_ASAN
+    __asan_poison_memory_region(memory, (size_t)bytes);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
+
+static void msi_unpoison(const void *memory, uint64_t bytes) {
+#ifdef MSI_ASAN
+    __asan_unpoison_memory_region(memory, (size_t)bytes);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>backend cpu  the arena is host memory
+
+enum { MSI_GEMM_M = 60, MSI_GEMM_N = 128, MSI_GEMM_K = 64, MSI_TILE_M = 6, MSI_TILE_N = 16 };
+
+static int msi_cpu_memory_alloc(void *user, const ms_allocator *host, uint64_t bytes,
+                                void **device) {
+    (void)user;
+    /* The pointer of the allocator is kept in front of the aligned one. */
+    *device = NULL;
+    if (bytes > UINT64_MAX - 2 * MSI_ALIGNMENT) {
+        return 1;
+    }
+    uint8_t *memory = (uint8_t *)msi_alloc(host, bytes + 2 * MSI_ALIGNMENT);
+    if (!memory) {
+        return 1;
+    }
+    const uintptr_t start = (uintptr_t)memory + sizeof(void *);
+    uint8_t *aligned = memory + (msi_align((uint64_t)start) - (uintptr_t)memory);
+    memcpy(aligned - sizeof(void *), &memory, sizeof(void *));
+    *device = aligned;
+    return 0;
+}
+
+static void msi_cpu_memory_release(void *user, const ms_allocator *host, void *device,
+                                   uint64_t bytes) {
+    (void)user;
+    void *memory;
+    memcpy(&memory, (uint8_t *)device - sizeof(void *), sizeof(void *));
+    msi_release(host, memory, bytes + 2 * MSI_ALIGNMENT);
+}
+
+static int msi_cpu_copy(void *user, void *target, const void *source, uint64_t bytes) {
+    (void)user;
+    memcpy(target, source, (size_t)bytes);
+    return 0;
+}
+
+static int msi_cpu_fill_bytes(void *user, void *device, uint8_t value, uint64_t bytes) {
+    (void)user;
+    memset(device, value, (size_t)bytes);
+    return 0;
+}
+
+static int msi_cpu_fill_f32(void *user, void *device, float value, uint64_t count) {
+    (void)user;
+    float *items = (float *)device;
+    for (uint64_t i = 0; i < count; i++) {
+        items[i] = value;
+    }
+    return 0;
+}
+
+static int msi_cpu_sum_f32(void *user, const void *device, uint64_t count, double *sum) {
+    (void)user;
+    const float *items = (const float *)device;
+    *sum = 0.0;
+    for (uint64_t i = 0; i < count; i++) {
+        *sum += (double)items[i];
+    }
+    return 0;
+}
+
+static int msi_cpu_update(void *user, const ms_update_args *args) {
+    (void)user;
+    const int64_t count = (int64_t)args->count;
+    float *value = args->value, *state0 = args->state[0], *state1 = args->state[1];
+    const float *gradient = args->gradient;
+    if (args->kind == MS_OPTIMIZER_ADAMW) {
+        const msi_adamw a = msi_adamw_prepare(args);
+#ifdef _OPENMP
+#pragma omp parallel for simd schedule(static) if (count > 16384)
+#endif
+        for (int64_t i = 0; i < count; i++) {
+            value[i] = msi_adamw_element(&a, value[i], gradient[i], &state0[i], &state1[i]);
+        }
+        return 0;
+    }
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) if (count > 16384)
+#endif
+    for (int64_t i = 0; i < count; i++) {
+        value[i] = msi_sgd_element(args, value[i], gradient[i], state0 ? &state0[i] : NULL);
+    }
+    return 0;
+}
+
+#ifdef MEMSCALE_CBLAS
+
+static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
+                        const ms_matrix *c) {
+    (void)user;
+    const int64_t k = a->transposed ? a->rows : a->cols;
+    if (c->rows > INT32_MAX || c->cols > INT32_MAX || k > INT32_MAX || a->stride > INT32_MAX ||
+        b->stride > INT32_MAX || c->stride > INT32_MAX) {
+        return 1;
+    }
+    cblas_sgemm(CblasRowMajor, a->transposed ? CblasTrans : CblasNoTrans,
+                b->transposed ? CblasTrans : CblasNoTrans, (int)c->rows, (int)c->cols, (int)k,
+                alpha, (const float *)a->data, (int)a->stride, (const float *)b->data,
+                (int)b->stride, beta, (float *)c->data, (int)c->stride);
+    return 0;
+}
+
+#else
+
+static int64_t msi_least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+/* Copies rows [row, row + rows) and cols [col, col + cols) of op(x) into strips of `width` rows
+   (by_row) or cols, each strip contiguous and padded with zeros: what the inner loop reads. */
+static void msi_gemm_pack(const ms_matrix *x, bool by_row, int64_t row, int64_t rows, int64_t col,
+                          int64_t cols, int64_t width, float *packed) {
+    const float *data = (const float *)x->data;
+    const int64_t step_row = x->transposed ? 1 : x->stride;
+    const int64_t step_col = x->transposed ? x->stride : 1;
+    const int64_t outer = by_row ? rows : cols, depth = by_row ? cols : rows;
+    const int64_t step_outer = by_row ? step_row : step_col;
+    const int64_t step_depth = by_row ? step_col : step_row;
+    data += row * step_row + col * step_col;
+    for (int64_t strip = 0; strip < outer; strip += width) {
+        const int64_t used = outer - strip < width ? outer - strip : width;
+        for (int64_t d = 0; d < depth; d++) {
+            for (int64_t i = 0; i < width; i++) {
+                *packed++ = i < used ? data[(strip + i) * step_outer + d * step_depth] : 0.0f;
+            }
+        }
+    }
+}
+
+static void msi_gemm_tile(const float *a, const float *b, int64_t depth,
+                          float sums[MSI_TILE_M][MSI_TILE_N]) {
+    float t[MSI_TILE_M][MSI_TILE_N];
+    memset(t, 0, sizeof t);
+    for (int64_t d = 0; d < depth; d++, a += MSI_TILE_M, b += MSI_TILE_N) {
+        for (int i = 0; i < MSI_TILE_M; i++) {
+            for (int j = 0; j < MSI_TILE_N; j++) {
+                t[i][j] = MSI_FMA(a[i], b[j], t[i][j]);
+            }
+        }
+    }
+    memcpy(sums, t, sizeof t);
+}
+
+static void msi_gemm_store(const float sums[MSI_TILE_M][MSI_TILE_N], int64_t rows, int64_t cols,
+                           float alpha, float beta, float *c, int64_t stride) {
+    for (int64_t i = 0; i < rows; i++) {
+        for (int64_t j = 0; j < cols; j++) {
+            const float old = beta == 0.0f ? 0.0f : beta * c[i * stride + j];
+            c[i * stride + j] = MSI_FMA(alpha, sums[i][j], old);
+        }
+    }
+}
+
+/* One block of c: a strip of a and a strip of b at a time, packed, so that both stay in cache. */
+static void msi_gemm_block(float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
+                           const ms_matrix *c, int64_t depth, int64_t row, int64_t col) {
+    float packed_a[MSI_GEMM_M * MSI_GEMM_K], packed_b[MSI_GEMM_N * MSI_GEMM_K];
+    float sums[MSI_TILE_M][MSI_TILE_N];
+    const int64_t rows = msi_least(c->rows - row, MSI_GEMM_M);
+    const int64_t cols = msi_least(c->cols - col, MSI_GEMM_N);
+    for (int64_t d = 0; d < depth || d == 0; d += MSI_GEMM_K) {
+        const int64_t part = msi_least(depth - d, MSI_GEMM_K);
+        msi_gemm_pack(a, true, row, rows, d, part, MSI_TILE_M, packed_a);
+        msi_gemm_pack(b, false, d, part, col, cols, MSI_TILE_N, packed_b);
+        for (int64_t i = 0; i < rows; i += MSI_TILE_M) {
+            for (int64_t j = 0; j < cols; j += MSI_TILE_N) {
+                msi_gemm_tile(packed_a + i * part, packed_b + j * part, part, sums);
+                msi_gemm_store((const float(*)[MSI_TILE_N])sums,
+                               msi_least(rows - i, MSI_TILE_M),
+                               msi_least(cols - j, MSI_TILE_N), alpha, d == 0 ? beta : 1.0f,
+                               (float *)c->data + (row + i) * c->stride + col + j, c->stride);
+            }
+        }
+    }
+}
+
+static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
+                        const ms_matrix *c) {
+    (void)user;
+    const int64_t depth = a->transposed ? a->rows : a->cols;
+    const int64_t across = (c->cols + MSI_GEMM_N - 1) / MSI_GEMM_N;
+    const int64_t blocks = across * ((c->rows + MSI_GEMM_M - 1) / MSI_GEMM_M);
+#ifdef _OPENMP
+#pragma omp parallel for schedule(dynamic) if (blocks > 1 && depth > 8)
+#endif
+    for (int64_t i = 0; i < blocks; i++) {
+        msi_gemm_block(alpha, a, b, beta, c, depth, i / across * MSI_GEMM_M,
+                       i % across * MSI_GEMM_N);
+    }
+    return 0;
+}
+
+#endif // MEMSCALE_CBLAS
+
+// ------------------------------------------------------------------------------------------------
+// >>hardware  what the platform tells of the host
+
+/* Value of a line such as "MemTotal:  24 kB" or "model name : x"; NULL if it is another line. */
+static const char *msi_line_value(const char *line, const char *key) {
+    const size_t length = strlen(key);
+    if (strncmp(line, key, length) != 0) {
+        return NULL;
+    }
+    return line + length + strspn(line + length, " \t:");
+}
+
+static void msi_cpu_hardware(void *user, ms_hardware *hardware) {
+    (void)user;
+    char line[256];
+    const char *value;
+    snprintf(hardware->name, sizeof hardware->name, "CPU");
+    hardware->kind = MS_DEVICE_CPU;
+    FILE *file = fopen("/proc/cpuinfo", "r");
+    while (file && fgets(line, sizeof line, file)) {
+        if ((value = msi_line_value(line, "model name")) != NULL) {
+            snprintf(hardware->name, sizeof hardware->name, "%.*s", (int)strcspn(value, "\n"),
+                     value);
+            hardware->processor_count++;
+        }
+    }
+    if (file) {
+        fclose(file);
+    }
+    file = fopen("/proc/meminfo", "r");
+    while (file && fgets(line, sizeof line, file)) {
+        if ((value = msi_line_value(line, "MemTotal:")) != NULL) {
+            hardware->total_bytes = strtoull(value, NULL, 10) << 10;
+        } else if ((value = msi_line_value(line, "MemAvailable:")) != NULL) {
+            hardware->free_bytes = strtoull(value, NULL, 10) << 10;
+        }
+    }
+    if (file) {
+        fclose(file);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>graph  registration, handles, and what follows from the graph alone
+
+static const char *msi_name(const ms_model *m, uint32_t name) {
+    return m->graph.names.items + name;
+}
+
+static const char *msi_tensor_name(const ms_model *m, uint32_t tensor) {
+    return msi_name(m, m->graph.tensors.items[tensor].name);
+}
+
+static const char *msi_layer_name(const ms_model *m, uint32_t layer) {
+    return msi_name(m, m->graph.layers.items[layer].name);
+}
+
+static bool msi_add_name(ms_model *m, const char *name, uint32_t *offset) {
+    const uint64_t length = strlen(name) + 1;
+    if (!MSI_RESERVE(char, &m->config.allocator, m->graph.names, m->graph.names.count + length)) {
+        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for the name \"%s\"", name);
+        return false;
+    }
+    *offset = m->graph.names.count;
+    memcpy(m->graph.names.items + *offset, name, (size_t)length);
+    m->graph.names.count += (uint32_t)length;
+    return true;
+}
+
+static ms_tensor msi_handle(uint32_t tensor, msi_role role) {
+    ms_tensor handle = {(uint32_t)role << MSI_ROLE_BITS | (tensor + 1)};
+    return handle;
+}
+
+/* Index of the tensor that a handle stands for; MSI_NONE if it stands for none of this model. */
+static uint32_t msi_index(const ms_model *m, ms_tensor handle) {
+    const uint32_t index = (handle.id & (((uint32_t)1 << MSI_ROLE_BITS) - 1)) - 1;
+    return index < m->graph.tensors.count ? index : MSI_NONE;
+}
+
+static msi_role msi_role_of(ms_tensor handle) {
+    return (msi_role)(handle.id >> MSI_ROLE_BITS);
+}
+
+/* The tensor itself, not a gradient or a state of it. */
+static uint32_t msi_value_index(const ms_model *m, ms_tensor handle) {
+    return msi_role_of(handle) == MSI_ROLE_VALUE ? msi_index(m, handle) : MSI_NONE;
+}
+
+static bool msi_is_float(ms_dtype dtype) {
+    return dtype <= MS_DTYPE_BF16;
+}
+
+/* Lives between steps, at a fixed address. */
+static bool msi_is_fixed(const msi_tensor *t) {
+    return t->kind <= MSI_KIND_BUFFER;
+}
+
+static bool msi_is_trained(const msi_tensor *t) {
+    return t->kind == MSI_KIND_PARAM && !t->frozen;
+}
+
+/* False, and an error that sticks, if the model takes no more registrations. */
+static bool msi_registering(ms_model *m, const char *what, const char *name) {
+    if (!m) {
+        return false;
+    }
+    if (m->sealed) {
+        MSI_STICK(m, MS_RESULT_ORDER, "%s \"%s\": the graph is closed since ms_wrap", what, name);
+        return false;
+    }
+    return true;
+}
+
+static ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
+                                const ms_shape *shape) {
+    static const char *const kinds[] = {"input", "param", "buffer", "activation", "saved tensor"};
+    ms_tensor none = {0};
+    name = name ? name : "";
+    if (!msi_registering(m, kinds[kind], name)) {
+        return none;
+    }
+    msi_graph *g = &m->graph;
+    uint64_t bytes;
+    if (ms_dtype_bytes(dtype) == 0 ||
+        !msi_multiply(ms_shape_count(shape), ms_dtype_bytes(dtype), &bytes) || bytes == 0 ||
+        bytes > UINT64_MAX >> 8) {
+        MSI_STICK(m, MS_RESULT_INVALID,
+                  "%s \"%s\": dtype %d, rank %d: dims must be at least 1, the rank 0 to %d, and "
+                  "the bytes below 2^56",
+                  kinds[kind], name, (int)dtype, (int)shape->rank, MS_LIMIT_RANK);
+        return none;
+    }
+    if (kind == MSI_KIND_PARAM && dtype != MS_DTYPE_F32) {
+        MSI_STICK(m, MS_RESULT_UNSUPPORTED, "param \"%s\" has dtype %s; params are f32", name,
+                  ms_dtype_name(dtype));
+        return none;
+    }
+    msi_tensor t;
+    memset(&t, 0, sizeof t);
+    t.view.shape = *shape;
+    t.view.dtype = dtype;
+    t.bytes = bytes;
+    t.kind = kind;
+    t.weight_decay = NAN;
+    t.producer = MSI_NONE;
+    if (!msi_add_name(m, name, &t.name)) {
+        return none;
+    }
+    if (g->tensors.count >= MSI_MAX_TENSORS ||
+        !MSI_RESERVE(msi_tensor, &m->config.allocator, g->tensors, g->tensors.count + 1)) {
+        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for %s \"%s\"", kinds[kind], name);
+        return none;
+    }
+    g->tensors.items[g->tensors.count++] = t;
+    return msi_handle(g->tensors.count - 1, MSI_ROLE_VALUE);
+}
+
+/* The operands of a layer by group, in their order in graph.operands. */
+enum { MSI_GROUP_IN, MSI_GROUP_OUT, MSI_GROUP_SAVED, MSI_GROUP_PARAM, MSI_GROUP_COUNT };
+
+static const uint32_t *msi_group(const msi_graph *g, const msi_layer *layer, int group) {
+    const uint32_t *operands = g->operands.items + layer->operand_first;
+    const uint32_t start[] = {0, layer->in_count, (uint32_t)layer->in_count + layer->out_count,
+                              (uint32_t)layer->in_count + layer->out_count + layer->saved_count};
+    return operands + start[group];
+}
+
+static uint32_t msi_group_count(const msi_layer *layer, int group) {
+    const uint32_t counts[] = {layer->in_count, layer->out_count, layer->saved_count,
+                               layer->param_count};
+    return counts[group];
+}
+
+static uint16_t msi_reads_of(const msi_layer *layer, int group) {
+    const ms_reads *r = &layer->reads;
+    const uint16_t masks[] = {r->in, r->out, r->saved, r->param};
+    const bool all = !r->nothing && !(r->in | r->out | r->saved | r->param);
+    return all ? UINT16_MAX : masks[group];
+}
+
+static uint8_t msi_used_slots(const ms_tensor *slots, int limit) {
+    while (limit > 0 && slots[limit - 1].id == 0) {
+        limit--;
+    }
+    return (uint8_t)limit;
+}
+
+/* Whether a tensor may stand in a slot of this group; the reason if not. */
+static const char *msi_operand_fault(const ms_model *m, int group, ms_tensor handle) {
+    const uint32_t index = msi_value_index(m, handle);
+    if (index == MSI_NONE) {
+        return "is no tensor of this model";
+    }
+    const msi_tensor *t = &m->graph.tensors.items[index];
+    switch (group) {
+    case MSI_GROUP_IN:
+        if (t->kind == MSI_KIND_PARAM || t->kind == MSI_KIND_SAVED) {
+            return "must be an input, a buffer or an activation";
+        }
+        return t->kind == MSI_KIND_ACTIVATION && t->producer == MSI_NONE
+                   ? "is not written by any layer before this one"
+                   : NULL;
+    case MSI_GROUP_PARAM:
+        return t->kind == MSI_KIND_PARAM ? NULL : "is not a param";
+    default:
+        if (t->kind != (group == MSI_GROUP_OUT ? MSI_KIND_ACTIVATION : MSI_KIND_SAVED)) {
+            return group == MSI_GROUP_OUT ? "is not an activation" : "is not a saved tensor";
+        }
+        return t->producer != MSI_NONE ? "is written by a layer already" : NULL;
+    }
+}
+
+static const char *const msi_group_names[] = {"in", "out", "saved", "param"};
+
+/* Appends the slots of one group to the operands; marks the layer as the producer of what it
+   writes. The room is reserved. */
+static bool msi_add_operands(ms_model *m, uint32_t layer, const char *name, int group,
+                             const ms_tensor *slots, uint32_t count) {
+    msi_graph *g = &m->graph;
+    for (uint32_t i = 0; i < count; i++) {
+        const char *fault = slots[i].id ? msi_operand_fault(m, group, slots[i]) : NULL;
+        if (fault) {
+            const uint32_t t = msi_index(m, slots[i]);
+            MSI_STICK(m, MS_RESULT_INVALID, "layer \"%s\": %s[%u] \"%s\" %s", name,
+                      msi_group_names[group], (unsigned)i,
+                      t == MSI_NONE ? "?" : msi_tensor_name(m, t), fault);
+            return false;
+        }
+        const uint32_t t = slots[i].id ? msi_index(m, slots[i]) : MSI_NONE;
+        g->operands.items[g->operands.count++] = t;
+        if (t != MSI_NONE && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED)) {
+            g->tensors.items[t].producer = layer;
+        }
+    }
+    return true;
+}
+
+/* Takes back what a layer that is refused has written into the graph. */
+static void msi_undo_operands(msi_graph *g, uint32_t operand_first, uint32_t layer) {
+    for (uint32_t i = operand_first; i < g->operands.count; i++) {
+        const uint32_t t = g->operands.items[i];
+        if (t != MSI_NONE && g->tensors.items[t].producer == layer) {
+            g->tensors.items[t].producer = MSI_NONE;
+        }
+    }
+    g->operands.count = operand_first;
+}
+
+/* Work of one forward in bytes moved: declared or derived flops at 16 flops a byte (about what
+   CPUs and GPUs do), and every operand once. Derived: 2 flops per param element and row of the
+   first output, as in a matrix product; without params, 1 per element of output. */
+static double msi_layer_cost(const msi_graph *g, const msi_layer *layer, double flops) {
+    double bytes = 0.0, params = 0.0, elements = 0.0, rows = 0.0;
+    const uint32_t *operands = g->operands.items + layer->operand_first;
+    const uint32_t count = (uint32_t)layer->in_count + layer->out_count + layer->saved_count +
+                           layer->param_count;
+    for (uint32_t i = 0; i < count; i++) {
+        if (operands[i] == MSI_NONE) {
+            continue;
+        }
+        const msi_tensor *t = &g->tensors.items[operands[i]];
+        const ms_shape *shape = &t->view.shape;
+        const double size = (double)ms_shape_count(shape);
+        bytes += (double)t->bytes;
+        params += t->kind == MSI_KIND_PARAM ? size : 0.0;
+        if (t->kind == MSI_KIND_ACTIVATION && i >= layer->in_count) {
+            elements += size;
+            rows = rows > 0.0 ? rows : shape->rank ? size / (double)shape->dim[shape->rank - 1] : 1;
+        }
+    }
+    if (flops <= 0.0) {
+        flops = params > 0.0 ? 2.0 * params * rows : elements;
+    }
+    return bytes + flops / 16.0;
+}
+
+static bool msi_reserve_layer(ms_model *m, const msi_layer *l) {
+    msi_graph *g = &m->graph;
+    const ms_allocator *a = &m->config.allocator;
+    const uint32_t operands =
+        (uint32_t)l->in_count + l->out_count + l->saved_count + l->param_count;
+    return MSI_RESERVE(msi_layer, a, g->layers, g->layers.count + 1) &&
+           MSI_RESERVE(uint32_t, a, g->operands, g->operands.count + operands) &&
+           MSI_RESERVE(uint16_t, a, g->masks, g->masks.count + l->out_count + 4u * l->in_count);
+}
+
+static void msi_add_masks(msi_graph *g, const msi_layer *l, const ms_layer_desc *desc) {
+    uint16_t *mask = g->masks.items + g->masks.count;
+    for (int i = 0; i < l->out_count; i++) {
+        *mask++ = desc->in_place[i];
+    }
+    for (int i = 0; i < l->in_count; i++) {
+        *mask++ = desc->grad_in_place[i].in;
+        *mask++ = desc->grad_in_place[i].out;
+        *mask++ = desc->grad_in_place[i].saved;
+        *mask++ = desc->grad_in_place[i].grad_out;
+    }
+    g->masks.count += l->out_count + 4u * l->in_count;
+}
+
+static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
+    msi_layer l;
+    memset(&l, 0, sizeof l);
+    l.forward = desc->forward;
+    l.backward = desc->backward;
+    l.user = desc->user;
+    l.workspace_bytes[0] = desc->forward_workspace_bytes;
+    l.workspace_bytes[1] = desc->backward_workspace_bytes;
+    l.reads = desc->backward_reads;
+    l.operand_first = g->operands.count;
+    l.mask_first = g->masks.count;
+    l.in_count = msi_used_slots(desc->in, MS_LIMIT_IN);
+    l.out_count = msi_used_slots(desc->out, MS_LIMIT_OUT);
+    l.saved_count = msi_used_slots(desc->saved, MS_LIMIT_SAVED);
+    l.param_count = msi_used_slots(desc->param, MS_LIMIT_PARAM);
+    return l;
+}
+
+static ms_layer msi_add_layer(ms_model *m, const ms_layer_desc *desc) {
+    const ms_layer none = {0};
+    msi_graph *g = &m->graph;
+    const uint32_t index = g->layers.count;
+    msi_layer l = msi_layer_from(g, desc);
+    char numbered[32];
+    snprintf(numbered, sizeof numbered, "layer %u", (unsigned)index);
+    const char *name = desc->name ? desc->name : numbered;
+    if (!desc->forward || l.out_count == 0 ||
+        (l.workspace_bytes[0] | l.workspace_bytes[1]) >> 56 != 0) {
+        MSI_STICK(m, MS_RESULT_INVALID,
+                  "layer \"%s\" needs a forward callback, an output, and less than 2^56 bytes of "
+                  "workspace",
+                  name);
+        return none;
+    }
+    if (!msi_reserve_layer(m, &l)) {
+        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for layer \"%s\"", name);
+        return none;
+    }
+    if (!msi_add_name(m, name, &l.name)) {
+        return none;
+    }
+    const ms_tensor *const slots[] = {desc->in, desc->out, desc->saved, desc->param};
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        if (!msi_add_operands(m, index, name, group, slots[group], msi_group_count(&l, group))) {
+            msi_undo_operands(g, l.operand_first, index);
+            return none;
+        }
+    }
+    msi_add_masks(g, &l, desc);
+    l.cost = msi_layer_cost(g, &l, desc->flops);
+    g->layers.items[g->layers.count++] = l;
+    const ms_layer handle = {index + 1};
+    return handle;
+}
+
+/* Forward sweep: what a gradient can reach. Backward sweep: what the loss depends on, who reads
+   what in backward, and which contribution to a param's gradient is the last. */
+static void msi_analyze(msi_graph *g) {
+    for (uint32_t i = 0; i < g->tensors.count; i++) {
+        msi_tensor *t = &g->tensors.items[i];
+        t->wants_gradient = msi_is_trained(t);
+        t->updates_early = t->wants_gradient;
+        t->last_reader = t->last_gradient = MSI_NONE;
+    }
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = in + l->in_count;
+        const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
+        bool wanted = false;
+        for (uint32_t k = 0; k < l->in_count; k++) {
+            wanted |= in[k] != MSI_NONE && g->tensors.items[in[k]].wants_gradient;
+        }
+        for (uint32_t k = 0; k < l->param_count; k++) {
+            wanted |= param[k] != MSI_NONE && g->tensors.items[param[k]].wants_gradient;
+        }
+        for (uint32_t k = 0; k < l->out_count; k++) {
+            if (out[k] != MSI_NONE) {
+                msi_tensor *t = &g->tensors.items[out[k]];
+                t->wants_gradient = wanted && l->backward && msi_is_float(t->view.dtype);
+            }
+        }
+    }
+}
+
+/* Marks what the backward of one layer reads, and the gradients that it contributes to. */
+static void msi_mark_backward(msi_graph *g, uint32_t layer) {
+    const msi_layer *l = &g->layers.items[layer];
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        const uint32_t *operands = msi_group(g, l, group);
+        const uint32_t reads = msi_reads_of(l, group);
+        for (uint32_t k = 0; k < msi_group_count(l, group); k++) {
+            if (operands[k] == MSI_NONE) {
+                continue;
+            }
+            msi_tensor *t = &g->tensors.items[operands[k]];
+            if (reads >> k & 1) {
+                t->last_reader = layer;
+            }
+            if ((group == MSI_GROUP_IN || group == MSI_GROUP_PARAM) && t->wants_gradient) {
+                t->last_gradient = layer;
+            }
+        }
+    }
+}
+
+/* From the loss back: a layer has a backward if one of its outputs is given a gradient. */
+static void msi_analyze_backward(msi_graph *g) {
+    for (uint32_t i = g->layers.count; i-- > 0;) {
+        msi_layer *l = &g->layers.items[i];
+        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+        l->has_backward = false;
+        for (uint32_t k = 0; k < l->out_count; k++) {
+            l->has_backward |= out[k] != MSI_NONE && g->tensors.items[out[k]].wants_gradient &&
+                               (out[k] == g->loss ||
+                                g->tensors.items[out[k]].last_gradient != MSI_NONE);
+        }
+        if (l->has_backward) {
+            msi_mark_backward(g, i);
+            continue;
+        }
+        /* It could be recomputed after an update inside backward, and would see the new value. */
+        const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
+        for (uint32_t k = 0; k < l->param_count; k++) {
+            if (param[k] != MSI_NONE) {
+                g->tensors.items[param[k]].updates_early = false;
+            }
+        }
+    }
+}
+
+static ms_result msi_check_graph(ms_model *m) {
+    msi_graph *g = &m->graph;
+    if (m->sticky != MS_RESULT_OK) {
+        return m->sticky;
+    }
+    if (g->loss == MSI_NONE) {
+        return msi_fail(m, MS_RESULT_INVALID, "no loss: call ms_set_loss with a layer's output");
+    }
+    msi_analyze(g);
+    if (!g->tensors.items[g->loss].wants_gradient) {
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "loss \"%s\" depends on no trained param through layers that have a "
+                        "backward",
+                        msi_tensor_name(m, g->loss));
+    }
+    msi_analyze_backward(g);
+    for (uint32_t i = 0; i < g->tensors.count; i++) {
+        const msi_tensor *t = &g->tensors.items[i];
+        if (msi_is_trained(t) && t->last_gradient == MSI_NONE) {
+            msi_log(m, MS_LOG_WARNING, "graph", "param \"%s\" takes no part in the loss",
+                    msi_name(m, t->name));
+        }
+    }
+    return MS_RESULT_OK;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>lower  from graph and plan to a program: instructions with operands, and the lives of values
+
+typedef struct msi_lowering {
+    const msi_graph *graph;
+    const ms_allocator *allocator;
+    const msi_plan *plan;
+    msi_program *program;
+    uint32_t *value;    // per tensor: the life that holds its value now, or MSI_NONE
+    uint32_t *gradient; // and its gradient
+    uint32_t *stack;    // of layers, for recomputation
+    bool backward;
+} msi_lowering;
+
+static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const ms_allocator *a,
+                              const msi_plan *plan) {
+    memset(w, 0, sizeof *w);
+    w->graph = g;
+    w->allocator = a;
+    w->plan = plan;
+    const uint64_t tensors = g->tensors.count, layers = g->layers.count;
+    w->value = (uint32_t *)msi_alloc(a, (2 * tensors + layers) * sizeof(uint32_t));
+    if (!w->value) {
+        return false;
+    }
+    w->gradient = w->value + tensors;
+    w->stack = w->gradient + tensors;
+    return true;
+}
+
+static void msi_lowering_free(msi_lowering *w) {
+    if (w->value) {
+        msi_release(w->allocator, w->value,
+                    (2ull * w->graph->tensors.count + w->graph->layers.count) * sizeof(uint32_t));
+    }
+}
+
+static void msi_program_free(const ms_allocator *a, msi_program *p) {
+    MSI_LIST_FREE(msi_instruction, a, p->instructions);
+    MSI_LIST_FREE(msi_operand, a, p->operands);
+    MSI_LIST_FREE(msi_life, a, p->lives);
+    MSI_LIST_FREE(msi_block, a, p->blocks);
+    MSI_LIST_FREE(uint64_t, a, p->live_bytes);
+    memset(p, 0, sizeof *p);
+}
+
+static uint32_t msi_emit(msi_lowering *w, msi_op op, uint32_t target) {
+    msi_program *p = w->program;
+    if (!MSI_RESERVE(msi_instruction, w->allocator, p->instructions, p->instructions.count + 1ull)) {
+        p->out_of_memory = true;
+        return 0;
+    }
+    msi_instruction *i = &p->instructions.items[p->instructions.count];
+    i->op = (uint8_t)op;
+    i->target = target;
+    i->operand_first = p->operands.count;
+    i->operand_count = 0;
+    return p->instructions.count++;
+}
+
+static ms_category msi_category(const msi_graph *g, uint32_t tensor, msi_role role) {
+    static const ms_category of_value[] = {MS_CATEGORY_INPUT, MS_CATEGORY_PARAM,
+                                           MS_CATEGORY_BUFFER, MS_CATEGORY_ACTIVATION,
+                                           MS_CATEGORY_SAVED};
+    if (role == MSI_ROLE_WORKSPACE) {
+        return MS_CATEGORY_WORKSPACE;
+    }
+    const msi_kind kind = g->tensors.items[tensor].kind;
+    switch (role) {
+    case MSI_ROLE_VALUE:
+        return of_value[kind];
+    case MSI_ROLE_GRADIENT:
+        return kind == MSI_KIND_PARAM ? MS_CATEGORY_GRADIENT : MS_CATEGORY_ACTIVATION_GRADIENT;
+    default:
+        return MS_CATEGORY_OPTIMIZER;
+    }
+}
+
+static uint32_t msi_birth(msi_lowering *w, uint32_t target, msi_role role, uint64_t bytes) {
+    msi_program *p = w->program;
+    if (!MSI_RESERVE(msi_life, w->allocator, p->lives, p->lives.count + 1ull)) {
+        p->out_of_memory = true;
+        return MSI_NONE;
+    }
+    msi_life *life = &p->lives.items[p->lives.count];
+    memset(life, 0, sizeof *life);
+    life->tensor = target;
+    life->role = (uint8_t)role;
+    life->category = (uint8_t)msi_category(w->graph, target, role);
+    life->bytes = bytes;
+    life->first = life->last = p->instructions.count - 1;
+    life->idle_first = life->idle_last = MSI_NONE;
+    life->takes_over = life->block = MSI_NONE;
+    return p->lives.count++;
+}
+
+/* Appends an operand to the instruction under way; its life reaches to here. */
+static void msi_use(msi_lowering *w, uint32_t life, bool accumulate) {
+    msi_program *p = w->program;
+    if (p->out_of_memory ||
+        !MSI_RESERVE(msi_operand, w->allocator, p->operands, p->operands.count + 1ull)) {
+        p->out_of_memory = true;
+        return;
+    }
+    const uint32_t now = p->instructions.count - 1;
+    msi_operand *operand = &p->operands.items[p->operands.count++];
+    operand->life = life;
+    operand->accumulate = accumulate;
+    p->instructions.items[now].operand_count++;
+    if (life == MSI_NONE || life < w->plan->slots.count) {
+        return;
+    }
+    msi_life *l = &p->lives.items[life];
+    if (w->backward && l->idle_last == MSI_NONE && l->first < p->forward_end) {
+        l->idle_first = l->last;
+        l->idle_last = now;
+    }
+    l->last = now;
+}
+
+static void msi_use_workspace(msi_lowering *w, uint32_t layer, uint64_t bytes) {
+    msi_use(w, bytes ? msi_birth(w, layer, MSI_ROLE_WORKSPACE, bytes) : MSI_NONE, false);
+}
+
+static void msi_start_program(msi_lowering *w, msi_program *p) {
+    const msi_plan *plan = w->plan;
+    p->instructions.count = p->operands.count = p->lives.count = 0;
+    p->forward_end = p->backward_end = UINT32_MAX;
+    p->recompute_cost = 0.0;
+    p->recompute_count = 0;
+    p->out_of_memory = false;
+    w->program = p;
+    w->backward = false;
+    for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
+        w->value[t] = plan->slot_of[t];
+        w->gradient[t] = MSI_NONE;
+    }
+    for (uint32_t i = 0; i < plan->slots.count; i++) {
+        const msi_slot *slot = &plan->slots.items[i];
+        const uint32_t life = msi_birth(w, slot->tensor, slot->role, slot->bytes);
+        if (life == MSI_NONE) {
+            return;
+        }
+        p->lives.items[life].offset = slot->offset;
+        p->lives.items[life].first = 0;
+        p->lives.items[life].last = MSI_NONE;
+    }
+}
+
+/* Forward, eval or recompute of a layer: inputs and params are there. */
+static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32_t reader) {
+    const msi_graph *g = w->graph;
+    const msi_layer *l = &g->layers.items[layer];
+    msi_emit(w, op, layer);
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        const uint32_t *operands = msi_group(g, l, group);
+        const bool written = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
+        for (uint32_t k = 0; k < msi_group_count(l, group); k++) {
+            const uint32_t t = operands[k];
+            if (t == MSI_NONE || !written) {
+                msi_use(w, t == MSI_NONE ? MSI_NONE : w->value[t], false);
+                continue;
+            }
+            /* A recomputation writes values that are still there once more, with the same bits,
+               unless nobody will read them again: then they go to scratch memory. */
+            const msi_tensor *tensor = &g->tensors.items[t];
+            const bool there = w->value[t] != MSI_NONE;
+            const bool needed = tensor->kept || t == g->loss ||
+                                (tensor->last_reader != MSI_NONE && tensor->last_reader <= reader);
+            if (there && needed) {
+                msi_use(w, w->value[t], false);
+                continue;
+            }
+            const uint32_t life = msi_birth(w, t, MSI_ROLE_VALUE, tensor->bytes);
+            w->value[t] = there ? w->value[t] : life;
+            msi_use(w, life, false);
+        }
+    }
+    msi_use_workspace(w, layer, l->workspace_bytes[0]);
+}
+
+/* Makes sure that the value of a tensor is in memory, for the backward of layer `reader`: runs its
+   producer again, after the producers of what that reads, and so on back to what was kept. */
+static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reader) {
+    const msi_graph *g = w->graph;
+    uint32_t depth = 0;
+    if (w->value[tensor] != MSI_NONE) {
+        return;
+    }
+    w->stack[depth++] = g->tensors.items[tensor].producer;
+    while (depth > 0 && !w->program->out_of_memory) {
+        const uint32_t layer = w->stack[depth - 1];
+        const msi_layer *l = &g->layers.items[layer];
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        uint32_t missing = MSI_NONE;
+        for (uint32_t k = 0; k < l->in_count && missing == MSI_NONE; k++) {
+            if (in[k] != MSI_NONE && w->value[in[k]] == MSI_NONE) {
+                missing = g->tensors.items[in[k]].producer;
+            }
+        }
+        if (missing != MSI_NONE) {
+            w->stack[depth++] = missing;
+            continue;
+        }
+        msi_lower_forward(w, MSI_OP_RECOMPUTE, layer, reader);
+        w->program->recompute_cost += l->cost;
+        w->program->recompute_count++;
+        depth--;
+    }
+}
+
+/* Operand for a gradient that a layer contributes to, made at its first contribution. */
+static void msi_use_gradient(msi_lowering *w, uint32_t tensor) {
+    if (tensor == MSI_NONE || !w->graph->tensors.items[tensor].wants_gradient) {
+        msi_use(w, MSI_NONE, false);
+        return;
+    }
+    const bool accumulate = w->gradient[tensor] != MSI_NONE;
+    if (!accumulate) {
+        const uint64_t bytes = w->graph->tensors.items[tensor].bytes;
+        w->gradient[tensor] = msi_birth(w, tensor, MSI_ROLE_GRADIENT, bytes);
+    }
+    msi_use(w, w->gradient[tensor], accumulate);
+}
+
+static void msi_lower_update(msi_lowering *w, uint32_t param) {
+    if (w->gradient[param] == MSI_NONE) {
+        return;
+    }
+    const uint32_t slot = w->plan->slot_of[param];
+    msi_emit(w, MSI_OP_UPDATE, param);
+    msi_use(w, slot, false);
+    msi_use(w, w->gradient[param], false);
+    for (uint32_t i = slot + 1; i < w->plan->slots.count; i++) {
+        if (w->plan->slots.items[i].tensor != param) {
+            break;
+        }
+        msi_use(w, i, false);
+    }
+}
+
+/* What must happen before the backward of a layer: dropped values come back, and outputs that
+   contribute nothing to the loss get a gradient of zero. */
+static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
+    const msi_graph *g = w->graph;
+    const msi_layer *l = &g->layers.items[layer];
+    for (int group = 0; group < MSI_GROUP_PARAM; group++) {
+        const uint32_t *operands = msi_group(g, l, group);
+        for (uint32_t k = 0; k < msi_group_count(l, group); k++) {
+            if (operands[k] != MSI_NONE && (msi_reads_of(l, group) >> k & 1)) {
+                msi_lower_recompute(w, operands[k], layer);
+            }
+        }
+    }
+    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+    for (uint32_t k = 0; k < l->out_count; k++) {
+        if (out[k] != MSI_NONE && g->tensors.items[out[k]].wants_gradient &&
+            w->gradient[out[k]] == MSI_NONE) {
+            msi_emit(w, MSI_OP_ZERO, out[k]);
+            w->gradient[out[k]] =
+                msi_birth(w, out[k], MSI_ROLE_GRADIENT, g->tensors.items[out[k]].bytes);
+            msi_use(w, w->gradient[out[k]], false);
+        }
+    }
+}
+
+static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
+    const msi_graph *g = w->graph;
+    const msi_layer *l = &g->layers.items[layer];
+    msi_lower_before_backward(w, layer);
+    msi_emit(w, MSI_OP_BACKWARD, layer);
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        const uint32_t *operands = msi_group(g, l, group);
+        for (uint32_t k = 0; k < msi_group_count(l, group); k++) {
+            const bool read = operands[k] != MSI_NONE && (msi_reads_of(l, group) >> k & 1);
+            msi_use(w, read ? w->value[operands[k]] : MSI_NONE, false);
+        }
+    }
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = msi_group(g, l, MSI_GROUP_OUT);
+    const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
+    for (uint32_t k = 0; k < l->out_count; k++) {
+        msi_use(w, out[k] == MSI_NONE ? MSI_NONE : w->gradient[out[k]], false);
+    }
+    for (uint32_t k = 0; k < l->in_count; k++) {
+        msi_use_gradient(w, in[k]);
+    }
+    for (uint32_t k = 0; k < l->param_count; k++) {
+        msi_use_gradient(w, param[k]);
+    }
+    msi_use_workspace(w, layer, l->workspace_bytes[1]);
+}
+
+
+static void msi_keep_to_end(msi_lowering *w, uint32_t tensor) {
+    msi_program *p = w->program;
+    if (!p->out_of_memory && w->value[tensor] >= w->plan->slots.count) {
+        p->lives.items[w->value[tensor]].last = p->instructions.count - 1;
+    }
+}
+
+/* The training program: forward; what is dropped ends there; backward; update. */
+static void msi_lower_train(msi_lowering *w, msi_program *p) {
+    const msi_graph *g = w->graph;
+    msi_start_program(w, p);
+    for (uint32_t i = 0; i < g->layers.count && !p->out_of_memory; i++) {
+        msi_lower_forward(w, MSI_OP_FORWARD, i, MSI_NONE);
+    }
+    p->forward_end = p->instructions.count;
+    w->backward = true;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        if (w->plan->dropped[t]) {
+            w->value[t] = MSI_NONE;
+        }
+    }
+    msi_emit(w, MSI_OP_SEED, g->loss);
+    w->gradient[g->loss] =
+        msi_birth(w, g->loss, MSI_ROLE_GRADIENT, g->tensors.items[g->loss].bytes);
+    msi_use(w, w->gradient[g->loss], false);
+    for (uint32_t i = g->layers.count; i-- > 0 && !p->out_of_memory;) {
+        const msi_layer *l = &g->layers.items[i];
+        if (!l->has_backward) {
+            continue;
+        }
+        msi_lower_backward(w, i);
+        const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
+        for (uint32_t k = 0; k < l->param_count && w->plan->early_update; k++) {
+            const msi_tensor *t = param[k] == MSI_NONE ? NULL : &g->tensors.items[param[k]];
+            if (t && t->updates_early && t->last_gradient == i) {
+                msi_lower_update(w, param[k]);
+                w->gradient[param[k]] = MSI_NONE;
+            }
+        }
+    }
+    p->backward_end = p->instructions.count;
+    p->loss = w->value[g->loss];
+    for (uint32_t t = 0; t < g->tensors.count && !p->out_of_memory; t++) {
+        if (msi_is_trained(&g->tensors.items[t])) {
+            msi_lower_update(w, t);
+        }
+        if (g->tensors.items[t].kept || t == g->loss) {
+            msi_keep_to_end(w, t);
+        }
+    }
+}
+
+static void msi_lower_eval(msi_lowering *w, msi_program *p) {
+    const msi_graph *g = w->graph;
+    msi_start_program(w, p);
+    for (uint32_t i = 0; i < g->layers.count && !p->out_of_memory; i++) {
+        msi_lower_forward(w, MSI_OP_EVAL, i, MSI_NONE);
+    }
+    p->forward_end = p->backward_end = p->instructions.count;
+    p->loss = w->value[g->loss];
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        if (g->tensors.items[t].kept || g->tensors.items[t].kept_in_eval || t == g->loss) {
+            msi_keep_to_end(w, t);
+        }
+    }
+}
+
+/* The life among the operands [from, from + count) in `mask` that `life` can take over: it ends at
+   this instruction, has the same size, and no operand outside of the masks touches it. masks has
+   one bit per operand of the instruction. */
+static uint32_t msi_find_takeover(const msi_program *p, const msi_instruction *i, uint32_t now,
+                                  uint32_t life, const uint8_t *allowed) {
+    const msi_operand *operands = p->operands.items + i->operand_first;
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const uint32_t old = operands[k].life;
+        if (!allowed[k] || old == MSI_NONE || p->lives.items[old].last != now ||
+            p->lives.items[old].taken || p->lives.items[old].first == now ||
+            msi_align(p->lives.items[old].bytes) != msi_align(p->lives.items[life].bytes)) {
+            continue;
+        }
+        bool free_to_take = true;
+        for (uint32_t j = 0; j < i->operand_count; j++) {
+            free_to_take &= operands[j].life != old || allowed[j];
+        }
+        if (free_to_take) {
+            return old;
+        }
+    }
+    return MSI_NONE;
+}
+
+static void msi_allow(uint8_t *allowed, uint32_t count, uint16_t mask) {
+    for (uint32_t k = 0; k < count; k++) {
+        allowed[k] = mask >> k & 1;
+    }
+}
+
+/* Lets operand k of an instruction take over the memory of an allowed one, where it is new there
+   and stands in one slot only. */
+static void msi_take_over(msi_program *p, const msi_instruction *i, uint32_t now, uint32_t k,
+                          const uint8_t *allowed) {
+    const msi_operand *operands = p->operands.items + i->operand_first;
+    const uint32_t life = operands[k].life;
+    if (life == MSI_NONE || p->lives.items[life].first != now) {
+        return;
+    }
+    for (uint32_t j = 0; j < i->operand_count; j++) {
+        if (j != k && operands[j].life == life) {
+            return;
+        }
+    }
+    const uint32_t old = msi_find_takeover(p, i, now, life, allowed);
+    if (old != MSI_NONE) {
+        p->lives.items[old].taken = true;
+        p->lives.items[life].takes_over = old;
+    }
+}
+
+/* Which values are handed on in place, by the masks of the layers. */
+static void msi_share_memory(const msi_graph *g, msi_program *p) {
+    uint8_t allowed[MSI_MAX_VIEWS + 1];
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        if (i->op > MSI_OP_EVAL) {
+            continue;
+        }
+        const msi_layer *l = &g->layers.items[i->target];
+        const uint16_t *mask = g->masks.items + l->mask_first;
+        const uint32_t in = l->in_count, out = l->out_count, saved = l->saved_count;
+        const uint32_t grad_out = in + out + saved + l->param_count;
+        if (i->op != MSI_OP_BACKWARD) {
+            for (uint32_t k = 0; k < out; k++) {
+                memset(allowed, 0, sizeof allowed);
+                msi_allow(allowed, in, mask[k]);
+                if (mask[k]) {
+                    msi_take_over(p, i, now, in + k, allowed);
+                }
+            }
+            continue;
+        }
+        mask += out;
+        for (uint32_t k = 0; k < in; k++, mask += 4) {
+            memset(allowed, 0, sizeof allowed);
+            msi_allow(allowed, in, mask[0]);
+            msi_allow(allowed + in, out, mask[1]);
+            msi_allow(allowed + in + out, saved, mask[2]);
+            msi_allow(allowed + grad_out, out, mask[3]);
+            if (mask[0] | mask[1] | mask[2] | mask[3]) {
+                msi_take_over(p, i, now, grad_out + out + k, allowed);
+            }
+        }
+    }
+}
+
+/* One block of memory per chain of lives; slots have addresses already. */
+static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t slot_count) {
+    p->blocks.count = 0;
+    if (!MSI_RESERVE(msi_block, a, p->blocks, p->lives.count)) {
+        return false;
+    }
+    for (uint32_t i = slot_count; i < p->lives.count; i++) {
+        msi_life *life = &p->lives.items[i];
+        if (life->takes_over != MSI_NONE) {
+            life->block = p->lives.items[life->takes_over].block;
+            p->blocks.items[life->block].last = life->last;
+            continue;
+        }
+        life->block = p->blocks.count++;
+        msi_block *block = &p->blocks.items[life->block];
+        block->bytes = msi_align(life->bytes);
+        block->offset = 0;
+        block->first = life->first;
+        block->last = life->last;
+        block->from_top = life->category == MS_CATEGORY_GRADIENT;
+    }
+    return true;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>layout  offsets for live ranges (dynamic storage allocation with all requests known)
+
+/* Three stages, each only while effort lasts, none once the lower bound is reached; the best layout
+   is kept. Skylines in several orders cost O(n log n). First-fit looks into the gaps as well, at
+   O(n^2). Ejection chains then press the layout below one target after another. */
+
+/* A placed block, with what is needed to compare it with others. */
+typedef struct msi_spot {
+    uint64_t low, high;
+    uint32_t first, last, block, weight;
+} msi_spot;
+
+/* Heights over time, to which only maxima over ranges are applied: since a block comes to lie on
+   the highest point of its range, "becomes the new height" and "maximum with the new height" are
+   the same, and no node ever hands anything down. */
+typedef struct msi_skyline {
+    uint64_t *highest; // of what was applied in the subtree
+    uint64_t *applied; // to the whole node
+    uint32_t leaves;
+} msi_skyline;
+
+typedef struct msi_layout_work {
+    const msi_block *blocks;
+    uint32_t count, used, times; // used: those with bytes
+    uint32_t *first, *last;      // live ranges in compressed time
+    uint32_t *order, *scratch, *waiting, *weight;
+    uint64_t *key, *load;
+    uint64_t *offset, *best; // of the layout at work, of the best
+    msi_skyline bottom, top;   // stage 1; in the same memory as:
+    msi_spot *by_low, *by_high; // stages 2 and 3: the same spots, sorted either way
+    uint32_t spot_count, waiting_count;
+    uint64_t bound, height, effort;
+    uint64_t random;
+} msi_layout_work;
+
+typedef enum msi_layout_order {
+    MSI_ORDER_START,
+    MSI_ORDER_SPAN,
+    MSI_ORDER_LOAD,
+    MSI_ORDER_BYTES,
+    MSI_ORDER_AREA,
+    MSI_ORDER_COUNT
+} msi_layout_order;
+
+static uint64_t msi_max_u64(uint64_t a, uint64_t b) {
+    return a > b ? a : b;
+}
+
+/* Stable merge sort of indices by rising key. */
+static void msi_sort_indices(uint32_t *index, uint32_t *scratch, uint32_t count,
+                             const uint64_t *key) {
+    for (uint64_t width = 1; width < count; width *= 2) {
+        for (uint64_t begin = 0; begin < count; begin += 2 * width) {
+            uint64_t middle = begin + width < count ? begin + width : count;
+            uint64_t end = begin + 2 * width < count ? begin + 2 * width : count;
+            uint64_t a = begin, b = middle;
+            for (uint64_t i = begin; i < end; ++i) {
+                bool from_a = b == end || (a < middle && key[index[a]] <= key[index[b]]);
+                scratch[i] = from_a ? index[a++] : index[b++];
+            }
+        }
+        memcpy(index, scratch, count * sizeof *index);
+    }
+}
+
+/* Left and right climb from the ends of the range to the root; every node that the range fills hangs
+   on one of these two paths. */
+static uint64_t msi_skyline_max(const msi_skyline *s, uint32_t first, uint32_t last) {
+    uint32_t left = first + s->leaves, right = last + s->leaves;
+    uint64_t height = 0;
+    for (uint32_t l = left, r = right + 1; l < r; l /= 2, r /= 2) {
+        if (l & 1) {
+            height = msi_max_u64(height, s->highest[l++]);
+        }
+        if (r & 1) {
+            height = msi_max_u64(height, s->highest[--r]);
+        }
+    }
+    for (; left; left /= 2, right /= 2) {
+        height = msi_max_u64(height, msi_max_u64(s->applied[left], s->applied[right]));
+    }
+    return height;
+}
+
+static void msi_skyline_raise(const msi_skyline *s, uint32_t first, uint32_t last,
+                              uint64_t height) {
+    uint32_t left = first + s->leaves, right = last + s->leaves;
+    for (uint32_t l = left, r = right + 1; l < r; l = (l + 1) / 2, r /= 2) {
+        if (l & 1) {
+            s->applied[l] = msi_max_u64(s->applied[l], height);
+            s->highest[l] = msi_max_u64(s->highest[l], height);
+        }
+        if (r & 1) {
+            s->applied[r - 1] = msi_max_u64(s->applied[r - 1], height);
+            s->highest[r - 1] = msi_max_u64(s->highest[r - 1], height);
+        }
+    }
+    for (; left; left /= 2, right /= 2) {
+        s->highest[left] = msi_max_u64(s->highest[left], height);
+        s->highest[right] = msi_max_u64(s->highest[right], height);
+    }
+}
+
+static void msi_skyline_clear(const msi_skyline *s) {
+    memset(s->highest, 0, 2 * (size_t)s->leaves * sizeof *s->highest);
+    memset(s->applied, 0, 2 * (size_t)s->leaves * sizeof *s->applied);
+}
+
+static bool msi_layout_spend(msi_layout_work *w, uint64_t operations) {
+    bool enough = w->effort >= operations;
+    w->effort = enough ? w->effort - operations : 0;
+    return enough;
+}
+
+/* Any two ranges that meet have the first instant of one of them in common, so the distinct firsts
+   are all the time that matters. */
+static void msi_layout_compress_time(msi_layout_work *w) {
+    for (uint32_t i = 0; i < w->count; ++i) {
+        w->key[i] = w->blocks[i].first;
+        w->weight[i] = 1;
+        if (w->blocks[i].bytes) {
+            w->order[w->used++] = i;
+        }
+    }
+    msi_sort_indices(w->order, w->scratch, w->used, w->key);
+    for (uint32_t i = 0; i < w->used; ++i) {
+        uint32_t block = w->order[i];
+        if (i == 0 || w->key[w->order[i - 1]] != w->key[block]) {
+            w->scratch[w->times++] = w->blocks[block].first;
+        }
+        w->first[block] = w->times - 1;
+    }
+    for (uint32_t i = 0; i < w->used; ++i) {
+        uint32_t block = w->order[i], low = w->first[block], high = w->times;
+        while (high - low > 1) {
+            uint32_t middle = low + (high - low) / 2;
+            bool live = w->scratch[middle] <= w->blocks[block].last;
+            low = live ? middle : low;
+            high = live ? high : middle;
+        }
+        w->last[block] = low;
+    }
+}
+
+/* Live bytes over time; the largest is the lower bound. */
+static void msi_layout_measure_load(msi_layout_work *w) {
+    memset(w->load, 0, ((size_t)w->times + 1) * sizeof *w->load);
+    for (uint32_t i = 0; i < w->used; ++i) {
+        uint32_t block = w->order[i];
+        w->load[w->first[block]] += w->blocks[block].bytes;
+        w->load[w->last[block] + 1] -= w->blocks[block].bytes; // wraps, and sums wrap back
+    }
+    for (uint32_t t = 0; t < w->times; ++t) {
+        w->load[t] += t ? w->load[t - 1] : 0;
+        w->bound = msi_max_u64(w->bound, w->load[t]);
+    }
+}
+
+/* Large first in every order but that of the start. */
+static uint64_t msi_layout_key(const msi_layout_work *w, uint32_t block, msi_layout_order order) {
+    uint64_t bytes = w->blocks[block].bytes;
+    uint64_t span = (uint64_t)w->last[block] - w->first[block] + 1;
+    switch (order) {
+    case MSI_ORDER_START:
+        return (uint64_t)w->first[block] << 32 | (UINT32_MAX - w->last[block]);
+    case MSI_ORDER_SPAN:
+        return ~span;
+    case MSI_ORDER_BYTES:
+        return ~bytes;
+    case MSI_ORDER_AREA:
+        return bytes > UINT64_MAX / span ? 0 : ~(bytes * span);
+    case MSI_ORDER_LOAD:
+    default:
+        return ~msi_skyline_max(&w->bottom, w->first[block], w->last[block]);
+    }
+}
+
+static void msi_layout_sort(msi_layout_work *w, msi_layout_order order) {
+    if (order == MSI_ORDER_LOAD) { // ties in the load by span
+        msi_layout_sort(w, MSI_ORDER_SPAN);
+        msi_skyline_clear(&w->bottom);
+        for (uint32_t t = 0; t < w->times; ++t) {
+            msi_skyline_raise(&w->bottom, t, t, w->load[t]);
+        }
+    }
+    for (uint32_t i = 0; i < w->used; ++i) {
+        w->key[w->order[i]] = msi_layout_key(w, w->order[i], order);
+    }
+    msi_sort_indices(w->order, w->scratch, w->used, w->key);
+}
+
+static void msi_layout_keep_best(msi_layout_work *w, uint64_t height) {
+    if (height < w->height) {
+        w->height = height;
+        for (uint32_t i = 0; i < w->used; ++i) {
+            w->best[w->order[i]] = w->offset[w->order[i]];
+        }
+    }
+}
+
+/* Each block on top of what is there; those from the top on a skyline of their own that hangs down.
+   What grows while the rest shrinks thus meets it in the middle. */
+static void msi_layout_place_on_skylines(msi_layout_work *w, bool two_sided) {
+    uint64_t height = 0;
+    msi_skyline_clear(&w->bottom);
+    msi_skyline_clear(&w->top);
+    for (uint32_t i = 0; i < w->used; ++i) {
+        uint32_t block = w->order[i];
+        bool top = two_sided && w->blocks[block].from_top;
+        const msi_skyline *s = top ? &w->top : &w->bottom;
+        w->offset[block] = msi_skyline_max(s, w->first[block], w->last[block]);
+        msi_skyline_raise(s, w->first[block], w->last[block],
+                          w->offset[block] + w->blocks[block].bytes);
+    }
+    for (uint32_t t = 0; t < w->times; ++t) {
+        height = msi_max_u64(height, msi_skyline_max(&w->bottom, t, t) +
+                                         msi_skyline_max(&w->top, t, t));
+    }
+    for (uint32_t i = 0; i < w->used && two_sided; ++i) {
+        uint32_t block = w->order[i];
+        if (w->blocks[block].from_top) {
+            w->offset[block] = height - w->offset[block] - w->blocks[block].bytes;
+        }
+    }
+    msi_layout_keep_best(w, height);
+}
+
+static bool msi_spot_meets(const msi_spot *a, uint32_t first, uint32_t last) {
+    return (a->first <= last) & (first <= a->last); // without a jump: nobody can predict it
+}
+
+static msi_spot msi_layout_spot(const msi_layout_work *w, uint32_t block, uint64_t low) {
+    msi_spot spot = {low,           low + w->blocks[block].bytes, w->first[block],
+                     w->last[block], block,                        w->weight[block]};
+    return spot;
+}
+
+/* Into spots sorted by low, or by high. */
+static void msi_spots_insert(msi_spot *spots, uint32_t count, msi_spot spot, bool by_high) {
+    uint64_t key = by_high ? spot.high : spot.low;
+    uint32_t i = count;
+    for (; i > 0 && (by_high ? spots[i - 1].high : spots[i - 1].low) > key; --i) {
+        spots[i] = spots[i - 1];
+    }
+    spots[i] = spot;
+}
+
+/* First-fit: each block into the lowest gap that holds it, in the given order. Gives up when the
+   layout turns out no better than the best. */
+static void msi_layout_first_fit(msi_layout_work *w) {
+    uint64_t height = 0;
+    w->spot_count = 0;
+    for (uint32_t i = 0; i < w->used; ++i) {
+        uint32_t block = w->order[i];
+        uint64_t low = 0, bytes = w->blocks[block].bytes;
+        for (uint32_t k = 0; k < w->spot_count && w->by_low[k].low < low + bytes; ++k) {
+            bool meets = msi_spot_meets(&w->by_low[k], w->first[block], w->last[block]);
+            low = meets ? msi_max_u64(low, w->by_low[k].high) : low;
+        }
+        height = msi_max_u64(height, low + bytes);
+        if (height >= w->height || !msi_layout_spend(w, w->spot_count + 1)) {
+            return;
+        }
+        w->offset[block] = low;
+        msi_spots_insert(w->by_low, w->spot_count++, msi_layout_spot(w, block, low), false);
+    }
+    msi_layout_keep_best(w, height);
+}
+
+/* xorshift64*: the same numbers in every run. */
+static uint32_t msi_layout_random(msi_layout_work *w, uint32_t below) {
+    w->random ^= w->random >> 12;
+    w->random ^= w->random << 25;
+    w->random ^= w->random >> 27;
+    return (uint32_t)(w->random * UINT64_C(0x2545F4914F6CDD1D) >> 32) % below;
+}
+
+/* Removes what overlaps spot, and what reaches beyond target, from one of the two lists. Returns how
+   many stay; the others wait, if waiting is not NULL. */
+static uint32_t msi_spots_remove(msi_spot *spots, uint32_t count, const msi_spot *spot,
+                                 uint64_t target, uint32_t *waiting) {
+    uint32_t kept = 0, gone = 0;
+    for (uint32_t i = 0; i < count; ++i) {
+        msi_spot s = spots[i];
+        bool hit = msi_spot_meets(&s, spot->first, spot->last) & (s.low < spot->high) &
+                   (s.high > spot->low);
+        bool goes = hit | (s.high > target);
+        if (waiting) {
+            waiting[gone] = s.block;
+        }
+        spots[kept] = s;
+        gone += goes;
+        kept += !goes;
+    }
+    return kept;
+}
+
+static void msi_layout_eject(msi_layout_work *w, const msi_spot *spot, uint64_t target) {
+    uint32_t kept = msi_spots_remove(w->by_low, w->spot_count, spot, target,
+                                     w->waiting + w->waiting_count);
+    msi_spots_remove(w->by_high, w->spot_count, spot, target, NULL);
+    w->waiting_count += w->spot_count - kept;
+    w->spot_count = kept;
+}
+
+/* Where the block does least harm below target: on the ground, or on another block. The lowest of
+   the free places, or a random one of those equally bad. Harm is the weight of the blocks that
+   overlap it there: that of those which begin below its high end, less that of those which end at
+   or below its low end. Both sums only grow as the place is moved up. */
+static uint64_t msi_layout_least_harm(msi_layout_work *w, uint32_t block, uint64_t target,
+                                      uint64_t *least) {
+    uint64_t bytes = w->blocks[block].bytes, low = 0, begun = 0, ended = 0, best = 0;
+    uint32_t first = w->first[block], last = w->last[block], ties = 0, k = 0, i = 0, next = 0;
+    bool candidate = true; // the ground
+    *least = UINT64_MAX;
+    while (low + bytes <= target) {
+        for (; k < w->spot_count && w->by_low[k].low < low + bytes; ++k) {
+            begun += msi_spot_meets(&w->by_low[k], first, last) ? w->by_low[k].weight : 0;
+        }
+        for (; i < w->spot_count && w->by_high[i].high <= low; ++i) {
+            ended += msi_spot_meets(&w->by_high[i], first, last) ? w->by_high[i].weight : 0;
+        }
+        uint64_t harm = begun - ended;
+        if (candidate && harm <= *least) {
+            ties = harm < *least ? 1 : ties + 1;
+            if (msi_layout_random(w, ties) == 0) {
+                best = low;
+            }
+            *least = harm;
+        }
+        if (*least == 0 || next == w->spot_count) {
+            break;
+        }
+        low = w->by_high[next].high;
+        candidate = msi_spot_meets(&w->by_high[next], first, last);
+        ++next;
+    }
+    msi_layout_spend(w, k + i);
+    return best;
+}
+
+/* The best layout so far, as spots sorted by low or by high. */
+static void msi_layout_restore(msi_layout_work *w, msi_spot *spots, bool by_high) {
+    for (uint32_t i = 0; i < w->used; ++i) {
+        uint32_t block = w->order[i];
+        w->offset[block] = w->best[block];
+        w->key[block] = w->best[block] + (by_high ? w->blocks[block].bytes : 0);
+    }
+    msi_sort_indices(w->order, w->scratch, w->used, w->key);
+    for (uint32_t i = 0; i < w->used; ++i) {
+        spots[i] = msi_layout_spot(w, w->order[i], w->best[w->order[i]]);
+    }
+}
+
+/* Ejection chains (Glover 1996) guided by how often a block was in the way (as in Nagata and Braysy
+   2009): with a target below the best height, what sticks out is put where it does least harm,
+   those that it hits wait to be placed again, and hard blocks gain weight until all fit. */
+static void msi_layout_press(msi_layout_work *w) {
+    const msi_spot nothing = {0, 0, 0, 0, 0, 0};
+    uint64_t target = w->height;
+    msi_layout_restore(w, w->by_low, false);
+    msi_layout_restore(w, w->by_high, true);
+    w->spot_count = w->used;
+    while (w->height > w->bound && msi_layout_spend(w, 2 * (uint64_t)w->spot_count)) {
+        if (w->waiting_count == 0) {
+            msi_layout_keep_best(w, w->by_high[w->spot_count - 1].high);
+            uint64_t step = w->bound / 256 + 1;
+            target = w->height > w->bound + step ? w->height - step : w->bound;
+            msi_layout_eject(w, &nothing, target);
+        } else {
+            uint32_t pick = msi_layout_random(w, w->waiting_count), block = w->waiting[pick];
+            uint64_t harm, low = msi_layout_least_harm(w, block, target, &harm);
+            w->waiting[pick] = w->waiting[--w->waiting_count];
+            w->weight[block] += harm > 0;
+            msi_spot spot = msi_layout_spot(w, block, low);
+            if (harm) {
+                msi_layout_eject(w, &spot, target);
+            }
+            msi_spots_insert(w->by_low, w->spot_count, spot, false);
+            msi_spots_insert(w->by_high, w->spot_count, spot, true);
+            ++w->spot_count;
+            w->offset[block] = low;
+        }
+    }
+}
+
+static void msi_layout_search(msi_layout_work *w) {
+    static const struct {
+        msi_layout_order order;
+        bool two_sided;
+    } skylines[] = {{MSI_ORDER_SPAN, true},  {MSI_ORDER_LOAD, true},   {MSI_ORDER_START, true},
+                    {MSI_ORDER_SPAN, false}, {MSI_ORDER_LOAD, false}, {MSI_ORDER_START, false},
+                    {MSI_ORDER_BYTES, true}, {MSI_ORDER_BYTES, false}};
+    for (uint32_t i = 0; i < sizeof skylines / sizeof skylines[0] && w->height > w->bound; ++i) {
+        if (!msi_layout_spend(w, 100 * (uint64_t)w->used) && i) {
+            return;
+        }
+        msi_layout_sort(w, skylines[i].order);
+        msi_layout_place_on_skylines(w, skylines[i].two_sided);
+    }
+    for (int order = 0; order < MSI_ORDER_COUNT && w->height > w->bound && w->effort; ++order) {
+        msi_layout_sort(w, (msi_layout_order)order);
+        msi_layout_first_fit(w);
+    }
+    if (w->effort) {
+        msi_layout_press(w);
+    }
+}
+
+/* Divides memory among the arrays of w. Returns the bytes that this takes; with memory NULL that is
+   all it does. The spots lie over the skylines, which are at least as large. */
+static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
+    uint64_t count = w->count, nodes = 2;
+    while (nodes < 2 * count) {
+        nodes *= 2;
+    }
+    uint64_t words = 4 * nodes + 4 * count + 1;
+    if (memory) {
+        uint32_t **arrays[] = {&w->first,   &w->last,    &w->order,
+                               &w->scratch, &w->waiting, &w->weight};
+        uint32_t *next = (uint32_t *)(void *)(memory + words);
+        for (uint32_t i = 0; i < 6; ++i) {
+            *arrays[i] = next + i * count;
+        }
+        w->bottom.highest = memory;
+        w->bottom.applied = memory + nodes;
+        w->top.highest = memory + 2 * nodes;
+        w->top.applied = memory + 3 * nodes;
+        w->by_low = (msi_spot *)(void *)memory;
+        w->by_high = w->by_low + count;
+        w->key = memory + 4 * nodes;
+        w->offset = w->key + count;
+        w->best = w->offset + count;
+        w->load = w->best + count;
+    }
+    return words * sizeof(uint64_t) + 6 * count * sizeof(uint32_t);
+}
+
+/* Brings w to the point where time is compressed and the lower bound is known. */
+static ms_result msi_layout_begin(msi_layout_work *w, const ms_allocator *allocator,
+                                  const msi_block *blocks, uint32_t count,
+                                  uint64_t **memory) {
+    memset(w, 0, sizeof *w);
+    w->blocks = blocks;
+    w->count = count;
+    *memory = (uint64_t *)msi_alloc(allocator, msi_layout_bind(w, NULL));
+    if (!*memory) {
+        return MS_RESULT_OUT_OF_MEMORY;
+    }
+    msi_layout_bind(w, *memory);
+    msi_layout_compress_time(w);
+    msi_layout_measure_load(w);
+    return MS_RESULT_OK;
+}
+
+/* Gives every block an offset, so that blocks whose ranges meet do not overlap, and stores the
+   height of the whole. effort is an upper limit of elementary operations of about a nanosecond
+   each; one skyline is made whatever it is. The same input gives the same layout. The sum of all
+   bytes must be below 2^64. Errors: OUT_OF_MEMORY. */
+static ms_result msi_layout(const ms_allocator *allocator, msi_block *blocks, uint32_t count,
+                            uint64_t effort, uint64_t *height) {
+    msi_layout_work work;
+    uint64_t *memory;
+    ms_result result = msi_layout_begin(&work, allocator, blocks, count, &memory);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    work.effort = effort;
+    work.height = UINT64_MAX;
+    work.random = UINT64_C(0x9E3779B97F4A7C15);
+    work.bottom.leaves = 1;
+    while (work.bottom.leaves < work.times) {
+        work.bottom.leaves *= 2;
+    }
+    work.top.leaves = work.bottom.leaves;
+    msi_layout_search(&work);
+    *height = work.used ? work.height : 0;
+    for (uint32_t i = 0; i < count; ++i) {
+        blocks[i].offset = blocks[i].bytes ? work.best[i] : 0;
+    }
+    msi_release(allocator, memory, msi_layout_bind(&work, NULL));
+    return MS_RESULT_OK;
+}
+
+/* Largest sum of live bytes at any instant. Errors: OUT_OF_MEMORY. */
+static ms_result msi_layout_lower_bound(const ms_allocator *allocator, const msi_block *blocks,
+                                        uint32_t count, uint64_t *bytes) {
+    msi_layout_work work;
+    uint64_t *memory;
+    ms_result result = msi_layout_begin(&work, allocator, blocks, count, &memory);
+    if (result == MS_RESULT_OK) {
+        *bytes = work.bound;
+        msi_release(allocator, memory, msi_layout_bind(&work, NULL));
+    }
+    return result;
+}
+
+/* For debug builds and tests: no two blocks share a byte at an instant. O(n^2). */
+static bool msi_layout_is_valid(const msi_block *blocks, uint32_t count) {
+    for (uint32_t i = 0; i < count; ++i) {
+        const msi_block *a = &blocks[i];
+        for (uint32_t k = i + 1; k < count; ++k) {
+            const msi_block *b = &blocks[k];
+            if (a->first <= b->last && b->first <= a->last && a->offset < b->offset + b->bytes &&
+                b->offset < a->offset + a->bytes) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>simulate  what a program needs: live bytes at every instruction, and its peak
+
+/* A life counts up to the instruction before the one where its memory is taken over. */
+static uint32_t msi_counts_to(const msi_life *life) {
+    return life->taken ? life->last - 1 : life->last;
+}
+
+static bool msi_is_activation(ms_category category) {
+    return category == MS_CATEGORY_ACTIVATION || category == MS_CATEGORY_ACTIVATION_GRADIENT ||
+           category == MS_CATEGORY_SAVED;
+}
+
+/* Sums the sizes of the lives, of all or of activations only, into live_bytes; returns the first
+   instruction with the largest sum. Differences first, then their running sum: unsigned, so that
+   an intermediate that wraps comes back. */
+static uint32_t msi_sum_live(msi_program *p, uint32_t slot_count, bool activations_only) {
+    uint64_t *live = p->live_bytes.items;
+    const uint32_t count = p->instructions.count;
+    memset(live, 0, (count + 1) * sizeof *live);
+    for (uint32_t i = slot_count; i < p->lives.count; i++) {
+        const msi_life *life = &p->lives.items[i];
+        if (!activations_only || msi_is_activation((ms_category)life->category)) {
+            live[life->first] += msi_align(life->bytes);
+            live[msi_counts_to(life) + 1] -= msi_align(life->bytes);
+        }
+    }
+    uint32_t peak = 0;
+    for (uint32_t i = 1; i < count; i++) {
+        live[i] += live[i - 1];
+        peak = live[i] > live[peak] ? i : peak;
+    }
+    return peak;
+}
+
+static bool msi_simulate(const ms_allocator *a, msi_program *p, uint32_t slot_count) {
+    if (!MSI_RESERVE(uint64_t, a, p->live_bytes, p->instructions.count + 1ull)) {
+        return false;
+    }
+    p->live_bytes.count = p->instructions.count;
+    p->activation_peak_bytes = p->live_bytes.items[msi_sum_live(p, slot_count, true)];
+    p->peak = msi_sum_live(p, slot_count, false);
+    p->peak_bytes = p->live_bytes.items[p->peak];
+    return true;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>solve  from a budget to a plan
+
+/* The ladder: plans in one fixed order, each with a little more recomputation than the one before
+   and no more live bytes. Rung 0 is the plain plan, rung 1 updates early, and each rung after these
+   drops one more group of values. The order does not depend on the budget, which only says on
+   which rung to stop: the first that fits. So a smaller budget never gives a larger peak, and a
+   larger one never more recomputation. */
+typedef struct msi_candidate {
+    double bytes_per_cost;
+    uint32_t key;    // tensor, for the saved tensors of a layer the first of them
+    uint32_t member; // range in solver.members
+    uint32_t member_count;
+} msi_candidate;
+
+typedef struct msi_rung {
+    uint64_t peak_bytes;
+    uint32_t drop_count; // dropped values up to here
+} msi_rung;
+
+typedef struct msi_solver {
+    ms_model *model;
+    const ms_allocator *allocator;
+    msi_plan *plan;
+    msi_lowering lowering;
+    uint32_t *visited;   // per layer: number of the last price query that met it
+    uint32_t query;
+    MSI_LIST(uint32_t) drops; // in the order of the ladder
+    MSI_LIST(msi_rung) rungs;
+    MSI_LIST(msi_candidate) candidates;
+    MSI_LIST(uint32_t) members;
+} msi_solver;
+
+enum { MSI_PRICE_LIMIT = 64, MSI_BATCH_SHARE = 64, MSI_TRY_LIMIT = 128 };
+
+static const uint64_t MSI_LAYOUT_EFFORT = 40u * 1000u * 1000u;
+
+/* Lowers the plan as it stands; result in plan->train, without a layout. */
+static ms_result msi_try(msi_solver *s) {
+    msi_program *p = &s->plan->train;
+    msi_lower_train(&s->lowering, p);
+    if (!p->out_of_memory) {
+        msi_share_memory(&s->model->graph, p);
+    }
+    if (p->out_of_memory || !msi_simulate(s->allocator, p, s->plan->slots.count)) {
+        return msi_fail_memory(s->model, "the program", p->lives.count * sizeof(msi_life));
+    }
+    return MS_RESULT_OK;
+}
+
+/* Debug mode: a layout that overlaps, or whose bound is not what was simulated, is our own bug. */
+static ms_result msi_check_layout(msi_solver *s, const msi_program *p) {
+    uint64_t bound;
+    const ms_result result =
+        msi_layout_lower_bound(s->allocator, p->blocks.items, p->blocks.count, &bound);
+    if (result == MS_RESULT_OK) {
+        const bool valid = msi_layout_is_valid(p->blocks.items, p->blocks.count);
+        MEMSCALE_ASSERT(valid && bound == p->peak_bytes);
+        (void)valid;
+    }
+    return result;
+}
+
+static ms_result msi_lay_out(msi_solver *s, msi_program *p) {
+    if (!msi_make_blocks(s->allocator, p, s->plan->slots.count) ||
+        msi_layout(s->allocator, p->blocks.items, p->blocks.count, MSI_LAYOUT_EFFORT,
+                   &p->height) != MS_RESULT_OK ||
+        (s->model->config.debug && msi_check_layout(s, p) != MS_RESULT_OK)) {
+        return msi_fail_memory(s->model, "the layout", p->lives.count * sizeof(msi_block));
+    }
+    return MS_RESULT_OK;
+}
+
+static uint64_t msi_arena_of(const msi_plan *plan) {
+    const uint64_t height =
+        plan->train.height > plan->eval.height ? plan->train.height : plan->eval.height;
+    return plan->slot_bytes + height;
+}
+
+/* Whether the plan fits a budget: by live bytes, and if these do, by its layout. */
+static ms_result msi_fits(msi_solver *s, uint64_t budget, bool *fits) {
+    *fits = s->plan->slot_bytes + s->plan->train.peak_bytes <= budget;
+    if (!*fits) {
+        return MS_RESULT_OK;
+    }
+    const ms_result result = msi_lay_out(s, &s->plan->train);
+    s->plan->arena_bytes = msi_arena_of(s->plan);
+    *fits = s->plan->arena_bytes <= budget;
+    return result;
+}
+
+static void msi_mark_recomputed(msi_solver *s) {
+    const msi_program *p = &s->plan->train;
+    memset(s->plan->recomputed, 0, s->model->graph.layers.count);
+    for (uint32_t i = 0; i < p->instructions.count; i++) {
+        if (p->instructions.items[i].op == MSI_OP_RECOMPUTE) {
+            s->plan->recomputed[p->instructions.items[i].target] = 1;
+        }
+    }
+}
+
+/* Work that is added if this layer must run again: its own, and that of the layers before it whose
+   outputs are not kept and are not recomputed already. */
+static double msi_price(msi_solver *s, uint32_t layer) {
+    const msi_graph *g = &s->model->graph;
+    uint32_t *stack = s->lowering.stack;
+    uint32_t depth = 0, met = 0;
+    double cost = 0.0;
+    s->query++;
+    stack[depth++] = layer;
+    while (depth > 0 && met < MSI_PRICE_LIMIT) {
+        const uint32_t top = stack[--depth];
+        if (s->plan->recomputed[top] || s->visited[top] == s->query) {
+            continue;
+        }
+        s->visited[top] = s->query;
+        met++;
+        const msi_layer *l = &g->layers.items[top];
+        cost += l->cost;
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        for (uint32_t k = 0; k < l->in_count && depth < g->layers.count; k++) {
+            if (in[k] != MSI_NONE && s->plan->dropped[in[k]]) {
+                stack[depth++] = g->tensors.items[in[k]].producer;
+            }
+        }
+    }
+    return cost;
+}
+
+static int msi_compare_candidates(const void *left, const void *right) {
+    const msi_candidate *a = (const msi_candidate *)left, *b = (const msi_candidate *)right;
+    if (a->bytes_per_cost != b->bytes_per_cost) {
+        return a->bytes_per_cost > b->bytes_per_cost ? -1 : 1;
+    }
+    return a->key < b->key ? -1 : a->key > b->key;
+}
+
+/* Values that lie idle at the peak, between forward and backward. The saved tensors of a layer are
+   one candidate, since they come back together. */
+static bool msi_find_candidates(msi_solver *s) {
+    const msi_graph *g = &s->model->graph;
+    const msi_program *p = &s->plan->train;
+    s->candidates.count = s->members.count = 0;
+    if (!MSI_RESERVE(msi_candidate, s->allocator, s->candidates, p->lives.count) ||
+        !MSI_RESERVE(uint32_t, s->allocator, s->members, p->lives.count)) {
+        return false;
+    }
+    uint32_t saved_of = MSI_NONE; // producer of the last candidate, if that is a saved tensor
+    for (uint32_t i = s->plan->slots.count; i < p->lives.count; i++) {
+        const msi_life *life = &p->lives.items[i];
+        if (life->role != MSI_ROLE_VALUE || life->idle_last == MSI_NONE ||
+            life->idle_first >= p->peak || life->idle_last <= p->peak) {
+            continue;
+        }
+        const msi_tensor *t = &g->tensors.items[life->tensor];
+        if (t->kept || life->tensor == g->loss) {
+            continue;
+        }
+        const bool joins = t->kind == MSI_KIND_SAVED && t->producer == saved_of;
+        saved_of = t->kind == MSI_KIND_SAVED ? t->producer : MSI_NONE;
+        s->members.items[s->members.count++] = life->tensor;
+        if (joins) {
+            s->candidates.items[s->candidates.count - 1].member_count++;
+            s->candidates.items[s->candidates.count - 1].bytes_per_cost += (double)life->bytes;
+            continue;
+        }
+        msi_candidate *c = &s->candidates.items[s->candidates.count++];
+        c->key = life->tensor;
+        c->member = s->members.count - 1;
+        c->member_count = 1;
+        c->bytes_per_cost = (double)life->bytes;
+    }
+    for (uint32_t i = 0; i < s->candidates.count; i++) {
+        msi_candidate *c = &s->candidates.items[i];
+        c->bytes_per_cost /= 1e-3 + msi_price(s, g->tensors.items[c->key].producer);
+    }
+    if (s->candidates.count > 1) {
+        qsort(s->candidates.items, s->candidates.count, sizeof(msi_candidate),
+              msi_compare_candidates);
+    }
+    return true;
+}
+
+static bool msi_add_rung(msi_solver *s) {
+    if (!MSI_RESERVE(msi_rung, s->allocator, s->rungs, s->rungs.count + 1ull)) {
+        return false;
+    }
+    s->rungs.items[s->rungs.count].peak_bytes = s->plan->train.peak_bytes;
+    s->rungs.items[s->rungs.count].drop_count = s->drops.count;
+    s->rungs.count++;
+    return true;
+}
+
+static bool msi_drop(msi_solver *s, const msi_candidate *c) {
+    if (!MSI_RESERVE(uint32_t, s->allocator, s->drops, s->drops.count + c->member_count)) {
+        return false;
+    }
+    for (uint32_t i = 0; i < c->member_count; i++) {
+        const uint32_t tensor = s->members.items[c->member + i];
+        s->plan->dropped[tensor] = 1;
+        s->drops.items[s->drops.count++] = tensor;
+    }
+    return true;
+}
+
+static void msi_undrop_to(msi_solver *s, uint32_t drop_count) {
+    while (s->drops.count > drop_count) {
+        s->plan->dropped[s->drops.items[--s->drops.count]] = 0;
+    }
+}
+
+/* Drops candidates [first, first + count) and sees whether that lowers the peak; takes them back if
+   not. */
+static ms_result msi_try_drops(msi_solver *s, uint32_t first, uint32_t count, uint64_t old_peak,
+                               uint32_t old_at, bool *lower) {
+    const uint32_t old_drops = s->drops.count;
+    for (uint32_t i = 0; i < count; i++) {
+        if (!msi_drop(s, &s->candidates.items[first + i])) {
+            return msi_fail_memory(s->model, "the solver", s->drops.count * sizeof(uint32_t));
+        }
+    }
+    const ms_result result = msi_try(s);
+    const msi_program *p = &s->plan->train;
+    *lower = p->peak_bytes < old_peak || (p->peak_bytes == old_peak && p->peak != old_at);
+    if (!*lower) {
+        msi_undrop_to(s, old_drops);
+    }
+    return result;
+}
+
+/* Climbs by one rung: drops the best candidates that lower the peak. On large graphs it takes
+   several at a time, and fewer where that does not help, so that the number of tries does not grow
+   with the graph. *moved is false at the end of the ladder. */
+static ms_result msi_climb(msi_solver *s, bool *moved) {
+    const uint64_t old_peak = s->plan->train.peak_bytes;
+    const uint32_t old_at = s->plan->train.peak;
+    *moved = false;
+    msi_mark_recomputed(s);
+    if (!msi_find_candidates(s)) {
+        return msi_fail_memory(s->model, "the solver", s->plan->train.lives.count);
+    }
+    uint32_t batch = 1 + s->candidates.count / MSI_BATCH_SHARE;
+    uint32_t first = 0;
+    for (int tries = 0; tries < MSI_TRY_LIMIT && first < s->candidates.count; tries++) {
+        batch = batch < s->candidates.count - first ? batch : s->candidates.count - first;
+        const ms_result result = msi_try_drops(s, first, batch, old_peak, old_at, moved);
+        if (result != MS_RESULT_OK) {
+            return result;
+        }
+        if (*moved) {
+            return msi_add_rung(s) ? MS_RESULT_OK
+                                   : msi_fail_memory(s->model, "the solver", s->rungs.count);
+        }
+        first += batch == 1;
+        batch = batch > 1 ? batch / 2 : 1;
+    }
+    return msi_try(s);
+}
+
+/* Puts the plan back on a rung, laid out. */
+static ms_result msi_return_to(msi_solver *s, const msi_rung *rung) {
+    msi_undrop_to(s, rung->drop_count);
+    const ms_result result = msi_try(s);
+    bool fits;
+    return result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
+}
+
+/* The last rung took several drops at once: the first of them that fit the budget are enough, as
+   long as their arena is no smaller than that of the whole rung (else a smaller budget would get
+   the larger arena). */
+static ms_result msi_trim_rung(msi_solver *s, uint64_t budget) {
+    const uint32_t end = s->drops.count;
+    const uint32_t begin = s->rungs.count > 1 ? s->rungs.items[s->rungs.count - 2].drop_count : 0;
+    const uint64_t whole = s->plan->arena_bytes;
+    for (uint32_t count = begin + 1; count < end; count++) {
+        for (uint32_t i = begin; i < end; i++) {
+            s->plan->dropped[s->drops.items[i]] = i < count;
+        }
+        bool fits;
+        ms_result result = msi_try(s);
+        result = result == MS_RESULT_OK ? msi_fits(s, budget, &fits) : result;
+        if (result != MS_RESULT_OK || (fits && s->plan->arena_bytes >= whole)) {
+            return result;
+        }
+    }
+    return msi_return_to(s, &s->rungs.items[s->rungs.count - 1]);
+}
+
+/* At the end of the ladder: back to the rung with the smallest arena. That is the last one, unless
+   the layout of an earlier one wastes less. */
+static ms_result msi_smallest(msi_solver *s) {
+    uint32_t k = s->rungs.count - 1, best = k;
+    ms_result result = msi_return_to(s, &s->rungs.items[k]);
+    uint64_t best_bytes = s->plan->arena_bytes;
+    while (result == MS_RESULT_OK && k-- > 0 &&
+           s->plan->slot_bytes + s->rungs.items[k].peak_bytes < best_bytes) {
+        result = msi_return_to(s, &s->rungs.items[k]);
+        if (s->plan->arena_bytes < best_bytes) {
+            best = k;
+            best_bytes = s->plan->arena_bytes;
+        }
+    }
+    /* Undoing drops cannot bring later ones back: they are still in the list behind its end. */
+    const uint32_t drop_count = s->rungs.items[best].drop_count;
+    while (s->drops.count < drop_count) {
+        s->plan->dropped[s->drops.items[s->drops.count++]] = 1;
+    }
+    return result == MS_RESULT_OK ? msi_return_to(s, &s->rungs.items[best]) : result;
+}
+
+typedef enum msi_goal { MSI_GOAL_PLAIN, MSI_GOAL_BUDGET, MSI_GOAL_SMALLEST } msi_goal;
+
+/* Climbs until the budget is met, or to the end. */
+static ms_result msi_climb_to(msi_solver *s, uint64_t budget, bool *fits) {
+    bool moved = s->model->config.checkpointing != MS_SWITCH_OFF;
+    ms_result result = MS_RESULT_OK;
+    while (result == MS_RESULT_OK && !*fits && moved) {
+        result = msi_climb(s, &moved);
+        if (result == MS_RESULT_OK && moved) {
+            result = msi_fits(s, budget, fits);
+        }
+    }
+    return result == MS_RESULT_OK && *fits ? msi_trim_rung(s, budget) : result;
+}
+
+static ms_result msi_no_fit(msi_solver *s, uint64_t budget) {
+    const ms_result result = msi_smallest(s);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    const uint64_t least = s->plan->arena_bytes;
+    return msi_fail(s->model, MS_RESULT_BUDGET,
+                    "the budget is %llu bytes (%s), the plain plan needs %llu, and the smallest "
+                    "feasible budget is %llu bytes (%s)%s",
+                    (unsigned long long)budget, msi_size(budget).text,
+                    (unsigned long long)s->plan->plain_bytes, (unsigned long long)least,
+                    msi_size(least).text,
+                    s->model->config.checkpointing == MS_SWITCH_OFF
+                        ? " with checkpointing switched off"
+                        : ": give that much, or reduce the batch or the sequence");
+}
+
+/* Starts the ladder: the plain plan first, for its size; then, where that may be and the budget
+   asks for it, updates inside backward. */
+static ms_result msi_first_rungs(msi_solver *s, msi_goal goal, uint64_t budget, bool *fits) {
+    const ms_switch early = s->model->config.early_update;
+    ms_result result = msi_try(s);
+    result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, fits) : result;
+    s->plan->plain_bytes = s->plan->arena_bytes;
+    *fits = goal == MSI_GOAL_PLAIN || (goal == MSI_GOAL_BUDGET && s->plan->arena_bytes <= budget &&
+                                       early != MS_SWITCH_ON);
+    if (result != MS_RESULT_OK || *fits || early == MS_SWITCH_OFF) {
+        return result;
+    }
+    s->plan->early_update = true;
+    result = msi_try(s);
+    return result == MS_RESULT_OK ? msi_fits(s, budget, fits) : result;
+}
+
+/* Chooses plan->dropped and plan->early_update, and leaves the program lowered and laid out. */
+static ms_result msi_solve(msi_solver *s, msi_goal goal, uint64_t budget) {
+    bool fits;
+    ms_result result = msi_first_rungs(s, goal, goal == MSI_GOAL_SMALLEST ? 0 : budget, &fits);
+    if (result != MS_RESULT_OK || fits) {
+        return result;
+    }
+    if (!msi_add_rung(s)) {
+        return msi_fail_memory(s->model, "the solver", sizeof(msi_rung));
+    }
+    result = msi_climb_to(s, goal == MSI_GOAL_SMALLEST ? 0 : budget, &fits);
+    if (result != MS_RESULT_OK || fits) {
+        return result;
+    }
+    return goal == MSI_GOAL_SMALLEST ? msi_smallest(s) : msi_no_fit(s, budget);
+}
+
+static bool msi_solver_init(msi_solver *s, ms_model *m, msi_plan *plan) {
+    const msi_graph *g = &m->graph;
+    const uint64_t layers = g->layers.count;
+    memset(s, 0, sizeof *s);
+    s->model = m;
+    s->allocator = &m->config.allocator;
+    s->plan = plan;
+    s->visited = (uint32_t *)msi_alloc_zeroed(s->allocator, layers * sizeof(uint32_t));
+    return s->visited && msi_lowering_init(&s->lowering, g, s->allocator, plan);
+}
+
+static void msi_solver_free(msi_solver *s) {
+    const ms_allocator *a = s->allocator;
+    const uint64_t layers = s->model->graph.layers.count;
+    msi_release(a, s->visited, layers * sizeof(uint32_t));
+    msi_lowering_free(&s->lowering);
+    MSI_LIST_FREE(uint32_t, a, s->drops);
+    MSI_LIST_FREE(msi_rung, a, s->rungs);
+    MSI_LIST_FREE(msi_candidate, a, s->candidates);
+    MSI_LIST_FREE(uint32_t, a, s->members);
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>execute  run a program: no allocation, no lookup by name
+
+/* Views of `count` tensors, with the addresses of the operands that start at `operands`. */
+static void msi_fill_views(ms_model *m, const msi_program *p, ms_view *views,
+                           const uint32_t *tensors, const msi_operand *operands, uint32_t count) {
+    for (uint32_t k = 0; k < count; k++) {
+        if (tensors[k] == MSI_NONE) {
+            memset(&views[k], 0, sizeof views[k]);
+            continue;
+        }
+        views[k] = m->graph.tensors.items[tensors[k]].view;
+        if (operands[k].life != MSI_NONE) {
+            views[k].data = msi_address(m->plan, p->lives.items[operands[k].life].offset);
+            views[k].beta = operands[k].accumulate ? 1.0f : 0.0f;
+        }
+    }
+}
+
+static ms_phase msi_phase_of(msi_op op) {
+    static const ms_phase phases[] = {MS_PHASE_FORWARD, MS_PHASE_RECOMPUTE, MS_PHASE_BACKWARD,
+                                      MS_PHASE_EVAL};
+    return phases[op];
+}
+
+/* Fills the call of a layer's callback. Its views stand in the order of the operands. */
+static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instruction *i,
+                          ms_call *call) {
+    const msi_graph *g = &m->graph;
+    const msi_layer *l = &g->layers.items[i->target];
+    const msi_operand *operands = p->operands.items + i->operand_first;
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = in + l->in_count;
+    const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
+    const uint32_t values = (uint32_t)(param - in) + l->param_count;
+    memset(call, 0, sizeof *call);
+    call->user = l->user;
+    call->model = m;
+    call->phase = msi_phase_of((msi_op)i->op);
+    call->in = m->views;
+    call->out = call->in + l->in_count;
+    call->saved = call->out + l->out_count;
+    call->param = call->saved + l->saved_count;
+    call->step = m->step;
+    call->seed = msi_mix(m->config.seed ^ msi_mix(m->step ^ msi_mix(i->target)));
+    msi_fill_views(m, p, m->views, in, operands, values);
+    if (i->op == MSI_OP_BACKWARD) {
+        ms_view *views = m->views + values;
+        call->grad_out = views;
+        call->grad_in = views + l->out_count;
+        call->grad_param = call->grad_in + l->in_count;
+        operands += values;
+        msi_fill_views(m, p, views, out, operands, l->out_count);
+        msi_fill_views(m, p, views + l->out_count, in, operands + l->out_count, l->in_count);
+        msi_fill_views(m, p, views + l->out_count + l->in_count, param,
+                       operands + l->out_count + l->in_count, l->param_count);
+    }
+    const uint32_t scratch = p->operands.items[i->operand_first + i->operand_count - 1u].life;
+    if (scratch != MSI_NONE) {
+        call->workspace = msi_address(m->plan, p->lives.items[scratch].offset);
+        call->workspace_bytes = p->lives.items[scratch].bytes;
+    }
+}
+
+static ms_result msi_run_layer(ms_model *m, const msi_program *p, const msi_instruction *i) {
+    static const char *const phases[] = {"forward", "recompute", "backward", "eval"};
+    const msi_layer *l = &m->graph.layers.items[i->target];
+    ms_call call;
+    msi_fill_call(m, p, i, &call);
+    const uint32_t error_count = m->error_count;
+    const int error = (i->op == MSI_OP_BACKWARD ? l->backward : l->forward)(&call);
+    if (error == 0) {
+        return MS_RESULT_OK;
+    }
+    char inner[MSI_ERROR_BYTES / 2] = ""; // what ms_gemm had to say
+    if (m->error_count != error_count) {
+        snprintf(inner, sizeof inner, "%.*s", (int)sizeof inner - 1, m->error);
+    }
+    return msi_fail(m, MS_RESULT_CALLBACK, "layer \"%s\": its %s callback returned %d%s%s",
+                    msi_name(m, l->name), phases[call.phase], error, inner[0] ? ": " : "", inner);
+}
+
+static float msi_loss_factor(const ms_model *m) {
+    return m->loss_factor != 0.0f
+               ? m->loss_factor
+               : 1.0f / (float)ms_shape_count(&m->graph.tensors.items[m->graph.loss].view.shape);
+}
+
+static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instruction *i) {
+    const ms_backend *b = &m->config.backend;
+    const msi_life *life = &p->lives.items[p->operands.items[i->operand_first].life];
+    void *memory = msi_address(m->plan, life->offset);
+    if (i->op == MSI_OP_ZERO) {
+        return msi_device(m, b->fill_bytes(b->user, memory, 0, life->bytes), "fill");
+    }
+    return msi_device(
+        m, b->fill_f32(b->user, memory, msi_loss_factor(m), life->bytes / sizeof(float)), "fill");
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>optimizer  state and update of params
+
+static int msi_state_count(const ms_optimizer_desc *o) {
+    return o->kind == MS_OPTIMIZER_ADAMW ? 2 : o->momentum != 0.0f ? 1 : 0;
+}
+
+static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
+    const ms_backend *b = &m->config.backend;
+    const ms_optimizer_desc *o = &m->optimizer;
+    const msi_tensor *t = &m->graph.tensors.items[i->target];
+    float *operands[4] = {NULL, NULL, NULL, NULL}; // value, gradient, states
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const uint32_t life = p->operands.items[i->operand_first + k].life;
+        operands[k] = (float *)msi_address(m->plan, p->lives.items[life].offset);
+    }
+    ms_update_args args;
+    memset(&args, 0, sizeof args);
+    args.kind = o->kind;
+    args.count = t->bytes / sizeof(float);
+    args.value = operands[0];
+    args.gradient = operands[1];
+    args.state[0] = operands[2];
+    args.state[1] = operands[3];
+    args.learning_rate = o->learning_rate;
+    args.weight_decay = isnan(t->weight_decay) ? o->weight_decay : t->weight_decay;
+    args.beta1 = o->beta1;
+    args.beta2 = o->beta2;
+    args.epsilon = o->epsilon;
+    args.momentum = o->momentum;
+    args.t = m->step - t->trained_since + 1;
+    m->updates_done++;
+    return msi_device(m, b->update(b->user, &args), "update");
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>execute steps  positions in a program, debug fills, what a failure leaves behind
+
+/* Memory in which nothing lives is NaN (all bits set) in debug mode, and poisoned under
+   AddressSanitizer. */
+static ms_result msi_kill(ms_model *m, uint64_t offset, uint64_t bytes) {
+    const ms_backend *b = &m->config.backend;
+    void *memory = msi_address(m->plan, offset);
+    ms_result result = MS_RESULT_OK;
+    if (m->config.debug) {
+        if (m->arena_on_host) {
+            msi_unpoison(memory, bytes);
+        }
+        result = msi_device(m, b->fill_bytes(b->user, memory, 0xff, bytes), "fill");
+    }
+    if (m->arena_on_host) {
+        msi_poison(memory, bytes);
+    }
+    return result;
+}
+
+static bool msi_watches_memory(const ms_model *m) {
+#ifdef MSI_ASAN
+    return m->config.debug || m->arena_on_host;
+#else
+    return m->config.debug;
+#endif
+}
+
+static void msi_wake_operands(ms_model *m, const msi_program *p, const msi_instruction *i,
+                              uint32_t now) {
+    for (uint32_t k = 0; k < i->operand_count && m->arena_on_host; k++) {
+        const uint32_t life = p->operands.items[i->operand_first + k].life;
+        if (life != MSI_NONE && p->lives.items[life].block != MSI_NONE &&
+            p->lives.items[life].first == now) {
+            msi_unpoison(msi_address(m->plan, p->lives.items[life].offset),
+                         p->lives.items[life].bytes);
+        }
+    }
+}
+
+static ms_result msi_kill_operands(ms_model *m, const msi_program *p, const msi_instruction *i,
+                                   uint32_t now) {
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t k = 0; k < i->operand_count && result == MS_RESULT_OK; k++) {
+        const uint32_t life = p->operands.items[i->operand_first + k].life;
+        if (life == MSI_NONE || p->lives.items[life].block == MSI_NONE) {
+            continue;
+        }
+        const msi_block *block = &p->blocks.items[p->lives.items[life].block];
+        if (block->last == now) {
+            result = msi_kill(m, p->lives.items[life].offset, block->bytes);
+        }
+    }
+    return result;
+}
+
+static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t now) {
+    const msi_instruction *i = &p->instructions.items[now];
+    const bool watch = msi_watches_memory(m);
+    ms_result result;
+    if (watch) {
+        msi_wake_operands(m, p, i, now);
+    }
+    switch ((msi_op)i->op) {
+    case MSI_OP_SEED:
+    case MSI_OP_ZERO:
+        result = msi_run_fill(m, p, i);
+        break;
+    case MSI_OP_UPDATE:
+        result = msi_run_update(m, p, i);
+        break;
+    default:
+        result = msi_run_layer(m, p, i);
+        break;
+    }
+    if (result == MS_RESULT_OK && watch && now + 1 < p->instructions.count) {
+        result = msi_kill_operands(m, p, i, now);
+    }
+    return result;
+}
+
+/* Gives the step up. Where params have been updated already, the model has failed. */
+static ms_result msi_abandon(ms_model *m, ms_result result) {
+    m->failed = m->updates_done > 0;
+    m->running = NULL;
+    m->updates_done = 0;
+    m->stage = MSI_STAGE_IDLE;
+    return result;
+}
+
+static ms_result msi_start(ms_model *m, const msi_program *p) {
+    m->running = p;
+    m->position = 0;
+    m->updates_done = 0;
+    m->stage = MSI_STAGE_IDLE;
+    if (!msi_watches_memory(m)) {
+        return MS_RESULT_OK;
+    }
+    const ms_result result =
+        msi_kill(m, m->plan->slot_bytes, m->plan->arena_bytes - m->plan->slot_bytes);
+    return result == MS_RESULT_OK ? result : msi_abandon(m, result);
+}
+
+static ms_result msi_run(ms_model *m, uint32_t end) {
+    const msi_program *p = m->running;
+    while (m->position < end) {
+        const ms_result result = msi_run_instruction(m, p, m->position);
+        if (result != MS_RESULT_OK) {
+            return msi_abandon(m, result);
+        }
+        m->position++;
+    }
+    return MS_RESULT_OK;
+}
+
+/* Forward of a program, and its loss. */
+static ms_result msi_run_forward(ms_model *m, const msi_program *p, double *loss) {
+    ms_result result = msi_start(m, p);
+    result = result == MS_RESULT_OK ? msi_run(m, p->forward_end) : result;
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    const ms_backend *b = &m->config.backend;
+    const msi_life *life = &p->lives.items[p->loss];
+    double sum = 0.0;
+    result = msi_device(m,
+                        b->sum_f32(b->user, msi_address(m->plan, life->offset),
+                                   life->bytes / sizeof(float), &sum),
+                        "sum");
+    if (result != MS_RESULT_OK) {
+        return msi_abandon(m, result);
+    }
+    sum *= (double)msi_loss_factor(m);
+    if (loss) {
+        *loss = sum;
+    }
+    if (!isfinite(sum)) {
+        result = msi_fail(m, MS_RESULT_NONFINITE,
+                          "the loss of step %llu is %g: nothing was updated; lower the learning "
+                          "rate or look for bad input",
+                          (unsigned long long)m->step, sum);
+        return msi_abandon(m, result);
+    }
+    return MS_RESULT_OK;
+}
+
+/* Whether a step, an eval, or a change of plan may begin. */
+static ms_result msi_check_between_steps(ms_model *m, const char *function) {
+    if (m->stage == MSI_STAGE_BACKWARD && m->updates_done > 0) {
+        return msi_fail(m, MS_RESULT_ORDER,
+                        "%s: this plan has updated params in ms_backward; complete the step with "
+                        "ms_update first",
+                        function);
+    }
+    return MS_RESULT_OK;
+}
+
+static ms_result msi_check_ready(ms_model *m, const char *function) {
+    if (!m->plan) {
+        return msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function);
+    }
+    if (m->config.dry_run) {
+        return msi_fail(m, MS_RESULT_DRY_RUN, "%s: a dry run plans but does not compute", function);
+    }
+    if (m->failed) {
+        return msi_fail(m, MS_RESULT_FAILED,
+                        "%s: an earlier step failed between two updates; write the params again "
+                        "and call ms_wrap",
+                        function);
+    }
+    return msi_check_between_steps(m, function);
+}
+
+static ms_result msi_finish_backward(ms_model *m) {
+    const ms_result result = msi_run(m, m->running->backward_end);
+    m->stage = result == MS_RESULT_OK ? MSI_STAGE_BACKWARD : m->stage;
+    return result;
+}
+
+static ms_result msi_finish_update(ms_model *m) {
+    const ms_result result = msi_run(m, m->running->instructions.count);
+    if (result == MS_RESULT_OK) {
+        m->step++;
+        m->updates_done = 0;
+        m->stage = MSI_STAGE_IDLE;
+    }
+    return result;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>state  values that live between steps: written, read, and moved from plan to plan
+
+/* Size of the arrays per tensor and per layer of a plan. */
+static uint64_t msi_decision_bytes(const msi_graph *g) {
+    return g->tensors.count * (sizeof(uint32_t) + 1ull) + g->layers.count;
+}
+
+static void msi_plan_free(ms_model *m, msi_plan *plan) {
+    const ms_allocator *a = &m->config.allocator;
+    if (!plan) {
+        return;
+    }
+    if (plan->arena) {
+        if (m->arena_on_host) {
+            msi_unpoison(plan->arena, plan->arena_bytes);
+        }
+        m->config.backend.memory_release(m->config.backend.user, a, plan->arena,
+                                         plan->arena_bytes);
+    }
+    msi_program_free(a, &plan->train);
+    msi_program_free(a, &plan->eval);
+    MSI_LIST_FREE(msi_slot, a, plan->slots);
+    msi_release(a, plan->slot_of, msi_decision_bytes(&m->graph));
+    msi_release(a, plan, sizeof *plan);
+}
+
+/* Gives every value that lives between steps an address at the start of the arena. */
+static bool msi_make_slots(ms_model *m, msi_plan *plan) {
+    const ms_allocator *a = &m->config.allocator;
+    const msi_graph *g = &m->graph;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        plan->slot_of[t] = MSI_NONE;
+        if (!msi_is_fixed(tensor)) {
+            continue;
+        }
+        const bool has_state = msi_is_trained(tensor) && tensor->last_gradient != MSI_NONE;
+        const uint32_t count = 1u + (has_state ? (uint32_t)msi_state_count(&m->optimizer) : 0u);
+        if (!MSI_RESERVE(msi_slot, a, plan->slots, plan->slots.count + count)) {
+            return false;
+        }
+        plan->slot_of[t] = plan->slots.count;
+        for (uint32_t k = 0; k < count; k++) {
+            msi_slot *slot = &plan->slots.items[plan->slots.count++];
+            slot->tensor = t;
+            slot->role = k == 0 ? MSI_ROLE_VALUE : k == 1 ? MSI_ROLE_STATE0 : MSI_ROLE_STATE1;
+            slot->bytes = tensor->bytes;
+            slot->offset = plan->slot_bytes;
+            plan->slot_bytes += msi_align(tensor->bytes);
+        }
+    }
+    return true;
+}
+
+static const msi_slot *msi_find_slot(const msi_plan *plan, uint32_t tensor, msi_role role) {
+    if (!plan || plan->slot_of[tensor] == MSI_NONE) {
+        return NULL;
+    }
+    for (uint32_t i = plan->slot_of[tensor]; i < plan->slots.count; i++) {
+        const msi_slot *slot = &plan->slots.items[i];
+        if (slot->tensor != tensor) {
+            break;
+        }
+        if (slot->role == role) {
+            return slot;
+        }
+    }
+    return NULL;
+}
+
+/* Where ms_write keeps a value until there is an arena. */
+static void **msi_staged(msi_tensor *t, msi_role role) {
+    return &t->staged[role == MSI_ROLE_VALUE ? 0 : role == MSI_ROLE_STATE0 ? 1 : 2];
+}
+
+/* Fills the slots of a new plan: from the plan before it, from what was written before the first,
+   or with zeros. */
+static ms_result msi_move_values(ms_model *m, const msi_plan *plan) {
+    const ms_backend *b = &m->config.backend;
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t i = 0; i < plan->slots.count && result == MS_RESULT_OK; i++) {
+        const msi_slot *slot = &plan->slots.items[i];
+        const msi_slot *old = msi_find_slot(m->plan, slot->tensor, slot->role);
+        const void *staged = *msi_staged(&m->graph.tensors.items[slot->tensor], slot->role);
+        void *target = msi_address(plan, slot->offset);
+        const int error =
+            old ? b->copy(b->user, target, msi_address(m->plan, old->offset), slot->bytes)
+            : staged ? b->copy_in(b->user, target, staged, slot->bytes)
+                     : b->fill_bytes(b->user, target, 0, slot->bytes);
+        result = msi_device(m, error, "copy");
+    }
+    return result;
+}
+
+static void msi_drop_staged(ms_model *m) {
+    for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
+        msi_tensor *tensor = &m->graph.tensors.items[t];
+        for (int k = 0; k < 3; k++) {
+            msi_release(&m->config.allocator, tensor->staged[k], tensor->bytes);
+            tensor->staged[k] = NULL;
+        }
+    }
+}
+
+/* Params whose optimizer state is new count their updates from here. */
+static void msi_note_new_state(ms_model *m, const msi_plan *plan) {
+    for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
+        if (msi_find_slot(plan, t, MSI_ROLE_STATE0) &&
+            !msi_find_slot(m->plan, t, MSI_ROLE_STATE0)) {
+            m->graph.tensors.items[t].trained_since = m->step;
+        }
+    }
+}
+
+/* The address of a value that can be read now, or NULL: a slot, or a life that spans the place
+   where the program stopped. */
+static const void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role role) {
+    const msi_slot *slot = msi_find_slot(m->plan, tensor, role);
+    const msi_program *p = m->running;
+    if (slot) {
+        return msi_address(m->plan, slot->offset);
+    }
+    for (uint32_t i = p ? m->plan->slots.count : MSI_NONE; p && i < p->lives.count; i++) {
+        const msi_life *life = &p->lives.items[i];
+        const uint32_t end = p->instructions.count;
+        const bool ahead = life->last >= m->position ||
+                           (m->position == end && life->last == end - 1 && !life->taken);
+        if (life->tensor == tensor && life->role == role && life->first < m->position && ahead) {
+            return msi_address(m->plan, life->offset);
+        }
+    }
+    return NULL;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>report  sizes, and listings for people
+
+/* The program whose live bytes decide the size of the arena. */
+static const msi_program *msi_widest(const msi_plan *plan) {
+    return plan->eval.peak_bytes > plan->train.peak_bytes ? &plan->eval : &plan->train;
+}
+
+static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
+    const msi_program *p = msi_widest(m->plan);
+    const msi_instruction *i = &p->instructions.items[p->peak];
+    for (uint32_t k = 0; k < p->lives.count; k++) {
+        const msi_life *life = &p->lives.items[k];
+        if (life->first <= p->peak && p->peak <= msi_counts_to(life)) {
+            r->peak_bytes[life->category] += msi_align(life->bytes);
+        }
+    }
+    r->peak_instruction = p->peak;
+    r->peak_layer = i->op <= MSI_OP_EVAL ? msi_layer_name(m, i->target) : "";
+}
+
+static double msi_step_cost(const msi_graph *g) {
+    double cost = 0.0;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        cost += g->layers.items[i].cost * (g->layers.items[i].has_backward ? 3.0 : 1.0);
+    }
+    return cost;
+}
+
+static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
+    const msi_graph *g = &m->graph;
+    const msi_plan *plan = m->plan;
+    memset(r, 0, sizeof *r);
+    r->budget_bytes = plan->budget_bytes;
+    r->plain_bytes = plan->plain_bytes;
+    r->arena_bytes = plan->arena_bytes;
+    r->lower_bound_bytes = plan->slot_bytes + msi_widest(plan)->peak_bytes;
+    r->gap_bytes = r->arena_bytes - r->lower_bound_bytes;
+    msi_report_peak(m, r);
+    r->activation_peak_bytes = plan->train.activation_peak_bytes;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        if (g->tensors.items[t].kind == MSI_KIND_PARAM) {
+            r->param_count += ms_shape_count(&g->tensors.items[t].view.shape);
+        }
+    }
+    r->layer_count = g->layers.count;
+    r->tensor_count = g->tensors.count;
+    r->instruction_count = plan->train.instructions.count;
+    r->recompute_count = plan->train.recompute_count;
+    r->recompute_share = plan->train.recompute_cost / msi_step_cost(g);
+    r->early_update = plan->early_update;
+}
+
+typedef struct msi_printer {
+    ms_write_fn write;
+    void *user;
+} msi_printer;
+
+MEMSCALE_PRINTF(2, 3)
+static void msi_print(const msi_printer *out, const char *format, ...) {
+    char text[256];
+    va_list args;
+    va_start(args, format);
+    const int length = vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (length > 0) {
+        const size_t full = (size_t)length;
+        out->write(text, full < sizeof text ? full : sizeof text - 1, out->user);
+    }
+}
+
+/* A name of any length, padded to a width. */
+static void msi_print_name(const msi_printer *out, const char *name, int width) {
+    const int length = (int)strlen(name);
+    out->write(name, (size_t)length, out->user);
+    msi_print(out, "%*s", length < width ? width - length : 0, "");
+}
+
+static void msi_print_operand(const ms_model *m, const msi_printer *out, const msi_program *p,
+                              const msi_operand *operand) {
+    static const char *const prefixes[] = {"", "d.", "m.", "v.", ""};
+    const msi_life *life = &p->lives.items[operand->life];
+    msi_print(out, " %s", prefixes[life->role]);
+    msi_print_name(
+        out, life->role == MSI_ROLE_WORKSPACE ? "workspace" : msi_tensor_name(m, life->tensor), 0);
+    msi_print(out, "%s@0x%llx", operand->accumulate ? "+" : "", (unsigned long long)life->offset);
+}
+
+/* Whether an instruction writes its operand k. */
+static bool msi_is_written(const ms_model *m, const msi_instruction *i, uint32_t k) {
+    if (i->op == MSI_OP_UPDATE) {
+        return k != 1;
+    }
+    if (i->op == MSI_OP_SEED || i->op == MSI_OP_ZERO) {
+        return true;
+    }
+    const msi_layer *l = &m->graph.layers.items[i->target];
+    const uint32_t params = (uint32_t)l->in_count + l->out_count + l->saved_count;
+    const bool scratch = k + 1u == i->operand_count;
+    return i->op == MSI_OP_BACKWARD ? k >= params + l->param_count + l->out_count || scratch
+                                    : (k >= l->in_count && k < params) || scratch;
+}
+
+static void msi_print_instruction(const ms_model *m, const msi_printer *out, const msi_program *p,
+                                  uint32_t now) {
+    static const char *const ops[] = {"forward", "recompute", "backward", "eval",
+                                      "seed",    "zero",      "update"};
+    const msi_instruction *i = &p->instructions.items[now];
+    msi_print(out, "%5u  %-9s  ", (unsigned)now, ops[i->op]);
+    msi_print_name(out,
+                   i->op <= MSI_OP_EVAL ? msi_layer_name(m, i->target)
+                                        : msi_tensor_name(m, i->target),
+                   12);
+    for (int written = 0; written < 2; written++) {
+        msi_print(out, written ? " ->" : " ");
+        for (uint32_t k = 0; k < i->operand_count; k++) {
+            const msi_operand *operand = &p->operands.items[i->operand_first + k];
+            if (operand->life != MSI_NONE && msi_is_written(m, i, k) == (written == 1)) {
+                msi_print_operand(m, out, p, operand);
+            }
+        }
+    }
+    msi_print(out, "  | %llu\n",
+              (unsigned long long)(m->plan->slot_bytes + p->live_bytes.items[now]));
+}
+
+/* One layer of the plan: what it keeps for backward, what it drops and recomputes. */
+static void msi_print_plan_layer(const ms_model *m, const msi_printer *out, uint32_t layer) {
+    const msi_graph *g = &m->graph;
+    const msi_layer *l = &g->layers.items[layer];
+    uint64_t kept = 0, dropped = 0;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
+        const uint32_t *operands = msi_group(g, l, group);
+        for (uint32_t k = 0; k < msi_group_count(l, group); k++) {
+            if (operands[k] != MSI_NONE) {
+                const uint64_t bytes = g->tensors.items[operands[k]].bytes;
+                *(m->plan->dropped[operands[k]] ? &dropped : &kept) += bytes;
+            }
+        }
+    }
+    msi_print(out, "%5u  ", (unsigned)layer);
+    msi_print_name(out, msi_name(m, l->name), 24);
+    msi_print(out, " %14s %14s  %s\n", kept ? msi_size(kept).text : "-",
+              dropped ? msi_size(dropped).text : "-", m->plan->recomputed[layer] ? "recompute" : "");
+}
+
+static void msi_print_summary(const ms_model *m, const msi_printer *out) {
+    ms_memory_report r;
+    msi_fill_report(m, &r);
+    msi_print(out, "plain plan %s, budget %s, arena %s", msi_size(r.plain_bytes).text,
+              msi_size(r.budget_bytes).text, msi_size(r.arena_bytes).text);
+    msi_print(out, " (%s below the lower bound's %s)\n", msi_size(r.gap_bytes).text,
+              msi_size(r.lower_bound_bytes).text);
+    msi_print(out, "%u layers, %u instructions, %u recomputations (%.1f %% of a step's work), ",
+              (unsigned)r.layer_count, (unsigned)r.instruction_count, (unsigned)r.recompute_count,
+              100.0 * r.recompute_share);
+    msi_print(out, "updates %s backward\n", r.early_update ? "inside" : "after");
+    msi_print(out, "at the peak, instruction %u (%s):", (unsigned)r.peak_instruction,
+              r.peak_layer);
+    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
+        if (r.peak_bytes[c]) {
+            msi_print(out, "  %s %s", ms_category_name((ms_category)c),
+                      msi_size(r.peak_bytes[c]).text);
+        }
+    }
+    msi_print(out, "\n");
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>api  public functions: thin
+
+MEMSCALE_API const char *ms_result_name(ms_result result) {
+#define MEMSCALE_X(name, text) #name,
+    static const char *const names[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
+#undef MEMSCALE_X
+    return (unsigned)result < MS_RESULT_COUNT ? names[result] : "?";
+}
+
+MEMSCALE_API const char *ms_result_text(ms_result result) {
+#define MEMSCALE_X(name, text) text,
+    static const char *const texts[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
+#undef MEMSCALE_X
+    return (unsigned)result < MS_RESULT_COUNT ? texts[result] : "?";
+}
+
+MEMSCALE_API const char *ms_dtype_name(ms_dtype dtype) {
+    static const char *const names[] = {"f32", "f64", "f16", "bf16", "i64", "i32", "i16", "i8",
+                                        "u8"};
+    return (unsigned)dtype < MS_DTYPE_COUNT ? names[dtype] : "?";
+}
+
+MEMSCALE_API uint64_t ms_dtype_bytes(ms_dtype dtype) {
+    static const uint8_t bytes[] = {4, 8, 2, 2, 8, 4, 2, 1, 1};
+    return (unsigned)dtype < MS_DTYPE_COUNT ? bytes[dtype] : 0;
+}
+
+MEMSCALE_API const char *ms_category_name(ms_category category) {
+    static const char *const names[] = {"inputs",      "params",
+                                        "buffers",     "optimizer state",
+                                        "gradients",   "activations",
+                                        "activation gradients", "saved",
+                                        "workspace"};
+    return (unsigned)category < MS_CATEGORY_COUNT ? names[category] : "?";
+}
+
+MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2, int64_t d3) {
+    ms_shape shape = {{d0, d1, d2, d3, 0, 0}, 4};
+    return shape;
+}
+
+MEMSCALE_API ms_shape ms_shape3(int64_t d0, int64_t d1, int64_t d2) {
+    ms_shape shape = {{d0, d1, d2, 0, 0, 0}, 3};
+    return shape;
+}
+
+MEMSCALE_API ms_shape ms_shape2(int64_t d0, int64_t d1) {
+    ms_shape shape = {{d0, d1, 0, 0, 0, 0}, 2};
+    return shape;
+}
+
+MEMSCALE_API ms_shape ms_shape1(int64_t d0) {
+    ms_shape shape = {{d0, 0, 0, 0, 0, 0}, 1};
+    return shape;
+}
+
+MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape) {
+    uint64_t count = 1;
+    if (!shape || shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
+        return 0;
+    }
+    for (int i = 0; i < shape->rank; i++) {
+        if (shape->dim[i] < 1 || !msi_multiply(count, (uint64_t)shape->dim[i], &count)) {
+            return 0;
+        }
+    }
+    return count;
+}
+
+MEMSCALE_API ms_backend ms_backend_cpu(void) {
+    ms_backend b;
+    memset(&b, 0, sizeof b);
+    b.size = sizeof b;
+    b.name = "cpu";
+    b.memory_alloc = msi_cpu_memory_alloc;
+    b.memory_release = msi_cpu_memory_release;
+    b.copy_in = b.copy_out = b.copy = msi_cpu_copy;
+    b.fill_bytes = msi_cpu_fill_bytes;
+    b.fill_f32 = msi_cpu_fill_f32;
+    b.sum_f32 = msi_cpu_sum_f32;
+    b.update = msi_cpu_update;
+    b.gemm = msi_cpu_gemm;
+    b.hardware = msi_cpu_hardware;
+    return b;
+}
+
+static bool msi_is_complete(const ms_backend *b) {
+    return b->size == sizeof *b && b->name && b->memory_alloc && b->memory_release && b->copy_in &&
+           b->copy_out && b->copy && b->fill_bytes && b->fill_f32 && b->sum_f32 && b->update &&
+           b->gemm && b->hardware;
+}
+
+MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
+    ms_config c;
+    memset(&c, 0, sizeof c);
+    if (!model) {
+        return MS_RESULT_INVALID;
+    }
+    *model = NULL;
+    c = config ? *config : c;
+    c.backend = c.backend.size ? c.backend : ms_backend_cpu();
+    c.target_utilization = c.target_utilization != 0.0 ? c.target_utilization : 0.85;
+    if (!msi_is_complete(&c.backend) || !c.allocator.alloc != !c.allocator.release ||
+        !(c.target_utilization > 0.0 && c.target_utilization <= 1.0) ||
+        (unsigned)c.checkpointing > MS_SWITCH_OFF || (unsigned)c.early_update > MS_SWITCH_OFF) {
+        return MS_RESULT_INVALID;
+    }
+    ms_model *m = (ms_model *)msi_alloc_zeroed(&c.allocator, sizeof *m);
+    if (!m) {
+        return MS_RESULT_OUT_OF_MEMORY;
+    }
+    m->config = c;
+    m->arena_on_host = c.backend.copy == msi_cpu_copy;
+    m->graph.loss = MSI_NONE;
+    const ms_optimizer_desc defaults = {MS_OPTIMIZER_ADAMW, 0, 0, 0, 0, 0, 0};
+    ms_set_optimizer(m, &defaults);
+    *model = m;
+    return MS_RESULT_OK;
+}
+
+MEMSCALE_API void ms_destroy(ms_model *model) {
+    if (!model) {
+        return;
+    }
+    const ms_allocator allocator = model->config.allocator;
+    msi_graph *g = &model->graph;
+    msi_plan_free(model, model->plan);
+    msi_drop_staged(model);
+    MSI_LIST_FREE(char, &allocator, g->names);
+    MSI_LIST_FREE(msi_tensor, &allocator, g->tensors);
+    MSI_LIST_FREE(msi_layer, &allocator, g->layers);
+    MSI_LIST_FREE(uint32_t, &allocator, g->operands);
+    MSI_LIST_FREE(uint16_t, &allocator, g->masks);
+    msi_release(&allocator, model, sizeof *model);
+}
+
+MEMSCALE_API const char *ms_last_error(const ms_model *model) {
+    return model ? model->error
+                 : "there is no model: ms_create had no memory, or its config is out of range";
+}
+
+MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) {
+    if (!model || !report) {
+        return msi_fail_argument(model, "ms_hardware_report", "an argument is NULL");
+    }
+    memset(report, 0, sizeof *report);
+    model->config.backend.hardware(model->config.backend.user, report);
+    return MS_RESULT_OK;
+}
+
+MEMSCALE_API ms_tensor ms_input(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape) {
+    return msi_add_tensor(model, MSI_KIND_INPUT, name, dtype, &shape);
+}
+
+MEMSCALE_API ms_tensor ms_param(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape) {
+    return msi_add_tensor(model, MSI_KIND_PARAM, name, dtype, &shape);
+}
+
+MEMSCALE_API ms_tensor ms_buffer(ms_model *model, const char *name, ms_dtype dtype,
+                                 ms_shape shape) {
+    return msi_add_tensor(model, MSI_KIND_BUFFER, name, dtype, &shape);
+}
+
+MEMSCALE_API ms_tensor ms_activation(ms_model *model, const char *name, ms_dtype dtype,
+                                     ms_shape shape) {
+    return msi_add_tensor(model, MSI_KIND_ACTIVATION, name, dtype, &shape);
+}
+
+MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape) {
+    return msi_add_tensor(model, MSI_KIND_SAVED, name, dtype, &shape);
+}
+
+MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc) {
+    const ms_layer none = {0};
+    const char *name = desc && desc->name ? desc->name : "";
+    if (!msi_registering(model, "layer", name)) {
+        return none;
+    }
+    if (!desc) {
+        MSI_STICK(model, MS_RESULT_INVALID, "ms_register_layer: desc is NULL");
+        return none;
+    }
+    return msi_add_layer(model, desc);
+}
+
+/* The activation that a setter is given; MSI_NONE and an error that sticks if it is none. */
+static uint32_t msi_activation_index(ms_model *model, const char *function, ms_tensor tensor) {
+    if (!msi_registering(model, function, "")) {
+        return MSI_NONE;
+    }
+    const uint32_t t = msi_value_index(model, tensor);
+    if (t == MSI_NONE || model->graph.tensors.items[t].kind != MSI_KIND_ACTIVATION ||
+        model->graph.tensors.items[t].producer == MSI_NONE) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: tensor \"%s\" is not the output of a layer",
+                  function, t == MSI_NONE ? "?" : msi_tensor_name(model, t));
+        return MSI_NONE;
+    }
+    return t;
+}
+
+MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
+    const uint32_t t = msi_activation_index(model, "ms_set_loss", loss);
+    if (t == MSI_NONE) {
+        return;
+    }
+    if (model->graph.tensors.items[t].view.dtype != MS_DTYPE_F32) {
+        MSI_STICK(model, MS_RESULT_INVALID, "loss \"%s\" has dtype %s; a loss is f32",
+                  msi_tensor_name(model, t),
+                  ms_dtype_name(model->graph.tensors.items[t].view.dtype));
+        return;
+    }
+    model->graph.loss = t;
+}
+
+MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor) {
+    if (model) {
+        model->loss_factor = factor;
+    }
+}
+
+MEMSCALE_API void ms_set_output(ms_model *model, ms_tensor tensor) {
+    const uint32_t t = msi_activation_index(model, "ms_set_output", tensor);
+    if (t != MSI_NONE) {
+        model->graph.tensors.items[t].kept = true;
+    }
+}
+
+MEMSCALE_API void ms_set_eval_output(ms_model *model, ms_tensor tensor) {
+    const uint32_t t = msi_activation_index(model, "ms_set_eval_output", tensor);
+    if (t != MSI_NONE) {
+        model->graph.tensors.items[t].kept_in_eval = true;
+    }
+}
+
+static float msi_or(float value, float otherwise) {
+    return value != 0.0f ? value : otherwise;
+}
+
+MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc) {
+    if (!msi_registering(model, "ms_set_optimizer", "")) {
+        return;
+    }
+    if (!desc || (unsigned)desc->kind > MS_OPTIMIZER_SGD) {
+        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_optimizer: %s",
+                  desc ? "no such kind" : "desc is NULL");
+        return;
+    }
+    model->optimizer = *desc;
+    model->optimizer.learning_rate = msi_or(desc->learning_rate, 0.001f);
+    model->optimizer.beta1 = msi_or(desc->beta1, 0.9f);
+    model->optimizer.beta2 = msi_or(desc->beta2, 0.999f);
+    model->optimizer.epsilon = msi_or(desc->epsilon, 1e-8f);
+}
+
+MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate) {
+    if (model) {
+        model->optimizer.learning_rate = learning_rate;
+    }
+}
+
+static msi_tensor *msi_param_of(ms_model *model, const char *function, ms_tensor param) {
+    const uint32_t t = model ? msi_value_index(model, param) : MSI_NONE;
+    if (t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM) {
+        return &model->graph.tensors.items[t];
+    }
+    if (model) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is not a param", function,
+                  t == MSI_NONE ? "?" : msi_tensor_name(model, t));
+    }
+    return NULL;
+}
+
+MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay) {
+    msi_tensor *t = msi_param_of(model, "ms_set_weight_decay", param);
+    if (t) {
+        t->weight_decay = weight_decay;
+    }
+}
+
+MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen) {
+    msi_tensor *t = msi_param_of(model, "ms_set_frozen", param);
+    if (t) {
+        t->frozen = frozen;
+    }
+}
+
+MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes) {
+    if (model) {
+        model->config.memory_budget_bytes = memory_budget_bytes;
+    }
+}
+
+/* The budget in force: as configured, or a share of what the device has left (what the present
+   plan holds included). */
+static uint64_t msi_budget(const ms_model *m) {
+    if (m->config.memory_budget_bytes) {
+        return m->config.memory_budget_bytes;
+    }
+    ms_hardware hardware;
+    memset(&hardware, 0, sizeof hardware);
+    m->config.backend.hardware(m->config.backend.user, &hardware);
+    if (hardware.free_bytes == 0) {
+        return UINT64_MAX;
+    }
+    const uint64_t held = m->plan && m->plan->arena ? m->plan->arena_bytes : 0;
+    return (uint64_t)((double)(hardware.free_bytes + held) * m->config.target_utilization);
+}
+
+/* Solves into an empty plan: slots, eval program, then the training program on its rung. */
+static ms_result msi_fill_plan(ms_model *m, msi_plan *plan, msi_goal goal) {
+    msi_solver solver;
+    ms_result result = MS_RESULT_OK;
+    if (!msi_make_slots(m, plan) || !msi_solver_init(&solver, m, plan)) {
+        return msi_fail_memory(m, "the plan", plan->slots.count * sizeof(msi_slot));
+    }
+    for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
+        const msi_tensor *tensor = &m->graph.tensors.items[t];
+        plan->dropped[t] = !msi_is_fixed(tensor) && tensor->last_reader == MSI_NONE &&
+                           !tensor->kept && t != m->graph.loss;
+    }
+    plan->budget_bytes = msi_budget(m);
+    msi_lower_eval(&solver.lowering, &plan->eval);
+    if (!plan->eval.out_of_memory) {
+        msi_share_memory(&m->graph, &plan->eval);
+    }
+    if (plan->eval.out_of_memory ||
+        !msi_simulate(solver.allocator, &plan->eval, plan->slots.count)) {
+        result = msi_fail_memory(m, "the eval program", plan->eval.lives.count);
+    } else {
+        result = msi_lay_out(&solver, &plan->eval);
+    }
+    result = result == MS_RESULT_OK ? msi_solve(&solver, goal, plan->budget_bytes) : result;
+    msi_mark_recomputed(&solver);
+    msi_solver_free(&solver);
+    return result;
+}
+
+/* Addresses of the lives, from those of their blocks. */
+static void msi_resolve(const msi_plan *plan, msi_program *p) {
+    for (uint32_t i = plan->slots.count; i < p->lives.count; i++) {
+        p->lives.items[i].offset = plan->slot_bytes + p->blocks.items[p->lives.items[i].block].offset;
+    }
+}
+
+/* A new plan for the graph as it is, without memory of its own yet. */
+static ms_result msi_make_plan(ms_model *m, msi_goal goal, msi_plan **made) {
+    const ms_allocator *a = &m->config.allocator;
+    *made = NULL;
+    ms_result result = msi_check_graph(m);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    msi_plan *plan = (msi_plan *)msi_alloc_zeroed(a, sizeof *plan);
+    if (!plan) {
+        return msi_fail_memory(m, "the plan", sizeof *plan);
+    }
+    const uint64_t bytes = msi_decision_bytes(&m->graph);
+    plan->slot_of = (uint32_t *)msi_alloc_zeroed(a, bytes);
+    if (!plan->slot_of) {
+        msi_release(a, plan, sizeof *plan);
+        return msi_fail_memory(m, "the plan", bytes);
+    }
+    plan->dropped = (uint8_t *)(plan->slot_of + m->graph.tensors.count);
+    plan->recomputed = plan->dropped + m->graph.tensors.count;
+    result = msi_fill_plan(m, plan, goal);
+    if (result != MS_RESULT_OK) {
+        msi_plan_free(m, plan);
+        return result;
+    }
+    msi_resolve(plan, &plan->train);
+    msi_resolve(plan, &plan->eval);
+    *made = plan;
+    return MS_RESULT_OK;
+}
+
+/* Replaces the plan of the model; every value that lives between steps moves over. */
+static ms_result msi_adopt(ms_model *m, msi_plan *plan) {
+    ms_result result = MS_RESULT_OK;
+    if (!m->config.dry_run) {
+        result = msi_arena_alloc(m, plan);
+        result = result == MS_RESULT_OK ? msi_move_values(m, plan) : result;
+    }
+    if (result != MS_RESULT_OK) {
+        msi_plan_free(m, plan);
+        return result;
+    }
+    msi_note_new_state(m, plan);
+    msi_drop_staged(m);
+    msi_plan_free(m, m->plan);
+    m->plan = plan;
+    m->sealed = true;
+    m->failed = false;
+    m->running = NULL;
+    m->stage = MSI_STAGE_IDLE;
+    m->updates_done = 0;
+    msi_log(m, MS_LOG_INFO, "plan",
+            "plain %s, budget %s, arena %s, %u recomputations, updates %s backward",
+            msi_size(plan->plain_bytes).text, msi_size(plan->budget_bytes).text,
+            msi_size(plan->arena_bytes).text, (unsigned)plan->train.recompute_count,
+            plan->early_update ? "inside" : "after");
+    return MS_RESULT_OK;
+}
+
+static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
+    msi_plan *plan;
+    if (!m) {
+        return MS_RESULT_INVALID;
+    }
+    ms_result result = msi_check_between_steps(m, function);
+    result = result == MS_RESULT_OK ? msi_make_plan(m, goal, &plan) : result;
+    return result == MS_RESULT_OK ? msi_adopt(m, plan) : result;
+}
+
+MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
+    msi_plan *plan;
+    if (!model || !bytes) {
+        return msi_fail_argument(model, "ms_smallest_budget", "an argument is NULL");
+    }
+    const ms_result result = msi_make_plan(model, MSI_GOAL_SMALLEST, &plan);
+    if (result == MS_RESULT_OK) {
+        *bytes = plan->arena_bytes;
+        msi_plan_free(model, plan);
+    }
+    return result;
+}
+
+MEMSCALE_API ms_result ms_wrap(ms_model *model) {
+    return msi_replan(model, "ms_wrap",
+                      model && model->config.force_optimize ? MSI_GOAL_SMALLEST : MSI_GOAL_BUDGET);
+}
+
+MEMSCALE_API ms_result ms_detach(ms_model *model) {
+    return msi_replan(model, "ms_detach", MSI_GOAL_PLAIN);
+}
+
+MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage) {
+    const int now = (*stage)++;
+    if (now == 0) {
+        return ms_wrap(model) == MS_RESULT_OK;
+    }
+    if (ms_detach(model) != MS_RESULT_OK && model) {
+        msi_log(model, MS_LOG_WARNING, "plan", "ms_detach failed: the model stays wrapped");
+    }
+    return false;
+}
+
+/* Checks the arguments of ms_write and ms_read; the index of the tensor, or MSI_NONE. */
+static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor tensor,
+                                   const void *data) {
+    const uint32_t t = m ? msi_index(m, tensor) : MSI_NONE;
+    if (t == MSI_NONE || !data || msi_role_of(tensor) > MSI_ROLE_STATE1) {
+        (void)msi_fail_argument(m, function,
+                                data ? "no such tensor in this model" : "data is NULL");
+        return MSI_NONE;
+    }
+    return t;
+}
+
+MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data) {
+    const uint32_t t = msi_transfer_index(model, "ms_write", tensor, data);
+    if (t == MSI_NONE) {
+        return MS_RESULT_INVALID;
+    }
+    msi_tensor *target = &model->graph.tensors.items[t];
+    const msi_role role = msi_role_of(tensor);
+    if (!msi_is_fixed(target) || role == MSI_ROLE_GRADIENT) {
+        return msi_fail(model, MS_RESULT_INVALID,
+                        "ms_write: \"%s\" does not live between steps; inputs, params, buffers and "
+                        "optimizer state do",
+                        msi_tensor_name(model, t));
+    }
+    if (model->config.dry_run) {
+        return msi_fail(model, MS_RESULT_DRY_RUN, "ms_write: a dry run has no memory for \"%s\"",
+                        msi_tensor_name(model, t));
+    }
+    const ms_backend *b = &model->config.backend;
+    if (model->plan) {
+        const msi_slot *slot = msi_find_slot(model->plan, t, role);
+        if (!slot) {
+            return msi_fail(model, MS_RESULT_INVALID, "ms_write: \"%s\" has no such state",
+                            msi_tensor_name(model, t));
+        }
+        return msi_device(
+            model, b->copy_in(b->user, msi_address(model->plan, slot->offset), data, slot->bytes),
+            "copy");
+    }
+    void **staged = msi_staged(target, role);
+    if (!*staged) {
+        *staged = msi_alloc(&model->config.allocator, target->bytes);
+    }
+    if (!*staged) {
+        return msi_fail_memory(model, msi_tensor_name(model, t), target->bytes);
+    }
+    memcpy(*staged, data, (size_t)target->bytes);
+    return MS_RESULT_OK;
+}
+
+MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
+    const uint32_t t = msi_transfer_index(model, "ms_read", tensor, data);
+    if (t == MSI_NONE) {
+        return MS_RESULT_INVALID;
+    }
+    const msi_tensor *source = &model->graph.tensors.items[t];
+    const msi_role role = msi_role_of(tensor);
+    if (model->config.dry_run) {
+        return msi_fail(model, MS_RESULT_DRY_RUN, "ms_read: a dry run has no memory for \"%s\"",
+                        msi_tensor_name(model, t));
+    }
+    const bool fixed = msi_is_fixed(source) && role != MSI_ROLE_GRADIENT;
+    if (fixed && !model->plan) {
+        const void *staged = source->staged[role == MSI_ROLE_VALUE ? 0 : role - MSI_ROLE_GRADIENT];
+        if (staged) {
+            memcpy(data, staged, (size_t)source->bytes);
+        } else {
+            memset(data, 0, (size_t)source->bytes);
+        }
+        return MS_RESULT_OK;
+    }
+    const void *address = model->plan ? msi_live_address(model, t, role) : NULL;
+    if (!address) {
+        return msi_fail(model, MS_RESULT_ORDER,
+                        "ms_read: the %s \"%s\" is not in memory here; ms_set_output keeps a tensor, "
+                        "and early_update = MS_SWITCH_OFF keeps gradients up to ms_update",
+                        role == MSI_ROLE_GRADIENT ? "gradient of" : "value of",
+                        msi_tensor_name(model, t));
+    }
+    const ms_backend *b = &model->config.backend;
+    return msi_device(model, b->copy_out(b->user, data, address, source->bytes), "copy");
+}
+
+MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
+    const uint32_t t = model ? msi_value_index(model, tensor) : MSI_NONE;
+    const ms_tensor none = {0};
+    return t != MSI_NONE && msi_is_float(model->graph.tensors.items[t].view.dtype)
+               ? msi_handle(t, MSI_ROLE_GRADIENT)
+               : none;
+}
+
+MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index) {
+    const uint32_t t = model ? msi_value_index(model, param) : MSI_NONE;
+    const ms_tensor none = {0};
+    if (t == MSI_NONE || model->graph.tensors.items[t].kind != MSI_KIND_PARAM || index < 0 ||
+        index >= msi_state_count(&model->optimizer)) {
+        return none;
+    }
+    return msi_handle(t, index == 0 ? MSI_ROLE_STATE0 : MSI_ROLE_STATE1);
+}
+
+MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor) {
+    const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
+    return t == MSI_NONE ? 0 : ms_shape_count(&model->graph.tensors.items[t].view.shape);
+}
+
+MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor) {
+    const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
+    return t == MSI_NONE ? 0 : model->graph.tensors.items[t].bytes;
+}
+
+MEMSCALE_API ms_result ms_forward(ms_model *model, double *loss) {
+    if (!model) {
+        return MS_RESULT_INVALID;
+    }
+    ms_result result = msi_check_ready(model, "ms_forward");
+    result = result == MS_RESULT_OK ? msi_run_forward(model, &model->plan->train, loss) : result;
+    model->stage = result == MS_RESULT_OK ? MSI_STAGE_FORWARD : model->stage;
+    return result;
+}
+
+MEMSCALE_API ms_result ms_backward(ms_model *model) {
+    if (!model) {
+        return MS_RESULT_INVALID;
+    }
+    const ms_result result = msi_check_ready(model, "ms_backward");
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    if (model->stage != MSI_STAGE_FORWARD) {
+        return msi_fail(model, MS_RESULT_ORDER, "ms_backward: call ms_forward first");
+    }
+    return msi_finish_backward(model);
+}
+
+MEMSCALE_API ms_result ms_update(ms_model *model) {
+    if (!model) {
+        return MS_RESULT_INVALID;
+    }
+    if (model->stage != MSI_STAGE_BACKWARD) {
+        const ms_result result = msi_check_ready(model, "ms_update");
+        return result != MS_RESULT_OK
+                   ? result
+                   : msi_fail(model, MS_RESULT_ORDER, "ms_update: call ms_backward first");
+    }
+    return msi_finish_update(model);
+}
+
+MEMSCALE_API ms_result ms_step(ms_model *model, double *loss) {
+    ms_result result = ms_forward(model, loss);
+    result = result == MS_RESULT_OK ? msi_finish_backward(model) : result;
+    return result == MS_RESULT_OK ? msi_finish_update(model) : result;
+}
+
+MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
+    if (!model) {
+        return MS_RESULT_INVALID;
+    }
+    const ms_result result = msi_check_ready(model, "ms_eval");
+    return result == MS_RESULT_OK ? msi_run_forward(model, &model->plan->eval, loss) : result;
+}
+
+MEMSCALE_API ms_matrix ms_matrix_of(const ms_view *view) {
+    ms_matrix matrix;
+    memset(&matrix, 0, sizeof matrix);
+    const uint64_t count = ms_shape_count(&view->shape);
+    matrix.data = view->data;
+    matrix.dtype = view->dtype;
+    matrix.cols = view->shape.rank > 0 ? view->shape.dim[view->shape.rank - 1] : 1;
+    matrix.rows = (int64_t)count / matrix.cols;
+    matrix.stride = matrix.cols;
+    return matrix;
+}
+
+MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix) {
+    matrix.transposed = !matrix.transposed;
+    return matrix;
+}
+
+/* What is wrong with a matrix product, or NULL. */
+static const char *msi_gemm_fault(const ms_matrix *a, const ms_matrix *b, const ms_matrix *c) {
+    const ms_matrix *const all[] = {a, b, c};
+    const int64_t m = a->transposed ? a->cols : a->rows, k = a->transposed ? a->rows : a->cols;
+    const int64_t n = b->transposed ? b->rows : b->cols;
+    for (int i = 0; i < 3; i++) {
+        if (!all[i]->data || all[i]->rows < 1 || all[i]->cols < 1 ||
+            all[i]->stride < all[i]->cols) {
+            return "a matrix has no data, no elements, or a stride below its columns";
+        }
+    }
+    if (k != (b->transposed ? b->cols : b->rows) || m != c->rows || n != c->cols ||
+        c->transposed) {
+        return "the shapes do not match";
+    }
+    return NULL;
+}
+
+MEMSCALE_API ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a, ms_matrix b,
+                               float beta, ms_matrix c) {
+    if (!call || !call->model) {
+        return MS_RESULT_INVALID;
+    }
+    ms_model *m = call->model;
+    const char *fault = msi_gemm_fault(&a, &b, &c);
+    if (fault) {
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "ms_gemm: %s: a %lld x %lld%s, b %lld x %lld%s, c %lld x %lld%s", fault,
+                        (long long)a.rows, (long long)a.cols, a.transposed ? "'" : "",
+                        (long long)b.rows, (long long)b.cols, b.transposed ? "'" : "",
+                        (long long)c.rows, (long long)c.cols, c.transposed ? "'" : "");
+    }
+    if (a.dtype != MS_DTYPE_F32 || b.dtype != MS_DTYPE_F32 || c.dtype != MS_DTYPE_F32) {
+        return msi_fail(m, MS_RESULT_UNSUPPORTED, "ms_gemm: %s x %s -> %s; it takes f32",
+                        ms_dtype_name(a.dtype), ms_dtype_name(b.dtype), ms_dtype_name(c.dtype));
+    }
+    const ms_backend *backend = &m->config.backend;
+    const int error = backend->gemm(backend->user, alpha, &a, &b, beta, &c);
+    return error == 0 ? MS_RESULT_OK : msi_device(m, error, "gemm");
+}
+
+/* Read-only functions cannot note an error text: the model is const. */
+MEMSCALE_API ms_result ms_report(const ms_model *model, ms_memory_report *report) {
+    if (!model || !report) {
+        return MS_RESULT_INVALID;
+    }
+    if (!model->plan) {
+        return MS_RESULT_ORDER;
+    }
+    msi_fill_report(model, report);
+    return MS_RESULT_OK;
+}
+
+MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_write_fn write, void *user) {
+    if (!model || !write) {
+        return MS_RESULT_INVALID;
+    }
+    if (!model->plan) {
+        return MS_RESULT_ORDER;
+    }
+    const msi_printer out = {write, user};
+    msi_print_summary(model, &out);
+    msi_print(&out, "layer  %-24s %14s %14s\n", "name", "kept", "dropped");
+    for (uint32_t i = 0; i < model->graph.layers.count; i++) {
+        msi_print_plan_layer(model, &out, i);
+    }
+    return MS_RESULT_OK;
+}
+
+MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program program,
+                                        ms_write_fn write, void *user) {
+    if (!model || !write || (unsigned)program > MS_PROGRAM_EVAL) {
+        return MS_RESULT_INVALID;
+    }
+    if (!model->plan) {
+        return MS_RESULT_ORDER;
+    }
+    const msi_printer out = {write, user};
+    const msi_program *p =
+        program == MS_PROGRAM_TRAIN ? &model->plan->train : &model->plan->eval;
+    for (uint32_t i = 0; i < p->instructions.count; i++) {
+        msi_print_instruction(model, &out, p, i);
+    }
+    return MS_RESULT_OK;
+}
+
+#endif // MEMSCALE_IMPLEMENTATION
