@@ -1,0 +1,127 @@
+# memscale.h is one header and needs no build. This file builds what stands around it: examples,
+# benchmarks and tests. `make help` lists the targets. It asks for GNU make and a C compiler; OpenMP,
+# a CBLAS and (for the tests) cmocka are found by trial and used where they are.
+#
+#   config=release|debug|sanitize|coverage   release is the default and builds under build/,
+#                                            the others under build/<config>/
+#   werror=1                                 warnings are errors
+#   V=1                                      show the commands
+#   CC, CXX, CFLAGS, LDFLAGS                 as usual; CFLAGS come last and win
+#   OPENMP= CBLAS=                           build without what was found
+
+config ?= release
+OUT    := build$(patsubst %,/%,$(filter-out release,$(config)))
+
+export WARNINGS   := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual \
+                     -Wundef $(if $(werror),-Werror)
+export WARNINGS_C := -Wstrict-prototypes -Wmissing-prototypes
+
+release  := -O3 -march=native -fno-math-errno
+debug    := -O0 -g
+sanitize := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+coverage := -O0 -g --coverage
+ifeq ($($(config)),)
+$(error config=$(config) is none of release, debug, sanitize, coverage)
+endif
+
+# ---- what this machine has -----------------------------------------------------------------------
+
+quiet_goals := clean format help
+ifneq ($(filter-out $(quiet_goals),$(or $(MAKECMDGOALS),all)),)
+
+# $(call try,HEADERS,EXPRESSION,FLAGS): FLAGS, if a program with these compiles and links.
+hash := \#
+try = $(shell mkdir -p build; \
+        printf '%s\n' $(1:%='$(hash)include <%>') 'int main(void) { return $(2); }' \
+        | $(CC) -x c - -o build/try.$$$$ $(3) 2>/dev/null && echo '$(3)'; rm -f build/try.$$$$)
+
+ifeq ($(origin OPENMP),undefined)
+OPENMP := $(call try,omp.h,omp_get_max_threads() < 1,-fopenmp)
+endif
+ifeq ($(origin CBLAS),undefined)
+CBLAS := $(or $(call try,cblas.h,cblas_sgemm == 0,-lopenblas),\
+              $(call try,cblas.h,cblas_sgemm == 0,-lcblas))
+endif
+ifeq ($(origin CMOCKA),undefined)
+CMOCKA := $(call try,stdarg.h stddef.h setjmp.h stdint.h cmocka.h,\
+            cmocka_set_message_output == 0,-lcmocka)
+endif
+export OPENMP CBLAS CMOCKA
+
+lacks := $(if $(OPENMP),,no OpenMP: one thread only.) \
+         $(if $(CBLAS),,no CBLAS (libopenblas-openmp-dev): slower matrix products.) \
+         $(if $(CMOCKA),,no cmocka (libcmocka-dev): most tests are skipped.)
+ifeq ($(MAKELEVEL),0)
+ifneq ($(strip $(lacks)),)
+$(info This machine has $(strip $(lacks)))
+endif
+endif
+endif
+
+# The sanitizers take the other half of the code: one thread and the built-in kernel.
+ifneq ($(config),sanitize)
+features := $(OPENMP) $(if $(CBLAS),-DMEMSCALE_CBLAS)
+libs     := $(CBLAS)
+endif
+
+common  := $($(config)) $(features) $(WARNINGS) -I. -Iexamples
+compile := $(CC) -std=c99 $(WARNINGS_C) $(common) $(CFLAGS)
+twin    := $(CXX) -x c++ -std=c++11 $(common) -Wno-missing-field-initializers $(CFLAGS)
+libs    += -lm
+
+# ---- programs ------------------------------------------------------------------------------------
+
+programs := $(patsubst %.c,$(OUT)/%,$(wildcard examples/*.c bench/*.c))
+tests    := $(patsubst %.c,$(OUT)/%,$(wildcard tests/test_*.c))
+twins    := $(addsuffix _cpp,$(tests))
+
+.PHONY: all run test coverage clean format help FORCE
+all: $(programs) $(if $(CMOCKA),$(tests))
+
+say = $(if $(V),,@echo '  $(1)' &&)
+$(tests) $(twins): libs += $(CMOCKA)
+
+$(OUT)/%: %.c $(OUT)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CC) $@) $(compile) -MMD -MP -MF $@.d -o $@ $< $(LDFLAGS) $(libs)
+
+$(OUT)/%_cpp: %.c $(OUT)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CXX) $@) $(twin) -MMD -MP -MF $@.d -o $@ $< $(LDFLAGS) $(libs)
+
+# Changes when the commands do, so that a new compiler, flag or library rebuilds everything.
+$(OUT)/flags: FORCE
+	@mkdir -p $(@D)
+	@echo '$(compile) $(twin) $(LDFLAGS) $(libs) $(CMOCKA)' | cmp -s - $@ || \
+	 echo '$(compile) $(twin) $(LDFLAGS) $(libs) $(CMOCKA)' > $@
+
+-include $(wildcard $(OUT)/*/*.d)
+
+# ---- what to do with them ------------------------------------------------------------------------
+
+run: $(OUT)/examples/gpt2
+	$<
+
+test:
+	@tests/run.sh
+
+# Line coverage of the headers over all tests.
+coverage:
+	@$(MAKE) --no-print-directory config=coverage OPENMP= all
+	@for t in $(patsubst %.c,build/coverage/%,$(wildcard tests/test_*.c)); do $$t >/dev/null 2>&1; done
+	@gcov -n build/coverage/tests/*.gcda 2>/dev/null | grep -A1 -E "^File '(memscale.h|examples/)"
+
+clean:
+	rm -rf build
+
+format:
+	clang-format -i memscale.h $(wildcard examples/*.[ch] bench/*.[ch] tests/*.[ch])
+
+help:
+	@echo 'make            every program, at build/<folder>/<name>'
+	@echo 'make run        train a small GPT-2 inside a byte budget (about a minute)'
+	@echo 'make test       everything that is tested; the last line has the totals'
+	@echo 'make coverage   line coverage of the tests'
+	@echo 'make format     clang-format all sources'
+	@echo 'make clean      remove build/'
+	@sed -n 's/^#   /  /p' Makefile

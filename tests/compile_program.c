@@ -1,0 +1,62 @@
+// A whole program for the compile matrix: one scalar param that is pulled to a target. Built alone
+// with MEMSCALE_IMPLEMENTATION, or as the user of an implementation in another translation unit.
+#include <string.h>
+
+#include "memscale.h"
+
+#ifdef COMPILE_LATE // the bodies at a second include
+#define MEMSCALE_IMPLEMENTATION
+#include "memscale.h"
+#endif
+
+/* loss = (param - target)^2 */
+static int square_forward(const ms_call *call) {
+    float difference = *(const float *)call->param[0].data - *(const float *)call->in[0].data;
+    *(float *)call->out[0].data = difference * difference;
+    return 0;
+}
+
+static int square_backward(const ms_call *call) {
+    float difference = *(const float *)call->param[0].data - *(const float *)call->in[0].data;
+    const ms_view *grad = &call->grad_param[0];
+    float *g = (float *)grad->data;
+    float kept = grad->beta == 0.0f ? 0.0f : grad->beta * *g;
+    *g = kept + 2.0f * difference * *(const float *)call->grad_out[0].data;
+    return 0;
+}
+
+static ms_tensor register_square(ms_model *model) {
+    ms_layer_desc desc;
+    ms_shape scalar;
+    memset(&desc, 0, sizeof desc);
+    memset(&scalar, 0, sizeof scalar);
+    desc.name = "square";
+    desc.forward = square_forward;
+    desc.backward = square_backward;
+    desc.in[0] = ms_input(model, "target", MS_DTYPE_F32, scalar);
+    desc.param[0] = ms_param(model, "param", MS_DTYPE_F32, scalar);
+    desc.out[0] = ms_activation(model, "loss", MS_DTYPE_F32, scalar);
+    ms_register_layer(model, &desc);
+    ms_set_loss(model, desc.out[0]);
+    return desc.in[0];
+}
+
+int main(void) {
+    ms_model *model;
+    if (ms_create(NULL, &model) != MS_RESULT_OK) {
+        return 1;
+    }
+    ms_tensor target = register_square(model);
+    ms_set_learning_rate(model, 0.1f);
+    const float one = 1.0f;
+    double first = 0.0, last = 0.0;
+    bool good = ms_write(model, target, &one) == MS_RESULT_OK;
+    MS_OPTIMIZE(model) {
+        good = good && ms_step(model, &first) == MS_RESULT_OK;
+        for (int step = 1; step < 10; ++step) {
+            good = good && ms_step(model, &last) == MS_RESULT_OK;
+        }
+    }
+    ms_destroy(model);
+    return good && first > 0.99 && last < 0.5 * first ? 0 : 1;
+}

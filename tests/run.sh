@@ -1,0 +1,271 @@
+#!/usr/bin/env bash
+# Everything that is tested: one line per check, in a fixed order, though as many run at a time as
+# there are processors. `make test` calls this with the compilers, warnings and libraries in the
+# environment. The last line has the totals; the exit status is 1 if anything failed.
+#
+# A check is a shell command: status 0 is a pass, 77 a skip (its last line says why). One that prints
+# cmocka's summary counts as many tests as that names.
+set -u
+cd "$(dirname "$0")/.."
+unset MAKEFLAGS MFLAGS MAKEOVERRIDES
+
+export CC=${CC:-cc} CXX=${CXX:-g++} MAKE=${MAKE:-make}
+export WARNINGS WARNINGS_C OPENMP CBLAS CMOCKA
+export checks=build/check
+# Two programs at a time share the processors: threads that wait must not spin.
+export OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive
+export UBSAN_OPTIONS=print_stacktrace=1
+rm -rf $checks
+mkdir -p $checks
+
+# ---- the list of checks --------------------------------------------------------------------------
+
+group() {
+    printf '%s\n' "$1" > "$checks/$(($(wc -l < $checks/list) + 1)).group"
+}
+
+check() { # NAME COMMAND
+    printf '%s\t%s\n' "$1" "$2" >> $checks/list
+}
+
+# ---- what checks are made of ---------------------------------------------------------------------
+
+skip() {
+    echo "$1"
+    exit 77
+}
+
+need() {
+    command -v "$1" > /dev/null || skip "no $1"
+}
+
+build() { # CONFIG PROGRAM
+    case $2 in *_cpp) need "$CXX" ;; esac
+    $MAKE -s --no-print-directory werror=1 config="$1" "$2"
+}
+
+run_test() { # CONFIG PROGRAM
+    [ -n "$CMOCKA" ] || skip 'no cmocka'
+    build "$1" "$2" && "$2"
+}
+
+run_program() { # PROGRAM ARGUMENTS
+    build release "$1" && "$@"
+}
+
+compile() { # COMPILER ARGUMENTS: the flags of the house
+    local compiler=$1 dialect
+    shift
+    case $compiler in
+    *++) dialect="-x c++ -std=c++11" ;;
+    *) dialect="-std=c99 $WARNINGS_C" ;;
+    esac
+    "$compiler" $dialect $WARNINGS -Werror -O1 -I. -Iexamples "$@"
+}
+
+# One cell of the compile matrix: a program builds without a warning, and does what it should.
+cell() { # COMPILER ARGUMENTS
+    need "$1"
+    local program
+    program=$(mktemp $checks/cell.XXXXXX)
+    compile "$@" -o "$program" -lm && "$program"
+}
+
+cell_library() { # COMPILER NAME FLAG ARGUMENTS
+    [ -n "$3" ] || skip "no $2"
+    cell "$1" "${@:4}" $3
+}
+
+cell_mixed() { # C_COMPILER CXX_COMPILER: a C++ program on an implementation that was compiled as C
+    need "$1" && need "$2"
+    local object=$checks/mixed.$1.o
+    compile "$1" -c tests/compile_implementation.c -o "$object" &&
+        cell "$2" tests/compile_program.c -x none "$object"
+}
+
+cell_sources() { # COMPILER: C++ would rather see {} than {0}, which C programs write
+    need "$1"
+    local source status=0
+    for source in examples/*.c bench/*.c; do
+        compile "$1" -Wno-missing-field-initializers -Wno-missing-braces -fsyntax-only "$source" ||
+            status=1
+    done
+    return $status
+}
+
+implementation() { # ARGUMENTS: the path of an object file built with these
+    local object
+    object=$(mktemp $checks/object.XXXXXX)
+    $CC -std=c99 -O2 -I. "$@" -c tests/compile_implementation.c -o "$object" && echo "$object"
+}
+
+same() { # WHAT EXPECTED ACTUAL: files of sorted lines
+    diff --unchanged-line-format= --old-line-format="$1 lacks: %L" \
+        --new-line-format="$1 has beyond what is allowed: %L" "$2" "$3"
+}
+
+# Exactly the functions that the public half declares.
+check_exports() {
+    local object
+    object=$(implementation) || return 1
+    sed '/^#endif \/\/ MEMSCALE_H/q' memscale.h | tr '\n' ' ' | grep -o 'MEMSCALE_API [^;(]*(' |
+        sed -n 's/.*[ *]\(ms_[a-z0-9_]*\)($/\1/p' | sort > $checks/declared
+    nm -g --defined-only "$object" | awk '{ print $3 }' | sort > $checks/exported
+    [ -s $checks/declared ] && same 'the object' $checks/declared $checks/exported
+}
+
+check_static_exports() {
+    local object
+    object=$(implementation -DMEMSCALE_STATIC) || return 1
+    [ -z "$(nm -g --defined-only "$object")" ]
+}
+
+# Nothing beyond tests/allow_imports.txt and the arguments, and every argument indeed.
+imports() { # FLAGS NAMES
+    local object name
+    object=$(implementation $1) || return 1
+    nm -u "$object" | awk '$2 != "_GLOBAL_OFFSET_TABLE_" { print $2 }' | sort > "$object.imported"
+    { sed '/^#/d' tests/allow_imports.txt; printf '%s\n' $2; } | sort > "$object.allowed"
+    for name in $2; do
+        grep -qx "$name" "$object.imported" || { echo "$name is not used"; return 1; }
+    done
+    [ -s "$object.imported" ] && ! comm -23 "$object.imported" "$object.allowed" | grep .
+}
+
+# Names that the preprocessor defines inside the header. Others would leak into the user's code.
+macros() { # FLAGS PATTERN
+    local leaked
+    $CC -std=c99 -I. -E -dD $1 -include memscale.h -x c /dev/null |
+        awk '/^# [0-9]/ { inside = $3 ~ /memscale\.h"$/ } inside && /^#define/ { print $2 }' |
+        sed 's/(.*//' | sort -u > $checks/macros."${1:-public}"
+    [ -s $checks/macros."${1:-public}" ] && ! grep -vxE "$2" $checks/macros."${1:-public}"
+}
+
+# The command that the README gives and the one of .ci/run install the same.
+check_install() {
+    local readme ci
+    readme=$(grep 'make test' README.md | grep -o 'apt-get install -y [a-z0-9+ -]*')
+    ci=$(grep -o 'apt-get install -y [a-z0-9+ -]*' .ci/run)
+    echo "README.md: $readme"
+    echo ".ci/run:   $ci"
+    [ -n "$ci" ] && [ "$readme" = "$ci" ]
+}
+
+check_readme_program() {
+    awk '/^```/ { inside = !inside && $0 == "```c"; if (inside) { text = "" }; next }
+         inside { text = text $0 "\n" }
+         inside && /^int main/ { whole = 1 }
+         !inside && whole { exit }
+         END { printf "%s", text }' README.md > $checks/readme.c
+    diff $checks/readme.c examples/minimal.c
+}
+
+export -f skip need build run_test run_program compile cell cell_library cell_mixed cell_sources
+export -f implementation same check_exports check_static_exports imports macros
+export -f check_install check_readme_program
+
+# ---- what is checked -----------------------------------------------------------------------------
+
+: > $checks/list
+
+group 'tests'
+for source in tests/test_*.c; do
+    name=$(basename "$source" .c)
+    check "$name, C99" "run_test release build/tests/$name"
+    check "$name, C++11" "run_test release build/tests/${name}_cpp"
+    check "$name, sanitizers" "run_test sanitize build/sanitize/tests/$name"
+done
+
+program=tests/compile_program.c
+body=-DMEMSCALE_IMPLEMENTATION
+for compiler in gcc clang g++ clang++; do
+    group "compile, $compiler"
+    check 'one translation unit' "cell $compiler $body $program"
+    check 'two translation units' "cell $compiler $program tests/compile_implementation.c"
+    check 'bodies at a second include' "cell $compiler -DCOMPILE_LATE $program"
+    check 'MEMSCALE_STATIC' "cell $compiler $body -DMEMSCALE_STATIC $program"
+    check 'MEMSCALE_STATIC, twice' \
+        "cell $compiler $body -DMEMSCALE_STATIC $program tests/compile_static.c"
+    check 'MEMSCALE_CBLAS' \
+        "cell_library $compiler CBLAS '$CBLAS' $body -DMEMSCALE_CBLAS $program -x none"
+    check 'OpenMP' "cell_library $compiler OpenMP '$OPENMP' $body $program"
+    check 'NDEBUG, -O3' "cell $compiler $body -DNDEBUG -O3 $program"
+    check 'examples and benchmarks' "cell_sources $compiler"
+done
+group 'compile, both languages'
+check 'g++ on an object of gcc' 'cell_mixed gcc g++'
+check 'clang++ on an object of clang' 'cell_mixed clang clang++'
+
+group 'symbols and macros'
+check 'exports what is declared' check_exports
+check 'exports nothing with MEMSCALE_STATIC' check_static_exports
+check 'imports' 'imports "" __assert_fail'
+check 'imports with NDEBUG' 'imports -DNDEBUG ""'
+check 'imports with MEMSCALE_CBLAS' \
+    '[ -n "$CBLAS" ] || skip "no CBLAS"; imports -DMEMSCALE_CBLAS "__assert_fail cblas_sgemm"'
+check 'macros of the public half' 'macros "" "MEMSCALE_[A-Z0-9_]+|MS_OPTIMIZE"'
+check 'macros of the implementation' "macros $body '(MEMSCALE|MSI)_[A-Z0-9_]+|MS_OPTIMIZE'"
+
+group 'documents'
+for document in memscale.h README.md docs/*.md; do
+    check "snippets of $document" "tests/snippets.sh $document"
+done
+check 'README.md shows examples/minimal.c' check_readme_program
+check 'README.md and .ci/run install the same' check_install
+
+group 'programs'
+while read -r line; do
+    check "${line#build/}" "run_program $line"
+done < tests/programs.txt
+
+# ---- run and report ------------------------------------------------------------------------------
+
+run_check() { # NUMBER
+    local log=$checks/$1.log
+    timeout 400 bash -c "$(sed -n "$1p" $checks/list | cut -f 2)" > "$log" 2>&1
+    echo $? > "$checks/$1.tmp"
+    mv "$checks/$1.tmp" "$checks/$1.status"
+}
+export -f run_check
+
+count=$(wc -l < $checks/list)
+for config in release sanitize; do
+    build $config "build$([ $config = release ] || echo /$config)/flags"
+done
+seq "$count" | xargs -P "$(nproc)" -I{} bash -c 'run_check {}' &
+runner=$!
+trap 'kill $runner 2> /dev/null' EXIT
+
+tally() { # LOG WORD: the sum of cmocka's summary lines
+    awk -v word="$2" 'index($0, "[  " word) == 1 && /test\(s\)/ {
+        sub(/^[^]]*\] /, ""); sum += $1 } END { print sum + 0 }' "$1"
+}
+
+passed=0 failed=0 skipped=0
+for number in $(seq "$count"); do
+    [ -f $checks/$number.group ] && printf '\n%s\n' "$(cat $checks/$number.group)"
+    until [ -f $checks/$number.status ]; do
+        kill -0 $runner 2> /dev/null || [ -f $checks/$number.status ] || exit 1
+        sleep 0.05
+    done
+    log=$checks/$number.log
+    status=$(cat $checks/$number.status)
+    p=$(tally $log PASSED) f=$(tally $log FAILED) s=$(tally $log SKIPPED)
+    case $status in
+    0) [ $((p + s)) -gt 0 ] || p=1 ;;
+    77) s=1 ;;
+    *) [ $f -gt 0 ] || f=1 ;;
+    esac
+    passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
+    verdict=ok
+    [ $p -le 1 ] || verdict="$p passed"
+    [ $s -eq 0 ] || verdict="$s skipped: $(tail -n 1 $log)"
+    [ $status -eq 77 ] || [ $s -eq 0 ] || verdict="$p passed, $s skipped"
+    [ $f -eq 0 ] || verdict="FAILED"
+    printf '  %-42s %s\n' "$(sed -n "${number}p" $checks/list | cut -f 1)" "$verdict"
+    [ $f -eq 0 ] || tail -n 40 $log | sed 's/^/      /'
+done
+
+printf '%d passed, %d failed, %d skipped\n' $passed $failed $skipped > $checks/totals
+printf '\n%s\n' "$(cat $checks/totals)"
+[ $failed -eq 0 ]

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Compiles the C snippets of one document as C and as C++, and runs those that are whole programs.
+# A snippet is a block fenced by ```c or, in the manual of a header, lines indented by eight behind a
+# blank line. One with a main is a program. The others form one file: definitions stand first; of
+# statements, each snippet is a block inside the one before, so that it sees what that declared.
+set -u
+document=$1
+out=build/check/snippets.$(basename "$document")
+rm -rf "$out"
+mkdir -p "$out"
+
+awk -v out="$out" -v document="$document" '
+function add(line) {
+    whole = whole line "\n"
+    if (line ~ /^#/) {
+        directives = directives line "\n"
+        line = ""
+    }
+    text = text line "\n"
+}
+function begin(line) {
+    place = "#line " line " \"" document "\"\n"
+}
+function finish() {
+    if (text == "") { return }
+    ++count
+    if (text ~ /(^|\n)int main\(/) {
+        print whole > (out "/program" count ".c")
+    } else if (text ~ /(^|\n)(static|typedef|struct|enum) /) {
+        definitions = definitions place text
+    } else {
+        statements = statements "{\n" place text
+        closing = closing "}\n"
+    }
+    text = whole = ""
+}
+/^```/ {
+    fenced = !fenced
+    if (fenced && $0 == "```c") { code = 1; begin(NR + 1) } else { finish(); code = 0 }
+    next
+}
+code { add($0) }
+document ~ /\.h$/ && !manual_over {
+    if ($0 ~ /^\*\//) { finish(); manual_over = 1 }
+    else if ($0 ~ /^        / && (blank || text != "")) {
+        if (text == "") { begin(NR) }
+        add(substr($0, 9))
+    } else if ($0 != "") { finish() }
+    blank = $0 == ""
+}
+END {
+    finish()
+    printf "%s#include \"tests/snippets.h\"\n%s", directives, definitions > (out "/fragments.c")
+    print "void snippets(void);\nvoid snippets(void) {\n" statements closing "}" > (out "/fragments.c")
+    print count + 0 > (out "/count")
+}' "$document"
+
+# A snippet may leave out what a real program checks.
+flags="-Wall -Wextra -Wno-unused -Wno-unused-result -Wno-missing-field-initializers -Werror -O1 -I."
+status=0
+for source in "$out"/*.c; do
+    object=${source%.c}
+    case $source in
+    */fragments.c) link=-c run= ;;
+    *) link=-lm run="timeout 60 $object" ;;
+    esac
+    $CC -std=c99 $flags "$source" -o "$object" $link && $run > /dev/null || status=1
+    if command -v "$CXX" > /dev/null; then
+        $CXX -x c++ -std=c++11 $flags "$source" -o "$object" $link && $run > /dev/null || status=1
+    fi
+done
+[ $status -eq 0 ] && echo "[  PASSED  ] $(cat "$out/count") test(s)."
+exit $status
