@@ -2706,6 +2706,7 @@ static bool msi_simulate(const ms_allocator *a, msi_program *p, uint32_t slot_co
    larger one never more recomputation. */
 typedef struct msi_candidate {
     double bytes_per_cost;
+    uint64_t merged; // bytes that would come back together: of this and of what it is joined to
     uint32_t key;    // tensor, for the saved tensors of a layer the first of them
     uint32_t member; // range in solver.members
     uint32_t member_count;
@@ -2721,8 +2722,11 @@ typedef struct msi_solver {
     const ms_allocator *allocator;
     msi_plan *plan;
     msi_lowering lowering;
-    uint32_t *visited;   // per layer: number of the last price query that met it
+    uint32_t *visited; // per layer: number of the last price query that met it
     uint32_t query;
+    uint32_t *segment; // per layer: one of the layers that are recomputed together with it
+    uint64_t *weight;  // per segment: bytes that come back together
+    uint64_t *below;   // per tensor: weight of the segments that start from it
     MSI_LIST(uint32_t) drops; // in the order of the ladder
     MSI_LIST(msi_rung) rungs;
     MSI_LIST(msi_candidate) candidates;
@@ -2825,10 +2829,76 @@ static double msi_price(msi_solver *s, uint32_t layer) {
     return cost;
 }
 
+static uint32_t msi_segment_of(msi_solver *s, uint32_t layer) {
+    while (s->segment[layer] != layer) {
+        layer = s->segment[layer] = s->segment[s->segment[layer]];
+    }
+    return layer;
+}
+
+/* Segments: layers that are recomputed together, since each reads what another one brings back.
+   Their values are all in memory at once, so among drops of the same merit those that make short
+   segments come first. */
+static void msi_find_segments(msi_solver *s) {
+    const msi_graph *g = &s->model->graph;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *operands = msi_group(g, l, MSI_GROUP_IN);
+        s->segment[i] = i;
+        s->weight[i] = 0;
+        for (uint32_t k = 0; k < l->in_count && s->plan->recomputed[i]; k++) {
+            if (operands[k] != MSI_NONE && s->plan->dropped[operands[k]]) {
+                const uint32_t from = msi_segment_of(s, g->tensors.items[operands[k]].producer);
+                const uint32_t to = msi_segment_of(s, i);
+                s->weight[to] += from != to ? s->weight[from] : 0;
+                s->segment[from] = to;
+            }
+        }
+        for (uint32_t k = 0; k < l->out_count + (uint32_t)l->saved_count; k++) {
+            const uint32_t t = operands[l->in_count + k];
+            if (t != MSI_NONE && s->plan->recomputed[i] && s->plan->dropped[t] &&
+                g->tensors.items[t].last_reader != MSI_NONE) {
+                s->weight[msi_segment_of(s, i)] += g->tensors.items[t].bytes;
+            }
+        }
+    }
+    memset(s->below, 0, g->tensors.count * sizeof *s->below);
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        for (uint32_t k = 0; k < l->in_count && s->plan->recomputed[i]; k++) {
+            if (in[k] != MSI_NONE && !s->plan->dropped[in[k]]) {
+                s->below[in[k]] = s->weight[msi_segment_of(s, i)];
+            }
+        }
+    }
+}
+
+/* Bytes of the segment that would hold the outputs of this layer, `tensor` among them. */
+static uint64_t msi_merged_bytes(msi_solver *s, uint32_t tensor) {
+    const msi_graph *g = &s->model->graph;
+    const uint32_t layer = g->tensors.items[tensor].producer;
+    const msi_layer *l = &g->layers.items[layer];
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+    uint64_t bytes = s->below[tensor];
+    if (s->plan->recomputed[layer]) {
+        return bytes + s->weight[msi_segment_of(s, layer)];
+    }
+    for (uint32_t k = 0; k < l->in_count; k++) {
+        if (in[k] != MSI_NONE && s->plan->dropped[in[k]]) {
+            bytes += s->weight[msi_segment_of(s, g->tensors.items[in[k]].producer)];
+        }
+    }
+    return bytes;
+}
+
 static int msi_compare_candidates(const void *left, const void *right) {
     const msi_candidate *a = (const msi_candidate *)left, *b = (const msi_candidate *)right;
     if (a->bytes_per_cost != b->bytes_per_cost) {
         return a->bytes_per_cost > b->bytes_per_cost ? -1 : 1;
+    }
+    if (a->merged != b->merged) {
+        return a->merged < b->merged ? -1 : 1;
     }
     return a->key < b->key ? -1 : a->key > b->key;
 }
@@ -2868,8 +2938,10 @@ static bool msi_find_candidates(msi_solver *s) {
         c->member_count = 1;
         c->bytes_per_cost = (double)life->bytes;
     }
+    msi_find_segments(s);
     for (uint32_t i = 0; i < s->candidates.count; i++) {
         msi_candidate *c = &s->candidates.items[i];
+        c->merged = msi_merged_bytes(s, c->key);
         c->bytes_per_cost /= 1e-3 + msi_price(s, g->tensors.items[c->key].producer);
     }
     if (s->candidates.count > 1) {
@@ -3072,6 +3144,11 @@ static ms_result msi_solve(msi_solver *s, msi_goal goal, uint64_t budget) {
     return goal == MSI_GOAL_SMALLEST ? msi_smallest(s) : msi_no_fit(s, budget);
 }
 
+static uint64_t msi_solver_bytes(const msi_graph *g) {
+    return g->tensors.count * (uint64_t)sizeof(uint64_t) +
+           g->layers.count * (uint64_t)(sizeof(uint64_t) + 2 * sizeof(uint32_t));
+}
+
 static bool msi_solver_init(msi_solver *s, ms_model *m, msi_plan *plan) {
     const msi_graph *g = &m->graph;
     const uint64_t layers = g->layers.count;
@@ -3079,14 +3156,19 @@ static bool msi_solver_init(msi_solver *s, ms_model *m, msi_plan *plan) {
     s->model = m;
     s->allocator = &m->config.allocator;
     s->plan = plan;
-    s->visited = (uint32_t *)msi_alloc_zeroed(s->allocator, layers * sizeof(uint32_t));
-    return s->visited && msi_lowering_init(&s->lowering, g, s->allocator, plan);
+    s->below = (uint64_t *)msi_alloc_zeroed(s->allocator, msi_solver_bytes(g));
+    if (!s->below) {
+        return false;
+    }
+    s->weight = s->below + g->tensors.count;
+    s->visited = (uint32_t *)(s->weight + layers);
+    s->segment = s->visited + layers;
+    return msi_lowering_init(&s->lowering, g, s->allocator, plan);
 }
 
 static void msi_solver_free(msi_solver *s) {
     const ms_allocator *a = s->allocator;
-    const uint64_t layers = s->model->graph.layers.count;
-    msi_release(a, s->visited, layers * sizeof(uint32_t));
+    msi_release(a, s->below, msi_solver_bytes(&s->model->graph));
     msi_lowering_free(&s->lowering);
     MSI_LIST_FREE(uint32_t, a, s->drops);
     MSI_LIST_FREE(msi_rung, a, s->rungs);
