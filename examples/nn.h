@@ -1028,7 +1028,7 @@ typedef struct nn_name {
 
 NN_API nn_name nn_join(const char *prefix, const char *suffix) {
     nn_name name;
-    snprintf(name.text, sizeof name.text, "%s.%s", prefix, suffix);
+    snprintf(name.text, sizeof name.text, "%.46s.%.16s", prefix, suffix); // long names are cut
     return name;
 }
 

@@ -1,0 +1,1230 @@
+/*  test_nn.c - the layers of nn.h against references in float64 that share no code with them:
+    outputs directly, gradients by central differences of the reference. Then the models: both
+    granularities alike, any number of threads alike, initial values, sizes, errors. */
+#define MEMSCALE_IMPLEMENTATION
+#include "memscale.h"
+#include "nn.h"
+#include "testing.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+// ------------------------------------------------------------------------------------------------
+// the harness: leaves -> [lift] -> layer under test -> weighted sum
+
+enum { C_LEAVES = 4, C_IDS = 2 };
+
+typedef struct c_case c_case;
+
+/* One model that is being checked. */
+typedef struct c_run {
+    const c_case *what;
+    ms_model *model;
+    nn_net *net;
+    ms_tensor leaf[C_LEAVES];   // params
+    ms_tensor lifted[C_LEAVES]; // activations that copy them
+    ms_tensor ids[C_IDS];
+    ms_tensor out;
+    bool shared; // the sum takes the leaves too, so that all gradients accumulate
+} c_run;
+
+/* A layer with its sizes. The first lifted_count leaves reach it as activations, the others as
+   params; the sizes stand in d. */
+struct c_case {
+    const char *name;
+    ms_tensor (*build)(c_run *run, const int64_t *d, uint32_t flags);
+    void (*reference)(const c_case *c, const double *const *leaf, const float *library,
+                      double *out);
+    int64_t d[4];
+    uint32_t flags;
+    int leaf_count, lifted_count;
+    ms_shape leaf[C_LEAVES];
+    int64_t out_count;
+    float scale; // of the values in the leaves
+    const int32_t *ids[C_IDS];
+};
+
+/* Weight of element i of operand j in the sum, in [-1, 1). */
+static float c_weight(int j, int64_t i) {
+    t_rng rng = t_seed((uint64_t)i * 16 + (uint64_t)j);
+    return (float)(2.0 * t_unit(&rng) - 1.0);
+}
+
+static int c_lift_forward(const ms_call *call) {
+    memcpy(call->out[0].data, call->param[0].data,
+           (size_t)ms_shape_count(&call->out[0].shape) * sizeof(float));
+    return 0;
+}
+
+static int c_lift_backward(const ms_call *call) {
+    for (int64_t i = 0; i < (int64_t)ms_shape_count(&call->grad_out[0].shape); i++) {
+        t_contribute(&call->grad_param[0], i, t_grad_out(call, 0, i));
+    }
+    return 0;
+}
+
+static double c_weighted(const ms_view *view, int j) {
+    double sum = 0.0;
+    for (int64_t i = 0; i < (int64_t)ms_shape_count(&view->shape); i++) {
+        sum += (double)c_weight(j, i) * (double)t_data(view)[i];
+    }
+    return sum;
+}
+
+static void c_weighted_gradient(const ms_view *gradient, int j, float slope) {
+    for (int64_t i = 0; i < (int64_t)ms_shape_count(&gradient->shape); i++) {
+        t_contribute(gradient, i, slope * c_weight(j, i));
+    }
+}
+
+/* in[0] is the output under test, in[1 + j] the lifted leaf j, param[j] the leaf that is a param.
+   Which slots are in use is in the run. */
+static int c_sum_forward(const ms_call *call) {
+    const c_run *run = (const c_run *)call->user;
+    const c_case *c = run->what;
+    double sum = c_weighted(&call->in[0], C_LEAVES);
+    for (int j = 0; run->shared && j < c->leaf_count; j++) {
+        sum += c_weighted(j < c->lifted_count ? &call->in[1 + j] : &call->param[j], j);
+    }
+    t_data(&call->out[0])[0] = (float)sum;
+    return 0;
+}
+
+static int c_sum_backward(const ms_call *call) {
+    const c_run *run = (const c_run *)call->user;
+    const c_case *c = run->what;
+    const float slope = t_grad_out(call, 0, 0);
+    c_weighted_gradient(&call->grad_in[0], C_LEAVES, slope);
+    for (int j = 0; run->shared && j < c->leaf_count; j++) {
+        const bool lifted = j < c->lifted_count;
+        c_weighted_gradient(lifted ? &call->grad_in[1 + j] : &call->grad_param[j], j, slope);
+    }
+    return 0;
+}
+
+static ms_tensor c_lift(c_run *run, int j) {
+    ms_layer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.name = "lift";
+    desc.forward = c_lift_forward;
+    desc.backward = c_lift_backward;
+    desc.param[0] = run->leaf[j];
+    desc.out[0] = nn_activation(run->net, "lifted", run->what->leaf[j]);
+    desc.backward_reads.nothing = true;
+    ms_register_layer(run->model, &desc);
+    return desc.out[0];
+}
+
+static void c_sum(c_run *run) {
+    ms_layer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.name = "sum";
+    desc.forward = c_sum_forward;
+    desc.backward = c_sum_backward;
+    desc.user = run;
+    desc.in[0] = run->out;
+    for (int j = 0; run->shared && j < run->what->leaf_count; j++) {
+        if (j < run->what->lifted_count) {
+            desc.in[1 + j] = run->lifted[j];
+        } else {
+            desc.param[j] = run->leaf[j];
+        }
+    }
+    desc.out[0] = nn_activation(run->net, "sum", ms_shape1(1));
+    desc.backward_reads.nothing = true;
+    ms_register_layer(run->model, &desc);
+    ms_set_loss(run->model, desc.out[0]);
+}
+
+static void c_leaf_values(const c_case *c, int j, float *values) {
+    t_rng rng = t_seed(77 + (uint64_t)j);
+    t_fill(&rng, values, ms_shape_count(&c->leaf[j]), c->scale);
+}
+
+static float *c_floats(uint64_t count) {
+    float *values = (float *)malloc((size_t)count * sizeof(float));
+    assert_non_null(values);
+    return values;
+}
+
+/* Registers, wraps and writes. keep: outputs and inputs of the layer stay readable, and so nothing
+   runs in place. frozen: this leaf takes no gradient; -1: none. */
+static void c_start(c_run *run, const c_case *c, bool shared, bool keep, int frozen) {
+    ms_config config = t_config();
+    config.early_update = MS_SWITCH_OFF;
+    config.debug = true;
+    config.seed = 5;
+    memset(run, 0, sizeof *run);
+    run->what = c;
+    run->shared = shared;
+    assert_int_equal(ms_create(&config, &run->model), MS_RESULT_OK);
+    run->net = nn_create(run->model);
+    assert_non_null(run->net);
+    for (int j = 0; j < c->leaf_count; j++) {
+        run->leaf[j] = nn_param(run->net, "leaf", c->leaf[j], NN_INIT_ZEROS, 0.0f);
+        run->lifted[j] = j < c->lifted_count ? c_lift(run, j) : run->leaf[j];
+        if (keep && j < c->lifted_count) {
+            ms_set_output(run->model, run->lifted[j]);
+        }
+        if (frozen == j) {
+            ms_set_frozen(run->model, run->leaf[j], true);
+        }
+    }
+    run->out = c->build(run, c->d, c->flags);
+    if (keep) {
+        ms_set_output(run->model, run->out);
+    }
+    c_sum(run);
+    t_ok(run->model, ms_wrap(run->model));
+    for (int j = 0; j < c->leaf_count; j++) {
+        float *values = c_floats(ms_shape_count(&c->leaf[j]));
+        c_leaf_values(c, j, values);
+        t_ok(run->model, ms_write(run->model, run->leaf[j], values));
+        free(values);
+    }
+    for (int k = 0; k < C_IDS; k++) {
+        if (run->ids[k].id != 0) {
+            t_ok(run->model, ms_write(run->model, run->ids[k], c->ids[k]));
+        }
+    }
+    t_ok(run->model, ms_forward(run->model, NULL));
+    t_ok(run->model, ms_backward(run->model));
+}
+
+static void c_stop(c_run *run) {
+    ms_destroy(run->model);
+    nn_destroy(run->net);
+}
+
+static float *c_read(c_run *run, ms_tensor tensor, uint64_t count) {
+    float *values = c_floats(count);
+    assert_int_equal(ms_tensor_count(run->model, tensor), count);
+    t_ok(run->model, ms_read(run->model, tensor, values));
+    return values;
+}
+
+static float *c_gradient(c_run *run, int j) {
+    return c_read(run, ms_gradient(run->model, run->leaf[j]), ms_shape_count(&run->what->leaf[j]));
+}
+
+// ---- reference side
+
+typedef struct c_reference {
+    double *leaf[C_LEAVES];
+    double *out;
+    float *library; // the library's output, for what only it knows: the mask of a dropout
+} c_reference;
+
+static double *c_doubles(uint64_t count) {
+    double *values = (double *)malloc((size_t)count * sizeof(double));
+    assert_non_null(values);
+    return values;
+}
+
+static void c_evaluate(const c_case *c, c_reference *r) {
+    const double *leaf[C_LEAVES];
+    for (int j = 0; j < C_LEAVES; j++) {
+        leaf[j] = r->leaf[j];
+    }
+    c->reference(c, leaf, r->library, r->out);
+}
+
+static double c_objective(const c_case *c, c_reference *r) {
+    double sum = 0.0;
+    c_evaluate(c, r);
+    for (int64_t i = 0; i < c->out_count; i++) {
+        sum += (double)c_weight(C_LEAVES, i) * r->out[i];
+    }
+    return sum;
+}
+
+static double c_difference(const c_case *c, c_reference *r, int j, int64_t i) {
+    const double step = 1e-4;
+    const double value = r->leaf[j][i];
+    r->leaf[j][i] = value + step;
+    const double above = c_objective(c, r);
+    r->leaf[j][i] = value - step;
+    const double below = c_objective(c, r);
+    r->leaf[j][i] = value;
+    return (above - below) / (2.0 * step);
+}
+
+static void c_close(const c_case *c, const char *what, const float *library, const double *expected,
+                    int64_t count) {
+    double largest = 0.0;
+    for (int64_t i = 0; i < count; i++) {
+        largest = fabs(expected[i]) > largest ? fabs(expected[i]) : largest;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        const double error = fabs((double)library[i] - expected[i]);
+        if (!(error <= 5e-6 * largest + 1e-7)) {
+            print_error("%s: %s[%lld] is %.9g, expected %.9g\n", c->name, what, (long long)i,
+                        (double)library[i], expected[i]);
+            fail();
+        }
+    }
+}
+
+/* Outputs, and all gradients with overwriting and with accumulation. */
+static void c_check_values(const c_case *c) {
+    c_run plain;
+    c_run shared;
+    c_reference r;
+    memset(&r, 0, sizeof r);
+    c_start(&plain, c, false, true, -1);
+    c_start(&shared, c, true, true, -1);
+    r.library = c_read(&plain, plain.out, (uint64_t)c->out_count);
+    r.out = c_doubles((uint64_t)c->out_count);
+    for (int j = 0; j < c->leaf_count; j++) {
+        const uint64_t count = ms_shape_count(&c->leaf[j]);
+        float *values = c_floats(count);
+        c_leaf_values(c, j, values);
+        r.leaf[j] = c_doubles(count);
+        for (uint64_t i = 0; i < count; i++) {
+            r.leaf[j][i] = (double)values[i];
+        }
+        free(values);
+    }
+    c_evaluate(c, &r);
+    c_close(c, "output", r.library, r.out, c->out_count);
+    for (int j = 0; j < c->leaf_count; j++) {
+        const int64_t count = (int64_t)ms_shape_count(&c->leaf[j]);
+        double *expected = c_doubles((uint64_t)count);
+        for (int64_t i = 0; i < count; i++) {
+            expected[i] = c_difference(c, &r, j, i);
+        }
+        float *gradient = c_gradient(&plain, j);
+        c_close(c, "gradient", gradient, expected, count);
+        free(gradient);
+        gradient = c_gradient(&shared, j);
+        for (int64_t i = 0; i < count; i++) {
+            expected[i] += (double)c_weight(j, i);
+        }
+        c_close(c, "accumulated gradient", gradient, expected, count);
+        free(gradient);
+        free(expected);
+    }
+    for (int j = 0; j < c->leaf_count; j++) {
+        free(r.leaf[j]);
+    }
+    free(r.out);
+    free(r.library);
+    c_stop(&plain);
+    c_stop(&shared);
+}
+
+/* Sharing memory, and leaving out the gradient of any one leaf, change no bit of the others. */
+static void c_check_same(const c_case *c) {
+    c_run plain;
+    c_start(&plain, c, false, true, -1);
+    const int frozen_end = c->leaf_count > 1 ? c->leaf_count : 0; // one leaf must be trained
+    for (int frozen = -1; frozen < frozen_end; frozen++) {
+        c_run other;
+        c_start(&other, c, false, false, frozen);
+        for (int j = 0; j < c->leaf_count; j++) {
+            if (j == frozen) {
+                float *nothing = c_floats(ms_shape_count(&c->leaf[j]));
+                const ms_tensor gradient = ms_gradient(other.model, other.leaf[j]);
+                assert_int_not_equal(ms_read(other.model, gradient, nothing), MS_RESULT_OK);
+                free(nothing);
+                continue;
+            }
+            float *expected = c_gradient(&plain, j);
+            float *gradient = c_gradient(&other, j);
+            assert_memory_equal(gradient, expected,
+                                (size_t)ms_shape_count(&c->leaf[j]) * sizeof(float));
+            free(expected);
+            free(gradient);
+        }
+        c_stop(&other);
+    }
+    c_stop(&plain);
+}
+
+static void c_check(const c_case *c) {
+    c_check_values(c);
+    c_check_same(c);
+}
+
+static c_case c_make(const char *name,
+                     ms_tensor (*build)(c_run *run, const int64_t *d, uint32_t flags),
+                     void (*reference)(const c_case *c, const double *const *leaf,
+                                       const float *library, double *out),
+                     int64_t d0, int64_t d1, int64_t d2, int64_t d3, uint32_t flags) {
+    c_case c;
+    memset(&c, 0, sizeof c);
+    c.name = name;
+    c.build = build;
+    c.reference = reference;
+    c.d[0] = d0;
+    c.d[1] = d1;
+    c.d[2] = d2;
+    c.d[3] = d3;
+    c.flags = flags;
+    c.scale = 1.0f;
+    return c;
+}
+
+static void c_add_leaf(c_case *c, ms_shape shape, bool lifted) {
+    c->leaf[c->leaf_count++] = shape;
+    c->lifted_count += lifted;
+}
+
+// ------------------------------------------------------------------------------------------------
+// embedding: d = B, T, V, C; leaves: table [, positions] [, segment table]
+
+static const int32_t e_tokens[] = {3, 0, 6, 3, 3, 5, 1, 0, 6, 3};
+static const int32_t e_segments[] = {0, 0, 1, 1, 1, 0, 1, 1, 1, 1};
+
+static ms_tensor e_build(c_run *run, const int64_t *d, uint32_t flags) {
+    const ms_tensor none = {0};
+    const bool segmented = (flags & NN_SEGMENTS) != 0;
+    const ms_tensor positions = (flags & NN_POSITIONS) != 0 ? run->leaf[1] : none;
+    run->ids[0] = nn_input(run->net, "tokens", MS_DTYPE_I32, ms_shape2(d[0], d[1]));
+    if (segmented) {
+        run->ids[1] = nn_input(run->net, "segments", MS_DTYPE_I32, ms_shape2(d[0], d[1]));
+    }
+    return nn_embedding(run->net, "embedding", run->ids[0], run->leaf[0], positions, run->ids[1],
+                        segmented ? run->leaf[run->what->leaf_count - 1] : none);
+}
+
+static void e_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    const int64_t channels = c->d[3];
+    for (int64_t r = 0; r < c->d[0] * c->d[1]; r++) {
+        for (int64_t k = 0; k < channels; k++) {
+            double sum = leaf[0][c->ids[0][r] * channels + k];
+            if ((c->flags & NN_POSITIONS) != 0) {
+                sum += leaf[1][r % c->d[1] * channels + k];
+            }
+            if ((c->flags & NN_SEGMENTS) != 0) {
+                sum += leaf[c->leaf_count - 1][c->ids[1][r] * channels + k];
+            }
+            out[r * channels + k] = sum;
+        }
+    }
+}
+
+static void test_embedding(void **state) {
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t flags = ((i & 1) != 0 ? (uint32_t)NN_POSITIONS : 0) |
+                               ((i & 2) != 0 ? (uint32_t)NN_SEGMENTS : 0);
+        c_case c = c_make("embedding", e_build, e_reference, 2, 5, 7, 67, flags);
+        c_add_leaf(&c, ms_shape2(7, 67), false);
+        if ((flags & NN_POSITIONS) != 0) {
+            c_add_leaf(&c, ms_shape2(6, 67), false);
+        }
+        if ((flags & NN_SEGMENTS) != 0) {
+            c_add_leaf(&c, ms_shape2(2, 67), false);
+        }
+        c.out_count = 2 * 5 * 67;
+        c.ids[0] = e_tokens;
+        c.ids[1] = e_segments;
+        c_check(&c);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// linear: d = rows, in, out; leaves: x, weight [, bias]
+
+static ms_tensor l_build(c_run *run, const int64_t *d, uint32_t flags) {
+    const ms_tensor none = {0};
+    (void)d;
+    return nn_linear_tied(run->net, "linear", run->lifted[0], run->leaf[1],
+                          (flags & NN_BIAS) != 0 ? run->leaf[2] : none);
+}
+
+static void l_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    for (int64_t r = 0; r < c->d[0]; r++) {
+        for (int64_t o = 0; o < c->d[2]; o++) {
+            double sum = (c->flags & NN_BIAS) != 0 ? leaf[2][o] : 0.0;
+            for (int64_t i = 0; i < c->d[1]; i++) {
+                sum += leaf[0][r * c->d[1] + i] * leaf[1][o * c->d[1] + i];
+            }
+            out[r * c->d[2] + o] = sum;
+        }
+    }
+}
+
+static void test_linear(void **state) {
+    (void)state;
+    for (int bias = 0; bias < 2; bias++) {
+        c_case c =
+            c_make("linear", l_build, l_reference, 6, 5, 71, 0, bias != 0 ? (uint32_t)NN_BIAS : 0);
+        c_add_leaf(&c, ms_shape3(2, 3, 5), true);
+        c_add_leaf(&c, ms_shape2(71, 5), false);
+        if (bias != 0) {
+            c_add_leaf(&c, ms_shape1(71), false);
+        }
+        c.out_count = 6 * 71;
+        c_check(&c);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// layernorm: d = rows, width; leaves: x, weight, bias
+
+static ms_tensor n_build(c_run *run, const int64_t *d, uint32_t flags) {
+    (void)d;
+    return nn_layernorm_tied(run->net, "norm", run->lifted[0], run->leaf[1], run->leaf[2],
+                             flags != 0 ? 1e-12f : 1e-5f);
+}
+
+static void n_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    const int64_t width = c->d[1];
+    for (int64_t r = 0; r < c->d[0]; r++) {
+        const double *x = leaf[0] + r * width;
+        double mean = 0.0;
+        double variance = 0.0;
+        for (int64_t i = 0; i < width; i++) {
+            mean += x[i] / (double)width;
+        }
+        for (int64_t i = 0; i < width; i++) {
+            variance += (x[i] - mean) * (x[i] - mean) / (double)width;
+        }
+        const double spread = sqrt(variance + (c->flags != 0 ? 1e-12 : 1e-5));
+        for (int64_t i = 0; i < width; i++) {
+            out[r * width + i] = (x[i] - mean) / spread * leaf[1][i] + leaf[2][i];
+        }
+    }
+}
+
+static void test_layernorm(void **state) {
+    (void)state;
+    const int64_t widths[] = {1, 13, 32, 77};
+    for (uint32_t i = 0; i < 8; i++) {
+        const int64_t width = widths[i / 2];
+        c_case c = c_make("layernorm", n_build, n_reference, 5, width, 0, 0, i % 2);
+        if (width == 1 && i % 2 == 1) {
+            continue; // without variance, an epsilon of 1e-12 multiplies rounding by a million
+        }
+        c_add_leaf(&c, ms_shape2(5, width), true);
+        c_add_leaf(&c, ms_shape1(width), false);
+        c_add_leaf(&c, ms_shape1(width), false);
+        c.out_count = 5 * width;
+        c_check(&c);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// gelu, add, dropout: d = count
+
+static ms_tensor g_build(c_run *run, const int64_t *d, uint32_t flags) {
+    (void)d;
+    return flags != 0 ? nn_gelu_erf(run->net, "gelu", run->lifted[0])
+                      : nn_gelu(run->net, "gelu", run->lifted[0]);
+}
+
+static void g_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    const double pi = 3.14159265358979323846;
+    for (int64_t i = 0; i < c->d[0]; i++) {
+        const double x = leaf[0][i];
+        out[i] = c->flags != 0
+                     ? 0.5 * x * (1.0 + erf(x / sqrt(2.0)))
+                     : 0.5 * x * (1.0 + tanh(sqrt(2.0 / pi) * (x + 0.044715 * x * x * x)));
+    }
+}
+
+static void test_gelu(void **state) {
+    (void)state;
+    for (uint32_t erf_form = 0; erf_form < 2; erf_form++) {
+        c_case c = c_make("gelu", g_build, g_reference, 2 * 3001, 0, 0, 0, erf_form);
+        c_add_leaf(&c, ms_shape2(2, 3001), true);
+        c.out_count = c.d[0];
+        c.scale = 6.0f;
+        c_check_same(&c);
+        c.d[0] = 131;
+        c.leaf[0] = ms_shape1(131);
+        c.out_count = 131;
+        c_check(&c);
+    }
+}
+
+static ms_tensor a_build(c_run *run, const int64_t *d, uint32_t flags) {
+    (void)d;
+    return nn_add(run->net, "add", run->lifted[0], run->lifted[flags != 0 ? 0 : 1]);
+}
+
+static void a_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    for (int64_t i = 0; i < c->d[0]; i++) {
+        out[i] = leaf[0][i] + leaf[c->flags != 0 ? 0 : 1][i];
+    }
+}
+
+/* Two tensors, and one tensor in both slots. */
+static void test_add(void **state) {
+    (void)state;
+    for (uint32_t same = 0; same < 2; same++) {
+        c_case c = c_make("add", a_build, a_reference, 91, 0, 0, 0, same);
+        c_add_leaf(&c, ms_shape2(7, 13), true);
+        if (same == 0) {
+            c_add_leaf(&c, ms_shape2(7, 13), true);
+        }
+        c.out_count = 91;
+        c_check(&c);
+    }
+}
+
+static ms_tensor d_build(c_run *run, const int64_t *d, uint32_t flags) {
+    (void)d;
+    (void)flags;
+    return nn_dropout(run->net, "dropout", run->lifted[0], 0.3f);
+}
+
+/* Where the library's output is zero the element was dropped. */
+static void d_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    for (int64_t i = 0; i < c->d[0]; i++) {
+        out[i] = fabs((double)library[i]) > 0.0 ? leaf[0][i] / (1.0 - 0.3) : 0.0;
+    }
+}
+
+static int64_t d_dropped(const float *out, int64_t count) {
+    int64_t dropped = 0;
+    for (int64_t i = 0; i < count; i++) {
+        dropped += !(fabsf(out[i]) > 0.0f);
+    }
+    return dropped;
+}
+
+static void test_dropout(void **state) {
+    (void)state;
+    c_case c = c_make("dropout", d_build, d_reference, 299, 0, 0, 0, 0);
+    c_add_leaf(&c, ms_shape2(23, 13), true);
+    c.out_count = 299;
+    c_check(&c);
+    c.d[0] = 100 * 131;
+    c.leaf[0] = ms_shape2(100, 131);
+    c.out_count = c.d[0];
+    c_check_same(&c);
+}
+
+/* The share of dropped elements, another mask each step, and the identity in ms_eval. */
+static void test_dropout_mask(void **state) {
+    (void)state;
+    enum { COUNT = 100 * 131 };
+    c_run run;
+    c_case c = c_make("dropout", d_build, d_reference, COUNT, 0, 0, 0, 0);
+    c_add_leaf(&c, ms_shape2(100, 131), true);
+    c.out_count = COUNT;
+    c_start(&run, &c, false, true, -1);
+    float *first = c_read(&run, run.out, COUNT);
+    assert_in_range(d_dropped(first, COUNT), COUNT * 28 / 100, COUNT * 32 / 100);
+    assert_in_range(d_dropped(first + 8192, 4096), 4096 * 27 / 100, 4096 * 33 / 100);
+    ms_set_learning_rate(run.model, 0.0f);
+    t_ok(run.model, ms_update(run.model));
+    t_ok(run.model, ms_step(run.model, NULL));
+    float *second = c_read(&run, run.out, COUNT);
+    int64_t both = 0;
+    for (int64_t i = 0; i < COUNT; i++) {
+        both += !(fabsf(first[i]) > 0.0f) && !(fabsf(second[i]) > 0.0f);
+    }
+    assert_in_range(both, COUNT * 7 / 100, COUNT * 11 / 100);
+    t_ok(run.model, ms_eval(run.model, NULL));
+    t_ok(run.model, ms_read(run.model, run.out, first));
+    t_ok(run.model, ms_read(run.model, run.leaf[0], second));
+    assert_memory_equal(first, second, COUNT * sizeof(float));
+    free(first);
+    free(second);
+    c_stop(&run);
+}
+
+// ------------------------------------------------------------------------------------------------
+// attention: d = B, T, H, size of a head; leaf: qkv
+
+static ms_tensor h_build(c_run *run, const int64_t *d, uint32_t flags) {
+    return nn_attention(run->net, "attention", run->lifted[0], d[2], (flags & NN_CAUSAL) != 0,
+                        (flags & NN_SAVE_SCORES) != 0);
+}
+
+/* Row t of one head: q points at the query, k and v at those of time 0. */
+static void h_reference_row(const double *q, const double *k, const double *v, int64_t stride,
+                            int64_t seen, int64_t size, double *out) {
+    double total = 0.0;
+    double most = -1e300;
+    for (int pass = 0; pass < 2; pass++) {
+        for (int64_t u = 0; u < seen; u++) {
+            double score = 0.0;
+            for (int64_t i = 0; i < size; i++) {
+                score += q[i] * k[u * stride + i];
+            }
+            score /= sqrt((double)size);
+            if (pass == 0) {
+                most = score > most ? score : most;
+                continue;
+            }
+            const double share = exp(score - most);
+            total += share;
+            for (int64_t i = 0; i < size; i++) {
+                out[i] = (u == 0 ? 0.0 : out[i]) + share * v[u * stride + i];
+            }
+        }
+    }
+    for (int64_t i = 0; i < size; i++) {
+        out[i] /= total;
+    }
+}
+
+static void h_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    const int64_t channels = c->d[2] * c->d[3];
+    for (int64_t r = 0; r < c->d[0] * c->d[1]; r++) {
+        const int64_t time = r % c->d[1];
+        const int64_t seen = (c->flags & NN_CAUSAL) != 0 ? time + 1 : c->d[1];
+        for (int64_t h = 0; h < c->d[2]; h++) {
+            const double *q = leaf[0] + r * 3 * channels + h * c->d[3];
+            const double *k = q - time * 3 * channels + channels;
+            h_reference_row(q, k, k + channels, 3 * channels, seen, c->d[3],
+                            out + r * channels + h * c->d[3]);
+        }
+    }
+}
+
+static void h_check(int64_t batch, int64_t sequence, int64_t heads, int64_t size) {
+    for (uint32_t flags = 0; flags < 4; flags++) {
+        c_case c = c_make("attention", h_build, h_reference, batch, sequence, heads, size, flags);
+        c_add_leaf(&c, ms_shape3(batch, sequence, 3 * heads * size), true);
+        c.out_count = batch * sequence * heads * size;
+        c.scale = 2.0f;
+        c_check(&c);
+    }
+}
+
+/* More heads than run at once, and more rows than a band has. */
+static void test_attention(void **state) {
+    (void)state;
+    assert_int_equal(NN_CAUSAL | NN_SAVE_SCORES, 3);
+    h_check(2, 7, 3, 5);
+    h_check(1, 1, 1, 4);
+    h_check(6, 3, 3, 2);
+    h_check(1, 70, 1, 3);
+}
+
+// ------------------------------------------------------------------------------------------------
+// cross-entropy: d = rows, classes; leaf: logits
+
+static const int32_t x_some[] = {4, -1, 0, 10, -100, 4};
+static const int32_t x_none[] = {-1, -1, -1, -100, -1, -1};
+static const int32_t x_last[] = {4098};
+
+static ms_tensor x_build(c_run *run, const int64_t *d, uint32_t flags) {
+    (void)flags;
+    run->ids[0] = nn_input(run->net, "targets", MS_DTYPE_I32, ms_shape1(d[0]));
+    return nn_cross_entropy(run->net, "loss", run->lifted[0], run->ids[0]);
+}
+
+static void x_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    for (int64_t r = 0; r < c->d[0]; r++) {
+        const double *row = leaf[0] + r * c->d[1];
+        const int32_t target = c->ids[0][r];
+        double total = 0.0;
+        for (int64_t i = 0; target >= 0 && i < c->d[1]; i++) {
+            total += exp(row[i] - row[target]);
+        }
+        out[r] = target >= 0 ? log(total) : 0.0;
+    }
+}
+
+static void test_cross_entropy(void **state) {
+    (void)state;
+    const int32_t *targets[] = {x_some, x_none, x_last};
+    for (int i = 0; i < 3; i++) {
+        const int64_t rows = i < 2 ? 6 : 1;
+        const int64_t classes = i < 2 ? 11 : 4099;
+        c_case c = c_make("cross-entropy", x_build, x_reference, rows, classes, 0, 0, 0);
+        c_add_leaf(&c, ms_shape2(rows, classes), true);
+        c.out_count = rows;
+        c.scale = 5.0f;
+        c.ids[0] = targets[i];
+        c_check(&c);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// elementary functions
+
+static void test_functions(void **state) {
+    (void)state;
+    for (int i = -86999; i <= 87999; i++) {
+        const float x = (float)i * 1e-3f;
+        const double expected = exp((double)x);
+        assert_true(fabs((double)nn_exp(x) - expected) <= 3e-7 * expected);
+    }
+    for (int i = -10000; i <= 10000; i++) {
+        const float x = (float)i * 1e-3f;
+        const double expected = 0.5 * erfc(-(double)x / sqrt(2.0));
+        const float bell = nn_exp(-0.5f * x * x);
+        const double tolerance = (1e-6 + 1e-7 * (double)(x * x)) * expected;
+        assert_true(fabs((double)nn_normal(x, bell) - expected) <= tolerance);
+    }
+    assert_true(t_is_nan(nn_exp(nanf(""))));
+    assert_true(nn_exp(-1e30f) > 0.0f && nn_exp(-1e30f) < 1e-37f);
+    assert_true(nn_gelu_tanh_value(-1e6f) > -1e-20f && nn_gelu_erf_value(-1e6f) > -1e-20f);
+}
+
+// ------------------------------------------------------------------------------------------------
+// models
+
+typedef struct m_net {
+    ms_model *model;
+    nn_net *net;
+    nn_transformer t;
+    nn_transformer_config config;
+} m_net;
+
+static nn_transformer_config m_config(nn_granularity granularity, float dropout) {
+    nn_transformer_config config;
+    memset(&config, 0, sizeof config);
+    config.vocabulary = 37;
+    config.context = 19;
+    config.layers = 2;
+    config.heads = 5;
+    config.channels = 75;
+    config.batch = 2;
+    config.sequence = 17;
+    config.dropout = dropout;
+    config.granularity = granularity;
+    return config;
+}
+
+/* A plain triple loop, so that what is compared is nn.h and not the sums of a CBLAS. */
+static int m_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
+                  const ms_matrix *c) {
+    (void)user;
+    const int64_t depth = a->transposed ? a->rows : a->cols;
+    const int64_t a_row = a->transposed ? 1 : a->stride;
+    const int64_t a_col = a->transposed ? a->stride : 1;
+    const int64_t b_row = b->transposed ? 1 : b->stride;
+    const int64_t b_col = b->transposed ? b->stride : 1;
+    for (int64_t i = 0; i < c->rows; i++) {
+        for (int64_t j = 0; j < c->cols; j++) {
+            const float *from_a = (const float *)a->data + i * a_row;
+            const float *from_b = (const float *)b->data + j * b_col;
+            float *to = (float *)c->data + i * c->stride + j;
+            float sum = 0.0f;
+            for (int64_t k = 0; k < depth; k++) {
+                sum += from_a[k * a_col] * from_b[k * b_row];
+            }
+            *to = beta != 0.0f ? alpha * sum + beta * *to : alpha * sum;
+        }
+    }
+    return 0;
+}
+
+static void m_write_batch(m_net *n, bool ignored) {
+    int32_t ids[2 * 17];
+    t_rng rng = t_seed(9);
+    const uint32_t count = (uint32_t)(sizeof ids / sizeof ids[0]);
+    for (uint32_t i = 0; i < count; i++) {
+        ids[i] = (int32_t)t_below(&rng, 37);
+    }
+    t_ok(n->model, ms_write(n->model, n->t.tokens, ids));
+    for (uint32_t i = 0; i < count; i++) {
+        ids[i] = ignored || i % 5 == 0 ? -1 : (int32_t)t_below(&rng, 37);
+    }
+    t_ok(n->model, ms_write(n->model, n->t.targets, ids));
+    for (uint32_t i = 0; i < count; i++) {
+        ids[i] = i % 17 > 8;
+    }
+    if (n->t.segments.id != 0) {
+        t_ok(n->model, ms_write(n->model, n->t.segments, ids));
+    }
+}
+
+static void m_start(m_net *n, bool bert, const nn_transformer_config *shape) {
+    ms_config config = t_config();
+    ms_optimizer_desc adamw;
+    memset(&adamw, 0, sizeof adamw);
+    adamw.weight_decay = 0.1f;
+    config.backend = ms_backend_cpu();
+    config.backend.gemm = m_gemm;
+    config.early_update = MS_SWITCH_OFF;
+    config.debug = true;
+    memset(n, 0, sizeof *n);
+    n->config = *shape;
+    assert_int_equal(ms_create(&config, &n->model), MS_RESULT_OK);
+    n->net = nn_create(n->model);
+    assert_non_null(n->net);
+    n->t = bert ? nn_bert(n->net, shape) : nn_gpt2(n->net, shape);
+    ms_set_output(n->model, n->t.losses);
+    ms_set_optimizer(n->model, &adamw);
+    t_ok(n->model, ms_wrap(n->model));
+    t_ok(n->model, nn_init(n->net, 3));
+    m_write_batch(n, false);
+}
+
+static void m_stop(m_net *n) {
+    ms_destroy(n->model);
+    nn_destroy(n->net);
+}
+
+static void m_same(m_net *a, m_net *b, ms_tensor of_a, ms_tensor of_b) {
+    const uint64_t count = ms_tensor_count(a->model, of_a);
+    float *values_a = c_floats(count);
+    float *values_b = c_floats(count);
+    assert_int_equal(ms_tensor_count(b->model, of_b), count);
+    t_ok(a->model, ms_read(a->model, of_a, values_a));
+    t_ok(b->model, ms_read(b->model, of_b, values_b));
+    assert_memory_equal(values_a, values_b, (size_t)count * sizeof(float));
+    free(values_a);
+    free(values_b);
+}
+
+/* Losses and the gradients of all params, or, after an update, all params. */
+static void m_same_nets(m_net *a, m_net *b, bool gradients) {
+    m_same(a, b, a->t.losses, b->t.losses);
+    assert_int_equal(nn_param_count(a->net), nn_param_count(b->net));
+    for (int64_t i = 0; i < nn_param_count(a->net); i++) {
+        const nn_param_info *of_a = nn_param_at(a->net, i);
+        const nn_param_info *of_b = nn_param_at(b->net, i);
+        assert_string_equal(of_a->name, of_b->name);
+        m_same(a, b, gradients ? ms_gradient(a->model, of_a->tensor) : of_a->tensor,
+               gradients ? ms_gradient(b->model, of_b->tensor) : of_b->tensor);
+    }
+}
+
+static void test_granularity(void **state) {
+    (void)state;
+    for (int i = 0; i < 8; i++) {
+        const bool bert = (i & 1) != 0;
+        m_net operators;
+        m_net blocks;
+        nn_transformer_config config = m_config(NN_OPERATORS, 0.0f);
+        m_start(&operators, bert, &config);
+        config.granularity = NN_BLOCKS;
+        config.save_scores = (i & 2) != 0;
+        m_start(&blocks, bert, &config);
+        if ((i & 4) != 0) {
+            t_ok(operators.model, ms_step(operators.model, NULL));
+            t_ok(blocks.model, ms_step(blocks.model, NULL));
+        }
+        t_ok(operators.model, ms_forward(operators.model, NULL));
+        t_ok(blocks.model, ms_forward(blocks.model, NULL));
+        t_ok(operators.model, ms_backward(operators.model));
+        t_ok(blocks.model, ms_backward(blocks.model));
+        m_same_nets(&operators, &blocks, true);
+        t_ok(operators.model, ms_eval(operators.model, NULL));
+        t_ok(blocks.model, ms_eval(blocks.model, NULL));
+        m_same(&operators, &blocks, operators.t.losses, blocks.t.losses);
+        m_stop(&operators);
+        m_stop(&blocks);
+    }
+}
+
+/* With dropout: the loss along a random direction in the space of all params changes as the
+   gradients say. The mask is that of the first step each time. */
+static double m_loss_along(bool bert, const nn_transformer_config *config, float step,
+                           double *slope) {
+    m_net n;
+    double loss = 0.0;
+    m_start(&n, bert, config);
+    for (int64_t i = 0; i < nn_param_count(n.net); i++) {
+        const nn_param_info *info = nn_param_at(n.net, i);
+        const uint64_t count = ms_shape_count(&info->shape);
+        float *values = c_floats(count);
+        t_ok(n.model, ms_read(n.model, info->tensor, values));
+        for (uint64_t k = 0; k < count; k++) {
+            values[k] += step * c_weight((int)(i % 16), (int64_t)k);
+        }
+        t_ok(n.model, ms_write(n.model, info->tensor, values));
+        free(values);
+    }
+    t_ok(n.model, ms_forward(n.model, &loss));
+    t_ok(n.model, ms_backward(n.model));
+    *slope = 0.0;
+    for (int64_t i = 0; i < nn_param_count(n.net); i++) {
+        const nn_param_info *info = nn_param_at(n.net, i);
+        const uint64_t count = ms_shape_count(&info->shape);
+        float *values = c_floats(count);
+        t_ok(n.model, ms_read(n.model, ms_gradient(n.model, info->tensor), values));
+        for (uint64_t k = 0; k < count; k++) {
+            *slope += (double)values[k] * (double)c_weight((int)(i % 16), (int64_t)k);
+        }
+        free(values);
+    }
+    m_stop(&n);
+    return loss;
+}
+
+static void test_model_slope(void **state) {
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        const bool bert = (i & 1) != 0;
+        const nn_transformer_config config =
+            m_config((i & 2) != 0 ? NN_BLOCKS : NN_OPERATORS, 0.2f);
+        const float step = 1e-3f;
+        double slope = 0.0;
+        double ignored = 0.0;
+        const double above = m_loss_along(bert, &config, step, &ignored);
+        const double below = m_loss_along(bert, &config, -step, &ignored);
+        (void)m_loss_along(bert, &config, 0.0f, &slope);
+        const double measured = (above - below) / (2.0 * (double)step);
+        if (!(fabs(measured - slope) <= 0.01 * fabs(slope) + 1e-3)) {
+            print_error("%s: slope %g, measured %g\n", bert ? "bert" : "gpt2", slope, measured);
+            fail();
+        }
+    }
+}
+
+static void m_threads(int count) {
+#ifdef _OPENMP
+    omp_set_num_threads(count);
+#else
+    (void)count;
+#endif
+}
+
+static void test_threads(void **state) {
+    (void)state;
+#ifndef _OPENMP
+    skip();
+#endif
+    for (int i = 0; i < 4; i++) {
+        const bool bert = (i & 1) != 0;
+        const nn_transformer_config config =
+            m_config((i & 2) != 0 ? NN_BLOCKS : NN_OPERATORS, 0.2f);
+        m_net one;
+        m_net two;
+        m_threads(1);
+        m_start(&one, bert, &config);
+        t_ok(one.model, ms_step(one.model, NULL));
+        t_ok(one.model, ms_step(one.model, NULL));
+        m_threads(2);
+        m_start(&two, bert, &config);
+        t_ok(two.model, ms_step(two.model, NULL));
+        t_ok(two.model, ms_step(two.model, NULL));
+        m_same_nets(&one, &two, false);
+        m_stop(&one);
+        m_stop(&two);
+    }
+}
+
+/* A step in which no row counts leaves weight decay alone to move params: those of rank 2. */
+static void test_weight_decay(void **state) {
+    (void)state;
+    const nn_transformer_config config = m_config(NN_BLOCKS, 0.0f);
+    m_net moved;
+    m_net still;
+    m_start(&moved, false, &config);
+    m_start(&still, false, &config);
+    m_write_batch(&moved, true);
+    t_ok(moved.model, ms_step(moved.model, NULL));
+    for (int64_t i = 0; i < nn_param_count(moved.net); i++) {
+        const nn_param_info *info = nn_param_at(moved.net, i);
+        const uint64_t count = ms_shape_count(&info->shape);
+        float *after = c_floats(count);
+        float *before = c_floats(count);
+        t_ok(moved.model, ms_read(moved.model, info->tensor, after));
+        t_ok(still.model, ms_read(still.model, info->tensor, before));
+        for (uint64_t k = 0; k < count; k++) {
+            const float share = info->shape.rank == 1 ? 1.0f : 1.0f - 0.001f * 0.1f;
+            assert_true(fabsf(after[k] - share * before[k]) <= 1e-6f * fabsf(before[k]));
+        }
+        free(after);
+        free(before);
+    }
+    m_stop(&moved);
+    m_stop(&still);
+}
+
+static void m_moments(m_net *n, const char *name, double *mean, double *deviation) {
+    const nn_param_info *info = nn_find_param(n->net, name);
+    assert_non_null(info);
+    const uint64_t count = ms_shape_count(&info->shape);
+    float *values = c_floats(count);
+    t_ok(n->model, ms_read(n->model, info->tensor, values));
+    *mean = 0.0;
+    *deviation = 0.0;
+    for (uint64_t i = 0; i < count; i++) {
+        *mean += (double)values[i] / (double)count;
+        *deviation += (double)values[i] * (double)values[i] / (double)count;
+    }
+    *deviation = sqrt(*deviation - *mean * *mean);
+    free(values);
+}
+
+static void test_init(void **state) {
+    (void)state;
+    const struct {
+        const char *name;
+        double mean, deviation;
+    } expected[] = {{"h0.fc.weight", 0.0, 0.02},
+                    {"h1.fcproj.weight", 0.0, 0.01},
+                    {"h0.proj.weight", 0.0, 0.01},
+                    {"h1.ln2.weight", 1.0, 0.0},
+                    {"h1.fc.bias", 0.0, 0.0}};
+    const nn_transformer_config config = m_config(NN_OPERATORS, 0.0f);
+    m_net n;
+    m_start(&n, false, &config);
+    for (size_t i = 0; i < sizeof expected / sizeof expected[0]; i++) {
+        double mean = 0.0;
+        double deviation = 0.0;
+        m_moments(&n, expected[i].name, &mean, &deviation);
+        assert_true(fabs(mean - expected[i].mean) <= 0.05 * expected[i].deviation + 1e-7);
+        assert_true(fabs(deviation - expected[i].deviation) <= 0.03 * expected[i].deviation + 1e-7);
+    }
+    assert_null(nn_find_param(n.net, "h2.fc.weight"));
+    assert_null(nn_param_at(n.net, nn_param_count(n.net)));
+    m_stop(&n);
+}
+
+/* The published numbers of params; BERT with its masked-language-model head, without pooler. */
+static void test_presets(void **state) {
+    (void)state;
+    const struct {
+        const char *name;
+        uint64_t params;
+    } presets[] = {{"gpt2-124M", 124439808},   {"gpt2-355M", 354823168}, {"gpt2-774M", 774030080},
+                   {"gpt2-1558M", 1557611200}, {"bert-base", 109514298}, {"bert-large", 335174458}};
+    for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
+        nn_transformer_config shape;
+        ms_memory_report report;
+        memset(&report, 0, sizeof report);
+        ms_config config = t_config();
+        ms_model *model = NULL;
+        config.dry_run = true;
+        memset(&shape, 0, sizeof shape);
+        assert_true(nn_preset(presets[i].name, &shape));
+        shape.batch = 1;
+        shape.sequence = 8;
+        shape.granularity = NN_BLOCKS;
+        assert_int_equal(ms_create(&config, &model), MS_RESULT_OK);
+        nn_net *net = nn_create(model);
+        assert_non_null(net);
+        if (presets[i].name[0] == 'b') {
+            nn_bert(net, &shape);
+        } else {
+            nn_gpt2(net, &shape);
+        }
+        t_ok(model, ms_wrap(model));
+        t_report(model, &report);
+        assert_int_equal(report.param_count, presets[i].params);
+        ms_destroy(model);
+        nn_destroy(net);
+    }
+    nn_transformer_config shape;
+    memset(&shape, 0, sizeof shape);
+    assert_false(nn_preset("gpt2", &shape));
+    assert_int_equal(shape.layers, 0);
+}
+
+static void test_frozen(void **state) {
+    (void)state;
+    const nn_transformer_config config = m_config(NN_OPERATORS, 0.0f);
+    m_net n;
+    m_start(&n, false, &config);
+    ms_set_frozen(n.model, nn_find_param(n.net, "wpe")->tensor, true);
+    ms_set_frozen(n.model, nn_find_param(n.net, "h0.fc.bias")->tensor, true);
+    m_net all;
+    m_start(&all, false, &config);
+    t_ok(n.model, ms_wrap(n.model));
+    t_ok(n.model, ms_forward(n.model, NULL));
+    t_ok(all.model, ms_forward(all.model, NULL));
+    t_ok(n.model, ms_backward(n.model));
+    t_ok(all.model, ms_backward(all.model));
+    m_same(&n, &all, ms_gradient(n.model, nn_find_param(n.net, "wte")->tensor),
+           ms_gradient(all.model, nn_find_param(all.net, "wte")->tensor));
+    m_stop(&n);
+    m_stop(&all);
+}
+
+/* What goes wrong at registration comes back from ms_wrap, in words. */
+static void test_refusals(void **state) {
+    (void)state;
+    for (int i = 0; i < 6; i++) {
+        ms_config config = t_config();
+        ms_model *model = NULL;
+        assert_int_equal(ms_create(&config, &model), MS_RESULT_OK);
+        nn_net *net = nn_create(model);
+        assert_non_null(net);
+        const ms_tensor none = {0};
+        const ms_tensor ids = nn_input(net, "ids", MS_DTYPE_I32, ms_shape2(2, 3));
+        const ms_tensor x = nn_input(net, "x", MS_DTYPE_F32, ms_shape3(2, 3, 30));
+        const ms_tensor table = nn_param(net, "table", ms_shape2(2, 31), NN_INIT_ZEROS, 0.0f);
+        const ms_tensor odd = nn_input(net, "odd", MS_DTYPE_F32, ms_shape2(3, 31));
+        const char *text = "";
+        switch (i) {
+        case 0:
+            nn_attention(net, "bad", x, 4, false, false);
+            text = "3 * heads * size";
+            break;
+        case 1:
+            nn_linear_tied(net, "bad", x, table, none);
+            text = "does not fit";
+            break;
+        case 2:
+            nn_embedding(net, "bad", ids, table, table, none, none);
+            text = "fewer positions";
+            break;
+        case 3:
+            nn_add(net, "bad", x, odd);
+            text = "sizes differ";
+            break;
+        case 4:
+            nn_dropout(net, "bad", x, 1.0f);
+            text = "below 1";
+            break;
+        default:
+            nn_cross_entropy(net, "bad", odd, ids);
+            text = "one target per row";
+            break;
+        }
+        t_error(model, ms_wrap(model), MS_RESULT_INVALID);
+        t_text_has(ms_last_error(model), text);
+        ms_destroy(model);
+        nn_destroy(net);
+    }
+    nn_destroy(NULL);
+}
+
+static void m_expect_index_error(m_net *n, ms_tensor ids, int32_t value, bool wrong) {
+    int32_t values[2 * 17] = {0};
+    values[20] = value;
+    t_ok(n->model, ms_write(n->model, ids, values));
+    t_error(n->model, ms_forward(n->model, NULL), wrong ? MS_RESULT_CALLBACK : MS_RESULT_OK);
+}
+
+static void test_index_errors(void **state) {
+    (void)state;
+    const nn_transformer_config config = m_config(NN_OPERATORS, 0.0f);
+    m_net n;
+    m_start(&n, true, &config);
+    m_expect_index_error(&n, n.t.tokens, 37, true);
+    m_expect_index_error(&n, n.t.tokens, -1, true);
+    m_expect_index_error(&n, n.t.tokens, 36, false);
+    m_expect_index_error(&n, n.t.segments, 2, true);
+    m_expect_index_error(&n, n.t.segments, 1, false);
+    m_expect_index_error(&n, n.t.targets, 37, true);
+    m_expect_index_error(&n, n.t.targets, -5, false);
+    m_stop(&n);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_embedding),     cmocka_unit_test(test_linear),
+        cmocka_unit_test(test_layernorm),     cmocka_unit_test(test_gelu),
+        cmocka_unit_test(test_add),           cmocka_unit_test(test_dropout),
+        cmocka_unit_test(test_dropout_mask),  cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_cross_entropy), cmocka_unit_test(test_functions),
+        cmocka_unit_test(test_granularity),   cmocka_unit_test(test_model_slope),
+        cmocka_unit_test(test_threads),       cmocka_unit_test(test_weight_decay),
+        cmocka_unit_test(test_init),          cmocka_unit_test(test_presets),
+        cmocka_unit_test(test_frozen),        cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_index_errors),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
