@@ -1,0 +1,175 @@
+/*  bench.h - what the benchmarks share: options, tables, a clock, the median.
+
+    Include it first: it asks for POSIX, whose clock does not jump. A table is printed for people, or
+    with --tsv for programs: a header line, then a line per row, tab-separated, plain numbers.
+*/
+#ifndef MEMSCALE_BENCH_H
+#define MEMSCALE_BENCH_H
+
+#ifndef _POSIX_C_SOURCE
+#define _POSIX_C_SOURCE 200112L
+#endif
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#if defined(__GNUC__)
+#define BENCH_API static __attribute__((unused))
+#else
+#define BENCH_API static
+#endif
+
+// ------------------------------------------------------------------------------------------------
+// >>options
+
+/* One option; exactly one of the pointers is set. A flag takes no argument. */
+typedef struct bench_option {
+    const char *name, *help;
+    bool *flag;
+    int64_t *number; // at least 1
+    const char **text;
+} bench_option;
+
+BENCH_API void bench_usage(FILE *file, const char *program, const char *purpose,
+                           const bench_option *options, int count) {
+    static const char *const kinds[] = {"", "N", "NAME"};
+    fprintf(file, "usage: %s [options]\n%s\n\n", program, purpose);
+    for (int i = 0; i < count; i++) {
+        const char *kind = kinds[options[i].number ? 1 : options[i].text ? 2 : 0];
+        fprintf(file, "  %-12s %-5s %s", options[i].name, kind, options[i].help);
+        if (options[i].number) {
+            fprintf(file, " (%lld)", (long long)*options[i].number);
+        } else if (options[i].text && *options[i].text) {
+            fprintf(file, " (%s)", *options[i].text);
+        }
+        fputc('\n', file);
+    }
+}
+
+/* Takes the argument of an option; false if it has none or not a good one. */
+BENCH_API bool bench_option_take(const bench_option *option, const char *argument) {
+    if (option->flag) {
+        *option->flag = true;
+        return true;
+    }
+    if (!argument) {
+        return false;
+    }
+    if (option->text) {
+        *option->text = argument;
+        return true;
+    }
+    char *end;
+    *option->number = strtoll(argument, &end, 10);
+    return *end == '\0' && *option->number >= 1;
+}
+
+/* Reads the command line. --help ends the program with 0, a mistake with 2. */
+BENCH_API void bench_options(int argc, char **argv, const char *purpose,
+                             const bench_option *options, int count) {
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--help") == 0) {
+            bench_usage(stdout, argv[0], purpose, options, count);
+            exit(0);
+        }
+        int k = 0;
+        while (k < count && strcmp(argv[i], options[k].name) != 0) {
+            k++;
+        }
+        if (k == count || !bench_option_take(&options[k], argv[i + 1])) {
+            fprintf(stderr, "%s: %s\n\n", argv[i],
+                    k == count ? "no such option" : "needs an argument, a number of at least 1");
+            bench_usage(stderr, argv[0], purpose, options, count);
+            exit(2);
+        }
+        i += options[k].flag ? 0 : 1;
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>tables
+
+typedef struct bench_table {
+    bool tsv;
+    int columns, column; // column is the one to be printed next
+} bench_table;
+
+BENCH_API void bench_cell(bench_table *table, const char *text) {
+    if (table->tsv) {
+        printf("%s%s", table->column > 0 ? "\t" : "", text);
+    } else {
+        printf(table->column > 0 ? "%15s" : "%-20s", text);
+    }
+    if (++table->column == table->columns) {
+        putchar('\n');
+        fflush(stdout);
+        table->column = 0;
+    }
+}
+
+/* names are separated by spaces; as many cells make a row. */
+BENCH_API bench_table bench_table_begin(bool tsv, const char *names) {
+    bench_table table = {tsv, 1, 0};
+    for (const char *c = names; *c; c++) {
+        table.columns += *c == ' ';
+    }
+    char name[64];
+    for (int i = 0; i < table.columns; i++) {
+        size_t length = strcspn(names, " ");
+        snprintf(name, sizeof name, "%.*s", (int)length, names);
+        bench_cell(&table, name);
+        names += length + 1;
+    }
+    return table;
+}
+
+BENCH_API void bench_count(bench_table *table, uint64_t count) {
+    char text[32];
+    snprintf(text, sizeof text, "%llu", (unsigned long long)count);
+    bench_cell(table, text);
+}
+
+BENCH_API void bench_bytes(bench_table *table, uint64_t bytes) {
+    if (table->tsv) {
+        bench_count(table, bytes);
+        return;
+    }
+    char text[32];
+    snprintf(text, sizeof text, "%.1f MB", (double)bytes / 1e6);
+    bench_cell(table, text);
+}
+
+/* A number with so many digits behind the point. */
+BENCH_API void bench_value(bench_table *table, double value, int digits) {
+    char text[64];
+    snprintf(text, sizeof text, "%.*f", digits, value);
+    bench_cell(table, text);
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>time
+
+/* Since some moment in the past. */
+BENCH_API double bench_seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+BENCH_API int bench_compare(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* Sorts the values: the first is the smallest afterwards, the last the largest. */
+BENCH_API double bench_median(double *values, int count) {
+    qsort(values, (size_t)count, sizeof *values, bench_compare);
+    return 0.5 * (values[(count - 1) / 2] + values[count / 2]);
+}
+
+#endif // MEMSCALE_BENCH_H
