@@ -1496,16 +1496,21 @@ static bool msi_reserve_layer(ms_model *m, const msi_layer *l) {
            MSI_RESERVE(uint16_t, a, g->masks, g->masks.count + l->out_count + 4u * l->in_count);
 }
 
+/* The bits of a mask that stand for slots. */
+static uint16_t msi_trim(uint16_t mask, uint32_t count) {
+    return (uint16_t)(mask & ((1u << count) - 1u));
+}
+
 static void msi_add_masks(msi_graph *g, const msi_layer *l, const ms_layer_desc *desc) {
     uint16_t *mask = g->masks.items + g->masks.count;
     for (int i = 0; i < l->out_count; i++) {
-        *mask++ = desc->in_place[i];
+        *mask++ = msi_trim(desc->in_place[i], l->in_count);
     }
     for (int i = 0; i < l->in_count; i++) {
-        *mask++ = desc->grad_in_place[i].in;
-        *mask++ = desc->grad_in_place[i].out;
-        *mask++ = desc->grad_in_place[i].saved;
-        *mask++ = desc->grad_in_place[i].grad_out;
+        *mask++ = msi_trim(desc->grad_in_place[i].in, l->in_count);
+        *mask++ = msi_trim(desc->grad_in_place[i].out, l->out_count);
+        *mask++ = msi_trim(desc->grad_in_place[i].saved, l->saved_count);
+        *mask++ = msi_trim(desc->grad_in_place[i].grad_out, l->out_count);
     }
     g->masks.count += l->out_count + 4u * l->in_count;
 }
@@ -2050,9 +2055,10 @@ static uint32_t msi_find_takeover(const msi_program *p, const msi_instruction *i
     return MSI_NONE;
 }
 
-static void msi_allow(uint8_t *allowed, uint32_t count, uint16_t mask) {
-    for (uint32_t k = 0; k < count; k++) {
-        allowed[k] = mask >> k & 1;
+/* The masks have no bits beyond the slots of the layer. */
+static void msi_allow(uint8_t *allowed, uint32_t first, uint32_t mask) {
+    for (; mask != 0 && first < MSI_MAX_VIEWS; first++, mask >>= 1) {
+        allowed[first] = mask & 1;
     }
 }
 
@@ -2079,7 +2085,7 @@ static void msi_take_over(msi_program *p, const msi_instruction *i, uint32_t now
 
 /* Which values are handed on in place, by the masks of the layers. */
 static void msi_share_memory(const msi_graph *g, msi_program *p) {
-    uint8_t allowed[MSI_MAX_VIEWS + 1];
+    uint8_t allowed[MSI_MAX_VIEWS + 1]; // one per operand, workspace included
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
         if (i->op > MSI_OP_EVAL) {
@@ -2087,12 +2093,12 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
         }
         const msi_layer *l = &g->layers.items[i->target];
         const uint16_t *mask = g->masks.items + l->mask_first;
-        const uint32_t in = l->in_count, out = l->out_count, saved = l->saved_count;
-        const uint32_t grad_out = in + out + saved + l->param_count;
+        const uint32_t in = l->in_count, out = l->out_count;
+        const uint32_t grad_out = in + out + l->saved_count + l->param_count;
         if (i->op != MSI_OP_BACKWARD) {
             for (uint32_t k = 0; k < out; k++) {
                 memset(allowed, 0, sizeof allowed);
-                msi_allow(allowed, in, mask[k]);
+                msi_allow(allowed, 0, mask[k]);
                 if (mask[k]) {
                     msi_take_over(p, i, now, in + k, allowed);
                 }
@@ -2102,10 +2108,10 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
         mask += out;
         for (uint32_t k = 0; k < in; k++, mask += 4) {
             memset(allowed, 0, sizeof allowed);
-            msi_allow(allowed, in, mask[0]);
-            msi_allow(allowed + in, out, mask[1]);
-            msi_allow(allowed + in + out, saved, mask[2]);
-            msi_allow(allowed + grad_out, out, mask[3]);
+            msi_allow(allowed, 0, mask[0]);
+            msi_allow(allowed, in, mask[1]);
+            msi_allow(allowed, in + out, mask[2]);
+            msi_allow(allowed, grad_out, mask[3]);
             if (mask[0] | mask[1] | mask[2] | mask[3]) {
                 msi_take_over(p, i, now, grad_out + out + k, allowed);
             }
