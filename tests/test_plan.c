@@ -835,7 +835,7 @@ static void the_plain_peak_of_a_chain_is_what_one_counts(void **state) {
     t_chain chain;
     ms_memory_report report;
     ms_config config = t_config();
-    uint64_t matrix = 8 * 8 * 4, rows = 6 * 8 * 4; // both are multiples of 64
+    uint64_t matrix = 8 * 8 * 4, rows = 4 * T_CHAIN_INPUT; // both are multiples of 64
     t_chain_start(&chain, &config, 5);
     t_report(chain.model, &report);
     check_report(&report);

@@ -717,7 +717,8 @@ static inline ms_layer_desc t_describe(t_op *op) {
 // ------------------------------------------------------------------------------------------------
 // a small model: squash(x W) again and again, then the loss; the shapes of a deep perceptron
 
-enum { T_CHAIN_LAYERS = 40 };
+enum { T_CHAIN_LAYERS = 40, T_CHAIN_ROWS = 48, T_CHAIN_COLS = 8 };
+enum { T_CHAIN_INPUT = T_CHAIN_ROWS * T_CHAIN_COLS };
 
 typedef struct t_chain {
     ms_model *model;
@@ -805,7 +806,8 @@ static inline ms_result t_chain_write(t_chain *chain, uint64_t seed) {
 }
 
 static inline void t_chain_start(t_chain *chain, const ms_config *config, uint32_t depth) {
-    assert_int_equal(t_chain_create(chain, config, depth, 6, 8), MS_RESULT_OK);
+    assert_int_equal(t_chain_create(chain, config, depth, T_CHAIN_ROWS, T_CHAIN_COLS),
+                     MS_RESULT_OK);
     t_ok(chain->model, ms_wrap(chain->model));
     t_ok(chain->model, t_chain_write(chain, 1));
 }

@@ -1,0 +1,1113 @@
+/*  test_api.c - the life cycle and its misuse, failing callbacks, optimizers against float64
+    formulas, ms_gemm, names and listings. */
+#define MEMSCALE_IMPLEMENTATION
+#include "../memscale.h"
+#include "testing.h"
+
+static ms_model *plain_model(void) {
+    ms_model *m = NULL;
+    ms_config config = t_config();
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    return m;
+}
+
+static ms_layer add_layer(ms_model *m, t_op *op, const char *name, ms_tensor in, ms_tensor out) {
+    ms_layer_desc desc = t_describe(op);
+    desc.name = name;
+    desc.in[0] = in;
+    desc.out[0] = out;
+    return ms_register_layer(m, &desc);
+}
+
+static ms_tensor vector(ms_model *m, const char *name, int64_t count) {
+    return ms_activation(m, name, MS_DTYPE_F32, ms_shape2(1, count));
+}
+
+// ------------------------------------------------------------------------------------------------
+// names, shapes
+
+static void names(void **state) {
+    (void)state;
+    assert_string_equal(ms_result_name(MS_RESULT_BUDGET), "MS_RESULT_BUDGET");
+    assert_string_equal(ms_result_text(MS_RESULT_BUDGET), "no plan fits the memory budget");
+    for (int i = 0; i < MS_RESULT_COUNT; ++i) {
+        assert_memory_equal(ms_result_name((ms_result)i), "MS_RESULT_", 10);
+        assert_true(strlen(ms_result_text((ms_result)i)) > 5);
+    }
+    assert_non_null(ms_result_name(MS_RESULT_COUNT));
+    assert_non_null(ms_result_text(MS_RESULT_COUNT));
+    for (int i = 0; i < MS_CATEGORY_COUNT; ++i) {
+        assert_string_not_equal(ms_category_name((ms_category)i), "?");
+    }
+    assert_string_equal(ms_category_name(MS_CATEGORY_ACTIVATION_GRADIENT), "activation gradients");
+    assert_string_equal(ms_category_name(MS_CATEGORY_COUNT), "?");
+}
+
+static void dtypes(void **state) {
+    (void)state;
+    static const char *const expected[] = {"f32", "f64", "f16", "bf16", "i64",
+                                           "i32", "i16", "i8",  "u8"};
+    static const uint64_t bytes[] = {4, 8, 2, 2, 8, 4, 2, 1, 1};
+    for (int i = 0; i < MS_DTYPE_COUNT; ++i) {
+        assert_string_equal(ms_dtype_name((ms_dtype)i), expected[i]);
+        assert_true(ms_dtype_bytes((ms_dtype)i) == bytes[i]);
+    }
+    assert_string_equal(ms_dtype_name(MS_DTYPE_COUNT), "?");
+    assert_true(ms_dtype_bytes(MS_DTYPE_COUNT) == 0);
+}
+
+static void shapes(void **state) {
+    (void)state;
+    ms_shape shape = ms_shape4(2, 3, 5, 7);
+    assert_int_equal(shape.rank, 4);
+    assert_true(ms_shape_count(&shape) == 210);
+    shape = ms_shape1(9);
+    assert_true(shape.rank == 1 && ms_shape_count(&shape) == 9);
+    shape = ms_shape3(4, 0, 4);
+    assert_true(ms_shape_count(&shape) == 0);
+    shape = ms_shape2(-1, -1);
+    assert_true(ms_shape_count(&shape) == 0);
+    shape = ms_shape3((int64_t)1 << 40, (int64_t)1 << 40, 2);
+    assert_true(ms_shape_count(&shape) == 0);
+    memset(&shape, 0, sizeof shape);
+    assert_true(ms_shape_count(&shape) == 1);
+}
+
+// ------------------------------------------------------------------------------------------------
+// configs and arguments
+
+static void null_arguments(void **state) {
+    (void)state;
+    ms_model *m = NULL;
+    float x = 0.0f;
+    ms_tensor none = {0};
+    ms_memory_report report;
+    ms_hardware hardware;
+    uint64_t bytes = 0;
+    double loss = 0.0;
+    assert_int_equal(ms_create(NULL, NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_create(NULL, &m), MS_RESULT_OK);
+    t_error(m, ms_write(m, none, &x), MS_RESULT_INVALID);
+    t_error(m, ms_read(m, none, &x), MS_RESULT_INVALID);
+    t_error(m, ms_hardware_report(m, NULL), MS_RESULT_INVALID);
+    t_error(m, ms_smallest_budget(m, NULL), MS_RESULT_INVALID);
+    t_error(m, ms_report(m, NULL), MS_RESULT_INVALID);
+    ms_destroy(m);
+    assert_int_equal(ms_wrap(NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_detach(NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_step(NULL, &loss), MS_RESULT_INVALID);
+    assert_int_equal(ms_forward(NULL, &loss), MS_RESULT_INVALID);
+    assert_int_equal(ms_backward(NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_update(NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_eval(NULL, &loss), MS_RESULT_INVALID);
+    assert_int_equal(ms_write(NULL, none, &x), MS_RESULT_INVALID);
+    assert_int_equal(ms_read(NULL, none, &x), MS_RESULT_INVALID);
+    assert_int_equal(ms_report(NULL, &report), MS_RESULT_INVALID);
+    assert_int_equal(ms_hardware_report(NULL, &hardware), MS_RESULT_INVALID);
+    assert_int_equal(ms_smallest_budget(NULL, &bytes), MS_RESULT_INVALID);
+    assert_int_equal(ms_print_plan(NULL, t_append, NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_print_program(NULL, MS_PROGRAM_TRAIN, t_append, NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_input(NULL, "x", MS_DTYPE_F32, ms_shape1(1)).id, 0);
+    assert_int_equal(ms_register_layer(NULL, NULL).id, 0);
+    assert_int_equal(ms_gradient(NULL, none).id, 0);
+    assert_int_equal(ms_optimizer_state(NULL, none, 0).id, 0);
+    assert_true(ms_tensor_count(NULL, none) == 0 && ms_tensor_bytes(NULL, none) == 0);
+    assert_true(strlen(ms_last_error(NULL)) > 0);
+    ms_destroy(NULL);
+}
+
+static void expect_bad_config(const ms_config *config) {
+    ms_model *m = (ms_model *)&m;
+    assert_int_equal(ms_create(config, &m), MS_RESULT_INVALID);
+    assert_null(m);
+}
+
+static void bad_configs(void **state) {
+    (void)state;
+    t_heap heap;
+    ms_config config = t_config();
+    memset(&heap, 0, sizeof heap);
+    config.allocator = t_heap_allocator(&heap);
+    config.allocator.release = NULL;
+    expect_bad_config(&config);
+    config = t_config();
+    config.target_utilization = 1.5;
+    expect_bad_config(&config);
+    config.target_utilization = -0.1;
+    expect_bad_config(&config);
+    config = t_config();
+    config.backend = ms_backend_cpu();
+    config.backend.size = 8;
+    expect_bad_config(&config);
+    config.backend = ms_backend_cpu();
+    config.backend.memory_alloc = NULL;
+    expect_bad_config(&config);
+    config = t_config();
+    config.checkpointing = (ms_switch)3;
+    expect_bad_config(&config);
+    assert_true(heap.live_count == 0);
+}
+
+static void the_hardware_is_reported(void **state) {
+    (void)state;
+    ms_hardware hardware;
+    ms_model *m = plain_model();
+    memset(&hardware, 0xff, sizeof hardware);
+    t_ok(m, ms_hardware_report(m, &hardware));
+    assert_int_equal(hardware.kind, MS_DEVICE_CPU);
+    assert_true(memchr(hardware.name, 0, sizeof hardware.name) != NULL);
+    assert_true(hardware.processor_count < 100000);
+    assert_true(hardware.total_bytes == 0 || hardware.free_bytes <= hardware.total_bytes);
+    ms_destroy(m);
+}
+
+/* Budget 0: a part of the free memory, which the small chain does not fill. */
+static void the_default_budget_is_a_part_of_the_free_memory(void **state) {
+    (void)state;
+    t_chain chain;
+    ms_hardware hardware;
+    ms_memory_report report;
+    ms_config config = t_config();
+    config.memory_budget_bytes = 0;
+    t_chain_start(&chain, &config, 3);
+    t_report(chain.model, &report);
+    t_ok(chain.model, ms_hardware_report(chain.model, &hardware));
+    assert_true(report.arena_bytes == report.plain_bytes);
+    assert_true(report.budget_bytes >= report.arena_bytes);
+    if (hardware.total_bytes != 0) {
+        assert_true(report.budget_bytes <= hardware.total_bytes);
+    }
+    ms_destroy(chain.model);
+}
+
+// ------------------------------------------------------------------------------------------------
+// registration errors: they stick, and the first one is what ms_wrap returns
+
+static void expect_sticking(ms_model *m, const char *part) {
+    t_error(m, ms_wrap(m), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(m), part);
+    t_error(m, ms_wrap(m), MS_RESULT_INVALID);
+    ms_destroy(m);
+}
+
+static void bad_tensors(void **state) {
+    (void)state;
+    ms_model *m = plain_model();
+    assert_int_equal(ms_input(m, "rank2", MS_DTYPE_COUNT, ms_shape1(4)).id, 0);
+    assert_int_equal(ms_input(m, "fine", MS_DTYPE_F32, ms_shape1(0)).id, 0);
+    expect_sticking(m, "rank2");
+    m = plain_model();
+    assert_int_equal(ms_param(m, "empty", MS_DTYPE_F32, ms_shape2(3, 0)).id, 0);
+    expect_sticking(m, "empty");
+    m = plain_model();
+    assert_int_equal(ms_param(m, "int-param", MS_DTYPE_I32, ms_shape1(3)).id, 0);
+    t_error(m, ms_wrap(m), MS_RESULT_UNSUPPORTED);
+    ms_destroy(m);
+    m = plain_model();
+    int64_t huge = (int64_t)1 << 31;
+    assert_int_equal(ms_input(m, "huge", MS_DTYPE_F64, ms_shape3(huge, huge, 4)).id, 0);
+    expect_sticking(m, "huge");
+    m = plain_model();
+    ms_shape deep = ms_shape1(1);
+    deep.rank = MS_LIMIT_RANK + 1;
+    assert_int_equal(ms_input(m, "deep", MS_DTYPE_F32, deep).id, 0);
+    expect_sticking(m, "deep");
+}
+
+static void the_first_error_sticks(void **state) {
+    (void)state;
+    ms_model *m = plain_model();
+    assert_int_equal(ms_input(m, "first", MS_DTYPE_F32, ms_shape1(-5)).id, 0);
+    assert_int_equal(ms_input(m, "second", MS_DTYPE_F32, ms_shape1(-6)).id, 0);
+    ms_tensor none = {0};
+    ms_set_loss(m, none);
+    t_error(m, ms_wrap(m), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(m), "first");
+    ms_destroy(m);
+}
+
+static void a_tensor_is_written_by_one_layer(void **state) {
+    (void)state;
+    t_op op;
+    memset(&op, 0, sizeof op);
+    ms_model *m = plain_model();
+    ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(1, 4));
+    ms_tensor y = vector(m, "y-twice", 4);
+    assert_true(add_layer(m, &op, "producer", x, y).id != 0);
+    assert_int_equal(add_layer(m, &op, "rival", x, y).id, 0);
+    t_text_has(ms_last_error(m), "rival");
+    expect_sticking(m, "y-twice");
+}
+
+static void inputs_come_before_their_readers(void **state) {
+    (void)state;
+    t_op op;
+    memset(&op, 0, sizeof op);
+    ms_model *m = plain_model();
+    ms_tensor later = vector(m, "later", 4);
+    ms_tensor y = vector(m, "y", 4);
+    assert_int_equal(add_layer(m, &op, "eager", later, y).id, 0);
+    t_text_has(ms_last_error(m), "eager");
+    expect_sticking(m, "later");
+}
+
+typedef void (*spoil_fn)(ms_layer_desc *desc, ms_tensor param, ms_tensor saved);
+
+static void without_forward(ms_layer_desc *desc, ms_tensor param, ms_tensor saved) {
+    (void)param, (void)saved;
+    desc->forward = NULL;
+}
+
+static void param_as_input(ms_layer_desc *desc, ms_tensor param, ms_tensor saved) {
+    (void)saved;
+    desc->in[0] = param;
+}
+
+static void param_as_output(ms_layer_desc *desc, ms_tensor param, ms_tensor saved) {
+    (void)saved;
+    desc->out[0] = param;
+}
+
+static void input_as_param(ms_layer_desc *desc, ms_tensor param, ms_tensor saved) {
+    (void)param, (void)saved;
+    desc->param[0] = desc->in[0];
+}
+
+static void saved_as_input(ms_layer_desc *desc, ms_tensor param, ms_tensor saved) {
+    (void)param;
+    desc->in[0] = saved;
+}
+
+static void wrong_handle(ms_layer_desc *desc, ms_tensor param, ms_tensor saved) {
+    (void)param, (void)saved;
+    desc->in[0].id = 12345;
+}
+
+static void output_as_its_own_input(ms_layer_desc *desc, ms_tensor param, ms_tensor saved) {
+    (void)param, (void)saved;
+    desc->in[0] = desc->out[0];
+}
+
+static void wrong_layers(void **state) {
+    (void)state;
+    static const spoil_fn spoilers[] = {without_forward,        param_as_input, param_as_output,
+                                        input_as_param,         saved_as_input, wrong_handle,
+                                        output_as_its_own_input};
+    for (size_t i = 0; i < sizeof spoilers / sizeof spoilers[0]; ++i) {
+        t_op op;
+        memset(&op, 0, sizeof op);
+        ms_model *m = plain_model();
+        ms_layer_desc desc = t_describe(&op);
+        desc.name = "spoiled";
+        desc.in[0] = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(1, 4));
+        desc.out[0] = vector(m, "y", 4);
+        ms_tensor param = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(4));
+        ms_tensor saved = ms_saved(m, "s", MS_DTYPE_F32, ms_shape1(4));
+        spoilers[i](&desc, param, saved);
+        if (ms_register_layer(m, &desc).id != 0) {
+            fail_msg("spoiler %u was accepted", (unsigned)i);
+        }
+        expect_sticking(m, "spoiled");
+    }
+}
+
+static void wrong_losses(void **state) {
+    (void)state;
+    t_op op;
+    memset(&op, 0, sizeof op);
+    for (int which = 0; which < 4; ++which) {
+        ms_model *m = plain_model();
+        ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(1, 4));
+        ms_tensor y = vector(m, "y", 4);
+        ms_tensor orphan = vector(m, "orphan", 4);
+        ms_tensor counts = ms_activation(m, "counts", MS_DTYPE_I32, ms_shape1(4));
+        ms_layer_desc desc = t_describe(&op);
+        desc.in[0] = x;
+        desc.out[0] = y;
+        desc.out[1] = counts;
+        ms_register_layer(m, &desc);
+        ms_tensor bad[4];
+        bad[0].id = 0;
+        bad[1] = counts;
+        bad[2] = orphan;
+        bad[3].id = 999;
+        ms_set_loss(m, bad[which]);
+        t_error(m, ms_wrap(m), MS_RESULT_INVALID);
+        ms_destroy(m);
+    }
+    ms_model *m = plain_model();
+    t_error(m, ms_wrap(m), MS_RESULT_INVALID); // no layer, no loss
+    ms_destroy(m);
+}
+
+static void registration_ends_at_wrap(void **state) {
+    (void)state;
+    t_chain chain;
+    ms_config config = t_config();
+    t_chain_start(&chain, &config, 2);
+    ms_model *m = chain.model;
+    assert_int_equal(ms_input(m, "late", MS_DTYPE_F32, ms_shape1(4)).id, 0);
+    t_text_has(ms_last_error(m), "late");
+    ms_destroy(m);
+}
+
+// ------------------------------------------------------------------------------------------------
+// the order of the calls
+
+static void steps_need_a_wrap(void **state) {
+    (void)state;
+    t_chain chain;
+    ms_memory_report report;
+    t_text text = {NULL, 0};
+    ms_config config = t_config();
+    assert_int_equal(t_chain_create(&chain, &config, 2, T_CHAIN_ROWS, T_CHAIN_COLS), MS_RESULT_OK);
+    ms_model *m = chain.model;
+    t_error(m, ms_step(m, NULL), MS_RESULT_ORDER);
+    t_error(m, ms_forward(m, NULL), MS_RESULT_ORDER);
+    t_error(m, ms_eval(m, NULL), MS_RESULT_ORDER);
+    t_error(m, ms_report(m, &report), MS_RESULT_ORDER);
+    t_error(m, ms_print_plan(m, t_append, &text), MS_RESULT_ORDER);
+    t_ok(m, ms_wrap(m));
+    t_ok(m, t_chain_write(&chain, 1));
+    t_ok(m, ms_step(m, NULL));
+    ms_destroy(m);
+}
+
+static void calls_out_of_turn(void **state) {
+    (void)state;
+    t_chain chain, twin;
+    ms_config config = t_config();
+    t_chain_start(&chain, &config, 3);
+    t_chain_start(&twin, &config, 3);
+    ms_model *m = chain.model;
+    t_error(m, ms_backward(m), MS_RESULT_ORDER);
+    t_error(m, ms_update(m), MS_RESULT_ORDER);
+    t_ok(m, ms_forward(m, NULL));
+    t_error(m, ms_update(m), MS_RESULT_ORDER);
+    t_ok(m, ms_backward(m));
+    t_error(m, ms_backward(m), MS_RESULT_ORDER);
+    t_ok(m, ms_update(m));
+    t_error(m, ms_update(m), MS_RESULT_ORDER);
+    t_ok(twin.model, ms_step(twin.model, NULL));
+    t_chain_same(&chain, &twin);
+    t_ok(m, ms_forward(m, NULL));
+    t_ok(m, ms_eval(m, NULL)); // ends the step that was begun
+    t_error(m, ms_backward(m), MS_RESULT_ORDER);
+    t_ok(m, ms_step(m, NULL));
+    t_ok(twin.model, ms_step(twin.model, NULL));
+    t_chain_same(&chain, &twin);
+    ms_destroy(m);
+    ms_destroy(twin.model);
+}
+
+static void a_budget_of_one_byte(void **state) {
+    (void)state;
+    t_chain chain;
+    ms_config config = t_config();
+    config.memory_budget_bytes = 1;
+    assert_int_equal(t_chain_create(&chain, &config, 3, T_CHAIN_ROWS, T_CHAIN_COLS), MS_RESULT_OK);
+    t_error(chain.model, ms_wrap(chain.model), MS_RESULT_BUDGET);
+    t_error(chain.model, ms_step(chain.model, NULL), MS_RESULT_ORDER);
+    ms_set_budget(chain.model, 1 << 20);
+    t_ok(chain.model, ms_wrap(chain.model));
+    ms_destroy(chain.model);
+}
+
+static void a_dry_run_does_not_step(void **state) {
+    (void)state;
+    t_chain chain;
+    float data[64];
+    ms_config config = t_config();
+    config.dry_run = true;
+    assert_int_equal(t_chain_create(&chain, &config, 3, T_CHAIN_ROWS, T_CHAIN_COLS), MS_RESULT_OK);
+    ms_model *m = chain.model;
+    t_ok(m, ms_wrap(m));
+    t_error(m, ms_step(m, NULL), MS_RESULT_DRY_RUN);
+    t_error(m, ms_forward(m, NULL), MS_RESULT_DRY_RUN);
+    t_error(m, ms_eval(m, NULL), MS_RESULT_DRY_RUN);
+    t_error(m, ms_read(m, chain.weight[0], data), MS_RESULT_DRY_RUN);
+    memset(data, 0, sizeof data);
+    t_error(m, ms_write(m, chain.weight[0], data), MS_RESULT_DRY_RUN);
+    ms_destroy(m);
+}
+
+// ------------------------------------------------------------------------------------------------
+// callbacks that fail
+
+static uint64_t tight_budget(const ms_config *config, uint32_t depth) {
+    t_chain chain;
+    uint64_t smallest = 0;
+    ms_config dry = *config;
+    dry.dry_run = true;
+    dry.memory_budget_bytes = (uint64_t)1 << 40;
+    assert_int_equal(t_chain_create(&chain, &dry, depth, T_CHAIN_ROWS, T_CHAIN_COLS), MS_RESULT_OK);
+    t_ok(chain.model, ms_smallest_budget(chain.model, &smallest));
+    ms_destroy(chain.model);
+    return smallest;
+}
+
+static void tight_start(t_chain *chain, ms_config *config, uint32_t depth) {
+    config->memory_budget_bytes = tight_budget(config, depth);
+    assert_int_equal(t_chain_create(chain, config, depth, T_CHAIN_ROWS, T_CHAIN_COLS),
+                     MS_RESULT_OK);
+    t_ok(chain->model, ms_wrap(chain->model));
+    t_ok(chain->model, t_chain_write(chain, 1));
+}
+
+static void expect_callback_error(t_chain *chain, t_op *op, ms_phase phase, const char *layer) {
+    op->failing = 1u << phase;
+    t_error(chain->model, ms_step(chain->model, NULL), MS_RESULT_CALLBACK);
+    t_text_has(ms_last_error(chain->model), layer);
+    t_text_has(ms_last_error(chain->model), "17");
+    op->failing = 0;
+}
+
+/* The first matmul that a step of this plan calls in this phase. */
+static uint32_t layer_that_runs(t_chain *chain, ms_phase phase) {
+    for (uint32_t i = 0; i < chain->depth; ++i) {
+        if (chain->matmul[i].calls[phase] > 0) {
+            return i;
+        }
+    }
+    fail_msg("no layer runs in phase %d", (int)phase);
+    return 0;
+}
+
+/* With late updates a failure in any phase leaves params and state as they were. */
+static void a_failing_callback_costs_one_step(void **state) {
+    (void)state;
+    static const ms_phase phases[] = {MS_PHASE_FORWARD, MS_PHASE_RECOMPUTE, MS_PHASE_BACKWARD};
+    t_chain chain, twin;
+    ms_config config = t_config();
+    config.early_update = MS_SWITCH_OFF;
+    tight_start(&chain, &config, 9);
+    tight_start(&twin, &config, 9);
+    for (int i = 0; i < 3; ++i) {
+        char name[32];
+        t_ok(chain.model, ms_step(chain.model, NULL));
+        t_ok(twin.model, ms_step(twin.model, NULL));
+        uint32_t layer = layer_that_runs(&chain, phases[i]);
+        snprintf(name, sizeof name, "matmul%u", (unsigned)layer);
+        expect_callback_error(&chain, &chain.matmul[layer], phases[i], name);
+        t_chain_same(&chain, &twin);
+        t_ok(chain.model, ms_step(chain.model, NULL));
+        t_ok(twin.model, ms_step(twin.model, NULL));
+        t_chain_same(&chain, &twin);
+    }
+    ms_destroy(chain.model);
+    ms_destroy(twin.model);
+}
+
+static void a_failing_eval_does_not_end_training(void **state) {
+    (void)state;
+    t_chain chain, twin;
+    ms_config config = t_config();
+    t_chain_start(&chain, &config, 3);
+    t_chain_start(&twin, &config, 3);
+    chain.squash[1].failing = 1u << MS_PHASE_EVAL;
+    t_error(chain.model, ms_eval(chain.model, NULL), MS_RESULT_CALLBACK);
+    t_text_has(ms_last_error(chain.model), "squash1");
+    t_ok(chain.model, ms_step(chain.model, NULL));
+    t_ok(twin.model, ms_step(twin.model, NULL));
+    t_chain_same(&chain, &twin);
+    ms_destroy(chain.model);
+    ms_destroy(twin.model);
+}
+
+/* With early updates a failure behind the first of them leaves a model that must be written. */
+static void an_update_cut_in_two_fails_the_model(void **state) {
+    (void)state;
+    t_chain chain, twin;
+    ms_config config = t_config();
+    config.early_update = MS_SWITCH_ON;
+    t_chain_start(&chain, &config, 4);
+    t_chain_start(&twin, &config, 4);
+    ms_model *m = chain.model;
+    expect_callback_error(&chain, &chain.matmul[3], MS_PHASE_FORWARD, "matmul3");
+    t_ok(m, ms_step(m, NULL));
+    t_ok(twin.model, ms_step(twin.model, NULL));
+    t_chain_same(&chain, &twin);
+    expect_callback_error(&chain, &chain.matmul[0], MS_PHASE_BACKWARD, "matmul0");
+    t_error(m, ms_step(m, NULL), MS_RESULT_FAILED);
+    t_error(m, ms_forward(m, NULL), MS_RESULT_FAILED);
+    t_ok(m, t_chain_write(&chain, 2));
+    t_error(m, ms_step(m, NULL), MS_RESULT_FAILED);
+    t_ok(m, ms_wrap(m));
+    t_ok(m, ms_step(m, NULL));
+    ms_destroy(m);
+    ms_destroy(twin.model);
+}
+
+static void a_loss_that_is_not_finite(void **state) {
+    (void)state;
+    static const float bad[] = {INFINITY, -INFINITY, NAN};
+    t_chain chain, twin;
+    double loss = 0.0;
+    ms_config config = t_config();
+    t_chain_start(&chain, &config, 3);
+    t_chain_start(&twin, &config, 3);
+    ms_model *m = chain.model;
+    for (int i = 0; i < 3; ++i) {
+        float x[T_CHAIN_INPUT];
+        for (int k = 0; k < T_CHAIN_INPUT; ++k) {
+            x[k] = bad[i];
+        }
+        t_ok(m, ms_write(m, chain.x, x));
+        t_error(m, ms_step(m, &loss), MS_RESULT_NONFINITE);
+        t_error(m, ms_backward(m), MS_RESULT_ORDER);
+        t_error(m, ms_eval(m, &loss), MS_RESULT_NONFINITE);
+        t_chain_same(&chain, &twin);
+    }
+    float *x = (float *)calloc(T_CHAIN_INPUT, sizeof(float));
+    assert_non_null(x);
+    t_ok(m, ms_write(m, chain.x, x));
+    t_ok(twin.model, ms_write(twin.model, twin.x, x));
+    free(x);
+    t_ok(m, ms_step(m, NULL));
+    t_ok(twin.model, ms_step(twin.model, NULL));
+    t_chain_same(&chain, &twin);
+    ms_destroy(m);
+    ms_destroy(twin.model);
+}
+
+// ------------------------------------------------------------------------------------------------
+// the log
+
+typedef struct heard {
+    uint32_t lines, errors, bad;
+} heard;
+
+static void hear(ms_log_level level, const char *tag, const char *text, void *user) {
+    heard *h = (heard *)user;
+    h->lines += 1;
+    h->errors += level == MS_LOG_ERROR;
+    h->bad += tag == NULL || tag[0] == 0 || text == NULL || text[0] == 0 ||
+              strchr(text, '\n') != NULL || level < MS_LOG_ERROR || level > MS_LOG_DEBUG;
+}
+
+static void the_log_receives_text(void **state) {
+    (void)state;
+    t_chain chain;
+    heard h = {0, 0, 0};
+    ms_config config = t_config();
+    config.log = hear;
+    config.log_user = &h;
+    t_chain_start(&chain, &config, 3);
+    assert_true(h.lines > 0 && h.errors == 0 && h.bad == 0);
+    ms_set_budget(chain.model, 1);
+    t_error(chain.model, ms_wrap(chain.model), MS_RESULT_BUDGET);
+    assert_true(h.errors > 0 && h.bad == 0);
+    ms_destroy(chain.model);
+}
+
+// ------------------------------------------------------------------------------------------------
+// reading and writing
+
+static void values_survive_wrap_and_detach(void **state) {
+    (void)state;
+    t_chain chain;
+    float expected[64], data[64];
+    ms_config config = t_config();
+    assert_int_equal(t_chain_create(&chain, &config, 3, T_CHAIN_ROWS, T_CHAIN_COLS), MS_RESULT_OK);
+    ms_model *m = chain.model;
+    t_rng rng = t_seed(4);
+    t_fill(&rng, expected, 64, 1.0f);
+    t_ok(m, ms_write(m, chain.weight[1], expected)); // before wrap
+    t_ok(m, ms_read(m, chain.weight[1], data));
+    assert_memory_equal(data, expected, sizeof data);
+    t_ok(m, ms_wrap(m));
+    t_ok(m, ms_read(m, chain.weight[1], data));
+    assert_memory_equal(data, expected, sizeof data);
+    t_ok(m, ms_detach(m));
+    t_ok(m, ms_read(m, chain.weight[1], data));
+    assert_memory_equal(data, expected, sizeof data);
+    t_fill(&rng, expected, 64, 1.0f);
+    t_ok(m, ms_write(m, chain.weight[1], expected)); // after it
+    t_ok(m, ms_wrap(m));
+    t_ok(m, ms_read(m, chain.weight[1], data));
+    assert_memory_equal(data, expected, sizeof data);
+    ms_destroy(m);
+}
+
+/* There is no handle, or nothing behind it. */
+static void expect_unreadable(ms_model *m, ms_tensor tensor) {
+    float data[T_CHAIN_INPUT];
+    assert_true(ms_read(m, tensor, data) != MS_RESULT_OK);
+}
+
+static void everything_that_lives_is_read(void **state) {
+    (void)state;
+    t_chain chain;
+    float data[T_CHAIN_INPUT], state_in[64];
+    ms_config config = t_config();
+    assert_int_equal(t_chain_create(&chain, &config, 3, T_CHAIN_ROWS, T_CHAIN_COLS), MS_RESULT_OK);
+    ms_model *m = chain.model;
+    ms_set_output(m, chain.hidden[0]);
+    t_ok(m, ms_wrap(m));
+    t_ok(m, t_chain_write(&chain, 1));
+    ms_tensor gradient = ms_gradient(m, chain.weight[0]);
+    ms_tensor moment = ms_optimizer_state(m, chain.weight[0], 0);
+    assert_true(gradient.id != 0 && moment.id != 0);
+    assert_true(ms_optimizer_state(m, chain.weight[0], 1).id != 0);
+    assert_int_equal(ms_optimizer_state(m, chain.weight[0], 2).id, 0);
+    assert_int_equal(ms_optimizer_state(m, chain.weight[0], -1).id, 0);
+    assert_int_equal(ms_optimizer_state(m, chain.x, 0).id, 0);
+    expect_unreadable(m, ms_gradient(m, chain.x));
+    assert_true(ms_tensor_count(m, gradient) == 64 && ms_tensor_bytes(m, gradient) == 256);
+    t_error(m, ms_read(m, gradient, data), MS_RESULT_ORDER);
+    t_error(m, ms_read(m, chain.loss, data), MS_RESULT_ORDER);
+    t_ok(m, ms_forward(m, NULL));
+    t_ok(m, ms_read(m, chain.loss, data));
+    t_ok(m, ms_backward(m));
+    t_ok(m, ms_read(m, gradient, data));
+    t_ok(m, ms_update(m));
+    t_ok(m, ms_read(m, chain.hidden[0], data));
+    t_error(m, ms_read(m, chain.hidden[1], data), MS_RESULT_ORDER);
+    t_error(m, ms_write(m, chain.hidden[0], data), MS_RESULT_INVALID);
+    t_ok(m, ms_read(m, moment, state_in));
+    state_in[5] = 0.125f;
+    t_ok(m, ms_write(m, moment, state_in));
+    t_ok(m, ms_wrap(m));
+    t_ok(m, ms_read(m, moment, data));
+    assert_memory_equal(data, state_in, sizeof state_in);
+    ms_destroy(m);
+}
+
+static void sizes_of_tensors(void **state) {
+    (void)state;
+    ms_model *m = plain_model();
+    ms_tensor x = ms_input(m, "x", MS_DTYPE_I16, ms_shape3(2, 3, 4));
+    ms_tensor wrong = {77};
+    assert_true(ms_tensor_count(m, x) == 24 && ms_tensor_bytes(m, x) == 48);
+    assert_true(ms_tensor_count(m, wrong) == 0 && ms_tensor_bytes(m, wrong) == 0);
+    ms_destroy(m);
+}
+// ------------------------------------------------------------------------------------------------
+// optimizers against float64
+
+typedef struct optimizer_case {
+    ms_optimizer_desc desc;
+    float own_decay; // of weight 1; below 0: not set
+} optimizer_case;
+
+enum { TRAIN_STEPS = 6, TRAIN_LAYERS = 3, TRAIN_COUNT = 64 };
+
+/* p, m, v after one update with gradient g; the step's number is t, from 1. */
+static void reference_update(const ms_optimizer_desc *o, double rate, double decay, double t,
+                             double g, double value[3]) {
+    if (o->kind == MS_OPTIMIZER_SGD) {
+        value[1] = (double)o->momentum * value[1] + g;
+        value[0] -= rate * (value[1] + decay * value[0]);
+        return;
+    }
+    double b1 = o->beta1 == 0.0f ? 0.9 : (double)o->beta1;
+    double b2 = o->beta2 == 0.0f ? 0.999 : (double)o->beta2;
+    double epsilon = o->epsilon == 0.0f ? 1e-8 : (double)o->epsilon;
+    value[1] = b1 * value[1] + (1.0 - b1) * g;
+    value[2] = b2 * value[2] + (1.0 - b2) * g * g;
+    double m = value[1] / (1.0 - pow(b1, t));
+    double v = value[2] / (1.0 - pow(b2, t));
+    value[0] -= rate * (m / (sqrt(v) + epsilon) + decay * value[0]);
+}
+
+static void expect_close(const ms_model *m, double got, double expected, double scale) {
+    if (!(fabs(got - expected) <= 2e-5 * (fabs(expected) + scale))) {
+        print_error("%.9g, expected %.9g; %s\n", got, expected, ms_last_error(m));
+        fail();
+    }
+}
+
+/* The gradients are those that the model computed; params and state are followed in float64. */
+static void check_optimizer(const optimizer_case *c) {
+    t_chain chain;
+    static double follow[TRAIN_LAYERS][TRAIN_COUNT][3];
+    float data[TRAIN_COUNT];
+    ms_config config = t_config();
+    assert_int_equal(t_chain_create(&chain, &config, TRAIN_LAYERS, T_CHAIN_ROWS, T_CHAIN_COLS),
+                     MS_RESULT_OK);
+    ms_model *m = chain.model;
+    ms_set_optimizer(m, &c->desc);
+    if (c->own_decay >= 0.0f) {
+        ms_set_weight_decay(m, chain.weight[1], c->own_decay);
+    }
+    t_ok(m, ms_wrap(m));
+    t_ok(m, t_chain_write(&chain, 3));
+    memset(follow, 0, sizeof follow);
+    for (uint32_t i = 0; i < TRAIN_LAYERS; ++i) {
+        t_ok(m, ms_read(m, chain.weight[i], data));
+        for (int k = 0; k < TRAIN_COUNT; ++k) {
+            follow[i][k][0] = (double)data[k];
+        }
+    }
+    for (int step = 1; step <= TRAIN_STEPS; ++step) {
+        float rate = c->desc.learning_rate == 0.0f ? 0.001f : c->desc.learning_rate;
+        if (step > 1) { // warm up and down, and one step at zero
+            rate = step == 4 ? 0.0f : 0.01f / (float)step;
+            ms_set_learning_rate(m, rate);
+        }
+        t_ok(m, ms_forward(m, NULL));
+        t_ok(m, ms_backward(m));
+        for (uint32_t i = 0; i < TRAIN_LAYERS; ++i) {
+            bool own = i == 1 && c->own_decay >= 0.0f;
+            double decay = (double)(own ? c->own_decay : c->desc.weight_decay);
+            t_ok(m, ms_read(m, ms_gradient(m, chain.weight[i]), data));
+            for (int k = 0; k < TRAIN_COUNT; ++k) {
+                reference_update(&c->desc, (double)rate, decay, step, (double)data[k],
+                                 follow[i][k]);
+            }
+        }
+        t_ok(m, ms_update(m));
+        for (uint32_t i = 0; i < TRAIN_LAYERS; ++i) {
+            ms_tensor tensors[3];
+            tensors[0] = chain.weight[i];
+            tensors[1] = ms_optimizer_state(m, chain.weight[i], 0);
+            tensors[2] = ms_optimizer_state(m, chain.weight[i], 1);
+            for (int what = 0; what < 3; ++what) {
+                if (tensors[what].id == 0) {
+                    continue;
+                }
+                t_ok(m, ms_read(m, tensors[what], data));
+                for (int k = 0; k < TRAIN_COUNT; ++k) {
+                    expect_close(m, (double)data[k], follow[i][k][what], what == 2 ? 1e-9 : 1e-4);
+                }
+            }
+        }
+    }
+    ms_destroy(m);
+}
+
+static void optimizers_follow_their_formulas(void **state) {
+    (void)state;
+    static const optimizer_case cases[] = {
+        {{MS_OPTIMIZER_ADAMW, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f}, -1.0f},
+        {{MS_OPTIMIZER_ADAMW, 0.01f, 0.8f, 0.95f, 1e-6f, 0.0f, 0.1f}, 0.0f},
+        {{MS_OPTIMIZER_ADAMW, 0.003f, 0.9f, 0.99f, 1e-8f, 0.0f, 0.0f}, 0.5f},
+        {{MS_OPTIMIZER_SGD, 0.05f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f}, -1.0f},
+        {{MS_OPTIMIZER_SGD, 0.05f, 0.0f, 0.0f, 0.0f, 0.9f, 0.1f}, 0.3f},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
+        check_optimizer(&cases[i]);
+    }
+}
+
+static void sgd_without_momentum_has_no_state(void **state) {
+    (void)state;
+    static const float momenta[] = {0.0f, 0.5f};
+    for (int i = 0; i < 2; ++i) {
+        t_chain chain;
+        ms_memory_report report;
+        ms_optimizer_desc sgd;
+        ms_config config = t_config();
+        memset(&sgd, 0, sizeof sgd);
+        sgd.kind = MS_OPTIMIZER_SGD;
+        sgd.momentum = momenta[i];
+        assert_int_equal(t_chain_create(&chain, &config, 3, T_CHAIN_ROWS, T_CHAIN_COLS),
+                         MS_RESULT_OK);
+        ms_set_optimizer(chain.model, &sgd);
+        t_ok(chain.model, ms_wrap(chain.model));
+        t_report(chain.model, &report);
+        assert_true(report.peak_bytes[MS_CATEGORY_OPTIMIZER] == (uint64_t)i * 3 * 256);
+        assert_int_equal(ms_optimizer_state(chain.model, chain.weight[0], 0).id != 0, i);
+        assert_int_equal(ms_optimizer_state(chain.model, chain.weight[0], 1).id, 0);
+        ms_destroy(chain.model);
+    }
+}
+
+static void an_optimizer_is_never_null(void **state) {
+    (void)state;
+    ms_model *m = plain_model();
+    ms_set_optimizer(m, NULL);
+    expect_sticking(m, "ms_set_optimizer");
+}
+
+// ------------------------------------------------------------------------------------------------
+// frozen params
+
+static void frozen_params_stand_still(void **state) {
+    (void)state;
+    t_chain chain;
+    float before[64], after[64], moment[64];
+    ms_memory_report trained, frozen;
+    ms_config config = t_config();
+    t_chain_start(&chain, &config, 3);
+    ms_model *m = chain.model;
+    t_report(m, &trained);
+    t_ok(m, ms_step(m, NULL));
+    ms_set_frozen(m, chain.weight[1], true);
+    t_ok(m, ms_wrap(m));
+    t_report(m, &frozen);
+    assert_true(frozen.plain_bytes < trained.plain_bytes);
+    assert_true(frozen.peak_bytes[MS_CATEGORY_OPTIMIZER] ==
+                trained.peak_bytes[MS_CATEGORY_OPTIMIZER] - 2 * 256);
+    expect_unreadable(m, ms_gradient(m, chain.weight[1]));
+    expect_unreadable(m, ms_optimizer_state(m, chain.weight[1], 0));
+    t_ok(m, ms_read(m, chain.weight[1], before));
+    t_ok(m, ms_step(m, NULL));
+    t_ok(m, ms_read(m, chain.weight[1], after));
+    assert_memory_equal(before, after, sizeof before);
+    ms_set_frozen(m, chain.weight[1], false);
+    t_ok(m, ms_wrap(m));
+    t_ok(m, ms_read(m, ms_optimizer_state(m, chain.weight[1], 0), moment));
+    for (int k = 0; k < 64; ++k) {
+        assert_true(moment[k] == 0.0f);
+    }
+    t_ok(m, ms_step(m, NULL));
+    t_ok(m, ms_read(m, chain.weight[1], after));
+    assert_true(memcmp(before, after, sizeof before) != 0);
+    ms_destroy(m);
+}
+
+// ------------------------------------------------------------------------------------------------
+// MS_OPTIMIZE, and models side by side
+
+static void optimize_scopes_a_block(void **state) {
+    (void)state;
+    t_chain chain, twin;
+    ms_memory_report report;
+    int entered = 0;
+    ms_config config = t_config();
+    uint64_t budget = tight_budget(&config, 9);
+    t_chain_start(&chain, &config, 9);
+    t_chain_start(&twin, &config, 9);
+    ms_model *m = chain.model;
+    ms_set_budget(m, budget);
+    MS_OPTIMIZE(m) {
+        entered += 1;
+        t_report(m, &report);
+        assert_true(report.arena_bytes <= budget && report.arena_bytes < report.plain_bytes);
+        t_ok(m, ms_step(m, NULL));
+    }
+    assert_int_equal(entered, 1);
+    t_report(m, &report);
+    assert_true(report.arena_bytes == report.plain_bytes);
+    t_ok(twin.model, ms_step(twin.model, NULL));
+    t_chain_same(&chain, &twin);
+    ms_set_budget(m, 1);
+    MS_OPTIMIZE(m) {
+        entered += 1;
+    }
+    assert_int_equal(entered, 1); // skipped
+    t_text_has(ms_last_error(m), "budget");
+    ms_destroy(m);
+    ms_destroy(twin.model);
+}
+
+static void two_models_are_independent(void **state) {
+    (void)state;
+    t_chain a, b, alone;
+    ms_config config = t_config();
+    t_chain_start(&a, &config, 4);
+    t_chain_start(&b, &config, 4);
+    t_chain_start(&alone, &config, 4);
+    t_ok(b.model, t_chain_write(&b, 99));
+    for (int step = 0; step < 3; ++step) { // their phases interleaved
+        t_ok(a.model, ms_forward(a.model, NULL));
+        t_ok(b.model, ms_forward(b.model, NULL));
+        t_ok(a.model, ms_backward(a.model));
+        t_error(b.model, ms_update(b.model), MS_RESULT_ORDER);
+        t_ok(a.model, ms_update(a.model));
+        t_ok(b.model, ms_backward(b.model));
+        t_ok(b.model, ms_update(b.model));
+        t_ok(alone.model, ms_step(alone.model, NULL));
+    }
+    ms_destroy(b.model);
+    assert_string_equal(ms_last_error(a.model), "");
+    t_chain_same(&a, &alone);
+    ms_destroy(a.model);
+    ms_destroy(alone.model);
+}
+
+// ------------------------------------------------------------------------------------------------
+// ms_gemm
+
+typedef struct gemm_case {
+    int64_t m, n, k;
+    bool transposed_a, transposed_b;
+    float alpha, beta;
+    int64_t gap; // added to every stride
+} gemm_case;
+
+static ms_matrix make_matrix(t_rng *rng, int64_t rows, int64_t cols, int64_t gap) {
+    ms_matrix x;
+    memset(&x, 0, sizeof x);
+    x.rows = rows;
+    x.cols = cols;
+    x.stride = cols + gap;
+    x.dtype = MS_DTYPE_F32;
+    x.data = malloc((size_t)(rows * x.stride) * sizeof(float));
+    assert_non_null(x.data);
+    t_fill(rng, (float *)x.data, (uint64_t)(rows * x.stride), 1.0f);
+    return x;
+}
+
+static double element(const ms_matrix *x, int64_t row, int64_t col) {
+    const float *data = (const float *)x->data;
+    return (double)(x->transposed ? data[col * x->stride + row] : data[row * x->stride + col]);
+}
+
+static void check_gemm(const ms_call *call, t_rng *rng, const gemm_case *g) {
+    ms_matrix a = g->transposed_a ? ms_transpose(make_matrix(rng, g->k, g->m, g->gap))
+                                  : make_matrix(rng, g->m, g->k, g->gap);
+    ms_matrix b = g->transposed_b ? ms_transpose(make_matrix(rng, g->n, g->k, g->gap))
+                                  : make_matrix(rng, g->k, g->n, g->gap);
+    ms_matrix c = make_matrix(rng, g->m, g->n, g->gap);
+    ms_matrix old = c;
+    size_t bytes = (size_t)(c.rows * c.stride) * sizeof(float);
+    float *to = (float *)c.data;
+    old.data = malloc(bytes);
+    assert_non_null(old.data);
+    memcpy(old.data, c.data, bytes);
+    for (int64_t i = 0; i < g->m * g->n && g->beta == 0.0f; ++i) { // must not be read
+        to[i / g->n * c.stride + i % g->n] = NAN;
+    }
+    t_ok(call->model, ms_gemm(call, g->alpha, a, b, g->beta, c));
+    for (int64_t i = 0; i < g->m; ++i) {
+        for (int64_t j = 0; j < c.stride; ++j) {
+            double sum = 0.0, size = 1.0;
+            for (int64_t p = 0; p < g->k && j < g->n; ++p) {
+                sum += element(&a, i, p) * element(&b, p, j);
+                size += fabs(element(&a, i, p) * element(&b, p, j));
+            }
+            double before = (double)((const float *)old.data)[i * c.stride + j];
+            double expected = (double)g->alpha * sum + (double)g->beta * before;
+            double got = (double)to[i * c.stride + j];
+            assert_true(j < g->n ? fabs(got - expected) <= 1e-5 * size : got == before);
+        }
+    }
+    free(a.data);
+    free(b.data);
+    free(c.data);
+    free(old.data);
+}
+
+static void gemm_against_float64(void **state) {
+    (void)state;
+    static const int64_t sizes[] = {1, 2, 3, 7, 8, 17, 33, 64, 129};
+    static const float scales[] = {1.0f, 0.0f, -0.5f};
+    ms_call call;
+    t_rng rng = t_seed(11);
+    memset(&call, 0, sizeof call);
+    call.model = plain_model();
+    for (int i = 0; i < 400; ++i) {
+        gemm_case g;
+        g.m = sizes[t_below(&rng, 9)];
+        g.n = sizes[t_below(&rng, 9)];
+        g.k = sizes[t_below(&rng, 9)];
+        g.transposed_a = (i & 1) != 0;
+        g.transposed_b = (i & 2) != 0;
+        g.alpha = scales[t_below(&rng, 3)];
+        g.beta = scales[t_below(&rng, 3)];
+        g.gap = t_chance(&rng, 0.5) ? (int64_t)t_below(&rng, 9) : 0;
+        check_gemm(&call, &rng, &g);
+    }
+    gemm_case deep = {5, 6, 3000, true, false, 1.0f, 1.0f, 3};
+    check_gemm(&call, &rng, &deep);
+    ms_destroy(call.model);
+}
+
+static void gemm_refuses_what_does_not_match(void **state) {
+    (void)state;
+    float data[64];
+    ms_call call;
+    t_rng rng = t_seed(1);
+    memset(&call, 0, sizeof call);
+    call.model = plain_model();
+    t_fill(&rng, data, 64, 1.0f);
+    ms_view view;
+    memset(&view, 0, sizeof view);
+    view.data = data;
+    view.shape = ms_shape3(2, 2, 8);
+    ms_matrix a = ms_matrix_of(&view);
+    assert_true(a.rows == 4 && a.cols == 8 && a.stride == 8 && !a.transposed);
+    view.shape = ms_shape1(8);
+    ms_matrix row = ms_matrix_of(&view);
+    assert_true(row.rows == 1 && row.cols == 8);
+    view.shape = ms_shape2(8, 4);
+    ms_matrix b = ms_matrix_of(&view);
+    view.shape = ms_shape2(4, 4);
+    ms_matrix c = ms_matrix_of(&view);
+    ms_model *m = call.model;
+    t_error(m, ms_gemm(&call, 1.0f, a, a, 0.0f, c), MS_RESULT_INVALID);
+    t_error(m, ms_gemm(&call, 1.0f, b, a, 0.0f, c), MS_RESULT_INVALID);
+    t_error(m, ms_gemm(&call, 1.0f, a, b, 0.0f, b), MS_RESULT_INVALID);
+    t_error(m, ms_gemm(&call, 1.0f, ms_transpose(a), b, 0.0f, c), MS_RESULT_INVALID);
+    ms_matrix wrong = a;
+    wrong.data = NULL;
+    t_error(m, ms_gemm(&call, 1.0f, wrong, b, 0.0f, c), MS_RESULT_INVALID);
+    wrong = a;
+    wrong.stride = 7;
+    t_error(m, ms_gemm(&call, 1.0f, wrong, b, 0.0f, c), MS_RESULT_INVALID);
+    wrong = a;
+    wrong.dtype = MS_DTYPE_F64;
+    t_error(m, ms_gemm(&call, 1.0f, wrong, b, 0.0f, c), MS_RESULT_UNSUPPORTED);
+    assert_int_equal(ms_gemm(NULL, 1.0f, a, b, 0.0f, c), MS_RESULT_INVALID);
+    ms_matrix twice = ms_transpose(ms_transpose(a));
+    assert_true(twice.rows == a.rows && twice.cols == a.cols && !twice.transposed);
+    ms_destroy(m);
+}
+
+// ------------------------------------------------------------------------------------------------
+// listings
+
+static void the_plan_is_printed(void **state) {
+    (void)state;
+    t_chain chain;
+    t_text text = {NULL, 0};
+    ms_config config = t_config();
+    tight_start(&chain, &config, 6);
+    ms_model *m = chain.model;
+    t_ok(m, ms_print_plan(m, t_append, &text));
+    for (uint32_t i = 0; i < chain.depth; ++i) { // a line per layer
+        char name[32];
+        snprintf(name, sizeof name, "matmul%u", (unsigned)i);
+        t_text_has(text.data, name);
+    }
+    t_text_has(text.data, "recompute");
+    t_text_has(text.data, "loss");
+    assert_int_equal(text.data[text.length - 1], '\n');
+    free(text.data);
+    t_error(m, ms_print_plan(m, NULL, NULL), MS_RESULT_INVALID);
+    t_error(m, ms_print_program(m, MS_PROGRAM_TRAIN, NULL, NULL), MS_RESULT_INVALID);
+    ms_destroy(m);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(names),
+        cmocka_unit_test(dtypes),
+        cmocka_unit_test(shapes),
+        cmocka_unit_test(null_arguments),
+        cmocka_unit_test(bad_configs),
+        cmocka_unit_test(the_hardware_is_reported),
+        cmocka_unit_test(the_default_budget_is_a_part_of_the_free_memory),
+        cmocka_unit_test(bad_tensors),
+        cmocka_unit_test(the_first_error_sticks),
+        cmocka_unit_test(a_tensor_is_written_by_one_layer),
+        cmocka_unit_test(inputs_come_before_their_readers),
+        cmocka_unit_test(wrong_layers),
+        cmocka_unit_test(wrong_losses),
+        cmocka_unit_test(registration_ends_at_wrap),
+        cmocka_unit_test(steps_need_a_wrap),
+        cmocka_unit_test(calls_out_of_turn),
+        cmocka_unit_test(a_budget_of_one_byte),
+        cmocka_unit_test(a_dry_run_does_not_step),
+        cmocka_unit_test(a_failing_callback_costs_one_step),
+        cmocka_unit_test(a_failing_eval_does_not_end_training),
+        cmocka_unit_test(an_update_cut_in_two_fails_the_model),
+        cmocka_unit_test(a_loss_that_is_not_finite),
+        cmocka_unit_test(the_log_receives_text),
+        cmocka_unit_test(values_survive_wrap_and_detach),
+        cmocka_unit_test(everything_that_lives_is_read),
+        cmocka_unit_test(sizes_of_tensors),
+        cmocka_unit_test(optimizers_follow_their_formulas),
+        cmocka_unit_test(sgd_without_momentum_has_no_state),
+        cmocka_unit_test(an_optimizer_is_never_null),
+        cmocka_unit_test(frozen_params_stand_still),
+        cmocka_unit_test(optimize_scopes_a_block),
+        cmocka_unit_test(two_models_are_independent),
+        cmocka_unit_test(gemm_against_float64),
+        cmocka_unit_test(gemm_refuses_what_does_not_match),
+        cmocka_unit_test(the_plan_is_printed),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,698 @@
+/*  test_memory.c - who may see which byte: debug mode, the layout, the allocator's hooks, and every
+    allocation and every call of the backend failing once. */
+#define MEMSCALE_IMPLEMENTATION
+#include "../memscale.h"
+#include "testing.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#define T_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define T_ASAN 1
+#endif
+#endif
+
+#ifdef T_ASAN
+#include <sanitizer/asan_interface.h>
+#define T_UNCHECKED __attribute__((no_sanitize_address, noinline))
+#else
+#define T_UNCHECKED
+#endif
+
+// ------------------------------------------------------------------------------------------------
+// debug mode
+
+enum { WIDE_ROWS = 4, WIDE_COLS = 512, NARROW_COLS = 4, WIDE_COUNT = WIDE_ROWS * WIDE_COLS };
+
+/* x -> widen -> narrow -> probe -> loss: the wide value is dead when the probe runs, and nothing
+   that lives then is large enough to cover it. */
+typedef struct wide_net {
+    ms_model *model;
+    ms_tensor x, weight, loss;
+    const float *stale;      // where widen wrote
+    uint32_t nans[2];        // that the probe finds there, in forward and in backward
+    uint32_t poisoned[2];    // of these
+    uint32_t unlisted[2];    // operands of backward with and without data, where none is declared
+    uint32_t workspace_nans; // of 16
+    t_op loss_op;
+} wide_net;
+
+static T_UNCHECKED float peek(const float *address) {
+    return *(const volatile float *)address;
+}
+
+static int widen_forward(const ms_call *call) {
+    wide_net *net = (wide_net *)call->user;
+    float *y = t_data(&call->out[0]);
+    for (int i = 0; i < WIDE_COUNT; ++i) {
+        y[i] = t_data(&call->in[0])[i / WIDE_COLS * NARROW_COLS + i % NARROW_COLS];
+    }
+    net->stale = y;
+    return 0;
+}
+
+static int narrow_forward(const ms_call *call) {
+    const float *weight = t_data(&call->param[0]);
+    for (int i = 0; i < WIDE_ROWS * NARROW_COLS; ++i) {
+        int from = i / NARROW_COLS * WIDE_COLS + i % NARROW_COLS;
+        t_data(&call->out[0])[i] = t_data(&call->in[0])[from] * weight[i % NARROW_COLS];
+    }
+    return 0;
+}
+
+/* Declares that it reads nothing, and counts what it is given all the same. */
+static int narrow_backward(const ms_call *call) {
+    wide_net *net = (wide_net *)call->user;
+    net->unlisted[call->in[0].data != NULL] += 1;
+    net->unlisted[call->out[0].data != NULL] += 1;
+    net->unlisted[call->param[0].data != NULL] += 1;
+    for (int c = 0; c < NARROW_COLS; ++c) {
+        t_contribute(&call->grad_param[0], c, t_grad_out(call, 0, c));
+    }
+    return 0;
+}
+
+static void probe_stale(wide_net *net, int when) {
+    net->nans[when] = 0;
+    net->poisoned[when] = 0;
+    for (int i = 0; i < WIDE_COUNT; ++i) {
+        net->nans[when] += t_is_nan(peek(net->stale + i));
+#ifdef T_ASAN
+        net->poisoned[when] += __asan_address_is_poisoned(net->stale + i) != 0;
+#endif
+    }
+}
+
+static int probe_forward(const ms_call *call) {
+    wide_net *net = (wide_net *)call->user;
+    const float *workspace = (const float *)call->workspace;
+    probe_stale(net, 0);
+    net->workspace_nans = 0;
+    for (int i = 0; i < 16; ++i) {
+        net->workspace_nans += t_is_nan(workspace[i]);
+    }
+    for (int i = 0; i < WIDE_ROWS * NARROW_COLS; ++i) {
+        t_data(&call->out[0])[i] = 2.0f * t_data(&call->in[0])[i];
+    }
+    return 0;
+}
+
+static int probe_backward(const ms_call *call) {
+    probe_stale((wide_net *)call->user, 1);
+    for (int i = 0; i < WIDE_ROWS * NARROW_COLS; ++i) {
+        t_contribute(&call->grad_in[0], i, 2.0f * t_grad_out(call, 0, i));
+    }
+    return 0;
+}
+
+static ms_tensor wide_layer(wide_net *net, const char *name, ms_layer_fn forward,
+                            ms_layer_fn backward, ms_tensor in, int64_t cols) {
+    ms_layer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.name = name;
+    desc.forward = forward;
+    desc.backward = backward;
+    desc.user = net;
+    desc.backward_reads.nothing = true;
+    desc.forward_workspace_bytes = 64;
+    desc.in[0] = in;
+    desc.param[0] = forward == narrow_forward ? net->weight : desc.param[0];
+    desc.out[0] = ms_activation(net->model, name, MS_DTYPE_F32, ms_shape2(WIDE_ROWS, cols));
+    ms_register_layer(net->model, &desc);
+    return desc.out[0];
+}
+
+static void wide_create(wide_net *net, bool debug, ms_layer_fn backward) {
+    static const float ones[WIDE_ROWS * NARROW_COLS] = {1, 1, 1, 1, 1, 1, 1, 1,
+                                                        1, 1, 1, 1, 1, 1, 1, 1};
+    ms_config config = t_config();
+    config.debug = debug;
+    memset(net, 0, sizeof *net);
+    assert_int_equal(ms_create(&config, &net->model), MS_RESULT_OK);
+    ms_model *m = net->model;
+    net->x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(WIDE_ROWS, NARROW_COLS));
+    net->weight = ms_param(m, "weight", MS_DTYPE_F32, ms_shape1(NARROW_COLS));
+    ms_tensor value = wide_layer(net, "widen", widen_forward, NULL, net->x, WIDE_COLS);
+    value = wide_layer(net, "narrow", narrow_forward, backward, value, NARROW_COLS);
+    value = wide_layer(net, "probe", probe_forward, probe_backward, value, NARROW_COLS);
+    net->loss_op.kind = T_LOSS;
+    ms_layer_desc desc = t_describe(&net->loss_op);
+    desc.in[0] = value;
+    desc.out[0] = net->loss = ms_activation(m, "losses", MS_DTYPE_F32, ms_shape1(WIDE_ROWS));
+    ms_register_layer(m, &desc);
+    ms_set_loss(m, net->loss);
+    t_ok(m, ms_wrap(m));
+    t_ok(m, ms_write(m, net->x, ones));
+    t_ok(m, ms_write(m, net->weight, ones));
+}
+
+static void undeclared_operands_have_no_data(void **state) {
+    (void)state;
+    for (int debug = 0; debug < 2; ++debug) {
+        wide_net net;
+        wide_create(&net, debug != 0, narrow_backward);
+        t_ok(net.model, ms_step(net.model, NULL));
+        assert_int_equal(net.unlisted[0], 3);
+        assert_int_equal(net.unlisted[1], 0);
+        ms_destroy(net.model);
+    }
+}
+
+static void dead_memory_holds_nan(void **state) {
+    (void)state;
+    wide_net net;
+    wide_create(&net, true, narrow_backward);
+    for (int step = 0; step < 3; ++step) {
+        t_ok(net.model, ms_step(net.model, NULL));
+        for (int when = 0; when < 2; ++when) { // a few small values may lie there by now
+            assert_true(net.nans[when] >= WIDE_COUNT - 6 * 16);
+        }
+        assert_int_equal(net.workspace_nans, 16);
+    }
+    ms_destroy(net.model);
+}
+
+/* So that the test above cannot pass for another reason. Under AddressSanitizer dead memory is
+   always watched. */
+static void dead_memory_keeps_its_bytes_without_debug(void **state) {
+    (void)state;
+#ifdef T_ASAN
+    print_message("skipped: AddressSanitizer watches dead memory\n");
+    skip();
+#else
+    wide_net net;
+    wide_create(&net, false, narrow_backward);
+    t_ok(net.model, ms_step(net.model, NULL));
+    assert_int_equal(net.nans[0], 0);
+    assert_int_equal(net.nans[1], 0);
+    assert_int_equal(net.poisoned[0], 0);
+    ms_destroy(net.model);
+#endif
+}
+
+static void dead_memory_is_poisoned(void **state) {
+    (void)state;
+#ifdef T_ASAN
+    wide_net net;
+    wide_create(&net, true, narrow_backward);
+    t_ok(net.model, ms_step(net.model, NULL));
+    assert_true(net.poisoned[0] >= WIDE_COUNT - 6 * 16);
+    assert_true(net.poisoned[1] >= WIDE_COUNT - 6 * 16);
+    ms_destroy(net.model);
+#else
+    print_message("skipped: this build has no AddressSanitizer\n");
+    skip();
+#endif
+}
+
+/* A layer that reads an operand it did not declare, from where forward saw it, spoils the numbers:
+   the mistake cannot pass unseen. */
+static int cheating_backward(const ms_call *call) {
+    const wide_net *net = (const wide_net *)call->user;
+    for (int c = 0; c < NARROW_COLS; ++c) {
+        float undeclared = peek(net->stale + WIDE_COUNT - NARROW_COLS + c);
+        t_contribute(&call->grad_param[0], c, t_grad_out(call, 0, c) * undeclared);
+    }
+    return 0;
+}
+
+static void a_stale_pointer_spoils_the_step(void **state) {
+    (void)state;
+    wide_net net;
+    float weight[NARROW_COLS];
+    wide_create(&net, true, cheating_backward);
+    t_ok(net.model, ms_step(net.model, NULL));
+    t_ok(net.model, ms_read(net.model, net.weight, weight));
+    for (int c = 0; c < NARROW_COLS; ++c) {
+        assert_true(t_is_nan(weight[c]));
+    }
+    ms_destroy(net.model);
+}
+
+// ------------------------------------------------------------------------------------------------
+// the allocator's hooks
+
+typedef struct hooked {
+    t_heap heap;
+    t_device device;
+    ms_config config;
+    t_chain chain;
+} hooked;
+
+static void hooked_init(hooked *h) {
+    memset(h, 0, sizeof *h);
+    h->config = t_config();
+    h->config.allocator = t_heap_allocator(&h->heap);
+    h->config.backend = t_device_backend(&h->device);
+}
+
+static void hooked_expect_empty(const hooked *h) {
+    assert_true(h->heap.live_count == 0 && h->heap.live_bytes == 0);
+    assert_true(h->heap.wrong_releases == 0);
+    assert_true(h->device.live_count == 0 && h->device.live_bytes == 0);
+    assert_true(h->device.wrong_releases == 0);
+}
+
+static uint64_t smaller_budget(const ms_model *model, uint64_t percent) {
+    ms_memory_report report;
+    t_report(model, &report);
+    return report.plain_bytes * percent / 100;
+}
+
+static void steps_allocate_nothing(void **state) {
+    (void)state;
+    for (uint64_t percent = 100; percent >= 85; percent -= 15) {
+        hooked h;
+        double loss = 0.0;
+        hooked_init(&h);
+        t_chain_start(&h.chain, &h.config, 12);
+        ms_model *m = h.chain.model;
+        ms_set_budget(m, smaller_budget(m, percent));
+        t_ok(m, ms_wrap(m));
+        uint64_t calls = h.heap.calls, live = h.heap.live_bytes, device = h.device.allocations;
+        float *x = (float *)calloc(T_CHAIN_INPUT, sizeof(float));
+        assert_non_null(x);
+        for (int step = 0; step < 3; ++step) {
+            t_ok(m, ms_write(m, h.chain.x, x));
+            t_ok(m, ms_step(m, &loss));
+            t_ok(m, ms_forward(m, &loss));
+            t_ok(m, ms_backward(m));
+            t_ok(m, ms_update(m));
+            t_ok(m, ms_eval(m, &loss));
+            t_ok(m, ms_read(m, h.chain.x, x));
+        }
+        free(x);
+        assert_true(h.heap.calls == calls && h.heap.live_bytes == live);
+        assert_true(h.device.allocations == device);
+        ms_destroy(m);
+        hooked_expect_empty(&h);
+    }
+}
+
+static void every_byte_goes_through_the_hooks(void **state) {
+    (void)state;
+    hooked h;
+    ms_memory_report report;
+    hooked_init(&h);
+    t_chain_start(&h.chain, &h.config, 6);
+    ms_model *m = h.chain.model;
+    t_report(m, &report);
+    assert_true(h.device.live_bytes == report.arena_bytes);
+    assert_true(h.heap.live_bytes > report.arena_bytes); // the arena and the plan
+    for (uint64_t percent = 95; percent >= 85; percent -= 5) {
+        ms_set_budget(m, smaller_budget(m, percent));
+        t_ok(m, ms_wrap(m));
+        t_report(m, &report);
+        assert_true(h.device.live_count == 1 && h.device.live_bytes == report.arena_bytes);
+        t_ok(m, ms_step(m, NULL));
+    }
+    t_ok(m, ms_detach(m));
+    t_ok(m, ms_step(m, NULL));
+    ms_destroy(m);
+    hooked_expect_empty(&h);
+}
+
+/* Wrapping again and again holds no more memory than wrapping once. */
+static void wrapping_again_does_not_grow(void **state) {
+    (void)state;
+    hooked h;
+    hooked_init(&h);
+    t_chain_start(&h.chain, &h.config, 6);
+    ms_model *m = h.chain.model;
+    t_ok(m, ms_wrap(m));
+    uint64_t live = h.heap.live_bytes, count = h.heap.live_count;
+    for (int i = 0; i < 5; ++i) {
+        t_ok(m, ms_wrap(m));
+    }
+    assert_true(h.heap.live_bytes == live && h.heap.live_count == count);
+    ms_destroy(m);
+    hooked_expect_empty(&h);
+}
+
+static void destroy_accepts_every_stage(void **state) {
+    (void)state;
+    for (int stage = 0; stage < 4; ++stage) {
+        hooked h;
+        hooked_init(&h);
+        if (stage == 0) {
+            assert_int_equal(ms_create(&h.config, &h.chain.model), MS_RESULT_OK);
+        } else {
+            assert_int_equal(t_chain_create(&h.chain, &h.config, 4, T_CHAIN_ROWS, T_CHAIN_COLS),
+                             MS_RESULT_OK);
+        }
+        if (stage >= 2) {
+            t_ok(h.chain.model, t_chain_write(&h.chain, 1));
+        }
+        if (stage == 3) {
+            t_ok(h.chain.model, ms_wrap(h.chain.model));
+            t_ok(h.chain.model, ms_forward(h.chain.model, NULL));
+        }
+        ms_destroy(h.chain.model);
+        hooked_expect_empty(&h);
+    }
+    ms_destroy(NULL);
+}
+
+// ------------------------------------------------------------------------------------------------
+// every allocation fails once
+
+/* Registration, first values, wrap: the first failure is what is returned. */
+static ms_result build(hooked *h, uint64_t budget) {
+    h->config.memory_budget_bytes = budget;
+    ms_result result = t_chain_create(&h->chain, &h->config, 5, T_CHAIN_ROWS, T_CHAIN_COLS);
+    if (result == MS_RESULT_OK) {
+        result = t_chain_write(&h->chain, 1);
+    }
+    /* Even where writing failed: wrap returns the registration error that sticks, or works. */
+    ms_result wrapped = h->chain.model != NULL ? ms_wrap(h->chain.model) : result;
+    return wrapped != MS_RESULT_OK ? wrapped : result;
+}
+
+static uint64_t chain_plain_bytes(uint32_t depth) {
+    t_chain chain;
+    ms_memory_report report;
+    ms_config config = t_config();
+    t_chain_start(&chain, &config, depth);
+    t_report(chain.model, &report);
+    ms_destroy(chain.model);
+    return report.plain_bytes;
+}
+
+static void every_allocation_of_a_first_wrap_fails_once(void **state) {
+    (void)state;
+    uint64_t budget = chain_plain_bytes(5) * 9 / 10;
+    for (uint64_t fail_at = 1;; ++fail_at) {
+        hooked h;
+        hooked_init(&h);
+        h.heap.fail_at = fail_at;
+        ms_result result = build(&h, budget);
+        if (!h.heap.has_failed) {
+            t_ok(h.chain.model, result);
+            assert_true(fail_at > 5);
+            ms_destroy(h.chain.model);
+            hooked_expect_empty(&h);
+            break;
+        }
+        t_error(h.chain.model, result, MS_RESULT_OUT_OF_MEMORY);
+        assert_true(ms_last_error(h.chain.model)[0] != 0);
+        ms_destroy(h.chain.model);
+        hooked_expect_empty(&h);
+    }
+}
+
+typedef ms_result (*model_fn)(ms_model *model);
+
+static ms_result ask_smallest(ms_model *model) {
+    uint64_t bytes = 0;
+    return ms_smallest_budget(model, &bytes);
+}
+
+static void step_both(hooked *h, t_chain *twin) {
+    double loss = 0.0, expected = 1.0;
+    t_ok(h->chain.model, ms_step(h->chain.model, &loss));
+    t_ok(twin->model, ms_step(twin->model, &expected));
+    assert_memory_equal(&loss, &expected, sizeof loss);
+    t_chain_same(&h->chain, twin);
+}
+
+/* One model, wrapped and trained, then act with its n-th allocation (or call of the backend)
+   failing: the error is clean, and the model trains on as its untouched twin does. */
+static bool fails_cleanly(model_fn act, uint64_t budget, uint64_t fail_at, bool on_device) {
+    hooked h;
+    t_chain twin;
+    ms_config config = t_config();
+    hooked_init(&h);
+    t_chain_start(&h.chain, &h.config, 5);
+    t_chain_start(&twin, &config, 5);
+    step_both(&h, &twin);
+    ms_set_budget(h.chain.model, budget);
+    if (on_device) {
+        h.device.fail_at = h.device.calls + fail_at;
+    } else {
+        h.heap.fail_at = h.heap.calls + fail_at;
+    }
+    ms_result result = act(h.chain.model);
+    bool failed = on_device ? h.device.calls >= h.device.fail_at : h.heap.has_failed;
+    h.heap.fail_at = h.device.fail_at = 0;
+    if (failed && on_device) {
+        assert_true(result == MS_RESULT_BACKEND || result == MS_RESULT_OUT_OF_MEMORY);
+    } else {
+        t_error(h.chain.model, result, failed ? MS_RESULT_OUT_OF_MEMORY : MS_RESULT_OK);
+    }
+    step_both(&h, &twin);
+    t_ok(h.chain.model, act(h.chain.model));
+    step_both(&h, &twin);
+    ms_destroy(h.chain.model);
+    ms_destroy(twin.model);
+    hooked_expect_empty(&h);
+    return failed;
+}
+
+static void failing_calls_leave_the_model_as_it_was(void **state) {
+    (void)state;
+    static const model_fn acts[] = {ms_wrap, ms_detach, ask_smallest};
+    uint64_t budget = chain_plain_bytes(5) * 9 / 10;
+    for (size_t i = 0; i < sizeof acts / sizeof acts[0]; ++i) {
+        uint64_t fail_at = 1;
+        while (fails_cleanly(acts[i], budget, fail_at, false)) {
+            fail_at += 1;
+        }
+        assert_true(fail_at > 1);
+    }
+}
+
+static void every_backend_call_of_a_rewrap_fails_once(void **state) {
+    (void)state;
+    uint64_t budget = chain_plain_bytes(5) * 9 / 10;
+    uint64_t fail_at = 1;
+    while (fails_cleanly(ms_wrap, budget, fail_at, true)) {
+        fail_at += 1;
+    }
+    assert_true(fail_at > 1);
+}
+
+/* Every call of the backend in a step fails once. A failure in forward or backward leaves the
+   values as they were; one in the update leaves a failed model, which writing and wrapping cure. */
+static bool step_fails_cleanly(uint64_t fail_at, uint32_t seen[2]) {
+    hooked h;
+    t_chain twin;
+    ms_config config = t_config();
+    hooked_init(&h);
+    t_chain_start(&h.chain, &h.config, 4);
+    t_chain_start(&twin, &config, 4);
+    step_both(&h, &twin);
+    h.device.fail_at = h.device.calls + fail_at;
+    uint64_t updates = h.device.updates;
+    ms_result result = ms_step(h.chain.model, NULL);
+    bool failed = h.device.calls >= h.device.fail_at;
+    updates = h.device.updates - updates;
+    if (!failed) {
+        t_ok(h.chain.model, result);
+    } else if (updates == 0) { // of a gemm the callback learns, and passes it on
+        assert_true(result == MS_RESULT_BACKEND || result == MS_RESULT_CALLBACK);
+        step_both(&h, &twin);
+        seen[0] += 1;
+    } else {
+        t_error(h.chain.model, result, MS_RESULT_BACKEND);
+        t_error(h.chain.model, ms_step(h.chain.model, NULL), MS_RESULT_FAILED);
+        t_ok(h.chain.model, t_chain_write(&h.chain, 1));
+        t_ok(h.chain.model, ms_wrap(h.chain.model));
+        t_ok(h.chain.model, ms_step(h.chain.model, NULL));
+        seen[1] += 1;
+    }
+    ms_destroy(h.chain.model);
+    ms_destroy(twin.model);
+    hooked_expect_empty(&h);
+    return failed;
+}
+
+static void every_backend_call_of_a_step_fails_once(void **state) {
+    (void)state;
+    uint32_t seen[2] = {0, 0};
+    uint64_t fail_at = 1;
+    while (step_fails_cleanly(fail_at, seen)) {
+        fail_at += 1;
+    }
+    assert_true(seen[0] > 0 && seen[1] > 0);
+}
+// ------------------------------------------------------------------------------------------------
+// the layout
+
+enum { LAYOUT_BLOCKS = 120, LAYOUT_TIME = 60, LAYOUT_EFFORT = 2000000 };
+
+static ms_allocator plain_allocator(t_heap *heap) {
+    memset(heap, 0, sizeof *heap);
+    return t_heap_allocator(heap);
+}
+
+static uint32_t random_blocks(t_rng *rng, msi_block *blocks) {
+    uint32_t count = t_below(rng, LAYOUT_BLOCKS) + 1;
+    memset(blocks, 0, LAYOUT_BLOCKS * sizeof *blocks);
+    for (uint32_t i = 0; i < count; ++i) {
+        uint32_t longest = t_chance(rng, 0.2) ? LAYOUT_TIME : 8;
+        blocks[i].bytes = 64u * t_below(rng, t_chance(rng, 0.2) ? 200 : 20);
+        blocks[i].first = t_below(rng, LAYOUT_TIME);
+        blocks[i].last = blocks[i].first + t_below(rng, longest);
+        blocks[i].offset = UINT64_MAX;
+        blocks[i].from_top = t_chance(rng, 0.3);
+    }
+    return count;
+}
+
+static uint64_t load_bound(const msi_block *blocks, uint32_t count) {
+    uint64_t bound = 0;
+    for (uint32_t now = 0; now < 2 * LAYOUT_TIME; ++now) {
+        uint64_t sum = 0;
+        for (uint32_t i = 0; i < count; ++i) {
+            sum += blocks[i].first <= now && now <= blocks[i].last ? blocks[i].bytes : 0;
+        }
+        bound = sum > bound ? sum : bound;
+    }
+    return bound;
+}
+
+static void check_layout(const msi_block *blocks, uint32_t count, uint64_t height) {
+    for (uint32_t i = 0; i < count; ++i) {
+        const msi_block *a = &blocks[i];
+        assert_true(a->bytes == 0 || (a->offset % 64 == 0 && a->offset + a->bytes <= height));
+        for (uint32_t k = 0; k < i; ++k) {
+            const msi_block *b = &blocks[k];
+            bool in_time = a->first <= b->last && b->first <= a->last;
+            bool in_space = a->offset < b->offset + b->bytes && b->offset < a->offset + a->bytes;
+            assert_false(in_time && in_space);
+        }
+    }
+}
+
+static void random_layouts(void **state) {
+    (void)state;
+    t_heap heap;
+    ms_allocator allocator = plain_allocator(&heap);
+    msi_block blocks[LAYOUT_BLOCKS], twins[LAYOUT_BLOCKS];
+    double ratios = 0.0;
+    for (uint64_t seed = 0; seed < 200; ++seed) {
+        t_rng rng = t_seed(seed);
+        uint32_t count = random_blocks(&rng, blocks);
+        uint64_t height = 0, again = 0, bound = 0;
+        memcpy(twins, blocks, sizeof blocks);
+        assert_int_equal(msi_layout(&allocator, blocks, count, LAYOUT_EFFORT, &height), 0);
+        assert_int_equal(msi_layout(&allocator, twins, count, LAYOUT_EFFORT, &again), 0);
+        assert_true(height == again);
+        assert_memory_equal(blocks, twins, count * sizeof *blocks);
+        check_layout(blocks, count, height);
+        assert_true(msi_layout_is_valid(blocks, count));
+        assert_int_equal(msi_layout_lower_bound(&allocator, blocks, count, &bound), 0);
+        assert_true(bound == load_bound(blocks, count) && height >= bound);
+        ratios += bound == 0 ? 1.0 : (double)height / (double)bound;
+    }
+    assert_true(ratios / 200.0 < 1.02);
+    assert_true(heap.live_count == 0 && heap.wrong_releases == 0);
+}
+
+/* Two blocks that overlap are no layout, whatever else stands there. */
+static void an_invalid_layout_is_told(void **state) {
+    (void)state;
+    msi_block blocks[3];
+    memset(blocks, 0, sizeof blocks);
+    for (uint32_t i = 0; i < 3; ++i) {
+        blocks[i].bytes = 128;
+        blocks[i].offset = 128 * (uint64_t)i;
+        blocks[i].first = i;
+        blocks[i].last = i + 1;
+    }
+    assert_true(msi_layout_is_valid(blocks, 3));
+    blocks[2].offset = 0; // over block 0, which is dead by then
+    assert_true(msi_layout_is_valid(blocks, 3));
+    blocks[2].offset = 192;
+    assert_false(msi_layout_is_valid(blocks, 3));
+    blocks[2].first = blocks[2].last = 1;
+    blocks[2].offset = 64;
+    assert_false(msi_layout_is_valid(blocks, 3));
+}
+
+static void layouts_of_nothing_and_of_little(void **state) {
+    (void)state;
+    t_heap heap;
+    ms_allocator allocator = plain_allocator(&heap);
+    msi_block blocks[3];
+    uint64_t height = 99;
+    assert_int_equal(msi_layout(&allocator, NULL, 0, LAYOUT_EFFORT, &height), MS_RESULT_OK);
+    assert_true(height == 0);
+    memset(blocks, 0, sizeof blocks);
+    blocks[0].bytes = 192;
+    blocks[0].first = blocks[0].last = 4;
+    assert_int_equal(msi_layout(&allocator, blocks, 1, LAYOUT_EFFORT, &height), MS_RESULT_OK);
+    assert_true(height == 192 && blocks[0].offset == 0);
+    blocks[1] = blocks[2] = blocks[0];
+    blocks[1].bytes = 0;
+    assert_int_equal(msi_layout(&allocator, blocks, 3, LAYOUT_EFFORT, &height), MS_RESULT_OK);
+    assert_true(height == 384);
+    check_layout(blocks, 3, height);
+    for (int i = 0; i < 3; ++i) {
+        blocks[i].bytes = 0;
+    }
+    assert_int_equal(msi_layout(&allocator, blocks, 3, LAYOUT_EFFORT, &height), MS_RESULT_OK);
+    assert_true(height == 0);
+    assert_true(heap.live_count == 0);
+}
+
+/* With no effort to spend there is still a layout. */
+static void a_layout_without_effort(void **state) {
+    (void)state;
+    t_heap heap;
+    ms_allocator allocator = plain_allocator(&heap);
+    msi_block blocks[LAYOUT_BLOCKS];
+    for (uint64_t seed = 0; seed < 50; ++seed) {
+        t_rng rng = t_seed(seed);
+        uint32_t count = random_blocks(&rng, blocks);
+        uint64_t height = 0;
+        assert_int_equal(msi_layout(&allocator, blocks, count, 0, &height), MS_RESULT_OK);
+        check_layout(blocks, count, height);
+    }
+}
+
+static void a_layout_without_memory(void **state) {
+    (void)state;
+    t_heap heap;
+    ms_allocator allocator = plain_allocator(&heap);
+    msi_block blocks[LAYOUT_BLOCKS];
+    t_rng rng = t_seed(3);
+    uint64_t fail_at = 1, height = 0;
+    uint32_t count = random_blocks(&rng, blocks);
+    for (;; ++fail_at) {
+        memset(&heap, 0, sizeof heap);
+        heap.fail_at = fail_at;
+        ms_result result = msi_layout(&allocator, blocks, count, LAYOUT_EFFORT, &height);
+        assert_true(heap.live_count == 0 && heap.wrong_releases == 0);
+        if (!heap.has_failed) {
+            assert_int_equal(result, MS_RESULT_OK);
+            break;
+        }
+        assert_int_equal(result, MS_RESULT_OUT_OF_MEMORY);
+    }
+    assert_true(fail_at > 1);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(undeclared_operands_have_no_data),
+        cmocka_unit_test(dead_memory_holds_nan),
+        cmocka_unit_test(dead_memory_keeps_its_bytes_without_debug),
+        cmocka_unit_test(dead_memory_is_poisoned),
+        cmocka_unit_test(a_stale_pointer_spoils_the_step),
+        cmocka_unit_test(steps_allocate_nothing),
+        cmocka_unit_test(every_byte_goes_through_the_hooks),
+        cmocka_unit_test(wrapping_again_does_not_grow),
+        cmocka_unit_test(destroy_accepts_every_stage),
+        cmocka_unit_test(every_allocation_of_a_first_wrap_fails_once),
+        cmocka_unit_test(failing_calls_leave_the_model_as_it_was),
+        cmocka_unit_test(every_backend_call_of_a_rewrap_fails_once),
+        cmocka_unit_test(every_backend_call_of_a_step_fails_once),
+        cmocka_unit_test(random_layouts),
+        cmocka_unit_test(an_invalid_layout_is_told),
+        cmocka_unit_test(layouts_of_nothing_and_of_little),
+        cmocka_unit_test(a_layout_without_effort),
+        cmocka_unit_test(a_layout_without_memory),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
