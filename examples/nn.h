@@ -193,20 +193,23 @@ NN_API nn_transformer nn_bert(nn_net *net, const nn_transformer_config *config);
 // ------------------------------------------------------------------------------------------------
 // >>nn loops
 
-/* NN_PARALLEL: iterations may run on several threads; each writes its own memory.
+/* NN_PARALLEL: iterations may run on several threads, where work, in elements, is worth waking
+   them; each iteration writes its own memory.
    NN_SIMD: iterations are independent, though an output may be the very memory of an input. */
 #if defined(_OPENMP)
-#define NN_PARALLEL _Pragma("omp parallel for schedule(static)")
-#define NN_SIMD     _Pragma("omp simd")
+#define NN_PRAGMA(text) _Pragma(#text)
+#define NN_PARALLEL(work) NN_PRAGMA(omp parallel for schedule(static) if ((work) >= NN_WORTH))
+#define NN_SIMD NN_PRAGMA(omp simd)
 #elif defined(__GNUC__) && !defined(__clang__)
-#define NN_PARALLEL
+#define NN_PARALLEL(work)
 #define NN_SIMD _Pragma("GCC ivdep")
 #else
-#define NN_PARALLEL
+#define NN_PARALLEL(work)
 #define NN_SIMD
 #endif
 
 enum {
+    NN_WORTH = 16384,  // elements that are worth a second thread
     NN_CHUNK = 4096,   // elements that one thread takes at a time
     NN_COLUMNS = 64,   // columns summed together
     NN_LANES = 16,     // partial sums
@@ -381,7 +384,7 @@ NN_API inline uint32_t nn_random(uint64_t key, uint32_t counter) {
 
 /* y = a + b; y may be a or b. */
 NN_API void nn_add_kernel(float *y, const float *a, const float *b, int64_t count) {
-    NN_PARALLEL
+    NN_PARALLEL(count)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
         const int64_t end = nn_least(begin + NN_CHUNK, count);
         NN_SIMD
@@ -413,7 +416,7 @@ NN_API void nn_dropout_kernel(nn_target y, const float *x, int64_t count, float 
     const bool adds = y.beta != 0.0f;
     const float scale = 1.0f / (1.0f - probability);
     const uint32_t threshold = (uint32_t)((double)probability * 4294967296.0);
-    NN_PARALLEL
+    NN_PARALLEL(count)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
         const int32_t size = (int32_t)nn_least(NN_CHUNK, count - begin);
         const uint64_t key = nn_mix(seed ^ nn_mix((uint64_t)begin));
@@ -429,7 +432,7 @@ NN_API void nn_dropout_kernel(nn_target y, const float *x, int64_t count, float 
 
 /* y = gelu(x); y may be x. */
 NN_API void nn_gelu_kernel(float *y, const float *x, int64_t count, bool erf_form) {
-    NN_PARALLEL
+    NN_PARALLEL(count)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
         const int64_t end = nn_least(begin + NN_CHUNK, count);
         if (erf_form) {
@@ -454,7 +457,7 @@ NN_API void nn_gelu_backward_kernel(nn_target dx, const float *dy, const float *
     }
     float *out = dx.data;
     const bool adds = dx.beta != 0.0f;
-    NN_PARALLEL
+    NN_PARALLEL(count)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
         const int64_t end = nn_least(begin + NN_CHUNK, count);
         if (erf_form) {
@@ -499,7 +502,7 @@ NN_API int nn_index_check(const int32_t *index, int64_t count, int64_t entries, 
 /* y (rows, channels): the sum of the rows that the lookups name. */
 NN_API void nn_embedding_kernel(float *y, const nn_lookup *lookups, int lookup_count, int64_t rows,
                                 int64_t channels) {
-    NN_PARALLEL
+    NN_PARALLEL(rows * channels)
     for (int64_t r = 0; r < rows; r++) {
         float *to = y + r * channels;
         for (int l = 0; l < lookup_count; l++) {
@@ -529,7 +532,7 @@ NN_API void nn_embedding_backward_kernel(nn_target dtable, const nn_lookup *look
     if (dtable.beta == 0.0f) {
         memset(out, 0, (size_t)(lookup->entries * channels) * sizeof *out);
     }
-    NN_PARALLEL
+    NN_PARALLEL(rows * channels)
     for (int64_t begin = 0; begin < channels; begin += NN_COLUMNS) {
         const int64_t end = nn_least(begin + NN_COLUMNS, channels);
         for (int64_t r = 0; r < rows; r++) {
@@ -545,7 +548,7 @@ NN_API void nn_embedding_backward_kernel(nn_target dtable, const nn_lookup *look
 
 /* Every row of y (rows, columns) becomes row. */
 NN_API void nn_fill_rows_kernel(float *y, const float *row, int64_t rows, int64_t columns) {
-    NN_PARALLEL
+    NN_PARALLEL(rows * columns)
     for (int64_t r = 0; r < rows; r++) {
         memcpy(y + r * columns, row, (size_t)columns * sizeof *y);
     }
@@ -564,7 +567,7 @@ NN_API void nn_column_sums_kernel(nn_target sums, const float *x, int64_t rows, 
     if (sums.data == NULL) {
         return;
     }
-    NN_PARALLEL
+    NN_PARALLEL(rows * columns)
     for (int64_t begin = 0; begin < columns; begin += NN_COLUMNS) {
         const int64_t width = nn_least(NN_COLUMNS, columns - begin);
         float sum[NN_COLUMNS] = {0};
@@ -583,7 +586,7 @@ NN_API void nn_column_sums_kernel(nn_target sums, const float *x, int64_t rows, 
 NN_API void nn_layernorm_kernel(float *y, float *mean, float *rstd, const float *x,
                                 const float *weight, const float *bias, int64_t rows, int64_t width,
                                 float epsilon) {
-    NN_PARALLEL
+    NN_PARALLEL(rows * width)
     for (int64_t r = 0; r < rows; r++) {
         const float *from = x + r * width;
         float *to = y + r * width;
@@ -608,7 +611,7 @@ NN_API void nn_layernorm_param_kernel(nn_target dweight, nn_target dbias, const 
     if (dweight.data == NULL) {
         return;
     }
-    NN_PARALLEL
+    NN_PARALLEL(rows * width)
     for (int64_t begin = 0; begin < width; begin += NN_COLUMNS) {
         const int64_t size = nn_least(NN_COLUMNS, width - begin);
         float sum[NN_COLUMNS] = {0};
@@ -633,7 +636,7 @@ NN_API void nn_layernorm_backward_kernel(nn_target dx, const float *dy, const fl
     }
     float *out = dx.data;
     const bool adds = dx.beta != 0.0f;
-    NN_PARALLEL
+    NN_PARALLEL(rows * width)
     for (int64_t r = 0; r < rows; r++) {
         const float *from = x + r * width;
         const float *slope = dy + r * width;
@@ -681,7 +684,7 @@ NN_API float nn_exp_sum(const float *x, float shift, int64_t count) {
 /* losses (rows), stats (rows, 2): maximum and log of the sum of exp(logits - maximum). */
 NN_API void nn_cross_entropy_kernel(float *losses, float *stats, const float *logits,
                                     const int32_t *targets, int64_t rows, int64_t classes) {
-    NN_PARALLEL
+    NN_PARALLEL(rows * classes)
     for (int64_t r = 0; r < rows; r++) {
         const float *row = logits + r * classes;
         float most = 0.0f;
@@ -708,7 +711,7 @@ NN_API void nn_cross_entropy_backward_kernel(nn_target dlogits, const float *dlo
     }
     float *out = dlogits.data;
     const bool adds = dlogits.beta != 0.0f;
-    NN_PARALLEL
+    NN_PARALLEL(rows * classes)
     for (int64_t r = 0; r < rows; r++) {
         const float *row = logits + r * classes;
         float *to = out + r * classes;
@@ -796,6 +799,10 @@ NN_API int64_t nn_attention_slots(nn_attention_size n) {
 NN_API int64_t nn_attention_slot_floats(nn_attention_size n, bool backward) {
     const int64_t band = nn_least(NN_QUERIES, n.sequence) * n.sequence;
     return backward ? 2 * band + 2 * n.sequence * n.size : band;
+}
+
+NN_API int64_t nn_attention_work(nn_attention_size n) {
+    return n.batch * n.heads * n.sequence * n.sequence * n.size;
 }
 
 NN_API uint64_t nn_attention_workspace(nn_attention_size n, bool backward) {
@@ -890,7 +897,7 @@ NN_API int nn_attention_kernel(const ms_call *call, float *out, float *scores, c
     const int64_t slots = nn_attention_slots(n);
     const int64_t floats = nn_attention_slot_floats(n, false);
     int results[NN_HEAD_SLOTS] = {0};
-    NN_PARALLEL
+    NN_PARALLEL(nn_attention_work(n))
     for (int64_t slot = 0; slot < slots; slot++) {
         for (int64_t head = slot; head < n.batch * n.heads; head += slots) {
             results[slot] |=
@@ -974,7 +981,7 @@ NN_API int nn_attention_backward_kernel(const ms_call *call, nn_target dqkv, con
     const int64_t slots = nn_attention_slots(n);
     const int64_t floats = nn_attention_slot_floats(n, true);
     int results[NN_HEAD_SLOTS] = {0};
-    NN_PARALLEL
+    NN_PARALLEL(nn_attention_work(n))
     for (int64_t slot = 0; slot < slots; slot++) {
         for (int64_t head = slot; head < n.batch * n.heads; head += slots) {
             results[slot] |= nn_attention_backward_head(call, dqkv, dout, scores, qkv,
@@ -1174,7 +1181,7 @@ NN_API const nn_param_info *nn_find_param(const nn_net *net, const char *name) {
 
 /* Box and Muller, "A Note on the Generation of Random Normal Deviates", 1958: two a time. */
 NN_API void nn_normal_kernel(float *values, int64_t count, float deviation, uint64_t seed) {
-    NN_PARALLEL
+    NN_PARALLEL(count)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
         const int64_t size = nn_least(NN_CHUNK, count - begin);
         const uint64_t key = nn_mix(seed ^ nn_mix((uint64_t)begin));
