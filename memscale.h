@@ -3782,8 +3782,9 @@ static void msi_print_plan_layer(const ms_model *m, const msi_printer *out, uint
     }
     msi_print(out, "%5u  ", (unsigned)layer);
     msi_print_name(out, msi_name(m, l->name), 24);
-    msi_print(out, " %14s %14s  %s\n", kept ? msi_size(kept).text : "-",
-              dropped ? msi_size(dropped).text : "-", m->plan->recomputed[layer] ? "recompute" : "");
+    msi_print(out, " %14s %14s%s\n", kept ? msi_size(kept).text : "-",
+              dropped ? msi_size(dropped).text : "-",
+              m->plan->recomputed[layer] ? "  recompute" : "");
 }
 
 static void msi_print_summary(const ms_model *m, const msi_printer *out) {
