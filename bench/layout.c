@@ -1,0 +1,202 @@
+// How well the layout packs blocks of known live ranges: arena over lower bound, and the time that
+// it takes, for CSV files with the columns id,lower,upper,size and half-open ranges [lower, upper).
+#include "bench.h"
+
+#include <errno.h>
+
+#define MEMSCALE_IMPLEMENTATION
+#include "memscale.h"
+
+static const char HEADER[] = "id,lower,upper,size";
+static const ms_allocator MALLOC = {NULL, NULL, NULL}; // malloc and free
+
+typedef struct buffers {
+    msi_block *blocks;
+    uint32_t count, capacity;
+    uint64_t total_bytes;
+} buffers;
+
+static void fail(const char *path, uint64_t line, const char *text) {
+    if (line) {
+        fprintf(stderr, "%s:%llu: %s\n", path, (unsigned long long)line, text);
+    } else {
+        fprintf(stderr, "%s: %s\n", path, text);
+    }
+    exit(1);
+}
+
+/* The number behind the next comma; false if there is none. */
+static bool take_number(const char **text, uint64_t *number) {
+    const char *digits = strchr(*text, ',');
+    if (!digits || digits[1] < '0' || digits[1] > '9') {
+        return false;
+    }
+    char *end;
+    errno = 0;
+    *number = strtoull(digits + 1, &end, 10);
+    *text = end;
+    return errno == 0 && (*end == ',' || *end == '\0');
+}
+
+/* Adds the buffer of one line; returns what is wrong with it, or NULL. */
+static const char *add_buffer(buffers *b, const char *line) {
+    uint64_t lower, upper, bytes;
+    if (!take_number(&line, &lower) || !take_number(&line, &upper) || !take_number(&line, &bytes) ||
+        *line) {
+        return "not of the form id,lower,upper,size, with whole numbers from 0 on";
+    }
+    if (lower >= upper) {
+        return "lower must be below upper: the live range is [lower, upper)";
+    }
+    if (upper > UINT32_MAX) {
+        return "upper is beyond 4294967295";
+    }
+    if (bytes > UINT64_MAX - b->total_bytes) {
+        return "the sum of all sizes is beyond 64 bits";
+    }
+    if (b->count == b->capacity) {
+        b->capacity = b->capacity ? 2 * b->capacity : 1024;
+        void *grown = realloc(b->blocks, b->capacity * sizeof *b->blocks);
+        if (!grown) {
+            return "out of memory";
+        }
+        b->blocks = (msi_block *)grown;
+    }
+    msi_block *block = &b->blocks[b->count++];
+    memset(block, 0, sizeof *block);
+    block->bytes = bytes;
+    block->first = (uint32_t)lower;
+    block->last = (uint32_t)upper - 1;
+    b->total_bytes += bytes;
+    return NULL;
+}
+
+static buffers read_buffers(const char *path) {
+    buffers b = {NULL, 0, 0, 0};
+    char line[512];
+    uint64_t number = 0;
+    FILE *file = fopen(path, "r");
+    if (!file) {
+        fail(path, 0, strerror(errno));
+    }
+    while (fgets(line, sizeof line, file)) {
+        ++number;
+        const size_t length = strcspn(line, "\r\n");
+        if (length + 1 == sizeof line) {
+            fail(path, number, "the line is too long");
+        }
+        line[length] = '\0';
+        if (number == 1 && strcmp(line, HEADER) != 0) {
+            fail(path, number, "the first line must be id,lower,upper,size");
+        }
+        const char *wrong = number > 1 && length ? add_buffer(&b, line) : NULL;
+        if (wrong) {
+            fail(path, number, wrong);
+        }
+    }
+    if (ferror(file)) {
+        fail(path, 0, strerror(errno));
+    }
+    fclose(file);
+    if (b.count == 0) {
+        fail(path, 0, "no buffers in this file");
+    }
+    return b;
+}
+
+/* The usual choice: first-fit by falling size. */
+static uint64_t greedy_height(const char *path, const buffers *b) {
+    msi_layout_work work;
+    uint64_t *memory;
+    if (msi_layout_begin(&work, &MALLOC, b->blocks, b->count, &memory) != MS_RESULT_OK) {
+        fail(path, 0, "out of memory");
+    }
+    work.effort = UINT64_MAX;
+    msi_layout_sort(&work, MSI_ORDER_BYTES);
+    msi_layout_first_fit(&work);
+    const uint64_t height = work.used ? work.height : 0;
+    msi_release(&MALLOC, memory, msi_layout_bind(&work, NULL));
+    return height;
+}
+
+static double ratio_of(uint64_t height, uint64_t bound) {
+    return bound ? (double)height / (double)bound : 1.0;
+}
+
+/* Prints the row of one file; returns its ratio. */
+static double measure(const char *path, uint64_t effort, bool greedy, bench_table *table) {
+    buffers b = read_buffers(path);
+    uint64_t bound, height;
+    if (msi_layout_lower_bound(&MALLOC, b.blocks, b.count, &bound) != MS_RESULT_OK) {
+        fail(path, 0, "out of memory");
+    }
+    const clock_t start = clock(); // processor time: what else runs here does not count
+    const ms_result result = msi_layout(&MALLOC, b.blocks, b.count, effort, &height);
+    const double ms = 1e3 * (double)(clock() - start) / CLOCKS_PER_SEC;
+    if (result != MS_RESULT_OK) {
+        fail(path, 0, ms_result_text(result));
+    }
+    if (!msi_layout_is_valid(b.blocks, b.count)) {
+        fail(path, 0, "the layout is wrong: two buffers overlap");
+    }
+    const char *slash = strrchr(path, '/');
+    bench_cell(table, slash && !table->tsv ? slash + 1 : path);
+    bench_count(table, b.count);
+    bench_count(table, bound);
+    bench_count(table, height);
+    bench_value(table, ratio_of(height, bound), 4);
+    bench_value(table, ms, 3);
+    if (greedy) {
+        const uint64_t usual = greedy_height(path, &b);
+        bench_count(table, usual);
+        bench_value(table, ratio_of(usual, bound), 4);
+    }
+    free(b.blocks);
+    return ratio_of(height, bound);
+}
+
+int main(int argc, char **argv) {
+    bool tsv = false, greedy = false;
+    int64_t effort = 36000000;
+    const bench_option options[] = {
+        {"--tsv", "tab-separated output", &tsv, NULL, NULL},
+        {"--greedy", "beside it the usual choice: first-fit by falling size", &greedy, NULL, NULL},
+        {"--effort", "operations for each file, of about a nanosecond", NULL, &effort, NULL},
+    };
+    const char *const purpose =
+        "Give one FILE or more: CSV with the columns id,lower,upper,size, live in [lower, upper).";
+    int files = 0, option_count = 1;
+    const char **paths = (const char **)malloc((size_t)argc * sizeof *paths);
+    char **rest = (char **)malloc(((size_t)argc + 1) * sizeof *rest);
+    if (!paths || !rest) {
+        fail(argv[0], 0, "out of memory");
+    }
+    rest[0] = argv[0];
+    for (int i = 1; i < argc; ++i) {
+        if (argv[i][0] != '-' && strcmp(argv[i - 1], "--effort") != 0) {
+            paths[files++] = argv[i];
+        } else {
+            rest[option_count++] = argv[i];
+        }
+    }
+    rest[option_count] = NULL;
+    bench_options(option_count, rest, purpose, options, 3);
+    if (files == 0) {
+        fprintf(stderr, "no FILE given; %s --help tells more\n", argv[0]);
+        return 2;
+    }
+
+    bench_table table = bench_table_begin(
+        tsv, greedy ? "file buffers lower_bound arena ratio ms greedy_arena greedy_ratio"
+                    : "file buffers lower_bound arena ratio ms");
+    double sum = 0.0;
+    for (int i = 0; i < files; ++i) {
+        sum += measure(paths[i], (uint64_t)effort, greedy, &table);
+    }
+    if (!tsv) {
+        printf("mean ratio %.4f\n", sum / files);
+    }
+    free(paths);
+    free(rest);
+    return 0;
+}
