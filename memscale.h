@@ -2147,8 +2147,9 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t slot
 // >>layout  offsets for live ranges (dynamic storage allocation with all requests known)
 
 /* Three stages, each only while effort lasts, none once the lower bound is reached; the best layout
-   is kept. Skylines in several orders cost O(n log n). First-fit looks into the gaps as well, at
-   O(n^2). Ejection chains then press the layout below one target after another. */
+   is kept. Skylines in several orders (as Sekiyama et al. 2018 pack training memory) cost
+   O(n log n) each; first-fit in several orders, the usual greedy, also looks into the gaps, at
+   O(n^2); ejection chains then press the layout below one target after another. */
 
 /* A placed block, with what is needed to compare it with others. */
 typedef struct msi_spot {
@@ -2171,20 +2172,22 @@ typedef struct msi_layout_work {
     uint32_t *first, *last;      // live ranges in compressed time
     uint32_t *order, *scratch, *waiting, *weight;
     uint64_t *key, *load;
-    uint64_t *offset, *best; // of the layout at work, of the best
-    msi_skyline bottom, top;   // stage 1; in the same memory as:
+    uint64_t *offset, *best;    // of the layout at work, of the best
+    msi_skyline bottom, top;    // stage 1; in the same memory as:
     msi_spot *by_low, *by_high; // stages 2 and 3: the same spots, sorted either way
     uint32_t spot_count, waiting_count;
     uint64_t bound, height, effort;
     uint64_t random;
 } msi_layout_work;
 
+/* By falling size of the thing, but START by rising start. LOAD is the largest sum of live bytes
+   that a block is part of, with ties by SPAN. */
 typedef enum msi_layout_order {
-    MSI_ORDER_START,
-    MSI_ORDER_SPAN,
     MSI_ORDER_LOAD,
     MSI_ORDER_BYTES,
+    MSI_ORDER_SPAN,
     MSI_ORDER_AREA,
+    MSI_ORDER_START,
     MSI_ORDER_COUNT
 } msi_layout_order;
 
@@ -2302,7 +2305,6 @@ static void msi_layout_measure_load(msi_layout_work *w) {
     }
 }
 
-/* Large first in every order but that of the start. */
 static uint64_t msi_layout_key(const msi_layout_work *w, uint32_t block, msi_layout_order order) {
     uint64_t bytes = w->blocks[block].bytes;
     uint64_t span = (uint64_t)w->last[block] - w->first[block] + 1;
@@ -2322,7 +2324,7 @@ static uint64_t msi_layout_key(const msi_layout_work *w, uint32_t block, msi_lay
 }
 
 static void msi_layout_sort(msi_layout_work *w, msi_layout_order order) {
-    if (order == MSI_ORDER_LOAD) { // ties in the load by span
+    if (order == MSI_ORDER_LOAD) {
         msi_layout_sort(w, MSI_ORDER_SPAN);
         msi_skyline_clear(&w->bottom);
         for (uint32_t t = 0; t < w->times; ++t) {
@@ -2359,8 +2361,8 @@ static void msi_layout_place_on_skylines(msi_layout_work *w, bool two_sided) {
                           w->offset[block] + w->blocks[block].bytes);
     }
     for (uint32_t t = 0; t < w->times; ++t) {
-        height = msi_max_u64(height, msi_skyline_max(&w->bottom, t, t) +
-                                         msi_skyline_max(&w->top, t, t));
+        height =
+            msi_max_u64(height, msi_skyline_max(&w->bottom, t, t) + msi_skyline_max(&w->top, t, t));
     }
     for (uint32_t i = 0; i < w->used && two_sided; ++i) {
         uint32_t block = w->order[i];
@@ -2376,8 +2378,8 @@ static bool msi_spot_meets(const msi_spot *a, uint32_t first, uint32_t last) {
 }
 
 static msi_spot msi_layout_spot(const msi_layout_work *w, uint32_t block, uint64_t low) {
-    msi_spot spot = {low,           low + w->blocks[block].bytes, w->first[block],
-                     w->last[block], block,                        w->weight[block]};
+    uint64_t high = low + w->blocks[block].bytes;
+    msi_spot spot = {low, high, w->first[block], w->last[block], block, w->weight[block]};
     return spot;
 }
 
@@ -2427,23 +2429,21 @@ static uint32_t msi_spots_remove(msi_spot *spots, uint32_t count, const msi_spot
                                  uint64_t target, uint32_t *waiting) {
     uint32_t kept = 0, gone = 0;
     for (uint32_t i = 0; i < count; ++i) {
-        msi_spot s = spots[i];
-        bool hit = msi_spot_meets(&s, spot->first, spot->last) & (s.low < spot->high) &
-                   (s.high > spot->low);
-        bool goes = hit | (s.high > target);
-        if (waiting) {
-            waiting[gone] = s.block;
+        const msi_spot *s = &spots[i];
+        bool hit = msi_spot_meets(s, spot->first, spot->last) & (s->low < spot->high) &
+                   (s->high > spot->low);
+        if (!(hit | (s->high > target))) {
+            spots[kept++] = *s;
+        } else if (waiting) {
+            waiting[gone++] = s->block;
         }
-        spots[kept] = s;
-        gone += goes;
-        kept += !goes;
     }
     return kept;
 }
 
 static void msi_layout_eject(msi_layout_work *w, const msi_spot *spot, uint64_t target) {
-    uint32_t kept = msi_spots_remove(w->by_low, w->spot_count, spot, target,
-                                     w->waiting + w->waiting_count);
+    uint32_t kept =
+        msi_spots_remove(w->by_low, w->spot_count, spot, target, w->waiting + w->waiting_count);
     msi_spots_remove(w->by_high, w->spot_count, spot, target, NULL);
     w->waiting_count += w->spot_count - kept;
     w->spot_count = kept;
@@ -2461,10 +2461,10 @@ static uint64_t msi_layout_least_harm(msi_layout_work *w, uint32_t block, uint64
     *least = UINT64_MAX;
     while (low + bytes <= target) {
         for (; k < w->spot_count && w->by_low[k].low < low + bytes; ++k) {
-            begun += msi_spot_meets(&w->by_low[k], first, last) ? w->by_low[k].weight : 0;
+            begun += msi_spot_meets(&w->by_low[k], first, last) * (uint64_t)w->by_low[k].weight;
         }
         for (; i < w->spot_count && w->by_high[i].high <= low; ++i) {
-            ended += msi_spot_meets(&w->by_high[i], first, last) ? w->by_high[i].weight : 0;
+            ended += msi_spot_meets(&w->by_high[i], first, last) * (uint64_t)w->by_high[i].weight;
         }
         uint64_t harm = begun - ended;
         if (candidate && harm <= *least) {
@@ -2481,51 +2481,82 @@ static uint64_t msi_layout_least_harm(msi_layout_work *w, uint32_t block, uint64
         candidate = msi_spot_meets(&w->by_high[next], first, last);
         ++next;
     }
-    msi_layout_spend(w, k + i);
+    msi_layout_spend(w, 2 * ((uint64_t)k + i));
     return best;
 }
 
-/* The best layout so far, as spots sorted by low or by high. */
-static void msi_layout_restore(msi_layout_work *w, msi_spot *spots, bool by_high) {
-    for (uint32_t i = 0; i < w->used; ++i) {
-        uint32_t block = w->order[i];
-        w->offset[block] = w->best[block];
-        w->key[block] = w->best[block] + (by_high ? w->blocks[block].bytes : 0);
+/* Takes up the best layout again, as it was or upside down. */
+static void msi_layout_restore(msi_layout_work *w, bool upside_down) {
+    for (uint32_t by_high = 0; by_high < 2; ++by_high) {
+        msi_spot *spots = by_high ? w->by_high : w->by_low;
+        for (uint32_t i = 0; i < w->used; ++i) {
+            uint32_t block = w->order[i];
+            uint64_t low = w->best[block], bytes = w->blocks[block].bytes;
+            w->offset[block] = upside_down ? w->height - low - bytes : low;
+            w->key[block] = w->offset[block] + (by_high ? bytes : 0);
+        }
+        msi_sort_indices(w->order, w->scratch, w->used, w->key);
+        for (uint32_t i = 0; i < w->used; ++i) {
+            spots[i] = msi_layout_spot(w, w->order[i], w->offset[w->order[i]]);
+        }
     }
-    msi_sort_indices(w->order, w->scratch, w->used, w->key);
-    for (uint32_t i = 0; i < w->used; ++i) {
-        spots[i] = msi_layout_spot(w, w->order[i], w->best[w->order[i]]);
-    }
+    w->spot_count = w->used;
+    w->waiting_count = 0;
 }
 
-/* Ejection chains (Glover 1996) guided by how often a block was in the way (as in Nagata and Braysy
-   2009): with a target below the best height, what sticks out is put where it does least harm,
-   those that it hits wait to be placed again, and hard blocks gain weight until all fit. */
+/* What was hard long ago counts less: halves the weights. */
+static void msi_layout_forget(msi_layout_work *w) {
+    for (uint32_t i = 0; i < w->used; ++i) {
+        w->weight[w->order[i]] = (w->weight[w->order[i]] + 1) / 2;
+    }
+    for (uint32_t i = 0; i < w->spot_count; ++i) {
+        w->by_low[i].weight = w->weight[w->by_low[i].block];
+        w->by_high[i].weight = w->weight[w->by_high[i].block];
+    }
+    msi_layout_spend(w, 4 * (uint64_t)w->used);
+}
+
+/* One link of a chain: a waiting block is placed, and those that it hits wait in its stead. */
+static void msi_layout_place_waiting(msi_layout_work *w, uint64_t target) {
+    uint32_t pick = msi_layout_random(w, w->waiting_count), block = w->waiting[pick];
+    uint64_t harm, low = msi_layout_least_harm(w, block, target, &harm);
+    w->waiting[pick] = w->waiting[--w->waiting_count];
+    w->weight[block] += harm > 0;
+    w->offset[block] = low;
+    msi_spot spot = msi_layout_spot(w, block, low);
+    if (harm) {
+        msi_layout_eject(w, &spot, target);
+    }
+    msi_spots_insert(w->by_low, w->spot_count, spot, false);
+    msi_spots_insert(w->by_high, w->spot_count, spot, true);
+    ++w->spot_count;
+}
+
+/* Ejection chains (Glover 1996) guided by how often a block found no free place (as in Nagata and
+   Braysy 2009): with a target below the best height, what sticks out is put where it does least
+   harm, what it hits waits to be placed again, and hard blocks gain weight until all fit. */
 static void msi_layout_press(msi_layout_work *w) {
+    enum { PATIENCE = 4 };
     const msi_spot nothing = {0, 0, 0, 0, 0, 0};
-    uint64_t target = w->height;
-    msi_layout_restore(w, w->by_low, false);
-    msi_layout_restore(w, w->by_high, true);
-    w->spot_count = w->used;
-    while (w->height > w->bound && msi_layout_spend(w, 2 * (uint64_t)w->spot_count)) {
+    uint64_t target = w->height, round = PATIENCE * (uint64_t)w->used, rounds = 0;
+    msi_layout_restore(w, false);
+    for (uint64_t link = 1; msi_layout_spend(w, 4 * (uint64_t)w->spot_count); ++link) {
         if (w->waiting_count == 0) {
-            msi_layout_keep_best(w, w->by_high[w->spot_count - 1].high);
-            uint64_t step = w->bound / 256 + 1;
-            target = w->height > w->bound + step ? w->height - step : w->bound;
-            msi_layout_eject(w, &nothing, target);
-        } else {
-            uint32_t pick = msi_layout_random(w, w->waiting_count), block = w->waiting[pick];
-            uint64_t harm, low = msi_layout_least_harm(w, block, target, &harm);
-            w->waiting[pick] = w->waiting[--w->waiting_count];
-            w->weight[block] += harm > 0;
-            msi_spot spot = msi_layout_spot(w, block, low);
-            if (harm) {
-                msi_layout_eject(w, &spot, target);
+            uint64_t height = w->by_high[w->spot_count - 1].high;
+            rounds = height < w->height ? 0 : rounds;
+            msi_layout_keep_best(w, height);
+            if (w->height == w->bound) {
+                return;
             }
-            msi_spots_insert(w->by_low, w->spot_count, spot, false);
-            msi_spots_insert(w->by_high, w->spot_count, spot, true);
-            ++w->spot_count;
-            w->offset[block] = low;
+            target = w->height - (w->height - w->bound + 15) / 16;
+            msi_layout_eject(w, &nothing, target);
+        }
+        msi_layout_place_waiting(w, target);
+        if (link % round == 0) {
+            msi_layout_forget(w);
+            if (++rounds % PATIENCE == 0) { // trapped: begin again, from the other side
+                msi_layout_restore(w, rounds / PATIENCE % 2 == 1);
+            }
         }
     }
 }
@@ -2534,9 +2565,8 @@ static void msi_layout_search(msi_layout_work *w) {
     static const struct {
         msi_layout_order order;
         bool two_sided;
-    } skylines[] = {{MSI_ORDER_SPAN, true},  {MSI_ORDER_LOAD, true},   {MSI_ORDER_START, true},
-                    {MSI_ORDER_SPAN, false}, {MSI_ORDER_LOAD, false}, {MSI_ORDER_START, false},
-                    {MSI_ORDER_BYTES, true}, {MSI_ORDER_BYTES, false}};
+    } skylines[] = {{MSI_ORDER_LOAD, true},  {MSI_ORDER_SPAN, true},   {MSI_ORDER_LOAD, false},
+                    {MSI_ORDER_SPAN, false}, {MSI_ORDER_BYTES, false}, {MSI_ORDER_START, true}};
     for (uint32_t i = 0; i < sizeof skylines / sizeof skylines[0] && w->height > w->bound; ++i) {
         if (!msi_layout_spend(w, 100 * (uint64_t)w->used) && i) {
             return;
@@ -2548,7 +2578,7 @@ static void msi_layout_search(msi_layout_work *w) {
         msi_layout_sort(w, (msi_layout_order)order);
         msi_layout_first_fit(w);
     }
-    if (w->effort) {
+    if (w->height > w->bound) {
         msi_layout_press(w);
     }
 }
@@ -2582,10 +2612,9 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
     return words * sizeof(uint64_t) + 6 * count * sizeof(uint32_t);
 }
 
-/* Brings w to the point where time is compressed and the lower bound is known. */
+/* Allocates the memory of w, and finds the lower bound. */
 static ms_result msi_layout_begin(msi_layout_work *w, const ms_allocator *allocator,
-                                  const msi_block *blocks, uint32_t count,
-                                  uint64_t **memory) {
+                                  const msi_block *blocks, uint32_t count, uint64_t **memory) {
     memset(w, 0, sizeof *w);
     w->blocks = blocks;
     w->count = count;
@@ -2596,6 +2625,13 @@ static ms_result msi_layout_begin(msi_layout_work *w, const ms_allocator *alloca
     msi_layout_bind(w, *memory);
     msi_layout_compress_time(w);
     msi_layout_measure_load(w);
+    w->height = UINT64_MAX;
+    w->random = UINT64_C(0x9E3779B97F4A7C15);
+    w->bottom.leaves = 1;
+    while (w->bottom.leaves < w->times) {
+        w->bottom.leaves *= 2;
+    }
+    w->top.leaves = w->bottom.leaves;
     return MS_RESULT_OK;
 }
 
@@ -2612,13 +2648,6 @@ static ms_result msi_layout(const ms_allocator *allocator, msi_block *blocks, ui
         return result;
     }
     work.effort = effort;
-    work.height = UINT64_MAX;
-    work.random = UINT64_C(0x9E3779B97F4A7C15);
-    work.bottom.leaves = 1;
-    while (work.bottom.leaves < work.times) {
-        work.bottom.leaves *= 2;
-    }
-    work.top.leaves = work.bottom.leaves;
     msi_layout_search(&work);
     *height = work.used ? work.height : 0;
     for (uint32_t i = 0; i < count; ++i) {
