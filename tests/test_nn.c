@@ -559,9 +559,12 @@ static void a_reference(const c_case *c, const double *const *leaf, const float 
     }
 }
 
-/* Two tensors, and one tensor in both slots. */
+/* Two tensors, one tensor in both slots, and a gradient that is added to itself. */
 static void test_add(void **state) {
     (void)state;
+    float twice[] = {3.0f, -4.0f};
+    nn_pass_kernel(nn_target_of(twice, 1.0f), twice, 2);
+    assert_true(twice[0] > 5.5f && twice[1] < -7.5f);
     for (uint32_t same = 0; same < 2; same++) {
         c_case c = c_make("add", a_build, a_reference, 91, 0, 0, 0, same);
         c_add_leaf(&c, ms_shape2(7, 13), true);
@@ -607,7 +610,16 @@ static void test_dropout(void **state) {
     c_check_same(&c);
 }
 
-/* The share of dropped elements, another mask each step, and the identity in ms_eval. */
+static int64_t d_dropped_in_both(const float *a, const float *b, int64_t count) {
+    int64_t both = 0;
+    for (int64_t i = 0; i < count; i++) {
+        both += !(fabsf(a[i]) > 0.0f) && !(fabsf(b[i]) > 0.0f);
+    }
+    return both;
+}
+
+/* The share of dropped elements, another mask in each chunk and each step, and the identity in
+   ms_eval. */
 static void test_dropout_mask(void **state) {
     (void)state;
     enum { COUNT = 100 * 131 };
@@ -618,16 +630,15 @@ static void test_dropout_mask(void **state) {
     c_start(&run, &c, false, true, -1);
     float *first = c_read(&run, run.out, COUNT);
     assert_in_range(d_dropped(first, COUNT), COUNT * 28 / 100, COUNT * 32 / 100);
-    assert_in_range(d_dropped(first + 8192, 4096), 4096 * 27 / 100, 4096 * 33 / 100);
+    assert_in_range(d_dropped(first + 2 * NN_CHUNK, NN_CHUNK), NN_CHUNK * 27 / 100,
+                    NN_CHUNK * 33 / 100);
+    assert_in_range(d_dropped_in_both(first, first + NN_CHUNK, NN_CHUNK), NN_CHUNK * 7 / 100,
+                    NN_CHUNK * 11 / 100);
     ms_set_learning_rate(run.model, 0.0f);
     t_ok(run.model, ms_update(run.model));
     t_ok(run.model, ms_step(run.model, NULL));
     float *second = c_read(&run, run.out, COUNT);
-    int64_t both = 0;
-    for (int64_t i = 0; i < COUNT; i++) {
-        both += !(fabsf(first[i]) > 0.0f) && !(fabsf(second[i]) > 0.0f);
-    }
-    assert_in_range(both, COUNT * 7 / 100, COUNT * 11 / 100);
+    assert_in_range(d_dropped_in_both(first, second, COUNT), COUNT * 7 / 100, COUNT * 11 / 100);
     t_ok(run.model, ms_eval(run.model, NULL));
     t_ok(run.model, ms_read(run.model, run.out, first));
     t_ok(run.model, ms_read(run.model, run.leaf[0], second));
@@ -980,6 +991,31 @@ static void test_model_slope(void **state) {
     }
 }
 
+/* Dropout is no part of an evaluation, and the two branches of a block draw different masks. */
+static void test_model_dropout(void **state) {
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        const nn_granularity granularity = (i & 2) != 0 ? NN_BLOCKS : NN_OPERATORS;
+        const nn_transformer_config with = m_config(granularity, 0.2f);
+        const nn_transformer_config without = m_config(granularity, 0.0f);
+        m_net a;
+        m_net b;
+        m_start(&a, (i & 1) != 0, &with);
+        m_start(&b, (i & 1) != 0, &without);
+        t_ok(a.model, ms_eval(a.model, NULL));
+        t_ok(b.model, ms_eval(b.model, NULL));
+        m_same(&a, &b, a.t.losses, b.t.losses);
+        m_stop(&a);
+        m_stop(&b);
+    }
+    ms_call call;
+    nn_block block;
+    memset(&call, 0, sizeof call);
+    memset(&block, 0, sizeof block);
+    block.call = &call;
+    assert_true(nn_block_seed(&block, 0) != nn_block_seed(&block, 1));
+}
+
 static void m_threads(int count) {
 #ifdef _OPENMP
     omp_set_num_threads(count);
@@ -1226,10 +1262,10 @@ int main(void) {
         cmocka_unit_test(test_dropout_mask),  cmocka_unit_test(test_attention),
         cmocka_unit_test(test_cross_entropy), cmocka_unit_test(test_functions),
         cmocka_unit_test(test_granularity),   cmocka_unit_test(test_model_slope),
-        cmocka_unit_test(test_threads),       cmocka_unit_test(test_weight_decay),
-        cmocka_unit_test(test_init),          cmocka_unit_test(test_presets),
-        cmocka_unit_test(test_frozen),        cmocka_unit_test(test_refusals),
-        cmocka_unit_test(test_index_errors),
+        cmocka_unit_test(test_model_dropout), cmocka_unit_test(test_threads),
+        cmocka_unit_test(test_weight_decay),  cmocka_unit_test(test_init),
+        cmocka_unit_test(test_presets),       cmocka_unit_test(test_frozen),
+        cmocka_unit_test(test_refusals),      cmocka_unit_test(test_index_errors),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
