@@ -100,16 +100,18 @@ $(OUT)/flags: FORCE
 # ---- what to do with them ------------------------------------------------------------------------
 
 run: $(OUT)/examples/gpt2
-	$<
+	@$<
 
 test:
 	@tests/run.sh
 
-# Line coverage of the headers over all tests.
+# Line coverage of the headers over all tests, on one thread.
+covered := $(patsubst %.c,build/coverage/%,$(wildcard tests/test_*.c))
 coverage:
-	@$(MAKE) --no-print-directory config=coverage OPENMP= all
-	@for t in $(patsubst %.c,build/coverage/%,$(wildcard tests/test_*.c)); do $$t >/dev/null 2>&1; done
-	@gcov -n build/coverage/tests/*.gcda 2>/dev/null | grep -A1 -E "^File '(memscale.h|examples/)"
+	@$(MAKE) --no-print-directory config=coverage OPENMP= $(covered)
+	@for t in $(covered); do $$t > $$t.log 2>&1 || echo "$$t failed"; done
+	@gcov -n $(covered:=.gcda) 2> build/coverage/gcov.log | \
+	 awk '/^File .(memscale.h|examples)/ { file = $$2; getline; print file, $$0 }'
 
 clean:
 	rm -rf build

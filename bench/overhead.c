@@ -118,7 +118,9 @@ int main(int argc, char **argv) {
          NULL},
     };
     bench_options(argc, argv, "Time of the executor and of ms_wrap.", options, 3);
-    repeats = repeats < REPEATS_MAX ? repeats : REPEATS_MAX;
+    if (repeats > REPEATS_MAX) {
+        repeats = REPEATS_MAX;
+    }
 
     bench_table table = bench_table_begin(tsv, "what layers value unit");
     for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {

@@ -64,7 +64,7 @@ int main(void) {
         numbers[i] = 0.4f * (float)rand() / (float)RAND_MAX - 0.2f;
     }
     ms_config config = {0};
-    config.memory_budget_bytes = 2000000;
+    config.memory_budget_bytes = 2300000;
     ms_model *model;
     check(NULL, ms_create(&config, &model));
     ms_shape shape = ms_shape2(ROWS, WIDTH);

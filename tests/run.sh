@@ -6,11 +6,12 @@
 # A check is a shell command: status 0 is a pass, 77 a skip (its last line says why). One that prints
 # cmocka's summary counts as many tests as that names.
 set -u
+shopt -s nullglob
 cd "$(dirname "$0")/.."
 unset MAKEFLAGS MFLAGS MAKEOVERRIDES
 
 export CC=${CC:-cc} CXX=${CXX:-g++} MAKE=${MAKE:-make}
-export WARNINGS WARNINGS_C OPENMP CBLAS CMOCKA
+export WARNINGS=${WARNINGS-} WARNINGS_C=${WARNINGS_C-} OPENMP=${OPENMP-} CBLAS=${CBLAS-} CMOCKA=${CMOCKA-}
 export checks=build/check
 # Two programs at a time share the processors: threads that wait must not spin.
 export OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive
@@ -49,8 +50,15 @@ run_test() { # CONFIG PROGRAM
     build "$1" "$2" && "$2"
 }
 
-run_program() { # PROGRAM ARGUMENTS
-    build release "$1" && "$@"
+run_program() { # "COMMAND [=> COLUMNS]": the table that it prints has these columns in every row
+    local command=${1%% =>*} output
+    output=$(mktemp $checks/output.XXXXXX)
+    build release "${1%% *}" && $command > "$output" || return 1
+    [ "$command" = "$1" ] || tr '\t' ' ' < "$output" | awk -v columns="${1##*=> }" '
+        NR == 1 { fields = NF; wrong = $0 != columns }
+        NF != fields { wrong = 1 }
+        wrong { print "unexpected: " $0; exit }
+        END { exit wrong || NR < 2 }'
 }
 
 compile() { # COMPILER ARGUMENTS: the flags of the house
@@ -96,7 +104,7 @@ cell_sources() { # COMPILER: C++ would rather see {} than {0}, which C programs 
 implementation() { # ARGUMENTS: the path of an object file built with these
     local object
     object=$(mktemp $checks/object.XXXXXX)
-    $CC -std=c99 -O2 -I. "$@" -c tests/compile_implementation.c -o "$object" && echo "$object"
+    $CC -std=c99 -O2 -U_FORTIFY_SOURCE -fno-stack-protector -I. "$@" -c tests/compile_implementation.c -o "$object" && echo "$object"
 }
 
 same() { # WHAT EXPECTED ACTUAL: files of sorted lines
@@ -144,8 +152,8 @@ macros() { # FLAGS PATTERN
 # The command that the README gives and the one of .ci/run install the same.
 check_install() {
     local readme ci
-    readme=$(grep 'make test' README.md | grep -o 'apt-get install -y [a-z0-9+ -]*')
-    ci=$(grep -o 'apt-get install -y [a-z0-9+ -]*' .ci/run)
+    readme=$(grep 'make test' README.md | grep -o 'install -y [a-z0-9+ -]*[a-z0-9+]')
+    ci=$(grep -o 'install -y [a-z0-9+ -]*[a-z0-9+]' .ci/run)
     echo "README.md: $readme"
     echo ".ci/run:   $ci"
     [ -n "$ci" ] && [ "$readme" = "$ci" ]
@@ -188,7 +196,7 @@ for compiler in gcc clang g++ clang++; do
         "cell $compiler $body -DMEMSCALE_STATIC $program tests/compile_static.c"
     check 'MEMSCALE_CBLAS' \
         "cell_library $compiler CBLAS '$CBLAS' $body -DMEMSCALE_CBLAS $program -x none"
-    check 'OpenMP' "cell_library $compiler OpenMP '$OPENMP' $body $program"
+    check 'OpenMP, -O2' "cell_library $compiler OpenMP '$OPENMP' $body -O2 $program"
     check 'NDEBUG, -O3' "cell $compiler $body -DNDEBUG -O3 $program"
     check 'examples and benchmarks' "cell_sources $compiler"
 done
@@ -207,7 +215,7 @@ check 'macros of the public half' 'macros "" "MEMSCALE_[A-Z0-9_]+|MS_OPTIMIZE"'
 check 'macros of the implementation' "macros $body '(MEMSCALE|MSI)_[A-Z0-9_]+|MS_OPTIMIZE'"
 
 group 'documents'
-for document in memscale.h README.md docs/*.md; do
+for document in memscale.h $(grep -lx '```c' README.md docs/*.md); do
     check "snippets of $document" "tests/snippets.sh $document"
 done
 check 'README.md shows examples/minimal.c' check_readme_program
@@ -215,8 +223,9 @@ check 'README.md and .ci/run install the same' check_install
 
 group 'programs'
 while read -r line; do
-    check "${line#build/}" "run_program $line"
-done < tests/programs.txt
+    name=${line%% =>*}
+    check "${name#build/}" "run_program '$line'"
+done < <(grep -v '^#' tests/programs.txt)
 
 # ---- run and report ------------------------------------------------------------------------------
 
@@ -241,6 +250,11 @@ tally() { # LOG WORD: the sum of cmocka's summary lines
         sub(/^[^]]*\] /, ""); sum += $1 } END { print sum + 0 }' "$1"
 }
 
+explain() { # LOG: the lines that say what is wrong, or else the last ones
+    { grep -E 'rror|FAILED|SUMMARY' "$1" || tail -n 20 "$1"; } | head -n 20 | sed 's/^/      /'
+    printf '      (all of it: %s)\n' "$1"
+}
+
 passed=0 failed=0 skipped=0
 for number in $(seq "$count"); do
     [ -f $checks/$number.group ] && printf '\n%s\n' "$(cat $checks/$number.group)"
@@ -262,8 +276,8 @@ for number in $(seq "$count"); do
     [ $s -eq 0 ] || verdict="$s skipped: $(tail -n 1 $log)"
     [ $status -eq 77 ] || [ $s -eq 0 ] || verdict="$p passed, $s skipped"
     [ $f -eq 0 ] || verdict="FAILED"
-    printf '  %-42s %s\n' "$(sed -n "${number}p" $checks/list | cut -f 1)" "$verdict"
-    [ $f -eq 0 ] || tail -n 40 $log | sed 's/^/      /'
+    printf '  %-56s %s\n' "$(sed -n "${number}p" $checks/list | cut -f 1)" "$verdict"
+    [ $f -eq 0 ] || explain $log
 done
 
 printf '%d passed, %d failed, %d skipped\n' $passed $failed $skipped > $checks/totals
