@@ -587,6 +587,7 @@ static uint32_t check_budgets(int variant, ms_switch early, bool debug) {
         ms_set_budget(planned.model, last ? smallest : budget);
         t_ok(planned.model, ms_wrap(planned.model));
         t_report(planned.model, &report);
+        assert_true(report.arena_bytes <= report.budget_bytes);
         recomputations += report.recompute_count;
         bit_step(&plain, &planned, step++, variant);
         bit_step(&plain, &planned, step++, variant);
