@@ -210,8 +210,8 @@ typedef enum ms_phase {
     MS_PHASE_COUNT
 } ms_phase;
 
-/* What a callback is given. The arrays have as many entries as the layer has slots. All of it is
-   valid during the call alone. */
+/* What a callback is given. The arrays end at the last slot that the layer uses. All of it is
+   valid during the call alone. ms_gemm may be called from several threads of a callback. */
 typedef struct ms_call {
     void *user;      // ms_layer_desc.user
     ms_model *model; // for ms_gemm
@@ -459,6 +459,10 @@ MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name, ms_dtype dtyp
    Errors: INVALID (with the names of layer and tensor), ORDER, OUT_OF_MEMORY. */
 MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc);
 
+/* For code that registers on a trainer's behalf: makes ms_wrap fail with this text. Sticks, as an
+   INVALID, unless an error came first. */
+MEMSCALE_API void ms_refuse(ms_model *model, const char *reason);
+
 /* The tensor that is minimised, by the mean of its elements: F32, written by a layer. Sticks.
    Errors: INVALID, ORDER (after ms_wrap). */
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss);
@@ -521,7 +525,8 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_read(ms_model *model, ms_tensor ten
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index);
 
-/* Number of elements of a tensor, 0 for a wrong handle; bytes: that times the size of its dtype. */
+/* Shape of a tensor (rank -1 for a wrong handle), number of its elements (0), and bytes (0). */
+MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
 
@@ -1084,7 +1089,7 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
     if (args->kind == MS_OPTIMIZER_ADAMW) {
         const msi_adamw a = msi_adamw_prepare(args);
 #ifdef _OPENMP
-#pragma omp parallel for simd schedule(static) if (count > 16384)
+#pragma omp parallel for schedule(static) if (count > 16384)
 #endif
         for (int64_t i = 0; i < count; i++) {
             value[i] = msi_adamw_element(&a, value[i], gradient[i], &state0[i], &state1[i]);
@@ -4023,6 +4028,12 @@ MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *de
     return msi_add_layer(model, desc);
 }
 
+MEMSCALE_API void ms_refuse(ms_model *model, const char *reason) {
+    if (model) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s", reason ? reason : "refused");
+    }
+}
+
 /* The activation that a setter is given; MSI_NONE and an error that sticks if it is none. */
 static uint32_t msi_activation_index(ms_model *model, const char *function, ms_tensor tensor) {
     if (!msi_registering(model, function, "")) {
@@ -4384,6 +4395,12 @@ MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param
         return none;
     }
     return msi_handle(t, index == 0 ? MSI_ROLE_STATE0 : MSI_ROLE_STATE1);
+}
+
+MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor) {
+    const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
+    const ms_shape wrong = {{0, 0, 0, 0, 0, 0}, -1};
+    return t == MSI_NONE ? wrong : model->graph.tensors.items[t].view.shape;
 }
 
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor) {

@@ -22,9 +22,7 @@
 
     LAYERS. A layer function registers the layer and its params and returns its output, so that
     calls chain. Where memscale.h lets a mistake stick, nn.h does too: an impossible size or a
-    lack of memory returns the handle 0 and comes back as the error of ms_wrap. The sizes of a
-    tensor are known to nn.h if it was made here (nn_input, nn_param, nn_activation, a layer) or
-    handed to nn_adopt.
+    lack of memory returns the handle 0 and comes back as the error of ms_wrap.
 
     LETTERS. B batch, T sequence, C channels, V vocabulary, H heads, rows = B * T. All shapes are
     row-major; a weight is (out, in).
@@ -54,8 +52,7 @@
 // ------------------------------------------------------------------------------------------------
 // >>nn public
 
-/* The params of a net with their initial distributions, the sizes of its tensors and the options
-   of its layers. */
+/* The params of a net with their initial distributions, and the options of its layers. */
 typedef struct nn_net nn_net;
 
 typedef enum nn_init_kind { NN_INIT_ZEROS, NN_INIT_ONES, NN_INIT_NORMAL } nn_init_kind;
@@ -110,18 +107,10 @@ NN_API int64_t nn_param_count(const nn_net *net);
 NN_API const nn_param_info *nn_param_at(const nn_net *net, int64_t index);
 NN_API const nn_param_info *nn_find_param(const nn_net *net, const char *name);
 
-/* ms_input, ms_param and ms_activation, with the sizes noted in the net. A param of rank 1 (bias,
-   weight of a normalization) has no weight decay. */
-NN_API ms_tensor nn_input(nn_net *net, const char *name, ms_dtype dtype, ms_shape shape);
+/* ms_param, with the initial distribution noted in the net. A param of rank 1 (bias, weight of a
+   normalization) has no weight decay. */
 NN_API ms_tensor nn_param(nn_net *net, const char *name, ms_shape shape, nn_init_kind init,
                           float deviation);
-NN_API ms_tensor nn_activation(nn_net *net, const char *name, ms_shape shape);
-
-/* Notes the sizes of a tensor that was made with the functions of memscale.h; returns it. */
-NN_API ms_tensor nn_adopt(nn_net *net, ms_tensor tensor, ms_shape shape);
-
-/* Sizes of a tensor; rank 0 and no elements if the net does not know it. */
-NN_API ms_shape nn_shape_of(const nn_net *net, ms_tensor tensor);
 
 /* out (B, T, C) = table[tokens] + positions[t] + segment_table[segments].
    tokens and segments are I32 (B, T); table is (V, C), positions (at least T, C), segment_table
@@ -1015,18 +1004,11 @@ typedef struct nn_options {
     uint32_t flags;
 } nn_options;
 
-typedef struct nn_known {
-    ms_tensor tensor;
-    ms_shape shape;
-} nn_known;
-
 struct nn_net {
     ms_model *model;
     nn_options *options;
     nn_param_info *params;
-    nn_known *known;
     int64_t param_count, param_capacity;
-    int64_t known_count, known_capacity;
 };
 
 typedef struct nn_name {
@@ -1057,17 +1039,14 @@ NN_API void nn_destroy(nn_net *net) {
         net->options = next;
     }
     free(net->params);
-    free(net->known);
     free(net);
 }
 
-/* Sticks an error in the model: a tensor without elements cannot be registered, and the error's
-   text has its name, which says what is wrong. */
+/* An error that sticks in the model; the handle 0, for the caller to return. */
 NN_API ms_tensor nn_refuse(nn_net *net, const char *reason) {
-    ms_shape nothing;
-    memset(&nothing, 0, sizeof nothing);
-    nothing.rank = 1;
-    return ms_activation(net->model, reason, MS_DTYPE_F32, nothing);
+    const ms_tensor none = {0};
+    ms_refuse(net->model, reason);
+    return none;
 }
 
 /* Room for one more element; false: no memory. */
@@ -1107,40 +1086,6 @@ NN_API nn_options *nn_options_of(nn_net *net, int64_t heads, float dropout, floa
     return made;
 }
 
-NN_API ms_tensor nn_adopt(nn_net *net, ms_tensor tensor, ms_shape shape) {
-    void *array = net->known;
-    const bool room =
-        nn_reserve(&array, sizeof *net->known, net->known_count, &net->known_capacity);
-    net->known = (nn_known *)array;
-    if (!room) {
-        return nn_refuse(net, "nn: no memory for a tensor");
-    }
-    net->known[net->known_count].tensor = tensor;
-    net->known[net->known_count].shape = shape;
-    net->known_count++;
-    return tensor;
-}
-
-/* From the end: layers mostly ask for what was registered last. */
-NN_API ms_shape nn_shape_of(const nn_net *net, ms_tensor tensor) {
-    for (int64_t i = net->known_count - 1; i >= 0; i--) {
-        if (net->known[i].tensor.id == tensor.id) {
-            return net->known[i].shape;
-        }
-    }
-    ms_shape unknown;
-    memset(&unknown, 0, sizeof unknown);
-    return unknown;
-}
-
-NN_API ms_tensor nn_input(nn_net *net, const char *name, ms_dtype dtype, ms_shape shape) {
-    return nn_adopt(net, ms_input(net->model, name, dtype, shape), shape);
-}
-
-NN_API ms_tensor nn_activation(nn_net *net, const char *name, ms_shape shape) {
-    return nn_adopt(net, ms_activation(net->model, name, MS_DTYPE_F32, shape), shape);
-}
-
 NN_API ms_tensor nn_param(nn_net *net, const char *name, ms_shape shape, nn_init_kind init,
                           float deviation) {
     void *array = net->params;
@@ -1152,7 +1097,7 @@ NN_API ms_tensor nn_param(nn_net *net, const char *name, ms_shape shape, nn_init
     }
     nn_param_info *info = &net->params[net->param_count++];
     snprintf(info->name, sizeof info->name, "%s", name);
-    info->tensor = nn_adopt(net, ms_param(net->model, name, MS_DTYPE_F32, shape), shape);
+    info->tensor = ms_param(net->model, name, MS_DTYPE_F32, shape);
     info->shape = shape;
     info->init = init;
     info->deviation = deviation;
@@ -1464,7 +1409,7 @@ NN_API ms_layer_desc nn_desc(const char *name, ms_layer_fn forward, ms_layer_fn 
 
 /* Registers desc, with a new activation of this shape as its only output. */
 NN_API ms_tensor nn_register(nn_net *net, ms_layer_desc *desc, ms_shape shape) {
-    desc->out[0] = nn_activation(net, desc->name, shape);
+    desc->out[0] = ms_activation(net->model, desc->name, MS_DTYPE_F32, shape);
     if (desc->user != NULL) {
         ms_register_layer(net->model, desc);
     }
@@ -1485,12 +1430,12 @@ NN_API ms_shape nn_with_last(ms_shape shape, int64_t last) {
 
 NN_API ms_tensor nn_embedding(nn_net *net, const char *name, ms_tensor tokens, ms_tensor table,
                               ms_tensor positions, ms_tensor segments, ms_tensor segment_table) {
-    const ms_shape ids = nn_shape_of(net, tokens);
+    const ms_shape ids = ms_tensor_shape(net->model, tokens);
     const bool segmented = segments.id != 0 && segment_table.id != 0;
     if (ids.rank != 2) {
         return nn_refuse(net, "nn_embedding: tokens must be (B, T)");
     }
-    if (positions.id != 0 && nn_shape_of(net, positions).dim[0] < ids.dim[1]) {
+    if (positions.id != 0 && ms_tensor_shape(net->model, positions).dim[0] < ids.dim[1]) {
         return nn_refuse(net, "nn_embedding: fewer positions than T");
     }
     const uint32_t flags =
@@ -1506,15 +1451,15 @@ NN_API ms_tensor nn_embedding(nn_net *net, const char *name, ms_tensor tokens, m
         desc.param[2] = segment_table;
         desc.backward_reads.in = 3;
     }
-    const ms_shape out = ms_shape3(ids.dim[0], ids.dim[1], nn_last(nn_shape_of(net, table)));
+    const ms_shape out = ms_shape3(ids.dim[0], ids.dim[1], nn_last(ms_tensor_shape(net->model, table)));
     desc.flops = nn_elements(out) * 2.0;
     return nn_register(net, &desc, out);
 }
 
 NN_API ms_tensor nn_linear_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
                                 ms_tensor bias) {
-    const ms_shape from = nn_shape_of(net, x);
-    const ms_shape matrix = nn_shape_of(net, weight);
+    const ms_shape from = ms_tensor_shape(net->model, x);
+    const ms_shape matrix = ms_tensor_shape(net->model, weight);
     if (from.rank < 1 || matrix.rank != 2 || matrix.dim[1] != nn_last(from)) {
         return nn_refuse(net, "nn_linear: the weight does not fit the input");
     }
@@ -1555,7 +1500,7 @@ NN_API nn_pair nn_layernorm_params(nn_net *net, const char *name, int64_t width)
 NN_API ms_tensor nn_linear(nn_net *net, const char *name, ms_tensor x, int64_t out_features,
                            float deviation) {
     const nn_pair pair =
-        nn_linear_params(net, name, nn_last(nn_shape_of(net, x)), out_features, deviation);
+        nn_linear_params(net, name, nn_last(ms_tensor_shape(net->model, x)), out_features, deviation);
     return nn_linear_tied(net, name, x, pair.weight, pair.bias);
 }
 
@@ -1565,8 +1510,8 @@ NN_API ms_tensor nn_saved(nn_net *net, const char *name, const char *suffix, ms_
 
 NN_API ms_tensor nn_layernorm_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
                                    ms_tensor bias, float epsilon) {
-    const ms_shape shape = nn_shape_of(net, x);
-    if (shape.rank < 1 || nn_last(nn_shape_of(net, weight)) != nn_last(shape)) {
+    const ms_shape shape = ms_tensor_shape(net->model, x);
+    if (shape.rank < 1 || nn_last(ms_tensor_shape(net->model, weight)) != nn_last(shape)) {
         return nn_refuse(net, "nn_layernorm: the weight does not fit the input");
     }
     ms_layer_desc desc = nn_desc(name, nn_layernorm_forward, nn_layernorm_backward,
@@ -1587,12 +1532,12 @@ NN_API ms_tensor nn_layernorm_tied(nn_net *net, const char *name, ms_tensor x, m
 }
 
 NN_API ms_tensor nn_layernorm(nn_net *net, const char *name, ms_tensor x) {
-    const nn_pair pair = nn_layernorm_params(net, name, nn_last(nn_shape_of(net, x)));
+    const nn_pair pair = nn_layernorm_params(net, name, nn_last(ms_tensor_shape(net->model, x)));
     return nn_layernorm_tied(net, name, x, pair.weight, pair.bias, 1e-5f);
 }
 
 NN_API ms_tensor nn_gelu_of_form(nn_net *net, const char *name, ms_tensor x, uint32_t flags) {
-    const ms_shape shape = nn_shape_of(net, x);
+    const ms_shape shape = ms_tensor_shape(net->model, x);
     ms_layer_desc desc =
         nn_desc(name, nn_gelu_forward, nn_gelu_backward, nn_options_of(net, 0, 0.0f, 0.0f, flags));
     desc.in[0] = x;
@@ -1613,8 +1558,8 @@ NN_API ms_tensor nn_gelu_erf(nn_net *net, const char *name, ms_tensor x) {
 }
 
 NN_API ms_tensor nn_add(nn_net *net, const char *name, ms_tensor a, ms_tensor b) {
-    const ms_shape shape = nn_shape_of(net, a);
-    const ms_shape other = nn_shape_of(net, b);
+    const ms_shape shape = ms_tensor_shape(net->model, a);
+    const ms_shape other = ms_tensor_shape(net->model, b);
     if (ms_shape_count(&shape) != ms_shape_count(&other)) {
         return nn_refuse(net, "nn_add: the sizes differ");
     }
@@ -1637,7 +1582,7 @@ NN_API ms_tensor nn_dropout(nn_net *net, const char *name, ms_tensor x, float pr
     if (!(probability < 1.0f)) {
         return nn_refuse(net, "nn_dropout: the probability must be below 1");
     }
-    const ms_shape shape = nn_shape_of(net, x);
+    const ms_shape shape = ms_tensor_shape(net->model, x);
     ms_layer_desc desc = nn_desc(name, nn_dropout_forward, nn_dropout_backward,
                                  nn_options_of(net, 0, probability, 0.0f, 0));
     desc.in[0] = x;
@@ -1656,7 +1601,7 @@ NN_API double nn_attention_flops(nn_attention_size n) {
 
 NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int64_t heads,
                               bool causal, bool save_scores) {
-    const ms_shape shape = nn_shape_of(net, qkv);
+    const ms_shape shape = ms_tensor_shape(net->model, qkv);
     if (shape.rank != 3 || heads < 1 || shape.dim[2] % (3 * heads) != 0) {
         return nn_refuse(net, "nn_attention: qkv must be (B, T, 3 * heads * size)");
     }
@@ -1681,8 +1626,8 @@ NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int6
 
 NN_API ms_tensor nn_cross_entropy(nn_net *net, const char *name, ms_tensor logits,
                                   ms_tensor targets) {
-    const ms_shape shape = nn_shape_of(net, logits);
-    const ms_shape rows = nn_shape_of(net, targets);
+    const ms_shape shape = ms_tensor_shape(net->model, logits);
+    const ms_shape rows = ms_tensor_shape(net->model, targets);
     if (shape.rank < 1 || nn_rows(shape) != (int64_t)ms_shape_count(&rows)) {
         return nn_refuse(net, "nn_cross_entropy: one target per row of the logits");
     }
@@ -2100,7 +2045,7 @@ NN_API void nn_build_saved(const nn_builder *b, ms_shape x, ms_layer_desc *desc)
 NN_API ms_tensor nn_build_block(const nn_builder *b, ms_tensor x) {
     const nn_transformer_config *config = b->config;
     const nn_style *style = b->style;
-    const ms_shape shape = nn_shape_of(b->net, x);
+    const ms_shape shape = ms_tensor_shape(b->net->model, x);
     if (shape.rank != 3 || config->heads < 1 || config->channels % config->heads != 0) {
         return nn_refuse(b->net, "nn: channels must be a multiple of heads");
     }
@@ -2175,8 +2120,8 @@ NN_API nn_transformer nn_gpt2(nn_net *net, const nn_transformer_config *config) 
     const ms_tensor none = {0};
     nn_transformer t;
     memset(&t, 0, sizeof t);
-    t.tokens = nn_input(net, "tokens", MS_DTYPE_I32, ids);
-    t.targets = nn_input(net, "targets", MS_DTYPE_I32, ids);
+    t.tokens = ms_input(net->model, "tokens", MS_DTYPE_I32, ids);
+    t.targets = ms_input(net->model, "targets", MS_DTYPE_I32, ids);
     const ms_tensor wte = nn_param(net, "wte", ms_shape2(config->vocabulary, config->channels),
                                    NN_INIT_NORMAL, 0.02f);
     const ms_tensor wpe =
@@ -2207,9 +2152,9 @@ NN_API nn_transformer nn_bert(nn_net *net, const nn_transformer_config *config) 
     style.projection_deviation = 0.02f;
     nn_transformer t;
     memset(&t, 0, sizeof t);
-    t.tokens = nn_input(net, "tokens", MS_DTYPE_I32, ids);
-    t.segments = nn_input(net, "segments", MS_DTYPE_I32, ids);
-    t.targets = nn_input(net, "targets", MS_DTYPE_I32, ids);
+    t.tokens = ms_input(net->model, "tokens", MS_DTYPE_I32, ids);
+    t.segments = ms_input(net->model, "segments", MS_DTYPE_I32, ids);
+    t.targets = ms_input(net->model, "targets", MS_DTYPE_I32, ids);
     const ms_tensor wte =
         nn_param(net, "wte", ms_shape2(config->vocabulary, channels), NN_INIT_NORMAL, 0.02f);
     const ms_tensor wpe =

@@ -110,7 +110,7 @@ static ms_tensor c_lift(c_run *run, int j) {
     desc.forward = c_lift_forward;
     desc.backward = c_lift_backward;
     desc.param[0] = run->leaf[j];
-    desc.out[0] = nn_activation(run->net, "lifted", run->what->leaf[j]);
+    desc.out[0] = ms_activation(run->model, "lifted", MS_DTYPE_F32, run->what->leaf[j]);
     desc.backward_reads.nothing = true;
     ms_register_layer(run->model, &desc);
     return desc.out[0];
@@ -131,7 +131,7 @@ static void c_sum(c_run *run) {
             desc.param[j] = run->leaf[j];
         }
     }
-    desc.out[0] = nn_activation(run->net, "sum", ms_shape1(1));
+    desc.out[0] = ms_activation(run->model, "sum", MS_DTYPE_F32, ms_shape1(1));
     desc.backward_reads.nothing = true;
     ms_register_layer(run->model, &desc);
     ms_set_loss(run->model, desc.out[0]);
@@ -381,9 +381,9 @@ static ms_tensor e_build(c_run *run, const int64_t *d, uint32_t flags) {
     const ms_tensor none = {0};
     const bool segmented = (flags & NN_SEGMENTS) != 0;
     const ms_tensor positions = (flags & NN_POSITIONS) != 0 ? run->leaf[1] : none;
-    run->ids[0] = nn_input(run->net, "tokens", MS_DTYPE_I32, ms_shape2(d[0], d[1]));
+    run->ids[0] = ms_input(run->model, "tokens", MS_DTYPE_I32, ms_shape2(d[0], d[1]));
     if (segmented) {
-        run->ids[1] = nn_input(run->net, "segments", MS_DTYPE_I32, ms_shape2(d[0], d[1]));
+        run->ids[1] = ms_input(run->model, "segments", MS_DTYPE_I32, ms_shape2(d[0], d[1]));
     }
     return nn_embedding(run->net, "embedding", run->ids[0], run->leaf[0], positions, run->ids[1],
                         segmented ? run->leaf[run->what->leaf_count - 1] : none);
@@ -729,7 +729,7 @@ static const int32_t x_last[] = {4098};
 
 static ms_tensor x_build(c_run *run, const int64_t *d, uint32_t flags) {
     (void)flags;
-    run->ids[0] = nn_input(run->net, "targets", MS_DTYPE_I32, ms_shape1(d[0]));
+    run->ids[0] = ms_input(run->model, "targets", MS_DTYPE_I32, ms_shape1(d[0]));
     return nn_cross_entropy(run->net, "loss", run->lifted[0], run->ids[0]);
 }
 
@@ -1193,10 +1193,10 @@ static void test_refusals(void **state) {
         nn_net *net = nn_create(model);
         assert_non_null(net);
         const ms_tensor none = {0};
-        const ms_tensor ids = nn_input(net, "ids", MS_DTYPE_I32, ms_shape2(2, 3));
-        const ms_tensor x = nn_input(net, "x", MS_DTYPE_F32, ms_shape3(2, 3, 30));
+        const ms_tensor ids = ms_input(model, "ids", MS_DTYPE_I32, ms_shape2(2, 3));
+        const ms_tensor x = ms_input(model, "x", MS_DTYPE_F32, ms_shape3(2, 3, 30));
         const ms_tensor table = nn_param(net, "table", ms_shape2(2, 31), NN_INIT_ZEROS, 0.0f);
-        const ms_tensor odd = nn_input(net, "odd", MS_DTYPE_F32, ms_shape2(3, 31));
+        const ms_tensor odd = ms_input(model, "odd", MS_DTYPE_F32, ms_shape2(3, 31));
         const char *text = "";
         switch (i) {
         case 0:
