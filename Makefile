@@ -49,7 +49,7 @@ endif
 export OPENMP CBLAS CMOCKA
 
 lacks := $(if $(OPENMP),,no OpenMP: one thread only.) \
-         $(if $(CBLAS),,no CBLAS (libopenblas-openmp-dev): slower matrix products.) \
+         $(if $(CBLAS),,no CBLAS (libopenblas-openmp-dev): matrix products several times slower.) \
          $(if $(CMOCKA),,no cmocka (libcmocka-dev): most tests are skipped.)
 ifeq ($(MAKELEVEL),0)
 ifneq ($(strip $(lacks)),)
