@@ -302,7 +302,7 @@ typedef enum t_kind {
     T_SQUASH,  // y = x / (1 + |x|)             in: x                  reads y
     T_SCALE,   // y = scalar * x                in: x                  reads nothing
     T_ADD,     // y = (a + b) / 2               in: a, b               reads nothing
-    T_PRODUCT, // y = a * b / (1 + |b|)         in: a, b               reads a, b
+    T_PRODUCT, // y = a c / (1 + |c|)           in: a, b (c: reversed) reads a, b
     T_MATMUL,  // y = x W                       in: x   param: W       reads x, W
     T_AFFINE,  // y = (x p + q) / 2             in: x   param: p, q    reads x, p
     T_SPLIT,   // left, right = columns of x    in: x   out: 2         reads nothing
@@ -396,34 +396,50 @@ static inline int t_unary_backward(const ms_call *call) {
     return 0;
 }
 
-static inline int t_binary_forward(const ms_call *call) {
-    const t_op *op = (const t_op *)call->user;
+static inline int t_add_forward(const ms_call *call) {
     const float *a = t_data(&call->in[0]);
     const float *b = t_data(&call->in[1]);
-    float *y = t_data(&call->out[0]);
     int64_t count = t_rows(&call->out[0]) * t_cols(&call->out[0]);
     for (int64_t i = 0; i < count; ++i) {
-        y[i] = op->kind == T_ADD ? 0.5f * (a[i] + b[i]) : a[i] * b[i] / (1.0f + fabsf(b[i]));
+        t_data(&call->out[0])[i] = 0.5f * (a[i] + b[i]);
     }
     return 0;
 }
 
-static inline int t_binary_backward(const ms_call *call) {
-    const t_op *op = (const t_op *)call->user;
+static inline int t_add_backward(const ms_call *call) {
+    int64_t count = t_rows(&call->out[0]) * t_cols(&call->out[0]);
+    for (int64_t i = 0; i < count; ++i) {
+        float g = 0.5f * t_grad_out(call, 0, i);
+        t_contribute(&call->grad_in[0], i, g);
+        t_contribute(&call->grad_in[1], i, g);
+    }
+    return 0;
+}
+
+/* b is read from its end, so the product may stand in place of a, but never of b. */
+static inline int t_product_forward(const ms_call *call) {
     const float *a = t_data(&call->in[0]);
     const float *b = t_data(&call->in[1]);
     int64_t count = t_rows(&call->out[0]) * t_cols(&call->out[0]);
     for (int64_t i = 0; i < count; ++i) {
-        float g = t_grad_out(call, 0, i);
-        float slope_a = 0.5f;
-        float slope_b = 0.5f;
-        if (op->kind == T_PRODUCT) {
-            float scale = 1.0f / (1.0f + fabsf(b[i]));
-            slope_a = b[i] * scale;
-            slope_b = a[i] * scale * scale;
-        }
-        t_contribute(&call->grad_in[0], i, g * slope_a);
-        t_contribute(&call->grad_in[1], i, g * slope_b);
+        float of_b = b[count - 1 - i];
+        t_data(&call->out[0])[i] = a[i] * of_b / (1.0f + fabsf(of_b));
+    }
+    return 0;
+}
+
+static inline int t_product_backward(const ms_call *call) {
+    const float *a = t_data(&call->in[0]);
+    const float *b = t_data(&call->in[1]);
+    int64_t count = t_rows(&call->out[0]) * t_cols(&call->out[0]);
+    for (int64_t i = 0; i < count; ++i) {
+        float of_b = b[count - 1 - i];
+        t_contribute(&call->grad_in[0], i, t_grad_out(call, 0, i) * of_b / (1.0f + fabsf(of_b)));
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        float of_b = 1.0f + fabsf(b[count - 1 - i]);
+        float slope = a[i] / (of_b * of_b);
+        t_contribute(&call->grad_in[1], count - 1 - i, t_grad_out(call, 0, i) * slope);
     }
     return 0;
 }
@@ -660,8 +676,8 @@ typedef struct t_kind_info {
 static const t_kind_info t_kinds[T_KIND_COUNT] = {
     {"squash", t_unary_forward, t_unary_backward, 0, 1, 0, 0, 1, 1, 0},
     {"scale", t_unary_forward, t_unary_backward, 0, 0, 0, 0, 1, 1, 0},
-    {"add", t_binary_forward, t_binary_backward, 0, 0, 0, 0, 3, 1, 0},
-    {"product", t_binary_forward, t_binary_backward, 3, 0, 0, 0, 3, 1, 3},
+    {"add", t_add_forward, t_add_backward, 0, 0, 0, 0, 3, 1, 0},
+    {"product", t_product_forward, t_product_backward, 3, 0, 0, 0, 1, 0, 0},
     {"matmul", t_matmul_forward, t_matmul_backward, 1, 0, 0, 1, 0, 0, 0},
     {"affine", t_affine_forward, t_affine_backward, 1, 0, 0, 1, 1, 1, 1},
     {"split", t_split_forward, t_split_backward, 0, 0, 0, 0, 0, 0, 0},
