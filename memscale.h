@@ -353,8 +353,8 @@ typedef struct ms_layer_desc {
 /* AdamW: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, algorithm 2.
    SGD: v = momentum * v + g; p = p - rate * (v + decay * p). */
 typedef struct ms_optimizer_desc {
-    ms_optimizer_kind kind;
     float learning_rate; // 0: 0.001; ms_set_learning_rate takes any value, zero too
+    ms_optimizer_kind kind;
     float beta1;         // 0: 0.9
     float beta2;         // 0: 0.999
     float epsilon;       // 0: 1e-8
@@ -441,7 +441,8 @@ MEMSCALE_API const char *ms_last_error(const ms_model *model);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_hardware_report(ms_model *model, ms_hardware *report);
 
 /* Name a tensor. The name is copied, and need not be unique. A failure returns the handle 0, and
-   sticks. Errors: INVALID (dtype, shape), ORDER (after ms_wrap), OUT_OF_MEMORY.
+   sticks. Errors: INVALID (dtype, shape), UNSUPPORTED (a param that is not F32), ORDER (after
+   ms_wrap), OUT_OF_MEMORY.
      input       fed with ms_write, keeps its value until written again
      param       trained; F32
      buffer      lives between steps, not trained; read as an input of layers
@@ -520,8 +521,9 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_write(ms_model *model, ms_tensor te
                                                    const void *data);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_read(ms_model *model, ms_tensor tensor, void *data);
 
-/* Handles for ms_read and ms_write: the gradient of a tensor, and the optimizer state of a param
-   (AdamW: 0 and 1 are the moments; SGD: 0 is the momentum). Handle 0 if there is no such thing. */
+/* Handles for ms_read: the gradient of a param or an activation; and for ms_read and ms_write: the
+   optimizer state of a param (AdamW: 0 and 1 are the moments; SGD: 0 is the momentum). Handle 0 for
+   tensors that cannot have one. A frozen param has a handle, but nothing to read. */
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index);
 
@@ -914,7 +916,7 @@ struct ms_model {
     ms_result sticky;
     ms_view views[MSI_MAX_VIEWS];
     uint32_t error_count;
-    char error[MSI_ERROR_BYTES];
+    char error[MSI_ERROR_BYTES], sticky_error[MSI_ERROR_BYTES];
 };
 
 // ------------------------------------------------------------------------------------------------
@@ -955,9 +957,14 @@ static ms_result msi_fail_argument(ms_model *m, const char *function, const char
     return m ? msi_fail(m, MS_RESULT_INVALID, "%s: %s", function, what) : MS_RESULT_INVALID;
 }
 
-/* For registration: the first error stays. */
+/* For registration: the first error stays, and ms_wrap repeats its text. */
+static void msi_stick(ms_model *m, ms_result result) {
+    m->sticky = result;
+    memcpy(m->sticky_error, m->error, sizeof m->error);
+}
+
 #define MSI_STICK(m, ...)                                                                          \
-    ((m)->sticky == MS_RESULT_OK ? (void)((m)->sticky = msi_fail(m, __VA_ARGS__)) : (void)0)
+    ((m)->sticky == MS_RESULT_OK ? msi_stick(m, msi_fail(m, __VA_ARGS__)) : (void)0)
 
 typedef struct msi_size_text {
     char text[32];
@@ -1653,7 +1660,7 @@ static void msi_analyze_backward(msi_graph *g) {
 static ms_result msi_check_graph(ms_model *m) {
     msi_graph *g = &m->graph;
     if (m->sticky != MS_RESULT_OK) {
-        return m->sticky;
+        return msi_fail(m, m->sticky, "%s", m->sticky_error);
     }
     if (g->loss == MSI_NONE) {
         return msi_fail(m, MS_RESULT_INVALID, "no loss: call ms_set_loss with a layer's output");
@@ -2015,6 +2022,8 @@ static void msi_lower_train(msi_lowering *w, msi_program *p) {
         if (msi_is_trained(&g->tensors.items[t])) {
             msi_lower_update(w, t);
         }
+    }
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
         if (g->tensors.items[t].kept || t == g->loss) {
             msi_keep_to_end(w, t);
         }
@@ -3082,18 +3091,19 @@ static ms_result msi_trim_rung(msi_solver *s, uint64_t budget) {
     const uint32_t end = s->drops.count;
     const uint32_t begin = s->rungs.count > 1 ? s->rungs.items[s->rungs.count - 2].drop_count : 0;
     const uint64_t whole = s->plan->arena_bytes;
-    for (uint32_t count = begin + 1; count < end; count++) {
+    ms_result result = MS_RESULT_OK;
+    bool fits = false;
+    for (uint32_t count = begin + 1; count <= end && result == MS_RESULT_OK; count++) {
         for (uint32_t i = begin; i < end; i++) {
             s->plan->dropped[s->drops.items[i]] = i < count;
         }
-        bool fits;
-        ms_result result = msi_try(s);
+        result = msi_try(s);
         result = result == MS_RESULT_OK ? msi_fits(s, budget, &fits) : result;
-        if (result != MS_RESULT_OK || (fits && s->plan->arena_bytes >= whole)) {
-            return result;
+        if (fits && s->plan->arena_bytes >= whole) {
+            break;
         }
     }
-    return msi_return_to(s, &s->rungs.items[s->rungs.count - 1]);
+    return result;
 }
 
 /* At the end of the ladder: back to the rung with the smallest arena. That is the last one, unless
@@ -3203,7 +3213,11 @@ static bool msi_solver_init(msi_solver *s, ms_model *m, msi_plan *plan) {
     s->weight = s->below + g->tensors.count;
     s->visited = (uint32_t *)(s->weight + layers);
     s->segment = s->visited + layers;
-    return msi_lowering_init(&s->lowering, g, s->allocator, plan);
+    if (msi_lowering_init(&s->lowering, g, s->allocator, plan)) {
+        return true;
+    }
+    msi_release(s->allocator, s->below, msi_solver_bytes(g));
+    return false;
 }
 
 static void msi_solver_free(msi_solver *s) {
@@ -3957,7 +3971,8 @@ MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
     m->config = c;
     m->arena_on_host = c.backend.copy == msi_cpu_copy;
     m->graph.loss = MSI_NONE;
-    const ms_optimizer_desc defaults = {MS_OPTIMIZER_ADAMW, 0, 0, 0, 0, 0, 0};
+    ms_optimizer_desc defaults;
+    memset(&defaults, 0, sizeof defaults);
     ms_set_optimizer(m, &defaults);
     *model = m;
     return MS_RESULT_OK;
@@ -4083,6 +4098,11 @@ MEMSCALE_API void ms_set_eval_output(ms_model *model, ms_tensor tensor) {
     }
 }
 
+/* From 0 to below 1; a NaN is not. */
+static bool msi_is_share(float value) {
+    return value >= 0.0f && value < 1.0f;
+}
+
 static float msi_or(float value, float otherwise) {
     return value != 0.0f ? value : otherwise;
 }
@@ -4094,6 +4114,16 @@ MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *des
     if (!desc || (unsigned)desc->kind > MS_OPTIMIZER_SGD) {
         MSI_STICK(model, MS_RESULT_INVALID, "ms_set_optimizer: %s",
                   desc ? "no such kind" : "desc is NULL");
+        return;
+    }
+    if (!msi_is_share(desc->beta1) || !msi_is_share(desc->beta2) || !msi_is_share(desc->momentum) ||
+        !(desc->epsilon >= 0.0f) || !isfinite(desc->learning_rate) ||
+        !isfinite(desc->weight_decay)) {
+        MSI_STICK(model, MS_RESULT_INVALID,
+                  "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g: betas "
+                  "and momentum are at least 0 and below 1, epsilon is not negative",
+                  (double)desc->learning_rate, (double)desc->weight_decay, (double)desc->beta1,
+                  (double)desc->beta2, (double)desc->momentum, (double)desc->epsilon);
         return;
     }
     model->optimizer = *desc;
@@ -4382,9 +4412,12 @@ MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_value_index(model, tensor) : MSI_NONE;
     const ms_tensor none = {0};
-    return t != MSI_NONE && msi_is_float(model->graph.tensors.items[t].view.dtype)
-               ? msi_handle(t, MSI_ROLE_GRADIENT)
-               : none;
+    if (t == MSI_NONE || !msi_is_float(model->graph.tensors.items[t].view.dtype)) {
+        return none;
+    }
+    const msi_kind kind = model->graph.tensors.items[t].kind;
+    return kind == MSI_KIND_PARAM || kind == MSI_KIND_ACTIVATION ? msi_handle(t, MSI_ROLE_GRADIENT)
+                                                                 : none;
 }
 
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index) {

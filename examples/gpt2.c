@@ -21,17 +21,17 @@ enum { MAX_FILES = 64, SAMPLE_BYTES = 240, BYTE_COUNT = 256, WARMUP_STEPS = 20 }
 static const char *const default_files[] = {"memscale.h", "README.md", "docs/getting-started.md",
                                             "docs/internals.md", "examples/nn.h"};
 
-typedef struct options {
+typedef struct settings {
     const char *preset;
     int64_t batch, sequence, steps, seconds, seed;
     uint64_t budget_bytes; // 0: half way between the smallest and the plain arena
     bool dry, help;
     const char *files[MAX_FILES];
     int file_count;
-} options;
+} settings;
 
 typedef struct trainer {
-    options options;
+    settings options;
     nn_transformer_config shape;
     ms_model *model;
     nn_net *net;
@@ -83,7 +83,7 @@ static uint64_t parse_number(const char *text, bool scaled) {
     return *end == 0 && value >= 1.0 && value < 9e18 ? (uint64_t)value : 0;
 }
 
-static int parse_value(options *o, const char *name, const char *text) {
+static int parse_value(settings *o, const char *name, const char *text) {
     const struct {
         const char *name;
         int64_t *value;
@@ -114,7 +114,7 @@ static int parse_value(options *o, const char *name, const char *text) {
     return fail("unknown option %s; --help lists them", name);
 }
 
-static int parse_options(options *o, int argc, char **argv) {
+static int parse_options(settings *o, int argc, char **argv) {
     memset(o, 0, sizeof *o);
     o->preset = "small";
     o->seed = 1;
@@ -140,7 +140,7 @@ static int parse_options(options *o, int argc, char **argv) {
     return 0;
 }
 
-static int choose_shape(const options *o, nn_transformer_config *shape) {
+static int choose_shape(const settings *o, nn_transformer_config *shape) {
     const bool small = strcmp(o->preset, "small") == 0;
     memset(shape, 0, sizeof *shape);
     if (small) {
@@ -336,7 +336,7 @@ typedef struct progress {
     int printed; // tenths of the run that have a line already
 } progress;
 
-static void advance(progress *p, const options *o) {
+static void advance(progress *p, const settings *o) {
     const double by_steps = o->steps ? (double)p->step / (double)o->steps : 0.0;
     const double by_time =
         o->seconds ? (seconds_now() - p->started) / (double)o->seconds : 0.0;
@@ -368,7 +368,7 @@ static void print_progress(const trainer *t, progress *p, uint64_t arena_bytes) 
 /* Linear warm-up, then a cosine down to a tenth (Loshchilov and Hutter, "SGDR", 2017, eq. 5). */
 static float learning_rate(const trainer *t, const progress *p) {
     const double top = t->shape.channels < 512 ? 2e-3 : 3e-4;
-    const double warm = p->step < WARMUP_STEPS ? (double)(p->step + 1) / WARMUP_STEPS : 1.0;
+    const double warm = p->step < WARMUP_STEPS ? (double)(p->step + 1) / (double)WARMUP_STEPS : 1.0;
     return (float)(top * warm * (0.55 + 0.45 * cos(3.14159265358979 * p->done)));
 }
 

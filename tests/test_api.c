@@ -779,11 +779,11 @@ static void check_optimizer(const optimizer_case *c) {
 static void optimizers_follow_their_formulas(void **state) {
     (void)state;
     static const optimizer_case cases[] = {
-        {{MS_OPTIMIZER_ADAMW, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f}, -1.0f},
-        {{MS_OPTIMIZER_ADAMW, 0.01f, 0.8f, 0.95f, 1e-6f, 0.0f, 0.1f}, 0.0f},
-        {{MS_OPTIMIZER_ADAMW, 0.003f, 0.9f, 0.99f, 1e-8f, 0.0f, 0.0f}, 0.5f},
-        {{MS_OPTIMIZER_SGD, 0.05f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f}, -1.0f},
-        {{MS_OPTIMIZER_SGD, 0.05f, 0.0f, 0.0f, 0.0f, 0.9f, 0.1f}, 0.3f},
+        {{0.0f, MS_OPTIMIZER_ADAMW, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f}, -1.0f},
+        {{0.01f, MS_OPTIMIZER_ADAMW, 0.8f, 0.95f, 1e-6f, 0.0f, 0.1f}, 0.0f},
+        {{0.003f, MS_OPTIMIZER_ADAMW, 0.9f, 0.99f, 1e-8f, 0.0f, 0.0f}, 0.5f},
+        {{0.05f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f}, -1.0f},
+        {{0.05f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 0.9f, 0.1f}, 0.3f},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
         check_optimizer(&cases[i]);
@@ -818,6 +818,33 @@ static void an_optimizer_is_never_null(void **state) {
     ms_model *m = plain_model();
     ms_set_optimizer(m, NULL);
     expect_sticking(m, "ms_set_optimizer");
+}
+
+static void optimizers_out_of_range_are_refused(void **state) {
+    (void)state;
+    static const ms_optimizer_desc wrong[] = {
+        {NAN, MS_OPTIMIZER_ADAMW, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f},
+        {0.1f, MS_OPTIMIZER_ADAMW, 1.0f, 0.0f, 0.0f, 0.0f, 0.0f},
+        {0.1f, MS_OPTIMIZER_ADAMW, 0.0f, -0.1f, 0.0f, 0.0f, 0.0f},
+        {0.1f, MS_OPTIMIZER_ADAMW, 0.0f, 0.0f, -1e-8f, 0.0f, 0.0f},
+        {0.1f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 1.0f, 0.0f},
+        {0.1f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 0.0f, INFINITY},
+        {0.1f, (ms_optimizer_kind)(MS_OPTIMIZER_SGD + 1), 0.0f, 0.0f, 0.0f, 0.0f, 0.0f},
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; ++i) {
+        ms_model *m = plain_model();
+        ms_set_optimizer(m, &wrong[i]);
+        expect_sticking(m, "ms_set_optimizer");
+    }
+}
+
+static void a_refusal_has_its_own_text(void **state) {
+    (void)state;
+    ms_model *m = plain_model();
+    ms_refuse(NULL, "nobody");
+    ms_refuse(m, "the builder does not like this");
+    ms_refuse(m, "nor that");
+    expect_sticking(m, "the builder does not like this");
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1102,6 +1129,8 @@ int main(void) {
         cmocka_unit_test(optimizers_follow_their_formulas),
         cmocka_unit_test(sgd_without_momentum_has_no_state),
         cmocka_unit_test(an_optimizer_is_never_null),
+        cmocka_unit_test(optimizers_out_of_range_are_refused),
+        cmocka_unit_test(a_refusal_has_its_own_text),
         cmocka_unit_test(frozen_params_stand_still),
         cmocka_unit_test(optimize_scopes_a_block),
         cmocka_unit_test(two_models_are_independent),

@@ -95,6 +95,7 @@ static inline bool t_is_nan(float x) {
 }
 
 static inline void t_report(const ms_model *model, ms_memory_report *report) {
+    memset(report, 0, sizeof *report);
     t_ok(model, ms_report(model, report));
 }
 
