@@ -1028,7 +1028,7 @@ static void msi_unpoison(const void *memory, uint64_t bytes) {
 // ------------------------------------------------------------------------------------------------
 // >>backend cpu  the arena is host memory
 
-enum { MSI_GEMM_M = 60, MSI_GEMM_N = 128, MSI_GEMM_K = 64, MSI_TILE_M = 6, MSI_TILE_N = 16 };
+enum { MSI_GEMM_M = 64, MSI_GEMM_N = 128, MSI_GEMM_K = 64, MSI_TILE_M = 4, MSI_TILE_N = 32 };
 
 static int msi_cpu_memory_alloc(void *user, const ms_allocator *host, uint64_t bytes,
                                 void **device) {
@@ -1156,18 +1156,27 @@ static void msi_gemm_pack(const ms_matrix *x, bool by_row, int64_t row, int64_t 
     }
 }
 
+/* sums = a strip of MSI_TILE_M rows times a strip of MSI_TILE_N columns. An array per row: so gcc and
+   clang both keep all sums in vector registers. */
 static void msi_gemm_tile(const float *a, const float *b, int64_t depth,
                           float sums[MSI_TILE_M][MSI_TILE_N]) {
-    float t[MSI_TILE_M][MSI_TILE_N];
-    memset(t, 0, sizeof t);
+    float t0[MSI_TILE_N], t1[MSI_TILE_N], t2[MSI_TILE_N], t3[MSI_TILE_N];
+    for (int j = 0; j < MSI_TILE_N; j++) {
+        t0[j] = t1[j] = t2[j] = t3[j] = 0.0f;
+    }
     for (int64_t d = 0; d < depth; d++, a += MSI_TILE_M, b += MSI_TILE_N) {
-        for (int i = 0; i < MSI_TILE_M; i++) {
-            for (int j = 0; j < MSI_TILE_N; j++) {
-                t[i][j] = MSI_FMA(a[i], b[j], t[i][j]);
-            }
+        const float a0 = a[0], a1 = a[1], a2 = a[2], a3 = a[3];
+        for (int j = 0; j < MSI_TILE_N; j++) {
+            t0[j] = MSI_FMA(a0, b[j], t0[j]);
+            t1[j] = MSI_FMA(a1, b[j], t1[j]);
+            t2[j] = MSI_FMA(a2, b[j], t2[j]);
+            t3[j] = MSI_FMA(a3, b[j], t3[j]);
         }
     }
-    memcpy(sums, t, sizeof t);
+    memcpy(sums[0], t0, sizeof t0);
+    memcpy(sums[1], t1, sizeof t1);
+    memcpy(sums[2], t2, sizeof t2);
+    memcpy(sums[3], t3, sizeof t3);
 }
 
 static void msi_gemm_store(const float sums[MSI_TILE_M][MSI_TILE_N], int64_t rows, int64_t cols,
