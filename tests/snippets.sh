@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Compiles the C snippets of one document as C and as C++, and runs those that are whole programs.
 # A snippet is a block fenced by ```c or, in the manual of a header, lines indented by eight behind a
-# blank line. One with a main is a program. The others form one file: definitions stand first; of
+# blank line. One with a main is a program; a block without a language right behind it is what it must
+# print. The others form one file: definitions stand first; of
 # statements, each snippet is a block inside the one before, so that it sees what that declared.
 set -u
 document=$1
@@ -26,6 +27,7 @@ function finish() {
     ++count
     if (text ~ /(^|\n)int main\(/) {
         print whole > (out "/program" count ".c")
+        printed = out "/program" count ".expected"
     } else if (text ~ /(^|\n)(static|typedef|struct|enum) /) {
         definitions = definitions place text
     } else {
@@ -36,9 +38,12 @@ function finish() {
 }
 /^```/ {
     fenced = !fenced
+    expected = fenced && $0 == "```" ? printed : ""
     if (fenced && $0 == "```c") { code = 1; begin(NR + 1) } else { finish(); code = 0 }
     next
 }
+expected != "" { print > expected }
+!fenced && $0 != "" { printed = "" }
 code { add($0) }
 document ~ /\.h$/ && !manual_over {
     if ($0 ~ /^\*\//) { finish(); manual_over = 1 }
@@ -58,15 +63,19 @@ END {
 # A snippet may leave out what a real program checks.
 flags="-Wall -Wextra -Wno-unused -Wno-unused-result -Wno-missing-field-initializers -Werror -O1 -I."
 status=0
+try() { # COMPILER
+    $1 $flags "$source" -o "$object" $link && $run > "$object.printed" || status=1
+    [ ! -f "$object.expected" ] || diff "$object.expected" "$object.printed" || status=1
+}
 for source in "$out"/*.c; do
     object=${source%.c}
     case $source in
     */fragments.c) link=-c run= ;;
     *) link=-lm run="timeout 60 $object" ;;
     esac
-    $CC -std=c99 $flags "$source" -o "$object" $link && $run > /dev/null || status=1
+    try "$CC -std=c99"
     if command -v "$CXX" > /dev/null; then
-        $CXX -x c++ -std=c++11 $flags "$source" -o "$object" $link && $run > /dev/null || status=1
+        try "$CXX -x c++ -std=c++11"
     fi
 done
 [ $status -eq 0 ] && echo "[  PASSED  ] $(cat "$out/count") test(s)."
