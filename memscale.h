@@ -1360,9 +1360,9 @@ static ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char *name, ms
         !msi_multiply(ms_shape_count(shape), ms_dtype_bytes(dtype), &bytes) || bytes == 0 ||
         bytes > UINT64_MAX >> 8) {
         MSI_STICK(m, MS_RESULT_INVALID,
-                  "%s \"%s\": dtype %d, rank %d: dims must be at least 1, the rank 0 to %d, and "
+                  "%s \"%s\": dtype %s, rank %d: dims must be at least 1, the rank 0 to %d, and "
                   "the bytes below 2^56",
-                  kinds[kind], name, (int)dtype, (int)shape->rank, MS_LIMIT_RANK);
+                  kinds[kind], name, ms_dtype_name(dtype), (int)shape->rank, MS_LIMIT_RANK);
         return none;
     }
     if (kind == MSI_KIND_PARAM && dtype != MS_DTYPE_F32) {

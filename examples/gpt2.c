@@ -48,6 +48,7 @@ typedef struct trainer {
 static int fail(const char *format, ...) {
     va_list args;
     va_start(args, format);
+    fflush(stdout);
     fprintf(stderr, "gpt2: ");
     vfprintf(stderr, format, args);
     fprintf(stderr, "\n");
@@ -59,7 +60,7 @@ static void print_help(void) {
     printf("usage: gpt2 [options] [text file ...]\n\n"
            "  --preset NAME    small (default), 124M, 355M, 774M, 1558M\n"
            "  --batch N        sequences per step (8; presets other than small: 4)\n"
-           "  --sequence N     bytes per sequence (128; presets other than small: 64)\n"
+           "  --sequence N     bytes per sequence (64)\n"
            "  --budget SIZE    bytes that training may take, such as 300M or 1.5G (powers of 1024;\n"
            "                   default: half way from the smallest possible to the plain arena)\n"
            "  --steps N        stop after N steps\n"
@@ -80,7 +81,8 @@ static uint64_t parse_number(const char *text, bool scaled) {
         value *= (double)((uint64_t)1024 << (10 * (suffix - suffixes)));
         end++;
     }
-    return *end == 0 && value >= 1.0 && value < 9e18 ? (uint64_t)value : 0;
+    const bool whole = scaled || value == floor(value);
+    return *end == 0 && whole && value >= 1.0 && value < 9e18 ? (uint64_t)value : 0;
 }
 
 static int parse_value(settings *o, const char *name, const char *text) {
@@ -92,23 +94,22 @@ static int parse_value(settings *o, const char *name, const char *text) {
                    {"--steps", &o->steps},
                    {"--seconds", &o->seconds},
                    {"--seed", &o->seed}};
-    if (!text) {
-        return fail("%s needs a value", name);
-    }
+    const char *value = text ? text : "";
     if (strcmp(name, "--preset") == 0) {
-        o->preset = text;
+        o->preset = value;
         return 0;
     }
     if (strcmp(name, "--budget") == 0) {
-        o->budget_bytes = parse_number(text, true);
-        return o->budget_bytes ? 0 : fail("--budget %s: give a size such as 300M or 1.5G", text);
+        o->budget_bytes = parse_number(value, true);
+        return o->budget_bytes ? 0 : fail("--budget %s: give a size such as 300M or 1.5G", value);
     }
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
         if (strcmp(name, numbers[i].name) == 0) {
-            const uint64_t value = parse_number(text, false);
-            *numbers[i].value = (int64_t)value;
-            return value && value <= INT32_MAX ? 0 : fail("%s %s: give a whole number from 1 to "
-                                                          "2147483647", name, text);
+            const uint64_t number = parse_number(value, false);
+            *numbers[i].value = (int64_t)number;
+            return number && number <= INT32_MAX
+                       ? 0
+                       : fail("%s %s: give a whole number from 1 to 2147483647", name, value);
         }
     }
     return fail("unknown option %s; --help lists them", name);
@@ -146,7 +147,7 @@ static int choose_shape(const settings *o, nn_transformer_config *shape) {
     if (small) {
         shape->vocabulary = BYTE_COUNT;
         shape->context = 1024;
-        shape->layers = 6;
+        shape->layers = 4;
         shape->heads = 4;
         shape->channels = 128;
     } else {
@@ -157,7 +158,7 @@ static int choose_shape(const settings *o, nn_transformer_config *shape) {
         }
     }
     shape->batch = o->batch ? o->batch : small ? 8 : 4;
-    shape->sequence = o->sequence ? o->sequence : small ? 128 : 64;
+    shape->sequence = o->sequence ? o->sequence : 64;
     if (shape->sequence > shape->context) {
         return fail("--sequence %lld: the position table of this preset has %lld rows",
                     (long long)shape->sequence, (long long)shape->context);
@@ -262,6 +263,16 @@ static double mebibytes(uint64_t bytes) {
     return (double)bytes / 1048576.0;
 }
 
+static int print_machine(trainer *t) {
+    ms_hardware h;
+    if (ms_hardware_report(t->model, &h) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(t->model));
+    }
+    printf("machine   %s, %u processors, %.1f GiB, %.1f GiB free\n", h.name, h.processor_count,
+           mebibytes(h.total_bytes) / 1024.0, mebibytes(h.free_bytes) / 1024.0);
+    return 0;
+}
+
 /* Plans without memory, to learn the smallest and the plain arena, and chooses a budget between
    them if none was given. */
 static int choose_budget(trainer *t, uint64_t *budget_bytes) {
@@ -275,6 +286,9 @@ static int choose_budget(trainer *t, uint64_t *budget_bytes) {
     *budget_bytes = t->options.budget_bytes;
     if (*budget_bytes == 0) {
         *budget_bytes = smallest + (plain.plain_bytes - smallest) / 2;
+    }
+    if (print_machine(t) != 0) {
+        return 1;
     }
     printf("model     %s: %lld layers, %lld channels, %lld heads, vocabulary %lld: %.2f M params; "
            "batch %lld x %lld\n",
@@ -307,16 +321,6 @@ static int print_plan(trainer *t) {
         }
     }
     printf("\n");
-    return 0;
-}
-
-static int print_machine(trainer *t) {
-    ms_hardware h;
-    if (ms_hardware_report(t->model, &h) != MS_RESULT_OK) {
-        return fail("%s", ms_last_error(t->model));
-    }
-    printf("machine   %s, %u processors, %.1f GiB, %.1f GiB free\n", h.name, h.processor_count,
-           mebibytes(h.total_bytes) / 1024.0, mebibytes(h.free_bytes) / 1024.0);
     return 0;
 }
 
@@ -480,8 +484,8 @@ static int run(trainer *t) {
     if (ms_wrap(t->model) != MS_RESULT_OK) {
         return fail("%s", ms_last_error(t->model));
     }
-    if (print_plan(t) != 0 || print_machine(t) != 0 || t->options.dry) {
-        return 0;
+    if (print_plan(t) != 0 || t->options.dry) {
+        return t->options.dry ? 0 : 1;
     }
     if (read_text(t) != 0 || allocate_batch(t) != 0) {
         return 1;
