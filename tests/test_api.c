@@ -849,6 +849,33 @@ static void a_refusal_has_its_own_text(void **state) {
 // ------------------------------------------------------------------------------------------------
 // frozen params
 
+/* Kept in eval alone: readable behind ms_eval, gone behind a step. */
+static void eval_outputs_are_kept_in_eval(void **state) {
+    (void)state;
+    t_chain chain;
+    ms_config config = t_config();
+    config.debug = true;
+    assert_int_equal(t_chain_create(&chain, &config, 3, T_CHAIN_ROWS, T_CHAIN_COLS), MS_RESULT_OK);
+    ms_model *m = chain.model;
+    const msi_layer *first = &m->graph.layers.items[0];
+    const uint32_t out = msi_group(&m->graph, first, MSI_GROUP_OUT)[0];
+    const ms_tensor kept = msi_handle(out, MSI_ROLE_VALUE);
+    float *values = (float *)malloc((size_t)ms_tensor_bytes(m, kept));
+    assert_non_null(values);
+    ms_set_eval_output(m, kept);
+    t_ok(m, ms_wrap(m));
+    t_ok(m, t_chain_write(&chain, 1));
+    t_ok(m, ms_eval(m, NULL));
+    t_ok(m, ms_read(m, kept, values));
+    for (uint64_t i = 0; i < ms_tensor_count(m, kept); ++i) {
+        assert_true(isfinite(values[i]));
+    }
+    t_ok(m, ms_step(m, NULL));
+    t_error(m, ms_read(m, kept, values), MS_RESULT_ORDER);
+    free(values);
+    ms_destroy(m);
+}
+
 static void frozen_params_stand_still(void **state) {
     (void)state;
     t_chain chain;
@@ -1130,6 +1157,7 @@ int main(void) {
         cmocka_unit_test(an_optimizer_is_never_null),
         cmocka_unit_test(optimizers_out_of_range_are_refused),
         cmocka_unit_test(a_refusal_has_its_own_text),
+        cmocka_unit_test(eval_outputs_are_kept_in_eval),
         cmocka_unit_test(frozen_params_stand_still),
         cmocka_unit_test(optimize_scopes_a_block),
         cmocka_unit_test(two_models_are_independent),

@@ -706,8 +706,62 @@ static void dropout_follows_the_seed(void **state) {
     assert_true(memcmp(&losses[0], &losses[2], sizeof losses[0]) != 0);
 }
 
+// ------------------------------------------------------------------------------------------------
+// published sizes
+
+typedef struct size_limit {
+    const char *preset;
+    int64_t batch, sequence;
+    bool save_scores;
+    uint64_t plain_bytes, smallest_bytes; // of activations, their gradients and saved tensors
+} size_limit;
+
+static void plan_preset(const size_limit *limit, bool smallest, uint64_t *activation_bytes) {
+    ms_memory_report report;
+    nn_transformer_config sizes;
+    ms_config config = t_config();
+    memset(&sizes, 0, sizeof sizes);
+    assert_true(nn_preset(limit->preset, &sizes));
+    sizes.batch = limit->batch;
+    sizes.sequence = limit->sequence;
+    sizes.save_scores = limit->save_scores;
+    config.dry_run = true;
+    config.memory_budget_bytes = UINT64_MAX;
+    config.force_optimize = smallest;
+    trained n = train_create(&config, &sizes, strncmp(limit->preset, "bert", 4) == 0);
+    t_ok(n.model, ms_wrap(n.model));
+    t_report(n.model, &report);
+    assert_true(report.arena_bytes * 100 <= report.lower_bound_bytes * 102);
+    *activation_bytes = report.activation_peak_bytes;
+    train_destroy(&n);
+}
+
+/* Activations of real sizes stay below what liveness and taking over memory should leave of them,
+   and every layout within 2 % of its lower bound. */
+static void published_models_stay_small(void **state) {
+    (void)state;
+    static const uint64_t mega = 1000000;
+    static const size_limit limits[] = {
+        {"gpt2-124M", 4, 64, false, 205 * mega, 58 * mega},
+        {"gpt2-124M", 4, 64, true, 215 * mega, 64 * mega},
+        {"gpt2-355M", 4, 512, true, 5270 * mega, 640 * mega},
+        {"gpt2-774M", 2, 512, false, 3250 * mega, 320 * mega},
+        {"gpt2-1558M", 1, 512, false, 2650 * mega, 225 * mega},
+        {"bert-base", 16, 128, false, 1500 * mega, 315 * mega},
+        {"bert-large", 16, 128, false, 3550 * mega, 410 * mega},
+    };
+    for (size_t i = 0; i < sizeof limits / sizeof limits[0]; ++i) {
+        uint64_t bytes;
+        plan_preset(&limits[i], false, &bytes);
+        assert_in_range(bytes, limits[i].smallest_bytes, limits[i].plain_bytes);
+        plan_preset(&limits[i], true, &bytes);
+        assert_in_range(bytes, 1, limits[i].smallest_bytes);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(published_models_stay_small),
         cmocka_unit_test(whole_steps_against_float64),
         cmocka_unit_test(every_budget_gives_the_same_bits),
         cmocka_unit_test(every_budget_gives_the_same_gradients),

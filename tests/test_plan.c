@@ -1065,6 +1065,73 @@ static void planning_is_deterministic(void **state) {
     }
 }
 
+// ------------------------------------------------------------------------------------------------
+// the ladder against all plans
+
+enum { LADDER_DEPTH = 10 };
+
+/* Least peak for each number of recomputations, over every set of drops of a chain. */
+static void best_of_all_plans(msi_solver *solver, const t_chain *chain, uint64_t *best) {
+    uint32_t droppable[LADDER_DEPTH + 2], count = 0;
+    const msi_graph *g = &chain->model->graph;
+    for (uint32_t t = 0; t < g->tensors.count && count < LADDER_DEPTH + 2; ++t) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        if (!msi_is_fixed(tensor) && tensor->last_reader != MSI_NONE && t != g->loss) {
+            droppable[count++] = t;
+        }
+    }
+    for (uint32_t i = 0; i <= LADDER_DEPTH * 2; ++i) {
+        best[i] = UINT64_MAX;
+    }
+    for (uint32_t mask = 0; mask >> count == 0; ++mask) {
+        for (uint32_t k = 0; k < count; ++k) {
+            solver->plan->dropped[droppable[k]] = mask >> k & 1;
+        }
+        assert_int_equal(msi_try(solver), MS_RESULT_OK);
+        const uint32_t again = solver->plan->train.recompute_count;
+        const uint64_t peak = solver->plan->train.peak_bytes;
+        if (again <= LADDER_DEPTH * 2 && peak < best[again]) {
+            best[again] = peak;
+        }
+    }
+    for (uint32_t k = 0; k < count; ++k) {
+        solver->plan->dropped[droppable[k]] = 0;
+    }
+}
+
+/* On a chain of equal layers no plan with two recomputations less needs less than a rung of the
+   ladder, and the last rung needs as little as any plan. */
+static void ladder_is_close_to_the_best(void **state) {
+    (void)state;
+    t_chain chain;
+    msi_plan *plan;
+    msi_solver solver;
+    uint64_t best[LADDER_DEPTH * 2 + 1], least = UINT64_MAX;
+    ms_config config = t_config();
+    config.dry_run = true;
+    assert_int_equal(t_chain_create(&chain, &config, LADDER_DEPTH / 2, 64, 8), MS_RESULT_OK);
+    assert_int_equal(msi_make_plan(chain.model, MSI_GOAL_PLAIN, &plan), MS_RESULT_OK);
+    assert_true(msi_solver_init(&solver, chain.model, plan));
+    plan->early_update = true;
+    best_of_all_plans(&solver, &chain, best);
+    bool moved = true;
+    assert_int_equal(msi_try(&solver), MS_RESULT_OK);
+    while (moved) {
+        assert_int_equal(msi_climb(&solver, &moved), MS_RESULT_OK);
+        const uint32_t again = plan->train.recompute_count;
+        for (uint32_t i = 0; i + 2 <= again; ++i) {
+            assert_true(plan->train.peak_bytes <= best[i]);
+        }
+    }
+    for (uint32_t i = 0; i <= LADDER_DEPTH * 2; ++i) {
+        least = best[i] < least ? best[i] : least;
+    }
+    assert_true(plan->train.peak_bytes == least);
+    msi_solver_free(&solver);
+    msi_plan_free(chain.model, plan);
+    ms_destroy(chain.model);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_teardown(live_ranges_never_overlap, name_failing_graph),
@@ -1079,6 +1146,7 @@ int main(void) {
         cmocka_unit_test_teardown(sweep_without_checkpointing, name_failing_graph),
         cmocka_unit_test(forced_plans_are_the_smallest),
         cmocka_unit_test_teardown(random_graphs_are_equal_bit_for_bit, name_failing_graph),
+        cmocka_unit_test(ladder_is_close_to_the_best),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
