@@ -115,7 +115,7 @@
 #endif
 
 #if defined(__GNUC__)
-#define MEMSCALE_NODISCARD __attribute__((warn_unused_result))
+#define MEMSCALE_NODISCARD           __attribute__((warn_unused_result))
 #define MEMSCALE_PRINTF(text, first) __attribute__((format(printf, text, first)))
 #else
 #define MEMSCALE_NODISCARD
@@ -245,7 +245,11 @@ typedef void (*ms_log_fn)(ms_log_level level, const char *tag, const char *text,
 /* Receives a piece of a listing. */
 typedef void (*ms_write_fn)(const char *text, size_t length, void *user);
 
-typedef enum ms_device_kind { MS_DEVICE_CPU, MS_DEVICE_DISCRETE, MS_DEVICE_INTEGRATED } ms_device_kind;
+typedef enum ms_device_kind {
+    MS_DEVICE_CPU,
+    MS_DEVICE_DISCRETE,
+    MS_DEVICE_INTEGRATED
+} ms_device_kind;
 
 /* 0 where the platform does not tell. */
 typedef struct ms_hardware {
@@ -356,11 +360,11 @@ typedef struct ms_layer_desc {
 typedef struct ms_optimizer_desc {
     float learning_rate; // 0: 0.001; ms_set_learning_rate takes any value, zero too
     ms_optimizer_kind kind;
-    float beta1;         // 0: 0.9
-    float beta2;         // 0: 0.999
-    float epsilon;       // 0: 1e-8
-    float momentum;      // SGD; 0: none, and no state
-    float weight_decay;  // of the params for which ms_set_weight_decay does not say otherwise
+    float beta1;        // 0: 0.9
+    float beta2;        // 0: 0.999
+    float epsilon;      // 0: 1e-8
+    float momentum;     // SGD; 0: none, and no state
+    float weight_decay; // of the params for which ms_set_weight_decay does not say otherwise
 } ms_optimizer_desc;
 
 // ------------------------------------------------------------------------------------------------
@@ -509,8 +513,7 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_detach(ms_model *model);
 
 /* MS_OPTIMIZE(m) { ... } wraps before the block and detaches behind it. The block is skipped if
    ms_wrap fails (see ms_last_error). Leaving it by break, goto or return leaves the model wrapped. */
-#define MS_OPTIMIZE(model)                                                                         \
-    for (int memscale_stage = 0; ms_optimize_next((model), &memscale_stage);)
+#define MS_OPTIMIZE(model) for (int memscale_stage = 0; ms_optimize_next((model), &memscale_stage);)
 MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage);
 
 /* Copies a whole tensor from or to host memory, in its dtype. ms_write: any tensor that lives
@@ -611,9 +614,11 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_program(const ms_model *model
 // >>base  constants, checked sizes, growing arrays
 
 #ifdef __cplusplus
-#define MSI_ZERO_INIT {}
+#define MSI_ZERO_INIT                                                                              \
+    {}
 #else
-#define MSI_ZERO_INIT {0}
+#define MSI_ZERO_INIT                                                                              \
+    { 0 }
 #endif
 
 #define MSI_NONE UINT32_MAX // no tensor, no layer, no life, no instruction
@@ -785,14 +790,14 @@ typedef struct msi_tensor {
     uint32_t name;     // offset in graph.names
     uint32_t producer; // layer that writes it
     msi_kind kind;
-    float weight_decay; // NaN: the optimizer's
+    float weight_decay;     // NaN: the optimizer's
     uint64_t trained_since; // completed updates when its optimizer state was made
     bool frozen, kept, kept_in_eval;
     void *staged[3]; // written before ms_wrap: value, state 0, state 1
     /* analysis of the graph, made by ms_wrap */
     bool wants_gradient;
     bool updates_early;     // params: may be updated inside backward
-    uint32_t last_reader;  // the last layer in backward whose backward reads the value
+    uint32_t last_reader;   // the last layer in backward whose backward reads the value
     uint32_t last_gradient; // params: the last layer in backward that contributes a gradient
 } msi_tensor;
 
@@ -866,12 +871,12 @@ typedef struct msi_program {
     MSI_LIST(msi_instruction) instructions;
     MSI_LIST(msi_operand) operands;
     MSI_LIST(msi_life) lives;
-    MSI_LIST(msi_block) blocks; // offsets count from the end of the slots
+    MSI_LIST(msi_block) blocks;    // offsets count from the end of the slots
     MSI_LIST(uint64_t) live_bytes; // per instruction, slots not counted
     uint32_t forward_end, backward_end;
-    uint32_t loss; // life of the loss
-    uint32_t peak;                // the instruction with most live bytes
-    uint64_t peak_bytes, height;  // live bytes there; bytes that the layout takes
+    uint32_t loss;               // life of the loss
+    uint32_t peak;               // the instruction with most live bytes
+    uint64_t peak_bytes, height; // live bytes there; bytes that the layout takes
     uint64_t activation_peak_bytes;
     double recompute_cost;
     uint32_t recompute_count;
@@ -887,7 +892,7 @@ typedef struct msi_slot {
 
 typedef struct msi_plan {
     MSI_LIST(msi_slot) slots;
-    uint32_t *slot_of; // per tensor: the slot of its value, its states behind; or MSI_NONE
+    uint32_t *slot_of;   // per tensor: the slot of its value, its states behind; or MSI_NONE
     uint8_t *dropped;    // per tensor: not kept for backward; recomputed if it is needed there
     uint8_t *recomputed; // per layer: runs again in backward
     uint64_t slot_bytes;
@@ -909,11 +914,11 @@ struct ms_model {
     float loss_factor;
     uint64_t step; // completed updates
     const msi_program *running;
-    uint32_t position; // instructions of it that are done
+    uint32_t position;     // instructions of it that are done
     uint32_t updates_done; // of the step that is under way
     msi_stage stage;
-    bool arena_on_host;    // so that AddressSanitizer can watch it
-    bool sealed;           // wrapped once: the graph is closed
+    bool arena_on_host; // so that AddressSanitizer can watch it
+    bool sealed;        // wrapped once: the graph is closed
     bool failed;
     ms_result sticky;
     ms_view views[MSI_MAX_VIEWS];
@@ -1205,8 +1210,7 @@ static void msi_gemm_block(float alpha, const ms_matrix *a, const ms_matrix *b, 
         for (int64_t i = 0; i < rows; i += MSI_TILE_M) {
             for (int64_t j = 0; j < cols; j += MSI_TILE_N) {
                 msi_gemm_tile(packed_a + i * part, packed_b + j * part, part, sums);
-                msi_gemm_store((const float(*)[MSI_TILE_N])sums,
-                               msi_least(rows - i, MSI_TILE_M),
+                msi_gemm_store((const float(*)[MSI_TILE_N])sums, msi_least(rows - i, MSI_TILE_M),
                                msi_least(cols - j, MSI_TILE_N), alpha, d == 0 ? beta : 1.0f,
                                (float *)c->data + (row + i) * c->stride + col + j, c->stride);
             }
@@ -1487,8 +1491,8 @@ static void msi_undo_operands(msi_graph *g, uint32_t operand_first, uint32_t lay
 static double msi_layer_cost(const msi_graph *g, const msi_layer *layer, double flops) {
     double bytes = 0.0, params = 0.0, elements = 0.0, rows = 0.0;
     const uint32_t *operands = g->operands.items + layer->operand_first;
-    const uint32_t count = (uint32_t)layer->in_count + layer->out_count + layer->saved_count +
-                           layer->param_count;
+    const uint32_t count =
+        (uint32_t)layer->in_count + layer->out_count + layer->saved_count + layer->param_count;
     for (uint32_t i = 0; i < count; i++) {
         if (operands[i] == MSI_NONE) {
             continue;
@@ -1650,9 +1654,9 @@ static void msi_analyze_backward(msi_graph *g) {
         const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
         l->has_backward = false;
         for (uint32_t k = 0; k < l->out_count; k++) {
-            l->has_backward |= out[k] != MSI_NONE && g->tensors.items[out[k]].wants_gradient &&
-                               (out[k] == g->loss ||
-                                g->tensors.items[out[k]].last_gradient != MSI_NONE);
+            l->has_backward |=
+                out[k] != MSI_NONE && g->tensors.items[out[k]].wants_gradient &&
+                (out[k] == g->loss || g->tensors.items[out[k]].last_gradient != MSI_NONE);
         }
         if (l->has_backward) {
             msi_mark_backward(g, i);
@@ -1748,7 +1752,8 @@ static void msi_program_free(const ms_allocator *a, msi_program *p) {
 
 static uint32_t msi_emit(msi_lowering *w, msi_op op, uint32_t target) {
     msi_program *p = w->program;
-    if (!MSI_RESERVE(msi_instruction, w->allocator, p->instructions, p->instructions.count + 1ull)) {
+    if (!MSI_RESERVE(msi_instruction, w->allocator, p->instructions,
+                     p->instructions.count + 1ull)) {
         p->out_of_memory = true;
         return 0;
     }
@@ -1761,9 +1766,8 @@ static uint32_t msi_emit(msi_lowering *w, msi_op op, uint32_t target) {
 }
 
 static ms_category msi_category(const msi_graph *g, uint32_t tensor, msi_role role) {
-    static const ms_category of_value[] = {MS_CATEGORY_INPUT, MS_CATEGORY_PARAM,
-                                           MS_CATEGORY_BUFFER, MS_CATEGORY_ACTIVATION,
-                                           MS_CATEGORY_SAVED};
+    static const ms_category of_value[] = {MS_CATEGORY_INPUT, MS_CATEGORY_PARAM, MS_CATEGORY_BUFFER,
+                                           MS_CATEGORY_ACTIVATION, MS_CATEGORY_SAVED};
     if (role == MSI_ROLE_WORKSPACE) {
         return MS_CATEGORY_WORKSPACE;
     }
@@ -1953,7 +1957,8 @@ static void msi_lower_early_updates(msi_lowering *w, uint32_t layer) {
     const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
     for (uint32_t k = 0; k < l->param_count; k++) {
         const msi_tensor *t = param[k] == MSI_NONE ? NULL : &g->tensors.items[param[k]];
-        if (t && t->updates_early && t->last_gradient == layer && w->gradient[param[k]] != MSI_NONE) {
+        if (t && t->updates_early && t->last_gradient == layer &&
+            w->gradient[param[k]] != MSI_NONE) {
             w->queue[w->queue_end++] = param[k];
             w->queue_bytes += t->bytes;
         }
@@ -2015,7 +2020,6 @@ static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
     }
     msi_use_workspace(w, layer, l->workspace_bytes[1]);
 }
-
 
 static void msi_keep_to_end(msi_lowering *w, uint32_t tensor) {
     msi_program *p = w->program;
@@ -2807,9 +2811,9 @@ typedef struct msi_solver {
     msi_lowering lowering;
     uint32_t *visited; // per layer: number of the last price query that met it
     uint32_t query;
-    uint32_t *segment; // per layer: one of the layers that are recomputed together with it
-    uint64_t *weight;  // per segment: bytes that come back together
-    uint64_t *below;   // per tensor: weight of the segments that start from it
+    uint32_t *segment;        // per layer: one of the layers that are recomputed together with it
+    uint64_t *weight;         // per segment: bytes that come back together
+    uint64_t *below;          // per tensor: weight of the segments that start from it
     MSI_LIST(uint32_t) drops; // in the order of the ladder
     MSI_LIST(msi_rung) rungs;
     MSI_LIST(msi_candidate) candidates;
@@ -2848,8 +2852,8 @@ static ms_result msi_check_layout(msi_solver *s, const msi_program *p) {
 
 static ms_result msi_lay_out(msi_solver *s, msi_program *p) {
     if (!msi_make_blocks(s->allocator, p, s->plan->slots.count) ||
-        msi_layout(s->allocator, p->blocks.items, p->blocks.count, MSI_LAYOUT_EFFORT,
-                   &p->height) != MS_RESULT_OK ||
+        msi_layout(s->allocator, p->blocks.items, p->blocks.count, MSI_LAYOUT_EFFORT, &p->height) !=
+            MS_RESULT_OK ||
         (s->model->config.debug && msi_check_layout(s, p) != MS_RESULT_OK)) {
         return msi_fail_memory(s->model, "the layout", p->lives.count * sizeof(msi_block));
     }
@@ -3201,8 +3205,8 @@ static ms_result msi_first_rungs(msi_solver *s, msi_goal goal, uint64_t budget, 
     ms_result result = msi_try(s);
     result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, fits) : result;
     s->plan->plain_bytes = s->plan->arena_bytes;
-    *fits = goal == MSI_GOAL_PLAIN || (goal == MSI_GOAL_BUDGET && s->plan->arena_bytes <= budget &&
-                                       early != MS_SWITCH_ON);
+    *fits = goal == MSI_GOAL_PLAIN ||
+            (goal == MSI_GOAL_BUDGET && s->plan->arena_bytes <= budget && early != MS_SWITCH_ON);
     if (result != MS_RESULT_OK || *fits || early == MS_SWITCH_OFF) {
         return result;
     }
@@ -3548,10 +3552,10 @@ static ms_result msi_run_forward(ms_model *m, const msi_program *p, double *loss
     const ms_backend *b = &m->config.backend;
     const msi_life *life = &p->lives.items[p->loss];
     double sum = 0.0;
-    result = msi_device(m,
-                        b->sum_f32(b->user, msi_address(m->plan, life->offset),
-                                   life->bytes / sizeof(float), &sum),
-                        "sum");
+    result = msi_device(
+        m,
+        b->sum_f32(b->user, msi_address(m->plan, life->offset), life->bytes / sizeof(float), &sum),
+        "sum");
     if (result != MS_RESULT_OK) {
         return msi_abandon(m, result);
     }
@@ -3629,8 +3633,7 @@ static void msi_plan_free(ms_model *m, msi_plan *plan) {
         if (m->arena_on_host) {
             msi_unpoison(plan->arena, plan->arena_bytes);
         }
-        m->config.backend.memory_release(m->config.backend.user, a, plan->arena,
-                                         plan->arena_bytes);
+        m->config.backend.memory_release(m->config.backend.user, a, plan->arena, plan->arena_bytes);
     }
     msi_program_free(a, &plan->train);
     msi_program_free(a, &plan->eval);
@@ -3699,7 +3702,7 @@ static ms_result msi_move_values(ms_model *m, const msi_plan *plan) {
         const void *staged = *msi_staged(&m->graph.tensors.items[slot->tensor], slot->role);
         void *target = msi_address(plan, slot->offset);
         const int error =
-            old ? b->copy(b->user, target, msi_address(m->plan, old->offset), slot->bytes)
+            old      ? b->copy(b->user, target, msi_address(m->plan, old->offset), slot->bytes)
             : staged ? b->copy_in(b->user, target, staged, slot->bytes)
                      : b->fill_bytes(b->user, target, 0, slot->bytes);
         result = msi_device(m, error, "copy");
@@ -3866,10 +3869,9 @@ static void msi_print_instruction(const ms_model *m, const msi_printer *out, con
                                       "seed",    "zero",      "update"};
     const msi_instruction *i = &p->instructions.items[now];
     msi_print(out, "%5u  %-9s  ", (unsigned)now, ops[i->op]);
-    msi_print_name(out,
-                   i->op <= MSI_OP_EVAL ? msi_layer_name(m, i->target)
-                                        : msi_tensor_name(m, i->target),
-                   12);
+    msi_print_name(
+        out, i->op <= MSI_OP_EVAL ? msi_layer_name(m, i->target) : msi_tensor_name(m, i->target),
+        12);
     for (int written = 0; written < 2; written++) {
         msi_print(out, written ? " ->" : " ");
         for (uint32_t k = 0; k < i->operand_count; k++) {
@@ -3914,8 +3916,7 @@ static void msi_print_summary(const ms_model *m, const msi_printer *out) {
               (unsigned)r.layer_count, (unsigned)r.instruction_count, (unsigned)r.recompute_count,
               100.0 * r.recompute_share);
     msi_print(out, "updates %s backward\n", r.early_update ? "inside" : "after");
-    msi_print(out, "at the peak, instruction %u (%s):", (unsigned)r.peak_instruction,
-              r.peak_layer);
+    msi_print(out, "at the peak, instruction %u (%s):", (unsigned)r.peak_instruction, r.peak_layer);
     for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
         if (r.peak_bytes[c]) {
             msi_print(out, "  %s %s", ms_category_name((ms_category)c),
@@ -3943,8 +3944,8 @@ MEMSCALE_API const char *ms_result_text(ms_result result) {
 }
 
 MEMSCALE_API const char *ms_dtype_name(ms_dtype dtype) {
-    static const char *const names[] = {"f32", "f64", "f16", "bf16", "i64", "i32", "i16", "i8",
-                                        "u8"};
+    static const char *const names[] = {"f32", "f64", "f16", "bf16", "i64",
+                                        "i32", "i16", "i8",  "u8"};
     return (unsigned)dtype < MS_DTYPE_COUNT ? names[dtype] : "?";
 }
 
@@ -3954,10 +3955,14 @@ MEMSCALE_API uint64_t ms_dtype_bytes(ms_dtype dtype) {
 }
 
 MEMSCALE_API const char *ms_category_name(ms_category category) {
-    static const char *const names[] = {"inputs",      "params",
-                                        "buffers",     "optimizer state",
-                                        "gradients",   "activations",
-                                        "activation gradients", "saved",
+    static const char *const names[] = {"inputs",
+                                        "params",
+                                        "buffers",
+                                        "optimizer state",
+                                        "gradients",
+                                        "activations",
+                                        "activation gradients",
+                                        "saved",
                                         "workspace"};
     return (unsigned)category < MS_CATEGORY_COUNT ? names[category] : "?";
 }
@@ -4188,11 +4193,12 @@ MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *des
     if (!msi_is_share(desc->beta1) || !msi_is_share(desc->beta2) || !msi_is_share(desc->momentum) ||
         !(desc->epsilon >= 0.0f) || !isfinite(desc->learning_rate) ||
         !isfinite(desc->weight_decay)) {
-        MSI_STICK(model, MS_RESULT_INVALID,
-                  "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g: betas "
-                  "and momentum are at least 0 and below 1, epsilon is not negative",
-                  (double)desc->learning_rate, (double)desc->weight_decay, (double)desc->beta1,
-                  (double)desc->beta2, (double)desc->momentum, (double)desc->epsilon);
+        MSI_STICK(
+            model, MS_RESULT_INVALID,
+            "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g: betas "
+            "and momentum are at least 0 and below 1, epsilon is not negative",
+            (double)desc->learning_rate, (double)desc->weight_decay, (double)desc->beta1,
+            (double)desc->beta2, (double)desc->momentum, (double)desc->epsilon);
         return;
     }
     model->optimizer = *desc;
@@ -4288,7 +4294,8 @@ static ms_result msi_fill_plan(ms_model *m, msi_plan *plan, msi_goal goal) {
 /* Addresses of the lives, from those of their blocks. */
 static void msi_resolve(const msi_plan *plan, msi_program *p) {
     for (uint32_t i = plan->slots.count; i < p->lives.count; i++) {
-        p->lives.items[i].offset = plan->slot_bytes + p->blocks.items[p->lives.items[i].block].offset;
+        p->lives.items[i].offset =
+            plan->slot_bytes + p->blocks.items[p->lives.items[i].block].offset;
     }
 }
 
@@ -4468,11 +4475,11 @@ MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
     }
     const void *address = model->plan ? msi_live_address(model, t, role) : NULL;
     if (!address) {
-        return msi_fail(model, MS_RESULT_ORDER,
-                        "ms_read: the %s \"%s\" is not in memory here; ms_set_output keeps a tensor, "
-                        "and early_update = MS_SWITCH_OFF keeps gradients up to ms_update",
-                        role == MSI_ROLE_GRADIENT ? "gradient of" : "value of",
-                        msi_tensor_name(model, t));
+        return msi_fail(
+            model, MS_RESULT_ORDER,
+            "ms_read: the %s \"%s\" is not in memory here; ms_set_output keeps a tensor, "
+            "and early_update = MS_SWITCH_OFF keeps gradients up to ms_update",
+            role == MSI_ROLE_GRADIENT ? "gradient of" : "value of", msi_tensor_name(model, t));
     }
     const ms_backend *b = &model->config.backend;
     return msi_device(model, b->copy_out(b->user, data, address, source->bytes), "copy");
@@ -4594,8 +4601,7 @@ static const char *msi_gemm_fault(const ms_matrix *a, const ms_matrix *b, const 
             return "a matrix has no data, no elements, or a stride below its columns";
         }
     }
-    if (k != (b->transposed ? b->cols : b->rows) || m != c->rows || n != c->cols ||
-        c->transposed) {
+    if (k != (b->transposed ? b->cols : b->rows) || m != c->rows || n != c->cols || c->transposed) {
         return "the shapes do not match";
     }
     return NULL;
@@ -4661,8 +4667,7 @@ MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program progra
         return MS_RESULT_ORDER;
     }
     const msi_printer out = {write, user};
-    const msi_program *p =
-        program == MS_PROGRAM_TRAIN ? &model->plan->train : &model->plan->eval;
+    const msi_program *p = program == MS_PROGRAM_TRAIN ? &model->plan->train : &model->plan->eval;
     for (uint32_t i = 0; i < p->instructions.count; i++) {
         msi_print_instruction(model, &out, p, i);
     }

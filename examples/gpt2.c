@@ -57,18 +57,19 @@ static int fail(const char *format, ...) {
 }
 
 static void print_help(void) {
-    printf("usage: gpt2 [options] [text file ...]\n\n"
-           "  --preset NAME    small (default), 124M, 355M, 774M, 1558M\n"
-           "  --batch N        sequences per step (8; presets other than small: 4)\n"
-           "  --sequence N     bytes per sequence (64)\n"
-           "  --budget SIZE    bytes that training may take, such as 300M or 1.5G (powers of 1024;\n"
-           "                   default: half way from the smallest possible to the plain arena)\n"
-           "  --steps N        stop after N steps\n"
-           "  --seconds N      stop after N seconds (45, unless --steps is given)\n"
-           "  --seed N         of weights, batches and sampling (1)\n"
-           "  --dry            print the plan, allocate and train nothing\n"
-           "  --help           this text\n\n"
-           "The default text is this repository's own: run it there, or name files.\n");
+    printf(
+        "usage: gpt2 [options] [text file ...]\n\n"
+        "  --preset NAME    small (default), 124M, 355M, 774M, 1558M\n"
+        "  --batch N        sequences per step (8; presets other than small: 4)\n"
+        "  --sequence N     bytes per sequence (64)\n"
+        "  --budget SIZE    bytes that training may take, such as 300M or 1.5G (powers of 1024;\n"
+        "                   default: half way from the smallest possible to the plain arena)\n"
+        "  --steps N        stop after N steps\n"
+        "  --seconds N      stop after N seconds (45, unless --steps is given)\n"
+        "  --seed N         of weights, batches and sampling (1)\n"
+        "  --dry            print the plan, allocate and train nothing\n"
+        "  --help           this text\n\n"
+        "The default text is this repository's own: run it there, or name files.\n");
 }
 
 /* A positive number, with a suffix K, M or G where `scaled`; 0 if it is none. */
@@ -342,8 +343,7 @@ typedef struct progress {
 
 static void advance(progress *p, const settings *o) {
     const double by_steps = o->steps ? (double)p->step / (double)o->steps : 0.0;
-    const double by_time =
-        o->seconds ? (seconds_now() - p->started) / (double)o->seconds : 0.0;
+    const double by_time = o->seconds ? (seconds_now() - p->started) / (double)o->seconds : 0.0;
     p->done = by_steps > by_time ? by_steps : by_time;
     p->done = p->done < 1.0 ? p->done : 1.0;
 }
@@ -364,8 +364,8 @@ static void print_progress(const trainer *t, progress *p, uint64_t arena_bytes) 
     const double seconds = seconds_now() - p->started;
     printf("%sstep %5lld [%s] loss %.3f  %.0f tokens/s  %.1f MiB%s", p->terminal ? "\r" : "",
            (long long)p->step, bar, p->loss,
-           (double)(p->step * t->shape.batch * t->shape.sequence) / seconds,
-           mebibytes(arena_bytes), p->terminal && p->done < 1.0 ? "  " : "\n");
+           (double)(p->step * t->shape.batch * t->shape.sequence) / seconds, mebibytes(arena_bytes),
+           p->terminal && p->done < 1.0 ? "  " : "\n");
     fflush(stdout);
 }
 

@@ -1451,7 +1451,8 @@ NN_API ms_tensor nn_embedding(nn_net *net, const char *name, ms_tensor tokens, m
         desc.param[2] = segment_table;
         desc.backward_reads.in = 3;
     }
-    const ms_shape out = ms_shape3(ids.dim[0], ids.dim[1], nn_last(ms_tensor_shape(net->model, table)));
+    const ms_shape out =
+        ms_shape3(ids.dim[0], ids.dim[1], nn_last(ms_tensor_shape(net->model, table)));
     desc.flops = nn_elements(out) * 2.0;
     return nn_register(net, &desc, out);
 }
@@ -1499,8 +1500,8 @@ NN_API nn_pair nn_layernorm_params(nn_net *net, const char *name, int64_t width)
 
 NN_API ms_tensor nn_linear(nn_net *net, const char *name, ms_tensor x, int64_t out_features,
                            float deviation) {
-    const nn_pair pair =
-        nn_linear_params(net, name, nn_last(ms_tensor_shape(net->model, x)), out_features, deviation);
+    const nn_pair pair = nn_linear_params(net, name, nn_last(ms_tensor_shape(net->model, x)),
+                                          out_features, deviation);
     return nn_linear_tied(net, name, x, pair.weight, pair.bias);
 }
 
