@@ -57,9 +57,9 @@
     address, so a callback takes its pointers from the ms_call of that very call and keeps none.
 
     PLANS. The plain plan keeps what backward reads and updates all params after backward. Where the
-    plain arena exceeds the budget, params are updated as soon as their gradient is complete, and
-    then activations are dropped in forward and recomputed in backward, those first that free
-    the most bytes for the least work. Every choice is scored by building the real program.
+    plain arena exceeds the budget, params are updated inside backward, so that gradients die
+    sooner, and then activations are dropped in forward and recomputed in backward, those first that
+    free the most bytes for the least work. Every choice is scored by building the real program.
 
     NUMERICS. A recomputation runs the same callback on the same inputs with the same seed, so it
     gives the same bits wherever the callback is deterministic. Gradients are summed in one fixed
@@ -67,16 +67,22 @@
 
     ERRORS. Every fallible function returns an ms_result. A failing step leaves params and optimizer
     state as they were after the last completed update; where an update had begun, the model is
-    marked failed (MS_RESULT_FAILED) until params are written again and ms_wrap is called.
+    marked failed (MS_RESULT_FAILED): write params and optimizer state from your own copy, then call
+    ms_wrap, which takes your word for it. Registration errors stick up to ms_wrap; later ones do
+    not.
 
     ALLOCATOR. All host memory comes from ms_config.allocator, device memory from ms_config.backend.
-    Nothing is allocated between ms_wrap and the next ms_wrap or ms_detach.
+    Nothing is allocated between ms_wrap and the next ms_wrap or ms_detach. One exception: the C
+    library's file buffer while the CPU backend reads /proc for its hardware report, and for a
+    budget of 0.
 
     THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
-    run on the thread that called ms_step. With OpenMP enabled at compile time, the update and the
-    built-in ms_gemm use its threads.
+    run on the thread that called ms_step; from inside them, of all functions that take the model,
+    only ms_gemm, ms_read, ms_report and those about tensors may be called. With OpenMP enabled at
+    compile time, the update and the built-in ms_gemm use its threads.
 
-    LIMITS. 16 inputs, 8 outputs, 16 saved tensors and 16 params a layer; rank 6; 2^28 tensors.
+    LIMITS. 16 inputs, 8 outputs, 16 saved tensors and 16 params a layer; rank 6; 2^28 tensors; 2^58
+    bytes. A handle belongs to its model; that of another model is not always recognised.
     Arithmetic of the library's own (updates, ms_gemm) is float32.
 
     HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend.
@@ -84,7 +90,7 @@
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
     implementation  >>base >>arithmetic >>structs >>log >>memory >>backend cpu >>hardware >>graph
-                    >>lower >>layout >>simulate >>solve >>execute >>optimizer >>state >>report >>api
+                    >>lower >>layout >>simulate >>solve >>optimizer >>execute >>state >>report >>api
 */
 #ifndef MEMSCALE_H
 #define MEMSCALE_H
@@ -134,7 +140,7 @@
     X(MS_RESULT_CALLBACK, "a callback of a layer returned an error")                               \
     X(MS_RESULT_NONFINITE, "the loss is not a finite number")                                      \
     X(MS_RESULT_BACKEND, "the backend reported an error")                                          \
-    X(MS_RESULT_FAILED, "an update was cut in two; write the params again and wrap")               \
+    X(MS_RESULT_FAILED, "an update was cut in two; write params and state again, then wrap")       \
     X(MS_RESULT_DRY_RUN, "the model is a dry run and has no memory")                               \
     X(MS_RESULT_UNSUPPORTED, "not supported by this backend or dtype")
 
@@ -186,7 +192,8 @@ typedef struct ms_shape {
 /* A tensor as a callback sees it. data is NULL where the layer has no such operand, where nobody
    wants that gradient, and for values that backward_reads does not list; shape and dtype stand
    even so, unless the slot is empty. beta, for gradients: data = beta * data + contribution,
-   with 0 (data holds rubbish, perhaps NaN: overwrite) or 1 (accumulate). */
+   with 0 (data holds rubbish, perhaps NaN: overwrite) or 1 (accumulate). Where one tensor stands in
+   several slots, their gradients are one memory, to be written slot by slot in rising order. */
 typedef struct ms_view {
     void *data;
     ms_shape shape;
@@ -211,7 +218,8 @@ typedef enum ms_phase {
 } ms_phase;
 
 /* What a callback is given. The arrays end at the last slot that the layer uses. All of it is
-   valid during the call alone. ms_gemm may be called from several threads of a callback. */
+   valid during the call alone. ms_gemm may be called from several threads of a callback,
+   as long as it does not fail. */
 typedef struct ms_call {
     void *user;      // ms_layer_desc.user
     ms_model *model; // for ms_gemm
@@ -257,7 +265,7 @@ typedef struct ms_hardware {
     ms_device_kind kind;
     uint32_t processor_count;
     uint64_t total_bytes;
-    uint64_t free_bytes; // what a new process can still get without swapping
+    uint64_t free_bytes; // MemAvailable; limits of cgroups are not looked at
 } ms_hardware;
 
 typedef enum ms_optimizer_kind { MS_OPTIMIZER_ADAMW, MS_OPTIMIZER_SGD } ms_optimizer_kind;
@@ -311,8 +319,8 @@ typedef struct ms_config {
     double target_utilization;    // 0 < x <= 1; 0: 0.85
     ms_switch checkpointing;      // OFF: never recompute. DEFAULT, ON: where the budget asks for it
     /* Update a param inside backward, once its gradient is complete, so that the gradient dies.
-       DEFAULT: where the budget asks for it, and no sooner than the arena gains from it; ON: always,
-       at once; OFF: after backward, always. */
+       DEFAULT: where the budget asks for it, and no sooner than the arena gains from it; ON:
+       always, at once; OFF: after backward, always. */
     ms_switch early_update;
     bool force_optimize; // the smallest arena that the switches allow, whatever the budget
     bool dry_run;        // plan and report, allocate no arena; steps return MS_RESULT_DRY_RUN
@@ -416,7 +424,8 @@ typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
 MEMSCALE_API const char *ms_result_name(ms_result result);
 MEMSCALE_API const char *ms_result_text(ms_result result);
 
-/* Name ("f32") and size in bytes of one element; "?" and 0 for a value out of range. Threads: any. */
+/* Name ("f32") and size in bytes of one element; "?" and 0 for a value out of range. Threads: any.
+   */
 MEMSCALE_API const char *ms_dtype_name(ms_dtype dtype);
 MEMSCALE_API uint64_t ms_dtype_bytes(ms_dtype dtype);
 
@@ -435,7 +444,7 @@ MEMSCALE_API ms_backend ms_backend_cpu(void);
    Errors: INVALID (a field out of range, half an allocator), OUT_OF_MEMORY. Threads: any. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_create(const ms_config *config, ms_model **model);
 
-/* Frees everything; NULL is fine. Pointers that callbacks were given end here. */
+/* Frees everything; NULL is fine. Not from a callback. */
 MEMSCALE_API void ms_destroy(ms_model *model);
 
 /* Text of the last error of this model, "" if there was none; valid until the next call that
@@ -487,7 +496,8 @@ MEMSCALE_API void ms_set_eval_output(ms_model *model, ms_tensor tensor);
    Errors: INVALID, ORDER (after ms_wrap). */
 MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc);
 
-/* Between steps, at any time. A wrong handle is an INVALID that sticks. */
+/* Between steps, at any time. A wrong handle or a value that is not finite is refused, as INVALID;
+   before ms_wrap that sticks. */
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate);
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay);
 
@@ -512,14 +522,16 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_wrap(ms_model *model);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_detach(ms_model *model);
 
 /* MS_OPTIMIZE(m) { ... } wraps before the block and detaches behind it. The block is skipped if
-   ms_wrap fails (see ms_last_error). Leaving it by break, goto or return leaves the model wrapped. */
+   ms_wrap fails (see ms_last_error). Leaving it by break, goto or return leaves the model wrapped.
+   */
 #define MS_OPTIMIZE(model) for (int memscale_stage = 0; ms_optimize_next((model), &memscale_stage);)
 MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage);
 
 /* Copies a whole tensor from or to host memory, in its dtype. ms_write: any tensor that lives
-   between steps (input, param, buffer, optimizer state), at any time, also before ms_wrap. ms_read:
-   these, and every value that is live where the last step stopped: the loss, outputs, and between
-   ms_backward and ms_update the gradients. Errors: INVALID, ORDER (not live), DRY_RUN,
+   between steps (input, param, buffer, optimizer state), at any time, also before ms_wrap; after
+   ms_forward it ends that step, since backward would see other values. ms_read: these, and every
+   value that is live where the last step stopped: the loss, outputs, and between ms_backward and
+   ms_update the gradients. Errors: INVALID, ORDER (not live), DRY_RUN,
    OUT_OF_MEMORY, BACKEND. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_write(ms_model *model, ms_tensor tensor,
                                                    const void *data);
@@ -541,7 +553,7 @@ MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_step(ms_model *model, double *loss);
 
 /* The same in three calls. With a plan that updates early (ms_memory_report.early_update),
-   ms_backward updates most params and ms_update completes the step.
+   ms_backward updates some params and ms_update completes the step.
    Errors: as ms_step; ORDER if called out of turn. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_forward(ms_model *model, double *loss);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_backward(ms_model *model);
@@ -820,6 +832,7 @@ typedef struct msi_graph {
     MSI_LIST(msi_layer) layers;
     MSI_LIST(uint32_t) operands; // tensors, MSI_NONE for empty slots
     MSI_LIST(uint16_t) masks;
+    uint64_t bytes; // of all tensors and workspaces, below 2^58: no sum over a program overflows
     uint32_t loss;
 } msi_graph;
 
@@ -845,6 +858,7 @@ typedef struct msi_life {
     uint32_t block;
     uint8_t role, category;
     bool taken; // another life takes over this one's memory at its last instruction
+    bool kept;  // to the end of the program and beyond, for ms_read
 } msi_life;
 
 typedef struct msi_operand {
@@ -899,6 +913,7 @@ typedef struct msi_plan {
     uint64_t budget_bytes, plain_bytes, arena_bytes;
     void *arena;
     msi_program train, eval;
+    double step_cost; // of one plain step, in the unit of msi_layer.cost
     bool early_update;
     uint64_t update_lag_bytes; // early updates: gradients that may wait for theirs
 } msi_plan;
@@ -916,9 +931,10 @@ struct ms_model {
     const msi_program *running;
     uint32_t position;     // instructions of it that are done
     uint32_t updates_done; // of the step that is under way
+    float step_factor;     // of the loss, in this step
+    bool busy;             // inside a callback
     msi_stage stage;
     bool arena_on_host; // so that AddressSanitizer can watch it
-    bool sealed;        // wrapped once: the graph is closed
     bool failed;
     ms_result sticky;
     ms_view views[MSI_MAX_VIEWS];
@@ -945,10 +961,12 @@ static void msi_log(const ms_model *m, ms_log_level level, const char *tag, cons
 
 MEMSCALE_PRINTF(3, 4)
 static ms_result msi_fail(ms_model *m, ms_result result, const char *format, ...) {
+    char text[MSI_ERROR_BYTES]; // the arguments may point into m->error
     va_list args;
     va_start(args, format);
-    vsnprintf(m->error, sizeof m->error, format, args);
+    vsnprintf(text, sizeof text, format, args);
     va_end(args);
+    memcpy(m->error, text, sizeof text);
     m->error_count++;
     msi_log(m, MS_LOG_ERROR, "error", "%s: %s", ms_result_name(result), m->error);
     return result;
@@ -964,10 +982,13 @@ static ms_result msi_fail_argument(ms_model *m, const char *function, const char
     return m ? msi_fail(m, MS_RESULT_INVALID, "%s: %s", function, what) : MS_RESULT_INVALID;
 }
 
-/* For registration: the first error stays, and ms_wrap repeats its text. */
+/* For registration: the first error stays, and ms_wrap repeats its text. With a plan there is no
+   more registration, and nothing that must stay. */
 static void msi_stick(ms_model *m, ms_result result) {
-    m->sticky = result;
-    memcpy(m->sticky_error, m->error, sizeof m->error);
+    if (!m->plan) {
+        m->sticky = result;
+        memcpy(m->sticky_error, m->error, sizeof m->error);
+    }
 }
 
 #define MSI_STICK(m, ...)                                                                          \
@@ -1163,8 +1184,8 @@ static void msi_gemm_pack(const ms_matrix *x, bool by_row, int64_t row, int64_t 
     }
 }
 
-/* sums = a strip of MSI_TILE_M rows times a strip of MSI_TILE_N columns. An array per row: so gcc and
-   clang both keep all sums in vector registers. */
+/* sums = a strip of MSI_TILE_M rows times a strip of MSI_TILE_N columns. An array per row: so gcc
+   and clang both keep all sums in vector registers. */
 static void msi_gemm_tile(const float *a, const float *b, int64_t depth,
                           float sums[MSI_TILE_M][MSI_TILE_N]) {
     float t0[MSI_TILE_N], t1[MSI_TILE_N], t2[MSI_TILE_N], t3[MSI_TILE_N];
@@ -1203,7 +1224,7 @@ static void msi_gemm_block(float alpha, const ms_matrix *a, const ms_matrix *b, 
     float sums[MSI_TILE_M][MSI_TILE_N];
     const int64_t rows = msi_least(c->rows - row, MSI_GEMM_M);
     const int64_t cols = msi_least(c->cols - col, MSI_GEMM_N);
-    for (int64_t d = 0; d < depth || d == 0; d += MSI_GEMM_K) {
+    for (int64_t d = 0; d < depth; d += MSI_GEMM_K) {
         const int64_t part = msi_least(depth - d, MSI_GEMM_K);
         msi_gemm_pack(a, true, row, rows, d, part, MSI_TILE_M, packed_a);
         msi_gemm_pack(b, false, d, part, col, cols, MSI_TILE_N, packed_b);
@@ -1310,10 +1331,11 @@ static ms_tensor msi_handle(uint32_t tensor, msi_role role) {
     return handle;
 }
 
-/* Index of the tensor that a handle stands for; MSI_NONE if it stands for none of this model. */
+/* Index of the tensor that a handle stands for; MSI_NONE if there is none. */
 static uint32_t msi_index(const ms_model *m, ms_tensor handle) {
     const uint32_t index = (handle.id & (((uint32_t)1 << MSI_ROLE_BITS) - 1)) - 1;
-    return index < m->graph.tensors.count ? index : MSI_NONE;
+    const bool known = handle.id >> MSI_ROLE_BITS <= MSI_ROLE_STATE1;
+    return known && index < m->graph.tensors.count ? index : MSI_NONE;
 }
 
 static msi_role msi_role_of(ms_tensor handle) {
@@ -1338,15 +1360,29 @@ static bool msi_is_trained(const msi_tensor *t) {
     return t->kind == MSI_KIND_PARAM && !t->frozen;
 }
 
+static int msi_state_count(const ms_optimizer_desc *o) {
+    return o->kind == MS_OPTIMIZER_ADAMW ? 2 : o->momentum != 0.0f ? 1 : 0;
+}
+
 /* False, and an error that sticks, if the model takes no more registrations. */
 static bool msi_registering(ms_model *m, const char *what, const char *name) {
     if (!m) {
         return false;
     }
-    if (m->sealed) {
+    if (m->plan) {
         MSI_STICK(m, MS_RESULT_ORDER, "%s \"%s\": the graph is closed since ms_wrap", what, name);
         return false;
     }
+    return true;
+}
+
+/* Adds to the bytes of the model; false if they become too many. */
+static bool msi_count_bytes(msi_graph *g, uint64_t bytes, uint64_t more_bytes) {
+    const uint64_t limit = (uint64_t)1 << 58;
+    if (bytes >= limit || more_bytes >= limit || g->bytes + bytes + more_bytes >= limit) {
+        return false;
+    }
+    g->bytes += bytes + more_bytes;
     return true;
 }
 
@@ -1362,10 +1398,10 @@ static ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char *name, ms
     uint64_t bytes;
     if (ms_dtype_bytes(dtype) == 0 ||
         !msi_multiply(ms_shape_count(shape), ms_dtype_bytes(dtype), &bytes) || bytes == 0 ||
-        bytes > UINT64_MAX >> 8) {
+        !msi_count_bytes(g, bytes, 0)) {
         MSI_STICK(m, MS_RESULT_INVALID,
                   "%s \"%s\": dtype %s, rank %d: dims must be at least 1, the rank 0 to %d, and "
-                  "the bytes below 2^56",
+                  "the bytes of the whole model below 2^58",
                   kinds[kind], name, ms_dtype_name(dtype), (int)shape->rank, MS_LIMIT_RANK);
         return none;
     }
@@ -1474,17 +1510,6 @@ static bool msi_add_operands(ms_model *m, uint32_t layer, const char *name, int 
     return true;
 }
 
-/* Takes back what a layer that is refused has written into the graph. */
-static void msi_undo_operands(msi_graph *g, uint32_t operand_first, uint32_t layer) {
-    for (uint32_t i = operand_first; i < g->operands.count; i++) {
-        const uint32_t t = g->operands.items[i];
-        if (t != MSI_NONE && g->tensors.items[t].producer == layer) {
-            g->tensors.items[t].producer = MSI_NONE;
-        }
-    }
-    g->operands.count = operand_first;
-}
-
 /* Work of one forward in bytes moved: declared or derived flops at 16 flops a byte (about what
    CPUs and GPUs do), and every operand once. Derived: 2 flops per param element and row of the
    first output, as in a matrix product; without params, 1 per element of output. */
@@ -1523,21 +1548,16 @@ static bool msi_reserve_layer(ms_model *m, const msi_layer *l) {
            MSI_RESERVE(uint16_t, a, g->masks, g->masks.count + l->out_count + 4u * l->in_count);
 }
 
-/* The bits of a mask that stand for slots. */
-static uint16_t msi_trim(uint16_t mask, uint32_t count) {
-    return (uint16_t)(mask & ((1u << count) - 1u));
-}
-
 static void msi_add_masks(msi_graph *g, const msi_layer *l, const ms_layer_desc *desc) {
     uint16_t *mask = g->masks.items + g->masks.count;
     for (int i = 0; i < l->out_count; i++) {
-        *mask++ = msi_trim(desc->in_place[i], l->in_count);
+        *mask++ = desc->in_place[i];
     }
     for (int i = 0; i < l->in_count; i++) {
-        *mask++ = msi_trim(desc->grad_in_place[i].in, l->in_count);
-        *mask++ = msi_trim(desc->grad_in_place[i].out, l->out_count);
-        *mask++ = msi_trim(desc->grad_in_place[i].saved, l->saved_count);
-        *mask++ = msi_trim(desc->grad_in_place[i].grad_out, l->out_count);
+        *mask++ = desc->grad_in_place[i].in;
+        *mask++ = desc->grad_in_place[i].out;
+        *mask++ = desc->grad_in_place[i].saved;
+        *mask++ = desc->grad_in_place[i].grad_out;
     }
     g->masks.count += l->out_count + 4u * l->in_count;
 }
@@ -1560,6 +1580,41 @@ static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
     return l;
 }
 
+/* Whether a mask names slots beyond the used ones. */
+static bool msi_exceeds(uint16_t mask, uint32_t slot_count) {
+    return (uint32_t)mask >> slot_count != 0;
+}
+
+/* What is wrong with a desc apart from its tensors, or NULL. */
+static const char *msi_desc_fault(msi_graph *g, const ms_layer_desc *desc, const msi_layer *l) {
+    const ms_reads *r = &desc->backward_reads;
+    bool exceeds = msi_exceeds(r->in, l->in_count) || msi_exceeds(r->out, l->out_count) ||
+                   msi_exceeds(r->saved, l->saved_count) || msi_exceeds(r->param, l->param_count);
+    for (int i = 0; i < MS_LIMIT_OUT; i++) {
+        exceeds |= msi_exceeds(desc->in_place[i], l->in_count);
+    }
+    for (int i = 0; i < MS_LIMIT_IN; i++) {
+        const ms_overwrites *o = &desc->grad_in_place[i];
+        exceeds |= msi_exceeds(o->in, l->in_count) || msi_exceeds(o->out, l->out_count) ||
+                   msi_exceeds(o->saved, l->saved_count) || msi_exceeds(o->grad_out, l->out_count);
+    }
+    if (exceeds) {
+        return "a mask (backward_reads, in_place, grad_in_place) names a slot that is not used";
+    }
+    if (r->nothing && (r->in | r->out | r->saved | r->param)) {
+        return "backward_reads says both \"nothing\" and what it reads";
+    }
+    if (!desc->forward || l->out_count == 0) {
+        return "a layer needs a forward callback and an output";
+    }
+    if (!isfinite(desc->flops) || desc->flops < 0.0) {
+        return "flops must be a finite number, at least 0";
+    }
+    return msi_count_bytes(g, l->workspace_bytes[0], l->workspace_bytes[1])
+               ? NULL
+               : "with this workspace the bytes of the model exceed 2^58";
+}
+
 static ms_layer msi_add_layer(ms_model *m, const ms_layer_desc *desc) {
     const ms_layer none = {0};
     msi_graph *g = &m->graph;
@@ -1568,12 +1623,9 @@ static ms_layer msi_add_layer(ms_model *m, const ms_layer_desc *desc) {
     char numbered[32];
     snprintf(numbered, sizeof numbered, "layer %u", (unsigned)index);
     const char *name = desc->name ? desc->name : numbered;
-    if (!desc->forward || l.out_count == 0 ||
-        (l.workspace_bytes[0] | l.workspace_bytes[1]) >> 56 != 0) {
-        MSI_STICK(m, MS_RESULT_INVALID,
-                  "layer \"%s\" needs a forward callback, an output, and less than 2^56 bytes of "
-                  "workspace",
-                  name);
+    const char *fault = msi_desc_fault(g, desc, &l);
+    if (fault) {
+        MSI_STICK(m, MS_RESULT_INVALID, "layer \"%s\": %s", name, fault);
         return none;
     }
     if (!msi_reserve_layer(m, &l)) {
@@ -1586,7 +1638,6 @@ static ms_layer msi_add_layer(ms_model *m, const ms_layer_desc *desc) {
     const ms_tensor *const slots[] = {desc->in, desc->out, desc->saved, desc->param};
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
         if (!msi_add_operands(m, index, name, group, slots[group], msi_group_count(&l, group))) {
-            msi_undo_operands(g, l.operand_first, index);
             return none;
         }
     }
@@ -1597,8 +1648,7 @@ static ms_layer msi_add_layer(ms_model *m, const ms_layer_desc *desc) {
     return handle;
 }
 
-/* Forward sweep: what a gradient can reach. Backward sweep: what the loss depends on, who reads
-   what in backward, and which contribution to a param's gradient is the last. */
+/* Forward sweep: what a gradient can reach. */
 static void msi_analyze(msi_graph *g) {
     for (uint32_t i = 0; i < g->tensors.count; i++) {
         msi_tensor *t = &g->tensors.items[i];
@@ -1670,6 +1720,14 @@ static void msi_analyze_backward(msi_graph *g) {
             }
         }
     }
+}
+
+static double msi_step_cost(const msi_graph *g) {
+    double cost = 0.0;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        cost += g->layers.items[i].cost * (g->layers.items[i].has_backward ? 3.0 : 1.0);
+    }
+    return cost;
 }
 
 static ms_result msi_check_graph(ms_model *m) {
@@ -1957,6 +2015,9 @@ static void msi_lower_early_updates(msi_lowering *w, uint32_t layer) {
     const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
     for (uint32_t k = 0; k < l->param_count; k++) {
         const msi_tensor *t = param[k] == MSI_NONE ? NULL : &g->tensors.items[param[k]];
+        for (uint32_t j = 0; t && j < k; j++) {
+            t = param[j] == param[k] ? NULL : t; // queued from an earlier slot
+        }
         if (t && t->updates_early && t->last_gradient == layer &&
             w->gradient[param[k]] != MSI_NONE) {
             w->queue[w->queue_end++] = param[k];
@@ -2025,6 +2086,7 @@ static void msi_keep_to_end(msi_lowering *w, uint32_t tensor) {
     msi_program *p = w->program;
     if (!p->out_of_memory && w->value[tensor] >= w->plan->slots.count) {
         p->lives.items[w->value[tensor]].last = p->instructions.count - 1;
+        p->lives.items[w->value[tensor]].kept = true;
     }
 }
 
@@ -2083,16 +2145,16 @@ static void msi_lower_eval(msi_lowering *w, msi_program *p) {
     }
 }
 
-/* The life among the operands [from, from + count) in `mask` that `life` can take over: it ends at
-   this instruction, has the same size, and no operand outside of the masks touches it. masks has
-   one bit per operand of the instruction. */
+/* The operand's life that `life` can take over: it ends at this instruction, has the same size, and
+   no operand that is not allowed touches it. `allowed` has a flag per operand. */
 static uint32_t msi_find_takeover(const msi_program *p, const msi_instruction *i, uint32_t now,
                                   uint32_t life, const uint8_t *allowed) {
     const msi_operand *operands = p->operands.items + i->operand_first;
     for (uint32_t k = 0; k < i->operand_count; k++) {
         const uint32_t old = operands[k].life;
         if (!allowed[k] || old == MSI_NONE || p->lives.items[old].last != now ||
-            p->lives.items[old].taken || p->lives.items[old].first == now ||
+            p->lives.items[old].taken || p->lives.items[old].kept ||
+            p->lives.items[old].first == now ||
             msi_align(p->lives.items[old].bytes) != msi_align(p->lives.items[life].bytes)) {
             continue;
         }
@@ -2255,7 +2317,7 @@ static void msi_sort_indices(uint32_t *index, uint32_t *scratch, uint32_t count,
             uint64_t middle = begin + width < count ? begin + width : count;
             uint64_t end = begin + 2 * width < count ? begin + 2 * width : count;
             uint64_t a = begin, b = middle;
-            for (uint64_t i = begin; i < end; ++i) {
+            for (uint64_t i = begin; i < end; i++) {
                 bool from_a = b == end || (a < middle && key[index[a]] <= key[index[b]]);
                 scratch[i] = from_a ? index[a++] : index[b++];
             }
@@ -2264,8 +2326,8 @@ static void msi_sort_indices(uint32_t *index, uint32_t *scratch, uint32_t count,
     }
 }
 
-/* Left and right climb from the ends of the range to the root; every node that the range fills hangs
-   on one of these two paths. */
+/* Left and right climb from the ends of the range to the root; every node that the range fills
+   hangs on one of these two paths. */
 static uint64_t msi_skyline_max(const msi_skyline *s, uint32_t first, uint32_t last) {
     uint32_t left = first + s->leaves, right = last + s->leaves;
     uint64_t height = 0;
@@ -2316,7 +2378,7 @@ static bool msi_layout_spend(msi_layout_work *w, uint64_t operations) {
 /* Any two ranges that meet have the first instant of one of them in common, so the distinct firsts
    are all the time that matters. */
 static void msi_layout_compress_time(msi_layout_work *w) {
-    for (uint32_t i = 0; i < w->count; ++i) {
+    for (uint32_t i = 0; i < w->count; i++) {
         w->key[i] = w->blocks[i].first;
         w->weight[i] = 1;
         if (w->blocks[i].bytes) {
@@ -2324,14 +2386,14 @@ static void msi_layout_compress_time(msi_layout_work *w) {
         }
     }
     msi_sort_indices(w->order, w->scratch, w->used, w->key);
-    for (uint32_t i = 0; i < w->used; ++i) {
+    for (uint32_t i = 0; i < w->used; i++) {
         uint32_t block = w->order[i];
         if (i == 0 || w->key[w->order[i - 1]] != w->key[block]) {
             w->scratch[w->times++] = w->blocks[block].first;
         }
         w->first[block] = w->times - 1;
     }
-    for (uint32_t i = 0; i < w->used; ++i) {
+    for (uint32_t i = 0; i < w->used; i++) {
         uint32_t block = w->order[i], low = w->first[block], high = w->times;
         while (high - low > 1) {
             uint32_t middle = low + (high - low) / 2;
@@ -2346,7 +2408,7 @@ static void msi_layout_compress_time(msi_layout_work *w) {
 /* Live bytes over time; the largest is the lower bound. */
 static void msi_layout_measure_load(msi_layout_work *w) {
     memset(w->load, 0, ((size_t)w->times + 1) * sizeof *w->load);
-    for (uint32_t i = 0; i < w->used; ++i) {
+    for (uint32_t i = 0; i < w->used; i++) {
         uint32_t block = w->order[i];
         w->load[w->first[block]] += w->blocks[block].bytes;
         w->load[w->last[block] + 1] -= w->blocks[block].bytes; // wraps, and sums wrap back
@@ -2383,7 +2445,7 @@ static void msi_layout_sort(msi_layout_work *w, msi_layout_order order) {
             msi_skyline_raise(&w->bottom, t, t, w->load[t]);
         }
     }
-    for (uint32_t i = 0; i < w->used; ++i) {
+    for (uint32_t i = 0; i < w->used; i++) {
         w->key[w->order[i]] = msi_layout_key(w, w->order[i], order);
     }
     msi_sort_indices(w->order, w->scratch, w->used, w->key);
@@ -2392,7 +2454,7 @@ static void msi_layout_sort(msi_layout_work *w, msi_layout_order order) {
 static void msi_layout_keep_best(msi_layout_work *w, uint64_t height) {
     if (height < w->height) {
         w->height = height;
-        for (uint32_t i = 0; i < w->used; ++i) {
+        for (uint32_t i = 0; i < w->used; i++) {
             w->best[w->order[i]] = w->offset[w->order[i]];
         }
     }
@@ -2404,7 +2466,7 @@ static void msi_layout_place_on_skylines(msi_layout_work *w, bool two_sided) {
     uint64_t height = 0;
     msi_skyline_clear(&w->bottom);
     msi_skyline_clear(&w->top);
-    for (uint32_t i = 0; i < w->used; ++i) {
+    for (uint32_t i = 0; i < w->used; i++) {
         uint32_t block = w->order[i];
         bool top = two_sided && w->blocks[block].from_top;
         const msi_skyline *s = top ? &w->top : &w->bottom;
@@ -2416,7 +2478,7 @@ static void msi_layout_place_on_skylines(msi_layout_work *w, bool two_sided) {
         height =
             msi_max_u64(height, msi_skyline_max(&w->bottom, t, t) + msi_skyline_max(&w->top, t, t));
     }
-    for (uint32_t i = 0; i < w->used && two_sided; ++i) {
+    for (uint32_t i = 0; i < w->used && two_sided; i++) {
         uint32_t block = w->order[i];
         if (w->blocks[block].from_top) {
             w->offset[block] = height - w->offset[block] - w->blocks[block].bytes;
@@ -2450,10 +2512,10 @@ static void msi_spots_insert(msi_spot *spots, uint32_t count, msi_spot spot, boo
 static void msi_layout_first_fit(msi_layout_work *w) {
     uint64_t height = 0;
     w->spot_count = 0;
-    for (uint32_t i = 0; i < w->used; ++i) {
+    for (uint32_t i = 0; i < w->used; i++) {
         uint32_t block = w->order[i];
         uint64_t low = 0, bytes = w->blocks[block].bytes;
-        for (uint32_t k = 0; k < w->spot_count && w->by_low[k].low < low + bytes; ++k) {
+        for (uint32_t k = 0; k < w->spot_count && w->by_low[k].low < low + bytes; k++) {
             bool meets = msi_spot_meets(&w->by_low[k], w->first[block], w->last[block]);
             low = meets ? msi_max_u64(low, w->by_low[k].high) : low;
         }
@@ -2475,12 +2537,12 @@ static uint32_t msi_layout_random(msi_layout_work *w, uint32_t below) {
     return (uint32_t)(w->random * UINT64_C(0x2545F4914F6CDD1D) >> 32) % below;
 }
 
-/* Removes what overlaps spot, and what reaches beyond target, from one of the two lists. Returns how
-   many stay; the others wait, if waiting is not NULL. */
+/* Removes what overlaps spot, and what reaches beyond target, from one of the two lists. Returns
+   how many stay; the others wait, if waiting is not NULL. */
 static uint32_t msi_spots_remove(msi_spot *spots, uint32_t count, const msi_spot *spot,
                                  uint64_t target, uint32_t *waiting) {
     uint32_t kept = 0, gone = 0;
-    for (uint32_t i = 0; i < count; ++i) {
+    for (uint32_t i = 0; i < count; i++) {
         const msi_spot *s = &spots[i];
         bool hit = msi_spot_meets(s, spot->first, spot->last) & (s->low < spot->high) &
                    (s->high > spot->low);
@@ -2512,10 +2574,10 @@ static uint64_t msi_layout_least_harm(msi_layout_work *w, uint32_t block, uint64
     bool candidate = true; // the ground
     *least = UINT64_MAX;
     while (low + bytes <= target) {
-        for (; k < w->spot_count && w->by_low[k].low < low + bytes; ++k) {
+        for (; k < w->spot_count && w->by_low[k].low < low + bytes; k++) {
             begun += msi_spot_meets(&w->by_low[k], first, last) * (uint64_t)w->by_low[k].weight;
         }
-        for (; i < w->spot_count && w->by_high[i].high <= low; ++i) {
+        for (; i < w->spot_count && w->by_high[i].high <= low; i++) {
             ended += msi_spot_meets(&w->by_high[i], first, last) * (uint64_t)w->by_high[i].weight;
         }
         uint64_t harm = begun - ended;
@@ -2541,14 +2603,14 @@ static uint64_t msi_layout_least_harm(msi_layout_work *w, uint32_t block, uint64
 static void msi_layout_restore(msi_layout_work *w, bool upside_down) {
     for (uint32_t by_high = 0; by_high < 2; ++by_high) {
         msi_spot *spots = by_high ? w->by_high : w->by_low;
-        for (uint32_t i = 0; i < w->used; ++i) {
+        for (uint32_t i = 0; i < w->used; i++) {
             uint32_t block = w->order[i];
             uint64_t low = w->best[block], bytes = w->blocks[block].bytes;
             w->offset[block] = upside_down ? w->height - low - bytes : low;
             w->key[block] = w->offset[block] + (by_high ? bytes : 0);
         }
         msi_sort_indices(w->order, w->scratch, w->used, w->key);
-        for (uint32_t i = 0; i < w->used; ++i) {
+        for (uint32_t i = 0; i < w->used; i++) {
             spots[i] = msi_layout_spot(w, w->order[i], w->offset[w->order[i]]);
         }
     }
@@ -2558,10 +2620,10 @@ static void msi_layout_restore(msi_layout_work *w, bool upside_down) {
 
 /* What was hard long ago counts less: halves the weights. */
 static void msi_layout_forget(msi_layout_work *w) {
-    for (uint32_t i = 0; i < w->used; ++i) {
+    for (uint32_t i = 0; i < w->used; i++) {
         w->weight[w->order[i]] = (w->weight[w->order[i]] + 1) / 2;
     }
-    for (uint32_t i = 0; i < w->spot_count; ++i) {
+    for (uint32_t i = 0; i < w->spot_count; i++) {
         w->by_low[i].weight = w->weight[w->by_low[i].block];
         w->by_high[i].weight = w->weight[w->by_high[i].block];
     }
@@ -2619,7 +2681,7 @@ static void msi_layout_search(msi_layout_work *w) {
         bool two_sided;
     } skylines[] = {{MSI_ORDER_LOAD, true},  {MSI_ORDER_SPAN, true},   {MSI_ORDER_LOAD, false},
                     {MSI_ORDER_SPAN, false}, {MSI_ORDER_BYTES, false}, {MSI_ORDER_START, true}};
-    for (uint32_t i = 0; i < sizeof skylines / sizeof skylines[0] && w->height > w->bound; ++i) {
+    for (uint32_t i = 0; i < sizeof skylines / sizeof skylines[0] && w->height > w->bound; i++) {
         if (!msi_layout_spend(w, 100 * (uint64_t)w->used) && i) {
             return;
         }
@@ -2647,7 +2709,7 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
         uint32_t **arrays[] = {&w->first,   &w->last,    &w->order,
                                &w->scratch, &w->waiting, &w->weight};
         uint32_t *next = (uint32_t *)(void *)(memory + words);
-        for (uint32_t i = 0; i < 6; ++i) {
+        for (uint32_t i = 0; i < 6; i++) {
             *arrays[i] = next + i * count;
         }
         w->bottom.highest = memory;
@@ -2702,7 +2764,7 @@ static ms_result msi_layout(const ms_allocator *allocator, msi_block *blocks, ui
     work.effort = effort;
     msi_layout_search(&work);
     *height = work.used ? work.height : 0;
-    for (uint32_t i = 0; i < count; ++i) {
+    for (uint32_t i = 0; i < count; i++) {
         blocks[i].offset = blocks[i].bytes ? work.best[i] : 0;
     }
     msi_release(allocator, memory, msi_layout_bind(&work, NULL));
@@ -2724,9 +2786,9 @@ static ms_result msi_layout_lower_bound(const ms_allocator *allocator, const msi
 
 /* For debug builds and tests: no two blocks share a byte at an instant. O(n^2). */
 static bool msi_layout_is_valid(const msi_block *blocks, uint32_t count) {
-    for (uint32_t i = 0; i < count; ++i) {
+    for (uint32_t i = 0; i < count; i++) {
         const msi_block *a = &blocks[i];
-        for (uint32_t k = i + 1; k < count; ++k) {
+        for (uint32_t k = i + 1; k < count; k++) {
             const msi_block *b = &blocks[k];
             if (a->first <= b->last && b->first <= a->last && a->offset < b->offset + b->bytes &&
                 b->offset < a->offset + a->bytes) {
@@ -2783,6 +2845,16 @@ static bool msi_simulate(const ms_allocator *a, msi_program *p, uint32_t slot_co
     return true;
 }
 
+/* Whether some param is updated inside backward. */
+static bool msi_updates_inside(const msi_program *p) {
+    for (uint32_t i = p->forward_end; i < p->backward_end; i++) {
+        if (p->instructions.items[i].op == MSI_OP_UPDATE) {
+            return true;
+        }
+    }
+    return false;
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>solve  from a budget to a plan
 
@@ -2802,6 +2874,7 @@ typedef struct msi_candidate {
 typedef struct msi_rung {
     uint64_t peak_bytes;
     uint32_t drop_count; // dropped values up to here
+    bool early_update;
 } msi_rung;
 
 typedef struct msi_solver {
@@ -2979,15 +3052,37 @@ static uint64_t msi_merged_bytes(msi_solver *s, uint32_t tensor) {
     return bytes;
 }
 
-static int msi_compare_candidates(const void *left, const void *right) {
-    const msi_candidate *a = (const msi_candidate *)left, *b = (const msi_candidate *)right;
+/* Best first: most bytes for the work, then short segments, then the order of registration. */
+static bool msi_is_better(const msi_candidate *a, const msi_candidate *b) {
     if (a->bytes_per_cost != b->bytes_per_cost) {
-        return a->bytes_per_cost > b->bytes_per_cost ? -1 : 1;
+        return a->bytes_per_cost > b->bytes_per_cost;
     }
-    if (a->merged != b->merged) {
-        return a->merged < b->merged ? -1 : 1;
+    return a->merged != b->merged ? a->merged < b->merged : a->key < b->key;
+}
+
+/* Heap sort: in place, since qsort may allocate behind the host's hooks. */
+static void msi_sort_candidates(msi_candidate *items, uint32_t count) {
+    for (uint32_t round = count / 2 + count; round-- > 1;) {
+        const uint32_t end = round < count ? round : count; // below count: the worst goes there
+        uint32_t top = round < count ? 0 : round - count;
+        if (round < count) {
+            const msi_candidate worst = items[0];
+            items[0] = items[round];
+            items[round] = worst;
+        }
+        for (uint32_t child = 2 * top + 1; child < end; child = 2 * top + 1) {
+            if (child + 1 < end && msi_is_better(&items[child], &items[child + 1])) {
+                child++;
+            }
+            if (!msi_is_better(&items[top], &items[child])) {
+                break;
+            }
+            const msi_candidate parent = items[top];
+            items[top] = items[child];
+            items[child] = parent;
+            top = child;
+        }
     }
-    return a->key < b->key ? -1 : a->key > b->key;
 }
 
 /* Values that lie idle at the peak, between forward and backward. The saved tensors of a layer are
@@ -3031,10 +3126,7 @@ static bool msi_find_candidates(msi_solver *s) {
         c->merged = msi_merged_bytes(s, c->key);
         c->bytes_per_cost /= 1e-3 + msi_price(s, g->tensors.items[c->key].producer);
     }
-    if (s->candidates.count > 1) {
-        qsort(s->candidates.items, s->candidates.count, sizeof(msi_candidate),
-              msi_compare_candidates);
-    }
+    msi_sort_candidates(s->candidates.items, s->candidates.count);
     return true;
 }
 
@@ -3044,6 +3136,7 @@ static bool msi_add_rung(msi_solver *s) {
     }
     s->rungs.items[s->rungs.count].peak_bytes = s->plan->train.peak_bytes;
     s->rungs.items[s->rungs.count].drop_count = s->drops.count;
+    s->rungs.items[s->rungs.count].early_update = s->plan->early_update;
     s->rungs.count++;
     return true;
 }
@@ -3060,9 +3153,14 @@ static bool msi_drop(msi_solver *s, const msi_candidate *c) {
     return true;
 }
 
-static void msi_undrop_to(msi_solver *s, uint32_t drop_count) {
-    while (s->drops.count > drop_count) {
+/* Puts the first `count` drops of the ladder into force, and no others: those that are taken back
+   stay in the list behind its end. */
+static void msi_set_drops(msi_solver *s, uint32_t count) {
+    while (s->drops.count > count) {
         s->plan->dropped[s->drops.items[--s->drops.count]] = 0;
+    }
+    while (s->drops.count < count) {
+        s->plan->dropped[s->drops.items[s->drops.count++]] = 1;
     }
 }
 
@@ -3080,7 +3178,7 @@ static ms_result msi_try_drops(msi_solver *s, uint32_t first, uint32_t count, ui
     const msi_program *p = &s->plan->train;
     *lower = p->peak_bytes < old_peak || (p->peak_bytes == old_peak && p->peak != old_at);
     if (!*lower) {
-        msi_undrop_to(s, old_drops);
+        msi_set_drops(s, old_drops);
     }
     return result;
 }
@@ -3116,7 +3214,8 @@ static ms_result msi_climb(msi_solver *s, bool *moved) {
 
 /* Puts the plan back on a rung, laid out. */
 static ms_result msi_return_to(msi_solver *s, const msi_rung *rung) {
-    msi_undrop_to(s, rung->drop_count);
+    s->plan->early_update = rung->early_update;
+    msi_set_drops(s, rung->drop_count);
     const ms_result result = msi_try(s);
     bool fits;
     return result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
@@ -3132,9 +3231,7 @@ static ms_result msi_trim_rung(msi_solver *s, uint64_t budget) {
     ms_result result = MS_RESULT_OK;
     bool fits = false;
     for (uint32_t count = begin + 1; count <= end && result == MS_RESULT_OK; count++) {
-        for (uint32_t i = begin; i < end; i++) {
-            s->plan->dropped[s->drops.items[i]] = i < count;
-        }
+        msi_set_drops(s, count);
         result = msi_try(s);
         result = result == MS_RESULT_OK ? msi_fits(s, budget, &fits) : result;
         if (fits && s->plan->arena_bytes >= whole) {
@@ -3157,11 +3254,6 @@ static ms_result msi_smallest(msi_solver *s) {
             best = k;
             best_bytes = s->plan->arena_bytes;
         }
-    }
-    /* Undoing drops cannot bring later ones back: they are still in the list behind its end. */
-    const uint32_t drop_count = s->rungs.items[best].drop_count;
-    while (s->drops.count < drop_count) {
-        s->plan->dropped[s->drops.items[s->drops.count++]] = 1;
     }
     return result == MS_RESULT_OK ? msi_return_to(s, &s->rungs.items[best]) : result;
 }
@@ -3205,19 +3297,28 @@ static ms_result msi_first_rungs(msi_solver *s, msi_goal goal, uint64_t budget, 
     ms_result result = msi_try(s);
     result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, fits) : result;
     s->plan->plain_bytes = s->plan->arena_bytes;
-    *fits = goal == MSI_GOAL_PLAIN ||
-            (goal == MSI_GOAL_BUDGET && s->plan->arena_bytes <= budget && early != MS_SWITCH_ON);
-    if (result != MS_RESULT_OK || *fits || early == MS_SWITCH_OFF) {
+    *fits = goal == MSI_GOAL_PLAIN || (s->plan->arena_bytes <= budget && early != MS_SWITCH_ON);
+    if (result != MS_RESULT_OK || *fits) {
         return result;
+    }
+    if (early != MS_SWITCH_ON && !msi_add_rung(s)) {
+        return msi_fail_memory(s->model, "the solver", sizeof(msi_rung));
+    }
+    if (early == MS_SWITCH_OFF) {
+        return MS_RESULT_OK;
     }
     s->plan->early_update = true;
     result = msi_try(s);
+    if (result == MS_RESULT_OK && !msi_add_rung(s)) {
+        return msi_fail_memory(s->model, "the solver", sizeof(msi_rung));
+    }
     return result == MS_RESULT_OK ? msi_fits(s, budget, fits) : result;
 }
 
-/* Lets early updates lag behind as far as the arena does not grow for it. The weights that a layer's
-   backward has just read lie in the caches of several cores, where writing them is slow: measured on
-   two cores, AdamW ran at 15 GB/s right after the layer, and at 90 GB/s some 30 MB of traffic later. */
+/* Lets early updates lag behind as far as the arena does not grow for it. The weights that a
+   layer's backward has just read lie in the caches of several cores, where writing them is slow:
+   measured on two cores, AdamW ran at 15 GB/s right after the layer, and at 90 GB/s some 30 MB of
+   traffic later. */
 static ms_result msi_relax_updates(msi_solver *s) {
     static const uint64_t lags[] = {64u << 20, 32u << 20, 16u << 20, 8u << 20, 0};
     const uint64_t arena_bytes = s->plan->arena_bytes;
@@ -3237,14 +3338,12 @@ static ms_result msi_relax_updates(msi_solver *s) {
 /* Chooses plan->dropped and plan->early_update, and leaves the program lowered and laid out. */
 static ms_result msi_find_rung(msi_solver *s, msi_goal goal, uint64_t budget) {
     bool fits;
-    ms_result result = msi_first_rungs(s, goal, goal == MSI_GOAL_SMALLEST ? 0 : budget, &fits);
+    budget = goal == MSI_GOAL_SMALLEST ? 0 : budget; // which no rung meets
+    ms_result result = msi_first_rungs(s, goal, budget, &fits);
     if (result != MS_RESULT_OK || fits) {
         return result;
     }
-    if (!msi_add_rung(s)) {
-        return msi_fail_memory(s->model, "the solver", sizeof(msi_rung));
-    }
-    result = msi_climb_to(s, goal == MSI_GOAL_SMALLEST ? 0 : budget, &fits);
+    result = msi_climb_to(s, budget, &fits);
     if (result != MS_RESULT_OK || fits) {
         return result;
     }
@@ -3293,6 +3392,190 @@ static void msi_solver_free(msi_solver *s) {
     MSI_LIST_FREE(uint32_t, a, s->members);
 }
 
+/* Size of the arrays per tensor and per layer of a plan. */
+static uint64_t msi_decision_bytes(const msi_graph *g) {
+    return g->tensors.count * (sizeof(uint32_t) + 1ull) + g->layers.count;
+}
+
+static void msi_plan_free(ms_model *m, msi_plan *plan) {
+    const ms_allocator *a = &m->config.allocator;
+    if (!plan) {
+        return;
+    }
+    if (plan->arena) {
+        if (m->arena_on_host) {
+            msi_unpoison(plan->arena, plan->arena_bytes);
+        }
+        m->config.backend.memory_release(m->config.backend.user, a, plan->arena, plan->arena_bytes);
+    }
+    msi_program_free(a, &plan->train);
+    msi_program_free(a, &plan->eval);
+    MSI_LIST_FREE(msi_slot, a, plan->slots);
+    msi_release(a, plan->slot_of, msi_decision_bytes(&m->graph));
+    msi_release(a, plan, sizeof *plan);
+}
+
+/* Gives every value that lives between steps an address at the start of the arena. */
+static bool msi_make_slots(ms_model *m, msi_plan *plan) {
+    const ms_allocator *a = &m->config.allocator;
+    const msi_graph *g = &m->graph;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        plan->slot_of[t] = MSI_NONE;
+        if (!msi_is_fixed(tensor)) {
+            continue;
+        }
+        const bool has_state = msi_is_trained(tensor) && tensor->last_gradient != MSI_NONE;
+        const uint32_t count = 1u + (has_state ? (uint32_t)msi_state_count(&m->optimizer) : 0u);
+        if (!MSI_RESERVE(msi_slot, a, plan->slots, plan->slots.count + count)) {
+            return false;
+        }
+        plan->slot_of[t] = plan->slots.count;
+        for (uint32_t k = 0; k < count; k++) {
+            msi_slot *slot = &plan->slots.items[plan->slots.count++];
+            slot->tensor = t;
+            slot->role = k == 0 ? MSI_ROLE_VALUE : k == 1 ? MSI_ROLE_STATE0 : MSI_ROLE_STATE1;
+            slot->bytes = tensor->bytes;
+            slot->offset = plan->slot_bytes;
+            plan->slot_bytes += msi_align(tensor->bytes);
+        }
+    }
+    return true;
+}
+
+static const msi_slot *msi_find_slot(const msi_plan *plan, uint32_t tensor, msi_role role) {
+    if (!plan || plan->slot_of[tensor] == MSI_NONE) {
+        return NULL;
+    }
+    for (uint32_t i = plan->slot_of[tensor]; i < plan->slots.count; i++) {
+        const msi_slot *slot = &plan->slots.items[i];
+        if (slot->tensor != tensor) {
+            break;
+        }
+        if (slot->role == role) {
+            return slot;
+        }
+    }
+    return NULL;
+}
+
+/* The budget in force: as configured, or a share of what the device has left (what the present
+   plan holds included). */
+static uint64_t msi_budget(const ms_model *m) {
+    if (m->config.memory_budget_bytes) {
+        return m->config.memory_budget_bytes;
+    }
+    ms_hardware hardware;
+    memset(&hardware, 0, sizeof hardware);
+    m->config.backend.hardware(m->config.backend.user, &hardware);
+    if (hardware.free_bytes == 0) {
+        return UINT64_MAX;
+    }
+    const double held = m->plan && m->plan->arena ? (double)m->plan->arena_bytes : 0.0;
+    const double share = ((double)hardware.free_bytes + held) * m->config.target_utilization;
+    return share < 9e18 ? (uint64_t)share : UINT64_MAX;
+}
+
+/* Solves into an empty plan: slots, eval program, then the training program on its rung. */
+static ms_result msi_fill_plan(ms_model *m, msi_plan *plan, msi_goal goal) {
+    msi_solver solver;
+    ms_result result = MS_RESULT_OK;
+    if (!msi_make_slots(m, plan) || !msi_solver_init(&solver, m, plan)) {
+        return msi_fail_memory(m, "the plan", plan->slots.count * sizeof(msi_slot));
+    }
+    for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
+        const msi_tensor *tensor = &m->graph.tensors.items[t];
+        plan->dropped[t] = !msi_is_fixed(tensor) && tensor->last_reader == MSI_NONE &&
+                           !tensor->kept && t != m->graph.loss;
+    }
+    plan->step_cost = msi_step_cost(&m->graph);
+    plan->budget_bytes = msi_budget(m);
+    msi_lower_eval(&solver.lowering, &plan->eval);
+    if (!plan->eval.out_of_memory) {
+        msi_share_memory(&m->graph, &plan->eval);
+    }
+    if (plan->eval.out_of_memory ||
+        !msi_simulate(solver.allocator, &plan->eval, plan->slots.count)) {
+        result = msi_fail_memory(m, "the eval program", plan->eval.lives.count);
+    } else {
+        result = msi_lay_out(&solver, &plan->eval);
+    }
+    result = result == MS_RESULT_OK ? msi_solve(&solver, goal, plan->budget_bytes) : result;
+    msi_mark_recomputed(&solver);
+    msi_solver_free(&solver);
+    return result;
+}
+
+/* Addresses of the lives, from those of their blocks. */
+static void msi_resolve(const msi_plan *plan, msi_program *p) {
+    for (uint32_t i = plan->slots.count; i < p->lives.count; i++) {
+        p->lives.items[i].offset =
+            plan->slot_bytes + p->blocks.items[p->lives.items[i].block].offset;
+    }
+}
+
+/* A new plan for the graph as it is, without memory of its own yet. */
+static ms_result msi_make_plan(ms_model *m, msi_goal goal, msi_plan **made) {
+    const ms_allocator *a = &m->config.allocator;
+    *made = NULL;
+    ms_result result = msi_check_graph(m);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    msi_plan *plan = (msi_plan *)msi_alloc_zeroed(a, sizeof *plan);
+    if (!plan) {
+        return msi_fail_memory(m, "the plan", sizeof *plan);
+    }
+    const uint64_t bytes = msi_decision_bytes(&m->graph);
+    plan->slot_of = (uint32_t *)msi_alloc_zeroed(a, bytes);
+    if (!plan->slot_of) {
+        msi_release(a, plan, sizeof *plan);
+        return msi_fail_memory(m, "the plan", bytes);
+    }
+    plan->dropped = (uint8_t *)(plan->slot_of + m->graph.tensors.count);
+    plan->recomputed = plan->dropped + m->graph.tensors.count;
+    result = msi_fill_plan(m, plan, goal);
+    if (result != MS_RESULT_OK) {
+        msi_plan_free(m, plan);
+        return result;
+    }
+    msi_resolve(plan, &plan->train);
+    msi_resolve(plan, &plan->eval);
+    *made = plan;
+    return MS_RESULT_OK;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>optimizer  state and update of params
+
+static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
+    const ms_backend *b = &m->config.backend;
+    const ms_optimizer_desc *o = &m->optimizer;
+    const msi_tensor *t = &m->graph.tensors.items[i->target];
+    float *operands[4] = {NULL, NULL, NULL, NULL}; // value, gradient, states
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const uint32_t life = p->operands.items[i->operand_first + k].life;
+        operands[k] = (float *)msi_address(m->plan, p->lives.items[life].offset);
+    }
+    ms_update_args args;
+    memset(&args, 0, sizeof args);
+    args.kind = o->kind;
+    args.count = t->bytes / sizeof(float);
+    args.value = operands[0];
+    args.gradient = operands[1];
+    args.state[0] = operands[2];
+    args.state[1] = operands[3];
+    args.learning_rate = o->learning_rate;
+    args.weight_decay = isnan(t->weight_decay) ? o->weight_decay : t->weight_decay;
+    args.beta1 = o->beta1;
+    args.beta2 = o->beta2;
+    args.epsilon = o->epsilon;
+    args.momentum = o->momentum;
+    args.t = m->step - t->trained_since + 1;
+    m->updates_done++;
+    return msi_device(m, b->update(b->user, &args), "update");
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>execute  run a program: no allocation, no lookup by name
 
@@ -3312,12 +3595,6 @@ static void msi_fill_views(ms_model *m, const msi_program *p, ms_view *views,
     }
 }
 
-static ms_phase msi_phase_of(msi_op op) {
-    static const ms_phase phases[] = {MS_PHASE_FORWARD, MS_PHASE_RECOMPUTE, MS_PHASE_BACKWARD,
-                                      MS_PHASE_EVAL};
-    return phases[op];
-}
-
 /* Fills the call of a layer's callback. Its views stand in the order of the operands. */
 static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instruction *i,
                           ms_call *call) {
@@ -3330,7 +3607,7 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     memset(call, 0, sizeof *call);
     call->user = l->user;
     call->model = m;
-    call->phase = msi_phase_of((msi_op)i->op);
+    call->phase = (ms_phase)i->op; // the first ops are the phases
     call->in = m->views;
     call->out = call->in + l->in_count;
     call->saved = call->out + l->out_count;
@@ -3362,7 +3639,9 @@ static ms_result msi_run_layer(ms_model *m, const msi_program *p, const msi_inst
     ms_call call;
     msi_fill_call(m, p, i, &call);
     const uint32_t error_count = m->error_count;
+    m->busy = true;
     const int error = (i->op == MSI_OP_BACKWARD ? l->backward : l->forward)(&call);
+    m->busy = false;
     if (error == 0) {
         return MS_RESULT_OK;
     }
@@ -3374,6 +3653,7 @@ static ms_result msi_run_layer(ms_model *m, const msi_program *p, const msi_inst
                     msi_name(m, l->name), phases[call.phase], error, inner[0] ? ": " : "", inner);
 }
 
+/* The factor of the loss, for a step that begins now. */
 static float msi_loss_factor(const ms_model *m) {
     return m->loss_factor != 0.0f
                ? m->loss_factor
@@ -3387,47 +3667,9 @@ static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instr
     if (i->op == MSI_OP_ZERO) {
         return msi_device(m, b->fill_bytes(b->user, memory, 0, life->bytes), "fill");
     }
-    return msi_device(
-        m, b->fill_f32(b->user, memory, msi_loss_factor(m), life->bytes / sizeof(float)), "fill");
+    return msi_device(m, b->fill_f32(b->user, memory, m->step_factor, life->bytes / sizeof(float)),
+                      "fill");
 }
-
-// ------------------------------------------------------------------------------------------------
-// >>optimizer  state and update of params
-
-static int msi_state_count(const ms_optimizer_desc *o) {
-    return o->kind == MS_OPTIMIZER_ADAMW ? 2 : o->momentum != 0.0f ? 1 : 0;
-}
-
-static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const ms_backend *b = &m->config.backend;
-    const ms_optimizer_desc *o = &m->optimizer;
-    const msi_tensor *t = &m->graph.tensors.items[i->target];
-    float *operands[4] = {NULL, NULL, NULL, NULL}; // value, gradient, states
-    for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t life = p->operands.items[i->operand_first + k].life;
-        operands[k] = (float *)msi_address(m->plan, p->lives.items[life].offset);
-    }
-    ms_update_args args;
-    memset(&args, 0, sizeof args);
-    args.kind = o->kind;
-    args.count = t->bytes / sizeof(float);
-    args.value = operands[0];
-    args.gradient = operands[1];
-    args.state[0] = operands[2];
-    args.state[1] = operands[3];
-    args.learning_rate = o->learning_rate;
-    args.weight_decay = isnan(t->weight_decay) ? o->weight_decay : t->weight_decay;
-    args.beta1 = o->beta1;
-    args.beta2 = o->beta2;
-    args.epsilon = o->epsilon;
-    args.momentum = o->momentum;
-    args.t = m->step - t->trained_since + 1;
-    m->updates_done++;
-    return msi_device(m, b->update(b->user, &args), "update");
-}
-
-// ------------------------------------------------------------------------------------------------
-// >>execute steps  positions in a program, debug fills, what a failure leaves behind
 
 /* Memory in which nothing lives is NaN (all bits set) in debug mode, and poisoned under
    AddressSanitizer. */
@@ -3521,6 +3763,7 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     m->running = p;
     m->position = 0;
     m->updates_done = 0;
+    m->step_factor = msi_loss_factor(m);
     m->stage = MSI_STAGE_IDLE;
     if (!msi_watches_memory(m)) {
         return MS_RESULT_OK;
@@ -3559,7 +3802,7 @@ static ms_result msi_run_forward(ms_model *m, const msi_program *p, double *loss
     if (result != MS_RESULT_OK) {
         return msi_abandon(m, result);
     }
-    sum *= (double)msi_loss_factor(m);
+    sum *= (double)m->step_factor;
     if (loss) {
         *loss = sum;
     }
@@ -3575,6 +3818,9 @@ static ms_result msi_run_forward(ms_model *m, const msi_program *p, double *loss
 
 /* Whether a step, an eval, or a change of plan may begin. */
 static ms_result msi_check_between_steps(ms_model *m, const char *function) {
+    if (m->busy) {
+        return msi_fail(m, MS_RESULT_ORDER, "%s: called from a callback of a layer", function);
+    }
     if (m->stage == MSI_STAGE_BACKWARD && m->updates_done > 0) {
         return msi_fail(m, MS_RESULT_ORDER,
                         "%s: this plan has updated params in ms_backward; complete the step with "
@@ -3619,71 +3865,10 @@ static ms_result msi_finish_update(ms_model *m) {
 // ------------------------------------------------------------------------------------------------
 // >>state  values that live between steps: written, read, and moved from plan to plan
 
-/* Size of the arrays per tensor and per layer of a plan. */
-static uint64_t msi_decision_bytes(const msi_graph *g) {
-    return g->tensors.count * (sizeof(uint32_t) + 1ull) + g->layers.count;
-}
-
-static void msi_plan_free(ms_model *m, msi_plan *plan) {
-    const ms_allocator *a = &m->config.allocator;
-    if (!plan) {
-        return;
-    }
-    if (plan->arena) {
-        if (m->arena_on_host) {
-            msi_unpoison(plan->arena, plan->arena_bytes);
-        }
-        m->config.backend.memory_release(m->config.backend.user, a, plan->arena, plan->arena_bytes);
-    }
-    msi_program_free(a, &plan->train);
-    msi_program_free(a, &plan->eval);
-    MSI_LIST_FREE(msi_slot, a, plan->slots);
-    msi_release(a, plan->slot_of, msi_decision_bytes(&m->graph));
-    msi_release(a, plan, sizeof *plan);
-}
-
-/* Gives every value that lives between steps an address at the start of the arena. */
-static bool msi_make_slots(ms_model *m, msi_plan *plan) {
-    const ms_allocator *a = &m->config.allocator;
-    const msi_graph *g = &m->graph;
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
-        plan->slot_of[t] = MSI_NONE;
-        if (!msi_is_fixed(tensor)) {
-            continue;
-        }
-        const bool has_state = msi_is_trained(tensor) && tensor->last_gradient != MSI_NONE;
-        const uint32_t count = 1u + (has_state ? (uint32_t)msi_state_count(&m->optimizer) : 0u);
-        if (!MSI_RESERVE(msi_slot, a, plan->slots, plan->slots.count + count)) {
-            return false;
-        }
-        plan->slot_of[t] = plan->slots.count;
-        for (uint32_t k = 0; k < count; k++) {
-            msi_slot *slot = &plan->slots.items[plan->slots.count++];
-            slot->tensor = t;
-            slot->role = k == 0 ? MSI_ROLE_VALUE : k == 1 ? MSI_ROLE_STATE0 : MSI_ROLE_STATE1;
-            slot->bytes = tensor->bytes;
-            slot->offset = plan->slot_bytes;
-            plan->slot_bytes += msi_align(tensor->bytes);
-        }
-    }
-    return true;
-}
-
-static const msi_slot *msi_find_slot(const msi_plan *plan, uint32_t tensor, msi_role role) {
-    if (!plan || plan->slot_of[tensor] == MSI_NONE) {
-        return NULL;
-    }
-    for (uint32_t i = plan->slot_of[tensor]; i < plan->slots.count; i++) {
-        const msi_slot *slot = &plan->slots.items[i];
-        if (slot->tensor != tensor) {
-            break;
-        }
-        if (slot->role == role) {
-            return slot;
-        }
-    }
-    return NULL;
+static const char *msi_role_name(msi_role role) {
+    static const char *const names[] = {"value of", "gradient of", "first state of",
+                                        "second state of"};
+    return names[role];
 }
 
 /* Where ms_write keeps a value until there is an arena. */
@@ -3730,6 +3915,43 @@ static void msi_note_new_state(ms_model *m, const msi_plan *plan) {
     }
 }
 
+/* Replaces the plan of the model; every value that lives between steps moves over. */
+static ms_result msi_adopt(ms_model *m, msi_plan *plan) {
+    ms_result result = MS_RESULT_OK;
+    if (!m->config.dry_run) {
+        result = msi_arena_alloc(m, plan);
+        result = result == MS_RESULT_OK ? msi_move_values(m, plan) : result;
+    }
+    if (result != MS_RESULT_OK) {
+        msi_plan_free(m, plan);
+        return result;
+    }
+    msi_note_new_state(m, plan);
+    msi_drop_staged(m);
+    msi_plan_free(m, m->plan);
+    m->plan = plan;
+    m->failed = false;
+    m->running = NULL;
+    m->stage = MSI_STAGE_IDLE;
+    m->updates_done = 0;
+    msi_log(m, MS_LOG_INFO, "plan",
+            "plain %s, budget %s, arena %s, %u recomputations, updates %s backward",
+            msi_size(plan->plain_bytes).text, msi_size(plan->budget_bytes).text,
+            msi_size(plan->arena_bytes).text, (unsigned)plan->train.recompute_count,
+            msi_updates_inside(&plan->train) ? "inside" : "after");
+    return MS_RESULT_OK;
+}
+
+static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
+    msi_plan *plan;
+    if (!m) {
+        return MS_RESULT_INVALID;
+    }
+    ms_result result = msi_check_between_steps(m, function);
+    result = result == MS_RESULT_OK ? msi_make_plan(m, goal, &plan) : result;
+    return result == MS_RESULT_OK ? msi_adopt(m, plan) : result;
+}
+
 /* The address of a value that can be read now, or NULL: a slot, or a life that spans the place
    where the program stopped. */
 static const void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role role) {
@@ -3740,9 +3962,7 @@ static const void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role
     }
     for (uint32_t i = p ? m->plan->slots.count : MSI_NONE; p && i < p->lives.count; i++) {
         const msi_life *life = &p->lives.items[i];
-        const uint32_t end = p->instructions.count;
-        const bool ahead = life->last >= m->position ||
-                           (m->position == end && life->last == end - 1 && !life->taken);
+        const bool ahead = life->last >= m->position || life->kept;
         if (life->tensor == tensor && life->role == role && life->first < m->position && ahead) {
             return msi_address(m->plan, life->offset);
         }
@@ -3771,24 +3991,6 @@ static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
     r->peak_layer = i->op <= MSI_OP_EVAL ? msi_layer_name(m, i->target) : "";
 }
 
-static double msi_step_cost(const msi_graph *g) {
-    double cost = 0.0;
-    for (uint32_t i = 0; i < g->layers.count; i++) {
-        cost += g->layers.items[i].cost * (g->layers.items[i].has_backward ? 3.0 : 1.0);
-    }
-    return cost;
-}
-
-/* Whether some param is updated inside backward. */
-static bool msi_updates_inside(const msi_program *p) {
-    for (uint32_t i = p->forward_end; i < p->backward_end; i++) {
-        if (p->instructions.items[i].op == MSI_OP_UPDATE) {
-            return true;
-        }
-    }
-    return false;
-}
-
 static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     const msi_graph *g = &m->graph;
     const msi_plan *plan = m->plan;
@@ -3809,7 +4011,7 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->tensor_count = g->tensors.count;
     r->instruction_count = plan->train.instructions.count;
     r->recompute_count = plan->train.recompute_count;
-    r->recompute_share = plan->train.recompute_cost / msi_step_cost(g);
+    r->recompute_share = plan->train.recompute_cost / plan->step_cost;
     r->early_update = msi_updates_inside(&plan->train);
 }
 
@@ -4209,8 +4411,10 @@ MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *des
 }
 
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate) {
-    if (model) {
+    if (model && isfinite(learning_rate)) {
         model->optimizer.learning_rate = learning_rate;
+    } else if (model) {
+        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_learning_rate: %g", (double)learning_rate);
     }
 }
 
@@ -4228,8 +4432,11 @@ static msi_tensor *msi_param_of(ms_model *model, const char *function, ms_tensor
 
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay) {
     msi_tensor *t = msi_param_of(model, "ms_set_weight_decay", param);
-    if (t) {
+    if (t && isfinite(weight_decay)) {
         t->weight_decay = weight_decay;
+    } else if (t) {
+        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_weight_decay of \"%s\": %g",
+                  msi_name(model, t->name), (double)weight_decay);
     }
 }
 
@@ -4246,134 +4453,13 @@ MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes) {
     }
 }
 
-/* The budget in force: as configured, or a share of what the device has left (what the present
-   plan holds included). */
-static uint64_t msi_budget(const ms_model *m) {
-    if (m->config.memory_budget_bytes) {
-        return m->config.memory_budget_bytes;
-    }
-    ms_hardware hardware;
-    memset(&hardware, 0, sizeof hardware);
-    m->config.backend.hardware(m->config.backend.user, &hardware);
-    if (hardware.free_bytes == 0) {
-        return UINT64_MAX;
-    }
-    const uint64_t held = m->plan && m->plan->arena ? m->plan->arena_bytes : 0;
-    return (uint64_t)((double)(hardware.free_bytes + held) * m->config.target_utilization);
-}
-
-/* Solves into an empty plan: slots, eval program, then the training program on its rung. */
-static ms_result msi_fill_plan(ms_model *m, msi_plan *plan, msi_goal goal) {
-    msi_solver solver;
-    ms_result result = MS_RESULT_OK;
-    if (!msi_make_slots(m, plan) || !msi_solver_init(&solver, m, plan)) {
-        return msi_fail_memory(m, "the plan", plan->slots.count * sizeof(msi_slot));
-    }
-    for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
-        const msi_tensor *tensor = &m->graph.tensors.items[t];
-        plan->dropped[t] = !msi_is_fixed(tensor) && tensor->last_reader == MSI_NONE &&
-                           !tensor->kept && t != m->graph.loss;
-    }
-    plan->budget_bytes = msi_budget(m);
-    msi_lower_eval(&solver.lowering, &plan->eval);
-    if (!plan->eval.out_of_memory) {
-        msi_share_memory(&m->graph, &plan->eval);
-    }
-    if (plan->eval.out_of_memory ||
-        !msi_simulate(solver.allocator, &plan->eval, plan->slots.count)) {
-        result = msi_fail_memory(m, "the eval program", plan->eval.lives.count);
-    } else {
-        result = msi_lay_out(&solver, &plan->eval);
-    }
-    result = result == MS_RESULT_OK ? msi_solve(&solver, goal, plan->budget_bytes) : result;
-    msi_mark_recomputed(&solver);
-    msi_solver_free(&solver);
-    return result;
-}
-
-/* Addresses of the lives, from those of their blocks. */
-static void msi_resolve(const msi_plan *plan, msi_program *p) {
-    for (uint32_t i = plan->slots.count; i < p->lives.count; i++) {
-        p->lives.items[i].offset =
-            plan->slot_bytes + p->blocks.items[p->lives.items[i].block].offset;
-    }
-}
-
-/* A new plan for the graph as it is, without memory of its own yet. */
-static ms_result msi_make_plan(ms_model *m, msi_goal goal, msi_plan **made) {
-    const ms_allocator *a = &m->config.allocator;
-    *made = NULL;
-    ms_result result = msi_check_graph(m);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    msi_plan *plan = (msi_plan *)msi_alloc_zeroed(a, sizeof *plan);
-    if (!plan) {
-        return msi_fail_memory(m, "the plan", sizeof *plan);
-    }
-    const uint64_t bytes = msi_decision_bytes(&m->graph);
-    plan->slot_of = (uint32_t *)msi_alloc_zeroed(a, bytes);
-    if (!plan->slot_of) {
-        msi_release(a, plan, sizeof *plan);
-        return msi_fail_memory(m, "the plan", bytes);
-    }
-    plan->dropped = (uint8_t *)(plan->slot_of + m->graph.tensors.count);
-    plan->recomputed = plan->dropped + m->graph.tensors.count;
-    result = msi_fill_plan(m, plan, goal);
-    if (result != MS_RESULT_OK) {
-        msi_plan_free(m, plan);
-        return result;
-    }
-    msi_resolve(plan, &plan->train);
-    msi_resolve(plan, &plan->eval);
-    *made = plan;
-    return MS_RESULT_OK;
-}
-
-/* Replaces the plan of the model; every value that lives between steps moves over. */
-static ms_result msi_adopt(ms_model *m, msi_plan *plan) {
-    ms_result result = MS_RESULT_OK;
-    if (!m->config.dry_run) {
-        result = msi_arena_alloc(m, plan);
-        result = result == MS_RESULT_OK ? msi_move_values(m, plan) : result;
-    }
-    if (result != MS_RESULT_OK) {
-        msi_plan_free(m, plan);
-        return result;
-    }
-    msi_note_new_state(m, plan);
-    msi_drop_staged(m);
-    msi_plan_free(m, m->plan);
-    m->plan = plan;
-    m->sealed = true;
-    m->failed = false;
-    m->running = NULL;
-    m->stage = MSI_STAGE_IDLE;
-    m->updates_done = 0;
-    msi_log(m, MS_LOG_INFO, "plan",
-            "plain %s, budget %s, arena %s, %u recomputations, updates %s backward",
-            msi_size(plan->plain_bytes).text, msi_size(plan->budget_bytes).text,
-            msi_size(plan->arena_bytes).text, (unsigned)plan->train.recompute_count,
-            msi_updates_inside(&plan->train) ? "inside" : "after");
-    return MS_RESULT_OK;
-}
-
-static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
-    msi_plan *plan;
-    if (!m) {
-        return MS_RESULT_INVALID;
-    }
-    ms_result result = msi_check_between_steps(m, function);
-    result = result == MS_RESULT_OK ? msi_make_plan(m, goal, &plan) : result;
-    return result == MS_RESULT_OK ? msi_adopt(m, plan) : result;
-}
-
 MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
     msi_plan *plan;
     if (!model || !bytes) {
         return msi_fail_argument(model, "ms_smallest_budget", "an argument is NULL");
     }
-    const ms_result result = msi_make_plan(model, MSI_GOAL_SMALLEST, &plan);
+    ms_result result = msi_check_between_steps(model, "ms_smallest_budget");
+    result = result == MS_RESULT_OK ? msi_make_plan(model, MSI_GOAL_SMALLEST, &plan) : result;
     if (result == MS_RESULT_OK) {
         *bytes = plan->arena_bytes;
         msi_plan_free(model, plan);
@@ -4391,7 +4477,7 @@ MEMSCALE_API ms_result ms_detach(ms_model *model) {
 }
 
 MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage) {
-    const int now = (*stage)++;
+    const int now = stage ? (*stage)++ : 1;
     if (now == 0) {
         return ms_wrap(model) == MS_RESULT_OK;
     }
@@ -4405,7 +4491,8 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage) {
 static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor tensor,
                                    const void *data) {
     const uint32_t t = m ? msi_index(m, tensor) : MSI_NONE;
-    if (t == MSI_NONE || !data || msi_role_of(tensor) > MSI_ROLE_STATE1) {
+    const bool is_state = msi_role_of(tensor) >= MSI_ROLE_STATE0;
+    if (t == MSI_NONE || !data || (is_state && m->graph.tensors.items[t].kind != MSI_KIND_PARAM)) {
         (void)msi_fail_argument(m, function,
                                 data ? "no such tensor in this model" : "data is NULL");
         return MSI_NONE;
@@ -4437,6 +4524,9 @@ MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *d
             return msi_fail(model, MS_RESULT_INVALID, "ms_write: \"%s\" has no such state",
                             msi_tensor_name(model, t));
         }
+        if (model->stage == MSI_STAGE_FORWARD) {
+            model->stage = MSI_STAGE_IDLE; // backward would see another value than forward did
+        }
         return msi_device(
             model, b->copy_in(b->user, msi_address(model->plan, slot->offset), data, slot->bytes),
             "copy");
@@ -4452,12 +4542,20 @@ MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *d
     return MS_RESULT_OK;
 }
 
+static const char *msi_read_cure(msi_role role) {
+    static const char *const cures[] = {
+        "; ms_set_output keeps an activation",
+        "; early_update = MS_SWITCH_OFF keeps gradients from ms_backward to ms_update",
+        "; a frozen param has none", "; a frozen param has none"};
+    return cures[role];
+}
+
 MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
     const uint32_t t = msi_transfer_index(model, "ms_read", tensor, data);
     if (t == MSI_NONE) {
         return MS_RESULT_INVALID;
     }
-    const msi_tensor *source = &model->graph.tensors.items[t];
+    msi_tensor *source = &model->graph.tensors.items[t];
     const msi_role role = msi_role_of(tensor);
     if (model->config.dry_run) {
         return msi_fail(model, MS_RESULT_DRY_RUN, "ms_read: a dry run has no memory for \"%s\"",
@@ -4465,7 +4563,7 @@ MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
     }
     const bool fixed = msi_is_fixed(source) && role != MSI_ROLE_GRADIENT;
     if (fixed && !model->plan) {
-        const void *staged = source->staged[role == MSI_ROLE_VALUE ? 0 : role - MSI_ROLE_GRADIENT];
+        const void *staged = *msi_staged(source, role);
         if (staged) {
             memcpy(data, staged, (size_t)source->bytes);
         } else {
@@ -4475,11 +4573,8 @@ MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
     }
     const void *address = model->plan ? msi_live_address(model, t, role) : NULL;
     if (!address) {
-        return msi_fail(
-            model, MS_RESULT_ORDER,
-            "ms_read: the %s \"%s\" is not in memory here; ms_set_output keeps a tensor, "
-            "and early_update = MS_SWITCH_OFF keeps gradients up to ms_update",
-            role == MSI_ROLE_GRADIENT ? "gradient of" : "value of", msi_tensor_name(model, t));
+        return msi_fail(model, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory here%s",
+                        msi_role_name(role), msi_tensor_name(model, t), msi_read_cure(role));
     }
     const ms_backend *b = &model->config.backend;
     return msi_device(model, b->copy_out(b->user, data, address, source->bytes), "copy");
@@ -4550,7 +4645,7 @@ MEMSCALE_API ms_result ms_update(ms_model *model) {
     if (!model) {
         return MS_RESULT_INVALID;
     }
-    if (model->stage != MSI_STAGE_BACKWARD) {
+    if (model->stage != MSI_STAGE_BACKWARD || model->busy) {
         const ms_result result = msi_check_ready(model, "ms_update");
         return result != MS_RESULT_OK
                    ? result
@@ -4576,7 +4671,10 @@ MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
 MEMSCALE_API ms_matrix ms_matrix_of(const ms_view *view) {
     ms_matrix matrix;
     memset(&matrix, 0, sizeof matrix);
-    const uint64_t count = ms_shape_count(&view->shape);
+    const uint64_t count = view ? ms_shape_count(&view->shape) : 0;
+    if (count == 0) {
+        return matrix;
+    }
     matrix.data = view->data;
     matrix.dtype = view->dtype;
     matrix.cols = view->shape.rank > 0 ? view->shape.dim[view->shape.rank - 1] : 1;
@@ -4675,3 +4773,27 @@ MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program progra
 }
 
 #endif // MEMSCALE_IMPLEMENTATION
+
+/*
+    MIT License
+
+    Copyright (c) 2026 the memscale.h authors
+
+    Permission is hereby granted, free of charge, to any person obtaining a copy
+    of this software and associated documentation files (the "Software"), to deal
+    in the Software without restriction, including without limitation the rights
+    to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
+    copies of the Software, and to permit persons to whom the Software is
+    furnished to do so, subject to the following conditions:
+
+    The above copyright notice and this permission notice shall be included in all
+    copies or substantial portions of the Software.
+
+    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
+    IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
+    FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
+    AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+    LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+    OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
+    SOFTWARE.
+*/
