@@ -2012,7 +2012,7 @@ NN_API ms_tensor nn_build_operators(const nn_builder *b, ms_tensor x) {
     return nn_add(b->net, add2.text, sum1, nn_build_mlp(b, norm2));
 }
 
-/* Name and width (columns per row of the block's input) of each saved tensor. */
+/* Name and width (columns per row of the block's input) of each saved tensor; backward reads all. */
 NN_API void nn_build_saved(const nn_builder *b, ms_shape x, ms_layer_desc *desc) {
     const int64_t channels = b->config->channels;
     const struct {
@@ -2039,6 +2039,8 @@ NN_API void nn_build_saved(const nn_builder *b, ms_shape x, ms_layer_desc *desc)
         if (rows[i].used) {
             desc->saved[rows[i].slot] =
                 nn_saved(b->net, b->prefix, rows[i].name, nn_with_last(x, rows[i].width));
+            desc->backward_reads.saved =
+                (uint16_t)(desc->backward_reads.saved | 1u << rows[i].slot);
         }
     }
 }
@@ -2064,7 +2066,6 @@ NN_API ms_tensor nn_build_block(const nn_builder *b, ms_tensor x) {
     memcpy(desc.param, b->param, sizeof b->param);
     nn_build_saved(b, shape, &desc);
     desc.backward_reads.in = 1;
-    desc.backward_reads.saved = (1u << NN_S_COUNT) - 1;
     desc.backward_reads.param = 0x555; // weights, no bias
     desc.in_place[0] = 1;
     desc.grad_in_place[0].in = 1;
