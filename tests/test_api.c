@@ -1124,6 +1124,259 @@ static void the_plan_is_printed(void **state) {
     ms_destroy(m);
 }
 
+// ------------------------------------------------------------------------------------------------
+// found in review: each of these once went wrong
+
+/* out = in * sum of the params in all slots; a gradient per slot, in rising order. */
+static int times_forward(const ms_call *call) {
+    float sum = 0.0f;
+    for (int k = 0; k<MS_LIMIT_PARAM &&*(const int *)call->user> k; ++k) {
+        sum += t_data(&call->param[k])[0];
+    }
+    t_data(&call->out[0])[0] = t_data(&call->in[0])[0] * sum;
+    return 0;
+}
+
+static int times_backward(const ms_call *call) {
+    for (int k = 0; k < *(const int *)call->user; ++k) {
+        t_contribute(&call->grad_param[k], 0, t_grad_out(call, 0, 0) * t_data(&call->in[0])[0]);
+    }
+    return 0;
+}
+
+static int twice_forward(const ms_call *call) {
+    t_data(&call->out[0])[0] = 2.0f * t_data(&call->in[0])[0];
+    return 0;
+}
+
+typedef struct tiny {
+    ms_model *model;
+    ms_tensor x, p, loss, after;
+    int slots;
+} tiny;
+
+/* loss = x * (p in `slots` slots); with `tail`, a last layer that may work in place of the loss. */
+static void tiny_create(tiny *t, const ms_config *config, int slots, bool tail) {
+    ms_layer_desc d, last;
+    const ms_shape one = ms_shape1(1);
+    memset(&d, 0, sizeof d);
+    memset(&last, 0, sizeof last);
+    t->slots = slots;
+    assert_int_equal(ms_create(config, &t->model), MS_RESULT_OK);
+    t->x = d.in[0] = ms_input(t->model, "x", MS_DTYPE_F32, one);
+    t->p = ms_param(t->model, "p", MS_DTYPE_F32, one);
+    for (int k = 0; k < slots; ++k) {
+        d.param[k] = t->p;
+    }
+    t->loss = d.out[0] = ms_activation(t->model, "loss", MS_DTYPE_F32, one);
+    d.name = "times";
+    d.forward = times_forward;
+    d.backward = times_backward;
+    d.user = &t->slots;
+    ms_register_layer(t->model, &d);
+    ms_set_loss(t->model, t->loss);
+    if (tail) {
+        last.name = "twice";
+        last.forward = twice_forward;
+        last.in[0] = t->loss;
+        t->after = last.out[0] = ms_activation(t->model, "after", MS_DTYPE_F32, one);
+        last.in_place[0] = 1;
+        ms_register_layer(t->model, &last);
+    }
+}
+
+static void tiny_start(tiny *t, const ms_config *config, int slots, bool tail) {
+    const float x = 3.0f, p = 0.5f;
+    tiny_create(t, config, slots, tail);
+    t_ok(t->model, ms_wrap(t->model));
+    t_ok(t->model, ms_write(t->model, t->x, &x));
+    t_ok(t->model, ms_write(t->model, t->p, &p));
+}
+
+static void a_param_may_stand_in_many_slots(void **state) {
+    (void)state;
+    tiny early, late;
+    ms_config config = t_config();
+    config.early_update = MS_SWITCH_ON;
+    tiny_start(&early, &config, MS_LIMIT_PARAM, false);
+    config.early_update = MS_SWITCH_OFF;
+    tiny_start(&late, &config, MS_LIMIT_PARAM, false);
+    float gradient = 0.0f, of_early = 0.0f, of_late = 1.0f;
+    t_ok(late.model, ms_forward(late.model, NULL));
+    t_ok(late.model, ms_backward(late.model));
+    t_ok(late.model, ms_read(late.model, ms_gradient(late.model, late.p), &gradient));
+    assert_true(gradient == 3.0f * MS_LIMIT_PARAM);
+    t_ok(late.model, ms_update(late.model));
+    t_ok(early.model, ms_step(early.model, NULL));
+    t_ok(late.model, ms_read(late.model, late.p, &of_late));
+    t_ok(early.model, ms_read(early.model, early.p, &of_early));
+    assert_true(of_early == of_late);
+    ms_destroy(early.model);
+    ms_destroy(late.model);
+}
+
+static void the_loss_is_never_overwritten(void **state) {
+    (void)state;
+    tiny t;
+    double trained = 0.0, evaluated = 1.0;
+    float kept = 0.0f;
+    ms_config config = t_config();
+    tiny_start(&t, &config, 1, true);
+    t_ok(t.model, ms_forward(t.model, &trained));
+    t_ok(t.model, ms_eval(t.model, &evaluated));
+    assert_true(trained == 1.5 && evaluated == 1.5);
+    t_ok(t.model, ms_read(t.model, t.loss, &kept));
+    assert_true(kept == 1.5f);
+    ms_destroy(t.model);
+}
+
+static void sizes_never_wrap(void **state) {
+    (void)state;
+    ms_config config = t_config();
+    config.dry_run = true;
+    tiny t;
+    tiny_create(&t, &config, 1, false);
+    for (int i = 0; i < 512; ++i) {
+        ms_input(t.model, "huge", MS_DTYPE_U8, ms_shape1((int64_t)1 << 55));
+    }
+    expect_sticking(t.model, "2^58");
+    tiny_create(&t, &config, 1, false);
+    ms_layer_desc d;
+    memset(&d, 0, sizeof d);
+    d.name = "spacious";
+    d.forward = twice_forward;
+    d.in[0] = t.loss;
+    d.out[0] = ms_activation(t.model, "out", MS_DTYPE_F32, ms_shape1(1));
+    d.forward_workspace_bytes = UINT64_MAX;
+    d.backward_workspace_bytes = UINT64_MAX;
+    assert_int_equal(ms_register_layer(t.model, &d).id, 0);
+    expect_sticking(t.model, "spacious");
+}
+
+/* Everything that would pull the plan from under the running step is refused there. */
+static int reentering_forward(const ms_call *call) {
+    ms_model *m = call->model;
+    uint64_t bytes;
+    const ms_result results[] = {
+        ms_wrap(m),          ms_detach(m),   ms_step(m, NULL), ms_eval(m, NULL),
+        ms_forward(m, NULL), ms_backward(m), ms_update(m),     ms_smallest_budget(m, &bytes)};
+    for (size_t i = 0; i < sizeof results / sizeof results[0]; ++i) {
+        if (results[i] != MS_RESULT_ORDER) {
+            return 100 + (int)i;
+        }
+    }
+    return twice_forward(call);
+}
+
+static void callbacks_cannot_step(void **state) {
+    (void)state;
+    tiny t;
+    ms_layer_desc d;
+    ms_config config = t_config();
+    const float x = 3.0f;
+    memset(&d, 0, sizeof d);
+    tiny_create(&t, &config, 1, false);
+    d.name = "reentering";
+    d.forward = reentering_forward;
+    d.in[0] = t.loss;
+    d.out[0] = ms_activation(t.model, "out", MS_DTYPE_F32, ms_shape1(1));
+    ms_register_layer(t.model, &d);
+    t_ok(t.model, ms_wrap(t.model));
+    t_ok(t.model, ms_write(t.model, t.x, &x));
+    t_ok(t.model, ms_step(t.model, NULL));
+    t_ok(t.model, ms_step(t.model, NULL));
+    ms_destroy(t.model);
+}
+
+static void a_loss_factor_waits_for_the_next_step(void **state) {
+    (void)state;
+    tiny t;
+    float gradient = 0.0f;
+    ms_config config = t_config();
+    config.early_update = MS_SWITCH_OFF;
+    tiny_start(&t, &config, 1, false);
+    for (int step = 0; step < 2; ++step) {
+        t_ok(t.model, ms_forward(t.model, NULL));
+        ms_set_loss_factor(t.model, 10.0f);
+        t_ok(t.model, ms_backward(t.model));
+        t_ok(t.model, ms_read(t.model, ms_gradient(t.model, t.p), &gradient));
+        assert_true(gradient == (step == 0 ? 3.0f : 30.0f));
+        t_ok(t.model, ms_update(t.model));
+    }
+    ms_destroy(t.model);
+}
+
+static void a_write_ends_the_step_that_it_would_spoil(void **state) {
+    (void)state;
+    tiny t;
+    const float next = 4.0f;
+    ms_config config = t_config();
+    tiny_start(&t, &config, 1, false);
+    t_ok(t.model, ms_forward(t.model, NULL));
+    t_ok(t.model, ms_write(t.model, t.x, &next));
+    t_error(t.model, ms_backward(t.model), MS_RESULT_ORDER);
+    t_ok(t.model, ms_step(t.model, NULL));
+    ms_destroy(t.model);
+}
+
+static void masks_name_slots_that_are_used(void **state) {
+    (void)state;
+    for (int i = 0; i < 7; ++i) {
+        tiny t;
+        ms_layer_desc d;
+        ms_config config = t_config();
+        tiny_create(&t, &config, 1, false);
+        memset(&d, 0, sizeof d);
+        d.name = "masked";
+        d.forward = twice_forward;
+        d.in[0] = t.loss;
+        d.out[0] = ms_activation(t.model, "out", MS_DTYPE_F32, ms_shape1(1));
+        d.backward_reads.in = i == 0 ? 2 : 1;
+        d.backward_reads.saved = i == 1;
+        d.in_place[0] = i == 2 ? 4 : 0;
+        d.grad_in_place[0].grad_out = i == 3 ? 2 : 0;
+        d.backward_reads.nothing = i == 4;
+        d.flops = i == 5 ? (double)NAN : i == 6 ? -1.0 : 0.0;
+        assert_int_equal(ms_register_layer(t.model, &d).id, 0);
+        expect_sticking(t.model, "masked");
+    }
+}
+
+/* With a plan there is nothing left to register, and a wrong call costs that call alone. */
+static void errors_behind_wrap_do_not_stick(void **state) {
+    (void)state;
+    tiny t;
+    ms_tensor wrong = {12345};
+    ms_config config = t_config();
+    tiny_start(&t, &config, 1, false);
+    ms_set_frozen(t.model, wrong, true);
+    ms_set_learning_rate(t.model, NAN);
+    ms_set_weight_decay(t.model, t.p, INFINITY);
+    assert_int_equal(ms_input(t.model, "late", MS_DTYPE_F32, ms_shape1(1)).id, 0);
+    t_text_has(ms_last_error(t.model), "late");
+    t_ok(t.model, ms_wrap(t.model));
+    t_ok(t.model, ms_step(t.model, NULL));
+    ms_destroy(t.model);
+}
+
+static void forged_handles_are_refused(void **state) {
+    (void)state;
+    tiny t;
+    float value = 0.0f;
+    ms_config config = t_config();
+    tiny_create(&t, &config, 1, false);
+    ms_tensor odd = t.x, state_of_input = t.x;
+    odd.id |= 9u << 28;
+    state_of_input.id |= 2u << 28;
+    assert_int_equal(ms_tensor_shape(t.model, odd).rank, -1);
+    assert_true(ms_tensor_bytes(t.model, odd) == 0);
+    t_error(t.model, ms_write(t.model, state_of_input, &value), MS_RESULT_INVALID);
+    const ms_matrix nothing = ms_matrix_of(NULL);
+    assert_true(nothing.rows == 0 && nothing.data == NULL);
+    assert_false(ms_optimize_next(t.model, NULL));
+    ms_destroy(t.model);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(names),
@@ -1164,6 +1417,15 @@ int main(void) {
         cmocka_unit_test(gemm_against_float64),
         cmocka_unit_test(gemm_refuses_what_does_not_match),
         cmocka_unit_test(the_plan_is_printed),
+        cmocka_unit_test(a_param_may_stand_in_many_slots),
+        cmocka_unit_test(the_loss_is_never_overwritten),
+        cmocka_unit_test(sizes_never_wrap),
+        cmocka_unit_test(callbacks_cannot_step),
+        cmocka_unit_test(a_loss_factor_waits_for_the_next_step),
+        cmocka_unit_test(a_write_ends_the_step_that_it_would_spoil),
+        cmocka_unit_test(masks_name_slots_that_are_used),
+        cmocka_unit_test(errors_behind_wrap_do_not_stick),
+        cmocka_unit_test(forged_handles_are_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
