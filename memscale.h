@@ -418,30 +418,30 @@ typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
 
 // ------------------------------------------------------------------------------------------------
 // >>functions  in the order of a model's life
+//
+// Unless a comment says otherwise. Threads: one at a time for each model; functions without a model
+// may be called from any thread. Stream: all work is done when the function returns.
 
-/* Name ("MS_RESULT_BUDGET") and text ("no plan fits the memory budget") of a result.
-   Threads: any. */
+/* Name ("MS_RESULT_BUDGET") and text ("no plan fits the memory budget") of a result. */
 MEMSCALE_API const char *ms_result_name(ms_result result);
 MEMSCALE_API const char *ms_result_text(ms_result result);
 
-/* Name ("f32") and size in bytes of one element; "?" and 0 for a value out of range. Threads: any.
-   */
+/* Name ("f32") and size in bytes of one element; "?" and 0 for a value out of range. */
 MEMSCALE_API const char *ms_dtype_name(ms_dtype dtype);
 MEMSCALE_API uint64_t ms_dtype_bytes(ms_dtype dtype);
 
-/* Shapes, and the number of elements of one (0 if a dim is below 1 or the product overflows).
-   Threads: any. */
+/* Shapes, and the number of elements of one (0 if a dim is below 1 or the product overflows). */
 MEMSCALE_API ms_shape ms_shape1(int64_t d0);
 MEMSCALE_API ms_shape ms_shape2(int64_t d0, int64_t d1);
 MEMSCALE_API ms_shape ms_shape3(int64_t d0, int64_t d1, int64_t d2);
 MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2, int64_t d3);
 MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape);
 
-/* The backend that runs on the host: its arena comes from the model's allocator. Threads: any. */
+/* The backend that runs on the host: its arena comes from the model's allocator. */
 MEMSCALE_API ms_backend ms_backend_cpu(void);
 
 /* Makes a model. config may be NULL (all defaults) and is copied. On error *model is NULL.
-   Errors: INVALID (a field out of range, half an allocator), OUT_OF_MEMORY. Threads: any. */
+   Errors: INVALID (a field out of range, half an allocator), OUT_OF_MEMORY. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_create(const ms_config *config, ms_model **model);
 
 /* Frees everything; NULL is fine. Not from a callback. */
@@ -569,7 +569,7 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_gemm(const ms_call *call, float alp
                                                   ms_matrix b, float beta, ms_matrix c);
 
 /* A view as a matrix: all leading dims are rows, the last is cols; and a matrix the other way
-   round (no data moves). Threads: any. */
+   round (no data moves). */
 MEMSCALE_API ms_matrix ms_matrix_of(const ms_view *view);
 MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix);
 
@@ -577,7 +577,7 @@ MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_report(const ms_model *model,
                                                     ms_memory_report *report);
 
-/* Name of a category, such as "activation gradients"; "?" out of range. Threads: any. */
+/* Name of a category, such as "activation gradients"; "?" out of range. */
 MEMSCALE_API const char *ms_category_name(ms_category category);
 
 /* Listings for people: the plan, a line per layer, and a program, a line per instruction with its

@@ -25,7 +25,7 @@ typedef struct settings {
     const char *preset;
     int64_t batch, sequence, steps, seconds, seed;
     uint64_t budget_bytes; // 0: half way between the smallest and the plain arena
-    bool dry, help;
+    bool dry, plan, help;
     const char *files[MAX_FILES];
     int file_count;
 } settings;
@@ -125,6 +125,8 @@ static int parse_options(settings *o, int argc, char **argv) {
             o->help = true;
         } else if (strcmp(argv[i], "--dry") == 0) {
             o->dry = true;
+        } else if (strcmp(argv[i], "--plan") == 0) {
+            o->plan = true;
         } else if (argv[i][0] == '-') {
             if (parse_value(o, argv[i], argv[i + 1]) != 0) {
                 return 1;
@@ -304,6 +306,10 @@ static int choose_budget(trainer *t, uint64_t *budget_bytes) {
     return 0;
 }
 
+static void print_text(const char *text, size_t length, void *user) {
+    fwrite(text, 1, length, (FILE *)user);
+}
+
 static int print_plan(trainer *t) {
     ms_memory_report r;
     if (ms_report(t->model, &r) != MS_RESULT_OK) {
@@ -322,6 +328,11 @@ static int print_plan(trainer *t) {
         }
     }
     printf("\n");
+    if (t->options.plan &&
+        (ms_print_plan(t->model, print_text, stdout) != MS_RESULT_OK ||
+         ms_print_program(t->model, MS_PROGRAM_TRAIN, print_text, stdout) != MS_RESULT_OK)) {
+        return fail("the plan cannot be printed");
+    }
     return 0;
 }
 
