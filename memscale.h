@@ -72,9 +72,9 @@
     not.
 
     ALLOCATOR. All host memory comes from ms_config.allocator, device memory from ms_config.backend.
-    Nothing is allocated between ms_wrap and the next ms_wrap or ms_detach. One exception: the C
-    library's file buffer while the CPU backend reads /proc for its hardware report, and for a
-    budget of 0.
+    Nothing is allocated in a step. Two exceptions behind ms_wrap: ms_smallest_budget makes a plan
+    and frees it; the C library has a file buffer while the CPU backend reads /proc for its
+    hardware report, and for a budget of 0.
 
     THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
     run on the thread that called ms_step; from inside them, of all functions that take the model,
@@ -483,7 +483,7 @@ MEMSCALE_API void ms_refuse(ms_model *model, const char *reason);
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss);
 
 /* From the next step on, minimise factor * sum of the loss tensor instead of the mean: for rows
-   that do not count, 1 / (number of those that do). 0: the mean again. */
+   that do not count, 1 / (number of those that do). 0: the mean again. Not finite: refused. */
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor);
 
 /* Keep this tensor until the next step, in ms_step and in ms_eval or in ms_eval alone, so that
@@ -1586,15 +1586,16 @@ static bool msi_exceeds(uint16_t mask, uint32_t slot_count) {
 }
 
 /* What is wrong with a desc apart from its tensors, or NULL. */
-static const char *msi_desc_fault(msi_graph *g, const ms_layer_desc *desc, const msi_layer *l) {
+static const char *msi_desc_fault(const ms_layer_desc *desc, const msi_layer *l) {
     const ms_reads *r = &desc->backward_reads;
     bool exceeds = msi_exceeds(r->in, l->in_count) || msi_exceeds(r->out, l->out_count) ||
                    msi_exceeds(r->saved, l->saved_count) || msi_exceeds(r->param, l->param_count);
     for (int i = 0; i < MS_LIMIT_OUT; i++) {
-        exceeds |= msi_exceeds(desc->in_place[i], l->in_count);
+        exceeds |= msi_exceeds(desc->in_place[i], i < l->out_count ? l->in_count : 0);
     }
     for (int i = 0; i < MS_LIMIT_IN; i++) {
         const ms_overwrites *o = &desc->grad_in_place[i];
+        exceeds |= i >= l->in_count && (o->in | o->out | o->saved | o->grad_out) != 0;
         exceeds |= msi_exceeds(o->in, l->in_count) || msi_exceeds(o->out, l->out_count) ||
                    msi_exceeds(o->saved, l->saved_count) || msi_exceeds(o->grad_out, l->out_count);
     }
@@ -1610,9 +1611,7 @@ static const char *msi_desc_fault(msi_graph *g, const ms_layer_desc *desc, const
     if (!isfinite(desc->flops) || desc->flops < 0.0) {
         return "flops must be a finite number, at least 0";
     }
-    return msi_count_bytes(g, l->workspace_bytes[0], l->workspace_bytes[1])
-               ? NULL
-               : "with this workspace the bytes of the model exceed 2^58";
+    return NULL;
 }
 
 static ms_layer msi_add_layer(ms_model *m, const ms_layer_desc *desc) {
@@ -1623,7 +1622,10 @@ static ms_layer msi_add_layer(ms_model *m, const ms_layer_desc *desc) {
     char numbered[32];
     snprintf(numbered, sizeof numbered, "layer %u", (unsigned)index);
     const char *name = desc->name ? desc->name : numbered;
-    const char *fault = msi_desc_fault(g, desc, &l);
+    const char *fault = msi_desc_fault(desc, &l);
+    if (!fault && !msi_count_bytes(g, l.workspace_bytes[0], l.workspace_bytes[1])) {
+        fault = "with this workspace the bytes of the whole model are not below 2^58";
+    }
     if (fault) {
         MSI_STICK(m, MS_RESULT_INVALID, "layer \"%s\": %s", name, fault);
         return none;
@@ -2859,10 +2861,10 @@ static bool msi_updates_inside(const msi_program *p) {
 // >>solve  from a budget to a plan
 
 /* The ladder: plans in one fixed order, each with a little more recomputation than the one before
-   and no more live bytes. Rung 0 is the plain plan, rung 1 updates early, and each rung after these
-   drops one more group of values. The order does not depend on the budget, which only says on
-   which rung to stop: the first that fits. So a smaller budget never gives a larger peak, and a
-   larger one never more recomputation. */
+   and no more live bytes. With early_update at its default rung 0 is the plain plan, rung 1 updates
+   early, and each after these drops one more group of values. The order does not depend on the
+   budget, which only says on which rung to stop: the first that fits. So a smaller budget never
+   gives a larger peak, and a larger one never more recomputation. */
 typedef struct msi_candidate {
     double bytes_per_cost;
     uint64_t merged; // bytes that would come back together: of this and of what it is joined to
@@ -3241,16 +3243,16 @@ static ms_result msi_trim_rung(msi_solver *s, uint64_t budget) {
     return result;
 }
 
-/* At the end of the ladder: back to the rung with the smallest arena. That is the last one, unless
-   the layout of an earlier one wastes less. */
+/* At the end of the ladder: back to the first rung with the smallest arena. That is the last one,
+   unless an earlier one has the same peak, or a layout that wastes less. */
 static ms_result msi_smallest(msi_solver *s) {
     uint32_t k = s->rungs.count - 1, best = k;
     ms_result result = msi_return_to(s, &s->rungs.items[k]);
     uint64_t best_bytes = s->plan->arena_bytes;
     while (result == MS_RESULT_OK && k-- > 0 &&
-           s->plan->slot_bytes + s->rungs.items[k].peak_bytes < best_bytes) {
+           s->plan->slot_bytes + s->rungs.items[k].peak_bytes <= best_bytes) {
         result = msi_return_to(s, &s->rungs.items[k]);
-        if (s->plan->arena_bytes < best_bytes) {
+        if (s->plan->arena_bytes <= best_bytes) {
             best = k;
             best_bytes = s->plan->arena_bytes;
         }
@@ -3279,15 +3281,15 @@ static ms_result msi_no_fit(msi_solver *s, uint64_t budget) {
         return result;
     }
     const uint64_t least = s->plan->arena_bytes;
-    return msi_fail(s->model, MS_RESULT_BUDGET,
-                    "the budget is %llu bytes (%s), the plain plan needs %llu, and the smallest "
-                    "feasible budget is %llu bytes (%s)%s",
-                    (unsigned long long)budget, msi_size(budget).text,
-                    (unsigned long long)s->plan->plain_bytes, (unsigned long long)least,
-                    msi_size(least).text,
-                    s->model->config.checkpointing == MS_SWITCH_OFF
-                        ? " with checkpointing switched off"
-                        : ": give that much, or reduce the batch or the sequence");
+    return msi_fail(
+        s->model, MS_RESULT_BUDGET,
+        "the budget is %s, the plain plan needs %s, and the smallest feasible budget is "
+        "%s (%llu bytes)%s",
+        msi_size(budget).text, msi_size(s->plan->plain_bytes).text, msi_size(least).text,
+        (unsigned long long)least,
+        s->model->config.checkpointing == MS_SWITCH_OFF
+            ? " with checkpointing switched off"
+            : ": give that much, or reduce the batch or the sequence");
 }
 
 /* Starts the ladder: the plain plan first, for its size; then, where that may be and the budget
@@ -3838,10 +3840,11 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
         return msi_fail(m, MS_RESULT_DRY_RUN, "%s: a dry run plans but does not compute", function);
     }
     if (m->failed) {
-        return msi_fail(m, MS_RESULT_FAILED,
-                        "%s: an earlier step failed between two updates; write the params again "
-                        "and call ms_wrap",
-                        function);
+        return msi_fail(
+            m, MS_RESULT_FAILED,
+            "%s: an earlier step failed between two updates; write params and optimizer "
+            "state again, then call ms_wrap",
+            function);
     }
     return msi_check_between_steps(m, function);
 }
@@ -3935,7 +3938,7 @@ static ms_result msi_adopt(ms_model *m, msi_plan *plan) {
     m->stage = MSI_STAGE_IDLE;
     m->updates_done = 0;
     msi_log(m, MS_LOG_INFO, "plan",
-            "plain %s, budget %s, arena %s, %u recomputations, updates %s backward",
+            "plain %s, budget %s, arena %s, recomputations: %u, updates %s backward",
             msi_size(plan->plain_bytes).text, msi_size(plan->budget_bytes).text,
             msi_size(plan->arena_bytes).text, (unsigned)plan->train.recompute_count,
             msi_updates_inside(&plan->train) ? "inside" : "after");
@@ -4114,7 +4117,7 @@ static void msi_print_summary(const ms_model *m, const msi_printer *out) {
     msi_print(out, "plain plan %s, budget %s, arena %s", msi_size(r.plain_bytes).text,
               msi_size(r.budget_bytes).text, msi_size(r.arena_bytes).text);
     msi_print(out, ", %s above the lower bound\n", msi_size(r.gap_bytes).text);
-    msi_print(out, "%u layers, %u instructions, %u recomputations (%.1f %% of a step's work), ",
+    msi_print(out, "layers: %u, instructions: %u, recomputations: %u (%.1f %% of a step's work), ",
               (unsigned)r.layer_count, (unsigned)r.instruction_count, (unsigned)r.recompute_count,
               100.0 * r.recompute_share);
     msi_print(out, "updates %s backward\n", r.early_update ? "inside" : "after");
@@ -4355,8 +4358,10 @@ MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
 }
 
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor) {
-    if (model) {
+    if (model && isfinite(factor)) {
         model->loss_factor = factor;
+    } else if (model) {
+        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_loss_factor: %g", (double)factor);
     }
 }
 
@@ -4517,6 +4522,9 @@ MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *d
         return msi_fail(model, MS_RESULT_DRY_RUN, "ms_write: a dry run has no memory for \"%s\"",
                         msi_tensor_name(model, t));
     }
+    if (model->busy) {
+        return msi_fail(model, MS_RESULT_ORDER, "ms_write: called from a callback of a layer");
+    }
     const ms_backend *b = &model->config.backend;
     if (model->plan) {
         const msi_slot *slot = msi_find_slot(model->plan, t, role);
@@ -4546,7 +4554,8 @@ static const char *msi_read_cure(msi_role role) {
     static const char *const cures[] = {
         "; ms_set_output keeps an activation",
         "; early_update = MS_SWITCH_OFF keeps gradients from ms_backward to ms_update",
-        "; a frozen param has none", "; a frozen param has none"};
+        "; a param that is frozen, or that the loss does not depend on, has none",
+        "; a param that is frozen, or that the loss does not depend on, has none"};
     return cures[role];
 }
 
@@ -4636,7 +4645,8 @@ MEMSCALE_API ms_result ms_backward(ms_model *model) {
         return result;
     }
     if (model->stage != MSI_STAGE_FORWARD) {
-        return msi_fail(model, MS_RESULT_ORDER, "ms_backward: call ms_forward first");
+        return msi_fail(model, MS_RESULT_ORDER,
+                        "ms_backward: call ms_forward first (a ms_write after it ends the step)");
     }
     return msi_finish_backward(model);
 }

@@ -67,7 +67,8 @@ static void print_help(void) {
         "  --steps N        stop after N steps\n"
         "  --seconds N      stop after N seconds (45, unless --steps is given)\n"
         "  --seed N         of weights, batches and sampling (1)\n"
-        "  --dry            print the plan, allocate and train nothing\n"
+        "  --dry            plan only: allocate and train nothing\n"
+        "  --plan           list the plan layer by layer, and its program\n"
         "  --help           this text\n\n"
         "The default text is this repository's own: run it there, or name files.\n");
 }
@@ -95,7 +96,7 @@ static int parse_value(settings *o, const char *name, const char *text) {
                    {"--steps", &o->steps},
                    {"--seconds", &o->seconds},
                    {"--seed", &o->seed}};
-    const char *value = text ? text : "";
+    const char *value = text ? text : "(nothing)";
     if (strcmp(name, "--preset") == 0) {
         o->preset = value;
         return 0;
@@ -188,6 +189,9 @@ static int append_file(trainer *t, const char *path) {
         t->text = grown;
         memcpy(t->text + t->text_bytes, block, count);
         t->text_bytes += (int64_t)count;
+    }
+    if (result == 0 && ferror(file)) {
+        result = fail("cannot read %s", path);
     }
     fclose(file);
     return result;
@@ -323,11 +327,11 @@ static int print_plan(trainer *t) {
            100.0 * r.recompute_share);
     printf("  its peak");
     for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
-        if (r.peak_bytes[c] >= r.arena_bytes / 1000) {
+        if (r.peak_bytes[c] >= r.arena_bytes / 500) {
             printf("  %s %.1f", ms_category_name((ms_category)c), mebibytes(r.peak_bytes[c]));
         }
     }
-    printf("\n");
+    printf(" MiB\n");
     if (t->options.plan &&
         (ms_print_plan(t->model, print_text, stdout) != MS_RESULT_OK ||
          ms_print_program(t->model, MS_PROGRAM_TRAIN, print_text, stdout) != MS_RESULT_OK)) {

@@ -1256,10 +1256,17 @@ static void sizes_never_wrap(void **state) {
 /* Everything that would pull the plan from under the running step is refused there. */
 static int reentering_forward(const ms_call *call) {
     ms_model *m = call->model;
+    const float value = 0.0f;
     uint64_t bytes;
-    const ms_result results[] = {
-        ms_wrap(m),          ms_detach(m),   ms_step(m, NULL), ms_eval(m, NULL),
-        ms_forward(m, NULL), ms_backward(m), ms_update(m),     ms_smallest_budget(m, &bytes)};
+    const ms_result results[] = {ms_wrap(m),
+                                 ms_detach(m),
+                                 ms_step(m, NULL),
+                                 ms_eval(m, NULL),
+                                 ms_forward(m, NULL),
+                                 ms_backward(m),
+                                 ms_update(m),
+                                 ms_smallest_budget(m, &bytes),
+                                 ms_write(m, ((const tiny *)call->user)->x, &value)};
     for (size_t i = 0; i < sizeof results / sizeof results[0]; ++i) {
         if (results[i] != MS_RESULT_ORDER) {
             return 100 + (int)i;
@@ -1278,6 +1285,7 @@ static void callbacks_cannot_step(void **state) {
     tiny_create(&t, &config, 1, false);
     d.name = "reentering";
     d.forward = reentering_forward;
+    d.user = &t;
     d.in[0] = t.loss;
     d.out[0] = ms_activation(t.model, "out", MS_DTYPE_F32, ms_shape1(1));
     ms_register_layer(t.model, &d);
@@ -1321,7 +1329,7 @@ static void a_write_ends_the_step_that_it_would_spoil(void **state) {
 
 static void masks_name_slots_that_are_used(void **state) {
     (void)state;
-    for (int i = 0; i < 7; ++i) {
+    for (int i = 0; i < 9; ++i) {
         tiny t;
         ms_layer_desc d;
         ms_config config = t_config();
@@ -1336,9 +1344,35 @@ static void masks_name_slots_that_are_used(void **state) {
         d.in_place[0] = i == 2 ? 4 : 0;
         d.grad_in_place[0].grad_out = i == 3 ? 2 : 0;
         d.backward_reads.nothing = i == 4;
+        d.in_place[5] = i == 7;
+        d.grad_in_place[3].in = i == 8;
         d.flops = i == 5 ? (double)NAN : i == 6 ? -1.0 : 0.0;
         assert_int_equal(ms_register_layer(t.model, &d).id, 0);
         expect_sticking(t.model, "masked");
+    }
+}
+
+/* The smallest plan is the one that its own size as a budget gets: no more recomputation. */
+static void the_smallest_plan_is_a_rung_too(void **state) {
+    (void)state;
+    for (uint32_t depth = 2; depth < 24; ++depth) {
+        t_chain chain;
+        ms_memory_report forced, budgeted;
+        ms_config config = t_config();
+        config.dry_run = true;
+        config.force_optimize = true;
+        assert_int_equal(t_chain_create(&chain, &config, depth, 64, 8), MS_RESULT_OK);
+        t_ok(chain.model, ms_wrap(chain.model));
+        t_report(chain.model, &forced);
+        ms_destroy(chain.model);
+        config.force_optimize = false;
+        config.memory_budget_bytes = forced.arena_bytes;
+        assert_int_equal(t_chain_create(&chain, &config, depth, 64, 8), MS_RESULT_OK);
+        t_ok(chain.model, ms_wrap(chain.model));
+        t_report(chain.model, &budgeted);
+        ms_destroy(chain.model);
+        assert_true(budgeted.arena_bytes == forced.arena_bytes);
+        assert_true(budgeted.recompute_count == forced.recompute_count);
     }
 }
 
@@ -1351,6 +1385,7 @@ static void errors_behind_wrap_do_not_stick(void **state) {
     tiny_start(&t, &config, 1, false);
     ms_set_frozen(t.model, wrong, true);
     ms_set_learning_rate(t.model, NAN);
+    ms_set_loss_factor(t.model, NAN);
     ms_set_weight_decay(t.model, t.p, INFINITY);
     assert_int_equal(ms_input(t.model, "late", MS_DTYPE_F32, ms_shape1(1)).id, 0);
     t_text_has(ms_last_error(t.model), "late");
@@ -1424,6 +1459,7 @@ int main(void) {
         cmocka_unit_test(a_loss_factor_waits_for_the_next_step),
         cmocka_unit_test(a_write_ends_the_step_that_it_would_spoil),
         cmocka_unit_test(masks_name_slots_that_are_used),
+        cmocka_unit_test(the_smallest_plan_is_a_rung_too),
         cmocka_unit_test(errors_behind_wrap_do_not_stick),
         cmocka_unit_test(forged_handles_are_refused),
     };
