@@ -16,7 +16,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_FILES = 64, SAMPLE_BYTES = 240, BYTE_COUNT = 256, WARMUP_STEPS = 20 };
+enum { MAX_FILES = 64, MAX_SPACES = 12, SAMPLE_BYTES = 240, BYTE_COUNT = 256, WARMUP_STEPS = 20 };
 
 static const char *const default_files[] = {"memscale.h", "README.md", "docs/getting-started.md",
                                             "docs/internals.md", "examples/nn.h"};
@@ -38,6 +38,7 @@ typedef struct trainer {
     nn_transformer gpt2;
     uint8_t *text;
     int64_t text_bytes;
+    int spaces;                // at the end of the text
     int32_t *tokens, *targets; // (B, T)
     float *logits;             // (B, T, V), for sampling
     uint64_t random;
@@ -172,6 +173,15 @@ static int choose_shape(const settings *o, nn_transformer_config *shape) {
 
 // ---- text ---------------------------------------------------------------------------------------
 
+/* Long runs of spaces, such as the right margin of a macro, are cut: they are easy to learn, and
+   would soon be all that it writes. There is room for the byte. */
+static void append_byte(trainer *t, uint8_t byte) {
+    t->spaces = byte == ' ' ? t->spaces + 1 : 0;
+    if (t->spaces <= MAX_SPACES) {
+        t->text[t->text_bytes++] = byte;
+    }
+}
+
 static int append_file(trainer *t, const char *path) {
     FILE *file = fopen(path, "rb");
     if (!file) {
@@ -187,8 +197,9 @@ static int append_file(trainer *t, const char *path) {
             break;
         }
         t->text = grown;
-        memcpy(t->text + t->text_bytes, block, count);
-        t->text_bytes += (int64_t)count;
+        for (size_t i = 0; i < count; i++) {
+            append_byte(t, block[i]);
+        }
     }
     if (result == 0 && ferror(file)) {
         result = fail("cannot read %s", path);
