@@ -138,11 +138,12 @@
     X(MS_RESULT_OUT_OF_MEMORY, "the allocator or the backend has no memory left")                  \
     X(MS_RESULT_BUDGET, "no plan fits the memory budget")                                          \
     X(MS_RESULT_CALLBACK, "a callback of a layer returned an error")                               \
-    X(MS_RESULT_NONFINITE, "the loss is not a finite number")                                      \
+    X(MS_RESULT_NONFINITE, "the loss or the norm of the gradients is not a finite number")         \
     X(MS_RESULT_BACKEND, "the backend reported an error")                                          \
     X(MS_RESULT_FAILED, "an update was cut in two; write params and state again, then wrap")       \
     X(MS_RESULT_DRY_RUN, "the model is a dry run and has no memory")                               \
-    X(MS_RESULT_UNSUPPORTED, "not supported by this backend or dtype")
+    X(MS_RESULT_UNSUPPORTED, "not supported by this backend or dtype")                             \
+    X(MS_RESULT_CONTRACT, "debug mode: a layer does not do what it declared")
 
 #define MEMSCALE_X(name, text) name,
 typedef enum ms_result { MEMSCALE_RESULTS(MEMSCALE_X) MS_RESULT_COUNT } ms_result;
@@ -162,12 +163,21 @@ typedef struct ms_layer {
     uint32_t id;
 } ms_layer;
 
+/* A dimension that ms_reshape can change, such as the batch. */
+typedef struct ms_axis {
+    uint32_t id;
+} ms_axis;
+
 enum {
     MS_LIMIT_RANK = 6,
     MS_LIMIT_IN = 16,
     MS_LIMIT_OUT = 8,
     MS_LIMIT_SAVED = 16,
-    MS_LIMIT_PARAM = 16
+    MS_LIMIT_PARAM = 16,
+    MS_LIMIT_STATE = 8,           // buffers that one layer changes
+    MS_LIMIT_OPTIMIZER_STATE = 4, // tensors of optimizer state of one param
+    MS_LIMIT_AXES = 8,
+    MS_ALL_SLOTS = 0xffff // in a mask: every slot that the layer uses
 };
 
 typedef enum ms_dtype {
@@ -183,17 +193,21 @@ typedef enum ms_dtype {
     MS_DTYPE_COUNT
 } ms_dtype;
 
-/* Row-major extents, the last one contiguous. Rank 0 is a scalar: one element. */
+/* Row-major extents, the last one contiguous. Rank 0 is a scalar: one element. axes, set by
+   ms_along, says which dims are multiples of which axes; a shape that is copied from an input keeps
+   it. */
 typedef struct ms_shape {
     int64_t dim[MS_LIMIT_RANK];
     int32_t rank;
+    uint8_t axes[MS_LIMIT_RANK]; // bit i: a multiple of the size of axis i
 } ms_shape;
 
 /* A tensor as a callback sees it. data is NULL where the layer has no such operand, where nobody
-   wants that gradient, and for values that backward_reads does not list; shape and dtype stand
-   even so, unless the slot is empty. beta, for gradients: data = beta * data + contribution,
-   with 0 (data holds rubbish, perhaps NaN: overwrite) or 1 (accumulate). Where one tensor stands in
-   several slots, their gradients are one memory, to be written slot by slot in rising order. */
+   wants that gradient or that output, and for values that the layer did not say it reads; shape and
+   dtype stand even so, unless the slot is empty. beta, for gradients: data = beta * data +
+   contribution, with 0 (data holds rubbish, perhaps NaN: overwrite) or 1 (accumulate). Where one
+   tensor stands in several slots, their gradients are one memory, to be written slot by slot in
+   rising order (slots in ms_layer_desc.overwrites have their own). */
 typedef struct ms_view {
     void *data;
     ms_shape shape;
@@ -225,11 +239,17 @@ typedef struct ms_call {
     ms_model *model; // for ms_gemm
     ms_phase phase;
     const ms_view *in, *out, *saved, *param;
-    const ms_view *grad_out, *grad_in, *grad_param; // in backward; NULL otherwise
-    void *workspace;                                // 64-byte aligned scratch, contents undefined
+    const ms_view *state; // of forward, recompute and eval; without data in backward
+    /* In backward; NULL otherwise. grad_in too in the forward of a layer with grads_in_forward. */
+    const ms_view *grad_out, *grad_in, *grad_param;
+    void *workspace; // 64-byte aligned, contents as declared
     uint64_t workspace_bytes;
-    uint64_t seed; // differs by layer and step; the same for a forward and its recomputation
+    uint16_t wanted_out, wanted_saved; // those that have data, outside backward
+    float loss_factor;                 // what a loss layer with grads_in_forward multiplies by
+    uint64_t seed; // differs by layer, step and micro-batch; the same for a recomputation
     uint64_t step; // completed updates before this one
+    uint32_t micro, micro_count; // number of this micro-batch, from 0; how many make a step
+    bool last_micro;
 } ms_call;
 
 /* 0, or the caller's own error number, which ends the step. */
@@ -268,21 +288,34 @@ typedef struct ms_hardware {
     uint64_t free_bytes; // MemAvailable; limits of cgroups are not looked at
 } ms_hardware;
 
-typedef enum ms_optimizer_kind { MS_OPTIMIZER_ADAMW, MS_OPTIMIZER_SGD } ms_optimizer_kind;
+typedef enum ms_optimizer_kind {
+    MS_OPTIMIZER_ADAMW,
+    MS_OPTIMIZER_SGD,
+    MS_OPTIMIZER_CUSTOM, // the trainer's own callback
+    MS_OPTIMIZER_NONE    // no update: the gradients stay for ms_read until the next step
+} ms_optimizer_kind;
 
-/* One update of one param, as the backend's kernel takes it. value and gradient have count floats;
-   state[0] and state[1] are AdamW's first and second moments, state[0] is SGD's momentum. */
+/* One update of one param, as the backend's kernel and the trainer's own callback take it. All
+   arrays have count floats. state[0] and state[1] are AdamW's first and second moments, state[0] is
+   SGD's momentum. The gradient counts times *gradient_scale (device memory; NULL: 1). A custom
+   update may write to the gradient; only a borrowed one is seen again. */
 typedef struct ms_update_args {
+    void *user; // ms_optimizer_desc.user
+    ms_tensor param;
     ms_optimizer_kind kind;
     uint64_t count;
     float *value;
-    const float *gradient;
-    float *state[2];
+    float *gradient;
+    const float *gradient_scale;
+    float *state[MS_LIMIT_OPTIMIZER_STATE];
     float learning_rate, weight_decay;
     float beta1, beta2, epsilon; // AdamW
     float momentum;              // SGD
     uint64_t t;                  // number of this update, from 1
 } ms_update_args;
+
+/* 0, or the caller's own error number, which ends the step. */
+typedef int (*ms_update_fn)(const ms_update_args *args);
 
 /* Everything that touches device memory. Functions return 0 or an error number of the backend's
    own. Device pointers are aligned to 64 bytes at least. user is passed through. */
@@ -298,7 +331,12 @@ typedef struct ms_backend {
     int (*copy)(void *user, void *device, const void *source, uint64_t bytes);
     int (*fill_bytes)(void *user, void *device, uint8_t value, uint64_t bytes);
     int (*fill_f32)(void *user, void *device, float value, uint64_t count);
-    int (*sum_f32)(void *user, const void *device, uint64_t count, double *sum); // waits
+    int (*add_f32)(void *user, void *device, const void *source, uint64_t count); // +=
+    int (*sum_f32)(void *user, const void *device, uint64_t count, double *sum);  // waits
+    /* Clipping: *sum += sum of squares; then *scale = min(1, limit / square root of *sum). Both
+       lie in device memory. */
+    int (*add_squares_f32)(void *user, const void *device, uint64_t count, double *sum);
+    int (*clip_scale)(void *user, const double *sum, float limit, float *scale);
     int (*update)(void *user, const ms_update_args *args);
     int (*gemm)(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
                 const ms_matrix *c); // shapes and dtypes are checked before
@@ -310,6 +348,9 @@ typedef struct ms_backend {
 
 typedef enum ms_switch { MS_SWITCH_DEFAULT, MS_SWITCH_ON, MS_SWITCH_OFF } ms_switch;
 
+/* Memory that several models take turns in; see ms_arena_create. */
+typedef struct ms_arena ms_arena;
+
 typedef struct ms_config {
     ms_backend backend;     // ms_backend_cpu(), or your own table; zero: the CPU
     ms_allocator allocator; // zero: malloc and free
@@ -320,17 +361,22 @@ typedef struct ms_config {
     ms_switch checkpointing;      // OFF: never recompute. DEFAULT, ON: where the budget asks for it
     /* Update a param inside backward, once its gradient is complete, so that the gradient dies.
        DEFAULT: where the budget asks for it, and no sooner than the arena gains from it; ON:
-       always, at once; OFF: after backward, always. */
+       always, at once; OFF: after backward, always. It cannot be with clipping or accumulation. */
     ms_switch early_update;
     bool force_optimize; // the smallest arena that the switches allow, whatever the budget
-    bool dry_run;        // plan and report, allocate no arena; steps return MS_RESULT_DRY_RUN
-    /* Check while running: all memory that holds no live value is filled with NaN, so that a
-       callback that reads what it did not declare cannot pass unseen. Slow. */
+    /* Plan and report, allocate no arena; steps return MS_RESULT_DRY_RUN. Layers need no callbacks:
+       ms_visit_events hands the plan to a framework that runs its own. */
+    bool dry_run;
+    /* Check that layers keep to what they declared: each callback runs several times, amid rubbish
+       in all memory that it was not given, and must give the same bits each time. An error,
+       MS_RESULT_CONTRACT, names the layer. Slow: copies the whole arena at every call. */
     bool debug;
-    uint64_t seed; // of ms_call.seed
+    uint64_t seed;               // of ms_call.seed
+    uint32_t accumulation_steps; // micro-batches to a step; 0: 1
+    ms_arena *arena;             // memory shared with other models; NULL: its own
 } ms_config;
 
-/* Masks of slots: bit i stands for slot i. */
+/* Masks of slots: bit i stands for slot i; MS_ALL_SLOTS for all. */
 typedef struct ms_reads {
     uint16_t in, out, saved, param;
     bool nothing; // reads none of these; all fields zero means that it may read all
@@ -340,31 +386,74 @@ typedef struct ms_overwrites {
     uint16_t in, out, saved, grad_out;
 } ms_overwrites;
 
+typedef struct ms_edges {
+    uint16_t in, param;
+} ms_edges;
+
+typedef enum ms_contents { MS_CONTENTS_ANY, MS_CONTENTS_FINITE, MS_CONTENTS_ZERO } ms_contents;
+
+/* Scratch memory of one call: bytes + row_bytes * (first dim of out[0]). */
+typedef struct ms_workspace {
+    uint64_t bytes, row_bytes;
+    ms_contents contents; // what a callback finds in it
+} ms_workspace;
+
 /* A layer: as small as one operator, as large as a transformer block. Empty slots are allowed
    anywhere, the callback sees them as views without data. */
 typedef struct ms_layer_desc {
     const char *name; // copied; NULL: "layer <number>"
     ms_layer_fn forward;
     ms_layer_fn backward; // NULL: no gradient passes through
-    void *user;           // must live as long as the model
+    /* Makes the values of wanted_out and wanted_saved once more, in MS_PHASE_RECOMPUTE; NULL:
+       forward does, and makes all of them. */
+    ms_layer_fn recompute;
+    ms_layer_fn bind; // called before each of these, with the same call; NULL: nothing
+    void *user;       // must live as long as the model
     ms_tensor in[MS_LIMIT_IN];
     ms_tensor out[MS_LIMIT_OUT];
     ms_tensor saved[MS_LIMIT_SAVED]; // written in forward, read by this layer's backward alone
     ms_tensor param[MS_LIMIT_PARAM];
-    ms_reads backward_reads; // what backward reads of the values; zero: all of them
+    ms_tensor state[MS_LIMIT_STATE]; // buffers that forward changes, such as running statistics
+    ms_reads backward_reads;         // what backward reads of the values; zero: all of them
+    /* What recompute reads; zero: every input and param. Outputs and saved tensors that stand here
+       are never dropped. */
+    ms_reads recompute_reads;
+    /* Gradients that backward can only add to (it finds zeros, or what others contributed) or only
+       overwrite (the library adds up). All others heed ms_view.beta. */
+    ms_edges accumulates, overwrites;
     /* in_place[j]: out[j] may take over the memory of one of these inputs. It does so where nothing
        reads that input afterwards, so forward must be right both ways. */
     uint16_t in_place[MS_LIMIT_OUT];
     /* grad_in_place[i]: grad_in[i], where its beta is 0, may take over the memory of one of these
        operands of backward. Backward must be right both ways. */
     ms_overwrites grad_in_place[MS_LIMIT_IN];
-    uint64_t forward_workspace_bytes;
-    uint64_t backward_workspace_bytes;
-    double flops; // of one forward, for the price of a recomputation; 0: derived from the tensors
+    /* Outputs and gradients that can only be computed in place. Their in_place names one input,
+       their grad_in_place one grad_out and nothing else. The callback finds that operand's value in
+       the memory of the result, and both views have the same data; what others still need is copied
+       first. */
+    uint16_t must_in_place;      // mask of outputs
+    uint16_t must_grad_in_place; // mask of inputs
+    ms_overwrites clobbers;      // what backward destroys; what others still need is copied first
+    /* Inputs whose gradients forward writes, in a layer that ends in a loss: it runs once, it has
+       no backward, and nothing differentiates through its outputs. */
+    uint16_t grads_in_forward;
+    uint16_t optional_saved; // without data where nobody will read them
+    bool no_recompute;       // forward can run only once in a step
+    /* The layer leaves its state as it is in MS_PHASE_RECOMPUTE, and its outputs do not depend on
+       it. Otherwise the state is kept aside and put back around a recomputation. */
+    bool keeps_state;
+    bool no_backward; // of a layer without callbacks, in a dry run: no gradient passes through
+    ms_workspace forward_workspace; // of recompute too, where that is forward
+    ms_workspace backward_workspace;
+    ms_workspace recompute_workspace; // of ms_layer_desc.recompute
+    /* Work of one forward and of one call of recompute, for the price of a recomputation. 0:
+       derived from the tensors. */
+    double flops, recompute_flops;
 } ms_layer_desc;
 
 /* AdamW: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, algorithm 2.
-   SGD: v = momentum * v + g; p = p - rate * (v + decay * p). */
+   SGD: v = momentum * v + g; p = p - rate * (v + decay * p). Clipping: Pascanu, Mikolov and Bengio,
+   "On the difficulty of training recurrent neural networks", 2013, algorithm 1. */
 typedef struct ms_optimizer_desc {
     float learning_rate; // 0: 0.001; ms_set_learning_rate takes any value, zero too
     ms_optimizer_kind kind;
@@ -373,7 +462,20 @@ typedef struct ms_optimizer_desc {
     float epsilon;      // 0: 1e-8
     float momentum;     // SGD; 0: none, and no state
     float weight_decay; // of the params for which ms_set_weight_decay does not say otherwise
+    /* Scale all gradients down where their common norm exceeds this; 0: never. All of them must be
+       complete before the first update. */
+    float grad_clip_norm;
+    ms_update_fn update;  // MS_OPTIMIZER_CUSTOM
+    void *user;           // of update
+    uint32_t state_count; // MS_OPTIMIZER_CUSTOM: tensors like the param, zero at first
 } ms_optimizer_desc;
+
+/* What a plan can do to a layer or a tensor; see ms_set_layer_technique. */
+typedef enum ms_technique {
+    MS_TECHNIQUE_CHECKPOINTING, // outputs and saved tensors: dropped, and recomputed
+    MS_TECHNIQUE_EARLY_UPDATE,  // params: updated inside backward
+    MS_TECHNIQUE_COUNT
+} ms_technique;
 
 // ------------------------------------------------------------------------------------------------
 // >>reports
@@ -411,10 +513,71 @@ typedef struct ms_memory_report {
     /* Work of the recomputations over that of one plain step (forward once, backward twice its
        price), by the layers' declared or derived flops and bytes: an estimate of the slowdown. */
     double recompute_share;
-    bool early_update; // some params are updated inside backward
+    bool early_update;       // some params are updated inside backward
+    uint64_t borrowed_bytes; // the trainer's own memory, not in the arena
+    uint64_t host_bytes;     // of tensors that stay on the host, not in the arena
 } ms_memory_report;
 
 typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
+
+typedef enum ms_event_kind {
+    MS_EVENT_FORWARD, // the first four: a callback of event.layer
+    MS_EVENT_RECOMPUTE,
+    MS_EVENT_BACKWARD,
+    MS_EVENT_EVAL,
+    MS_EVENT_SEED, // the gradient of the loss is set to the loss factor
+    MS_EVENT_ZERO,
+    MS_EVENT_COPY, // operands: target, source. Nothing to do where both have one offset
+    MS_EVENT_ADD,  // operands: target, source
+    MS_EVENT_NORM, // squares of a gradient are added up; operands: gradient, sum
+    MS_EVENT_CLIP, // the sum becomes the scale of all gradients
+    MS_EVENT_UPDATE,
+    MS_EVENT_DROP, // the operands are dead; their memory is free
+    MS_EVENT_COUNT
+} ms_event_kind;
+
+typedef enum ms_operand_kind {
+    MS_OPERAND_IN,
+    MS_OPERAND_OUT,
+    MS_OPERAND_SAVED,
+    MS_OPERAND_PARAM,
+    MS_OPERAND_STATE,
+    MS_OPERAND_GRAD_OUT,
+    MS_OPERAND_GRAD_IN,
+    MS_OPERAND_GRAD_PARAM,
+    MS_OPERAND_WORKSPACE,
+    MS_OPERAND_TARGET, // of an event without a layer
+    MS_OPERAND_SOURCE,
+    MS_OPERAND_COUNT
+} ms_operand_kind;
+
+/* One operand of an event. */
+typedef struct ms_event_operand {
+    ms_tensor tensor; // as ms_gradient and ms_optimizer_state make it for these; 0: scratch memory
+    ms_operand_kind kind;
+    uint32_t slot;
+    uint64_t offset, bytes; // in the arena
+    bool is_outside;        // borrowed or on the host: no offset
+    bool is_written;
+    bool is_new;     // nothing is in it yet, or what it takes over from another operand
+    bool accumulate; // a gradient with beta 1
+} ms_event_operand;
+
+/* One instruction of a program. New fields may follow at the end; size tells. */
+typedef struct ms_event {
+    uint32_t size; // sizeof(ms_event)
+    uint32_t index;
+    ms_event_kind kind;
+    ms_layer layer;   // 0: of none
+    ms_tensor tensor; // of an event without a layer
+    const char *name; // of the layer or the tensor
+    const ms_event_operand *operands;
+    uint32_t operand_count;
+    uint64_t live_bytes; // while it runs
+} ms_event;
+
+/* event is valid during the call alone. */
+typedef void (*ms_event_fn)(const ms_event *event, void *user);
 
 // ------------------------------------------------------------------------------------------------
 // >>functions  in the order of a model's life
@@ -437,8 +600,26 @@ MEMSCALE_API ms_shape ms_shape3(int64_t d0, int64_t d1, int64_t d2);
 MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2, int64_t d3);
 MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape);
 
+/* The shape with dim number `dim` along an axis: it must be a multiple of the axis's size, and
+   grows and shrinks with it. A dim may lie along several axes (rows of batch times sequence). A
+   wrong dim or axis makes a shape that registration refuses. */
+MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis);
+
 /* The backend that runs on the host: its arena comes from the model's allocator. */
 MEMSCALE_API ms_backend ms_backend_cpu(void);
+
+/* Memory for the passing values of several models, of which one at a time trains: a generator and
+   its critic, a policy and its value function. It is as large as the largest of them needs. Each
+   model keeps its params, state, buffers and inputs to itself; a step, forward or eval of one ends
+   what another had begun. Models that share an arena are used by one thread at a time, with one
+   backend. backend and allocator may be NULL (the CPU; malloc). ms_arena_destroy: may stand before
+   the last ms_destroy; the memory goes when both are done. ms_arena_bytes: its size now.
+   Errors: INVALID, OUT_OF_MEMORY. */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_arena_create(const ms_backend *backend,
+                                                          const ms_allocator *allocator,
+                                                          ms_arena **arena);
+MEMSCALE_API void ms_arena_destroy(ms_arena *arena);
+MEMSCALE_API uint64_t ms_arena_bytes(const ms_arena *arena);
 
 /* Makes a model. config may be NULL (all defaults) and is copied. On error *model is NULL.
    Errors: INVALID (a field out of range, half an allocator), OUT_OF_MEMORY. */
@@ -459,7 +640,7 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_hardware_report(ms_model *model, ms
    ms_wrap), OUT_OF_MEMORY.
      input       fed with ms_write, keeps its value until written again
      param       trained; F32
-     buffer      lives between steps, not trained; read as an input of layers
+     buffer      lives between steps, not trained; an input or the state of layers
      activation  the output of exactly one layer
      saved       written by a layer's forward for its own backward */
 MEMSCALE_API ms_tensor ms_input(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
@@ -468,6 +649,26 @@ MEMSCALE_API ms_tensor ms_buffer(ms_model *model, const char *name, ms_dtype dty
 MEMSCALE_API ms_tensor ms_activation(ms_model *model, const char *name, ms_dtype dtype,
                                      ms_shape shape);
 MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
+
+/* An axis for ms_along and ms_reshape: its size now, and the largest that there will be. A failure
+   returns the handle 0, and sticks. Errors: INVALID (sizes below 1, largest below size, more than
+   MS_LIMIT_AXES), ORDER. */
+MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size, int64_t largest);
+
+/* Marks a tensor. Errors: INVALID, ORDER (after ms_wrap); both stick.
+     on_host        an input or a buffer that callbacks read and write in host memory
+     stop_gradient  an activation whose gradient nobody wants: none flows to or through it */
+MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor);
+MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
+
+/* The trainer's own memory for a value that lives between steps: an input, param, buffer, the
+   state of a param (ms_optimizer_state) or its gradient (ms_gradient). It is not in the arena, is
+   never filled or moved, and must live as long as the model; device memory, or host memory for a
+   tensor on the host. A borrowed gradient is never zeroed either: every step adds to what it
+   holds. After ms_wrap another address may be given for what is borrowed already.
+   Errors: INVALID (sticks before ms_wrap), ORDER (not borrowed when wrapped; in a callback). */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_borrow(ms_model *model, ms_tensor tensor,
+                                                    void *memory);
 
 /* Adds a layer behind those that stand already; desc is copied. What it reads must be an input, a
    buffer, or written by a layer before it. A failure returns the handle 0, and sticks.
@@ -505,6 +706,16 @@ MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float we
    state of a param that is frozen is dropped, and zero if it is ever trained again). */
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen);
 MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
+MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
+
+/* Forces (ON), forbids (OFF) or leaves to the plan (DEFAULT) a technique for one tensor, or for all
+   outputs and saved tensors of a layer (the params of a layer, for EARLY_UPDATE). Takes effect at
+   the next ms_wrap, which fails with the reason where it cannot be. ms_detach heeds none of it.
+   Errors: INVALID; sticks before ms_wrap. */
+MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
+                                         ms_switch force);
+MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
+                                          ms_switch force);
 
 /* The smallest budget that ms_wrap would accept with the present switches. Takes as long as the
    longest ms_wrap. Errors: as ms_wrap. */
@@ -520,6 +731,14 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_wrap(ms_model *model);
 /* Back to the plain plan, budget or not; values are kept. On error the model stays wrapped as it
    was. Errors: as ms_wrap, without BUDGET. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_detach(ms_model *model);
+
+/* Gives the axes other sizes, one for each in the order of ms_add_axis, between steps. The arena
+   was allocated for the largest sizes, so no device memory is allocated; the plan for these sizes
+   is made, or taken up again. Params, their state and buffers keep their values; inputs, and
+   buffers along an axis, keep their bytes, to be written anew. Before ms_wrap it only sets sizes.
+   Errors: INVALID (below 1, above the largest), ORDER, BUDGET, OUT_OF_MEMORY; the model then keeps
+   its sizes. */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_reshape(ms_model *model, const int64_t *sizes);
 
 /* MS_OPTIMIZE(m) { ... } wraps before the block and detaches behind it. The block is skipped if
    ms_wrap fails (see ms_last_error). Leaving it by break, goto or return leaves the model wrapped.
@@ -537,6 +756,11 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_write(ms_model *model, ms_tensor te
                                                    const void *data);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_read(ms_model *model, ms_tensor tensor, void *data);
 
+/* The address of a value in device memory (host memory for a tensor on the host), or NULL where
+   ms_read would fail: to fill an input in place, or to use params elsewhere. Valid until the next
+   ms_wrap or ms_detach for what lives between steps, until the next step for the rest. */
+MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
+
 /* Handles for ms_read: the gradient of a param or an activation; and for ms_read and ms_write: the
    optimizer state of a param (AdamW: 0 and 1 are the moments; SGD: 0 is the momentum). Handle 0 for
    tensors that cannot have one. A frozen param has a handle, but nothing to read. */
@@ -548,12 +772,16 @@ MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
 
-/* One training step; *loss (may be NULL) is the loss before the update.
-   Errors: CALLBACK, NONFINITE, BACKEND, FAILED, ORDER (not wrapped), DRY_RUN. */
+/* One training step; *loss (may be NULL) is the loss before the update. With accumulation_steps = n
+   it is one micro-batch, and every n-th call updates; the mean over all of them is minimised (with
+   ms_set_loss_factor, the sum of all their rows times the factor). A failure gives up the micro-
+   batches before it too: the step starts again.
+   Errors: CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped), DRY_RUN. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_step(ms_model *model, double *loss);
 
 /* The same in three calls. With a plan that updates early (ms_memory_report.early_update),
-   ms_backward updates some params and ms_update completes the step.
+   ms_backward updates some params and ms_update completes the step. With accumulation, ms_update
+   stands behind the last micro-batch alone.
    Errors: as ms_step; ORDER if called out of turn. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_forward(ms_model *model, double *loss);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_backward(ms_model *model);
@@ -562,6 +790,10 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_update(ms_model *model);
 /* Forward alone, in MS_PHASE_EVAL, by a program of its own that keeps nothing for a backward. It
    ends a step that was begun with ms_forward. Errors: as ms_step. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_eval(ms_model *model, double *loss);
+
+/* The common norm of all gradients in the last update, before clipping. Errors: INVALID, ORDER (no
+   update yet since ms_wrap, or no grad_clip_norm), BACKEND. */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_gradient_norm(ms_model *model, double *norm);
 
 /* In a callback: c = alpha * a * b + beta * c, row-major, F32; a beta of 0 does not read c.
    Errors: INVALID (shapes do not match), UNSUPPORTED (dtype), BACKEND. */
@@ -579,6 +811,11 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_report(const ms_model *model,
 
 /* Name of a category, such as "activation gradients"; "?" out of range. */
 MEMSCALE_API const char *ms_category_name(ms_category category);
+
+/* The program as a list of events, in order, for a framework that runs its own: what to compute
+   where, and what is dead afterwards. Errors: INVALID, ORDER (no plan yet). */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_visit_events(const ms_model *model, ms_program program,
+                                                          ms_event_fn visit, void *user);
 
 /* Listings for people: the plan, a line per layer, and a program, a line per instruction with its
    number, op, layer, operands with addresses, and live bytes. Errors: INVALID, ORDER. */
@@ -646,8 +883,9 @@ enum {
     MSI_ROLE_BITS = 28, // a handle is role << 28 | index + 1
     MSI_MAX_TENSORS = (1 << MSI_ROLE_BITS) - 2,
     MSI_ERROR_BYTES = 512,
-    MSI_MAX_VIEWS = MS_LIMIT_IN + MS_LIMIT_OUT + MS_LIMIT_SAVED + MS_LIMIT_PARAM + MS_LIMIT_OUT +
-                    MS_LIMIT_IN + MS_LIMIT_PARAM
+    MSI_MAX_VALUES = MS_LIMIT_IN + MS_LIMIT_OUT + MS_LIMIT_SAVED + MS_LIMIT_PARAM + MS_LIMIT_STATE,
+    MSI_MAX_EDGES = MS_LIMIT_IN + MS_LIMIT_PARAM,
+    MSI_MAX_VIEWS = MSI_MAX_VALUES + MS_LIMIT_OUT + MSI_MAX_EDGES
 };
 
 static bool msi_multiply(uint64_t a, uint64_t b, uint64_t *product) {
@@ -758,6 +996,12 @@ static msi_adamw msi_adamw_prepare(const ms_update_args *args) {
     return a;
 }
 
+/* The factor that brings gradients with this sum of squares down to a norm. */
+static inline float msi_clip_scale(double sum, float limit) {
+    const double norm = sqrt(sum);
+    return norm > (double)limit ? (float)((double)limit / norm) : 1.0f;
+}
+
 static inline float msi_adamw_element(const msi_adamw *a, float value, float gradient, float *m,
                                       float *v) {
     *m = MSI_FMA(a->rest1, gradient, a->beta1 * *m);
@@ -787,44 +1031,78 @@ typedef enum msi_kind {
     MSI_KIND_SAVED
 } msi_kind;
 
-/* What of a tensor a life or a handle means. The states are those of the optimizer. */
+/* What of a tensor a life or a handle means. The first six are those of handles. */
 typedef enum msi_role {
     MSI_ROLE_VALUE,
     MSI_ROLE_GRADIENT,
-    MSI_ROLE_STATE0,
-    MSI_ROLE_STATE1,
-    MSI_ROLE_WORKSPACE
+    MSI_ROLE_STATE0, // of the optimizer, MS_LIMIT_OPTIMIZER_STATE of them
+    MSI_ROLE_FIXED = MSI_ROLE_STATE0 + MS_LIMIT_OPTIMIZER_STATE, // roles up to here can be fixed
+    MSI_ROLE_PART = MSI_ROLE_FIXED, // a contribution to a gradient, to be added to it
+    MSI_ROLE_SNAPSHOT,              // a copy of a buffer
+    MSI_ROLE_WORKSPACE,             // of a layer
+    MSI_ROLE_NORM                   // a msi_norm, of no tensor
 } msi_role;
 
 typedef struct msi_tensor {
-    ms_view view; // template of the views: shape and dtype, no data
-    uint64_t bytes;
-    uint32_t name;     // offset in graph.names
-    uint32_t producer; // layer that writes it
+    ms_view view;                  // template of the views: shape and dtype, no data
+    uint64_t bytes, largest_bytes; // now, and with every axis at its largest
+    uint32_t name;                 // offset in graph.names
+    uint32_t producer;             // layer that writes it
     msi_kind kind;
     float weight_decay;     // NaN: the optimizer's
     uint64_t trained_since; // completed updates when its optimizer state was made
-    bool frozen, kept, kept_in_eval;
-    void *staged[3]; // written before ms_wrap: value, state 0, state 1
+    bool frozen, kept, kept_in_eval, on_host, no_gradient;
+    uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
+    /* Per role: the trainer's memory where the bit in `borrowed` is set, otherwise what was written
+       before ms_wrap. */
+    void *memory[MSI_ROLE_FIXED];
+    uint8_t borrowed;
     /* analysis of the graph, made by ms_wrap */
     bool wants_gradient;
     bool updates_early;     // params: may be updated inside backward
+    bool pinned;            // cannot be recomputed, or is what a recomputation reads
     uint32_t last_reader;   // the last layer in backward whose backward reads the value
-    uint32_t last_gradient; // params: the last layer in backward that contributes a gradient
+    uint32_t last_gradient; // the last layer in backward that contributes a gradient
 } msi_tensor;
 
+enum { MSI_WORKSPACE_FORWARD, MSI_WORKSPACE_BACKWARD, MSI_WORKSPACE_RECOMPUTE };
+
+/* The operands of a layer by group, in their order in graph.operands and in instructions. */
+enum {
+    MSI_GROUP_IN,
+    MSI_GROUP_OUT,
+    MSI_GROUP_SAVED,
+    MSI_GROUP_PARAM,
+    MSI_GROUP_STATE,
+    MSI_GROUP_COUNT
+};
+
 typedef struct msi_layer {
-    ms_layer_fn forward, backward;
+    ms_layer_fn forward, backward, recompute, bind;
     void *user;
-    uint64_t workspace_bytes[2]; // forward, backward
-    double cost;                 // of one forward, in bytes that memory moves in the same time
+    ms_workspace workspace[3];
+    double flops, recompute_flops; // as declared, with as many elements of output as there were
+    double elements;
+    double cost,
+        recompute_cost; // of one forward and recompute, in bytes that memory moves meanwhile
     uint32_t name;
-    uint32_t operand_first; // in graph.operands: in, out, saved, param
+    uint32_t operand_first; // in graph.operands
     uint32_t mask_first;    // in graph.masks: in_place per out; four of grad_in_place per in
-    uint8_t in_count, out_count, saved_count, param_count;
-    ms_reads reads;
-    bool has_backward; // analysis: its backward runs
+    uint8_t count[MSI_GROUP_COUNT];
+    ms_reads reads, recompute_reads;
+    ms_edges accumulates, overwrites;
+    ms_overwrites clobbers;
+    uint16_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved;
+    bool no_recompute, keeps_state;
+    bool differentiable; // its desc has a backward
+    bool has_backward;   // analysis: its backward runs
+    bool ends_in_loss;   // analysis: its forward writes gradients
 } msi_layer;
+
+typedef struct msi_axis {
+    int64_t size, largest;
+    uint32_t name;
+} msi_axis;
 
 typedef struct msi_graph {
     MSI_LIST(char) names;
@@ -832,6 +1110,8 @@ typedef struct msi_graph {
     MSI_LIST(msi_layer) layers;
     MSI_LIST(uint32_t) operands; // tensors, MSI_NONE for empty slots
     MSI_LIST(uint16_t) masks;
+    msi_axis axes[MS_LIMIT_AXES];
+    uint32_t axis_count;
     uint64_t bytes; // of all tensors and workspaces, below 2^58: no sum over a program overflows
     uint32_t loss;
 } msi_graph;
@@ -841,16 +1121,22 @@ typedef enum msi_op {
     MSI_OP_RECOMPUTE,
     MSI_OP_BACKWARD,
     MSI_OP_EVAL,
-    MSI_OP_SEED, // write the gradient of the loss
-    MSI_OP_ZERO,
+    MSI_OP_SEED,    // write the gradient of the loss
+    MSI_OP_ZERO,    // of a slot: in the first micro-batch alone
+    MSI_OP_COPY,    // target, source
+    MSI_OP_RESTORE, // a copy that puts state back behind a recomputation
+    MSI_OP_ADD,
+    MSI_OP_NORM,
+    MSI_OP_CLIP,
     MSI_OP_UPDATE,
+    MSI_OP_NOTHING, // a copy that turned out not to be needed
     MSI_OP_COUNT
 } msi_op;
 
 /* One value in memory, from the instruction that makes it to the last that uses it. Lives with
    fixed addresses (params, buffers, inputs, optimizer state) come first, one per slot. */
 typedef struct msi_life {
-    uint64_t bytes, offset; // in the arena
+    uint64_t bytes, offset; // offset behind the slots
     uint32_t tensor;        // a layer, for workspace
     uint32_t first, last;
     uint32_t idle_first, idle_last; // the uses around the gap from forward to backward, or none
@@ -867,11 +1153,17 @@ typedef struct msi_operand {
 } msi_operand;
 
 typedef struct msi_instruction {
-    uint32_t target; // layer; for seed, zero and update: tensor
+    uint32_t target; // layer; for ops that call none: tensor
     uint32_t operand_first;
     uint16_t operand_count;
     uint8_t op;
 } msi_instruction;
+
+/* What clipping computes, in device memory. */
+typedef struct msi_norm {
+    double sum; // of squares
+    float scale;
+} msi_norm;
 
 /* A range of memory: one life, or several that hand it on in place. */
 typedef struct msi_block {
@@ -888,7 +1180,7 @@ typedef struct msi_program {
     MSI_LIST(msi_block) blocks;    // offsets count from the end of the slots
     MSI_LIST(uint64_t) live_bytes; // per instruction, slots not counted
     uint32_t forward_end, backward_end;
-    uint32_t loss;               // life of the loss
+    uint32_t loss, norm;         // lives of the loss, and of the norm or MSI_NONE
     uint32_t peak;               // the instruction with most live bytes
     uint64_t peak_bytes, height; // live bytes there; bytes that the layout takes
     uint64_t activation_peak_bytes;
@@ -897,26 +1189,54 @@ typedef struct msi_program {
     bool out_of_memory;
 } msi_program;
 
-/* A value with a fixed address. */
+/* A value with a fixed address: at the start of the arena, on the host, or the trainer's own. */
 typedef struct msi_slot {
     uint64_t bytes, offset;
+    void *address;
     uint32_t tensor;
     msi_role role;
+    bool on_host, borrowed;
 } msi_slot;
 
-typedef struct msi_plan {
+/* Where values are: one for all plans of a wrap. */
+typedef struct msi_store {
     MSI_LIST(msi_slot) slots;
-    uint32_t *slot_of;   // per tensor: the slot of its value, its states behind; or MSI_NONE
-    uint8_t *dropped;    // per tensor: not kept for backward; recomputed if it is needed there
-    uint8_t *recomputed; // per layer: runs again in backward
-    uint64_t slot_bytes;
+    uint32_t *slot_of; // per tensor: the slot of its value, its others behind; or MSI_NONE
+    uint64_t slot_bytes, transient_bytes; // of the arena: the sum
+    uint64_t host_bytes, borrowed_bytes;
+    void *memory;    // of the slots; and of the rest, if that is not shared
+    void *transient; // of the rest; in a shared arena, NULL
+    void *host;
+    uint8_t *shadow;  // debug mode: a copy of everything, on the host
+    uint8_t *results; // debug mode: and of what a callback made
+    uint64_t *print;  // debug mode: per tensor, a hash of its value
+    uint64_t shadow_bytes;
+    uint32_t micro_count;
+} msi_store;
+
+typedef struct msi_plan {
+    struct msi_plan *next;        // of the plans for other sizes, the last used first
+    int64_t sizes[MS_LIMIT_AXES]; // that it was made for
+    uint8_t *dropped;             // per tensor: not kept for backward; recomputed if needed there
+    uint8_t *recomputed;          // per layer: runs again in backward
     uint64_t budget_bytes, plain_bytes, arena_bytes;
-    void *arena;
     msi_program train, eval;
     double step_cost; // of one plain step, in the unit of msi_layer.cost
+    bool forces;      // heeds the techniques that are forced
     bool early_update;
     uint64_t update_lag_bytes; // early updates: gradients that may wait for theirs
 } msi_plan;
+
+struct ms_arena {
+    ms_backend backend;
+    ms_allocator allocator;
+    void *memory;
+    uint64_t bytes;
+    const ms_model *user; // whose values are in it
+    uint32_t references;
+};
+
+typedef enum msi_goal { MSI_GOAL_PLAIN, MSI_GOAL_BUDGET, MSI_GOAL_SMALLEST } msi_goal;
 
 /* How far the step is that was begun with ms_forward. */
 typedef enum msi_stage { MSI_STAGE_IDLE, MSI_STAGE_FORWARD, MSI_STAGE_BACKWARD } msi_stage;
@@ -925,14 +1245,19 @@ struct ms_model {
     ms_config config; // defaults resolved
     ms_optimizer_desc optimizer;
     msi_graph graph;
-    msi_plan *plan;
+    msi_store *store;
+    msi_plan *plan; // the one in force, at the head of the list
+    bool changed;   // something since ms_wrap that only the next one heeds
+    msi_goal goal;  // of that ms_wrap
     float loss_factor;
     uint64_t step; // completed updates
     const msi_program *running;
     uint32_t position;     // instructions of it that are done
     uint32_t updates_done; // of the step that is under way
-    float step_factor;     // of the loss, in this step
+    uint32_t micro;        // micro-batches of it that are done
+    float step_factor;     // of the gradient of the loss, in this step
     bool busy;             // inside a callback
+    bool state_is_old;     // what a recomputation needs is in place
     msi_stage stage;
     bool arena_on_host; // so that AddressSanitizer can watch it
     bool failed;
@@ -1020,21 +1345,61 @@ static ms_result msi_device(ms_model *m, int error, const char *what) {
                                  m->config.backend.name, what, error);
 }
 
-static ms_result msi_arena_alloc(ms_model *m, msi_plan *plan) {
+static ms_result msi_device_alloc(ms_model *m, uint64_t bytes, void **memory) {
     const ms_backend *b = &m->config.backend;
-    int error = b->memory_alloc(b->user, &m->config.allocator, plan->arena_bytes, &plan->arena);
-    if (error == 0 && plan->arena) {
+    *memory = NULL;
+    if (bytes == 0) {
         return MS_RESULT_OK;
     }
-    plan->arena = NULL;
+    const int error = b->memory_alloc(b->user, &m->config.allocator, bytes, memory);
+    if (error == 0 && *memory) {
+        return MS_RESULT_OK;
+    }
+    *memory = NULL;
     return msi_fail(m, MS_RESULT_OUT_OF_MEMORY,
                     "backend %s has no %s for the arena (error %d); ask for less with "
                     "ms_set_budget",
-                    b->name, msi_size(plan->arena_bytes).text, error);
+                    b->name, msi_size(bytes).text, error);
 }
 
-static void *msi_address(const msi_plan *plan, uint64_t offset) {
-    return (uint8_t *)plan->arena + offset;
+/* Behind the slots. */
+static uint8_t *msi_transient(const ms_model *m) {
+    return (uint8_t *)(m->config.arena ? m->config.arena->memory : m->store->transient);
+}
+
+static void *msi_address(const ms_model *m, const msi_program *p, uint32_t life) {
+    return life < m->store->slots.count ? m->store->slots.items[life].address
+                                        : msi_transient(m) + p->lives.items[life].offset;
+}
+
+static bool msi_is_on_host(const ms_model *m, uint32_t life) {
+    return life < m->store->slots.count && m->store->slots.items[life].on_host;
+}
+
+/* Between any two of host memory and device memory. */
+static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const void *source,
+                          bool source_on_host, uint64_t bytes) {
+    const ms_backend *b = &m->config.backend;
+    int error = 0;
+    if (target_on_host && source_on_host) {
+        memcpy(target, source, (size_t)bytes);
+    } else if (target_on_host) {
+        error = b->copy_out(b->user, target, source, bytes);
+    } else if (source_on_host) {
+        error = b->copy_in(b->user, target, source, bytes);
+    } else {
+        error = b->copy(b->user, target, source, bytes);
+    }
+    return msi_device(m, error, "copy");
+}
+
+static ms_result msi_fill(ms_model *m, void *target, bool on_host, uint8_t value, uint64_t bytes) {
+    const ms_backend *b = &m->config.backend;
+    if (on_host) {
+        memset(target, value, (size_t)bytes);
+        return MS_RESULT_OK;
+    }
+    return msi_device(m, b->fill_bytes(b->user, target, value, bytes), "fill");
 }
 
 static void msi_poison(const void *memory, uint64_t bytes) {
@@ -1106,6 +1471,40 @@ static int msi_cpu_fill_f32(void *user, void *device, float value, uint64_t coun
     return 0;
 }
 
+static int msi_cpu_add_f32(void *user, void *device, const void *source, uint64_t count) {
+    (void)user;
+    float *items = (float *)device;
+    const float *more = (const float *)source;
+    for (uint64_t i = 0; i < count; i++) {
+        items[i] += more[i];
+    }
+    return 0;
+}
+
+/* Eight sums side by side: fast, and the same on any number of threads. */
+static int msi_cpu_add_squares_f32(void *user, const void *device, uint64_t count, double *sum) {
+    (void)user;
+    const float *items = (const float *)device;
+    double sums[8] = {0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
+    for (uint64_t i = 0; i < count / 8 * 8; i += 8) {
+        for (int k = 0; k < 8; k++) {
+            sums[k] += (double)items[i + (uint64_t)k] * (double)items[i + (uint64_t)k];
+        }
+    }
+    for (uint64_t i = count / 8 * 8; i < count; i++) {
+        sums[0] += (double)items[i] * (double)items[i];
+    }
+    *sum +=
+        ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+    return 0;
+}
+
+static int msi_cpu_clip_scale(void *user, const double *sum, float limit, float *scale) {
+    (void)user;
+    *scale = msi_clip_scale(*sum, limit);
+    return 0;
+}
+
 static int msi_cpu_sum_f32(void *user, const void *device, uint64_t count, double *sum) {
     (void)user;
     const float *items = (const float *)device;
@@ -1121,13 +1520,14 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
     const int64_t count = (int64_t)args->count;
     float *value = args->value, *state0 = args->state[0], *state1 = args->state[1];
     const float *gradient = args->gradient;
+    const float scale = args->gradient_scale ? *args->gradient_scale : 1.0f; // times 1 is exact
     if (args->kind == MS_OPTIMIZER_ADAMW) {
         const msi_adamw a = msi_adamw_prepare(args);
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static) if (count > 16384)
 #endif
         for (int64_t i = 0; i < count; i++) {
-            value[i] = msi_adamw_element(&a, value[i], gradient[i], &state0[i], &state1[i]);
+            value[i] = msi_adamw_element(&a, value[i], scale * gradient[i], &state0[i], &state1[i]);
         }
         return 0;
     }
@@ -1135,7 +1535,7 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
 #pragma omp parallel for schedule(static) if (count > 16384)
 #endif
     for (int64_t i = 0; i < count; i++) {
-        value[i] = msi_sgd_element(args, value[i], gradient[i], state0 ? &state0[i] : NULL);
+        value[i] = msi_sgd_element(args, value[i], scale * gradient[i], state0 ? &state0[i] : NULL);
     }
     return 0;
 }
@@ -1334,12 +1734,17 @@ static ms_tensor msi_handle(uint32_t tensor, msi_role role) {
 /* Index of the tensor that a handle stands for; MSI_NONE if there is none. */
 static uint32_t msi_index(const ms_model *m, ms_tensor handle) {
     const uint32_t index = (handle.id & (((uint32_t)1 << MSI_ROLE_BITS) - 1)) - 1;
-    const bool known = handle.id >> MSI_ROLE_BITS <= MSI_ROLE_STATE1;
+    const bool known = handle.id >> MSI_ROLE_BITS < MSI_ROLE_FIXED;
     return known && index < m->graph.tensors.count ? index : MSI_NONE;
 }
 
 static msi_role msi_role_of(ms_tensor handle) {
     return (msi_role)(handle.id >> MSI_ROLE_BITS);
+}
+
+static const char *msi_role_name(msi_role role) {
+    static const char *const names[] = {"value of", "gradient of", "optimizer state of"};
+    return names[role < MSI_ROLE_STATE0 ? role : MSI_ROLE_STATE0];
 }
 
 /* The tensor itself, not a gradient or a state of it. */
@@ -1360,8 +1765,22 @@ static bool msi_is_trained(const msi_tensor *t) {
     return t->kind == MSI_KIND_PARAM && !t->frozen;
 }
 
-static int msi_state_count(const ms_optimizer_desc *o) {
-    return o->kind == MS_OPTIMIZER_ADAMW ? 2 : o->momentum != 0.0f ? 1 : 0;
+static uint32_t msi_state_count(const ms_optimizer_desc *o) {
+    switch (o->kind) {
+    case MS_OPTIMIZER_ADAMW:
+        return 2;
+    case MS_OPTIMIZER_SGD:
+        return o->momentum != 0.0f ? 1 : 0;
+    case MS_OPTIMIZER_CUSTOM:
+        return o->state_count;
+    case MS_OPTIMIZER_NONE:
+    default:
+        return 0;
+    }
+}
+
+static bool msi_is_borrowed(const msi_tensor *t, msi_role role) {
+    return t->borrowed >> role & 1;
 }
 
 /* False, and an error that sticks, if the model takes no more registrations. */
@@ -1377,80 +1796,208 @@ static bool msi_registering(ms_model *m, const char *what, const char *name) {
 }
 
 /* Adds to the bytes of the model; false if they become too many. */
-static bool msi_count_bytes(msi_graph *g, uint64_t bytes, uint64_t more_bytes) {
+static bool msi_count_bytes(msi_graph *g, uint64_t bytes) {
     const uint64_t limit = (uint64_t)1 << 58;
-    if (bytes >= limit || more_bytes >= limit || g->bytes + bytes + more_bytes >= limit) {
+    if (bytes >= limit || g->bytes + bytes >= limit) {
         return false;
     }
-    g->bytes += bytes + more_bytes;
+    g->bytes += bytes;
     return true;
 }
 
+/* A shape with the axes at other sizes. */
+static ms_shape msi_resized(const msi_graph *g, ms_shape shape, bool largest,
+                            const int64_t *sizes) {
+    for (int i = 0; i < shape.rank; i++) {
+        for (uint32_t a = 0; a < g->axis_count && shape.axes[i]; a++) {
+            if (shape.axes[i] >> a & 1) {
+                const int64_t size = largest ? g->axes[a].largest : sizes[a];
+                const int64_t unit = shape.dim[i] / g->axes[a].size;
+                shape.dim[i] = unit <= INT64_MAX / size ? unit * size : INT64_MAX;
+            }
+        }
+    }
+    return shape;
+}
+
+static bool msi_shape_bytes(const ms_shape *shape, ms_dtype dtype, uint64_t *bytes) {
+    return msi_multiply(ms_shape_count(shape), ms_dtype_bytes(dtype), bytes) && *bytes != 0;
+}
+
+static const char *const msi_kind_names[] = {"input", "param", "buffer", "activation",
+                                             "saved tensor"};
+
 static ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
                                 const ms_shape *shape) {
-    static const char *const kinds[] = {"input", "param", "buffer", "activation", "saved tensor"};
-    ms_tensor none = {0};
-    name = name ? name : "";
-    if (!msi_registering(m, kinds[kind], name)) {
-        return none;
-    }
+    const ms_tensor none = {0};
     msi_graph *g = &m->graph;
-    uint64_t bytes;
-    if (ms_dtype_bytes(dtype) == 0 ||
-        !msi_multiply(ms_shape_count(shape), ms_dtype_bytes(dtype), &bytes) || bytes == 0 ||
-        !msi_count_bytes(g, bytes, 0)) {
-        MSI_STICK(m, MS_RESULT_INVALID,
-                  "%s \"%s\": dtype %s, rank %d: dims must be at least 1, the rank 0 to %d, and "
-                  "the bytes of the whole model below 2^58",
-                  kinds[kind], name, ms_dtype_name(dtype), (int)shape->rank, MS_LIMIT_RANK);
-        return none;
-    }
-    if (kind == MSI_KIND_PARAM && dtype != MS_DTYPE_F32) {
-        MSI_STICK(m, MS_RESULT_UNSUPPORTED, "param \"%s\" has dtype %s; params are f32", name,
-                  ms_dtype_name(dtype));
-        return none;
-    }
+    const ms_shape largest = msi_resized(g, *shape, true, NULL);
     msi_tensor t;
     memset(&t, 0, sizeof t);
     t.view.shape = *shape;
     t.view.dtype = dtype;
-    t.bytes = bytes;
     t.kind = kind;
     t.weight_decay = NAN;
     t.producer = MSI_NONE;
+    if (!msi_shape_bytes(shape, dtype, &t.bytes) ||
+        !msi_shape_bytes(&largest, dtype, &t.largest_bytes) ||
+        !msi_count_bytes(g, t.largest_bytes)) {
+        MSI_STICK(m, MS_RESULT_INVALID,
+                  "%s \"%s\": the bytes of the whole model must be below 2^58",
+                  msi_kind_names[kind], name);
+        return none;
+    }
     if (!msi_add_name(m, name, &t.name)) {
         return none;
     }
     if (g->tensors.count >= MSI_MAX_TENSORS ||
         !MSI_RESERVE(msi_tensor, &m->config.allocator, g->tensors, g->tensors.count + 1)) {
-        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for %s \"%s\"", kinds[kind], name);
+        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for %s \"%s\"", msi_kind_names[kind],
+                  name);
         return none;
     }
     g->tensors.items[g->tensors.count++] = t;
     return msi_handle(g->tensors.count - 1, MSI_ROLE_VALUE);
 }
 
-/* The operands of a layer by group, in their order in graph.operands. */
-enum { MSI_GROUP_IN, MSI_GROUP_OUT, MSI_GROUP_SAVED, MSI_GROUP_PARAM, MSI_GROUP_COUNT };
-
-static const uint32_t *msi_group(const msi_graph *g, const msi_layer *layer, int group) {
-    const uint32_t *operands = g->operands.items + layer->operand_first;
-    const uint32_t start[] = {0, layer->in_count, (uint32_t)layer->in_count + layer->out_count,
-                              (uint32_t)layer->in_count + layer->out_count + layer->saved_count};
-    return operands + start[group];
+static uint32_t msi_group_start(const msi_layer *l, int group) {
+    uint32_t start = 0;
+    for (int k = 0; k < group; k++) {
+        start += l->count[k];
+    }
+    return start;
 }
 
-static uint32_t msi_group_count(const msi_layer *layer, int group) {
-    const uint32_t counts[] = {layer->in_count, layer->out_count, layer->saved_count,
-                               layer->param_count};
-    return counts[group];
+static const uint32_t *msi_group(const msi_graph *g, const msi_layer *l, int group) {
+    return g->operands.items + l->operand_first + msi_group_start(l, group);
 }
 
-static uint16_t msi_reads_of(const msi_layer *layer, int group) {
-    const ms_reads *r = &layer->reads;
-    const uint16_t masks[] = {r->in, r->out, r->saved, r->param};
+/* The mask of what backward reads of a group. */
+static uint16_t msi_reads_of(const msi_layer *l, int group) {
+    const ms_reads *r = &l->reads;
+    const uint16_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param, 0};
     const bool all = !r->nothing && !(r->in | r->out | r->saved | r->param);
-    return all ? UINT16_MAX : masks[group];
+    return all && group != MSI_GROUP_STATE ? UINT16_MAX : masks[group];
+}
+
+/* The mask of what a recomputation reads of a group. */
+static uint16_t msi_recompute_reads_of(const msi_layer *l, int group) {
+    const ms_reads *r = &l->recompute_reads;
+    const uint16_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param, UINT16_MAX};
+    const bool named = r->nothing || (r->in | r->out | r->saved | r->param);
+    if (l->recompute && named) {
+        return masks[group];
+    }
+    return group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED ? 0 : UINT16_MAX;
+}
+
+static bool msi_can_recompute(const msi_layer *l) {
+    return !l->no_recompute && l->grads_in_forward == 0;
+}
+
+static uint32_t msi_lowest_bit(uint32_t mask) {
+    uint32_t bit = 0;
+    while (bit < 31 && !(mask >> bit & 1)) {
+        bit++;
+    }
+    return bit;
+}
+
+/* Appends the slots of one group to the operands; marks the layer as the producer of what it
+   writes. The room is reserved, the slots are valid. */
+static void msi_add_operands(ms_model *m, uint32_t layer, int group, const ms_tensor *slots,
+                             uint32_t count) {
+    msi_graph *g = &m->graph;
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t t = slots[i].id ? msi_index(m, slots[i]) : MSI_NONE;
+        g->operands.items[g->operands.count++] = t;
+        if (t != MSI_NONE && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED)) {
+            g->tensors.items[t].producer = layer;
+        }
+    }
+}
+
+/* Elements of the outputs of a layer. */
+static double msi_output_elements(const msi_graph *g, const msi_layer *l) {
+    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+    double elements = 0.0;
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+        if (out[k] != MSI_NONE) {
+            elements += (double)ms_shape_count(&g->tensors.items[out[k]].view.shape);
+        }
+    }
+    return elements;
+}
+
+/* 2 flops per param element and row of the first output, as in a matrix product; without params, 1
+   per element of output. */
+static double msi_derived_flops(const msi_graph *g, const msi_layer *l) {
+    const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
+    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+    double params = 0.0, rows = 0.0;
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM]; k++) {
+        params += param[k] == MSI_NONE
+                      ? 0.0
+                      : (double)ms_shape_count(&g->tensors.items[param[k]].view.shape);
+    }
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT] && rows <= 0.0; k++) {
+        if (out[k] != MSI_NONE) {
+            const ms_shape *shape = &g->tensors.items[out[k]].view.shape;
+            rows = (double)ms_shape_count(shape);
+            rows /= shape->rank ? (double)shape->dim[shape->rank - 1] : 1.0;
+        }
+    }
+    return params > 0.0 ? 2.0 * params * rows : msi_output_elements(g, l);
+}
+
+/* Work of a forward and of a recomputation in bytes moved: declared or derived flops at 16 flops a
+   byte (about what CPUs and GPUs do), and every operand once. */
+static void msi_price_layer(const msi_graph *g, msi_layer *l) {
+    const double elements = msi_output_elements(g, l);
+    const double grown = l->elements > 0.0 ? elements / l->elements : 1.0;
+    double bytes = 0.0, recompute_bytes = 0.0;
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        const uint32_t *operands = msi_group(g, l, group);
+        const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
+        for (uint32_t k = 0; k < l->count[group]; k++) {
+            if (operands[k] != MSI_NONE) {
+                const double size = (double)g->tensors.items[operands[k]].bytes;
+                bytes += size;
+                const bool read = msi_recompute_reads_of(l, group) >> k & 1;
+                recompute_bytes += made || read ? size : 0.0;
+            }
+        }
+    }
+    l->cost = bytes + (l->flops > 0.0 ? l->flops * grown : msi_derived_flops(g, l)) / 16.0;
+    l->recompute_cost = l->cost;
+    if (l->recompute) {
+        const double flops = l->recompute_flops > 0.0 ? l->recompute_flops * grown : elements;
+        l->recompute_cost = recompute_bytes + flops / 16.0;
+    }
+}
+
+static bool msi_reserve_layer(ms_model *m, const msi_layer *l) {
+    msi_graph *g = &m->graph;
+    const ms_allocator *a = &m->config.allocator;
+    const uint32_t operands = msi_group_start(l, MSI_GROUP_COUNT);
+    const uint32_t masks = l->count[MSI_GROUP_OUT] + 4u * l->count[MSI_GROUP_IN];
+    return MSI_RESERVE(msi_layer, a, g->layers, g->layers.count + 1) &&
+           MSI_RESERVE(uint32_t, a, g->operands, g->operands.count + operands) &&
+           MSI_RESERVE(uint16_t, a, g->masks, g->masks.count + masks);
+}
+
+static void msi_add_masks(msi_graph *g, const msi_layer *l, const ms_layer_desc *desc) {
+    uint16_t *mask = g->masks.items + g->masks.count;
+    for (int i = 0; i < l->count[MSI_GROUP_OUT]; i++) {
+        *mask++ = desc->in_place[i];
+    }
+    for (int i = 0; i < l->count[MSI_GROUP_IN]; i++) {
+        *mask++ = desc->grad_in_place[i].in;
+        *mask++ = desc->grad_in_place[i].out;
+        *mask++ = desc->grad_in_place[i].saved;
+        *mask++ = desc->grad_in_place[i].grad_out;
+    }
+    g->masks.count += l->count[MSI_GROUP_OUT] + 4u * l->count[MSI_GROUP_IN];
 }
 
 static uint8_t msi_used_slots(const ms_tensor *slots, int limit) {
@@ -1458,6 +2005,331 @@ static uint8_t msi_used_slots(const ms_tensor *slots, int limit) {
         limit--;
     }
     return (uint8_t)limit;
+}
+
+static void msi_count_slots(const ms_layer_desc *desc, uint8_t *count) {
+    count[MSI_GROUP_IN] = msi_used_slots(desc->in, MS_LIMIT_IN);
+    count[MSI_GROUP_OUT] = msi_used_slots(desc->out, MS_LIMIT_OUT);
+    count[MSI_GROUP_SAVED] = msi_used_slots(desc->saved, MS_LIMIT_SAVED);
+    count[MSI_GROUP_PARAM] = msi_used_slots(desc->param, MS_LIMIT_PARAM);
+    count[MSI_GROUP_STATE] = msi_used_slots(desc->state, MS_LIMIT_STATE);
+}
+
+/* MS_ALL_SLOTS becomes the mask of the used slots. */
+static void msi_clip_mask(uint16_t *mask, uint32_t slot_count) {
+    if (*mask == MS_ALL_SLOTS) {
+        *mask = (uint16_t)(((uint32_t)1 << slot_count) - 1);
+    }
+}
+
+static void msi_clip_masks(ms_layer_desc *d, const uint8_t *count) {
+    uint16_t *const of_in[] = {
+        &d->backward_reads.in, &d->recompute_reads.in, &d->accumulates.in,  &d->overwrites.in,
+        &d->clobbers.in,       &d->must_grad_in_place, &d->grads_in_forward};
+    uint16_t *const of_out[] = {&d->backward_reads.out, &d->recompute_reads.out, &d->clobbers.out,
+                                &d->clobbers.grad_out, &d->must_in_place};
+    uint16_t *const of_saved[] = {&d->backward_reads.saved, &d->recompute_reads.saved,
+                                  &d->clobbers.saved, &d->optional_saved};
+    uint16_t *const of_param[] = {&d->backward_reads.param, &d->recompute_reads.param,
+                                  &d->accumulates.param, &d->overwrites.param};
+    for (int i = 0; i < 7; i++) {
+        msi_clip_mask(of_in[i], count[MSI_GROUP_IN]);
+    }
+    for (int i = 0; i < 5; i++) {
+        msi_clip_mask(of_out[i], count[MSI_GROUP_OUT]);
+    }
+    for (int i = 0; i < 4; i++) {
+        msi_clip_mask(of_saved[i], count[MSI_GROUP_SAVED]);
+        msi_clip_mask(of_param[i], count[MSI_GROUP_PARAM]);
+    }
+    for (int j = 0; j < count[MSI_GROUP_OUT]; j++) {
+        msi_clip_mask(&d->in_place[j], count[MSI_GROUP_IN]);
+    }
+    for (int i = 0; i < count[MSI_GROUP_IN]; i++) {
+        msi_clip_mask(&d->grad_in_place[i].in, count[MSI_GROUP_IN]);
+        msi_clip_mask(&d->grad_in_place[i].out, count[MSI_GROUP_OUT]);
+        msi_clip_mask(&d->grad_in_place[i].saved, count[MSI_GROUP_SAVED]);
+        msi_clip_mask(&d->grad_in_place[i].grad_out, count[MSI_GROUP_OUT]);
+    }
+}
+
+static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
+    msi_layer l;
+    memset(&l, 0, sizeof l);
+    l.forward = desc->forward;
+    l.backward = desc->backward;
+    l.recompute = desc->recompute;
+    l.bind = desc->bind;
+    l.user = desc->user;
+    l.workspace[MSI_WORKSPACE_FORWARD] = desc->forward_workspace;
+    l.workspace[MSI_WORKSPACE_BACKWARD] = desc->backward_workspace;
+    l.workspace[MSI_WORKSPACE_RECOMPUTE] =
+        desc->recompute ? desc->recompute_workspace : desc->forward_workspace;
+    l.flops = desc->flops;
+    l.recompute_flops = desc->recompute_flops;
+    l.operand_first = g->operands.count;
+    l.mask_first = g->masks.count;
+    msi_count_slots(desc, l.count);
+    l.reads = desc->backward_reads;
+    l.recompute_reads = desc->recompute_reads;
+    l.accumulates = desc->accumulates;
+    l.overwrites = desc->overwrites;
+    l.clobbers = desc->clobbers;
+    l.must_in_place = desc->must_in_place;
+    l.must_grad_in_place = desc->must_grad_in_place;
+    l.grads_in_forward = desc->grads_in_forward;
+    l.optional_saved = desc->optional_saved;
+    l.no_recompute = desc->no_recompute;
+    l.keeps_state = desc->keeps_state;
+    l.differentiable = desc->backward || (!desc->forward && !desc->no_backward);
+    return l;
+}
+
+/* Rows of a layer: the first dim of its first output. */
+static uint64_t msi_layer_rows(const msi_graph *g, const msi_layer *l, bool largest) {
+    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+        if (out[k] != MSI_NONE) {
+            const ms_shape *shape = &g->tensors.items[out[k]].view.shape;
+            const ms_shape there = largest ? msi_resized(g, *shape, true, NULL) : *shape;
+            return there.rank > 0 ? (uint64_t)there.dim[0] : 1;
+        }
+    }
+    return 1;
+}
+
+/* The desc is valid. */
+static ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc *desc) {
+    const ms_layer none = {0};
+    msi_graph *g = &m->graph;
+    const uint32_t index = g->layers.count;
+    msi_layer l = msi_layer_from(g, desc);
+    if (!msi_reserve_layer(m, &l)) {
+        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for layer \"%s\"", name);
+        return none;
+    }
+    if (!msi_add_name(m, name, &l.name)) {
+        return none;
+    }
+    const ms_tensor *const slots[] = {desc->in, desc->out, desc->saved, desc->param, desc->state};
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        msi_add_operands(m, index, group, slots[group], l.count[group]);
+    }
+    for (int i = 0; i < 3; i++) {
+        const ms_workspace *w = &l.workspace[i];
+        uint64_t bytes;
+        if (!msi_multiply(w->row_bytes, msi_layer_rows(g, &l, true), &bytes) ||
+            !msi_count_bytes(g, bytes) || !msi_count_bytes(g, w->bytes)) {
+            MSI_STICK(
+                m, MS_RESULT_INVALID,
+                "layer \"%s\": with its workspace of %llu bytes and %llu per row the bytes of "
+                "the whole model are not below 2^58",
+                name, (unsigned long long)w->bytes, (unsigned long long)w->row_bytes);
+            return none;
+        }
+    }
+    msi_add_masks(g, &l, desc);
+    l.elements = msi_output_elements(g, &l);
+    msi_price_layer(g, &l);
+    g->layers.items[g->layers.count++] = l;
+    const ms_layer handle = {index + 1};
+    return handle;
+}
+
+/* Bytes of scratch memory of a call of a layer. */
+static uint64_t msi_workspace_bytes(const msi_graph *g, const msi_layer *l, int which) {
+    const ms_workspace *w = &l->workspace[which];
+    return w->bytes + (w->row_bytes ? w->row_bytes * msi_layer_rows(g, l, false) : 0);
+}
+
+/* Gives the axes other sizes (the largest, for NULL). */
+static void msi_set_sizes(msi_graph *g, const int64_t *sizes) {
+    for (uint32_t i = 0; i < g->tensors.count && g->axis_count; i++) {
+        msi_tensor *t = &g->tensors.items[i];
+        t->view.shape = msi_resized(g, t->view.shape, sizes == NULL, sizes);
+        t->bytes = ms_shape_count(&t->view.shape) * ms_dtype_bytes(t->view.dtype);
+    }
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        g->axes[a].size = sizes ? sizes[a] : g->axes[a].largest;
+    }
+    for (uint32_t i = 0; i < g->layers.count && g->axis_count; i++) {
+        msi_price_layer(g, &g->layers.items[i]);
+    }
+}
+
+static void msi_get_sizes(const msi_graph *g, int64_t *sizes) {
+    for (uint32_t a = 0; a < MS_LIMIT_AXES; a++) {
+        sizes[a] = a < g->axis_count ? g->axes[a].size : 0;
+    }
+}
+
+/* Whether some operand of a group in this mask wants a gradient. */
+static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uint32_t mask) {
+    const uint32_t *operands = msi_group(g, l, group);
+    bool wanted = false;
+    for (uint32_t k = 0; k < l->count[group]; k++) {
+        wanted |= (mask >> k & 1) && operands[k] != MSI_NONE &&
+                  g->tensors.items[operands[k]].wants_gradient;
+    }
+    return wanted;
+}
+
+/* Marks what cannot come back: outputs of layers that run once, and what recomputations read. */
+static void msi_mark_pinned(msi_graph *g, const msi_layer *l) {
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
+        const uint32_t *operands = msi_group(g, l, group);
+        const uint32_t read = msi_can_recompute(l) ? msi_recompute_reads_of(l, group) : UINT16_MAX;
+        for (uint32_t k = 0; k < l->count[group]; k++) {
+            if (operands[k] != MSI_NONE) {
+                g->tensors.items[operands[k]].pinned = read >> k & 1;
+            }
+        }
+    }
+}
+
+/* Forward sweep: what a gradient can reach. */
+static void msi_analyze(msi_graph *g) {
+    for (uint32_t i = 0; i < g->tensors.count; i++) {
+        msi_tensor *t = &g->tensors.items[i];
+        t->wants_gradient = msi_is_trained(t);
+        t->updates_early =
+            t->wants_gradient && t->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_OFF;
+        t->last_reader = t->last_gradient = MSI_NONE;
+    }
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        msi_layer *l = &g->layers.items[i];
+        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+        const bool wanted = msi_any_wants(g, l, MSI_GROUP_IN, UINT16_MAX) ||
+                            msi_any_wants(g, l, MSI_GROUP_PARAM, UINT16_MAX);
+        l->ends_in_loss = msi_any_wants(g, l, MSI_GROUP_IN, l->grads_in_forward);
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+            if (out[k] != MSI_NONE) {
+                msi_tensor *t = &g->tensors.items[out[k]];
+                t->wants_gradient = wanted && l->differentiable && !l->grads_in_forward &&
+                                    !t->no_gradient && msi_is_float(t->view.dtype);
+            }
+        }
+        msi_mark_pinned(g, l);
+    }
+}
+
+/* Marks what the backward of one layer reads, and the gradients that it contributes to. */
+static void msi_mark_backward(msi_graph *g, uint32_t layer) {
+    const msi_layer *l = &g->layers.items[layer];
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        const uint32_t *operands = msi_group(g, l, group);
+        const uint32_t reads = l->has_backward ? msi_reads_of(l, group) : 0;
+        for (uint32_t k = 0; k < l->count[group]; k++) {
+            if (operands[k] == MSI_NONE) {
+                continue;
+            }
+            msi_tensor *t = &g->tensors.items[operands[k]];
+            if (reads >> k & 1) {
+                t->last_reader = layer;
+            }
+            const bool gives = group == MSI_GROUP_PARAM ? l->has_backward
+                               : group == MSI_GROUP_IN
+                                   ? l->has_backward || (l->grads_in_forward >> k & 1)
+                                   : false;
+            if (gives && t->wants_gradient) {
+                t->last_gradient = layer;
+            }
+        }
+    }
+}
+
+/* From the loss back: a layer has a backward if one of its outputs is given a gradient. */
+static void msi_analyze_backward(msi_graph *g) {
+    for (uint32_t i = g->layers.count; i-- > 0;) {
+        msi_layer *l = &g->layers.items[i];
+        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+        l->has_backward = false;
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+            l->has_backward |=
+                out[k] != MSI_NONE && g->tensors.items[out[k]].wants_gradient &&
+                (out[k] == g->loss || g->tensors.items[out[k]].last_gradient != MSI_NONE);
+        }
+        if (l->has_backward || l->ends_in_loss) {
+            msi_mark_backward(g, i);
+        }
+        /* It could be recomputed after an update inside backward, and would see the new value. */
+        const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM] && !l->has_backward; k++) {
+            if (param[k] != MSI_NONE) {
+                g->tensors.items[param[k]].updates_early = false;
+            }
+        }
+    }
+}
+
+static double msi_step_cost(const msi_graph *g) {
+    double cost = 0.0;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        cost += g->layers.items[i].cost * (g->layers.items[i].has_backward ? 3.0 : 1.0);
+    }
+    return cost;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>validate  what a trainer can get wrong, each with its own text
+
+static const char *const msi_group_names[] = {"in", "out", "saved", "param", "state"};
+
+/* An error of a layer that sticks; false, for use in conditions. */
+MEMSCALE_PRINTF(3, 4)
+static bool msi_refuse_layer(ms_model *m, const char *name, const char *format, ...) {
+    char text[MSI_ERROR_BYTES];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    MSI_STICK(m, MS_RESULT_INVALID, "layer \"%s\": %s", name, text);
+    return false;
+}
+
+static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
+                            const ms_shape *shape) {
+    const msi_graph *g = &m->graph;
+    const char *what = msi_kind_names[kind];
+    if (ms_dtype_bytes(dtype) == 0) {
+        MSI_STICK(m, MS_RESULT_INVALID, "%s \"%s\": there is no dtype %d", what, name, (int)dtype);
+        return false;
+    }
+    if (kind == MSI_KIND_PARAM && dtype != MS_DTYPE_F32) {
+        MSI_STICK(m, MS_RESULT_UNSUPPORTED, "param \"%s\" has dtype %s; params are f32", name,
+                  ms_dtype_name(dtype));
+        return false;
+    }
+    if (shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
+        MSI_STICK(m, MS_RESULT_INVALID,
+                  "%s \"%s\": rank %d; it must be 0 to %d (and -1 comes of a wrong ms_along)", what,
+                  name, (int)shape->rank, MS_LIMIT_RANK);
+        return false;
+    }
+    for (int i = 0; i < shape->rank; i++) {
+        if (shape->dim[i] < 1) {
+            MSI_STICK(m, MS_RESULT_INVALID, "%s \"%s\": dim %d is %lld; dims must be at least 1",
+                      what, name, i, (long long)shape->dim[i]);
+            return false;
+        }
+        int64_t unit = shape->dim[i];
+        for (uint32_t a = 0; a < MS_LIMIT_AXES; a++) {
+            if (!(shape->axes[i] >> a & 1)) {
+                continue;
+            }
+            if (a >= g->axis_count || kind == MSI_KIND_PARAM || unit % g->axes[a].size != 0) {
+                MSI_STICK(m, MS_RESULT_INVALID, "%s \"%s\": dim %d, %lld, lies along axis \"%s\"%s",
+                          what, name, i, (long long)shape->dim[i],
+                          a < g->axis_count ? msi_name(m, g->axes[a].name) : "?",
+                          a >= g->axis_count       ? ", which this model does not have"
+                          : kind == MSI_KIND_PARAM ? "; params have fixed sizes"
+                                                   : " and is no multiple of its size");
+                return false;
+            }
+            unit /= g->axes[a].size;
+        }
+    }
+    return true;
 }
 
 /* Whether a tensor may stand in a slot of this group; the reason if not. */
@@ -1477,321 +2349,452 @@ static const char *msi_operand_fault(const ms_model *m, int group, ms_tensor han
                    : NULL;
     case MSI_GROUP_PARAM:
         return t->kind == MSI_KIND_PARAM ? NULL : "is not a param";
+    case MSI_GROUP_STATE:
+        return t->kind == MSI_KIND_BUFFER ? NULL : "is not a buffer: ms_buffer makes state";
+    case MSI_GROUP_OUT:
+        return t->kind != MSI_KIND_ACTIVATION ? "is not an activation"
+               : t->producer != MSI_NONE      ? "is written by a layer already"
+                                              : NULL;
     default:
-        if (t->kind != (group == MSI_GROUP_OUT ? MSI_KIND_ACTIVATION : MSI_KIND_SAVED)) {
-            return group == MSI_GROUP_OUT ? "is not an activation" : "is not a saved tensor";
-        }
-        return t->producer != MSI_NONE ? "is written by a layer already" : NULL;
+        return t->kind != MSI_KIND_SAVED ? "is not a saved tensor"
+               : t->producer != MSI_NONE ? "is written by a layer already"
+                                         : NULL;
     }
 }
 
-static const char *const msi_group_names[] = {"in", "out", "saved", "param"};
+static const char *msi_handle_name(const ms_model *m, ms_tensor handle) {
+    const uint32_t t = msi_index(m, handle);
+    return t == MSI_NONE ? "?" : msi_tensor_name(m, t);
+}
 
-/* Appends the slots of one group to the operands; marks the layer as the producer of what it
-   writes. The room is reserved. */
-static bool msi_add_operands(ms_model *m, uint32_t layer, const char *name, int group,
-                             const ms_tensor *slots, uint32_t count) {
-    msi_graph *g = &m->graph;
-    for (uint32_t i = 0; i < count; i++) {
-        const char *fault = slots[i].id ? msi_operand_fault(m, group, slots[i]) : NULL;
-        if (fault) {
-            const uint32_t t = msi_index(m, slots[i]);
-            MSI_STICK(m, MS_RESULT_INVALID, "layer \"%s\": %s[%u] \"%s\" %s", name,
-                      msi_group_names[group], (unsigned)i,
-                      t == MSI_NONE ? "?" : msi_tensor_name(m, t), fault);
-            return false;
-        }
-        const uint32_t t = slots[i].id ? msi_index(m, slots[i]) : MSI_NONE;
-        g->operands.items[g->operands.count++] = t;
-        if (t != MSI_NONE && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED)) {
-            g->tensors.items[t].producer = layer;
+/* Every slot by itself, and no output, saved tensor or state twice. */
+static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *d,
+                            const uint8_t *count) {
+    const ms_tensor *const slots[] = {d->in, d->out, d->saved, d->param, d->state};
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        const bool single = group != MSI_GROUP_IN && group != MSI_GROUP_PARAM;
+        for (uint32_t i = 0; i < count[group]; i++) {
+            const ms_tensor slot = slots[group][i];
+            const char *fault = slot.id ? msi_operand_fault(m, group, slot) : NULL;
+            for (uint32_t k = 0; k < i && !fault && single && slot.id; k++) {
+                fault = slots[group][k].id == slot.id ? "stands in two slots" : NULL;
+            }
+            for (uint32_t k = 0; k < count[MSI_GROUP_IN] && group == MSI_GROUP_STATE && !fault;
+                 k++) {
+                fault = slot.id && d->in[k].id == slot.id
+                            ? "stands in `in` too; a layer reads its state through `state`"
+                            : NULL;
+            }
+            if (fault) {
+                return msi_refuse_layer(m, name, "%s[%u] \"%s\" %s", msi_group_names[group],
+                                        (unsigned)i, msi_handle_name(m, slot), fault);
+            }
         }
     }
     return true;
 }
 
-/* Work of one forward in bytes moved: declared or derived flops at 16 flops a byte (about what
-   CPUs and GPUs do), and every operand once. Derived: 2 flops per param element and row of the
-   first output, as in a matrix product; without params, 1 per element of output. */
-static double msi_layer_cost(const msi_graph *g, const msi_layer *layer, double flops) {
-    double bytes = 0.0, params = 0.0, elements = 0.0, rows = 0.0;
-    const uint32_t *operands = g->operands.items + layer->operand_first;
-    const uint32_t count =
-        (uint32_t)layer->in_count + layer->out_count + layer->saved_count + layer->param_count;
-    for (uint32_t i = 0; i < count; i++) {
-        if (operands[i] == MSI_NONE) {
+static bool msi_check_mask(ms_model *m, const char *name, const char *field, uint32_t mask,
+                           uint32_t slot_count) {
+    return mask >> slot_count == 0 ||
+           msi_refuse_layer(m, name,
+                            "%s is 0x%x and names a slot that is not used; the layer has %u", field,
+                            (unsigned)mask, (unsigned)slot_count);
+}
+
+static bool msi_check_masks(ms_model *m, const char *name, const ms_layer_desc *d,
+                            const uint8_t *count) {
+    const uint32_t in = count[MSI_GROUP_IN], out = count[MSI_GROUP_OUT];
+    const uint32_t saved = count[MSI_GROUP_SAVED], param = count[MSI_GROUP_PARAM];
+    const struct {
+        const char *field;
+        uint32_t mask, slots;
+    } masks[] = {{"backward_reads.in", d->backward_reads.in, in},
+                 {"backward_reads.out", d->backward_reads.out, out},
+                 {"backward_reads.saved", d->backward_reads.saved, saved},
+                 {"backward_reads.param", d->backward_reads.param, param},
+                 {"recompute_reads.in", d->recompute_reads.in, in},
+                 {"recompute_reads.out", d->recompute_reads.out, out},
+                 {"recompute_reads.saved", d->recompute_reads.saved, saved},
+                 {"recompute_reads.param", d->recompute_reads.param, param},
+                 {"accumulates.in", d->accumulates.in, in},
+                 {"accumulates.param", d->accumulates.param, param},
+                 {"overwrites.in", d->overwrites.in, in},
+                 {"overwrites.param", d->overwrites.param, param},
+                 {"clobbers.in", d->clobbers.in, in},
+                 {"clobbers.out", d->clobbers.out, out},
+                 {"clobbers.saved", d->clobbers.saved, saved},
+                 {"clobbers.grad_out", d->clobbers.grad_out, out},
+                 {"must_in_place", d->must_in_place, out},
+                 {"must_grad_in_place", d->must_grad_in_place, in},
+                 {"grads_in_forward", d->grads_in_forward, in},
+                 {"optional_saved", d->optional_saved, saved}};
+    bool good = true;
+    for (size_t i = 0; i < sizeof masks / sizeof masks[0] && good; i++) {
+        good = msi_check_mask(m, name, masks[i].field, masks[i].mask, masks[i].slots);
+    }
+    for (uint32_t j = 0; j < MS_LIMIT_OUT && good; j++) {
+        good = msi_check_mask(m, name, "in_place", d->in_place[j], j < out ? in : 0);
+    }
+    for (uint32_t i = 0; i < MS_LIMIT_IN && good; i++) {
+        const ms_overwrites *o = &d->grad_in_place[i];
+        const bool used = i < in;
+        good = msi_check_mask(m, name, "grad_in_place.in", o->in, used ? in : 0) &&
+               msi_check_mask(m, name, "grad_in_place.out", o->out, used ? out : 0) &&
+               msi_check_mask(m, name, "grad_in_place.saved", o->saved, used ? saved : 0) &&
+               msi_check_mask(m, name, "grad_in_place.grad_out", o->grad_out, used ? out : 0);
+    }
+    return good;
+}
+
+/* Whether two handles have as many bytes of one dtype. */
+static bool msi_same_size(const ms_model *m, ms_tensor a, ms_tensor b) {
+    const uint32_t i = msi_index(m, a), k = msi_index(m, b);
+    if (i == MSI_NONE || k == MSI_NONE) {
+        return false;
+    }
+    const msi_tensor *x = &m->graph.tensors.items[i], *y = &m->graph.tensors.items[k];
+    return x->view.dtype == y->view.dtype && x->bytes == y->bytes &&
+           x->largest_bytes == y->largest_bytes;
+}
+
+static bool msi_is_single_bit(uint32_t mask) {
+    return mask != 0 && (mask & (mask - 1)) == 0;
+}
+
+/* What must be computed in place names one operand of the same size to take over. */
+static bool msi_check_in_place(ms_model *m, const char *name, const ms_layer_desc *d) {
+    uint32_t taken = 0;
+    for (uint32_t j = 0; j < MS_LIMIT_OUT; j++) {
+        if (!(d->must_in_place >> j & 1)) {
             continue;
         }
-        const msi_tensor *t = &g->tensors.items[operands[i]];
-        const ms_shape *shape = &t->view.shape;
-        const double size = (double)ms_shape_count(shape);
-        bytes += (double)t->bytes;
-        params += t->kind == MSI_KIND_PARAM ? size : 0.0;
-        if (t->kind == MSI_KIND_ACTIVATION && i >= layer->in_count) {
-            elements += size;
-            rows = rows > 0.0 ? rows : shape->rank ? size / (double)shape->dim[shape->rank - 1] : 1;
+        const uint32_t i = msi_lowest_bit(d->in_place[j]);
+        if (!msi_is_single_bit(d->in_place[j]) || (taken >> i & 1) ||
+            !msi_same_size(m, d->in[i], d->out[j])) {
+            return msi_refuse_layer(
+                m, name,
+                "out[%u] \"%s\" must be computed in place, so in_place[%u] must name "
+                "one input, of its size and dtype, and no other output that input; it "
+                "is 0x%x",
+                (unsigned)j, msi_handle_name(m, d->out[j]), (unsigned)j, (unsigned)d->in_place[j]);
+        }
+        taken |= (uint32_t)1 << i;
+    }
+    for (uint32_t i = 0; i < MS_LIMIT_IN; i++) {
+        const ms_overwrites *o = &d->grad_in_place[i];
+        if ((d->must_grad_in_place >> i & 1) &&
+            (!msi_is_single_bit(o->grad_out) || (o->in | o->out | o->saved) != 0 ||
+             !msi_same_size(m, d->out[msi_lowest_bit(o->grad_out)], d->in[i]))) {
+            return msi_refuse_layer(
+                m, name,
+                "the gradient of in[%u] \"%s\" must be computed in place, so "
+                "grad_in_place[%u] must name one grad_out, of its size and dtype, and "
+                "nothing else",
+                (unsigned)i, msi_handle_name(m, d->in[i]), (unsigned)i);
         }
     }
-    if (flops <= 0.0) {
-        flops = params > 0.0 ? 2.0 * params * rows : elements;
-    }
-    return bytes + flops / 16.0;
+    return true;
 }
 
-static bool msi_reserve_layer(ms_model *m, const msi_layer *l) {
-    msi_graph *g = &m->graph;
-    const ms_allocator *a = &m->config.allocator;
-    const uint32_t operands =
-        (uint32_t)l->in_count + l->out_count + l->saved_count + l->param_count;
-    return MSI_RESERVE(msi_layer, a, g->layers, g->layers.count + 1) &&
-           MSI_RESERVE(uint32_t, a, g->operands, g->operands.count + operands) &&
-           MSI_RESERVE(uint16_t, a, g->masks, g->masks.count + l->out_count + 4u * l->in_count);
+/* Overwriting edges are added up by the library, which adds f32. */
+static bool msi_check_edges(ms_model *m, const char *name, const ms_layer_desc *d) {
+    const uint32_t both_in = d->accumulates.in & d->overwrites.in;
+    const uint32_t both_param = d->accumulates.param & d->overwrites.param;
+    const uint32_t must = d->must_grad_in_place & d->accumulates.in;
+    if (both_in | both_param | must) {
+        return msi_refuse_layer(
+            m, name, "the gradient of %s[%u] is declared both to accumulate and to overwrite%s",
+            both_in | must ? "in" : "param",
+            (unsigned)msi_lowest_bit(both_in ? both_in
+                                     : must  ? must
+                                             : both_param),
+            both_in | both_param ? "" : " (in place)");
+    }
+    const uint32_t overwrites = (uint32_t)d->overwrites.in | d->must_grad_in_place;
+    for (uint32_t i = 0; i < MS_LIMIT_IN; i++) {
+        const uint32_t t = msi_index(m, d->in[i]);
+        if ((overwrites >> i & 1) && t != MSI_NONE &&
+            m->graph.tensors.items[t].kind == MSI_KIND_ACTIVATION &&
+            m->graph.tensors.items[t].view.dtype != MS_DTYPE_F32) {
+            return msi_refuse_layer(
+                m, name,
+                "the gradient of in[%u] \"%s\" is %s; what is overwritten or made in "
+                "place may have to be added up, which is done in f32 alone: heed beta",
+                (unsigned)i, msi_tensor_name(m, t),
+                ms_dtype_name(m->graph.tensors.items[t].view.dtype));
+        }
+    }
+    return true;
 }
 
-static void msi_add_masks(msi_graph *g, const msi_layer *l, const ms_layer_desc *desc) {
-    uint16_t *mask = g->masks.items + g->masks.count;
-    for (int i = 0; i < l->out_count; i++) {
-        *mask++ = desc->in_place[i];
+/* What backward destroys it must have been given. */
+static bool msi_check_clobbers(ms_model *m, const char *name, const ms_layer_desc *d) {
+    const ms_reads *r = &d->backward_reads;
+    const bool all = !r->nothing && !(r->in | r->out | r->saved | r->param);
+    const uint32_t in = d->clobbers.in & ~(uint32_t)r->in;
+    const uint32_t out = d->clobbers.out & ~(uint32_t)r->out;
+    const uint32_t saved = d->clobbers.saved & ~(uint32_t)r->saved;
+    if (all || !(in | out | saved)) {
+        return true;
     }
-    for (int i = 0; i < l->in_count; i++) {
-        *mask++ = desc->grad_in_place[i].in;
-        *mask++ = desc->grad_in_place[i].out;
-        *mask++ = desc->grad_in_place[i].saved;
-        *mask++ = desc->grad_in_place[i].grad_out;
-    }
-    g->masks.count += l->out_count + 4u * l->in_count;
+    const uint32_t mask = in ? in : out ? out : saved;
+    return msi_refuse_layer(
+        m, name, "clobbers names %s[%u], which backward_reads does not: backward is not given it",
+        in    ? "in"
+        : out ? "out"
+              : "saved",
+        (unsigned)msi_lowest_bit(mask));
 }
 
-static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
-    msi_layer l;
-    memset(&l, 0, sizeof l);
-    l.forward = desc->forward;
-    l.backward = desc->backward;
-    l.user = desc->user;
-    l.workspace_bytes[0] = desc->forward_workspace_bytes;
-    l.workspace_bytes[1] = desc->backward_workspace_bytes;
-    l.reads = desc->backward_reads;
-    l.operand_first = g->operands.count;
-    l.mask_first = g->masks.count;
-    l.in_count = msi_used_slots(desc->in, MS_LIMIT_IN);
-    l.out_count = msi_used_slots(desc->out, MS_LIMIT_OUT);
-    l.saved_count = msi_used_slots(desc->saved, MS_LIMIT_SAVED);
-    l.param_count = msi_used_slots(desc->param, MS_LIMIT_PARAM);
-    return l;
-}
-
-/* Whether a mask names slots beyond the used ones. */
-static bool msi_exceeds(uint16_t mask, uint32_t slot_count) {
-    return (uint32_t)mask >> slot_count != 0;
-}
-
-/* What is wrong with a desc apart from its tensors, or NULL. */
-static const char *msi_desc_fault(const ms_layer_desc *desc, const msi_layer *l) {
-    const ms_reads *r = &desc->backward_reads;
-    bool exceeds = msi_exceeds(r->in, l->in_count) || msi_exceeds(r->out, l->out_count) ||
-                   msi_exceeds(r->saved, l->saved_count) || msi_exceeds(r->param, l->param_count);
-    for (int i = 0; i < MS_LIMIT_OUT; i++) {
-        exceeds |= msi_exceeds(desc->in_place[i], i < l->out_count ? l->in_count : 0);
+/* Callbacks and promises that do not go together, or NULL. */
+static const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
+                                      const uint8_t *count) {
+    const ms_reads *r = &d->backward_reads, *p = &d->recompute_reads;
+    const bool reads = r->in | r->out | r->saved | r->param;
+    const bool recompute_reads = p->in | p->out | p->saved | p->param;
+    if (count[MSI_GROUP_OUT] == 0) {
+        return "a layer needs an output";
     }
-    for (int i = 0; i < MS_LIMIT_IN; i++) {
-        const ms_overwrites *o = &desc->grad_in_place[i];
-        exceeds |= i >= l->in_count && (o->in | o->out | o->saved | o->grad_out) != 0;
-        exceeds |= msi_exceeds(o->in, l->in_count) || msi_exceeds(o->out, l->out_count) ||
-                   msi_exceeds(o->saved, l->saved_count) || msi_exceeds(o->grad_out, l->out_count);
+    if (!d->forward && !m->config.dry_run) {
+        return "a layer needs a forward callback; only in a dry run it may be NULL";
     }
-    if (exceeds) {
-        return "a mask (backward_reads, in_place, grad_in_place) names a slot that is not used";
+    if (!d->forward && (d->backward || d->recompute || d->bind)) {
+        return "it has callbacks, but no forward";
     }
-    if (r->nothing && (r->in | r->out | r->saved | r->param)) {
-        return "backward_reads says both \"nothing\" and what it reads";
+    if (d->no_backward && d->forward) {
+        return "no_backward is for layers without callbacks; leave backward NULL instead";
     }
-    if (!desc->forward || l->out_count == 0) {
-        return "a layer needs a forward callback and an output";
+    if ((r->nothing && reads) || (p->nothing && recompute_reads)) {
+        return "backward_reads or recompute_reads says both \"nothing\" and what it reads";
     }
-    if (!isfinite(desc->flops) || desc->flops < 0.0) {
-        return "flops must be a finite number, at least 0";
+    if ((recompute_reads || p->nothing) && !d->recompute) {
+        return "recompute_reads is given, but no recompute callback";
+    }
+    if (d->grads_in_forward && d->backward) {
+        return "grads_in_forward and a backward callback: it can have one of them";
+    }
+    if (d->grads_in_forward && d->must_grad_in_place) {
+        return "grads_in_forward and must_grad_in_place: there is no grad_out in forward";
+    }
+    if (d->recompute && (d->no_recompute || d->grads_in_forward)) {
+        return "it has a recompute callback, but runs once (no_recompute, grads_in_forward)";
+    }
+    if (d->recompute && d->must_in_place) {
+        return "must_in_place and a recompute callback do not go together";
+    }
+    if (d->keeps_state && count[MSI_GROUP_STATE] == 0) {
+        return "keeps_state is set, but it has no state";
+    }
+    if (!isfinite(d->flops) || d->flops < 0.0 || !isfinite(d->recompute_flops) ||
+        d->recompute_flops < 0.0) {
+        return "flops and recompute_flops must be finite numbers, at least 0";
     }
     return NULL;
 }
 
-static ms_layer msi_add_layer(ms_model *m, const ms_layer_desc *desc) {
-    const ms_layer none = {0};
-    msi_graph *g = &m->graph;
-    const uint32_t index = g->layers.count;
-    msi_layer l = msi_layer_from(g, desc);
-    char numbered[32];
-    snprintf(numbered, sizeof numbered, "layer %u", (unsigned)index);
-    const char *name = desc->name ? desc->name : numbered;
-    const char *fault = msi_desc_fault(desc, &l);
-    if (!fault && !msi_count_bytes(g, l.workspace_bytes[0], l.workspace_bytes[1])) {
-        fault = "with this workspace the bytes of the whole model are not below 2^58";
+static bool msi_check_layer(ms_model *m, const char *name, const ms_layer_desc *d,
+                            const uint8_t *count) {
+    const char *fault = msi_callback_fault(m, d, count);
+    const ms_workspace *const workspaces[] = {&d->forward_workspace, &d->backward_workspace,
+                                              &d->recompute_workspace};
+    for (int i = 0; i < 3 && !fault; i++) {
+        fault = (unsigned)workspaces[i]->contents > MS_CONTENTS_ZERO
+                    ? "the contents of a workspace are none of ms_contents"
+                    : NULL;
     }
     if (fault) {
-        MSI_STICK(m, MS_RESULT_INVALID, "layer \"%s\": %s", name, fault);
-        return none;
+        return msi_refuse_layer(m, name, "%s", fault);
     }
-    if (!msi_reserve_layer(m, &l)) {
-        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for layer \"%s\"", name);
-        return none;
-    }
-    if (!msi_add_name(m, name, &l.name)) {
-        return none;
-    }
-    const ms_tensor *const slots[] = {desc->in, desc->out, desc->saved, desc->param};
-    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        if (!msi_add_operands(m, index, name, group, slots[group], msi_group_count(&l, group))) {
-            return none;
-        }
-    }
-    msi_add_masks(g, &l, desc);
-    l.cost = msi_layer_cost(g, &l, desc->flops);
-    g->layers.items[g->layers.count++] = l;
-    const ms_layer handle = {index + 1};
-    return handle;
+    return msi_check_masks(m, name, d, count) && msi_check_slots(m, name, d, count) &&
+           msi_check_in_place(m, name, d) && msi_check_edges(m, name, d) &&
+           msi_check_clobbers(m, name, d);
 }
 
-/* Forward sweep: what a gradient can reach. */
-static void msi_analyze(msi_graph *g) {
-    for (uint32_t i = 0; i < g->tensors.count; i++) {
-        msi_tensor *t = &g->tensors.items[i];
-        t->wants_gradient = msi_is_trained(t);
-        t->updates_early = t->wants_gradient;
-        t->last_reader = t->last_gradient = MSI_NONE;
-    }
-    for (uint32_t i = 0; i < g->layers.count; i++) {
+/* A buffer that one layer reads as an input and a later one changes: backward and recomputation of
+   the first would see what the second made of it. */
+static ms_result msi_check_buffers(ms_model *m) {
+    msi_graph *g = &m->graph;
+    for (uint32_t i = g->layers.count; i-- > 0;) { // last_reader: a later layer that changes it
         const msi_layer *l = &g->layers.items[i];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = in + l->in_count;
-        const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
-        bool wanted = false;
-        for (uint32_t k = 0; k < l->in_count; k++) {
-            wanted |= in[k] != MSI_NONE && g->tensors.items[in[k]].wants_gradient;
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        const uint32_t *state = msi_group(g, l, MSI_GROUP_STATE);
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
+            const uint32_t later =
+                in[k] != MSI_NONE && g->tensors.items[in[k]].kind == MSI_KIND_BUFFER
+                    ? g->tensors.items[in[k]].last_reader
+                    : MSI_NONE;
+            if (later != MSI_NONE) {
+                return msi_fail(
+                    m, MS_RESULT_INVALID,
+                    "layer \"%s\": in[%u] \"%s\" is changed as state by the later layer "
+                    "\"%s\", so backward would see another value: make it state of "
+                    "\"%s\" too, or copy it",
+                    msi_name(m, l->name), (unsigned)k, msi_tensor_name(m, in[k]),
+                    msi_layer_name(m, later), msi_name(m, l->name));
+            }
         }
-        for (uint32_t k = 0; k < l->param_count; k++) {
-            wanted |= param[k] != MSI_NONE && g->tensors.items[param[k]].wants_gradient;
-        }
-        for (uint32_t k = 0; k < l->out_count; k++) {
-            if (out[k] != MSI_NONE) {
-                msi_tensor *t = &g->tensors.items[out[k]];
-                t->wants_gradient = wanted && l->backward && msi_is_float(t->view.dtype);
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_STATE]; k++) {
+            if (state[k] != MSI_NONE) {
+                g->tensors.items[state[k]].last_reader = i;
             }
         }
     }
-}
-
-/* Marks what the backward of one layer reads, and the gradients that it contributes to. */
-static void msi_mark_backward(msi_graph *g, uint32_t layer) {
-    const msi_layer *l = &g->layers.items[layer];
-    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        const uint32_t *operands = msi_group(g, l, group);
-        const uint32_t reads = msi_reads_of(l, group);
-        for (uint32_t k = 0; k < msi_group_count(l, group); k++) {
-            if (operands[k] == MSI_NONE) {
-                continue;
-            }
-            msi_tensor *t = &g->tensors.items[operands[k]];
-            if (reads >> k & 1) {
-                t->last_reader = layer;
-            }
-            if ((group == MSI_GROUP_IN || group == MSI_GROUP_PARAM) && t->wants_gradient) {
-                t->last_gradient = layer;
-            }
-        }
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        g->tensors.items[t].last_reader = MSI_NONE;
     }
+    return MS_RESULT_OK;
 }
 
-/* From the loss back: a layer has a backward if one of its outputs is given a gradient. */
-static void msi_analyze_backward(msi_graph *g) {
-    for (uint32_t i = g->layers.count; i-- > 0;) {
-        msi_layer *l = &g->layers.items[i];
-        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-        l->has_backward = false;
-        for (uint32_t k = 0; k < l->out_count; k++) {
-            l->has_backward |=
-                out[k] != MSI_NONE && g->tensors.items[out[k]].wants_gradient &&
-                (out[k] == g->loss || g->tensors.items[out[k]].last_gradient != MSI_NONE);
+/* Why a tensor that is forced to be dropped cannot be, or NULL. */
+static const char *msi_drop_fault(const msi_graph *g, uint32_t t) {
+    const msi_tensor *tensor = &g->tensors.items[t];
+    const msi_layer *l = tensor->producer == MSI_NONE ? NULL : &g->layers.items[tensor->producer];
+    return !l                    ? "no layer writes it"
+           : tensor->kept        ? "ms_set_output keeps it"
+           : t == g->loss        ? "it is the loss"
+           : l->no_recompute     ? "its layer runs once (no_recompute)"
+           : l->grads_in_forward ? "its layer runs once (grads_in_forward)"
+           : tensor->pinned      ? "the recompute callback of its layer reads it"
+                                 : NULL;
+}
+
+/* Why gradients cannot be used up inside backward, or NULL. */
+static const char *msi_early_fault(const ms_model *m) {
+    return m->config.accumulation_steps > 1         ? "accumulation_steps is above 1"
+           : m->optimizer.grad_clip_norm > 0.0f     ? "grad_clip_norm needs all gradients"
+           : m->optimizer.kind == MS_OPTIMIZER_NONE ? "MS_OPTIMIZER_NONE does not update"
+                                                    : NULL;
+}
+
+static ms_result msi_check_forced(ms_model *m) {
+    const msi_graph *g = &m->graph;
+    const char *early = msi_early_fault(m);
+    if (early && m->config.early_update == MS_SWITCH_ON) {
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "early_update is ON, but %s: set it to DEFAULT or OFF", early);
+    }
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const char *fault = tensor->technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON
+                                ? msi_drop_fault(g, t)
+                                : NULL;
+        if (fault) {
+            return msi_fail(m, MS_RESULT_INVALID,
+                            "checkpointing is forced on \"%s\", but %s: leave it to the plan",
+                            msi_tensor_name(m, t), fault);
         }
-        if (l->has_backward) {
-            msi_mark_backward(g, i);
+        if (tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_ON) {
             continue;
         }
-        /* It could be recomputed after an update inside backward, and would see the new value. */
-        const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
-        for (uint32_t k = 0; k < l->param_count; k++) {
-            if (param[k] != MSI_NONE) {
-                g->tensors.items[param[k]].updates_early = false;
-            }
-        }
-    }
-}
-
-static double msi_step_cost(const msi_graph *g) {
-    double cost = 0.0;
-    for (uint32_t i = 0; i < g->layers.count; i++) {
-        cost += g->layers.items[i].cost * (g->layers.items[i].has_backward ? 3.0 : 1.0);
-    }
-    return cost;
-}
-
-static ms_result msi_check_graph(ms_model *m) {
-    msi_graph *g = &m->graph;
-    if (m->sticky != MS_RESULT_OK) {
-        return msi_fail(m, m->sticky, "%s", m->sticky_error);
-    }
-    if (g->loss == MSI_NONE) {
-        return msi_fail(m, MS_RESULT_INVALID, "no loss: call ms_set_loss with a layer's output");
-    }
-    msi_analyze(g);
-    if (!g->tensors.items[g->loss].wants_gradient) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "loss \"%s\" depends on no trained param through layers that have a "
-                        "backward",
-                        msi_tensor_name(m, g->loss));
-    }
-    msi_analyze_backward(g);
-    for (uint32_t i = 0; i < g->tensors.count; i++) {
-        const msi_tensor *t = &g->tensors.items[i];
-        if (msi_is_trained(t) && t->last_gradient == MSI_NONE) {
-            msi_log(m, MS_LOG_WARNING, "graph", "param \"%s\" takes no part in the loss",
-                    msi_name(m, t->name));
+        fault = early                                        ? early
+                : tensor->frozen                             ? "it is frozen"
+                : tensor->last_gradient == MSI_NONE          ? "it takes no part in the loss"
+                : msi_is_borrowed(tensor, MSI_ROLE_GRADIENT) ? "its gradient is borrowed"
+                : !tensor->updates_early                     ? "a layer without a backward reads it"
+                                                             : NULL;
+        if (fault) {
+            return msi_fail(m, MS_RESULT_INVALID,
+                            "early update is forced on \"%s\", but %s: leave it to the plan",
+                            msi_tensor_name(m, t), fault);
         }
     }
     return MS_RESULT_OK;
 }
 
+static ms_result msi_check_loss(ms_model *m) {
+    const msi_graph *g = &m->graph;
+    if (g->loss == MSI_NONE) {
+        return msi_fail(m, MS_RESULT_INVALID, "no loss: call ms_set_loss with a layer's output");
+    }
+    const msi_tensor *loss = &g->tensors.items[g->loss];
+    if (!loss->wants_gradient && !g->layers.items[loss->producer].ends_in_loss) {
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "loss \"%s\" depends on no trained param through layers that have a "
+                        "backward",
+                        msi_name(m, loss->name));
+    }
+    return MS_RESULT_OK;
+}
+
+/* The graph as a whole, analysed. */
+static ms_result msi_check_graph(ms_model *m) {
+    msi_graph *g = &m->graph;
+    if (m->sticky != MS_RESULT_OK) {
+        return msi_fail(m, m->sticky, "%s", m->sticky_error);
+    }
+    msi_analyze(g);
+    ms_result result = msi_check_buffers(m);
+    result = result == MS_RESULT_OK ? msi_check_loss(m) : result;
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    msi_analyze_backward(g);
+    for (uint32_t i = 0; i < g->tensors.count; i++) {
+        msi_tensor *t = &g->tensors.items[i];
+        t->updates_early &= !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !msi_early_fault(m);
+        if (msi_is_trained(t) && t->last_gradient == MSI_NONE) {
+            msi_log(m, MS_LOG_WARNING, "graph", "param \"%s\" takes no part in the loss",
+                    msi_name(m, t->name));
+        }
+    }
+    return msi_check_forced(m);
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>lower  from graph and plan to a program: instructions with operands, and the lives of values
+
+/* One edge of a backward (or of a loss layer's forward) under way: where its gradient goes. */
+typedef struct msi_edge {
+    uint32_t tensor;
+    uint32_t life;   // MSI_NONE: nobody wants it; or it is born with the instruction
+    bool direct;     // to the gradient itself, which is born with the instruction
+    bool part;       // to memory of its own, to be added up
+    bool accumulate; // beta is 1
+} msi_edge;
 
 typedef struct msi_lowering {
     const msi_graph *graph;
     const ms_allocator *allocator;
+    const msi_store *store;
     const msi_plan *plan;
+    const ms_optimizer_desc *optimizer;
     msi_program *program;
     uint32_t *value;    // per tensor: the life that holds its value now, or MSI_NONE
     uint32_t *gradient; // and its gradient
-    uint32_t *stack;    // of layers, for recomputation
+    uint32_t *stack;    // of tensors, for recomputation
     uint32_t *queue;    // params whose gradient is complete, to be updated in this order
+    uint32_t *snapshot; // per operand of the graph: a copy of that state, or MSI_NONE
     uint32_t queue_first, queue_end;
     uint64_t queue_bytes;
     bool backward;
+    uint32_t slots[MSI_MAX_VALUES + MS_LIMIT_OUT]; // of the instruction to come: lives, MSI_UNSET
+    msi_edge edges[MSI_MAX_EDGES];
+    uint32_t edge_count;
 } msi_lowering;
 
+static const uint32_t MSI_UNSET = UINT32_MAX - 1; // of msi_lowering.slots
+
 static uint64_t msi_lowering_bytes(const msi_graph *g) {
-    return (3ull * g->tensors.count + g->layers.count) * sizeof(uint32_t);
+    return (4ull * g->tensors.count + g->operands.count) * sizeof(uint32_t);
 }
 
-static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const ms_allocator *a,
+static bool msi_lowering_init(msi_lowering *w, const ms_model *m, const msi_store *store,
                               const msi_plan *plan) {
     memset(w, 0, sizeof *w);
-    w->graph = g;
-    w->allocator = a;
+    w->graph = &m->graph;
+    w->allocator = &m->config.allocator;
+    w->store = store;
     w->plan = plan;
-    w->value = (uint32_t *)msi_alloc(a, msi_lowering_bytes(g));
+    w->optimizer = &m->optimizer;
+    w->value = (uint32_t *)msi_alloc(w->allocator, msi_lowering_bytes(w->graph));
     if (!w->value) {
         return false;
     }
-    w->gradient = w->value + g->tensors.count;
-    w->queue = w->gradient + g->tensors.count;
-    w->stack = w->queue + g->tensors.count;
+    w->gradient = w->value + w->graph->tensors.count;
+    w->queue = w->gradient + w->graph->tensors.count;
+    w->stack = w->queue + w->graph->tensors.count;
+    w->snapshot = w->stack + w->graph->tensors.count;
     return true;
 }
 
@@ -1828,15 +2831,18 @@ static uint32_t msi_emit(msi_lowering *w, msi_op op, uint32_t target) {
 static ms_category msi_category(const msi_graph *g, uint32_t tensor, msi_role role) {
     static const ms_category of_value[] = {MS_CATEGORY_INPUT, MS_CATEGORY_PARAM, MS_CATEGORY_BUFFER,
                                            MS_CATEGORY_ACTIVATION, MS_CATEGORY_SAVED};
-    if (role == MSI_ROLE_WORKSPACE) {
-        return MS_CATEGORY_WORKSPACE;
-    }
-    const msi_kind kind = g->tensors.items[tensor].kind;
     switch (role) {
+    case MSI_ROLE_WORKSPACE:
+    case MSI_ROLE_NORM:
+        return MS_CATEGORY_WORKSPACE;
     case MSI_ROLE_VALUE:
-        return of_value[kind];
+        return of_value[g->tensors.items[tensor].kind];
+    case MSI_ROLE_SNAPSHOT:
+        return MS_CATEGORY_SAVED;
     case MSI_ROLE_GRADIENT:
-        return kind == MSI_KIND_PARAM ? MS_CATEGORY_GRADIENT : MS_CATEGORY_ACTIVATION_GRADIENT;
+    case MSI_ROLE_PART:
+        return g->tensors.items[tensor].kind == MSI_KIND_PARAM ? MS_CATEGORY_GRADIENT
+                                                               : MS_CATEGORY_ACTIVATION_GRADIENT;
     default:
         return MS_CATEGORY_OPTIMIZER;
     }
@@ -1873,7 +2879,7 @@ static void msi_use(msi_lowering *w, uint32_t life, bool accumulate) {
     operand->life = life;
     operand->accumulate = accumulate;
     p->instructions.items[now].operand_count++;
-    if (life == MSI_NONE || life < w->plan->slots.count) {
+    if (life == MSI_NONE || life < w->store->slots.count) {
         return;
     }
     msi_life *l = &p->lives.items[life];
@@ -1884,67 +2890,305 @@ static void msi_use(msi_lowering *w, uint32_t life, bool accumulate) {
     l->last = now;
 }
 
-static void msi_use_workspace(msi_lowering *w, uint32_t layer, uint64_t bytes) {
-    msi_use(w, bytes ? msi_birth(w, layer, MSI_ROLE_WORKSPACE, bytes) : MSI_NONE, false);
+static uint32_t msi_emit_copy(msi_lowering *w, msi_op op, uint32_t target, msi_role role,
+                              uint32_t life, uint32_t source) {
+    msi_emit(w, op, target);
+    if (life == MSI_NONE) {
+        life = msi_birth(w, target, role, w->graph->tensors.items[target].bytes);
+    }
+    msi_use(w, life, false);
+    msi_use(w, source, false);
+    return life;
+}
+
+static uint32_t msi_emit_zero(msi_lowering *w, uint32_t target, msi_role role, uint64_t bytes) {
+    msi_emit(w, MSI_OP_ZERO, target);
+    const uint32_t life = msi_birth(w, target, role, bytes);
+    msi_use(w, life, false);
+    return life;
+}
+
+/* Scratch memory that must be cleared is made before the instruction that it is for; the rest,
+   MSI_UNSET here, with it. */
+static uint32_t msi_prepare_workspace(msi_lowering *w, uint32_t layer, int which) {
+    const msi_layer *l = &w->graph->layers.items[layer];
+    const uint64_t bytes = msi_workspace_bytes(w->graph, l, which);
+    return bytes == 0 ? MSI_NONE
+           : l->workspace[which].contents == MS_CONTENTS_ANY
+               ? MSI_UNSET
+               : msi_emit_zero(w, layer, MSI_ROLE_WORKSPACE, bytes);
+}
+
+static void msi_use_workspace(msi_lowering *w, uint32_t layer, int which, uint32_t life) {
+    if (life == MSI_UNSET) {
+        const msi_layer *l = &w->graph->layers.items[layer];
+        life = msi_birth(w, layer, MSI_ROLE_WORKSPACE, msi_workspace_bytes(w->graph, l, which));
+    }
+    msi_use(w, life, false);
 }
 
 static void msi_start_program(msi_lowering *w, msi_program *p) {
-    const msi_plan *plan = w->plan;
+    const msi_store *store = w->store;
     p->instructions.count = p->operands.count = p->lives.count = 0;
     p->forward_end = p->backward_end = UINT32_MAX;
     p->recompute_cost = 0.0;
     p->recompute_count = 0;
+    p->norm = MSI_NONE;
     p->out_of_memory = false;
     w->program = p;
     w->queue_first = w->queue_end = 0;
     w->queue_bytes = 0;
     w->backward = false;
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
-        w->value[t] = plan->slot_of[t];
+        w->value[t] = store->slot_of[t];
         w->gradient[t] = MSI_NONE;
     }
-    for (uint32_t i = 0; i < plan->slots.count; i++) {
-        const msi_slot *slot = &plan->slots.items[i];
+    for (uint32_t i = 0; i < w->graph->operands.count; i++) {
+        w->snapshot[i] = MSI_NONE;
+    }
+    for (uint32_t i = 0; i < store->slots.count; i++) {
+        const msi_slot *slot = &store->slots.items[i];
         const uint32_t life = msi_birth(w, slot->tensor, slot->role, slot->bytes);
         if (life == MSI_NONE) {
             return;
         }
-        p->lives.items[life].offset = slot->offset;
         p->lives.items[life].first = 0;
         p->lives.items[life].last = MSI_NONE;
+        if (slot->role == MSI_ROLE_GRADIENT &&
+            w->graph->tensors.items[slot->tensor].wants_gradient) {
+            w->gradient[slot->tensor] = life;
+        }
     }
 }
 
-/* Forward, eval or recompute of a layer: inputs and params are there. */
-static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32_t reader) {
+/* Prepares the edges of a layer whose gradients it writes: those in the masks. What must be cleared
+   or copied before the instruction is emitted here. `grad_out` gets the lives that the layer works
+   on in place of the gradients of its outputs. */
+static void msi_prepare_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask,
+                              uint32_t param_mask, uint32_t *grad_out) {
     const msi_graph *g = w->graph;
-    const msi_layer *l = &g->layers.items[layer];
-    msi_emit(w, op, layer);
-    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        const uint32_t *operands = msi_group(g, l, group);
-        const bool written = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
-        for (uint32_t k = 0; k < msi_group_count(l, group); k++) {
-            const uint32_t t = operands[k];
-            if (t == MSI_NONE || !written) {
-                msi_use(w, t == MSI_NONE ? MSI_NONE : w->value[t], false);
-                continue;
-            }
-            /* A recomputation writes values that are still there once more, with the same bits,
-               unless nobody will read them again: then they go to scratch memory. */
-            const msi_tensor *tensor = &g->tensors.items[t];
-            const bool there = w->value[t] != MSI_NONE;
-            const bool needed = tensor->kept || t == g->loss ||
-                                (tensor->last_reader != MSI_NONE && tensor->last_reader <= reader);
-            if (there && needed) {
-                msi_use(w, w->value[t], false);
-                continue;
-            }
-            const uint32_t life = msi_birth(w, t, MSI_ROLE_VALUE, tensor->bytes);
-            w->value[t] = there ? w->value[t] : life;
-            msi_use(w, life, false);
+    const uint32_t in_count = l->count[MSI_GROUP_IN];
+    const uint32_t overwrites[] = {(uint32_t)l->overwrites.in | l->must_grad_in_place,
+                                   l->overwrites.param};
+    const uint32_t accumulates[] = {l->accumulates.in, l->accumulates.param};
+    const uint32_t masks[] = {in_mask, param_mask};
+    w->edge_count = in_count + l->count[MSI_GROUP_PARAM];
+    for (uint32_t e = 0; e < w->edge_count; e++) {
+        const uint32_t of_param = e >= in_count, slot = of_param ? e - in_count : e;
+        msi_edge *edge = &w->edges[e];
+        memset(edge, 0, sizeof *edge);
+        edge->life = MSI_NONE;
+        edge->tensor = msi_group(g, l, of_param ? MSI_GROUP_PARAM : MSI_GROUP_IN)[slot];
+        if (!(masks[of_param] >> slot & 1) || edge->tensor == MSI_NONE ||
+            !g->tensors.items[edge->tensor].wants_gradient) {
+            edge->tensor = MSI_NONE;
+        } else if ((accumulates[of_param] >> slot & 1) && w->gradient[edge->tensor] == MSI_NONE) {
+            w->gradient[edge->tensor] = msi_emit_zero(w, edge->tensor, MSI_ROLE_GRADIENT,
+                                                      g->tensors.items[edge->tensor].bytes);
         }
     }
-    msi_use_workspace(w, layer, l->workspace_bytes[0]);
+    for (uint32_t e = 0; e < w->edge_count; e++) {
+        const uint32_t of_param = e >= in_count, slot = of_param ? e - in_count : e;
+        msi_edge *edge = &w->edges[e];
+        if (edge->tensor == MSI_NONE) {
+            continue;
+        }
+        bool mixed = false, sole = overwrites[of_param] >> slot & 1; // with slots that heed beta
+        for (uint32_t k = 0; k < w->edge_count; k++) {
+            const uint32_t other = of_param ? k - in_count : k;
+            mixed |= (k >= in_count) == (of_param != 0) && w->edges[k].tensor == edge->tensor &&
+                     !(overwrites[of_param] >> other & 1);
+        }
+        bool first = w->gradient[edge->tensor] == MSI_NONE;
+        for (uint32_t k = 0; k < e; k++) {
+            first &= w->edges[k].tensor != edge->tensor || w->edges[k].part;
+        }
+        edge->part = sole && (!first || mixed);
+        edge->accumulate = !sole && !first;
+        edge->direct = first && !edge->part;
+        if (!of_param && (l->must_grad_in_place >> slot & 1)) {
+            const uint32_t k = msi_lowest_bit(
+                g->masks.items[l->mask_first + l->count[MSI_GROUP_OUT] + 4 * slot + 3]);
+            const uint32_t source = w->gradient[msi_group(g, l, MSI_GROUP_OUT)[k]];
+            const msi_role role = edge->part ? MSI_ROLE_PART : MSI_ROLE_GRADIENT;
+            edge->life =
+                source == MSI_NONE
+                    ? msi_emit_zero(w, edge->tensor, role, g->tensors.items[edge->tensor].bytes)
+                    : msi_emit_copy(w, MSI_OP_COPY, edge->tensor, role, MSI_NONE, source);
+            grad_out[k] = grad_out[k] == MSI_UNSET ? edge->life : grad_out[k];
+            if (edge->direct) {
+                w->gradient[edge->tensor] = edge->life;
+            }
+        }
+    }
+}
+
+/* The operands of the edges, once their instruction is there. */
+static void msi_use_edges(msi_lowering *w, uint32_t first, uint32_t end) {
+    for (uint32_t e = first; e < end; e++) {
+        msi_edge *edge = &w->edges[e];
+        if (edge->tensor == MSI_NONE) {
+            msi_use(w, MSI_NONE, false);
+            continue;
+        }
+        if (edge->life == MSI_NONE && (edge->part || w->gradient[edge->tensor] == MSI_NONE)) {
+            edge->life = msi_birth(w, edge->tensor, edge->part ? MSI_ROLE_PART : MSI_ROLE_GRADIENT,
+                                   w->graph->tensors.items[edge->tensor].bytes);
+            if (!edge->part) {
+                w->gradient[edge->tensor] = edge->life;
+            }
+        }
+        msi_use(w, edge->life == MSI_NONE ? w->gradient[edge->tensor] : edge->life,
+                edge->accumulate);
+    }
+}
+
+static void msi_add_parts(msi_lowering *w) {
+    for (uint32_t e = 0; e < w->edge_count; e++) {
+        if (w->edges[e].tensor != MSI_NONE && w->edges[e].part) {
+            msi_emit(w, MSI_OP_ADD, w->edges[e].tensor);
+            msi_use(w, w->gradient[w->edges[e].tensor], true);
+            msi_use(w, w->edges[e].life, false);
+        }
+    }
+}
+
+/* The life that a forward, eval or recomputation writes a tensor to, born with the last
+   instruction; MSI_NONE where nobody wants it. */
+static uint32_t msi_output_life(msi_lowering *w, msi_op op, uint32_t t, bool optional,
+                                uint32_t reader, uint32_t request) {
+    const msi_graph *g = w->graph;
+    const msi_tensor *tensor = &g->tensors.items[t];
+    const bool again = op == MSI_OP_RECOMPUTE;
+    const bool there = w->value[t] != MSI_NONE;
+    const bool needed = tensor->kept || t == g->loss || t == request ||
+                        (tensor->last_reader != MSI_NONE && tensor->last_reader <= reader);
+    const bool own = again && g->layers.items[tensor->producer].recompute;
+    if (own && there) { // what was kept, for it to read or to leave alone
+        return tensor->pinned ? w->value[t] : MSI_NONE;
+    }
+    if (again ? (own || optional) && !(needed && !there)
+              : optional && (op == MSI_OP_EVAL || w->plan->dropped[t])) {
+        return MSI_NONE;
+    }
+    /* A recomputation by forward writes values that are still there once more, with the same bits,
+       unless nobody will read them again: then they go to scratch memory. */
+    if (there && needed) {
+        return w->value[t];
+    }
+    const uint32_t life = msi_birth(w, t, MSI_ROLE_VALUE, tensor->bytes);
+    w->value[t] = there ? w->value[t] : life;
+    return life;
+}
+
+/* State that a recomputation would change a second time: a copy is made before forward, put in
+   place for the recomputation, and what was there in the meantime is put back behind it. A copy
+   that no recomputation uses is taken out in the end. */
+static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t *aside) {
+    const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
+    uint32_t *snapshot = w->snapshot + (state - w->graph->operands.items);
+    const uint32_t count = op == MSI_OP_EVAL || l->keeps_state || !msi_can_recompute(l)
+                               ? 0
+                               : l->count[MSI_GROUP_STATE];
+    for (uint32_t k = 0; k < MS_LIMIT_STATE; k++) {
+        aside[k] = MSI_NONE;
+        if (k < count && state[k] != MSI_NONE) {
+            aside[k] = msi_emit_copy(w, MSI_OP_COPY, state[k], MSI_ROLE_SNAPSHOT, MSI_NONE,
+                                     w->value[state[k]]);
+        }
+    }
+    for (uint32_t k = 0; k < count; k++) {
+        if (op == MSI_OP_RECOMPUTE && state[k] != MSI_NONE) {
+            msi_emit_copy(w, MSI_OP_COPY, state[k], MSI_ROLE_VALUE, w->value[state[k]],
+                          snapshot[k]);
+        } else {
+            snapshot[k] = aside[k];
+        }
+    }
+}
+
+/* Inputs that are computed on in place: copied to where the output will be. The copy costs nothing
+   where the input's memory is taken over. */
+static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t reader,
+                               uint32_t request) {
+    const msi_graph *g = w->graph;
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = msi_group(g, l, MSI_GROUP_OUT);
+    for (uint32_t j = 0; j < l->count[MSI_GROUP_OUT]; j++) {
+        if (l->must_in_place >> j & 1) {
+            const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + j]);
+            const uint32_t source = w->value[in[i]];
+            msi_emit(w, MSI_OP_COPY, out[j]);
+            const uint32_t life = msi_output_life(w, op, out[j], false, reader, request);
+            msi_use(w, life, false);
+            msi_use(w, source, false);
+            w->slots[i] = w->slots[msi_group_start(l, MSI_GROUP_OUT) + j] = life;
+        }
+    }
+}
+
+/* The operands of a group of values. */
+static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int group,
+                           uint32_t reader, uint32_t request) {
+    const uint32_t *operands = msi_group(w->graph, l, group);
+    const uint32_t start = msi_group_start(l, group);
+    const uint32_t reads = op == MSI_OP_BACKWARD    ? msi_reads_of(l, group)
+                           : op == MSI_OP_RECOMPUTE ? msi_recompute_reads_of(l, group)
+                                                    : UINT16_MAX;
+    const bool written =
+        op != MSI_OP_BACKWARD && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED);
+    for (uint32_t k = 0; k < l->count[group]; k++) {
+        uint32_t life = w->slots[start + k];
+        if (operands[k] == MSI_NONE) {
+            life = MSI_NONE;
+        } else if (life == MSI_UNSET && written) {
+            const bool optional = group == MSI_GROUP_SAVED && (l->optional_saved >> k & 1);
+            life = msi_output_life(w, op, operands[k], optional, reader, request);
+        } else if (life == MSI_UNSET) {
+            life = reads >> k & 1 ? w->value[operands[k]] : MSI_NONE;
+        }
+        msi_use(w, life, false);
+    }
+}
+
+static void msi_unset_slots(msi_lowering *w) {
+    for (uint32_t k = 0; k < MSI_MAX_VALUES + MS_LIMIT_OUT; k++) {
+        w->slots[k] = MSI_UNSET;
+    }
+}
+
+/* Forward, eval or recompute of a layer: inputs and params are there. `request` is the tensor that
+   a recomputation is for. */
+static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32_t reader,
+                              uint32_t request) {
+    const msi_layer *l = &w->graph->layers.items[layer];
+    const int which = op == MSI_OP_RECOMPUTE ? MSI_WORKSPACE_RECOMPUTE : MSI_WORKSPACE_FORWARD;
+    const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
+    const bool ends_in_loss = op == MSI_OP_FORWARD && l->ends_in_loss;
+    uint32_t aside[MS_LIMIT_STATE];
+    msi_unset_slots(w);
+    msi_lower_state(w, op, l, aside);
+    msi_lower_in_place(w, op, l, reader, request);
+    if (ends_in_loss) {
+        msi_prepare_edges(w, l, l->grads_in_forward, 0, NULL);
+    }
+    const uint32_t workspace = msi_prepare_workspace(w, layer, which);
+    msi_emit(w, op, layer);
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        msi_use_values(w, op, l, group, reader, request);
+    }
+    if (ends_in_loss) {
+        msi_use_edges(w, 0, l->count[MSI_GROUP_IN]);
+    }
+    msi_use_workspace(w, layer, which, workspace);
+    if (ends_in_loss) {
+        msi_add_parts(w);
+    }
+    for (uint32_t k = 0; k < MS_LIMIT_STATE; k++) {
+        if (op == MSI_OP_RECOMPUTE && aside[k] != MSI_NONE) {
+            msi_emit_copy(w, MSI_OP_RESTORE, state[k], MSI_ROLE_VALUE, w->value[state[k]],
+                          aside[k]);
+        }
+    }
 }
 
 /* Makes sure that the value of a tensor is in memory, for the backward of layer `reader`: runs its
@@ -1955,58 +3199,76 @@ static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reade
     if (w->value[tensor] != MSI_NONE) {
         return;
     }
-    w->stack[depth++] = g->tensors.items[tensor].producer;
+    w->stack[depth++] = tensor;
     while (depth > 0 && !w->program->out_of_memory) {
-        const uint32_t layer = w->stack[depth - 1];
+        const uint32_t t = w->stack[depth - 1];
+        const uint32_t layer = g->tensors.items[t].producer;
         const msi_layer *l = &g->layers.items[layer];
         const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
         uint32_t missing = MSI_NONE;
-        for (uint32_t k = 0; k < l->in_count && missing == MSI_NONE; k++) {
-            if (in[k] != MSI_NONE && w->value[in[k]] == MSI_NONE) {
-                missing = g->tensors.items[in[k]].producer;
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && missing == MSI_NONE; k++) {
+            if (in[k] != MSI_NONE && (reads >> k & 1) && w->value[in[k]] == MSI_NONE) {
+                missing = in[k];
             }
         }
         if (missing != MSI_NONE) {
             w->stack[depth++] = missing;
             continue;
         }
-        msi_lower_forward(w, MSI_OP_RECOMPUTE, layer, reader);
-        w->program->recompute_cost += l->cost;
+        msi_lower_forward(w, MSI_OP_RECOMPUTE, layer, reader, t);
+        w->program->recompute_cost += l->recompute_cost;
         w->program->recompute_count++;
         depth--;
     }
 }
 
-/* Operand for a gradient that a layer contributes to, made at its first contribution. */
-static void msi_use_gradient(msi_lowering *w, uint32_t tensor) {
-    if (tensor == MSI_NONE || !w->graph->tensors.items[tensor].wants_gradient) {
-        msi_use(w, MSI_NONE, false);
+/* The norm of all gradients, for clipping. */
+static void msi_lower_norm(msi_lowering *w) {
+    const msi_graph *g = w->graph;
+    msi_program *p = w->program;
+    if (!(w->optimizer->grad_clip_norm > 0.0f)) {
         return;
     }
-    const bool accumulate = w->gradient[tensor] != MSI_NONE;
-    if (!accumulate) {
-        const uint64_t bytes = w->graph->tensors.items[tensor].bytes;
-        w->gradient[tensor] = msi_birth(w, tensor, MSI_ROLE_GRADIENT, bytes);
+    p->norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, sizeof(msi_norm));
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        if (msi_is_trained(&g->tensors.items[t]) && g->tensors.items[t].last_gradient != MSI_NONE) {
+            msi_emit(w, MSI_OP_NORM, t);
+            msi_use(w, w->gradient[t], false);
+            msi_use(w, p->norm, false);
+        }
     }
-    msi_use(w, w->gradient[tensor], accumulate);
+    msi_emit(w, MSI_OP_CLIP, 0);
+    msi_use(w, p->norm, false);
 }
 
 static void msi_lower_update(msi_lowering *w, uint32_t param) {
     const uint32_t gradient = w->gradient[param];
-    if (gradient == MSI_NONE) {
+    if (gradient == MSI_NONE || w->graph->tensors.items[param].last_gradient == MSI_NONE) {
         return;
     }
     w->gradient[param] = MSI_NONE;
-    const uint32_t slot = w->plan->slot_of[param];
+    const uint32_t slot = w->store->slot_of[param];
     msi_emit(w, MSI_OP_UPDATE, param);
     msi_use(w, slot, false);
     msi_use(w, gradient, false);
-    for (uint32_t i = slot + 1; i < w->plan->slots.count; i++) {
-        if (w->plan->slots.items[i].tensor != param) {
+    msi_use(w, w->program->norm, false);
+    for (uint32_t i = slot + 1; i < w->store->slots.count; i++) {
+        const msi_slot *state = &w->store->slots.items[i];
+        if (state->tensor != param) {
             break;
         }
-        msi_use(w, i, false);
+        if (state->role >= MSI_ROLE_STATE0) {
+            msi_use(w, i, false);
+        }
     }
+}
+
+/* Whether this plan updates a param inside backward. */
+static bool msi_is_early(const msi_plan *plan, const msi_tensor *t) {
+    return t->updates_early &&
+           (plan->early_update ||
+            (plan->forces && t->technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_ON));
 }
 
 /* Early updates: params whose last gradient came from this layer queue up, and those at the head
@@ -2015,12 +3277,12 @@ static void msi_lower_early_updates(msi_lowering *w, uint32_t layer) {
     const msi_graph *g = w->graph;
     const msi_layer *l = &g->layers.items[layer];
     const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
-    for (uint32_t k = 0; k < l->param_count; k++) {
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM]; k++) {
         const msi_tensor *t = param[k] == MSI_NONE ? NULL : &g->tensors.items[param[k]];
         for (uint32_t j = 0; t && j < k; j++) {
             t = param[j] == param[k] ? NULL : t; // queued from an earlier slot
         }
-        if (t && t->updates_early && t->last_gradient == layer &&
+        if (t && msi_is_early(w->plan, t) && t->last_gradient == layer &&
             w->gradient[param[k]] != MSI_NONE) {
             w->queue[w->queue_end++] = param[k];
             w->queue_bytes += t->bytes;
@@ -2040,20 +3302,34 @@ static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
     const msi_layer *l = &g->layers.items[layer];
     for (int group = 0; group < MSI_GROUP_PARAM; group++) {
         const uint32_t *operands = msi_group(g, l, group);
-        for (uint32_t k = 0; k < msi_group_count(l, group); k++) {
+        for (uint32_t k = 0; k < l->count[group]; k++) {
             if (operands[k] != MSI_NONE && (msi_reads_of(l, group) >> k & 1)) {
                 msi_lower_recompute(w, operands[k], layer);
             }
         }
     }
     const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-    for (uint32_t k = 0; k < l->out_count; k++) {
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
         if (out[k] != MSI_NONE && g->tensors.items[out[k]].wants_gradient &&
             w->gradient[out[k]] == MSI_NONE) {
-            msi_emit(w, MSI_OP_ZERO, out[k]);
             w->gradient[out[k]] =
-                msi_birth(w, out[k], MSI_ROLE_GRADIENT, g->tensors.items[out[k]].bytes);
-            msi_use(w, w->gradient[out[k]], false);
+                msi_emit_zero(w, out[k], MSI_ROLE_GRADIENT, g->tensors.items[out[k]].bytes);
+        }
+    }
+}
+
+/* Values that backward destroys and that others may still need: copied. Where this is their last
+   use the copy takes over their memory and costs nothing. */
+static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
+    const uint32_t masks[] = {l->clobbers.in, l->clobbers.out};
+    for (int group = MSI_GROUP_IN; group <= MSI_GROUP_OUT; group++) {
+        const uint32_t *operands = msi_group(w->graph, l, group);
+        const uint32_t mask = masks[group] & msi_reads_of(l, group);
+        for (uint32_t k = 0; k < l->count[group]; k++) {
+            if ((mask >> k & 1) && operands[k] != MSI_NONE) {
+                w->slots[msi_group_start(l, group) + k] = msi_emit_copy(
+                    w, MSI_OP_COPY, operands[k], MSI_ROLE_VALUE, MSI_NONE, w->value[operands[k]]);
+            }
         }
     }
 }
@@ -2061,34 +3337,100 @@ static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
 static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
     const msi_graph *g = w->graph;
     const msi_layer *l = &g->layers.items[layer];
+    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+    uint32_t *grad_out = w->slots + MSI_MAX_VALUES;
     msi_lower_before_backward(w, layer);
+    msi_unset_slots(w);
+    msi_lower_clobbers(w, l);
+    msi_prepare_edges(w, l, UINT16_MAX, UINT16_MAX, grad_out);
+    const uint32_t workspace = msi_prepare_workspace(w, layer, MSI_WORKSPACE_BACKWARD);
     msi_emit(w, MSI_OP_BACKWARD, layer);
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        const uint32_t *operands = msi_group(g, l, group);
-        for (uint32_t k = 0; k < msi_group_count(l, group); k++) {
-            const bool read = operands[k] != MSI_NONE && (msi_reads_of(l, group) >> k & 1);
-            msi_use(w, read ? w->value[operands[k]] : MSI_NONE, false);
-        }
+        msi_use_values(w, MSI_OP_BACKWARD, l, group, MSI_NONE, MSI_NONE);
     }
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = msi_group(g, l, MSI_GROUP_OUT);
-    const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
-    for (uint32_t k = 0; k < l->out_count; k++) {
-        msi_use(w, out[k] == MSI_NONE ? MSI_NONE : w->gradient[out[k]], false);
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+        msi_use(w,
+                out[k] == MSI_NONE         ? MSI_NONE
+                : grad_out[k] == MSI_UNSET ? w->gradient[out[k]]
+                                           : grad_out[k],
+                false);
     }
-    for (uint32_t k = 0; k < l->in_count; k++) {
-        msi_use_gradient(w, in[k]);
-    }
-    for (uint32_t k = 0; k < l->param_count; k++) {
-        msi_use_gradient(w, param[k]);
-    }
-    msi_use_workspace(w, layer, l->workspace_bytes[1]);
+    msi_use_edges(w, 0, w->edge_count);
+    msi_use_workspace(w, layer, MSI_WORKSPACE_BACKWARD, workspace);
+    msi_add_parts(w);
 }
 
 static void msi_keep_to_end(msi_lowering *w, uint32_t tensor) {
     msi_program *p = w->program;
-    if (!p->out_of_memory && w->value[tensor] >= w->plan->slots.count) {
+    if (!p->out_of_memory && w->value[tensor] >= w->store->slots.count) {
         p->lives.items[w->value[tensor]].last = p->instructions.count - 1;
         p->lives.items[w->value[tensor]].kept = true;
+    }
+}
+
+/* Accumulated gradients begin at zero. */
+static void msi_lower_first_micro(msi_lowering *w) {
+    for (uint32_t i = 0; i < w->store->slots.count; i++) {
+        const msi_slot *slot = &w->store->slots.items[i];
+        if (slot->role == MSI_ROLE_GRADIENT && !slot->borrowed) {
+            msi_emit(w, MSI_OP_ZERO, slot->tensor);
+            msi_use(w, i, false);
+        }
+    }
+}
+
+static void msi_lower_all_backward(msi_lowering *w) {
+    const msi_graph *g = w->graph;
+    w->backward = true;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        if (w->plan->dropped[t]) {
+            w->value[t] = MSI_NONE;
+        }
+    }
+    if (g->tensors.items[g->loss].wants_gradient) {
+        msi_emit(w, MSI_OP_SEED, g->loss);
+        if (w->gradient[g->loss] == MSI_NONE) {
+            w->gradient[g->loss] =
+                msi_birth(w, g->loss, MSI_ROLE_GRADIENT, g->tensors.items[g->loss].bytes);
+        }
+        msi_use(w, w->gradient[g->loss], false);
+    }
+    for (uint32_t i = g->layers.count; i-- > 0 && !w->program->out_of_memory;) {
+        if (g->layers.items[i].has_backward) {
+            msi_lower_backward(w, i);
+            msi_lower_early_updates(w, i);
+        }
+    }
+}
+
+/* Updates, or gradients that stay for the trainer. */
+static void msi_lower_updates(msi_lowering *w) {
+    const msi_graph *g = w->graph;
+    msi_program *p = w->program;
+    for (uint32_t t = 0; t < g->tensors.count && !p->out_of_memory; t++) {
+        if (!msi_is_trained(&g->tensors.items[t])) {
+            continue;
+        }
+        if (w->optimizer->kind != MS_OPTIMIZER_NONE) {
+            msi_lower_update(w, t);
+        } else if (w->gradient[t] != MSI_NONE && w->gradient[t] >= w->store->slots.count) {
+            p->lives.items[w->gradient[t]].last = p->instructions.count - 1;
+            p->lives.items[w->gradient[t]].kept = true;
+        }
+    }
+}
+
+/* Copies of state that no recomputation needed. */
+static void msi_drop_unused_copies(const msi_lowering *w) {
+    msi_program *p = w->program;
+    for (uint32_t now = 0; now < p->forward_end && now < p->instructions.count; now++) {
+        msi_instruction *i = &p->instructions.items[now];
+        if (i->op == MSI_OP_COPY) {
+            msi_life *life = &p->lives.items[p->operands.items[i->operand_first].life];
+            const bool unused = life->role == MSI_ROLE_SNAPSHOT && life->last == now;
+            i->op = (uint8_t)(unused ? MSI_OP_NOTHING : MSI_OP_COPY);
+            life->bytes = unused ? 0 : life->bytes;
+        }
     }
 }
 
@@ -2096,39 +3438,27 @@ static void msi_keep_to_end(msi_lowering *w, uint32_t tensor) {
 static void msi_lower_train(msi_lowering *w, msi_program *p) {
     const msi_graph *g = w->graph;
     msi_start_program(w, p);
+    msi_lower_first_micro(w);
     for (uint32_t i = 0; i < g->layers.count && !p->out_of_memory; i++) {
-        msi_lower_forward(w, MSI_OP_FORWARD, i, MSI_NONE);
+        msi_lower_forward(w, MSI_OP_FORWARD, i, MSI_NONE, MSI_NONE);
     }
     p->forward_end = p->instructions.count;
-    w->backward = true;
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (w->plan->dropped[t]) {
-            w->value[t] = MSI_NONE;
-        }
-    }
-    msi_emit(w, MSI_OP_SEED, g->loss);
-    w->gradient[g->loss] =
-        msi_birth(w, g->loss, MSI_ROLE_GRADIENT, g->tensors.items[g->loss].bytes);
-    msi_use(w, w->gradient[g->loss], false);
-    for (uint32_t i = g->layers.count; i-- > 0 && !p->out_of_memory;) {
-        if (g->layers.items[i].has_backward) {
-            msi_lower_backward(w, i);
-            if (w->plan->early_update) {
-                msi_lower_early_updates(w, i);
-            }
-        }
-    }
+    msi_lower_all_backward(w);
     p->backward_end = p->instructions.count;
     p->loss = w->value[g->loss];
-    for (uint32_t t = 0; t < g->tensors.count && !p->out_of_memory; t++) {
-        if (msi_is_trained(&g->tensors.items[t])) {
-            msi_lower_update(w, t);
-        }
-    }
+    msi_lower_norm(w);
+    msi_lower_updates(w);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         if (g->tensors.items[t].kept || t == g->loss) {
             msi_keep_to_end(w, t);
         }
+    }
+    if (!p->out_of_memory) {
+        if (p->norm != MSI_NONE) {
+            p->lives.items[p->norm].last = p->instructions.count - 1;
+            p->lives.items[p->norm].kept = true;
+        }
+        msi_drop_unused_copies(w);
     }
 }
 
@@ -2136,7 +3466,7 @@ static void msi_lower_eval(msi_lowering *w, msi_program *p) {
     const msi_graph *g = w->graph;
     msi_start_program(w, p);
     for (uint32_t i = 0; i < g->layers.count && !p->out_of_memory; i++) {
-        msi_lower_forward(w, MSI_OP_EVAL, i, MSI_NONE);
+        msi_lower_forward(w, MSI_OP_EVAL, i, MSI_NONE, MSI_NONE);
     }
     p->forward_end = p->backward_end = p->instructions.count;
     p->loss = w->value[g->loss];
@@ -2199,37 +3529,43 @@ static void msi_take_over(msi_program *p, const msi_instruction *i, uint32_t now
     }
 }
 
-/* Which values are handed on in place, by the masks of the layers. */
+/* Which values are handed on in place: by copies, and by the masks of the layers. */
 static void msi_share_memory(const msi_graph *g, msi_program *p) {
     uint8_t allowed[MSI_MAX_VIEWS + 1]; // one per operand, workspace included
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
+        if (i->op == MSI_OP_COPY) {
+            allowed[0] = 0;
+            allowed[1] = 1;
+            msi_take_over(p, i, now, 0, allowed);
+        }
         if (i->op > MSI_OP_EVAL) {
             continue;
         }
         const msi_layer *l = &g->layers.items[i->target];
         const uint16_t *mask = g->masks.items + l->mask_first;
-        const uint32_t in = l->in_count, out = l->out_count;
-        const uint32_t grad_out = in + out + l->saved_count + l->param_count;
-        if (i->op != MSI_OP_BACKWARD) {
-            for (uint32_t k = 0; k < out; k++) {
-                memset(allowed, 0, sizeof allowed);
-                msi_allow(allowed, 0, mask[k]);
-                if (mask[k]) {
-                    msi_take_over(p, i, now, in + k, allowed);
-                }
+        const uint32_t in = l->count[MSI_GROUP_IN], out = l->count[MSI_GROUP_OUT];
+        const uint32_t values = msi_group_start(l, MSI_GROUP_COUNT);
+        const bool backward = i->op == MSI_OP_BACKWARD;
+        for (uint32_t k = 0; k < out && !backward; k++) {
+            memset(allowed, 0, sizeof allowed);
+            msi_allow(allowed, 0, mask[k]);
+            if (mask[k]) {
+                msi_take_over(p, i, now, in + k, allowed);
             }
-            continue;
         }
         mask += out;
-        for (uint32_t k = 0; k < in; k++, mask += 4) {
+        const bool writes_gradients = backward || (i->op == MSI_OP_FORWARD && l->ends_in_loss);
+        for (uint32_t k = 0; k < in && writes_gradients; k++, mask += 4) {
             memset(allowed, 0, sizeof allowed);
             msi_allow(allowed, 0, mask[0]);
-            msi_allow(allowed, in, mask[1]);
-            msi_allow(allowed, in + out, mask[2]);
-            msi_allow(allowed, grad_out, mask[3]);
+            if (backward) {
+                msi_allow(allowed, in, mask[1]);
+                msi_allow(allowed, in + out, mask[2]);
+                msi_allow(allowed, values, mask[3]);
+            }
             if (mask[0] | mask[1] | mask[2] | mask[3]) {
-                msi_take_over(p, i, now, grad_out + out + k, allowed);
+                msi_take_over(p, i, now, values + (backward ? out : 0) + k, allowed);
             }
         }
     }
@@ -2882,6 +4218,7 @@ typedef struct msi_rung {
 typedef struct msi_solver {
     ms_model *model;
     const ms_allocator *allocator;
+    const msi_store *store;
     msi_plan *plan;
     msi_lowering lowering;
     uint32_t *visited; // per layer: number of the last price query that met it
@@ -2906,7 +4243,7 @@ static ms_result msi_try(msi_solver *s) {
     if (!p->out_of_memory) {
         msi_share_memory(&s->model->graph, p);
     }
-    if (p->out_of_memory || !msi_simulate(s->allocator, p, s->plan->slots.count)) {
+    if (p->out_of_memory || !msi_simulate(s->allocator, p, s->store->slots.count)) {
         return msi_fail_memory(s->model, "the program", p->lives.count * sizeof(msi_life));
     }
     return MS_RESULT_OK;
@@ -2926,7 +4263,7 @@ static ms_result msi_check_layout(msi_solver *s, const msi_program *p) {
 }
 
 static ms_result msi_lay_out(msi_solver *s, msi_program *p) {
-    if (!msi_make_blocks(s->allocator, p, s->plan->slots.count) ||
+    if (!msi_make_blocks(s->allocator, p, s->store->slots.count) ||
         msi_layout(s->allocator, p->blocks.items, p->blocks.count, MSI_LAYOUT_EFFORT, &p->height) !=
             MS_RESULT_OK ||
         (s->model->config.debug && msi_check_layout(s, p) != MS_RESULT_OK)) {
@@ -2935,20 +4272,18 @@ static ms_result msi_lay_out(msi_solver *s, msi_program *p) {
     return MS_RESULT_OK;
 }
 
-static uint64_t msi_arena_of(const msi_plan *plan) {
-    const uint64_t height =
-        plan->train.height > plan->eval.height ? plan->train.height : plan->eval.height;
-    return plan->slot_bytes + height;
+static uint64_t msi_arena_of(const msi_store *store, const msi_plan *plan) {
+    return store->slot_bytes + msi_max_u64(plan->train.height, plan->eval.height);
 }
 
 /* Whether the plan fits a budget: by live bytes, and if these do, by its layout. */
 static ms_result msi_fits(msi_solver *s, uint64_t budget, bool *fits) {
-    *fits = s->plan->slot_bytes + s->plan->train.peak_bytes <= budget;
+    *fits = s->store->slot_bytes + s->plan->train.peak_bytes <= budget;
     if (!*fits) {
         return MS_RESULT_OK;
     }
     const ms_result result = msi_lay_out(s, &s->plan->train);
-    s->plan->arena_bytes = msi_arena_of(s->plan);
+    s->plan->arena_bytes = msi_arena_of(s->store, s->plan);
     *fits = s->plan->arena_bytes <= budget;
     return result;
 }
@@ -2980,10 +4315,11 @@ static double msi_price(msi_solver *s, uint32_t layer) {
         s->visited[top] = s->query;
         met++;
         const msi_layer *l = &g->layers.items[top];
-        cost += l->cost;
+        cost += l->recompute_cost;
         const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-        for (uint32_t k = 0; k < l->in_count && depth < g->layers.count; k++) {
-            if (in[k] != MSI_NONE && s->plan->dropped[in[k]]) {
+        const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && depth < g->tensors.count; k++) {
+            if (in[k] != MSI_NONE && (reads >> k & 1) && s->plan->dropped[in[k]]) {
                 stack[depth++] = g->tensors.items[in[k]].producer;
             }
         }
@@ -3008,7 +4344,7 @@ static void msi_find_segments(msi_solver *s) {
         const uint32_t *operands = msi_group(g, l, MSI_GROUP_IN);
         s->segment[i] = i;
         s->weight[i] = 0;
-        for (uint32_t k = 0; k < l->in_count && s->plan->recomputed[i]; k++) {
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && s->plan->recomputed[i]; k++) {
             if (operands[k] != MSI_NONE && s->plan->dropped[operands[k]]) {
                 const uint32_t from = msi_segment_of(s, g->tensors.items[operands[k]].producer);
                 const uint32_t to = msi_segment_of(s, i);
@@ -3016,8 +4352,9 @@ static void msi_find_segments(msi_solver *s) {
                 s->segment[from] = to;
             }
         }
-        for (uint32_t k = 0; k < l->out_count + (uint32_t)l->saved_count; k++) {
-            const uint32_t t = operands[l->in_count + k];
+        const uint32_t made = (uint32_t)l->count[MSI_GROUP_OUT] + l->count[MSI_GROUP_SAVED];
+        for (uint32_t k = 0; k < made; k++) {
+            const uint32_t t = operands[l->count[MSI_GROUP_IN] + k];
             if (t != MSI_NONE && s->plan->recomputed[i] && s->plan->dropped[t] &&
                 g->tensors.items[t].last_reader != MSI_NONE) {
                 s->weight[msi_segment_of(s, i)] += g->tensors.items[t].bytes;
@@ -3028,7 +4365,7 @@ static void msi_find_segments(msi_solver *s) {
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const msi_layer *l = &g->layers.items[i];
         const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-        for (uint32_t k = 0; k < l->in_count && s->plan->recomputed[i]; k++) {
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && s->plan->recomputed[i]; k++) {
             if (in[k] != MSI_NONE && !s->plan->dropped[in[k]]) {
                 s->below[in[k]] = s->weight[msi_segment_of(s, i)];
             }
@@ -3046,7 +4383,7 @@ static uint64_t msi_merged_bytes(msi_solver *s, uint32_t tensor) {
     if (s->plan->recomputed[layer]) {
         return bytes + s->weight[msi_segment_of(s, layer)];
     }
-    for (uint32_t k = 0; k < l->in_count; k++) {
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
         if (in[k] != MSI_NONE && s->plan->dropped[in[k]]) {
             bytes += s->weight[msi_segment_of(s, g->tensors.items[in[k]].producer)];
         }
@@ -3098,18 +4435,20 @@ static bool msi_find_candidates(msi_solver *s) {
         return false;
     }
     uint32_t saved_of = MSI_NONE; // producer of the last candidate, if that is a saved tensor
-    for (uint32_t i = s->plan->slots.count; i < p->lives.count; i++) {
+    for (uint32_t i = s->store->slots.count; i < p->lives.count; i++) {
         const msi_life *life = &p->lives.items[i];
         if (life->role != MSI_ROLE_VALUE || life->idle_last == MSI_NONE ||
             life->idle_first >= p->peak || life->idle_last <= p->peak) {
             continue;
         }
         const msi_tensor *t = &g->tensors.items[life->tensor];
-        if (t->kept || life->tensor == g->loss) {
+        if (t->kept || life->tensor == g->loss || t->pinned ||
+            t->technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_OFF || msi_is_fixed(t)) {
             continue;
         }
-        const bool joins = t->kind == MSI_KIND_SAVED && t->producer == saved_of;
-        saved_of = t->kind == MSI_KIND_SAVED ? t->producer : MSI_NONE;
+        const bool together = t->kind == MSI_KIND_SAVED && !g->layers.items[t->producer].recompute;
+        const bool joins = together && t->producer == saved_of;
+        saved_of = together ? t->producer : MSI_NONE;
         s->members.items[s->members.count++] = life->tensor;
         if (joins) {
             s->candidates.items[s->candidates.count - 1].member_count++;
@@ -3250,7 +4589,7 @@ static ms_result msi_smallest(msi_solver *s) {
     ms_result result = msi_return_to(s, &s->rungs.items[k]);
     uint64_t best_bytes = s->plan->arena_bytes;
     while (result == MS_RESULT_OK && k-- > 0 &&
-           s->plan->slot_bytes + s->rungs.items[k].peak_bytes <= best_bytes) {
+           s->store->slot_bytes + s->rungs.items[k].peak_bytes <= best_bytes) {
         result = msi_return_to(s, &s->rungs.items[k]);
         if (s->plan->arena_bytes <= best_bytes) {
             best = k;
@@ -3259,8 +4598,6 @@ static ms_result msi_smallest(msi_solver *s) {
     }
     return result == MS_RESULT_OK ? msi_return_to(s, &s->rungs.items[best]) : result;
 }
-
-typedef enum msi_goal { MSI_GOAL_PLAIN, MSI_GOAL_BUDGET, MSI_GOAL_SMALLEST } msi_goal;
 
 /* Climbs until the budget is met, or to the end. */
 static ms_result msi_climb_to(msi_solver *s, uint64_t budget, bool *fits) {
@@ -3292,13 +4629,36 @@ static ms_result msi_no_fit(msi_solver *s, uint64_t budget) {
             : ": give that much, or reduce the batch or the sequence");
 }
 
+/* Tensors that are forced to be dropped are, on every rung. */
+static ms_result msi_drop_forced(msi_solver *s) {
+    const msi_graph *g = &s->model->graph;
+    s->plan->forces = true;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        if (g->tensors.items[t].technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_ON ||
+            s->plan->dropped[t]) {
+            continue;
+        }
+        if (!MSI_RESERVE(uint32_t, s->allocator, s->drops, s->drops.count + 1ull)) {
+            return msi_fail_memory(s->model, "the solver", s->drops.count * sizeof(uint32_t));
+        }
+        s->plan->dropped[t] = 1;
+        s->drops.items[s->drops.count++] = t;
+    }
+    return msi_try(s);
+}
+
 /* Starts the ladder: the plain plan first, for its size; then, where that may be and the budget
    asks for it, updates inside backward. */
 static ms_result msi_first_rungs(msi_solver *s, msi_goal goal, uint64_t budget, bool *fits) {
-    const ms_switch early = s->model->config.early_update;
+    ms_switch early = s->model->config.early_update;
+    early = msi_early_fault(s->model) ? MS_SWITCH_OFF : early;
     ms_result result = msi_try(s);
     result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, fits) : result;
     s->plan->plain_bytes = s->plan->arena_bytes;
+    if (result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN) {
+        result = msi_drop_forced(s);
+        result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, fits) : result;
+    }
     *fits = goal == MSI_GOAL_PLAIN || (s->plan->arena_bytes <= budget && early != MS_SWITCH_ON);
     if (result != MS_RESULT_OK || *fits) {
         return result;
@@ -3363,12 +4723,13 @@ static uint64_t msi_solver_bytes(const msi_graph *g) {
            g->layers.count * (uint64_t)(sizeof(uint64_t) + 2 * sizeof(uint32_t));
 }
 
-static bool msi_solver_init(msi_solver *s, ms_model *m, msi_plan *plan) {
+static bool msi_solver_init(msi_solver *s, ms_model *m, const msi_store *store, msi_plan *plan) {
     const msi_graph *g = &m->graph;
     const uint64_t layers = g->layers.count;
     memset(s, 0, sizeof *s);
     s->model = m;
     s->allocator = &m->config.allocator;
+    s->store = store;
     s->plan = plan;
     s->below = (uint64_t *)msi_alloc_zeroed(s->allocator, msi_solver_bytes(g));
     if (!s->below) {
@@ -3377,7 +4738,7 @@ static bool msi_solver_init(msi_solver *s, ms_model *m, msi_plan *plan) {
     s->weight = s->below + g->tensors.count;
     s->visited = (uint32_t *)(s->weight + layers);
     s->segment = s->visited + layers;
-    if (msi_lowering_init(&s->lowering, g, s->allocator, plan)) {
+    if (msi_lowering_init(&s->lowering, m, store, plan)) {
         return true;
     }
     msi_release(s->allocator, s->below, msi_solver_bytes(g));
@@ -3396,61 +4757,119 @@ static void msi_solver_free(msi_solver *s) {
 
 /* Size of the arrays per tensor and per layer of a plan. */
 static uint64_t msi_decision_bytes(const msi_graph *g) {
-    return g->tensors.count * (sizeof(uint32_t) + 1ull) + g->layers.count;
+    return g->tensors.count + (uint64_t)g->layers.count;
 }
 
-static void msi_plan_free(ms_model *m, msi_plan *plan) {
+static void msi_plan_free(const ms_model *m, msi_plan *plan) {
     const ms_allocator *a = &m->config.allocator;
-    if (!plan) {
+    if (plan) {
+        msi_program_free(a, &plan->train);
+        msi_program_free(a, &plan->eval);
+        msi_release(a, plan->dropped, msi_decision_bytes(&m->graph));
+        msi_release(a, plan, sizeof *plan);
+    }
+}
+
+static void msi_plans_free(const ms_model *m, msi_plan *plans) {
+    while (plans) {
+        msi_plan *next = plans->next;
+        msi_plan_free(m, plans);
+        plans = next;
+    }
+}
+
+static void msi_store_free(ms_model *m, msi_store *store) {
+    const ms_allocator *a = &m->config.allocator;
+    const ms_backend *b = &m->config.backend;
+    if (!store) {
         return;
     }
-    if (plan->arena) {
+    if (store->memory) {
+        const uint64_t bytes = store->slot_bytes + (m->config.arena ? 0 : store->transient_bytes);
         if (m->arena_on_host) {
-            msi_unpoison(plan->arena, plan->arena_bytes);
+            msi_unpoison(store->memory, bytes);
         }
-        m->config.backend.memory_release(m->config.backend.user, a, plan->arena, plan->arena_bytes);
+        b->memory_release(b->user, a, store->memory, bytes);
     }
-    msi_program_free(a, &plan->train);
-    msi_program_free(a, &plan->eval);
-    MSI_LIST_FREE(msi_slot, a, plan->slots);
-    msi_release(a, plan->slot_of, msi_decision_bytes(&m->graph));
-    msi_release(a, plan, sizeof *plan);
+    if (store->host) {
+        msi_cpu_memory_release(NULL, a, store->host, store->host_bytes);
+    }
+    msi_release(a, store->shadow, store->shadow_bytes);
+    msi_release(a, store->results, store->shadow_bytes);
+    msi_release(a, store->print, m->graph.tensors.count * sizeof(uint64_t));
+    MSI_LIST_FREE(msi_slot, a, store->slots);
+    msi_release(a, store->slot_of, m->graph.tensors.count * sizeof(uint32_t));
+    msi_release(a, store, sizeof *store);
 }
 
-/* Gives every value that lives between steps an address at the start of the arena. */
-static bool msi_make_slots(ms_model *m, msi_plan *plan) {
-    const ms_allocator *a = &m->config.allocator;
+/* One slot: in the arena, on the host, or the trainer's. */
+static void msi_add_slot(msi_store *store, uint32_t t, const msi_tensor *tensor, msi_role role) {
+    msi_slot *slot = &store->slots.items[store->slots.count++];
+    memset(slot, 0, sizeof *slot);
+    slot->tensor = t;
+    slot->role = role;
+    slot->bytes = tensor->largest_bytes;
+    slot->on_host = tensor->on_host;
+    slot->borrowed = msi_is_borrowed(tensor, role);
+    uint64_t *const room = slot->borrowed  ? &store->borrowed_bytes
+                           : slot->on_host ? &store->host_bytes
+                                           : &store->slot_bytes;
+    slot->offset = *room;
+    *room += msi_align(slot->bytes);
+}
+
+/* Every value that lives between steps gets a slot: params with their optimizer state, and with
+   their gradients where these do too. */
+static bool msi_fill_slots(ms_model *m, msi_store *store) {
     const msi_graph *g = &m->graph;
+    const uint32_t states = msi_state_count(&m->optimizer);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
-        plan->slot_of[t] = MSI_NONE;
+        store->slot_of[t] = MSI_NONE;
         if (!msi_is_fixed(tensor)) {
             continue;
         }
-        const bool has_state = msi_is_trained(tensor) && tensor->last_gradient != MSI_NONE;
-        const uint32_t count = 1u + (has_state ? (uint32_t)msi_state_count(&m->optimizer) : 0u);
-        if (!MSI_RESERVE(msi_slot, a, plan->slots, plan->slots.count + count)) {
+        if (!MSI_RESERVE(msi_slot, &m->config.allocator, store->slots,
+                         store->slots.count + (uint64_t)MSI_ROLE_FIXED)) {
             return false;
         }
-        plan->slot_of[t] = plan->slots.count;
-        for (uint32_t k = 0; k < count; k++) {
-            msi_slot *slot = &plan->slots.items[plan->slots.count++];
-            slot->tensor = t;
-            slot->role = k == 0 ? MSI_ROLE_VALUE : k == 1 ? MSI_ROLE_STATE0 : MSI_ROLE_STATE1;
-            slot->bytes = tensor->bytes;
-            slot->offset = plan->slot_bytes;
-            plan->slot_bytes += msi_align(tensor->bytes);
+        store->slot_of[t] = store->slots.count;
+        msi_add_slot(store, t, tensor, MSI_ROLE_VALUE);
+        const bool learns = msi_is_trained(tensor) && tensor->last_gradient != MSI_NONE;
+        if (learns && (store->micro_count > 1 || msi_is_borrowed(tensor, MSI_ROLE_GRADIENT))) {
+            msi_add_slot(store, t, tensor, MSI_ROLE_GRADIENT);
+        }
+        for (uint32_t k = 0; k < states && learns; k++) {
+            msi_add_slot(store, t, tensor, (msi_role)(MSI_ROLE_STATE0 + k));
         }
     }
     return true;
 }
 
-static const msi_slot *msi_find_slot(const msi_plan *plan, uint32_t tensor, msi_role role) {
-    if (!plan || plan->slot_of[tensor] == MSI_NONE) {
+/* A store without memory yet. */
+static ms_result msi_make_store(ms_model *m, msi_store **made) {
+    const ms_allocator *a = &m->config.allocator;
+    const uint64_t bytes = m->graph.tensors.count * (uint64_t)sizeof(uint32_t);
+    msi_store *store = (msi_store *)msi_alloc_zeroed(a, sizeof *store);
+    *made = store;
+    if (store) {
+        store->micro_count = m->config.accumulation_steps ? m->config.accumulation_steps : 1;
+        store->slot_of = (uint32_t *)msi_alloc_zeroed(a, bytes);
+    }
+    if (store && store->slot_of && msi_fill_slots(m, store)) {
+        return MS_RESULT_OK;
+    }
+    msi_store_free(m, store);
+    *made = NULL;
+    return msi_fail_memory(m, "the slots", bytes);
+}
+
+static const msi_slot *msi_find_slot(const msi_store *store, uint32_t tensor, msi_role role) {
+    if (!store || store->slot_of[tensor] == MSI_NONE) {
         return NULL;
     }
-    for (uint32_t i = plan->slot_of[tensor]; i < plan->slots.count; i++) {
-        const msi_slot *slot = &plan->slots.items[i];
+    for (uint32_t i = store->slot_of[tensor]; i < store->slots.count; i++) {
+        const msi_slot *slot = &store->slots.items[i];
         if (slot->tensor != tensor) {
             break;
         }
@@ -3473,31 +4892,32 @@ static uint64_t msi_budget(const ms_model *m) {
     if (hardware.free_bytes == 0) {
         return UINT64_MAX;
     }
-    const double held = m->plan && m->plan->arena ? (double)m->plan->arena_bytes : 0.0;
+    const double held = m->store && m->store->memory
+                            ? (double)m->store->slot_bytes + (double)m->store->transient_bytes
+                            : 0.0;
     const double share = ((double)hardware.free_bytes + held) * m->config.target_utilization;
     return share < 9e18 ? (uint64_t)share : UINT64_MAX;
 }
 
-/* Solves into an empty plan: slots, eval program, then the training program on its rung. */
-static ms_result msi_fill_plan(ms_model *m, msi_plan *plan, msi_goal goal) {
+/* Solves into an empty plan: eval program, then the training program on its rung. */
+static ms_result msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *plan, msi_goal goal) {
     msi_solver solver;
     ms_result result = MS_RESULT_OK;
-    if (!msi_make_slots(m, plan) || !msi_solver_init(&solver, m, plan)) {
-        return msi_fail_memory(m, "the plan", plan->slots.count * sizeof(msi_slot));
+    if (!msi_solver_init(&solver, m, store, plan)) {
+        return msi_fail_memory(m, "the plan", msi_solver_bytes(&m->graph));
     }
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
         const msi_tensor *tensor = &m->graph.tensors.items[t];
         plan->dropped[t] = !msi_is_fixed(tensor) && tensor->last_reader == MSI_NONE &&
-                           !tensor->kept && t != m->graph.loss;
+                           !tensor->kept && t != m->graph.loss && !tensor->pinned;
     }
     plan->step_cost = msi_step_cost(&m->graph);
-    plan->budget_bytes = msi_budget(m);
     msi_lower_eval(&solver.lowering, &plan->eval);
     if (!plan->eval.out_of_memory) {
         msi_share_memory(&m->graph, &plan->eval);
     }
     if (plan->eval.out_of_memory ||
-        !msi_simulate(solver.allocator, &plan->eval, plan->slots.count)) {
+        !msi_simulate(solver.allocator, &plan->eval, store->slots.count)) {
         result = msi_fail_memory(m, "the eval program", plan->eval.lives.count);
     } else {
         result = msi_lay_out(&solver, &plan->eval);
@@ -3509,42 +4929,83 @@ static ms_result msi_fill_plan(ms_model *m, msi_plan *plan, msi_goal goal) {
 }
 
 /* Addresses of the lives, from those of their blocks. */
-static void msi_resolve(const msi_plan *plan, msi_program *p) {
-    for (uint32_t i = plan->slots.count; i < p->lives.count; i++) {
-        p->lives.items[i].offset =
-            plan->slot_bytes + p->blocks.items[p->lives.items[i].block].offset;
+static void msi_resolve(const msi_store *store, msi_program *p) {
+    for (uint32_t i = store->slots.count; i < p->lives.count; i++) {
+        p->lives.items[i].offset = p->blocks.items[p->lives.items[i].block].offset;
     }
 }
 
-/* A new plan for the graph as it is, without memory of its own yet. */
-static ms_result msi_make_plan(ms_model *m, msi_goal goal, msi_plan **made) {
+/* A new plan for the graph as it is, which has been checked. */
+static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goal, uint64_t budget,
+                               msi_plan **made) {
     const ms_allocator *a = &m->config.allocator;
+    const uint64_t bytes = msi_decision_bytes(&m->graph);
     *made = NULL;
-    ms_result result = msi_check_graph(m);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
     msi_plan *plan = (msi_plan *)msi_alloc_zeroed(a, sizeof *plan);
     if (!plan) {
         return msi_fail_memory(m, "the plan", sizeof *plan);
     }
-    const uint64_t bytes = msi_decision_bytes(&m->graph);
-    plan->slot_of = (uint32_t *)msi_alloc_zeroed(a, bytes);
-    if (!plan->slot_of) {
+    plan->dropped = (uint8_t *)msi_alloc_zeroed(a, bytes);
+    if (!plan->dropped) {
         msi_release(a, plan, sizeof *plan);
         return msi_fail_memory(m, "the plan", bytes);
     }
-    plan->dropped = (uint8_t *)(plan->slot_of + m->graph.tensors.count);
     plan->recomputed = plan->dropped + m->graph.tensors.count;
-    result = msi_fill_plan(m, plan, goal);
+    plan->budget_bytes = budget;
+    msi_get_sizes(&m->graph, plan->sizes);
+    const ms_result result = msi_fill_plan(m, store, plan, goal);
     if (result != MS_RESULT_OK) {
         msi_plan_free(m, plan);
         return result;
     }
-    msi_resolve(plan, &plan->train);
-    msi_resolve(plan, &plan->eval);
+    msi_resolve(store, &plan->train);
+    msi_resolve(store, &plan->eval);
     *made = plan;
     return MS_RESULT_OK;
+}
+
+/* Plans at `sizes`, for a store whose room is that of the plan at the largest sizes. */
+static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
+                             const int64_t *sizes, msi_plan **made) {
+    int64_t old[MS_LIMIT_AXES];
+    msi_get_sizes(&m->graph, old);
+    const uint64_t room = store->slot_bytes + store->transient_bytes;
+    const uint64_t budget = sizes ? room : msi_budget(m);
+    msi_set_sizes(&m->graph, sizes);
+    ms_result result = msi_make_plan(m, store, goal, budget, made);
+    if (result == MS_RESULT_OK && sizes && (*made)->arena_bytes > room) {
+        msi_plan_free(m, *made); // a plain plan with a layout that wastes more
+        result = msi_make_plan(m, store, MSI_GOAL_BUDGET, budget, made);
+    }
+    msi_set_sizes(&m->graph, old);
+    return result;
+}
+
+/* A store, the plan at the largest sizes, and in front of it the plan at the present ones. */
+static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
+    int64_t sizes[MS_LIMIT_AXES];
+    *store = NULL;
+    *plans = NULL;
+    ms_result result = msi_check_graph(m);
+    result = result == MS_RESULT_OK ? msi_make_store(m, store) : result;
+    result = result == MS_RESULT_OK ? msi_plan_at(m, *store, goal, NULL, plans) : result;
+    if (result == MS_RESULT_OK) {
+        (*store)->transient_bytes = (*plans)->arena_bytes - (*store)->slot_bytes;
+    }
+    msi_get_sizes(&m->graph, sizes);
+    if (result == MS_RESULT_OK && memcmp(sizes, (*plans)->sizes, sizeof sizes) != 0) {
+        msi_plan *now;
+        result = msi_plan_at(m, *store, goal, sizes, &now);
+        if (result == MS_RESULT_OK) {
+            now->next = *plans;
+            *plans = now;
+        }
+    }
+    if (result != MS_RESULT_OK) {
+        msi_plans_free(m, *plans);
+        msi_store_free(m, *store);
+    }
+    return result;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3554,19 +5015,24 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     const ms_backend *b = &m->config.backend;
     const ms_optimizer_desc *o = &m->optimizer;
     const msi_tensor *t = &m->graph.tensors.items[i->target];
-    float *operands[4] = {NULL, NULL, NULL, NULL}; // value, gradient, states
-    for (uint32_t k = 0; k < i->operand_count; k++) {
+    float *operands[3 + MS_LIMIT_OPTIMIZER_STATE] = {NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    for (uint32_t k = 0; k < i->operand_count; k++) { // value, gradient, norm, states
         const uint32_t life = p->operands.items[i->operand_first + k].life;
-        operands[k] = (float *)msi_address(m->plan, p->lives.items[life].offset);
+        operands[k] = life == MSI_NONE ? NULL : (float *)msi_address(m, p, life);
     }
     ms_update_args args;
     memset(&args, 0, sizeof args);
+    args.user = o->user;
+    args.param = msi_handle(i->target, MSI_ROLE_VALUE);
     args.kind = o->kind;
     args.count = t->bytes / sizeof(float);
     args.value = operands[0];
     args.gradient = operands[1];
-    args.state[0] = operands[2];
-    args.state[1] = operands[3];
+    args.gradient_scale =
+        operands[2]
+            ? (const float *)(const void *)((uint8_t *)operands[2] + offsetof(msi_norm, scale))
+            : NULL;
+    memcpy(args.state, operands + 3, sizeof args.state);
     args.learning_rate = o->learning_rate;
     args.weight_decay = isnan(t->weight_decay) ? o->weight_decay : t->weight_decay;
     args.beta1 = o->beta1;
@@ -3575,11 +5041,50 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     args.momentum = o->momentum;
     args.t = m->step - t->trained_since + 1;
     m->updates_done++;
-    return msi_device(m, b->update(b->user, &args), "update");
+    if (o->kind != MS_OPTIMIZER_CUSTOM) {
+        return msi_device(m, b->update(b->user, &args), "update");
+    }
+    m->busy = true;
+    const int error = o->update(&args);
+    m->busy = false;
+    return error == 0
+               ? MS_RESULT_OK
+               : msi_fail(m, MS_RESULT_CALLBACK, "param \"%s\": the update callback returned %d",
+                          msi_name(m, t->name), error);
+}
+
+static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instruction *i) {
+    const ms_backend *b = &m->config.backend;
+    const uint32_t life = p->operands.items[i->operand_first].life;
+    double *sum = (double *)msi_address(m, p, p->norm);
+    return msi_device(m,
+                      b->add_squares_f32(b->user, msi_address(m, p, life),
+                                         p->lives.items[life].bytes / sizeof(float), sum),
+                      "sum of squares");
+}
+
+/* The norm is looked at before anything is updated: if it is not finite, nothing is. */
+static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
+    const ms_backend *b = &m->config.backend;
+    msi_norm *norm = (msi_norm *)msi_address(m, p, p->norm);
+    double sum;
+    ms_result result = msi_device(m, b->copy_out(b->user, &sum, &norm->sum, sizeof sum), "copy");
+    if (result == MS_RESULT_OK && !isfinite(sum)) {
+        return msi_fail(m, MS_RESULT_NONFINITE,
+                        "the norm of the gradients of step %llu is %g: nothing was updated; lower "
+                        "the learning rate or look for bad input",
+                        (unsigned long long)m->step, sqrt(sum));
+    }
+    return result == MS_RESULT_OK
+               ? msi_device(
+                     m,
+                     b->clip_scale(b->user, &norm->sum, m->optimizer.grad_clip_norm, &norm->scale),
+                     "clip")
+               : result;
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>execute  run a program: no allocation, no lookup by name
+// >>call  views, and the callbacks of layers
 
 /* Views of `count` tensors, with the addresses of the operands that start at `operands`. */
 static void msi_fill_views(ms_model *m, const msi_program *p, ms_view *views,
@@ -3591,10 +5096,85 @@ static void msi_fill_views(ms_model *m, const msi_program *p, ms_view *views,
         }
         views[k] = m->graph.tensors.items[tensors[k]].view;
         if (operands[k].life != MSI_NONE) {
-            views[k].data = msi_address(m->plan, p->lives.items[operands[k].life].offset);
+            views[k].data = msi_address(m, p, operands[k].life);
             views[k].beta = operands[k].accumulate ? 1.0f : 0.0f;
         }
     }
+}
+
+/* What an operand of a layer's instruction is: a group of values, or what follows these. */
+enum {
+    MSI_PART_GRAD_OUT = MSI_GROUP_COUNT,
+    MSI_PART_GRAD_IN,
+    MSI_PART_GRAD_PARAM,
+    MSI_PART_WORKSPACE,
+    MSI_PART_COUNT
+};
+
+/* The part that operand k of a layer's instruction belongs to, and its slot there. */
+static int msi_operand_part(const msi_layer *l, const msi_instruction *i, uint32_t k,
+                            uint32_t *slot) {
+    const bool backward = i->op == MSI_OP_BACKWARD;
+    const bool in_forward = i->op == MSI_OP_FORWARD && l->ends_in_loss;
+    const uint32_t counts[MSI_PART_COUNT] = {
+        l->count[MSI_GROUP_IN],
+        l->count[MSI_GROUP_OUT],
+        l->count[MSI_GROUP_SAVED],
+        l->count[MSI_GROUP_PARAM],
+        l->count[MSI_GROUP_STATE],
+        backward ? l->count[MSI_GROUP_OUT] : 0u,
+        backward || in_forward ? l->count[MSI_GROUP_IN] : 0u,
+        backward ? l->count[MSI_GROUP_PARAM] : 0u,
+        1,
+    };
+    int part = 0;
+    for (; part < MSI_PART_WORKSPACE && k >= counts[part]; part++) {
+        k -= counts[part];
+    }
+    *slot = k;
+    return part;
+}
+
+/* Whether a layer's instruction makes this operand. */
+static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int part, uint32_t slot) {
+    switch (part) {
+    case MSI_GROUP_OUT:
+    case MSI_GROUP_SAVED:
+        return i->op != MSI_OP_BACKWARD && !(i->op == MSI_OP_RECOMPUTE && l->recompute &&
+                                             (msi_recompute_reads_of(l, part) >> slot & 1));
+    case MSI_GROUP_STATE:
+        return i->op != MSI_OP_RECOMPUTE || !l->keeps_state;
+    case MSI_PART_GRAD_IN:
+    case MSI_PART_GRAD_PARAM:
+        return true;
+    default:
+        return false;
+    }
+}
+
+/* Whether it is allowed to write it: what it makes, and what it destroys. */
+static bool msi_is_written(const msi_layer *l, const msi_instruction *i, int part, uint32_t slot) {
+    const bool backward = i->op == MSI_OP_BACKWARD;
+    const uint32_t clobbers = !backward                   ? 0
+                              : part == MSI_GROUP_IN      ? l->clobbers.in
+                              : part == MSI_GROUP_OUT     ? l->clobbers.out
+                              : part == MSI_GROUP_SAVED   ? l->clobbers.saved
+                              : part == MSI_PART_GRAD_OUT ? l->clobbers.grad_out
+                                                          : 0;
+    return part == MSI_PART_WORKSPACE || (clobbers >> slot & 1) || msi_is_made(l, i, part, slot);
+}
+
+/* The mask of the operands of a group that are there to be written. */
+static uint16_t msi_wanted(const msi_layer *l, const msi_instruction *i,
+                           const msi_operand *operands, int group) {
+    const msi_operand *first = operands + msi_group_start(l, group);
+    const uint32_t read =
+        i->op == MSI_OP_RECOMPUTE && l->recompute ? msi_recompute_reads_of(l, group) : 0;
+    uint32_t mask = 0;
+    for (uint32_t k = 0; k < l->count[group]; k++) {
+        mask |= (uint32_t)(first[k].life != MSI_NONE && !(read >> k & 1)) << k;
+    }
+    return (uint16_t)mask;
 }
 
 /* Fills the call of a layer's callback. Its views stand in the order of the operands. */
@@ -3603,46 +5183,61 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     const msi_graph *g = &m->graph;
     const msi_layer *l = &g->layers.items[i->target];
     const msi_operand *operands = p->operands.items + i->operand_first;
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = in + l->in_count;
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = in + l->count[MSI_GROUP_IN];
     const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
-    const uint32_t values = (uint32_t)(param - in) + l->param_count;
+    const uint32_t values = msi_group_start(l, MSI_GROUP_COUNT);
     memset(call, 0, sizeof *call);
     call->user = l->user;
     call->model = m;
     call->phase = (ms_phase)i->op; // the first ops are the phases
     call->in = m->views;
-    call->out = call->in + l->in_count;
-    call->saved = call->out + l->out_count;
-    call->param = call->saved + l->saved_count;
+    call->out = call->in + l->count[MSI_GROUP_IN];
+    call->saved = call->out + l->count[MSI_GROUP_OUT];
+    call->param = call->saved + l->count[MSI_GROUP_SAVED];
+    call->state = call->param + l->count[MSI_GROUP_PARAM];
+    call->loss_factor = m->step_factor;
     call->step = m->step;
-    call->seed = msi_mix(m->config.seed ^ msi_mix(m->step ^ msi_mix(i->target)));
+    call->micro = m->micro;
+    call->micro_count = m->store->micro_count;
+    call->last_micro = m->micro + 1 == m->store->micro_count;
+    call->seed = msi_mix(m->config.seed ^
+                         msi_mix((m->step + ((uint64_t)m->micro << 40)) ^ msi_mix(i->target)));
     msi_fill_views(m, p, m->views, in, operands, values);
+    ms_view *views = m->views + values;
+    const msi_operand *edges = operands + values;
     if (i->op == MSI_OP_BACKWARD) {
-        ms_view *views = m->views + values;
         call->grad_out = views;
-        call->grad_in = views + l->out_count;
-        call->grad_param = call->grad_in + l->in_count;
-        operands += values;
-        msi_fill_views(m, p, views, out, operands, l->out_count);
-        msi_fill_views(m, p, views + l->out_count, in, operands + l->out_count, l->in_count);
-        msi_fill_views(m, p, views + l->out_count + l->in_count, param,
-                       operands + l->out_count + l->in_count, l->param_count);
+        msi_fill_views(m, p, views, out, edges, l->count[MSI_GROUP_OUT]);
+        views += l->count[MSI_GROUP_OUT];
+        edges += l->count[MSI_GROUP_OUT];
+        call->grad_param = views + l->count[MSI_GROUP_IN];
+        msi_fill_views(m, p, views + l->count[MSI_GROUP_IN], param, edges + l->count[MSI_GROUP_IN],
+                       l->count[MSI_GROUP_PARAM]);
+    } else {
+        call->wanted_out = msi_wanted(l, i, operands, MSI_GROUP_OUT);
+        call->wanted_saved = msi_wanted(l, i, operands, MSI_GROUP_SAVED);
     }
-    const uint32_t scratch = p->operands.items[i->operand_first + i->operand_count - 1u].life;
+    if (i->op == MSI_OP_BACKWARD || (i->op == MSI_OP_FORWARD && l->ends_in_loss)) {
+        call->grad_in = views;
+        msi_fill_views(m, p, views, in, edges, l->count[MSI_GROUP_IN]);
+    }
+    const uint32_t scratch = operands[i->operand_count - 1u].life;
     if (scratch != MSI_NONE) {
-        call->workspace = msi_address(m->plan, p->lives.items[scratch].offset);
+        call->workspace = msi_address(m, p, scratch);
         call->workspace_bytes = p->lives.items[scratch].bytes;
     }
 }
 
-static ms_result msi_run_layer(ms_model *m, const msi_program *p, const msi_instruction *i) {
+static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *call) {
     static const char *const phases[] = {"forward", "recompute", "backward", "eval"};
-    const msi_layer *l = &m->graph.layers.items[i->target];
-    ms_call call;
-    msi_fill_call(m, p, i, &call);
     const uint32_t error_count = m->error_count;
+    const ms_layer_fn fn = call->phase == MS_PHASE_BACKWARD                    ? l->backward
+                           : call->phase == MS_PHASE_RECOMPUTE && l->recompute ? l->recompute
+                                                                               : l->forward;
     m->busy = true;
-    const int error = (i->op == MSI_OP_BACKWARD ? l->backward : l->forward)(&call);
+    int error = l->bind ? l->bind(call) : 0;
+    const char *what = error ? "bind" : phases[call->phase];
+    error = error ? error : fn(call);
     m->busy = false;
     if (error == 0) {
         return MS_RESULT_OK;
@@ -3652,85 +5247,530 @@ static ms_result msi_run_layer(ms_model *m, const msi_program *p, const msi_inst
         snprintf(inner, sizeof inner, "%.*s", (int)sizeof inner - 1, m->error);
     }
     return msi_fail(m, MS_RESULT_CALLBACK, "layer \"%s\": its %s callback returned %d%s%s",
-                    msi_name(m, l->name), phases[call.phase], error, inner[0] ? ": " : "", inner);
+                    msi_name(m, l->name), what, error, inner[0] ? ": " : "", inner);
 }
 
-/* The factor of the loss, for a step that begins now. */
+// ------------------------------------------------------------------------------------------------
+// >>debug  a layer is called several times, amid rubbish, and must give the same bits each time
+
+/* How it works. Before a call everything that lives is copied to the shadow, on the host. Then all
+   memory is filled with one byte value, and what the layer is given is put back. What the layer
+   makes of it must not depend on that byte, unless it leaves it as it is, and everything else must
+   still have it afterwards. The last run is the one with NaN, so that what was left unwritten shows
+   where it is read. */
+
+enum { MSI_RUBBISH_FIRST = 0x3c, MSI_RUBBISH_LAST = 0xff }; // small numbers; NaN
+
+typedef struct msi_trial {
+    ms_model *model;
+    const msi_program *program;
+    const msi_instruction *instruction;
+    const msi_layer *layer;
+    uint32_t now;
+    uint64_t before[MSI_MAX_VIEWS + 1], after[MSI_MAX_VIEWS + 1]; // hashes, per operand
+    uint64_t again[MSI_MAX_VIEWS + 1];
+} msi_trial;
+
+/* Where a slot stands in the shadow: one behind the other, the transient part last. */
+static uint64_t msi_shadow_offset(const msi_store *store, uint32_t slot) {
+    const msi_slot *s = slot < store->slots.count ? &store->slots.items[slot] : NULL;
+    const uint64_t bases[] = {0, store->slot_bytes, store->slot_bytes + store->host_bytes};
+    return s ? bases[s->borrowed ? 2 : s->on_host] + s->offset : bases[2] + store->borrowed_bytes;
+}
+
+typedef enum msi_shadow_way { MSI_SHADOW_SAVE, MSI_SHADOW_RESTORE, MSI_SHADOW_FILL } msi_shadow_way;
+
+static ms_result msi_move_shadow(ms_model *m, void *memory, bool on_host, uint64_t offset,
+                                 uint64_t bytes, msi_shadow_way way, uint8_t rubbish) {
+    uint8_t *shadow = m->store->shadow + offset;
+    return way == MSI_SHADOW_SAVE      ? msi_copy(m, shadow, true, memory, on_host, bytes)
+           : way == MSI_SHADOW_RESTORE ? msi_copy(m, memory, on_host, shadow, true, bytes)
+                                       : msi_fill(m, memory, on_host, rubbish, bytes);
+}
+
+/* Everything that is in memory. */
+static ms_result msi_shadow_all(ms_model *m, msi_shadow_way way, uint8_t rubbish) {
+    const msi_store *store = m->store;
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t i = 0; i < store->slots.count && result == MS_RESULT_OK; i++) {
+        const msi_slot *slot = &store->slots.items[i];
+        result = msi_move_shadow(m, slot->address, slot->on_host, msi_shadow_offset(store, i),
+                                 slot->bytes, way, rubbish);
+    }
+    if (result == MS_RESULT_OK && store->transient_bytes) {
+        result = msi_move_shadow(m, msi_transient(m), false, msi_shadow_offset(store, MSI_NONE),
+                                 store->transient_bytes, way, rubbish);
+    }
+    return result;
+}
+
+static ms_result msi_shadow_life(ms_model *m, const msi_program *p, uint32_t life,
+                                 msi_shadow_way way, uint8_t rubbish) {
+    uint64_t offset = msi_shadow_offset(m->store, life);
+    uint64_t bytes = p->lives.items[life].bytes;
+    if (life < m->store->slots.count) {
+        bytes = m->store->slots.items[life].bytes;
+    } else {
+        offset += p->lives.items[life].offset;
+    }
+    return msi_move_shadow(m, msi_address(m, p, life), msi_is_on_host(m, life), offset, bytes, way,
+                           rubbish);
+}
+
+/* A hash of memory; *uniform: all bytes are `value`. */
+static ms_result msi_hash(ms_model *m, const void *memory, bool on_host, uint64_t bytes,
+                          uint8_t value, uint64_t *hash, bool *uniform) {
+    uint8_t chunk[4096];
+    *hash = bytes;
+    *uniform = true;
+    for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
+        const uint64_t part = bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
+        const ms_result result =
+            msi_copy(m, chunk, true, (const uint8_t *)memory + done, on_host, part);
+        if (result != MS_RESULT_OK) {
+            return result;
+        }
+        for (uint64_t i = 0; i < part; i += 8) {
+            uint64_t word = 0;
+            memcpy(&word, chunk + i, (size_t)(part - i < 8 ? part - i : 8));
+            *hash = (*hash ^ word) * 0x9e3779b97f4a7c15u;
+            *hash ^= *hash >> 29;
+        }
+        for (uint64_t i = 0; i < part; i++) {
+            *uniform &= chunk[i] == value;
+        }
+    }
+    return MS_RESULT_OK;
+}
+
+static uint32_t msi_trial_life(const msi_trial *t, uint32_t operand) {
+    return t->program->operands.items[t->instruction->operand_first + operand].life;
+}
+
+static ms_result msi_hash_operands(const msi_trial *t, uint64_t *hashes) {
+    ms_result result = MS_RESULT_OK;
+    bool uniform;
+    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
+        const uint32_t life = msi_trial_life(t, k);
+        hashes[k] = 0;
+        if (life != MSI_NONE) {
+            result = msi_hash(t->model, msi_address(t->model, t->program, life),
+                              msi_is_on_host(t->model, life), t->program->lives.items[life].bytes,
+                              0, &hashes[k], &uniform);
+        }
+    }
+    return result;
+}
+
+/* Whether an operand holds something before the instruction. */
+static bool msi_is_live_in(const msi_trial *t, uint32_t life) {
+    return life != MSI_NONE &&
+           (life < t->model->store->slots.count || t->program->lives.items[life].first < t->now);
+}
+
+/* Rubbish everywhere but in what the layer is given; a recomputation on trial is given outputs too
+   where its own callback reads them. */
+static ms_result msi_set_scene(const msi_trial *t, ms_phase phase, uint8_t rubbish) {
+    ms_result result = msi_shadow_all(t->model, MSI_SHADOW_FILL, rubbish);
+    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
+        const uint32_t life = msi_trial_life(t, k);
+        uint32_t slot;
+        const int part = msi_operand_part(t->layer, t->instruction, k, &slot);
+        const bool output = part == MSI_GROUP_OUT || part == MSI_GROUP_SAVED;
+        const bool read = phase == MS_PHASE_RECOMPUTE && t->layer->recompute && output &&
+                          (msi_recompute_reads_of(t->layer, part) >> slot & 1);
+        if (msi_is_live_in(t, life) || (read && life != MSI_NONE)) {
+            result = msi_shadow_life(t->model, t->program, life, MSI_SHADOW_RESTORE, 0);
+        }
+    }
+    return result;
+}
+
+/* One run of the callback, and the hashes of the operands behind it. */
+static ms_result msi_try_layer(const msi_trial *t, ms_phase phase, uint8_t rubbish,
+                               uint64_t *hashes) {
+    const msi_layer *l = t->layer;
+    ms_call call;
+    ms_result result = msi_set_scene(t, phase, rubbish);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    msi_fill_call(t->model, t->program, t->instruction, &call);
+    if (phase != call.phase) {
+        call.phase = phase;
+        const uint32_t out = l->recompute ? msi_recompute_reads_of(l, MSI_GROUP_OUT) : 0;
+        const uint32_t saved = l->recompute ? msi_recompute_reads_of(l, MSI_GROUP_SAVED) : 0;
+        call.wanted_out = (uint16_t)(call.wanted_out & ~out);
+        call.wanted_saved = (uint16_t)(call.wanted_saved & ~saved);
+    }
+    result = msi_call_layer(t->model, l, &call);
+    return result == MS_RESULT_OK ? msi_hash_operands(t, hashes) : result;
+}
+
+/* "layer L: its backward callback <what> the gradient of "x": <cure>" */
+static ms_result msi_fail_contract(const msi_trial *t, uint32_t operand, const char *what,
+                                   const char *cure) {
+    static const char *const phases[] = {"forward", "recompute", "backward", "eval"};
+    ms_model *m = t->model;
+    const msi_life *life = &t->program->lives.items[msi_trial_life(t, operand)];
+    const char *role = life->role == MSI_ROLE_WORKSPACE ? "workspace of"
+                       : life->role == MSI_ROLE_PART    ? "gradient of"
+                                                        : msi_role_name((msi_role)life->role);
+    return msi_fail(m, MS_RESULT_CONTRACT, "layer \"%s\": its %s callback %s the %s \"%s\": %s",
+                    msi_layer_name(m, t->instruction->target), phases[t->instruction->op], what,
+                    role,
+                    life->role == MSI_ROLE_WORKSPACE ? msi_layer_name(m, life->tensor)
+                                                     : msi_tensor_name(m, life->tensor),
+                    cure);
+}
+
+/* Whether another operand that the layer may write lies in the same memory. */
+static bool msi_is_shared(const msi_trial *t, uint32_t operand) {
+    const uint8_t *own =
+        (const uint8_t *)msi_address(t->model, t->program, msi_trial_life(t, operand));
+    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
+        const uint32_t life = msi_trial_life(t, k);
+        uint32_t slot;
+        const int part = msi_operand_part(t->layer, t->instruction, k, &slot);
+        if (life != MSI_NONE && msi_is_written(t->layer, t->instruction, part, slot) &&
+            msi_address(t->model, t->program, life) == own) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* What was only to be read must be as it was. */
+static ms_result msi_check_unchanged(const msi_trial *t) {
+    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
+        if (msi_is_live_in(t, msi_trial_life(t, k)) && t->before[k] != t->after[k] &&
+            !msi_is_shared(t, k)) {
+            return msi_fail_contract(t, k, "changed",
+                                     "declare that: in_place or state in forward, clobbers in "
+                                     "backward");
+        }
+    }
+    return MS_RESULT_OK;
+}
+
+/* The first output or saved tensor in which a recomputation differs from forward, or MSI_NONE. */
+static uint32_t msi_first_difference(const msi_trial *t) {
+    const uint32_t first = msi_group_start(t->layer, MSI_GROUP_OUT);
+    const uint32_t end = msi_group_start(t->layer, MSI_GROUP_PARAM);
+    for (uint32_t k = first; k < end; k++) {
+        if (msi_trial_life(t, k) != MSI_NONE && t->after[k] != t->again[k]) {
+            return k;
+        }
+    }
+    return MSI_NONE;
+}
+
+/* Results go to the shadow, or come back from it. */
+static ms_result msi_shadow_results(const msi_trial *t, msi_shadow_way way, uint8_t rubbish) {
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
+        if (msi_trial_life(t, k) != MSI_NONE) {
+            result = msi_shadow_life(t->model, t->program, msi_trial_life(t, k), way, rubbish);
+        }
+    }
+    return result;
+}
+
+/* Whether what the last run made differs from the first beyond bytes that neither has written. */
+static ms_result msi_compare_results(const msi_trial *t, uint32_t operand, bool *differs) {
+    ms_model *m = t->model;
+    const uint32_t life = msi_trial_life(t, operand);
+    const uint64_t offset =
+        msi_shadow_offset(m->store, life) +
+        (life < m->store->slots.count ? 0 : t->program->lives.items[life].offset);
+    const uint8_t *first = m->store->results + offset;
+    const uint8_t *last = (const uint8_t *)msi_address(m, t->program, life);
+    const uint64_t bytes = t->program->lives.items[life].bytes;
+    uint8_t chunk[4096];
+    *differs = false;
+    for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
+        const uint64_t part = bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
+        const ms_result result =
+            msi_copy(m, chunk, true, last + done, msi_is_on_host(m, life), part);
+        if (result != MS_RESULT_OK) {
+            return result;
+        }
+        for (uint64_t i = 0; i < part; i++) {
+            const bool unwritten =
+                first[done + i] == MSI_RUBBISH_FIRST && chunk[i] == MSI_RUBBISH_LAST;
+            *differs |= first[done + i] != chunk[i] && !unwritten;
+        }
+    }
+    return MS_RESULT_OK;
+}
+
+/* The first operand in which the two runs differ, or MSI_NONE. */
+static ms_result msi_find_difference(const msi_trial *t, uint32_t *operand) {
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
+        uint32_t slot;
+        const int part = msi_operand_part(t->layer, t->instruction, k, &slot);
+        bool differs = false;
+        if (msi_is_made(t->layer, t->instruction, part, slot) && msi_trial_life(t, k) != MSI_NONE &&
+            t->after[k] != t->again[k]) {
+            result = msi_compare_results(t, k, &differs);
+        }
+        if (differs) {
+            *operand = k;
+            return result;
+        }
+    }
+    *operand = MSI_NONE;
+    return result;
+}
+
+static ms_result msi_last_run(msi_trial *t) {
+    const ms_phase phase = (ms_phase)t->instruction->op;
+    uint32_t k = MSI_NONE;
+    ms_result result = msi_try_layer(t, phase, MSI_RUBBISH_LAST, t->again);
+    result = result == MS_RESULT_OK ? msi_find_difference(t, &k) : result;
+    if (result != MS_RESULT_OK || k == MSI_NONE) {
+        return result;
+    }
+    result = msi_try_layer(t, phase, MSI_RUBBISH_LAST, t->after);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    return t->after[k] != t->again[k]
+               ? msi_fail_contract(t, k, "gives other bits each time for",
+                                   "draw random numbers from ms_call.seed alone, and declare what "
+                                   "forward changes as state; or set no_recompute")
+               : msi_fail_contract(t, k, "lets memory that it was not given decide on",
+                                   "it reads what it did not declare (backward_reads), multiplies "
+                                   "rubbish by a beta of 0, or expects a cleared workspace");
+}
+
+/* A recomputation right behind forward: the same bits, and no change of state that it promised not
+   to make. */
+static ms_result msi_try_recompute(msi_trial *t) {
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
+        const uint32_t life = msi_trial_life(t, k);
+        if (life != MSI_NONE && !msi_is_live_in(t, life) &&
+            t->program->lives.items[life].takes_over == MSI_NONE) {
+            result = msi_shadow_life(t->model, t->program, life, MSI_SHADOW_SAVE, 0);
+        }
+    }
+    result = result == MS_RESULT_OK
+                 ? msi_try_layer(t, MS_PHASE_RECOMPUTE, MSI_RUBBISH_FIRST, t->again)
+                 : result;
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    uint32_t k = msi_first_difference(t);
+    if (k != MSI_NONE) {
+        return msi_fail_contract(
+            t, k, "makes other bits in MS_PHASE_RECOMPUTE for",
+            "draw random numbers from ms_call.seed alone, declare what forward "
+            "changes as state, and write all that is wanted; or set "
+            "no_recompute");
+    }
+    const uint32_t first = msi_group_start(t->layer, MSI_GROUP_STATE);
+    for (k = first; k < first + t->layer->count[MSI_GROUP_STATE]; k++) {
+        const uint64_t *as = t->layer->keeps_state ? t->before : t->after;
+        if (msi_trial_life(t, k) != MSI_NONE && as[k] != t->again[k]) {
+            return msi_fail_contract(t, k, "changes, in MS_PHASE_RECOMPUTE,",
+                                     t->layer->keeps_state
+                                         ? "keeps_state promised that it would not"
+                                         : "in another way than in forward");
+        }
+    }
+    return MS_RESULT_OK;
+}
+
+/* The hash of a tensor from forward stays, and a recomputation must reproduce it. */
+static ms_result msi_check_print(const msi_trial *t) {
+    const msi_op op = (msi_op)t->instruction->op;
+    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
+        uint32_t slot;
+        const int part = msi_operand_part(t->layer, t->instruction, k, &slot);
+        const uint32_t life = msi_trial_life(t, k);
+        if ((part != MSI_GROUP_OUT && part != MSI_GROUP_SAVED) || life == MSI_NONE) {
+            continue;
+        }
+        uint64_t *print = &t->model->store->print[t->program->lives.items[life].tensor];
+        if (op == MSI_OP_FORWARD) {
+            *print = t->after[k];
+        } else if (op == MSI_OP_RECOMPUTE && *print && *print != t->after[k]) {
+            return msi_fail_contract(t, k, "makes other bits than forward did for",
+                                     "what it computes from was changed in between: declare it as "
+                                     "state, or set no_recompute");
+        }
+    }
+    return MS_RESULT_OK;
+}
+
+/* Everything that the layer was not given must still be rubbish; then all comes back. */
+static ms_result msi_check_outside(const msi_trial *t, uint8_t rubbish) {
+    ms_model *m = t->model;
+    const msi_store *store = m->store;
+    ms_result result = msi_shadow_results(t, MSI_SHADOW_SAVE, 0);
+    result = result == MS_RESULT_OK ? msi_shadow_results(t, MSI_SHADOW_FILL, rubbish) : result;
+    uint64_t hash;
+    bool uniform = true;
+    for (uint32_t i = 0; i <= store->slots.count && result == MS_RESULT_OK && uniform; i++) {
+        const msi_slot *slot = i < store->slots.count ? &store->slots.items[i] : NULL;
+        result = msi_hash(m, slot ? slot->address : msi_transient(m), slot && slot->on_host,
+                          slot ? slot->bytes : store->transient_bytes, rubbish, &hash, &uniform);
+        if (!uniform) {
+            result = msi_fail(
+                m, MS_RESULT_CONTRACT,
+                "layer \"%s\": it wrote to memory that it was not given (%s%s%s): take "
+                "all pointers from the call, and keep to the bytes of the views",
+                msi_layer_name(m, t->instruction->target), slot ? "\"" : "",
+                slot ? msi_tensor_name(m, slot->tensor) : "passing values", slot ? "\"" : "");
+        }
+    }
+    return result;
+}
+
+/* What a run has made, kept aside. */
+static ms_result msi_keep_results(const msi_trial *t) {
+    msi_store *store = t->model->store;
+    uint8_t *shadow = store->shadow;
+    store->shadow = store->results;
+    const ms_result result = msi_shadow_results(t, MSI_SHADOW_SAVE, 0);
+    store->shadow = shadow;
+    return result;
+}
+
+static ms_result msi_run_trials(msi_trial *t) {
+    const msi_op op = (msi_op)t->instruction->op;
+    const bool once = op == MSI_OP_FORWARD && !msi_can_recompute(t->layer);
+    const uint8_t rubbish = once ? MSI_RUBBISH_LAST : MSI_RUBBISH_FIRST;
+    ms_result result = msi_shadow_all(t->model, MSI_SHADOW_SAVE, 0);
+    result = result == MS_RESULT_OK ? msi_hash_operands(t, t->before) : result;
+    result = result == MS_RESULT_OK ? msi_try_layer(t, (ms_phase)op, rubbish, t->after) : result;
+    result = result == MS_RESULT_OK ? msi_check_unchanged(t) : result;
+    result = result == MS_RESULT_OK ? msi_check_print(t) : result;
+    result = result == MS_RESULT_OK ? msi_keep_results(t) : result;
+    if (op == MSI_OP_FORWARD && !once && result == MS_RESULT_OK) {
+        result = msi_try_recompute(t);
+    }
+    if (!once && result == MS_RESULT_OK) {
+        result = msi_last_run(t);
+    }
+    return result == MS_RESULT_OK ? msi_check_outside(t, MSI_RUBBISH_LAST) : result;
+}
+
+static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now) {
+    msi_trial t;
+    memset(&t, 0, sizeof t);
+    t.model = m;
+    t.program = p;
+    t.now = now;
+    t.instruction = &p->instructions.items[now];
+    t.layer = &m->graph.layers.items[t.instruction->target];
+    const ms_result result = msi_run_trials(&t);
+    char text[MSI_ERROR_BYTES];
+    memcpy(text, m->error, sizeof text);
+    const ms_result restored = msi_shadow_all(m, MSI_SHADOW_RESTORE, 0);
+    if (result != MS_RESULT_OK) {
+        memcpy(m->error, text, sizeof text);
+    }
+    return result == MS_RESULT_OK ? restored : result;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>execute  run a program: no allocation, no lookup by name
+
+/* The factor of the loss in the figure that is reported, for a step that begins now. */
 static float msi_loss_factor(const ms_model *m) {
     return m->loss_factor != 0.0f
                ? m->loss_factor
                : 1.0f / (float)ms_shape_count(&m->graph.tensors.items[m->graph.loss].view.shape);
 }
 
+/* Its factor in the gradient: the mean over all micro-batches is minimised. */
+static float msi_gradient_factor(const ms_model *m) {
+    return m->loss_factor != 0.0f ? m->loss_factor
+                                  : msi_loss_factor(m) / (float)m->store->micro_count;
+}
+
 static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const ms_backend *b = &m->config.backend;
-    const msi_life *life = &p->lives.items[p->operands.items[i->operand_first].life];
-    void *memory = msi_address(m->plan, life->offset);
-    if (i->op == MSI_OP_ZERO) {
-        return msi_device(m, b->fill_bytes(b->user, memory, 0, life->bytes), "fill");
+    const uint32_t life = p->operands.items[i->operand_first].life;
+    const uint64_t bytes = p->lives.items[life].bytes;
+    void *memory = msi_address(m, p, life);
+    if (i->op == MSI_OP_SEED) {
+        return msi_device(m, b->fill_f32(b->user, memory, m->step_factor, bytes / sizeof(float)),
+                          "fill");
     }
-    return msi_device(m, b->fill_f32(b->user, memory, m->step_factor, life->bytes / sizeof(float)),
-                      "fill");
+    const bool later = life < m->store->slots.count && m->micro > 0;
+    return later ? MS_RESULT_OK : msi_fill(m, memory, false, 0, bytes);
 }
 
-/* Memory in which nothing lives is NaN (all bits set) in debug mode, and poisoned under
-   AddressSanitizer. */
-static ms_result msi_kill(ms_model *m, uint64_t offset, uint64_t bytes) {
+/* A copy, or a sum. */
+static ms_result msi_run_pair(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const ms_backend *b = &m->config.backend;
-    void *memory = msi_address(m->plan, offset);
-    ms_result result = MS_RESULT_OK;
-    if (m->config.debug) {
-        if (m->arena_on_host) {
-            msi_unpoison(memory, bytes);
-        }
-        result = msi_device(m, b->fill_bytes(b->user, memory, 0xff, bytes), "fill");
+    const uint32_t to = p->operands.items[i->operand_first].life;
+    const uint32_t from = p->operands.items[i->operand_first + 1].life;
+    void *target = msi_address(m, p, to);
+    const void *source = msi_address(m, p, from);
+    const uint64_t bytes = m->graph.tensors.items[i->target].bytes;
+    if (i->op == MSI_OP_COPY && to < m->store->slots.count) {
+        m->state_is_old = true;
     }
-    if (m->arena_on_host) {
-        msi_poison(memory, bytes);
+    if (i->op == MSI_OP_ADD) {
+        return msi_device(m, b->add_f32(b->user, target, source, bytes / sizeof(float)), "add");
     }
-    return result;
+    return target == source
+               ? MS_RESULT_OK // taken over
+               : msi_copy(m, target, msi_is_on_host(m, to), source, msi_is_on_host(m, from), bytes);
 }
 
+/* Under AddressSanitizer memory in which nothing lives is poisoned; not in debug mode, which moves
+   all of it. */
 static bool msi_watches_memory(const ms_model *m) {
 #ifdef MSI_ASAN
-    return m->config.debug || m->arena_on_host;
+    return m->arena_on_host && !m->config.debug;
 #else
-    return m->config.debug;
+    (void)m;
+    return false;
 #endif
 }
 
 static void msi_wake_operands(ms_model *m, const msi_program *p, const msi_instruction *i,
                               uint32_t now) {
-    for (uint32_t k = 0; k < i->operand_count && m->arena_on_host; k++) {
+    for (uint32_t k = 0; k < i->operand_count; k++) {
         const uint32_t life = p->operands.items[i->operand_first + k].life;
         if (life != MSI_NONE && p->lives.items[life].block != MSI_NONE &&
             p->lives.items[life].first == now) {
-            msi_unpoison(msi_address(m->plan, p->lives.items[life].offset),
-                         p->lives.items[life].bytes);
+            msi_unpoison(msi_address(m, p, life), p->lives.items[life].bytes);
         }
     }
 }
 
-static ms_result msi_kill_operands(ms_model *m, const msi_program *p, const msi_instruction *i,
-                                   uint32_t now) {
-    ms_result result = MS_RESULT_OK;
-    for (uint32_t k = 0; k < i->operand_count && result == MS_RESULT_OK; k++) {
+static void msi_kill_operands(ms_model *m, const msi_program *p, const msi_instruction *i,
+                              uint32_t now) {
+    for (uint32_t k = 0; k < i->operand_count; k++) {
         const uint32_t life = p->operands.items[i->operand_first + k].life;
-        if (life == MSI_NONE || p->lives.items[life].block == MSI_NONE) {
-            continue;
-        }
-        const msi_block *block = &p->blocks.items[p->lives.items[life].block];
-        if (block->last == now) {
-            result = msi_kill(m, p->lives.items[life].offset, block->bytes);
+        if (life != MSI_NONE && p->lives.items[life].block != MSI_NONE &&
+            p->blocks.items[p->lives.items[life].block].last == now) {
+            msi_poison(msi_address(m, p, life), p->blocks.items[p->lives.items[life].block].bytes);
         }
     }
-    return result;
+}
+
+static ms_result msi_run_layer(ms_model *m, const msi_program *p, uint32_t now) {
+    if (m->config.debug) {
+        return msi_debug_layer(m, p, now);
+    }
+    const msi_instruction *i = &p->instructions.items[now];
+    ms_call call;
+    msi_fill_call(m, p, i, &call);
+    return msi_call_layer(m, &m->graph.layers.items[i->target], &call);
 }
 
 static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t now) {
     const msi_instruction *i = &p->instructions.items[now];
     const bool watch = msi_watches_memory(m);
-    ms_result result;
+    ms_result result = MS_RESULT_OK;
     if (watch) {
         msi_wake_operands(m, p, i, now);
     }
@@ -3739,40 +5779,76 @@ static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t
     case MSI_OP_ZERO:
         result = msi_run_fill(m, p, i);
         break;
+    case MSI_OP_COPY:
+    case MSI_OP_RESTORE:
+    case MSI_OP_ADD:
+        result = msi_run_pair(m, p, i);
+        break;
+    case MSI_OP_NORM:
+        result = msi_run_norm(m, p, i);
+        break;
+    case MSI_OP_CLIP:
+        result = msi_run_clip(m, p);
+        break;
     case MSI_OP_UPDATE:
         result = msi_run_update(m, p, i);
         break;
+    case MSI_OP_NOTHING:
+        break;
     default:
-        result = msi_run_layer(m, p, i);
+        result = msi_run_layer(m, p, now);
         break;
     }
+    if (i->op == MSI_OP_RESTORE && result == MS_RESULT_OK) {
+        m->state_is_old = i[1].op == MSI_OP_RESTORE; // a backward follows in any case
+    }
     if (result == MS_RESULT_OK && watch && now + 1 < p->instructions.count) {
-        result = msi_kill_operands(m, p, i, now);
+        msi_kill_operands(m, p, i, now);
     }
     return result;
 }
 
-/* Gives the step up. Where params have been updated already, the model has failed. */
+/* Gives the step up, micro-batches before this one included. Where params have been updated
+   already, the model has failed. */
 static ms_result msi_abandon(ms_model *m, ms_result result) {
     m->failed = m->updates_done > 0;
     m->running = NULL;
     m->updates_done = 0;
+    m->micro = 0;
     m->stage = MSI_STAGE_IDLE;
     return result;
 }
 
-static ms_result msi_start(ms_model *m, const msi_program *p) {
+/* A step failed while a recomputation had old state in place: puts back what was there. All of that
+   was set aside before the first copy to a slot. */
+static void msi_restore_state(ms_model *m, const msi_program *p, uint32_t failed) {
+    const msi_instruction *i = p->instructions.items;
+    const uint32_t count = p->instructions.count;
+    char text[MSI_ERROR_BYTES];
+    memcpy(text, m->error, sizeof text);
+    uint32_t next = failed;
+    while (m->state_is_old && next < count && i[next].op != MSI_OP_RESTORE) {
+        next++;
+    }
+    for (; m->state_is_old && next < count && i[next].op == MSI_OP_RESTORE; next++) {
+        (void)msi_run_pair(m, p, &i[next]);
+    }
+    m->state_is_old = false;
+    memcpy(m->error, text, sizeof text);
+}
+
+static void msi_start(ms_model *m, const msi_program *p) {
     m->running = p;
     m->position = 0;
     m->updates_done = 0;
-    m->step_factor = msi_loss_factor(m);
+    m->step_factor = msi_gradient_factor(m);
     m->stage = MSI_STAGE_IDLE;
-    if (!msi_watches_memory(m)) {
-        return MS_RESULT_OK;
+    if (m->config.arena) {
+        m->config.arena->user = m;
     }
-    const ms_result result =
-        msi_kill(m, m->plan->slot_bytes, m->plan->arena_bytes - m->plan->slot_bytes);
-    return result == MS_RESULT_OK ? result : msi_abandon(m, result);
+    if (msi_watches_memory(m)) {
+        msi_poison(msi_transient(m), m->store->transient_bytes);
+    }
 }
 
 static ms_result msi_run(ms_model *m, uint32_t end) {
@@ -3780,6 +5856,7 @@ static ms_result msi_run(ms_model *m, uint32_t end) {
     while (m->position < end) {
         const ms_result result = msi_run_instruction(m, p, m->position);
         if (result != MS_RESULT_OK) {
+            msi_restore_state(m, p, m->position);
             return msi_abandon(m, result);
         }
         m->position++;
@@ -3789,22 +5866,21 @@ static ms_result msi_run(ms_model *m, uint32_t end) {
 
 /* Forward of a program, and its loss. */
 static ms_result msi_run_forward(ms_model *m, const msi_program *p, double *loss) {
-    ms_result result = msi_start(m, p);
-    result = result == MS_RESULT_OK ? msi_run(m, p->forward_end) : result;
+    msi_start(m, p);
+    ms_result result = msi_run(m, p->forward_end);
     if (result != MS_RESULT_OK) {
         return result;
     }
     const ms_backend *b = &m->config.backend;
-    const msi_life *life = &p->lives.items[p->loss];
     double sum = 0.0;
-    result = msi_device(
-        m,
-        b->sum_f32(b->user, msi_address(m->plan, life->offset), life->bytes / sizeof(float), &sum),
-        "sum");
+    result = msi_device(m,
+                        b->sum_f32(b->user, msi_address(m, p, p->loss),
+                                   p->lives.items[p->loss].bytes / sizeof(float), &sum),
+                        "sum");
     if (result != MS_RESULT_OK) {
         return msi_abandon(m, result);
     }
-    sum *= (double)m->step_factor;
+    sum *= (double)msi_loss_factor(m);
     if (loss) {
         *loss = sum;
     }
@@ -3849,9 +5925,19 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
     return msi_check_between_steps(m, function);
 }
 
+/* Whether the passing values of this model are still in the arena. */
+static bool msi_owns_arena(const ms_model *m) {
+    return !m->config.arena || m->config.arena->user == m;
+}
+
+/* With accumulation, all micro-batches but the last end here. */
 static ms_result msi_finish_backward(ms_model *m) {
     const ms_result result = msi_run(m, m->running->backward_end);
-    m->stage = result == MS_RESULT_OK ? MSI_STAGE_BACKWARD : m->stage;
+    if (result == MS_RESULT_OK) {
+        const bool last = m->micro + 1 == m->store->micro_count;
+        m->micro += !last;
+        m->stage = last ? MSI_STAGE_BACKWARD : MSI_STAGE_IDLE;
+    }
     return result;
 }
 
@@ -3860,6 +5946,7 @@ static ms_result msi_finish_update(ms_model *m) {
     if (result == MS_RESULT_OK) {
         m->step++;
         m->updates_done = 0;
+        m->micro = 0;
         m->stage = MSI_STAGE_IDLE;
     }
     return result;
@@ -3868,32 +5955,27 @@ static ms_result msi_finish_update(ms_model *m) {
 // ------------------------------------------------------------------------------------------------
 // >>state  values that live between steps: written, read, and moved from plan to plan
 
-static const char *msi_role_name(msi_role role) {
-    static const char *const names[] = {"value of", "gradient of", "first state of",
-                                        "second state of"};
-    return names[role];
-}
-
-/* Where ms_write keeps a value until there is an arena. */
-static void **msi_staged(msi_tensor *t, msi_role role) {
-    return &t->staged[role == MSI_ROLE_VALUE ? 0 : role == MSI_ROLE_STATE0 ? 1 : 2];
-}
-
-/* Fills the slots of a new plan: from the plan before it, from what was written before the first,
-   or with zeros. */
-static ms_result msi_move_values(ms_model *m, const msi_plan *plan) {
-    const ms_backend *b = &m->config.backend;
+/* Fills the slots of a new store: from the one before it, from what was written before the first,
+   or with zeros. What is borrowed stays as it is. */
+static ms_result msi_move_values(ms_model *m, const msi_store *store) {
     ms_result result = MS_RESULT_OK;
-    for (uint32_t i = 0; i < plan->slots.count && result == MS_RESULT_OK; i++) {
-        const msi_slot *slot = &plan->slots.items[i];
-        const msi_slot *old = msi_find_slot(m->plan, slot->tensor, slot->role);
-        const void *staged = *msi_staged(&m->graph.tensors.items[slot->tensor], slot->role);
-        void *target = msi_address(plan, slot->offset);
-        const int error =
-            old      ? b->copy(b->user, target, msi_address(m->plan, old->offset), slot->bytes)
-            : staged ? b->copy_in(b->user, target, staged, slot->bytes)
-                     : b->fill_bytes(b->user, target, 0, slot->bytes);
-        result = msi_device(m, error, "copy");
+    for (uint32_t i = 0; i < store->slots.count && result == MS_RESULT_OK; i++) {
+        const msi_slot *slot = &store->slots.items[i];
+        const msi_slot *old = msi_find_slot(m->store, slot->tensor, slot->role);
+        const msi_tensor *t = &m->graph.tensors.items[slot->tensor];
+        const void *written = t->memory[slot->role];
+        if (slot->borrowed) {
+            continue;
+        }
+        if (old && old->address) {
+            result =
+                msi_copy(m, slot->address, slot->on_host, old->address, old->on_host, slot->bytes);
+            continue;
+        }
+        result = msi_fill(m, slot->address, slot->on_host, 0, slot->bytes);
+        if (result == MS_RESULT_OK && written) {
+            result = msi_copy(m, slot->address, slot->on_host, written, true, t->bytes);
+        }
     }
     return result;
 }
@@ -3901,73 +5983,203 @@ static ms_result msi_move_values(ms_model *m, const msi_plan *plan) {
 static void msi_drop_staged(ms_model *m) {
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
         msi_tensor *tensor = &m->graph.tensors.items[t];
-        for (int k = 0; k < 3; k++) {
-            msi_release(&m->config.allocator, tensor->staged[k], tensor->bytes);
-            tensor->staged[k] = NULL;
+        for (int role = 0; role < MSI_ROLE_FIXED; role++) {
+            if (!msi_is_borrowed(tensor, (msi_role)role)) {
+                msi_release(&m->config.allocator, tensor->memory[role], tensor->largest_bytes);
+                tensor->memory[role] = NULL;
+            }
         }
     }
 }
 
 /* Params whose optimizer state is new count their updates from here. */
-static void msi_note_new_state(ms_model *m, const msi_plan *plan) {
+static void msi_note_new_state(ms_model *m, const msi_store *store) {
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
-        if (msi_find_slot(plan, t, MSI_ROLE_STATE0) &&
-            !msi_find_slot(m->plan, t, MSI_ROLE_STATE0)) {
+        if (msi_find_slot(store, t, MSI_ROLE_STATE0) &&
+            !msi_find_slot(m->store, t, MSI_ROLE_STATE0)) {
             m->graph.tensors.items[t].trained_since = m->step;
         }
     }
 }
 
-/* Replaces the plan of the model; every value that lives between steps moves over. */
-static ms_result msi_adopt(ms_model *m, msi_plan *plan) {
-    ms_result result = MS_RESULT_OK;
-    if (!m->config.dry_run) {
-        result = msi_arena_alloc(m, plan);
-        result = result == MS_RESULT_OK ? msi_move_values(m, plan) : result;
+/* Makes the shared arena at least as large; what it holds is lost. */
+static ms_result msi_grow_arena(ms_model *m, uint64_t bytes) {
+    ms_arena *arena = m->config.arena;
+    if (!arena || arena->bytes >= bytes) {
+        return MS_RESULT_OK;
     }
+    void *memory;
+    const ms_backend *b = &arena->backend;
+    if (b->memory_alloc(b->user, &arena->allocator, bytes, &memory) != 0 || !memory) {
+        return msi_fail(
+            m, MS_RESULT_OUT_OF_MEMORY,
+            "backend %s has no %s for the shared arena; ask for less with ms_set_budget", b->name,
+            msi_size(bytes).text);
+    }
+    if (arena->memory) {
+        if (m->arena_on_host) {
+            msi_unpoison(arena->memory, arena->bytes);
+        }
+        b->memory_release(b->user, &arena->allocator, arena->memory, arena->bytes);
+    }
+    arena->memory = memory;
+    arena->bytes = bytes;
+    arena->user = NULL;
+    return MS_RESULT_OK;
+}
+
+/* Debug mode: a shadow of all that is in memory, and a hash per tensor. */
+static ms_result msi_alloc_shadow(ms_model *m, msi_store *store) {
+    if (!m->config.debug) {
+        return MS_RESULT_OK;
+    }
+    const ms_allocator *a = &m->config.allocator;
+    store->shadow_bytes =
+        store->slot_bytes + store->host_bytes + store->borrowed_bytes + store->transient_bytes + 1;
+    store->shadow = (uint8_t *)msi_alloc(a, store->shadow_bytes);
+    store->results = (uint8_t *)msi_alloc(a, store->shadow_bytes);
+    store->print =
+        (uint64_t *)msi_alloc_zeroed(a, m->graph.tensors.count * (uint64_t)sizeof(uint64_t));
+    return store->shadow && store->results && store->print
+               ? MS_RESULT_OK
+               : msi_fail_memory(m, "the copy of the arena that debug mode keeps",
+                                 store->shadow_bytes);
+}
+
+/* Allocates what a store needs, and gives its slots their addresses. */
+static ms_result msi_alloc_store(ms_model *m, msi_store *store) {
+    const uint64_t own = m->config.arena ? 0 : store->transient_bytes;
+    ms_result result = msi_device_alloc(m, store->slot_bytes + own, &store->memory);
+    if (result == MS_RESULT_OK && store->host_bytes &&
+        msi_cpu_memory_alloc(NULL, &m->config.allocator, store->host_bytes, &store->host) != 0) {
+        result = msi_fail_memory(m, "the tensors on the host", store->host_bytes);
+    }
+    result = result == MS_RESULT_OK ? msi_alloc_shadow(m, store) : result;
+    result = result == MS_RESULT_OK ? msi_grow_arena(m, store->transient_bytes) : result;
     if (result != MS_RESULT_OK) {
-        msi_plan_free(m, plan);
         return result;
     }
-    msi_note_new_state(m, plan);
+    store->transient = m->config.arena ? NULL : (uint8_t *)store->memory + store->slot_bytes;
+    for (uint32_t i = 0; i < store->slots.count; i++) {
+        msi_slot *slot = &store->slots.items[i];
+        uint8_t *room = (uint8_t *)(slot->on_host ? store->host : store->memory);
+        slot->address = slot->borrowed ? m->graph.tensors.items[slot->tensor].memory[slot->role]
+                                       : (void *)(room + slot->offset);
+    }
+    return MS_RESULT_OK;
+}
+
+/* Replaces the plans of the model; every value that lives between steps moves over. */
+static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
+    ms_result result = MS_RESULT_OK;
+    if (!m->config.dry_run) {
+        result = msi_alloc_store(m, store);
+        result = result == MS_RESULT_OK ? msi_move_values(m, store) : result;
+    }
+    if (result != MS_RESULT_OK) {
+        msi_plans_free(m, plans);
+        msi_store_free(m, store);
+        return result;
+    }
+    msi_note_new_state(m, store);
     msi_drop_staged(m);
-    msi_plan_free(m, m->plan);
-    m->plan = plan;
+    msi_plans_free(m, m->plan);
+    msi_store_free(m, m->store);
+    m->micro = m->store && m->store->micro_count == store->micro_count ? m->micro : 0;
+    m->store = store;
+    m->plan = plans;
+    m->goal = goal;
+    m->changed = false;
     m->failed = false;
     m->running = NULL;
     m->stage = MSI_STAGE_IDLE;
     m->updates_done = 0;
     msi_log(m, MS_LOG_INFO, "plan",
             "plain %s, budget %s, arena %s, recomputations: %u, updates %s backward",
-            msi_size(plan->plain_bytes).text, msi_size(plan->budget_bytes).text,
-            msi_size(plan->arena_bytes).text, (unsigned)plan->train.recompute_count,
-            msi_updates_inside(&plan->train) ? "inside" : "after");
+            msi_size(plans->plain_bytes).text, msi_size(plans->budget_bytes).text,
+            msi_size(store->slot_bytes + store->transient_bytes).text,
+            (unsigned)plans->train.recompute_count,
+            msi_updates_inside(&plans->train) ? "inside" : "after");
     return MS_RESULT_OK;
 }
 
 static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
-    msi_plan *plan;
+    msi_store *store;
+    msi_plan *plans;
     if (!m) {
         return MS_RESULT_INVALID;
     }
     ms_result result = msi_check_between_steps(m, function);
-    result = result == MS_RESULT_OK ? msi_make_plan(m, goal, &plan) : result;
-    return result == MS_RESULT_OK ? msi_adopt(m, plan) : result;
+    result = result == MS_RESULT_OK ? msi_make_plans(m, goal, &store, &plans) : result;
+    return result == MS_RESULT_OK ? msi_adopt(m, store, plans, goal) : result;
+}
+
+enum { MSI_MAX_PLANS = 64 };
+
+/* Takes the plan for these sizes to the head of the list; false if there is none. */
+static bool msi_find_plan(ms_model *m, const int64_t *sizes) {
+    for (msi_plan **at = &m->plan; *at; at = &(*at)->next) {
+        msi_plan *plan = *at;
+        if (memcmp(plan->sizes, sizes, sizeof plan->sizes) == 0) {
+            *at = plan->next;
+            plan->next = m->plan;
+            m->plan = plan;
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Puts a plan at the head of the list, and forgets the one that was not used for longest. */
+static void msi_add_plan(ms_model *m, msi_plan *plan) {
+    plan->next = m->plan;
+    m->plan = plan;
+    for (int i = 1; plan && i < MSI_MAX_PLANS; i++) {
+        plan = plan->next;
+    }
+    if (plan) {
+        msi_plans_free(m, plan->next);
+        plan->next = NULL;
+    }
+}
+
+static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
+    int64_t all[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
+    memcpy(all, sizes, m->graph.axis_count * sizeof *sizes);
+    ms_result result = MS_RESULT_OK;
+    if (m->plan && !msi_find_plan(m, all)) {
+        msi_plan *plan;
+        if (m->changed) {
+            return msi_fail(m, MS_RESULT_ORDER,
+                            "ms_reshape: something was set since ms_wrap that asks for a new plan: "
+                            "call ms_wrap first");
+        }
+        result = msi_plan_at(m, m->store, m->goal, all, &plan);
+        if (result != MS_RESULT_OK) {
+            return result;
+        }
+        msi_add_plan(m, plan);
+    }
+    msi_set_sizes(&m->graph, all);
+    m->running = NULL;
+    m->micro = 0;
+    m->stage = MSI_STAGE_IDLE;
+    return MS_RESULT_OK;
 }
 
 /* The address of a value that can be read now, or NULL: a slot, or a life that spans the place
    where the program stopped. */
-static const void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role role) {
-    const msi_slot *slot = msi_find_slot(m->plan, tensor, role);
-    const msi_program *p = m->running;
+static void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role role) {
+    const msi_slot *slot = msi_find_slot(m->store, tensor, role);
+    const msi_program *p = msi_owns_arena(m) ? m->running : NULL;
     if (slot) {
-        return msi_address(m->plan, slot->offset);
+        return slot->address;
     }
-    for (uint32_t i = p ? m->plan->slots.count : MSI_NONE; p && i < p->lives.count; i++) {
+    for (uint32_t i = p ? m->store->slots.count : MSI_NONE; p && i < p->lives.count; i++) {
         const msi_life *life = &p->lives.items[i];
         const bool ahead = life->last >= m->position || life->kept;
         if (life->tensor == tensor && life->role == role && life->first < m->position && ahead) {
-            return msi_address(m->plan, life->offset);
+            return msi_address(m, p, i);
         }
     }
     return NULL;
@@ -3986,7 +6198,9 @@ static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
     const msi_instruction *i = &p->instructions.items[p->peak];
     for (uint32_t k = 0; k < p->lives.count; k++) {
         const msi_life *life = &p->lives.items[k];
-        if (life->first <= p->peak && p->peak <= msi_counts_to(life)) {
+        const bool outside = k < m->store->slots.count && (m->store->slots.items[k].borrowed ||
+                                                           m->store->slots.items[k].on_host);
+        if (life->first <= p->peak && p->peak <= msi_counts_to(life) && !outside) {
             r->peak_bytes[life->category] += msi_align(life->bytes);
         }
     }
@@ -4000,8 +6214,8 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     memset(r, 0, sizeof *r);
     r->budget_bytes = plan->budget_bytes;
     r->plain_bytes = plan->plain_bytes;
-    r->arena_bytes = plan->arena_bytes;
-    r->lower_bound_bytes = plan->slot_bytes + msi_widest(plan)->peak_bytes;
+    r->arena_bytes = m->store->slot_bytes + m->store->transient_bytes;
+    r->lower_bound_bytes = m->store->slot_bytes + msi_widest(plan)->peak_bytes;
     r->gap_bytes = r->arena_bytes - r->lower_bound_bytes;
     msi_report_peak(m, r);
     r->activation_peak_bytes = plan->train.activation_peak_bytes;
@@ -4016,6 +6230,8 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->recompute_count = plan->train.recompute_count;
     r->recompute_share = plan->train.recompute_cost / plan->step_cost;
     r->early_update = msi_updates_inside(&plan->train);
+    r->borrowed_bytes = m->store->borrowed_bytes;
+    r->host_bytes = m->store->host_bytes;
 }
 
 typedef struct msi_printer {
@@ -4043,51 +6259,159 @@ static void msi_print_name(const msi_printer *out, const char *name, int width) 
     msi_print(out, "%*s", length < width ? width - length : 0, "");
 }
 
-static void msi_print_operand(const ms_model *m, const msi_printer *out, const msi_program *p,
-                              const msi_operand *operand) {
-    static const char *const prefixes[] = {"", "d.", "m.", "v.", ""};
-    const msi_life *life = &p->lives.items[operand->life];
-    msi_print(out, " %s", prefixes[life->role]);
-    msi_print_name(
-        out, life->role == MSI_ROLE_WORKSPACE ? "workspace" : msi_tensor_name(m, life->tensor), 0);
-    msi_print(out, "%s@0x%llx", operand->accumulate ? "+" : "", (unsigned long long)life->offset);
-}
-
-/* Whether an instruction writes its operand k. */
-static bool msi_is_written(const ms_model *m, const msi_instruction *i, uint32_t k) {
-    if (i->op == MSI_OP_UPDATE) {
-        return k != 1;
-    }
-    if (i->op == MSI_OP_SEED || i->op == MSI_OP_ZERO) {
-        return true;
-    }
-    const msi_layer *l = &m->graph.layers.items[i->target];
-    const uint32_t params = (uint32_t)l->in_count + l->out_count + l->saved_count;
-    const bool scratch = k + 1u == i->operand_count;
-    return i->op == MSI_OP_BACKWARD ? k >= params + l->param_count + l->out_count || scratch
-                                    : (k >= l->in_count && k < params) || scratch;
-}
-
-static void msi_print_instruction(const ms_model *m, const msi_printer *out, const msi_program *p,
-                                  uint32_t now) {
-    static const char *const ops[] = {"forward", "recompute", "backward", "eval",
-                                      "seed",    "zero",      "update"};
+/* The operand k of an instruction, as the public sees it. */
+static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *p, uint32_t now,
+                                          uint32_t k) {
+    static const ms_operand_kind kinds[] = {
+        MS_OPERAND_IN,      MS_OPERAND_OUT,        MS_OPERAND_SAVED,
+        MS_OPERAND_PARAM,   MS_OPERAND_STATE,      MS_OPERAND_GRAD_OUT,
+        MS_OPERAND_GRAD_IN, MS_OPERAND_GRAD_PARAM, MS_OPERAND_WORKSPACE};
     const msi_instruction *i = &p->instructions.items[now];
-    msi_print(out, "%5u  %-9s  ", (unsigned)now, ops[i->op]);
-    msi_print_name(
-        out, i->op <= MSI_OP_EVAL ? msi_layer_name(m, i->target) : msi_tensor_name(m, i->target),
-        12);
-    for (int written = 0; written < 2; written++) {
-        msi_print(out, written ? " ->" : " ");
+    const msi_operand *operand = &p->operands.items[i->operand_first + k];
+    const msi_life *life = &p->lives.items[operand->life];
+    const bool fixed = operand->life < m->store->slots.count;
+    const msi_role role = life->role == MSI_ROLE_PART       ? MSI_ROLE_GRADIENT
+                          : life->role == MSI_ROLE_SNAPSHOT ? MSI_ROLE_VALUE
+                                                            : (msi_role)life->role;
+    ms_event_operand o;
+    memset(&o, 0, sizeof o);
+    if (role < MSI_ROLE_FIXED) {
+        o.tensor = msi_handle(life->tensor, role);
+    }
+    o.bytes = life->bytes;
+    o.offset = m->store->slot_bytes + life->offset;
+    o.is_new = !fixed && life->first == now;
+    o.accumulate = operand->accumulate;
+    if (fixed) {
+        const msi_slot *slot = &m->store->slots.items[operand->life];
+        o.is_outside = slot->borrowed || slot->on_host;
+        o.offset = o.is_outside ? 0 : slot->offset;
+    }
+    if (i->op <= MSI_OP_EVAL) {
+        const msi_layer *l = &m->graph.layers.items[i->target];
+        const int part = msi_operand_part(l, i, k, &o.slot);
+        o.kind = kinds[part];
+        o.is_written = msi_is_written(l, i, part, o.slot);
+        return o;
+    }
+    const bool source = i->op == MSI_OP_UPDATE ? k == 1 || k == 2
+                        : i->op == MSI_OP_NORM ? k == 0
+                                               : k == 1;
+    o.kind = source ? MS_OPERAND_SOURCE : MS_OPERAND_TARGET;
+    o.is_written = !source;
+    o.slot = k;
+    return o;
+}
+
+static void msi_emit_event(const ms_model *m, const msi_program *p, uint32_t now,
+                           ms_event_kind kind, const ms_event_operand *operands, uint32_t count,
+                           ms_event_fn visit, void *user) {
+    const msi_instruction *i = &p->instructions.items[now];
+    const bool of_layer = i->op <= MSI_OP_EVAL;
+    const bool of_scratch =
+        i->op == MSI_OP_CLIP || (i->op == MSI_OP_ZERO && count == 1 && operands[0].tensor.id == 0);
+    ms_event event;
+    memset(&event, 0, sizeof event);
+    event.size = sizeof event;
+    event.index = now;
+    event.kind = kind;
+    event.name = "";
+    if (of_layer) {
+        event.layer.id = i->target + 1;
+        event.name = msi_layer_name(m, i->target);
+    } else if (!of_scratch) {
+        event.tensor = msi_handle(i->target, MSI_ROLE_VALUE);
+        event.name = msi_tensor_name(m, i->target);
+    }
+    event.operands = operands;
+    event.operand_count = count;
+    event.live_bytes = m->store->slot_bytes + p->live_bytes.items[now];
+    visit(&event, user);
+}
+
+/* The operands that are dead behind an instruction, in events of their own. */
+static void msi_visit_drops(const ms_model *m, const msi_program *p, uint32_t now,
+                            ms_event_fn visit, void *user) {
+    const msi_instruction *i = &p->instructions.items[now];
+    ms_event_operand dead[MSI_MAX_VIEWS + 1];
+    uint32_t count = 0;
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const uint32_t life = p->operands.items[i->operand_first + k].life;
+        bool known = life == MSI_NONE || life < m->store->slots.count ||
+                     p->lives.items[life].last != now || p->lives.items[life].taken ||
+                     p->lives.items[life].kept;
+        for (uint32_t j = 0; j < k && !known; j++) {
+            known = p->operands.items[i->operand_first + j].life == life;
+        }
+        if (!known) {
+            dead[count++] = msi_event_operand(m, p, now, k);
+        }
+    }
+    if (count) {
+        msi_emit_event(m, p, now, MS_EVENT_DROP, dead, count, visit, user);
+    }
+}
+
+static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit, void *user) {
+    static const ms_event_kind kinds[MSI_OP_COUNT] = {
+        MS_EVENT_FORWARD, MS_EVENT_RECOMPUTE, MS_EVENT_BACKWARD, MS_EVENT_EVAL, MS_EVENT_SEED,
+        MS_EVENT_ZERO,    MS_EVENT_COPY,      MS_EVENT_COPY,     MS_EVENT_ADD,  MS_EVENT_NORM,
+        MS_EVENT_CLIP,    MS_EVENT_UPDATE,    MS_EVENT_COUNT};
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        ms_event_operand operands[MSI_MAX_VIEWS + 1];
+        uint32_t count = 0;
         for (uint32_t k = 0; k < i->operand_count; k++) {
-            const msi_operand *operand = &p->operands.items[i->operand_first + k];
-            if (operand->life != MSI_NONE && msi_is_written(m, i, k) == (written == 1)) {
-                msi_print_operand(m, out, p, operand);
+            if (p->operands.items[i->operand_first + k].life != MSI_NONE) {
+                operands[count++] = msi_event_operand(m, p, now, k);
+            }
+        }
+        if (i->op != MSI_OP_NOTHING) {
+            msi_emit_event(m, p, now, kinds[i->op], operands, count, visit, user);
+            msi_visit_drops(m, p, now, visit, user);
+        }
+    }
+}
+
+/* A model and where its listing goes. */
+typedef struct msi_listing {
+    const ms_model *model;
+    msi_printer out;
+} msi_listing;
+
+static void msi_print_operand(const msi_listing *to, const ms_event_operand *operand) {
+    static const char *const prefixes[] = {"", "d.", "m.", "v.", "s2.", "s3."};
+    const ms_tensor t = operand->tensor;
+    msi_print(&to->out, " %s", t.id ? prefixes[msi_role_of(t)] : "");
+    msi_print_name(&to->out,
+                   t.id ? msi_tensor_name(to->model, msi_index(to->model, t)) : "workspace", 0);
+    if (operand->is_outside) {
+        msi_print(&to->out, "%s@outside", operand->accumulate ? "+" : "");
+    } else {
+        msi_print(&to->out, "%s@0x%llx", operand->accumulate ? "+" : "",
+                  (unsigned long long)operand->offset);
+    }
+}
+
+static void msi_print_event(const ms_event *event, void *user) {
+    static const char *const kinds[] = {"forward", "recompute", "backward", "eval",
+                                        "seed",    "zero",      "copy",     "add",
+                                        "norm",    "clip",      "update",   "drop"};
+    const msi_listing *to = (const msi_listing *)user;
+    if (event->kind == MS_EVENT_DROP) {
+        return;
+    }
+    msi_print(&to->out, "%5u  %-9s  ", (unsigned)event->index, kinds[event->kind]);
+    msi_print_name(&to->out, event->name, 12);
+    for (int written = 0; written < 2; written++) {
+        msi_print(&to->out, written ? " ->" : " ");
+        for (uint32_t k = 0; k < event->operand_count; k++) {
+            if (event->operands[k].is_written == (written == 1)) {
+                msi_print_operand(to, &event->operands[k]);
             }
         }
     }
-    msi_print(out, "  | %llu\n",
-              (unsigned long long)(m->plan->slot_bytes + p->live_bytes.items[now]));
+    msi_print(&to->out, "  | %llu\n", (unsigned long long)event->live_bytes);
 }
 
 /* One layer of the plan: what it keeps for backward, what it drops and recomputes. */
@@ -4097,7 +6421,7 @@ static void msi_print_plan_layer(const ms_model *m, const msi_printer *out, uint
     uint64_t kept = 0, dropped = 0;
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
         const uint32_t *operands = msi_group(g, l, group);
-        for (uint32_t k = 0; k < msi_group_count(l, group); k++) {
+        for (uint32_t k = 0; k < l->count[group]; k++) {
             if (operands[k] != MSI_NONE) {
                 const uint64_t bytes = g->tensors.items[operands[k]].bytes;
                 *(m->plan->dropped[operands[k]] ? &dropped : &kept) += bytes;
@@ -4173,22 +6497,22 @@ MEMSCALE_API const char *ms_category_name(ms_category category) {
 }
 
 MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2, int64_t d3) {
-    ms_shape shape = {{d0, d1, d2, d3, 0, 0}, 4};
+    ms_shape shape = {{d0, d1, d2, d3, 0, 0}, 4, {0, 0, 0, 0, 0, 0}};
     return shape;
 }
 
 MEMSCALE_API ms_shape ms_shape3(int64_t d0, int64_t d1, int64_t d2) {
-    ms_shape shape = {{d0, d1, d2, 0, 0, 0}, 3};
+    ms_shape shape = {{d0, d1, d2, 0, 0, 0}, 3, {0, 0, 0, 0, 0, 0}};
     return shape;
 }
 
 MEMSCALE_API ms_shape ms_shape2(int64_t d0, int64_t d1) {
-    ms_shape shape = {{d0, d1, 0, 0, 0, 0}, 2};
+    ms_shape shape = {{d0, d1, 0, 0, 0, 0}, 2, {0, 0, 0, 0, 0, 0}};
     return shape;
 }
 
 MEMSCALE_API ms_shape ms_shape1(int64_t d0) {
-    ms_shape shape = {{d0, 0, 0, 0, 0, 0}, 1};
+    ms_shape shape = {{d0, 0, 0, 0, 0, 0}, 1, {0, 0, 0, 0, 0, 0}};
     return shape;
 }
 
@@ -4205,6 +6529,15 @@ MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape) {
     return count;
 }
 
+MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis) {
+    if (dim < 0 || dim >= shape.rank || dim >= MS_LIMIT_RANK || axis.id - 1 >= MS_LIMIT_AXES) {
+        shape.rank = -1;
+        return shape;
+    }
+    shape.axes[dim] = (uint8_t)(shape.axes[dim] | 1u << (axis.id - 1));
+    return shape;
+}
+
 MEMSCALE_API ms_backend ms_backend_cpu(void) {
     ms_backend b;
     memset(&b, 0, sizeof b);
@@ -4215,6 +6548,9 @@ MEMSCALE_API ms_backend ms_backend_cpu(void) {
     b.copy_in = b.copy_out = b.copy = msi_cpu_copy;
     b.fill_bytes = msi_cpu_fill_bytes;
     b.fill_f32 = msi_cpu_fill_f32;
+    b.add_f32 = msi_cpu_add_f32;
+    b.add_squares_f32 = msi_cpu_add_squares_f32;
+    b.clip_scale = msi_cpu_clip_scale;
     b.sum_f32 = msi_cpu_sum_f32;
     b.update = msi_cpu_update;
     b.gemm = msi_cpu_gemm;
@@ -4224,8 +6560,61 @@ MEMSCALE_API ms_backend ms_backend_cpu(void) {
 
 static bool msi_is_complete(const ms_backend *b) {
     return b->size == sizeof *b && b->name && b->memory_alloc && b->memory_release && b->copy_in &&
-           b->copy_out && b->copy && b->fill_bytes && b->fill_f32 && b->sum_f32 && b->update &&
-           b->gemm && b->hardware;
+           b->copy_out && b->copy && b->fill_bytes && b->fill_f32 && b->add_f32 && b->sum_f32 &&
+           b->add_squares_f32 && b->clip_scale && b->update && b->gemm && b->hardware;
+}
+
+/* One holder less: the last one frees. */
+static void msi_arena_leave(ms_arena *arena) {
+    if (!arena || --arena->references > 0) {
+        return;
+    }
+    const ms_allocator allocator = arena->allocator;
+    if (arena->memory) {
+        if (arena->backend.copy == msi_cpu_copy) {
+            msi_unpoison(arena->memory, arena->bytes);
+        }
+        arena->backend.memory_release(arena->backend.user, &allocator, arena->memory, arena->bytes);
+    }
+    msi_release(&allocator, arena, sizeof *arena);
+}
+
+MEMSCALE_API ms_result ms_arena_create(const ms_backend *backend, const ms_allocator *allocator,
+                                       ms_arena **arena) {
+    ms_allocator a;
+    memset(&a, 0, sizeof a);
+    a = allocator ? *allocator : a;
+    const ms_backend b = backend && backend->size ? *backend : ms_backend_cpu();
+    if (!arena) {
+        return MS_RESULT_INVALID;
+    }
+    *arena = NULL;
+    if (!msi_is_complete(&b) || !a.alloc != !a.release) {
+        return MS_RESULT_INVALID;
+    }
+    *arena = (ms_arena *)msi_alloc_zeroed(&a, sizeof **arena);
+    if (!*arena) {
+        return MS_RESULT_OUT_OF_MEMORY;
+    }
+    (*arena)->backend = b;
+    (*arena)->allocator = a;
+    (*arena)->references = 1;
+    return MS_RESULT_OK;
+}
+
+MEMSCALE_API void ms_arena_destroy(ms_arena *arena) {
+    msi_arena_leave(arena);
+}
+
+MEMSCALE_API uint64_t ms_arena_bytes(const ms_arena *arena) {
+    return arena ? arena->bytes : 0;
+}
+
+/* Whether the arena that a model is to share is of the backend that the model runs on. */
+static bool msi_arena_fits(const ms_config *c) {
+    return !c->arena ||
+           (c->arena->backend.memory_alloc == c->backend.memory_alloc &&
+            c->arena->backend.copy == c->backend.copy && c->arena->backend.user == c->backend.user);
 }
 
 MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
@@ -4239,7 +6628,7 @@ MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
     c.backend = c.backend.size ? c.backend : ms_backend_cpu();
     c.target_utilization = c.target_utilization != 0.0 ? c.target_utilization : 0.85;
     if (!msi_is_complete(&c.backend) || !c.allocator.alloc != !c.allocator.release ||
-        !(c.target_utilization > 0.0 && c.target_utilization <= 1.0) ||
+        !msi_arena_fits(&c) || !(c.target_utilization > 0.0 && c.target_utilization <= 1.0) ||
         (unsigned)c.checkpointing > MS_SWITCH_OFF || (unsigned)c.early_update > MS_SWITCH_OFF) {
         return MS_RESULT_INVALID;
     }
@@ -4250,6 +6639,9 @@ MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
     m->config = c;
     m->arena_on_host = c.backend.copy == msi_cpu_copy;
     m->graph.loss = MSI_NONE;
+    if (c.arena) {
+        c.arena->references++;
+    }
     ms_optimizer_desc defaults;
     memset(&defaults, 0, sizeof defaults);
     ms_set_optimizer(m, &defaults);
@@ -4263,7 +6655,12 @@ MEMSCALE_API void ms_destroy(ms_model *model) {
     }
     const ms_allocator allocator = model->config.allocator;
     msi_graph *g = &model->graph;
-    msi_plan_free(model, model->plan);
+    ms_arena *arena = model->config.arena;
+    if (arena && arena->user == model) {
+        arena->user = NULL;
+    }
+    msi_plans_free(model, model->plan);
+    msi_store_free(model, model->store);
     msi_drop_staged(model);
     MSI_LIST_FREE(char, &allocator, g->names);
     MSI_LIST_FREE(msi_tensor, &allocator, g->tensors);
@@ -4271,6 +6668,7 @@ MEMSCALE_API void ms_destroy(ms_model *model) {
     MSI_LIST_FREE(uint32_t, &allocator, g->operands);
     MSI_LIST_FREE(uint16_t, &allocator, g->masks);
     msi_release(&allocator, model, sizeof *model);
+    msi_arena_leave(arena);
 }
 
 MEMSCALE_API const char *ms_last_error(const ms_model *model) {
@@ -4287,26 +6685,61 @@ MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) 
     return MS_RESULT_OK;
 }
 
+/* Checks and adds a tensor. */
+static ms_tensor msi_register_tensor(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
+                                     const ms_shape *shape) {
+    const ms_tensor none = {0};
+    name = name ? name : "";
+    return msi_registering(m, msi_kind_names[kind], name) &&
+                   msi_check_shape(m, kind, name, dtype, shape)
+               ? msi_add_tensor(m, kind, name, dtype, shape)
+               : none;
+}
+
 MEMSCALE_API ms_tensor ms_input(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape) {
-    return msi_add_tensor(model, MSI_KIND_INPUT, name, dtype, &shape);
+    return msi_register_tensor(model, MSI_KIND_INPUT, name, dtype, &shape);
 }
 
 MEMSCALE_API ms_tensor ms_param(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape) {
-    return msi_add_tensor(model, MSI_KIND_PARAM, name, dtype, &shape);
+    return msi_register_tensor(model, MSI_KIND_PARAM, name, dtype, &shape);
 }
 
 MEMSCALE_API ms_tensor ms_buffer(ms_model *model, const char *name, ms_dtype dtype,
                                  ms_shape shape) {
-    return msi_add_tensor(model, MSI_KIND_BUFFER, name, dtype, &shape);
+    return msi_register_tensor(model, MSI_KIND_BUFFER, name, dtype, &shape);
 }
 
 MEMSCALE_API ms_tensor ms_activation(ms_model *model, const char *name, ms_dtype dtype,
                                      ms_shape shape) {
-    return msi_add_tensor(model, MSI_KIND_ACTIVATION, name, dtype, &shape);
+    return msi_register_tensor(model, MSI_KIND_ACTIVATION, name, dtype, &shape);
 }
 
 MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape) {
-    return msi_add_tensor(model, MSI_KIND_SAVED, name, dtype, &shape);
+    return msi_register_tensor(model, MSI_KIND_SAVED, name, dtype, &shape);
+}
+
+MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size, int64_t largest) {
+    const ms_axis none = {0};
+    name = name ? name : "";
+    if (!msi_registering(model, "axis", name)) {
+        return none;
+    }
+    msi_graph *g = &model->graph;
+    if (size < 1 || largest < size || g->axis_count == MS_LIMIT_AXES) {
+        MSI_STICK(model, MS_RESULT_INVALID,
+                  "axis \"%s\": size %lld, largest %lld, %u axes so far: the size must be at least "
+                  "1, the largest no smaller, and there are %d axes at most",
+                  name, (long long)size, (long long)largest, (unsigned)g->axis_count,
+                  MS_LIMIT_AXES);
+        return none;
+    }
+    if (!msi_add_name(model, name, &g->axes[g->axis_count].name)) {
+        return none;
+    }
+    g->axes[g->axis_count].size = size;
+    g->axes[g->axis_count].largest = largest;
+    const ms_axis axis = {++g->axis_count};
+    return axis;
 }
 
 MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc) {
@@ -4319,7 +6752,15 @@ MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *de
         MSI_STICK(model, MS_RESULT_INVALID, "ms_register_layer: desc is NULL");
         return none;
     }
-    return msi_add_layer(model, desc);
+    char numbered[32];
+    snprintf(numbered, sizeof numbered, "layer %u", (unsigned)model->graph.layers.count);
+    name = desc->name ? desc->name : numbered;
+    ms_layer_desc clipped = *desc;
+    uint8_t count[MSI_GROUP_COUNT];
+    msi_count_slots(desc, count);
+    msi_clip_masks(&clipped, count);
+    return msi_check_layer(model, name, &clipped, count) ? msi_add_layer(model, name, &clipped)
+                                                         : none;
 }
 
 MEMSCALE_API void ms_refuse(ms_model *model, const char *reason) {
@@ -4341,6 +6782,90 @@ static uint32_t msi_activation_index(ms_model *model, const char *function, ms_t
         return MSI_NONE;
     }
     return t;
+}
+
+/* The tensor of one of two kinds that a setter is given, or NULL and an error that sticks. */
+static msi_tensor *msi_tensor_of(ms_model *model, const char *function, ms_tensor tensor,
+                                 msi_kind kind, msi_kind other) {
+    if (!msi_registering(model, function, "")) {
+        return NULL;
+    }
+    const uint32_t t = msi_value_index(model, tensor);
+    msi_tensor *found = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
+    if (!found || (found->kind != kind && found->kind != other)) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is %s, and no %s%s%s", function,
+                  found ? msi_name(model, found->name) : "?",
+                  found ? msi_kind_names[found->kind] : "no tensor of this model",
+                  msi_kind_names[kind], kind == other ? "" : " or ",
+                  kind == other ? "" : msi_kind_names[other]);
+        return NULL;
+    }
+    return found;
+}
+
+MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor) {
+    msi_tensor *t = msi_tensor_of(model, "ms_set_on_host", tensor, MSI_KIND_INPUT, MSI_KIND_BUFFER);
+    if (t) {
+        t->on_host = true;
+    }
+}
+
+MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor) {
+    msi_tensor *t =
+        msi_tensor_of(model, "ms_stop_gradient", tensor, MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
+    if (t) {
+        t->no_gradient = true;
+    }
+}
+
+/* Notes an error of ms_borrow; before there is a plan it sticks. */
+static ms_result msi_refuse_loan(ms_model *m, ms_result result, const char *name,
+                                 const char *reason) {
+    (void)msi_fail(m, result, "ms_borrow: \"%s\" %s", name, reason);
+    if (m->sticky == MS_RESULT_OK) {
+        msi_stick(m, result);
+    }
+    return result;
+}
+
+MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory) {
+    if (!model) {
+        return MS_RESULT_INVALID;
+    }
+    const uint32_t t = msi_index(model, tensor);
+    const msi_role role = msi_role_of(tensor);
+    if (t == MSI_NONE || !memory) {
+        return msi_refuse_loan(model, MS_RESULT_INVALID,
+                               t == MSI_NONE ? "?" : msi_tensor_name(model, t),
+                               memory ? "is no tensor of this model" : "is given no memory (NULL)");
+    }
+    msi_tensor *found = &model->graph.tensors.items[t];
+    if (!msi_is_fixed(found) || (role != MSI_ROLE_VALUE && found->kind != MSI_KIND_PARAM)) {
+        return msi_refuse_loan(model, MS_RESULT_INVALID, msi_tensor_name(model, t),
+                               "does not live between steps; inputs, params, buffers, gradients of "
+                               "params and optimizer state can be borrowed");
+    }
+    if (model->busy || (model->plan && !msi_is_borrowed(found, role))) {
+        return msi_refuse_loan(model, MS_RESULT_ORDER, msi_tensor_name(model, t),
+                               model->busy ? "is lent in a callback; lend it between steps"
+                                           : "was not borrowed when the model was wrapped; lend it "
+                                             "before ms_wrap");
+    }
+    if (!msi_is_borrowed(found, role)) {
+        msi_release(&model->config.allocator, found->memory[role], found->largest_bytes);
+        found->borrowed = (uint8_t)(found->borrowed | 1u << role);
+    }
+    found->memory[role] = memory;
+    for (uint32_t i = 0; model->store && i < model->store->slots.count; i++) {
+        msi_slot *slot = &model->store->slots.items[i];
+        if (slot->tensor == t && slot->role == role && slot->borrowed) {
+            slot->address = memory;
+        }
+    }
+    if (model->stage == MSI_STAGE_FORWARD) {
+        model->stage = MSI_STAGE_IDLE; // backward would see another value than forward did
+    }
+    return MS_RESULT_OK;
 }
 
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
@@ -4388,24 +6913,49 @@ static float msi_or(float value, float otherwise) {
     return value != 0.0f ? value : otherwise;
 }
 
+/* What does not go together in an optimizer, or NULL. */
+static const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
+    if (!desc) {
+        return "desc is NULL";
+    }
+    if ((unsigned)desc->kind > MS_OPTIMIZER_NONE) {
+        return "no such kind";
+    }
+    const bool custom = desc->kind == MS_OPTIMIZER_CUSTOM;
+    if (custom != (desc->update != NULL)) {
+        return custom ? "MS_OPTIMIZER_CUSTOM needs an update callback"
+                      : "an update callback is for MS_OPTIMIZER_CUSTOM alone";
+    }
+    if (!custom && desc->state_count != 0) {
+        return "state_count is for MS_OPTIMIZER_CUSTOM alone";
+    }
+    if (desc->state_count > MS_LIMIT_OPTIMIZER_STATE) {
+        return "state_count is above MS_LIMIT_OPTIMIZER_STATE, 4";
+    }
+    return desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
+               ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
+               : NULL;
+}
+
 MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc) {
     if (!msi_registering(model, "ms_set_optimizer", "")) {
         return;
     }
-    if (!desc || (unsigned)desc->kind > MS_OPTIMIZER_SGD) {
-        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_optimizer: %s",
-                  desc ? "no such kind" : "desc is NULL");
+    const char *fault = msi_optimizer_fault(desc);
+    if (fault) {
+        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_optimizer: %s", fault);
         return;
     }
     if (!msi_is_share(desc->beta1) || !msi_is_share(desc->beta2) || !msi_is_share(desc->momentum) ||
         !(desc->epsilon >= 0.0f) || !isfinite(desc->learning_rate) ||
-        !isfinite(desc->weight_decay)) {
+        !isfinite(desc->weight_decay) || !(desc->grad_clip_norm >= 0.0f)) {
         MSI_STICK(
             model, MS_RESULT_INVALID,
-            "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g: betas "
-            "and momentum are at least 0 and below 1, epsilon is not negative",
+            "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g, clip norm "
+            "%g: betas and momentum are at least 0 and below 1, epsilon and norm are not negative",
             (double)desc->learning_rate, (double)desc->weight_decay, (double)desc->beta1,
-            (double)desc->beta2, (double)desc->momentum, (double)desc->epsilon);
+            (double)desc->beta2, (double)desc->momentum, (double)desc->epsilon,
+            (double)desc->grad_clip_norm);
         return;
     }
     model->optimizer = *desc;
@@ -4449,6 +6999,7 @@ MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen) {
     msi_tensor *t = msi_param_of(model, "ms_set_frozen", param);
     if (t) {
         t->frozen = frozen;
+        model->changed = true;
     }
 }
 
@@ -4458,16 +7009,84 @@ MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes) {
     }
 }
 
+MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count) {
+    if (model) {
+        model->config.accumulation_steps = micro_count;
+        model->changed = true;
+    }
+}
+
+/* Whether a technique and a switch are among those that there are. */
+static bool msi_check_technique(ms_model *m, const char *function, ms_technique technique,
+                                ms_switch force) {
+    if ((unsigned)technique < MS_TECHNIQUE_COUNT && (unsigned)force <= MS_SWITCH_OFF) {
+        return true;
+    }
+    MSI_STICK(m, MS_RESULT_INVALID, "%s: there is no technique %d or no switch %d", function,
+              (int)technique, (int)force);
+    return false;
+}
+
+MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
+                                         ms_switch force) {
+    static const char *const function = "ms_set_layer_technique";
+    if (!model || !msi_check_technique(model, function, technique, force)) {
+        return;
+    }
+    msi_graph *g = &model->graph;
+    if (layer.id - 1 >= g->layers.count) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: layer %u is no layer of this model", function,
+                  (unsigned)layer.id);
+        return;
+    }
+    const msi_layer *l = &g->layers.items[layer.id - 1];
+    const bool of_params = technique == MS_TECHNIQUE_EARLY_UPDATE;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
+        const uint32_t *operands = msi_group(g, l, group);
+        for (uint32_t k = 0; k < l->count[group]; k++) {
+            if (operands[k] != MSI_NONE && (group == MSI_GROUP_PARAM) == of_params) {
+                g->tensors.items[operands[k]].technique[technique] = (uint8_t)force;
+            }
+        }
+    }
+    model->changed = true;
+}
+
+MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
+                                          ms_switch force) {
+    static const char *const function = "ms_set_tensor_technique";
+    if (!model || !msi_check_technique(model, function, technique, force)) {
+        return;
+    }
+    const uint32_t t = msi_value_index(model, tensor);
+    const msi_kind kind = t == MSI_NONE ? MSI_KIND_INPUT : model->graph.tensors.items[t].kind;
+    if (technique == MS_TECHNIQUE_EARLY_UPDATE ? kind != MSI_KIND_PARAM
+                                               : kind < MSI_KIND_ACTIVATION) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is no %s", function,
+                  t == MSI_NONE ? "?" : msi_tensor_name(model, t),
+                  technique == MS_TECHNIQUE_EARLY_UPDATE
+                      ? "param, which alone are updated"
+                      : "activation or saved tensor, which alone "
+                        "are recomputed");
+        return;
+    }
+    model->graph.tensors.items[t].technique[technique] = (uint8_t)force;
+    model->changed = true;
+}
+
 MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
-    msi_plan *plan;
+    msi_store *store;
+    msi_plan *plans;
     if (!model || !bytes) {
         return msi_fail_argument(model, "ms_smallest_budget", "an argument is NULL");
     }
     ms_result result = msi_check_between_steps(model, "ms_smallest_budget");
-    result = result == MS_RESULT_OK ? msi_make_plan(model, MSI_GOAL_SMALLEST, &plan) : result;
+    result =
+        result == MS_RESULT_OK ? msi_make_plans(model, MSI_GOAL_SMALLEST, &store, &plans) : result;
     if (result == MS_RESULT_OK) {
-        *bytes = plan->arena_bytes;
-        msi_plan_free(model, plan);
+        *bytes = store->slot_bytes + store->transient_bytes;
+        msi_plans_free(model, plans);
+        msi_store_free(model, store);
     }
     return result;
 }
@@ -4479,6 +7098,26 @@ MEMSCALE_API ms_result ms_wrap(ms_model *model) {
 
 MEMSCALE_API ms_result ms_detach(ms_model *model) {
     return msi_replan(model, "ms_detach", MSI_GOAL_PLAIN);
+}
+
+MEMSCALE_API ms_result ms_reshape(ms_model *model, const int64_t *sizes) {
+    if (!model || !sizes) {
+        return msi_fail_argument(model, "ms_reshape", "an argument is NULL");
+    }
+    const msi_graph *g = &model->graph;
+    if (g->axis_count == 0) {
+        return msi_fail_argument(model, "ms_reshape", "the model has no axes: see ms_add_axis");
+    }
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        if (sizes[a] < 1 || sizes[a] > g->axes[a].largest) {
+            return msi_fail(model, MS_RESULT_INVALID,
+                            "ms_reshape: axis \"%s\" cannot have size %lld: 1 to %lld was declared",
+                            msi_name(model, g->axes[a].name), (long long)sizes[a],
+                            (long long)g->axes[a].largest);
+        }
+    }
+    const ms_result result = msi_check_between_steps(model, "ms_reshape");
+    return result == MS_RESULT_OK ? msi_reshape(model, sizes) : result;
 }
 
 MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage) {
@@ -4512,7 +7151,7 @@ MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *d
     }
     msi_tensor *target = &model->graph.tensors.items[t];
     const msi_role role = msi_role_of(tensor);
-    if (!msi_is_fixed(target) || role == MSI_ROLE_GRADIENT) {
+    if (!msi_is_fixed(target) || (role == MSI_ROLE_GRADIENT && !msi_is_borrowed(target, role))) {
         return msi_fail(model, MS_RESULT_INVALID,
                         "ms_write: \"%s\" does not live between steps; inputs, params, buffers and "
                         "optimizer state do",
@@ -4525,9 +7164,8 @@ MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *d
     if (model->busy) {
         return msi_fail(model, MS_RESULT_ORDER, "ms_write: called from a callback of a layer");
     }
-    const ms_backend *b = &model->config.backend;
     if (model->plan) {
-        const msi_slot *slot = msi_find_slot(model->plan, t, role);
+        const msi_slot *slot = msi_find_slot(model->store, t, role);
         if (!slot) {
             return msi_fail(model, MS_RESULT_INVALID, "ms_write: \"%s\" has no such state",
                             msi_tensor_name(model, t));
@@ -4535,28 +7173,34 @@ MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *d
         if (model->stage == MSI_STAGE_FORWARD) {
             model->stage = MSI_STAGE_IDLE; // backward would see another value than forward did
         }
-        return msi_device(
-            model, b->copy_in(b->user, msi_address(model->plan, slot->offset), data, slot->bytes),
-            "copy");
+        return msi_copy(model, slot->address, slot->on_host, data, true, target->bytes);
     }
-    void **staged = msi_staged(target, role);
-    if (!*staged) {
-        *staged = msi_alloc(&model->config.allocator, target->bytes);
+    void **memory = &target->memory[role];
+    const bool on_device = msi_is_borrowed(target, role) && !target->on_host;
+    if (!*memory) {
+        *memory = msi_alloc(&model->config.allocator, target->largest_bytes);
     }
-    if (!*staged) {
-        return msi_fail_memory(model, msi_tensor_name(model, t), target->bytes);
+    if (!*memory) {
+        return msi_fail_memory(model, msi_tensor_name(model, t), target->largest_bytes);
     }
-    memcpy(*staged, data, (size_t)target->bytes);
-    return MS_RESULT_OK;
+    return msi_copy(model, *memory, !on_device, data, true, target->bytes);
 }
 
 static const char *msi_read_cure(msi_role role) {
-    static const char *const cures[] = {
-        "; ms_set_output keeps an activation",
-        "; early_update = MS_SWITCH_OFF keeps gradients from ms_backward to ms_update",
-        "; a param that is frozen, or that the loss does not depend on, has none",
-        "; a param that is frozen, or that the loss does not depend on, has none"};
-    return cures[role];
+    return role == MSI_ROLE_VALUE ? "; ms_set_output keeps an activation"
+           : role == MSI_ROLE_GRADIENT
+               ? "; early_update = MS_SWITCH_OFF keeps gradients from ms_backward to ms_update"
+               : "; a param that is frozen, or that the loss does not depend on, has none";
+}
+
+/* A value before there is a plan: as it was written, or zeros. */
+static ms_result msi_read_written(ms_model *m, const msi_tensor *t, msi_role role, void *data) {
+    if (t->memory[role]) {
+        const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
+        return msi_copy(m, data, true, t->memory[role], !on_device, t->bytes);
+    }
+    memset(data, 0, (size_t)t->bytes);
+    return MS_RESULT_OK;
 }
 
 MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
@@ -4564,29 +7208,32 @@ MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
     if (t == MSI_NONE) {
         return MS_RESULT_INVALID;
     }
-    msi_tensor *source = &model->graph.tensors.items[t];
+    const msi_tensor *source = &model->graph.tensors.items[t];
     const msi_role role = msi_role_of(tensor);
     if (model->config.dry_run) {
         return msi_fail(model, MS_RESULT_DRY_RUN, "ms_read: a dry run has no memory for \"%s\"",
                         msi_tensor_name(model, t));
     }
-    const bool fixed = msi_is_fixed(source) && role != MSI_ROLE_GRADIENT;
+    const bool fixed =
+        msi_is_fixed(source) && (role != MSI_ROLE_GRADIENT || msi_is_borrowed(source, role));
     if (fixed && !model->plan) {
-        const void *staged = *msi_staged(source, role);
-        if (staged) {
-            memcpy(data, staged, (size_t)source->bytes);
-        } else {
-            memset(data, 0, (size_t)source->bytes);
-        }
-        return MS_RESULT_OK;
+        return msi_read_written(model, source, role, data);
     }
     const void *address = model->plan ? msi_live_address(model, t, role) : NULL;
     if (!address) {
         return msi_fail(model, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory here%s",
                         msi_role_name(role), msi_tensor_name(model, t), msi_read_cure(role));
     }
-    const ms_backend *b = &model->config.backend;
-    return msi_device(model, b->copy_out(b->user, data, address, source->bytes), "copy");
+    return msi_copy(model, data, true, address, msi_is_fixed(source) && source->on_host,
+                    source->bytes);
+}
+
+MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
+    const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
+    if (t == MSI_NONE || !model->plan || model->config.dry_run) {
+        return NULL;
+    }
+    return msi_live_address(model, t, msi_role_of(tensor));
 }
 
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
@@ -4604,15 +7251,15 @@ MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param
     const uint32_t t = model ? msi_value_index(model, param) : MSI_NONE;
     const ms_tensor none = {0};
     if (t == MSI_NONE || model->graph.tensors.items[t].kind != MSI_KIND_PARAM || index < 0 ||
-        index >= msi_state_count(&model->optimizer)) {
+        (uint32_t)index >= msi_state_count(&model->optimizer)) {
         return none;
     }
-    return msi_handle(t, index == 0 ? MSI_ROLE_STATE0 : MSI_ROLE_STATE1);
+    return msi_handle(t, (msi_role)(MSI_ROLE_STATE0 + index));
 }
 
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
-    const ms_shape wrong = {{0, 0, 0, 0, 0, 0}, -1};
+    const ms_shape wrong = {{0, 0, 0, 0, 0, 0}, -1, {0, 0, 0, 0, 0, 0}};
     return t == MSI_NONE ? wrong : model->graph.tensors.items[t].view.shape;
 }
 
@@ -4644,6 +7291,11 @@ MEMSCALE_API ms_result ms_backward(ms_model *model) {
     if (result != MS_RESULT_OK) {
         return result;
     }
+    if (model->stage == MSI_STAGE_FORWARD && !msi_owns_arena(model)) {
+        return msi_fail(model, MS_RESULT_ORDER,
+                        "ms_backward: another model has used the shared arena since ms_forward: "
+                        "call ms_forward again");
+    }
     if (model->stage != MSI_STAGE_FORWARD) {
         return msi_fail(model, MS_RESULT_ORDER,
                         "ms_backward: call ms_forward first (a ms_write after it ends the step)");
@@ -4655,19 +7307,29 @@ MEMSCALE_API ms_result ms_update(ms_model *model) {
     if (!model) {
         return MS_RESULT_INVALID;
     }
-    if (model->stage != MSI_STAGE_BACKWARD || model->busy) {
-        const ms_result result = msi_check_ready(model, "ms_update");
-        return result != MS_RESULT_OK
-                   ? result
-                   : msi_fail(model, MS_RESULT_ORDER, "ms_update: call ms_backward first");
+    if (model->stage == MSI_STAGE_BACKWARD && !model->busy && msi_owns_arena(model)) {
+        return msi_finish_update(model);
     }
-    return msi_finish_update(model);
+    const ms_result result = msi_check_ready(model, "ms_update");
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    if (model->stage == MSI_STAGE_BACKWARD) {
+        return msi_fail(model, MS_RESULT_ORDER,
+                        "ms_update: another model has used the shared arena since ms_backward");
+    }
+    return msi_fail(
+        model, MS_RESULT_ORDER,
+        "ms_update: call ms_backward first; %u of the %u micro-batches of this step are "
+        "done",
+        (unsigned)model->micro, (unsigned)model->store->micro_count);
 }
 
 MEMSCALE_API ms_result ms_step(ms_model *model, double *loss) {
     ms_result result = ms_forward(model, loss);
     result = result == MS_RESULT_OK ? msi_finish_backward(model) : result;
-    return result == MS_RESULT_OK ? msi_finish_update(model) : result;
+    return result == MS_RESULT_OK && model->stage == MSI_STAGE_BACKWARD ? msi_finish_update(model)
+                                                                        : result;
 }
 
 MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
@@ -4676,6 +7338,28 @@ MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
     }
     const ms_result result = msi_check_ready(model, "ms_eval");
     return result == MS_RESULT_OK ? msi_run_forward(model, &model->plan->eval, loss) : result;
+}
+
+MEMSCALE_API ms_result ms_gradient_norm(ms_model *model, double *norm) {
+    if (!model || !norm) {
+        return msi_fail_argument(model, "ms_gradient_norm", "an argument is NULL");
+    }
+    const msi_program *p = model->plan ? &model->plan->train : NULL;
+    if (!p || p->norm == MSI_NONE || model->running != p || !msi_owns_arena(model) ||
+        model->position < p->instructions.count) {
+        return msi_fail(model, MS_RESULT_ORDER,
+                        "ms_gradient_norm: there is no norm here; it stands from an update with "
+                        "grad_clip_norm to the next step or eval");
+    }
+    const ms_backend *b = &model->config.backend;
+    const msi_norm *at = (const msi_norm *)msi_address(model, p, p->norm);
+    double sum;
+    const ms_result result =
+        msi_device(model, b->copy_out(b->user, &sum, &at->sum, sizeof sum), "copy");
+    if (result == MS_RESULT_OK) {
+        *norm = sqrt(sum);
+    }
+    return result;
 }
 
 MEMSCALE_API ms_matrix ms_matrix_of(const ms_view *view) {
@@ -4750,6 +7434,22 @@ MEMSCALE_API ms_result ms_report(const ms_model *model, ms_memory_report *report
     return MS_RESULT_OK;
 }
 
+static const msi_program *msi_program_of(const ms_model *m, ms_program program) {
+    return program == MS_PROGRAM_TRAIN ? &m->plan->train : &m->plan->eval;
+}
+
+MEMSCALE_API ms_result ms_visit_events(const ms_model *model, ms_program program, ms_event_fn visit,
+                                       void *user) {
+    if (!model || !visit || (unsigned)program > MS_PROGRAM_EVAL) {
+        return MS_RESULT_INVALID;
+    }
+    if (!model->plan) {
+        return MS_RESULT_ORDER;
+    }
+    msi_visit(model, msi_program_of(model, program), visit, user);
+    return MS_RESULT_OK;
+}
+
 MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_write_fn write, void *user) {
     if (!model || !write) {
         return MS_RESULT_INVALID;
@@ -4774,11 +7474,11 @@ MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program progra
     if (!model->plan) {
         return MS_RESULT_ORDER;
     }
-    const msi_printer out = {write, user};
-    const msi_program *p = program == MS_PROGRAM_TRAIN ? &model->plan->train : &model->plan->eval;
-    for (uint32_t i = 0; i < p->instructions.count; i++) {
-        msi_print_instruction(model, &out, p, i);
-    }
+    msi_listing to;
+    to.model = model;
+    to.out.write = write;
+    to.out.user = user;
+    msi_visit(model, msi_program_of(model, program), msi_print_event, &to);
     return MS_RESULT_OK;
 }
 

@@ -1,4 +1,5 @@
-/*  nn.h - the layers of transformers for memscale.h, on the CPU: GPT-2 and BERT of any size.
+/*  nn.h - layers for memscale.h, on the CPU: those of transformers, with GPT-2 and BERT of any
+    size, and those of convolutional nets.
 
     A single header for the examples, tests and benchmarks; every function is static. It needs the
     declarations of memscale.h, which it includes, and C99 or C++11. With OpenMP the loops run in
@@ -25,13 +26,17 @@
     lack of memory returns the handle 0 and comes back as the error of ms_wrap.
 
     LETTERS. B batch, T sequence, C channels, V vocabulary, H heads, rows = B * T. All shapes are
-    row-major; a weight is (out, in).
+    row-major; a weight is (out, in). Images are (B, C, height, width).
+
+    AXES. A dim of an input that lies along an axis (ms_along) stays along it in all that is made of
+    it, so that ms_reshape can change the batch of any net and the sequence of a transformer. Make
+    axes with nn_axis, and before the layers.
 
     NUMERICS. float32. No sum depends on the number of threads: sums over rows (gradients of bias,
     weight of a normalization, embedding) are parallel over columns, each column in the order of
     its rows. A block layer runs the same kernels as the operator layers, so without dropout both
     granularities give the same bits. Dropout stands on the embedding and on the two branches of
-    each block; attention probabilities have none.
+    each block; attention probabilities have none. Sums over the images of a batch are in double.
 */
 #ifndef MEMSCALE_NN_H
 #define MEMSCALE_NN_H
@@ -52,14 +57,15 @@
 // ------------------------------------------------------------------------------------------------
 // >>nn public
 
-/* The params of a net with their initial distributions, and the options of its layers. */
+/* The params and buffers of a net with their initial distributions, and the options of its
+   layers. */
 typedef struct nn_net nn_net;
 
 typedef enum nn_init_kind { NN_INIT_ZEROS, NN_INIT_ONES, NN_INIT_NORMAL } nn_init_kind;
 
-/* A param as it was registered; deviation is that of NN_INIT_NORMAL. */
+/* A param or buffer as it was registered; deviation is that of NN_INIT_NORMAL. */
 typedef struct nn_param_info {
-    char name[64]; // such as "h0.qkv.weight"
+    char name[64]; // such as "h0.qkv.weight", "norm1.mean"
     ms_tensor tensor;
     ms_shape shape;
     nn_init_kind init;
@@ -73,9 +79,12 @@ typedef enum nn_granularity {
 
 typedef struct nn_transformer_config {
     int64_t vocabulary;
-    int64_t context; // rows of the position table; at least sequence
+    int64_t context; // rows of the position table; at least the (largest) sequence
     int64_t layers, heads, channels;
     int64_t batch, sequence;
+    /* An axis for ms_reshape, up to this size; 0: none, the size is fixed. The axes stand in the
+       order batch, sequence. */
+    int64_t largest_batch, largest_sequence;
     float dropout; // 0: no dropout layers are registered
     nn_granularity granularity;
     bool save_scores; // attention probabilities are kept for backward; else computed again
@@ -98,8 +107,8 @@ NN_API nn_net *nn_create(ms_model *model);
 /* Frees the net; call it after ms_destroy, since the layers use its options. NULL is fine. */
 NN_API void nn_destroy(nn_net *net);
 
-/* Writes initial values into all params, the same for the same seed on any number of threads.
-   Errors: OUT_OF_MEMORY, and those of ms_write. */
+/* Writes initial values into all params and buffers, the same for the same seed on any number of
+   threads. Errors: OUT_OF_MEMORY, and those of ms_write. */
 NN_API ms_result nn_init(nn_net *net, uint64_t seed);
 
 /* The params in the order of their registration, and one by name (NULL: there is none). */
@@ -107,10 +116,22 @@ NN_API int64_t nn_param_count(const nn_net *net);
 NN_API const nn_param_info *nn_param_at(const nn_net *net, int64_t index);
 NN_API const nn_param_info *nn_find_param(const nn_net *net, const char *name);
 
+/* The same for buffers. */
+NN_API int64_t nn_buffer_count(const nn_net *net);
+NN_API const nn_param_info *nn_buffer_at(const nn_net *net, int64_t index);
+NN_API const nn_param_info *nn_find_buffer(const nn_net *net, const char *name);
+
+/* ms_add_axis, noted in the net: layers that are registered afterwards have workspace for the
+   largest size. */
+NN_API ms_axis nn_axis(nn_net *net, const char *name, int64_t size, int64_t largest);
+
 /* ms_param, with the initial distribution noted in the net. A param of rank 1 (bias, weight of a
    normalization) has no weight decay. */
 NN_API ms_tensor nn_param(nn_net *net, const char *name, ms_shape shape, nn_init_kind init,
                           float deviation);
+
+/* ms_buffer, F32, with initial values. */
+NN_API ms_tensor nn_buffer(nn_net *net, const char *name, ms_shape shape, nn_init_kind init);
 
 /* out (B, T, C) = table[tokens] + positions[t] + segment_table[segments].
    tokens and segments are I32 (B, T); table is (V, C), positions (at least T, C), segment_table
@@ -163,6 +184,51 @@ NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int6
    may overwrite the logits with their gradient, softmax(logits) - onehot(target). */
 NN_API ms_tensor nn_cross_entropy(nn_net *net, const char *name, ms_tensor logits,
                                   ms_tensor targets);
+
+/* max(x, 0). Nair and Hinton, "Rectified Linear Units Improve Restricted Boltzmann Machines",
+   2010, section 2. */
+NN_API ms_tensor nn_relu(nn_net *net, const char *name, ms_tensor x);
+
+/* sqrt(2 / fan_in): the deviation of weights that read fan_in values and lead to a relu. He et
+   al., "Delving Deep into Rectifiers", 2015, equation 10. */
+NN_API float nn_kaiming(int64_t fan_in);
+
+/* Images (B, in, height, width) become (B, out, ...): each output is the sum of weight times the
+   kernel * kernel square around it in all inputs, plus bias; squares are stride apart, and there
+   are `padding` zeros around the image. LeCun et al., "Gradient-Based Learning Applied to Document
+   Recognition", 1998, section II; as a matrix product of one image at a time: Chellapilla, Puri and
+   Simard, "High Performance Convolutional Neural Networks for Document Processing", 2006, section
+   3. New params "<name>.weight" (out, in * kernel * kernel), normal(0, nn_kaiming), and
+   "<name>.bias" (out), zeros. nn_conv2d_tied: with params that exist; bias may be the handle 0. */
+NN_API ms_tensor nn_conv2d(nn_net *net, const char *name, ms_tensor x, int64_t out_channels,
+                           int64_t kernel, int64_t stride, int64_t padding);
+NN_API ms_tensor nn_conv2d_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
+                                ms_tensor bias, int64_t kernel, int64_t stride, int64_t padding);
+
+/* The largest value of each kernel * kernel square of each channel, with the geometry of
+   nn_conv2d; padding, of at most kernel / 2, is never the largest. Saves where the value stood, in
+   I32. Scherer et al., "Evaluation of Pooling Operations in Convolutional Architectures for Object
+   Recognition", 2010, section 3. */
+NN_API ms_tensor nn_max_pool(nn_net *net, const char *name, ms_tensor x, int64_t kernel,
+                             int64_t stride, int64_t padding);
+
+/* Per channel of images, or of (B, C): (x - mean) / sqrt(variance + 1e-5) * weight + bias, by mean
+   and variance of the batch. Each forward also moves the buffers "<name>.mean" and
+   "<name>.variance", zeros and ones at first, a tenth of the way to those of the batch, the
+   variance times n / (n - 1); ms_eval normalises by them. New params "<name>.weight", ones, and
+   "<name>.bias", zeros. Saves mean and 1 / sqrt(...) per channel, from which a recomputation makes
+   the output without summing anything. Ioffe and Szegedy, "Batch Normalization", 2015, algorithms
+   1 and 2. nn_batch_norm_tied: with params that exist, and statistics of its own. */
+NN_API ms_tensor nn_batch_norm(nn_net *net, const char *name, ms_tensor x);
+NN_API ms_tensor nn_batch_norm_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
+                                    ms_tensor bias);
+
+/* The mean of each channel of images: (B, C). Lin, Chen and Yan, "Network In Network", 2014,
+   section 3.2. */
+NN_API ms_tensor nn_average_pool(nn_net *net, const char *name, ms_tensor x);
+
+/* (B, ...) as (B, the rest). */
+NN_API ms_tensor nn_flatten(nn_net *net, const char *name, ms_tensor x);
 
 /* Sizes of a published model: "gpt2-124M", "gpt2-355M", "gpt2-774M", "gpt2-1558M", "bert-base",
    "bert-large". Sets vocabulary, context, layers, heads and channels alone; false: unknown name. */
@@ -722,6 +788,386 @@ NN_API void nn_cross_entropy_backward_kernel(nn_target dlogits, const float *dlo
     }
 }
 
+/* y = max(x, 0), and NaN stays NaN; y may be x. */
+NN_API void nn_relu_kernel(float *y, const float *x, int64_t count) {
+    NN_PARALLEL(count)
+    for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
+        const int64_t end = nn_least(begin + NN_CHUNK, count);
+        NN_SIMD
+        for (int64_t i = begin; i < end; i++) {
+            y[i] = x[i] < 0.0f ? 0.0f : x[i];
+        }
+    }
+}
+
+/* dx = dy where y, the output, is above 0, or dx += that; dx may be y or dy. */
+NN_API void nn_relu_backward_kernel(nn_target dx, const float *dy, const float *y, int64_t count) {
+    if (dx.data == NULL) {
+        return;
+    }
+    float *out = dx.data;
+    const bool adds = dx.beta != 0.0f;
+    NN_PARALLEL(count)
+    for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
+        const int64_t end = nn_least(begin + NN_CHUNK, count);
+        NN_SIMD
+        for (int64_t i = begin; i < end; i++) {
+            const float slope = y[i] > 0.0f ? dy[i] : 0.0f;
+            out[i] = adds ? out[i] + slope : slope;
+        }
+    }
+}
+
+/* Values (images, channels, plane), plane = height * width. */
+typedef struct nn_planes {
+    int64_t images, channels, plane;
+} nn_planes;
+
+NN_API int64_t nn_planes_count(nn_planes n) {
+    return n.images * n.channels * n.plane;
+}
+
+/* sums (channels): over images and plane of x. */
+NN_API void nn_channel_sums_kernel(nn_target sums, const float *x, nn_planes n) {
+    if (sums.data == NULL) {
+        return;
+    }
+    NN_PARALLEL(nn_planes_count(n))
+    for (int64_t c = 0; c < n.channels; c++) {
+        double total = 0.0;
+        for (int64_t b = 0; b < n.images; b++) {
+            total += (double)nn_sum(x + (b * n.channels + c) * n.plane, n.plane);
+        }
+        const float sum = (float)total;
+        nn_store_columns(sums, c, &sum, 1);
+    }
+}
+
+/* means (images, channels) of the planes of x. */
+NN_API void nn_average_kernel(float *means, const float *x, nn_planes n) {
+    NN_PARALLEL(nn_planes_count(n))
+    for (int64_t i = 0; i < n.images * n.channels; i++) {
+        means[i] = nn_sum(x + i * n.plane, n.plane) / (float)n.plane;
+    }
+}
+
+NN_API void nn_average_backward_kernel(nn_target dx, const float *dmeans, nn_planes n) {
+    if (dx.data == NULL) {
+        return;
+    }
+    const bool adds = dx.beta != 0.0f;
+    NN_PARALLEL(nn_planes_count(n))
+    for (int64_t i = 0; i < n.images * n.channels; i++) {
+        const float slope = dmeans[i] / (float)n.plane;
+        float *to = dx.data + i * n.plane;
+        NN_SIMD
+        for (int64_t k = 0; k < n.plane; k++) {
+            to[k] = adds ? to[k] + slope : slope;
+        }
+    }
+}
+
+/* Where a batch normalization takes mean and variance from. */
+typedef enum nn_moments { NN_MOMENTS_OF_BATCH, NN_MOMENTS_RUNNING, NN_MOMENTS_SAVED } nn_moments;
+
+typedef struct nn_batch_norm_values {
+    nn_moments moments;
+    const float *weight, *bias;
+    float *mean, *rstd; // the saved ones; may be NULL unless they are the source
+    float *running_mean, *running_variance; // moved where they are not the source and not NULL
+    float epsilon, momentum;
+} nn_batch_norm_values;
+
+NN_API void nn_channel_moments(const float *x, int64_t channel, nn_planes n, float *mean,
+                               float *variance) {
+    const double count = (double)(n.images * n.plane);
+    double total = 0.0;
+    for (int64_t b = 0; b < n.images; b++) {
+        total += (double)nn_sum(x + (b * n.channels + channel) * n.plane, n.plane);
+    }
+    const float m = (float)(total / count);
+    total = 0.0;
+    for (int64_t b = 0; b < n.images; b++) {
+        const float *from = x + (b * n.channels + channel) * n.plane;
+        float squares;
+        NN_SUM(squares, i, n.plane, (from[i] - m) * (from[i] - m));
+        total += (double)squares;
+    }
+    *mean = m;
+    *variance = (float)(total / count);
+}
+
+/* The variance of a batch of n values is that of all values times (n - 1) / n, on average. */
+NN_API void nn_move_running(const nn_batch_norm_values *v, int64_t channel, float mean,
+                            float variance, int64_t n) {
+    const float keep = 1.0f - v->momentum;
+    const float unbiased = n > 1 ? variance * ((float)n / (float)(n - 1)) : variance;
+    v->running_mean[channel] = keep * v->running_mean[channel] + v->momentum * mean;
+    v->running_variance[channel] = keep * v->running_variance[channel] + v->momentum * unbiased;
+}
+
+/* Mean and 1 / sqrt(variance + epsilon) of a channel, from where v says. */
+NN_API void nn_batch_norm_moments(const nn_batch_norm_values *v, const float *x, int64_t channel,
+                                  nn_planes n, float *mean, float *rstd) {
+    float variance;
+    if (v->moments == NN_MOMENTS_SAVED) {
+        *mean = v->mean[channel];
+        *rstd = v->rstd[channel];
+        return;
+    }
+    if (v->moments == NN_MOMENTS_RUNNING) {
+        *mean = v->running_mean[channel];
+        variance = v->running_variance[channel];
+    } else {
+        nn_channel_moments(x, channel, n, mean, &variance);
+        if (v->running_mean != NULL) {
+            nn_move_running(v, channel, *mean, variance, n.images * n.plane);
+        }
+    }
+    *rstd = 1.0f / sqrtf(variance + v->epsilon);
+    if (v->mean != NULL) {
+        v->mean[channel] = *mean;
+    }
+    if (v->rstd != NULL) {
+        v->rstd[channel] = *rstd;
+    }
+}
+
+/* y may be x. One loop for all sources, so that a recomputation gives the same bits. */
+NN_API void nn_batch_norm_kernel(float *y, const float *x, const nn_batch_norm_values *v,
+                                 nn_planes n) {
+    NN_PARALLEL(nn_planes_count(n))
+    for (int64_t c = 0; c < n.channels; c++) {
+        float mean;
+        float rstd;
+        nn_batch_norm_moments(v, x, c, n, &mean, &rstd);
+        const float weight = v->weight[c];
+        const float bias = v->bias[c];
+        for (int64_t b = 0; b < n.images; b++) {
+            const float *from = x + (b * n.channels + c) * n.plane;
+            float *to = y + (b * n.channels + c) * n.plane;
+            NN_SIMD
+            for (int64_t i = 0; i < n.plane; i++) {
+                to[i] = (from[i] - mean) * rstd * weight + bias;
+            }
+        }
+    }
+}
+
+/* One channel of the gradient of x; slope and product are the channel's gradients of bias and
+   weight over the number of its values. */
+NN_API void nn_batch_norm_backward_channel(nn_target dx, const float *dy, const float *x,
+                                           const nn_batch_norm_values *v, int64_t channel,
+                                           nn_planes n, float slope, float product) {
+    const bool adds = dx.beta != 0.0f;
+    const float mean = v->mean[channel];
+    const float rstd = v->rstd[channel];
+    const float scale = rstd * v->weight[channel];
+    for (int64_t b = 0; b < n.images; b++) {
+        const int64_t begin = (b * n.channels + channel) * n.plane;
+        const float *from = x + begin;
+        const float *above = dy + begin;
+        float *to = dx.data + begin;
+        NN_SIMD
+        for (int64_t i = 0; i < n.plane; i++) {
+            const float normal = (from[i] - mean) * rstd;
+            const float value = (above[i] - slope - normal * product) * scale;
+            to[i] = adds ? to[i] + value : value;
+        }
+    }
+}
+
+/* Gradients from x, dy and the saved mean and rstd; dx may be dy or x. */
+NN_API void nn_batch_norm_backward_kernel(nn_target dx, nn_target dweight, nn_target dbias,
+                                          const float *dy, const float *x,
+                                          const nn_batch_norm_values *v, nn_planes n) {
+    NN_PARALLEL(nn_planes_count(n))
+    for (int64_t c = 0; c < n.channels; c++) {
+        const double count = (double)(n.images * n.plane);
+        const float mean = v->mean[c];
+        const float rstd = v->rstd[c];
+        double slopes = 0.0;
+        double products = 0.0;
+        for (int64_t b = 0; b < n.images; b++) {
+            const float *from = x + (b * n.channels + c) * n.plane;
+            const float *above = dy + (b * n.channels + c) * n.plane;
+            float product;
+            NN_SUM(product, i, n.plane, above[i] * ((from[i] - mean) * rstd));
+            products += (double)product;
+            slopes += (double)nn_sum(above, n.plane);
+        }
+        const float sums[2] = {(float)slopes, (float)products};
+        if (dbias.data != NULL) {
+            nn_store_columns(dbias, c, &sums[0], 1);
+        }
+        if (dweight.data != NULL) {
+            nn_store_columns(dweight, c, &sums[1], 1);
+        }
+        if (dx.data != NULL) {
+            nn_batch_norm_backward_channel(dx, dy, x, v, c, n, (float)(slopes / count),
+                                           (float)(products / count));
+        }
+    }
+}
+
+/* Squares of kernel * kernel values that slide over images (images, channels, height, width) with
+   padding around them. */
+typedef struct nn_window {
+    int64_t images, channels, height, width;
+    int64_t kernel, stride, padding;
+    int64_t out_height, out_width; // below 1: the kernel does not fit
+} nn_window;
+
+NN_API nn_window nn_window_of(ms_shape x, int64_t kernel, int64_t stride, int64_t padding) {
+    nn_window w;
+    w.images = x.dim[0];
+    w.channels = x.dim[1];
+    w.height = x.dim[2];
+    w.width = x.dim[3];
+    w.kernel = kernel;
+    w.stride = stride;
+    w.padding = padding;
+    const int64_t down = w.height + 2 * padding - kernel;
+    const int64_t across = w.width + 2 * padding - kernel;
+    w.out_height = down < 0 ? 0 : down / stride + 1;
+    w.out_width = across < 0 ? 0 : across / stride + 1;
+    return w;
+}
+
+/* Squares begin ... end - 1 are those whose element at this offset (from the first pixel, in the
+   first square) lies inside an image of this extent; count: how many squares there are. */
+typedef struct nn_span {
+    int64_t begin, end;
+} nn_span;
+
+NN_API nn_span nn_span_of(int64_t offset, int64_t stride, int64_t extent, int64_t count) {
+    nn_span span;
+    span.end = extent > offset ? nn_least((extent - 1 - offset) / stride + 1, count) : 0;
+    span.begin = offset < 0 ? nn_least((stride - 1 - offset) / stride, span.end) : 0;
+    return span;
+}
+
+/* columns (channels * kernel * kernel, out_height * out_width): row (c, i, j) has the element
+   (i, j) of every square of channel c of one image. */
+NN_API void nn_columns_kernel(float *columns, const float *image, const nn_window *w) {
+    const int64_t area = w->kernel * w->kernel;
+    NN_PARALLEL(w->channels * area * w->out_height * w->out_width)
+    for (int64_t row = 0; row < w->channels * area; row++) {
+        const int64_t top = row % area / w->kernel - w->padding;
+        const int64_t left = row % w->kernel - w->padding;
+        const nn_span down = nn_span_of(top, w->stride, w->height, w->out_height);
+        const nn_span across = nn_span_of(left, w->stride, w->width, w->out_width);
+        for (int64_t y = 0; y < w->out_height; y++) {
+            float *to = columns + (row * w->out_height + y) * w->out_width;
+            if (y < down.begin || y >= down.end) {
+                memset(to, 0, (size_t)w->out_width * sizeof *to);
+                continue;
+            }
+            const float *from = image + (row / area * w->height + y * w->stride + top) * w->width;
+            for (int64_t x = 0; x < across.begin; x++) {
+                to[x] = 0.0f;
+            }
+            if (w->stride == 1 && across.begin < across.end) {
+                memcpy(to + across.begin, from + across.begin + left,
+                       (size_t)(across.end - across.begin) * sizeof *to);
+            } else {
+                for (int64_t x = across.begin; x < across.end; x++) {
+                    to[x] = from[x * w->stride + left];
+                }
+            }
+            for (int64_t x = across.end; x < w->out_width; x++) {
+                to[x] = 0.0f;
+            }
+        }
+    }
+}
+
+/* The way back: every pixel of one image gets the sum of its places in columns. */
+NN_API void nn_columns_backward_kernel(nn_target image, const float *columns, const nn_window *w) {
+    const int64_t area = w->kernel * w->kernel;
+    const int64_t plane = w->height * w->width;
+    NN_PARALLEL(w->channels * area * w->out_height * w->out_width)
+    for (int64_t c = 0; c < w->channels; c++) {
+        float *channel = image.data + c * plane;
+        if (image.beta == 0.0f) {
+            memset(channel, 0, (size_t)plane * sizeof *channel);
+        }
+        for (int64_t element = 0; element < area; element++) {
+            const int64_t top = element / w->kernel - w->padding;
+            const int64_t left = element % w->kernel - w->padding;
+            const nn_span down = nn_span_of(top, w->stride, w->height, w->out_height);
+            const nn_span across = nn_span_of(left, w->stride, w->width, w->out_width);
+            for (int64_t y = down.begin; y < down.end; y++) {
+                const float *from =
+                    columns + ((c * area + element) * w->out_height + y) * w->out_width;
+                float *to = channel + (y * w->stride + top) * w->width;
+                NN_SIMD
+                for (int64_t x = across.begin; x < across.end; x++) {
+                    to[x * w->stride + left] += from[x];
+                }
+            }
+        }
+    }
+}
+
+/* The place of the largest of the square (y, x) in its plane; of equal ones the first, and of NaN
+   and a number NaN. */
+NN_API int64_t nn_largest_place(const float *plane, const nn_window *w, int64_t y, int64_t x) {
+    const int64_t top = y * w->stride - w->padding;
+    const int64_t left = x * w->stride - w->padding;
+    const int64_t bottom = nn_least(top + w->kernel, w->height);
+    const int64_t right = nn_least(left + w->kernel, w->width);
+    int64_t place = -1;
+    for (int64_t i = top < 0 ? 0 : top; i < bottom; i++) {
+        for (int64_t k = left < 0 ? 0 : left; k < right; k++) {
+            const float value = plane[i * w->width + k];
+            if (place < 0 || value > plane[place] || value != value) {
+                place = i * w->width + k;
+            }
+        }
+    }
+    return place;
+}
+
+/* y (images, channels, out_height, out_width) and the places of its values in the planes of x;
+   places may be NULL. */
+NN_API void nn_max_pool_kernel(float *y, int32_t *places, const float *x, const nn_window *w) {
+    const int64_t plane = w->height * w->width;
+    NN_PARALLEL(w->images * w->channels * plane)
+    for (int64_t p = 0; p < w->images * w->channels; p++) {
+        const float *from = x + p * plane;
+        for (int64_t i = 0; i < w->out_height; i++) {
+            for (int64_t k = 0; k < w->out_width; k++) {
+                const int64_t at = (p * w->out_height + i) * w->out_width + k;
+                const int64_t place = nn_largest_place(from, w, i, k);
+                y[at] = from[place];
+                if (places != NULL) {
+                    places[at] = (int32_t)place;
+                }
+            }
+        }
+    }
+}
+
+NN_API void nn_max_pool_backward_kernel(nn_target dx, const float *dy, const int32_t *places,
+                                        const nn_window *w) {
+    if (dx.data == NULL) {
+        return;
+    }
+    const int64_t plane = w->height * w->width;
+    const int64_t out_plane = w->out_height * w->out_width;
+    NN_PARALLEL(w->images * w->channels * plane)
+    for (int64_t p = 0; p < w->images * w->channels; p++) {
+        float *to = dx.data + p * plane;
+        if (dx.beta == 0.0f) {
+            memset(to, 0, (size_t)plane * sizeof *to);
+        }
+        for (int64_t i = p * out_plane; i < (p + 1) * out_plane; i++) {
+            to[places[i]] += dy[i];
+        }
+    }
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>nn products  kernels on top of ms_gemm; they return its result
 
@@ -872,6 +1318,9 @@ NN_API int nn_attention_head(const ms_call *call, float *out, float *scores, con
         const nn_band band = nn_band_of(n, head, begin);
         float *p = scores != NULL ? scores + band.scores : work;
         result = nn_scores_kernel(call, p, qkv, &band, n);
+        for (int64_t r = 0; scores != NULL && r < band.rows; r++) { // no key of the band's queries
+            memset(p + r * n.sequence + band.keys, 0, (size_t)(n.sequence - band.keys) * sizeof *p);
+        }
         if (result == 0) {
             result = (int)ms_gemm(call, 1.0f, nn_matrix(p, band.rows, band.keys, n.sequence),
                                   nn_matrix(qkv + band.v, band.keys, n.size, band.qkv_stride), 0.0f,
@@ -983,6 +1432,90 @@ NN_API int nn_attention_backward_kernel(const ms_call *call, nn_target dqkv, con
     return results[0];
 }
 
+/* A convolution reads each pixel once, and in order: the image itself has the shape of columns. */
+NN_API bool nn_is_pointwise(const nn_window *w) {
+    return w->kernel == 1 && w->stride == 1 && w->padding == 0;
+}
+
+/* Rows and columns of nn_columns_kernel. */
+NN_API int64_t nn_window_depth(const nn_window *w) {
+    return w->channels * w->kernel * w->kernel;
+}
+
+NN_API int64_t nn_window_places(const nn_window *w) {
+    return w->out_height * w->out_width;
+}
+
+NN_API uint64_t nn_conv2d_workspace(const nn_window *w) {
+    return nn_is_pointwise(w)
+               ? 0
+               : (uint64_t)(nn_window_depth(w) * nn_window_places(w)) * sizeof(float);
+}
+
+/* The columns of image number `image` of x: in work, or where they stand. */
+NN_API const float *nn_columns_of(float *work, const float *x, int64_t image, const nn_window *w) {
+    const float *from = x + image * w->channels * w->height * w->width;
+    if (nn_is_pointwise(w)) {
+        return from;
+    }
+    nn_columns_kernel(work, from, w);
+    return work;
+}
+
+/* y (images, out, places) = weight (out, depth) * columns of x + bias; bias may be NULL. */
+NN_API int nn_conv2d_kernel(const ms_call *call, float *y, const float *x, const float *weight,
+                            const float *bias, int64_t out, const nn_window *w) {
+    const int64_t depth = nn_window_depth(w);
+    const int64_t places = nn_window_places(w);
+    int result = 0;
+    for (int64_t b = 0; b < w->images && result == 0; b++) {
+        const float *columns = nn_columns_of((float *)call->workspace, x, b, w);
+        float *to = y + b * out * places;
+        for (int64_t o = 0; bias != NULL && o < out; o++) {
+            for (int64_t i = 0; i < places; i++) {
+                to[o * places + i] = bias[o];
+            }
+        }
+        result = (int)ms_gemm(call, 1.0f, nn_matrix(weight, out, depth, depth),
+                              nn_matrix(columns, depth, places, places), bias != NULL ? 1.0f : 0.0f,
+                              nn_matrix(to, out, places, places));
+    }
+    return result;
+}
+
+/* Image by image: dweight += dy * transpose(columns); dx gets transpose(weight) * dy, folded back.
+   An image is read before its gradient is written, so dx may be x. */
+NN_API int nn_conv2d_backward_kernel(const ms_call *call, nn_target dx, nn_target dweight,
+                                     const float *dy, const float *x, const float *weight,
+                                     int64_t out, const nn_window *w) {
+    const int64_t depth = nn_window_depth(w);
+    const int64_t places = nn_window_places(w);
+    float *work = (float *)call->workspace;
+    int result = 0;
+    for (int64_t b = 0; b < w->images && result == 0; b++) {
+        const ms_matrix slope = nn_matrix(dy + b * out * places, out, places, places);
+        if (dweight.data != NULL) {
+            const float *columns = nn_columns_of(work, x, b, w);
+            result = (int)ms_gemm(
+                call, 1.0f, slope, ms_transpose(nn_matrix(columns, depth, places, places)),
+                b == 0 ? dweight.beta : 1.0f, nn_matrix(dweight.data, out, depth, depth));
+        }
+        if (dx.data == NULL || result != 0) {
+            continue;
+        }
+        const bool direct = nn_is_pointwise(w);
+        const nn_target to =
+            nn_target_of(dx.data + b * w->channels * w->height * w->width, dx.beta);
+        result = (int)ms_gemm(call, 1.0f, ms_transpose(nn_matrix(weight, out, depth, depth)), slope,
+                              direct ? to.beta : 0.0f,
+                              nn_matrix(direct ? to.data : work, depth, places, places));
+        if (!direct) {
+            nn_columns_backward_kernel(to, work, w);
+        }
+    }
+    return result;
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>nn options and net
 
@@ -999,16 +1532,21 @@ enum {
 /* What a layer cannot see from its views. Layers with equal options share one. */
 typedef struct nn_options {
     struct nn_options *next;
-    int64_t heads;
-    float dropout, epsilon;
+    int64_t heads, kernel, stride, padding;
+    float dropout, epsilon, momentum;
     uint32_t flags;
 } nn_options;
+
+typedef struct nn_table {
+    nn_param_info *infos;
+    int64_t count, capacity;
+} nn_table;
 
 struct nn_net {
     ms_model *model;
     nn_options *options;
-    nn_param_info *params;
-    int64_t param_count, param_capacity;
+    nn_table params, buffers;
+    int64_t axis_size[MS_LIMIT_AXES], axis_largest[MS_LIMIT_AXES]; // 0: not made by nn_axis
 };
 
 typedef struct nn_name {
@@ -1038,7 +1576,8 @@ NN_API void nn_destroy(nn_net *net) {
         free(net->options);
         net->options = next;
     }
-    free(net->params);
+    free(net->params.infos);
+    free(net->buffers.infos);
     free(net);
 }
 
@@ -1064,11 +1603,17 @@ NN_API bool nn_reserve(void **array, size_t element_bytes, int64_t count, int64_
     return true;
 }
 
-NN_API nn_options *nn_options_of(nn_net *net, int64_t heads, float dropout, float epsilon,
-                                 uint32_t flags) {
+NN_API bool nn_options_equal(const nn_options *a, const nn_options *b) {
+    const float of_a[] = {a->dropout, a->epsilon, a->momentum};
+    const float of_b[] = {b->dropout, b->epsilon, b->momentum};
+    return a->heads == b->heads && a->kernel == b->kernel && a->stride == b->stride &&
+           a->padding == b->padding && a->flags == b->flags && memcmp(of_a, of_b, sizeof of_a) == 0;
+}
+
+/* Options like these that live as long as the net. */
+NN_API nn_options *nn_options_like(nn_net *net, const nn_options *wanted) {
     for (nn_options *o = net->options; o != NULL; o = o->next) {
-        if (o->heads == heads && o->flags == flags && !(o->dropout < dropout) &&
-            !(o->dropout > dropout) && !(o->epsilon < epsilon) && !(o->epsilon > epsilon)) {
+        if (nn_options_equal(o, wanted)) {
             return o;
         }
     }
@@ -1077,51 +1622,124 @@ NN_API nn_options *nn_options_of(nn_net *net, int64_t heads, float dropout, floa
         nn_refuse(net, "nn: no memory for options");
         return NULL;
     }
-    made->heads = heads;
-    made->dropout = dropout;
-    made->epsilon = epsilon;
-    made->flags = flags;
+    *made = *wanted;
     made->next = net->options;
     net->options = made;
     return made;
 }
 
-NN_API ms_tensor nn_param(nn_net *net, const char *name, ms_shape shape, nn_init_kind init,
-                          float deviation) {
-    void *array = net->params;
-    const bool room =
-        nn_reserve(&array, sizeof *net->params, net->param_count, &net->param_capacity);
-    net->params = (nn_param_info *)array;
-    if (!room) {
-        return nn_refuse(net, "nn: no memory for a param");
+NN_API nn_options *nn_options_of(nn_net *net, int64_t heads, float dropout, float epsilon,
+                                 uint32_t flags) {
+    nn_options wanted;
+    memset(&wanted, 0, sizeof wanted);
+    wanted.heads = heads;
+    wanted.dropout = dropout;
+    wanted.epsilon = epsilon;
+    wanted.flags = flags;
+    return nn_options_like(net, &wanted);
+}
+
+NN_API nn_options *nn_window_options(nn_net *net, int64_t kernel, int64_t stride, int64_t padding,
+                                     uint32_t flags) {
+    nn_options wanted;
+    memset(&wanted, 0, sizeof wanted);
+    wanted.kernel = kernel;
+    wanted.stride = stride;
+    wanted.padding = padding;
+    wanted.flags = flags;
+    return nn_options_like(net, &wanted);
+}
+
+NN_API ms_axis nn_axis(nn_net *net, const char *name, int64_t size, int64_t largest) {
+    const ms_axis axis = ms_add_axis(net->model, name, size, largest);
+    const ms_shape along = ms_along(ms_shape1(size), 0, axis);
+    for (int a = 0; a < MS_LIMIT_AXES; a++) {
+        if (axis.id != 0 && (along.axes[0] >> a & 1) != 0) {
+            net->axis_size[a] = size;
+            net->axis_largest[a] = largest;
+        }
     }
-    nn_param_info *info = &net->params[net->param_count++];
+    return axis;
+}
+
+/* A new entry of a table, without its tensor; NULL: no memory. */
+NN_API nn_param_info *nn_note(nn_net *net, nn_table *table, const char *name, ms_shape shape,
+                              nn_init_kind init, float deviation) {
+    void *array = table->infos;
+    const bool room = nn_reserve(&array, sizeof *table->infos, table->count, &table->capacity);
+    table->infos = (nn_param_info *)array;
+    if (!room) {
+        nn_refuse(net, "nn: no memory for a param or buffer");
+        return NULL;
+    }
+    nn_param_info *info = &table->infos[table->count++];
+    memset(info, 0, sizeof *info);
     snprintf(info->name, sizeof info->name, "%s", name);
-    info->tensor = ms_param(net->model, name, MS_DTYPE_F32, shape);
     info->shape = shape;
     info->init = init;
     info->deviation = deviation;
+    return info;
+}
+
+NN_API ms_tensor nn_param(nn_net *net, const char *name, ms_shape shape, nn_init_kind init,
+                          float deviation) {
+    const ms_tensor none = {0};
+    nn_param_info *info = nn_note(net, &net->params, name, shape, init, deviation);
+    if (info == NULL) {
+        return none;
+    }
+    info->tensor = ms_param(net->model, name, MS_DTYPE_F32, shape);
     if (shape.rank == 1 && info->tensor.id != 0) {
         ms_set_weight_decay(net->model, info->tensor, 0.0f);
     }
     return info->tensor;
 }
 
-NN_API int64_t nn_param_count(const nn_net *net) {
-    return net->param_count;
+NN_API ms_tensor nn_buffer(nn_net *net, const char *name, ms_shape shape, nn_init_kind init) {
+    const ms_tensor none = {0};
+    nn_param_info *info = nn_note(net, &net->buffers, name, shape, init, 0.0f);
+    if (info == NULL) {
+        return none;
+    }
+    info->tensor = ms_buffer(net->model, name, MS_DTYPE_F32, shape);
+    return info->tensor;
 }
 
-NN_API const nn_param_info *nn_param_at(const nn_net *net, int64_t index) {
-    return index >= 0 && index < net->param_count ? &net->params[index] : NULL;
+NN_API const nn_param_info *nn_table_at(const nn_table *table, int64_t index) {
+    return index >= 0 && index < table->count ? &table->infos[index] : NULL;
 }
 
-NN_API const nn_param_info *nn_find_param(const nn_net *net, const char *name) {
-    for (int64_t i = 0; i < net->param_count; i++) {
-        if (strcmp(net->params[i].name, name) == 0) {
-            return &net->params[i];
+NN_API const nn_param_info *nn_table_find(const nn_table *table, const char *name) {
+    for (int64_t i = 0; i < table->count; i++) {
+        if (strcmp(table->infos[i].name, name) == 0) {
+            return &table->infos[i];
         }
     }
     return NULL;
+}
+
+NN_API int64_t nn_param_count(const nn_net *net) {
+    return net->params.count;
+}
+
+NN_API const nn_param_info *nn_param_at(const nn_net *net, int64_t index) {
+    return nn_table_at(&net->params, index);
+}
+
+NN_API const nn_param_info *nn_find_param(const nn_net *net, const char *name) {
+    return nn_table_find(&net->params, name);
+}
+
+NN_API int64_t nn_buffer_count(const nn_net *net) {
+    return net->buffers.count;
+}
+
+NN_API const nn_param_info *nn_buffer_at(const nn_net *net, int64_t index) {
+    return nn_table_at(&net->buffers, index);
+}
+
+NN_API const nn_param_info *nn_find_buffer(const nn_net *net, const char *name) {
+    return nn_table_find(&net->buffers, name);
 }
 
 /* Box and Muller, "A Note on the Generation of Random Normal Deviates", 1958: two a time. */
@@ -1150,22 +1768,20 @@ NN_API void nn_constant_kernel(float *values, int64_t count, float constant) {
     }
 }
 
-NN_API ms_result nn_init(nn_net *net, uint64_t seed) {
-    uint64_t largest = 1;
-    for (int64_t i = 0; i < net->param_count; i++) {
-        const uint64_t count = ms_shape_count(&net->params[i].shape);
+NN_API uint64_t nn_table_largest(const nn_table *table) {
+    uint64_t largest = 0;
+    for (int64_t i = 0; i < table->count; i++) {
+        const uint64_t count = ms_shape_count(&table->infos[i].shape);
         largest = count > largest ? count : largest;
     }
-    if (largest > SIZE_MAX / sizeof(float)) {
-        return MS_RESULT_OUT_OF_MEMORY;
-    }
-    float *values = (float *)malloc((size_t)largest * sizeof *values);
-    if (values == NULL) {
-        return MS_RESULT_OUT_OF_MEMORY;
-    }
+    return largest;
+}
+
+/* values has room for the largest of the table. */
+NN_API ms_result nn_init_table(nn_net *net, const nn_table *table, float *values, uint64_t seed) {
     ms_result result = MS_RESULT_OK;
-    for (int64_t i = 0; i < net->param_count && result == MS_RESULT_OK; i++) {
-        const nn_param_info *info = &net->params[i];
+    for (int64_t i = 0; i < table->count && result == MS_RESULT_OK; i++) {
+        const nn_param_info *info = &table->infos[i];
         const int64_t count = (int64_t)ms_shape_count(&info->shape);
         if (info->init == NN_INIT_NORMAL) {
             nn_normal_kernel(values, count, info->deviation, nn_mix(seed ^ nn_mix((uint64_t)i)));
@@ -1173,6 +1789,24 @@ NN_API ms_result nn_init(nn_net *net, uint64_t seed) {
             nn_constant_kernel(values, count, info->init == NN_INIT_ONES ? 1.0f : 0.0f);
         }
         result = ms_write(net->model, info->tensor, values);
+    }
+    return result;
+}
+
+NN_API ms_result nn_init(nn_net *net, uint64_t seed) {
+    const uint64_t params = nn_table_largest(&net->params);
+    const uint64_t buffers = nn_table_largest(&net->buffers);
+    const uint64_t largest = params > buffers ? params : buffers;
+    if (largest > SIZE_MAX / sizeof(float)) {
+        return MS_RESULT_OUT_OF_MEMORY;
+    }
+    float *values = (float *)malloc((size_t)(largest + 1) * sizeof *values);
+    if (values == NULL) {
+        return MS_RESULT_OUT_OF_MEMORY;
+    }
+    ms_result result = nn_init_table(net, &net->params, values, seed);
+    if (result == MS_RESULT_OK) {
+        result = nn_init_table(net, &net->buffers, values, nn_mix(seed));
     }
     free(values);
     return result;
@@ -1393,6 +2027,129 @@ NN_API int nn_cross_entropy_backward(const ms_call *call) {
     return 0;
 }
 
+NN_API int nn_relu_forward(const ms_call *call) {
+    nn_relu_kernel(nn_floats(&call->out[0]), nn_floats(&call->in[0]), nn_count(&call->in[0]));
+    return 0;
+}
+
+NN_API int nn_relu_backward(const ms_call *call) {
+    nn_relu_backward_kernel(nn_gradient_of(&call->grad_in[0]), nn_floats(&call->grad_out[0]),
+                            nn_floats(&call->out[0]), nn_count(&call->out[0]));
+    return 0;
+}
+
+/* (B, C, ...): all dims behind the channels are one plane. */
+NN_API nn_planes nn_planes_of(ms_shape shape) {
+    nn_planes n;
+    n.images = shape.dim[0];
+    n.channels = shape.dim[1];
+    n.plane = (int64_t)ms_shape_count(&shape) / (n.images * n.channels);
+    return n;
+}
+
+NN_API nn_window nn_window_in(const ms_call *call) {
+    const nn_options *o = nn_options_in(call);
+    return nn_window_of(call->in[0].shape, o->kernel, o->stride, o->padding);
+}
+
+NN_API int nn_conv2d_forward(const ms_call *call) {
+    const bool biased = (nn_options_in(call)->flags & NN_BIAS) != 0;
+    const nn_window w = nn_window_in(call);
+    return nn_conv2d_kernel(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
+                            nn_floats(&call->param[0]), biased ? nn_floats(&call->param[1]) : NULL,
+                            call->param[0].shape.dim[0], &w);
+}
+
+NN_API int nn_conv2d_backward(const ms_call *call) {
+    const bool biased = (nn_options_in(call)->flags & NN_BIAS) != 0;
+    const nn_window w = nn_window_in(call);
+    const float *dy = nn_floats(&call->grad_out[0]);
+    nn_channel_sums_kernel(biased ? nn_gradient_of(&call->grad_param[1]) : nn_target_of(NULL, 0.0f),
+                           dy, nn_planes_of(call->grad_out[0].shape));
+    return nn_conv2d_backward_kernel(
+        call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]), dy,
+        nn_floats(&call->in[0]), nn_floats(&call->param[0]), call->param[0].shape.dim[0], &w);
+}
+
+NN_API int nn_max_pool_forward(const ms_call *call) {
+    const nn_window w = nn_window_in(call);
+    nn_max_pool_kernel(nn_floats(&call->out[0]), nn_integers(&call->saved[0]),
+                       nn_floats(&call->in[0]), &w);
+    return 0;
+}
+
+NN_API int nn_max_pool_backward(const ms_call *call) {
+    const nn_window w = nn_window_in(call);
+    nn_max_pool_backward_kernel(nn_gradient_of(&call->grad_in[0]), nn_floats(&call->grad_out[0]),
+                                nn_integers(&call->saved[0]), &w);
+    return 0;
+}
+
+NN_API nn_batch_norm_values nn_batch_norm_values_of(const ms_call *call, nn_moments moments) {
+    nn_batch_norm_values v;
+    memset(&v, 0, sizeof v);
+    v.moments = moments;
+    v.weight = nn_floats(&call->param[0]);
+    v.bias = nn_floats(&call->param[1]);
+    v.mean = nn_floats(&call->saved[0]);
+    v.rstd = nn_floats(&call->saved[1]);
+    v.epsilon = nn_options_in(call)->epsilon;
+    v.momentum = nn_options_in(call)->momentum;
+    if (call->phase == MS_PHASE_FORWARD || call->phase == MS_PHASE_EVAL) {
+        v.running_mean = nn_floats(&call->state[0]);
+        v.running_variance = nn_floats(&call->state[1]);
+    }
+    return v;
+}
+
+NN_API int nn_batch_norm_forward(const ms_call *call) {
+    const nn_batch_norm_values v = nn_batch_norm_values_of(
+        call, call->phase == MS_PHASE_EVAL ? NN_MOMENTS_RUNNING : NN_MOMENTS_OF_BATCH);
+    nn_batch_norm_kernel(nn_floats(&call->out[0]), nn_floats(&call->in[0]), &v,
+                         nn_planes_of(call->in[0].shape));
+    return 0;
+}
+
+NN_API int nn_batch_norm_recompute(const ms_call *call) {
+    const nn_batch_norm_values v = nn_batch_norm_values_of(call, NN_MOMENTS_SAVED);
+    nn_batch_norm_kernel(nn_floats(&call->out[0]), nn_floats(&call->in[0]), &v,
+                         nn_planes_of(call->in[0].shape));
+    return 0;
+}
+
+NN_API int nn_batch_norm_backward(const ms_call *call) {
+    const nn_batch_norm_values v = nn_batch_norm_values_of(call, NN_MOMENTS_SAVED);
+    nn_batch_norm_backward_kernel(
+        nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]),
+        nn_gradient_of(&call->grad_param[1]), nn_floats(&call->grad_out[0]),
+        nn_floats(&call->in[0]), &v, nn_planes_of(call->in[0].shape));
+    return 0;
+}
+
+NN_API int nn_average_pool_forward(const ms_call *call) {
+    nn_average_kernel(nn_floats(&call->out[0]), nn_floats(&call->in[0]),
+                      nn_planes_of(call->in[0].shape));
+    return 0;
+}
+
+NN_API int nn_average_pool_backward(const ms_call *call) {
+    nn_average_backward_kernel(nn_gradient_of(&call->grad_in[0]), nn_floats(&call->grad_out[0]),
+                               nn_planes_of(call->in[0].shape));
+    return 0;
+}
+
+NN_API int nn_flatten_forward(const ms_call *call) {
+    nn_pass_kernel(nn_target_of(nn_floats(&call->out[0]), 0.0f), nn_floats(&call->in[0]),
+                   nn_count(&call->in[0]));
+    return 0;
+}
+
+NN_API int nn_flatten_backward(const ms_call *call) {
+    nn_pass_kernel(nn_gradient_of(&call->grad_in[0]), nn_floats(&call->grad_out[0]),
+                   nn_count(&call->grad_out[0]));
+    return 0;
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>nn layers
 
@@ -1420,10 +2177,45 @@ NN_API double nn_elements(ms_shape shape) {
     return (double)ms_shape_count(&shape);
 }
 
-/* shape with another last axis. */
+/* The shape with another last dim, of a size that no axis changes. */
 NN_API ms_shape nn_with_last(ms_shape shape, int64_t last) {
     if (shape.rank > 0) {
         shape.dim[shape.rank - 1] = last;
+        shape.axes[shape.rank - 1] = 0;
+    }
+    return shape;
+}
+
+/* The axes that the dims begin ... end - 1 lie along. */
+NN_API uint8_t nn_axes(ms_shape shape, int32_t begin, int32_t end) {
+    unsigned axes = 0;
+    for (int32_t i = begin; i < end; i++) {
+        axes |= shape.axes[i];
+    }
+    return (uint8_t)axes;
+}
+
+/* (rows, columns) for the rows of a shape, along the axes that these lie along. */
+NN_API ms_shape nn_per_row(ms_shape shape, int64_t columns) {
+    ms_shape rows = ms_shape2(nn_rows(shape), columns);
+    rows.axes[0] = nn_axes(shape, 0, shape.rank - 1);
+    return rows;
+}
+
+/* Of one size, and of one for every size of the axes. */
+NN_API bool nn_counts_match(ms_shape a, ms_shape b) {
+    return ms_shape_count(&a) == ms_shape_count(&b) &&
+           nn_axes(a, 0, a.rank) == nn_axes(b, 0, b.rank);
+}
+
+/* The shape when all its axes have their largest sizes. */
+NN_API ms_shape nn_largest(const nn_net *net, ms_shape shape) {
+    for (int32_t i = 0; i < shape.rank; i++) {
+        for (int a = 0; a < MS_LIMIT_AXES; a++) {
+            if ((shape.axes[i] >> a & 1) != 0 && net->axis_size[a] != 0) {
+                shape.dim[i] = shape.dim[i] / net->axis_size[a] * net->axis_largest[a];
+            }
+        }
     }
     return shape;
 }
@@ -1435,7 +2227,8 @@ NN_API ms_tensor nn_embedding(nn_net *net, const char *name, ms_tensor tokens, m
     if (ids.rank != 2) {
         return nn_refuse(net, "nn_embedding: tokens must be (B, T)");
     }
-    if (positions.id != 0 && ms_tensor_shape(net->model, positions).dim[0] < ids.dim[1]) {
+    if (positions.id != 0 &&
+        ms_tensor_shape(net->model, positions).dim[0] < nn_largest(net, ids).dim[1]) {
         return nn_refuse(net, "nn_embedding: fewer positions than T");
     }
     const uint32_t flags =
@@ -1451,8 +2244,9 @@ NN_API ms_tensor nn_embedding(nn_net *net, const char *name, ms_tensor tokens, m
         desc.param[2] = segment_table;
         desc.backward_reads.in = 3;
     }
-    const ms_shape out =
-        ms_shape3(ids.dim[0], ids.dim[1], nn_last(ms_tensor_shape(net->model, table)));
+    ms_shape out = ids;
+    out.rank = 3;
+    out = nn_with_last(out, nn_last(ms_tensor_shape(net->model, table)));
     desc.flops = nn_elements(out) * 2.0;
     return nn_register(net, &desc, out);
 }
@@ -1520,8 +2314,8 @@ NN_API ms_tensor nn_layernorm_tied(nn_net *net, const char *name, ms_tensor x, m
     desc.in[0] = x;
     desc.param[0] = weight;
     desc.param[1] = bias;
-    desc.saved[0] = nn_saved(net, name, "mean", ms_shape1(nn_rows(shape)));
-    desc.saved[1] = nn_saved(net, name, "rstd", ms_shape1(nn_rows(shape)));
+    desc.saved[0] = nn_saved(net, name, "mean", nn_per_row(shape, 1));
+    desc.saved[1] = nn_saved(net, name, "rstd", nn_per_row(shape, 1));
     desc.backward_reads.in = 1;
     desc.backward_reads.saved = 3;
     desc.backward_reads.param = 1;
@@ -1561,7 +2355,7 @@ NN_API ms_tensor nn_gelu_erf(nn_net *net, const char *name, ms_tensor x) {
 NN_API ms_tensor nn_add(nn_net *net, const char *name, ms_tensor a, ms_tensor b) {
     const ms_shape shape = ms_tensor_shape(net->model, a);
     const ms_shape other = ms_tensor_shape(net->model, b);
-    if (ms_shape_count(&shape) != ms_shape_count(&other)) {
+    if (!nn_counts_match(shape, other)) {
         return nn_refuse(net, "nn_add: the sizes differ");
     }
     ms_layer_desc desc =
@@ -1607,6 +2401,7 @@ NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int6
         return nn_refuse(net, "nn_attention: qkv must be (B, T, 3 * heads * size)");
     }
     const nn_attention_size n = nn_attention_size_of(shape, heads, causal);
+    const nn_attention_size largest = nn_attention_size_of(nn_largest(net, shape), heads, causal);
     const uint32_t flags =
         (causal ? (uint32_t)NN_CAUSAL : 0) | (save_scores ? (uint32_t)NN_SAVE_SCORES : 0);
     ms_layer_desc desc = nn_desc(name, nn_attention_forward, nn_attention_backward,
@@ -1614,34 +2409,212 @@ NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int6
     desc.in[0] = qkv;
     desc.backward_reads.in = 1;
     if (save_scores) {
-        desc.saved[0] =
-            nn_saved(net, name, "scores", ms_shape4(n.batch, heads, n.sequence, n.sequence));
+        ms_shape scores = ms_shape4(n.batch, heads, n.sequence, n.sequence);
+        scores.axes[0] = shape.axes[0];
+        scores.axes[2] = shape.axes[1];
+        scores.axes[3] = shape.axes[1];
+        desc.saved[0] = nn_saved(net, name, "scores", scores);
         desc.backward_reads.saved = 1;
+        desc.optional_saved = 1;
     }
     desc.grad_in_place[0].in = 1;
-    desc.forward_workspace_bytes = nn_attention_workspace(n, false);
-    desc.backward_workspace_bytes = nn_attention_workspace(n, true);
+    desc.forward_workspace.bytes = nn_attention_workspace(largest, false);
+    desc.backward_workspace.bytes = nn_attention_workspace(largest, true);
     desc.flops = nn_attention_flops(n);
-    return nn_register(net, &desc, ms_shape3(n.batch, n.sequence, heads * n.size));
+    return nn_register(net, &desc, nn_with_last(shape, heads * n.size));
 }
 
 NN_API ms_tensor nn_cross_entropy(nn_net *net, const char *name, ms_tensor logits,
                                   ms_tensor targets) {
     const ms_shape shape = ms_tensor_shape(net->model, logits);
     const ms_shape rows = ms_tensor_shape(net->model, targets);
-    if (shape.rank < 1 || nn_rows(shape) != (int64_t)ms_shape_count(&rows)) {
+    if (shape.rank < 1 || !nn_counts_match(nn_per_row(shape, 1), rows)) {
         return nn_refuse(net, "nn_cross_entropy: one target per row of the logits");
     }
     ms_layer_desc desc = nn_desc(name, nn_cross_entropy_forward, nn_cross_entropy_backward,
                                  nn_options_of(net, 0, 0.0f, 0.0f, 0));
     desc.in[0] = logits;
     desc.in[1] = targets;
-    desc.saved[0] = nn_saved(net, name, "stats", ms_shape2(nn_rows(shape), 2));
+    desc.saved[0] = nn_saved(net, name, "stats", nn_per_row(shape, 2));
     desc.backward_reads.in = 3;
     desc.backward_reads.saved = 1;
     desc.grad_in_place[0].in = 1;
     desc.flops = nn_elements(shape) * 15.0;
     return nn_register(net, &desc, rows);
+}
+
+NN_API ms_tensor nn_relu(nn_net *net, const char *name, ms_tensor x) {
+    const ms_shape shape = ms_tensor_shape(net->model, x);
+    ms_layer_desc desc =
+        nn_desc(name, nn_relu_forward, nn_relu_backward, nn_options_of(net, 0, 0.0f, 0.0f, 0));
+    desc.in[0] = x;
+    desc.backward_reads.out = 1;
+    desc.in_place[0] = 1;
+    desc.grad_in_place[0].out = 1;
+    desc.grad_in_place[0].grad_out = 1;
+    desc.flops = nn_elements(shape);
+    return nn_register(net, &desc, shape);
+}
+
+NN_API float nn_kaiming(int64_t fan_in) {
+    return sqrtf(2.0f / (float)fan_in);
+}
+
+/* The shape of images behind a window; false, after an error that sticks, where it does not fit. */
+NN_API bool nn_window_shape(nn_net *net, ms_shape x, int64_t channels, int64_t kernel,
+                            int64_t stride, int64_t padding, ms_shape *out) {
+    if (x.rank != 4 || nn_axes(x, 1, 4) != 0) {
+        nn_refuse(net, "nn: images must be (B, C, height, width), and only B along an axis");
+        return false;
+    }
+    if (kernel < 1 || stride < 1 || padding < 0 || kernel > INT32_MAX || padding > INT32_MAX) {
+        nn_refuse(net, "nn: kernel and stride must be 1 at least, padding 0");
+        return false;
+    }
+    const nn_window w = nn_window_of(x, kernel, stride, padding);
+    if (w.out_height < 1 || w.out_width < 1) {
+        nn_refuse(net, "nn: the kernel is larger than the image with its padding");
+        return false;
+    }
+    *out = x;
+    out->dim[1] = channels;
+    out->dim[2] = w.out_height;
+    out->dim[3] = w.out_width;
+    return true;
+}
+
+NN_API ms_tensor nn_conv2d_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
+                                ms_tensor bias, int64_t kernel, int64_t stride, int64_t padding) {
+    const ms_tensor none = {0};
+    const ms_shape from = ms_tensor_shape(net->model, x);
+    const ms_shape matrix = ms_tensor_shape(net->model, weight);
+    ms_shape out;
+    if (!nn_window_shape(net, from, matrix.dim[0], kernel, stride, padding, &out)) {
+        return none;
+    }
+    if (matrix.rank != 2 || matrix.dim[1] != from.dim[1] * kernel * kernel) {
+        return nn_refuse(net, "nn_conv2d: the weight does not fit the images and the kernel");
+    }
+    const uint32_t flags = bias.id != 0 ? (uint32_t)NN_BIAS : 0;
+    const nn_window w = nn_window_of(from, kernel, stride, padding);
+    ms_layer_desc desc = nn_desc(name, nn_conv2d_forward, nn_conv2d_backward,
+                                 nn_window_options(net, kernel, stride, padding, flags));
+    desc.in[0] = x;
+    desc.param[0] = weight;
+    desc.param[1] = bias;
+    desc.backward_reads.in = 1;
+    desc.backward_reads.param = 1;
+    desc.grad_in_place[0].in = 1;
+    desc.forward_workspace.bytes = nn_conv2d_workspace(&w);
+    desc.backward_workspace.bytes = nn_conv2d_workspace(&w);
+    desc.flops = nn_elements(out) * 2.0 * (double)matrix.dim[1];
+    return nn_register(net, &desc, out);
+}
+
+NN_API ms_tensor nn_conv2d(nn_net *net, const char *name, ms_tensor x, int64_t out_channels,
+                           int64_t kernel, int64_t stride, int64_t padding) {
+    const int64_t depth = ms_tensor_shape(net->model, x).dim[1] * kernel * kernel;
+    const nn_pair pair = nn_linear_params(net, name, depth, out_channels, nn_kaiming(depth));
+    return nn_conv2d_tied(net, name, x, pair.weight, pair.bias, kernel, stride, padding);
+}
+
+NN_API ms_tensor nn_max_pool(nn_net *net, const char *name, ms_tensor x, int64_t kernel,
+                             int64_t stride, int64_t padding) {
+    const ms_tensor none = {0};
+    const ms_shape from = ms_tensor_shape(net->model, x);
+    ms_shape out;
+    if (!nn_window_shape(net, from, from.dim[1], kernel, stride, padding, &out)) {
+        return none;
+    }
+    if (2 * padding > kernel || from.dim[2] > INT32_MAX / from.dim[3]) {
+        return nn_refuse(net, "nn_max_pool: more padding than half the kernel, or large images");
+    }
+    ms_layer_desc desc = nn_desc(name, nn_max_pool_forward, nn_max_pool_backward,
+                                 nn_window_options(net, kernel, stride, padding, 0));
+    desc.in[0] = x;
+    desc.saved[0] = ms_saved(net->model, nn_join(name, "places").text, MS_DTYPE_I32, out);
+    desc.backward_reads.saved = 1;
+    desc.optional_saved = 1;
+    desc.flops = nn_elements(out) * (double)(kernel * kernel) * 2.0;
+    return nn_register(net, &desc, out);
+}
+
+NN_API ms_tensor nn_batch_norm_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
+                                    ms_tensor bias) {
+    const ms_shape shape = ms_tensor_shape(net->model, x);
+    if (shape.rank < 2 || shape.axes[1] != 0 ||
+        nn_last(ms_tensor_shape(net->model, weight)) != shape.dim[1]) {
+        return nn_refuse(net, "nn_batch_norm: x must be (B, C, ...), with C fixed, the weight (C)");
+    }
+    const ms_shape channels = ms_shape1(shape.dim[1]);
+    nn_options wanted;
+    memset(&wanted, 0, sizeof wanted);
+    wanted.epsilon = 1e-5f;
+    wanted.momentum = 0.1f;
+    ms_layer_desc desc =
+        nn_desc(name, nn_batch_norm_forward, nn_batch_norm_backward, nn_options_like(net, &wanted));
+    desc.recompute = nn_batch_norm_recompute;
+    desc.in[0] = x;
+    desc.param[0] = weight;
+    desc.param[1] = bias;
+    desc.state[0] = nn_buffer(net, nn_join(name, "mean").text, channels, NN_INIT_ZEROS);
+    desc.state[1] = nn_buffer(net, nn_join(name, "variance").text, channels, NN_INIT_ONES);
+    desc.keeps_state = true;
+    desc.saved[0] = nn_saved(net, name, "batch_mean", channels);
+    desc.saved[1] = nn_saved(net, name, "batch_rstd", channels);
+    desc.optional_saved = 3;
+    desc.backward_reads.in = 1;
+    desc.backward_reads.saved = 3;
+    desc.backward_reads.param = 1;
+    desc.recompute_reads.in = 1;
+    desc.recompute_reads.saved = 3;
+    desc.recompute_reads.param = 3;
+    desc.in_place[0] = 1;
+    desc.grad_in_place[0].in = 1;
+    desc.grad_in_place[0].grad_out = 1;
+    desc.flops = nn_elements(shape) * 8.0;
+    desc.recompute_flops = nn_elements(shape) * 4.0;
+    return nn_register(net, &desc, shape);
+}
+
+NN_API ms_tensor nn_batch_norm(nn_net *net, const char *name, ms_tensor x) {
+    const ms_shape shape = ms_tensor_shape(net->model, x);
+    const nn_pair pair = nn_layernorm_params(net, name, shape.rank < 2 ? 1 : shape.dim[1]);
+    return nn_batch_norm_tied(net, name, x, pair.weight, pair.bias);
+}
+
+NN_API ms_tensor nn_average_pool(nn_net *net, const char *name, ms_tensor x) {
+    ms_shape shape = ms_tensor_shape(net->model, x);
+    if (shape.rank != 4) {
+        return nn_refuse(net, "nn_average_pool: images must be (B, C, height, width)");
+    }
+    ms_layer_desc desc = nn_desc(name, nn_average_pool_forward, nn_average_pool_backward,
+                                 nn_options_of(net, 0, 0.0f, 0.0f, 0));
+    desc.in[0] = x;
+    desc.backward_reads.nothing = true;
+    desc.flops = nn_elements(shape);
+    shape.rank = 2;
+    shape.axes[2] = 0;
+    shape.axes[3] = 0;
+    return nn_register(net, &desc, shape);
+}
+
+NN_API ms_tensor nn_flatten(nn_net *net, const char *name, ms_tensor x) {
+    const ms_shape shape = ms_tensor_shape(net->model, x);
+    if (shape.rank < 2) {
+        return nn_refuse(net, "nn_flatten: x must be (B, ...)");
+    }
+    ms_shape out = ms_shape2(shape.dim[0], (int64_t)ms_shape_count(&shape) / shape.dim[0]);
+    out.axes[0] = shape.axes[0];
+    out.axes[1] = nn_axes(shape, 1, shape.rank);
+    ms_layer_desc desc = nn_desc(name, nn_flatten_forward, nn_flatten_backward,
+                                 nn_options_of(net, 0, 0.0f, 0.0f, 0));
+    desc.in[0] = x;
+    desc.backward_reads.nothing = true;
+    desc.in_place[0] = 1;
+    desc.grad_in_place[0].grad_out = 1;
+    desc.flops = nn_elements(shape);
+    return nn_register(net, &desc, out);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1820,10 +2793,10 @@ NN_API nn_block_scratch nn_block_scratch_of(const nn_block *b) {
     return s;
 }
 
-NN_API uint64_t nn_block_workspace(int64_t rows, int64_t channels, int64_t hidden, bool drops,
-                                   nn_attention_size attention) {
-    const int64_t floats = rows * (nn_block_wide(channels, hidden) + channels * (drops ? 3 : 2));
-    return (uint64_t)floats * sizeof(float) + nn_attention_workspace(attention, true);
+/* Of this scratch without that of attention, for one sequence. */
+NN_API uint64_t nn_block_row_bytes(int64_t sequence, int64_t channels, int64_t hidden, bool drops) {
+    const int64_t floats = nn_block_wide(channels, hidden) + channels * (drops ? 3 : 2);
+    return (uint64_t)(sequence * floats) * sizeof(float);
 }
 
 /* dx gets the gradient of x, the input of nn_block_attend, from dy, that of its result. */
@@ -2012,7 +2985,7 @@ NN_API ms_tensor nn_build_operators(const nn_builder *b, ms_tensor x) {
     return nn_add(b->net, add2.text, sum1, nn_build_mlp(b, norm2));
 }
 
-/* Name and width (columns per row of the block's input) of each saved tensor; backward reads all. */
+/* Name and width (columns per row of the input) of each saved tensor; backward reads all. */
 NN_API void nn_build_saved(const nn_builder *b, ms_shape x, ms_layer_desc *desc) {
     const int64_t channels = b->config->channels;
     const struct {
@@ -2037,8 +3010,9 @@ NN_API void nn_build_saved(const nn_builder *b, ms_shape x, ms_layer_desc *desc)
     };
     for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         if (rows[i].used) {
-            desc->saved[rows[i].slot] =
-                nn_saved(b->net, b->prefix, rows[i].name, nn_with_last(x, rows[i].width));
+            ms_shape shape = nn_with_last(x, rows[i].width);
+            shape.axes[2] = rows[i].slot == NN_S_SCORES ? x.axes[1] : (uint8_t)0;
+            desc->saved[rows[i].slot] = nn_saved(b->net, b->prefix, rows[i].name, shape);
             desc->backward_reads.saved =
                 (uint16_t)(desc->backward_reads.saved | 1u << rows[i].slot);
         }
@@ -2052,8 +3026,10 @@ NN_API ms_tensor nn_build_block(const nn_builder *b, ms_tensor x) {
     if (shape.rank != 3 || config->heads < 1 || config->channels % config->heads != 0) {
         return nn_refuse(b->net, "nn: channels must be a multiple of heads");
     }
-    const nn_attention_size attention = nn_attention_size_of(
-        nn_with_last(shape, 3 * config->channels), config->heads, style->causal);
+    const ms_shape qkv = nn_with_last(shape, 3 * config->channels);
+    const nn_attention_size attention = nn_attention_size_of(qkv, config->heads, style->causal);
+    const nn_attention_size largest =
+        nn_attention_size_of(nn_largest(b->net, qkv), config->heads, style->causal);
     const uint32_t flags = (style->causal ? (uint32_t)NN_CAUSAL : 0) |
                            (style->post_norm ? (uint32_t)NN_POST_NORM : 0) |
                            (style->erf_form ? (uint32_t)NN_ERF : 0) |
@@ -2070,9 +3046,11 @@ NN_API ms_tensor nn_build_block(const nn_builder *b, ms_tensor x) {
     desc.in_place[0] = 1;
     desc.grad_in_place[0].in = 1;
     desc.grad_in_place[0].grad_out = 1;
-    desc.forward_workspace_bytes = nn_attention_workspace(attention, false);
-    desc.backward_workspace_bytes = nn_block_workspace(
-        nn_rows(shape), config->channels, 4 * config->channels, config->dropout > 0.0f, attention);
+    desc.optional_saved = config->save_scores ? (uint16_t)(1u << NN_S_SCORES) : (uint16_t)0;
+    desc.forward_workspace.bytes = nn_attention_workspace(largest, false);
+    desc.backward_workspace.bytes = nn_attention_workspace(largest, true);
+    desc.backward_workspace.row_bytes = nn_block_row_bytes(
+        largest.sequence, config->channels, 4 * config->channels, config->dropout > 0.0f);
     desc.flops = nn_elements(shape) * (24.0 * (double)config->channels + 120.0) +
                  nn_attention_flops(attention);
     return nn_register(b->net, &desc, shape);
@@ -2117,8 +3095,21 @@ NN_API bool nn_preset(const char *name, nn_transformer_config *config) {
     return false;
 }
 
+/* (B, T), along the axes that are asked for. */
+NN_API ms_shape nn_ids_shape(nn_net *net, const nn_transformer_config *config) {
+    ms_shape ids = ms_shape2(config->batch, config->sequence);
+    if (config->largest_batch != 0) {
+        ids = ms_along(ids, 0, nn_axis(net, "batch", config->batch, config->largest_batch));
+    }
+    if (config->largest_sequence != 0) {
+        const int64_t largest = config->largest_sequence;
+        ids = ms_along(ids, 1, nn_axis(net, "sequence", config->sequence, largest));
+    }
+    return ids;
+}
+
 NN_API nn_transformer nn_gpt2(nn_net *net, const nn_transformer_config *config) {
-    const ms_shape ids = ms_shape2(config->batch, config->sequence);
+    const ms_shape ids = nn_ids_shape(net, config);
     const ms_tensor none = {0};
     nn_transformer t;
     memset(&t, 0, sizeof t);
@@ -2144,7 +3135,7 @@ NN_API nn_transformer nn_gpt2(nn_net *net, const nn_transformer_config *config) 
 }
 
 NN_API nn_transformer nn_bert(nn_net *net, const nn_transformer_config *config) {
-    const ms_shape ids = ms_shape2(config->batch, config->sequence);
+    const ms_shape ids = nn_ids_shape(net, config);
     const int64_t channels = config->channels;
     nn_style style;
     memset(&style, 0, sizeof style);

@@ -1247,8 +1247,8 @@ static void sizes_never_wrap(void **state) {
     d.forward = twice_forward;
     d.in[0] = t.loss;
     d.out[0] = ms_activation(t.model, "out", MS_DTYPE_F32, ms_shape1(1));
-    d.forward_workspace_bytes = UINT64_MAX;
-    d.backward_workspace_bytes = UINT64_MAX;
+    d.forward_workspace.bytes = UINT64_MAX;
+    d.backward_workspace.bytes = UINT64_MAX;
     assert_int_equal(ms_register_layer(t.model, &d).id, 0);
     expect_sticking(t.model, "spacious");
 }

@@ -114,7 +114,7 @@ static ms_tensor wide_layer(wide_net *net, const char *name, ms_layer_fn forward
     desc.backward = backward;
     desc.user = net;
     desc.backward_reads.nothing = true;
-    desc.forward_workspace_bytes = 64;
+    desc.forward_workspace.bytes = 64;
     desc.in[0] = in;
     desc.param[0] = forward == narrow_forward ? net->weight : desc.param[0];
     desc.out[0] = ms_activation(net->model, name, MS_DTYPE_F32, ms_shape2(WIDE_ROWS, cols));
@@ -152,7 +152,7 @@ static void undeclared_operands_have_no_data(void **state) {
         wide_net net;
         wide_create(&net, debug != 0, narrow_backward);
         t_ok(net.model, ms_step(net.model, NULL));
-        assert_int_equal(net.unlisted[0], 3);
+        assert_int_equal(net.unlisted[0], debug ? 6 : 3); // debug mode calls twice
         assert_int_equal(net.unlisted[1], 0);
         ms_destroy(net.model);
     }
@@ -194,7 +194,7 @@ static void dead_memory_is_poisoned(void **state) {
     (void)state;
 #ifdef T_ASAN
     wide_net net;
-    wide_create(&net, true, narrow_backward);
+    wide_create(&net, false, narrow_backward);
     t_ok(net.model, ms_step(net.model, NULL));
     assert_true(net.poisoned[0] >= WIDE_COUNT - 6 * 16);
     assert_true(net.poisoned[1] >= WIDE_COUNT - 6 * 16);
@@ -205,8 +205,7 @@ static void dead_memory_is_poisoned(void **state) {
 #endif
 }
 
-/* A layer that reads an operand it did not declare, from where forward saw it, spoils the numbers:
-   the mistake cannot pass unseen. */
+/* A layer that reads an operand it did not declare, from where forward saw it, is named. */
 static int cheating_backward(const ms_call *call) {
     const wide_net *net = (const wide_net *)call->user;
     for (int c = 0; c < NARROW_COLS; ++c) {
@@ -216,16 +215,12 @@ static int cheating_backward(const ms_call *call) {
     return 0;
 }
 
-static void a_stale_pointer_spoils_the_step(void **state) {
+static void a_stale_pointer_is_found(void **state) {
     (void)state;
     wide_net net;
-    float weight[NARROW_COLS];
     wide_create(&net, true, cheating_backward);
-    t_ok(net.model, ms_step(net.model, NULL));
-    t_ok(net.model, ms_read(net.model, net.weight, weight));
-    for (int c = 0; c < NARROW_COLS; ++c) {
-        assert_true(t_is_nan(weight[c]));
-    }
+    t_error(net.model, ms_step(net.model, NULL), MS_RESULT_CONTRACT);
+    t_text_has(ms_last_error(net.model), "\"narrow\"");
     ms_destroy(net.model);
 }
 
@@ -679,7 +674,7 @@ int main(void) {
         cmocka_unit_test(dead_memory_holds_nan),
         cmocka_unit_test(dead_memory_keeps_its_bytes_without_debug),
         cmocka_unit_test(dead_memory_is_poisoned),
-        cmocka_unit_test(a_stale_pointer_spoils_the_step),
+        cmocka_unit_test(a_stale_pointer_is_found),
         cmocka_unit_test(steps_allocate_nothing),
         cmocka_unit_test(every_byte_goes_through_the_hooks),
         cmocka_unit_test(wrapping_again_does_not_grow),

@@ -1,6 +1,7 @@
 /*  test_nn.c - the layers of nn.h against references in float64 that share no code with them:
     outputs directly, gradients by central differences of the reference. Then the models: both
-    granularities alike, any number of threads alike, initial values, sizes, errors. */
+    granularities alike, any number of threads alike, reshaped alike, initial values, sizes,
+    errors. */
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
 #include "nn.h"
@@ -763,6 +764,281 @@ static void test_cross_entropy(void **state) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// relu: d = count
+
+static ms_tensor r_build(c_run *run, const int64_t *d, uint32_t flags) {
+    (void)d;
+    (void)flags;
+    return nn_relu(run->net, "relu", run->lifted[0]);
+}
+
+static void r_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    for (int64_t i = 0; i < c->d[0]; i++) {
+        out[i] = leaf[0][i] > 0.0 ? leaf[0][i] : 0.0;
+    }
+}
+
+static void test_relu(void **state) {
+    (void)state;
+    c_case c = c_make("relu", r_build, r_reference, 2 * 3001, 0, 0, 0, 0);
+    c_add_leaf(&c, ms_shape2(2, 3001), true);
+    c.out_count = c.d[0];
+    c_check_same(&c);
+    c.d[0] = 131;
+    c.leaf[0] = ms_shape1(131);
+    c.out_count = 131;
+    c_check(&c);
+    const float x[] = {nanf(""), 1.0f, -1.0f};
+    const float dy[] = {1.0f, 2.0f, 3.0f};
+    float y[3];
+    float dx[] = {5.0f, 5.0f, 5.0f};
+    nn_relu_kernel(y, x, 3);
+    assert_true(t_is_nan(y[0]));
+    nn_relu_backward_kernel(nn_target_of(dx, 1.0f), dy, y, 3);
+    assert_true(dx[1] > 6.5f && dx[1] < 7.5f && dx[2] > 4.5f && dx[2] < 5.5f);
+}
+
+// ------------------------------------------------------------------------------------------------
+// images: d = B, C, height, width; leaves: x and, for a convolution, weight [, bias]. The flags
+// are kernel, stride and padding, a byte each.
+
+static uint32_t w_flags(int64_t kernel, int64_t stride, int64_t padding) {
+    return (uint32_t)(kernel | stride << 8 | padding << 16);
+}
+
+static int64_t w_kernel(const c_case *c) {
+    return c->flags & 255u;
+}
+
+static int64_t w_stride(const c_case *c) {
+    return c->flags >> 8 & 255u;
+}
+
+static int64_t w_padding(const c_case *c) {
+    return c->flags >> 16;
+}
+
+/* Squares along an extent: counted. */
+static int64_t w_places(const c_case *c, int64_t extent) {
+    int64_t count = 0;
+    while (count * w_stride(c) + w_kernel(c) <= extent + 2 * w_padding(c)) {
+        count++;
+    }
+    return count;
+}
+
+/* The offset of a pixel in image b, channel k; -1 outside the image. */
+static int64_t w_pixel(const c_case *c, int64_t b, int64_t k, int64_t y, int64_t x) {
+    if (y < 0 || y >= c->d[2] || x < 0 || x >= c->d[3]) {
+        return -1;
+    }
+    return ((b * c->d[1] + k) * c->d[2] + y) * c->d[3] + x;
+}
+
+static ms_tensor v_build(c_run *run, const int64_t *d, uint32_t flags) {
+    const ms_tensor none = {0};
+    (void)d;
+    (void)flags;
+    const c_case *c = run->what;
+    return nn_conv2d_tied(run->net, "conv", run->lifted[0], run->leaf[1],
+                          c->leaf_count > 2 ? run->leaf[2] : none, w_kernel(c), w_stride(c),
+                          w_padding(c));
+}
+
+static double v_reference_at(const c_case *c, const double *const *leaf, int64_t b, int64_t o,
+                             int64_t top, int64_t left) {
+    const int64_t kernel = w_kernel(c);
+    double sum = c->leaf_count > 2 ? leaf[2][o] : 0.0;
+    for (int64_t k = 0; k < c->d[1]; k++) {
+        for (int64_t y = 0; y < kernel; y++) {
+            for (int64_t x = 0; x < kernel; x++) {
+                const int64_t pixel = w_pixel(c, b, k, top + y, left + x);
+                const double weight = leaf[1][((o * c->d[1] + k) * kernel + y) * kernel + x];
+                sum += pixel < 0 ? 0.0 : weight * leaf[0][pixel];
+            }
+        }
+    }
+    return sum;
+}
+
+static void v_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    const int64_t down = w_places(c, c->d[2]);
+    const int64_t across = w_places(c, c->d[3]);
+    const int64_t outputs = c->leaf[1].dim[0];
+    for (int64_t i = 0; i < c->out_count; i++) {
+        const int64_t x = i % across;
+        const int64_t y = i / across % down;
+        const int64_t o = i / across / down % outputs;
+        const int64_t b = i / across / down / outputs;
+        out[i] = v_reference_at(c, leaf, b, o, y * w_stride(c) - w_padding(c),
+                                x * w_stride(c) - w_padding(c));
+    }
+}
+
+static void v_check(ms_shape x, int64_t outputs, int64_t kernel, int64_t stride, int64_t padding) {
+    for (int bias = 0; bias < 2; bias++) {
+        c_case c = c_make("conv2d", v_build, v_reference, x.dim[0], x.dim[1], x.dim[2], x.dim[3],
+                          w_flags(kernel, stride, padding));
+        c_add_leaf(&c, x, true);
+        c_add_leaf(&c, ms_shape2(outputs, x.dim[1] * kernel * kernel), false);
+        if (bias != 0) {
+            c_add_leaf(&c, ms_shape1(outputs), false);
+        }
+        c.out_count = x.dim[0] * outputs * w_places(&c, x.dim[2]) * w_places(&c, x.dim[3]);
+        c_check(&c);
+    }
+}
+
+/* Squares, strips, strides that leave pixels out, padding wider than the image, one pixel. */
+static void test_conv2d(void **state) {
+    (void)state;
+    v_check(ms_shape4(2, 3, 6, 5), 4, 3, 1, 1);
+    v_check(ms_shape4(2, 2, 7, 6), 3, 3, 2, 0);
+    v_check(ms_shape4(3, 2, 4, 5), 2, 2, 3, 1);
+    v_check(ms_shape4(1, 1, 2, 1), 2, 5, 1, 4);
+    v_check(ms_shape4(2, 3, 4, 5), 6, 1, 1, 0);
+    v_check(ms_shape4(2, 3, 4, 5), 2, 1, 2, 0);
+    v_check(ms_shape4(2, 4, 3, 3), 2, 3, 1, 0);
+}
+
+static ms_tensor o_build(c_run *run, const int64_t *d, uint32_t flags) {
+    (void)d;
+    (void)flags;
+    const c_case *c = run->what;
+    return nn_max_pool(run->net, "pool", run->lifted[0], w_kernel(c), w_stride(c), w_padding(c));
+}
+
+static void o_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    const int64_t down = w_places(c, c->d[2]);
+    const int64_t across = w_places(c, c->d[3]);
+    for (int64_t i = 0; i < c->out_count; i++) {
+        const int64_t left = i % across * w_stride(c) - w_padding(c);
+        const int64_t top = i / across % down * w_stride(c) - w_padding(c);
+        const int64_t plane = i / across / down;
+        out[i] = -1e300;
+        for (int64_t k = 0; k < w_kernel(c) * w_kernel(c); k++) {
+            const int64_t pixel = w_pixel(c, plane / c->d[1], plane % c->d[1],
+                                          top + k / w_kernel(c), left + k % w_kernel(c));
+            if (pixel >= 0 && leaf[0][pixel] > out[i]) {
+                out[i] = leaf[0][pixel];
+            }
+        }
+    }
+}
+
+static void o_check(ms_shape x, int64_t kernel, int64_t stride, int64_t padding) {
+    c_case c = c_make("max_pool", o_build, o_reference, x.dim[0], x.dim[1], x.dim[2], x.dim[3],
+                      w_flags(kernel, stride, padding));
+    c_add_leaf(&c, x, true);
+    c.out_count = x.dim[0] * x.dim[1] * w_places(&c, x.dim[2]) * w_places(&c, x.dim[3]);
+    c_check(&c);
+}
+
+/* Squares apart, side by side and overlapping; of equal values the first, of NaN and a number
+   NaN. */
+static void test_max_pool(void **state) {
+    (void)state;
+    o_check(ms_shape4(2, 3, 6, 4), 2, 2, 0);
+    o_check(ms_shape4(2, 2, 7, 5), 3, 2, 1);
+    o_check(ms_shape4(1, 2, 5, 6), 3, 1, 1);
+    o_check(ms_shape4(2, 1, 7, 7), 2, 3, 0);
+    o_check(ms_shape4(1, 2, 3, 3), 1, 1, 0);
+    const float equal[] = {1.0f, 2.0f, 2.0f, 2.0f};
+    const float nan_first[] = {nanf(""), 2.0f, 3.0f, 1.0f};
+    const float nan_last[] = {1.0f, 2.0f, 3.0f, nanf("")};
+    const nn_window w = nn_window_of(ms_shape4(1, 1, 2, 2), 2, 2, 0);
+    assert_int_equal(nn_largest_place(equal, &w, 0, 0), 1);
+    assert_int_equal(nn_largest_place(nan_first, &w, 0, 0), 0);
+    assert_int_equal(nn_largest_place(nan_last, &w, 0, 0), 3);
+}
+
+// ------------------------------------------------------------------------------------------------
+// batch norm: d = B, C, plane; leaves: x, weight, bias
+
+static ms_tensor b_build(c_run *run, const int64_t *d, uint32_t flags) {
+    (void)d;
+    (void)flags;
+    return nn_batch_norm_tied(run->net, "norm", run->lifted[0], run->leaf[1], run->leaf[2]);
+}
+
+static void b_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    const int64_t count = c->d[0] * c->d[2];
+    for (int64_t k = 0; k < c->d[1]; k++) {
+        double mean = 0.0;
+        double variance = 0.0;
+        for (int64_t i = 0; i < count; i++) {
+            mean += leaf[0][(i / c->d[2] * c->d[1] + k) * c->d[2] + i % c->d[2]] / (double)count;
+        }
+        for (int64_t i = 0; i < count; i++) {
+            const double x = leaf[0][(i / c->d[2] * c->d[1] + k) * c->d[2] + i % c->d[2]];
+            variance += (x - mean) * (x - mean) / (double)count;
+        }
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t at = (i / c->d[2] * c->d[1] + k) * c->d[2] + i % c->d[2];
+            out[at] = (leaf[0][at] - mean) / sqrt(variance + 1e-5) * leaf[1][k] + leaf[2][k];
+        }
+    }
+}
+
+static void b_check(ms_shape x) {
+    const int64_t plane = (int64_t)ms_shape_count(&x) / (x.dim[0] * x.dim[1]);
+    c_case c = c_make("batch_norm", b_build, b_reference, x.dim[0], x.dim[1], plane, 0, 0);
+    c_add_leaf(&c, x, true);
+    c_add_leaf(&c, ms_shape1(x.dim[1]), false);
+    c_add_leaf(&c, ms_shape1(x.dim[1]), false);
+    c.out_count = (int64_t)ms_shape_count(&x);
+    c_check(&c);
+}
+
+static void test_batch_norm(void **state) {
+    (void)state;
+    b_check(ms_shape4(3, 2, 5, 7));
+    b_check(ms_shape4(1, 3, 4, 5));
+    b_check(ms_shape3(2, 3, 17));
+    b_check(ms_shape2(9, 4));
+}
+
+// ------------------------------------------------------------------------------------------------
+// average pool, flatten: d = B, C, plane
+
+static ms_tensor p_build(c_run *run, const int64_t *d, uint32_t flags) {
+    (void)d;
+    return flags != 0 ? nn_flatten(run->net, "flatten", run->lifted[0])
+                      : nn_average_pool(run->net, "mean", run->lifted[0]);
+}
+
+static void p_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    const int64_t width = c->flags != 0 ? 1 : c->d[2];
+    for (int64_t i = 0; i < c->out_count; i++) {
+        out[i] = 0.0;
+        for (int64_t k = 0; k < width; k++) {
+            out[i] += leaf[0][i * width + k] / (double)width;
+        }
+    }
+}
+
+static void test_average_pool_and_flatten(void **state) {
+    (void)state;
+    for (uint32_t flatten = 0; flatten < 2; flatten++) {
+        c_case c = c_make(flatten != 0 ? "flatten" : "average_pool", p_build, p_reference, 3, 2, 20,
+                          0, flatten);
+        c_add_leaf(&c, ms_shape4(3, 2, 5, 4), true);
+        c.out_count = flatten != 0 ? 120 : 6;
+        c_check(&c);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
 // elementary functions
 
 static void test_functions(void **state) {
@@ -833,7 +1109,7 @@ static int m_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *
     return 0;
 }
 
-enum { M_IDS = 256 }; // at most, in a batch
+enum { M_IDS = 512 }; // at most, in a batch
 
 static void m_write_batch(m_net *n, bool ignored) {
     int32_t ids[M_IDS];
@@ -1016,6 +1292,130 @@ static void test_model_dropout(void **state) {
     assert_true(nn_block_seed(&block, 0) != nn_block_seed(&block, 1));
 }
 
+// ------------------------------------------------------------------------------------------------
+// other sizes: a model that is reshaped against a model made for that size
+
+static ms_optimizer_desc z_optimizer(void) {
+    ms_optimizer_desc sgd;
+    memset(&sgd, 0, sizeof sgd);
+    sgd.kind = MS_OPTIMIZER_SGD;
+    sgd.learning_rate = 0.05f;
+    sgd.momentum = 0.9f;
+    return sgd;
+}
+
+/* With the smallest budget or with all the memory. */
+static void z_start(m_net *n, bool bert, const nn_transformer_config *shape, bool smallest) {
+    const ms_optimizer_desc sgd = z_optimizer();
+    ms_config config = t_config();
+    uint64_t budget;
+    config.backend = ms_backend_cpu();
+    config.backend.gemm = m_gemm;
+    memset(n, 0, sizeof *n);
+    n->config = *shape;
+    assert_int_equal(ms_create(&config, &n->model), MS_RESULT_OK);
+    n->net = nn_create(n->model);
+    assert_non_null(n->net);
+    n->t = bert ? nn_bert(n->net, shape) : nn_gpt2(n->net, shape);
+    ms_set_output(n->model, n->t.losses);
+    ms_set_optimizer(n->model, &sgd);
+    if (smallest) {
+        t_ok(n->model, ms_smallest_budget(n->model, &budget));
+        ms_set_budget(n->model, budget);
+    }
+    t_ok(n->model, ms_wrap(n->model));
+    t_ok(n->model, nn_init(n->net, 3));
+}
+
+static void z_copy_tensor(m_net *to, m_net *from, ms_tensor of_to, ms_tensor of_from) {
+    float *values = c_floats(ms_tensor_count(from->model, of_from));
+    t_ok(from->model, ms_read(from->model, of_from, values));
+    t_ok(to->model, ms_write(to->model, of_to, values));
+    free(values);
+}
+
+/* Params and their momentum. */
+static void z_copy(m_net *to, m_net *from) {
+    for (int64_t i = 0; i < nn_param_count(from->net); i++) {
+        const ms_tensor of_to = nn_param_at(to->net, i)->tensor;
+        const ms_tensor of_from = nn_param_at(from->net, i)->tensor;
+        z_copy_tensor(to, from, of_to, of_from);
+        z_copy_tensor(to, from, ms_optimizer_state(to->model, of_to, 0),
+                      ms_optimizer_state(from->model, of_from, 0));
+    }
+}
+
+static void z_same(m_net *a, m_net *b) {
+    m_same(a, b, a->t.losses, b->t.losses);
+    for (int64_t i = 0; i < nn_param_count(a->net); i++) {
+        const ms_tensor of_a = nn_param_at(a->net, i)->tensor;
+        const ms_tensor of_b = nn_param_at(b->net, i)->tensor;
+        m_same(a, b, of_a, of_b);
+        m_same(a, b, ms_optimizer_state(a->model, of_a, 0), ms_optimizer_state(b->model, of_b, 0));
+    }
+}
+
+/* One step of both at this size, from the same values: the same bits. */
+static void z_step(m_net *n, bool bert, int64_t batch, int64_t sequence) {
+    const int64_t both[2] = {batch, sequence};
+    nn_transformer_config shape = n->config;
+    const bool has_batch = shape.largest_batch != 0;
+    const bool has_sequence = shape.largest_sequence != 0;
+    m_net fresh;
+    shape.batch = has_batch ? batch : shape.batch;
+    shape.sequence = has_sequence ? sequence : shape.sequence;
+    n->config = shape;
+    if (has_batch || has_sequence) {
+        t_ok(n->model, ms_reshape(n->model, has_batch ? both : both + 1));
+    }
+    shape.largest_batch = 0;
+    shape.largest_sequence = 0;
+    z_start(&fresh, bert, &shape, false);
+    z_copy(&fresh, n);
+    m_write_batch(n, false);
+    m_write_batch(&fresh, false);
+    t_ok(n->model, ms_step(n->model, NULL));
+    t_ok(fresh.model, ms_step(fresh.model, NULL));
+    z_same(n, &fresh);
+    t_ok(n->model, ms_eval(n->model, NULL));
+    t_ok(fresh.model, ms_eval(fresh.model, NULL));
+    m_same(n, &fresh, n->t.losses, fresh.t.losses);
+    m_stop(&fresh);
+}
+
+static void z_check(bool bert, nn_transformer_config shape, bool smallest) {
+    const int64_t sizes[][2] = {{2, 17}, {1, 5}, {4, 70}, {3, 1}, {2, 17}, {4, 66}};
+    m_net n;
+    z_start(&n, bert, &shape, smallest);
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        z_step(&n, bert, sizes[i][0], sizes[i][1]);
+    }
+    if (shape.largest_batch != 0) {
+        const int64_t above[2] = {5, 17};
+        const int64_t below[2] = {0, 17};
+        t_error(n.model, ms_reshape(n.model, above), MS_RESULT_INVALID);
+        t_error(n.model, ms_reshape(n.model, below), MS_RESULT_INVALID);
+        z_step(&n, bert, 3, 9);
+    }
+    m_stop(&n);
+}
+
+/* Axes: batch, sequence, both. Sequences of more and of less than one band of attention. */
+static void test_reshape(void **state) {
+    (void)state;
+    for (int i = 0; i < 24; i++) {
+        const int axes = 1 + i / 8;
+        nn_transformer_config shape = m_config((i & 2) != 0 ? NN_BLOCKS : NN_OPERATORS, 0.0f);
+        shape.layers = 1;
+        shape.channels = 20;
+        shape.context = 72;
+        shape.save_scores = axes != 2;
+        shape.largest_batch = (axes & 1) != 0 ? 4 : 0;
+        shape.largest_sequence = (axes & 2) != 0 ? 70 : 0;
+        z_check((i & 1) != 0, shape, (i & 4) != 0);
+    }
+}
+
 static void m_threads(int count) {
 #ifdef _OPENMP
     omp_set_num_threads(count);
@@ -1183,10 +1583,54 @@ static void test_frozen(void **state) {
     m_stop(&all);
 }
 
+/* Makes one mistake with images, and returns what the error says. */
+static const char *m_refused_images(ms_model *model, nn_net *net, int mistake) {
+    const ms_tensor none = {0};
+    const ms_axis axis = nn_axis(net, "width", 6, 12);
+    const ms_shape shape = ms_shape4(2, 3, 5, 6);
+    const ms_tensor x = ms_input(model, "x", MS_DTYPE_F32, shape);
+    const ms_tensor along = ms_input(model, "along", MS_DTYPE_F32, ms_along(shape, 3, axis));
+    const ms_tensor row = ms_input(model, "row", MS_DTYPE_F32, ms_shape1(6));
+    const ms_tensor weight = nn_param(net, "w", ms_shape2(2, 12), NN_INIT_ZEROS, 0.0f);
+    switch (mistake) {
+    case 0:
+        nn_conv2d_tied(net, "bad", x, weight, none, 3, 1, 0);
+        return "does not fit the images";
+    case 1:
+        nn_conv2d(net, "bad", x, 4, 6, 1, 0);
+        return "larger than the image";
+    case 2:
+        nn_conv2d(net, "bad", x, 4, 3, 0, 0);
+        return "stride must be 1 at least";
+    case 3:
+        nn_max_pool(net, "bad", along, 2, 2, 0);
+        return "only B along an axis";
+    case 4:
+        nn_max_pool(net, "bad", x, 3, 1, 2);
+        return "more padding than half";
+    case 5:
+        nn_batch_norm(net, "bad", row);
+        return "must be (B, C, ...)";
+    case 6:
+        nn_average_pool(net, "bad", row);
+        return "images must be (B, C, height, width)";
+    case 7:
+        nn_flatten(net, "bad", row);
+        return "must be (B, ...)";
+    default: { // enough now, too few for the largest size
+        const ms_tensor table = nn_param(net, "table", ms_shape2(8, 4), NN_INIT_ZEROS, 0.0f);
+        const ms_shape shape_of_ids = ms_along(ms_shape2(2, 6), 1, axis);
+        const ms_tensor ids = ms_input(model, "ids", MS_DTYPE_I32, shape_of_ids);
+        nn_embedding(net, "bad", ids, table, table, none, none);
+        return "fewer positions";
+    }
+    }
+}
+
 /* What goes wrong at registration comes back from ms_wrap, in words. */
 static void test_refusals(void **state) {
     (void)state;
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 15; i++) {
         ms_config config = t_config();
         ms_model *model = NULL;
         assert_int_equal(ms_create(&config, &model), MS_RESULT_OK);
@@ -1219,9 +1663,12 @@ static void test_refusals(void **state) {
             nn_dropout(net, "bad", x, 1.0f);
             text = "below 1";
             break;
-        default:
+        case 5:
             nn_cross_entropy(net, "bad", odd, ids);
             text = "one target per row";
+            break;
+        default:
+            text = m_refused_images(model, net, i - 6);
             break;
         }
         t_error(model, ms_wrap(model), MS_RESULT_INVALID);
@@ -1260,7 +1707,10 @@ int main(void) {
         cmocka_unit_test(test_layernorm),     cmocka_unit_test(test_gelu),
         cmocka_unit_test(test_add),           cmocka_unit_test(test_dropout),
         cmocka_unit_test(test_dropout_mask),  cmocka_unit_test(test_attention),
-        cmocka_unit_test(test_cross_entropy), cmocka_unit_test(test_functions),
+        cmocka_unit_test(test_cross_entropy), cmocka_unit_test(test_relu),
+        cmocka_unit_test(test_conv2d),        cmocka_unit_test(test_max_pool),
+        cmocka_unit_test(test_batch_norm),    cmocka_unit_test(test_average_pool_and_flatten),
+        cmocka_unit_test(test_functions),     cmocka_unit_test(test_reshape),
         cmocka_unit_test(test_granularity),   cmocka_unit_test(test_model_slope),
         cmocka_unit_test(test_model_dropout), cmocka_unit_test(test_threads),
         cmocka_unit_test(test_weight_decay),  cmocka_unit_test(test_init),

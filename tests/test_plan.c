@@ -167,8 +167,8 @@ static void dag_add_layer(dag *d, t_kind kind, dag_value *x) {
     }
     if (kind == T_NORM) {
         desc.saved[0] = dag_add(d, DAG_SAVED, MS_DTYPE_F32, ms_shape2(d->rows, 2))->handle;
-        desc.forward_workspace_bytes = (uint64_t)cols * 4;
-        desc.backward_workspace_bytes = (uint64_t)cols * 8;
+        desc.forward_workspace.bytes = (uint64_t)cols * 4;
+        desc.backward_workspace.bytes = (uint64_t)cols * 8;
     }
     if (t_chance(&d->rng, 0.1)) {
         memset(&desc.backward_reads, 0, sizeof desc.backward_reads); // all of them, to be safe
@@ -888,14 +888,14 @@ static bool lives_meet(const msi_life *a, const msi_life *b, bool fixed) {
 /* Values that live at the same time have no byte in common, but where one takes over the memory of
    another at the very instruction that is its last, by declaration. */
 static uint32_t check_lives(dag *d, const msi_program *p) {
-    const msi_plan *plan = d->model->plan;
+    const msi_store *store = d->model->store;
     uint32_t takeovers = 0;
-    for (uint32_t i = 0; i < p->lives.count; ++i) {
+    for (uint32_t i = store->slots.count; i < p->lives.count; ++i) {
         const msi_life *a = &p->lives.items[i];
-        assert_true(a->offset % 64 == 0 && a->offset + a->bytes <= plan->arena_bytes);
-        for (uint32_t k = 0; k < i; ++k) {
+        assert_true(a->offset % 64 == 0 && a->offset + a->bytes <= store->transient_bytes);
+        for (uint32_t k = store->slots.count; k < i; ++k) {
             const msi_life *b = &p->lives.items[k];
-            if (a->bytes == 0 || b->bytes == 0 || !lives_meet(a, b, k < plan->slots.count)) {
+            if (a->bytes == 0 || b->bytes == 0 || !lives_meet(a, b, false)) {
                 continue;
             }
             const msi_life *to = a->takes_over == k ? a : b;
@@ -957,8 +957,8 @@ static void live_ranges_never_overlap(void **state) {
             const msi_program *programs[2] = {&plan->train, &plan->eval};
             for (int i = 0; i < 2; ++i) {
                 takeovers += check_lives(d, programs[i]);
-                check_live_bytes(programs[i], plan->slots.count);
-                check_operands(programs[i], plan->slots.count);
+                check_live_bytes(programs[i], d->model->store->slots.count);
+                check_operands(programs[i], d->model->store->slots.count);
                 assert_true(
                     msi_layout_is_valid(programs[i]->blocks.items, programs[i]->blocks.count));
             }
@@ -1104,14 +1104,15 @@ static void best_of_all_plans(msi_solver *solver, const t_chain *chain, uint64_t
 static void ladder_is_close_to_the_best(void **state) {
     (void)state;
     t_chain chain;
+    msi_store *store;
     msi_plan *plan;
     msi_solver solver;
     uint64_t best[LADDER_DEPTH * 2 + 1], least = UINT64_MAX;
     ms_config config = t_config();
     config.dry_run = true;
     assert_int_equal(t_chain_create(&chain, &config, LADDER_DEPTH / 2, 64, 8), MS_RESULT_OK);
-    assert_int_equal(msi_make_plan(chain.model, MSI_GOAL_PLAIN, &plan), MS_RESULT_OK);
-    assert_true(msi_solver_init(&solver, chain.model, plan));
+    assert_int_equal(msi_make_plans(chain.model, MSI_GOAL_PLAIN, &store, &plan), MS_RESULT_OK);
+    assert_true(msi_solver_init(&solver, chain.model, store, plan));
     plan->early_update = true;
     best_of_all_plans(&solver, &chain, best);
     bool moved = true;
@@ -1128,7 +1129,8 @@ static void ladder_is_close_to_the_best(void **state) {
     }
     assert_true(plan->train.peak_bytes == least);
     msi_solver_free(&solver);
-    msi_plan_free(chain.model, plan);
+    msi_plans_free(chain.model, plan);
+    msi_store_free(chain.model, store);
     ms_destroy(chain.model);
 }
 

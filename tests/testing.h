@@ -246,6 +246,25 @@ static inline int t_device_fill_f32(void *user, void *to, float value, uint64_t 
     return error != 0 ? error : device->cpu.fill_f32(device->cpu.user, to, value, count);
 }
 
+static inline int t_device_add_f32(void *user, void *to, const void *from, uint64_t count) {
+    t_device *device = (t_device *)user;
+    const int error = t_device_fails(device);
+    return error != 0 ? error : device->cpu.add_f32(device->cpu.user, to, from, count);
+}
+
+static inline int t_device_add_squares_f32(void *user, const void *from, uint64_t count,
+                                           double *sum) {
+    t_device *device = (t_device *)user;
+    const int error = t_device_fails(device);
+    return error != 0 ? error : device->cpu.add_squares_f32(device->cpu.user, from, count, sum);
+}
+
+static inline int t_device_clip_scale(void *user, const double *sum, float limit, float *scale) {
+    t_device *device = (t_device *)user;
+    const int error = t_device_fails(device);
+    return error != 0 ? error : device->cpu.clip_scale(device->cpu.user, sum, limit, scale);
+}
+
 static inline int t_device_sum_f32(void *user, const void *from, uint64_t count, double *sum) {
     t_device *device = (t_device *)user;
     int error = t_device_fails(device);
@@ -287,6 +306,9 @@ static inline ms_backend t_device_backend(t_device *device) {
     backend.copy = t_device_copy;
     backend.fill_bytes = t_device_fill_bytes;
     backend.fill_f32 = t_device_fill_f32;
+    backend.add_f32 = t_device_add_f32;
+    backend.add_squares_f32 = t_device_add_squares_f32;
+    backend.clip_scale = t_device_clip_scale;
     backend.sum_f32 = t_device_sum_f32;
     backend.update = t_device_update;
     backend.gemm = t_device_gemm;
