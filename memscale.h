@@ -1246,9 +1246,10 @@ struct ms_model {
     ms_optimizer_desc optimizer;
     msi_graph graph;
     msi_store *store;
-    msi_plan *plan; // the one in force, at the head of the list
-    bool changed;   // something since ms_wrap that only the next one heeds
-    msi_goal goal;  // of that ms_wrap
+    msi_plan *plan;    // the one in force, at the head of the list
+    msi_plan *largest; // the one for the largest sizes, in the list too
+    bool changed;      // something since ms_wrap that only the next one heeds
+    msi_goal goal;     // of that ms_wrap
     float loss_factor;
     uint64_t step; // completed updates
     const msi_program *running;
@@ -2081,6 +2082,12 @@ static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
     l.optional_saved = desc->optional_saved;
     l.no_recompute = desc->no_recompute;
     l.keeps_state = desc->keeps_state;
+    for (uint32_t j = 0; j < MS_LIMIT_OUT; j++) { // what is computed on in place is read
+        const bool named = msi_recompute_reads_of(&l, MSI_GROUP_IN) != UINT16_MAX;
+        if (named && (l.must_in_place >> j & 1)) {
+            l.recompute_reads.in = (uint16_t)(l.recompute_reads.in | desc->in_place[j]);
+        }
+    }
     l.differentiable = desc->backward || (!desc->forward && !desc->no_backward);
     return l;
 }
@@ -2516,6 +2523,7 @@ static bool msi_check_edges(ms_model *m, const char *name, const ms_layer_desc *
         const uint32_t t = msi_index(m, d->in[i]);
         if ((overwrites >> i & 1) && t != MSI_NONE &&
             m->graph.tensors.items[t].kind == MSI_KIND_ACTIVATION &&
+            msi_is_float(m->graph.tensors.items[t].view.dtype) &&
             m->graph.tensors.items[t].view.dtype != MS_DTYPE_F32) {
             return msi_refuse_layer(
                 m, name,
@@ -2580,8 +2588,8 @@ static const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
     if (d->recompute && (d->no_recompute || d->grads_in_forward)) {
         return "it has a recompute callback, but runs once (no_recompute, grads_in_forward)";
     }
-    if (d->recompute && d->must_in_place) {
-        return "must_in_place and a recompute callback do not go together";
+    if (d->recompute_reads.out & d->must_in_place) {
+        return "recompute_reads names an output that must_in_place fills with the input first";
     }
     if (d->keeps_state && count[MSI_GROUP_STATE] == 0) {
         return "keeps_state is set, but it has no state";
@@ -3053,6 +3061,13 @@ static void msi_add_parts(msi_lowering *w) {
     }
 }
 
+/* Whether a recomputation for `request`, before the backward of `reader`, is to make a tensor. */
+static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader, uint32_t request) {
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    return tensor->kept || t == w->graph->loss || t == request ||
+           (tensor->last_reader != MSI_NONE && tensor->last_reader <= reader);
+}
+
 /* The life that a forward, eval or recomputation writes a tensor to, born with the last
    instruction; MSI_NONE where nobody wants it. */
 static uint32_t msi_output_life(msi_lowering *w, msi_op op, uint32_t t, bool optional,
@@ -3061,8 +3076,7 @@ static uint32_t msi_output_life(msi_lowering *w, msi_op op, uint32_t t, bool opt
     const msi_tensor *tensor = &g->tensors.items[t];
     const bool again = op == MSI_OP_RECOMPUTE;
     const bool there = w->value[t] != MSI_NONE;
-    const bool needed = tensor->kept || t == g->loss || t == request ||
-                        (tensor->last_reader != MSI_NONE && tensor->last_reader <= reader);
+    const bool needed = msi_is_needed(w, t, reader, request);
     const bool own = again && g->layers.items[tensor->producer].recompute;
     if (own && there) { // what was kept, for it to read or to leave alone
         return tensor->pinned ? w->value[t] : MSI_NONE;
@@ -3114,7 +3128,10 @@ static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, u
     const msi_graph *g = w->graph;
     const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = msi_group(g, l, MSI_GROUP_OUT);
     for (uint32_t j = 0; j < l->count[MSI_GROUP_OUT]; j++) {
-        if (l->must_in_place >> j & 1) {
+        const bool own = op == MSI_OP_RECOMPUTE && l->recompute;
+        const bool wanted =
+            !own || (w->value[out[j]] == MSI_NONE && msi_is_needed(w, out[j], reader, request));
+        if ((l->must_in_place >> j & 1) && wanted) {
             const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + j]);
             const uint32_t source = w->value[in[i]];
             msi_emit(w, MSI_OP_COPY, out[j]);
@@ -3163,7 +3180,7 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
     const msi_layer *l = &w->graph->layers.items[layer];
     const int which = op == MSI_OP_RECOMPUTE ? MSI_WORKSPACE_RECOMPUTE : MSI_WORKSPACE_FORWARD;
     const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
-    const bool ends_in_loss = op == MSI_OP_FORWARD && l->ends_in_loss;
+    const bool ends_in_loss = op == MSI_OP_FORWARD && l->grads_in_forward != 0;
     uint32_t aside[MS_LIMIT_STATE];
     msi_unset_slots(w);
     msi_lower_state(w, op, l, aside);
@@ -3555,7 +3572,8 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
             }
         }
         mask += out;
-        const bool writes_gradients = backward || (i->op == MSI_OP_FORWARD && l->ends_in_loss);
+        const bool writes_gradients =
+            backward || (i->op == MSI_OP_FORWARD && l->grads_in_forward != 0);
         for (uint32_t k = 0; k < in && writes_gradients; k++, mask += 4) {
             memset(allowed, 0, sizeof allowed);
             msi_allow(allowed, 0, mask[0]);
@@ -4899,8 +4917,49 @@ static uint64_t msi_budget(const ms_model *m) {
     return share < 9e18 ? (uint64_t)share : UINT64_MAX;
 }
 
+/* Whether two programs hand on the same memory in place. */
+static bool msi_shares_alike(const msi_program *a, const msi_program *b) {
+    bool alike = a->lives.count == b->lives.count && a->blocks.count == b->blocks.count;
+    for (uint32_t i = 0; alike && i < a->lives.count; i++) {
+        alike = a->lives.items[i].takes_over == b->lives.items[i].takes_over;
+    }
+    return alike;
+}
+
+/* The offsets of a program with the same lives, of which none is smaller. */
+static void msi_copy_offsets(msi_program *p, const msi_program *from) {
+    for (uint32_t i = 0; i < p->blocks.count; i++) {
+        p->blocks.items[i].offset = from->blocks.items[i].offset;
+    }
+    p->height = from->height;
+}
+
+/* Decides as the plan at the largest sizes did, which fits: no live range is longer then and none
+   larger, and should the layout waste more, that plan's offsets do. */
+static ms_result msi_follow(msi_solver *s, const msi_plan *largest, uint64_t room) {
+    msi_plan *plan = s->plan;
+    memcpy(plan->dropped, largest->dropped, s->model->graph.tensors.count);
+    plan->forces = largest->forces;
+    plan->early_update = largest->early_update;
+    plan->update_lag_bytes = largest->update_lag_bytes;
+    bool fits;
+    ms_result result = msi_try(s);
+    result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
+    if (result == MS_RESULT_OK && plan->arena_bytes > room) {
+        if (msi_shares_alike(&plan->train, &largest->train)) {
+            msi_copy_offsets(&plan->train, &largest->train);
+        }
+        if (msi_shares_alike(&plan->eval, &largest->eval)) {
+            msi_copy_offsets(&plan->eval, &largest->eval);
+        }
+        plan->arena_bytes = msi_arena_of(s->store, plan);
+    }
+    return result;
+}
+
 /* Solves into an empty plan: eval program, then the training program on its rung. */
-static ms_result msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *plan, msi_goal goal) {
+static ms_result msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *plan, msi_goal goal,
+                               const msi_plan *example) {
     msi_solver solver;
     ms_result result = MS_RESULT_OK;
     if (!msi_solver_init(&solver, m, store, plan)) {
@@ -4909,7 +4968,8 @@ static ms_result msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *pl
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
         const msi_tensor *tensor = &m->graph.tensors.items[t];
         plan->dropped[t] = !msi_is_fixed(tensor) && tensor->last_reader == MSI_NONE &&
-                           !tensor->kept && t != m->graph.loss && !tensor->pinned;
+                           !tensor->kept && t != m->graph.loss && !tensor->pinned &&
+                           tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
     }
     plan->step_cost = msi_step_cost(&m->graph);
     msi_lower_eval(&solver.lowering, &plan->eval);
@@ -4922,7 +4982,10 @@ static ms_result msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *pl
     } else {
         result = msi_lay_out(&solver, &plan->eval);
     }
-    result = result == MS_RESULT_OK ? msi_solve(&solver, goal, plan->budget_bytes) : result;
+    if (result == MS_RESULT_OK) {
+        result = example ? msi_follow(&solver, example, plan->budget_bytes)
+                         : msi_solve(&solver, goal, plan->budget_bytes);
+    }
     msi_mark_recomputed(&solver);
     msi_solver_free(&solver);
     return result;
@@ -4935,9 +4998,9 @@ static void msi_resolve(const msi_store *store, msi_program *p) {
     }
 }
 
-/* A new plan for the graph as it is, which has been checked. */
+/* A new plan for the graph as it is, which has been checked; by the example of another, or NULL. */
 static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goal, uint64_t budget,
-                               msi_plan **made) {
+                               const msi_plan *example, msi_plan **made) {
     const ms_allocator *a = &m->config.allocator;
     const uint64_t bytes = msi_decision_bytes(&m->graph);
     *made = NULL;
@@ -4953,7 +5016,7 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
     plan->recomputed = plan->dropped + m->graph.tensors.count;
     plan->budget_bytes = budget;
     msi_get_sizes(&m->graph, plan->sizes);
-    const ms_result result = msi_fill_plan(m, store, plan, goal);
+    const ms_result result = msi_fill_plan(m, store, plan, goal, example);
     if (result != MS_RESULT_OK) {
         msi_plan_free(m, plan);
         return result;
@@ -4964,18 +5027,19 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
     return MS_RESULT_OK;
 }
 
-/* Plans at `sizes`, for a store whose room is that of the plan at the largest sizes. */
+/* Plans at `sizes` (NULL: the largest), for a store whose room is that of `largest`. */
 static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
-                             const int64_t *sizes, msi_plan **made) {
+                             const int64_t *sizes, const msi_plan *largest, msi_plan **made) {
     int64_t old[MS_LIMIT_AXES];
     msi_get_sizes(&m->graph, old);
     const uint64_t room = store->slot_bytes + store->transient_bytes;
     const uint64_t budget = sizes ? room : msi_budget(m);
     msi_set_sizes(&m->graph, sizes);
-    ms_result result = msi_make_plan(m, store, goal, budget, made);
-    if (result == MS_RESULT_OK && sizes && (*made)->arena_bytes > room) {
-        msi_plan_free(m, *made); // a plain plan with a layout that wastes more
-        result = msi_make_plan(m, store, MSI_GOAL_BUDGET, budget, made);
+    ms_result result = msi_make_plan(m, store, goal, budget, NULL, made);
+    const bool exceeds = result == MS_RESULT_OK && (*made)->arena_bytes > room;
+    if (sizes && (exceeds || result == MS_RESULT_BUDGET)) {
+        msi_plan_free(m, *made);
+        result = msi_make_plan(m, store, goal, budget, largest, made);
     }
     msi_set_sizes(&m->graph, old);
     return result;
@@ -4988,14 +5052,14 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
     *plans = NULL;
     ms_result result = msi_check_graph(m);
     result = result == MS_RESULT_OK ? msi_make_store(m, store) : result;
-    result = result == MS_RESULT_OK ? msi_plan_at(m, *store, goal, NULL, plans) : result;
+    result = result == MS_RESULT_OK ? msi_plan_at(m, *store, goal, NULL, NULL, plans) : result;
     if (result == MS_RESULT_OK) {
         (*store)->transient_bytes = (*plans)->arena_bytes - (*store)->slot_bytes;
     }
     msi_get_sizes(&m->graph, sizes);
     if (result == MS_RESULT_OK && memcmp(sizes, (*plans)->sizes, sizeof sizes) != 0) {
         msi_plan *now;
-        result = msi_plan_at(m, *store, goal, sizes, &now);
+        result = msi_plan_at(m, *store, goal, sizes, *plans, &now);
         if (result == MS_RESULT_OK) {
             now->next = *plans;
             *plans = now;
@@ -5115,7 +5179,7 @@ enum {
 static int msi_operand_part(const msi_layer *l, const msi_instruction *i, uint32_t k,
                             uint32_t *slot) {
     const bool backward = i->op == MSI_OP_BACKWARD;
-    const bool in_forward = i->op == MSI_OP_FORWARD && l->ends_in_loss;
+    const bool in_forward = i->op == MSI_OP_FORWARD && l->grads_in_forward != 0;
     const uint32_t counts[MSI_PART_COUNT] = {
         l->count[MSI_GROUP_IN],
         l->count[MSI_GROUP_OUT],
@@ -5217,7 +5281,7 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
         call->wanted_out = msi_wanted(l, i, operands, MSI_GROUP_OUT);
         call->wanted_saved = msi_wanted(l, i, operands, MSI_GROUP_SAVED);
     }
-    if (i->op == MSI_OP_BACKWARD || (i->op == MSI_OP_FORWARD && l->ends_in_loss)) {
+    if (i->op == MSI_OP_BACKWARD || (i->op == MSI_OP_FORWARD && l->grads_in_forward != 0)) {
         call->grad_in = views;
         msi_fill_views(m, p, views, in, edges, l->count[MSI_GROUP_IN]);
     }
@@ -5288,18 +5352,16 @@ static ms_result msi_move_shadow(ms_model *m, void *memory, bool on_host, uint64
                                        : msi_fill(m, memory, on_host, rubbish, bytes);
 }
 
-/* Everything that is in memory. */
+/* Everything that is in memory; goes on behind an error, so that as much as can be is restored. */
 static ms_result msi_shadow_all(ms_model *m, msi_shadow_way way, uint8_t rubbish) {
     const msi_store *store = m->store;
     ms_result result = MS_RESULT_OK;
-    for (uint32_t i = 0; i < store->slots.count && result == MS_RESULT_OK; i++) {
-        const msi_slot *slot = &store->slots.items[i];
-        result = msi_move_shadow(m, slot->address, slot->on_host, msi_shadow_offset(store, i),
-                                 slot->bytes, way, rubbish);
-    }
-    if (result == MS_RESULT_OK && store->transient_bytes) {
-        result = msi_move_shadow(m, msi_transient(m), false, msi_shadow_offset(store, MSI_NONE),
-                                 store->transient_bytes, way, rubbish);
+    for (uint32_t i = 0; i <= store->slots.count; i++) {
+        const msi_slot *slot = i < store->slots.count ? &store->slots.items[i] : NULL;
+        const ms_result moved = msi_move_shadow(
+            m, slot ? slot->address : msi_transient(m), slot && slot->on_host,
+            msi_shadow_offset(store, i), slot ? slot->bytes : store->transient_bytes, way, rubbish);
+        result = result == MS_RESULT_OK ? moved : result;
     }
     return result;
 }
@@ -5386,24 +5448,41 @@ static ms_result msi_set_scene(const msi_trial *t, ms_phase phase, uint8_t rubbi
     return result;
 }
 
+/* Makes the call of a forward that of a recomputation by the layer's own callback. */
+static ms_result msi_turn_into_recompute(const msi_trial *t, ms_call *call) {
+    const msi_layer *l = t->layer;
+    ms_view *views = t->model->views;
+    for (int group = 0; group < MSI_GROUP_COUNT && l->recompute; group++) {
+        const uint32_t reads = msi_recompute_reads_of(l, group);
+        const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
+        for (uint32_t k = 0; k < l->count[group]; k++, views++) {
+            views->data = made || (reads >> k & 1) ? views->data : NULL;
+        }
+    }
+    if (l->recompute) {
+        call->wanted_out = (uint16_t)(call->wanted_out & ~msi_recompute_reads_of(l, MSI_GROUP_OUT));
+        call->wanted_saved =
+            (uint16_t)(call->wanted_saved & ~msi_recompute_reads_of(l, MSI_GROUP_SAVED));
+        call->workspace_bytes = msi_workspace_bytes(&t->model->graph, l, MSI_WORKSPACE_RECOMPUTE);
+        call->workspace = call->workspace_bytes ? call->workspace : NULL;
+    }
+    call->phase = MS_PHASE_RECOMPUTE;
+    const bool clear = l->recompute && call->workspace &&
+                       l->workspace[MSI_WORKSPACE_RECOMPUTE].contents != MS_CONTENTS_ANY;
+    return clear ? msi_fill(t->model, call->workspace, false, 0, call->workspace_bytes)
+                 : MS_RESULT_OK;
+}
+
 /* One run of the callback, and the hashes of the operands behind it. */
 static ms_result msi_try_layer(const msi_trial *t, ms_phase phase, uint8_t rubbish,
                                uint64_t *hashes) {
-    const msi_layer *l = t->layer;
     ms_call call;
     ms_result result = msi_set_scene(t, phase, rubbish);
-    if (result != MS_RESULT_OK) {
-        return result;
+    if (result == MS_RESULT_OK) {
+        msi_fill_call(t->model, t->program, t->instruction, &call);
+        result = phase != call.phase ? msi_turn_into_recompute(t, &call) : result;
     }
-    msi_fill_call(t->model, t->program, t->instruction, &call);
-    if (phase != call.phase) {
-        call.phase = phase;
-        const uint32_t out = l->recompute ? msi_recompute_reads_of(l, MSI_GROUP_OUT) : 0;
-        const uint32_t saved = l->recompute ? msi_recompute_reads_of(l, MSI_GROUP_SAVED) : 0;
-        call.wanted_out = (uint16_t)(call.wanted_out & ~out);
-        call.wanted_saved = (uint16_t)(call.wanted_saved & ~saved);
-    }
-    result = msi_call_layer(t->model, l, &call);
+    result = result == MS_RESULT_OK ? msi_call_layer(t->model, t->layer, &call) : result;
     return result == MS_RESULT_OK ? msi_hash_operands(t, hashes) : result;
 }
 
@@ -5649,7 +5728,11 @@ static ms_result msi_run_trials(msi_trial *t) {
     result = result == MS_RESULT_OK ? msi_check_unchanged(t) : result;
     result = result == MS_RESULT_OK ? msi_check_print(t) : result;
     result = result == MS_RESULT_OK ? msi_keep_results(t) : result;
-    if (op == MSI_OP_FORWARD && !once && result == MS_RESULT_OK) {
+    /* A callback of its own needs its workspace, for which forward's must be large enough. */
+    const msi_graph *g = &t->model->graph;
+    const bool has_room = msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_RECOMPUTE) <=
+                          msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_FORWARD);
+    if (op == MSI_OP_FORWARD && !once && has_room && result == MS_RESULT_OK) {
         result = msi_try_recompute(t);
     }
     if (!once && result == MS_RESULT_OK) {
@@ -5669,7 +5752,10 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
     const ms_result result = msi_run_trials(&t);
     char text[MSI_ERROR_BYTES];
     memcpy(text, m->error, sizeof text);
-    const ms_result restored = msi_shadow_all(m, MSI_SHADOW_RESTORE, 0);
+    ms_result restored = msi_shadow_all(m, MSI_SHADOW_RESTORE, 0);
+    if (restored != MS_RESULT_OK && msi_shadow_all(m, MSI_SHADOW_RESTORE, 0) != MS_RESULT_OK) {
+        m->updates_done++; // params are rubbish now: the model has failed
+    }
     if (result != MS_RESULT_OK) {
         memcpy(m->error, text, sizeof text);
     }
@@ -6084,10 +6170,11 @@ static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_g
     msi_note_new_state(m, store);
     msi_drop_staged(m);
     msi_plans_free(m, m->plan);
-    msi_store_free(m, m->store);
     m->micro = m->store && m->store->micro_count == store->micro_count ? m->micro : 0;
+    msi_store_free(m, m->store);
     m->store = store;
     m->plan = plans;
+    m->largest = plans->next ? plans->next : plans;
     m->goal = goal;
     m->changed = false;
     m->failed = false;
@@ -6134,12 +6221,15 @@ static bool msi_find_plan(ms_model *m, const int64_t *sizes) {
 static void msi_add_plan(ms_model *m, msi_plan *plan) {
     plan->next = m->plan;
     m->plan = plan;
-    for (int i = 1; plan && i < MSI_MAX_PLANS; i++) {
-        plan = plan->next;
-    }
-    if (plan) {
-        msi_plans_free(m, plan->next);
-        plan->next = NULL;
+    int count = 1;
+    for (msi_plan *at = plan; at->next; at = at->next) {
+        msi_plan *next = at->next;
+        count++;
+        if (count >= MSI_MAX_PLANS && next != m->largest) {
+            at->next = next->next;
+            msi_plan_free(m, next);
+            break;
+        }
     }
 }
 
@@ -6154,7 +6244,7 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
                             "ms_reshape: something was set since ms_wrap that asks for a new plan: "
                             "call ms_wrap first");
         }
-        result = msi_plan_at(m, m->store, m->goal, all, &plan);
+        result = msi_plan_at(m, m->store, m->goal, all, m->largest, &plan);
         if (result != MS_RESULT_OK) {
             return result;
         }
