@@ -2167,6 +2167,31 @@ static void gradients_are_clipped_by_their_common_norm(void **state) {
     }
 }
 
+/* The sums of the CPU backend, of any length. */
+static void sums_of_squares(void **state) {
+    (void)state;
+    ms_backend cpu = ms_backend_cpu();
+    float a[40], b[40];
+    for (uint64_t count = 1; count <= 40; ++count) {
+        double sum = 100.0, expected = 100.0;
+        float scale = 0.0f;
+        for (uint64_t i = 0; i < 40; ++i) {
+            a[i] = b[i] = (float)(i % 7) - 2.5f;
+            expected += i < count ? (double)a[i] * (double)a[i] : 0.0;
+        }
+        assert_int_equal(cpu.add_squares_f32(cpu.user, a, count, &sum), 0);
+        assert_true(sum == expected);
+        assert_int_equal(cpu.clip_scale(cpu.user, &sum, 5.0f, &scale), 0);
+        assert_true(fabs((double)scale - 5.0 / sqrt(expected)) < 1e-6);
+        assert_int_equal(cpu.clip_scale(cpu.user, &sum, 50.0f, &scale), 0);
+        assert_true(scale == 1.0f);
+        assert_int_equal(cpu.add_f32(cpu.user, a, b, count), 0);
+        for (uint64_t i = 0; i < 40; ++i) {
+            assert_true(a[i] == (i < count ? 2.0f * b[i] : b[i]));
+        }
+    }
+}
+
 /* A gradient that is no number: nothing is updated, and the next step is an ordinary one. */
 static void a_norm_that_is_not_finite(void **state) {
     (void)state;
@@ -2877,6 +2902,7 @@ int main(void) {
         TWICE(micro_batches_are_one_batch),
         TWICE(a_failing_micro_batch_starts_the_step_again),
         TWICE(gradients_are_clipped_by_their_common_norm),
+        cmocka_unit_test(sums_of_squares),
         TWICE(a_norm_that_is_not_finite),
         TWICE(models_take_turns_in_one_arena),
         TWICE(shapes_change_between_steps),
