@@ -665,7 +665,8 @@ MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
    state of a param (ms_optimizer_state) or its gradient (ms_gradient). It is not in the arena, is
    never filled or moved, and must live as long as the model; device memory, or host memory for a
    tensor on the host. A borrowed gradient is never zeroed either: every step adds to what it
-   holds. After ms_wrap another address may be given for what is borrowed already.
+   holds. Along axes there must be room for their largest sizes. After ms_wrap another address may
+   be given for what is borrowed already.
    Errors: INVALID (sticks before ms_wrap), ORDER (not borrowed when wrapped; in a callback). */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_borrow(ms_model *model, ms_tensor tensor,
                                                     void *memory);
@@ -2324,13 +2325,19 @@ static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dty
             if (!(shape->axes[i] >> a & 1)) {
                 continue;
             }
-            if (a >= g->axis_count || kind == MSI_KIND_PARAM || unit % g->axes[a].size != 0) {
-                MSI_STICK(m, MS_RESULT_INVALID, "%s \"%s\": dim %d, %lld, lies along axis \"%s\"%s",
-                          what, name, i, (long long)shape->dim[i],
-                          a < g->axis_count ? msi_name(m, g->axes[a].name) : "?",
-                          a >= g->axis_count       ? ", which this model does not have"
-                          : kind == MSI_KIND_PARAM ? "; params have fixed sizes"
-                                                   : " and is no multiple of its size");
+            if (a >= g->axis_count) {
+                MSI_STICK(m, MS_RESULT_INVALID,
+                          "%s \"%s\": dim %d lies along axis %u, which this model does not have",
+                          what, name, i, (unsigned)a);
+                return false;
+            }
+            if (kind == MSI_KIND_PARAM || unit % g->axes[a].size != 0) {
+                MSI_STICK(m, MS_RESULT_INVALID,
+                          "%s \"%s\": dim %d, %lld, lies along axis \"%s\" of size %lld%s", what,
+                          name, i, (long long)shape->dim[i], msi_name(m, g->axes[a].name),
+                          (long long)g->axes[a].size,
+                          kind == MSI_KIND_PARAM ? "; params have fixed sizes"
+                                                 : " and is no multiple of it");
                 return false;
             }
             unit /= g->axes[a].size;
@@ -2343,7 +2350,9 @@ static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dty
 static const char *msi_operand_fault(const ms_model *m, int group, ms_tensor handle) {
     const uint32_t index = msi_value_index(m, handle);
     if (index == MSI_NONE) {
-        return "is no tensor of this model";
+        return msi_index(m, handle) == MSI_NONE
+                   ? "is no tensor of this model"
+                   : "is its gradient or optimizer state, not its value";
     }
     const msi_tensor *t = &m->graph.tensors.items[index];
     switch (group) {
@@ -2441,7 +2450,9 @@ static bool msi_check_masks(ms_model *m, const char *name, const ms_layer_desc *
         good = msi_check_mask(m, name, masks[i].field, masks[i].mask, masks[i].slots);
     }
     for (uint32_t j = 0; j < MS_LIMIT_OUT && good; j++) {
-        good = msi_check_mask(m, name, "in_place", d->in_place[j], j < out ? in : 0);
+        char field[24];
+        snprintf(field, sizeof field, "in_place[%u]", (unsigned)j);
+        good = msi_check_mask(m, name, field, d->in_place[j], j < out ? in : 0);
     }
     for (uint32_t i = 0; i < MS_LIMIT_IN && good; i++) {
         const ms_overwrites *o = &d->grad_in_place[i];
@@ -2452,6 +2463,16 @@ static bool msi_check_masks(ms_model *m, const char *name, const ms_layer_desc *
                msi_check_mask(m, name, "grad_in_place.grad_out", o->grad_out, used ? out : 0);
     }
     return good;
+}
+
+static uint64_t msi_handle_bytes(const ms_model *m, ms_tensor handle) {
+    const uint32_t t = msi_index(m, handle);
+    return t == MSI_NONE ? 0 : m->graph.tensors.items[t].bytes;
+}
+
+static const char *msi_handle_dtype(const ms_model *m, ms_tensor handle) {
+    const uint32_t t = msi_index(m, handle);
+    return t == MSI_NONE ? "?" : ms_dtype_name(m->graph.tensors.items[t].view.dtype);
 }
 
 /* Whether two handles have as many bytes of one dtype. */
@@ -2469,39 +2490,48 @@ static bool msi_is_single_bit(uint32_t mask) {
     return mask != 0 && (mask & (mask - 1)) == 0;
 }
 
-/* What must be computed in place names one operand of the same size to take over. */
-static bool msi_check_in_place(ms_model *m, const char *name, const ms_layer_desc *d) {
-    uint32_t taken = 0;
-    for (uint32_t j = 0; j < MS_LIMIT_OUT; j++) {
-        if (!(d->must_in_place >> j & 1)) {
-            continue;
-        }
-        const uint32_t i = msi_lowest_bit(d->in_place[j]);
-        if (!msi_is_single_bit(d->in_place[j]) || (taken >> i & 1) ||
-            !msi_same_size(m, d->in[i], d->out[j])) {
-            return msi_refuse_layer(
-                m, name,
-                "out[%u] \"%s\" must be computed in place, so in_place[%u] must name "
-                "one input, of its size and dtype, and no other output that input; it "
-                "is 0x%x",
-                (unsigned)j, msi_handle_name(m, d->out[j]), (unsigned)j, (unsigned)d->in_place[j]);
-        }
-        taken |= (uint32_t)1 << i;
+/* One result that must be computed in place: its mask names one operand, of its size and dtype,
+   that no other result takes. */
+static bool msi_check_must(ms_model *m, const char *name, const char *field, uint32_t slot,
+                           ms_tensor result, uint32_t mask, const ms_tensor *operands,
+                           uint32_t *taken) {
+    const uint32_t k = msi_lowest_bit(mask);
+    const char *fault = !msi_is_single_bit(mask) ? "must name one operand and nothing else"
+                        : (*taken >> k & 1)      ? "names an operand that another one takes over"
+                                                 : NULL;
+    if (fault) {
+        return msi_refuse_layer(m, name, "\"%s\" must be computed in place, but %s[%u], 0x%x, %s",
+                                msi_handle_name(m, result), field, (unsigned)slot, (unsigned)mask,
+                                fault);
     }
-    for (uint32_t i = 0; i < MS_LIMIT_IN; i++) {
-        const ms_overwrites *o = &d->grad_in_place[i];
-        if ((d->must_grad_in_place >> i & 1) &&
-            (!msi_is_single_bit(o->grad_out) || (o->in | o->out | o->saved) != 0 ||
-             !msi_same_size(m, d->out[msi_lowest_bit(o->grad_out)], d->in[i]))) {
-            return msi_refuse_layer(
-                m, name,
-                "the gradient of in[%u] \"%s\" must be computed in place, so "
-                "grad_in_place[%u] must name one grad_out, of its size and dtype, and "
-                "nothing else",
-                (unsigned)i, msi_handle_name(m, d->in[i]), (unsigned)i);
-        }
+    if (!msi_same_size(m, operands[k], result)) {
+        return msi_refuse_layer(
+            m, name,
+            "\"%s\", %llu bytes of %s, must be computed in the place of \"%s\", %llu bytes of %s: "
+            "both must have one size and dtype",
+            msi_handle_name(m, result), (unsigned long long)msi_handle_bytes(m, result),
+            msi_handle_dtype(m, result), msi_handle_name(m, operands[k]),
+            (unsigned long long)msi_handle_bytes(m, operands[k]), msi_handle_dtype(m, operands[k]));
     }
+    *taken |= (uint32_t)1 << k;
     return true;
+}
+
+static bool msi_check_in_place(ms_model *m, const char *name, const ms_layer_desc *d) {
+    uint32_t taken = 0, grads_taken = 0;
+    bool good = true;
+    for (uint32_t j = 0; j < MS_LIMIT_OUT && good; j++) {
+        good = !(d->must_in_place >> j & 1) ||
+               msi_check_must(m, name, "in_place", j, d->out[j], d->in_place[j], d->in, &taken);
+    }
+    for (uint32_t i = 0; i < MS_LIMIT_IN && good; i++) {
+        const ms_overwrites *o = &d->grad_in_place[i];
+        const uint32_t mask = (o->in | o->out | o->saved) != 0 ? 0 : o->grad_out;
+        good = !(d->must_grad_in_place >> i & 1) ||
+               msi_check_must(m, name, "grad_in_place.grad_out", i, d->in[i], mask, d->out,
+                              &grads_taken);
+    }
+    return good;
 }
 
 /* Overwriting edges are added up by the library, which adds f32. */
@@ -2573,8 +2603,11 @@ static const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
     if (d->no_backward && d->forward) {
         return "no_backward is for layers without callbacks; leave backward NULL instead";
     }
-    if ((r->nothing && reads) || (p->nothing && recompute_reads)) {
-        return "backward_reads or recompute_reads says both \"nothing\" and what it reads";
+    if (r->nothing && reads) {
+        return "backward_reads says both \"nothing\" and what it reads";
+    }
+    if (p->nothing && recompute_reads) {
+        return "recompute_reads says both \"nothing\" and what it reads";
     }
     if ((recompute_reads || p->nothing) && !d->recompute) {
         return "recompute_reads is given, but no recompute callback";
@@ -2594,9 +2627,8 @@ static const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
     if (d->keeps_state && count[MSI_GROUP_STATE] == 0) {
         return "keeps_state is set, but it has no state";
     }
-    if (!isfinite(d->flops) || d->flops < 0.0 || !isfinite(d->recompute_flops) ||
-        d->recompute_flops < 0.0) {
-        return "flops and recompute_flops must be finite numbers, at least 0";
+    if (!d->recompute && (d->recompute_workspace.bytes || d->recompute_workspace.row_bytes)) {
+        return "recompute_workspace is given, but no recompute callback";
     }
     return NULL;
 }
@@ -2613,6 +2645,14 @@ static bool msi_check_layer(ms_model *m, const char *name, const ms_layer_desc *
     }
     if (fault) {
         return msi_refuse_layer(m, name, "%s", fault);
+    }
+    if (!isfinite(d->flops) || d->flops < 0.0 || !isfinite(d->recompute_flops) ||
+        d->recompute_flops < 0.0) {
+        return msi_refuse_layer(
+            m, name,
+            "flops is %g and recompute_flops %g: both must be finite numbers, at "
+            "least 0",
+            d->flops, d->recompute_flops);
     }
     return msi_check_masks(m, name, d, count) && msi_check_slots(m, name, d, count) &&
            msi_check_in_place(m, name, d) && msi_check_edges(m, name, d) &&
@@ -2661,9 +2701,9 @@ static const char *msi_drop_fault(const msi_graph *g, uint32_t t) {
     return !l                    ? "no layer writes it"
            : tensor->kept        ? "ms_set_output keeps it"
            : t == g->loss        ? "it is the loss"
-           : l->no_recompute     ? "its layer runs once (no_recompute)"
+           : l->no_recompute     ? "its layer has no_recompute"
            : l->grads_in_forward ? "its layer runs once (grads_in_forward)"
-           : tensor->pinned      ? "the recompute callback of its layer reads it"
+           : tensor->pinned      ? "its layer's recompute_reads names it"
                                  : NULL;
 }
 
@@ -2679,8 +2719,11 @@ static ms_result msi_check_forced(ms_model *m) {
     const msi_graph *g = &m->graph;
     const char *early = msi_early_fault(m);
     if (early && m->config.early_update == MS_SWITCH_ON) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "early_update is ON, but %s: set it to DEFAULT or OFF", early);
+        return msi_fail(
+            m, MS_RESULT_INVALID,
+            "early_update is ON, but %s (accumulation_steps %u, grad_clip_norm %g): set "
+            "it to DEFAULT or OFF",
+            early, (unsigned)m->config.accumulation_steps, (double)m->optimizer.grad_clip_norm);
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
@@ -2688,9 +2731,12 @@ static ms_result msi_check_forced(ms_model *m) {
                                 ? msi_drop_fault(g, t)
                                 : NULL;
         if (fault) {
-            return msi_fail(m, MS_RESULT_INVALID,
-                            "checkpointing is forced on \"%s\", but %s: leave it to the plan",
-                            msi_tensor_name(m, t), fault);
+            return msi_fail(
+                m, MS_RESULT_INVALID,
+                "checkpointing is forced on \"%s\" of layer \"%s\", but %s: leave it to the "
+                "plan",
+                msi_tensor_name(m, t),
+                tensor->producer == MSI_NONE ? "?" : msi_layer_name(m, tensor->producer), fault);
         }
         if (tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_ON) {
             continue;
@@ -2715,12 +2761,35 @@ static ms_result msi_check_loss(ms_model *m) {
     if (g->loss == MSI_NONE) {
         return msi_fail(m, MS_RESULT_INVALID, "no loss: call ms_set_loss with a layer's output");
     }
-    const msi_tensor *loss = &g->tensors.items[g->loss];
-    if (!loss->wants_gradient && !g->layers.items[loss->producer].ends_in_loss) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "loss \"%s\" depends on no trained param through layers that have a "
-                        "backward",
-                        msi_name(m, loss->name));
+    bool learns = g->tensors.items[g->loss].wants_gradient;
+    for (uint32_t i = 0; i < g->layers.count && !learns; i++) {
+        learns = g->layers.items[i].ends_in_loss;
+    }
+    return learns ? MS_RESULT_OK
+                  : msi_fail(m, MS_RESULT_INVALID,
+                             "loss \"%s\" depends on no trained param through layers that have a "
+                             "backward, without ms_stop_gradient in between",
+                             msi_tensor_name(m, g->loss));
+}
+
+/* Nothing differentiates through the outputs of a layer that has written its gradients already. */
+static ms_result msi_check_ends(ms_model *m) {
+    const msi_graph *g = &m->graph;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && l->has_backward; k++) {
+            const uint32_t from = in[k] == MSI_NONE ? MSI_NONE : g->tensors.items[in[k]].producer;
+            if (from != MSI_NONE && g->layers.items[from].ends_in_loss &&
+                !g->tensors.items[in[k]].no_gradient) {
+                return msi_fail(
+                    m, MS_RESULT_INVALID,
+                    "layer \"%s\" reads \"%s\" and has a backward, but layer \"%s\" has "
+                    "written its gradients in forward: ms_stop_gradient on it if it is "
+                    "meant as a constant",
+                    msi_name(m, l->name), msi_tensor_name(m, in[k]), msi_layer_name(m, from));
+            }
+        }
     }
     return MS_RESULT_OK;
 }
@@ -2746,7 +2815,8 @@ static ms_result msi_check_graph(ms_model *m) {
                     msi_name(m, t->name));
         }
     }
-    return msi_check_forced(m);
+    result = msi_check_ends(m);
+    return result == MS_RESULT_OK ? msi_check_forced(m) : result;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3129,9 +3199,8 @@ static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, u
     const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = msi_group(g, l, MSI_GROUP_OUT);
     for (uint32_t j = 0; j < l->count[MSI_GROUP_OUT]; j++) {
         const bool own = op == MSI_OP_RECOMPUTE && l->recompute;
-        const bool wanted =
-            !own || (w->value[out[j]] == MSI_NONE && msi_is_needed(w, out[j], reader, request));
-        if ((l->must_in_place >> j & 1) && wanted) {
+        if ((l->must_in_place >> j & 1) &&
+            (!own || (w->value[out[j]] == MSI_NONE && msi_is_needed(w, out[j], reader, request)))) {
             const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + j]);
             const uint32_t source = w->value[in[i]];
             msi_emit(w, MSI_OP_COPY, out[j]);
@@ -4250,7 +4319,7 @@ typedef struct msi_solver {
     MSI_LIST(uint32_t) members;
 } msi_solver;
 
-enum { MSI_PRICE_LIMIT = 64, MSI_BATCH_SHARE = 64, MSI_TRY_LIMIT = 128 };
+enum { MSI_PRICE_LIMIT = 64, MSI_BATCH_SHARE = 64, MSI_TRY_LIMIT = 128, MSI_TRIM_STEPS = 8 };
 
 static const uint64_t MSI_LAYOUT_EFFORT = 40u * 1000u * 1000u;
 
@@ -4442,42 +4511,61 @@ static void msi_sort_candidates(msi_candidate *items, uint32_t count) {
     }
 }
 
+/* Whether the plan may drop a value to recompute it. */
+static bool msi_is_droppable(const msi_graph *g, uint32_t t) {
+    const msi_tensor *tensor = &g->tensors.items[t];
+    return !msi_is_fixed(tensor) && !tensor->kept && t != g->loss && !tensor->pinned &&
+           tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
+}
+
+/* A candidate of the last members; the room is reserved. */
+static void msi_add_candidate(msi_solver *s, uint32_t member_count) {
+    const msi_graph *g = &s->model->graph;
+    msi_candidate *c = &s->candidates.items[s->candidates.count++];
+    c->member = s->members.count - member_count;
+    c->member_count = member_count;
+    c->key = s->members.items[c->member];
+    c->bytes_per_cost = 0.0;
+    for (uint32_t i = 0; i < member_count; i++) {
+        c->bytes_per_cost += (double)g->tensors.items[s->members.items[c->member + i]].bytes;
+    }
+}
+
 /* Values that lie idle at the peak, between forward and backward. The saved tensors of a layer are
-   one candidate, since they come back together. */
+   one candidate, since they come back together; where the layer can bring back one of them alone,
+   each is one as well. */
 static bool msi_find_candidates(msi_solver *s) {
     const msi_graph *g = &s->model->graph;
     const msi_program *p = &s->plan->train;
     s->candidates.count = s->members.count = 0;
-    if (!MSI_RESERVE(msi_candidate, s->allocator, s->candidates, p->lives.count) ||
+    if (!MSI_RESERVE(msi_candidate, s->allocator, s->candidates, 2ull * p->lives.count) ||
         !MSI_RESERVE(uint32_t, s->allocator, s->members, p->lives.count)) {
         return false;
     }
-    uint32_t saved_of = MSI_NONE; // producer of the last candidate, if that is a saved tensor
-    for (uint32_t i = s->store->slots.count; i < p->lives.count; i++) {
-        const msi_life *life = &p->lives.items[i];
-        if (life->role != MSI_ROLE_VALUE || life->idle_last == MSI_NONE ||
-            life->idle_first >= p->peak || life->idle_last <= p->peak) {
+    uint32_t saved_of = MSI_NONE, together = 0; // the layer of the saved tensors last met; how many
+    for (uint32_t i = s->store->slots.count; i <= p->lives.count; i++) {
+        const msi_life *life = i < p->lives.count ? &p->lives.items[i] : NULL;
+        const bool idle = life && life->role == MSI_ROLE_VALUE && life->idle_last != MSI_NONE &&
+                          life->idle_first < p->peak && life->idle_last > p->peak &&
+                          msi_is_droppable(g, life->tensor);
+        const msi_tensor *t = idle ? &g->tensors.items[life->tensor] : NULL;
+        if (life && !idle) {
             continue;
         }
-        const msi_tensor *t = &g->tensors.items[life->tensor];
-        if (t->kept || life->tensor == g->loss || t->pinned ||
-            t->technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_OFF || msi_is_fixed(t)) {
-            continue;
+        const bool joins = t && t->kind == MSI_KIND_SAVED && t->producer == saved_of;
+        if (!joins && saved_of != MSI_NONE &&
+            (together > 1 || !g->layers.items[saved_of].recompute)) {
+            msi_add_candidate(s, together);
         }
-        const bool together = t->kind == MSI_KIND_SAVED && !g->layers.items[t->producer].recompute;
-        const bool joins = together && t->producer == saved_of;
-        saved_of = together ? t->producer : MSI_NONE;
+        if (!t) {
+            break;
+        }
+        together = joins ? together + 1 : 1;
+        saved_of = t->kind == MSI_KIND_SAVED ? t->producer : MSI_NONE;
         s->members.items[s->members.count++] = life->tensor;
-        if (joins) {
-            s->candidates.items[s->candidates.count - 1].member_count++;
-            s->candidates.items[s->candidates.count - 1].bytes_per_cost += (double)life->bytes;
-            continue;
+        if (saved_of == MSI_NONE || g->layers.items[saved_of].recompute) {
+            msi_add_candidate(s, 1);
         }
-        msi_candidate *c = &s->candidates.items[s->candidates.count++];
-        c->key = life->tensor;
-        c->member = s->members.count - 1;
-        c->member_count = 1;
-        c->bytes_per_cost = (double)life->bytes;
     }
     msi_find_segments(s);
     for (uint32_t i = 0; i < s->candidates.count; i++) {
@@ -4506,8 +4594,10 @@ static bool msi_drop(msi_solver *s, const msi_candidate *c) {
     }
     for (uint32_t i = 0; i < c->member_count; i++) {
         const uint32_t tensor = s->members.items[c->member + i];
-        s->plan->dropped[tensor] = 1;
-        s->drops.items[s->drops.count++] = tensor;
+        if (!s->plan->dropped[tensor]) { // by another candidate of this rung
+            s->plan->dropped[tensor] = 1;
+            s->drops.items[s->drops.count++] = tensor;
+        }
     }
     return true;
 }
@@ -4582,15 +4672,17 @@ static ms_result msi_return_to(msi_solver *s, const msi_rung *rung) {
 
 /* The last rung took several drops at once: the first of them that fit the budget are enough, as
    long as their arena is no smaller than that of the whole rung (else a smaller budget would get
-   the larger arena). */
+   the larger arena). On large graphs only some numbers of drops are tried, the same for every
+   budget. */
 static ms_result msi_trim_rung(msi_solver *s, uint64_t budget) {
     const uint32_t end = s->drops.count;
     const uint32_t begin = s->rungs.count > 1 ? s->rungs.items[s->rungs.count - 2].drop_count : 0;
     const uint64_t whole = s->plan->arena_bytes;
     ms_result result = MS_RESULT_OK;
     bool fits = false;
-    for (uint32_t count = begin + 1; count <= end && result == MS_RESULT_OK; count++) {
-        msi_set_drops(s, count);
+    const uint32_t most = MSI_TRIM_STEPS, steps = end - begin < most ? end - begin : most;
+    for (uint32_t k = 1; k <= steps && result == MS_RESULT_OK; k++) {
+        msi_set_drops(s, begin + (uint32_t)((uint64_t)k * (end - begin) / steps));
         result = msi_try(s);
         result = result == MS_RESULT_OK ? msi_fits(s, budget, &fits) : result;
         if (fits && s->plan->arena_bytes >= whole) {
@@ -5430,6 +5522,34 @@ static bool msi_is_live_in(const msi_trial *t, uint32_t life) {
            (life < t->model->store->slots.count || t->program->lives.items[life].first < t->now);
 }
 
+/* Puts an operand back. Words that no layer has written, all bits set where numbers are, become
+   rubbish again: who reads them is found out. */
+static ms_result msi_give_operand(const msi_trial *t, uint32_t life, uint8_t rubbish) {
+    ms_model *m = t->model;
+    const msi_life *l = &t->program->lives.items[life];
+    const bool number = l->role != MSI_ROLE_WORKSPACE && l->role != MSI_ROLE_NORM &&
+                        m->graph.tensors.items[l->tensor].view.dtype == MS_DTYPE_F32;
+    if (life < m->store->slots.count || !number || rubbish == MSI_RUBBISH_LAST) {
+        return msi_shadow_life(m, t->program, life, MSI_SHADOW_RESTORE, 0);
+    }
+    const uint8_t *from = m->store->shadow + msi_shadow_offset(m->store, life) + l->offset;
+    uint8_t *to = (uint8_t *)msi_address(m, t->program, life);
+    uint8_t chunk[4096];
+    ms_result result = MS_RESULT_OK;
+    for (uint64_t done = 0; done < l->bytes && result == MS_RESULT_OK; done += sizeof chunk) {
+        const uint64_t part = l->bytes - done < sizeof chunk ? l->bytes - done : sizeof chunk;
+        memcpy(chunk, from + done, (size_t)part);
+        for (uint64_t i = 0; i < part; i += 4) {
+            uint32_t word;
+            memcpy(&word, chunk + i, sizeof word);
+            memset(chunk + i, word == UINT32_MAX ? rubbish : chunk[i],
+                   word == UINT32_MAX ? sizeof word : 1);
+        }
+        result = msi_copy(m, to + done, false, chunk, true, part);
+    }
+    return result;
+}
+
 /* Rubbish everywhere but in what the layer is given; a recomputation on trial is given outputs too
    where its own callback reads them. */
 static ms_result msi_set_scene(const msi_trial *t, ms_phase phase, uint8_t rubbish) {
@@ -5442,7 +5562,7 @@ static ms_result msi_set_scene(const msi_trial *t, ms_phase phase, uint8_t rubbi
         const bool read = phase == MS_PHASE_RECOMPUTE && t->layer->recompute && output &&
                           (msi_recompute_reads_of(t->layer, part) >> slot & 1);
         if (msi_is_live_in(t, life) || (read && life != MSI_NONE)) {
-            result = msi_shadow_life(t->model, t->program, life, MSI_SHADOW_RESTORE, 0);
+            result = msi_give_operand(t, life, rubbish);
         }
     }
     return result;
@@ -5474,10 +5594,10 @@ static ms_result msi_turn_into_recompute(const msi_trial *t, ms_call *call) {
 }
 
 /* One run of the callback, and the hashes of the operands behind it. */
-static ms_result msi_try_layer(const msi_trial *t, ms_phase phase, uint8_t rubbish,
-                               uint64_t *hashes) {
+static ms_result msi_try_layer(msi_trial *t, ms_phase phase, uint8_t rubbish, uint64_t *hashes) {
     ms_call call;
     ms_result result = msi_set_scene(t, phase, rubbish);
+    result = result == MS_RESULT_OK ? msi_hash_operands(t, t->before) : result;
     if (result == MS_RESULT_OK) {
         msi_fill_call(t->model, t->program, t->instruction, &call);
         result = phase != call.phase ? msi_turn_into_recompute(t, &call) : result;
@@ -5555,8 +5675,10 @@ static ms_result msi_shadow_results(const msi_trial *t, msi_shadow_way way, uint
     return result;
 }
 
-/* Whether what the last run made differs from the first beyond bytes that neither has written. */
-static ms_result msi_compare_results(const msi_trial *t, uint32_t operand, bool *differs) {
+/* Whether what the last run made differs from the first: in outputs and saved tensors, beyond bytes
+   that neither has written. */
+static ms_result msi_compare_results(const msi_trial *t, uint32_t operand, bool partial,
+                                     bool *differs) {
     ms_model *m = t->model;
     const uint32_t life = msi_trial_life(t, operand);
     const uint64_t offset =
@@ -5576,7 +5698,7 @@ static ms_result msi_compare_results(const msi_trial *t, uint32_t operand, bool 
         }
         for (uint64_t i = 0; i < part; i++) {
             const bool unwritten =
-                first[done + i] == MSI_RUBBISH_FIRST && chunk[i] == MSI_RUBBISH_LAST;
+                partial && first[done + i] == MSI_RUBBISH_FIRST && chunk[i] == MSI_RUBBISH_LAST;
             *differs |= first[done + i] != chunk[i] && !unwritten;
         }
     }
@@ -5592,7 +5714,8 @@ static ms_result msi_find_difference(const msi_trial *t, uint32_t *operand) {
         bool differs = false;
         if (msi_is_made(t->layer, t->instruction, part, slot) && msi_trial_life(t, k) != MSI_NONE &&
             t->after[k] != t->again[k]) {
-            result = msi_compare_results(t, k, &differs);
+            result = msi_compare_results(t, k, part == MSI_GROUP_OUT || part == MSI_GROUP_SAVED,
+                                         &differs);
         }
         if (differs) {
             *operand = k;
@@ -5601,6 +5724,38 @@ static ms_result msi_find_difference(const msi_trial *t, uint32_t *operand) {
     }
     *operand = MSI_NONE;
     return result;
+}
+
+/* The operand of which a part was given that no layer has written, or MSI_NONE. */
+static uint32_t msi_find_unwritten(const msi_trial *t) {
+    const ms_model *m = t->model;
+    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
+        const uint32_t life = msi_trial_life(t, k);
+        const msi_life *l = life == MSI_NONE ? NULL : &t->program->lives.items[life];
+        if (!l || life < m->store->slots.count || !msi_is_live_in(t, life) ||
+            l->role != MSI_ROLE_VALUE ||
+            m->graph.tensors.items[l->tensor].view.dtype != MS_DTYPE_F32) {
+            continue;
+        }
+        const uint8_t *from = m->store->shadow + msi_shadow_offset(m->store, life) + l->offset;
+        for (uint64_t i = 0; i < l->bytes; i += 4) {
+            uint32_t word;
+            memcpy(&word, from + i, sizeof word);
+            if (word == UINT32_MAX) {
+                return k;
+            }
+        }
+    }
+    return MSI_NONE;
+}
+
+static ms_result msi_fail_unwritten(const msi_trial *t, uint32_t operand) {
+    ms_model *m = t->model;
+    const uint32_t tensor = t->program->lives.items[msi_trial_life(t, operand)].tensor;
+    return msi_fail(m, MS_RESULT_CONTRACT,
+                    "layer \"%s\" reads a part of \"%s\" that layer \"%s\" has not written",
+                    msi_layer_name(m, t->instruction->target), msi_tensor_name(m, tensor),
+                    msi_layer_name(m, m->graph.tensors.items[tensor].producer));
 }
 
 static ms_result msi_last_run(msi_trial *t) {
@@ -5615,29 +5770,36 @@ static ms_result msi_last_run(msi_trial *t) {
     if (result != MS_RESULT_OK) {
         return result;
     }
+    const uint32_t unwritten = msi_find_unwritten(t);
+    if (t->after[k] == t->again[k] && unwritten != MSI_NONE) {
+        return msi_fail_unwritten(t, unwritten);
+    }
     return t->after[k] != t->again[k]
                ? msi_fail_contract(t, k, "gives other bits each time for",
                                    "draw random numbers from ms_call.seed alone, and declare what "
                                    "forward changes as state; or set no_recompute")
                : msi_fail_contract(t, k, "lets memory that it was not given decide on",
-                                   "it reads what it did not declare (backward_reads), multiplies "
-                                   "rubbish by a beta of 0, or expects a cleared workspace");
+                                   "it reads what it did not declare (backward_reads) or what no "
+                                   "layer has written, leaves a part of a gradient unwritten, "
+                                   "multiplies rubbish by a beta of 0, or expects a cleared "
+                                   "workspace");
 }
 
 /* A recomputation right behind forward: the same bits, and no change of state that it promised not
    to make. */
 static ms_result msi_try_recompute(msi_trial *t) {
-    ms_result result = MS_RESULT_OK;
-    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
+    msi_store *store = t->model->store;
+    for (uint32_t k = 0; k < t->instruction->operand_count; k++) { // what forward made
         const uint32_t life = msi_trial_life(t, k);
         if (life != MSI_NONE && !msi_is_live_in(t, life) &&
             t->program->lives.items[life].takes_over == MSI_NONE) {
-            result = msi_shadow_life(t->model, t->program, life, MSI_SHADOW_SAVE, 0);
+            const uint64_t offset =
+                msi_shadow_offset(store, life) + t->program->lives.items[life].offset;
+            memcpy(store->shadow + offset, store->results + offset,
+                   (size_t)t->program->lives.items[life].bytes);
         }
     }
-    result = result == MS_RESULT_OK
-                 ? msi_try_layer(t, MS_PHASE_RECOMPUTE, MSI_RUBBISH_FIRST, t->again)
-                 : result;
+    const ms_result result = msi_try_layer(t, MS_PHASE_RECOMPUTE, MSI_RUBBISH_FIRST, t->again);
     if (result != MS_RESULT_OK) {
         return result;
     }
@@ -5651,7 +5813,9 @@ static ms_result msi_try_recompute(msi_trial *t) {
     }
     const uint32_t first = msi_group_start(t->layer, MSI_GROUP_STATE);
     for (k = first; k < first + t->layer->count[MSI_GROUP_STATE]; k++) {
-        const uint64_t *as = t->layer->keeps_state ? t->before : t->after;
+        const uint64_t *as = t->layer->keeps_state ? t->before
+                             : t->layer->recompute ? t->again // whatever it leaves is put back
+                                                   : t->after;
         if (msi_trial_life(t, k) != MSI_NONE && as[k] != t->again[k]) {
             return msi_fail_contract(t, k, "changes, in MS_PHASE_RECOMPUTE,",
                                      t->layer->keeps_state
@@ -5684,12 +5848,22 @@ static ms_result msi_check_print(const msi_trial *t) {
     return MS_RESULT_OK;
 }
 
-/* Everything that the layer was not given must still be rubbish; then all comes back. */
+/* What a run has made and was given, kept: aside for now, or in the shadow for good. */
+static ms_result msi_keep_results(const msi_trial *t, bool aside) {
+    msi_store *store = t->model->store;
+    uint8_t *shadow = store->shadow;
+    store->shadow = aside ? store->results : shadow;
+    const ms_result result = msi_shadow_results(t, MSI_SHADOW_SAVE, 0);
+    store->shadow = shadow;
+    return result;
+}
+
+/* Everything that the layer was not given must still be rubbish. What it was given is kept, and
+   becomes rubbish here. */
 static ms_result msi_check_outside(const msi_trial *t, uint8_t rubbish) {
     ms_model *m = t->model;
     const msi_store *store = m->store;
-    ms_result result = msi_shadow_results(t, MSI_SHADOW_SAVE, 0);
-    result = result == MS_RESULT_OK ? msi_shadow_results(t, MSI_SHADOW_FILL, rubbish) : result;
+    ms_result result = msi_shadow_results(t, MSI_SHADOW_FILL, rubbish);
     uint64_t hash;
     bool uniform = true;
     for (uint32_t i = 0; i <= store->slots.count && result == MS_RESULT_OK && uniform; i++) {
@@ -5708,36 +5882,38 @@ static ms_result msi_check_outside(const msi_trial *t, uint8_t rubbish) {
     return result;
 }
 
-/* What a run has made, kept aside. */
-static ms_result msi_keep_results(const msi_trial *t) {
-    msi_store *store = t->model->store;
-    uint8_t *shadow = store->shadow;
-    store->shadow = store->results;
-    const ms_result result = msi_shadow_results(t, MSI_SHADOW_SAVE, 0);
-    store->shadow = shadow;
-    return result;
+/* A recompute callback of its own needs its workspace, for which forward's must be large enough,
+   and all that forward read, of which nothing may have been taken over. */
+static bool msi_can_try_recompute(const msi_trial *t) {
+    const msi_graph *g = &t->model->graph;
+    bool can = msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_RECOMPUTE) <=
+               msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_FORWARD);
+    for (uint32_t k = 0; k < t->instruction->operand_count && can; k++) {
+        const uint32_t life = msi_trial_life(t, k);
+        can = life == MSI_NONE || t->program->lives.items[life].takes_over == MSI_NONE ||
+              t->program->lives.items[life].first != t->now;
+    }
+    return can || !t->layer->recompute;
 }
 
 static ms_result msi_run_trials(msi_trial *t) {
     const msi_op op = (msi_op)t->instruction->op;
     const bool once = op == MSI_OP_FORWARD && !msi_can_recompute(t->layer);
     const uint8_t rubbish = once ? MSI_RUBBISH_LAST : MSI_RUBBISH_FIRST;
-    ms_result result = msi_shadow_all(t->model, MSI_SHADOW_SAVE, 0);
-    result = result == MS_RESULT_OK ? msi_hash_operands(t, t->before) : result;
-    result = result == MS_RESULT_OK ? msi_try_layer(t, (ms_phase)op, rubbish, t->after) : result;
+    ms_result result = msi_try_layer(t, (ms_phase)op, rubbish, t->after);
     result = result == MS_RESULT_OK ? msi_check_unchanged(t) : result;
     result = result == MS_RESULT_OK ? msi_check_print(t) : result;
-    result = result == MS_RESULT_OK ? msi_keep_results(t) : result;
-    /* A callback of its own needs its workspace, for which forward's must be large enough. */
-    const msi_graph *g = &t->model->graph;
-    const bool has_room = msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_RECOMPUTE) <=
-                          msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_FORWARD);
-    if (op == MSI_OP_FORWARD && !once && has_room && result == MS_RESULT_OK) {
+    result = result == MS_RESULT_OK ? msi_keep_results(t, true) : result;
+    if (!once && result == MS_RESULT_OK) {
+        result = msi_check_outside(t, rubbish);
+    }
+    if (op == MSI_OP_FORWARD && !once && msi_can_try_recompute(t) && result == MS_RESULT_OK) {
         result = msi_try_recompute(t);
     }
     if (!once && result == MS_RESULT_OK) {
         result = msi_last_run(t);
     }
+    result = result == MS_RESULT_OK ? msi_keep_results(t, false) : result;
     return result == MS_RESULT_OK ? msi_check_outside(t, MSI_RUBBISH_LAST) : result;
 }
 
@@ -5749,7 +5925,11 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
     t.now = now;
     t.instruction = &p->instructions.items[now];
     t.layer = &m->graph.layers.items[t.instruction->target];
-    const ms_result result = msi_run_trials(&t);
+    ms_result result = msi_shadow_all(m, MSI_SHADOW_SAVE, 0);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    result = msi_run_trials(&t);
     char text[MSI_ERROR_BYTES];
     memcpy(text, m->error, sizeof text);
     ms_result restored = msi_shadow_all(m, MSI_SHADOW_RESTORE, 0);
@@ -5932,8 +6112,13 @@ static void msi_start(ms_model *m, const msi_program *p) {
     if (m->config.arena) {
         m->config.arena->user = m;
     }
+    if (m->store->print) {
+        memset(m->store->print, 0, m->graph.tensors.count * sizeof *m->store->print);
+    }
     if (msi_watches_memory(m)) {
         msi_poison(msi_transient(m), m->store->transient_bytes);
+    } else if (m->arena_on_host) { // another model may have left a shared arena poisoned
+        msi_unpoison(msi_transient(m), m->store->transient_bytes);
     }
 }
 
@@ -6861,7 +7046,7 @@ MEMSCALE_API void ms_refuse(ms_model *model, const char *reason) {
 
 /* The activation that a setter is given; MSI_NONE and an error that sticks if it is none. */
 static uint32_t msi_activation_index(ms_model *model, const char *function, ms_tensor tensor) {
-    if (!msi_registering(model, function, "")) {
+    if (!msi_registering(model, function, model ? msi_handle_name(model, tensor) : "")) {
         return MSI_NONE;
     }
     const uint32_t t = msi_value_index(model, tensor);
@@ -6877,7 +7062,7 @@ static uint32_t msi_activation_index(ms_model *model, const char *function, ms_t
 /* The tensor of one of two kinds that a setter is given, or NULL and an error that sticks. */
 static msi_tensor *msi_tensor_of(ms_model *model, const char *function, ms_tensor tensor,
                                  msi_kind kind, msi_kind other) {
-    if (!msi_registering(model, function, "")) {
+    if (!msi_registering(model, function, model ? msi_handle_name(model, tensor) : "")) {
         return NULL;
     }
     const uint32_t t = msi_value_index(model, tensor);
@@ -6976,7 +7161,8 @@ MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor) {
     if (model && isfinite(factor)) {
         model->loss_factor = factor;
     } else if (model) {
-        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_loss_factor: %g", (double)factor);
+        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_loss_factor: %g; it must be a finite number",
+                  (double)factor);
     }
 }
 
@@ -7019,9 +7205,6 @@ static const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
     if (!custom && desc->state_count != 0) {
         return "state_count is for MS_OPTIMIZER_CUSTOM alone";
     }
-    if (desc->state_count > MS_LIMIT_OPTIMIZER_STATE) {
-        return "state_count is above MS_LIMIT_OPTIMIZER_STATE, 4";
-    }
     return desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
                ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
                : NULL;
@@ -7036,13 +7219,21 @@ MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *des
         MSI_STICK(model, MS_RESULT_INVALID, "ms_set_optimizer: %s", fault);
         return;
     }
+    if (desc->state_count > MS_LIMIT_OPTIMIZER_STATE) {
+        MSI_STICK(model, MS_RESULT_INVALID,
+                  "ms_set_optimizer: state_count is %u; a param has %d tensors of state at most",
+                  (unsigned)desc->state_count, MS_LIMIT_OPTIMIZER_STATE);
+        return;
+    }
     if (!msi_is_share(desc->beta1) || !msi_is_share(desc->beta2) || !msi_is_share(desc->momentum) ||
         !(desc->epsilon >= 0.0f) || !isfinite(desc->learning_rate) ||
-        !isfinite(desc->weight_decay) || !(desc->grad_clip_norm >= 0.0f)) {
+        !isfinite(desc->weight_decay) || !(desc->grad_clip_norm >= 0.0f) ||
+        !isfinite(desc->grad_clip_norm)) {
         MSI_STICK(
             model, MS_RESULT_INVALID,
             "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g, clip norm "
-            "%g: betas and momentum are at least 0 and below 1, epsilon and norm are not negative",
+            "%g: all must be finite, betas and momentum at least 0 and below 1, epsilon and norm "
+            "not negative",
             (double)desc->learning_rate, (double)desc->weight_decay, (double)desc->beta1,
             (double)desc->beta2, (double)desc->momentum, (double)desc->epsilon,
             (double)desc->grad_clip_norm);
@@ -7059,7 +7250,8 @@ MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate) {
     if (model && isfinite(learning_rate)) {
         model->optimizer.learning_rate = learning_rate;
     } else if (model) {
-        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_learning_rate: %g", (double)learning_rate);
+        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_learning_rate: %g; it must be a finite number",
+                  (double)learning_rate);
     }
 }
 
@@ -7080,7 +7272,8 @@ MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float we
     if (t && isfinite(weight_decay)) {
         t->weight_decay = weight_decay;
     } else if (t) {
-        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_weight_decay of \"%s\": %g",
+        MSI_STICK(model, MS_RESULT_INVALID,
+                  "ms_set_weight_decay of \"%s\": %g; it must be a finite number",
                   msi_name(model, t->name), (double)weight_decay);
     }
 }
@@ -7242,10 +7435,11 @@ MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *d
     msi_tensor *target = &model->graph.tensors.items[t];
     const msi_role role = msi_role_of(tensor);
     if (!msi_is_fixed(target) || (role == MSI_ROLE_GRADIENT && !msi_is_borrowed(target, role))) {
-        return msi_fail(model, MS_RESULT_INVALID,
-                        "ms_write: \"%s\" does not live between steps; inputs, params, buffers and "
-                        "optimizer state do",
-                        msi_tensor_name(model, t));
+        return msi_fail(
+            model, MS_RESULT_INVALID,
+            "ms_write: the %s \"%s\" does not live between steps; inputs, params, buffers "
+            "and optimizer state do, and what is borrowed",
+            msi_role_name(role), msi_tensor_name(model, t));
     }
     if (model->config.dry_run) {
         return msi_fail(model, MS_RESULT_DRY_RUN, "ms_write: a dry run has no memory for \"%s\"",
@@ -7276,11 +7470,18 @@ MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *d
     return msi_copy(model, *memory, !on_device, data, true, target->bytes);
 }
 
-static const char *msi_read_cure(msi_role role) {
-    return role == MSI_ROLE_VALUE ? "; ms_set_output keeps an activation"
-           : role == MSI_ROLE_GRADIENT
-               ? "; early_update = MS_SWITCH_OFF keeps gradients from ms_backward to ms_update"
-               : "; a param that is frozen, or that the loss does not depend on, has none";
+static const char *msi_read_cure(const ms_model *m, uint32_t t, msi_role role) {
+    if (role == MSI_ROLE_GRADIENT) {
+        return "it stands from ms_backward to its update (early_update = MS_SWITCH_OFF: to "
+               "ms_update; MS_OPTIMIZER_NONE: to the next pass)";
+    }
+    if (role != MSI_ROLE_VALUE) {
+        return "a param that is frozen, or that the loss does not depend on, has none";
+    }
+    return t == m->graph.loss ? "run ms_step, ms_forward or ms_eval first"
+           : m->graph.tensors.items[t].kind == MSI_KIND_SAVED
+               ? "a saved tensor is between forward and backward alone"
+               : "ms_set_output keeps an activation";
 }
 
 /* A value before there is a plan: as it was written, or zeros. */
@@ -7311,8 +7512,9 @@ MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
     }
     const void *address = model->plan ? msi_live_address(model, t, role) : NULL;
     if (!address) {
-        return msi_fail(model, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory here%s",
-                        msi_role_name(role), msi_tensor_name(model, t), msi_read_cure(role));
+        return msi_fail(model, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory here; %s",
+                        msi_role_name(role), msi_tensor_name(model, t),
+                        msi_read_cure(model, t, role));
     }
     return msi_copy(model, data, true, address, msi_is_fixed(source) && source->on_host,
                     source->bytes);
