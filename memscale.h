@@ -1,4 +1,4 @@
-/*  memscale.h - v0.1.0 - train a bigger model on the device memory you already have. MIT licence.
+/*  memscale.h - v0.2.0 - train a bigger model on the device memory you already have. MIT licence.
 
     One header that any C or C++ trainer drops in. The trainer registers its tensors and its layers
     (a forward and a backward callback each) and names a byte budget. memscale.h then owns the
@@ -50,23 +50,39 @@
     check each call. ms_last_error has its text, with the numbers and the cure.
 
   CHAPTERS
-    MEMORY MODEL. Everything that a step touches lies in one arena. Params, buffers, inputs and
-    optimizer state keep one address for good. All other values have an address only while they
-    live: an activation from its layer to its last reader, a gradient from its first contribution
-    to its last use. Forward and backward see the same values, though not always at the same
-    address, so a callback takes its pointers from the ms_call of that very call and keeps none.
+    MEMORY MODEL. Everything that a step touches lies in one arena, apart from what the trainer
+    lends (ms_borrow), tensors that stay on the host, and passing values in an arena that models
+    share. Params, buffers, inputs and optimizer state keep one address for good. All other values
+    have an address only while they live: an activation from its layer to its last reader, a
+    gradient from its first contribution to its last use. Forward and backward see the same values,
+    though not always at the same address, so a callback takes its pointers from the ms_call of that
+    very call and keeps none; bind is the place to set the fields of a trainer whose ops read them.
+
+    CONTRACT. A layer says what its callbacks do, and what it does not say it must not do: which
+    values backward reads; which gradients it can only add to or only overwrite; what it changes
+    (state), destroys (clobbers) or computes in place. The library then does what is missing: it
+    clears, adds up, copies what others still need, and puts state back around a recomputation. A
+    copy costs nothing where nobody else needs the original: then there is no copy, the memory
+    changes hands. ms_config.debug checks all of it while training; start there with a new trainer.
 
     PLANS. The plain plan keeps what backward reads and updates all params after backward. Where the
     plain arena exceeds the budget, params are updated inside backward, so that gradients die
     sooner, and then activations are dropped in forward and recomputed in backward, those first that
     free the most bytes for the least work. Every choice is scored by building the real program.
 
+    ACCUMULATION, CLIPPING. Both need all gradients at once, so nothing is updated inside backward,
+    and with accumulation the gradients have addresses for good.
+
+    SIZES. Along axes (ms_add_axis, ms_along) shapes can change between steps. The arena is that of
+    the plan for the largest sizes; plans for others are made within it, and kept.
+
     NUMERICS. A recomputation runs the same callback on the same inputs with the same seed, so it
     gives the same bits wherever the callback is deterministic. Gradients are summed in one fixed
     order: that of the layers, last to first.
 
     ERRORS. Every fallible function returns an ms_result. A failing step leaves params and optimizer
-    state as they were after the last completed update; where an update had begun, the model is
+    state as they were after the last completed update (buffers that a forward has changed as its
+    state stay changed); where an update had begun, the model is
     marked failed (MS_RESULT_FAILED): write params and optimizer state from your own copy, then call
     ms_wrap, which takes your word for it. Registration errors stick up to ms_wrap; later ones do
     not.
@@ -78,19 +94,23 @@
 
     THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
     run on the thread that called ms_step; from inside them, of all functions that take the model,
-    only ms_gemm, ms_read, ms_report and those about tensors may be called. With OpenMP enabled at
-    compile time, the update and the built-in ms_gemm use its threads.
+    only ms_gemm, ms_read, ms_data, ms_report and those about tensors may be called. With OpenMP
+    enabled at compile time, the update and the built-in ms_gemm use its threads.
 
-    LIMITS. 16 inputs, 8 outputs, 16 saved tensors and 16 params a layer; rank 6; 2^28 tensors; 2^58
-    bytes. A handle belongs to its model; that of another model is not always recognised.
-    Arithmetic of the library's own (updates, ms_gemm) is float32.
+    LIMITS. 16 inputs, 8 outputs, 16 saved tensors, 16 params and 8 buffers of state a layer; rank
+    6; 8 axes; 2^28 tensors; 2^58 bytes. A handle belongs to its model; that of another model is not
+    always recognised. Arithmetic of the library's own (updates, sums, ms_gemm) is float32. Debug
+    mode does not see what a callback does outside the model's memory, unless its results show it,
+    nor an address kept from an earlier call where this call was given the same one.
 
-    HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend.
+    HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend. 0.2.0 (2026): the
+    contract with trainers as they are.
 
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
     implementation  >>base >>arithmetic >>structs >>log >>memory >>backend cpu >>hardware >>graph
-                    >>lower >>layout >>simulate >>solve >>optimizer >>execute >>state >>report >>api
+                    >>validate >>lower >>layout >>simulate >>solve >>optimizer >>call >>debug
+                    >>execute >>state >>report >>api
 */
 #ifndef MEMSCALE_H
 #define MEMSCALE_H
@@ -103,7 +123,7 @@
 // >>version  and linkage
 
 #define MEMSCALE_VERSION_MAJOR 0
-#define MEMSCALE_VERSION_MINOR 1
+#define MEMSCALE_VERSION_MINOR 2
 #define MEMSCALE_VERSION_PATCH 0
 
 #ifndef MEMSCALE_API
@@ -499,7 +519,7 @@ typedef struct ms_memory_report {
     uint64_t plain_bytes;       // arena of the plain plan
     uint64_t arena_bytes;       // arena of this plan: the sum of the next two
     uint64_t lower_bound_bytes; // largest sum of live bytes: no layout can be smaller
-    uint64_t gap_bytes;         // lost to the layout
+    uint64_t gap_bytes;         // lost to the layout, or kept ready for larger sizes
     /* Live bytes at the peak instruction, by category. They add up to lower_bound_bytes. */
     uint64_t peak_bytes[MS_CATEGORY_COUNT];
     uint32_t peak_instruction;
@@ -667,9 +687,8 @@ MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
    tensor on the host. A borrowed gradient is never zeroed either: every step adds to what it
    holds. Along axes there must be room for their largest sizes. After ms_wrap another address may
    be given for what is borrowed already.
-   Errors: INVALID (sticks before ms_wrap), ORDER (not borrowed when wrapped; in a callback). */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_borrow(ms_model *model, ms_tensor tensor,
-                                                    void *memory);
+   Errors, which stick before ms_wrap: INVALID, ORDER (not borrowed when wrapped; in a callback). */
+MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory);
 
 /* Adds a layer behind those that stand already; desc is copied. What it reads must be an input, a
    buffer, or written by a layer before it. A failure returns the handle 0, and sticks.
@@ -2825,8 +2844,8 @@ static ms_result msi_check_graph(ms_model *m) {
 /* One edge of a backward (or of a loss layer's forward) under way: where its gradient goes. */
 typedef struct msi_edge {
     uint32_t tensor;
-    uint32_t life;   // MSI_NONE: nobody wants it; or it is born with the instruction
-    bool direct;     // to the gradient itself, which is born with the instruction
+    uint32_t life; // MSI_NONE: nobody wants it; or it is born with the instruction
+    bool overwrites;
     bool part;       // to memory of its own, to be added up
     bool accumulate; // beta is 1
 } msi_edge;
@@ -3039,64 +3058,79 @@ static void msi_start_program(msi_lowering *w, msi_program *p) {
     }
 }
 
-/* Prepares the edges of a layer whose gradients it writes: those in the masks. What must be cleared
-   or copied before the instruction is emitted here. `grad_out` gets the lives that the layer works
-   on in place of the gradients of its outputs. */
-static void msi_prepare_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask,
-                              uint32_t param_mask, uint32_t *grad_out) {
+/* The edges of a layer whose gradients it writes, those in the masks. A gradient that a layer adds
+   to, and that is not there yet, is cleared here. */
+static void msi_list_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask,
+                           uint32_t param_mask) {
     const msi_graph *g = w->graph;
-    const uint32_t in_count = l->count[MSI_GROUP_IN];
-    const uint32_t overwrites[] = {(uint32_t)l->overwrites.in | l->must_grad_in_place,
-                                   l->overwrites.param};
-    const uint32_t accumulates[] = {l->accumulates.in, l->accumulates.param};
-    const uint32_t masks[] = {in_mask, param_mask};
-    w->edge_count = in_count + l->count[MSI_GROUP_PARAM];
-    for (uint32_t e = 0; e < w->edge_count; e++) {
-        const uint32_t of_param = e >= in_count, slot = of_param ? e - in_count : e;
-        msi_edge *edge = &w->edges[e];
-        memset(edge, 0, sizeof *edge);
-        edge->life = MSI_NONE;
-        edge->tensor = msi_group(g, l, of_param ? MSI_GROUP_PARAM : MSI_GROUP_IN)[slot];
-        if (!(masks[of_param] >> slot & 1) || edge->tensor == MSI_NONE ||
-            !g->tensors.items[edge->tensor].wants_gradient) {
-            edge->tensor = MSI_NONE;
-        } else if ((accumulates[of_param] >> slot & 1) && w->gradient[edge->tensor] == MSI_NONE) {
-            w->gradient[edge->tensor] = msi_emit_zero(w, edge->tensor, MSI_ROLE_GRADIENT,
-                                                      g->tensors.items[edge->tensor].bytes);
+    const uint32_t overwrites = (uint32_t)l->overwrites.in | l->must_grad_in_place;
+    w->edge_count = 0;
+    for (int group = MSI_GROUP_IN; group <= MSI_GROUP_PARAM; group += MSI_GROUP_PARAM) {
+        const bool of_in = group == MSI_GROUP_IN;
+        const uint32_t mask = of_in ? in_mask : param_mask;
+        for (uint32_t slot = 0; slot < l->count[group]; slot++) {
+            msi_edge *edge = &w->edges[w->edge_count++];
+            const uint32_t t = msi_group(g, l, group)[slot];
+            memset(edge, 0, sizeof *edge);
+            edge->life = edge->tensor = MSI_NONE;
+            if (!(mask >> slot & 1) || t == MSI_NONE || !g->tensors.items[t].wants_gradient) {
+                continue;
+            }
+            edge->tensor = t;
+            edge->overwrites = (of_in ? overwrites : l->overwrites.param) >> slot & 1;
+            const uint32_t accumulates = of_in ? l->accumulates.in : l->accumulates.param;
+            if ((accumulates >> slot & 1) && w->gradient[t] == MSI_NONE) {
+                w->gradient[t] = msi_emit_zero(w, t, MSI_ROLE_GRADIENT, g->tensors.items[t].bytes);
+            }
         }
     }
+}
+
+/* Where an edge writes: to the gradient itself, as its first contribution or on top of what is
+   there; or, if it overwrites and others contribute too, to a part of its own. */
+static void msi_decide_edge(msi_lowering *w, msi_edge *edge) {
+    bool first = w->gradient[edge->tensor] == MSI_NONE, mixed = false;
+    for (uint32_t k = 0; k < w->edge_count; k++) {
+        const msi_edge *other = &w->edges[k];
+        if (other->tensor == edge->tensor) {
+            mixed |= !other->overwrites;
+            first &= other >= edge || other->part;
+        }
+    }
+    edge->part = edge->overwrites && (!first || mixed);
+    edge->accumulate = !edge->overwrites && !first;
+}
+
+/* A gradient that is computed on in place of grad_out: copied there before. Returns the life. */
+static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t in, msi_edge *edge,
+                                  uint32_t *grad_out) {
+    const msi_graph *g = w->graph;
+    const uint16_t *masks = g->masks.items + l->mask_first + l->count[MSI_GROUP_OUT] + 4 * in;
+    const uint32_t out = msi_lowest_bit(masks[3]);
+    const uint32_t source = w->gradient[msi_group(g, l, MSI_GROUP_OUT)[out]];
+    const msi_role role = edge->part ? MSI_ROLE_PART : MSI_ROLE_GRADIENT;
+    const uint32_t t = edge->tensor;
+    const uint32_t life = source == MSI_NONE
+                              ? msi_emit_zero(w, t, role, g->tensors.items[t].bytes)
+                              : msi_emit_copy(w, MSI_OP_COPY, t, role, MSI_NONE, source);
+    grad_out[out] = life;
+    return life;
+}
+
+/* What must happen to the edges before their instruction. `grad_out` gets the lives that the layer
+   works on in place of the gradients of its outputs. */
+static void msi_prepare_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask,
+                              uint32_t param_mask, uint32_t *grad_out) {
+    msi_list_edges(w, l, in_mask, param_mask);
     for (uint32_t e = 0; e < w->edge_count; e++) {
-        const uint32_t of_param = e >= in_count, slot = of_param ? e - in_count : e;
         msi_edge *edge = &w->edges[e];
         if (edge->tensor == MSI_NONE) {
             continue;
         }
-        bool mixed = false, sole = overwrites[of_param] >> slot & 1; // with slots that heed beta
-        for (uint32_t k = 0; k < w->edge_count; k++) {
-            const uint32_t other = of_param ? k - in_count : k;
-            mixed |= (k >= in_count) == (of_param != 0) && w->edges[k].tensor == edge->tensor &&
-                     !(overwrites[of_param] >> other & 1);
-        }
-        bool first = w->gradient[edge->tensor] == MSI_NONE;
-        for (uint32_t k = 0; k < e; k++) {
-            first &= w->edges[k].tensor != edge->tensor || w->edges[k].part;
-        }
-        edge->part = sole && (!first || mixed);
-        edge->accumulate = !sole && !first;
-        edge->direct = first && !edge->part;
-        if (!of_param && (l->must_grad_in_place >> slot & 1)) {
-            const uint32_t k = msi_lowest_bit(
-                g->masks.items[l->mask_first + l->count[MSI_GROUP_OUT] + 4 * slot + 3]);
-            const uint32_t source = w->gradient[msi_group(g, l, MSI_GROUP_OUT)[k]];
-            const msi_role role = edge->part ? MSI_ROLE_PART : MSI_ROLE_GRADIENT;
-            edge->life =
-                source == MSI_NONE
-                    ? msi_emit_zero(w, edge->tensor, role, g->tensors.items[edge->tensor].bytes)
-                    : msi_emit_copy(w, MSI_OP_COPY, edge->tensor, role, MSI_NONE, source);
-            grad_out[k] = grad_out[k] == MSI_UNSET ? edge->life : grad_out[k];
-            if (edge->direct) {
-                w->gradient[edge->tensor] = edge->life;
-            }
+        msi_decide_edge(w, edge);
+        if (e < l->count[MSI_GROUP_IN] && (l->must_grad_in_place >> e & 1)) {
+            edge->life = msi_copy_grad_out(w, l, e, edge, grad_out);
+            w->gradient[edge->tensor] = edge->part ? w->gradient[edge->tensor] : edge->life;
         }
     }
 }
