@@ -4773,13 +4773,15 @@ static ms_result msi_no_fit(msi_solver *s, uint64_t budget) {
             : ": give that much, or reduce the batch or the sequence");
 }
 
-/* Tensors that are forced to be dropped are, on every rung. */
-static ms_result msi_drop_forced(msi_solver *s) {
+/* What is forced is, on every rung: drops, and early updates. Lowers again where there is any. */
+static ms_result msi_heed_forced(msi_solver *s) {
     const msi_graph *g = &s->model->graph;
+    bool any = false;
     s->plan->forces = true;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (g->tensors.items[t].technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_ON ||
-            s->plan->dropped[t]) {
+        const uint8_t *technique = g->tensors.items[t].technique;
+        any |= technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_ON;
+        if (technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_ON || s->plan->dropped[t]) {
             continue;
         }
         if (!MSI_RESERVE(uint32_t, s->allocator, s->drops, s->drops.count + 1ull)) {
@@ -4787,8 +4789,11 @@ static ms_result msi_drop_forced(msi_solver *s) {
         }
         s->plan->dropped[t] = 1;
         s->drops.items[s->drops.count++] = t;
+        any = true;
     }
-    return msi_try(s);
+    bool fits;
+    const ms_result result = any ? msi_try(s) : MS_RESULT_OK;
+    return any && result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
 }
 
 /* Starts the ladder: the plain plan first, for its size; then, where that may be and the budget
@@ -4800,8 +4805,7 @@ static ms_result msi_first_rungs(msi_solver *s, msi_goal goal, uint64_t budget, 
     result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, fits) : result;
     s->plan->plain_bytes = s->plan->arena_bytes;
     if (result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN) {
-        result = msi_drop_forced(s);
-        result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, fits) : result;
+        result = msi_heed_forced(s);
     }
     *fits = goal == MSI_GOAL_PLAIN || (s->plan->arena_bytes <= budget && early != MS_SWITCH_ON);
     if (result != MS_RESULT_OK || *fits) {
