@@ -416,10 +416,10 @@ static void check_fan(const style *styles, bool smallest) {
     double of_p[COLS] = {0}, of_q[COLS] = {0};
     for (int i = 0; i < COUNT; ++i) {
         double hi = (double)x_at(i) * ((double)p_at(i % COLS) + 2.0);
-        double slope = 5.0 + FAN * ((double)p_at(i % COLS) + 1.0);
+        double slope = 5.0 + (double)FAN * ((double)p_at(i % COLS) + 1.0);
         double zi = hi * slope;
         of_p[i % COLS] += zi * slope * (double)x_at(i);
-        of_q[i % COLS] += zi * hi * FAN;
+        of_q[i % COLS] += zi * hi * (double)FAN;
     }
     for (int step = 0; step < 2; ++step) {
         t_ok(n.m, ms_step(n.m, NULL));
@@ -2640,7 +2640,7 @@ static void plan_event(const ms_event *event, void *user) {
         plan_call(p, event, phases[event->kind]);
         break;
     case MS_EVENT_SEED:
-        plan_fill(p, &o[0], 1.0f / ROWS);
+        plan_fill(p, &o[0], 1.0f / (float)ROWS);
         break;
     case MS_EVENT_ZERO:
         plan_fill(p, &o[0], 0.0f);
