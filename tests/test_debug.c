@@ -1,0 +1,613 @@
+/*  test_debug.c - ms_config.debug catches layers that do not do what they declare: a table of lies,
+    each with the layer and the tensor that the error has to name. (That honest layers pass, with
+    every feature there is, is test_features.c, which runs each test with debug as well.) */
+#define MEMSCALE_IMPLEMENTATION
+#include "../memscale.h"
+#include "testing.h"
+
+/* A row is 64 bytes, so that what lies behind a tensor belongs to somebody else. */
+enum { ROWS = 4, COLS = 16, COUNT = ROWS * COLS };
+
+typedef enum lie {
+    HONEST,
+    // reads what it did not declare, by an address that it kept
+    BACKWARD_READS_OUT,
+    BACKWARD_READS_OUT_AS_MASK,
+    BACKWARD_READS_IN,
+    BACKWARD_READS_IN_AS_MASK,
+    BACKWARD_READS_SAVED,
+    BACKWARD_READS_PARAM,
+    BACKWARD_READS_BUFFER,
+    BACKWARD_READS_STRANGER,
+    FORWARD_READS_STRANGER,
+    FORWARD_READS_OLD_OUT,
+    FORWARD_READS_WORKSPACE,
+    BACKWARD_READS_WORKSPACE,
+    BACKWARD_READS_OLD_GRADIENT,
+    BACKWARD_ADDS_TO_OVERWRITES,
+    // leaves undone
+    FORWARD_LEAVES_OUT,
+    FORWARD_LEAVES_SAVED,
+    BACKWARD_LEAVES_GRAD_IN,
+    BACKWARD_LEAVES_GRAD_PARAM,
+    RECOMPUTE_LEAVES_OUT,
+    // writes what is not its own
+    FORWARD_WRITES_BEYOND,
+    FORWARD_WRITES_IN,
+    FORWARD_WRITES_PARAM,
+    FORWARD_WRITES_STRANGER,
+    FORWARD_WRITES_BUFFER,
+    BACKWARD_WRITES_IN,
+    BACKWARD_WRITES_PARAM,
+    BACKWARD_WRITES_SAVED,
+    BACKWARD_WRITES_GRAD_OUT,
+    BACKWARD_WRITES_STRANGER,
+    EVAL_WRITES_PARAM,
+    // is not what it was
+    FORWARD_REDRAWS,
+    FORWARD_COUNTS,
+    BACKWARD_COUNTS,
+    RECOMPUTE_DIFFERS,
+    RECOMPUTE_CHANGES_STATE,
+    RECOMPUTE_DEPENDS_ON_STATE,
+    OWN_RECOMPUTE_DIFFERS,
+    OWN_RECOMPUTE_READS_IN,
+    LIES
+} lie;
+
+typedef struct liar {
+    lie tells;
+    float *out, *in, *saved, *param, *buffer; // as forward last had them
+    float *stranger;                          // the weight of the layer before
+    int64_t beyond;                           // index from out[0] that is not its own
+    t_rng dice;
+    uint32_t count;
+    bool hits; // a kept address lies in an operand that this very call gives
+} liar;
+
+typedef struct net {
+    ms_config config;
+    ms_model *m;
+    ms_tensor x, weight, h, y, saved, q, buffer, state, z, loss;
+    ms_layer of_liar;
+    t_op before, behind, last;
+    liar of;
+} net;
+
+// ------------------------------------------------------------------------------------------------
+// the layer: s = x + 1, y = x q b; state += 1 in forward, as it promises
+
+static void forward_lies_first(const ms_call *call, liar *l) {
+    float *scratch = (float *)call->workspace;
+    bool forward = call->phase == MS_PHASE_FORWARD;
+    l->out = t_data(&call->out[0]) != NULL ? t_data(&call->out[0]) : l->out;
+    l->in = t_data(&call->in[0]) != NULL ? t_data(&call->in[0]) : l->in;
+    l->buffer = t_data(&call->in[1]);
+    l->saved = t_data(&call->saved[0]) != NULL ? t_data(&call->saved[0]) : l->saved;
+    l->param = t_data(&call->param[0]);
+    switch (l->tells) {
+    case FORWARD_WRITES_IN:
+        l->in[5] = 3.0f;
+        break;
+    case FORWARD_WRITES_PARAM:
+        l->param[5] += 1.0f;
+        break;
+    case EVAL_WRITES_PARAM:
+        l->param[5] += call->phase == MS_PHASE_EVAL ? 1.0f : 0.0f;
+        break;
+    case FORWARD_WRITES_BUFFER:
+        l->buffer[5] *= 0.5f;
+        break;
+    case FORWARD_WRITES_STRANGER:
+        l->stranger[5] *= 0.5f;
+        break;
+    case FORWARD_READS_WORKSPACE:
+        scratch[0] += 1.0f;
+        break;
+    case RECOMPUTE_CHANGES_STATE:
+        t_data(&call->state[0])[0] += forward ? 0.0f : 1.0f;
+        break;
+    default:
+        break;
+    }
+}
+
+static float forward_element(const ms_call *call, liar *l, int64_t i) {
+    const float *scratch = (const float *)call->workspace;
+    float y = l->in[i] * l->param[i % COLS] * l->buffer[i % COLS];
+    switch (l->tells) {
+    case FORWARD_READS_STRANGER:
+        return y + l->stranger[i];
+    case FORWARD_READS_OLD_OUT:
+        return y + 0.125f * l->out[i];
+    case FORWARD_READS_WORKSPACE:
+        return y + scratch[0];
+    case FORWARD_REDRAWS:
+        return t_chance(&l->dice, 0.5) ? y : 0.0f;
+    case FORWARD_COUNTS:
+        return y + (float)l->count;
+    case RECOMPUTE_DIFFERS:
+    case OWN_RECOMPUTE_DIFFERS:
+        return call->phase == MS_PHASE_RECOMPUTE ? nextafterf(y, 100.0f) : y;
+    case RECOMPUTE_DEPENDS_ON_STATE:
+        return y + t_data(&call->state[0])[0];
+    default:
+        return y;
+    }
+}
+
+static int liar_forward(const ms_call *call) {
+    liar *l = (liar *)call->user;
+    float *y = t_data(&call->out[0]), *s = t_data(&call->saved[0]);
+    forward_lies_first(call, l);
+    l->count += 1;
+    for (int64_t i = 0; i < COUNT; ++i) {
+        bool leaves = l->tells == FORWARD_LEAVES_OUT ||
+                      (l->tells == RECOMPUTE_LEAVES_OUT && call->phase == MS_PHASE_RECOMPUTE);
+        if (y != NULL && !(leaves && i == 7)) {
+            y[i] = forward_element(call, l, i);
+        }
+        if (s != NULL && !(l->tells == FORWARD_LEAVES_SAVED && i == COUNT - 1)) {
+            s[i] = l->in[i] + 1.0f;
+        }
+    }
+    if (l->tells == FORWARD_WRITES_BEYOND && y != NULL) {
+        y[l->beyond] = 3.0f;
+    }
+    t_data(&call->state[0])[0] += call->phase == MS_PHASE_FORWARD ? 1.0f : 0.0f;
+    return 0;
+}
+
+static void backward_lies_last(const ms_call *call, const liar *l) {
+    switch (l->tells) {
+    case BACKWARD_WRITES_IN:
+        t_data(&call->in[0])[3] = 0.5f;
+        break;
+    case BACKWARD_WRITES_PARAM:
+        t_data(&call->param[0])[3] += 0.5f;
+        break;
+    case BACKWARD_WRITES_SAVED:
+        t_data(&call->saved[0])[3] = 0.5f;
+        break;
+    case BACKWARD_WRITES_GRAD_OUT:
+        t_data(&call->grad_out[0])[3] = 0.5f;
+        break;
+    case BACKWARD_WRITES_STRANGER:
+        l->stranger[3] += 0.5f;
+        break;
+    default:
+        break;
+    }
+}
+
+/* What a lie adds to a slope. */
+static float backward_extra(const ms_call *call, const liar *l, int64_t i) {
+    const float *scratch = (const float *)call->workspace;
+    switch (l->tells) {
+    case BACKWARD_READS_OUT:
+        return l->out[i];
+    case BACKWARD_READS_OUT_AS_MASK:
+        return l->out[i] > 0.0f ? 1.0f : 0.0f;
+    case BACKWARD_READS_IN:
+        return l->in[i];
+    case BACKWARD_READS_IN_AS_MASK:
+        return l->in[i] > 0.0f ? 1.0f : 0.0f;
+    case BACKWARD_READS_SAVED:
+        return l->saved[i];
+    case BACKWARD_READS_PARAM:
+        return l->param[i % COLS];
+    case BACKWARD_READS_BUFFER:
+        return l->buffer[i % COLS];
+    case BACKWARD_READS_STRANGER:
+        return l->stranger[i];
+    case BACKWARD_READS_WORKSPACE:
+        return scratch[1];
+    case BACKWARD_COUNTS:
+        return (float)l->count;
+    default:
+        return 0.0f;
+    }
+}
+
+/* Plans reuse memory, so that what lay at a kept address may now be something else that the call
+   gives: wrong numbers, and the same each time. Debug cannot see that. */
+static bool is_hit(const ms_call *call, const float *kept) {
+    const ms_view *given[] = {&call->grad_out[0], &call->grad_in[0], &call->saved[0]};
+    for (int i = 0; i < 3; ++i) {
+        const float *data = t_data(given[i]);
+        if (data != NULL && kept < data + COUNT && data < kept + COUNT) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static int liar_backward(const ms_call *call) {
+    liar *l = (liar *)call->user;
+    bool of_in = l->tells == BACKWARD_READS_IN || l->tells == BACKWARD_READS_IN_AS_MASK;
+    bool of_saved = l->tells == BACKWARD_READS_SAVED;
+    l->hits |= (of_in && is_hit(call, l->in)) || (of_saved && is_hit(call, l->saved));
+    float *grad_in = t_data(&call->grad_in[0]);
+    const float *x = t_data(&call->in[0]), *s = t_data(&call->saved[0]);
+    const float *q = t_data(&call->param[0]);
+    bool blind = l->tells == BACKWARD_READS_OLD_GRADIENT || l->tells == BACKWARD_ADDS_TO_OVERWRITES;
+    l->count += 1;
+    for (int64_t i = 0; i < COUNT && grad_in != NULL; ++i) {
+        float slope = backward_extra(call, l, i);
+        slope += q != NULL ? q[i % COLS] : 0.0f;
+        slope += x != NULL && s != NULL ? s[i] - x[i] : 0.0f;
+        if (l->tells == BACKWARD_LEAVES_GRAD_IN && i == 9) {
+            continue;
+        }
+        if (blind) {
+            grad_in[i] += slope * t_grad_out(call, 0, i);
+        } else {
+            t_contribute(&call->grad_in[0], i, slope * t_grad_out(call, 0, i));
+        }
+    }
+    for (int64_t c = 0; c < COLS; ++c) {
+        float sum = 0.0f;
+        for (int64_t i = c; i < COUNT; i += COLS) {
+            sum += t_grad_out(call, 0, i);
+        }
+        if (l->tells != BACKWARD_LEAVES_GRAD_PARAM || c != 2) {
+            t_contribute(&call->grad_param[0], c, sum);
+        }
+    }
+    backward_lies_last(call, l);
+    return 0;
+}
+
+// ------------------------------------------------------------------------------------------------
+// the lies: how, and what the error names
+
+enum { READS_ALL = 15, READS_IN = 1, READS_SAVED = 2, READS_PARAM = 4, READS_BUFFER = 8 };
+
+typedef struct lie_info {
+    const char *what;
+    uint32_t reads;  // that it declares for backward
+    bool recomputes; // it takes a recomputation to see it
+    bool evaluates;  // it takes an eval
+    const char *tensor;
+} lie_info;
+
+static const lie_info infos[LIES] = {
+    {"honest", READS_ALL, false, false, NULL},
+    {"backward reads an output", READS_ALL, false, false, NULL},
+    {"backward reads an output as a mask", READS_ALL, false, false, NULL},
+    {"backward reads an input", READS_ALL & ~READS_IN, false, false, NULL},
+    {"backward reads an input as a mask", READS_ALL & ~READS_IN, false, false, NULL},
+    {"backward reads saved", READS_ALL & ~READS_SAVED, false, false, NULL},
+    {"backward reads a param", READS_ALL & ~READS_PARAM, false, false, NULL},
+    {"backward reads a buffer", READS_ALL & ~READS_BUFFER, false, false, NULL},
+    {"backward reads a stranger's param", READS_ALL, false, false, NULL},
+    {"forward reads a stranger's param", READS_ALL, false, false, "y-out"},
+    {"forward reads what its output was", READS_ALL, false, false, "y-out"},
+    {"forward reads its workspace", READS_ALL, false, false, "y-out"},
+    {"backward reads its workspace", READS_ALL, false, false, NULL},
+    {"backward adds where beta is 0", READS_ALL, false, false, NULL},
+    {"backward adds where it overwrites", READS_ALL, false, false, NULL},
+    {"forward leaves out unwritten", READS_ALL, false, false, "y-out"},
+    {"forward leaves saved unwritten", READS_ALL, false, false, "s-saved"},
+    {"backward leaves a gradient unwritten", READS_ALL, false, false, "hidden"},
+    {"backward leaves a gradient of a param unwritten", READS_ALL, false, false, "q-scale"},
+    {"recompute leaves out unwritten", READS_ALL, true, false, "y-out"},
+    {"forward writes beyond its output", READS_ALL, false, false, NULL},
+    {"forward writes its input", READS_ALL, false, false, "hidden"},
+    {"forward writes its param", READS_ALL, false, false, "q-scale"},
+    {"forward writes a stranger's param", READS_ALL, false, false, "weight"},
+    {"forward writes a buffer that is no state", READS_ALL, false, false, "gain"},
+    {"backward writes an input", READS_ALL, false, false, "hidden"},
+    {"backward writes a param", READS_ALL, false, false, "q-scale"},
+    {"backward writes saved", READS_ALL, false, false, "s-saved"},
+    {"backward writes grad_out", READS_ALL, false, false, "y-out"},
+    {"backward writes a stranger's param", READS_ALL, false, false, "weight"},
+    {"eval writes a param", READS_ALL, false, true, "q-scale"},
+    {"forward draws from its own dice", READS_ALL, false, false, "y-out"},
+    {"forward counts its calls", READS_ALL, false, false, "y-out"},
+    {"backward counts its calls", READS_ALL, false, false, "hidden"},
+    {"recompute gives other bits", READS_ALL, true, false, "y-out"},
+    {"recompute changes state that it keeps", READS_ALL, true, false, "running"},
+    {"recompute depends on state that it keeps", READS_ALL, true, false, NULL},
+    {"a recompute of its own gives other bits", READS_ALL, true, false, "y-out"},
+    {"a recompute of its own reads an input", READS_ALL & ~READS_IN, true, false, NULL},
+};
+
+/* Where the plan puts y, and memory that the forward of the liar is not given. */
+typedef struct place {
+    ms_layer layer;
+    uint64_t arena_bytes, y, beyond;
+    bool found;
+} place;
+
+static bool is_given(const ms_event *event, uint64_t offset) {
+    for (uint32_t i = 0; i < event->operand_count; ++i) {
+        const ms_event_operand *o = &event->operands[i];
+        if (offset + 64 > o->offset && offset < o->offset + o->bytes) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static void find_place(const ms_event *event, void *user) {
+    place *p = (place *)user;
+    if (event->kind != MS_EVENT_FORWARD || event->layer.id != p->layer.id) {
+        return;
+    }
+    for (uint32_t i = 0; i < event->operand_count; ++i) {
+        if (event->operands[i].kind == MS_OPERAND_OUT) {
+            p->y = event->operands[i].offset;
+        }
+    }
+    uint64_t offset = p->y; // the next behind y, or else before it
+    while (offset + 64 <= p->arena_bytes && is_given(event, offset)) {
+        offset += 64;
+    }
+    if (offset + 64 > p->arena_bytes) {
+        for (offset = p->y; offset > 0 && is_given(event, offset); offset -= 64) {
+        }
+    }
+    p->beyond = offset;
+    p->found = !is_given(event, offset);
+}
+
+static void t_layer(net *n, t_op *op, t_kind kind, const char *name, ms_tensor in, ms_tensor param,
+                    ms_tensor out) {
+    op->kind = kind;
+    ms_layer_desc desc = t_describe(op);
+    desc.name = name;
+    desc.in[0] = in;
+    desc.param[0] = param;
+    desc.out[0] = out;
+    ms_register_layer(n->m, &desc);
+}
+
+static void register_liar(net *n) {
+    const lie_info *info = &infos[n->of.tells];
+    ms_layer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.name = "liar";
+    desc.forward = liar_forward;
+    desc.backward = liar_backward;
+    desc.user = &n->of;
+    desc.in[0] = n->h;
+    desc.in[1] = n->buffer;
+    desc.out[0] = n->y;
+    desc.saved[0] = n->saved;
+    desc.param[0] = n->q;
+    desc.state[0] = n->state;
+    desc.keeps_state = true;
+    desc.backward_reads.in =
+        (uint16_t)((info->reads & READS_IN) | (info->reads & READS_BUFFER) >> 2);
+    desc.backward_reads.saved = (info->reads & READS_SAVED) != 0;
+    desc.backward_reads.param = (info->reads & READS_PARAM) != 0;
+    if (n->of.tells >= OWN_RECOMPUTE_DIFFERS) {
+        desc.recompute = liar_forward;
+        desc.recompute_reads.in = n->of.tells == OWN_RECOMPUTE_READS_IN ? 2 : 3;
+        desc.recompute_reads.param = 1;
+    }
+    desc.forward_workspace.bytes = desc.backward_workspace.bytes = 64;
+    desc.overwrites.in = n->of.tells == BACKWARD_ADDS_TO_OVERWRITES;
+    n->of_liar = ms_register_layer(n->m, &desc);
+}
+
+static void net_create(net *n, lie tells, bool debug, bool smallest, bool keeps_y) {
+    ms_tensor none = {0};
+    memset(n, 0, sizeof *n);
+    n->config = t_config();
+    n->config.debug = debug;
+    n->config.force_optimize = smallest;
+    n->of.tells = tells;
+    n->of.dice = t_seed(3);
+    assert_int_equal(ms_create(&n->config, &n->m), MS_RESULT_OK);
+    ms_model *m = n->m;
+    ms_shape shape = ms_shape2(ROWS, COLS);
+    n->x = ms_input(m, "x", MS_DTYPE_F32, shape);
+    n->weight = ms_param(m, "weight", MS_DTYPE_F32, ms_shape2(COLS, COLS));
+    n->q = ms_param(m, "q-scale", MS_DTYPE_F32, ms_shape1(COLS));
+    n->buffer = ms_buffer(m, "gain", MS_DTYPE_F32, ms_shape1(COLS));
+    n->state = ms_buffer(m, "running", MS_DTYPE_F32, ms_shape1(1));
+    n->h = ms_activation(m, "hidden", MS_DTYPE_F32, shape);
+    n->y = ms_activation(m, "y-out", MS_DTYPE_F32, shape);
+    n->z = ms_activation(m, "z-out", MS_DTYPE_F32, shape);
+    n->saved = ms_saved(m, "s-saved", MS_DTYPE_F32, shape);
+    n->loss = ms_activation(m, "losses", MS_DTYPE_F32, ms_shape1(ROWS));
+    t_layer(n, &n->before, T_MATMUL, "before", n->x, n->weight, n->h);
+    register_liar(n);
+    t_layer(n, &n->behind, T_SQUASH, "behind", n->y, none, n->z);
+    t_layer(n, &n->last, T_LOSS, "last", n->z, none, n->loss);
+    ms_set_loss(m, n->loss);
+    if (keeps_y) {
+        ms_set_output(m, n->y);
+    }
+    if (infos[tells].recomputes) {
+        ms_set_tensor_technique(m, n->y, MS_TECHNIQUE_CHECKPOINTING,
+                                keeps_y ? MS_SWITCH_DEFAULT : MS_SWITCH_ON);
+        ms_set_tensor_technique(m, n->saved, MS_TECHNIQUE_CHECKPOINTING, MS_SWITCH_ON);
+    }
+}
+
+static void net_start(net *n) {
+    float data[COLS * COLS];
+    t_rng rng = t_seed(11);
+    ms_memory_report report;
+    place where;
+    t_ok(n->m, ms_wrap(n->m));
+    t_fill(&rng, data, COLS * COLS, 1.0f);
+    t_ok(n->m, ms_write(n->m, n->x, data));
+    t_ok(n->m, ms_write(n->m, n->buffer, data + 1));
+    t_fill(&rng, data, COLS * COLS, 0.5f);
+    t_ok(n->m, ms_write(n->m, n->weight, data));
+    t_fill(&rng, data, COLS, 1.0f);
+    t_ok(n->m, ms_write(n->m, n->q, data));
+    n->of.stranger = (float *)ms_data(n->m, n->weight);
+    assert_non_null(n->of.stranger);
+    t_report(n->m, &report);
+    memset(&where, 0, sizeof where);
+    where.layer = n->of_liar;
+    where.arena_bytes = report.arena_bytes;
+    t_ok(n->m, ms_visit_events(n->m, MS_PROGRAM_TRAIN, find_place, &where));
+    assert_true(where.found);
+    n->of.beyond = ((int64_t)where.beyond - (int64_t)where.y) / (int64_t)sizeof(float);
+}
+
+static uint32_t faults;
+
+static void complain(lie tells, bool smallest, const char *how, const ms_model *m) {
+    print_error("%s%s: %s: \"%s\"\n", infos[tells].what, smallest ? " (smallest)" : "", how,
+                ms_last_error(m));
+    faults += 1;
+}
+
+static bool same_values(net *n, ms_tensor tensor, const float *before, uint64_t count) {
+    float now[COLS * COLS];
+    t_ok(n->m, ms_read(n->m, tensor, now));
+    return memcmp(before, now, (size_t)count * sizeof(float)) == 0;
+}
+
+/* A step with debug: MS_RESULT_CONTRACT, with the names; params as they were. */
+static void expect_caught(lie tells, bool smallest, bool keeps_y) {
+    net n;
+    float weight[COLS * COLS], q[COLS];
+    net_create(&n, tells, true, smallest, keeps_y);
+    net_start(&n);
+    t_ok(n.m, ms_read(n.m, n.weight, weight));
+    t_ok(n.m, ms_read(n.m, n.q, q));
+    ms_result result = infos[tells].evaluates ? ms_eval(n.m, NULL) : ms_step(n.m, NULL);
+    if (result == MS_RESULT_OK && smallest && n.of.hits) {
+        ms_destroy(n.m);
+        return;
+    }
+    if (result != MS_RESULT_CONTRACT) {
+        complain(tells, smallest, ms_result_name(result), n.m);
+        ms_destroy(n.m);
+        return;
+    }
+    const char *text = ms_last_error(n.m);
+    if (strstr(text, "\"liar\"") == NULL) {
+        complain(tells, smallest, "the layer is not named", n.m);
+    }
+    if (infos[tells].tensor != NULL && strstr(text, infos[tells].tensor) == NULL) {
+        complain(tells, smallest, "the tensor is not named", n.m);
+    }
+    if (t_environment("TEXTS", 0) != 0) {
+        printf("%-50s | %s\n", infos[tells].what, text);
+    }
+    if (!same_values(&n, n.weight, weight, COLS * COLS) || !same_values(&n, n.q, q, COLS)) {
+        complain(tells, smallest, "params have changed", n.m);
+    }
+    n.of.tells = HONEST; // and then it mends its ways, if its declarations allow
+    if (infos[tells].reads == READS_ALL && tells != BACKWARD_ADDS_TO_OVERWRITES) {
+        result = ms_step(n.m, NULL);
+        if (result != MS_RESULT_OK) {
+            complain(tells, smallest, "an honest step after the lie", n.m);
+        }
+    }
+    ms_destroy(n.m);
+}
+
+static void lies_are_caught(void **state) {
+    (void)state;
+    faults = 0;
+    for (int tells = HONEST + 1; tells < LIES; ++tells) {
+        expect_caught((lie)tells, false, false);
+        expect_caught((lie)tells, true, false);
+    }
+    if (faults != 0) {
+        fail_msg("%u faults in %u lies", (unsigned)faults, (unsigned)LIES - 1);
+    }
+}
+
+/* An output that is kept, or that a layer behind it reads, lies there for all to read. */
+static void lies_about_what_still_lives(void **state) {
+    (void)state;
+    faults = 0;
+    expect_caught(BACKWARD_READS_OUT, false, true);
+    expect_caught(BACKWARD_READS_OUT_AS_MASK, false, true);
+    expect_caught(BACKWARD_READS_OUT_AS_MASK, true, true);
+    assert_int_equal(faults, 0);
+}
+
+/* Without debug a lie goes through; with it an honest layer does, and gives the same bits. */
+static void the_honest_pass(void **state) {
+    (void)state;
+    for (int smallest = 0; smallest < 2; ++smallest) {
+        net n, twin;
+        net_create(&n, HONEST, true, smallest != 0, false);
+        net_create(&twin, HONEST, false, false, false);
+        net_start(&n);
+        net_start(&twin);
+        for (int step = 0; step < 4; ++step) {
+            float weight[COLS * COLS], q[COLS], running[1];
+            double losses[2];
+            t_ok(n.m, ms_step(n.m, &losses[0]));
+            t_ok(twin.m, ms_step(twin.m, &losses[1]));
+            assert_true(losses[0] == losses[1]);
+            t_ok(twin.m, ms_read(twin.m, twin.weight, weight));
+            t_ok(twin.m, ms_read(twin.m, twin.q, q));
+            t_ok(twin.m, ms_read(twin.m, twin.state, running));
+            assert_true(running[0] == (float)(step + 1));
+            assert_true(same_values(&n, n.weight, weight, COLS * COLS));
+            assert_true(same_values(&n, n.q, q, COLS));
+            assert_true(same_values(&n, n.state, running, 1));
+            t_ok(n.m, ms_eval(n.m, &losses[0]));
+            t_ok(twin.m, ms_eval(twin.m, &losses[1]));
+            assert_true(losses[0] == losses[1]);
+        }
+        ms_destroy(n.m);
+        ms_destroy(twin.m);
+    }
+    net careless;
+    net_create(&careless, FORWARD_REDRAWS, false, false, false);
+    net_start(&careless);
+    t_ok(careless.m, ms_step(careless.m, NULL));
+    ms_destroy(careless.m);
+}
+
+/* The kinds of testing.h, in one net: each kind declares exactly what it reads. */
+static void the_kinds_of_testing_pass(void **state) {
+    (void)state;
+    for (int smallest = 0; smallest < 2; ++smallest) {
+        t_chain chain, twin;
+        ms_config config = t_config();
+        config.force_optimize = smallest != 0;
+        t_chain_start(&twin, &config, 6);
+        config.debug = true;
+        t_chain_start(&chain, &config, 6);
+        for (int step = 0; step < 3; ++step) {
+            t_ok(chain.model, ms_step(chain.model, NULL));
+            t_ok(twin.model, ms_step(twin.model, NULL));
+            t_chain_same(&chain, &twin);
+        }
+        ms_destroy(chain.model);
+        ms_destroy(twin.model);
+    }
+}
+
+/* A callback that fails while it is checked is a callback that fails. */
+static void callbacks_still_fail(void **state) {
+    (void)state;
+    net n;
+    net_create(&n, HONEST, true, false, false);
+    net_start(&n);
+    n.behind.failing = 1u << MS_PHASE_FORWARD;
+    t_error(n.m, ms_step(n.m, NULL), MS_RESULT_CALLBACK);
+    t_text_has(ms_last_error(n.m), "behind");
+    n.behind.failing = 1u << MS_PHASE_BACKWARD;
+    t_error(n.m, ms_step(n.m, NULL), MS_RESULT_CALLBACK);
+    n.behind.failing = 0;
+    t_ok(n.m, ms_step(n.m, NULL));
+    ms_destroy(n.m);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_honest_pass),
+        cmocka_unit_test(lies_are_caught),
+        cmocka_unit_test(lies_about_what_still_lives),
+        cmocka_unit_test(the_kinds_of_testing_pass),
+        cmocka_unit_test(callbacks_still_fail),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
