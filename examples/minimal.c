@@ -70,7 +70,7 @@ int main(void) {
     ms_shape shape = ms_shape2(ROWS, WIDTH);
     ms_layer_desc dense = {0}, loss = {0};
     dense.forward = dense_forward, dense.backward = dense_backward;
-    dense.backward_workspace_bytes = sizeof numbers;
+    dense.backward_workspace.bytes = sizeof numbers;
     dense.out[0] = loss.in[1] = ms_input(model, "rows", MS_DTYPE_F32, shape);
     for (int i = 0; i < LAYERS; ++i) {
         dense.in[0] = dense.out[0];
