@@ -2,12 +2,13 @@
 # benchmarks and tests. `make help` lists the targets. It asks for GNU make and a C compiler; OpenMP,
 # a CBLAS and (for the tests) cmocka are found by trial and used where they are.
 #
-#   config=release|debug|sanitize|coverage   release is the default and builds under build/,
-#                                            the others under build/<config>/
-#   werror=1                                 warnings are errors
-#   V=1                                      show the commands
-#   CC, CXX, CFLAGS, LDFLAGS                 as usual; CFLAGS come last and win
-#   OPENMP= CBLAS=                           build without what was found
+#   config=release|debug|sanitize|thread|coverage   release is the default and builds under build/,
+#                                                   the others under build/<config>/
+#   werror=1                                        warnings are errors
+#   V=1                                             show the commands
+#   CC, CXX, CFLAGS, LDFLAGS                        as usual; CFLAGS come last and win
+#   OPENMP= CBLAS=                                  build without what was found
+#   FUZZ_SECONDS=600 FUZZ_CC=clang                  of make fuzz
 
 config ?= release
 OUT    := build$(patsubst %,/%,$(filter-out release,$(config)))
@@ -19,9 +20,10 @@ export WARNINGS_C := -Wstrict-prototypes -Wmissing-prototypes
 release  := -O3 -march=native -fno-math-errno
 debug    := -O0 -g
 sanitize := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+thread   := -O1 -g -fsanitize=thread
 coverage := -O0 -g --coverage
 ifeq ($($(config)),)
-$(error config=$(config) is none of release, debug, sanitize, coverage)
+$(error config=$(config) is none of release, debug, sanitize, thread, coverage)
 endif
 
 # ---- what this machine has -----------------------------------------------------------------------
@@ -58,8 +60,8 @@ endif
 endif
 endif
 
-# The sanitizers take the other half of the code: one thread and the built-in kernel.
-ifneq ($(config),sanitize)
+# The sanitizers take the other half of the code: no OpenMP, and the built-in kernel.
+ifeq ($(filter sanitize thread,$(config)),)
 features := $(OPENMP) $(if $(CBLAS),-DMEMSCALE_CBLAS)
 libs     := $(CBLAS)
 endif
@@ -75,11 +77,12 @@ programs := $(patsubst %.c,$(OUT)/%,$(wildcard examples/*.c bench/*.c))
 tests    := $(patsubst %.c,$(OUT)/%,$(wildcard tests/test_*.c))
 twins    := $(addsuffix _cpp,$(tests))
 
-.PHONY: all run test coverage clean format help FORCE
+.PHONY: all run test fuzz fuzz-corpus coverage clean format help FORCE
 all: $(programs) $(if $(CMOCKA),$(tests))
 
 say = $(if $(V),,@echo '  $(1)' &&)
 $(tests) $(twins): libs += $(CMOCKA)
+$(OUT)/tests/test_threads $(OUT)/tests/test_threads_cpp: libs += -pthread
 
 $(OUT)/%: %.c $(OUT)/flags
 	@mkdir -p $(@D)
@@ -105,6 +108,30 @@ run: $(OUT)/examples/gpt2
 test:
 	@tests/run.sh
 
+# Random sequences of calls, for ten minutes. The corpus grows in build/fuzz; fuzz-corpus makes the
+# small one of the tests of it: the longest of those that together reach all that is reached.
+FUZZ_SECONDS ?= 600
+FUZZ_CC      ?= clang
+FUZZ_FLAGS   := -max_len=600 -len_control=20 -timeout=20 -print_final_stats=1
+
+build/fuzz/fuzz_api: tests/fuzz_api.c memscale.h
+	@mkdir -p build/fuzz/corpus build/fuzz/findings
+	@echo 'int LLVMFuzzerTestOneInput(const char *d, long n) { return d && n < 0; }' \
+	 | $(FUZZ_CC) -x c - -fsanitize=fuzzer -o build/fuzz/trial 2> /dev/null || \
+	 { echo 'make fuzz needs clang with its fuzzer library (clang, libclang-rt-dev)'; exit 1; }
+	$(call say,$(FUZZ_CC) $@) $(FUZZ_CC) -std=c99 $(WARNINGS_C) $(WARNINGS) -I. -O1 -g -DFUZZ_LIBRARY \
+	 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $(CFLAGS) -o $@ $< $(LDFLAGS) -lm
+
+fuzz: build/fuzz/fuzz_api
+	@$< $(FUZZ_FLAGS) -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=build/fuzz/findings/ \
+	 build/fuzz/corpus tests/corpus
+
+fuzz-corpus: build/fuzz/fuzz_api
+	@rm -rf build/fuzz/small && mkdir -p build/fuzz/small
+	@$< -set_cover_merge=1 -use_counters=0 build/fuzz/small tests/corpus build/fuzz/corpus
+	@rm -rf tests/corpus && mkdir tests/corpus
+	@cd build/fuzz/small && cp $$(ls -S | head -n 60) ../../../tests/corpus
+
 # Line coverage of the headers over all tests, on one thread.
 covered := $(patsubst %.c,build/coverage/%,$(wildcard tests/test_*.c))
 coverage:
@@ -123,6 +150,7 @@ help:
 	@echo 'make            every program, at build/<folder>/<name>'
 	@echo 'make run        train a small GPT-2 inside a byte budget (about a minute)'
 	@echo 'make test       everything that is tested; the last line has the totals'
+	@echo 'make fuzz       random sequences of calls for ten minutes, by clang'"'"'s fuzzer'
 	@echo 'make coverage   line coverage of the tests'
 	@echo 'make format     clang-format all sources'
 	@echo 'make clean      remove build/'

@@ -50,6 +50,18 @@ run_test() { # CONFIG PROGRAM
     build "$1" "$2" && "$2"
 }
 
+# The thread sanitizer cannot start where the kernel lays out memory in ways that it does not know.
+run_threads() { # PROGRAM
+    [ -n "$CMOCKA" ] || skip 'no cmocka'
+    echo 'int main(void) { return 0; }' | $CC -fsanitize=thread -x c - -o "$checks/thread" -lm &&
+        "$checks/thread" || skip 'no thread sanitizer'
+    build thread "$1" && "$1"
+}
+
+run_corpus() { # PROGRAM
+    build sanitize "$1" && "$1" tests/corpus/*
+}
+
 run_program() { # "COMMAND [=> COLUMNS]": the table that it prints has these columns in every row
     local command=${1%% =>*} output
     output=$(mktemp $checks/output.XXXXXX)
@@ -77,6 +89,17 @@ cell() { # COMPILER ARGUMENTS
     local program
     program=$(mktemp $checks/cell.XXXXXX)
     compile "$@" -o "$program" -lm && "$program"
+}
+
+# nvcc has warnings of its own; those of the house go to the host's compiler, but for two that CUDA's
+# own headers do not keep to.
+cell_nvcc() { # ARGUMENTS
+    local nvcc program host
+    nvcc=$(command -v nvcc || printf '%s\n' /usr/local/cuda*/bin/nvcc | tail -n 1)
+    [ -x "$nvcc" ] || skip 'no nvcc'
+    program=$(mktemp $checks/cell.XXXXXX)
+    host=$(printf ' -Xcompiler %s' $(sed -E 's/-W(pedantic|undef|error)( |$)/ /g' <<< "$WARNINGS"))
+    "$nvcc" -std=c++17 -Werror all-warnings $host -I. -O1 "$@" -o "$program" && "$program"
 }
 
 cell_library() { # COMPILER NAME FLAG ARGUMENTS
@@ -168,7 +191,8 @@ check_readme_program() {
     diff $checks/readme.c examples/minimal.c
 }
 
-export -f skip need build run_test run_program compile cell cell_library cell_mixed cell_sources
+export -f skip need build run_test run_threads run_corpus run_program compile
+export -f cell cell_nvcc cell_library cell_mixed cell_sources
 export -f implementation same check_exports check_static_exports imports macros
 export -f check_install check_readme_program
 
@@ -183,13 +207,23 @@ for source in tests/test_*.c; do
     check "$name, C++11" "run_test release build/tests/${name}_cpp"
     check "$name, sanitizers" "run_test sanitize build/sanitize/tests/$name"
 done
+check 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
+check 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api'
 
 program=tests/compile_program.c
 body=-DMEMSCALE_IMPLEMENTATION
+hostile='-include tests/windows_macros.h'
 for compiler in gcc clang g++ clang++; do
+    case $compiler in
+    *++) dialect=c++17 ;;
+    *) dialect=c11 ;;
+    esac
     group "compile, $compiler"
     check 'one translation unit' "cell $compiler $body $program"
-    check 'two translation units' "cell $compiler $program tests/compile_implementation.c"
+    check "two translation units, ${dialect^^}" \
+        "cell $compiler -std=$dialect $program tests/compile_implementation.c"
+    check 'amid the macros of other headers' \
+        "cell $compiler $hostile $program tests/compile_implementation.c"
     check 'bodies at a second include' "cell $compiler -DCOMPILE_LATE $program"
     check 'MEMSCALE_STATIC' "cell $compiler $body -DMEMSCALE_STATIC $program"
     check 'MEMSCALE_STATIC, twice' \
@@ -203,6 +237,14 @@ done
 group 'compile, both languages'
 check 'g++ on an object of gcc' 'cell_mixed gcc g++'
 check 'clang++ on an object of clang' 'cell_mixed clang clang++'
+
+group 'compile, nvcc'
+check 'CUDA, one translation unit' "cell_nvcc -x cu $body $program"
+check 'CUDA, two translation units' "cell_nvcc -x cu $program tests/compile_implementation.c"
+check 'CUDA, MEMSCALE_STATIC, twice' \
+    "cell_nvcc -x cu $body -DMEMSCALE_STATIC $program tests/compile_static.c"
+check 'CUDA, amid the macros of other headers' "cell_nvcc -x cu $hostile -DCOMPILE_LATE $program"
+check 'host code' "cell_nvcc -x c++ $body $program"
 
 group 'symbols and macros'
 check 'exports what is declared' check_exports
@@ -238,7 +280,7 @@ run_check() { # NUMBER
 export -f run_check
 
 count=$(wc -l < $checks/list)
-for config in release sanitize; do
+for config in release sanitize thread; do
     build $config "build$([ $config = release ] || echo /$config)/flags"
 done
 seq "$count" | xargs -P "$(nproc)" -I{} bash -c 'run_check {}' &
