@@ -264,12 +264,15 @@ NN_API nn_transformer nn_bert(nn_net *net, const nn_transformer_config *config);
 #endif
 
 enum {
-    NN_WORTH = 16384,  // elements that are worth a second thread
-    NN_CHUNK = 4096,   // elements that one thread takes at a time
-    NN_COLUMNS = 64,   // columns summed together
-    NN_LANES = 16,     // partial sums
-    NN_QUERIES = 64,   // rows of the attention matrix that are in memory at once
-    NN_HEAD_SLOTS = 16 // heads of attention that may run at once
+    NN_WORTH = 16384,   // elements that are worth a second thread
+    NN_PRODUCTS = 16,   // multiplications of a matrix product that are as much work as one
+    NN_CHUNK = 4096,    // elements that one thread takes at a time
+    NN_COLUMNS = 64,    // columns summed together
+    NN_LANES = 16,      // partial sums
+    NN_QUERIES = 64,    // rows of the attention matrix that are in memory at once
+    NN_HEAD_SLOTS = 16, // heads of attention that may run at once
+    NN_IMAGE_SLOTS = 4, // images of a convolution that may run at once
+    NN_PLACES = 256     // squares of an image that are in memory at once
 };
 
 /* Where a gradient goes: data = beta * data + contribution; data NULL: nobody wants it. */
@@ -436,6 +439,12 @@ NN_API inline uint32_t nn_random(uint64_t key, uint32_t counter) {
 
 // ------------------------------------------------------------------------------------------------
 // >>nn kernels  raw pointers and sizes; count is in elements
+
+NN_API void nn_constant_kernel(float *values, int64_t count, float constant) {
+    for (int64_t i = 0; i < count; i++) {
+        values[i] = constant;
+    }
+}
 
 /* y = a + b; y may be a or b. */
 NN_API void nn_add_kernel(float *y, const float *a, const float *b, int64_t count) {
@@ -1047,64 +1056,72 @@ NN_API nn_span nn_span_of(int64_t offset, int64_t stride, int64_t extent, int64_
     return span;
 }
 
-/* columns (channels * kernel * kernel, out_height * out_width): row (c, i, j) has the element
-   (i, j) of every square of channel c of one image. */
-NN_API void nn_columns_kernel(float *columns, const float *image, const nn_window *w) {
+/* Rows of squares, begin ... begin + count - 1, out of out_height. */
+typedef struct nn_rows_of_squares {
+    int64_t begin, count;
+} nn_rows_of_squares;
+
+/* One row of columns: element (top, left) of the squares of a row, of which across are inside. */
+NN_API void nn_column_row(float *to, const float *from, int64_t left, nn_span across,
+                          const nn_window *w) {
+    for (int64_t x = 0; x < across.begin; x++) {
+        to[x] = 0.0f;
+    }
+    if (w->stride == 1 && across.begin < across.end) {
+        memcpy(to + across.begin, from + across.begin + left,
+               (size_t)(across.end - across.begin) * sizeof *to);
+    } else {
+        for (int64_t x = across.begin; x < across.end; x++) {
+            to[x] = from[x * w->stride + left];
+        }
+    }
+    for (int64_t x = across.end; x < w->out_width; x++) {
+        to[x] = 0.0f;
+    }
+}
+
+/* columns (channels * kernel * kernel, rows.count * out_width): row (c, i, j) has the element
+   (i, j) of these squares of channel c of one image. */
+NN_API void nn_columns_kernel(float *columns, const float *image, nn_rows_of_squares rows,
+                              const nn_window *w) {
     const int64_t area = w->kernel * w->kernel;
-    NN_PARALLEL(w->channels * area * w->out_height * w->out_width)
     for (int64_t row = 0; row < w->channels * area; row++) {
         const int64_t top = row % area / w->kernel - w->padding;
         const int64_t left = row % w->kernel - w->padding;
         const nn_span down = nn_span_of(top, w->stride, w->height, w->out_height);
         const nn_span across = nn_span_of(left, w->stride, w->width, w->out_width);
-        for (int64_t y = 0; y < w->out_height; y++) {
-            float *to = columns + (row * w->out_height + y) * w->out_width;
+        for (int64_t i = 0; i < rows.count; i++) {
+            const int64_t y = rows.begin + i;
+            float *to = columns + (row * rows.count + i) * w->out_width;
             if (y < down.begin || y >= down.end) {
                 memset(to, 0, (size_t)w->out_width * sizeof *to);
-                continue;
-            }
-            const float *from = image + (row / area * w->height + y * w->stride + top) * w->width;
-            for (int64_t x = 0; x < across.begin; x++) {
-                to[x] = 0.0f;
-            }
-            if (w->stride == 1 && across.begin < across.end) {
-                memcpy(to + across.begin, from + across.begin + left,
-                       (size_t)(across.end - across.begin) * sizeof *to);
             } else {
-                for (int64_t x = across.begin; x < across.end; x++) {
-                    to[x] = from[x * w->stride + left];
-                }
-            }
-            for (int64_t x = across.end; x < w->out_width; x++) {
-                to[x] = 0.0f;
+                const int64_t line = row / area * w->height + y * w->stride + top;
+                nn_column_row(to, image + line * w->width, left, across, w);
             }
         }
     }
 }
 
-/* The way back: every pixel of one image gets the sum of its places in columns. */
-NN_API void nn_columns_backward_kernel(nn_target image, const float *columns, const nn_window *w) {
+/* The way back: every pixel of one image is added its places in columns. */
+NN_API void nn_columns_backward_kernel(float *image, const float *columns, nn_rows_of_squares rows,
+                                       const nn_window *w) {
     const int64_t area = w->kernel * w->kernel;
-    const int64_t plane = w->height * w->width;
-    NN_PARALLEL(w->channels * area * w->out_height * w->out_width)
-    for (int64_t c = 0; c < w->channels; c++) {
-        float *channel = image.data + c * plane;
-        if (image.beta == 0.0f) {
-            memset(channel, 0, (size_t)plane * sizeof *channel);
-        }
-        for (int64_t element = 0; element < area; element++) {
-            const int64_t top = element / w->kernel - w->padding;
-            const int64_t left = element % w->kernel - w->padding;
-            const nn_span down = nn_span_of(top, w->stride, w->height, w->out_height);
-            const nn_span across = nn_span_of(left, w->stride, w->width, w->out_width);
-            for (int64_t y = down.begin; y < down.end; y++) {
-                const float *from =
-                    columns + ((c * area + element) * w->out_height + y) * w->out_width;
-                float *to = channel + (y * w->stride + top) * w->width;
-                NN_SIMD
-                for (int64_t x = across.begin; x < across.end; x++) {
-                    to[x * w->stride + left] += from[x];
-                }
+    for (int64_t row = 0; row < w->channels * area; row++) {
+        const int64_t top = row % area / w->kernel - w->padding;
+        const int64_t left = row % w->kernel - w->padding;
+        const nn_span down = nn_span_of(top, w->stride, w->height, w->out_height);
+        const nn_span across = nn_span_of(left, w->stride, w->width, w->out_width);
+        for (int64_t i = 0; i < rows.count; i++) {
+            const int64_t y = rows.begin + i;
+            if (y < down.begin || y >= down.end) {
+                continue;
+            }
+            const float *from = columns + (row * rows.count + i) * w->out_width;
+            float *to = image + (row / area * w->height + y * w->stride + top) * w->width;
+            NN_SIMD
+            for (int64_t x = across.begin; x < across.end; x++) {
+                to[x * w->stride + left] += from[x];
             }
         }
     }
@@ -1432,7 +1449,7 @@ NN_API int nn_attention_backward_kernel(const ms_call *call, nn_target dqkv, con
     return results[0];
 }
 
-/* A convolution reads each pixel once, and in order: the image itself has the shape of columns. */
+/* Such a convolution reads each pixel once, and in order: the image itself is the columns. */
 NN_API bool nn_is_pointwise(const nn_window *w) {
     return w->kernel == 1 && w->stride == 1 && w->padding == 0;
 }
@@ -1446,74 +1463,188 @@ NN_API int64_t nn_window_places(const nn_window *w) {
     return w->out_height * w->out_width;
 }
 
-NN_API uint64_t nn_conv2d_workspace(const nn_window *w) {
-    return nn_is_pointwise(w)
-               ? 0
-               : (uint64_t)(nn_window_depth(w) * nn_window_places(w)) * sizeof(float);
+/* Images that a convolution works on at once, each with a workspace of its own: a number that does
+   not depend on the machine, so that neither the plan nor a sum does. */
+NN_API int64_t nn_image_slots(const nn_window *w) {
+    return nn_least(NN_IMAGE_SLOTS, w->images);
 }
 
-/* The columns of image number `image` of x: in work, or where they stand. */
-NN_API const float *nn_columns_of(float *work, const float *x, int64_t image, const nn_window *w) {
-    const float *from = x + image * w->channels * w->height * w->width;
+/* Rows of squares whose columns are in memory at once: about NN_PLACES squares. */
+NN_API int64_t nn_square_rows(const nn_window *w) {
+    const int64_t rows = w->out_width < NN_PLACES ? NN_PLACES / w->out_width : 1;
+    return nn_is_pointwise(w) ? w->out_height : nn_least(rows, w->out_height);
+}
+
+/* Floats of workspace per slot: columns; in backward a gradient of the weight too. */
+NN_API int64_t nn_image_slot_floats(const nn_window *w, int64_t out, bool backward) {
+    const int64_t places = nn_is_pointwise(w) ? 0 : nn_square_rows(w) * w->out_width;
+    return nn_window_depth(w) * (places + (backward ? out : 0));
+}
+
+NN_API uint64_t nn_conv2d_workspace(const nn_window *w, int64_t out, bool backward) {
+    const int64_t floats = nn_image_slots(w) * nn_image_slot_floats(w, out, backward);
+    return (uint64_t)floats * sizeof(float);
+}
+
+NN_API int64_t nn_conv2d_work(const nn_window *w, int64_t out) {
+    return w->images * nn_window_places(w) * nn_window_depth(w) * out / NN_PRODUCTS;
+}
+
+NN_API nn_rows_of_squares nn_squares_from(const nn_window *w, int64_t begin) {
+    nn_rows_of_squares rows;
+    rows.begin = begin;
+    rows.count = nn_least(nn_square_rows(w), w->out_height - begin);
+    return rows;
+}
+
+/* These squares of the planes of one image (depth or out, places). */
+NN_API ms_matrix nn_squares(const float *planes, int64_t count, nn_rows_of_squares rows,
+                            const nn_window *w) {
+    return nn_matrix(planes + rows.begin * w->out_width, count, rows.count * w->out_width,
+                     nn_window_places(w));
+}
+
+/* The columns of these squares of an image: made in work, or where they stand. */
+NN_API ms_matrix nn_columns_of(float *work, const float *image, nn_rows_of_squares rows,
+                               const nn_window *w) {
     if (nn_is_pointwise(w)) {
-        return from;
+        return nn_squares(image, w->channels, rows, w);
     }
-    nn_columns_kernel(work, from, w);
-    return work;
+    nn_columns_kernel(work, image, rows, w);
+    const int64_t places = rows.count * w->out_width;
+    return nn_matrix(work, nn_window_depth(w), places, places);
+}
+
+/* One image: y (out, places) from x. */
+NN_API int nn_conv2d_image(const ms_call *call, float *y, const float *x, const float *weight,
+                           const float *bias, float *work, int64_t out, const nn_window *w) {
+    const ms_matrix matrix = nn_matrix(weight, out, nn_window_depth(w), nn_window_depth(w));
+    const int64_t places = nn_window_places(w);
+    int result = 0;
+    for (int64_t o = 0; bias != NULL && o < out; o++) {
+        nn_constant_kernel(y + o * places, places, bias[o]);
+    }
+    for (int64_t begin = 0; begin < w->out_height && result == 0; begin += nn_square_rows(w)) {
+        const nn_rows_of_squares rows = nn_squares_from(w, begin);
+        result = (int)ms_gemm(call, 1.0f, matrix, nn_columns_of(work, x, rows, w),
+                              bias != NULL ? 1.0f : 0.0f, nn_squares(y, out, rows, w));
+    }
+    return result;
 }
 
 /* y (images, out, places) = weight (out, depth) * columns of x + bias; bias may be NULL. */
 NN_API int nn_conv2d_kernel(const ms_call *call, float *y, const float *x, const float *weight,
                             const float *bias, int64_t out, const nn_window *w) {
-    const int64_t depth = nn_window_depth(w);
-    const int64_t places = nn_window_places(w);
-    int result = 0;
-    for (int64_t b = 0; b < w->images && result == 0; b++) {
-        const float *columns = nn_columns_of((float *)call->workspace, x, b, w);
-        float *to = y + b * out * places;
-        for (int64_t o = 0; bias != NULL && o < out; o++) {
-            for (int64_t i = 0; i < places; i++) {
-                to[o * places + i] = bias[o];
-            }
+    const int64_t slots = nn_image_slots(w);
+    const int64_t floats = nn_image_slot_floats(w, out, false);
+    const int64_t image = w->channels * w->height * w->width;
+    int results[NN_IMAGE_SLOTS] = {0};
+    NN_PARALLEL(nn_conv2d_work(w, out))
+    for (int64_t slot = 0; slot < slots; slot++) {
+        float *work = (float *)call->workspace + slot * floats;
+        for (int64_t b = slot; b < w->images; b += slots) {
+            results[slot] |= nn_conv2d_image(call, y + b * out * nn_window_places(w), x + b * image,
+                                             weight, bias, work, out, w);
         }
-        result = (int)ms_gemm(call, 1.0f, nn_matrix(weight, out, depth, depth),
-                              nn_matrix(columns, depth, places, places), bias != NULL ? 1.0f : 0.0f,
-                              nn_matrix(to, out, places, places));
+    }
+    for (int64_t slot = 1; slot < slots; slot++) {
+        results[0] |= results[slot];
+    }
+    return results[0];
+}
+
+/* dweight (out, depth) gets dy * transpose(columns) of one image. */
+NN_API int nn_conv2d_weight_image(const ms_call *call, nn_target dweight, const float *dy,
+                                  const float *x, float *work, int64_t out, const nn_window *w) {
+    const int64_t depth = nn_window_depth(w);
+    int result = 0;
+    for (int64_t begin = 0; begin < w->out_height && result == 0; begin += nn_square_rows(w)) {
+        const nn_rows_of_squares rows = nn_squares_from(w, begin);
+        result = (int)ms_gemm(
+            call, 1.0f, nn_squares(dy, out, rows, w), ms_transpose(nn_columns_of(work, x, rows, w)),
+            begin == 0 ? dweight.beta : 1.0f, nn_matrix(dweight.data, out, depth, depth));
     }
     return result;
 }
 
-/* Image by image: dweight += dy * transpose(columns); dx gets transpose(weight) * dy, folded back.
-   An image is read before its gradient is written, so dx may be x. */
+/* dx gets transpose(weight) * dy of one image, folded back. */
+NN_API int nn_conv2d_backward_image(const ms_call *call, nn_target dx, const float *dy,
+                                    const float *weight, float *work, int64_t out,
+                                    const nn_window *w) {
+    const int64_t depth = nn_window_depth(w);
+    const ms_matrix turned = ms_transpose(nn_matrix(weight, out, depth, depth));
+    int result = 0;
+    if (nn_is_pointwise(w)) {
+        const nn_rows_of_squares all = nn_squares_from(w, 0);
+        return (int)ms_gemm(call, 1.0f, turned, nn_squares(dy, out, all, w), dx.beta,
+                            nn_squares(dx.data, depth, all, w));
+    }
+    if (dx.beta == 0.0f) {
+        memset(dx.data, 0, (size_t)(w->channels * w->height * w->width) * sizeof *dx.data);
+    }
+    for (int64_t begin = 0; begin < w->out_height && result == 0; begin += nn_square_rows(w)) {
+        const nn_rows_of_squares rows = nn_squares_from(w, begin);
+        const int64_t places = rows.count * w->out_width;
+        result = (int)ms_gemm(call, 1.0f, turned, nn_squares(dy, out, rows, w), 0.0f,
+                              nn_matrix(work, depth, places, places));
+        nn_columns_backward_kernel(dx.data, work, rows, w);
+    }
+    return result;
+}
+
+/* sums (count) gets the slots of parts, each count floats and stride floats from the next. */
+NN_API void nn_slot_sums_kernel(nn_target sums, const float *parts, int64_t slots, int64_t stride,
+                                int64_t count) {
+    float *out = sums.data;
+    const bool adds = sums.beta != 0.0f;
+    NN_PARALLEL(count * slots)
+    for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
+        const int64_t end = nn_least(begin + NN_CHUNK, count);
+        for (int64_t slot = 0; slot < slots; slot++) {
+            const float *part = parts + slot * stride;
+            const bool first = slot == 0 && !adds;
+            NN_SIMD
+            for (int64_t i = begin; i < end; i++) {
+                out[i] = first ? part[i] : out[i] + part[i];
+            }
+        }
+    }
+}
+
+/* Each slot adds up the gradient of the weight over its own images. An image is read before its
+   gradient is written, so dx may be x. */
 NN_API int nn_conv2d_backward_kernel(const ms_call *call, nn_target dx, nn_target dweight,
                                      const float *dy, const float *x, const float *weight,
                                      int64_t out, const nn_window *w) {
-    const int64_t depth = nn_window_depth(w);
-    const int64_t places = nn_window_places(w);
-    float *work = (float *)call->workspace;
-    int result = 0;
-    for (int64_t b = 0; b < w->images && result == 0; b++) {
-        const ms_matrix slope = nn_matrix(dy + b * out * places, out, places, places);
-        if (dweight.data != NULL) {
-            const float *columns = nn_columns_of(work, x, b, w);
-            result = (int)ms_gemm(
-                call, 1.0f, slope, ms_transpose(nn_matrix(columns, depth, places, places)),
-                b == 0 ? dweight.beta : 1.0f, nn_matrix(dweight.data, out, depth, depth));
-        }
-        if (dx.data == NULL || result != 0) {
-            continue;
-        }
-        const bool direct = nn_is_pointwise(w);
-        const nn_target to =
-            nn_target_of(dx.data + b * w->channels * w->height * w->width, dx.beta);
-        result = (int)ms_gemm(call, 1.0f, ms_transpose(nn_matrix(weight, out, depth, depth)), slope,
-                              direct ? to.beta : 0.0f,
-                              nn_matrix(direct ? to.data : work, depth, places, places));
-        if (!direct) {
-            nn_columns_backward_kernel(to, work, w);
+    const int64_t slots = nn_image_slots(w);
+    const int64_t floats = nn_image_slot_floats(w, out, true);
+    const int64_t columns = nn_image_slot_floats(w, out, false);
+    const int64_t image = w->channels * w->height * w->width;
+    float *workspace = (float *)call->workspace;
+    int results[NN_IMAGE_SLOTS] = {0};
+    NN_PARALLEL(nn_conv2d_work(w, out))
+    for (int64_t slot = 0; slot < slots; slot++) {
+        float *work = workspace + slot * floats;
+        for (int64_t b = slot; b < w->images; b += slots) {
+            const float *slope = dy + b * out * nn_window_places(w);
+            if (dweight.data != NULL) {
+                results[slot] |= nn_conv2d_weight_image(
+                    call, nn_target_of(work + columns, b == slot ? 0.0f : 1.0f), slope,
+                    x + b * image, work, out, w);
+            }
+            if (dx.data != NULL) {
+                results[slot] |= nn_conv2d_backward_image(
+                    call, nn_target_of(dx.data + b * image, dx.beta), slope, weight, work, out, w);
+            }
         }
     }
-    return result;
+    for (int64_t slot = 1; slot < slots; slot++) {
+        results[0] |= results[slot];
+    }
+    if (dweight.data != NULL) {
+        nn_slot_sums_kernel(dweight, workspace + columns, slots, floats, out * nn_window_depth(w));
+    }
+    return results[0];
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1759,12 +1890,6 @@ NN_API void nn_normal_kernel(float *values, int64_t count, float deviation, uint
                 to[i + 1] = radius * sinf(6.28318531f * v);
             }
         }
-    }
-}
-
-NN_API void nn_constant_kernel(float *values, int64_t count, float constant) {
-    for (int64_t i = 0; i < count; i++) {
-        values[i] = constant;
     }
 }
 
@@ -2496,7 +2621,7 @@ NN_API ms_tensor nn_conv2d_tied(nn_net *net, const char *name, ms_tensor x, ms_t
         return nn_refuse(net, "nn_conv2d: the weight does not fit the images and the kernel");
     }
     const uint32_t flags = bias.id != 0 ? (uint32_t)NN_BIAS : 0;
-    const nn_window w = nn_window_of(from, kernel, stride, padding);
+    const nn_window w = nn_window_of(nn_largest(net, from), kernel, stride, padding);
     ms_layer_desc desc = nn_desc(name, nn_conv2d_forward, nn_conv2d_backward,
                                  nn_window_options(net, kernel, stride, padding, flags));
     desc.in[0] = x;
@@ -2505,8 +2630,8 @@ NN_API ms_tensor nn_conv2d_tied(nn_net *net, const char *name, ms_tensor x, ms_t
     desc.backward_reads.in = 1;
     desc.backward_reads.param = 1;
     desc.grad_in_place[0].in = 1;
-    desc.forward_workspace.bytes = nn_conv2d_workspace(&w);
-    desc.backward_workspace.bytes = nn_conv2d_workspace(&w);
+    desc.forward_workspace.bytes = nn_conv2d_workspace(&w, matrix.dim[0], false);
+    desc.backward_workspace.bytes = nn_conv2d_workspace(&w, matrix.dim[0], true);
     desc.flops = nn_elements(out) * 2.0 * (double)matrix.dim[1];
     return nn_register(net, &desc, out);
 }

@@ -1,0 +1,589 @@
+/*  cnn - trains a convolutional net on images that it draws itself, inside a byte budget.
+
+        build/examples/cnn                              ten shapes, half a minute
+        build/examples/cnn --budget smallest --check    the same numbers as with all the memory
+        build/examples/cnn --width 64 --batch 256 --dry
+
+    An image is one of ten shapes, turned, scaled and moved at random, in noise. Training and test
+    set are drawn from different seeds. */
+#ifndef _POSIX_C_SOURCE
+#define _POSIX_C_SOURCE 200809L
+#endif
+#define MEMSCALE_IMPLEMENTATION
+#include "memscale.h"
+#include "nn.h"
+
+#include <stdarg.h>
+#include <time.h>
+
+enum {
+    SIZE = 28, // of an image, each way
+    PIXELS = SIZE * SIZE,
+    CLASSES = 10,
+    BLOCKS = 3,
+    TRAIN_IMAGES = 8192,
+    WARMUP_STEPS = 10
+};
+
+typedef struct settings {
+    int64_t batch, width, steps, accumulate, test, seed;
+    uint64_t budget_bytes; // 0: by name
+    const char *budget;    // plain, half or smallest
+    float clip;            // 0: none
+    bool check, dry, help;
+} settings;
+
+/* A model and what is written to and read from it. */
+typedef struct classifier {
+    ms_model *model;
+    nn_net *net;
+    ms_tensor images; // (B, 1, height, width)
+    ms_tensor labels; // I32 (B)
+    ms_tensor logits; // (B, classes)
+} classifier;
+
+typedef struct trainer {
+    settings options;
+    classifier trained, plain; // plain: without a budget, for --check
+    float *images;             // one batch
+    int32_t *labels;
+    float *logits;
+    uint64_t random;
+    double loss, accuracy; // of the last step; of the test set
+} trainer;
+
+// ---- options ------------------------------------------------------------------------------------
+
+static int fail(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    fflush(stdout);
+    fprintf(stderr, "cnn: ");
+    vfprintf(stderr, format, args);
+    fprintf(stderr, "\n");
+    va_end(args);
+    return 1;
+}
+
+static void print_help(void) {
+    printf(
+        "usage: cnn [options]\n\n"
+        "  --budget SIZE    bytes that training may take, such as 20M or 1.5G (powers of 1024),\n"
+        "                   or plain, half (half way from the smallest; default), smallest\n"
+        "  --batch N        images at a time (64)\n"
+        "  --accumulate N   batches per step (1)\n"
+        "  --width N        channels of the first block; the next have twice and four times as\n"
+        "                   many (12)\n"
+        "  --steps N        updates (300)\n"
+        "  --clip X         largest norm of the gradients (no limit)\n"
+        "  --test N         images of the test set (2000)\n"
+        "  --seed N         of weights and images (1)\n"
+        "  --check          train a second net without a budget beside it, and compare: losses,\n"
+        "                   params and running statistics must be equal bit for bit\n"
+        "  --dry            plan only: allocate and train nothing\n"
+        "  --help           this text\n");
+}
+
+/* A positive number, with a suffix K, M or G where `scaled`; 0 if it is none. */
+static double parse_number(const char *text, bool scaled) {
+    static const char suffixes[] = "KMG";
+    char *end;
+    double value = strtod(text, &end);
+    const char *suffix = scaled && *end ? strchr(suffixes, *end) : NULL;
+    if (suffix) {
+        value *= (double)((uint64_t)1024 << (10 * (suffix - suffixes)));
+        end++;
+    }
+    return *end == 0 && value > 0.0 && value < 9e18 ? value : 0.0;
+}
+
+static int parse_budget(settings *o, const char *text) {
+    static const char *const names[] = {"plain", "half", "smallest"};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        if (strcmp(text, names[i]) == 0) {
+            o->budget = names[i];
+            o->budget_bytes = 0;
+            return 0;
+        }
+    }
+    o->budget_bytes = (uint64_t)parse_number(text, true);
+    return o->budget_bytes
+               ? 0
+               : fail("--budget %s: give a size such as 20M, or plain, half or smallest", text);
+}
+
+static int parse_value(settings *o, const char *name, const char *text) {
+    const struct {
+        const char *name;
+        int64_t *value;
+    } numbers[] = {{"--batch", &o->batch}, {"--accumulate", &o->accumulate},
+                   {"--width", &o->width}, {"--steps", &o->steps},
+                   {"--test", &o->test},   {"--seed", &o->seed}};
+    const char *value = text ? text : "(nothing)";
+    const double number = parse_number(value, false);
+    if (strcmp(name, "--budget") == 0) {
+        return parse_budget(o, value);
+    }
+    if (strcmp(name, "--clip") == 0) {
+        o->clip = (float)number;
+        return o->clip > 0.0f ? 0 : fail("--clip %s: give a number above 0", value);
+    }
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
+        if (strcmp(name, numbers[i].name) == 0) {
+            if (number < 1.0 || number > 1e6 || number != floor(number)) {
+                return fail("%s %s: give a whole number from 1 to 1000000", name, value);
+            }
+            *numbers[i].value = (int64_t)number;
+            return 0;
+        }
+    }
+    return fail("unknown option %s; --help lists them", name);
+}
+
+static int parse_options(settings *o, int argc, char **argv) {
+    memset(o, 0, sizeof *o);
+    o->budget = "half";
+    o->batch = 64;
+    o->accumulate = 1;
+    o->width = 12;
+    o->steps = 300;
+    o->test = 2000;
+    o->seed = 1;
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
+            o->help = true;
+        } else if (strcmp(argv[i], "--check") == 0) {
+            o->check = true;
+        } else if (strcmp(argv[i], "--dry") == 0) {
+            o->dry = true;
+        } else {
+            if (parse_value(o, argv[i], argv[i + 1]) != 0) {
+                return 1;
+            }
+            i++;
+        }
+    }
+    return 0;
+}
+
+// ---- images -------------------------------------------------------------------------------------
+
+/* Random numbers of one image: splitmix64 (Steele et al., 2014). */
+static double draw_unit(uint64_t *random) {
+    *random = nn_mix(*random);
+    return (double)(*random >> 11) / 9007199254740992.0;
+}
+
+static double draw_between(uint64_t *random, double least, double most) {
+    return least + (most - least) * draw_unit(random);
+}
+
+static bool in_box(double u, double v, double left, double right, double top, double bottom) {
+    return u > left && u < right && v > top && v < bottom;
+}
+
+/* Whether a point lies in a shape of about unit radius around the origin. */
+static bool in_shape(int label, double u, double v) {
+    const double radius = sqrt(u * u + v * v);
+    const double side = fabs(u) > fabs(v) ? fabs(u) : fabs(v);
+    switch (label) {
+    case 0: // disc
+        return radius < 0.9;
+    case 1: // ring
+        return radius > 0.55 && radius < 0.95;
+    case 2: // square
+        return side < 0.8;
+    case 3: // frame
+        return side > 0.48 && side < 0.85;
+    case 4: // triangle
+        return v < 0.5 && v > 1.732 * fabs(u) - 1.0;
+    case 5: // plus
+        return side < 0.95 && (fabs(u) < 0.22 || fabs(v) < 0.22);
+    case 6: // bar
+        return fabs(u) < 0.25 && fabs(v) < 1.0;
+    case 7: // corner
+        return in_box(u, v, -0.7, -0.25, -0.8, 0.8) || in_box(u, v, -0.7, 0.7, 0.35, 0.8);
+    case 8: // tee
+        return in_box(u, v, -0.22, 0.22, -0.8, 0.8) || in_box(u, v, -0.8, 0.8, -0.8, -0.36);
+    default: { // star of five points
+        const double turn = (atan2(v, u) / 6.28318530717959 + 1.0) * 5.0;
+        return radius < 0.38 + 0.62 * 2.0 * fabs(turn - floor(turn) - 0.5);
+    }
+    }
+}
+
+/* Image number `index` of the set of this seed; returns its class. Four samples per pixel. */
+static int32_t draw_image(float *pixels, uint64_t seed, uint64_t index) {
+    uint64_t random = nn_mix(seed ^ nn_mix(index));
+    const int label = (int)(index % CLASSES);
+    const double angle = draw_between(&random, 0.0, 6.28318530717959);
+    const double radius = draw_between(&random, 7.0, 11.0);
+    const double center_x = SIZE / 2.0 + draw_between(&random, -3.0, 3.0);
+    const double center_y = SIZE / 2.0 + draw_between(&random, -3.0, 3.0);
+    const double contrast = draw_between(&random, 0.7, 1.3);
+    const double ground = draw_between(&random, -0.3, 0.3);
+    const double across = cos(angle) / radius;
+    const double down = sin(angle) / radius;
+    nn_normal_kernel(pixels, PIXELS, 0.25f, random);
+    for (int i = 0; i < PIXELS; i++) {
+        double covered = 0.0;
+        for (int sample = 0; sample < 4; sample++) {
+            const double x = i % SIZE + 0.25 + 0.5 * (sample % 2) - center_x;
+            const double y = i / SIZE + 0.25 + 0.5 * (sample / 2) - center_y;
+            covered += in_shape(label, across * x + down * y, across * y - down * x) ? 0.25 : 0.0;
+        }
+        pixels[i] += (float)(ground + contrast * covered);
+    }
+    return label;
+}
+
+static uint64_t train_seed(const trainer *t) {
+    return nn_mix((uint64_t)t->options.seed);
+}
+
+static uint64_t test_seed(const trainer *t) {
+    return nn_mix(train_seed(t) + 1);
+}
+
+/* Random images of the training set. */
+static void draw_batch(trainer *t) {
+    for (int64_t b = 0; b < t->options.batch; b++) {
+        t->random = nn_mix(t->random);
+        t->labels[b] = draw_image(t->images + b * PIXELS, train_seed(t), t->random % TRAIN_IMAGES);
+    }
+}
+
+/* Images first ... first + count - 1 of the test set. */
+static void draw_test_batch(trainer *t, int64_t first, int64_t count) {
+    for (int64_t b = 0; b < count; b++) {
+        t->labels[b] = draw_image(t->images + b * PIXELS, test_seed(t), (uint64_t)(first + b));
+    }
+}
+
+// ---- model --------------------------------------------------------------------------------------
+
+/* Convolution without bias (the normalization has one), normalization, relu. */
+static ms_tensor add_unit(nn_net *net, const char *prefix, int number, ms_tensor x,
+                          int64_t channels) {
+    const ms_tensor none = {0};
+    const int64_t depth = 9 * ms_tensor_shape(net->model, x).dim[1];
+    char names[4][32];
+    static const char *const kinds[] = {"conv", "norm", "relu"};
+    for (int i = 0; i < 3; i++) {
+        snprintf(names[i], sizeof names[i], "%s.%s%d", prefix, kinds[i], number);
+    }
+    snprintf(names[3], sizeof names[3], "%s.conv%d.weight", prefix, number);
+    const ms_tensor weight =
+        nn_param(net, names[3], ms_shape2(channels, depth), NN_INIT_NORMAL, nn_kaiming(depth));
+    x = nn_conv2d_tied(net, names[0], x, weight, none, 3, 1, 1);
+    x = nn_batch_norm(net, names[1], x);
+    return nn_relu(net, names[2], x);
+}
+
+/* Blocks of two convolutions and a pool that halves the image; the mean of each channel, dropout,
+   and a linear layer. The batch is an axis, since the last one of the test set may be smaller. */
+static void build_net(classifier *c, const settings *o) {
+    const ms_axis batch = nn_axis(c->net, "batch", o->batch, o->batch);
+    const ms_shape pixels = ms_along(ms_shape4(o->batch, 1, SIZE, SIZE), 0, batch);
+    const ms_shape rows = ms_along(ms_shape1(o->batch), 0, batch);
+    c->images = ms_input(c->model, "images", MS_DTYPE_F32, pixels);
+    c->labels = ms_input(c->model, "labels", MS_DTYPE_I32, rows);
+    ms_tensor x = c->images;
+    for (int b = 0; b < BLOCKS; b++) {
+        char prefix[16];
+        char pool[32];
+        snprintf(prefix, sizeof prefix, "b%d", b);
+        snprintf(pool, sizeof pool, "b%d.pool", b);
+        x = add_unit(c->net, prefix, 1, x, o->width << b);
+        x = add_unit(c->net, prefix, 2, x, o->width << b);
+        x = nn_max_pool(c->net, pool, x, 2, 2, 0);
+    }
+    x = nn_average_pool(c->net, "mean", x);
+    x = nn_dropout(c->net, "dropout", x, 0.1f);
+    c->logits = nn_linear(c->net, "head", x, CLASSES, nn_kaiming(o->width << (BLOCKS - 1)));
+    ms_set_loss(c->model, nn_cross_entropy(c->net, "loss", c->logits, c->labels));
+    ms_set_eval_output(c->model, c->logits);
+}
+
+/* Registers a net with memscale.h and plans it. A dry one plans without allocating. */
+static int make_net(classifier *c, const settings *o, uint64_t budget_bytes, bool dry) {
+    ms_config config = {0};
+    config.memory_budget_bytes = budget_bytes;
+    config.dry_run = dry;
+    config.seed = (uint64_t)o->seed;
+    config.accumulation_steps = (uint32_t)o->accumulate;
+    if (ms_create(&config, &c->model) != MS_RESULT_OK) {
+        return fail("no memory for a model");
+    }
+    c->net = nn_create(c->model);
+    if (!c->net) {
+        return fail("no memory for a net");
+    }
+    build_net(c, o);
+    ms_optimizer_desc adamw = {0};
+    adamw.weight_decay = 0.01f;
+    adamw.grad_clip_norm = o->clip;
+    ms_set_optimizer(c->model, &adamw);
+    if (ms_wrap(c->model) != MS_RESULT_OK ||
+        (!dry && nn_init(c->net, (uint64_t)o->seed) != MS_RESULT_OK)) {
+        return fail("%s", ms_last_error(c->model));
+    }
+    return 0;
+}
+
+static void free_net(classifier *c) {
+    ms_destroy(c->model);
+    nn_destroy(c->net);
+    c->model = NULL;
+    c->net = NULL;
+}
+
+static double mebibytes(uint64_t bytes) {
+    return (double)bytes / 1048576.0;
+}
+
+/* Plans without memory, to learn the plain and the smallest arena, and turns the name of a budget
+   into bytes. */
+static int choose_budget(trainer *t, uint64_t *budget_bytes) {
+    uint64_t smallest;
+    ms_memory_report plain;
+    if (make_net(&t->plain, &t->options, UINT64_MAX, true) != 0) {
+        return 1;
+    }
+    if (ms_report(t->plain.model, &plain) != MS_RESULT_OK ||
+        ms_smallest_budget(t->plain.model, &smallest) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(t->plain.model));
+    }
+    free_net(&t->plain);
+    *budget_bytes = t->options.budget_bytes;
+    if (*budget_bytes == 0) {
+        const bool half = strcmp(t->options.budget, "half") == 0;
+        *budget_bytes = strcmp(t->options.budget, "plain") == 0
+                            ? plain.plain_bytes
+                            : smallest + (half ? (plain.plain_bytes - smallest) / 2 : 0);
+    }
+    printf("model     %u layers, %llu params; batch %lld x %lld of 1 x %d x %d\n",
+           (unsigned)plain.layer_count, (unsigned long long)plain.param_count,
+           (long long)t->options.accumulate, (long long)t->options.batch, SIZE, SIZE);
+    printf("memory    plain %.2f MiB, smallest %.2f MiB, budget %.2f MiB", // and arena, below
+           mebibytes(plain.plain_bytes), mebibytes(smallest), mebibytes(*budget_bytes));
+    return 0;
+}
+
+static int print_arena(const classifier *c) {
+    ms_memory_report r;
+    if (ms_report(c->model, &r) != MS_RESULT_OK) {
+        return fail("the model has no plan");
+    }
+    printf(", arena %.2f MiB: %.0f %% of plain, for %.1f %% more work\n", mebibytes(r.arena_bytes),
+           100.0 * (double)r.arena_bytes / (double)r.plain_bytes, 100.0 * r.recompute_share);
+    return 0;
+}
+
+// ---- training -----------------------------------------------------------------------------------
+
+static double seconds_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* Linear warm-up, then a cosine down to zero (Loshchilov and Hutter, "SGDR", 2017, eq. 5). */
+static float learning_rate(const settings *o, int64_t step) {
+    const double warm = step < WARMUP_STEPS ? (double)(step + 1) / WARMUP_STEPS : 1.0;
+    const double done = (double)step / (double)o->steps;
+    return (float)(0.02 * warm * (0.5 + 0.5 * cos(3.14159265358979 * done)));
+}
+
+static int train_batch(const trainer *t, const classifier *c, float rate, double *loss) {
+    ms_set_learning_rate(c->model, rate);
+    if (ms_write(c->model, c->images, t->images) != MS_RESULT_OK ||
+        ms_write(c->model, c->labels, t->labels) != MS_RESULT_OK ||
+        ms_step(c->model, loss) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(c->model));
+    }
+    return 0;
+}
+
+/* One update: all of its batches, on one net or on both. */
+static int train_step(trainer *t, int64_t step) {
+    const float rate = learning_rate(&t->options, step);
+    t->loss = 0.0;
+    for (int64_t micro = 0; micro < t->options.accumulate; micro++) {
+        double loss;
+        double plain_loss;
+        draw_batch(t);
+        if (train_batch(t, &t->trained, rate, &loss) != 0) {
+            return 1;
+        }
+        t->loss += loss / (double)t->options.accumulate;
+        if (!t->options.check) {
+            continue;
+        }
+        if (train_batch(t, &t->plain, rate, &plain_loss) != 0) {
+            return 1;
+        }
+        if (memcmp(&loss, &plain_loss, sizeof loss) != 0) {
+            return fail("step %lld: loss %.17g, without a budget %.17g", (long long)step + 1, loss,
+                        plain_loss);
+        }
+    }
+    return 0;
+}
+
+static int train(trainer *t) {
+    const double started = seconds_now();
+    double mean = 0.0;
+    for (int64_t step = 0; step < t->options.steps; step++) {
+        if (train_step(t, step) != 0) {
+            return 1;
+        }
+        mean = step == 0 ? t->loss : 0.9 * mean + 0.1 * t->loss;
+        const int64_t done = step + 1;
+        if (done == 1 || done * 10 / t->options.steps != step * 10 / t->options.steps) {
+            printf("step %5lld  loss %.3f  %.0f images/s\n", (long long)done, mean,
+                   (double)(done * t->options.batch * t->options.accumulate) /
+                       (seconds_now() - started));
+            fflush(stdout);
+        }
+    }
+    return 0;
+}
+
+static int same_values(trainer *t, const nn_param_info *a, const nn_param_info *b) {
+    const size_t count = (size_t)ms_shape_count(&a->shape);
+    float *values = (float *)malloc(2 * count * sizeof *values);
+    int result = 0;
+    if (!values) {
+        return fail("no memory for %s", a->name);
+    }
+    if (ms_read(t->trained.model, a->tensor, values) != MS_RESULT_OK ||
+        ms_read(t->plain.model, b->tensor, values + count) != MS_RESULT_OK) {
+        result = fail("%s cannot be read", a->name);
+    } else if (memcmp(values, values + count, count * sizeof *values) != 0) {
+        result = fail("%s differs from that without a budget", a->name);
+    }
+    free(values);
+    return result;
+}
+
+/* Params and running statistics of both nets; the losses were compared on the way. */
+static int check_values(trainer *t) {
+    const nn_net *a = t->trained.net;
+    const nn_net *b = t->plain.net;
+    for (int64_t i = 0; i < nn_param_count(a); i++) {
+        if (same_values(t, nn_param_at(a, i), nn_param_at(b, i)) != 0) {
+            return 1;
+        }
+    }
+    for (int64_t i = 0; i < nn_buffer_count(a); i++) {
+        if (same_values(t, nn_buffer_at(a, i), nn_buffer_at(b, i)) != 0) {
+            return 1;
+        }
+    }
+    printf("check     losses, %lld params and %lld running statistics are those of the plain net, "
+           "bit for bit\n",
+           (long long)nn_param_count(a), (long long)nn_buffer_count(a));
+    return 0;
+}
+
+static int64_t count_right(const trainer *t, int64_t count) {
+    int64_t right = 0;
+    for (int64_t b = 0; b < count; b++) {
+        const float *row = t->logits + b * CLASSES;
+        int32_t best = 0;
+        for (int32_t i = 1; i < CLASSES; i++) {
+            best = row[i] > row[best] ? i : best;
+        }
+        right += best == t->labels[b];
+    }
+    return right;
+}
+
+static int test_batch(trainer *t, int64_t first, int64_t count, int64_t *right) {
+    const classifier *c = &t->trained;
+    draw_test_batch(t, first, count);
+    if ((count < t->options.batch && ms_reshape(c->model, &count) != MS_RESULT_OK) ||
+        ms_write(c->model, c->images, t->images) != MS_RESULT_OK ||
+        ms_write(c->model, c->labels, t->labels) != MS_RESULT_OK ||
+        ms_eval(c->model, NULL) != MS_RESULT_OK ||
+        ms_read(c->model, c->logits, t->logits) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(c->model));
+    }
+    *right += count_right(t, count);
+    return 0;
+}
+
+/* The share of the test set whose largest logit is that of its class. */
+static int test(trainer *t) {
+    const settings *o = &t->options;
+    int64_t right = 0;
+    for (int64_t first = 0; first < o->test; first += o->batch) {
+        if (test_batch(t, first, nn_least(o->batch, o->test - first), &right) != 0) {
+            return 1;
+        }
+    }
+    if (ms_reshape(t->trained.model, &o->batch) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(t->trained.model));
+    }
+    t->accuracy = (double)right / (double)o->test;
+    printf("test      %.2f %% of %lld images right\n", 100.0 * t->accuracy, (long long)o->test);
+    return 0;
+}
+
+// ---- main ---------------------------------------------------------------------------------------
+
+static int allocate_batch(trainer *t) {
+    const size_t batch = (size_t)t->options.batch;
+    t->images = (float *)malloc(batch * PIXELS * sizeof *t->images);
+    t->labels = (int32_t *)malloc(batch * sizeof *t->labels);
+    t->logits = (float *)malloc(batch * CLASSES * sizeof *t->logits);
+    return t->images && t->labels && t->logits ? 0 : fail("no memory for a batch");
+}
+
+static int run(trainer *t) {
+    uint64_t budget_bytes = 0;
+    t->random = nn_mix(test_seed(t));
+    printf("memscale.h %d.%d.%d, a convolutional net on drawn shapes\n\n", MEMSCALE_VERSION_MAJOR,
+           MEMSCALE_VERSION_MINOR, MEMSCALE_VERSION_PATCH);
+    if (choose_budget(t, &budget_bytes) != 0 ||
+        make_net(&t->trained, &t->options, budget_bytes, t->options.dry) != 0 ||
+        print_arena(&t->trained) != 0) {
+        return 1;
+    }
+    if (t->options.dry) {
+        return 0;
+    }
+    if (allocate_batch(t) != 0 ||
+        (t->options.check && make_net(&t->plain, &t->options, UINT64_MAX, false) != 0)) {
+        return 1;
+    }
+    printf("\n");
+    if (train(t) != 0 || test(t) != 0) {
+        return 1;
+    }
+    return t->options.check ? check_values(t) : 0;
+}
+
+static void free_trainer(trainer *t) {
+    free_net(&t->trained);
+    free_net(&t->plain);
+    free(t->images);
+    free(t->labels);
+    free(t->logits);
+}
+
+int main(int argc, char **argv) {
+    trainer t;
+    memset(&t, 0, sizeof t);
+    if (parse_options(&t.options, argc, argv) != 0) {
+        return 2;
+    }
+    if (t.options.help) {
+        print_help();
+        return 0;
+    }
+    const int result = run(&t);
+    free_trainer(&t);
+    return result;
+}
