@@ -218,8 +218,8 @@ static int32_t draw_image(float *pixels, uint64_t seed, uint64_t index) {
     const int label = (int)(index % CLASSES);
     const double angle = draw_between(&random, 0.0, 6.28318530717959);
     const double radius = draw_between(&random, 7.0, 11.0);
-    const double center_x = SIZE / 2.0 + draw_between(&random, -3.0, 3.0);
-    const double center_y = SIZE / 2.0 + draw_between(&random, -3.0, 3.0);
+    const double center_x = 0.5 * (double)SIZE + draw_between(&random, -3.0, 3.0);
+    const double center_y = 0.5 * (double)SIZE + draw_between(&random, -3.0, 3.0);
     const double contrast = draw_between(&random, 0.7, 1.3);
     const double ground = draw_between(&random, -0.3, 0.3);
     const double across = cos(angle) / radius;
@@ -390,7 +390,7 @@ static double seconds_now(void) {
 
 /* Linear warm-up, then a cosine down to zero (Loshchilov and Hutter, "SGDR", 2017, eq. 5). */
 static float learning_rate(const settings *o, int64_t step) {
-    const double warm = step < WARMUP_STEPS ? (double)(step + 1) / WARMUP_STEPS : 1.0;
+    const double warm = step < WARMUP_STEPS ? (double)(step + 1) / (double)WARMUP_STEPS : 1.0;
     const double done = (double)step / (double)o->steps;
     return (float)(0.02 * warm * (0.5 + 0.5 * cos(3.14159265358979 * done)));
 }
