@@ -5463,6 +5463,7 @@ typedef struct msi_trial {
     uint32_t now;
     uint64_t before[MSI_MAX_VIEWS + 1], after[MSI_MAX_VIEWS + 1]; // hashes, per operand
     uint64_t again[MSI_MAX_VIEWS + 1];
+    bool spoil_sums; // gradients that are added to hold NaN
 } msi_trial;
 
 /* Where a slot stands in the shadow: one behind the other, the transient part last. */
@@ -5588,6 +5589,14 @@ static ms_result msi_give_operand(const msi_trial *t, uint32_t life, uint8_t rub
     return result;
 }
 
+/* Whether an operand is a gradient that the layer adds to, and that holds something before. */
+static bool msi_is_sum(const msi_trial *t, uint32_t operand) {
+    const msi_operand *o = &t->program->operands.items[t->instruction->operand_first + operand];
+    return o->life != MSI_NONE && o->accumulate && msi_is_live_in(t, o->life) &&
+           t->model->graph.tensors.items[t->program->lives.items[o->life].tensor].view.dtype ==
+               MS_DTYPE_F32;
+}
+
 /* Rubbish everywhere but in what the layer is given; a recomputation on trial is given outputs too
    where its own callback reads them. */
 static ms_result msi_set_scene(const msi_trial *t, ms_phase phase, uint8_t rubbish) {
@@ -5599,7 +5608,9 @@ static ms_result msi_set_scene(const msi_trial *t, ms_phase phase, uint8_t rubbi
         const bool output = part == MSI_GROUP_OUT || part == MSI_GROUP_SAVED;
         const bool read = phase == MS_PHASE_RECOMPUTE && t->layer->recompute && output &&
                           (msi_recompute_reads_of(t->layer, part) >> slot & 1);
-        if (msi_is_live_in(t, life) || (read && life != MSI_NONE)) {
+        if (t->spoil_sums && msi_is_sum(t, k)) {
+            result = msi_shadow_life(t->model, t->program, life, MSI_SHADOW_FILL, MSI_RUBBISH_LAST);
+        } else if (msi_is_live_in(t, life) || (read && life != MSI_NONE)) {
             result = msi_give_operand(t, life, rubbish);
         }
     }
@@ -5761,6 +5772,52 @@ static ms_result msi_find_difference(const msi_trial *t, uint32_t *operand) {
         }
     }
     *operand = MSI_NONE;
+    return result;
+}
+
+/* *number: some word of an operand is not NaN. */
+static ms_result msi_find_number(const msi_trial *t, uint32_t operand, bool *number) {
+    const uint32_t life = msi_trial_life(t, operand);
+    const uint8_t *from = (const uint8_t *)msi_address(t->model, t->program, life);
+    const uint64_t bytes = t->program->lives.items[life].bytes;
+    float chunk[1024];
+    *number = false;
+    for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
+        const uint64_t part = bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
+        const ms_result result =
+            msi_copy(t->model, chunk, true, from + done, msi_is_on_host(t->model, life), part);
+        if (result != MS_RESULT_OK) {
+            return result;
+        }
+        for (uint64_t i = 0; i < part / sizeof(float); i++) {
+            *number |= !isnan(chunk[i]);
+        }
+    }
+    return MS_RESULT_OK;
+}
+
+/* Where gradients that are added to hold NaN, all of them stay NaN; a number was written over. */
+static ms_result msi_check_sums(msi_trial *t) {
+    bool any = false, number = false;
+    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
+        any |= msi_is_sum(t, k);
+    }
+    t->spoil_sums = true;
+    ms_result result =
+        any ? msi_try_layer(t, (ms_phase)t->instruction->op, MSI_RUBBISH_FIRST, t->again)
+            : MS_RESULT_OK;
+    t->spoil_sums = false;
+    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
+        if (msi_is_sum(t, k)) {
+            result = msi_find_number(t, k, &number);
+        }
+        if (number) {
+            return msi_fail_contract(
+                t, k, "writes over",
+                "others contribute to it too: heed beta, or declare the slot in "
+                "overwrites");
+        }
+    }
     return result;
 }
 
@@ -5944,6 +6001,7 @@ static ms_result msi_run_trials(msi_trial *t) {
     result = result == MS_RESULT_OK ? msi_keep_results(t, true) : result;
     if (!once && result == MS_RESULT_OK) {
         result = msi_check_outside(t, rubbish);
+        result = result == MS_RESULT_OK ? msi_check_sums(t) : result;
     }
     if (op == MSI_OP_FORWARD && !once && msi_can_try_recompute(t) && result == MS_RESULT_OK) {
         result = msi_try_recompute(t);
