@@ -868,7 +868,9 @@ typedef struct rd_op {
     rd_run *run;
     const rd_layer *layer;
     uint32_t index;
-    uint64_t seed; // of the last forward
+    uint64_t seed;              // of the last forward
+    uint64_t drawn, drawn_step; // its seed once more, which step it was for, and which micro-batch
+    uint32_t drawn_micro;
     uint32_t forwards, recomputes, backwards;
     bool is_bound;
     ms_phase bound_phase;
@@ -1180,6 +1182,23 @@ static inline bool rd_check_workspace(rd_op *op, const ms_call *call) {
     return true;
 }
 
+/* A seed of its own for each layer, step and micro-batch; the same again for a step that begins
+   again. */
+static inline bool rd_check_seed(rd_op *op, const ms_call *call) {
+    const rd_run *run = op->run;
+    bool again = op->drawn_step == run->step + 1 && op->drawn_micro == run->micro;
+    bool first = op->drawn_step == 0;
+    bool of_neighbour = op->index > 0 && run->op[op->index - 1].drawn == call->seed;
+    if ((!first && again != (op->drawn == call->seed)) || of_neighbour) {
+        return rd_fail(run, "layer %u: this is the seed of another layer, step or micro-batch",
+                       (unsigned)op->index);
+    }
+    op->drawn = call->seed;
+    op->drawn_step = run->step + 1;
+    op->drawn_micro = run->micro;
+    return true;
+}
+
 /* Seed, step and counters, and that bind came first. */
 static inline bool rd_check_numbers(rd_op *op, const ms_call *call) {
     rd_run *run = op->run;
@@ -1198,6 +1217,9 @@ static inline bool rd_check_numbers(rd_op *op, const ms_call *call) {
                        (int)call->phase);
     }
     op->is_bound = false;
+    if (forward && !rd_check_seed(op, call)) {
+        return false;
+    }
     if (forward && !run->debug && op->forwards != 0) {
         return rd_fail(run, "layer %u: forward runs twice", (unsigned)op->index);
     }
