@@ -78,7 +78,7 @@
 
     NUMERICS. A recomputation runs the same callback on the same inputs with the same seed, so it
     gives the same bits wherever the callback is deterministic. Gradients are summed in one fixed
-    order: that of the layers, last to first.
+    order: those that loss layers wrote in forward, then those of the layers, last to first.
 
     ERRORS. Every fallible function returns an ms_result. A failing step leaves params and optimizer
     state as they were after the last completed update (buffers that a forward has changed as its
@@ -540,6 +540,8 @@ typedef struct ms_memory_report {
 
 typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
 
+/* With accumulation, the first zero of a gradient that stays between micro-batches (is_new is false)
+   is for the first of them alone, and what stands behind the last backward for the last. */
 typedef enum ms_event_kind {
     MS_EVENT_FORWARD, // the first four: a callback of event.layer
     MS_EVENT_RECOMPUTE,
@@ -549,8 +551,8 @@ typedef enum ms_event_kind {
     MS_EVENT_ZERO,
     MS_EVENT_COPY, // operands: target, source. Nothing to do where both have one offset
     MS_EVENT_ADD,  // operands: target, source
-    MS_EVENT_NORM, // squares of a gradient are added up; operands: gradient, sum
-    MS_EVENT_CLIP, // the sum becomes the scale of all gradients
+    MS_EVENT_NORM, // squares of a gradient are added up; operands: gradient, sum (a double)
+    MS_EVENT_CLIP, // the sum becomes the scale of all gradients, a float behind it
     MS_EVENT_UPDATE,
     MS_EVENT_DROP, // the operands are dead; their memory is free
     MS_EVENT_COUNT
