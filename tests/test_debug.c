@@ -25,6 +25,7 @@ typedef enum lie {
     BACKWARD_READS_WORKSPACE,
     BACKWARD_READS_OLD_GRADIENT,
     BACKWARD_ADDS_TO_OVERWRITES,
+    BACKWARD_SETS_WHERE_BETA_IS_1,
     // leaves undone
     FORWARD_LEAVES_OUT,
     FORWARD_LEAVES_SAVED,
@@ -250,7 +251,9 @@ static int liar_backward(const ms_call *call) {
         for (int64_t i = c; i < COUNT; i += COLS) {
             sum += t_grad_out(call, 0, i);
         }
-        if (l->tells != BACKWARD_LEAVES_GRAD_PARAM || c != 2) {
+        if (l->tells == BACKWARD_SETS_WHERE_BETA_IS_1) {
+            t_data(&call->grad_param[0])[c] = sum;
+        } else if (l->tells != BACKWARD_LEAVES_GRAD_PARAM || c != 2) {
             t_contribute(&call->grad_param[0], c, sum);
         }
     }
@@ -287,6 +290,7 @@ static const lie_info infos[LIES] = {
     {"backward reads its workspace", READS_ALL, false, false, NULL},
     {"backward adds where beta is 0", READS_ALL, false, false, NULL},
     {"backward adds where it overwrites", READS_ALL, false, false, NULL},
+    {"backward sets where beta is 1", READS_ALL, false, false, "q-scale"},
     {"forward leaves out unwritten", READS_ALL, false, false, "y-out"},
     {"forward leaves saved unwritten", READS_ALL, false, false, "s-saved"},
     {"backward leaves a gradient unwritten", READS_ALL, false, false, "hidden"},
@@ -398,6 +402,7 @@ static void net_create(net *n, lie tells, bool debug, bool smallest, bool keeps_
     n->config = t_config();
     n->config.debug = debug;
     n->config.force_optimize = smallest;
+    n->config.accumulation_steps = tells == BACKWARD_SETS_WHERE_BETA_IS_1 ? 2 : 1;
     n->of.tells = tells;
     n->of.dice = t_seed(3);
     assert_int_equal(ms_create(&n->config, &n->m), MS_RESULT_OK);
@@ -475,6 +480,9 @@ static void expect_caught(lie tells, bool smallest, bool keeps_y) {
     t_ok(n.m, ms_read(n.m, n.weight, weight));
     t_ok(n.m, ms_read(n.m, n.q, q));
     ms_result result = infos[tells].evaluates ? ms_eval(n.m, NULL) : ms_step(n.m, NULL);
+    if (tells == BACKWARD_SETS_WHERE_BETA_IS_1 && result == MS_RESULT_OK) {
+        result = ms_step(n.m, NULL); // the second micro-batch
+    }
     if (result == MS_RESULT_OK && smallest && n.of.hits) {
         ms_destroy(n.m);
         return;
