@@ -540,8 +540,8 @@ typedef struct ms_memory_report {
 
 typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
 
-/* With accumulation, the first zero of a gradient that stays between micro-batches (is_new is false)
-   is for the first of them alone, and what stands behind the last backward for the last. */
+/* With accumulation, the zero of a gradient that stays between micro-batches (is_new is false) is
+   for the first of them alone, and what stands behind the last backward for the last. */
 typedef enum ms_event_kind {
     MS_EVENT_FORWARD, // the first four: a callback of event.layer
     MS_EVENT_RECOMPUTE,
@@ -1940,6 +1940,23 @@ static void msi_add_operands(ms_model *m, uint32_t layer, int group, const ms_te
     }
 }
 
+/* Whether two tensors that have one size now have so whatever the sizes of the axes. */
+static bool msi_scales_alike(const msi_graph *g, uint32_t a, uint32_t b) {
+    const ms_shape *x = &g->tensors.items[a].view.shape, *y = &g->tensors.items[b].view.shape;
+    int balance[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
+    bool alike = true;
+    for (uint32_t axis = 0; axis < g->axis_count; axis++) {
+        for (int i = 0; i < x->rank; i++) {
+            balance[axis] += x->axes[i] >> axis & 1;
+        }
+        for (int i = 0; i < y->rank; i++) {
+            balance[axis] -= y->axes[i] >> axis & 1;
+        }
+        alike &= balance[axis] == 0;
+    }
+    return alike;
+}
+
 /* Elements of the outputs of a layer. */
 static double msi_output_elements(const msi_graph *g, const msi_layer *l) {
     const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
@@ -2504,7 +2521,7 @@ static bool msi_same_size(const ms_model *m, ms_tensor a, ms_tensor b) {
     }
     const msi_tensor *x = &m->graph.tensors.items[i], *y = &m->graph.tensors.items[k];
     return x->view.dtype == y->view.dtype && x->bytes == y->bytes &&
-           x->largest_bytes == y->largest_bytes;
+           msi_scales_alike(&m->graph, i, k);
 }
 
 static bool msi_is_single_bit(uint32_t mask) {
@@ -2529,7 +2546,7 @@ static bool msi_check_must(ms_model *m, const char *name, const char *field, uin
         return msi_refuse_layer(
             m, name,
             "\"%s\", %llu bytes of %s, must be computed in the place of \"%s\", %llu bytes of %s: "
-            "both must have one size and dtype",
+            "both must have one dtype, and one size along the same axes",
             msi_handle_name(m, result), (unsigned long long)msi_handle_bytes(m, result),
             msi_handle_dtype(m, result), msi_handle_name(m, operands[k]),
             (unsigned long long)msi_handle_bytes(m, operands[k]), msi_handle_dtype(m, operands[k]));
@@ -2816,7 +2833,7 @@ static ms_result msi_check_ends(ms_model *m) {
 }
 
 /* The graph as a whole, analysed. */
-static ms_result msi_check_graph(ms_model *m) {
+static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     msi_graph *g = &m->graph;
     if (m->sticky != MS_RESULT_OK) {
         return msi_fail(m, m->sticky, "%s", m->sticky_error);
@@ -2837,7 +2854,7 @@ static ms_result msi_check_graph(ms_model *m) {
         }
     }
     result = msi_check_ends(m);
-    return result == MS_RESULT_OK ? msi_check_forced(m) : result;
+    return result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN ? msi_check_forced(m) : result;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3599,25 +3616,32 @@ static void msi_lower_eval(msi_lowering *w, msi_program *p) {
     }
 }
 
+/* Whether a life fits into the memory of another: with axes, at all their sizes or at none. */
+static bool msi_fits_in(const msi_graph *g, const msi_life *life, const msi_life *old) {
+    return g->axis_count == 0
+               ? msi_align(life->bytes) == msi_align(old->bytes)
+               : life->bytes == old->bytes && msi_scales_alike(g, life->tensor, old->tensor);
+}
+
 /* The operand's life that `life` can take over: it ends at this instruction, has the same size, and
    no operand that is not allowed touches it. `allowed` has a flag per operand. */
-static uint32_t msi_find_takeover(const msi_program *p, const msi_instruction *i, uint32_t now,
+static uint32_t msi_find_takeover(const msi_graph *g, const msi_program *p, uint32_t now,
                                   uint32_t life, const uint8_t *allowed) {
+    const msi_instruction *i = &p->instructions.items[now];
     const msi_operand *operands = p->operands.items + i->operand_first;
     for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t old = operands[k].life;
-        if (!allowed[k] || old == MSI_NONE || p->lives.items[old].last != now ||
-            p->lives.items[old].taken || p->lives.items[old].kept ||
-            p->lives.items[old].first == now ||
-            msi_align(p->lives.items[old].bytes) != msi_align(p->lives.items[life].bytes)) {
+        const msi_life *old =
+            operands[k].life == MSI_NONE ? NULL : &p->lives.items[operands[k].life];
+        if (!allowed[k] || !old || old->last != now || old->taken || old->kept ||
+            old->first == now || !msi_fits_in(g, &p->lives.items[life], old)) {
             continue;
         }
         bool free_to_take = true;
         for (uint32_t j = 0; j < i->operand_count; j++) {
-            free_to_take &= operands[j].life != old || allowed[j];
+            free_to_take &= operands[j].life != operands[k].life || allowed[j];
         }
         if (free_to_take) {
-            return old;
+            return operands[k].life;
         }
     }
     return MSI_NONE;
@@ -3632,8 +3656,9 @@ static void msi_allow(uint8_t *allowed, uint32_t first, uint32_t mask) {
 
 /* Lets operand k of an instruction take over the memory of an allowed one, where it is new there
    and stands in one slot only. */
-static void msi_take_over(msi_program *p, const msi_instruction *i, uint32_t now, uint32_t k,
+static void msi_take_over(const msi_graph *g, msi_program *p, uint32_t now, uint32_t k,
                           const uint8_t *allowed) {
+    const msi_instruction *i = &p->instructions.items[now];
     const msi_operand *operands = p->operands.items + i->operand_first;
     const uint32_t life = operands[k].life;
     if (life == MSI_NONE || p->lives.items[life].first != now) {
@@ -3644,7 +3669,7 @@ static void msi_take_over(msi_program *p, const msi_instruction *i, uint32_t now
             return;
         }
     }
-    const uint32_t old = msi_find_takeover(p, i, now, life, allowed);
+    const uint32_t old = msi_find_takeover(g, p, now, life, allowed);
     if (old != MSI_NONE) {
         p->lives.items[old].taken = true;
         p->lives.items[life].takes_over = old;
@@ -3659,7 +3684,7 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
         if (i->op == MSI_OP_COPY) {
             allowed[0] = 0;
             allowed[1] = 1;
-            msi_take_over(p, i, now, 0, allowed);
+            msi_take_over(g, p, now, 0, allowed);
         }
         if (i->op > MSI_OP_EVAL) {
             continue;
@@ -3673,7 +3698,7 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
             memset(allowed, 0, sizeof allowed);
             msi_allow(allowed, 0, mask[k]);
             if (mask[k]) {
-                msi_take_over(p, i, now, in + k, allowed);
+                msi_take_over(g, p, now, in + k, allowed);
             }
         }
         mask += out;
@@ -3688,7 +3713,7 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
                 msi_allow(allowed, values, mask[3]);
             }
             if (mask[0] | mask[1] | mask[2] | mask[3]) {
-                msi_take_over(p, i, now, values + (backward ? out : 0) + k, allowed);
+                msi_take_over(g, p, now, values + (backward ? out : 0) + k, allowed);
             }
         }
     }
@@ -5049,17 +5074,10 @@ static uint64_t msi_budget(const ms_model *m) {
     return share < 9e18 ? (uint64_t)share : UINT64_MAX;
 }
 
-/* Whether two programs hand on the same memory in place. */
-static bool msi_shares_alike(const msi_program *a, const msi_program *b) {
-    bool alike = a->lives.count == b->lives.count && a->blocks.count == b->blocks.count;
-    for (uint32_t i = 0; alike && i < a->lives.count; i++) {
-        alike = a->lives.items[i].takes_over == b->lives.items[i].takes_over;
-    }
-    return alike;
-}
-
-/* The offsets of a program with the same lives, of which none is smaller. */
+/* The offsets of the program at the largest sizes: it has the same lives, handed on alike, and none
+   is smaller. */
 static void msi_copy_offsets(msi_program *p, const msi_program *from) {
+    MEMSCALE_ASSERT(p->lives.count == from->lives.count && p->blocks.count == from->blocks.count);
     for (uint32_t i = 0; i < p->blocks.count; i++) {
         p->blocks.items[i].offset = from->blocks.items[i].offset;
     }
@@ -5078,12 +5096,8 @@ static ms_result msi_follow(msi_solver *s, const msi_plan *largest, uint64_t roo
     ms_result result = msi_try(s);
     result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
     if (result == MS_RESULT_OK && plan->arena_bytes > room) {
-        if (msi_shares_alike(&plan->train, &largest->train)) {
-            msi_copy_offsets(&plan->train, &largest->train);
-        }
-        if (msi_shares_alike(&plan->eval, &largest->eval)) {
-            msi_copy_offsets(&plan->eval, &largest->eval);
-        }
+        msi_copy_offsets(&plan->train, &largest->train);
+        msi_copy_offsets(&plan->eval, &largest->eval);
         plan->arena_bytes = msi_arena_of(s->store, plan);
     }
     return result;
@@ -5182,7 +5196,7 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
     int64_t sizes[MS_LIMIT_AXES];
     *store = NULL;
     *plans = NULL;
-    ms_result result = msi_check_graph(m);
+    ms_result result = msi_check_graph(m, goal);
     result = result == MS_RESULT_OK ? msi_make_store(m, store) : result;
     result = result == MS_RESULT_OK ? msi_plan_at(m, *store, goal, NULL, NULL, plans) : result;
     if (result == MS_RESULT_OK) {
@@ -6201,12 +6215,20 @@ static void msi_restore_state(ms_model *m, const msi_program *p, uint32_t failed
     memcpy(m->error, text, sizeof text);
 }
 
+/* Ends a step that was begun. Micro-batches before this one count, unless all of them are done and
+   only the update is missing. */
+static void msi_drop_step(ms_model *m) {
+    m->micro = m->stage == MSI_STAGE_BACKWARD ? 0 : m->micro;
+    m->running = NULL;
+    m->updates_done = 0;
+    m->stage = MSI_STAGE_IDLE;
+}
+
 static void msi_start(ms_model *m, const msi_program *p) {
+    msi_drop_step(m);
     m->running = p;
     m->position = 0;
-    m->updates_done = 0;
     m->step_factor = msi_gradient_factor(m);
-    m->stage = MSI_STAGE_IDLE;
     if (m->config.arena) {
         m->config.arena->user = m;
     }
@@ -6273,6 +6295,14 @@ static ms_result msi_check_between_steps(ms_model *m, const char *function) {
                         "%s: this plan has updated params in ms_backward; complete the step with "
                         "ms_update first",
                         function);
+    }
+    const ms_model *other = m->config.arena ? m->config.arena->user : NULL;
+    if (other && other != m && other->stage == MSI_STAGE_BACKWARD && other->updates_done > 0) {
+        return msi_fail(
+            m, MS_RESULT_ORDER,
+            "%s: another model of this arena has updated params in ms_backward; complete "
+            "its step with ms_update first",
+            function);
     }
     return MS_RESULT_OK;
 }
@@ -6361,11 +6391,11 @@ static void msi_drop_staged(ms_model *m) {
     }
 }
 
-/* Params whose optimizer state is new count their updates from here. */
+/* Params whose optimizer state is new count their updates from here. Borrowed state is never new. */
 static void msi_note_new_state(ms_model *m, const msi_store *store) {
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
-        if (msi_find_slot(store, t, MSI_ROLE_STATE0) &&
-            !msi_find_slot(m->store, t, MSI_ROLE_STATE0)) {
+        const msi_slot *state = msi_find_slot(store, t, MSI_ROLE_STATE0);
+        if (state && !state->borrowed && !msi_find_slot(m->store, t, MSI_ROLE_STATE0)) {
             m->graph.tensors.items[t].trained_since = m->step;
         }
     }
@@ -6453,6 +6483,7 @@ static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_g
     msi_note_new_state(m, store);
     msi_drop_staged(m);
     msi_plans_free(m, m->plan);
+    msi_drop_step(m);
     m->micro = m->store && m->store->micro_count == store->micro_count ? m->micro : 0;
     msi_store_free(m, m->store);
     m->store = store;
@@ -6460,10 +6491,7 @@ static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_g
     m->largest = plans->next ? plans->next : plans;
     m->goal = goal;
     m->changed = false;
-    m->failed = false;
-    m->running = NULL;
-    m->stage = MSI_STAGE_IDLE;
-    m->updates_done = 0;
+    m->failed = m->failed && goal == MSI_GOAL_PLAIN; // ms_wrap alone takes the trainer's word
     msi_log(m, MS_LOG_INFO, "plan",
             "plain %s, budget %s, arena %s, recomputations: %u, updates %s backward",
             msi_size(plans->plain_bytes).text, msi_size(plans->budget_bytes).text,
@@ -6534,9 +6562,8 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
         msi_add_plan(m, plan);
     }
     msi_set_sizes(&m->graph, all);
-    m->running = NULL;
+    msi_drop_step(m);
     m->micro = 0;
-    m->stage = MSI_STAGE_IDLE;
     return MS_RESULT_OK;
 }
 
