@@ -389,7 +389,8 @@ typedef struct ms_config {
     bool dry_run;
     /* Check that layers keep to what they declared: each callback runs several times, amid rubbish
        in all memory that it was not given, and must give the same bits each time. An error,
-       MS_RESULT_CONTRACT, names the layer. Slow: copies the whole arena at every call. */
+       MS_RESULT_CONTRACT, names the layer. What ms_read and ms_data give a callback beyond its
+       operands is rubbish then. Slow: copies the whole arena at every call. */
     bool debug;
     uint64_t seed;               // of ms_call.seed
     uint32_t accumulation_steps; // micro-batches to a step; 0: 1
@@ -549,7 +550,7 @@ typedef enum ms_event_kind {
     MS_EVENT_EVAL,
     MS_EVENT_SEED, // the gradient of the loss is set to the loss factor
     MS_EVENT_ZERO,
-    MS_EVENT_COPY, // operands: target, source. Nothing to do where both have one offset
+    MS_EVENT_COPY, // operands: target, source. Nothing to do where both lie at one offset inside
     MS_EVENT_ADD,  // operands: target, source
     MS_EVENT_NORM, // squares of a gradient are added up; operands: gradient, sum (a double)
     MS_EVENT_CLIP, // the sum becomes the scale of all gradients, a float behind it
@@ -685,11 +686,12 @@ MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
 
 /* The trainer's own memory for a value that lives between steps: an input, param, buffer, the
    state of a param (ms_optimizer_state) or its gradient (ms_gradient). It is not in the arena, is
-   never filled or moved, and must live as long as the model; device memory, or host memory for a
-   tensor on the host. A borrowed gradient is never zeroed either: every step adds to what it
-   holds. Along axes there must be room for their largest sizes. After ms_wrap another address may
-   be given for what is borrowed already.
-   Errors, which stick before ms_wrap: INVALID, ORDER (not borrowed when wrapped; in a callback). */
+   never filled or moved (what was written before is forgotten), and must live as long as the model;
+   device memory, or host memory for a tensor on the host. A borrowed gradient is never zeroed
+   either: every step adds to what it holds, one that fails too. Along axes there must be room for
+   their largest sizes. After ms_wrap another address may be given for what is borrowed already.
+   Errors, which stick before ms_wrap: INVALID, ORDER (not borrowed when wrapped; in a callback;
+   between ms_backward and ms_update). */
 MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory);
 
 /* Adds a layer behind those that stand already; desc is copied. What it reads must be an input, a
@@ -698,7 +700,7 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
 MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc);
 
 /* For code that registers on a trainer's behalf: makes ms_wrap fail with this text. Sticks, as an
-   INVALID, unless an error came first. */
+   INVALID, unless an error came first or the model is wrapped. */
 MEMSCALE_API void ms_refuse(ms_model *model, const char *reason);
 
 /* The tensor that is minimised, by the mean of its elements: F32, written by a layer. Sticks.
@@ -754,12 +756,12 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_wrap(ms_model *model);
    was. Errors: as ms_wrap, without BUDGET. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_detach(ms_model *model);
 
-/* Gives the axes other sizes, one for each in the order of ms_add_axis, between steps. The arena
-   was allocated for the largest sizes, so no device memory is allocated; the plan for these sizes
-   is made, or taken up again. Params, their state and buffers keep their values; inputs, and
-   buffers along an axis, keep their bytes, to be written anew. Before ms_wrap it only sets sizes.
-   Errors: INVALID (below 1, above the largest), ORDER, BUDGET, OUT_OF_MEMORY; the model then keeps
-   its sizes. */
+/* Gives the axes other sizes, one for each in the order of ms_add_axis, between steps; the micro-
+   batches of one step may have different ones. The arena was allocated for the largest sizes, so no
+   device memory is allocated; the plan for these sizes is made, or taken up again. Params, their
+   state and buffers keep their values; inputs, and buffers along an axis, keep their bytes, to be
+   written anew. Before ms_wrap it only sets sizes. Errors: INVALID (below 1, above the largest),
+   ORDER, OUT_OF_MEMORY; the model then keeps its sizes. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_reshape(ms_model *model, const int64_t *sizes);
 
 /* MS_OPTIMIZE(m) { ... } wraps before the block and detaches behind it. The block is skipped if
@@ -2732,6 +2734,29 @@ static ms_result msi_check_buffers(ms_model *m) {
     return MS_RESULT_OK;
 }
 
+/* What stays on the host cannot be computed on in the arena. */
+static ms_result msi_check_on_host(ms_model *m) {
+    const msi_graph *g = &m->graph;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        uint32_t changed = l->clobbers.in;
+        for (uint32_t j = 0; j < l->count[MSI_GROUP_OUT]; j++) {
+            changed |= l->must_in_place >> j & 1 ? g->masks.items[l->mask_first + j] : 0u;
+        }
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
+            if ((changed >> k & 1) && in[k] != MSI_NONE && g->tensors.items[in[k]].on_host) {
+                return msi_fail(
+                    m, MS_RESULT_INVALID,
+                    "layer \"%s\": in[%u] \"%s\" stays on the host (ms_set_on_host), but "
+                    "must_in_place or clobbers says that it is written to",
+                    msi_name(m, l->name), (unsigned)k, msi_tensor_name(m, in[k]));
+            }
+        }
+    }
+    return MS_RESULT_OK;
+}
+
 /* Why a tensor that is forced to be dropped cannot be, or NULL. */
 static const char *msi_drop_fault(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
@@ -2840,6 +2865,7 @@ static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     }
     msi_analyze(g);
     ms_result result = msi_check_buffers(m);
+    result = result == MS_RESULT_OK ? msi_check_on_host(m) : result;
     result = result == MS_RESULT_OK ? msi_check_loss(m) : result;
     if (result != MS_RESULT_OK) {
         return result;
@@ -3191,6 +3217,13 @@ static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader, ui
            (tensor->last_reader != MSI_NONE && tensor->last_reader <= reader);
 }
 
+/* Whether a saved tensor is for anything: its layer's backward, or its recompute callback. */
+static bool msi_is_read_again(const msi_graph *g, uint32_t t) {
+    const msi_tensor *tensor = &g->tensors.items[t];
+    return tensor->last_reader != MSI_NONE ||
+           (tensor->pinned && msi_can_recompute(&g->layers.items[tensor->producer]));
+}
+
 /* The life that a forward, eval or recomputation writes a tensor to, born with the last
    instruction; MSI_NONE where nobody wants it. */
 static uint32_t msi_output_life(msi_lowering *w, msi_op op, uint32_t t, bool optional,
@@ -3204,8 +3237,9 @@ static uint32_t msi_output_life(msi_lowering *w, msi_op op, uint32_t t, bool opt
     if (own && there) { // what was kept, for it to read or to leave alone
         return tensor->pinned ? w->value[t] : MSI_NONE;
     }
-    if (again ? (own || optional) && !(needed && !there)
-              : optional && (op == MSI_OP_EVAL || w->plan->dropped[t])) {
+    if (again
+            ? (own || optional) && !(needed && !there)
+            : optional && (op == MSI_OP_EVAL || w->plan->dropped[t] || !msi_is_read_again(g, t))) {
         return MSI_NONE;
     }
     /* A recomputation by forward writes values that are still there once more, with the same bits,
@@ -4368,6 +4402,8 @@ typedef struct msi_solver {
     const ms_allocator *allocator;
     const msi_store *store;
     msi_plan *plan;
+    const msi_plan *largest; // the plan at the largest sizes, for which there is room; or NULL
+    uint64_t room;
     msi_lowering lowering;
     uint32_t *visited; // per layer: number of the last price query that met it
     uint32_t query;
@@ -4872,6 +4908,35 @@ static ms_result msi_relax_updates(msi_solver *s) {
     return result;
 }
 
+/* The offsets of the program at the largest sizes: it has the same lives, handed on alike, and none
+   is smaller. */
+static void msi_copy_offsets(msi_program *p, const msi_program *from) {
+    MEMSCALE_ASSERT(p->lives.count == from->lives.count && p->blocks.count == from->blocks.count);
+    for (uint32_t i = 0; i < p->blocks.count; i++) {
+        p->blocks.items[i].offset = from->blocks.items[i].offset;
+    }
+    p->height = from->height;
+}
+
+/* Decides as the plan at the largest sizes did, which fits: no live range is longer then and none
+   larger, and should the layout waste more, that plan's offsets do. */
+static ms_result msi_follow(msi_solver *s) {
+    msi_plan *plan = s->plan;
+    memcpy(plan->dropped, s->largest->dropped, s->model->graph.tensors.count);
+    plan->forces = s->largest->forces;
+    plan->early_update = s->largest->early_update;
+    plan->update_lag_bytes = s->largest->update_lag_bytes;
+    bool fits;
+    ms_result result = msi_try(s);
+    result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
+    if (result == MS_RESULT_OK && plan->arena_bytes > s->room) {
+        msi_copy_offsets(&plan->train, &s->largest->train);
+        msi_copy_offsets(&plan->eval, &s->largest->eval);
+        plan->arena_bytes = msi_arena_of(s->store, plan);
+    }
+    return result;
+}
+
 /* Chooses plan->dropped and plan->early_update, and leaves the program lowered and laid out. */
 static ms_result msi_find_rung(msi_solver *s, msi_goal goal, uint64_t budget) {
     bool fits;
@@ -4884,13 +4949,17 @@ static ms_result msi_find_rung(msi_solver *s, msi_goal goal, uint64_t budget) {
     if (result != MS_RESULT_OK || fits) {
         return result;
     }
-    return goal == MSI_GOAL_SMALLEST ? msi_smallest(s) : msi_no_fit(s, budget);
+    return goal == MSI_GOAL_SMALLEST ? msi_smallest(s)
+           : s->largest              ? msi_follow(s)
+                                     : msi_no_fit(s, budget);
 }
 
 static ms_result msi_solve(msi_solver *s, msi_goal goal, uint64_t budget) {
-    const ms_result result = msi_find_rung(s, goal, budget);
+    ms_result result = msi_find_rung(s, goal, budget);
     const bool relax = s->plan->early_update && s->model->config.early_update != MS_SWITCH_ON;
-    return result == MS_RESULT_OK && relax ? msi_relax_updates(s) : result;
+    result = result == MS_RESULT_OK && relax ? msi_relax_updates(s) : result;
+    const bool exceeds = s->largest && s->plan->arena_bytes > s->room;
+    return result == MS_RESULT_OK && exceeds ? msi_follow(s) : result;
 }
 
 static uint64_t msi_solver_bytes(const msi_graph *g) {
@@ -5074,38 +5143,9 @@ static uint64_t msi_budget(const ms_model *m) {
     return share < 9e18 ? (uint64_t)share : UINT64_MAX;
 }
 
-/* The offsets of the program at the largest sizes: it has the same lives, handed on alike, and none
-   is smaller. */
-static void msi_copy_offsets(msi_program *p, const msi_program *from) {
-    MEMSCALE_ASSERT(p->lives.count == from->lives.count && p->blocks.count == from->blocks.count);
-    for (uint32_t i = 0; i < p->blocks.count; i++) {
-        p->blocks.items[i].offset = from->blocks.items[i].offset;
-    }
-    p->height = from->height;
-}
-
-/* Decides as the plan at the largest sizes did, which fits: no live range is longer then and none
-   larger, and should the layout waste more, that plan's offsets do. */
-static ms_result msi_follow(msi_solver *s, const msi_plan *largest, uint64_t room) {
-    msi_plan *plan = s->plan;
-    memcpy(plan->dropped, largest->dropped, s->model->graph.tensors.count);
-    plan->forces = largest->forces;
-    plan->early_update = largest->early_update;
-    plan->update_lag_bytes = largest->update_lag_bytes;
-    bool fits;
-    ms_result result = msi_try(s);
-    result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
-    if (result == MS_RESULT_OK && plan->arena_bytes > room) {
-        msi_copy_offsets(&plan->train, &largest->train);
-        msi_copy_offsets(&plan->eval, &largest->eval);
-        plan->arena_bytes = msi_arena_of(s->store, plan);
-    }
-    return result;
-}
-
 /* Solves into an empty plan: eval program, then the training program on its rung. */
 static ms_result msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *plan, msi_goal goal,
-                               const msi_plan *example) {
+                               const msi_plan *largest) {
     msi_solver solver;
     ms_result result = MS_RESULT_OK;
     if (!msi_solver_init(&solver, m, store, plan)) {
@@ -5128,10 +5168,11 @@ static ms_result msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *pl
     } else {
         result = msi_lay_out(&solver, &plan->eval);
     }
-    if (result == MS_RESULT_OK) {
-        result = example ? msi_follow(&solver, example, plan->budget_bytes)
-                         : msi_solve(&solver, goal, plan->budget_bytes);
-    }
+    solver.largest = largest;
+    solver.room = store->slot_bytes + store->transient_bytes;
+    result = result == MS_RESULT_OK
+                 ? msi_solve(&solver, goal, largest ? solver.room : plan->budget_bytes)
+                 : result;
     msi_mark_recomputed(&solver);
     msi_solver_free(&solver);
     return result;
@@ -5144,9 +5185,10 @@ static void msi_resolve(const msi_store *store, msi_program *p) {
     }
 }
 
-/* A new plan for the graph as it is, which has been checked; by the example of another, or NULL. */
+/* A new plan for the graph as it is, which has been checked; in the room of that for the largest
+   sizes, or NULL. */
 static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goal, uint64_t budget,
-                               const msi_plan *example, msi_plan **made) {
+                               const msi_plan *largest, msi_plan **made) {
     const ms_allocator *a = &m->config.allocator;
     const uint64_t bytes = msi_decision_bytes(&m->graph);
     *made = NULL;
@@ -5162,7 +5204,7 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
     plan->recomputed = plan->dropped + m->graph.tensors.count;
     plan->budget_bytes = budget;
     msi_get_sizes(&m->graph, plan->sizes);
-    const ms_result result = msi_fill_plan(m, store, plan, goal, example);
+    const ms_result result = msi_fill_plan(m, store, plan, goal, largest);
     if (result != MS_RESULT_OK) {
         msi_plan_free(m, plan);
         return result;
@@ -5178,15 +5220,9 @@ static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
                              const int64_t *sizes, const msi_plan *largest, msi_plan **made) {
     int64_t old[MS_LIMIT_AXES];
     msi_get_sizes(&m->graph, old);
-    const uint64_t room = store->slot_bytes + store->transient_bytes;
-    const uint64_t budget = sizes ? room : msi_budget(m);
     msi_set_sizes(&m->graph, sizes);
-    ms_result result = msi_make_plan(m, store, goal, budget, NULL, made);
-    const bool exceeds = result == MS_RESULT_OK && (*made)->arena_bytes > room;
-    if (sizes && (exceeds || result == MS_RESULT_BUDGET)) {
-        msi_plan_free(m, *made);
-        result = msi_make_plan(m, store, goal, budget, largest, made);
-    }
+    const uint64_t budget = largest ? largest->budget_bytes : msi_budget(m);
+    const ms_result result = msi_make_plan(m, store, goal, budget, largest, made);
     msi_set_sizes(&m->graph, old);
     return result;
 }
@@ -6186,13 +6222,13 @@ static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t
     return result;
 }
 
-/* Gives the step up, micro-batches before this one included. Where params have been updated
-   already, the model has failed. */
+/* Gives the step up, micro-batches before this one included, or an eval. Where params have been
+   updated already, the model has failed. */
 static ms_result msi_abandon(ms_model *m, ms_result result) {
     m->failed = m->updates_done > 0;
+    m->micro = m->running == &m->plan->eval ? m->micro : 0;
     m->running = NULL;
     m->updates_done = 0;
-    m->micro = 0;
     m->stage = MSI_STAGE_IDLE;
     return result;
 }
@@ -6391,7 +6427,7 @@ static void msi_drop_staged(ms_model *m) {
     }
 }
 
-/* Params whose optimizer state is new count their updates from here. Borrowed state is never new. */
+/* Params whose optimizer state is new count their updates from here; borrowed state never is. */
 static void msi_note_new_state(ms_model *m, const msi_store *store) {
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
         const msi_slot *state = msi_find_slot(store, t, MSI_ROLE_STATE0);
@@ -6563,7 +6599,6 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
     }
     msi_set_sizes(&m->graph, all);
     msi_drop_step(m);
-    m->micro = 0;
     return MS_RESULT_OK;
 }
 
@@ -7245,6 +7280,11 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
                                "does not live between steps; inputs, params, buffers, gradients of "
                                "params and optimizer state can be borrowed");
     }
+    if (model->stage == MSI_STAGE_BACKWARD) {
+        return msi_refuse_loan(
+            model, MS_RESULT_ORDER, msi_tensor_name(model, t),
+            "is lent between ms_backward and ms_update; complete the step first");
+    }
     if (model->busy || (model->plan && !msi_is_borrowed(found, role))) {
         return msi_refuse_loan(model, MS_RESULT_ORDER, msi_tensor_name(model, t),
                                model->busy ? "is lent in a callback; lend it between steps"
@@ -7587,7 +7627,7 @@ MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *d
     void **memory = &target->memory[role];
     const bool on_device = msi_is_borrowed(target, role) && !target->on_host;
     if (!*memory) {
-        *memory = msi_alloc(&model->config.allocator, target->largest_bytes);
+        *memory = msi_alloc_zeroed(&model->config.allocator, target->largest_bytes);
     }
     if (!*memory) {
         return msi_fail_memory(model, msi_tensor_name(model, t), target->largest_bytes);

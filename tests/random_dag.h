@@ -518,6 +518,20 @@ static inline uint32_t rd_lowest(uint32_t mask) {
     return mask & (~mask + 1u);
 }
 
+/* What a layer writes to cannot stay on the host. */
+static inline void rd_keep_off_host(rd_graph *g, rd_layer *l) {
+    uint32_t written = l->desc.clobbers.in;
+    for (int j = 0; j < l->count[RD_GROUP_OUT]; ++j) {
+        written |= rd_bit(l->desc.must_in_place, j) ? l->desc.in_place[j] : 0u;
+    }
+    for (int i = 0; i < l->count[RD_GROUP_IN]; ++i) {
+        const uint16_t value = l->slot[RD_GROUP_IN][i];
+        if (rd_bit(written, i) && value != 0) {
+            g->value[value - 1].on_host = false;
+        }
+    }
+}
+
 static inline void rd_random_in_place(rd_graph *g, rd_layer *l) {
     uint32_t taken = 0;
     for (int j = 0; j < l->count[RD_GROUP_OUT]; ++j) {
@@ -535,6 +549,7 @@ static inline void rd_random_in_place(rd_graph *g, rd_layer *l) {
             l->desc.in_place[j] = (uint16_t)(l->desc.in_place[j] & ~taken);
         }
     }
+    rd_keep_off_host(g, l);
 }
 
 static inline void rd_random_grad_in_place(rd_graph *g, rd_layer *l) {
@@ -594,6 +609,7 @@ static inline void rd_random_backward(rd_graph *g, rd_layer *l) {
     rd_random_styles(g, l);
     rd_random_grad_in_place(g, l);
     rd_random_clobbers(g, l);
+    rd_keep_off_host(g, l);
     l->desc.backward_workspace = rd_random_workspace(g, l);
 }
 
