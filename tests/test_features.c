@@ -2089,6 +2089,88 @@ static void a_failing_micro_batch_starts_the_step_again(void **state) {
     }
 }
 
+/* Ways to drop a step that lacks only its update. */
+typedef enum dropped_by {
+    BY_EVAL,
+    BY_FORWARD,
+    BY_STEP,
+    BY_WRAP,
+    BY_DETACH,
+    BY_RESHAPE,
+    DROPPED_BY_COUNT
+} dropped_by;
+
+/* Returns how many micro-batches of the new step it has done. */
+static uint32_t drop_step(net *n, dropped_by by) {
+    int64_t rows = ROWS;
+    switch (by) {
+    case BY_EVAL:
+        t_ok(n->m, ms_eval(n->m, NULL));
+        return 0;
+    case BY_FORWARD:
+        t_ok(n->m, ms_forward(n->m, NULL));
+        t_ok(n->m, ms_backward(n->m));
+        return 1;
+    case BY_STEP:
+        t_ok(n->m, ms_step(n->m, NULL));
+        return 1;
+    case BY_WRAP:
+        t_ok(n->m, ms_wrap(n->m));
+        return 0;
+    case BY_DETACH:
+        t_ok(n->m, ms_detach(n->m));
+        return 0;
+    default:
+        t_ok(n->m, ms_reshape(n->m, &rows));
+        return 0;
+    }
+}
+
+/* All micro-batches are done, but not the update: none of them is counted in the next step. */
+static void check_dropped_update(uint32_t micro_count, dropped_by by, bool smallest) {
+    net n;
+    double p[COLS];
+    net_begin(&n);
+    n.config.force_optimize = smallest;
+    ms_tensor param = linear_create(&n, micro_count, false);
+    memset(&seen, 0, sizeof seen);
+    seen.micro_count = micro_count;
+    net_start(&n);
+    write_param(&n, param, 2.0f);
+    for (int c = 0; c < COLS; ++c) {
+        p[c] = (double)p_at(c) + 2.0;
+    }
+    for (int step = 0; step < 2; ++step) {
+        for (uint32_t k = 0; k < micro_count; ++k) {
+            t_ok(n.m, ms_forward(n.m, NULL));
+            t_ok(n.m, ms_backward(n.m));
+        }
+        uint32_t done = drop_step(&n, by);
+        if (micro_count > 1) {
+            expect_near(&n, param, p, COLS); // no update yet
+            t_error(n.m, ms_update(n.m), MS_RESULT_ORDER);
+        } else if (by == BY_FORWARD) {
+            t_ok(n.m, ms_update(n.m));
+        }
+        for (uint32_t k = done; k < micro_count; ++k) {
+            t_ok(n.m, ms_step(n.m, NULL));
+        }
+        (void)linear_step(p, ROWS, 1.0 / ROWS); // equal micro-batches: the mean of one
+        expect_near(&n, param, p, COLS);
+    }
+    net_end(&n);
+}
+
+static void a_step_without_its_update_starts_again(void **state) {
+    (void)state;
+    for (uint32_t micro_count = 1; micro_count < 4; ++micro_count) {
+        for (int by = 0; by < DROPPED_BY_COUNT; ++by) {
+            check_dropped_update(micro_count, (dropped_by)by, false);
+            check_dropped_update(micro_count, (dropped_by)by, true);
+        }
+    }
+}
+
 // ------------------------------------------------------------------------------------------------
 // clipping
 
@@ -2234,9 +2316,10 @@ static void a_norm_that_is_not_finite(void **state) {
 // several models, one arena
 
 /* A chain of squares and scales; deeper ones need more. */
-static void alternating_create(net *n, ms_arena *arena, int depth, ms_tensor *p) {
+static void alternating_create(net *n, ms_arena *arena, int depth, ms_switch early, ms_tensor *p) {
     net_begin(n);
     n->config.arena = arena;
+    n->config.early_update = early;
     net_create(n);
     net_sgd(n, 0.001f);
     *p = vector_param(n, "p");
@@ -2258,7 +2341,7 @@ static uint64_t arena_of_one(int depth) {
     ms_tensor p;
     ms_arena *arena = NULL;
     assert_int_equal(ms_arena_create(NULL, NULL, &arena), MS_RESULT_OK);
-    alternating_create(&n, arena, depth, &p);
+    alternating_create(&n, arena, depth, MS_SWITCH_DEFAULT, &p);
     uint64_t bytes = ms_arena_bytes(arena);
     net_end(&n);
     ms_arena_destroy(arena);
@@ -2274,8 +2357,8 @@ static void models_take_turns_in_one_arena(void **state) {
         ms_arena *arena = NULL;
         assert_int_equal(ms_arena_create(NULL, NULL, &arena), MS_RESULT_OK);
         for (int i = 0; i < 2; ++i) {
-            alternating_create(&shared[i], arena, depths[i ^ order], &p[i]);
-            alternating_create(&apart[i], NULL, depths[i ^ order], &twin[i]);
+            alternating_create(&shared[i], arena, depths[i ^ order], MS_SWITCH_DEFAULT, &p[i]);
+            alternating_create(&apart[i], NULL, depths[i ^ order], MS_SWITCH_DEFAULT, &twin[i]);
         }
         uint64_t small = arena_of_one(depths[0]), large = arena_of_one(depths[1]);
         assert_true(0 < small && small < large && ms_arena_bytes(arena) == large);
@@ -2300,6 +2383,58 @@ static void models_take_turns_in_one_arena(void **state) {
             net_end(&apart[i]);
         }
     }
+}
+
+static void expect_waiting(const net *n, ms_result result) {
+    assert_int_equal(result, MS_RESULT_ORDER);
+    t_text_has(ms_last_error(n->m), "arena");
+    t_text_has(ms_last_error(n->m), "ms_update");
+}
+
+/* What has updated half of its params keeps the arena until it is done. */
+static void an_early_update_keeps_the_arena(void **state) {
+    (void)state;
+    net shared[2], apart[2];
+    ms_tensor p[2], twin[2];
+    ms_arena *arena = NULL;
+    uint64_t bytes;
+    int64_t rows = ROWS;
+    assert_int_equal(ms_arena_create(NULL, NULL, &arena), MS_RESULT_OK);
+    for (int i = 0; i < 2; ++i) {
+        alternating_create(&shared[i], arena, 2 + i, MS_SWITCH_ON, &p[i]);
+        alternating_create(&apart[i], NULL, 2 + i, MS_SWITCH_ON, &twin[i]);
+    }
+    for (int step = 0; step < 3; ++step) {
+        net *first = &shared[step & 1], *other = &shared[1 - (step & 1)];
+        t_ok(first->m, ms_forward(first->m, NULL));
+        t_ok(other->m, ms_eval(other->m, NULL)); // nothing is updated yet
+        t_ok(first->m, ms_forward(first->m, NULL));
+        t_ok(first->m, ms_backward(first->m));
+        expect_waiting(other, ms_step(other->m, NULL));
+        expect_waiting(other, ms_forward(other->m, NULL));
+        expect_waiting(other, ms_eval(other->m, NULL));
+        expect_waiting(other, ms_wrap(other->m));
+        expect_waiting(other, ms_detach(other->m));
+        expect_waiting(other, ms_reshape(other->m, &rows));
+        expect_waiting(other, ms_smallest_budget(other->m, &bytes));
+        t_ok(first->m, ms_update(first->m));
+        t_ok(other->m, ms_step(other->m, NULL));
+        for (int i = 0; i < 2; ++i) {
+            t_ok(apart[i].m, ms_step(apart[i].m, NULL));
+            same_tensor(&shared[i], p[i], &apart[i], twin[i]);
+        }
+    }
+    t_ok(shared[0].m, ms_forward(shared[0].m, NULL));
+    t_ok(shared[0].m, ms_backward(shared[0].m));
+    expect_waiting(&shared[1], ms_step(shared[1].m, NULL));
+    net_end(&shared[0]); // waits no longer
+    t_ok(shared[1].m, ms_step(shared[1].m, NULL));
+    t_ok(apart[1].m, ms_step(apart[1].m, NULL));
+    same_tensor(&shared[1], p[1], &apart[1], twin[1]);
+    net_end(&shared[1]);
+    net_end(&apart[0]);
+    net_end(&apart[1]);
+    ms_arena_destroy(arena);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2380,6 +2515,591 @@ static void shapes_change_between_steps(void **state) {
     (void)state;
     check_reshape(false);
     check_reshape(true);
+}
+
+enum { GUARD = 8192 };
+
+/* t_heap, with a strip behind each block that nobody may write. */
+typedef struct guarded {
+    t_heap heap;
+    uint64_t spoiled;
+} guarded;
+
+static void *guarded_alloc(uint64_t bytes, void *user) {
+    return t_heap_alloc(bytes + GUARD, &((guarded *)user)->heap); // filled with 0xa5
+}
+
+static void guarded_release(void *memory, uint64_t bytes, void *user) {
+    guarded *g = (guarded *)user;
+    for (uint64_t i = 0; memory != NULL && i < GUARD; ++i) {
+        g->spoiled += ((const uint8_t *)memory)[bytes + i] != 0xa5;
+    }
+    t_heap_release(memory, memory != NULL ? bytes + GUARD : 0, &g->heap);
+}
+
+static uint32_t fits_in_place;
+
+/* z = y / 2 as far as y goes, and 1 behind: right in place of y where both have one size. */
+static int fit_forward(const ms_call *call) {
+    int error = enter(call);
+    int64_t from = t_rows(&call->in[0]) * t_cols(&call->in[0]);
+    fits_in_place += call->in[0].data == call->out[0].data;
+    for (int64_t i = 0; i < t_rows(&call->out[0]) * t_cols(&call->out[0]) && error == 0; ++i) {
+        t_data(&call->out[0])[i] = i < from ? 0.5f * t_data(&call->in[0])[i] : 1.0f;
+    }
+    return error;
+}
+
+static int fit_backward(const ms_call *call) {
+    int error = enter(call);
+    int64_t to = t_rows(&call->grad_out[0]) * t_cols(&call->grad_out[0]);
+    for (int64_t i = 0; i < t_rows(&call->in[0]) * t_cols(&call->in[0]) && error == 0; ++i) {
+        t_contribute(&call->grad_in[0], i, i < to ? 0.5f * t_grad_out(call, 0, i) : 0.0f);
+    }
+    return error;
+}
+
+typedef struct two_axes {
+    net n;
+    guarded memory;
+    ms_tensor p[MAX_OPS];
+    ms_axis first;
+    bool bulges;
+    ms_shape shape[2];
+} two_axes;
+
+static ms_tensor add_fit(net *n, ms_tensor y, ms_shape shape) {
+    ms_layer_desc desc;
+    (void)next_op(n, &desc, "fit", fit_forward, fit_backward);
+    desc.in[0] = y;
+    desc.out[0] = ms_activation(n->m, "z", MS_DTYPE_F32, shape);
+    desc.backward_reads.nothing = true;
+    desc.in_place[0] = 1;
+    desc.grad_in_place[0].grad_out = 1;
+    net_register(n, &desc);
+    return desc.out[0];
+}
+
+/* x -> [scale, square, fit to the other shape] twice. */
+static ms_tensor two_axes_deep(two_axes *t) {
+    net *n = &t->n;
+    ms_tensor last = n->x;
+    for (int i = 0; i < 2; ++i) {
+        const ms_shape from = t->shape[i];
+        ms_tensor h = ms_activation(n->m, "h", MS_DTYPE_F32, from);
+        ms_tensor y = ms_activation(n->m, "y", MS_DTYPE_F32, from);
+        t->p[i] = ms_param(n->m, "p", MS_DTYPE_F32, ms_shape1(from.dim[1]));
+        add_scale(n, "scale", last, 0.0f, t->p[i], h);
+        add_square(n, "square", h, y);
+        last = add_fit(n, y, t->shape[1 - i]);
+    }
+    return last;
+}
+
+/* x -> fit to one shape, to the other, and to a row -> scale twice: the peak is where one of the
+   shapes is in place of the other, or both stand there. */
+static ms_tensor two_axes_bulge(two_axes *t) {
+    net *n = &t->n;
+    const ms_shape row = ms_shape2(1, COLS);
+    ms_tensor last = add_fit(n, add_fit(n, n->x, t->shape[0]), t->shape[1]);
+    last = add_fit(n, last, row);
+    for (int i = 0; i < 2; ++i) {
+        ms_tensor h = ms_activation(n->m, "h", MS_DTYPE_F32, row);
+        t->p[i] = vector_param(n, "p");
+        add_scale(n, "scale", last, 0.0f, t->p[i], h);
+        last = h;
+    }
+    return last;
+}
+
+static void two_axes_layers(two_axes *t) {
+    net *n = &t->n;
+    ms_layer_desc desc;
+    ms_tensor last = t->bulges ? two_axes_bulge(t) : two_axes_deep(t);
+    (void)next_op(n, &desc, "loss", loss_forward, loss_backward);
+    int64_t rows = t->shape[0].dim[0];
+    ms_shape along = ms_along(ms_shape1(rows), 0, t->first);
+    n->loss = ms_activation(n->m, "losses", MS_DTYPE_F32, t->bulges ? ms_shape1(1) : along);
+    desc.in[0] = last;
+    desc.out[0] = n->loss;
+    desc.backward_reads.in = 1;
+    net_register(n, &desc);
+    ms_set_loss(n->m, n->loss);
+    ms_set_loss_factor(n->m, 0.125f);
+}
+
+static void two_axes_create(two_axes *t, const int64_t *sizes, const int64_t *largest,
+                            const int64_t *cols, bool smallest, bool bulges) {
+    memset(t, 0, sizeof *t);
+    t->bulges = bulges;
+    net *n = &t->n;
+    net_begin(n);
+    n->config.force_optimize = smallest;
+    n->config.allocator.alloc = guarded_alloc;
+    n->config.allocator.release = guarded_release;
+    n->config.allocator.user = &t->memory;
+    assert_int_equal(ms_create(&n->config, &n->m), MS_RESULT_OK);
+    ms_axis axes[2];
+    axes[0] = ms_add_axis(n->m, "a", sizes[0], largest[0]);
+    axes[1] = largest[1] != 0 ? ms_add_axis(n->m, "b", sizes[1], largest[1]) : axes[0];
+    t->first = axes[0];
+    for (int i = 0; i < 2; ++i) {
+        const int64_t rows = largest[1] != 0 ? sizes[i] : sizes[0];
+        t->shape[i] = ms_along(ms_shape2(rows, cols[i]), 0, axes[i]);
+    }
+    n->x = ms_input(n->m, "x", MS_DTYPE_F32, bulges ? ms_shape2(1, COLS) : t->shape[0]);
+    net_sgd(n, 0.001f);
+    two_axes_layers(t);
+    net_start(n);
+    for (int i = 0; i < 2; ++i) {
+        write_param(n, t->p[i], 0.0f);
+    }
+}
+
+static void two_axes_end(two_axes *t) {
+    net_end(&t->n);
+    assert_true(t->memory.heap.live_count == 0 && t->memory.heap.wrong_releases == 0);
+    assert_true(t->memory.spoiled == 0);
+}
+
+/* Reshaped again and again, with the numbers of a fresh model, inside of what was allocated. */
+static void check_two_axes(const int64_t *largest, const int64_t *cols, bool smallest,
+                           bool bulges) {
+    two_axes t;
+    two_axes_create(&t, largest, largest, cols, smallest, bulges);
+    ms_memory_report report;
+    t_report(t.n.m, &report);
+    const uint64_t room = report.arena_bytes;
+    for (int64_t i = 2 * largest[0] * (largest[1] != 0 ? largest[1] : 1); i-- > 0;) {
+        const int64_t sizes[2] = {1 + i % largest[0],
+                                  1 + i / largest[0] % (largest[1] != 0 ? largest[1] : 1)};
+        two_axes fresh;
+        double losses[2];
+        t_ok(t.n.m, ms_reshape(t.n.m, sizes));
+        t_report(t.n.m, &report);
+        assert_true(report.arena_bytes >= report.lower_bound_bytes && report.arena_bytes <= room);
+        two_axes_create(&fresh, sizes, largest, cols, smallest, bulges);
+        write_x(&t.n);
+        for (int k = 0; k < 2; ++k) {
+            write_param(&t.n, t.p[k], 0.0f);
+        }
+        for (int step = 0; step < 2; ++step) {
+            t_ok(t.n.m, ms_step(t.n.m, &losses[0]));
+            t_ok(fresh.n.m, ms_step(fresh.n.m, &losses[1]));
+            assert_true(losses[0] == losses[1]);
+            t_ok(t.n.m, ms_eval(t.n.m, &losses[0]));
+            t_ok(fresh.n.m, ms_eval(fresh.n.m, &losses[1]));
+            assert_true(losses[0] == losses[1]);
+        }
+        for (int k = 0; k < 2; ++k) {
+            same_tensor(&t.n, t.p[k], &fresh.n, fresh.p[k]);
+        }
+        two_axes_end(&fresh);
+    }
+    two_axes_end(&t);
+}
+
+/* Two shapes that are equal at some sizes of their axes only, by chance or by rounding. */
+static void takeovers_hold_at_all_sizes(void **state) {
+    (void)state;
+    static const int64_t squares[] = {4, 4}, uneven[] = {2, 4}, one[] = {3, 0};
+    static const int64_t equal[] = {16, 16}, twice[] = {16, 8};
+    static const int64_t longer[] = {8, 9}, shorter[] = {9, 8}; // 96 and 108 bytes of 128
+    for (int mix = 0; mix < 4; ++mix) {
+        const bool smallest = (mix & 1) != 0, bulges = (mix & 2) != 0;
+        check_two_axes(squares, equal, smallest, bulges);
+        check_two_axes(uneven, twice, smallest, bulges);
+        check_two_axes(one, longer, smallest, bulges);
+        check_two_axes(one, shorter, smallest, bulges);
+        check_two_axes(one, equal, smallest, bulges);
+    }
+}
+
+/* Along one axis both have one size always: then it is done in place, whatever the size. */
+static void takeovers_along_one_axis(void **state) {
+    (void)state;
+    static const int64_t largest[] = {4, 0}, cols[] = {16, 16};
+    for (int smallest = 0; smallest < 2; ++smallest) {
+        two_axes t;
+        two_axes_create(&t, largest, largest, cols, smallest != 0, false);
+        for (int64_t rows = 1; rows <= 4; ++rows) {
+            t_ok(t.n.m, ms_reshape(t.n.m, &rows));
+            fits_in_place = 0;
+            t_ok(t.n.m, ms_forward(t.n.m, NULL));
+            assert_int_equal(fits_in_place, 2);
+            t_ok(t.n.m, ms_eval(t.n.m, NULL));
+            assert_int_equal(fits_in_place, 4);
+        }
+        two_axes_end(&t);
+    }
+}
+
+enum { MANY_SHAPES = 70 };
+
+typedef struct many_shapes {
+    net n;
+    ms_tensor p;
+} many_shapes;
+
+static void many_shapes_create(many_shapes *s, int64_t rows) {
+    static float x[MANY_SHAPES * COLS];
+    net_begin(&s->n);
+    s->n.rows = rows;
+    s->n.largest = MANY_SHAPES;
+    net_create(&s->n);
+    net_sgd(&s->n, 0.0078125f);
+    s->p = vector_param(&s->n, "p");
+    ms_tensor h = activation(&s->n, "h"), y = activation(&s->n, "y");
+    add_scale(&s->n, "scale", s->n.x, 0.0f, s->p, h);
+    add_square(&s->n, "square", h, y);
+    add_loss(&s->n, y);
+    ms_set_loss_factor(s->n.m, 0.015625f);
+    for (int i = 0; i < MANY_SHAPES * COLS; ++i) {
+        x[i] = x_at(i);
+    }
+    t_ok(s->n.m, ms_wrap(s->n.m));
+    t_ok(s->n.m, ms_write(s->n.m, s->n.x, x));
+    write_param(&s->n, s->p, 0.0f);
+}
+
+/* There and back through more shapes than plans are kept; their number stays bounded. */
+static void more_shapes_than_plans_are_kept(void **state) {
+    (void)state;
+    many_shapes s;
+    double losses[MANY_SHAPES];
+    uint64_t live = 0;
+    many_shapes_create(&s, MANY_SHAPES);
+    for (int turn = 0; turn < 4; ++turn) {
+        for (int i = 0; i < MANY_SHAPES; ++i) {
+            int64_t rows = turn % 2 != 0 ? MANY_SHAPES - i : i + 1;
+            double loss;
+            t_ok(s.n.m, ms_reshape(s.n.m, &rows));
+            t_ok(s.n.m, ms_eval(s.n.m, &loss));
+            if (turn == 0) {
+                many_shapes fresh;
+                many_shapes_create(&fresh, rows);
+                t_ok(fresh.n.m, ms_eval(fresh.n.m, &losses[rows - 1]));
+                net_end(&fresh.n);
+            }
+            assert_true(loss == losses[rows - 1]);
+            t_ok(s.n.m, ms_forward(s.n.m, &loss)); // by the other program
+            assert_true(loss == losses[rows - 1]);
+            t_ok(s.n.m, ms_backward(s.n.m));
+            live = turn == 0 && i < 64 ? s.n.heap.live_count : live;
+            assert_true(s.n.heap.live_count <= live); // 64 plans, or what they took
+        }
+    }
+    int64_t largest = MANY_SHAPES, other = 1;
+    t_ok(s.n.m, ms_reshape(s.n.m, &other));
+    uint64_t calls = s.n.heap.calls;
+    t_ok(s.n.m, ms_reshape(s.n.m, &largest)); // is never forgotten
+    assert_true(s.n.heap.calls == calls);
+    t_ok(s.n.m, ms_step(s.n.m, NULL));
+    net_end(&s.n);
+}
+
+/* A new shape after a change that asks for a new plan: refused until ms_wrap. */
+static void a_reshape_behind_a_change_waits_for_a_wrap(void **state) {
+    (void)state;
+    shaped s, fresh;
+    int64_t more = ROWS + 1, first = ROWS;
+    double losses[2];
+    shaped_create(&s, ROWS, false);
+    net_start(&s.n);
+    write_param(&s.n, s.p, 0.0f);
+    ms_set_frozen(s.n.m, s.p, true); // takes effect at ms_wrap
+    t_error(s.n.m, ms_reshape(s.n.m, &more), MS_RESULT_ORDER);
+    t_text_has(ms_last_error(s.n.m), "ms_reshape");
+    t_text_has(ms_last_error(s.n.m), "ms_wrap");
+    assert_int_equal((int)ms_tensor_shape(s.n.m, s.n.x).dim[0], ROWS);
+    t_ok(s.n.m, ms_reshape(s.n.m, &first)); // a plan that is there
+    shaped_create(&fresh, ROWS, false);
+    net_start(&fresh.n);
+    write_param(&fresh.n, fresh.p, 0.0f);
+    for (int turn = 0; turn < 2; ++turn) {
+        t_ok(s.n.m, ms_step(s.n.m, &losses[0]));
+        t_ok(fresh.n.m, ms_step(fresh.n.m, &losses[1]));
+        assert_true(losses[0] == losses[1]);
+        same_tensor(&s.n, s.p, &fresh.n, fresh.p);
+        if (turn == 0) {
+            ms_set_frozen(s.n.m, s.p, false);
+            t_ok(s.n.m, ms_wrap(s.n.m));
+            t_ok(s.n.m, ms_reshape(s.n.m, &more));
+            t_ok(fresh.n.m, ms_reshape(fresh.n.m, &more));
+            write_x(&s.n);
+            write_x(&fresh.n);
+        }
+    }
+    net_end(&s.n);
+    net_end(&fresh.n);
+}
+
+/* An impossible budget or a lack of memory between steps: plan, sizes and values stay, and what can
+   be done with them. */
+static void a_failing_wrap_leaves_the_model_as_it_was(void **state) {
+    (void)state;
+    static const int64_t sizes[] = {ROWS, 1, 3 * ROWS, 5, ROWS};
+    for (int tight = 0; tight < 2; ++tight) {
+        shaped s, twin;
+        shaped *const both[] = {&s, &twin};
+        for (int i = 0; i < 2; ++i) {
+            shaped_create(both[i], ROWS, tight != 0);
+            net_start(&both[i]->n);
+            write_param(&both[i]->n, both[i]->p, 0.0f);
+        }
+        for (int k = 0; k < 5; ++k) {
+            ms_memory_report before, after;
+            double losses[2];
+            for (int i = 0; i < 2; ++i) {
+                t_ok(both[i]->n.m, ms_reshape(both[i]->n.m, &sizes[k]));
+                write_x(&both[i]->n);
+            }
+            t_report(s.n.m, &before);
+            uint64_t live = s.n.heap.live_bytes, allocations = s.device.allocations;
+            void *const of_p = ms_data(s.n.m, s.p);
+            ms_set_budget(s.n.m, 1);
+            s.n.heap.fail_at = tight != 0 ? s.n.heap.calls + 5 : 0;
+            t_error(s.n.m, ms_wrap(s.n.m), tight != 0 ? MS_RESULT_OUT_OF_MEMORY : MS_RESULT_BUDGET);
+            t_report(s.n.m, &after);
+            assert_memory_equal(&before, &after, sizeof before);
+            assert_true(s.n.heap.live_bytes == live && s.device.allocations == allocations);
+            assert_ptr_equal(ms_data(s.n.m, s.p), of_p);
+            assert_int_equal((int)ms_tensor_shape(s.n.m, s.n.x).dim[0], (int)sizes[k]);
+            t_ok(s.n.m, ms_step(s.n.m, &losses[0]));
+            t_ok(twin.n.m, ms_step(twin.n.m, &losses[1]));
+            assert_true(losses[0] == losses[1]);
+            same_tensor(&s.n, s.p, &twin.n, twin.p);
+        }
+        ms_set_budget(s.n.m, s.n.config.memory_budget_bytes);
+        t_ok(s.n.m, ms_wrap(s.n.m));
+        net_end(&s.n);
+        net_end(&twin.n);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// two params: failures between their updates, techniques that they cannot have, state that is lent
+
+typedef struct two_params {
+    net n;
+    ms_tensor p[2];
+    uint32_t updates, fail_at;
+} two_params;
+
+static int update_counted(const ms_update_args *args) {
+    two_params *t = (two_params *)args->user;
+    if (++t->updates == t->fail_at) {
+        return 29;
+    }
+    for (uint64_t i = 0; i < args->count; ++i) {
+        args->value[i] -= args->learning_rate * args->gradient[i];
+    }
+    return 0;
+}
+
+/* The moments of both params, if they are the trainer's own. */
+typedef float moments[2][2][COLS];
+
+/* y = (x p) q */
+static void two_params_create(two_params *t, moments *lent_state, ms_optimizer_kind kind) {
+    memset(t, 0, sizeof *t);
+    net_begin(&t->n);
+    net_create(&t->n);
+    ms_optimizer_desc optimizer;
+    memset(&optimizer, 0, sizeof optimizer);
+    optimizer.kind = kind;
+    optimizer.update = kind == MS_OPTIMIZER_CUSTOM ? update_counted : NULL;
+    optimizer.user = t;
+    optimizer.learning_rate = 0.0078125f;
+    ms_set_optimizer(t->n.m, &optimizer);
+    t->p[0] = vector_param(&t->n, "p");
+    t->p[1] = vector_param(&t->n, "q");
+    ms_tensor y = activation(&t->n, "y"), z = activation(&t->n, "z");
+    add_scale(&t->n, "scale", t->n.x, 0.0f, t->p[0], y);
+    add_scale(&t->n, "again", y, 0.0f, t->p[1], z);
+    add_loss(&t->n, z);
+    ms_set_loss_factor(t->n.m, 0.015625f);
+    for (int k = 0; k < 2 && lent_state != NULL; ++k) {
+        for (int of = 0; of < 2; ++of) {
+            t_ok(t->n.m,
+                 ms_borrow(t->n.m, ms_optimizer_state(t->n.m, t->p[k], of), (*lent_state)[k][of]));
+        }
+    }
+}
+
+static void two_params_write(two_params *t) {
+    write_x(&t->n);
+    write_param(&t->n, t->p[0], 2.0f);
+    write_param(&t->n, t->p[1], 1.5f);
+}
+
+/* A step that was cut between two updates: FAILED until ms_wrap, whatever comes in between. */
+static void a_failed_model_stays_failed_until_it_is_wrapped(void **state) {
+    (void)state;
+    for (int in_block = 0; in_block < 2; ++in_block) {
+        two_params t;
+        two_params_create(&t, NULL, MS_OPTIMIZER_CUSTOM);
+        t_ok(t.n.m, ms_wrap(t.n.m));
+        two_params_write(&t);
+        t_ok(t.n.m, ms_step(t.n.m, NULL));
+        t.fail_at = t.updates + 2;
+        if (in_block) {
+            MS_OPTIMIZE(t.n.m) {
+                t_error(t.n.m, ms_step(t.n.m, NULL), MS_RESULT_CALLBACK);
+                t_error(t.n.m, ms_step(t.n.m, NULL), MS_RESULT_FAILED);
+            }
+        } else {
+            t_error(t.n.m, ms_step(t.n.m, NULL), MS_RESULT_CALLBACK);
+        }
+        int64_t rows = ROWS - 1;
+        t_error(t.n.m, ms_step(t.n.m, NULL), MS_RESULT_FAILED);
+        t_ok(t.n.m, ms_detach(t.n.m));
+        t_error(t.n.m, ms_step(t.n.m, NULL), MS_RESULT_FAILED);
+        t_ok(t.n.m, ms_detach(t.n.m));
+        t_error(t.n.m, ms_eval(t.n.m, NULL), MS_RESULT_FAILED);
+        ms_set_budget(t.n.m, 1);
+        t_error(t.n.m, ms_wrap(t.n.m), MS_RESULT_BUDGET);
+        t_error(t.n.m, ms_forward(t.n.m, NULL), MS_RESULT_FAILED);
+        ms_set_budget(t.n.m, t.n.config.memory_budget_bytes);
+        two_params_write(&t);
+        t_error(t.n.m, ms_step(t.n.m, NULL), MS_RESULT_FAILED);
+        t_ok(t.n.m, ms_reshape(t.n.m, &rows));
+        t_error(t.n.m, ms_step(t.n.m, NULL), MS_RESULT_FAILED);
+        t_text_has(ms_last_error(t.n.m), "ms_wrap");
+        t_ok(t.n.m, ms_wrap(t.n.m));
+        uint32_t updates = t.updates;
+        t_ok(t.n.m, ms_step(t.n.m, NULL));
+        assert_int_equal(t.updates, updates + 2);
+        t_ok(t.n.m, ms_detach(t.n.m));
+        t_ok(t.n.m, ms_step(t.n.m, NULL));
+        net_end(&t.n);
+    }
+}
+
+/* What ms_wrap must refuse, because it was forced, is nothing to ms_detach. */
+static void the_plain_plan_heeds_no_force(void **state) {
+    (void)state;
+    for (int by_config = 0; by_config < 2; ++by_config) {
+        net n;
+        ms_memory_report report;
+        double p[COLS];
+        net_begin(&n);
+        n.config.early_update = by_config != 0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+        ms_tensor param = linear_create(&n, 1, false);
+        if (by_config == 0) {
+            ms_set_tensor_technique(n.m, param, MS_TECHNIQUE_EARLY_UPDATE, MS_SWITCH_ON);
+        }
+        memset(&seen, 0, sizeof seen);
+        seen.micro_count = 2;
+        net_start(&n);
+        write_param(&n, param, 2.0f);
+        for (int c = 0; c < COLS; ++c) {
+            p[c] = (double)p_at(c) + 2.0;
+        }
+        t_ok(n.m, ms_step(n.m, NULL));
+        (void)linear_step(p, ROWS, 1.0 / ROWS);
+        expect_near(&n, param, p, COLS);
+        ms_set_accumulation(n.m, 2);
+        t_error(n.m, ms_wrap(n.m), MS_RESULT_INVALID);
+        t_text_has(ms_last_error(n.m), "early");
+        t_ok(n.m, ms_detach(n.m));
+        t_report(n.m, &report);
+        assert_false(report.early_update);
+        t_ok(n.m, ms_step(n.m, NULL));
+        expect_near(&n, param, p, COLS); // now the first of two micro-batches
+        t_error(n.m, ms_wrap(n.m), MS_RESULT_INVALID);
+        t_ok(n.m, ms_step(n.m, NULL));
+        (void)linear_step(p, ROWS, 1.0 / ROWS);
+        expect_near(&n, param, p, COLS);
+        net_end(&n);
+    }
+}
+
+/* The same for a param that is frozen though its early update is forced. */
+static void a_frozen_param_with_a_forced_update(void **state) {
+    (void)state;
+    two_params t;
+    float before[COLS], after[COLS];
+    two_params_create(&t, NULL, MS_OPTIMIZER_SGD);
+    ms_set_tensor_technique(t.n.m, t.p[0], MS_TECHNIQUE_EARLY_UPDATE, MS_SWITCH_ON);
+    t_ok(t.n.m, ms_wrap(t.n.m));
+    two_params_write(&t);
+    t_ok(t.n.m, ms_step(t.n.m, NULL));
+    ms_set_frozen(t.n.m, t.p[0], true);
+    t_error(t.n.m, ms_wrap(t.n.m), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(t.n.m), "\"p\"");
+    t_text_has(ms_last_error(t.n.m), "frozen");
+    t_ok(t.n.m, ms_detach(t.n.m));
+    for (int k = 0; k < 2; ++k) {
+        t_ok(t.n.m, ms_read(t.n.m, t.p[k], before));
+        t_ok(t.n.m, ms_step(t.n.m, NULL));
+        t_ok(t.n.m, ms_read(t.n.m, t.p[k], after));
+        assert_true((memcmp(before, after, sizeof after) == 0) == (k == 0));
+    }
+    net_end(&t.n);
+}
+
+static void two_params_same(const two_params *a, const two_params *b) {
+    for (int k = 0; k < 2; ++k) {
+        same_tensor(&a->n, a->p[k], &b->n, b->p[k]);
+        for (int of = 0; of < 2; ++of) {
+            same_tensor(&a->n, ms_optimizer_state(a->n.m, a->p[k], of), &b->n,
+                        ms_optimizer_state(b->n.m, b->p[k], of));
+        }
+    }
+}
+
+static void freeze(two_params *t, bool frozen) {
+    ms_set_frozen(t->n.m, t->p[0], frozen);
+    t_ok(t->n.m, ms_wrap(t->n.m));
+}
+
+/* AdamW, whose bias correction counts updates: a param that was frozen for a while goes on with
+   borrowed moments where it was, as one that never was; with moments of the model's own it starts
+   again, as one whose moments are zero. */
+static void moments_of_a_param_that_is_thawed(void **state) {
+    (void)state;
+    for (int is_lent = 0; is_lent < 2; ++is_lent) {
+        static moments memory[2];
+        two_params t, twin;
+        float value[COLS], zero[COLS] = {0};
+        memset(memory, 0, sizeof memory);
+        two_params_create(&t, is_lent ? &memory[0] : NULL, MS_OPTIMIZER_ADAMW);
+        two_params_create(&twin, is_lent ? &memory[1] : NULL, MS_OPTIMIZER_ADAMW);
+        two_params *const both[] = {&t, &twin};
+        for (int i = 0; i < 2; ++i) {
+            t_ok(both[i]->n.m, ms_wrap(both[i]->n.m));
+            two_params_write(both[i]);
+            for (int step = 0; step < 3; ++step) {
+                t_ok(both[i]->n.m, ms_step(both[i]->n.m, NULL));
+            }
+        }
+        two_params_same(&t, &twin);
+        freeze(&t, true);
+        freeze(&t, false);
+        if (is_lent) {
+            two_params_same(&t, &twin);
+        }
+        for (int of = 0; of < 2 && !is_lent; ++of) {
+            t_ok(t.n.m, ms_read(t.n.m, ms_optimizer_state(t.n.m, t.p[0], of), value));
+            assert_memory_equal(value, zero, sizeof value);
+        }
+        for (int step = 0; step < 3; ++step) {
+            float old[COLS];
+            t_ok(t.n.m, ms_read(t.n.m, t.p[0], old));
+            t_ok(t.n.m, ms_step(t.n.m, NULL));
+            t_ok(t.n.m, ms_read(t.n.m, t.p[0], value));
+            for (int c = 0; c < COLS && step == 0 && !is_lent; ++c) { // at t = 1: by the rate
+                assert_true(fabs(fabs((double)value[c] - (double)old[c]) - 0.0078125) < 1e-5);
+            }
+            t_ok(twin.n.m, ms_step(twin.n.m, NULL));
+            if (is_lent) {
+                two_params_same(&t, &twin);
+            }
+        }
+        net_end(&t.n);
+        net_end(&twin.n);
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2901,11 +3621,22 @@ int main(void) {
         TWICE(custom_updates),
         TWICE(micro_batches_are_one_batch),
         TWICE(a_failing_micro_batch_starts_the_step_again),
+        TWICE(a_step_without_its_update_starts_again),
         TWICE(gradients_are_clipped_by_their_common_norm),
         cmocka_unit_test(sums_of_squares),
         TWICE(a_norm_that_is_not_finite),
         TWICE(models_take_turns_in_one_arena),
+        TWICE(an_early_update_keeps_the_arena),
         TWICE(shapes_change_between_steps),
+        TWICE(takeovers_hold_at_all_sizes),
+        cmocka_unit_test(takeovers_along_one_axis),
+        TWICE(more_shapes_than_plans_are_kept),
+        TWICE(a_reshape_behind_a_change_waits_for_a_wrap),
+        TWICE(a_failing_wrap_leaves_the_model_as_it_was),
+        TWICE(a_failed_model_stays_failed_until_it_is_wrapped),
+        TWICE(the_plain_plan_heeds_no_force),
+        TWICE(a_frozen_param_with_a_forced_update),
+        TWICE(moments_of_a_param_that_is_thawed),
         TWICE(a_plan_can_be_carried_out_elsewhere),
         TWICE(callbacks_may_be_bound),
         TWICE(addresses),

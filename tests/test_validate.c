@@ -1342,6 +1342,39 @@ static ms_result reader_behind_the_gradient_in_forward(world *w) {
     return MS_RESULT_OK;
 }
 
+/* "sideways" has the size of the base world's activations, now and at the most, along another axis;
+   it must be computed in the place of gated, or the gradient of gated in the place of its own. */
+static void sideways_out(world *w) {
+    ms_axis steps = ms_add_axis(w->m, "steps", ROWS, LARGEST_ROWS);
+    w->t[W_Y] =
+        ms_activation(w->m, "sideways", MS_DTYPE_F32, ms_along(ms_shape2(ROWS, COLS), 0, steps));
+    w->desc.out[0] = w->t[W_Y];
+}
+
+static ms_result in_place_along_another_axis(world *w) {
+    sideways_out(w);
+    w->desc.in_place[0] = 1;
+    w->desc.must_in_place = 1;
+    return MS_RESULT_OK;
+}
+
+static ms_result gradient_in_place_along_another_axis(world *w) {
+    sideways_out(w);
+    w->desc.grad_in_place[0].grad_out = 1;
+    w->desc.must_grad_in_place = 1;
+    return MS_RESULT_OK;
+}
+
+/* Along one axis in one of them, along it twice in the other: equal at this size. */
+static ms_result in_place_along_an_axis_twice(world *w) {
+    ms_shape shape = ms_along(ms_along(ms_shape2(ROWS, COLS), 0, w->batch), 1, w->batch);
+    w->t[W_Y] = ms_activation(w->m, "sideways", MS_DTYPE_F32, shape);
+    w->desc.out[0] = w->t[W_Y];
+    w->desc.in_place[0] = 1;
+    w->desc.must_in_place = 1;
+    return MS_RESULT_OK;
+}
+
 static ms_result plan_without_callbacks(world *w) {
     w->desc.forward = NULL;
     w->desc.backward = NULL;
@@ -1559,6 +1592,21 @@ static const misuse registrations[] = {
      reader_behind_the_gradient_in_forward,
      BAD,
      {"spoiled", "grads_in_forward|gradients in forward"}},
+    {"must_in_place between axes of one size",
+     BEFORE_LAYERS,
+     in_place_along_another_axis,
+     BAD,
+     {"\"spoiled\"", "\"gated\"", "\"sideways\"", "axes|axis"}},
+    {"must_grad_in_place between axes of one size",
+     BEFORE_LAYERS,
+     gradient_in_place_along_another_axis,
+     BAD,
+     {"\"spoiled\"", "\"gated\"", "\"sideways\"", "axes|axis"}},
+    {"must_in_place along an axis and along it twice",
+     BEFORE_LAYERS,
+     in_place_along_an_axis_twice,
+     BAD,
+     {"\"spoiled\"", "\"gated\"", "\"sideways\"", "axes|axis"}},
     {"no callbacks outside a dry run",
      BEFORE_LAYERS,
      plan_without_callbacks,
@@ -2285,6 +2333,10 @@ static void failed_models(void **state) {
     t_text_has(ms_last_error(w.m), "ms_wrap");
     t_error(w.m, ms_eval(w.m, NULL), MS_RESULT_FAILED);
     w_fill(&w);
+    t_error(w.m, ms_step(w.m, NULL), MS_RESULT_FAILED);
+    t_ok(w.m, ms_detach(w.m));
+    t_error(w.m, ms_step(w.m, NULL), MS_RESULT_FAILED);
+    t_text_has(ms_last_error(w.m), "ms_wrap");
     t_ok(w.m, ms_wrap(w.m));
     t_ok(w.m, ms_step(w.m, NULL));
     w_end(&w);
