@@ -2705,13 +2705,19 @@ static void takeovers_hold_at_all_sizes(void **state) {
     static const int64_t squares[] = {4, 4}, uneven[] = {2, 4}, one[] = {3, 0};
     static const int64_t equal[] = {16, 16}, twice[] = {16, 8};
     static const int64_t longer[] = {8, 9}, shorter[] = {9, 8}; // 96 and 108 bytes of 128
-    for (int mix = 0; mix < 4; ++mix) {
-        const bool smallest = (mix & 1) != 0, bulges = (mix & 2) != 0;
-        check_two_axes(squares, equal, smallest, bulges);
-        check_two_axes(uneven, twice, smallest, bulges);
-        check_two_axes(one, longer, smallest, bulges);
-        check_two_axes(one, shorter, smallest, bulges);
-        check_two_axes(one, equal, smallest, bulges);
+    static const int64_t wide[] = {512, 512}, wide_twice[] = {512, 256};
+    static const int64_t wide_longer[] = {504, 505}, wide_shorter[] = {505, 504};
+    for (int smallest = 0; smallest < 2; ++smallest) {
+        check_two_axes(squares, equal, smallest != 0, false);
+        check_two_axes(uneven, twice, smallest != 0, false);
+        check_two_axes(one, longer, smallest != 0, false);
+        check_two_axes(one, shorter, smallest != 0, false);
+        check_two_axes(one, equal, smallest != 0, false);
+        check_two_axes(squares, wide, smallest != 0, true);
+        check_two_axes(uneven, wide_twice, smallest != 0, true);
+        check_two_axes(one, wide_longer, smallest != 0, true);
+        check_two_axes(one, wide_shorter, smallest != 0, true);
+        check_two_axes(one, wide, smallest != 0, true);
     }
 }
 
