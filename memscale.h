@@ -726,8 +726,9 @@ MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *des
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate);
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay);
 
-/* Takes effect at the next ms_wrap. A frozen param takes no gradient and no optimizer state (the
-   state of a param that is frozen is dropped, and zero if it is ever trained again). */
+/* Take effect at the next ms_wrap. A frozen param takes no gradient and no optimizer state (the
+   state of a param that is frozen is dropped, and zero if it is ever trained again; borrowed state
+   stays as it is). The budget does not matter with force_optimize. */
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen);
 MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
 MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
@@ -745,9 +746,10 @@ MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_
    longest ms_wrap. Errors: as ms_wrap. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
-/* Decides, lowers, lays out and allocates. May be called again, between steps, after
-   ms_set_budget or ms_set_frozen: every value that lives between steps is kept. A failing call
-   leaves the model as it was.
+/* Decides, lowers, lays out and allocates. May be called again, between steps or micro-batches,
+   after ms_set_budget or ms_set_frozen: every value that lives between steps is kept, and so are
+   the micro-batches that are done, unless a param learns that did not before. A failing call leaves
+   the model as it was.
    Errors: the first registration error; INVALID; BUDGET (the text has the smallest budget that
    would do); OUT_OF_MEMORY; BACKEND. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_wrap(ms_model *model);
@@ -1481,7 +1483,7 @@ enum { MSI_PART_BYTES = 16384 };
 
 static uint64_t msi_part_bytes(uint64_t bytes, int64_t part) {
     const uint64_t rest = bytes - (uint64_t)part * MSI_PART_BYTES;
-    return rest < MSI_PART_BYTES ? rest : MSI_PART_BYTES;
+    return rest < (uint64_t)MSI_PART_BYTES ? rest : (uint64_t)MSI_PART_BYTES;
 }
 
 static int64_t msi_part_count(uint64_t bytes) {
@@ -6534,6 +6536,17 @@ static ms_result msi_alloc_store(ms_model *m, msi_store *store) {
     return MS_RESULT_OK;
 }
 
+/* Whether the gradients of a store have the sums of another, so that its micro-batches count on. */
+static bool msi_sums_alike(const msi_store *old, const msi_store *store) {
+    bool alike = old && old->micro_count == store->micro_count;
+    for (uint32_t i = 0; i < store->slots.count && alike; i++) {
+        const msi_slot *slot = &store->slots.items[i];
+        alike =
+            slot->role != MSI_ROLE_GRADIENT || msi_find_slot(old, slot->tensor, MSI_ROLE_GRADIENT);
+    }
+    return alike;
+}
+
 /* Replaces the plans of the model; every value that lives between steps moves over. */
 static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
     ms_result result = MS_RESULT_OK;
@@ -6550,7 +6563,7 @@ static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_g
     msi_drop_staged(m);
     msi_plans_free(m, m->plan);
     msi_drop_step(m);
-    m->micro = m->store && m->store->micro_count == store->micro_count ? m->micro : 0;
+    m->micro = msi_sums_alike(m->store, store) ? m->micro : 0;
     msi_store_free(m, m->store);
     m->store = store;
     m->plan = plans;
