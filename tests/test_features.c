@@ -2171,6 +2171,44 @@ static void a_step_without_its_update_starts_again(void **state) {
     }
 }
 
+/* A param that begins to learn between two micro-batches has missed the first: the step starts
+   again. A re-wrap that changes no gradient counts on. */
+static void a_rewrap_between_micro_batches(void **state) {
+    (void)state;
+    for (int thaws = 0; thaws < 2; ++thaws) {
+        net n;
+        float before[COLS], after[COLS];
+        ms_optimizer_desc optimizer;
+        net_begin(&n);
+        n.config.accumulation_steps = 2;
+        net_create(&n);
+        memset(&optimizer, 0, sizeof optimizer);
+        optimizer.kind = MS_OPTIMIZER_SGD;
+        ms_set_optimizer(n.m, &optimizer);
+        ms_tensor of_p = vector_param(&n, "p"), of_q = vector_param(&n, "q");
+        ms_tensor a = activation(&n, "a"), b = activation(&n, "b"), y = activation(&n, "y");
+        add_scale(&n, "p", n.x, 0.0f, of_p, a);
+        add_scale(&n, "q", n.x, 0.0f, of_q, b);
+        add_sum(&n, "sum", a, b, y);
+        add_loss(&n, y);
+        ms_set_frozen(n.m, of_q, true);
+        net_start(&n);
+        write_param(&n, of_p, 2.0f);
+        write_param(&n, of_q, 1.0f);
+        t_ok(n.m, ms_read(n.m, of_p, before));
+        t_ok(n.m, ms_step(n.m, NULL));
+        ms_set_frozen(n.m, of_q, thaws == 0);
+        t_ok(n.m, ms_wrap(n.m));
+        t_ok(n.m, ms_step(n.m, NULL));
+        t_ok(n.m, ms_read(n.m, of_p, after));
+        assert_int_equal(memcmp(before, after, sizeof before) != 0, thaws == 0);
+        t_ok(n.m, ms_step(n.m, NULL));
+        t_ok(n.m, ms_read(n.m, of_p, after));
+        assert_true(memcmp(before, after, sizeof before) != 0);
+        net_end(&n);
+    }
+}
+
 // ------------------------------------------------------------------------------------------------
 // clipping
 
@@ -3626,6 +3664,7 @@ int main(void) {
         TWICE(a_borrowed_gradient_is_never_zeroed),
         TWICE(custom_updates),
         TWICE(micro_batches_are_one_batch),
+        TWICE(a_rewrap_between_micro_batches),
         TWICE(a_failing_micro_batch_starts_the_step_again),
         TWICE(a_step_without_its_update_starts_again),
         TWICE(gradients_are_clipped_by_their_common_norm),

@@ -1336,6 +1336,17 @@ static ms_result buffer_changed_behind_its_reader(world *w) {
     return MS_RESULT_OK;
 }
 
+/* A layer whose backward destroys an input that stays on the host. */
+static ms_result host_tensor_that_is_destroyed(world *w) {
+    ms_layer_desc desc = w_describe(w, L_SECOND, "spoiler");
+    desc.in[0] = w->t[W_X];
+    desc.out[0] = w->t[W_ORPHAN];
+    desc.clobbers.in = 1;
+    ms_set_on_host(w->m, w->t[W_X]);
+    ms_register_layer(w->m, &desc);
+    return MS_RESULT_OK;
+}
+
 static ms_result reader_behind_the_gradient_in_forward(world *w) {
     w->desc.backward = NULL;
     w->desc.grads_in_forward = 1;
@@ -1582,6 +1593,11 @@ static const misuse registrations[] = {
      {"early_update", "accumulation", "2"}},
     {"a second producer", BEFORE_WRAP, second_producer, BAD, {"rival", "gated", "second|already"}},
     {"a desc of NULL", BEFORE_WRAP, desc_of_null, BAD, {"desc", "NULL"}},
+    {"a tensor on the host is destroyed",
+     BEFORE_WRAP,
+     host_tensor_that_is_destroyed,
+     BAD,
+     {"spoiler", "\"x\"", "ms_set_on_host"}},
     {"a buffer is changed behind its reader",
      BEFORE_WRAP,
      buffer_changed_behind_its_reader,
