@@ -6027,7 +6027,7 @@ static ms_result msi_check_print(const msi_trial *t) {
     return MS_RESULT_OK;
 }
 
-/* What a run has made and was given, kept: aside for now, or in the shadow for good. */
+/* What a run has made and was given: set aside, to be compared, or put into the shadow to stay. */
 static ms_result msi_keep_results(const msi_trial *t, bool aside) {
     msi_store *store = t->model->store;
     uint8_t *shadow = store->shadow;

@@ -13,7 +13,9 @@
 #include "memscale.h"
 #include "nn.h"
 
-#include <stdarg.h>
+#define OPTIONS_PROGRAM "cnn"
+#include "options.h"
+
 #include <time.h>
 
 enum {
@@ -54,17 +56,6 @@ typedef struct trainer {
 
 // ---- options ------------------------------------------------------------------------------------
 
-static int fail(const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    fflush(stdout);
-    fprintf(stderr, "cnn: ");
-    vfprintf(stderr, format, args);
-    fprintf(stderr, "\n");
-    va_end(args);
-    return 1;
-}
-
 static void print_help(void) {
     printf(
         "usage: cnn [options]\n\n"
@@ -82,19 +73,6 @@ static void print_help(void) {
         "                   params and running statistics must be equal bit for bit\n"
         "  --dry            plan only: allocate and train nothing\n"
         "  --help           this text\n");
-}
-
-/* A positive number, with a suffix K, M or G where `scaled`; 0 if it is none. */
-static double parse_number(const char *text, bool scaled) {
-    static const char suffixes[] = "KMG";
-    char *end;
-    double value = strtod(text, &end);
-    const char *suffix = scaled && *end ? strchr(suffixes, *end) : NULL;
-    if (suffix) {
-        value *= (double)((uint64_t)1024 << (10 * (suffix - suffixes)));
-        end++;
-    }
-    return *end == 0 && value > 0.0 && value < 9e18 ? value : 0.0;
 }
 
 static int parse_budget(settings *o, const char *text) {
@@ -120,21 +98,17 @@ static int parse_value(settings *o, const char *name, const char *text) {
                    {"--width", &o->width}, {"--steps", &o->steps},
                    {"--test", &o->test},   {"--seed", &o->seed}};
     const char *value = text ? text : "(nothing)";
-    const double number = parse_number(value, false);
     if (strcmp(name, "--budget") == 0) {
         return parse_budget(o, value);
     }
     if (strcmp(name, "--clip") == 0) {
-        o->clip = (float)number;
+        o->clip = (float)parse_number(value, false);
         return o->clip > 0.0f ? 0 : fail("--clip %s: give a number above 0", value);
     }
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
         if (strcmp(name, numbers[i].name) == 0) {
-            if (number < 1.0 || number > 1e6 || number != floor(number)) {
-                return fail("%s %s: give a whole number from 1 to 1000000", name, value);
-            }
-            *numbers[i].value = (int64_t)number;
-            return 0;
+            *numbers[i].value = parse_count(name, value, 1e6);
+            return *numbers[i].value == 0;
         }
     }
     return fail("unknown option %s; --help lists them", name);

@@ -12,7 +12,9 @@
 #include "memscale.h"
 #include "nn.h"
 
-#include <stdarg.h>
+#define OPTIONS_PROGRAM "gpt2"
+#include "options.h"
+
 #include <time.h>
 #include <unistd.h>
 
@@ -46,17 +48,6 @@ typedef struct trainer {
 
 // ---- options ------------------------------------------------------------------------------------
 
-static int fail(const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    fflush(stdout);
-    fprintf(stderr, "gpt2: ");
-    vfprintf(stderr, format, args);
-    fprintf(stderr, "\n");
-    va_end(args);
-    return 1;
-}
-
 static void print_help(void) {
     printf(
         "usage: gpt2 [options] [text file ...]\n\n"
@@ -74,20 +65,6 @@ static void print_help(void) {
         "The default text is this repository's own: run it there, or name files.\n");
 }
 
-/* A positive number, with a suffix K, M or G where `scaled`; 0 if it is none. */
-static uint64_t parse_number(const char *text, bool scaled) {
-    static const char suffixes[] = "KMG";
-    char *end;
-    double value = strtod(text, &end);
-    const char *suffix = scaled && *end ? strchr(suffixes, *end) : NULL;
-    if (suffix) {
-        value *= (double)((uint64_t)1024 << (10 * (suffix - suffixes)));
-        end++;
-    }
-    const bool whole = scaled || value == floor(value);
-    return *end == 0 && whole && value >= 1.0 && value < 9e18 ? (uint64_t)value : 0;
-}
-
 static int parse_value(settings *o, const char *name, const char *text) {
     const struct {
         const char *name;
@@ -103,16 +80,13 @@ static int parse_value(settings *o, const char *name, const char *text) {
         return 0;
     }
     if (strcmp(name, "--budget") == 0) {
-        o->budget_bytes = parse_number(value, true);
+        o->budget_bytes = (uint64_t)parse_number(value, true);
         return o->budget_bytes ? 0 : fail("--budget %s: give a size such as 300M or 1.5G", value);
     }
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
         if (strcmp(name, numbers[i].name) == 0) {
-            const uint64_t number = parse_number(value, false);
-            *numbers[i].value = (int64_t)number;
-            return number && number <= INT32_MAX
-                       ? 0
-                       : fail("%s %s: give a whole number from 1 to 2147483647", name, value);
+            *numbers[i].value = parse_count(name, value, INT32_MAX);
+            return *numbers[i].value == 0;
         }
     }
     return fail("unknown option %s; --help lists them", name);
