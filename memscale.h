@@ -8,7 +8,7 @@
         #define MEMSCALE_IMPLEMENTATION            // in exactly one source file
         #include "memscale.h"
 
-        ms_config config = {0};                    // all zero: sensible defaults
+        ms_config config = {0};                    // all zero: sensible defaults ({} in C++)
         config.memory_budget_bytes = 300u << 20;   // the arena is never larger than this
         ms_model *m;
         ms_create(&config, &m);
@@ -88,9 +88,10 @@
     not.
 
     ALLOCATOR. All host memory comes from ms_config.allocator, device memory from ms_config.backend.
-    Nothing is allocated in a step. Two exceptions behind ms_wrap: ms_smallest_budget makes a plan
-    and frees it; the C library has a file buffer while the CPU backend reads /proc for its
-    hardware report, and for a budget of 0.
+    Nothing is allocated in a step, and no device memory behind ms_wrap. Host memory is, in three
+    cases: ms_reshape makes a plan for sizes that it meets first; ms_smallest_budget makes one and
+    frees it; the C library has a file buffer while the CPU backend reads /proc for its hardware
+    report, and for a budget of 0.
 
     THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
     run on the thread that called ms_step; from inside them, of all functions that take the model,
@@ -463,7 +464,7 @@ typedef struct ms_layer_desc {
     /* The layer leaves its state as it is in MS_PHASE_RECOMPUTE, and its outputs do not depend on
        it. Otherwise the state is kept aside and put back around a recomputation. */
     bool keeps_state;
-    bool no_backward; // of a layer without callbacks, in a dry run: no gradient passes through
+    bool no_backward;               // no gradient passes, and that is meant: ms_wrap does not warn
     ms_workspace forward_workspace; // of recompute too, where that is forward
     ms_workspace backward_workspace;
     ms_workspace recompute_workspace; // of ms_layer_desc.recompute
@@ -517,7 +518,7 @@ typedef enum ms_category {
 /* Sizes are those of the arena: every tensor rounded up to 64 bytes. */
 typedef struct ms_memory_report {
     uint64_t budget_bytes;
-    uint64_t plain_bytes;       // arena of the plain plan
+    uint64_t plain_bytes;       // arena of the plain plan at the present sizes of the axes
     uint64_t arena_bytes;       // arena of this plan: the sum of the next two
     uint64_t lower_bound_bytes; // largest sum of live bytes: no layout can be smaller
     uint64_t gap_bytes;         // lost to the layout, or kept ready for larger sizes
@@ -645,7 +646,8 @@ MEMSCALE_API void ms_arena_destroy(ms_arena *arena);
 MEMSCALE_API uint64_t ms_arena_bytes(const ms_arena *arena);
 
 /* Makes a model. config may be NULL (all defaults) and is copied. On error *model is NULL.
-   Errors: INVALID (a field out of range, half an allocator), OUT_OF_MEMORY. */
+   Errors: INVALID (a field out of range, half an allocator; config->log is told which),
+   OUT_OF_MEMORY. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_create(const ms_config *config, ms_model **model);
 
 /* Frees everything; NULL is fine. Not from a callback. */
@@ -1085,8 +1087,9 @@ typedef struct msi_tensor {
     uint8_t borrowed;
     /* analysis of the graph, made by ms_wrap */
     bool wants_gradient;
-    bool updates_early;     // params: may be updated inside backward
-    bool pinned;            // cannot be recomputed, or is what a recomputation reads
+    bool updates_early; // params: may be updated inside backward
+    bool pinned;        // cannot be recomputed, or is what a recomputation reads
+    bool leads_to_loss;
     uint32_t last_reader;   // the last layer in backward whose backward reads the value
     uint32_t last_gradient; // the last layer in backward that contributes a gradient
 } msi_tensor;
@@ -1120,6 +1123,7 @@ typedef struct msi_layer {
     ms_overwrites clobbers;
     uint16_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved;
     bool no_recompute, keeps_state;
+    bool no_backward;
     bool differentiable; // its desc has a backward
     bool has_backward;   // analysis: its backward runs
     bool ends_in_loss;   // analysis: its forward writes gradients
@@ -2155,6 +2159,7 @@ static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
     l.optional_saved = desc->optional_saved;
     l.no_recompute = desc->no_recompute;
     l.keeps_state = desc->keeps_state;
+    l.no_backward = desc->no_backward;
     for (uint32_t j = 0; j < MS_LIMIT_OUT; j++) { // what is computed on in place is read
         const bool named = msi_recompute_reads_of(&l, MSI_GROUP_IN) != UINT16_MAX;
         if (named && (l.must_in_place >> j & 1)) {
@@ -2275,6 +2280,7 @@ static void msi_analyze(msi_graph *g) {
         t->updates_early =
             t->wants_gradient && t->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_OFF;
         t->last_reader = t->last_gradient = MSI_NONE;
+        t->leads_to_loss = i == g->loss;
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
         msi_layer *l = &g->layers.items[i];
@@ -2318,12 +2324,27 @@ static void msi_mark_backward(msi_graph *g, uint32_t layer) {
     }
 }
 
+/* What a layer computes from leads to the loss if its outputs do. */
+static void msi_mark_way_to_loss(msi_graph *g, const msi_layer *l) {
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = msi_group(g, l, MSI_GROUP_OUT);
+    bool leads = false;
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+        leads |= out[k] != MSI_NONE && g->tensors.items[out[k]].leads_to_loss;
+    }
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && leads; k++) {
+        if (in[k] != MSI_NONE) {
+            g->tensors.items[in[k]].leads_to_loss = true;
+        }
+    }
+}
+
 /* From the loss back: a layer has a backward if one of its outputs is given a gradient. */
 static void msi_analyze_backward(msi_graph *g) {
     for (uint32_t i = g->layers.count; i-- > 0;) {
         msi_layer *l = &g->layers.items[i];
         const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
         l->has_backward = false;
+        msi_mark_way_to_loss(g, l);
         for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
             l->has_backward |=
                 out[k] != MSI_NONE && g->tensors.items[out[k]].wants_gradient &&
@@ -2430,10 +2451,13 @@ static const char *msi_operand_fault(const ms_model *m, int group, ms_tensor han
     switch (group) {
     case MSI_GROUP_IN:
         if (t->kind == MSI_KIND_PARAM || t->kind == MSI_KIND_SAVED) {
-            return "must be an input, a buffer or an activation";
+            return t->kind == MSI_KIND_PARAM
+                       ? "is a param, which stands in `param`"
+                       : "is a saved tensor, which only its own layer can read: make it an output";
         }
         return t->kind == MSI_KIND_ACTIVATION && t->producer == MSI_NONE
-                   ? "is not written by any layer before this one"
+                   ? "is not written by any layer before this one: "
+                     "register that one first"
                    : NULL;
     case MSI_GROUP_PARAM:
         return t->kind == MSI_KIND_PARAM ? NULL : "is not a param";
@@ -2441,7 +2465,8 @@ static const char *msi_operand_fault(const ms_model *m, int group, ms_tensor han
         return t->kind == MSI_KIND_BUFFER ? NULL : "is not a buffer: ms_buffer makes state";
     case MSI_GROUP_OUT:
         return t->kind != MSI_KIND_ACTIVATION ? "is not an activation"
-               : t->producer != MSI_NONE      ? "is written by a layer already"
+               : t->producer != MSI_NONE      ? "is written by a layer already: an output needs an "
+                                                "activation of its own, and in_place shares memory"
                                               : NULL;
     default:
         return t->kind != MSI_KIND_SAVED ? "is not a saved tensor"
@@ -2672,8 +2697,8 @@ static const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
     if (!d->forward && (d->backward || d->recompute || d->bind)) {
         return "it has callbacks, but no forward";
     }
-    if (d->no_backward && d->forward) {
-        return "no_backward is for layers without callbacks; leave backward NULL instead";
+    if (d->no_backward && d->backward) {
+        return "no_backward is set, but it has a backward callback";
     }
     if (r->nothing && reads) {
         return "backward_reads says both \"nothing\" and what it reads";
@@ -2697,7 +2722,7 @@ static const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
         return "recompute_reads names an output that must_in_place fills with the input first";
     }
     if (d->keeps_state && count[MSI_GROUP_STATE] == 0) {
-        return "keeps_state is set, but it has no state";
+        return "keeps_state is set, but it has no state: name its buffers in `state`";
     }
     if (!d->recompute && (d->recompute_workspace.bytes || d->recompute_workspace.row_bytes)) {
         return "recompute_workspace is given, but no recompute callback";
@@ -2889,6 +2914,35 @@ static ms_result msi_check_ends(ms_model *m) {
     return MS_RESULT_OK;
 }
 
+/* What is likely to be forgotten, though it may be meant. */
+static void msi_warn(const ms_model *m) {
+    const msi_graph *g = &m->graph;
+    for (uint32_t i = 0; i < g->tensors.count; i++) {
+        const msi_tensor *t = &g->tensors.items[i];
+        if (msi_is_trained(t) && t->last_gradient == MSI_NONE) {
+            msi_log(m, MS_LOG_WARNING, "graph", "param \"%s\" gets no gradient from the loss",
+                    msi_name(m, t->name));
+        }
+    }
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+        const bool stops = !l->differentiable && !l->no_backward && !l->grads_in_forward &&
+                           (msi_any_wants(g, l, MSI_GROUP_IN, UINT16_MAX) ||
+                            msi_any_wants(g, l, MSI_GROUP_PARAM, UINT16_MAX));
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT] && stops; k++) {
+            if (out[k] != MSI_NONE && g->tensors.items[out[k]].leads_to_loss) {
+                msi_log(
+                    m, MS_LOG_WARNING, "graph",
+                    "layer \"%s\" has no backward, so no gradient passes from \"%s\" to what it "
+                    "reads: give it one, or set no_backward if that is meant",
+                    msi_name(m, l->name), msi_tensor_name(m, out[k]));
+                break;
+            }
+        }
+    }
+}
+
 /* The graph as a whole, analysed. */
 static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     msi_graph *g = &m->graph;
@@ -2906,11 +2960,8 @@ static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     for (uint32_t i = 0; i < g->tensors.count; i++) {
         msi_tensor *t = &g->tensors.items[i];
         t->updates_early &= !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !msi_early_fault(m);
-        if (msi_is_trained(t) && t->last_gradient == MSI_NONE) {
-            msi_log(m, MS_LOG_WARNING, "graph", "param \"%s\" takes no part in the loss",
-                    msi_name(m, t->name));
-        }
     }
+    msi_warn(m);
     result = msi_check_ends(m);
     return result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN ? msi_check_forced(m) : result;
 }
@@ -5327,8 +5378,11 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     m->busy = false;
     return error == 0
                ? MS_RESULT_OK
-               : msi_fail(m, MS_RESULT_CALLBACK, "param \"%s\": the update callback returned %d",
-                          msi_name(m, t->name), error);
+               : msi_fail(
+                     m, MS_RESULT_CALLBACK,
+                     "param \"%s\": the update callback returned %d; the model has failed: write "
+                     "params and state again, then wrap",
+                     msi_name(m, t->name), error);
 }
 
 static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instruction *i) {
@@ -5958,8 +6012,9 @@ static ms_result msi_last_run(msi_trial *t) {
                                    "draw random numbers from ms_call.seed alone, and declare what "
                                    "forward changes as state; or set no_recompute")
                : msi_fail_contract(t, k, "lets memory that it was not given decide on",
-                                   "it reads what it did not declare (backward_reads) or what no "
-                                   "layer has written, leaves a part of a gradient unwritten, "
+                                   "it adds (+=) to what it should write (accumulates), reads what "
+                                   "it did not declare (backward_reads) or what no layer has "
+                                   "written, leaves a part of a gradient unwritten, "
                                    "multiplies rubbish by a beta of 0, or expects a cleared "
                                    "workspace");
 }
@@ -5992,14 +6047,10 @@ static ms_result msi_try_recompute(msi_trial *t) {
     }
     const uint32_t first = msi_group_start(t->layer, MSI_GROUP_STATE);
     for (k = first; k < first + t->layer->count[MSI_GROUP_STATE]; k++) {
-        const uint64_t *as = t->layer->keeps_state ? t->before
-                             : t->layer->recompute ? t->again // whatever it leaves is put back
-                                                   : t->after;
-        if (msi_trial_life(t, k) != MSI_NONE && as[k] != t->again[k]) {
+        if (t->layer->keeps_state && msi_trial_life(t, k) != MSI_NONE &&
+            t->before[k] != t->again[k]) {
             return msi_fail_contract(t, k, "changes, in MS_PHASE_RECOMPUTE,",
-                                     t->layer->keeps_state
-                                         ? "keeps_state promised that it would not"
-                                         : "in another way than in forward");
+                                     "keeps_state promised that it would not");
         }
     }
     return MS_RESULT_OK;
@@ -7095,6 +7146,19 @@ static bool msi_arena_fits(const ms_config *c) {
             c->arena->backend.copy == c->backend.copy && c->arena->backend.user == c->backend.user);
 }
 
+/* What is wrong with a config, its defaults filled in, or NULL. */
+static const char *msi_config_fault(const ms_config *c) {
+    return !msi_is_complete(&c->backend) ? "backend: its size is not sizeof(ms_backend), or a "
+                                           "function is missing"
+           : !c->allocator.alloc != !c->allocator.release ? "allocator: it has one function of two"
+           : !msi_arena_fits(c) ? "arena: it is of another backend than the model"
+           : !(c->target_utilization > 0.0 && c->target_utilization <= 1.0)
+               ? "target_utilization: it must be above 0 and at most 1"
+           : (unsigned)c->checkpointing > MS_SWITCH_OFF || (unsigned)c->early_update > MS_SWITCH_OFF
+               ? "checkpointing or early_update: there is no such switch"
+               : NULL;
+}
+
 MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
     ms_config c;
     memset(&c, 0, sizeof c);
@@ -7105,9 +7169,11 @@ MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
     c = config ? *config : c;
     c.backend = c.backend.size ? c.backend : ms_backend_cpu();
     c.target_utilization = c.target_utilization != 0.0 ? c.target_utilization : 0.85;
-    if (!msi_is_complete(&c.backend) || !c.allocator.alloc != !c.allocator.release ||
-        !msi_arena_fits(&c) || !(c.target_utilization > 0.0 && c.target_utilization <= 1.0) ||
-        (unsigned)c.checkpointing > MS_SWITCH_OFF || (unsigned)c.early_update > MS_SWITCH_OFF) {
+    const char *fault = msi_config_fault(&c);
+    if (fault) {
+        if (c.log) {
+            c.log(MS_LOG_ERROR, "create", fault, c.log_user);
+        }
         return MS_RESULT_INVALID;
     }
     ms_model *m = (ms_model *)msi_alloc_zeroed(&c.allocator, sizeof *m);
@@ -7628,6 +7694,11 @@ static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor 
     const uint32_t t = m ? msi_index(m, tensor) : MSI_NONE;
     const bool is_state = msi_role_of(tensor) >= MSI_ROLE_STATE0;
     if (t == MSI_NONE || !data || (is_state && m->graph.tensors.items[t].kind != MSI_KIND_PARAM)) {
+        if (m && data && m->sticky != MS_RESULT_OK) {
+            (void)msi_fail(m, MS_RESULT_INVALID, "%s: a registration before has failed: %s",
+                           function, m->sticky_error);
+            return MSI_NONE;
+        }
         (void)msi_fail_argument(m, function,
                                 data ? "no such tensor in this model" : "data is NULL");
         return MSI_NONE;

@@ -1141,7 +1141,7 @@ static void print_run(const run *r, const run *plain, int kind, bool same, int s
         activation = (double)report.activation_peak_bytes, total = (double)report.arena_bytes;
         again = report.recompute_count;
     }
-    printf("%-12s %11.0f %6.3f %11.0f %6.3f %10u %9.1f  %s\n", names[kind], activation,
+    printf("%-12s %11.0f %8.3f %11.0f %8.3f %10u %9.1f  %s\n", names[kind], activation,
            activation / own, total, total / own_total, again, 1e3 * r->seconds / steps,
            kind == PLAIN ? ""
            : same        ? "equal"
@@ -1170,7 +1170,7 @@ static int compare(const options *o) {
         }
     }
     printf("%d steps of %d images; bytes, and of what the trainer takes by itself\n\n"
-           "program      activations     of  +workspace     of recomputed ms a step  losses, "
+           "program      activations of plain +workspace of plain recomputed ms a step  losses, "
            "weights\n",
            o->steps, o->batch);
     for (int k = 0; k < RUNS && result == MS_RESULT_OK; ++k) {
