@@ -600,6 +600,103 @@ static void the_log_receives_text(void **state) {
     ms_destroy(chain.model);
 }
 
+/* Keeps the last warning. */
+static void keep_warning(ms_log_level level, const char *tag, const char *text, void *user) {
+    (void)tag;
+    if (level == MS_LOG_WARNING) {
+        snprintf((char *)user, 256, "%s", text);
+    }
+}
+
+static void keep_error(ms_log_level level, const char *tag, const char *text, void *user) {
+    (void)tag;
+    if (level == MS_LOG_ERROR) {
+        snprintf((char *)user, 256, "%s", text);
+    }
+}
+
+/* The warning of a net of x w, "side" of that, times v, and the loss. */
+static void warning_of(char *warning, bool has_backward, bool meant) {
+    t_chain chain;
+    ms_config config = t_config();
+    warning[0] = 0;
+    config.log = keep_warning;
+    config.log_user = warning;
+    memset(&chain, 0, sizeof chain);
+    assert_int_equal(ms_create(&config, &chain.model), MS_RESULT_OK);
+    ms_model *m = chain.model;
+    const ms_shape shape = ms_shape2(4, 4);
+    chain.matmul[0].kind = T_MATMUL;
+    ms_layer_desc desc = t_describe(&chain.matmul[0]);
+    desc.in[0] = ms_input(m, "x", MS_DTYPE_F32, shape);
+    desc.param[0] = ms_param(m, "w", MS_DTYPE_F32, shape);
+    desc.out[0] = ms_activation(m, "product", MS_DTYPE_F32, shape);
+    ms_register_layer(m, &desc);
+    const ms_tensor product = desc.out[0];
+    chain.squash[0].kind = T_SQUASH;
+    desc = t_describe(&chain.squash[0]);
+    desc.name = "side";
+    desc.in[0] = product;
+    desc.out[0] = ms_activation(m, "squashed", MS_DTYPE_F32, shape);
+    desc.backward = has_backward ? desc.backward : NULL;
+    desc.no_backward = meant;
+    ms_register_layer(m, &desc);
+    chain.matmul[1].kind = T_MATMUL;
+    ms_layer_desc head = t_describe(&chain.matmul[1]);
+    head.in[0] = desc.out[0];
+    head.param[0] = ms_param(m, "v", MS_DTYPE_F32, shape);
+    head.out[0] = ms_activation(m, "head", MS_DTYPE_F32, shape);
+    ms_register_layer(m, &head);
+    chain.loss_op.kind = T_LOSS;
+    desc = t_describe(&chain.loss_op);
+    desc.in[0] = head.out[0];
+    desc.out[0] = ms_activation(m, "losses", MS_DTYPE_F32, ms_shape1(4));
+    ms_register_layer(m, &desc);
+    ms_set_loss(m, desc.out[0]);
+    t_ok(m, ms_wrap(m));
+    ms_destroy(m);
+}
+
+static void a_missing_backward_is_warned_of(void **state) {
+    (void)state;
+    char warning[256];
+    warning_of(warning, true, false);
+    assert_string_equal(warning, "");
+    warning_of(warning, false, false);
+    t_text_has(warning, "\"side\"");
+    t_text_has(warning, "no_backward");
+    warning_of(warning, false, true);
+    t_text_has(warning, "\"w\""); // which gets no gradient
+}
+
+/* A log knows why there is no model. */
+static void a_wrong_config_is_explained(void **state) {
+    (void)state;
+    ms_model *m;
+    char text[256] = "";
+    ms_config config = t_config();
+    config.log = keep_error;
+    config.log_user = text;
+    config.target_utilization = 1.5;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_INVALID);
+    t_text_has(text, "target_utilization");
+}
+
+/* Where a handle is 0 since its registration failed, that is what ms_write and ms_read say. */
+static void writes_name_the_registration_that_failed(void **state) {
+    (void)state;
+    ms_model *m;
+    float data[4] = {0};
+    ms_config config = t_config();
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    ms_tensor none = ms_param(m, "empty", MS_DTYPE_F32, ms_shape2(4, 0));
+    t_error(m, ms_write(m, none, data), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(m), "\"empty\"");
+    t_error(m, ms_read(m, none, data), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(m), "\"empty\"");
+    ms_destroy(m);
+}
+
 // ------------------------------------------------------------------------------------------------
 // reading and writing
 
@@ -1437,6 +1534,9 @@ int main(void) {
         cmocka_unit_test(an_update_cut_in_two_fails_the_model),
         cmocka_unit_test(a_loss_that_is_not_finite),
         cmocka_unit_test(the_log_receives_text),
+        cmocka_unit_test(a_missing_backward_is_warned_of),
+        cmocka_unit_test(a_wrong_config_is_explained),
+        cmocka_unit_test(writes_name_the_registration_that_failed),
         cmocka_unit_test(values_survive_wrap_and_detach),
         cmocka_unit_test(everything_that_lives_is_read),
         cmocka_unit_test(sizes_of_tensors),
