@@ -5496,6 +5496,9 @@ static bool msi_is_written(const msi_layer *l, const msi_instruction *i, int par
     return part == MSI_PART_WORKSPACE || (clobbers >> slot & 1) || msi_is_made(l, i, part, slot);
 }
 
+/* By ms_phase. */
+static const char *const msi_phase_names[] = {"forward", "recompute", "backward", "eval"};
+
 /* The mask of the operands of a group that are there to be written. */
 static uint16_t msi_wanted(const msi_layer *l, const msi_instruction *i,
                            const msi_operand *operands, int group) {
@@ -5561,14 +5564,13 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
 }
 
 static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *call) {
-    static const char *const phases[] = {"forward", "recompute", "backward", "eval"};
     const uint32_t error_count = m->error_count;
     const ms_layer_fn fn = call->phase == MS_PHASE_BACKWARD                    ? l->backward
                            : call->phase == MS_PHASE_RECOMPUTE && l->recompute ? l->recompute
                                                                                : l->forward;
     m->busy = true;
     int error = l->bind ? l->bind(call) : 0;
-    const char *what = error ? "bind" : phases[call->phase];
+    const char *what = error ? "bind" : msi_phase_names[call->phase];
     error = error ? error : fn(call);
     m->busy = false;
     if (error == 0) {
@@ -5796,15 +5798,14 @@ static ms_result msi_try_layer(msi_trial *t, ms_phase phase, uint8_t rubbish, ui
 /* "layer L: its backward callback <what> the gradient of "x": <cure>" */
 static ms_result msi_fail_contract(const msi_trial *t, uint32_t operand, const char *what,
                                    const char *cure) {
-    static const char *const phases[] = {"forward", "recompute", "backward", "eval"};
     ms_model *m = t->model;
     const msi_life *life = &t->program->lives.items[msi_trial_life(t, operand)];
     const char *role = life->role == MSI_ROLE_WORKSPACE ? "workspace of"
                        : life->role == MSI_ROLE_PART    ? "gradient of"
                                                         : msi_role_name((msi_role)life->role);
     return msi_fail(m, MS_RESULT_CONTRACT, "layer \"%s\": its %s callback %s the %s \"%s\": %s",
-                    msi_layer_name(m, t->instruction->target), phases[t->instruction->op], what,
-                    role,
+                    msi_layer_name(m, t->instruction->target), msi_phase_names[t->instruction->op],
+                    what, role,
                     life->role == MSI_ROLE_WORKSPACE ? msi_layer_name(m, life->tensor)
                                                      : msi_tensor_name(m, life->tensor),
                     cure);

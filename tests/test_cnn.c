@@ -183,31 +183,7 @@ static void test_smallest_budget(void **state) {
     }
 }
 
-/* A plain triple loop, since the sums of a CBLAS may depend on the number of its threads. */
-static int k_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
-                  const ms_matrix *c) {
-    (void)user;
-    const int64_t depth = a->transposed ? a->rows : a->cols;
-    const int64_t a_row = a->transposed ? 1 : a->stride;
-    const int64_t a_col = a->transposed ? a->stride : 1;
-    const int64_t b_row = b->transposed ? 1 : b->stride;
-    const int64_t b_col = b->transposed ? b->stride : 1;
-    for (int64_t i = 0; i < c->rows; i++) {
-        for (int64_t j = 0; j < c->cols; j++) {
-            const float *from_a = (const float *)a->data + i * a_row;
-            const float *from_b = (const float *)b->data + j * b_col;
-            float *to = (float *)c->data + i * c->stride + j;
-            float sum = 0.0f;
-            for (int64_t k = 0; k < depth; k++) {
-                sum += from_a[k * a_col] * from_b[k * b_row];
-            }
-            *to = beta != 0.0f ? alpha * sum + beta * *to : alpha * sum;
-        }
-    }
-    return 0;
-}
-
-/* A net of the trainer for this batch, on k_gemm; SGD, so that its state can be copied. */
+/* A net of the trainer for this batch, on t_gemm; SGD, so that its state can be copied. */
 static void k_start(classifier *c, const settings *o, bool debug) {
     ms_config config = t_config();
     ms_optimizer_desc sgd;
@@ -216,7 +192,7 @@ static void k_start(classifier *c, const settings *o, bool debug) {
     sgd.kind = MS_OPTIMIZER_SGD;
     sgd.learning_rate = 0.1f;
     config.backend = ms_backend_cpu();
-    config.backend.gemm = k_gemm;
+    config.backend.gemm = t_gemm;
     config.debug = debug;
     config.seed = 4;
     assert_int_equal(ms_create(&config, &c->model), MS_RESULT_OK);

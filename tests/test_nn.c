@@ -1090,30 +1090,6 @@ static nn_transformer_config m_config(nn_granularity granularity, float dropout)
     return config;
 }
 
-/* A plain triple loop, so that what is compared is nn.h and not the sums of a CBLAS. */
-static int m_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
-                  const ms_matrix *c) {
-    (void)user;
-    const int64_t depth = a->transposed ? a->rows : a->cols;
-    const int64_t a_row = a->transposed ? 1 : a->stride;
-    const int64_t a_col = a->transposed ? a->stride : 1;
-    const int64_t b_row = b->transposed ? 1 : b->stride;
-    const int64_t b_col = b->transposed ? b->stride : 1;
-    for (int64_t i = 0; i < c->rows; i++) {
-        for (int64_t j = 0; j < c->cols; j++) {
-            const float *from_a = (const float *)a->data + i * a_row;
-            const float *from_b = (const float *)b->data + j * b_col;
-            float *to = (float *)c->data + i * c->stride + j;
-            float sum = 0.0f;
-            for (int64_t k = 0; k < depth; k++) {
-                sum += from_a[k * a_col] * from_b[k * b_row];
-            }
-            *to = beta != 0.0f ? alpha * sum + beta * *to : alpha * sum;
-        }
-    }
-    return 0;
-}
-
 enum { M_IDS = 512 }; // at most, in a batch
 
 static void m_write_batch(m_net *n, bool ignored) {
@@ -1144,7 +1120,7 @@ static void m_start(m_net *n, bool bert, const nn_transformer_config *shape) {
     memset(&adamw, 0, sizeof adamw);
     adamw.weight_decay = 0.1f;
     config.backend = ms_backend_cpu();
-    config.backend.gemm = m_gemm;
+    config.backend.gemm = t_gemm;
     config.early_update = MS_SWITCH_OFF;
     config.debug = shape->batch * shape->sequence < 100; // slow
     memset(n, 0, sizeof *n);
@@ -1315,7 +1291,7 @@ static void z_start(m_net *n, bool bert, const nn_transformer_config *shape, boo
     ms_config config = t_config();
     uint64_t budget;
     config.backend = ms_backend_cpu();
-    config.backend.gemm = m_gemm;
+    config.backend.gemm = t_gemm;
     memset(n, 0, sizeof *n);
     n->config = *shape;
     assert_int_equal(ms_create(&config, &n->model), MS_RESULT_OK);

@@ -175,6 +175,34 @@ static inline ms_allocator t_heap_allocator(t_heap *heap) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// a matrix product with one order of sums
+
+/* A plain triple loop for ms_backend.gemm, for tests that compare anything but the sums of a CBLAS,
+   which may depend on shapes and threads. */
+static inline int t_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b,
+                         float beta, const ms_matrix *c) {
+    (void)user;
+    const int64_t depth = a->transposed ? a->rows : a->cols;
+    const int64_t a_row = a->transposed ? 1 : a->stride;
+    const int64_t a_col = a->transposed ? a->stride : 1;
+    const int64_t b_row = b->transposed ? 1 : b->stride;
+    const int64_t b_col = b->transposed ? b->stride : 1;
+    for (int64_t i = 0; i < c->rows; i++) {
+        for (int64_t j = 0; j < c->cols; j++) {
+            const float *from_a = (const float *)a->data + i * a_row;
+            const float *from_b = (const float *)b->data + j * b_col;
+            float *to = (float *)c->data + i * c->stride + j;
+            float sum = 0.0f;
+            for (int64_t k = 0; k < depth; k++) {
+                sum += from_a[k * a_col] * from_b[k * b_row];
+            }
+            *to = beta != 0.0f ? alpha * sum + beta * *to : alpha * sum;
+        }
+    }
+    return 0;
+}
+
+// ------------------------------------------------------------------------------------------------
 // a backend that counts: the CPU's, behind counters
 
 typedef struct t_device {
