@@ -214,9 +214,10 @@ static int fz_add_f32(void *user, void *device, const void *source, uint64_t cou
     return error != 0 ? error : CPU->add_f32(CPU->user, device, source, count);
 }
 
-static int fz_sum_f32(void *user, const void *device, uint64_t count, double *sum) {
+static int fz_loss(void *user, const void *losses, uint64_t count, double factor,
+                   ms_step_state *step) {
     int error = backend_fails(user);
-    return error != 0 ? error : CPU->sum_f32(CPU->user, device, count, sum);
+    return error != 0 ? error : CPU->loss(CPU->user, losses, count, factor, step);
 }
 
 static int fz_add_squares_f32(void *user, const void *device, uint64_t count, double *sum) {
@@ -224,9 +225,10 @@ static int fz_add_squares_f32(void *user, const void *device, uint64_t count, do
     return error != 0 ? error : CPU->add_squares_f32(CPU->user, device, count, sum);
 }
 
-static int fz_clip_scale(void *user, const double *sum, float limit, float *scale) {
+static int fz_clip_scale(void *user, const double *sum, float limit, float *scale,
+                         ms_step_state *step) {
     int error = backend_fails(user);
-    return error != 0 ? error : CPU->clip_scale(CPU->user, sum, limit, scale);
+    return error != 0 ? error : CPU->clip_scale(CPU->user, sum, limit, scale, step);
 }
 
 static int fz_update(void *user, const ms_update_args *args) {
@@ -257,7 +259,7 @@ static ms_backend world_backend(world *w) {
     b.fill_bytes = fz_fill_bytes;
     b.fill_f32 = fz_fill_f32;
     b.add_f32 = fz_add_f32;
-    b.sum_f32 = fz_sum_f32;
+    b.loss = fz_loss;
     b.add_squares_f32 = fz_add_squares_f32;
     b.clip_scale = fz_clip_scale;
     b.update = fz_update;

@@ -2120,7 +2120,10 @@ static inline float rd_reference_clip(rd_reference *r) {
             assert_int_equal(r->cpu.add_squares_f32(r->cpu.user, r->gradient[i], count, &sum), 0);
         }
     }
-    assert_int_equal(r->cpu.clip_scale(r->cpu.user, &sum, g->optimizer.grad_clip_norm, &scale), 0);
+    ms_step_state state;
+    memset(&state, 0, sizeof state);
+    assert_int_equal(
+        r->cpu.clip_scale(r->cpu.user, &sum, g->optimizer.grad_clip_norm, &scale, &state), 0);
     r->norm = sqrt(sum);
     r->run.seen[RD_DID_CLIP] |= scale < 1.0f;
     return scale;
@@ -2156,8 +2159,7 @@ static inline void rd_reference_update(rd_reference *r) {
         args.gradient = r->gradient[i];
         args.gradient_scale = g->optimizer.grad_clip_norm > 0.0f ? &scale : NULL;
         memcpy(args.state, r->state[i], sizeof args.state);
-        int error =
-            args.kind == MS_OPTIMIZER_CUSTOM ? rd_update(&args) : r->cpu.update(r->cpu.user, &args);
+        int error = args.kind == MS_OPTIMIZER_CUSTOM ? rd_update(&args) : t_update(&r->cpu, &args);
         assert_int_equal(error, 0);
     }
 }

@@ -636,8 +636,7 @@ static void replay_update(replay *r, const ms_event *event) {
         }
     }
     rd_fill_update(&args, g, param, r->run.size, r->learning_rate, r->run.step + 1);
-    int error =
-        args.kind == MS_OPTIMIZER_CUSTOM ? rd_update(&args) : r->cpu.update(r->cpu.user, &args);
+    int error = args.kind == MS_OPTIMIZER_CUSTOM ? rd_update(&args) : t_update(&r->cpu, &args);
     assert_int_equal(error, 0);
 }
 
@@ -664,9 +663,12 @@ static bool replay_other(replay *r, const ms_event *event) {
         return true;
     case MS_EVENT_NORM:
         return r->cpu.add_squares_f32(r->cpu.user, data, count, sum) == 0;
-    case MS_EVENT_CLIP: // the scale lies behind the sum
+    case MS_EVENT_CLIP: { // the scale lies behind the sum
+        ms_step_state state;
+        memset(&state, 0, sizeof state);
         return r->cpu.clip_scale(r->cpu.user, sum, r->run.graph->optimizer.grad_clip_norm,
-                                 (float *)(sum + 1)) == 0;
+                                 (float *)(sum + 1), &state) == 0;
+    }
     default:
         replay_update(r, event);
         return true;

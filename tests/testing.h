@@ -202,6 +202,29 @@ static inline int t_gemm(void *user, float alpha, const ms_matrix *a, const ms_m
     return 0;
 }
 
+/* ms_backend.update for args that have no factors and no state of a step. */
+static inline int t_update(const ms_backend *backend, const ms_update_args *args) {
+    ms_optimizer_desc o;
+    ms_step_state state;
+    memset(&o, 0, sizeof o);
+    memset(&state, 0, sizeof state);
+    o.kind = args->kind;
+    o.learning_rate = args->learning_rate;
+    o.beta1 = args->beta1;
+    o.beta2 = args->beta2;
+    o.epsilon = args->epsilon;
+    o.momentum = args->momentum;
+    ms_update_factors factors = msi_factors_at(&o, args->t);
+    const double decay = (double)args->weight_decay;
+    factors.decay = args->kind == MS_OPTIMIZER_SGD
+                        ? args->weight_decay
+                        : (float)(1.0 - (double)args->learning_rate * decay);
+    ms_update_args complete = *args;
+    complete.factors = &factors;
+    complete.state_of_step = &state;
+    return backend->update(backend->user, &complete);
+}
+
 // ------------------------------------------------------------------------------------------------
 // a backend that counts: the CPU's, behind counters
 
@@ -287,16 +310,25 @@ static inline int t_device_add_squares_f32(void *user, const void *from, uint64_
     return error != 0 ? error : device->cpu.add_squares_f32(device->cpu.user, from, count, sum);
 }
 
-static inline int t_device_clip_scale(void *user, const double *sum, float limit, float *scale) {
+static inline int t_device_clip_scale(void *user, const double *sum, float limit, float *scale,
+                                      ms_step_state *step) {
     t_device *device = (t_device *)user;
     const int error = t_device_fails(device);
-    return error != 0 ? error : device->cpu.clip_scale(device->cpu.user, sum, limit, scale);
+    return error != 0 ? error : device->cpu.clip_scale(device->cpu.user, sum, limit, scale, step);
 }
 
-static inline int t_device_sum_f32(void *user, const void *from, uint64_t count, double *sum) {
+static inline int t_device_loss(void *user, const void *losses, uint64_t count, double factor,
+                                ms_step_state *step) {
     t_device *device = (t_device *)user;
     int error = t_device_fails(device);
-    return error != 0 ? error : device->cpu.sum_f32(device->cpu.user, from, count, sum);
+    return error != 0 ? error : device->cpu.loss(device->cpu.user, losses, count, factor, step);
+}
+
+static inline int t_device_cast(void *user, void *target, ms_dtype to, const void *source,
+                                ms_dtype from, uint64_t count) {
+    t_device *device = (t_device *)user;
+    int error = t_device_fails(device);
+    return error != 0 ? error : device->cpu.cast(device->cpu.user, target, to, source, from, count);
 }
 
 static inline int t_device_update(void *user, const ms_update_args *args) {
@@ -337,7 +369,8 @@ static inline ms_backend t_device_backend(t_device *device) {
     backend.add_f32 = t_device_add_f32;
     backend.add_squares_f32 = t_device_add_squares_f32;
     backend.clip_scale = t_device_clip_scale;
-    backend.sum_f32 = t_device_sum_f32;
+    backend.loss = t_device_loss;
+    backend.cast = t_device_cast;
     backend.update = t_device_update;
     backend.gemm = t_device_gemm;
     backend.hardware = t_device_hardware;
