@@ -1,5 +1,5 @@
-/*  nn.h - layers for memscale.h, on the CPU: those of transformers, with GPT-2 and BERT of any
-    size, and those of convolutional nets.
+/*  nn.h - layers for memscale.h, on the CPU and with CUDA: those of transformers, with GPT-2 and
+    BERT of any size, and those of convolutional nets.
 
     A single header for the examples, tests and benchmarks; every function is static. It needs the
     declarations of memscale.h, which it includes, and C99 or C++11. With OpenMP the loops run in
@@ -20,6 +20,12 @@
         ms_step(model, &loss);
         ms_destroy(model);
         nn_destroy(net);
+
+    DEVICES. The layers call kernels through a table, nn_device: nn_cpu() of this header, or nn_cuda()
+    where a program is linked with cuda.cu, which nvcc compiles from the end of this header. Then
+    config.backend = ms_backend_cuda(0) and nn_create_on(model, nn_cuda()) are all that changes. A
+    kernel cannot report a token or target that is outside its table: it makes the values of that
+    row NaN, so that the step ends with MS_RESULT_NONFINITE, where the CPU returns NN_ERROR_INDEX.
 
     LAYERS. A layer function registers the layer and its params and returns its output, so that
     calls chain. Where memscale.h lets a mistake stick, nn.h does too: an impossible size or a
@@ -52,6 +58,19 @@
 #define NN_API static __attribute__((unused))
 #else
 #define NN_API static
+#endif
+
+#ifdef __cplusplus
+#define NN_EXTERN extern "C"
+#else
+#define NN_EXTERN extern
+#endif
+
+/* On the host and, where nvcc compiles, on the device: the same text for both. */
+#if defined(__CUDACC__)
+#define NN_HD NN_API __host__ __device__ inline
+#else
+#define NN_HD NN_API inline
 #endif
 
 // ------------------------------------------------------------------------------------------------
@@ -98,11 +117,20 @@ typedef struct nn_transformer {
     ms_tensor losses;   // (B, T)
 } nn_transformer;
 
-/* What callbacks of this file return beside the results of ms_gemm. */
+/* What callbacks of this file return beside the results of ms_gemm, and of the CUDA runtime. */
 enum { NN_ERROR_INDEX = 1001 /* a token or target is outside its table */ };
 
-/* Makes a net for model; NULL: no memory. */
+/* The kernels of a device, and the scratch memory that they ask for. nn_cuda is there where a
+   program is linked with examples/cuda.cu; a program that never names it needs no CUDA. */
+typedef struct nn_device nn_device;
+
+NN_API const nn_device *nn_cpu(void);
+NN_EXTERN const nn_device *nn_cuda(void);
+
+/* Makes a net for model; NULL: no memory. nn_create: on the CPU. The device must be that of the
+   model's backend. */
 NN_API nn_net *nn_create(ms_model *model);
+NN_API nn_net *nn_create_on(ms_model *model, const nn_device *device);
 
 /* Frees the net; call it after ms_destroy, since the layers use its options. NULL is fine. */
 NN_API void nn_destroy(nn_net *net);
@@ -255,7 +283,7 @@ NN_API nn_transformer nn_bert(nn_net *net, const nn_transformer_config *config);
 #define NN_PRAGMA(text) _Pragma(#text)
 #define NN_PARALLEL(work) NN_PRAGMA(omp parallel for schedule(static) if ((work) >= NN_WORTH))
 #define NN_SIMD NN_PRAGMA(omp simd)
-#elif defined(__GNUC__) && !defined(__clang__)
+#elif defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #define NN_PARALLEL(work)
 #define NN_SIMD _Pragma("GCC ivdep")
 #else
@@ -356,7 +384,7 @@ NN_API float nn_max(const float *x, int64_t count) {
 
 /* e^x for x clamped to [-87, 88], relative error about 2e-7: x = n ln 2 + r, a polynomial for e^r
    (fitted at Chebyshev nodes), and n put into the exponent. NaN stays NaN. */
-NN_API inline float nn_exp(float x) {
+NN_HD float nn_exp(float x) {
     const float rounder = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
     x = x < -87.0f ? -87.0f : x;
     x = x > 88.0f ? 88.0f : x;
@@ -378,15 +406,15 @@ NN_API inline float nn_exp(float x) {
 }
 
 /* The tanh form is x * s(x), s the logistic function of 2 sqrt(2 / pi) (x + 0.044715 x^3). */
-NN_API inline float nn_gelu_tanh_share(float x) {
+NN_HD float nn_gelu_tanh_share(float x) {
     return 1.0f / (1.0f + nn_exp(-1.59576912f * (x + 0.044715f * x * x * x)));
 }
 
-NN_API inline float nn_gelu_tanh_value(float x) {
+NN_HD float nn_gelu_tanh_value(float x) {
     return x * nn_gelu_tanh_share(x);
 }
 
-NN_API inline float nn_gelu_tanh_slope(float x) {
+NN_HD float nn_gelu_tanh_slope(float x) {
     const float s = nn_gelu_tanh_share(x);
     return s + x * s * (1.0f - s) * (1.59576912f + 0.21406445f * x * x);
 }
@@ -394,7 +422,7 @@ NN_API inline float nn_gelu_tanh_slope(float x) {
 /* The normal distribution function. For a = |x| and t = 1 / (1 + 0.35 a), its value at -a over
    t exp(-a^2 / 2) is smooth on all of 0 < t <= 1: a polynomial fitted at Chebyshev nodes, relative
    error 4e-8. bell is exp(-x^2 / 2). */
-NN_API inline float nn_normal(float x, float bell) {
+NN_HD float nn_normal(float x, float bell) {
     const float a = x < 0.0f ? -x : x;
     const float t = 1.0f / (1.0f + 0.35f * a);
     float p = -2.967952192e-2f;
@@ -410,17 +438,17 @@ NN_API inline float nn_normal(float x, float bell) {
     return x < 0.0f ? tail : 1.0f - tail;
 }
 
-NN_API inline float nn_gelu_erf_value(float x) {
+NN_HD float nn_gelu_erf_value(float x) {
     return x * nn_normal(x, nn_exp(-0.5f * x * x));
 }
 
-NN_API inline float nn_gelu_erf_slope(float x) {
+NN_HD float nn_gelu_erf_slope(float x) {
     const float bell = nn_exp(-0.5f * x * x);
     return nn_normal(x, bell) + x * bell * 0.398942280f;
 }
 
 /* Steele et al., "Fast Splittable Pseudorandom Number Generators", 2014: the 64-bit finalizer. */
-NN_API inline uint64_t nn_mix(uint64_t x) {
+NN_HD uint64_t nn_mix(uint64_t x) {
     x += 0x9e3779b97f4a7c15u;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -429,7 +457,7 @@ NN_API inline uint64_t nn_mix(uint64_t x) {
 
 /* 32 random bits for a counter under a key: two rounds of multiply and shift, in 32-bit
    arithmetic, which vectors have. */
-NN_API inline uint32_t nn_random(uint64_t key, uint32_t counter) {
+NN_HD uint32_t nn_random(uint64_t key, uint32_t counter) {
     uint32_t x = counter * 0x9e3779b9u + (uint32_t)key;
     x = (x ^ (x >> 16)) * 0x21f0aaadu;
     x ^= (uint32_t)(key >> 32);
@@ -447,7 +475,9 @@ NN_API void nn_constant_kernel(float *values, int64_t count, float constant) {
 }
 
 /* y = a + b; y may be a or b. */
-NN_API void nn_add_kernel(float *y, const float *a, const float *b, int64_t count) {
+NN_API int nn_add_kernel(const ms_call *call, float *y, const float *a, const float *b,
+                         int64_t count) {
+    (void)call;
     NN_PARALLEL(count)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
         const int64_t end = nn_least(begin + NN_CHUNK, count);
@@ -456,34 +486,67 @@ NN_API void nn_add_kernel(float *y, const float *a, const float *b, int64_t coun
             y[i] = a[i] + b[i];
         }
     }
+    return 0;
 }
 
 /* Passes a gradient on: y = x or y += x; nothing to do where y is x. */
-NN_API void nn_pass_kernel(nn_target y, const float *x, int64_t count) {
+NN_API int nn_pass_kernel(const ms_call *call, nn_target y, const float *x, int64_t count) {
     if (y.data == NULL || (y.data == x && y.beta == 0.0f)) {
-        return;
+        return 0;
     }
     if (y.beta == 0.0f) {
         memcpy(y.data, x, (size_t)count * sizeof *x);
     } else {
-        nn_add_kernel(y.data, y.data, x, count);
+        return nn_add_kernel(call, y.data, y.data, x, count);
     }
+    return 0;
+}
+
+/* Where the random numbers of a layer come from: `step` is in the memory of the device and is read
+   when the kernel runs, so that a recorded step draws anew each time it is replayed. */
+typedef struct nn_seed {
+    uint64_t layer;
+    const uint64_t *step;
+    int branch; // of a layer with several draws; below 0: the only one
+} nn_seed;
+
+/* A dropout on the way; probability 0: none. */
+typedef struct nn_drop {
+    float probability;
+    nn_seed seed;
+} nn_drop;
+
+NN_HD uint64_t nn_seed_value(nn_seed seed) {
+    const uint64_t value = seed.layer ^ *seed.step;
+    return seed.branch < 0 ? value : nn_mix(value + (uint64_t)seed.branch);
+}
+
+/* Below this, random bits drop an element. */
+NN_HD uint32_t nn_threshold(float probability) {
+    return (uint32_t)((double)probability * 4294967296.0);
+}
+
+/* The key of the elements of one chunk, which begins with element `begin`. */
+NN_HD uint64_t nn_chunk_key(uint64_t seed, int64_t begin) {
+    return nn_mix(seed ^ nn_mix((uint64_t)begin));
 }
 
 /* y = mask * x / (1 - probability), or y += that; y may be x. */
-NN_API void nn_dropout_kernel(nn_target y, const float *x, int64_t count, float probability,
-                              uint64_t seed) {
+NN_API int nn_dropout_kernel(const ms_call *call, nn_target y, const float *x, int64_t count,
+                             float probability, nn_seed seeds) {
+    (void)call;
     if (y.data == NULL) {
-        return;
+        return 0;
     }
     float *out = y.data;
     const bool adds = y.beta != 0.0f;
     const float scale = 1.0f / (1.0f - probability);
-    const uint32_t threshold = (uint32_t)((double)probability * 4294967296.0);
+    const uint32_t threshold = nn_threshold(probability);
+    const uint64_t seed = nn_seed_value(seeds);
     NN_PARALLEL(count)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
         const int32_t size = (int32_t)nn_least(NN_CHUNK, count - begin);
-        const uint64_t key = nn_mix(seed ^ nn_mix((uint64_t)begin));
+        const uint64_t key = nn_chunk_key(seed, begin);
         const float *from = x + begin;
         float *to = out + begin;
         NN_SIMD
@@ -492,10 +555,13 @@ NN_API void nn_dropout_kernel(nn_target y, const float *x, int64_t count, float 
             to[i] = adds ? to[i] + kept : kept;
         }
     }
+    return 0;
 }
 
 /* y = gelu(x); y may be x. */
-NN_API void nn_gelu_kernel(float *y, const float *x, int64_t count, bool erf_form) {
+NN_API int nn_gelu_kernel(const ms_call *call, float *y, const float *x, int64_t count,
+                          bool erf_form) {
+    (void)call;
     NN_PARALLEL(count)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
         const int64_t end = nn_least(begin + NN_CHUNK, count);
@@ -511,13 +577,15 @@ NN_API void nn_gelu_kernel(float *y, const float *x, int64_t count, bool erf_for
             }
         }
     }
+    return 0;
 }
 
 /* dx = gelu'(x) * dy, or dx += that; dx may be x or dy. */
-NN_API void nn_gelu_backward_kernel(nn_target dx, const float *dy, const float *x, int64_t count,
-                                    bool erf_form) {
+NN_API int nn_gelu_backward_kernel(const ms_call *call, nn_target dx, const float *dy,
+                                   const float *x, int64_t count, bool erf_form) {
+    (void)call;
     if (dx.data == NULL) {
-        return;
+        return 0;
     }
     float *out = dx.data;
     const bool adds = dx.beta != 0.0f;
@@ -538,6 +606,7 @@ NN_API void nn_gelu_backward_kernel(nn_target dx, const float *dy, const float *
             }
         }
     }
+    return 0;
 }
 
 /* One of the tables that an embedding adds up: row r takes table row index[r], or r % period
@@ -563,9 +632,16 @@ NN_API int nn_index_check(const int32_t *index, int64_t count, int64_t entries, 
     return 0;
 }
 
-/* y (rows, channels): the sum of the rows that the lookups name. */
-NN_API void nn_embedding_kernel(float *y, const nn_lookup *lookups, int lookup_count, int64_t rows,
-                                int64_t channels) {
+/* y (rows, channels): the sum of the rows that the lookups name, of which the first is a table. */
+NN_API int nn_embedding_kernel(const ms_call *call, float *y, const nn_lookup *lookups,
+                               int lookup_count, int64_t rows, int64_t channels) {
+    (void)call;
+    for (int l = 0; l < lookup_count; l++) {
+        if (lookups[l].index != NULL &&
+            nn_index_check(lookups[l].index, rows, lookups[l].entries, false) != 0) {
+            return NN_ERROR_INDEX;
+        }
+    }
     NN_PARALLEL(rows * channels)
     for (int64_t r = 0; r < rows; r++) {
         float *to = y + r * channels;
@@ -584,13 +660,17 @@ NN_API void nn_embedding_kernel(float *y, const nn_lookup *lookups, int lookup_c
             }
         }
     }
+    return 0;
 }
 
 /* dtable (entries, channels) gets the rows of dy (rows, channels) that took each entry. */
-NN_API void nn_embedding_backward_kernel(nn_target dtable, const nn_lookup *lookup, const float *dy,
-                                         int64_t rows, int64_t channels) {
+NN_API int nn_embedding_backward_kernel(const ms_call *call, nn_target dtable,
+                                        const nn_lookup *lookup, const float *dy, int64_t rows,
+                                        int64_t channels, float *work) {
+    (void)call;
+    (void)work;
     if (dtable.data == NULL) {
-        return;
+        return 0;
     }
     float *out = dtable.data;
     if (dtable.beta == 0.0f) {
@@ -608,6 +688,7 @@ NN_API void nn_embedding_backward_kernel(nn_target dtable, const nn_lookup *look
             }
         }
     }
+    return 0;
 }
 
 /* Every row of y (rows, columns) becomes row. */
@@ -646,31 +727,45 @@ NN_API void nn_column_sums_kernel(nn_target sums, const float *x, int64_t rows, 
     }
 }
 
-/* x, y (rows, width); mean, rstd (rows); y may be x. */
-NN_API void nn_layernorm_kernel(float *y, float *mean, float *rstd, const float *x,
-                                const float *weight, const float *bias, int64_t rows, int64_t width,
-                                float epsilon) {
-    NN_PARALLEL(rows * width)
-    for (int64_t r = 0; r < rows; r++) {
+/* A layer normalization of rows of this width; mean and rstd (rows) are what it saves. */
+typedef struct nn_norm {
+    int64_t rows, width;
+    const float *weight, *bias;
+    float *mean, *rstd;
+    float epsilon;
+} nn_norm;
+
+/* x, y (rows, width); y may be x. */
+NN_API int nn_layernorm_kernel(const ms_call *call, float *y, const float *x, const nn_norm *n) {
+    (void)call;
+    const int64_t width = n->width;
+    NN_PARALLEL(n->rows * width)
+    for (int64_t r = 0; r < n->rows; r++) {
         const float *from = x + r * width;
         float *to = y + r * width;
         const float m = nn_sum(from, width) / (float)width;
         float squares;
         NN_SUM(squares, i, width, (from[i] - m) * (from[i] - m));
-        const float s = 1.0f / sqrtf(squares / (float)width + epsilon);
+        const float s = 1.0f / sqrtf(squares / (float)width + n->epsilon);
+        const float *weight = n->weight;
+        const float *bias = n->bias;
         NN_SIMD
         for (int64_t i = 0; i < width; i++) {
             to[i] = (from[i] - m) * s * weight[i] + bias[i];
         }
-        mean[r] = m;
-        rstd[r] = s;
+        n->mean[r] = m;
+        n->rstd[r] = s;
     }
+    return 0;
 }
 
 /* Gradients of weight and bias (width each), from x, dy (rows, width). */
 NN_API void nn_layernorm_param_kernel(nn_target dweight, nn_target dbias, const float *dy,
-                                      const float *x, const float *mean, const float *rstd,
-                                      int64_t rows, int64_t width) {
+                                      const float *x, const nn_norm *n) {
+    const int64_t rows = n->rows;
+    const int64_t width = n->width;
+    const float *mean = n->mean;
+    const float *rstd = n->rstd;
     nn_column_sums_kernel(dbias, dy, rows, width);
     if (dweight.data == NULL) {
         return;
@@ -691,22 +786,27 @@ NN_API void nn_layernorm_param_kernel(nn_target dweight, nn_target dbias, const 
     }
 }
 
-/* Gradient of x (rows, width); dx may be dy or x. */
-NN_API void nn_layernorm_backward_kernel(nn_target dx, const float *dy, const float *x,
-                                         const float *mean, const float *rstd, const float *weight,
-                                         int64_t rows, int64_t width) {
+/* Gradients from x, dy (rows, width). That of x comes last, for dx may be dy or x. */
+NN_API int nn_layernorm_backward_kernel(const ms_call *call, nn_target dx, nn_target dweight,
+                                        nn_target dbias, const float *dy, const float *x,
+                                        const nn_norm *n, float *work) {
+    (void)call;
+    (void)work;
+    nn_layernorm_param_kernel(dweight, dbias, dy, x, n);
     if (dx.data == NULL) {
-        return;
+        return 0;
     }
+    const int64_t width = n->width;
+    const float *weight = n->weight;
     float *out = dx.data;
     const bool adds = dx.beta != 0.0f;
-    NN_PARALLEL(rows * width)
-    for (int64_t r = 0; r < rows; r++) {
+    NN_PARALLEL(n->rows * width)
+    for (int64_t r = 0; r < n->rows; r++) {
         const float *from = x + r * width;
         const float *slope = dy + r * width;
         float *to = out + r * width;
-        const float m = mean[r];
-        const float s = rstd[r];
+        const float m = n->mean[r];
+        const float s = n->rstd[r];
         const float mean_slope = nn_dot(slope, weight, width) / (float)width;
         float product;
         NN_SUM(product, i, width, slope[i] * weight[i] * ((from[i] - m) * s));
@@ -718,6 +818,7 @@ NN_API void nn_layernorm_backward_kernel(nn_target dx, const float *dy, const fl
             to[i] = adds ? to[i] + value : value;
         }
     }
+    return 0;
 }
 
 /* x (count) becomes exp(x - its maximum); returns the sum. */
@@ -746,8 +847,13 @@ NN_API float nn_exp_sum(const float *x, float shift, int64_t count) {
 }
 
 /* losses (rows), stats (rows, 2): maximum and log of the sum of exp(logits - maximum). */
-NN_API void nn_cross_entropy_kernel(float *losses, float *stats, const float *logits,
-                                    const int32_t *targets, int64_t rows, int64_t classes) {
+NN_API int nn_cross_entropy_kernel(const ms_call *call, float *losses, float *stats,
+                                   const float *logits, const int32_t *targets, int64_t rows,
+                                   int64_t classes) {
+    (void)call;
+    if (nn_index_check(targets, rows, classes, true) != 0) {
+        return NN_ERROR_INDEX;
+    }
     NN_PARALLEL(rows * classes)
     for (int64_t r = 0; r < rows; r++) {
         const float *row = logits + r * classes;
@@ -763,15 +869,17 @@ NN_API void nn_cross_entropy_kernel(float *losses, float *stats, const float *lo
         stats[2 * r] = most;
         stats[2 * r + 1] = log_sum;
     }
+    return 0;
 }
 
 /* dlogits (rows, classes) from dlosses (rows); dlogits may be logits. */
-NN_API void nn_cross_entropy_backward_kernel(nn_target dlogits, const float *dlosses,
-                                             const float *stats, const float *logits,
-                                             const int32_t *targets, int64_t rows,
-                                             int64_t classes) {
+NN_API int nn_cross_entropy_backward_kernel(const ms_call *call, nn_target dlogits,
+                                            const float *dlosses, const float *stats,
+                                            const float *logits, const int32_t *targets,
+                                            int64_t rows, int64_t classes) {
+    (void)call;
     if (dlogits.data == NULL) {
-        return;
+        return 0;
     }
     float *out = dlogits.data;
     const bool adds = dlogits.beta != 0.0f;
@@ -795,10 +903,12 @@ NN_API void nn_cross_entropy_backward_kernel(nn_target dlogits, const float *dlo
         }
         to[targets[r]] -= slope;
     }
+    return 0;
 }
 
 /* y = max(x, 0), and NaN stays NaN; y may be x. */
-NN_API void nn_relu_kernel(float *y, const float *x, int64_t count) {
+NN_API int nn_relu_kernel(const ms_call *call, float *y, const float *x, int64_t count) {
+    (void)call;
     NN_PARALLEL(count)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
         const int64_t end = nn_least(begin + NN_CHUNK, count);
@@ -807,12 +917,15 @@ NN_API void nn_relu_kernel(float *y, const float *x, int64_t count) {
             y[i] = x[i] < 0.0f ? 0.0f : x[i];
         }
     }
+    return 0;
 }
 
 /* dx = dy where y, the output, is above 0, or dx += that; dx may be y or dy. */
-NN_API void nn_relu_backward_kernel(nn_target dx, const float *dy, const float *y, int64_t count) {
+NN_API int nn_relu_backward_kernel(const ms_call *call, nn_target dx, const float *dy,
+                                   const float *y, int64_t count) {
+    (void)call;
     if (dx.data == NULL) {
-        return;
+        return 0;
     }
     float *out = dx.data;
     const bool adds = dx.beta != 0.0f;
@@ -825,6 +938,7 @@ NN_API void nn_relu_backward_kernel(nn_target dx, const float *dy, const float *
             out[i] = adds ? out[i] + slope : slope;
         }
     }
+    return 0;
 }
 
 /* Values (images, channels, plane), plane = height * width. */
@@ -853,16 +967,20 @@ NN_API void nn_channel_sums_kernel(nn_target sums, const float *x, nn_planes n) 
 }
 
 /* means (images, channels) of the planes of x. */
-NN_API void nn_average_kernel(float *means, const float *x, nn_planes n) {
+NN_API int nn_average_kernel(const ms_call *call, float *means, const float *x, nn_planes n) {
+    (void)call;
     NN_PARALLEL(nn_planes_count(n))
     for (int64_t i = 0; i < n.images * n.channels; i++) {
         means[i] = nn_sum(x + i * n.plane, n.plane) / (float)n.plane;
     }
+    return 0;
 }
 
-NN_API void nn_average_backward_kernel(nn_target dx, const float *dmeans, nn_planes n) {
+NN_API int nn_average_backward_kernel(const ms_call *call, nn_target dx, const float *dmeans,
+                                      nn_planes n) {
+    (void)call;
     if (dx.data == NULL) {
-        return;
+        return 0;
     }
     const bool adds = dx.beta != 0.0f;
     NN_PARALLEL(nn_planes_count(n))
@@ -874,6 +992,7 @@ NN_API void nn_average_backward_kernel(nn_target dx, const float *dmeans, nn_pla
             to[k] = adds ? to[k] + slope : slope;
         }
     }
+    return 0;
 }
 
 /* Where a batch normalization takes mean and variance from. */
@@ -943,8 +1062,10 @@ NN_API void nn_batch_norm_moments(const nn_batch_norm_values *v, const float *x,
 }
 
 /* y may be x. One loop for all sources, so that a recomputation gives the same bits. */
-NN_API void nn_batch_norm_kernel(float *y, const float *x, const nn_batch_norm_values *v,
-                                 nn_planes n) {
+NN_API int nn_batch_norm_kernel(const ms_call *call, float *y, const float *x,
+                                const nn_batch_norm_values *v, nn_planes n, float *work) {
+    (void)call;
+    (void)work;
     NN_PARALLEL(nn_planes_count(n))
     for (int64_t c = 0; c < n.channels; c++) {
         float mean;
@@ -961,6 +1082,7 @@ NN_API void nn_batch_norm_kernel(float *y, const float *x, const nn_batch_norm_v
             }
         }
     }
+    return 0;
 }
 
 /* One channel of the gradient of x; slope and product are the channel's gradients of bias and
@@ -987,9 +1109,11 @@ NN_API void nn_batch_norm_backward_channel(nn_target dx, const float *dy, const 
 }
 
 /* Gradients from x, dy and the saved mean and rstd; dx may be dy or x. */
-NN_API void nn_batch_norm_backward_kernel(nn_target dx, nn_target dweight, nn_target dbias,
-                                          const float *dy, const float *x,
-                                          const nn_batch_norm_values *v, nn_planes n) {
+NN_API int nn_batch_norm_backward_kernel(const ms_call *call, nn_target dx, nn_target dweight,
+                                         nn_target dbias, const float *dy, const float *x,
+                                         const nn_batch_norm_values *v, nn_planes n, float *work) {
+    (void)call;
+    (void)work;
     NN_PARALLEL(nn_planes_count(n))
     for (int64_t c = 0; c < n.channels; c++) {
         const double count = (double)(n.images * n.plane);
@@ -1017,6 +1141,7 @@ NN_API void nn_batch_norm_backward_kernel(nn_target dx, nn_target dweight, nn_ta
                                            (float)(products / count));
         }
     }
+    return 0;
 }
 
 /* Squares of kernel * kernel values that slide over images (images, channels, height, width) with
@@ -1148,7 +1273,9 @@ NN_API int64_t nn_largest_place(const float *plane, const nn_window *w, int64_t 
 
 /* y (images, channels, out_height, out_width) and the places of its values in the planes of x;
    places may be NULL. */
-NN_API void nn_max_pool_kernel(float *y, int32_t *places, const float *x, const nn_window *w) {
+NN_API int nn_max_pool_kernel(const ms_call *call, float *y, int32_t *places, const float *x,
+                              const nn_window *w) {
+    (void)call;
     const int64_t plane = w->height * w->width;
     NN_PARALLEL(w->images * w->channels * plane)
     for (int64_t p = 0; p < w->images * w->channels; p++) {
@@ -1164,12 +1291,14 @@ NN_API void nn_max_pool_kernel(float *y, int32_t *places, const float *x, const 
             }
         }
     }
+    return 0;
 }
 
-NN_API void nn_max_pool_backward_kernel(nn_target dx, const float *dy, const int32_t *places,
-                                        const nn_window *w) {
+NN_API int nn_max_pool_backward_kernel(const ms_call *call, nn_target dx, const float *dy,
+                                       const int32_t *places, const nn_window *w) {
+    (void)call;
     if (dx.data == NULL) {
-        return;
+        return 0;
     }
     const int64_t plane = w->height * w->width;
     const int64_t out_plane = w->out_height * w->out_width;
@@ -1183,6 +1312,7 @@ NN_API void nn_max_pool_backward_kernel(nn_target dx, const float *dy, const int
             to[places[i]] += dy[i];
         }
     }
+    return 0;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1216,10 +1346,29 @@ NN_API int nn_linear_kernel(const ms_call *call, float *y, const float *x, const
                         bias != NULL ? 1.0f : 0.0f, nn_matrix(y, n.rows, n.out, n.out));
 }
 
+NN_API int nn_linear_gelu_kernel(const ms_call *call, float *y, float *h, const float *x,
+                                 const float *weight, const float *bias, nn_linear_size n,
+                                 bool erf_form) {
+    const int result = nn_linear_kernel(call, h, x, weight, bias, n);
+    return result != 0 ? result : nn_gelu_kernel(call, y, h, n.rows * n.out, erf_form);
+}
+
+NN_API int nn_linear_add_kernel(const ms_call *call, float *y, const float *residual,
+                                const float *x, const float *weight, const float *bias,
+                                nn_linear_size n, const nn_drop *drop) {
+    int result = nn_linear_kernel(call, y, x, weight, bias, n);
+    if (result == 0 && drop->probability > 0.0f) {
+        result = nn_dropout_kernel(call, nn_target_of(y, 0.0f), y, n.rows * n.out,
+                                   drop->probability, drop->seed);
+    }
+    return result != 0 ? result : nn_add_kernel(call, y, residual, y, n.rows * n.out);
+}
+
 /* dx = dy * weight, dweight = transpose(dy) * x, dbias = column sums of dy. */
 NN_API int nn_linear_backward_kernel(const ms_call *call, nn_target dx, nn_target dweight,
                                      nn_target dbias, const float *dy, const float *x,
-                                     const float *weight, nn_linear_size n) {
+                                     const float *weight, nn_linear_size n, float *work) {
+    (void)work;
     const ms_matrix slope = nn_matrix(dy, n.rows, n.out, n.out);
     int result = 0;
     if (dx.data != NULL) {
@@ -1257,9 +1406,9 @@ NN_API int64_t nn_attention_work(nn_attention_size n) {
     return n.batch * n.heads * n.sequence * n.sequence * n.size;
 }
 
-NN_API uint64_t nn_attention_workspace(nn_attention_size n, bool backward) {
-    const int64_t floats = nn_attention_slots(n) * nn_attention_slot_floats(n, backward);
-    return (uint64_t)floats * sizeof(float);
+/* Floats of workspace. */
+NN_API int64_t nn_attention_floats(nn_attention_size n, bool backward) {
+    return nn_attention_slots(n) * nn_attention_slot_floats(n, backward);
 }
 
 /* One band of one head: queries begin ... begin + rows - 1, and the keys 0 ... keys - 1 that at
@@ -1481,9 +1630,8 @@ NN_API int64_t nn_image_slot_floats(const nn_window *w, int64_t out, bool backwa
     return nn_window_depth(w) * (places + (backward ? out : 0));
 }
 
-NN_API uint64_t nn_conv2d_workspace(const nn_window *w, int64_t out, bool backward) {
-    const int64_t floats = nn_image_slots(w) * nn_image_slot_floats(w, out, backward);
-    return (uint64_t)floats * sizeof(float);
+NN_API int64_t nn_conv2d_floats(const nn_window *w, int64_t out, bool backward) {
+    return nn_image_slots(w) * nn_image_slot_floats(w, out, backward);
 }
 
 NN_API int64_t nn_conv2d_work(const nn_window *w, int64_t out) {
@@ -1534,17 +1682,16 @@ NN_API int nn_conv2d_image(const ms_call *call, float *y, const float *x, const 
 
 /* y (images, out, places) = weight (out, depth) * columns of x + bias; bias may be NULL. */
 NN_API int nn_conv2d_kernel(const ms_call *call, float *y, const float *x, const float *weight,
-                            const float *bias, int64_t out, const nn_window *w) {
+                            const float *bias, int64_t out, const nn_window *w, float *work) {
     const int64_t slots = nn_image_slots(w);
     const int64_t floats = nn_image_slot_floats(w, out, false);
     const int64_t image = w->channels * w->height * w->width;
     int results[NN_IMAGE_SLOTS] = {0};
     NN_PARALLEL(nn_conv2d_work(w, out))
     for (int64_t slot = 0; slot < slots; slot++) {
-        float *work = (float *)call->workspace + slot * floats;
         for (int64_t b = slot; b < w->images; b += slots) {
             results[slot] |= nn_conv2d_image(call, y + b * out * nn_window_places(w), x + b * image,
-                                             weight, bias, work, out, w);
+                                             weight, bias, work + slot * floats, out, w);
         }
     }
     for (int64_t slot = 1; slot < slots; slot++) {
@@ -1614,27 +1761,29 @@ NN_API void nn_slot_sums_kernel(nn_target sums, const float *parts, int64_t slot
 /* Each slot adds up the gradient of the weight over its own images. An image is read before its
    gradient is written, so dx may be x. */
 NN_API int nn_conv2d_backward_kernel(const ms_call *call, nn_target dx, nn_target dweight,
-                                     const float *dy, const float *x, const float *weight,
-                                     int64_t out, const nn_window *w) {
+                                     nn_target dbias, const float *dy, const float *x,
+                                     const float *weight, int64_t out, const nn_window *w,
+                                     float *work) {
     const int64_t slots = nn_image_slots(w);
     const int64_t floats = nn_image_slot_floats(w, out, true);
     const int64_t columns = nn_image_slot_floats(w, out, false);
     const int64_t image = w->channels * w->height * w->width;
-    float *workspace = (float *)call->workspace;
     int results[NN_IMAGE_SLOTS] = {0};
+    const nn_planes slopes = {w->images, out, nn_window_places(w)};
+    nn_channel_sums_kernel(dbias, dy, slopes);
     NN_PARALLEL(nn_conv2d_work(w, out))
     for (int64_t slot = 0; slot < slots; slot++) {
-        float *work = workspace + slot * floats;
+        float *own = work + slot * floats;
         for (int64_t b = slot; b < w->images; b += slots) {
             const float *slope = dy + b * out * nn_window_places(w);
             if (dweight.data != NULL) {
                 results[slot] |= nn_conv2d_weight_image(
-                    call, nn_target_of(work + columns, b == slot ? 0.0f : 1.0f), slope,
-                    x + b * image, work, out, w);
+                    call, nn_target_of(own + columns, b == slot ? 0.0f : 1.0f), slope,
+                    x + b * image, own, out, w);
             }
             if (dx.data != NULL) {
                 results[slot] |= nn_conv2d_backward_image(
-                    call, nn_target_of(dx.data + b * image, dx.beta), slope, weight, work, out, w);
+                    call, nn_target_of(dx.data + b * image, dx.beta), slope, weight, own, out, w);
             }
         }
     }
@@ -1642,9 +1791,130 @@ NN_API int nn_conv2d_backward_kernel(const ms_call *call, nn_target dx, nn_targe
         results[0] |= results[slot];
     }
     if (dweight.data != NULL) {
-        nn_slot_sums_kernel(dweight, workspace + columns, slots, floats, out * nn_window_depth(w));
+        nn_slot_sums_kernel(dweight, work + columns, slots, floats, out * nn_window_depth(w));
     }
     return results[0];
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>nn device  the table between callbacks and kernels
+
+/* What the layers are made of. A kernel enqueues its work on call->stream (on the CPU: does it) and
+   returns 0 or an error number. Pointers, but for those to structs, are memory of the device.
+   work is scratch memory of as many floats as the function of sizes returns; what it asks for never
+   shrinks as sizes grow, so that room for the largest size is room for all. */
+struct nn_device {
+    const char *name;
+    int (*pass)(const ms_call *call, nn_target y, const float *x, int64_t count);
+    int (*add)(const ms_call *call, float *y, const float *a, const float *b, int64_t count);
+    int (*dropout)(const ms_call *call, nn_target y, const float *x, int64_t count,
+                   float probability, nn_seed seed);
+    int (*gelu)(const ms_call *call, float *y, const float *x, int64_t count, bool erf_form);
+    int (*gelu_backward)(const ms_call *call, nn_target dx, const float *dy, const float *x,
+                         int64_t count, bool erf_form);
+    int (*embedding)(const ms_call *call, float *y, const nn_lookup *lookups, int lookup_count,
+                     int64_t rows, int64_t channels);
+    int (*embedding_backward)(const ms_call *call, nn_target dtable, const nn_lookup *lookup,
+                              const float *dy, int64_t rows, int64_t channels, float *work);
+    int (*linear)(const ms_call *call, float *y, const float *x, const float *weight,
+                  const float *bias, nn_linear_size n);
+    /* h = x * transpose(weight) + bias, y = gelu(h) */
+    int (*linear_gelu)(const ms_call *call, float *y, float *h, const float *x, const float *weight,
+                       const float *bias, nn_linear_size n, bool erf_form);
+    /* y = residual + dropout(x * transpose(weight) + bias) */
+    int (*linear_add)(const ms_call *call, float *y, const float *residual, const float *x,
+                      const float *weight, const float *bias, nn_linear_size n,
+                      const nn_drop *drop);
+    int (*linear_backward)(const ms_call *call, nn_target dx, nn_target dweight, nn_target dbias,
+                           const float *dy, const float *x, const float *weight, nn_linear_size n,
+                           float *work);
+    int64_t (*column_floats)(int64_t rows, int64_t columns); // embedding and linear, backward
+    int (*layernorm)(const ms_call *call, float *y, const float *x, const nn_norm *n);
+    int (*layernorm_backward)(const ms_call *call, nn_target dx, nn_target dweight, nn_target dbias,
+                              const float *dy, const float *x, const nn_norm *n, float *work);
+    int64_t (*layernorm_floats)(int64_t rows, int64_t width); // backward
+    int (*attention)(const ms_call *call, float *out, float *scores, const float *qkv, float *work,
+                     nn_attention_size n);
+    int (*attention_backward)(const ms_call *call, nn_target dqkv, const float *dout,
+                              const float *scores, const float *qkv, float *work,
+                              nn_attention_size n);
+    int64_t (*attention_floats)(nn_attention_size n, bool backward);
+    int (*cross_entropy)(const ms_call *call, float *losses, float *stats, const float *logits,
+                         const int32_t *targets, int64_t rows, int64_t classes);
+    int (*cross_entropy_backward)(const ms_call *call, nn_target dlogits, const float *dlosses,
+                                  const float *stats, const float *logits, const int32_t *targets,
+                                  int64_t rows, int64_t classes);
+    int (*relu)(const ms_call *call, float *y, const float *x, int64_t count);
+    int (*relu_backward)(const ms_call *call, nn_target dx, const float *dy, const float *y,
+                         int64_t count);
+    int (*conv2d)(const ms_call *call, float *y, const float *x, const float *weight,
+                  const float *bias, int64_t out, const nn_window *w, float *work);
+    int (*conv2d_backward)(const ms_call *call, nn_target dx, nn_target dweight, nn_target dbias,
+                           const float *dy, const float *x, const float *weight, int64_t out,
+                           const nn_window *w, float *work);
+    int64_t (*conv2d_floats)(const nn_window *w, int64_t out, bool backward);
+    int (*max_pool)(const ms_call *call, float *y, int32_t *places, const float *x,
+                    const nn_window *w);
+    int (*max_pool_backward)(const ms_call *call, nn_target dx, const float *dy,
+                             const int32_t *places, const nn_window *w);
+    int (*batch_norm)(const ms_call *call, float *y, const float *x, const nn_batch_norm_values *v,
+                      nn_planes n, float *work);
+    int (*batch_norm_backward)(const ms_call *call, nn_target dx, nn_target dweight,
+                               nn_target dbias, const float *dy, const float *x,
+                               const nn_batch_norm_values *v, nn_planes n, float *work);
+    int64_t (*batch_norm_floats)(nn_planes n); // forward and backward
+    int (*average)(const ms_call *call, float *means, const float *x, nn_planes n);
+    int (*average_backward)(const ms_call *call, nn_target dx, const float *dmeans, nn_planes n);
+};
+
+NN_API int64_t nn_no_floats(int64_t rows, int64_t columns) {
+    (void)rows;
+    (void)columns;
+    return 0;
+}
+
+NN_API int64_t nn_no_floats_of_planes(nn_planes n) {
+    (void)n;
+    return 0;
+}
+
+NN_API const nn_device *nn_cpu(void) {
+    static const nn_device cpu = {
+        "cpu",
+        nn_pass_kernel,
+        nn_add_kernel,
+        nn_dropout_kernel,
+        nn_gelu_kernel,
+        nn_gelu_backward_kernel,
+        nn_embedding_kernel,
+        nn_embedding_backward_kernel,
+        nn_linear_kernel,
+        nn_linear_gelu_kernel,
+        nn_linear_add_kernel,
+        nn_linear_backward_kernel,
+        nn_no_floats,
+        nn_layernorm_kernel,
+        nn_layernorm_backward_kernel,
+        nn_no_floats,
+        nn_attention_kernel,
+        nn_attention_backward_kernel,
+        nn_attention_floats,
+        nn_cross_entropy_kernel,
+        nn_cross_entropy_backward_kernel,
+        nn_relu_kernel,
+        nn_relu_backward_kernel,
+        nn_conv2d_kernel,
+        nn_conv2d_backward_kernel,
+        nn_conv2d_floats,
+        nn_max_pool_kernel,
+        nn_max_pool_backward_kernel,
+        nn_batch_norm_kernel,
+        nn_batch_norm_backward_kernel,
+        nn_no_floats_of_planes,
+        nn_average_kernel,
+        nn_average_backward_kernel,
+    };
+    return &cpu;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1663,6 +1933,7 @@ enum {
 /* What a layer cannot see from its views. Layers with equal options share one. */
 typedef struct nn_options {
     struct nn_options *next;
+    const nn_device *device; // that of the net
     int64_t heads, kernel, stride, padding;
     float dropout, epsilon, momentum;
     uint32_t flags;
@@ -1675,6 +1946,7 @@ typedef struct nn_table {
 
 struct nn_net {
     ms_model *model;
+    const nn_device *device;
     nn_options *options;
     nn_table params, buffers;
     int64_t axis_size[MS_LIMIT_AXES], axis_largest[MS_LIMIT_AXES]; // 0: not made by nn_axis
@@ -1690,12 +1962,17 @@ NN_API nn_name nn_join(const char *prefix, const char *suffix) {
     return name;
 }
 
-NN_API nn_net *nn_create(ms_model *model) {
+NN_API nn_net *nn_create_on(ms_model *model, const nn_device *device) {
     nn_net *net = (nn_net *)calloc(1, sizeof *net);
     if (net != NULL) {
         net->model = model;
+        net->device = device;
     }
     return net;
+}
+
+NN_API nn_net *nn_create(ms_model *model) {
+    return nn_create_on(model, nn_cpu());
 }
 
 NN_API void nn_destroy(nn_net *net) {
@@ -1754,6 +2031,7 @@ NN_API nn_options *nn_options_like(nn_net *net, const nn_options *wanted) {
         return NULL;
     }
     *made = *wanted;
+    made->device = net->device;
     made->next = net->options;
     net->options = made;
     return made;
@@ -1878,7 +2156,7 @@ NN_API void nn_normal_kernel(float *values, int64_t count, float deviation, uint
     NN_PARALLEL(count)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
         const int64_t size = nn_least(NN_CHUNK, count - begin);
-        const uint64_t key = nn_mix(seed ^ nn_mix((uint64_t)begin));
+        const uint64_t key = nn_chunk_key(seed, begin);
         float *to = values + begin;
         for (int64_t i = 0; i < size; i += 2) {
             const uint32_t counter = (uint32_t)i;
@@ -1969,6 +2247,23 @@ NN_API const nn_options *nn_options_in(const ms_call *call) {
     return (const nn_options *)call->user;
 }
 
+NN_API const nn_device *nn_device_in(const ms_call *call) {
+    return nn_options_in(call)->device;
+}
+
+/* The error of two calls, where there is one. */
+NN_API int nn_first(int a, int b) {
+    return a != 0 ? a : b;
+}
+
+NN_API nn_seed nn_seed_of(const ms_call *call, int branch) {
+    nn_seed seed;
+    seed.layer = call->layer_seed;
+    seed.step = call->step_seed;
+    seed.branch = branch;
+    return seed;
+}
+
 /* Up to three lookups: tokens, positions, segments; those that the layer lacks have no entries. */
 NN_API void nn_lookups_of(const ms_call *call, nn_lookup lookups[3]) {
     const uint32_t flags = nn_options_in(call)->flags;
@@ -1988,28 +2283,23 @@ NN_API void nn_lookups_of(const ms_call *call, nn_lookup lookups[3]) {
 NN_API int nn_embedding_forward(const ms_call *call) {
     nn_lookup lookups[3];
     nn_lookups_of(call, lookups);
-    const int64_t rows = nn_count(&call->in[0]);
-    for (int i = 0; i < 3; i++) {
-        if (lookups[i].index != NULL &&
-            nn_index_check(lookups[i].index, rows, lookups[i].entries, false) != 0) {
-            return NN_ERROR_INDEX;
-        }
-    }
-    nn_embedding_kernel(nn_floats(&call->out[0]), lookups, 3, rows, nn_last(call->out[0].shape));
-    return 0;
+    return nn_device_in(call)->embedding(call, nn_floats(&call->out[0]), lookups, 3,
+                                         nn_count(&call->in[0]), nn_last(call->out[0].shape));
 }
 
 NN_API int nn_embedding_backward(const ms_call *call) {
     nn_lookup lookups[3];
+    int result = 0;
     nn_lookups_of(call, lookups);
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 3 && result == 0; i++) {
         if (lookups[i].entries != 0) {
-            nn_embedding_backward_kernel(nn_gradient_of(&call->grad_param[i]), &lookups[i],
-                                         nn_floats(&call->grad_out[0]), nn_count(&call->in[0]),
-                                         nn_last(call->grad_out[0].shape));
+            result = nn_device_in(call)->embedding_backward(
+                call, nn_gradient_of(&call->grad_param[i]), &lookups[i],
+                nn_floats(&call->grad_out[0]), nn_count(&call->in[0]),
+                nn_last(call->grad_out[0].shape), (float *)call->workspace);
         }
     }
-    return 0;
+    return result;
 }
 
 NN_API nn_linear_size nn_linear_size_of(const ms_call *call) {
@@ -2022,85 +2312,88 @@ NN_API nn_linear_size nn_linear_size_of(const ms_call *call) {
 
 NN_API int nn_linear_forward(const ms_call *call) {
     const bool biased = (nn_options_in(call)->flags & NN_BIAS) != 0;
-    return nn_linear_kernel(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
-                            nn_floats(&call->param[0]), biased ? nn_floats(&call->param[1]) : NULL,
-                            nn_linear_size_of(call));
+    return nn_device_in(call)->linear(
+        call, nn_floats(&call->out[0]), nn_floats(&call->in[0]), nn_floats(&call->param[0]),
+        biased ? nn_floats(&call->param[1]) : NULL, nn_linear_size_of(call));
 }
 
 NN_API int nn_linear_backward(const ms_call *call) {
     const bool biased = (nn_options_in(call)->flags & NN_BIAS) != 0;
-    return nn_linear_backward_kernel(
+    return nn_device_in(call)->linear_backward(
         call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]),
         biased ? nn_gradient_of(&call->grad_param[1]) : nn_target_of(NULL, 0.0f),
         nn_floats(&call->grad_out[0]), nn_floats(&call->in[0]), nn_floats(&call->param[0]),
-        nn_linear_size_of(call));
+        nn_linear_size_of(call), (float *)call->workspace);
+}
+
+NN_API nn_norm nn_norm_of(const ms_call *call) {
+    nn_norm n;
+    n.rows = nn_rows(call->in[0].shape);
+    n.width = nn_last(call->in[0].shape);
+    n.weight = nn_floats(&call->param[0]);
+    n.bias = nn_floats(&call->param[1]);
+    n.mean = nn_floats(&call->saved[0]);
+    n.rstd = nn_floats(&call->saved[1]);
+    n.epsilon = nn_options_in(call)->epsilon;
+    return n;
 }
 
 NN_API int nn_layernorm_forward(const ms_call *call) {
-    nn_layernorm_kernel(
-        nn_floats(&call->out[0]), nn_floats(&call->saved[0]), nn_floats(&call->saved[1]),
-        nn_floats(&call->in[0]), nn_floats(&call->param[0]), nn_floats(&call->param[1]),
-        nn_rows(call->in[0].shape), nn_last(call->in[0].shape), nn_options_in(call)->epsilon);
-    return 0;
+    const nn_norm n = nn_norm_of(call);
+    return nn_device_in(call)->layernorm(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
+                                         &n);
 }
 
-/* The gradient of the input comes last, for it may overwrite what those of the params read. */
 NN_API int nn_layernorm_backward(const ms_call *call) {
-    const float *dy = nn_floats(&call->grad_out[0]);
-    const float *x = nn_floats(&call->in[0]);
-    const float *mean = nn_floats(&call->saved[0]);
-    const float *rstd = nn_floats(&call->saved[1]);
-    const int64_t rows = nn_rows(call->in[0].shape);
-    const int64_t width = nn_last(call->in[0].shape);
-    nn_layernorm_param_kernel(nn_gradient_of(&call->grad_param[0]),
-                              nn_gradient_of(&call->grad_param[1]), dy, x, mean, rstd, rows, width);
-    nn_layernorm_backward_kernel(nn_gradient_of(&call->grad_in[0]), dy, x, mean, rstd,
-                                 nn_floats(&call->param[0]), rows, width);
-    return 0;
+    const nn_norm n = nn_norm_of(call);
+    return nn_device_in(call)->layernorm_backward(
+        call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]),
+        nn_gradient_of(&call->grad_param[1]), nn_floats(&call->grad_out[0]),
+        nn_floats(&call->in[0]), &n, (float *)call->workspace);
 }
 
 NN_API int nn_gelu_forward(const ms_call *call) {
-    nn_gelu_kernel(nn_floats(&call->out[0]), nn_floats(&call->in[0]), nn_count(&call->in[0]),
-                   (nn_options_in(call)->flags & NN_ERF) != 0);
-    return 0;
+    return nn_device_in(call)->gelu(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
+                                    nn_count(&call->in[0]),
+                                    (nn_options_in(call)->flags & NN_ERF) != 0);
 }
 
 NN_API int nn_gelu_backward(const ms_call *call) {
-    nn_gelu_backward_kernel(nn_gradient_of(&call->grad_in[0]), nn_floats(&call->grad_out[0]),
-                            nn_floats(&call->in[0]), nn_count(&call->in[0]),
-                            (nn_options_in(call)->flags & NN_ERF) != 0);
-    return 0;
+    return nn_device_in(call)->gelu_backward(call, nn_gradient_of(&call->grad_in[0]),
+                                             nn_floats(&call->grad_out[0]), nn_floats(&call->in[0]),
+                                             nn_count(&call->in[0]),
+                                             (nn_options_in(call)->flags & NN_ERF) != 0);
 }
 
 NN_API int nn_add_forward(const ms_call *call) {
-    nn_add_kernel(nn_floats(&call->out[0]), nn_floats(&call->in[0]), nn_floats(&call->in[1]),
-                  nn_count(&call->out[0]));
-    return 0;
+    return nn_device_in(call)->add(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
+                                   nn_floats(&call->in[1]), nn_count(&call->out[0]));
 }
 
 NN_API int nn_add_backward(const ms_call *call) {
+    int result = 0;
     for (int i = 0; i < 2; i++) {
-        nn_pass_kernel(nn_gradient_of(&call->grad_in[i]), nn_floats(&call->grad_out[0]),
-                       nn_count(&call->grad_out[0]));
+        result = nn_first(result, nn_device_in(call)->pass(call, nn_gradient_of(&call->grad_in[i]),
+                                                           nn_floats(&call->grad_out[0]),
+                                                           nn_count(&call->grad_out[0])));
     }
-    return 0;
+    return result;
 }
 
 NN_API int nn_dropout_forward(const ms_call *call) {
     const nn_target out = nn_target_of(nn_floats(&call->out[0]), 0.0f);
     const float *x = nn_floats(&call->in[0]);
     if (call->phase == MS_PHASE_EVAL) {
-        nn_pass_kernel(out, x, nn_count(&call->in[0]));
-    } else {
-        nn_dropout_kernel(out, x, nn_count(&call->in[0]), nn_options_in(call)->dropout, call->seed);
+        return nn_device_in(call)->pass(call, out, x, nn_count(&call->in[0]));
     }
-    return 0;
+    return nn_device_in(call)->dropout(call, out, x, nn_count(&call->in[0]),
+                                       nn_options_in(call)->dropout, nn_seed_of(call, -1));
 }
 
 NN_API int nn_dropout_backward(const ms_call *call) {
-    nn_dropout_kernel(nn_gradient_of(&call->grad_in[0]), nn_floats(&call->grad_out[0]),
-                      nn_count(&call->grad_out[0]), nn_options_in(call)->dropout, call->seed);
-    return 0;
+    return nn_device_in(call)->dropout(call, nn_gradient_of(&call->grad_in[0]),
+                                       nn_floats(&call->grad_out[0]), nn_count(&call->grad_out[0]),
+                                       nn_options_in(call)->dropout, nn_seed_of(call, -1));
 }
 
 NN_API nn_attention_size nn_attention_size_of(ms_shape qkv, int64_t heads, bool causal) {
@@ -2116,7 +2409,7 @@ NN_API nn_attention_size nn_attention_size_of(ms_shape qkv, int64_t heads, bool 
 NN_API int nn_attention_forward(const ms_call *call) {
     const nn_options *options = nn_options_in(call);
     const bool keeps = (options->flags & NN_SAVE_SCORES) != 0;
-    return nn_attention_kernel(
+    return nn_device_in(call)->attention(
         call, nn_floats(&call->out[0]), keeps ? nn_floats(&call->saved[0]) : NULL,
         nn_floats(&call->in[0]), (float *)call->workspace,
         nn_attention_size_of(call->in[0].shape, options->heads, (options->flags & NN_CAUSAL) != 0));
@@ -2125,7 +2418,7 @@ NN_API int nn_attention_forward(const ms_call *call) {
 NN_API int nn_attention_backward(const ms_call *call) {
     const nn_options *options = nn_options_in(call);
     const bool keeps = (options->flags & NN_SAVE_SCORES) != 0;
-    return nn_attention_backward_kernel(
+    return nn_device_in(call)->attention_backward(
         call, nn_gradient_of(&call->grad_in[0]), nn_floats(&call->grad_out[0]),
         keeps ? nn_floats(&call->saved[0]) : NULL, nn_floats(&call->in[0]),
         (float *)call->workspace,
@@ -2133,34 +2426,27 @@ NN_API int nn_attention_backward(const ms_call *call) {
 }
 
 NN_API int nn_cross_entropy_forward(const ms_call *call) {
-    const int32_t *targets = nn_integers(&call->in[1]);
-    const int64_t rows = nn_count(&call->in[1]);
-    const int64_t classes = nn_last(call->in[0].shape);
-    if (nn_index_check(targets, rows, classes, true) != 0) {
-        return NN_ERROR_INDEX;
-    }
-    nn_cross_entropy_kernel(nn_floats(&call->out[0]), nn_floats(&call->saved[0]),
-                            nn_floats(&call->in[0]), targets, rows, classes);
-    return 0;
+    return nn_device_in(call)->cross_entropy(
+        call, nn_floats(&call->out[0]), nn_floats(&call->saved[0]), nn_floats(&call->in[0]),
+        nn_integers(&call->in[1]), nn_count(&call->in[1]), nn_last(call->in[0].shape));
 }
 
 NN_API int nn_cross_entropy_backward(const ms_call *call) {
-    nn_cross_entropy_backward_kernel(nn_gradient_of(&call->grad_in[0]),
-                                     nn_floats(&call->grad_out[0]), nn_floats(&call->saved[0]),
-                                     nn_floats(&call->in[0]), nn_integers(&call->in[1]),
-                                     nn_count(&call->in[1]), nn_last(call->in[0].shape));
-    return 0;
+    return nn_device_in(call)->cross_entropy_backward(
+        call, nn_gradient_of(&call->grad_in[0]), nn_floats(&call->grad_out[0]),
+        nn_floats(&call->saved[0]), nn_floats(&call->in[0]), nn_integers(&call->in[1]),
+        nn_count(&call->in[1]), nn_last(call->in[0].shape));
 }
 
 NN_API int nn_relu_forward(const ms_call *call) {
-    nn_relu_kernel(nn_floats(&call->out[0]), nn_floats(&call->in[0]), nn_count(&call->in[0]));
-    return 0;
+    return nn_device_in(call)->relu(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
+                                    nn_count(&call->in[0]));
 }
 
 NN_API int nn_relu_backward(const ms_call *call) {
-    nn_relu_backward_kernel(nn_gradient_of(&call->grad_in[0]), nn_floats(&call->grad_out[0]),
-                            nn_floats(&call->out[0]), nn_count(&call->out[0]));
-    return 0;
+    return nn_device_in(call)->relu_backward(call, nn_gradient_of(&call->grad_in[0]),
+                                             nn_floats(&call->grad_out[0]),
+                                             nn_floats(&call->out[0]), nn_count(&call->out[0]));
 }
 
 /* (B, C, ...): all dims behind the channels are one plane. */
@@ -2180,34 +2466,33 @@ NN_API nn_window nn_window_in(const ms_call *call) {
 NN_API int nn_conv2d_forward(const ms_call *call) {
     const bool biased = (nn_options_in(call)->flags & NN_BIAS) != 0;
     const nn_window w = nn_window_in(call);
-    return nn_conv2d_kernel(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
-                            nn_floats(&call->param[0]), biased ? nn_floats(&call->param[1]) : NULL,
-                            call->param[0].shape.dim[0], &w);
+    return nn_device_in(call)->conv2d(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
+                                      nn_floats(&call->param[0]),
+                                      biased ? nn_floats(&call->param[1]) : NULL,
+                                      call->param[0].shape.dim[0], &w, (float *)call->workspace);
 }
 
 NN_API int nn_conv2d_backward(const ms_call *call) {
     const bool biased = (nn_options_in(call)->flags & NN_BIAS) != 0;
     const nn_window w = nn_window_in(call);
-    const float *dy = nn_floats(&call->grad_out[0]);
-    nn_channel_sums_kernel(biased ? nn_gradient_of(&call->grad_param[1]) : nn_target_of(NULL, 0.0f),
-                           dy, nn_planes_of(call->grad_out[0].shape));
-    return nn_conv2d_backward_kernel(
-        call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]), dy,
-        nn_floats(&call->in[0]), nn_floats(&call->param[0]), call->param[0].shape.dim[0], &w);
+    return nn_device_in(call)->conv2d_backward(
+        call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]),
+        biased ? nn_gradient_of(&call->grad_param[1]) : nn_target_of(NULL, 0.0f),
+        nn_floats(&call->grad_out[0]), nn_floats(&call->in[0]), nn_floats(&call->param[0]),
+        call->param[0].shape.dim[0], &w, (float *)call->workspace);
 }
 
 NN_API int nn_max_pool_forward(const ms_call *call) {
     const nn_window w = nn_window_in(call);
-    nn_max_pool_kernel(nn_floats(&call->out[0]), nn_integers(&call->saved[0]),
-                       nn_floats(&call->in[0]), &w);
-    return 0;
+    return nn_device_in(call)->max_pool(call, nn_floats(&call->out[0]),
+                                        nn_integers(&call->saved[0]), nn_floats(&call->in[0]), &w);
 }
 
 NN_API int nn_max_pool_backward(const ms_call *call) {
     const nn_window w = nn_window_in(call);
-    nn_max_pool_backward_kernel(nn_gradient_of(&call->grad_in[0]), nn_floats(&call->grad_out[0]),
-                                nn_integers(&call->saved[0]), &w);
-    return 0;
+    return nn_device_in(call)->max_pool_backward(call, nn_gradient_of(&call->grad_in[0]),
+                                                 nn_floats(&call->grad_out[0]),
+                                                 nn_integers(&call->saved[0]), &w);
 }
 
 NN_API nn_batch_norm_values nn_batch_norm_values_of(const ms_call *call, nn_moments moments) {
@@ -2230,49 +2515,45 @@ NN_API nn_batch_norm_values nn_batch_norm_values_of(const ms_call *call, nn_mome
 NN_API int nn_batch_norm_forward(const ms_call *call) {
     const nn_batch_norm_values v = nn_batch_norm_values_of(
         call, call->phase == MS_PHASE_EVAL ? NN_MOMENTS_RUNNING : NN_MOMENTS_OF_BATCH);
-    nn_batch_norm_kernel(nn_floats(&call->out[0]), nn_floats(&call->in[0]), &v,
-                         nn_planes_of(call->in[0].shape));
-    return 0;
+    return nn_device_in(call)->batch_norm(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
+                                          &v, nn_planes_of(call->in[0].shape),
+                                          (float *)call->workspace);
 }
 
 NN_API int nn_batch_norm_recompute(const ms_call *call) {
     const nn_batch_norm_values v = nn_batch_norm_values_of(call, NN_MOMENTS_SAVED);
-    nn_batch_norm_kernel(nn_floats(&call->out[0]), nn_floats(&call->in[0]), &v,
-                         nn_planes_of(call->in[0].shape));
-    return 0;
+    return nn_device_in(call)->batch_norm(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
+                                          &v, nn_planes_of(call->in[0].shape),
+                                          (float *)call->workspace);
 }
 
 NN_API int nn_batch_norm_backward(const ms_call *call) {
     const nn_batch_norm_values v = nn_batch_norm_values_of(call, NN_MOMENTS_SAVED);
-    nn_batch_norm_backward_kernel(
-        nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]),
+    return nn_device_in(call)->batch_norm_backward(
+        call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]),
         nn_gradient_of(&call->grad_param[1]), nn_floats(&call->grad_out[0]),
-        nn_floats(&call->in[0]), &v, nn_planes_of(call->in[0].shape));
-    return 0;
+        nn_floats(&call->in[0]), &v, nn_planes_of(call->in[0].shape), (float *)call->workspace);
 }
 
 NN_API int nn_average_pool_forward(const ms_call *call) {
-    nn_average_kernel(nn_floats(&call->out[0]), nn_floats(&call->in[0]),
-                      nn_planes_of(call->in[0].shape));
-    return 0;
+    return nn_device_in(call)->average(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
+                                       nn_planes_of(call->in[0].shape));
 }
 
 NN_API int nn_average_pool_backward(const ms_call *call) {
-    nn_average_backward_kernel(nn_gradient_of(&call->grad_in[0]), nn_floats(&call->grad_out[0]),
-                               nn_planes_of(call->in[0].shape));
-    return 0;
+    return nn_device_in(call)->average_backward(call, nn_gradient_of(&call->grad_in[0]),
+                                                nn_floats(&call->grad_out[0]),
+                                                nn_planes_of(call->in[0].shape));
 }
 
 NN_API int nn_flatten_forward(const ms_call *call) {
-    nn_pass_kernel(nn_target_of(nn_floats(&call->out[0]), 0.0f), nn_floats(&call->in[0]),
-                   nn_count(&call->in[0]));
-    return 0;
+    return nn_device_in(call)->pass(call, nn_target_of(nn_floats(&call->out[0]), 0.0f),
+                                    nn_floats(&call->in[0]), nn_count(&call->in[0]));
 }
 
 NN_API int nn_flatten_backward(const ms_call *call) {
-    nn_pass_kernel(nn_gradient_of(&call->grad_in[0]), nn_floats(&call->grad_out[0]),
-                   nn_count(&call->grad_out[0]));
-    return 0;
+    return nn_device_in(call)->pass(call, nn_gradient_of(&call->grad_in[0]),
+                                    nn_floats(&call->grad_out[0]), nn_count(&call->grad_out[0]));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2296,6 +2577,14 @@ NN_API ms_tensor nn_register(nn_net *net, ms_layer_desc *desc, ms_shape shape) {
         ms_register_layer(net->model, desc);
     }
     return desc->out[0];
+}
+
+/* A workspace of so many floats; the shape is that of the rows of a layer. */
+NN_API ms_workspace nn_workspace(int64_t floats) {
+    ms_workspace workspace;
+    memset(&workspace, 0, sizeof workspace);
+    workspace.bytes = (uint64_t)floats * sizeof(float);
+    return workspace;
 }
 
 NN_API double nn_elements(ms_shape shape) {
@@ -2372,6 +2661,8 @@ NN_API ms_tensor nn_embedding(nn_net *net, const char *name, ms_tensor tokens, m
     ms_shape out = ids;
     out.rank = 3;
     out = nn_with_last(out, nn_last(ms_tensor_shape(net->model, table)));
+    desc.backward_workspace =
+        nn_workspace(net->device->column_floats(nn_rows(nn_largest(net, out)), nn_last(out)));
     desc.flops = nn_elements(out) * 2.0;
     return nn_register(net, &desc, out);
 }
@@ -2392,6 +2683,8 @@ NN_API ms_tensor nn_linear_tied(nn_net *net, const char *name, ms_tensor x, ms_t
     desc.backward_reads.in = 1;
     desc.backward_reads.param = 1;
     const ms_shape out = nn_with_last(from, matrix.dim[0]);
+    desc.backward_workspace =
+        nn_workspace(net->device->column_floats(nn_rows(nn_largest(net, out)), nn_last(out)));
     desc.flops = nn_elements(out) * 2.0 * (double)matrix.dim[1];
     return nn_register(net, &desc, out);
 }
@@ -2447,6 +2740,8 @@ NN_API ms_tensor nn_layernorm_tied(nn_net *net, const char *name, ms_tensor x, m
     desc.in_place[0] = 1;
     desc.grad_in_place[0].in = 1;
     desc.grad_in_place[0].grad_out = 1;
+    desc.backward_workspace = nn_workspace(
+        net->device->layernorm_floats(nn_rows(nn_largest(net, shape)), nn_last(shape)));
     desc.flops = nn_elements(shape) * 8.0;
     return nn_register(net, &desc, shape);
 }
@@ -2543,8 +2838,8 @@ NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int6
         desc.optional_saved = 1;
     }
     desc.grad_in_place[0].in = 1;
-    desc.forward_workspace.bytes = nn_attention_workspace(largest, false);
-    desc.backward_workspace.bytes = nn_attention_workspace(largest, true);
+    desc.forward_workspace = nn_workspace(net->device->attention_floats(largest, false));
+    desc.backward_workspace = nn_workspace(net->device->attention_floats(largest, true));
     desc.flops = nn_attention_flops(n);
     return nn_register(net, &desc, nn_with_last(shape, heads * n.size));
 }
@@ -2630,8 +2925,8 @@ NN_API ms_tensor nn_conv2d_tied(nn_net *net, const char *name, ms_tensor x, ms_t
     desc.backward_reads.in = 1;
     desc.backward_reads.param = 1;
     desc.grad_in_place[0].in = 1;
-    desc.forward_workspace.bytes = nn_conv2d_workspace(&w, matrix.dim[0], false);
-    desc.backward_workspace.bytes = nn_conv2d_workspace(&w, matrix.dim[0], true);
+    desc.forward_workspace = nn_workspace(net->device->conv2d_floats(&w, matrix.dim[0], false));
+    desc.backward_workspace = nn_workspace(net->device->conv2d_floats(&w, matrix.dim[0], true));
     desc.flops = nn_elements(out) * 2.0 * (double)matrix.dim[1];
     return nn_register(net, &desc, out);
 }
@@ -2694,6 +2989,10 @@ NN_API ms_tensor nn_batch_norm_tied(nn_net *net, const char *name, ms_tensor x, 
     desc.recompute_reads.in = 1;
     desc.recompute_reads.saved = 3;
     desc.recompute_reads.param = 3;
+    desc.forward_workspace =
+        nn_workspace(net->device->batch_norm_floats(nn_planes_of(nn_largest(net, shape))));
+    desc.backward_workspace = desc.forward_workspace;
+    desc.recompute_workspace = desc.forward_workspace;
     desc.in_place[0] = 1;
     desc.grad_in_place[0].in = 1;
     desc.grad_in_place[0].grad_out = 1;
@@ -2779,6 +3078,7 @@ enum {
 typedef struct nn_block {
     const ms_call *call;
     const nn_options *options;
+    const nn_device *device;
     int64_t rows, channels, hidden;
     nn_attention_size attention;
     bool erf_form, drops;
@@ -2795,6 +3095,7 @@ NN_API nn_block nn_block_of(const ms_call *call) {
     const ms_shape x = call->in[0].shape;
     block.call = call;
     block.options = options;
+    block.device = options->device;
     block.rows = nn_rows(x);
     block.channels = nn_last(x);
     block.hidden = call->param[NN_P_FC].shape.dim[0];
@@ -2819,125 +3120,160 @@ NN_API nn_block nn_block_of(const ms_call *call) {
     return block;
 }
 
-NN_API int nn_block_linear(const nn_block *b, int param, float *y, const float *x, int64_t in,
-                           int64_t out) {
-    const nn_linear_size n = {b->rows, in, out};
-    return nn_linear_kernel(b->call, y, x, b->param[param], b->param[param + 1], n);
+NN_API nn_linear_size nn_block_size(const nn_block *b, int64_t in, int64_t out) {
+    nn_linear_size n;
+    n.rows = b->rows;
+    n.in = in;
+    n.out = out;
+    return n;
 }
 
 NN_API int nn_block_linear_backward(const nn_block *b, int param, nn_target dx, const float *dy,
-                                    const float *x, int64_t in, int64_t out) {
-    const nn_linear_size n = {b->rows, in, out};
-    return nn_linear_backward_kernel(b->call, dx, b->grad[param], b->grad[param + 1], dy, x,
-                                     b->param[param], n);
+                                    const float *x, nn_linear_size n, float *work) {
+    return b->device->linear_backward(b->call, dx, b->grad[param], b->grad[param + 1], dy, x,
+                                      b->param[param], n, work);
 }
 
-NN_API void nn_block_norm(const nn_block *b, int param, int mean, float *y, const float *x) {
-    nn_layernorm_kernel(y, b->saved[mean], b->saved[mean + 1], x, b->param[param],
-                        b->param[param + 1], b->rows, b->channels, b->options->epsilon);
+NN_API nn_norm nn_block_norm_of(const nn_block *b, int param, int mean) {
+    nn_norm n;
+    n.rows = b->rows;
+    n.width = b->channels;
+    n.weight = b->param[param];
+    n.bias = b->param[param + 1];
+    n.mean = b->saved[mean];
+    n.rstd = b->saved[mean + 1];
+    n.epsilon = b->options->epsilon;
+    return n;
 }
 
-NN_API void nn_block_norm_backward(const nn_block *b, int param, int mean, nn_target dx,
-                                   const float *dy, const float *x) {
-    nn_layernorm_param_kernel(b->grad[param], b->grad[param + 1], dy, x, b->saved[mean],
-                              b->saved[mean + 1], b->rows, b->channels);
-    nn_layernorm_backward_kernel(dx, dy, x, b->saved[mean], b->saved[mean + 1], b->param[param],
-                                 b->rows, b->channels);
+NN_API int nn_block_norm(const nn_block *b, int param, int mean, float *y, const float *x) {
+    const nn_norm n = nn_block_norm_of(b, param, mean);
+    return b->device->layernorm(b->call, y, x, &n);
 }
 
-/* Dropout of branch 0 or 1 in place; each branch draws from a seed of its own. */
-NN_API uint64_t nn_block_seed(const nn_block *b, int branch) {
-    return nn_mix(b->call->seed + (uint64_t)branch);
+NN_API int nn_block_norm_backward(const nn_block *b, int param, int mean, nn_target dx,
+                                  const float *dy, const float *x, float *work) {
+    const nn_norm n = nn_block_norm_of(b, param, mean);
+    return b->device->layernorm_backward(b->call, dx, b->grad[param], b->grad[param + 1], dy, x, &n,
+                                         work);
 }
 
-NN_API void nn_block_dropout(const nn_block *b, int branch, float *y) {
-    if (b->drops && b->call->phase != MS_PHASE_EVAL) {
-        nn_dropout_kernel(nn_target_of(y, 0.0f), y, b->rows * b->channels, b->options->dropout,
-                          nn_block_seed(b, branch));
-    }
+/* Dropout of branch 0 or 1; each draws from a seed of its own. */
+NN_API nn_drop nn_block_drop(const nn_block *b, int branch) {
+    nn_drop drop;
+    drop.probability = b->call->phase != MS_PHASE_EVAL ? b->options->dropout : 0.0f;
+    drop.seed = nn_seed_of(b->call, branch);
+    return drop;
 }
 
 /* The gradient in front of the dropout: that behind it, or masked in a copy. */
-NN_API const float *nn_block_dropout_backward(const nn_block *b, int branch, const float *dy,
-                                              float *copy) {
+NN_API int nn_block_drop_backward(const nn_block *b, int branch, const float **dy, float *copy) {
     if (!b->drops) {
-        return dy;
+        return 0;
     }
-    nn_dropout_kernel(nn_target_of(copy, 0.0f), dy, b->rows * b->channels, b->options->dropout,
-                      nn_block_seed(b, branch));
-    return copy;
-}
-
-/* y = dropout(proj(attention(qkv(x)))) */
-NN_API int nn_block_attend(const nn_block *b, float *y, const float *x) {
-    const int64_t channels = b->channels;
-    int result = nn_block_linear(b, NN_P_QKV, b->saved[NN_S_QKV], x, channels, 3 * channels);
-    if (result == 0) {
-        result = nn_attention_kernel(b->call, b->saved[NN_S_ATTENTION], b->saved[NN_S_SCORES],
-                                     b->saved[NN_S_QKV], (float *)b->call->workspace, b->attention);
-    }
-    if (result == 0) {
-        result = nn_block_linear(b, NN_P_PROJ, y, b->saved[NN_S_ATTENTION], channels, channels);
-    }
-    nn_block_dropout(b, 0, y);
+    const int result =
+        b->device->dropout(b->call, nn_target_of(copy, 0.0f), *dy, b->rows * b->channels,
+                           b->options->dropout, nn_seed_of(b->call, branch));
+    *dy = copy;
     return result;
 }
 
-/* y = dropout(fcproj(gelu(fc(x)))) */
-NN_API int nn_block_mlp(const nn_block *b, float *y, const float *x) {
-    float *fch = b->saved[NN_S_FCH];
-    int result = nn_block_linear(b, NN_P_FC, fch, x, b->channels, b->hidden);
-    nn_gelu_kernel(b->saved[NN_S_GELU], fch, b->rows * b->hidden, b->erf_form);
+/* y = residual + dropout(proj(attention(qkv(x)))) */
+NN_API int nn_block_attend(const nn_block *b, float *y, const float *residual, const float *x) {
+    const int64_t channels = b->channels;
+    int result =
+        b->device->linear(b->call, b->saved[NN_S_QKV], x, b->param[NN_P_QKV],
+                          b->param[NN_P_QKV + 1], nn_block_size(b, channels, 3 * channels));
     if (result == 0) {
-        result = nn_block_linear(b, NN_P_FCPROJ, y, b->saved[NN_S_GELU], b->hidden, b->channels);
+        result =
+            b->device->attention(b->call, b->saved[NN_S_ATTENTION], b->saved[NN_S_SCORES],
+                                 b->saved[NN_S_QKV], (float *)b->call->workspace, b->attention);
     }
-    nn_block_dropout(b, 1, y);
+    if (result == 0) {
+        const nn_drop drop = nn_block_drop(b, 0);
+        result = b->device->linear_add(b->call, y, residual, b->saved[NN_S_ATTENTION],
+                                       b->param[NN_P_PROJ], b->param[NN_P_PROJ + 1],
+                                       nn_block_size(b, channels, channels), &drop);
+    }
+    return result;
+}
+
+/* y = residual + dropout(fcproj(gelu(fc(x)))) */
+NN_API int nn_block_mlp(const nn_block *b, float *y, const float *residual, const float *x) {
+    int result = b->device->linear_gelu(b->call, b->saved[NN_S_GELU], b->saved[NN_S_FCH], x,
+                                        b->param[NN_P_FC], b->param[NN_P_FC + 1],
+                                        nn_block_size(b, b->channels, b->hidden), b->erf_form);
+    if (result == 0) {
+        const nn_drop drop = nn_block_drop(b, 1);
+        result = b->device->linear_add(b->call, y, residual, b->saved[NN_S_GELU],
+                                       b->param[NN_P_FCPROJ], b->param[NN_P_FCPROJ + 1],
+                                       nn_block_size(b, b->hidden, b->channels), &drop);
+    }
     return result;
 }
 
 /* Scratch of a block's backward, cut out of its workspace. */
 typedef struct nn_block_scratch {
-    float *wide;      // (rows, hidden), then (rows, 3C)
-    float *narrow;    // (rows, C)
-    float *masked;    // (rows, C), with dropout
-    float *residual;  // (rows, C): the gradient of the stream that the branches are added to
-    float *attention; // nn_attention_workspace
+    float *work;     // that of the kernels
+    float *wide;     // (rows, hidden), then (rows, 3C)
+    float *narrow;   // (rows, C)
+    float *residual; // (rows, C): the gradient of the stream that the branches are added to
+    float *masked;   // (rows, C), with dropout
 } nn_block_scratch;
 
+NN_API int64_t nn_most(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
 NN_API int64_t nn_block_wide(int64_t channels, int64_t hidden) {
-    return hidden > 3 * channels ? hidden : 3 * channels;
+    return nn_most(hidden, 3 * channels);
+}
+
+/* What the kernels ask for in the backward of a block; whole cache lines, so that what follows
+   stays aligned. */
+NN_API int64_t nn_block_floats(const nn_device *device, nn_attention_size n, int64_t hidden) {
+    const int64_t rows = n.batch * n.sequence;
+    const int64_t channels = n.heads * n.size;
+    const int64_t columns = device->column_floats(rows, nn_block_wide(channels, hidden));
+    int64_t floats = device->attention_floats(n, true);
+    floats = nn_most(floats, nn_most(columns, device->layernorm_floats(rows, channels)));
+    return (floats + 15) / 16 * 16;
 }
 
 NN_API nn_block_scratch nn_block_scratch_of(const nn_block *b) {
     nn_block_scratch s;
-    s.wide = (float *)b->call->workspace;
+    s.work = (float *)b->call->workspace;
+    s.wide = s.work + nn_block_floats(b->device, b->attention, b->hidden);
     s.narrow = s.wide + b->rows * nn_block_wide(b->channels, b->hidden);
     s.residual = s.narrow + b->rows * b->channels;
     s.masked = s.residual + b->rows * b->channels;
-    s.attention = s.masked + (b->drops ? b->rows * b->channels : 0);
     return s;
 }
 
-/* Of this scratch without that of attention, for one sequence. */
+/* Of this scratch without that of the kernels, for one sequence. */
 NN_API uint64_t nn_block_row_bytes(int64_t sequence, int64_t channels, int64_t hidden, bool drops) {
     const int64_t floats = nn_block_wide(channels, hidden) + channels * (drops ? 3 : 2);
     return (uint64_t)(sequence * floats) * sizeof(float);
 }
 
-/* dx gets the gradient of x, the input of nn_block_attend, from dy, that of its result. */
+/* dx gets the gradient of x, the input of nn_block_attend, from dy, that of its branch. */
 NN_API int nn_block_attend_backward(const nn_block *b, const nn_block_scratch *s, nn_target dx,
                                     const float *dy, const float *x) {
     const int64_t channels = b->channels;
-    const float *dproj = nn_block_dropout_backward(b, 0, dy, s->masked);
-    int result = nn_block_linear_backward(b, NN_P_PROJ, nn_target_of(s->narrow, 0.0f), dproj,
-                                          b->saved[NN_S_ATTENTION], channels, channels);
+    int result = nn_block_drop_backward(b, 0, &dy, s->masked);
     if (result == 0) {
-        result = nn_attention_backward_kernel(b->call, nn_target_of(s->wide, 0.0f), s->narrow,
-                                              b->saved[NN_S_SCORES], b->saved[NN_S_QKV],
-                                              s->attention, b->attention);
+        result = nn_block_linear_backward(b, NN_P_PROJ, nn_target_of(s->narrow, 0.0f), dy,
+                                          b->saved[NN_S_ATTENTION],
+                                          nn_block_size(b, channels, channels), s->work);
     }
     if (result == 0) {
-        result = nn_block_linear_backward(b, NN_P_QKV, dx, s->wide, x, channels, 3 * channels);
+        result = b->device->attention_backward(b->call, nn_target_of(s->wide, 0.0f), s->narrow,
+                                               b->saved[NN_S_SCORES], b->saved[NN_S_QKV], s->work,
+                                               b->attention);
+    }
+    if (result == 0) {
+        result = nn_block_linear_backward(b, NN_P_QKV, dx, s->wide, x,
+                                          nn_block_size(b, channels, 3 * channels), s->work);
     }
     return result;
 }
@@ -2946,31 +3282,36 @@ NN_API int nn_block_attend_backward(const nn_block *b, const nn_block_scratch *s
 NN_API int nn_block_mlp_backward(const nn_block *b, const nn_block_scratch *s, nn_target dx,
                                  const float *dy, const float *x) {
     const nn_target wide = nn_target_of(s->wide, 0.0f);
-    const float *dproj = nn_block_dropout_backward(b, 1, dy, s->masked);
-    int result = nn_block_linear_backward(b, NN_P_FCPROJ, wide, dproj, b->saved[NN_S_GELU],
-                                          b->hidden, b->channels);
-    nn_gelu_backward_kernel(wide, s->wide, b->saved[NN_S_FCH], b->rows * b->hidden, b->erf_form);
+    int result = nn_block_drop_backward(b, 1, &dy, s->masked);
     if (result == 0) {
-        result = nn_block_linear_backward(b, NN_P_FC, dx, s->wide, x, b->channels, b->hidden);
+        result = nn_block_linear_backward(b, NN_P_FCPROJ, wide, dy, b->saved[NN_S_GELU],
+                                          nn_block_size(b, b->hidden, b->channels), s->work);
+    }
+    if (result == 0) {
+        result = b->device->gelu_backward(b->call, wide, s->wide, b->saved[NN_S_FCH],
+                                          b->rows * b->hidden, b->erf_form);
+    }
+    if (result == 0) {
+        result = nn_block_linear_backward(b, NN_P_FC, dx, s->wide, x,
+                                          nn_block_size(b, b->channels, b->hidden), s->work);
     }
     return result;
 }
 
 NN_API int nn_block_pre_forward(const ms_call *call) {
     const nn_block b = nn_block_of(call);
-    const int64_t count = b.rows * b.channels;
     const float *x = nn_floats(&call->in[0]);
+    float *norm1 = b.saved[NN_S_NORM1];
     float *sum1 = b.saved[NN_S_SUM1];
-    float *out = nn_floats(&call->out[0]);
-    nn_block_norm(&b, NN_P_NORM1, NN_S_MEAN1, b.saved[NN_S_NORM1], x);
-    int result = nn_block_attend(&b, sum1, b.saved[NN_S_NORM1]);
-    nn_add_kernel(sum1, x, sum1, count);
-    nn_block_norm(&b, NN_P_NORM2, NN_S_MEAN2, b.saved[NN_S_NORM2], sum1);
+    float *norm2 = b.saved[NN_S_NORM2];
+    int result = nn_block_norm(&b, NN_P_NORM1, NN_S_MEAN1, norm1, x);
     if (result == 0) {
-        result = nn_block_mlp(&b, out, b.saved[NN_S_NORM2]);
+        result = nn_block_attend(&b, sum1, x, norm1);
     }
-    nn_add_kernel(out, sum1, out, count);
-    return result;
+    if (result == 0) {
+        result = nn_block_norm(&b, NN_P_NORM2, NN_S_MEAN2, norm2, sum1);
+    }
+    return result != 0 ? result : nn_block_mlp(&b, nn_floats(&call->out[0]), sum1, norm2);
 }
 
 NN_API int nn_block_pre_backward(const ms_call *call) {
@@ -2980,33 +3321,40 @@ NN_API int nn_block_pre_backward(const ms_call *call) {
     const float *dout = nn_floats(&call->grad_out[0]);
     const nn_target narrow = nn_target_of(s.narrow, 0.0f);
     const nn_target stream = nn_target_of(s.residual, 1.0f);
-    nn_pass_kernel(nn_target_of(s.residual, 0.0f), dout, count);
-    int result = nn_block_mlp_backward(&b, &s, narrow, dout, b.saved[NN_S_NORM2]);
-    nn_block_norm_backward(&b, NN_P_NORM2, NN_S_MEAN2, stream, s.narrow, b.saved[NN_S_SUM1]);
+    int result = b.device->pass(call, nn_target_of(s.residual, 0.0f), dout, count);
+    if (result == 0) {
+        result = nn_block_mlp_backward(&b, &s, narrow, dout, b.saved[NN_S_NORM2]);
+    }
+    if (result == 0) {
+        result = nn_block_norm_backward(&b, NN_P_NORM2, NN_S_MEAN2, stream, s.narrow,
+                                        b.saved[NN_S_SUM1], s.work);
+    }
     if (result == 0) {
         result = nn_block_attend_backward(&b, &s, narrow, s.residual, b.saved[NN_S_NORM1]);
     }
-    nn_block_norm_backward(&b, NN_P_NORM1, NN_S_MEAN1, stream, s.narrow, nn_floats(&call->in[0]));
-    nn_pass_kernel(nn_gradient_of(&call->grad_in[0]), s.residual, count);
-    return result;
+    if (result == 0) {
+        result = nn_block_norm_backward(&b, NN_P_NORM1, NN_S_MEAN1, stream, s.narrow,
+                                        nn_floats(&call->in[0]), s.work);
+    }
+    return result != 0 ? result
+                       : b.device->pass(call, nn_gradient_of(&call->grad_in[0]), s.residual, count);
 }
 
 NN_API int nn_block_post_forward(const ms_call *call) {
     const nn_block b = nn_block_of(call);
-    const int64_t count = b.rows * b.channels;
     const float *x = nn_floats(&call->in[0]);
     float *sum1 = b.saved[NN_S_SUM1];
     float *norm1 = b.saved[NN_S_NORM1];
     float *sum2 = b.saved[NN_S_SUM2];
-    int result = nn_block_attend(&b, sum1, x);
-    nn_add_kernel(sum1, x, sum1, count);
-    nn_block_norm(&b, NN_P_NORM1, NN_S_MEAN1, norm1, sum1);
+    int result = nn_block_attend(&b, sum1, x, x);
     if (result == 0) {
-        result = nn_block_mlp(&b, sum2, norm1);
+        result = nn_block_norm(&b, NN_P_NORM1, NN_S_MEAN1, norm1, sum1);
     }
-    nn_add_kernel(sum2, norm1, sum2, count);
-    nn_block_norm(&b, NN_P_NORM2, NN_S_MEAN2, nn_floats(&call->out[0]), sum2);
-    return result;
+    if (result == 0) {
+        result = nn_block_mlp(&b, sum2, norm1, norm1);
+    }
+    return result != 0 ? result
+                       : nn_block_norm(&b, NN_P_NORM2, NN_S_MEAN2, nn_floats(&call->out[0]), sum2);
 }
 
 NN_API int nn_block_post_backward(const ms_call *call) {
@@ -3014,15 +3362,21 @@ NN_API int nn_block_post_backward(const ms_call *call) {
     const nn_block_scratch s = nn_block_scratch_of(&b);
     const nn_target set = nn_target_of(s.residual, 0.0f);
     const nn_target stream = nn_target_of(s.residual, 1.0f);
-    nn_block_norm_backward(&b, NN_P_NORM2, NN_S_MEAN2, set, nn_floats(&call->grad_out[0]),
-                           b.saved[NN_S_SUM2]);
-    int result = nn_block_mlp_backward(&b, &s, stream, s.residual, b.saved[NN_S_NORM1]);
-    nn_block_norm_backward(&b, NN_P_NORM1, NN_S_MEAN1, set, s.residual, b.saved[NN_S_SUM1]);
+    int result = nn_block_norm_backward(&b, NN_P_NORM2, NN_S_MEAN2, set,
+                                        nn_floats(&call->grad_out[0]), b.saved[NN_S_SUM2], s.work);
+    if (result == 0) {
+        result = nn_block_mlp_backward(&b, &s, stream, s.residual, b.saved[NN_S_NORM1]);
+    }
+    if (result == 0) {
+        result = nn_block_norm_backward(&b, NN_P_NORM1, NN_S_MEAN1, set, s.residual,
+                                        b.saved[NN_S_SUM1], s.work);
+    }
     if (result == 0) {
         result = nn_block_attend_backward(&b, &s, stream, s.residual, nn_floats(&call->in[0]));
     }
-    nn_pass_kernel(nn_gradient_of(&call->grad_in[0]), s.residual, b.rows * b.channels);
-    return result;
+    return result != 0 ? result
+                       : b.device->pass(call, nn_gradient_of(&call->grad_in[0]), s.residual,
+                                        b.rows * b.channels);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3172,8 +3526,9 @@ NN_API ms_tensor nn_build_block(const nn_builder *b, ms_tensor x) {
     desc.grad_in_place[0].in = 1;
     desc.grad_in_place[0].grad_out = 1;
     desc.optional_saved = config->save_scores ? (uint16_t)(1u << NN_S_SCORES) : (uint16_t)0;
-    desc.forward_workspace.bytes = nn_attention_workspace(largest, false);
-    desc.backward_workspace.bytes = nn_attention_workspace(largest, true);
+    desc.forward_workspace = nn_workspace(b->net->device->attention_floats(largest, false));
+    desc.backward_workspace =
+        nn_workspace(nn_block_floats(b->net->device, largest, 4 * config->channels));
     desc.backward_workspace.row_bytes = nn_block_row_bytes(
         largest.sequence, config->channels, 4 * config->channels, config->dropout > 0.0f);
     desc.flops = nn_elements(shape) * (24.0 * (double)config->channels + 120.0) +
@@ -3294,5 +3649,570 @@ NN_API nn_transformer nn_bert(nn_net *net, const nn_transformer_config *config) 
     ms_set_loss(net->model, t.losses);
     return t;
 }
+
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda  the table of the GPU; compiled where NN_CUDA_IMPLEMENTATION is defined (cuda.cu)
+
+#if defined(NN_CUDA_IMPLEMENTATION) && !defined(NN_CUDA_IMPLEMENTED)
+#define NN_CUDA_IMPLEMENTED
+
+#include <cuda_runtime.h>
+
+/* nn_k_...: kernels. nn_d_...: functions that they share. nn_cuda_...: functions of the table; they
+   only launch, on call->stream. Sums are taken in an order that depends on sizes and alignment
+   alone, so that a recomputation, and another run, give the same bits. */
+#if defined(__NVCC__)
+#define NN_UNROLL      _Pragma("unroll")
+#define NN_UNROLL_FOUR _Pragma("unroll 4")
+#else
+#define NN_UNROLL
+#define NN_UNROLL_FOUR
+#endif
+
+enum {
+    NN_WARP = 32,
+    NN_EVERY_LANE = -1,         // the mask of a whole warp
+    NN_THREADS = 256,           // of a block of most kernels
+    NN_ROW_WARPS = 4,           // rows that a block takes where a warp takes a row
+    NN_WIDEST = 64 * 256,       // columns of a row that fit the registers of a block
+    NN_SUM_ROWS = 8,            // warps of a block of nn_k_column_sums
+    NN_SUM_FLOATS = 128 * 1024, // of partial sums, about
+    NN_BIAS_ROWS = 4            // rows that a thread of nn_k_bias takes
+};
+
+enum { NN_ERROR_WIDTH = 1002 /* a row has more than NN_WIDEST columns */ };
+
+/* Grid and block of a launch. */
+typedef struct nn_grid {
+    int64_t x, y;
+    int threads;
+} nn_grid;
+
+NN_API int64_t nn_divide_up(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+NN_API nn_grid nn_grid_of(int64_t x, int64_t y, int threads) {
+    nn_grid grid;
+    grid.x = x;
+    grid.y = y;
+    grid.threads = threads;
+    return grid;
+}
+
+/* Enqueues a kernel; 0, or the error of the runtime, which is cleared. An empty grid does
+   nothing. */
+template <typename... P, typename... A>
+static int nn_launch(const ms_call *call, nn_grid grid, void (*kernel)(P...), A... args) {
+    if (grid.x == 0 || grid.y == 0) {
+        return 0;
+    }
+    cudaLaunchConfig_t config;
+    memset(&config, 0, sizeof config);
+    config.gridDim = dim3((unsigned)grid.x, (unsigned)grid.y);
+    config.blockDim = dim3((unsigned)grid.threads);
+    config.stream = (cudaStream_t)call->stream;
+    const cudaError_t error = cudaLaunchKernelEx(&config, kernel, (P)args...);
+    if (error != cudaSuccess) {
+        (void)cudaGetLastError();
+    }
+    return (int)error;
+}
+
+/* Whether memory that starts here may be read 16 bytes at a time; NULL may. */
+NN_API bool nn_aligned(const void *data) {
+    return ((uintptr_t)data & 15) == 0;
+}
+
+/* Adding to a gradient is never fused with what made the contribution: the same bits as adding it
+   later. */
+__device__ __forceinline__ float nn_d_sum(float a, float b) {
+    return __fadd_rn(a, b);
+}
+
+// ---- element by element
+
+/* What a kernel does to each element, given its operands; start is told the first of a few elements
+   of one chunk, and i counts from the chunk's begin. */
+struct nn_op {
+    __device__ void start(int64_t first) {
+        (void)first;
+    }
+};
+
+struct nn_op_pass : nn_op {
+    __device__ float operator()(int64_t i, float a, float b) const {
+        (void)i;
+        (void)b;
+        return a;
+    }
+};
+
+struct nn_op_add : nn_op {
+    __device__ float operator()(int64_t i, float a, float b) const {
+        (void)i;
+        return nn_d_sum(a, b);
+    }
+};
+
+struct nn_op_gelu : nn_op {
+    bool erf_form;
+    __device__ float operator()(int64_t i, float a, float b) const {
+        (void)i;
+        (void)b;
+        return erf_form ? nn_gelu_erf_value(a) : nn_gelu_tanh_value(a);
+    }
+};
+
+/* a is dy, b is x. */
+struct nn_op_gelu_backward : nn_op {
+    bool erf_form;
+    __device__ float operator()(int64_t i, float a, float b) const {
+        (void)i;
+        return __fmul_rn(erf_form ? nn_gelu_erf_slope(b) : nn_gelu_tanh_slope(b), a);
+    }
+};
+
+/* dropout(a), or a where nothing is dropped, and b, a residual, added where there is one. */
+struct nn_op_dropout : nn_op {
+    nn_seed seed;
+    uint64_t key;
+    float scale;
+    uint32_t threshold;
+    bool adds;
+    __device__ void start(int64_t first) {
+        key = threshold != 0 ? nn_chunk_key(nn_seed_value(seed), first - first % NN_CHUNK) : 0;
+    }
+    __device__ float operator()(int64_t i, float a, float b) const {
+        const bool kept = threshold == 0 || nn_random(key, (uint32_t)(i % NN_CHUNK)) >= threshold;
+        const float value = kept ? __fmul_rn(a, scale) : 0.0f;
+        return adds ? nn_d_sum(b, value) : value;
+    }
+};
+
+static nn_op_dropout nn_op_dropout_of(float probability, nn_seed seed, bool adds) {
+    nn_op_dropout op;
+    op.seed = seed;
+    op.key = 0;
+    op.scale = 1.0f / (1.0f - probability);
+    op.threshold = nn_threshold(probability);
+    op.adds = adds;
+    return op;
+}
+
+/* out = op(a, b), or out += that; b may be NULL. Four elements a thread, each of which is read
+   before it is written: out may be a or b. */
+template <typename F>
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_map(F op, float *out, const float *a, const float *b, int64_t count, bool adds,
+             bool aligned) {
+    const int64_t first = 4 * ((int64_t)blockIdx.x * NN_THREADS + threadIdx.x);
+    if (first >= count) {
+        return;
+    }
+    op.start(first);
+    if (aligned && first + 4 <= count) {
+        const float4 x = *(const float4 *)(a + first);
+        const float4 y = b != NULL ? *(const float4 *)(b + first) : make_float4(0, 0, 0, 0);
+        float4 z = make_float4(op(first, x.x, y.x), op(first + 1, x.y, y.y),
+                               op(first + 2, x.z, y.z), op(first + 3, x.w, y.w));
+        if (adds) {
+            const float4 old = *(const float4 *)(out + first);
+            z = make_float4(nn_d_sum(old.x, z.x), nn_d_sum(old.y, z.y), nn_d_sum(old.z, z.z),
+                            nn_d_sum(old.w, z.w));
+        }
+        *(float4 *)(out + first) = z;
+        return;
+    }
+    for (int64_t i = first; i < count && i < first + 4; i++) {
+        const float value = op(i, a[i], b != NULL ? b[i] : 0.0f);
+        out[i] = adds ? nn_d_sum(out[i], value) : value;
+    }
+}
+
+/* The kernel above; y.data NULL: nobody wants it. */
+template <typename F>
+static int nn_cuda_map(const ms_call *call, F op, nn_target y, const float *a, const float *b,
+                       int64_t count) {
+    if (y.data == NULL) {
+        return 0;
+    }
+    const bool aligned = nn_aligned(y.data) && nn_aligned(a) && nn_aligned(b);
+    return nn_launch(call, nn_grid_of(nn_divide_up(count, 4 * NN_THREADS), 1, NN_THREADS),
+                     nn_k_map<F>, op, y.data, a, b, count, y.beta != 0.0f, aligned);
+}
+
+static int nn_cuda_pass(const ms_call *call, nn_target y, const float *x, int64_t count) {
+    if (y.data == x && y.beta == 0.0f) {
+        return 0;
+    }
+    return nn_cuda_map(call, nn_op_pass(), y, x, NULL, count);
+}
+
+static int nn_cuda_add(const ms_call *call, float *y, const float *a, const float *b,
+                       int64_t count) {
+    return nn_cuda_map(call, nn_op_add(), nn_target_of(y, 0.0f), a, b, count);
+}
+
+static int nn_cuda_dropout(const ms_call *call, nn_target y, const float *x, int64_t count,
+                           float probability, nn_seed seed) {
+    return nn_cuda_map(call, nn_op_dropout_of(probability, seed, false), y, x, NULL, count);
+}
+
+static int nn_cuda_gelu(const ms_call *call, float *y, const float *x, int64_t count,
+                        bool erf_form) {
+    nn_op_gelu op;
+    op.erf_form = erf_form;
+    return nn_cuda_map(call, op, nn_target_of(y, 0.0f), x, NULL, count);
+}
+
+static int nn_cuda_gelu_backward(const ms_call *call, nn_target dx, const float *dy, const float *x,
+                                 int64_t count, bool erf_form) {
+    nn_op_gelu_backward op;
+    op.erf_form = erf_form;
+    return nn_cuda_map(call, op, dx, dy, x, count);
+}
+
+// ---- rows and columns
+
+/* So many floats at once: four, at a multiple of 16 bytes, or one. */
+template <int WIDE> struct nn_wide {
+    static __device__ __forceinline__ void load(float *to, const float *from) {
+        to[0] = from[0];
+    }
+    static __device__ __forceinline__ void store(float *to, const float *from) {
+        to[0] = from[0];
+    }
+};
+
+template <> struct nn_wide<4> {
+    static __device__ __forceinline__ void load(float *to, const float *from) {
+        const float4 four = *(const float4 *)from;
+        to[0] = four.x;
+        to[1] = four.y;
+        to[2] = four.z;
+        to[3] = four.w;
+    }
+    static __device__ __forceinline__ void store(float *to, const float *from) {
+        *(float4 *)to = make_float4(from[0], from[1], from[2], from[3]);
+    }
+};
+
+__device__ __forceinline__ int64_t nn_d_least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+/* What nn_k_column_sums adds up: dy (rows, columns), and beside it dy times (x - mean) * rstd where
+   x is not NULL; of the rows whose index is entry alone, where index is not NULL. */
+typedef struct nn_sums {
+    const float *dy, *x, *mean, *rstd;
+    const int32_t *index;
+    int32_t entry;
+    int64_t rows, columns;
+    int64_t chunk_rows; // rows that a block adds up
+    float *partial;     // (chunks, columns), and behind it the same of the products
+    int64_t chunks;
+} nn_sums;
+
+/* The rows of a chunk are dealt out to NN_SUM_ROWS warps, the columns of a tile to their lanes. */
+template <int WIDE>
+__device__ __forceinline__ void nn_d_column_sums(const nn_sums &s, float *shared) {
+    const int64_t tiles = (s.columns + NN_WARP * WIDE - 1) / (NN_WARP * WIDE);
+    const int64_t chunk = blockIdx.x / tiles;
+    const int lane = (int)threadIdx.x % NN_WARP;
+    const int warp = (int)threadIdx.x / NN_WARP;
+    const int64_t c = (blockIdx.x % tiles * NN_WARP + lane) * WIDE;
+    const int64_t end = nn_d_least((chunk + 1) * s.chunk_rows, s.rows);
+    float total[WIDE] = {0};
+    float product[WIDE] = {0};
+    if (c < s.columns) {
+        NN_UNROLL_FOUR
+        for (int64_t r = chunk * s.chunk_rows + warp; r < end; r += NN_SUM_ROWS) {
+            const bool counts = s.index == NULL || s.index[r] == s.entry;
+            float slope[WIDE] = {0};
+            float value[WIDE] = {0};
+            if (counts) {
+                nn_wide<WIDE>::load(slope, s.dy + r * s.columns + c);
+            }
+            if (s.x != NULL) {
+                nn_wide<WIDE>::load(value, s.x + r * s.columns + c);
+            }
+            const float mean = s.x != NULL ? s.mean[r] : 0.0f;
+            const float rstd = s.x != NULL ? s.rstd[r] : 0.0f;
+            NN_UNROLL
+            for (int k = 0; k < WIDE; k++) {
+                total[k] += slope[k];
+                product[k] += slope[k] * ((value[k] - mean) * rstd);
+            }
+        }
+    }
+    NN_UNROLL
+    for (int k = 0; k < WIDE; k++) {
+        shared[(warp * WIDE + k) * NN_WARP + lane] = total[k];
+        shared[(warp * WIDE + k + NN_SUM_ROWS * WIDE) * NN_WARP + lane] = product[k];
+    }
+    __syncthreads();
+    if (warp >= 2 * WIDE) {
+        return;
+    }
+    const int part = warp / WIDE; // warps: each one a k of the sums, or of the products
+    const int64_t column = c + warp % WIDE;
+    float sum = 0.0f;
+    for (int i = 0; i < NN_SUM_ROWS; i++) {
+        sum += shared[((i + part * NN_SUM_ROWS) * WIDE + warp % WIDE) * NN_WARP + lane];
+    }
+    if (column < s.columns && (part == 0 || s.x != NULL)) {
+        s.partial[(part * s.chunks + chunk) * s.columns + column] = sum;
+    }
+}
+
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_column_sums_4(nn_sums s) {
+    __shared__ float shared[2 * NN_SUM_ROWS * NN_WARP * 4];
+    nn_d_column_sums<4>(s, shared);
+}
+
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_column_sums_1(nn_sums s) {
+    __shared__ float shared[2 * NN_SUM_ROWS * NN_WARP];
+    nn_d_column_sums<1>(s, shared);
+}
+
+/* out (columns) gets the sum of partial (chunks, columns). */
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_fold(float *out, const float *partial, int64_t chunks, int64_t columns, bool adds) {
+    const int64_t c = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
+    if (c >= columns) {
+        return;
+    }
+    float sum = 0.0f;
+    NN_UNROLL_FOUR
+    for (int64_t i = 0; i < chunks; i++) {
+        sum += partial[i * columns + c];
+    }
+    out[c] = adds ? nn_d_sum(out[c], sum) : sum;
+}
+
+/* Chunks of rows: enough blocks for a large GPU, of 32 rows at least, and not more than
+   NN_SUM_FLOATS partial sums. */
+NN_API int64_t nn_cuda_chunks(int64_t rows, int64_t columns) {
+    const int64_t tiles = nn_divide_up(columns, 4 * NN_WARP);
+    return nn_most(1, nn_least(nn_divide_up(rows, 32), NN_SUM_FLOATS / (4 * NN_WARP) / tiles));
+}
+
+static int64_t nn_cuda_column_floats(int64_t rows, int64_t columns) {
+    return nn_most(columns, nn_least(nn_divide_up(rows, 32) * columns, NN_SUM_FLOATS));
+}
+
+static int nn_cuda_fold(const ms_call *call, nn_target out, const float *partial,
+                        const nn_sums *s) {
+    if (out.data == NULL) {
+        return 0;
+    }
+    return nn_launch(call, nn_grid_of(nn_divide_up(s->columns, NN_THREADS), 1, NN_THREADS),
+                     nn_k_fold, out.data, partial, s->chunks, s->columns, out.beta != 0.0f);
+}
+
+/* sums and products (columns each) get what s adds up. work: nn_cuda_column_floats, twice that
+   where there are products. */
+static int nn_cuda_column_sums(const ms_call *call, nn_target sums, nn_target products, nn_sums s,
+                               float *work) {
+    if (sums.data == NULL && products.data == NULL) {
+        return 0;
+    }
+    const bool wide = s.columns % 4 == 0 && nn_aligned(s.dy) && nn_aligned(s.x);
+    const int64_t tiles = nn_divide_up(s.columns, NN_WARP * (wide ? 4 : 1));
+    s.chunk_rows = nn_divide_up(s.rows, nn_cuda_chunks(s.rows, s.columns));
+    s.chunks = nn_divide_up(s.rows, s.chunk_rows);
+    s.partial = work;
+    s.x = products.data != NULL ? s.x : NULL;
+    int result = nn_launch(call, nn_grid_of(tiles * s.chunks, 1, NN_THREADS),
+                           wide ? nn_k_column_sums_4 : nn_k_column_sums_1, s);
+    result = nn_first(result, nn_cuda_fold(call, sums, work, &s));
+    return nn_first(result, nn_cuda_fold(call, products, work + s.chunks * s.columns, &s));
+}
+
+/* Sums of dy alone. */
+static nn_sums nn_sums_of(const float *dy, int64_t rows, int64_t columns) {
+    nn_sums s;
+    memset(&s, 0, sizeof s);
+    s.dy = dy;
+    s.rows = rows;
+    s.columns = columns;
+    return s;
+}
+
+// ---- linear
+
+/* x (rows, columns) is a product: h = x + bias, y = op(h, residual). h NULL: nobody keeps it; bias
+   and residual may be NULL. y may be x. WIDE columns and NN_BIAS_ROWS rows a thread. */
+typedef struct nn_bias {
+    float *y, *h;
+    const float *x, *bias, *residual;
+    int64_t rows, columns;
+} nn_bias;
+
+template <typename F, int WIDE>
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_bias(F op, nn_bias n) {
+    const int64_t tiles = (n.columns + NN_THREADS * WIDE - 1) / (NN_THREADS * WIDE);
+    const int64_t c = (blockIdx.x % tiles * NN_THREADS + threadIdx.x) * WIDE;
+    const int64_t begin = blockIdx.x / tiles * NN_BIAS_ROWS;
+    float shift[WIDE] = {0};
+    float value[NN_BIAS_ROWS][WIDE];
+    float other[NN_BIAS_ROWS][WIDE] = {{0}};
+    if (c >= n.columns) {
+        return;
+    }
+    if (n.bias != NULL) {
+        nn_wide<WIDE>::load(shift, n.bias + c);
+    }
+    NN_UNROLL
+    for (int r = 0; r < NN_BIAS_ROWS; r++) {
+        if (begin + r < n.rows) {
+            nn_wide<WIDE>::load(value[r], n.x + (begin + r) * n.columns + c);
+        }
+        if (begin + r < n.rows && n.residual != NULL) {
+            nn_wide<WIDE>::load(other[r], n.residual + (begin + r) * n.columns + c);
+        }
+    }
+    NN_UNROLL
+    for (int r = 0; r < NN_BIAS_ROWS; r++) {
+        const int64_t i = (begin + r) * n.columns + c;
+        if (begin + r >= n.rows) {
+            break;
+        }
+        NN_UNROLL
+        for (int k = 0; k < WIDE; k++) {
+            value[r][k] = nn_d_sum(value[r][k], shift[k]);
+        }
+        if (n.h != NULL) {
+            nn_wide<WIDE>::store(n.h + i, value[r]);
+        }
+        op.start(i);
+        NN_UNROLL
+        for (int k = 0; k < WIDE; k++) {
+            value[r][k] = op(i + k, value[r][k], other[r][k]);
+        }
+        nn_wide<WIDE>::store(n.y + i, value[r]);
+    }
+}
+
+/* y = op(product + bias, residual), with the product in x. */
+template <typename F> static int nn_cuda_bias(const ms_call *call, F op, nn_bias n) {
+    const bool wide = n.columns % 4 == 0 && nn_aligned(n.y) && nn_aligned(n.h) && nn_aligned(n.x) &&
+                      nn_aligned(n.bias) && nn_aligned(n.residual);
+    const int64_t tiles = nn_divide_up(n.columns, NN_THREADS * (wide ? 4 : 1));
+    const int64_t blocks = tiles * nn_divide_up(n.rows, NN_BIAS_ROWS);
+    return nn_launch(call, nn_grid_of(blocks, 1, NN_THREADS),
+                     wide ? nn_k_bias<F, 4> : nn_k_bias<F, 1>, op, n);
+}
+
+/* y = x * transpose(weight). */
+static int nn_cuda_product(const ms_call *call, float *y, const float *x, const float *weight,
+                           nn_linear_size n) {
+    return (int)ms_gemm(call, 1.0f, nn_matrix(x, n.rows, n.in, n.in),
+                        ms_transpose(nn_matrix(weight, n.out, n.in, n.in)), 0.0f,
+                        nn_matrix(y, n.rows, n.out, n.out));
+}
+
+static nn_bias nn_bias_of(float *y, float *x, const float *bias, nn_linear_size n) {
+    nn_bias b;
+    memset(&b, 0, sizeof b);
+    b.y = y;
+    b.x = x;
+    b.bias = bias;
+    b.rows = n.rows;
+    b.columns = n.out;
+    return b;
+}
+
+/* The bias is added by a pass over the product, and not put there first, so that the blocks' passes
+   can take it along: the same bits, and the same bytes moved. */
+static int nn_cuda_linear(const ms_call *call, float *y, const float *x, const float *weight,
+                          const float *bias, nn_linear_size n) {
+    const int result = nn_cuda_product(call, y, x, weight, n);
+    if (result != 0 || bias == NULL) {
+        return result;
+    }
+    return nn_cuda_bias(call, nn_op_pass(), nn_bias_of(y, y, bias, n));
+}
+
+static int nn_cuda_linear_gelu(const ms_call *call, float *y, float *h, const float *x,
+                               const float *weight, const float *bias, nn_linear_size n,
+                               bool erf_form) {
+    nn_op_gelu op;
+    nn_bias b = nn_bias_of(y, h, bias, n);
+    op.erf_form = erf_form;
+    b.h = h;
+    const int result = nn_cuda_product(call, h, x, weight, n);
+    return result != 0 ? result : nn_cuda_bias(call, op, b);
+}
+
+static int nn_cuda_linear_add(const ms_call *call, float *y, const float *residual, const float *x,
+                              const float *weight, const float *bias, nn_linear_size n,
+                              const nn_drop *drop) {
+    nn_bias b = nn_bias_of(y, y, bias, n);
+    b.residual = residual;
+    const int result = nn_cuda_product(call, y, x, weight, n);
+    return result != 0
+               ? result
+               : nn_cuda_bias(call, nn_op_dropout_of(drop->probability, drop->seed, true), b);
+}
+
+static int nn_cuda_linear_backward(const ms_call *call, nn_target dx, nn_target dweight,
+                                   nn_target dbias, const float *dy, const float *x,
+                                   const float *weight, nn_linear_size n, float *work) {
+    const ms_matrix slope = nn_matrix(dy, n.rows, n.out, n.out);
+    int result = 0;
+    if (dx.data != NULL) {
+        result = (int)ms_gemm(call, 1.0f, slope, nn_matrix(weight, n.out, n.in, n.in), dx.beta,
+                              nn_matrix(dx.data, n.rows, n.in, n.in));
+    }
+    if (result == 0 && dweight.data != NULL) {
+        result = (int)ms_gemm(call, 1.0f, ms_transpose(slope), nn_matrix(x, n.rows, n.in, n.in),
+                              dweight.beta, nn_matrix(dweight.data, n.out, n.in, n.in));
+    }
+    return nn_first(result, nn_cuda_column_sums(call, dbias, nn_target_of(NULL, 0.0f),
+                                                nn_sums_of(dy, n.rows, n.out), work));
+}
+
+const nn_device *nn_cuda(void) {
+    static const nn_device cuda = {
+        "cuda",
+        nn_cuda_pass,
+        nn_cuda_add,
+        nn_cuda_dropout,
+        nn_cuda_gelu,
+        nn_cuda_gelu_backward,
+        NULL,
+        NULL,
+        nn_cuda_linear,
+        nn_cuda_linear_gelu,
+        nn_cuda_linear_add,
+        nn_cuda_linear_backward,
+        nn_cuda_column_floats,
+        NULL,
+        NULL,
+        NULL,
+        NULL,
+        NULL,
+        NULL,
+        NULL,
+        NULL,
+        NULL, // nn_cuda_relu and what follows: images
+        NULL,
+        NULL,
+        NULL,
+        NULL,
+        NULL,
+        NULL,
+        NULL,
+        NULL,
+        NULL,
+        NULL,
+        NULL,
+    };
+    return &cuda;
+}
+
+#endif // NN_CUDA_IMPLEMENTATION
 
 #endif // MEMSCALE_NN_H

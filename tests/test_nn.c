@@ -564,7 +564,7 @@ static void a_reference(const c_case *c, const double *const *leaf, const float 
 static void test_add(void **state) {
     (void)state;
     float twice[] = {3.0f, -4.0f};
-    nn_pass_kernel(nn_target_of(twice, 1.0f), twice, 2);
+    nn_pass_kernel(NULL, nn_target_of(twice, 1.0f), twice, 2);
     assert_true(twice[0] > 5.5f && twice[1] < -7.5f);
     for (uint32_t same = 0; same < 2; same++) {
         c_case c = c_make("add", a_build, a_reference, 91, 0, 0, 0, same);
@@ -794,9 +794,9 @@ static void test_relu(void **state) {
     const float dy[] = {1.0f, 2.0f, 3.0f};
     float y[3];
     float dx[] = {5.0f, 5.0f, 5.0f};
-    nn_relu_kernel(y, x, 3);
+    nn_relu_kernel(NULL, y, x, 3);
     assert_true(t_is_nan(y[0]));
-    nn_relu_backward_kernel(nn_target_of(dx, 1.0f), dy, y, 3);
+    nn_relu_backward_kernel(NULL, nn_target_of(dx, 1.0f), dy, y, 3);
     assert_true(dx[1] > 6.5f && dx[1] < 7.5f && dx[2] > 4.5f && dx[2] < 5.5f);
 }
 
@@ -1266,11 +1266,11 @@ static void test_model_dropout(void **state) {
         m_stop(&b);
     }
     ms_call call;
-    nn_block block;
+    const uint64_t step_seed = 7;
     memset(&call, 0, sizeof call);
-    memset(&block, 0, sizeof block);
-    block.call = &call;
-    assert_true(nn_block_seed(&block, 0) != nn_block_seed(&block, 1));
+    call.step_seed = &step_seed;
+    const nn_seed seeds[] = {nn_seed_of(&call, 0), nn_seed_of(&call, 1), nn_seed_of(&call, -1)};
+    assert_true(nn_seed_value(seeds[0]) != nn_seed_value(seeds[1]));
 }
 
 // ------------------------------------------------------------------------------------------------
