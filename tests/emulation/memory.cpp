@@ -1,0 +1,439 @@
+/* Memory of the device, pinned memory and guarded host memory: a region each, mapped twice. Programs
+ * get addresses in the mapping whose protection changes; the emulation itself copies through the
+ * other one, which is always open. Addresses are not used twice. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "internal.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <map>
+
+namespace {
+
+const size_t page = 4096;
+const size_t device_alignment = 256;
+const unsigned char canary = 0xA5;
+
+struct allocation {
+    size_t size;         /* as asked for */
+    size_t first, pages; /* offset in the region of the first page; bytes of the pages */
+    size_t address;      /* offset in the region */
+    bool is_mapped;
+};
+
+struct region {
+    char *base, *open;
+    size_t reserved, used;
+    int file;
+    uint64_t bytes, count;
+    std::map<size_t, allocation> allocations; /* by address */
+    std::map<size_t, allocation> released;    /* a few of the last ones, for the message */
+};
+
+region regions[MEMORY_KINDS];
+volatile sig_atomic_t is_kernel_mode;
+pthread_t kernel_thread;
+uint64_t random_state;
+uint32_t rubbish;
+
+volatile sig_atomic_t is_armed;
+pthread_t armed_thread;
+sigjmp_buf armed;
+char death[600];
+struct sigaction before[2];
+
+const char *const kind_names[] = {"device", "pinned", "host"};
+
+bool is_in(const region &r, const void *pointer) {
+    const uintptr_t p = reinterpret_cast<uintptr_t>(pointer);
+    const uintptr_t base = reinterpret_cast<uintptr_t>(r.base);
+    return r.base && p >= base && p - base < r.reserved;
+}
+
+size_t offset_in(const region &r, const void *pointer) {
+    return static_cast<size_t>(static_cast<const char *>(pointer) - r.base);
+}
+
+/* The allocation with the last address at or below an offset. */
+const allocation *below(const std::map<size_t, allocation> &all, size_t offset) {
+    std::map<size_t, allocation>::const_iterator i = all.upper_bound(offset);
+    if (i == all.begin()) {
+        return nullptr;
+    }
+    return &(--i)->second;
+}
+
+bool protect(char *at, size_t size, int protection) {
+    return !size || mprotect(at, size, protection) == 0;
+}
+
+void protect_allocations(region &r, bool only_mapped) {
+    for (std::map<size_t, allocation>::iterator i = r.allocations.begin(); i != r.allocations.end();
+         ++i) {
+        if (!only_mapped || i->second.is_mapped) {
+            protect(r.base + i->second.first, i->second.pages, PROT_READ | PROT_WRITE);
+        }
+    }
+}
+
+/* ---- faults ---- */
+
+/* "offset 12 of an allocation of 400 bytes" */
+void describe(const region &r, size_t offset, char *text, size_t size) {
+    const allocation *const a = below(r.allocations, offset);
+    if (a && offset < a->address + a->size) {
+        snprintf(text, size, "offset %zu of an allocation of %zu bytes", offset - a->address,
+                 a->size);
+        return;
+    }
+    const allocation *const gone = below(r.released, offset);
+    if (gone && offset < gone->address + gone->size) {
+        snprintf(text, size, "offset %zu of %zu bytes that were freed", offset - gone->address,
+                 gone->size);
+    } else if (a && offset < a->first + a->pages + page) {
+        snprintf(text, size, "%zu bytes after the end of an allocation of %zu bytes",
+                 offset - a->address - a->size, a->size);
+    } else {
+        std::map<size_t, allocation>::const_iterator next = r.allocations.upper_bound(offset);
+        if (next != r.allocations.end() && next->second.address - offset <= 2 * page) {
+            snprintf(text, size, "%zu bytes before an allocation of %zu bytes",
+                     next->second.address - offset, next->second.size);
+        } else {
+            snprintf(text, size, "no allocation is near");
+        }
+    }
+}
+
+void fault_in_region(memory_kind kind, const void *address) {
+    char where[160];
+    describe(regions[kind], offset_in(regions[kind], address), where, sizeof(where));
+    if (fibers_is_inside()) {
+        emulation_die("kernel %s, %s: touched %s memory at %p: %s", fibers_kernel(), fibers_where(),
+                      kind_names[kind], address, where);
+    }
+    emulation_die("host code touched %s memory at %p: %s", kind_names[kind], address, where);
+}
+
+void on_fault(int number, siginfo_t *info, void *context) {
+    const memory_kind kind = memory_where(info->si_addr);
+    if ((kind == MEMORY_PINNED || kind == MEMORY_HOST) && is_kernel_mode &&
+        !pthread_equal(kernel_thread, pthread_self())) {
+        while (is_kernel_mode) { /* another thread's kernels run: later */
+            usleep(50);
+        }
+        return;
+    }
+    if (kind != MEMORY_OTHER) {
+        fault_in_region(kind, info->si_addr);
+    }
+    if (fibers_is_inside()) {
+        emulation_die("kernel %s, %s: signal %d at %p, which is not device memory, or misaligned",
+                      fibers_kernel(), fibers_where(), number, info->si_addr);
+    }
+    const struct sigaction *const old = &before[number == SIGBUS];
+    if ((old->sa_flags & SA_SIGINFO) && old->sa_sigaction) {
+        old->sa_sigaction(number, info, context);
+        return;
+    }
+    signal(number, SIG_DFL); /* and again */
+}
+
+void install_handler() {
+    struct sigaction action;
+    memset(&action, 0, sizeof(action));
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_NODEFER;
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGSEGV, &action, &before[0]);
+    sigaction(SIGBUS, &action, &before[1]);
+}
+
+/* ---- regions ---- */
+
+void reserve(region &r, size_t size) {
+    r.file = static_cast<int>(syscall(SYS_memfd_create, "emulation", 0));
+    const bool is_sized = r.file >= 0 && ftruncate(r.file, static_cast<off_t>(size)) == 0;
+    void *const a = !is_sized
+                        ? MAP_FAILED
+                        : mmap(nullptr, size, PROT_NONE, MAP_SHARED | MAP_NORESERVE, r.file, 0);
+    void *const b = a == MAP_FAILED ? a
+                                    : mmap(nullptr, size, PROT_READ | PROT_WRITE,
+                                           MAP_SHARED | MAP_NORESERVE, r.file, 0);
+    if (b == MAP_FAILED) {
+        perror("emulation: address space");
+        abort();
+    }
+    r.base = static_cast<char *>(a);
+    r.open = static_cast<char *>(b);
+    r.reserved = size;
+}
+
+uint64_t draw() {
+    random_state = random_state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return random_state >> 33;
+}
+
+size_t round_up(size_t n, size_t to) {
+    return (n + to - 1) / to * to;
+}
+
+/* All that is not the allocation, in its pages. */
+bool is_canary(const region &r, const allocation &a, size_t *wrong) {
+    for (size_t i = a.first; i < a.first + a.pages; i++) {
+        if (i == a.address) {
+            i += a.size;
+        }
+        if (i < a.first + a.pages && static_cast<unsigned char>(r.open[i]) != canary) {
+            *wrong = i;
+            return false;
+        }
+    }
+    return true;
+}
+
+void check(memory_kind kind, const allocation &a) {
+    size_t wrong = 0;
+    if (!is_canary(regions[kind], a, &wrong)) {
+        const bool is_after = wrong >= a.address + a.size;
+        emulation_die("%s memory was written %zu bytes %s an allocation of %zu bytes at %p",
+                      kind_names[kind], is_after ? wrong - a.address - a.size : a.address - wrong,
+                      is_after ? "after the end of" : "before", a.size,
+                      static_cast<void *>(regions[kind].base + a.address));
+    }
+}
+
+void fill(region &r, const allocation &a) {
+    memset(r.open + a.first, canary, a.address - a.first);
+    for (size_t i = 0; i < a.size; i += sizeof(rubbish)) {
+        memcpy(r.open + a.address + i, &rubbish, a.size - i < 4 ? a.size - i : 4);
+    }
+    const size_t end = a.address + a.size;
+    memset(r.open + end, canary, a.first + a.pages - end);
+}
+
+void give_back(region &r, const allocation &a) {
+    protect(r.base + a.first, a.pages, PROT_NONE);
+    fallocate(r.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(a.first),
+              static_cast<off_t>(a.pages));
+}
+
+} // namespace
+
+void memory_set_mode(bool is_kernel) {
+    region &device = regions[MEMORY_DEVICE];
+    if (is_kernel == static_cast<bool>(is_kernel_mode)) {
+        return;
+    }
+    if (is_kernel) {
+        kernel_thread = pthread_self();
+        is_kernel_mode = 1;
+        protect(regions[MEMORY_PINNED].base, regions[MEMORY_PINNED].used, PROT_NONE);
+        protect(regions[MEMORY_HOST].base, regions[MEMORY_HOST].used, PROT_NONE);
+        protect_allocations(regions[MEMORY_PINNED], true);
+        protect_allocations(device, false);
+        return;
+    }
+    protect(device.base, device.used, PROT_NONE);
+    protect_allocations(regions[MEMORY_PINNED], false);
+    protect(regions[MEMORY_HOST].base, regions[MEMORY_HOST].used, PROT_READ | PROT_WRITE);
+    is_kernel_mode = 0;
+}
+
+void memory_reset(uint64_t seed) {
+    static const size_t sizes[] = {size_t(1) << 40, size_t(1) << 38, size_t(1) << 38};
+    static const uint32_t patterns[] = {0x7FC57FC5u, 0xFFFFFFFFu, 0x7F7F7F7Fu, 0x4B5A4B5Au};
+    memory_set_mode(false);
+    for (int i = 0; i < MEMORY_KINDS; i++) {
+        region &r = regions[i];
+        if (!r.base) {
+            reserve(r, sizes[i]);
+        }
+        if (i == MEMORY_HOST) { /* the test's own: it stays */
+            continue;
+        }
+        while (!r.allocations.empty()) {
+            give_back(r, r.allocations.begin()->second);
+            r.allocations.erase(r.allocations.begin());
+        }
+        r.bytes = r.count = 0;
+    }
+    static bool is_installed = false;
+    if (!is_installed) {
+        install_handler();
+        is_installed = true;
+    }
+    random_state = seed * 2 + 1;
+    draw();
+    rubbish = patterns[draw() % 4];
+}
+
+void *memory_allocate(memory_kind kind, size_t size, bool is_mapped) {
+    region &r = regions[kind];
+    allocation a;
+    a.size = size;
+    a.is_mapped = is_mapped;
+    a.pages = round_up(size, page);
+    a.first = r.used + (kind == MEMORY_HOST ? 0 : page);
+    if (size > r.reserved || a.first + a.pages + page > r.reserved) {
+        return nullptr;
+    }
+    const size_t alignment = kind == MEMORY_DEVICE ? device_alignment : 64;
+    /* An overrun meets the guard page, or an underrun does. */
+    a.address = a.first + (draw() % 4 ? a.pages - round_up(size, alignment) : 0);
+    r.used = a.first + a.pages;
+    r.bytes += size;
+    r.count++;
+    fill(r, a);
+    r.allocations[a.address] = a;
+    if (kind != MEMORY_DEVICE) {
+        protect(r.base + a.first, a.pages, PROT_READ | PROT_WRITE);
+    }
+    return r.base + a.address;
+}
+
+bool memory_release(memory_kind kind, void *pointer) {
+    region &r = regions[kind];
+    const std::map<size_t, allocation>::iterator i =
+        is_in(r, pointer) ? r.allocations.find(offset_in(r, pointer)) : r.allocations.end();
+    if (i == r.allocations.end()) {
+        return false;
+    }
+    const allocation a = i->second;
+    r.allocations.erase(i);
+    r.bytes -= a.size;
+    r.count--;
+    r.released[a.address] = a;
+    if (r.released.size() > 256) {
+        r.released.erase(r.released.begin());
+    }
+    check(kind, a);
+    give_back(r, a);
+    return true;
+}
+
+memory_kind memory_where(const void *pointer) {
+    for (int i = 0; i < MEMORY_KINDS; i++) {
+        if (is_in(regions[i], pointer)) {
+            return static_cast<memory_kind>(i);
+        }
+    }
+    return MEMORY_OTHER;
+}
+
+bool memory_holds(memory_kind kind, const void *pointer, size_t size) {
+    const region &r = regions[kind];
+    if (!is_in(r, pointer)) {
+        return false;
+    }
+    const size_t offset = offset_in(r, pointer);
+    const allocation *const a = below(r.allocations, offset);
+    return a && offset - a->address <= a->size && size <= a->size - (offset - a->address);
+}
+
+char *memory_open(const void *pointer) {
+    for (int i = 0; i < MEMORY_KINDS; i++) {
+        if (is_in(regions[i], pointer)) {
+            return regions[i].open + offset_in(regions[i], pointer);
+        }
+    }
+    return static_cast<char *>(const_cast<void *>(pointer));
+}
+
+uint64_t memory_bytes(memory_kind kind) {
+    return regions[kind].bytes;
+}
+
+uint64_t memory_allocations(memory_kind kind) {
+    return regions[kind].count;
+}
+
+/* What an allocation costs the device. */
+uint64_t memory_charge(size_t size) {
+    return round_up(size, size < (size_t(1) << 20) ? 512 : size_t(2) << 20);
+}
+
+uint64_t memory_charged(void) {
+    const std::map<size_t, allocation> &all = regions[MEMORY_DEVICE].allocations;
+    uint64_t sum = 0;
+    for (std::map<size_t, allocation>::const_iterator i = all.begin(); i != all.end(); ++i) {
+        sum += memory_charge(i->second.size);
+    }
+    return sum;
+}
+
+void memory_check(void) {
+    for (int k = 0; k < MEMORY_KINDS; k++) {
+        const std::map<size_t, allocation> &all = regions[k].allocations;
+        for (std::map<size_t, allocation>::const_iterator i = all.begin(); i != all.end(); ++i) {
+            check(static_cast<memory_kind>(k), i->second);
+        }
+    }
+}
+
+/* ---- mistakes ---- */
+
+void emulation_die_now() {
+    memory_set_mode(false);
+    if (is_armed && pthread_equal(armed_thread, pthread_self())) {
+        is_armed = 0;
+        siglongjmp(armed, 1);
+    }
+    fprintf(stderr, "emulation: %s\n", death);
+    abort();
+}
+
+void emulation_die(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(death, sizeof(death), format, arguments);
+    va_end(arguments);
+    if (fibers_is_inside()) {
+        fibers_abandon();
+    }
+    emulation_die_now();
+}
+
+bool emulation_catch(void (*function)(void *), void *user, char *text, size_t size) {
+    if (size) {
+        text[0] = 0;
+    }
+    armed_thread = pthread_self();
+    if (sigsetjmp(armed, 1)) {
+        emulation_unlock_all();
+        snprintf(text, size, "%s", death);
+        return true;
+    }
+    is_armed = 1;
+    function(user);
+    is_armed = 0;
+    return false;
+}
+
+void *emulation_host_alloc(size_t size) {
+    const emulation_lock lock;
+    return memory_allocate(MEMORY_HOST, size ? size : 1, false);
+}
+
+void emulation_host_release(void *pointer) {
+    const emulation_lock lock;
+    if (pointer && !memory_release(MEMORY_HOST, pointer)) {
+        emulation_die("emulation_host_release of %p, which is not allocated", pointer);
+    }
+}
+
+void emulation_peek(void *to, const void *device, size_t size) {
+    memcpy(to, memory_open(device), size);
+}
+
+void emulation_poke(void *device, const void *from, size_t size) {
+    memcpy(memory_open(device), from, size);
+}
