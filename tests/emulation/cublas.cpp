@@ -149,17 +149,47 @@ void pack(std::vector<float> &to, const operand &o, const char *at, int rows, in
     }
 }
 
-void multiply_tile(const float *a, const float *b, int k, float *sums) {
-    tile_column sum[TILE_N];
-    memset(sum, 0, sizeof(sum));
+/* The sums are named one by one: as an array they would not stay in registers. */
+inline __attribute__((always_inline)) void multiply_columns(const float *a, const float *b, int k,
+                                                            float *sums) {
+    tile_column s0 = {}, s1 = {}, s2 = {}, s3 = {}, s4 = {}, s5 = {}, column;
     for (int d = 0; d < k; d++, a += TILE_M, b += TILE_N) {
-        tile_column column;
         memcpy(&column, a, sizeof(column));
-        for (int j = 0; j < TILE_N; j++) {
-            sum[j] += column * b[j];
-        }
+        s0 += column * b[0];
+        s1 += column * b[1];
+        s2 += column * b[2];
+        s3 += column * b[3];
+        s4 += column * b[4];
+        s5 += column * b[5];
     }
-    memcpy(sums, sum, sizeof(sum));
+    memcpy(sums, &s0, sizeof(s0));
+    memcpy(sums + TILE_M, &s1, sizeof(s1));
+    memcpy(sums + 2 * TILE_M, &s2, sizeof(s2));
+    memcpy(sums + 3 * TILE_M, &s3, sizeof(s3));
+    memcpy(sums + 4 * TILE_M, &s4, sizeof(s4));
+    memcpy(sums + 5 * TILE_M, &s5, sizeof(s5));
+}
+
+void multiply_plain(const float *a, const float *b, int k, float *sums) {
+    multiply_columns(a, b, k, sums);
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma"))) void multiply_avx2(const float *a, const float *b, int k,
+                                                       float *sums) {
+    multiply_columns(a, b, k, sums);
+}
+#endif
+
+typedef void multiply_function(const float *a, const float *b, int k, float *sums);
+
+multiply_function *choose_multiply() {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        return multiply_avx2;
+    }
+#endif
+    return multiply_plain;
 }
 
 void store_tile(const product &p, char *c, int i, int j, const float *sums) {
@@ -176,6 +206,7 @@ void store_tile(const product &p, char *c, int i, int j, const float *sums) {
 
 void multiply(const product &p, const char *a, const char *b, char *c) {
     static std::vector<float> left, right;
+    static multiply_function *const multiply_tile = choose_multiply();
     float sums[TILE_M * TILE_N];
     const int64_t la = p.a.leading, lb = p.b.leading;
     const bool ta = p.a.is_transposed, tb = p.b.is_transposed;

@@ -10,9 +10,9 @@
 extern "C" {
 #endif
 
-/* Forgets everything, allocations included, and starts anew: default device, this seed. Seed 0 runs
- * work in the order of the calls. A program that never calls it runs with EMULATION_SEED of the
- * environment, or 1. */
+/* Forgets everything but the host memory given out below, and starts anew: default device, this seed.
+ * Seed 0 runs work in the order of the calls and threads in the order of their numbers. A program
+ * that never calls it runs with EMULATION_SEED of the environment, or 1. */
 void emulation_reset(uint64_t seed);
 
 typedef struct emulation_device {

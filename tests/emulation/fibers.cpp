@@ -10,7 +10,6 @@
 
 #include <map>
 #include <string>
-#include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
 #define WITH_ASAN 1
@@ -113,6 +112,7 @@ struct fiber {
     char *stack; /* the lowest address */
     void *asan_stack;
     unsigned thread; /* whose kernel is on this stack */
+    fiber *next, *next_idle;
 #if !WITH_SWITCH
     ucontext_t context;
 #endif
@@ -143,7 +143,7 @@ struct block_state {
 block_state b;
 fiber main_fiber;
 fiber *current;
-std::vector<fiber *> all, idle;
+fiber *all, *idle;
 bool is_abandoned, is_tame;
 uint64_t random_state;
 uint32_t rubbish;
@@ -214,9 +214,9 @@ void switch_to(fiber *to) {
 void prepare(fiber *f);
 
 fiber *new_fiber() {
-    if (!idle.empty()) {
-        fiber *const f = idle.back();
-        idle.pop_back();
+    if (idle) {
+        fiber *const f = idle;
+        idle = f->next_idle;
         return f;
     }
     fiber *const f = new fiber();
@@ -228,7 +228,8 @@ fiber *new_fiber() {
     }
     mprotect(memory, guard_size, PROT_NONE);
     f->stack = static_cast<char *>(memory) + guard_size;
-    all.push_back(f);
+    f->next = all;
+    all = f;
     prepare(f);
     return f;
 }
@@ -308,7 +309,8 @@ void run_threads() {
                 warp_returned(t);
             }
         }
-        idle.push_back(current);
+        current->next_idle = idle;
+        idle = current;
         switch_to(b.ready_count ? take_ready() : &main_fiber);
     }
 }
@@ -621,13 +623,14 @@ void fibers_reset(uint64_t seed) {
     random_state = seed * UINT64_C(0x9E3779B97F4A7C15) + 88172645463325252u;
     draw();
     rubbish = coin() ? 0x7FC57FC5u : 0x7F7F7F7Fu;
-    idle.clear();
-    for (size_t i = 0; i < all.size(); i++) {
+    idle = nullptr;
+    for (fiber *f = all; f; f = f->next) {
 #if WITH_ASAN
-        __asan_unpoison_memory_region(all[i]->stack, stack_size);
+        __asan_unpoison_memory_region(f->stack, stack_size);
 #endif
-        prepare(all[i]);
-        idle.push_back(all[i]);
+        prepare(f);
+        f->next_idle = idle;
+        idle = f;
     }
 }
 
