@@ -1,21 +1,21 @@
-/*  memscale.h - v0.2.0 - train a bigger model on the device memory you already
-  have. MIT licence.
+/*  memscale.h - v0.2.0 - train a bigger model on the device memory you already have. MIT licence.
 
-    One header that any C or C++ trainer drops in. The trainer registers its
-  tensors and its layers (a forward and a backward callback each) and names a
-  byte budget. memscale.h then owns the memory: it chooses what to recompute,
-  gives every tensor a fixed address in one arena that fits the budget, and runs
-  the training step by calling the trainer back.
+    One header that any C or C++ trainer drops in. The trainer registers its tensors and its layers
+    (a forward and a backward callback each) and names a byte budget. memscale.h then owns the
+    memory: it chooses what to recompute, gives every tensor a fixed address in one arena that fits
+    the budget, and runs the training step by calling the trainer back.
 
         #define MEMSCALE_IMPLEMENTATION            // in exactly one source file
         #include "memscale.h"
 
-        ms_config config = {0};                    // all zero: sensible
-  defaults ({} in C++) config.memory_budget_bytes = 300u << 20;   // the arena
-  is never larger than this ms_model *m; ms_create(&config, &m);
-        //  ... ms_input, ms_param, ms_activation, ms_register_layer,
-  ms_set_loss ... ms_wrap(m);                                // plan, lower, lay
-  out, allocate: once ms_write(m, weights, initial_values); for (;;) {
+        ms_config config = {0};                    // all zero: sensible defaults ({} in C++)
+        config.memory_budget_bytes = 300u << 20;   // the arena is never larger than this
+        ms_model *m;
+        ms_create(&config, &m);
+        //  ... ms_input, ms_param, ms_activation, ms_register_layer, ms_set_loss ...
+        ms_wrap(m);                                // plan, lower, lay out, allocate: once
+        ms_write(m, weights, initial_values);
+        for (;;) {
             ms_write(m, tokens, batch);
             ms_step(m, &loss);                     // forward, backward, update
         }
@@ -24,113 +24,96 @@
     Link with -lm. Without MEMSCALE_IMPLEMENTATION the header only declares.
 
   MACROS (define before the include)
-    MEMSCALE_IMPLEMENTATION   emit the function bodies; works at a second
-  include too MEMSCALE_STATIC           make every function static: one private
-  copy per translation unit MEMSCALE_CBLAS            ms_gemm calls cblas_sgemm
-  of <cblas.h>; default: a built-in kernel MEMSCALE_API              linkage of
-  the public functions; default: extern, C linkage MEMSCALE_ASSERT(x) checks of
-  the library's own invariants; default: assert(x)
+    MEMSCALE_IMPLEMENTATION   emit the function bodies; works at a second include too
+    MEMSCALE_STATIC           make every function static: one private copy per translation unit
+    MEMSCALE_CBLAS            ms_gemm calls cblas_sgemm of <cblas.h>; default: a built-in kernel
+    MEMSCALE_API              linkage of the public functions; default: extern, C linkage
+    MEMSCALE_ASSERT(x)        checks of the library's own invariants; default: assert(x)
 
   WHAT IT DOES NOT DO
-    It is no tensor library and no autograd: the arithmetic of the layers is the
-  trainer's. It does not allocate during a step, print, abort, read the
-  environment or keep global state. It does not change a number: a checkpointed
-  plan gives the same bits as the plain plan. In this version it runs on the
-  CPU, and recomputation is the one technique that it plans.
+    It is no tensor library and no autograd: the arithmetic of the layers is the trainer's.
+    It does not allocate during a step, print, abort, read the environment or keep global state.
+    It does not change a number: a checkpointed plan gives the same bits as the plain plan.
+    In this version it runs on the CPU, and recomputation is the one technique that it plans.
 
   STEP BY STEP
     1. ms_create             a model from a config; zero fields mean defaults
     2. ms_input ... ms_saved name every tensor, with dtype and shape
-    3. ms_register_layer     in the order of execution: inputs before their
-  readers
+    3. ms_register_layer     in the order of execution: inputs before their readers
     4. ms_set_loss           which tensor is minimised; ms_set_optimizer: how
     5. ms_wrap               everything is decided and allocated here
     6. ms_write              initial weights, then one batch per step
-    7. ms_step               or ms_forward, ms_backward, ms_update; ms_eval for
-  forward alone
+    7. ms_step               or ms_forward, ms_backward, ms_update; ms_eval for forward alone
     8. ms_detach             back to the plain plan; ms_destroy: the end
 
-    Registration errors stick: the first one is what ms_wrap returns, so that a
-  trainer need not check each call. ms_last_error has its text, with the numbers
-  and the cure.
+    Registration errors stick: the first one is what ms_wrap returns, so that a trainer need not
+    check each call. ms_last_error has its text, with the numbers and the cure.
 
   CHAPTERS
-    MEMORY MODEL. Everything that a step touches lies in one arena, apart from
-  what the trainer lends (ms_borrow), tensors that stay on the host, and passing
-  values in an arena that models share. Params, buffers, inputs and optimizer
-  state keep one address for good. All other values have an address only while
-  they live: an activation from its layer to its last reader, a gradient from
-  its first contribution to its last use. Forward and backward see the same
-  values, though not always at the same address, so a callback takes its
-  pointers from the ms_call of that very call and keeps none; bind is the place
-  to set the fields of a trainer whose ops read them.
+    MEMORY MODEL. Everything that a step touches lies in one arena, apart from what the trainer
+    lends (ms_borrow), tensors that stay on the host, and passing values in an arena that models
+    share. Params, buffers, inputs and optimizer state keep one address for good. All other values
+    have an address only while they live: an activation from its layer to its last reader, a
+    gradient from its first contribution to its last use. Forward and backward see the same values,
+    though not always at the same address, so a callback takes its pointers from the ms_call of that
+    very call and keeps none; bind is the place to set the fields of a trainer whose ops read them.
 
-    CONTRACT. A layer says what its callbacks do, and what it does not say it
-  must not do: which values backward reads; which gradients it can only add to
-  or only overwrite; what it changes (state), destroys (clobbers) or computes in
-  place. The library then does what is missing: it clears, adds up, copies what
-  others still need, and puts state back around a recomputation. A copy costs
-  nothing where nobody else needs the original: then there is no copy, the
-  memory changes hands. ms_config.debug checks all of it while training; start
-  there with a new trainer.
+    CONTRACT. A layer says what its callbacks do, and what it does not say it must not do: which
+    values backward reads; which gradients it can only add to or only overwrite; what it changes
+    (state), destroys (clobbers) or computes in place. The library then does what is missing: it
+    clears, adds up, copies what others still need, and puts state back around a recomputation. A
+    copy costs nothing where nobody else needs the original: then there is no copy, the memory
+    changes hands. ms_config.debug checks all of it while training; start there with a new trainer.
 
-    PLANS. The plain plan keeps what backward reads and updates all params after
-  backward. Where the plain arena exceeds the budget, params are updated inside
-  backward, so that gradients die sooner, and then activations are dropped in
-  forward and recomputed in backward, those first that free the most bytes for
-  the least work. Every choice is scored by building the real program.
+    PLANS. The plain plan keeps what backward reads and updates all params after backward. Where the
+    plain arena exceeds the budget, params are updated inside backward, so that gradients die
+    sooner, and then activations are dropped in forward and recomputed in backward, those first that
+    free the most bytes for the least work. Every choice is scored by building the real program.
 
-    ACCUMULATION, CLIPPING. Both need all gradients at once, so nothing is
-  updated inside backward, and with accumulation the gradients have addresses
-  for good.
+    ACCUMULATION, CLIPPING. Both need all gradients at once, so nothing is updated inside backward,
+    and with accumulation the gradients have addresses for good.
 
-    SIZES. Along axes (ms_add_axis, ms_along) shapes can change between steps.
-  The arena is that of the plan for the largest sizes; plans for others are made
-  within it, and kept.
+    SIZES. Along axes (ms_add_axis, ms_along) shapes can change between steps. The arena is that of
+    the plan for the largest sizes; plans for others are made within it, and kept.
 
-    NUMERICS. A recomputation runs the same callback on the same inputs with the
-  same seed, so it gives the same bits wherever the callback is deterministic.
-  Gradients are summed in one fixed order: those that loss layers wrote in
-  forward, then those of the layers, last to first.
+    NUMERICS. A recomputation runs the same callback on the same inputs with the same seed, so it
+    gives the same bits wherever the callback is deterministic. Gradients are summed in one fixed
+    order: those that loss layers wrote in forward, then those of the layers, last to first.
 
-    ERRORS. Every fallible function returns an ms_result. A failing step leaves
-  params and optimizer state as they were after the last completed update
-  (buffers that a forward has changed as its state stay changed); where an
-  update had begun, the model is marked failed (MS_RESULT_FAILED): write params
-  and optimizer state from your own copy, then call ms_wrap, which takes your
-  word for it. Registration errors stick up to ms_wrap; later ones do not.
+    ERRORS. Every fallible function returns an ms_result. A failing step leaves params and optimizer
+    state as they were after the last completed update (buffers that a forward has changed as its
+    state stay changed); where an update had begun, the model is
+    marked failed (MS_RESULT_FAILED): write params and optimizer state from your own copy, then call
+    ms_wrap, which takes your word for it. Registration errors stick up to ms_wrap; later ones do
+    not.
 
-    ALLOCATOR. All host memory comes from ms_config.allocator, device memory
-  from ms_config.backend. Nothing is allocated in a step, and no device memory
-  behind ms_wrap. Host memory is, in three cases: ms_reshape makes a plan for
-  sizes that it meets first; ms_smallest_budget makes one and frees it; the C
-  library has a file buffer while the CPU backend reads /proc for its hardware
+    ALLOCATOR. All host memory comes from ms_config.allocator, device memory from ms_config.backend.
+    Nothing is allocated in a step, and no device memory behind ms_wrap. Host memory is, in three
+    cases: ms_reshape makes a plan for sizes that it meets first; ms_smallest_budget makes one and
+    frees it; the C library has a file buffer while the CPU backend reads /proc for its hardware
     report, and for a budget of 0.
 
-    THREADS. One model is used by one thread at a time; separate models are
-  independent. Callbacks run on the thread that called ms_step; from inside
-  them, of all functions that take the model, only ms_gemm, ms_read, ms_data,
-  ms_report and those about tensors may be called. With OpenMP enabled at
-  compile time, the update and the built-in ms_gemm use its threads.
+    THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
+    run on the thread that called ms_step; from inside them, of all functions that take the model,
+    only ms_gemm, ms_read, ms_data, ms_report and those about tensors may be called. With OpenMP
+    enabled at compile time, the update and the built-in ms_gemm use its threads.
 
-    LIMITS. 16 inputs, 8 outputs, 16 saved tensors, 16 params and 8 buffers of
-  state a layer; rank 6; 8 axes; 2^28 tensors; 2^58 bytes. A handle belongs to
-  its model; that of another model is not always recognised. Arithmetic of the
-  library's own (updates, sums, ms_gemm) is float32. Debug mode does not see
-  what a callback does outside the model's memory, unless its results show it,
-    nor an address kept from an earlier call where this call was given the same
-  one.
+    LIMITS. 16 inputs, 8 outputs, 16 saved tensors, 16 params and 8 buffers of state a layer; rank
+    6; 8 axes; 2^28 tensors; 2^58 bytes. A handle belongs to its model; that of another model is not
+    always recognised. Arithmetic of the library's own (updates, sums, ms_gemm) is float32. Debug
+    mode does not see what a callback does outside the model's memory, unless its results show it,
+    nor an address kept from an earlier call where this call was given the same one.
 
-    HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend.
-  0.2.0 (2026): the contract with trainers as they are.
+    HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend. 0.2.0 (2026): the
+    contract with trainers as they are.
 
   TABLE OF CONTENTS (search for the tag)
-    public          >>version >>results >>tensors >>backend >>descs >>reports
-  >>functions implementation  >>base >>arithmetic >>structs >>log >>memory
-  >>backend cpu >>hardware >>graph
-                    >>validate >>lower >>layout >>simulate >>solve >>optimizer
-  >>call >>debug
-                    >>execute >>state >>report >>api
+    public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
+    shared by both  >>shared >>formats >>arithmetic
+    implementation  >>base >>structs >>log >>memory >>backend cpu >>hardware >>graph >>validate
+                    >>lower >>layout >>simulate >>solve >>optimizer >>call >>debug >>execute
+                    >>state >>report >>api
+    CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
 #define MEMSCALE_H
@@ -161,9 +144,8 @@
 #endif
 
 #if defined(__GNUC__)
-#define MEMSCALE_NODISCARD __attribute__((warn_unused_result))
-#define MEMSCALE_PRINTF(text, first)                                           \
-  __attribute__((format(printf, text, first)))
+#define MEMSCALE_NODISCARD           __attribute__((warn_unused_result))
+#define MEMSCALE_PRINTF(text, first) __attribute__((format(printf, text, first)))
 #else
 #define MEMSCALE_NODISCARD
 #define MEMSCALE_PRINTF(text, first)
@@ -172,27 +154,22 @@
 // ------------------------------------------------------------------------------------------------
 // >>results  one name, one text each
 
-#define MEMSCALE_RESULTS(X)                                                    \
-  X(MS_RESULT_OK, "no error")                                                  \
-  X(MS_RESULT_INVALID, "an argument is wrong")                                 \
-  X(MS_RESULT_ORDER, "the call does not fit the state of the model")           \
-  X(MS_RESULT_OUT_OF_MEMORY,                                                   \
-    "the allocator or the backend has no memory left")                         \
-  X(MS_RESULT_BUDGET, "no plan fits the memory budget")                        \
-  X(MS_RESULT_CALLBACK, "a callback of a layer returned an error")             \
-  X(MS_RESULT_NONFINITE,                                                       \
-    "the loss or the norm of the gradients is not a finite number")            \
-  X(MS_RESULT_BACKEND, "the backend reported an error")                        \
-  X(MS_RESULT_FAILED,                                                          \
-    "an update was cut in two; write params and state again, then wrap")       \
-  X(MS_RESULT_DRY_RUN, "the model is a dry run and has no memory")             \
-  X(MS_RESULT_UNSUPPORTED, "not supported by this backend or dtype")           \
-  X(MS_RESULT_CONTRACT, "debug mode: a layer does not do what it declared")
+#define MEMSCALE_RESULTS(X)                                                                        \
+    X(MS_RESULT_OK, "no error")                                                                    \
+    X(MS_RESULT_INVALID, "an argument is wrong")                                                   \
+    X(MS_RESULT_ORDER, "the call does not fit the state of the model")                             \
+    X(MS_RESULT_OUT_OF_MEMORY, "the allocator or the backend has no memory left")                  \
+    X(MS_RESULT_BUDGET, "no plan fits the memory budget")                                          \
+    X(MS_RESULT_CALLBACK, "a callback of a layer returned an error")                               \
+    X(MS_RESULT_NONFINITE, "the loss or the norm of the gradients is not a finite number")         \
+    X(MS_RESULT_BACKEND, "the backend reported an error")                                          \
+    X(MS_RESULT_FAILED, "an update was cut in two; write params and state again, then wrap")       \
+    X(MS_RESULT_DRY_RUN, "the model is a dry run and has no memory")                               \
+    X(MS_RESULT_UNSUPPORTED, "not supported by this backend or dtype")                             \
+    X(MS_RESULT_CONTRACT, "debug mode: a layer does not do what it declared")
 
 #define MEMSCALE_X(name, text) name,
-typedef enum ms_result {
-  MEMSCALE_RESULTS(MEMSCALE_X) MS_RESULT_COUNT
-} ms_result;
+typedef enum ms_result { MEMSCALE_RESULTS(MEMSCALE_X) MS_RESULT_COUNT } ms_result;
 #undef MEMSCALE_X
 
 // ------------------------------------------------------------------------------------------------
@@ -202,115 +179,108 @@ typedef struct ms_model ms_model; // opaque
 
 /* Typed handles. 0 is no tensor, no layer: a zeroed desc has empty slots. */
 typedef struct ms_tensor {
-  uint32_t id;
+    uint32_t id;
 } ms_tensor;
 
 typedef struct ms_layer {
-  uint32_t id;
+    uint32_t id;
 } ms_layer;
 
 /* A dimension that ms_reshape can change, such as the batch. */
 typedef struct ms_axis {
-  uint32_t id;
+    uint32_t id;
 } ms_axis;
 
 enum {
-  MS_LIMIT_RANK = 6,
-  MS_LIMIT_IN = 16,
-  MS_LIMIT_OUT = 8,
-  MS_LIMIT_SAVED = 16,
-  MS_LIMIT_PARAM = 16,
-  MS_LIMIT_STATE = 8,           // buffers that one layer changes
-  MS_LIMIT_OPTIMIZER_STATE = 4, // tensors of optimizer state of one param
-  MS_LIMIT_AXES = 8,
-  MS_ALL_SLOTS = 0xffff // in a mask: every slot that the layer uses
+    MS_LIMIT_RANK = 6,
+    MS_LIMIT_IN = 16,
+    MS_LIMIT_OUT = 8,
+    MS_LIMIT_SAVED = 16,
+    MS_LIMIT_PARAM = 16,
+    MS_LIMIT_STATE = 8,           // buffers that one layer changes
+    MS_LIMIT_OPTIMIZER_STATE = 4, // tensors of optimizer state of one param
+    MS_LIMIT_AXES = 8,
+    MS_ALL_SLOTS = 0xffff // in a mask: every slot that the layer uses
 };
 
 typedef enum ms_dtype {
-  MS_DTYPE_F32,
-  MS_DTYPE_F64,
-  MS_DTYPE_F16,
-  MS_DTYPE_BF16,
-  MS_DTYPE_I64,
-  MS_DTYPE_I32,
-  MS_DTYPE_I16,
-  MS_DTYPE_I8,
-  MS_DTYPE_U8,
-  MS_DTYPE_COUNT
+    MS_DTYPE_F32,
+    MS_DTYPE_F64,
+    MS_DTYPE_F16,
+    MS_DTYPE_BF16,
+    MS_DTYPE_I64,
+    MS_DTYPE_I32,
+    MS_DTYPE_I16,
+    MS_DTYPE_I8,
+    MS_DTYPE_U8,
+    MS_DTYPE_COUNT
 } ms_dtype;
 
-/* Row-major extents, the last one contiguous. Rank 0 is a scalar: one element.
-   axes, set by ms_along, says which dims are multiples of which axes; a shape
-   that is copied from an input keeps it. */
+/* Row-major extents, the last one contiguous. Rank 0 is a scalar: one element. axes, set by
+   ms_along, says which dims are multiples of which axes; a shape that is copied from an input keeps
+   it. */
 typedef struct ms_shape {
-  int64_t dim[MS_LIMIT_RANK];
-  int32_t rank;
-  uint8_t axes[MS_LIMIT_RANK]; // bit i: a multiple of the size of axis i
+    int64_t dim[MS_LIMIT_RANK];
+    int32_t rank;
+    uint8_t axes[MS_LIMIT_RANK]; // bit i: a multiple of the size of axis i
 } ms_shape;
 
-/* A tensor as a callback sees it. data is NULL where the layer has no such
-   operand, where nobody wants that gradient or that output, and for values that
-   the layer did not say it reads; shape and dtype stand even so, unless the
-   slot is empty. beta, for gradients: data = beta * data + contribution, with 0
-   (data holds rubbish, perhaps NaN: overwrite) or 1 (accumulate). Where one
-   tensor stands in several slots, their gradients are one memory, to be written
-   slot by slot in rising order (slots in ms_layer_desc.overwrites have their
-   own). */
+/* A tensor as a callback sees it. data is NULL where the layer has no such operand, where nobody
+   wants that gradient or that output, and for values that the layer did not say it reads; shape and
+   dtype stand even so, unless the slot is empty. beta, for gradients: data = beta * data +
+   contribution, with 0 (data holds rubbish, perhaps NaN: overwrite) or 1 (accumulate). Where one
+   tensor stands in several slots, their gradients are one memory, to be written slot by slot in
+   rising order (slots in ms_layer_desc.overwrites have their own). */
 typedef struct ms_view {
-  void *data;
-  ms_shape shape;
-  ms_dtype dtype;
-  float beta;
+    void *data;
+    ms_shape shape;
+    ms_dtype dtype;
+    float beta;
 } ms_view;
 
-/* A matrix for ms_gemm: rows by cols as stored, rows stride elements apart; or
-   count of them, step elements apart. */
+/* A matrix for ms_gemm: rows by cols as stored, rows stride elements apart; or count of them, step
+   elements apart. */
 typedef struct ms_matrix {
-  void *data;
-  int64_t rows, cols, stride;
-  int64_t count, step; // 0: one matrix
-  ms_dtype dtype;
-  bool transposed;
+    void *data;
+    int64_t rows, cols, stride;
+    int64_t count, step; // 0: one matrix
+    ms_dtype dtype;
+    bool transposed;
 } ms_matrix;
 
 typedef enum ms_phase {
-  MS_PHASE_FORWARD,
-  MS_PHASE_RECOMPUTE, // forward once more, in the middle of backward
-  MS_PHASE_BACKWARD,
-  MS_PHASE_EVAL, // forward without a backward to come
-  MS_PHASE_COUNT
+    MS_PHASE_FORWARD,
+    MS_PHASE_RECOMPUTE, // forward once more, in the middle of backward
+    MS_PHASE_BACKWARD,
+    MS_PHASE_EVAL, // forward without a backward to come
+    MS_PHASE_COUNT
 } ms_phase;
 
-/* What a callback is given. The arrays end at the last slot that the layer
-   uses. All of it is valid during the call alone. ms_gemm may be called from
-   several threads of a callback, as long as it does not fail. */
+/* What a callback is given. The arrays end at the last slot that the layer uses. All of it is
+   valid during the call alone. ms_gemm may be called from several threads of a callback,
+   as long as it does not fail. */
 typedef struct ms_call {
-  void *user;      // ms_layer_desc.user
-  ms_model *model; // for ms_gemm
-  ms_phase phase;
-  const ms_view *in, *out, *saved, *param;
-  const ms_view
-      *state; // of forward, recompute and eval; without data in backward
-  /* In backward; NULL otherwise. grad_in too in the forward of a layer with
-   * grads_in_forward. */
-  const ms_view *grad_out, *grad_in, *grad_param;
-  void *workspace; // 64-byte aligned, contents as declared
-  uint64_t workspace_bytes;
-  uint16_t wanted_out, wanted_saved; // those that have data, outside backward
-  float loss_factor; // what a loss layer with grads_in_forward multiplies by
-  /* Differs by layer, step and micro-batch; the same for a recomputation. It is
-     layer_seed ^ *step_seed, of which the second lies in device memory: kernels
-     that read it there draw anew in every replay of a graph
-     (ms_config.cuda_graph), where the rest of the call stands still.
-     */
-  uint64_t seed, layer_seed;
-  const uint64_t *step_seed;
-  void *stream;  // cudaStream_t: a callback enqueues on it and does not wait;
-                 // NULL on the CPU
-  uint64_t step; // completed updates before this one
-  uint32_t micro,
-      micro_count; // number of this micro-batch, from 0; how many make a step
-  bool last_micro;
+    void *user;      // ms_layer_desc.user
+    ms_model *model; // for ms_gemm
+    ms_phase phase;
+    const ms_view *in, *out, *saved, *param;
+    const ms_view *state; // of forward, recompute and eval; without data in backward
+    /* In backward; NULL otherwise. grad_in too in the forward of a layer with grads_in_forward. */
+    const ms_view *grad_out, *grad_in, *grad_param;
+    void *workspace; // 64-byte aligned, contents as declared
+    uint64_t workspace_bytes;
+    uint16_t wanted_out, wanted_saved; // those that have data, outside backward
+    float loss_factor;                 // what a loss layer with grads_in_forward multiplies by
+    /* Differs by layer, step and micro-batch; the same for a recomputation. It is layer_seed ^
+       *step_seed, of which the second lies in device memory: kernels that read it there draw anew
+       in every replay of a graph (ms_config.cuda_graph), where the rest of the call stands still.
+       */
+    uint64_t seed, layer_seed;
+    const uint64_t *step_seed;
+    void *stream;  // cudaStream_t: a callback enqueues on it and does not wait; NULL on the CPU
+    uint64_t step; // completed updates before this one
+    uint32_t micro, micro_count; // number of this micro-batch, from 0; how many make a step
+    bool last_micro;
 } ms_call;
 
 /* 0, or the caller's own error number, which ends the step. */
@@ -319,509 +289,428 @@ typedef int (*ms_layer_fn)(const ms_call *call);
 // ------------------------------------------------------------------------------------------------
 // >>backend  allocator, log, and the table of what runs on the device
 
-/* Both functions or neither (0: malloc and free). release is given the size
- * that alloc was. */
+/* Both functions or neither (0: malloc and free). release is given the size that alloc was. */
 typedef struct ms_allocator {
-  void *(*alloc)(uint64_t bytes, void *user);
-  void (*release)(void *memory, uint64_t bytes, void *user);
-  void *user;
+    void *(*alloc)(uint64_t bytes, void *user);
+    void (*release)(void *memory, uint64_t bytes, void *user);
+    void *user;
 } ms_allocator;
 
-typedef enum ms_log_level {
-  MS_LOG_ERROR,
-  MS_LOG_WARNING,
-  MS_LOG_INFO,
-  MS_LOG_DEBUG
-} ms_log_level;
+typedef enum ms_log_level { MS_LOG_ERROR, MS_LOG_WARNING, MS_LOG_INFO, MS_LOG_DEBUG } ms_log_level;
 
 /* tag is the section that speaks, such as "solve"; text has no line end. */
-typedef void (*ms_log_fn)(ms_log_level level, const char *tag, const char *text,
-                          void *user);
+typedef void (*ms_log_fn)(ms_log_level level, const char *tag, const char *text, void *user);
 
 /* Receives a piece of a listing. */
 typedef void (*ms_write_fn)(const char *text, size_t length, void *user);
 
 typedef enum ms_device_kind {
-  MS_DEVICE_CPU,
-  MS_DEVICE_DISCRETE,
-  MS_DEVICE_INTEGRATED
+    MS_DEVICE_CPU,
+    MS_DEVICE_DISCRETE,
+    MS_DEVICE_INTEGRATED
 } ms_device_kind;
 
 /* 0 where the platform does not tell. */
 typedef struct ms_hardware {
-  char name[64];
-  ms_device_kind kind;
-  uint32_t processor_count; // multiprocessors of a GPU
-  uint64_t total_bytes;
-  /* Of a CPU and of a GPU that shares the host's memory: MemAvailable; limits
-     of cgroups are not looked at. */
-  uint64_t free_bytes;
-  /* CUDA devices; all 0 on others. What the device computes by itself, by its
-     compute capability: the compiler takes more than that. */
-  uint32_t compute_major, compute_minor;
-  bool bf16;        // from 8.0
-  bool fp16_tensor; // FP16 on tensor cores: from 7.0
-  bool tf32;        // from 8.0
-  uint32_t driver_version,
-      runtime_version; // 1000 * major + 10 * minor, as CUDA has it
+    char name[64];
+    ms_device_kind kind;
+    uint32_t processor_count; // multiprocessors of a GPU
+    uint64_t total_bytes;
+    /* Of a CPU and of a GPU that shares the host's memory: MemAvailable; limits of cgroups are not
+       looked at. */
+    uint64_t free_bytes;
+    /* CUDA devices; all 0 on others. What the device computes by itself, by its compute capability:
+       the compiler takes more than that. */
+    uint32_t compute_major, compute_minor;
+    bool bf16;                                // from 8.0
+    bool fp16_tensor;                         // FP16 on tensor cores: from 7.0
+    bool tf32;                                // from 8.0
+    uint32_t driver_version, runtime_version; // 1000 * major + 10 * minor, as CUDA has it
 } ms_hardware;
 
 typedef enum ms_optimizer_kind {
-  MS_OPTIMIZER_ADAMW,
-  MS_OPTIMIZER_SGD,
-  MS_OPTIMIZER_CUSTOM, // the trainer's own callback
-  MS_OPTIMIZER_NONE // no update: the gradients stay for ms_read until the next
-                    // step
+    MS_OPTIMIZER_ADAMW,
+    MS_OPTIMIZER_SGD,
+    MS_OPTIMIZER_CUSTOM, // the trainer's own callback
+    MS_OPTIMIZER_NONE    // no update: the gradients stay for ms_read until the next step
 } ms_optimizer_kind;
 
-/* What of a step lies in device memory: the verdict of the backend on it, and
-   what the host tells kernels before it. */
+/* What of a step lies in device memory: the verdict of the backend on it, and what the host tells
+   kernels before it. */
 typedef struct ms_step_state {
-  double loss;          // sum of the losses times their factor
-  double norm;          // of the gradients, where they are clipped
-  uint64_t halted_step; // the step in which that happened
-  uint32_t halted; // a ms_halt: not 0, and updates leave everything as it is
-  uint32_t reserved;
-  uint64_t step, seed; // from the host: number of the step; ms_call.step_seed
+    double loss;          // sum of the losses times their factor
+    double norm;          // of the gradients, where they are clipped
+    uint64_t halted_step; // the step in which that happened
+    uint32_t halted;      // a ms_halt: not 0, and updates leave everything as it is
+    uint32_t reserved;
+    uint64_t step, seed; // from the host: number of the step; ms_call.step_seed
 } ms_step_state;
 
 typedef enum ms_halt {
-  MS_HALT_NONE,
-  MS_HALT_LOSS, // the loss is not a finite number
-  MS_HALT_NORM  // the norm of the gradients is not
+    MS_HALT_NONE,
+    MS_HALT_LOSS, // the loss is not a finite number
+    MS_HALT_NORM  // the norm of the gradients is not
 } ms_halt;
 
-/* The factors of an update that are the same for all elements, rounded once.
-   AdamW: m = beta1 * m + rest1 * g; v = beta2 * v + rest2 * g * g; p = decay *
-   p + rate * m / (scale2 * sqrt(v) + epsilon), bias corrections included. SGD:
-   v = beta1 * v + g; p = p + rate * (v + decay * p). */
+/* The factors of an update that are the same for all elements, rounded once. AdamW: m = beta1 * m +
+   rest1 * g; v = beta2 * v + rest2 * g * g; p = decay * p + rate * m / (scale2 * sqrt(v) +
+   epsilon), bias corrections included. SGD: v = beta1 * v + g; p = p + rate * (v + decay * p). */
 typedef struct ms_update_factors {
-  float rate, decay, beta1, beta2, rest1, rest2, scale2, epsilon;
+    float rate, decay, beta1, beta2, rest1, rest2, scale2, epsilon;
 } ms_update_factors;
 
-/* One update of one param, as the backend's kernel and the trainer's own
-   callback take it. All arrays have count floats in device memory. state[0] and
-   state[1] are AdamW's first and second moments, state[0] is SGD's momentum.
-   The gradient counts times *gradient_scale (device memory; NULL: 1). A custom
-   update enqueues its work on stream, may write to the gradient (only a
-   borrowed one is seen again), and is not called in a step that was halted. */
+/* One update of one param, as the backend's kernel and the trainer's own callback take it. All
+   arrays have count floats in device memory. state[0] and state[1] are AdamW's first and second
+   moments, state[0] is SGD's momentum. The gradient counts times *gradient_scale (device memory;
+   NULL: 1). A custom update enqueues its work on stream, may write to the gradient (only a borrowed
+   one is seen again), and is not called in a step that was halted. */
 typedef struct ms_update_args {
-  void *user; // ms_optimizer_desc.user
-  ms_tensor param;
-  ms_optimizer_kind kind;
-  uint64_t count;
-  float *value;
-  float *gradient;
-  const float *gradient_scale;
-  float *state[MS_LIMIT_OPTIMIZER_STATE];
-  float learning_rate, weight_decay;
-  float beta1, beta2, epsilon; // AdamW
-  float momentum;              // SGD
-  uint64_t t;                  // number of this update, from 1
-  void *stream;                // as ms_call.stream
-  /* For the backend's kernel, in device memory. */
-  const ms_update_factors *factors;
-  const ms_step_state *state_of_step; // halted: leave everything as it is
+    void *user; // ms_optimizer_desc.user
+    ms_tensor param;
+    ms_optimizer_kind kind;
+    uint64_t count;
+    float *value;
+    float *gradient;
+    const float *gradient_scale;
+    float *state[MS_LIMIT_OPTIMIZER_STATE];
+    float learning_rate, weight_decay;
+    float beta1, beta2, epsilon; // AdamW
+    float momentum;              // SGD
+    uint64_t t;                  // number of this update, from 1
+    void *stream;                // as ms_call.stream
+    /* For the backend's kernel, in device memory. */
+    const ms_update_factors *factors;
+    const ms_step_state *state_of_step; // halted: leave everything as it is
 } ms_update_args;
 
 /* 0, or the caller's own error number, which ends the step. */
 typedef int (*ms_update_fn)(const ms_update_args *args);
 
-/* Streams run side by side; work on one of them in the order in which it was
- * enqueued. */
+/* Streams run side by side; work on one of them in the order in which it was enqueued. */
 typedef enum ms_stream_kind {
-  MS_STREAM_COMPUTE, // callbacks, kernels, copies from device to device
-  MS_STREAM_TO_DEVICE,
-  MS_STREAM_TO_HOST,
-  MS_STREAM_COUNT
+    MS_STREAM_COMPUTE, // callbacks, kernels, copies from device to device
+    MS_STREAM_TO_DEVICE,
+    MS_STREAM_TO_HOST,
+    MS_STREAM_COUNT
 } ms_stream_kind;
 
 /* What a model asks of the state that a backend opens for it. */
 typedef struct ms_open_args {
-  const ms_allocator
-      *host;    // for host memory that the backend needs; outlives the state
-  void *stream; // ms_config.stream
-  bool tf32;    // ms_config.tf32
+    const ms_allocator *host; // for host memory that the backend needs; outlives the state
+    void *stream;             // ms_config.stream
+    bool tf32;                // ms_config.tf32
 } ms_open_args;
 
 /* What ms_wrap gives a backend for its own use, until the next ms_wrap. */
 typedef struct ms_prepare_args {
-  uint32_t event_count; // events have numbers below this
-  void *workspace;      // ms_backend.workspace_bytes of device memory, 256-byte
-                        // aligned
-  uint64_t workspace_bytes;
+    uint32_t event_count; // events have numbers below this
+    void *workspace;      // ms_backend.workspace_bytes of device memory, 256-byte aligned
+    uint64_t workspace_bytes;
 } ms_prepare_args;
 
-/* Everything that touches device memory. Functions return 0 or an error number
-   of the backend's own. Device pointers that the library makes are aligned to
-   64 bytes at least. user is passed through to those functions that need no
-   model; the others are given the state that open has made, or user where there
-   is no open. Slots marked optional may be NULL. */
+/* Everything that touches device memory. Functions return 0 or an error number of the backend's
+   own. Device pointers that the library makes are aligned to 64 bytes at least. user is passed
+   through to those functions that need no model; the others are given the state that open has made,
+   or user where there is no open. Slots marked optional may be NULL. */
 typedef struct ms_backend {
-  uint32_t size; // sizeof(ms_backend); 0: the CPU backend
-  const char *name;
-  void *user;
-  bool device_is_host;      // host code may read and write device memory
-  bool is_asynchronous;     // functions enqueue and return; then all from
-                            // synchronize on are there
-  uint64_t workspace_bytes; // device memory of its own that the backend is to
-                            // have in each arena
+    uint32_t size; // sizeof(ms_backend); 0: the CPU backend
+    const char *name;
+    void *user;
+    bool device_is_host;  // host code may read and write device memory
+    bool is_asynchronous; // functions enqueue and return; then all from synchronize on are there
+    uint64_t workspace_bytes; // device memory of its own that the backend is to have in each arena
 
-  int (*memory_alloc)(void *user, const ms_allocator *host, uint64_t bytes,
-                      void **device);
-  void (*memory_release)(void *user, const ms_allocator *host, void *device,
-                         uint64_t bytes);
-  /* Host memory that copies can run from and to by themselves. Optional: the
-   * allocator's. */
-  int (*host_alloc)(void *user, const ms_allocator *host, uint64_t bytes,
-                    void **memory);
-  void (*host_release)(void *user, const ms_allocator *host, void *memory,
-                       uint64_t bytes);
-  void (*hardware)(void *user, ms_hardware *hardware);
-  const char *(*error_text)(void *user,
-                            int error); // optional; NULL for an unknown number
+    int (*memory_alloc)(void *user, const ms_allocator *host, uint64_t bytes, void **device);
+    void (*memory_release)(void *user, const ms_allocator *host, void *device, uint64_t bytes);
+    /* Host memory that copies can run from and to by themselves. Optional: the allocator's. */
+    int (*host_alloc)(void *user, const ms_allocator *host, uint64_t bytes, void **memory);
+    void (*host_release)(void *user, const ms_allocator *host, void *memory, uint64_t bytes);
+    void (*hardware)(void *user, ms_hardware *hardware);
+    const char *(*error_text)(void *user, int error); // optional; NULL for an unknown number
 
-  int (*open)(void *user, const ms_open_args *args,
-              void **state);  // optional, with close
-  void (*close)(void *state); // all work is done
-  int (*prepare)(void *state,
-                 const ms_prepare_args *args); // optional; all or nothing
+    int (*open)(void *user, const ms_open_args *args, void **state); // optional, with close
+    void (*close)(void *state);                                      // all work is done
+    int (*prepare)(void *state, const ms_prepare_args *args);        // optional; all or nothing
 
-  int (*copy_in)(void *state, void *device, const void *host,
-                 uint64_t bytes); // TO_DEVICE
-  int (*copy_out)(void *state, void *host, const void *device,
-                  uint64_t bytes); // TO_HOST
-  int (*copy)(void *state, void *device, const void *source,
-              uint64_t bytes); // from here on
-  int (*fill_bytes)(void *state, void *device, uint8_t value,
-                    uint64_t bytes); // COMPUTE
-  int (*fill_f32)(void *state, void *device, float value, uint64_t count);
-  int (*add_f32)(void *state, void *device, const void *source,
-                 uint64_t count); // +=
-  int (*cast)(void *state, void *target, ms_dtype to, const void *source,
-              ms_dtype from,
-              uint64_t count); // between F32, F16 and BF16, to the nearest,
-                               // ties to even
-  /* step->loss = factor * sum of the losses; where that is not finite and the
-     step not halted, halted = MS_HALT_LOSS and halted_step = step. */
-  int (*loss)(void *state, const void *losses, uint64_t count, double factor,
-              ms_step_state *step);
-  /* Clipping: *sum += sum of squares; then norm = square root of *sum and
-     *scale = min(1, limit / norm), or, as above, MS_HALT_NORM. */
-  int (*add_squares_f32)(void *state, const void *device, uint64_t count,
-                         double *sum);
-  int (*clip_scale)(void *state, const double *sum, float limit, float *scale,
-                    ms_step_state *step);
-  int (*update)(void *state, const ms_update_args *args);
-  int (*gemm)(void *state, float alpha, const ms_matrix *a, const ms_matrix *b,
-              float beta,
-              const ms_matrix *c); // shapes and dtypes are checked before;
-                                   // counts are filled in
+    int (*copy_in)(void *state, void *device, const void *host, uint64_t bytes);  // TO_DEVICE
+    int (*copy_out)(void *state, void *host, const void *device, uint64_t bytes); // TO_HOST
+    int (*copy)(void *state, void *device, const void *source, uint64_t bytes);   // from here on
+    int (*fill_bytes)(void *state, void *device, uint8_t value, uint64_t bytes);  // COMPUTE
+    int (*fill_f32)(void *state, void *device, float value, uint64_t count);
+    int (*add_f32)(void *state, void *device, const void *source, uint64_t count); // +=
+    int (*cast)(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
+                uint64_t count); // between F32, F16 and BF16, to the nearest, ties to even
+    /* step->loss = factor * sum of the losses; where that is not finite and the step not halted,
+       halted = MS_HALT_LOSS and halted_step = step. */
+    int (*loss)(void *state, const void *losses, uint64_t count, double factor,
+                ms_step_state *step);
+    /* Clipping: *sum += sum of squares; then norm = square root of *sum and *scale = min(1, limit /
+       norm), or, as above, MS_HALT_NORM. */
+    int (*add_squares_f32)(void *state, const void *device, uint64_t count, double *sum);
+    int (*clip_scale)(void *state, const double *sum, float limit, float *scale,
+                      ms_step_state *step);
+    int (*update)(void *state, const ms_update_args *args);
+    int (*gemm)(void *state, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
+                const ms_matrix *c); // shapes and dtypes are checked before; counts are filled in
 
-  /* Of asynchronous backends. wait: what is enqueued on the stream from now on
-     runs after the last record of the event. */
-  int (*synchronize)(void *state); // the host waits for all streams
-  int (*record)(void *state, ms_stream_kind stream, uint32_t event);
-  int (*wait)(void *state, ms_stream_kind stream, uint32_t event);
-  int (*wait_on_host)(void *state, uint32_t event);
-  void *(*stream)(
-      void *state); // optional: of MS_STREAM_COMPUTE, for ms_call.stream
+    /* Of asynchronous backends. wait: what is enqueued on the stream from now on runs after the
+       last record of the event. */
+    int (*synchronize)(void *state); // the host waits for all streams
+    int (*record)(void *state, ms_stream_kind stream, uint32_t event);
+    int (*wait)(void *state, ms_stream_kind stream, uint32_t event);
+    int (*wait_on_host)(void *state, uint32_t event);
+    void *(*stream)(void *state); // optional: of MS_STREAM_COMPUTE, for ms_call.stream
 
-  /* Optional, all or none: what is enqueued on MS_STREAM_COMPUTE between begin
-     and end becomes a graph and does not run. check: not 0 where something in
-     between has spoilt that. end with graph NULL throws it away. */
-  int (*graph_begin)(void *state);
-  int (*graph_check)(void *state);
-  int (*graph_end)(void *state, void **graph);
-  int (*graph_launch)(void *state, void *graph);
-  void (*graph_release)(void *state, void *graph);
+    /* Optional, all or none: what is enqueued on MS_STREAM_COMPUTE between begin and end becomes a
+       graph and does not run. check: not 0 where something in between has spoilt that. end with
+       graph NULL throws it away. */
+    int (*graph_begin)(void *state);
+    int (*graph_check)(void *state);
+    int (*graph_end)(void *state, void **graph);
+    int (*graph_launch)(void *state, void *graph);
+    void (*graph_release)(void *state, void *graph);
 } ms_backend;
 
 // ------------------------------------------------------------------------------------------------
 // >>descs  zero-initialise, then set what matters
 
-typedef enum ms_switch {
-  MS_SWITCH_DEFAULT,
-  MS_SWITCH_ON,
-  MS_SWITCH_OFF
-} ms_switch;
+typedef enum ms_switch { MS_SWITCH_DEFAULT, MS_SWITCH_ON, MS_SWITCH_OFF } ms_switch;
 
 /* Memory that several models take turns in; see ms_arena_create. */
 typedef struct ms_arena ms_arena;
 
 typedef struct ms_config {
-  ms_backend backend;     // ms_backend_cpu(), or your own table; zero: the CPU
-  ms_allocator allocator; // zero: malloc and free
-  ms_log_fn log;          // NULL: silent
-  void *log_user;
-  uint64_t memory_budget_bytes; // size of the arena at most; 0:
-                                // target_utilization of free memory
-  double target_utilization;    // 0 < x <= 1; 0: 0.85
-  ms_switch checkpointing;      // OFF: never recompute. DEFAULT, ON: where the
-                                // budget asks for it
-  /* Update a param inside backward, once its gradient is complete, so that the
-     gradient dies. DEFAULT: where the budget asks for it, and no sooner than
-     the arena gains from it; ON: always, at once; OFF: after backward, always.
-     It cannot be with clipping or accumulation. */
-  ms_switch early_update;
-  bool force_optimize; // the smallest arena that the switches allow, whatever
-                       // the budget
-  /* Plan and report, allocate no arena; steps return MS_RESULT_DRY_RUN. Layers
-     need no callbacks: ms_visit_events hands the plan to a framework that runs
-     its own. */
-  bool dry_run;
-  /* Check that layers keep to what they declared: each callback runs several
-     times, amid rubbish in all memory that it was not given, and must give the
-     same bits each time. An error, MS_RESULT_CONTRACT, names the layer. What
-     ms_read and ms_data give a callback beyond its operands is rubbish then.
-     Slow: copies the whole arena at every call. */
-  bool debug;
-  uint64_t seed;               // of ms_call.seed
-  uint32_t accumulation_steps; // micro-batches to a step; 0: 1
-  ms_arena *arena;             // memory shared with other models; NULL: its own
-  void *stream; // cudaStream_t of the trainer's that all work goes to; NULL:
-                // the model's own
-  bool tf32;    // F32 products of ms_gemm may round their inputs to TF32, where
-                // that is faster
-  /* From the third step on, ms_step replays a recording of the second: for
-     callbacks that only enqueue kernels, with arguments that are the same in
-     every step. See STREAMS. */
-  bool cuda_graph;
+    ms_backend backend;     // ms_backend_cpu(), or your own table; zero: the CPU
+    ms_allocator allocator; // zero: malloc and free
+    ms_log_fn log;          // NULL: silent
+    void *log_user;
+    uint64_t memory_budget_bytes; // size of the arena at most; 0: target_utilization of free memory
+    double target_utilization;    // 0 < x <= 1; 0: 0.85
+    ms_switch checkpointing;      // OFF: never recompute. DEFAULT, ON: where the budget asks for it
+    /* Update a param inside backward, once its gradient is complete, so that the gradient dies.
+       DEFAULT: where the budget asks for it, and no sooner than the arena gains from it; ON:
+       always, at once; OFF: after backward, always. It cannot be with clipping or accumulation. */
+    ms_switch early_update;
+    bool force_optimize; // the smallest arena that the switches allow, whatever the budget
+    /* Plan and report, allocate no arena; steps return MS_RESULT_DRY_RUN. Layers need no callbacks:
+       ms_visit_events hands the plan to a framework that runs its own. */
+    bool dry_run;
+    /* Check that layers keep to what they declared: each callback runs several times, amid rubbish
+       in all memory that it was not given, and must give the same bits each time. An error,
+       MS_RESULT_CONTRACT, names the layer. What ms_read and ms_data give a callback beyond its
+       operands is rubbish then. Slow: copies the whole arena at every call. */
+    bool debug;
+    uint64_t seed;               // of ms_call.seed
+    uint32_t accumulation_steps; // micro-batches to a step; 0: 1
+    ms_arena *arena;             // memory shared with other models; NULL: its own
+    void *stream; // cudaStream_t of the trainer's that all work goes to; NULL: the model's own
+    bool tf32;    // F32 products of ms_gemm may round their inputs to TF32, where that is faster
+    /* From the third step on, ms_step replays a recording of the second: for callbacks that only
+       enqueue kernels, with arguments that are the same in every step. See STREAMS. */
+    bool cuda_graph;
 } ms_config;
 
 /* Masks of slots: bit i stands for slot i; MS_ALL_SLOTS for all. */
 typedef struct ms_reads {
-  uint16_t in, out, saved, param;
-  bool nothing; // reads none of these; all fields zero means that it may read
-                // all
+    uint16_t in, out, saved, param;
+    bool nothing; // reads none of these; all fields zero means that it may read all
 } ms_reads;
 
 typedef struct ms_overwrites {
-  uint16_t in, out, saved, grad_out;
+    uint16_t in, out, saved, grad_out;
 } ms_overwrites;
 
 typedef struct ms_edges {
-  uint16_t in, param;
+    uint16_t in, param;
 } ms_edges;
 
-typedef enum ms_contents {
-  MS_CONTENTS_ANY,
-  MS_CONTENTS_FINITE,
-  MS_CONTENTS_ZERO
-} ms_contents;
+typedef enum ms_contents { MS_CONTENTS_ANY, MS_CONTENTS_FINITE, MS_CONTENTS_ZERO } ms_contents;
 
 /* Scratch memory of one call: bytes + row_bytes * (first dim of out[0]). */
 typedef struct ms_workspace {
-  uint64_t bytes, row_bytes;
-  ms_contents contents; // what a callback finds in it
+    uint64_t bytes, row_bytes;
+    ms_contents contents; // what a callback finds in it
 } ms_workspace;
 
-/* A layer: as small as one operator, as large as a transformer block. Empty
-   slots are allowed anywhere, the callback sees them as views without data. */
+/* A layer: as small as one operator, as large as a transformer block. Empty slots are allowed
+   anywhere, the callback sees them as views without data. */
 typedef struct ms_layer_desc {
-  const char *name; // copied; NULL: "layer <number>"
-  ms_layer_fn forward;
-  ms_layer_fn backward; // NULL: no gradient passes through
-  /* Makes the values of wanted_out and wanted_saved once more, in
-     MS_PHASE_RECOMPUTE; NULL: forward does, and makes all of them. */
-  ms_layer_fn recompute;
-  ms_layer_fn
-      bind;   // called before each of these, with the same call; NULL: nothing
-  void *user; // must live as long as the model
-  ms_tensor in[MS_LIMIT_IN];
-  ms_tensor out[MS_LIMIT_OUT];
-  ms_tensor saved[MS_LIMIT_SAVED]; // written in forward, read by this layer's
-                                   // backward alone
-  ms_tensor param[MS_LIMIT_PARAM];
-  ms_tensor state[MS_LIMIT_STATE]; // buffers that forward changes, such as
-                                   // running statistics
-  ms_reads
-      backward_reads; // what backward reads of the values; zero: all of them
-  /* What recompute reads; zero: every input and param. Outputs and saved
-     tensors that stand here are never dropped. */
-  ms_reads recompute_reads;
-  /* Gradients that backward can only add to (it finds zeros, or what others
-     contributed) or only overwrite (the library adds up). All others heed
-     ms_view.beta. */
-  ms_edges accumulates, overwrites;
-  /* in_place[j]: out[j] may take over the memory of one of these inputs. It
-     does so where nothing reads that input afterwards, so forward must be right
-     both ways. */
-  uint16_t in_place[MS_LIMIT_OUT];
-  /* grad_in_place[i]: grad_in[i], where its beta is 0, may take over the memory
-     of one of these operands of backward. Backward must be right both ways. */
-  ms_overwrites grad_in_place[MS_LIMIT_IN];
-  /* Outputs and gradients that can only be computed in place. Their in_place
-     names one input, their grad_in_place one grad_out and nothing else. The
-     callback finds that operand's value in the memory of the result, and both
-     views have the same data; what others still need is copied first. */
-  uint16_t must_in_place;      // mask of outputs
-  uint16_t must_grad_in_place; // mask of inputs
-  ms_overwrites clobbers; // what backward destroys; what others still need is
-                          // copied first
-  /* Inputs whose gradients forward writes, in a layer that ends in a loss: it
-     runs once, it has no backward, and nothing differentiates through its
-     outputs. */
-  uint16_t grads_in_forward;
-  uint16_t optional_saved; // without data where nobody will read them
-  bool no_recompute;       // forward can run only once in a step
-  /* The layer leaves its state as it is in MS_PHASE_RECOMPUTE, and its outputs
-     do not depend on it. Otherwise the state is kept aside and put back around
-     a recomputation. */
-  bool keeps_state;
-  bool no_backward; // no gradient passes, and that is meant: ms_wrap does not
-                    // warn
-  ms_workspace forward_workspace; // of recompute too, where that is forward
-  ms_workspace backward_workspace;
-  ms_workspace recompute_workspace; // of ms_layer_desc.recompute
-  /* Work of one forward and of one call of recompute, for the price of a
-     recomputation. 0: derived from the tensors. */
-  double flops, recompute_flops;
+    const char *name; // copied; NULL: "layer <number>"
+    ms_layer_fn forward;
+    ms_layer_fn backward; // NULL: no gradient passes through
+    /* Makes the values of wanted_out and wanted_saved once more, in MS_PHASE_RECOMPUTE; NULL:
+       forward does, and makes all of them. */
+    ms_layer_fn recompute;
+    ms_layer_fn bind; // called before each of these, with the same call; NULL: nothing
+    void *user;       // must live as long as the model
+    ms_tensor in[MS_LIMIT_IN];
+    ms_tensor out[MS_LIMIT_OUT];
+    ms_tensor saved[MS_LIMIT_SAVED]; // written in forward, read by this layer's backward alone
+    ms_tensor param[MS_LIMIT_PARAM];
+    ms_tensor state[MS_LIMIT_STATE]; // buffers that forward changes, such as running statistics
+    ms_reads backward_reads;         // what backward reads of the values; zero: all of them
+    /* What recompute reads; zero: every input and param. Outputs and saved tensors that stand here
+       are never dropped. */
+    ms_reads recompute_reads;
+    /* Gradients that backward can only add to (it finds zeros, or what others contributed) or only
+       overwrite (the library adds up). All others heed ms_view.beta. */
+    ms_edges accumulates, overwrites;
+    /* in_place[j]: out[j] may take over the memory of one of these inputs. It does so where nothing
+       reads that input afterwards, so forward must be right both ways. */
+    uint16_t in_place[MS_LIMIT_OUT];
+    /* grad_in_place[i]: grad_in[i], where its beta is 0, may take over the memory of one of these
+       operands of backward. Backward must be right both ways. */
+    ms_overwrites grad_in_place[MS_LIMIT_IN];
+    /* Outputs and gradients that can only be computed in place. Their in_place names one input,
+       their grad_in_place one grad_out and nothing else. The callback finds that operand's value in
+       the memory of the result, and both views have the same data; what others still need is copied
+       first. */
+    uint16_t must_in_place;      // mask of outputs
+    uint16_t must_grad_in_place; // mask of inputs
+    ms_overwrites clobbers;      // what backward destroys; what others still need is copied first
+    /* Inputs whose gradients forward writes, in a layer that ends in a loss: it runs once, it has
+       no backward, and nothing differentiates through its outputs. */
+    uint16_t grads_in_forward;
+    uint16_t optional_saved; // without data where nobody will read them
+    bool no_recompute;       // forward can run only once in a step
+    /* The layer leaves its state as it is in MS_PHASE_RECOMPUTE, and its outputs do not depend on
+       it. Otherwise the state is kept aside and put back around a recomputation. */
+    bool keeps_state;
+    bool no_backward;               // no gradient passes, and that is meant: ms_wrap does not warn
+    ms_workspace forward_workspace; // of recompute too, where that is forward
+    ms_workspace backward_workspace;
+    ms_workspace recompute_workspace; // of ms_layer_desc.recompute
+    /* Work of one forward and of one call of recompute, for the price of a recomputation. 0:
+       derived from the tensors. */
+    double flops, recompute_flops;
 } ms_layer_desc;
 
-/* AdamW: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019,
-   algorithm 2. SGD: v = momentum * v + g; p = p - rate * (v + decay * p).
-   Clipping: Pascanu, Mikolov and Bengio, "On the difficulty of training
-   recurrent neural networks", 2013, algorithm 1. */
+/* AdamW: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, algorithm 2.
+   SGD: v = momentum * v + g; p = p - rate * (v + decay * p). Clipping: Pascanu, Mikolov and Bengio,
+   "On the difficulty of training recurrent neural networks", 2013, algorithm 1. */
 typedef struct ms_optimizer_desc {
-  float
-      learning_rate; // 0: 0.001; ms_set_learning_rate takes any value, zero too
-  ms_optimizer_kind kind;
-  float beta1;        // 0: 0.9
-  float beta2;        // 0: 0.999
-  float epsilon;      // 0: 1e-8
-  float momentum;     // SGD; 0: none, and no state
-  float weight_decay; // of the params for which ms_set_weight_decay does not
-                      // say otherwise
-  /* Scale all gradients down where their common norm exceeds this; 0: never.
-     All of them must be complete before the first update. */
-  float grad_clip_norm;
-  ms_update_fn update; // MS_OPTIMIZER_CUSTOM
-  void *user;          // of update
-  uint32_t
-      state_count; // MS_OPTIMIZER_CUSTOM: tensors like the param, zero at first
+    float learning_rate; // 0: 0.001; ms_set_learning_rate takes any value, zero too
+    ms_optimizer_kind kind;
+    float beta1;        // 0: 0.9
+    float beta2;        // 0: 0.999
+    float epsilon;      // 0: 1e-8
+    float momentum;     // SGD; 0: none, and no state
+    float weight_decay; // of the params for which ms_set_weight_decay does not say otherwise
+    /* Scale all gradients down where their common norm exceeds this; 0: never. All of them must be
+       complete before the first update. */
+    float grad_clip_norm;
+    ms_update_fn update;  // MS_OPTIMIZER_CUSTOM
+    void *user;           // of update
+    uint32_t state_count; // MS_OPTIMIZER_CUSTOM: tensors like the param, zero at first
 } ms_optimizer_desc;
 
 /* What a plan can do to a layer or a tensor; see ms_set_layer_technique. */
 typedef enum ms_technique {
-  MS_TECHNIQUE_CHECKPOINTING, // outputs and saved tensors: dropped, and
-                              // recomputed
-  MS_TECHNIQUE_EARLY_UPDATE,  // params: updated inside backward
-  MS_TECHNIQUE_COUNT
+    MS_TECHNIQUE_CHECKPOINTING, // outputs and saved tensors: dropped, and recomputed
+    MS_TECHNIQUE_EARLY_UPDATE,  // params: updated inside backward
+    MS_TECHNIQUE_COUNT
 } ms_technique;
 
 // ------------------------------------------------------------------------------------------------
 // >>reports
 
 typedef enum ms_category {
-  MS_CATEGORY_INPUT,
-  MS_CATEGORY_PARAM,
-  MS_CATEGORY_BUFFER,
-  MS_CATEGORY_OPTIMIZER,
-  MS_CATEGORY_GRADIENT, // of params
-  MS_CATEGORY_ACTIVATION,
-  MS_CATEGORY_ACTIVATION_GRADIENT,
-  MS_CATEGORY_SAVED,
-  MS_CATEGORY_WORKSPACE,
-  MS_CATEGORY_COUNT
+    MS_CATEGORY_INPUT,
+    MS_CATEGORY_PARAM,
+    MS_CATEGORY_BUFFER,
+    MS_CATEGORY_OPTIMIZER,
+    MS_CATEGORY_GRADIENT, // of params
+    MS_CATEGORY_ACTIVATION,
+    MS_CATEGORY_ACTIVATION_GRADIENT,
+    MS_CATEGORY_SAVED,
+    MS_CATEGORY_WORKSPACE,
+    MS_CATEGORY_COUNT
 } ms_category;
 
 /* Sizes are those of the arena: every tensor rounded up to 64 bytes. */
 typedef struct ms_memory_report {
-  uint64_t budget_bytes;
-  uint64_t
-      plain_bytes; // arena of the plain plan at the present sizes of the axes
-  uint64_t arena_bytes; // arena of this plan: the sum of the next two
-  uint64_t
-      lower_bound_bytes; // largest sum of live bytes: no layout can be smaller
-  uint64_t gap_bytes;    // lost to the layout, or kept ready for larger sizes
-  /* Live bytes at the peak instruction, by category. They add up to
-   * lower_bound_bytes. */
-  uint64_t peak_bytes[MS_CATEGORY_COUNT];
-  uint32_t peak_instruction;
-  const char *peak_layer; // name of the layer that runs there; "" for an update
-  /* Largest sum, over the step, of activations, activation gradients and saved
-     tensors: what training needs beside the params. Its moment need not be that
-     of the peak. */
-  uint64_t activation_peak_bytes;
-  uint64_t param_count; // elements, not tensors
-  uint32_t layer_count, tensor_count, instruction_count;
-  uint32_t recompute_count; // recompute instructions in a step
-  /* Work of the recomputations over that of one plain step (forward once,
-     backward twice its price), by the layers' declared or derived flops and
-     bytes: an estimate of the slowdown. */
-  double recompute_share;
-  bool early_update;       // some params are updated inside backward
-  uint64_t borrowed_bytes; // the trainer's own memory, not in the arena
-  uint64_t host_bytes;     // of tensors that stay on the host, not in the arena
-  uint64_t staging_bytes;  // host memory through which inputs and verdicts pass
+    uint64_t budget_bytes;
+    uint64_t plain_bytes;       // arena of the plain plan at the present sizes of the axes
+    uint64_t arena_bytes;       // arena of this plan: the sum of the next two
+    uint64_t lower_bound_bytes; // largest sum of live bytes: no layout can be smaller
+    uint64_t gap_bytes;         // lost to the layout, or kept ready for larger sizes
+    /* Live bytes at the peak instruction, by category. They add up to lower_bound_bytes. */
+    uint64_t peak_bytes[MS_CATEGORY_COUNT];
+    uint32_t peak_instruction;
+    const char *peak_layer; // name of the layer that runs there; "" for an update
+    /* Largest sum, over the step, of activations, activation gradients and saved tensors: what
+       training needs beside the params. Its moment need not be that of the peak. */
+    uint64_t activation_peak_bytes;
+    uint64_t param_count; // elements, not tensors
+    uint32_t layer_count, tensor_count, instruction_count;
+    uint32_t recompute_count; // recompute instructions in a step
+    /* Work of the recomputations over that of one plain step (forward once, backward twice its
+       price), by the layers' declared or derived flops and bytes: an estimate of the slowdown. */
+    double recompute_share;
+    bool early_update;       // some params are updated inside backward
+    uint64_t borrowed_bytes; // the trainer's own memory, not in the arena
+    uint64_t host_bytes;     // of tensors that stay on the host, not in the arena
+    uint64_t staging_bytes;  // host memory through which inputs and verdicts pass
 } ms_memory_report;
 
 typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
 
-/* With accumulation, the zero of a gradient that stays between micro-batches
-   (is_new is false) is for the first of them alone, and what stands behind the
-   last backward for the last. */
+/* With accumulation, the zero of a gradient that stays between micro-batches (is_new is false) is
+   for the first of them alone, and what stands behind the last backward for the last. */
 typedef enum ms_event_kind {
-  MS_EVENT_FORWARD, // the first four: a callback of event.layer
-  MS_EVENT_RECOMPUTE,
-  MS_EVENT_BACKWARD,
-  MS_EVENT_EVAL,
-  MS_EVENT_SEED, // the gradient of the loss is set to the loss factor
-  MS_EVENT_ZERO,
-  MS_EVENT_COPY, // operands: target, source. Nothing to do where both lie at
-                 // one offset inside
-  MS_EVENT_ADD,  // operands: target, source
-  MS_EVENT_NORM, // squares of a gradient are added up; operands: gradient, sum
-                 // (a double)
-  MS_EVENT_CLIP, // the sum becomes the scale of all gradients, a float behind
-                 // it
-  MS_EVENT_UPDATE,
-  MS_EVENT_DROP, // the operands are dead; their memory is free
-  MS_EVENT_COUNT
+    MS_EVENT_FORWARD, // the first four: a callback of event.layer
+    MS_EVENT_RECOMPUTE,
+    MS_EVENT_BACKWARD,
+    MS_EVENT_EVAL,
+    MS_EVENT_SEED, // the gradient of the loss is set to the loss factor
+    MS_EVENT_ZERO,
+    MS_EVENT_COPY, // operands: target, source. Nothing to do where both lie at one offset inside
+    MS_EVENT_ADD,  // operands: target, source
+    MS_EVENT_NORM, // squares of a gradient are added up; operands: gradient, sum (a double)
+    MS_EVENT_CLIP, // the sum becomes the scale of all gradients, a float behind it
+    MS_EVENT_UPDATE,
+    MS_EVENT_DROP, // the operands are dead; their memory is free
+    MS_EVENT_COUNT
 } ms_event_kind;
 
 typedef enum ms_operand_kind {
-  MS_OPERAND_IN,
-  MS_OPERAND_OUT,
-  MS_OPERAND_SAVED,
-  MS_OPERAND_PARAM,
-  MS_OPERAND_STATE,
-  MS_OPERAND_GRAD_OUT,
-  MS_OPERAND_GRAD_IN,
-  MS_OPERAND_GRAD_PARAM,
-  MS_OPERAND_WORKSPACE,
-  MS_OPERAND_TARGET, // of an event without a layer
-  MS_OPERAND_SOURCE,
-  MS_OPERAND_COUNT
+    MS_OPERAND_IN,
+    MS_OPERAND_OUT,
+    MS_OPERAND_SAVED,
+    MS_OPERAND_PARAM,
+    MS_OPERAND_STATE,
+    MS_OPERAND_GRAD_OUT,
+    MS_OPERAND_GRAD_IN,
+    MS_OPERAND_GRAD_PARAM,
+    MS_OPERAND_WORKSPACE,
+    MS_OPERAND_TARGET, // of an event without a layer
+    MS_OPERAND_SOURCE,
+    MS_OPERAND_COUNT
 } ms_operand_kind;
 
 /* One operand of an event. */
 typedef struct ms_event_operand {
-  ms_tensor tensor; // as ms_gradient and ms_optimizer_state make it for these;
-                    // 0: scratch memory
-  ms_operand_kind kind;
-  uint32_t slot;
-  uint64_t offset, bytes; // in the arena
-  bool is_outside;        // borrowed or on the host: no offset
-  bool is_written;
-  bool is_new;     // nothing is in it yet, or what it takes over from another
-                   // operand
-  bool accumulate; // a gradient with beta 1
+    ms_tensor tensor; // as ms_gradient and ms_optimizer_state make it for these; 0: scratch memory
+    ms_operand_kind kind;
+    uint32_t slot;
+    uint64_t offset, bytes; // in the arena
+    bool is_outside;        // borrowed or on the host: no offset
+    bool is_written;
+    bool is_new;     // nothing is in it yet, or what it takes over from another operand
+    bool accumulate; // a gradient with beta 1
 } ms_event_operand;
 
-/* One instruction of a program. New fields may follow at the end; size tells.
- */
+/* One instruction of a program. New fields may follow at the end; size tells. */
 typedef struct ms_event {
-  uint32_t size; // sizeof(ms_event)
-  uint32_t index;
-  ms_event_kind kind;
-  ms_layer layer;   // 0: of none
-  ms_tensor tensor; // of an event without a layer
-  const char *name; // of the layer or the tensor
-  const ms_event_operand *operands;
-  uint32_t operand_count;
-  uint64_t live_bytes; // while it runs
+    uint32_t size; // sizeof(ms_event)
+    uint32_t index;
+    ms_event_kind kind;
+    ms_layer layer;   // 0: of none
+    ms_tensor tensor; // of an event without a layer
+    const char *name; // of the layer or the tensor
+    const ms_event_operand *operands;
+    uint32_t operand_count;
+    uint64_t live_bytes; // while it runs
 } ms_event;
 
 /* event is valid during the call alone. */
@@ -830,308 +719,253 @@ typedef void (*ms_event_fn)(const ms_event *event, void *user);
 // ------------------------------------------------------------------------------------------------
 // >>functions  in the order of a model's life
 //
-// Unless a comment says otherwise. Threads: one at a time for each model;
-// functions without a model may be called from any thread. Stream: work on a
-// device may still run when a function returns; one that gives back what the
-// device computes (a loss, ms_read) waits for it.
+// Unless a comment says otherwise. Threads: one at a time for each model; functions without a model
+// may be called from any thread. Stream: work on a device may still run when a function returns;
+// one that gives back what the device computes (a loss, ms_read) waits for it.
 
-/* Name ("MS_RESULT_BUDGET") and text ("no plan fits the memory budget") of a
- * result. */
+/* Name ("MS_RESULT_BUDGET") and text ("no plan fits the memory budget") of a result. */
 MEMSCALE_API const char *ms_result_name(ms_result result);
 MEMSCALE_API const char *ms_result_text(ms_result result);
 
-/* Name ("f32") and size in bytes of one element; "?" and 0 for a value out of
- * range. */
+/* Name ("f32") and size in bytes of one element; "?" and 0 for a value out of range. */
 MEMSCALE_API const char *ms_dtype_name(ms_dtype dtype);
 MEMSCALE_API uint64_t ms_dtype_bytes(ms_dtype dtype);
 
-/* Shapes, and the number of elements of one (0 if a dim is below 1 or the
- * product overflows). */
+/* Shapes, and the number of elements of one (0 if a dim is below 1 or the product overflows). */
 MEMSCALE_API ms_shape ms_shape1(int64_t d0);
 MEMSCALE_API ms_shape ms_shape2(int64_t d0, int64_t d1);
 MEMSCALE_API ms_shape ms_shape3(int64_t d0, int64_t d1, int64_t d2);
 MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2, int64_t d3);
 MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape);
 
-/* The shape with dim number `dim` along an axis: it must be a multiple of the
-   axis's size, and grows and shrinks with it. A dim may lie along several axes
-   (rows of batch times sequence). A wrong dim or axis makes a shape that
-   registration refuses. */
+/* The shape with dim number `dim` along an axis: it must be a multiple of the axis's size, and
+   grows and shrinks with it. A dim may lie along several axes (rows of batch times sequence). A
+   wrong dim or axis makes a shape that registration refuses. */
 MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis);
 
-/* The backend that runs on the host: its arena comes from the model's
- * allocator. */
+/* The backend that runs on the host: its arena comes from the model's allocator. */
 MEMSCALE_API ms_backend ms_backend_cpu(void);
 
-/* The backend of a CUDA device, by its number. It stands where
-   MEMSCALE_CUDA_IMPLEMENTATION does. A device that is not there is the error of
-   ms_create. */
+/* The backend of a CUDA device, by its number. It stands where MEMSCALE_CUDA_IMPLEMENTATION does. A
+   device that is not there is the error of ms_create. */
 MEMSCALE_API ms_backend ms_backend_cuda(int device);
 
-/* Memory for the passing values of several models, of which one at a time
-   trains: a generator and its critic, a policy and its value function. It is as
-   large as the largest of them needs. Each model keeps its params, state,
-   buffers and inputs to itself; a step, forward or eval of one ends what
-   another had begun. Models that share an arena are used by one thread at a
-   time, with one backend. backend and allocator may be NULL (the CPU; malloc).
-   ms_arena_destroy: may stand before the last ms_destroy; the memory goes when
-   both are done. ms_arena_bytes: its size now. Errors: INVALID, OUT_OF_MEMORY.
- */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_arena_create(
-    const ms_backend *backend, const ms_allocator *allocator, ms_arena **arena);
+/* Memory for the passing values of several models, of which one at a time trains: a generator and
+   its critic, a policy and its value function. It is as large as the largest of them needs. Each
+   model keeps its params, state, buffers and inputs to itself; a step, forward or eval of one ends
+   what another had begun. Models that share an arena are used by one thread at a time, with one
+   backend. backend and allocator may be NULL (the CPU; malloc). ms_arena_destroy: may stand before
+   the last ms_destroy; the memory goes when both are done. ms_arena_bytes: its size now.
+   Errors: INVALID, OUT_OF_MEMORY. */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_arena_create(const ms_backend *backend,
+                                                          const ms_allocator *allocator,
+                                                          ms_arena **arena);
 MEMSCALE_API void ms_arena_destroy(ms_arena *arena);
 MEMSCALE_API uint64_t ms_arena_bytes(const ms_arena *arena);
 
-/* Makes a model. config may be NULL (all defaults) and is copied. On error
-   *model is NULL. Errors: INVALID (a field out of range, half an allocator;
-   config->log is told which), OUT_OF_MEMORY. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_create(const ms_config *config,
-                                                    ms_model **model);
+/* Makes a model. config may be NULL (all defaults) and is copied. On error *model is NULL.
+   Errors: INVALID (a field out of range, half an allocator; config->log is told which),
+   OUT_OF_MEMORY. */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_create(const ms_config *config, ms_model **model);
 
 /* Frees everything; NULL is fine. Not from a callback. */
 MEMSCALE_API void ms_destroy(ms_model *model);
 
-/* Text of the last error of this model, "" if there was none; valid until the
-   next call that fails. For NULL: the text for a model that could not be made.
- */
+/* Text of the last error of this model, "" if there was none; valid until the next call that
+   fails. For NULL: the text for a model that could not be made. */
 MEMSCALE_API const char *ms_last_error(const ms_model *model);
 
 /* What the backend says of its device, now. Errors: INVALID. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result
-ms_hardware_report(ms_model *model, ms_hardware *report);
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_hardware_report(ms_model *model, ms_hardware *report);
 
-/* The stream on which the model computes (cudaStream_t), to enqueue work of
-   one's own behind that of a step or before that of the next; NULL on the CPU.
-   ms_synchronize: waits for all streams of the model, and reports what steps
-   without a loss have left: NONFINITE (nothing has been updated since),
-   BACKEND. */
+/* The stream on which the model computes (cudaStream_t), to enqueue work of one's own behind that
+   of a step or before that of the next; NULL on the CPU. ms_synchronize: waits for all streams of
+   the model, and reports what steps without a loss have left: NONFINITE (nothing has been updated
+   since), BACKEND. */
 MEMSCALE_API void *ms_stream(const ms_model *model);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_synchronize(ms_model *model);
 
-/* Name a tensor. The name is copied, and need not be unique. A failure returns
-   the handle 0, and sticks. Errors: INVALID (dtype, shape), UNSUPPORTED (a
-   param that is not F32), ORDER (after ms_wrap), OUT_OF_MEMORY. input       fed
-   with ms_write, keeps its value until written again param       trained; F32
-     buffer      lives between steps, not trained; an input or the state of
-   layers activation  the output of exactly one layer saved       written by a
-   layer's forward for its own backward */
-MEMSCALE_API ms_tensor ms_input(ms_model *model, const char *name,
-                                ms_dtype dtype, ms_shape shape);
-MEMSCALE_API ms_tensor ms_param(ms_model *model, const char *name,
-                                ms_dtype dtype, ms_shape shape);
-MEMSCALE_API ms_tensor ms_buffer(ms_model *model, const char *name,
-                                 ms_dtype dtype, ms_shape shape);
-MEMSCALE_API ms_tensor ms_activation(ms_model *model, const char *name,
-                                     ms_dtype dtype, ms_shape shape);
-MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name,
-                                ms_dtype dtype, ms_shape shape);
+/* Name a tensor. The name is copied, and need not be unique. A failure returns the handle 0, and
+   sticks. Errors: INVALID (dtype, shape), UNSUPPORTED (a param that is not F32), ORDER (after
+   ms_wrap), OUT_OF_MEMORY.
+     input       fed with ms_write, keeps its value until written again
+     param       trained; F32
+     buffer      lives between steps, not trained; an input or the state of layers
+     activation  the output of exactly one layer
+     saved       written by a layer's forward for its own backward */
+MEMSCALE_API ms_tensor ms_input(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
+MEMSCALE_API ms_tensor ms_param(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
+MEMSCALE_API ms_tensor ms_buffer(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
+MEMSCALE_API ms_tensor ms_activation(ms_model *model, const char *name, ms_dtype dtype,
+                                     ms_shape shape);
+MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
 
-/* An axis for ms_along and ms_reshape: its size now, and the largest that there
-   will be. A failure returns the handle 0, and sticks. Errors: INVALID (sizes
-   below 1, largest below size, more than MS_LIMIT_AXES), ORDER. */
-MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name,
-                                 int64_t size, int64_t largest);
+/* An axis for ms_along and ms_reshape: its size now, and the largest that there will be. A failure
+   returns the handle 0, and sticks. Errors: INVALID (sizes below 1, largest below size, more than
+   MS_LIMIT_AXES), ORDER. */
+MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size, int64_t largest);
 
 /* Marks a tensor. Errors: INVALID, ORDER (after ms_wrap); both stick.
-     on_host        an input or a buffer that callbacks read and write in host
-   memory stop_gradient  an activation whose gradient nobody wants: none flows
-   to or through it */
+     on_host        an input or a buffer that callbacks read and write in host memory
+     stop_gradient  an activation whose gradient nobody wants: none flows to or through it */
 MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor);
 MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
 
-/* The trainer's own memory for a value that lives between steps: an input,
-   param, buffer, the state of a param (ms_optimizer_state) or its gradient
-   (ms_gradient). It is not in the arena, is never filled or moved (what was
-   written before is forgotten), and must live as long as the model; device
-   memory, or host memory for a tensor on the host. A borrowed gradient is never
-   zeroed either: every step adds to what it holds, one that fails too. Along
-   axes there must be room for their largest sizes. After ms_wrap another
-   address may be given for what is borrowed already. Errors, which stick before
-   ms_wrap: INVALID, ORDER (not borrowed when wrapped; in a callback; between
-   ms_backward and ms_update). */
-MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor,
-                                 void *memory);
+/* The trainer's own memory for a value that lives between steps: an input, param, buffer, the
+   state of a param (ms_optimizer_state) or its gradient (ms_gradient). It is not in the arena, is
+   never filled or moved (what was written before is forgotten), and must live as long as the model;
+   device memory, or host memory for a tensor on the host. A borrowed gradient is never zeroed
+   either: every step adds to what it holds, one that fails too. Along axes there must be room for
+   their largest sizes. After ms_wrap another address may be given for what is borrowed already.
+   Errors, which stick before ms_wrap: INVALID, ORDER (not borrowed when wrapped; in a callback;
+   between ms_backward and ms_update). */
+MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory);
 
-/* Adds a layer behind those that stand already; desc is copied. What it reads
-   must be an input, a buffer, or written by a layer before it. A failure
-   returns the handle 0, and sticks. Errors: INVALID (with the names of layer
-   and tensor), ORDER, OUT_OF_MEMORY. */
-MEMSCALE_API ms_layer ms_register_layer(ms_model *model,
-                                        const ms_layer_desc *desc);
+/* Adds a layer behind those that stand already; desc is copied. What it reads must be an input, a
+   buffer, or written by a layer before it. A failure returns the handle 0, and sticks.
+   Errors: INVALID (with the names of layer and tensor), ORDER, OUT_OF_MEMORY. */
+MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc);
 
-/* For code that registers on a trainer's behalf: makes ms_wrap fail with this
-   text. Sticks, as an INVALID, unless an error came first or the model is
-   wrapped. */
+/* For code that registers on a trainer's behalf: makes ms_wrap fail with this text. Sticks, as an
+   INVALID, unless an error came first or the model is wrapped. */
 MEMSCALE_API void ms_refuse(ms_model *model, const char *reason);
 
-/* The tensor that is minimised, by the mean of its elements: F32, written by a
-   layer. Sticks. Errors: INVALID, ORDER (after ms_wrap). */
+/* The tensor that is minimised, by the mean of its elements: F32, written by a layer. Sticks.
+   Errors: INVALID, ORDER (after ms_wrap). */
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss);
 
-/* From the next step on, minimise factor * sum of the loss tensor instead of
-   the mean: for rows that do not count, 1 / (number of those that do). 0: the
-   mean again. Not finite: refused. */
+/* From the next step on, minimise factor * sum of the loss tensor instead of the mean: for rows
+   that do not count, 1 / (number of those that do). 0: the mean again. Not finite: refused. */
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor);
 
-/* Keep this tensor until the next step, in ms_step and in ms_eval or in ms_eval
-   alone, so that ms_read can see it. A kept tensor is never overwritten in
-   place. Sticks. Errors: INVALID, ORDER (after ms_wrap). */
+/* Keep this tensor until the next step, in ms_step and in ms_eval or in ms_eval alone, so that
+   ms_read can see it. A kept tensor is never overwritten in place. Sticks.
+   Errors: INVALID, ORDER (after ms_wrap). */
 MEMSCALE_API void ms_set_output(ms_model *model, ms_tensor tensor);
 MEMSCALE_API void ms_set_eval_output(ms_model *model, ms_tensor tensor);
 
 /* How params are updated; AdamW with its defaults if never called. Sticks.
    Errors: INVALID, ORDER (after ms_wrap). */
-MEMSCALE_API void ms_set_optimizer(ms_model *model,
-                                   const ms_optimizer_desc *desc);
+MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc);
 
-/* Between steps, at any time. A wrong handle or a value that is not finite is
-   refused, as INVALID; before ms_wrap that sticks. */
+/* Between steps, at any time. A wrong handle or a value that is not finite is refused, as INVALID;
+   before ms_wrap that sticks. */
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate);
-MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param,
-                                      float weight_decay);
+MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay);
 
-/* Take effect at the next ms_wrap. A frozen param takes no gradient and no
-   optimizer state (the state of a param that is frozen is dropped, and zero if
-   it is ever trained again; borrowed state stays as it is). The budget does not
-   matter with force_optimize. */
+/* Take effect at the next ms_wrap. A frozen param takes no gradient and no optimizer state (the
+   state of a param that is frozen is dropped, and zero if it is ever trained again; borrowed state
+   stays as it is). The budget does not matter with force_optimize. */
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen);
 MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
 MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
 
-/* Forces (ON), forbids (OFF) or leaves to the plan (DEFAULT) a technique for
-   one tensor, or for all outputs and saved tensors of a layer (the params of a
-   layer, for EARLY_UPDATE). Takes effect at the next ms_wrap, which fails with
-   the reason where it cannot be. ms_detach heeds none of it. Errors: INVALID;
-   sticks before ms_wrap. */
-MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer,
-                                         ms_technique technique,
+/* Forces (ON), forbids (OFF) or leaves to the plan (DEFAULT) a technique for one tensor, or for all
+   outputs and saved tensors of a layer (the params of a layer, for EARLY_UPDATE). Takes effect at
+   the next ms_wrap, which fails with the reason where it cannot be. ms_detach heeds none of it.
+   Errors: INVALID; sticks before ms_wrap. */
+MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
                                          ms_switch force);
-MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor,
-                                          ms_technique technique,
+MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
                                           ms_switch force);
 
-/* The smallest budget that ms_wrap would accept with the present switches.
-   Takes as long as the longest ms_wrap. Errors: as ms_wrap. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_smallest_budget(ms_model *model,
-                                                             uint64_t *bytes);
+/* The smallest budget that ms_wrap would accept with the present switches. Takes as long as the
+   longest ms_wrap. Errors: as ms_wrap. */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
-/* Decides, lowers, lays out and allocates. May be called again, between steps
-   or micro-batches, after ms_set_budget or ms_set_frozen: every value that
-   lives between steps is kept, and so are the micro-batches that are done,
-   unless a param learns that did not before. A failing call leaves the model as
-   it was. Errors: the first registration error; INVALID; BUDGET (the text has
-   the smallest budget that would do); OUT_OF_MEMORY; BACKEND. */
+/* Decides, lowers, lays out and allocates. May be called again, between steps or micro-batches,
+   after ms_set_budget or ms_set_frozen: every value that lives between steps is kept, and so are
+   the micro-batches that are done, unless a param learns that did not before. A failing call leaves
+   the model as it was.
+   Errors: the first registration error; INVALID; BUDGET (the text has the smallest budget that
+   would do); OUT_OF_MEMORY; BACKEND. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_wrap(ms_model *model);
 
-/* Back to the plain plan, budget or not; values are kept. On error the model
-   stays wrapped as it was. Errors: as ms_wrap, without BUDGET. */
+/* Back to the plain plan, budget or not; values are kept. On error the model stays wrapped as it
+   was. Errors: as ms_wrap, without BUDGET. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_detach(ms_model *model);
 
-/* Gives the axes other sizes, one for each in the order of ms_add_axis, between
-   steps; the micro- batches of one step may have different ones. The arena was
-   allocated for the largest sizes, so no device memory is allocated; the plan
-   for these sizes is made, or taken up again. Params, their state and buffers
-   keep their values; inputs, and buffers along an axis, keep their bytes, to be
-   written anew. Before ms_wrap it only sets sizes. Errors: INVALID (below 1,
-   above the largest), ORDER, OUT_OF_MEMORY; the model then keeps its sizes. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_reshape(ms_model *model,
-                                                     const int64_t *sizes);
+/* Gives the axes other sizes, one for each in the order of ms_add_axis, between steps; the micro-
+   batches of one step may have different ones. The arena was allocated for the largest sizes, so no
+   device memory is allocated; the plan for these sizes is made, or taken up again. Params, their
+   state and buffers keep their values; inputs, and buffers along an axis, keep their bytes, to be
+   written anew. Before ms_wrap it only sets sizes. Errors: INVALID (below 1, above the largest),
+   ORDER, OUT_OF_MEMORY; the model then keeps its sizes. */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_reshape(ms_model *model, const int64_t *sizes);
 
-/* MS_OPTIMIZE(m) { ... } wraps before the block and detaches behind it. The
-   block is skipped if ms_wrap fails (see ms_last_error). Leaving it by break,
-   goto or return leaves the model wrapped.
+/* MS_OPTIMIZE(m) { ... } wraps before the block and detaches behind it. The block is skipped if
+   ms_wrap fails (see ms_last_error). Leaving it by break, goto or return leaves the model wrapped.
    */
-#define MS_OPTIMIZE(model)                                                     \
-  for (int memscale_stage = 0; ms_optimize_next((model), &memscale_stage);)
+#define MS_OPTIMIZE(model) for (int memscale_stage = 0; ms_optimize_next((model), &memscale_stage);)
 MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage);
 
-/* Copies a whole tensor from or to host memory, in its dtype. ms_write: any
-   tensor that lives between steps (input, param, buffer, optimizer state), at
-   any time, also before ms_wrap; after ms_forward it ends that step, since
-   backward would see other values. ms_read: these, and every value that is live
-   where the last step stopped: the loss, outputs, and between ms_backward and
-   ms_update the gradients. data may be used again at once. Stream: ms_read
-   waits, and so does ms_write, but for an input that is on the device: that is
-   staged in pinned memory. Errors: INVALID, ORDER (not live), DRY_RUN,
-   OUT_OF_MEMORY, BACKEND. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_write(ms_model *model,
-                                                   ms_tensor tensor,
+/* Copies a whole tensor from or to host memory, in its dtype. ms_write: any tensor that lives
+   between steps (input, param, buffer, optimizer state), at any time, also before ms_wrap; after
+   ms_forward it ends that step, since backward would see other values. ms_read: these, and every
+   value that is live where the last step stopped: the loss, outputs, and between ms_backward and
+   ms_update the gradients. data may be used again at once. Stream: ms_read waits, and so does
+   ms_write, but for an input that is on the device: that is staged in pinned memory.
+   Errors: INVALID, ORDER (not live), DRY_RUN, OUT_OF_MEMORY, BACKEND. */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_write(ms_model *model, ms_tensor tensor,
                                                    const void *data);
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_read(ms_model *model,
-                                                  ms_tensor tensor, void *data);
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_read(ms_model *model, ms_tensor tensor, void *data);
 
-/* The address of a value in device memory (host memory for a tensor on the
-   host), or NULL where ms_read would fail: to fill an input in place, or to use
-   params elsewhere. Valid until the next ms_wrap or ms_detach for what lives
-   between steps, until the next step for the rest. */
+/* The address of a value in device memory (host memory for a tensor on the host), or NULL where
+   ms_read would fail: to fill an input in place, or to use params elsewhere. Valid until the next
+   ms_wrap or ms_detach for what lives between steps, until the next step for the rest. */
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
-/* Handles for ms_read: the gradient of a param or an activation; and for
-   ms_read and ms_write: the optimizer state of a param (AdamW: 0 and 1 are the
-   moments; SGD: 0 is the momentum). Handle 0 for tensors that cannot have one.
-   A frozen param has a handle, but nothing to read. */
+/* Handles for ms_read: the gradient of a param or an activation; and for ms_read and ms_write: the
+   optimizer state of a param (AdamW: 0 and 1 are the moments; SGD: 0 is the momentum). Handle 0 for
+   tensors that cannot have one. A frozen param has a handle, but nothing to read. */
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor);
-MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model,
-                                          ms_tensor param, int index);
+MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index);
 
-/* Shape of a tensor (rank -1 for a wrong handle), number of its elements (0),
- * and bytes (0). */
+/* Shape of a tensor (rank -1 for a wrong handle), number of its elements (0), and bytes (0). */
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
 
-/* One training step; *loss (may be NULL) is the loss before the update. With
-   accumulation_steps = n it is one micro-batch, and every n-th call updates;
-   the mean over all of them is minimised (with ms_set_loss_factor, the sum of
-   all their rows times the factor). A failure gives up the micro- batches
-   before it too: the step starts again. Stream: waits for the loss alone, and
-   for the norm where gradients are clipped; with NULL for nothing, and then it
-   is the next function that waits for a loss, or ms_synchronize, that returns
-   NONFINITE. Errors: CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not
-   wrapped), DRY_RUN. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_step(ms_model *model,
-                                                  double *loss);
+/* One training step; *loss (may be NULL) is the loss before the update. With accumulation_steps = n
+   it is one micro-batch, and every n-th call updates; the mean over all of them is minimised (with
+   ms_set_loss_factor, the sum of all their rows times the factor). A failure gives up the micro-
+   batches before it too: the step starts again. Stream: waits for the loss alone, and for the norm
+   where gradients are clipped; with NULL for nothing, and then it is the next function that waits
+   for a loss, or ms_synchronize, that returns NONFINITE.
+   Errors: CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped), DRY_RUN. */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_step(ms_model *model, double *loss);
 
-/* The same in three calls. With a plan that updates early
-   (ms_memory_report.early_update), ms_backward updates some params and
-   ms_update completes the step. With accumulation, ms_update stands behind the
-   last micro-batch alone. Errors: as ms_step; ORDER if called out of turn. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_forward(ms_model *model,
-                                                     double *loss);
+/* The same in three calls. With a plan that updates early (ms_memory_report.early_update),
+   ms_backward updates some params and ms_update completes the step. With accumulation, ms_update
+   stands behind the last micro-batch alone.
+   Errors: as ms_step; ORDER if called out of turn. */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_forward(ms_model *model, double *loss);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_backward(ms_model *model);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_update(ms_model *model);
 
-/* Forward alone, in MS_PHASE_EVAL, by a program of its own that keeps nothing
-   for a backward. It ends a step that was begun with ms_forward. Errors: as
-   ms_step. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_eval(ms_model *model,
-                                                  double *loss);
+/* Forward alone, in MS_PHASE_EVAL, by a program of its own that keeps nothing for a backward. It
+   ends a step that was begun with ms_forward. Errors: as ms_step. */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_eval(ms_model *model, double *loss);
 
-/* The common norm of all gradients in the last update, before clipping. Errors:
-   INVALID, ORDER (no update yet since ms_wrap, or no grad_clip_norm), BACKEND.
- */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_gradient_norm(ms_model *model,
-                                                           double *norm);
+/* The common norm of all gradients in the last update, before clipping. Errors: INVALID, ORDER (no
+   update yet since ms_wrap, or no grad_clip_norm), BACKEND. */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_gradient_norm(ms_model *model, double *norm);
 
-/* In a callback: c = alpha * a * b + beta * c, row-major; a beta of 0 does not
-   read c. a and b are both F32, F16 or BF16, c is F32 or like them; products
-   are summed in F32. As many matrices as c counts: a and b count as many, or
-   are one matrix for all. Stream: on that of the call. Errors: INVALID (shapes
-   do not match), UNSUPPORTED (dtype), BACKEND. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_gemm(const ms_call *call,
-                                                  float alpha, ms_matrix a,
-                                                  ms_matrix b, float beta,
-                                                  ms_matrix c);
+/* In a callback: c = alpha * a * b + beta * c, row-major; a beta of 0 does not read c. a and b are
+   both F32, F16 or BF16, c is F32 or like them; products are summed in F32. As many matrices as c
+   counts: a and b count as many, or are one matrix for all. Stream: on that of the call.
+   Errors: INVALID (shapes do not match), UNSUPPORTED (dtype), BACKEND. */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a,
+                                                  ms_matrix b, float beta, ms_matrix c);
 
-/* In a callback: the values of one view in the dtype of another of as many
-   elements, to the nearest, ties to even; F32, F16 and BF16. Errors: INVALID
-   (counts differ, no data), UNSUPPORTED (dtype), BACKEND. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_cast(const ms_call *call,
-                                                  const ms_view *to,
+/* In a callback: the values of one view in the dtype of another of as many elements, to the
+   nearest, ties to even; F32, F16 and BF16. Errors: INVALID (counts differ, no data), UNSUPPORTED
+   (dtype), BACKEND. */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_cast(const ms_call *call, const ms_view *to,
                                                   const ms_view *from);
 
-/* A view as a matrix: all leading dims are rows, the last is cols; and a matrix
-   the other way round (no data moves). */
+/* A view as a matrix: all leading dims are rows, the last is cols; and a matrix the other way
+   round (no data moves). */
 MEMSCALE_API ms_matrix ms_matrix_of(const ms_view *view);
 MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix);
 
@@ -1142,22 +976,18 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_report(const ms_model *model,
 /* Name of a category, such as "activation gradients"; "?" out of range. */
 MEMSCALE_API const char *ms_category_name(ms_category category);
 
-/* The program as a list of events, in order, for a framework that runs its own:
-   what to compute where, and what is dead afterwards. Errors: INVALID, ORDER
-   (no plan yet). */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_visit_events(const ms_model *model,
-                                                          ms_program program,
-                                                          ms_event_fn visit,
-                                                          void *user);
+/* The program as a list of events, in order, for a framework that runs its own: what to compute
+   where, and what is dead afterwards. Errors: INVALID, ORDER (no plan yet). */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_visit_events(const ms_model *model, ms_program program,
+                                                          ms_event_fn visit, void *user);
 
-/* Listings for people: the plan, a line per layer, and a program, a line per
-   instruction with its number, op, layer, operands with addresses, and live
-   bytes. Errors: INVALID, ORDER. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_plan(const ms_model *model,
-                                                        ms_write_fn write,
+/* Listings for people: the plan, a line per layer, and a program, a line per instruction with its
+   number, op, layer, operands with addresses, and live bytes. Errors: INVALID, ORDER. */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_plan(const ms_model *model, ms_write_fn write,
                                                         void *user);
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_program(
-    const ms_model *model, ms_program program, ms_write_fn write, void *user);
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_program(const ms_model *model,
+                                                           ms_program program, ms_write_fn write,
+                                                           void *user);
 
 #endif // MEMSCALE_H
 
@@ -1165,12 +995,10 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_program(
 // what both implementations share
 
 #if defined(MEMSCALE_CUDA_IMPLEMENTATION) && !defined(__CUDACC__)
-#error                                                                         \
-    "MEMSCALE_CUDA_IMPLEMENTATION is for nvcc: define it in a .cu file of its own"
+#error "MEMSCALE_CUDA_IMPLEMENTATION is for nvcc: define it in a .cu file of its own"
 #endif
 
-#if (defined(MEMSCALE_IMPLEMENTATION) ||                                       \
-     defined(MEMSCALE_CUDA_IMPLEMENTATION)) &&                                 \
+#if (defined(MEMSCALE_IMPLEMENTATION) || defined(MEMSCALE_CUDA_IMPLEMENTATION)) &&                 \
     !defined(MEMSCALE_SHARED_DONE)
 #define MEMSCALE_SHARED_DONE
 
@@ -1192,142 +1020,130 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_program(
 enum { MSI_ALIGNMENT = 64 };
 
 static inline uint64_t msi_align(uint64_t bytes) {
-  return (bytes + MSI_ALIGNMENT - 1) & ~(uint64_t)(MSI_ALIGNMENT - 1);
+    return (bytes + MSI_ALIGNMENT - 1) & ~(uint64_t)(MSI_ALIGNMENT - 1);
 }
 
 static inline void *msi_alloc(const ms_allocator *allocator, uint64_t bytes) {
-  if (bytes > SIZE_MAX) {
-    return NULL;
-  }
-  return allocator->alloc ? allocator->alloc(bytes, allocator->user)
-                          : malloc((size_t)bytes);
-}
-
-static inline void msi_release(const ms_allocator *allocator, void *memory,
-                               uint64_t bytes) {
-  if (!memory) {
-    return;
-  }
-  if (allocator->release) {
-    allocator->release(memory, bytes, allocator->user);
-  } else {
-    free(memory);
-  }
-}
-
-/* Value of a line such as "MemTotal:  24 kB" or "model name : x"; NULL if it is
- * another line. */
-static inline const char *msi_line_value(const char *line, const char *key) {
-  const size_t length = strlen(key);
-  if (strncmp(line, key, length) != 0) {
-    return NULL;
-  }
-  return line + length + strspn(line + length, " \t:");
-}
-
-/* MemTotal and MemAvailable, which stay as they are where the platform does not
- * tell. */
-static inline void msi_host_memory(uint64_t *total_bytes,
-                                   uint64_t *free_bytes) {
-  char line[256];
-  const char *value;
-  FILE *file = fopen("/proc/meminfo", "r");
-  while (file && fgets(line, sizeof line, file)) {
-    if ((value = msi_line_value(line, "MemTotal:")) != NULL) {
-      *total_bytes = strtoull(value, NULL, 10) << 10;
-    } else if ((value = msi_line_value(line, "MemAvailable:")) != NULL) {
-      *free_bytes = strtoull(value, NULL, 10) << 10;
+    if (bytes > SIZE_MAX) {
+        return NULL;
     }
-  }
-  if (file) {
-    fclose(file);
-  }
+    return allocator->alloc ? allocator->alloc(bytes, allocator->user) : malloc((size_t)bytes);
+}
+
+static inline void msi_release(const ms_allocator *allocator, void *memory, uint64_t bytes) {
+    if (!memory) {
+        return;
+    }
+    if (allocator->release) {
+        allocator->release(memory, bytes, allocator->user);
+    } else {
+        free(memory);
+    }
+}
+
+/* Value of a line such as "MemTotal:  24 kB" or "model name : x"; NULL if it is another line. */
+static inline const char *msi_line_value(const char *line, const char *key) {
+    const size_t length = strlen(key);
+    if (strncmp(line, key, length) != 0) {
+        return NULL;
+    }
+    return line + length + strspn(line + length, " \t:");
+}
+
+/* MemTotal and MemAvailable, which stay as they are where the platform does not tell. */
+static inline void msi_host_memory(uint64_t *total_bytes, uint64_t *free_bytes) {
+    char line[256];
+    const char *value;
+    FILE *file = fopen("/proc/meminfo", "r");
+    while (file && fgets(line, sizeof line, file)) {
+        if ((value = msi_line_value(line, "MemTotal:")) != NULL) {
+            *total_bytes = strtoull(value, NULL, 10) << 10;
+        } else if ((value = msi_line_value(line, "MemAvailable:")) != NULL) {
+            *free_bytes = strtoull(value, NULL, 10) << 10;
+        }
+    }
+    if (file) {
+        fclose(file);
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
 // >>formats  16-bit floats by their bits; to the nearest, ties to even
 
 MSI_HD uint32_t msi_bits_of_f32(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  return bits;
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
 }
 
 MSI_HD float msi_f32_of_bits(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
 }
 
 MSI_HD float msi_f32_of_bf16(uint16_t half) {
-  return msi_f32_of_bits((uint32_t)half << 16);
+    return msi_f32_of_bits((uint32_t)half << 16);
 }
 
 MSI_HD uint16_t msi_bf16_of_f32(float x) {
-  const uint32_t bits = msi_bits_of_f32(x);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) {
-    return (uint16_t)(bits >> 16 | 0x40u); // a quiet NaN
-  }
-  return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+    const uint32_t bits = msi_bits_of_f32(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) {
+        return (uint16_t)(bits >> 16 | 0x40u); // a quiet NaN
+    }
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-/* Shifts exponent and mantissa to their places and multiplies the bias away,
-   which is exact, for subnormal numbers too. */
+/* Shifts exponent and mantissa to their places and multiplies the bias away, which is exact, for
+   subnormal numbers too. */
 MSI_HD float msi_f32_of_f16(uint16_t half) {
-  const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, rest = half & 0x7fffu;
-  if (rest >= 0x7c00u) { // infinity and NaN
-    return msi_f32_of_bits(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
-  }
-  const float scaled =
-      msi_f32_of_bits(rest << 13) * 5.192296858534828e33f; // 2^112
-  return msi_f32_of_bits(sign | msi_bits_of_f32(scaled));
+    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, rest = half & 0x7fffu;
+    if (rest >= 0x7c00u) { // infinity and NaN
+        return msi_f32_of_bits(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
+    }
+    const float scaled = msi_f32_of_bits(rest << 13) * 5.192296858534828e33f; // 2^112
+    return msi_f32_of_bits(sign | msi_bits_of_f32(scaled));
 }
 
 MSI_HD uint16_t msi_f16_of_f32(float x) {
-  const uint32_t bits = msi_bits_of_f32(x), rest = bits & 0x7fffffffu;
-  const uint32_t sign = bits >> 16 & 0x8000u;
-  if (rest > 0x7f800000u) {
-    return (uint16_t)(sign | 0x7e00u | (rest >> 13 & 0x3ffu));
-  }
-  if (rest >= 0x477ff000u) { // 65520 and above round to infinity
-    return (uint16_t)(sign | 0x7c00u);
-  }
-  if (rest < 0x38800000u) { // below 2^-14: the sum has the units of a subnormal
-                            // as its last bits
-    return (uint16_t)(sign | (msi_bits_of_f32(msi_f32_of_bits(rest) + 0.5f) -
-                              0x3f000000u));
-  }
-  return (uint16_t)(sign |
-                    (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13);
+    const uint32_t bits = msi_bits_of_f32(x), rest = bits & 0x7fffffffu;
+    const uint32_t sign = bits >> 16 & 0x8000u;
+    if (rest > 0x7f800000u) {
+        return (uint16_t)(sign | 0x7e00u | (rest >> 13 & 0x3ffu));
+    }
+    if (rest >= 0x477ff000u) { // 65520 and above round to infinity
+        return (uint16_t)(sign | 0x7c00u);
+    }
+    if (rest < 0x38800000u) { // below 2^-14: the sum has the units of a subnormal as its last bits
+        return (uint16_t)(sign | (msi_bits_of_f32(msi_f32_of_bits(rest) + 0.5f) - 0x3f000000u));
+    }
+    return (uint16_t)(sign | (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13);
 }
 
 /* Element i of an array of F32, F16 or BF16. */
 MSI_HD float msi_load(const void *data, ms_dtype dtype, uint64_t i) {
-  return dtype == MS_DTYPE_F32   ? ((const float *)data)[i]
-         : dtype == MS_DTYPE_F16 ? msi_f32_of_f16(((const uint16_t *)data)[i])
-                                 : msi_f32_of_bf16(((const uint16_t *)data)[i]);
+    return dtype == MS_DTYPE_F32   ? ((const float *)data)[i]
+           : dtype == MS_DTYPE_F16 ? msi_f32_of_f16(((const uint16_t *)data)[i])
+                                   : msi_f32_of_bf16(((const uint16_t *)data)[i]);
 }
 
 MSI_HD void msi_store_as(void *data, ms_dtype dtype, uint64_t i, float x) {
-  if (dtype == MS_DTYPE_F32) {
-    ((float *)data)[i] = x;
-  } else {
-    ((uint16_t *)data)[i] =
-        dtype == MS_DTYPE_F16 ? msi_f16_of_f32(x) : msi_bf16_of_f32(x);
-  }
+    if (dtype == MS_DTYPE_F32) {
+        ((float *)data)[i] = x;
+    } else {
+        ((uint16_t *)data)[i] = dtype == MS_DTYPE_F16 ? msi_f16_of_f32(x) : msi_bf16_of_f32(x);
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>arithmetic  one element of an update, for host and device, with its
-// rounding spelled: compilers
+// >>arithmetic  one element of an update, for host and device, with its rounding spelled: compilers
 //              differ in when they fuse a multiplication with an addition
 
-/* Fused on devices, and where the host has an instruction for it: there both
- * give the same bits. */
+/* Fused on devices, and where the host has an instruction for it: there both give the same bits. */
 #if defined(__CUDA_ARCH__)
 #define MSI_FMA(a, b, c) __fmaf_rn(a, b, c)
 #define MSI_DIVIDE(a, b) __fdiv_rn(a, b)
-#define MSI_SQRT(a) __fsqrt_rn(a)
+#define MSI_SQRT(a)      __fsqrt_rn(a)
 #else
 #if defined(FP_FAST_FMAF)
 #define MSI_FMA(a, b, c) fmaf(a, b, c)
@@ -1335,49 +1151,50 @@ MSI_HD void msi_store_as(void *data, ms_dtype dtype, uint64_t i, float x) {
 #define MSI_FMA(a, b, c) ((a) * (b) + (c))
 #endif
 #define MSI_DIVIDE(a, b) ((a) / (b))
-#define MSI_SQRT(a) sqrtf(a)
+#define MSI_SQRT(a)      sqrtf(a)
 #endif
 
-MSI_HD bool msi_is_finite(double x) { return x - x == 0.0; }
-
-MSI_HD float msi_adamw_element(const ms_update_factors *f, float value,
-                               float gradient, float *m, float *v) {
-  *m = MSI_FMA(f->rest1, gradient, f->beta1 * *m);
-  *v = MSI_FMA(f->rest2 * gradient, gradient, f->beta2 * *v);
-  const float step =
-      MSI_DIVIDE(*m, MSI_FMA(MSI_SQRT(*v), f->scale2, f->epsilon));
-  return MSI_FMA(f->rate, step, f->decay * value);
+MSI_HD bool msi_is_finite(double x) {
+    return x - x == 0.0;
 }
 
-MSI_HD float msi_sgd_element(const ms_update_factors *f, float value,
-                             float gradient, float *momentum) {
-  float v = gradient;
-  if (momentum) {
-    v = MSI_FMA(f->beta1, *momentum, gradient);
-    *momentum = v;
-  }
-  return MSI_FMA(f->rate, MSI_FMA(f->decay, value, v), value);
+MSI_HD float msi_adamw_element(const ms_update_factors *f, float value, float gradient, float *m,
+                               float *v) {
+    *m = MSI_FMA(f->rest1, gradient, f->beta1 * *m);
+    *v = MSI_FMA(f->rest2 * gradient, gradient, f->beta2 * *v);
+    const float step = MSI_DIVIDE(*m, MSI_FMA(MSI_SQRT(*v), f->scale2, f->epsilon));
+    return MSI_FMA(f->rate, step, f->decay * value);
 }
 
-/* The verdict on a loss, and on the sum of squares of all gradients; the first
-   that is not finite stands. */
+MSI_HD float msi_sgd_element(const ms_update_factors *f, float value, float gradient,
+                             float *momentum) {
+    float v = gradient;
+    if (momentum) {
+        v = MSI_FMA(f->beta1, *momentum, gradient);
+        *momentum = v;
+    }
+    return MSI_FMA(f->rate, MSI_FMA(f->decay, value, v), value);
+}
+
+/* The verdict on a loss, and on the sum of squares of all gradients; the first that is not finite
+   stands. */
 MSI_HD void msi_judge_loss(ms_step_state *s, double loss) {
-  if (s->halted == (uint32_t)MS_HALT_NONE) {
-    s->loss = loss;
-    s->halted = (uint32_t)(msi_is_finite(loss) ? MS_HALT_NONE : MS_HALT_LOSS);
-    s->halted_step = s->step;
-  }
+    if (s->halted == (uint32_t)MS_HALT_NONE) {
+        s->loss = loss;
+        s->halted = (uint32_t)(msi_is_finite(loss) ? MS_HALT_NONE : MS_HALT_LOSS);
+        s->halted_step = s->step;
+    }
 }
 
 /* Returns the factor that brings the gradients down to a norm of `limit`. */
 MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
-  const double norm = sqrt(sum);
-  if (s->halted == (uint32_t)MS_HALT_NONE) {
-    s->norm = norm;
-    s->halted = (uint32_t)(msi_is_finite(norm) ? MS_HALT_NONE : MS_HALT_NORM);
-    s->halted_step = s->step;
-  }
-  return norm > (double)limit ? (float)((double)limit / norm) : 1.0f;
+    const double norm = sqrt(sum);
+    if (s->halted == (uint32_t)MS_HALT_NONE) {
+        s->norm = norm;
+        s->halted = (uint32_t)(msi_is_finite(norm) ? MS_HALT_NONE : MS_HALT_NORM);
+        s->halted_step = s->step;
+    }
+    return norm > (double)limit ? (float)((double)limit / norm) : 1.0f;
 }
 
 #endif // MEMSCALE_SHARED_DONE
@@ -1414,1043 +1231,952 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
 // >>base  constants, checked sizes, growing arrays
 
 #ifdef __cplusplus
-#define MSI_ZERO_INIT                                                          \
-  {}
+#define MSI_ZERO_INIT                                                                              \
+    {}
 #else
-#define MSI_ZERO_INIT                                                          \
-  { 0 }
+#define MSI_ZERO_INIT                                                                              \
+    { 0 }
 #endif
 
 #define MSI_NONE UINT32_MAX // no tensor, no layer, no life, no instruction
 
 enum {
-  MSI_ROLE_BITS = 28, // a handle is role << 28 | index + 1
-  MSI_MAX_TENSORS = (1 << MSI_ROLE_BITS) - 2,
-  MSI_ERROR_BYTES = 512,
-  MSI_MAX_VALUES = MS_LIMIT_IN + MS_LIMIT_OUT + MS_LIMIT_SAVED +
-                   MS_LIMIT_PARAM + MS_LIMIT_STATE,
-  MSI_MAX_EDGES = MS_LIMIT_IN + MS_LIMIT_PARAM,
-  MSI_MAX_VIEWS = MSI_MAX_VALUES + MS_LIMIT_OUT + MSI_MAX_EDGES
+    MSI_ROLE_BITS = 28, // a handle is role << 28 | index + 1
+    MSI_MAX_TENSORS = (1 << MSI_ROLE_BITS) - 2,
+    MSI_ERROR_BYTES = 512,
+    MSI_MAX_VALUES = MS_LIMIT_IN + MS_LIMIT_OUT + MS_LIMIT_SAVED + MS_LIMIT_PARAM + MS_LIMIT_STATE,
+    MSI_MAX_EDGES = MS_LIMIT_IN + MS_LIMIT_PARAM,
+    MSI_MAX_VIEWS = MSI_MAX_VALUES + MS_LIMIT_OUT + MSI_MAX_EDGES
 };
 
 static bool msi_multiply(uint64_t a, uint64_t b, uint64_t *product) {
-  if (b != 0 && a > UINT64_MAX / b) {
-    return false;
-  }
-  *product = a * b;
-  return true;
+    if (b != 0 && a > UINT64_MAX / b) {
+        return false;
+    }
+    *product = a * b;
+    return true;
 }
 
 /* Sebastiano Vigna's splitmix64, public domain: a good mix of 64 bits. */
 static uint64_t msi_mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
 }
 
 static void *msi_alloc_zeroed(const ms_allocator *allocator, uint64_t bytes) {
-  void *memory = msi_alloc(allocator, bytes);
-  if (memory) {
-    memset(memory, 0, (size_t)bytes);
-  }
-  return memory;
+    void *memory = msi_alloc(allocator, bytes);
+    if (memory) {
+        memset(memory, 0, (size_t)bytes);
+    }
+    return memory;
 }
 
-/* A growing array. MSI_RESERVE is false, and changes nothing, where there is no
- * memory. */
-#define MSI_LIST(type)                                                         \
-  struct {                                                                     \
-    type *items;                                                               \
-    uint32_t count, capacity;                                                  \
-  }
-#define MSI_RESERVE(type, allocator, list, needed)                             \
-  ((list).items =                                                              \
-       (type *)msi_regrow(allocator, (list).items, &(list).capacity,           \
-                          (uint64_t)(needed), sizeof(type)),                   \
-   (uint64_t)(needed) <= (list).capacity)
-#define MSI_LIST_FREE(type, allocator, list)                                   \
-  msi_release(allocator, (list).items, (uint64_t)(list).capacity * sizeof(type))
+/* A growing array. MSI_RESERVE is false, and changes nothing, where there is no memory. */
+#define MSI_LIST(type)                                                                             \
+    struct {                                                                                       \
+        type *items;                                                                               \
+        uint32_t count, capacity;                                                                  \
+    }
+#define MSI_RESERVE(type, allocator, list, needed)                                                 \
+    ((list).items = (type *)msi_regrow(allocator, (list).items, &(list).capacity,                  \
+                                       (uint64_t)(needed), sizeof(type)),                          \
+     (uint64_t)(needed) <= (list).capacity)
+#define MSI_LIST_FREE(type, allocator, list)                                                       \
+    msi_release(allocator, (list).items, (uint64_t)(list).capacity * sizeof(type))
 
-static void *msi_regrow(const ms_allocator *allocator, void *items,
-                        uint32_t *capacity, uint64_t needed,
-                        size_t item_bytes) {
-  if (needed <= *capacity) {
-    return items;
-  }
-  uint64_t grown = (uint64_t)*capacity + *capacity / 2 + 16;
-  if (grown < needed) {
-    grown = needed;
-  }
-  if (grown >= MSI_NONE) {
-    return items;
-  }
-  void *moved = msi_alloc(allocator, grown * item_bytes);
-  if (!moved) {
-    return items;
-  }
-  if (items) {
-    memcpy(moved, items, *capacity * item_bytes);
-    msi_release(allocator, items, *capacity * item_bytes);
-  }
-  *capacity = (uint32_t)grown;
-  return moved;
+static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *capacity,
+                        uint64_t needed, size_t item_bytes) {
+    if (needed <= *capacity) {
+        return items;
+    }
+    uint64_t grown = (uint64_t)*capacity + *capacity / 2 + 16;
+    if (grown < needed) {
+        grown = needed;
+    }
+    if (grown >= MSI_NONE) {
+        return items;
+    }
+    void *moved = msi_alloc(allocator, grown * item_bytes);
+    if (!moved) {
+        return items;
+    }
+    if (items) {
+        memcpy(moved, items, *capacity * item_bytes);
+        msi_release(allocator, items, *capacity * item_bytes);
+    }
+    *capacity = (uint32_t)grown;
+    return moved;
 }
 
 // ------------------------------------------------------------------------------------------------
 // >>structs  graph, program, plan, model
 
 typedef enum msi_kind {
-  MSI_KIND_INPUT,
-  MSI_KIND_PARAM,
-  MSI_KIND_BUFFER,
-  MSI_KIND_ACTIVATION,
-  MSI_KIND_SAVED
+    MSI_KIND_INPUT,
+    MSI_KIND_PARAM,
+    MSI_KIND_BUFFER,
+    MSI_KIND_ACTIVATION,
+    MSI_KIND_SAVED
 } msi_kind;
 
-/* What of a tensor a life or a handle means. The first six are those of
- * handles. */
+/* What of a tensor a life or a handle means. The first six are those of handles. */
 typedef enum msi_role {
-  MSI_ROLE_VALUE,
-  MSI_ROLE_GRADIENT,
-  MSI_ROLE_STATE0, // of the optimizer, MS_LIMIT_OPTIMIZER_STATE of them
-  MSI_ROLE_FIXED = MSI_ROLE_STATE0 +
-                   MS_LIMIT_OPTIMIZER_STATE, // roles up to here can be fixed
-  MSI_ROLE_PART =
-      MSI_ROLE_FIXED, // a contribution to a gradient, to be added to it
-  MSI_ROLE_SNAPSHOT,  // a copy of a buffer
-  MSI_ROLE_WORKSPACE, // of a layer
-  MSI_ROLE_NORM       // a msi_norm, of no tensor
+    MSI_ROLE_VALUE,
+    MSI_ROLE_GRADIENT,
+    MSI_ROLE_STATE0, // of the optimizer, MS_LIMIT_OPTIMIZER_STATE of them
+    MSI_ROLE_FIXED = MSI_ROLE_STATE0 + MS_LIMIT_OPTIMIZER_STATE, // roles up to here can be fixed
+    MSI_ROLE_PART = MSI_ROLE_FIXED, // a contribution to a gradient, to be added to it
+    MSI_ROLE_SNAPSHOT,              // a copy of a buffer
+    MSI_ROLE_WORKSPACE,             // of a layer
+    MSI_ROLE_NORM                   // a msi_norm, of no tensor
 } msi_role;
 
 typedef struct msi_tensor {
-  ms_view view; // template of the views: shape and dtype, no data
-  uint64_t bytes, largest_bytes; // now, and with every axis at its largest
-  uint32_t name;                 // offset in graph.names
-  uint32_t producer;             // layer that writes it
-  msi_kind kind;
-  float weight_decay;     // NaN: the optimizer's
-  uint64_t trained_since; // completed updates when its optimizer state was made
-  bool frozen, kept, kept_in_eval, on_host, no_gradient;
-  uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
-  /* Per role: the trainer's memory where the bit in `borrowed` is set,
-     otherwise what was written before ms_wrap. */
-  void *memory[MSI_ROLE_FIXED];
-  uint8_t borrowed;
-  /* analysis of the graph, made by ms_wrap */
-  bool wants_gradient;
-  bool updates_early; // params: may be updated inside backward
-  bool pinned;        // cannot be recomputed, or is what a recomputation reads
-  bool leads_to_loss;
-  uint32_t
-      last_reader; // the last layer in backward whose backward reads the value
-  uint32_t
-      last_gradient; // the last layer in backward that contributes a gradient
+    ms_view view;                  // template of the views: shape and dtype, no data
+    uint64_t bytes, largest_bytes; // now, and with every axis at its largest
+    uint32_t name;                 // offset in graph.names
+    uint32_t producer;             // layer that writes it
+    msi_kind kind;
+    float weight_decay;     // NaN: the optimizer's
+    uint64_t trained_since; // completed updates when its optimizer state was made
+    bool frozen, kept, kept_in_eval, on_host, no_gradient;
+    uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
+    /* Per role: the trainer's memory where the bit in `borrowed` is set, otherwise what was written
+       before ms_wrap. */
+    void *memory[MSI_ROLE_FIXED];
+    uint8_t borrowed;
+    /* analysis of the graph, made by ms_wrap */
+    bool wants_gradient;
+    bool updates_early; // params: may be updated inside backward
+    bool pinned;        // cannot be recomputed, or is what a recomputation reads
+    bool leads_to_loss;
+    uint32_t last_reader;   // the last layer in backward whose backward reads the value
+    uint32_t last_gradient; // the last layer in backward that contributes a gradient
 } msi_tensor;
 
 enum { MSI_WORKSPACE_FORWARD, MSI_WORKSPACE_BACKWARD, MSI_WORKSPACE_RECOMPUTE };
 
-/* The operands of a layer by group, in their order in graph.operands and in
- * instructions. */
+/* The operands of a layer by group, in their order in graph.operands and in instructions. */
 enum {
-  MSI_GROUP_IN,
-  MSI_GROUP_OUT,
-  MSI_GROUP_SAVED,
-  MSI_GROUP_PARAM,
-  MSI_GROUP_STATE,
-  MSI_GROUP_COUNT
+    MSI_GROUP_IN,
+    MSI_GROUP_OUT,
+    MSI_GROUP_SAVED,
+    MSI_GROUP_PARAM,
+    MSI_GROUP_STATE,
+    MSI_GROUP_COUNT
 };
 
 typedef struct msi_layer {
-  ms_layer_fn forward, backward, recompute, bind;
-  void *user;
-  ms_workspace workspace[3];
-  double flops, recompute_flops; // as declared, with as many elements of output
-                                 // as there were
-  double elements;
-  double cost,
-      recompute_cost; // of one forward and recompute, in bytes that memory
-                      // moves meanwhile
-  uint32_t name;
-  uint32_t operand_first; // in graph.operands
-  uint32_t mask_first;    // in graph.masks: in_place per out; four of
-                          // grad_in_place per in
-  uint8_t count[MSI_GROUP_COUNT];
-  ms_reads reads, recompute_reads;
-  ms_edges accumulates, overwrites;
-  ms_overwrites clobbers;
-  uint16_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved;
-  bool no_recompute, keeps_state;
-  bool no_backward;
-  bool differentiable; // its desc has a backward
-  bool has_backward;   // analysis: its backward runs
-  bool ends_in_loss;   // analysis: its forward writes gradients
+    ms_layer_fn forward, backward, recompute, bind;
+    void *user;
+    ms_workspace workspace[3];
+    double flops, recompute_flops; // as declared, with as many elements of output as there were
+    double elements;
+    double cost,
+        recompute_cost; // of one forward and recompute, in bytes that memory moves meanwhile
+    uint32_t name;
+    uint32_t operand_first; // in graph.operands
+    uint32_t mask_first;    // in graph.masks: in_place per out; four of grad_in_place per in
+    uint8_t count[MSI_GROUP_COUNT];
+    ms_reads reads, recompute_reads;
+    ms_edges accumulates, overwrites;
+    ms_overwrites clobbers;
+    uint16_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved;
+    bool no_recompute, keeps_state;
+    bool no_backward;
+    bool differentiable; // its desc has a backward
+    bool has_backward;   // analysis: its backward runs
+    bool ends_in_loss;   // analysis: its forward writes gradients
 } msi_layer;
 
 typedef struct msi_axis {
-  int64_t size, largest;
-  uint32_t name;
+    int64_t size, largest;
+    uint32_t name;
 } msi_axis;
 
 typedef struct msi_graph {
-  MSI_LIST(char) names;
-  MSI_LIST(msi_tensor) tensors;
-  MSI_LIST(msi_layer) layers;
-  MSI_LIST(uint32_t) operands; // tensors, MSI_NONE for empty slots
-  MSI_LIST(uint16_t) masks;
-  msi_axis axes[MS_LIMIT_AXES];
-  uint32_t axis_count;
-  uint64_t bytes; // of all tensors and workspaces, below 2^58: no sum over a
-                  // program overflows
-  uint32_t loss;
+    MSI_LIST(char) names;
+    MSI_LIST(msi_tensor) tensors;
+    MSI_LIST(msi_layer) layers;
+    MSI_LIST(uint32_t) operands; // tensors, MSI_NONE for empty slots
+    MSI_LIST(uint16_t) masks;
+    msi_axis axes[MS_LIMIT_AXES];
+    uint32_t axis_count;
+    uint64_t bytes; // of all tensors and workspaces, below 2^58: no sum over a program overflows
+    uint32_t loss;
 } msi_graph;
 
 typedef enum msi_op {
-  MSI_OP_FORWARD,
-  MSI_OP_RECOMPUTE,
-  MSI_OP_BACKWARD,
-  MSI_OP_EVAL,
-  MSI_OP_SEED,    // write the gradient of the loss
-  MSI_OP_ZERO,    // of a slot: in the first micro-batch alone
-  MSI_OP_COPY,    // target, source
-  MSI_OP_RESTORE, // a copy that puts state back behind a recomputation
-  MSI_OP_ADD,
-  MSI_OP_NORM,
-  MSI_OP_CLIP,
-  MSI_OP_UPDATE,
-  MSI_OP_NOTHING, // a copy that turned out not to be needed
-  MSI_OP_COUNT
+    MSI_OP_FORWARD,
+    MSI_OP_RECOMPUTE,
+    MSI_OP_BACKWARD,
+    MSI_OP_EVAL,
+    MSI_OP_SEED,    // write the gradient of the loss
+    MSI_OP_ZERO,    // of a slot: in the first micro-batch alone
+    MSI_OP_COPY,    // target, source
+    MSI_OP_RESTORE, // a copy that puts state back behind a recomputation
+    MSI_OP_ADD,
+    MSI_OP_NORM,
+    MSI_OP_CLIP,
+    MSI_OP_UPDATE,
+    MSI_OP_NOTHING, // a copy that turned out not to be needed
+    MSI_OP_COUNT
 } msi_op;
 
-/* One value in memory, from the instruction that makes it to the last that uses
-   it. Lives with fixed addresses (params, buffers, inputs, optimizer state)
-   come first, one per slot. */
+/* One value in memory, from the instruction that makes it to the last that uses it. Lives with
+   fixed addresses (params, buffers, inputs, optimizer state) come first, one per slot. */
 typedef struct msi_life {
-  uint64_t bytes, offset; // offset behind the slots
-  uint32_t tensor;        // a layer, for workspace
-  uint32_t first, last;
-  uint32_t idle_first,
-      idle_last; // the uses around the gap from forward to backward, or none
-  uint32_t takes_over; // the life whose memory this one goes on using
-  uint32_t block;
-  uint8_t role, category;
-  bool taken; // another life takes over this one's memory at its last
-              // instruction
-  bool kept;  // to the end of the program and beyond, for ms_read
+    uint64_t bytes, offset; // offset behind the slots
+    uint32_t tensor;        // a layer, for workspace
+    uint32_t first, last;
+    uint32_t idle_first, idle_last; // the uses around the gap from forward to backward, or none
+    uint32_t takes_over;            // the life whose memory this one goes on using
+    uint32_t block;
+    uint8_t role, category;
+    bool taken; // another life takes over this one's memory at its last instruction
+    bool kept;  // to the end of the program and beyond, for ms_read
 } msi_life;
 
 typedef struct msi_operand {
-  uint32_t life;
-  bool accumulate; // a gradient that has a contribution already
+    uint32_t life;
+    bool accumulate; // a gradient that has a contribution already
 } msi_operand;
 
 typedef struct msi_instruction {
-  uint32_t target; // layer; for ops that call none: tensor
-  uint32_t operand_first;
-  uint16_t operand_count;
-  uint8_t op;
+    uint32_t target; // layer; for ops that call none: tensor
+    uint32_t operand_first;
+    uint16_t operand_count;
+    uint8_t op;
 } msi_instruction;
 
 /* What clipping computes, in device memory. */
 typedef struct msi_norm {
-  double sum; // of squares
-  float scale;
+    double sum; // of squares
+    float scale;
 } msi_norm;
 
 /* A range of memory: one life, or several that hand it on in place. */
 typedef struct msi_block {
-  uint64_t bytes;
-  uint64_t offset;
-  uint32_t first, last; // live range, both ends included
-  uint8_t from_top; // hint: one of a group that grows while the others shrink
+    uint64_t bytes;
+    uint64_t offset;
+    uint32_t first, last; // live range, both ends included
+    uint8_t from_top;     // hint: one of a group that grows while the others shrink
 } msi_block;
 
 typedef struct msi_program {
-  MSI_LIST(msi_instruction) instructions;
-  MSI_LIST(msi_operand) operands;
-  MSI_LIST(msi_life) lives;
-  MSI_LIST(msi_block) blocks;    // offsets count from the end of the slots
-  MSI_LIST(uint64_t) live_bytes; // per instruction, slots not counted
-  uint32_t forward_end, backward_end;
-  uint32_t loss, norm;         // lives of the loss, and of the norm or MSI_NONE
-  uint32_t peak;               // the instruction with most live bytes
-  uint64_t peak_bytes, height; // live bytes there; bytes that the layout takes
-  uint64_t activation_peak_bytes;
-  double recompute_cost;
-  uint32_t recompute_count;
-  bool out_of_memory;
+    MSI_LIST(msi_instruction) instructions;
+    MSI_LIST(msi_operand) operands;
+    MSI_LIST(msi_life) lives;
+    MSI_LIST(msi_block) blocks;    // offsets count from the end of the slots
+    MSI_LIST(uint64_t) live_bytes; // per instruction, slots not counted
+    uint32_t forward_end, backward_end;
+    uint32_t loss, norm;         // lives of the loss, and of the norm or MSI_NONE
+    uint32_t peak;               // the instruction with most live bytes
+    uint64_t peak_bytes, height; // live bytes there; bytes that the layout takes
+    uint64_t activation_peak_bytes;
+    double recompute_cost;
+    uint32_t recompute_count;
+    bool out_of_memory;
 } msi_program;
 
-/* A value with a fixed address: at the start of the arena, on the host, or the
- * trainer's own. */
+/* A value with a fixed address: at the start of the arena, on the host, or the trainer's own. */
 typedef struct msi_slot {
-  uint64_t bytes, offset;
-  void *address;
-  uint64_t staging; // of an input on the device: offset of its copy in the host
-                    // memory
-  uint32_t
-      event; // recorded when that may be written again; MSI_NONE: it has none
-  uint32_t factors; // of a param that learns: its number among these
-  uint32_t tensor;
-  msi_role role;
-  bool on_host, borrowed;
+    uint64_t bytes, offset;
+    void *address;
+    uint64_t staging; // of an input on the device: offset of its copy in the host memory
+    uint32_t event;   // recorded when that may be written again; MSI_NONE: it has none
+    uint32_t factors; // of a param that learns: its number among these
+    uint32_t tensor;
+    msi_role role;
+    bool on_host, borrowed;
 } msi_slot;
 
 /* Events of a model; those of staged inputs follow. */
 enum {
-  MSI_EVENT_COMPUTE, // the end of what was enqueued before a copy
-  MSI_EVENT_COPY,    // the end of a copy for which the host waits
-  MSI_EVENT_STEP,    // the step's own memory was copied in
-  MSI_EVENT_VERDICT, // and its verdict was copied out
-  MSI_EVENT_COUNT
+    MSI_EVENT_COMPUTE, // the end of what was enqueued before a copy
+    MSI_EVENT_COPY,    // the end of a copy for which the host waits
+    MSI_EVENT_STEP,    // the step's own memory was copied in
+    MSI_EVENT_VERDICT, // and its verdict was copied out
+    MSI_EVENT_COUNT
 };
 
-/* What a step has of its own in device memory: the state of an eval, that of a
-   step, each of a size, and behind them the factors of the updates, one after
-   the other. */
+/* What a step has of its own in device memory: the state of an eval, that of a step, each of a
+   size, and behind them the factors of the updates, one after the other. */
 enum { MSI_STATE_BYTES = 64, MSI_STATES_BYTES = 128 };
 
-/* A recording of a step: of the first micro-batch, one in the middle, the last,
- * or all in one. */
+/* A recording of a step: of the first micro-batch, one in the middle, the last, or all in one. */
 enum { MSI_GRAPH_FIRST = 1, MSI_GRAPH_LAST = 2, MSI_GRAPH_COUNT = 4 };
 
 typedef struct msi_graph_exec {
-  void *graph;
-  uint64_t made_for; // msi_graph_key then
-  bool warm;         // such a step has run without
+    void *graph;
+    uint64_t made_for; // msi_graph_key then
+    bool warm;         // such a step has run without
 } msi_graph_exec;
 
 /* Where values are: one for all plans of a wrap. */
 typedef struct msi_store {
-  MSI_LIST(msi_slot) slots;
-  uint32_t *slot_of; // per tensor: the slot of its value, its others behind; or
-                     // MSI_NONE
-  uint64_t slot_bytes, transient_bytes; // of the arena: the sum
-  uint64_t
-      reserved_bytes; // the first of them: the backend's workspace, the step
-  uint64_t host_bytes, borrowed_bytes;
-  uint64_t staging_bytes; // behind host_bytes: the step, its verdict, inputs
-  uint64_t step_bytes;    // of a step of its own
-  uint32_t factor_count, event_count;
-  void *memory;     // of the slots; and of the rest, if that is not shared
-  void *transient;  // of the rest; in a shared arena, NULL
-  uint8_t *host;    // tensors on the host, then staging
-  uint8_t *step;    // in device memory
-  uint8_t *shadow;  // debug mode: a copy of everything, on the host
-  uint8_t *results; // debug mode: and of what a callback made
-  uint64_t *print;  // debug mode: per tensor, a hash of its value
-  uint64_t shadow_bytes;
-  uint32_t micro_count;
+    MSI_LIST(msi_slot) slots;
+    uint32_t *slot_of; // per tensor: the slot of its value, its others behind; or MSI_NONE
+    uint64_t slot_bytes, transient_bytes; // of the arena: the sum
+    uint64_t reserved_bytes;              // the first of them: the backend's workspace, the step
+    uint64_t host_bytes, borrowed_bytes;
+    uint64_t staging_bytes; // behind host_bytes: the step, its verdict, inputs
+    uint64_t step_bytes;    // of a step of its own
+    uint32_t factor_count, event_count;
+    void *memory;     // of the slots; and of the rest, if that is not shared
+    void *transient;  // of the rest; in a shared arena, NULL
+    uint8_t *host;    // tensors on the host, then staging
+    uint8_t *step;    // in device memory
+    uint8_t *shadow;  // debug mode: a copy of everything, on the host
+    uint8_t *results; // debug mode: and of what a callback made
+    uint64_t *print;  // debug mode: per tensor, a hash of its value
+    uint64_t shadow_bytes;
+    uint32_t micro_count;
 } msi_store;
 
 typedef struct msi_plan {
-  struct msi_plan *next; // of the plans for other sizes, the last used first
-  int64_t sizes[MS_LIMIT_AXES]; // that it was made for
-  uint8_t
-      *dropped; // per tensor: not kept for backward; recomputed if needed there
-  uint8_t *recomputed; // per layer: runs again in backward
-  uint64_t budget_bytes, plain_bytes, arena_bytes;
-  msi_program train, eval;
-  double step_cost; // of one plain step, in the unit of msi_layer.cost
-  msi_graph_exec graphs[MSI_GRAPH_COUNT];
-  bool forces; // heeds the techniques that are forced
-  bool early_update;
-  uint64_t
-      update_lag_bytes; // early updates: gradients that may wait for theirs
+    struct msi_plan *next;        // of the plans for other sizes, the last used first
+    int64_t sizes[MS_LIMIT_AXES]; // that it was made for
+    uint8_t *dropped;             // per tensor: not kept for backward; recomputed if needed there
+    uint8_t *recomputed;          // per layer: runs again in backward
+    uint64_t budget_bytes, plain_bytes, arena_bytes;
+    msi_program train, eval;
+    double step_cost; // of one plain step, in the unit of msi_layer.cost
+    msi_graph_exec graphs[MSI_GRAPH_COUNT];
+    bool forces; // heeds the techniques that are forced
+    bool early_update;
+    uint64_t update_lag_bytes; // early updates: gradients that may wait for theirs
 } msi_plan;
 
 struct ms_arena {
-  ms_backend backend;
-  ms_allocator allocator;
-  void *memory;
-  uint64_t bytes;
-  const ms_model *user; // whose values are in it
-  uint32_t references;
+    ms_backend backend;
+    ms_allocator allocator;
+    void *memory;
+    uint64_t bytes;
+    const ms_model *user; // whose values are in it
+    uint32_t references;
 };
 
-typedef enum msi_goal {
-  MSI_GOAL_PLAIN,
-  MSI_GOAL_BUDGET,
-  MSI_GOAL_SMALLEST
-} msi_goal;
+typedef enum msi_goal { MSI_GOAL_PLAIN, MSI_GOAL_BUDGET, MSI_GOAL_SMALLEST } msi_goal;
 
 /* How far the step is that was begun with ms_forward. */
-typedef enum msi_stage {
-  MSI_STAGE_IDLE,
-  MSI_STAGE_FORWARD,
-  MSI_STAGE_BACKWARD
-} msi_stage;
+typedef enum msi_stage { MSI_STAGE_IDLE, MSI_STAGE_FORWARD, MSI_STAGE_BACKWARD } msi_stage;
 
 struct ms_model {
-  ms_config config; // defaults resolved
-  void *device;     // state of the backend, or its user
-  ms_optimizer_desc optimizer;
-  msi_graph graph;
-  msi_store *store;
-  msi_plan *plan;    // the one in force, at the head of the list
-  msi_plan *largest; // the one for the largest sizes, in the list too
-  bool changed;      // something since ms_wrap that only the next one heeds
-  msi_goal goal;     // of that ms_wrap
-  float loss_factor;
-  uint64_t step; // completed updates
-  const msi_program *running;
-  uint32_t position;     // instructions of it that are done
-  uint32_t updates_done; // of the step that is under way
-  uint32_t micro;        // micro-batches of it that are done
-  float step_factor;     // of the gradient of the loss, in this step
-  bool busy;             // inside a callback
-  bool state_is_old;     // what a recomputation needs is in place
-  bool asked; // a verdict is on its way, or there, that nobody has looked at
-  bool recording;  // a graph
-  uint64_t frozen; // counts changes of what a graph has recorded
-  msi_stage stage;
-  bool failed;
-  ms_result sticky;
-  ms_view views[MSI_MAX_VIEWS];
-  uint32_t error_count;
-  char error[MSI_ERROR_BYTES], sticky_error[MSI_ERROR_BYTES];
+    ms_config config; // defaults resolved
+    void *device;     // state of the backend, or its user
+    ms_optimizer_desc optimizer;
+    msi_graph graph;
+    msi_store *store;
+    msi_plan *plan;    // the one in force, at the head of the list
+    msi_plan *largest; // the one for the largest sizes, in the list too
+    bool changed;      // something since ms_wrap that only the next one heeds
+    msi_goal goal;     // of that ms_wrap
+    float loss_factor;
+    uint64_t step; // completed updates
+    const msi_program *running;
+    uint32_t position;     // instructions of it that are done
+    uint32_t updates_done; // of the step that is under way
+    uint32_t micro;        // micro-batches of it that are done
+    float step_factor;     // of the gradient of the loss, in this step
+    bool busy;             // inside a callback
+    bool state_is_old;     // what a recomputation needs is in place
+    bool asked;            // a verdict is on its way, or there, that nobody has looked at
+    bool recording;        // a graph
+    uint64_t frozen;       // counts changes of what a graph has recorded
+    msi_stage stage;
+    bool failed;
+    ms_result sticky;
+    ms_view views[MSI_MAX_VIEWS];
+    uint32_t error_count;
+    char error[MSI_ERROR_BYTES], sticky_error[MSI_ERROR_BYTES];
 };
 
 // ------------------------------------------------------------------------------------------------
 // >>log  errors and messages
 
 MEMSCALE_PRINTF(4, 5)
-static void msi_log(const ms_model *m, ms_log_level level, const char *tag,
-                    const char *format, ...) {
-  if (!m->config.log) {
-    return;
-  }
-  char text[MSI_ERROR_BYTES];
-  va_list args;
-  va_start(args, format);
-  vsnprintf(text, sizeof text, format, args);
-  va_end(args);
-  m->config.log(level, tag, text, m->config.log_user);
+static void msi_log(const ms_model *m, ms_log_level level, const char *tag, const char *format,
+                    ...) {
+    if (!m->config.log) {
+        return;
+    }
+    char text[MSI_ERROR_BYTES];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    m->config.log(level, tag, text, m->config.log_user);
 }
 
 MEMSCALE_PRINTF(3, 4)
-static ms_result msi_fail(ms_model *m, ms_result result, const char *format,
-                          ...) {
-  char text[MSI_ERROR_BYTES]; // the arguments may point into m->error
-  va_list args;
-  va_start(args, format);
-  vsnprintf(text, sizeof text, format, args);
-  va_end(args);
-  memcpy(m->error, text, sizeof text);
-  m->error_count++;
-  msi_log(m, MS_LOG_ERROR, "error", "%s: %s", ms_result_name(result), m->error);
-  return result;
+static ms_result msi_fail(ms_model *m, ms_result result, const char *format, ...) {
+    char text[MSI_ERROR_BYTES]; // the arguments may point into m->error
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    memcpy(m->error, text, sizeof text);
+    m->error_count++;
+    msi_log(m, MS_LOG_ERROR, "error", "%s: %s", ms_result_name(result), m->error);
+    return result;
 }
 
-static ms_result msi_fail_memory(ms_model *m, const char *what,
-                                 uint64_t bytes) {
-  return msi_fail(m, MS_RESULT_OUT_OF_MEMORY, "no memory for %s (%llu bytes)",
-                  what, (unsigned long long)bytes);
+static ms_result msi_fail_memory(ms_model *m, const char *what, uint64_t bytes) {
+    return msi_fail(m, MS_RESULT_OUT_OF_MEMORY, "no memory for %s (%llu bytes)", what,
+                    (unsigned long long)bytes);
 }
 
 /* A wrong argument of a function that must name itself. */
-static ms_result msi_fail_argument(ms_model *m, const char *function,
-                                   const char *what) {
-  return m ? msi_fail(m, MS_RESULT_INVALID, "%s: %s", function, what)
-           : MS_RESULT_INVALID;
+static ms_result msi_fail_argument(ms_model *m, const char *function, const char *what) {
+    return m ? msi_fail(m, MS_RESULT_INVALID, "%s: %s", function, what) : MS_RESULT_INVALID;
 }
 
-/* For registration: the first error stays, and ms_wrap repeats its text. With a
-   plan there is no more registration, and nothing that must stay. */
+/* For registration: the first error stays, and ms_wrap repeats its text. With a plan there is no
+   more registration, and nothing that must stay. */
 static void msi_stick(ms_model *m, ms_result result) {
-  if (!m->plan) {
-    m->sticky = result;
-    memcpy(m->sticky_error, m->error, sizeof m->error);
-  }
+    if (!m->plan) {
+        m->sticky = result;
+        memcpy(m->sticky_error, m->error, sizeof m->error);
+    }
 }
 
-#define MSI_STICK(m, ...)                                                      \
-  ((m)->sticky == MS_RESULT_OK ? msi_stick(m, msi_fail(m, __VA_ARGS__))        \
-                               : (void)0)
+#define MSI_STICK(m, ...)                                                                          \
+    ((m)->sticky == MS_RESULT_OK ? msi_stick(m, msi_fail(m, __VA_ARGS__)) : (void)0)
 
 typedef struct msi_size_text {
-  char text[32];
+    char text[32];
 } msi_size_text;
 
 static msi_size_text msi_size(uint64_t bytes) {
-  static const char *const units[] = {"bytes", "KiB", "MiB", "GiB",
-                                      "TiB",   "PiB", "EiB"};
-  msi_size_text s;
-  double value = (double)bytes;
-  int unit = 0;
-  while (value >= 1024.0 && unit < 6) {
-    value /= 1024.0;
-    unit++;
-  }
-  snprintf(s.text, sizeof s.text, unit ? "%.2f %s" : "%.0f %s", value,
-           units[unit]);
-  return s;
+    static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+    msi_size_text s;
+    double value = (double)bytes;
+    int unit = 0;
+    while (value >= 1024.0 && unit < 6) {
+        value /= 1024.0;
+        unit++;
+    }
+    snprintf(s.text, sizeof s.text, unit ? "%.2f %s" : "%.0f %s", value, units[unit]);
+    return s;
 }
 
 // ------------------------------------------------------------------------------------------------
 // >>memory  device memory and the copies of values
 
-static int msi_cpu_memory_alloc(void *user, const ms_allocator *host,
-                                uint64_t bytes, void **device) {
-  (void)user;
-  /* The pointer of the allocator is kept in front of the aligned one. */
-  *device = NULL;
-  if (bytes > UINT64_MAX - 2 * MSI_ALIGNMENT) {
-    return 1;
-  }
-  uint8_t *memory = (uint8_t *)msi_alloc(host, bytes + 2 * MSI_ALIGNMENT);
-  if (!memory) {
-    return 1;
-  }
-  const uintptr_t start = (uintptr_t)memory + sizeof(void *);
-  uint8_t *aligned = memory + (msi_align((uint64_t)start) - (uintptr_t)memory);
-  memcpy(aligned - sizeof(void *), &memory, sizeof(void *));
-  *device = aligned;
-  return 0;
+static int msi_cpu_memory_alloc(void *user, const ms_allocator *host, uint64_t bytes,
+                                void **device) {
+    (void)user;
+    /* The pointer of the allocator is kept in front of the aligned one. */
+    *device = NULL;
+    if (bytes > UINT64_MAX - 2 * MSI_ALIGNMENT) {
+        return 1;
+    }
+    uint8_t *memory = (uint8_t *)msi_alloc(host, bytes + 2 * MSI_ALIGNMENT);
+    if (!memory) {
+        return 1;
+    }
+    const uintptr_t start = (uintptr_t)memory + sizeof(void *);
+    uint8_t *aligned = memory + (msi_align((uint64_t)start) - (uintptr_t)memory);
+    memcpy(aligned - sizeof(void *), &memory, sizeof(void *));
+    *device = aligned;
+    return 0;
 }
 
-static void msi_cpu_memory_release(void *user, const ms_allocator *host,
-                                   void *device, uint64_t bytes) {
-  (void)user;
-  void *memory;
-  memcpy(&memory, (uint8_t *)device - sizeof(void *), sizeof(void *));
-  msi_release(host, memory, bytes + 2 * MSI_ALIGNMENT);
+static void msi_cpu_memory_release(void *user, const ms_allocator *host, void *device,
+                                   uint64_t bytes) {
+    (void)user;
+    void *memory;
+    memcpy(&memory, (uint8_t *)device - sizeof(void *), sizeof(void *));
+    msi_release(host, memory, bytes + 2 * MSI_ALIGNMENT);
 }
 
 static ms_result msi_device(ms_model *m, int error, const char *what) {
-  const ms_backend *b = &m->config.backend;
-  if (error == 0) {
-    return MS_RESULT_OK;
-  }
-  const char *text = b->error_text ? b->error_text(b->user, error) : NULL;
-  return msi_fail(m, MS_RESULT_BACKEND,
-                  "backend %s: %s failed with error %d%s%s", b->name, what,
-                  error, text ? ": " : "", text ? text : "");
+    const ms_backend *b = &m->config.backend;
+    if (error == 0) {
+        return MS_RESULT_OK;
+    }
+    const char *text = b->error_text ? b->error_text(b->user, error) : NULL;
+    return msi_fail(m, MS_RESULT_BACKEND, "backend %s: %s failed with error %d%s%s", b->name, what,
+                    error, text ? ": " : "", text ? text : "");
 }
 
-static ms_result msi_fail_device_memory(ms_model *m, uint64_t bytes,
-                                        const char *what, int error) {
-  const ms_backend *b = &m->config.backend;
-  ms_hardware hardware;
-  memset(&hardware, 0, sizeof hardware);
-  b->hardware(b->user, &hardware);
-  return msi_fail(m, MS_RESULT_OUT_OF_MEMORY,
-                  "backend %s has no %s for %s (error %d; %s of %s are free): "
-                  "ask for less with "
-                  "ms_set_budget, or free what else is on the device",
-                  b->name, msi_size(bytes).text, what, error,
-                  msi_size(hardware.free_bytes).text,
-                  msi_size(hardware.total_bytes).text);
+static ms_result msi_fail_device_memory(ms_model *m, uint64_t bytes, const char *what, int error) {
+    const ms_backend *b = &m->config.backend;
+    ms_hardware hardware;
+    memset(&hardware, 0, sizeof hardware);
+    b->hardware(b->user, &hardware);
+    return msi_fail(m, MS_RESULT_OUT_OF_MEMORY,
+                    "backend %s has no %s for %s (error %d; %s of %s are free): ask for less with "
+                    "ms_set_budget, or free what else is on the device",
+                    b->name, msi_size(bytes).text, what, error, msi_size(hardware.free_bytes).text,
+                    msi_size(hardware.total_bytes).text);
 }
 
 static ms_result msi_device_alloc(ms_model *m, uint64_t bytes, void **memory) {
-  const ms_backend *b = &m->config.backend;
-  *memory = NULL;
-  if (bytes == 0) {
-    return MS_RESULT_OK;
-  }
-  const int error =
-      b->memory_alloc(b->user, &m->config.allocator, bytes, memory);
-  if (error == 0 && *memory) {
-    return MS_RESULT_OK;
-  }
-  *memory = NULL;
-  return msi_fail_device_memory(m, bytes, "the arena", error);
+    const ms_backend *b = &m->config.backend;
+    *memory = NULL;
+    if (bytes == 0) {
+        return MS_RESULT_OK;
+    }
+    const int error = b->memory_alloc(b->user, &m->config.allocator, bytes, memory);
+    if (error == 0 && *memory) {
+        return MS_RESULT_OK;
+    }
+    *memory = NULL;
+    return msi_fail_device_memory(m, bytes, "the arena", error);
 }
 
 /* Host memory for copies: the backend's, or the allocator's. */
 static ms_result msi_host_alloc(ms_model *m, uint64_t bytes, uint8_t **memory) {
-  const ms_backend *b = &m->config.backend;
-  void *made = NULL;
-  int error = 0;
-  if (bytes > 0) {
-    error =
-        b->host_alloc
-            ? b->host_alloc(b->user, &m->config.allocator, bytes, &made)
-            : msi_cpu_memory_alloc(NULL, &m->config.allocator, bytes, &made);
-  }
-  *memory = (uint8_t *)made;
-  return error == 0 && (made || bytes == 0)
-             ? MS_RESULT_OK
-             : msi_fail_memory(
-                   m, "tensors on the host and what is copied from and to it",
-                   bytes);
+    const ms_backend *b = &m->config.backend;
+    void *made = NULL;
+    int error = 0;
+    if (bytes > 0) {
+        error = b->host_alloc ? b->host_alloc(b->user, &m->config.allocator, bytes, &made)
+                              : msi_cpu_memory_alloc(NULL, &m->config.allocator, bytes, &made);
+    }
+    *memory = (uint8_t *)made;
+    return error == 0 && (made || bytes == 0)
+               ? MS_RESULT_OK
+               : msi_fail_memory(m, "tensors on the host and what is copied from and to it", bytes);
 }
 
 static void msi_host_release(ms_model *m, uint8_t *memory, uint64_t bytes) {
-  const ms_backend *b = &m->config.backend;
-  if (memory && b->host_release) {
-    b->host_release(b->user, &m->config.allocator, memory, bytes);
-  } else if (memory) {
-    msi_cpu_memory_release(NULL, &m->config.allocator, memory, bytes);
-  }
+    const ms_backend *b = &m->config.backend;
+    if (memory && b->host_release) {
+        b->host_release(b->user, &m->config.allocator, memory, bytes);
+    } else if (memory) {
+        msi_cpu_memory_release(NULL, &m->config.allocator, memory, bytes);
+    }
 }
 
-/* Whether the host sees at once what the device does, and the device what the
- * host writes. */
+/* Whether the host sees at once what the device does, and the device what the host writes. */
 static bool msi_is_direct(const ms_model *m) {
-  return m->config.backend.device_is_host && !m->config.backend.is_asynchronous;
+    return m->config.backend.device_is_host && !m->config.backend.is_asynchronous;
 }
 
 static ms_result msi_synchronize(ms_model *m) {
-  const ms_backend *b = &m->config.backend;
-  return b->is_asynchronous ? msi_device(m, b->synchronize(m->device),
-                                         "waiting for the device")
-                            : MS_RESULT_OK;
+    const ms_backend *b = &m->config.backend;
+    return b->is_asynchronous ? msi_device(m, b->synchronize(m->device), "waiting for the device")
+                              : MS_RESULT_OK;
 }
 
-/* What is enqueued on `to` from now on runs behind all that is on `from`, by
- * way of an event. */
-static int msi_order(ms_model *m, ms_stream_kind from, uint32_t event,
-                     ms_stream_kind to) {
-  const ms_backend *b = &m->config.backend;
-  if (!b->is_asynchronous) {
-    return 0;
-  }
-  const int error = b->record(m->device, from, event);
-  return error ? error : b->wait(m->device, to, event);
+/* What is enqueued on `to` from now on runs behind all that is on `from`, by way of an event. */
+static int msi_order(ms_model *m, ms_stream_kind from, uint32_t event, ms_stream_kind to) {
+    const ms_backend *b = &m->config.backend;
+    if (!b->is_asynchronous) {
+        return 0;
+    }
+    const int error = b->record(m->device, from, event);
+    return error ? error : b->wait(m->device, to, event);
 }
 
-/* Copies in between what was enqueued before and what will be. The source must
-   stay as it is until the event. */
-static ms_result msi_copy_in(ms_model *m, void *device, const void *host,
-                             uint64_t bytes, uint32_t event) {
-  const ms_backend *b = &m->config.backend;
-  int error =
-      msi_order(m, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE, MS_STREAM_TO_DEVICE);
-  error = error ? error : b->copy_in(m->device, device, host, bytes);
-  error = error ? error
-                : msi_order(m, MS_STREAM_TO_DEVICE, event, MS_STREAM_COMPUTE);
-  return msi_device(m, error, "copy to the device");
+/* Copies in between what was enqueued before and what will be. The source must stay as it is until
+   the event. */
+static ms_result msi_copy_in(ms_model *m, void *device, const void *host, uint64_t bytes,
+                             uint32_t event) {
+    const ms_backend *b = &m->config.backend;
+    int error = msi_order(m, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE, MS_STREAM_TO_DEVICE);
+    error = error ? error : b->copy_in(m->device, device, host, bytes);
+    error = error ? error : msi_order(m, MS_STREAM_TO_DEVICE, event, MS_STREAM_COMPUTE);
+    return msi_device(m, error, "copy to the device");
 }
 
-/* Copies out what was enqueued before; it is there at the event. What is
-   enqueued next runs beside the copy. */
-static ms_result msi_copy_out(ms_model *m, void *host, const void *device,
-                              uint64_t bytes, uint32_t event) {
-  const ms_backend *b = &m->config.backend;
-  int error =
-      msi_order(m, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE, MS_STREAM_TO_HOST);
-  error = error ? error : b->copy_out(m->device, host, device, bytes);
-  if (b->is_asynchronous && !error) {
-    error = b->record(m->device, MS_STREAM_TO_HOST, event);
-  }
-  return msi_device(m, error, "copy to the host");
+/* Copies out what was enqueued before; it is there at the event. What is enqueued next runs beside
+   the copy. */
+static ms_result msi_copy_out(ms_model *m, void *host, const void *device, uint64_t bytes,
+                              uint32_t event) {
+    const ms_backend *b = &m->config.backend;
+    int error = msi_order(m, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE, MS_STREAM_TO_HOST);
+    error = error ? error : b->copy_out(m->device, host, device, bytes);
+    if (b->is_asynchronous && !error) {
+        error = b->record(m->device, MS_STREAM_TO_HOST, event);
+    }
+    return msi_device(m, error, "copy to the host");
 }
 
 static ms_result msi_wait_on_host(ms_model *m, uint32_t event) {
-  const ms_backend *b = &m->config.backend;
-  return b->is_asynchronous ? msi_device(m, b->wait_on_host(m->device, event),
-                                         "waiting for a copy")
-                            : MS_RESULT_OK;
+    const ms_backend *b = &m->config.backend;
+    return b->is_asynchronous
+               ? msi_device(m, b->wait_on_host(m->device, event), "waiting for a copy")
+               : MS_RESULT_OK;
 }
 
 /* Behind the slots. */
 static uint8_t *msi_transient(const ms_model *m) {
-  return (uint8_t *)(m->config.arena ? m->config.arena->memory
-                                     : m->store->transient);
+    return (uint8_t *)(m->config.arena ? m->config.arena->memory : m->store->transient);
 }
 
-static void *msi_address(const ms_model *m, const msi_program *p,
-                         uint32_t life) {
-  return life < m->store->slots.count
-             ? m->store->slots.items[life].address
-             : msi_transient(m) + p->lives.items[life].offset;
+static void *msi_address(const ms_model *m, const msi_program *p, uint32_t life) {
+    return life < m->store->slots.count ? m->store->slots.items[life].address
+                                        : msi_transient(m) + p->lives.items[life].offset;
 }
 
 static bool msi_is_on_host(const ms_model *m, uint32_t life) {
-  return life < m->store->slots.count && m->store->slots.items[life].on_host;
+    return life < m->store->slots.count && m->store->slots.items[life].on_host;
 }
 
-/* Between any two of host memory and device memory. It is done on return, but
-   for a copy from device to device, which is enqueued. */
-static ms_result msi_copy(ms_model *m, void *target, bool target_on_host,
-                          const void *source, bool source_on_host,
-                          uint64_t bytes) {
-  const ms_backend *b = &m->config.backend;
-  if (!target_on_host && !source_on_host) {
-    return msi_device(m, b->copy(m->device, target, source, bytes), "copy");
-  }
-  if (target_on_host && source_on_host) {
-    memcpy(target, source, (size_t)bytes);
-    return MS_RESULT_OK;
-  }
-  const ms_result result =
-      target_on_host ? msi_copy_out(m, target, source, bytes, MSI_EVENT_COPY)
-                     : msi_copy_in(m, target, source, bytes, MSI_EVENT_COPY);
-  return result == MS_RESULT_OK ? msi_wait_on_host(m, MSI_EVENT_COPY) : result;
+/* Between any two of host memory and device memory. It is done on return, but for a copy from
+   device to device, which is enqueued. */
+static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const void *source,
+                          bool source_on_host, uint64_t bytes) {
+    const ms_backend *b = &m->config.backend;
+    if (!target_on_host && !source_on_host) {
+        return msi_device(m, b->copy(m->device, target, source, bytes), "copy");
+    }
+    if (target_on_host && source_on_host) {
+        memcpy(target, source, (size_t)bytes);
+        return MS_RESULT_OK;
+    }
+    const ms_result result = target_on_host ? msi_copy_out(m, target, source, bytes, MSI_EVENT_COPY)
+                                            : msi_copy_in(m, target, source, bytes, MSI_EVENT_COPY);
+    return result == MS_RESULT_OK ? msi_wait_on_host(m, MSI_EVENT_COPY) : result;
 }
 
-static ms_result msi_fill(ms_model *m, void *target, bool on_host,
-                          uint8_t value, uint64_t bytes) {
-  const ms_backend *b = &m->config.backend;
-  if (on_host) {
-    memset(target, value, (size_t)bytes);
-    return MS_RESULT_OK;
-  }
-  return msi_device(m, b->fill_bytes(m->device, target, value, bytes), "fill");
+static ms_result msi_fill(ms_model *m, void *target, bool on_host, uint8_t value, uint64_t bytes) {
+    const ms_backend *b = &m->config.backend;
+    if (on_host) {
+        memset(target, value, (size_t)bytes);
+        return MS_RESULT_OK;
+    }
+    return msi_device(m, b->fill_bytes(m->device, target, value, bytes), "fill");
 }
 
 static void msi_poison(const void *memory, uint64_t bytes) {
 #ifdef MSI_ASAN
-  __asan_poison_memory_region(memory, (size_t)bytes);
+    __asan_poison_memory_region(memory, (size_t)bytes);
 #else
-  (void)memory, (void)bytes;
+    (void)memory, (void)bytes;
 #endif
 }
 
 static void msi_unpoison(const void *memory, uint64_t bytes) {
 #ifdef MSI_ASAN
-  __asan_unpoison_memory_region(memory, (size_t)bytes);
+    __asan_unpoison_memory_region(memory, (size_t)bytes);
 #else
-  (void)memory, (void)bytes;
+    (void)memory, (void)bytes;
 #endif
 }
 
 // ------------------------------------------------------------------------------------------------
 // >>backend cpu  the arena is host memory
 
-enum {
-  MSI_GEMM_M = 64,
-  MSI_GEMM_N = 128,
-  MSI_GEMM_K = 64,
-  MSI_TILE_M = 4,
-  MSI_TILE_N = 32
-};
+enum { MSI_GEMM_M = 64, MSI_GEMM_N = 128, MSI_GEMM_K = 64, MSI_TILE_M = 4, MSI_TILE_N = 32 };
 
-/* Threads take equal parts from one end to the other, as those of a trainer's
-   loops do, so that each finds in its cache what it is going to write. Parts of
-   16 KiB. */
+/* Threads take equal parts from one end to the other, as those of a trainer's loops do, so that
+   each finds in its cache what it is going to write. Parts of 16 KiB. */
 enum { MSI_PART_BYTES = 16384 };
 
 static uint64_t msi_part_bytes(uint64_t bytes, int64_t part) {
-  const uint64_t rest = bytes - (uint64_t)part * MSI_PART_BYTES;
-  return rest < (uint64_t)MSI_PART_BYTES ? rest : (uint64_t)MSI_PART_BYTES;
+    const uint64_t rest = bytes - (uint64_t)part * MSI_PART_BYTES;
+    return rest < (uint64_t)MSI_PART_BYTES ? rest : (uint64_t)MSI_PART_BYTES;
 }
 
 static int64_t msi_part_count(uint64_t bytes) {
-  return (int64_t)((bytes + MSI_PART_BYTES - 1) / MSI_PART_BYTES);
+    return (int64_t)((bytes + MSI_PART_BYTES - 1) / MSI_PART_BYTES);
 }
 
-static int msi_cpu_copy(void *user, void *target, const void *source,
-                        uint64_t bytes) {
-  (void)user;
-  const int64_t parts = msi_part_count(bytes);
+static int msi_cpu_copy(void *user, void *target, const void *source, uint64_t bytes) {
+    (void)user;
+    const int64_t parts = msi_part_count(bytes);
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static) if (parts > 4)
 #endif
-  for (int64_t i = 0; i < parts; i++) {
-    memcpy((uint8_t *)target + i * MSI_PART_BYTES,
-           (const uint8_t *)source + i * MSI_PART_BYTES,
-           (size_t)msi_part_bytes(bytes, i));
-  }
-  return 0;
+    for (int64_t i = 0; i < parts; i++) {
+        memcpy((uint8_t *)target + i * MSI_PART_BYTES, (const uint8_t *)source + i * MSI_PART_BYTES,
+               (size_t)msi_part_bytes(bytes, i));
+    }
+    return 0;
 }
 
-static int msi_cpu_fill_bytes(void *user, void *device, uint8_t value,
-                              uint64_t bytes) {
-  (void)user;
-  const int64_t parts = msi_part_count(bytes);
+static int msi_cpu_fill_bytes(void *user, void *device, uint8_t value, uint64_t bytes) {
+    (void)user;
+    const int64_t parts = msi_part_count(bytes);
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static) if (parts > 4)
 #endif
-  for (int64_t i = 0; i < parts; i++) {
-    memset((uint8_t *)device + i * MSI_PART_BYTES, value,
-           (size_t)msi_part_bytes(bytes, i));
-  }
-  return 0;
+    for (int64_t i = 0; i < parts; i++) {
+        memset((uint8_t *)device + i * MSI_PART_BYTES, value, (size_t)msi_part_bytes(bytes, i));
+    }
+    return 0;
 }
 
-static int msi_cpu_fill_f32(void *user, void *device, float value,
-                            uint64_t count) {
-  (void)user;
-  float *items = (float *)device;
-  for (uint64_t i = 0; i < count; i++) {
-    items[i] = value;
-  }
-  return 0;
+static int msi_cpu_fill_f32(void *user, void *device, float value, uint64_t count) {
+    (void)user;
+    float *items = (float *)device;
+    for (uint64_t i = 0; i < count; i++) {
+        items[i] = value;
+    }
+    return 0;
 }
 
-static int msi_cpu_add_f32(void *user, void *device, const void *source,
-                           uint64_t count) {
-  (void)user;
-  float *items = (float *)device;
-  const float *more = (const float *)source;
-  const int64_t end = (int64_t)count;
+static int msi_cpu_add_f32(void *user, void *device, const void *source, uint64_t count) {
+    (void)user;
+    float *items = (float *)device;
+    const float *more = (const float *)source;
+    const int64_t end = (int64_t)count;
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static) if (end > 16384)
 #endif
-  for (int64_t i = 0; i < end; i++) {
-    items[i] += more[i];
-  }
-  return 0;
+    for (int64_t i = 0; i < end; i++) {
+        items[i] += more[i];
+    }
+    return 0;
 }
 
 /* Eight sums side by side: fast, and the same on any number of threads. */
-static int msi_cpu_add_squares_f32(void *user, const void *device,
-                                   uint64_t count, double *sum) {
-  (void)user;
-  const float *items = (const float *)device;
-  double sums[8] = {0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
-  for (uint64_t i = 0; i < count / 8 * 8; i += 8) {
-    for (int k = 0; k < 8; k++) {
-      sums[k] +=
-          (double)items[i + (uint64_t)k] * (double)items[i + (uint64_t)k];
+static int msi_cpu_add_squares_f32(void *user, const void *device, uint64_t count, double *sum) {
+    (void)user;
+    const float *items = (const float *)device;
+    double sums[8] = {0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
+    for (uint64_t i = 0; i < count / 8 * 8; i += 8) {
+        for (int k = 0; k < 8; k++) {
+            sums[k] += (double)items[i + (uint64_t)k] * (double)items[i + (uint64_t)k];
+        }
     }
-  }
-  for (uint64_t i = count / 8 * 8; i < count; i++) {
-    sums[0] += (double)items[i] * (double)items[i];
-  }
-  *sum += ((sums[0] + sums[4]) + (sums[2] + sums[6])) +
-          ((sums[1] + sums[5]) + (sums[3] + sums[7]));
-  return 0;
+    for (uint64_t i = count / 8 * 8; i < count; i++) {
+        sums[0] += (double)items[i] * (double)items[i];
+    }
+    *sum +=
+        ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+    return 0;
 }
 
-static int msi_cpu_clip_scale(void *user, const double *sum, float limit,
-                              float *scale, ms_step_state *step) {
-  (void)user;
-  *scale = msi_judge_norm(step, *sum, limit);
-  return 0;
+static int msi_cpu_clip_scale(void *user, const double *sum, float limit, float *scale,
+                              ms_step_state *step) {
+    (void)user;
+    *scale = msi_judge_norm(step, *sum, limit);
+    return 0;
 }
 
-static int msi_cpu_loss(void *user, const void *losses, uint64_t count,
-                        double factor, ms_step_state *step) {
-  (void)user;
-  const float *items = (const float *)losses;
-  double sum = 0.0;
-  for (uint64_t i = 0; i < count; i++) {
-    sum += (double)items[i];
-  }
-  msi_judge_loss(step, factor * sum);
-  return 0;
+static int msi_cpu_loss(void *user, const void *losses, uint64_t count, double factor,
+                        ms_step_state *step) {
+    (void)user;
+    const float *items = (const float *)losses;
+    double sum = 0.0;
+    for (uint64_t i = 0; i < count; i++) {
+        sum += (double)items[i];
+    }
+    msi_judge_loss(step, factor * sum);
+    return 0;
 }
 
-static int msi_cpu_cast(void *user, void *target, ms_dtype to,
-                        const void *source, ms_dtype from, uint64_t count) {
-  (void)user;
-  const int64_t end = (int64_t)count;
+static int msi_cpu_cast(void *user, void *target, ms_dtype to, const void *source, ms_dtype from,
+                        uint64_t count) {
+    (void)user;
+    const int64_t end = (int64_t)count;
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static) if (end > 16384)
 #endif
-  for (int64_t i = 0; i < end; i++) {
-    msi_store_as(target, to, (uint64_t)i, msi_load(source, from, (uint64_t)i));
-  }
-  return 0;
+    for (int64_t i = 0; i < end; i++) {
+        msi_store_as(target, to, (uint64_t)i, msi_load(source, from, (uint64_t)i));
+    }
+    return 0;
 }
 
 static int msi_cpu_update(void *user, const ms_update_args *args) {
-  (void)user;
-  const int64_t count = (int64_t)args->count;
-  float *value = args->value, *state0 = args->state[0],
-        *state1 = args->state[1];
-  const float *gradient = args->gradient;
-  const float scale =
-      args->gradient_scale ? *args->gradient_scale : 1.0f; // times 1 is exact
-  const ms_update_factors f = *args->factors;
-  if (args->state_of_step->halted != (uint32_t)MS_HALT_NONE) {
-    return 0;
-  }
-  if (args->kind == MS_OPTIMIZER_ADAMW) {
+    (void)user;
+    const int64_t count = (int64_t)args->count;
+    float *value = args->value, *state0 = args->state[0], *state1 = args->state[1];
+    const float *gradient = args->gradient;
+    const float scale = args->gradient_scale ? *args->gradient_scale : 1.0f; // times 1 is exact
+    const ms_update_factors f = *args->factors;
+    if (args->state_of_step->halted != (uint32_t)MS_HALT_NONE) {
+        return 0;
+    }
+    if (args->kind == MS_OPTIMIZER_ADAMW) {
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) if (count > 16384)
+#endif
+        for (int64_t i = 0; i < count; i++) {
+            value[i] = msi_adamw_element(&f, value[i], scale * gradient[i], &state0[i], &state1[i]);
+        }
+        return 0;
+    }
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static) if (count > 16384)
 #endif
     for (int64_t i = 0; i < count; i++) {
-      value[i] = msi_adamw_element(&f, value[i], scale * gradient[i],
-                                   &state0[i], &state1[i]);
+        value[i] = msi_sgd_element(&f, value[i], scale * gradient[i], state0 ? &state0[i] : NULL);
     }
     return 0;
-  }
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) if (count > 16384)
-#endif
-  for (int64_t i = 0; i < count; i++) {
-    value[i] = msi_sgd_element(&f, value[i], scale * gradient[i],
-                               state0 ? &state0[i] : NULL);
-  }
-  return 0;
 }
 
-static int64_t msi_least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t msi_least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
 
-/* Copies rows [row, row + rows) and cols [col, col + cols) of op(x) into strips
-   of `width` rows (by_row) or cols, each strip contiguous and padded with
-   zeros: what the inner loop reads. */
-static void msi_gemm_pack(const ms_matrix *x, bool by_row, int64_t row,
-                          int64_t rows, int64_t col, int64_t cols,
-                          int64_t width, float *packed) {
-  const int64_t step_row = x->transposed ? 1 : x->stride;
-  const int64_t step_col = x->transposed ? x->stride : 1;
-  const int64_t outer = by_row ? rows : cols, depth = by_row ? cols : rows;
-  const int64_t step_outer = by_row ? step_row : step_col;
-  const int64_t step_depth = by_row ? step_col : step_row;
-  const int64_t first = row * step_row + col * step_col;
-  for (int64_t strip = 0; strip < outer; strip += width) {
-    const int64_t used = outer - strip < width ? outer - strip : width;
-    for (int64_t d = 0; d < depth; d++) {
-      const int64_t at = first + strip * step_outer + d * step_depth;
-      if (x->dtype == MS_DTYPE_F32) {
-        const float *data = (const float *)x->data + at;
-        for (int64_t i = 0; i < width; i++) {
-          *packed++ = i < used ? data[i * step_outer] : 0.0f;
+/* Copies rows [row, row + rows) and cols [col, col + cols) of op(x) into strips of `width` rows
+   (by_row) or cols, each strip contiguous and padded with zeros: what the inner loop reads. */
+static void msi_gemm_pack(const ms_matrix *x, bool by_row, int64_t row, int64_t rows, int64_t col,
+                          int64_t cols, int64_t width, float *packed) {
+    const int64_t step_row = x->transposed ? 1 : x->stride;
+    const int64_t step_col = x->transposed ? x->stride : 1;
+    const int64_t outer = by_row ? rows : cols, depth = by_row ? cols : rows;
+    const int64_t step_outer = by_row ? step_row : step_col;
+    const int64_t step_depth = by_row ? step_col : step_row;
+    const int64_t first = row * step_row + col * step_col;
+    for (int64_t strip = 0; strip < outer; strip += width) {
+        const int64_t used = outer - strip < width ? outer - strip : width;
+        for (int64_t d = 0; d < depth; d++) {
+            const int64_t at = first + strip * step_outer + d * step_depth;
+            if (x->dtype == MS_DTYPE_F32) {
+                const float *data = (const float *)x->data + at;
+                for (int64_t i = 0; i < width; i++) {
+                    *packed++ = i < used ? data[i * step_outer] : 0.0f;
+                }
+                continue;
+            }
+            for (int64_t i = 0; i < width; i++) {
+                *packed++ =
+                    i < used ? msi_load(x->data, x->dtype, (uint64_t)(at + i * step_outer)) : 0.0f;
+            }
         }
-        continue;
-      }
-      for (int64_t i = 0; i < width; i++) {
-        *packed++ = i < used ? msi_load(x->data, x->dtype,
-                                        (uint64_t)(at + i * step_outer))
-                             : 0.0f;
-      }
     }
-  }
 }
 
-/* sums = a strip of MSI_TILE_M rows times a strip of MSI_TILE_N columns. An
-   array per row: so gcc and clang both keep all sums in vector registers. */
+/* sums = a strip of MSI_TILE_M rows times a strip of MSI_TILE_N columns. An array per row: so gcc
+   and clang both keep all sums in vector registers. */
 static void msi_gemm_tile(const float *a, const float *b, int64_t depth,
                           float sums[MSI_TILE_M][MSI_TILE_N]) {
-  float t0[MSI_TILE_N], t1[MSI_TILE_N], t2[MSI_TILE_N], t3[MSI_TILE_N];
-  for (int j = 0; j < MSI_TILE_N; j++) {
-    t0[j] = t1[j] = t2[j] = t3[j] = 0.0f;
-  }
-  for (int64_t d = 0; d < depth; d++, a += MSI_TILE_M, b += MSI_TILE_N) {
-    const float a0 = a[0], a1 = a[1], a2 = a[2], a3 = a[3];
+    float t0[MSI_TILE_N], t1[MSI_TILE_N], t2[MSI_TILE_N], t3[MSI_TILE_N];
     for (int j = 0; j < MSI_TILE_N; j++) {
-      t0[j] = MSI_FMA(a0, b[j], t0[j]);
-      t1[j] = MSI_FMA(a1, b[j], t1[j]);
-      t2[j] = MSI_FMA(a2, b[j], t2[j]);
-      t3[j] = MSI_FMA(a3, b[j], t3[j]);
+        t0[j] = t1[j] = t2[j] = t3[j] = 0.0f;
     }
-  }
-  memcpy(sums[0], t0, sizeof t0);
-  memcpy(sums[1], t1, sizeof t1);
-  memcpy(sums[2], t2, sizeof t2);
-  memcpy(sums[3], t3, sizeof t3);
+    for (int64_t d = 0; d < depth; d++, a += MSI_TILE_M, b += MSI_TILE_N) {
+        const float a0 = a[0], a1 = a[1], a2 = a[2], a3 = a[3];
+        for (int j = 0; j < MSI_TILE_N; j++) {
+            t0[j] = MSI_FMA(a0, b[j], t0[j]);
+            t1[j] = MSI_FMA(a1, b[j], t1[j]);
+            t2[j] = MSI_FMA(a2, b[j], t2[j]);
+            t3[j] = MSI_FMA(a3, b[j], t3[j]);
+        }
+    }
+    memcpy(sums[0], t0, sizeof t0);
+    memcpy(sums[1], t1, sizeof t1);
+    memcpy(sums[2], t2, sizeof t2);
+    memcpy(sums[3], t3, sizeof t3);
 }
 
-static void msi_gemm_store(const float sums[MSI_TILE_M][MSI_TILE_N],
-                           int64_t rows, int64_t cols, float alpha, float beta,
-                           float *c, int64_t stride) {
-  for (int64_t i = 0; i < rows; i++) {
-    for (int64_t j = 0; j < cols; j++) {
-      const float old = beta == 0.0f ? 0.0f : beta * c[i * stride + j];
-      c[i * stride + j] = MSI_FMA(alpha, sums[i][j], old);
+static void msi_gemm_store(const float sums[MSI_TILE_M][MSI_TILE_N], int64_t rows, int64_t cols,
+                           float alpha, float beta, float *c, int64_t stride) {
+    for (int64_t i = 0; i < rows; i++) {
+        for (int64_t j = 0; j < cols; j++) {
+            const float old = beta == 0.0f ? 0.0f : beta * c[i * stride + j];
+            c[i * stride + j] = MSI_FMA(alpha, sums[i][j], old);
+        }
     }
-  }
 }
 
-/* One block of c, which is float: a strip of a and a strip of b at a time,
-   packed, so that both stay in cache. */
-static void msi_gemm_block(float alpha, const ms_matrix *a, const ms_matrix *b,
-                           float beta, float *c, int64_t stride, int64_t row,
-                           int64_t rows, int64_t col, int64_t cols) {
-  const int64_t depth = a->transposed ? a->rows : a->cols;
-  float packed_a[MSI_GEMM_M * MSI_GEMM_K], packed_b[MSI_GEMM_N * MSI_GEMM_K];
-  float sums[MSI_TILE_M][MSI_TILE_N];
-  for (int64_t d = 0; d < depth; d += MSI_GEMM_K) {
-    const int64_t part = msi_least(depth - d, MSI_GEMM_K);
-    msi_gemm_pack(a, true, row, rows, d, part, MSI_TILE_M, packed_a);
-    msi_gemm_pack(b, false, d, part, col, cols, MSI_TILE_N, packed_b);
-    for (int64_t i = 0; i < rows; i += MSI_TILE_M) {
-      for (int64_t j = 0; j < cols; j += MSI_TILE_N) {
-        msi_gemm_tile(packed_a + i * part, packed_b + j * part, part, sums);
-        msi_gemm_store((const float(*)[MSI_TILE_N])sums,
-                       msi_least(rows - i, MSI_TILE_M),
-                       msi_least(cols - j, MSI_TILE_N), alpha,
-                       d == 0 ? beta : 1.0f, c + i * stride + j, stride);
-      }
+/* One block of c, which is float: a strip of a and a strip of b at a time, packed, so that both
+   stay in cache. */
+static void msi_gemm_block(float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
+                           float *c, int64_t stride, int64_t row, int64_t rows, int64_t col,
+                           int64_t cols) {
+    const int64_t depth = a->transposed ? a->rows : a->cols;
+    float packed_a[MSI_GEMM_M * MSI_GEMM_K], packed_b[MSI_GEMM_N * MSI_GEMM_K];
+    float sums[MSI_TILE_M][MSI_TILE_N];
+    for (int64_t d = 0; d < depth; d += MSI_GEMM_K) {
+        const int64_t part = msi_least(depth - d, MSI_GEMM_K);
+        msi_gemm_pack(a, true, row, rows, d, part, MSI_TILE_M, packed_a);
+        msi_gemm_pack(b, false, d, part, col, cols, MSI_TILE_N, packed_b);
+        for (int64_t i = 0; i < rows; i += MSI_TILE_M) {
+            for (int64_t j = 0; j < cols; j += MSI_TILE_N) {
+                msi_gemm_tile(packed_a + i * part, packed_b + j * part, part, sums);
+                msi_gemm_store((const float(*)[MSI_TILE_N])sums, msi_least(rows - i, MSI_TILE_M),
+                               msi_least(cols - j, MSI_TILE_N), alpha, d == 0 ? beta : 1.0f,
+                               c + i * stride + j, stride);
+            }
+        }
     }
-  }
 }
 
-/* The block of c at (row, col). One of 16 bits is summed in float, and rounded
- * once. */
-static void msi_gemm_target(float alpha, const ms_matrix *a, const ms_matrix *b,
-                            float beta, const ms_matrix *c, int64_t row,
-                            int64_t col) {
-  float block[MSI_GEMM_M * MSI_GEMM_N];
-  const int64_t rows = msi_least(c->rows - row, MSI_GEMM_M);
-  const int64_t cols = msi_least(c->cols - col, MSI_GEMM_N);
-  if (c->dtype == MS_DTYPE_F32) {
-    msi_gemm_block(alpha, a, b, beta, (float *)c->data + row * c->stride + col,
-                   c->stride, row, rows, col, cols);
-    return;
-  }
-  for (int64_t i = 0; i < rows && beta != 0.0f; i++) {
-    for (int64_t j = 0; j < cols; j++) {
-      block[i * MSI_GEMM_N + j] = msi_load(
-          c->data, c->dtype, (uint64_t)((row + i) * c->stride + col + j));
+/* The block of c at (row, col). One of 16 bits is summed in float, and rounded once. */
+static void msi_gemm_target(float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
+                            const ms_matrix *c, int64_t row, int64_t col) {
+    float block[MSI_GEMM_M * MSI_GEMM_N];
+    const int64_t rows = msi_least(c->rows - row, MSI_GEMM_M);
+    const int64_t cols = msi_least(c->cols - col, MSI_GEMM_N);
+    if (c->dtype == MS_DTYPE_F32) {
+        msi_gemm_block(alpha, a, b, beta, (float *)c->data + row * c->stride + col, c->stride, row,
+                       rows, col, cols);
+        return;
     }
-  }
-  msi_gemm_block(alpha, a, b, beta, block, MSI_GEMM_N, row, rows, col, cols);
-  for (int64_t i = 0; i < rows; i++) {
-    for (int64_t j = 0; j < cols; j++) {
-      msi_store_as(c->data, c->dtype,
-                   (uint64_t)((row + i) * c->stride + col + j),
-                   block[i * MSI_GEMM_N + j]);
+    for (int64_t i = 0; i < rows && beta != 0.0f; i++) {
+        for (int64_t j = 0; j < cols; j++) {
+            block[i * MSI_GEMM_N + j] =
+                msi_load(c->data, c->dtype, (uint64_t)((row + i) * c->stride + col + j));
+        }
     }
-  }
+    msi_gemm_block(alpha, a, b, beta, block, MSI_GEMM_N, row, rows, col, cols);
+    for (int64_t i = 0; i < rows; i++) {
+        for (int64_t j = 0; j < cols; j++) {
+            msi_store_as(c->data, c->dtype, (uint64_t)((row + i) * c->stride + col + j),
+                         block[i * MSI_GEMM_N + j]);
+        }
+    }
 }
 
 /* Matrix number `index` of those that x counts. */
 static ms_matrix msi_matrix_at(const ms_matrix *x, int64_t index) {
-  ms_matrix one = *x;
-  const int64_t step = x->count > 1 ? x->step : 0;
-  one.data =
-      (uint8_t *)x->data + index * step * (x->dtype == MS_DTYPE_F32 ? 4 : 2);
-  return one;
+    ms_matrix one = *x;
+    const int64_t step = x->count > 1 ? x->step : 0;
+    one.data = (uint8_t *)x->data + index * step * (x->dtype == MS_DTYPE_F32 ? 4 : 2);
+    return one;
 }
 
-static int msi_builtin_gemm(float alpha, const ms_matrix *a, const ms_matrix *b,
-                            float beta, const ms_matrix *c) {
-  const int64_t depth = a->transposed ? a->rows : a->cols;
-  const int64_t across = (c->cols + MSI_GEMM_N - 1) / MSI_GEMM_N;
-  const int64_t blocks = across * ((c->rows + MSI_GEMM_M - 1) / MSI_GEMM_M);
+static int msi_builtin_gemm(float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
+                            const ms_matrix *c) {
+    const int64_t depth = a->transposed ? a->rows : a->cols;
+    const int64_t across = (c->cols + MSI_GEMM_N - 1) / MSI_GEMM_N;
+    const int64_t blocks = across * ((c->rows + MSI_GEMM_M - 1) / MSI_GEMM_M);
 #ifdef _OPENMP
-#pragma omp parallel for schedule(dynamic) if (blocks * c->count > 1 &&        \
-                                               depth > 8)
+#pragma omp parallel for schedule(dynamic) if (blocks * c->count > 1 && depth > 8)
 #else
-  (void)depth;
+    (void)depth;
 #endif
-  for (int64_t i = 0; i < blocks * c->count; i++) {
-    const int64_t index = i / blocks, block = i % blocks;
-    const ms_matrix a1 = msi_matrix_at(a, index), b1 = msi_matrix_at(b, index);
-    const ms_matrix c1 = msi_matrix_at(c, index);
-    msi_gemm_target(alpha, &a1, &b1, beta, &c1, block / across * MSI_GEMM_M,
-                    block % across * MSI_GEMM_N);
-  }
-  return 0;
+    for (int64_t i = 0; i < blocks * c->count; i++) {
+        const int64_t index = i / blocks, block = i % blocks;
+        const ms_matrix a1 = msi_matrix_at(a, index), b1 = msi_matrix_at(b, index);
+        const ms_matrix c1 = msi_matrix_at(c, index);
+        msi_gemm_target(alpha, &a1, &b1, beta, &c1, block / across * MSI_GEMM_M,
+                        block % across * MSI_GEMM_N);
+    }
+    return 0;
 }
 
 #ifdef MEMSCALE_CBLAS
 
-static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a,
-                        const ms_matrix *b, float beta, const ms_matrix *c) {
-  (void)user;
-  const int64_t k = a->transposed ? a->rows : a->cols;
-  if (a->dtype != MS_DTYPE_F32) {
-    return msi_builtin_gemm(alpha, a, b, beta, c);
-  }
-  if (c->rows > INT32_MAX || c->cols > INT32_MAX || k > INT32_MAX ||
-      a->stride > INT32_MAX || b->stride > INT32_MAX || c->stride > INT32_MAX) {
-    return 1;
-  }
-  for (int64_t i = 0; i < c->count; i++) {
-    const ms_matrix a1 = msi_matrix_at(a, i), b1 = msi_matrix_at(b, i);
-    cblas_sgemm(CblasRowMajor, a->transposed ? CblasTrans : CblasNoTrans,
-                b->transposed ? CblasTrans : CblasNoTrans, (int)c->rows,
-                (int)c->cols, (int)k, alpha, (const float *)a1.data,
-                (int)a->stride, (const float *)b1.data, (int)b->stride, beta,
-                (float *)msi_matrix_at(c, i).data, (int)c->stride);
-  }
-  return 0;
+static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
+                        const ms_matrix *c) {
+    (void)user;
+    const int64_t k = a->transposed ? a->rows : a->cols;
+    if (a->dtype != MS_DTYPE_F32) {
+        return msi_builtin_gemm(alpha, a, b, beta, c);
+    }
+    if (c->rows > INT32_MAX || c->cols > INT32_MAX || k > INT32_MAX || a->stride > INT32_MAX ||
+        b->stride > INT32_MAX || c->stride > INT32_MAX) {
+        return 1;
+    }
+    for (int64_t i = 0; i < c->count; i++) {
+        const ms_matrix a1 = msi_matrix_at(a, i), b1 = msi_matrix_at(b, i);
+        cblas_sgemm(CblasRowMajor, a->transposed ? CblasTrans : CblasNoTrans,
+                    b->transposed ? CblasTrans : CblasNoTrans, (int)c->rows, (int)c->cols, (int)k,
+                    alpha, (const float *)a1.data, (int)a->stride, (const float *)b1.data,
+                    (int)b->stride, beta, (float *)msi_matrix_at(c, i).data, (int)c->stride);
+    }
+    return 0;
 }
 
 #else
 
-static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a,
-                        const ms_matrix *b, float beta, const ms_matrix *c) {
-  (void)user;
-  return msi_builtin_gemm(alpha, a, b, beta, c);
+static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
+                        const ms_matrix *c) {
+    (void)user;
+    return msi_builtin_gemm(alpha, a, b, beta, c);
 }
 
 #endif // MEMSCALE_CBLAS
@@ -2459,3939 +2185,3645 @@ static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a,
 // >>hardware  what the platform tells of the host
 
 static void msi_cpu_hardware(void *user, ms_hardware *hardware) {
-  (void)user;
-  char line[256];
-  const char *value;
-  snprintf(hardware->name, sizeof hardware->name, "CPU");
-  hardware->kind = MS_DEVICE_CPU;
-  FILE *file = fopen("/proc/cpuinfo", "r");
-  while (file && fgets(line, sizeof line, file)) {
-    if ((value = msi_line_value(line, "model name")) != NULL) {
-      snprintf(hardware->name, sizeof hardware->name, "%.*s",
-               (int)strcspn(value, "\n"), value);
-      hardware->processor_count++;
+    (void)user;
+    char line[256];
+    const char *value;
+    snprintf(hardware->name, sizeof hardware->name, "CPU");
+    hardware->kind = MS_DEVICE_CPU;
+    FILE *file = fopen("/proc/cpuinfo", "r");
+    while (file && fgets(line, sizeof line, file)) {
+        if ((value = msi_line_value(line, "model name")) != NULL) {
+            snprintf(hardware->name, sizeof hardware->name, "%.*s", (int)strcspn(value, "\n"),
+                     value);
+            hardware->processor_count++;
+        }
     }
-  }
-  if (file) {
-    fclose(file);
-  }
-  msi_host_memory(&hardware->total_bytes, &hardware->free_bytes);
+    if (file) {
+        fclose(file);
+    }
+    msi_host_memory(&hardware->total_bytes, &hardware->free_bytes);
 }
 
 // ------------------------------------------------------------------------------------------------
 // >>graph  registration, handles, and what follows from the graph alone
 
 static const char *msi_name(const ms_model *m, uint32_t name) {
-  return m->graph.names.items + name;
+    return m->graph.names.items + name;
 }
 
 static const char *msi_tensor_name(const ms_model *m, uint32_t tensor) {
-  return msi_name(m, m->graph.tensors.items[tensor].name);
+    return msi_name(m, m->graph.tensors.items[tensor].name);
 }
 
 static const char *msi_layer_name(const ms_model *m, uint32_t layer) {
-  return msi_name(m, m->graph.layers.items[layer].name);
+    return msi_name(m, m->graph.layers.items[layer].name);
 }
 
 static bool msi_add_name(ms_model *m, const char *name, uint32_t *offset) {
-  const uint64_t length = strlen(name) + 1;
-  if (!MSI_RESERVE(char, &m->config.allocator, m->graph.names,
-                   m->graph.names.count + length)) {
-    MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for the name \"%s\"",
-              name);
-    return false;
-  }
-  *offset = m->graph.names.count;
-  memcpy(m->graph.names.items + *offset, name, (size_t)length);
-  m->graph.names.count += (uint32_t)length;
-  return true;
+    const uint64_t length = strlen(name) + 1;
+    if (!MSI_RESERVE(char, &m->config.allocator, m->graph.names, m->graph.names.count + length)) {
+        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for the name \"%s\"", name);
+        return false;
+    }
+    *offset = m->graph.names.count;
+    memcpy(m->graph.names.items + *offset, name, (size_t)length);
+    m->graph.names.count += (uint32_t)length;
+    return true;
 }
 
 static ms_tensor msi_handle(uint32_t tensor, msi_role role) {
-  ms_tensor handle = {(uint32_t)role << MSI_ROLE_BITS | (tensor + 1)};
-  return handle;
+    ms_tensor handle = {(uint32_t)role << MSI_ROLE_BITS | (tensor + 1)};
+    return handle;
 }
 
 /* Index of the tensor that a handle stands for; MSI_NONE if there is none. */
 static uint32_t msi_index(const ms_model *m, ms_tensor handle) {
-  const uint32_t index = (handle.id & (((uint32_t)1 << MSI_ROLE_BITS) - 1)) - 1;
-  const bool known = handle.id >> MSI_ROLE_BITS < MSI_ROLE_FIXED;
-  return known && index < m->graph.tensors.count ? index : MSI_NONE;
+    const uint32_t index = (handle.id & (((uint32_t)1 << MSI_ROLE_BITS) - 1)) - 1;
+    const bool known = handle.id >> MSI_ROLE_BITS < MSI_ROLE_FIXED;
+    return known && index < m->graph.tensors.count ? index : MSI_NONE;
 }
 
 static msi_role msi_role_of(ms_tensor handle) {
-  return (msi_role)(handle.id >> MSI_ROLE_BITS);
+    return (msi_role)(handle.id >> MSI_ROLE_BITS);
 }
 
 static const char *msi_role_name(msi_role role) {
-  static const char *const names[] = {"value of", "gradient of",
-                                      "optimizer state of"};
-  return names[role < MSI_ROLE_STATE0 ? role : MSI_ROLE_STATE0];
+    static const char *const names[] = {"value of", "gradient of", "optimizer state of"};
+    return names[role < MSI_ROLE_STATE0 ? role : MSI_ROLE_STATE0];
 }
 
 /* The tensor itself, not a gradient or a state of it. */
 static uint32_t msi_value_index(const ms_model *m, ms_tensor handle) {
-  return msi_role_of(handle) == MSI_ROLE_VALUE ? msi_index(m, handle)
-                                               : MSI_NONE;
+    return msi_role_of(handle) == MSI_ROLE_VALUE ? msi_index(m, handle) : MSI_NONE;
 }
 
-static bool msi_is_float(ms_dtype dtype) { return dtype <= MS_DTYPE_BF16; }
+static bool msi_is_float(ms_dtype dtype) {
+    return dtype <= MS_DTYPE_BF16;
+}
 
 /* Lives between steps, at a fixed address. */
 static bool msi_is_fixed(const msi_tensor *t) {
-  return t->kind <= MSI_KIND_BUFFER;
+    return t->kind <= MSI_KIND_BUFFER;
 }
 
 static bool msi_is_trained(const msi_tensor *t) {
-  return t->kind == MSI_KIND_PARAM && !t->frozen;
+    return t->kind == MSI_KIND_PARAM && !t->frozen;
 }
 
 static uint32_t msi_state_count(const ms_optimizer_desc *o) {
-  switch (o->kind) {
-  case MS_OPTIMIZER_ADAMW:
-    return 2;
-  case MS_OPTIMIZER_SGD:
-    return o->momentum != 0.0f ? 1 : 0;
-  case MS_OPTIMIZER_CUSTOM:
-    return o->state_count;
-  case MS_OPTIMIZER_NONE:
-  default:
-    return 0;
-  }
+    switch (o->kind) {
+    case MS_OPTIMIZER_ADAMW:
+        return 2;
+    case MS_OPTIMIZER_SGD:
+        return o->momentum != 0.0f ? 1 : 0;
+    case MS_OPTIMIZER_CUSTOM:
+        return o->state_count;
+    case MS_OPTIMIZER_NONE:
+    default:
+        return 0;
+    }
 }
 
 static bool msi_is_borrowed(const msi_tensor *t, msi_role role) {
-  return t->borrowed >> role & 1;
+    return t->borrowed >> role & 1;
 }
 
 /* False, and an error that sticks, if the model takes no more registrations. */
 static bool msi_registering(ms_model *m, const char *what, const char *name) {
-  if (!m) {
-    return false;
-  }
-  if (m->plan) {
-    MSI_STICK(m, MS_RESULT_ORDER,
-              "%s \"%s\": the graph is closed since ms_wrap", what, name);
-    return false;
-  }
-  return true;
+    if (!m) {
+        return false;
+    }
+    if (m->plan) {
+        MSI_STICK(m, MS_RESULT_ORDER, "%s \"%s\": the graph is closed since ms_wrap", what, name);
+        return false;
+    }
+    return true;
 }
 
 /* Adds to the bytes of the model; false if they become too many. */
 static bool msi_count_bytes(msi_graph *g, uint64_t bytes) {
-  const uint64_t limit = (uint64_t)1 << 58;
-  if (bytes >= limit || g->bytes + bytes >= limit) {
-    return false;
-  }
-  g->bytes += bytes;
-  return true;
+    const uint64_t limit = (uint64_t)1 << 58;
+    if (bytes >= limit || g->bytes + bytes >= limit) {
+        return false;
+    }
+    g->bytes += bytes;
+    return true;
 }
 
 /* A shape with the axes at other sizes. */
 static ms_shape msi_resized(const msi_graph *g, ms_shape shape, bool largest,
                             const int64_t *sizes) {
-  for (int i = 0; i < shape.rank; i++) {
-    for (uint32_t a = 0; a < g->axis_count && shape.axes[i]; a++) {
-      if (shape.axes[i] >> a & 1) {
-        const int64_t size = largest ? g->axes[a].largest : sizes[a];
-        const int64_t unit = shape.dim[i] / g->axes[a].size;
-        shape.dim[i] = unit <= INT64_MAX / size ? unit * size : INT64_MAX;
-      }
+    for (int i = 0; i < shape.rank; i++) {
+        for (uint32_t a = 0; a < g->axis_count && shape.axes[i]; a++) {
+            if (shape.axes[i] >> a & 1) {
+                const int64_t size = largest ? g->axes[a].largest : sizes[a];
+                const int64_t unit = shape.dim[i] / g->axes[a].size;
+                shape.dim[i] = unit <= INT64_MAX / size ? unit * size : INT64_MAX;
+            }
+        }
     }
-  }
-  return shape;
+    return shape;
 }
 
-static bool msi_shape_bytes(const ms_shape *shape, ms_dtype dtype,
-                            uint64_t *bytes) {
-  return msi_multiply(ms_shape_count(shape), ms_dtype_bytes(dtype), bytes) &&
-         *bytes != 0;
+static bool msi_shape_bytes(const ms_shape *shape, ms_dtype dtype, uint64_t *bytes) {
+    return msi_multiply(ms_shape_count(shape), ms_dtype_bytes(dtype), bytes) && *bytes != 0;
 }
 
-static const char *const msi_kind_names[] = {"input", "param", "buffer",
-                                             "activation", "saved tensor"};
+static const char *const msi_kind_names[] = {"input", "param", "buffer", "activation",
+                                             "saved tensor"};
 
-static ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char *name,
-                                ms_dtype dtype, const ms_shape *shape) {
-  const ms_tensor none = {0};
-  msi_graph *g = &m->graph;
-  const ms_shape largest = msi_resized(g, *shape, true, NULL);
-  msi_tensor t;
-  memset(&t, 0, sizeof t);
-  t.view.shape = *shape;
-  t.view.dtype = dtype;
-  t.kind = kind;
-  t.weight_decay = NAN;
-  t.producer = MSI_NONE;
-  if (!msi_shape_bytes(shape, dtype, &t.bytes) ||
-      !msi_shape_bytes(&largest, dtype, &t.largest_bytes) ||
-      !msi_count_bytes(g, t.largest_bytes)) {
-    MSI_STICK(m, MS_RESULT_INVALID,
-              "%s \"%s\": the bytes of the whole model must be below 2^58",
-              msi_kind_names[kind], name);
-    return none;
-  }
-  if (!msi_add_name(m, name, &t.name)) {
-    return none;
-  }
-  if (g->tensors.count >= MSI_MAX_TENSORS ||
-      !MSI_RESERVE(msi_tensor, &m->config.allocator, g->tensors,
-                   g->tensors.count + 1)) {
-    MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for %s \"%s\"",
-              msi_kind_names[kind], name);
-    return none;
-  }
-  g->tensors.items[g->tensors.count++] = t;
-  return msi_handle(g->tensors.count - 1, MSI_ROLE_VALUE);
+static ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
+                                const ms_shape *shape) {
+    const ms_tensor none = {0};
+    msi_graph *g = &m->graph;
+    const ms_shape largest = msi_resized(g, *shape, true, NULL);
+    msi_tensor t;
+    memset(&t, 0, sizeof t);
+    t.view.shape = *shape;
+    t.view.dtype = dtype;
+    t.kind = kind;
+    t.weight_decay = NAN;
+    t.producer = MSI_NONE;
+    if (!msi_shape_bytes(shape, dtype, &t.bytes) ||
+        !msi_shape_bytes(&largest, dtype, &t.largest_bytes) ||
+        !msi_count_bytes(g, t.largest_bytes)) {
+        MSI_STICK(m, MS_RESULT_INVALID,
+                  "%s \"%s\": the bytes of the whole model must be below 2^58",
+                  msi_kind_names[kind], name);
+        return none;
+    }
+    if (!msi_add_name(m, name, &t.name)) {
+        return none;
+    }
+    if (g->tensors.count >= MSI_MAX_TENSORS ||
+        !MSI_RESERVE(msi_tensor, &m->config.allocator, g->tensors, g->tensors.count + 1)) {
+        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for %s \"%s\"", msi_kind_names[kind],
+                  name);
+        return none;
+    }
+    g->tensors.items[g->tensors.count++] = t;
+    return msi_handle(g->tensors.count - 1, MSI_ROLE_VALUE);
 }
 
 static uint32_t msi_group_start(const msi_layer *l, int group) {
-  uint32_t start = 0;
-  for (int k = 0; k < group; k++) {
-    start += l->count[k];
-  }
-  return start;
+    uint32_t start = 0;
+    for (int k = 0; k < group; k++) {
+        start += l->count[k];
+    }
+    return start;
 }
 
-static const uint32_t *msi_group(const msi_graph *g, const msi_layer *l,
-                                 int group) {
-  return g->operands.items + l->operand_first + msi_group_start(l, group);
+static const uint32_t *msi_group(const msi_graph *g, const msi_layer *l, int group) {
+    return g->operands.items + l->operand_first + msi_group_start(l, group);
 }
 
 /* The mask of what backward reads of a group. */
 static uint16_t msi_reads_of(const msi_layer *l, int group) {
-  const ms_reads *r = &l->reads;
-  const uint16_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param,
-                                           0};
-  const bool all = !r->nothing && !(r->in | r->out | r->saved | r->param);
-  return all && group != MSI_GROUP_STATE ? UINT16_MAX : masks[group];
+    const ms_reads *r = &l->reads;
+    const uint16_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param, 0};
+    const bool all = !r->nothing && !(r->in | r->out | r->saved | r->param);
+    return all && group != MSI_GROUP_STATE ? UINT16_MAX : masks[group];
 }
 
 /* The mask of what a recomputation reads of a group. */
 static uint16_t msi_recompute_reads_of(const msi_layer *l, int group) {
-  const ms_reads *r = &l->recompute_reads;
-  const uint16_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param,
-                                           UINT16_MAX};
-  const bool named = r->nothing || (r->in | r->out | r->saved | r->param);
-  if (l->recompute && named) {
-    return masks[group];
-  }
-  return group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED ? 0 : UINT16_MAX;
+    const ms_reads *r = &l->recompute_reads;
+    const uint16_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param, UINT16_MAX};
+    const bool named = r->nothing || (r->in | r->out | r->saved | r->param);
+    if (l->recompute && named) {
+        return masks[group];
+    }
+    return group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED ? 0 : UINT16_MAX;
 }
 
 static bool msi_can_recompute(const msi_layer *l) {
-  return !l->no_recompute && l->grads_in_forward == 0;
+    return !l->no_recompute && l->grads_in_forward == 0;
 }
 
 static uint32_t msi_lowest_bit(uint32_t mask) {
-  uint32_t bit = 0;
-  while (bit < 31 && !(mask >> bit & 1)) {
-    bit++;
-  }
-  return bit;
-}
-
-/* Appends the slots of one group to the operands; marks the layer as the
-   producer of what it writes. The room is reserved, the slots are valid. */
-static void msi_add_operands(ms_model *m, uint32_t layer, int group,
-                             const ms_tensor *slots, uint32_t count) {
-  msi_graph *g = &m->graph;
-  for (uint32_t i = 0; i < count; i++) {
-    const uint32_t t = slots[i].id ? msi_index(m, slots[i]) : MSI_NONE;
-    g->operands.items[g->operands.count++] = t;
-    if (t != MSI_NONE && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED)) {
-      g->tensors.items[t].producer = layer;
+    uint32_t bit = 0;
+    while (bit < 31 && !(mask >> bit & 1)) {
+        bit++;
     }
-  }
+    return bit;
 }
 
-/* Whether two tensors that have one size now have so whatever the sizes of the
- * axes. */
+/* Appends the slots of one group to the operands; marks the layer as the producer of what it
+   writes. The room is reserved, the slots are valid. */
+static void msi_add_operands(ms_model *m, uint32_t layer, int group, const ms_tensor *slots,
+                             uint32_t count) {
+    msi_graph *g = &m->graph;
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t t = slots[i].id ? msi_index(m, slots[i]) : MSI_NONE;
+        g->operands.items[g->operands.count++] = t;
+        if (t != MSI_NONE && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED)) {
+            g->tensors.items[t].producer = layer;
+        }
+    }
+}
+
+/* Whether two tensors that have one size now have so whatever the sizes of the axes. */
 static bool msi_scales_alike(const msi_graph *g, uint32_t a, uint32_t b) {
-  const ms_shape *x = &g->tensors.items[a].view.shape,
-                 *y = &g->tensors.items[b].view.shape;
-  int balance[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
-  bool alike = true;
-  for (uint32_t axis = 0; axis < g->axis_count; axis++) {
-    for (int i = 0; i < x->rank; i++) {
-      balance[axis] += x->axes[i] >> axis & 1;
+    const ms_shape *x = &g->tensors.items[a].view.shape, *y = &g->tensors.items[b].view.shape;
+    int balance[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
+    bool alike = true;
+    for (uint32_t axis = 0; axis < g->axis_count; axis++) {
+        for (int i = 0; i < x->rank; i++) {
+            balance[axis] += x->axes[i] >> axis & 1;
+        }
+        for (int i = 0; i < y->rank; i++) {
+            balance[axis] -= y->axes[i] >> axis & 1;
+        }
+        alike &= balance[axis] == 0;
     }
-    for (int i = 0; i < y->rank; i++) {
-      balance[axis] -= y->axes[i] >> axis & 1;
-    }
-    alike &= balance[axis] == 0;
-  }
-  return alike;
+    return alike;
 }
 
 /* Elements of the outputs of a layer. */
 static double msi_output_elements(const msi_graph *g, const msi_layer *l) {
-  const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-  double elements = 0.0;
-  for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-    if (out[k] != MSI_NONE) {
-      elements += (double)ms_shape_count(&g->tensors.items[out[k]].view.shape);
+    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+    double elements = 0.0;
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+        if (out[k] != MSI_NONE) {
+            elements += (double)ms_shape_count(&g->tensors.items[out[k]].view.shape);
+        }
     }
-  }
-  return elements;
+    return elements;
 }
 
-/* 2 flops per param element and row of the first output, as in a matrix
-   product; without params, 1 per element of output. */
+/* 2 flops per param element and row of the first output, as in a matrix product; without params, 1
+   per element of output. */
 static double msi_derived_flops(const msi_graph *g, const msi_layer *l) {
-  const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
-  const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-  double params = 0.0, rows = 0.0;
-  for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM]; k++) {
-    params +=
-        param[k] == MSI_NONE
-            ? 0.0
-            : (double)ms_shape_count(&g->tensors.items[param[k]].view.shape);
-  }
-  for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT] && rows <= 0.0; k++) {
-    if (out[k] != MSI_NONE) {
-      const ms_shape *shape = &g->tensors.items[out[k]].view.shape;
-      rows = (double)ms_shape_count(shape);
-      rows /= shape->rank ? (double)shape->dim[shape->rank - 1] : 1.0;
+    const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
+    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+    double params = 0.0, rows = 0.0;
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM]; k++) {
+        params += param[k] == MSI_NONE
+                      ? 0.0
+                      : (double)ms_shape_count(&g->tensors.items[param[k]].view.shape);
     }
-  }
-  return params > 0.0 ? 2.0 * params * rows : msi_output_elements(g, l);
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT] && rows <= 0.0; k++) {
+        if (out[k] != MSI_NONE) {
+            const ms_shape *shape = &g->tensors.items[out[k]].view.shape;
+            rows = (double)ms_shape_count(shape);
+            rows /= shape->rank ? (double)shape->dim[shape->rank - 1] : 1.0;
+        }
+    }
+    return params > 0.0 ? 2.0 * params * rows : msi_output_elements(g, l);
 }
 
-/* Work of a forward and of a recomputation in bytes moved: declared or derived
-   flops at 16 flops a byte (about what CPUs and GPUs do), and every operand
-   once. */
+/* Work of a forward and of a recomputation in bytes moved: declared or derived flops at 16 flops a
+   byte (about what CPUs and GPUs do), and every operand once. */
 static void msi_price_layer(const msi_graph *g, msi_layer *l) {
-  const double elements = msi_output_elements(g, l);
-  const double grown = l->elements > 0.0 ? elements / l->elements : 1.0;
-  double bytes = 0.0, recompute_bytes = 0.0;
-  for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-    const uint32_t *operands = msi_group(g, l, group);
-    const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
-    for (uint32_t k = 0; k < l->count[group]; k++) {
-      if (operands[k] != MSI_NONE) {
-        const double size = (double)g->tensors.items[operands[k]].bytes;
-        bytes += size;
-        const bool read = msi_recompute_reads_of(l, group) >> k & 1;
-        recompute_bytes += made || read ? size : 0.0;
-      }
+    const double elements = msi_output_elements(g, l);
+    const double grown = l->elements > 0.0 ? elements / l->elements : 1.0;
+    double bytes = 0.0, recompute_bytes = 0.0;
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        const uint32_t *operands = msi_group(g, l, group);
+        const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
+        for (uint32_t k = 0; k < l->count[group]; k++) {
+            if (operands[k] != MSI_NONE) {
+                const double size = (double)g->tensors.items[operands[k]].bytes;
+                bytes += size;
+                const bool read = msi_recompute_reads_of(l, group) >> k & 1;
+                recompute_bytes += made || read ? size : 0.0;
+            }
+        }
     }
-  }
-  l->cost =
-      bytes +
-      (l->flops > 0.0 ? l->flops * grown : msi_derived_flops(g, l)) / 16.0;
-  l->recompute_cost = l->cost;
-  if (l->recompute) {
-    const double flops =
-        l->recompute_flops > 0.0 ? l->recompute_flops * grown : elements;
-    l->recompute_cost = recompute_bytes + flops / 16.0;
-  }
+    l->cost = bytes + (l->flops > 0.0 ? l->flops * grown : msi_derived_flops(g, l)) / 16.0;
+    l->recompute_cost = l->cost;
+    if (l->recompute) {
+        const double flops = l->recompute_flops > 0.0 ? l->recompute_flops * grown : elements;
+        l->recompute_cost = recompute_bytes + flops / 16.0;
+    }
 }
 
 static bool msi_reserve_layer(ms_model *m, const msi_layer *l) {
-  msi_graph *g = &m->graph;
-  const ms_allocator *a = &m->config.allocator;
-  const uint32_t operands = msi_group_start(l, MSI_GROUP_COUNT);
-  const uint32_t masks = l->count[MSI_GROUP_OUT] + 4u * l->count[MSI_GROUP_IN];
-  return MSI_RESERVE(msi_layer, a, g->layers, g->layers.count + 1) &&
-         MSI_RESERVE(uint32_t, a, g->operands, g->operands.count + operands) &&
-         MSI_RESERVE(uint16_t, a, g->masks, g->masks.count + masks);
+    msi_graph *g = &m->graph;
+    const ms_allocator *a = &m->config.allocator;
+    const uint32_t operands = msi_group_start(l, MSI_GROUP_COUNT);
+    const uint32_t masks = l->count[MSI_GROUP_OUT] + 4u * l->count[MSI_GROUP_IN];
+    return MSI_RESERVE(msi_layer, a, g->layers, g->layers.count + 1) &&
+           MSI_RESERVE(uint32_t, a, g->operands, g->operands.count + operands) &&
+           MSI_RESERVE(uint16_t, a, g->masks, g->masks.count + masks);
 }
 
-static void msi_add_masks(msi_graph *g, const msi_layer *l,
-                          const ms_layer_desc *desc) {
-  uint16_t *mask = g->masks.items + g->masks.count;
-  for (int i = 0; i < l->count[MSI_GROUP_OUT]; i++) {
-    *mask++ = desc->in_place[i];
-  }
-  for (int i = 0; i < l->count[MSI_GROUP_IN]; i++) {
-    *mask++ = desc->grad_in_place[i].in;
-    *mask++ = desc->grad_in_place[i].out;
-    *mask++ = desc->grad_in_place[i].saved;
-    *mask++ = desc->grad_in_place[i].grad_out;
-  }
-  g->masks.count += l->count[MSI_GROUP_OUT] + 4u * l->count[MSI_GROUP_IN];
+static void msi_add_masks(msi_graph *g, const msi_layer *l, const ms_layer_desc *desc) {
+    uint16_t *mask = g->masks.items + g->masks.count;
+    for (int i = 0; i < l->count[MSI_GROUP_OUT]; i++) {
+        *mask++ = desc->in_place[i];
+    }
+    for (int i = 0; i < l->count[MSI_GROUP_IN]; i++) {
+        *mask++ = desc->grad_in_place[i].in;
+        *mask++ = desc->grad_in_place[i].out;
+        *mask++ = desc->grad_in_place[i].saved;
+        *mask++ = desc->grad_in_place[i].grad_out;
+    }
+    g->masks.count += l->count[MSI_GROUP_OUT] + 4u * l->count[MSI_GROUP_IN];
 }
 
 static uint8_t msi_used_slots(const ms_tensor *slots, int limit) {
-  while (limit > 0 && slots[limit - 1].id == 0) {
-    limit--;
-  }
-  return (uint8_t)limit;
+    while (limit > 0 && slots[limit - 1].id == 0) {
+        limit--;
+    }
+    return (uint8_t)limit;
 }
 
 static void msi_count_slots(const ms_layer_desc *desc, uint8_t *count) {
-  count[MSI_GROUP_IN] = msi_used_slots(desc->in, MS_LIMIT_IN);
-  count[MSI_GROUP_OUT] = msi_used_slots(desc->out, MS_LIMIT_OUT);
-  count[MSI_GROUP_SAVED] = msi_used_slots(desc->saved, MS_LIMIT_SAVED);
-  count[MSI_GROUP_PARAM] = msi_used_slots(desc->param, MS_LIMIT_PARAM);
-  count[MSI_GROUP_STATE] = msi_used_slots(desc->state, MS_LIMIT_STATE);
+    count[MSI_GROUP_IN] = msi_used_slots(desc->in, MS_LIMIT_IN);
+    count[MSI_GROUP_OUT] = msi_used_slots(desc->out, MS_LIMIT_OUT);
+    count[MSI_GROUP_SAVED] = msi_used_slots(desc->saved, MS_LIMIT_SAVED);
+    count[MSI_GROUP_PARAM] = msi_used_slots(desc->param, MS_LIMIT_PARAM);
+    count[MSI_GROUP_STATE] = msi_used_slots(desc->state, MS_LIMIT_STATE);
 }
 
 /* MS_ALL_SLOTS becomes the mask of the used slots. */
 static void msi_clip_mask(uint16_t *mask, uint32_t slot_count) {
-  if (*mask == MS_ALL_SLOTS) {
-    *mask = (uint16_t)(((uint32_t)1 << slot_count) - 1);
-  }
+    if (*mask == MS_ALL_SLOTS) {
+        *mask = (uint16_t)(((uint32_t)1 << slot_count) - 1);
+    }
 }
 
 static void msi_clip_masks(ms_layer_desc *d, const uint8_t *count) {
-  uint16_t *const of_in[] = {&d->backward_reads.in, &d->recompute_reads.in,
-                             &d->accumulates.in,    &d->overwrites.in,
-                             &d->clobbers.in,       &d->must_grad_in_place,
-                             &d->grads_in_forward};
-  uint16_t *const of_out[] = {&d->backward_reads.out, &d->recompute_reads.out,
-                              &d->clobbers.out, &d->clobbers.grad_out,
-                              &d->must_in_place};
-  uint16_t *const of_saved[] = {&d->backward_reads.saved,
-                                &d->recompute_reads.saved, &d->clobbers.saved,
-                                &d->optional_saved};
-  uint16_t *const of_param[] = {&d->backward_reads.param,
-                                &d->recompute_reads.param,
-                                &d->accumulates.param, &d->overwrites.param};
-  for (int i = 0; i < 7; i++) {
-    msi_clip_mask(of_in[i], count[MSI_GROUP_IN]);
-  }
-  for (int i = 0; i < 5; i++) {
-    msi_clip_mask(of_out[i], count[MSI_GROUP_OUT]);
-  }
-  for (int i = 0; i < 4; i++) {
-    msi_clip_mask(of_saved[i], count[MSI_GROUP_SAVED]);
-    msi_clip_mask(of_param[i], count[MSI_GROUP_PARAM]);
-  }
-  for (int j = 0; j < count[MSI_GROUP_OUT]; j++) {
-    msi_clip_mask(&d->in_place[j], count[MSI_GROUP_IN]);
-  }
-  for (int i = 0; i < count[MSI_GROUP_IN]; i++) {
-    msi_clip_mask(&d->grad_in_place[i].in, count[MSI_GROUP_IN]);
-    msi_clip_mask(&d->grad_in_place[i].out, count[MSI_GROUP_OUT]);
-    msi_clip_mask(&d->grad_in_place[i].saved, count[MSI_GROUP_SAVED]);
-    msi_clip_mask(&d->grad_in_place[i].grad_out, count[MSI_GROUP_OUT]);
-  }
+    uint16_t *const of_in[] = {
+        &d->backward_reads.in, &d->recompute_reads.in, &d->accumulates.in,  &d->overwrites.in,
+        &d->clobbers.in,       &d->must_grad_in_place, &d->grads_in_forward};
+    uint16_t *const of_out[] = {&d->backward_reads.out, &d->recompute_reads.out, &d->clobbers.out,
+                                &d->clobbers.grad_out, &d->must_in_place};
+    uint16_t *const of_saved[] = {&d->backward_reads.saved, &d->recompute_reads.saved,
+                                  &d->clobbers.saved, &d->optional_saved};
+    uint16_t *const of_param[] = {&d->backward_reads.param, &d->recompute_reads.param,
+                                  &d->accumulates.param, &d->overwrites.param};
+    for (int i = 0; i < 7; i++) {
+        msi_clip_mask(of_in[i], count[MSI_GROUP_IN]);
+    }
+    for (int i = 0; i < 5; i++) {
+        msi_clip_mask(of_out[i], count[MSI_GROUP_OUT]);
+    }
+    for (int i = 0; i < 4; i++) {
+        msi_clip_mask(of_saved[i], count[MSI_GROUP_SAVED]);
+        msi_clip_mask(of_param[i], count[MSI_GROUP_PARAM]);
+    }
+    for (int j = 0; j < count[MSI_GROUP_OUT]; j++) {
+        msi_clip_mask(&d->in_place[j], count[MSI_GROUP_IN]);
+    }
+    for (int i = 0; i < count[MSI_GROUP_IN]; i++) {
+        msi_clip_mask(&d->grad_in_place[i].in, count[MSI_GROUP_IN]);
+        msi_clip_mask(&d->grad_in_place[i].out, count[MSI_GROUP_OUT]);
+        msi_clip_mask(&d->grad_in_place[i].saved, count[MSI_GROUP_SAVED]);
+        msi_clip_mask(&d->grad_in_place[i].grad_out, count[MSI_GROUP_OUT]);
+    }
 }
 
 static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
-  msi_layer l;
-  memset(&l, 0, sizeof l);
-  l.forward = desc->forward;
-  l.backward = desc->backward;
-  l.recompute = desc->recompute;
-  l.bind = desc->bind;
-  l.user = desc->user;
-  l.workspace[MSI_WORKSPACE_FORWARD] = desc->forward_workspace;
-  l.workspace[MSI_WORKSPACE_BACKWARD] = desc->backward_workspace;
-  l.workspace[MSI_WORKSPACE_RECOMPUTE] =
-      desc->recompute ? desc->recompute_workspace : desc->forward_workspace;
-  l.flops = desc->flops;
-  l.recompute_flops = desc->recompute_flops;
-  l.operand_first = g->operands.count;
-  l.mask_first = g->masks.count;
-  msi_count_slots(desc, l.count);
-  l.reads = desc->backward_reads;
-  l.recompute_reads = desc->recompute_reads;
-  l.accumulates = desc->accumulates;
-  l.overwrites = desc->overwrites;
-  l.clobbers = desc->clobbers;
-  l.must_in_place = desc->must_in_place;
-  l.must_grad_in_place = desc->must_grad_in_place;
-  l.grads_in_forward = desc->grads_in_forward;
-  l.optional_saved = desc->optional_saved;
-  l.no_recompute = desc->no_recompute;
-  l.keeps_state = desc->keeps_state;
-  l.no_backward = desc->no_backward;
-  for (uint32_t j = 0; j < MS_LIMIT_OUT;
-       j++) { // what is computed on in place is read
-    const bool named = msi_recompute_reads_of(&l, MSI_GROUP_IN) != UINT16_MAX;
-    if (named && (l.must_in_place >> j & 1)) {
-      l.recompute_reads.in =
-          (uint16_t)(l.recompute_reads.in | desc->in_place[j]);
+    msi_layer l;
+    memset(&l, 0, sizeof l);
+    l.forward = desc->forward;
+    l.backward = desc->backward;
+    l.recompute = desc->recompute;
+    l.bind = desc->bind;
+    l.user = desc->user;
+    l.workspace[MSI_WORKSPACE_FORWARD] = desc->forward_workspace;
+    l.workspace[MSI_WORKSPACE_BACKWARD] = desc->backward_workspace;
+    l.workspace[MSI_WORKSPACE_RECOMPUTE] =
+        desc->recompute ? desc->recompute_workspace : desc->forward_workspace;
+    l.flops = desc->flops;
+    l.recompute_flops = desc->recompute_flops;
+    l.operand_first = g->operands.count;
+    l.mask_first = g->masks.count;
+    msi_count_slots(desc, l.count);
+    l.reads = desc->backward_reads;
+    l.recompute_reads = desc->recompute_reads;
+    l.accumulates = desc->accumulates;
+    l.overwrites = desc->overwrites;
+    l.clobbers = desc->clobbers;
+    l.must_in_place = desc->must_in_place;
+    l.must_grad_in_place = desc->must_grad_in_place;
+    l.grads_in_forward = desc->grads_in_forward;
+    l.optional_saved = desc->optional_saved;
+    l.no_recompute = desc->no_recompute;
+    l.keeps_state = desc->keeps_state;
+    l.no_backward = desc->no_backward;
+    for (uint32_t j = 0; j < MS_LIMIT_OUT; j++) { // what is computed on in place is read
+        const bool named = msi_recompute_reads_of(&l, MSI_GROUP_IN) != UINT16_MAX;
+        if (named && (l.must_in_place >> j & 1)) {
+            l.recompute_reads.in = (uint16_t)(l.recompute_reads.in | desc->in_place[j]);
+        }
     }
-  }
-  l.differentiable = desc->backward || (!desc->forward && !desc->no_backward);
-  return l;
+    l.differentiable = desc->backward || (!desc->forward && !desc->no_backward);
+    return l;
 }
 
 /* Rows of a layer: the first dim of its first output. */
-static uint64_t msi_layer_rows(const msi_graph *g, const msi_layer *l,
-                               bool largest) {
-  const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-  for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-    if (out[k] != MSI_NONE) {
-      const ms_shape *shape = &g->tensors.items[out[k]].view.shape;
-      const ms_shape there =
-          largest ? msi_resized(g, *shape, true, NULL) : *shape;
-      return there.rank > 0 ? (uint64_t)there.dim[0] : 1;
+static uint64_t msi_layer_rows(const msi_graph *g, const msi_layer *l, bool largest) {
+    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+        if (out[k] != MSI_NONE) {
+            const ms_shape *shape = &g->tensors.items[out[k]].view.shape;
+            const ms_shape there = largest ? msi_resized(g, *shape, true, NULL) : *shape;
+            return there.rank > 0 ? (uint64_t)there.dim[0] : 1;
+        }
     }
-  }
-  return 1;
+    return 1;
 }
 
 /* The desc is valid. */
-static ms_layer msi_add_layer(ms_model *m, const char *name,
-                              const ms_layer_desc *desc) {
-  const ms_layer none = {0};
-  msi_graph *g = &m->graph;
-  const uint32_t index = g->layers.count;
-  msi_layer l = msi_layer_from(g, desc);
-  if (!msi_reserve_layer(m, &l)) {
-    MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for layer \"%s\"", name);
-    return none;
-  }
-  if (!msi_add_name(m, name, &l.name)) {
-    return none;
-  }
-  const ms_tensor *const slots[] = {desc->in, desc->out, desc->saved,
-                                    desc->param, desc->state};
-  for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-    msi_add_operands(m, index, group, slots[group], l.count[group]);
-  }
-  for (int i = 0; i < 3; i++) {
-    const ms_workspace *w = &l.workspace[i];
-    uint64_t bytes;
-    if (!msi_multiply(w->row_bytes, msi_layer_rows(g, &l, true), &bytes) ||
-        !msi_count_bytes(g, bytes) || !msi_count_bytes(g, w->bytes)) {
-      MSI_STICK(m, MS_RESULT_INVALID,
-                "layer \"%s\": with its workspace of %llu bytes and %llu per "
-                "row the bytes of "
-                "the whole model are not below 2^58",
-                name, (unsigned long long)w->bytes,
-                (unsigned long long)w->row_bytes);
-      return none;
+static ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc *desc) {
+    const ms_layer none = {0};
+    msi_graph *g = &m->graph;
+    const uint32_t index = g->layers.count;
+    msi_layer l = msi_layer_from(g, desc);
+    if (!msi_reserve_layer(m, &l)) {
+        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for layer \"%s\"", name);
+        return none;
     }
-  }
-  msi_add_masks(g, &l, desc);
-  l.elements = msi_output_elements(g, &l);
-  msi_price_layer(g, &l);
-  g->layers.items[g->layers.count++] = l;
-  const ms_layer handle = {index + 1};
-  return handle;
+    if (!msi_add_name(m, name, &l.name)) {
+        return none;
+    }
+    const ms_tensor *const slots[] = {desc->in, desc->out, desc->saved, desc->param, desc->state};
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        msi_add_operands(m, index, group, slots[group], l.count[group]);
+    }
+    for (int i = 0; i < 3; i++) {
+        const ms_workspace *w = &l.workspace[i];
+        uint64_t bytes;
+        if (!msi_multiply(w->row_bytes, msi_layer_rows(g, &l, true), &bytes) ||
+            !msi_count_bytes(g, bytes) || !msi_count_bytes(g, w->bytes)) {
+            MSI_STICK(
+                m, MS_RESULT_INVALID,
+                "layer \"%s\": with its workspace of %llu bytes and %llu per row the bytes of "
+                "the whole model are not below 2^58",
+                name, (unsigned long long)w->bytes, (unsigned long long)w->row_bytes);
+            return none;
+        }
+    }
+    msi_add_masks(g, &l, desc);
+    l.elements = msi_output_elements(g, &l);
+    msi_price_layer(g, &l);
+    g->layers.items[g->layers.count++] = l;
+    const ms_layer handle = {index + 1};
+    return handle;
 }
 
 /* Bytes of scratch memory of a call of a layer. */
-static uint64_t msi_workspace_bytes(const msi_graph *g, const msi_layer *l,
-                                    int which) {
-  const ms_workspace *w = &l->workspace[which];
-  return w->bytes +
-         (w->row_bytes ? w->row_bytes * msi_layer_rows(g, l, false) : 0);
+static uint64_t msi_workspace_bytes(const msi_graph *g, const msi_layer *l, int which) {
+    const ms_workspace *w = &l->workspace[which];
+    return w->bytes + (w->row_bytes ? w->row_bytes * msi_layer_rows(g, l, false) : 0);
 }
 
 /* Gives the axes other sizes (the largest, for NULL). */
 static void msi_set_sizes(msi_graph *g, const int64_t *sizes) {
-  for (uint32_t i = 0; i < g->tensors.count && g->axis_count; i++) {
-    msi_tensor *t = &g->tensors.items[i];
-    t->view.shape = msi_resized(g, t->view.shape, sizes == NULL, sizes);
-    t->bytes = ms_shape_count(&t->view.shape) * ms_dtype_bytes(t->view.dtype);
-  }
-  for (uint32_t a = 0; a < g->axis_count; a++) {
-    g->axes[a].size = sizes ? sizes[a] : g->axes[a].largest;
-  }
-  for (uint32_t i = 0; i < g->layers.count && g->axis_count; i++) {
-    msi_price_layer(g, &g->layers.items[i]);
-  }
+    for (uint32_t i = 0; i < g->tensors.count && g->axis_count; i++) {
+        msi_tensor *t = &g->tensors.items[i];
+        t->view.shape = msi_resized(g, t->view.shape, sizes == NULL, sizes);
+        t->bytes = ms_shape_count(&t->view.shape) * ms_dtype_bytes(t->view.dtype);
+    }
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        g->axes[a].size = sizes ? sizes[a] : g->axes[a].largest;
+    }
+    for (uint32_t i = 0; i < g->layers.count && g->axis_count; i++) {
+        msi_price_layer(g, &g->layers.items[i]);
+    }
 }
 
 static void msi_get_sizes(const msi_graph *g, int64_t *sizes) {
-  for (uint32_t a = 0; a < MS_LIMIT_AXES; a++) {
-    sizes[a] = a < g->axis_count ? g->axes[a].size : 0;
-  }
+    for (uint32_t a = 0; a < MS_LIMIT_AXES; a++) {
+        sizes[a] = a < g->axis_count ? g->axes[a].size : 0;
+    }
 }
 
 /* Whether some operand of a group in this mask wants a gradient. */
-static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group,
-                          uint32_t mask) {
-  const uint32_t *operands = msi_group(g, l, group);
-  bool wanted = false;
-  for (uint32_t k = 0; k < l->count[group]; k++) {
-    wanted |= (mask >> k & 1) && operands[k] != MSI_NONE &&
-              g->tensors.items[operands[k]].wants_gradient;
-  }
-  return wanted;
+static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uint32_t mask) {
+    const uint32_t *operands = msi_group(g, l, group);
+    bool wanted = false;
+    for (uint32_t k = 0; k < l->count[group]; k++) {
+        wanted |= (mask >> k & 1) && operands[k] != MSI_NONE &&
+                  g->tensors.items[operands[k]].wants_gradient;
+    }
+    return wanted;
 }
 
-/* Marks what cannot come back: outputs of layers that run once, and what
- * recomputations read. */
+/* Marks what cannot come back: outputs of layers that run once, and what recomputations read. */
 static void msi_mark_pinned(msi_graph *g, const msi_layer *l) {
-  for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
-    const uint32_t *operands = msi_group(g, l, group);
-    const uint32_t read =
-        msi_can_recompute(l) ? msi_recompute_reads_of(l, group) : UINT16_MAX;
-    for (uint32_t k = 0; k < l->count[group]; k++) {
-      if (operands[k] != MSI_NONE) {
-        g->tensors.items[operands[k]].pinned = read >> k & 1;
-      }
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
+        const uint32_t *operands = msi_group(g, l, group);
+        const uint32_t read = msi_can_recompute(l) ? msi_recompute_reads_of(l, group) : UINT16_MAX;
+        for (uint32_t k = 0; k < l->count[group]; k++) {
+            if (operands[k] != MSI_NONE) {
+                g->tensors.items[operands[k]].pinned = read >> k & 1;
+            }
+        }
     }
-  }
 }
 
 /* Forward sweep: what a gradient can reach. */
 static void msi_analyze(msi_graph *g) {
-  for (uint32_t i = 0; i < g->tensors.count; i++) {
-    msi_tensor *t = &g->tensors.items[i];
-    t->wants_gradient = msi_is_trained(t);
-    t->updates_early = t->wants_gradient &&
-                       t->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_OFF;
-    t->last_reader = t->last_gradient = MSI_NONE;
-    t->leads_to_loss = i == g->loss;
-  }
-  for (uint32_t i = 0; i < g->layers.count; i++) {
-    msi_layer *l = &g->layers.items[i];
-    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-    const bool wanted = msi_any_wants(g, l, MSI_GROUP_IN, UINT16_MAX) ||
-                        msi_any_wants(g, l, MSI_GROUP_PARAM, UINT16_MAX);
-    l->ends_in_loss = msi_any_wants(g, l, MSI_GROUP_IN, l->grads_in_forward);
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-      if (out[k] != MSI_NONE) {
-        msi_tensor *t = &g->tensors.items[out[k]];
-        t->wants_gradient = wanted && l->differentiable &&
-                            !l->grads_in_forward && !t->no_gradient &&
-                            msi_is_float(t->view.dtype);
-      }
+    for (uint32_t i = 0; i < g->tensors.count; i++) {
+        msi_tensor *t = &g->tensors.items[i];
+        t->wants_gradient = msi_is_trained(t);
+        t->updates_early =
+            t->wants_gradient && t->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_OFF;
+        t->last_reader = t->last_gradient = MSI_NONE;
+        t->leads_to_loss = i == g->loss;
     }
-    msi_mark_pinned(g, l);
-  }
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        msi_layer *l = &g->layers.items[i];
+        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+        const bool wanted = msi_any_wants(g, l, MSI_GROUP_IN, UINT16_MAX) ||
+                            msi_any_wants(g, l, MSI_GROUP_PARAM, UINT16_MAX);
+        l->ends_in_loss = msi_any_wants(g, l, MSI_GROUP_IN, l->grads_in_forward);
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+            if (out[k] != MSI_NONE) {
+                msi_tensor *t = &g->tensors.items[out[k]];
+                t->wants_gradient = wanted && l->differentiable && !l->grads_in_forward &&
+                                    !t->no_gradient && msi_is_float(t->view.dtype);
+            }
+        }
+        msi_mark_pinned(g, l);
+    }
 }
 
-/* Marks what the backward of one layer reads, and the gradients that it
- * contributes to. */
+/* Marks what the backward of one layer reads, and the gradients that it contributes to. */
 static void msi_mark_backward(msi_graph *g, uint32_t layer) {
-  const msi_layer *l = &g->layers.items[layer];
-  for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-    const uint32_t *operands = msi_group(g, l, group);
-    const uint32_t reads = l->has_backward ? msi_reads_of(l, group) : 0;
-    for (uint32_t k = 0; k < l->count[group]; k++) {
-      if (operands[k] == MSI_NONE) {
-        continue;
-      }
-      msi_tensor *t = &g->tensors.items[operands[k]];
-      if (reads >> k & 1) {
-        t->last_reader = layer;
-      }
-      const bool gives = group == MSI_GROUP_PARAM ? l->has_backward
-                         : group == MSI_GROUP_IN
-                             ? l->has_backward || (l->grads_in_forward >> k & 1)
-                             : false;
-      if (gives && t->wants_gradient) {
-        t->last_gradient = layer;
-      }
+    const msi_layer *l = &g->layers.items[layer];
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        const uint32_t *operands = msi_group(g, l, group);
+        const uint32_t reads = l->has_backward ? msi_reads_of(l, group) : 0;
+        for (uint32_t k = 0; k < l->count[group]; k++) {
+            if (operands[k] == MSI_NONE) {
+                continue;
+            }
+            msi_tensor *t = &g->tensors.items[operands[k]];
+            if (reads >> k & 1) {
+                t->last_reader = layer;
+            }
+            const bool gives = group == MSI_GROUP_PARAM ? l->has_backward
+                               : group == MSI_GROUP_IN
+                                   ? l->has_backward || (l->grads_in_forward >> k & 1)
+                                   : false;
+            if (gives && t->wants_gradient) {
+                t->last_gradient = layer;
+            }
+        }
     }
-  }
 }
 
 /* What a layer computes from leads to the loss if its outputs do. */
 static void msi_mark_way_to_loss(msi_graph *g, const msi_layer *l) {
-  const uint32_t *in = msi_group(g, l, MSI_GROUP_IN),
-                 *out = msi_group(g, l, MSI_GROUP_OUT);
-  bool leads = false;
-  for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-    leads |= out[k] != MSI_NONE && g->tensors.items[out[k]].leads_to_loss;
-  }
-  for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && leads; k++) {
-    if (in[k] != MSI_NONE) {
-      g->tensors.items[in[k]].leads_to_loss = true;
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = msi_group(g, l, MSI_GROUP_OUT);
+    bool leads = false;
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+        leads |= out[k] != MSI_NONE && g->tensors.items[out[k]].leads_to_loss;
     }
-  }
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && leads; k++) {
+        if (in[k] != MSI_NONE) {
+            g->tensors.items[in[k]].leads_to_loss = true;
+        }
+    }
 }
 
-/* From the loss back: a layer has a backward if one of its outputs is given a
- * gradient. */
+/* From the loss back: a layer has a backward if one of its outputs is given a gradient. */
 static void msi_analyze_backward(msi_graph *g) {
-  for (uint32_t i = g->layers.count; i-- > 0;) {
-    msi_layer *l = &g->layers.items[i];
-    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-    l->has_backward = false;
-    msi_mark_way_to_loss(g, l);
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-      l->has_backward |= out[k] != MSI_NONE &&
-                         g->tensors.items[out[k]].wants_gradient &&
-                         (out[k] == g->loss ||
-                          g->tensors.items[out[k]].last_gradient != MSI_NONE);
+    for (uint32_t i = g->layers.count; i-- > 0;) {
+        msi_layer *l = &g->layers.items[i];
+        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+        l->has_backward = false;
+        msi_mark_way_to_loss(g, l);
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+            l->has_backward |=
+                out[k] != MSI_NONE && g->tensors.items[out[k]].wants_gradient &&
+                (out[k] == g->loss || g->tensors.items[out[k]].last_gradient != MSI_NONE);
+        }
+        if (l->has_backward || l->ends_in_loss) {
+            msi_mark_backward(g, i);
+        }
+        /* It could be recomputed after an update inside backward, and would see the new value. */
+        const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM] && !l->has_backward; k++) {
+            if (param[k] != MSI_NONE) {
+                g->tensors.items[param[k]].updates_early = false;
+            }
+        }
     }
-    if (l->has_backward || l->ends_in_loss) {
-      msi_mark_backward(g, i);
-    }
-    /* It could be recomputed after an update inside backward, and would see the
-     * new value. */
-    const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM] && !l->has_backward;
-         k++) {
-      if (param[k] != MSI_NONE) {
-        g->tensors.items[param[k]].updates_early = false;
-      }
-    }
-  }
 }
 
 static double msi_step_cost(const msi_graph *g) {
-  double cost = 0.0;
-  for (uint32_t i = 0; i < g->layers.count; i++) {
-    cost +=
-        g->layers.items[i].cost * (g->layers.items[i].has_backward ? 3.0 : 1.0);
-  }
-  return cost;
+    double cost = 0.0;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        cost += g->layers.items[i].cost * (g->layers.items[i].has_backward ? 3.0 : 1.0);
+    }
+    return cost;
 }
 
 // ------------------------------------------------------------------------------------------------
 // >>validate  what a trainer can get wrong, each with its own text
 
-static const char *const msi_group_names[] = {"in", "out", "saved", "param",
-                                              "state"};
+static const char *const msi_group_names[] = {"in", "out", "saved", "param", "state"};
 
 /* An error of a layer that sticks; false, for use in conditions. */
 MEMSCALE_PRINTF(3, 4)
-static bool msi_refuse_layer(ms_model *m, const char *name, const char *format,
-                             ...) {
-  char text[MSI_ERROR_BYTES];
-  va_list args;
-  va_start(args, format);
-  vsnprintf(text, sizeof text, format, args);
-  va_end(args);
-  MSI_STICK(m, MS_RESULT_INVALID, "layer \"%s\": %s", name, text);
-  return false;
+static bool msi_refuse_layer(ms_model *m, const char *name, const char *format, ...) {
+    char text[MSI_ERROR_BYTES];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    MSI_STICK(m, MS_RESULT_INVALID, "layer \"%s\": %s", name, text);
+    return false;
 }
 
-static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name,
-                            ms_dtype dtype, const ms_shape *shape) {
-  const msi_graph *g = &m->graph;
-  const char *what = msi_kind_names[kind];
-  if (ms_dtype_bytes(dtype) == 0) {
-    MSI_STICK(m, MS_RESULT_INVALID, "%s \"%s\": there is no dtype %d", what,
-              name, (int)dtype);
-    return false;
-  }
-  if (kind == MSI_KIND_PARAM && dtype != MS_DTYPE_F32) {
-    MSI_STICK(m, MS_RESULT_UNSUPPORTED,
-              "param \"%s\" has dtype %s; params are f32", name,
-              ms_dtype_name(dtype));
-    return false;
-  }
-  if (shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
-    MSI_STICK(m, MS_RESULT_INVALID,
-              "%s \"%s\": rank %d; it must be 0 to %d (and -1 comes of a wrong "
-              "ms_along)",
-              what, name, (int)shape->rank, MS_LIMIT_RANK);
-    return false;
-  }
-  for (int i = 0; i < shape->rank; i++) {
-    if (shape->dim[i] < 1) {
-      MSI_STICK(m, MS_RESULT_INVALID,
-                "%s \"%s\": dim %d is %lld; dims must be at least 1", what,
-                name, i, (long long)shape->dim[i]);
-      return false;
+static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
+                            const ms_shape *shape) {
+    const msi_graph *g = &m->graph;
+    const char *what = msi_kind_names[kind];
+    if (ms_dtype_bytes(dtype) == 0) {
+        MSI_STICK(m, MS_RESULT_INVALID, "%s \"%s\": there is no dtype %d", what, name, (int)dtype);
+        return false;
     }
-    int64_t unit = shape->dim[i];
-    for (uint32_t a = 0; a < MS_LIMIT_AXES; a++) {
-      if (!(shape->axes[i] >> a & 1)) {
-        continue;
-      }
-      if (a >= g->axis_count) {
+    if (kind == MSI_KIND_PARAM && dtype != MS_DTYPE_F32) {
+        MSI_STICK(m, MS_RESULT_UNSUPPORTED, "param \"%s\" has dtype %s; params are f32", name,
+                  ms_dtype_name(dtype));
+        return false;
+    }
+    if (shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
         MSI_STICK(m, MS_RESULT_INVALID,
-                  "%s \"%s\": dim %d lies along axis %u, which this model does "
-                  "not have",
-                  what, name, i, (unsigned)a);
+                  "%s \"%s\": rank %d; it must be 0 to %d (and -1 comes of a wrong ms_along)", what,
+                  name, (int)shape->rank, MS_LIMIT_RANK);
         return false;
-      }
-      if (kind == MSI_KIND_PARAM || unit % g->axes[a].size != 0) {
-        MSI_STICK(
-            m, MS_RESULT_INVALID,
-            "%s \"%s\": dim %d, %lld, lies along axis \"%s\" of size %lld%s",
-            what, name, i, (long long)shape->dim[i],
-            msi_name(m, g->axes[a].name), (long long)g->axes[a].size,
-            kind == MSI_KIND_PARAM ? "; params have fixed sizes"
-                                   : " and is no multiple of it");
-        return false;
-      }
-      unit /= g->axes[a].size;
     }
-  }
-  return true;
+    for (int i = 0; i < shape->rank; i++) {
+        if (shape->dim[i] < 1) {
+            MSI_STICK(m, MS_RESULT_INVALID, "%s \"%s\": dim %d is %lld; dims must be at least 1",
+                      what, name, i, (long long)shape->dim[i]);
+            return false;
+        }
+        int64_t unit = shape->dim[i];
+        for (uint32_t a = 0; a < MS_LIMIT_AXES; a++) {
+            if (!(shape->axes[i] >> a & 1)) {
+                continue;
+            }
+            if (a >= g->axis_count) {
+                MSI_STICK(m, MS_RESULT_INVALID,
+                          "%s \"%s\": dim %d lies along axis %u, which this model does not have",
+                          what, name, i, (unsigned)a);
+                return false;
+            }
+            if (kind == MSI_KIND_PARAM || unit % g->axes[a].size != 0) {
+                MSI_STICK(m, MS_RESULT_INVALID,
+                          "%s \"%s\": dim %d, %lld, lies along axis \"%s\" of size %lld%s", what,
+                          name, i, (long long)shape->dim[i], msi_name(m, g->axes[a].name),
+                          (long long)g->axes[a].size,
+                          kind == MSI_KIND_PARAM ? "; params have fixed sizes"
+                                                 : " and is no multiple of it");
+                return false;
+            }
+            unit /= g->axes[a].size;
+        }
+    }
+    return true;
 }
 
 /* Whether a tensor may stand in a slot of this group; the reason if not. */
-static const char *msi_operand_fault(const ms_model *m, int group,
-                                     ms_tensor handle) {
-  const uint32_t index = msi_value_index(m, handle);
-  if (index == MSI_NONE) {
-    return msi_index(m, handle) == MSI_NONE
-               ? "is no tensor of this model"
-               : "is its gradient or optimizer state, not its value";
-  }
-  const msi_tensor *t = &m->graph.tensors.items[index];
-  switch (group) {
-  case MSI_GROUP_IN:
-    if (t->kind == MSI_KIND_PARAM || t->kind == MSI_KIND_SAVED) {
-      return t->kind == MSI_KIND_PARAM
-                 ? "is a param, which stands in `param`"
-                 : "is a saved tensor, which only its own layer can read: make "
-                   "it an output";
+static const char *msi_operand_fault(const ms_model *m, int group, ms_tensor handle) {
+    const uint32_t index = msi_value_index(m, handle);
+    if (index == MSI_NONE) {
+        return msi_index(m, handle) == MSI_NONE
+                   ? "is no tensor of this model"
+                   : "is its gradient or optimizer state, not its value";
     }
-    return t->kind == MSI_KIND_ACTIVATION && t->producer == MSI_NONE
-               ? "is not written by any layer before this one: "
-                 "register that one first"
-               : NULL;
-  case MSI_GROUP_PARAM:
-    return t->kind == MSI_KIND_PARAM ? NULL : "is not a param";
-  case MSI_GROUP_STATE:
-    return t->kind == MSI_KIND_BUFFER
-               ? NULL
-               : "is not a buffer: ms_buffer makes state";
-  case MSI_GROUP_OUT:
-    return t->kind != MSI_KIND_ACTIVATION ? "is not an activation"
-           : t->producer != MSI_NONE
-               ? "is written by a layer already: an output needs an "
-                 "activation of its own, and in_place shares memory"
-               : NULL;
-  default:
-    return t->kind != MSI_KIND_SAVED ? "is not a saved tensor"
-           : t->producer != MSI_NONE ? "is written by a layer already"
-                                     : NULL;
-  }
+    const msi_tensor *t = &m->graph.tensors.items[index];
+    switch (group) {
+    case MSI_GROUP_IN:
+        if (t->kind == MSI_KIND_PARAM || t->kind == MSI_KIND_SAVED) {
+            return t->kind == MSI_KIND_PARAM
+                       ? "is a param, which stands in `param`"
+                       : "is a saved tensor, which only its own layer can read: make it an output";
+        }
+        return t->kind == MSI_KIND_ACTIVATION && t->producer == MSI_NONE
+                   ? "is not written by any layer before this one: "
+                     "register that one first"
+                   : NULL;
+    case MSI_GROUP_PARAM:
+        return t->kind == MSI_KIND_PARAM ? NULL : "is not a param";
+    case MSI_GROUP_STATE:
+        return t->kind == MSI_KIND_BUFFER ? NULL : "is not a buffer: ms_buffer makes state";
+    case MSI_GROUP_OUT:
+        return t->kind != MSI_KIND_ACTIVATION ? "is not an activation"
+               : t->producer != MSI_NONE      ? "is written by a layer already: an output needs an "
+                                                "activation of its own, and in_place shares memory"
+                                              : NULL;
+    default:
+        return t->kind != MSI_KIND_SAVED ? "is not a saved tensor"
+               : t->producer != MSI_NONE ? "is written by a layer already"
+                                         : NULL;
+    }
 }
 
 static const char *msi_handle_name(const ms_model *m, ms_tensor handle) {
-  const uint32_t t = msi_index(m, handle);
-  return t == MSI_NONE ? "?" : msi_tensor_name(m, t);
+    const uint32_t t = msi_index(m, handle);
+    return t == MSI_NONE ? "?" : msi_tensor_name(m, t);
 }
 
 /* Every slot by itself, and no output, saved tensor or state twice. */
-static bool msi_check_slots(ms_model *m, const char *name,
-                            const ms_layer_desc *d, const uint8_t *count) {
-  const ms_tensor *const slots[] = {d->in, d->out, d->saved, d->param,
-                                    d->state};
-  for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-    const bool single = group != MSI_GROUP_IN && group != MSI_GROUP_PARAM;
-    for (uint32_t i = 0; i < count[group]; i++) {
-      const ms_tensor slot = slots[group][i];
-      const char *fault = slot.id ? msi_operand_fault(m, group, slot) : NULL;
-      for (uint32_t k = 0; k < i && !fault && single && slot.id; k++) {
-        fault = slots[group][k].id == slot.id ? "stands in two slots" : NULL;
-      }
-      for (uint32_t k = 0;
-           k < count[MSI_GROUP_IN] && group == MSI_GROUP_STATE && !fault; k++) {
-        fault =
-            slot.id && d->in[k].id == slot.id
-                ? "stands in `in` too; a layer reads its state through `state`"
-                : NULL;
-      }
-      if (fault) {
-        return msi_refuse_layer(m, name, "%s[%u] \"%s\" %s",
-                                msi_group_names[group], (unsigned)i,
-                                msi_handle_name(m, slot), fault);
-      }
+static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *d,
+                            const uint8_t *count) {
+    const ms_tensor *const slots[] = {d->in, d->out, d->saved, d->param, d->state};
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        const bool single = group != MSI_GROUP_IN && group != MSI_GROUP_PARAM;
+        for (uint32_t i = 0; i < count[group]; i++) {
+            const ms_tensor slot = slots[group][i];
+            const char *fault = slot.id ? msi_operand_fault(m, group, slot) : NULL;
+            for (uint32_t k = 0; k < i && !fault && single && slot.id; k++) {
+                fault = slots[group][k].id == slot.id ? "stands in two slots" : NULL;
+            }
+            for (uint32_t k = 0; k < count[MSI_GROUP_IN] && group == MSI_GROUP_STATE && !fault;
+                 k++) {
+                fault = slot.id && d->in[k].id == slot.id
+                            ? "stands in `in` too; a layer reads its state through `state`"
+                            : NULL;
+            }
+            if (fault) {
+                return msi_refuse_layer(m, name, "%s[%u] \"%s\" %s", msi_group_names[group],
+                                        (unsigned)i, msi_handle_name(m, slot), fault);
+            }
+        }
     }
-  }
-  return true;
+    return true;
 }
 
-static bool msi_check_mask(ms_model *m, const char *name, const char *field,
-                           uint32_t mask, uint32_t slot_count) {
-  return mask >> slot_count == 0 ||
-         msi_refuse_layer(
-             m, name,
-             "%s is 0x%x and names a slot that is not used; the layer has %u",
-             field, (unsigned)mask, (unsigned)slot_count);
+static bool msi_check_mask(ms_model *m, const char *name, const char *field, uint32_t mask,
+                           uint32_t slot_count) {
+    return mask >> slot_count == 0 ||
+           msi_refuse_layer(m, name,
+                            "%s is 0x%x and names a slot that is not used; the layer has %u", field,
+                            (unsigned)mask, (unsigned)slot_count);
 }
 
-static bool msi_check_masks(ms_model *m, const char *name,
-                            const ms_layer_desc *d, const uint8_t *count) {
-  const uint32_t in = count[MSI_GROUP_IN], out = count[MSI_GROUP_OUT];
-  const uint32_t saved = count[MSI_GROUP_SAVED], param = count[MSI_GROUP_PARAM];
-  const struct {
-    const char *field;
-    uint32_t mask, slots;
-  } masks[] = {{"backward_reads.in", d->backward_reads.in, in},
-               {"backward_reads.out", d->backward_reads.out, out},
-               {"backward_reads.saved", d->backward_reads.saved, saved},
-               {"backward_reads.param", d->backward_reads.param, param},
-               {"recompute_reads.in", d->recompute_reads.in, in},
-               {"recompute_reads.out", d->recompute_reads.out, out},
-               {"recompute_reads.saved", d->recompute_reads.saved, saved},
-               {"recompute_reads.param", d->recompute_reads.param, param},
-               {"accumulates.in", d->accumulates.in, in},
-               {"accumulates.param", d->accumulates.param, param},
-               {"overwrites.in", d->overwrites.in, in},
-               {"overwrites.param", d->overwrites.param, param},
-               {"clobbers.in", d->clobbers.in, in},
-               {"clobbers.out", d->clobbers.out, out},
-               {"clobbers.saved", d->clobbers.saved, saved},
-               {"clobbers.grad_out", d->clobbers.grad_out, out},
-               {"must_in_place", d->must_in_place, out},
-               {"must_grad_in_place", d->must_grad_in_place, in},
-               {"grads_in_forward", d->grads_in_forward, in},
-               {"optional_saved", d->optional_saved, saved}};
-  bool good = true;
-  for (size_t i = 0; i < sizeof masks / sizeof masks[0] && good; i++) {
-    good =
-        msi_check_mask(m, name, masks[i].field, masks[i].mask, masks[i].slots);
-  }
-  for (uint32_t j = 0; j < MS_LIMIT_OUT && good; j++) {
-    char field[24];
-    snprintf(field, sizeof field, "in_place[%u]", (unsigned)j);
-    good = msi_check_mask(m, name, field, d->in_place[j], j < out ? in : 0);
-  }
-  for (uint32_t i = 0; i < MS_LIMIT_IN && good; i++) {
-    const ms_overwrites *o = &d->grad_in_place[i];
-    const bool used = i < in;
-    good =
-        msi_check_mask(m, name, "grad_in_place.in", o->in, used ? in : 0) &&
-        msi_check_mask(m, name, "grad_in_place.out", o->out, used ? out : 0) &&
-        msi_check_mask(m, name, "grad_in_place.saved", o->saved,
-                       used ? saved : 0) &&
-        msi_check_mask(m, name, "grad_in_place.grad_out", o->grad_out,
-                       used ? out : 0);
-  }
-  return good;
+static bool msi_check_masks(ms_model *m, const char *name, const ms_layer_desc *d,
+                            const uint8_t *count) {
+    const uint32_t in = count[MSI_GROUP_IN], out = count[MSI_GROUP_OUT];
+    const uint32_t saved = count[MSI_GROUP_SAVED], param = count[MSI_GROUP_PARAM];
+    const struct {
+        const char *field;
+        uint32_t mask, slots;
+    } masks[] = {{"backward_reads.in", d->backward_reads.in, in},
+                 {"backward_reads.out", d->backward_reads.out, out},
+                 {"backward_reads.saved", d->backward_reads.saved, saved},
+                 {"backward_reads.param", d->backward_reads.param, param},
+                 {"recompute_reads.in", d->recompute_reads.in, in},
+                 {"recompute_reads.out", d->recompute_reads.out, out},
+                 {"recompute_reads.saved", d->recompute_reads.saved, saved},
+                 {"recompute_reads.param", d->recompute_reads.param, param},
+                 {"accumulates.in", d->accumulates.in, in},
+                 {"accumulates.param", d->accumulates.param, param},
+                 {"overwrites.in", d->overwrites.in, in},
+                 {"overwrites.param", d->overwrites.param, param},
+                 {"clobbers.in", d->clobbers.in, in},
+                 {"clobbers.out", d->clobbers.out, out},
+                 {"clobbers.saved", d->clobbers.saved, saved},
+                 {"clobbers.grad_out", d->clobbers.grad_out, out},
+                 {"must_in_place", d->must_in_place, out},
+                 {"must_grad_in_place", d->must_grad_in_place, in},
+                 {"grads_in_forward", d->grads_in_forward, in},
+                 {"optional_saved", d->optional_saved, saved}};
+    bool good = true;
+    for (size_t i = 0; i < sizeof masks / sizeof masks[0] && good; i++) {
+        good = msi_check_mask(m, name, masks[i].field, masks[i].mask, masks[i].slots);
+    }
+    for (uint32_t j = 0; j < MS_LIMIT_OUT && good; j++) {
+        char field[24];
+        snprintf(field, sizeof field, "in_place[%u]", (unsigned)j);
+        good = msi_check_mask(m, name, field, d->in_place[j], j < out ? in : 0);
+    }
+    for (uint32_t i = 0; i < MS_LIMIT_IN && good; i++) {
+        const ms_overwrites *o = &d->grad_in_place[i];
+        const bool used = i < in;
+        good = msi_check_mask(m, name, "grad_in_place.in", o->in, used ? in : 0) &&
+               msi_check_mask(m, name, "grad_in_place.out", o->out, used ? out : 0) &&
+               msi_check_mask(m, name, "grad_in_place.saved", o->saved, used ? saved : 0) &&
+               msi_check_mask(m, name, "grad_in_place.grad_out", o->grad_out, used ? out : 0);
+    }
+    return good;
 }
 
 static uint64_t msi_handle_bytes(const ms_model *m, ms_tensor handle) {
-  const uint32_t t = msi_index(m, handle);
-  return t == MSI_NONE ? 0 : m->graph.tensors.items[t].bytes;
+    const uint32_t t = msi_index(m, handle);
+    return t == MSI_NONE ? 0 : m->graph.tensors.items[t].bytes;
 }
 
 static const char *msi_handle_dtype(const ms_model *m, ms_tensor handle) {
-  const uint32_t t = msi_index(m, handle);
-  return t == MSI_NONE ? "?"
-                       : ms_dtype_name(m->graph.tensors.items[t].view.dtype);
+    const uint32_t t = msi_index(m, handle);
+    return t == MSI_NONE ? "?" : ms_dtype_name(m->graph.tensors.items[t].view.dtype);
 }
 
 /* Whether two handles have as many bytes of one dtype. */
 static bool msi_same_size(const ms_model *m, ms_tensor a, ms_tensor b) {
-  const uint32_t i = msi_index(m, a), k = msi_index(m, b);
-  if (i == MSI_NONE || k == MSI_NONE) {
-    return false;
-  }
-  const msi_tensor *x = &m->graph.tensors.items[i],
-                   *y = &m->graph.tensors.items[k];
-  return x->view.dtype == y->view.dtype && x->bytes == y->bytes &&
-         msi_scales_alike(&m->graph, i, k);
+    const uint32_t i = msi_index(m, a), k = msi_index(m, b);
+    if (i == MSI_NONE || k == MSI_NONE) {
+        return false;
+    }
+    const msi_tensor *x = &m->graph.tensors.items[i], *y = &m->graph.tensors.items[k];
+    return x->view.dtype == y->view.dtype && x->bytes == y->bytes &&
+           msi_scales_alike(&m->graph, i, k);
 }
 
 static bool msi_is_single_bit(uint32_t mask) {
-  return mask != 0 && (mask & (mask - 1)) == 0;
+    return mask != 0 && (mask & (mask - 1)) == 0;
 }
 
-/* One result that must be computed in place: its mask names one operand, of its
-   size and dtype, that no other result takes. */
-static bool msi_check_must(ms_model *m, const char *name, const char *field,
-                           uint32_t slot, ms_tensor result, uint32_t mask,
-                           const ms_tensor *operands, uint32_t *taken) {
-  const uint32_t k = msi_lowest_bit(mask);
-  const char *fault =
-      !msi_is_single_bit(mask) ? "must name one operand and nothing else"
-      : (*taken >> k & 1)      ? "names an operand that another one takes over"
-                               : NULL;
-  if (fault) {
-    return msi_refuse_layer(
-        m, name, "\"%s\" must be computed in place, but %s[%u], 0x%x, %s",
-        msi_handle_name(m, result), field, (unsigned)slot, (unsigned)mask,
-        fault);
-  }
-  if (!msi_same_size(m, operands[k], result)) {
-    return msi_refuse_layer(
-        m, name,
-        "\"%s\", %llu bytes of %s, must be computed in the place of \"%s\", "
-        "%llu bytes of %s: "
-        "both must have one dtype, and one size along the same axes",
-        msi_handle_name(m, result),
-        (unsigned long long)msi_handle_bytes(m, result),
-        msi_handle_dtype(m, result), msi_handle_name(m, operands[k]),
-        (unsigned long long)msi_handle_bytes(m, operands[k]),
-        msi_handle_dtype(m, operands[k]));
-  }
-  *taken |= (uint32_t)1 << k;
-  return true;
+/* One result that must be computed in place: its mask names one operand, of its size and dtype,
+   that no other result takes. */
+static bool msi_check_must(ms_model *m, const char *name, const char *field, uint32_t slot,
+                           ms_tensor result, uint32_t mask, const ms_tensor *operands,
+                           uint32_t *taken) {
+    const uint32_t k = msi_lowest_bit(mask);
+    const char *fault = !msi_is_single_bit(mask) ? "must name one operand and nothing else"
+                        : (*taken >> k & 1)      ? "names an operand that another one takes over"
+                                                 : NULL;
+    if (fault) {
+        return msi_refuse_layer(m, name, "\"%s\" must be computed in place, but %s[%u], 0x%x, %s",
+                                msi_handle_name(m, result), field, (unsigned)slot, (unsigned)mask,
+                                fault);
+    }
+    if (!msi_same_size(m, operands[k], result)) {
+        return msi_refuse_layer(
+            m, name,
+            "\"%s\", %llu bytes of %s, must be computed in the place of \"%s\", %llu bytes of %s: "
+            "both must have one dtype, and one size along the same axes",
+            msi_handle_name(m, result), (unsigned long long)msi_handle_bytes(m, result),
+            msi_handle_dtype(m, result), msi_handle_name(m, operands[k]),
+            (unsigned long long)msi_handle_bytes(m, operands[k]), msi_handle_dtype(m, operands[k]));
+    }
+    *taken |= (uint32_t)1 << k;
+    return true;
 }
 
-static bool msi_check_in_place(ms_model *m, const char *name,
-                               const ms_layer_desc *d) {
-  uint32_t taken = 0, grads_taken = 0;
-  bool good = true;
-  for (uint32_t j = 0; j < MS_LIMIT_OUT && good; j++) {
-    good = !(d->must_in_place >> j & 1) ||
-           msi_check_must(m, name, "in_place", j, d->out[j], d->in_place[j],
-                          d->in, &taken);
-  }
-  for (uint32_t i = 0; i < MS_LIMIT_IN && good; i++) {
-    const ms_overwrites *o = &d->grad_in_place[i];
-    const uint32_t mask = (o->in | o->out | o->saved) != 0 ? 0 : o->grad_out;
-    good = !(d->must_grad_in_place >> i & 1) ||
-           msi_check_must(m, name, "grad_in_place.grad_out", i, d->in[i], mask,
-                          d->out, &grads_taken);
-  }
-  return good;
+static bool msi_check_in_place(ms_model *m, const char *name, const ms_layer_desc *d) {
+    uint32_t taken = 0, grads_taken = 0;
+    bool good = true;
+    for (uint32_t j = 0; j < MS_LIMIT_OUT && good; j++) {
+        good = !(d->must_in_place >> j & 1) ||
+               msi_check_must(m, name, "in_place", j, d->out[j], d->in_place[j], d->in, &taken);
+    }
+    for (uint32_t i = 0; i < MS_LIMIT_IN && good; i++) {
+        const ms_overwrites *o = &d->grad_in_place[i];
+        const uint32_t mask = (o->in | o->out | o->saved) != 0 ? 0 : o->grad_out;
+        good = !(d->must_grad_in_place >> i & 1) ||
+               msi_check_must(m, name, "grad_in_place.grad_out", i, d->in[i], mask, d->out,
+                              &grads_taken);
+    }
+    return good;
 }
 
 /* Overwriting edges are added up by the library, which adds f32. */
-static bool msi_check_edges(ms_model *m, const char *name,
-                            const ms_layer_desc *d) {
-  const uint32_t both_in = d->accumulates.in & d->overwrites.in;
-  const uint32_t both_param = d->accumulates.param & d->overwrites.param;
-  const uint32_t must = d->must_grad_in_place & d->accumulates.in;
-  if (both_in | both_param | must) {
-    return msi_refuse_layer(m, name,
-                            "the gradient of %s[%u] is declared both to "
-                            "accumulate and to overwrite%s",
-                            both_in | must ? "in" : "param",
-                            (unsigned)msi_lowest_bit(both_in ? both_in
-                                                     : must  ? must
-                                                             : both_param),
-                            both_in | both_param ? "" : " (in place)");
-  }
-  const uint32_t overwrites =
-      (uint32_t)d->overwrites.in | d->must_grad_in_place;
-  for (uint32_t i = 0; i < MS_LIMIT_IN; i++) {
-    const uint32_t t = msi_index(m, d->in[i]);
-    if ((overwrites >> i & 1) && t != MSI_NONE &&
-        m->graph.tensors.items[t].kind == MSI_KIND_ACTIVATION &&
-        msi_is_float(m->graph.tensors.items[t].view.dtype) &&
-        m->graph.tensors.items[t].view.dtype != MS_DTYPE_F32) {
-      return msi_refuse_layer(
-          m, name,
-          "the gradient of in[%u] \"%s\" is %s; what is overwritten or made in "
-          "place may have to be added up, which is done in f32 alone: heed "
-          "beta",
-          (unsigned)i, msi_tensor_name(m, t),
-          ms_dtype_name(m->graph.tensors.items[t].view.dtype));
+static bool msi_check_edges(ms_model *m, const char *name, const ms_layer_desc *d) {
+    const uint32_t both_in = d->accumulates.in & d->overwrites.in;
+    const uint32_t both_param = d->accumulates.param & d->overwrites.param;
+    const uint32_t must = d->must_grad_in_place & d->accumulates.in;
+    if (both_in | both_param | must) {
+        return msi_refuse_layer(
+            m, name, "the gradient of %s[%u] is declared both to accumulate and to overwrite%s",
+            both_in | must ? "in" : "param",
+            (unsigned)msi_lowest_bit(both_in ? both_in
+                                     : must  ? must
+                                             : both_param),
+            both_in | both_param ? "" : " (in place)");
     }
-  }
-  return true;
+    const uint32_t overwrites = (uint32_t)d->overwrites.in | d->must_grad_in_place;
+    for (uint32_t i = 0; i < MS_LIMIT_IN; i++) {
+        const uint32_t t = msi_index(m, d->in[i]);
+        if ((overwrites >> i & 1) && t != MSI_NONE &&
+            m->graph.tensors.items[t].kind == MSI_KIND_ACTIVATION &&
+            msi_is_float(m->graph.tensors.items[t].view.dtype) &&
+            m->graph.tensors.items[t].view.dtype != MS_DTYPE_F32) {
+            return msi_refuse_layer(
+                m, name,
+                "the gradient of in[%u] \"%s\" is %s; what is overwritten or made in "
+                "place may have to be added up, which is done in f32 alone: heed beta",
+                (unsigned)i, msi_tensor_name(m, t),
+                ms_dtype_name(m->graph.tensors.items[t].view.dtype));
+        }
+    }
+    return true;
 }
 
 /* What backward destroys it must have been given. */
-static bool msi_check_clobbers(ms_model *m, const char *name,
-                               const ms_layer_desc *d) {
-  const ms_reads *r = &d->backward_reads;
-  const bool all = !r->nothing && !(r->in | r->out | r->saved | r->param);
-  const uint32_t in = d->clobbers.in & ~(uint32_t)r->in;
-  const uint32_t out = d->clobbers.out & ~(uint32_t)r->out;
-  const uint32_t saved = d->clobbers.saved & ~(uint32_t)r->saved;
-  if (all || !(in | out | saved)) {
-    return true;
-  }
-  const uint32_t mask = in ? in : out ? out : saved;
-  return msi_refuse_layer(m, name,
-                          "clobbers names %s[%u], which backward_reads does "
-                          "not: backward is not given it",
-                          in    ? "in"
-                          : out ? "out"
-                                : "saved",
-                          (unsigned)msi_lowest_bit(mask));
+static bool msi_check_clobbers(ms_model *m, const char *name, const ms_layer_desc *d) {
+    const ms_reads *r = &d->backward_reads;
+    const bool all = !r->nothing && !(r->in | r->out | r->saved | r->param);
+    const uint32_t in = d->clobbers.in & ~(uint32_t)r->in;
+    const uint32_t out = d->clobbers.out & ~(uint32_t)r->out;
+    const uint32_t saved = d->clobbers.saved & ~(uint32_t)r->saved;
+    if (all || !(in | out | saved)) {
+        return true;
+    }
+    const uint32_t mask = in ? in : out ? out : saved;
+    return msi_refuse_layer(
+        m, name, "clobbers names %s[%u], which backward_reads does not: backward is not given it",
+        in    ? "in"
+        : out ? "out"
+              : "saved",
+        (unsigned)msi_lowest_bit(mask));
 }
 
 /* Callbacks and promises that do not go together, or NULL. */
 static const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
                                       const uint8_t *count) {
-  const ms_reads *r = &d->backward_reads, *p = &d->recompute_reads;
-  const bool reads = r->in | r->out | r->saved | r->param;
-  const bool recompute_reads = p->in | p->out | p->saved | p->param;
-  if (count[MSI_GROUP_OUT] == 0) {
-    return "a layer needs an output";
-  }
-  if (!d->forward && !m->config.dry_run) {
-    return "a layer needs a forward callback; only in a dry run it may be NULL";
-  }
-  if (!d->forward && (d->backward || d->recompute || d->bind)) {
-    return "it has callbacks, but no forward";
-  }
-  if (d->no_backward && d->backward) {
-    return "no_backward is set, but it has a backward callback";
-  }
-  if (r->nothing && reads) {
-    return "backward_reads says both \"nothing\" and what it reads";
-  }
-  if (p->nothing && recompute_reads) {
-    return "recompute_reads says both \"nothing\" and what it reads";
-  }
-  if ((recompute_reads || p->nothing) && !d->recompute) {
-    return "recompute_reads is given, but no recompute callback";
-  }
-  if (d->grads_in_forward && d->backward) {
-    return "grads_in_forward and a backward callback: it can have one of them";
-  }
-  if (d->grads_in_forward && d->must_grad_in_place) {
-    return "grads_in_forward and must_grad_in_place: there is no grad_out in "
-           "forward";
-  }
-  if (d->recompute && (d->no_recompute || d->grads_in_forward)) {
-    return "it has a recompute callback, but runs once (no_recompute, "
-           "grads_in_forward)";
-  }
-  if (d->recompute_reads.out & d->must_in_place) {
-    return "recompute_reads names an output that must_in_place fills with the "
-           "input first";
-  }
-  if (d->keeps_state && count[MSI_GROUP_STATE] == 0) {
-    return "keeps_state is set, but it has no state: name its buffers in "
-           "`state`";
-  }
-  if (!d->recompute &&
-      (d->recompute_workspace.bytes || d->recompute_workspace.row_bytes)) {
-    return "recompute_workspace is given, but no recompute callback";
-  }
-  return NULL;
+    const ms_reads *r = &d->backward_reads, *p = &d->recompute_reads;
+    const bool reads = r->in | r->out | r->saved | r->param;
+    const bool recompute_reads = p->in | p->out | p->saved | p->param;
+    if (count[MSI_GROUP_OUT] == 0) {
+        return "a layer needs an output";
+    }
+    if (!d->forward && !m->config.dry_run) {
+        return "a layer needs a forward callback; only in a dry run it may be NULL";
+    }
+    if (!d->forward && (d->backward || d->recompute || d->bind)) {
+        return "it has callbacks, but no forward";
+    }
+    if (d->no_backward && d->backward) {
+        return "no_backward is set, but it has a backward callback";
+    }
+    if (r->nothing && reads) {
+        return "backward_reads says both \"nothing\" and what it reads";
+    }
+    if (p->nothing && recompute_reads) {
+        return "recompute_reads says both \"nothing\" and what it reads";
+    }
+    if ((recompute_reads || p->nothing) && !d->recompute) {
+        return "recompute_reads is given, but no recompute callback";
+    }
+    if (d->grads_in_forward && d->backward) {
+        return "grads_in_forward and a backward callback: it can have one of them";
+    }
+    if (d->grads_in_forward && d->must_grad_in_place) {
+        return "grads_in_forward and must_grad_in_place: there is no grad_out in forward";
+    }
+    if (d->recompute && (d->no_recompute || d->grads_in_forward)) {
+        return "it has a recompute callback, but runs once (no_recompute, grads_in_forward)";
+    }
+    if (d->recompute_reads.out & d->must_in_place) {
+        return "recompute_reads names an output that must_in_place fills with the input first";
+    }
+    if (d->keeps_state && count[MSI_GROUP_STATE] == 0) {
+        return "keeps_state is set, but it has no state: name its buffers in `state`";
+    }
+    if (!d->recompute && (d->recompute_workspace.bytes || d->recompute_workspace.row_bytes)) {
+        return "recompute_workspace is given, but no recompute callback";
+    }
+    return NULL;
 }
 
-static bool msi_check_layer(ms_model *m, const char *name,
-                            const ms_layer_desc *d, const uint8_t *count) {
-  const char *fault = msi_callback_fault(m, d, count);
-  const ms_workspace *const workspaces[] = {
-      &d->forward_workspace, &d->backward_workspace, &d->recompute_workspace};
-  for (int i = 0; i < 3 && !fault; i++) {
-    fault = (unsigned)workspaces[i]->contents > MS_CONTENTS_ZERO
-                ? "the contents of a workspace are none of ms_contents"
-                : NULL;
-  }
-  if (fault) {
-    return msi_refuse_layer(m, name, "%s", fault);
-  }
-  if (!isfinite(d->flops) || d->flops < 0.0 || !isfinite(d->recompute_flops) ||
-      d->recompute_flops < 0.0) {
-    return msi_refuse_layer(
-        m, name,
-        "flops is %g and recompute_flops %g: both must be finite numbers, at "
-        "least 0",
-        d->flops, d->recompute_flops);
-  }
-  return msi_check_masks(m, name, d, count) &&
-         msi_check_slots(m, name, d, count) && msi_check_in_place(m, name, d) &&
-         msi_check_edges(m, name, d) && msi_check_clobbers(m, name, d);
+static bool msi_check_layer(ms_model *m, const char *name, const ms_layer_desc *d,
+                            const uint8_t *count) {
+    const char *fault = msi_callback_fault(m, d, count);
+    const ms_workspace *const workspaces[] = {&d->forward_workspace, &d->backward_workspace,
+                                              &d->recompute_workspace};
+    for (int i = 0; i < 3 && !fault; i++) {
+        fault = (unsigned)workspaces[i]->contents > MS_CONTENTS_ZERO
+                    ? "the contents of a workspace are none of ms_contents"
+                    : NULL;
+    }
+    if (fault) {
+        return msi_refuse_layer(m, name, "%s", fault);
+    }
+    if (!isfinite(d->flops) || d->flops < 0.0 || !isfinite(d->recompute_flops) ||
+        d->recompute_flops < 0.0) {
+        return msi_refuse_layer(
+            m, name,
+            "flops is %g and recompute_flops %g: both must be finite numbers, at "
+            "least 0",
+            d->flops, d->recompute_flops);
+    }
+    return msi_check_masks(m, name, d, count) && msi_check_slots(m, name, d, count) &&
+           msi_check_in_place(m, name, d) && msi_check_edges(m, name, d) &&
+           msi_check_clobbers(m, name, d);
 }
 
-/* A buffer that one layer reads as an input and a later one changes: backward
-   and recomputation of the first would see what the second made of it. */
+/* A buffer that one layer reads as an input and a later one changes: backward and recomputation of
+   the first would see what the second made of it. */
 static ms_result msi_check_buffers(ms_model *m) {
-  msi_graph *g = &m->graph;
-  for (uint32_t i = g->layers.count;
-       i-- > 0;) { // last_reader: a later layer that changes it
-    const msi_layer *l = &g->layers.items[i];
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-    const uint32_t *state = msi_group(g, l, MSI_GROUP_STATE);
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
-      const uint32_t later =
-          in[k] != MSI_NONE && g->tensors.items[in[k]].kind == MSI_KIND_BUFFER
-              ? g->tensors.items[in[k]].last_reader
-              : MSI_NONE;
-      if (later != MSI_NONE) {
-        return msi_fail(
-            m, MS_RESULT_INVALID,
-            "layer \"%s\": in[%u] \"%s\" is changed as state by the later "
-            "layer "
-            "\"%s\", so backward would see another value: make it state of "
-            "\"%s\" too, or copy it",
-            msi_name(m, l->name), (unsigned)k, msi_tensor_name(m, in[k]),
-            msi_layer_name(m, later), msi_name(m, l->name));
-      }
+    msi_graph *g = &m->graph;
+    for (uint32_t i = g->layers.count; i-- > 0;) { // last_reader: a later layer that changes it
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        const uint32_t *state = msi_group(g, l, MSI_GROUP_STATE);
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
+            const uint32_t later =
+                in[k] != MSI_NONE && g->tensors.items[in[k]].kind == MSI_KIND_BUFFER
+                    ? g->tensors.items[in[k]].last_reader
+                    : MSI_NONE;
+            if (later != MSI_NONE) {
+                return msi_fail(
+                    m, MS_RESULT_INVALID,
+                    "layer \"%s\": in[%u] \"%s\" is changed as state by the later layer "
+                    "\"%s\", so backward would see another value: make it state of "
+                    "\"%s\" too, or copy it",
+                    msi_name(m, l->name), (unsigned)k, msi_tensor_name(m, in[k]),
+                    msi_layer_name(m, later), msi_name(m, l->name));
+            }
+        }
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_STATE]; k++) {
+            if (state[k] != MSI_NONE) {
+                g->tensors.items[state[k]].last_reader = i;
+            }
+        }
     }
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_STATE]; k++) {
-      if (state[k] != MSI_NONE) {
-        g->tensors.items[state[k]].last_reader = i;
-      }
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        g->tensors.items[t].last_reader = MSI_NONE;
     }
-  }
-  for (uint32_t t = 0; t < g->tensors.count; t++) {
-    g->tensors.items[t].last_reader = MSI_NONE;
-  }
-  return MS_RESULT_OK;
+    return MS_RESULT_OK;
 }
 
 /* What stays on the host cannot be computed on in the arena. */
 static ms_result msi_check_on_host(ms_model *m) {
-  const msi_graph *g = &m->graph;
-  for (uint32_t i = 0; i < g->layers.count; i++) {
-    const msi_layer *l = &g->layers.items[i];
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-    uint32_t changed = l->clobbers.in;
-    for (uint32_t j = 0; j < l->count[MSI_GROUP_OUT]; j++) {
-      changed |=
-          l->must_in_place >> j & 1 ? g->masks.items[l->mask_first + j] : 0u;
+    const msi_graph *g = &m->graph;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        uint32_t changed = l->clobbers.in;
+        for (uint32_t j = 0; j < l->count[MSI_GROUP_OUT]; j++) {
+            changed |= l->must_in_place >> j & 1 ? g->masks.items[l->mask_first + j] : 0u;
+        }
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
+            if ((changed >> k & 1) && in[k] != MSI_NONE && g->tensors.items[in[k]].on_host) {
+                return msi_fail(
+                    m, MS_RESULT_INVALID,
+                    "layer \"%s\": in[%u] \"%s\" stays on the host (ms_set_on_host), but "
+                    "must_in_place or clobbers says that it is written to",
+                    msi_name(m, l->name), (unsigned)k, msi_tensor_name(m, in[k]));
+            }
+        }
     }
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
-      if ((changed >> k & 1) && in[k] != MSI_NONE &&
-          g->tensors.items[in[k]].on_host) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "layer \"%s\": in[%u] \"%s\" stays on the host "
-                        "(ms_set_on_host), but "
-                        "must_in_place or clobbers says that it is written to",
-                        msi_name(m, l->name), (unsigned)k,
-                        msi_tensor_name(m, in[k]));
-      }
-    }
-  }
-  return MS_RESULT_OK;
+    return MS_RESULT_OK;
 }
 
 /* Why a tensor that is forced to be dropped cannot be, or NULL. */
 static const char *msi_drop_fault(const msi_graph *g, uint32_t t) {
-  const msi_tensor *tensor = &g->tensors.items[t];
-  const msi_layer *l =
-      tensor->producer == MSI_NONE ? NULL : &g->layers.items[tensor->producer];
-  return !l                    ? "no layer writes it"
-         : tensor->kept        ? "ms_set_output keeps it"
-         : t == g->loss        ? "it is the loss"
-         : l->no_recompute     ? "its layer has no_recompute"
-         : l->grads_in_forward ? "its layer runs once (grads_in_forward)"
-         : tensor->pinned      ? "its layer's recompute_reads names it"
-                               : NULL;
+    const msi_tensor *tensor = &g->tensors.items[t];
+    const msi_layer *l = tensor->producer == MSI_NONE ? NULL : &g->layers.items[tensor->producer];
+    return !l                    ? "no layer writes it"
+           : tensor->kept        ? "ms_set_output keeps it"
+           : t == g->loss        ? "it is the loss"
+           : l->no_recompute     ? "its layer has no_recompute"
+           : l->grads_in_forward ? "its layer runs once (grads_in_forward)"
+           : tensor->pinned      ? "its layer's recompute_reads names it"
+                                 : NULL;
 }
 
 /* Why gradients cannot be used up inside backward, or NULL. */
 static const char *msi_early_fault(const ms_model *m) {
-  return m->config.accumulation_steps > 1 ? "accumulation_steps is above 1"
-         : m->optimizer.grad_clip_norm > 0.0f
-             ? "grad_clip_norm needs all gradients"
-         : m->optimizer.kind == MS_OPTIMIZER_NONE
-             ? "MS_OPTIMIZER_NONE does not update"
-             : NULL;
+    return m->config.accumulation_steps > 1         ? "accumulation_steps is above 1"
+           : m->optimizer.grad_clip_norm > 0.0f     ? "grad_clip_norm needs all gradients"
+           : m->optimizer.kind == MS_OPTIMIZER_NONE ? "MS_OPTIMIZER_NONE does not update"
+                                                    : NULL;
 }
 
 static ms_result msi_check_forced(ms_model *m) {
-  const msi_graph *g = &m->graph;
-  const char *early = msi_early_fault(m);
-  if (early && m->config.early_update == MS_SWITCH_ON) {
-    return msi_fail(m, MS_RESULT_INVALID,
-                    "early_update is ON, but %s (accumulation_steps %u, "
-                    "grad_clip_norm %g): set "
-                    "it to DEFAULT or OFF",
-                    early, (unsigned)m->config.accumulation_steps,
-                    (double)m->optimizer.grad_clip_norm);
-  }
-  for (uint32_t t = 0; t < g->tensors.count; t++) {
-    const msi_tensor *tensor = &g->tensors.items[t];
-    const char *fault =
-        tensor->technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON
-            ? msi_drop_fault(g, t)
-            : NULL;
-    if (fault) {
-      return msi_fail(m, MS_RESULT_INVALID,
-                      "checkpointing is forced on \"%s\" of layer \"%s\", but "
-                      "%s: leave it to the "
-                      "plan",
-                      msi_tensor_name(m, t),
-                      tensor->producer == MSI_NONE
-                          ? "?"
-                          : msi_layer_name(m, tensor->producer),
-                      fault);
+    const msi_graph *g = &m->graph;
+    const char *early = msi_early_fault(m);
+    if (early && m->config.early_update == MS_SWITCH_ON) {
+        return msi_fail(
+            m, MS_RESULT_INVALID,
+            "early_update is ON, but %s (accumulation_steps %u, grad_clip_norm %g): set "
+            "it to DEFAULT or OFF",
+            early, (unsigned)m->config.accumulation_steps, (double)m->optimizer.grad_clip_norm);
     }
-    if (tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_ON) {
-      continue;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const char *fault = tensor->technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON
+                                ? msi_drop_fault(g, t)
+                                : NULL;
+        if (fault) {
+            return msi_fail(
+                m, MS_RESULT_INVALID,
+                "checkpointing is forced on \"%s\" of layer \"%s\", but %s: leave it to the "
+                "plan",
+                msi_tensor_name(m, t),
+                tensor->producer == MSI_NONE ? "?" : msi_layer_name(m, tensor->producer), fault);
+        }
+        if (tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_ON) {
+            continue;
+        }
+        fault = early                                        ? early
+                : tensor->frozen                             ? "it is frozen"
+                : tensor->last_gradient == MSI_NONE          ? "it takes no part in the loss"
+                : msi_is_borrowed(tensor, MSI_ROLE_GRADIENT) ? "its gradient is borrowed"
+                : !tensor->updates_early                     ? "a layer without a backward reads it"
+                                                             : NULL;
+        if (fault) {
+            return msi_fail(m, MS_RESULT_INVALID,
+                            "early update is forced on \"%s\", but %s: leave it to the plan",
+                            msi_tensor_name(m, t), fault);
+        }
     }
-    fault = early                               ? early
-            : tensor->frozen                    ? "it is frozen"
-            : tensor->last_gradient == MSI_NONE ? "it takes no part in the loss"
-            : msi_is_borrowed(tensor, MSI_ROLE_GRADIENT)
-                ? "its gradient is borrowed"
-            : !tensor->updates_early ? "a layer without a backward reads it"
-                                     : NULL;
-    if (fault) {
-      return msi_fail(
-          m, MS_RESULT_INVALID,
-          "early update is forced on \"%s\", but %s: leave it to the plan",
-          msi_tensor_name(m, t), fault);
-    }
-  }
-  return MS_RESULT_OK;
+    return MS_RESULT_OK;
 }
 
 static ms_result msi_check_loss(ms_model *m) {
-  const msi_graph *g = &m->graph;
-  if (g->loss == MSI_NONE) {
-    return msi_fail(m, MS_RESULT_INVALID,
-                    "no loss: call ms_set_loss with a layer's output");
-  }
-  bool learns = g->tensors.items[g->loss].wants_gradient;
-  for (uint32_t i = 0; i < g->layers.count && !learns; i++) {
-    learns = g->layers.items[i].ends_in_loss;
-  }
-  return learns ? MS_RESULT_OK
-                : msi_fail(m, MS_RESULT_INVALID,
-                           "loss \"%s\" depends on no trained param through "
-                           "layers that have a "
-                           "backward, without ms_stop_gradient in between",
-                           msi_tensor_name(m, g->loss));
+    const msi_graph *g = &m->graph;
+    if (g->loss == MSI_NONE) {
+        return msi_fail(m, MS_RESULT_INVALID, "no loss: call ms_set_loss with a layer's output");
+    }
+    bool learns = g->tensors.items[g->loss].wants_gradient;
+    for (uint32_t i = 0; i < g->layers.count && !learns; i++) {
+        learns = g->layers.items[i].ends_in_loss;
+    }
+    return learns ? MS_RESULT_OK
+                  : msi_fail(m, MS_RESULT_INVALID,
+                             "loss \"%s\" depends on no trained param through layers that have a "
+                             "backward, without ms_stop_gradient in between",
+                             msi_tensor_name(m, g->loss));
 }
 
-/* Nothing differentiates through the outputs of a layer that has written its
- * gradients already. */
+/* Nothing differentiates through the outputs of a layer that has written its gradients already. */
 static ms_result msi_check_ends(ms_model *m) {
-  const msi_graph *g = &m->graph;
-  for (uint32_t i = 0; i < g->layers.count; i++) {
-    const msi_layer *l = &g->layers.items[i];
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && l->has_backward; k++) {
-      const uint32_t from =
-          in[k] == MSI_NONE ? MSI_NONE : g->tensors.items[in[k]].producer;
-      if (from != MSI_NONE && g->layers.items[from].ends_in_loss &&
-          !g->tensors.items[in[k]].no_gradient) {
-        return msi_fail(
-            m, MS_RESULT_INVALID,
-            "layer \"%s\" reads \"%s\" and has a backward, but layer \"%s\" "
-            "has "
-            "written its gradients in forward: ms_stop_gradient on it if it is "
-            "meant as a constant",
-            msi_name(m, l->name), msi_tensor_name(m, in[k]),
-            msi_layer_name(m, from));
-      }
+    const msi_graph *g = &m->graph;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && l->has_backward; k++) {
+            const uint32_t from = in[k] == MSI_NONE ? MSI_NONE : g->tensors.items[in[k]].producer;
+            if (from != MSI_NONE && g->layers.items[from].ends_in_loss &&
+                !g->tensors.items[in[k]].no_gradient) {
+                return msi_fail(
+                    m, MS_RESULT_INVALID,
+                    "layer \"%s\" reads \"%s\" and has a backward, but layer \"%s\" has "
+                    "written its gradients in forward: ms_stop_gradient on it if it is "
+                    "meant as a constant",
+                    msi_name(m, l->name), msi_tensor_name(m, in[k]), msi_layer_name(m, from));
+            }
+        }
     }
-  }
-  return MS_RESULT_OK;
+    return MS_RESULT_OK;
 }
 
 /* What is likely to be forgotten, though it may be meant. */
 static void msi_warn(const ms_model *m) {
-  const msi_graph *g = &m->graph;
-  for (uint32_t i = 0; i < g->tensors.count; i++) {
-    const msi_tensor *t = &g->tensors.items[i];
-    if (msi_is_trained(t) && t->last_gradient == MSI_NONE) {
-      msi_log(m, MS_LOG_WARNING, "graph",
-              "param \"%s\" gets no gradient from the loss",
-              msi_name(m, t->name));
+    const msi_graph *g = &m->graph;
+    for (uint32_t i = 0; i < g->tensors.count; i++) {
+        const msi_tensor *t = &g->tensors.items[i];
+        if (msi_is_trained(t) && t->last_gradient == MSI_NONE) {
+            msi_log(m, MS_LOG_WARNING, "graph", "param \"%s\" gets no gradient from the loss",
+                    msi_name(m, t->name));
+        }
     }
-  }
-  for (uint32_t i = 0; i < g->layers.count; i++) {
-    const msi_layer *l = &g->layers.items[i];
-    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-    const bool stops = !l->differentiable && !l->no_backward &&
-                       !l->grads_in_forward &&
-                       (msi_any_wants(g, l, MSI_GROUP_IN, UINT16_MAX) ||
-                        msi_any_wants(g, l, MSI_GROUP_PARAM, UINT16_MAX));
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT] && stops; k++) {
-      if (out[k] != MSI_NONE && g->tensors.items[out[k]].leads_to_loss) {
-        msi_log(m, MS_LOG_WARNING, "graph",
-                "layer \"%s\" has no backward, so no gradient passes from "
-                "\"%s\" to what it "
-                "reads: give it one, or set no_backward if that is meant",
-                msi_name(m, l->name), msi_tensor_name(m, out[k]));
-        break;
-      }
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+        const bool stops = !l->differentiable && !l->no_backward && !l->grads_in_forward &&
+                           (msi_any_wants(g, l, MSI_GROUP_IN, UINT16_MAX) ||
+                            msi_any_wants(g, l, MSI_GROUP_PARAM, UINT16_MAX));
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT] && stops; k++) {
+            if (out[k] != MSI_NONE && g->tensors.items[out[k]].leads_to_loss) {
+                msi_log(
+                    m, MS_LOG_WARNING, "graph",
+                    "layer \"%s\" has no backward, so no gradient passes from \"%s\" to what it "
+                    "reads: give it one, or set no_backward if that is meant",
+                    msi_name(m, l->name), msi_tensor_name(m, out[k]));
+                break;
+            }
+        }
     }
-  }
 }
 
 /* The graph as a whole, analysed. */
 static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
-  msi_graph *g = &m->graph;
-  if (m->sticky != MS_RESULT_OK) {
-    return msi_fail(m, m->sticky, "%s", m->sticky_error);
-  }
-  msi_analyze(g);
-  ms_result result = msi_check_buffers(m);
-  result = result == MS_RESULT_OK ? msi_check_on_host(m) : result;
-  result = result == MS_RESULT_OK ? msi_check_loss(m) : result;
-  if (result != MS_RESULT_OK) {
-    return result;
-  }
-  msi_analyze_backward(g);
-  for (uint32_t i = 0; i < g->tensors.count; i++) {
-    msi_tensor *t = &g->tensors.items[i];
-    t->updates_early &=
-        !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !msi_early_fault(m);
-  }
-  msi_warn(m);
-  result = msi_check_ends(m);
-  if (m->config.cuda_graph && m->optimizer.kind == MS_OPTIMIZER_CUSTOM) {
-    return msi_fail(m, MS_RESULT_INVALID,
-                    "cuda_graph: an update callback is told something else in "
-                    "every step, which "
-                    "a graph cannot record: leave cuda_graph off, or take a "
-                    "built-in optimizer");
-  }
-  return result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN ? msi_check_forced(m)
-                                                          : result;
+    msi_graph *g = &m->graph;
+    if (m->sticky != MS_RESULT_OK) {
+        return msi_fail(m, m->sticky, "%s", m->sticky_error);
+    }
+    msi_analyze(g);
+    ms_result result = msi_check_buffers(m);
+    result = result == MS_RESULT_OK ? msi_check_on_host(m) : result;
+    result = result == MS_RESULT_OK ? msi_check_loss(m) : result;
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    msi_analyze_backward(g);
+    for (uint32_t i = 0; i < g->tensors.count; i++) {
+        msi_tensor *t = &g->tensors.items[i];
+        t->updates_early &= !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !msi_early_fault(m);
+    }
+    msi_warn(m);
+    result = msi_check_ends(m);
+    if (m->config.cuda_graph && m->optimizer.kind == MS_OPTIMIZER_CUSTOM) {
+        return msi_fail(
+            m, MS_RESULT_INVALID,
+            "cuda_graph: an update callback is told something else in every step, which "
+            "a graph cannot record: leave cuda_graph off, or take a built-in optimizer");
+    }
+    return result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN ? msi_check_forced(m) : result;
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>lower  from graph and plan to a program: instructions with operands, and
-// the lives of values
+// >>lower  from graph and plan to a program: instructions with operands, and the lives of values
 
-/* One edge of a backward (or of a loss layer's forward) under way: where its
- * gradient goes. */
+/* One edge of a backward (or of a loss layer's forward) under way: where its gradient goes. */
 typedef struct msi_edge {
-  uint32_t tensor;
-  uint32_t
-      life; // MSI_NONE: nobody wants it; or it is born with the instruction
-  bool overwrites;
-  bool part;       // to memory of its own, to be added up
-  bool accumulate; // beta is 1
+    uint32_t tensor;
+    uint32_t life; // MSI_NONE: nobody wants it; or it is born with the instruction
+    bool overwrites;
+    bool part;       // to memory of its own, to be added up
+    bool accumulate; // beta is 1
 } msi_edge;
 
 typedef struct msi_lowering {
-  const msi_graph *graph;
-  const ms_allocator *allocator;
-  const msi_store *store;
-  const msi_plan *plan;
-  const ms_optimizer_desc *optimizer;
-  msi_program *program;
-  uint32_t *value; // per tensor: the life that holds its value now, or MSI_NONE
-  uint32_t *gradient; // and its gradient
-  uint32_t *stack;    // of tensors, for recomputation
-  uint32_t
-      *queue; // params whose gradient is complete, to be updated in this order
-  uint32_t
-      *snapshot; // per operand of the graph: a copy of that state, or MSI_NONE
-  uint32_t queue_first, queue_end;
-  uint64_t queue_bytes;
-  bool backward;
-  uint32_t slots[MSI_MAX_VALUES +
-                 MS_LIMIT_OUT]; // of the instruction to come: lives, MSI_UNSET
-  msi_edge edges[MSI_MAX_EDGES];
-  uint32_t edge_count;
+    const msi_graph *graph;
+    const ms_allocator *allocator;
+    const msi_store *store;
+    const msi_plan *plan;
+    const ms_optimizer_desc *optimizer;
+    msi_program *program;
+    uint32_t *value;    // per tensor: the life that holds its value now, or MSI_NONE
+    uint32_t *gradient; // and its gradient
+    uint32_t *stack;    // of tensors, for recomputation
+    uint32_t *queue;    // params whose gradient is complete, to be updated in this order
+    uint32_t *snapshot; // per operand of the graph: a copy of that state, or MSI_NONE
+    uint32_t queue_first, queue_end;
+    uint64_t queue_bytes;
+    bool backward;
+    uint32_t slots[MSI_MAX_VALUES + MS_LIMIT_OUT]; // of the instruction to come: lives, MSI_UNSET
+    msi_edge edges[MSI_MAX_EDGES];
+    uint32_t edge_count;
 } msi_lowering;
 
 static const uint32_t MSI_UNSET = UINT32_MAX - 1; // of msi_lowering.slots
 
 static uint64_t msi_lowering_bytes(const msi_graph *g) {
-  return (4ull * g->tensors.count + g->operands.count) * sizeof(uint32_t);
+    return (4ull * g->tensors.count + g->operands.count) * sizeof(uint32_t);
 }
 
-static bool msi_lowering_init(msi_lowering *w, const ms_model *m,
-                              const msi_store *store, const msi_plan *plan) {
-  memset(w, 0, sizeof *w);
-  w->graph = &m->graph;
-  w->allocator = &m->config.allocator;
-  w->store = store;
-  w->plan = plan;
-  w->optimizer = &m->optimizer;
-  w->value = (uint32_t *)msi_alloc(w->allocator, msi_lowering_bytes(w->graph));
-  if (!w->value) {
-    return false;
-  }
-  w->gradient = w->value + w->graph->tensors.count;
-  w->queue = w->gradient + w->graph->tensors.count;
-  w->stack = w->queue + w->graph->tensors.count;
-  w->snapshot = w->stack + w->graph->tensors.count;
-  return true;
+static bool msi_lowering_init(msi_lowering *w, const ms_model *m, const msi_store *store,
+                              const msi_plan *plan) {
+    memset(w, 0, sizeof *w);
+    w->graph = &m->graph;
+    w->allocator = &m->config.allocator;
+    w->store = store;
+    w->plan = plan;
+    w->optimizer = &m->optimizer;
+    w->value = (uint32_t *)msi_alloc(w->allocator, msi_lowering_bytes(w->graph));
+    if (!w->value) {
+        return false;
+    }
+    w->gradient = w->value + w->graph->tensors.count;
+    w->queue = w->gradient + w->graph->tensors.count;
+    w->stack = w->queue + w->graph->tensors.count;
+    w->snapshot = w->stack + w->graph->tensors.count;
+    return true;
 }
 
 static void msi_lowering_free(msi_lowering *w) {
-  if (w->value) {
-    msi_release(w->allocator, w->value, msi_lowering_bytes(w->graph));
-  }
+    if (w->value) {
+        msi_release(w->allocator, w->value, msi_lowering_bytes(w->graph));
+    }
 }
 
 static void msi_program_free(const ms_allocator *a, msi_program *p) {
-  MSI_LIST_FREE(msi_instruction, a, p->instructions);
-  MSI_LIST_FREE(msi_operand, a, p->operands);
-  MSI_LIST_FREE(msi_life, a, p->lives);
-  MSI_LIST_FREE(msi_block, a, p->blocks);
-  MSI_LIST_FREE(uint64_t, a, p->live_bytes);
-  memset(p, 0, sizeof *p);
+    MSI_LIST_FREE(msi_instruction, a, p->instructions);
+    MSI_LIST_FREE(msi_operand, a, p->operands);
+    MSI_LIST_FREE(msi_life, a, p->lives);
+    MSI_LIST_FREE(msi_block, a, p->blocks);
+    MSI_LIST_FREE(uint64_t, a, p->live_bytes);
+    memset(p, 0, sizeof *p);
 }
 
 static uint32_t msi_emit(msi_lowering *w, msi_op op, uint32_t target) {
-  msi_program *p = w->program;
-  if (!MSI_RESERVE(msi_instruction, w->allocator, p->instructions,
-                   p->instructions.count + 1ull)) {
-    p->out_of_memory = true;
-    return 0;
-  }
-  msi_instruction *i = &p->instructions.items[p->instructions.count];
-  i->op = (uint8_t)op;
-  i->target = target;
-  i->operand_first = p->operands.count;
-  i->operand_count = 0;
-  return p->instructions.count++;
+    msi_program *p = w->program;
+    if (!MSI_RESERVE(msi_instruction, w->allocator, p->instructions,
+                     p->instructions.count + 1ull)) {
+        p->out_of_memory = true;
+        return 0;
+    }
+    msi_instruction *i = &p->instructions.items[p->instructions.count];
+    i->op = (uint8_t)op;
+    i->target = target;
+    i->operand_first = p->operands.count;
+    i->operand_count = 0;
+    return p->instructions.count++;
 }
 
-static ms_category msi_category(const msi_graph *g, uint32_t tensor,
-                                msi_role role) {
-  static const ms_category of_value[] = {
-      MS_CATEGORY_INPUT, MS_CATEGORY_PARAM, MS_CATEGORY_BUFFER,
-      MS_CATEGORY_ACTIVATION, MS_CATEGORY_SAVED};
-  switch (role) {
-  case MSI_ROLE_WORKSPACE:
-  case MSI_ROLE_NORM:
-    return MS_CATEGORY_WORKSPACE;
-  case MSI_ROLE_VALUE:
-    return of_value[g->tensors.items[tensor].kind];
-  case MSI_ROLE_SNAPSHOT:
-    return MS_CATEGORY_SAVED;
-  case MSI_ROLE_GRADIENT:
-  case MSI_ROLE_PART:
-    return g->tensors.items[tensor].kind == MSI_KIND_PARAM
-               ? MS_CATEGORY_GRADIENT
-               : MS_CATEGORY_ACTIVATION_GRADIENT;
-  default:
-    return MS_CATEGORY_OPTIMIZER;
-  }
+static ms_category msi_category(const msi_graph *g, uint32_t tensor, msi_role role) {
+    static const ms_category of_value[] = {MS_CATEGORY_INPUT, MS_CATEGORY_PARAM, MS_CATEGORY_BUFFER,
+                                           MS_CATEGORY_ACTIVATION, MS_CATEGORY_SAVED};
+    switch (role) {
+    case MSI_ROLE_WORKSPACE:
+    case MSI_ROLE_NORM:
+        return MS_CATEGORY_WORKSPACE;
+    case MSI_ROLE_VALUE:
+        return of_value[g->tensors.items[tensor].kind];
+    case MSI_ROLE_SNAPSHOT:
+        return MS_CATEGORY_SAVED;
+    case MSI_ROLE_GRADIENT:
+    case MSI_ROLE_PART:
+        return g->tensors.items[tensor].kind == MSI_KIND_PARAM ? MS_CATEGORY_GRADIENT
+                                                               : MS_CATEGORY_ACTIVATION_GRADIENT;
+    default:
+        return MS_CATEGORY_OPTIMIZER;
+    }
 }
 
-static uint32_t msi_birth(msi_lowering *w, uint32_t target, msi_role role,
-                          uint64_t bytes) {
-  msi_program *p = w->program;
-  if (!MSI_RESERVE(msi_life, w->allocator, p->lives, p->lives.count + 1ull)) {
-    p->out_of_memory = true;
-    return MSI_NONE;
-  }
-  msi_life *life = &p->lives.items[p->lives.count];
-  memset(life, 0, sizeof *life);
-  life->tensor = target;
-  life->role = (uint8_t)role;
-  life->category = (uint8_t)msi_category(w->graph, target, role);
-  life->bytes = bytes;
-  life->first = life->last = p->instructions.count - 1;
-  life->idle_first = life->idle_last = MSI_NONE;
-  life->takes_over = life->block = MSI_NONE;
-  return p->lives.count++;
+static uint32_t msi_birth(msi_lowering *w, uint32_t target, msi_role role, uint64_t bytes) {
+    msi_program *p = w->program;
+    if (!MSI_RESERVE(msi_life, w->allocator, p->lives, p->lives.count + 1ull)) {
+        p->out_of_memory = true;
+        return MSI_NONE;
+    }
+    msi_life *life = &p->lives.items[p->lives.count];
+    memset(life, 0, sizeof *life);
+    life->tensor = target;
+    life->role = (uint8_t)role;
+    life->category = (uint8_t)msi_category(w->graph, target, role);
+    life->bytes = bytes;
+    life->first = life->last = p->instructions.count - 1;
+    life->idle_first = life->idle_last = MSI_NONE;
+    life->takes_over = life->block = MSI_NONE;
+    return p->lives.count++;
 }
 
 /* Appends an operand to the instruction under way; its life reaches to here. */
 static void msi_use(msi_lowering *w, uint32_t life, bool accumulate) {
-  msi_program *p = w->program;
-  if (p->out_of_memory || !MSI_RESERVE(msi_operand, w->allocator, p->operands,
-                                       p->operands.count + 1ull)) {
-    p->out_of_memory = true;
-    return;
-  }
-  const uint32_t now = p->instructions.count - 1;
-  msi_operand *operand = &p->operands.items[p->operands.count++];
-  operand->life = life;
-  operand->accumulate = accumulate;
-  p->instructions.items[now].operand_count++;
-  if (life == MSI_NONE || life < w->store->slots.count) {
-    return;
-  }
-  msi_life *l = &p->lives.items[life];
-  if (w->backward && l->idle_last == MSI_NONE && l->first < p->forward_end) {
-    l->idle_first = l->last;
-    l->idle_last = now;
-  }
-  l->last = now;
+    msi_program *p = w->program;
+    if (p->out_of_memory ||
+        !MSI_RESERVE(msi_operand, w->allocator, p->operands, p->operands.count + 1ull)) {
+        p->out_of_memory = true;
+        return;
+    }
+    const uint32_t now = p->instructions.count - 1;
+    msi_operand *operand = &p->operands.items[p->operands.count++];
+    operand->life = life;
+    operand->accumulate = accumulate;
+    p->instructions.items[now].operand_count++;
+    if (life == MSI_NONE || life < w->store->slots.count) {
+        return;
+    }
+    msi_life *l = &p->lives.items[life];
+    if (w->backward && l->idle_last == MSI_NONE && l->first < p->forward_end) {
+        l->idle_first = l->last;
+        l->idle_last = now;
+    }
+    l->last = now;
 }
 
-static uint32_t msi_emit_copy(msi_lowering *w, msi_op op, uint32_t target,
-                              msi_role role, uint32_t life, uint32_t source) {
-  msi_emit(w, op, target);
-  if (life == MSI_NONE) {
-    life = msi_birth(w, target, role, w->graph->tensors.items[target].bytes);
-  }
-  msi_use(w, life, false);
-  msi_use(w, source, false);
-  return life;
+static uint32_t msi_emit_copy(msi_lowering *w, msi_op op, uint32_t target, msi_role role,
+                              uint32_t life, uint32_t source) {
+    msi_emit(w, op, target);
+    if (life == MSI_NONE) {
+        life = msi_birth(w, target, role, w->graph->tensors.items[target].bytes);
+    }
+    msi_use(w, life, false);
+    msi_use(w, source, false);
+    return life;
 }
 
-static uint32_t msi_emit_zero(msi_lowering *w, uint32_t target, msi_role role,
-                              uint64_t bytes) {
-  msi_emit(w, MSI_OP_ZERO, target);
-  const uint32_t life = msi_birth(w, target, role, bytes);
-  msi_use(w, life, false);
-  return life;
+static uint32_t msi_emit_zero(msi_lowering *w, uint32_t target, msi_role role, uint64_t bytes) {
+    msi_emit(w, MSI_OP_ZERO, target);
+    const uint32_t life = msi_birth(w, target, role, bytes);
+    msi_use(w, life, false);
+    return life;
 }
 
-/* Scratch memory that must be cleared is made before the instruction that it is
-   for; the rest, MSI_UNSET here, with it. */
-static uint32_t msi_prepare_workspace(msi_lowering *w, uint32_t layer,
-                                      int which) {
-  const msi_layer *l = &w->graph->layers.items[layer];
-  const uint64_t bytes = msi_workspace_bytes(w->graph, l, which);
-  return bytes == 0 ? MSI_NONE
-         : l->workspace[which].contents == MS_CONTENTS_ANY
-             ? MSI_UNSET
-             : msi_emit_zero(w, layer, MSI_ROLE_WORKSPACE, bytes);
-}
-
-static void msi_use_workspace(msi_lowering *w, uint32_t layer, int which,
-                              uint32_t life) {
-  if (life == MSI_UNSET) {
+/* Scratch memory that must be cleared is made before the instruction that it is for; the rest,
+   MSI_UNSET here, with it. */
+static uint32_t msi_prepare_workspace(msi_lowering *w, uint32_t layer, int which) {
     const msi_layer *l = &w->graph->layers.items[layer];
-    life = msi_birth(w, layer, MSI_ROLE_WORKSPACE,
-                     msi_workspace_bytes(w->graph, l, which));
-  }
-  msi_use(w, life, false);
+    const uint64_t bytes = msi_workspace_bytes(w->graph, l, which);
+    return bytes == 0 ? MSI_NONE
+           : l->workspace[which].contents == MS_CONTENTS_ANY
+               ? MSI_UNSET
+               : msi_emit_zero(w, layer, MSI_ROLE_WORKSPACE, bytes);
+}
+
+static void msi_use_workspace(msi_lowering *w, uint32_t layer, int which, uint32_t life) {
+    if (life == MSI_UNSET) {
+        const msi_layer *l = &w->graph->layers.items[layer];
+        life = msi_birth(w, layer, MSI_ROLE_WORKSPACE, msi_workspace_bytes(w->graph, l, which));
+    }
+    msi_use(w, life, false);
 }
 
 static void msi_start_program(msi_lowering *w, msi_program *p) {
-  const msi_store *store = w->store;
-  p->instructions.count = p->operands.count = p->lives.count = 0;
-  p->forward_end = p->backward_end = UINT32_MAX;
-  p->recompute_cost = 0.0;
-  p->recompute_count = 0;
-  p->norm = MSI_NONE;
-  p->out_of_memory = false;
-  w->program = p;
-  w->queue_first = w->queue_end = 0;
-  w->queue_bytes = 0;
-  w->backward = false;
-  for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
-    w->value[t] = store->slot_of[t];
-    w->gradient[t] = MSI_NONE;
-  }
-  for (uint32_t i = 0; i < w->graph->operands.count; i++) {
-    w->snapshot[i] = MSI_NONE;
-  }
-  for (uint32_t i = 0; i < store->slots.count; i++) {
-    const msi_slot *slot = &store->slots.items[i];
-    const uint32_t life = msi_birth(w, slot->tensor, slot->role, slot->bytes);
-    if (life == MSI_NONE) {
-      return;
+    const msi_store *store = w->store;
+    p->instructions.count = p->operands.count = p->lives.count = 0;
+    p->forward_end = p->backward_end = UINT32_MAX;
+    p->recompute_cost = 0.0;
+    p->recompute_count = 0;
+    p->norm = MSI_NONE;
+    p->out_of_memory = false;
+    w->program = p;
+    w->queue_first = w->queue_end = 0;
+    w->queue_bytes = 0;
+    w->backward = false;
+    for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
+        w->value[t] = store->slot_of[t];
+        w->gradient[t] = MSI_NONE;
     }
-    p->lives.items[life].first = 0;
-    p->lives.items[life].last = MSI_NONE;
-    if (slot->role == MSI_ROLE_GRADIENT &&
-        w->graph->tensors.items[slot->tensor].wants_gradient) {
-      w->gradient[slot->tensor] = life;
+    for (uint32_t i = 0; i < w->graph->operands.count; i++) {
+        w->snapshot[i] = MSI_NONE;
     }
-  }
+    for (uint32_t i = 0; i < store->slots.count; i++) {
+        const msi_slot *slot = &store->slots.items[i];
+        const uint32_t life = msi_birth(w, slot->tensor, slot->role, slot->bytes);
+        if (life == MSI_NONE) {
+            return;
+        }
+        p->lives.items[life].first = 0;
+        p->lives.items[life].last = MSI_NONE;
+        if (slot->role == MSI_ROLE_GRADIENT &&
+            w->graph->tensors.items[slot->tensor].wants_gradient) {
+            w->gradient[slot->tensor] = life;
+        }
+    }
 }
 
-/* The edges of a layer whose gradients it writes, those in the masks. A
-   gradient that a layer adds to, and that is not there yet, is cleared here. */
-static void msi_list_edges(msi_lowering *w, const msi_layer *l,
-                           uint32_t in_mask, uint32_t param_mask) {
-  const msi_graph *g = w->graph;
-  const uint32_t overwrites =
-      (uint32_t)l->overwrites.in | l->must_grad_in_place;
-  w->edge_count = 0;
-  for (int group = MSI_GROUP_IN; group <= MSI_GROUP_PARAM;
-       group += MSI_GROUP_PARAM) {
-    const bool of_in = group == MSI_GROUP_IN;
-    const uint32_t mask = of_in ? in_mask : param_mask;
-    for (uint32_t slot = 0; slot < l->count[group]; slot++) {
-      msi_edge *edge = &w->edges[w->edge_count++];
-      const uint32_t t = msi_group(g, l, group)[slot];
-      memset(edge, 0, sizeof *edge);
-      edge->life = edge->tensor = MSI_NONE;
-      if (!(mask >> slot & 1) || t == MSI_NONE ||
-          !g->tensors.items[t].wants_gradient) {
-        continue;
-      }
-      edge->tensor = t;
-      edge->overwrites = (of_in ? overwrites : l->overwrites.param) >> slot & 1;
-      const uint32_t accumulates =
-          of_in ? l->accumulates.in : l->accumulates.param;
-      if ((accumulates >> slot & 1) && w->gradient[t] == MSI_NONE) {
-        w->gradient[t] =
-            msi_emit_zero(w, t, MSI_ROLE_GRADIENT, g->tensors.items[t].bytes);
-      }
+/* The edges of a layer whose gradients it writes, those in the masks. A gradient that a layer adds
+   to, and that is not there yet, is cleared here. */
+static void msi_list_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask,
+                           uint32_t param_mask) {
+    const msi_graph *g = w->graph;
+    const uint32_t overwrites = (uint32_t)l->overwrites.in | l->must_grad_in_place;
+    w->edge_count = 0;
+    for (int group = MSI_GROUP_IN; group <= MSI_GROUP_PARAM; group += MSI_GROUP_PARAM) {
+        const bool of_in = group == MSI_GROUP_IN;
+        const uint32_t mask = of_in ? in_mask : param_mask;
+        for (uint32_t slot = 0; slot < l->count[group]; slot++) {
+            msi_edge *edge = &w->edges[w->edge_count++];
+            const uint32_t t = msi_group(g, l, group)[slot];
+            memset(edge, 0, sizeof *edge);
+            edge->life = edge->tensor = MSI_NONE;
+            if (!(mask >> slot & 1) || t == MSI_NONE || !g->tensors.items[t].wants_gradient) {
+                continue;
+            }
+            edge->tensor = t;
+            edge->overwrites = (of_in ? overwrites : l->overwrites.param) >> slot & 1;
+            const uint32_t accumulates = of_in ? l->accumulates.in : l->accumulates.param;
+            if ((accumulates >> slot & 1) && w->gradient[t] == MSI_NONE) {
+                w->gradient[t] = msi_emit_zero(w, t, MSI_ROLE_GRADIENT, g->tensors.items[t].bytes);
+            }
+        }
     }
-  }
 }
 
-/* Where an edge writes: to the gradient itself, as its first contribution or on
-   top of what is there; or, if it overwrites and others contribute too, to a
-   part of its own. */
+/* Where an edge writes: to the gradient itself, as its first contribution or on top of what is
+   there; or, if it overwrites and others contribute too, to a part of its own. */
 static void msi_decide_edge(msi_lowering *w, msi_edge *edge) {
-  bool first = w->gradient[edge->tensor] == MSI_NONE, mixed = false;
-  for (uint32_t k = 0; k < w->edge_count; k++) {
-    const msi_edge *other = &w->edges[k];
-    if (other->tensor == edge->tensor) {
-      mixed |= !other->overwrites;
-      first &= other >= edge || other->part;
+    bool first = w->gradient[edge->tensor] == MSI_NONE, mixed = false;
+    for (uint32_t k = 0; k < w->edge_count; k++) {
+        const msi_edge *other = &w->edges[k];
+        if (other->tensor == edge->tensor) {
+            mixed |= !other->overwrites;
+            first &= other >= edge || other->part;
+        }
     }
-  }
-  edge->part = edge->overwrites && (!first || mixed);
-  edge->accumulate = !edge->overwrites && !first;
+    edge->part = edge->overwrites && (!first || mixed);
+    edge->accumulate = !edge->overwrites && !first;
 }
 
-/* A gradient that is computed on in place of grad_out: copied there before.
- * Returns the life. */
-static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l,
-                                  uint32_t in, msi_edge *edge,
+/* A gradient that is computed on in place of grad_out: copied there before. Returns the life. */
+static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t in, msi_edge *edge,
                                   uint32_t *grad_out) {
-  const msi_graph *g = w->graph;
-  const uint16_t *masks =
-      g->masks.items + l->mask_first + l->count[MSI_GROUP_OUT] + 4 * in;
-  const uint32_t out = msi_lowest_bit(masks[3]);
-  const uint32_t source = w->gradient[msi_group(g, l, MSI_GROUP_OUT)[out]];
-  const msi_role role = edge->part ? MSI_ROLE_PART : MSI_ROLE_GRADIENT;
-  const uint32_t t = edge->tensor;
-  const uint32_t life =
-      source == MSI_NONE
-          ? msi_emit_zero(w, t, role, g->tensors.items[t].bytes)
-          : msi_emit_copy(w, MSI_OP_COPY, t, role, MSI_NONE, source);
-  grad_out[out] = life;
-  return life;
+    const msi_graph *g = w->graph;
+    const uint16_t *masks = g->masks.items + l->mask_first + l->count[MSI_GROUP_OUT] + 4 * in;
+    const uint32_t out = msi_lowest_bit(masks[3]);
+    const uint32_t source = w->gradient[msi_group(g, l, MSI_GROUP_OUT)[out]];
+    const msi_role role = edge->part ? MSI_ROLE_PART : MSI_ROLE_GRADIENT;
+    const uint32_t t = edge->tensor;
+    const uint32_t life = source == MSI_NONE
+                              ? msi_emit_zero(w, t, role, g->tensors.items[t].bytes)
+                              : msi_emit_copy(w, MSI_OP_COPY, t, role, MSI_NONE, source);
+    grad_out[out] = life;
+    return life;
 }
 
-/* What must happen to the edges before their instruction. `grad_out` gets the
-   lives that the layer works on in place of the gradients of its outputs. */
-static void msi_prepare_edges(msi_lowering *w, const msi_layer *l,
-                              uint32_t in_mask, uint32_t param_mask,
-                              uint32_t *grad_out) {
-  msi_list_edges(w, l, in_mask, param_mask);
-  for (uint32_t e = 0; e < w->edge_count; e++) {
-    msi_edge *edge = &w->edges[e];
-    if (edge->tensor == MSI_NONE) {
-      continue;
+/* What must happen to the edges before their instruction. `grad_out` gets the lives that the layer
+   works on in place of the gradients of its outputs. */
+static void msi_prepare_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask,
+                              uint32_t param_mask, uint32_t *grad_out) {
+    msi_list_edges(w, l, in_mask, param_mask);
+    for (uint32_t e = 0; e < w->edge_count; e++) {
+        msi_edge *edge = &w->edges[e];
+        if (edge->tensor == MSI_NONE) {
+            continue;
+        }
+        msi_decide_edge(w, edge);
+        if (e < l->count[MSI_GROUP_IN] && (l->must_grad_in_place >> e & 1)) {
+            edge->life = msi_copy_grad_out(w, l, e, edge, grad_out);
+            w->gradient[edge->tensor] = edge->part ? w->gradient[edge->tensor] : edge->life;
+        }
     }
-    msi_decide_edge(w, edge);
-    if (e < l->count[MSI_GROUP_IN] && (l->must_grad_in_place >> e & 1)) {
-      edge->life = msi_copy_grad_out(w, l, e, edge, grad_out);
-      w->gradient[edge->tensor] =
-          edge->part ? w->gradient[edge->tensor] : edge->life;
-    }
-  }
 }
 
 /* The operands of the edges, once their instruction is there. */
 static void msi_use_edges(msi_lowering *w, uint32_t first, uint32_t end) {
-  for (uint32_t e = first; e < end; e++) {
-    msi_edge *edge = &w->edges[e];
-    if (edge->tensor == MSI_NONE) {
-      msi_use(w, MSI_NONE, false);
-      continue;
+    for (uint32_t e = first; e < end; e++) {
+        msi_edge *edge = &w->edges[e];
+        if (edge->tensor == MSI_NONE) {
+            msi_use(w, MSI_NONE, false);
+            continue;
+        }
+        if (edge->life == MSI_NONE && (edge->part || w->gradient[edge->tensor] == MSI_NONE)) {
+            edge->life = msi_birth(w, edge->tensor, edge->part ? MSI_ROLE_PART : MSI_ROLE_GRADIENT,
+                                   w->graph->tensors.items[edge->tensor].bytes);
+            if (!edge->part) {
+                w->gradient[edge->tensor] = edge->life;
+            }
+        }
+        msi_use(w, edge->life == MSI_NONE ? w->gradient[edge->tensor] : edge->life,
+                edge->accumulate);
     }
-    if (edge->life == MSI_NONE &&
-        (edge->part || w->gradient[edge->tensor] == MSI_NONE)) {
-      edge->life = msi_birth(w, edge->tensor,
-                             edge->part ? MSI_ROLE_PART : MSI_ROLE_GRADIENT,
-                             w->graph->tensors.items[edge->tensor].bytes);
-      if (!edge->part) {
-        w->gradient[edge->tensor] = edge->life;
-      }
-    }
-    msi_use(w, edge->life == MSI_NONE ? w->gradient[edge->tensor] : edge->life,
-            edge->accumulate);
-  }
 }
 
 static void msi_add_parts(msi_lowering *w) {
-  for (uint32_t e = 0; e < w->edge_count; e++) {
-    if (w->edges[e].tensor != MSI_NONE && w->edges[e].part) {
-      msi_emit(w, MSI_OP_ADD, w->edges[e].tensor);
-      msi_use(w, w->gradient[w->edges[e].tensor], true);
-      msi_use(w, w->edges[e].life, false);
+    for (uint32_t e = 0; e < w->edge_count; e++) {
+        if (w->edges[e].tensor != MSI_NONE && w->edges[e].part) {
+            msi_emit(w, MSI_OP_ADD, w->edges[e].tensor);
+            msi_use(w, w->gradient[w->edges[e].tensor], true);
+            msi_use(w, w->edges[e].life, false);
+        }
     }
-  }
 }
 
-/* Whether a recomputation for `request`, before the backward of `reader`, is to
- * make a tensor. */
-static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader,
-                          uint32_t request) {
-  const msi_tensor *tensor = &w->graph->tensors.items[t];
-  return tensor->kept || t == w->graph->loss || t == request ||
-         (tensor->last_reader != MSI_NONE && tensor->last_reader <= reader);
+/* Whether a recomputation for `request`, before the backward of `reader`, is to make a tensor. */
+static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader, uint32_t request) {
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    return tensor->kept || t == w->graph->loss || t == request ||
+           (tensor->last_reader != MSI_NONE && tensor->last_reader <= reader);
 }
 
-/* Whether a saved tensor is for anything: its layer's backward, or its
- * recompute callback. */
+/* Whether a saved tensor is for anything: its layer's backward, or its recompute callback. */
 static bool msi_is_read_again(const msi_graph *g, uint32_t t) {
-  const msi_tensor *tensor = &g->tensors.items[t];
-  return tensor->last_reader != MSI_NONE ||
-         (tensor->pinned &&
-          msi_can_recompute(&g->layers.items[tensor->producer]));
+    const msi_tensor *tensor = &g->tensors.items[t];
+    return tensor->last_reader != MSI_NONE ||
+           (tensor->pinned && msi_can_recompute(&g->layers.items[tensor->producer]));
 }
 
-/* The life that a forward, eval or recomputation writes a tensor to, born with
-   the last instruction; MSI_NONE where nobody wants it. */
-static uint32_t msi_output_life(msi_lowering *w, msi_op op, uint32_t t,
-                                bool optional, uint32_t reader,
-                                uint32_t request) {
-  const msi_graph *g = w->graph;
-  const msi_tensor *tensor = &g->tensors.items[t];
-  const bool again = op == MSI_OP_RECOMPUTE;
-  const bool there = w->value[t] != MSI_NONE;
-  const bool needed = msi_is_needed(w, t, reader, request);
-  const bool own = again && g->layers.items[tensor->producer].recompute;
-  if (own && there) { // what was kept, for it to read or to leave alone
-    return tensor->pinned ? w->value[t] : MSI_NONE;
-  }
-  if (again ? (own || optional) && !(needed && !there)
-            : optional && (op == MSI_OP_EVAL || w->plan->dropped[t] ||
-                           !msi_is_read_again(g, t))) {
-    return MSI_NONE;
-  }
-  /* A recomputation by forward writes values that are still there once more,
-     with the same bits, unless nobody will read them again: then they go to
-     scratch memory. */
-  if (there && needed) {
-    return w->value[t];
-  }
-  const uint32_t life = msi_birth(w, t, MSI_ROLE_VALUE, tensor->bytes);
-  w->value[t] = there ? w->value[t] : life;
-  return life;
+/* The life that a forward, eval or recomputation writes a tensor to, born with the last
+   instruction; MSI_NONE where nobody wants it. */
+static uint32_t msi_output_life(msi_lowering *w, msi_op op, uint32_t t, bool optional,
+                                uint32_t reader, uint32_t request) {
+    const msi_graph *g = w->graph;
+    const msi_tensor *tensor = &g->tensors.items[t];
+    const bool again = op == MSI_OP_RECOMPUTE;
+    const bool there = w->value[t] != MSI_NONE;
+    const bool needed = msi_is_needed(w, t, reader, request);
+    const bool own = again && g->layers.items[tensor->producer].recompute;
+    if (own && there) { // what was kept, for it to read or to leave alone
+        return tensor->pinned ? w->value[t] : MSI_NONE;
+    }
+    if (again
+            ? (own || optional) && !(needed && !there)
+            : optional && (op == MSI_OP_EVAL || w->plan->dropped[t] || !msi_is_read_again(g, t))) {
+        return MSI_NONE;
+    }
+    /* A recomputation by forward writes values that are still there once more, with the same bits,
+       unless nobody will read them again: then they go to scratch memory. */
+    if (there && needed) {
+        return w->value[t];
+    }
+    const uint32_t life = msi_birth(w, t, MSI_ROLE_VALUE, tensor->bytes);
+    w->value[t] = there ? w->value[t] : life;
+    return life;
 }
 
-/* State that a recomputation would change a second time: a copy is made before
-   forward, put in place for the recomputation, and what was there in the
-   meantime is put back behind it. A copy that no recomputation uses is taken
-   out in the end. */
-static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l,
-                            uint32_t *aside) {
-  const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
-  uint32_t *snapshot = w->snapshot + (state - w->graph->operands.items);
-  const uint32_t count =
-      op == MSI_OP_EVAL || l->keeps_state || !msi_can_recompute(l)
-          ? 0
-          : l->count[MSI_GROUP_STATE];
-  for (uint32_t k = 0; k < MS_LIMIT_STATE; k++) {
-    aside[k] = MSI_NONE;
-    if (k < count && state[k] != MSI_NONE) {
-      aside[k] = msi_emit_copy(w, MSI_OP_COPY, state[k], MSI_ROLE_SNAPSHOT,
-                               MSI_NONE, w->value[state[k]]);
+/* State that a recomputation would change a second time: a copy is made before forward, put in
+   place for the recomputation, and what was there in the meantime is put back behind it. A copy
+   that no recomputation uses is taken out in the end. */
+static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t *aside) {
+    const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
+    uint32_t *snapshot = w->snapshot + (state - w->graph->operands.items);
+    const uint32_t count = op == MSI_OP_EVAL || l->keeps_state || !msi_can_recompute(l)
+                               ? 0
+                               : l->count[MSI_GROUP_STATE];
+    for (uint32_t k = 0; k < MS_LIMIT_STATE; k++) {
+        aside[k] = MSI_NONE;
+        if (k < count && state[k] != MSI_NONE) {
+            aside[k] = msi_emit_copy(w, MSI_OP_COPY, state[k], MSI_ROLE_SNAPSHOT, MSI_NONE,
+                                     w->value[state[k]]);
+        }
     }
-  }
-  for (uint32_t k = 0; k < count; k++) {
-    if (op == MSI_OP_RECOMPUTE && state[k] != MSI_NONE) {
-      msi_emit_copy(w, MSI_OP_COPY, state[k], MSI_ROLE_VALUE,
-                    w->value[state[k]], snapshot[k]);
-    } else {
-      snapshot[k] = aside[k];
+    for (uint32_t k = 0; k < count; k++) {
+        if (op == MSI_OP_RECOMPUTE && state[k] != MSI_NONE) {
+            msi_emit_copy(w, MSI_OP_COPY, state[k], MSI_ROLE_VALUE, w->value[state[k]],
+                          snapshot[k]);
+        } else {
+            snapshot[k] = aside[k];
+        }
     }
-  }
 }
 
-/* Inputs that are computed on in place: copied to where the output will be. The
-   copy costs nothing where the input's memory is taken over. */
-static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l,
-                               uint32_t reader, uint32_t request) {
-  const msi_graph *g = w->graph;
-  const uint32_t *in = msi_group(g, l, MSI_GROUP_IN),
-                 *out = msi_group(g, l, MSI_GROUP_OUT);
-  for (uint32_t j = 0; j < l->count[MSI_GROUP_OUT]; j++) {
-    const bool own = op == MSI_OP_RECOMPUTE && l->recompute;
-    if ((l->must_in_place >> j & 1) &&
-        (!own || (w->value[out[j]] == MSI_NONE &&
-                  msi_is_needed(w, out[j], reader, request)))) {
-      const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + j]);
-      const uint32_t source = w->value[in[i]];
-      msi_emit(w, MSI_OP_COPY, out[j]);
-      const uint32_t life =
-          msi_output_life(w, op, out[j], false, reader, request);
-      msi_use(w, life, false);
-      msi_use(w, source, false);
-      w->slots[i] = w->slots[msi_group_start(l, MSI_GROUP_OUT) + j] = life;
+/* Inputs that are computed on in place: copied to where the output will be. The copy costs nothing
+   where the input's memory is taken over. */
+static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t reader,
+                               uint32_t request) {
+    const msi_graph *g = w->graph;
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = msi_group(g, l, MSI_GROUP_OUT);
+    for (uint32_t j = 0; j < l->count[MSI_GROUP_OUT]; j++) {
+        const bool own = op == MSI_OP_RECOMPUTE && l->recompute;
+        if ((l->must_in_place >> j & 1) &&
+            (!own || (w->value[out[j]] == MSI_NONE && msi_is_needed(w, out[j], reader, request)))) {
+            const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + j]);
+            const uint32_t source = w->value[in[i]];
+            msi_emit(w, MSI_OP_COPY, out[j]);
+            const uint32_t life = msi_output_life(w, op, out[j], false, reader, request);
+            msi_use(w, life, false);
+            msi_use(w, source, false);
+            w->slots[i] = w->slots[msi_group_start(l, MSI_GROUP_OUT) + j] = life;
+        }
     }
-  }
 }
 
 /* The operands of a group of values. */
-static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l,
-                           int group, uint32_t reader, uint32_t request) {
-  const uint32_t *operands = msi_group(w->graph, l, group);
-  const uint32_t start = msi_group_start(l, group);
-  const uint32_t reads = op == MSI_OP_BACKWARD ? msi_reads_of(l, group)
-                         : op == MSI_OP_RECOMPUTE
-                             ? msi_recompute_reads_of(l, group)
-                             : UINT16_MAX;
-  const bool written = op != MSI_OP_BACKWARD &&
-                       (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED);
-  for (uint32_t k = 0; k < l->count[group]; k++) {
-    uint32_t life = w->slots[start + k];
-    if (operands[k] == MSI_NONE) {
-      life = MSI_NONE;
-    } else if (life == MSI_UNSET && written) {
-      const bool optional =
-          group == MSI_GROUP_SAVED && (l->optional_saved >> k & 1);
-      life = msi_output_life(w, op, operands[k], optional, reader, request);
-    } else if (life == MSI_UNSET) {
-      life = reads >> k & 1 ? w->value[operands[k]] : MSI_NONE;
+static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int group,
+                           uint32_t reader, uint32_t request) {
+    const uint32_t *operands = msi_group(w->graph, l, group);
+    const uint32_t start = msi_group_start(l, group);
+    const uint32_t reads = op == MSI_OP_BACKWARD    ? msi_reads_of(l, group)
+                           : op == MSI_OP_RECOMPUTE ? msi_recompute_reads_of(l, group)
+                                                    : UINT16_MAX;
+    const bool written =
+        op != MSI_OP_BACKWARD && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED);
+    for (uint32_t k = 0; k < l->count[group]; k++) {
+        uint32_t life = w->slots[start + k];
+        if (operands[k] == MSI_NONE) {
+            life = MSI_NONE;
+        } else if (life == MSI_UNSET && written) {
+            const bool optional = group == MSI_GROUP_SAVED && (l->optional_saved >> k & 1);
+            life = msi_output_life(w, op, operands[k], optional, reader, request);
+        } else if (life == MSI_UNSET) {
+            life = reads >> k & 1 ? w->value[operands[k]] : MSI_NONE;
+        }
+        msi_use(w, life, false);
     }
-    msi_use(w, life, false);
-  }
 }
 
 static void msi_unset_slots(msi_lowering *w) {
-  for (uint32_t k = 0; k < MSI_MAX_VALUES + MS_LIMIT_OUT; k++) {
-    w->slots[k] = MSI_UNSET;
-  }
+    for (uint32_t k = 0; k < MSI_MAX_VALUES + MS_LIMIT_OUT; k++) {
+        w->slots[k] = MSI_UNSET;
+    }
 }
 
-/* Forward, eval or recompute of a layer: inputs and params are there. `request`
-   is the tensor that a recomputation is for. */
-static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer,
-                              uint32_t reader, uint32_t request) {
-  const msi_layer *l = &w->graph->layers.items[layer];
-  const int which =
-      op == MSI_OP_RECOMPUTE ? MSI_WORKSPACE_RECOMPUTE : MSI_WORKSPACE_FORWARD;
-  const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
-  const bool ends_in_loss = op == MSI_OP_FORWARD && l->grads_in_forward != 0;
-  uint32_t aside[MS_LIMIT_STATE];
-  msi_unset_slots(w);
-  msi_lower_state(w, op, l, aside);
-  msi_lower_in_place(w, op, l, reader, request);
-  if (ends_in_loss) {
-    msi_prepare_edges(w, l, l->grads_in_forward, 0, NULL);
-  }
-  const uint32_t workspace = msi_prepare_workspace(w, layer, which);
-  msi_emit(w, op, layer);
-  for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-    msi_use_values(w, op, l, group, reader, request);
-  }
-  if (ends_in_loss) {
-    msi_use_edges(w, 0, l->count[MSI_GROUP_IN]);
-  }
-  msi_use_workspace(w, layer, which, workspace);
-  if (ends_in_loss) {
-    msi_add_parts(w);
-  }
-  for (uint32_t k = 0; k < MS_LIMIT_STATE; k++) {
-    if (op == MSI_OP_RECOMPUTE && aside[k] != MSI_NONE) {
-      msi_emit_copy(w, MSI_OP_RESTORE, state[k], MSI_ROLE_VALUE,
-                    w->value[state[k]], aside[k]);
+/* Forward, eval or recompute of a layer: inputs and params are there. `request` is the tensor that
+   a recomputation is for. */
+static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32_t reader,
+                              uint32_t request) {
+    const msi_layer *l = &w->graph->layers.items[layer];
+    const int which = op == MSI_OP_RECOMPUTE ? MSI_WORKSPACE_RECOMPUTE : MSI_WORKSPACE_FORWARD;
+    const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
+    const bool ends_in_loss = op == MSI_OP_FORWARD && l->grads_in_forward != 0;
+    uint32_t aside[MS_LIMIT_STATE];
+    msi_unset_slots(w);
+    msi_lower_state(w, op, l, aside);
+    msi_lower_in_place(w, op, l, reader, request);
+    if (ends_in_loss) {
+        msi_prepare_edges(w, l, l->grads_in_forward, 0, NULL);
     }
-  }
+    const uint32_t workspace = msi_prepare_workspace(w, layer, which);
+    msi_emit(w, op, layer);
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        msi_use_values(w, op, l, group, reader, request);
+    }
+    if (ends_in_loss) {
+        msi_use_edges(w, 0, l->count[MSI_GROUP_IN]);
+    }
+    msi_use_workspace(w, layer, which, workspace);
+    if (ends_in_loss) {
+        msi_add_parts(w);
+    }
+    for (uint32_t k = 0; k < MS_LIMIT_STATE; k++) {
+        if (op == MSI_OP_RECOMPUTE && aside[k] != MSI_NONE) {
+            msi_emit_copy(w, MSI_OP_RESTORE, state[k], MSI_ROLE_VALUE, w->value[state[k]],
+                          aside[k]);
+        }
+    }
 }
 
-/* Makes sure that the value of a tensor is in memory, for the backward of layer
-   `reader`: runs its producer again, after the producers of what that reads,
-   and so on back to what was kept. */
-static void msi_lower_recompute(msi_lowering *w, uint32_t tensor,
-                                uint32_t reader) {
-  const msi_graph *g = w->graph;
-  uint32_t depth = 0;
-  if (w->value[tensor] != MSI_NONE) {
-    return;
-  }
-  w->stack[depth++] = tensor;
-  while (depth > 0 && !w->program->out_of_memory) {
-    const uint32_t t = w->stack[depth - 1];
-    const uint32_t layer = g->tensors.items[t].producer;
-    const msi_layer *l = &g->layers.items[layer];
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-    const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
-    uint32_t missing = MSI_NONE;
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && missing == MSI_NONE;
-         k++) {
-      if (in[k] != MSI_NONE && (reads >> k & 1) &&
-          w->value[in[k]] == MSI_NONE) {
-        missing = in[k];
-      }
+/* Makes sure that the value of a tensor is in memory, for the backward of layer `reader`: runs its
+   producer again, after the producers of what that reads, and so on back to what was kept. */
+static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reader) {
+    const msi_graph *g = w->graph;
+    uint32_t depth = 0;
+    if (w->value[tensor] != MSI_NONE) {
+        return;
     }
-    if (missing != MSI_NONE) {
-      w->stack[depth++] = missing;
-      continue;
+    w->stack[depth++] = tensor;
+    while (depth > 0 && !w->program->out_of_memory) {
+        const uint32_t t = w->stack[depth - 1];
+        const uint32_t layer = g->tensors.items[t].producer;
+        const msi_layer *l = &g->layers.items[layer];
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
+        uint32_t missing = MSI_NONE;
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && missing == MSI_NONE; k++) {
+            if (in[k] != MSI_NONE && (reads >> k & 1) && w->value[in[k]] == MSI_NONE) {
+                missing = in[k];
+            }
+        }
+        if (missing != MSI_NONE) {
+            w->stack[depth++] = missing;
+            continue;
+        }
+        msi_lower_forward(w, MSI_OP_RECOMPUTE, layer, reader, t);
+        w->program->recompute_cost += l->recompute_cost;
+        w->program->recompute_count++;
+        depth--;
     }
-    msi_lower_forward(w, MSI_OP_RECOMPUTE, layer, reader, t);
-    w->program->recompute_cost += l->recompute_cost;
-    w->program->recompute_count++;
-    depth--;
-  }
 }
 
 /* The norm of all gradients, for clipping. */
 static void msi_lower_norm(msi_lowering *w) {
-  const msi_graph *g = w->graph;
-  msi_program *p = w->program;
-  if (!(w->optimizer->grad_clip_norm > 0.0f)) {
-    return;
-  }
-  p->norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, sizeof(msi_norm));
-  for (uint32_t t = 0; t < g->tensors.count; t++) {
-    if (msi_is_trained(&g->tensors.items[t]) &&
-        g->tensors.items[t].last_gradient != MSI_NONE) {
-      msi_emit(w, MSI_OP_NORM, t);
-      msi_use(w, w->gradient[t], false);
-      msi_use(w, p->norm, false);
+    const msi_graph *g = w->graph;
+    msi_program *p = w->program;
+    if (!(w->optimizer->grad_clip_norm > 0.0f)) {
+        return;
     }
-  }
-  msi_emit(w, MSI_OP_CLIP, 0);
-  msi_use(w, p->norm, false);
+    p->norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, sizeof(msi_norm));
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        if (msi_is_trained(&g->tensors.items[t]) && g->tensors.items[t].last_gradient != MSI_NONE) {
+            msi_emit(w, MSI_OP_NORM, t);
+            msi_use(w, w->gradient[t], false);
+            msi_use(w, p->norm, false);
+        }
+    }
+    msi_emit(w, MSI_OP_CLIP, 0);
+    msi_use(w, p->norm, false);
 }
 
 static void msi_lower_update(msi_lowering *w, uint32_t param) {
-  const uint32_t gradient = w->gradient[param];
-  if (gradient == MSI_NONE ||
-      w->graph->tensors.items[param].last_gradient == MSI_NONE) {
-    return;
-  }
-  w->gradient[param] = MSI_NONE;
-  const uint32_t slot = w->store->slot_of[param];
-  msi_emit(w, MSI_OP_UPDATE, param);
-  msi_use(w, slot, false);
-  msi_use(w, gradient, false);
-  msi_use(w, w->program->norm, false);
-  for (uint32_t i = slot + 1; i < w->store->slots.count; i++) {
-    const msi_slot *state = &w->store->slots.items[i];
-    if (state->tensor != param) {
-      break;
+    const uint32_t gradient = w->gradient[param];
+    if (gradient == MSI_NONE || w->graph->tensors.items[param].last_gradient == MSI_NONE) {
+        return;
     }
-    if (state->role >= MSI_ROLE_STATE0) {
-      msi_use(w, i, false);
+    w->gradient[param] = MSI_NONE;
+    const uint32_t slot = w->store->slot_of[param];
+    msi_emit(w, MSI_OP_UPDATE, param);
+    msi_use(w, slot, false);
+    msi_use(w, gradient, false);
+    msi_use(w, w->program->norm, false);
+    for (uint32_t i = slot + 1; i < w->store->slots.count; i++) {
+        const msi_slot *state = &w->store->slots.items[i];
+        if (state->tensor != param) {
+            break;
+        }
+        if (state->role >= MSI_ROLE_STATE0) {
+            msi_use(w, i, false);
+        }
     }
-  }
 }
 
 /* Whether this plan updates a param inside backward. */
 static bool msi_is_early(const msi_plan *plan, const msi_tensor *t) {
-  return t->updates_early &&
-         (plan->early_update ||
-          (plan->forces &&
-           t->technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_ON));
+    return t->updates_early &&
+           (plan->early_update ||
+            (plan->forces && t->technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_ON));
 }
 
-/* Early updates: params whose last gradient came from this layer queue up, and
-   those at the head are updated as far as the gradients in the queue exceed the
-   plan's lag. */
+/* Early updates: params whose last gradient came from this layer queue up, and those at the head
+   are updated as far as the gradients in the queue exceed the plan's lag. */
 static void msi_lower_early_updates(msi_lowering *w, uint32_t layer) {
-  const msi_graph *g = w->graph;
-  const msi_layer *l = &g->layers.items[layer];
-  const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
-  for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM]; k++) {
-    const msi_tensor *t =
-        param[k] == MSI_NONE ? NULL : &g->tensors.items[param[k]];
-    for (uint32_t j = 0; t && j < k; j++) {
-      t = param[j] == param[k] ? NULL : t; // queued from an earlier slot
+    const msi_graph *g = w->graph;
+    const msi_layer *l = &g->layers.items[layer];
+    const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM]; k++) {
+        const msi_tensor *t = param[k] == MSI_NONE ? NULL : &g->tensors.items[param[k]];
+        for (uint32_t j = 0; t && j < k; j++) {
+            t = param[j] == param[k] ? NULL : t; // queued from an earlier slot
+        }
+        if (t && msi_is_early(w->plan, t) && t->last_gradient == layer &&
+            w->gradient[param[k]] != MSI_NONE) {
+            w->queue[w->queue_end++] = param[k];
+            w->queue_bytes += t->bytes;
+        }
     }
-    if (t && msi_is_early(w->plan, t) && t->last_gradient == layer &&
-        w->gradient[param[k]] != MSI_NONE) {
-      w->queue[w->queue_end++] = param[k];
-      w->queue_bytes += t->bytes;
+    while (w->queue_bytes > w->plan->update_lag_bytes) {
+        const uint32_t next = w->queue[w->queue_first++];
+        w->queue_bytes -= g->tensors.items[next].bytes;
+        msi_lower_update(w, next);
     }
-  }
-  while (w->queue_bytes > w->plan->update_lag_bytes) {
-    const uint32_t next = w->queue[w->queue_first++];
-    w->queue_bytes -= g->tensors.items[next].bytes;
-    msi_lower_update(w, next);
-  }
 }
 
-/* What must happen before the backward of a layer: dropped values come back,
-   and outputs that contribute nothing to the loss get a gradient of zero. */
+/* What must happen before the backward of a layer: dropped values come back, and outputs that
+   contribute nothing to the loss get a gradient of zero. */
 static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
-  const msi_graph *g = w->graph;
-  const msi_layer *l = &g->layers.items[layer];
-  for (int group = 0; group < MSI_GROUP_PARAM; group++) {
-    const uint32_t *operands = msi_group(g, l, group);
-    for (uint32_t k = 0; k < l->count[group]; k++) {
-      if (operands[k] != MSI_NONE && (msi_reads_of(l, group) >> k & 1)) {
-        msi_lower_recompute(w, operands[k], layer);
-      }
+    const msi_graph *g = w->graph;
+    const msi_layer *l = &g->layers.items[layer];
+    for (int group = 0; group < MSI_GROUP_PARAM; group++) {
+        const uint32_t *operands = msi_group(g, l, group);
+        for (uint32_t k = 0; k < l->count[group]; k++) {
+            if (operands[k] != MSI_NONE && (msi_reads_of(l, group) >> k & 1)) {
+                msi_lower_recompute(w, operands[k], layer);
+            }
+        }
     }
-  }
-  const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-  for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-    if (out[k] != MSI_NONE && g->tensors.items[out[k]].wants_gradient &&
-        w->gradient[out[k]] == MSI_NONE) {
-      w->gradient[out[k]] = msi_emit_zero(w, out[k], MSI_ROLE_GRADIENT,
-                                          g->tensors.items[out[k]].bytes);
+    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+        if (out[k] != MSI_NONE && g->tensors.items[out[k]].wants_gradient &&
+            w->gradient[out[k]] == MSI_NONE) {
+            w->gradient[out[k]] =
+                msi_emit_zero(w, out[k], MSI_ROLE_GRADIENT, g->tensors.items[out[k]].bytes);
+        }
     }
-  }
 }
 
-/* Values that backward destroys and that others may still need: copied. Where
-   this is their last use the copy takes over their memory and costs nothing. */
+/* Values that backward destroys and that others may still need: copied. Where this is their last
+   use the copy takes over their memory and costs nothing. */
 static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
-  const uint32_t masks[] = {l->clobbers.in, l->clobbers.out};
-  for (int group = MSI_GROUP_IN; group <= MSI_GROUP_OUT; group++) {
-    const uint32_t *operands = msi_group(w->graph, l, group);
-    const uint32_t mask = masks[group] & msi_reads_of(l, group);
-    for (uint32_t k = 0; k < l->count[group]; k++) {
-      if ((mask >> k & 1) && operands[k] != MSI_NONE) {
-        w->slots[msi_group_start(l, group) + k] =
-            msi_emit_copy(w, MSI_OP_COPY, operands[k], MSI_ROLE_VALUE, MSI_NONE,
-                          w->value[operands[k]]);
-      }
+    const uint32_t masks[] = {l->clobbers.in, l->clobbers.out};
+    for (int group = MSI_GROUP_IN; group <= MSI_GROUP_OUT; group++) {
+        const uint32_t *operands = msi_group(w->graph, l, group);
+        const uint32_t mask = masks[group] & msi_reads_of(l, group);
+        for (uint32_t k = 0; k < l->count[group]; k++) {
+            if ((mask >> k & 1) && operands[k] != MSI_NONE) {
+                w->slots[msi_group_start(l, group) + k] = msi_emit_copy(
+                    w, MSI_OP_COPY, operands[k], MSI_ROLE_VALUE, MSI_NONE, w->value[operands[k]]);
+            }
+        }
     }
-  }
 }
 
 static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
-  const msi_graph *g = w->graph;
-  const msi_layer *l = &g->layers.items[layer];
-  const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-  uint32_t *grad_out = w->slots + MSI_MAX_VALUES;
-  msi_lower_before_backward(w, layer);
-  msi_unset_slots(w);
-  msi_lower_clobbers(w, l);
-  msi_prepare_edges(w, l, UINT16_MAX, UINT16_MAX, grad_out);
-  const uint32_t workspace =
-      msi_prepare_workspace(w, layer, MSI_WORKSPACE_BACKWARD);
-  msi_emit(w, MSI_OP_BACKWARD, layer);
-  for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-    msi_use_values(w, MSI_OP_BACKWARD, l, group, MSI_NONE, MSI_NONE);
-  }
-  for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-    msi_use(w,
-            out[k] == MSI_NONE         ? MSI_NONE
-            : grad_out[k] == MSI_UNSET ? w->gradient[out[k]]
-                                       : grad_out[k],
-            false);
-  }
-  msi_use_edges(w, 0, w->edge_count);
-  msi_use_workspace(w, layer, MSI_WORKSPACE_BACKWARD, workspace);
-  msi_add_parts(w);
+    const msi_graph *g = w->graph;
+    const msi_layer *l = &g->layers.items[layer];
+    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+    uint32_t *grad_out = w->slots + MSI_MAX_VALUES;
+    msi_lower_before_backward(w, layer);
+    msi_unset_slots(w);
+    msi_lower_clobbers(w, l);
+    msi_prepare_edges(w, l, UINT16_MAX, UINT16_MAX, grad_out);
+    const uint32_t workspace = msi_prepare_workspace(w, layer, MSI_WORKSPACE_BACKWARD);
+    msi_emit(w, MSI_OP_BACKWARD, layer);
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        msi_use_values(w, MSI_OP_BACKWARD, l, group, MSI_NONE, MSI_NONE);
+    }
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+        msi_use(w,
+                out[k] == MSI_NONE         ? MSI_NONE
+                : grad_out[k] == MSI_UNSET ? w->gradient[out[k]]
+                                           : grad_out[k],
+                false);
+    }
+    msi_use_edges(w, 0, w->edge_count);
+    msi_use_workspace(w, layer, MSI_WORKSPACE_BACKWARD, workspace);
+    msi_add_parts(w);
 }
 
 static void msi_keep_to_end(msi_lowering *w, uint32_t tensor) {
-  msi_program *p = w->program;
-  if (!p->out_of_memory && w->value[tensor] >= w->store->slots.count) {
-    p->lives.items[w->value[tensor]].last = p->instructions.count - 1;
-    p->lives.items[w->value[tensor]].kept = true;
-  }
+    msi_program *p = w->program;
+    if (!p->out_of_memory && w->value[tensor] >= w->store->slots.count) {
+        p->lives.items[w->value[tensor]].last = p->instructions.count - 1;
+        p->lives.items[w->value[tensor]].kept = true;
+    }
 }
 
 /* Accumulated gradients begin at zero. */
 static void msi_lower_first_micro(msi_lowering *w) {
-  for (uint32_t i = 0; i < w->store->slots.count; i++) {
-    const msi_slot *slot = &w->store->slots.items[i];
-    if (slot->role == MSI_ROLE_GRADIENT && !slot->borrowed) {
-      msi_emit(w, MSI_OP_ZERO, slot->tensor);
-      msi_use(w, i, false);
+    for (uint32_t i = 0; i < w->store->slots.count; i++) {
+        const msi_slot *slot = &w->store->slots.items[i];
+        if (slot->role == MSI_ROLE_GRADIENT && !slot->borrowed) {
+            msi_emit(w, MSI_OP_ZERO, slot->tensor);
+            msi_use(w, i, false);
+        }
     }
-  }
 }
 
 static void msi_lower_all_backward(msi_lowering *w) {
-  const msi_graph *g = w->graph;
-  w->backward = true;
-  for (uint32_t t = 0; t < g->tensors.count; t++) {
-    if (w->plan->dropped[t]) {
-      w->value[t] = MSI_NONE;
+    const msi_graph *g = w->graph;
+    w->backward = true;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        if (w->plan->dropped[t]) {
+            w->value[t] = MSI_NONE;
+        }
     }
-  }
-  if (g->tensors.items[g->loss].wants_gradient) {
-    msi_emit(w, MSI_OP_SEED, g->loss);
-    if (w->gradient[g->loss] == MSI_NONE) {
-      w->gradient[g->loss] = msi_birth(w, g->loss, MSI_ROLE_GRADIENT,
-                                       g->tensors.items[g->loss].bytes);
+    if (g->tensors.items[g->loss].wants_gradient) {
+        msi_emit(w, MSI_OP_SEED, g->loss);
+        if (w->gradient[g->loss] == MSI_NONE) {
+            w->gradient[g->loss] =
+                msi_birth(w, g->loss, MSI_ROLE_GRADIENT, g->tensors.items[g->loss].bytes);
+        }
+        msi_use(w, w->gradient[g->loss], false);
     }
-    msi_use(w, w->gradient[g->loss], false);
-  }
-  for (uint32_t i = g->layers.count; i-- > 0 && !w->program->out_of_memory;) {
-    if (g->layers.items[i].has_backward) {
-      msi_lower_backward(w, i);
-      msi_lower_early_updates(w, i);
+    for (uint32_t i = g->layers.count; i-- > 0 && !w->program->out_of_memory;) {
+        if (g->layers.items[i].has_backward) {
+            msi_lower_backward(w, i);
+            msi_lower_early_updates(w, i);
+        }
     }
-  }
 }
 
 /* Updates, or gradients that stay for the trainer. */
 static void msi_lower_updates(msi_lowering *w) {
-  const msi_graph *g = w->graph;
-  msi_program *p = w->program;
-  for (uint32_t t = 0; t < g->tensors.count && !p->out_of_memory; t++) {
-    if (!msi_is_trained(&g->tensors.items[t])) {
-      continue;
+    const msi_graph *g = w->graph;
+    msi_program *p = w->program;
+    for (uint32_t t = 0; t < g->tensors.count && !p->out_of_memory; t++) {
+        if (!msi_is_trained(&g->tensors.items[t])) {
+            continue;
+        }
+        if (w->optimizer->kind != MS_OPTIMIZER_NONE) {
+            msi_lower_update(w, t);
+        } else if (w->gradient[t] != MSI_NONE && w->gradient[t] >= w->store->slots.count) {
+            p->lives.items[w->gradient[t]].last = p->instructions.count - 1;
+            p->lives.items[w->gradient[t]].kept = true;
+        }
     }
-    if (w->optimizer->kind != MS_OPTIMIZER_NONE) {
-      msi_lower_update(w, t);
-    } else if (w->gradient[t] != MSI_NONE &&
-               w->gradient[t] >= w->store->slots.count) {
-      p->lives.items[w->gradient[t]].last = p->instructions.count - 1;
-      p->lives.items[w->gradient[t]].kept = true;
-    }
-  }
 }
 
 /* Copies of state that no recomputation needed. */
 static void msi_drop_unused_copies(const msi_lowering *w) {
-  msi_program *p = w->program;
-  for (uint32_t now = 0; now < p->forward_end && now < p->instructions.count;
-       now++) {
-    msi_instruction *i = &p->instructions.items[now];
-    if (i->op == MSI_OP_COPY) {
-      msi_life *life =
-          &p->lives.items[p->operands.items[i->operand_first].life];
-      const bool unused = life->role == MSI_ROLE_SNAPSHOT && life->last == now;
-      i->op = (uint8_t)(unused ? MSI_OP_NOTHING : MSI_OP_COPY);
-      life->bytes = unused ? 0 : life->bytes;
+    msi_program *p = w->program;
+    for (uint32_t now = 0; now < p->forward_end && now < p->instructions.count; now++) {
+        msi_instruction *i = &p->instructions.items[now];
+        if (i->op == MSI_OP_COPY) {
+            msi_life *life = &p->lives.items[p->operands.items[i->operand_first].life];
+            const bool unused = life->role == MSI_ROLE_SNAPSHOT && life->last == now;
+            i->op = (uint8_t)(unused ? MSI_OP_NOTHING : MSI_OP_COPY);
+            life->bytes = unused ? 0 : life->bytes;
+        }
     }
-  }
 }
 
-/* The training program: forward; what is dropped ends there; backward; update.
- */
+/* The training program: forward; what is dropped ends there; backward; update. */
 static void msi_lower_train(msi_lowering *w, msi_program *p) {
-  const msi_graph *g = w->graph;
-  msi_start_program(w, p);
-  msi_lower_first_micro(w);
-  for (uint32_t i = 0; i < g->layers.count && !p->out_of_memory; i++) {
-    msi_lower_forward(w, MSI_OP_FORWARD, i, MSI_NONE, MSI_NONE);
-  }
-  p->forward_end = p->instructions.count;
-  msi_lower_all_backward(w);
-  p->backward_end = p->instructions.count;
-  p->loss = w->value[g->loss];
-  msi_lower_norm(w);
-  msi_lower_updates(w);
-  for (uint32_t t = 0; t < g->tensors.count; t++) {
-    if (g->tensors.items[t].kept || t == g->loss) {
-      msi_keep_to_end(w, t);
+    const msi_graph *g = w->graph;
+    msi_start_program(w, p);
+    msi_lower_first_micro(w);
+    for (uint32_t i = 0; i < g->layers.count && !p->out_of_memory; i++) {
+        msi_lower_forward(w, MSI_OP_FORWARD, i, MSI_NONE, MSI_NONE);
     }
-  }
-  if (!p->out_of_memory) {
-    if (p->norm != MSI_NONE) {
-      p->lives.items[p->norm].last = p->instructions.count - 1;
-      p->lives.items[p->norm].kept = true;
+    p->forward_end = p->instructions.count;
+    msi_lower_all_backward(w);
+    p->backward_end = p->instructions.count;
+    p->loss = w->value[g->loss];
+    msi_lower_norm(w);
+    msi_lower_updates(w);
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        if (g->tensors.items[t].kept || t == g->loss) {
+            msi_keep_to_end(w, t);
+        }
     }
-    msi_drop_unused_copies(w);
-  }
+    if (!p->out_of_memory) {
+        if (p->norm != MSI_NONE) {
+            p->lives.items[p->norm].last = p->instructions.count - 1;
+            p->lives.items[p->norm].kept = true;
+        }
+        msi_drop_unused_copies(w);
+    }
 }
 
 static void msi_lower_eval(msi_lowering *w, msi_program *p) {
-  const msi_graph *g = w->graph;
-  msi_start_program(w, p);
-  for (uint32_t i = 0; i < g->layers.count && !p->out_of_memory; i++) {
-    msi_lower_forward(w, MSI_OP_EVAL, i, MSI_NONE, MSI_NONE);
-  }
-  p->forward_end = p->backward_end = p->instructions.count;
-  p->loss = w->value[g->loss];
-  for (uint32_t t = 0; t < g->tensors.count; t++) {
-    if (g->tensors.items[t].kept || g->tensors.items[t].kept_in_eval ||
-        t == g->loss) {
-      msi_keep_to_end(w, t);
+    const msi_graph *g = w->graph;
+    msi_start_program(w, p);
+    for (uint32_t i = 0; i < g->layers.count && !p->out_of_memory; i++) {
+        msi_lower_forward(w, MSI_OP_EVAL, i, MSI_NONE, MSI_NONE);
     }
-  }
+    p->forward_end = p->backward_end = p->instructions.count;
+    p->loss = w->value[g->loss];
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        if (g->tensors.items[t].kept || g->tensors.items[t].kept_in_eval || t == g->loss) {
+            msi_keep_to_end(w, t);
+        }
+    }
 }
 
-/* Whether a life fits into the memory of another: with axes, at all their sizes
- * or at none. */
-static bool msi_fits_in(const msi_graph *g, const msi_life *life,
-                        const msi_life *old) {
-  return g->axis_count == 0
-             ? msi_align(life->bytes) == msi_align(old->bytes)
-             : life->bytes == old->bytes &&
-                   msi_scales_alike(g, life->tensor, old->tensor);
+/* Whether a life fits into the memory of another: with axes, at all their sizes or at none. */
+static bool msi_fits_in(const msi_graph *g, const msi_life *life, const msi_life *old) {
+    return g->axis_count == 0
+               ? msi_align(life->bytes) == msi_align(old->bytes)
+               : life->bytes == old->bytes && msi_scales_alike(g, life->tensor, old->tensor);
 }
 
-/* The operand's life that `life` can take over: it ends at this instruction,
-   has the same size, and no operand that is not allowed touches it. `allowed`
-   has a flag per operand. */
-static uint32_t msi_find_takeover(const msi_graph *g, const msi_program *p,
-                                  uint32_t now, uint32_t life,
-                                  const uint8_t *allowed) {
-  const msi_instruction *i = &p->instructions.items[now];
-  const msi_operand *operands = p->operands.items + i->operand_first;
-  for (uint32_t k = 0; k < i->operand_count; k++) {
-    const msi_life *old =
-        operands[k].life == MSI_NONE ? NULL : &p->lives.items[operands[k].life];
-    if (!allowed[k] || !old || old->last != now || old->taken || old->kept ||
-        old->first == now || !msi_fits_in(g, &p->lives.items[life], old)) {
-      continue;
+/* The operand's life that `life` can take over: it ends at this instruction, has the same size, and
+   no operand that is not allowed touches it. `allowed` has a flag per operand. */
+static uint32_t msi_find_takeover(const msi_graph *g, const msi_program *p, uint32_t now,
+                                  uint32_t life, const uint8_t *allowed) {
+    const msi_instruction *i = &p->instructions.items[now];
+    const msi_operand *operands = p->operands.items + i->operand_first;
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const msi_life *old =
+            operands[k].life == MSI_NONE ? NULL : &p->lives.items[operands[k].life];
+        if (!allowed[k] || !old || old->last != now || old->taken || old->kept ||
+            old->first == now || !msi_fits_in(g, &p->lives.items[life], old)) {
+            continue;
+        }
+        bool free_to_take = true;
+        for (uint32_t j = 0; j < i->operand_count; j++) {
+            free_to_take &= operands[j].life != operands[k].life || allowed[j];
+        }
+        if (free_to_take) {
+            return operands[k].life;
+        }
     }
-    bool free_to_take = true;
-    for (uint32_t j = 0; j < i->operand_count; j++) {
-      free_to_take &= operands[j].life != operands[k].life || allowed[j];
-    }
-    if (free_to_take) {
-      return operands[k].life;
-    }
-  }
-  return MSI_NONE;
+    return MSI_NONE;
 }
 
 /* The masks have no bits beyond the slots of the layer. */
 static void msi_allow(uint8_t *allowed, uint32_t first, uint32_t mask) {
-  for (; mask != 0 && first < MSI_MAX_VIEWS; first++, mask >>= 1) {
-    allowed[first] = mask & 1;
-  }
-}
-
-/* Lets operand k of an instruction take over the memory of an allowed one,
-   where it is new there and stands in one slot only. */
-static void msi_take_over(const msi_graph *g, msi_program *p, uint32_t now,
-                          uint32_t k, const uint8_t *allowed) {
-  const msi_instruction *i = &p->instructions.items[now];
-  const msi_operand *operands = p->operands.items + i->operand_first;
-  const uint32_t life = operands[k].life;
-  if (life == MSI_NONE || p->lives.items[life].first != now) {
-    return;
-  }
-  for (uint32_t j = 0; j < i->operand_count; j++) {
-    if (j != k && operands[j].life == life) {
-      return;
+    for (; mask != 0 && first < MSI_MAX_VIEWS; first++, mask >>= 1) {
+        allowed[first] = mask & 1;
     }
-  }
-  const uint32_t old = msi_find_takeover(g, p, now, life, allowed);
-  if (old != MSI_NONE) {
-    p->lives.items[old].taken = true;
-    p->lives.items[life].takes_over = old;
-  }
 }
 
-/* Which values are handed on in place: by copies, and by the masks of the
- * layers. */
-static void msi_share_memory(const msi_graph *g, msi_program *p) {
-  uint8_t allowed[MSI_MAX_VIEWS + 1]; // one per operand, workspace included
-  for (uint32_t now = 0; now < p->instructions.count; now++) {
+/* Lets operand k of an instruction take over the memory of an allowed one, where it is new there
+   and stands in one slot only. */
+static void msi_take_over(const msi_graph *g, msi_program *p, uint32_t now, uint32_t k,
+                          const uint8_t *allowed) {
     const msi_instruction *i = &p->instructions.items[now];
-    if (i->op == MSI_OP_COPY) {
-      allowed[0] = 0;
-      allowed[1] = 1;
-      msi_take_over(g, p, now, 0, allowed);
+    const msi_operand *operands = p->operands.items + i->operand_first;
+    const uint32_t life = operands[k].life;
+    if (life == MSI_NONE || p->lives.items[life].first != now) {
+        return;
     }
-    if (i->op > MSI_OP_EVAL) {
-      continue;
+    for (uint32_t j = 0; j < i->operand_count; j++) {
+        if (j != k && operands[j].life == life) {
+            return;
+        }
     }
-    const msi_layer *l = &g->layers.items[i->target];
-    const uint16_t *mask = g->masks.items + l->mask_first;
-    const uint32_t in = l->count[MSI_GROUP_IN], out = l->count[MSI_GROUP_OUT];
-    const uint32_t values = msi_group_start(l, MSI_GROUP_COUNT);
-    const bool backward = i->op == MSI_OP_BACKWARD;
-    for (uint32_t k = 0; k < out && !backward; k++) {
-      memset(allowed, 0, sizeof allowed);
-      msi_allow(allowed, 0, mask[k]);
-      if (mask[k]) {
-        msi_take_over(g, p, now, in + k, allowed);
-      }
+    const uint32_t old = msi_find_takeover(g, p, now, life, allowed);
+    if (old != MSI_NONE) {
+        p->lives.items[old].taken = true;
+        p->lives.items[life].takes_over = old;
     }
-    mask += out;
-    const bool writes_gradients =
-        backward || (i->op == MSI_OP_FORWARD && l->grads_in_forward != 0);
-    for (uint32_t k = 0; k < in && writes_gradients; k++, mask += 4) {
-      memset(allowed, 0, sizeof allowed);
-      msi_allow(allowed, 0, mask[0]);
-      if (backward) {
-        msi_allow(allowed, in, mask[1]);
-        msi_allow(allowed, in + out, mask[2]);
-        msi_allow(allowed, values, mask[3]);
-      }
-      if (mask[0] | mask[1] | mask[2] | mask[3]) {
-        msi_take_over(g, p, now, values + (backward ? out : 0) + k, allowed);
-      }
+}
+
+/* Which values are handed on in place: by copies, and by the masks of the layers. */
+static void msi_share_memory(const msi_graph *g, msi_program *p) {
+    uint8_t allowed[MSI_MAX_VIEWS + 1]; // one per operand, workspace included
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        if (i->op == MSI_OP_COPY) {
+            allowed[0] = 0;
+            allowed[1] = 1;
+            msi_take_over(g, p, now, 0, allowed);
+        }
+        if (i->op > MSI_OP_EVAL) {
+            continue;
+        }
+        const msi_layer *l = &g->layers.items[i->target];
+        const uint16_t *mask = g->masks.items + l->mask_first;
+        const uint32_t in = l->count[MSI_GROUP_IN], out = l->count[MSI_GROUP_OUT];
+        const uint32_t values = msi_group_start(l, MSI_GROUP_COUNT);
+        const bool backward = i->op == MSI_OP_BACKWARD;
+        for (uint32_t k = 0; k < out && !backward; k++) {
+            memset(allowed, 0, sizeof allowed);
+            msi_allow(allowed, 0, mask[k]);
+            if (mask[k]) {
+                msi_take_over(g, p, now, in + k, allowed);
+            }
+        }
+        mask += out;
+        const bool writes_gradients =
+            backward || (i->op == MSI_OP_FORWARD && l->grads_in_forward != 0);
+        for (uint32_t k = 0; k < in && writes_gradients; k++, mask += 4) {
+            memset(allowed, 0, sizeof allowed);
+            msi_allow(allowed, 0, mask[0]);
+            if (backward) {
+                msi_allow(allowed, in, mask[1]);
+                msi_allow(allowed, in + out, mask[2]);
+                msi_allow(allowed, values, mask[3]);
+            }
+            if (mask[0] | mask[1] | mask[2] | mask[3]) {
+                msi_take_over(g, p, now, values + (backward ? out : 0) + k, allowed);
+            }
+        }
     }
-  }
 }
 
 /* One block of memory per chain of lives; slots have addresses already. */
-static bool msi_make_blocks(const ms_allocator *a, msi_program *p,
-                            uint32_t slot_count) {
-  p->blocks.count = 0;
-  if (!MSI_RESERVE(msi_block, a, p->blocks, p->lives.count)) {
-    return false;
-  }
-  for (uint32_t i = slot_count; i < p->lives.count; i++) {
-    msi_life *life = &p->lives.items[i];
-    if (life->takes_over != MSI_NONE) {
-      life->block = p->lives.items[life->takes_over].block;
-      p->blocks.items[life->block].last = life->last;
-      continue;
+static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t slot_count) {
+    p->blocks.count = 0;
+    if (!MSI_RESERVE(msi_block, a, p->blocks, p->lives.count)) {
+        return false;
     }
-    life->block = p->blocks.count++;
-    msi_block *block = &p->blocks.items[life->block];
-    block->bytes = msi_align(life->bytes);
-    block->offset = 0;
-    block->first = life->first;
-    block->last = life->last;
-    block->from_top = life->category == MS_CATEGORY_GRADIENT;
-  }
-  return true;
+    for (uint32_t i = slot_count; i < p->lives.count; i++) {
+        msi_life *life = &p->lives.items[i];
+        if (life->takes_over != MSI_NONE) {
+            life->block = p->lives.items[life->takes_over].block;
+            p->blocks.items[life->block].last = life->last;
+            continue;
+        }
+        life->block = p->blocks.count++;
+        msi_block *block = &p->blocks.items[life->block];
+        block->bytes = msi_align(life->bytes);
+        block->offset = 0;
+        block->first = life->first;
+        block->last = life->last;
+        block->from_top = life->category == MS_CATEGORY_GRADIENT;
+    }
+    return true;
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>layout  offsets for live ranges (dynamic storage allocation with all
-// requests known)
+// >>layout  offsets for live ranges (dynamic storage allocation with all requests known)
 
-/* Three stages, each only while effort lasts, none once the lower bound is
-   reached; the best layout is kept. Skylines in several orders (as Sekiyama et
-   al. 2018 pack training memory) cost O(n log n) each; first-fit in several
-   orders, the usual greedy, also looks into the gaps, at O(n^2); ejection
-   chains then press the layout below one target after another. */
+/* Three stages, each only while effort lasts, none once the lower bound is reached; the best layout
+   is kept. Skylines in several orders (as Sekiyama et al. 2018 pack training memory) cost
+   O(n log n) each; first-fit in several orders, the usual greedy, also looks into the gaps, at
+   O(n^2); ejection chains then press the layout below one target after another. */
 
 /* A placed block, with what is needed to compare it with others. */
 typedef struct msi_spot {
-  uint64_t low, high;
-  uint32_t first, last, block, weight;
+    uint64_t low, high;
+    uint32_t first, last, block, weight;
 } msi_spot;
 
-/* Heights over time, to which only maxima over ranges are applied: since a
-   block comes to lie on the highest point of its range, "becomes the new
-   height" and "maximum with the new height" are the same, and no node ever
-   hands anything down. */
+/* Heights over time, to which only maxima over ranges are applied: since a block comes to lie on
+   the highest point of its range, "becomes the new height" and "maximum with the new height" are
+   the same, and no node ever hands anything down. */
 typedef struct msi_skyline {
-  uint64_t *highest; // of what was applied in the subtree
-  uint64_t *applied; // to the whole node
-  uint32_t leaves;
+    uint64_t *highest; // of what was applied in the subtree
+    uint64_t *applied; // to the whole node
+    uint32_t leaves;
 } msi_skyline;
 
 typedef struct msi_layout_work {
-  const msi_block *blocks;
-  uint32_t count, used, times; // used: those with bytes
-  uint32_t *first, *last;      // live ranges in compressed time
-  uint32_t *order, *scratch, *waiting, *weight;
-  uint64_t *key, *load;
-  uint64_t *offset, *best; // of the layout at work, of the best
-  msi_skyline bottom, top; // stage 1; in the same memory as:
-  msi_spot *by_low,
-      *by_high; // stages 2 and 3: the same spots, sorted either way
-  uint32_t spot_count, waiting_count;
-  uint64_t bound, height, effort;
-  uint64_t random;
+    const msi_block *blocks;
+    uint32_t count, used, times; // used: those with bytes
+    uint32_t *first, *last;      // live ranges in compressed time
+    uint32_t *order, *scratch, *waiting, *weight;
+    uint64_t *key, *load;
+    uint64_t *offset, *best;    // of the layout at work, of the best
+    msi_skyline bottom, top;    // stage 1; in the same memory as:
+    msi_spot *by_low, *by_high; // stages 2 and 3: the same spots, sorted either way
+    uint32_t spot_count, waiting_count;
+    uint64_t bound, height, effort;
+    uint64_t random;
 } msi_layout_work;
 
-/* By falling size of the thing, but START by rising start. LOAD is the largest
-   sum of live bytes that a block is part of, with ties by SPAN. */
+/* By falling size of the thing, but START by rising start. LOAD is the largest sum of live bytes
+   that a block is part of, with ties by SPAN. */
 typedef enum msi_layout_order {
-  MSI_ORDER_LOAD,
-  MSI_ORDER_BYTES,
-  MSI_ORDER_SPAN,
-  MSI_ORDER_AREA,
-  MSI_ORDER_START,
-  MSI_ORDER_COUNT
+    MSI_ORDER_LOAD,
+    MSI_ORDER_BYTES,
+    MSI_ORDER_SPAN,
+    MSI_ORDER_AREA,
+    MSI_ORDER_START,
+    MSI_ORDER_COUNT
 } msi_layout_order;
 
-static uint64_t msi_max_u64(uint64_t a, uint64_t b) { return a > b ? a : b; }
+static uint64_t msi_max_u64(uint64_t a, uint64_t b) {
+    return a > b ? a : b;
+}
 
 /* Stable merge sort of indices by rising key. */
 static void msi_sort_indices(uint32_t *index, uint32_t *scratch, uint32_t count,
                              const uint64_t *key) {
-  for (uint64_t width = 1; width < count; width *= 2) {
-    for (uint64_t begin = 0; begin < count; begin += 2 * width) {
-      uint64_t middle = begin + width < count ? begin + width : count;
-      uint64_t end = begin + 2 * width < count ? begin + 2 * width : count;
-      uint64_t a = begin, b = middle;
-      for (uint64_t i = begin; i < end; i++) {
-        bool from_a =
-            b == end || (a < middle && key[index[a]] <= key[index[b]]);
-        scratch[i] = from_a ? index[a++] : index[b++];
-      }
+    for (uint64_t width = 1; width < count; width *= 2) {
+        for (uint64_t begin = 0; begin < count; begin += 2 * width) {
+            uint64_t middle = begin + width < count ? begin + width : count;
+            uint64_t end = begin + 2 * width < count ? begin + 2 * width : count;
+            uint64_t a = begin, b = middle;
+            for (uint64_t i = begin; i < end; i++) {
+                bool from_a = b == end || (a < middle && key[index[a]] <= key[index[b]]);
+                scratch[i] = from_a ? index[a++] : index[b++];
+            }
+        }
+        memcpy(index, scratch, count * sizeof *index);
     }
-    memcpy(index, scratch, count * sizeof *index);
-  }
 }
 
-/* Left and right climb from the ends of the range to the root; every node that
-   the range fills hangs on one of these two paths. */
-static uint64_t msi_skyline_max(const msi_skyline *s, uint32_t first,
-                                uint32_t last) {
-  uint32_t left = first + s->leaves, right = last + s->leaves;
-  uint64_t height = 0;
-  for (uint32_t l = left, r = right + 1; l < r; l /= 2, r /= 2) {
-    if (l & 1) {
-      height = msi_max_u64(height, s->highest[l++]);
+/* Left and right climb from the ends of the range to the root; every node that the range fills
+   hangs on one of these two paths. */
+static uint64_t msi_skyline_max(const msi_skyline *s, uint32_t first, uint32_t last) {
+    uint32_t left = first + s->leaves, right = last + s->leaves;
+    uint64_t height = 0;
+    for (uint32_t l = left, r = right + 1; l < r; l /= 2, r /= 2) {
+        if (l & 1) {
+            height = msi_max_u64(height, s->highest[l++]);
+        }
+        if (r & 1) {
+            height = msi_max_u64(height, s->highest[--r]);
+        }
     }
-    if (r & 1) {
-      height = msi_max_u64(height, s->highest[--r]);
+    for (; left; left /= 2, right /= 2) {
+        height = msi_max_u64(height, msi_max_u64(s->applied[left], s->applied[right]));
     }
-  }
-  for (; left; left /= 2, right /= 2) {
-    height =
-        msi_max_u64(height, msi_max_u64(s->applied[left], s->applied[right]));
-  }
-  return height;
+    return height;
 }
 
-static void msi_skyline_raise(const msi_skyline *s, uint32_t first,
-                              uint32_t last, uint64_t height) {
-  uint32_t left = first + s->leaves, right = last + s->leaves;
-  for (uint32_t l = left, r = right + 1; l < r; l = (l + 1) / 2, r /= 2) {
-    if (l & 1) {
-      s->applied[l] = msi_max_u64(s->applied[l], height);
-      s->highest[l] = msi_max_u64(s->highest[l], height);
+static void msi_skyline_raise(const msi_skyline *s, uint32_t first, uint32_t last,
+                              uint64_t height) {
+    uint32_t left = first + s->leaves, right = last + s->leaves;
+    for (uint32_t l = left, r = right + 1; l < r; l = (l + 1) / 2, r /= 2) {
+        if (l & 1) {
+            s->applied[l] = msi_max_u64(s->applied[l], height);
+            s->highest[l] = msi_max_u64(s->highest[l], height);
+        }
+        if (r & 1) {
+            s->applied[r - 1] = msi_max_u64(s->applied[r - 1], height);
+            s->highest[r - 1] = msi_max_u64(s->highest[r - 1], height);
+        }
     }
-    if (r & 1) {
-      s->applied[r - 1] = msi_max_u64(s->applied[r - 1], height);
-      s->highest[r - 1] = msi_max_u64(s->highest[r - 1], height);
+    for (; left; left /= 2, right /= 2) {
+        s->highest[left] = msi_max_u64(s->highest[left], height);
+        s->highest[right] = msi_max_u64(s->highest[right], height);
     }
-  }
-  for (; left; left /= 2, right /= 2) {
-    s->highest[left] = msi_max_u64(s->highest[left], height);
-    s->highest[right] = msi_max_u64(s->highest[right], height);
-  }
 }
 
 static void msi_skyline_clear(const msi_skyline *s) {
-  memset(s->highest, 0, 2 * (size_t)s->leaves * sizeof *s->highest);
-  memset(s->applied, 0, 2 * (size_t)s->leaves * sizeof *s->applied);
+    memset(s->highest, 0, 2 * (size_t)s->leaves * sizeof *s->highest);
+    memset(s->applied, 0, 2 * (size_t)s->leaves * sizeof *s->applied);
 }
 
 static bool msi_layout_spend(msi_layout_work *w, uint64_t operations) {
-  bool enough = w->effort >= operations;
-  w->effort = enough ? w->effort - operations : 0;
-  return enough;
+    bool enough = w->effort >= operations;
+    w->effort = enough ? w->effort - operations : 0;
+    return enough;
 }
 
-/* Any two ranges that meet have the first instant of one of them in common, so
-   the distinct firsts are all the time that matters. */
+/* Any two ranges that meet have the first instant of one of them in common, so the distinct firsts
+   are all the time that matters. */
 static void msi_layout_compress_time(msi_layout_work *w) {
-  for (uint32_t i = 0; i < w->count; i++) {
-    w->key[i] = w->blocks[i].first;
-    w->weight[i] = 1;
-    if (w->blocks[i].bytes) {
-      w->order[w->used++] = i;
+    for (uint32_t i = 0; i < w->count; i++) {
+        w->key[i] = w->blocks[i].first;
+        w->weight[i] = 1;
+        if (w->blocks[i].bytes) {
+            w->order[w->used++] = i;
+        }
     }
-  }
-  msi_sort_indices(w->order, w->scratch, w->used, w->key);
-  for (uint32_t i = 0; i < w->used; i++) {
-    uint32_t block = w->order[i];
-    if (i == 0 || w->key[w->order[i - 1]] != w->key[block]) {
-      w->scratch[w->times++] = w->blocks[block].first;
+    msi_sort_indices(w->order, w->scratch, w->used, w->key);
+    for (uint32_t i = 0; i < w->used; i++) {
+        uint32_t block = w->order[i];
+        if (i == 0 || w->key[w->order[i - 1]] != w->key[block]) {
+            w->scratch[w->times++] = w->blocks[block].first;
+        }
+        w->first[block] = w->times - 1;
     }
-    w->first[block] = w->times - 1;
-  }
-  for (uint32_t i = 0; i < w->used; i++) {
-    uint32_t block = w->order[i], low = w->first[block], high = w->times;
-    while (high - low > 1) {
-      uint32_t middle = low + (high - low) / 2;
-      bool live = w->scratch[middle] <= w->blocks[block].last;
-      low = live ? middle : low;
-      high = live ? high : middle;
+    for (uint32_t i = 0; i < w->used; i++) {
+        uint32_t block = w->order[i], low = w->first[block], high = w->times;
+        while (high - low > 1) {
+            uint32_t middle = low + (high - low) / 2;
+            bool live = w->scratch[middle] <= w->blocks[block].last;
+            low = live ? middle : low;
+            high = live ? high : middle;
+        }
+        w->last[block] = low;
     }
-    w->last[block] = low;
-  }
 }
 
 /* Live bytes over time; the largest is the lower bound. */
 static void msi_layout_measure_load(msi_layout_work *w) {
-  memset(w->load, 0, ((size_t)w->times + 1) * sizeof *w->load);
-  for (uint32_t i = 0; i < w->used; i++) {
-    uint32_t block = w->order[i];
-    w->load[w->first[block]] += w->blocks[block].bytes;
-    w->load[w->last[block] + 1] -=
-        w->blocks[block].bytes; // wraps, and sums wrap back
-  }
-  for (uint32_t t = 0; t < w->times; ++t) {
-    w->load[t] += t ? w->load[t - 1] : 0;
-    w->bound = msi_max_u64(w->bound, w->load[t]);
-  }
+    memset(w->load, 0, ((size_t)w->times + 1) * sizeof *w->load);
+    for (uint32_t i = 0; i < w->used; i++) {
+        uint32_t block = w->order[i];
+        w->load[w->first[block]] += w->blocks[block].bytes;
+        w->load[w->last[block] + 1] -= w->blocks[block].bytes; // wraps, and sums wrap back
+    }
+    for (uint32_t t = 0; t < w->times; ++t) {
+        w->load[t] += t ? w->load[t - 1] : 0;
+        w->bound = msi_max_u64(w->bound, w->load[t]);
+    }
 }
 
-static uint64_t msi_layout_key(const msi_layout_work *w, uint32_t block,
-                               msi_layout_order order) {
-  uint64_t bytes = w->blocks[block].bytes;
-  uint64_t span = (uint64_t)w->last[block] - w->first[block] + 1;
-  switch (order) {
-  case MSI_ORDER_START:
-    return (uint64_t)w->first[block] << 32 | (UINT32_MAX - w->last[block]);
-  case MSI_ORDER_SPAN:
-    return ~span;
-  case MSI_ORDER_BYTES:
-    return ~bytes;
-  case MSI_ORDER_AREA:
-    return bytes > UINT64_MAX / span ? 0 : ~(bytes * span);
-  case MSI_ORDER_LOAD:
-  default:
-    return ~msi_skyline_max(&w->bottom, w->first[block], w->last[block]);
-  }
+static uint64_t msi_layout_key(const msi_layout_work *w, uint32_t block, msi_layout_order order) {
+    uint64_t bytes = w->blocks[block].bytes;
+    uint64_t span = (uint64_t)w->last[block] - w->first[block] + 1;
+    switch (order) {
+    case MSI_ORDER_START:
+        return (uint64_t)w->first[block] << 32 | (UINT32_MAX - w->last[block]);
+    case MSI_ORDER_SPAN:
+        return ~span;
+    case MSI_ORDER_BYTES:
+        return ~bytes;
+    case MSI_ORDER_AREA:
+        return bytes > UINT64_MAX / span ? 0 : ~(bytes * span);
+    case MSI_ORDER_LOAD:
+    default:
+        return ~msi_skyline_max(&w->bottom, w->first[block], w->last[block]);
+    }
 }
 
 static void msi_layout_sort(msi_layout_work *w, msi_layout_order order) {
-  if (order == MSI_ORDER_LOAD) {
-    msi_layout_sort(w, MSI_ORDER_SPAN);
-    msi_skyline_clear(&w->bottom);
-    for (uint32_t t = 0; t < w->times; ++t) {
-      msi_skyline_raise(&w->bottom, t, t, w->load[t]);
+    if (order == MSI_ORDER_LOAD) {
+        msi_layout_sort(w, MSI_ORDER_SPAN);
+        msi_skyline_clear(&w->bottom);
+        for (uint32_t t = 0; t < w->times; ++t) {
+            msi_skyline_raise(&w->bottom, t, t, w->load[t]);
+        }
     }
-  }
-  for (uint32_t i = 0; i < w->used; i++) {
-    w->key[w->order[i]] = msi_layout_key(w, w->order[i], order);
-  }
-  msi_sort_indices(w->order, w->scratch, w->used, w->key);
+    for (uint32_t i = 0; i < w->used; i++) {
+        w->key[w->order[i]] = msi_layout_key(w, w->order[i], order);
+    }
+    msi_sort_indices(w->order, w->scratch, w->used, w->key);
 }
 
 static void msi_layout_keep_best(msi_layout_work *w, uint64_t height) {
-  if (height < w->height) {
-    w->height = height;
-    for (uint32_t i = 0; i < w->used; i++) {
-      w->best[w->order[i]] = w->offset[w->order[i]];
+    if (height < w->height) {
+        w->height = height;
+        for (uint32_t i = 0; i < w->used; i++) {
+            w->best[w->order[i]] = w->offset[w->order[i]];
+        }
     }
-  }
 }
 
-/* Each block on top of what is there; those from the top on a skyline of their
-   own that hangs down. What grows while the rest shrinks thus meets it in the
-   middle. */
+/* Each block on top of what is there; those from the top on a skyline of their own that hangs down.
+   What grows while the rest shrinks thus meets it in the middle. */
 static void msi_layout_place_on_skylines(msi_layout_work *w, bool two_sided) {
-  uint64_t height = 0;
-  msi_skyline_clear(&w->bottom);
-  msi_skyline_clear(&w->top);
-  for (uint32_t i = 0; i < w->used; i++) {
-    uint32_t block = w->order[i];
-    bool top = two_sided && w->blocks[block].from_top;
-    const msi_skyline *s = top ? &w->top : &w->bottom;
-    w->offset[block] = msi_skyline_max(s, w->first[block], w->last[block]);
-    msi_skyline_raise(s, w->first[block], w->last[block],
-                      w->offset[block] + w->blocks[block].bytes);
-  }
-  for (uint32_t t = 0; t < w->times; ++t) {
-    height = msi_max_u64(height, msi_skyline_max(&w->bottom, t, t) +
-                                     msi_skyline_max(&w->top, t, t));
-  }
-  for (uint32_t i = 0; i < w->used && two_sided; i++) {
-    uint32_t block = w->order[i];
-    if (w->blocks[block].from_top) {
-      w->offset[block] = height - w->offset[block] - w->blocks[block].bytes;
+    uint64_t height = 0;
+    msi_skyline_clear(&w->bottom);
+    msi_skyline_clear(&w->top);
+    for (uint32_t i = 0; i < w->used; i++) {
+        uint32_t block = w->order[i];
+        bool top = two_sided && w->blocks[block].from_top;
+        const msi_skyline *s = top ? &w->top : &w->bottom;
+        w->offset[block] = msi_skyline_max(s, w->first[block], w->last[block]);
+        msi_skyline_raise(s, w->first[block], w->last[block],
+                          w->offset[block] + w->blocks[block].bytes);
     }
-  }
-  msi_layout_keep_best(w, height);
+    for (uint32_t t = 0; t < w->times; ++t) {
+        height =
+            msi_max_u64(height, msi_skyline_max(&w->bottom, t, t) + msi_skyline_max(&w->top, t, t));
+    }
+    for (uint32_t i = 0; i < w->used && two_sided; i++) {
+        uint32_t block = w->order[i];
+        if (w->blocks[block].from_top) {
+            w->offset[block] = height - w->offset[block] - w->blocks[block].bytes;
+        }
+    }
+    msi_layout_keep_best(w, height);
 }
 
 static bool msi_spot_meets(const msi_spot *a, uint32_t first, uint32_t last) {
-  return (a->first <= last) &
-         (first <= a->last); // without a jump: nobody can predict it
+    return (a->first <= last) & (first <= a->last); // without a jump: nobody can predict it
 }
 
-static msi_spot msi_layout_spot(const msi_layout_work *w, uint32_t block,
-                                uint64_t low) {
-  uint64_t high = low + w->blocks[block].bytes;
-  msi_spot spot = {
-      low, high, w->first[block], w->last[block], block, w->weight[block]};
-  return spot;
+static msi_spot msi_layout_spot(const msi_layout_work *w, uint32_t block, uint64_t low) {
+    uint64_t high = low + w->blocks[block].bytes;
+    msi_spot spot = {low, high, w->first[block], w->last[block], block, w->weight[block]};
+    return spot;
 }
 
 /* Into spots sorted by low, or by high. */
-static void msi_spots_insert(msi_spot *spots, uint32_t count, msi_spot spot,
-                             bool by_high) {
-  uint64_t key = by_high ? spot.high : spot.low;
-  uint32_t i = count;
-  for (; i > 0 && (by_high ? spots[i - 1].high : spots[i - 1].low) > key; --i) {
-    spots[i] = spots[i - 1];
-  }
-  spots[i] = spot;
+static void msi_spots_insert(msi_spot *spots, uint32_t count, msi_spot spot, bool by_high) {
+    uint64_t key = by_high ? spot.high : spot.low;
+    uint32_t i = count;
+    for (; i > 0 && (by_high ? spots[i - 1].high : spots[i - 1].low) > key; --i) {
+        spots[i] = spots[i - 1];
+    }
+    spots[i] = spot;
 }
 
-/* First-fit: each block into the lowest gap that holds it, in the given order.
-   Gives up when the layout turns out no better than the best. */
+/* First-fit: each block into the lowest gap that holds it, in the given order. Gives up when the
+   layout turns out no better than the best. */
 static void msi_layout_first_fit(msi_layout_work *w) {
-  uint64_t height = 0;
-  w->spot_count = 0;
-  for (uint32_t i = 0; i < w->used; i++) {
-    uint32_t block = w->order[i];
-    uint64_t low = 0, bytes = w->blocks[block].bytes;
-    for (uint32_t k = 0; k < w->spot_count && w->by_low[k].low < low + bytes;
-         k++) {
-      bool meets =
-          msi_spot_meets(&w->by_low[k], w->first[block], w->last[block]);
-      low = meets ? msi_max_u64(low, w->by_low[k].high) : low;
+    uint64_t height = 0;
+    w->spot_count = 0;
+    for (uint32_t i = 0; i < w->used; i++) {
+        uint32_t block = w->order[i];
+        uint64_t low = 0, bytes = w->blocks[block].bytes;
+        for (uint32_t k = 0; k < w->spot_count && w->by_low[k].low < low + bytes; k++) {
+            bool meets = msi_spot_meets(&w->by_low[k], w->first[block], w->last[block]);
+            low = meets ? msi_max_u64(low, w->by_low[k].high) : low;
+        }
+        height = msi_max_u64(height, low + bytes);
+        if (height >= w->height || !msi_layout_spend(w, w->spot_count + 1)) {
+            return;
+        }
+        w->offset[block] = low;
+        msi_spots_insert(w->by_low, w->spot_count++, msi_layout_spot(w, block, low), false);
     }
-    height = msi_max_u64(height, low + bytes);
-    if (height >= w->height || !msi_layout_spend(w, w->spot_count + 1)) {
-      return;
-    }
-    w->offset[block] = low;
-    msi_spots_insert(w->by_low, w->spot_count++, msi_layout_spot(w, block, low),
-                     false);
-  }
-  msi_layout_keep_best(w, height);
+    msi_layout_keep_best(w, height);
 }
 
 /* xorshift64*: the same numbers in every run. */
 static uint32_t msi_layout_random(msi_layout_work *w, uint32_t below) {
-  w->random ^= w->random >> 12;
-  w->random ^= w->random << 25;
-  w->random ^= w->random >> 27;
-  return (uint32_t)(w->random * UINT64_C(0x2545F4914F6CDD1D) >> 32) % below;
+    w->random ^= w->random >> 12;
+    w->random ^= w->random << 25;
+    w->random ^= w->random >> 27;
+    return (uint32_t)(w->random * UINT64_C(0x2545F4914F6CDD1D) >> 32) % below;
 }
 
-/* Removes what overlaps spot, and what reaches beyond target, from one of the
-   two lists. Returns how many stay; the others wait, if waiting is not NULL. */
-static uint32_t msi_spots_remove(msi_spot *spots, uint32_t count,
-                                 const msi_spot *spot, uint64_t target,
-                                 uint32_t *waiting) {
-  uint32_t kept = 0, gone = 0;
-  for (uint32_t i = 0; i < count; i++) {
-    const msi_spot *s = &spots[i];
-    bool hit = msi_spot_meets(s, spot->first, spot->last) &
-               (s->low < spot->high) & (s->high > spot->low);
-    if (!(hit | (s->high > target))) {
-      spots[kept++] = *s;
-    } else if (waiting) {
-      waiting[gone++] = s->block;
+/* Removes what overlaps spot, and what reaches beyond target, from one of the two lists. Returns
+   how many stay; the others wait, if waiting is not NULL. */
+static uint32_t msi_spots_remove(msi_spot *spots, uint32_t count, const msi_spot *spot,
+                                 uint64_t target, uint32_t *waiting) {
+    uint32_t kept = 0, gone = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        const msi_spot *s = &spots[i];
+        bool hit = msi_spot_meets(s, spot->first, spot->last) & (s->low < spot->high) &
+                   (s->high > spot->low);
+        if (!(hit | (s->high > target))) {
+            spots[kept++] = *s;
+        } else if (waiting) {
+            waiting[gone++] = s->block;
+        }
     }
-  }
-  return kept;
+    return kept;
 }
 
-static void msi_layout_eject(msi_layout_work *w, const msi_spot *spot,
-                             uint64_t target) {
-  uint32_t kept = msi_spots_remove(w->by_low, w->spot_count, spot, target,
-                                   w->waiting + w->waiting_count);
-  msi_spots_remove(w->by_high, w->spot_count, spot, target, NULL);
-  w->waiting_count += w->spot_count - kept;
-  w->spot_count = kept;
+static void msi_layout_eject(msi_layout_work *w, const msi_spot *spot, uint64_t target) {
+    uint32_t kept =
+        msi_spots_remove(w->by_low, w->spot_count, spot, target, w->waiting + w->waiting_count);
+    msi_spots_remove(w->by_high, w->spot_count, spot, target, NULL);
+    w->waiting_count += w->spot_count - kept;
+    w->spot_count = kept;
 }
 
-/* Where the block does least harm below target: on the ground, or on another
-   block. The lowest of the free places, or a random one of those equally bad.
-   Harm is the weight of the blocks that overlap it there: that of those which
-   begin below its high end, less that of those which end at or below its low
-   end. Both sums only grow as the place is moved up. */
-static uint64_t msi_layout_least_harm(msi_layout_work *w, uint32_t block,
-                                      uint64_t target, uint64_t *least) {
-  uint64_t bytes = w->blocks[block].bytes, low = 0, begun = 0, ended = 0,
-           best = 0;
-  uint32_t first = w->first[block], last = w->last[block], ties = 0, k = 0,
-           i = 0, next = 0;
-  bool candidate = true; // the ground
-  *least = UINT64_MAX;
-  while (low + bytes <= target) {
-    for (; k < w->spot_count && w->by_low[k].low < low + bytes; k++) {
-      begun += msi_spot_meets(&w->by_low[k], first, last) *
-               (uint64_t)w->by_low[k].weight;
+/* Where the block does least harm below target: on the ground, or on another block. The lowest of
+   the free places, or a random one of those equally bad. Harm is the weight of the blocks that
+   overlap it there: that of those which begin below its high end, less that of those which end at
+   or below its low end. Both sums only grow as the place is moved up. */
+static uint64_t msi_layout_least_harm(msi_layout_work *w, uint32_t block, uint64_t target,
+                                      uint64_t *least) {
+    uint64_t bytes = w->blocks[block].bytes, low = 0, begun = 0, ended = 0, best = 0;
+    uint32_t first = w->first[block], last = w->last[block], ties = 0, k = 0, i = 0, next = 0;
+    bool candidate = true; // the ground
+    *least = UINT64_MAX;
+    while (low + bytes <= target) {
+        for (; k < w->spot_count && w->by_low[k].low < low + bytes; k++) {
+            begun += msi_spot_meets(&w->by_low[k], first, last) * (uint64_t)w->by_low[k].weight;
+        }
+        for (; i < w->spot_count && w->by_high[i].high <= low; i++) {
+            ended += msi_spot_meets(&w->by_high[i], first, last) * (uint64_t)w->by_high[i].weight;
+        }
+        uint64_t harm = begun - ended;
+        if (candidate && harm <= *least) {
+            ties = harm < *least ? 1 : ties + 1;
+            if (msi_layout_random(w, ties) == 0) {
+                best = low;
+            }
+            *least = harm;
+        }
+        if (*least == 0 || next == w->spot_count) {
+            break;
+        }
+        low = w->by_high[next].high;
+        candidate = msi_spot_meets(&w->by_high[next], first, last);
+        ++next;
     }
-    for (; i < w->spot_count && w->by_high[i].high <= low; i++) {
-      ended += msi_spot_meets(&w->by_high[i], first, last) *
-               (uint64_t)w->by_high[i].weight;
-    }
-    uint64_t harm = begun - ended;
-    if (candidate && harm <= *least) {
-      ties = harm < *least ? 1 : ties + 1;
-      if (msi_layout_random(w, ties) == 0) {
-        best = low;
-      }
-      *least = harm;
-    }
-    if (*least == 0 || next == w->spot_count) {
-      break;
-    }
-    low = w->by_high[next].high;
-    candidate = msi_spot_meets(&w->by_high[next], first, last);
-    ++next;
-  }
-  msi_layout_spend(w, 2 * ((uint64_t)k + i));
-  return best;
+    msi_layout_spend(w, 2 * ((uint64_t)k + i));
+    return best;
 }
 
 /* Takes up the best layout again, as it was or upside down. */
 static void msi_layout_restore(msi_layout_work *w, bool upside_down) {
-  for (uint32_t by_high = 0; by_high < 2; ++by_high) {
-    msi_spot *spots = by_high ? w->by_high : w->by_low;
-    for (uint32_t i = 0; i < w->used; i++) {
-      uint32_t block = w->order[i];
-      uint64_t low = w->best[block], bytes = w->blocks[block].bytes;
-      w->offset[block] = upside_down ? w->height - low - bytes : low;
-      w->key[block] = w->offset[block] + (by_high ? bytes : 0);
+    for (uint32_t by_high = 0; by_high < 2; ++by_high) {
+        msi_spot *spots = by_high ? w->by_high : w->by_low;
+        for (uint32_t i = 0; i < w->used; i++) {
+            uint32_t block = w->order[i];
+            uint64_t low = w->best[block], bytes = w->blocks[block].bytes;
+            w->offset[block] = upside_down ? w->height - low - bytes : low;
+            w->key[block] = w->offset[block] + (by_high ? bytes : 0);
+        }
+        msi_sort_indices(w->order, w->scratch, w->used, w->key);
+        for (uint32_t i = 0; i < w->used; i++) {
+            spots[i] = msi_layout_spot(w, w->order[i], w->offset[w->order[i]]);
+        }
     }
-    msi_sort_indices(w->order, w->scratch, w->used, w->key);
-    for (uint32_t i = 0; i < w->used; i++) {
-      spots[i] = msi_layout_spot(w, w->order[i], w->offset[w->order[i]]);
-    }
-  }
-  w->spot_count = w->used;
-  w->waiting_count = 0;
+    w->spot_count = w->used;
+    w->waiting_count = 0;
 }
 
 /* What was hard long ago counts less: halves the weights. */
 static void msi_layout_forget(msi_layout_work *w) {
-  for (uint32_t i = 0; i < w->used; i++) {
-    w->weight[w->order[i]] = (w->weight[w->order[i]] + 1) / 2;
-  }
-  for (uint32_t i = 0; i < w->spot_count; i++) {
-    w->by_low[i].weight = w->weight[w->by_low[i].block];
-    w->by_high[i].weight = w->weight[w->by_high[i].block];
-  }
-  msi_layout_spend(w, 4 * (uint64_t)w->used);
+    for (uint32_t i = 0; i < w->used; i++) {
+        w->weight[w->order[i]] = (w->weight[w->order[i]] + 1) / 2;
+    }
+    for (uint32_t i = 0; i < w->spot_count; i++) {
+        w->by_low[i].weight = w->weight[w->by_low[i].block];
+        w->by_high[i].weight = w->weight[w->by_high[i].block];
+    }
+    msi_layout_spend(w, 4 * (uint64_t)w->used);
 }
 
-/* One link of a chain: a waiting block is placed, and those that it hits wait
- * in its stead. */
+/* One link of a chain: a waiting block is placed, and those that it hits wait in its stead. */
 static void msi_layout_place_waiting(msi_layout_work *w, uint64_t target) {
-  uint32_t pick = msi_layout_random(w, w->waiting_count),
-           block = w->waiting[pick];
-  uint64_t harm, low = msi_layout_least_harm(w, block, target, &harm);
-  w->waiting[pick] = w->waiting[--w->waiting_count];
-  w->weight[block] += harm > 0;
-  w->offset[block] = low;
-  msi_spot spot = msi_layout_spot(w, block, low);
-  if (harm) {
-    msi_layout_eject(w, &spot, target);
-  }
-  msi_spots_insert(w->by_low, w->spot_count, spot, false);
-  msi_spots_insert(w->by_high, w->spot_count, spot, true);
-  ++w->spot_count;
+    uint32_t pick = msi_layout_random(w, w->waiting_count), block = w->waiting[pick];
+    uint64_t harm, low = msi_layout_least_harm(w, block, target, &harm);
+    w->waiting[pick] = w->waiting[--w->waiting_count];
+    w->weight[block] += harm > 0;
+    w->offset[block] = low;
+    msi_spot spot = msi_layout_spot(w, block, low);
+    if (harm) {
+        msi_layout_eject(w, &spot, target);
+    }
+    msi_spots_insert(w->by_low, w->spot_count, spot, false);
+    msi_spots_insert(w->by_high, w->spot_count, spot, true);
+    ++w->spot_count;
 }
 
-/* Ejection chains (Glover 1996) guided by how often a block found no free place
-   (as in Nagata and Braysy 2009): with a target below the best height, what
-   sticks out is put where it does least harm, what it hits waits to be placed
-   again, and hard blocks gain weight until all fit. */
+/* Ejection chains (Glover 1996) guided by how often a block found no free place (as in Nagata and
+   Braysy 2009): with a target below the best height, what sticks out is put where it does least
+   harm, what it hits waits to be placed again, and hard blocks gain weight until all fit. */
 static void msi_layout_press(msi_layout_work *w) {
-  enum { PATIENCE = 4 };
-  const msi_spot nothing = {0, 0, 0, 0, 0, 0};
-  uint64_t target = w->height, round = PATIENCE * (uint64_t)w->used, rounds = 0;
-  msi_layout_restore(w, false);
-  for (uint64_t link = 1; msi_layout_spend(w, 4 * (uint64_t)w->spot_count);
-       ++link) {
-    if (w->waiting_count == 0) {
-      uint64_t height = w->by_high[w->spot_count - 1].high;
-      rounds = height < w->height ? 0 : rounds;
-      msi_layout_keep_best(w, height);
-      if (w->height == w->bound) {
-        return;
-      }
-      target = w->height - (w->height - w->bound + 15) / 16;
-      msi_layout_eject(w, &nothing, target);
+    enum { PATIENCE = 4 };
+    const msi_spot nothing = {0, 0, 0, 0, 0, 0};
+    uint64_t target = w->height, round = PATIENCE * (uint64_t)w->used, rounds = 0;
+    msi_layout_restore(w, false);
+    for (uint64_t link = 1; msi_layout_spend(w, 4 * (uint64_t)w->spot_count); ++link) {
+        if (w->waiting_count == 0) {
+            uint64_t height = w->by_high[w->spot_count - 1].high;
+            rounds = height < w->height ? 0 : rounds;
+            msi_layout_keep_best(w, height);
+            if (w->height == w->bound) {
+                return;
+            }
+            target = w->height - (w->height - w->bound + 15) / 16;
+            msi_layout_eject(w, &nothing, target);
+        }
+        msi_layout_place_waiting(w, target);
+        if (link % round == 0) {
+            msi_layout_forget(w);
+            if (++rounds % PATIENCE == 0) { // trapped: begin again, from the other side
+                msi_layout_restore(w, rounds / PATIENCE % 2 == 1);
+            }
+        }
     }
-    msi_layout_place_waiting(w, target);
-    if (link % round == 0) {
-      msi_layout_forget(w);
-      if (++rounds % PATIENCE ==
-          0) { // trapped: begin again, from the other side
-        msi_layout_restore(w, rounds / PATIENCE % 2 == 1);
-      }
-    }
-  }
 }
 
 static void msi_layout_search(msi_layout_work *w) {
-  static const struct {
-    msi_layout_order order;
-    bool two_sided;
-  } skylines[] = {{MSI_ORDER_LOAD, true},   {MSI_ORDER_SPAN, true},
-                  {MSI_ORDER_LOAD, false},  {MSI_ORDER_SPAN, false},
-                  {MSI_ORDER_BYTES, false}, {MSI_ORDER_START, true}};
-  for (uint32_t i = 0;
-       i < sizeof skylines / sizeof skylines[0] && w->height > w->bound; i++) {
-    if (!msi_layout_spend(w, 100 * (uint64_t)w->used) && i) {
-      return;
+    static const struct {
+        msi_layout_order order;
+        bool two_sided;
+    } skylines[] = {{MSI_ORDER_LOAD, true},  {MSI_ORDER_SPAN, true},   {MSI_ORDER_LOAD, false},
+                    {MSI_ORDER_SPAN, false}, {MSI_ORDER_BYTES, false}, {MSI_ORDER_START, true}};
+    for (uint32_t i = 0; i < sizeof skylines / sizeof skylines[0] && w->height > w->bound; i++) {
+        if (!msi_layout_spend(w, 100 * (uint64_t)w->used) && i) {
+            return;
+        }
+        msi_layout_sort(w, skylines[i].order);
+        msi_layout_place_on_skylines(w, skylines[i].two_sided);
     }
-    msi_layout_sort(w, skylines[i].order);
-    msi_layout_place_on_skylines(w, skylines[i].two_sided);
-  }
-  for (int order = 0;
-       order < MSI_ORDER_COUNT && w->height > w->bound && w->effort; ++order) {
-    msi_layout_sort(w, (msi_layout_order)order);
-    msi_layout_first_fit(w);
-  }
-  if (w->height > w->bound) {
-    msi_layout_press(w);
-  }
+    for (int order = 0; order < MSI_ORDER_COUNT && w->height > w->bound && w->effort; ++order) {
+        msi_layout_sort(w, (msi_layout_order)order);
+        msi_layout_first_fit(w);
+    }
+    if (w->height > w->bound) {
+        msi_layout_press(w);
+    }
 }
 
-/* Divides memory among the arrays of w. Returns the bytes that this takes; with
-   memory NULL that is all it does. The spots lie over the skylines, which are
-   at least as large. */
+/* Divides memory among the arrays of w. Returns the bytes that this takes; with memory NULL that is
+   all it does. The spots lie over the skylines, which are at least as large. */
 static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
-  uint64_t count = w->count, nodes = 2;
-  while (nodes < 2 * count) {
-    nodes *= 2;
-  }
-  uint64_t words = 4 * nodes + 4 * count + 1;
-  if (memory) {
-    uint32_t **arrays[] = {&w->first,   &w->last,    &w->order,
-                           &w->scratch, &w->waiting, &w->weight};
-    uint32_t *next = (uint32_t *)(void *)(memory + words);
-    for (uint32_t i = 0; i < 6; i++) {
-      *arrays[i] = next + i * count;
+    uint64_t count = w->count, nodes = 2;
+    while (nodes < 2 * count) {
+        nodes *= 2;
     }
-    w->bottom.highest = memory;
-    w->bottom.applied = memory + nodes;
-    w->top.highest = memory + 2 * nodes;
-    w->top.applied = memory + 3 * nodes;
-    w->by_low = (msi_spot *)(void *)memory;
-    w->by_high = w->by_low + count;
-    w->key = memory + 4 * nodes;
-    w->offset = w->key + count;
-    w->best = w->offset + count;
-    w->load = w->best + count;
-  }
-  return words * sizeof(uint64_t) + 6 * count * sizeof(uint32_t);
+    uint64_t words = 4 * nodes + 4 * count + 1;
+    if (memory) {
+        uint32_t **arrays[] = {&w->first,   &w->last,    &w->order,
+                               &w->scratch, &w->waiting, &w->weight};
+        uint32_t *next = (uint32_t *)(void *)(memory + words);
+        for (uint32_t i = 0; i < 6; i++) {
+            *arrays[i] = next + i * count;
+        }
+        w->bottom.highest = memory;
+        w->bottom.applied = memory + nodes;
+        w->top.highest = memory + 2 * nodes;
+        w->top.applied = memory + 3 * nodes;
+        w->by_low = (msi_spot *)(void *)memory;
+        w->by_high = w->by_low + count;
+        w->key = memory + 4 * nodes;
+        w->offset = w->key + count;
+        w->best = w->offset + count;
+        w->load = w->best + count;
+    }
+    return words * sizeof(uint64_t) + 6 * count * sizeof(uint32_t);
 }
 
 /* Allocates the memory of w, and finds the lower bound. */
-static ms_result msi_layout_begin(msi_layout_work *w,
-                                  const ms_allocator *allocator,
-                                  const msi_block *blocks, uint32_t count,
-                                  uint64_t **memory) {
-  memset(w, 0, sizeof *w);
-  w->blocks = blocks;
-  w->count = count;
-  *memory = (uint64_t *)msi_alloc(allocator, msi_layout_bind(w, NULL));
-  if (!*memory) {
-    return MS_RESULT_OUT_OF_MEMORY;
-  }
-  msi_layout_bind(w, *memory);
-  msi_layout_compress_time(w);
-  msi_layout_measure_load(w);
-  w->height = UINT64_MAX;
-  w->random = UINT64_C(0x9E3779B97F4A7C15);
-  w->bottom.leaves = 1;
-  while (w->bottom.leaves < w->times) {
-    w->bottom.leaves *= 2;
-  }
-  w->top.leaves = w->bottom.leaves;
-  return MS_RESULT_OK;
+static ms_result msi_layout_begin(msi_layout_work *w, const ms_allocator *allocator,
+                                  const msi_block *blocks, uint32_t count, uint64_t **memory) {
+    memset(w, 0, sizeof *w);
+    w->blocks = blocks;
+    w->count = count;
+    *memory = (uint64_t *)msi_alloc(allocator, msi_layout_bind(w, NULL));
+    if (!*memory) {
+        return MS_RESULT_OUT_OF_MEMORY;
+    }
+    msi_layout_bind(w, *memory);
+    msi_layout_compress_time(w);
+    msi_layout_measure_load(w);
+    w->height = UINT64_MAX;
+    w->random = UINT64_C(0x9E3779B97F4A7C15);
+    w->bottom.leaves = 1;
+    while (w->bottom.leaves < w->times) {
+        w->bottom.leaves *= 2;
+    }
+    w->top.leaves = w->bottom.leaves;
+    return MS_RESULT_OK;
 }
 
-/* Gives every block an offset, so that blocks whose ranges meet do not overlap,
-   and stores the height of the whole. effort is an upper limit of elementary
-   operations of about a nanosecond each; one skyline is made whatever it is.
-   The same input gives the same layout. The sum of all bytes must be below
-   2^64. Errors: OUT_OF_MEMORY. */
-static ms_result msi_layout(const ms_allocator *allocator, msi_block *blocks,
-                            uint32_t count, uint64_t effort, uint64_t *height) {
-  msi_layout_work work;
-  uint64_t *memory;
-  ms_result result = msi_layout_begin(&work, allocator, blocks, count, &memory);
-  if (result != MS_RESULT_OK) {
-    return result;
-  }
-  work.effort = effort;
-  msi_layout_search(&work);
-  *height = work.used ? work.height : 0;
-  for (uint32_t i = 0; i < count; i++) {
-    blocks[i].offset = blocks[i].bytes ? work.best[i] : 0;
-  }
-  msi_release(allocator, memory, msi_layout_bind(&work, NULL));
-  return MS_RESULT_OK;
+/* Gives every block an offset, so that blocks whose ranges meet do not overlap, and stores the
+   height of the whole. effort is an upper limit of elementary operations of about a nanosecond
+   each; one skyline is made whatever it is. The same input gives the same layout. The sum of all
+   bytes must be below 2^64. Errors: OUT_OF_MEMORY. */
+static ms_result msi_layout(const ms_allocator *allocator, msi_block *blocks, uint32_t count,
+                            uint64_t effort, uint64_t *height) {
+    msi_layout_work work;
+    uint64_t *memory;
+    ms_result result = msi_layout_begin(&work, allocator, blocks, count, &memory);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    work.effort = effort;
+    msi_layout_search(&work);
+    *height = work.used ? work.height : 0;
+    for (uint32_t i = 0; i < count; i++) {
+        blocks[i].offset = blocks[i].bytes ? work.best[i] : 0;
+    }
+    msi_release(allocator, memory, msi_layout_bind(&work, NULL));
+    return MS_RESULT_OK;
 }
 
 /* Largest sum of live bytes at any instant. Errors: OUT_OF_MEMORY. */
-static ms_result msi_layout_lower_bound(const ms_allocator *allocator,
-                                        const msi_block *blocks, uint32_t count,
-                                        uint64_t *bytes) {
-  msi_layout_work work;
-  uint64_t *memory;
-  ms_result result = msi_layout_begin(&work, allocator, blocks, count, &memory);
-  if (result == MS_RESULT_OK) {
-    *bytes = work.bound;
-    msi_release(allocator, memory, msi_layout_bind(&work, NULL));
-  }
-  return result;
+static ms_result msi_layout_lower_bound(const ms_allocator *allocator, const msi_block *blocks,
+                                        uint32_t count, uint64_t *bytes) {
+    msi_layout_work work;
+    uint64_t *memory;
+    ms_result result = msi_layout_begin(&work, allocator, blocks, count, &memory);
+    if (result == MS_RESULT_OK) {
+        *bytes = work.bound;
+        msi_release(allocator, memory, msi_layout_bind(&work, NULL));
+    }
+    return result;
 }
 
-/* For debug builds and tests: no two blocks share a byte at an instant. O(n^2).
- */
+/* For debug builds and tests: no two blocks share a byte at an instant. O(n^2). */
 static bool msi_layout_is_valid(const msi_block *blocks, uint32_t count) {
-  for (uint32_t i = 0; i < count; i++) {
-    const msi_block *a = &blocks[i];
-    for (uint32_t k = i + 1; k < count; k++) {
-      const msi_block *b = &blocks[k];
-      if (a->first <= b->last && b->first <= a->last &&
-          a->offset < b->offset + b->bytes &&
-          b->offset < a->offset + a->bytes) {
-        return false;
-      }
+    for (uint32_t i = 0; i < count; i++) {
+        const msi_block *a = &blocks[i];
+        for (uint32_t k = i + 1; k < count; k++) {
+            const msi_block *b = &blocks[k];
+            if (a->first <= b->last && b->first <= a->last && a->offset < b->offset + b->bytes &&
+                b->offset < a->offset + a->bytes) {
+                return false;
+            }
+        }
     }
-  }
-  return true;
+    return true;
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>simulate  what a program needs: live bytes at every instruction, and its
-// peak
+// >>simulate  what a program needs: live bytes at every instruction, and its peak
 
-/* A life counts up to the instruction before the one where its memory is taken
- * over. */
+/* A life counts up to the instruction before the one where its memory is taken over. */
 static uint32_t msi_counts_to(const msi_life *life) {
-  return life->taken ? life->last - 1 : life->last;
+    return life->taken ? life->last - 1 : life->last;
 }
 
 static bool msi_is_activation(ms_category category) {
-  return category == MS_CATEGORY_ACTIVATION ||
-         category == MS_CATEGORY_ACTIVATION_GRADIENT ||
-         category == MS_CATEGORY_SAVED;
+    return category == MS_CATEGORY_ACTIVATION || category == MS_CATEGORY_ACTIVATION_GRADIENT ||
+           category == MS_CATEGORY_SAVED;
 }
 
-/* Sums the sizes of the lives, of all or of activations only, into live_bytes;
-   returns the first instruction with the largest sum. Differences first, then
-   their running sum: unsigned, so that an intermediate that wraps comes back.
- */
-static uint32_t msi_sum_live(msi_program *p, uint32_t slot_count,
-                             bool activations_only) {
-  uint64_t *live = p->live_bytes.items;
-  const uint32_t count = p->instructions.count;
-  memset(live, 0, (count + 1) * sizeof *live);
-  for (uint32_t i = slot_count; i < p->lives.count; i++) {
-    const msi_life *life = &p->lives.items[i];
-    if (!activations_only || msi_is_activation((ms_category)life->category)) {
-      live[life->first] += msi_align(life->bytes);
-      live[msi_counts_to(life) + 1] -= msi_align(life->bytes);
+/* Sums the sizes of the lives, of all or of activations only, into live_bytes; returns the first
+   instruction with the largest sum. Differences first, then their running sum: unsigned, so that
+   an intermediate that wraps comes back. */
+static uint32_t msi_sum_live(msi_program *p, uint32_t slot_count, bool activations_only) {
+    uint64_t *live = p->live_bytes.items;
+    const uint32_t count = p->instructions.count;
+    memset(live, 0, (count + 1) * sizeof *live);
+    for (uint32_t i = slot_count; i < p->lives.count; i++) {
+        const msi_life *life = &p->lives.items[i];
+        if (!activations_only || msi_is_activation((ms_category)life->category)) {
+            live[life->first] += msi_align(life->bytes);
+            live[msi_counts_to(life) + 1] -= msi_align(life->bytes);
+        }
     }
-  }
-  uint32_t peak = 0;
-  for (uint32_t i = 1; i < count; i++) {
-    live[i] += live[i - 1];
-    peak = live[i] > live[peak] ? i : peak;
-  }
-  return peak;
+    uint32_t peak = 0;
+    for (uint32_t i = 1; i < count; i++) {
+        live[i] += live[i - 1];
+        peak = live[i] > live[peak] ? i : peak;
+    }
+    return peak;
 }
 
-static bool msi_simulate(const ms_allocator *a, msi_program *p,
-                         uint32_t slot_count) {
-  if (!MSI_RESERVE(uint64_t, a, p->live_bytes, p->instructions.count + 1ull)) {
-    return false;
-  }
-  p->live_bytes.count = p->instructions.count;
-  p->activation_peak_bytes =
-      p->live_bytes.items[msi_sum_live(p, slot_count, true)];
-  p->peak = msi_sum_live(p, slot_count, false);
-  p->peak_bytes = p->live_bytes.items[p->peak];
-  return true;
+static bool msi_simulate(const ms_allocator *a, msi_program *p, uint32_t slot_count) {
+    if (!MSI_RESERVE(uint64_t, a, p->live_bytes, p->instructions.count + 1ull)) {
+        return false;
+    }
+    p->live_bytes.count = p->instructions.count;
+    p->activation_peak_bytes = p->live_bytes.items[msi_sum_live(p, slot_count, true)];
+    p->peak = msi_sum_live(p, slot_count, false);
+    p->peak_bytes = p->live_bytes.items[p->peak];
+    return true;
 }
 
 /* Whether some param is updated inside backward. */
 static bool msi_updates_inside(const msi_program *p) {
-  for (uint32_t i = p->forward_end; i < p->backward_end; i++) {
-    if (p->instructions.items[i].op == MSI_OP_UPDATE) {
-      return true;
+    for (uint32_t i = p->forward_end; i < p->backward_end; i++) {
+        if (p->instructions.items[i].op == MSI_OP_UPDATE) {
+            return true;
+        }
     }
-  }
-  return false;
+    return false;
 }
 
 // ------------------------------------------------------------------------------------------------
 // >>solve  from a budget to a plan
 
-/* The ladder: plans in one fixed order, each with a little more recomputation
-   than the one before and no more live bytes. With early_update at its default
-   rung 0 is the plain plan, rung 1 updates early, and each after these drops
-   one more group of values. The order does not depend on the budget, which only
-   says on which rung to stop: the first that fits. So a smaller budget never
+/* The ladder: plans in one fixed order, each with a little more recomputation than the one before
+   and no more live bytes. With early_update at its default rung 0 is the plain plan, rung 1 updates
+   early, and each after these drops one more group of values. The order does not depend on the
+   budget, which only says on which rung to stop: the first that fits. So a smaller budget never
    gives a larger peak, and a larger one never more recomputation. */
 typedef struct msi_candidate {
-  double bytes_per_cost;
-  uint64_t merged; // bytes that would come back together: of this and of what
-                   // it is joined to
-  uint32_t key;    // tensor, for the saved tensors of a layer the first of them
-  uint32_t member; // range in solver.members
-  uint32_t member_count;
+    double bytes_per_cost;
+    uint64_t merged; // bytes that would come back together: of this and of what it is joined to
+    uint32_t key;    // tensor, for the saved tensors of a layer the first of them
+    uint32_t member; // range in solver.members
+    uint32_t member_count;
 } msi_candidate;
 
 typedef struct msi_rung {
-  uint64_t peak_bytes;
-  uint32_t drop_count; // dropped values up to here
-  bool early_update;
+    uint64_t peak_bytes;
+    uint32_t drop_count; // dropped values up to here
+    bool early_update;
 } msi_rung;
 
 typedef struct msi_solver {
-  ms_model *model;
-  const ms_allocator *allocator;
-  const msi_store *store;
-  msi_plan *plan;
-  const msi_plan *largest; // the plan at the largest sizes, for which there is
-                           // room; or NULL
-  uint64_t room;
-  msi_lowering lowering;
-  uint32_t *visited; // per layer: number of the last price query that met it
-  uint32_t query;
-  uint32_t *segment; // per layer: one of the layers that are recomputed
-                     // together with it
-  uint64_t *weight;  // per segment: bytes that come back together
-  uint64_t *below;   // per tensor: weight of the segments that start from it
-  MSI_LIST(uint32_t) drops; // in the order of the ladder
-  MSI_LIST(msi_rung) rungs;
-  MSI_LIST(msi_candidate) candidates;
-  MSI_LIST(uint32_t) members;
+    ms_model *model;
+    const ms_allocator *allocator;
+    const msi_store *store;
+    msi_plan *plan;
+    const msi_plan *largest; // the plan at the largest sizes, for which there is room; or NULL
+    uint64_t room;
+    msi_lowering lowering;
+    uint32_t *visited; // per layer: number of the last price query that met it
+    uint32_t query;
+    uint32_t *segment;        // per layer: one of the layers that are recomputed together with it
+    uint64_t *weight;         // per segment: bytes that come back together
+    uint64_t *below;          // per tensor: weight of the segments that start from it
+    MSI_LIST(uint32_t) drops; // in the order of the ladder
+    MSI_LIST(msi_rung) rungs;
+    MSI_LIST(msi_candidate) candidates;
+    MSI_LIST(uint32_t) members;
 } msi_solver;
 
-enum {
-  MSI_PRICE_LIMIT = 64,
-  MSI_BATCH_SHARE = 64,
-  MSI_TRY_LIMIT = 128,
-  MSI_TRIM_STEPS = 8
-};
+enum { MSI_PRICE_LIMIT = 64, MSI_BATCH_SHARE = 64, MSI_TRY_LIMIT = 128, MSI_TRIM_STEPS = 8 };
 
 static const uint64_t MSI_LAYOUT_EFFORT = 40u * 1000u * 1000u;
 
 /* Lowers the plan as it stands; result in plan->train, without a layout. */
 static ms_result msi_try(msi_solver *s) {
-  msi_program *p = &s->plan->train;
-  msi_lower_train(&s->lowering, p);
-  if (!p->out_of_memory) {
-    msi_share_memory(&s->model->graph, p);
-  }
-  if (p->out_of_memory ||
-      !msi_simulate(s->allocator, p, s->store->slots.count)) {
-    return msi_fail_memory(s->model, "the program",
-                           p->lives.count * sizeof(msi_life));
-  }
-  return MS_RESULT_OK;
+    msi_program *p = &s->plan->train;
+    msi_lower_train(&s->lowering, p);
+    if (!p->out_of_memory) {
+        msi_share_memory(&s->model->graph, p);
+    }
+    if (p->out_of_memory || !msi_simulate(s->allocator, p, s->store->slots.count)) {
+        return msi_fail_memory(s->model, "the program", p->lives.count * sizeof(msi_life));
+    }
+    return MS_RESULT_OK;
 }
 
-/* Debug mode: a layout that overlaps, or whose bound is not what was simulated,
- * is our own bug. */
+/* Debug mode: a layout that overlaps, or whose bound is not what was simulated, is our own bug. */
 static ms_result msi_check_layout(msi_solver *s, const msi_program *p) {
-  uint64_t bound;
-  const ms_result result = msi_layout_lower_bound(s->allocator, p->blocks.items,
-                                                  p->blocks.count, &bound);
-  if (result == MS_RESULT_OK) {
-    const bool valid = msi_layout_is_valid(p->blocks.items, p->blocks.count);
-    MEMSCALE_ASSERT(valid && bound == p->peak_bytes);
-    (void)valid;
-  }
-  return result;
+    uint64_t bound;
+    const ms_result result =
+        msi_layout_lower_bound(s->allocator, p->blocks.items, p->blocks.count, &bound);
+    if (result == MS_RESULT_OK) {
+        const bool valid = msi_layout_is_valid(p->blocks.items, p->blocks.count);
+        MEMSCALE_ASSERT(valid && bound == p->peak_bytes);
+        (void)valid;
+    }
+    return result;
 }
 
 static ms_result msi_lay_out(msi_solver *s, msi_program *p) {
-  if (!msi_make_blocks(s->allocator, p, s->store->slots.count) ||
-      msi_layout(s->allocator, p->blocks.items, p->blocks.count,
-                 MSI_LAYOUT_EFFORT, &p->height) != MS_RESULT_OK ||
-      (s->model->config.debug && msi_check_layout(s, p) != MS_RESULT_OK)) {
-    return msi_fail_memory(s->model, "the layout",
-                           p->lives.count * sizeof(msi_block));
-  }
-  return MS_RESULT_OK;
+    if (!msi_make_blocks(s->allocator, p, s->store->slots.count) ||
+        msi_layout(s->allocator, p->blocks.items, p->blocks.count, MSI_LAYOUT_EFFORT, &p->height) !=
+            MS_RESULT_OK ||
+        (s->model->config.debug && msi_check_layout(s, p) != MS_RESULT_OK)) {
+        return msi_fail_memory(s->model, "the layout", p->lives.count * sizeof(msi_block));
+    }
+    return MS_RESULT_OK;
 }
 
 static uint64_t msi_arena_of(const msi_store *store, const msi_plan *plan) {
-  return store->slot_bytes + msi_max_u64(plan->train.height, plan->eval.height);
+    return store->slot_bytes + msi_max_u64(plan->train.height, plan->eval.height);
 }
 
-/* Whether the plan fits a budget: by live bytes, and if these do, by its
- * layout. */
+/* Whether the plan fits a budget: by live bytes, and if these do, by its layout. */
 static ms_result msi_fits(msi_solver *s, uint64_t budget, bool *fits) {
-  *fits = s->store->slot_bytes + s->plan->train.peak_bytes <= budget;
-  if (!*fits) {
-    return MS_RESULT_OK;
-  }
-  const ms_result result = msi_lay_out(s, &s->plan->train);
-  s->plan->arena_bytes = msi_arena_of(s->store, s->plan);
-  *fits = s->plan->arena_bytes <= budget;
-  return result;
+    *fits = s->store->slot_bytes + s->plan->train.peak_bytes <= budget;
+    if (!*fits) {
+        return MS_RESULT_OK;
+    }
+    const ms_result result = msi_lay_out(s, &s->plan->train);
+    s->plan->arena_bytes = msi_arena_of(s->store, s->plan);
+    *fits = s->plan->arena_bytes <= budget;
+    return result;
 }
 
 static void msi_mark_recomputed(msi_solver *s) {
-  const msi_program *p = &s->plan->train;
-  memset(s->plan->recomputed, 0, s->model->graph.layers.count);
-  for (uint32_t i = 0; i < p->instructions.count; i++) {
-    if (p->instructions.items[i].op == MSI_OP_RECOMPUTE) {
-      s->plan->recomputed[p->instructions.items[i].target] = 1;
+    const msi_program *p = &s->plan->train;
+    memset(s->plan->recomputed, 0, s->model->graph.layers.count);
+    for (uint32_t i = 0; i < p->instructions.count; i++) {
+        if (p->instructions.items[i].op == MSI_OP_RECOMPUTE) {
+            s->plan->recomputed[p->instructions.items[i].target] = 1;
+        }
     }
-  }
 }
 
-/* Work that is added if this layer must run again: its own, and that of the
-   layers before it whose outputs are not kept and are not recomputed already.
- */
+/* Work that is added if this layer must run again: its own, and that of the layers before it whose
+   outputs are not kept and are not recomputed already. */
 static double msi_price(msi_solver *s, uint32_t layer) {
-  const msi_graph *g = &s->model->graph;
-  uint32_t *stack = s->lowering.stack;
-  uint32_t depth = 0, met = 0;
-  double cost = 0.0;
-  s->query++;
-  stack[depth++] = layer;
-  while (depth > 0 && met < MSI_PRICE_LIMIT) {
-    const uint32_t top = stack[--depth];
-    if (s->plan->recomputed[top] || s->visited[top] == s->query) {
-      continue;
+    const msi_graph *g = &s->model->graph;
+    uint32_t *stack = s->lowering.stack;
+    uint32_t depth = 0, met = 0;
+    double cost = 0.0;
+    s->query++;
+    stack[depth++] = layer;
+    while (depth > 0 && met < MSI_PRICE_LIMIT) {
+        const uint32_t top = stack[--depth];
+        if (s->plan->recomputed[top] || s->visited[top] == s->query) {
+            continue;
+        }
+        s->visited[top] = s->query;
+        met++;
+        const msi_layer *l = &g->layers.items[top];
+        cost += l->recompute_cost;
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && depth < g->tensors.count; k++) {
+            if (in[k] != MSI_NONE && (reads >> k & 1) && s->plan->dropped[in[k]]) {
+                stack[depth++] = g->tensors.items[in[k]].producer;
+            }
+        }
     }
-    s->visited[top] = s->query;
-    met++;
-    const msi_layer *l = &g->layers.items[top];
-    cost += l->recompute_cost;
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-    const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && depth < g->tensors.count;
-         k++) {
-      if (in[k] != MSI_NONE && (reads >> k & 1) && s->plan->dropped[in[k]]) {
-        stack[depth++] = g->tensors.items[in[k]].producer;
-      }
-    }
-  }
-  return cost;
+    return cost;
 }
 
 static uint32_t msi_segment_of(msi_solver *s, uint32_t layer) {
-  while (s->segment[layer] != layer) {
-    layer = s->segment[layer] = s->segment[s->segment[layer]];
-  }
-  return layer;
+    while (s->segment[layer] != layer) {
+        layer = s->segment[layer] = s->segment[s->segment[layer]];
+    }
+    return layer;
 }
 
-/* Segments: layers that are recomputed together, since each reads what another
-   one brings back. Their values are all in memory at once, so among drops of
-   the same merit those that make short segments come first. */
+/* Segments: layers that are recomputed together, since each reads what another one brings back.
+   Their values are all in memory at once, so among drops of the same merit those that make short
+   segments come first. */
 static void msi_find_segments(msi_solver *s) {
-  const msi_graph *g = &s->model->graph;
-  for (uint32_t i = 0; i < g->layers.count; i++) {
-    const msi_layer *l = &g->layers.items[i];
-    const uint32_t *operands = msi_group(g, l, MSI_GROUP_IN);
-    s->segment[i] = i;
-    s->weight[i] = 0;
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && s->plan->recomputed[i];
-         k++) {
-      if (operands[k] != MSI_NONE && s->plan->dropped[operands[k]]) {
-        const uint32_t from =
-            msi_segment_of(s, g->tensors.items[operands[k]].producer);
-        const uint32_t to = msi_segment_of(s, i);
-        s->weight[to] += from != to ? s->weight[from] : 0;
-        s->segment[from] = to;
-      }
+    const msi_graph *g = &s->model->graph;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *operands = msi_group(g, l, MSI_GROUP_IN);
+        s->segment[i] = i;
+        s->weight[i] = 0;
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && s->plan->recomputed[i]; k++) {
+            if (operands[k] != MSI_NONE && s->plan->dropped[operands[k]]) {
+                const uint32_t from = msi_segment_of(s, g->tensors.items[operands[k]].producer);
+                const uint32_t to = msi_segment_of(s, i);
+                s->weight[to] += from != to ? s->weight[from] : 0;
+                s->segment[from] = to;
+            }
+        }
+        const uint32_t made = (uint32_t)l->count[MSI_GROUP_OUT] + l->count[MSI_GROUP_SAVED];
+        for (uint32_t k = 0; k < made; k++) {
+            const uint32_t t = operands[l->count[MSI_GROUP_IN] + k];
+            if (t != MSI_NONE && s->plan->recomputed[i] && s->plan->dropped[t] &&
+                g->tensors.items[t].last_reader != MSI_NONE) {
+                s->weight[msi_segment_of(s, i)] += g->tensors.items[t].bytes;
+            }
+        }
     }
-    const uint32_t made =
-        (uint32_t)l->count[MSI_GROUP_OUT] + l->count[MSI_GROUP_SAVED];
-    for (uint32_t k = 0; k < made; k++) {
-      const uint32_t t = operands[l->count[MSI_GROUP_IN] + k];
-      if (t != MSI_NONE && s->plan->recomputed[i] && s->plan->dropped[t] &&
-          g->tensors.items[t].last_reader != MSI_NONE) {
-        s->weight[msi_segment_of(s, i)] += g->tensors.items[t].bytes;
-      }
+    memset(s->below, 0, g->tensors.count * sizeof *s->below);
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && s->plan->recomputed[i]; k++) {
+            if (in[k] != MSI_NONE && !s->plan->dropped[in[k]]) {
+                s->below[in[k]] = s->weight[msi_segment_of(s, i)];
+            }
+        }
     }
-  }
-  memset(s->below, 0, g->tensors.count * sizeof *s->below);
-  for (uint32_t i = 0; i < g->layers.count; i++) {
-    const msi_layer *l = &g->layers.items[i];
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && s->plan->recomputed[i];
-         k++) {
-      if (in[k] != MSI_NONE && !s->plan->dropped[in[k]]) {
-        s->below[in[k]] = s->weight[msi_segment_of(s, i)];
-      }
-    }
-  }
 }
 
-/* Bytes of the segment that would hold the outputs of this layer, `tensor`
- * among them. */
+/* Bytes of the segment that would hold the outputs of this layer, `tensor` among them. */
 static uint64_t msi_merged_bytes(msi_solver *s, uint32_t tensor) {
-  const msi_graph *g = &s->model->graph;
-  const uint32_t layer = g->tensors.items[tensor].producer;
-  const msi_layer *l = &g->layers.items[layer];
-  const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-  uint64_t bytes = s->below[tensor];
-  if (s->plan->recomputed[layer]) {
-    return bytes + s->weight[msi_segment_of(s, layer)];
-  }
-  for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
-    if (in[k] != MSI_NONE && s->plan->dropped[in[k]]) {
-      bytes += s->weight[msi_segment_of(s, g->tensors.items[in[k]].producer)];
+    const msi_graph *g = &s->model->graph;
+    const uint32_t layer = g->tensors.items[tensor].producer;
+    const msi_layer *l = &g->layers.items[layer];
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+    uint64_t bytes = s->below[tensor];
+    if (s->plan->recomputed[layer]) {
+        return bytes + s->weight[msi_segment_of(s, layer)];
     }
-  }
-  return bytes;
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
+        if (in[k] != MSI_NONE && s->plan->dropped[in[k]]) {
+            bytes += s->weight[msi_segment_of(s, g->tensors.items[in[k]].producer)];
+        }
+    }
+    return bytes;
 }
 
-/* Best first: most bytes for the work, then short segments, then the order of
- * registration. */
+/* Best first: most bytes for the work, then short segments, then the order of registration. */
 static bool msi_is_better(const msi_candidate *a, const msi_candidate *b) {
-  if (a->bytes_per_cost != b->bytes_per_cost) {
-    return a->bytes_per_cost > b->bytes_per_cost;
-  }
-  return a->merged != b->merged ? a->merged < b->merged : a->key < b->key;
+    if (a->bytes_per_cost != b->bytes_per_cost) {
+        return a->bytes_per_cost > b->bytes_per_cost;
+    }
+    return a->merged != b->merged ? a->merged < b->merged : a->key < b->key;
 }
 
 /* Heap sort: in place, since qsort may allocate behind the host's hooks. */
 static void msi_sort_candidates(msi_candidate *items, uint32_t count) {
-  for (uint32_t round = count / 2 + count; round-- > 1;) {
-    const uint32_t end =
-        round < count ? round : count; // below count: the worst goes there
-    uint32_t top = round < count ? 0 : round - count;
-    if (round < count) {
-      const msi_candidate worst = items[0];
-      items[0] = items[round];
-      items[round] = worst;
+    for (uint32_t round = count / 2 + count; round-- > 1;) {
+        const uint32_t end = round < count ? round : count; // below count: the worst goes there
+        uint32_t top = round < count ? 0 : round - count;
+        if (round < count) {
+            const msi_candidate worst = items[0];
+            items[0] = items[round];
+            items[round] = worst;
+        }
+        for (uint32_t child = 2 * top + 1; child < end; child = 2 * top + 1) {
+            if (child + 1 < end && msi_is_better(&items[child], &items[child + 1])) {
+                child++;
+            }
+            if (!msi_is_better(&items[top], &items[child])) {
+                break;
+            }
+            const msi_candidate parent = items[top];
+            items[top] = items[child];
+            items[child] = parent;
+            top = child;
+        }
     }
-    for (uint32_t child = 2 * top + 1; child < end; child = 2 * top + 1) {
-      if (child + 1 < end && msi_is_better(&items[child], &items[child + 1])) {
-        child++;
-      }
-      if (!msi_is_better(&items[top], &items[child])) {
-        break;
-      }
-      const msi_candidate parent = items[top];
-      items[top] = items[child];
-      items[child] = parent;
-      top = child;
-    }
-  }
 }
 
 /* Whether the plan may drop a value to recompute it. */
 static bool msi_is_droppable(const msi_graph *g, uint32_t t) {
-  const msi_tensor *tensor = &g->tensors.items[t];
-  return !msi_is_fixed(tensor) && !tensor->kept && t != g->loss &&
-         !tensor->pinned &&
-         tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
+    const msi_tensor *tensor = &g->tensors.items[t];
+    return !msi_is_fixed(tensor) && !tensor->kept && t != g->loss && !tensor->pinned &&
+           tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
 }
 
 /* A candidate of the last members; the room is reserved. */
 static void msi_add_candidate(msi_solver *s, uint32_t member_count) {
-  const msi_graph *g = &s->model->graph;
-  msi_candidate *c = &s->candidates.items[s->candidates.count++];
-  c->member = s->members.count - member_count;
-  c->member_count = member_count;
-  c->key = s->members.items[c->member];
-  c->bytes_per_cost = 0.0;
-  for (uint32_t i = 0; i < member_count; i++) {
-    c->bytes_per_cost +=
-        (double)g->tensors.items[s->members.items[c->member + i]].bytes;
-  }
+    const msi_graph *g = &s->model->graph;
+    msi_candidate *c = &s->candidates.items[s->candidates.count++];
+    c->member = s->members.count - member_count;
+    c->member_count = member_count;
+    c->key = s->members.items[c->member];
+    c->bytes_per_cost = 0.0;
+    for (uint32_t i = 0; i < member_count; i++) {
+        c->bytes_per_cost += (double)g->tensors.items[s->members.items[c->member + i]].bytes;
+    }
 }
 
-/* Values that lie idle at the peak, between forward and backward. The saved
-   tensors of a layer are one candidate, since they come back together; where
-   the layer can bring back one of them alone, each is one as well. */
+/* Values that lie idle at the peak, between forward and backward. The saved tensors of a layer are
+   one candidate, since they come back together; where the layer can bring back one of them alone,
+   each is one as well. */
 static bool msi_find_candidates(msi_solver *s) {
-  const msi_graph *g = &s->model->graph;
-  const msi_program *p = &s->plan->train;
-  s->candidates.count = s->members.count = 0;
-  if (!MSI_RESERVE(msi_candidate, s->allocator, s->candidates,
-                   2ull * p->lives.count) ||
-      !MSI_RESERVE(uint32_t, s->allocator, s->members, p->lives.count)) {
-    return false;
-  }
-  uint32_t saved_of = MSI_NONE,
-           together = 0; // the layer of the saved tensors last met; how many
-  for (uint32_t i = s->store->slots.count; i <= p->lives.count; i++) {
-    const msi_life *life = i < p->lives.count ? &p->lives.items[i] : NULL;
-    const bool idle = life && life->role == MSI_ROLE_VALUE &&
-                      life->idle_last != MSI_NONE &&
-                      life->idle_first < p->peak && life->idle_last > p->peak &&
-                      msi_is_droppable(g, life->tensor);
-    const msi_tensor *t = idle ? &g->tensors.items[life->tensor] : NULL;
-    if (life && !idle) {
-      continue;
+    const msi_graph *g = &s->model->graph;
+    const msi_program *p = &s->plan->train;
+    s->candidates.count = s->members.count = 0;
+    if (!MSI_RESERVE(msi_candidate, s->allocator, s->candidates, 2ull * p->lives.count) ||
+        !MSI_RESERVE(uint32_t, s->allocator, s->members, p->lives.count)) {
+        return false;
     }
-    const bool joins =
-        t && t->kind == MSI_KIND_SAVED && t->producer == saved_of;
-    if (!joins && saved_of != MSI_NONE &&
-        (together > 1 || !g->layers.items[saved_of].recompute)) {
-      msi_add_candidate(s, together);
+    uint32_t saved_of = MSI_NONE, together = 0; // the layer of the saved tensors last met; how many
+    for (uint32_t i = s->store->slots.count; i <= p->lives.count; i++) {
+        const msi_life *life = i < p->lives.count ? &p->lives.items[i] : NULL;
+        const bool idle = life && life->role == MSI_ROLE_VALUE && life->idle_last != MSI_NONE &&
+                          life->idle_first < p->peak && life->idle_last > p->peak &&
+                          msi_is_droppable(g, life->tensor);
+        const msi_tensor *t = idle ? &g->tensors.items[life->tensor] : NULL;
+        if (life && !idle) {
+            continue;
+        }
+        const bool joins = t && t->kind == MSI_KIND_SAVED && t->producer == saved_of;
+        if (!joins && saved_of != MSI_NONE &&
+            (together > 1 || !g->layers.items[saved_of].recompute)) {
+            msi_add_candidate(s, together);
+        }
+        if (!t) {
+            break;
+        }
+        together = joins ? together + 1 : 1;
+        saved_of = t->kind == MSI_KIND_SAVED ? t->producer : MSI_NONE;
+        s->members.items[s->members.count++] = life->tensor;
+        if (saved_of == MSI_NONE || g->layers.items[saved_of].recompute) {
+            msi_add_candidate(s, 1);
+        }
     }
-    if (!t) {
-      break;
+    msi_find_segments(s);
+    for (uint32_t i = 0; i < s->candidates.count; i++) {
+        msi_candidate *c = &s->candidates.items[i];
+        c->merged = msi_merged_bytes(s, c->key);
+        c->bytes_per_cost /= 1e-3 + msi_price(s, g->tensors.items[c->key].producer);
     }
-    together = joins ? together + 1 : 1;
-    saved_of = t->kind == MSI_KIND_SAVED ? t->producer : MSI_NONE;
-    s->members.items[s->members.count++] = life->tensor;
-    if (saved_of == MSI_NONE || g->layers.items[saved_of].recompute) {
-      msi_add_candidate(s, 1);
-    }
-  }
-  msi_find_segments(s);
-  for (uint32_t i = 0; i < s->candidates.count; i++) {
-    msi_candidate *c = &s->candidates.items[i];
-    c->merged = msi_merged_bytes(s, c->key);
-    c->bytes_per_cost /= 1e-3 + msi_price(s, g->tensors.items[c->key].producer);
-  }
-  msi_sort_candidates(s->candidates.items, s->candidates.count);
-  return true;
+    msi_sort_candidates(s->candidates.items, s->candidates.count);
+    return true;
 }
 
 static bool msi_add_rung(msi_solver *s) {
-  if (!MSI_RESERVE(msi_rung, s->allocator, s->rungs, s->rungs.count + 1ull)) {
-    return false;
-  }
-  s->rungs.items[s->rungs.count].peak_bytes = s->plan->train.peak_bytes;
-  s->rungs.items[s->rungs.count].drop_count = s->drops.count;
-  s->rungs.items[s->rungs.count].early_update = s->plan->early_update;
-  s->rungs.count++;
-  return true;
+    if (!MSI_RESERVE(msi_rung, s->allocator, s->rungs, s->rungs.count + 1ull)) {
+        return false;
+    }
+    s->rungs.items[s->rungs.count].peak_bytes = s->plan->train.peak_bytes;
+    s->rungs.items[s->rungs.count].drop_count = s->drops.count;
+    s->rungs.items[s->rungs.count].early_update = s->plan->early_update;
+    s->rungs.count++;
+    return true;
 }
 
 static bool msi_drop(msi_solver *s, const msi_candidate *c) {
-  if (!MSI_RESERVE(uint32_t, s->allocator, s->drops,
-                   s->drops.count + c->member_count)) {
-    return false;
-  }
-  for (uint32_t i = 0; i < c->member_count; i++) {
-    const uint32_t tensor = s->members.items[c->member + i];
-    if (!s->plan->dropped[tensor]) { // by another candidate of this rung
-      s->plan->dropped[tensor] = 1;
-      s->drops.items[s->drops.count++] = tensor;
+    if (!MSI_RESERVE(uint32_t, s->allocator, s->drops, s->drops.count + c->member_count)) {
+        return false;
     }
-  }
-  return true;
+    for (uint32_t i = 0; i < c->member_count; i++) {
+        const uint32_t tensor = s->members.items[c->member + i];
+        if (!s->plan->dropped[tensor]) { // by another candidate of this rung
+            s->plan->dropped[tensor] = 1;
+            s->drops.items[s->drops.count++] = tensor;
+        }
+    }
+    return true;
 }
 
-/* Puts the first `count` drops of the ladder into force, and no others: those
-   that are taken back stay in the list behind its end. */
+/* Puts the first `count` drops of the ladder into force, and no others: those that are taken back
+   stay in the list behind its end. */
 static void msi_set_drops(msi_solver *s, uint32_t count) {
-  while (s->drops.count > count) {
-    s->plan->dropped[s->drops.items[--s->drops.count]] = 0;
-  }
-  while (s->drops.count < count) {
-    s->plan->dropped[s->drops.items[s->drops.count++]] = 1;
-  }
-}
-
-/* Drops candidates [first, first + count) and sees whether that lowers the
-   peak; takes them back if not. */
-static ms_result msi_try_drops(msi_solver *s, uint32_t first, uint32_t count,
-                               uint64_t old_peak, uint32_t old_at,
-                               bool *lower) {
-  const uint32_t old_drops = s->drops.count;
-  for (uint32_t i = 0; i < count; i++) {
-    if (!msi_drop(s, &s->candidates.items[first + i])) {
-      return msi_fail_memory(s->model, "the solver",
-                             s->drops.count * sizeof(uint32_t));
+    while (s->drops.count > count) {
+        s->plan->dropped[s->drops.items[--s->drops.count]] = 0;
     }
-  }
-  const ms_result result = msi_try(s);
-  const msi_program *p = &s->plan->train;
-  *lower = p->peak_bytes < old_peak ||
-           (p->peak_bytes == old_peak && p->peak != old_at);
-  if (!*lower) {
-    msi_set_drops(s, old_drops);
-  }
-  return result;
+    while (s->drops.count < count) {
+        s->plan->dropped[s->drops.items[s->drops.count++]] = 1;
+    }
 }
 
-/* Climbs by one rung: drops the best candidates that lower the peak. On large
-   graphs it takes several at a time, and fewer where that does not help, so
-   that the number of tries does not grow with the graph. *moved is false at the
-   end of the ladder. */
+/* Drops candidates [first, first + count) and sees whether that lowers the peak; takes them back if
+   not. */
+static ms_result msi_try_drops(msi_solver *s, uint32_t first, uint32_t count, uint64_t old_peak,
+                               uint32_t old_at, bool *lower) {
+    const uint32_t old_drops = s->drops.count;
+    for (uint32_t i = 0; i < count; i++) {
+        if (!msi_drop(s, &s->candidates.items[first + i])) {
+            return msi_fail_memory(s->model, "the solver", s->drops.count * sizeof(uint32_t));
+        }
+    }
+    const ms_result result = msi_try(s);
+    const msi_program *p = &s->plan->train;
+    *lower = p->peak_bytes < old_peak || (p->peak_bytes == old_peak && p->peak != old_at);
+    if (!*lower) {
+        msi_set_drops(s, old_drops);
+    }
+    return result;
+}
+
+/* Climbs by one rung: drops the best candidates that lower the peak. On large graphs it takes
+   several at a time, and fewer where that does not help, so that the number of tries does not grow
+   with the graph. *moved is false at the end of the ladder. */
 static ms_result msi_climb(msi_solver *s, bool *moved) {
-  const uint64_t old_peak = s->plan->train.peak_bytes;
-  const uint32_t old_at = s->plan->train.peak;
-  *moved = false;
-  msi_mark_recomputed(s);
-  if (!msi_find_candidates(s)) {
-    return msi_fail_memory(s->model, "the solver", s->plan->train.lives.count);
-  }
-  uint32_t batch = 1 + s->candidates.count / MSI_BATCH_SHARE;
-  uint32_t first = 0;
-  for (int tries = 0; tries < MSI_TRY_LIMIT && first < s->candidates.count;
-       tries++) {
-    batch = batch < s->candidates.count - first ? batch
-                                                : s->candidates.count - first;
-    const ms_result result =
-        msi_try_drops(s, first, batch, old_peak, old_at, moved);
-    if (result != MS_RESULT_OK) {
-      return result;
+    const uint64_t old_peak = s->plan->train.peak_bytes;
+    const uint32_t old_at = s->plan->train.peak;
+    *moved = false;
+    msi_mark_recomputed(s);
+    if (!msi_find_candidates(s)) {
+        return msi_fail_memory(s->model, "the solver", s->plan->train.lives.count);
     }
-    if (*moved) {
-      return msi_add_rung(s)
-                 ? MS_RESULT_OK
-                 : msi_fail_memory(s->model, "the solver", s->rungs.count);
+    uint32_t batch = 1 + s->candidates.count / MSI_BATCH_SHARE;
+    uint32_t first = 0;
+    for (int tries = 0; tries < MSI_TRY_LIMIT && first < s->candidates.count; tries++) {
+        batch = batch < s->candidates.count - first ? batch : s->candidates.count - first;
+        const ms_result result = msi_try_drops(s, first, batch, old_peak, old_at, moved);
+        if (result != MS_RESULT_OK) {
+            return result;
+        }
+        if (*moved) {
+            return msi_add_rung(s) ? MS_RESULT_OK
+                                   : msi_fail_memory(s->model, "the solver", s->rungs.count);
+        }
+        first += batch == 1;
+        batch = batch > 1 ? batch / 2 : 1;
     }
-    first += batch == 1;
-    batch = batch > 1 ? batch / 2 : 1;
-  }
-  return msi_try(s);
+    return msi_try(s);
 }
 
 /* Puts the plan back on a rung, laid out. */
 static ms_result msi_return_to(msi_solver *s, const msi_rung *rung) {
-  s->plan->early_update = rung->early_update;
-  msi_set_drops(s, rung->drop_count);
-  const ms_result result = msi_try(s);
-  bool fits;
-  return result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
+    s->plan->early_update = rung->early_update;
+    msi_set_drops(s, rung->drop_count);
+    const ms_result result = msi_try(s);
+    bool fits;
+    return result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
 }
 
-/* The last rung took several drops at once: the first of them that fit the
-   budget are enough, as long as their arena is no smaller than that of the
-   whole rung (else a smaller budget would get the larger arena). On large
-   graphs only some numbers of drops are tried, the same for every budget. */
+/* The last rung took several drops at once: the first of them that fit the budget are enough, as
+   long as their arena is no smaller than that of the whole rung (else a smaller budget would get
+   the larger arena). On large graphs only some numbers of drops are tried, the same for every
+   budget. */
 static ms_result msi_trim_rung(msi_solver *s, uint64_t budget) {
-  const uint32_t end = s->drops.count;
-  const uint32_t begin =
-      s->rungs.count > 1 ? s->rungs.items[s->rungs.count - 2].drop_count : 0;
-  const uint64_t whole = s->plan->arena_bytes;
-  ms_result result = MS_RESULT_OK;
-  bool fits = false;
-  const uint32_t most = MSI_TRIM_STEPS,
-                 steps = end - begin < most ? end - begin : most;
-  for (uint32_t k = 1; k <= steps && result == MS_RESULT_OK; k++) {
-    msi_set_drops(s, begin + (uint32_t)((uint64_t)k * (end - begin) / steps));
-    result = msi_try(s);
-    result = result == MS_RESULT_OK ? msi_fits(s, budget, &fits) : result;
-    if (fits && s->plan->arena_bytes >= whole) {
-      break;
+    const uint32_t end = s->drops.count;
+    const uint32_t begin = s->rungs.count > 1 ? s->rungs.items[s->rungs.count - 2].drop_count : 0;
+    const uint64_t whole = s->plan->arena_bytes;
+    ms_result result = MS_RESULT_OK;
+    bool fits = false;
+    const uint32_t most = MSI_TRIM_STEPS, steps = end - begin < most ? end - begin : most;
+    for (uint32_t k = 1; k <= steps && result == MS_RESULT_OK; k++) {
+        msi_set_drops(s, begin + (uint32_t)((uint64_t)k * (end - begin) / steps));
+        result = msi_try(s);
+        result = result == MS_RESULT_OK ? msi_fits(s, budget, &fits) : result;
+        if (fits && s->plan->arena_bytes >= whole) {
+            break;
+        }
     }
-  }
-  return result;
+    return result;
 }
 
-/* At the end of the ladder: back to the first rung with the smallest arena.
-   That is the last one, unless an earlier one has the same peak, or a layout
-   that wastes less. */
+/* At the end of the ladder: back to the first rung with the smallest arena. That is the last one,
+   unless an earlier one has the same peak, or a layout that wastes less. */
 static ms_result msi_smallest(msi_solver *s) {
-  uint32_t k = s->rungs.count - 1, best = k;
-  ms_result result = msi_return_to(s, &s->rungs.items[k]);
-  uint64_t best_bytes = s->plan->arena_bytes;
-  while (result == MS_RESULT_OK && k-- > 0 &&
-         s->store->slot_bytes + s->rungs.items[k].peak_bytes <= best_bytes) {
-    result = msi_return_to(s, &s->rungs.items[k]);
-    if (s->plan->arena_bytes <= best_bytes) {
-      best = k;
-      best_bytes = s->plan->arena_bytes;
+    uint32_t k = s->rungs.count - 1, best = k;
+    ms_result result = msi_return_to(s, &s->rungs.items[k]);
+    uint64_t best_bytes = s->plan->arena_bytes;
+    while (result == MS_RESULT_OK && k-- > 0 &&
+           s->store->slot_bytes + s->rungs.items[k].peak_bytes <= best_bytes) {
+        result = msi_return_to(s, &s->rungs.items[k]);
+        if (s->plan->arena_bytes <= best_bytes) {
+            best = k;
+            best_bytes = s->plan->arena_bytes;
+        }
     }
-  }
-  return result == MS_RESULT_OK ? msi_return_to(s, &s->rungs.items[best])
-                                : result;
+    return result == MS_RESULT_OK ? msi_return_to(s, &s->rungs.items[best]) : result;
 }
 
 /* Climbs until the budget is met, or to the end. */
 static ms_result msi_climb_to(msi_solver *s, uint64_t budget, bool *fits) {
-  bool moved = s->model->config.checkpointing != MS_SWITCH_OFF;
-  ms_result result = MS_RESULT_OK;
-  while (result == MS_RESULT_OK && !*fits && moved) {
-    result = msi_climb(s, &moved);
-    if (result == MS_RESULT_OK && moved) {
-      result = msi_fits(s, budget, fits);
+    bool moved = s->model->config.checkpointing != MS_SWITCH_OFF;
+    ms_result result = MS_RESULT_OK;
+    while (result == MS_RESULT_OK && !*fits && moved) {
+        result = msi_climb(s, &moved);
+        if (result == MS_RESULT_OK && moved) {
+            result = msi_fits(s, budget, fits);
+        }
     }
-  }
-  return result == MS_RESULT_OK && *fits ? msi_trim_rung(s, budget) : result;
+    return result == MS_RESULT_OK && *fits ? msi_trim_rung(s, budget) : result;
 }
 
 static ms_result msi_no_fit(msi_solver *s, uint64_t budget) {
-  const ms_result result = msi_smallest(s);
-  if (result != MS_RESULT_OK) {
-    return result;
-  }
-  const uint64_t least = s->plan->arena_bytes;
-  return msi_fail(
-      s->model, MS_RESULT_BUDGET,
-      "the budget is %s, the plain plan needs %s, and the smallest feasible "
-      "budget is "
-      "%s (%llu bytes)%s",
-      msi_size(budget).text, msi_size(s->plan->plain_bytes).text,
-      msi_size(least).text, (unsigned long long)least,
-      s->model->config.checkpointing == MS_SWITCH_OFF
-          ? " with checkpointing switched off"
-          : ": give that much, or reduce the batch or the sequence");
+    const ms_result result = msi_smallest(s);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    const uint64_t least = s->plan->arena_bytes;
+    return msi_fail(
+        s->model, MS_RESULT_BUDGET,
+        "the budget is %s, the plain plan needs %s, and the smallest feasible budget is "
+        "%s (%llu bytes)%s",
+        msi_size(budget).text, msi_size(s->plan->plain_bytes).text, msi_size(least).text,
+        (unsigned long long)least,
+        s->model->config.checkpointing == MS_SWITCH_OFF
+            ? " with checkpointing switched off"
+            : ": give that much, or reduce the batch or the sequence");
 }
 
-/* What is forced is, on every rung: drops, and early updates. Lowers again
- * where there is any. */
+/* What is forced is, on every rung: drops, and early updates. Lowers again where there is any. */
 static ms_result msi_heed_forced(msi_solver *s) {
-  const msi_graph *g = &s->model->graph;
-  bool any = false;
-  s->plan->forces = true;
-  for (uint32_t t = 0; t < g->tensors.count; t++) {
-    const uint8_t *technique = g->tensors.items[t].technique;
-    any |= technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_ON;
-    if (technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_ON ||
-        s->plan->dropped[t]) {
-      continue;
+    const msi_graph *g = &s->model->graph;
+    bool any = false;
+    s->plan->forces = true;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const uint8_t *technique = g->tensors.items[t].technique;
+        any |= technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_ON;
+        if (technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_ON || s->plan->dropped[t]) {
+            continue;
+        }
+        if (!MSI_RESERVE(uint32_t, s->allocator, s->drops, s->drops.count + 1ull)) {
+            return msi_fail_memory(s->model, "the solver", s->drops.count * sizeof(uint32_t));
+        }
+        s->plan->dropped[t] = 1;
+        s->drops.items[s->drops.count++] = t;
+        any = true;
     }
-    if (!MSI_RESERVE(uint32_t, s->allocator, s->drops, s->drops.count + 1ull)) {
-      return msi_fail_memory(s->model, "the solver",
-                             s->drops.count * sizeof(uint32_t));
-    }
-    s->plan->dropped[t] = 1;
-    s->drops.items[s->drops.count++] = t;
-    any = true;
-  }
-  bool fits;
-  const ms_result result = any ? msi_try(s) : MS_RESULT_OK;
-  return any && result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits)
-                                       : result;
-}
-
-/* Starts the ladder: the plain plan first, for its size; then, where that may
-   be and the budget asks for it, updates inside backward. */
-static ms_result msi_first_rungs(msi_solver *s, msi_goal goal, uint64_t budget,
-                                 bool *fits) {
-  ms_switch early = s->model->config.early_update;
-  early = msi_early_fault(s->model) ? MS_SWITCH_OFF : early;
-  ms_result result = msi_try(s);
-  result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, fits) : result;
-  s->plan->plain_bytes = s->plan->arena_bytes;
-  if (result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN) {
-    result = msi_heed_forced(s);
-  }
-  *fits = goal == MSI_GOAL_PLAIN ||
-          (s->plan->arena_bytes <= budget && early != MS_SWITCH_ON);
-  if (result != MS_RESULT_OK || *fits) {
-    return result;
-  }
-  if (early != MS_SWITCH_ON && !msi_add_rung(s)) {
-    return msi_fail_memory(s->model, "the solver", sizeof(msi_rung));
-  }
-  if (early == MS_SWITCH_OFF) {
-    return MS_RESULT_OK;
-  }
-  s->plan->early_update = true;
-  result = msi_try(s);
-  if (result == MS_RESULT_OK && !msi_add_rung(s)) {
-    return msi_fail_memory(s->model, "the solver", sizeof(msi_rung));
-  }
-  return result == MS_RESULT_OK ? msi_fits(s, budget, fits) : result;
-}
-
-/* Lets early updates lag behind as far as the arena does not grow for it. The
-   weights that a layer's backward has just read lie in the caches of several
-   cores, where writing them is slow: measured on two cores, AdamW ran at 15
-   GB/s right after the layer, and at 90 GB/s some 30 MB of traffic later. */
-static ms_result msi_relax_updates(msi_solver *s) {
-  static const uint64_t lags[] = {64u << 20, 32u << 20, 16u << 20, 8u << 20, 0};
-  const uint64_t arena_bytes = s->plan->arena_bytes;
-  ms_result result = MS_RESULT_OK;
-  for (int i = 0; i < 5 && result == MS_RESULT_OK; i++) {
     bool fits;
-    s->plan->update_lag_bytes = lags[i];
-    result = msi_try(s);
-    result = result == MS_RESULT_OK ? msi_fits(s, arena_bytes, &fits) : result;
-    if (result == MS_RESULT_OK && fits && s->plan->arena_bytes == arena_bytes) {
-      break;
+    const ms_result result = any ? msi_try(s) : MS_RESULT_OK;
+    return any && result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
+}
+
+/* Starts the ladder: the plain plan first, for its size; then, where that may be and the budget
+   asks for it, updates inside backward. */
+static ms_result msi_first_rungs(msi_solver *s, msi_goal goal, uint64_t budget, bool *fits) {
+    ms_switch early = s->model->config.early_update;
+    early = msi_early_fault(s->model) ? MS_SWITCH_OFF : early;
+    ms_result result = msi_try(s);
+    result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, fits) : result;
+    s->plan->plain_bytes = s->plan->arena_bytes;
+    if (result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN) {
+        result = msi_heed_forced(s);
     }
-  }
-  return result;
+    *fits = goal == MSI_GOAL_PLAIN || (s->plan->arena_bytes <= budget && early != MS_SWITCH_ON);
+    if (result != MS_RESULT_OK || *fits) {
+        return result;
+    }
+    if (early != MS_SWITCH_ON && !msi_add_rung(s)) {
+        return msi_fail_memory(s->model, "the solver", sizeof(msi_rung));
+    }
+    if (early == MS_SWITCH_OFF) {
+        return MS_RESULT_OK;
+    }
+    s->plan->early_update = true;
+    result = msi_try(s);
+    if (result == MS_RESULT_OK && !msi_add_rung(s)) {
+        return msi_fail_memory(s->model, "the solver", sizeof(msi_rung));
+    }
+    return result == MS_RESULT_OK ? msi_fits(s, budget, fits) : result;
 }
 
-/* The offsets of the program at the largest sizes: it has the same lives,
-   handed on alike, and none is smaller. */
+/* Lets early updates lag behind as far as the arena does not grow for it. The weights that a
+   layer's backward has just read lie in the caches of several cores, where writing them is slow:
+   measured on two cores, AdamW ran at 15 GB/s right after the layer, and at 90 GB/s some 30 MB of
+   traffic later. */
+static ms_result msi_relax_updates(msi_solver *s) {
+    static const uint64_t lags[] = {64u << 20, 32u << 20, 16u << 20, 8u << 20, 0};
+    const uint64_t arena_bytes = s->plan->arena_bytes;
+    ms_result result = MS_RESULT_OK;
+    for (int i = 0; i < 5 && result == MS_RESULT_OK; i++) {
+        bool fits;
+        s->plan->update_lag_bytes = lags[i];
+        result = msi_try(s);
+        result = result == MS_RESULT_OK ? msi_fits(s, arena_bytes, &fits) : result;
+        if (result == MS_RESULT_OK && fits && s->plan->arena_bytes == arena_bytes) {
+            break;
+        }
+    }
+    return result;
+}
+
+/* The offsets of the program at the largest sizes: it has the same lives, handed on alike, and none
+   is smaller. */
 static void msi_copy_offsets(msi_program *p, const msi_program *from) {
-  MEMSCALE_ASSERT(p->lives.count == from->lives.count &&
-                  p->blocks.count == from->blocks.count);
-  for (uint32_t i = 0; i < p->blocks.count; i++) {
-    p->blocks.items[i].offset = from->blocks.items[i].offset;
-  }
-  p->height = from->height;
+    MEMSCALE_ASSERT(p->lives.count == from->lives.count && p->blocks.count == from->blocks.count);
+    for (uint32_t i = 0; i < p->blocks.count; i++) {
+        p->blocks.items[i].offset = from->blocks.items[i].offset;
+    }
+    p->height = from->height;
 }
 
-/* Decides as the plan at the largest sizes did, which fits: no live range is
-   longer then and none larger, and should the layout waste more, that plan's
-   offsets do. */
+/* Decides as the plan at the largest sizes did, which fits: no live range is longer then and none
+   larger, and should the layout waste more, that plan's offsets do. */
 static ms_result msi_follow(msi_solver *s) {
-  msi_plan *plan = s->plan;
-  memcpy(plan->dropped, s->largest->dropped, s->model->graph.tensors.count);
-  plan->forces = s->largest->forces;
-  plan->early_update = s->largest->early_update;
-  plan->update_lag_bytes = s->largest->update_lag_bytes;
-  bool fits;
-  ms_result result = msi_try(s);
-  result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
-  if (result == MS_RESULT_OK && plan->arena_bytes > s->room) {
-    msi_copy_offsets(&plan->train, &s->largest->train);
-    msi_copy_offsets(&plan->eval, &s->largest->eval);
-    plan->arena_bytes = msi_arena_of(s->store, plan);
-  }
-  return result;
+    msi_plan *plan = s->plan;
+    memcpy(plan->dropped, s->largest->dropped, s->model->graph.tensors.count);
+    plan->forces = s->largest->forces;
+    plan->early_update = s->largest->early_update;
+    plan->update_lag_bytes = s->largest->update_lag_bytes;
+    bool fits;
+    ms_result result = msi_try(s);
+    result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
+    if (result == MS_RESULT_OK && plan->arena_bytes > s->room) {
+        msi_copy_offsets(&plan->train, &s->largest->train);
+        msi_copy_offsets(&plan->eval, &s->largest->eval);
+        plan->arena_bytes = msi_arena_of(s->store, plan);
+    }
+    return result;
 }
 
-/* Chooses plan->dropped and plan->early_update, and leaves the program lowered
- * and laid out. */
+/* Chooses plan->dropped and plan->early_update, and leaves the program lowered and laid out. */
 static ms_result msi_find_rung(msi_solver *s, msi_goal goal, uint64_t budget) {
-  bool fits;
-  budget = goal == MSI_GOAL_SMALLEST ? 0 : budget; // which no rung meets
-  ms_result result = msi_first_rungs(s, goal, budget, &fits);
-  if (result != MS_RESULT_OK || fits) {
-    return result;
-  }
-  result = msi_climb_to(s, budget, &fits);
-  if (result != MS_RESULT_OK || fits) {
-    return result;
-  }
-  return goal == MSI_GOAL_SMALLEST ? msi_smallest(s)
-         : s->largest              ? msi_follow(s)
-                                   : msi_no_fit(s, budget);
+    bool fits;
+    budget = goal == MSI_GOAL_SMALLEST ? 0 : budget; // which no rung meets
+    ms_result result = msi_first_rungs(s, goal, budget, &fits);
+    if (result != MS_RESULT_OK || fits) {
+        return result;
+    }
+    result = msi_climb_to(s, budget, &fits);
+    if (result != MS_RESULT_OK || fits) {
+        return result;
+    }
+    return goal == MSI_GOAL_SMALLEST ? msi_smallest(s)
+           : s->largest              ? msi_follow(s)
+                                     : msi_no_fit(s, budget);
 }
 
 static ms_result msi_solve(msi_solver *s, msi_goal goal, uint64_t budget) {
-  ms_result result = msi_find_rung(s, goal, budget);
-  const bool relax =
-      s->plan->early_update && s->model->config.early_update != MS_SWITCH_ON;
-  result = result == MS_RESULT_OK && relax ? msi_relax_updates(s) : result;
-  const bool exceeds = s->largest && s->plan->arena_bytes > s->room;
-  return result == MS_RESULT_OK && exceeds ? msi_follow(s) : result;
+    ms_result result = msi_find_rung(s, goal, budget);
+    const bool relax = s->plan->early_update && s->model->config.early_update != MS_SWITCH_ON;
+    result = result == MS_RESULT_OK && relax ? msi_relax_updates(s) : result;
+    const bool exceeds = s->largest && s->plan->arena_bytes > s->room;
+    return result == MS_RESULT_OK && exceeds ? msi_follow(s) : result;
 }
 
 static uint64_t msi_solver_bytes(const msi_graph *g) {
-  return g->tensors.count * (uint64_t)sizeof(uint64_t) +
-         g->layers.count * (uint64_t)(sizeof(uint64_t) + 2 * sizeof(uint32_t));
+    return g->tensors.count * (uint64_t)sizeof(uint64_t) +
+           g->layers.count * (uint64_t)(sizeof(uint64_t) + 2 * sizeof(uint32_t));
 }
 
-static bool msi_solver_init(msi_solver *s, ms_model *m, const msi_store *store,
-                            msi_plan *plan) {
-  const msi_graph *g = &m->graph;
-  const uint64_t layers = g->layers.count;
-  memset(s, 0, sizeof *s);
-  s->model = m;
-  s->allocator = &m->config.allocator;
-  s->store = store;
-  s->plan = plan;
-  s->below = (uint64_t *)msi_alloc_zeroed(s->allocator, msi_solver_bytes(g));
-  if (!s->below) {
+static bool msi_solver_init(msi_solver *s, ms_model *m, const msi_store *store, msi_plan *plan) {
+    const msi_graph *g = &m->graph;
+    const uint64_t layers = g->layers.count;
+    memset(s, 0, sizeof *s);
+    s->model = m;
+    s->allocator = &m->config.allocator;
+    s->store = store;
+    s->plan = plan;
+    s->below = (uint64_t *)msi_alloc_zeroed(s->allocator, msi_solver_bytes(g));
+    if (!s->below) {
+        return false;
+    }
+    s->weight = s->below + g->tensors.count;
+    s->visited = (uint32_t *)(s->weight + layers);
+    s->segment = s->visited + layers;
+    if (msi_lowering_init(&s->lowering, m, store, plan)) {
+        return true;
+    }
+    msi_release(s->allocator, s->below, msi_solver_bytes(g));
     return false;
-  }
-  s->weight = s->below + g->tensors.count;
-  s->visited = (uint32_t *)(s->weight + layers);
-  s->segment = s->visited + layers;
-  if (msi_lowering_init(&s->lowering, m, store, plan)) {
-    return true;
-  }
-  msi_release(s->allocator, s->below, msi_solver_bytes(g));
-  return false;
 }
 
 static void msi_solver_free(msi_solver *s) {
-  const ms_allocator *a = s->allocator;
-  msi_release(a, s->below, msi_solver_bytes(&s->model->graph));
-  msi_lowering_free(&s->lowering);
-  MSI_LIST_FREE(uint32_t, a, s->drops);
-  MSI_LIST_FREE(msi_rung, a, s->rungs);
-  MSI_LIST_FREE(msi_candidate, a, s->candidates);
-  MSI_LIST_FREE(uint32_t, a, s->members);
+    const ms_allocator *a = s->allocator;
+    msi_release(a, s->below, msi_solver_bytes(&s->model->graph));
+    msi_lowering_free(&s->lowering);
+    MSI_LIST_FREE(uint32_t, a, s->drops);
+    MSI_LIST_FREE(msi_rung, a, s->rungs);
+    MSI_LIST_FREE(msi_candidate, a, s->candidates);
+    MSI_LIST_FREE(uint32_t, a, s->members);
 }
 
 /* Size of the arrays per tensor and per layer of a plan. */
 static uint64_t msi_decision_bytes(const msi_graph *g) {
-  return g->tensors.count + (uint64_t)g->layers.count;
+    return g->tensors.count + (uint64_t)g->layers.count;
 }
 
 static void msi_plan_free(const ms_model *m, msi_plan *plan) {
-  const ms_allocator *a = &m->config.allocator;
-  const ms_backend *b = &m->config.backend;
-  for (int i = 0; plan && i < MSI_GRAPH_COUNT; i++) {
-    if (plan->graphs[i].graph) {
-      b->graph_release(m->device, plan->graphs[i].graph);
+    const ms_allocator *a = &m->config.allocator;
+    const ms_backend *b = &m->config.backend;
+    for (int i = 0; plan && i < MSI_GRAPH_COUNT; i++) {
+        if (plan->graphs[i].graph) {
+            b->graph_release(m->device, plan->graphs[i].graph);
+        }
     }
-  }
-  if (plan) {
-    msi_program_free(a, &plan->train);
-    msi_program_free(a, &plan->eval);
-    msi_release(a, plan->dropped, msi_decision_bytes(&m->graph));
-    msi_release(a, plan, sizeof *plan);
-  }
+    if (plan) {
+        msi_program_free(a, &plan->train);
+        msi_program_free(a, &plan->eval);
+        msi_release(a, plan->dropped, msi_decision_bytes(&m->graph));
+        msi_release(a, plan, sizeof *plan);
+    }
 }
 
 static void msi_plans_free(const ms_model *m, msi_plan *plans) {
-  while (plans) {
-    msi_plan *next = plans->next;
-    msi_plan_free(m, plans);
-    plans = next;
-  }
+    while (plans) {
+        msi_plan *next = plans->next;
+        msi_plan_free(m, plans);
+        plans = next;
+    }
 }
 
 static void msi_store_free(ms_model *m, msi_store *store) {
-  const ms_allocator *a = &m->config.allocator;
-  const ms_backend *b = &m->config.backend;
-  if (!store) {
-    return;
-  }
-  if (store->memory) {
-    const uint64_t bytes =
-        store->slot_bytes + (m->config.arena ? 0 : store->transient_bytes);
-    if (m->config.backend.device_is_host) {
-      msi_unpoison(store->memory, bytes);
+    const ms_allocator *a = &m->config.allocator;
+    const ms_backend *b = &m->config.backend;
+    if (!store) {
+        return;
     }
-    b->memory_release(b->user, a, store->memory, bytes);
-  }
-  msi_host_release(m, store->host, store->host_bytes + store->staging_bytes);
-  msi_release(a, store->shadow, store->shadow_bytes);
-  msi_release(a, store->results, store->shadow_bytes);
-  msi_release(a, store->print, m->graph.tensors.count * sizeof(uint64_t));
-  MSI_LIST_FREE(msi_slot, a, store->slots);
-  msi_release(a, store->slot_of, m->graph.tensors.count * sizeof(uint32_t));
-  msi_release(a, store, sizeof *store);
+    if (store->memory) {
+        const uint64_t bytes = store->slot_bytes + (m->config.arena ? 0 : store->transient_bytes);
+        if (m->config.backend.device_is_host) {
+            msi_unpoison(store->memory, bytes);
+        }
+        b->memory_release(b->user, a, store->memory, bytes);
+    }
+    msi_host_release(m, store->host, store->host_bytes + store->staging_bytes);
+    msi_release(a, store->shadow, store->shadow_bytes);
+    msi_release(a, store->results, store->shadow_bytes);
+    msi_release(a, store->print, m->graph.tensors.count * sizeof(uint64_t));
+    MSI_LIST_FREE(msi_slot, a, store->slots);
+    msi_release(a, store->slot_of, m->graph.tensors.count * sizeof(uint32_t));
+    msi_release(a, store, sizeof *store);
 }
 
 /* One slot: in the arena, on the host, or the trainer's. */
-static void msi_add_slot(const ms_model *m, msi_store *store, uint32_t t,
-                         const msi_tensor *tensor, msi_role role) {
-  msi_slot *slot = &store->slots.items[store->slots.count++];
-  memset(slot, 0, sizeof *slot);
-  slot->tensor = t;
-  slot->role = role;
-  slot->bytes = tensor->largest_bytes;
-  slot->on_host = tensor->on_host;
-  slot->borrowed = msi_is_borrowed(tensor, role);
-  uint64_t *const room = slot->borrowed  ? &store->borrowed_bytes
-                         : slot->on_host ? &store->host_bytes
-                                         : &store->slot_bytes;
-  slot->offset = *room;
-  *room += msi_align(slot->bytes);
-  slot->event = MSI_NONE;
-  slot->factors = MSI_NONE;
-  if (tensor->kind == MSI_KIND_INPUT && !slot->on_host &&
-      m->config.backend.is_asynchronous) {
-    slot->event = store->event_count++;
-    slot->staging = store->staging_bytes;
-    store->staging_bytes += msi_align(slot->bytes);
-  }
+static void msi_add_slot(const ms_model *m, msi_store *store, uint32_t t, const msi_tensor *tensor,
+                         msi_role role) {
+    msi_slot *slot = &store->slots.items[store->slots.count++];
+    memset(slot, 0, sizeof *slot);
+    slot->tensor = t;
+    slot->role = role;
+    slot->bytes = tensor->largest_bytes;
+    slot->on_host = tensor->on_host;
+    slot->borrowed = msi_is_borrowed(tensor, role);
+    uint64_t *const room = slot->borrowed  ? &store->borrowed_bytes
+                           : slot->on_host ? &store->host_bytes
+                                           : &store->slot_bytes;
+    slot->offset = *room;
+    *room += msi_align(slot->bytes);
+    slot->event = MSI_NONE;
+    slot->factors = MSI_NONE;
+    if (tensor->kind == MSI_KIND_INPUT && !slot->on_host && m->config.backend.is_asynchronous) {
+        slot->event = store->event_count++;
+        slot->staging = store->staging_bytes;
+        store->staging_bytes += msi_align(slot->bytes);
+    }
 }
 
 static bool msi_learns(const msi_tensor *t) {
-  return msi_is_trained(t) && t->last_gradient != MSI_NONE;
+    return msi_is_trained(t) && t->last_gradient != MSI_NONE;
 }
 
-/* What comes first: in the arena the workspace of the backend and the step's
-   own memory, in host memory that once more, with its verdict; or there alone,
-   where nothing has to be copied. */
+/* What comes first: in the arena the workspace of the backend and the step's own memory, in host
+   memory that once more, with its verdict; or there alone, where nothing has to be copied. */
 static void msi_reserve(const ms_model *m, msi_store *store) {
-  const ms_backend *b = &m->config.backend;
-  uint64_t count = 0;
-  for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
-    count += msi_learns(&m->graph.tensors.items[t]);
-  }
-  store->step_bytes =
-      MSI_STATES_BYTES + msi_align(count * sizeof(ms_update_factors));
-  store->staging_bytes = store->step_bytes;
-  store->reserved_bytes = (b->workspace_bytes + 255) & ~(uint64_t)255;
-  if (!msi_is_direct(m)) {
-    store->staging_bytes += MSI_STATES_BYTES;
-    store->reserved_bytes += store->step_bytes;
-  }
-  store->slot_bytes = store->reserved_bytes;
-  store->event_count = MSI_EVENT_COUNT;
+    const ms_backend *b = &m->config.backend;
+    uint64_t count = 0;
+    for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
+        count += msi_learns(&m->graph.tensors.items[t]);
+    }
+    store->step_bytes = MSI_STATES_BYTES + msi_align(count * sizeof(ms_update_factors));
+    store->staging_bytes = store->step_bytes;
+    store->reserved_bytes = (b->workspace_bytes + 255) & ~(uint64_t)255;
+    if (!msi_is_direct(m)) {
+        store->staging_bytes += MSI_STATES_BYTES;
+        store->reserved_bytes += store->step_bytes;
+    }
+    store->slot_bytes = store->reserved_bytes;
+    store->event_count = MSI_EVENT_COUNT;
 }
 
-/* Every value that lives between steps gets a slot: params with their optimizer
-   state, and with their gradients where these do too. */
+/* Every value that lives between steps gets a slot: params with their optimizer state, and with
+   their gradients where these do too. */
 static bool msi_fill_slots(ms_model *m, msi_store *store) {
-  const msi_graph *g = &m->graph;
-  const uint32_t states = msi_state_count(&m->optimizer);
-  for (uint32_t t = 0; t < g->tensors.count; t++) {
-    const msi_tensor *tensor = &g->tensors.items[t];
-    store->slot_of[t] = MSI_NONE;
-    if (!msi_is_fixed(tensor)) {
-      continue;
+    const msi_graph *g = &m->graph;
+    const uint32_t states = msi_state_count(&m->optimizer);
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        store->slot_of[t] = MSI_NONE;
+        if (!msi_is_fixed(tensor)) {
+            continue;
+        }
+        if (!MSI_RESERVE(msi_slot, &m->config.allocator, store->slots,
+                         store->slots.count + (uint64_t)MSI_ROLE_FIXED)) {
+            return false;
+        }
+        store->slot_of[t] = store->slots.count;
+        msi_add_slot(m, store, t, tensor, MSI_ROLE_VALUE);
+        const bool learns = msi_learns(tensor);
+        if (learns) {
+            store->slots.items[store->slots.count - 1].factors = store->factor_count++;
+        }
+        if (learns && (store->micro_count > 1 || msi_is_borrowed(tensor, MSI_ROLE_GRADIENT))) {
+            msi_add_slot(m, store, t, tensor, MSI_ROLE_GRADIENT);
+        }
+        for (uint32_t k = 0; k < states && learns; k++) {
+            msi_add_slot(m, store, t, tensor, (msi_role)(MSI_ROLE_STATE0 + k));
+        }
     }
-    if (!MSI_RESERVE(msi_slot, &m->config.allocator, store->slots,
-                     store->slots.count + (uint64_t)MSI_ROLE_FIXED)) {
-      return false;
-    }
-    store->slot_of[t] = store->slots.count;
-    msi_add_slot(m, store, t, tensor, MSI_ROLE_VALUE);
-    const bool learns = msi_learns(tensor);
-    if (learns) {
-      store->slots.items[store->slots.count - 1].factors =
-          store->factor_count++;
-    }
-    if (learns && (store->micro_count > 1 ||
-                   msi_is_borrowed(tensor, MSI_ROLE_GRADIENT))) {
-      msi_add_slot(m, store, t, tensor, MSI_ROLE_GRADIENT);
-    }
-    for (uint32_t k = 0; k < states && learns; k++) {
-      msi_add_slot(m, store, t, tensor, (msi_role)(MSI_ROLE_STATE0 + k));
-    }
-  }
-  return true;
+    return true;
 }
 
 /* A store without memory yet. */
 static ms_result msi_make_store(ms_model *m, msi_store **made) {
-  const ms_allocator *a = &m->config.allocator;
-  const uint64_t bytes = m->graph.tensors.count * (uint64_t)sizeof(uint32_t);
-  msi_store *store = (msi_store *)msi_alloc_zeroed(a, sizeof *store);
-  *made = store;
-  if (store) {
-    store->micro_count =
-        m->config.accumulation_steps ? m->config.accumulation_steps : 1;
-    store->slot_of = (uint32_t *)msi_alloc_zeroed(a, bytes);
-    msi_reserve(m, store);
-  }
-  if (store && store->slot_of && msi_fill_slots(m, store)) {
-    return MS_RESULT_OK;
-  }
-  msi_store_free(m, store);
-  *made = NULL;
-  return msi_fail_memory(m, "the slots", bytes);
+    const ms_allocator *a = &m->config.allocator;
+    const uint64_t bytes = m->graph.tensors.count * (uint64_t)sizeof(uint32_t);
+    msi_store *store = (msi_store *)msi_alloc_zeroed(a, sizeof *store);
+    *made = store;
+    if (store) {
+        store->micro_count = m->config.accumulation_steps ? m->config.accumulation_steps : 1;
+        store->slot_of = (uint32_t *)msi_alloc_zeroed(a, bytes);
+        msi_reserve(m, store);
+    }
+    if (store && store->slot_of && msi_fill_slots(m, store)) {
+        return MS_RESULT_OK;
+    }
+    msi_store_free(m, store);
+    *made = NULL;
+    return msi_fail_memory(m, "the slots", bytes);
 }
 
-static const msi_slot *msi_find_slot(const msi_store *store, uint32_t tensor,
-                                     msi_role role) {
-  if (!store || store->slot_of[tensor] == MSI_NONE) {
+static const msi_slot *msi_find_slot(const msi_store *store, uint32_t tensor, msi_role role) {
+    if (!store || store->slot_of[tensor] == MSI_NONE) {
+        return NULL;
+    }
+    for (uint32_t i = store->slot_of[tensor]; i < store->slots.count; i++) {
+        const msi_slot *slot = &store->slots.items[i];
+        if (slot->tensor != tensor) {
+            break;
+        }
+        if (slot->role == role) {
+            return slot;
+        }
+    }
     return NULL;
-  }
-  for (uint32_t i = store->slot_of[tensor]; i < store->slots.count; i++) {
-    const msi_slot *slot = &store->slots.items[i];
-    if (slot->tensor != tensor) {
-      break;
-    }
-    if (slot->role == role) {
-      return slot;
-    }
-  }
-  return NULL;
 }
 
-/* The budget in force: as configured, or a share of what the device has left
-   (what the present plan holds included). */
+/* The budget in force: as configured, or a share of what the device has left (what the present
+   plan holds included). */
 static uint64_t msi_budget(const ms_model *m) {
-  if (m->config.memory_budget_bytes) {
-    return m->config.memory_budget_bytes;
-  }
-  ms_hardware hardware;
-  memset(&hardware, 0, sizeof hardware);
-  m->config.backend.hardware(m->config.backend.user, &hardware);
-  if (hardware.free_bytes == 0) {
-    return UINT64_MAX;
-  }
-  const double held =
-      m->store && m->store->memory
-          ? (double)m->store->slot_bytes + (double)m->store->transient_bytes
-          : 0.0;
-  const double share =
-      ((double)hardware.free_bytes + held) * m->config.target_utilization;
-  return share < 9e18 ? (uint64_t)share : UINT64_MAX;
+    if (m->config.memory_budget_bytes) {
+        return m->config.memory_budget_bytes;
+    }
+    ms_hardware hardware;
+    memset(&hardware, 0, sizeof hardware);
+    m->config.backend.hardware(m->config.backend.user, &hardware);
+    if (hardware.free_bytes == 0) {
+        return UINT64_MAX;
+    }
+    const double held = m->store && m->store->memory
+                            ? (double)m->store->slot_bytes + (double)m->store->transient_bytes
+                            : 0.0;
+    const double share = ((double)hardware.free_bytes + held) * m->config.target_utilization;
+    return share < 9e18 ? (uint64_t)share : UINT64_MAX;
 }
 
-/* Solves into an empty plan: eval program, then the training program on its
- * rung. */
-static ms_result msi_fill_plan(ms_model *m, const msi_store *store,
-                               msi_plan *plan, msi_goal goal,
+/* Solves into an empty plan: eval program, then the training program on its rung. */
+static ms_result msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *plan, msi_goal goal,
                                const msi_plan *largest) {
-  msi_solver solver;
-  ms_result result = MS_RESULT_OK;
-  if (!msi_solver_init(&solver, m, store, plan)) {
-    return msi_fail_memory(m, "the plan", msi_solver_bytes(&m->graph));
-  }
-  for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
-    const msi_tensor *tensor = &m->graph.tensors.items[t];
-    plan->dropped[t] =
-        !msi_is_fixed(tensor) && tensor->last_reader == MSI_NONE &&
-        !tensor->kept && t != m->graph.loss && !tensor->pinned &&
-        tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
-  }
-  plan->step_cost = msi_step_cost(&m->graph);
-  msi_lower_eval(&solver.lowering, &plan->eval);
-  if (!plan->eval.out_of_memory) {
-    msi_share_memory(&m->graph, &plan->eval);
-  }
-  if (plan->eval.out_of_memory ||
-      !msi_simulate(solver.allocator, &plan->eval, store->slots.count)) {
-    result = msi_fail_memory(m, "the eval program", plan->eval.lives.count);
-  } else {
-    result = msi_lay_out(&solver, &plan->eval);
-  }
-  solver.largest = largest;
-  solver.room = store->slot_bytes + store->transient_bytes;
-  result =
-      result == MS_RESULT_OK
-          ? msi_solve(&solver, goal, largest ? solver.room : plan->budget_bytes)
-          : result;
-  msi_mark_recomputed(&solver);
-  msi_solver_free(&solver);
-  return result;
+    msi_solver solver;
+    ms_result result = MS_RESULT_OK;
+    if (!msi_solver_init(&solver, m, store, plan)) {
+        return msi_fail_memory(m, "the plan", msi_solver_bytes(&m->graph));
+    }
+    for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
+        const msi_tensor *tensor = &m->graph.tensors.items[t];
+        plan->dropped[t] = !msi_is_fixed(tensor) && tensor->last_reader == MSI_NONE &&
+                           !tensor->kept && t != m->graph.loss && !tensor->pinned &&
+                           tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
+    }
+    plan->step_cost = msi_step_cost(&m->graph);
+    msi_lower_eval(&solver.lowering, &plan->eval);
+    if (!plan->eval.out_of_memory) {
+        msi_share_memory(&m->graph, &plan->eval);
+    }
+    if (plan->eval.out_of_memory ||
+        !msi_simulate(solver.allocator, &plan->eval, store->slots.count)) {
+        result = msi_fail_memory(m, "the eval program", plan->eval.lives.count);
+    } else {
+        result = msi_lay_out(&solver, &plan->eval);
+    }
+    solver.largest = largest;
+    solver.room = store->slot_bytes + store->transient_bytes;
+    result = result == MS_RESULT_OK
+                 ? msi_solve(&solver, goal, largest ? solver.room : plan->budget_bytes)
+                 : result;
+    msi_mark_recomputed(&solver);
+    msi_solver_free(&solver);
+    return result;
 }
 
 /* Addresses of the lives, from those of their blocks. */
 static void msi_resolve(const msi_store *store, msi_program *p) {
-  for (uint32_t i = store->slots.count; i < p->lives.count; i++) {
-    p->lives.items[i].offset = p->blocks.items[p->lives.items[i].block].offset;
-  }
-}
-
-/* A new plan for the graph as it is, which has been checked; in the room of
-   that for the largest sizes, or NULL. */
-static ms_result msi_make_plan(ms_model *m, const msi_store *store,
-                               msi_goal goal, uint64_t budget,
-                               const msi_plan *largest, msi_plan **made) {
-  const ms_allocator *a = &m->config.allocator;
-  const uint64_t bytes = msi_decision_bytes(&m->graph);
-  *made = NULL;
-  msi_plan *plan = (msi_plan *)msi_alloc_zeroed(a, sizeof *plan);
-  if (!plan) {
-    return msi_fail_memory(m, "the plan", sizeof *plan);
-  }
-  plan->dropped = (uint8_t *)msi_alloc_zeroed(a, bytes);
-  if (!plan->dropped) {
-    msi_release(a, plan, sizeof *plan);
-    return msi_fail_memory(m, "the plan", bytes);
-  }
-  plan->recomputed = plan->dropped + m->graph.tensors.count;
-  plan->budget_bytes = budget;
-  msi_get_sizes(&m->graph, plan->sizes);
-  const ms_result result = msi_fill_plan(m, store, plan, goal, largest);
-  if (result != MS_RESULT_OK) {
-    msi_plan_free(m, plan);
-    return result;
-  }
-  msi_resolve(store, &plan->train);
-  msi_resolve(store, &plan->eval);
-  *made = plan;
-  return MS_RESULT_OK;
-}
-
-/* Plans at `sizes` (NULL: the largest), for a store whose room is that of
- * `largest`. */
-static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
-                             const int64_t *sizes, const msi_plan *largest,
-                             msi_plan **made) {
-  int64_t old[MS_LIMIT_AXES];
-  msi_get_sizes(&m->graph, old);
-  msi_set_sizes(&m->graph, sizes);
-  const uint64_t budget = largest ? largest->budget_bytes : msi_budget(m);
-  const ms_result result = msi_make_plan(m, store, goal, budget, largest, made);
-  msi_set_sizes(&m->graph, old);
-  return result;
-}
-
-/* A store, the plan at the largest sizes, and in front of it the plan at the
- * present ones. */
-static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store,
-                                msi_plan **plans) {
-  int64_t sizes[MS_LIMIT_AXES];
-  *store = NULL;
-  *plans = NULL;
-  ms_result result = msi_check_graph(m, goal);
-  result = result == MS_RESULT_OK ? msi_make_store(m, store) : result;
-  result = result == MS_RESULT_OK
-               ? msi_plan_at(m, *store, goal, NULL, NULL, plans)
-               : result;
-  if (result == MS_RESULT_OK) {
-    (*store)->transient_bytes = (*plans)->arena_bytes - (*store)->slot_bytes;
-  }
-  msi_get_sizes(&m->graph, sizes);
-  if (result == MS_RESULT_OK &&
-      memcmp(sizes, (*plans)->sizes, sizeof sizes) != 0) {
-    msi_plan *now;
-    result = msi_plan_at(m, *store, goal, sizes, *plans, &now);
-    if (result == MS_RESULT_OK) {
-      now->next = *plans;
-      *plans = now;
+    for (uint32_t i = store->slots.count; i < p->lives.count; i++) {
+        p->lives.items[i].offset = p->blocks.items[p->lives.items[i].block].offset;
     }
-  }
-  if (result != MS_RESULT_OK) {
-    msi_plans_free(m, *plans);
-    msi_store_free(m, *store);
-  }
-  return result;
+}
+
+/* A new plan for the graph as it is, which has been checked; in the room of that for the largest
+   sizes, or NULL. */
+static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goal, uint64_t budget,
+                               const msi_plan *largest, msi_plan **made) {
+    const ms_allocator *a = &m->config.allocator;
+    const uint64_t bytes = msi_decision_bytes(&m->graph);
+    *made = NULL;
+    msi_plan *plan = (msi_plan *)msi_alloc_zeroed(a, sizeof *plan);
+    if (!plan) {
+        return msi_fail_memory(m, "the plan", sizeof *plan);
+    }
+    plan->dropped = (uint8_t *)msi_alloc_zeroed(a, bytes);
+    if (!plan->dropped) {
+        msi_release(a, plan, sizeof *plan);
+        return msi_fail_memory(m, "the plan", bytes);
+    }
+    plan->recomputed = plan->dropped + m->graph.tensors.count;
+    plan->budget_bytes = budget;
+    msi_get_sizes(&m->graph, plan->sizes);
+    const ms_result result = msi_fill_plan(m, store, plan, goal, largest);
+    if (result != MS_RESULT_OK) {
+        msi_plan_free(m, plan);
+        return result;
+    }
+    msi_resolve(store, &plan->train);
+    msi_resolve(store, &plan->eval);
+    *made = plan;
+    return MS_RESULT_OK;
+}
+
+/* Plans at `sizes` (NULL: the largest), for a store whose room is that of `largest`. */
+static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
+                             const int64_t *sizes, const msi_plan *largest, msi_plan **made) {
+    int64_t old[MS_LIMIT_AXES];
+    msi_get_sizes(&m->graph, old);
+    msi_set_sizes(&m->graph, sizes);
+    const uint64_t budget = largest ? largest->budget_bytes : msi_budget(m);
+    const ms_result result = msi_make_plan(m, store, goal, budget, largest, made);
+    msi_set_sizes(&m->graph, old);
+    return result;
+}
+
+/* A store, the plan at the largest sizes, and in front of it the plan at the present ones. */
+static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
+    int64_t sizes[MS_LIMIT_AXES];
+    *store = NULL;
+    *plans = NULL;
+    ms_result result = msi_check_graph(m, goal);
+    result = result == MS_RESULT_OK ? msi_make_store(m, store) : result;
+    result = result == MS_RESULT_OK ? msi_plan_at(m, *store, goal, NULL, NULL, plans) : result;
+    if (result == MS_RESULT_OK) {
+        (*store)->transient_bytes = (*plans)->arena_bytes - (*store)->slot_bytes;
+    }
+    msi_get_sizes(&m->graph, sizes);
+    if (result == MS_RESULT_OK && memcmp(sizes, (*plans)->sizes, sizeof sizes) != 0) {
+        msi_plan *now;
+        result = msi_plan_at(m, *store, goal, sizes, *plans, &now);
+        if (result == MS_RESULT_OK) {
+            now->next = *plans;
+            *plans = now;
+        }
+    }
+    if (result != MS_RESULT_OK) {
+        msi_plans_free(m, *plans);
+        msi_store_free(m, *store);
+    }
+    return result;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -6399,1910 +5831,1715 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store,
 
 /* The step's own memory as the host sees it. */
 static uint8_t *msi_step_on_host(const ms_model *m) {
-  return m->store->host + m->store->host_bytes;
+    return m->store->host + m->store->host_bytes;
 }
 
 static bool msi_is_eval(const ms_model *m) {
-  return m->running == &m->plan->eval;
+    return m->running == &m->plan->eval;
 }
 
-/* Where the states come to when they are copied out; that of a step, or of an
- * eval. */
+/* Where the states come to when they are copied out; that of a step, or of an eval. */
 static uint8_t *msi_verdicts(const ms_model *m) {
-  return msi_step_on_host(m) + (msi_is_direct(m) ? 0 : m->store->step_bytes);
+    return msi_step_on_host(m) + (msi_is_direct(m) ? 0 : m->store->step_bytes);
 }
 
 static const ms_step_state *msi_verdict(const ms_model *m, bool eval) {
-  return (const ms_step_state *)(const void *)(msi_verdicts(m) +
-                                               (eval ? 0 : MSI_STATE_BYTES));
+    return (const ms_step_state *)(const void *)(msi_verdicts(m) + (eval ? 0 : MSI_STATE_BYTES));
 }
 
 static ms_step_state *msi_state_on_device(const ms_model *m, bool eval) {
-  return (ms_step_state *)(void *)(m->store->step +
-                                   (eval ? 0 : MSI_STATE_BYTES));
+    return (ms_step_state *)(void *)(m->store->step + (eval ? 0 : MSI_STATE_BYTES));
 }
 
-/* AdamW's factors at update number t, without what differs by param; those of
- * SGD. */
-static ms_update_factors msi_factors_at(const ms_optimizer_desc *o,
-                                        uint64_t t) {
-  const double rate = (double)o->learning_rate;
-  ms_update_factors f;
-  memset(&f, 0, sizeof f);
-  if (o->kind == MS_OPTIMIZER_SGD) {
-    f.rate = -o->learning_rate;
-    f.beta1 = o->momentum;
+/* AdamW's factors at update number t, without what differs by param; those of SGD. */
+static ms_update_factors msi_factors_at(const ms_optimizer_desc *o, uint64_t t) {
+    const double rate = (double)o->learning_rate;
+    ms_update_factors f;
+    memset(&f, 0, sizeof f);
+    if (o->kind == MS_OPTIMIZER_SGD) {
+        f.rate = -o->learning_rate;
+        f.beta1 = o->momentum;
+        return f;
+    }
+    f.rate = (float)(-rate / (1.0 - pow((double)o->beta1, (double)t)));
+    f.beta1 = o->beta1;
+    f.beta2 = o->beta2;
+    f.rest1 = (float)(1.0 - (double)o->beta1);
+    f.rest2 = (float)(1.0 - (double)o->beta2);
+    f.scale2 = (float)(1.0 / sqrt(1.0 - pow((double)o->beta2, (double)t)));
+    f.epsilon = o->epsilon;
     return f;
-  }
-  f.rate = (float)(-rate / (1.0 - pow((double)o->beta1, (double)t)));
-  f.beta1 = o->beta1;
-  f.beta2 = o->beta2;
-  f.rest1 = (float)(1.0 - (double)o->beta1);
-  f.rest2 = (float)(1.0 - (double)o->beta2);
-  f.scale2 = (float)(1.0 / sqrt(1.0 - pow((double)o->beta2, (double)t)));
-  f.epsilon = o->epsilon;
-  return f;
 }
 
 static float msi_weight_decay(const ms_model *m, const msi_tensor *t) {
-  return isnan(t->weight_decay) ? m->optimizer.weight_decay : t->weight_decay;
+    return isnan(t->weight_decay) ? m->optimizer.weight_decay : t->weight_decay;
 }
 
 /* Number of the update of a param in this step, from 1. */
 static uint64_t msi_update_number(const ms_model *m, const msi_tensor *t) {
-  return m->step - t->trained_since + 1;
+    return m->step - t->trained_since + 1;
 }
 
 static void msi_fill_factors(ms_model *m) {
-  const ms_optimizer_desc *o = &m->optimizer;
-  ms_update_factors *to =
-      (ms_update_factors *)(void *)(msi_step_on_host(m) + MSI_STATES_BYTES);
-  ms_update_factors f;
-  uint64_t number = 0;
-  for (uint32_t i = 0; i < m->store->slots.count; i++) {
-    const msi_slot *slot = &m->store->slots.items[i];
-    const msi_tensor *t = &m->graph.tensors.items[slot->tensor];
-    if (slot->factors == MSI_NONE) {
-      continue;
+    const ms_optimizer_desc *o = &m->optimizer;
+    ms_update_factors *to = (ms_update_factors *)(void *)(msi_step_on_host(m) + MSI_STATES_BYTES);
+    ms_update_factors f;
+    uint64_t number = 0;
+    for (uint32_t i = 0; i < m->store->slots.count; i++) {
+        const msi_slot *slot = &m->store->slots.items[i];
+        const msi_tensor *t = &m->graph.tensors.items[slot->tensor];
+        if (slot->factors == MSI_NONE) {
+            continue;
+        }
+        if (number != msi_update_number(m, t)) {
+            number = msi_update_number(m, t);
+            f = msi_factors_at(o, number);
+        }
+        to[slot->factors] = f;
+        to[slot->factors].decay =
+            o->kind == MS_OPTIMIZER_SGD
+                ? msi_weight_decay(m, t)
+                : (float)(1.0 - (double)o->learning_rate * (double)msi_weight_decay(m, t));
     }
-    if (number != msi_update_number(m, t)) {
-      number = msi_update_number(m, t);
-      f = msi_factors_at(o, number);
-    }
-    to[slot->factors] = f;
-    to[slot->factors].decay =
-        o->kind == MS_OPTIMIZER_SGD
-            ? msi_weight_decay(m, t)
-            : (float)(1.0 - (double)o->learning_rate *
-                                (double)msi_weight_decay(m, t));
-  }
 }
 
-/* What changes from step to step goes to the device before it: one copy, behind
- * the last step. */
+/* What changes from step to step goes to the device before it: one copy, behind the last step. */
 static ms_result msi_tell_step(ms_model *m, bool updates) {
-  const uint64_t told = MSI_STATE_BYTES + offsetof(ms_step_state, step);
-  const uint64_t end =
-      updates ? m->store->step_bytes : (uint64_t)MSI_STATES_BYTES;
-  const ms_result result =
-      msi_wait_on_host(m, MSI_EVENT_STEP); // the copy of the one before
-  if (result != MS_RESULT_OK) {
-    return result;
-  }
-  uint8_t *at = msi_step_on_host(m);
-  ms_step_state *state = (ms_step_state *)(void *)(at + MSI_STATE_BYTES);
-  state->step = m->step;
-  state->seed =
-      msi_mix(m->config.seed ^ msi_mix(m->step + ((uint64_t)m->micro << 40)));
-  if (updates && m->optimizer.kind <= MS_OPTIMIZER_SGD) {
-    msi_fill_factors(m);
-  }
-  return msi_is_direct(m) ? MS_RESULT_OK
-                          : msi_copy_in(m, m->store->step + told, at + told,
-                                        end - told, MSI_EVENT_STEP);
+    const uint64_t told = MSI_STATE_BYTES + offsetof(ms_step_state, step);
+    const uint64_t end = updates ? m->store->step_bytes : (uint64_t)MSI_STATES_BYTES;
+    const ms_result result = msi_wait_on_host(m, MSI_EVENT_STEP); // the copy of the one before
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    uint8_t *at = msi_step_on_host(m);
+    ms_step_state *state = (ms_step_state *)(void *)(at + MSI_STATE_BYTES);
+    state->step = m->step;
+    state->seed = msi_mix(m->config.seed ^ msi_mix(m->step + ((uint64_t)m->micro << 40)));
+    if (updates && m->optimizer.kind <= MS_OPTIMIZER_SGD) {
+        msi_fill_factors(m);
+    }
+    return msi_is_direct(m)
+               ? MS_RESULT_OK
+               : msi_copy_in(m, m->store->step + told, at + told, end - told, MSI_EVENT_STEP);
 }
 
 static uint64_t msi_seed_of_step(const ms_model *m) {
-  return ((const ms_step_state *)(const void *)(msi_step_on_host(m) +
-                                                MSI_STATE_BYTES))
-      ->seed;
+    return ((const ms_step_state *)(const void *)(msi_step_on_host(m) + MSI_STATE_BYTES))->seed;
 }
 
 /* Has the verdict as far as it is enqueued copied out. */
 static ms_result msi_ask_verdict(ms_model *m) {
-  m->asked = true;
-  return msi_is_direct(m) ? MS_RESULT_OK
-                          : msi_copy_out(m, msi_verdicts(m), m->store->step,
-                                         MSI_STATES_BYTES, MSI_EVENT_VERDICT);
+    m->asked = true;
+    return msi_is_direct(m) ? MS_RESULT_OK
+                            : msi_copy_out(m, msi_verdicts(m), m->store->step, MSI_STATES_BYTES,
+                                           MSI_EVENT_VERDICT);
 }
 
 /* Kernels that write a verdict come behind the copy of the last one. */
 static ms_result msi_await_verdict(ms_model *m) {
-  const ms_backend *b = &m->config.backend;
-  return b->is_asynchronous
-             ? msi_device(
-                   m, b->wait(m->device, MS_STREAM_COMPUTE, MSI_EVENT_VERDICT),
-                   "wait")
-             : MS_RESULT_OK;
-}
-
-static ms_result msi_fail_nonfinite(ms_model *m, const char *what,
-                                    uint64_t step, double value) {
-  return msi_fail(m, MS_RESULT_NONFINITE,
-                  "the %s of step %llu is %g: nothing was updated; lower the "
-                  "learning rate or "
-                  "look for bad input",
-                  what, (unsigned long long)step, value);
-}
-
-/* Waits for the verdict that was asked for. A step that was halted has updated
-   nothing, nor has any behind it: the count of steps goes back to it. */
-static ms_result msi_heed_verdict(ms_model *m) {
-  if (!m->asked) {
-    return MS_RESULT_OK;
-  }
-  ms_result result = msi_wait_on_host(m, MSI_EVENT_VERDICT);
-  if (result != MS_RESULT_OK) {
-    return result;
-  }
-  m->asked = false;
-  const ms_step_state v = *msi_verdict(m, false), eval = *msi_verdict(m, true);
-  if (v.halted == (uint32_t)MS_HALT_NONE) {
-    return msi_is_eval(m) && eval.halted != (uint32_t)MS_HALT_NONE
-               ? msi_fail_nonfinite(m, "loss", m->step, eval.loss)
+    const ms_backend *b = &m->config.backend;
+    return b->is_asynchronous
+               ? msi_device(m, b->wait(m->device, MS_STREAM_COMPUTE, MSI_EVENT_VERDICT), "wait")
                : MS_RESULT_OK;
-  }
-  result = msi_fill(m, m->store->step + MSI_STATE_BYTES, msi_is_direct(m), 0,
-                    offsetof(ms_step_state, step));
-  m->asked = result != MS_RESULT_OK;
-  m->step = v.halted_step;
-  m->updates_done = 0;
-  m->micro = 0;
-  return result != MS_RESULT_OK ? result
-         : v.halted == (uint32_t)MS_HALT_LOSS
-             ? msi_fail_nonfinite(m, "loss", v.halted_step, v.loss)
-             : msi_fail_nonfinite(m, "norm of the gradients", v.halted_step,
-                                  v.norm);
 }
 
-static ms_result msi_custom_update(ms_model *m, const ms_update_args *args,
-                                   const msi_tensor *t) {
-  ms_result result = MS_RESULT_OK;
-  if (m->config.backend.is_asynchronous &&
-      m->updates_done == 0) { // it cannot see a halt
-    result = msi_ask_verdict(m);
-    result = result == MS_RESULT_OK ? msi_heed_verdict(m) : result;
-  }
-  if (result != MS_RESULT_OK) {
-    return result;
-  }
-  m->updates_done++;
-  m->busy = true;
-  const int error = m->optimizer.update(args);
-  m->busy = false;
-  return error == 0 ? MS_RESULT_OK
-                    : msi_fail(m, MS_RESULT_CALLBACK,
-                               "param \"%s\": the update callback returned %d; "
-                               "the model has failed: write "
-                               "params and state again, then wrap",
-                               msi_name(m, t->name), error);
+static ms_result msi_fail_nonfinite(ms_model *m, const char *what, uint64_t step, double value) {
+    return msi_fail(m, MS_RESULT_NONFINITE,
+                    "the %s of step %llu is %g: nothing was updated; lower the learning rate or "
+                    "look for bad input",
+                    what, (unsigned long long)step, value);
+}
+
+/* Waits for the verdict that was asked for. A step that was halted has updated nothing, nor has any
+   behind it: the count of steps goes back to it. */
+static ms_result msi_heed_verdict(ms_model *m) {
+    if (!m->asked) {
+        return MS_RESULT_OK;
+    }
+    ms_result result = msi_wait_on_host(m, MSI_EVENT_VERDICT);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    m->asked = false;
+    const ms_step_state v = *msi_verdict(m, false), eval = *msi_verdict(m, true);
+    if (v.halted == (uint32_t)MS_HALT_NONE) {
+        return msi_is_eval(m) && eval.halted != (uint32_t)MS_HALT_NONE
+                   ? msi_fail_nonfinite(m, "loss", m->step, eval.loss)
+                   : MS_RESULT_OK;
+    }
+    result = msi_fill(m, m->store->step + MSI_STATE_BYTES, msi_is_direct(m), 0,
+                      offsetof(ms_step_state, step));
+    m->asked = result != MS_RESULT_OK;
+    m->step = v.halted_step;
+    m->updates_done = 0;
+    m->micro = 0;
+    return result != MS_RESULT_OK ? result
+           : v.halted == (uint32_t)MS_HALT_LOSS
+               ? msi_fail_nonfinite(m, "loss", v.halted_step, v.loss)
+               : msi_fail_nonfinite(m, "norm of the gradients", v.halted_step, v.norm);
+}
+
+static ms_result msi_custom_update(ms_model *m, const ms_update_args *args, const msi_tensor *t) {
+    ms_result result = MS_RESULT_OK;
+    if (m->config.backend.is_asynchronous && m->updates_done == 0) { // it cannot see a halt
+        result = msi_ask_verdict(m);
+        result = result == MS_RESULT_OK ? msi_heed_verdict(m) : result;
+    }
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    m->updates_done++;
+    m->busy = true;
+    const int error = m->optimizer.update(args);
+    m->busy = false;
+    return error == 0
+               ? MS_RESULT_OK
+               : msi_fail(
+                     m, MS_RESULT_CALLBACK,
+                     "param \"%s\": the update callback returned %d; the model has failed: write "
+                     "params and state again, then wrap",
+                     msi_name(m, t->name), error);
 }
 
 static void *msi_stream(const ms_model *m) {
-  const ms_backend *b = &m->config.backend;
-  return b->stream && m->device ? b->stream(m->device) : NULL;
+    const ms_backend *b = &m->config.backend;
+    return b->stream && m->device ? b->stream(m->device) : NULL;
 }
 
-static ms_result msi_run_update(ms_model *m, const msi_program *p,
-                                const msi_instruction *i) {
-  const ms_backend *b = &m->config.backend;
-  const ms_optimizer_desc *o = &m->optimizer;
-  const msi_tensor *t = &m->graph.tensors.items[i->target];
-  const msi_slot *slot = &m->store->slots.items[m->store->slot_of[i->target]];
-  float *operands[3 + MS_LIMIT_OPTIMIZER_STATE] = {NULL, NULL, NULL, NULL,
-                                                   NULL, NULL, NULL};
-  for (uint32_t k = 0; k < i->operand_count;
-       k++) { // value, gradient, norm, states
-    const uint32_t life = p->operands.items[i->operand_first + k].life;
-    operands[k] = life == MSI_NONE ? NULL : (float *)msi_address(m, p, life);
-  }
-  ms_update_args args;
-  memset(&args, 0, sizeof args);
-  args.user = o->user;
-  args.param = msi_handle(i->target, MSI_ROLE_VALUE);
-  args.kind = o->kind;
-  args.count = t->bytes / sizeof(float);
-  args.value = operands[0];
-  args.gradient = operands[1];
-  args.gradient_scale =
-      operands[2] ? (const float *)(const void *)((uint8_t *)operands[2] +
-                                                  offsetof(msi_norm, scale))
-                  : NULL;
-  memcpy(args.state, operands + 3, sizeof args.state);
-  args.learning_rate = o->learning_rate;
-  args.weight_decay = msi_weight_decay(m, t);
-  args.beta1 = o->beta1;
-  args.beta2 = o->beta2;
-  args.epsilon = o->epsilon;
-  args.momentum = o->momentum;
-  args.t = msi_update_number(m, t);
-  args.stream = msi_stream(m);
-  args.factors = (const ms_update_factors *)(const void *)(m->store->step +
-                                                           MSI_STATES_BYTES) +
-                 slot->factors;
-  args.state_of_step = msi_state_on_device(m, false);
-  if (o->kind == MS_OPTIMIZER_CUSTOM) {
-    return msi_custom_update(m, &args, t);
-  }
-  m->updates_done++;
-  return msi_device(m, b->update(m->device, &args), "update");
+static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
+    const ms_backend *b = &m->config.backend;
+    const ms_optimizer_desc *o = &m->optimizer;
+    const msi_tensor *t = &m->graph.tensors.items[i->target];
+    const msi_slot *slot = &m->store->slots.items[m->store->slot_of[i->target]];
+    float *operands[3 + MS_LIMIT_OPTIMIZER_STATE] = {NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    for (uint32_t k = 0; k < i->operand_count; k++) { // value, gradient, norm, states
+        const uint32_t life = p->operands.items[i->operand_first + k].life;
+        operands[k] = life == MSI_NONE ? NULL : (float *)msi_address(m, p, life);
+    }
+    ms_update_args args;
+    memset(&args, 0, sizeof args);
+    args.user = o->user;
+    args.param = msi_handle(i->target, MSI_ROLE_VALUE);
+    args.kind = o->kind;
+    args.count = t->bytes / sizeof(float);
+    args.value = operands[0];
+    args.gradient = operands[1];
+    args.gradient_scale =
+        operands[2]
+            ? (const float *)(const void *)((uint8_t *)operands[2] + offsetof(msi_norm, scale))
+            : NULL;
+    memcpy(args.state, operands + 3, sizeof args.state);
+    args.learning_rate = o->learning_rate;
+    args.weight_decay = msi_weight_decay(m, t);
+    args.beta1 = o->beta1;
+    args.beta2 = o->beta2;
+    args.epsilon = o->epsilon;
+    args.momentum = o->momentum;
+    args.t = msi_update_number(m, t);
+    args.stream = msi_stream(m);
+    args.factors = (const ms_update_factors *)(const void *)(m->store->step + MSI_STATES_BYTES) +
+                   slot->factors;
+    args.state_of_step = msi_state_on_device(m, false);
+    if (o->kind == MS_OPTIMIZER_CUSTOM) {
+        return msi_custom_update(m, &args, t);
+    }
+    m->updates_done++;
+    return msi_device(m, b->update(m->device, &args), "update");
 }
 
-static ms_result msi_run_norm(ms_model *m, const msi_program *p,
-                              const msi_instruction *i) {
-  const ms_backend *b = &m->config.backend;
-  const uint32_t life = p->operands.items[i->operand_first].life;
-  double *sum = (double *)msi_address(m, p, p->norm);
-  return msi_device(
-      m,
-      b->add_squares_f32(m->device, msi_address(m, p, life),
-                         p->lives.items[life].bytes / sizeof(float), sum),
-      "sum of squares");
+static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instruction *i) {
+    const ms_backend *b = &m->config.backend;
+    const uint32_t life = p->operands.items[i->operand_first].life;
+    double *sum = (double *)msi_address(m, p, p->norm);
+    return msi_device(m,
+                      b->add_squares_f32(m->device, msi_address(m, p, life),
+                                         p->lives.items[life].bytes / sizeof(float), sum),
+                      "sum of squares");
 }
 
-/* The norm is looked at before anything is updated: if it is not finite,
- * nothing is. */
+/* The norm is looked at before anything is updated: if it is not finite, nothing is. */
 static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
-  const ms_backend *b = &m->config.backend;
-  msi_norm *norm = (msi_norm *)msi_address(m, p, p->norm);
-  ms_result result = m->recording ? MS_RESULT_OK : msi_await_verdict(m);
-  if (result == MS_RESULT_OK) {
-    result = msi_device(m,
-                        b->clip_scale(m->device, &norm->sum,
-                                      m->optimizer.grad_clip_norm, &norm->scale,
-                                      msi_state_on_device(m, false)),
-                        "clip");
-  }
-  result =
-      result == MS_RESULT_OK && !m->recording ? msi_ask_verdict(m) : result;
-  return result == MS_RESULT_OK && !b->is_asynchronous ? msi_heed_verdict(m)
-                                                       : result;
+    const ms_backend *b = &m->config.backend;
+    msi_norm *norm = (msi_norm *)msi_address(m, p, p->norm);
+    ms_result result = m->recording ? MS_RESULT_OK : msi_await_verdict(m);
+    if (result == MS_RESULT_OK) {
+        result = msi_device(m,
+                            b->clip_scale(m->device, &norm->sum, m->optimizer.grad_clip_norm,
+                                          &norm->scale, msi_state_on_device(m, false)),
+                            "clip");
+    }
+    result = result == MS_RESULT_OK && !m->recording ? msi_ask_verdict(m) : result;
+    return result == MS_RESULT_OK && !b->is_asynchronous ? msi_heed_verdict(m) : result;
 }
 
 // ------------------------------------------------------------------------------------------------
 // >>call  views, and the callbacks of layers
 
-/* Views of `count` tensors, with the addresses of the operands that start at
- * `operands`. */
+/* Views of `count` tensors, with the addresses of the operands that start at `operands`. */
 static void msi_fill_views(ms_model *m, const msi_program *p, ms_view *views,
-                           const uint32_t *tensors, const msi_operand *operands,
-                           uint32_t count) {
-  for (uint32_t k = 0; k < count; k++) {
-    if (tensors[k] == MSI_NONE) {
-      memset(&views[k], 0, sizeof views[k]);
-      continue;
+                           const uint32_t *tensors, const msi_operand *operands, uint32_t count) {
+    for (uint32_t k = 0; k < count; k++) {
+        if (tensors[k] == MSI_NONE) {
+            memset(&views[k], 0, sizeof views[k]);
+            continue;
+        }
+        views[k] = m->graph.tensors.items[tensors[k]].view;
+        if (operands[k].life != MSI_NONE) {
+            views[k].data = msi_address(m, p, operands[k].life);
+            views[k].beta = operands[k].accumulate ? 1.0f : 0.0f;
+        }
     }
-    views[k] = m->graph.tensors.items[tensors[k]].view;
-    if (operands[k].life != MSI_NONE) {
-      views[k].data = msi_address(m, p, operands[k].life);
-      views[k].beta = operands[k].accumulate ? 1.0f : 0.0f;
-    }
-  }
 }
 
-/* What an operand of a layer's instruction is: a group of values, or what
- * follows these. */
+/* What an operand of a layer's instruction is: a group of values, or what follows these. */
 enum {
-  MSI_PART_GRAD_OUT = MSI_GROUP_COUNT,
-  MSI_PART_GRAD_IN,
-  MSI_PART_GRAD_PARAM,
-  MSI_PART_WORKSPACE,
-  MSI_PART_COUNT
+    MSI_PART_GRAD_OUT = MSI_GROUP_COUNT,
+    MSI_PART_GRAD_IN,
+    MSI_PART_GRAD_PARAM,
+    MSI_PART_WORKSPACE,
+    MSI_PART_COUNT
 };
 
-/* The part that operand k of a layer's instruction belongs to, and its slot
- * there. */
-static int msi_operand_part(const msi_layer *l, const msi_instruction *i,
-                            uint32_t k, uint32_t *slot) {
-  const bool backward = i->op == MSI_OP_BACKWARD;
-  const bool in_forward = i->op == MSI_OP_FORWARD && l->grads_in_forward != 0;
-  const uint32_t counts[MSI_PART_COUNT] = {
-      l->count[MSI_GROUP_IN],
-      l->count[MSI_GROUP_OUT],
-      l->count[MSI_GROUP_SAVED],
-      l->count[MSI_GROUP_PARAM],
-      l->count[MSI_GROUP_STATE],
-      backward ? l->count[MSI_GROUP_OUT] : 0u,
-      backward || in_forward ? l->count[MSI_GROUP_IN] : 0u,
-      backward ? l->count[MSI_GROUP_PARAM] : 0u,
-      1,
-  };
-  int part = 0;
-  for (; part < MSI_PART_WORKSPACE && k >= counts[part]; part++) {
-    k -= counts[part];
-  }
-  *slot = k;
-  return part;
+/* The part that operand k of a layer's instruction belongs to, and its slot there. */
+static int msi_operand_part(const msi_layer *l, const msi_instruction *i, uint32_t k,
+                            uint32_t *slot) {
+    const bool backward = i->op == MSI_OP_BACKWARD;
+    const bool in_forward = i->op == MSI_OP_FORWARD && l->grads_in_forward != 0;
+    const uint32_t counts[MSI_PART_COUNT] = {
+        l->count[MSI_GROUP_IN],
+        l->count[MSI_GROUP_OUT],
+        l->count[MSI_GROUP_SAVED],
+        l->count[MSI_GROUP_PARAM],
+        l->count[MSI_GROUP_STATE],
+        backward ? l->count[MSI_GROUP_OUT] : 0u,
+        backward || in_forward ? l->count[MSI_GROUP_IN] : 0u,
+        backward ? l->count[MSI_GROUP_PARAM] : 0u,
+        1,
+    };
+    int part = 0;
+    for (; part < MSI_PART_WORKSPACE && k >= counts[part]; part++) {
+        k -= counts[part];
+    }
+    *slot = k;
+    return part;
 }
 
 /* Whether a layer's instruction makes this operand. */
-static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int part,
-                        uint32_t slot) {
-  switch (part) {
-  case MSI_GROUP_OUT:
-  case MSI_GROUP_SAVED:
-    return i->op != MSI_OP_BACKWARD &&
-           !(i->op == MSI_OP_RECOMPUTE && l->recompute &&
-             (msi_recompute_reads_of(l, part) >> slot & 1));
-  case MSI_GROUP_STATE:
-    return i->op != MSI_OP_RECOMPUTE || !l->keeps_state;
-  case MSI_PART_GRAD_IN:
-  case MSI_PART_GRAD_PARAM:
-    return true;
-  default:
-    return false;
-  }
+static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int part, uint32_t slot) {
+    switch (part) {
+    case MSI_GROUP_OUT:
+    case MSI_GROUP_SAVED:
+        return i->op != MSI_OP_BACKWARD && !(i->op == MSI_OP_RECOMPUTE && l->recompute &&
+                                             (msi_recompute_reads_of(l, part) >> slot & 1));
+    case MSI_GROUP_STATE:
+        return i->op != MSI_OP_RECOMPUTE || !l->keeps_state;
+    case MSI_PART_GRAD_IN:
+    case MSI_PART_GRAD_PARAM:
+        return true;
+    default:
+        return false;
+    }
 }
 
 /* Whether it is allowed to write it: what it makes, and what it destroys. */
-static bool msi_is_written(const msi_layer *l, const msi_instruction *i,
-                           int part, uint32_t slot) {
-  const bool backward = i->op == MSI_OP_BACKWARD;
-  const uint32_t clobbers = !backward                   ? 0
-                            : part == MSI_GROUP_IN      ? l->clobbers.in
-                            : part == MSI_GROUP_OUT     ? l->clobbers.out
-                            : part == MSI_GROUP_SAVED   ? l->clobbers.saved
-                            : part == MSI_PART_GRAD_OUT ? l->clobbers.grad_out
-                                                        : 0;
-  return part == MSI_PART_WORKSPACE || (clobbers >> slot & 1) ||
-         msi_is_made(l, i, part, slot);
+static bool msi_is_written(const msi_layer *l, const msi_instruction *i, int part, uint32_t slot) {
+    const bool backward = i->op == MSI_OP_BACKWARD;
+    const uint32_t clobbers = !backward                   ? 0
+                              : part == MSI_GROUP_IN      ? l->clobbers.in
+                              : part == MSI_GROUP_OUT     ? l->clobbers.out
+                              : part == MSI_GROUP_SAVED   ? l->clobbers.saved
+                              : part == MSI_PART_GRAD_OUT ? l->clobbers.grad_out
+                                                          : 0;
+    return part == MSI_PART_WORKSPACE || (clobbers >> slot & 1) || msi_is_made(l, i, part, slot);
 }
 
 /* By ms_phase. */
-static const char *const msi_phase_names[] = {"forward", "recompute",
-                                              "backward", "eval"};
+static const char *const msi_phase_names[] = {"forward", "recompute", "backward", "eval"};
 
 /* The mask of the operands of a group that are there to be written. */
 static uint16_t msi_wanted(const msi_layer *l, const msi_instruction *i,
                            const msi_operand *operands, int group) {
-  const msi_operand *first = operands + msi_group_start(l, group);
-  const uint32_t read = i->op == MSI_OP_RECOMPUTE && l->recompute
-                            ? msi_recompute_reads_of(l, group)
-                            : 0;
-  uint32_t mask = 0;
-  for (uint32_t k = 0; k < l->count[group]; k++) {
-    mask |= (uint32_t)(first[k].life != MSI_NONE && !(read >> k & 1)) << k;
-  }
-  return (uint16_t)mask;
+    const msi_operand *first = operands + msi_group_start(l, group);
+    const uint32_t read =
+        i->op == MSI_OP_RECOMPUTE && l->recompute ? msi_recompute_reads_of(l, group) : 0;
+    uint32_t mask = 0;
+    for (uint32_t k = 0; k < l->count[group]; k++) {
+        mask |= (uint32_t)(first[k].life != MSI_NONE && !(read >> k & 1)) << k;
+    }
+    return (uint16_t)mask;
 }
 
-/* Fills the call of a layer's callback. Its views stand in the order of the
- * operands. */
-static void msi_fill_call(ms_model *m, const msi_program *p,
-                          const msi_instruction *i, ms_call *call) {
-  const msi_graph *g = &m->graph;
-  const msi_layer *l = &g->layers.items[i->target];
-  const msi_operand *operands = p->operands.items + i->operand_first;
-  const uint32_t *in = msi_group(g, l, MSI_GROUP_IN),
-                 *out = in + l->count[MSI_GROUP_IN];
-  const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
-  const uint32_t values = msi_group_start(l, MSI_GROUP_COUNT);
-  memset(call, 0, sizeof *call);
-  call->user = l->user;
-  call->model = m;
-  call->phase = (ms_phase)i->op; // the first ops are the phases
-  call->in = m->views;
-  call->out = call->in + l->count[MSI_GROUP_IN];
-  call->saved = call->out + l->count[MSI_GROUP_OUT];
-  call->param = call->saved + l->count[MSI_GROUP_SAVED];
-  call->state = call->param + l->count[MSI_GROUP_PARAM];
-  call->loss_factor = m->step_factor;
-  call->step = m->step;
-  call->micro = m->micro;
-  call->micro_count = m->store->micro_count;
-  call->last_micro = m->micro + 1 == m->store->micro_count;
-  call->layer_seed = msi_mix(i->target);
-  call->seed = call->layer_seed ^ msi_seed_of_step(m);
-  call->step_seed = &msi_state_on_device(m, false)->seed;
-  call->stream = msi_stream(m);
-  msi_fill_views(m, p, m->views, in, operands, values);
-  ms_view *views = m->views + values;
-  const msi_operand *edges = operands + values;
-  if (i->op == MSI_OP_BACKWARD) {
-    call->grad_out = views;
-    msi_fill_views(m, p, views, out, edges, l->count[MSI_GROUP_OUT]);
-    views += l->count[MSI_GROUP_OUT];
-    edges += l->count[MSI_GROUP_OUT];
-    call->grad_param = views + l->count[MSI_GROUP_IN];
-    msi_fill_views(m, p, views + l->count[MSI_GROUP_IN], param,
-                   edges + l->count[MSI_GROUP_IN], l->count[MSI_GROUP_PARAM]);
-  } else {
-    call->wanted_out = msi_wanted(l, i, operands, MSI_GROUP_OUT);
-    call->wanted_saved = msi_wanted(l, i, operands, MSI_GROUP_SAVED);
-  }
-  if (i->op == MSI_OP_BACKWARD ||
-      (i->op == MSI_OP_FORWARD && l->grads_in_forward != 0)) {
-    call->grad_in = views;
-    msi_fill_views(m, p, views, in, edges, l->count[MSI_GROUP_IN]);
-  }
-  const uint32_t scratch = operands[i->operand_count - 1u].life;
-  if (scratch != MSI_NONE) {
-    call->workspace = msi_address(m, p, scratch);
-    call->workspace_bytes = p->lives.items[scratch].bytes;
-  }
+/* Fills the call of a layer's callback. Its views stand in the order of the operands. */
+static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instruction *i,
+                          ms_call *call) {
+    const msi_graph *g = &m->graph;
+    const msi_layer *l = &g->layers.items[i->target];
+    const msi_operand *operands = p->operands.items + i->operand_first;
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = in + l->count[MSI_GROUP_IN];
+    const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
+    const uint32_t values = msi_group_start(l, MSI_GROUP_COUNT);
+    memset(call, 0, sizeof *call);
+    call->user = l->user;
+    call->model = m;
+    call->phase = (ms_phase)i->op; // the first ops are the phases
+    call->in = m->views;
+    call->out = call->in + l->count[MSI_GROUP_IN];
+    call->saved = call->out + l->count[MSI_GROUP_OUT];
+    call->param = call->saved + l->count[MSI_GROUP_SAVED];
+    call->state = call->param + l->count[MSI_GROUP_PARAM];
+    call->loss_factor = m->step_factor;
+    call->step = m->step;
+    call->micro = m->micro;
+    call->micro_count = m->store->micro_count;
+    call->last_micro = m->micro + 1 == m->store->micro_count;
+    call->layer_seed = msi_mix(i->target);
+    call->seed = call->layer_seed ^ msi_seed_of_step(m);
+    call->step_seed = &msi_state_on_device(m, false)->seed;
+    call->stream = msi_stream(m);
+    msi_fill_views(m, p, m->views, in, operands, values);
+    ms_view *views = m->views + values;
+    const msi_operand *edges = operands + values;
+    if (i->op == MSI_OP_BACKWARD) {
+        call->grad_out = views;
+        msi_fill_views(m, p, views, out, edges, l->count[MSI_GROUP_OUT]);
+        views += l->count[MSI_GROUP_OUT];
+        edges += l->count[MSI_GROUP_OUT];
+        call->grad_param = views + l->count[MSI_GROUP_IN];
+        msi_fill_views(m, p, views + l->count[MSI_GROUP_IN], param, edges + l->count[MSI_GROUP_IN],
+                       l->count[MSI_GROUP_PARAM]);
+    } else {
+        call->wanted_out = msi_wanted(l, i, operands, MSI_GROUP_OUT);
+        call->wanted_saved = msi_wanted(l, i, operands, MSI_GROUP_SAVED);
+    }
+    if (i->op == MSI_OP_BACKWARD || (i->op == MSI_OP_FORWARD && l->grads_in_forward != 0)) {
+        call->grad_in = views;
+        msi_fill_views(m, p, views, in, edges, l->count[MSI_GROUP_IN]);
+    }
+    const uint32_t scratch = operands[i->operand_count - 1u].life;
+    if (scratch != MSI_NONE) {
+        call->workspace = msi_address(m, p, scratch);
+        call->workspace_bytes = p->lives.items[scratch].bytes;
+    }
 }
 
-static ms_result msi_call_layer(ms_model *m, const msi_layer *l,
-                                const ms_call *call) {
-  const uint32_t error_count = m->error_count;
-  const ms_layer_fn fn = call->phase == MS_PHASE_BACKWARD ? l->backward
-                         : call->phase == MS_PHASE_RECOMPUTE && l->recompute
-                             ? l->recompute
-                             : l->forward;
-  m->busy = true;
-  int error = l->bind ? l->bind(call) : 0;
-  const char *what = error ? "bind" : msi_phase_names[call->phase];
-  error = error ? error : fn(call);
-  m->busy = false;
-  if (m->recording && m->config.backend.graph_check(m->device) != 0) {
-    return msi_fail(m, MS_RESULT_CALLBACK,
-                    "layer \"%s\": its %s callback did something that a graph "
-                    "cannot record: "
-                    "it may only enqueue work on ms_call.stream, and wait for "
-                    "nothing; or leave "
-                    "cuda_graph off",
-                    msi_name(m, l->name), what);
-  }
-  if (error == 0) {
-    return MS_RESULT_OK;
-  }
-  char inner[MSI_ERROR_BYTES / 2] = ""; // what ms_gemm had to say
-  if (m->error_count != error_count) {
-    snprintf(inner, sizeof inner, "%.*s", (int)sizeof inner - 1, m->error);
-  }
-  return msi_fail(
-      m, MS_RESULT_CALLBACK, "layer \"%s\": its %s callback returned %d%s%s",
-      msi_name(m, l->name), what, error, inner[0] ? ": " : "", inner);
+static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *call) {
+    const uint32_t error_count = m->error_count;
+    const ms_layer_fn fn = call->phase == MS_PHASE_BACKWARD                    ? l->backward
+                           : call->phase == MS_PHASE_RECOMPUTE && l->recompute ? l->recompute
+                                                                               : l->forward;
+    m->busy = true;
+    int error = l->bind ? l->bind(call) : 0;
+    const char *what = error ? "bind" : msi_phase_names[call->phase];
+    error = error ? error : fn(call);
+    m->busy = false;
+    if (m->recording && m->config.backend.graph_check(m->device) != 0) {
+        return msi_fail(
+            m, MS_RESULT_CALLBACK,
+            "layer \"%s\": its %s callback did something that a graph cannot record: "
+            "it may only enqueue work on ms_call.stream, and wait for nothing; or leave "
+            "cuda_graph off",
+            msi_name(m, l->name), what);
+    }
+    if (error == 0) {
+        return MS_RESULT_OK;
+    }
+    char inner[MSI_ERROR_BYTES / 2] = ""; // what ms_gemm had to say
+    if (m->error_count != error_count) {
+        snprintf(inner, sizeof inner, "%.*s", (int)sizeof inner - 1, m->error);
+    }
+    return msi_fail(m, MS_RESULT_CALLBACK, "layer \"%s\": its %s callback returned %d%s%s",
+                    msi_name(m, l->name), what, error, inner[0] ? ": " : "", inner);
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>debug  a layer is called several times, amid rubbish, and must give the
-// same bits each time
+// >>debug  a layer is called several times, amid rubbish, and must give the same bits each time
 
-/* How it works. Before a call everything that lives is copied to the shadow, on
-   the host. Then all memory is filled with one byte value, and what the layer
-   is given is put back. What the layer makes of it must not depend on that
-   byte, unless it leaves it as it is, and everything else must still have it
-   afterwards. The last run is the one with NaN, so that what was left unwritten
-   shows where it is read. */
+/* How it works. Before a call everything that lives is copied to the shadow, on the host. Then all
+   memory is filled with one byte value, and what the layer is given is put back. What the layer
+   makes of it must not depend on that byte, unless it leaves it as it is, and everything else must
+   still have it afterwards. The last run is the one with NaN, so that what was left unwritten shows
+   where it is read. */
 
-enum {
-  MSI_RUBBISH_FIRST = 0x3c,
-  MSI_RUBBISH_LAST = 0xff
-}; // small numbers; NaN
+enum { MSI_RUBBISH_FIRST = 0x3c, MSI_RUBBISH_LAST = 0xff }; // small numbers; NaN
 
 typedef struct msi_trial {
-  ms_model *model;
-  const msi_program *program;
-  const msi_instruction *instruction;
-  const msi_layer *layer;
-  uint32_t now;
-  uint64_t before[MSI_MAX_VIEWS + 1],
-      after[MSI_MAX_VIEWS + 1]; // hashes, per operand
-  uint64_t again[MSI_MAX_VIEWS + 1];
-  bool spoil_sums; // gradients that are added to hold NaN
+    ms_model *model;
+    const msi_program *program;
+    const msi_instruction *instruction;
+    const msi_layer *layer;
+    uint32_t now;
+    uint64_t before[MSI_MAX_VIEWS + 1], after[MSI_MAX_VIEWS + 1]; // hashes, per operand
+    uint64_t again[MSI_MAX_VIEWS + 1];
+    bool spoil_sums; // gradients that are added to hold NaN
 } msi_trial;
 
-/* Where a slot stands in the shadow: one behind the other, the transient part
- * last. */
+/* Where a slot stands in the shadow: one behind the other, the transient part last. */
 static uint64_t msi_shadow_offset(const msi_store *store, uint32_t slot) {
-  const msi_slot *s =
-      slot < store->slots.count ? &store->slots.items[slot] : NULL;
-  const uint64_t bases[] = {0, store->slot_bytes,
-                            store->slot_bytes + store->host_bytes};
-  return s ? bases[s->borrowed ? 2 : s->on_host] + s->offset
-           : bases[2] + store->borrowed_bytes;
+    const msi_slot *s = slot < store->slots.count ? &store->slots.items[slot] : NULL;
+    const uint64_t bases[] = {0, store->slot_bytes, store->slot_bytes + store->host_bytes};
+    return s ? bases[s->borrowed ? 2 : s->on_host] + s->offset : bases[2] + store->borrowed_bytes;
 }
 
-typedef enum msi_shadow_way {
-  MSI_SHADOW_SAVE,
-  MSI_SHADOW_RESTORE,
-  MSI_SHADOW_FILL
-} msi_shadow_way;
+typedef enum msi_shadow_way { MSI_SHADOW_SAVE, MSI_SHADOW_RESTORE, MSI_SHADOW_FILL } msi_shadow_way;
 
-static ms_result msi_move_shadow(ms_model *m, void *memory, bool on_host,
-                                 uint64_t offset, uint64_t bytes,
+static ms_result msi_move_shadow(ms_model *m, void *memory, bool on_host, uint64_t offset,
+                                 uint64_t bytes, msi_shadow_way way, uint8_t rubbish) {
+    uint8_t *shadow = m->store->shadow + offset;
+    return way == MSI_SHADOW_SAVE      ? msi_copy(m, shadow, true, memory, on_host, bytes)
+           : way == MSI_SHADOW_RESTORE ? msi_copy(m, memory, on_host, shadow, true, bytes)
+                                       : msi_fill(m, memory, on_host, rubbish, bytes);
+}
+
+/* Everything that is in memory; goes on behind an error, so that as much as can be is restored. */
+static ms_result msi_shadow_all(ms_model *m, msi_shadow_way way, uint8_t rubbish) {
+    const msi_store *store = m->store;
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t i = 0; i <= store->slots.count; i++) {
+        const msi_slot *slot = i < store->slots.count ? &store->slots.items[i] : NULL;
+        const ms_result moved = msi_move_shadow(
+            m, slot ? slot->address : msi_transient(m), slot && slot->on_host,
+            msi_shadow_offset(store, i), slot ? slot->bytes : store->transient_bytes, way, rubbish);
+        result = result == MS_RESULT_OK ? moved : result;
+    }
+    return result;
+}
+
+static ms_result msi_shadow_life(ms_model *m, const msi_program *p, uint32_t life,
                                  msi_shadow_way way, uint8_t rubbish) {
-  uint8_t *shadow = m->store->shadow + offset;
-  return way == MSI_SHADOW_SAVE
-             ? msi_copy(m, shadow, true, memory, on_host, bytes)
-         : way == MSI_SHADOW_RESTORE
-             ? msi_copy(m, memory, on_host, shadow, true, bytes)
-             : msi_fill(m, memory, on_host, rubbish, bytes);
-}
-
-/* Everything that is in memory; goes on behind an error, so that as much as can
- * be is restored. */
-static ms_result msi_shadow_all(ms_model *m, msi_shadow_way way,
-                                uint8_t rubbish) {
-  const msi_store *store = m->store;
-  ms_result result = MS_RESULT_OK;
-  for (uint32_t i = 0; i <= store->slots.count; i++) {
-    const msi_slot *slot =
-        i < store->slots.count ? &store->slots.items[i] : NULL;
-    const ms_result moved = msi_move_shadow(
-        m, slot ? slot->address : msi_transient(m), slot && slot->on_host,
-        msi_shadow_offset(store, i),
-        slot ? slot->bytes : store->transient_bytes, way, rubbish);
-    result = result == MS_RESULT_OK ? moved : result;
-  }
-  return result;
-}
-
-static ms_result msi_shadow_life(ms_model *m, const msi_program *p,
-                                 uint32_t life, msi_shadow_way way,
-                                 uint8_t rubbish) {
-  uint64_t offset = msi_shadow_offset(m->store, life);
-  uint64_t bytes = p->lives.items[life].bytes;
-  if (life < m->store->slots.count) {
-    bytes = m->store->slots.items[life].bytes;
-  } else {
-    offset += p->lives.items[life].offset;
-  }
-  return msi_move_shadow(m, msi_address(m, p, life), msi_is_on_host(m, life),
-                         offset, bytes, way, rubbish);
+    uint64_t offset = msi_shadow_offset(m->store, life);
+    uint64_t bytes = p->lives.items[life].bytes;
+    if (life < m->store->slots.count) {
+        bytes = m->store->slots.items[life].bytes;
+    } else {
+        offset += p->lives.items[life].offset;
+    }
+    return msi_move_shadow(m, msi_address(m, p, life), msi_is_on_host(m, life), offset, bytes, way,
+                           rubbish);
 }
 
 /* A hash of memory; *uniform: all bytes are `value`. */
-static ms_result msi_hash(ms_model *m, const void *memory, bool on_host,
-                          uint64_t bytes, uint8_t value, uint64_t *hash,
-                          bool *uniform) {
-  uint8_t chunk[4096];
-  *hash = bytes;
-  *uniform = true;
-  for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
-    const uint64_t part =
-        bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
-    const ms_result result =
-        msi_copy(m, chunk, true, (const uint8_t *)memory + done, on_host, part);
-    if (result != MS_RESULT_OK) {
-      return result;
+static ms_result msi_hash(ms_model *m, const void *memory, bool on_host, uint64_t bytes,
+                          uint8_t value, uint64_t *hash, bool *uniform) {
+    uint8_t chunk[4096];
+    *hash = bytes;
+    *uniform = true;
+    for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
+        const uint64_t part = bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
+        const ms_result result =
+            msi_copy(m, chunk, true, (const uint8_t *)memory + done, on_host, part);
+        if (result != MS_RESULT_OK) {
+            return result;
+        }
+        for (uint64_t i = 0; i < part; i += 8) {
+            uint64_t word = 0;
+            memcpy(&word, chunk + i, (size_t)(part - i < 8 ? part - i : 8));
+            *hash = (*hash ^ word) * 0x9e3779b97f4a7c15u;
+            *hash ^= *hash >> 29;
+        }
+        for (uint64_t i = 0; i < part; i++) {
+            *uniform &= chunk[i] == value;
+        }
     }
-    for (uint64_t i = 0; i < part; i += 8) {
-      uint64_t word = 0;
-      memcpy(&word, chunk + i, (size_t)(part - i < 8 ? part - i : 8));
-      *hash = (*hash ^ word) * 0x9e3779b97f4a7c15u;
-      *hash ^= *hash >> 29;
-    }
-    for (uint64_t i = 0; i < part; i++) {
-      *uniform &= chunk[i] == value;
-    }
-  }
-  return MS_RESULT_OK;
+    return MS_RESULT_OK;
 }
 
 static uint32_t msi_trial_life(const msi_trial *t, uint32_t operand) {
-  return t->program->operands.items[t->instruction->operand_first + operand]
-      .life;
+    return t->program->operands.items[t->instruction->operand_first + operand].life;
 }
 
 static ms_result msi_hash_operands(const msi_trial *t, uint64_t *hashes) {
-  ms_result result = MS_RESULT_OK;
-  bool uniform;
-  for (uint32_t k = 0;
-       k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-    const uint32_t life = msi_trial_life(t, k);
-    hashes[k] = 0;
-    if (life != MSI_NONE) {
-      result = msi_hash(t->model, msi_address(t->model, t->program, life),
-                        msi_is_on_host(t->model, life),
-                        t->program->lives.items[life].bytes, 0, &hashes[k],
-                        &uniform);
+    ms_result result = MS_RESULT_OK;
+    bool uniform;
+    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
+        const uint32_t life = msi_trial_life(t, k);
+        hashes[k] = 0;
+        if (life != MSI_NONE) {
+            result = msi_hash(t->model, msi_address(t->model, t->program, life),
+                              msi_is_on_host(t->model, life), t->program->lives.items[life].bytes,
+                              0, &hashes[k], &uniform);
+        }
     }
-  }
-  return result;
+    return result;
 }
 
 /* Whether an operand holds something before the instruction. */
 static bool msi_is_live_in(const msi_trial *t, uint32_t life) {
-  return life != MSI_NONE && (life < t->model->store->slots.count ||
-                              t->program->lives.items[life].first < t->now);
+    return life != MSI_NONE &&
+           (life < t->model->store->slots.count || t->program->lives.items[life].first < t->now);
 }
 
-/* Puts an operand back. Words that no layer has written, all bits set where
-   numbers are, become rubbish again: who reads them is found out. */
-static ms_result msi_give_operand(const msi_trial *t, uint32_t life,
-                                  uint8_t rubbish) {
-  ms_model *m = t->model;
-  const msi_life *l = &t->program->lives.items[life];
-  const bool number =
-      l->role != MSI_ROLE_WORKSPACE && l->role != MSI_ROLE_NORM &&
-      m->graph.tensors.items[l->tensor].view.dtype == MS_DTYPE_F32;
-  if (life < m->store->slots.count || !number || rubbish == MSI_RUBBISH_LAST) {
-    return msi_shadow_life(m, t->program, life, MSI_SHADOW_RESTORE, 0);
-  }
-  const uint8_t *from =
-      m->store->shadow + msi_shadow_offset(m->store, life) + l->offset;
-  uint8_t *to = (uint8_t *)msi_address(m, t->program, life);
-  uint8_t chunk[4096];
-  ms_result result = MS_RESULT_OK;
-  for (uint64_t done = 0; done < l->bytes && result == MS_RESULT_OK;
-       done += sizeof chunk) {
-    const uint64_t part =
-        l->bytes - done < sizeof chunk ? l->bytes - done : sizeof chunk;
-    memcpy(chunk, from + done, (size_t)part);
-    for (uint64_t i = 0; i < part; i += 4) {
-      uint32_t word;
-      memcpy(&word, chunk + i, sizeof word);
-      memset(chunk + i, word == UINT32_MAX ? rubbish : chunk[i],
-             word == UINT32_MAX ? sizeof word : 1);
+/* Puts an operand back. Words that no layer has written, all bits set where numbers are, become
+   rubbish again: who reads them is found out. */
+static ms_result msi_give_operand(const msi_trial *t, uint32_t life, uint8_t rubbish) {
+    ms_model *m = t->model;
+    const msi_life *l = &t->program->lives.items[life];
+    const bool number = l->role != MSI_ROLE_WORKSPACE && l->role != MSI_ROLE_NORM &&
+                        m->graph.tensors.items[l->tensor].view.dtype == MS_DTYPE_F32;
+    if (life < m->store->slots.count || !number || rubbish == MSI_RUBBISH_LAST) {
+        return msi_shadow_life(m, t->program, life, MSI_SHADOW_RESTORE, 0);
     }
-    result = msi_copy(m, to + done, false, chunk, true, part);
-  }
-  return result;
+    const uint8_t *from = m->store->shadow + msi_shadow_offset(m->store, life) + l->offset;
+    uint8_t *to = (uint8_t *)msi_address(m, t->program, life);
+    uint8_t chunk[4096];
+    ms_result result = MS_RESULT_OK;
+    for (uint64_t done = 0; done < l->bytes && result == MS_RESULT_OK; done += sizeof chunk) {
+        const uint64_t part = l->bytes - done < sizeof chunk ? l->bytes - done : sizeof chunk;
+        memcpy(chunk, from + done, (size_t)part);
+        for (uint64_t i = 0; i < part; i += 4) {
+            uint32_t word;
+            memcpy(&word, chunk + i, sizeof word);
+            memset(chunk + i, word == UINT32_MAX ? rubbish : chunk[i],
+                   word == UINT32_MAX ? sizeof word : 1);
+        }
+        result = msi_copy(m, to + done, false, chunk, true, part);
+    }
+    return result;
 }
 
-/* Whether an operand is a gradient that the layer adds to, and that holds
- * something before. */
+/* Whether an operand is a gradient that the layer adds to, and that holds something before. */
 static bool msi_is_sum(const msi_trial *t, uint32_t operand) {
-  const msi_operand *o =
-      &t->program->operands.items[t->instruction->operand_first + operand];
-  return o->life != MSI_NONE && o->accumulate && msi_is_live_in(t, o->life) &&
-         t->model->graph.tensors.items[t->program->lives.items[o->life].tensor]
-                 .view.dtype == MS_DTYPE_F32;
+    const msi_operand *o = &t->program->operands.items[t->instruction->operand_first + operand];
+    return o->life != MSI_NONE && o->accumulate && msi_is_live_in(t, o->life) &&
+           t->model->graph.tensors.items[t->program->lives.items[o->life].tensor].view.dtype ==
+               MS_DTYPE_F32;
 }
 
-/* Rubbish everywhere but in what the layer is given; a recomputation on trial
-   is given outputs too where its own callback reads them. */
-static ms_result msi_set_scene(const msi_trial *t, ms_phase phase,
-                               uint8_t rubbish) {
-  ms_result result = msi_shadow_all(t->model, MSI_SHADOW_FILL, rubbish);
-  for (uint32_t k = 0;
-       k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-    const uint32_t life = msi_trial_life(t, k);
-    uint32_t slot;
-    const int part = msi_operand_part(t->layer, t->instruction, k, &slot);
-    const bool output = part == MSI_GROUP_OUT || part == MSI_GROUP_SAVED;
-    const bool read = phase == MS_PHASE_RECOMPUTE && t->layer->recompute &&
-                      output &&
-                      (msi_recompute_reads_of(t->layer, part) >> slot & 1);
-    if (t->spoil_sums && msi_is_sum(t, k)) {
-      result = msi_shadow_life(t->model, t->program, life, MSI_SHADOW_FILL,
-                               MSI_RUBBISH_LAST);
-    } else if (msi_is_live_in(t, life) || (read && life != MSI_NONE)) {
-      result = msi_give_operand(t, life, rubbish);
+/* Rubbish everywhere but in what the layer is given; a recomputation on trial is given outputs too
+   where its own callback reads them. */
+static ms_result msi_set_scene(const msi_trial *t, ms_phase phase, uint8_t rubbish) {
+    ms_result result = msi_shadow_all(t->model, MSI_SHADOW_FILL, rubbish);
+    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
+        const uint32_t life = msi_trial_life(t, k);
+        uint32_t slot;
+        const int part = msi_operand_part(t->layer, t->instruction, k, &slot);
+        const bool output = part == MSI_GROUP_OUT || part == MSI_GROUP_SAVED;
+        const bool read = phase == MS_PHASE_RECOMPUTE && t->layer->recompute && output &&
+                          (msi_recompute_reads_of(t->layer, part) >> slot & 1);
+        if (t->spoil_sums && msi_is_sum(t, k)) {
+            result = msi_shadow_life(t->model, t->program, life, MSI_SHADOW_FILL, MSI_RUBBISH_LAST);
+        } else if (msi_is_live_in(t, life) || (read && life != MSI_NONE)) {
+            result = msi_give_operand(t, life, rubbish);
+        }
     }
-  }
-  return result;
+    return result;
 }
 
-/* Makes the call of a forward that of a recomputation by the layer's own
- * callback. */
+/* Makes the call of a forward that of a recomputation by the layer's own callback. */
 static ms_result msi_turn_into_recompute(const msi_trial *t, ms_call *call) {
-  const msi_layer *l = t->layer;
-  ms_view *views = t->model->views;
-  for (int group = 0; group < MSI_GROUP_COUNT && l->recompute; group++) {
-    const uint32_t reads = msi_recompute_reads_of(l, group);
-    const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
-    for (uint32_t k = 0; k < l->count[group]; k++, views++) {
-      views->data = made || (reads >> k & 1) ? views->data : NULL;
+    const msi_layer *l = t->layer;
+    ms_view *views = t->model->views;
+    for (int group = 0; group < MSI_GROUP_COUNT && l->recompute; group++) {
+        const uint32_t reads = msi_recompute_reads_of(l, group);
+        const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
+        for (uint32_t k = 0; k < l->count[group]; k++, views++) {
+            views->data = made || (reads >> k & 1) ? views->data : NULL;
+        }
     }
-  }
-  if (l->recompute) {
-    call->wanted_out = (uint16_t)(call->wanted_out &
-                                  ~msi_recompute_reads_of(l, MSI_GROUP_OUT));
-    call->wanted_saved =
-        (uint16_t)(call->wanted_saved &
-                   ~msi_recompute_reads_of(l, MSI_GROUP_SAVED));
-    call->workspace_bytes =
-        msi_workspace_bytes(&t->model->graph, l, MSI_WORKSPACE_RECOMPUTE);
-    call->workspace = call->workspace_bytes ? call->workspace : NULL;
-  }
-  call->phase = MS_PHASE_RECOMPUTE;
-  const bool clear =
-      l->recompute && call->workspace &&
-      l->workspace[MSI_WORKSPACE_RECOMPUTE].contents != MS_CONTENTS_ANY;
-  return clear ? msi_fill(t->model, call->workspace, false, 0,
-                          call->workspace_bytes)
-               : MS_RESULT_OK;
+    if (l->recompute) {
+        call->wanted_out = (uint16_t)(call->wanted_out & ~msi_recompute_reads_of(l, MSI_GROUP_OUT));
+        call->wanted_saved =
+            (uint16_t)(call->wanted_saved & ~msi_recompute_reads_of(l, MSI_GROUP_SAVED));
+        call->workspace_bytes = msi_workspace_bytes(&t->model->graph, l, MSI_WORKSPACE_RECOMPUTE);
+        call->workspace = call->workspace_bytes ? call->workspace : NULL;
+    }
+    call->phase = MS_PHASE_RECOMPUTE;
+    const bool clear = l->recompute && call->workspace &&
+                       l->workspace[MSI_WORKSPACE_RECOMPUTE].contents != MS_CONTENTS_ANY;
+    return clear ? msi_fill(t->model, call->workspace, false, 0, call->workspace_bytes)
+                 : MS_RESULT_OK;
 }
 
 /* One run of the callback, and the hashes of the operands behind it. */
-static ms_result msi_try_layer(msi_trial *t, ms_phase phase, uint8_t rubbish,
-                               uint64_t *hashes) {
-  ms_call call;
-  ms_result result = msi_set_scene(t, phase, rubbish);
-  result = result == MS_RESULT_OK ? msi_hash_operands(t, t->before) : result;
-  if (result == MS_RESULT_OK) {
-    msi_fill_call(t->model, t->program, t->instruction, &call);
-    result = phase != call.phase ? msi_turn_into_recompute(t, &call) : result;
-  }
-  result = result == MS_RESULT_OK ? msi_call_layer(t->model, t->layer, &call)
-                                  : result;
-  return result == MS_RESULT_OK ? msi_hash_operands(t, hashes) : result;
+static ms_result msi_try_layer(msi_trial *t, ms_phase phase, uint8_t rubbish, uint64_t *hashes) {
+    ms_call call;
+    ms_result result = msi_set_scene(t, phase, rubbish);
+    result = result == MS_RESULT_OK ? msi_hash_operands(t, t->before) : result;
+    if (result == MS_RESULT_OK) {
+        msi_fill_call(t->model, t->program, t->instruction, &call);
+        result = phase != call.phase ? msi_turn_into_recompute(t, &call) : result;
+    }
+    result = result == MS_RESULT_OK ? msi_call_layer(t->model, t->layer, &call) : result;
+    return result == MS_RESULT_OK ? msi_hash_operands(t, hashes) : result;
 }
 
 /* "layer L: its backward callback <what> the gradient of "x": <cure>" */
-static ms_result msi_fail_contract(const msi_trial *t, uint32_t operand,
-                                   const char *what, const char *cure) {
-  ms_model *m = t->model;
-  const msi_life *life = &t->program->lives.items[msi_trial_life(t, operand)];
-  const char *role = life->role == MSI_ROLE_WORKSPACE ? "workspace of"
-                     : life->role == MSI_ROLE_PART
-                         ? "gradient of"
-                         : msi_role_name((msi_role)life->role);
-  return msi_fail(m, MS_RESULT_CONTRACT,
-                  "layer \"%s\": its %s callback %s the %s \"%s\": %s",
-                  msi_layer_name(m, t->instruction->target),
-                  msi_phase_names[t->instruction->op], what, role,
-                  life->role == MSI_ROLE_WORKSPACE
-                      ? msi_layer_name(m, life->tensor)
-                      : msi_tensor_name(m, life->tensor),
-                  cure);
+static ms_result msi_fail_contract(const msi_trial *t, uint32_t operand, const char *what,
+                                   const char *cure) {
+    ms_model *m = t->model;
+    const msi_life *life = &t->program->lives.items[msi_trial_life(t, operand)];
+    const char *role = life->role == MSI_ROLE_WORKSPACE ? "workspace of"
+                       : life->role == MSI_ROLE_PART    ? "gradient of"
+                                                        : msi_role_name((msi_role)life->role);
+    return msi_fail(m, MS_RESULT_CONTRACT, "layer \"%s\": its %s callback %s the %s \"%s\": %s",
+                    msi_layer_name(m, t->instruction->target), msi_phase_names[t->instruction->op],
+                    what, role,
+                    life->role == MSI_ROLE_WORKSPACE ? msi_layer_name(m, life->tensor)
+                                                     : msi_tensor_name(m, life->tensor),
+                    cure);
 }
 
 /* Whether another operand that the layer may write lies in the same memory. */
 static bool msi_is_shared(const msi_trial *t, uint32_t operand) {
-  const uint8_t *own = (const uint8_t *)msi_address(t->model, t->program,
-                                                    msi_trial_life(t, operand));
-  for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-    const uint32_t life = msi_trial_life(t, k);
-    uint32_t slot;
-    const int part = msi_operand_part(t->layer, t->instruction, k, &slot);
-    if (life != MSI_NONE &&
-        msi_is_written(t->layer, t->instruction, part, slot) &&
-        msi_address(t->model, t->program, life) == own) {
-      return true;
+    const uint8_t *own =
+        (const uint8_t *)msi_address(t->model, t->program, msi_trial_life(t, operand));
+    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
+        const uint32_t life = msi_trial_life(t, k);
+        uint32_t slot;
+        const int part = msi_operand_part(t->layer, t->instruction, k, &slot);
+        if (life != MSI_NONE && msi_is_written(t->layer, t->instruction, part, slot) &&
+            msi_address(t->model, t->program, life) == own) {
+            return true;
+        }
     }
-  }
-  return false;
+    return false;
 }
 
 /* What was only to be read must be as it was. */
 static ms_result msi_check_unchanged(const msi_trial *t) {
-  for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-    if (msi_is_live_in(t, msi_trial_life(t, k)) &&
-        t->before[k] != t->after[k] && !msi_is_shared(t, k)) {
-      return msi_fail_contract(
-          t, k, "changed",
-          "declare that: in_place or state in forward, clobbers in "
-          "backward");
+    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
+        if (msi_is_live_in(t, msi_trial_life(t, k)) && t->before[k] != t->after[k] &&
+            !msi_is_shared(t, k)) {
+            return msi_fail_contract(t, k, "changed",
+                                     "declare that: in_place or state in forward, clobbers in "
+                                     "backward");
+        }
     }
-  }
-  return MS_RESULT_OK;
+    return MS_RESULT_OK;
 }
 
-/* The first output or saved tensor in which a recomputation differs from
- * forward, or MSI_NONE. */
+/* The first output or saved tensor in which a recomputation differs from forward, or MSI_NONE. */
 static uint32_t msi_first_difference(const msi_trial *t) {
-  const uint32_t first = msi_group_start(t->layer, MSI_GROUP_OUT);
-  const uint32_t end = msi_group_start(t->layer, MSI_GROUP_PARAM);
-  for (uint32_t k = first; k < end; k++) {
-    if (msi_trial_life(t, k) != MSI_NONE && t->after[k] != t->again[k]) {
-      return k;
+    const uint32_t first = msi_group_start(t->layer, MSI_GROUP_OUT);
+    const uint32_t end = msi_group_start(t->layer, MSI_GROUP_PARAM);
+    for (uint32_t k = first; k < end; k++) {
+        if (msi_trial_life(t, k) != MSI_NONE && t->after[k] != t->again[k]) {
+            return k;
+        }
     }
-  }
-  return MSI_NONE;
+    return MSI_NONE;
 }
 
 /* Results go to the shadow, or come back from it. */
-static ms_result msi_shadow_results(const msi_trial *t, msi_shadow_way way,
-                                    uint8_t rubbish) {
-  ms_result result = MS_RESULT_OK;
-  for (uint32_t k = 0;
-       k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-    if (msi_trial_life(t, k) != MSI_NONE) {
-      result = msi_shadow_life(t->model, t->program, msi_trial_life(t, k), way,
-                               rubbish);
+static ms_result msi_shadow_results(const msi_trial *t, msi_shadow_way way, uint8_t rubbish) {
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
+        if (msi_trial_life(t, k) != MSI_NONE) {
+            result = msi_shadow_life(t->model, t->program, msi_trial_life(t, k), way, rubbish);
+        }
     }
-  }
-  return result;
+    return result;
 }
 
-/* Whether what the last run made differs from the first: in outputs and saved
-   tensors, beyond bytes that neither has written. */
-static ms_result msi_compare_results(const msi_trial *t, uint32_t operand,
-                                     bool partial, bool *differs) {
-  ms_model *m = t->model;
-  const uint32_t life = msi_trial_life(t, operand);
-  const uint64_t offset =
-      msi_shadow_offset(m->store, life) +
-      (life < m->store->slots.count ? 0 : t->program->lives.items[life].offset);
-  const uint8_t *first = m->store->results + offset;
-  const uint8_t *last = (const uint8_t *)msi_address(m, t->program, life);
-  const uint64_t bytes = t->program->lives.items[life].bytes;
-  uint8_t chunk[4096];
-  *differs = false;
-  for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
-    const uint64_t part =
-        bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
-    const ms_result result =
-        msi_copy(m, chunk, true, last + done, msi_is_on_host(m, life), part);
-    if (result != MS_RESULT_OK) {
-      return result;
+/* Whether what the last run made differs from the first: in outputs and saved tensors, beyond bytes
+   that neither has written. */
+static ms_result msi_compare_results(const msi_trial *t, uint32_t operand, bool partial,
+                                     bool *differs) {
+    ms_model *m = t->model;
+    const uint32_t life = msi_trial_life(t, operand);
+    const uint64_t offset =
+        msi_shadow_offset(m->store, life) +
+        (life < m->store->slots.count ? 0 : t->program->lives.items[life].offset);
+    const uint8_t *first = m->store->results + offset;
+    const uint8_t *last = (const uint8_t *)msi_address(m, t->program, life);
+    const uint64_t bytes = t->program->lives.items[life].bytes;
+    uint8_t chunk[4096];
+    *differs = false;
+    for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
+        const uint64_t part = bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
+        const ms_result result =
+            msi_copy(m, chunk, true, last + done, msi_is_on_host(m, life), part);
+        if (result != MS_RESULT_OK) {
+            return result;
+        }
+        for (uint64_t i = 0; i < part; i++) {
+            const bool unwritten =
+                partial && first[done + i] == MSI_RUBBISH_FIRST && chunk[i] == MSI_RUBBISH_LAST;
+            *differs |= first[done + i] != chunk[i] && !unwritten;
+        }
     }
-    for (uint64_t i = 0; i < part; i++) {
-      const bool unwritten = partial && first[done + i] == MSI_RUBBISH_FIRST &&
-                             chunk[i] == MSI_RUBBISH_LAST;
-      *differs |= first[done + i] != chunk[i] && !unwritten;
-    }
-  }
-  return MS_RESULT_OK;
+    return MS_RESULT_OK;
 }
 
 /* The first operand in which the two runs differ, or MSI_NONE. */
 static ms_result msi_find_difference(const msi_trial *t, uint32_t *operand) {
-  ms_result result = MS_RESULT_OK;
-  for (uint32_t k = 0;
-       k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-    uint32_t slot;
-    const int part = msi_operand_part(t->layer, t->instruction, k, &slot);
-    bool differs = false;
-    if (msi_is_made(t->layer, t->instruction, part, slot) &&
-        msi_trial_life(t, k) != MSI_NONE && t->after[k] != t->again[k]) {
-      result = msi_compare_results(
-          t, k, part == MSI_GROUP_OUT || part == MSI_GROUP_SAVED, &differs);
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
+        uint32_t slot;
+        const int part = msi_operand_part(t->layer, t->instruction, k, &slot);
+        bool differs = false;
+        if (msi_is_made(t->layer, t->instruction, part, slot) && msi_trial_life(t, k) != MSI_NONE &&
+            t->after[k] != t->again[k]) {
+            result = msi_compare_results(t, k, part == MSI_GROUP_OUT || part == MSI_GROUP_SAVED,
+                                         &differs);
+        }
+        if (differs) {
+            *operand = k;
+            return result;
+        }
     }
-    if (differs) {
-      *operand = k;
-      return result;
-    }
-  }
-  *operand = MSI_NONE;
-  return result;
+    *operand = MSI_NONE;
+    return result;
 }
 
 /* *number: some word of an operand is not NaN. */
-static ms_result msi_find_number(const msi_trial *t, uint32_t operand,
-                                 bool *number) {
-  const uint32_t life = msi_trial_life(t, operand);
-  const uint8_t *from =
-      (const uint8_t *)msi_address(t->model, t->program, life);
-  const uint64_t bytes = t->program->lives.items[life].bytes;
-  float chunk[1024];
-  *number = false;
-  for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
-    const uint64_t part =
-        bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
-    const ms_result result = msi_copy(t->model, chunk, true, from + done,
-                                      msi_is_on_host(t->model, life), part);
-    if (result != MS_RESULT_OK) {
-      return result;
+static ms_result msi_find_number(const msi_trial *t, uint32_t operand, bool *number) {
+    const uint32_t life = msi_trial_life(t, operand);
+    const uint8_t *from = (const uint8_t *)msi_address(t->model, t->program, life);
+    const uint64_t bytes = t->program->lives.items[life].bytes;
+    float chunk[1024];
+    *number = false;
+    for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
+        const uint64_t part = bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
+        const ms_result result =
+            msi_copy(t->model, chunk, true, from + done, msi_is_on_host(t->model, life), part);
+        if (result != MS_RESULT_OK) {
+            return result;
+        }
+        for (uint64_t i = 0; i < part / sizeof(float); i++) {
+            *number |= !isnan(chunk[i]);
+        }
     }
-    for (uint64_t i = 0; i < part / sizeof(float); i++) {
-      *number |= !isnan(chunk[i]);
-    }
-  }
-  return MS_RESULT_OK;
+    return MS_RESULT_OK;
 }
 
-/* Where gradients that are added to hold NaN, all of them stay NaN; a number
- * was written over. */
+/* Where gradients that are added to hold NaN, all of them stay NaN; a number was written over. */
 static ms_result msi_check_sums(msi_trial *t) {
-  bool any = false, number = false;
-  for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-    any |= msi_is_sum(t, k);
-  }
-  t->spoil_sums = true;
-  ms_result result = any ? msi_try_layer(t, (ms_phase)t->instruction->op,
-                                         MSI_RUBBISH_FIRST, t->again)
-                         : MS_RESULT_OK;
-  t->spoil_sums = false;
-  for (uint32_t k = 0;
-       k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-    if (msi_is_sum(t, k)) {
-      result = msi_find_number(t, k, &number);
+    bool any = false, number = false;
+    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
+        any |= msi_is_sum(t, k);
     }
-    if (number) {
-      return msi_fail_contract(
-          t, k, "writes over",
-          "others contribute to it too: heed beta, or declare the slot in "
-          "overwrites");
+    t->spoil_sums = true;
+    ms_result result =
+        any ? msi_try_layer(t, (ms_phase)t->instruction->op, MSI_RUBBISH_FIRST, t->again)
+            : MS_RESULT_OK;
+    t->spoil_sums = false;
+    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
+        if (msi_is_sum(t, k)) {
+            result = msi_find_number(t, k, &number);
+        }
+        if (number) {
+            return msi_fail_contract(
+                t, k, "writes over",
+                "others contribute to it too: heed beta, or declare the slot in "
+                "overwrites");
+        }
     }
-  }
-  return result;
+    return result;
 }
 
-/* The operand of which a part was given that no layer has written, or MSI_NONE.
- */
+/* The operand of which a part was given that no layer has written, or MSI_NONE. */
 static uint32_t msi_find_unwritten(const msi_trial *t) {
-  const ms_model *m = t->model;
-  for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-    const uint32_t life = msi_trial_life(t, k);
-    const msi_life *l =
-        life == MSI_NONE ? NULL : &t->program->lives.items[life];
-    if (!l || life < m->store->slots.count || !msi_is_live_in(t, life) ||
-        l->role != MSI_ROLE_VALUE ||
-        m->graph.tensors.items[l->tensor].view.dtype != MS_DTYPE_F32) {
-      continue;
+    const ms_model *m = t->model;
+    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
+        const uint32_t life = msi_trial_life(t, k);
+        const msi_life *l = life == MSI_NONE ? NULL : &t->program->lives.items[life];
+        if (!l || life < m->store->slots.count || !msi_is_live_in(t, life) ||
+            l->role != MSI_ROLE_VALUE ||
+            m->graph.tensors.items[l->tensor].view.dtype != MS_DTYPE_F32) {
+            continue;
+        }
+        const uint8_t *from = m->store->shadow + msi_shadow_offset(m->store, life) + l->offset;
+        for (uint64_t i = 0; i < l->bytes; i += 4) {
+            uint32_t word;
+            memcpy(&word, from + i, sizeof word);
+            if (word == UINT32_MAX) {
+                return k;
+            }
+        }
     }
-    const uint8_t *from =
-        m->store->shadow + msi_shadow_offset(m->store, life) + l->offset;
-    for (uint64_t i = 0; i < l->bytes; i += 4) {
-      uint32_t word;
-      memcpy(&word, from + i, sizeof word);
-      if (word == UINT32_MAX) {
-        return k;
-      }
-    }
-  }
-  return MSI_NONE;
+    return MSI_NONE;
 }
 
 static ms_result msi_fail_unwritten(const msi_trial *t, uint32_t operand) {
-  ms_model *m = t->model;
-  const uint32_t tensor =
-      t->program->lives.items[msi_trial_life(t, operand)].tensor;
-  return msi_fail(
-      m, MS_RESULT_CONTRACT,
-      "layer \"%s\" reads a part of \"%s\" that layer \"%s\" has not written",
-      msi_layer_name(m, t->instruction->target), msi_tensor_name(m, tensor),
-      msi_layer_name(m, m->graph.tensors.items[tensor].producer));
+    ms_model *m = t->model;
+    const uint32_t tensor = t->program->lives.items[msi_trial_life(t, operand)].tensor;
+    return msi_fail(m, MS_RESULT_CONTRACT,
+                    "layer \"%s\" reads a part of \"%s\" that layer \"%s\" has not written",
+                    msi_layer_name(m, t->instruction->target), msi_tensor_name(m, tensor),
+                    msi_layer_name(m, m->graph.tensors.items[tensor].producer));
 }
 
 static ms_result msi_last_run(msi_trial *t) {
-  const ms_phase phase = (ms_phase)t->instruction->op;
-  uint32_t k = MSI_NONE;
-  ms_result result = msi_try_layer(t, phase, MSI_RUBBISH_LAST, t->again);
-  result = result == MS_RESULT_OK ? msi_find_difference(t, &k) : result;
-  if (result != MS_RESULT_OK || k == MSI_NONE) {
-    return result;
-  }
-  result = msi_try_layer(t, phase, MSI_RUBBISH_LAST, t->after);
-  if (result != MS_RESULT_OK) {
-    return result;
-  }
-  const uint32_t unwritten = msi_find_unwritten(t);
-  if (t->after[k] == t->again[k] && unwritten != MSI_NONE) {
-    return msi_fail_unwritten(t, unwritten);
-  }
-  return t->after[k] != t->again[k]
-             ? msi_fail_contract(
-                   t, k, "gives other bits each time for",
-                   "draw random numbers from ms_call.seed alone, and declare "
-                   "what "
-                   "forward changes as state; or set no_recompute")
-             : msi_fail_contract(
-                   t, k, "lets memory that it was not given decide on",
-                   "it adds (+=) to what it should write (accumulates), reads "
-                   "what "
-                   "it did not declare (backward_reads) or what no layer has "
-                   "written, leaves a part of a gradient unwritten, "
-                   "multiplies rubbish by a beta of 0, or expects a cleared "
-                   "workspace");
+    const ms_phase phase = (ms_phase)t->instruction->op;
+    uint32_t k = MSI_NONE;
+    ms_result result = msi_try_layer(t, phase, MSI_RUBBISH_LAST, t->again);
+    result = result == MS_RESULT_OK ? msi_find_difference(t, &k) : result;
+    if (result != MS_RESULT_OK || k == MSI_NONE) {
+        return result;
+    }
+    result = msi_try_layer(t, phase, MSI_RUBBISH_LAST, t->after);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    const uint32_t unwritten = msi_find_unwritten(t);
+    if (t->after[k] == t->again[k] && unwritten != MSI_NONE) {
+        return msi_fail_unwritten(t, unwritten);
+    }
+    return t->after[k] != t->again[k]
+               ? msi_fail_contract(t, k, "gives other bits each time for",
+                                   "draw random numbers from ms_call.seed alone, and declare what "
+                                   "forward changes as state; or set no_recompute")
+               : msi_fail_contract(t, k, "lets memory that it was not given decide on",
+                                   "it adds (+=) to what it should write (accumulates), reads what "
+                                   "it did not declare (backward_reads) or what no layer has "
+                                   "written, leaves a part of a gradient unwritten, "
+                                   "multiplies rubbish by a beta of 0, or expects a cleared "
+                                   "workspace");
 }
 
-/* A recomputation right behind forward: the same bits, and no change of state
-   that it promised not to make. */
+/* A recomputation right behind forward: the same bits, and no change of state that it promised not
+   to make. */
 static ms_result msi_try_recompute(msi_trial *t) {
-  msi_store *store = t->model->store;
-  for (uint32_t k = 0; k < t->instruction->operand_count;
-       k++) { // what forward made
-    const uint32_t life = msi_trial_life(t, k);
-    if (life != MSI_NONE && !msi_is_live_in(t, life) &&
-        t->program->lives.items[life].takes_over == MSI_NONE) {
-      const uint64_t offset =
-          msi_shadow_offset(store, life) + t->program->lives.items[life].offset;
-      memcpy(store->shadow + offset, store->results + offset,
-             (size_t)t->program->lives.items[life].bytes);
+    msi_store *store = t->model->store;
+    for (uint32_t k = 0; k < t->instruction->operand_count; k++) { // what forward made
+        const uint32_t life = msi_trial_life(t, k);
+        if (life != MSI_NONE && !msi_is_live_in(t, life) &&
+            t->program->lives.items[life].takes_over == MSI_NONE) {
+            const uint64_t offset =
+                msi_shadow_offset(store, life) + t->program->lives.items[life].offset;
+            memcpy(store->shadow + offset, store->results + offset,
+                   (size_t)t->program->lives.items[life].bytes);
+        }
     }
-  }
-  const ms_result result =
-      msi_try_layer(t, MS_PHASE_RECOMPUTE, MSI_RUBBISH_FIRST, t->again);
-  if (result != MS_RESULT_OK) {
-    return result;
-  }
-  uint32_t k = msi_first_difference(t);
-  if (k != MSI_NONE) {
-    return msi_fail_contract(
-        t, k, "makes other bits in MS_PHASE_RECOMPUTE for",
-        "draw random numbers from ms_call.seed alone, declare what forward "
-        "changes as state, and write all that is wanted; or set "
-        "no_recompute");
-  }
-  const uint32_t first = msi_group_start(t->layer, MSI_GROUP_STATE);
-  for (k = first; k < first + t->layer->count[MSI_GROUP_STATE]; k++) {
-    if (t->layer->keeps_state && msi_trial_life(t, k) != MSI_NONE &&
-        t->before[k] != t->again[k]) {
-      return msi_fail_contract(t, k, "changes, in MS_PHASE_RECOMPUTE,",
-                               "keeps_state promised that it would not");
+    const ms_result result = msi_try_layer(t, MS_PHASE_RECOMPUTE, MSI_RUBBISH_FIRST, t->again);
+    if (result != MS_RESULT_OK) {
+        return result;
     }
-  }
-  return MS_RESULT_OK;
+    uint32_t k = msi_first_difference(t);
+    if (k != MSI_NONE) {
+        return msi_fail_contract(
+            t, k, "makes other bits in MS_PHASE_RECOMPUTE for",
+            "draw random numbers from ms_call.seed alone, declare what forward "
+            "changes as state, and write all that is wanted; or set "
+            "no_recompute");
+    }
+    const uint32_t first = msi_group_start(t->layer, MSI_GROUP_STATE);
+    for (k = first; k < first + t->layer->count[MSI_GROUP_STATE]; k++) {
+        if (t->layer->keeps_state && msi_trial_life(t, k) != MSI_NONE &&
+            t->before[k] != t->again[k]) {
+            return msi_fail_contract(t, k, "changes, in MS_PHASE_RECOMPUTE,",
+                                     "keeps_state promised that it would not");
+        }
+    }
+    return MS_RESULT_OK;
 }
 
-/* The hash of a tensor from forward stays, and a recomputation must reproduce
- * it. */
+/* The hash of a tensor from forward stays, and a recomputation must reproduce it. */
 static ms_result msi_check_print(const msi_trial *t) {
-  const msi_op op = (msi_op)t->instruction->op;
-  for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-    uint32_t slot;
-    const int part = msi_operand_part(t->layer, t->instruction, k, &slot);
-    const uint32_t life = msi_trial_life(t, k);
-    if ((part != MSI_GROUP_OUT && part != MSI_GROUP_SAVED) ||
-        life == MSI_NONE) {
-      continue;
+    const msi_op op = (msi_op)t->instruction->op;
+    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
+        uint32_t slot;
+        const int part = msi_operand_part(t->layer, t->instruction, k, &slot);
+        const uint32_t life = msi_trial_life(t, k);
+        if ((part != MSI_GROUP_OUT && part != MSI_GROUP_SAVED) || life == MSI_NONE) {
+            continue;
+        }
+        uint64_t *print = &t->model->store->print[t->program->lives.items[life].tensor];
+        if (op == MSI_OP_FORWARD) {
+            *print = t->after[k];
+        } else if (op == MSI_OP_RECOMPUTE && *print && *print != t->after[k]) {
+            return msi_fail_contract(t, k, "makes other bits than forward did for",
+                                     "what it computes from was changed in between: declare it as "
+                                     "state, or set no_recompute");
+        }
     }
-    uint64_t *print =
-        &t->model->store->print[t->program->lives.items[life].tensor];
-    if (op == MSI_OP_FORWARD) {
-      *print = t->after[k];
-    } else if (op == MSI_OP_RECOMPUTE && *print && *print != t->after[k]) {
-      return msi_fail_contract(
-          t, k, "makes other bits than forward did for",
-          "what it computes from was changed in between: declare it as "
-          "state, or set no_recompute");
-    }
-  }
-  return MS_RESULT_OK;
+    return MS_RESULT_OK;
 }
 
-/* What a run has made and was given: set aside, to be compared, or put into the
- * shadow to stay. */
+/* What a run has made and was given: set aside, to be compared, or put into the shadow to stay. */
 static ms_result msi_keep_results(const msi_trial *t, bool aside) {
-  msi_store *store = t->model->store;
-  uint8_t *shadow = store->shadow;
-  store->shadow = aside ? store->results : shadow;
-  const ms_result result = msi_shadow_results(t, MSI_SHADOW_SAVE, 0);
-  store->shadow = shadow;
-  return result;
+    msi_store *store = t->model->store;
+    uint8_t *shadow = store->shadow;
+    store->shadow = aside ? store->results : shadow;
+    const ms_result result = msi_shadow_results(t, MSI_SHADOW_SAVE, 0);
+    store->shadow = shadow;
+    return result;
 }
 
-/* Everything that the layer was not given must still be rubbish. What it was
-   given is kept, and becomes rubbish here. */
+/* Everything that the layer was not given must still be rubbish. What it was given is kept, and
+   becomes rubbish here. */
 static ms_result msi_check_outside(const msi_trial *t, uint8_t rubbish) {
-  ms_model *m = t->model;
-  const msi_store *store = m->store;
-  ms_result result = msi_shadow_results(t, MSI_SHADOW_FILL, rubbish);
-  uint64_t hash;
-  bool uniform = true;
-  for (uint32_t i = 0;
-       i <= store->slots.count && result == MS_RESULT_OK && uniform; i++) {
-    const msi_slot *slot =
-        i < store->slots.count ? &store->slots.items[i] : NULL;
-    result = msi_hash(
-        m, slot ? slot->address : msi_transient(m), slot && slot->on_host,
-        slot ? slot->bytes : store->transient_bytes, rubbish, &hash, &uniform);
-    if (!uniform) {
-      result = msi_fail(
-          m, MS_RESULT_CONTRACT,
-          "layer \"%s\": it wrote to memory that it was not given (%s%s%s): "
-          "take "
-          "all pointers from the call, and keep to the bytes of the views",
-          msi_layer_name(m, t->instruction->target), slot ? "\"" : "",
-          slot ? msi_tensor_name(m, slot->tensor) : "passing values",
-          slot ? "\"" : "");
+    ms_model *m = t->model;
+    const msi_store *store = m->store;
+    ms_result result = msi_shadow_results(t, MSI_SHADOW_FILL, rubbish);
+    uint64_t hash;
+    bool uniform = true;
+    for (uint32_t i = 0; i <= store->slots.count && result == MS_RESULT_OK && uniform; i++) {
+        const msi_slot *slot = i < store->slots.count ? &store->slots.items[i] : NULL;
+        result = msi_hash(m, slot ? slot->address : msi_transient(m), slot && slot->on_host,
+                          slot ? slot->bytes : store->transient_bytes, rubbish, &hash, &uniform);
+        if (!uniform) {
+            result = msi_fail(
+                m, MS_RESULT_CONTRACT,
+                "layer \"%s\": it wrote to memory that it was not given (%s%s%s): take "
+                "all pointers from the call, and keep to the bytes of the views",
+                msi_layer_name(m, t->instruction->target), slot ? "\"" : "",
+                slot ? msi_tensor_name(m, slot->tensor) : "passing values", slot ? "\"" : "");
+        }
     }
-  }
-  return result;
+    return result;
 }
 
-/* A recompute callback of its own needs its workspace, for which forward's must
-   be large enough, and all that forward read, of which nothing may have been
-   taken over. */
+/* A recompute callback of its own needs its workspace, for which forward's must be large enough,
+   and all that forward read, of which nothing may have been taken over. */
 static bool msi_can_try_recompute(const msi_trial *t) {
-  const msi_graph *g = &t->model->graph;
-  bool can = msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_RECOMPUTE) <=
-             msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_FORWARD);
-  for (uint32_t k = 0; k < t->instruction->operand_count && can; k++) {
-    const uint32_t life = msi_trial_life(t, k);
-    can = life == MSI_NONE ||
-          t->program->lives.items[life].takes_over == MSI_NONE ||
-          t->program->lives.items[life].first != t->now;
-  }
-  return can || !t->layer->recompute;
+    const msi_graph *g = &t->model->graph;
+    bool can = msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_RECOMPUTE) <=
+               msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_FORWARD);
+    for (uint32_t k = 0; k < t->instruction->operand_count && can; k++) {
+        const uint32_t life = msi_trial_life(t, k);
+        can = life == MSI_NONE || t->program->lives.items[life].takes_over == MSI_NONE ||
+              t->program->lives.items[life].first != t->now;
+    }
+    return can || !t->layer->recompute;
 }
 
 static ms_result msi_run_trials(msi_trial *t) {
-  const msi_op op = (msi_op)t->instruction->op;
-  const bool once = op == MSI_OP_FORWARD && !msi_can_recompute(t->layer);
-  const uint8_t rubbish = once ? MSI_RUBBISH_LAST : MSI_RUBBISH_FIRST;
-  ms_result result = msi_try_layer(t, (ms_phase)op, rubbish, t->after);
-  result = result == MS_RESULT_OK ? msi_check_unchanged(t) : result;
-  result = result == MS_RESULT_OK ? msi_check_print(t) : result;
-  result = result == MS_RESULT_OK ? msi_keep_results(t, true) : result;
-  if (!once && result == MS_RESULT_OK) {
-    result = msi_check_outside(t, rubbish);
-    result = result == MS_RESULT_OK ? msi_check_sums(t) : result;
-  }
-  if (op == MSI_OP_FORWARD && !once && msi_can_try_recompute(t) &&
-      result == MS_RESULT_OK) {
-    result = msi_try_recompute(t);
-  }
-  if (!once && result == MS_RESULT_OK) {
-    result = msi_last_run(t);
-  }
-  result = result == MS_RESULT_OK ? msi_keep_results(t, false) : result;
-  return result == MS_RESULT_OK ? msi_check_outside(t, MSI_RUBBISH_LAST)
-                                : result;
+    const msi_op op = (msi_op)t->instruction->op;
+    const bool once = op == MSI_OP_FORWARD && !msi_can_recompute(t->layer);
+    const uint8_t rubbish = once ? MSI_RUBBISH_LAST : MSI_RUBBISH_FIRST;
+    ms_result result = msi_try_layer(t, (ms_phase)op, rubbish, t->after);
+    result = result == MS_RESULT_OK ? msi_check_unchanged(t) : result;
+    result = result == MS_RESULT_OK ? msi_check_print(t) : result;
+    result = result == MS_RESULT_OK ? msi_keep_results(t, true) : result;
+    if (!once && result == MS_RESULT_OK) {
+        result = msi_check_outside(t, rubbish);
+        result = result == MS_RESULT_OK ? msi_check_sums(t) : result;
+    }
+    if (op == MSI_OP_FORWARD && !once && msi_can_try_recompute(t) && result == MS_RESULT_OK) {
+        result = msi_try_recompute(t);
+    }
+    if (!once && result == MS_RESULT_OK) {
+        result = msi_last_run(t);
+    }
+    result = result == MS_RESULT_OK ? msi_keep_results(t, false) : result;
+    return result == MS_RESULT_OK ? msi_check_outside(t, MSI_RUBBISH_LAST) : result;
 }
 
-static ms_result msi_debug_layer(ms_model *m, const msi_program *p,
-                                 uint32_t now) {
-  msi_trial t;
-  memset(&t, 0, sizeof t);
-  t.model = m;
-  t.program = p;
-  t.now = now;
-  t.instruction = &p->instructions.items[now];
-  t.layer = &m->graph.layers.items[t.instruction->target];
-  ms_result result = msi_shadow_all(m, MSI_SHADOW_SAVE, 0);
-  if (result != MS_RESULT_OK) {
-    return result;
-  }
-  result = msi_run_trials(&t);
-  char text[MSI_ERROR_BYTES];
-  memcpy(text, m->error, sizeof text);
-  ms_result restored = msi_shadow_all(m, MSI_SHADOW_RESTORE, 0);
-  if (restored != MS_RESULT_OK &&
-      msi_shadow_all(m, MSI_SHADOW_RESTORE, 0) != MS_RESULT_OK) {
-    m->updates_done++; // params are rubbish now: the model has failed
-  }
-  if (result != MS_RESULT_OK) {
-    memcpy(m->error, text, sizeof text);
-  }
-  return result == MS_RESULT_OK ? restored : result;
+static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now) {
+    msi_trial t;
+    memset(&t, 0, sizeof t);
+    t.model = m;
+    t.program = p;
+    t.now = now;
+    t.instruction = &p->instructions.items[now];
+    t.layer = &m->graph.layers.items[t.instruction->target];
+    ms_result result = msi_shadow_all(m, MSI_SHADOW_SAVE, 0);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    result = msi_run_trials(&t);
+    char text[MSI_ERROR_BYTES];
+    memcpy(text, m->error, sizeof text);
+    ms_result restored = msi_shadow_all(m, MSI_SHADOW_RESTORE, 0);
+    if (restored != MS_RESULT_OK && msi_shadow_all(m, MSI_SHADOW_RESTORE, 0) != MS_RESULT_OK) {
+        m->updates_done++; // params are rubbish now: the model has failed
+    }
+    if (result != MS_RESULT_OK) {
+        memcpy(m->error, text, sizeof text);
+    }
+    return result == MS_RESULT_OK ? restored : result;
 }
 
 // ------------------------------------------------------------------------------------------------
 // >>execute  run a program: no allocation, no lookup by name
 
-/* The factor of the loss in the figure that is reported, for a step that begins
- * now. */
+/* The factor of the loss in the figure that is reported, for a step that begins now. */
 static float msi_loss_factor(const ms_model *m) {
-  return m->loss_factor != 0.0f
-             ? m->loss_factor
-             : 1.0f / (float)ms_shape_count(
-                          &m->graph.tensors.items[m->graph.loss].view.shape);
+    return m->loss_factor != 0.0f
+               ? m->loss_factor
+               : 1.0f / (float)ms_shape_count(&m->graph.tensors.items[m->graph.loss].view.shape);
 }
 
 /* Its factor in the gradient: the mean over all micro-batches is minimised. */
 static float msi_gradient_factor(const ms_model *m) {
-  return m->loss_factor != 0.0f
-             ? m->loss_factor
-             : msi_loss_factor(m) / (float)m->store->micro_count;
+    return m->loss_factor != 0.0f ? m->loss_factor
+                                  : msi_loss_factor(m) / (float)m->store->micro_count;
 }
 
-static ms_result msi_run_fill(ms_model *m, const msi_program *p,
-                              const msi_instruction *i) {
-  const ms_backend *b = &m->config.backend;
-  const uint32_t life = p->operands.items[i->operand_first].life;
-  const uint64_t bytes = p->lives.items[life].bytes;
-  void *memory = msi_address(m, p, life);
-  if (i->op == MSI_OP_SEED) {
-    return msi_device(
-        m,
-        b->fill_f32(m->device, memory, m->step_factor, bytes / sizeof(float)),
-        "fill");
-  }
-  const bool later = life < m->store->slots.count && m->micro > 0;
-  return later ? MS_RESULT_OK : msi_fill(m, memory, false, 0, bytes);
+static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instruction *i) {
+    const ms_backend *b = &m->config.backend;
+    const uint32_t life = p->operands.items[i->operand_first].life;
+    const uint64_t bytes = p->lives.items[life].bytes;
+    void *memory = msi_address(m, p, life);
+    if (i->op == MSI_OP_SEED) {
+        return msi_device(m, b->fill_f32(m->device, memory, m->step_factor, bytes / sizeof(float)),
+                          "fill");
+    }
+    const bool later = life < m->store->slots.count && m->micro > 0;
+    return later ? MS_RESULT_OK : msi_fill(m, memory, false, 0, bytes);
 }
 
 /* A copy, or a sum. */
-static ms_result msi_run_pair(ms_model *m, const msi_program *p,
-                              const msi_instruction *i) {
-  const ms_backend *b = &m->config.backend;
-  const uint32_t to = p->operands.items[i->operand_first].life;
-  const uint32_t from = p->operands.items[i->operand_first + 1].life;
-  void *target = msi_address(m, p, to);
-  const void *source = msi_address(m, p, from);
-  const uint64_t bytes = m->graph.tensors.items[i->target].bytes;
-  if (i->op == MSI_OP_COPY && to < m->store->slots.count) {
-    m->state_is_old = true;
-  }
-  if (i->op == MSI_OP_ADD) {
-    return msi_device(
-        m, b->add_f32(m->device, target, source, bytes / sizeof(float)), "add");
-  }
-  if (m->recording && target != source &&
-      (msi_is_on_host(m, to) || msi_is_on_host(m, from))) {
-    return msi_fail(m, MS_RESULT_UNSUPPORTED,
-                    "\"%s\" is copied on the host within a step, which a graph "
-                    "cannot record: "
-                    "leave cuda_graph off",
-                    msi_tensor_name(m, i->target));
-  }
-  return target == source ? MS_RESULT_OK // taken over
-                          : msi_copy(m, target, msi_is_on_host(m, to), source,
-                                     msi_is_on_host(m, from), bytes);
+static ms_result msi_run_pair(ms_model *m, const msi_program *p, const msi_instruction *i) {
+    const ms_backend *b = &m->config.backend;
+    const uint32_t to = p->operands.items[i->operand_first].life;
+    const uint32_t from = p->operands.items[i->operand_first + 1].life;
+    void *target = msi_address(m, p, to);
+    const void *source = msi_address(m, p, from);
+    const uint64_t bytes = m->graph.tensors.items[i->target].bytes;
+    if (i->op == MSI_OP_COPY && to < m->store->slots.count) {
+        m->state_is_old = true;
+    }
+    if (i->op == MSI_OP_ADD) {
+        return msi_device(m, b->add_f32(m->device, target, source, bytes / sizeof(float)), "add");
+    }
+    if (m->recording && target != source && (msi_is_on_host(m, to) || msi_is_on_host(m, from))) {
+        return msi_fail(m, MS_RESULT_UNSUPPORTED,
+                        "\"%s\" is copied on the host within a step, which a graph cannot record: "
+                        "leave cuda_graph off",
+                        msi_tensor_name(m, i->target));
+    }
+    return target == source
+               ? MS_RESULT_OK // taken over
+               : msi_copy(m, target, msi_is_on_host(m, to), source, msi_is_on_host(m, from), bytes);
 }
 
-/* Under AddressSanitizer memory in which nothing lives is poisoned; not in
-   debug mode, which moves all of it. */
+/* Under AddressSanitizer memory in which nothing lives is poisoned; not in debug mode, which moves
+   all of it. */
 static bool msi_watches_memory(const ms_model *m) {
 #ifdef MSI_ASAN
-  return m->config.backend.device_is_host && !m->config.debug;
+    return m->config.backend.device_is_host && !m->config.debug;
 #else
-  (void)m;
-  return false;
+    (void)m;
+    return false;
 #endif
 }
 
-static void msi_wake_operands(ms_model *m, const msi_program *p,
-                              const msi_instruction *i, uint32_t now) {
-  for (uint32_t k = 0; k < i->operand_count; k++) {
-    const uint32_t life = p->operands.items[i->operand_first + k].life;
-    if (life != MSI_NONE && p->lives.items[life].block != MSI_NONE &&
-        p->lives.items[life].first == now) {
-      msi_unpoison(msi_address(m, p, life), p->lives.items[life].bytes);
+static void msi_wake_operands(ms_model *m, const msi_program *p, const msi_instruction *i,
+                              uint32_t now) {
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const uint32_t life = p->operands.items[i->operand_first + k].life;
+        if (life != MSI_NONE && p->lives.items[life].block != MSI_NONE &&
+            p->lives.items[life].first == now) {
+            msi_unpoison(msi_address(m, p, life), p->lives.items[life].bytes);
+        }
     }
-  }
 }
 
-static void msi_kill_operands(ms_model *m, const msi_program *p,
-                              const msi_instruction *i, uint32_t now) {
-  for (uint32_t k = 0; k < i->operand_count; k++) {
-    const uint32_t life = p->operands.items[i->operand_first + k].life;
-    if (life != MSI_NONE && p->lives.items[life].block != MSI_NONE &&
-        p->blocks.items[p->lives.items[life].block].last == now) {
-      msi_poison(msi_address(m, p, life),
-                 p->blocks.items[p->lives.items[life].block].bytes);
+static void msi_kill_operands(ms_model *m, const msi_program *p, const msi_instruction *i,
+                              uint32_t now) {
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const uint32_t life = p->operands.items[i->operand_first + k].life;
+        if (life != MSI_NONE && p->lives.items[life].block != MSI_NONE &&
+            p->blocks.items[p->lives.items[life].block].last == now) {
+            msi_poison(msi_address(m, p, life), p->blocks.items[p->lives.items[life].block].bytes);
+        }
     }
-  }
 }
 
-static ms_result msi_run_layer(ms_model *m, const msi_program *p,
-                               uint32_t now) {
-  if (m->config.debug) {
-    return msi_debug_layer(m, p, now);
-  }
-  const msi_instruction *i = &p->instructions.items[now];
-  ms_call call;
-  msi_fill_call(m, p, i, &call);
-  return msi_call_layer(m, &m->graph.layers.items[i->target], &call);
+static ms_result msi_run_layer(ms_model *m, const msi_program *p, uint32_t now) {
+    if (m->config.debug) {
+        return msi_debug_layer(m, p, now);
+    }
+    const msi_instruction *i = &p->instructions.items[now];
+    ms_call call;
+    msi_fill_call(m, p, i, &call);
+    return msi_call_layer(m, &m->graph.layers.items[i->target], &call);
 }
 
-static ms_result msi_run_instruction(ms_model *m, const msi_program *p,
-                                     uint32_t now) {
-  const msi_instruction *i = &p->instructions.items[now];
-  const bool watch = msi_watches_memory(m);
-  ms_result result = MS_RESULT_OK;
-  if (watch) {
-    msi_wake_operands(m, p, i, now);
-  }
-  switch ((msi_op)i->op) {
-  case MSI_OP_SEED:
-  case MSI_OP_ZERO:
-    result = msi_run_fill(m, p, i);
-    break;
-  case MSI_OP_COPY:
-  case MSI_OP_RESTORE:
-  case MSI_OP_ADD:
-    result = msi_run_pair(m, p, i);
-    break;
-  case MSI_OP_NORM:
-    result = msi_run_norm(m, p, i);
-    break;
-  case MSI_OP_CLIP:
-    result = msi_run_clip(m, p);
-    break;
-  case MSI_OP_UPDATE:
-    result = msi_run_update(m, p, i);
-    break;
-  case MSI_OP_NOTHING:
-    break;
-  default:
-    result = msi_run_layer(m, p, now);
-    break;
-  }
-  if (i->op == MSI_OP_RESTORE && result == MS_RESULT_OK) {
-    m->state_is_old =
-        i[1].op == MSI_OP_RESTORE; // a backward follows in any case
-  }
-  if (result == MS_RESULT_OK && watch && now + 1 < p->instructions.count) {
-    msi_kill_operands(m, p, i, now);
-  }
-  return result;
+static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t now) {
+    const msi_instruction *i = &p->instructions.items[now];
+    const bool watch = msi_watches_memory(m);
+    ms_result result = MS_RESULT_OK;
+    if (watch) {
+        msi_wake_operands(m, p, i, now);
+    }
+    switch ((msi_op)i->op) {
+    case MSI_OP_SEED:
+    case MSI_OP_ZERO:
+        result = msi_run_fill(m, p, i);
+        break;
+    case MSI_OP_COPY:
+    case MSI_OP_RESTORE:
+    case MSI_OP_ADD:
+        result = msi_run_pair(m, p, i);
+        break;
+    case MSI_OP_NORM:
+        result = msi_run_norm(m, p, i);
+        break;
+    case MSI_OP_CLIP:
+        result = msi_run_clip(m, p);
+        break;
+    case MSI_OP_UPDATE:
+        result = msi_run_update(m, p, i);
+        break;
+    case MSI_OP_NOTHING:
+        break;
+    default:
+        result = msi_run_layer(m, p, now);
+        break;
+    }
+    if (i->op == MSI_OP_RESTORE && result == MS_RESULT_OK) {
+        m->state_is_old = i[1].op == MSI_OP_RESTORE; // a backward follows in any case
+    }
+    if (result == MS_RESULT_OK && watch && now + 1 < p->instructions.count) {
+        msi_kill_operands(m, p, i, now);
+    }
+    return result;
 }
 
-/* Gives the step up, micro-batches before this one included, or an eval, and
-   waits for what is enqueued. Where params have been updated already, the model
-   has failed; what was only recorded has not happened. */
+/* Gives the step up, micro-batches before this one included, or an eval, and waits for what is
+   enqueued. Where params have been updated already, the model has failed; what was only recorded
+   has not happened. */
 static ms_result msi_abandon(ms_model *m, ms_result result) {
-  char text[MSI_ERROR_BYTES];
-  memcpy(text, m->error, sizeof text);
-  m->failed |= m->updates_done > 0 && !m->recording;
-  m->micro = m->running == &m->plan->eval ? m->micro : 0;
-  m->running = NULL;
-  m->updates_done = 0;
-  m->stage = MSI_STAGE_IDLE;
-  if (!m->recording) {
-    (void)msi_synchronize(m);
-  }
-  memcpy(m->error, text, sizeof text);
-  return result;
+    char text[MSI_ERROR_BYTES];
+    memcpy(text, m->error, sizeof text);
+    m->failed |= m->updates_done > 0 && !m->recording;
+    m->micro = m->running == &m->plan->eval ? m->micro : 0;
+    m->running = NULL;
+    m->updates_done = 0;
+    m->stage = MSI_STAGE_IDLE;
+    if (!m->recording) {
+        (void)msi_synchronize(m);
+    }
+    memcpy(m->error, text, sizeof text);
+    return result;
 }
 
-/* A step failed while a recomputation had old state in place: puts back what
-   was there. All of that was set aside before the first copy to a slot. */
-static void msi_restore_state(ms_model *m, const msi_program *p,
-                              uint32_t failed) {
-  const msi_instruction *i = p->instructions.items;
-  const uint32_t count = p->instructions.count;
-  char text[MSI_ERROR_BYTES];
-  memcpy(text, m->error, sizeof text);
-  uint32_t next = failed;
-  m->state_is_old &= !m->recording;
-  while (m->state_is_old && next < count && i[next].op != MSI_OP_RESTORE) {
-    next++;
-  }
-  for (; m->state_is_old && next < count && i[next].op == MSI_OP_RESTORE;
-       next++) {
-    (void)msi_run_pair(m, p, &i[next]);
-  }
-  m->state_is_old = false;
-  memcpy(m->error, text, sizeof text);
+/* A step failed while a recomputation had old state in place: puts back what was there. All of that
+   was set aside before the first copy to a slot. */
+static void msi_restore_state(ms_model *m, const msi_program *p, uint32_t failed) {
+    const msi_instruction *i = p->instructions.items;
+    const uint32_t count = p->instructions.count;
+    char text[MSI_ERROR_BYTES];
+    memcpy(text, m->error, sizeof text);
+    uint32_t next = failed;
+    m->state_is_old &= !m->recording;
+    while (m->state_is_old && next < count && i[next].op != MSI_OP_RESTORE) {
+        next++;
+    }
+    for (; m->state_is_old && next < count && i[next].op == MSI_OP_RESTORE; next++) {
+        (void)msi_run_pair(m, p, &i[next]);
+    }
+    m->state_is_old = false;
+    memcpy(m->error, text, sizeof text);
 }
 
-/* Ends a step that was begun. Micro-batches before this one count, unless all
-   of them are done and only the update is missing. */
+/* Ends a step that was begun. Micro-batches before this one count, unless all of them are done and
+   only the update is missing. */
 static void msi_drop_step(ms_model *m) {
-  m->micro = m->stage == MSI_STAGE_BACKWARD ? 0 : m->micro;
-  m->running = NULL;
-  m->updates_done = 0;
-  m->stage = MSI_STAGE_IDLE;
+    m->micro = m->stage == MSI_STAGE_BACKWARD ? 0 : m->micro;
+    m->running = NULL;
+    m->updates_done = 0;
+    m->stage = MSI_STAGE_IDLE;
 }
 
-/* Takes over the memory that models share: what another has enqueued there
- * comes first. */
+/* Takes over the memory that models share: what another has enqueued there comes first. */
 static ms_result msi_enter_arena(ms_model *m) {
-  ms_arena *arena = m->config.arena;
-  ms_result result = MS_RESULT_OK;
-  if (arena && arena->user && arena->user != m) {
-    const ms_backend *b = &arena->backend;
-    result = b->is_asynchronous
-                 ? msi_device(m, b->synchronize(arena->user->device),
-                              "waiting for the device")
-                 : MS_RESULT_OK;
-  }
-  if (arena && result == MS_RESULT_OK) {
-    arena->user = m;
-  }
-  return result;
+    ms_arena *arena = m->config.arena;
+    ms_result result = MS_RESULT_OK;
+    if (arena && arena->user && arena->user != m) {
+        const ms_backend *b = &arena->backend;
+        result = b->is_asynchronous
+                     ? msi_device(m, b->synchronize(arena->user->device), "waiting for the device")
+                     : MS_RESULT_OK;
+    }
+    if (arena && result == MS_RESULT_OK) {
+        arena->user = m;
+    }
+    return result;
 }
 
 static bool msi_is_last_micro(const ms_model *m) {
-  return m->micro + 1 == m->store->micro_count;
+    return m->micro + 1 == m->store->micro_count;
 }
 
 static ms_result msi_start(ms_model *m, const msi_program *p) {
-  msi_drop_step(m);
-  ms_result result = msi_enter_arena(m);
-  if (result != MS_RESULT_OK) {
-    return result;
-  }
-  m->running = p;
-  m->position = 0;
-  m->step_factor = msi_gradient_factor(m);
-  if (m->store->print) {
-    memset(m->store->print, 0,
-           m->graph.tensors.count * sizeof *m->store->print);
-  }
-  if (msi_watches_memory(m)) {
-    msi_poison(msi_transient(m), m->store->transient_bytes);
-  } else if (m->config.backend
-                 .device_is_host) { // another model may have left it poisoned
-    msi_unpoison(msi_transient(m), m->store->transient_bytes);
-  }
-  result = msi_await_verdict(m);
-  result = result == MS_RESULT_OK
-               ? msi_tell_step(m, p == &m->plan->train && msi_is_last_micro(m))
-               : result;
-  return result == MS_RESULT_OK ? MS_RESULT_OK : msi_abandon(m, result);
+    msi_drop_step(m);
+    ms_result result = msi_enter_arena(m);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    m->running = p;
+    m->position = 0;
+    m->step_factor = msi_gradient_factor(m);
+    if (m->store->print) {
+        memset(m->store->print, 0, m->graph.tensors.count * sizeof *m->store->print);
+    }
+    if (msi_watches_memory(m)) {
+        msi_poison(msi_transient(m), m->store->transient_bytes);
+    } else if (m->config.backend.device_is_host) { // another model may have left it poisoned
+        msi_unpoison(msi_transient(m), m->store->transient_bytes);
+    }
+    result = msi_await_verdict(m);
+    result = result == MS_RESULT_OK ? msi_tell_step(m, p == &m->plan->train && msi_is_last_micro(m))
+                                    : result;
+    return result == MS_RESULT_OK ? MS_RESULT_OK : msi_abandon(m, result);
 }
 
 static ms_result msi_run(ms_model *m, uint32_t end) {
-  const msi_program *p = m->running;
-  while (m->position < end) {
-    const ms_result result = msi_run_instruction(m, p, m->position);
-    if (result != MS_RESULT_OK) {
-      msi_restore_state(m, p, m->position);
-      return msi_abandon(m, result);
+    const msi_program *p = m->running;
+    while (m->position < end) {
+        const ms_result result = msi_run_instruction(m, p, m->position);
+        if (result != MS_RESULT_OK) {
+            msi_restore_state(m, p, m->position);
+            return msi_abandon(m, result);
+        }
+        m->position++;
     }
-    m->position++;
-  }
-  return MS_RESULT_OK;
+    return MS_RESULT_OK;
 }
 
 /* Forward of the program that was started, and its loss. */
 static ms_result msi_run_forward(ms_model *m) {
-  const ms_backend *b = &m->config.backend;
-  const msi_program *p = m->running;
-  ms_step_state *state = msi_state_on_device(m, msi_is_eval(m));
-  const ms_result result = msi_run(m, p->forward_end);
-  if (result != MS_RESULT_OK) {
-    return result;
-  }
-  int error =
-      msi_is_eval(m) ? b->fill_bytes(m->device, state, 0, sizeof *state) : 0;
-  if (error == 0) {
-    error = b->loss(m->device, msi_address(m, p, p->loss),
-                    p->lives.items[p->loss].bytes / sizeof(float),
-                    (double)msi_loss_factor(m), state);
-  }
-  return error == 0 ? MS_RESULT_OK
-                    : msi_abandon(m, msi_device(m, error, "sum of the losses"));
+    const ms_backend *b = &m->config.backend;
+    const msi_program *p = m->running;
+    ms_step_state *state = msi_state_on_device(m, msi_is_eval(m));
+    const ms_result result = msi_run(m, p->forward_end);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    int error = msi_is_eval(m) ? b->fill_bytes(m->device, state, 0, sizeof *state) : 0;
+    if (error == 0) {
+        error = b->loss(m->device, msi_address(m, p, p->loss),
+                        p->lives.items[p->loss].bytes / sizeof(float), (double)msi_loss_factor(m),
+                        state);
+    }
+    return error == 0 ? MS_RESULT_OK : msi_abandon(m, msi_device(m, error, "sum of the losses"));
 }
 
 /* The verdict on what ran, and its loss. */
 static ms_result msi_conclude(ms_model *m, double *loss) {
-  const bool eval = msi_is_eval(m);
-  ms_result result = m->asked ? MS_RESULT_OK : msi_ask_verdict(m);
-  result = result == MS_RESULT_OK ? msi_heed_verdict(m) : result;
-  if (loss) {
-    *loss = msi_verdict(m, eval)->loss;
-  }
-  return result == MS_RESULT_OK ? result : msi_abandon(m, result);
+    const bool eval = msi_is_eval(m);
+    ms_result result = m->asked ? MS_RESULT_OK : msi_ask_verdict(m);
+    result = result == MS_RESULT_OK ? msi_heed_verdict(m) : result;
+    if (loss) {
+        *loss = msi_verdict(m, eval)->loss;
+    }
+    return result == MS_RESULT_OK ? result : msi_abandon(m, result);
 }
 
 /* Whether a step, an eval, or a change of plan may begin. */
 static ms_result msi_check_between_steps(ms_model *m, const char *function) {
-  if (m->busy) {
-    return msi_fail(m, MS_RESULT_ORDER, "%s: called from a callback of a layer",
-                    function);
-  }
-  if (m->stage == MSI_STAGE_BACKWARD && m->updates_done > 0) {
-    return msi_fail(m, MS_RESULT_ORDER,
-                    "%s: this plan has updated params in ms_backward; complete "
-                    "the step with "
-                    "ms_update first",
-                    function);
-  }
-  const ms_model *other = m->config.arena ? m->config.arena->user : NULL;
-  if (other && other != m && other->stage == MSI_STAGE_BACKWARD &&
-      other->updates_done > 0) {
-    return msi_fail(m, MS_RESULT_ORDER,
-                    "%s: another model of this arena has updated params in "
-                    "ms_backward; complete "
-                    "its step with ms_update first",
-                    function);
-  }
-  return MS_RESULT_OK;
+    if (m->busy) {
+        return msi_fail(m, MS_RESULT_ORDER, "%s: called from a callback of a layer", function);
+    }
+    if (m->stage == MSI_STAGE_BACKWARD && m->updates_done > 0) {
+        return msi_fail(m, MS_RESULT_ORDER,
+                        "%s: this plan has updated params in ms_backward; complete the step with "
+                        "ms_update first",
+                        function);
+    }
+    const ms_model *other = m->config.arena ? m->config.arena->user : NULL;
+    if (other && other != m && other->stage == MSI_STAGE_BACKWARD && other->updates_done > 0) {
+        return msi_fail(
+            m, MS_RESULT_ORDER,
+            "%s: another model of this arena has updated params in ms_backward; complete "
+            "its step with ms_update first",
+            function);
+    }
+    return MS_RESULT_OK;
 }
 
 static ms_result msi_check_ready(ms_model *m, const char *function) {
-  if (!m->plan) {
-    return msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function);
-  }
-  if (m->config.dry_run) {
-    return msi_fail(m, MS_RESULT_DRY_RUN,
-                    "%s: a dry run plans but does not compute", function);
-  }
-  if (m->failed) {
-    return msi_fail(m, MS_RESULT_FAILED,
-                    "%s: an earlier step failed between two updates; write "
-                    "params and optimizer "
-                    "state again, then call ms_wrap",
-                    function);
-  }
-  return msi_check_between_steps(m, function);
+    if (!m->plan) {
+        return msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function);
+    }
+    if (m->config.dry_run) {
+        return msi_fail(m, MS_RESULT_DRY_RUN, "%s: a dry run plans but does not compute", function);
+    }
+    if (m->failed) {
+        return msi_fail(
+            m, MS_RESULT_FAILED,
+            "%s: an earlier step failed between two updates; write params and optimizer "
+            "state again, then call ms_wrap",
+            function);
+    }
+    return msi_check_between_steps(m, function);
 }
 
 /* Whether the passing values of this model are still in the arena. */
 static bool msi_owns_arena(const ms_model *m) {
-  return !m->config.arena || m->config.arena->user == m;
+    return !m->config.arena || m->config.arena->user == m;
 }
 
 /* With accumulation, all micro-batches but the last end here. */
 static void msi_note_backward(ms_model *m) {
-  const bool last = msi_is_last_micro(m);
-  m->position = m->running->backward_end;
-  m->micro += !last;
-  m->stage = last ? MSI_STAGE_BACKWARD : MSI_STAGE_IDLE;
+    const bool last = msi_is_last_micro(m);
+    m->position = m->running->backward_end;
+    m->micro += !last;
+    m->stage = last ? MSI_STAGE_BACKWARD : MSI_STAGE_IDLE;
 }
 
 static ms_result msi_finish_backward(ms_model *m) {
-  const ms_result result = msi_run(m, m->running->backward_end);
-  if (result == MS_RESULT_OK) {
-    msi_note_backward(m);
-  }
-  return result;
+    const ms_result result = msi_run(m, m->running->backward_end);
+    if (result == MS_RESULT_OK) {
+        msi_note_backward(m);
+    }
+    return result;
 }
 
 static void msi_note_update(ms_model *m) {
-  m->position = m->running->instructions.count;
-  m->step++;
-  m->updates_done = 0;
-  m->micro = 0;
-  m->stage = MSI_STAGE_IDLE;
+    m->position = m->running->instructions.count;
+    m->step++;
+    m->updates_done = 0;
+    m->micro = 0;
+    m->stage = MSI_STAGE_IDLE;
 }
 
 static ms_result msi_finish_update(ms_model *m) {
-  const ms_result result = msi_run(m, m->running->instructions.count);
-  if (result == MS_RESULT_OK) {
-    msi_note_update(m);
-  }
-  return result;
+    const ms_result result = msi_run(m, m->running->instructions.count);
+    if (result == MS_RESULT_OK) {
+        msi_note_update(m);
+    }
+    return result;
 }
 
-/* Everything that a step enqueues behind msi_start. A device that is not waited
-   for judges the loss by itself; its verdict comes while backward runs, unless
-   clipping has one to come. */
+/* Everything that a step enqueues behind msi_start. A device that is not waited for judges the loss
+   by itself; its verdict comes while backward runs, unless clipping has one to come. */
 static ms_result msi_run_step(ms_model *m) {
-  const bool asynchronous = m->config.backend.is_asynchronous;
-  const bool clips = m->running->norm != MSI_NONE && msi_is_last_micro(m);
-  ms_result result = msi_run_forward(m);
-  if (result == MS_RESULT_OK && !m->recording && !(asynchronous && clips)) {
-    result = asynchronous ? msi_ask_verdict(m) : msi_conclude(m, NULL);
-    result =
-        result == MS_RESULT_OK || !m->running ? result : msi_abandon(m, result);
-  }
-  result = result == MS_RESULT_OK ? msi_finish_backward(m) : result;
-  return result == MS_RESULT_OK && m->stage == MSI_STAGE_BACKWARD
-             ? msi_finish_update(m)
-             : result;
+    const bool asynchronous = m->config.backend.is_asynchronous;
+    const bool clips = m->running->norm != MSI_NONE && msi_is_last_micro(m);
+    ms_result result = msi_run_forward(m);
+    if (result == MS_RESULT_OK && !m->recording && !(asynchronous && clips)) {
+        result = asynchronous ? msi_ask_verdict(m) : msi_conclude(m, NULL);
+        result = result == MS_RESULT_OK || !m->running ? result : msi_abandon(m, result);
+    }
+    result = result == MS_RESULT_OK ? msi_finish_backward(m) : result;
+    return result == MS_RESULT_OK && m->stage == MSI_STAGE_BACKWARD ? msi_finish_update(m) : result;
 }
 
 /* What a recording holds that stands still, beside its plan. */
 static uint64_t msi_graph_key(const ms_model *m) {
-  return msi_mix((uint64_t)(uintptr_t)msi_transient(m)) ^ m->frozen;
+    return msi_mix((uint64_t)(uintptr_t)msi_transient(m)) ^ m->frozen;
 }
 
 /* Records the step that was started into g. Nothing of it runs. */
 static ms_result msi_record(ms_model *m, msi_graph_exec *g) {
-  const ms_backend *b = &m->config.backend;
-  if (g->graph) {
-    b->graph_release(m->device, g->graph);
-    g->graph = NULL;
-  }
-  ms_result result =
-      msi_device(m, b->graph_begin(m->device), "the beginning of a graph");
-  if (result != MS_RESULT_OK) {
-    return msi_abandon(m, result);
-  }
-  m->recording = true;
-  result = msi_run_step(m);
-  const int error =
-      b->graph_end(m->device, result == MS_RESULT_OK ? &g->graph : NULL);
-  if (result == MS_RESULT_OK && error != 0) {
-    result = msi_abandon(m, msi_device(m, error, "the end of a graph"));
-  }
-  m->recording = false;
-  g->made_for = msi_graph_key(m);
-  return result;
+    const ms_backend *b = &m->config.backend;
+    if (g->graph) {
+        b->graph_release(m->device, g->graph);
+        g->graph = NULL;
+    }
+    ms_result result = msi_device(m, b->graph_begin(m->device), "the beginning of a graph");
+    if (result != MS_RESULT_OK) {
+        return msi_abandon(m, result);
+    }
+    m->recording = true;
+    result = msi_run_step(m);
+    const int error = b->graph_end(m->device, result == MS_RESULT_OK ? &g->graph : NULL);
+    if (result == MS_RESULT_OK && error != 0) {
+        result = msi_abandon(m, msi_device(m, error, "the end of a graph"));
+    }
+    m->recording = false;
+    g->made_for = msi_graph_key(m);
+    return result;
 }
 
-/* A step by its recording, which is made here where it is missing. The first
-   step runs without, so that what callbacks do once is done. */
+/* A step by its recording, which is made here where it is missing. The first step runs without, so
+   that what callbacks do once is done. */
 static ms_result msi_run_graph(ms_model *m) {
-  const ms_backend *b = &m->config.backend;
-  msi_graph_exec *g =
-      &m->plan->graphs[(m->micro == 0 ? MSI_GRAPH_FIRST : 0) |
-                       (msi_is_last_micro(m) ? MSI_GRAPH_LAST : 0)];
-  const uint64_t step = m->step;
-  if (!g->warm) {
-    const ms_result result = msi_run_step(m);
-    g->warm = result == MS_RESULT_OK;
-    return result;
-  }
-  const bool made = g->graph && g->made_for == msi_graph_key(m);
-  const ms_result result = made ? MS_RESULT_OK : msi_record(m, g);
-  if (result != MS_RESULT_OK) {
-    return result;
-  }
-  const int error = b->graph_launch(m->device, g->graph);
-  if (error != 0) {
-    m->step = step;
-    return msi_abandon(m, msi_device(m, error, "the start of a graph"));
-  }
-  if (made) {
-    msi_note_backward(m);
-  }
-  if (made && m->stage == MSI_STAGE_BACKWARD) {
-    msi_note_update(m);
-  }
-  return msi_ask_verdict(m);
+    const ms_backend *b = &m->config.backend;
+    msi_graph_exec *g = &m->plan->graphs[(m->micro == 0 ? MSI_GRAPH_FIRST : 0) |
+                                         (msi_is_last_micro(m) ? MSI_GRAPH_LAST : 0)];
+    const uint64_t step = m->step;
+    if (!g->warm) {
+        const ms_result result = msi_run_step(m);
+        g->warm = result == MS_RESULT_OK;
+        return result;
+    }
+    const bool made = g->graph && g->made_for == msi_graph_key(m);
+    const ms_result result = made ? MS_RESULT_OK : msi_record(m, g);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    const int error = b->graph_launch(m->device, g->graph);
+    if (error != 0) {
+        m->step = step;
+        return msi_abandon(m, msi_device(m, error, "the start of a graph"));
+    }
+    if (made) {
+        msi_note_backward(m);
+    }
+    if (made && m->stage == MSI_STAGE_BACKWARD) {
+        msi_note_update(m);
+    }
+    return msi_ask_verdict(m);
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>state  values that live between steps: written, read, and moved from plan
-// to plan
+// >>state  values that live between steps: written, read, and moved from plan to plan
 
-/* Fills the slots of a new store: from the one before it, from what was written
-   before the first, or with zeros. What is borrowed stays as it is. */
+/* Fills the slots of a new store: from the one before it, from what was written before the first,
+   or with zeros. What is borrowed stays as it is. */
 static ms_result msi_move_values(ms_model *m, const msi_store *store) {
-  ms_result result = MS_RESULT_OK;
-  for (uint32_t i = 0; i < store->slots.count && result == MS_RESULT_OK; i++) {
-    const msi_slot *slot = &store->slots.items[i];
-    const msi_slot *old = msi_find_slot(m->store, slot->tensor, slot->role);
-    const msi_tensor *t = &m->graph.tensors.items[slot->tensor];
-    const void *written = t->memory[slot->role];
-    if (slot->borrowed) {
-      continue;
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t i = 0; i < store->slots.count && result == MS_RESULT_OK; i++) {
+        const msi_slot *slot = &store->slots.items[i];
+        const msi_slot *old = msi_find_slot(m->store, slot->tensor, slot->role);
+        const msi_tensor *t = &m->graph.tensors.items[slot->tensor];
+        const void *written = t->memory[slot->role];
+        if (slot->borrowed) {
+            continue;
+        }
+        if (old && old->address) {
+            result =
+                msi_copy(m, slot->address, slot->on_host, old->address, old->on_host, slot->bytes);
+            continue;
+        }
+        result = msi_fill(m, slot->address, slot->on_host, 0, slot->bytes);
+        if (result == MS_RESULT_OK && written) {
+            result = msi_copy(m, slot->address, slot->on_host, written, true, t->bytes);
+        }
     }
-    if (old && old->address) {
-      result = msi_copy(m, slot->address, slot->on_host, old->address,
-                        old->on_host, slot->bytes);
-      continue;
-    }
-    result = msi_fill(m, slot->address, slot->on_host, 0, slot->bytes);
-    if (result == MS_RESULT_OK && written) {
-      result =
-          msi_copy(m, slot->address, slot->on_host, written, true, t->bytes);
-    }
-  }
-  return result;
+    return result;
 }
 
 static void msi_drop_staged(ms_model *m) {
-  for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
-    msi_tensor *tensor = &m->graph.tensors.items[t];
-    for (int role = 0; role < MSI_ROLE_FIXED; role++) {
-      if (!msi_is_borrowed(tensor, (msi_role)role)) {
-        msi_release(&m->config.allocator, tensor->memory[role],
-                    tensor->largest_bytes);
-        tensor->memory[role] = NULL;
-      }
+    for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
+        msi_tensor *tensor = &m->graph.tensors.items[t];
+        for (int role = 0; role < MSI_ROLE_FIXED; role++) {
+            if (!msi_is_borrowed(tensor, (msi_role)role)) {
+                msi_release(&m->config.allocator, tensor->memory[role], tensor->largest_bytes);
+                tensor->memory[role] = NULL;
+            }
+        }
     }
-  }
 }
 
-/* Params whose optimizer state is new count their updates from here; borrowed
- * state never is. */
+/* Params whose optimizer state is new count their updates from here; borrowed state never is. */
 static void msi_note_new_state(ms_model *m, const msi_store *store) {
-  for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
-    const msi_slot *state = msi_find_slot(store, t, MSI_ROLE_STATE0);
-    if (state && !state->borrowed &&
-        !msi_find_slot(m->store, t, MSI_ROLE_STATE0)) {
-      m->graph.tensors.items[t].trained_since = m->step;
+    for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
+        const msi_slot *state = msi_find_slot(store, t, MSI_ROLE_STATE0);
+        if (state && !state->borrowed && !msi_find_slot(m->store, t, MSI_ROLE_STATE0)) {
+            m->graph.tensors.items[t].trained_since = m->step;
+        }
     }
-  }
 }
 
 /* Makes the shared arena at least as large; what it holds is lost. */
 static ms_result msi_grow_arena(ms_model *m, uint64_t bytes) {
-  ms_arena *arena = m->config.arena;
-  if (!arena || arena->bytes >= bytes) {
-    return MS_RESULT_OK;
-  }
-  void *memory;
-  const ms_backend *b = &arena->backend;
-  const int error = b->memory_alloc(b->user, &arena->allocator, bytes, &memory);
-  if (error != 0 || !memory) {
-    return msi_fail_device_memory(m, bytes, "the shared arena", error);
-  }
-  if (arena->user && b->is_asynchronous) {
-    (void)b->synchronize(arena->user->device);
-  }
-  if (arena->memory) {
-    if (m->config.backend.device_is_host) {
-      msi_unpoison(arena->memory, arena->bytes);
+    ms_arena *arena = m->config.arena;
+    if (!arena || arena->bytes >= bytes) {
+        return MS_RESULT_OK;
     }
-    b->memory_release(b->user, &arena->allocator, arena->memory, arena->bytes);
-  }
-  arena->memory = memory;
-  arena->bytes = bytes;
-  arena->user = NULL;
-  return MS_RESULT_OK;
+    void *memory;
+    const ms_backend *b = &arena->backend;
+    const int error = b->memory_alloc(b->user, &arena->allocator, bytes, &memory);
+    if (error != 0 || !memory) {
+        return msi_fail_device_memory(m, bytes, "the shared arena", error);
+    }
+    if (arena->user && b->is_asynchronous) {
+        (void)b->synchronize(arena->user->device);
+    }
+    if (arena->memory) {
+        if (m->config.backend.device_is_host) {
+            msi_unpoison(arena->memory, arena->bytes);
+        }
+        b->memory_release(b->user, &arena->allocator, arena->memory, arena->bytes);
+    }
+    arena->memory = memory;
+    arena->bytes = bytes;
+    arena->user = NULL;
+    return MS_RESULT_OK;
 }
 
 /* Debug mode: a shadow of all that is in memory, and a hash per tensor. */
 static ms_result msi_alloc_shadow(ms_model *m, msi_store *store) {
-  if (!m->config.debug) {
-    return MS_RESULT_OK;
-  }
-  const ms_allocator *a = &m->config.allocator;
-  store->shadow_bytes = store->slot_bytes + store->host_bytes +
-                        store->borrowed_bytes + store->transient_bytes + 1;
-  store->shadow = (uint8_t *)msi_alloc(a, store->shadow_bytes);
-  store->results = (uint8_t *)msi_alloc(a, store->shadow_bytes);
-  store->print = (uint64_t *)msi_alloc_zeroed(
-      a, m->graph.tensors.count * (uint64_t)sizeof(uint64_t));
-  return store->shadow && store->results && store->print
-             ? MS_RESULT_OK
-             : msi_fail_memory(m, "the copy of the arena that debug mode keeps",
-                               store->shadow_bytes);
+    if (!m->config.debug) {
+        return MS_RESULT_OK;
+    }
+    const ms_allocator *a = &m->config.allocator;
+    store->shadow_bytes =
+        store->slot_bytes + store->host_bytes + store->borrowed_bytes + store->transient_bytes + 1;
+    store->shadow = (uint8_t *)msi_alloc(a, store->shadow_bytes);
+    store->results = (uint8_t *)msi_alloc(a, store->shadow_bytes);
+    store->print =
+        (uint64_t *)msi_alloc_zeroed(a, m->graph.tensors.count * (uint64_t)sizeof(uint64_t));
+    return store->shadow && store->results && store->print
+               ? MS_RESULT_OK
+               : msi_fail_memory(m, "the copy of the arena that debug mode keeps",
+                                 store->shadow_bytes);
 }
 
 /* Allocates what a store needs, and gives its slots their addresses. */
 static ms_result msi_alloc_store(ms_model *m, msi_store *store) {
-  const uint64_t own = m->config.arena ? 0 : store->transient_bytes;
-  ms_result result =
-      msi_device_alloc(m, store->slot_bytes + own, &store->memory);
-  result = result == MS_RESULT_OK
-               ? msi_host_alloc(m, store->host_bytes + store->staging_bytes,
-                                &store->host)
-               : result;
-  result = result == MS_RESULT_OK ? msi_alloc_shadow(m, store) : result;
-  result = result == MS_RESULT_OK ? msi_grow_arena(m, store->transient_bytes)
-                                  : result;
-  if (result != MS_RESULT_OK) {
-    return result;
-  }
-  store->transient =
-      m->config.arena ? NULL : (uint8_t *)store->memory + store->slot_bytes;
-  for (uint32_t i = 0; i < store->slots.count; i++) {
-    msi_slot *slot = &store->slots.items[i];
-    uint8_t *room = slot->on_host ? store->host : (uint8_t *)store->memory;
-    slot->address =
-        slot->borrowed ? m->graph.tensors.items[slot->tensor].memory[slot->role]
-                       : (void *)(room + slot->offset);
-  }
-  store->step = msi_is_direct(m)
-                    ? store->host + store->host_bytes
-                    : (uint8_t *)store->memory +
-                          (store->reserved_bytes - store->step_bytes);
-  return MS_RESULT_OK;
+    const uint64_t own = m->config.arena ? 0 : store->transient_bytes;
+    ms_result result = msi_device_alloc(m, store->slot_bytes + own, &store->memory);
+    result = result == MS_RESULT_OK
+                 ? msi_host_alloc(m, store->host_bytes + store->staging_bytes, &store->host)
+                 : result;
+    result = result == MS_RESULT_OK ? msi_alloc_shadow(m, store) : result;
+    result = result == MS_RESULT_OK ? msi_grow_arena(m, store->transient_bytes) : result;
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    store->transient = m->config.arena ? NULL : (uint8_t *)store->memory + store->slot_bytes;
+    for (uint32_t i = 0; i < store->slots.count; i++) {
+        msi_slot *slot = &store->slots.items[i];
+        uint8_t *room = slot->on_host ? store->host : (uint8_t *)store->memory;
+        slot->address = slot->borrowed ? m->graph.tensors.items[slot->tensor].memory[slot->role]
+                                       : (void *)(room + slot->offset);
+    }
+    store->step = msi_is_direct(m)
+                      ? store->host + store->host_bytes
+                      : (uint8_t *)store->memory + (store->reserved_bytes - store->step_bytes);
+    return MS_RESULT_OK;
 }
 
 /* Tells the backend what a store has for it. */
 static ms_result msi_prepare(ms_model *m, const msi_store *store) {
-  const ms_backend *b = &m->config.backend;
-  ms_prepare_args args;
-  memset(&args, 0, sizeof args);
-  args.event_count = store->event_count;
-  args.workspace = b->workspace_bytes ? store->memory : NULL;
-  args.workspace_bytes = b->workspace_bytes;
-  return b->prepare ? msi_device(m, b->prepare(m->device, &args), "preparing")
-                    : MS_RESULT_OK;
+    const ms_backend *b = &m->config.backend;
+    ms_prepare_args args;
+    memset(&args, 0, sizeof args);
+    args.event_count = store->event_count;
+    args.workspace = b->workspace_bytes ? store->memory : NULL;
+    args.workspace_bytes = b->workspace_bytes;
+    return b->prepare ? msi_device(m, b->prepare(m->device, &args), "preparing") : MS_RESULT_OK;
 }
 
 /* Gives a store memory, and the values that it is to hold. */
 static ms_result msi_settle(ms_model *m, msi_store *store) {
-  const bool direct = msi_is_direct(m);
-  ms_result result = msi_alloc_store(m, store);
-  if (result != MS_RESULT_OK) {
+    const bool direct = msi_is_direct(m);
+    ms_result result = msi_alloc_store(m, store);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    result = msi_prepare(m, store);
+    result =
+        result == MS_RESULT_OK ? msi_fill(m, store->step, direct, 0, store->step_bytes) : result;
+    result = result == MS_RESULT_OK ? msi_move_values(m, store) : result;
+    result = result == MS_RESULT_OK ? msi_synchronize(m) : result;
+    if (result == MS_RESULT_OK) {
+        memset(store->host + store->host_bytes, 0, (size_t)store->staging_bytes);
+        return result;
+    }
+    char text[MSI_ERROR_BYTES];
+    memcpy(text, m->error, sizeof text);
+    (void)msi_synchronize(m); // the memory is going to be released
+    if (m->store && !m->config.dry_run && msi_prepare(m, m->store) != MS_RESULT_OK) {
+        m->failed = true;
+    }
+    memcpy(m->error, text, sizeof text);
     return result;
-  }
-  result = msi_prepare(m, store);
-  result = result == MS_RESULT_OK
-               ? msi_fill(m, store->step, direct, 0, store->step_bytes)
-               : result;
-  result = result == MS_RESULT_OK ? msi_move_values(m, store) : result;
-  result = result == MS_RESULT_OK ? msi_synchronize(m) : result;
-  if (result == MS_RESULT_OK) {
-    memset(store->host + store->host_bytes, 0, (size_t)store->staging_bytes);
-    return result;
-  }
-  char text[MSI_ERROR_BYTES];
-  memcpy(text, m->error, sizeof text);
-  (void)msi_synchronize(m); // the memory is going to be released
-  if (m->store && !m->config.dry_run &&
-      msi_prepare(m, m->store) != MS_RESULT_OK) {
-    m->failed = true;
-  }
-  memcpy(m->error, text, sizeof text);
-  return result;
 }
 
-/* Whether the gradients of a store have the sums of another, so that its
- * micro-batches count on. */
+/* Whether the gradients of a store have the sums of another, so that its micro-batches count on. */
 static bool msi_sums_alike(const msi_store *old, const msi_store *store) {
-  bool alike = old && old->micro_count == store->micro_count;
-  for (uint32_t i = 0; i < store->slots.count && alike; i++) {
-    const msi_slot *slot = &store->slots.items[i];
-    alike = slot->role != MSI_ROLE_GRADIENT ||
-            msi_find_slot(old, slot->tensor, MSI_ROLE_GRADIENT);
-  }
-  return alike;
+    bool alike = old && old->micro_count == store->micro_count;
+    for (uint32_t i = 0; i < store->slots.count && alike; i++) {
+        const msi_slot *slot = &store->slots.items[i];
+        alike =
+            slot->role != MSI_ROLE_GRADIENT || msi_find_slot(old, slot->tensor, MSI_ROLE_GRADIENT);
+    }
+    return alike;
 }
 
-/* Replaces the plans of the model; every value that lives between steps moves
- * over. */
-static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans,
-                           msi_goal goal) {
-  ms_result result = MS_RESULT_OK;
-  if (!m->config.dry_run) {
-    result = msi_settle(m, store);
-  }
-  if (result != MS_RESULT_OK) {
-    msi_plans_free(m, plans);
-    msi_store_free(m, store);
-    return result;
-  }
-  msi_note_new_state(m, store);
-  msi_drop_staged(m);
-  msi_plans_free(m, m->plan);
-  msi_drop_step(m);
-  m->micro = msi_sums_alike(m->store, store) ? m->micro : 0;
-  msi_store_free(m, m->store);
-  m->store = store;
-  m->asked = false;
-  m->plan = plans;
-  m->largest = plans->next ? plans->next : plans;
-  m->goal = goal;
-  m->changed = false;
-  m->failed = m->failed &&
-              goal == MSI_GOAL_PLAIN; // ms_wrap alone takes the trainer's word
-  msi_log(
-      m, MS_LOG_INFO, "plan",
-      "plain %s, budget %s, arena %s, recomputations: %u, updates %s backward",
-      msi_size(plans->plain_bytes).text, msi_size(plans->budget_bytes).text,
-      msi_size(store->slot_bytes + store->transient_bytes).text,
-      (unsigned)plans->train.recompute_count,
-      msi_updates_inside(&plans->train) ? "inside" : "after");
-  return MS_RESULT_OK;
+/* Replaces the plans of the model; every value that lives between steps moves over. */
+static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
+    ms_result result = MS_RESULT_OK;
+    if (!m->config.dry_run) {
+        result = msi_settle(m, store);
+    }
+    if (result != MS_RESULT_OK) {
+        msi_plans_free(m, plans);
+        msi_store_free(m, store);
+        return result;
+    }
+    msi_note_new_state(m, store);
+    msi_drop_staged(m);
+    msi_plans_free(m, m->plan);
+    msi_drop_step(m);
+    m->micro = msi_sums_alike(m->store, store) ? m->micro : 0;
+    msi_store_free(m, m->store);
+    m->store = store;
+    m->asked = false;
+    m->plan = plans;
+    m->largest = plans->next ? plans->next : plans;
+    m->goal = goal;
+    m->changed = false;
+    m->failed = m->failed && goal == MSI_GOAL_PLAIN; // ms_wrap alone takes the trainer's word
+    msi_log(m, MS_LOG_INFO, "plan",
+            "plain %s, budget %s, arena %s, recomputations: %u, updates %s backward",
+            msi_size(plans->plain_bytes).text, msi_size(plans->budget_bytes).text,
+            msi_size(store->slot_bytes + store->transient_bytes).text,
+            (unsigned)plans->train.recompute_count,
+            msi_updates_inside(&plans->train) ? "inside" : "after");
+    return MS_RESULT_OK;
 }
 
 static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
-  msi_store *store;
-  msi_plan *plans;
-  if (!m) {
-    return MS_RESULT_INVALID;
-  }
-  ms_result result = msi_check_between_steps(m, function);
-  result =
-      result == MS_RESULT_OK ? msi_make_plans(m, goal, &store, &plans) : result;
-  return result == MS_RESULT_OK ? msi_adopt(m, store, plans, goal) : result;
+    msi_store *store;
+    msi_plan *plans;
+    if (!m) {
+        return MS_RESULT_INVALID;
+    }
+    ms_result result = msi_check_between_steps(m, function);
+    result = result == MS_RESULT_OK ? msi_make_plans(m, goal, &store, &plans) : result;
+    return result == MS_RESULT_OK ? msi_adopt(m, store, plans, goal) : result;
 }
 
 enum { MSI_MAX_PLANS = 64 };
 
-/* Takes the plan for these sizes to the head of the list; false if there is
- * none. */
+/* Takes the plan for these sizes to the head of the list; false if there is none. */
 static bool msi_find_plan(ms_model *m, const int64_t *sizes) {
-  for (msi_plan **at = &m->plan; *at; at = &(*at)->next) {
-    msi_plan *plan = *at;
-    if (memcmp(plan->sizes, sizes, sizeof plan->sizes) == 0) {
-      *at = plan->next;
-      plan->next = m->plan;
-      m->plan = plan;
-      return true;
+    for (msi_plan **at = &m->plan; *at; at = &(*at)->next) {
+        msi_plan *plan = *at;
+        if (memcmp(plan->sizes, sizes, sizeof plan->sizes) == 0) {
+            *at = plan->next;
+            plan->next = m->plan;
+            m->plan = plan;
+            return true;
+        }
     }
-  }
-  return false;
+    return false;
 }
 
-/* Puts a plan at the head of the list, and forgets the one that was not used
- * for longest. */
+/* Puts a plan at the head of the list, and forgets the one that was not used for longest. */
 static void msi_add_plan(ms_model *m, msi_plan *plan) {
-  plan->next = m->plan;
-  m->plan = plan;
-  int count = 1;
-  for (msi_plan *at = plan; at->next; at = at->next) {
-    msi_plan *next = at->next;
-    count++;
-    if (count >= MSI_MAX_PLANS && next != m->largest) {
-      at->next = next->next;
-      msi_plan_free(m, next);
-      break;
+    plan->next = m->plan;
+    m->plan = plan;
+    int count = 1;
+    for (msi_plan *at = plan; at->next; at = at->next) {
+        msi_plan *next = at->next;
+        count++;
+        if (count >= MSI_MAX_PLANS && next != m->largest) {
+            at->next = next->next;
+            msi_plan_free(m, next);
+            break;
+        }
     }
-  }
 }
 
 static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
-  int64_t all[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
-  memcpy(all, sizes, m->graph.axis_count * sizeof *sizes);
-  ms_result result = MS_RESULT_OK;
-  if (m->plan && !msi_find_plan(m, all)) {
-    msi_plan *plan;
-    if (m->changed) {
-      return msi_fail(m, MS_RESULT_ORDER,
-                      "ms_reshape: something was set since ms_wrap that asks "
-                      "for a new plan: "
-                      "call ms_wrap first");
+    int64_t all[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
+    memcpy(all, sizes, m->graph.axis_count * sizeof *sizes);
+    ms_result result = MS_RESULT_OK;
+    if (m->plan && !msi_find_plan(m, all)) {
+        msi_plan *plan;
+        if (m->changed) {
+            return msi_fail(m, MS_RESULT_ORDER,
+                            "ms_reshape: something was set since ms_wrap that asks for a new plan: "
+                            "call ms_wrap first");
+        }
+        result = msi_plan_at(m, m->store, m->goal, all, m->largest, &plan);
+        if (result != MS_RESULT_OK) {
+            return result;
+        }
+        msi_add_plan(m, plan);
     }
-    result = msi_plan_at(m, m->store, m->goal, all, m->largest, &plan);
-    if (result != MS_RESULT_OK) {
-      return result;
-    }
-    msi_add_plan(m, plan);
-  }
-  msi_set_sizes(&m->graph, all);
-  msi_drop_step(m);
-  return MS_RESULT_OK;
+    msi_set_sizes(&m->graph, all);
+    msi_drop_step(m);
+    return MS_RESULT_OK;
 }
 
-/* The address of a value that can be read now, or NULL: a slot, or a life that
-   spans the place where the program stopped. */
-static void *msi_live_address(const ms_model *m, uint32_t tensor,
-                              msi_role role) {
-  const msi_slot *slot = msi_find_slot(m->store, tensor, role);
-  const msi_program *p = msi_owns_arena(m) ? m->running : NULL;
-  if (slot) {
-    return slot->address;
-  }
-  for (uint32_t i = p ? m->store->slots.count : MSI_NONE;
-       p && i < p->lives.count; i++) {
-    const msi_life *life = &p->lives.items[i];
-    const bool ahead = life->last >= m->position || life->kept;
-    if (life->tensor == tensor && life->role == role &&
-        life->first < m->position && ahead) {
-      return msi_address(m, p, i);
+/* The address of a value that can be read now, or NULL: a slot, or a life that spans the place
+   where the program stopped. */
+static void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role role) {
+    const msi_slot *slot = msi_find_slot(m->store, tensor, role);
+    const msi_program *p = msi_owns_arena(m) ? m->running : NULL;
+    if (slot) {
+        return slot->address;
     }
-  }
-  return NULL;
+    for (uint32_t i = p ? m->store->slots.count : MSI_NONE; p && i < p->lives.count; i++) {
+        const msi_life *life = &p->lives.items[i];
+        const bool ahead = life->last >= m->position || life->kept;
+        if (life->tensor == tensor && life->role == role && life->first < m->position && ahead) {
+            return msi_address(m, p, i);
+        }
+    }
+    return NULL;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -8310,291 +7547,271 @@ static void *msi_live_address(const ms_model *m, uint32_t tensor,
 
 /* The program whose live bytes decide the size of the arena. */
 static const msi_program *msi_widest(const msi_plan *plan) {
-  return plan->eval.peak_bytes > plan->train.peak_bytes ? &plan->eval
-                                                        : &plan->train;
+    return plan->eval.peak_bytes > plan->train.peak_bytes ? &plan->eval : &plan->train;
 }
 
 static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
-  const msi_program *p = msi_widest(m->plan);
-  const msi_instruction *i = &p->instructions.items[p->peak];
-  for (uint32_t k = 0; k < p->lives.count; k++) {
-    const msi_life *life = &p->lives.items[k];
-    const bool outside =
-        k < m->store->slots.count &&
-        (m->store->slots.items[k].borrowed || m->store->slots.items[k].on_host);
-    if (life->first <= p->peak && p->peak <= msi_counts_to(life) && !outside) {
-      r->peak_bytes[life->category] += msi_align(life->bytes);
+    const msi_program *p = msi_widest(m->plan);
+    const msi_instruction *i = &p->instructions.items[p->peak];
+    for (uint32_t k = 0; k < p->lives.count; k++) {
+        const msi_life *life = &p->lives.items[k];
+        const bool outside = k < m->store->slots.count && (m->store->slots.items[k].borrowed ||
+                                                           m->store->slots.items[k].on_host);
+        if (life->first <= p->peak && p->peak <= msi_counts_to(life) && !outside) {
+            r->peak_bytes[life->category] += msi_align(life->bytes);
+        }
     }
-  }
-  r->peak_instruction = p->peak;
-  r->peak_layer = i->op <= MSI_OP_EVAL ? msi_layer_name(m, i->target) : "";
+    r->peak_instruction = p->peak;
+    r->peak_layer = i->op <= MSI_OP_EVAL ? msi_layer_name(m, i->target) : "";
 }
 
 static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
-  const msi_graph *g = &m->graph;
-  const msi_plan *plan = m->plan;
-  memset(r, 0, sizeof *r);
-  r->budget_bytes = plan->budget_bytes;
-  r->plain_bytes = plan->plain_bytes;
-  r->arena_bytes = m->store->slot_bytes + m->store->transient_bytes;
-  r->lower_bound_bytes = m->store->slot_bytes + msi_widest(plan)->peak_bytes;
-  r->gap_bytes = r->arena_bytes - r->lower_bound_bytes;
-  msi_report_peak(m, r);
-  r->peak_bytes[MS_CATEGORY_WORKSPACE] += m->store->reserved_bytes;
-  r->activation_peak_bytes = plan->train.activation_peak_bytes;
-  for (uint32_t t = 0; t < g->tensors.count; t++) {
-    if (g->tensors.items[t].kind == MSI_KIND_PARAM) {
-      r->param_count += ms_shape_count(&g->tensors.items[t].view.shape);
+    const msi_graph *g = &m->graph;
+    const msi_plan *plan = m->plan;
+    memset(r, 0, sizeof *r);
+    r->budget_bytes = plan->budget_bytes;
+    r->plain_bytes = plan->plain_bytes;
+    r->arena_bytes = m->store->slot_bytes + m->store->transient_bytes;
+    r->lower_bound_bytes = m->store->slot_bytes + msi_widest(plan)->peak_bytes;
+    r->gap_bytes = r->arena_bytes - r->lower_bound_bytes;
+    msi_report_peak(m, r);
+    r->peak_bytes[MS_CATEGORY_WORKSPACE] += m->store->reserved_bytes;
+    r->activation_peak_bytes = plan->train.activation_peak_bytes;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        if (g->tensors.items[t].kind == MSI_KIND_PARAM) {
+            r->param_count += ms_shape_count(&g->tensors.items[t].view.shape);
+        }
     }
-  }
-  r->layer_count = g->layers.count;
-  r->tensor_count = g->tensors.count;
-  r->instruction_count = plan->train.instructions.count;
-  r->recompute_count = plan->train.recompute_count;
-  r->recompute_share = plan->train.recompute_cost / plan->step_cost;
-  r->early_update = msi_updates_inside(&plan->train);
-  r->borrowed_bytes = m->store->borrowed_bytes;
-  r->host_bytes = m->store->host_bytes;
-  r->staging_bytes = m->store->staging_bytes;
+    r->layer_count = g->layers.count;
+    r->tensor_count = g->tensors.count;
+    r->instruction_count = plan->train.instructions.count;
+    r->recompute_count = plan->train.recompute_count;
+    r->recompute_share = plan->train.recompute_cost / plan->step_cost;
+    r->early_update = msi_updates_inside(&plan->train);
+    r->borrowed_bytes = m->store->borrowed_bytes;
+    r->host_bytes = m->store->host_bytes;
+    r->staging_bytes = m->store->staging_bytes;
 }
 
 typedef struct msi_printer {
-  ms_write_fn write;
-  void *user;
+    ms_write_fn write;
+    void *user;
 } msi_printer;
 
 MEMSCALE_PRINTF(2, 3)
 static void msi_print(const msi_printer *out, const char *format, ...) {
-  char text[256];
-  va_list args;
-  va_start(args, format);
-  const int length = vsnprintf(text, sizeof text, format, args);
-  va_end(args);
-  if (length > 0) {
-    const size_t full = (size_t)length;
-    out->write(text, full < sizeof text ? full : sizeof text - 1, out->user);
-  }
+    char text[256];
+    va_list args;
+    va_start(args, format);
+    const int length = vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (length > 0) {
+        const size_t full = (size_t)length;
+        out->write(text, full < sizeof text ? full : sizeof text - 1, out->user);
+    }
 }
 
 /* A name of any length, padded to a width. */
-static void msi_print_name(const msi_printer *out, const char *name,
-                           int width) {
-  const int length = (int)strlen(name);
-  out->write(name, (size_t)length, out->user);
-  msi_print(out, "%*s", length < width ? width - length : 0, "");
+static void msi_print_name(const msi_printer *out, const char *name, int width) {
+    const int length = (int)strlen(name);
+    out->write(name, (size_t)length, out->user);
+    msi_print(out, "%*s", length < width ? width - length : 0, "");
 }
 
 /* The operand k of an instruction, as the public sees it. */
-static ms_event_operand msi_event_operand(const ms_model *m,
-                                          const msi_program *p, uint32_t now,
+static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *p, uint32_t now,
                                           uint32_t k) {
-  static const ms_operand_kind kinds[] = {
-      MS_OPERAND_IN,      MS_OPERAND_OUT,        MS_OPERAND_SAVED,
-      MS_OPERAND_PARAM,   MS_OPERAND_STATE,      MS_OPERAND_GRAD_OUT,
-      MS_OPERAND_GRAD_IN, MS_OPERAND_GRAD_PARAM, MS_OPERAND_WORKSPACE};
-  const msi_instruction *i = &p->instructions.items[now];
-  const msi_operand *operand = &p->operands.items[i->operand_first + k];
-  const msi_life *life = &p->lives.items[operand->life];
-  const bool fixed = operand->life < m->store->slots.count;
-  const msi_role role = life->role == MSI_ROLE_PART ? MSI_ROLE_GRADIENT
-                        : life->role == MSI_ROLE_SNAPSHOT
-                            ? MSI_ROLE_VALUE
-                            : (msi_role)life->role;
-  ms_event_operand o;
-  memset(&o, 0, sizeof o);
-  if (role < MSI_ROLE_FIXED) {
-    o.tensor = msi_handle(life->tensor, role);
-  }
-  o.bytes = life->bytes;
-  o.offset = m->store->slot_bytes + life->offset;
-  o.is_new = !fixed && life->first == now;
-  o.accumulate = operand->accumulate;
-  if (fixed) {
-    const msi_slot *slot = &m->store->slots.items[operand->life];
-    o.is_outside = slot->borrowed || slot->on_host;
-    o.offset = o.is_outside ? 0 : slot->offset;
-  }
-  if (i->op <= MSI_OP_EVAL) {
-    const msi_layer *l = &m->graph.layers.items[i->target];
-    const int part = msi_operand_part(l, i, k, &o.slot);
-    o.kind = kinds[part];
-    o.is_written = msi_is_written(l, i, part, o.slot);
+    static const ms_operand_kind kinds[] = {
+        MS_OPERAND_IN,      MS_OPERAND_OUT,        MS_OPERAND_SAVED,
+        MS_OPERAND_PARAM,   MS_OPERAND_STATE,      MS_OPERAND_GRAD_OUT,
+        MS_OPERAND_GRAD_IN, MS_OPERAND_GRAD_PARAM, MS_OPERAND_WORKSPACE};
+    const msi_instruction *i = &p->instructions.items[now];
+    const msi_operand *operand = &p->operands.items[i->operand_first + k];
+    const msi_life *life = &p->lives.items[operand->life];
+    const bool fixed = operand->life < m->store->slots.count;
+    const msi_role role = life->role == MSI_ROLE_PART       ? MSI_ROLE_GRADIENT
+                          : life->role == MSI_ROLE_SNAPSHOT ? MSI_ROLE_VALUE
+                                                            : (msi_role)life->role;
+    ms_event_operand o;
+    memset(&o, 0, sizeof o);
+    if (role < MSI_ROLE_FIXED) {
+        o.tensor = msi_handle(life->tensor, role);
+    }
+    o.bytes = life->bytes;
+    o.offset = m->store->slot_bytes + life->offset;
+    o.is_new = !fixed && life->first == now;
+    o.accumulate = operand->accumulate;
+    if (fixed) {
+        const msi_slot *slot = &m->store->slots.items[operand->life];
+        o.is_outside = slot->borrowed || slot->on_host;
+        o.offset = o.is_outside ? 0 : slot->offset;
+    }
+    if (i->op <= MSI_OP_EVAL) {
+        const msi_layer *l = &m->graph.layers.items[i->target];
+        const int part = msi_operand_part(l, i, k, &o.slot);
+        o.kind = kinds[part];
+        o.is_written = msi_is_written(l, i, part, o.slot);
+        return o;
+    }
+    const bool source = i->op == MSI_OP_UPDATE ? k == 1 || k == 2
+                        : i->op == MSI_OP_NORM ? k == 0
+                                               : k == 1;
+    o.kind = source ? MS_OPERAND_SOURCE : MS_OPERAND_TARGET;
+    o.is_written = !source;
+    o.slot = k;
     return o;
-  }
-  const bool source = i->op == MSI_OP_UPDATE ? k == 1 || k == 2
-                      : i->op == MSI_OP_NORM ? k == 0
-                                             : k == 1;
-  o.kind = source ? MS_OPERAND_SOURCE : MS_OPERAND_TARGET;
-  o.is_written = !source;
-  o.slot = k;
-  return o;
 }
 
-static void msi_emit_event(const ms_model *m, const msi_program *p,
-                           uint32_t now, ms_event_kind kind,
-                           const ms_event_operand *operands, uint32_t count,
+static void msi_emit_event(const ms_model *m, const msi_program *p, uint32_t now,
+                           ms_event_kind kind, const ms_event_operand *operands, uint32_t count,
                            ms_event_fn visit, void *user) {
-  const msi_instruction *i = &p->instructions.items[now];
-  const bool of_layer = i->op <= MSI_OP_EVAL;
-  const bool of_scratch =
-      i->op == MSI_OP_CLIP ||
-      (i->op == MSI_OP_ZERO && count == 1 && operands[0].tensor.id == 0);
-  ms_event event;
-  memset(&event, 0, sizeof event);
-  event.size = sizeof event;
-  event.index = now;
-  event.kind = kind;
-  event.name = "";
-  if (of_layer) {
-    event.layer.id = i->target + 1;
-    event.name = msi_layer_name(m, i->target);
-  } else if (!of_scratch) {
-    event.tensor = msi_handle(i->target, MSI_ROLE_VALUE);
-    event.name = msi_tensor_name(m, i->target);
-  }
-  event.operands = operands;
-  event.operand_count = count;
-  event.live_bytes = m->store->slot_bytes + p->live_bytes.items[now];
-  visit(&event, user);
+    const msi_instruction *i = &p->instructions.items[now];
+    const bool of_layer = i->op <= MSI_OP_EVAL;
+    const bool of_scratch =
+        i->op == MSI_OP_CLIP || (i->op == MSI_OP_ZERO && count == 1 && operands[0].tensor.id == 0);
+    ms_event event;
+    memset(&event, 0, sizeof event);
+    event.size = sizeof event;
+    event.index = now;
+    event.kind = kind;
+    event.name = "";
+    if (of_layer) {
+        event.layer.id = i->target + 1;
+        event.name = msi_layer_name(m, i->target);
+    } else if (!of_scratch) {
+        event.tensor = msi_handle(i->target, MSI_ROLE_VALUE);
+        event.name = msi_tensor_name(m, i->target);
+    }
+    event.operands = operands;
+    event.operand_count = count;
+    event.live_bytes = m->store->slot_bytes + p->live_bytes.items[now];
+    visit(&event, user);
 }
 
 /* The operands that are dead behind an instruction, in events of their own. */
-static void msi_visit_drops(const ms_model *m, const msi_program *p,
-                            uint32_t now, ms_event_fn visit, void *user) {
-  const msi_instruction *i = &p->instructions.items[now];
-  ms_event_operand dead[MSI_MAX_VIEWS + 1];
-  uint32_t count = 0;
-  for (uint32_t k = 0; k < i->operand_count; k++) {
-    const uint32_t life = p->operands.items[i->operand_first + k].life;
-    bool known = life == MSI_NONE || life < m->store->slots.count ||
-                 p->lives.items[life].last != now ||
-                 p->lives.items[life].taken || p->lives.items[life].kept;
-    for (uint32_t j = 0; j < k && !known; j++) {
-      known = p->operands.items[i->operand_first + j].life == life;
-    }
-    if (!known) {
-      dead[count++] = msi_event_operand(m, p, now, k);
-    }
-  }
-  if (count) {
-    msi_emit_event(m, p, now, MS_EVENT_DROP, dead, count, visit, user);
-  }
-}
-
-static void msi_visit(const ms_model *m, const msi_program *p,
-                      ms_event_fn visit, void *user) {
-  static const ms_event_kind kinds[MSI_OP_COUNT] = {
-      MS_EVENT_FORWARD, MS_EVENT_RECOMPUTE, MS_EVENT_BACKWARD, MS_EVENT_EVAL,
-      MS_EVENT_SEED,    MS_EVENT_ZERO,      MS_EVENT_COPY,     MS_EVENT_COPY,
-      MS_EVENT_ADD,     MS_EVENT_NORM,      MS_EVENT_CLIP,     MS_EVENT_UPDATE,
-      MS_EVENT_COUNT};
-  for (uint32_t now = 0; now < p->instructions.count; now++) {
+static void msi_visit_drops(const ms_model *m, const msi_program *p, uint32_t now,
+                            ms_event_fn visit, void *user) {
     const msi_instruction *i = &p->instructions.items[now];
-    ms_event_operand operands[MSI_MAX_VIEWS + 1];
+    ms_event_operand dead[MSI_MAX_VIEWS + 1];
     uint32_t count = 0;
     for (uint32_t k = 0; k < i->operand_count; k++) {
-      if (p->operands.items[i->operand_first + k].life != MSI_NONE) {
-        operands[count++] = msi_event_operand(m, p, now, k);
-      }
+        const uint32_t life = p->operands.items[i->operand_first + k].life;
+        bool known = life == MSI_NONE || life < m->store->slots.count ||
+                     p->lives.items[life].last != now || p->lives.items[life].taken ||
+                     p->lives.items[life].kept;
+        for (uint32_t j = 0; j < k && !known; j++) {
+            known = p->operands.items[i->operand_first + j].life == life;
+        }
+        if (!known) {
+            dead[count++] = msi_event_operand(m, p, now, k);
+        }
     }
-    if (i->op != MSI_OP_NOTHING) {
-      msi_emit_event(m, p, now, kinds[i->op], operands, count, visit, user);
-      msi_visit_drops(m, p, now, visit, user);
+    if (count) {
+        msi_emit_event(m, p, now, MS_EVENT_DROP, dead, count, visit, user);
     }
-  }
+}
+
+static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit, void *user) {
+    static const ms_event_kind kinds[MSI_OP_COUNT] = {
+        MS_EVENT_FORWARD, MS_EVENT_RECOMPUTE, MS_EVENT_BACKWARD, MS_EVENT_EVAL, MS_EVENT_SEED,
+        MS_EVENT_ZERO,    MS_EVENT_COPY,      MS_EVENT_COPY,     MS_EVENT_ADD,  MS_EVENT_NORM,
+        MS_EVENT_CLIP,    MS_EVENT_UPDATE,    MS_EVENT_COUNT};
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        ms_event_operand operands[MSI_MAX_VIEWS + 1];
+        uint32_t count = 0;
+        for (uint32_t k = 0; k < i->operand_count; k++) {
+            if (p->operands.items[i->operand_first + k].life != MSI_NONE) {
+                operands[count++] = msi_event_operand(m, p, now, k);
+            }
+        }
+        if (i->op != MSI_OP_NOTHING) {
+            msi_emit_event(m, p, now, kinds[i->op], operands, count, visit, user);
+            msi_visit_drops(m, p, now, visit, user);
+        }
+    }
 }
 
 /* A model and where its listing goes. */
 typedef struct msi_listing {
-  const ms_model *model;
-  msi_printer out;
+    const ms_model *model;
+    msi_printer out;
 } msi_listing;
 
-static void msi_print_operand(const msi_listing *to,
-                              const ms_event_operand *operand) {
-  static const char *const prefixes[] = {"", "d.", "m.", "v.", "s2.", "s3."};
-  const ms_tensor t = operand->tensor;
-  msi_print(&to->out, " %s", t.id ? prefixes[msi_role_of(t)] : "");
-  msi_print_name(&to->out,
-                 t.id ? msi_tensor_name(to->model, msi_index(to->model, t))
-                      : "workspace",
-                 0);
-  if (operand->is_outside) {
-    msi_print(&to->out, "%s@outside", operand->accumulate ? "+" : "");
-  } else {
-    msi_print(&to->out, "%s@0x%llx", operand->accumulate ? "+" : "",
-              (unsigned long long)operand->offset);
-  }
+static void msi_print_operand(const msi_listing *to, const ms_event_operand *operand) {
+    static const char *const prefixes[] = {"", "d.", "m.", "v.", "s2.", "s3."};
+    const ms_tensor t = operand->tensor;
+    msi_print(&to->out, " %s", t.id ? prefixes[msi_role_of(t)] : "");
+    msi_print_name(&to->out,
+                   t.id ? msi_tensor_name(to->model, msi_index(to->model, t)) : "workspace", 0);
+    if (operand->is_outside) {
+        msi_print(&to->out, "%s@outside", operand->accumulate ? "+" : "");
+    } else {
+        msi_print(&to->out, "%s@0x%llx", operand->accumulate ? "+" : "",
+                  (unsigned long long)operand->offset);
+    }
 }
 
 static void msi_print_event(const ms_event *event, void *user) {
-  static const char *const kinds[] = {
-      "forward", "recompute", "backward", "eval", "seed",   "zero",
-      "copy",    "add",       "norm",     "clip", "update", "drop"};
-  const msi_listing *to = (const msi_listing *)user;
-  if (event->kind == MS_EVENT_DROP) {
-    return;
-  }
-  msi_print(&to->out, "%5u  %-9s  ", (unsigned)event->index,
-            kinds[event->kind]);
-  msi_print_name(&to->out, event->name, 12);
-  for (int written = 0; written < 2; written++) {
-    msi_print(&to->out, written ? " ->" : " ");
-    for (uint32_t k = 0; k < event->operand_count; k++) {
-      if (event->operands[k].is_written == (written == 1)) {
-        msi_print_operand(to, &event->operands[k]);
-      }
+    static const char *const kinds[] = {"forward", "recompute", "backward", "eval",
+                                        "seed",    "zero",      "copy",     "add",
+                                        "norm",    "clip",      "update",   "drop"};
+    const msi_listing *to = (const msi_listing *)user;
+    if (event->kind == MS_EVENT_DROP) {
+        return;
     }
-  }
-  msi_print(&to->out, "  | %llu\n", (unsigned long long)event->live_bytes);
+    msi_print(&to->out, "%5u  %-9s  ", (unsigned)event->index, kinds[event->kind]);
+    msi_print_name(&to->out, event->name, 12);
+    for (int written = 0; written < 2; written++) {
+        msi_print(&to->out, written ? " ->" : " ");
+        for (uint32_t k = 0; k < event->operand_count; k++) {
+            if (event->operands[k].is_written == (written == 1)) {
+                msi_print_operand(to, &event->operands[k]);
+            }
+        }
+    }
+    msi_print(&to->out, "  | %llu\n", (unsigned long long)event->live_bytes);
 }
 
-/* One layer of the plan: what it keeps for backward, what it drops and
- * recomputes. */
-static void msi_print_plan_layer(const ms_model *m, const msi_printer *out,
-                                 uint32_t layer) {
-  const msi_graph *g = &m->graph;
-  const msi_layer *l = &g->layers.items[layer];
-  uint64_t kept = 0, dropped = 0;
-  for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
-    const uint32_t *operands = msi_group(g, l, group);
-    for (uint32_t k = 0; k < l->count[group]; k++) {
-      if (operands[k] != MSI_NONE) {
-        const uint64_t bytes = g->tensors.items[operands[k]].bytes;
-        *(m->plan->dropped[operands[k]] ? &dropped : &kept) += bytes;
-      }
+/* One layer of the plan: what it keeps for backward, what it drops and recomputes. */
+static void msi_print_plan_layer(const ms_model *m, const msi_printer *out, uint32_t layer) {
+    const msi_graph *g = &m->graph;
+    const msi_layer *l = &g->layers.items[layer];
+    uint64_t kept = 0, dropped = 0;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
+        const uint32_t *operands = msi_group(g, l, group);
+        for (uint32_t k = 0; k < l->count[group]; k++) {
+            if (operands[k] != MSI_NONE) {
+                const uint64_t bytes = g->tensors.items[operands[k]].bytes;
+                *(m->plan->dropped[operands[k]] ? &dropped : &kept) += bytes;
+            }
+        }
     }
-  }
-  msi_print(out, "%5u  ", (unsigned)layer);
-  msi_print_name(out, msi_name(m, l->name), 24);
-  msi_print(out, " %14s %14s%s\n", kept ? msi_size(kept).text : "-",
-            dropped ? msi_size(dropped).text : "-",
-            m->plan->recomputed[layer] ? "  recompute" : "");
+    msi_print(out, "%5u  ", (unsigned)layer);
+    msi_print_name(out, msi_name(m, l->name), 24);
+    msi_print(out, " %14s %14s%s\n", kept ? msi_size(kept).text : "-",
+              dropped ? msi_size(dropped).text : "-",
+              m->plan->recomputed[layer] ? "  recompute" : "");
 }
 
 static void msi_print_summary(const ms_model *m, const msi_printer *out) {
-  ms_memory_report r;
-  msi_fill_report(m, &r);
-  msi_print(out, "plain plan %s, budget %s, arena %s",
-            msi_size(r.plain_bytes).text, msi_size(r.budget_bytes).text,
-            msi_size(r.arena_bytes).text);
-  msi_print(out, ", %s above the lower bound\n", msi_size(r.gap_bytes).text);
-  msi_print(out,
-            "layers: %u, instructions: %u, recomputations: %u (%.1f %% of a "
-            "step's work), ",
-            (unsigned)r.layer_count, (unsigned)r.instruction_count,
-            (unsigned)r.recompute_count, 100.0 * r.recompute_share);
-  msi_print(out, "updates %s backward\n", r.early_update ? "inside" : "after");
-  msi_print(out,
-            "at the peak, instruction %u (%s):", (unsigned)r.peak_instruction,
-            r.peak_layer);
-  for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
-    if (r.peak_bytes[c]) {
-      msi_print(out, "  %s %s", ms_category_name((ms_category)c),
-                msi_size(r.peak_bytes[c]).text);
+    ms_memory_report r;
+    msi_fill_report(m, &r);
+    msi_print(out, "plain plan %s, budget %s, arena %s", msi_size(r.plain_bytes).text,
+              msi_size(r.budget_bytes).text, msi_size(r.arena_bytes).text);
+    msi_print(out, ", %s above the lower bound\n", msi_size(r.gap_bytes).text);
+    msi_print(out, "layers: %u, instructions: %u, recomputations: %u (%.1f %% of a step's work), ",
+              (unsigned)r.layer_count, (unsigned)r.instruction_count, (unsigned)r.recompute_count,
+              100.0 * r.recompute_share);
+    msi_print(out, "updates %s backward\n", r.early_update ? "inside" : "after");
+    msi_print(out, "at the peak, instruction %u (%s):", (unsigned)r.peak_instruction, r.peak_layer);
+    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
+        if (r.peak_bytes[c]) {
+            msi_print(out, "  %s %s", ms_category_name((ms_category)c),
+                      msi_size(r.peak_bytes[c]).text);
+        }
     }
-  }
-  msi_print(out, "\n");
+    msi_print(out, "\n");
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -8602,1323 +7819,1975 @@ static void msi_print_summary(const ms_model *m, const msi_printer *out) {
 
 MEMSCALE_API const char *ms_result_name(ms_result result) {
 #define MEMSCALE_X(name, text) #name,
-  static const char *const names[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
+    static const char *const names[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
 #undef MEMSCALE_X
-  return (unsigned)result < MS_RESULT_COUNT ? names[result] : "?";
+    return (unsigned)result < MS_RESULT_COUNT ? names[result] : "?";
 }
 
 MEMSCALE_API const char *ms_result_text(ms_result result) {
 #define MEMSCALE_X(name, text) text,
-  static const char *const texts[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
+    static const char *const texts[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
 #undef MEMSCALE_X
-  return (unsigned)result < MS_RESULT_COUNT ? texts[result] : "?";
+    return (unsigned)result < MS_RESULT_COUNT ? texts[result] : "?";
 }
 
 MEMSCALE_API const char *ms_dtype_name(ms_dtype dtype) {
-  static const char *const names[] = {"f32", "f64", "f16", "bf16", "i64",
-                                      "i32", "i16", "i8",  "u8"};
-  return (unsigned)dtype < MS_DTYPE_COUNT ? names[dtype] : "?";
+    static const char *const names[] = {"f32", "f64", "f16", "bf16", "i64",
+                                        "i32", "i16", "i8",  "u8"};
+    return (unsigned)dtype < MS_DTYPE_COUNT ? names[dtype] : "?";
 }
 
 MEMSCALE_API uint64_t ms_dtype_bytes(ms_dtype dtype) {
-  static const uint8_t bytes[] = {4, 8, 2, 2, 8, 4, 2, 1, 1};
-  return (unsigned)dtype < MS_DTYPE_COUNT ? bytes[dtype] : 0;
+    static const uint8_t bytes[] = {4, 8, 2, 2, 8, 4, 2, 1, 1};
+    return (unsigned)dtype < MS_DTYPE_COUNT ? bytes[dtype] : 0;
 }
 
 MEMSCALE_API const char *ms_category_name(ms_category category) {
-  static const char *const names[] = {"inputs",
-                                      "params",
-                                      "buffers",
-                                      "optimizer state",
-                                      "gradients",
-                                      "activations",
-                                      "activation gradients",
-                                      "saved",
-                                      "workspace"};
-  return (unsigned)category < MS_CATEGORY_COUNT ? names[category] : "?";
+    static const char *const names[] = {"inputs",
+                                        "params",
+                                        "buffers",
+                                        "optimizer state",
+                                        "gradients",
+                                        "activations",
+                                        "activation gradients",
+                                        "saved",
+                                        "workspace"};
+    return (unsigned)category < MS_CATEGORY_COUNT ? names[category] : "?";
 }
 
-MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2,
-                                int64_t d3) {
-  ms_shape shape = {{d0, d1, d2, d3, 0, 0}, 4, {0, 0, 0, 0, 0, 0}};
-  return shape;
+MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2, int64_t d3) {
+    ms_shape shape = {{d0, d1, d2, d3, 0, 0}, 4, {0, 0, 0, 0, 0, 0}};
+    return shape;
 }
 
 MEMSCALE_API ms_shape ms_shape3(int64_t d0, int64_t d1, int64_t d2) {
-  ms_shape shape = {{d0, d1, d2, 0, 0, 0}, 3, {0, 0, 0, 0, 0, 0}};
-  return shape;
+    ms_shape shape = {{d0, d1, d2, 0, 0, 0}, 3, {0, 0, 0, 0, 0, 0}};
+    return shape;
 }
 
 MEMSCALE_API ms_shape ms_shape2(int64_t d0, int64_t d1) {
-  ms_shape shape = {{d0, d1, 0, 0, 0, 0}, 2, {0, 0, 0, 0, 0, 0}};
-  return shape;
+    ms_shape shape = {{d0, d1, 0, 0, 0, 0}, 2, {0, 0, 0, 0, 0, 0}};
+    return shape;
 }
 
 MEMSCALE_API ms_shape ms_shape1(int64_t d0) {
-  ms_shape shape = {{d0, 0, 0, 0, 0, 0}, 1, {0, 0, 0, 0, 0, 0}};
-  return shape;
+    ms_shape shape = {{d0, 0, 0, 0, 0, 0}, 1, {0, 0, 0, 0, 0, 0}};
+    return shape;
 }
 
 MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape) {
-  uint64_t count = 1;
-  if (!shape || shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
-    return 0;
-  }
-  for (int i = 0; i < shape->rank; i++) {
-    if (shape->dim[i] < 1 ||
-        !msi_multiply(count, (uint64_t)shape->dim[i], &count)) {
-      return 0;
+    uint64_t count = 1;
+    if (!shape || shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
+        return 0;
     }
-  }
-  return count;
+    for (int i = 0; i < shape->rank; i++) {
+        if (shape->dim[i] < 1 || !msi_multiply(count, (uint64_t)shape->dim[i], &count)) {
+            return 0;
+        }
+    }
+    return count;
 }
 
 MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis) {
-  if (dim < 0 || dim >= shape.rank || dim >= MS_LIMIT_RANK ||
-      axis.id - 1 >= MS_LIMIT_AXES) {
-    shape.rank = -1;
+    if (dim < 0 || dim >= shape.rank || dim >= MS_LIMIT_RANK || axis.id - 1 >= MS_LIMIT_AXES) {
+        shape.rank = -1;
+        return shape;
+    }
+    shape.axes[dim] = (uint8_t)(shape.axes[dim] | 1u << (axis.id - 1));
     return shape;
-  }
-  shape.axes[dim] = (uint8_t)(shape.axes[dim] | 1u << (axis.id - 1));
-  return shape;
 }
 
 MEMSCALE_API ms_backend ms_backend_cpu(void) {
-  ms_backend b;
-  memset(&b, 0, sizeof b);
-  b.size = sizeof b;
-  b.name = "cpu";
-  b.memory_alloc = msi_cpu_memory_alloc;
-  b.memory_release = msi_cpu_memory_release;
-  b.device_is_host = true;
-  b.copy_in = b.copy_out = b.copy = msi_cpu_copy;
-  b.fill_bytes = msi_cpu_fill_bytes;
-  b.fill_f32 = msi_cpu_fill_f32;
-  b.add_f32 = msi_cpu_add_f32;
-  b.cast = msi_cpu_cast;
-  b.loss = msi_cpu_loss;
-  b.add_squares_f32 = msi_cpu_add_squares_f32;
-  b.clip_scale = msi_cpu_clip_scale;
-  b.update = msi_cpu_update;
-  b.gemm = msi_cpu_gemm;
-  b.hardware = msi_cpu_hardware;
-  return b;
+    ms_backend b;
+    memset(&b, 0, sizeof b);
+    b.size = sizeof b;
+    b.name = "cpu";
+    b.memory_alloc = msi_cpu_memory_alloc;
+    b.memory_release = msi_cpu_memory_release;
+    b.device_is_host = true;
+    b.copy_in = b.copy_out = b.copy = msi_cpu_copy;
+    b.fill_bytes = msi_cpu_fill_bytes;
+    b.fill_f32 = msi_cpu_fill_f32;
+    b.add_f32 = msi_cpu_add_f32;
+    b.cast = msi_cpu_cast;
+    b.loss = msi_cpu_loss;
+    b.add_squares_f32 = msi_cpu_add_squares_f32;
+    b.clip_scale = msi_cpu_clip_scale;
+    b.update = msi_cpu_update;
+    b.gemm = msi_cpu_gemm;
+    b.hardware = msi_cpu_hardware;
+    return b;
 }
 
-/* Whether all that must be in a table is, and what belongs together is there
- * together. */
+/* Whether all that must be in a table is, and what belongs together is there together. */
 static bool msi_is_complete(const ms_backend *b) {
-  const bool needed = b->size == sizeof *b && b->name && b->memory_alloc &&
-                      b->memory_release && b->hardware && b->copy_in &&
-                      b->copy_out && b->copy && b->fill_bytes && b->fill_f32 &&
-                      b->add_f32 && b->cast && b->loss && b->add_squares_f32 &&
-                      b->clip_scale && b->update && b->gemm;
-  const bool streams =
-      b->synchronize && b->record && b->wait && b->wait_on_host;
-  const bool graphs = b->graph_check && b->graph_end && b->graph_launch &&
-                      b->graph_release && streams;
-  return needed && !b->open == !b->close &&
-         !b->host_alloc == !b->host_release &&
-         (streams || !b->is_asynchronous) && (graphs || !b->graph_begin);
+    const bool needed = b->size == sizeof *b && b->name && b->memory_alloc && b->memory_release &&
+                        b->hardware && b->copy_in && b->copy_out && b->copy && b->fill_bytes &&
+                        b->fill_f32 && b->add_f32 && b->cast && b->loss && b->add_squares_f32 &&
+                        b->clip_scale && b->update && b->gemm;
+    const bool streams = b->synchronize && b->record && b->wait && b->wait_on_host;
+    const bool graphs =
+        b->graph_check && b->graph_end && b->graph_launch && b->graph_release && streams;
+    return needed && !b->open == !b->close && !b->host_alloc == !b->host_release &&
+           (streams || !b->is_asynchronous) && (graphs || !b->graph_begin);
 }
 
 /* One holder less: the last one frees. */
 static void msi_arena_leave(ms_arena *arena) {
-  if (!arena || --arena->references > 0) {
-    return;
-  }
-  const ms_allocator allocator = arena->allocator;
-  if (arena->memory) {
-    if (arena->backend.device_is_host) {
-      msi_unpoison(arena->memory, arena->bytes);
+    if (!arena || --arena->references > 0) {
+        return;
     }
-    arena->backend.memory_release(arena->backend.user, &allocator,
-                                  arena->memory, arena->bytes);
-  }
-  msi_release(&allocator, arena, sizeof *arena);
+    const ms_allocator allocator = arena->allocator;
+    if (arena->memory) {
+        if (arena->backend.device_is_host) {
+            msi_unpoison(arena->memory, arena->bytes);
+        }
+        arena->backend.memory_release(arena->backend.user, &allocator, arena->memory, arena->bytes);
+    }
+    msi_release(&allocator, arena, sizeof *arena);
 }
 
-MEMSCALE_API ms_result ms_arena_create(const ms_backend *backend,
-                                       const ms_allocator *allocator,
+MEMSCALE_API ms_result ms_arena_create(const ms_backend *backend, const ms_allocator *allocator,
                                        ms_arena **arena) {
-  ms_allocator a;
-  memset(&a, 0, sizeof a);
-  a = allocator ? *allocator : a;
-  const ms_backend b = backend && backend->size ? *backend : ms_backend_cpu();
-  if (!arena) {
-    return MS_RESULT_INVALID;
-  }
-  *arena = NULL;
-  if (!msi_is_complete(&b) || !a.alloc != !a.release) {
-    return MS_RESULT_INVALID;
-  }
-  *arena = (ms_arena *)msi_alloc_zeroed(&a, sizeof **arena);
-  if (!*arena) {
-    return MS_RESULT_OUT_OF_MEMORY;
-  }
-  (*arena)->backend = b;
-  (*arena)->allocator = a;
-  (*arena)->references = 1;
-  return MS_RESULT_OK;
+    ms_allocator a;
+    memset(&a, 0, sizeof a);
+    a = allocator ? *allocator : a;
+    const ms_backend b = backend && backend->size ? *backend : ms_backend_cpu();
+    if (!arena) {
+        return MS_RESULT_INVALID;
+    }
+    *arena = NULL;
+    if (!msi_is_complete(&b) || !a.alloc != !a.release) {
+        return MS_RESULT_INVALID;
+    }
+    *arena = (ms_arena *)msi_alloc_zeroed(&a, sizeof **arena);
+    if (!*arena) {
+        return MS_RESULT_OUT_OF_MEMORY;
+    }
+    (*arena)->backend = b;
+    (*arena)->allocator = a;
+    (*arena)->references = 1;
+    return MS_RESULT_OK;
 }
 
-MEMSCALE_API void ms_arena_destroy(ms_arena *arena) { msi_arena_leave(arena); }
+MEMSCALE_API void ms_arena_destroy(ms_arena *arena) {
+    msi_arena_leave(arena);
+}
 
 MEMSCALE_API uint64_t ms_arena_bytes(const ms_arena *arena) {
-  return arena ? arena->bytes : 0;
+    return arena ? arena->bytes : 0;
 }
 
-/* Whether the arena that a model is to share is of the backend that the model
- * runs on. */
+/* Whether the arena that a model is to share is of the backend that the model runs on. */
 static bool msi_arena_fits(const ms_config *c) {
-  return !c->arena ||
-         (c->arena->backend.memory_alloc == c->backend.memory_alloc &&
-          c->arena->backend.copy == c->backend.copy &&
-          c->arena->backend.user == c->backend.user);
+    return !c->arena ||
+           (c->arena->backend.memory_alloc == c->backend.memory_alloc &&
+            c->arena->backend.copy == c->backend.copy && c->arena->backend.user == c->backend.user);
 }
 
 /* What is wrong with a config, its defaults filled in, or NULL. */
 static const char *msi_config_fault(const ms_config *c) {
-  return c->cuda_graph && !c->backend.graph_begin
-             ? "cuda_graph: this backend has no graphs"
-         : c->cuda_graph && c->debug
-             ? "cuda_graph: debug mode runs callbacks several times"
-         : !msi_is_complete(&c->backend)
-             ? "backend: its size is not sizeof(ms_backend), or a "
-               "function is missing"
-         : !c->allocator.alloc != !c->allocator.release
-             ? "allocator: it has one function of two"
-         : !msi_arena_fits(c) ? "arena: it is of another backend than the model"
-         : !(c->target_utilization > 0.0 && c->target_utilization <= 1.0)
-             ? "target_utilization: it must be above 0 and at most 1"
-         : (unsigned)c->checkpointing > MS_SWITCH_OFF ||
-                 (unsigned)c->early_update > MS_SWITCH_OFF
-             ? "checkpointing or early_update: there is no such switch"
-             : NULL;
+    return c->cuda_graph && !c->backend.graph_begin ? "cuda_graph: this backend has no graphs"
+           : c->cuda_graph && c->debug     ? "cuda_graph: debug mode runs callbacks several times"
+           : !msi_is_complete(&c->backend) ? "backend: its size is not sizeof(ms_backend), or a "
+                                             "function is missing"
+           : !c->allocator.alloc != !c->allocator.release ? "allocator: it has one function of two"
+           : !msi_arena_fits(c) ? "arena: it is of another backend than the model"
+           : !(c->target_utilization > 0.0 && c->target_utilization <= 1.0)
+               ? "target_utilization: it must be above 0 and at most 1"
+           : (unsigned)c->checkpointing > MS_SWITCH_OFF || (unsigned)c->early_update > MS_SWITCH_OFF
+               ? "checkpointing or early_update: there is no such switch"
+               : NULL;
 }
 
 /* The model's own state of its backend. An error is told to the log alone. */
 static bool msi_open(ms_model *m) {
-  const ms_backend *b = &m->config.backend;
-  ms_open_args args;
-  memset(&args, 0, sizeof args);
-  args.host = &m->config.allocator;
-  args.stream = m->config.stream;
-  args.tf32 = m->config.tf32;
-  void *device = NULL;
-  const ms_result result =
-      msi_device(m, b->open(b->user, &args, &device), "opening");
-  m->device = device;
-  return result == MS_RESULT_OK;
+    const ms_backend *b = &m->config.backend;
+    ms_open_args args;
+    memset(&args, 0, sizeof args);
+    args.host = &m->config.allocator;
+    args.stream = m->config.stream;
+    args.tf32 = m->config.tf32;
+    void *device = NULL;
+    const ms_result result = msi_device(m, b->open(b->user, &args, &device), "opening");
+    m->device = device;
+    return result == MS_RESULT_OK;
 }
 
 MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
-  ms_config c;
-  memset(&c, 0, sizeof c);
-  if (!model) {
-    return MS_RESULT_INVALID;
-  }
-  *model = NULL;
-  c = config ? *config : c;
-  c.backend = c.backend.size ? c.backend : ms_backend_cpu();
-  c.target_utilization =
-      c.target_utilization != 0.0 ? c.target_utilization : 0.85;
-  const char *fault = msi_config_fault(&c);
-  if (fault) {
-    if (c.log) {
-      c.log(MS_LOG_ERROR, "create", fault, c.log_user);
+    ms_config c;
+    memset(&c, 0, sizeof c);
+    if (!model) {
+        return MS_RESULT_INVALID;
     }
-    return MS_RESULT_INVALID;
-  }
-  ms_model *m = (ms_model *)msi_alloc_zeroed(&c.allocator, sizeof *m);
-  if (!m) {
-    return MS_RESULT_OUT_OF_MEMORY;
-  }
-  m->config = c;
-  m->device = c.backend.user;
-  if (c.backend.open && !c.dry_run && !msi_open(m)) {
-    msi_release(&c.allocator, m, sizeof *m);
-    return MS_RESULT_BACKEND;
-  }
-  m->graph.loss = MSI_NONE;
-  if (c.arena) {
-    c.arena->references++;
-  }
-  ms_optimizer_desc defaults;
-  memset(&defaults, 0, sizeof defaults);
-  ms_set_optimizer(m, &defaults);
-  *model = m;
-  return MS_RESULT_OK;
+    *model = NULL;
+    c = config ? *config : c;
+    c.backend = c.backend.size ? c.backend : ms_backend_cpu();
+    c.target_utilization = c.target_utilization != 0.0 ? c.target_utilization : 0.85;
+    const char *fault = msi_config_fault(&c);
+    if (fault) {
+        if (c.log) {
+            c.log(MS_LOG_ERROR, "create", fault, c.log_user);
+        }
+        return MS_RESULT_INVALID;
+    }
+    ms_model *m = (ms_model *)msi_alloc_zeroed(&c.allocator, sizeof *m);
+    if (!m) {
+        return MS_RESULT_OUT_OF_MEMORY;
+    }
+    m->config = c;
+    m->device = c.backend.user;
+    if (c.backend.open && !c.dry_run && !msi_open(m)) {
+        msi_release(&c.allocator, m, sizeof *m);
+        return MS_RESULT_BACKEND;
+    }
+    m->graph.loss = MSI_NONE;
+    if (c.arena) {
+        c.arena->references++;
+    }
+    ms_optimizer_desc defaults;
+    memset(&defaults, 0, sizeof defaults);
+    ms_set_optimizer(m, &defaults);
+    *model = m;
+    return MS_RESULT_OK;
 }
 
 MEMSCALE_API void ms_destroy(ms_model *model) {
-  if (!model) {
-    return;
-  }
-  const ms_allocator allocator = model->config.allocator;
-  msi_graph *g = &model->graph;
-  ms_arena *arena = model->config.arena;
-  if (!model->config.dry_run) {
-    (void)msi_synchronize(model);
-  }
-  if (arena && arena->user == model) {
-    arena->user = NULL;
-  }
-  msi_plans_free(model, model->plan);
-  msi_store_free(model, model->store);
-  msi_drop_staged(model);
-  MSI_LIST_FREE(char, &allocator, g->names);
-  MSI_LIST_FREE(msi_tensor, &allocator, g->tensors);
-  MSI_LIST_FREE(msi_layer, &allocator, g->layers);
-  MSI_LIST_FREE(uint32_t, &allocator, g->operands);
-  MSI_LIST_FREE(uint16_t, &allocator, g->masks);
-  if (model->config.backend.close && !model->config.dry_run) {
-    model->config.backend.close(model->device);
-  }
-  msi_release(&allocator, model, sizeof *model);
-  msi_arena_leave(arena);
+    if (!model) {
+        return;
+    }
+    const ms_allocator allocator = model->config.allocator;
+    msi_graph *g = &model->graph;
+    ms_arena *arena = model->config.arena;
+    if (!model->config.dry_run) {
+        (void)msi_synchronize(model);
+    }
+    if (arena && arena->user == model) {
+        arena->user = NULL;
+    }
+    msi_plans_free(model, model->plan);
+    msi_store_free(model, model->store);
+    msi_drop_staged(model);
+    MSI_LIST_FREE(char, &allocator, g->names);
+    MSI_LIST_FREE(msi_tensor, &allocator, g->tensors);
+    MSI_LIST_FREE(msi_layer, &allocator, g->layers);
+    MSI_LIST_FREE(uint32_t, &allocator, g->operands);
+    MSI_LIST_FREE(uint16_t, &allocator, g->masks);
+    if (model->config.backend.close && !model->config.dry_run) {
+        model->config.backend.close(model->device);
+    }
+    msi_release(&allocator, model, sizeof *model);
+    msi_arena_leave(arena);
 }
 
 MEMSCALE_API const char *ms_last_error(const ms_model *model) {
-  return model ? model->error
-               : "there is no model: ms_create had no memory, or its config is "
-                 "out of range";
+    return model ? model->error
+                 : "there is no model: ms_create had no memory, or its config is out of range";
 }
 
-MEMSCALE_API ms_result ms_hardware_report(ms_model *model,
-                                          ms_hardware *report) {
-  if (!model || !report) {
-    return msi_fail_argument(model, "ms_hardware_report",
-                             "an argument is NULL");
-  }
-  memset(report, 0, sizeof *report);
-  model->config.backend.hardware(model->config.backend.user, report);
-  return MS_RESULT_OK;
+MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) {
+    if (!model || !report) {
+        return msi_fail_argument(model, "ms_hardware_report", "an argument is NULL");
+    }
+    memset(report, 0, sizeof *report);
+    model->config.backend.hardware(model->config.backend.user, report);
+    return MS_RESULT_OK;
 }
 
 MEMSCALE_API void *ms_stream(const ms_model *model) {
-  return model ? msi_stream(model) : NULL;
+    return model ? msi_stream(model) : NULL;
 }
 
 MEMSCALE_API ms_result ms_synchronize(ms_model *model) {
-  if (!model) {
-    return MS_RESULT_INVALID;
-  }
-  if (model->busy) {
-    return msi_fail(model, MS_RESULT_ORDER,
-                    "ms_synchronize: called from a callback");
-  }
-  if (model->config.dry_run) {
-    return MS_RESULT_OK;
-  }
-  const ms_result result = msi_synchronize(model);
-  return result == MS_RESULT_OK && model->asked ? msi_conclude(model, NULL)
-                                                : result;
+    if (!model) {
+        return MS_RESULT_INVALID;
+    }
+    if (model->busy) {
+        return msi_fail(model, MS_RESULT_ORDER, "ms_synchronize: called from a callback");
+    }
+    if (model->config.dry_run) {
+        return MS_RESULT_OK;
+    }
+    const ms_result result = msi_synchronize(model);
+    return result == MS_RESULT_OK && model->asked ? msi_conclude(model, NULL) : result;
 }
 
 /* Checks and adds a tensor. */
-static ms_tensor msi_register_tensor(ms_model *m, msi_kind kind,
-                                     const char *name, ms_dtype dtype,
+static ms_tensor msi_register_tensor(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
                                      const ms_shape *shape) {
-  const ms_tensor none = {0};
-  name = name ? name : "";
-  return msi_registering(m, msi_kind_names[kind], name) &&
-                 msi_check_shape(m, kind, name, dtype, shape)
-             ? msi_add_tensor(m, kind, name, dtype, shape)
-             : none;
+    const ms_tensor none = {0};
+    name = name ? name : "";
+    return msi_registering(m, msi_kind_names[kind], name) &&
+                   msi_check_shape(m, kind, name, dtype, shape)
+               ? msi_add_tensor(m, kind, name, dtype, shape)
+               : none;
 }
 
-MEMSCALE_API ms_tensor ms_input(ms_model *model, const char *name,
-                                ms_dtype dtype, ms_shape shape) {
-  return msi_register_tensor(model, MSI_KIND_INPUT, name, dtype, &shape);
+MEMSCALE_API ms_tensor ms_input(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape) {
+    return msi_register_tensor(model, MSI_KIND_INPUT, name, dtype, &shape);
 }
 
-MEMSCALE_API ms_tensor ms_param(ms_model *model, const char *name,
-                                ms_dtype dtype, ms_shape shape) {
-  return msi_register_tensor(model, MSI_KIND_PARAM, name, dtype, &shape);
+MEMSCALE_API ms_tensor ms_param(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape) {
+    return msi_register_tensor(model, MSI_KIND_PARAM, name, dtype, &shape);
 }
 
-MEMSCALE_API ms_tensor ms_buffer(ms_model *model, const char *name,
-                                 ms_dtype dtype, ms_shape shape) {
-  return msi_register_tensor(model, MSI_KIND_BUFFER, name, dtype, &shape);
+MEMSCALE_API ms_tensor ms_buffer(ms_model *model, const char *name, ms_dtype dtype,
+                                 ms_shape shape) {
+    return msi_register_tensor(model, MSI_KIND_BUFFER, name, dtype, &shape);
 }
 
-MEMSCALE_API ms_tensor ms_activation(ms_model *model, const char *name,
-                                     ms_dtype dtype, ms_shape shape) {
-  return msi_register_tensor(model, MSI_KIND_ACTIVATION, name, dtype, &shape);
+MEMSCALE_API ms_tensor ms_activation(ms_model *model, const char *name, ms_dtype dtype,
+                                     ms_shape shape) {
+    return msi_register_tensor(model, MSI_KIND_ACTIVATION, name, dtype, &shape);
 }
 
-MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name,
-                                ms_dtype dtype, ms_shape shape) {
-  return msi_register_tensor(model, MSI_KIND_SAVED, name, dtype, &shape);
+MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape) {
+    return msi_register_tensor(model, MSI_KIND_SAVED, name, dtype, &shape);
 }
 
-MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name,
-                                 int64_t size, int64_t largest) {
-  const ms_axis none = {0};
-  name = name ? name : "";
-  if (!msi_registering(model, "axis", name)) {
-    return none;
-  }
-  msi_graph *g = &model->graph;
-  if (size < 1 || largest < size || g->axis_count == MS_LIMIT_AXES) {
-    MSI_STICK(model, MS_RESULT_INVALID,
-              "axis \"%s\": size %lld, largest %lld, %u axes so far: the size "
-              "must be at least "
-              "1, the largest no smaller, and there are %d axes at most",
-              name, (long long)size, (long long)largest,
-              (unsigned)g->axis_count, MS_LIMIT_AXES);
-    return none;
-  }
-  if (!msi_add_name(model, name, &g->axes[g->axis_count].name)) {
-    return none;
-  }
-  g->axes[g->axis_count].size = size;
-  g->axes[g->axis_count].largest = largest;
-  const ms_axis axis = {++g->axis_count};
-  return axis;
+MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size, int64_t largest) {
+    const ms_axis none = {0};
+    name = name ? name : "";
+    if (!msi_registering(model, "axis", name)) {
+        return none;
+    }
+    msi_graph *g = &model->graph;
+    if (size < 1 || largest < size || g->axis_count == MS_LIMIT_AXES) {
+        MSI_STICK(model, MS_RESULT_INVALID,
+                  "axis \"%s\": size %lld, largest %lld, %u axes so far: the size must be at least "
+                  "1, the largest no smaller, and there are %d axes at most",
+                  name, (long long)size, (long long)largest, (unsigned)g->axis_count,
+                  MS_LIMIT_AXES);
+        return none;
+    }
+    if (!msi_add_name(model, name, &g->axes[g->axis_count].name)) {
+        return none;
+    }
+    g->axes[g->axis_count].size = size;
+    g->axes[g->axis_count].largest = largest;
+    const ms_axis axis = {++g->axis_count};
+    return axis;
 }
 
-MEMSCALE_API ms_layer ms_register_layer(ms_model *model,
-                                        const ms_layer_desc *desc) {
-  const ms_layer none = {0};
-  const char *name = desc && desc->name ? desc->name : "";
-  if (!msi_registering(model, "layer", name)) {
-    return none;
-  }
-  if (!desc) {
-    MSI_STICK(model, MS_RESULT_INVALID, "ms_register_layer: desc is NULL");
-    return none;
-  }
-  char numbered[32];
-  snprintf(numbered, sizeof numbered, "layer %u",
-           (unsigned)model->graph.layers.count);
-  name = desc->name ? desc->name : numbered;
-  ms_layer_desc clipped = *desc;
-  uint8_t count[MSI_GROUP_COUNT];
-  msi_count_slots(desc, count);
-  msi_clip_masks(&clipped, count);
-  return msi_check_layer(model, name, &clipped, count)
-             ? msi_add_layer(model, name, &clipped)
-             : none;
+MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc) {
+    const ms_layer none = {0};
+    const char *name = desc && desc->name ? desc->name : "";
+    if (!msi_registering(model, "layer", name)) {
+        return none;
+    }
+    if (!desc) {
+        MSI_STICK(model, MS_RESULT_INVALID, "ms_register_layer: desc is NULL");
+        return none;
+    }
+    char numbered[32];
+    snprintf(numbered, sizeof numbered, "layer %u", (unsigned)model->graph.layers.count);
+    name = desc->name ? desc->name : numbered;
+    ms_layer_desc clipped = *desc;
+    uint8_t count[MSI_GROUP_COUNT];
+    msi_count_slots(desc, count);
+    msi_clip_masks(&clipped, count);
+    return msi_check_layer(model, name, &clipped, count) ? msi_add_layer(model, name, &clipped)
+                                                         : none;
 }
 
 MEMSCALE_API void ms_refuse(ms_model *model, const char *reason) {
-  if (model) {
-    MSI_STICK(model, MS_RESULT_INVALID, "%s", reason ? reason : "refused");
-  }
+    if (model) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s", reason ? reason : "refused");
+    }
 }
 
-/* The activation that a setter is given; MSI_NONE and an error that sticks if
- * it is none. */
-static uint32_t msi_activation_index(ms_model *model, const char *function,
-                                     ms_tensor tensor) {
-  if (!msi_registering(model, function,
-                       model ? msi_handle_name(model, tensor) : "")) {
-    return MSI_NONE;
-  }
-  const uint32_t t = msi_value_index(model, tensor);
-  if (t == MSI_NONE ||
-      model->graph.tensors.items[t].kind != MSI_KIND_ACTIVATION ||
-      model->graph.tensors.items[t].producer == MSI_NONE) {
-    MSI_STICK(model, MS_RESULT_INVALID,
-              "%s: tensor \"%s\" is not the output of a layer", function,
-              t == MSI_NONE ? "?" : msi_tensor_name(model, t));
-    return MSI_NONE;
-  }
-  return t;
+/* The activation that a setter is given; MSI_NONE and an error that sticks if it is none. */
+static uint32_t msi_activation_index(ms_model *model, const char *function, ms_tensor tensor) {
+    if (!msi_registering(model, function, model ? msi_handle_name(model, tensor) : "")) {
+        return MSI_NONE;
+    }
+    const uint32_t t = msi_value_index(model, tensor);
+    if (t == MSI_NONE || model->graph.tensors.items[t].kind != MSI_KIND_ACTIVATION ||
+        model->graph.tensors.items[t].producer == MSI_NONE) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: tensor \"%s\" is not the output of a layer",
+                  function, t == MSI_NONE ? "?" : msi_tensor_name(model, t));
+        return MSI_NONE;
+    }
+    return t;
 }
 
-/* The tensor of one of two kinds that a setter is given, or NULL and an error
- * that sticks. */
-static msi_tensor *msi_tensor_of(ms_model *model, const char *function,
-                                 ms_tensor tensor, msi_kind kind,
-                                 msi_kind other) {
-  if (!msi_registering(model, function,
-                       model ? msi_handle_name(model, tensor) : "")) {
-    return NULL;
-  }
-  const uint32_t t = msi_value_index(model, tensor);
-  msi_tensor *found = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
-  if (!found || (found->kind != kind && found->kind != other)) {
-    MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is %s, and no %s%s%s",
-              function, found ? msi_name(model, found->name) : "?",
-              found ? msi_kind_names[found->kind] : "no tensor of this model",
-              msi_kind_names[kind], kind == other ? "" : " or ",
-              kind == other ? "" : msi_kind_names[other]);
-    return NULL;
-  }
-  return found;
+/* The tensor of one of two kinds that a setter is given, or NULL and an error that sticks. */
+static msi_tensor *msi_tensor_of(ms_model *model, const char *function, ms_tensor tensor,
+                                 msi_kind kind, msi_kind other) {
+    if (!msi_registering(model, function, model ? msi_handle_name(model, tensor) : "")) {
+        return NULL;
+    }
+    const uint32_t t = msi_value_index(model, tensor);
+    msi_tensor *found = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
+    if (!found || (found->kind != kind && found->kind != other)) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is %s, and no %s%s%s", function,
+                  found ? msi_name(model, found->name) : "?",
+                  found ? msi_kind_names[found->kind] : "no tensor of this model",
+                  msi_kind_names[kind], kind == other ? "" : " or ",
+                  kind == other ? "" : msi_kind_names[other]);
+        return NULL;
+    }
+    return found;
 }
 
 MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor) {
-  msi_tensor *t = msi_tensor_of(model, "ms_set_on_host", tensor, MSI_KIND_INPUT,
-                                MSI_KIND_BUFFER);
-  if (t) {
-    t->on_host = true;
-  }
+    msi_tensor *t = msi_tensor_of(model, "ms_set_on_host", tensor, MSI_KIND_INPUT, MSI_KIND_BUFFER);
+    if (t) {
+        t->on_host = true;
+    }
 }
 
 MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor) {
-  msi_tensor *t = msi_tensor_of(model, "ms_stop_gradient", tensor,
-                                MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
-  if (t) {
-    t->no_gradient = true;
-  }
+    msi_tensor *t =
+        msi_tensor_of(model, "ms_stop_gradient", tensor, MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
+    if (t) {
+        t->no_gradient = true;
+    }
 }
 
 /* Notes an error of ms_borrow; before there is a plan it sticks. */
-static ms_result msi_refuse_loan(ms_model *m, ms_result result,
-                                 const char *name, const char *reason) {
-  (void)msi_fail(m, result, "ms_borrow: \"%s\" %s", name, reason);
-  if (m->sticky == MS_RESULT_OK) {
-    msi_stick(m, result);
-  }
-  return result;
+static ms_result msi_refuse_loan(ms_model *m, ms_result result, const char *name,
+                                 const char *reason) {
+    (void)msi_fail(m, result, "ms_borrow: \"%s\" %s", name, reason);
+    if (m->sticky == MS_RESULT_OK) {
+        msi_stick(m, result);
+    }
+    return result;
 }
 
-MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor,
-                                 void *memory) {
-  if (!model) {
-    return MS_RESULT_INVALID;
-  }
-  const uint32_t t = msi_index(model, tensor);
-  const msi_role role = msi_role_of(tensor);
-  if (t == MSI_NONE || !memory) {
-    return msi_refuse_loan(model, MS_RESULT_INVALID,
-                           t == MSI_NONE ? "?" : msi_tensor_name(model, t),
-                           memory ? "is no tensor of this model"
-                                  : "is given no memory (NULL)");
-  }
-  msi_tensor *found = &model->graph.tensors.items[t];
-  if (!msi_is_fixed(found) ||
-      (role != MSI_ROLE_VALUE && found->kind != MSI_KIND_PARAM)) {
-    return msi_refuse_loan(
-        model, MS_RESULT_INVALID, msi_tensor_name(model, t),
-        "does not live between steps; inputs, params, buffers, gradients of "
-        "params and optimizer state can be borrowed");
-  }
-  if (model->stage == MSI_STAGE_BACKWARD) {
-    return msi_refuse_loan(
-        model, MS_RESULT_ORDER, msi_tensor_name(model, t),
-        "is lent between ms_backward and ms_update; complete the step first");
-  }
-  if (model->busy || (model->plan && !msi_is_borrowed(found, role))) {
-    return msi_refuse_loan(
-        model, MS_RESULT_ORDER, msi_tensor_name(model, t),
-        model->busy ? "is lent in a callback; lend it between steps"
-                    : "was not borrowed when the model was wrapped; lend it "
-                      "before ms_wrap");
-  }
-  if (!msi_is_borrowed(found, role)) {
-    msi_release(&model->config.allocator, found->memory[role],
-                found->largest_bytes);
-    found->borrowed = (uint8_t)(found->borrowed | 1u << role);
-  }
-  found->memory[role] = memory;
-  for (uint32_t i = 0; model->store && i < model->store->slots.count; i++) {
-    msi_slot *slot = &model->store->slots.items[i];
-    if (slot->tensor == t && slot->role == role && slot->borrowed) {
-      slot->address = memory;
+MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory) {
+    if (!model) {
+        return MS_RESULT_INVALID;
     }
-  }
-  model->frozen++;
-  if (model->stage == MSI_STAGE_FORWARD) {
-    model->stage =
-        MSI_STAGE_IDLE; // backward would see another value than forward did
-  }
-  return MS_RESULT_OK;
+    const uint32_t t = msi_index(model, tensor);
+    const msi_role role = msi_role_of(tensor);
+    if (t == MSI_NONE || !memory) {
+        return msi_refuse_loan(model, MS_RESULT_INVALID,
+                               t == MSI_NONE ? "?" : msi_tensor_name(model, t),
+                               memory ? "is no tensor of this model" : "is given no memory (NULL)");
+    }
+    msi_tensor *found = &model->graph.tensors.items[t];
+    if (!msi_is_fixed(found) || (role != MSI_ROLE_VALUE && found->kind != MSI_KIND_PARAM)) {
+        return msi_refuse_loan(model, MS_RESULT_INVALID, msi_tensor_name(model, t),
+                               "does not live between steps; inputs, params, buffers, gradients of "
+                               "params and optimizer state can be borrowed");
+    }
+    if (model->stage == MSI_STAGE_BACKWARD) {
+        return msi_refuse_loan(
+            model, MS_RESULT_ORDER, msi_tensor_name(model, t),
+            "is lent between ms_backward and ms_update; complete the step first");
+    }
+    if (model->busy || (model->plan && !msi_is_borrowed(found, role))) {
+        return msi_refuse_loan(model, MS_RESULT_ORDER, msi_tensor_name(model, t),
+                               model->busy ? "is lent in a callback; lend it between steps"
+                                           : "was not borrowed when the model was wrapped; lend it "
+                                             "before ms_wrap");
+    }
+    if (!msi_is_borrowed(found, role)) {
+        msi_release(&model->config.allocator, found->memory[role], found->largest_bytes);
+        found->borrowed = (uint8_t)(found->borrowed | 1u << role);
+    }
+    found->memory[role] = memory;
+    for (uint32_t i = 0; model->store && i < model->store->slots.count; i++) {
+        msi_slot *slot = &model->store->slots.items[i];
+        if (slot->tensor == t && slot->role == role && slot->borrowed) {
+            slot->address = memory;
+        }
+    }
+    model->frozen++;
+    if (model->stage == MSI_STAGE_FORWARD) {
+        model->stage = MSI_STAGE_IDLE; // backward would see another value than forward did
+    }
+    return MS_RESULT_OK;
 }
 
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
-  const uint32_t t = msi_activation_index(model, "ms_set_loss", loss);
-  if (t == MSI_NONE) {
-    return;
-  }
-  if (model->graph.tensors.items[t].view.dtype != MS_DTYPE_F32) {
-    MSI_STICK(model, MS_RESULT_INVALID,
-              "loss \"%s\" has dtype %s; a loss is f32",
-              msi_tensor_name(model, t),
-              ms_dtype_name(model->graph.tensors.items[t].view.dtype));
-    return;
-  }
-  model->graph.loss = t;
+    const uint32_t t = msi_activation_index(model, "ms_set_loss", loss);
+    if (t == MSI_NONE) {
+        return;
+    }
+    if (model->graph.tensors.items[t].view.dtype != MS_DTYPE_F32) {
+        MSI_STICK(model, MS_RESULT_INVALID, "loss \"%s\" has dtype %s; a loss is f32",
+                  msi_tensor_name(model, t),
+                  ms_dtype_name(model->graph.tensors.items[t].view.dtype));
+        return;
+    }
+    model->graph.loss = t;
 }
 
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor) {
-  if (model && isfinite(factor)) {
-    model->loss_factor = factor;
-    model->frozen++;
-  } else if (model) {
-    MSI_STICK(model, MS_RESULT_INVALID,
-              "ms_set_loss_factor: %g; it must be a finite number",
-              (double)factor);
-  }
+    if (model && isfinite(factor)) {
+        model->loss_factor = factor;
+        model->frozen++;
+    } else if (model) {
+        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_loss_factor: %g; it must be a finite number",
+                  (double)factor);
+    }
 }
 
 MEMSCALE_API void ms_set_output(ms_model *model, ms_tensor tensor) {
-  const uint32_t t = msi_activation_index(model, "ms_set_output", tensor);
-  if (t != MSI_NONE) {
-    model->graph.tensors.items[t].kept = true;
-  }
+    const uint32_t t = msi_activation_index(model, "ms_set_output", tensor);
+    if (t != MSI_NONE) {
+        model->graph.tensors.items[t].kept = true;
+    }
 }
 
 MEMSCALE_API void ms_set_eval_output(ms_model *model, ms_tensor tensor) {
-  const uint32_t t = msi_activation_index(model, "ms_set_eval_output", tensor);
-  if (t != MSI_NONE) {
-    model->graph.tensors.items[t].kept_in_eval = true;
-  }
+    const uint32_t t = msi_activation_index(model, "ms_set_eval_output", tensor);
+    if (t != MSI_NONE) {
+        model->graph.tensors.items[t].kept_in_eval = true;
+    }
 }
 
 /* From 0 to below 1; a NaN is not. */
-static bool msi_is_share(float value) { return value >= 0.0f && value < 1.0f; }
+static bool msi_is_share(float value) {
+    return value >= 0.0f && value < 1.0f;
+}
 
 static float msi_or(float value, float otherwise) {
-  return value != 0.0f ? value : otherwise;
+    return value != 0.0f ? value : otherwise;
 }
 
 /* What does not go together in an optimizer, or NULL. */
 static const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
-  if (!desc) {
-    return "desc is NULL";
-  }
-  if ((unsigned)desc->kind > MS_OPTIMIZER_NONE) {
-    return "no such kind";
-  }
-  const bool custom = desc->kind == MS_OPTIMIZER_CUSTOM;
-  if (custom != (desc->update != NULL)) {
-    return custom ? "MS_OPTIMIZER_CUSTOM needs an update callback"
-                  : "an update callback is for MS_OPTIMIZER_CUSTOM alone";
-  }
-  if (!custom && desc->state_count != 0) {
-    return "state_count is for MS_OPTIMIZER_CUSTOM alone";
-  }
-  return desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
-             ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
-             : NULL;
+    if (!desc) {
+        return "desc is NULL";
+    }
+    if ((unsigned)desc->kind > MS_OPTIMIZER_NONE) {
+        return "no such kind";
+    }
+    const bool custom = desc->kind == MS_OPTIMIZER_CUSTOM;
+    if (custom != (desc->update != NULL)) {
+        return custom ? "MS_OPTIMIZER_CUSTOM needs an update callback"
+                      : "an update callback is for MS_OPTIMIZER_CUSTOM alone";
+    }
+    if (!custom && desc->state_count != 0) {
+        return "state_count is for MS_OPTIMIZER_CUSTOM alone";
+    }
+    return desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
+               ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
+               : NULL;
 }
 
-MEMSCALE_API void ms_set_optimizer(ms_model *model,
-                                   const ms_optimizer_desc *desc) {
-  if (!msi_registering(model, "ms_set_optimizer", "")) {
-    return;
-  }
-  const char *fault = msi_optimizer_fault(desc);
-  if (fault) {
-    MSI_STICK(model, MS_RESULT_INVALID, "ms_set_optimizer: %s", fault);
-    return;
-  }
-  if (desc->state_count > MS_LIMIT_OPTIMIZER_STATE) {
-    MSI_STICK(model, MS_RESULT_INVALID,
-              "ms_set_optimizer: state_count is %u; a param has %d tensors of "
-              "state at most",
-              (unsigned)desc->state_count, MS_LIMIT_OPTIMIZER_STATE);
-    return;
-  }
-  if (!msi_is_share(desc->beta1) || !msi_is_share(desc->beta2) ||
-      !msi_is_share(desc->momentum) || !(desc->epsilon >= 0.0f) ||
-      !isfinite(desc->learning_rate) || !isfinite(desc->weight_decay) ||
-      !(desc->grad_clip_norm >= 0.0f) || !isfinite(desc->grad_clip_norm)) {
-    MSI_STICK(model, MS_RESULT_INVALID,
-              "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, "
-              "epsilon %g, clip norm "
-              "%g: all must be finite, betas and momentum at least 0 and below "
-              "1, epsilon and norm "
-              "not negative",
-              (double)desc->learning_rate, (double)desc->weight_decay,
-              (double)desc->beta1, (double)desc->beta2, (double)desc->momentum,
-              (double)desc->epsilon, (double)desc->grad_clip_norm);
-    return;
-  }
-  model->optimizer = *desc;
-  model->optimizer.learning_rate = msi_or(desc->learning_rate, 0.001f);
-  model->optimizer.beta1 = msi_or(desc->beta1, 0.9f);
-  model->optimizer.beta2 = msi_or(desc->beta2, 0.999f);
-  model->optimizer.epsilon = msi_or(desc->epsilon, 1e-8f);
+MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc) {
+    if (!msi_registering(model, "ms_set_optimizer", "")) {
+        return;
+    }
+    const char *fault = msi_optimizer_fault(desc);
+    if (fault) {
+        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_optimizer: %s", fault);
+        return;
+    }
+    if (desc->state_count > MS_LIMIT_OPTIMIZER_STATE) {
+        MSI_STICK(model, MS_RESULT_INVALID,
+                  "ms_set_optimizer: state_count is %u; a param has %d tensors of state at most",
+                  (unsigned)desc->state_count, MS_LIMIT_OPTIMIZER_STATE);
+        return;
+    }
+    if (!msi_is_share(desc->beta1) || !msi_is_share(desc->beta2) || !msi_is_share(desc->momentum) ||
+        !(desc->epsilon >= 0.0f) || !isfinite(desc->learning_rate) ||
+        !isfinite(desc->weight_decay) || !(desc->grad_clip_norm >= 0.0f) ||
+        !isfinite(desc->grad_clip_norm)) {
+        MSI_STICK(
+            model, MS_RESULT_INVALID,
+            "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g, clip norm "
+            "%g: all must be finite, betas and momentum at least 0 and below 1, epsilon and norm "
+            "not negative",
+            (double)desc->learning_rate, (double)desc->weight_decay, (double)desc->beta1,
+            (double)desc->beta2, (double)desc->momentum, (double)desc->epsilon,
+            (double)desc->grad_clip_norm);
+        return;
+    }
+    model->optimizer = *desc;
+    model->optimizer.learning_rate = msi_or(desc->learning_rate, 0.001f);
+    model->optimizer.beta1 = msi_or(desc->beta1, 0.9f);
+    model->optimizer.beta2 = msi_or(desc->beta2, 0.999f);
+    model->optimizer.epsilon = msi_or(desc->epsilon, 1e-8f);
 }
 
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate) {
-  if (model && isfinite(learning_rate)) {
-    model->optimizer.learning_rate = learning_rate;
-  } else if (model) {
-    MSI_STICK(model, MS_RESULT_INVALID,
-              "ms_set_learning_rate: %g; it must be a finite number",
-              (double)learning_rate);
-  }
+    if (model && isfinite(learning_rate)) {
+        model->optimizer.learning_rate = learning_rate;
+    } else if (model) {
+        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_learning_rate: %g; it must be a finite number",
+                  (double)learning_rate);
+    }
 }
 
-static msi_tensor *msi_param_of(ms_model *model, const char *function,
-                                ms_tensor param) {
-  const uint32_t t = model ? msi_value_index(model, param) : MSI_NONE;
-  if (t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM) {
-    return &model->graph.tensors.items[t];
-  }
-  if (model) {
-    MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is not a param", function,
-              t == MSI_NONE ? "?" : msi_tensor_name(model, t));
-  }
-  return NULL;
+static msi_tensor *msi_param_of(ms_model *model, const char *function, ms_tensor param) {
+    const uint32_t t = model ? msi_value_index(model, param) : MSI_NONE;
+    if (t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM) {
+        return &model->graph.tensors.items[t];
+    }
+    if (model) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is not a param", function,
+                  t == MSI_NONE ? "?" : msi_tensor_name(model, t));
+    }
+    return NULL;
 }
 
-MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param,
-                                      float weight_decay) {
-  msi_tensor *t = msi_param_of(model, "ms_set_weight_decay", param);
-  if (t && isfinite(weight_decay)) {
-    t->weight_decay = weight_decay;
-  } else if (t) {
-    MSI_STICK(model, MS_RESULT_INVALID,
-              "ms_set_weight_decay of \"%s\": %g; it must be a finite number",
-              msi_name(model, t->name), (double)weight_decay);
-  }
+MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay) {
+    msi_tensor *t = msi_param_of(model, "ms_set_weight_decay", param);
+    if (t && isfinite(weight_decay)) {
+        t->weight_decay = weight_decay;
+    } else if (t) {
+        MSI_STICK(model, MS_RESULT_INVALID,
+                  "ms_set_weight_decay of \"%s\": %g; it must be a finite number",
+                  msi_name(model, t->name), (double)weight_decay);
+    }
 }
 
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen) {
-  msi_tensor *t = msi_param_of(model, "ms_set_frozen", param);
-  if (t) {
-    t->frozen = frozen;
-    model->changed = true;
-  }
+    msi_tensor *t = msi_param_of(model, "ms_set_frozen", param);
+    if (t) {
+        t->frozen = frozen;
+        model->changed = true;
+    }
 }
 
 MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes) {
-  if (model) {
-    model->config.memory_budget_bytes = memory_budget_bytes;
-  }
+    if (model) {
+        model->config.memory_budget_bytes = memory_budget_bytes;
+    }
 }
 
 MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count) {
-  if (model) {
-    model->config.accumulation_steps = micro_count;
-    model->changed = true;
-  }
+    if (model) {
+        model->config.accumulation_steps = micro_count;
+        model->changed = true;
+    }
 }
 
 /* Whether a technique and a switch are among those that there are. */
-static bool msi_check_technique(ms_model *m, const char *function,
-                                ms_technique technique, ms_switch force) {
-  if ((unsigned)technique < MS_TECHNIQUE_COUNT &&
-      (unsigned)force <= MS_SWITCH_OFF) {
-    return true;
-  }
-  MSI_STICK(m, MS_RESULT_INVALID,
-            "%s: there is no technique %d or no switch %d", function,
-            (int)technique, (int)force);
-  return false;
-}
-
-MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer,
-                                         ms_technique technique,
-                                         ms_switch force) {
-  static const char *const function = "ms_set_layer_technique";
-  if (!model || !msi_check_technique(model, function, technique, force)) {
-    return;
-  }
-  msi_graph *g = &model->graph;
-  if (layer.id - 1 >= g->layers.count) {
-    MSI_STICK(model, MS_RESULT_INVALID,
-              "%s: layer %u is no layer of this model", function,
-              (unsigned)layer.id);
-    return;
-  }
-  const msi_layer *l = &g->layers.items[layer.id - 1];
-  const bool of_params = technique == MS_TECHNIQUE_EARLY_UPDATE;
-  for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
-    const uint32_t *operands = msi_group(g, l, group);
-    for (uint32_t k = 0; k < l->count[group]; k++) {
-      if (operands[k] != MSI_NONE && (group == MSI_GROUP_PARAM) == of_params) {
-        g->tensors.items[operands[k]].technique[technique] = (uint8_t)force;
-      }
+static bool msi_check_technique(ms_model *m, const char *function, ms_technique technique,
+                                ms_switch force) {
+    if ((unsigned)technique < MS_TECHNIQUE_COUNT && (unsigned)force <= MS_SWITCH_OFF) {
+        return true;
     }
-  }
-  model->changed = true;
+    MSI_STICK(m, MS_RESULT_INVALID, "%s: there is no technique %d or no switch %d", function,
+              (int)technique, (int)force);
+    return false;
 }
 
-MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor,
-                                          ms_technique technique,
+MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
+                                         ms_switch force) {
+    static const char *const function = "ms_set_layer_technique";
+    if (!model || !msi_check_technique(model, function, technique, force)) {
+        return;
+    }
+    msi_graph *g = &model->graph;
+    if (layer.id - 1 >= g->layers.count) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: layer %u is no layer of this model", function,
+                  (unsigned)layer.id);
+        return;
+    }
+    const msi_layer *l = &g->layers.items[layer.id - 1];
+    const bool of_params = technique == MS_TECHNIQUE_EARLY_UPDATE;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
+        const uint32_t *operands = msi_group(g, l, group);
+        for (uint32_t k = 0; k < l->count[group]; k++) {
+            if (operands[k] != MSI_NONE && (group == MSI_GROUP_PARAM) == of_params) {
+                g->tensors.items[operands[k]].technique[technique] = (uint8_t)force;
+            }
+        }
+    }
+    model->changed = true;
+}
+
+MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
                                           ms_switch force) {
-  static const char *const function = "ms_set_tensor_technique";
-  if (!model || !msi_check_technique(model, function, technique, force)) {
-    return;
-  }
-  const uint32_t t = msi_value_index(model, tensor);
-  const msi_kind kind =
-      t == MSI_NONE ? MSI_KIND_INPUT : model->graph.tensors.items[t].kind;
-  if (technique == MS_TECHNIQUE_EARLY_UPDATE ? kind != MSI_KIND_PARAM
-                                             : kind < MSI_KIND_ACTIVATION) {
-    MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is no %s", function,
-              t == MSI_NONE ? "?" : msi_tensor_name(model, t),
-              technique == MS_TECHNIQUE_EARLY_UPDATE
-                  ? "param, which alone are updated"
-                  : "activation or saved tensor, which alone "
-                    "are recomputed");
-    return;
-  }
-  model->graph.tensors.items[t].technique[technique] = (uint8_t)force;
-  model->changed = true;
+    static const char *const function = "ms_set_tensor_technique";
+    if (!model || !msi_check_technique(model, function, technique, force)) {
+        return;
+    }
+    const uint32_t t = msi_value_index(model, tensor);
+    const msi_kind kind = t == MSI_NONE ? MSI_KIND_INPUT : model->graph.tensors.items[t].kind;
+    if (technique == MS_TECHNIQUE_EARLY_UPDATE ? kind != MSI_KIND_PARAM
+                                               : kind < MSI_KIND_ACTIVATION) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is no %s", function,
+                  t == MSI_NONE ? "?" : msi_tensor_name(model, t),
+                  technique == MS_TECHNIQUE_EARLY_UPDATE
+                      ? "param, which alone are updated"
+                      : "activation or saved tensor, which alone "
+                        "are recomputed");
+        return;
+    }
+    model->graph.tensors.items[t].technique[technique] = (uint8_t)force;
+    model->changed = true;
 }
 
 MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
-  msi_store *store;
-  msi_plan *plans;
-  if (!model || !bytes) {
-    return msi_fail_argument(model, "ms_smallest_budget",
-                             "an argument is NULL");
-  }
-  ms_result result = msi_check_between_steps(model, "ms_smallest_budget");
-  result = result == MS_RESULT_OK
-               ? msi_make_plans(model, MSI_GOAL_SMALLEST, &store, &plans)
-               : result;
-  if (result == MS_RESULT_OK) {
-    *bytes = store->slot_bytes + store->transient_bytes;
-    msi_plans_free(model, plans);
-    msi_store_free(model, store);
-  }
-  return result;
+    msi_store *store;
+    msi_plan *plans;
+    if (!model || !bytes) {
+        return msi_fail_argument(model, "ms_smallest_budget", "an argument is NULL");
+    }
+    ms_result result = msi_check_between_steps(model, "ms_smallest_budget");
+    result =
+        result == MS_RESULT_OK ? msi_make_plans(model, MSI_GOAL_SMALLEST, &store, &plans) : result;
+    if (result == MS_RESULT_OK) {
+        *bytes = store->slot_bytes + store->transient_bytes;
+        msi_plans_free(model, plans);
+        msi_store_free(model, store);
+    }
+    return result;
 }
 
 MEMSCALE_API ms_result ms_wrap(ms_model *model) {
-  return msi_replan(model, "ms_wrap",
-                    model && model->config.force_optimize ? MSI_GOAL_SMALLEST
-                                                          : MSI_GOAL_BUDGET);
+    return msi_replan(model, "ms_wrap",
+                      model && model->config.force_optimize ? MSI_GOAL_SMALLEST : MSI_GOAL_BUDGET);
 }
 
 MEMSCALE_API ms_result ms_detach(ms_model *model) {
-  return msi_replan(model, "ms_detach", MSI_GOAL_PLAIN);
+    return msi_replan(model, "ms_detach", MSI_GOAL_PLAIN);
 }
 
 MEMSCALE_API ms_result ms_reshape(ms_model *model, const int64_t *sizes) {
-  if (!model || !sizes) {
-    return msi_fail_argument(model, "ms_reshape", "an argument is NULL");
-  }
-  const msi_graph *g = &model->graph;
-  if (g->axis_count == 0) {
-    return msi_fail_argument(model, "ms_reshape",
-                             "the model has no axes: see ms_add_axis");
-  }
-  for (uint32_t a = 0; a < g->axis_count; a++) {
-    if (sizes[a] < 1 || sizes[a] > g->axes[a].largest) {
-      return msi_fail(model, MS_RESULT_INVALID,
-                      "ms_reshape: axis \"%s\" cannot have size %lld: 1 to "
-                      "%lld was declared",
-                      msi_name(model, g->axes[a].name), (long long)sizes[a],
-                      (long long)g->axes[a].largest);
+    if (!model || !sizes) {
+        return msi_fail_argument(model, "ms_reshape", "an argument is NULL");
     }
-  }
-  const ms_result result = msi_check_between_steps(model, "ms_reshape");
-  return result == MS_RESULT_OK ? msi_reshape(model, sizes) : result;
+    const msi_graph *g = &model->graph;
+    if (g->axis_count == 0) {
+        return msi_fail_argument(model, "ms_reshape", "the model has no axes: see ms_add_axis");
+    }
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        if (sizes[a] < 1 || sizes[a] > g->axes[a].largest) {
+            return msi_fail(model, MS_RESULT_INVALID,
+                            "ms_reshape: axis \"%s\" cannot have size %lld: 1 to %lld was declared",
+                            msi_name(model, g->axes[a].name), (long long)sizes[a],
+                            (long long)g->axes[a].largest);
+        }
+    }
+    const ms_result result = msi_check_between_steps(model, "ms_reshape");
+    return result == MS_RESULT_OK ? msi_reshape(model, sizes) : result;
 }
 
 MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage) {
-  const int now = stage ? (*stage)++ : 1;
-  if (now == 0) {
-    return ms_wrap(model) == MS_RESULT_OK;
-  }
-  if (ms_detach(model) != MS_RESULT_OK && model) {
-    msi_log(model, MS_LOG_WARNING, "plan",
-            "ms_detach failed: the model stays wrapped");
-  }
-  return false;
+    const int now = stage ? (*stage)++ : 1;
+    if (now == 0) {
+        return ms_wrap(model) == MS_RESULT_OK;
+    }
+    if (ms_detach(model) != MS_RESULT_OK && model) {
+        msi_log(model, MS_LOG_WARNING, "plan", "ms_detach failed: the model stays wrapped");
+    }
+    return false;
 }
 
-/* Checks the arguments of ms_write and ms_read; the index of the tensor, or
- * MSI_NONE. */
-static uint32_t msi_transfer_index(ms_model *m, const char *function,
-                                   ms_tensor tensor, const void *data) {
-  const uint32_t t = m ? msi_index(m, tensor) : MSI_NONE;
-  const bool is_state = msi_role_of(tensor) >= MSI_ROLE_STATE0;
-  if (t == MSI_NONE || !data ||
-      (is_state && m->graph.tensors.items[t].kind != MSI_KIND_PARAM)) {
-    if (m && data && m->sticky != MS_RESULT_OK) {
-      (void)msi_fail(m, MS_RESULT_INVALID,
-                     "%s: a registration before has failed: %s", function,
-                     m->sticky_error);
-      return MSI_NONE;
+/* Checks the arguments of ms_write and ms_read; the index of the tensor, or MSI_NONE. */
+static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor tensor,
+                                   const void *data) {
+    const uint32_t t = m ? msi_index(m, tensor) : MSI_NONE;
+    const bool is_state = msi_role_of(tensor) >= MSI_ROLE_STATE0;
+    if (t == MSI_NONE || !data || (is_state && m->graph.tensors.items[t].kind != MSI_KIND_PARAM)) {
+        if (m && data && m->sticky != MS_RESULT_OK) {
+            (void)msi_fail(m, MS_RESULT_INVALID, "%s: a registration before has failed: %s",
+                           function, m->sticky_error);
+            return MSI_NONE;
+        }
+        (void)msi_fail_argument(m, function,
+                                data ? "no such tensor in this model" : "data is NULL");
+        return MSI_NONE;
     }
-    (void)msi_fail_argument(
-        m, function, data ? "no such tensor in this model" : "data is NULL");
-    return MSI_NONE;
-  }
-  return t;
+    return t;
 }
 
-/* An input is staged, and goes to the device behind what is enqueued. A tensor
-   on the host may be read by what is. */
-static ms_result msi_write(ms_model *m, const msi_slot *slot, const void *data,
-                           uint64_t bytes) {
-  ms_result result = MS_RESULT_OK;
-  if (slot->event == MSI_NONE) {
-    result = slot->on_host ? msi_synchronize(m) : MS_RESULT_OK;
-    return result == MS_RESULT_OK
-               ? msi_copy(m, slot->address, slot->on_host, data, true, bytes)
-               : result;
-  }
-  uint8_t *staging = msi_step_on_host(m) + slot->staging;
-  result = msi_wait_on_host(m, slot->event);
-  if (result == MS_RESULT_OK) {
-    memcpy(staging, data, (size_t)bytes);
-    result = msi_copy_in(m, slot->address, staging, bytes, slot->event);
-  }
-  return result;
+/* An input is staged, and goes to the device behind what is enqueued. A tensor on the host may be
+   read by what is. */
+static ms_result msi_write(ms_model *m, const msi_slot *slot, const void *data, uint64_t bytes) {
+    ms_result result = MS_RESULT_OK;
+    if (slot->event == MSI_NONE) {
+        result = slot->on_host ? msi_synchronize(m) : MS_RESULT_OK;
+        return result == MS_RESULT_OK ? msi_copy(m, slot->address, slot->on_host, data, true, bytes)
+                                      : result;
+    }
+    uint8_t *staging = msi_step_on_host(m) + slot->staging;
+    result = msi_wait_on_host(m, slot->event);
+    if (result == MS_RESULT_OK) {
+        memcpy(staging, data, (size_t)bytes);
+        result = msi_copy_in(m, slot->address, staging, bytes, slot->event);
+    }
+    return result;
 }
 
-MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor,
-                                const void *data) {
-  const uint32_t t = msi_transfer_index(model, "ms_write", tensor, data);
-  if (t == MSI_NONE) {
-    return MS_RESULT_INVALID;
-  }
-  msi_tensor *target = &model->graph.tensors.items[t];
-  const msi_role role = msi_role_of(tensor);
-  if (!msi_is_fixed(target) ||
-      (role == MSI_ROLE_GRADIENT && !msi_is_borrowed(target, role))) {
-    return msi_fail(model, MS_RESULT_INVALID,
-                    "ms_write: the %s \"%s\" does not live between steps; "
-                    "inputs, params, buffers "
-                    "and optimizer state do, and what is borrowed",
-                    msi_role_name(role), msi_tensor_name(model, t));
-  }
-  if (model->config.dry_run) {
-    return msi_fail(model, MS_RESULT_DRY_RUN,
-                    "ms_write: a dry run has no memory for \"%s\"",
-                    msi_tensor_name(model, t));
-  }
-  if (model->busy) {
-    return msi_fail(model, MS_RESULT_ORDER,
-                    "ms_write: called from a callback of a layer");
-  }
-  if (model->plan) {
-    const msi_slot *slot = msi_find_slot(model->store, t, role);
-    if (!slot) {
-      return msi_fail(model, MS_RESULT_INVALID,
-                      "ms_write: \"%s\" has no such state",
-                      msi_tensor_name(model, t));
+MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data) {
+    const uint32_t t = msi_transfer_index(model, "ms_write", tensor, data);
+    if (t == MSI_NONE) {
+        return MS_RESULT_INVALID;
     }
-    if (model->stage == MSI_STAGE_FORWARD) {
-      model->stage =
-          MSI_STAGE_IDLE; // backward would see another value than forward did
+    msi_tensor *target = &model->graph.tensors.items[t];
+    const msi_role role = msi_role_of(tensor);
+    if (!msi_is_fixed(target) || (role == MSI_ROLE_GRADIENT && !msi_is_borrowed(target, role))) {
+        return msi_fail(
+            model, MS_RESULT_INVALID,
+            "ms_write: the %s \"%s\" does not live between steps; inputs, params, buffers "
+            "and optimizer state do, and what is borrowed",
+            msi_role_name(role), msi_tensor_name(model, t));
     }
-    return msi_write(model, slot, data, target->bytes);
-  }
-  void **memory = &target->memory[role];
-  const bool on_device = msi_is_borrowed(target, role) && !target->on_host;
-  if (!*memory) {
-    *memory = msi_alloc_zeroed(&model->config.allocator, target->largest_bytes);
-  }
-  if (!*memory) {
-    return msi_fail_memory(model, msi_tensor_name(model, t),
-                           target->largest_bytes);
-  }
-  return msi_copy(model, *memory, !on_device, data, true, target->bytes);
+    if (model->config.dry_run) {
+        return msi_fail(model, MS_RESULT_DRY_RUN, "ms_write: a dry run has no memory for \"%s\"",
+                        msi_tensor_name(model, t));
+    }
+    if (model->busy) {
+        return msi_fail(model, MS_RESULT_ORDER, "ms_write: called from a callback of a layer");
+    }
+    if (model->plan) {
+        const msi_slot *slot = msi_find_slot(model->store, t, role);
+        if (!slot) {
+            return msi_fail(model, MS_RESULT_INVALID, "ms_write: \"%s\" has no such state",
+                            msi_tensor_name(model, t));
+        }
+        if (model->stage == MSI_STAGE_FORWARD) {
+            model->stage = MSI_STAGE_IDLE; // backward would see another value than forward did
+        }
+        return msi_write(model, slot, data, target->bytes);
+    }
+    void **memory = &target->memory[role];
+    const bool on_device = msi_is_borrowed(target, role) && !target->on_host;
+    if (!*memory) {
+        *memory = msi_alloc_zeroed(&model->config.allocator, target->largest_bytes);
+    }
+    if (!*memory) {
+        return msi_fail_memory(model, msi_tensor_name(model, t), target->largest_bytes);
+    }
+    return msi_copy(model, *memory, !on_device, data, true, target->bytes);
 }
 
 static const char *msi_read_cure(const ms_model *m, uint32_t t, msi_role role) {
-  if (role == MSI_ROLE_GRADIENT) {
-    return "it stands from ms_backward to its update (early_update = "
-           "MS_SWITCH_OFF: to "
-           "ms_update; MS_OPTIMIZER_NONE: to the next pass)";
-  }
-  if (role != MSI_ROLE_VALUE) {
-    return "a param that is frozen, or that the loss does not depend on, has "
-           "none";
-  }
-  return t == m->graph.loss ? "run ms_step, ms_forward or ms_eval first"
-         : m->graph.tensors.items[t].kind == MSI_KIND_SAVED
-             ? "a saved tensor is between forward and backward alone"
-             : "ms_set_output keeps an activation";
+    if (role == MSI_ROLE_GRADIENT) {
+        return "it stands from ms_backward to its update (early_update = MS_SWITCH_OFF: to "
+               "ms_update; MS_OPTIMIZER_NONE: to the next pass)";
+    }
+    if (role != MSI_ROLE_VALUE) {
+        return "a param that is frozen, or that the loss does not depend on, has none";
+    }
+    return t == m->graph.loss ? "run ms_step, ms_forward or ms_eval first"
+           : m->graph.tensors.items[t].kind == MSI_KIND_SAVED
+               ? "a saved tensor is between forward and backward alone"
+               : "ms_set_output keeps an activation";
 }
 
 /* A value before there is a plan: as it was written, or zeros. */
-static ms_result msi_read_written(ms_model *m, const msi_tensor *t,
-                                  msi_role role, void *data) {
-  if (t->memory[role]) {
-    const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
-    return msi_copy(m, data, true, t->memory[role], !on_device, t->bytes);
-  }
-  memset(data, 0, (size_t)t->bytes);
-  return MS_RESULT_OK;
+static ms_result msi_read_written(ms_model *m, const msi_tensor *t, msi_role role, void *data) {
+    if (t->memory[role]) {
+        const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
+        return msi_copy(m, data, true, t->memory[role], !on_device, t->bytes);
+    }
+    memset(data, 0, (size_t)t->bytes);
+    return MS_RESULT_OK;
 }
 
 MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
-  const uint32_t t = msi_transfer_index(model, "ms_read", tensor, data);
-  if (t == MSI_NONE) {
-    return MS_RESULT_INVALID;
-  }
-  const msi_tensor *source = &model->graph.tensors.items[t];
-  const msi_role role = msi_role_of(tensor);
-  if (model->config.dry_run) {
-    return msi_fail(model, MS_RESULT_DRY_RUN,
-                    "ms_read: a dry run has no memory for \"%s\"",
-                    msi_tensor_name(model, t));
-  }
-  const bool fixed = msi_is_fixed(source) && (role != MSI_ROLE_GRADIENT ||
-                                              msi_is_borrowed(source, role));
-  if (fixed && !model->plan) {
-    return msi_read_written(model, source, role, data);
-  }
-  const void *address = model->plan ? msi_live_address(model, t, role) : NULL;
-  if (!address) {
-    return msi_fail(model, MS_RESULT_ORDER,
-                    "ms_read: the %s \"%s\" is not in memory here; %s",
-                    msi_role_name(role), msi_tensor_name(model, t),
-                    msi_read_cure(model, t, role));
-  }
-  return msi_copy(model, data, true, address,
-                  msi_is_fixed(source) && source->on_host, source->bytes);
+    const uint32_t t = msi_transfer_index(model, "ms_read", tensor, data);
+    if (t == MSI_NONE) {
+        return MS_RESULT_INVALID;
+    }
+    const msi_tensor *source = &model->graph.tensors.items[t];
+    const msi_role role = msi_role_of(tensor);
+    if (model->config.dry_run) {
+        return msi_fail(model, MS_RESULT_DRY_RUN, "ms_read: a dry run has no memory for \"%s\"",
+                        msi_tensor_name(model, t));
+    }
+    const bool fixed =
+        msi_is_fixed(source) && (role != MSI_ROLE_GRADIENT || msi_is_borrowed(source, role));
+    if (fixed && !model->plan) {
+        return msi_read_written(model, source, role, data);
+    }
+    const void *address = model->plan ? msi_live_address(model, t, role) : NULL;
+    if (!address) {
+        return msi_fail(model, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory here; %s",
+                        msi_role_name(role), msi_tensor_name(model, t),
+                        msi_read_cure(model, t, role));
+    }
+    return msi_copy(model, data, true, address, msi_is_fixed(source) && source->on_host,
+                    source->bytes);
 }
 
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
-  const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
-  if (t == MSI_NONE || !model->plan || model->config.dry_run) {
-    return NULL;
-  }
-  return msi_live_address(model, t, msi_role_of(tensor));
+    const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
+    if (t == MSI_NONE || !model->plan || model->config.dry_run) {
+        return NULL;
+    }
+    return msi_live_address(model, t, msi_role_of(tensor));
 }
 
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
-  const uint32_t t = model ? msi_value_index(model, tensor) : MSI_NONE;
-  const ms_tensor none = {0};
-  if (t == MSI_NONE ||
-      !msi_is_float(model->graph.tensors.items[t].view.dtype)) {
-    return none;
-  }
-  const msi_kind kind = model->graph.tensors.items[t].kind;
-  return kind == MSI_KIND_PARAM || kind == MSI_KIND_ACTIVATION
-             ? msi_handle(t, MSI_ROLE_GRADIENT)
-             : none;
+    const uint32_t t = model ? msi_value_index(model, tensor) : MSI_NONE;
+    const ms_tensor none = {0};
+    if (t == MSI_NONE || !msi_is_float(model->graph.tensors.items[t].view.dtype)) {
+        return none;
+    }
+    const msi_kind kind = model->graph.tensors.items[t].kind;
+    return kind == MSI_KIND_PARAM || kind == MSI_KIND_ACTIVATION ? msi_handle(t, MSI_ROLE_GRADIENT)
+                                                                 : none;
 }
 
-MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model,
-                                          ms_tensor param, int index) {
-  const uint32_t t = model ? msi_value_index(model, param) : MSI_NONE;
-  const ms_tensor none = {0};
-  if (t == MSI_NONE || model->graph.tensors.items[t].kind != MSI_KIND_PARAM ||
-      index < 0 || (uint32_t)index >= msi_state_count(&model->optimizer)) {
-    return none;
-  }
-  return msi_handle(t, (msi_role)(MSI_ROLE_STATE0 + index));
+MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index) {
+    const uint32_t t = model ? msi_value_index(model, param) : MSI_NONE;
+    const ms_tensor none = {0};
+    if (t == MSI_NONE || model->graph.tensors.items[t].kind != MSI_KIND_PARAM || index < 0 ||
+        (uint32_t)index >= msi_state_count(&model->optimizer)) {
+        return none;
+    }
+    return msi_handle(t, (msi_role)(MSI_ROLE_STATE0 + index));
 }
 
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor) {
-  const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
-  const ms_shape wrong = {{0, 0, 0, 0, 0, 0}, -1, {0, 0, 0, 0, 0, 0}};
-  return t == MSI_NONE ? wrong : model->graph.tensors.items[t].view.shape;
+    const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
+    const ms_shape wrong = {{0, 0, 0, 0, 0, 0}, -1, {0, 0, 0, 0, 0, 0}};
+    return t == MSI_NONE ? wrong : model->graph.tensors.items[t].view.shape;
 }
 
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor) {
-  const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
-  return t == MSI_NONE
-             ? 0
-             : ms_shape_count(&model->graph.tensors.items[t].view.shape);
+    const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
+    return t == MSI_NONE ? 0 : ms_shape_count(&model->graph.tensors.items[t].view.shape);
 }
 
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor) {
-  const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
-  return t == MSI_NONE ? 0 : model->graph.tensors.items[t].bytes;
+    const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
+    return t == MSI_NONE ? 0 : model->graph.tensors.items[t].bytes;
 }
 
-/* Forward of a program. Only who wants the loss of an asynchronous device waits
- * for it. */
+/* Forward of a program. Only who wants the loss of an asynchronous device waits for it. */
 static ms_result msi_forward(ms_model *m, const msi_program *p, double *loss) {
-  const bool asynchronous = m->config.backend.is_asynchronous;
-  ms_result result = msi_start(m, p);
-  result = result == MS_RESULT_OK ? msi_run_forward(m) : result;
-  if (result != MS_RESULT_OK || (asynchronous && !loss)) {
-    return result;
-  }
-  result = msi_ask_verdict(m);
-  return result == MS_RESULT_OK ? msi_conclude(m, loss)
-                                : msi_abandon(m, result);
+    const bool asynchronous = m->config.backend.is_asynchronous;
+    ms_result result = msi_start(m, p);
+    result = result == MS_RESULT_OK ? msi_run_forward(m) : result;
+    if (result != MS_RESULT_OK || (asynchronous && !loss)) {
+        return result;
+    }
+    result = msi_ask_verdict(m);
+    return result == MS_RESULT_OK ? msi_conclude(m, loss) : msi_abandon(m, result);
 }
 
 MEMSCALE_API ms_result ms_forward(ms_model *model, double *loss) {
-  if (!model) {
-    return MS_RESULT_INVALID;
-  }
-  ms_result result = msi_check_ready(model, "ms_forward");
-  result = result == MS_RESULT_OK
-               ? msi_forward(model, &model->plan->train, loss)
-               : result;
-  model->stage = result == MS_RESULT_OK ? MSI_STAGE_FORWARD : model->stage;
-  return result;
+    if (!model) {
+        return MS_RESULT_INVALID;
+    }
+    ms_result result = msi_check_ready(model, "ms_forward");
+    result = result == MS_RESULT_OK ? msi_forward(model, &model->plan->train, loss) : result;
+    model->stage = result == MS_RESULT_OK ? MSI_STAGE_FORWARD : model->stage;
+    return result;
 }
 
 MEMSCALE_API ms_result ms_backward(ms_model *model) {
-  if (!model) {
-    return MS_RESULT_INVALID;
-  }
-  const ms_result result = msi_check_ready(model, "ms_backward");
-  if (result != MS_RESULT_OK) {
-    return result;
-  }
-  if (model->stage == MSI_STAGE_FORWARD && !msi_owns_arena(model)) {
-    return msi_fail(model, MS_RESULT_ORDER,
-                    "ms_backward: another model has used the shared arena "
-                    "since ms_forward: "
-                    "call ms_forward again");
-  }
-  if (model->stage != MSI_STAGE_FORWARD) {
-    return msi_fail(model, MS_RESULT_ORDER,
-                    "ms_backward: call ms_forward first (a ms_write after it "
-                    "ends the step)");
-  }
-  return msi_finish_backward(model);
+    if (!model) {
+        return MS_RESULT_INVALID;
+    }
+    const ms_result result = msi_check_ready(model, "ms_backward");
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    if (model->stage == MSI_STAGE_FORWARD && !msi_owns_arena(model)) {
+        return msi_fail(model, MS_RESULT_ORDER,
+                        "ms_backward: another model has used the shared arena since ms_forward: "
+                        "call ms_forward again");
+    }
+    if (model->stage != MSI_STAGE_FORWARD) {
+        return msi_fail(model, MS_RESULT_ORDER,
+                        "ms_backward: call ms_forward first (a ms_write after it ends the step)");
+    }
+    return msi_finish_backward(model);
 }
 
 MEMSCALE_API ms_result ms_update(ms_model *model) {
-  if (!model) {
-    return MS_RESULT_INVALID;
-  }
-  if (model->stage == MSI_STAGE_BACKWARD && !model->busy &&
-      msi_owns_arena(model)) {
-    return msi_finish_update(model);
-  }
-  const ms_result result = msi_check_ready(model, "ms_update");
-  if (result != MS_RESULT_OK) {
-    return result;
-  }
-  if (model->stage == MSI_STAGE_BACKWARD) {
+    if (!model) {
+        return MS_RESULT_INVALID;
+    }
+    if (model->stage == MSI_STAGE_BACKWARD && !model->busy && msi_owns_arena(model)) {
+        return msi_finish_update(model);
+    }
+    const ms_result result = msi_check_ready(model, "ms_update");
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    if (model->stage == MSI_STAGE_BACKWARD) {
+        return msi_fail(model, MS_RESULT_ORDER,
+                        "ms_update: another model has used the shared arena since ms_backward");
+    }
     return msi_fail(
         model, MS_RESULT_ORDER,
-        "ms_update: another model has used the shared arena since ms_backward");
-  }
-  return msi_fail(model, MS_RESULT_ORDER,
-                  "ms_update: call ms_backward first; %u of the %u "
-                  "micro-batches of this step are "
-                  "done",
-                  (unsigned)model->micro, (unsigned)model->store->micro_count);
+        "ms_update: call ms_backward first; %u of the %u micro-batches of this step are "
+        "done",
+        (unsigned)model->micro, (unsigned)model->store->micro_count);
 }
 
 MEMSCALE_API ms_result ms_step(ms_model *model, double *loss) {
-  if (!model) {
-    return MS_RESULT_INVALID;
-  }
-  ms_result result = msi_check_ready(model, "ms_step");
-  result =
-      result == MS_RESULT_OK ? msi_start(model, &model->plan->train) : result;
-  if (result != MS_RESULT_OK) {
+    if (!model) {
+        return MS_RESULT_INVALID;
+    }
+    ms_result result = msi_check_ready(model, "ms_step");
+    result = result == MS_RESULT_OK ? msi_start(model, &model->plan->train) : result;
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    result = model->config.cuda_graph ? msi_run_graph(model) : msi_run_step(model);
+    if (result == MS_RESULT_OK && model->config.backend.is_asynchronous) {
+        return loss ? msi_conclude(model, loss) : result;
+    }
+    if (loss) {
+        *loss = msi_verdict(model, false)->loss;
+    }
     return result;
-  }
-  result =
-      model->config.cuda_graph ? msi_run_graph(model) : msi_run_step(model);
-  if (result == MS_RESULT_OK && model->config.backend.is_asynchronous) {
-    return loss ? msi_conclude(model, loss) : result;
-  }
-  if (loss) {
-    *loss = msi_verdict(model, false)->loss;
-  }
-  return result;
 }
 
 MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
-  if (!model) {
-    return MS_RESULT_INVALID;
-  }
-  const ms_result result = msi_check_ready(model, "ms_eval");
-  return result == MS_RESULT_OK ? msi_forward(model, &model->plan->eval, loss)
-                                : result;
+    if (!model) {
+        return MS_RESULT_INVALID;
+    }
+    const ms_result result = msi_check_ready(model, "ms_eval");
+    return result == MS_RESULT_OK ? msi_forward(model, &model->plan->eval, loss) : result;
 }
 
 MEMSCALE_API ms_result ms_gradient_norm(ms_model *model, double *norm) {
-  if (!model || !norm) {
-    return msi_fail_argument(model, "ms_gradient_norm", "an argument is NULL");
-  }
-  const msi_program *p = model->plan ? &model->plan->train : NULL;
-  if (!p || p->norm == MSI_NONE || model->running != p ||
-      !msi_owns_arena(model) || model->position < p->instructions.count) {
-    return msi_fail(model, MS_RESULT_ORDER,
-                    "ms_gradient_norm: there is no norm here; it stands from "
-                    "an update with "
-                    "grad_clip_norm to the next step or eval");
-  }
-  const msi_norm *at = (const msi_norm *)msi_address(model, p, p->norm);
-  double sum;
-  const ms_result result =
-      msi_copy(model, &sum, true, &at->sum, false, sizeof sum);
-  if (result == MS_RESULT_OK) {
-    *norm = sqrt(sum);
-  }
-  return result;
+    if (!model || !norm) {
+        return msi_fail_argument(model, "ms_gradient_norm", "an argument is NULL");
+    }
+    const msi_program *p = model->plan ? &model->plan->train : NULL;
+    if (!p || p->norm == MSI_NONE || model->running != p || !msi_owns_arena(model) ||
+        model->position < p->instructions.count) {
+        return msi_fail(model, MS_RESULT_ORDER,
+                        "ms_gradient_norm: there is no norm here; it stands from an update with "
+                        "grad_clip_norm to the next step or eval");
+    }
+    const msi_norm *at = (const msi_norm *)msi_address(model, p, p->norm);
+    double sum;
+    const ms_result result = msi_copy(model, &sum, true, &at->sum, false, sizeof sum);
+    if (result == MS_RESULT_OK) {
+        *norm = sqrt(sum);
+    }
+    return result;
 }
 
 MEMSCALE_API ms_matrix ms_matrix_of(const ms_view *view) {
-  ms_matrix matrix;
-  memset(&matrix, 0, sizeof matrix);
-  const uint64_t count = view ? ms_shape_count(&view->shape) : 0;
-  if (count == 0) {
+    ms_matrix matrix;
+    memset(&matrix, 0, sizeof matrix);
+    const uint64_t count = view ? ms_shape_count(&view->shape) : 0;
+    if (count == 0) {
+        return matrix;
+    }
+    matrix.data = view->data;
+    matrix.dtype = view->dtype;
+    matrix.cols = view->shape.rank > 0 ? view->shape.dim[view->shape.rank - 1] : 1;
+    matrix.rows = (int64_t)count / matrix.cols;
+    matrix.stride = matrix.cols;
     return matrix;
-  }
-  matrix.data = view->data;
-  matrix.dtype = view->dtype;
-  matrix.cols =
-      view->shape.rank > 0 ? view->shape.dim[view->shape.rank - 1] : 1;
-  matrix.rows = (int64_t)count / matrix.cols;
-  matrix.stride = matrix.cols;
-  return matrix;
 }
 
 MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix) {
-  matrix.transposed = !matrix.transposed;
-  return matrix;
+    matrix.transposed = !matrix.transposed;
+    return matrix;
 }
 
 /* What is wrong with a matrix product, or NULL. */
-static const char *msi_gemm_fault(const ms_matrix *a, const ms_matrix *b,
-                                  const ms_matrix *c) {
-  const ms_matrix *const all[] = {a, b, c};
-  const int64_t m = a->transposed ? a->cols : a->rows,
-                k = a->transposed ? a->rows : a->cols;
-  const int64_t n = b->transposed ? b->rows : b->cols;
-  for (int i = 0; i < 3; i++) {
-    if (!all[i]->data || all[i]->rows < 1 || all[i]->cols < 1 ||
-        all[i]->stride < all[i]->cols) {
-      return "a matrix has no data, no elements, or a stride below its columns";
+static const char *msi_gemm_fault(const ms_matrix *a, const ms_matrix *b, const ms_matrix *c) {
+    const ms_matrix *const all[] = {a, b, c};
+    const int64_t m = a->transposed ? a->cols : a->rows, k = a->transposed ? a->rows : a->cols;
+    const int64_t n = b->transposed ? b->rows : b->cols;
+    for (int i = 0; i < 3; i++) {
+        if (!all[i]->data || all[i]->rows < 1 || all[i]->cols < 1 ||
+            all[i]->stride < all[i]->cols) {
+            return "a matrix has no data, no elements, or a stride below its columns";
+        }
+        if (all[i]->count < 1 || all[i]->step < 0 || (i < 2 && all[i]->count > c->count) ||
+            (i < 2 && all[i]->count > 1 && all[i]->count < c->count)) {
+            return "the counts do not match";
+        }
     }
-    if (all[i]->count < 1 || all[i]->step < 0 ||
-        (i < 2 && all[i]->count > c->count) ||
-        (i < 2 && all[i]->count > 1 && all[i]->count < c->count)) {
-      return "the counts do not match";
+    if (k != (b->transposed ? b->cols : b->rows) || m != c->rows || n != c->cols || c->transposed) {
+        return "the shapes do not match";
     }
-  }
-  if (k != (b->transposed ? b->cols : b->rows) || m != c->rows ||
-      n != c->cols || c->transposed) {
-    return "the shapes do not match";
-  }
-  return c->count > 1 && c->step < (c->rows - 1) * c->stride + c->cols
-             ? "the matrices of c overlap"
-             : NULL;
+    return c->count > 1 && c->step < (c->rows - 1) * c->stride + c->cols
+               ? "the matrices of c overlap"
+               : NULL;
 }
 
 static bool msi_is_castable(ms_dtype dtype) {
-  return dtype == MS_DTYPE_F32 || dtype == MS_DTYPE_F16 ||
-         dtype == MS_DTYPE_BF16;
+    return dtype == MS_DTYPE_F32 || dtype == MS_DTYPE_F16 || dtype == MS_DTYPE_BF16;
 }
 
-MEMSCALE_API ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a,
-                               ms_matrix b, float beta, ms_matrix c) {
-  if (!call || !call->model) {
-    return MS_RESULT_INVALID;
-  }
-  ms_model *m = call->model;
-  a.count = a.count ? a.count : 1;
-  b.count = b.count ? b.count : 1;
-  c.count = c.count ? c.count : 1;
-  const char *fault = msi_gemm_fault(&a, &b, &c);
-  if (fault) {
-    return msi_fail(
-        m, MS_RESULT_INVALID,
-        "ms_gemm: %s: a %lld x %lld%s, b %lld x %lld%s, c %lld x %lld%s, %lld, "
-        "%lld "
-        "and %lld of them",
-        fault, (long long)a.rows, (long long)a.cols, a.transposed ? "'" : "",
-        (long long)b.rows, (long long)b.cols, b.transposed ? "'" : "",
-        (long long)c.rows, (long long)c.cols, c.transposed ? "'" : "",
-        (long long)a.count, (long long)b.count, (long long)c.count);
-  }
-  if (!msi_is_castable(a.dtype) || a.dtype != b.dtype ||
-      (c.dtype != a.dtype && c.dtype != MS_DTYPE_F32)) {
-    return msi_fail(m, MS_RESULT_UNSUPPORTED,
-                    "ms_gemm: %s x %s -> %s; it takes two of f32, f16 or bf16 "
-                    "alike, and gives "
-                    "f32 or the same",
-                    ms_dtype_name(a.dtype), ms_dtype_name(b.dtype),
-                    ms_dtype_name(c.dtype));
-  }
-  const ms_backend *backend = &m->config.backend;
-  const int error = backend->gemm(m->device, alpha, &a, &b, beta, &c);
-  return error == 0 ? MS_RESULT_OK : msi_device(m, error, "gemm");
+MEMSCALE_API ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a, ms_matrix b,
+                               float beta, ms_matrix c) {
+    if (!call || !call->model) {
+        return MS_RESULT_INVALID;
+    }
+    ms_model *m = call->model;
+    a.count = a.count ? a.count : 1;
+    b.count = b.count ? b.count : 1;
+    c.count = c.count ? c.count : 1;
+    const char *fault = msi_gemm_fault(&a, &b, &c);
+    if (fault) {
+        return msi_fail(
+            m, MS_RESULT_INVALID,
+            "ms_gemm: %s: a %lld x %lld%s, b %lld x %lld%s, c %lld x %lld%s, %lld, %lld "
+            "and %lld of them",
+            fault, (long long)a.rows, (long long)a.cols, a.transposed ? "'" : "", (long long)b.rows,
+            (long long)b.cols, b.transposed ? "'" : "", (long long)c.rows, (long long)c.cols,
+            c.transposed ? "'" : "", (long long)a.count, (long long)b.count, (long long)c.count);
+    }
+    if (!msi_is_castable(a.dtype) || a.dtype != b.dtype ||
+        (c.dtype != a.dtype && c.dtype != MS_DTYPE_F32)) {
+        return msi_fail(m, MS_RESULT_UNSUPPORTED,
+                        "ms_gemm: %s x %s -> %s; it takes two of f32, f16 or bf16 alike, and gives "
+                        "f32 or the same",
+                        ms_dtype_name(a.dtype), ms_dtype_name(b.dtype), ms_dtype_name(c.dtype));
+    }
+    const ms_backend *backend = &m->config.backend;
+    const int error = backend->gemm(m->device, alpha, &a, &b, beta, &c);
+    return error == 0 ? MS_RESULT_OK : msi_device(m, error, "gemm");
 }
 
-MEMSCALE_API ms_result ms_cast(const ms_call *call, const ms_view *to,
-                               const ms_view *from) {
-  if (!call || !call->model) {
-    return MS_RESULT_INVALID;
-  }
-  ms_model *m = call->model;
-  const uint64_t count = to && from ? ms_shape_count(&to->shape) : 0;
-  if (count == 0 || !to->data || !from->data ||
-      count != ms_shape_count(&from->shape)) {
-    return msi_fail(m, MS_RESULT_INVALID,
-                    "ms_cast: a view is missing, has no data, or they "
-                    "have different numbers of elements");
-  }
-  if (!msi_is_castable(to->dtype) || !msi_is_castable(from->dtype)) {
-    return msi_fail(m, MS_RESULT_UNSUPPORTED,
-                    "ms_cast: %s to %s; it takes f32, f16 and bf16",
-                    ms_dtype_name(from->dtype), ms_dtype_name(to->dtype));
-  }
-  const ms_backend *b = &m->config.backend;
-  return msi_device(
-      m,
-      b->cast(m->device, to->data, to->dtype, from->data, from->dtype, count),
-      "cast");
+MEMSCALE_API ms_result ms_cast(const ms_call *call, const ms_view *to, const ms_view *from) {
+    if (!call || !call->model) {
+        return MS_RESULT_INVALID;
+    }
+    ms_model *m = call->model;
+    const uint64_t count = to && from ? ms_shape_count(&to->shape) : 0;
+    if (count == 0 || !to->data || !from->data || count != ms_shape_count(&from->shape)) {
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "ms_cast: a view is missing, has no data, or they "
+                        "have different numbers of elements");
+    }
+    if (!msi_is_castable(to->dtype) || !msi_is_castable(from->dtype)) {
+        return msi_fail(m, MS_RESULT_UNSUPPORTED, "ms_cast: %s to %s; it takes f32, f16 and bf16",
+                        ms_dtype_name(from->dtype), ms_dtype_name(to->dtype));
+    }
+    const ms_backend *b = &m->config.backend;
+    return msi_device(m, b->cast(m->device, to->data, to->dtype, from->data, from->dtype, count),
+                      "cast");
 }
 
 /* Read-only functions cannot note an error text: the model is const. */
-MEMSCALE_API ms_result ms_report(const ms_model *model,
-                                 ms_memory_report *report) {
-  if (!model || !report) {
-    return MS_RESULT_INVALID;
-  }
-  if (!model->plan) {
-    return MS_RESULT_ORDER;
-  }
-  msi_fill_report(model, report);
-  return MS_RESULT_OK;
+MEMSCALE_API ms_result ms_report(const ms_model *model, ms_memory_report *report) {
+    if (!model || !report) {
+        return MS_RESULT_INVALID;
+    }
+    if (!model->plan) {
+        return MS_RESULT_ORDER;
+    }
+    msi_fill_report(model, report);
+    return MS_RESULT_OK;
 }
 
-static const msi_program *msi_program_of(const ms_model *m,
-                                         ms_program program) {
-  return program == MS_PROGRAM_TRAIN ? &m->plan->train : &m->plan->eval;
+static const msi_program *msi_program_of(const ms_model *m, ms_program program) {
+    return program == MS_PROGRAM_TRAIN ? &m->plan->train : &m->plan->eval;
 }
 
-MEMSCALE_API ms_result ms_visit_events(const ms_model *model,
-                                       ms_program program, ms_event_fn visit,
+MEMSCALE_API ms_result ms_visit_events(const ms_model *model, ms_program program, ms_event_fn visit,
                                        void *user) {
-  if (!model || !visit || (unsigned)program > MS_PROGRAM_EVAL) {
-    return MS_RESULT_INVALID;
-  }
-  if (!model->plan) {
-    return MS_RESULT_ORDER;
-  }
-  msi_visit(model, msi_program_of(model, program), visit, user);
-  return MS_RESULT_OK;
+    if (!model || !visit || (unsigned)program > MS_PROGRAM_EVAL) {
+        return MS_RESULT_INVALID;
+    }
+    if (!model->plan) {
+        return MS_RESULT_ORDER;
+    }
+    msi_visit(model, msi_program_of(model, program), visit, user);
+    return MS_RESULT_OK;
 }
 
-MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_write_fn write,
-                                     void *user) {
-  if (!model || !write) {
-    return MS_RESULT_INVALID;
-  }
-  if (!model->plan) {
-    return MS_RESULT_ORDER;
-  }
-  const msi_printer out = {write, user};
-  msi_print_summary(model, &out);
-  msi_print(&out, "layer  %-24s %14s %14s\n", "name", "kept", "dropped");
-  for (uint32_t i = 0; i < model->graph.layers.count; i++) {
-    msi_print_plan_layer(model, &out, i);
-  }
-  return MS_RESULT_OK;
+MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_write_fn write, void *user) {
+    if (!model || !write) {
+        return MS_RESULT_INVALID;
+    }
+    if (!model->plan) {
+        return MS_RESULT_ORDER;
+    }
+    const msi_printer out = {write, user};
+    msi_print_summary(model, &out);
+    msi_print(&out, "layer  %-24s %14s %14s\n", "name", "kept", "dropped");
+    for (uint32_t i = 0; i < model->graph.layers.count; i++) {
+        msi_print_plan_layer(model, &out, i);
+    }
+    return MS_RESULT_OK;
 }
 
-MEMSCALE_API ms_result ms_print_program(const ms_model *model,
-                                        ms_program program, ms_write_fn write,
-                                        void *user) {
-  if (!model || !write || (unsigned)program > MS_PROGRAM_EVAL) {
-    return MS_RESULT_INVALID;
-  }
-  if (!model->plan) {
-    return MS_RESULT_ORDER;
-  }
-  msi_listing to;
-  to.model = model;
-  to.out.write = write;
-  to.out.user = user;
-  msi_visit(model, msi_program_of(model, program), msi_print_event, &to);
-  return MS_RESULT_OK;
+MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program program,
+                                        ms_write_fn write, void *user) {
+    if (!model || !write || (unsigned)program > MS_PROGRAM_EVAL) {
+        return MS_RESULT_INVALID;
+    }
+    if (!model->plan) {
+        return MS_RESULT_ORDER;
+    }
+    msi_listing to;
+    to.model = model;
+    to.out.write = write;
+    to.out.user = user;
+    msi_visit(model, msi_program_of(model, program), msi_print_event, &to);
+    return MS_RESULT_OK;
 }
 
 #endif // MEMSCALE_IMPLEMENTATION
+
+// ================================================================================================
+// the CUDA backend
+
+#if defined(MEMSCALE_CUDA_IMPLEMENTATION) && !defined(MEMSCALE_CUDA_IMPLEMENTATION_DONE)
+#define MEMSCALE_CUDA_IMPLEMENTATION_DONE
+
+#include <cublas_v2.h>
+
+// ------------------------------------------------------------------------------------------------
+// >>cuda state  one per model: streams, events and a cuBLAS handle; errors, and launches
+
+enum {
+    MSI_CUDA_THREADS = 256,
+    MSI_CUDA_PARTS = 1024, // partial sums of a sum of squares
+    MSI_CUDA_PARTS_BYTES = MSI_CUDA_PARTS * 8
+};
+
+typedef struct msi_cuda {
+    const ms_allocator *host;
+    cudaStream_t streams[MS_STREAM_COUNT];
+    cublasHandle_t blas;
+    cudaEvent_t *events;
+    double *parts; // MSI_CUDA_PARTS of them
+    uint32_t event_count;
+    int device;
+    bool owns_compute, tf32;
+} msi_cuda;
+
+enum { MSI_CUDA_BLAS_ERROR = 10000 }; // an error of cuBLAS: its status, plus this
+
+/* An error is the caller's to report; the runtime forgets it, so that the host's next launch does
+   not find it. */
+static int msi_cuda_error(cudaError_t error) {
+    if (error != cudaSuccess) {
+        (void)cudaGetLastError();
+    }
+    return (int)error;
+}
+
+static int msi_cuda_blas_error(cublasStatus_t status) {
+    if (status == CUBLAS_STATUS_SUCCESS) {
+        return 0;
+    }
+    (void)cudaGetLastError();
+    return MSI_CUDA_BLAS_ERROR + (int)status;
+}
+
+static const char *msi_cuda_error_text(void *user, int error) {
+    (void)user;
+    return error >= MSI_CUDA_BLAS_ERROR
+               ? cublasGetStatusString((cublasStatus_t)(error - MSI_CUDA_BLAS_ERROR))
+               : cudaGetErrorString((cudaError_t)error);
+}
+
+namespace {
+
+/* Makes a device the current one of this thread for the life of a scope. */
+struct msi_cuda_scope {
+    int device, before, error;
+
+    explicit msi_cuda_scope(int wanted) : device(wanted), before(wanted), error(0) {
+        error = msi_cuda_error(cudaGetDevice(&before));
+        if (error == 0 && before != device) {
+            error = msi_cuda_error(cudaSetDevice(device));
+        }
+    }
+
+    ~msi_cuda_scope() {
+        if (error == 0 && before != device) {
+            (void)msi_cuda_error(cudaSetDevice(before));
+        }
+    }
+
+  private:
+    msi_cuda_scope(const msi_cuda_scope &);
+    msi_cuda_scope &operator=(const msi_cuda_scope &);
+};
+
+} // namespace
+
+static int msi_cuda_device(void *user) {
+    return (int)(intptr_t)user;
+}
+
+static cudaLaunchConfig_t msi_cuda_config(const msi_cuda *c, uint64_t blocks, unsigned threads) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks);
+    config.blockDim = dim3(threads);
+    config.stream = c->streams[MS_STREAM_COMPUTE];
+    return config;
+}
+
+/* Every kernel is launched here. */
+template <typename... Parameters, typename... Arguments>
+static int msi_cuda_launch(const msi_cuda *c, uint64_t blocks, void (*kernel)(Parameters...),
+                           Arguments... arguments) {
+    const cudaLaunchConfig_t config = msi_cuda_config(c, blocks, MSI_CUDA_THREADS);
+    const msi_cuda_scope scope(c->device);
+    return scope.error ? scope.error
+                       : msi_cuda_error(cudaLaunchKernelEx(&config, kernel,
+                                                           static_cast<Parameters>(arguments)...));
+}
+
+static uint64_t msi_cuda_blocks(uint64_t threads) {
+    return (threads + MSI_CUDA_THREADS - 1) / MSI_CUDA_THREADS;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>cuda kernels  each thread takes one group of elements, by 16-byte accesses; where an array is
+//                 not aligned to that, and at its end, one element
+
+/* How many threads an array takes: `groups` of whole groups, the rest of single elements. */
+typedef struct msi_cuda_range {
+    uint64_t count, groups, threads;
+} msi_cuda_range;
+
+/* bits: the addresses of all arrays, or-ed. */
+static msi_cuda_range msi_cuda_range_of(uint64_t count, uint64_t group, uintptr_t bits) {
+    msi_cuda_range r;
+    r.count = count;
+    r.groups = bits % 16 == 0 ? count / group : 0;
+    r.threads = r.groups + (count - r.groups * group);
+    return r;
+}
+
+static __device__ __forceinline__ uint64_t msi_cuda_index() {
+    return (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
+}
+
+static __global__ void msi_k_fill_f32(float *x, float value, msi_cuda_range r) {
+    const uint64_t i = msi_cuda_index();
+    if (i < r.groups) {
+        ((float4 *)x)[i] = make_float4(value, value, value, value);
+    } else if (i < r.threads) {
+        x[i + 3 * r.groups] = value;
+    }
+}
+
+static __global__ void msi_k_add_f32(float *x, const float *y, msi_cuda_range r) {
+    const uint64_t i = msi_cuda_index();
+    if (i < r.groups) {
+        const float4 a = ((const float4 *)x)[i], b = ((const float4 *)y)[i];
+        ((float4 *)x)[i] = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+    } else if (i < r.threads) {
+        x[i + 3 * r.groups] += y[i + 3 * r.groups];
+    }
+}
+
+/* Eight elements of F32, F16 or BF16 at element 8 * i. */
+static __device__ __forceinline__ void msi_cuda_load8(float *x, const void *data, ms_dtype dtype,
+                                                      uint64_t i) {
+    if (dtype == MS_DTYPE_F32) {
+        const float4 a = ((const float4 *)data)[2 * i], b = ((const float4 *)data)[2 * i + 1];
+        x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w;
+        x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+        return;
+    }
+    const uint4 packed = ((const uint4 *)data)[i];
+    const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+    for (int k = 0; k < 8; k++) {
+        const uint16_t half = (uint16_t)(words[k / 2] >> (k % 2 * 16));
+        x[k] = dtype == MS_DTYPE_F16 ? msi_f32_of_f16(half) : msi_f32_of_bf16(half);
+    }
+}
+
+static __device__ __forceinline__ void msi_cuda_store8(void *data, ms_dtype dtype, uint64_t i,
+                                                       const float *x) {
+    if (dtype == MS_DTYPE_F32) {
+        ((float4 *)data)[2 * i] = make_float4(x[0], x[1], x[2], x[3]);
+        ((float4 *)data)[2 * i + 1] = make_float4(x[4], x[5], x[6], x[7]);
+        return;
+    }
+    uint32_t words[4] = {0, 0, 0, 0};
+    for (int k = 0; k < 8; k++) {
+        const uint16_t half = dtype == MS_DTYPE_F16 ? msi_f16_of_f32(x[k]) : msi_bf16_of_f32(x[k]);
+        words[k / 2] |= (uint32_t)half << (k % 2 * 16);
+    }
+    uint4 packed;
+    packed.x = words[0], packed.y = words[1], packed.z = words[2], packed.w = words[3];
+    ((uint4 *)data)[i] = packed;
+}
+
+static __global__ void msi_k_cast(void *target, ms_dtype to, const void *source, ms_dtype from,
+                                  msi_cuda_range r) {
+    const uint64_t i = msi_cuda_index();
+    if (i < r.groups) {
+        float x[8];
+        msi_cuda_load8(x, source, from, i);
+        msi_cuda_store8(target, to, i, x);
+    } else if (i < r.threads) {
+        msi_store_as(target, to, i + 7 * r.groups, msi_load(source, from, i + 7 * r.groups));
+    }
+}
+
+/* The sum over all threads of a block, in a fixed order; for thread 0. */
+static __device__ __forceinline__ double msi_cuda_block_sum(double *shared, double sum) {
+    shared[threadIdx.x] = sum;
+    for (unsigned half = MSI_CUDA_THREADS / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) {
+            shared[threadIdx.x] += shared[threadIdx.x + half];
+        }
+    }
+    return shared[0];
+}
+
+static __device__ __forceinline__ double msi_cuda_square(float x) {
+    return (double)x * (double)x;
+}
+
+/* parts[block] = sum of squares of every gridDim-th stretch of x. */
+static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
+    msi_k_squares(const float *x, msi_cuda_range r, double *parts) {
+    __shared__ double shared[MSI_CUDA_THREADS];
+    double sum = 0.0;
+    for (uint64_t i = msi_cuda_index(); i < r.threads; i += (uint64_t)gridDim.x * blockDim.x) {
+        if (i < r.groups) {
+            const float4 a = ((const float4 *)x)[i];
+            sum += (msi_cuda_square(a.x) + msi_cuda_square(a.y)) +
+                   (msi_cuda_square(a.z) + msi_cuda_square(a.w));
+        } else {
+            sum += msi_cuda_square(x[i + 3 * r.groups]);
+        }
+    }
+    sum = msi_cuda_block_sum(shared, sum);
+    if (threadIdx.x == 0) {
+        parts[blockIdx.x] = sum;
+    }
+}
+
+static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
+    msi_k_add_parts(double *sum, const double *parts, uint32_t count) {
+    __shared__ double shared[MSI_CUDA_THREADS];
+    double mine = 0.0;
+    for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
+        mine += parts[i];
+    }
+    mine = msi_cuda_block_sum(shared, mine);
+    if (threadIdx.x == 0) {
+        *sum += mine;
+    }
+}
+
+static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
+    msi_k_loss(const float *losses, uint64_t count, double factor, ms_step_state *step) {
+    __shared__ double shared[MSI_CUDA_THREADS];
+    double mine = 0.0;
+    for (uint64_t i = threadIdx.x; i < count; i += blockDim.x) {
+        mine += (double)losses[i];
+    }
+    mine = msi_cuda_block_sum(shared, mine);
+    if (threadIdx.x == 0) {
+        msi_judge_loss(step, factor * mine);
+    }
+}
+
+static __global__ void msi_k_clip(const double *sum, float limit, float *scale,
+                                  ms_step_state *step) {
+    *scale = msi_judge_norm(step, *sum, limit);
+}
+
+/* What an update works on; the arrays are those of ms_update_args. */
+typedef struct msi_cuda_update_args {
+    float *value;
+    const float *gradient, *scale;
+    float *state0, *state1;
+    const ms_update_factors *factors;
+    const ms_step_state *step;
+    msi_cuda_range range;
+} msi_cuda_update_args;
+
+static __global__ void __launch_bounds__(MSI_CUDA_THREADS) msi_k_adamw(msi_cuda_update_args u) {
+    const uint64_t i = msi_cuda_index();
+    if (u.step->halted != (uint32_t)MS_HALT_NONE) {
+        return;
+    }
+    const ms_update_factors f = *u.factors;
+    const float s = u.scale ? *u.scale : 1.0f;
+    if (i < u.range.groups) {
+        const float4 g = ((const float4 *)u.gradient)[i];
+        float4 p = ((const float4 *)u.value)[i];
+        float4 m = ((const float4 *)u.state0)[i], v = ((const float4 *)u.state1)[i];
+        p.x = msi_adamw_element(&f, p.x, s * g.x, &m.x, &v.x);
+        p.y = msi_adamw_element(&f, p.y, s * g.y, &m.y, &v.y);
+        p.z = msi_adamw_element(&f, p.z, s * g.z, &m.z, &v.z);
+        p.w = msi_adamw_element(&f, p.w, s * g.w, &m.w, &v.w);
+        ((float4 *)u.value)[i] = p;
+        ((float4 *)u.state0)[i] = m;
+        ((float4 *)u.state1)[i] = v;
+    } else if (i < u.range.threads) {
+        const uint64_t k = i + 3 * u.range.groups;
+        u.value[k] =
+            msi_adamw_element(&f, u.value[k], s * u.gradient[k], &u.state0[k], &u.state1[k]);
+    }
+}
+
+static __global__ void __launch_bounds__(MSI_CUDA_THREADS) msi_k_sgd(msi_cuda_update_args u) {
+    const uint64_t i = msi_cuda_index();
+    if (u.step->halted != (uint32_t)MS_HALT_NONE) {
+        return;
+    }
+    const ms_update_factors f = *u.factors;
+    const float s = u.scale ? *u.scale : 1.0f;
+    if (i < u.range.groups) {
+        const float4 g = ((const float4 *)u.gradient)[i];
+        float4 p = ((const float4 *)u.value)[i], m = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        const bool moves = u.state0 != NULL;
+        m = moves ? ((const float4 *)u.state0)[i] : m;
+        p.x = msi_sgd_element(&f, p.x, s * g.x, moves ? &m.x : NULL);
+        p.y = msi_sgd_element(&f, p.y, s * g.y, moves ? &m.y : NULL);
+        p.z = msi_sgd_element(&f, p.z, s * g.z, moves ? &m.z : NULL);
+        p.w = msi_sgd_element(&f, p.w, s * g.w, moves ? &m.w : NULL);
+        ((float4 *)u.value)[i] = p;
+        if (moves) {
+            ((float4 *)u.state0)[i] = m;
+        }
+    } else if (i < u.range.threads) {
+        const uint64_t k = i + 3 * u.range.groups;
+        u.value[k] =
+            msi_sgd_element(&f, u.value[k], s * u.gradient[k], u.state0 ? &u.state0[k] : NULL);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>cuda blas  row-major products as column-major ones of the transposed matrices
+
+static cudaDataType_t msi_cuda_type(ms_dtype dtype) {
+    return dtype == MS_DTYPE_F32 ? CUDA_R_32F : dtype == MS_DTYPE_F16 ? CUDA_R_16F : CUDA_R_16BF;
+}
+
+static bool msi_cuda_fits_int(const ms_matrix *x) {
+    return x->rows <= INT32_MAX && x->cols <= INT32_MAX && x->stride <= INT32_MAX &&
+           x->count <= INT32_MAX;
+}
+
+static int msi_cuda_gemm(void *state, float alpha, const ms_matrix *a, const ms_matrix *b,
+                         float beta, const ms_matrix *c) {
+    const msi_cuda *cuda = (const msi_cuda *)state;
+    const msi_cuda_scope scope(cuda->device);
+    if (scope.error || !msi_cuda_fits_int(a) || !msi_cuda_fits_int(b) || !msi_cuda_fits_int(c)) {
+        return scope.error ? scope.error : MSI_CUDA_BLAS_ERROR + (int)CUBLAS_STATUS_INVALID_VALUE;
+    }
+    const cublasComputeType_t compute =
+        cuda->tf32 && a->dtype == MS_DTYPE_F32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    const cublasOperation_t turn_a = a->transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+    const cublasOperation_t turn_b = b->transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+    const cudaDataType_t type = msi_cuda_type(a->dtype), type_c = msi_cuda_type(c->dtype);
+    const int m = (int)c->rows, n = (int)c->cols;
+    const int k = (int)(a->transposed ? a->rows : a->cols);
+    if (c->count == 1) {
+        return msi_cuda_blas_error(cublasGemmEx(cuda->blas, turn_b, turn_a, n, m, k, &alpha,
+                                                b->data, type, (int)b->stride, a->data, type,
+                                                (int)a->stride, &beta, c->data, type_c,
+                                                (int)c->stride, compute, CUBLAS_GEMM_DEFAULT));
+    }
+    return msi_cuda_blas_error(cublasGemmStridedBatchedEx(
+        cuda->blas, turn_b, turn_a, n, m, k, &alpha, b->data, type, (int)b->stride,
+        b->count > 1 ? b->step : 0, a->data, type, (int)a->stride, a->count > 1 ? a->step : 0,
+        &beta, c->data, type_c, (int)c->stride, c->step, (int)c->count, compute,
+        CUBLAS_GEMM_DEFAULT));
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>backend cuda  the table
+
+static int msi_cuda_memory_alloc(void *user, const ms_allocator *host, uint64_t bytes,
+                                 void **device) {
+    (void)host;
+    const msi_cuda_scope scope(msi_cuda_device(user));
+    return scope.error ? scope.error : msi_cuda_error(cudaMalloc(device, (size_t)bytes));
+}
+
+static void msi_cuda_memory_release(void *user, const ms_allocator *host, void *device,
+                                    uint64_t bytes) {
+    (void)host, (void)bytes;
+    const msi_cuda_scope scope(msi_cuda_device(user));
+    (void)msi_cuda_error(cudaFree(device));
+}
+
+static int msi_cuda_host_alloc(void *user, const ms_allocator *host, uint64_t bytes,
+                               void **memory) {
+    (void)host;
+    const msi_cuda_scope scope(msi_cuda_device(user));
+    return scope.error
+               ? scope.error
+               : msi_cuda_error(cudaHostAlloc(memory, (size_t)bytes, cudaHostAllocPortable));
+}
+
+static void msi_cuda_host_release(void *user, const ms_allocator *host, void *memory,
+                                  uint64_t bytes) {
+    (void)host, (void)bytes;
+    const msi_cuda_scope scope(msi_cuda_device(user));
+    (void)msi_cuda_error(cudaFreeHost(memory));
+}
+
+/* A field stays 0 where the runtime does not tell. */
+static void msi_cuda_hardware(void *user, ms_hardware *hardware) {
+    const msi_cuda_scope scope(msi_cuda_device(user));
+    cudaDeviceProp properties;
+    size_t free_bytes = 0, total_bytes = 0;
+    int driver = 0, runtime = 0;
+    hardware->kind = MS_DEVICE_DISCRETE;
+    if (scope.error || msi_cuda_error(cudaGetDeviceProperties(&properties, scope.device)) != 0) {
+        return;
+    }
+    snprintf(hardware->name, sizeof hardware->name, "%.63s", properties.name);
+    hardware->processor_count = (uint32_t)properties.multiProcessorCount;
+    hardware->compute_major = (uint32_t)properties.major;
+    hardware->compute_minor = (uint32_t)properties.minor;
+    hardware->bf16 = properties.major >= 8;
+    hardware->fp16_tensor = properties.major >= 7;
+    hardware->tf32 = properties.major >= 8;
+    hardware->total_bytes = properties.totalGlobalMem;
+    if (msi_cuda_error(cudaMemGetInfo(&free_bytes, &total_bytes)) == 0) {
+        hardware->free_bytes = free_bytes;
+    }
+    if (properties.integrated) { // it shares the host's memory, and the page cache gives way
+        uint64_t host_bytes = 0;
+        hardware->kind = MS_DEVICE_INTEGRATED;
+        msi_host_memory(&host_bytes, &hardware->free_bytes);
+    }
+    if (msi_cuda_error(cudaDriverGetVersion(&driver)) == 0) {
+        hardware->driver_version = (uint32_t)driver;
+    }
+    if (msi_cuda_error(cudaRuntimeGetVersion(&runtime)) == 0) {
+        hardware->runtime_version = (uint32_t)runtime;
+    }
+}
+
+static void msi_cuda_destroy_events(msi_cuda *c, uint32_t first) {
+    while (c->event_count > first) {
+        (void)msi_cuda_error(cudaEventDestroy(c->events[--c->event_count]));
+    }
+}
+
+static void msi_cuda_close(void *state) {
+    msi_cuda *c = (msi_cuda *)state;
+    const msi_cuda_scope scope(c->device);
+    if (c->blas) {
+        (void)msi_cuda_blas_error(cublasDestroy(c->blas));
+    }
+    const uint64_t bytes = c->event_count * (uint64_t)sizeof *c->events;
+    msi_cuda_destroy_events(c, 0);
+    msi_release(c->host, c->events, bytes);
+    for (int i = c->owns_compute ? 0 : 1; i < MS_STREAM_COUNT; i++) {
+        if (c->streams[i]) {
+            (void)msi_cuda_error(cudaStreamDestroy(c->streams[i]));
+        }
+    }
+    msi_release(c->host, c, sizeof *c);
+}
+
+static int msi_cuda_open(void *user, const ms_open_args *args, void **state) {
+    const msi_cuda_scope scope(msi_cuda_device(user));
+    msi_cuda *c = scope.error ? NULL : (msi_cuda *)msi_alloc(args->host, sizeof *c);
+    if (!c) {
+        return scope.error ? scope.error : (int)cudaErrorMemoryAllocation;
+    }
+    memset(c, 0, sizeof *c);
+    c->host = args->host;
+    c->device = scope.device;
+    c->tf32 = args->tf32;
+    c->streams[MS_STREAM_COMPUTE] = (cudaStream_t)args->stream;
+    c->owns_compute = !args->stream;
+    for (int i = c->owns_compute ? 0 : 1; i < MS_STREAM_COUNT; i++) {
+        const int error =
+            msi_cuda_error(cudaStreamCreateWithFlags(&c->streams[i], cudaStreamNonBlocking));
+        if (error) {
+            c->streams[i] = NULL;
+            msi_cuda_close(c);
+            return error;
+        }
+    }
+    *state = c;
+    return 0;
+}
+
+/* Makes as many events as are wanted, all or none. */
+static int msi_cuda_make_events(msi_cuda *c, uint32_t count) {
+    const uint32_t before = c->event_count;
+    if (count <= before) {
+        return 0;
+    }
+    cudaEvent_t *events = (cudaEvent_t *)msi_alloc(c->host, count * (uint64_t)sizeof *c->events);
+    if (!events) {
+        return (int)cudaErrorMemoryAllocation;
+    }
+    for (uint32_t i = 0; i < before; i++) {
+        events[i] = c->events[i];
+    }
+    for (uint32_t i = before; i < count; i++) {
+        const int error =
+            msi_cuda_error(cudaEventCreateWithFlags(&events[i], cudaEventDisableTiming));
+        if (error) {
+            while (i-- > before) {
+                (void)msi_cuda_error(cudaEventDestroy(events[i]));
+            }
+            msi_release(c->host, events, count * (uint64_t)sizeof *c->events);
+            return error;
+        }
+    }
+    msi_release(c->host, c->events, before * (uint64_t)sizeof *c->events);
+    c->events = events;
+    c->event_count = count;
+    return 0;
+}
+
+/* The handle goes to the stream first, for that takes its workspace away. */
+static int msi_cuda_make_blas(msi_cuda *c) {
+    if (c->blas) {
+        return 0;
+    }
+    int error = msi_cuda_blas_error(cublasCreate(&c->blas));
+    if (error) {
+        c->blas = NULL;
+        return error;
+    }
+    error = msi_cuda_blas_error(cublasSetStream(c->blas, c->streams[MS_STREAM_COMPUTE]));
+    if (error == 0) { // 16-bit products are summed in float32 to the end
+        error = msi_cuda_blas_error(cublasSetMathMode(
+            c->blas, (cublasMath_t)((int)CUBLAS_DEFAULT_MATH |
+                                    (int)CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
+    }
+    if (error) {
+        (void)msi_cuda_blas_error(cublasDestroy(c->blas));
+        c->blas = NULL;
+    }
+    return error;
+}
+
+static int msi_cuda_prepare(void *state, const ms_prepare_args *args) {
+    msi_cuda *c = (msi_cuda *)state;
+    const msi_cuda_scope scope(c->device);
+    int error = scope.error;
+    if (error == 0 && args->workspace_bytes < (uint64_t)MSI_CUDA_PARTS_BYTES) {
+        error = (int)cudaErrorInvalidValue;
+    }
+    error = error ? error : msi_cuda_make_events(c, args->event_count);
+    error = error ? error : msi_cuda_make_blas(c);
+    if (error == 0) {
+        error = msi_cuda_blas_error(
+            cublasSetWorkspace(c->blas, (uint8_t *)args->workspace + MSI_CUDA_PARTS_BYTES,
+                               (size_t)(args->workspace_bytes - MSI_CUDA_PARTS_BYTES)));
+    }
+    if (error == 0) {
+        c->parts = (double *)args->workspace;
+    }
+    return error;
+}
+
+static int msi_cuda_memcpy(void *state, ms_stream_kind stream, void *to, const void *from,
+                           uint64_t bytes, cudaMemcpyKind kind) {
+    const msi_cuda *c = (const msi_cuda *)state;
+    const msi_cuda_scope scope(c->device);
+    return scope.error
+               ? scope.error
+               : msi_cuda_error(cudaMemcpyAsync(to, from, (size_t)bytes, kind, c->streams[stream]));
+}
+
+static int msi_cuda_copy_in(void *state, void *device, const void *host, uint64_t bytes) {
+    return msi_cuda_memcpy(state, MS_STREAM_TO_DEVICE, device, host, bytes, cudaMemcpyHostToDevice);
+}
+
+static int msi_cuda_copy_out(void *state, void *host, const void *device, uint64_t bytes) {
+    return msi_cuda_memcpy(state, MS_STREAM_TO_HOST, host, device, bytes, cudaMemcpyDeviceToHost);
+}
+
+static int msi_cuda_copy(void *state, void *device, const void *source, uint64_t bytes) {
+    return msi_cuda_memcpy(state, MS_STREAM_COMPUTE, device, source, bytes,
+                           cudaMemcpyDeviceToDevice);
+}
+
+static int msi_cuda_fill_bytes(void *state, void *device, uint8_t value, uint64_t bytes) {
+    const msi_cuda *c = (const msi_cuda *)state;
+    const msi_cuda_scope scope(c->device);
+    return scope.error ? scope.error
+                       : msi_cuda_error(cudaMemsetAsync(device, value, (size_t)bytes,
+                                                        c->streams[MS_STREAM_COMPUTE]));
+}
+
+static int msi_cuda_fill_f32(void *state, void *device, float value, uint64_t count) {
+    const msi_cuda_range r = msi_cuda_range_of(count, 4, (uintptr_t)device);
+    return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(r.threads), msi_k_fill_f32,
+                           (float *)device, value, r);
+}
+
+static int msi_cuda_add_f32(void *state, void *device, const void *source, uint64_t count) {
+    const msi_cuda_range r = msi_cuda_range_of(count, 4, (uintptr_t)device | (uintptr_t)source);
+    return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(r.threads), msi_k_add_f32,
+                           (float *)device, (const float *)source, r);
+}
+
+static int msi_cuda_cast(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
+                         uint64_t count) {
+    const msi_cuda_range r = msi_cuda_range_of(count, 8, (uintptr_t)target | (uintptr_t)source);
+    return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(r.threads), msi_k_cast, target,
+                           to, source, from, r);
+}
+
+static int msi_cuda_loss(void *state, const void *losses, uint64_t count, double factor,
+                         ms_step_state *step) {
+    return msi_cuda_launch((const msi_cuda *)state, 1, msi_k_loss, (const float *)losses, count,
+                           factor, step);
+}
+
+static int msi_cuda_add_squares_f32(void *state, const void *device, uint64_t count, double *sum) {
+    const msi_cuda *c = (const msi_cuda *)state;
+    const msi_cuda_range r = msi_cuda_range_of(count, 4, (uintptr_t)device);
+    const uint64_t blocks = msi_cuda_blocks(r.threads);
+    const uint64_t parts = blocks < (uint64_t)MSI_CUDA_PARTS ? blocks : (uint64_t)MSI_CUDA_PARTS;
+    const int error = msi_cuda_launch(c, parts, msi_k_squares, (const float *)device, r, c->parts);
+    return error ? error
+                 : msi_cuda_launch(c, 1, msi_k_add_parts, sum, (const double *)c->parts,
+                                   (uint32_t)parts);
+}
+
+static int msi_cuda_clip_scale(void *state, const double *sum, float limit, float *scale,
+                               ms_step_state *step) {
+    const msi_cuda *c = (const msi_cuda *)state;
+    const cudaLaunchConfig_t config = msi_cuda_config(c, 1, 1);
+    const msi_cuda_scope scope(c->device);
+    return scope.error
+               ? scope.error
+               : msi_cuda_error(cudaLaunchKernelEx(&config, msi_k_clip, sum, limit, scale, step));
+}
+
+static int msi_cuda_update(void *state, const ms_update_args *args) {
+    msi_cuda_update_args u;
+    uintptr_t bits = (uintptr_t)args->value | (uintptr_t)args->gradient;
+    bits |= (uintptr_t)args->state[0] | (uintptr_t)args->state[1];
+    u.value = args->value;
+    u.gradient = args->gradient;
+    u.scale = args->gradient_scale;
+    u.state0 = args->state[0];
+    u.state1 = args->state[1];
+    u.factors = args->factors;
+    u.step = args->state_of_step;
+    u.range = msi_cuda_range_of(args->count, 4, bits);
+    return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(u.range.threads),
+                           args->kind == MS_OPTIMIZER_ADAMW ? msi_k_adamw : msi_k_sgd, u);
+}
+
+static int msi_cuda_synchronize(void *state) {
+    const msi_cuda *c = (const msi_cuda *)state;
+    int error = 0;
+    for (int i = 0; i < MS_STREAM_COUNT; i++) {
+        const int now = msi_cuda_error(cudaStreamSynchronize(c->streams[i]));
+        error = error ? error : now;
+    }
+    return error;
+}
+
+static int msi_cuda_record(void *state, ms_stream_kind stream, uint32_t event) {
+    const msi_cuda *c = (const msi_cuda *)state;
+    return msi_cuda_error(cudaEventRecord(c->events[event], c->streams[stream]));
+}
+
+static int msi_cuda_wait(void *state, ms_stream_kind stream, uint32_t event) {
+    const msi_cuda *c = (const msi_cuda *)state;
+    return msi_cuda_error(cudaStreamWaitEvent(c->streams[stream], c->events[event], 0));
+}
+
+static int msi_cuda_wait_on_host(void *state, uint32_t event) {
+    const msi_cuda *c = (const msi_cuda *)state;
+    return msi_cuda_error(cudaEventSynchronize(c->events[event]));
+}
+
+static void *msi_cuda_stream(void *state) {
+    return ((const msi_cuda *)state)->streams[MS_STREAM_COMPUTE];
+}
+
+/* Calls of this thread that cannot be recorded spoil it; other threads are left alone. */
+static int msi_cuda_graph_begin(void *state) {
+    const msi_cuda *c = (const msi_cuda *)state;
+    return msi_cuda_error(
+        cudaStreamBeginCapture(c->streams[MS_STREAM_COMPUTE], cudaStreamCaptureModeThreadLocal));
+}
+
+static int msi_cuda_graph_check(void *state) {
+    const msi_cuda *c = (const msi_cuda *)state;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const int error = msi_cuda_error(cudaStreamIsCapturing(c->streams[MS_STREAM_COMPUTE], &status));
+    return error                                     ? error
+           : status == cudaStreamCaptureStatusActive ? 0
+                                                     : (int)cudaErrorStreamCaptureInvalidated;
+}
+
+static int msi_cuda_graph_end(void *state, void **graph) {
+    const msi_cuda *c = (const msi_cuda *)state;
+    const msi_cuda_scope scope(c->device);
+    cudaGraph_t recorded = NULL;
+    cudaGraphExec_t exec = NULL;
+    int error = msi_cuda_error(cudaStreamEndCapture(c->streams[MS_STREAM_COMPUTE], &recorded));
+    if (error == 0 && graph) {
+        error = msi_cuda_error(cudaGraphInstantiate(&exec, recorded, 0));
+    }
+    if (recorded) {
+        (void)msi_cuda_error(cudaGraphDestroy(recorded));
+    }
+    if (error == 0 && graph) {
+        *graph = exec;
+    }
+    return error;
+}
+
+static int msi_cuda_graph_launch(void *state, void *graph) {
+    const msi_cuda *c = (const msi_cuda *)state;
+    const msi_cuda_scope scope(c->device);
+    return scope.error ? scope.error
+                       : msi_cuda_error(cudaGraphLaunch((cudaGraphExec_t)graph,
+                                                        c->streams[MS_STREAM_COMPUTE]));
+}
+
+static void msi_cuda_graph_release(void *state, void *graph) {
+    const msi_cuda *c = (const msi_cuda *)state;
+    (void)msi_cuda_error(cudaStreamSynchronize(c->streams[MS_STREAM_COMPUTE])); // it may run
+    (void)msi_cuda_error(cudaGraphExecDestroy((cudaGraphExec_t)graph));
+}
+
+/* What cuBLAS asks for: 32 MiB from compute capability 9.0 on, otherwise 4 (cuBLAS, "Results
+   reproducibility" and cublasSetWorkspace). */
+static uint64_t msi_cuda_workspace_bytes(int device) {
+    int major = 0;
+    (void)msi_cuda_error(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    return ((uint64_t)(major >= 9 ? 32 : 4) << 20) + MSI_CUDA_PARTS_BYTES;
+}
+
+MEMSCALE_API ms_backend ms_backend_cuda(int device) {
+    ms_backend b;
+    memset(&b, 0, sizeof b);
+    b.size = sizeof b;
+    b.name = "cuda";
+    b.user = (void *)(intptr_t)device;
+    b.is_asynchronous = true;
+    b.workspace_bytes = msi_cuda_workspace_bytes(device);
+    b.memory_alloc = msi_cuda_memory_alloc;
+    b.memory_release = msi_cuda_memory_release;
+    b.host_alloc = msi_cuda_host_alloc;
+    b.host_release = msi_cuda_host_release;
+    b.hardware = msi_cuda_hardware;
+    b.error_text = msi_cuda_error_text;
+    b.open = msi_cuda_open;
+    b.close = msi_cuda_close;
+    b.prepare = msi_cuda_prepare;
+    b.copy_in = msi_cuda_copy_in;
+    b.copy_out = msi_cuda_copy_out;
+    b.copy = msi_cuda_copy;
+    b.fill_bytes = msi_cuda_fill_bytes;
+    b.fill_f32 = msi_cuda_fill_f32;
+    b.add_f32 = msi_cuda_add_f32;
+    b.cast = msi_cuda_cast;
+    b.loss = msi_cuda_loss;
+    b.add_squares_f32 = msi_cuda_add_squares_f32;
+    b.clip_scale = msi_cuda_clip_scale;
+    b.update = msi_cuda_update;
+    b.gemm = msi_cuda_gemm;
+    b.synchronize = msi_cuda_synchronize;
+    b.record = msi_cuda_record;
+    b.wait = msi_cuda_wait;
+    b.wait_on_host = msi_cuda_wait_on_host;
+    b.stream = msi_cuda_stream;
+    b.graph_begin = msi_cuda_graph_begin;
+    b.graph_check = msi_cuda_graph_check;
+    b.graph_end = msi_cuda_graph_end;
+    b.graph_launch = msi_cuda_graph_launch;
+    b.graph_release = msi_cuda_graph_release;
+    return b;
+}
+
+#endif // MEMSCALE_CUDA_IMPLEMENTATION
 
 /*
     MIT License
@@ -9926,20 +9795,20 @@ MEMSCALE_API ms_result ms_print_program(const ms_model *model,
     Copyright (c) 2026 the memscale.h authors
 
     Permission is hereby granted, free of charge, to any person obtaining a copy
-    of this software and associated documentation files (the "Software"), to
-   deal in the Software without restriction, including without limitation the
-   rights to use, copy, modify, merge, publish, distribute, sublicense, and/or
-   sell copies of the Software, and to permit persons to whom the Software is
+    of this software and associated documentation files (the "Software"), to deal
+    in the Software without restriction, including without limitation the rights
+    to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
+    copies of the Software, and to permit persons to whom the Software is
     furnished to do so, subject to the following conditions:
 
-    The above copyright notice and this permission notice shall be included in
-   all copies or substantial portions of the Software.
+    The above copyright notice and this permission notice shall be included in all
+    copies or substantial portions of the Software.
 
     THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
     IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
     FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
     AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
-    LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING
-   FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS
-   IN THE SOFTWARE.
+    LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+    OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
+    SOFTWARE.
 */

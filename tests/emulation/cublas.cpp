@@ -516,3 +516,13 @@ cublasStatus_t cublasGemmStridedBatchedEx(
     return status_of(emulation_enqueue(x->stream, run_product, &p, sizeof(p),
                                        3000 + static_cast<uint64_t>(flops / 10000)));
 }
+
+cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t transa,
+                            cublasOperation_t transb, int m, int n, int k, const void *alpha,
+                            const void *A, cudaDataType Atype, int lda, const void *B,
+                            cudaDataType Btype, int ldb, const void *beta, void *C,
+                            cudaDataType Ctype, int ldc, cublasComputeType_t computeType,
+                            cublasGemmAlgo_t algo) {
+    return cublasGemmStridedBatchedEx(handle, transa, transb, m, n, k, alpha, A, Atype, lda, 0, B,
+                                      Btype, ldb, 0, beta, C, Ctype, ldc, 0, 1, computeType, algo);
+}
