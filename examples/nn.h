@@ -49,10 +49,14 @@
 
 #include "memscale.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(NN_CUDA_IMPLEMENTATION)
+#include <cuda_runtime.h>
+#endif
 
 #if defined(__GNUC__)
 #define NN_API static __attribute__((unused))
@@ -3656,8 +3660,6 @@ NN_API nn_transformer nn_bert(nn_net *net, const nn_transformer_config *config) 
 #if defined(NN_CUDA_IMPLEMENTATION) && !defined(NN_CUDA_IMPLEMENTED)
 #define NN_CUDA_IMPLEMENTED
 
-#include <cuda_runtime.h>
-
 /* nn_k_...: kernels. nn_d_...: functions that they share. nn_cuda_...: functions of the table; they
    only launch, on call->stream. Sums are taken in an order that depends on sizes and alignment
    alone, so that a recomputation, and another run, give the same bits. */
@@ -3669,15 +3671,29 @@ NN_API nn_transformer nn_bert(nn_net *net, const nn_transformer_config *config) 
 #define NN_UNROLL_FOUR
 #endif
 
+/* Floats of workspace of attention, about; for tests, which have small sizes, to set lower. */
+#ifndef NN_GROUP_FLOATS
+#define NN_GROUP_FLOATS (9 << 20)
+#endif
+
+/* The mask of a whole warp. */
+#define NN_EVERY_LANE 0xffffffffu
+
 enum {
     NN_WARP = 32,
-    NN_EVERY_LANE = -1,         // the mask of a whole warp
     NN_THREADS = 256,           // of a block of most kernels
+    NN_LONG_THREADS = 512,      // of a block that takes a row of logits
     NN_ROW_WARPS = 4,           // rows that a block takes where a warp takes a row
     NN_WIDEST = 64 * 256,       // columns of a row that fit the registers of a block
     NN_SUM_ROWS = 8,            // warps of a block of nn_k_column_sums
     NN_SUM_FLOATS = 128 * 1024, // of partial sums, about
-    NN_BIAS_ROWS = 4            // rows that a thread of nn_k_bias takes
+    NN_BIAS_ROWS = 4,           // rows that a thread of nn_k_bias takes
+    NN_SCATTER_WIDTH = 4,       // columns of a thread of nn_k_scatter
+    NN_SCATTER_COLUMNS = NN_SCATTER_WIDTH * NN_THREADS,
+    NN_FEW_ENTRIES = 4,    // of a table whose gradient is summed entry by entry
+    NN_TILE = 128,         // rows of a product's tile
+    NN_BUSY_TILES = 128,   // tiles that keep a GPU busy
+    NN_GROUP_PADDING = 128 // floats that its alignment may take
 };
 
 enum { NN_ERROR_WIDTH = 1002 /* a row has more than NN_WIDEST columns */ };
@@ -3700,6 +3716,14 @@ NN_API nn_grid nn_grid_of(int64_t x, int64_t y, int threads) {
     return grid;
 }
 
+/* The error of a call of the runtime, after which the host's next call finds none. */
+NN_API int nn_cuda_error(cudaError_t error) {
+    if (error != cudaSuccess) {
+        (void)cudaGetLastError();
+    }
+    return (int)error;
+}
+
 /* Enqueues a kernel; 0, or the error of the runtime, which is cleared. An empty grid does
    nothing. */
 template <typename... P, typename... A>
@@ -3712,11 +3736,7 @@ static int nn_launch(const ms_call *call, nn_grid grid, void (*kernel)(P...), A.
     config.gridDim = dim3((unsigned)grid.x, (unsigned)grid.y);
     config.blockDim = dim3((unsigned)grid.threads);
     config.stream = (cudaStream_t)call->stream;
-    const cudaError_t error = cudaLaunchKernelEx(&config, kernel, (P)args...);
-    if (error != cudaSuccess) {
-        (void)cudaGetLastError();
-    }
-    return (int)error;
+    return nn_cuda_error(cudaLaunchKernelEx(&config, kernel, (P)args...));
 }
 
 /* Whether memory that starts here may be read 16 bytes at a time; NULL may. */
@@ -4174,6 +4194,1010 @@ static int nn_cuda_linear_backward(const ms_call *call, nn_target dx, nn_target 
                                                 nn_sums_of(dy, n.rows, n.out), work));
 }
 
+// ---- embedding
+
+/* The tables that an embedding adds up. */
+typedef struct nn_lookups {
+    nn_lookup table[3];
+    int count;
+} nn_lookups;
+
+/* The entry of a row; below 0: it is none of the table's. */
+__device__ __forceinline__ int64_t nn_d_entry(const nn_lookup &lookup, int64_t row) {
+    const int64_t entry = lookup.index != NULL ? lookup.index[row] : row % lookup.period;
+    return entry < lookup.entries ? entry : -1;
+}
+
+/* y (rows, channels), WIDE channels a thread: the tables' rows added up, NaN where one is none. */
+template <int WIDE>
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_embedding(float *y, nn_lookups lookups, int64_t channels) {
+    const int64_t tiles = (channels + NN_THREADS * WIDE - 1) / (NN_THREADS * WIDE);
+    const int64_t row = blockIdx.x / tiles;
+    const int64_t c = (blockIdx.x % tiles * NN_THREADS + threadIdx.x) * WIDE;
+    float sum[WIDE] = {0};
+    if (c >= channels) {
+        return;
+    }
+    for (int l = 0; l < lookups.count; l++) {
+        if (lookups.table[l].table == NULL) {
+            continue;
+        }
+        const int64_t entry = nn_d_entry(lookups.table[l], row);
+        float value[WIDE];
+        NN_UNROLL
+        for (int k = 0; k < WIDE; k++) {
+            value[k] = NAN;
+        }
+        if (entry >= 0) {
+            nn_wide<WIDE>::load(value, lookups.table[l].table + entry * channels + c);
+        }
+        NN_UNROLL
+        for (int k = 0; k < WIDE; k++) {
+            sum[k] = l == 0 ? value[k] : sum[k] + value[k];
+        }
+    }
+    nn_wide<WIDE>::store(y + row * channels + c, sum);
+}
+
+static int nn_cuda_embedding(const ms_call *call, float *y, const nn_lookup *lookups,
+                             int lookup_count, int64_t rows, int64_t channels) {
+    nn_lookups all;
+    bool wide = channels % 4 == 0 && nn_aligned(y);
+    memset(&all, 0, sizeof all);
+    all.count = lookup_count;
+    for (int l = 0; l < lookup_count; l++) {
+        all.table[l] = lookups[l];
+        wide = wide && nn_aligned(lookups[l].table);
+    }
+    const int64_t tiles = nn_divide_up(channels, NN_THREADS * (wide ? 4 : 1));
+    return nn_launch(call, nn_grid_of(rows * tiles, 1, NN_THREADS),
+                     wide ? nn_k_embedding<4> : nn_k_embedding<1>, y, all, channels);
+}
+
+/* The rows of dy that took an entry of a table. */
+typedef struct nn_scatter {
+    float *out; // (entries, channels)
+    const float *dy;
+    const int32_t *index;
+    int64_t rows, entries, channels, period;
+    bool adds;
+} nn_scatter;
+
+/* Which of the rows first ... first + NN_THREADS - 1 took this token: their numbers, in order. */
+__device__ __forceinline__ int nn_d_matches(int *match, unsigned *votes, const nn_scatter &s,
+                                            int64_t first, int32_t token) {
+    const int64_t i = first + threadIdx.x;
+    const int lane = (int)threadIdx.x % NN_WARP;
+    const int warp = (int)threadIdx.x / NN_WARP;
+    const bool hit = i < s.rows && s.index[i] == token;
+    const unsigned vote = __ballot_sync(NN_EVERY_LANE, hit);
+    __syncthreads(); // nobody reads the matches before these any more
+    if (lane == 0) {
+        votes[warp] = vote;
+    }
+    __syncthreads();
+    int before = 0;
+    int count = 0;
+    for (int w = 0; w < NN_THREADS / NN_WARP; w++) {
+        before += w < warp ? __popc(votes[w]) : 0;
+        count += __popc(votes[w]);
+    }
+    if (hit) {
+        match[before + __popc(vote & ((1u << lane) - 1))] = (int)threadIdx.x;
+    }
+    __syncthreads();
+    return count;
+}
+
+/* A block per row and NN_SCATTER_COLUMNS columns. If its row is the first that took its token, it
+   adds up all the rows that did, in their order; else another block does. */
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_scatter(nn_scatter s) {
+    __shared__ int match[NN_THREADS];
+    __shared__ unsigned votes[NN_THREADS / NN_WARP];
+    const int64_t tiles = (s.channels + NN_SCATTER_COLUMNS - 1) / NN_SCATTER_COLUMNS;
+    const int64_t row = blockIdx.x / tiles;
+    const int64_t c = blockIdx.x % tiles * NN_SCATTER_COLUMNS + threadIdx.x;
+    const int32_t token = s.index[row];
+    bool found = false;
+    float sum[NN_SCATTER_WIDTH] = {0};
+    if (token < 0 || token >= s.entries) {
+        return;
+    }
+    for (int64_t first = 0; first < s.rows; first += NN_THREADS) {
+        const int count = nn_d_matches(match, votes, s, first, token);
+        if (!found && count > 0 && first + match[0] != row) {
+            return;
+        }
+        found = found || count > 0;
+        for (int m = 0; m < count; m += 4) {
+            float value[4][NN_SCATTER_WIDTH];
+            NN_UNROLL
+            for (int j = 0; j < 4 * NN_SCATTER_WIDTH; j++) {
+                const int64_t column = c + j % NN_SCATTER_WIDTH * NN_THREADS;
+                const int64_t from =
+                    first + match[m + j / NN_SCATTER_WIDTH < count ? m + j / NN_SCATTER_WIDTH : m];
+                const bool counts = m + j / NN_SCATTER_WIDTH < count && column < s.channels;
+                value[j / NN_SCATTER_WIDTH][j % NN_SCATTER_WIDTH] =
+                    counts ? s.dy[from * s.channels + column] : 0.0f;
+            }
+            NN_UNROLL
+            for (int j = 0; j < 4 * NN_SCATTER_WIDTH; j++) {
+                sum[j % NN_SCATTER_WIDTH] += value[j / NN_SCATTER_WIDTH][j % NN_SCATTER_WIDTH];
+            }
+        }
+    }
+    NN_UNROLL
+    for (int k = 0; k < NN_SCATTER_WIDTH; k++) {
+        const int64_t column = c + (int64_t)k * NN_THREADS;
+        if (column < s.channels) {
+            float *to = s.out + token * s.channels + column;
+            *to = s.adds ? nn_d_sum(*to, sum[k]) : sum[k];
+        }
+    }
+}
+
+/* The same for entries that are the row's number modulo period, an element a thread. */
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_scatter_periodic(nn_scatter s) {
+    const int64_t i = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
+    float sum = 0.0f;
+    if (i >= s.entries * s.channels) {
+        return;
+    }
+    for (int64_t r = i / s.channels; r < s.rows && i / s.channels < s.period; r += s.period) {
+        sum += s.dy[r * s.channels + i % s.channels];
+    }
+    s.out[i] = s.adds ? nn_d_sum(s.out[i], sum) : sum;
+}
+
+/* A table of few entries has many rows on each: their sums are those of columns. */
+static int nn_cuda_scatter_few(const ms_call *call, nn_target dtable, const nn_lookup *lookup,
+                               const float *dy, int64_t rows, int64_t channels, float *work) {
+    int result = 0;
+    for (int32_t entry = 0; entry < lookup->entries; entry++) {
+        nn_sums s = nn_sums_of(dy, rows, channels);
+        s.index = lookup->index;
+        s.entry = entry;
+        const nn_target row = nn_target_of(dtable.data + entry * channels, dtable.beta);
+        result =
+            nn_first(result, nn_cuda_column_sums(call, row, nn_target_of(NULL, 0.0f), s, work));
+    }
+    return result;
+}
+
+static int nn_cuda_embedding_backward(const ms_call *call, nn_target dtable,
+                                      const nn_lookup *lookup, const float *dy, int64_t rows,
+                                      int64_t channels, float *work) {
+    nn_scatter s;
+    int result = 0;
+    if (dtable.data == NULL) {
+        return 0;
+    }
+    if (lookup->index != NULL && lookup->entries <= NN_FEW_ENTRIES) {
+        return nn_cuda_scatter_few(call, dtable, lookup, dy, rows, channels, work);
+    }
+    s.out = dtable.data;
+    s.dy = dy;
+    s.index = lookup->index;
+    s.rows = rows;
+    s.entries = lookup->entries;
+    s.channels = channels;
+    s.period = lookup->period;
+    s.adds = dtable.beta != 0.0f;
+    if (lookup->index == NULL) {
+        const int64_t blocks = nn_divide_up(s.entries * channels, NN_THREADS);
+        return nn_launch(call, nn_grid_of(blocks, 1, NN_THREADS), nn_k_scatter_periodic, s);
+    }
+    if (!s.adds) {
+        result = nn_cuda_error(cudaMemsetAsync(
+            s.out, 0, (size_t)(s.entries * channels) * sizeof(float), (cudaStream_t)call->stream));
+    }
+    const int64_t blocks = rows * nn_divide_up(channels, NN_SCATTER_COLUMNS);
+    return nn_first(result, nn_launch(call, nn_grid_of(blocks, 1, NN_THREADS), nn_k_scatter, s));
+}
+
+// ---- rows: layer normalization, softmax
+
+__device__ __forceinline__ float nn_d_warp_sum(float value) {
+    NN_UNROLL
+    for (int apart = NN_WARP / 2; apart > 0; apart /= 2) {
+        value += __shfl_xor_sync(NN_EVERY_LANE, value, apart);
+    }
+    return value;
+}
+
+__device__ __forceinline__ float nn_d_warp_most(float value) {
+    NN_UNROLL
+    for (int apart = NN_WARP / 2; apart > 0; apart /= 2) {
+        value = fmaxf(value, __shfl_xor_sync(NN_EVERY_LANE, value, apart));
+    }
+    return value;
+}
+
+/* Over the warps of a block, each of which gives one value; shared holds a float per warp. */
+__device__ __forceinline__ float nn_d_block_sum(float value, float *shared) {
+    float total = 0.0f;
+    if (threadIdx.x % NN_WARP == 0) {
+        shared[threadIdx.x / NN_WARP] = value;
+    }
+    __syncthreads();
+    for (unsigned i = 0; i < blockDim.x / NN_WARP; i++) {
+        total += shared[i];
+    }
+    __syncthreads(); // shared is free again
+    return total;
+}
+
+__device__ __forceinline__ float nn_d_block_most(float value, float *shared) {
+    float most = -FLT_MAX;
+    if (threadIdx.x % NN_WARP == 0) {
+        shared[threadIdx.x / NN_WARP] = value;
+    }
+    __syncthreads();
+    for (unsigned i = 0; i < blockDim.x / NN_WARP; i++) {
+        most = fmaxf(most, shared[i]);
+    }
+    __syncthreads();
+    return most;
+}
+
+/* A row is held by a team of threads, ITEMS floats each, WIDE of them side by side; teams are a warp
+   or, for long rows, a block. */
+template <int TEAM, int ITEMS, int WIDE> struct nn_team {
+    int lane;
+    float *shared; // of a team that is a block: a float per warp
+
+    /* The column of an item. */
+    __device__ __forceinline__ int column(int item) const {
+        return (item / WIDE * TEAM + lane) * WIDE + item % WIDE;
+    }
+
+    /* v gets the row's first count columns, and outside of them zeros. */
+    __device__ __forceinline__ void load(float *v, const float *row, int64_t count) const {
+        NN_UNROLL
+        for (int i = 0; i < ITEMS; i += WIDE) {
+            if (column(i) < count) {
+                nn_wide<WIDE>::load(v + i, row + column(i));
+            }
+            NN_UNROLL
+            for (int k = i; k < i + WIDE; k++) {
+                v[k] = column(k) < count ? v[k] : 0.0f;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(float *row, const float *v, int64_t count,
+                                          bool adds) const {
+        NN_UNROLL
+        for (int i = 0; i < ITEMS; i += WIDE) {
+            if (column(i) < count) {
+                float value[WIDE] = {0};
+                if (adds) {
+                    nn_wide<WIDE>::load(value, row + column(i));
+                }
+                NN_UNROLL
+                for (int k = 0; k < WIDE; k++) {
+                    value[k] = adds ? nn_d_sum(value[k], v[i + k]) : v[i + k];
+                }
+                nn_wide<WIDE>::store(row + column(i), value);
+            }
+        }
+    }
+
+    /* Over the threads of the team; all of them get the same bits. */
+    __device__ __forceinline__ float sum(float value) const {
+        value = nn_d_warp_sum(value);
+        return TEAM == NN_WARP ? value : nn_d_block_sum(value, shared);
+    }
+
+    __device__ __forceinline__ float most(float value) const {
+        value = nn_d_warp_most(value);
+        return TEAM == NN_WARP ? value : nn_d_block_most(value, shared);
+    }
+};
+
+/* What the kernels of rows are given: a is read, b too, and out is written; n counts rows and
+   columns. */
+typedef struct nn_rowwise {
+    float *out;
+    const float *a, *b;
+    nn_norm n;
+    float scale;
+    bool adds, causal;
+} nn_rowwise;
+
+/* out = (a - mean) * rstd * weight + bias; out may be a. */
+struct nn_row_layernorm {
+    template <int TEAM, int ITEMS, int WIDE>
+    static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
+                                               const nn_rowwise &w, int64_t row) {
+        const int64_t width = w.n.width;
+        float v[ITEMS];
+        float total = 0.0f;
+        float squares = 0.0f;
+        team.load(v, w.a + row * width, width);
+        NN_UNROLL
+        for (int i = 0; i < ITEMS; i++) {
+            total += v[i];
+        }
+        const float mean = team.sum(total) / (float)width;
+        NN_UNROLL
+        for (int i = 0; i < ITEMS; i++) {
+            const float apart = team.column(i) < width ? v[i] - mean : 0.0f;
+            squares += apart * apart;
+        }
+        const float rstd = 1.0f / sqrtf(team.sum(squares) / (float)width + w.n.epsilon);
+        NN_UNROLL
+        for (int i = 0; i < ITEMS; i += WIDE) {
+            float weight[WIDE] = {0};
+            float bias[WIDE] = {0};
+            if (team.column(i) < width) {
+                nn_wide<WIDE>::load(weight, w.n.weight + team.column(i));
+                nn_wide<WIDE>::load(bias, w.n.bias + team.column(i));
+            }
+            NN_UNROLL
+            for (int k = 0; k < WIDE; k++) {
+                v[i + k] = (v[i + k] - mean) * rstd * weight[k] + bias[k];
+            }
+        }
+        team.store(w.out + row * width, v, width, false);
+        if (team.lane == 0) {
+            w.n.mean[row] = mean;
+            w.n.rstd[row] = rstd;
+        }
+    }
+};
+
+/* a is dy, b is x; out, the gradient of x, may be either. */
+struct nn_row_layernorm_backward {
+    template <int TEAM, int ITEMS, int WIDE>
+    static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
+                                               const nn_rowwise &w, int64_t row) {
+        const int64_t width = w.n.width;
+        const float mean = w.n.mean[row];
+        const float rstd = w.n.rstd[row];
+        float slope[ITEMS];  // dy * weight
+        float normal[ITEMS]; // (x - mean) * rstd
+        float slopes = 0.0f;
+        float products = 0.0f;
+        team.load(slope, w.a + row * width, width);
+        team.load(normal, w.b + row * width, width);
+        NN_UNROLL
+        for (int i = 0; i < ITEMS; i += WIDE) {
+            float weight[WIDE] = {0};
+            if (team.column(i) < width) {
+                nn_wide<WIDE>::load(weight, w.n.weight + team.column(i));
+            }
+            NN_UNROLL
+            for (int k = i; k < i + WIDE; k++) {
+                slope[k] *= weight[k - i];
+                normal[k] = (normal[k] - mean) * rstd;
+                slopes += slope[k];
+                products += slope[k] * normal[k]; // slope is 0 outside of the row
+            }
+        }
+        slopes = team.sum(slopes) / (float)width;
+        products = team.sum(products) / (float)width;
+        NN_UNROLL
+        for (int i = 0; i < ITEMS; i++) {
+            slope[i] = __fmul_rn(slope[i] - slopes - normal[i] * products, rstd);
+        }
+        team.store(w.out + row * width, slope, width, w.adds);
+    }
+};
+
+/* Scores (..., T, T): of row t the columns that it sees. Rows of a group fit 32 bits, of which a
+   remainder is much faster than of 64. */
+__device__ __forceinline__ int64_t nn_d_seen(const nn_rowwise &w, int64_t row) {
+    return w.causal ? (uint32_t)row % (uint32_t)w.n.width + 1 : w.n.width;
+}
+
+/* out = softmax(a) over the columns that are seen, and 0 for those that come later, which are not
+   read; out may be a. */
+struct nn_row_softmax {
+    template <int TEAM, int ITEMS, int WIDE>
+    static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
+                                               const nn_rowwise &w, int64_t row) {
+        const int64_t seen = nn_d_seen(w, row);
+        float v[ITEMS];
+        float most = -FLT_MAX;
+        float total = 0.0f;
+        team.load(v, w.a + row * w.n.width, seen);
+        NN_UNROLL
+        for (int i = 0; i < ITEMS; i++) {
+            most = team.column(i) < seen ? fmaxf(most, v[i]) : most;
+        }
+        most = team.most(most);
+        NN_UNROLL
+        for (int i = 0; i < ITEMS; i++) {
+            v[i] = team.column(i) < seen ? nn_exp(v[i] - most) : 0.0f;
+            total += v[i];
+        }
+        const float share = 1.0f / team.sum(total);
+        NN_UNROLL
+        for (int i = 0; i < ITEMS; i++) {
+            v[i] *= share;
+        }
+        team.store(w.out + row * w.n.width, v, w.n.width, false);
+    }
+};
+
+/* a is the gradient of probabilities b: out = b * (a - sum(a * b)) * scale; out may be a. */
+struct nn_row_softmax_backward {
+    template <int TEAM, int ITEMS, int WIDE>
+    static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
+                                               const nn_rowwise &w, int64_t row) {
+        const int64_t seen = nn_d_seen(w, row);
+        float slope[ITEMS];
+        float p[ITEMS];
+        float total = 0.0f;
+        team.load(slope, w.a + row * w.n.width, seen);
+        team.load(p, w.b + row * w.n.width, seen);
+        NN_UNROLL
+        for (int i = 0; i < ITEMS; i++) {
+            total += slope[i] * p[i];
+        }
+        total = team.sum(total);
+        NN_UNROLL
+        for (int i = 0; i < ITEMS; i++) {
+            slope[i] = p[i] * (slope[i] - total) * w.scale;
+        }
+        team.store(w.out + row * w.n.width, slope, w.n.width, false);
+    }
+};
+
+template <typename F, int ITEMS, int WIDE>
+static __global__ void __launch_bounds__(NN_ROW_WARPS *NN_WARP) nn_k_rows(nn_rowwise w) {
+    const int64_t row = (int64_t)blockIdx.x * NN_ROW_WARPS + threadIdx.x / NN_WARP;
+    nn_team<NN_WARP, ITEMS, WIDE> team;
+    team.lane = (int)threadIdx.x % NN_WARP;
+    team.shared = NULL;
+    if (row < w.n.rows) {
+        F::run(team, w, row);
+    }
+}
+
+/* A block per row; WIDE is 4 or 1. Macros, for a template has no shared memory of its own here. */
+#define NN_LONG_ROWS(name, operation, wide)                                                        \
+    static __global__ void __launch_bounds__(NN_THREADS) name(nn_rowwise w) {                      \
+        __shared__ float shared[NN_THREADS / NN_WARP];                                             \
+        nn_team<NN_THREADS, NN_WIDEST / NN_THREADS, wide> team;                                    \
+        team.lane = (int)threadIdx.x;                                                              \
+        team.shared = shared;                                                                      \
+        operation::run(team, w, (int64_t)blockIdx.x);                                              \
+    }
+
+NN_LONG_ROWS(nn_k_layernorm_4, nn_row_layernorm, 4)
+NN_LONG_ROWS(nn_k_layernorm_1, nn_row_layernorm, 1)
+NN_LONG_ROWS(nn_k_layernorm_backward_4, nn_row_layernorm_backward, 4)
+NN_LONG_ROWS(nn_k_layernorm_backward_1, nn_row_layernorm_backward, 1)
+NN_LONG_ROWS(nn_k_softmax_4, nn_row_softmax, 4)
+NN_LONG_ROWS(nn_k_softmax_1, nn_row_softmax, 1)
+NN_LONG_ROWS(nn_k_softmax_backward_4, nn_row_softmax_backward, 4)
+NN_LONG_ROWS(nn_k_softmax_backward_1, nn_row_softmax_backward, 1)
+
+typedef void (*nn_rows_kernel)(nn_rowwise w);
+
+/* The kernel for rows of this width: as few registers as hold them. */
+template <typename F>
+static int nn_cuda_rows(const ms_call *call, nn_rowwise w, nn_rows_kernel long_4,
+                        nn_rows_kernel long_1) {
+    static const nn_rows_kernel kernels[2][4] = {
+        {nn_k_rows<F, 8, 4>, nn_k_rows<F, 16, 4>, nn_k_rows<F, 32, 4>, nn_k_rows<F, 64, 4>},
+        {nn_k_rows<F, 8, 1>, NULL, nn_k_rows<F, 32, 1>, NULL},
+    };
+    const bool narrow = w.n.width % 4 != 0 || !nn_aligned(w.out) || !nn_aligned(w.a) ||
+                        !nn_aligned(w.b) || !nn_aligned(w.n.weight) || !nn_aligned(w.n.bias);
+    if (w.n.width > NN_WIDEST) {
+        return NN_ERROR_WIDTH;
+    }
+    for (int i = 0; i < 4; i++) {
+        if (kernels[narrow][i] != NULL && w.n.width <= (8 << i) * NN_WARP) {
+            const int64_t blocks = nn_divide_up(w.n.rows, NN_ROW_WARPS);
+            return nn_launch(call, nn_grid_of(blocks, 1, NN_ROW_WARPS * NN_WARP),
+                             kernels[narrow][i], w);
+        }
+    }
+    return nn_launch(call, nn_grid_of(w.n.rows, 1, NN_THREADS), narrow ? long_1 : long_4, w);
+}
+
+static int nn_cuda_layernorm(const ms_call *call, float *y, const float *x, const nn_norm *n) {
+    nn_rowwise w;
+    memset(&w, 0, sizeof w);
+    w.out = y;
+    w.a = x;
+    w.n = *n;
+    return nn_cuda_rows<nn_row_layernorm>(call, w, nn_k_layernorm_4, nn_k_layernorm_1);
+}
+
+static int64_t nn_cuda_layernorm_floats(int64_t rows, int64_t width) {
+    return 2 * nn_cuda_column_floats(rows, width);
+}
+
+static int nn_cuda_layernorm_backward(const ms_call *call, nn_target dx, nn_target dweight,
+                                      nn_target dbias, const float *dy, const float *x,
+                                      const nn_norm *n, float *work) {
+    nn_sums s = nn_sums_of(dy, n->rows, n->width);
+    nn_rowwise w;
+    s.x = x;
+    s.mean = n->mean;
+    s.rstd = n->rstd;
+    const int result = nn_cuda_column_sums(call, dbias, dweight, s, work);
+    if (result != 0 || dx.data == NULL) {
+        return result;
+    }
+    memset(&w, 0, sizeof w);
+    w.out = dx.data;
+    w.a = dy;
+    w.b = x;
+    w.n = *n;
+    w.adds = dx.beta != 0.0f;
+    return nn_cuda_rows<nn_row_layernorm_backward>(call, w, nn_k_layernorm_backward_4,
+                                                   nn_k_layernorm_backward_1);
+}
+
+// ---- cross-entropy
+
+/* logits (rows, classes), a block per row, one read: each thread keeps the largest of its logits and
+   the sum of exponentials relative to it. Milakov and Gimelshein, "Online Normalizer Calculation for
+   Softmax", 2018, algorithm 3. Rows of any alignment: neighbours read neighbouring floats, four
+   loads in flight. */
+typedef struct nn_entropy {
+    float *losses, *stats, *dlogits;
+    const float *dlosses, *known, *logits; // known: the stats, in backward
+    const int32_t *targets;
+    int64_t classes;
+    bool adds;
+} nn_entropy;
+
+static __global__ void __launch_bounds__(NN_LONG_THREADS) nn_k_cross_entropy(nn_entropy e) {
+    __shared__ float shared[NN_LONG_THREADS / NN_WARP];
+    const int64_t row = blockIdx.x;
+    const float *x = e.logits + row * e.classes;
+    const int32_t target = e.targets[row];
+    float most = -FLT_MAX;
+    float total = 0.0f;
+    float loss = target < e.classes ? 0.0f : NAN;
+    float log_sum = loss;
+    if (target >= 0 && target < e.classes) {
+        for (int64_t i = threadIdx.x; i < e.classes; i += 4 * NN_LONG_THREADS) {
+            float value[4];
+            float larger = most;
+            NN_UNROLL
+            for (int k = 0; k < 4; k++) {
+                const int64_t at = i + k * NN_LONG_THREADS;
+                value[k] = at < e.classes ? x[at] : -FLT_MAX;
+                larger = fmaxf(larger, value[k]);
+            }
+            total = larger > most ? total * nn_exp(most - larger) : total;
+            most = larger;
+            NN_UNROLL
+            for (int k = 0; k < 4; k++) {
+                const bool inside = i + k * NN_LONG_THREADS < e.classes;
+                total += inside ? nn_exp(value[k] - most) : 0.0f;
+            }
+        }
+        const float own = most;
+        most = nn_d_block_most(nn_d_warp_most(own), shared);
+        total = total * nn_exp(own - most);
+        total = nn_d_block_sum(nn_d_warp_sum(total), shared);
+        log_sum = logf(total);
+        loss = log_sum - (x[target] - most);
+    } else {
+        most = loss;
+    }
+    if (threadIdx.x == 0) {
+        e.losses[row] = loss;
+        e.stats[2 * row] = most;
+        e.stats[2 * row + 1] = log_sum;
+    }
+}
+
+/* dlogits = dlosses * (softmax(logits) - onehot(target)); dlogits may be logits. */
+static __global__ void __launch_bounds__(NN_LONG_THREADS)
+    nn_k_cross_entropy_backward(nn_entropy e) {
+    const int64_t row = blockIdx.x;
+    const float *x = e.logits + row * e.classes;
+    float *to = e.dlogits + row * e.classes;
+    const int32_t target = e.targets[row];
+    const float slope = e.dlosses[row];
+    const float most = e.known[2 * row];
+    const float log_sum = e.known[2 * row + 1];
+    if (target < 0 && e.adds) {
+        return;
+    }
+    for (int64_t i = threadIdx.x; i < e.classes; i += 4 * NN_LONG_THREADS) {
+        float value[4];
+        NN_UNROLL
+        for (int k = 0; k < 4; k++) {
+            const int64_t at = i + k * NN_LONG_THREADS;
+            value[k] = at < e.classes && target >= 0 ? x[at] : 0.0f;
+        }
+        NN_UNROLL
+        for (int k = 0; k < 4; k++) {
+            const int64_t at = i + k * NN_LONG_THREADS;
+            const float share = __fmul_rn(slope, nn_exp(value[k] - most - log_sum));
+            const float own = target < 0 ? 0.0f : nn_d_sum(share, at == target ? -slope : 0.0f);
+            if (at < e.classes) {
+                to[at] = e.adds ? nn_d_sum(to[at], own) : own;
+            }
+        }
+    }
+}
+
+static int nn_cuda_cross_entropy(const ms_call *call, float *losses, float *stats,
+                                 const float *logits, const int32_t *targets, int64_t rows,
+                                 int64_t classes) {
+    nn_entropy e;
+    memset(&e, 0, sizeof e);
+    e.losses = losses;
+    e.stats = stats;
+    e.logits = logits;
+    e.targets = targets;
+    e.classes = classes;
+    return nn_launch(call, nn_grid_of(rows, 1, NN_LONG_THREADS), nn_k_cross_entropy, e);
+}
+
+static int nn_cuda_cross_entropy_backward(const ms_call *call, nn_target dlogits,
+                                          const float *dlosses, const float *stats,
+                                          const float *logits, const int32_t *targets, int64_t rows,
+                                          int64_t classes) {
+    nn_entropy e;
+    if (dlogits.data == NULL) {
+        return 0;
+    }
+    memset(&e, 0, sizeof e);
+    e.dlogits = dlogits.data;
+    e.dlosses = dlosses;
+    e.known = stats;
+    e.logits = logits;
+    e.targets = targets;
+    e.classes = classes;
+    e.adds = dlogits.beta != 0.0f;
+    return nn_launch(call, nn_grid_of(rows, 1, NN_LONG_THREADS), nn_k_cross_entropy_backward, e);
+}
+
+// ---- attention
+
+/* Heads go through the products in groups, whose probabilities are in the workspace at once: about
+   NN_GROUP_FLOATS, which also stay in the cache of a large GPU.
+   In place: a group is some heads of one sequence, whose queries, keys and values are read where
+   they stand. Packed: where the heads of one sequence are too small to keep a GPU busy, a group is
+   all heads of some sequences; their queries, keys and values are copied head by head first, so
+   that one batched product takes them all. Which of the two depends on sizes alone. */
+typedef struct nn_groups {
+    bool packed;
+    int64_t count, size; // groups, and heads or sequences in each but the last
+} nn_groups;
+
+/* Square tiles of probabilities that a batched product of one sequence's heads deals out. */
+NN_API bool nn_cuda_packs(nn_attention_size n) {
+    const int64_t tiles = nn_divide_up(n.sequence, NN_TILE);
+    return n.batch > 1 && tiles * tiles * n.heads < NN_BUSY_TILES;
+}
+
+/* Floats of workspace, in backward, for one head in place and for one sequence packed. */
+NN_API int64_t nn_cuda_head_floats(nn_attention_size n) {
+    return n.sequence * (2 * n.sequence + n.size);
+}
+
+NN_API int64_t nn_cuda_sequence_floats(nn_attention_size n) {
+    return n.heads * n.sequence * (2 * n.sequence + 4 * n.size);
+}
+
+static nn_groups nn_cuda_groups(nn_attention_size n) {
+    nn_groups g;
+    g.packed = nn_cuda_packs(n);
+    const int64_t all = g.packed ? n.batch : n.heads;
+    const int64_t floats = g.packed ? nn_cuda_sequence_floats(n) : nn_cuda_head_floats(n);
+    const int64_t count = nn_divide_up(all, nn_most(1, nn_least(all, NN_GROUP_FLOATS / floats)));
+    g.size = nn_divide_up(all, count);
+    g.count = nn_divide_up(all, g.size) * (g.packed ? 1 : n.batch);
+    return g;
+}
+
+/* What is enough for these sizes and for all smaller ones: in place, and packed for the longest
+   sequence that would be. Forward needs three quarters at most. */
+static int64_t nn_cuda_attention_floats(nn_attention_size n, bool backward) {
+    int64_t floats = nn_most(nn_cuda_head_floats(n),
+                             nn_least(NN_GROUP_FLOATS, n.heads * nn_cuda_head_floats(n)));
+    int64_t tiles = nn_divide_up(n.sequence, NN_TILE);
+    while (tiles > 0 && tiles * tiles * n.heads >= NN_BUSY_TILES) {
+        tiles--;
+    }
+    if (n.batch > 1 && tiles > 0) {
+        n.sequence = nn_least(n.sequence, tiles * NN_TILE);
+        const int64_t one = nn_cuda_sequence_floats(n);
+        floats = nn_most(floats, nn_most(one, nn_least(NN_GROUP_FLOATS, n.batch * one)));
+    }
+    return (backward ? floats : floats - floats / 4) + NN_GROUP_PADDING;
+}
+
+/* Copies between rows of channels, (count, sequence, parts, heads * size), rows of one token
+   row_stride apart, and heads, (heads of all sequences, sequence, size) for each part. */
+typedef struct nn_heads_copy {
+    float *rows;
+    float *part[3]; // as many as parts
+    int64_t sequences, sequence, parts, part_stride, row_stride, heads, size;
+    bool packs, adds;
+} nn_heads_copy;
+
+template <int WIDE>
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_heads_copy(nn_heads_copy h) {
+    const int64_t part = blockIdx.x % h.parts;
+    const int64_t token = blockIdx.x / h.parts;
+    const int64_t sequence = token / h.sequence;
+    float *row = h.rows + token * h.row_stride + part * h.part_stride;
+    const int columns = (int)(h.heads * h.size);
+    for (int c = (int)threadIdx.x * WIDE; c < columns; c += NN_THREADS * WIDE) {
+        const int head = c / (int)h.size;
+        const int64_t place = (sequence * h.heads + head) * h.sequence + token % h.sequence;
+        float *own = h.part[part] + place * h.size + c % (int)h.size;
+        float value[WIDE];
+        nn_wide<WIDE>::load(value, h.packs ? row + c : own);
+        if (h.adds) {
+            float old[WIDE];
+            nn_wide<WIDE>::load(old, h.packs ? own : row + c);
+            NN_UNROLL
+            for (int k = 0; k < WIDE; k++) {
+                value[k] = nn_d_sum(old[k], value[k]);
+            }
+        }
+        nn_wide<WIDE>::store(h.packs ? own : row + c, value);
+    }
+}
+
+static int nn_cuda_heads_copy(const ms_call *call, nn_heads_copy h) {
+    bool wide = h.size % 4 == 0 && nn_aligned(h.rows);
+    for (int64_t p = 0; p < h.parts; p++) {
+        wide = wide && nn_aligned(h.part[p]);
+    }
+    return nn_launch(call, nn_grid_of(h.sequences * h.sequence * h.parts, 1, NN_THREADS),
+                     wide ? nn_k_heads_copy<4> : nn_k_heads_copy<1>, h);
+}
+
+/* Matrices (sequence, size), one per head. */
+typedef struct nn_heads {
+    float *data;
+    int64_t stride, step;
+} nn_heads;
+
+/* One group: where its operands are. q, k, v (and, in forward, o) are read and written by the
+   products; in backward dq, dk, dv get beta times what is there and the gradients. */
+typedef struct nn_group {
+    const ms_call *call;
+    nn_attention_size n;
+    bool packed;
+    int64_t heads;       // in the group
+    int64_t first, head; // sequence, and head within it, that it begins with
+    int64_t sequences;   // packed: how many
+    nn_heads q, k, v, o; // o: in backward its gradient
+    nn_heads dq, dk, dv; // backward
+    float *p, *dp;       // (heads, sequence, sequence); dp in backward
+    float *spare;        // behind all these
+} nn_group;
+
+static nn_heads nn_heads_of(const float *data, int64_t stride, int64_t step) {
+    nn_heads heads;
+    heads.data = (float *)(uintptr_t)data; // read only, where it is an input
+    heads.stride = stride;
+    heads.step = step;
+    return heads;
+}
+
+/* So many floats of the workspace, aligned as it is. */
+static float *nn_cuda_take(nn_group *g, int64_t floats) {
+    float *taken = g->spare;
+    g->spare += nn_divide_up(floats, 16) * 16;
+    return taken;
+}
+
+/* A group without its gradients. scores NULL: nobody keeps the probabilities. */
+static nn_group nn_cuda_group(const ms_call *call, int64_t index, nn_groups groups, float *scores,
+                              float *work, nn_attention_size n) {
+    nn_group g;
+    memset(&g, 0, sizeof g);
+    const int64_t per_sequence = groups.packed ? 1 : groups.count / n.batch;
+    const int64_t begin = index % (groups.packed ? groups.count : per_sequence) * groups.size;
+    g.call = call;
+    g.n = n;
+    g.packed = groups.packed;
+    g.spare = work;
+    g.first = groups.packed ? begin : index / per_sequence;
+    g.head = groups.packed ? 0 : begin;
+    g.sequences = groups.packed ? nn_least(groups.size, n.batch - begin) : 1;
+    g.heads = groups.packed ? g.sequences * n.heads : nn_least(groups.size, n.heads - begin);
+    const int64_t square = n.sequence * n.sequence;
+    g.p = scores != NULL ? scores + (g.first * n.heads + g.head) * square
+                         : nn_cuda_take(&g, g.heads * square);
+    return g;
+}
+
+/* q, k, v and o where they stand, in rows of 3 * heads * size and of heads * size. */
+static void nn_group_in_place(nn_group *g, const float *qkv, const float *out) {
+    const int64_t channels = g->n.heads * g->n.size;
+    const int64_t token = g->first * g->n.sequence;
+    const float *q = qkv + token * 3 * channels + g->head * g->n.size;
+    g->q = nn_heads_of(q, 3 * channels, g->n.size);
+    g->k = nn_heads_of(q + channels, 3 * channels, g->n.size);
+    g->v = nn_heads_of(q + 2 * channels, 3 * channels, g->n.size);
+    g->o = nn_heads_of(out + token * channels + g->head * g->n.size, channels, g->n.size);
+}
+
+/* Room for one packed operand. */
+static nn_heads nn_group_room(nn_group *g) {
+    const int64_t floats = g->n.sequence * g->n.size;
+    return nn_heads_of(nn_cuda_take(g, g->heads * floats), g->n.size, floats);
+}
+
+/* Moves the group's rows of x, (B, T, parts * C), to packed operands, or back. */
+static int nn_group_copy(const nn_group *g, const float *x, int64_t parts, const nn_heads *a,
+                         const nn_heads *b, const nn_heads *c, bool packs, float beta) {
+    const int64_t channels = g->n.heads * g->n.size;
+    nn_heads_copy h;
+    memset(&h, 0, sizeof h);
+    h.rows =
+        (float *)(uintptr_t)x + g->first * g->n.sequence * parts * channels + g->head * g->n.size;
+    h.part[0] = a->data;
+    h.part[1] = b != NULL ? b->data : NULL;
+    h.part[2] = c != NULL ? c->data : NULL;
+    h.sequences = g->sequences;
+    h.sequence = g->n.sequence;
+    h.parts = b != NULL ? 3 : 1;
+    h.part_stride = channels;
+    h.row_stride = parts * channels;
+    h.heads = g->packed ? g->n.heads : g->heads;
+    h.size = g->n.size;
+    h.packs = packs;
+    h.adds = beta != 0.0f;
+    return nn_cuda_heads_copy(g->call, h);
+}
+
+/* The operands of a product. */
+static ms_matrix nn_group_matrix(const nn_group *g, nn_heads heads) {
+    ms_matrix m = nn_matrix(heads.data, g->n.sequence, g->n.size, heads.stride);
+    m.count = g->heads;
+    m.step = heads.step;
+    return m;
+}
+
+static ms_matrix nn_group_square(const nn_group *g, const float *scores) {
+    ms_matrix m = nn_matrix(scores, g->n.sequence, g->n.sequence, g->n.sequence);
+    m.count = g->heads;
+    m.step = g->n.sequence * g->n.sequence;
+    return m;
+}
+
+static nn_rowwise nn_group_rows(const nn_group *g, float *out, const float *p) {
+    nn_rowwise w;
+    memset(&w, 0, sizeof w);
+    w.out = out;
+    w.a = out;
+    w.b = p;
+    w.n.rows = g->heads * g->n.sequence;
+    w.n.width = g->n.sequence;
+    w.scale = 1.0f / sqrtf((float)g->n.size);
+    w.causal = g->n.causal;
+    return w;
+}
+
+/* p = softmax(q k^T / sqrt(size)); the product takes the factor along. */
+static int nn_group_softmax(const nn_group *g) {
+    const nn_rowwise w = nn_group_rows(g, g->p, NULL);
+    const int result =
+        (int)ms_gemm(g->call, w.scale, nn_group_matrix(g, g->q),
+                     ms_transpose(nn_group_matrix(g, g->k)), 0.0f, nn_group_square(g, g->p));
+    return result != 0 ? result
+                       : nn_cuda_rows<nn_row_softmax>(g->call, w, nn_k_softmax_4, nn_k_softmax_1);
+}
+
+static int nn_group_forward(nn_group *g, float *out, const float *qkv) {
+    int result = 0;
+    if (g->packed) {
+        g->q = nn_group_room(g);
+        g->k = nn_group_room(g);
+        g->v = nn_group_room(g);
+        g->o = g->q; // no product reads both
+        result = nn_group_copy(g, qkv, 3, &g->q, &g->k, &g->v, true, 0.0f);
+    } else {
+        nn_group_in_place(g, qkv, out);
+    }
+    if (result == 0) {
+        result = nn_group_softmax(g);
+    }
+    if (result == 0) {
+        result = (int)ms_gemm(g->call, 1.0f, nn_group_square(g, g->p), nn_group_matrix(g, g->v),
+                              0.0f, nn_group_matrix(g, g->o));
+    }
+    return result != 0 || !g->packed ? result
+                                     : nn_group_copy(g, out, 1, &g->o, NULL, NULL, false, 0.0f);
+}
+
+static int nn_cuda_attention(const ms_call *call, float *out, float *scores, const float *qkv,
+                             float *work, nn_attention_size n) {
+    const nn_groups groups = nn_cuda_groups(n);
+    int result = 0;
+    for (int64_t i = 0; i < groups.count && result == 0; i++) {
+        nn_group g = nn_cuda_group(call, i, groups, scores, work, n);
+        result = nn_group_forward(&g, out, qkv);
+    }
+    return result;
+}
+
+/* Gradients take the place of what no product reads any more. In place the queries are copied
+   first, for dq may be written where they are and dk reads them: so dqkv may be qkv. */
+static int nn_group_operands(nn_group *g, nn_target dqkv, const float *dout, const float *qkv) {
+    nn_group gradient = *g;
+    g->dp = nn_cuda_take(g, g->heads * g->n.sequence * g->n.sequence);
+    if (!g->packed) {
+        nn_group_in_place(&gradient, dqkv.data, dout);
+        g->dq = gradient.q;
+        g->dk = gradient.k;
+        g->dv = gradient.v;
+        nn_group_in_place(g, qkv, dout);
+        g->q = nn_group_room(g);
+        return nn_group_copy(g, qkv, 3, &g->q, NULL, NULL, true, 0.0f);
+    }
+    g->q = nn_group_room(g);
+    g->k = nn_group_room(g);
+    g->v = nn_group_room(g);
+    g->o = nn_group_room(g);
+    g->dq = g->o;
+    g->dk = g->k;
+    g->dv = g->v;
+    return nn_first(nn_group_copy(g, qkv, 3, &g->q, &g->k, &g->v, true, 0.0f),
+                    nn_group_copy(g, dout, 1, &g->o, NULL, NULL, true, 0.0f));
+}
+
+/* dp = do v^T, dv = p^T do, ds from dp, dq = ds k, dk = ds^T q, in this order. */
+static int nn_group_backward(nn_group *g, float beta) {
+    const ms_matrix p = nn_group_square(g, g->p);
+    const ms_matrix dp = nn_group_square(g, g->dp);
+    const ms_matrix slope = nn_group_matrix(g, g->o);
+    int result =
+        (int)ms_gemm(g->call, 1.0f, slope, ms_transpose(nn_group_matrix(g, g->v)), 0.0f, dp);
+    if (result == 0) {
+        result =
+            (int)ms_gemm(g->call, 1.0f, ms_transpose(p), slope, beta, nn_group_matrix(g, g->dv));
+    }
+    if (result == 0) {
+        result =
+            nn_cuda_rows<nn_row_softmax_backward>(g->call, nn_group_rows(g, g->dp, g->p),
+                                                  nn_k_softmax_backward_4, nn_k_softmax_backward_1);
+    }
+    if (result == 0) {
+        result = (int)ms_gemm(g->call, 1.0f, dp, nn_group_matrix(g, g->k), beta,
+                              nn_group_matrix(g, g->dq));
+    }
+    return result != 0 ? result
+                       : (int)ms_gemm(g->call, 1.0f, ms_transpose(dp), nn_group_matrix(g, g->q),
+                                      beta, nn_group_matrix(g, g->dk));
+}
+
+static int nn_cuda_attention_backward(const ms_call *call, nn_target dqkv, const float *dout,
+                                      const float *scores, const float *qkv, float *work,
+                                      nn_attention_size n) {
+    const nn_groups groups = nn_cuda_groups(n);
+    int result = 0;
+    if (dqkv.data == NULL) {
+        return 0;
+    }
+    for (int64_t i = 0; i < groups.count && result == 0; i++) {
+        nn_group g = nn_cuda_group(call, i, groups, (float *)(uintptr_t)scores, work, n);
+        result = nn_group_operands(&g, dqkv, dout, qkv);
+        if (result == 0 && scores == NULL) {
+            result = nn_group_softmax(&g);
+        }
+        if (result == 0) {
+            result = nn_group_backward(&g, g.packed ? 0.0f : dqkv.beta);
+        }
+        if (result == 0 && g.packed) {
+            result = nn_group_copy(&g, dqkv.data, 3, &g.dq, &g.dk, &g.dv, false, dqkv.beta);
+        }
+    }
+    return result;
+}
+
 const nn_device *nn_cuda(void) {
     static const nn_device cuda = {
         "cuda",
@@ -4182,21 +5206,21 @@ const nn_device *nn_cuda(void) {
         nn_cuda_dropout,
         nn_cuda_gelu,
         nn_cuda_gelu_backward,
-        NULL,
-        NULL,
+        nn_cuda_embedding,
+        nn_cuda_embedding_backward,
         nn_cuda_linear,
         nn_cuda_linear_gelu,
         nn_cuda_linear_add,
         nn_cuda_linear_backward,
         nn_cuda_column_floats,
-        NULL,
-        NULL,
-        NULL,
-        NULL,
-        NULL,
-        NULL,
-        NULL,
-        NULL,
+        nn_cuda_layernorm,
+        nn_cuda_layernorm_backward,
+        nn_cuda_layernorm_floats,
+        nn_cuda_attention,
+        nn_cuda_attention_backward,
+        nn_cuda_attention_floats,
+        nn_cuda_cross_entropy,
+        nn_cuda_cross_entropy_backward,
         NULL, // nn_cuda_relu and what follows: images
         NULL,
         NULL,
