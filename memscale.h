@@ -1,4 +1,4 @@
-/*  memscale.h - v0.2.0 - train a bigger model on the device memory you already have. MIT licence.
+/*  memscale.h - v0.3.0 - train a bigger model on the device memory you already have. MIT licence.
 
     One header that any C or C++ trainer drops in. The trainer registers its tensors and its layers
     (a forward and a backward callback each) and names a byte budget. memscale.h then owns the
@@ -21,11 +21,18 @@
         }
         ms_destroy(m);
 
-    Link with -lm. Without MEMSCALE_IMPLEMENTATION the header only declares.
+    Link with -lm. Without MEMSCALE_IMPLEMENTATION the header only declares. On an NVIDIA GPU:
+    config.backend = ms_backend_cuda(0), and one file more, for nvcc; link with -lcublas -lcudart.
+
+        #define MEMSCALE_CUDA_IMPLEMENTATION       // CUDA 12 or newer
+        #include "memscale.h"
 
   MACROS (define before the include)
     MEMSCALE_IMPLEMENTATION   emit the function bodies; works at a second include too
-    MEMSCALE_STATIC           make every function static: one private copy per translation unit
+    MEMSCALE_CUDA_IMPLEMENTATION
+                              emit the CUDA backend: in a file for nvcc, alone or with the above
+    MEMSCALE_STATIC           make every function static, but for ms_backend_cuda: one private copy
+                              per translation unit
     MEMSCALE_CBLAS            ms_gemm calls cblas_sgemm of <cblas.h>; default: a built-in kernel
     MEMSCALE_API              linkage of the public functions; default: extern, C linkage
     MEMSCALE_ASSERT(x)        checks of the library's own invariants; default: assert(x)
@@ -34,7 +41,7 @@
     It is no tensor library and no autograd: the arithmetic of the layers is the trainer's.
     It does not allocate during a step, print, abort, read the environment or keep global state.
     It does not change a number: a checkpointed plan gives the same bits as the plain plan.
-    In this version it runs on the CPU, and recomputation is the one technique that it plans.
+    In this version recomputation is the one technique that it plans.
 
   STEP BY STEP
     1. ms_create             a model from a config; zero fields mean defaults
@@ -80,6 +87,17 @@
     gives the same bits wherever the callback is deterministic. Gradients are summed in one fixed
     order: those that loss layers wrote in forward, then those of the layers, last to first.
 
+    STREAMS. On a CUDA device, all that a step does is enqueued on one stream, the model's own or
+    ms_config.stream; two more carry the copies to and from the host, ordered by events. Callbacks
+    enqueue on ms_call.stream and wait for nothing. Nothing in the library waits for the whole
+    device. ms_step waits for its loss, while backward still runs, or for nothing where none is
+    asked for; the device itself sees to it that a step whose loss is not finite updates nothing,
+    nor any step behind it. ms_write stages inputs in pinned memory. With ms_config.cuda_graph the
+    second step of each plan is recorded, and replayed from then on: callbacks are not called any
+    more, so that everything in their ms_call stands still but *step_seed. The learning rate may
+    change; after ms_borrow, ms_set_loss_factor, or in a shared arena that grew, a new recording is
+    made.
+
     ERRORS. Every fallible function returns an ms_result. A failing step leaves params and optimizer
     state as they were after the last completed update (buffers that a forward has changed as its
     state stay changed); where an update had begun, the model is
@@ -87,7 +105,8 @@
     ms_wrap, which takes your word for it. Registration errors stick up to ms_wrap; later ones do
     not.
 
-    ALLOCATOR. All host memory comes from ms_config.allocator, device memory from ms_config.backend.
+    ALLOCATOR. All host memory comes from ms_config.allocator, device memory and pinned memory from
+    ms_config.backend.
     Nothing is allocated in a step, and no device memory behind ms_wrap. Host memory is, in three
     cases: ms_reshape makes a plan for sizes that it meets first; ms_smallest_budget makes one and
     frees it; the C library has a file buffer while the CPU backend reads /proc for its hardware
@@ -100,12 +119,14 @@
 
     LIMITS. 16 inputs, 8 outputs, 16 saved tensors, 16 params and 8 buffers of state a layer; rank
     6; 8 axes; 2^28 tensors; 2^58 bytes. A handle belongs to its model; that of another model is not
-    always recognised. Arithmetic of the library's own (updates, sums, ms_gemm) is float32. Debug
+    always recognised. Arithmetic of the library's own (updates, sums, ms_gemm) is float32. An
+    update on a GPU gives the bits of one on a CPU where the host's compiler may use fused
+    multiply-add; products and sums may differ. Debug
     mode does not see what a callback does outside the model's memory, unless its results show it,
     nor an address kept from an earlier call where this call was given the same one.
 
     HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend. 0.2.0 (2026): the
-    contract with trainers as they are.
+    contract with trainers as they are. 0.3.0 (2026): CUDA.
 
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
@@ -126,20 +147,24 @@
 // >>version  and linkage
 
 #define MEMSCALE_VERSION_MAJOR 0
-#define MEMSCALE_VERSION_MINOR 2
+#define MEMSCALE_VERSION_MINOR 3
 #define MEMSCALE_VERSION_PATCH 0
 
-#ifndef MEMSCALE_API
-#ifdef MEMSCALE_STATIC
-#if defined(__GNUC__)
+#ifdef __cplusplus
+#define MEMSCALE_EXTERN extern "C"
+#else
+#define MEMSCALE_EXTERN extern
+#endif
+#ifdef MEMSCALE_API
+#define MEMSCALE_CUDA_API MEMSCALE_API
+#else
+#define MEMSCALE_CUDA_API MEMSCALE_EXTERN // of the other implementation, in another file perhaps
+#ifndef MEMSCALE_STATIC
+#define MEMSCALE_API MEMSCALE_EXTERN
+#elif defined(__GNUC__)
 #define MEMSCALE_API static __attribute__((unused))
 #else
 #define MEMSCALE_API static
-#endif
-#elif defined(__cplusplus)
-#define MEMSCALE_API extern "C"
-#else
-#define MEMSCALE_API extern
 #endif
 #endif
 
@@ -748,7 +773,7 @@ MEMSCALE_API ms_backend ms_backend_cpu(void);
 
 /* The backend of a CUDA device, by its number. It stands where MEMSCALE_CUDA_IMPLEMENTATION does. A
    device that is not there is the error of ms_create. */
-MEMSCALE_API ms_backend ms_backend_cuda(int device);
+MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device);
 
 /* Memory for the passing values of several models, of which one at a time trains: a generator and
    its critic, a policy and its value function. It is as large as the largest of them needs. Each
@@ -9745,7 +9770,7 @@ static uint64_t msi_cuda_workspace_bytes(int device) {
     return ((uint64_t)(major >= 9 ? 32 : 4) << 20) + MSI_CUDA_PARTS_BYTES;
 }
 
-MEMSCALE_API ms_backend ms_backend_cuda(int device) {
+MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     ms_backend b;
     memset(&b, 0, sizeof b);
     b.size = sizeof b;
