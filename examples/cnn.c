@@ -16,8 +16,6 @@
 #define OPTIONS_PROGRAM "cnn"
 #include "options.h"
 
-#include <time.h>
-
 enum {
     SIZE = 28, // of an image, each way
     PIXELS = SIZE * SIZE,
@@ -31,7 +29,9 @@ typedef struct settings {
     int64_t batch, width, steps, accumulate, test, seed;
     uint64_t budget_bytes; // 0: by name
     const char *budget;    // plain, half or smallest
-    float clip;            // 0: none
+    const char *device;
+    option_device place;
+    float clip; // 0: none
     bool check, dry, help;
 } settings;
 
@@ -42,6 +42,7 @@ typedef struct classifier {
     ms_tensor images; // (B, 1, height, width)
     ms_tensor labels; // I32 (B)
     ms_tensor logits; // (B, classes)
+    char reason[256]; // why ms_create failed
 } classifier;
 
 typedef struct trainer {
@@ -56,88 +57,69 @@ typedef struct trainer {
 
 // ---- options ------------------------------------------------------------------------------------
 
-static void print_help(void) {
-    printf(
-        "usage: cnn [options]\n\n"
-        "  --budget SIZE    bytes that training may take, such as 20M or 1.5G (powers of 1024),\n"
-        "                   or plain, half (half way from the smallest; default), smallest\n"
-        "  --batch N        images at a time (64)\n"
-        "  --accumulate N   batches per step (1)\n"
-        "  --width N        channels of the first block; the next have twice and four times as\n"
-        "                   many (12)\n"
-        "  --steps N        updates (300)\n"
-        "  --clip X         largest norm of the gradients (no limit)\n"
-        "  --test N         images of the test set (2000)\n"
-        "  --seed N         of weights and images (1)\n"
-        "  --check          train a second net without a budget beside it, and compare: losses,\n"
-        "                   params and running statistics must be equal bit for bit\n"
-        "  --dry            plan only: allocate and train nothing\n"
-        "  --help           this text\n");
+enum { OPTION_COUNT_ALL = 12 };
+
+/* Fills specs with the options; returns how many there are. */
+static int list_options(settings *o, option_spec *specs) {
+    const option_spec all[OPTION_COUNT_ALL] = {
+        {"--budget", "SIZE", OPTION_TEXT, &o->budget,
+         "bytes that training may take, such as 20M or 1.5G (powers of 1024),\n"
+         "or plain, half (half way from the smallest; default), smallest"},
+        {"--device", "NAME", OPTION_TEXT, &o->device, OPTION_DEVICE_HELP},
+        {"--batch", "N", OPTION_COUNT, &o->batch, "images at a time (64)"},
+        {"--accumulate", "N", OPTION_COUNT, &o->accumulate, "batches per step (1)"},
+        {"--width", "N", OPTION_COUNT, &o->width,
+         "channels of the first block; the next have twice and four times as\n"
+         "many (12)"},
+        {"--steps", "N", OPTION_COUNT, &o->steps, "updates (300)"},
+        {"--clip", "X", OPTION_REAL, &o->clip, "largest norm of the gradients (no limit)"},
+        {"--test", "N", OPTION_COUNT, &o->test, "images of the test set (2000)"},
+        {"--seed", "N", OPTION_COUNT, &o->seed, "of weights and images (1)"},
+        {"--check", NULL, OPTION_FLAG, &o->check,
+         "train a second net without a budget beside it, and compare: losses,\n"
+         "params and running statistics must be equal bit for bit"},
+        {"--dry", NULL, OPTION_FLAG, &o->dry, "plan only: allocate and train nothing"},
+        {"--help", NULL, OPTION_FLAG, &o->help, "this text"},
+    };
+    memcpy(specs, all, sizeof all);
+    return OPTION_COUNT_ALL;
 }
 
-static int parse_budget(settings *o, const char *text) {
+static void print_help(void) {
+    settings o;
+    option_spec specs[OPTION_COUNT_ALL];
+    print_options("[options]", specs, list_options(&o, specs));
+}
+
+static int check_budget(settings *o) {
     static const char *const names[] = {"plain", "half", "smallest"};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
-        if (strcmp(text, names[i]) == 0) {
-            o->budget = names[i];
-            o->budget_bytes = 0;
+        if (strcmp(o->budget, names[i]) == 0) {
+            o->budget = names[i]; // the command line may be gone when it is read
             return 0;
         }
     }
-    o->budget_bytes = (uint64_t)parse_number(text, true);
+    const double bytes = parse_number(o->budget, true);
+    o->budget_bytes = bytes < 1.0 ? 0 : (uint64_t)bytes;
     return o->budget_bytes
                ? 0
-               : fail("--budget %s: give a size such as 20M, or plain, half or smallest", text);
-}
-
-static int parse_value(settings *o, const char *name, const char *text) {
-    const struct {
-        const char *name;
-        int64_t *value;
-    } numbers[] = {{"--batch", &o->batch}, {"--accumulate", &o->accumulate},
-                   {"--width", &o->width}, {"--steps", &o->steps},
-                   {"--test", &o->test},   {"--seed", &o->seed}};
-    const char *value = text ? text : "(nothing)";
-    if (strcmp(name, "--budget") == 0) {
-        return parse_budget(o, value);
-    }
-    if (strcmp(name, "--clip") == 0) {
-        o->clip = (float)parse_number(value, false);
-        return o->clip > 0.0f ? 0 : fail("--clip %s: give a number above 0", value);
-    }
-    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
-        if (strcmp(name, numbers[i].name) == 0) {
-            *numbers[i].value = parse_count(name, value, 1e6);
-            return *numbers[i].value == 0;
-        }
-    }
-    return fail("unknown option %s; --help lists them", name);
+               : fail("--budget %s: give a size such as 20M, or plain, half or smallest",
+                      o->budget);
 }
 
 static int parse_options(settings *o, int argc, char **argv) {
+    option_spec specs[OPTION_COUNT_ALL];
     memset(o, 0, sizeof *o);
     o->budget = "half";
+    o->device = "cpu";
     o->batch = 64;
     o->accumulate = 1;
     o->width = 12;
     o->steps = 300;
     o->test = 2000;
     o->seed = 1;
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
-            o->help = true;
-        } else if (strcmp(argv[i], "--check") == 0) {
-            o->check = true;
-        } else if (strcmp(argv[i], "--dry") == 0) {
-            o->dry = true;
-        } else {
-            if (parse_value(o, argv[i], argv[i + 1]) != 0) {
-                return 1;
-            }
-            i++;
-        }
-    }
-    return 0;
+    return read_options(specs, list_options(o, specs), argc, argv, NULL) != 0 ||
+           check_budget(o) != 0 || choose_device(&o->place, o->device) != 0;
 }
 
 // ---- images -------------------------------------------------------------------------------------
@@ -282,14 +264,17 @@ static void build_net(classifier *c, const settings *o) {
 /* Registers a net with memscale.h and plans it. A dry one plans without allocating. */
 static int make_net(classifier *c, const settings *o, uint64_t budget_bytes, bool dry) {
     ms_config config = {0};
+    config.backend = o->place.backend;
     config.memory_budget_bytes = budget_bytes;
     config.dry_run = dry;
     config.seed = (uint64_t)o->seed;
     config.accumulation_steps = (uint32_t)o->accumulate;
+    config.log = keep_reason;
+    config.log_user = c->reason;
     if (ms_create(&config, &c->model) != MS_RESULT_OK) {
-        return fail("no memory for a model");
+        return fail("%s", c->reason[0] ? c->reason : "no memory for a model");
     }
-    c->net = nn_create(c->model);
+    c->net = nn_create_on(c->model, o->place.kernels);
     if (!c->net) {
         return fail("no memory for a net");
     }
@@ -310,10 +295,6 @@ static void free_net(classifier *c) {
     nn_destroy(c->net);
     c->model = NULL;
     c->net = NULL;
-}
-
-static double mebibytes(uint64_t bytes) {
-    return (double)bytes / 1048576.0;
 }
 
 /* Plans without memory, to learn the plain and the smallest arena, and turns the name of a budget
@@ -355,12 +336,6 @@ static int print_arena(const classifier *c) {
 }
 
 // ---- training -----------------------------------------------------------------------------------
-
-static double seconds_now(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
 
 /* Linear warm-up, then a cosine down to zero (Loshchilov and Hutter, "SGDR", 2017, eq. 5). */
 static float learning_rate(const settings *o, int64_t step) {

@@ -1,5 +1,7 @@
-/*  options.h - what the command lines of gpt2.c and cnn.c share. OPTIONS_PROGRAM is the program's
-    name, defined before the include. */
+/*  options.h - what the command lines of the trainers share: gpt2.c, bert.c and cnn.c.
+
+    OPTIONS_PROGRAM is the program's name, defined before the include; nn.h stands before it too. A
+    program that is compiled with NN_CUDA and linked with examples/cuda.cu also runs on a GPU. */
 #ifndef MEMSCALE_OPTIONS_H
 #define MEMSCALE_OPTIONS_H
 
@@ -9,6 +11,28 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
+
+typedef enum option_kind {
+    OPTION_FLAG,  // bool; takes no argument
+    OPTION_COUNT, // int64_t, from 1
+    OPTION_BYTES, // uint64_t, such as 300M or 1.5G (powers of 1024)
+    OPTION_REAL,  // float, from 0
+    OPTION_TEXT   // const char *
+} option_kind;
+
+typedef struct option_spec {
+    const char *name, *argument; // "--steps", "N"
+    option_kind kind;
+    void *value;
+    const char *help;
+} option_spec;
+
+/* The words of a command line that are no options. */
+typedef struct option_words {
+    const char *items[64];
+    int count;
+} option_words;
 
 /* Says what is wrong, behind what was printed so far. Returns 1. */
 static int fail(const char *format, ...) {
@@ -22,7 +46,7 @@ static int fail(const char *format, ...) {
     return 1;
 }
 
-/* A positive number, with a suffix K, M or G (powers of 1024) where `scaled`; 0 if it is none. */
+/* A number from 0, with a suffix K, M or G (powers of 1024) where `scaled`; below 0 if it is none. */
 static double parse_number(const char *text, bool scaled) {
     static const char suffixes[] = "KMG";
     char *end;
@@ -32,17 +56,127 @@ static double parse_number(const char *text, bool scaled) {
         value *= (double)((uint64_t)1024 << (10 * (suffix - suffixes)));
         end++;
     }
-    return *end == 0 && value > 0.0 && value < 9e18 ? value : 0.0;
+    return end != text && *end == 0 && value >= 0.0 && value < 9e18 ? value : -1.0;
 }
 
-/* A whole number from 1 to `most`; 0, and the reason, if it is none. */
-static int64_t parse_count(const char *name, const char *text, double most) {
-    const double value = parse_number(text, false);
-    if (value >= 1.0 && value <= most && value - (double)(int64_t)value == 0.0) {
-        return (int64_t)value;
+/* Takes the argument of an option; 1, and the reason, if it is not a good one. */
+static int read_option(const option_spec *spec, const char *text) {
+    const char *argument = text ? text : "(nothing)";
+    const double value = parse_number(argument, spec->kind == OPTION_BYTES);
+    switch (spec->kind) {
+    case OPTION_COUNT:
+        if (value < 1.0 || value > (double)INT32_MAX || value - (double)(int64_t)value > 0.0) {
+            return fail("%s %s: give a whole number from 1 to %ld", spec->name, argument,
+                        (long)INT32_MAX);
+        }
+        *(int64_t *)spec->value = (int64_t)value;
+        return 0;
+    case OPTION_BYTES:
+        *(uint64_t *)spec->value = value < 1.0 ? 0 : (uint64_t)value;
+        return value >= 1.0 ? 0
+                            : fail("%s %s: give a size such as 300M or 1.5G", spec->name, argument);
+    case OPTION_REAL:
+        *(float *)spec->value = (float)value;
+        return value >= 0.0 ? 0 : fail("%s %s: give a number from 0", spec->name, argument);
+    case OPTION_TEXT:
+        *(const char **)spec->value = argument;
+        return text ? 0 : fail("%s: give it a name", spec->name);
+    default:
+        *(bool *)spec->value = true;
+        return 0;
     }
-    fail("%s %s: give a whole number from 1 to %.0f", name, text, most);
+}
+
+/* Reads a command line; words may be NULL where there are to be none. 1, and the reason, at a
+   mistake. */
+static int read_options(const option_spec *specs, int count, int argc, char **argv,
+                        option_words *words) {
+    for (int i = 1; i < argc; i++) {
+        int k = 0;
+        while (k < count && strcmp(argv[i], specs[k].name) != 0) {
+            k++;
+        }
+        if (k < count) {
+            if (read_option(&specs[k], argv[i + 1]) != 0) {
+                return 1;
+            }
+            i += specs[k].kind != OPTION_FLAG;
+        } else if (!words || argv[i][0] == '-') {
+            return fail("unknown option %s; --help lists them", argv[i]);
+        } else if (words->count == (int)(sizeof words->items / sizeof words->items[0])) {
+            return fail("more than %d files", words->count);
+        } else {
+            words->items[words->count++] = argv[i];
+        }
+    }
     return 0;
+}
+
+static void print_options(const char *usage, const option_spec *specs, int count) {
+    printf("usage: " OPTIONS_PROGRAM " %s\n\n", usage);
+    for (int i = 0; i < count; i++) {
+        char name[32];
+        snprintf(name, sizeof name, "%s %s", specs[i].name,
+                 specs[i].argument ? specs[i].argument : "");
+        printf("  %-16s ", name);
+        for (const char *c = specs[i].help; *c; c++) {
+            putchar(*c);
+            if (*c == '\n') {
+                printf("%19s", "");
+            }
+        }
+        putchar('\n');
+    }
+}
+
+// ---- where it computes ---------------------------------------------------------------------------
+
+#define OPTION_DEVICE_HELP "cpu (default) or cuda, the first GPU"
+
+typedef struct option_device {
+    ms_backend backend;
+    const nn_device *kernels;
+} option_device;
+
+/* By its name; 1, and the reason, where this program does not have it. */
+static int choose_device(option_device *d, const char *name) {
+    const bool on_gpu = strcmp(name, "cuda") == 0;
+    if (!on_gpu && strcmp(name, "cpu") != 0) {
+        return fail("--device %s: there are cpu and cuda", name);
+    }
+#ifdef NN_CUDA
+    d->backend = on_gpu ? ms_backend_cuda(0) : ms_backend_cpu();
+    d->kernels = on_gpu ? nn_cuda() : nn_cpu();
+#else
+    if (on_gpu) {
+        return fail("--device cuda: this program was built without CUDA; where there is nvcc, "
+                    "`make cuda` builds build/cuda/examples/" OPTIONS_PROGRAM);
+    }
+    d->backend = ms_backend_cpu();
+    d->kernels = nn_cpu();
+#endif
+    return 0;
+}
+
+/* ms_config.log of a model that ms_create refuses: user is a char[256] for the reason. */
+static void keep_reason(ms_log_level level, const char *tag, const char *text, void *user) {
+    (void)tag;
+    if (level == MS_LOG_ERROR) {
+        snprintf((char *)user, 256, "%s", text);
+    }
+}
+
+// ---- units ---------------------------------------------------------------------------------------
+
+static double mebibytes(uint64_t bytes) {
+    return (double)bytes / 1048576.0;
+}
+
+/* Since some moment in the past. */
+static double seconds_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
 #endif // MEMSCALE_OPTIONS_H

@@ -1,0 +1,529 @@
+/*  trainer.h - what gpt2.c and bert.c share: options, text, the model and its budget, the loop.
+
+    OPTIONS_PROGRAM is the program's name. The program is the table trainer_kind: what it builds, how
+    it draws a batch, and what it does behind the training. Include memscale.h and nn.h first. */
+#ifndef MEMSCALE_TRAINER_H
+#define MEMSCALE_TRAINER_H
+
+#include "options.h"
+
+#include <unistd.h>
+
+enum { MAX_SPACES = 12, BYTE_COUNT = 256, WARMUP_STEPS = 20, CUDA_READ_EVERY = 10 };
+
+static const char *const default_files[] = {"memscale.h", "README.md", "docs/getting-started.md",
+                                            "docs/internals.md", "examples/nn.h"};
+
+typedef struct settings {
+    const char *preset, *device;
+    int64_t batch, sequence, steps, seconds, every, seed;
+    uint64_t budget_bytes; // 0: half way between the smallest and the plain arena
+    float dropout;
+    bool random, tf32, graph, dry, plan, help;
+    option_words files;
+} settings;
+
+typedef struct trainer trainer;
+
+typedef struct trainer_kind {
+    const char *title;   // "GPT-2 on bytes"
+    const char *prefix;  // of the presets of nn.h: "gpt2-"
+    const char *presets; // for people
+    int64_t small_vocabulary;
+    float beta2; // of AdamW
+    nn_transformer (*build)(nn_net *net, const nn_transformer_config *shape);
+    void (*draw_batch)(trainer *t); // fills tokens and targets
+    int (*show)(trainer *t);        // what it has learnt from a text; logits have memory
+} trainer_kind;
+
+struct trainer {
+    const trainer_kind *kind;
+    settings options;
+    option_device device;
+    nn_transformer_config shape;
+    ms_model *model;
+    nn_net *net;
+    nn_transformer built;
+    uint8_t *text;
+    int64_t text_bytes;
+    int spaces;                // at the end of the text
+    int32_t *tokens, *targets; // (B, T)
+    int32_t *window;           // (T + 1)
+    float *logits;             // (B, T, V), to show what was learnt
+    uint64_t free_bytes;       // of the device, before the training
+    uint64_t random;
+    char reason[256]; // why ms_create failed
+};
+
+// ---- options ------------------------------------------------------------------------------------
+
+enum { TRAINER_OPTIONS = 16 };
+
+/* Fills specs with the options; returns how many there are. */
+static int list_options(const trainer_kind *kind, settings *o, option_spec *specs) {
+    const option_spec all[TRAINER_OPTIONS] = {
+        {"--preset", "NAME", OPTION_TEXT, &o->preset, kind->presets},
+        {"--device", "NAME", OPTION_TEXT, &o->device, OPTION_DEVICE_HELP},
+        {"--batch", "N", OPTION_COUNT, &o->batch,
+         "sequences per step (8; presets other than small: 4)"},
+        {"--sequence", "N", OPTION_COUNT, &o->sequence, "tokens per sequence (64)"},
+        {"--budget", "SIZE", OPTION_BYTES, &o->budget_bytes,
+         "bytes that training may take, such as 300M or 1.5G (powers of 1024;\n"
+         "default: half way from the smallest possible to the plain arena)"},
+        {"--dropout", "X", OPTION_REAL, &o->dropout, "probability of dropout, below 1 (0)"},
+        {"--steps", "N", OPTION_COUNT, &o->steps, "stop after N steps"},
+        {"--seconds", "N", OPTION_COUNT, &o->seconds,
+         "stop after N seconds (45, unless --steps is given)"},
+        {"--every", "N", OPTION_COUNT, &o->every,
+         "read the loss every N steps (1; on cuda 10, since reading it waits)"},
+        {"--seed", "N", OPTION_COUNT, &o->seed, "of weights and batches (1)"},
+        {"--random", NULL, OPTION_FLAG, &o->random, "random tokens instead of text"},
+        {"--tf32", NULL, OPTION_FLAG, &o->tf32, "cuda: matrix products in TF32"},
+        {"--graph", NULL, OPTION_FLAG, &o->graph, "cuda: replay the steps from a graph"},
+        {"--dry", NULL, OPTION_FLAG, &o->dry, "plan only: allocate and train nothing"},
+        {"--plan", NULL, OPTION_FLAG, &o->plan, "list the plan layer by layer, and its program"},
+        {"--help", NULL, OPTION_FLAG, &o->help, "this text"},
+    };
+    memcpy(specs, all, sizeof all);
+    return TRAINER_OPTIONS;
+}
+
+static void print_help(const trainer_kind *kind) {
+    settings o;
+    option_spec specs[TRAINER_OPTIONS];
+    print_options("[options] [text file ...]", specs, list_options(kind, &o, specs));
+    printf("\nThe default text is this repository's own: run it there, or name files.\n");
+}
+
+static int parse_options(trainer *t, int argc, char **argv) {
+    settings *o = &t->options;
+    option_spec specs[TRAINER_OPTIONS];
+    o->preset = "small";
+    o->device = "cpu";
+    o->seed = 1;
+    if (read_options(specs, list_options(t->kind, o, specs), argc, argv, &o->files) != 0 ||
+        choose_device(&t->device, o->device) != 0) {
+        return 1;
+    }
+    if (o->dropout >= 1.0f) {
+        return fail("--dropout %g: give a probability below 1", (double)o->dropout);
+    }
+    if (o->graph && !t->device.backend.graph_begin) {
+        return fail("--graph is for --device cuda");
+    }
+    if (o->steps == 0 && o->seconds == 0) {
+        o->seconds = 45;
+    }
+    if (o->every == 0) {
+        o->every = t->device.backend.is_asynchronous ? CUDA_READ_EVERY : 1;
+    }
+    return 0;
+}
+
+/* small and tiny are sizes for bytes; others are those of nn.h, with or without their prefix. */
+static int choose_shape(trainer *t) {
+    const settings *o = &t->options;
+    nn_transformer_config *shape = &t->shape;
+    const bool tiny = strcmp(o->preset, "tiny") == 0;
+    const bool small = tiny || strcmp(o->preset, "small") == 0;
+    if (small) {
+        shape->vocabulary = t->kind->small_vocabulary;
+        shape->context = 1024;
+        shape->layers = tiny ? 2 : 4;
+        shape->heads = tiny ? 2 : 4;
+        shape->channels = tiny ? 32 : 128;
+    } else {
+        char name[32];
+        const bool has_prefix = strncmp(o->preset, t->kind->prefix, strlen(t->kind->prefix)) == 0;
+        snprintf(name, sizeof name, "%s%s", has_prefix ? "" : t->kind->prefix, o->preset);
+        if (!nn_preset(name, shape)) {
+            return fail("--preset %s: there are %s", o->preset, t->kind->presets);
+        }
+    }
+    shape->batch = o->batch ? o->batch : small ? 8 : 4;
+    shape->sequence = o->sequence ? o->sequence : 64;
+    shape->dropout = o->dropout;
+    if (shape->sequence > shape->context) {
+        return fail("--sequence %lld: the position table of this preset has %lld rows",
+                    (long long)shape->sequence, (long long)shape->context);
+    }
+    return 0;
+}
+
+// ---- text ---------------------------------------------------------------------------------------
+
+/* Long runs of spaces, such as the right margin of a macro, are cut: they are easy to learn, and
+   would soon be all that it writes. There is room for the byte. */
+static void append_byte(trainer *t, uint8_t byte) {
+    t->spaces = byte == ' ' ? t->spaces + 1 : 0;
+    if (t->spaces <= MAX_SPACES) {
+        t->text[t->text_bytes++] = byte;
+    }
+}
+
+static int append_file(trainer *t, const char *path) {
+    FILE *file = fopen(path, "rb");
+    if (!file) {
+        return fail("cannot read %s; name text files, or run in the repository's folder", path);
+    }
+    uint8_t block[4096];
+    size_t count;
+    int result = 0;
+    while (result == 0 && (count = fread(block, 1, sizeof block, file)) > 0) {
+        uint8_t *grown = (uint8_t *)realloc(t->text, (size_t)t->text_bytes + count);
+        if (!grown) {
+            result = fail("no memory for %s", path);
+            break;
+        }
+        t->text = grown;
+        for (size_t i = 0; i < count; i++) {
+            append_byte(t, block[i]);
+        }
+    }
+    if (result == 0 && ferror(file)) {
+        result = fail("cannot read %s", path);
+    }
+    fclose(file);
+    return result;
+}
+
+static int read_text(trainer *t) {
+    const option_words *named = &t->options.files;
+    const char *const *files = named->count ? named->items : default_files;
+    const int count =
+        named->count ? named->count : (int)(sizeof default_files / sizeof *default_files);
+    for (int i = 0; i < count; i++) {
+        if (append_file(t, files[i]) != 0) {
+            return 1;
+        }
+    }
+    if (t->text_bytes <= t->shape.sequence) {
+        return fail("the text has %lld bytes; a sequence of %lld needs at least %lld",
+                    (long long)t->text_bytes, (long long)t->shape.sequence,
+                    (long long)t->shape.sequence + 1);
+    }
+    printf("text      %lld bytes from %d file%s\n", (long long)t->text_bytes, count,
+           count == 1 ? "" : "s");
+    return 0;
+}
+
+static uint64_t next_random(trainer *t) {
+    t->random ^= t->random << 13;
+    t->random ^= t->random >> 7;
+    t->random ^= t->random << 17;
+    return t->random;
+}
+
+/* Fills the window with as many tokens: of a random place in the text, or random ones. */
+static void draw_window(trainer *t, int64_t count) {
+    if (t->options.random) {
+        for (int64_t i = 0; i < count; i++) {
+            t->window[i] = (int32_t)(next_random(t) % (uint64_t)t->shape.vocabulary);
+        }
+        return;
+    }
+    const uint8_t *text = t->text + next_random(t) % (uint64_t)(t->text_bytes - count + 1);
+    for (int64_t i = 0; i < count; i++) {
+        t->window[i] = text[i];
+    }
+}
+
+// ---- model --------------------------------------------------------------------------------------
+
+/* Registers the model with memscale.h. A dry one plans without allocating. */
+static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
+    ms_config config = {0};
+    config.backend = t->device.backend;
+    config.memory_budget_bytes = budget_bytes;
+    config.dry_run = dry;
+    config.seed = (uint64_t)t->options.seed;
+    config.tf32 = t->options.tf32;
+    config.cuda_graph = t->options.graph;
+    config.log = keep_reason;
+    config.log_user = t->reason;
+    if (ms_create(&config, &t->model) != MS_RESULT_OK) {
+        return fail("%s", t->reason[0] ? t->reason : "no memory for a model");
+    }
+    t->net = nn_create_on(t->model, t->device.kernels);
+    if (!t->net) {
+        return fail("no memory for a net");
+    }
+    t->built = t->kind->build(t->net, &t->shape);
+    if (!t->options.random) {
+        ms_set_eval_output(t->model, t->built.logits);
+    }
+    ms_optimizer_desc adamw = {0};
+    adamw.beta2 = t->kind->beta2;
+    adamw.weight_decay = 0.1f;
+    ms_set_optimizer(t->model, &adamw);
+    return 0;
+}
+
+static void free_model(trainer *t) {
+    ms_destroy(t->model);
+    nn_destroy(t->net);
+    t->model = NULL;
+    t->net = NULL;
+}
+
+static int print_machine(trainer *t) {
+    ms_hardware h;
+    if (ms_hardware_report(t->model, &h) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(t->model));
+    }
+    t->free_bytes = h.free_bytes;
+    printf("machine   %s, %u processors, %.1f GiB, %.1f GiB free\n", h.name, h.processor_count,
+           mebibytes(h.total_bytes) / 1024.0, mebibytes(h.free_bytes) / 1024.0);
+    if (h.compute_major > 0) {
+        printf("          compute capability %u.%u, driver for CUDA %u.%u, runtime %u.%u\n",
+               h.compute_major, h.compute_minor, h.driver_version / 1000,
+               h.driver_version % 1000 / 10, h.runtime_version / 1000,
+               h.runtime_version % 1000 / 10);
+    }
+    return 0;
+}
+
+/* Plans without memory, to learn the smallest and the plain arena, and chooses a budget between
+   them if none was given. */
+static int choose_budget(trainer *t, uint64_t *budget_bytes) {
+    uint64_t smallest;
+    ms_memory_report plain;
+    if (make_model(t, UINT64_MAX, true) != 0) {
+        return 1;
+    }
+    if (ms_wrap(t->model) != MS_RESULT_OK || ms_report(t->model, &plain) != MS_RESULT_OK ||
+        ms_smallest_budget(t->model, &smallest) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(t->model));
+    }
+    *budget_bytes = t->options.budget_bytes;
+    if (*budget_bytes == 0) {
+        *budget_bytes = smallest + (plain.plain_bytes - smallest) / 2;
+    }
+    if (print_machine(t) != 0) {
+        return 1;
+    }
+    printf("model     %s: %lld layers, %lld channels, %lld heads, vocabulary %lld: %.2f M params; "
+           "batch %lld x %lld\n",
+           t->options.preset, (long long)t->shape.layers, (long long)t->shape.channels,
+           (long long)t->shape.heads, (long long)t->shape.vocabulary,
+           (double)plain.param_count / 1e6, (long long)t->shape.batch,
+           (long long)t->shape.sequence);
+    printf("plain     %9.1f MiB, what training takes without a plan\n",
+           mebibytes(plain.plain_bytes));
+    printf("smallest  %9.1f MiB, with all the recomputation that helps\n", mebibytes(smallest));
+    free_model(t);
+    return 0;
+}
+
+static void print_text(const char *text, size_t length, void *user) {
+    fwrite(text, 1, length, (FILE *)user);
+}
+
+static int print_plan(trainer *t) {
+    ms_memory_report r;
+    if (ms_report(t->model, &r) != MS_RESULT_OK) {
+        return fail("the model has no plan");
+    }
+    printf("budget    %9.1f MiB%s\n", mebibytes(r.budget_bytes),
+           t->options.budget_bytes ? "" : ", half way between (choose with --budget)");
+    printf("arena     %9.1f MiB, all that it will ever use: %.0f %% of plain, for %.1f %% more "
+           "work\n",
+           mebibytes(r.arena_bytes), 100.0 * (double)r.arena_bytes / (double)r.plain_bytes,
+           100.0 * r.recompute_share);
+    printf("  its peak");
+    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
+        if (r.peak_bytes[c] >= r.arena_bytes / 500) {
+            printf("  %s %.1f", ms_category_name((ms_category)c), mebibytes(r.peak_bytes[c]));
+        }
+    }
+    printf(" MiB\n");
+    if (t->options.plan &&
+        (ms_print_plan(t->model, print_text, stdout) != MS_RESULT_OK ||
+         ms_print_program(t->model, MS_PROGRAM_TRAIN, print_text, stdout) != MS_RESULT_OK)) {
+        return fail("the plan cannot be printed");
+    }
+    return 0;
+}
+
+/* What a GPU lacks now, against what it had free before: the arena, and what the driver and cuBLAS
+   keep for themselves. */
+static int print_device_memory(trainer *t) {
+    ms_hardware h;
+    if (ms_hardware_report(t->model, &h) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(t->model));
+    }
+    if (h.kind != MS_DEVICE_CPU && t->free_bytes > h.free_bytes) {
+        printf("device    %9.1f MiB taken in all, by its own count\n",
+               mebibytes(t->free_bytes - h.free_bytes));
+    }
+    return 0;
+}
+
+// ---- training -----------------------------------------------------------------------------------
+
+typedef struct progress {
+    int64_t step;
+    double started, done; // done: from 0 to 1
+    double loss;          // running mean of those that were read
+    bool terminal, has_loss;
+    int printed; // tenths of the run that have a line already
+} progress;
+
+static void advance(progress *p, const settings *o) {
+    const double by_steps = o->steps ? (double)p->step / (double)o->steps : 0.0;
+    const double by_time = o->seconds ? (seconds_now() - p->started) / (double)o->seconds : 0.0;
+    p->done = by_steps > by_time ? by_steps : by_time;
+    p->done = p->done < 1.0 ? p->done : 1.0;
+}
+
+/* On a terminal one line that moves; elsewhere a line for every tenth. */
+static void print_progress(const trainer *t, progress *p, uint64_t arena_bytes) {
+    char bar[25];
+    const int filled = (int)(p->done * 24.0);
+    const int tenth = (int)(p->done * 10.0);
+    if (!p->terminal && tenth == p->printed && p->step > 1) {
+        return;
+    }
+    p->printed = tenth;
+    for (int i = 0; i < 24; i++) {
+        bar[i] = i < filled ? '#' : '.';
+    }
+    bar[24] = 0;
+    const double seconds = seconds_now() - p->started;
+    printf("%sstep %5lld [%s] loss %.3f  %.0f tokens/s  %.1f MiB%s", p->terminal ? "\r" : "",
+           (long long)p->step, bar, p->loss,
+           (double)(p->step * t->shape.batch * t->shape.sequence) / seconds, mebibytes(arena_bytes),
+           p->terminal && p->done < 1.0 ? "  " : "\n");
+    fflush(stdout);
+}
+
+/* Linear warm-up, then a cosine down to a tenth (Loshchilov and Hutter, "SGDR", 2017, eq. 5). */
+static float learning_rate(const trainer *t, const progress *p) {
+    const double top = t->shape.channels < 512 ? 2e-3 : 3e-4;
+    const double warm = p->step < WARMUP_STEPS ? (double)(p->step + 1) / (double)WARMUP_STEPS : 1.0;
+    return (float)(top * warm * (0.55 + 0.45 * cos(3.14159265358979 * p->done)));
+}
+
+/* One step. Without a loss to read, a GPU goes on with it while the next batch is drawn. */
+static int train_step(trainer *t, progress *p, bool reads) {
+    double loss = 0.0;
+    t->kind->draw_batch(t);
+    ms_set_learning_rate(t->model, learning_rate(t, p));
+    if (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
+        ms_write(t->model, t->built.targets, t->targets) != MS_RESULT_OK ||
+        ms_step(t->model, reads ? &loss : NULL) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(t->model));
+    }
+    if (reads) {
+        p->loss = p->has_loss ? 0.9 * p->loss + 0.1 * loss : loss;
+        p->has_loss = true;
+    }
+    p->step++;
+    return 0;
+}
+
+static int train(trainer *t) {
+    const settings *o = &t->options;
+    ms_memory_report report;
+    progress p;
+    memset(&p, 0, sizeof p);
+    p.started = seconds_now();
+    p.terminal = isatty(STDOUT_FILENO) != 0;
+    if (ms_report(t->model, &report) != MS_RESULT_OK) {
+        return fail("the model has no plan");
+    }
+    while (p.done < 1.0) {
+        const bool reads = p.step % o->every == 0 || p.step + 1 == o->steps;
+        if (train_step(t, &p, reads) != 0) {
+            return 1;
+        }
+        advance(&p, o);
+        if (p.done >= 1.0 && ms_synchronize(t->model) != MS_RESULT_OK) {
+            return fail("%s", ms_last_error(t->model));
+        }
+        if (reads || p.done >= 1.0) {
+            print_progress(t, &p, report.arena_bytes);
+        }
+    }
+    return print_device_memory(t);
+}
+
+// ---- main ---------------------------------------------------------------------------------------
+
+/* The inputs of one forward on the batch as it stands, and its logits. */
+static int read_logits(trainer *t) {
+    if (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
+        ms_write(t->model, t->built.targets, t->targets) != MS_RESULT_OK ||
+        ms_eval(t->model, NULL) != MS_RESULT_OK ||
+        ms_read(t->model, t->built.logits, t->logits) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(t->model));
+    }
+    return 0;
+}
+
+/* Random tokens teach nothing that could be shown, and need no logits. */
+static int allocate_batch(trainer *t) {
+    const size_t rows = (size_t)(t->shape.batch * t->shape.sequence);
+    const size_t width = t->options.random ? 1 : (size_t)t->shape.vocabulary;
+    t->tokens = (int32_t *)malloc(rows * sizeof *t->tokens);
+    t->targets = (int32_t *)calloc(rows, sizeof *t->targets);
+    t->window = (int32_t *)malloc(((size_t)t->shape.sequence + 1) * sizeof *t->window);
+    t->logits = (float *)malloc(rows * width * sizeof *t->logits);
+    return t->tokens && t->targets && t->window && t->logits ? 0 : fail("no memory for a batch");
+}
+
+/* BERT's segments stay as they are: one sentence, number 0. */
+static int start(trainer *t) {
+    if (nn_init(t->net, (uint64_t)t->options.seed) != MS_RESULT_OK ||
+        (t->built.segments.id &&
+         ms_write(t->model, t->built.segments, t->targets) != MS_RESULT_OK)) {
+        return fail("%s", ms_last_error(t->model));
+    }
+    return 0;
+}
+
+static int run(trainer *t) {
+    uint64_t budget_bytes = 0;
+    t->random = 0x9e3779b97f4a7c15u ^ (uint64_t)t->options.seed;
+    printf("memscale.h %d.%d.%d, %s\n\n", MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR,
+           MEMSCALE_VERSION_PATCH, t->kind->title);
+    if (choose_shape(t) != 0 || choose_budget(t, &budget_bytes) != 0 ||
+        make_model(t, budget_bytes, t->options.dry) != 0) {
+        return 1;
+    }
+    if (ms_wrap(t->model) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(t->model));
+    }
+    if (print_plan(t) != 0 || t->options.dry) {
+        return t->options.dry ? 0 : 1;
+    }
+    if ((!t->options.random && read_text(t) != 0) || allocate_batch(t) != 0 || start(t) != 0) {
+        return 1;
+    }
+    printf("\n");
+    return train(t) != 0 || (!t->options.random && t->kind->show(t) != 0);
+}
+
+/* A whole program. */
+static int train_program(const trainer_kind *kind, int argc, char **argv) {
+    trainer t;
+    memset(&t, 0, sizeof t);
+    t.kind = kind;
+    if (parse_options(&t, argc, argv) != 0) {
+        return 2;
+    }
+    if (t.options.help) {
+        print_help(kind);
+        return 0;
+    }
+    const int result = run(&t);
+    free_model(&t);
+    free(t.text);
+    free(t.tokens);
+    free(t.targets);
+    free(t.window);
+    free(t.logits);
+    return result;
+}
+
+#endif // MEMSCALE_TRAINER_H
