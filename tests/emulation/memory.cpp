@@ -140,21 +140,29 @@ void on_fault(int number, siginfo_t *info, void *context) {
                       fibers_kernel(), fibers_where(), number, info->si_addr);
     }
     const struct sigaction *const old = &before[number == SIGBUS];
-    if ((old->sa_flags & SA_SIGINFO) && old->sa_sigaction) {
+    if (old->sa_flags & SA_SIGINFO) {
         old->sa_sigaction(number, info, context);
-        return;
+    } else if (old->sa_handler != SIG_DFL && old->sa_handler != SIG_IGN) {
+        old->sa_handler(number);
+    } else {
+        signal(number, SIG_DFL); /* and again */
     }
-    signal(number, SIG_DFL); /* and again */
 }
 
+/* Again and again: test frameworks put handlers of their own in place for each test. */
 void install_handler() {
-    struct sigaction action;
+    static const int signals[] = {SIGSEGV, SIGBUS};
+    struct sigaction action, old;
     memset(&action, 0, sizeof(action));
     action.sa_sigaction = on_fault;
     action.sa_flags = SA_SIGINFO | SA_NODEFER;
     sigemptyset(&action.sa_mask);
-    sigaction(SIGSEGV, &action, &before[0]);
-    sigaction(SIGBUS, &action, &before[1]);
+    for (int i = 0; i < 2; i++) {
+        sigaction(signals[i], &action, &old);
+        if (old.sa_sigaction != on_fault) {
+            before[i] = old;
+        }
+    }
 }
 
 /* ---- regions ---- */
@@ -234,6 +242,7 @@ void memory_set_mode(bool is_kernel) {
         return;
     }
     if (is_kernel) {
+        install_handler();
         kernel_thread = pthread_self();
         is_kernel_mode = 1;
         protect(regions[MEMORY_PINNED].base, regions[MEMORY_PINNED].used, PROT_NONE);
@@ -266,11 +275,7 @@ void memory_reset(uint64_t seed) {
         }
         r.bytes = r.count = 0;
     }
-    static bool is_installed = false;
-    if (!is_installed) {
-        install_handler();
-        is_installed = true;
-    }
+    install_handler();
     random_state = seed * 2 + 1;
     draw();
     rubbish = patterns[draw() % 4];
@@ -286,6 +291,7 @@ void *memory_allocate(memory_kind kind, size_t size, bool is_mapped) {
     if (size > r.reserved || a.first + a.pages + page > r.reserved) {
         return nullptr;
     }
+    install_handler();
     const size_t alignment = kind == MEMORY_DEVICE ? device_alignment : 64;
     /* An overrun meets the guard page, or an underrun does. */
     a.address = a.first + (draw() % 4 ? a.pages - round_up(size, alignment) : 0);
@@ -412,6 +418,7 @@ bool emulation_catch(void (*function)(void *), void *user, char *text, size_t si
         snprintf(text, size, "%s", death);
         return true;
     }
+    install_handler();
     is_armed = 1;
     function(user);
     is_armed = 0;

@@ -294,7 +294,7 @@ static inline int streams_choose(streams *e, streams_policy policy) {
 }
 
 static inline streams_policy streams_draw(streams *e) {
-    static const unsigned char percent[STREAMS_POLICY_COUNT] = {0, 48, 40, 4, 4, 4};
+    static const unsigned char percent[STREAMS_POLICY_COUNT] = {0, 50, 44, 2, 2, 2};
     if (!e->seed) {
         return STREAMS_IN_ORDER;
     }
@@ -342,7 +342,7 @@ static inline bool streams_run(streams *e) {
         e->queues[i].rank = streams_random(e);
     }
     while (streams_is_needed(e)) {
-        const bool stray = e->seed && policy != STREAMS_LAZY && streams_below(e, 64) == 0;
+        const bool stray = e->seed && policy != STREAMS_LAZY && streams_below(e, 128) == 0;
         const int queue = streams_choose(e, stray ? STREAMS_RANDOM : policy);
         if (queue < 0) {
             return streams_deadlock(e);
