@@ -7124,11 +7124,14 @@ static ms_result msi_run_forward(ms_model *m) {
     return error == 0 ? MS_RESULT_OK : msi_abandon(m, msi_device(m, error, "sum of the losses"));
 }
 
-/* The verdict on what ran, and its loss. */
+/* The verdict on what ran, and its loss. Where the device fails after a whole step was enqueued,
+   nobody knows how much of its update was done. */
 static ms_result msi_conclude(ms_model *m, double *loss) {
     const bool eval = msi_is_eval(m);
     ms_result result = m->asked ? MS_RESULT_OK : msi_ask_verdict(m);
     result = result == MS_RESULT_OK ? msi_heed_verdict(m) : result;
+    m->failed |= result == MS_RESULT_BACKEND && m->running == &m->plan->train &&
+                 m->position == m->running->instructions.count;
     if (loss) {
         *loss = msi_verdict(m, eval)->loss;
     }
@@ -7492,6 +7495,10 @@ static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
     }
     ms_result result = msi_check_between_steps(m, function);
     result = result == MS_RESULT_OK ? msi_make_plans(m, goal, &store, &plans) : result;
+    if (result == MS_RESULT_OK && m->asked && msi_heed_verdict(m) == MS_RESULT_NONFINITE) {
+        msi_log(m, MS_LOG_WARNING, "plan", "%s: steps go on from %llu", function,
+                (unsigned long long)m->step);
+    }
     return result == MS_RESULT_OK ? msi_adopt(m, store, plans, goal) : result;
 }
 
