@@ -579,6 +579,48 @@ static void memory_starts_as_rubbish(void **) {
     assert_true(differs);
 }
 
+/* What tests with host callbacks ask for. */
+static void memory_opens_on_request(void **) {
+    float *const x = on_device<float>(64), host[64] = {1.0f};
+    const cudaStream_t s = new_stream();
+    const cudaLaunchConfig_t c = grid(1, 64, s);
+    assert_true(emulation_is_device(x) && !emulation_is_device(host));
+    emulation_open(true);
+    x[3] = 1.0f;
+    ok(cudaLaunchKernelEx(&c, k_add, x, x, 1.0f, 64));
+    ok(cudaStreamSynchronize(s));
+    assert_true(x[3] == 2.0f);
+    float *const y = on_device<float>(64);
+    y[0] = 0.0f;
+    fails(cudaErrorInvalidValue, cudaMemcpyAsync(x, host, 4, cudaMemcpyDeviceToDevice, s));
+    emulation_set_pageable_access(true);
+    ok(cudaMemcpyAsync(x, host, 4, cudaMemcpyDeviceToDevice, s));
+    ok(cudaMemsetAsync(host + 1, 0, 4, s));
+    host[0] = 5.0f;
+    ok(cudaStreamSynchronize(s));
+    assert_true(x[0] == 5.0f); /* as late as copies on the device */
+    emulation_set_pageable_access(false);
+    emulation_open(false);
+    reach r = {x, nullptr, nullptr, 0};
+    expect_caught(touch_from_host, &r, "host code touched device memory", "offset 12");
+}
+
+static __global__ void k_deep(int *out, int bytes) {
+    volatile char space[700 * 1000];
+    for (int i = 0; i < bytes; i += 4096) {
+        space[i] = 1;
+    }
+    *out = space[0];
+}
+
+static void single_threads_have_room(void **) {
+    int *const x = on_device<int>(1);
+    const cudaLaunchConfig_t c = grid(1, 1, nullptr);
+    ok(cudaLaunchKernelEx(&c, k_deep, x, 700 * 1000));
+    emulation_finish();
+    assert_int_equal(peek(x), 1);
+}
+
 /* ---- kernels against loops ---- */
 
 static __global__ void k_index(int *out, int nx, int ny) {
@@ -1470,6 +1512,8 @@ int main(void) {
         cmocka_unit_test_setup(net_catches_wrong_memory, start_anew),
         cmocka_unit_test_setup(net_catches_a_small_overrun, start_anew),
         cmocka_unit_test_setup(memory_starts_as_rubbish, start_anew),
+        cmocka_unit_test_setup(memory_opens_on_request, start_anew),
+        cmocka_unit_test_setup(single_threads_have_room, start_anew),
         cmocka_unit_test_setup(grids_have_three_dimensions, start_anew),
         cmocka_unit_test_setup(warps_exchange_values, start_anew),
         cmocka_unit_test_setup(blocks_add_up, start_anew),

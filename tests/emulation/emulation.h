@@ -67,6 +67,15 @@ void emulation_host_release(void *pointer);
 void emulation_peek(void *to, const void *device, size_t size);
 void emulation_poke(void *device, const void *from, size_t size);
 
+/* Whether an address lies where device memory is. */
+bool emulation_is_device(const void *pointer);
+/* Lets host code touch device memory, until it is closed again. For tests whose callbacks are host
+ * code; a reset closes it, and so does a mistake that is caught. */
+void emulation_open(bool is_open);
+/* As on systems where the device reads all memory of the host: memory that the emulation did not
+ * give may stand for device memory in copies and fills. A reset leaves it as it is; false at first. */
+void emulation_set_pageable_access(bool is_allowed);
+
 /* Runs a function. true: the emulation found a mistake in it, which otherwise ends the program;
  * `text` says which. What the function held is lost: emulation_reset comes next. */
 bool emulation_catch(void (*function)(void *), void *user, char *text, size_t size);

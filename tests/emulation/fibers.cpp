@@ -102,7 +102,8 @@ __asm__(".text\n"
 namespace {
 
 const unsigned block_limit = 1024;
-const size_t stack_size = WITH_ASAN ? 256 << 10 : 64 << 10;
+const size_t small_stack = WITH_ASAN ? 256 << 10 : 64 << 10;
+const size_t large_stack = WITH_ASAN ? 8 << 20 : 1 << 20; /* of a launch of one thread */
 const size_t guard_size = 4096;
 
 enum wait_kind { RUNS, AT_BARRIER, AT_WARP, HAS_RETURNED, IS_NEW };
@@ -110,6 +111,7 @@ enum wait_kind { RUNS, AT_BARRIER, AT_WARP, HAS_RETURNED, IS_NEW };
 struct fiber {
     void *stack_pointer;
     char *stack; /* the lowest address */
+    size_t size;
     void *asan_stack;
     unsigned thread; /* whose kernel is on this stack */
     fiber *next, *next_idle;
@@ -143,7 +145,7 @@ struct block_state {
 block_state b;
 fiber main_fiber;
 fiber *current;
-fiber *all, *idle;
+fiber *all, *idle, *single;
 bool is_abandoned, is_tame;
 uint64_t random_state;
 uint32_t rubbish;
@@ -199,7 +201,7 @@ void switch_to(fiber *to) {
     const bool is_main = to == &main_fiber;
     came_from = from;
     __sanitizer_start_switch_fiber(&from->asan_stack, is_main ? main_bottom : to->stack,
-                                   is_main ? main_size : stack_size);
+                                   is_main ? main_size : to->size);
 #endif
 #if WITH_SWITCH
     emulation_switch(&from->stack_pointer, to->stack_pointer);
@@ -213,14 +215,9 @@ void switch_to(fiber *to) {
 
 void prepare(fiber *f);
 
-fiber *new_fiber() {
-    if (idle) {
-        fiber *const f = idle;
-        idle = f->next_idle;
-        return f;
-    }
+fiber *make_fiber(size_t size) {
     fiber *const f = new fiber();
-    void *const memory = mmap(nullptr, stack_size + guard_size, PROT_READ | PROT_WRITE,
+    void *const memory = mmap(nullptr, size + guard_size, PROT_READ | PROT_WRITE,
                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
         perror("emulation: stacks");
@@ -228,16 +225,30 @@ fiber *new_fiber() {
     }
     mprotect(memory, guard_size, PROT_NONE);
     f->stack = static_cast<char *>(memory) + guard_size;
+    f->size = size;
     f->next = all;
     all = f;
     prepare(f);
     return f;
 }
 
+fiber *new_fiber() {
+    if (b.threads == 1) {
+        single = single ? single : make_fiber(large_stack);
+        return single;
+    }
+    if (!idle) {
+        return make_fiber(small_stack);
+    }
+    fiber *const f = idle;
+    idle = f->next_idle;
+    return f;
+}
+
 /* Stacks start at different lines of the cache: they are all in use at once. */
 void prepare(fiber *f) {
-    const size_t colour = (reinterpret_cast<uintptr_t>(f->stack) / (stack_size + guard_size)) % 31;
-    char *const top = f->stack + stack_size - 64 - colour * 128;
+    const size_t colour = (reinterpret_cast<uintptr_t>(f->stack) / (small_stack + guard_size)) % 31;
+    char *const top = f->stack + f->size - 64 - colour * 128;
 #if WITH_SWITCH && defined(__x86_64__)
     void **const sp = reinterpret_cast<void **>(top) - 8;
     memset(sp, 0, 8 * sizeof(void *));
@@ -293,6 +304,13 @@ void wait_here() {
 
 void warp_returned(unsigned thread);
 
+void put_aside(fiber *f) {
+    if (f != single) {
+        f->next_idle = idle;
+        idle = f;
+    }
+}
+
 /* What every fiber does: threads that have not started, then whoever is ready. */
 void run_threads() {
     for (;;) {
@@ -309,8 +327,7 @@ void run_threads() {
                 warp_returned(t);
             }
         }
-        current->next_idle = idle;
-        idle = current;
+        put_aside(current);
         switch_to(b.ready_count ? take_ready() : &main_fiber);
     }
 }
@@ -626,11 +643,10 @@ void fibers_reset(uint64_t seed) {
     idle = nullptr;
     for (fiber *f = all; f; f = f->next) {
 #if WITH_ASAN
-        __asan_unpoison_memory_region(f->stack, stack_size);
+        __asan_unpoison_memory_region(f->stack, f->size);
 #endif
         prepare(f);
-        f->next_idle = idle;
-        idle = f;
+        put_aside(f);
     }
 }
 

@@ -41,6 +41,7 @@ struct region {
 
 region regions[MEMORY_KINDS];
 volatile sig_atomic_t is_kernel_mode;
+bool is_device_open; /* to the host as well */
 pthread_t kernel_thread;
 uint64_t random_state;
 uint32_t rubbish;
@@ -251,16 +252,31 @@ void memory_set_mode(bool is_kernel) {
         protect_allocations(device, false);
         return;
     }
-    protect(device.base, device.used, PROT_NONE);
+    if (!is_device_open) {
+        protect(device.base, device.used, PROT_NONE);
+    }
     protect_allocations(regions[MEMORY_PINNED], false);
     protect(regions[MEMORY_HOST].base, regions[MEMORY_HOST].used, PROT_READ | PROT_WRITE);
     is_kernel_mode = 0;
+}
+
+static void open_device(bool is_open) {
+    is_device_open = is_open;
+    if (is_kernel_mode) {
+        return;
+    }
+    if (is_open) {
+        protect_allocations(regions[MEMORY_DEVICE], false);
+    } else {
+        protect(regions[MEMORY_DEVICE].base, regions[MEMORY_DEVICE].used, PROT_NONE);
+    }
 }
 
 void memory_reset(uint64_t seed) {
     static const size_t sizes[] = {size_t(1) << 40, size_t(1) << 38, size_t(1) << 38};
     static const uint32_t patterns[] = {0x7FC57FC5u, 0xFFFFFFFFu, 0x7F7F7F7Fu, 0x4B5A4B5Au};
     memory_set_mode(false);
+    open_device(false);
     for (int i = 0; i < MEMORY_KINDS; i++) {
         region &r = regions[i];
         if (!r.base) {
@@ -300,7 +316,7 @@ void *memory_allocate(memory_kind kind, size_t size, bool is_mapped) {
     r.count++;
     fill(r, a);
     r.allocations[a.address] = a;
-    if (kind != MEMORY_DEVICE) {
+    if (kind != MEMORY_DEVICE || is_device_open) {
         protect(r.base + a.first, a.pages, PROT_READ | PROT_WRITE);
     }
     return r.base + a.address;
@@ -389,6 +405,7 @@ void memory_check(void) {
 
 void emulation_die_now() {
     memory_set_mode(false);
+    open_device(false);
     if (is_armed && pthread_equal(armed_thread, pthread_self())) {
         is_armed = 0;
         siglongjmp(armed, 1);
@@ -435,6 +452,15 @@ void emulation_host_release(void *pointer) {
     if (pointer && !memory_release(MEMORY_HOST, pointer)) {
         emulation_die("emulation_host_release of %p, which is not allocated", pointer);
     }
+}
+
+void emulation_open(bool is_open) {
+    const emulation_lock lock;
+    open_device(is_open);
+}
+
+bool emulation_is_device(const void *pointer) {
+    return memory_where(pointer) == MEMORY_DEVICE;
 }
 
 void emulation_peek(void *to, const void *device, size_t size) {

@@ -349,19 +349,29 @@ uint64_t fill_cost(size_t bytes) {
 
 enum direction { TO_DEVICE, TO_HOST, ON_DEVICE, ON_HOST, WRONG };
 
-bool holds(memory_kind where, const void *pointer, size_t size) {
-    return where == MEMORY_OTHER ? pointer != nullptr : memory_holds(where, pointer, size);
+bool has_pageable_access;
+
+/* Whether a pointer is what the kind of a copy says. */
+bool is_side(const void *pointer, size_t size, bool is_device) {
+    const memory_kind where = memory_where(pointer);
+    if (where == MEMORY_OTHER) {
+        return pointer && (!is_device || has_pageable_access);
+    }
+    return (where == MEMORY_DEVICE) == is_device && memory_holds(where, pointer, size);
 }
 
 direction find_direction(const void *to, const void *from, size_t size, cudaMemcpyKind kind) {
-    static const cudaMemcpyKind kinds[] = {cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost,
-                                           cudaMemcpyDeviceToDevice, cudaMemcpyHostToHost};
-    const memory_kind t = memory_where(to), f = memory_where(from);
-    const direction d = t == MEMORY_DEVICE   ? (f == MEMORY_DEVICE ? ON_DEVICE : TO_DEVICE)
-                        : f == MEMORY_DEVICE ? TO_HOST
-                                             : ON_HOST;
-    const bool is_right = kind == cudaMemcpyDefault || kinds[d] == kind;
-    return is_right && holds(t, to, size) && holds(f, from, size) ? d : WRONG;
+    const bool is_inferred = kind == cudaMemcpyDefault;
+    const bool to_device = is_inferred
+                               ? memory_where(to) == MEMORY_DEVICE
+                               : kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+    const bool from_device =
+        is_inferred ? memory_where(from) == MEMORY_DEVICE
+                    : kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+    if (!is_side(to, size, to_device) || !is_side(from, size, from_device)) {
+        return WRONG;
+    }
+    return to_device ? (from_device ? ON_DEVICE : TO_DEVICE) : from_device ? TO_HOST : ON_HOST;
 }
 
 bool is_pageable(const void *pointer) {
@@ -417,7 +427,7 @@ cudaError_t fill(void *to, int value, size_t size, cudaStream_t handle) {
     if (!size) {
         return cudaSuccess;
     }
-    if (!memory_holds(MEMORY_DEVICE, to, size)) {
+    if (!is_side(to, size, true)) {
         return fail(cudaErrorInvalidValue);
     }
     const fill_arguments a = {to, size, value};
@@ -1297,6 +1307,11 @@ void emulation_reset(uint64_t seed) {
     const emulation_lock lock;
     forget_everything();
     start(seed);
+}
+
+void emulation_set_pageable_access(bool is_allowed) {
+    const emulation_lock lock;
+    has_pageable_access = is_allowed;
 }
 
 emulation_device emulation_get_device(void) {
