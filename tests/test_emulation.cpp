@@ -515,7 +515,8 @@ static void touch_from_host(void *user) {
 
 static void touch_from_kernel(void *user) {
     const reach *const r = static_cast<reach *>(user);
-    float *const where[] = {r->pinned, r->host, r->device, nullptr, r->device};
+    float *const nowhere = reinterpret_cast<float *>(static_cast<uintptr_t>(4096));
+    float *const where[] = {r->pinned, r->host, r->device, nowhere, r->device};
     const int64_t at[] = {1, 2, 101 + 64, 0, -64 - 1024};
     const cudaLaunchConfig_t c = grid(1, 1, nullptr);
     cudaLaunchKernelEx(&c, k_touch, where[r->how], at[r->how]);
