@@ -6,6 +6,7 @@
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
 #include "nn.h"
+#include "models.h"
 
 enum { PLAN_COUNT = 3, ROUNDS_MAX = 32, STEPS_MAX = 32 };
 
@@ -17,36 +18,11 @@ typedef struct plan {
     double losses[STEPS_MAX + 1]; // of the first round, the untimed step included
 } plan;
 
-typedef struct trainer {
-    ms_model *model;
-    nn_net *net;
-    nn_transformer gpt2;
-} trainer;
-
-static void check(ms_model *model, ms_result result) {
-    if (result != MS_RESULT_OK) {
-        fprintf(stderr, "%s: %s\n", ms_result_name(result), ms_last_error(model));
-        exit(1);
-    }
-}
-
 /* A model, wrapped but not initialised. */
-static trainer make_trainer(const ms_config *config, const nn_transformer_config *shape) {
-    trainer t;
-    check(NULL, ms_create(config, &t.model));
-    t.net = nn_create(t.model);
-    if (!t.net) {
-        fprintf(stderr, "no memory\n");
-        exit(1);
-    }
-    t.gpt2 = nn_gpt2(t.net, shape);
-    check(t.model, ms_wrap(t.model));
-    return t;
-}
-
-static void destroy_trainer(trainer *t) {
-    ms_destroy(t->model);
-    nn_destroy(t->net);
+static bench_model make_model(const ms_config *config, const nn_transformer_config *shape) {
+    bench_model m = bench_model_create(config, nn_cpu(), "gpt2", shape);
+    bench_check(m.model, ms_wrap(m.model));
+    return m;
 }
 
 /* The size of the early-update plan without recomputation, less half of its activations. */
@@ -58,40 +34,23 @@ static uint64_t half_budget(const nn_transformer_config *shape) {
     config.memory_budget_bytes = (uint64_t)1 << 50;
     config.early_update = MS_SWITCH_ON;
     config.checkpointing = MS_SWITCH_OFF;
-    trainer t = make_trainer(&config, shape);
-    check(t.model, ms_report(t.model, &report));
-    destroy_trainer(&t);
+    bench_model m = make_model(&config, shape);
+    bench_check(m.model, ms_report(m.model, &report));
+    bench_model_destroy(&m);
     return report.arena_bytes - report.activation_peak_bytes / 2;
-}
-
-static void write_batch(const trainer *t, const nn_transformer_config *shape) {
-    const size_t count = (size_t)(shape->batch * shape->sequence);
-    int32_t *ids = (int32_t *)malloc((count + 1) * sizeof *ids);
-    if (!ids) {
-        fprintf(stderr, "no memory\n");
-        exit(1);
-    }
-    uint32_t state = 1;
-    for (size_t i = 0; i <= count; i++) {
-        state = state * 1664525u + 1013904223u; // Knuth, "Seminumerical Algorithms", section 3.3.4
-        ids[i] = (int32_t)((state >> 8) % (uint32_t)shape->vocabulary);
-    }
-    check(t->model, ms_write(t->model, t->gpt2.tokens, ids));
-    check(t->model, ms_write(t->model, t->gpt2.targets, ids + 1));
-    free(ids);
 }
 
 /* One round of one plan: a new model, a step to warm up, the timed steps. */
 static void run_round(plan *p, const nn_transformer_config *shape, int round, int steps) {
-    trainer t = make_trainer(&p->config, shape);
-    check(t.model, ms_report(t.model, &p->report));
+    bench_model m = make_model(&p->config, shape);
+    bench_check(m.model, ms_report(m.model, &p->report));
     p->report.peak_layer = ""; // belongs to the model
-    check(t.model, nn_init(t.net, 1));
-    write_batch(&t, shape);
+    bench_check(m.model, nn_init(m.net, 1));
+    bench_write_batch(&m);
     for (int i = 0; i <= steps; i++) {
         double loss;
         const double start = bench_seconds();
-        check(t.model, ms_step(t.model, &loss));
+        bench_check(m.model, ms_step(m.model, &loss));
         if (i > 0) {
             p->seconds[round * steps + i - 1] = bench_seconds() - start;
         }
@@ -103,7 +62,7 @@ static void run_round(plan *p, const nn_transformer_config *shape, int round, in
             exit(1);
         }
     }
-    destroy_trainer(&t);
+    bench_model_destroy(&m);
 }
 
 static void check_losses(const plan *plans, int steps) {
@@ -144,20 +103,6 @@ static void print_plans(plan *plans, int steps, int samples, bool tsv) {
     }
 }
 
-/* Shape of a published model, or of one small enough for a test. */
-static bool find_shape(const char *preset, nn_transformer_config *shape) {
-    memset(shape, 0, sizeof *shape);
-    if (strcmp(preset, "tiny") == 0) {
-        shape->vocabulary = 256;
-        shape->context = 64;
-        shape->layers = 4;
-        shape->heads = 2;
-        shape->channels = 32;
-        return true;
-    }
-    return strncmp(preset, "gpt2", 4) == 0 && nn_preset(preset, shape);
-}
-
 int main(int argc, char **argv) {
     static plan plans[PLAN_COUNT];
     bool tsv = false;
@@ -165,7 +110,7 @@ int main(int argc, char **argv) {
     int64_t batch = 4, sequence = 64, steps = 3, rounds = 3;
     const bench_option options[] = {
         {"--tsv", "tab-separated output", &tsv, NULL, NULL},
-        {"--preset", "gpt2-124M, -355M, -774M, -1558M, or tiny", NULL, NULL, &preset},
+        {"--preset", "gpt2-124M, -355M, -774M, -1558M, or gpt2-tiny", NULL, NULL, &preset},
         {"--batch", "sequences in a batch", NULL, &batch, NULL},
         {"--sequence", "tokens in a sequence", NULL, &sequence, NULL},
         {"--steps", "timed steps in a round; 32 at most", NULL, &steps, NULL},
@@ -174,7 +119,8 @@ int main(int argc, char **argv) {
     bench_options(argc, argv, "Step time and arena of GPT-2 on the CPU, plain and checkpointed.",
                   options, 6);
     nn_transformer_config shape;
-    if (!find_shape(preset, &shape) || steps > STEPS_MAX || rounds > ROUNDS_MAX) {
+    if (strncmp(preset, "gpt2-", 5) != 0 || !bench_shape(preset, &shape) || steps > STEPS_MAX ||
+        rounds > ROUNDS_MAX) {
         fprintf(stderr, "no such preset: %s, or more than 32 steps or rounds\n", preset);
         return 2;
     }

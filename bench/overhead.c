@@ -5,74 +5,27 @@
 
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
+#include "nn.h"
+#include "models.h"
 
 enum { REPEATS_MAX = 100, CHECKPOINTED_MAX = 1000 };
-
-static void check(ms_model *model, ms_result result) {
-    if (result != MS_RESULT_OK) {
-        fprintf(stderr, "%s: %s\n", ms_result_name(result), ms_last_error(model));
-        exit(1);
-    }
-}
-
-static int nothing(const ms_call *call) {
-    (void)call;
-    return 0;
-}
 
 static int zero_loss(const ms_call *call) {
     *(float *)call->out[0].data = 0.0f;
     return 0;
 }
 
-/* A chain of layers: x = f(x, w), x (64), w (64); without params: x = f(x). */
-static ms_model *make_chain(const ms_config *config, int64_t layers, bool params) {
-    ms_model *model;
-    check(NULL, ms_create(config, &model));
-    ms_layer_desc layer;
-    memset(&layer, 0, sizeof layer);
-    layer.backward = nothing;
-    layer.out[0] = ms_input(model, "x", MS_DTYPE_F32, ms_shape1(64));
-    for (int64_t i = 0; i < layers; i++) {
-        const bool last = i + 1 == layers;
-        layer.forward = last ? zero_loss : nothing;
-        layer.in[0] = layer.out[0];
-        layer.out[0] = ms_activation(model, "x", MS_DTYPE_F32, ms_shape1(last ? 1 : 64));
-        if (params || i == 0) {
-            layer.param[0] = ms_param(model, "w", MS_DTYPE_F32, ms_shape1(64));
-        } else {
-            layer.param[0].id = 0;
-        }
-        ms_register_layer(model, &layer);
-    }
-    ms_set_loss(model, layer.out[0]);
-    return model;
-}
-
-/* Microseconds per instruction of a step. */
 static double time_instruction(int64_t layers) {
-    const int steps = (int)(200000 / layers) + 1;
-    ms_model *model = make_chain(NULL, layers, false);
-    ms_memory_report report;
-    check(model, ms_wrap(model));
-    check(model, ms_report(model, &report));
-    check(model, ms_step(model, NULL));
-    const double start = bench_seconds();
-    for (int i = 0; i < steps; i++) {
-        check(model, ms_step(model, NULL));
-    }
-    const double seconds = bench_seconds() - start;
-    ms_destroy(model);
-    return 1e6 * seconds / steps / report.instruction_count;
+    return bench_instruction(NULL, layers, zero_loss);
 }
 
 /* Milliseconds of ms_wrap. */
 static double time_wrap(const ms_config *config, int64_t layers, ms_memory_report *report) {
-    ms_model *model = make_chain(config, layers, true);
+    ms_model *model = bench_chain(config, layers, true, zero_loss);
     const double start = bench_seconds();
-    check(model, ms_wrap(model));
+    bench_check(model, ms_wrap(model));
     const double seconds = bench_seconds() - start;
-    check(model, ms_report(model, report));
+    bench_check(model, ms_report(model, report));
     ms_destroy(model);
     return 1e3 * seconds;
 }
@@ -125,7 +78,7 @@ enum { LSTM_STEPS = 280, LSTM_LAYERS = 2, LSTM_GATES = 4, LSTM_BATCH = 64, LSTM_
 static ms_tensor lstm_op(ms_model *model, ms_tensor a, ms_tensor b, ms_tensor param) {
     ms_layer_desc layer;
     memset(&layer, 0, sizeof layer);
-    layer.forward = layer.backward = nothing;
+    layer.forward = layer.backward = bench_nothing;
     layer.in[0] = a;
     layer.in[1] = b;
     layer.param[0] = param;
@@ -166,7 +119,7 @@ static ms_tensor lstm_cell(ms_model *model, ms_tensor x, ms_tensor *h, ms_tensor
 
 static ms_model *make_lstm(const ms_config *config) {
     ms_model *model;
-    check(NULL, ms_create(config, &model));
+    bench_check(NULL, ms_create(config, &model));
     const ms_shape state = ms_shape2(LSTM_BATCH, LSTM_WIDTH);
     const ms_shape square = ms_shape2(LSTM_WIDTH, LSTM_WIDTH);
     ms_tensor weights[LSTM_LAYERS][3 * LSTM_GATES], h[LSTM_LAYERS], c[LSTM_LAYERS], x = {0};
@@ -208,15 +161,15 @@ static lstm_cost wrap_lstm(double share) {
     config.allocator.release = heap_release;
     config.allocator.user = &h;
     ms_model *model = make_lstm(&config);
-    check(model, ms_wrap(model));
-    check(model, ms_report(model, &report));
+    bench_check(model, ms_wrap(model));
+    bench_check(model, ms_report(model, &report));
     ms_destroy(model);
     h.peak_bytes = 0;
     config.memory_budget_bytes =
         report.arena_bytes - (uint64_t)((1.0 - share) * (double)report.activation_peak_bytes);
     model = make_lstm(&config);
     const double start = bench_seconds();
-    check(model, ms_wrap(model));
+    bench_check(model, ms_wrap(model));
     cost.seconds = bench_seconds() - start;
     cost.bytes = h.peak_bytes;
     cost.layers = report.layer_count;

@@ -5,22 +5,7 @@
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
 #include "nn.h"
-
-typedef struct workload {
-    const char *name, *preset;
-    int64_t batch, sequence;
-    double published_plain, published_optimized; // GB; 0: does not fit 24 GB
-} workload;
-
-/* The figures are those that MemScale for Python published for one GPU of 24 GB. */
-static const workload workloads[] = {
-    {"bert-base", "bert-base", 16, 128, 3.14, 0.84},
-    {"bert-large", "bert-large", 16, 128, 7.60, 2.02},
-    {"gpt2-medium", "gpt2-355M", 4, 512, 10.87, 2.61},
-    {"gpt2-large", "gpt2-774M", 2, 512, 14.87, 4.68},
-    {"gpt2-xl", "gpt2-1558M", 1, 512, 0.0, 9.25},
-};
-enum { WORKLOAD_COUNT = sizeof workloads / sizeof workloads[0] };
+#include "models.h"
 
 typedef struct plan {
     ms_memory_report report;
@@ -28,24 +13,19 @@ typedef struct plan {
 } plan;
 
 typedef struct outcome {
-    const workload *work;
+    const bench_workload *work;
     plan plain, smallest;
 } outcome;
 
-static void check(ms_model *model, ms_result result) {
-    if (result != MS_RESULT_OK) {
-        fprintf(stderr, "%s: %s\n", ms_result_name(result), ms_last_error(model));
-        exit(1);
-    }
-}
-
-static plan make_plan(const workload *work, nn_granularity granularity, bool save_scores,
+static plan make_plan(const bench_workload *work, nn_granularity granularity, bool save_scores,
                       bool smallest) {
     plan made;
     ms_config config;
     nn_transformer_config shape;
     memset(&config, 0, sizeof config);
-    memset(&shape, 0, sizeof shape);
+    if (!bench_shape(work->preset, &shape)) {
+        bench_stop("a workload names no preset");
+    }
     config.dry_run = true;
     config.memory_budget_bytes = (uint64_t)1 << 50; // that of no machine: only the switches decide
     config.force_optimize = smallest;
@@ -55,29 +35,17 @@ static plan make_plan(const workload *work, nn_granularity granularity, bool sav
     shape.granularity = granularity;
     shape.save_scores = save_scores;
 
-    ms_model *model;
-    check(NULL, ms_create(&config, &model));
-    nn_net *net = nn_create(model);
-    if (!net || !nn_preset(work->preset, &shape)) {
-        fprintf(stderr, "%s: no memory, or no such preset\n", work->preset);
-        exit(1);
-    }
-    if (strncmp(work->preset, "bert", 4) == 0) {
-        nn_bert(net, &shape);
-    } else {
-        nn_gpt2(net, &shape);
-    }
+    bench_model m = bench_model_create(&config, nn_cpu(), work->preset, &shape);
     const double start = bench_seconds();
-    check(model, ms_wrap(model));
+    bench_check(m.model, ms_wrap(m.model));
     made.wrap_seconds = bench_seconds() - start;
-    check(model, ms_report(model, &made.report));
+    bench_check(m.model, ms_report(m.model, &made.report));
     made.report.peak_layer = ""; // belongs to the model
-    ms_destroy(model);
-    nn_destroy(net);
+    bench_model_destroy(&m);
     return made;
 }
 
-static void print_published(bench_table *table, const workload *work) {
+static void print_published(bench_table *table, const bench_workload *work) {
     char text[32];
     if (work->published_plain > 0.0) {
         snprintf(text, sizeof text, "%.2f -> %.2f", work->published_plain,
@@ -152,7 +120,7 @@ static void print_peak(const char *title, const plan *plans[], const outcome *ou
 }
 
 static void print_people(const outcome *outcomes, int count) {
-    const plan *plain[WORKLOAD_COUNT], *smallest[WORKLOAD_COUNT];
+    const plan *plain[BENCH_WORKLOADS], *smallest[BENCH_WORKLOADS];
     for (int i = 0; i < count; i++) {
         plain[i] = &outcomes[i].plain;
         smallest[i] = &outcomes[i].smallest;
@@ -185,10 +153,10 @@ int main(int argc, char **argv) {
     };
     bench_options(argc, argv, "Memory of five published workloads, by dry run.", options, 4);
 
-    outcome outcomes[WORKLOAD_COUNT];
+    outcome outcomes[BENCH_WORKLOADS];
     int count = 0;
-    for (int i = 0; i < WORKLOAD_COUNT; i++) {
-        const workload *work = &workloads[i];
+    for (int i = 0; i < BENCH_WORKLOADS; i++) {
+        const bench_workload *work = &bench_workloads[i];
         const nn_granularity granularity = blocks ? NN_BLOCKS : NN_OPERATORS;
         if (strcmp(only, "all") == 0 || strcmp(only, work->name) == 0) {
             outcomes[count].work = work;

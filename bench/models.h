@@ -1,0 +1,145 @@
+/*  models.h - what benchmarks of whole models share: published workloads, random batches, chains of
+    empty layers. Include bench.h, memscale.h and nn.h first. */
+#ifndef MEMSCALE_BENCH_MODELS_H
+#define MEMSCALE_BENCH_MODELS_H
+
+/* The figures are those that MemScale for Python published for one GPU of 24 GB. */
+typedef struct bench_workload {
+    const char *name, *preset;
+    int64_t batch, sequence;
+    double published_plain, published_optimized; // GB; 0: does not fit 24 GB
+} bench_workload;
+
+static const bench_workload bench_workloads[] = {
+    {"bert-base", "bert-base", 16, 128, 3.14, 0.84},
+    {"bert-large", "bert-large", 16, 128, 7.60, 2.02},
+    {"gpt2-medium", "gpt2-355M", 4, 512, 10.87, 2.61},
+    {"gpt2-large", "gpt2-774M", 2, 512, 14.87, 4.68},
+    {"gpt2-xl", "gpt2-1558M", 1, 512, 0.0, 9.25},
+};
+enum { BENCH_WORKLOADS = sizeof bench_workloads / sizeof bench_workloads[0] };
+
+BENCH_API void bench_stop(const char *reason) {
+    fflush(stdout);
+    fprintf(stderr, "%s\n", reason);
+    exit(1);
+}
+
+BENCH_API void bench_check(ms_model *model, ms_result result) {
+    if (result != MS_RESULT_OK) {
+        fflush(stdout);
+        fprintf(stderr, "%s: %s\n", ms_result_name(result), ms_last_error(model));
+        exit(1);
+    }
+}
+
+/* Sizes of a preset of nn.h, or of "gpt2-tiny" and "bert-tiny"; false: unknown. */
+BENCH_API bool bench_shape(const char *preset, nn_transformer_config *shape) {
+    memset(shape, 0, sizeof *shape);
+    if (strcmp(preset, "gpt2-tiny") == 0 || strcmp(preset, "bert-tiny") == 0) {
+        shape->vocabulary = 256;
+        shape->context = 64;
+        shape->layers = 4;
+        shape->heads = 2;
+        shape->channels = 32;
+        return true;
+    }
+    return nn_preset(preset, shape);
+}
+
+/* A model of a preset, not wrapped. */
+typedef struct bench_model {
+    ms_model *model;
+    nn_net *net;
+    nn_transformer built;
+    nn_transformer_config shape;
+} bench_model;
+
+BENCH_API bench_model bench_model_create(const ms_config *config, const nn_device *device,
+                                         const char *preset, const nn_transformer_config *shape) {
+    bench_model m;
+    m.shape = *shape;
+    bench_check(NULL, ms_create(config, &m.model));
+    m.net = nn_create_on(m.model, device);
+    if (!m.net) {
+        bench_stop("no memory for a net");
+    }
+    m.built = strncmp(preset, "bert", 4) == 0 ? nn_bert(m.net, shape) : nn_gpt2(m.net, shape);
+    return m;
+}
+
+BENCH_API void bench_model_destroy(bench_model *m) {
+    ms_destroy(m->model);
+    nn_destroy(m->net);
+}
+
+/* Random tokens, each the target of the one before it; segment 0. */
+BENCH_API void bench_write_batch(const bench_model *m) {
+    const size_t count = (size_t)(m->shape.batch * m->shape.sequence);
+    int32_t *ids = (int32_t *)calloc(count + 1, sizeof *ids);
+    if (!ids) {
+        bench_stop("no memory for a batch");
+    }
+    if (m->built.segments.id) {
+        bench_check(m->model, ms_write(m->model, m->built.segments, ids));
+    }
+    uint32_t state = 1;
+    for (size_t i = 0; i <= count; i++) {
+        state = state * 1664525u + 1013904223u; // Knuth, "Seminumerical Algorithms", section 3.3.4
+        ids[i] = (int32_t)((state >> 8) % (uint32_t)m->shape.vocabulary);
+    }
+    bench_check(m->model, ms_write(m->model, m->built.tokens, ids));
+    bench_check(m->model, ms_write(m->model, m->built.targets, ids + 1));
+    free(ids);
+}
+
+BENCH_API int bench_nothing(const ms_call *call) {
+    (void)call;
+    return 0;
+}
+
+/* A chain of layers that do nothing: x = f(x, w), x (64), w (64); without params x = f(x), but for
+   one in the first layer. The last one is given the loss to write, one float. */
+BENCH_API ms_model *bench_chain(const ms_config *config, int64_t layers, bool params,
+                                ms_layer_fn zero_loss) {
+    ms_model *model;
+    bench_check(NULL, ms_create(config, &model));
+    ms_layer_desc layer;
+    memset(&layer, 0, sizeof layer);
+    layer.backward = bench_nothing;
+    layer.out[0] = ms_input(model, "x", MS_DTYPE_F32, ms_shape1(64));
+    for (int64_t i = 0; i < layers; i++) {
+        const bool last = i + 1 == layers;
+        layer.forward = last ? zero_loss : bench_nothing;
+        layer.in[0] = layer.out[0];
+        layer.out[0] = ms_activation(model, "x", MS_DTYPE_F32, ms_shape1(last ? 1 : 64));
+        if (params || i == 0) {
+            layer.param[0] = ms_param(model, "w", MS_DTYPE_F32, ms_shape1(64));
+        } else {
+            layer.param[0].id = 0;
+        }
+        ms_register_layer(model, &layer);
+    }
+    ms_set_loss(model, layer.out[0]);
+    return model;
+}
+
+/* Microseconds of the host per instruction of a step, with that chain. */
+BENCH_API double bench_instruction(const ms_config *config, int64_t layers, ms_layer_fn zero_loss) {
+    const int steps = (int)(200000 / layers) + 1;
+    ms_model *model = bench_chain(config, layers, false, zero_loss);
+    ms_memory_report report;
+    bench_check(model, ms_wrap(model));
+    bench_check(model, ms_report(model, &report));
+    bench_check(model, ms_step(model, NULL));
+    bench_check(model, ms_synchronize(model));
+    const double start = bench_seconds();
+    for (int i = 0; i < steps; i++) {
+        bench_check(model, ms_step(model, NULL));
+    }
+    const double seconds = bench_seconds() - start;
+    ms_destroy(model);
+    return 1e6 * seconds / steps / report.instruction_count;
+}
+
+#endif // MEMSCALE_BENCH_MODELS_H
