@@ -3731,8 +3731,7 @@ static int nn_launch(const ms_call *call, nn_grid grid, void (*kernel)(P...), A.
     if (grid.x == 0 || grid.y == 0) {
         return 0;
     }
-    cudaLaunchConfig_t config;
-    memset(&config, 0, sizeof config);
+    cudaLaunchConfig_t config = cudaLaunchConfig_t();
     config.gridDim = dim3((unsigned)grid.x, (unsigned)grid.y);
     config.blockDim = dim3((unsigned)grid.threads);
     config.stream = (cudaStream_t)call->stream;
@@ -3896,7 +3895,7 @@ static int nn_cuda_gelu_backward(const ms_call *call, nn_target dx, const float 
 // ---- rows and columns
 
 /* So many floats at once: four, at a multiple of 16 bytes, or one. */
-template <int WIDE> struct nn_wide {
+template <unsigned WIDE> struct nn_wide {
     static __device__ __forceinline__ void load(float *to, const float *from) {
         to[0] = from[0];
     }
@@ -3935,12 +3934,12 @@ typedef struct nn_sums {
 } nn_sums;
 
 /* The rows of a chunk are dealt out to NN_SUM_ROWS warps, the columns of a tile to their lanes. */
-template <int WIDE>
+template <unsigned WIDE>
 __device__ __forceinline__ void nn_d_column_sums(const nn_sums &s, float *shared) {
     const int64_t tiles = (s.columns + NN_WARP * WIDE - 1) / (NN_WARP * WIDE);
     const int64_t chunk = blockIdx.x / tiles;
-    const int lane = (int)threadIdx.x % NN_WARP;
-    const int warp = (int)threadIdx.x / NN_WARP;
+    const unsigned lane = threadIdx.x % NN_WARP;
+    const unsigned warp = threadIdx.x / NN_WARP;
     const int64_t c = (blockIdx.x % tiles * NN_WARP + lane) * WIDE;
     const int64_t end = nn_d_least((chunk + 1) * s.chunk_rows, s.rows);
     float total[WIDE] = {0};
@@ -3960,14 +3959,14 @@ __device__ __forceinline__ void nn_d_column_sums(const nn_sums &s, float *shared
             const float mean = s.x != NULL ? s.mean[r] : 0.0f;
             const float rstd = s.x != NULL ? s.rstd[r] : 0.0f;
             NN_UNROLL
-            for (int k = 0; k < WIDE; k++) {
+            for (unsigned k = 0; k < WIDE; k++) {
                 total[k] += slope[k];
                 product[k] += slope[k] * ((value[k] - mean) * rstd);
             }
         }
     }
     NN_UNROLL
-    for (int k = 0; k < WIDE; k++) {
+    for (unsigned k = 0; k < WIDE; k++) {
         shared[(warp * WIDE + k) * NN_WARP + lane] = total[k];
         shared[(warp * WIDE + k + NN_SUM_ROWS * WIDE) * NN_WARP + lane] = product[k];
     }
@@ -3975,10 +3974,10 @@ __device__ __forceinline__ void nn_d_column_sums(const nn_sums &s, float *shared
     if (warp >= 2 * WIDE) {
         return;
     }
-    const int part = warp / WIDE; // warps: each one a k of the sums, or of the products
+    const unsigned part = warp / WIDE; // warps: each one a k of the sums, or of the products
     const int64_t column = c + warp % WIDE;
     float sum = 0.0f;
-    for (int i = 0; i < NN_SUM_ROWS; i++) {
+    for (unsigned i = 0; i < NN_SUM_ROWS; i++) {
         sum += shared[((i + part * NN_SUM_ROWS) * WIDE + warp % WIDE) * NN_WARP + lane];
     }
     if (column < s.columns && (part == 0 || s.x != NULL)) {
@@ -4070,7 +4069,7 @@ typedef struct nn_bias {
     int64_t rows, columns;
 } nn_bias;
 
-template <typename F, int WIDE>
+template <typename F, unsigned WIDE>
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_bias(F op, nn_bias n) {
     const int64_t tiles = (n.columns + NN_THREADS * WIDE - 1) / (NN_THREADS * WIDE);
     const int64_t c = (blockIdx.x % tiles * NN_THREADS + threadIdx.x) * WIDE;
@@ -4100,7 +4099,7 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_bias(F op, nn_bias n) 
             break;
         }
         NN_UNROLL
-        for (int k = 0; k < WIDE; k++) {
+        for (unsigned k = 0; k < WIDE; k++) {
             value[r][k] = nn_d_sum(value[r][k], shift[k]);
         }
         if (n.h != NULL) {
@@ -4108,7 +4107,7 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_bias(F op, nn_bias n) 
         }
         op.start(i);
         NN_UNROLL
-        for (int k = 0; k < WIDE; k++) {
+        for (unsigned k = 0; k < WIDE; k++) {
             value[r][k] = op(i + k, value[r][k], other[r][k]);
         }
         nn_wide<WIDE>::store(n.y + i, value[r]);
@@ -4209,7 +4208,7 @@ __device__ __forceinline__ int64_t nn_d_entry(const nn_lookup &lookup, int64_t r
 }
 
 /* y (rows, channels), WIDE channels a thread: the tables' rows added up, NaN where one is none. */
-template <int WIDE>
+template <unsigned WIDE>
 static __global__ void __launch_bounds__(NN_THREADS)
     nn_k_embedding(float *y, nn_lookups lookups, int64_t channels) {
     const int64_t tiles = (channels + NN_THREADS * WIDE - 1) / (NN_THREADS * WIDE);
@@ -4226,14 +4225,14 @@ static __global__ void __launch_bounds__(NN_THREADS)
         const int64_t entry = nn_d_entry(lookups.table[l], row);
         float value[WIDE];
         NN_UNROLL
-        for (int k = 0; k < WIDE; k++) {
+        for (unsigned k = 0; k < WIDE; k++) {
             value[k] = NAN;
         }
         if (entry >= 0) {
             nn_wide<WIDE>::load(value, lookups.table[l].table + entry * channels + c);
         }
         NN_UNROLL
-        for (int k = 0; k < WIDE; k++) {
+        for (unsigned k = 0; k < WIDE; k++) {
             sum[k] = l == 0 ? value[k] : sum[k] + value[k];
         }
     }
@@ -4443,24 +4442,24 @@ __device__ __forceinline__ float nn_d_block_most(float value, float *shared) {
 
 /* A row is held by a team of threads, ITEMS floats each, WIDE of them side by side; teams are a warp
    or, for long rows, a block. */
-template <int TEAM, int ITEMS, int WIDE> struct nn_team {
-    int lane;
+template <unsigned TEAM, unsigned ITEMS, unsigned WIDE> struct nn_team {
+    unsigned lane;
     float *shared; // of a team that is a block: a float per warp
 
     /* The column of an item. */
-    __device__ __forceinline__ int column(int item) const {
+    __device__ __forceinline__ unsigned column(unsigned item) const {
         return (item / WIDE * TEAM + lane) * WIDE + item % WIDE;
     }
 
     /* v gets the row's first count columns, and outside of them zeros. */
     __device__ __forceinline__ void load(float *v, const float *row, int64_t count) const {
         NN_UNROLL
-        for (int i = 0; i < ITEMS; i += WIDE) {
+        for (unsigned i = 0; i < ITEMS; i += WIDE) {
             if (column(i) < count) {
                 nn_wide<WIDE>::load(v + i, row + column(i));
             }
             NN_UNROLL
-            for (int k = i; k < i + WIDE; k++) {
+            for (unsigned k = i; k < i + WIDE; k++) {
                 v[k] = column(k) < count ? v[k] : 0.0f;
             }
         }
@@ -4469,14 +4468,14 @@ template <int TEAM, int ITEMS, int WIDE> struct nn_team {
     __device__ __forceinline__ void store(float *row, const float *v, int64_t count,
                                           bool adds) const {
         NN_UNROLL
-        for (int i = 0; i < ITEMS; i += WIDE) {
+        for (unsigned i = 0; i < ITEMS; i += WIDE) {
             if (column(i) < count) {
                 float value[WIDE] = {0};
                 if (adds) {
                     nn_wide<WIDE>::load(value, row + column(i));
                 }
                 NN_UNROLL
-                for (int k = 0; k < WIDE; k++) {
+                for (unsigned k = 0; k < WIDE; k++) {
                     value[k] = adds ? nn_d_sum(value[k], v[i + k]) : v[i + k];
                 }
                 nn_wide<WIDE>::store(row + column(i), value);
@@ -4508,7 +4507,7 @@ typedef struct nn_rowwise {
 
 /* out = (a - mean) * rstd * weight + bias; out may be a. */
 struct nn_row_layernorm {
-    template <int TEAM, int ITEMS, int WIDE>
+    template <unsigned TEAM, unsigned ITEMS, unsigned WIDE>
     static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
                                                const nn_rowwise &w, int64_t row) {
         const int64_t width = w.n.width;
@@ -4517,18 +4516,18 @@ struct nn_row_layernorm {
         float squares = 0.0f;
         team.load(v, w.a + row * width, width);
         NN_UNROLL
-        for (int i = 0; i < ITEMS; i++) {
+        for (unsigned i = 0; i < ITEMS; i++) {
             total += v[i];
         }
         const float mean = team.sum(total) / (float)width;
         NN_UNROLL
-        for (int i = 0; i < ITEMS; i++) {
+        for (unsigned i = 0; i < ITEMS; i++) {
             const float apart = team.column(i) < width ? v[i] - mean : 0.0f;
             squares += apart * apart;
         }
         const float rstd = 1.0f / sqrtf(team.sum(squares) / (float)width + w.n.epsilon);
         NN_UNROLL
-        for (int i = 0; i < ITEMS; i += WIDE) {
+        for (unsigned i = 0; i < ITEMS; i += WIDE) {
             float weight[WIDE] = {0};
             float bias[WIDE] = {0};
             if (team.column(i) < width) {
@@ -4536,7 +4535,7 @@ struct nn_row_layernorm {
                 nn_wide<WIDE>::load(bias, w.n.bias + team.column(i));
             }
             NN_UNROLL
-            for (int k = 0; k < WIDE; k++) {
+            for (unsigned k = 0; k < WIDE; k++) {
                 v[i + k] = (v[i + k] - mean) * rstd * weight[k] + bias[k];
             }
         }
@@ -4550,7 +4549,7 @@ struct nn_row_layernorm {
 
 /* a is dy, b is x; out, the gradient of x, may be either. */
 struct nn_row_layernorm_backward {
-    template <int TEAM, int ITEMS, int WIDE>
+    template <unsigned TEAM, unsigned ITEMS, unsigned WIDE>
     static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
                                                const nn_rowwise &w, int64_t row) {
         const int64_t width = w.n.width;
@@ -4563,13 +4562,13 @@ struct nn_row_layernorm_backward {
         team.load(slope, w.a + row * width, width);
         team.load(normal, w.b + row * width, width);
         NN_UNROLL
-        for (int i = 0; i < ITEMS; i += WIDE) {
+        for (unsigned i = 0; i < ITEMS; i += WIDE) {
             float weight[WIDE] = {0};
             if (team.column(i) < width) {
                 nn_wide<WIDE>::load(weight, w.n.weight + team.column(i));
             }
             NN_UNROLL
-            for (int k = i; k < i + WIDE; k++) {
+            for (unsigned k = i; k < i + WIDE; k++) {
                 slope[k] *= weight[k - i];
                 normal[k] = (normal[k] - mean) * rstd;
                 slopes += slope[k];
@@ -4579,7 +4578,7 @@ struct nn_row_layernorm_backward {
         slopes = team.sum(slopes) / (float)width;
         products = team.sum(products) / (float)width;
         NN_UNROLL
-        for (int i = 0; i < ITEMS; i++) {
+        for (unsigned i = 0; i < ITEMS; i++) {
             slope[i] = __fmul_rn(slope[i] - slopes - normal[i] * products, rstd);
         }
         team.store(w.out + row * width, slope, width, w.adds);
@@ -4595,7 +4594,7 @@ __device__ __forceinline__ int64_t nn_d_seen(const nn_rowwise &w, int64_t row) {
 /* out = softmax(a) over the columns that are seen, and 0 for those that come later, which are not
    read; out may be a. */
 struct nn_row_softmax {
-    template <int TEAM, int ITEMS, int WIDE>
+    template <unsigned TEAM, unsigned ITEMS, unsigned WIDE>
     static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
                                                const nn_rowwise &w, int64_t row) {
         const int64_t seen = nn_d_seen(w, row);
@@ -4604,18 +4603,18 @@ struct nn_row_softmax {
         float total = 0.0f;
         team.load(v, w.a + row * w.n.width, seen);
         NN_UNROLL
-        for (int i = 0; i < ITEMS; i++) {
+        for (unsigned i = 0; i < ITEMS; i++) {
             most = team.column(i) < seen ? fmaxf(most, v[i]) : most;
         }
         most = team.most(most);
         NN_UNROLL
-        for (int i = 0; i < ITEMS; i++) {
+        for (unsigned i = 0; i < ITEMS; i++) {
             v[i] = team.column(i) < seen ? nn_exp(v[i] - most) : 0.0f;
             total += v[i];
         }
         const float share = 1.0f / team.sum(total);
         NN_UNROLL
-        for (int i = 0; i < ITEMS; i++) {
+        for (unsigned i = 0; i < ITEMS; i++) {
             v[i] *= share;
         }
         team.store(w.out + row * w.n.width, v, w.n.width, false);
@@ -4624,7 +4623,7 @@ struct nn_row_softmax {
 
 /* a is the gradient of probabilities b: out = b * (a - sum(a * b)) * scale; out may be a. */
 struct nn_row_softmax_backward {
-    template <int TEAM, int ITEMS, int WIDE>
+    template <unsigned TEAM, unsigned ITEMS, unsigned WIDE>
     static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
                                                const nn_rowwise &w, int64_t row) {
         const int64_t seen = nn_d_seen(w, row);
@@ -4634,23 +4633,23 @@ struct nn_row_softmax_backward {
         team.load(slope, w.a + row * w.n.width, seen);
         team.load(p, w.b + row * w.n.width, seen);
         NN_UNROLL
-        for (int i = 0; i < ITEMS; i++) {
+        for (unsigned i = 0; i < ITEMS; i++) {
             total += slope[i] * p[i];
         }
         total = team.sum(total);
         NN_UNROLL
-        for (int i = 0; i < ITEMS; i++) {
+        for (unsigned i = 0; i < ITEMS; i++) {
             slope[i] = p[i] * (slope[i] - total) * w.scale;
         }
         team.store(w.out + row * w.n.width, slope, w.n.width, false);
     }
 };
 
-template <typename F, int ITEMS, int WIDE>
+template <typename F, unsigned ITEMS, unsigned WIDE>
 static __global__ void __launch_bounds__(NN_ROW_WARPS *NN_WARP) nn_k_rows(nn_rowwise w) {
     const int64_t row = (int64_t)blockIdx.x * NN_ROW_WARPS + threadIdx.x / NN_WARP;
     nn_team<NN_WARP, ITEMS, WIDE> team;
-    team.lane = (int)threadIdx.x % NN_WARP;
+    team.lane = threadIdx.x % NN_WARP;
     team.shared = NULL;
     if (row < w.n.rows) {
         F::run(team, w, row);
@@ -4662,7 +4661,7 @@ static __global__ void __launch_bounds__(NN_ROW_WARPS *NN_WARP) nn_k_rows(nn_row
     static __global__ void __launch_bounds__(NN_THREADS) name(nn_rowwise w) {                      \
         __shared__ float shared[NN_THREADS / NN_WARP];                                             \
         nn_team<NN_THREADS, NN_WIDEST / NN_THREADS, wide> team;                                    \
-        team.lane = (int)threadIdx.x;                                                              \
+        team.lane = threadIdx.x;                                                                   \
         team.shared = shared;                                                                      \
         operation::run(team, w, (int64_t)blockIdx.x);                                              \
     }
@@ -4922,24 +4921,25 @@ typedef struct nn_heads_copy {
     bool packs, adds;
 } nn_heads_copy;
 
-template <int WIDE>
+template <unsigned WIDE>
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_heads_copy(nn_heads_copy h) {
     const int64_t part = blockIdx.x % h.parts;
     const int64_t token = blockIdx.x / h.parts;
     const int64_t sequence = token / h.sequence;
     float *row = h.rows + token * h.row_stride + part * h.part_stride;
-    const int columns = (int)(h.heads * h.size);
-    for (int c = (int)threadIdx.x * WIDE; c < columns; c += NN_THREADS * WIDE) {
-        const int head = c / (int)h.size;
+    const unsigned columns = (unsigned)(h.heads * h.size); // 32 bits: divided for each element
+    const unsigned size = (unsigned)h.size;
+    for (unsigned c = threadIdx.x * WIDE; c < columns; c += NN_THREADS * WIDE) {
+        const unsigned head = c / size;
         const int64_t place = (sequence * h.heads + head) * h.sequence + token % h.sequence;
-        float *own = h.part[part] + place * h.size + c % (int)h.size;
+        float *own = h.part[part] + place * h.size + c % size;
         float value[WIDE];
         nn_wide<WIDE>::load(value, h.packs ? row + c : own);
         if (h.adds) {
             float old[WIDE];
             nn_wide<WIDE>::load(old, h.packs ? own : row + c);
             NN_UNROLL
-            for (int k = 0; k < WIDE; k++) {
+            for (unsigned k = 0; k < WIDE; k++) {
                 value[k] = nn_d_sum(old[k], value[k]);
             }
         }

@@ -14,7 +14,33 @@
 // ------------------------------------------------------------------------------------------------
 // the harness: leaves -> [lift] -> layer under test -> weighted sum
 
-enum { C_LEAVES = 4, C_IDS = 2 };
+enum { C_LEAVES = 4, C_IDS = 2, C_WEIGHTS = 1 + C_LEAVES };
+
+/* The device under test: the CPU, or, where T_CUDA is defined, what CUDA there is, true or emulated.
+   c_on_cpu is for comparisons of the two. */
+#ifdef T_CUDA
+static bool c_on_cpu = false;
+#else
+static const bool c_on_cpu = true;
+#endif
+
+static const nn_device *c_device(void) {
+#ifdef T_CUDA
+    return c_on_cpu ? nn_cpu() : nn_cuda();
+#else
+    return nn_cpu();
+#endif
+}
+
+static ms_config c_config(void) {
+    ms_config config = t_config();
+#ifdef T_CUDA
+    if (!c_on_cpu) {
+        config.backend = ms_backend_cuda(0);
+    }
+#endif
+    return config;
+}
 
 typedef struct c_case c_case;
 
@@ -26,6 +52,7 @@ typedef struct c_run {
     ms_tensor leaf[C_LEAVES];   // params
     ms_tensor lifted[C_LEAVES]; // activations that copy them
     ms_tensor ids[C_IDS];
+    ms_tensor weights[C_LEAVES + 1]; // of the sum; the last are those of the output
     ms_tensor out;
     bool shared; // the sum takes the leaves too, so that all gradients accumulate
 } c_run;
@@ -53,55 +80,60 @@ static float c_weight(int j, int64_t i) {
 }
 
 static int c_lift_forward(const ms_call *call) {
-    memcpy(call->out[0].data, call->param[0].data,
-           (size_t)ms_shape_count(&call->out[0].shape) * sizeof(float));
-    return 0;
+    return c_device()->pass(call, nn_target_of(nn_floats(&call->out[0]), 0.0f),
+                            nn_floats(&call->param[0]), nn_count(&call->out[0]));
 }
 
 static int c_lift_backward(const ms_call *call) {
-    for (int64_t i = 0; i < (int64_t)ms_shape_count(&call->grad_out[0].shape); i++) {
-        t_contribute(&call->grad_param[0], i, t_grad_out(call, 0, i));
-    }
-    return 0;
+    return c_device()->pass(call, nn_gradient_of(&call->grad_param[0]),
+                            nn_floats(&call->grad_out[0]), nn_count(&call->grad_out[0]));
 }
 
-static double c_weighted(const ms_view *view, int j) {
-    double sum = 0.0;
-    for (int64_t i = 0; i < (int64_t)ms_shape_count(&view->shape); i++) {
-        sum += (double)c_weight(j, i) * (double)t_data(view)[i];
-    }
-    return sum;
+/* in[0] is the output under test, in[1 + j] the lifted leaf j, param[j] the leaf that is a param,
+   and C_WEIGHTS inputs behind them the weights of them all: products, which any device has. */
+static ms_matrix c_column(const ms_view *view) {
+    const int64_t count = nn_count(view);
+    return nn_matrix(nn_floats(view), count, 1, 1);
 }
 
-static void c_weighted_gradient(const ms_view *gradient, int j, float slope) {
-    for (int64_t i = 0; i < (int64_t)ms_shape_count(&gradient->shape); i++) {
-        t_contribute(gradient, i, slope * c_weight(j, i));
-    }
-}
-
-/* in[0] is the output under test, in[1 + j] the lifted leaf j, param[j] the leaf that is a param.
-   Which slots are in use is in the run. */
-static int c_sum_forward(const ms_call *call) {
+/* The operand of the sum that has these weights; its gradient in backward. */
+static const ms_view *c_operand(const ms_call *call, int j, bool gradient) {
     const c_run *run = (const c_run *)call->user;
-    const c_case *c = run->what;
-    double sum = c_weighted(&call->in[0], C_LEAVES);
-    for (int j = 0; run->shared && j < c->leaf_count; j++) {
-        sum += c_weighted(j < c->lifted_count ? &call->in[1 + j] : &call->param[j], j);
+    const ms_view *in = gradient ? call->grad_in : call->in;
+    if (j == C_LEAVES) {
+        return &in[0];
     }
-    t_data(&call->out[0])[0] = (float)sum;
-    return 0;
+    if (!run->shared || j >= run->what->leaf_count) {
+        return NULL;
+    }
+    return j < run->what->lifted_count ? &in[1 + j]
+                                       : &(gradient ? call->grad_param : call->param)[j];
+}
+
+static int c_sum_forward(const ms_call *call) {
+    int result = 0;
+    for (int j = C_LEAVES; j >= 0 && result == 0; j--) {
+        const ms_view *operand = c_operand(call, j, false);
+        if (operand != NULL) {
+            result = (int)ms_gemm(call, 1.0f, ms_transpose(c_column(&call->in[C_WEIGHTS + j])),
+                                  c_column(operand), j == C_LEAVES ? 0.0f : 1.0f,
+                                  nn_matrix(nn_floats(&call->out[0]), 1, 1, 1));
+        }
+    }
+    return result;
 }
 
 static int c_sum_backward(const ms_call *call) {
-    const c_run *run = (const c_run *)call->user;
-    const c_case *c = run->what;
-    const float slope = t_grad_out(call, 0, 0);
-    c_weighted_gradient(&call->grad_in[0], C_LEAVES, slope);
-    for (int j = 0; run->shared && j < c->leaf_count; j++) {
-        const bool lifted = j < c->lifted_count;
-        c_weighted_gradient(lifted ? &call->grad_in[1 + j] : &call->grad_param[j], j, slope);
+    int result = 0;
+    for (int j = C_LEAVES; j >= 0 && result == 0; j--) {
+        const ms_view *gradient = c_operand(call, j, true);
+        if (gradient != NULL && gradient->data != NULL) {
+            result = (int)ms_gemm(call, 1.0f, c_column(&call->in[C_WEIGHTS + j]),
+                                  nn_matrix(nn_floats(&call->grad_out[0]), 1, 1, 1), gradient->beta,
+                                  c_column(gradient));
+        }
     }
-    return 0;
+    return result;
 }
 
 static ms_tensor c_lift(c_run *run, int j) {
@@ -117,6 +149,14 @@ static ms_tensor c_lift(c_run *run, int j) {
     return desc.out[0];
 }
 
+/* Registers the weights of operand j. */
+static ms_tensor c_weights(c_run *run, int j) {
+    const c_case *c = run->what;
+    const int64_t count = j == C_LEAVES ? c->out_count : (int64_t)ms_shape_count(&c->leaf[j]);
+    run->weights[j] = ms_input(run->model, "weights", MS_DTYPE_F32, ms_shape1(count));
+    return run->weights[j];
+}
+
 static void c_sum(c_run *run) {
     ms_layer_desc desc;
     memset(&desc, 0, sizeof desc);
@@ -125,7 +165,9 @@ static void c_sum(c_run *run) {
     desc.backward = c_sum_backward;
     desc.user = run;
     desc.in[0] = run->out;
+    desc.in[C_WEIGHTS + C_LEAVES] = c_weights(run, C_LEAVES);
     for (int j = 0; run->shared && j < run->what->leaf_count; j++) {
+        desc.in[C_WEIGHTS + j] = c_weights(run, j);
         if (j < run->what->lifted_count) {
             desc.in[1 + j] = run->lifted[j];
         } else {
@@ -133,7 +175,7 @@ static void c_sum(c_run *run) {
         }
     }
     desc.out[0] = ms_activation(run->model, "sum", MS_DTYPE_F32, ms_shape1(1));
-    desc.backward_reads.nothing = true;
+    desc.backward_reads.in = (uint16_t)(((1u << (C_LEAVES + 1)) - 1) << C_WEIGHTS);
     ms_register_layer(run->model, &desc);
     ms_set_loss(run->model, desc.out[0]);
 }
@@ -152,7 +194,7 @@ static float *c_floats(uint64_t count) {
 /* Registers, wraps and writes. keep: outputs and inputs of the layer stay readable, and so nothing
    runs in place. frozen: this leaf takes no gradient; -1: none. */
 static void c_start(c_run *run, const c_case *c, bool shared, bool keep, int frozen) {
-    ms_config config = t_config();
+    ms_config config = c_config();
     config.early_update = MS_SWITCH_OFF;
     config.debug = true;
     config.seed = 5;
@@ -160,7 +202,7 @@ static void c_start(c_run *run, const c_case *c, bool shared, bool keep, int fro
     run->what = c;
     run->shared = shared;
     assert_int_equal(ms_create(&config, &run->model), MS_RESULT_OK);
-    run->net = nn_create(run->model);
+    run->net = nn_create_on(run->model, c_device());
     assert_non_null(run->net);
     for (int j = 0; j < c->leaf_count; j++) {
         run->leaf[j] = nn_param(run->net, "leaf", c->leaf[j], NN_INIT_ZEROS, 0.0f);
@@ -187,6 +229,17 @@ static void c_start(c_run *run, const c_case *c, bool shared, bool keep, int fro
     for (int k = 0; k < C_IDS; k++) {
         if (run->ids[k].id != 0) {
             t_ok(run->model, ms_write(run->model, run->ids[k], c->ids[k]));
+        }
+    }
+    for (int j = 0; j <= C_LEAVES; j++) {
+        if (run->weights[j].id != 0) {
+            const int64_t count = (int64_t)ms_tensor_count(run->model, run->weights[j]);
+            float *values = c_floats((uint64_t)count);
+            for (int64_t i = 0; i < count; i++) {
+                values[i] = c_weight(j, i);
+            }
+            t_ok(run->model, ms_write(run->model, run->weights[j], values));
+            free(values);
         }
     }
     t_ok(run->model, ms_forward(run->model, NULL));
@@ -1114,19 +1167,27 @@ static void m_write_batch(m_net *n, bool ignored) {
     }
 }
 
+/* With a matrix product that adds up in one order whatever the sizes. */
+static ms_config m_backend(void) {
+    ms_config config = c_config();
+    if (c_on_cpu) {
+        config.backend = ms_backend_cpu();
+        config.backend.gemm = t_gemm;
+    }
+    return config;
+}
+
 static void m_start(m_net *n, bool bert, const nn_transformer_config *shape) {
-    ms_config config = t_config();
+    ms_config config = m_backend();
     ms_optimizer_desc adamw;
     memset(&adamw, 0, sizeof adamw);
     adamw.weight_decay = 0.1f;
-    config.backend = ms_backend_cpu();
-    config.backend.gemm = t_gemm;
     config.early_update = MS_SWITCH_OFF;
     config.debug = shape->batch * shape->sequence < 100; // slow
     memset(n, 0, sizeof *n);
     n->config = *shape;
     assert_int_equal(ms_create(&config, &n->model), MS_RESULT_OK);
-    n->net = nn_create(n->model);
+    n->net = nn_create_on(n->model, c_device());
     assert_non_null(n->net);
     n->t = bert ? nn_bert(n->net, shape) : nn_gpt2(n->net, shape);
     ms_set_output(n->model, n->t.losses);
@@ -1288,14 +1349,12 @@ static ms_optimizer_desc z_optimizer(void) {
 /* With the smallest budget or with all the memory. */
 static void z_start(m_net *n, bool bert, const nn_transformer_config *shape, bool smallest) {
     const ms_optimizer_desc sgd = z_optimizer();
-    ms_config config = t_config();
+    ms_config config = m_backend();
     uint64_t budget;
-    config.backend = ms_backend_cpu();
-    config.backend.gemm = t_gemm;
     memset(n, 0, sizeof *n);
     n->config = *shape;
     assert_int_equal(ms_create(&config, &n->model), MS_RESULT_OK);
-    n->net = nn_create(n->model);
+    n->net = nn_create_on(n->model, c_device());
     assert_non_null(n->net);
     n->t = bert ? nn_bert(n->net, shape) : nn_gpt2(n->net, shape);
     ms_set_output(n->model, n->t.losses);
@@ -1516,7 +1575,7 @@ static void test_presets(void **state) {
         nn_transformer_config shape;
         ms_memory_report report;
         memset(&report, 0, sizeof report);
-        ms_config config = t_config();
+        ms_config config = c_config();
         ms_model *model = NULL;
         config.dry_run = true;
         memset(&shape, 0, sizeof shape);
@@ -1525,7 +1584,7 @@ static void test_presets(void **state) {
         shape.sequence = 8;
         shape.granularity = NN_BLOCKS;
         assert_int_equal(ms_create(&config, &model), MS_RESULT_OK);
-        nn_net *net = nn_create(model);
+        nn_net *net = nn_create_on(model, c_device());
         assert_non_null(net);
         if (presets[i].name[0] == 'b') {
             nn_bert(net, &shape);
@@ -1612,10 +1671,10 @@ static const char *m_refused_images(ms_model *model, nn_net *net, int mistake) {
 static void test_refusals(void **state) {
     (void)state;
     for (int i = 0; i < 15; i++) {
-        ms_config config = t_config();
+        ms_config config = c_config();
         ms_model *model = NULL;
         assert_int_equal(ms_create(&config, &model), MS_RESULT_OK);
-        nn_net *net = nn_create(model);
+        nn_net *net = nn_create_on(model, c_device());
         assert_non_null(net);
         const ms_tensor none = {0};
         const ms_tensor ids = ms_input(model, "ids", MS_DTYPE_I32, ms_shape2(2, 3));
@@ -1660,11 +1719,15 @@ static void test_refusals(void **state) {
     nn_destroy(NULL);
 }
 
+/* A kernel cannot return an error: what it makes is NaN. */
 static void m_expect_index_error(m_net *n, ms_tensor ids, int32_t value, bool wrong) {
+    const ms_result error = c_on_cpu ? MS_RESULT_CALLBACK : MS_RESULT_NONFINITE;
     int32_t values[2 * 17] = {0};
+    double loss;
     values[20] = value;
     t_ok(n->model, ms_write(n->model, ids, values));
-    t_error(n->model, ms_forward(n->model, NULL), wrong ? MS_RESULT_CALLBACK : MS_RESULT_OK);
+    t_error(n->model, ms_step(n->model, &loss), wrong ? error : MS_RESULT_OK);
+    m_write_batch(n, false);
 }
 
 static void test_index_errors(void **state) {
