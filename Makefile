@@ -1,6 +1,6 @@
 # memscale.h is one header and needs no build. This file builds what stands around it: examples,
 # benchmarks and tests. `make help` lists the targets. It asks for GNU make and a C compiler; OpenMP,
-# a CBLAS and (for the tests) cmocka are found by trial and used where they are.
+# a CBLAS, (for the tests) cmocka and (for NVIDIA GPUs) nvcc are found and used where they are.
 #
 #   config=release|debug|sanitize|thread|coverage   release is the default and builds under build/,
 #                                                   the others under build/<config>/
@@ -8,6 +8,8 @@
 #   V=1                                             show the commands
 #   CC, CXX, CFLAGS, LDFLAGS                        as usual; CFLAGS come last and win
 #   OPENMP= CBLAS=                                  build without what was found
+#   NVCC=/usr/local/cuda/bin/nvcc                   of make cuda, where it is not on the PATH
+#   CUDA_CODES="sm_90"                              the machine code that it makes; default: 7.5 to 9.0
 #   FUZZ_SECONDS=600 FUZZ_CC=clang                  of make fuzz
 
 config ?= release
@@ -48,11 +50,15 @@ ifeq ($(origin CMOCKA),undefined)
 CMOCKA := $(call try,stdarg.h stddef.h setjmp.h stdint.h cmocka.h,\
             cmocka_set_message_output == 0,-lcmocka)
 endif
-export OPENMP CBLAS CMOCKA
+ifeq ($(origin NVCC),undefined)
+NVCC := $(or $(shell command -v nvcc 2>/dev/null),$(lastword $(wildcard /usr/local/cuda*/bin/nvcc)))
+endif
+export OPENMP CBLAS CMOCKA NVCC
 
 lacks := $(if $(OPENMP),,no OpenMP: one thread only.) \
          $(if $(CBLAS),,no CBLAS (libopenblas-openmp-dev): matrix products several times slower.) \
-         $(if $(CMOCKA),,no cmocka (libcmocka-dev): most tests are skipped.)
+         $(if $(CMOCKA),,no cmocka (libcmocka-dev): most tests are skipped.) \
+         $(if $(NVCC),,no nvcc (CUDA toolkit): nothing is built for a GPU.)
 ifeq ($(MAKELEVEL),0)
 ifneq ($(strip $(lacks)),)
 $(info This machine has $(strip $(lacks)))
@@ -74,10 +80,11 @@ libs    += -lm
 # ---- programs ------------------------------------------------------------------------------------
 
 programs := $(patsubst %.c,$(OUT)/%,$(wildcard examples/*.c bench/*.c))
-tests    := $(patsubst %.c,$(OUT)/%,$(wildcard tests/test_*.c))
+sources  := $(filter-out tests/test_cuda%,$(wildcard tests/test_*.c))
+tests    := $(patsubst %.c,$(OUT)/%,$(sources))
 twins    := $(addsuffix _cpp,$(tests))
 
-.PHONY: all run test fuzz fuzz-corpus coverage clean format help FORCE
+.PHONY: all cuda run test test-gpu bench-gpu fuzz fuzz-corpus coverage clean format help FORCE
 all: $(programs) $(if $(CMOCKA),$(tests))
 
 say = $(if $(V),,@echo '  $(1)' &&)
@@ -99,6 +106,97 @@ $(OUT)/flags: FORCE
 	 echo '$(compile) $(twin) $(LDFLAGS) $(libs) $(CMOCKA)' > $@
 
 -include $(wildcard $(OUT)/*/*.d)
+
+# ---- for the GPU ---------------------------------------------------------------------------------
+# One object has all that nvcc compiles. The programs around it are C, and have --device cuda.
+
+CUDA_CODES ?= $(filter sm_75 sm_80 sm_86 sm_87 sm_89 sm_90,$(shell $(NVCC) --list-gpu-code))
+cuda       := build/cuda
+# Tests whose layers are host code: tests/emulation/on_cuda.h gives them to the CUDA backend.
+with_trampolines := $(addprefix test_,api contract darknet_style debug faults features llmc_style \
+                      memory plan threads validate)
+cuda_home   = $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
+cuda_libs   = $(firstword $(wildcard $(cuda_home)/lib64 $(cuda_home)/targets/*/lib $(cuda_home)/lib))
+# -Wpedantic and -Wundef are not for what nvcc makes of a source, nor for CUDA's headers.
+nvcc_flags  = -std=c++17 -O3 -lineinfo $(foreach c,$(CUDA_CODES:sm_%=%),-gencode arch=compute_$c,code=sm_$c) \
+              -gencode arch=compute_90,code=compute_90 $(if $(werror),-Werror all-warnings) \
+              $(addprefix -Xcompiler ,$(filter-out -Wpedantic -Wundef -Werror,$(WARNINGS))) -I. -Iexamples
+cuda_c      = $(compile) -DNN_CUDA -isystem $(cuda_home)/include
+cuda_link   = -L$(cuda_libs) -Wl,-rpath,$(cuda_libs) -lcublas -lcudart -lstdc++
+
+cuda_programs := $(patsubst %.c,$(cuda)/%,$(wildcard $(addsuffix .c,examples/gpt2 examples/bert examples/cnn bench/gpu)))
+cuda_tests    := $(patsubst %.c,$(cuda)/%,$(wildcard tests/test_*.c))
+
+cuda: need-nvcc $(cuda_programs)
+
+.PHONY: need-nvcc
+need-nvcc:
+	@[ -n "$(NVCC)" ] || { echo 'make cuda needs nvcc, of the CUDA toolkit: not on the PATH, and NVCC= is not given'; exit 1; }
+
+$(cuda)/cuda.o: examples/cuda.cu $(cuda)/flags
+	$(call say,nvcc $@) $(NVCC) $(nvcc_flags) -MMD -MP -MF $@.d -c -o $@ $<
+
+$(cuda_tests): cuda_c += -DT_CUDA -D_POSIX_C_SOURCE=200809L $(if $(filter $(with_trampolines),$(@F)),-include tests/emulation/on_cuda.h)
+$(cuda_tests): libs += $(CMOCKA)
+$(cuda)/tests/test_threads: libs += -pthread
+$(cuda_programs) $(cuda_tests): $(cuda)/%: %.c $(cuda)/cuda.o $(cuda)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CC) $@) $(cuda_c) -MMD -MP -MF $@.d -o $@ $< $(cuda)/cuda.o $(LDFLAGS) $(cuda_link) $(libs)
+
+$(cuda)/flags: FORCE | need-nvcc
+	@mkdir -p $(@D)
+	@echo '$(nvcc_flags) $(cuda_c) $(cuda_link) $(libs)' | cmp -s - $@ || \
+	 echo '$(nvcc_flags) $(cuda_c) $(cuda_link) $(libs)' > $@
+
+-include $(wildcard $(cuda)/*.d $(cuda)/*/*.d)
+
+# ---- for the emulation of a GPU ------------------------------------------------------------------
+# The same sources, by the C++ compiler, with tests/emulation in the place of CUDA's headers. The
+# emulation and the CUDA part are compiled once. It takes the other half of the code: no OpenMP, and
+# the built-in products for what is compared.
+
+emulated       := $(OUT)/emulated
+emulated_cpp    = $(CXX) -std=c++11 $(or $(filter-out -O3 -march=native -fno-math-errno,$($(config))),-O2) \
+                  -ffp-contract=off $(WARNINGS) -Wno-missing-field-initializers -Itests/emulation -I. -Iexamples $(CFLAGS)
+emulated_test   = $(emulated_cpp) -x c++ -DT_CUDA -DNN_CUDA -D_POSIX_C_SOURCE=200809L \
+                  $(if $(filter $(with_trampolines),$(@F)),-include tests/emulation/on_cuda.h)
+emulated_parts := $(patsubst %,$(emulated)/%.o,cuda runtime memory fibers cublas)
+
+emulated_tests    := $(patsubst %.c,$(emulated)/%,$(wildcard tests/test_*.c))
+emulated_programs := $(patsubst $(cuda)/%,$(emulated)/%,$(cuda_programs))
+emulated_own      := $(patsubst %.cpp,$(emulated)/%,$(wildcard tests/emulation/test_*.cpp))
+
+$(emulated)/cuda.o: examples/cuda.cu $(emulated)/flags
+	$(call say,$(CXX) $@) $(emulated_cpp) -x c++ -D__CUDACC__=1 -MMD -MP -MF $@.d -c -o $@ $<
+
+$(filter-out %/cuda.o,$(emulated_parts)): $(emulated)/%.o: tests/emulation/%.cpp $(emulated)/flags
+	$(call say,$(CXX) $@) $(emulated_cpp) -MMD -MP -MF $@.d -c -o $@ $<
+
+# An archive, so that a test can have parts of its own instead.
+$(emulated)/cuda.a: $(emulated_parts)
+	@rm -f $@
+	$(call say,ar $@) ar rcs $@ $^
+
+$(emulated_tests): $(emulated)/%: %.c $(emulated)/cuda.a
+	@mkdir -p $(@D)
+	$(call say,$(CXX) $@) $(emulated_test) -MMD -MP -MF $@.d -o $@ $< -x none $(emulated)/cuda.a \
+	 $(LDFLAGS) $(CMOCKA) -lm -pthread
+
+$(emulated_programs): $(emulated)/%: %.c $(emulated)/cuda.a
+	@mkdir -p $(@D)
+	$(call say,$(CC) $@) $(CC) -std=c99 $(WARNINGS_C) $(WARNINGS) -O2 -Itests/emulation -I. -Iexamples \
+	 -DNN_CUDA $(CFLAGS) -MMD -MP -MF $@.d -o $@ $< $(emulated)/cuda.a $(LDFLAGS) -lstdc++ -lm -pthread
+
+$(emulated_own): $(emulated)/%: %.cpp $(emulated)/cuda.a
+	@mkdir -p $(@D)
+	$(call say,$(CXX) $@) $(emulated_cpp) -D__CUDACC__=1 -MMD -MP -MF $@.d -o $@ $< $(emulated)/cuda.a \
+	 $(LDFLAGS) $(CMOCKA) -lm -pthread
+
+$(emulated)/flags: FORCE
+	@mkdir -p $(@D)
+	@echo '$(emulated_cpp) $(LDFLAGS) $(CMOCKA)' | cmp -s - $@ || echo '$(emulated_cpp) $(LDFLAGS) $(CMOCKA)' > $@
+
+-include $(wildcard $(emulated)/*.d $(emulated)/*/*.d $(emulated)/*/*/*.d)
 
 # ---- what to do with them ------------------------------------------------------------------------
 
