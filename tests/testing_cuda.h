@@ -240,7 +240,7 @@ typedef enum cn_sin {
     CN_SIN_RETURN,      // returns T_CALLBACK_ERROR
     CN_SIN_SYNCHRONIZE, // waits for its stream
     CN_SIN_PAGEABLE,    // copies from memory that is not pinned
-    CN_SIN_BEGIN,       // begins a capture
+    CN_SIN_ALLOCATE,    // allocates device memory
     CN_SIN_COUNT
 } cn_sin;
 
@@ -329,6 +329,8 @@ static inline cn_work cn_work_of(const ms_call *call) {
 
 static inline int cn_do_sin(const cn_op *op, const ms_call *call) {
     static float pageable;
+    void *memory = NULL;
+    void *data = call->grad_out ? call->grad_out[0].data : call->out[0].data;
     cudaStream_t stream = (cudaStream_t)call->stream;
     if (op->sin == CN_SIN_NONE || op->sin_phase != call->phase) {
         return 0;
@@ -338,11 +340,13 @@ static inline int cn_do_sin(const cn_op *op, const ms_call *call) {
         (void)cn_launch_error(cudaStreamSynchronize(stream));
         return 0;
     case CN_SIN_PAGEABLE:
-        (void)cn_launch_error(cudaMemcpyAsync(call->out[0].data, &pageable, sizeof pageable,
-                                              cudaMemcpyHostToDevice, stream));
+        (void)cn_launch_error(
+            cudaMemcpyAsync(data, &pageable, sizeof pageable, cudaMemcpyHostToDevice, stream));
         return 0;
-    case CN_SIN_BEGIN:
-        (void)cn_launch_error(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    case CN_SIN_ALLOCATE:
+        if (cn_launch_error(cudaMalloc(&memory, 64)) == 0) {
+            (void)cudaFree(memory);
+        }
         return 0;
     default:
         return T_CALLBACK_ERROR;

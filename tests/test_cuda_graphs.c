@@ -1,0 +1,402 @@
+/*  test_cuda_graphs.c - ms_config.cuda_graph: replays give the bits of the steps that they stand for,
+    whatever changes from step to step; what makes a new recording; what cannot be recorded. */
+#include "testing_cuda.h"
+
+enum { STEPS = 8 };
+
+// ------------------------------------------------------------------------------------------------
+// the same bits
+
+enum { GRAPH_CASES = 7 };
+
+static void make_cases(cn_how *cases) {
+    memset(cases, 0, GRAPH_CASES * sizeof *cases);
+    for (int i = 0; i < GRAPH_CASES; i++) {
+        cases[i].cuda = true;
+        cases[i].smallest = i % 2 != 0;
+    }
+    cases[1].by_gemm = true;
+    cases[2].clip = 0.05f;
+    cases[2].optimizer = MS_OPTIMIZER_SGD;
+    cases[2].momentum = 0.9f;
+    cases[3].micro_count = 3;
+    cases[3].clip = 0.05f;
+    cases[4].at_once = true;
+    cases[4].borrows = true;
+    cases[5].optimizer = MS_OPTIMIZER_SGD;
+    cases[5].early = MS_SWITCH_ON;
+    cases[6].micro_count = 2;
+}
+
+static uint64_t forwards(const cn_net *net) {
+    return net->ops[0].calls[MS_PHASE_FORWARD];
+}
+
+/* Steps with another learning rate and weight decay each, and an eval in between. */
+static cn_values train(const cn_how *how, double *loss) {
+    cn_net net;
+    const uint64_t micros = how->micro_count ? how->micro_count : 1;
+    cn_start(&net, how);
+    for (uint64_t i = 0; i < STEPS; i++) {
+        ms_set_learning_rate(net.model, 0.01f * (float)(i + 1));
+        ms_set_weight_decay(net.model, net.param[1], 0.1f * (float)(i % 4));
+        cn_steps(&net, i * micros, micros);
+        if (i == 5) {
+            t_ok(net.model, cn_feed(&net, 70));
+            t_ok(net.model, ms_eval(net.model, loss));
+        }
+    }
+    if (how->graph) { // each kind of micro-batch runs once by itself, and is recorded once
+        const uint64_t kinds = micros < 3 ? micros : 3;
+        const uint64_t warm = micros == 3 ? 2 * kinds : 2 * micros;
+        assert_int_equal(forwards(&net), warm);
+    }
+    const cn_values values = cn_get_values(&net);
+    cn_destroy(&net);
+    return values;
+}
+
+static void test_same_bits(void **state) {
+    (void)state;
+    cn_how cases[GRAPH_CASES];
+    make_cases(cases);
+    for (int i = 0; i < GRAPH_CASES; i++) {
+        for (uint64_t seed = 0; seed < cn_seeds(20); seed++) {
+            cn_how how = cases[i];
+            double expected = 0.0, found = 0.0;
+            cn_reset(seed);
+            const cn_values without = train(&how, &expected);
+            how.graph = true;
+            const cn_values with = train(&how, &found);
+            cn_clean();
+            if (!cn_alike(&with, &without, 0.0)) {
+                print_error("case %d, seed %u\n", i, (unsigned)seed);
+            }
+            assert_true(cn_alike(&with, &without, 0.0));
+            assert_true(expected == found);
+        }
+    }
+}
+
+/* Masks of dropout that stood still would show in the losses of one batch and constant params. */
+static void test_dropout_moves(void **state) {
+    (void)state;
+    cn_how how;
+    cn_net net;
+    double losses[STEPS];
+    memset(&how, 0, sizeof how);
+    how.cuda = how.graph = how.stateless = true;
+    cn_reset(1);
+    cn_start(&net, &how);
+    ms_set_learning_rate(net.model, 0.0f);
+    for (uint32_t i = 0; i < net.param_count; i++) {
+        ms_set_weight_decay(net.model, net.param[i], 0.0f);
+    }
+    t_ok(net.model, cn_feed(&net, 0));
+    for (int i = 0; i < STEPS; i++) {
+        t_ok(net.model, ms_step(net.model, &losses[i]));
+        for (int k = 0; k < i; k++) {
+            assert_true(losses[i] != losses[k]);
+        }
+    }
+    cn_destroy(&net);
+    cn_clean();
+}
+
+// ------------------------------------------------------------------------------------------------
+// what makes a new recording
+
+enum {
+    CHANGE_NONE,
+    CHANGE_BORROW,
+    CHANGE_FACTOR,
+    CHANGE_SIZES,
+    CHANGE_PLAN,
+    CHANGE_DETACH,
+    CHANGES
+};
+
+static void make_change(cn_net *net, int change, void **more) {
+    ms_model *m = net->model;
+    const size_t bytes = CN_WORDS * CN_COLS * sizeof(float);
+    switch (change) {
+    case CHANGE_BORROW: // the values move to another address
+        t_ok(m, ms_synchronize(m));
+        assert_int_equal(cudaMalloc(more, bytes), cudaSuccess);
+        assert_int_equal(
+            cudaMemcpy(*more, ms_data(m, net->param[0]), bytes, cudaMemcpyDeviceToDevice),
+            cudaSuccess);
+        assert_int_equal(cudaDeviceSynchronize(), cudaSuccess);
+        t_ok(m, ms_borrow(m, net->param[0], *more));
+        break;
+    case CHANGE_FACTOR:
+        ms_set_loss_factor(m, 0.5f);
+        break;
+    case CHANGE_SIZES:
+        net->rows = 4;
+        t_ok(m, ms_reshape(m, &net->rows));
+        break;
+    case CHANGE_PLAN:
+        ms_set_frozen(m, net->param[2], true);
+        t_ok(m, ms_wrap(m));
+        break;
+    case CHANGE_DETACH:
+        t_ok(m, ms_detach(m));
+        break;
+    default:
+        break;
+    }
+}
+
+static cn_values change_amid(const cn_how *how, int change) {
+    cn_net net;
+    void *more = NULL;
+    cn_start(&net, how);
+    cn_steps(&net, 0, 4);
+    const uint64_t calls = forwards(&net);
+    make_change(&net, change, &more);
+    cn_steps(&net, 4, 4);
+    if (how->graph) {
+        const bool new_plan = change >= CHANGE_SIZES;
+        assert_int_equal(forwards(&net) - calls, change == CHANGE_NONE ? 0 : new_plan ? 2 : 1);
+    }
+    if (change == CHANGE_SIZES) { // back to sizes that have a recording
+        net.rows = CN_ROWS;
+        t_ok(net.model, ms_reshape(net.model, &net.rows));
+        cn_steps(&net, 8, 2);
+        assert_int_equal(forwards(&net), how->graph ? calls + 2 : 10);
+    }
+    cn_values values;
+    memset(&values, 0, sizeof values);
+    if (change != CHANGE_PLAN) {
+        values = cn_get_values(&net);
+    } else { // a frozen param has no state
+        t_ok(net.model, ms_read(net.model, net.param[0], values.at));
+        t_ok(net.model, ms_read(net.model, net.param[1], values.at + CN_WORDS * CN_COLS));
+        values.count = CN_WORDS * CN_COLS + CN_COLS * CN_COLS;
+    }
+    cn_destroy(&net);
+    if (more) {
+        assert_int_equal(cudaFree(more), cudaSuccess);
+    }
+    return values;
+}
+
+static void test_changes(void **state) {
+    (void)state;
+    for (int change = 0; change < CHANGES; change++) {
+        for (uint64_t seed = 0; seed < cn_seeds(10); seed++) {
+            cn_how how;
+            memset(&how, 0, sizeof how);
+            how.cuda = true;
+            how.borrows = change == CHANGE_BORROW;
+            how.smallest = change == CHANGE_DETACH;
+            cn_reset(seed);
+            const cn_values expected = change_amid(&how, change);
+            how.graph = true;
+            const cn_values found = change_amid(&how, change);
+            cn_clean();
+            if (!cn_alike(&found, &expected, 0.0)) {
+                print_error("change %d, seed %u\n", change, (unsigned)seed);
+            }
+            assert_true(cn_alike(&found, &expected, 0.0));
+        }
+    }
+}
+
+/* The second model makes the shared arena grow, so that the passing values of the first move. */
+static void share(bool graph, cn_values *first, cn_values *second) {
+    cn_how how;
+    cn_net a, b;
+    memset(&how, 0, sizeof how);
+    how.cuda = true;
+    how.graph = graph;
+    how.smallest = true;
+    const ms_backend backend = cn_backend(&how);
+    assert_int_equal(ms_arena_create(&backend, NULL, &how.arena), MS_RESULT_OK);
+    cn_start(&a, &how);
+    const uint64_t before = ms_arena_bytes(how.arena);
+    cn_steps(&a, 0, 4);
+    how.smallest = false;
+    cn_start(&b, &how);
+    assert_true(ms_arena_bytes(how.arena) > before);
+    for (uint64_t i = 0; i < 4; i++) {
+        cn_steps(&b, 10 * i, 1);
+        cn_steps(&a, 4 + i, 1);
+    }
+    *first = cn_get_values(&a);
+    *second = cn_get_values(&b);
+    cn_destroy(&a);
+    cn_destroy(&b);
+    ms_arena_destroy(how.arena);
+}
+
+static void test_arena_grows(void **state) {
+    (void)state;
+    cn_values first, second, a, b;
+    for (uint64_t seed = 0; seed < cn_seeds(20); seed++) {
+        cn_reset(seed);
+        share(false, &first, &second);
+        share(true, &a, &b);
+        cn_clean();
+        assert_true(cn_alike(&a, &first, 0.0));
+        assert_true(cn_alike(&b, &second, 0.0));
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// what cannot be recorded
+
+static cn_op *op_named(cn_net *net, cn_kind kind) {
+    for (uint32_t i = 0; i < net->op_count; i++) {
+        if (net->ops[i].kind == kind) {
+            return &net->ops[i];
+        }
+    }
+    fail();
+    return NULL;
+}
+
+static uint64_t layers_run(void) {
+#ifdef CUDART_EMULATION
+    emulation_finish();
+    return emulation_launches("cn_k_layer");
+#else
+    return 0;
+#endif
+}
+
+/* A sin while the first, or the last, micro-batch is recorded. */
+static void sin_once(cn_sin sin, ms_phase phase, uint32_t micros, bool in_last,
+                     const cn_values *expected) {
+    cn_how how;
+    cn_net net;
+    memset(&how, 0, sizeof how);
+    how.cuda = how.graph = true;
+    how.stateless = true; // what a failed forward does to a running mean stays
+    how.micro_count = micros;
+    cn_start(&net, &how);
+    cn_steps(&net, 0, micros + (in_last ? micros - 1 : 0));
+    const cn_values before = cn_get_values(&net);
+    cn_op *op = op_named(&net, CN_DENSE);
+    op->sin = sin;
+    op->sin_phase = phase;
+    const uint64_t done = layers_run();
+    t_error(net.model, cn_step(&net, 50, NULL), MS_RESULT_CALLBACK);
+    t_text_has(ms_last_error(net.model), "layer \"dense0\"");
+    t_text_has(ms_last_error(net.model), sin == CN_SIN_RETURN ? "returned 17" : "graph");
+    assert_int_equal(layers_run(), done);
+    assert_int_equal(cudaPeekAtLastError(), cudaSuccess);
+    const cn_values kept = cn_get_values(&net);
+    assert_true(cn_alike(&kept, &before, 0.0));
+    op->sin = CN_SIN_NONE;
+    cn_steps(&net, micros, 4 * micros); // the step starts again
+    const cn_values after = cn_get_values(&net);
+    assert_true(cn_alike(&after, expected, 0.0));
+    cn_destroy(&net);
+}
+
+static void test_sins(void **state) {
+    (void)state;
+    for (uint32_t micros = 1; micros < 3; micros++) {
+        cn_how how;
+        memset(&how, 0, sizeof how);
+        how.cuda = how.stateless = true;
+        how.micro_count = micros;
+        cn_reset(0);
+        const cn_values expected = cn_trained(&how, 5 * (uint64_t)micros);
+        for (uint64_t seed = 0; seed < cn_seeds(6); seed++) {
+            for (int sin = CN_SIN_RETURN; sin < CN_SIN_COUNT; sin++) {
+                for (int in_last = 0; in_last < (int)micros; in_last++) {
+                    cn_reset(seed);
+                    sin_once((cn_sin)sin, MS_PHASE_FORWARD, micros, in_last != 0, &expected);
+                    sin_once((cn_sin)sin, MS_PHASE_BACKWARD, micros, in_last != 0, &expected);
+                    cn_clean();
+                }
+            }
+        }
+    }
+}
+
+typedef struct refusal {
+    char text[512];
+} refusal;
+
+static void keep_text(ms_log_level level, const char *tag, const char *text, void *user) {
+    (void)tag;
+    if (level == MS_LOG_ERROR) {
+        snprintf(((refusal *)user)->text, sizeof((refusal *)user)->text, "%s", text);
+    }
+}
+
+static void check_refused(const ms_config *config, const char *part) {
+    ms_config logged = *config;
+    ms_model *model = NULL;
+    refusal heard;
+    memset(&heard, 0, sizeof heard);
+    logged.log = keep_text;
+    logged.log_user = &heard;
+    assert_int_equal(ms_create(&logged, &model), MS_RESULT_INVALID);
+    assert_null(model);
+    t_text_has(heard.text, part);
+}
+
+static void test_refusals(void **state) {
+    (void)state;
+    ms_config config;
+    memset(&config, 0, sizeof config);
+    cn_reset(1);
+    config.cuda_graph = true;
+    check_refused(&config, "cuda_graph: this backend has no graphs"); // the CPU
+    config.backend = ms_backend_cuda(0);
+    config.debug = true;
+    check_refused(&config, "cuda_graph: debug mode");
+    config.debug = false;
+    config.backend.graph_begin = NULL;
+    config.backend.graph_check = NULL;
+    config.backend.graph_end = NULL;
+    config.backend.graph_launch = NULL;
+    config.backend.graph_release = NULL;
+    check_refused(&config, "cuda_graph: this backend has no graphs");
+    cn_how how;
+    cn_net net;
+    memset(&how, 0, sizeof how);
+    memset(&net, 0, sizeof net);
+    how.cuda = how.graph = true;
+    how.optimizer = MS_OPTIMIZER_CUSTOM;
+    assert_int_equal(cn_create(&net, &how), MS_RESULT_OK);
+    t_error(net.model, ms_wrap(net.model), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(net.model), "cuda_graph: an update callback");
+    cn_destroy(&net);
+    cn_clean();
+}
+
+/* A callback on a stream that cannot be recorded. */
+static void test_legacy_stream(void **state) {
+    (void)state;
+    cn_how how;
+    cn_net net;
+    memset(&how, 0, sizeof how);
+    how.cuda = how.graph = true;
+    how.stream = cudaStreamLegacy;
+    cn_reset(1);
+    cn_start(&net, &how);
+    t_ok(net.model, cn_step(&net, 0, NULL));
+    const cn_values before = cn_get_values(&net);
+    t_error(net.model, cn_step(&net, 1, NULL), MS_RESULT_BACKEND);
+    t_text_has(ms_last_error(net.model), "the beginning of a graph");
+    const cn_values after = cn_get_values(&net);
+    assert_true(cn_alike(&after, &before, 0.0));
+    cn_destroy(&net);
+    cn_clean();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_same_bits),     cmocka_unit_test(test_dropout_moves),
+        cmocka_unit_test(test_changes),       cmocka_unit_test(test_arena_grows),
+        cmocka_unit_test(test_sins),          cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_legacy_stream),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
