@@ -7,7 +7,7 @@
 #define MEMSCALE_BENCH_H
 
 #ifndef _POSIX_C_SOURCE
-#define _POSIX_C_SOURCE 200112L
+#define _POSIX_C_SOURCE 200809L
 #endif
 
 #include <stdbool.h>

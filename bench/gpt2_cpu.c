@@ -18,31 +18,10 @@ typedef struct plan {
     double losses[STEPS_MAX + 1]; // of the first round, the untimed step included
 } plan;
 
-/* A model, wrapped but not initialised. */
-static bench_model make_model(const ms_config *config, const nn_transformer_config *shape) {
-    bench_model m = bench_model_create(config, nn_cpu(), "gpt2", shape);
-    bench_check(m.model, ms_wrap(m.model));
-    return m;
-}
-
-/* The size of the early-update plan without recomputation, less half of its activations. */
-static uint64_t half_budget(const nn_transformer_config *shape) {
-    ms_memory_report report;
-    ms_config config;
-    memset(&config, 0, sizeof config);
-    config.dry_run = true;
-    config.memory_budget_bytes = (uint64_t)1 << 50;
-    config.early_update = MS_SWITCH_ON;
-    config.checkpointing = MS_SWITCH_OFF;
-    bench_model m = make_model(&config, shape);
-    bench_check(m.model, ms_report(m.model, &report));
-    bench_model_destroy(&m);
-    return report.arena_bytes - report.activation_peak_bytes / 2;
-}
-
 /* One round of one plan: a new model, a step to warm up, the timed steps. */
 static void run_round(plan *p, const nn_transformer_config *shape, int round, int steps) {
-    bench_model m = make_model(&p->config, shape);
+    bench_model m = bench_model_create(&p->config, nn_cpu(), "gpt2", shape);
+    bench_check(m.model, ms_wrap(m.model));
     bench_check(m.model, ms_report(m.model, &p->report));
     p->report.peak_layer = ""; // belongs to the model
     bench_check(m.model, nn_init(m.net, 1));
@@ -127,11 +106,12 @@ int main(int argc, char **argv) {
     shape.batch = batch;
     shape.sequence = sequence;
 
+    const ms_backend cpu = ms_backend_cpu();
     const uint64_t no_limit = (uint64_t)1 << 50;
     plans[0].name = "plain";
     plans[0].config.memory_budget_bytes = no_limit;
     plans[1].name = "half";
-    plans[1].config.memory_budget_bytes = half_budget(&shape);
+    plans[1].config.memory_budget_bytes = bench_half_budget(&cpu, nn_cpu(), "gpt2", &shape);
     plans[2].name = "smallest";
     plans[2].config.memory_budget_bytes = no_limit;
     plans[2].config.force_optimize = true;

@@ -73,6 +73,24 @@ BENCH_API void bench_model_destroy(bench_model *m) {
     nn_destroy(m->net);
 }
 
+/* The size of the early-update plan without recomputation, less half of its activations. */
+BENCH_API uint64_t bench_half_budget(const ms_backend *backend, const nn_device *device,
+                                     const char *preset, const nn_transformer_config *shape) {
+    ms_memory_report report;
+    ms_config config;
+    memset(&config, 0, sizeof config);
+    config.backend = *backend;
+    config.dry_run = true;
+    config.memory_budget_bytes = (uint64_t)1 << 50;
+    config.early_update = MS_SWITCH_ON;
+    config.checkpointing = MS_SWITCH_OFF;
+    bench_model m = bench_model_create(&config, device, preset, shape);
+    bench_check(m.model, ms_wrap(m.model));
+    bench_check(m.model, ms_report(m.model, &report));
+    bench_model_destroy(&m);
+    return report.arena_bytes - report.activation_peak_bytes / 2;
+}
+
 /* Random tokens, each the target of the one before it; segment 0. */
 BENCH_API void bench_write_batch(const bench_model *m) {
     const size_t count = (size_t)(m->shape.batch * m->shape.sequence);
@@ -124,9 +142,10 @@ BENCH_API ms_model *bench_chain(const ms_config *config, int64_t layers, bool pa
     return model;
 }
 
-/* Microseconds of the host per instruction of a step, with that chain. */
-BENCH_API double bench_instruction(const ms_config *config, int64_t layers, ms_layer_fn zero_loss) {
-    const int steps = (int)(200000 / layers) + 1;
+/* Microseconds of the host per instruction of a step, with that chain; as many forwards in all. */
+BENCH_API double bench_instruction(const ms_config *config, int64_t layers, int64_t forwards,
+                                   ms_layer_fn zero_loss) {
+    const int steps = (int)(forwards / layers) + 1;
     ms_model *model = bench_chain(config, layers, false, zero_loss);
     ms_memory_report report;
     bench_check(model, ms_wrap(model));

@@ -1,0 +1,604 @@
+// Training on a GPU. The published workloads, plain and checkpointed: predicted and measured memory,
+// time of a step by the GPU's events and by the clock, time of the host to enqueue one, arithmetic,
+// and losses that must be equal bit for bit. Then the executor's own time, with callbacks that do
+// nothing, and the library's kernels against a copy of as many bytes.
+//
+// Arithmetic of a step: 6 N + 12 L C T per token, N params, L layers of C channels, T tokens in a
+// sequence (Chowdhery et al., "PaLM", 2022, appendix B). Recomputation does not count.
+#include "bench.h"
+
+#define MEMSCALE_IMPLEMENTATION
+#include "memscale.h"
+#include "nn.h"
+#include "models.h"
+
+#ifndef NN_CUDA
+
+int main(void) {
+    fprintf(stderr, "bench/gpu was built without CUDA; where there is nvcc, `make bench-gpu` "
+                    "builds it with CUDA and runs it\n");
+    return 2;
+}
+
+#else
+
+#include <cublas_v2.h>
+#include <cuda_runtime.h>
+
+enum { REPEATS_MAX = 32, STEPS_MAX = 256, WARMUP_MAX = 64, KERNEL_RUNS = 21 };
+
+typedef struct settings {
+    bool tsv, tiny, no_graph, no_kernels, no_models;
+    const char *only, *commit;
+    int64_t steps, warmup, repeats, elements;
+} settings;
+
+typedef enum plan_kind { PLAN_PLAIN, PLAN_HALF, PLAN_SMALLEST } plan_kind;
+
+static const char *const plan_names[] = {"plain", "half", "smallest"};
+
+/* A way to train one workload. The first of those with the same arithmetic is plain. */
+typedef struct variant {
+    plan_kind plan;
+    bool tf32, graph;
+} variant;
+
+/* Those without TF32 are run of one workload. */
+static const variant variants[] = {
+    {PLAN_PLAIN, true, false},     {PLAN_HALF, true, false},    {PLAN_SMALLEST, true, false},
+    {PLAN_PLAIN, true, true},      {PLAN_SMALLEST, true, true}, {PLAN_PLAIN, false, false},
+    {PLAN_SMALLEST, false, false},
+};
+enum { VARIANTS = sizeof variants / sizeof variants[0] };
+
+/* Small enough for the emulation of the tests. */
+static const bench_workload tiny_workloads[] = {{"gpt2-tiny", "gpt2-tiny", 2, 12, 0.0, 0.0},
+                                                {"bert-tiny", "bert-tiny", 2, 12, 0.0, 0.0}};
+
+typedef struct outcome {
+    const variant *how;
+    bool fits, same_bits;
+    uint64_t predicted_bytes;
+    uint64_t wrap_bytes, step_bytes; // taken from the device by ms_wrap; and by the first step too
+    ms_memory_report report;
+    double event_ms[REPEATS_MAX * STEPS_MAX], wall_ms[REPEATS_MAX];
+    double enqueue_us[REPEATS_MAX * STEPS_MAX];
+    double losses[WARMUP_MAX + 2]; // the first step, those to warm up, the last
+    int loss_count, sample_count, wall_count;
+} outcome;
+
+static void check_cuda(cudaError_t error) {
+    if (error != cudaSuccess) {
+        bench_stop(cudaGetErrorString(error));
+    }
+}
+
+static uint64_t device_free_bytes(void) {
+    size_t free_bytes = 0, total_bytes = 0;
+    check_cuda(cudaMemGetInfo(&free_bytes, &total_bytes));
+    return free_bytes;
+}
+
+static uint64_t taken_since(uint64_t before) {
+    const uint64_t now = device_free_bytes();
+    return now < before ? before - now : 0;
+}
+
+// ---- models -------------------------------------------------------------------------------------
+
+static ms_config make_config(const variant *v, const bench_workload *work,
+                             const nn_transformer_config *shape) {
+    ms_config config;
+    memset(&config, 0, sizeof config);
+    config.backend = ms_backend_cuda(0);
+    config.tf32 = v->tf32;
+    config.cuda_graph = v->graph;
+    config.memory_budget_bytes =
+        v->plan == PLAN_HALF
+            ? bench_half_budget(&config.backend, nn_cuda(), work->preset, shape)
+            : (uint64_t)1 << 50; // that of no machine: the plan does not depend on what is free
+    config.force_optimize = v->plan == PLAN_SMALLEST;
+    return config;
+}
+
+static uint64_t predict(const ms_config *config, const bench_workload *work,
+                        const nn_transformer_config *shape) {
+    ms_memory_report report;
+    ms_config dry = *config;
+    dry.dry_run = true;
+    bench_model m = bench_model_create(&dry, nn_cuda(), work->preset, shape);
+    bench_check(m.model, ms_wrap(m.model));
+    bench_check(m.model, ms_report(m.model, &report));
+    bench_model_destroy(&m);
+    return report.arena_bytes;
+}
+
+/* Steps whose losses are read: the first, and those that warm up. */
+static void run_first_steps(outcome *o, const bench_model *m, const settings *s, uint64_t before) {
+    for (int i = 0; i <= (int)s->warmup; i++) {
+        bench_check(m->model, ms_step(m->model, &o->losses[i]));
+        if (i == 0) {
+            bench_check(m->model, ms_synchronize(m->model));
+            o->step_bytes = taken_since(before);
+        }
+    }
+}
+
+/* Steps as a trainer makes them, one behind the other without waiting. */
+static void run_timed_steps(outcome *o, const bench_model *m, const settings *s) {
+    static cudaEvent_t events[STEPS_MAX + 1];
+    const int count = (int)s->steps;
+    cudaStream_t stream = (cudaStream_t)ms_stream(m->model);
+    for (int i = 0; i <= count; i++) {
+        check_cuda(cudaEventCreate(&events[i]));
+    }
+    bench_check(m->model, ms_synchronize(m->model));
+    const double start = bench_seconds();
+    check_cuda(cudaEventRecord(events[0], stream));
+    for (int i = 0; i < count; i++) {
+        bench_check(m->model, ms_step(m->model, NULL));
+        check_cuda(cudaEventRecord(events[i + 1], stream));
+    }
+    bench_check(m->model, ms_synchronize(m->model));
+    o->wall_ms[o->wall_count++] = 1e3 * (bench_seconds() - start) / (double)count;
+    for (int i = 0; i < count; i++) {
+        float ms = 0.0f;
+        check_cuda(cudaEventElapsedTime(&ms, events[i], events[i + 1]));
+        o->event_ms[o->sample_count + i] = (double)ms;
+    }
+    for (int i = 0; i <= count; i++) {
+        check_cuda(cudaEventDestroy(events[i]));
+    }
+}
+
+/* Each with an idle GPU before it, so that the host never waits for room in a queue. */
+static void run_enqueued_steps(outcome *o, const bench_model *m, const settings *s) {
+    for (int i = 0; i < (int)s->steps; i++) {
+        bench_check(m->model, ms_synchronize(m->model));
+        const double start = bench_seconds();
+        bench_check(m->model, ms_step(m->model, NULL));
+        o->enqueue_us[o->sample_count + i] = 1e6 * (bench_seconds() - start);
+    }
+}
+
+static void run_variant(outcome *o, const bench_workload *work, const nn_transformer_config *shape,
+                        const settings *s) {
+    const ms_config config = make_config(o->how, work, shape);
+    const int first_loss = o->loss_count;
+    double known[WARMUP_MAX + 2];
+    memcpy(known, o->losses, sizeof known);
+    o->predicted_bytes = predict(&config, work, shape);
+    bench_model m = bench_model_create(&config, nn_cuda(), work->preset, shape);
+    const uint64_t before = device_free_bytes();
+    const ms_result result = ms_wrap(m.model);
+    o->fits = result != MS_RESULT_OUT_OF_MEMORY;
+    if (o->fits) {
+        bench_check(m.model, result);
+        o->wrap_bytes = taken_since(before);
+        bench_check(m.model, ms_report(m.model, &o->report));
+        o->report.peak_layer = ""; // belongs to the model
+        bench_check(m.model, nn_init(m.net, 1));
+        bench_write_batch(&m);
+        run_first_steps(o, &m, s, before);
+        run_timed_steps(o, &m, s);
+        run_enqueued_steps(o, &m, s);
+        bench_check(m.model, ms_step(m.model, &o->losses[s->warmup + 1]));
+        o->sample_count += (int)s->steps;
+        o->loss_count = (int)s->warmup + 2;
+    }
+    bench_model_destroy(&m);
+    if (first_loss > 0 && memcmp(known, o->losses, (size_t)first_loss * sizeof *known) != 0) {
+        bench_stop("a repetition has other losses than the first run");
+    }
+}
+
+// ---- tables -------------------------------------------------------------------------------------
+
+static double step_flops(const bench_workload *work, const nn_transformer_config *shape,
+                         uint64_t params) {
+    const double tokens = (double)(work->batch * work->sequence);
+    const double attention = 12.0 * (double)(shape->layers * shape->channels * shape->sequence);
+    return tokens * (6.0 * (double)params + attention);
+}
+
+static void optional_value(bench_table *table, bool known, double value, int digits) {
+    if (known) {
+        bench_value(table, value, digits);
+    } else {
+        bench_cell(table, "-");
+    }
+}
+
+static void optional_bytes(bench_table *table, bool known, uint64_t bytes) {
+    if (known) {
+        bench_bytes(table, bytes);
+    } else {
+        bench_cell(table, "-");
+    }
+}
+
+/* instruction_us: of the executor alone. */
+static void print_outcome(bench_table *table, outcome *o, const bench_workload *work,
+                          const nn_transformer_config *shape, double instruction_us) {
+    const int n = o->sample_count;
+    const double ms = n > 0 ? bench_median(o->event_ms, n) : 0.0;
+    const bool timed = ms > 0.0, all = table->tsv;
+    const double per_ms = timed ? 1.0 / ms : 0.0, executor_us = 1e-3 * instruction_us;
+    if (all) {
+        bench_cell(table, "memscale.h");
+    }
+    bench_cell(table, work->name);
+    bench_cell(table, plan_names[o->how->plan]);
+    bench_cell(table, o->how->tf32 ? "tf32" : "fp32");
+    bench_cell(table, o->how->graph ? "graph" : "stream");
+    if (all) {
+        bench_count(table, (uint64_t)work->batch);
+        bench_count(table, (uint64_t)work->sequence);
+        bench_count(table, o->report.param_count);
+    }
+    bench_bytes(table, o->predicted_bytes);
+    optional_bytes(table, o->fits, o->report.arena_bytes);
+    optional_bytes(table, o->fits, o->wrap_bytes);
+    optional_bytes(table, o->fits, o->step_bytes);
+    optional_value(table, timed, ms, 3);
+    if (all) {
+        optional_value(table, timed, o->event_ms[0], 3);
+        optional_value(table, timed, o->event_ms[n > 0 ? n - 1 : 0], 3);
+    }
+    optional_value(table, o->fits, bench_median(o->wall_ms, o->wall_count), 3);
+    optional_value(table, o->fits, bench_median(o->enqueue_us, n), 1);
+    if (all) {
+        bench_count(table, o->report.instruction_count);
+        optional_value(table, timed, 100.0 * executor_us * per_ms * o->report.instruction_count, 3);
+        optional_value(table, o->fits, o->report.recompute_share, 4);
+    }
+    optional_value(table, timed, 1e-9 * per_ms * step_flops(work, shape, o->report.param_count), 2);
+    if (all) {
+        optional_value(table, o->fits, o->losses[0], 6);
+    }
+    optional_value(table, o->fits, o->losses[o->loss_count > 0 ? o->loss_count - 1 : 0], 6);
+    bench_cell(table, !o->fits ? "-" : o->same_bits ? "yes" : "NO");
+}
+
+/* Against the first outcome with the same arithmetic. False, and the reason, where the bits are
+   not equal or the arena is not as predicted. */
+static bool judge(outcome *outcomes, int index, const bench_workload *work) {
+    outcome *o = &outcomes[index];
+    const outcome *first = o;
+    for (int k = index; k >= 0; k--) {
+        const bool alike = outcomes[k].how->tf32 == o->how->tf32 && outcomes[k].fits;
+        first = alike ? &outcomes[k] : first;
+    }
+    o->same_bits = memcmp(o->losses, first->losses, sizeof o->losses) == 0;
+    const bool as_predicted = !o->fits || o->predicted_bytes == o->report.arena_bytes;
+    if (o->fits && (!o->same_bits || !as_predicted)) {
+        fprintf(stderr, "%s, %s: %s\n", work->name, plan_names[o->how->plan],
+                as_predicted ? "the losses are not those of the plain plan"
+                             : "the arena is not as large as predicted");
+    }
+    return !o->fits || (o->same_bits && as_predicted);
+}
+
+static bool is_wanted(const variant *v, const bench_workload *work, const settings *s) {
+    const bool fp32_too = strcmp(work->name, s->tiny ? "gpt2-tiny" : "gpt2-medium") == 0;
+    return (v->tf32 || fp32_too) && !(v->graph && s->no_graph);
+}
+
+static bool run_workload(bench_table *table, const bench_workload *work, const settings *s,
+                         double instruction_us) {
+    static outcome outcomes[VARIANTS];
+    nn_transformer_config shape;
+    int count = 0;
+    bool good = true;
+    if (!bench_shape(work->preset, &shape)) {
+        bench_stop("a workload names no preset");
+    }
+    shape.batch = work->batch;
+    shape.sequence = work->sequence;
+    memset(outcomes, 0, sizeof outcomes);
+    for (int k = 0; k < VARIANTS; k++) {
+        if (is_wanted(&variants[k], work, s)) {
+            outcomes[count++].how = &variants[k];
+        }
+    }
+    for (int repeat = 0; repeat < (int)s->repeats; repeat++) {
+        for (int k = 0; k < count; k++) {
+            run_variant(&outcomes[k], work, &shape, s);
+        }
+    }
+    for (int k = 0; k < count; k++) {
+        good = judge(outcomes, k, work) && good;
+        print_outcome(table, &outcomes[k], work, &shape, instruction_us);
+    }
+    return good;
+}
+
+static bool run_models(const settings *s, double instruction_us) {
+    bench_table table = bench_table_begin(
+        s->tsv, s->tsv ? "framework model plan arithmetic launch batch sequence params "
+                         "predicted_bytes peak_bytes wrap_bytes taken_bytes ms ms_min ms_max "
+                         "wall_ms enqueue_us instructions executor_percent recompute_share tflops "
+                         "loss_first loss_last same_bits"
+                       : "model plan arithmetic launch predicted arena wrap_takes step_takes ms "
+                         "wall_ms enqueue_us TFLOP/s loss same_bits");
+    const bench_workload *works = s->tiny ? tiny_workloads : bench_workloads;
+    const int count = s->tiny ? 2 : (int)BENCH_WORKLOADS;
+    bool good = true;
+    int found = 0;
+    for (int i = 0; i < count; i++) {
+        if (strcmp(s->only, "all") == 0 || strcmp(s->only, works[i].name) == 0) {
+            good = run_workload(&table, &works[i], s, instruction_us) && good;
+            found++;
+        }
+    }
+    if (found == 0) {
+        bench_stop("--model: no such workload");
+    }
+    return good;
+}
+
+// ---- the executor -------------------------------------------------------------------------------
+
+static int zero_loss(const ms_call *call) {
+    return (int)cudaMemsetAsync(call->out[0].data, 0, sizeof(float), (cudaStream_t)call->stream);
+}
+
+/* Prints the table; returns microseconds per instruction in the longest chain. */
+static double run_executor(const settings *s) {
+    bench_table table = bench_table_begin(s->tsv, "what layers value unit");
+    const int64_t longest = s->tiny ? 100 : 1000, forwards = s->tiny ? 1000 : 200000;
+    ms_config config;
+    double median = 0.0;
+    memset(&config, 0, sizeof config);
+    config.backend = ms_backend_cuda(0);
+    for (int64_t layers = longest / 10; layers <= longest; layers *= 10) {
+        double values[5];
+        for (int k = 0; k < 5; k++) {
+            values[k] = bench_instruction(&config, layers, forwards, zero_loss);
+        }
+        median = bench_median(values, 5);
+        bench_cell(&table, "instruction");
+        bench_count(&table, (uint64_t)layers);
+        bench_value(&table, median, 3);
+        bench_cell(&table, "us");
+    }
+    return median;
+}
+
+// ---- kernels ------------------------------------------------------------------------------------
+
+/* The backend by itself, and memory for its kernels: `pool` has 7 * count floats. */
+typedef struct kernels {
+    ms_backend backend;
+    void *state, *workspace;
+    cudaStream_t stream;
+    float *pool;
+    uint64_t count;
+    struct {
+        ms_step_state step;
+        ms_update_factors factors;
+        double sum;
+    } * device; // in device memory
+} kernels;
+
+static int run_adamw(const kernels *k, uint64_t bytes) {
+    ms_update_args args;
+    (void)bytes;
+    memset(&args, 0, sizeof args);
+    args.kind = MS_OPTIMIZER_ADAMW;
+    args.count = k->count;
+    args.value = k->pool;
+    args.gradient = k->pool + k->count;
+    args.state[0] = k->pool + 2 * k->count;
+    args.state[1] = k->pool + 3 * k->count;
+    args.stream = k->stream;
+    args.factors = &k->device->factors;
+    args.state_of_step = &k->device->step;
+    return k->backend.update(k->state, &args);
+}
+
+static int run_fill(const kernels *k, uint64_t bytes) {
+    (void)bytes;
+    return k->backend.fill_f32(k->state, k->pool, 0.01f, k->count);
+}
+
+static int run_add(const kernels *k, uint64_t bytes) {
+    (void)bytes;
+    return k->backend.add_f32(k->state, k->pool, k->pool + k->count, k->count);
+}
+
+static int run_cast(const kernels *k, uint64_t bytes) {
+    (void)bytes;
+    return k->backend.cast(k->state, k->pool + k->count, MS_DTYPE_BF16, k->pool, MS_DTYPE_F32,
+                           k->count);
+}
+
+static int run_squares(const kernels *k, uint64_t bytes) {
+    (void)bytes;
+    return k->backend.add_squares_f32(k->state, k->pool, k->count, &k->device->sum);
+}
+
+/* Reads half of the bytes, writes the other half. */
+static int run_copy(const kernels *k, uint64_t bytes) {
+    return (int)cudaMemcpyAsync((uint8_t *)k->pool + bytes / 2, k->pool, (size_t)(bytes / 2),
+                                cudaMemcpyDeviceToDevice, k->stream);
+}
+
+/* GB/s, the median of several launches; bytes are those read and written by one. */
+static double bandwidth(const kernels *k, int (*run)(const kernels *, uint64_t), uint64_t bytes) {
+    cudaEvent_t events[KERNEL_RUNS + 1];
+    double ms[KERNEL_RUNS];
+    for (int i = 0; i <= KERNEL_RUNS; i++) {
+        check_cuda(cudaEventCreate(&events[i]));
+    }
+    check_cuda((cudaError_t)run(k, bytes));
+    check_cuda(cudaEventRecord(events[0], k->stream));
+    for (int i = 0; i < KERNEL_RUNS; i++) {
+        check_cuda((cudaError_t)run(k, bytes));
+        check_cuda(cudaEventRecord(events[i + 1], k->stream));
+    }
+    check_cuda(cudaStreamSynchronize(k->stream));
+    for (int i = 0; i < KERNEL_RUNS; i++) {
+        float time = 0.0f;
+        check_cuda(cudaEventElapsedTime(&time, events[i], events[i + 1]));
+        ms[i] = (double)time;
+    }
+    for (int i = 0; i <= KERNEL_RUNS; i++) {
+        check_cuda(cudaEventDestroy(events[i]));
+    }
+    const double median = bench_median(ms, KERNEL_RUNS);
+    return median > 0.0 ? 1e-6 * (double)bytes / median : 0.0;
+}
+
+static void open_kernels(kernels *k, uint64_t count) {
+    static const ms_allocator host = {NULL, NULL, NULL};
+    const ms_update_factors factors = {-1e-3f, 0.9999f, 0.9f, 0.999f, 0.1f, 1e-3f, 1.0f, 1e-8f};
+    ms_open_args args;
+    ms_prepare_args prepare;
+    memset(&args, 0, sizeof args);
+    memset(&prepare, 0, sizeof prepare);
+    args.host = &host;
+    k->backend = ms_backend_cuda(0);
+    k->count = count;
+    check_cuda((cudaError_t)k->backend.open(k->backend.user, &args, &k->state));
+    check_cuda(cudaMalloc(&k->workspace, (size_t)k->backend.workspace_bytes));
+    check_cuda(cudaMalloc((void **)&k->pool, (size_t)(7 * count) * sizeof *k->pool));
+    check_cuda(cudaMalloc((void **)&k->device, sizeof *k->device));
+    prepare.workspace = k->workspace;
+    prepare.workspace_bytes = k->backend.workspace_bytes;
+    check_cuda((cudaError_t)k->backend.prepare(k->state, &prepare));
+    k->stream = (cudaStream_t)k->backend.stream(k->state);
+    check_cuda(cudaMemset(k->device, 0, sizeof *k->device));
+    check_cuda(cudaMemcpy(&k->device->factors, &factors, sizeof factors, cudaMemcpyHostToDevice));
+    check_cuda((cudaError_t)k->backend.fill_f32(k->state, k->pool, 0.01f, 7 * count));
+}
+
+static void close_kernels(kernels *k) {
+    check_cuda((cudaError_t)k->backend.synchronize(k->state));
+    k->backend.close(k->state);
+    check_cuda(cudaFree(k->device));
+    check_cuda(cudaFree(k->pool));
+    check_cuda(cudaFree(k->workspace));
+}
+
+static void run_kernels(const settings *s) {
+    static const struct {
+        const char *name;
+        int (*run)(const kernels *, uint64_t);
+        uint64_t bytes; // per element, read and written
+    } rows[] = {{"adamw", run_adamw, 28},
+                {"fill_f32", run_fill, 4},
+                {"add_f32", run_add, 12},
+                {"cast_f32_bf16", run_cast, 6},
+                {"sum_of_squares", run_squares, 4}};
+    kernels k;
+    memset(&k, 0, sizeof k);
+    open_kernels(&k, (uint64_t)(s->tiny ? 4096 : s->elements));
+    bench_table table =
+        bench_table_begin(s->tsv, "kernel elements bytes GB_per_s copy_GB_per_s ratio");
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        const uint64_t bytes = rows[i].bytes * k.count;
+        const double kernel = bandwidth(&k, rows[i].run, bytes);
+        const double copy = bandwidth(&k, run_copy, bytes);
+        bench_cell(&table, rows[i].name);
+        bench_count(&table, k.count);
+        bench_bytes(&table, bytes);
+        optional_value(&table, kernel > 0.0, kernel, 1);
+        optional_value(&table, copy > 0.0, copy, 1);
+        optional_value(&table, kernel > 0.0 && copy > 0.0, kernel / (copy > 0.0 ? copy : 1.0), 3);
+    }
+    close_kernels(&k);
+}
+
+// ---- main ---------------------------------------------------------------------------------------
+
+/* What git says, where nothing was given. */
+static void find_commit(const settings *s, char *commit, size_t length) {
+    FILE *git = s->commit ? NULL : popen("git rev-parse --short HEAD 2> /dev/null", "r");
+    snprintf(commit, length, "%s", s->commit ? s->commit : "unknown");
+    if (git) {
+        char line[64];
+        if (fgets(line, sizeof line, git)) {
+            line[strcspn(line, "\n")] = 0;
+            snprintf(commit, length, "%s", line);
+        }
+        pclose(git);
+    }
+}
+
+static void print_header(const settings *s) {
+    struct cudaDeviceProp gpu;
+    cublasHandle_t blas;
+    int driver = 0, runtime = 0, version = 0;
+    char commit[64], date[32];
+    const time_t now = time(NULL);
+    find_commit(s, commit, sizeof commit);
+    strftime(date, sizeof date, "%Y-%m-%d %H:%M UTC", gmtime(&now));
+    check_cuda(cudaGetDeviceProperties(&gpu, 0));
+    check_cuda(cudaDriverGetVersion(&driver));
+    check_cuda(cudaRuntimeGetVersion(&runtime));
+    if (cublasCreate(&blas) != CUBLAS_STATUS_SUCCESS ||
+        cublasGetVersion(blas, &version) != CUBLAS_STATUS_SUCCESS ||
+        cublasDestroy(blas) != CUBLAS_STATUS_SUCCESS) {
+        bench_stop("cuBLAS cannot be started");
+    }
+    printf("# %s, commit %s, memscale.h %d.%d.%d\n", date, commit, MEMSCALE_VERSION_MAJOR,
+           MEMSCALE_VERSION_MINOR, MEMSCALE_VERSION_PATCH);
+    printf("# %s, compute capability %d.%d, %d multiprocessors, %.1f GiB\n", gpu.name, gpu.major,
+           gpu.minor, gpu.multiProcessorCount, (double)gpu.totalGlobalMem / 1073741824.0);
+    printf("# driver for CUDA %d.%d, runtime %d.%d, cuBLAS %d\n", driver / 1000, driver % 1000 / 10,
+           runtime / 1000, runtime % 1000 / 10, version);
+    printf("# %lld timed steps, %lld to warm up, %lld repeats; medians\n", (long long)s->steps,
+           (long long)s->warmup, (long long)s->repeats);
+}
+
+/* False where there is none. The context and the kernels of the library are loaded behind it, so
+   that they do not count as memory of the models. */
+static bool find_device(void) {
+    int count = 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
+           cudaSetDevice(0) == cudaSuccess && cudaFree(NULL) == cudaSuccess;
+}
+
+int main(int argc, char **argv) {
+    settings s;
+    memset(&s, 0, sizeof s);
+    s.only = "all";
+    s.steps = 20;
+    s.warmup = 5;
+    s.repeats = 1;
+    s.elements = (int64_t)1 << 26;
+    const bench_option options[] = {
+        {"--tsv", "tab-separated output", &s.tsv, NULL, NULL},
+        {"--tiny", "two tiny models, which also run in the tests' emulation", &s.tiny, NULL, NULL},
+        {"--no-graph", "leave out the runs by CUDA graphs", &s.no_graph, NULL, NULL},
+        {"--no-kernels", "leave out the kernels", &s.no_kernels, NULL, NULL},
+        {"--no-models", "leave out the models", &s.no_models, NULL, NULL},
+        {"--model", "one of the workloads", NULL, NULL, &s.only},
+        {"--steps", "timed steps; 256 at most", NULL, &s.steps, NULL},
+        {"--warmup", "steps before them; 64 at most", NULL, &s.warmup, NULL},
+        {"--repeats", "turns of all variants of a workload; 32 at most", NULL, &s.repeats, NULL},
+        {"--elements", "of the arrays of the kernels", NULL, &s.elements, NULL},
+        {"--commit", "for the header; else git is asked", NULL, NULL, &s.commit},
+    };
+    bench_options(argc, argv, "Training on a GPU: memory, time, arithmetic, bits.", options,
+                  (int)(sizeof options / sizeof options[0]));
+    if (s.steps > STEPS_MAX || s.warmup > WARMUP_MAX || s.repeats > REPEATS_MAX) {
+        fprintf(stderr, "more than 256 steps, 64 to warm up, or 32 repeats\n");
+        return 2;
+    }
+    if (!find_device()) {
+        fprintf(stderr, "there is no CUDA device here\n");
+        return 1;
+    }
+    print_header(&s);
+    const double instruction_us = run_executor(&s);
+    if (!s.no_kernels) {
+        putchar('\n');
+        run_kernels(&s);
+    }
+    putchar('\n');
+    return s.no_models || run_models(&s, instruction_us) ? 0 : 1;
+}
+
+#endif // NN_CUDA
