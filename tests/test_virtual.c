@@ -1,0 +1,334 @@
+/*  test_virtual.c - training on the virtual device (virtual.h): the same bits as on the CPU for every
+    order in which streams may run; wrong ones where a wait is left out; every call and every
+    operation fails once. */
+#define MEMSCALE_IMPLEMENTATION
+#include "../memscale.h"
+#include "testing.h"
+#include "virtual.h"
+
+enum { BLOCKS = 5, OPS = 4 * BLOCKS + 1, ROWS = 12, COLS = 8, STEPS = 5, SEEDS = 60 };
+
+typedef struct net_case {
+    const char *name;
+    ms_optimizer_kind optimizer;
+    float clip;
+    uint32_t micro_count;
+    bool tight;
+} net_case;
+
+static const net_case cases[] = {
+    {"plain", MS_OPTIMIZER_ADAMW, 0.0f, 1, false},
+    {"tight, clipped, accumulated", MS_OPTIMIZER_ADAMW, 0.25f, 2, true},
+    {"tight, early updates", MS_OPTIMIZER_SGD, 0.0f, 1, true},
+};
+enum { CASES = sizeof cases / sizeof cases[0] };
+
+typedef struct net {
+    const net_case *how;
+    v_device *device; // NULL: the CPU
+    t_heap heap;
+    ms_model *model;
+    ms_tensor x, weight[BLOCKS], scale, shift, loss;
+    t_op op[OPS];
+    v_layer layer[OPS];
+    int op_count;
+} net;
+
+// ------------------------------------------------------------------------------------------------
+// the model: matmul, norm, dropout, residual sum; tied params in every block
+
+static void add(net *n, ms_layer_desc desc) {
+    const bool lazy = n->device != NULL && n->op[n->op_count].kind != T_MATMUL;
+    const ms_layer_desc wrapped = lazy ? v_wrap(&desc, &n->layer[n->op_count]) : desc;
+    ms_register_layer(n->model, &wrapped);
+    n->op_count += 1;
+}
+
+static ms_layer_desc layer(net *n, t_kind kind, ms_tensor in, ms_tensor out) {
+    n->op[n->op_count].kind = kind;
+    ms_layer_desc desc = t_describe(&n->op[n->op_count]);
+    desc.in[0] = in;
+    desc.out[0] = out;
+    return desc;
+}
+
+static ms_tensor activation(net *n) {
+    return ms_activation(n->model, "a", MS_DTYPE_F32, ms_shape2(ROWS, COLS));
+}
+
+static ms_tensor add_block(net *n, ms_tensor last, int i) {
+    const ms_tensor product = activation(n), normed = activation(n), dropped = activation(n);
+    const ms_tensor sum = activation(n);
+    ms_layer_desc d = layer(n, T_MATMUL, last, product);
+    d.param[0] = n->weight[i];
+    add(n, d);
+    d = layer(n, T_AFFINE, product, normed);
+    d.param[0] = n->scale;
+    d.param[1] = n->shift;
+    add(n, d);
+    add(n, layer(n, T_DROPOUT, normed, dropped));
+    d = layer(n, T_ADD, dropped, sum);
+    d.in[1] = last;
+    add(n, d);
+    return sum;
+}
+
+static ms_optimizer_desc optimizer_of(const net *n) {
+    ms_optimizer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = n->how->optimizer;
+    desc.learning_rate = 0.05f;
+    desc.grad_clip_norm = n->how->clip;
+    desc.momentum = desc.kind == MS_OPTIMIZER_SGD ? 0.5f : 0.0f;
+    return desc;
+}
+
+static void register_net(net *n) {
+    ms_model *m = n->model;
+    const ms_optimizer_desc optimizer = optimizer_of(n);
+    char name[32];
+    n->x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(ROWS, COLS));
+    n->scale = ms_param(m, "scale", MS_DTYPE_F32, ms_shape1(COLS));
+    n->shift = ms_param(m, "shift", MS_DTYPE_F32, ms_shape1(COLS));
+    ms_tensor last = n->x;
+    for (int i = 0; i < BLOCKS; ++i) {
+        snprintf(name, sizeof name, "weight%d", i);
+        n->weight[i] = ms_param(m, name, MS_DTYPE_F32, ms_shape2(COLS, COLS));
+        last = add_block(n, last, i);
+    }
+    n->loss = ms_activation(m, "losses", MS_DTYPE_F32, ms_shape1(ROWS));
+    add(n, layer(n, T_LOSS, last, n->loss));
+    ms_set_loss(m, n->loss);
+    ms_set_optimizer(m, &optimizer);
+}
+
+static ms_result create_net(net *n, const net_case *how, v_device *device) {
+    memset(n, 0, sizeof *n);
+    n->how = how;
+    n->device = device;
+    ms_config config = t_config();
+    config.allocator = t_heap_allocator(&n->heap);
+    config.accumulation_steps = how->micro_count;
+    config.early_update = how->tight && how->clip == 0.0f ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+    if (device != NULL) {
+        config.backend = v_backend(device);
+    }
+    ms_result result = ms_create(&config, &n->model);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    register_net(n);
+    uint64_t bytes = 0;
+    if (how->tight) {
+        result = ms_smallest_budget(n->model, &bytes);
+        ms_set_budget(n->model, bytes);
+    }
+    return result == MS_RESULT_OK ? ms_wrap(n->model) : result;
+}
+
+static ms_result write_params(net *n) {
+    const ms_tensor all[] = {n->scale,     n->shift,     n->weight[0], n->weight[1],
+                             n->weight[2], n->weight[3], n->weight[4]};
+    float data[COLS * COLS];
+    ms_result result = MS_RESULT_OK;
+    t_rng rng = t_seed(3);
+    for (size_t i = 0; i < sizeof all / sizeof all[0] && result == MS_RESULT_OK; ++i) {
+        t_fill(&rng, data, COLS * COLS, 0.6f);
+        result = ms_write(n->model, all[i], data);
+    }
+    return result;
+}
+
+// ------------------------------------------------------------------------------------------------
+// training
+
+typedef struct outcome {
+    double loss[STEPS]; // of some of the steps
+    float weight[BLOCKS][COLS * COLS], scale[COLS];
+} outcome;
+
+/* Fresh data for every micro-batch; only every other loss is waited for. */
+static ms_result train(net *n, outcome *o) {
+    float data[ROWS * COLS];
+    t_rng rng = t_seed(11);
+    ms_result result = write_params(n);
+    for (uint32_t i = 0; i < STEPS * n->how->micro_count && result == MS_RESULT_OK; ++i) {
+        t_fill(&rng, data, ROWS * COLS, 1.0f);
+        result = ms_write(n->model, n->x, data);
+        memset(data, V_RUBBISH, sizeof data); // what was written is ours again
+        const uint32_t step = i / n->how->micro_count;
+        if (result == MS_RESULT_OK) {
+            result = ms_step(n->model, step % 2 == 0 ? &o->loss[step] : NULL);
+        }
+    }
+    for (int i = 0; i < BLOCKS && result == MS_RESULT_OK; ++i) {
+        result = ms_read(n->model, n->weight[i], o->weight[i]);
+    }
+    return result == MS_RESULT_OK ? ms_read(n->model, n->scale, o->scale) : result;
+}
+
+static void run_on_cpu(const net_case *how, outcome *o) {
+    net n;
+    memset(o, 0, sizeof *o);
+    assert_int_equal(create_net(&n, how, NULL), MS_RESULT_OK);
+    t_ok(n.model, train(&n, o));
+    ms_destroy(n.model);
+}
+
+/* Whether it comes out as on the CPU. */
+static bool run_on(v_device *device, const net_case *how, const outcome *expected) {
+    net n;
+    outcome o;
+    memset(&o, 0, sizeof o);
+    ms_result result = create_net(&n, how, device);
+    result = result == MS_RESULT_OK ? train(&n, &o) : result;
+    ms_destroy(n.model);
+    assert_int_equal(n.heap.live_bytes, 0);
+    assert_int_equal(device->states, 0);
+    return result == MS_RESULT_OK && memcmp(&o, expected, sizeof o) == 0;
+}
+
+static void every_order_gives_the_same(void **state) {
+    (void)state;
+    for (int c = 0; c < CASES; ++c) {
+        outcome expected;
+        run_on_cpu(&cases[c], &expected);
+        assert_true(expected.loss[STEPS - 1] < expected.loss[0]);
+        for (uint64_t seed = 0; seed < SEEDS; ++seed) {
+            v_device device;
+            v_open(&device, seed);
+            if (!run_on(&device, &cases[c], &expected)) {
+                fail_msg("%s, seed %u: not as on the CPU", cases[c].name, (unsigned)seed);
+            }
+            assert_int_equal(device.engine.pending, 0);
+            assert_int_equal(device.callback_error, 0);
+            v_close(&device);
+        }
+    }
+}
+
+/* How many of the seeds show that something is wrong. */
+static int count_caught(const net_case *how, bool of_streams, bool of_host) {
+    outcome expected;
+    int caught = 0;
+    run_on_cpu(how, &expected);
+    for (uint64_t seed = 1; seed <= 100; ++seed) {
+        v_device device;
+        v_open(&device, seed);
+        device.drops_waits = of_streams;
+        device.drops_waits_of_host = of_host;
+        caught += !run_on(&device, how, &expected);
+        v_close(&device);
+    }
+    return caught;
+}
+
+static void net_catches_missing_waits(void **state) {
+    (void)state;
+    const int of_streams = count_caught(&cases[0], true, false);
+    const int of_host = count_caught(&cases[0], false, true);
+    print_message("without waits between streams wrong for %d, without those of the host for %d of "
+                  "100 seeds\n",
+                  of_streams, of_host);
+    assert_in_range(of_streams, 90, 100);
+    assert_in_range(of_host, 90, 100);
+    assert_int_equal(count_caught(&cases[0], false, false), 0);
+}
+
+static uint64_t waits_in_steps(bool with_loss, int steps) {
+    v_device device;
+    net n;
+    double loss = 0.0;
+    v_open(&device, 5);
+    assert_int_equal(create_net(&n, &cases[0], &device), MS_RESULT_OK);
+    t_ok(n.model, write_params(&n));
+    t_ok(n.model, ms_step(n.model, &loss));
+    const uint64_t before = device.waits_of_host;
+    for (int i = 0; i < steps; ++i) {
+        t_ok(n.model, ms_step(n.model, with_loss ? &loss : NULL));
+    }
+    const uint64_t waits = device.waits_of_host - before;
+    ms_destroy(n.model);
+    v_close(&device);
+    return waits;
+}
+
+// ------------------------------------------------------------------------------------------------
+// failures
+
+/* A run in which something fails; then, where the model is still there, one that does not. */
+static void run_failing(net *n, v_device *device, const net_case *how) {
+    outcome o;
+    ms_result result = create_net(n, how, device);
+    if (n->model != NULL && result == MS_RESULT_OK) {
+        result = train(n, &o);
+    }
+    if (n->model != NULL && result != MS_RESULT_OK) {
+        assert_true(strlen(ms_last_error(n->model)) > 10);
+    }
+    device->engine.fail_at = 0;
+    device->late_fail_at = 0;
+    ms_destroy(n->model);
+    assert_int_equal(n->heap.live_bytes, 0);
+    assert_int_equal(device->states, 0);
+}
+
+static void every_call_fails_once(void **state) {
+    (void)state;
+    for (int c = 0; c < CASES; ++c) {
+        outcome expected;
+        run_on_cpu(&cases[c], &expected);
+        uint64_t n = 1;
+        for (bool failed = true; failed; ++n) {
+            v_device device;
+            net first;
+            v_open(&device, n);
+            device.engine.fail_at = n;
+            run_failing(&first, &device, &cases[c]);
+            failed = device.engine.calls >= n;
+            assert_true(run_on(&device, &cases[c], &expected));
+            v_close(&device);
+            n += n > 200 ? 6 : 0; // steps are alike
+        }
+        assert_true(n > 200);
+    }
+}
+
+static void every_operation_fails_once(void **state) {
+    (void)state;
+    outcome expected;
+    v_device device;
+    run_on_cpu(&cases[1], &expected);
+    v_open(&device, 1);
+    assert_true(run_on(&device, &cases[1], &expected));
+    const uint64_t total = device.operations;
+    v_close(&device);
+    assert_true(total > 200);
+    for (uint64_t n = 1; n <= total; n += 1 + n / 40) {
+        net first;
+        v_open(&device, n);
+        device.late_fail_at = n;
+        run_failing(&first, &device, &cases[1]);
+        device.late_error = 0;
+        assert_true(run_on(&device, &cases[1], &expected));
+        v_close(&device);
+    }
+}
+
+/* The host may be a step ahead, but no more: it waits for what it told the step before. */
+static void steps_wait_once_at_most(void **state) {
+    (void)state;
+    const uint64_t waits = waits_in_steps(false, 12);
+    print_message("%u waits of the host in 12 steps\n", (unsigned)waits);
+    assert_true(waits <= 12);
+    assert_true(waits_in_steps(true, 12) >= 12);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_order_gives_the_same), cmocka_unit_test(net_catches_missing_waits),
+        cmocka_unit_test(steps_wait_once_at_most),    cmocka_unit_test(every_call_fails_once),
+        cmocka_unit_test(every_operation_fails_once),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
