@@ -233,7 +233,7 @@ void check_extent(const char *name, const operand &o, int64_t rows, int64_t colu
     const int64_t first = far < 0 ? far : 0, last = far < 0 ? 0 : far;
     const char *const start = static_cast<const char *>(o.at) + first * size;
     const int64_t length = last - first + (columns - 1) * o.leading + rows;
-    if (!memory_holds(MEMORY_DEVICE, start, static_cast<size_t>(length * size))) {
+    if (!emulation_holds(start, static_cast<size_t>(length * size))) {
         emulation_die(
             "cublasGemmStridedBatchedEx: %s at %p, %lld bytes over all matrices, does not "
             "lie in one allocation of the device",

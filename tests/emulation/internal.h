@@ -65,6 +65,8 @@ struct emulation_lock {
 void emulation_unlock_all();
 /* Counts a call, and says whether it is the one to fail. */
 bool emulation_fails(const char *name);
+/* Whether work of the device may touch this memory: see emulation_set_pageable_access too. */
+bool emulation_holds(const void *pointer, size_t size);
 bool emulation_is_stream(cudaStream_t stream);
 void emulation_count_product();
 

@@ -427,7 +427,7 @@ cudaError_t fill(void *to, int value, size_t size, cudaStream_t handle) {
     if (!size) {
         return cudaSuccess;
     }
-    if (!is_side(to, size, true)) {
+    if (!emulation_holds(to, size)) {
         return fail(cudaErrorInvalidValue);
     }
     const fill_arguments a = {to, size, value};
@@ -517,6 +517,10 @@ bool emulation_fails(const char *name) {
 
 void emulation_count_product() {
     the->counts.products++;
+}
+
+bool emulation_holds(const void *pointer, size_t size) {
+    return is_side(pointer, size, true);
 }
 
 bool emulation_is_stream(cudaStream_t stream) {

@@ -580,6 +580,9 @@ static void memory_starts_as_rubbish(void **) {
     assert_true(differs);
 }
 
+static cublasStatus_t multiply(cublasHandle_t h, const float *a, const float *b, float *c,
+                               cublasComputeType_t compute);
+
 /* What tests with host callbacks ask for. */
 static void memory_opens_on_request(void **) {
     float *const x = on_device<float>(64), host[64] = {1.0f};
@@ -600,6 +603,13 @@ static void memory_opens_on_request(void **) {
     host[0] = 5.0f;
     ok(cudaStreamSynchronize(s));
     assert_true(x[0] == 5.0f); /* as late as copies on the device */
+    cublasHandle_t h = nullptr;
+    host[0] = host[1] = 3.0f;
+    assert_int_equal(cublasCreate(&h), CUBLAS_STATUS_SUCCESS);
+    assert_int_equal(multiply(h, host, host + 1, x, CUBLAS_COMPUTE_32F), CUBLAS_STATUS_SUCCESS);
+    emulation_finish();
+    assert_true(x[0] == 9.0f);
+    assert_int_equal(cublasDestroy(h), CUBLAS_STATUS_SUCCESS);
     emulation_set_pageable_access(false);
     emulation_open(false);
     reach r = {x, nullptr, nullptr, 0};
