@@ -100,10 +100,10 @@ static int guess(trainer *t) {
     return 0;
 }
 
+static const trainer_kind bert = {"BERT on bytes", "bert-", "small (default), tiny, base or large",
+                                  BYTE_COUNT + 1,  0.999f,  nn_bert,
+                                  draw_batch,      guess};
+
 int main(int argc, char **argv) {
-    static const trainer_kind bert = {
-        "BERT on bytes", "bert-", "small (default), tiny, base or large",
-        BYTE_COUNT + 1,  0.999f,  nn_bert,
-        draw_batch,      guess};
     return train_program(&bert, argc, argv);
 }

@@ -83,10 +83,11 @@ static int sample(trainer *t) {
     return 0;
 }
 
+static const trainer_kind gpt2 = {
+    "GPT-2 on bytes", "gpt2-", "small (default), tiny, 124M, 355M, 774M or 1558M",
+    BYTE_COUNT,       0.95f,   nn_gpt2,
+    draw_batch,       sample};
+
 int main(int argc, char **argv) {
-    static const trainer_kind gpt2 = {
-        "GPT-2 on bytes", "gpt2-", "small (default), tiny, 124M, 355M, 774M or 1558M",
-        BYTE_COUNT,       0.95f,   nn_gpt2,
-        draw_batch,       sample};
     return train_program(&gpt2, argc, argv);
 }

@@ -52,6 +52,8 @@ struct trainer {
     float *logits;             // (B, T, V), to show what was learnt
     uint64_t free_bytes;       // of the device, before the training
     uint64_t random;
+    double loss; // running mean of those that were read
+    bool has_loss;
     char reason[256]; // why ms_create failed
 };
 
@@ -364,8 +366,7 @@ static int print_device_memory(trainer *t) {
 typedef struct progress {
     int64_t step;
     double started, done; // done: from 0 to 1
-    double loss;          // running mean of those that were read
-    bool terminal, has_loss;
+    bool terminal;
     int printed; // tenths of the run that have a line already
 } progress;
 
@@ -391,7 +392,7 @@ static void print_progress(const trainer *t, progress *p, uint64_t arena_bytes) 
     bar[24] = 0;
     const double seconds = seconds_now() - p->started;
     printf("%sstep %5lld [%s] loss %.3f  %.0f tokens/s  %.1f MiB%s", p->terminal ? "\r" : "",
-           (long long)p->step, bar, p->loss,
+           (long long)p->step, bar, t->loss,
            (double)(p->step * t->shape.batch * t->shape.sequence) / seconds, mebibytes(arena_bytes),
            p->terminal && p->done < 1.0 ? "  " : "\n");
     fflush(stdout);
@@ -415,8 +416,8 @@ static int train_step(trainer *t, progress *p, bool reads) {
         return fail("%s", ms_last_error(t->model));
     }
     if (reads) {
-        p->loss = p->has_loss ? 0.9 * p->loss + 0.1 * loss : loss;
-        p->has_loss = true;
+        t->loss = t->has_loss ? 0.9 * t->loss + 0.1 * loss : loss;
+        t->has_loss = true;
     }
     p->step++;
     return 0;
@@ -504,6 +505,15 @@ static int run(trainer *t) {
     return train(t) != 0 || (!t->options.random && t->kind->show(t) != 0);
 }
 
+static void free_trainer(trainer *t) {
+    free_model(t);
+    free(t->text);
+    free(t->tokens);
+    free(t->targets);
+    free(t->window);
+    free(t->logits);
+}
+
 /* A whole program. */
 static int train_program(const trainer_kind *kind, int argc, char **argv) {
     trainer t;
@@ -517,12 +527,7 @@ static int train_program(const trainer_kind *kind, int argc, char **argv) {
         return 0;
     }
     const int result = run(&t);
-    free_model(&t);
-    free(t.text);
-    free(t.tokens);
-    free(t.targets);
-    free(t.window);
-    free(t.logits);
+    free_trainer(&t);
     return result;
 }
 
