@@ -2,9 +2,10 @@
     from the formulas and shares no code; and GPT-2 and BERT, with dropout, equal bit for bit under
     every budget. */
 #define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "memscale.h"
 #include "testing.h"
-#include "../examples/nn.h"
+#include "nn.h"
+#include "testing_nn.h"
 
 // ------------------------------------------------------------------------------------------------
 // GPT-2 in float64, by naive loops
@@ -324,7 +325,7 @@ static trained train_create(const ms_config *config, const nn_transformer_config
     n.config = *sizes;
     n.is_bert = is_bert;
     assert_int_equal(ms_create(config, &n.model), MS_RESULT_OK);
-    n.net = nn_create(n.model);
+    n.net = nn_create_on(n.model, t_nn_device());
     assert_non_null(n.net);
     n.t = is_bert ? nn_bert(n.net, sizes) : nn_gpt2(n.net, sizes);
     return n;
@@ -406,7 +407,7 @@ static void check_against_reference(int variant, bool tight) {
     ms_optimizer_desc adamw = {
         0.01f, MS_OPTIMIZER_ADAMW, 0.9f, 0.99f, 1e-3f, 0.0f, 0.1f, 0.0f, NULL, NULL, 0};
     nn_transformer_config sizes = ref_sizes(variant);
-    ms_config config = t_config();
+    ms_config config = t_device_config();
     config.early_update = MS_SWITCH_OFF;
     config.force_optimize = tight;
     config.debug = tight;
@@ -565,14 +566,14 @@ static void same_eval(trained *a, trained *b) {
     assert_memory_equal(&loss_a, &loss_b, sizeof loss_a);
 }
 
-/* One variant from the plain plan down to the smallest, in twentieths, two steps under each budget;
-   returns recomputations. */
+/* One variant from the plain plan down to the smallest, in twentieths (on an emulated GPU, which is
+   slow, in fifths), two steps under each budget; returns recomputations. */
 static uint32_t check_budgets(int variant, ms_switch early, bool debug) {
     uint32_t recomputations = 0;
     bool last = false;
     ms_memory_report report;
     uint64_t smallest = 0, step = 0;
-    ms_config config = t_config();
+    ms_config config = t_device_config();
     config.early_update = MS_SWITCH_OFF;
     trained plain = bit_create(variant, &config);
     config.early_update = early;
@@ -582,7 +583,7 @@ static uint32_t check_budgets(int variant, ms_switch early, bool debug) {
     bit_start(&planned);
     t_ok(planned.model, ms_smallest_budget(planned.model, &smallest));
     t_report(planned.model, &report);
-    for (uint64_t percent = 100; !last; percent -= 5) {
+    for (uint64_t percent = 100; !last; percent -= t_on_cpu ? 5 : 20) {
         uint64_t budget = report.plain_bytes * percent / 100;
         last = budget <= smallest;
         ms_set_budget(planned.model, last ? smallest : budget);
@@ -620,7 +621,7 @@ static void budgets_change_between_steps(void **state) {
         t_rng rng = t_seed((uint64_t)variant);
         uint64_t smallest = 0;
         ms_memory_report report;
-        ms_config config = t_config();
+        ms_config config = t_device_config();
         trained plain = bit_create(variant, &config);
         trained planned = bit_create(variant, &config);
         bit_start(&plain);
@@ -651,7 +652,7 @@ static void budgets_change_between_steps(void **state) {
 static void evaluation_leaves_training_alone(void **state) {
     (void)state;
     for (int variant = 0; variant < VARIANTS; variant += 7) {
-        ms_config config = t_config();
+        ms_config config = t_device_config();
         trained quiet = bit_create(variant, &config);
         trained evaluated = bit_create(variant, &config);
         bit_start(&quiet);
@@ -678,7 +679,7 @@ static void evaluation_gives_the_loss_of_the_step(void **state) {
     for (int variant = 0; variant < 4; ++variant) {
         nn_transformer_config sizes = bit_sizes(variant);
         double evaluated = 0.0, stepped = 1.0;
-        ms_config config = t_config();
+        ms_config config = t_device_config();
         sizes.dropout = 0.0f;
         trained n = train_create(&config, &sizes, false);
         bit_start(&n);
@@ -695,7 +696,7 @@ static void dropout_follows_the_seed(void **state) {
     (void)state;
     double losses[3];
     for (int i = 0; i < 3; ++i) {
-        ms_config config = t_config();
+        ms_config config = t_device_config();
         config.seed = i == 2 ? 8 : 7;
         trained n = bit_create(0, &config);
         bit_start(&n);
@@ -720,7 +721,7 @@ typedef struct size_limit {
 static void plan_preset(const size_limit *limit, bool smallest, uint64_t *activation_bytes) {
     ms_memory_report report;
     nn_transformer_config sizes;
-    ms_config config = t_config();
+    ms_config config = t_device_config();
     memset(&sizes, 0, sizeof sizes);
     assert_true(nn_preset(limit->preset, &sizes));
     sizes.batch = limit->batch;

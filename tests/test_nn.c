@@ -6,6 +6,7 @@
 #include "memscale.h"
 #include "nn.h"
 #include "testing.h"
+#include "testing_nn.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -15,32 +16,6 @@
 // the harness: leaves -> [lift] -> layer under test -> weighted sum
 
 enum { C_LEAVES = 4, C_IDS = 2, C_WEIGHTS = 1 + C_LEAVES };
-
-/* The device under test: the CPU, or, where T_CUDA is defined, what CUDA there is, true or emulated.
-   c_on_cpu is for comparisons of the two. */
-#ifdef T_CUDA
-static bool c_on_cpu = false;
-#else
-static const bool c_on_cpu = true;
-#endif
-
-static const nn_device *c_device(void) {
-#ifdef T_CUDA
-    return c_on_cpu ? nn_cpu() : nn_cuda();
-#else
-    return nn_cpu();
-#endif
-}
-
-static ms_config c_config(void) {
-    ms_config config = t_config();
-#ifdef T_CUDA
-    if (!c_on_cpu) {
-        config.backend = ms_backend_cuda(0);
-    }
-#endif
-    return config;
-}
 
 typedef struct c_case c_case;
 
@@ -70,6 +45,7 @@ struct c_case {
     ms_shape leaf[C_LEAVES];
     int64_t out_count;
     float scale; // of the values in the leaves
+    bool exact;  // the output has the same bits on all devices
     const int32_t *ids[C_IDS];
 };
 
@@ -80,13 +56,13 @@ static float c_weight(int j, int64_t i) {
 }
 
 static int c_lift_forward(const ms_call *call) {
-    return c_device()->pass(call, nn_target_of(nn_floats(&call->out[0]), 0.0f),
-                            nn_floats(&call->param[0]), nn_count(&call->out[0]));
+    return t_nn_device()->pass(call, nn_target_of(nn_floats(&call->out[0]), 0.0f),
+                               nn_floats(&call->param[0]), nn_count(&call->out[0]));
 }
 
 static int c_lift_backward(const ms_call *call) {
-    return c_device()->pass(call, nn_gradient_of(&call->grad_param[0]),
-                            nn_floats(&call->grad_out[0]), nn_count(&call->grad_out[0]));
+    return t_nn_device()->pass(call, nn_gradient_of(&call->grad_param[0]),
+                               nn_floats(&call->grad_out[0]), nn_count(&call->grad_out[0]));
 }
 
 /* in[0] is the output under test, in[1 + j] the lifted leaf j, param[j] the leaf that is a param,
@@ -194,7 +170,7 @@ static float *c_floats(uint64_t count) {
 /* Registers, wraps and writes. keep: outputs and inputs of the layer stay readable, and so nothing
    runs in place. frozen: this leaf takes no gradient; -1: none. */
 static void c_start(c_run *run, const c_case *c, bool shared, bool keep, int frozen) {
-    ms_config config = c_config();
+    ms_config config = t_device_config();
     config.early_update = MS_SWITCH_OFF;
     config.debug = true;
     config.seed = 5;
@@ -202,7 +178,7 @@ static void c_start(c_run *run, const c_case *c, bool shared, bool keep, int fro
     run->what = c;
     run->shared = shared;
     assert_int_equal(ms_create(&config, &run->model), MS_RESULT_OK);
-    run->net = nn_create_on(run->model, c_device());
+    run->net = nn_create_on(run->model, t_nn_device());
     assert_non_null(run->net);
     for (int j = 0; j < c->leaf_count; j++) {
         run->leaf[j] = nn_param(run->net, "leaf", c->leaf[j], NN_INIT_ZEROS, 0.0f);
@@ -396,9 +372,52 @@ static void c_check_same(const c_case *c) {
     c_stop(&plain);
 }
 
+#ifdef T_CUDA
+static void c_near(const c_case *c, const char *what, const float *values, const float *expected,
+                   int64_t count, bool exact) {
+    double *wanted = c_doubles((uint64_t)count);
+    for (int64_t i = 0; i < count; i++) {
+        wanted[i] = (double)expected[i];
+    }
+    if (exact) {
+        assert_memory_equal(values, expected, (size_t)count * sizeof(float));
+    }
+    c_close(c, what, values, wanted, count);
+    free(wanted);
+}
+
+/* Both devices: masks of dropouts too, whose kept elements are 0 on neither. */
+static void c_check_devices(const c_case *c) {
+    c_run cpu;
+    c_run cuda;
+    t_on_cpu = true;
+    c_start(&cpu, c, false, true, -1);
+    t_on_cpu = false;
+    c_start(&cuda, c, false, true, -1);
+    float *expected = c_read(&cpu, cpu.out, (uint64_t)c->out_count);
+    float *values = c_read(&cuda, cuda.out, (uint64_t)c->out_count);
+    c_near(c, "output, CPU and CUDA", values, expected, c->out_count, c->exact);
+    free(expected);
+    free(values);
+    for (int j = 0; j < c->leaf_count; j++) {
+        expected = c_gradient(&cpu, j);
+        values = c_gradient(&cuda, j);
+        c_near(c, "gradient, CPU and CUDA", values, expected, (int64_t)ms_shape_count(&c->leaf[j]),
+               false);
+        free(expected);
+        free(values);
+    }
+    c_stop(&cpu);
+    c_stop(&cuda);
+}
+#endif
+
 static void c_check(const c_case *c) {
     c_check_values(c);
     c_check_same(c);
+#ifdef T_CUDA
+    c_check_devices(c);
+#endif
 }
 
 static c_case c_make(const char *name,
@@ -461,6 +480,22 @@ static void e_reference(const c_case *c, const double *const *leaf, const float 
     }
 }
 
+/* More rows than are looked through at once, for a large and a small table. */
+static void e_check_many(int64_t entries) {
+    enum { ROWS = 2 * 140 };
+    int32_t tokens[ROWS];
+    t_rng rng = t_seed((uint64_t)entries);
+    c_case c = c_make("embedding", e_build, e_reference, 2, ROWS / 2, entries, 3, 0);
+    for (int i = 0; i < ROWS; i++) {
+        tokens[i] = (int32_t)t_below(&rng, (uint32_t)entries);
+    }
+    c_add_leaf(&c, ms_shape2(entries, 3), false);
+    c.out_count = ROWS * 3;
+    c.exact = true;
+    c.ids[0] = tokens;
+    c_check(&c);
+}
+
 static void test_embedding(void **state) {
     (void)state;
     for (uint32_t i = 0; i < 4; i++) {
@@ -475,10 +510,13 @@ static void test_embedding(void **state) {
             c_add_leaf(&c, ms_shape2(2, 67), false);
         }
         c.out_count = 2 * 5 * 67;
+        c.exact = true;
         c.ids[0] = e_tokens;
         c.ids[1] = e_segments;
         c_check(&c);
     }
+    e_check_many(3);
+    e_check_many(30);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -505,19 +543,23 @@ static void l_reference(const c_case *c, const double *const *leaf, const float 
     }
 }
 
+static void l_check(int64_t rows, int64_t in, int64_t out, uint32_t flags) {
+    c_case c = c_make("linear", l_build, l_reference, rows, in, out, 0, flags);
+    c_add_leaf(&c, ms_shape3(2, rows / 2, in), true);
+    c_add_leaf(&c, ms_shape2(out, in), false);
+    if ((flags & NN_BIAS) != 0) {
+        c_add_leaf(&c, ms_shape1(out), false);
+    }
+    c.out_count = rows * out;
+    c_check(&c);
+}
+
 static void test_linear(void **state) {
     (void)state;
-    for (int bias = 0; bias < 2; bias++) {
-        c_case c =
-            c_make("linear", l_build, l_reference, 6, 5, 71, 0, bias != 0 ? (uint32_t)NN_BIAS : 0);
-        c_add_leaf(&c, ms_shape3(2, 3, 5), true);
-        c_add_leaf(&c, ms_shape2(71, 5), false);
-        if (bias != 0) {
-            c_add_leaf(&c, ms_shape1(71), false);
-        }
-        c.out_count = 6 * 71;
-        c_check(&c);
-    }
+    l_check(6, 5, 71, 0);
+    l_check(6, 5, 71, NN_BIAS);
+    l_check(6, 3, 132, NN_BIAS);
+    l_check(102, 3, 4, NN_BIAS);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -550,18 +592,27 @@ static void n_reference(const c_case *c, const double *const *leaf, const float 
     }
 }
 
+static void n_check(int64_t rows, int64_t width, uint32_t flags) {
+    c_case c = c_make("layernorm", n_build, n_reference, rows, width, 0, 0, flags);
+    c_add_leaf(&c, ms_shape2(rows, width), true);
+    c_add_leaf(&c, ms_shape1(width), false);
+    c_add_leaf(&c, ms_shape1(width), false);
+    c.out_count = rows * width;
+    c_check(&c);
+}
+
+/* Rows of all that a thread, a warp and a block hold; more rows than one of them adds up. */
 static void test_layernorm(void **state) {
     (void)state;
     const int64_t widths[] = {7, 13, 32, 77};
     for (uint32_t i = 0; i < 8; i++) {
-        const int64_t width = widths[i / 2];
-        c_case c = c_make("layernorm", n_build, n_reference, 5, width, 0, 0, i % 2);
-        c_add_leaf(&c, ms_shape2(5, width), true);
-        c_add_leaf(&c, ms_shape1(width), false);
-        c_add_leaf(&c, ms_shape1(width), false);
-        c.out_count = 5 * width;
-        c_check(&c);
+        n_check(5, widths[i / 2], i % 2);
     }
+    n_check(2, 300, 0);
+    n_check(1, 516, 0);
+    n_check(1, 1030, 0);
+    n_check(1, 2056, 0);
+    n_check(70, 6, 0);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -626,6 +677,7 @@ static void test_add(void **state) {
             c_add_leaf(&c, ms_shape2(7, 13), true);
         }
         c.out_count = 91;
+        c.exact = true;
         c_check(&c);
     }
 }
@@ -657,11 +709,15 @@ static void test_dropout(void **state) {
     c_case c = c_make("dropout", d_build, d_reference, 299, 0, 0, 0, 0);
     c_add_leaf(&c, ms_shape2(23, 13), true);
     c.out_count = 299;
+    c.exact = true;
     c_check(&c);
     c.d[0] = 100 * 131;
     c.leaf[0] = ms_shape2(100, 131);
     c.out_count = c.d[0];
     c_check_same(&c);
+#ifdef T_CUDA
+    c_check_devices(&c);
+#endif
 }
 
 static int64_t d_dropped_in_both(const float *a, const float *b, int64_t count) {
@@ -772,6 +828,7 @@ static void test_attention(void **state) {
     h_check(1, 1, 1, 4);
     h_check(6, 3, 3, 2);
     h_check(1, 70, 1, 3);
+    h_check(1, 132, 1, 2);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1169,8 +1226,8 @@ static void m_write_batch(m_net *n, bool ignored) {
 
 /* With a matrix product that adds up in one order whatever the sizes. */
 static ms_config m_backend(void) {
-    ms_config config = c_config();
-    if (c_on_cpu) {
+    ms_config config = t_device_config();
+    if (t_on_cpu) {
         config.backend = ms_backend_cpu();
         config.backend.gemm = t_gemm;
     }
@@ -1187,7 +1244,7 @@ static void m_start(m_net *n, bool bert, const nn_transformer_config *shape) {
     memset(n, 0, sizeof *n);
     n->config = *shape;
     assert_int_equal(ms_create(&config, &n->model), MS_RESULT_OK);
-    n->net = nn_create_on(n->model, c_device());
+    n->net = nn_create_on(n->model, t_nn_device());
     assert_non_null(n->net);
     n->t = bert ? nn_bert(n->net, shape) : nn_gpt2(n->net, shape);
     ms_set_output(n->model, n->t.losses);
@@ -1354,7 +1411,7 @@ static void z_start(m_net *n, bool bert, const nn_transformer_config *shape, boo
     memset(n, 0, sizeof *n);
     n->config = *shape;
     assert_int_equal(ms_create(&config, &n->model), MS_RESULT_OK);
-    n->net = nn_create_on(n->model, c_device());
+    n->net = nn_create_on(n->model, t_nn_device());
     assert_non_null(n->net);
     n->t = bert ? nn_bert(n->net, shape) : nn_gpt2(n->net, shape);
     ms_set_output(n->model, n->t.losses);
@@ -1468,7 +1525,9 @@ static void m_threads(int count) {
 static void test_threads(void **state) {
     (void)state;
 #ifndef _OPENMP
-    skip();
+    if (t_on_cpu) {
+        skip(); // a GPU has to give the same bits again
+    }
 #endif
     for (int i = 0; i < 4; i++) {
         const bool bert = (i & 1) != 0;
@@ -1575,7 +1634,7 @@ static void test_presets(void **state) {
         nn_transformer_config shape;
         ms_memory_report report;
         memset(&report, 0, sizeof report);
-        ms_config config = c_config();
+        ms_config config = t_device_config();
         ms_model *model = NULL;
         config.dry_run = true;
         memset(&shape, 0, sizeof shape);
@@ -1584,7 +1643,7 @@ static void test_presets(void **state) {
         shape.sequence = 8;
         shape.granularity = NN_BLOCKS;
         assert_int_equal(ms_create(&config, &model), MS_RESULT_OK);
-        nn_net *net = nn_create_on(model, c_device());
+        nn_net *net = nn_create_on(model, t_nn_device());
         assert_non_null(net);
         if (presets[i].name[0] == 'b') {
             nn_bert(net, &shape);
@@ -1671,10 +1730,10 @@ static const char *m_refused_images(ms_model *model, nn_net *net, int mistake) {
 static void test_refusals(void **state) {
     (void)state;
     for (int i = 0; i < 15; i++) {
-        ms_config config = c_config();
+        ms_config config = t_device_config();
         ms_model *model = NULL;
         assert_int_equal(ms_create(&config, &model), MS_RESULT_OK);
-        nn_net *net = nn_create_on(model, c_device());
+        nn_net *net = nn_create_on(model, t_nn_device());
         assert_non_null(net);
         const ms_tensor none = {0};
         const ms_tensor ids = ms_input(model, "ids", MS_DTYPE_I32, ms_shape2(2, 3));
@@ -1721,7 +1780,7 @@ static void test_refusals(void **state) {
 
 /* A kernel cannot return an error: what it makes is NaN. */
 static void m_expect_index_error(m_net *n, ms_tensor ids, int32_t value, bool wrong) {
-    const ms_result error = c_on_cpu ? MS_RESULT_CALLBACK : MS_RESULT_NONFINITE;
+    const ms_result error = t_on_cpu ? MS_RESULT_CALLBACK : MS_RESULT_NONFINITE;
     int32_t values[2 * 17] = {0};
     double loss;
     values[20] = value;

@@ -1,0 +1,32 @@
+/*  testing_nn.h - the device that tests of nn.h run on: the CPU, or, where T_CUDA is defined, the
+    CUDA device, true or emulated. After memscale.h, nn.h and testing.h. */
+#ifndef TESTING_NN_H
+#define TESTING_NN_H
+
+#ifdef T_CUDA
+static bool t_on_cpu = false; // set where the two are compared
+#else
+static const bool t_on_cpu = true;
+#endif
+
+static inline const nn_device *t_nn_device(void) {
+#ifdef T_CUDA
+    return t_on_cpu ? nn_cpu() : nn_cuda();
+#else
+    return nn_cpu();
+#endif
+}
+
+/* cuBLAS gets little workspace, so that it does not hide what a plan saves in a small model. */
+static inline ms_config t_device_config(void) {
+    ms_config config = t_config();
+#ifdef T_CUDA
+    if (!t_on_cpu) {
+        config.backend = ms_backend_cuda(0);
+        config.backend.workspace_bytes = 16384;
+    }
+#endif
+    return config;
+}
+
+#endif // TESTING_NN_H
