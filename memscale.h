@@ -89,14 +89,14 @@
 
     STREAMS. On a CUDA device, all that a step does is enqueued on one stream, the model's own or
     ms_config.stream; two more carry the copies to and from the host, ordered by events. Callbacks
-    enqueue on ms_call.stream and wait for nothing. Nothing in the library waits for the whole
-    device. ms_step waits for its loss, while backward still runs, or for nothing where none is
-    asked for; the device itself sees to it that a step whose loss is not finite updates nothing,
-    nor any step behind it. ms_write stages inputs in pinned memory. With ms_config.cuda_graph the
-    second step of each plan is recorded, and replayed from then on: callbacks are not called any
-    more, so that everything in their ms_call stands still but *step_seed. The learning rate may
-    change; after ms_borrow, ms_set_loss_factor, or in a shared arena that grew, a new recording is
-    made.
+    enqueue on ms_call.stream and wait for nothing; the model's device must be the current one, as
+    for any launch. Nothing in the library waits for the whole device. ms_step waits for its loss,
+    while backward still runs, or for nothing where none is asked for; the device itself sees to it
+    that a step whose loss is not finite updates nothing, nor any step behind it. ms_write stages
+    inputs in pinned memory. With ms_config.cuda_graph the second step of each plan is recorded, and
+    replayed from then on: callbacks are not called any more, so that everything in their ms_call
+    stands still but *step_seed. The learning rate may change; after ms_borrow, ms_set_loss_factor,
+    or in a shared arena that grew, a new recording is made.
 
     ERRORS. Every fallible function returns an ms_result. A failing step leaves params and optimizer
     state as they were after the last completed update (buffers that a forward has changed as its
@@ -423,6 +423,7 @@ typedef enum ms_stream_kind {
 typedef struct ms_open_args {
     const ms_allocator *host; // for host memory that the backend needs; outlives the state
     void *stream;             // ms_config.stream
+    uint32_t event_count;     // events that there must be before prepare asks for more
     bool tf32;                // ms_config.tf32
 } ms_open_args;
 
@@ -903,7 +904,8 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_smallest_budget(ms_model *model, ui
    the micro-batches that are done, unless a param learns that did not before. A failing call leaves
    the model as it was.
    Errors: the first registration error; INVALID; BUDGET (the text has the smallest budget that
-   would do); OUT_OF_MEMORY; BACKEND. */
+   would do); OUT_OF_MEMORY; BACKEND; NONFINITE, of steps without a loss before it, and no more of
+   that the next time. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_wrap(ms_model *model);
 
 /* Back to the plain plan, budget or not; values are kept. On error the model stays wrapped as it
@@ -1522,7 +1524,8 @@ typedef struct msi_slot {
 enum {
     MSI_EVENT_COMPUTE, // the end of what was enqueued before a copy
     MSI_EVENT_COPY,    // the end of a copy for which the host waits
-    MSI_EVENT_STEP,    // the step's own memory was copied in
+    MSI_EVENT_STEP,    // what a step is told was copied in
+    MSI_EVENT_FACTORS, // and the factors of its updates
     MSI_EVENT_VERDICT, // and its verdict was copied out
     MSI_EVENT_COUNT
 };
@@ -1608,7 +1611,8 @@ struct ms_model {
     float step_factor;     // of the gradient of the loss, in this step
     bool busy;             // inside a callback
     bool state_is_old;     // what a recomputation needs is in place
-    bool asked;            // a verdict is on its way, or there, that nobody has looked at
+    bool judged;           // there is a verdict on the device that nobody has asked for
+    bool asked;            // one was copied out that nobody has looked at
     bool recording;        // a graph
     uint64_t frozen;       // counts changes of what a graph has recorded
     msi_stage stage;
@@ -5928,24 +5932,38 @@ static void msi_fill_factors(ms_model *m) {
     }
 }
 
-/* What changes from step to step goes to the device before it: one copy, behind the last step. */
-static ms_result msi_tell_step(ms_model *m, bool updates) {
-    const uint64_t told = MSI_STATE_BYTES + offsetof(ms_step_state, step);
-    const uint64_t end = updates ? m->store->step_bytes : (uint64_t)MSI_STATES_BYTES;
+/* A part of the step's own memory goes to the device, behind what is enqueued. */
+static ms_result msi_tell(ms_model *m, uint64_t begin, uint64_t end, uint32_t event) {
+    return msi_is_direct(m) || begin == end
+               ? MS_RESULT_OK
+               : msi_copy_in(m, m->store->step + begin, msi_step_on_host(m) + begin, end - begin,
+                             event);
+}
+
+/* What changes from step to step. */
+static ms_result msi_tell_step(ms_model *m) {
     const ms_result result = msi_wait_on_host(m, MSI_EVENT_STEP); // the copy of the one before
     if (result != MS_RESULT_OK) {
         return result;
     }
-    uint8_t *at = msi_step_on_host(m);
-    ms_step_state *state = (ms_step_state *)(void *)(at + MSI_STATE_BYTES);
+    ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
     state->step = m->step;
     state->seed = msi_mix(m->config.seed ^ msi_mix(m->step + ((uint64_t)m->micro << 40)));
-    if (updates && m->optimizer.kind <= MS_OPTIMIZER_SGD) {
-        msi_fill_factors(m);
+    return msi_tell(m, MSI_STATE_BYTES + offsetof(ms_step_state, step), MSI_STATES_BYTES,
+                    MSI_EVENT_STEP);
+}
+
+/* The factors of all updates of a step, before the first of them. */
+static ms_result msi_tell_factors(ms_model *m) {
+    if (m->optimizer.kind > MS_OPTIMIZER_SGD) {
+        return MS_RESULT_OK;
     }
-    return msi_is_direct(m)
-               ? MS_RESULT_OK
-               : msi_copy_in(m, m->store->step + told, at + told, end - told, MSI_EVENT_STEP);
+    const ms_result result = msi_wait_on_host(m, MSI_EVENT_FACTORS);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    msi_fill_factors(m);
+    return msi_tell(m, MSI_STATES_BYTES, m->store->step_bytes, MSI_EVENT_FACTORS);
 }
 
 static uint64_t msi_seed_of_step(const ms_model *m) {
@@ -5954,6 +5972,7 @@ static uint64_t msi_seed_of_step(const ms_model *m) {
 
 /* Has the verdict as far as it is enqueued copied out. */
 static ms_result msi_ask_verdict(ms_model *m) {
+    m->judged = false;
     m->asked = true;
     return msi_is_direct(m) ? MS_RESULT_OK
                             : msi_copy_out(m, msi_verdicts(m), m->store->step, MSI_STATES_BYTES,
@@ -6068,6 +6087,11 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     if (o->kind == MS_OPTIMIZER_CUSTOM) {
         return msi_custom_update(m, &args, t);
     }
+    const bool first = m->updates_done == 0 && !m->recording;
+    const ms_result result = first ? msi_tell_factors(m) : MS_RESULT_OK;
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
     m->updates_done++;
     return msi_device(m, b->update(m->device, &args), "update");
 }
@@ -6092,6 +6116,7 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
                             b->clip_scale(m->device, &norm->sum, m->optimizer.grad_clip_norm,
                                           &norm->scale, msi_state_on_device(m, false)),
                             "clip");
+        m->judged = true;
     }
     result = result == MS_RESULT_OK && !m->recording ? msi_ask_verdict(m) : result;
     return result == MS_RESULT_OK && !b->is_asynchronous ? msi_heed_verdict(m) : result;
@@ -7088,8 +7113,7 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
         msi_unpoison(msi_transient(m), m->store->transient_bytes);
     }
     result = msi_await_verdict(m);
-    result = result == MS_RESULT_OK ? msi_tell_step(m, p == &m->plan->train && msi_is_last_micro(m))
-                                    : result;
+    result = result == MS_RESULT_OK ? msi_tell_step(m) : result;
     return result == MS_RESULT_OK ? MS_RESULT_OK : msi_abandon(m, result);
 }
 
@@ -7120,22 +7144,35 @@ static ms_result msi_run_forward(ms_model *m) {
         error = b->loss(m->device, msi_address(m, p, p->loss),
                         p->lives.items[p->loss].bytes / sizeof(float), (double)msi_loss_factor(m),
                         state);
+        m->judged = true;
     }
     return error == 0 ? MS_RESULT_OK : msi_abandon(m, msi_device(m, error, "sum of the losses"));
 }
 
-/* The verdict on what ran, and its loss. Where the device fails after a whole step was enqueued,
-   nobody knows how much of its update was done. */
-static ms_result msi_conclude(ms_model *m, double *loss) {
-    const bool eval = msi_is_eval(m);
-    ms_result result = m->asked ? MS_RESULT_OK : msi_ask_verdict(m);
-    result = result == MS_RESULT_OK ? msi_heed_verdict(m) : result;
+/* Where the device fails behind a whole step that was enqueued, nobody knows how much of its update
+   was done. */
+static ms_result msi_doubt(ms_model *m, ms_result result) {
     m->failed |= result == MS_RESULT_BACKEND && m->running == &m->plan->train &&
                  m->position == m->running->instructions.count;
+    return result == MS_RESULT_OK ? result : msi_abandon(m, result);
+}
+
+/* The verdict on what ran, and its loss. */
+static ms_result msi_conclude(ms_model *m, double *loss) {
+    const bool eval = msi_is_eval(m);
+    ms_result result = m->judged || !m->asked ? msi_ask_verdict(m) : MS_RESULT_OK;
+    result = result == MS_RESULT_OK ? msi_heed_verdict(m) : result;
     if (loss) {
         *loss = msi_verdict(m, eval)->loss;
     }
-    return result == MS_RESULT_OK ? result : msi_abandon(m, result);
+    return msi_doubt(m, result);
+}
+
+/* What steps without a loss have left. */
+static ms_result msi_conclude_steps(ms_model *m) {
+    const ms_result result = msi_synchronize(m);
+    return result == MS_RESULT_OK && (m->judged || m->asked) ? msi_conclude(m, NULL)
+                                                             : msi_doubt(m, result);
 }
 
 /* Whether a step, an eval, or a change of plan may begin. */
@@ -7268,22 +7305,26 @@ static ms_result msi_run_graph(ms_model *m) {
         return result;
     }
     const bool made = g->graph && g->made_for == msi_graph_key(m);
-    const ms_result result = made ? MS_RESULT_OK : msi_record(m, g);
+    ms_result result = msi_is_last_micro(m) ? msi_tell_factors(m) : MS_RESULT_OK;
+    result = result == MS_RESULT_OK ? MS_RESULT_OK : msi_abandon(m, result);
+    result = result == MS_RESULT_OK && !made ? msi_record(m, g) : result;
+    if (result == MS_RESULT_OK) {
+        const int error = b->graph_launch(m->device, g->graph);
+        result = error == 0 ? MS_RESULT_OK
+                            : msi_abandon(m, msi_device(m, error, "the start of a graph"));
+    }
     if (result != MS_RESULT_OK) {
+        m->step = step; // nothing of it has run
         return result;
     }
-    const int error = b->graph_launch(m->device, g->graph);
-    if (error != 0) {
-        m->step = step;
-        return msi_abandon(m, msi_device(m, error, "the start of a graph"));
-    }
+    m->judged = true;
     if (made) {
         msi_note_backward(m);
     }
     if (made && m->stage == MSI_STAGE_BACKWARD) {
         msi_note_update(m);
     }
-    return msi_ask_verdict(m);
+    return msi_doubt(m, msi_ask_verdict(m));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -7472,7 +7513,7 @@ static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_g
     m->micro = msi_sums_alike(m->store, store) ? m->micro : 0;
     msi_store_free(m, m->store);
     m->store = store;
-    m->asked = false;
+    m->judged = m->asked = false;
     m->plan = plans;
     m->largest = plans->next ? plans->next : plans;
     m->goal = goal;
@@ -7494,11 +7535,9 @@ static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
         return MS_RESULT_INVALID;
     }
     ms_result result = msi_check_between_steps(m, function);
+    result =
+        result == MS_RESULT_OK && m->store && !m->config.dry_run ? msi_conclude_steps(m) : result;
     result = result == MS_RESULT_OK ? msi_make_plans(m, goal, &store, &plans) : result;
-    if (result == MS_RESULT_OK && m->asked && msi_heed_verdict(m) == MS_RESULT_NONFINITE) {
-        msi_log(m, MS_LOG_WARNING, "plan", "%s: steps go on from %llu", function,
-                (unsigned long long)m->step);
-    }
     return result == MS_RESULT_OK ? msi_adopt(m, store, plans, goal) : result;
 }
 
@@ -8039,6 +8078,7 @@ static bool msi_open(ms_model *m) {
     memset(&args, 0, sizeof args);
     args.host = &m->config.allocator;
     args.stream = m->config.stream;
+    args.event_count = MSI_EVENT_COUNT;
     args.tf32 = m->config.tf32;
     void *device = NULL;
     const ms_result result = msi_device(m, b->open(b->user, &args, &device), "opening");
@@ -8068,7 +8108,7 @@ MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
         return MS_RESULT_OUT_OF_MEMORY;
     }
     m->config = c;
-    m->device = c.backend.user;
+    m->device = c.backend.open ? NULL : c.backend.user;
     if (c.backend.open && !c.dry_run && !msi_open(m)) {
         msi_release(&c.allocator, m, sizeof *m);
         return MS_RESULT_BACKEND;
@@ -8140,8 +8180,7 @@ MEMSCALE_API ms_result ms_synchronize(ms_model *model) {
     if (model->config.dry_run) {
         return MS_RESULT_OK;
     }
-    const ms_result result = msi_synchronize(model);
-    return result == MS_RESULT_OK && model->asked ? msi_conclude(model, NULL) : result;
+    return model->store ? msi_conclude_steps(model) : msi_synchronize(model);
 }
 
 /* Checks and adds a tensor. */
@@ -8787,8 +8826,7 @@ static ms_result msi_forward(ms_model *m, const msi_program *p, double *loss) {
     if (result != MS_RESULT_OK || (asynchronous && !loss)) {
         return result;
     }
-    result = msi_ask_verdict(m);
-    return result == MS_RESULT_OK ? msi_conclude(m, loss) : msi_abandon(m, result);
+    return msi_conclude(m, loss);
 }
 
 MEMSCALE_API ms_result ms_forward(ms_model *model, double *loss) {
@@ -8928,9 +8966,9 @@ static const char *msi_gemm_fault(const ms_matrix *a, const ms_matrix *b, const 
     if (k != (b->transposed ? b->cols : b->rows) || m != c->rows || n != c->cols || c->transposed) {
         return "the shapes do not match";
     }
-    return c->count > 1 && c->step < (c->rows - 1) * c->stride + c->cols
-               ? "the matrices of c overlap"
-               : NULL;
+    const bool apart = c->step >= (c->rows - 1) * c->stride + c->cols;
+    const bool side_by_side = c->step >= c->cols && (c->count - 1) * c->step + c->cols <= c->stride;
+    return c->count > 1 && !apart && !side_by_side ? "the matrices of c overlap" : NULL;
 }
 
 static bool msi_is_castable(ms_dtype dtype) {
@@ -9502,31 +9540,6 @@ static void msi_cuda_close(void *state) {
     msi_release(c->host, c, sizeof *c);
 }
 
-static int msi_cuda_open(void *user, const ms_open_args *args, void **state) {
-    const msi_cuda_scope scope(msi_cuda_device(user));
-    msi_cuda *c = scope.error ? NULL : (msi_cuda *)msi_alloc(args->host, sizeof *c);
-    if (!c) {
-        return scope.error ? scope.error : (int)cudaErrorMemoryAllocation;
-    }
-    memset(c, 0, sizeof *c);
-    c->host = args->host;
-    c->device = scope.device;
-    c->tf32 = args->tf32;
-    c->streams[MS_STREAM_COMPUTE] = (cudaStream_t)args->stream;
-    c->owns_compute = !args->stream;
-    for (int i = c->owns_compute ? 0 : 1; i < MS_STREAM_COUNT; i++) {
-        const int error =
-            msi_cuda_error(cudaStreamCreateWithFlags(&c->streams[i], cudaStreamNonBlocking));
-        if (error) {
-            c->streams[i] = NULL;
-            msi_cuda_close(c);
-            return error;
-        }
-    }
-    *state = c;
-    return 0;
-}
-
 /* Makes as many events as are wanted, all or none. */
 static int msi_cuda_make_events(msi_cuda *c, uint32_t count) {
     const uint32_t before = c->event_count;
@@ -9554,6 +9567,36 @@ static int msi_cuda_make_events(msi_cuda *c, uint32_t count) {
     msi_release(c->host, c->events, before * (uint64_t)sizeof *c->events);
     c->events = events;
     c->event_count = count;
+    return 0;
+}
+
+static int msi_cuda_open(void *user, const ms_open_args *args, void **state) {
+    const msi_cuda_scope scope(msi_cuda_device(user));
+    msi_cuda *c = scope.error ? NULL : (msi_cuda *)msi_alloc(args->host, sizeof *c);
+    if (!c) {
+        return scope.error ? scope.error : (int)cudaErrorMemoryAllocation;
+    }
+    memset(c, 0, sizeof *c);
+    c->host = args->host;
+    c->device = scope.device;
+    c->tf32 = args->tf32;
+    c->streams[MS_STREAM_COMPUTE] = (cudaStream_t)args->stream;
+    c->owns_compute = !args->stream;
+    for (int i = c->owns_compute ? 0 : 1; i < MS_STREAM_COUNT; i++) {
+        const int error =
+            msi_cuda_error(cudaStreamCreateWithFlags(&c->streams[i], cudaStreamNonBlocking));
+        if (error) {
+            c->streams[i] = NULL;
+            msi_cuda_close(c);
+            return error;
+        }
+    }
+    const int error = msi_cuda_make_events(c, args->event_count);
+    if (error) {
+        msi_cuda_close(c);
+        return error;
+    }
+    *state = c;
     return 0;
 }
 
