@@ -118,14 +118,16 @@ with_trampolines := $(addprefix test_,api contract darknet_style debug faults fe
 cuda_home   = $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 cuda_libs   = $(firstword $(wildcard $(cuda_home)/lib64 $(cuda_home)/targets/*/lib $(cuda_home)/lib))
 # -Wpedantic and -Wundef are not for what nvcc makes of a source, nor for CUDA's headers.
-nvcc_flags  = -std=c++17 -O3 -lineinfo $(foreach c,$(CUDA_CODES:sm_%=%),-gencode arch=compute_$c,code=sm_$c) \
-              -gencode arch=compute_90,code=compute_90 $(if $(werror),-Werror all-warnings) \
+nvcc_codes  = $(foreach c,$(CUDA_CODES:sm_%=%),-gencode arch=compute_$c,code=sm_$c) \
+              -gencode arch=compute_90,code=compute_90
+nvcc_flags  = -std=c++17 -O3 -lineinfo $(if $(werror),-Werror all-warnings) \
               $(addprefix -Xcompiler ,$(filter-out -Wpedantic -Wundef -Werror,$(WARNINGS))) -I. -Iexamples
 cuda_c      = $(compile) -DNN_CUDA -isystem $(cuda_home)/include
 cuda_link   = -L$(cuda_libs) -Wl,-rpath,$(cuda_libs) -lcublas -lcudart -lstdc++
 
 cuda_programs := $(patsubst %.c,$(cuda)/%,$(wildcard $(addsuffix .c,examples/gpt2 examples/bert examples/cnn bench/gpu)))
-cuda_tests    := $(patsubst %.c,$(cuda)/%,$(wildcard tests/test_*.c))
+cuda_tests    := $(patsubst %.c,$(cuda)/%,$(sources))
+cuda_kernels  := $(patsubst %.c,$(cuda)/%,$(wildcard tests/test_cuda*.c))
 
 cuda: need-nvcc $(cuda_programs)
 
@@ -134,7 +136,7 @@ need-nvcc:
 	@[ -n "$(NVCC)" ] || { echo 'make cuda needs nvcc, of the CUDA toolkit: not on the PATH, and NVCC= is not given'; exit 1; }
 
 $(cuda)/cuda.o: examples/cuda.cu $(cuda)/flags
-	$(call say,nvcc $@) $(NVCC) $(nvcc_flags) -MMD -MP -MF $@.d -c -o $@ $<
+	$(call say,nvcc $@) $(NVCC) $(nvcc_flags) $(nvcc_codes) -MMD -MP -MF $@.d -c -o $@ $<
 
 $(cuda_tests): cuda_c += -DT_CUDA -D_POSIX_C_SOURCE=200809L $(if $(filter $(with_trampolines),$(@F)),-include tests/emulation/on_cuda.h)
 $(cuda_tests): libs += $(CMOCKA)
@@ -143,10 +145,16 @@ $(cuda_programs) $(cuda_tests): $(cuda)/%: %.c $(cuda)/cuda.o $(cuda)/flags
 	@mkdir -p $(@D)
 	$(call say,$(CC) $@) $(cuda_c) -MMD -MP -MF $@.d -o $@ $< $(cuda)/cuda.o $(LDFLAGS) $(cuda_link) $(libs)
 
+# Tests with kernels of their own: the driver compiles them for the device that is there.
+$(cuda_kernels): $(cuda)/%: %.c $(cuda)/cuda.o $(cuda)/flags
+	@mkdir -p $(@D)
+	$(call say,nvcc $@) $(NVCC) $(nvcc_flags) -gencode arch=compute_75,code=compute_75 -DT_CUDA -DNN_CUDA \
+	 -MMD -MP -MF $@.d -x cu -o $@ $< -x none $(cuda)/cuda.o -lcublas $(CMOCKA) -Xlinker -rpath,$(cuda_libs)
+
 $(cuda)/flags: FORCE | need-nvcc
 	@mkdir -p $(@D)
-	@echo '$(nvcc_flags) $(cuda_c) $(cuda_link) $(libs)' | cmp -s - $@ || \
-	 echo '$(nvcc_flags) $(cuda_c) $(cuda_link) $(libs)' > $@
+	@echo '$(nvcc_flags) $(nvcc_codes) $(cuda_c) $(cuda_link) $(libs)' | cmp -s - $@ || \
+	 echo '$(nvcc_flags) $(nvcc_codes) $(cuda_c) $(cuda_link) $(libs)' > $@
 
 -include $(wildcard $(cuda)/*.d $(cuda)/*/*.d)
 

@@ -81,6 +81,43 @@ static inline void t_check(const ms_model *model, ms_result result, ms_result ex
 #define t_error(model, call, expected)                                                             \
     t_check((model), (call), (expected), #call, __FILE__, __LINE__)
 
+/* The result of a step: an asynchronous backend tells what became of it when it is waited for. */
+static inline ms_result t_settled(ms_model *model, ms_result result) {
+    return result == MS_RESULT_OK ? ms_synchronize(model) : result;
+}
+
+/* Device memory as host code sees it, once all work is done: for tests that look at what ms_data
+   gives. Memory that a test lends to a model comes from t_lend. */
+#ifdef ON_CUDA_H
+static inline void t_open_device(bool is_open) {
+    if (is_open) {
+        assert_int_equal(t_cuda_open(NULL), 0);
+    } else {
+        t_cuda_shut();
+    }
+}
+
+static inline void *t_lend(size_t bytes) {
+    return t_cuda_lend(bytes);
+}
+
+static inline void t_take_back(void *memory) {
+    t_cuda_take_back(memory);
+}
+#else
+static inline void t_open_device(bool is_open) {
+    (void)is_open;
+}
+
+static inline void *t_lend(size_t bytes) {
+    return malloc(bytes);
+}
+
+static inline void t_take_back(void *memory) {
+    free(memory);
+}
+#endif
+
 static inline void t_text_has(const char *text, const char *part) {
     if (strstr(text, part) == NULL) {
         print_error("\"%s\" does not contain \"%s\"\n", text, part);

@@ -101,15 +101,19 @@ static inline ms_backend t_cuda_backend(void) {
 static inline bool t_cuda_is_plain(const ms_backend *backend) {
     const ms_backend cpu = ms_backend_cpu();
     const size_t first = offsetof(ms_backend, memory_alloc);
-    return backend->size == 0 || (backend->size == cpu.size && backend->user == cpu.user &&
-                                  memcmp((const char *)backend + first, (const char *)&cpu + first,
-                                         sizeof cpu - first) == 0);
+    return backend->size == 0 ||
+           (backend->size == cpu.size && backend->name == cpu.name && backend->user == cpu.user &&
+            memcmp((const char *)backend + first, (const char *)&cpu + first, sizeof cpu - first) ==
+                0);
 }
 
 static inline ms_result t_cuda_create(const ms_config *config, ms_model **model) {
     ms_config with;
     memset(&with, 0, sizeof with);
     with = config != NULL ? *config : with;
+#ifdef CUDART_EMULATION
+    emulation_set_pageable_access(true); // for what tests lend
+#endif
     if (t_cuda_is_plain(&with.backend)) {
         with.backend = t_cuda_backend();
     }
@@ -163,10 +167,15 @@ static inline int t_cuda_call_on_host(ms_layer_fn function, const ms_call *call,
     return error;
 }
 
-/* What an API call inside a callback has enqueued is there when it returns, as on the CPU. */
+/* What an API call has enqueued is there when it returns, as on the CPU, if that was in a callback
+   which runs on the host, or in a call that a test has made up (without a stream). */
 static inline ms_result t_cuda_settled(const ms_call *call, ms_result result) {
-    const bool waits = result == MS_RESULT_OK && t_cuda_depth > 0 && call->stream != NULL;
-    return waits && t_cuda_open(call->stream) != 0 ? MS_RESULT_BACKEND : result;
+    const bool waits = result == MS_RESULT_OK && (t_cuda_depth > 0 || call->stream == NULL);
+    if (waits && t_cuda_open(call->stream) != 0) {
+        return MS_RESULT_BACKEND;
+    }
+    t_cuda_shut();
+    return result;
 }
 
 static inline ms_result t_cuda_gemm(const ms_call *call, float alpha, ms_matrix a, ms_matrix b,
@@ -401,7 +410,6 @@ static inline void t_cuda_take_back(void *memory) {
 }
 
 static inline ms_result t_cuda_borrow(ms_model *model, ms_tensor tensor, void *memory) {
-    emulation_set_pageable_access(true);
     return ms_borrow(model, tensor, memory);
 }
 #else
