@@ -460,8 +460,11 @@ typedef struct ms_backend {
 
     int (*copy_in)(void *state, void *device, const void *host, uint64_t bytes);  // TO_DEVICE
     int (*copy_out)(void *state, void *host, const void *device, uint64_t bytes); // TO_HOST
-    int (*copy)(void *state, void *device, const void *source, uint64_t bytes);   // from here on
-    int (*fill_bytes)(void *state, void *device, uint8_t value, uint64_t bytes);  // COMPUTE
+    /* As copy_in, on COMPUTE; a few KB, and the source may change as soon as it returns. Optional:
+       copy_in, for which the host then waits. */
+    int (*tell)(void *state, void *device, const void *host, uint64_t bytes);
+    int (*copy)(void *state, void *device, const void *source, uint64_t bytes);  // from here on
+    int (*fill_bytes)(void *state, void *device, uint8_t value, uint64_t bytes); // COMPUTE
     int (*fill_f32)(void *state, void *device, float value, uint64_t count);
     int (*add_f32)(void *state, void *device, const void *source, uint64_t count); // +=
     int (*cast)(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
@@ -1524,9 +1527,7 @@ typedef struct msi_slot {
 enum {
     MSI_EVENT_COMPUTE, // the end of what was enqueued before a copy
     MSI_EVENT_COPY,    // the end of a copy for which the host waits
-    MSI_EVENT_STEP,    // what a step is told was copied in
-    MSI_EVENT_FACTORS, // and the factors of its updates
-    MSI_EVENT_VERDICT, // and its verdict was copied out
+    MSI_EVENT_VERDICT, // the verdict on a step was copied out
     MSI_EVENT_COUNT
 };
 
@@ -1860,9 +1861,16 @@ static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const 
         memcpy(target, source, (size_t)bytes);
         return MS_RESULT_OK;
     }
-    const ms_result result = target_on_host ? msi_copy_out(m, target, source, bytes, MSI_EVENT_COPY)
-                                            : msi_copy_in(m, target, source, bytes, MSI_EVENT_COPY);
-    return result == MS_RESULT_OK ? msi_wait_on_host(m, MSI_EVENT_COPY) : result;
+    ms_result result = target_on_host ? msi_copy_out(m, target, source, bytes, MSI_EVENT_COPY)
+                                      : msi_copy_in(m, target, source, bytes, MSI_EVENT_COPY);
+    result = result == MS_RESULT_OK ? msi_wait_on_host(m, MSI_EVENT_COPY) : result;
+    if (result != MS_RESULT_OK) { // no copy may go on with memory that is the caller's again
+        char text[MSI_ERROR_BYTES];
+        memcpy(text, m->error, sizeof text);
+        (void)msi_synchronize(m);
+        memcpy(m->error, text, sizeof text);
+    }
+    return result;
 }
 
 static ms_result msi_fill(ms_model *m, void *target, bool on_host, uint8_t value, uint64_t bytes) {
@@ -5933,24 +5941,23 @@ static void msi_fill_factors(ms_model *m) {
 }
 
 /* A part of the step's own memory goes to the device, behind what is enqueued. */
-static ms_result msi_tell(ms_model *m, uint64_t begin, uint64_t end, uint32_t event) {
-    return msi_is_direct(m) || begin == end
-               ? MS_RESULT_OK
-               : msi_copy_in(m, m->store->step + begin, msi_step_on_host(m) + begin, end - begin,
-                             event);
+static ms_result msi_tell(ms_model *m, uint64_t begin, uint64_t end) {
+    const ms_backend *b = &m->config.backend;
+    uint8_t *to = m->store->step + begin;
+    const uint8_t *from = msi_step_on_host(m) + begin;
+    if (msi_is_direct(m) || begin == end) {
+        return MS_RESULT_OK;
+    }
+    return b->tell ? msi_device(m, b->tell(m->device, to, from, end - begin), "telling the device")
+                   : msi_copy(m, to, false, from, true, end - begin);
 }
 
 /* What changes from step to step. */
 static ms_result msi_tell_step(ms_model *m) {
-    const ms_result result = msi_wait_on_host(m, MSI_EVENT_STEP); // the copy of the one before
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
     ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
     state->step = m->step;
     state->seed = msi_mix(m->config.seed ^ msi_mix(m->step + ((uint64_t)m->micro << 40)));
-    return msi_tell(m, MSI_STATE_BYTES + offsetof(ms_step_state, step), MSI_STATES_BYTES,
-                    MSI_EVENT_STEP);
+    return msi_tell(m, MSI_STATE_BYTES + offsetof(ms_step_state, step), MSI_STATES_BYTES);
 }
 
 /* The factors of all updates of a step, before the first of them. */
@@ -5958,12 +5965,8 @@ static ms_result msi_tell_factors(ms_model *m) {
     if (m->optimizer.kind > MS_OPTIMIZER_SGD) {
         return MS_RESULT_OK;
     }
-    const ms_result result = msi_wait_on_host(m, MSI_EVENT_FACTORS);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
     msi_fill_factors(m);
-    return msi_tell(m, MSI_STATES_BYTES, m->store->step_bytes, MSI_EVENT_FACTORS);
+    return msi_tell(m, MSI_STATES_BYTES, m->store->step_bytes);
 }
 
 static uint64_t msi_seed_of_step(const ms_model *m) {
@@ -6949,7 +6952,7 @@ static ms_result msi_run_pair(ms_model *m, const msi_program *p, const msi_instr
    all of it. */
 static bool msi_watches_memory(const ms_model *m) {
 #ifdef MSI_ASAN
-    return m->config.backend.device_is_host && !m->config.debug;
+    return msi_is_direct(m) && !m->config.debug;
 #else
     (void)m;
     return false;
@@ -7277,7 +7280,9 @@ static ms_result msi_record(ms_model *m, msi_graph_exec *g) {
         b->graph_release(m->device, g->graph);
         g->graph = NULL;
     }
-    ms_result result = msi_device(m, b->graph_begin(m->device), "the beginning of a graph");
+    ms_result result =
+        msi_device(m, b->graph_begin(m->device),
+                   "the beginning of a graph (on a stream that is not the legacy default one)");
     if (result != MS_RESULT_OK) {
         return msi_abandon(m, result);
     }
@@ -8358,6 +8363,7 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
         msi_release(&model->config.allocator, found->memory[role], found->largest_bytes);
         found->borrowed = (uint8_t)(found->borrowed | 1u << role);
     }
+    model->frozen += found->memory[role] != memory;
     found->memory[role] = memory;
     for (uint32_t i = 0; model->store && i < model->store->slots.count; i++) {
         msi_slot *slot = &model->store->slots.items[i];
@@ -8365,7 +8371,6 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
             slot->address = memory;
         }
     }
-    model->frozen++;
     if (model->stage == MSI_STAGE_FORWARD) {
         model->stage = MSI_STAGE_IDLE; // backward would see another value than forward did
     }
@@ -8388,8 +8393,8 @@ MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
 
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor) {
     if (model && isfinite(factor)) {
+        model->frozen += model->loss_factor != factor;
         model->loss_factor = factor;
-        model->frozen++;
     } else if (model) {
         MSI_STICK(model, MS_RESULT_INVALID, "ms_set_loss_factor: %g; it must be a finite number",
                   (double)factor);
@@ -8769,8 +8774,10 @@ MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
                         msi_role_name(role), msi_tensor_name(model, t),
                         msi_read_cure(model, t, role));
     }
-    return msi_copy(model, data, true, address, msi_is_fixed(source) && source->on_host,
-                    source->bytes);
+    const bool on_host = msi_is_fixed(source) && source->on_host;
+    const ms_result result = on_host ? msi_synchronize(model) : MS_RESULT_OK; // it may be written
+    return result == MS_RESULT_OK ? msi_copy(model, data, true, address, on_host, source->bytes)
+                                  : result;
 }
 
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
@@ -9226,6 +9233,20 @@ static __global__ void msi_k_fill_f32(float *x, float value, msi_cuda_range r) {
     }
 }
 
+/* What the host tells travels as an argument of the kernel, of which there are 4 KB at most. */
+enum { MSI_CUDA_WORDS = 896 };
+
+typedef struct msi_cuda_words {
+    uint32_t word[MSI_CUDA_WORDS];
+} msi_cuda_words;
+
+static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
+    msi_k_tell(uint32_t *x, msi_cuda_words words, uint32_t count) {
+    for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
+        x[i] = words.word[i];
+    }
+}
+
 static __global__ void msi_k_add_f32(float *x, const float *y, msi_cuda_range r) {
     const uint64_t i = msi_cuda_index();
     if (i < r.groups) {
@@ -9665,6 +9686,21 @@ static int msi_cuda_copy(void *state, void *device, const void *source, uint64_t
                            cudaMemcpyDeviceToDevice);
 }
 
+/* bytes: a multiple of 4. */
+static int msi_cuda_tell(void *state, void *device, const void *host, uint64_t bytes) {
+    int error = 0;
+    for (uint64_t done = 0; done < bytes && error == 0; done += sizeof(msi_cuda_words)) {
+        const uint64_t rest = bytes - done;
+        const uint64_t part = rest < sizeof(msi_cuda_words) ? rest : sizeof(msi_cuda_words);
+        msi_cuda_words words;
+        memcpy(&words, (const uint8_t *)host + done, (size_t)part);
+        error =
+            msi_cuda_launch((const msi_cuda *)state, 1, msi_k_tell,
+                            (uint32_t *)((uint8_t *)device + done), words, (uint32_t)(part / 4));
+    }
+    return error;
+}
+
 static int msi_cuda_fill_bytes(void *state, void *device, uint8_t value, uint64_t bytes) {
     const msi_cuda *c = (const msi_cuda *)state;
     const msi_cuda_scope scope(c->device);
@@ -9737,7 +9773,8 @@ static int msi_cuda_update(void *state, const ms_update_args *args) {
 
 static int msi_cuda_synchronize(void *state) {
     const msi_cuda *c = (const msi_cuda *)state;
-    int error = 0;
+    const msi_cuda_scope scope(c->device);
+    int error = scope.error;
     for (int i = 0; i < MS_STREAM_COUNT; i++) {
         const int now = msi_cuda_error(cudaStreamSynchronize(c->streams[i]));
         error = error ? error : now;
@@ -9747,17 +9784,23 @@ static int msi_cuda_synchronize(void *state) {
 
 static int msi_cuda_record(void *state, ms_stream_kind stream, uint32_t event) {
     const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_error(cudaEventRecord(c->events[event], c->streams[stream]));
+    const msi_cuda_scope scope(c->device);
+    return scope.error ? scope.error
+                       : msi_cuda_error(cudaEventRecord(c->events[event], c->streams[stream]));
 }
 
 static int msi_cuda_wait(void *state, ms_stream_kind stream, uint32_t event) {
     const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_error(cudaStreamWaitEvent(c->streams[stream], c->events[event], 0));
+    const msi_cuda_scope scope(c->device);
+    return scope.error
+               ? scope.error
+               : msi_cuda_error(cudaStreamWaitEvent(c->streams[stream], c->events[event], 0));
 }
 
 static int msi_cuda_wait_on_host(void *state, uint32_t event) {
     const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_error(cudaEventSynchronize(c->events[event]));
+    const msi_cuda_scope scope(c->device);
+    return scope.error ? scope.error : msi_cuda_error(cudaEventSynchronize(c->events[event]));
 }
 
 static void *msi_cuda_stream(void *state) {
@@ -9767,14 +9810,19 @@ static void *msi_cuda_stream(void *state) {
 /* Calls of this thread that cannot be recorded spoil it; other threads are left alone. */
 static int msi_cuda_graph_begin(void *state) {
     const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_error(
-        cudaStreamBeginCapture(c->streams[MS_STREAM_COMPUTE], cudaStreamCaptureModeThreadLocal));
+    const msi_cuda_scope scope(c->device);
+    return scope.error ? scope.error
+                       : msi_cuda_error(cudaStreamBeginCapture(c->streams[MS_STREAM_COMPUTE],
+                                                               cudaStreamCaptureModeThreadLocal));
 }
 
 static int msi_cuda_graph_check(void *state) {
     const msi_cuda *c = (const msi_cuda *)state;
+    const msi_cuda_scope scope(c->device);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    const int error = msi_cuda_error(cudaStreamIsCapturing(c->streams[MS_STREAM_COMPUTE], &status));
+    const int error =
+        scope.error ? scope.error
+                    : msi_cuda_error(cudaStreamIsCapturing(c->streams[MS_STREAM_COMPUTE], &status));
     return error                                     ? error
            : status == cudaStreamCaptureStatusActive ? 0
                                                      : (int)cudaErrorStreamCaptureInvalidated;
@@ -9808,6 +9856,7 @@ static int msi_cuda_graph_launch(void *state, void *graph) {
 
 static void msi_cuda_graph_release(void *state, void *graph) {
     const msi_cuda *c = (const msi_cuda *)state;
+    const msi_cuda_scope scope(c->device);
     (void)msi_cuda_error(cudaStreamSynchronize(c->streams[MS_STREAM_COMPUTE])); // it may run
     (void)msi_cuda_error(cudaGraphExecDestroy((cudaGraphExec_t)graph));
 }
@@ -9839,6 +9888,7 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     b.prepare = msi_cuda_prepare;
     b.copy_in = msi_cuda_copy_in;
     b.copy_out = msi_cuda_copy_out;
+    b.tell = msi_cuda_tell;
     b.copy = msi_cuda_copy;
     b.fill_bytes = msi_cuda_fill_bytes;
     b.fill_f32 = msi_cuda_fill_f32;
