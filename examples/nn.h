@@ -313,7 +313,7 @@ typedef struct nn_target {
     float beta;
 } nn_target;
 
-NN_API int64_t nn_least(int64_t a, int64_t b) {
+NN_HD int64_t nn_least(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
@@ -1030,8 +1030,8 @@ NN_API void nn_channel_moments(const float *x, int64_t channel, nn_planes n, flo
 }
 
 /* The variance of a batch of n values is that of all values times (n - 1) / n, on average. */
-NN_API void nn_move_running(const nn_batch_norm_values *v, int64_t channel, float mean,
-                            float variance, int64_t n) {
+NN_HD void nn_move_running(const nn_batch_norm_values *v, int64_t channel, float mean,
+                           float variance, int64_t n) {
     const float keep = 1.0f - v->momentum;
     const float unbiased = n > 1 ? variance * ((float)n / (float)(n - 1)) : variance;
     v->running_mean[channel] = keep * v->running_mean[channel] + v->momentum * mean;
@@ -1258,17 +1258,19 @@ NN_API void nn_columns_backward_kernel(float *image, const float *columns, nn_ro
 
 /* The place of the largest of the square (y, x) in its plane; of equal ones the first, and of NaN
    and a number NaN. */
-NN_API int64_t nn_largest_place(const float *plane, const nn_window *w, int64_t y, int64_t x) {
+NN_HD int64_t nn_largest_place(const float *plane, const nn_window *w, int64_t y, int64_t x) {
     const int64_t top = y * w->stride - w->padding;
     const int64_t left = x * w->stride - w->padding;
     const int64_t bottom = nn_least(top + w->kernel, w->height);
     const int64_t right = nn_least(left + w->kernel, w->width);
     int64_t place = -1;
+    float largest = 0.0f;
     for (int64_t i = top < 0 ? 0 : top; i < bottom; i++) {
         for (int64_t k = left < 0 ? 0 : left; k < right; k++) {
             const float value = plane[i * w->width + k];
-            if (place < 0 || value > plane[place] || value != value) {
+            if (place < 0 || value > largest || value != value) {
                 place = i * w->width + k;
+                largest = value;
             }
         }
     }
@@ -3671,7 +3673,7 @@ NN_API nn_transformer nn_bert(nn_net *net, const nn_transformer_config *config) 
 #define NN_UNROLL_FOUR
 #endif
 
-/* Floats of workspace of attention, about; for tests, which have small sizes, to set lower. */
+/* Floats of workspace of attention and of convolution, about; for tests, which have small sizes, to set lower. */
 #ifndef NN_GROUP_FLOATS
 #define NN_GROUP_FLOATS (9 << 20)
 #endif
@@ -4397,7 +4399,7 @@ static int nn_cuda_embedding_backward(const ms_call *call, nn_target dtable,
 
 // ---- rows: layer normalization, softmax
 
-__device__ __forceinline__ float nn_d_warp_sum(float value) {
+template <typename T> __device__ __forceinline__ T nn_d_warp_sum(T value) {
     NN_UNROLL
     for (int apart = NN_WARP / 2; apart > 0; apart /= 2) {
         value += __shfl_xor_sync(NN_EVERY_LANE, value, apart);
@@ -5198,6 +5200,1102 @@ static int nn_cuda_attention_backward(const ms_call *call, nn_target dqkv, const
     return result;
 }
 
+// ---- images: element by element
+
+enum {
+    NN_CHANNEL_ITEMS = 16, // values of a channel that a thread sums
+    NN_CHANNEL_CHUNK = NN_CHANNEL_ITEMS * NN_THREADS,
+    NN_FEW_FLOATS = 1 << 18, // of columns: not worth a second launch
+    NN_SEGMENT = 512         // squares, at least, of one of several products
+};
+
+struct nn_op_relu : nn_op {
+    __device__ float operator()(int64_t i, float a, float b) const {
+        (void)i;
+        (void)b;
+        return a < 0.0f ? 0.0f : a;
+    }
+};
+
+/* a is dy, b is y. */
+struct nn_op_relu_backward : nn_op {
+    __device__ float operator()(int64_t i, float a, float b) const {
+        (void)i;
+        return b > 0.0f ? a : 0.0f;
+    }
+};
+
+static int nn_cuda_relu(const ms_call *call, float *y, const float *x, int64_t count) {
+    return nn_cuda_map(call, nn_op_relu(), nn_target_of(y, 0.0f), x, NULL, count);
+}
+
+static int nn_cuda_relu_backward(const ms_call *call, nn_target dx, const float *dy, const float *y,
+                                 int64_t count) {
+    return nn_cuda_map(call, nn_op_relu_backward(), dx, dy, y, count);
+}
+
+/* out = op(a, b), or out += that, where op is told which plane the elements stand in that come
+   next, of `cycle` planes, after which it counts anew. a and b may be NULL. */
+typedef struct nn_plane_map {
+    float *out;
+    const float *a, *b;
+    int64_t count, plane, cycle;
+    bool adds, aligned;
+} nn_plane_map;
+
+/* Four floats that begin with element first, or those of them that there are, and else zeros. */
+__device__ __forceinline__ void nn_d_load_four(float *to, const float *from, int64_t first,
+                                               int64_t count, bool aligned) {
+    if (from != NULL && aligned && first + 4 <= count) {
+        nn_wide<4>::load(to, from + first);
+        return;
+    }
+    NN_UNROLL
+    for (int k = 0; k < 4; k++) {
+        to[k] = from != NULL && first + k < count ? from[first + k] : 0.0f;
+    }
+}
+
+__device__ __forceinline__ void nn_d_store_four(float *to, const float *from, int64_t first,
+                                                int64_t count, bool aligned) {
+    if (aligned && first + 4 <= count) {
+        nn_wide<4>::store(to + first, from);
+        return;
+    }
+    NN_UNROLL
+    for (int k = 0; k < 4; k++) {
+        if (first + k < count) {
+            to[first + k] = from[k];
+        }
+    }
+}
+
+/* Four elements a thread, all of which are read before one is written: out may be a or b. */
+template <typename F>
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_planes(F op, nn_plane_map m) {
+    const int64_t first = 4 * ((int64_t)blockIdx.x * NN_THREADS + threadIdx.x);
+    float a[4];
+    float b[4];
+    float old[4];
+    if (first >= m.count) {
+        return;
+    }
+    nn_d_load_four(a, m.a, first, m.count, m.aligned);
+    nn_d_load_four(b, m.b, first, m.count, m.aligned);
+    nn_d_load_four(old, m.adds ? m.out : NULL, first, m.count, m.aligned);
+    int64_t plane = first / m.plane;
+    int64_t inside = first - plane * m.plane;
+    plane %= m.cycle;
+    op.start(plane);
+    NN_UNROLL
+    for (int k = 0; k < 4; k++) {
+        if (inside == m.plane) {
+            inside = 0;
+            plane = plane + 1 == m.cycle ? 0 : plane + 1;
+            op.start(plane);
+        }
+        inside++;
+        a[k] = op(a[k], b[k]);
+        a[k] = m.adds ? nn_d_sum(old[k], a[k]) : a[k];
+    }
+    nn_d_store_four(m.out, a, first, m.count, m.aligned);
+}
+
+/* The kernel above, for elements (..., cycle, plane). */
+template <typename F>
+static int nn_cuda_planes(const ms_call *call, F op, nn_target out, const float *a, const float *b,
+                          nn_planes n, int64_t cycle) {
+    nn_plane_map m;
+    if (out.data == NULL) {
+        return 0;
+    }
+    m.out = out.data;
+    m.a = a;
+    m.b = b;
+    m.count = nn_planes_count(n);
+    m.plane = n.plane;
+    m.cycle = cycle;
+    m.adds = out.beta != 0.0f;
+    m.aligned = nn_aligned(out.data) && nn_aligned(a) && nn_aligned(b);
+    return nn_launch(call, nn_grid_of(nn_divide_up(m.count, 4 * NN_THREADS), 1, NN_THREADS),
+                     nn_k_planes<F>, op, m);
+}
+
+/* means (images * channels) of the planes of x; a warp takes a plane. */
+template <unsigned WIDE>
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_average(float *means, const float *x, int64_t planes, int64_t plane) {
+    const unsigned lane = threadIdx.x % NN_WARP;
+    const int64_t p = (int64_t)blockIdx.x * (NN_THREADS / NN_WARP) + threadIdx.x / NN_WARP;
+    float sum[WIDE] = {0};
+    if (p >= planes) {
+        return;
+    }
+    NN_UNROLL_FOUR
+    for (int64_t i = lane * WIDE; i < plane; i += NN_WARP * WIDE) {
+        float value[WIDE];
+        nn_wide<WIDE>::load(value, x + p * plane + i);
+        NN_UNROLL
+        for (unsigned k = 0; k < WIDE; k++) {
+            sum[k] += value[k];
+        }
+    }
+    NN_UNROLL
+    for (unsigned k = 1; k < WIDE; k++) {
+        sum[0] += sum[k];
+    }
+    const float total = nn_d_warp_sum(sum[0]);
+    if (lane == 0) {
+        means[p] = total / (float)plane;
+    }
+}
+
+static int nn_cuda_average(const ms_call *call, float *means, const float *x, nn_planes n) {
+    const bool wide = n.plane % 4 == 0 && nn_aligned(x);
+    const int64_t planes = n.images * n.channels;
+    return nn_launch(call, nn_grid_of(nn_divide_up(planes, NN_THREADS / NN_WARP), 1, NN_THREADS),
+                     wide ? nn_k_average<4> : nn_k_average<1>, means, x, planes, n.plane);
+}
+
+struct nn_op_average_backward {
+    const float *dmeans;
+    float plane, slope;
+    __device__ void start(int64_t p) {
+        slope = dmeans[p] / plane;
+    }
+    __device__ float operator()(float a, float b) const {
+        (void)a;
+        (void)b;
+        return slope;
+    }
+};
+
+static int nn_cuda_average_backward(const ms_call *call, nn_target dx, const float *dmeans,
+                                    nn_planes n) {
+    nn_op_average_backward op;
+    op.dmeans = dmeans;
+    op.plane = (float)n.plane;
+    op.slope = 0.0f;
+    return nn_cuda_planes(call, op, dx, NULL, NULL, n, n.images * n.channels);
+}
+
+// ---- images: sums over a channel
+
+/* The values of a channel, those of one image behind those of another, are dealt out in chunks.
+   x NULL: sums of dy. dy NULL: sums of x, and of the squares about the chunk's mean. Else sums of
+   dy, and of dy times (x - mean) * rstd. */
+typedef struct nn_channel_sums {
+    const float *dy, *x, *mean, *rstd;
+    nn_planes n;
+    int64_t chunks;
+    float *sums, *products; // (channels, chunks)
+} nn_channel_sums;
+
+/* NN_CHANNEL_ITEMS floats of a thread's own, of this chunk of a channel; zeros behind the end. */
+template <unsigned WIDE>
+__device__ __forceinline__ void nn_d_channel_load(float *v, const float *x, int64_t channel,
+                                                  int64_t chunk, nn_planes n) {
+    const int64_t count = n.images * n.plane;
+    NN_UNROLL
+    for (unsigned i = 0; i < NN_CHANNEL_ITEMS; i += WIDE) {
+        const int64_t at = chunk * NN_CHANNEL_CHUNK + i * NN_THREADS + threadIdx.x * WIDE;
+        const int64_t image = at / n.plane;
+        NN_UNROLL
+        for (unsigned k = i; k < i + WIDE; k++) {
+            v[k] = 0.0f;
+        }
+        if (at < count) { // the whole of WIDE then, as count and plane are multiples of it
+            nn_wide<WIDE>::load(v + i, x + (image * n.channels + channel) * n.plane +
+                                           (at - image * n.plane));
+        }
+    }
+}
+
+/* A chunk is read once and stays in registers. */
+template <unsigned WIDE>
+__device__ __forceinline__ void nn_d_channel_moments(const nn_channel_sums &s, float *shared) {
+    const int64_t channel = blockIdx.x / s.chunks;
+    const int64_t chunk = blockIdx.x % s.chunks;
+    const int64_t size =
+        nn_d_least(NN_CHANNEL_CHUNK, s.n.images * s.n.plane - chunk * NN_CHANNEL_CHUNK);
+    float v[NN_CHANNEL_ITEMS];
+    float total = 0.0f;
+    float squares = 0.0f;
+    nn_d_channel_load<WIDE>(v, s.x, channel, chunk, s.n);
+    NN_UNROLL
+    for (unsigned i = 0; i < NN_CHANNEL_ITEMS; i++) {
+        total += v[i];
+    }
+    total = nn_d_block_sum(nn_d_warp_sum(total), shared);
+    const float mean = total / (float)size;
+    NN_UNROLL
+    for (unsigned i = 0; i < NN_CHANNEL_ITEMS; i++) {
+        const unsigned at = i / WIDE * WIDE * NN_THREADS + threadIdx.x * WIDE + i % WIDE;
+        const float off = at < size ? v[i] - mean : 0.0f;
+        squares += off * off;
+    }
+    squares = nn_d_block_sum(nn_d_warp_sum(squares), shared);
+    if (threadIdx.x == 0) {
+        s.sums[blockIdx.x] = total;
+        s.products[blockIdx.x] = squares;
+    }
+}
+
+template <unsigned WIDE>
+__device__ __forceinline__ void nn_d_channel_slopes(const nn_channel_sums &s, float *shared) {
+    const int64_t channel = blockIdx.x / s.chunks;
+    const int64_t chunk = blockIdx.x % s.chunks;
+    float slope[NN_CHANNEL_ITEMS];
+    float x[NN_CHANNEL_ITEMS] = {0};
+    float total = 0.0f;
+    float product = 0.0f;
+    nn_d_channel_load<WIDE>(slope, s.dy, channel, chunk, s.n);
+    if (s.x != NULL) {
+        nn_d_channel_load<WIDE>(x, s.x, channel, chunk, s.n);
+    }
+    const float mean = s.x != NULL ? s.mean[channel] : 0.0f;
+    const float rstd = s.x != NULL ? s.rstd[channel] : 0.0f;
+    NN_UNROLL
+    for (unsigned i = 0; i < NN_CHANNEL_ITEMS; i++) {
+        total += slope[i];
+        product += slope[i] * ((x[i] - mean) * rstd);
+    }
+    total = nn_d_block_sum(nn_d_warp_sum(total), shared);
+    product = nn_d_block_sum(nn_d_warp_sum(product), shared);
+    if (threadIdx.x == 0) {
+        s.sums[blockIdx.x] = total;
+        s.products[blockIdx.x] = product;
+    }
+}
+
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_channel_moments_4(nn_channel_sums s) {
+    __shared__ float shared[NN_THREADS / NN_WARP];
+    nn_d_channel_moments<4>(s, shared);
+}
+
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_channel_moments_1(nn_channel_sums s) {
+    __shared__ float shared[NN_THREADS / NN_WARP];
+    nn_d_channel_moments<1>(s, shared);
+}
+
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_channel_slopes_4(nn_channel_sums s) {
+    __shared__ float shared[NN_THREADS / NN_WARP];
+    nn_d_channel_slopes<4>(s, shared);
+}
+
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_channel_slopes_1(nn_channel_sums s) {
+    __shared__ float shared[NN_THREADS / NN_WARP];
+    nn_d_channel_slopes<1>(s, shared);
+}
+
+/* The warp's channel, for kernels that fold chunks; the same for all its threads. */
+__device__ __forceinline__ int64_t nn_d_warp_channel(void) {
+    return (int64_t)blockIdx.x * (NN_THREADS / NN_WARP) + threadIdx.x / NN_WARP;
+}
+
+/* In double, the sum of a channel's chunks; all threads of the warp get it. */
+__device__ __forceinline__ double nn_d_fold_chunks(const float *sums, int64_t channel,
+                                                   int64_t chunks) {
+    double total = 0.0;
+    for (int64_t i = threadIdx.x % NN_WARP; i < chunks; i += NN_WARP) {
+        total += (double)sums[channel * chunks + i];
+    }
+    return nn_d_warp_sum(total);
+}
+
+/* dbias and dweight (channels each) get the sums and products; means (2, channels) gets both over
+   the number of values. Each may be NULL. */
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_channel_fold(nn_channel_sums s, nn_target dbias, nn_target dweight, float *means) {
+    const int64_t channel = nn_d_warp_channel();
+    if (channel >= s.n.channels) {
+        return;
+    }
+    const double count = (double)(s.n.images * s.n.plane);
+    const double total = nn_d_fold_chunks(s.sums, channel, s.chunks);
+    const double product = s.x != NULL ? nn_d_fold_chunks(s.products, channel, s.chunks) : 0.0;
+    if (threadIdx.x % NN_WARP != 0) {
+        return;
+    }
+    if (dbias.data != NULL) {
+        const float old = dbias.beta != 0.0f ? dbias.data[channel] : 0.0f;
+        dbias.data[channel] = nn_d_sum(old, (float)total);
+    }
+    if (dweight.data != NULL) {
+        const float old = dweight.beta != 0.0f ? dweight.data[channel] : 0.0f;
+        dweight.data[channel] = nn_d_sum(old, (float)product);
+    }
+    if (means != NULL) {
+        means[channel] = (float)(total / count);
+        means[s.n.channels + channel] = (float)(product / count);
+    }
+}
+
+/* Mean and rstd of a channel, from its chunks or from the running statistics, which the former
+   move. The squares of a chunk are about its own mean: Chan, Golub and LeVeque, "Updating Formulae
+   and a Pairwise Algorithm for Computing Sample Variances", 1979, equation 2.1. */
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_channel_norm(nn_channel_sums s, nn_batch_norm_values v, float *mean, float *rstd) {
+    const int64_t channel = nn_d_warp_channel();
+    const int64_t count = s.n.images * s.n.plane;
+    if (channel >= s.n.channels) {
+        return;
+    }
+    float m = 0.0f;
+    float variance = 0.0f;
+    if (v.moments == NN_MOMENTS_RUNNING) {
+        m = v.running_mean[channel];
+        variance = v.running_variance[channel];
+    } else {
+        const double middle = nn_d_fold_chunks(s.sums, channel, s.chunks) / (double)count;
+        double squares = 0.0;
+        for (int64_t i = threadIdx.x % NN_WARP; i < s.chunks; i += NN_WARP) {
+            const double size = (double)nn_d_least(NN_CHANNEL_CHUNK, count - i * NN_CHANNEL_CHUNK);
+            const double off = (double)s.sums[channel * s.chunks + i] / size - middle;
+            squares += (double)s.products[channel * s.chunks + i] + size * off * off;
+        }
+        m = (float)middle;
+        variance = (float)(nn_d_warp_sum(squares) / (double)count);
+    }
+    if (threadIdx.x % NN_WARP != 0) {
+        return;
+    }
+    if (v.moments == NN_MOMENTS_OF_BATCH && v.running_mean != NULL) {
+        nn_move_running(&v, channel, m, variance, count);
+    }
+    mean[channel] = m;
+    rstd[channel] = 1.0f / sqrtf(variance + v.epsilon);
+    if (v.mean != NULL) {
+        v.mean[channel] = mean[channel];
+    }
+    if (v.rstd != NULL) {
+        v.rstd[channel] = rstd[channel];
+    }
+}
+
+static int64_t nn_cuda_channel_chunks(nn_planes n) {
+    return nn_divide_up(n.images * n.plane, NN_CHANNEL_CHUNK);
+}
+
+/* Partial sums and products, and two floats more per channel. */
+static int64_t nn_cuda_channel_floats(nn_planes n) {
+    return n.channels * (2 * nn_cuda_channel_chunks(n) + 2);
+}
+
+/* The first stage. work: nn_cuda_channel_floats, of which the last two per channel stay free. */
+static int nn_cuda_channel_sums(const ms_call *call, nn_channel_sums *s, float *work) {
+    const bool wide = s->n.plane % 4 == 0 && nn_aligned(s->dy) && nn_aligned(s->x);
+    s->chunks = nn_cuda_channel_chunks(s->n);
+    s->sums = work;
+    s->products = work + s->n.channels * s->chunks;
+    const nn_grid grid = nn_grid_of(s->n.channels * s->chunks, 1, NN_THREADS);
+    if (s->dy == NULL) {
+        return nn_launch(call, grid, wide ? nn_k_channel_moments_4 : nn_k_channel_moments_1, *s);
+    }
+    return nn_launch(call, grid, wide ? nn_k_channel_slopes_4 : nn_k_channel_slopes_1, *s);
+}
+
+static nn_grid nn_channel_grid(nn_planes n) {
+    return nn_grid_of(nn_divide_up(n.channels, NN_THREADS / NN_WARP), 1, NN_THREADS);
+}
+
+/* dbias (channels): the sums of dy over images and planes. */
+static int nn_cuda_channel_bias(const ms_call *call, nn_target dbias, const float *dy, nn_planes n,
+                                float *work) {
+    nn_channel_sums s;
+    float *const means = NULL;
+    if (dbias.data == NULL) {
+        return 0;
+    }
+    memset(&s, 0, sizeof s);
+    s.dy = dy;
+    s.n = n;
+    const int result = nn_cuda_channel_sums(call, &s, work);
+    return nn_first(result, nn_launch(call, nn_channel_grid(n), nn_k_channel_fold, s, dbias,
+                                      nn_target_of(NULL, 0.0f), means));
+}
+
+// ---- images: batch normalization
+
+/* a is x. */
+struct nn_op_batch_norm {
+    const float *mean, *rstd, *weight, *bias;
+    float m, r, w, b;
+    __device__ void start(int64_t channel) {
+        m = mean[channel];
+        r = rstd[channel];
+        w = weight[channel];
+        b = bias[channel];
+    }
+    __device__ float operator()(float x, float nothing) const {
+        (void)nothing;
+        return (x - m) * r * w + b;
+    }
+};
+
+/* means (2, channels): of dy, and of dy times (x - mean) * rstd. */
+struct nn_op_batch_norm_backward {
+    const float *mean, *rstd, *weight, *means;
+    int64_t channels;
+    float m, r, scale, slope, product;
+    __device__ void start(int64_t channel) {
+        m = mean[channel];
+        r = rstd[channel];
+        scale = r * weight[channel];
+        slope = means[channel];
+        product = means[channels + channel];
+    }
+    __device__ float operator()(float dy, float x) const {
+        return (dy - slope - (x - m) * r * product) * scale;
+    }
+};
+
+/* The same kernel and the same mean and rstd in forward and in a recomputation: the same bits. */
+static int nn_cuda_batch_norm(const ms_call *call, float *y, const float *x,
+                              const nn_batch_norm_values *v, nn_planes n, float *work) {
+    nn_op_batch_norm op;
+    nn_channel_sums s;
+    memset(&op, 0, sizeof op);
+    memset(&s, 0, sizeof s);
+    s.x = x;
+    s.n = n;
+    op.weight = v->weight;
+    op.bias = v->bias;
+    op.mean = v->mean;
+    op.rstd = v->rstd;
+    int result = v->moments == NN_MOMENTS_OF_BATCH ? nn_cuda_channel_sums(call, &s, work) : 0;
+    if (v->moments != NN_MOMENTS_SAVED) {
+        float *mean = work + nn_cuda_channel_floats(n) - 2 * n.channels;
+        float *rstd = mean + n.channels;
+        op.mean = mean;
+        op.rstd = rstd;
+        result = nn_first(
+            result, nn_launch(call, nn_channel_grid(n), nn_k_channel_norm, s, *v, mean, rstd));
+    }
+    return nn_first(result,
+                    nn_cuda_planes(call, op, nn_target_of(y, 0.0f), x, NULL, n, n.channels));
+}
+
+static int nn_cuda_batch_norm_backward(const ms_call *call, nn_target dx, nn_target dweight,
+                                       nn_target dbias, const float *dy, const float *x,
+                                       const nn_batch_norm_values *v, nn_planes n, float *work) {
+    float *means = work + nn_cuda_channel_floats(n) - 2 * n.channels;
+    nn_op_batch_norm_backward op;
+    nn_channel_sums s;
+    memset(&op, 0, sizeof op);
+    memset(&s, 0, sizeof s);
+    op.mean = v->mean;
+    op.rstd = v->rstd;
+    op.weight = v->weight;
+    op.means = means;
+    op.channels = n.channels;
+    s.dy = dy;
+    s.x = x;
+    s.mean = v->mean;
+    s.rstd = v->rstd;
+    s.n = n;
+    int result = nn_cuda_channel_sums(call, &s, work);
+    result = nn_first(
+        result, nn_launch(call, nn_channel_grid(n), nn_k_channel_fold, s, dbias, dweight, means));
+    return nn_first(result, nn_cuda_planes(call, op, dx, dy, x, n, n.channels));
+}
+
+// ---- images: squares that slide over them
+
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_max_pool(float *y, int32_t *places, const float *x, nn_window w) {
+    const int64_t i = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
+    if (i >= w.images * w.channels * w.out_height * w.out_width) {
+        return;
+    }
+    const int64_t line = i / w.out_width;
+    const int64_t plane = line / w.out_height;
+    const float *from = x + plane * (w.height * w.width);
+    const int64_t place =
+        nn_largest_place(from, &w, line - plane * w.out_height, i - line * w.out_width);
+    y[i] = from[place];
+    if (places != NULL) {
+        places[i] = (int32_t)place;
+    }
+}
+
+static int nn_cuda_max_pool(const ms_call *call, float *y, int32_t *places, const float *x,
+                            const nn_window *w) {
+    const int64_t count = w->images * w->channels * w->out_height * w->out_width;
+    return nn_launch(call, nn_grid_of(nn_divide_up(count, NN_THREADS), 1, NN_THREADS),
+                     nn_k_max_pool, y, places, x, *w);
+}
+
+/* dx (planes, height, width): every pixel gathers from the squares that cover it, of the rows
+   `squares`. Visited are the rows begin ... end - 1 of each plane, of which those before fresh are
+   added to in any case. */
+typedef struct nn_gather {
+    float *dx;
+    int64_t planes, begin, end, fresh;
+    nn_rows_of_squares squares;
+    nn_window w;
+    int64_t kernel_whole, kernel_rest;   // kernel / stride, kernel % stride
+    int64_t padding_whole, padding_rest; // the same of padding: where pixel 0 stands
+    bool adds, aligned;
+} nn_gather;
+
+/* The squares begin ... end - 1 that cover whole * stride + rest, counted from where the first one
+   begins; there are count. */
+__device__ __forceinline__ nn_span nn_d_covering(int64_t whole, int64_t rest, const nn_gather &g,
+                                                 int64_t count) {
+    nn_span span;
+    span.end = nn_d_least(whole + 1, count);
+    span.begin = whole + 1 - g.kernel_whole - (rest < g.kernel_rest ? 1 : 0);
+    span.begin = span.begin < 0 ? 0 : span.begin;
+    return span;
+}
+
+/* The same for a row of pixels, of the squares at hand. */
+__device__ __forceinline__ nn_span nn_d_covering_row(int64_t y, const nn_gather &g) {
+    const int64_t at = y + g.w.padding;
+    const int64_t whole = at / g.w.stride;
+    nn_span span = nn_d_covering(whole, at - whole * g.w.stride, g, g.w.out_height);
+    span.end = nn_d_least(span.end, g.squares.begin + g.squares.count);
+    span.begin = span.begin < g.squares.begin ? g.squares.begin : span.begin;
+    return span;
+}
+
+/* A walk over pixels in their order, with the squares that cover each. */
+struct nn_walk {
+    int64_t plane, y, x, whole, rest; // x + padding is whole * stride + rest
+    nn_span down;
+
+    __device__ __forceinline__ nn_walk(int64_t first, const nn_gather &g) {
+        const int64_t line = first / g.w.width;
+        x = first - line * g.w.width;
+        plane = line / (g.end - g.begin);
+        y = g.begin + line - plane * (g.end - g.begin);
+        whole = (x + g.w.padding) / g.w.stride;
+        rest = x + g.w.padding - whole * g.w.stride;
+        down = nn_d_covering_row(y, g);
+    }
+
+    /* On to the next pixel; true: it is the first of a plane. */
+    __device__ __forceinline__ bool step(const nn_gather &g) {
+        rest = rest + 1 == g.w.stride ? 0 : rest + 1;
+        whole += rest == 0 ? 1 : 0;
+        if (++x < g.w.width) {
+            return false;
+        }
+        x = 0;
+        whole = g.padding_whole;
+        rest = g.padding_rest;
+        const bool last = y + 1 == g.end;
+        y = last ? g.begin : y + 1;
+        plane += last ? 1 : 0;
+        down = nn_d_covering_row(y, g);
+        return last;
+    }
+};
+
+/* Four pixels a thread. op is told the plane of the pixels that come next. */
+template <typename F>
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_gather(F op, nn_gather g) {
+    const int64_t first = 4 * ((int64_t)blockIdx.x * NN_THREADS + threadIdx.x);
+    const int64_t count = g.planes * (g.end - g.begin) * g.w.width;
+    const bool wide = g.aligned && first + 4 <= count;
+    float sum[4] = {0};
+    float *to[4] = {NULL};
+    if (first >= count) {
+        return;
+    }
+    nn_walk walk(first, g);
+    op.start(walk.plane);
+    NN_UNROLL
+    for (int k = 0; k < 4; k++) {
+        if (first + k < count) {
+            to[k] = g.dx + (walk.plane * g.w.height + walk.y) * g.w.width + walk.x;
+            sum[k] = op(walk.y, walk.x, walk.down,
+                        nn_d_covering(walk.whole, walk.rest, g, g.w.out_width));
+            if (g.adds || walk.y < g.fresh) {
+                sum[k] = nn_d_sum(*to[k], sum[k]);
+            }
+        }
+        if (first + k + 1 < count && walk.step(g)) {
+            op.start(walk.plane);
+        }
+    }
+    if (wide) {
+        nn_wide<4>::store(to[0], sum);
+        return;
+    }
+    NN_UNROLL
+    for (int k = 0; k < 4; k++) {
+        if (first + k < count) {
+            *to[k] = sum[k];
+        }
+    }
+}
+
+/* All pixels of all planes, from all squares. */
+static nn_gather nn_gather_of(nn_target dx, int64_t planes, const nn_window *w) {
+    nn_gather g;
+    memset(&g, 0, sizeof g);
+    g.dx = dx.data;
+    g.planes = planes;
+    g.end = w->height;
+    g.squares.count = w->out_height;
+    g.w = *w;
+    g.kernel_whole = w->kernel / w->stride;
+    g.kernel_rest = w->kernel % w->stride;
+    g.padding_whole = w->padding / w->stride;
+    g.padding_rest = w->padding % w->stride;
+    g.adds = dx.beta != 0.0f;
+    return g;
+}
+
+template <typename F> static int nn_cuda_gather(const ms_call *call, F op, nn_gather g) {
+    const int64_t count = g.planes * (g.end - g.begin) * g.w.width;
+    g.aligned = g.end - g.begin == g.w.height && nn_aligned(g.dx);
+    return nn_launch(call, nn_grid_of(nn_divide_up(count, 4 * NN_THREADS), 1, NN_THREADS),
+                     nn_k_gather<F>, op, g);
+}
+
+/* The slopes of the squares whose largest value stood in the pixel. */
+struct nn_op_max_pool_backward {
+    const float *dy;
+    const int32_t *places;
+    int64_t width, out_width, out_plane, begin;
+    __device__ void start(int64_t plane) {
+        begin = plane * out_plane;
+    }
+    __device__ float operator()(int64_t y, int64_t x, nn_span down, nn_span across) const {
+        const int32_t place = (int32_t)(y * width + x);
+        float sum = 0.0f;
+        for (int64_t i = down.begin; i < down.end; i++) {
+            for (int64_t k = across.begin; k < across.end; k++) {
+                const int64_t at = begin + i * out_width + k;
+                sum += places[at] == place ? dy[at] : 0.0f;
+            }
+        }
+        return sum;
+    }
+};
+
+static int nn_cuda_max_pool_backward(const ms_call *call, nn_target dx, const float *dy,
+                                     const int32_t *places, const nn_window *w) {
+    nn_op_max_pool_backward op;
+    if (dx.data == NULL) {
+        return 0;
+    }
+    op.dy = dy;
+    op.places = places;
+    op.width = w->width;
+    op.out_width = w->out_width;
+    op.out_plane = w->out_height * w->out_width;
+    op.begin = 0;
+    return nn_cuda_gather(call, op, nn_gather_of(dx, w->images * w->channels, w));
+}
+
+// ---- images: convolution
+
+/* What is worked on at once: whole images, or some rows of squares of one image. */
+typedef struct nn_part {
+    int64_t image, images;
+    nn_rows_of_squares rows;
+} nn_part;
+
+typedef struct nn_parts {
+    int64_t images, rows; // in each but the last
+    int64_t bands;        // parts of an image
+    int64_t count;        // of all parts
+} nn_parts;
+
+/* Parts of so many squares at most, or of one row of them. */
+static nn_parts nn_parts_of(const nn_window *w, int64_t squares) {
+    nn_parts parts;
+    parts.images = nn_most(1, nn_least(w->images, squares / nn_window_places(w)));
+    parts.rows = nn_most(1, nn_least(w->out_height, squares / w->out_width));
+    const int64_t groups = nn_divide_up(w->images, parts.images);
+    parts.images = nn_divide_up(w->images, groups);
+    parts.rows = nn_divide_up(w->out_height, nn_divide_up(w->out_height, parts.rows));
+    parts.bands = nn_divide_up(w->out_height, parts.rows);
+    parts.count = nn_divide_up(w->images, parts.images) * parts.bands;
+    return parts;
+}
+
+static nn_part nn_part_at(const nn_parts *parts, int64_t index, const nn_window *w) {
+    nn_part part;
+    part.image = index / parts->bands * parts->images;
+    part.images = nn_least(parts->images, w->images - part.image);
+    part.rows.begin = index % parts->bands * parts->rows;
+    part.rows.count = nn_least(parts->rows, w->out_height - part.rows.begin);
+    return part;
+}
+
+/* Squares of a part, in each of its images. */
+static int64_t nn_part_places(const nn_part *part, const nn_window *w) {
+    return part->rows.count * w->out_width;
+}
+
+/* Floats that the columns of a convolution may take, about: a single image's may be many times its
+   size, so no more than the layer reads and writes. */
+static int64_t nn_cuda_conv2d_limit(const nn_window *w, int64_t out) {
+    const int64_t image = w->channels * w->height * w->width + out * nn_window_places(w);
+    return nn_least(NN_GROUP_FLOATS, nn_most(NN_FEW_FLOATS, w->images * image));
+}
+
+/* Columns of forward, or their gradients. */
+static nn_parts nn_cuda_column_parts(const nn_window *w, int64_t out) {
+    const int64_t squares = nn_cuda_conv2d_limit(w, out) / nn_window_depth(w);
+    return nn_parts_of(w, nn_is_pointwise(w) ? w->images * nn_window_places(w) : squares);
+}
+
+static int64_t nn_cuda_columns_floats(const nn_window *w, int64_t out) {
+    const int64_t depth = nn_window_depth(w);
+    return nn_is_pointwise(w)
+               ? 0
+               : nn_least(w->images * nn_window_places(w) * depth,
+                          nn_most(nn_cuda_conv2d_limit(w, out), depth * w->out_width));
+}
+
+/* Where nn_k_columns writes: element (i, j) of square p of channel c of the part's image number g
+   to columns[g * image_step + ((c * kernel + i) * kernel + j) * row_step + p]. The squares count
+   on over the images, and behind the last of them, up to `squares`, are zeros. */
+typedef struct nn_columns {
+    float *columns;
+    const float *x; // the part's first image
+    nn_window w;
+    nn_part part;
+    int64_t squares, image_step, row_step;
+} nn_columns;
+
+/* A thread takes one square of one channel; its neighbours in the warp take the next squares. */
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_columns(nn_columns n) {
+    const int64_t index = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
+    const int64_t channel = index / n.squares;
+    if (channel >= n.w.channels) {
+        return;
+    }
+    const int64_t square = index - channel * n.squares;
+    const int64_t places = n.part.rows.count * n.w.out_width;
+    const int64_t image = square / places;
+    const int64_t place = square - image * places;
+    const int64_t line = place / n.w.out_width;
+    const int64_t top = (n.part.rows.begin + line) * n.w.stride - n.w.padding;
+    const int64_t left = (place - line * n.w.out_width) * n.w.stride - n.w.padding;
+    const int64_t plane = (image * n.w.channels + channel) * n.w.height;
+    float *to =
+        n.columns + image * n.image_step + channel * n.w.kernel * n.w.kernel * n.row_step + place;
+    for (int64_t y = top; y < top + n.w.kernel; y++) {
+        const bool inside = image < n.part.images && y >= 0 && y < n.w.height;
+        const int64_t begin = (plane + y) * n.w.width;
+        NN_UNROLL_FOUR
+        for (int64_t x = left; x < left + n.w.kernel; x++) {
+            *to = inside && x >= 0 && x < n.w.width ? __ldg(n.x + (begin + x)) : 0.0f;
+            to += n.row_step;
+        }
+    }
+}
+
+static int nn_cuda_columns(const ms_call *call, nn_columns n) {
+    return nn_launch(call,
+                     nn_grid_of(nn_divide_up(n.w.channels * n.squares, NN_THREADS), 1, NN_THREADS),
+                     nn_k_columns, n);
+}
+
+static nn_columns nn_columns_in(float *work, const float *x, const nn_part *part,
+                                const nn_window *w) {
+    nn_columns n;
+    n.columns = work;
+    n.x = x + part->image * (w->channels * w->height * w->width);
+    n.w = *w;
+    n.part = *part;
+    n.squares = part->images * nn_part_places(part, w);
+    n.row_step = nn_part_places(part, w);
+    n.image_step = nn_window_depth(w) * n.row_step;
+    return n;
+}
+
+/* The part's squares of planes (images, count, places). */
+static ms_matrix nn_part_squares(const float *planes, int64_t count, const nn_part *part,
+                                 const nn_window *w) {
+    const int64_t image = count * nn_window_places(w);
+    ms_matrix m = nn_squares(planes + part->image * image, count, part->rows, w);
+    m.count = part->images;
+    m.step = image;
+    return m;
+}
+
+/* The part's columns (images, depth, places), made in work or where they stand. */
+static ms_matrix nn_part_columns(const float *work, const float *x, const nn_part *part,
+                                 const nn_window *w) {
+    const int64_t depth = nn_window_depth(w);
+    const int64_t places = nn_part_places(part, w);
+    if (nn_is_pointwise(w)) {
+        return nn_part_squares(x, w->channels, part, w);
+    }
+    ms_matrix m = nn_matrix(work, depth, places, places);
+    m.count = part->images;
+    m.step = depth * places;
+    return m;
+}
+
+/* a is a product. */
+struct nn_op_channel_bias {
+    const float *bias;
+    float shift;
+    __device__ void start(int64_t channel) {
+        shift = bias[channel];
+    }
+    __device__ float operator()(float a, float b) const {
+        (void)b;
+        return nn_d_sum(a, shift);
+    }
+};
+
+static int nn_cuda_conv2d(const ms_call *call, float *y, const float *x, const float *weight,
+                          const float *bias, int64_t out, const nn_window *w, float *work) {
+    const nn_parts parts = nn_cuda_column_parts(w, out);
+    const int64_t depth = nn_window_depth(w);
+    const nn_planes planes = {w->images, out, nn_window_places(w)};
+    nn_op_channel_bias op;
+    int result = 0;
+    for (int64_t i = 0; i < parts.count && result == 0; i++) {
+        const nn_part part = nn_part_at(&parts, i, w);
+        if (!nn_is_pointwise(w)) {
+            result = nn_cuda_columns(call, nn_columns_in(work, x, &part, w));
+        }
+        if (result == 0) {
+            result = (int)ms_gemm(call, 1.0f, nn_matrix(weight, out, depth, depth),
+                                  nn_part_columns(work, x, &part, w), 0.0f,
+                                  nn_part_squares(y, out, &part, w));
+        }
+    }
+    if (result != 0 || bias == NULL) {
+        return result;
+    }
+    op.bias = bias;
+    op.shift = 0.0f;
+    return nn_cuda_planes(call, op, nn_target_of(y, 0.0f), y, NULL, planes, out);
+}
+
+/* A pixel's places in the columns (images, depth, places) of a part. */
+struct nn_op_columns_backward {
+    const float *columns, *channel;
+    int64_t channels, kernel, stride, padding;
+    int64_t out_width, row_begin, row_step, image_step;
+    __device__ void start(int64_t plane) {
+        const int64_t image = plane / channels;
+        channel =
+            columns + image * image_step + (plane - image * channels) * kernel * kernel * row_step;
+    }
+    __device__ float operator()(int64_t y, int64_t x, nn_span down, nn_span across) const {
+        float sum = 0.0f;
+        for (int64_t i = down.begin; i < down.end; i++) {
+            const int64_t row = (y + padding - i * stride) * kernel + x + padding;
+            const float *from = channel + (i - row_begin) * out_width;
+            for (int64_t k = across.begin; k < across.end; k++) {
+                sum += from[(row - k * stride) * row_step + k];
+            }
+        }
+        return sum;
+    }
+};
+
+/* Where the squares of row `row` begin among the rows of pixels, and `beyond` rows more; 0 for the
+   first. */
+static int64_t nn_row_behind(int64_t row, int64_t beyond, const nn_window *w) {
+    const int64_t y = row * w->stride - w->padding + beyond;
+    return row == 0 ? 0 : nn_least(nn_most(y, 0), w->height);
+}
+
+/* dx gets the columns' gradients, in work, of a part. Rows of pixels that two parts cover are added
+   to by the second; those between the squares belong to the part before them. */
+static int nn_cuda_columns_backward(const ms_call *call, nn_target dx, const float *work,
+                                    const nn_part *part, const nn_window *w) {
+    const int64_t end = part->rows.begin + part->rows.count;
+    const int64_t beyond = nn_most(w->kernel - w->stride, 0);
+    const int64_t image = w->channels * w->height * w->width;
+    nn_gather g = nn_gather_of(dx, part->images * w->channels, w);
+    nn_op_columns_backward op;
+    g.dx = dx.data + part->image * image;
+    g.squares = part->rows;
+    g.begin = nn_row_behind(part->rows.begin, 0, w);
+    g.fresh = nn_row_behind(part->rows.begin, beyond, w);
+    g.end = end == w->out_height ? w->height : nn_row_behind(end, beyond, w);
+    op.columns = work;
+    op.channel = work;
+    op.channels = w->channels;
+    op.kernel = w->kernel;
+    op.stride = w->stride;
+    op.padding = w->padding;
+    op.out_width = w->out_width;
+    op.row_begin = part->rows.begin;
+    op.row_step = nn_part_places(part, w);
+    op.image_step = nn_window_depth(w) * op.row_step;
+    return nn_cuda_gather(call, op, g);
+}
+
+/* dx = transpose(weight) * dy, folded back. */
+static int nn_cuda_conv2d_images(const ms_call *call, nn_target dx, const float *dy,
+                                 const float *weight, int64_t out, const nn_window *w,
+                                 float *work) {
+    const nn_parts parts = nn_cuda_column_parts(w, out);
+    const int64_t depth = nn_window_depth(w);
+    const bool direct = nn_is_pointwise(w);
+    int result = 0;
+    for (int64_t i = 0; i < parts.count && result == 0; i++) {
+        const nn_part part = nn_part_at(&parts, i, w);
+        result = (int)ms_gemm(call, 1.0f, ms_transpose(nn_matrix(weight, out, depth, depth)),
+                              nn_part_squares(dy, out, &part, w), direct ? dx.beta : 0.0f,
+                              nn_part_columns(work, dx.data, &part, w));
+        if (result == 0 && !direct) {
+            result = nn_cuda_columns_backward(call, dx, work, &part, w);
+        }
+    }
+    return result;
+}
+
+/* target gets the sum of the products a * b of all a.count pairs, which go to partial first where
+   they are several. */
+static int nn_cuda_sum_of_products(const ms_call *call, nn_target target, ms_matrix a, ms_matrix b,
+                                   float *partial) {
+    const bool single = a.count == 1;
+    const int64_t cols = b.transposed ? b.rows : b.cols;
+    ms_matrix c = nn_matrix(single ? target.data : partial, a.rows, cols, cols);
+    c.count = a.count;
+    c.step = a.rows * cols;
+    const int result = (int)ms_gemm(call, 1.0f, a, b, single ? target.beta : 0.0f, c);
+    if (result != 0 || single) {
+        return result;
+    }
+    return nn_launch(call, nn_grid_of(nn_divide_up(c.step, NN_THREADS), 1, NN_THREADS), nn_k_fold,
+                     target.data, (const float *)partial, c.count, c.step, target.beta != 0.0f);
+}
+
+/* The gradient of a weight sums over all squares of all images. Either each image gives a product,
+   of images as they stand; or columns and slopes of many images are copied, so that their squares
+   are side by side, and cut into segments, which do not heed images. The first where it needs no
+   more memory than the second. */
+static bool nn_cuda_sums_images(const nn_window *w, int64_t out) {
+    return nn_is_pointwise(w) && out * w->channels <= (out + w->channels) * nn_window_places(w);
+}
+
+/* Segments of so many squares: few enough that their products take no more than what they are made
+   from, and enough to keep a GPU busy. */
+typedef struct nn_segments {
+    int64_t count, size, squares; // squares: count * size
+} nn_segments;
+
+static nn_segments nn_segments_of(int64_t squares, int64_t out, int64_t depth) {
+    nn_segments s;
+    const int64_t tiles = nn_divide_up(out, NN_TILE) * nn_divide_up(depth, NN_TILE);
+    s.count = nn_least(NN_BUSY_TILES / tiles, squares / NN_SEGMENT);
+    s.count = nn_most(1, nn_least(s.count, squares * (out + depth) / (out * depth)));
+    s.size = nn_divide_up(nn_divide_up(squares, s.count), 4) * 4;
+    s.count = nn_divide_up(squares, s.size);
+    s.squares = s.count * s.size;
+    return s;
+}
+
+/* At least nn_segments.squares, of so many squares and of all fewer. */
+static int64_t nn_cuda_padded(int64_t squares) {
+    return squares + squares / (NN_SEGMENT / 4) + 4;
+}
+
+static nn_parts nn_cuda_segment_parts(const nn_window *w, int64_t out) {
+    const int64_t most = nn_cuda_conv2d_limit(w, out) / (2 * (nn_window_depth(w) + out)) - 4;
+    return nn_parts_of(w, nn_most(0, most - most / (NN_SEGMENT / 4)));
+}
+
+static int64_t nn_cuda_weight_floats(const nn_window *w, int64_t out) {
+    const int64_t limit = nn_cuda_conv2d_limit(w, out);
+    const int64_t product = out * nn_window_depth(w);
+    const int64_t square = 2 * (nn_window_depth(w) + out);
+    if (nn_cuda_sums_images(w, out)) {
+        return nn_least(w->images * product, nn_most(limit, product));
+    }
+    return nn_least(square * nn_cuda_padded(w->images * nn_window_places(w)),
+                    nn_most(limit, square * nn_cuda_padded(w->out_width)));
+}
+
+/* dweight, image by image. */
+static int nn_cuda_weight_of_images(const ms_call *call, nn_target dweight, const float *dy,
+                                    const float *x, int64_t out, const nn_window *w, float *work) {
+    const int64_t most = nn_cuda_conv2d_limit(w, out) / (out * w->channels);
+    const nn_parts parts = nn_parts_of(w, nn_most(1, most) * nn_window_places(w));
+    int result = 0;
+    for (int64_t i = 0; i < parts.count && result == 0; i++) {
+        const nn_part part = nn_part_at(&parts, i, w);
+        result =
+            nn_cuda_sum_of_products(call, nn_target_of(dweight.data, i == 0 ? dweight.beta : 1.0f),
+                                    nn_part_squares(dy, out, &part, w),
+                                    ms_transpose(nn_part_squares(x, w->channels, &part, w)), work);
+    }
+    return result;
+}
+
+/* The part's squares of x, side by side (depth, squares), cut into segments. */
+static int nn_cuda_segments(const ms_call *call, ms_matrix *m, float *work, const float *x,
+                            const nn_part *part, const nn_window *w, nn_segments s) {
+    nn_columns n = nn_columns_in(work, x, part, w);
+    n.squares = s.squares;
+    n.row_step = s.squares;
+    n.image_step = nn_part_places(part, w);
+    *m = nn_matrix(work, nn_window_depth(w), s.size, s.squares);
+    m->count = s.count;
+    m->step = s.size;
+    return nn_cuda_columns(call, n);
+}
+
+/* dweight, segment by segment. The squares of dy are columns too, of a kernel of one. */
+static int nn_cuda_weight_of_segments(const ms_call *call, nn_target dweight, const float *dy,
+                                      const float *x, int64_t out, const nn_window *w,
+                                      float *work) {
+    const nn_parts parts = nn_cuda_segment_parts(w, out);
+    const int64_t depth = nn_window_depth(w);
+    const nn_window slopes =
+        nn_window_of(ms_shape4(w->images, out, w->out_height, w->out_width), 1, 1, 0);
+    int result = 0;
+    for (int64_t i = 0; i < parts.count && result == 0; i++) {
+        const nn_part part = nn_part_at(&parts, i, w);
+        const nn_segments s = nn_segments_of(part.images * nn_part_places(&part, w), out, depth);
+        float *own = work + depth * s.squares;
+        ms_matrix a;
+        ms_matrix b;
+        result = nn_first(nn_cuda_segments(call, &b, work, x, &part, w, s),
+                          nn_cuda_segments(call, &a, own, dy, &part, &slopes, s));
+        if (result == 0) {
+            result = nn_cuda_sum_of_products(
+                call, nn_target_of(dweight.data, i == 0 ? dweight.beta : 1.0f), a, ms_transpose(b),
+                own + out * s.squares);
+        }
+    }
+    return result;
+}
+
+static int64_t nn_cuda_conv2d_floats(const nn_window *w, int64_t out, bool backward) {
+    const int64_t columns = nn_cuda_columns_floats(w, out);
+    const nn_planes slopes = {w->images, out, nn_window_places(w)};
+    return backward ? nn_most(nn_cuda_channel_floats(slopes),
+                              nn_most(columns, nn_cuda_weight_floats(w, out)))
+                    : columns;
+}
+
+/* All images are read before the gradient of one is written, so dx may be x. */
+static int nn_cuda_conv2d_backward(const ms_call *call, nn_target dx, nn_target dweight,
+                                   nn_target dbias, const float *dy, const float *x,
+                                   const float *weight, int64_t out, const nn_window *w,
+                                   float *work) {
+    const nn_planes slopes = {w->images, out, nn_window_places(w)};
+    int result = nn_cuda_channel_bias(call, dbias, dy, slopes, work);
+    if (result == 0 && dweight.data != NULL) {
+        result = nn_cuda_sums_images(w, out)
+                     ? nn_cuda_weight_of_images(call, dweight, dy, x, out, w, work)
+                     : nn_cuda_weight_of_segments(call, dweight, dy, x, out, w, work);
+    }
+    if (result == 0 && dx.data != NULL) {
+        result = nn_cuda_conv2d_images(call, dx, dy, weight, out, w, work);
+    }
+    return result;
+}
+
 const nn_device *nn_cuda(void) {
     static const nn_device cuda = {
         "cuda",
@@ -5221,18 +6319,18 @@ const nn_device *nn_cuda(void) {
         nn_cuda_attention_floats,
         nn_cuda_cross_entropy,
         nn_cuda_cross_entropy_backward,
-        NULL, // nn_cuda_relu and what follows: images
-        NULL,
-        NULL,
-        NULL,
-        NULL,
-        NULL,
-        NULL,
-        NULL,
-        NULL,
-        NULL,
-        NULL,
-        NULL,
+        nn_cuda_relu,
+        nn_cuda_relu_backward,
+        nn_cuda_conv2d,
+        nn_cuda_conv2d_backward,
+        nn_cuda_conv2d_floats,
+        nn_cuda_max_pool,
+        nn_cuda_max_pool_backward,
+        nn_cuda_batch_norm,
+        nn_cuda_batch_norm_backward,
+        nn_cuda_channel_floats,
+        nn_cuda_average,
+        nn_cuda_average_backward,
     };
     return &cuda;
 }
