@@ -77,12 +77,22 @@ bool protect(char *at, size_t size, int protection) {
     return !size || mprotect(at, size, protection) == 0;
 }
 
-void protect_allocations(region &r, bool only_mapped) {
-    for (std::map<size_t, allocation>::iterator i = r.allocations.begin(); i != r.allocations.end();
-         ++i) {
+/* Only what lives, for the kernel walks through all pages of a range that ever were. */
+void protect_allocations(const region &r, int protection, bool only_mapped) {
+    for (std::map<size_t, allocation>::const_iterator i = r.allocations.begin();
+         i != r.allocations.end(); ++i) {
         if (!only_mapped || i->second.is_mapped) {
-            protect(r.base + i->second.first, i->second.pages, PROT_READ | PROT_WRITE);
+            protect(r.base + i->second.first, i->second.pages, protection);
         }
+    }
+}
+
+/* Host memory has no guard pages, and is opened and closed in one go. */
+void protect_host(int protection) {
+    const region &r = regions[MEMORY_HOST];
+    if (!r.allocations.empty()) {
+        const size_t first = r.allocations.begin()->second.first;
+        protect(r.base + first, r.used - first, protection);
     }
 }
 
@@ -220,12 +230,21 @@ void check(memory_kind kind, const allocation &a) {
     }
 }
 
-void fill(region &r, const allocation &a) {
-    memset(r.open + a.first, canary, a.address - a.first);
-    for (size_t i = 0; i < a.size; i += sizeof(rubbish)) {
-        memcpy(r.open + a.address + i, &rubbish, a.size - i < 4 ? a.size - i : 4);
+/* Each copy doubles what is there. */
+void fill_rubbish(char *at, size_t size) {
+    const size_t first = size < sizeof(rubbish) ? size : sizeof(rubbish);
+    memcpy(at, &rubbish, first);
+    for (size_t n = first; n < size;) {
+        const size_t more = n < size - n ? n : size - n, piece = more < 16384 ? more : 16384;
+        memcpy(at + n, at, piece);
+        n += piece;
     }
+}
+
+void fill(const region &r, const allocation &a) {
     const size_t end = a.address + a.size;
+    memset(r.open + a.first, canary, a.address - a.first);
+    fill_rubbish(r.open + a.address, a.size);
     memset(r.open + end, canary, a.first + a.pages - end);
 }
 
@@ -238,7 +257,8 @@ void give_back(region &r, const allocation &a) {
 } // namespace
 
 void memory_set_mode(bool is_kernel) {
-    region &device = regions[MEMORY_DEVICE];
+    const int open = PROT_READ | PROT_WRITE;
+    const region &device = regions[MEMORY_DEVICE], &pinned = regions[MEMORY_PINNED];
     if (is_kernel == static_cast<bool>(is_kernel_mode)) {
         return;
     }
@@ -246,17 +266,17 @@ void memory_set_mode(bool is_kernel) {
         install_handler();
         kernel_thread = pthread_self();
         is_kernel_mode = 1;
-        protect(regions[MEMORY_PINNED].base, regions[MEMORY_PINNED].used, PROT_NONE);
-        protect(regions[MEMORY_HOST].base, regions[MEMORY_HOST].used, PROT_NONE);
-        protect_allocations(regions[MEMORY_PINNED], true);
-        protect_allocations(device, false);
+        protect_allocations(pinned, PROT_NONE, false);
+        protect_allocations(pinned, open, true);
+        protect_host(PROT_NONE);
+        protect_allocations(device, open, false);
         return;
     }
     if (!is_device_open) {
-        protect(device.base, device.used, PROT_NONE);
+        protect_allocations(device, PROT_NONE, false);
     }
-    protect_allocations(regions[MEMORY_PINNED], false);
-    protect(regions[MEMORY_HOST].base, regions[MEMORY_HOST].used, PROT_READ | PROT_WRITE);
+    protect_allocations(pinned, open, false);
+    protect_host(open);
     is_kernel_mode = 0;
 }
 
@@ -265,11 +285,8 @@ static void open_device(bool is_open) {
     if (is_kernel_mode) {
         return;
     }
-    if (is_open) {
-        protect_allocations(regions[MEMORY_DEVICE], false);
-    } else {
-        protect(regions[MEMORY_DEVICE].base, regions[MEMORY_DEVICE].used, PROT_NONE);
-    }
+    protect_allocations(regions[MEMORY_DEVICE], is_open ? PROT_READ | PROT_WRITE : PROT_NONE,
+                        false);
 }
 
 void memory_reset(uint64_t seed) {
