@@ -68,6 +68,7 @@ typedef struct v_state {
 
 typedef enum v_kind {
     V_COPY,
+    V_TELL,
     V_FILL_BYTES,
     V_FILL_F32,
     V_ADD_F32,
@@ -78,6 +79,8 @@ typedef enum v_kind {
     V_UPDATE,
     V_GEMM
 } v_kind;
+
+enum { V_TOLD_BYTES = 256 }; // that one operation carries
 
 typedef struct v_work {
     v_kind kind;
@@ -94,6 +97,7 @@ typedef struct v_work {
     ms_update_args update;
     float alpha, beta;
     ms_matrix a, b, c;
+    uint8_t told[V_TOLD_BYTES];
 } v_work;
 
 static inline v_work v_begin(v_kind kind, void *target, const void *source, uint64_t count) {
@@ -111,6 +115,8 @@ static inline int v_compute(const ms_backend *cpu, const v_work *w) {
     switch (w->kind) {
     case V_COPY:
         return cpu->copy(user, w->target, w->source, w->count);
+    case V_TELL:
+        return cpu->copy(user, w->target, w->told, w->count);
     case V_FILL_BYTES:
         return cpu->fill_bytes(user, w->target, w->byte, w->count);
     case V_FILL_F32:
@@ -172,6 +178,18 @@ static inline int v_copy_in(void *state, void *device, const void *host, uint64_
 static inline int v_copy_out(void *state, void *host, const void *device, uint64_t bytes) {
     const v_work w = v_begin(V_COPY, host, device, bytes);
     return v_put((v_state *)state, MS_STREAM_TO_HOST, &w);
+}
+
+static inline int v_tell(void *state, void *device, const void *host, uint64_t bytes) {
+    int error = 0;
+    for (uint64_t done = 0; done < bytes && error == 0; done += V_TOLD_BYTES) {
+        const uint64_t rest = bytes - done;
+        v_work w = v_begin(V_TELL, (uint8_t *)device + done, NULL,
+                           rest < V_TOLD_BYTES ? rest : (uint64_t)V_TOLD_BYTES);
+        memcpy(w.told, (const uint8_t *)host + done, (size_t)w.count);
+        error = v_put((v_state *)state, MS_STREAM_COMPUTE, &w);
+    }
+    return error;
 }
 
 static inline int v_copy(void *state, void *device, const void *source, uint64_t bytes) {
@@ -477,6 +495,7 @@ static inline ms_backend v_backend(v_device *d) {
     b.prepare = v_prepare;
     b.copy_in = v_copy_in;
     b.copy_out = v_copy_out;
+    b.tell = v_tell;
     b.copy = v_copy;
     b.fill_bytes = v_fill_bytes;
     b.fill_f32 = v_fill_f32;
