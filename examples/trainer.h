@@ -234,7 +234,10 @@ static void draw_window(trainer *t, int64_t count) {
 
 /* Registers the model with memscale.h. A dry one plans without allocating. */
 static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
-    ms_config config = {0};
+    ms_config config;
+    ms_optimizer_desc adamw;
+    memset(&config, 0, sizeof config);
+    memset(&adamw, 0, sizeof adamw);
     config.backend = t->device.backend;
     config.memory_budget_bytes = budget_bytes;
     config.dry_run = dry;
@@ -254,7 +257,6 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     if (!t->options.random) {
         ms_set_eval_output(t->model, t->built.logits);
     }
-    ms_optimizer_desc adamw = {0};
     adamw.beta2 = t->kind->beta2;
     adamw.weight_decay = 0.1f;
     ms_set_optimizer(t->model, &adamw);
@@ -274,6 +276,10 @@ static int print_machine(trainer *t) {
         return fail("%s", ms_last_error(t->model));
     }
     t->free_bytes = h.free_bytes;
+    if (h.name[0] == 0) {
+        printf("machine   no such device here; a dry run is all that it can do\n");
+        return 0;
+    }
     printf("machine   %s, %u processors, %.1f GiB, %.1f GiB free\n", h.name, h.processor_count,
            mebibytes(h.total_bytes) / 1024.0, mebibytes(h.free_bytes) / 1024.0);
     if (h.compute_major > 0) {
