@@ -90,13 +90,14 @@
     STREAMS. On a CUDA device, all that a step does is enqueued on one stream, the model's own or
     ms_config.stream; two more carry the copies to and from the host, ordered by events. Callbacks
     enqueue on ms_call.stream and wait for nothing; the model's device must be the current one, as
-    for any launch. Nothing in the library waits for the whole device. ms_step waits for its loss,
-    while backward still runs, or for nothing where none is asked for; the device itself sees to it
-    that a step whose loss is not finite updates nothing, nor any step behind it. ms_write stages
-    inputs in pinned memory. With ms_config.cuda_graph the second step of each plan is recorded, and
+    for any launch. No step waits for the whole device (ms_wrap, ms_detach and ms_destroy do).
+    ms_step waits for its loss, while backward still runs, or for nothing where none is asked for;
+    the device itself sees to it that a step whose loss is not finite updates nothing, nor any step
+    behind it. ms_write stages inputs in pinned memory, and waits until the last write of the same
+    input has left that. With ms_config.cuda_graph the second step of each plan is recorded, and
     replayed from then on: callbacks are not called any more, so that everything in their ms_call
     stands still but *step_seed. The learning rate may change; after ms_borrow, ms_set_loss_factor,
-    or in a shared arena that grew, a new recording is made.
+    ms_write to a tensor on the host, or in a shared arena that grew, a new recording is made.
 
     ERRORS. Every fallible function returns an ms_result. A failing step leaves params and optimizer
     state as they were after the last completed update (buffers that a forward has changed as its
@@ -106,10 +107,10 @@
     not.
 
     ALLOCATOR. All host memory comes from ms_config.allocator, device memory and pinned memory from
-    ms_config.backend.
-    Nothing is allocated in a step, and no device memory behind ms_wrap. Host memory is, in three
-    cases: ms_reshape makes a plan for sizes that it meets first; ms_smallest_budget makes one and
-    frees it; the C library has a file buffer while the CPU backend reads /proc for its hardware
+    ms_config.backend. Nothing is allocated in a step, and no device memory behind ms_wrap, but for
+    what CUDA itself takes when a kernel is launched first, and for a recording. Host memory is, in
+    three cases: ms_reshape makes a plan for sizes that it meets first; ms_smallest_budget makes one
+    and frees it; the C library has a file buffer while the CPU backend reads /proc for its hardware
     report, and for a budget of 0.
 
     THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
@@ -268,9 +269,9 @@ typedef struct ms_view {
 typedef struct ms_matrix {
     void *data;
     int64_t rows, cols, stride;
-    int64_t count, step; // 0: one matrix
     ms_dtype dtype;
     bool transposed;
+    int64_t count, step; // 0: one matrix
 } ms_matrix;
 
 typedef enum ms_phase {
@@ -442,10 +443,11 @@ typedef struct ms_backend {
     uint32_t size; // sizeof(ms_backend); 0: the CPU backend
     const char *name;
     void *user;
-    bool device_is_host;  // host code may read and write device memory
+    bool device_is_host;  // host code may read and write device memory, and the other way round
     bool is_asynchronous; // functions enqueue and return; then all from synchronize on are there
     uint64_t workspace_bytes; // device memory of its own that the backend is to have in each arena
 
+    /* Aligned to 64 bytes; to 256, where there is a workspace. */
     int (*memory_alloc)(void *user, const ms_allocator *host, uint64_t bytes, void **device);
     void (*memory_release)(void *user, const ms_allocator *host, void *device, uint64_t bytes);
     /* Host memory that copies can run from and to by themselves. Optional: the allocator's. */
@@ -469,12 +471,12 @@ typedef struct ms_backend {
     int (*add_f32)(void *state, void *device, const void *source, uint64_t count); // +=
     int (*cast)(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
                 uint64_t count); // between F32, F16 and BF16, to the nearest, ties to even
-    /* step->loss = factor * sum of the losses; where that is not finite and the step not halted,
+    /* Unless the step is halted: step->loss = factor * sum of the losses; where that is not finite,
        halted = MS_HALT_LOSS and halted_step = step. */
     int (*loss)(void *state, const void *losses, uint64_t count, double factor,
                 ms_step_state *step);
-    /* Clipping: *sum += sum of squares; then norm = square root of *sum and *scale = min(1, limit /
-       norm), or, as above, MS_HALT_NORM. */
+    /* Clipping: *sum += sum of squares; then *scale = min(1, limit / square root of *sum), and as
+       above step->norm or MS_HALT_NORM. */
     int (*add_squares_f32)(void *state, const void *device, uint64_t count, double *sum);
     int (*clip_scale)(void *state, const double *sum, float limit, float *scale,
                       ms_step_state *step);
@@ -483,7 +485,7 @@ typedef struct ms_backend {
                 const ms_matrix *c); // shapes and dtypes are checked before; counts are filled in
 
     /* Of asynchronous backends. wait: what is enqueued on the stream from now on runs after the
-       last record of the event. */
+       last record of the event; without one there is nothing to wait for. */
     int (*synchronize)(void *state); // the host waits for all streams
     int (*record)(void *state, ms_stream_kind stream, uint32_t event);
     int (*wait)(void *state, ms_stream_kind stream, uint32_t event);
@@ -532,10 +534,13 @@ typedef struct ms_config {
     uint64_t seed;               // of ms_call.seed
     uint32_t accumulation_steps; // micro-batches to a step; 0: 1
     ms_arena *arena;             // memory shared with other models; NULL: its own
-    void *stream; // cudaStream_t of the trainer's that all work goes to; NULL: the model's own
-    bool tf32;    // F32 products of ms_gemm may round their inputs to TF32, where that is faster
+    /* cudaStream_t of the trainer's that all work goes to, as long as the model lives; for the
+       default stream cudaStreamLegacy. NULL: the model's own, which does not wait for that. */
+    void *stream;
+    bool tf32; // F32 products of ms_gemm may round their inputs to TF32, where that is faster
     /* From the third step on, ms_step replays a recording of the second: for callbacks that only
-       enqueue kernels, with arguments that are the same in every step. See STREAMS. */
+       enqueue kernels, with arguments that are the same in every step. The loss is then waited for
+       to the end of the step. See STREAMS. */
     bool cuda_graph;
 } ms_config;
 
@@ -793,8 +798,8 @@ MEMSCALE_API void ms_arena_destroy(ms_arena *arena);
 MEMSCALE_API uint64_t ms_arena_bytes(const ms_arena *arena);
 
 /* Makes a model. config may be NULL (all defaults) and is copied. On error *model is NULL.
-   Errors: INVALID (a field out of range, half an allocator; config->log is told which),
-   OUT_OF_MEMORY. */
+   Errors: INVALID (a field out of range, half an allocator), BACKEND (no such device) - config->log
+   is told which -, OUT_OF_MEMORY. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_create(const ms_config *config, ms_model **model);
 
 /* Frees everything; NULL is fine. Not from a callback. */
@@ -845,7 +850,8 @@ MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
    never filled or moved (what was written before is forgotten), and must live as long as the model;
    device memory, or host memory for a tensor on the host. A borrowed gradient is never zeroed
    either: every step adds to what it holds, one that fails too. Along axes there must be room for
-   their largest sizes. After ms_wrap another address may be given for what is borrowed already.
+   their largest sizes. After ms_wrap another address may be given for what is borrowed already;
+   steps that still run use the old one.
    Errors, which stick before ms_wrap: INVALID, ORDER (not borrowed when wrapped; in a callback;
    between ms_backward and ms_update). */
 MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory);
@@ -904,8 +910,9 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_smallest_budget(ms_model *model, ui
 
 /* Decides, lowers, lays out and allocates. May be called again, between steps or micro-batches,
    after ms_set_budget or ms_set_frozen: every value that lives between steps is kept, and so are
-   the micro-batches that are done, unless a param learns that did not before. A failing call leaves
-   the model as it was.
+   the micro-batches that are done, unless a param learns that did not before. The old arena and the
+   new one exist side by side for a moment, and the device is waited for. A failing call leaves the
+   model as it was.
    Errors: the first registration error; INVALID; BUDGET (the text has the smallest budget that
    would do); OUT_OF_MEMORY; BACKEND; NONFINITE, of steps without a loss before it, and no more of
    that the next time. */
@@ -941,7 +948,8 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_write(ms_model *model, ms_tensor te
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_read(ms_model *model, ms_tensor tensor, void *data);
 
 /* The address of a value in device memory (host memory for a tensor on the host), or NULL where
-   ms_read would fail: to fill an input in place, or to use params elsewhere. Valid until the next
+   ms_read would fail: to fill an input in place, or to use params elsewhere, by work that is
+   enqueued on ms_stream, or behind ms_synchronize. Valid until the next
    ms_wrap or ms_detach for what lives between steps, until the next step for the rest. */
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
@@ -8063,7 +8071,8 @@ static bool msi_arena_fits(const ms_config *c) {
 
 /* What is wrong with a config, its defaults filled in, or NULL. */
 static const char *msi_config_fault(const ms_config *c) {
-    return c->cuda_graph && !c->backend.graph_begin ? "cuda_graph: this backend has no graphs"
+    return c->cuda_graph && (!c->backend.graph_begin || !c->backend.is_asynchronous)
+               ? "cuda_graph: this backend has no graphs"
            : c->cuda_graph && c->debug     ? "cuda_graph: debug mode runs callbacks several times"
            : !msi_is_complete(&c->backend) ? "backend: its size is not sizeof(ms_backend), or a "
                                              "function is missing"
@@ -8159,7 +8168,8 @@ MEMSCALE_API void ms_destroy(ms_model *model) {
 
 MEMSCALE_API const char *ms_last_error(const ms_model *model) {
     return model ? model->error
-                 : "there is no model: ms_create had no memory, or its config is out of range";
+                 : "there is no model: ms_create had no memory, its config is out of range, or its "
+                   "backend could not be opened; config.log is told which";
 }
 
 MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) {
@@ -8671,6 +8681,7 @@ static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor 
    read by what is. */
 static ms_result msi_write(ms_model *m, const msi_slot *slot, const void *data, uint64_t bytes) {
     ms_result result = MS_RESULT_OK;
+    m->frozen += slot->on_host; // a callback may have read it for a recording
     if (slot->event == MSI_NONE) {
         result = slot->on_host ? msi_synchronize(m) : MS_RESULT_OK;
         return result == MS_RESULT_OK ? msi_copy(m, slot->address, slot->on_host, data, true, bytes)
@@ -9108,7 +9119,7 @@ MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program progra
 
 enum {
     MSI_CUDA_THREADS = 256,
-    MSI_CUDA_PARTS = 1024, // partial sums of a sum of squares
+    MSI_CUDA_PARTS = 1024, // partial sums of a sum
     MSI_CUDA_PARTS_BYTES = MSI_CUDA_PARTS * 8
 };
 
@@ -9319,19 +9330,18 @@ static __device__ __forceinline__ double msi_cuda_square(float x) {
     return (double)x * (double)x;
 }
 
-/* parts[block] = sum of squares of every gridDim-th stretch of x. */
+/* parts[block] = sum of every gridDim-th stretch of x, or of its squares. */
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_squares(const float *x, msi_cuda_range r, double *parts) {
+    msi_k_sum(const float *x, msi_cuda_range r, bool squares, double *parts) {
     __shared__ double shared[MSI_CUDA_THREADS];
     double sum = 0.0;
     for (uint64_t i = msi_cuda_index(); i < r.threads; i += (uint64_t)gridDim.x * blockDim.x) {
-        if (i < r.groups) {
-            const float4 a = ((const float4 *)x)[i];
-            sum += (msi_cuda_square(a.x) + msi_cuda_square(a.y)) +
-                   (msi_cuda_square(a.z) + msi_cuda_square(a.w));
-        } else {
-            sum += msi_cuda_square(x[i + 3 * r.groups]);
-        }
+        const uint64_t k = i + 3 * r.groups;
+        const float4 a =
+            i < r.groups ? ((const float4 *)x)[i] : make_float4(x[k], 0.0f, 0.0f, 0.0f);
+        sum += squares ? (msi_cuda_square(a.x) + msi_cuda_square(a.y)) +
+                             (msi_cuda_square(a.z) + msi_cuda_square(a.w))
+                       : ((double)a.x + (double)a.y) + ((double)a.z + (double)a.w);
     }
     sum = msi_cuda_block_sum(shared, sum);
     if (threadIdx.x == 0) {
@@ -9339,29 +9349,31 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
 }
 
-static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_add_parts(double *sum, const double *parts, uint32_t count) {
-    __shared__ double shared[MSI_CUDA_THREADS];
+/* The sum of the parts, for thread 0. */
+static __device__ __forceinline__ double msi_cuda_parts_sum(double *shared, const double *parts,
+                                                            uint32_t count) {
     double mine = 0.0;
     for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
         mine += parts[i];
     }
-    mine = msi_cuda_block_sum(shared, mine);
+    return msi_cuda_block_sum(shared, mine);
+}
+
+static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
+    msi_k_add_parts(double *sum, const double *parts, uint32_t count) {
+    __shared__ double shared[MSI_CUDA_THREADS];
+    const double all = msi_cuda_parts_sum(shared, parts, count);
     if (threadIdx.x == 0) {
-        *sum += mine;
+        *sum += all;
     }
 }
 
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_loss(const float *losses, uint64_t count, double factor, ms_step_state *step) {
+    msi_k_loss(const double *parts, uint32_t count, double factor, ms_step_state *step) {
     __shared__ double shared[MSI_CUDA_THREADS];
-    double mine = 0.0;
-    for (uint64_t i = threadIdx.x; i < count; i += blockDim.x) {
-        mine += (double)losses[i];
-    }
-    mine = msi_cuda_block_sum(shared, mine);
+    const double all = msi_cuda_parts_sum(shared, parts, count);
     if (threadIdx.x == 0) {
-        msi_judge_loss(step, factor * mine);
+        msi_judge_loss(step, factor * all);
     }
 }
 
@@ -9728,21 +9740,28 @@ static int msi_cuda_cast(void *state, void *target, ms_dtype to, const void *sou
                            to, source, from, r);
 }
 
+/* The partial sums of an array, or of its squares, to c->parts; *parts: how many. */
+static int msi_cuda_sum(const msi_cuda *c, const void *device, uint64_t count, bool squares,
+                        uint32_t *parts) {
+    const msi_cuda_range r = msi_cuda_range_of(count, 4, (uintptr_t)device);
+    const uint64_t blocks = msi_cuda_blocks(r.threads);
+    *parts = (uint32_t)(blocks < (uint64_t)MSI_CUDA_PARTS ? blocks : (uint64_t)MSI_CUDA_PARTS);
+    return msi_cuda_launch(c, *parts, msi_k_sum, (const float *)device, r, squares, c->parts);
+}
+
 static int msi_cuda_loss(void *state, const void *losses, uint64_t count, double factor,
                          ms_step_state *step) {
-    return msi_cuda_launch((const msi_cuda *)state, 1, msi_k_loss, (const float *)losses, count,
-                           factor, step);
+    const msi_cuda *c = (const msi_cuda *)state;
+    uint32_t parts;
+    const int error = msi_cuda_sum(c, losses, count, false, &parts);
+    return error ? error : msi_cuda_launch(c, 1, msi_k_loss, c->parts, parts, factor, step);
 }
 
 static int msi_cuda_add_squares_f32(void *state, const void *device, uint64_t count, double *sum) {
     const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_range r = msi_cuda_range_of(count, 4, (uintptr_t)device);
-    const uint64_t blocks = msi_cuda_blocks(r.threads);
-    const uint64_t parts = blocks < (uint64_t)MSI_CUDA_PARTS ? blocks : (uint64_t)MSI_CUDA_PARTS;
-    const int error = msi_cuda_launch(c, parts, msi_k_squares, (const float *)device, r, c->parts);
-    return error ? error
-                 : msi_cuda_launch(c, 1, msi_k_add_parts, sum, (const double *)c->parts,
-                                   (uint32_t)parts);
+    uint32_t parts;
+    const int error = msi_cuda_sum(c, device, count, true, &parts);
+    return error ? error : msi_cuda_launch(c, 1, msi_k_add_parts, sum, c->parts, parts);
 }
 
 static int msi_cuda_clip_scale(void *state, const double *sum, float limit, float *scale,
