@@ -136,8 +136,10 @@ struct block_state {
     const void *closure;
     unsigned threads, started, at_barrier, at_warp, returned;
     bool ready_first, has_waited;
-    unsigned short order[block_limit]; /* in which threads start */
-    fiber *ready[block_limit];         /* released, a ring */
+    uint64_t launch_number, number;
+    uint16_t barriers, warp_barriers[block_limit / 32]; /* so far */
+    unsigned short order[block_limit];                  /* in which threads start */
+    fiber *ready[block_limit];                          /* released, a ring */
     unsigned ready_first_index, ready_count;
     thread_state thread[block_limit];
 };
@@ -352,6 +354,7 @@ void shuffle_order() {
 }
 
 void release_barrier() {
+    b.barriers++;
     shuffle_order();
     b.at_barrier = 0;
     for (unsigned i = 0; i < b.threads; i++) {
@@ -412,6 +415,8 @@ uint64_t shuffled(unsigned warp, unsigned lane, const thread_state &me) {
 }
 
 void finish_warp(unsigned warp, const thread_state &me) {
+    b.warp_barriers[warp] =
+        static_cast<uint16_t>(b.warp_barriers[warp] + (me.kind == EMULATION_SYNCWARP));
     uint64_t results[32];
     const thread_state all_of = me;
     const unsigned lanes = draw_below(32);
@@ -492,11 +497,14 @@ void die_stuck() {
 
 /* ---- blocks ---- */
 
+size_t shared_size() {
+    return __start_emulation_shared
+               ? static_cast<size_t>(__stop_emulation_shared - __start_emulation_shared)
+               : 0;
+}
+
 void fill_shared() {
-    const size_t size =
-        __start_emulation_shared
-            ? static_cast<size_t>(__stop_emulation_shared - __start_emulation_shared)
-            : 0;
+    const size_t size = shared_size();
     for (size_t i = 0; i + 4 <= size; i += 4) {
         memcpy(__start_emulation_shared + i, &rubbish, 4);
     }
@@ -600,6 +608,7 @@ uint64_t emulation_warp(emulation_warp_kind kind, unsigned mask, uint64_t value,
 
 void fibers_run(const kernel_launch *launch, const void *closure) {
     b.launch = launch;
+    b.launch_number++;
     b.closure = closure;
     gridDim = launch->grid;
     blockDim = launch->block;
@@ -614,6 +623,7 @@ void fibers_run(const kernel_launch *launch, const void *closure) {
         blockIdx.x = static_cast<unsigned>(i % gridDim.x);
         blockIdx.y = static_cast<unsigned>(i / gridDim.x % gridDim.y);
         blockIdx.z = static_cast<unsigned>(i / plane);
+        b.number = i;
         if (k % 4 == 0) {
             shuffle_order();
         }
@@ -621,6 +631,21 @@ void fibers_run(const kernel_launch *launch, const void *closure) {
         i = i >= n - stride ? i - (n - stride) : i + stride;
     }
     current = nullptr;
+}
+
+bool fibers_place(kernel_place *place) {
+    if (!fibers_is_inside()) {
+        return false;
+    }
+    const unsigned thread = current->thread;
+    place->launch = b.launch_number;
+    place->block = b.number;
+    place->thread = static_cast<uint16_t>(thread);
+    place->barriers = b.barriers;
+    place->warp_barriers = b.warp_barriers[thread / 32];
+    place->shared = __start_emulation_shared;
+    place->shared_size = shared_size();
+    return true;
 }
 
 bool fibers_is_inside() {
@@ -660,7 +685,7 @@ static int find_base(struct dl_phdr_info *info, size_t, void *base) {
 static std::string read_file(const char *path) {
     std::string s;
     FILE *const f = fopen(path, "rb");
-    char buffer[65536];
+    static char buffer[65536]; /* the stack may be a small one */
     for (size_t n = 0; f && (n = fread(buffer, 1, sizeof(buffer), f)) > 0;) {
         s.append(buffer, n);
     }

@@ -22,6 +22,7 @@ memory_kind memory_where(const void *pointer);
 bool memory_holds(memory_kind kind, const void *pointer, size_t size);
 /* The same bytes at an address that is always open; addresses that are not ours stay as they are. */
 char *memory_open(const void *pointer);
+const char *memory_base(memory_kind kind, size_t *size); /* of the region */
 uint64_t memory_bytes(memory_kind kind);
 uint64_t memory_charged(void); /* of the device, in its granularity */
 uint64_t memory_charge(size_t size);
@@ -41,7 +42,17 @@ struct kernel_launch {
     dim3 grid, block;
 };
 
+/* Where the thread that runs stands. */
+struct kernel_place {
+    uint64_t launch, block; /* numbers: of the launch, of the block in its grid */
+    uint16_t thread, barriers, warp_barriers;
+    const char *shared;
+    size_t shared_size;
+};
+
 void fibers_reset(uint64_t seed);
+/* false: no kernel runs. */
+bool fibers_place(kernel_place *place);
 /* Runs a grid, wholly. */
 void fibers_run(const kernel_launch *launch, const void *closure);
 bool fibers_is_inside();

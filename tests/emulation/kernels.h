@@ -93,50 +93,70 @@ static inline T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 3
 
 /* ---- atomics: nothing else runs meanwhile ---- */
 
-template <typename T> static inline T emulation_exchange(T *at, T value) {
+#if defined(__SANITIZE_THREAD__)
+#define EMULATION_RACES 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define EMULATION_RACES 1
+#endif
+#endif
+
+/* With races.cpp the compiler tells of each access; those of atomics are told of here. */
+void emulation_race_atomic(const void *at, size_t size);
+void emulation_race_fence(void);
+#ifdef EMULATION_RACES
+#define EMULATION_ATOMIC static __attribute__((noinline, unused, no_sanitize("thread")))
+#else
+#define EMULATION_ATOMIC                static inline
+#define emulation_race_atomic(at, size) ((void)0)
+#define emulation_race_fence()          ((void)0)
+#endif
+
+template <typename T> EMULATION_ATOMIC T emulation_exchange(T *at, T value) {
+    emulation_race_atomic(at, sizeof(T));
     const T old = *at;
     *at = value;
     return old;
 }
 
-static inline int atomicAdd(int *at, int value) {
+EMULATION_ATOMIC int atomicAdd(int *at, int value) {
     return emulation_exchange(
         at, static_cast<int>(static_cast<unsigned>(*at) + static_cast<unsigned>(value)));
 }
 
-static inline unsigned atomicAdd(unsigned *at, unsigned value) {
+EMULATION_ATOMIC unsigned atomicAdd(unsigned *at, unsigned value) {
     return emulation_exchange(at, *at + value);
 }
 
-static inline unsigned long long atomicAdd(unsigned long long *at, unsigned long long value) {
+EMULATION_ATOMIC unsigned long long atomicAdd(unsigned long long *at, unsigned long long value) {
     return emulation_exchange(at, *at + value);
 }
 
-static inline float atomicAdd(float *at, float value) {
+EMULATION_ATOMIC float atomicAdd(float *at, float value) {
     return emulation_exchange(at, *at + value);
 }
 
-static inline double atomicAdd(double *at, double value) {
+EMULATION_ATOMIC double atomicAdd(double *at, double value) {
     return emulation_exchange(at, *at + value);
 }
 
 #define EMULATION_ATOMICS(type)                                                                    \
-    static inline type atomicMax(type *at, type value) {                                           \
+    EMULATION_ATOMIC type atomicMax(type *at, type value) {                                        \
         return emulation_exchange(at, *at > value ? *at : value);                                  \
     }                                                                                              \
-    static inline type atomicMin(type *at, type value) {                                           \
+    EMULATION_ATOMIC type atomicMin(type *at, type value) {                                        \
         return emulation_exchange(at, *at < value ? *at : value);                                  \
     }                                                                                              \
-    static inline type atomicOr(type *at, type value) {                                            \
+    EMULATION_ATOMIC type atomicOr(type *at, type value) {                                         \
         return emulation_exchange(at, *at | value);                                                \
     }                                                                                              \
-    static inline type atomicAnd(type *at, type value) {                                           \
+    EMULATION_ATOMIC type atomicAnd(type *at, type value) {                                        \
         return emulation_exchange(at, *at & value);                                                \
     }                                                                                              \
-    static inline type atomicExch(type *at, type value) {                                          \
+    EMULATION_ATOMIC type atomicExch(type *at, type value) {                                       \
         return emulation_exchange(at, value);                                                      \
     }                                                                                              \
-    static inline type atomicCAS(type *at, type compare, type value) {                             \
+    EMULATION_ATOMIC type atomicCAS(type *at, type compare, type value) {                          \
         return emulation_exchange(at, *at == compare ? value : *at);                               \
     }
 
@@ -144,11 +164,12 @@ EMULATION_ATOMICS(int)
 EMULATION_ATOMICS(unsigned)
 EMULATION_ATOMICS(unsigned long long)
 
-static inline float atomicExch(float *at, float value) {
+EMULATION_ATOMIC float atomicExch(float *at, float value) {
     return emulation_exchange(at, value);
 }
 
 static inline void __threadfence(void) {
+    emulation_race_fence();
 }
 
 static inline void __threadfence_block(void) {

@@ -387,6 +387,11 @@ char *memory_open(const void *pointer) {
     return static_cast<char *>(const_cast<void *>(pointer));
 }
 
+const char *memory_base(memory_kind kind, size_t *size) {
+    *size = regions[kind].reserved;
+    return regions[kind].base;
+}
+
 uint64_t memory_bytes(memory_kind kind) {
     return regions[kind].bytes;
 }
