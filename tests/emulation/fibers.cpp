@@ -135,7 +135,7 @@ struct block_state {
     const kernel_launch *launch;
     const void *closure;
     unsigned threads, started, at_barrier, at_warp, returned;
-    bool ready_first, has_waited;
+    bool ready_first, last_first, has_waited;
     uint64_t launch_number, number;
     uint16_t barriers, warp_barriers[block_limit / 32]; /* so far */
     unsigned short order[block_limit];                  /* in which threads start */
@@ -276,11 +276,16 @@ void make_ready(fiber *f) {
     b.ready[(b.ready_first_index + b.ready_count++) % block_limit] = f;
 }
 
+/* Mostly who came last: so a warp that has exchanged values runs on to the next barrier, ahead of
+ * the others. Else they advance side by side. */
 fiber *take_ready() {
-    fiber *const f = b.ready[b.ready_first_index];
-    b.ready_first_index = (b.ready_first_index + 1) % block_limit;
+    const unsigned first = b.ready_first_index;
     b.ready_count--;
-    return f;
+    if (b.last_first) {
+        return b.ready[(first + b.ready_count) % block_limit];
+    }
+    b.ready_first_index = (first + 1) % block_limit;
+    return b.ready[first];
 }
 
 /* What the block before left is forgotten only where it matters. */
@@ -514,6 +519,7 @@ void run_block() {
     b.started = b.returned = b.at_barrier = b.at_warp = 0;
     b.ready_first_index = b.ready_count = 0;
     b.ready_first = coin();
+    b.last_first = draw_below(8) > 0;
     if (b.has_waited) { /* without waiting, no thread sees what others left */
         fill_shared();
     }

@@ -369,6 +369,41 @@ static __global__ void k_rotate(int *x, int times, bool has_barrier) {
     x[threadIdx.x] = ring[threadIdx.x];
 }
 
+/* Sums over the block, twice; without the last barrier a warp overwrites what others still read,
+ * though all of them exchange values in between. */
+static __global__ void k_two_sums(int *x, bool has_barrier) {
+    __shared__ int parts[4];
+    int total = 0;
+    for (int round = 1; round <= 2; round++) {
+        int v = round;
+        for (int d = 16; d; d /= 2) {
+            v += __shfl_xor_sync(0xFFFFFFFFu, v, d);
+        }
+        if (threadIdx.x % 32 == 0) {
+            parts[threadIdx.x / 32] = v;
+        }
+        __syncthreads();
+        total = total * 1000 + parts[0] + parts[1] + parts[2] + parts[3];
+        if (has_barrier) {
+            __syncthreads();
+        }
+    }
+    x[threadIdx.x] = total;
+}
+
+static bool are_summed(bool has_barrier) {
+    int host[128], *const x = on_device<int>(128);
+    const cudaLaunchConfig_t c = grid(1, 128, nullptr);
+    ok(cudaLaunchKernelEx(&c, k_two_sums, x, has_barrier));
+    ok(cudaMemcpy(host, x, sizeof(host), cudaMemcpyDeviceToHost));
+    for (int i = 0; i < 128; i++) {
+        if (host[i] != 128256) {
+            return false;
+        }
+    }
+    return true;
+}
+
 static bool is_reversed(bool has_barrier) {
     float host[128], *const x = on_device<float>(128);
     for (int i = 0; i < 128; i++) {
@@ -404,16 +439,19 @@ static bool is_rotated(bool has_barrier) {
 }
 
 static void net_catches_a_missing_barrier(void **) {
-    int reversed = 0, rotated = 0;
+    int reversed = 0, rotated = 0, summed = 0;
     for (uint64_t seed = 1; seed <= 100; seed++) {
         emulation_reset(seed);
-        assert_true(is_reversed(true) && is_rotated(true));
+        assert_true(is_reversed(true) && is_rotated(true) && are_summed(true));
         reversed += !is_reversed(false);
         rotated += !is_rotated(false);
+        summed += !are_summed(false);
     }
-    print_message("missing __syncthreads: wrong for %d and %d of 100 seeds\n", reversed, rotated);
+    print_message("missing __syncthreads: wrong for %d, %d and %d of 100 seeds\n", reversed,
+                  rotated, summed);
     assert_int_equal(reversed, 100);
     assert_int_equal(rotated, 100);
+    assert_in_range(summed, 80, 100);
 }
 
 static __global__ void k_some_at_barrier(int how) {
