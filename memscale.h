@@ -781,7 +781,8 @@ MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis);
 MEMSCALE_API ms_backend ms_backend_cpu(void);
 
 /* The backend of a CUDA device, by its number. It stands where MEMSCALE_CUDA_IMPLEMENTATION does. A
-   device that is not there is the error of ms_create. */
+   device that is not there is the error of ms_create. Make the device the current one of the thread
+   before: callbacks launch there, and CUDA opens every device that is current for a moment. */
 MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device);
 
 /* Memory for the passing values of several models, of which one at a time trains: a generator and
@@ -914,8 +915,7 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_smallest_budget(ms_model *model, ui
    new one exist side by side for a moment, and the device is waited for. A failing call leaves the
    model as it was.
    Errors: the first registration error; INVALID; BUDGET (the text has the smallest budget that
-   would do); OUT_OF_MEMORY; BACKEND; NONFINITE, of steps without a loss before it, and no more of
-   that the next time. */
+   would do); OUT_OF_MEMORY; BACKEND. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_wrap(ms_model *model);
 
 /* Back to the plain plan, budget or not; values are kept. On error the model stays wrapped as it
@@ -968,8 +968,8 @@ MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
    it is one micro-batch, and every n-th call updates; the mean over all of them is minimised (with
    ms_set_loss_factor, the sum of all their rows times the factor). A failure gives up the micro-
    batches before it too: the step starts again. Stream: waits for the loss alone, and for the norm
-   where gradients are clipped; with NULL for nothing, and then it is the next function that waits
-   for a loss, or ms_synchronize, that returns NONFINITE.
+   where gradients are clipped; with NULL for nothing; a loss that is not finite is then
+   the error of the next ms_step, ms_forward, ms_eval or ms_synchronize that finds it.
    Errors: CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped), DRY_RUN. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_step(ms_model *model, double *loss);
 
@@ -1623,7 +1623,8 @@ struct ms_model {
     bool judged;           // there is a verdict on the device that nobody has asked for
     bool asked;            // one was copied out that nobody has looked at
     bool recording;        // a graph
-    uint64_t frozen;       // counts changes of what a graph has recorded
+    uint64_t epoch;        // another one whenever what a graph has recorded changes
+    ms_step_state left;    // of a step that was halted, which the trainer has not been told
     msi_stage stage;
     bool failed;
     ms_result sticky;
@@ -6007,31 +6008,39 @@ static ms_result msi_fail_nonfinite(ms_model *m, const char *what, uint64_t step
 
 /* Waits for the verdict that was asked for. A step that was halted has updated nothing, nor has any
    behind it: the count of steps goes back to it. */
+static ms_result msi_learn_verdict(ms_model *m) {
+    ms_result result = m->asked ? msi_wait_on_host(m, MSI_EVENT_VERDICT) : MS_RESULT_OK;
+    const ms_step_state verdict = *msi_verdict(m, false);
+    if (result == MS_RESULT_OK && m->asked && verdict.halted != (uint32_t)MS_HALT_NONE) {
+        result = msi_fill(m, m->store->step + MSI_STATE_BYTES, msi_is_direct(m), 0,
+                          offsetof(ms_step_state, step));
+        m->left = verdict;
+        m->step = verdict.halted_step;
+        m->updates_done = 0;
+        m->micro = 0;
+    }
+    m->asked = m->asked && result != MS_RESULT_OK;
+    return result;
+}
+
+/* Tells the trainer of a halt, once. */
+static ms_result msi_report_halt(ms_model *m) {
+    const ms_step_state left = m->left;
+    memset(&m->left, 0, sizeof m->left);
+    return left.halted == (uint32_t)MS_HALT_NONE ? MS_RESULT_OK
+           : left.halted == (uint32_t)MS_HALT_LOSS
+               ? msi_fail_nonfinite(m, "loss", left.halted_step, left.loss)
+               : msi_fail_nonfinite(m, "norm of the gradients", left.halted_step, left.norm);
+}
+
 static ms_result msi_heed_verdict(ms_model *m) {
-    if (!m->asked) {
-        return MS_RESULT_OK;
-    }
-    ms_result result = msi_wait_on_host(m, MSI_EVENT_VERDICT);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    m->asked = false;
-    const ms_step_state v = *msi_verdict(m, false), eval = *msi_verdict(m, true);
-    if (v.halted == (uint32_t)MS_HALT_NONE) {
-        return msi_is_eval(m) && eval.halted != (uint32_t)MS_HALT_NONE
-                   ? msi_fail_nonfinite(m, "loss", m->step, eval.loss)
-                   : MS_RESULT_OK;
-    }
-    result = msi_fill(m, m->store->step + MSI_STATE_BYTES, msi_is_direct(m), 0,
-                      offsetof(ms_step_state, step));
-    m->asked = result != MS_RESULT_OK;
-    m->step = v.halted_step;
-    m->updates_done = 0;
-    m->micro = 0;
-    return result != MS_RESULT_OK ? result
-           : v.halted == (uint32_t)MS_HALT_LOSS
-               ? msi_fail_nonfinite(m, "loss", v.halted_step, v.loss)
-               : msi_fail_nonfinite(m, "norm of the gradients", v.halted_step, v.norm);
+    const bool eval = m->asked && msi_is_eval(m);
+    ms_result result = msi_learn_verdict(m);
+    result = result == MS_RESULT_OK ? msi_report_halt(m) : result;
+    const ms_step_state *v = msi_verdict(m, true);
+    return result == MS_RESULT_OK && eval && v->halted != (uint32_t)MS_HALT_NONE
+               ? msi_fail_nonfinite(m, "loss", m->step, v->loss)
+               : result;
 }
 
 static ms_result msi_custom_update(ms_model *m, const ms_update_args *args, const msi_tensor *t) {
@@ -7171,7 +7180,7 @@ static ms_result msi_doubt(ms_model *m, ms_result result) {
 /* The verdict on what ran, and its loss. */
 static ms_result msi_conclude(ms_model *m, double *loss) {
     const bool eval = msi_is_eval(m);
-    ms_result result = m->judged || !m->asked ? msi_ask_verdict(m) : MS_RESULT_OK;
+    ms_result result = m->judged ? msi_ask_verdict(m) : MS_RESULT_OK;
     result = result == MS_RESULT_OK ? msi_heed_verdict(m) : result;
     if (loss) {
         *loss = msi_verdict(m, eval)->loss;
@@ -7179,11 +7188,15 @@ static ms_result msi_conclude(ms_model *m, double *loss) {
     return msi_doubt(m, result);
 }
 
-/* What steps without a loss have left. */
-static ms_result msi_conclude_steps(ms_model *m) {
-    const ms_result result = msi_synchronize(m);
-    return result == MS_RESULT_OK && (m->judged || m->asked) ? msi_conclude(m, NULL)
-                                                             : msi_doubt(m, result);
+/* Waits for all that is enqueued, and learns what steps without a loss have left. */
+static ms_result msi_settle_steps(ms_model *m) {
+    const bool pending = m->judged || m->asked;
+    ms_result result = msi_synchronize(m);
+    if (result == MS_RESULT_OK && pending) {
+        result = m->judged ? msi_ask_verdict(m) : MS_RESULT_OK;
+        result = result == MS_RESULT_OK ? msi_learn_verdict(m) : result;
+    }
+    return pending ? msi_doubt(m, result) : result;
 }
 
 /* Whether a step, an eval, or a change of plan may begin. */
@@ -7214,6 +7227,9 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
     }
     if (m->config.dry_run) {
         return msi_fail(m, MS_RESULT_DRY_RUN, "%s: a dry run plans but does not compute", function);
+    }
+    if (m->left.halted != (uint32_t)MS_HALT_NONE) {
+        return msi_abandon(m, msi_report_halt(m));
     }
     if (m->failed) {
         return msi_fail(
@@ -7278,7 +7294,7 @@ static ms_result msi_run_step(ms_model *m) {
 
 /* What a recording holds that stands still, beside its plan. */
 static uint64_t msi_graph_key(const ms_model *m) {
-    return msi_mix((uint64_t)(uintptr_t)msi_transient(m)) ^ m->frozen;
+    return msi_mix((uint64_t)(uintptr_t)msi_transient(m)) ^ m->epoch;
 }
 
 /* Records the step that was started into g. Nothing of it runs. */
@@ -7549,7 +7565,7 @@ static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
     }
     ms_result result = msi_check_between_steps(m, function);
     result =
-        result == MS_RESULT_OK && m->store && !m->config.dry_run ? msi_conclude_steps(m) : result;
+        result == MS_RESULT_OK && m->store && !m->config.dry_run ? msi_settle_steps(m) : result;
     result = result == MS_RESULT_OK ? msi_make_plans(m, goal, &store, &plans) : result;
     return result == MS_RESULT_OK ? msi_adopt(m, store, plans, goal) : result;
 }
@@ -8195,7 +8211,12 @@ MEMSCALE_API ms_result ms_synchronize(ms_model *model) {
     if (model->config.dry_run) {
         return MS_RESULT_OK;
     }
-    return model->store ? msi_conclude_steps(model) : msi_synchronize(model);
+    if (!model->store) {
+        return msi_synchronize(model);
+    }
+    const ms_result result =
+        model->judged || model->asked ? msi_conclude(model, NULL) : msi_report_halt(model);
+    return result == MS_RESULT_OK ? msi_settle_steps(model) : result;
 }
 
 /* Checks and adds a tensor. */
@@ -8373,7 +8394,7 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
         msi_release(&model->config.allocator, found->memory[role], found->largest_bytes);
         found->borrowed = (uint8_t)(found->borrowed | 1u << role);
     }
-    model->frozen += found->memory[role] != memory;
+    model->epoch += found->memory[role] != memory;
     found->memory[role] = memory;
     for (uint32_t i = 0; model->store && i < model->store->slots.count; i++) {
         msi_slot *slot = &model->store->slots.items[i];
@@ -8403,7 +8424,7 @@ MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
 
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor) {
     if (model && isfinite(factor)) {
-        model->frozen += model->loss_factor != factor;
+        model->epoch += model->loss_factor != factor;
         model->loss_factor = factor;
     } else if (model) {
         MSI_STICK(model, MS_RESULT_INVALID, "ms_set_loss_factor: %g; it must be a finite number",
@@ -8681,7 +8702,7 @@ static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor 
    read by what is. */
 static ms_result msi_write(ms_model *m, const msi_slot *slot, const void *data, uint64_t bytes) {
     ms_result result = MS_RESULT_OK;
-    m->frozen += slot->on_host; // a callback may have read it for a recording
+    m->epoch += slot->on_host; // a callback may have read it for a recording
     if (slot->event == MSI_NONE) {
         result = slot->on_host ? msi_synchronize(m) : MS_RESULT_OK;
         return result == MS_RESULT_OK ? msi_copy(m, slot->address, slot->on_host, data, true, bytes)
