@@ -1745,10 +1745,10 @@ static inline void rd_initial(const rd_graph *g, uint32_t index, const int64_t *
     }
 }
 
-/* Memory at a multiple of 64 bytes, full of rubbish; what malloc gave stands in front of it. */
+/* Memory at a multiple of 64 bytes, full of rubbish; what t_lend gave stands in front of it. */
 static inline void *rd_alloc(uint64_t bytes) {
     enum { ALIGNMENT = 64 };
-    char *base = (char *)malloc((size_t)bytes + ALIGNMENT + sizeof(base));
+    char *base = (char *)t_lend((size_t)bytes + ALIGNMENT + sizeof(base));
     assert_non_null(base);
     char *memory = base + sizeof base;
     memory += (ALIGNMENT - (uintptr_t)memory % ALIGNMENT) % ALIGNMENT;
@@ -1761,7 +1761,7 @@ static inline void rd_free(void *memory) {
     if (memory != NULL) {
         char *base;
         memcpy(&base, (char *)memory - sizeof base, sizeof base);
-        free(base);
+        t_take_back(base);
     }
 }
 
@@ -2335,7 +2335,7 @@ static inline void rd_net_destroy(rd_net *n) {
 /* Gives what is borrowed another address. */
 static inline bool rd_lend_elsewhere(rd_net *n) {
     const rd_graph *g = n->run.graph;
-    bool fine = true;
+    bool fine = ms_synchronize(n->model) == MS_RESULT_OK; // work on what is lent may be under way
     for (uint32_t i = 0; i < g->value_count && fine; ++i) {
         uint64_t bytes = rd_largest_bytes(g, &g->value[i]);
         if (n->memory[i] != NULL) {

@@ -15,7 +15,9 @@
 #endif
 #endif
 
-#ifdef T_SLOW
+#ifdef T_CUDA
+enum { GRAPHS = 500, FAULTY_GRAPHS = 60 };
+#elif defined(T_SLOW)
 enum { GRAPHS = 1000, FAULTY_GRAPHS = 40 };
 #else
 enum { GRAPHS = 10000, FAULTY_GRAPHS = 150 };

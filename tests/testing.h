@@ -811,6 +811,16 @@ static const t_kind_info t_kinds[T_KIND_COUNT] = {
     {"loss", t_loss_forward, t_loss_backward, 1, 0, 0, 0, 0, 0, 1},
 };
 
+/* On a device these layers enqueue their work, as those of a trainer do. */
+static inline int t_run(ms_layer_fn function, const ms_call *call) {
+#ifdef ON_CUDA_H
+    if (function != t_matmul_forward && function != t_matmul_backward) { // ms_gemm enqueues
+        return t_cuda_enqueue(function, call);
+    }
+#endif
+    return function(call);
+}
+
 static inline int t_forward(const ms_call *call) {
     t_op *op = (t_op *)call->user;
     op->calls[call->phase] += 1;
@@ -818,7 +828,7 @@ static inline int t_forward(const ms_call *call) {
         return T_CALLBACK_ERROR;
     }
     op->seed = call->phase == MS_PHASE_FORWARD ? call->seed : op->seed;
-    return t_kinds[op->kind].forward(call);
+    return t_run(t_kinds[op->kind].forward, call);
 }
 
 static inline int t_backward(const ms_call *call) {
@@ -827,7 +837,7 @@ static inline int t_backward(const ms_call *call) {
     if ((op->failing >> call->phase & 1u) != 0) {
         return T_CALLBACK_ERROR;
     }
-    return t_kinds[op->kind].backward(call);
+    return t_run(t_kinds[op->kind].backward, call);
 }
 
 /* A desc with callbacks and declarations; tensors and workspace are the caller's to fill in. */
@@ -835,6 +845,10 @@ static inline ms_layer_desc t_describe(t_op *op) {
     const t_kind_info *kind = &t_kinds[op->kind];
     ms_layer_desc desc;
     memset(&desc, 0, sizeof desc);
+#ifdef ON_CUDA_H
+    t_cuda_mark(t_forward);
+    t_cuda_mark(t_backward);
+#endif
     desc.name = kind->name;
     desc.forward = t_forward;
     desc.backward = kind->backward != NULL ? t_backward : NULL;

@@ -7,8 +7,8 @@
       the CPU backend.
     - The callbacks of a layer and of an optimizer run behind what is enqueued on the stream of the
       call, and find device memory open. ms_gemm and ms_cast inside them are waited for.
-    - Callbacks that T_CUDA_LAZY names (see t_cuda_mark) run as device code instead: enqueued as
-      kernels of one thread on the stream of the call, which run as late as the emulation likes.
+    - Callbacks that t_cuda_mark names are left alone: they enqueue functions, by t_cuda_enqueue, as
+      kernels of one thread, which run as late as the emulation likes.
     - On a real GPU device memory is what cudaMallocManaged gives, which the host can touch where
       nothing runs, and nothing is lazy; what tests lend must come from t_cuda_lend. */
 #ifndef ON_CUDA_H
@@ -190,8 +190,6 @@ static inline ms_result t_cuda_cast(const ms_call *call, const ms_view *to, cons
 // ------------------------------------------------------------------------------------------------
 // callbacks as device code
 
-static int t_cuda_late_error; // the last one that such a callback returned
-
 #ifdef CUDART_EMULATION
 /* A call that is to run later, with views of its own. */
 typedef struct t_cuda_task {
@@ -203,8 +201,7 @@ typedef struct t_cuda_task {
 } t_cuda_task;
 
 static __global__ void t_cuda_kernel(t_cuda_task *task) {
-    const int error = task->function(&task->call);
-    t_cuda_late_error = error != 0 ? error : t_cuda_late_error;
+    (void)task->function(&task->call);
     free(task);
 }
 
@@ -217,20 +214,17 @@ static inline const ms_view *t_cuda_copy_views(ms_view *to, const ms_view *from,
     return from != NULL ? to : NULL;
 }
 
-/* Enqueues a callback that reads and writes operands on the device, and nothing that the host
-   changes. One with operands elsewhere runs at once. */
-static inline int t_cuda_enqueue(ms_layer_fn function, const ms_call *call, void *user) {
+/* Enqueues a function that reads and writes operands on the device and nothing that the host
+   changes, and that does not fail. One with operands elsewhere runs at once. */
+static inline int t_cuda_enqueue(ms_layer_fn function, const ms_call *call) {
     if (call->stream == NULL || t_cuda_depth > 0) {
-        ms_call inner = *call;
-        inner.user = user;
-        return function(&inner);
+        return function(call);
     }
     t_cuda_task *t = (t_cuda_task *)malloc(sizeof(t_cuda_task));
     bool fits = true;
     t_cuda_expect(t != NULL, "out of memory");
     t->function = function;
     t->call = *call;
-    t->call.user = user;
     t->call.in = t_cuda_copy_views(t->in, call->in, MS_LIMIT_IN, &fits);
     t->call.out = t_cuda_copy_views(t->out, call->out, MS_LIMIT_OUT, &fits);
     t->call.saved = t_cuda_copy_views(t->saved, call->saved, MS_LIMIT_SAVED, &fits);
@@ -241,7 +235,7 @@ static inline int t_cuda_enqueue(ms_layer_fn function, const ms_call *call, void
     t->call.grad_param = t_cuda_copy_views(t->grad_param, call->grad_param, MS_LIMIT_PARAM, &fits);
     if (!fits) {
         free(t);
-        return t_cuda_call_on_host(function, call, user);
+        return t_cuda_call_on_host(function, call, call->user);
     }
     cudaLaunchConfig_t config = cudaLaunchConfig_t();
     config.gridDim = config.blockDim = dim3(1, 1, 1);
@@ -253,23 +247,16 @@ static inline int t_cuda_enqueue(ms_layer_fn function, const ms_call *call, void
     return (int)error;
 }
 #else
-static inline int t_cuda_enqueue(ms_layer_fn function, const ms_call *call, void *user) {
-    return t_cuda_call_on_host(function, call, user);
+static inline int t_cuda_enqueue(ms_layer_fn function, const ms_call *call) {
+    return t_cuda_call_on_host(function, call, call->user);
 }
 #endif
 
 // ------------------------------------------------------------------------------------------------
 // trampolines
 
-typedef enum t_cuda_way {
-    T_CUDA_HOST, // waits, then runs
-    T_CUDA_LAZY, // all callbacks of a layer with this forward are enqueued as they are
-    T_CUDA_BARE  // the callbacks of a layer with this forward enqueue their work themselves
-} t_cuda_way;
-
 typedef struct t_cuda_layer {
     struct t_cuda_layer *next;
-    t_cuda_way way;
     ms_layer_fn forward, backward, recompute, bind;
     ms_update_fn update;
     void *user;
@@ -278,28 +265,23 @@ typedef struct t_cuda_layer {
 static t_cuda_layer *t_cuda_layers;
 
 enum { T_CUDA_MARKS = 8 };
-static struct {
-    ms_layer_fn forward;
-    t_cuda_way way;
-} t_cuda_marks[T_CUDA_MARKS];
+static ms_layer_fn t_cuda_marks[T_CUDA_MARKS];
 
-/* How layers with this forward callback run. */
-static inline void t_cuda_mark(ms_layer_fn forward, t_cuda_way way) {
+/* A callback that enqueues its work, by t_cuda_enqueue or ms_gemm, and needs no trampoline. */
+static inline void t_cuda_mark(ms_layer_fn function) {
     int i = 0;
-    while (t_cuda_marks[i].forward != NULL && t_cuda_marks[i].forward != forward) {
+    while (t_cuda_marks[i] != NULL && t_cuda_marks[i] != function) {
         t_cuda_expect(++i < T_CUDA_MARKS, "too many marks");
     }
-    t_cuda_marks[i].forward = forward;
-    t_cuda_marks[i].way = way;
+    t_cuda_marks[i] = function;
 }
 
-static inline t_cuda_way t_cuda_way_of(ms_layer_fn forward) {
-    for (int i = 0; i < T_CUDA_MARKS && forward != NULL; ++i) {
-        if (t_cuda_marks[i].forward == forward) {
-            return t_cuda_marks[i].way;
-        }
+static inline bool t_cuda_is_marked(ms_layer_fn function) {
+    bool is_marked = function == NULL;
+    for (int i = 0; i < T_CUDA_MARKS && t_cuda_marks[i] != NULL; ++i) {
+        is_marked = is_marked || t_cuda_marks[i] == function;
     }
-    return T_CUDA_HOST;
+    return is_marked;
 }
 
 static inline void t_cuda_release_layers(void) {
@@ -321,38 +303,33 @@ static inline t_cuda_layer *t_cuda_new_layer(void) {
     return layer;
 }
 
-static inline int t_cuda_run(const t_cuda_layer *layer, ms_layer_fn function, const ms_call *call) {
-    return layer->way == T_CUDA_LAZY ? t_cuda_enqueue(function, call, layer->user)
-                                     : t_cuda_call_on_host(function, call, layer->user);
-}
-
 static inline int t_cuda_forward(const ms_call *call) {
     const t_cuda_layer *layer = (const t_cuda_layer *)call->user;
-    return t_cuda_run(layer, layer->forward, call);
+    return t_cuda_call_on_host(layer->forward, call, layer->user);
 }
 
 static inline int t_cuda_backward(const ms_call *call) {
     const t_cuda_layer *layer = (const t_cuda_layer *)call->user;
-    return t_cuda_run(layer, layer->backward, call);
+    return t_cuda_call_on_host(layer->backward, call, layer->user);
 }
 
 static inline int t_cuda_recompute(const ms_call *call) {
     const t_cuda_layer *layer = (const t_cuda_layer *)call->user;
-    return t_cuda_run(layer, layer->recompute, call);
+    return t_cuda_call_on_host(layer->recompute, call, layer->user);
 }
 
 static inline int t_cuda_bind(const ms_call *call) {
     const t_cuda_layer *layer = (const t_cuda_layer *)call->user;
-    return t_cuda_run(layer, layer->bind, call);
+    return t_cuda_call_on_host(layer->bind, call, layer->user);
 }
 
 static inline ms_layer t_cuda_register_layer(ms_model *model, const ms_layer_desc *desc) {
-    if (desc == NULL || t_cuda_way_of(desc->forward) == T_CUDA_BARE) {
+    if (desc == NULL || (t_cuda_is_marked(desc->forward) && t_cuda_is_marked(desc->backward) &&
+                         t_cuda_is_marked(desc->recompute) && t_cuda_is_marked(desc->bind))) {
         return ms_register_layer(model, desc);
     }
     ms_layer_desc with = *desc;
     t_cuda_layer *layer = t_cuda_new_layer();
-    layer->way = t_cuda_way_of(desc->forward);
     layer->forward = desc->forward;
     layer->backward = desc->backward;
     layer->recompute = desc->recompute;
