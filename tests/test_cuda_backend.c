@@ -239,7 +239,7 @@ static void test_shared_arena(void **state) {
 
 #ifdef CUDART_EMULATION
 
-/* Steps without a loss wait once, for the start of the step before; the loss is one wait more. */
+/* Steps without a loss wait for nothing, and the loss is one wait. */
 static void check_waits(cn_net *net) {
     const uint64_t calls = net->heap.calls;
     emulation_counts before, after;
@@ -249,7 +249,7 @@ static void check_waits(cn_net *net) {
         before = emulation_count();
         t_ok(net->model, ms_step(net->model, i % 2 ? &loss : NULL));
         after = emulation_count();
-        assert_int_equal(after.host_waits - before.host_waits, i % 2 ? 2 : 1);
+        assert_int_equal(after.host_waits - before.host_waits, i % 2 ? 1 : 0);
         assert_int_equal(after.device_allocations, before.device_allocations);
         assert_int_equal(after.pinned_allocations, before.pinned_allocations);
         assert_int_equal(after.events, before.events);
@@ -259,18 +259,16 @@ static void check_waits(cn_net *net) {
     t_ok(net->model, ms_synchronize(net->model));
 }
 
-/* The host runs ahead of the device, by a whole step at least. */
+/* Its clock stands still: the host runs ahead of the device by as many steps as it likes. */
 static void check_lead(cn_net *net) {
-    const uint64_t start = emulation_time_ns();
-    enum { COUNT = 8 };
-    for (int i = 0; i < COUNT; i++) {
+    const uint64_t start = emulation_time_ns(), waits = emulation_count().host_waits;
+    for (int i = 0; i < 20; i++) {
         t_ok(net->model, ms_step(net->model, NULL));
     }
-    const uint64_t enqueued = emulation_time_ns();
+    assert_int_equal(emulation_count().host_waits, waits);
+    assert_true(emulation_time_ns() == start);
     t_ok(net->model, ms_synchronize(net->model));
-    const uint64_t done = emulation_time_ns();
-    assert_true(done > start);
-    assert_true((done - enqueued) * COUNT >= done - start);
+    assert_true(emulation_time_ns() > start);
 }
 
 #endif
@@ -312,22 +310,19 @@ static void test_launches(void **state) {
     cn_start(&net, &how);
     cn_steps(&net, 0, 3);
     emulation_finish();
-    const uint64_t adamw = emulation_launches("msi_k_adamw"),
-                   loss = emulation_launches("msi_k_loss");
-    const uint64_t squares = emulation_launches("msi_k_squares");
-    const uint64_t layers = emulation_launches("cn_k_layer"), all = emulation_launches(NULL);
-    const uint64_t fills = emulation_launches("msi_k_fill_f32"),
-                   sums = emulation_launches("msi_k_add_f32");
-    const uint64_t parts = emulation_launches("msi_k_add_parts"),
-                   clips = emulation_launches("msi_k_clip");
-    assert_int_equal(adamw, 3 * CN_PARAMS);
-    assert_int_equal(squares, 3 * CN_PARAMS);
-    assert_int_equal(parts, 3 * CN_PARAMS);
-    assert_int_equal(loss, 3);
-    assert_int_equal(clips, 3);
-    assert_int_equal(fills, 3);
-    assert_int_equal(layers, 3 * 2 * net.op_count);
-    assert_int_equal(all, adamw + squares + parts + loss + clips + fills + sums + layers);
+    static const char *const kernels[] = {"msi_k_adamw", "msi_k_squares", "msi_k_add_parts",
+                                          "msi_k_loss",  "msi_k_clip",    "msi_k_fill_f32",
+                                          "msi_k_tell",  "cn_k_layer",    "msi_k_add_f32"};
+    const uint64_t expected[] = {CN_PARAMS, CN_PARAMS, CN_PARAMS, 1, 1, 1, 2, 2 * net.op_count};
+    uint64_t sum = 0;
+    for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++) {
+        const uint64_t launches = emulation_launches(kernels[i]);
+        if (i < sizeof expected / sizeof expected[0]) {
+            assert_int_equal(launches, 3 * expected[i]);
+        }
+        sum += launches;
+    }
+    assert_int_equal(sum, emulation_launches(NULL));
     cn_destroy(&net);
     cn_clean();
 #endif

@@ -415,7 +415,7 @@ static inline int cn_custom_update(const ms_update_args *args) {
 // ------------------------------------------------------------------------------------------------
 // the network
 
-enum { CN_ROWS = 6, CN_MOST_ROWS = 9, CN_COLS = 5, CN_WORDS = 7, CN_DEPTH = 3 };
+enum { CN_ROWS = 6, CN_MOST_ROWS = 9, CN_COLS = 5, CN_WORDS = 7, CN_DEPTH = 2 };
 enum { CN_PARAMS = CN_DEPTH + 1, CN_OPS = 8 + 4 * CN_DEPTH };
 enum { CN_FLOATS = 3 * (CN_WORDS * CN_COLS + CN_DEPTH * CN_COLS * CN_COLS) + CN_COLS };
 enum { CN_SPARE = 3 }; // floats in front of what is borrowed: its addresses are no multiple of 16
