@@ -913,7 +913,7 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_smallest_budget(ms_model *model, ui
    after ms_set_budget or ms_set_frozen: every value that lives between steps is kept, and so are
    the micro-batches that are done, unless a param learns that did not before. The old arena and the
    new one exist side by side for a moment, and the device is waited for. A failing call leaves the
-   model as it was.
+   model as it was, unless what fails is the device on steps that were not waited for before.
    Errors: the first registration error; INVALID; BUDGET (the text has the smallest budget that
    would do); OUT_OF_MEMORY; BACKEND. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_wrap(ms_model *model);
