@@ -1234,13 +1234,16 @@ static ms_config m_backend(void) {
     return config;
 }
 
+static bool m_records = false; // steps, as CUDA graphs
+
 static void m_start(m_net *n, bool bert, const nn_transformer_config *shape) {
     ms_config config = m_backend();
     ms_optimizer_desc adamw;
     memset(&adamw, 0, sizeof adamw);
     adamw.weight_decay = 0.1f;
     config.early_update = MS_SWITCH_OFF;
-    config.debug = shape->batch * shape->sequence < 100; // slow
+    config.debug = !m_records && shape->batch * shape->sequence < 100; // slow
+    config.cuda_graph = m_records;
     memset(n, 0, sizeof *n);
     n->config = *shape;
     assert_int_equal(ms_create(&config, &n->model), MS_RESULT_OK);
@@ -1553,6 +1556,35 @@ static void test_threads(void **state) {
     }
 }
 
+#ifdef T_CUDA
+/* A recorded step draws other masks each time that it runs: those of a step without recording. */
+static void test_recorded_steps(void **state) {
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        const nn_transformer_config config =
+            m_config((i & 2) != 0 ? NN_BLOCKS : NN_OPERATORS, 0.2f);
+        double loss[2] = {0.0, 0.0};
+        m_net plain;
+        m_net recorded;
+        m_start(&plain, (i & 1) != 0, &config);
+        m_records = true;
+        m_start(&recorded, (i & 1) != 0, &config);
+        m_records = false;
+        ms_set_learning_rate(plain.model, 0.0f);
+        ms_set_learning_rate(recorded.model, 0.0f);
+        for (int step = 0; step < 4; step++) {
+            const double before = loss[0];
+            t_ok(plain.model, ms_step(plain.model, &loss[0]));
+            t_ok(recorded.model, ms_step(recorded.model, &loss[1]));
+            assert_memory_equal(&loss[0], &loss[1], sizeof loss[0]);
+            assert_true(fabs(loss[0] - before) > 1e-6);
+        }
+        m_stop(&plain);
+        m_stop(&recorded);
+    }
+}
+#endif
+
 /* A step in which no row counts leaves weight decay alone to move params: those of rank 2. */
 static void test_weight_decay(void **state) {
     (void)state;
@@ -1806,19 +1838,35 @@ static void test_index_errors(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_embedding),     cmocka_unit_test(test_linear),
-        cmocka_unit_test(test_layernorm),     cmocka_unit_test(test_gelu),
-        cmocka_unit_test(test_add),           cmocka_unit_test(test_dropout),
-        cmocka_unit_test(test_dropout_mask),  cmocka_unit_test(test_attention),
-        cmocka_unit_test(test_cross_entropy), cmocka_unit_test(test_relu),
-        cmocka_unit_test(test_conv2d),        cmocka_unit_test(test_max_pool),
-        cmocka_unit_test(test_batch_norm),    cmocka_unit_test(test_average_pool_and_flatten),
-        cmocka_unit_test(test_functions),     cmocka_unit_test(test_reshape),
-        cmocka_unit_test(test_granularity),   cmocka_unit_test(test_model_slope),
-        cmocka_unit_test(test_model_dropout), cmocka_unit_test(test_threads),
-        cmocka_unit_test(test_weight_decay),  cmocka_unit_test(test_init),
-        cmocka_unit_test(test_presets),       cmocka_unit_test(test_frozen),
-        cmocka_unit_test(test_refusals),      cmocka_unit_test(test_index_errors),
+        cmocka_unit_test(test_embedding),
+        cmocka_unit_test(test_linear),
+        cmocka_unit_test(test_layernorm),
+        cmocka_unit_test(test_gelu),
+        cmocka_unit_test(test_add),
+        cmocka_unit_test(test_dropout),
+        cmocka_unit_test(test_dropout_mask),
+        cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_cross_entropy),
+        cmocka_unit_test(test_relu),
+        cmocka_unit_test(test_conv2d),
+        cmocka_unit_test(test_max_pool),
+        cmocka_unit_test(test_batch_norm),
+        cmocka_unit_test(test_average_pool_and_flatten),
+        cmocka_unit_test(test_functions),
+        cmocka_unit_test(test_reshape),
+        cmocka_unit_test(test_granularity),
+        cmocka_unit_test(test_model_slope),
+        cmocka_unit_test(test_model_dropout),
+        cmocka_unit_test(test_threads),
+        cmocka_unit_test(test_weight_decay),
+        cmocka_unit_test(test_init),
+        cmocka_unit_test(test_presets),
+        cmocka_unit_test(test_frozen),
+        cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_index_errors),
+#ifdef T_CUDA
+        cmocka_unit_test(test_recorded_steps),
+#endif
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,0 +1,91 @@
+/* The heads of attention on CUDA go through the products in groups, of which small sizes make one:
+ * here groups are small. The tests of test_nn.c that have attention, and what the groups ask for. */
+#define MEMSCALE_CUDA_IMPLEMENTATION
+#define NN_CUDA_IMPLEMENTATION
+#define NN_GROUP_FLOATS 3000
+#define T_CUDA
+#define main all_of_test_nn
+#include "../test_nn.c"
+#undef main
+
+/* Floats that a call takes, as nn_cuda_attention and its backward do. */
+static int64_t floats_taken(nn_attention_size n, bool backward, bool keeps) {
+    const nn_groups groups = nn_cuda_groups(n);
+    float *const begin = (float *)(uintptr_t)4096; // nobody reads it
+    int64_t most = 0;
+    for (int64_t i = 0; i < groups.count; i++) {
+        nn_group g = nn_cuda_group(NULL, i, groups, keeps ? begin : NULL, begin, n);
+        if (backward) {
+            nn_cuda_take(&g, g.heads * n.sequence * n.sequence);
+        }
+        for (int k = 0; k < (g.packed ? 3 + backward : backward); k++) {
+            nn_group_room(&g);
+        }
+        most = nn_most(most, g.spare - begin);
+    }
+    return most;
+}
+
+/* All heads are in one group each, and no group asks for more than the workspace of a larger
+ * size. */
+static void check_groups(nn_attention_size n, nn_attention_size largest) {
+    const nn_groups groups = nn_cuda_groups(n);
+    int64_t heads = 0;
+    for (int64_t i = 0; i < groups.count; i++) {
+        const nn_group g = nn_cuda_group(NULL, i, groups, NULL, NULL, n);
+        assert_int_equal(g.first * n.heads + g.head, heads);
+        heads += g.heads;
+    }
+    assert_int_equal(heads, n.batch * n.heads);
+    for (int keeps = 0; keeps < 2; keeps++) {
+        assert_true(floats_taken(n, false, keeps != 0) <= nn_cuda_attention_floats(largest, false));
+        assert_true(floats_taken(n, true, keeps != 0) <= nn_cuda_attention_floats(largest, true));
+    }
+}
+
+static void test_groups(void **state) {
+    (void)state;
+    t_rng rng = t_seed(3);
+    int packed = 0;
+    for (int i = 0; i < 3000; i++) {
+        nn_attention_size largest;
+        largest.batch = 1 + (int64_t)t_below(&rng, 6);
+        largest.sequence = 1 + (int64_t)t_below(&rng, i % 2 == 0 ? 40 : 900);
+        largest.heads = 1 + (int64_t)t_below(&rng, i % 3 == 0 ? 140 : 9);
+        largest.size = 1 + (int64_t)t_below(&rng, 70);
+        largest.causal = false;
+        nn_attention_size n = largest;
+        n.batch = 1 + (int64_t)t_below(&rng, (uint32_t)largest.batch);
+        n.sequence = 1 + (int64_t)t_below(&rng, (uint32_t)largest.sequence);
+        check_groups(n, largest);
+        check_groups(largest, largest);
+        packed += nn_cuda_groups(n).packed;
+    }
+    assert_in_range(packed, 300, 2700);
+}
+
+/* The partial sums of columns fit their room, and that of all larger sizes. */
+static void test_column_floats(void **state) {
+    (void)state;
+    t_rng rng = t_seed(4);
+    for (int i = 0; i < 3000; i++) {
+        const int64_t rows = 1 + (int64_t)t_below(&rng, i % 2 == 0 ? 90 : 90000);
+        const int64_t columns = 1 + (int64_t)t_below(&rng, i % 3 == 0 ? 300 : 300000);
+        const int64_t more_rows = rows + (int64_t)t_below(&rng, 1000);
+        const int64_t more_columns = columns + (int64_t)t_below(&rng, 1000);
+        const int64_t chunk = nn_divide_up(rows, nn_cuda_chunks(rows, columns));
+        const int64_t taken = nn_divide_up(rows, chunk) * columns;
+        assert_true(taken <= nn_cuda_column_floats(rows, columns));
+        assert_true(taken <= nn_cuda_column_floats(more_rows, more_columns));
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_groups),      cmocka_unit_test(test_column_floats),
+        cmocka_unit_test(test_attention),   cmocka_unit_test(test_granularity),
+        cmocka_unit_test(test_model_slope),
+    };
+    (void)all_of_test_nn;
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
