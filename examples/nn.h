@@ -325,12 +325,12 @@ NN_API nn_target nn_target_of(float *data, float beta) {
 }
 
 NN_API float nn_lanes_sum(const float *lane) {
-    float half[NN_LANES / 2];
+    float pair[NN_LANES / 2];
     for (int i = 0; i < NN_LANES / 2; i++) {
-        half[i] = lane[i] + lane[i + NN_LANES / 2];
+        pair[i] = lane[i] + lane[i + NN_LANES / 2];
     }
-    return ((half[0] + half[4]) + (half[1] + half[5])) +
-           ((half[2] + half[6]) + (half[3] + half[7]));
+    return ((pair[0] + pair[4]) + (pair[1] + pair[5])) +
+           ((pair[2] + pair[6]) + (pair[3] + pair[7]));
 }
 
 /* Compilers must not reorder a float sum, so it would be scalar: it is written out in lanes. */
@@ -4023,13 +4023,52 @@ static int64_t nn_cuda_column_floats(int64_t rows, int64_t columns) {
     return nn_most(columns, nn_least(nn_divide_up(rows, 32) * columns, NN_SUM_FLOATS));
 }
 
-static int nn_cuda_fold(const ms_call *call, nn_target out, const float *partial,
-                        const nn_sums *s) {
-    if (out.data == NULL) {
-        return 0;
+/* The second stage: the sums and the products get their chunks. */
+typedef struct nn_fold {
+    float *out[2]; // NULL: nobody wants them
+    bool adds[2];
+    const float *partial;
+    int64_t chunks, columns;
+} nn_fold;
+
+/* The chunks of 32 columns are dealt out to NN_SUM_ROWS warps. */
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_fold_sums(nn_fold f) {
+    __shared__ float shared[NN_SUM_ROWS * NN_WARP];
+    const int64_t tiles = (f.columns + NN_WARP - 1) / NN_WARP;
+    const int64_t part = blockIdx.x / tiles;
+    const unsigned lane = threadIdx.x % NN_WARP;
+    const unsigned warp = threadIdx.x / NN_WARP;
+    const int64_t c = blockIdx.x % tiles * NN_WARP + lane;
+    const float *from = f.partial + part * f.chunks * f.columns + c;
+    float *out = f.out[part];
+    float sum = 0.0f;
+    NN_UNROLL_FOUR
+    for (int64_t i = warp; i < f.chunks; i += NN_SUM_ROWS) {
+        sum += c < f.columns && out != NULL ? from[i * f.columns] : 0.0f;
     }
-    return nn_launch(call, nn_grid_of(nn_divide_up(s->columns, NN_THREADS), 1, NN_THREADS),
-                     nn_k_fold, out.data, partial, s->chunks, s->columns, out.beta != 0.0f);
+    shared[threadIdx.x] = sum;
+    __syncthreads();
+    if (warp > 0 || c >= f.columns || out == NULL) {
+        return;
+    }
+    for (unsigned i = 1; i < NN_SUM_ROWS; i++) {
+        sum += shared[i * NN_WARP + lane];
+    }
+    out[c] = f.adds[part] ? nn_d_sum(out[c], sum) : sum;
+}
+
+static int nn_cuda_fold(const ms_call *call, nn_target sums, nn_target products, const nn_sums *s) {
+    nn_fold f;
+    f.out[0] = sums.data;
+    f.out[1] = products.data;
+    f.adds[0] = sums.beta != 0.0f;
+    f.adds[1] = products.beta != 0.0f;
+    f.partial = s->partial;
+    f.chunks = s->chunks;
+    f.columns = s->columns;
+    const int64_t tiles = nn_divide_up(s->columns, NN_WARP);
+    return nn_launch(call, nn_grid_of(products.data != NULL ? 2 * tiles : tiles, 1, NN_THREADS),
+                     nn_k_fold_sums, f);
 }
 
 /* sums and products (columns each) get what s adds up. work: nn_cuda_column_floats, twice that
@@ -4045,10 +4084,9 @@ static int nn_cuda_column_sums(const ms_call *call, nn_target sums, nn_target pr
     s.chunks = nn_divide_up(s.rows, s.chunk_rows);
     s.partial = work;
     s.x = products.data != NULL ? s.x : NULL;
-    int result = nn_launch(call, nn_grid_of(tiles * s.chunks, 1, NN_THREADS),
-                           wide ? nn_k_column_sums_4 : nn_k_column_sums_1, s);
-    result = nn_first(result, nn_cuda_fold(call, sums, work, &s));
-    return nn_first(result, nn_cuda_fold(call, products, work + s.chunks * s.columns, &s));
+    const int result = nn_launch(call, nn_grid_of(tiles * s.chunks, 1, NN_THREADS),
+                                 wide ? nn_k_column_sums_4 : nn_k_column_sums_1, s);
+    return nn_first(result, nn_cuda_fold(call, sums, products, &s));
 }
 
 /* Sums of dy alone. */
@@ -5205,8 +5243,7 @@ static int nn_cuda_attention_backward(const ms_call *call, nn_target dqkv, const
 enum {
     NN_CHANNEL_ITEMS = 16, // values of a channel that a thread sums
     NN_CHANNEL_CHUNK = NN_CHANNEL_ITEMS * NN_THREADS,
-    NN_FEW_FLOATS = 1 << 18, // of columns: not worth a second launch
-    NN_SEGMENT = 512         // squares, at least, of one of several products
+    NN_SEGMENT = 256 // squares, at least, of one of several products
 };
 
 struct nn_op_relu : nn_op {
@@ -5933,11 +5970,13 @@ static int64_t nn_part_places(const nn_part *part, const nn_window *w) {
     return part->rows.count * w->out_width;
 }
 
-/* Floats that the columns of a convolution may take, about: a single image's may be many times its
-   size, so no more than the layer reads and writes. */
+/* Floats that the columns of a convolution may take, about: enough to keep a GPU busy, but no more
+   than the layer reads and writes, of which the columns are many times. */
 static int64_t nn_cuda_conv2d_limit(const nn_window *w, int64_t out) {
     const int64_t image = w->channels * w->height * w->width + out * nn_window_places(w);
-    return nn_least(NN_GROUP_FLOATS, nn_most(NN_FEW_FLOATS, w->images * image));
+    const int64_t tiles = nn_divide_up(NN_BUSY_TILES, nn_divide_up(out, NN_TILE));
+    return nn_least(NN_GROUP_FLOATS,
+                    nn_least(w->images * image, nn_window_depth(w) * NN_TILE * tiles));
 }
 
 /* Columns of forward, or their gradients. */

@@ -1,11 +1,12 @@
 /*  test_cnn.c - the trainer of examples/cnn.c and what its layers share: running statistics against
     a reference in float64 and against recomputation, any number of threads, any batch, and what a
-    small net learns. */
+    small net learns. On the CPU, or with T_CUDA on the CUDA device, true or emulated. */
 int cnn_main(int argc, char **argv);
 #define main cnn_main
 #include "cnn.c"
 #undef main
 #include "testing.h"
+#include "testing_nn.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -25,11 +26,11 @@ typedef struct r_run {
 } r_run;
 
 static void r_start(r_run *r) {
-    ms_config config = t_config();
+    ms_config config = t_device_config();
     config.debug = true;
     memset(r, 0, sizeof *r);
     assert_int_equal(ms_create(&config, &r->model), MS_RESULT_OK);
-    r->net = nn_create(r->model);
+    r->net = nn_create_on(r->model, t_nn_device());
     assert_non_null(r->net);
     r->x = ms_input(r->model, "x", MS_DTYPE_F32, ms_shape4(R_BATCH, R_CHANNELS, 4, 6));
     r->y = nn_batch_norm(r->net, "norm", r->x);
@@ -127,7 +128,8 @@ static void k_options(settings *o, const char *arguments) {
     char name[] = "cnn";
     int argc = 1;
     argv[0] = name;
-    snprintf(text, sizeof text, "--batch 6 --width 4 %s", arguments);
+    snprintf(text, sizeof text, "--device %s --batch 6 --width 4 %s", t_nn_device()->name,
+             arguments);
     for (char *word = strtok(text, " "); word != NULL; word = strtok(NULL, " ")) {
         assert_in_range(argc, 1, 30);
         argv[argc++] = word;
@@ -185,18 +187,20 @@ static void test_smallest_budget(void **state) {
 
 /* A net of the trainer for this batch, on t_gemm; SGD, so that its state can be copied. */
 static void k_start(classifier *c, const settings *o, bool debug) {
-    ms_config config = t_config();
+    ms_config config = t_device_config();
     ms_optimizer_desc sgd;
     memset(&sgd, 0, sizeof sgd);
     memset(c, 0, sizeof *c);
     sgd.kind = MS_OPTIMIZER_SGD;
     sgd.learning_rate = 0.1f;
-    config.backend = ms_backend_cpu();
-    config.backend.gemm = t_gemm;
+    if (t_on_cpu) {
+        config.backend = ms_backend_cpu();
+        config.backend.gemm = t_gemm;
+    }
     config.debug = debug;
     config.seed = 4;
     assert_int_equal(ms_create(&config, &c->model), MS_RESULT_OK);
-    c->net = nn_create(c->model);
+    c->net = nn_create_on(c->model, t_nn_device());
     assert_non_null(c->net);
     build_net(c, o);
     ms_set_optimizer(c->model, &sgd);
@@ -221,7 +225,9 @@ static void k_threads(int count) {
 static void test_threads(void **state) {
     (void)state;
 #ifndef _OPENMP
-    skip();
+    if (t_on_cpu) {
+        skip(); // a GPU has to give the same bits again
+    }
 #endif
     trainer t;
     k_trainer(&t, "--batch 8");
