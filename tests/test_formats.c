@@ -1,0 +1,125 @@
+/*  test_formats.c - 16-bit floats on the CPU: conversions of every number and every boundary against
+    float64 arithmetic, casts, and products with sums in float32. */
+#define MEMSCALE_IMPLEMENTATION
+#include "../memscale.h"
+#include "testing.h"
+#include "testing_formats.h"
+
+/* Every 16-bit number to float32, which is exact, and back. */
+static void every_number_there_and_back(void **state) {
+    (void)state;
+    for (uint32_t i = 0; i < 65536; i++) {
+        const uint16_t bits = (uint16_t)i;
+        const float half = msi_f32_of_f16(bits), brain = msi_f32_of_bf16(bits);
+        const double half_value = f_value(MS_DTYPE_F16, bits);
+        const double brain_value = f_value(MS_DTYPE_BF16, bits);
+        if (half_value != half_value) {
+            assert_true(t_is_nan(half));
+            assert_true((msi_f16_of_f32(half) & 0x7fff) > 0x7c00);
+            assert_int_equal(msi_f16_of_f32(half) & 0x8000, bits & 0x8000);
+        } else {
+            assert_int_equal(f_bits(half), f_bits((float)half_value));
+            assert_int_equal(msi_f16_of_f32(half), bits);
+        }
+        if (brain_value != brain_value) {
+            assert_true(t_is_nan(brain));
+            assert_true((msi_bf16_of_f32(brain) & 0x7fff) > 0x7f80);
+            assert_int_equal(msi_bf16_of_f32(brain) & 0x8000, bits & 0x8000);
+        } else {
+            assert_int_equal(f_bits(brain), f_bits((float)brain_value));
+            assert_int_equal(msi_bf16_of_f32(brain), bits);
+        }
+    }
+}
+
+static void check_rounding(float x) {
+    const double half = f_value(MS_DTYPE_F16, msi_f16_of_f32(x));
+    const double brain = f_value(MS_DTYPE_BF16, msi_bf16_of_f32(x));
+    if (t_is_nan(x)) {
+        assert_true(half != half && brain != brain);
+        return;
+    }
+    const double half_expected = f_round(MS_DTYPE_F16, (double)x);
+    const double brain_expected = f_round(MS_DTYPE_BF16, (double)x);
+    if (half != half_expected || brain != brain_expected ||
+        f_is_negative(half) != f_is_negative((double)x)) {
+        print_error("%a became %a and %a, not %a and %a\n", (double)x, half, brain, half_expected,
+                    brain_expected);
+        fail();
+    }
+}
+
+/* Random bits, every boundary between two numbers, and what is next to it. */
+static void rounding_to_the_nearest(void **state) {
+    (void)state;
+    t_rng rng = t_seed(3);
+    for (int i = 0; i < 2000000; i++) {
+        check_rounding(f_of_bits((uint32_t)t_next(&rng)));
+    }
+    for (int i = 0; i < 500000; i++) { // most random bits are far out of the range of F16
+        const float x = (float)ldexp(2.0 * t_unit(&rng) - 1.0, 17 - (int)t_below(&rng, 44));
+        check_rounding(x);
+    }
+    uint8_t *inputs = (uint8_t *)malloc((size_t)F_INPUTS * sizeof(float));
+    assert_non_null(inputs);
+    const uint64_t count = f_inputs(MS_DTYPE_F32, inputs);
+    assert_int_equal(count, F_INPUTS);
+    for (uint64_t i = 0; i < count; i++) {
+        check_rounding(((const float *)(const void *)inputs)[i]);
+    }
+    free(inputs);
+}
+
+/* Numbers that are known from elsewhere: IEEE 754 binary16, and the upper half of binary32. */
+static void known_numbers(void **state) {
+    (void)state;
+    assert_int_equal(msi_f16_of_f32(1.0f), 0x3c00);
+    assert_int_equal(msi_f16_of_f32(-2.0f), 0xc000);
+    assert_int_equal(msi_f16_of_f32(65504.0f), 0x7bff);
+    assert_int_equal(msi_f16_of_f32(65519.996f), 0x7bff);
+    assert_int_equal(msi_f16_of_f32(65520.0f), 0x7c00); // a tie, and infinity is even
+    assert_int_equal(msi_f16_of_f32(5.9604645e-8f), 0x0001);
+    assert_int_equal(msi_f16_of_f32(2.9802322e-8f), 0x0000); // a tie
+    assert_int_equal(msi_f16_of_f32(2.9802326e-8f), 0x0001);
+    assert_int_equal(msi_f16_of_f32(6.1035156e-5f), 0x0400);
+    assert_int_equal(msi_f16_of_f32(0.333251953125f), 0x3555);
+    assert_int_equal(msi_f16_of_f32(-0.0f), 0x8000);
+    assert_int_equal(msi_bf16_of_f32(1.0f), 0x3f80);
+    assert_int_equal(msi_bf16_of_f32(f_of_bits(0x3f808000u)), 0x3f80); // ties to even
+    assert_int_equal(msi_bf16_of_f32(f_of_bits(0x3f818000u)), 0x3f82);
+    assert_int_equal(msi_bf16_of_f32(f_of_bits(0x7f7fffffu)), 0x7f80);
+    assert_int_equal(msi_bf16_of_f32(f_of_bits(0x7f800001u)), 0x7fc0); // NaN, and not infinity
+    assert_int_equal(msi_bf16_of_f32(-INFINITY), 0xff80);
+}
+
+static void casts(void **state) {
+    (void)state;
+    const ms_backend cpu = ms_backend_cpu();
+    const f_memory memory = f_host_memory();
+    f_check_casts(&cpu, &memory);
+}
+
+static void products(void **state) {
+    (void)state;
+    const ms_backend cpu = ms_backend_cpu();
+    const f_memory memory = f_host_memory();
+    f_check_products(&cpu, &memory, 3000);
+}
+
+static void refusals(void **state) {
+    (void)state;
+    const ms_backend cpu = ms_backend_cpu();
+    f_check_refusals(&cpu);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_number_there_and_back),
+        cmocka_unit_test(rounding_to_the_nearest),
+        cmocka_unit_test(known_numbers),
+        cmocka_unit_test(casts),
+        cmocka_unit_test(products),
+        cmocka_unit_test(refusals),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
