@@ -1,0 +1,770 @@
+/*  test_cuda_kernels.c - each function of the CUDA backend's table against the CPU's and against
+    float64 loops: all small counts, large ones, addresses that are no multiple of 16, and nothing
+    beyond the end; products and casts; what the hardware report says. */
+#include <cublas_v2.h>
+
+#include "testing_cuda.h"
+#include "testing_formats.h"
+
+// ------------------------------------------------------------------------------------------------
+// a state of the backend, and arrays on both sides
+
+enum { WORKSPACE_BYTES = 16384, EVENTS = 4 };
+
+typedef struct bench {
+    ms_backend cuda, cpu;
+    ms_allocator host;
+    void *state, *workspace;
+} bench;
+
+static void bench_open(bench *b, uint64_t seed) {
+    ms_open_args open_args;
+    ms_prepare_args prepare_args;
+    cn_reset(seed);
+    memset(b, 0, sizeof *b);
+    memset(&open_args, 0, sizeof open_args);
+    memset(&prepare_args, 0, sizeof prepare_args);
+    b->cuda = ms_backend_cuda(0);
+    b->cpu = ms_backend_cpu();
+    open_args.host = &b->host;
+    assert_int_equal(b->cuda.open(b->cuda.user, &open_args, &b->state), 0);
+    assert_int_equal(b->cuda.memory_alloc(b->cuda.user, &b->host, WORKSPACE_BYTES, &b->workspace),
+                     0);
+    prepare_args.event_count = EVENTS;
+    prepare_args.workspace = b->workspace;
+    prepare_args.workspace_bytes = WORKSPACE_BYTES;
+    assert_int_equal(b->cuda.prepare(b->state, &prepare_args), 0);
+}
+
+static void bench_wait(bench *b) {
+    assert_int_equal(b->cuda.synchronize(b->state), 0);
+}
+
+static void bench_close(bench *b) {
+    bench_wait(b);
+    b->cuda.close(b->state);
+    b->cuda.memory_release(b->cuda.user, &b->host, b->workspace, WORKSPACE_BYTES);
+    cn_clean();
+}
+
+/* The copy is complete before a stream of any kind can touch it. */
+static void *device_put(const void *host, size_t bytes) {
+    void *device = NULL;
+    assert_int_equal(cudaMalloc(&device, bytes), cudaSuccess);
+    assert_int_equal(cudaMemcpy(device, host, bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    assert_int_equal(cudaDeviceSynchronize(), cudaSuccess);
+    return device;
+}
+
+static void device_get(void *host, const void *device, size_t bytes) {
+    assert_int_equal(cudaMemcpy(host, device, bytes, cudaMemcpyDeviceToHost), cudaSuccess);
+}
+
+static void device_release(void *device) {
+    assert_int_equal(cudaFree(device), cudaSuccess);
+}
+
+/* The same bytes on the host and on the device, with some before and behind them. */
+enum { MARGIN = 64 };
+
+typedef struct pair {
+    uint8_t *host, *found;
+    uint8_t *device;
+    size_t bytes, offset; // of what is worked on
+} pair;
+
+static void *on_host(const pair *p) {
+    return p->host + MARGIN + p->offset;
+}
+
+static void *on_device(const pair *p) {
+    return p->device + MARGIN + p->offset;
+}
+
+static size_t pair_all(const pair *p) {
+    return p->bytes + p->offset + 2 * MARGIN;
+}
+
+/* Floats of about `scale`, also in the margins; bytes is a multiple of 2. */
+static void pair_make(pair *p, size_t bytes, size_t offset, t_rng *rng, float scale) {
+    p->bytes = bytes;
+    p->offset = offset;
+    p->host = (uint8_t *)malloc(pair_all(p));
+    p->found = (uint8_t *)malloc(pair_all(p));
+    assert_true(p->host && p->found);
+    for (size_t i = 0; i < pair_all(p); i++) {
+        p->host[i] = (uint8_t)t_next(rng);
+    }
+    for (size_t i = 0; i + sizeof(float) <= bytes; i += sizeof(float)) {
+        const float x = scale * (float)(2.0 * t_unit(rng) - 1.0);
+        memcpy((uint8_t *)on_host(p) + i, &x, sizeof x);
+    }
+    p->device = (uint8_t *)device_put(p->host, pair_all(p));
+}
+
+static bool pair_same(pair *p) {
+    device_get(p->found, p->device, pair_all(p));
+    return memcmp(p->found, p->host, pair_all(p)) == 0;
+}
+
+static void pair_free(pair *p) {
+    device_release(p->device);
+    free(p->host);
+    free(p->found);
+}
+
+/* Counts: all small ones, some around blocks and groups, large ones. */
+static uint64_t next_count(uint64_t count) {
+    static const uint64_t more[] = {127, 255, 256, 257, 1023, 1024, 1027, 4096, 10007, 66000};
+    if (count < 70) {
+        return count + 1;
+    }
+    for (size_t i = 0; i < sizeof more / sizeof more[0]; i++) {
+        if (more[i] > count) {
+            return more[i];
+        }
+    }
+    return 0;
+}
+
+#define EACH_COUNT(count) for (uint64_t count = 1; (count) != 0; (count) = next_count(count))
+
+// ------------------------------------------------------------------------------------------------
+// fills, copies, sums
+
+static void test_fills(void **state) {
+    (void)state;
+    bench b;
+    t_rng rng = t_seed(1);
+    bench_open(&b, 1);
+    EACH_COUNT(count) {
+        for (size_t offset = 0; offset<16; offset += count> 70 ? 5 : 1) {
+            pair p;
+            const uint8_t value = (uint8_t)t_next(&rng);
+            pair_make(&p, count, offset, &rng, 1.0f);
+            assert_int_equal(b.cuda.fill_bytes(b.state, on_device(&p), value, count), 0);
+            assert_int_equal(b.cpu.fill_bytes(b.cpu.user, on_host(&p), value, count), 0);
+            bench_wait(&b);
+            assert_true(pair_same(&p));
+            pair_free(&p);
+        }
+        for (size_t offset = 0; offset < 16; offset += sizeof(float)) {
+            pair p;
+            const float value = (float)t_unit(&rng);
+            pair_make(&p, count * sizeof(float), offset, &rng, 1.0f);
+            assert_int_equal(b.cuda.fill_f32(b.state, on_device(&p), value, count), 0);
+            assert_int_equal(b.cpu.fill_f32(b.cpu.user, on_host(&p), value, count), 0);
+            bench_wait(&b);
+            assert_true(pair_same(&p));
+            pair_free(&p);
+        }
+    }
+    bench_close(&b);
+}
+
+static void test_sums(void **state) {
+    (void)state;
+    bench b;
+    t_rng rng = t_seed(2);
+    bench_open(&b, 2);
+    EACH_COUNT(count) {
+        for (size_t k = 0; k<16; k += count> 70 ? 3 : 1) { // offsets of both
+            pair x, y;
+            pair_make(&x, count * sizeof(float), k % 4 * sizeof(float), &rng, 2.0f);
+            pair_make(&y, count * sizeof(float), k / 4 * sizeof(float), &rng, 3.0f);
+            assert_int_equal(b.cuda.add_f32(b.state, on_device(&x), on_device(&y), count), 0);
+            assert_int_equal(b.cpu.add_f32(b.cpu.user, on_host(&x), on_host(&y), count), 0);
+            bench_wait(&b);
+            assert_true(pair_same(&x));
+            assert_true(pair_same(&y));
+            pair_free(&x);
+            pair_free(&y);
+        }
+    }
+    bench_close(&b);
+}
+
+/* The four ways of copying, and what is told; the host's memory changes behind the call where it
+   may. */
+static void test_copies(void **state) {
+    (void)state;
+    bench b;
+    t_rng rng = t_seed(3);
+    bench_open(&b, 3);
+    for (uint64_t count = 1; count < 3000; count += count < 70 ? 1 : 971) {
+        const size_t bytes = count * sizeof(float);
+        void *pinned = NULL;
+        pair x, y;
+        assert_int_equal(b.cuda.host_alloc(b.cuda.user, &b.host, 2 * bytes, &pinned), 0);
+        pair_make(&x, bytes, 4 * (count % 4), &rng, 1.0f);
+        pair_make(&y, bytes, 8, &rng, 1.0f);
+        assert_int_equal(b.cuda.copy(b.state, on_device(&x), on_device(&y), bytes), 0);
+        bench_wait(&b);
+        memcpy(on_host(&x), on_host(&y), bytes);
+        assert_true(pair_same(&x));
+        t_fill(&rng, (float *)pinned, count, 1.0f);
+        memcpy(on_host(&x), pinned, bytes);
+        assert_int_equal(b.cuda.copy_in(b.state, on_device(&x), pinned, bytes), 0);
+        bench_wait(&b);
+        assert_true(pair_same(&x));
+        assert_int_equal(b.cuda.copy_out(b.state, (uint8_t *)pinned + bytes, on_device(&y), bytes),
+                         0);
+        bench_wait(&b);
+        assert_memory_equal((uint8_t *)pinned + bytes, on_host(&y), bytes);
+        float *told = (float *)malloc(bytes);
+        assert_non_null(told);
+        t_fill(&rng, told, count, 1.0f);
+        memcpy(on_host(&y), told, bytes);
+        assert_int_equal(b.cuda.tell(b.state, on_device(&y), told, bytes), 0);
+        memset(told, 0x55, bytes);
+        bench_wait(&b);
+        assert_true(pair_same(&y));
+        free(told);
+        pair_free(&x);
+        pair_free(&y);
+        b.cuda.host_release(b.cuda.user, &b.host, pinned, 2 * bytes);
+    }
+    bench_close(&b);
+}
+
+// ------------------------------------------------------------------------------------------------
+// casts
+
+/* Bits as the CPU has them, those of NaN included. */
+static void check_cast(bench *b, ms_dtype from, ms_dtype to, const uint8_t *inputs, uint64_t count,
+                       size_t shift_in, size_t shift_out) {
+    t_rng rng = t_seed(count);
+    pair in, out;
+    pair_make(&in, count * f_bytes(from), shift_in * f_bytes(from), &rng, 1.0f);
+    device_release(in.device);
+    memcpy(on_host(&in), inputs, in.bytes);
+    in.device = (uint8_t *)device_put(in.host, pair_all(&in));
+    pair_make(&out, count * f_bytes(to), shift_out * f_bytes(to), &rng, 1.0f);
+    assert_int_equal(b->cuda.cast(b->state, on_device(&out), to, on_device(&in), from, count), 0);
+    assert_int_equal(b->cpu.cast(b->cpu.user, on_host(&out), to, on_host(&in), from, count), 0);
+    bench_wait(b);
+    assert_true(pair_same(&out));
+    pair_free(&in);
+    pair_free(&out);
+}
+
+static void test_casts(void **state) {
+    (void)state;
+    bench b;
+    uint8_t *inputs = (uint8_t *)malloc((size_t)F_INPUTS * sizeof(float));
+    assert_non_null(inputs);
+    bench_open(&b, 4);
+    for (int from = 0; from < 3; from++) {
+        const uint64_t all = f_inputs(f_dtypes[from], inputs);
+        const uint8_t *some = inputs + all / 3 * f_bytes(f_dtypes[from]);
+        for (int to = 0; to < 3; to++) {
+            check_cast(&b, f_dtypes[from], f_dtypes[to], inputs, all, 0, 0);
+            check_cast(&b, f_dtypes[from], f_dtypes[to], some, 10007, 1, 0);
+            for (uint64_t count = 1; count <= 70; count++) {
+                check_cast(&b, f_dtypes[from], f_dtypes[to], some, count, 0, 0);
+                check_cast(&b, f_dtypes[from], f_dtypes[to], some, count, count % 8, count / 9);
+            }
+        }
+    }
+    free(inputs);
+    bench_close(&b);
+}
+
+static void test_casts_of_a_call(void **state) {
+    (void)state;
+    cn_reset(5);
+    const ms_backend cuda = ms_backend_cuda(0);
+    const f_memory memory = {device_put, device_get, device_release};
+    f_check_casts(&cuda, &memory);
+    cn_clean();
+}
+
+// ------------------------------------------------------------------------------------------------
+// sums of losses and squares, and their verdicts
+
+static ms_step_state *state_on_device(const pair *p) {
+    return (ms_step_state *)on_device(p);
+}
+
+static ms_step_state state_found(pair *p) {
+    ms_step_state s;
+    (void)pair_same(p);
+    memcpy(&s, p->found + MARGIN + p->offset, sizeof s);
+    return s;
+}
+
+static void set_state(pair *p, uint32_t halted, uint64_t step) {
+    ms_step_state s;
+    memset(&s, 0, sizeof s);
+    s.loss = -1.0;
+    s.norm = -2.0;
+    s.halted = halted;
+    s.halted_step = 5;
+    s.step = step;
+    s.seed = 99;
+    memcpy(on_host(p), &s, sizeof s);
+    device_release(p->device);
+    p->device = (uint8_t *)device_put(p->host, pair_all(p));
+}
+
+static void test_losses(void **state) {
+    (void)state;
+    bench b;
+    pair s;
+    t_rng rng = t_seed(6);
+    bench_open(&b, 6);
+    pair_make(&s, sizeof(ms_step_state), 0, &rng, 1.0f);
+    EACH_COUNT(count) {
+        pair x;
+        double sum = 0.0, size = 0.0;
+        set_state(&s, MS_HALT_NONE, 7);
+        pair_make(&x, count * sizeof(float), count % 4 * sizeof(float), &rng, 5.0f);
+        for (uint64_t i = 0; i < count; i++) {
+            sum += (double)((const float *)on_host(&x))[i];
+            size += fabs((double)((const float *)on_host(&x))[i]);
+        }
+        assert_int_equal(b.cuda.loss(b.state, on_device(&x), count, 0.25, state_on_device(&s)), 0);
+        bench_wait(&b);
+        const ms_step_state found = state_found(&s);
+        assert_true(fabs(found.loss - 0.25 * sum) <= 1e-12 * size);
+        assert_true(found.norm == -2.0 && found.halted == (uint32_t)MS_HALT_NONE);
+        assert_true(found.step == 7 && found.seed == 99);
+        pair_free(&x);
+    }
+    pair_free(&s);
+    bench_close(&b);
+}
+
+/* A bad loss halts, at whatever place it is; what was halted before keeps its first reason. */
+static void test_bad_losses(void **state) {
+    (void)state;
+    static const float bad[] = {NAN, INFINITY, -INFINITY};
+    bench b;
+    pair s, x;
+    t_rng rng = t_seed(7);
+    bench_open(&b, 7);
+    pair_make(&s, sizeof(ms_step_state), 0, &rng, 1.0f);
+    for (int i = 0; i < 60; i++) {
+        const bool before = i % 2 != 0;
+        pair_make(&x, 300 * sizeof(float), 0, &rng, 5.0f);
+        ((float *)on_host(&x))[t_below(&rng, 300)] = bad[i % 3];
+        device_release(x.device);
+        x.device = (uint8_t *)device_put(x.host, pair_all(&x));
+        set_state(&s, before ? MS_HALT_NORM : MS_HALT_NONE, 7);
+        assert_int_equal(b.cuda.loss(b.state, on_device(&x), 300, 1.0, state_on_device(&s)), 0);
+        assert_int_equal(
+            b.cpu.loss(b.cpu.user, on_host(&x), 300, 1.0, (ms_step_state *)on_host(&s)), 0);
+        bench_wait(&b);
+        const ms_step_state found = state_found(&s);
+        assert_int_equal(found.halted, before ? MS_HALT_NORM : MS_HALT_LOSS);
+        assert_int_equal(found.halted_step, before ? 5 : 7);
+        assert_true(before || found.loss != found.loss || isinf(found.loss));
+        assert_true(!before || pair_same(&s));
+        pair_free(&x);
+    }
+    pair_free(&s);
+    bench_close(&b);
+}
+
+static void check_squares(bench *b, uint64_t count, size_t offset, t_rng *rng) {
+    pair x, sum;
+    double expected = 1.5, found = 0.0;
+    pair_make(&x, count * sizeof(float), offset, rng, 3.0f);
+    pair_make(&sum, sizeof(double), 0, rng, 1.0f);
+    memcpy(on_host(&sum), &expected, sizeof expected);
+    device_release(sum.device);
+    sum.device = (uint8_t *)device_put(sum.host, pair_all(&sum));
+    for (uint64_t i = 0; i < count; i++) {
+        const double v = (double)((const float *)on_host(&x))[i];
+        expected += 2.0 * v * v; // it is added twice
+    }
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(
+            b->cuda.add_squares_f32(b->state, on_device(&x), count, (double *)on_device(&sum)), 0);
+    }
+    bench_wait(b);
+    assert_true(pair_same(&x));
+    device_get(&found, on_device(&sum), sizeof found);
+    assert_true(fabs(found - expected) <= 1e-12 * expected);
+    memcpy(on_host(&sum), &found, sizeof found);
+    assert_true(pair_same(&sum));
+    pair_free(&x);
+    pair_free(&sum);
+}
+
+static void test_squares(void **state) {
+    (void)state;
+    bench b;
+    t_rng rng = t_seed(8);
+    bench_open(&b, 8);
+    EACH_COUNT(count) {
+        for (size_t offset = 0; offset < 16; offset += 4) {
+            check_squares(&b, count, offset, &rng);
+        }
+    }
+    check_squares(&b, 1300003, 0, &rng); // more than one round of all blocks
+    check_squares(&b, 300007, 4, &rng);
+    bench_close(&b);
+}
+
+static void test_clip(void **state) {
+    (void)state;
+    static const double sums[] = {0.0,  1e-300, 1e-30, 0.25, 1.0,     1.0000001,
+                                  6.25, 1e30,   1e300, NAN,  INFINITY};
+    bench b;
+    t_rng rng = t_seed(9);
+    bench_open(&b, 9);
+    for (size_t i = 0; i < 2 * sizeof sums / sizeof sums[0]; i++) {
+        pair s, sum, scale;
+        pair_make(&s, sizeof(ms_step_state), 0, &rng, 1.0f);
+        set_state(&s, i % 2 ? MS_HALT_LOSS : MS_HALT_NONE, 11);
+        pair_make(&sum, sizeof(double), 0, &rng, 1.0f);
+        memcpy(on_host(&sum), &sums[i / 2], sizeof(double));
+        device_release(sum.device);
+        sum.device = (uint8_t *)device_put(sum.host, pair_all(&sum));
+        pair_make(&scale, sizeof(float), 0, &rng, 1.0f);
+        assert_int_equal(b.cuda.clip_scale(b.state, (const double *)on_device(&sum), 0.5f,
+                                           (float *)on_device(&scale), state_on_device(&s)),
+                         0);
+        assert_int_equal(b.cpu.clip_scale(b.cpu.user, (const double *)on_host(&sum), 0.5f,
+                                          (float *)on_host(&scale), (ms_step_state *)on_host(&s)),
+                         0);
+        bench_wait(&b);
+        const ms_step_state found = state_found(&s), expected = *(ms_step_state *)on_host(&s);
+        assert_int_equal(found.halted, expected.halted);
+        assert_int_equal(found.halted_step, expected.halted_step);
+        assert_true(found.norm == expected.norm || found.norm != found.norm);
+        assert_true(sums[i / 2] == sums[i / 2] ? pair_same(&s) : true);
+        assert_true(pair_same(&scale));
+        pair_free(&s);
+        pair_free(&sum);
+        pair_free(&scale);
+    }
+    bench_close(&b);
+}
+
+// ------------------------------------------------------------------------------------------------
+// updates
+
+enum { VALUE, GRADIENT, STATE0, STATE1, ARRAYS };
+
+typedef struct update_case {
+    ms_optimizer_kind kind;
+    float momentum;
+    bool scaled, halted;
+    uint64_t t;
+} update_case;
+
+static ms_update_args args_of(const update_case *c, const pair *arrays, bool device) {
+    ms_update_args args;
+    float *at[ARRAYS];
+    memset(&args, 0, sizeof args);
+    for (int i = 0; i < ARRAYS; i++) {
+        at[i] = (float *)(device ? on_device(&arrays[i]) : on_host(&arrays[i]));
+    }
+    args.kind = c->kind;
+    args.count = arrays[0].bytes / sizeof(float);
+    args.value = at[VALUE];
+    args.gradient = at[GRADIENT];
+    const bool adamw = c->kind == MS_OPTIMIZER_ADAMW;
+    args.state[0] = adamw || c->momentum != 0.0f ? at[STATE0] : NULL;
+    args.state[1] = adamw ? at[STATE1] : NULL;
+    return args;
+}
+
+/* Factors, scale and state of the step, in one place on each side. */
+typedef struct shared_args {
+    ms_update_factors factors;
+    ms_step_state step;
+    float scale;
+} shared_args;
+
+static void point_to_shared(const update_case *c, ms_update_args *args, void *at) {
+    uint8_t *shared = (uint8_t *)at;
+    args->factors = (const ms_update_factors *)(void *)(shared + offsetof(shared_args, factors));
+    args->state_of_step = (const ms_step_state *)(void *)(shared + offsetof(shared_args, step));
+    args->gradient_scale =
+        c->scaled ? (const float *)(void *)(shared + offsetof(shared_args, scale)) : NULL;
+}
+
+static void fill_shared(const update_case *c, shared_args *s) {
+    ms_optimizer_desc o;
+    memset(&o, 0, sizeof o);
+    memset(s, 0, sizeof *s);
+    o.kind = c->kind;
+    o.learning_rate = 0.013f;
+    o.beta1 = 0.9f;
+    o.beta2 = 0.999f;
+    o.epsilon = 1e-8f;
+    o.momentum = c->momentum;
+    s->factors = msi_factors_at(&o, c->t);
+    s->factors.decay = c->kind == MS_OPTIMIZER_ADAMW ? 0.9987f : 0.1f;
+    s->scale = 0.37f;
+    s->step.halted = (uint32_t)(c->halted ? MS_HALT_NORM : MS_HALT_NONE);
+}
+
+/* The bits of the CPU where both sides fuse a product with a sum, or neither does. */
+static void check_updated(pair *p) {
+#if defined(CUDART_EMULATION) || defined(FP_FAST_FMAF)
+    assert_true(pair_same(p));
+#else
+    (void)pair_same(p);
+    for (size_t i = 0; i < p->bytes / sizeof(float); i++) {
+        const float expected = ((const float *)on_host(p))[i];
+        float found;
+        memcpy(&found, p->found + MARGIN + p->offset + i * sizeof found, sizeof found);
+        assert_true(fabsf(found - expected) <= 1e-5f * (1.0f + fabsf(expected)));
+    }
+    memcpy(p->host + MARGIN + p->offset, p->found + MARGIN + p->offset, p->bytes);
+    assert_true(pair_same(p)); // the margins
+#endif
+}
+
+static void check_update(bench *b, const update_case *c, uint64_t count, const size_t *offsets,
+                         t_rng *rng) {
+    pair arrays[ARRAYS];
+    shared_args shared;
+    fill_shared(c, &shared);
+    void *told = device_put(&shared, sizeof shared);
+    for (int i = 0; i < ARRAYS; i++) {
+        pair_make(&arrays[i], count * sizeof(float), offsets[i] * sizeof(float), rng, 1.0f);
+    }
+    float *v = (float *)on_host(&arrays[STATE1]);
+    for (uint64_t i = 0; i < count; i++) {
+        v[i] = fabsf(v[i]); // second moments
+    }
+    device_release(arrays[STATE1].device);
+    arrays[STATE1].device = (uint8_t *)device_put(arrays[STATE1].host, pair_all(&arrays[STATE1]));
+    ms_update_args on_cuda = args_of(c, arrays, true), on_cpu = args_of(c, arrays, false);
+    point_to_shared(c, &on_cuda, told);
+    point_to_shared(c, &on_cpu, &shared);
+    assert_int_equal(b->cuda.update(b->state, &on_cuda), 0);
+    if (!c->halted) { // it must leave everything as it is
+        assert_int_equal(b->cpu.update(b->cpu.user, &on_cpu), 0);
+    }
+    bench_wait(b);
+    for (int i = 0; i < ARRAYS; i++) {
+        check_updated(&arrays[i]);
+        pair_free(&arrays[i]);
+    }
+    device_release(told);
+}
+
+static void test_updates(void **state) {
+    (void)state;
+    static const update_case cases[] = {
+        {MS_OPTIMIZER_ADAMW, 0.0f, false, false, 1}, {MS_OPTIMIZER_ADAMW, 0.0f, true, false, 1000},
+        {MS_OPTIMIZER_ADAMW, 0.0f, true, true, 3},   {MS_OPTIMIZER_SGD, 0.0f, false, false, 1},
+        {MS_OPTIMIZER_SGD, 0.9f, false, false, 2},   {MS_OPTIMIZER_SGD, 0.9f, true, false, 2},
+        {MS_OPTIMIZER_SGD, 0.9f, true, true, 2}};
+    static const size_t offsets[][ARRAYS] = {
+        {0, 0, 0, 0}, {1, 1, 1, 1}, {0, 3, 0, 0}, {2, 0, 0, 1}, {0, 0, 1, 0}};
+    bench b;
+    t_rng rng = t_seed(10);
+    bench_open(&b, 10);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        EACH_COUNT(count) {
+            const size_t first = count > 70 ? count % 5 : 0, last = count > 70 ? first + 1 : 5;
+            for (size_t k = first; k < last; k++) {
+                check_update(&b, &cases[i], count, offsets[k], &rng);
+            }
+        }
+    }
+    bench_close(&b);
+}
+
+// ------------------------------------------------------------------------------------------------
+// products
+
+static void test_products(void **state) {
+    (void)state;
+    const f_memory memory = {device_put, device_get, device_release};
+    cn_reset(11);
+    ms_backend cuda = ms_backend_cuda(0);
+    f_check_products(&cuda, &memory, 1500);
+    f_check_refusals(&cuda);
+    cn_clean();
+}
+
+/* A product whose factors lose bits in TF32: where it was asked for, and there alone. */
+static float product_of_thirds(bool tf32) {
+    cn_how how;
+    cn_net net;
+    float third[1024], found[4];
+    memset(&how, 0, sizeof how);
+    how.cuda = true;
+    how.tf32 = tf32;
+    cn_start(&net, &how);
+    for (int i = 0; i < 1024; i++) {
+        third[i] = 1.0f / 3.0f;
+    }
+    void *a = device_put(third, sizeof third), *c = device_put(third, sizeof found);
+    const ms_call call = f_call(net.model);
+    ms_matrix x, y;
+    memset(&x, 0, sizeof x);
+    x.data = a;
+    x.rows = 16;
+    x.cols = x.stride = 64;
+    y = ms_transpose(x);
+    ms_matrix z = x;
+    void *product = device_put(third, 16 * 16 * sizeof(float));
+    z.data = product;
+    z.cols = z.stride = 16;
+    t_ok(net.model, ms_gemm(&call, 1.0f, x, y, 0.0f, z));
+    t_ok(net.model, ms_synchronize(net.model));
+    device_get(found, product, sizeof found);
+    device_release(a);
+    device_release(c);
+    device_release(product);
+    cn_destroy(&net);
+    return found[0];
+}
+
+static void test_tf32(void **state) {
+    (void)state;
+    cn_reset(12);
+    struct cudaDeviceProp properties;
+    assert_int_equal(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
+    const float exact = product_of_thirds(false), rounded = product_of_thirds(true);
+    assert_true(fabsf(exact - 64.0f / 9.0f) < 4e-6f);
+    assert_true(fabsf(rounded - 64.0f / 9.0f) < 8e-3f);
+    if (properties.major >= 8) {
+        assert_true(fabsf(rounded - 64.0f / 9.0f) > 4e-5f);
+    }
+    cn_clean();
+}
+
+/* What cuBLAS counts by int. */
+static void test_too_large(void **state) {
+    (void)state;
+    cn_how how;
+    cn_net net;
+    memset(&how, 0, sizeof how);
+    how.cuda = true;
+    cn_reset(13);
+    cn_start(&net, &how);
+    const ms_call call = f_call(net.model);
+    ms_matrix a, b, c;
+    memset(&a, 0, sizeof a);
+    a.data = ms_data(net.model, net.param[0]);
+    a.rows = (int64_t)1 << 31;
+    a.cols = a.stride = 1;
+    b = a;
+    b.rows = 1;
+    c = a;
+    t_error(net.model, ms_gemm(&call, 1.0f, a, b, 0.0f, c), MS_RESULT_BACKEND);
+    t_text_has(ms_last_error(net.model), "backend cuda: gemm failed");
+    t_text_has(ms_last_error(net.model), cublasGetStatusString(CUBLAS_STATUS_INVALID_VALUE));
+    cn_steps(&net, 0, 2);
+    cn_destroy(&net);
+    cn_clean();
+}
+
+// ------------------------------------------------------------------------------------------------
+// the hardware report
+
+static ms_hardware report(void) {
+    ms_hardware hardware;
+    const ms_backend cuda = ms_backend_cuda(0);
+    memset(&hardware, 0, sizeof hardware);
+    cuda.hardware(cuda.user, &hardware);
+    assert_int_equal(cudaPeekAtLastError(), cudaSuccess);
+    return hardware;
+}
+
+/* As the runtime has it. */
+static void test_hardware(void **state) {
+    (void)state;
+    cn_reset(14);
+    struct cudaDeviceProp properties;
+    int driver = 0, runtime = 0;
+    assert_int_equal(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
+    assert_int_equal(cudaDriverGetVersion(&driver), cudaSuccess);
+    assert_int_equal(cudaRuntimeGetVersion(&runtime), cudaSuccess);
+    const ms_hardware hardware = report();
+    assert_memory_equal(hardware.name, properties.name,
+                        strlen(properties.name) < 63 ? strlen(properties.name) : 63);
+    assert_int_equal(hardware.kind,
+                     properties.integrated ? MS_DEVICE_INTEGRATED : MS_DEVICE_DISCRETE);
+    assert_int_equal(hardware.processor_count, properties.multiProcessorCount);
+    assert_int_equal(hardware.total_bytes, properties.totalGlobalMem);
+    assert_true(hardware.free_bytes > 0 && hardware.free_bytes <= hardware.total_bytes);
+    assert_int_equal(hardware.compute_major, properties.major);
+    assert_int_equal(hardware.compute_minor, properties.minor);
+    assert_int_equal(hardware.driver_version, driver);
+    assert_int_equal(hardware.runtime_version, runtime);
+}
+
+/* By compute capability: what the device has of itself, and the workspace that cuBLAS asks for. */
+static void test_capabilities(void **state) {
+    (void)state;
+    CN_SKIP_ON_GPU();
+#ifdef CUDART_EMULATION
+    static const int versions[][2] = {{6, 1}, {7, 0}, {7, 5}, {8, 0}, {8, 9}, {9, 0}, {10, 0}};
+    for (size_t i = 0; i < sizeof versions / sizeof versions[0]; i++) {
+        emulation_reset(1);
+        emulation_device device = emulation_get_device();
+        device.compute_major = versions[i][0];
+        device.compute_minor = versions[i][1];
+        device.used_bytes = (uint64_t)1 << 30;
+        emulation_set_device(&device);
+        const ms_hardware hardware = report();
+        assert_int_equal(hardware.compute_major, versions[i][0]);
+        assert_int_equal(hardware.compute_minor, versions[i][1]);
+        assert_int_equal(hardware.fp16_tensor, versions[i][0] >= 7);
+        assert_int_equal(hardware.bf16, versions[i][0] >= 8);
+        assert_int_equal(hardware.tf32, versions[i][0] >= 8);
+        assert_int_equal(hardware.free_bytes, device.memory_bytes - device.used_bytes);
+        const uint64_t workspace = ms_backend_cuda(0).workspace_bytes;
+        assert_int_equal(workspace >> 20, versions[i][0] >= 9 ? 32 : 4);
+    }
+#endif
+}
+
+/* A device that shares the host's memory has what the host has left. */
+static void test_integrated(void **state) {
+    (void)state;
+    CN_SKIP_ON_GPU();
+#ifdef CUDART_EMULATION
+    emulation_reset(1);
+    emulation_device device = emulation_get_device();
+    device.is_integrated = 1;
+    device.used_bytes = device.memory_bytes;
+    emulation_set_device(&device);
+    const ms_hardware hardware = report();
+    uint64_t total = 0, available = 0;
+    msi_host_memory(&total, &available);
+    assert_int_equal(hardware.kind, MS_DEVICE_INTEGRATED);
+    assert_true(available > 0);
+    assert_true(hardware.free_bytes > available / 2 && hardware.free_bytes < 2 * available);
+    device.count = 0;
+    emulation_set_device(&device);
+    const ms_hardware none = report();
+    assert_int_equal(none.total_bytes, 0);
+    assert_int_equal(none.compute_major, 0);
+    assert_int_equal(none.name[0], 0);
+    emulation_reset(1);
+#endif
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_fills),
+        cmocka_unit_test(test_sums),
+        cmocka_unit_test(test_copies),
+        cmocka_unit_test(test_casts),
+        cmocka_unit_test(test_casts_of_a_call),
+        cmocka_unit_test(test_losses),
+        cmocka_unit_test(test_bad_losses),
+        cmocka_unit_test(test_squares),
+        cmocka_unit_test(test_clip),
+        cmocka_unit_test(test_updates),
+        cmocka_unit_test(test_products),
+        cmocka_unit_test(test_tf32),
+        cmocka_unit_test(test_too_large),
+        cmocka_unit_test(test_hardware),
+        cmocka_unit_test(test_capabilities),
+        cmocka_unit_test(test_integrated),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
