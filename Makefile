@@ -10,6 +10,7 @@
 #   OPENMP= CBLAS=                                  build without what was found
 #   NVCC=/usr/local/cuda/bin/nvcc                   of make cuda, where it is not on the PATH
 #   CUDA_CODES="sm_90"                              the machine code that it makes; default: 7.5 to 9.0
+#   ONLY=emulated                                   of make test: the groups with that in the name
 #   FUZZ_SECONDS=600 FUZZ_CC=clang                  of make fuzz
 
 config ?= release
@@ -172,7 +173,7 @@ emulated_parts := $(patsubst %,$(emulated)/%.o,cuda runtime memory fibers cublas
 
 emulated_tests    := $(patsubst %.c,$(emulated)/%,$(wildcard tests/test_*.c))
 emulated_programs := $(patsubst $(cuda)/%,$(emulated)/%,$(cuda_programs))
-emulated_own      := $(patsubst %.cpp,$(emulated)/%,$(wildcard tests/emulation/test_*.cpp))
+emulated_own      := $(patsubst %.cpp,$(emulated)/%,$(filter-out %/test_races.cpp,$(wildcard tests/emulation/test_*.cpp)))
 
 $(emulated)/cuda.o: examples/cuda.cu $(emulated)/flags
 	$(call say,$(CXX) $@) $(emulated_cpp) -x c++ -D__CUDACC__=1 -MMD -MP -MF $@.d -c -o $@ $<
@@ -200,11 +201,34 @@ $(emulated_own): $(emulated)/%: %.cpp $(emulated)/cuda.a
 	$(call say,$(CXX) $@) $(emulated_cpp) -D__CUDACC__=1 -MMD -MP -MF $@.d -o $@ $< $(emulated)/cuda.a \
 	 $(LDFLAGS) $(CMOCKA) -lm -pthread
 
+# With the finder of races in kernels: these are compiled for the thread sanitizer, all else without.
+races := $(emulated)/races
+$(races)/cuda.o: examples/cuda.cu $(emulated)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CXX) $@) $(emulated_cpp) -x c++ -D__CUDACC__=1 -fsanitize=thread -MMD -MP -MF $@.d -c -o $@ $<
+
+$(races)/test_races.o: tests/emulation/test_races.cpp $(emulated)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CXX) $@) $(emulated_cpp) -D__CUDACC__=1 -fsanitize=thread -MMD -MP -MF $@.d -c -o $@ $<
+
+$(races)/races.o: tests/emulation/races.cpp $(emulated)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CXX) $@) $(emulated_cpp) -MMD -MP -MF $@.d -c -o $@ $<
+
+race_parts := $(filter-out %/cuda.o,$(emulated_parts)) $(races)/races.o
+$(races)/test_races: $(races)/test_races.o $(race_parts)
+	$(call say,$(CXX) $@) $(CXX) -o $@ $^ $(LDFLAGS) $(CMOCKA) -lm -pthread
+
+$(patsubst %.c,$(races)/%,$(sources)): $(races)/%: %.c $(races)/cuda.o $(race_parts)
+	@mkdir -p $(@D)
+	$(call say,$(CXX) $@) $(emulated_test) -MMD -MP -MF $@.d -o $@ $< -x none $(races)/cuda.o $(race_parts) \
+	 $(LDFLAGS) $(CMOCKA) -lm -pthread
+
 $(emulated)/flags: FORCE
 	@mkdir -p $(@D)
 	@echo '$(emulated_cpp) $(LDFLAGS) $(CMOCKA)' | cmp -s - $@ || echo '$(emulated_cpp) $(LDFLAGS) $(CMOCKA)' > $@
 
--include $(wildcard $(emulated)/*.d $(emulated)/*/*.d $(emulated)/*/*/*.d)
+-include $(wildcard $(addsuffix .d,$(addprefix $(emulated)/,* */* */*/* */*/*/*)))
 
 # ---- what to do with them ------------------------------------------------------------------------
 
@@ -212,7 +236,18 @@ run: $(OUT)/examples/gpt2
 	@$<
 
 test:
-	@tests/run.sh
+	@ONLY='$(ONLY)' tests/run.sh
+
+test-gpu: need-nvcc
+	@[ -n '$(CMOCKA)' ] || { echo 'make test-gpu needs cmocka (libcmocka-dev)'; exit 1; }
+	@CC='$(CC)' MAKE='$(MAKE)' CUDA_HOME='$(cuda_home)' CUDA_FLAGS='-I$(cuda_home)/include' \
+	 CUDA_LINK='$(cuda_link)' tests/gpu.sh $(cuda_tests) $(cuda_kernels)
+
+bench-gpu: need-nvcc $(cuda)/bench/gpu
+	@bash -o pipefail -c '$(cuda)/bench/gpu | tee $(cuda)/bench/gpu.txt'
+	@if python3 -c 'import torch' 2> /dev/null; then \
+	   bash -o pipefail -c 'python3 bench/gpu_pytorch.py | tee $(cuda)/bench/gpu_pytorch.txt'; \
+	 else echo 'python3 has no torch here: bench/gpu_pytorch.py is left out'; fi
 
 # Random sequences of calls, for ten minutes. The corpus grows in build/fuzz; fuzz-corpus makes the
 # small one of the tests of it: the longest of those that together reach all that is reached.
@@ -256,6 +291,9 @@ help:
 	@echo 'make            every program, at build/<folder>/<name>'
 	@echo 'make run        train a small GPT-2 inside a byte budget (about a minute)'
 	@echo 'make test       everything that is tested; the last line has the totals'
+	@echo 'make cuda       gpt2, bert, cnn and bench/gpu for NVIDIA GPUs, at build/cuda/<folder>/<name>'
+	@echo 'make test-gpu   the tests on a GPU, with compute-sanitizer where it is found'
+	@echo 'make bench-gpu  the published models on a GPU, beside PyTorch where it is found'
 	@echo 'make fuzz       random sequences of calls for ten minutes, by clang'"'"'s fuzzer'
 	@echo 'make coverage   line coverage of the tests'
 	@echo 'make format     clang-format all sources'

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that is tested: one line per check, in a fixed order, though as many run at a time as
 # there are processors. `make test` calls this with the compilers, warnings and libraries in the
-# environment. The last line has the totals; the exit status is 1 if anything failed.
+# environment; `make test ONLY=emulated` runs the groups with that in their names. The last line has
+# the totals; the exit status is 1 if anything failed.
 #
 # A check is a shell command: status 0 is a pass, 77 a skip (its last line says why). One that prints
 # cmocka's summary counts as many tests as that names.
@@ -12,6 +13,7 @@ unset MAKEFLAGS MFLAGS MAKEOVERRIDES
 
 export CC=${CC:-cc} CXX=${CXX:-g++} MAKE=${MAKE:-make}
 export WARNINGS=${WARNINGS-} WARNINGS_C=${WARNINGS_C-} OPENMP=${OPENMP-} CBLAS=${CBLAS-} CMOCKA=${CMOCKA-}
+export NVCC=${NVCC-}
 export checks=build/check
 # Two programs at a time share the processors: threads that wait must not spin.
 export OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive
@@ -22,11 +24,12 @@ mkdir -p $checks
 # ---- the list of checks --------------------------------------------------------------------------
 
 group() {
-    printf '%s\n' "$1" > "$checks/$(($(wc -l < $checks/list) + 1)).group"
+    wanted=$([[ $1 == *${ONLY-}* ]] && echo yes)
+    [ -z "$wanted" ] || printf '%s\n' "$1" > "$checks/$(($(wc -l < $checks/list) + 1)).group"
 }
 
 check() { # NAME COMMAND
-    printf '%s\t%s\n' "$1" "$2" >> $checks/list
+    [ -z "$wanted" ] || printf '%s\t%s\n' "$1" "$2" >> $checks/list
 }
 
 # ---- what checks are made of ---------------------------------------------------------------------
@@ -94,12 +97,38 @@ cell() { # COMPILER ARGUMENTS
 # nvcc has warnings of its own; those of the house go to the host's compiler, but for two that CUDA's
 # own headers do not keep to.
 cell_nvcc() { # ARGUMENTS
-    local nvcc program host
-    nvcc=$(command -v nvcc || printf '%s\n' /usr/local/cuda*/bin/nvcc | tail -n 1)
-    [ -x "$nvcc" ] || skip 'no nvcc'
+    local program host
+    [ -n "$NVCC" ] || skip 'no nvcc'
     program=$(mktemp $checks/cell.XXXXXX)
     host=$(printf ' -Xcompiler %s' $(sed -E 's/-W(pedantic|undef|error)( |$)/ /g' <<< "$WARNINGS"))
-    "$nvcc" -std=c++17 -Werror all-warnings $host -I. -O1 "$@" -o "$program" && "$program"
+    "$NVCC" -std=c++17 -Werror all-warnings -arch=sm_75 $host -I. -Iexamples -O1 "$@" -o "$program" &&
+        "$program"
+}
+
+# The CUDA part in a translation unit of its own, which exports one function, and a C program on it.
+cell_cuda_object() {
+    [ -n "$NVCC" ] || skip 'no nvcc'
+    local object=$checks/cuda_part.o
+    "$NVCC" -std=c++17 -Werror all-warnings -arch=sm_75 -I. -O1 -c tests/compile_cuda.cu -o $object ||
+        return 1
+    [ "$(nm -g --defined-only $object | awk '$2 !~ /[VW]/ { print $3 }')" = ms_backend_cuda ] ||
+        { nm -g --defined-only $object; return 1; }
+    compile gcc -DMEMSCALE_IMPLEMENTATION -DCOMPILE_CUDA -c tests/compile_program.c \
+        -o $checks/cuda_program.o && "$NVCC" $checks/cuda_program.o $object -lcublas -o $checks/cuda_program &&
+        $checks/cuda_program
+}
+
+# What is for nvcc is refused by others, with the cure.
+check_cuda_refusal() {
+    local text
+    ! text=$(compile gcc -DMEMSCALE_CUDA_IMPLEMENTATION -fsyntax-only tests/compile_program.c 2>&1) &&
+        grep -q '#error.*nvcc.*\.cu file' <<< "$text"
+}
+
+# As make cuda builds them: the object for all devices, and the C programs on it.
+build_cuda() {
+    [ -n "$NVCC" ] || skip 'no nvcc'
+    $MAKE -s --no-print-directory werror=1 cuda && build/cuda/examples/gpt2 --preset tiny --steps 1
 }
 
 cell_library() { # COMPILER NAME FLAG ARGUMENTS
@@ -135,12 +164,14 @@ same() { # WHAT EXPECTED ACTUAL: files of sorted lines
         --new-line-format="$1 has beyond what is allowed: %L" "$2" "$3"
 }
 
-# Exactly the functions that the public half declares.
+# Exactly the functions that the public half declares, but for the one of the CUDA part.
 check_exports() {
     local object
     object=$(implementation) || return 1
     sed '/^#endif \/\/ MEMSCALE_H/q' memscale.h | tr '\n' ' ' | grep -o 'MEMSCALE_API [^;(]*(' |
-        sed -n 's/.*[ *]\(ms_[a-z0-9_]*\)($/\1/p' | sort > $checks/declared
+        sed -n 's/.*[ *]\(ms_[a-z0-9_]*\)($/\1/p' | sort > $checks/declared.all
+    grep -qx ms_backend_cuda $checks/declared.all || return 1
+    grep -vx ms_backend_cuda $checks/declared.all > $checks/declared
     nm -g --defined-only "$object" | awk '{ print $3 }' | sort > $checks/exported
     [ -s $checks/declared ] && same 'the object' $checks/declared $checks/exported
 }
@@ -192,7 +223,8 @@ check_readme_program() {
 }
 
 export -f skip need build run_test run_threads run_corpus run_program compile
-export -f cell cell_nvcc cell_library cell_mixed cell_sources
+export -f cell cell_nvcc cell_cuda_object check_cuda_refusal build_cuda
+export -f cell_library cell_mixed cell_sources
 export -f implementation same check_exports check_static_exports imports macros
 export -f check_install check_readme_program
 
@@ -203,12 +235,36 @@ export -f check_install check_readme_program
 group 'tests'
 for source in tests/test_*.c; do
     name=$(basename "$source" .c)
+    case $name in test_cuda*) continue ;; esac
     check "$name, C99" "run_test release build/tests/$name"
     check "$name, C++11" "run_test release build/tests/${name}_cpp"
     check "$name, sanitizers" "run_test sanitize build/sanitize/tests/$name"
 done
 check 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
 check 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api'
+
+# Each test once more, on the CUDA backend and a GPU that is emulated. Not here: test_virtual and
+# test_formats, which have no model on a device of CUDA's, and test_threads, since host callbacks
+# that share one emulated device would open its memory to one another.
+group 'tests, emulated CUDA'
+for source in tests/test_*.c; do
+    name=$(basename "$source" .c)
+    case $name in test_virtual | test_formats | test_threads) continue ;; esac
+    check "$name" "run_test release build/emulated/tests/$name"
+done
+for source in tests/emulation/test_*.cpp; do
+    name=$(basename "$source" .cpp)
+    case $name in
+    test_races) check "$name" "run_test release build/emulated/races/$name" ;;
+    *) check "$name" "run_test release build/emulated/tests/emulation/$name" ;;
+    esac
+done
+
+group 'emulated CUDA, sanitizers'
+for name in test_cuda_backend test_cuda_graphs test_nn test_memory emulation/test_emulation; do
+    check "${name#*/}" "run_test sanitize build/sanitize/emulated/tests/$name"
+done
+check 'test_nn, races in kernels' 'run_test release build/emulated/races/tests/test_nn'
 
 program=tests/compile_program.c
 body=-DMEMSCALE_IMPLEMENTATION
@@ -239,12 +295,16 @@ check 'g++ on an object of gcc' 'cell_mixed gcc g++'
 check 'clang++ on an object of clang' 'cell_mixed clang clang++'
 
 group 'compile, nvcc'
-check 'CUDA, one translation unit' "cell_nvcc -x cu $body $program"
 check 'CUDA, two translation units' "cell_nvcc -x cu $program tests/compile_implementation.c"
 check 'CUDA, MEMSCALE_STATIC, twice' \
     "cell_nvcc -x cu $body -DMEMSCALE_STATIC $program tests/compile_static.c"
 check 'CUDA, amid the macros of other headers' "cell_nvcc -x cu $hostile -DCOMPILE_LATE $program"
 check 'host code' "cell_nvcc -x c++ $body $program"
+check 'CUDA, one translation unit with the CUDA part' \
+    "cell_nvcc -x cu $body -DMEMSCALE_CUDA_IMPLEMENTATION -DCOMPILE_CUDA $program -lcublas"
+check 'CUDA, the CUDA part alone, a C program on it' cell_cuda_object
+check 'the CUDA part without nvcc is refused, with the cure' check_cuda_refusal
+check 'make cuda: 7.5 to 9.0, and C programs on it' build_cuda
 
 group 'symbols and macros'
 check 'exports what is declared' check_exports
