@@ -35,6 +35,12 @@ void emulation_fail(uint64_t n);
 /* Whether it came to pass; the name of the call, or NULL. */
 const char *emulation_failed(void);
 
+/* The n-th operation that runs from now on (kernel, copy, fill, product, host function) breaks the
+ * device, as an illegal address does: it and all later ones do nothing, and every call, first the one
+ * that waits, returns cudaErrorIllegalAddress. What frees and destroys still does so. A reset mends. */
+void emulation_break(uint64_t n);
+bool emulation_is_broken(void);
+
 typedef struct emulation_counts {
     /* Alive now. */
     uint64_t device_bytes, pinned_bytes; /* as asked for */

@@ -78,6 +78,8 @@ void emulation_unlock_all();
 bool emulation_fails(const char *name);
 /* Whether work of the device may touch this memory: see emulation_set_pageable_access too. */
 bool emulation_holds(const void *pointer, size_t size);
+/* false: the device is broken, and the operation does nothing. */
+bool emulation_works();
 bool emulation_is_stream(cudaStream_t stream);
 void emulation_count_product();
 

@@ -67,6 +67,8 @@ struct runtime {
     emulation_counts counts;
     bool in_host_function;
     const char *failed;
+    uint64_t break_at; /* the operation that breaks the device; 0: none */
+    bool is_broken;
 };
 
 const uintptr_t legacy = 1, per_thread = 2;
@@ -151,6 +153,9 @@ cudaError_t enter(const char *name, cudaError_t injected = cudaErrorLaunchFailur
     if (emulation_fails(name)) {
         return fail(injected);
     }
+    if (the->is_broken) {
+        return fail(cudaErrorIllegalAddress);
+    }
     return fail(the->device.count ? cudaSuccess : cudaErrorNoDevice);
 }
 
@@ -160,7 +165,7 @@ cudaError_t settle(bool is_done) {
     if (!is_done) {
         emulation_die("%s", the->engine.error);
     }
-    return cudaSuccess;
+    return fail(the->is_broken ? cudaErrorIllegalAddress : cudaSuccess);
 }
 
 cudaError_t wait_for_all() {
@@ -271,6 +276,9 @@ struct alignas(16) launch_arguments {
 
 void run_copy(void *, void *arguments) {
     const copy_arguments *const a = static_cast<const copy_arguments *>(arguments);
+    if (!emulation_works()) {
+        return;
+    }
     memmove(memory_open(a->to), memory_open(a->from), a->size);
     the->counts.copies++;
 }
@@ -278,18 +286,27 @@ void run_copy(void *, void *arguments) {
 /* The bytes follow the arguments. */
 void run_staged(void *, void *arguments) {
     const copy_arguments *const a = static_cast<const copy_arguments *>(arguments);
+    if (!emulation_works()) {
+        return;
+    }
     memcpy(memory_open(a->to), a + 1, a->size);
     the->counts.copies++;
 }
 
 void run_fill(void *, void *arguments) {
     const fill_arguments *const a = static_cast<const fill_arguments *>(arguments);
+    if (!emulation_works()) {
+        return;
+    }
     memset(memory_open(a->to), a->value, a->size);
     the->counts.fills++;
 }
 
 void run_host(void *, void *arguments) {
     const host_arguments *const a = static_cast<const host_arguments *>(arguments);
+    if (!emulation_works()) {
+        return;
+    }
     memory_set_mode(false);
     the->in_host_function = true;
     a->function(a->data);
@@ -303,6 +320,9 @@ uint64_t thread_count(const kernel_launch &l) {
 
 void run_kernel(void *, void *arguments) {
     const launch_arguments *const a = static_cast<const launch_arguments *>(arguments);
+    if (!emulation_works()) {
+        return;
+    }
     memory_set_mode(true);
     the->ran[a->launch.kernel]++;
     the->counts.threads += thread_count(a->launch);
@@ -517,6 +537,14 @@ bool emulation_fails(const char *name) {
 
 void emulation_count_product() {
     the->counts.products++;
+}
+
+/* Asked by each operation that runs. */
+bool emulation_works() {
+    if (the->break_at && --the->break_at == 0) {
+        the->is_broken = true;
+    }
+    return !the->is_broken;
 }
 
 bool emulation_holds(const void *pointer, size_t size) {
@@ -828,7 +856,10 @@ static cudaError_t free_memory(memory_kind kind, void *pointer) {
     }
     the->counts.host_waits += the->engine.pending > 0;
     wait_for_all();
-    return memory_release(kind, pointer) ? cudaSuccess : fail(cudaErrorInvalidValue);
+    if (!memory_release(kind, pointer)) {
+        return fail(cudaErrorInvalidValue);
+    }
+    return fail(the->is_broken ? cudaErrorIllegalAddress : cudaSuccess);
 }
 
 cudaError_t cudaFree(void *pointer) {
@@ -1332,6 +1363,16 @@ void emulation_fail(uint64_t n) {
     const emulation_lock lock;
     the->engine.fail_at = n;
     the->failed = nullptr;
+}
+
+void emulation_break(uint64_t n) {
+    const emulation_lock lock;
+    the->break_at = n;
+}
+
+bool emulation_is_broken(void) {
+    const emulation_lock lock;
+    return the->is_broken;
 }
 
 const char *emulation_failed(void) {

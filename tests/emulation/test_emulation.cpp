@@ -1419,6 +1419,29 @@ static void every_call_fails_once(void **) {
     assert_true(result == 1.0f);
 }
 
+/* A kernel that faults is heard of late, and nothing works from then on. */
+static void broken_devices_stay_broken(void **) {
+    float *const x = on_device<float>(64);
+    const cudaStream_t s = new_stream();
+    const cudaLaunchConfig_t c = grid(1, 64, s);
+    emulation_break(2);
+    ok(cudaLaunchKernelEx(&c, k_fill, x, 1.0f, 64));
+    ok(cudaLaunchKernelEx(&c, k_fill, x, 2.0f, 64));
+    ok(cudaLaunchKernelEx(&c, k_fill, x, 3.0f, 64));
+    assert_false(emulation_is_broken());
+    fails(cudaErrorIllegalAddress, cudaStreamSynchronize(s));
+    assert_true(emulation_is_broken());
+    assert_true(peek(x) == 1.0f);
+    fails(cudaErrorIllegalAddress, cudaLaunchKernelEx(&c, k_fill, x, 4.0f, 64));
+    float *y = x;
+    fails(cudaErrorIllegalAddress, cudaMalloc(&y, 16));
+    fails(cudaErrorIllegalAddress, cudaFree(x));
+    ok(cudaStreamDestroy(s));
+    assert_true(emulation_count().device_bytes == 0 && emulation_count().streams == 0);
+    emulation_reset(1);
+    assert_false(emulation_is_broken());
+}
+
 static void what_lives_is_counted(void **) {
     float *const x = on_device<float>(100), *pinned = nullptr;
     cublasHandle_t h = nullptr;
@@ -1581,6 +1604,7 @@ int main(void) {
         cmocka_unit_test_setup(queries_answer_in_the_end, start_anew),
         cmocka_unit_test_setup(times_are_imagined, start_anew),
         cmocka_unit_test_setup(every_call_fails_once, start_anew),
+        cmocka_unit_test_setup(broken_devices_stay_broken, start_anew),
         cmocka_unit_test_setup(what_lives_is_counted, start_anew),
         cmocka_unit_test_setup(devices_are_as_told, start_anew),
         cmocka_unit_test_setup(host_functions_take_their_turn, start_anew),
