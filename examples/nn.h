@@ -38,9 +38,12 @@
     it, so that ms_reshape can change the batch of any net and the sequence of a transformer. Make
     axes with nn_axis, and before the layers.
 
-    NUMERICS. float32. No sum depends on the number of threads: sums over rows (gradients of bias,
-    weight of a normalization, embedding) are parallel over columns, each column in the order of
-    its rows. A block layer runs the same kernels as the operator layers, so without dropout both
+    NUMERICS. float32. On the CPU no sum depends on the number of threads: sums over rows (gradients
+    of bias, weight of a normalization, embedding) are parallel over columns, each column in the
+    order of its rows. On the GPU no sum depends on the order in which blocks run: there are no
+    atomics, and partial sums are added up in a second pass. So both give the same bits again, in
+    another run and in a recomputation; they differ from each other by rounding, and masks of dropout
+    not at all. A block layer has the arithmetic of the operator layers, so without dropout both
     granularities give the same bits. Dropout stands on the embedding and on the two branches of
     each block; attention probabilities have none. Sums over the images of a batch are in double.
 */
@@ -207,7 +210,7 @@ NN_API ms_tensor nn_dropout(nn_net *net, const char *name, ms_tensor x, float pr
 /* Multi-head self-attention: qkv (B, T, 3C) holds queries, keys and values side by side; out is
    (B, T, C). softmax(Q K^T / sqrt(C / H)) V per head; causal: row t sees the keys 0 ... t.
    save_scores keeps the probabilities (B, H, T, T) for backward; otherwise backward computes them
-   again, 64 rows at a time. Vaswani et al., "Attention Is All You Need", 2017, equation 1. */
+   again, on the CPU 64 rows at a time, on the GPU some heads at a time. Vaswani et al., "Attention Is All You Need", 2017, equation 1. */
 NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int64_t heads,
                               bool causal, bool save_scores);
 
@@ -3683,14 +3686,14 @@ NN_API nn_transformer nn_bert(nn_net *net, const nn_transformer_config *config) 
 
 enum {
     NN_WARP = 32,
-    NN_THREADS = 256,           // of a block of most kernels
-    NN_LONG_THREADS = 512,      // of a block that takes a row of logits
-    NN_ROW_WARPS = 4,           // rows that a block takes where a warp takes a row
-    NN_WIDEST = 64 * 256,       // columns of a row that fit the registers of a block
-    NN_SUM_ROWS = 8,            // warps of a block of nn_k_column_sums
-    NN_SUM_FLOATS = 128 * 1024, // of partial sums, about
-    NN_BIAS_ROWS = 4,           // rows that a thread of nn_k_bias takes
-    NN_SCATTER_WIDTH = 4,       // columns of a thread of nn_k_scatter
+    NN_THREADS = 256,          // of a block of most kernels
+    NN_LONG_THREADS = 512,     // of a block that takes a row of logits
+    NN_ROW_WARPS = 4,          // rows that a block takes where a warp takes a row
+    NN_WIDEST = 64 * 256,      // columns of a row that fit the registers of a block
+    NN_SUM_ROWS = 8,           // warps of a block of nn_k_column_sums
+    NN_SUM_FLOATS = 64 * 1024, // of partial sums, about
+    NN_BIAS_ROWS = 4,          // rows that a thread of nn_k_bias takes
+    NN_SCATTER_WIDTH = 4,      // columns of a thread of nn_k_scatter
     NN_SCATTER_COLUMNS = NN_SCATTER_WIDTH * NN_THREADS,
     NN_FEW_ENTRIES = 4,    // of a table whose gradient is summed entry by entry
     NN_TILE = 128,         // rows of a product's tile
@@ -3923,6 +3926,12 @@ __device__ __forceinline__ int64_t nn_d_least(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
+/* Tiles of so many columns in a row. 32 bits, as blocks are counted: the remainder by it, that each
+   thread takes, is much faster than one of 64. */
+__device__ __forceinline__ unsigned nn_d_tiles(int64_t columns, unsigned width) {
+    return (unsigned)((columns + width - 1) / width);
+}
+
 /* What nn_k_column_sums adds up: dy (rows, columns), and beside it dy times (x - mean) * rstd where
    x is not NULL; of the rows whose index is entry alone, where index is not NULL. */
 typedef struct nn_sums {
@@ -3938,11 +3947,11 @@ typedef struct nn_sums {
 /* The rows of a chunk are dealt out to NN_SUM_ROWS warps, the columns of a tile to their lanes. */
 template <unsigned WIDE>
 __device__ __forceinline__ void nn_d_column_sums(const nn_sums &s, float *shared) {
-    const int64_t tiles = (s.columns + NN_WARP * WIDE - 1) / (NN_WARP * WIDE);
+    const unsigned tiles = nn_d_tiles(s.columns, NN_WARP * WIDE);
     const int64_t chunk = blockIdx.x / tiles;
     const unsigned lane = threadIdx.x % NN_WARP;
     const unsigned warp = threadIdx.x / NN_WARP;
-    const int64_t c = (blockIdx.x % tiles * NN_WARP + lane) * WIDE;
+    const int64_t c = ((int64_t)(blockIdx.x % tiles) * NN_WARP + lane) * WIDE;
     const int64_t end = nn_d_least((chunk + 1) * s.chunk_rows, s.rows);
     float total[WIDE] = {0};
     float product[WIDE] = {0};
@@ -4012,15 +4021,15 @@ static __global__ void __launch_bounds__(NN_THREADS)
     out[c] = adds ? nn_d_sum(out[c], sum) : sum;
 }
 
-/* Chunks of rows: enough blocks for a large GPU, of 32 rows at least, and not more than
+/* Chunks of rows: enough blocks for a large GPU, of 64 rows at least, and not more than
    NN_SUM_FLOATS partial sums. */
 NN_API int64_t nn_cuda_chunks(int64_t rows, int64_t columns) {
     const int64_t tiles = nn_divide_up(columns, 4 * NN_WARP);
-    return nn_most(1, nn_least(nn_divide_up(rows, 32), NN_SUM_FLOATS / (4 * NN_WARP) / tiles));
+    return nn_most(1, nn_least(nn_divide_up(rows, 64), NN_SUM_FLOATS / (4 * NN_WARP) / tiles));
 }
 
 static int64_t nn_cuda_column_floats(int64_t rows, int64_t columns) {
-    return nn_most(columns, nn_least(nn_divide_up(rows, 32) * columns, NN_SUM_FLOATS));
+    return nn_most(columns, nn_least(nn_divide_up(rows, 64) * columns, NN_SUM_FLOATS));
 }
 
 /* The second stage: the sums and the products get their chunks. */
@@ -4034,11 +4043,11 @@ typedef struct nn_fold {
 /* The chunks of 32 columns are dealt out to NN_SUM_ROWS warps. */
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_fold_sums(nn_fold f) {
     __shared__ float shared[NN_SUM_ROWS * NN_WARP];
-    const int64_t tiles = (f.columns + NN_WARP - 1) / NN_WARP;
+    const unsigned tiles = nn_d_tiles(f.columns, NN_WARP);
     const int64_t part = blockIdx.x / tiles;
     const unsigned lane = threadIdx.x % NN_WARP;
     const unsigned warp = threadIdx.x / NN_WARP;
-    const int64_t c = blockIdx.x % tiles * NN_WARP + lane;
+    const int64_t c = (int64_t)(blockIdx.x % tiles) * NN_WARP + lane;
     const float *from = f.partial + part * f.chunks * f.columns + c;
     float *out = f.out[part];
     float sum = 0.0f;
@@ -4111,9 +4120,9 @@ typedef struct nn_bias {
 
 template <typename F, unsigned WIDE>
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_bias(F op, nn_bias n) {
-    const int64_t tiles = (n.columns + NN_THREADS * WIDE - 1) / (NN_THREADS * WIDE);
-    const int64_t c = (blockIdx.x % tiles * NN_THREADS + threadIdx.x) * WIDE;
-    const int64_t begin = blockIdx.x / tiles * NN_BIAS_ROWS;
+    const unsigned tiles = nn_d_tiles(n.columns, NN_THREADS * WIDE);
+    const int64_t c = ((int64_t)(blockIdx.x % tiles) * NN_THREADS + threadIdx.x) * WIDE;
+    const int64_t begin = (int64_t)(blockIdx.x / tiles) * NN_BIAS_ROWS;
     float shift[WIDE] = {0};
     float value[NN_BIAS_ROWS][WIDE];
     float other[NN_BIAS_ROWS][WIDE] = {{0}};
@@ -4251,9 +4260,9 @@ __device__ __forceinline__ int64_t nn_d_entry(const nn_lookup &lookup, int64_t r
 template <unsigned WIDE>
 static __global__ void __launch_bounds__(NN_THREADS)
     nn_k_embedding(float *y, nn_lookups lookups, int64_t channels) {
-    const int64_t tiles = (channels + NN_THREADS * WIDE - 1) / (NN_THREADS * WIDE);
+    const unsigned tiles = nn_d_tiles(channels, NN_THREADS * WIDE);
     const int64_t row = blockIdx.x / tiles;
-    const int64_t c = (blockIdx.x % tiles * NN_THREADS + threadIdx.x) * WIDE;
+    const int64_t c = ((int64_t)(blockIdx.x % tiles) * NN_THREADS + threadIdx.x) * WIDE;
     float sum[WIDE] = {0};
     if (c >= channels) {
         return;
@@ -4334,9 +4343,9 @@ __device__ __forceinline__ int nn_d_matches(int *match, unsigned *votes, const n
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_scatter(nn_scatter s) {
     __shared__ int match[NN_THREADS];
     __shared__ unsigned votes[NN_THREADS / NN_WARP];
-    const int64_t tiles = (s.channels + NN_SCATTER_COLUMNS - 1) / NN_SCATTER_COLUMNS;
+    const unsigned tiles = nn_d_tiles(s.channels, NN_SCATTER_COLUMNS);
     const int64_t row = blockIdx.x / tiles;
-    const int64_t c = blockIdx.x % tiles * NN_SCATTER_COLUMNS + threadIdx.x;
+    const int64_t c = (int64_t)(blockIdx.x % tiles) * NN_SCATTER_COLUMNS + threadIdx.x;
     const int32_t token = s.index[row];
     bool found = false;
     float sum[NN_SCATTER_WIDTH] = {0};
@@ -4796,7 +4805,8 @@ static __global__ void __launch_bounds__(NN_LONG_THREADS) nn_k_cross_entropy(nn_
     const int32_t target = e.targets[row];
     float most = -FLT_MAX;
     float total = 0.0f;
-    float loss = target < e.classes ? 0.0f : NAN;
+    // a NaN in an ignored row too, for gradients would be NaN with it: so a wrong token is told
+    float loss = target < e.classes && x[0] == x[0] ? 0.0f : NAN;
     float log_sum = loss;
     if (target >= 0 && target < e.classes) {
         for (int64_t i = threadIdx.x; i < e.classes; i += 4 * NN_LONG_THREADS) {
@@ -4963,15 +4973,17 @@ typedef struct nn_heads_copy {
 
 template <unsigned WIDE>
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_heads_copy(nn_heads_copy h) {
-    const int64_t part = blockIdx.x % h.parts;
-    const int64_t token = blockIdx.x / h.parts;
-    const int64_t sequence = token / h.sequence;
+    const unsigned parts = (unsigned)h.parts; // 32 bits, as blocks are counted
+    const unsigned part = blockIdx.x % parts;
+    const unsigned token = blockIdx.x / parts;
+    const unsigned sequence = token / (unsigned)h.sequence;
+    const unsigned time = token % (unsigned)h.sequence;
     float *row = h.rows + token * h.row_stride + part * h.part_stride;
     const unsigned columns = (unsigned)(h.heads * h.size); // 32 bits: divided for each element
     const unsigned size = (unsigned)h.size;
     for (unsigned c = threadIdx.x * WIDE; c < columns; c += NN_THREADS * WIDE) {
         const unsigned head = c / size;
-        const int64_t place = (sequence * h.heads + head) * h.sequence + token % h.sequence;
+        const int64_t place = ((int64_t)sequence * h.heads + head) * h.sequence + time;
         float *own = h.part[part] + place * h.size + c % size;
         float value[WIDE];
         nn_wide<WIDE>::load(value, h.packs ? row + c : own);

@@ -1834,6 +1834,18 @@ static void test_index_errors(void **state) {
     m_expect_index_error(&n, n.t.targets, 37, true);
     m_expect_index_error(&n, n.t.targets, -5, false);
     m_stop(&n);
+    m_start(&n, false, &config); // the last row of a sequence, which nobody sees, does not count
+    int32_t targets[2 * 17];
+    for (int i = 0; i < 2 * 17; i++) {
+        targets[i] = i == 16 || i == 20 ? -1 : 1;
+    }
+    t_ok(n.model, ms_write(n.model, n.t.targets, targets));
+    int32_t tokens[2 * 17] = {0};
+    double loss;
+    tokens[16] = 37;
+    t_ok(n.model, ms_write(n.model, n.t.tokens, tokens));
+    t_error(n.model, ms_step(n.model, &loss), t_on_cpu ? MS_RESULT_CALLBACK : MS_RESULT_NONFINITE);
+    m_stop(&n);
 }
 
 int main(void) {
