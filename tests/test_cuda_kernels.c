@@ -1,10 +1,10 @@
 /*  test_cuda_kernels.c - each function of the CUDA backend's table against the CPU's and against
     float64 loops: all small counts, large ones, addresses that are no multiple of 16, and nothing
     beyond the end; products and casts; what the hardware report says. */
-#include <cublas_v2.h>
-
 #include "testing_cuda.h"
 #include "testing_formats.h"
+
+#include <cublas_v2.h>
 
 // ------------------------------------------------------------------------------------------------
 // a state of the backend, and arrays on both sides
