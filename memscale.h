@@ -1120,8 +1120,8 @@ MSI_HD float msi_f32_of_bits(uint32_t bits) {
     return x;
 }
 
-MSI_HD float msi_f32_of_bf16(uint16_t half) {
-    return msi_f32_of_bits((uint32_t)half << 16);
+MSI_HD float msi_f32_of_bf16(uint16_t bits16) {
+    return msi_f32_of_bits((uint32_t)bits16 << 16);
 }
 
 MSI_HD uint16_t msi_bf16_of_f32(float x) {
@@ -1134,8 +1134,8 @@ MSI_HD uint16_t msi_bf16_of_f32(float x) {
 
 /* Shifts exponent and mantissa to their places and multiplies the bias away, which is exact, for
    subnormal numbers too. */
-MSI_HD float msi_f32_of_f16(uint16_t half) {
-    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, rest = half & 0x7fffu;
+MSI_HD float msi_f32_of_f16(uint16_t bits16) {
+    const uint32_t sign = (uint32_t)(bits16 & 0x8000u) << 16, rest = bits16 & 0x7fffu;
     if (rest >= 0x7c00u) { // infinity and NaN
         return msi_f32_of_bits(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
     }
@@ -9301,8 +9301,8 @@ static __device__ __forceinline__ void msi_cuda_load8(float *x, const void *data
     const uint4 packed = ((const uint4 *)data)[i];
     const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
     for (int k = 0; k < 8; k++) {
-        const uint16_t half = (uint16_t)(words[k / 2] >> (k % 2 * 16));
-        x[k] = dtype == MS_DTYPE_F16 ? msi_f32_of_f16(half) : msi_f32_of_bf16(half);
+        const uint16_t bits16 = (uint16_t)(words[k / 2] >> (k % 2 * 16));
+        x[k] = dtype == MS_DTYPE_F16 ? msi_f32_of_f16(bits16) : msi_f32_of_bf16(bits16);
     }
 }
 
@@ -9315,8 +9315,9 @@ static __device__ __forceinline__ void msi_cuda_store8(void *data, ms_dtype dtyp
     }
     uint32_t words[4] = {0, 0, 0, 0};
     for (int k = 0; k < 8; k++) {
-        const uint16_t half = dtype == MS_DTYPE_F16 ? msi_f16_of_f32(x[k]) : msi_bf16_of_f32(x[k]);
-        words[k / 2] |= (uint32_t)half << (k % 2 * 16);
+        const uint16_t bits16 =
+            dtype == MS_DTYPE_F16 ? msi_f16_of_f32(x[k]) : msi_bf16_of_f32(x[k]);
+        words[k / 2] |= (uint32_t)bits16 << (k % 2 * 16);
     }
     uint4 packed;
     packed.x = words[0], packed.y = words[1], packed.z = words[2], packed.w = words[3];
@@ -9338,10 +9339,10 @@ static __global__ void msi_k_cast(void *target, ms_dtype to, const void *source,
 /* The sum over all threads of a block, in a fixed order; for thread 0. */
 static __device__ __forceinline__ double msi_cuda_block_sum(double *shared, double sum) {
     shared[threadIdx.x] = sum;
-    for (unsigned half = MSI_CUDA_THREADS / 2; half > 0; half /= 2) {
+    for (unsigned width = MSI_CUDA_THREADS / 2; width > 0; width /= 2) {
         __syncthreads();
-        if (threadIdx.x < half) {
-            shared[threadIdx.x] += shared[threadIdx.x + half];
+        if (threadIdx.x < width) {
+            shared[threadIdx.x] += shared[threadIdx.x + width];
         }
     }
     return shared[0];
