@@ -5,25 +5,31 @@
  *   g++ -x c++ -std=c++11 -O2 -D__CUDACC__=1 -Itests/emulation -I. -Iexamples -c part.cu
  *   gcc -std=c99 -O2 -Itests/emulation -I. -Iexamples -c program.c
  *   g++ -std=c++11 -O2 -Itests/emulation -c tests/emulation/{runtime,memory,fibers,cublas}.cpp
- *   g++ *.o -lm
+ *   g++ *.o -lm -pthread
  *
  * With -fsanitize=address,undefined nothing more is needed; ASAN_OPTIONS must leave
- * allow_user_segv_handler=1 (the default) alone. Linux on x86-64 or aarch64, little endian; other
- * processors by ucontext.
+ * allow_user_segv_handler=1 (the default) alone. The thread sanitizer is replaced by races.cpp,
+ * which says how. Linux on x86-64 or aarch64; other processors by ucontext.
  *
  * What it does to a program:
  * - A call only queues its work. The work runs when the host waits, in an adversarial order
  *   (streams.h). A kernel runs block by block in random order, the threads of a block one after
  *   the other in an order that changes, each until it ends or waits for others.
- * - Device memory is inaccessible to the host and filled with rubbish; an overrun meets a guard page
- *   on one side and is found at cudaFree on the other. Kernels can touch neither pinned memory nor
- *   what emulation_host_alloc gives. Shared memory is rubbish at the start of each block.
+ * - Device memory is inaccessible to the host and filled with rubbish; an access past one of its
+ *   ends, or after cudaFree, faults, and a write past the other end is found at cudaFree. Kernels
+ *   can touch neither pinned memory nor what emulation_host_alloc gives. Shared memory is rubbish
+ *   at the start of each block.
+ * - Copies from and to pinned memory take place when their turn comes; pageable memory is read at
+ *   the call, and what is copied to it is waited for.
  * - __syncthreads must be reached by every thread of the block at the same line, and warp functions
  *   by all lanes of the mask that have not returned.
- * - emulation.h has the rest: the seed, the failure of the N-th call, counts, the device's
- *   properties, and how a test catches what would otherwise end the program.
+ * - A mistake ends the program with a line that names it: emulation: kernel k_sum, thread (3,0,0) of
+ *   block (0,0,0): touched host memory at ..., offset 12 of an allocation of 400 bytes.
+ * - emulation.h has the rest: the seed, the failure of the N-th call, a device that breaks, counts,
+ *   the device's properties, and how a test catches what would otherwise end the program.
  *
  * Not here: dynamic shared memory, cooperative launches, managed memory, memory pools, textures.
+ * __CUDA_ARCH__ is not defined.
  */
 #ifndef EMULATION_CUDA_RUNTIME_H
 #define EMULATION_CUDA_RUNTIME_H

@@ -1003,11 +1003,17 @@ static void run_gemm(cublasHandle_t handle, const gemm_case *g) {
     gemm_data b = new_matrix(g->in, nb ? g->k : g->n, nb ? g->n : g->k, g->shares_b ? 1 : g->count,
                              g->pad, 5000);
     gemm_data c = new_matrix(g->out, g->m, g->n, g->count, g->pad, 90000);
-    const cublasStatus_t status = cublasGemmStridedBatchedEx(
-        handle, g->ta, g->tb, g->m, g->n, g->k, &g->alpha, a.device, g->in,
-        static_cast<int>(a.leading), a.step, b.device, g->in, static_cast<int>(b.leading), b.step,
-        &g->beta, c.device, g->out, static_cast<int>(c.leading), c.step, g->count,
-        CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+    const int lda = static_cast<int>(a.leading), ldb = static_cast<int>(b.leading);
+    const int ldc = static_cast<int>(c.leading);
+    const cublasStatus_t status =
+        g->count == 1
+            ? cublasGemmEx(handle, g->ta, g->tb, g->m, g->n, g->k, &g->alpha, a.device, g->in, lda,
+                           b.device, g->in, ldb, &g->beta, c.device, g->out, ldc,
+                           CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT)
+            : cublasGemmStridedBatchedEx(handle, g->ta, g->tb, g->m, g->n, g->k, &g->alpha,
+                                         a.device, g->in, lda, a.step, b.device, g->in, ldb, b.step,
+                                         &g->beta, c.device, g->out, ldc, c.step, g->count,
+                                         CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
     assert_string_equal(cublasGetStatusString(status), "success");
     check_products(g, &a, &b, &c);
     gemm_data *const all[] = {&a, &b, &c};
