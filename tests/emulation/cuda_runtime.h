@@ -7,7 +7,8 @@
  *   g++ -std=c++11 -O2 -Itests/emulation -c tests/emulation/{runtime,memory,fibers,cublas}.cpp
  *   g++ *.o -lm -pthread
  *
- * With -fsanitize=address,undefined nothing more is needed; ASAN_OPTIONS must leave
+ * Add -fsanitize=alignment -fsanitize-undefined-trap-on-error to the first line, and misaligned
+ * vectors are caught as well. With -fsanitize=address,undefined nothing more is needed; ASAN_OPTIONS must leave
  * allow_user_segv_handler=1 (the default) alone. The thread sanitizer is replaced by races.cpp,
  * which says how. Linux on x86-64 or aarch64; other processors by ucontext.
  *

@@ -50,7 +50,7 @@ volatile sig_atomic_t is_armed;
 pthread_t armed_thread;
 sigjmp_buf armed;
 char death[600];
-struct sigaction before[2];
+struct sigaction before[3];
 
 const char *const kind_names[] = {"device", "pinned", "host"};
 
@@ -135,7 +135,11 @@ void fault_in_region(memory_kind kind, const void *address) {
 }
 
 void on_fault(int number, siginfo_t *info, void *context) {
-    const memory_kind kind = memory_where(info->si_addr);
+    const memory_kind kind = number == SIGILL ? MEMORY_OTHER : memory_where(info->si_addr);
+    if (number == SIGILL && fibers_is_inside()) { /* -fsanitize=alignment */
+        emulation_die("kernel %s, %s: misaligned address, or another trap of the compiler",
+                      fibers_kernel(), fibers_where());
+    }
     if ((kind == MEMORY_PINNED || kind == MEMORY_HOST) && is_kernel_mode &&
         !pthread_equal(kernel_thread, pthread_self())) {
         while (is_kernel_mode) { /* another thread's kernels run: later */
@@ -147,10 +151,10 @@ void on_fault(int number, siginfo_t *info, void *context) {
         fault_in_region(kind, info->si_addr);
     }
     if (fibers_is_inside()) {
-        emulation_die("kernel %s, %s: signal %d at %p, which is not device memory, or misaligned",
-                      fibers_kernel(), fibers_where(), number, info->si_addr);
+        emulation_die("kernel %s, %s: signal %d at %p, which is not device memory", fibers_kernel(),
+                      fibers_where(), number, info->si_addr);
     }
-    const struct sigaction *const old = &before[number == SIGBUS];
+    const struct sigaction *const old = &before[number == SIGILL ? 2 : number == SIGBUS];
     if (old->sa_flags & SA_SIGINFO) {
         old->sa_sigaction(number, info, context);
     } else if (old->sa_handler != SIG_DFL && old->sa_handler != SIG_IGN) {
@@ -162,13 +166,13 @@ void on_fault(int number, siginfo_t *info, void *context) {
 
 /* Again and again: test frameworks put handlers of their own in place for each test. */
 void install_handler() {
-    static const int signals[] = {SIGSEGV, SIGBUS};
+    static const int signals[] = {SIGSEGV, SIGBUS, SIGILL};
     struct sigaction action, old;
     memset(&action, 0, sizeof(action));
     action.sa_sigaction = on_fault;
     action.sa_flags = SA_SIGINFO | SA_NODEFER;
     sigemptyset(&action.sa_mask);
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 3; i++) {
         sigaction(signals[i], &action, &old);
         if (old.sa_sigaction != on_fault) {
             before[i] = old;

@@ -590,6 +590,25 @@ static void net_catches_wrong_memory(void **) {
     }
 }
 
+static __global__ void k_trap(float *x) {
+    if (threadIdx.x == 7) {
+        __builtin_trap();
+    }
+    x[threadIdx.x] = 1.0f;
+}
+
+static void launch_trap(void *) {
+    float *const x = on_device<float>(64);
+    const cudaLaunchConfig_t c = grid(1, 64, nullptr);
+    cudaLaunchKernelEx(&c, k_trap, x);
+    cudaDeviceSynchronize();
+}
+
+/* What compilers put where an address is misaligned, if they are told to. */
+static void net_catches_traps(void **) {
+    expect_caught(launch_trap, nullptr, "kernel k_trap, thread (7,0,0)", "misaligned");
+}
+
 static void write_past_the_end(void *) {
     float *const x = on_device<float>(5);
     const cudaLaunchConfig_t c = grid(1, 1, nullptr);
@@ -1588,6 +1607,7 @@ int main(void) {
         cmocka_unit_test_setup(net_catches_a_missing_barrier, start_anew),
         cmocka_unit_test_setup(net_catches_threads_apart, start_anew),
         cmocka_unit_test_setup(net_catches_wrong_memory, start_anew),
+        cmocka_unit_test_setup(net_catches_traps, start_anew),
         cmocka_unit_test_setup(net_catches_a_small_overrun, start_anew),
         cmocka_unit_test_setup(memory_starts_as_rubbish, start_anew),
         cmocka_unit_test_setup(memory_opens_on_request, start_anew),
