@@ -307,6 +307,25 @@ static void set_state(pair *p, uint32_t halted, uint64_t step) {
     p->device = (uint8_t *)device_put(p->host, pair_all(p));
 }
 
+static void check_loss(bench *b, pair *s, uint64_t count, t_rng *rng) {
+    pair x;
+    double sum = 0.0, size = 0.0;
+    set_state(s, MS_HALT_NONE, 7);
+    pair_make(&x, count * sizeof(float), count % 4 * sizeof(float), rng, 5.0f);
+    for (uint64_t i = 0; i < count; i++) {
+        sum += (double)((const float *)on_host(&x))[i];
+        size += fabs((double)((const float *)on_host(&x))[i]);
+    }
+    assert_int_equal(b->cuda.loss(b->state, on_device(&x), count, 0.25, state_on_device(s)), 0);
+    bench_wait(b);
+    const ms_step_state found = state_found(s);
+    assert_true(fabs(found.loss - 0.25 * sum) <= 1e-12 * size);
+    assert_true(found.norm == -2.0 && found.halted == (uint32_t)MS_HALT_NONE);
+    assert_true(found.step == 7 && found.seed == 99);
+    assert_true(pair_same(&x));
+    pair_free(&x);
+}
+
 static void test_losses(void **state) {
     (void)state;
     bench b;
@@ -315,22 +334,10 @@ static void test_losses(void **state) {
     bench_open(&b, 6);
     pair_make(&s, sizeof(ms_step_state), 0, &rng, 1.0f);
     EACH_COUNT(count) {
-        pair x;
-        double sum = 0.0, size = 0.0;
-        set_state(&s, MS_HALT_NONE, 7);
-        pair_make(&x, count * sizeof(float), count % 4 * sizeof(float), &rng, 5.0f);
-        for (uint64_t i = 0; i < count; i++) {
-            sum += (double)((const float *)on_host(&x))[i];
-            size += fabs((double)((const float *)on_host(&x))[i]);
-        }
-        assert_int_equal(b.cuda.loss(b.state, on_device(&x), count, 0.25, state_on_device(&s)), 0);
-        bench_wait(&b);
-        const ms_step_state found = state_found(&s);
-        assert_true(fabs(found.loss - 0.25 * sum) <= 1e-12 * size);
-        assert_true(found.norm == -2.0 && found.halted == (uint32_t)MS_HALT_NONE);
-        assert_true(found.step == 7 && found.seed == 99);
-        pair_free(&x);
+        check_loss(&b, &s, count, &rng);
     }
+    check_loss(&b, &s, 1300000, &rng); // more than one round of all blocks
+    check_loss(&b, &s, 300001, &rng);
     pair_free(&s);
     bench_close(&b);
 }
