@@ -317,7 +317,7 @@ check 'macros of the public half' 'macros "" "MEMSCALE_[A-Z0-9_]+|MS_OPTIMIZE"'
 check 'macros of the implementation' "macros $body '(MEMSCALE|MSI)_[A-Z0-9_]+|MS_OPTIMIZE'"
 
 group 'documents'
-for document in memscale.h $(grep -lx '```c' README.md docs/*.md); do
+for document in memscale.h $(grep -lxE '```c(uda)?' README.md docs/*.md); do
     check "snippets of $document" "tests/snippets.sh $document"
 done
 check 'README.md shows examples/minimal.c' check_readme_program
@@ -340,9 +340,17 @@ run_check() { # NUMBER
 export -f run_check
 
 count=$(wc -l < $checks/list)
+# What several checks would otherwise build at the same time.
 for config in release sanitize thread; do
     build $config "build$([ $config = release ] || echo /$config)/flags"
 done
+if grep -q 'emulated/\|cuda\.md' $checks/list; then
+    build release build/emulated/cuda.a
+fi
+if grep -q 'emulated/races' $checks/list; then
+    build release build/emulated/races/races.o
+    build sanitize build/sanitize/emulated/cuda.a
+fi
 seq "$count" | xargs -P "$(nproc)" -I{} bash -c 'run_check {}' &
 runner=$!
 trap 'kill $runner 2> /dev/null' EXIT

@@ -4,6 +4,7 @@
 # blank line. One with a main is a program; a block without a language right behind it is what it must
 # print. The others form one file: definitions stand first; of
 # statements, each snippet is a block inside the one before, so that it sees what that declared.
+# A block fenced by ```cuda is a program for nvcc, which the emulation of tests/emulation runs.
 set -u
 document=$1
 out=build/check/snippets.$(basename "$document")
@@ -13,7 +14,7 @@ mkdir -p "$out"
 awk -v out="$out" -v document="$document" '
 function add(line) {
     whole = whole line "\n"
-    if (line ~ /^#/) {
+    if (line ~ /^#/ && !cuda) {
         directives = directives line "\n"
         line = ""
     }
@@ -26,7 +27,7 @@ function finish() {
     if (text == "") { return }
     ++count
     if (text ~ /(^|\n)int main\(/) {
-        print whole > (out "/program" count ".c")
+        print whole > (out "/program" count (cuda ? ".cu" : ".c"))
         printed = out "/program" count ".expected"
     } else if (text ~ /(^|\n)(static|typedef|struct|enum) /) {
         definitions = definitions place text
@@ -39,7 +40,7 @@ function finish() {
 /^```/ {
     fenced = !fenced
     expected = fenced && $0 == "```" ? printed : ""
-    if (fenced && $0 == "```c") { code = 1; begin(NR + 1) } else { finish(); code = 0 }
+    if (fenced && $0 ~ /^```c(uda)?$/) { code = 1; cuda = $0 != "```c"; begin(NR + 1) } else { finish(); code = 0 }
     next
 }
 expected != "" { print > expected }
@@ -76,6 +77,17 @@ for source in "$out"/*.c; do
     try "$CC -std=c99"
     if command -v "$CXX" > /dev/null; then
         try "$CXX -x c++ -std=c++11"
+    fi
+done
+for source in "$out"/*.cu; do
+    [ -f "$source" ] || continue
+    object=${source%.cu}
+    link="-x none build/emulated/cuda.a -lm -pthread" run="timeout 60 $object"
+    $MAKE -s --no-print-directory werror=1 build/emulated/cuda.a || status=1
+    try "$CXX -x c++ -std=c++11 -D__CUDACC__=1 -Itests/emulation"
+    if [ -n "${NVCC-}" ]; then
+        "$NVCC" -std=c++17 -arch=sm_75 -Werror all-warnings -I. "$source" -o "$object.nvcc" -lcublas ||
+            status=1
     fi
 done
 [ $status -eq 0 ] && echo "[  PASSED  ] $(cat "$out/count") test(s)."
