@@ -4320,7 +4320,6 @@ __device__ __forceinline__ int nn_d_matches(int *match, unsigned *votes, const n
     const int warp = (int)threadIdx.x / NN_WARP;
     const bool hit = i < s.rows && s.index[i] == token;
     const unsigned vote = __ballot_sync(NN_EVERY_LANE, hit);
-    __syncthreads(); // nobody reads the matches before these any more
     if (lane == 0) {
         votes[warp] = vote;
     }
