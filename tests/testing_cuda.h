@@ -632,7 +632,7 @@ static inline void cn_layers(cn_net *net) {
         last = cn_unary(net, CN_RUNNING, "running", last);
     }
     for (int i = 0; i < CN_DEPTH; i++) {
-        char name[16];
+        char name[32];
         snprintf(name, sizeof name, "dense%d", i);
         ms_tensor branch = cn_dense_layer(net, name, last);
         branch = cn_norm_layer(net, branch);
