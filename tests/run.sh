@@ -96,21 +96,23 @@ cell() { # COMPILER ARGUMENTS
 
 # nvcc has warnings of its own; those of the house go to the host's compiler, but for two that CUDA's
 # own headers do not keep to.
-cell_nvcc() { # ARGUMENTS
-    local program host
+compile_nvcc() { # ARGUMENTS
+    local host
     [ -n "$NVCC" ] || skip 'no nvcc'
-    program=$(mktemp $checks/cell.XXXXXX)
     host=$(printf ' -Xcompiler %s' $(sed -E 's/-W(pedantic|undef|error)( |$)/ /g' <<< "$WARNINGS"))
-    "$NVCC" -std=c++17 -Werror all-warnings -arch=sm_75 $host -I. -Iexamples -O1 "$@" -o "$program" &&
-        "$program"
+    "$NVCC" -std=c++17 -Werror all-warnings -arch=sm_75 $host -I. -Iexamples -O1 "$@"
+}
+
+cell_nvcc() { # ARGUMENTS
+    local program
+    program=$(mktemp $checks/cell.XXXXXX)
+    compile_nvcc "$@" -o "$program" && "$program"
 }
 
 # The CUDA part in a translation unit of its own, which exports one function, and a C program on it.
 cell_cuda_object() {
-    [ -n "$NVCC" ] || skip 'no nvcc'
     local object=$checks/cuda_part.o
-    "$NVCC" -std=c++17 -Werror all-warnings -arch=sm_75 -I. -O1 -c tests/compile_cuda.cu -o $object ||
-        return 1
+    compile_nvcc -c tests/compile_cuda.cu -o $object || return 1
     [ "$(nm -g --defined-only $object | awk '$2 !~ /[VW]/ { print $3 }')" = ms_backend_cuda ] ||
         { nm -g --defined-only $object; return 1; }
     compile gcc -DMEMSCALE_IMPLEMENTATION -DCOMPILE_CUDA -c tests/compile_program.c \
@@ -123,6 +125,15 @@ check_cuda_refusal() {
     local text
     ! text=$(compile gcc -DMEMSCALE_CUDA_IMPLEMENTATION -fsyntax-only tests/compile_program.c 2>&1) &&
         grep -q '#error.*nvcc.*\.cu file' <<< "$text"
+}
+
+# As make test-gpu does, which there is seldom a GPU for.
+cell_cuda_tests() {
+    local source status=0
+    for source in tests/test_cuda*.c; do
+        compile_nvcc -DT_CUDA -DNN_CUDA -x cu -c "$source" -o "$checks/kernels.o" || status=1
+    done
+    return $status
 }
 
 # As make cuda builds them: the object for all devices, and the C programs on it.
@@ -223,7 +234,7 @@ check_readme_program() {
 }
 
 export -f skip need build run_test run_threads run_corpus run_program compile
-export -f cell cell_nvcc cell_cuda_object check_cuda_refusal build_cuda
+export -f cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_mixed cell_sources
 export -f implementation same check_exports check_static_exports imports macros
 export -f check_install check_readme_program
@@ -304,6 +315,7 @@ check 'CUDA, one translation unit with the CUDA part' \
     "cell_nvcc -x cu $body -DMEMSCALE_CUDA_IMPLEMENTATION -DCOMPILE_CUDA $program -lcublas"
 check 'CUDA, the CUDA part alone, a C program on it' cell_cuda_object
 check 'the CUDA part without nvcc is refused, with the cure' check_cuda_refusal
+check 'CUDA, tests with kernels' cell_cuda_tests
 check 'make cuda: 7.5 to 9.0, and C programs on it' build_cuda
 
 group 'symbols and macros'
