@@ -45,7 +45,8 @@
     another run and in a recomputation; they differ from each other by rounding, and masks of dropout
     not at all. A block layer has the arithmetic of the operator layers, so without dropout both
     granularities give the same bits. Dropout stands on the embedding and on the two branches of
-    each block; attention probabilities have none. Sums over the images of a batch are in double.
+    each block; attention probabilities have none. Sums over the images of a batch are in double, with
+    CUDA those over chunks of 4096 values.
 */
 #ifndef MEMSCALE_NN_H
 #define MEMSCALE_NN_H
@@ -231,10 +232,10 @@ NN_API float nn_kaiming(int64_t fan_in);
 /* Images (B, in, height, width) become (B, out, ...): each output is the sum of weight times the
    kernel * kernel square around it in all inputs, plus bias; squares are stride apart, and there
    are `padding` zeros around the image. LeCun et al., "Gradient-Based Learning Applied to Document
-   Recognition", 1998, section II; as a matrix product of one image at a time: Chellapilla, Puri and
-   Simard, "High Performance Convolutional Neural Networks for Document Processing", 2006, section
-   3. New params "<name>.weight" (out, in * kernel * kernel), normal(0, nn_kaiming), and
-   "<name>.bias" (out), zeros. nn_conv2d_tied: with params that exist; bias may be the handle 0. */
+   Recognition", 1998, section II; as a matrix product: Chellapilla, Puri and Simard, "High
+   Performance Convolutional Neural Networks for Document Processing", 2006, section 3. New params
+   "<name>.weight" (out, in * kernel * kernel), normal(0, nn_kaiming), and "<name>.bias" (out),
+   zeros. nn_conv2d_tied: with params that exist; bias may be the handle 0. */
 NN_API ms_tensor nn_conv2d(nn_net *net, const char *name, ms_tensor x, int64_t out_channels,
                            int64_t kernel, int64_t stride, int64_t padding);
 NN_API ms_tensor nn_conv2d_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,

@@ -186,7 +186,7 @@ static void test_smallest_budget(void **state) {
 }
 
 /* A net of the trainer for this batch, on t_gemm; SGD, so that its state can be copied. */
-static void k_start(classifier *c, const settings *o, bool debug) {
+static void k_start(classifier *c, const settings *o, bool debug, bool graph) {
     ms_config config = t_device_config();
     ms_optimizer_desc sgd;
     memset(&sgd, 0, sizeof sgd);
@@ -198,6 +198,7 @@ static void k_start(classifier *c, const settings *o, bool debug) {
         config.backend.gemm = t_gemm;
     }
     config.debug = debug;
+    config.cuda_graph = graph;
     config.seed = 4;
     assert_int_equal(ms_create(&config, &c->model), MS_RESULT_OK);
     c->net = nn_create_on(c->model, t_nn_device());
@@ -234,7 +235,7 @@ static void test_threads(void **state) {
     for (int threads = 1; threads <= 2; threads++) {
         classifier *c = threads == 1 ? &t.trained : &t.plain;
         k_threads(threads);
-        k_start(c, &t.options, false);
+        k_start(c, &t.options, false, false);
         t.random = 5;
         for (int step = 0; step < 2; step++) {
             draw_batch(&t);
@@ -242,6 +243,27 @@ static void test_threads(void **state) {
         }
     }
     k_threads(1); // the tests that follow are too small for more
+    assert_int_equal(check_values(&t), 0);
+    free_trainer(&t);
+}
+
+/* Steps replayed from a graph, with the dropout of each, and steps that are enqueued. */
+static void test_graph(void **state) {
+    (void)state;
+    trainer t;
+    if (t_on_cpu) {
+        skip();
+    }
+    k_trainer(&t, "--batch 3");
+    for (int graph = 0; graph < 2; graph++) {
+        classifier *c = graph != 0 ? &t.trained : &t.plain;
+        k_start(c, &t.options, false, graph != 0);
+        t.random = 5;
+        for (int step = 0; step < 4; step++) {
+            draw_batch(&t);
+            k_step(&t, c);
+        }
+    }
     assert_int_equal(check_values(&t), 0);
     free_trainer(&t);
 }
@@ -257,8 +279,8 @@ static void test_reshape(void **state) {
         k_trainer(&t, "--batch 5 --width 2");
         smaller = t.options;
         smaller.batch = sizes[i];
-        k_start(&t.trained, &t.options, true);
-        k_start(&t.plain, &smaller, true);
+        k_start(&t.trained, &t.options, true, false);
+        k_start(&t.plain, &smaller, true, false);
         draw_batch(&t);
         t_ok(t.trained.model, ms_reshape(t.trained.model, &sizes[i]));
         k_step(&t, &t.trained);
@@ -275,7 +297,7 @@ static void test_init(void **state) {
     (void)state;
     trainer t;
     k_trainer(&t, "--width 16");
-    k_start(&t.trained, &t.options, false);
+    k_start(&t.trained, &t.options, false, false);
     const nn_param_info *info = nn_find_param(t.trained.net, "b2.conv2.weight");
     assert_non_null(info);
     const size_t count = (size_t)ms_shape_count(&info->shape);
@@ -370,6 +392,7 @@ int main(void) {
         cmocka_unit_test(test_running_statistics),
         cmocka_unit_test(test_smallest_budget),
         cmocka_unit_test(test_threads),
+        cmocka_unit_test(test_graph),
         cmocka_unit_test(test_reshape),
         cmocka_unit_test(test_init),
         cmocka_unit_test(test_images),
