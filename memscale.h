@@ -41,7 +41,7 @@
     It is no tensor library and no autograd: the arithmetic of the layers is the trainer's.
     It does not allocate during a step, print, abort, read the environment or keep global state.
     It does not change a number: a checkpointed plan gives the same bits as the plain plan.
-    In this version recomputation is the one technique that it plans.
+    In this version it plans recomputation and early updates, no other technique.
 
   STEP BY STEP
     1. ms_create             a model from a config; zero fields mean defaults
@@ -115,8 +115,9 @@
 
     THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
     run on the thread that called ms_step; from inside them, of all functions that take the model,
-    only ms_gemm, ms_read, ms_data, ms_report and those about tensors may be called. With OpenMP
-    enabled at compile time, the update and the built-in ms_gemm use its threads.
+    only ms_gemm, ms_cast, ms_read (not where a graph is recorded), ms_data, ms_report and those
+    about tensors may be called. With OpenMP enabled at compile time, the update and the built-in
+    ms_gemm use its threads.
 
     LIMITS. 16 inputs, 8 outputs, 16 saved tensors, 16 params and 8 buffers of state a layer; rank
     6; 8 axes; 2^28 tensors; 2^58 bytes. A handle belongs to its model; that of another model is not
@@ -287,7 +288,7 @@ typedef enum ms_phase {
    as long as it does not fail. */
 typedef struct ms_call {
     void *user;      // ms_layer_desc.user
-    ms_model *model; // for ms_gemm
+    ms_model *model; // for ms_gemm and ms_cast
     ms_phase phase;
     const ms_view *in, *out, *saved, *param;
     const ms_view *state; // of forward, recompute and eval; without data in backward
@@ -511,7 +512,7 @@ typedef enum ms_switch { MS_SWITCH_DEFAULT, MS_SWITCH_ON, MS_SWITCH_OFF } ms_swi
 typedef struct ms_arena ms_arena;
 
 typedef struct ms_config {
-    ms_backend backend;     // ms_backend_cpu(), or your own table; zero: the CPU
+    ms_backend backend;     // ms_backend_cpu(), ms_backend_cuda(), your own; zero: the CPU
     ms_allocator allocator; // zero: malloc and free
     ms_log_fn log;          // NULL: silent
     void *log_user;
@@ -781,8 +782,8 @@ MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis);
 MEMSCALE_API ms_backend ms_backend_cpu(void);
 
 /* The backend of a CUDA device, by its number. It stands where MEMSCALE_CUDA_IMPLEMENTATION does. A
-   device that is not there is the error of ms_create. Make the device the current one of the thread
-   before: callbacks launch there, and CUDA opens every device that is current for a moment. */
+   device that is not there is the error of ms_create. Make it the current device of the thread
+   (cudaSetDevice) before ms_create, and whenever steps are run: callbacks launch there. */
 MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device);
 
 /* Memory for the passing values of several models, of which one at a time trains: a generator and
@@ -871,7 +872,8 @@ MEMSCALE_API void ms_refuse(ms_model *model, const char *reason);
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss);
 
 /* From the next step on, minimise factor * sum of the loss tensor instead of the mean: for rows
-   that do not count, 1 / (number of those that do). 0: the mean again. Not finite: refused. */
+   that do not count, 1 / (number of those that do). 0: the mean again. Not finite: refused. With
+   cuda_graph, a step with another factor is recorded anew. */
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor);
 
 /* Keep this tensor until the next step, in ms_step and in ms_eval or in ms_eval alone, so that
@@ -5407,9 +5409,9 @@ static ms_result msi_no_fit(msi_solver *s, uint64_t budget) {
     return msi_fail(
         s->model, MS_RESULT_BUDGET,
         "the budget is %s, the plain plan needs %s, and the smallest feasible budget is "
-        "%s (%llu bytes)%s",
+        "%s (%llu bytes; %s of it is reserved for the backend: ms_backend.workspace_bytes)%s",
         msi_size(budget).text, msi_size(s->plan->plain_bytes).text, msi_size(least).text,
-        (unsigned long long)least,
+        (unsigned long long)least, msi_size(s->store->reserved_bytes).text,
         s->model->config.checkpointing == MS_SWITCH_OFF
             ? " with checkpointing switched off"
             : ": give that much, or reduce the batch or the sequence");
@@ -7235,7 +7237,7 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
         return msi_fail(
             m, MS_RESULT_FAILED,
             "%s: an earlier step failed between two updates; write params and optimizer "
-            "state again, then call ms_wrap",
+            "state again, then call ms_wrap (a device that goes on failing needs a new process)",
             function);
     }
     return msi_check_between_steps(m, function);
@@ -7306,7 +7308,8 @@ static ms_result msi_record(ms_model *m, msi_graph_exec *g) {
     }
     ms_result result =
         msi_device(m, b->graph_begin(m->device),
-                   "the beginning of a graph (on a stream that is not the legacy default one)");
+                   "recording on this stream (the default stream cannot be recorded: set another "
+                   "config.stream, or none)");
     if (result != MS_RESULT_OK) {
         return msi_abandon(m, result);
     }
@@ -8999,7 +9002,7 @@ static const char *msi_gemm_fault(const ms_matrix *a, const ms_matrix *b, const 
         }
         if (all[i]->count < 1 || all[i]->step < 0 || (i < 2 && all[i]->count > c->count) ||
             (i < 2 && all[i]->count > 1 && all[i]->count < c->count)) {
-            return "the counts do not match";
+            return "a and b must count one, or as many as c";
         }
     }
     if (k != (b->transposed ? b->cols : b->rows) || m != c->rows || n != c->cols || c->transposed) {
@@ -9008,6 +9011,23 @@ static const char *msi_gemm_fault(const ms_matrix *a, const ms_matrix *b, const 
     const bool apart = c->step >= (c->rows - 1) * c->stride + c->cols;
     const bool side_by_side = c->step >= c->cols && (c->count - 1) * c->step + c->cols <= c->stride;
     return c->count > 1 && !apart && !side_by_side ? "the matrices of c overlap" : NULL;
+}
+
+typedef struct msi_matrix_text {
+    char text[128];
+} msi_matrix_text;
+
+/* "64 x 32 transposed, rows 32 apart, 3 of them 2048 apart" */
+static msi_matrix_text msi_matrix_name(const ms_matrix *x) {
+    msi_matrix_text t;
+    const int length =
+        snprintf(t.text, sizeof t.text, "%lld x %lld%s, rows %lld apart", (long long)x->rows,
+                 (long long)x->cols, x->transposed ? " transposed" : "", (long long)x->stride);
+    if (x->count != 1 && length > 0 && (size_t)length < sizeof t.text) {
+        snprintf(t.text + length, sizeof t.text - (size_t)length, ", %lld of them %lld apart",
+                 (long long)x->count, (long long)x->step);
+    }
+    return t;
 }
 
 static bool msi_is_castable(ms_dtype dtype) {
@@ -9025,13 +9045,9 @@ MEMSCALE_API ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a, ms
     c.count = c.count ? c.count : 1;
     const char *fault = msi_gemm_fault(&a, &b, &c);
     if (fault) {
-        return msi_fail(
-            m, MS_RESULT_INVALID,
-            "ms_gemm: %s: a %lld x %lld%s, b %lld x %lld%s, c %lld x %lld%s, %lld, %lld "
-            "and %lld of them",
-            fault, (long long)a.rows, (long long)a.cols, a.transposed ? "'" : "", (long long)b.rows,
-            (long long)b.cols, b.transposed ? "'" : "", (long long)c.rows, (long long)c.cols,
-            c.transposed ? "'" : "", (long long)a.count, (long long)b.count, (long long)c.count);
+        return msi_fail(m, MS_RESULT_INVALID, "ms_gemm: %s: a is %s, b is %s, c is %s", fault,
+                        msi_matrix_name(&a).text, msi_matrix_name(&b).text,
+                        msi_matrix_name(&c).text);
     }
     if (!msi_is_castable(a.dtype) || a.dtype != b.dtype ||
         (c.dtype != a.dtype && c.dtype != MS_DTYPE_F32)) {
@@ -9050,11 +9066,14 @@ MEMSCALE_API ms_result ms_cast(const ms_call *call, const ms_view *to, const ms_
         return MS_RESULT_INVALID;
     }
     ms_model *m = call->model;
-    const uint64_t count = to && from ? ms_shape_count(&to->shape) : 0;
-    if (count == 0 || !to->data || !from->data || count != ms_shape_count(&from->shape)) {
+    if (!to || !from || !to->data || !from->data) {
+        return msi_fail(m, MS_RESULT_INVALID, "ms_cast: a view is NULL or has no data");
+    }
+    const uint64_t count = ms_shape_count(&to->shape), given = ms_shape_count(&from->shape);
+    if (count == 0 || count != given) {
         return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_cast: a view is missing, has no data, or they "
-                        "have different numbers of elements");
+                        "ms_cast: %llu elements to %llu: they must be as many",
+                        (unsigned long long)given, (unsigned long long)count);
     }
     if (!msi_is_castable(to->dtype) || !msi_is_castable(from->dtype)) {
         return msi_fail(m, MS_RESULT_UNSUPPORTED, "ms_cast: %s to %s; it takes f32, f16 and bf16",
@@ -9134,6 +9153,10 @@ MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program progra
 #define MEMSCALE_CUDA_IMPLEMENTATION_DONE
 
 #include <cublas_v2.h>
+
+#if CUDART_VERSION < 12000
+#error "the CUDA backend of memscale.h needs CUDA 12 or newer"
+#endif
 
 // ------------------------------------------------------------------------------------------------
 // >>cuda state  one per model: streams, events and a cuBLAS handle; errors, and launches

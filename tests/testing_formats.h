@@ -448,7 +448,7 @@ static inline void f_check_refusals(const ms_backend *backend) {
     f_refused(m, x[0], b, c, MS_RESULT_INVALID, "stride below its columns");
     x[0] = a;
     x[0].count = 3;
-    f_refused(m, x[0], b, c, MS_RESULT_INVALID, "the counts do not match");
+    f_refused(m, x[0], b, c, MS_RESULT_INVALID, "as many as c");
     x[2] = c;
     x[2].count = 3;
     f_refused(m, a, b, x[2], MS_RESULT_INVALID, "2, 2 and 3 of them");
