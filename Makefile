@@ -175,8 +175,10 @@ emulated_tests    := $(patsubst %.c,$(emulated)/%,$(wildcard tests/test_*.c))
 emulated_programs := $(patsubst $(cuda)/%,$(emulated)/%,$(cuda_programs))
 emulated_own      := $(patsubst %.cpp,$(emulated)/%,$(filter-out %/test_races.cpp,$(wildcard tests/emulation/test_*.cpp)))
 
+# With g++, wide accesses to addresses that are not aligned to them trap.
+alignment = $(if $(findstring g++,$(CXX)),$(if $(findstring clang,$(CXX)),,-fsanitize=alignment -fsanitize-undefined-trap-on-error))
 $(emulated)/cuda.o: examples/cuda.cu $(emulated)/flags
-	$(call say,$(CXX) $@) $(emulated_cpp) -x c++ -D__CUDACC__=1 -MMD -MP -MF $@.d -c -o $@ $<
+	$(call say,$(CXX) $@) $(emulated_cpp) $(if $(filter sanitize,$(config)),,$(alignment)) -x c++ -D__CUDACC__=1 -MMD -MP -MF $@.d -c -o $@ $<
 
 $(filter-out %/cuda.o,$(emulated_parts)): $(emulated)/%.o: tests/emulation/%.cpp $(emulated)/flags
 	$(call say,$(CXX) $@) $(emulated_cpp) -MMD -MP -MF $@.d -c -o $@ $<

@@ -7,7 +7,7 @@
 # A block fenced by ```cuda is a program for nvcc, which the emulation of tests/emulation runs.
 set -u
 document=$1
-out=build/check/snippets.$(basename "$document")
+out=${checks:-build/check}/snippets.$(basename "$document")
 rm -rf "$out"
 mkdir -p "$out"
 
