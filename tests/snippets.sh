@@ -13,6 +13,7 @@ mkdir -p "$out"
 
 awk -v out="$out" -v document="$document" '
 function add(line) {
+    if (line ~ /^#define MEMSCALE_CUDA_IMPLEMENTATION/ && !cuda) { line = "" } # for nvcc
     whole = whole line "\n"
     if (line ~ /^#/ && !cuda) {
         directives = directives line "\n"
