@@ -439,7 +439,8 @@ static inline void f_check_refusals(const ms_backend *backend) {
         x[i].data = some;
     }
     const ms_matrix a = x[0], b = x[1], c = x[2];
-    f_refused(m, a, a, c, MS_RESULT_INVALID, "the shapes do not match: a 3 x 4, b 3 x 4, c 3 x 2");
+    f_refused(m, a, a, c, MS_RESULT_INVALID,
+              "the shapes do not match: a is 3 x 4, rows 4 apart, 2 of them 12 apart");
     f_refused(m, a, b, ms_transpose(c), MS_RESULT_INVALID, "the shapes do not match");
     x[0].data = NULL;
     f_refused(m, x[0], b, c, MS_RESULT_INVALID, "has no data");
@@ -451,7 +452,7 @@ static inline void f_check_refusals(const ms_backend *backend) {
     f_refused(m, x[0], b, c, MS_RESULT_INVALID, "as many as c");
     x[2] = c;
     x[2].count = 3;
-    f_refused(m, a, b, x[2], MS_RESULT_INVALID, "2, 2 and 3 of them");
+    f_refused(m, a, b, x[2], MS_RESULT_INVALID, ", 3 of them");
     x[2] = c;
     x[2].step = 5;
     f_refused(m, a, b, x[2], MS_RESULT_INVALID, "the matrices of c overlap");
@@ -467,7 +468,7 @@ static inline void f_check_refusals(const ms_backend *backend) {
     const ms_call call = f_call(m);
     ms_view to = f_view(some, MS_DTYPE_F16, 8), from = f_view(some, MS_DTYPE_F32, 9);
     t_error(m, ms_cast(&call, &to, &from), MS_RESULT_INVALID);
-    t_text_has(ms_last_error(m), "ms_cast: a view is missing");
+    t_text_has(ms_last_error(m), "ms_cast: 9 elements to 8");
     t_error(m, ms_cast(&call, NULL, &from), MS_RESULT_INVALID);
     from = f_view(some, MS_DTYPE_I32, 8);
     t_error(m, ms_cast(&call, &to, &from), MS_RESULT_UNSUPPORTED);
