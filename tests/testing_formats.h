@@ -12,10 +12,9 @@ typedef struct f_format {
 } f_format;
 
 static inline f_format f_format_of(ms_dtype dtype) {
-    static const f_format binary16 = {11, -14, 65504.0},
-                          bfloat16 = {8, -126, 3.3895313892515355e38};
-    static const f_format binary32 = {24, -126, 3.4028234663852886e38};
-    return dtype == MS_DTYPE_F16 ? binary16 : dtype == MS_DTYPE_BF16 ? bfloat16 : binary32;
+    static const f_format of_f16 = {11, -14, 65504.0}, of_bf16 = {8, -126, 3.3895313892515355e38};
+    static const f_format of_f32 = {24, -126, 3.4028234663852886e38};
+    return dtype == MS_DTYPE_F16 ? of_f16 : dtype == MS_DTYPE_BF16 ? of_bf16 : of_f32;
 }
 
 /* Rounds to the nearest number of a format, ties to the even one; infinity where that is larger than
