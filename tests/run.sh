@@ -271,7 +271,7 @@ for source in tests/emulation/test_*.cpp; do
 done
 
 group 'emulated CUDA, sanitizers'
-for name in test_cuda_backend test_cuda_graphs test_nn test_memory emulation/test_emulation; do
+for name in test_cuda_backend test_cuda_graphs test_cuda_kernels emulation/test_emulation; do
     check "${name#*/}" "run_test sanitize build/sanitize/emulated/tests/$name"
 done
 check 'test_nn, races in kernels' 'run_test release build/emulated/races/tests/test_nn'
