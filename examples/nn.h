@@ -1374,11 +1374,9 @@ NN_API int nn_linear_add_kernel(const ms_call *call, float *y, const float *resi
     return result != 0 ? result : nn_add_kernel(call, y, residual, y, n.rows * n.out);
 }
 
-/* dx = dy * weight, dweight = transpose(dy) * x, dbias = column sums of dy. */
-NN_API int nn_linear_backward_kernel(const ms_call *call, nn_target dx, nn_target dweight,
-                                     nn_target dbias, const float *dy, const float *x,
-                                     const float *weight, nn_linear_size n, float *work) {
-    (void)work;
+/* The two products of a linear layer's backward: on every device the same calls. */
+NN_API int nn_linear_slopes(const ms_call *call, nn_target dx, nn_target dweight, const float *dy,
+                            const float *x, const float *weight, nn_linear_size n) {
     const ms_matrix slope = nn_matrix(dy, n.rows, n.out, n.out);
     int result = 0;
     if (dx.data != NULL) {
@@ -1389,6 +1387,15 @@ NN_API int nn_linear_backward_kernel(const ms_call *call, nn_target dx, nn_targe
         result = (int)ms_gemm(call, 1.0f, ms_transpose(slope), nn_matrix(x, n.rows, n.in, n.in),
                               dweight.beta, nn_matrix(dweight.data, n.out, n.in, n.in));
     }
+    return result;
+}
+
+/* dx = dy * weight, dweight = transpose(dy) * x, dbias = column sums of dy. */
+NN_API int nn_linear_backward_kernel(const ms_call *call, nn_target dx, nn_target dweight,
+                                     nn_target dbias, const float *dy, const float *x,
+                                     const float *weight, nn_linear_size n, float *work) {
+    (void)work;
+    const int result = nn_linear_slopes(call, dx, dweight, dy, x, weight, n);
     nn_column_sums_kernel(dbias, dy, n.rows, n.out);
     return result;
 }
@@ -4229,16 +4236,7 @@ static int nn_cuda_linear_add(const ms_call *call, float *y, const float *residu
 static int nn_cuda_linear_backward(const ms_call *call, nn_target dx, nn_target dweight,
                                    nn_target dbias, const float *dy, const float *x,
                                    const float *weight, nn_linear_size n, float *work) {
-    const ms_matrix slope = nn_matrix(dy, n.rows, n.out, n.out);
-    int result = 0;
-    if (dx.data != NULL) {
-        result = (int)ms_gemm(call, 1.0f, slope, nn_matrix(weight, n.out, n.in, n.in), dx.beta,
-                              nn_matrix(dx.data, n.rows, n.in, n.in));
-    }
-    if (result == 0 && dweight.data != NULL) {
-        result = (int)ms_gemm(call, 1.0f, ms_transpose(slope), nn_matrix(x, n.rows, n.in, n.in),
-                              dweight.beta, nn_matrix(dweight.data, n.out, n.in, n.in));
-    }
+    const int result = nn_linear_slopes(call, dx, dweight, dy, x, weight, n);
     return nn_first(result, nn_cuda_column_sums(call, dbias, nn_target_of(NULL, 0.0f),
                                                 nn_sums_of(dy, n.rows, n.out), work));
 }
