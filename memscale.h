@@ -1,4 +1,4 @@
-/*  memscale.h - v0.3.0 - train a bigger model on the device memory you already have. MIT licence.
+/*  memscale.h - v0.4.0 - train a bigger model on the device memory you already have. MIT licence.
 
     One header that any C or C++ trainer drops in. The trainer registers its tensors and its layers
     (a forward and a backward callback each) and names a byte budget. memscale.h then owns the
@@ -128,14 +128,15 @@
     nor an address kept from an earlier call where this call was given the same one.
 
     HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend. 0.2.0 (2026): the
-    contract with trainers as they are. 0.3.0 (2026): CUDA.
+    contract with trainers as they are. 0.3.0 (2026): CUDA. 0.4.0 (2026): modes, rules, profiles,
+    simulation, explained plans.
 
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
     shared by both  >>shared >>formats >>arithmetic
     implementation  >>base >>structs >>log >>memory >>backend cpu >>hardware >>graph >>validate
-                    >>lower >>layout >>simulate >>solve >>optimizer >>call >>debug >>execute
-                    >>state >>report >>api
+                    >>profile >>rules >>lower >>layout >>simulate >>solve >>optimizer >>call
+                    >>debug >>execute >>state >>verify >>report >>api
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -149,7 +150,7 @@
 // >>version  and linkage
 
 #define MEMSCALE_VERSION_MAJOR 0
-#define MEMSCALE_VERSION_MINOR 3
+#define MEMSCALE_VERSION_MINOR 4
 #define MEMSCALE_VERSION_PATCH 0
 
 #ifdef __cplusplus
@@ -343,9 +344,10 @@ typedef struct ms_hardware {
     ms_device_kind kind;
     uint32_t processor_count; // multiprocessors of a GPU
     uint64_t total_bytes;
-    /* Of a CPU and of a GPU that shares the host's memory: MemAvailable; limits of cgroups are not
-       looked at. */
+    /* Of a CPU and of a GPU that shares the host's memory: as host_free_bytes. */
     uint64_t free_bytes;
+    /* Of the host: MemTotal and MemAvailable, or what the cgroups of the process leave of them. */
+    uint64_t host_total_bytes, host_free_bytes;
     /* CUDA devices; all 0 on others. What the device computes by itself, by its compute capability:
        the compiler takes more than that. */
     uint32_t compute_major, compute_minor;
@@ -353,6 +355,12 @@ typedef struct ms_hardware {
     bool fp16_tensor;                         // FP16 on tensor cores: from 7.0
     bool tf32;                                // from 8.0
     uint32_t driver_version, runtime_version; // 1000 * major + 10 * minor, as CUDA has it
+    /* Speeds, for predictions: 1e9 bytes a second, 1e12 flops a second of matrix products. */
+    double memory_gb_per_s;                      // device memory, reads and writes together
+    double to_device_gb_per_s, to_host_gb_per_s; // copies from and to pinned host memory
+    double f32_tflops, tf32_tflops, f16_tflops;  // f16 stands for BF16 too
+    double launch_us;                            // the shortest time that a callback takes
+    bool is_measured;                            // the speeds, by ms_hardware_report
 } ms_hardware;
 
 typedef enum ms_optimizer_kind {
@@ -508,6 +516,48 @@ typedef struct ms_backend {
 
 typedef enum ms_switch { MS_SWITCH_DEFAULT, MS_SWITCH_ON, MS_SWITCH_OFF } ms_switch;
 
+/* What a plan can do to a layer or a tensor; see ms_set_layer_technique. In this version the first
+   two are built. The others have their place in modes, switches and explanations; no plan uses
+   them, and to switch one ON is an error of ms_wrap, UNSUPPORTED. */
+typedef enum ms_technique {
+    MS_TECHNIQUE_CHECKPOINTING, // outputs and saved tensors: dropped, and recomputed
+    MS_TECHNIQUE_EARLY_UPDATE,  // params: updated inside backward
+    MS_TECHNIQUE_OFFLOADING,    // copied to host memory and back
+    MS_TECHNIQUE_TILING,        // computed by groups of rows
+    MS_TECHNIQUE_MIXED_PRECISION,
+    MS_TECHNIQUE_OPTIMIZER_8BIT,
+    MS_TECHNIQUE_COUNT
+} ms_technique;
+
+/* Which techniques a plan may use where their switch is at DEFAULT: CONSERVATIVE checkpointing and
+   early updates; BALANCED offloading too; AGGRESSIVE all. */
+typedef enum ms_mode {
+    MS_MODE_BALANCED,
+    MS_MODE_CONSERVATIVE,
+    MS_MODE_AGGRESSIVE,
+    MS_MODE_COUNT
+} ms_mode;
+
+/* What a policy chooses from: a mode with all that it allows, planned for the budget. */
+typedef struct ms_strategy {
+    ms_mode mode;
+    uint32_t techniques;  // mask of 1 << ms_technique: those that the plan may use
+    uint64_t arena_bytes; // of the plan for the budget, or of the smallest there is
+    double step_us;       // predicted
+    bool fits;            // the budget
+} ms_strategy;
+
+typedef struct ms_policy_args {
+    void *user;                  // ms_config.policy_user
+    const ms_hardware *hardware; // that the plan is for
+    uint64_t budget_bytes, plain_bytes;
+    const ms_strategy *strategies;
+    uint32_t strategy_count;
+} ms_policy_args;
+
+/* Returns the number of the strategy to use; a number out of range leaves it to the config. */
+typedef uint32_t (*ms_policy_fn)(const ms_policy_args *args);
+
 /* Memory that several models take turns in; see ms_arena_create. */
 typedef struct ms_arena ms_arena;
 
@@ -518,12 +568,27 @@ typedef struct ms_config {
     void *log_user;
     uint64_t memory_budget_bytes; // size of the arena at most; 0: target_utilization of free memory
     double target_utilization;    // 0 < x <= 1; 0: 0.85
-    ms_switch checkpointing;      // OFF: never recompute. DEFAULT, ON: where the budget asks for it
+    ms_mode mode;                 // 0: BALANCED
+    /* DEFAULT: as the mode has it; ON: the plan may use it, where the budget asks for it; OFF: it
+       never does. */
+    ms_switch checkpointing, offloading, tiling, mixed_precision, optimizer_8bit;
     /* Update a param inside backward, once its gradient is complete, so that the gradient dies.
        DEFAULT: where the budget asks for it, and no sooner than the arena gains from it; ON:
        always, at once; OFF: after backward, always. It cannot be with clipping or accumulation. */
     ms_switch early_update;
     bool force_optimize; // the smallest arena that the switches allow, whatever the budget
+    /* Before the rules, ms_wrap plans for each mode, and a policy picks one of them: its mode takes
+       the place of ms_config.mode. NULL: the built-in policy, the fastest that fits. */
+    bool auto_policy;
+    ms_policy_fn policy;
+    void *policy_user;
+    /* Where times come from; see PROFILES. static_profiling, DEFAULT or ON: where nothing was
+       measured, from the flops and bytes of a layer; OFF: ms_wrap refuses a layer that has no time
+       (ms_set_layer_time, ms_profile_load). empirical_profiling, ON: the first warmup_steps steps
+       after ms_wrap are timed, callback by callback; behind the last of them ms_step plans again
+       with those times, as ms_wrap would. */
+    ms_switch static_profiling, empirical_profiling;
+    uint32_t warmup_steps; // 0: 2
     /* Plan and report, allocate no arena; steps return MS_RESULT_DRY_RUN. Layers need no callbacks:
        ms_visit_events hands the plan to a framework that runs its own. */
     bool dry_run;
@@ -615,9 +680,9 @@ typedef struct ms_layer_desc {
     ms_workspace forward_workspace; // of recompute too, where that is forward
     ms_workspace backward_workspace;
     ms_workspace recompute_workspace; // of ms_layer_desc.recompute
-    /* Work of one forward and of one call of recompute, for the price of a recomputation. 0:
-       derived from the tensors. */
-    double flops, recompute_flops;
+    /* Work of one forward, of one backward and of one call of recompute, for predicted times. 0:
+       derived from the tensors; of backward, twice that of forward. */
+    double flops, backward_flops, recompute_flops;
 } ms_layer_desc;
 
 /* AdamW: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, algorithm 2.
@@ -639,15 +704,60 @@ typedef struct ms_optimizer_desc {
     uint32_t state_count; // MS_OPTIMIZER_CUSTOM: tensors like the param, zero at first
 } ms_optimizer_desc;
 
-/* What a plan can do to a layer or a tensor; see ms_set_layer_technique. */
-typedef enum ms_technique {
-    MS_TECHNIQUE_CHECKPOINTING, // outputs and saved tensors: dropped, and recomputed
-    MS_TECHNIQUE_EARLY_UPDATE,  // params: updated inside backward
-    MS_TECHNIQUE_COUNT
-} ms_technique;
-
 // ------------------------------------------------------------------------------------------------
 // >>reports
+
+/* Who has chosen what the plan may use. */
+typedef enum ms_decision_source {
+    MS_DECISION_SOURCE_RULE,        // the defaults of the rules
+    MS_DECISION_SOURCE_USER_CONFIG, // a mode, a switch, force_optimize, or a forced technique
+    MS_DECISION_SOURCE_POLICY       // ms_config.auto_policy
+} ms_decision_source;
+
+/* A line of the table of rules. All rules are in docs/decision-engine.md. */
+typedef struct ms_rule {
+    const char *id;        // such as "checkpoint"
+    const char *condition; // when it fires
+    const char *reason;    // why it does what it does
+} ms_rule;
+
+/* What was decided about one technique for one layer. */
+typedef struct ms_decision {
+    ms_layer layer;
+    ms_technique technique;
+    bool is_applied;
+    const ms_rule *rule;  // that decided
+    uint64_t saved_bytes; // not held between forward and backward (or behind it: gradients)
+    double added_us;      // predicted
+} ms_decision;
+
+/* decision is valid during the call alone. */
+typedef void (*ms_decision_fn)(const ms_decision *decision, void *user);
+
+/* Times of one layer, in microseconds; 0: as predicted. */
+typedef struct ms_layer_time {
+    double forward_us, backward_us, recompute_us;
+} ms_layer_time;
+
+/* One tensor of ms_verify: a gradient (ms_gradient) or a buffer that layers change. */
+typedef struct ms_difference {
+    ms_tensor tensor;
+    const char *name;      // of the param or buffer
+    double absolute;       // largest difference of two elements
+    double relative;       // largest of |a - b| / max(|a|, |b|), over elements that are not equal
+    uint64_t count;        // elements
+    uint64_t differ_count; // whose bits are not equal
+} ms_difference;
+
+/* difference is valid during the call alone. */
+typedef void (*ms_difference_fn)(const ms_difference *difference, void *user);
+
+/* The largest of all. */
+typedef struct ms_verify_report {
+    uint32_t tensor_count, differ_count; // compared, and those that are not equal bit for bit
+    double absolute, relative;
+    double plain_loss, wrapped_loss;
+} ms_verify_report;
 
 typedef enum ms_category {
     MS_CATEGORY_INPUT,
@@ -679,10 +789,15 @@ typedef struct ms_memory_report {
     uint64_t param_count; // elements, not tensors
     uint32_t layer_count, tensor_count, instruction_count;
     uint32_t recompute_count; // recompute instructions in a step
-    /* Work of the recomputations over that of one plain step (forward once, backward twice its
-       price), by the layers' declared or derived flops and bytes: an estimate of the slowdown. */
-    double recompute_share;
-    bool early_update;       // some params are updated inside backward
+    double recompute_share;   // predicted time of the recomputations over that of a plain step
+    /* Predicted time of a step of this plan, of the plain plan, and how long computing waits for
+       copies in this one. With accumulation, of one micro-batch and the update. */
+    double step_us, plain_step_us, stall_us;
+    double pressure; // plain_bytes over budget_bytes
+    ms_mode mode;    // in force
+    ms_decision_source decision_source;
+    uint64_t plan_hash; // equal where the programs are, instruction by instruction, byte by byte
+    bool early_update;  // some params are updated inside backward
     uint64_t borrowed_bytes; // the trainer's own memory, not in the arena
     uint64_t host_bytes;     // of tensors that stay on the host, not in the arena
     uint64_t staging_bytes;  // host memory through which inputs and verdicts pass
@@ -745,7 +860,13 @@ typedef struct ms_event {
     const char *name; // of the layer or the tensor
     const ms_event_operand *operands;
     uint32_t operand_count;
-    uint64_t live_bytes; // while it runs
+    uint64_t live_bytes;                       // while it runs
+    uint64_t live_bytes_of[MS_CATEGORY_COUNT]; // their sum
+    /* As simulated, from the beginning of the step; and as measured in the last timed step (both 0:
+       none was; see ms_config.empirical_profiling). */
+    ms_stream_kind stream;
+    double start_us, duration_us;
+    double measured_start_us, measured_us;
 } ms_event;
 
 /* event is valid during the call alone. */
@@ -811,8 +932,24 @@ MEMSCALE_API void ms_destroy(ms_model *model);
    fails. For NULL: the text for a model that could not be made. */
 MEMSCALE_API const char *ms_last_error(const ms_model *model);
 
-/* What the backend says of its device, now. Errors: INVALID. */
+/* What the backend says of its device, now, with speeds that are measured at the first call: some
+   50 ms, in memory of their own (up to 64 MiB of it on the device, for a moment). Where that
+   memory is not to be had, the speeds stay as the backend states them. Stream: waits.
+   Errors: INVALID, ORDER (in a callback), BACKEND. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_hardware_report(ms_model *model, ms_hardware *report);
+
+/* Devices that are built in, for plans on paper: RTX 3090, H200, Jetson Orin Nano 8GB, each with
+   the speeds that its maker states. By a name in any case, or a part of one; NULL: unknown. By
+   number; NULL behind the last. */
+MEMSCALE_API const ms_hardware *ms_hardware_find(const char *name);
+MEMSCALE_API const ms_hardware *ms_hardware_at(uint32_t number);
+
+/* Plan for this device from the next ms_wrap on (copied; NULL: the model's own, with speeds that
+   depend on its kind and not on measurements): a report, to predict times in earnest, a built-in
+   device, or your own description. Speeds of 0 are those of its kind. Its free memory is what
+   target_utilization counts from, or, where that is 0, its total memory. Together with the graph,
+   the config and the profile it decides the plan. Errors: INVALID; sticks before ms_wrap. */
+MEMSCALE_API void ms_set_hardware(ms_model *model, const ms_hardware *hardware);
 
 /* The stream on which the model computes (cudaStream_t), to enqueue work of one's own behind that
    of a step or before that of the next; NULL on the CPU. ms_synchronize: waits for all streams of
@@ -906,6 +1043,18 @@ MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_tec
                                          ms_switch force);
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
                                           ms_switch force);
+
+/* Times of a layer that are known, instead of predicted ones; 0 for one that is not, NULL to forget
+   them. Takes effect at the next ms_wrap. Errors: INVALID; sticks before ms_wrap. */
+MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_layer_time *time);
+
+/* The times in force, as text with a version and a hash of the graph; and such a text back, for the
+   next ms_wrap. Loading is all or nothing. Errors: INVALID (not a profile, of another version, of
+   another graph; the text says which line), ORDER (save before ms_wrap). */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_profile_save(const ms_model *model, ms_write_fn write,
+                                                          void *user);
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_profile_load(ms_model *model, const char *text,
+                                                          size_t length);
 
 /* The smallest budget that ms_wrap would accept with the present switches. Takes as long as the
    longest ms_wrap. Errors: as ms_wrap. */
@@ -1013,8 +1162,40 @@ MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_report(const ms_model *model,
                                                     ms_memory_report *report);
 
-/* Name of a category, such as "activation gradients"; "?" out of range. */
+/* Names of a category ("activation gradients"), a mode ("BALANCED"), a technique ("early update")
+   and a source ("user_config"); "?" out of range. */
 MEMSCALE_API const char *ms_category_name(ms_category category);
+MEMSCALE_API const char *ms_mode_name(ms_mode mode);
+MEMSCALE_API const char *ms_technique_name(ms_technique technique);
+MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source);
+
+/* The rules, in the order in which they are asked; NULL behind the last. */
+MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number);
+
+/* For each layer, in order, what was decided about each technique, and by which rule. Errors:
+   INVALID, ORDER (no plan yet). */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_visit_decisions(const ms_model *model,
+                                                             ms_decision_fn visit, void *user);
+
+/* Runs forward and backward by the plain plan and by the present one, both from the present values
+   and inputs and without an update, and compares the gradients of all params and all buffers that
+   layers change. visit (may be NULL) sees each pair. Values are as before afterwards. Takes as much
+   device memory as the plain plan, for that time, and host memory for two sets of gradients.
+   Stream: waits. Errors: as ms_step; OUT_OF_MEMORY; ORDER (not wrapped; inside a step). */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_verify(ms_model *model, ms_difference_fn visit,
+                                                    void *user, ms_verify_report *report);
+
+/* A step as a Chrome trace (JSON; opens in Perfetto): as simulated and, where steps were timed, as
+   measured, with a track per stream and counters of live bytes by category. Errors: INVALID, ORDER
+   (no plan yet). */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_trace_write(const ms_model *model, ms_write_fn write,
+                                                         void *user);
+
+/* Sizes and times of the plan, and steps done, in the text format of Prometheus, with a NUL behind
+   it. *length (may be NULL): of the whole text, without the NUL. Errors: INVALID (capacity is not
+   above *length: nothing but the NUL is written), ORDER (no plan yet). */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_metrics_write(const ms_model *model, char *text,
+                                                           size_t capacity, size_t *length);
 
 /* The program as a list of events, in order, for a framework that runs its own: what to compute
    where, and what is dead afterwards. Errors: INVALID, ORDER (no plan yet). */
@@ -1412,10 +1593,10 @@ typedef struct msi_layer {
     ms_layer_fn forward, backward, recompute, bind;
     void *user;
     ms_workspace workspace[3];
-    double flops, recompute_flops; // as declared, with as many elements of output as there were
-    double elements;
-    double cost,
-        recompute_cost; // of one forward and recompute, in bytes that memory moves meanwhile
+    /* As declared, with as many elements of output as there were. */
+    double flops, backward_flops, recompute_flops, elements;
+    ms_layer_time known; // by ms_set_layer_time
+    ms_layer_time time;  // in force, at the present sizes
     uint32_t name;
     uint32_t operand_first; // in graph.operands
     uint32_t mask_first;    // in graph.masks: in_place per out; four of grad_in_place per in
@@ -1516,7 +1697,7 @@ typedef struct msi_program {
     uint32_t peak;               // the instruction with most live bytes
     uint64_t peak_bytes, height; // live bytes there; bytes that the layout takes
     uint64_t activation_peak_bytes;
-    double recompute_cost;
+    double recompute_us;
     uint32_t recompute_count;
     bool out_of_memory;
 } msi_program;
@@ -1582,7 +1763,7 @@ typedef struct msi_plan {
     uint8_t *recomputed;          // per layer: runs again in backward
     uint64_t budget_bytes, plain_bytes, arena_bytes;
     msi_program train, eval;
-    double step_cost; // of one plain step, in the unit of msi_layer.cost
+    double plain_step_us;
     msi_graph_exec graphs[MSI_GRAPH_COUNT];
     bool forces; // heeds the techniques that are forced
     bool early_update;
@@ -1607,6 +1788,8 @@ struct ms_model {
     ms_config config; // defaults resolved
     void *device;     // state of the backend, or its user
     ms_optimizer_desc optimizer;
+    ms_hardware hardware; // that plans are for, its speeds filled in
+    bool has_hardware;    // by ms_set_hardware
     msi_graph graph;
     msi_store *store;
     msi_plan *plan;    // the one in force, at the head of the list
@@ -2499,53 +2682,6 @@ static double msi_output_elements(const msi_graph *g, const msi_layer *l) {
     return elements;
 }
 
-/* 2 flops per param element and row of the first output, as in a matrix product; without params, 1
-   per element of output. */
-static double msi_derived_flops(const msi_graph *g, const msi_layer *l) {
-    const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
-    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-    double params = 0.0, rows = 0.0;
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM]; k++) {
-        params += param[k] == MSI_NONE
-                      ? 0.0
-                      : (double)ms_shape_count(&g->tensors.items[param[k]].view.shape);
-    }
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT] && rows <= 0.0; k++) {
-        if (out[k] != MSI_NONE) {
-            const ms_shape *shape = &g->tensors.items[out[k]].view.shape;
-            rows = (double)ms_shape_count(shape);
-            rows /= shape->rank ? (double)shape->dim[shape->rank - 1] : 1.0;
-        }
-    }
-    return params > 0.0 ? 2.0 * params * rows : msi_output_elements(g, l);
-}
-
-/* Work of a forward and of a recomputation in bytes moved: declared or derived flops at 16 flops a
-   byte (about what CPUs and GPUs do), and every operand once. */
-static void msi_price_layer(const msi_graph *g, msi_layer *l) {
-    const double elements = msi_output_elements(g, l);
-    const double grown = l->elements > 0.0 ? elements / l->elements : 1.0;
-    double bytes = 0.0, recompute_bytes = 0.0;
-    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        const uint32_t *operands = msi_group(g, l, group);
-        const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
-        for (uint32_t k = 0; k < l->count[group]; k++) {
-            if (operands[k] != MSI_NONE) {
-                const double size = (double)g->tensors.items[operands[k]].bytes;
-                bytes += size;
-                const bool read = msi_recompute_reads_of(l, group) >> k & 1;
-                recompute_bytes += made || read ? size : 0.0;
-            }
-        }
-    }
-    l->cost = bytes + (l->flops > 0.0 ? l->flops * grown : msi_derived_flops(g, l)) / 16.0;
-    l->recompute_cost = l->cost;
-    if (l->recompute) {
-        const double flops = l->recompute_flops > 0.0 ? l->recompute_flops * grown : elements;
-        l->recompute_cost = recompute_bytes + flops / 16.0;
-    }
-}
-
 static bool msi_reserve_layer(ms_model *m, const msi_layer *l) {
     msi_graph *g = &m->graph;
     const ms_allocator *a = &m->config.allocator;
@@ -2636,6 +2772,7 @@ static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
     l.workspace[MSI_WORKSPACE_RECOMPUTE] =
         desc->recompute ? desc->recompute_workspace : desc->forward_workspace;
     l.flops = desc->flops;
+    l.backward_flops = desc->backward_flops;
     l.recompute_flops = desc->recompute_flops;
     l.operand_first = g->operands.count;
     l.mask_first = g->masks.count;
@@ -2707,7 +2844,6 @@ static ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc
     }
     msi_add_masks(g, &l, desc);
     l.elements = msi_output_elements(g, &l);
-    msi_price_layer(g, &l);
     g->layers.items[g->layers.count++] = l;
     const ms_layer handle = {index + 1};
     return handle;
@@ -2728,9 +2864,6 @@ static void msi_set_sizes(msi_graph *g, const int64_t *sizes) {
     }
     for (uint32_t a = 0; a < g->axis_count; a++) {
         g->axes[a].size = sizes ? sizes[a] : g->axes[a].largest;
-    }
-    for (uint32_t i = 0; i < g->layers.count && g->axis_count; i++) {
-        msi_price_layer(g, &g->layers.items[i]);
     }
 }
 
@@ -2853,14 +2986,6 @@ static void msi_analyze_backward(msi_graph *g) {
             }
         }
     }
-}
-
-static double msi_step_cost(const msi_graph *g) {
-    double cost = 0.0;
-    for (uint32_t i = 0; i < g->layers.count; i++) {
-        cost += g->layers.items[i].cost * (g->layers.items[i].has_backward ? 3.0 : 1.0);
-    }
-    return cost;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3235,13 +3360,12 @@ static bool msi_check_layer(ms_model *m, const char *name, const ms_layer_desc *
     if (fault) {
         return msi_refuse_layer(m, name, "%s", fault);
     }
-    if (!isfinite(d->flops) || d->flops < 0.0 || !isfinite(d->recompute_flops) ||
-        d->recompute_flops < 0.0) {
-        return msi_refuse_layer(
-            m, name,
-            "flops is %g and recompute_flops %g: both must be finite numbers, at "
-            "least 0",
-            d->flops, d->recompute_flops);
+    if (!isfinite(d->flops) || d->flops < 0.0 || !isfinite(d->backward_flops) ||
+        d->backward_flops < 0.0 || !isfinite(d->recompute_flops) || d->recompute_flops < 0.0) {
+        return msi_refuse_layer(m, name,
+                                "flops is %g, backward_flops %g and recompute_flops %g: they must "
+                                "be finite numbers, at least 0",
+                                d->flops, d->backward_flops, d->recompute_flops);
     }
     return msi_check_masks(m, name, d, count) && msi_check_slots(m, name, d, count) &&
            msi_check_in_place(m, name, d) && msi_check_edges(m, name, d) &&
@@ -3465,6 +3589,132 @@ static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// >>profile  the time that each layer takes: known, measured, or by a roofline
+
+/* Speeds of a device of a kind that says nothing of itself. What matters for a plan is their
+   ratio, the flops a byte. */
+static void msi_fill_speeds(ms_hardware *h) {
+    static const struct {
+        double memory, copy, f32, f16, launch_us;
+    } of_kind[] = {{20.0, 10.0, 0.32, 0.32, 0.0},  // CPU: a few cores
+                   {900.0, 20.0, 20.0, 80.0, 4.0}, // discrete GPU
+                   {100.0, 20.0, 2.0, 8.0, 10.0}}; // integrated GPU
+    const int kind = (unsigned)h->kind <= MS_DEVICE_INTEGRATED ? (int)h->kind : MS_DEVICE_CPU;
+    h->memory_gb_per_s = h->memory_gb_per_s > 0.0 ? h->memory_gb_per_s : of_kind[kind].memory;
+    h->to_device_gb_per_s =
+        h->to_device_gb_per_s > 0.0 ? h->to_device_gb_per_s : of_kind[kind].copy;
+    h->to_host_gb_per_s = h->to_host_gb_per_s > 0.0 ? h->to_host_gb_per_s : of_kind[kind].copy;
+    h->f32_tflops = h->f32_tflops > 0.0 ? h->f32_tflops : of_kind[kind].f32;
+    h->tf32_tflops = h->tf32_tflops > 0.0 ? h->tf32_tflops : h->f32_tflops;
+    h->f16_tflops = h->f16_tflops > 0.0 ? h->f16_tflops : of_kind[kind].f16;
+    h->launch_us = h->launch_us > 0.0 ? h->launch_us : of_kind[kind].launch_us;
+}
+
+/* The device that the plan is for: as set, or the model's own. */
+static void msi_get_hardware(ms_model *m) {
+    if (!m->has_hardware) {
+        memset(&m->hardware, 0, sizeof m->hardware);
+        m->config.backend.hardware(m->config.backend.user, &m->hardware);
+    }
+    msi_fill_speeds(&m->hardware);
+}
+
+/* Roofline (Williams, Waterman and Patterson, "Roofline", 2009): what takes longer, arithmetic or
+   memory. */
+static double msi_roofline_us(const ms_model *m, double flops, double bytes) {
+    const ms_hardware *h = &m->hardware;
+    const double tflops = m->config.tf32 ? h->tf32_tflops : h->f32_tflops;
+    const double compute_us = flops / (tflops * 1e6),
+                 memory_us = bytes / (h->memory_gb_per_s * 1e3);
+    return h->launch_us + (compute_us > memory_us ? compute_us : memory_us);
+}
+
+/* 2 flops per param element and row of the first output, as in a matrix product; without params, 1
+   per element of output. */
+static double msi_derived_flops(const msi_graph *g, const msi_layer *l) {
+    const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
+    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+    double params = 0.0, rows = 0.0;
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM]; k++) {
+        params += param[k] == MSI_NONE
+                      ? 0.0
+                      : (double)ms_shape_count(&g->tensors.items[param[k]].view.shape);
+    }
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT] && rows <= 0.0; k++) {
+        if (out[k] != MSI_NONE) {
+            const ms_shape *shape = &g->tensors.items[out[k]].view.shape;
+            rows = (double)ms_shape_count(shape);
+            rows /= shape->rank ? (double)shape->dim[shape->rank - 1] : 1.0;
+        }
+    }
+    return params > 0.0 ? 2.0 * params * rows : msi_output_elements(g, l);
+}
+
+/* Bytes of a group of operands that a mask lets through. */
+static double msi_group_bytes(const msi_graph *g, const msi_layer *l, int group, uint32_t mask) {
+    const uint32_t *operands = msi_group(g, l, group);
+    double bytes = 0.0;
+    for (uint32_t k = 0; k < l->count[group]; k++) {
+        if ((mask >> k & 1) && operands[k] != MSI_NONE) {
+            bytes += (double)g->tensors.items[operands[k]].bytes;
+        }
+    }
+    return bytes;
+}
+
+/* Every operand counts once, and so does every gradient. */
+static ms_layer_time msi_static_time(const ms_model *m, const msi_layer *l) {
+    const msi_graph *g = &m->graph;
+    const double elements = msi_output_elements(g, l);
+    const double grown = l->elements > 0.0 ? elements / l->elements : 1.0;
+    const double flops = l->flops > 0.0 ? l->flops * grown : msi_derived_flops(g, l);
+    double forward = 0.0, backward = 0.0, recompute = 0.0;
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        const double all = msi_group_bytes(g, l, group, UINT16_MAX);
+        const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
+        forward += all;
+        backward += msi_group_bytes(g, l, group, msi_reads_of(l, group));
+        backward += group == MSI_GROUP_SAVED || group == MSI_GROUP_STATE ? 0.0 : all;
+        recompute += made ? all : msi_group_bytes(g, l, group, msi_recompute_reads_of(l, group));
+    }
+    ms_layer_time time;
+    time.forward_us = msi_roofline_us(m, flops, forward);
+    time.backward_us = msi_roofline_us(
+        m, l->backward_flops > 0.0 ? l->backward_flops * grown : 2.0 * flops, backward);
+    time.recompute_us = time.forward_us;
+    if (l->recompute) {
+        time.recompute_us = msi_roofline_us(
+            m, l->recompute_flops > 0.0 ? l->recompute_flops * grown : elements, recompute);
+    }
+    return time;
+}
+
+static double msi_first_known(double a, double b) {
+    return a > 0.0 ? a : b;
+}
+
+/* Times of all layers at the present sizes. */
+static void msi_find_times(ms_model *m) {
+    for (uint32_t i = 0; i < m->graph.layers.count; i++) {
+        msi_layer *l = &m->graph.layers.items[i];
+        const ms_layer_time guess = msi_static_time(m, l);
+        l->time.forward_us = msi_first_known(l->known.forward_us, guess.forward_us);
+        l->time.backward_us = msi_first_known(l->known.backward_us, guess.backward_us);
+        l->time.recompute_us = msi_first_known(l->known.recompute_us, guess.recompute_us);
+    }
+}
+
+/* Layers alone: forward, and backward where there is one. */
+static double msi_plain_step_us(const msi_graph *g) {
+    double us = 0.0;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        us += l->time.forward_us + (l->has_backward ? l->time.backward_us : 0.0);
+    }
+    return us;
+}
+
+// ------------------------------------------------------------------------------------------------
 // >>lower  from graph and plan to a program: instructions with operands, and the lives of values
 
 /* One edge of a backward (or of a loss layer's forward) under way: where its gradient goes. */
@@ -3654,7 +3904,7 @@ static void msi_start_program(msi_lowering *w, msi_program *p) {
     const msi_store *store = w->store;
     p->instructions.count = p->operands.count = p->lives.count = 0;
     p->forward_end = p->backward_end = UINT32_MAX;
-    p->recompute_cost = 0.0;
+    p->recompute_us = 0.0;
     p->recompute_count = 0;
     p->norm = MSI_NONE;
     p->out_of_memory = false;
@@ -3971,7 +4221,7 @@ static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reade
             continue;
         }
         msi_lower_forward(w, MSI_OP_RECOMPUTE, layer, reader, t);
-        w->program->recompute_cost += l->recompute_cost;
+        w->program->recompute_us += l->time.recompute_us;
         w->program->recompute_count++;
         depth--;
     }
@@ -5080,7 +5330,7 @@ static double msi_price(msi_solver *s, uint32_t layer) {
         s->visited[top] = s->query;
         met++;
         const msi_layer *l = &g->layers.items[top];
-        cost += l->recompute_cost;
+        cost += l->time.recompute_us;
         const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
         const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
         for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && depth < g->tensors.count; k++) {
@@ -5777,7 +6027,9 @@ static ms_result msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *pl
                            !tensor->kept && t != m->graph.loss && !tensor->pinned &&
                            tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
     }
-    plan->step_cost = msi_step_cost(&m->graph);
+    msi_get_hardware(m);
+    msi_find_times(m);
+    plan->plain_step_us = msi_plain_step_us(&m->graph);
     msi_lower_eval(&solver.lowering, &plan->eval);
     if (!plan->eval.out_of_memory) {
         msi_share_memory(&m->graph, &plan->eval);
@@ -7689,7 +7941,7 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->tensor_count = g->tensors.count;
     r->instruction_count = plan->train.instructions.count;
     r->recompute_count = plan->train.recompute_count;
-    r->recompute_share = plan->train.recompute_cost / plan->step_cost;
+    r->recompute_share = plan->train.recompute_us / plan->plain_step_us;
     r->early_update = msi_updates_inside(&plan->train);
     r->borrowed_bytes = m->store->borrowed_bytes;
     r->host_bytes = m->store->host_bytes;
