@@ -1427,6 +1427,10 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
 #define MEMSCALE_IMPLEMENTATION_DONE
 
 #include <stdarg.h>
+#include <time.h>
+#if !defined(TIME_UTC) && !defined(_WIN32)
+#include <sys/time.h> // a clock for dialects before C11
+#endif
 
 #ifndef MEMSCALE_ASSERT
 #include <assert.h>
@@ -1484,6 +1488,21 @@ static uint64_t msi_mix(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
     return x ^ (x >> 31);
+}
+
+/* Microseconds of the platform's clock, for differences. */
+static inline double msi_now_us(void) {
+#if defined(TIME_UTC)
+    struct timespec now;
+    return timespec_get(&now, TIME_UTC) == TIME_UTC
+               ? 1e6 * (double)now.tv_sec + 1e-3 * (double)now.tv_nsec
+               : 0.0;
+#elif defined(_WIN32)
+    return (double)clock() * (1e6 / (double)CLOCKS_PER_SEC); // there it is not processor time
+#else
+    struct timeval now;
+    return gettimeofday(&now, NULL) == 0 ? 1e6 * (double)now.tv_sec + (double)now.tv_usec : 0.0;
+#endif
 }
 
 static void *msi_alloc_zeroed(const ms_allocator *allocator, uint64_t bytes) {
@@ -1595,8 +1614,10 @@ typedef struct msi_layer {
     ms_workspace workspace[3];
     /* As declared, with as many elements of output as there were. */
     double flops, backward_flops, recompute_flops, elements;
-    ms_layer_time known; // by ms_set_layer_time
-    ms_layer_time time;  // in force, at the present sizes
+    ms_layer_time known;    // by ms_set_layer_time
+    ms_layer_time measured; // by steps that were timed, or ms_profile_load; 0: was not
+    ms_layer_time time;     // in force, at the present sizes
+    double known_elements, measured_elements; // of output, when these were found
     uint32_t name;
     uint32_t operand_first; // in graph.operands
     uint32_t mask_first;    // in graph.masks: in_place per out; four of grad_in_place per in
@@ -3662,11 +3683,15 @@ static double msi_group_bytes(const msi_graph *g, const msi_layer *l, int group,
     return bytes;
 }
 
+static double msi_growth(double elements, double before) {
+    return before > 0.0 ? elements / before : 1.0;
+}
+
 /* Every operand counts once, and so does every gradient. */
 static ms_layer_time msi_static_time(const ms_model *m, const msi_layer *l) {
     const msi_graph *g = &m->graph;
     const double elements = msi_output_elements(g, l);
-    const double grown = l->elements > 0.0 ? elements / l->elements : 1.0;
+    const double grown = msi_growth(elements, l->elements);
     const double flops = l->flops > 0.0 ? l->flops * grown : msi_derived_flops(g, l);
     double forward = 0.0, backward = 0.0, recompute = 0.0;
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
@@ -3689,18 +3714,26 @@ static ms_layer_time msi_static_time(const ms_model *m, const msi_layer *l) {
     return time;
 }
 
-static double msi_first_known(double a, double b) {
-    return a > 0.0 ? a : b;
+/* The first that is there: known, measured, predicted. The first two grow with the output. */
+static double msi_choose_time(double known, double measured, double predicted) {
+    return known > 0.0 ? known : measured > 0.0 ? measured : predicted;
 }
 
 /* Times of all layers at the present sizes. */
 static void msi_find_times(ms_model *m) {
     for (uint32_t i = 0; i < m->graph.layers.count; i++) {
         msi_layer *l = &m->graph.layers.items[i];
+        const double elements = msi_output_elements(&m->graph, l);
+        const double a = msi_growth(elements, l->known_elements);
+        const double b = msi_growth(elements, l->measured_elements);
+        const ms_layer_time *known = &l->known, *measured = &l->measured;
         const ms_layer_time guess = msi_static_time(m, l);
-        l->time.forward_us = msi_first_known(l->known.forward_us, guess.forward_us);
-        l->time.backward_us = msi_first_known(l->known.backward_us, guess.backward_us);
-        l->time.recompute_us = msi_first_known(l->known.recompute_us, guess.recompute_us);
+        l->time.forward_us =
+            msi_choose_time(a * known->forward_us, b * measured->forward_us, guess.forward_us);
+        l->time.backward_us =
+            msi_choose_time(a * known->backward_us, b * measured->backward_us, guess.backward_us);
+        l->time.recompute_us = msi_choose_time(a * known->recompute_us, b * measured->recompute_us,
+                                               guess.recompute_us);
     }
 }
 

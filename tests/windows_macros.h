@@ -13,8 +13,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #ifdef __has_include
+#if __has_include(<sys/time.h>)
+#include <sys/time.h>
+#endif
 #if __has_include(<sys/mman.h>)
 #include <sys/mman.h> // MS_SYNC, MS_ASYNC, MS_INVALIDATE
 #endif
