@@ -1667,6 +1667,22 @@ typedef enum msi_op {
     MSI_OP_COUNT
 } msi_op;
 
+/* What the time of an instruction follows from: the time of its layer, or the bytes that it moves,
+   at a speed that may have been measured. */
+typedef enum msi_cost {
+    MSI_COST_NONE,
+    MSI_COST_FORWARD, // ms_layer_time, in the order of its fields
+    MSI_COST_BACKWARD,
+    MSI_COST_RECOMPUTE,
+    MSI_COST_LAYER_END, // bytes from here on
+    MSI_COST_FILL = MSI_COST_LAYER_END,
+    MSI_COST_COPY,
+    MSI_COST_ADD,
+    MSI_COST_SUM,
+    MSI_COST_UPDATE,
+    MSI_COST_COUNT
+} msi_cost;
+
 /* One value in memory, from the instruction that makes it to the last that uses it. Lives with
    fixed addresses (params, buffers, inputs, optimizer state) come first, one per slot. */
 typedef struct msi_life {
@@ -1675,6 +1691,7 @@ typedef struct msi_life {
     uint32_t first, last;
     uint32_t idle_first, idle_last; // the uses around the gap from forward to backward, or none
     uint32_t takes_over;            // the life whose memory this one goes on using
+    double ready_us;                // simulated: a copy on another stream makes it until then
     uint32_t block;
     uint8_t role, category;
     bool taken; // another life takes over this one's memory at its last instruction
@@ -1718,6 +1735,7 @@ typedef struct msi_program {
     uint32_t peak;               // the instruction with most live bytes
     uint64_t peak_bytes, height; // live bytes there; bytes that the layout takes
     uint64_t activation_peak_bytes;
+    double step_us, stall_us; // simulated: all of it, and how long computing waits for copies
     double recompute_us;
     uint32_t recompute_count;
     bool out_of_memory;
@@ -1809,8 +1827,9 @@ struct ms_model {
     ms_config config; // defaults resolved
     void *device;     // state of the backend, or its user
     ms_optimizer_desc optimizer;
-    ms_hardware hardware; // that plans are for, its speeds filled in
-    bool has_hardware;    // by ms_set_hardware
+    ms_hardware hardware;                // that plans are for, its speeds filled in
+    bool has_hardware;                   // by ms_set_hardware
+    double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs that have bytes; 0: was not
     msi_graph graph;
     msi_store *store;
     msi_plan *plan;    // the one in force, at the head of the list
@@ -3737,16 +3756,6 @@ static void msi_find_times(ms_model *m) {
     }
 }
 
-/* Layers alone: forward, and backward where there is one. */
-static double msi_plain_step_us(const msi_graph *g) {
-    double us = 0.0;
-    for (uint32_t i = 0; i < g->layers.count; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        us += l->time.forward_us + (l->has_backward ? l->time.backward_us : 0.0);
-    }
-    return us;
-}
-
 // ------------------------------------------------------------------------------------------------
 // >>lower  from graph and plan to a program: instructions with operands, and the lives of values
 
@@ -5184,7 +5193,8 @@ static bool msi_layout_is_valid(const msi_block *blocks, uint32_t count) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>simulate  what a program needs: live bytes at every instruction, and its peak
+// >>simulate  what a program needs: live bytes at every instruction, and its peak; and time, over
+//            the streams of the device
 
 /* A life counts up to the instruction before the one where its memory is taken over. */
 static uint32_t msi_counts_to(const msi_life *life) {
@@ -5218,7 +5228,173 @@ static uint32_t msi_sum_live(msi_program *p, uint32_t slot_count, bool activatio
     return peak;
 }
 
-static bool msi_simulate(const ms_allocator *a, msi_program *p, uint32_t slot_count) {
+/* What an op costs, and on which stream. An op on a stream for copies waits for all computing that
+   is enqueued before it, and makes its first operand; whatever has that operand waits for it. */
+static const struct {
+    uint8_t cost;
+    uint8_t passes; // over the bytes of its tensor, reads and writes; of an update: see below
+    uint8_t stream; // ms_stream_kind
+} msi_op_costs[MSI_OP_COUNT] = {
+    {MSI_COST_FORWARD, 0, MS_STREAM_COMPUTE},   // FORWARD
+    {MSI_COST_RECOMPUTE, 0, MS_STREAM_COMPUTE}, // RECOMPUTE
+    {MSI_COST_BACKWARD, 0, MS_STREAM_COMPUTE},  // BACKWARD
+    {MSI_COST_FORWARD, 0, MS_STREAM_COMPUTE},   // EVAL
+    {MSI_COST_FILL, 1, MS_STREAM_COMPUTE},      // SEED
+    {MSI_COST_FILL, 1, MS_STREAM_COMPUTE},      // ZERO
+    {MSI_COST_COPY, 2, MS_STREAM_COMPUTE},      // COPY
+    {MSI_COST_COPY, 2, MS_STREAM_COMPUTE},      // RESTORE
+    {MSI_COST_ADD, 3, MS_STREAM_COMPUTE},       // ADD
+    {MSI_COST_SUM, 1, MS_STREAM_COMPUTE},       // NORM
+    {MSI_COST_SUM, 0, MS_STREAM_COMPUTE},       // CLIP
+    {MSI_COST_UPDATE, 0, MS_STREAM_COMPUTE},    // UPDATE
+    {MSI_COST_NONE, 0, MS_STREAM_COMPUTE},      // NOTHING
+};
+
+/* Bytes that an instruction of the library's own moves. An update reads the param, its gradient and
+   its state, and writes all but the gradient. */
+static double msi_moved_bytes(const msi_program *p, const msi_instruction *i) {
+    const msi_operand *operands = p->operands.items + i->operand_first;
+    const double bytes = (double)p->lives.items[operands[0].life].bytes;
+    const uint32_t states = i->op == MSI_OP_UPDATE ? i->operand_count - 3u : 0;
+    return bytes * (i->op == MSI_OP_UPDATE ? 3.0 + 2.0 * states : msi_op_costs[i->op].passes);
+}
+
+/* Whether nothing is left to do, since the memory has changed hands. */
+static bool msi_is_free(const msi_program *p, const msi_instruction *i) {
+    return i->op == MSI_OP_NOTHING ||
+           (i->op == MSI_OP_COPY &&
+            p->lives.items[p->operands.items[i->operand_first].life].takes_over != MSI_NONE);
+}
+
+static double msi_bytes_us(const ms_model *m, msi_cost cost, double bytes) {
+    const double measured = m->bytes_per_us[cost];
+    return m->hardware.launch_us +
+           bytes / (measured > 0.0 ? measured : m->hardware.memory_gb_per_s * 1e3);
+}
+
+static double msi_duration_us(const ms_model *m, const msi_program *p, const msi_instruction *i) {
+    const msi_cost cost = (msi_cost)msi_op_costs[i->op].cost;
+    if (cost >= MSI_COST_LAYER_END) {
+        return msi_is_free(p, i) ? 0.0 : msi_bytes_us(m, cost, msi_moved_bytes(p, i));
+    }
+    const ms_layer_time *time = &m->graph.layers.items[i->target].time;
+    return cost == MSI_COST_FORWARD     ? time->forward_us
+           : cost == MSI_COST_BACKWARD  ? time->backward_us
+           : cost == MSI_COST_RECOMPUTE ? time->recompute_us
+                                        : 0.0;
+}
+
+/* A discrete-event simulation of a program. What is enqueued on a stream runs in that order, so
+   that each instruction starts when its stream is free and what it waits for is done, and one pass
+   over the program finds all starts. */
+typedef struct msi_clock {
+    double free_us[MS_STREAM_COUNT]; // when all that is enqueued there is done
+    double copied_us;                // when the copies are that instructions wait for
+    double stall_us;
+} msi_clock;
+
+/* Work that begins no sooner than `ready_us`. Returns its start. */
+static double msi_enqueue(msi_clock *c, ms_stream_kind stream, double ready_us, double us) {
+    const double free_us = c->free_us[stream];
+    const double start_us = ready_us > free_us ? ready_us : free_us;
+    c->stall_us += stream == MS_STREAM_COMPUTE ? start_us - free_us : 0.0;
+    c->free_us[stream] = start_us + us;
+    return start_us;
+}
+
+/* Whether inputs and verdicts are copied on streams of their own, on the device that the plan is
+   for. */
+static bool msi_has_copies(const ms_model *m) {
+    return m->config.backend.is_asynchronous ||
+           (m->has_hardware && m->hardware.kind != MS_DEVICE_CPU);
+}
+
+static double msi_copy_us(const ms_model *m, ms_stream_kind stream, uint64_t bytes) {
+    const double gb_per_s = stream == MS_STREAM_TO_DEVICE ? m->hardware.to_device_gb_per_s
+                                                          : m->hardware.to_host_gb_per_s;
+    return m->hardware.launch_us + (double)bytes / (gb_per_s * 1e3);
+}
+
+static bool msi_is_staged(const ms_model *m, const msi_slot *slot) {
+    return msi_has_copies(m) && !slot->on_host && !slot->borrowed &&
+           m->graph.tensors.items[slot->tensor].kind == MSI_KIND_INPUT;
+}
+
+/* The beginning of a step: inputs are copied in, each in full, and as in msi_write all computing
+   comes behind them. */
+static void msi_clock_start(msi_clock *c, const ms_model *m, const msi_store *store) {
+    memset(c, 0, sizeof *c);
+    for (uint32_t k = 0; k < store->slots.count && msi_has_copies(m); k++) {
+        const msi_slot *slot = &store->slots.items[k];
+        if (msi_is_staged(m, slot)) {
+            const uint64_t bytes = m->graph.tensors.items[slot->tensor].bytes;
+            msi_enqueue(c, MS_STREAM_TO_DEVICE, 0.0, msi_copy_us(m, MS_STREAM_TO_DEVICE, bytes));
+        }
+    }
+    msi_enqueue(c, MS_STREAM_COMPUTE, c->free_us[MS_STREAM_TO_DEVICE], 0.0);
+}
+
+/* The losses are summed up behind the last forward, and the verdict is copied out beside backward.
+ */
+static void msi_clock_judge(msi_clock *c, const ms_model *m, const msi_program *p) {
+    const double bytes = (double)p->lives.items[p->loss].bytes;
+    msi_enqueue(c, MS_STREAM_COMPUTE, 0.0, msi_bytes_us(m, MSI_COST_SUM, bytes));
+    if (msi_has_copies(m)) {
+        msi_enqueue(c, MS_STREAM_TO_HOST, c->free_us[MS_STREAM_COMPUTE],
+                    msi_copy_us(m, MS_STREAM_TO_HOST, MSI_STATES_BYTES));
+    }
+}
+
+/* When an instruction may start, as far as other streams are concerned. */
+static double msi_ready_us(const msi_clock *c, const msi_program *p, const msi_instruction *i) {
+    const ms_stream_kind stream = (ms_stream_kind)msi_op_costs[i->op].stream;
+    double ready_us = stream == MS_STREAM_COMPUTE ? 0.0 : c->free_us[MS_STREAM_COMPUTE];
+    for (uint32_t k = 0; k < i->operand_count && c->copied_us > c->free_us[stream]; k++) {
+        const uint32_t life = p->operands.items[i->operand_first + k].life;
+        if (life != MSI_NONE && p->lives.items[life].ready_us > ready_us) {
+            ready_us = p->lives.items[life].ready_us;
+        }
+    }
+    return ready_us;
+}
+
+/* The next instruction of the program. Returns its start. */
+static double msi_clock_run(msi_clock *c, const ms_model *m, const msi_program *p, uint32_t now,
+                            double us) {
+    const msi_instruction *i = &p->instructions.items[now];
+    const ms_stream_kind stream = (ms_stream_kind)msi_op_costs[i->op].stream;
+    const double start_us = msi_enqueue(c, stream, msi_ready_us(c, p, i), us);
+    if (stream != MS_STREAM_COMPUTE && c->free_us[stream] > c->copied_us) {
+        c->copied_us = c->free_us[stream];
+    }
+    if (now + 1 == p->forward_end) {
+        msi_clock_judge(c, m, p);
+    }
+    return start_us;
+}
+
+/* The score of a program: how long a step takes. */
+static void msi_time_program(const ms_model *m, const msi_store *store, msi_program *p) {
+    msi_clock c;
+    msi_clock_start(&c, m, store);
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        const double us = msi_duration_us(m, p, i);
+        const double start_us = msi_clock_run(&c, m, p, now, us);
+        if (msi_op_costs[i->op].stream != MS_STREAM_COMPUTE) {
+            p->lives.items[p->operands.items[i->operand_first].life].ready_us = start_us + us;
+        }
+    }
+    p->step_us = 0.0;
+    for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
+        p->step_us = c.free_us[stream] > p->step_us ? c.free_us[stream] : p->step_us;
+    }
+    p->stall_us = c.stall_us;
+}
+
+static bool msi_simulate(const ms_model *m, const msi_store *store, msi_program *p) {
+    const ms_allocator *a = &m->config.allocator;
+    const uint32_t slot_count = store->slots.count;
     if (!MSI_RESERVE(uint64_t, a, p->live_bytes, p->instructions.count + 1ull)) {
         return false;
     }
@@ -5226,6 +5402,7 @@ static bool msi_simulate(const ms_allocator *a, msi_program *p, uint32_t slot_co
     p->activation_peak_bytes = p->live_bytes.items[msi_sum_live(p, slot_count, true)];
     p->peak = msi_sum_live(p, slot_count, false);
     p->peak_bytes = p->live_bytes.items[p->peak];
+    msi_time_program(m, store, p);
     return true;
 }
 
@@ -5291,7 +5468,7 @@ static ms_result msi_try(msi_solver *s) {
     if (!p->out_of_memory) {
         msi_share_memory(&s->model->graph, p);
     }
-    if (p->out_of_memory || !msi_simulate(s->allocator, p, s->store->slots.count)) {
+    if (p->out_of_memory || !msi_simulate(s->model, s->store, p)) {
         return msi_fail_memory(s->model, "the program", p->lives.count * sizeof(msi_life));
     }
     return MS_RESULT_OK;
@@ -5731,6 +5908,7 @@ static ms_result msi_first_rungs(msi_solver *s, msi_goal goal, uint64_t budget, 
     ms_result result = msi_try(s);
     result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, fits) : result;
     s->plan->plain_bytes = s->plan->arena_bytes;
+    s->plan->plain_step_us = s->plan->train.step_us;
     if (result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN) {
         result = msi_heed_forced(s);
     }
@@ -6062,13 +6240,11 @@ static ms_result msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *pl
     }
     msi_get_hardware(m);
     msi_find_times(m);
-    plan->plain_step_us = msi_plain_step_us(&m->graph);
     msi_lower_eval(&solver.lowering, &plan->eval);
     if (!plan->eval.out_of_memory) {
         msi_share_memory(&m->graph, &plan->eval);
     }
-    if (plan->eval.out_of_memory ||
-        !msi_simulate(solver.allocator, &plan->eval, store->slots.count)) {
+    if (plan->eval.out_of_memory || !msi_simulate(m, store, &plan->eval)) {
         result = msi_fail_memory(m, "the eval program", plan->eval.lives.count);
     } else {
         result = msi_lay_out(&solver, &plan->eval);
@@ -7975,6 +8151,9 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->instruction_count = plan->train.instructions.count;
     r->recompute_count = plan->train.recompute_count;
     r->recompute_share = plan->train.recompute_us / plan->plain_step_us;
+    r->step_us = plan->train.step_us;
+    r->plain_step_us = plan->plain_step_us;
+    r->stall_us = plan->train.stall_us;
     r->early_update = msi_updates_inside(&plan->train);
     r->borrowed_bytes = m->store->borrowed_bytes;
     r->host_bytes = m->store->host_bytes;
