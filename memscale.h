@@ -1798,8 +1798,11 @@ typedef struct msi_store {
 typedef struct msi_plan {
     struct msi_plan *next;        // of the plans for other sizes, the last used first
     int64_t sizes[MS_LIMIT_AXES]; // that it was made for
-    uint8_t *dropped;             // per tensor: not kept for backward; recomputed if needed there
-    uint8_t *recomputed;          // per layer: runs again in backward
+    /* Per tensor: 0: kept for backward. n: not kept; recomputations bring it back in their n-th
+       pass, after those of smaller numbers, and it stays then. In earlier passes it is made where
+       it leads to others, and does not stay. */
+    uint8_t *dropped;
+    uint8_t *recomputed; // per layer: runs again in backward
     uint64_t budget_bytes, plain_bytes, arena_bytes;
     msi_program train, eval;
     double plain_step_us;
@@ -3778,6 +3781,12 @@ typedef struct msi_lowering {
     uint32_t *value;    // per tensor: the life that holds its value now, or MSI_NONE
     uint32_t *gradient; // and its gradient
     uint32_t *stack;    // of tensors, for recomputation
+    uint32_t *missing;  // tensors that a recomputation may need, inputs before what is made of them
+    uint32_t *passing;  // tensors that are there for the present pass only
+    uint32_t *met;      // per tensor: number of the last recomputation that has it in `missing`
+    uint32_t *wanted;   // per tensor: number of the last pass that makes it on purpose
+    uint32_t passing_count, recomputation, pass;
+    uint8_t depth;      // of the pass
     uint32_t *queue;    // params whose gradient is complete, to be updated in this order
     uint32_t *snapshot; // per operand of the graph: a copy of that state, or MSI_NONE
     uint32_t queue_first, queue_end;
@@ -3791,7 +3800,7 @@ typedef struct msi_lowering {
 static const uint32_t MSI_UNSET = UINT32_MAX - 1; // of msi_lowering.slots
 
 static uint64_t msi_lowering_bytes(const msi_graph *g) {
-    return (4ull * g->tensors.count + g->operands.count) * sizeof(uint32_t);
+    return (8ull * g->tensors.count + g->operands.count) * sizeof(uint32_t);
 }
 
 static bool msi_lowering_init(msi_lowering *w, const ms_model *m, const msi_store *store,
@@ -3809,7 +3818,11 @@ static bool msi_lowering_init(msi_lowering *w, const ms_model *m, const msi_stor
     w->gradient = w->value + w->graph->tensors.count;
     w->queue = w->gradient + w->graph->tensors.count;
     w->stack = w->queue + w->graph->tensors.count;
-    w->snapshot = w->stack + w->graph->tensors.count;
+    w->missing = w->stack + w->graph->tensors.count;
+    w->passing = w->missing + w->graph->tensors.count;
+    w->met = w->passing + w->graph->tensors.count;
+    w->wanted = w->met + w->graph->tensors.count;
+    w->snapshot = w->wanted + w->graph->tensors.count;
     return true;
 }
 
@@ -3954,9 +3967,11 @@ static void msi_start_program(msi_lowering *w, msi_program *p) {
     w->queue_first = w->queue_end = 0;
     w->queue_bytes = 0;
     w->backward = false;
+    w->passing_count = w->recomputation = w->pass = 0;
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         w->value[t] = store->slot_of[t];
         w->gradient[t] = MSI_NONE;
+        w->met[t] = w->wanted[t] = 0;
     }
     for (uint32_t i = 0; i < w->graph->operands.count; i++) {
         w->snapshot[i] = MSI_NONE;
@@ -4083,11 +4098,12 @@ static void msi_add_parts(msi_lowering *w) {
     }
 }
 
-/* Whether a recomputation for `request`, before the backward of `reader`, is to make a tensor. */
-static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader, uint32_t request) {
+/* Whether a recomputation before the backward of `reader` is to make a tensor. */
+static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
-    return tensor->kept || t == w->graph->loss || t == request ||
-           (tensor->last_reader != MSI_NONE && tensor->last_reader <= reader);
+    return tensor->kept || t == w->graph->loss || (w->pass && w->wanted[t] == w->pass) ||
+           (tensor->last_reader != MSI_NONE && tensor->last_reader <= reader &&
+            w->plan->dropped[t] <= w->depth);
 }
 
 /* Whether a saved tensor is for anything: its layer's backward, or its recompute callback. */
@@ -4100,12 +4116,12 @@ static bool msi_is_read_again(const msi_graph *g, uint32_t t) {
 /* The life that a forward, eval or recomputation writes a tensor to, born with the last
    instruction; MSI_NONE where nobody wants it. */
 static uint32_t msi_output_life(msi_lowering *w, msi_op op, uint32_t t, bool optional,
-                                uint32_t reader, uint32_t request) {
+                                uint32_t reader) {
     const msi_graph *g = w->graph;
     const msi_tensor *tensor = &g->tensors.items[t];
     const bool again = op == MSI_OP_RECOMPUTE;
     const bool there = w->value[t] != MSI_NONE;
-    const bool needed = msi_is_needed(w, t, reader, request);
+    const bool needed = msi_is_needed(w, t, reader);
     const bool own = again && g->layers.items[tensor->producer].recompute;
     if (own && there) { // what was kept, for it to read or to leave alone
         return tensor->pinned ? w->value[t] : MSI_NONE;
@@ -4115,13 +4131,16 @@ static uint32_t msi_output_life(msi_lowering *w, msi_op op, uint32_t t, bool opt
             : optional && (op == MSI_OP_EVAL || w->plan->dropped[t] || !msi_is_read_again(g, t))) {
         return MSI_NONE;
     }
-    /* A recomputation by forward writes values that are still there once more, with the same bits,
-       unless nobody will read them again: then they go to scratch memory. */
-    if (there && needed) {
+    /* A recomputation by forward writes values that are still there once more, with the same bits.
+       Where they are read again, from new memory: nothing needs the old one in between. */
+    if (there && needed && (tensor->kept || t == g->loss || tensor->pinned)) {
         return w->value[t];
     }
     const uint32_t life = msi_birth(w, t, MSI_ROLE_VALUE, tensor->bytes);
-    w->value[t] = there ? w->value[t] : life;
+    if (again && !there && w->plan->dropped[t] > w->depth) {
+        w->passing[w->passing_count++] = t;
+    }
+    w->value[t] = there && !needed ? w->value[t] : life;
     return life;
 }
 
@@ -4153,18 +4172,17 @@ static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint
 
 /* Inputs that are computed on in place: copied to where the output will be. The copy costs nothing
    where the input's memory is taken over. */
-static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t reader,
-                               uint32_t request) {
+static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t reader) {
     const msi_graph *g = w->graph;
     const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = msi_group(g, l, MSI_GROUP_OUT);
     for (uint32_t j = 0; j < l->count[MSI_GROUP_OUT]; j++) {
         const bool own = op == MSI_OP_RECOMPUTE && l->recompute;
         if ((l->must_in_place >> j & 1) &&
-            (!own || (w->value[out[j]] == MSI_NONE && msi_is_needed(w, out[j], reader, request)))) {
+            (!own || (w->value[out[j]] == MSI_NONE && msi_is_needed(w, out[j], reader)))) {
             const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + j]);
             const uint32_t source = w->value[in[i]];
             msi_emit(w, MSI_OP_COPY, out[j]);
-            const uint32_t life = msi_output_life(w, op, out[j], false, reader, request);
+            const uint32_t life = msi_output_life(w, op, out[j], false, reader);
             msi_use(w, life, false);
             msi_use(w, source, false);
             w->slots[i] = w->slots[msi_group_start(l, MSI_GROUP_OUT) + j] = life;
@@ -4174,7 +4192,7 @@ static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, u
 
 /* The operands of a group of values. */
 static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int group,
-                           uint32_t reader, uint32_t request) {
+                           uint32_t reader) {
     const uint32_t *operands = msi_group(w->graph, l, group);
     const uint32_t start = msi_group_start(l, group);
     const uint32_t reads = op == MSI_OP_BACKWARD    ? msi_reads_of(l, group)
@@ -4188,7 +4206,7 @@ static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int g
             life = MSI_NONE;
         } else if (life == MSI_UNSET && written) {
             const bool optional = group == MSI_GROUP_SAVED && (l->optional_saved >> k & 1);
-            life = msi_output_life(w, op, operands[k], optional, reader, request);
+            life = msi_output_life(w, op, operands[k], optional, reader);
         } else if (life == MSI_UNSET) {
             life = reads >> k & 1 ? w->value[operands[k]] : MSI_NONE;
         }
@@ -4202,10 +4220,8 @@ static void msi_unset_slots(msi_lowering *w) {
     }
 }
 
-/* Forward, eval or recompute of a layer: inputs and params are there. `request` is the tensor that
-   a recomputation is for. */
-static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32_t reader,
-                              uint32_t request) {
+/* Forward, eval or recompute of a layer: inputs and params are there. */
+static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32_t reader) {
     const msi_layer *l = &w->graph->layers.items[layer];
     const int which = op == MSI_OP_RECOMPUTE ? MSI_WORKSPACE_RECOMPUTE : MSI_WORKSPACE_FORWARD;
     const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
@@ -4213,14 +4229,14 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
     uint32_t aside[MS_LIMIT_STATE];
     msi_unset_slots(w);
     msi_lower_state(w, op, l, aside);
-    msi_lower_in_place(w, op, l, reader, request);
+    msi_lower_in_place(w, op, l, reader);
     if (ends_in_loss) {
         msi_prepare_edges(w, l, l->grads_in_forward, 0, NULL);
     }
     const uint32_t workspace = msi_prepare_workspace(w, layer, which);
     msi_emit(w, op, layer);
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        msi_use_values(w, op, l, group, reader, request);
+        msi_use_values(w, op, l, group, reader);
     }
     if (ends_in_loss) {
         msi_use_edges(w, 0, l->count[MSI_GROUP_IN]);
@@ -4237,35 +4253,83 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
     }
 }
 
-/* Makes sure that the value of a tensor is in memory, for the backward of layer `reader`: runs its
-   producer again, after the producers of what that reads, and so on back to what was kept. */
-static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reader) {
-    const msi_graph *g = w->graph;
-    uint32_t depth = 0;
-    if (w->value[tensor] != MSI_NONE) {
-        return;
-    }
+/* The inputs of a recomputation of a tensor's layer; *count of them, and the mask of those read. */
+static const uint32_t *msi_sources(const msi_lowering *w, uint32_t tensor, uint32_t *count,
+                                   uint32_t *mask) {
+    const msi_layer *l = &w->graph->layers.items[w->graph->tensors.items[tensor].producer];
+    *count = l->count[MSI_GROUP_IN];
+    *mask = msi_recompute_reads_of(l, MSI_GROUP_IN);
+    return msi_group(w->graph, l, MSI_GROUP_IN);
+}
+
+/* Lists what is missing to recompute a tensor, back to what is there. */
+static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
+    uint32_t depth = 0, listed = 0;
+    w->recomputation++;
     w->stack[depth++] = tensor;
-    while (depth > 0 && !w->program->out_of_memory) {
-        const uint32_t t = w->stack[depth - 1];
-        const uint32_t layer = g->tensors.items[t].producer;
-        const msi_layer *l = &g->layers.items[layer];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-        const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
-        uint32_t missing = MSI_NONE;
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && missing == MSI_NONE; k++) {
-            if (in[k] != MSI_NONE && (reads >> k & 1) && w->value[in[k]] == MSI_NONE) {
-                missing = in[k];
+    w->met[tensor] = w->recomputation;
+    while (depth > 0) {
+        uint32_t count, mask, next = MSI_NONE;
+        const uint32_t *in = msi_sources(w, w->stack[depth - 1], &count, &mask);
+        for (uint32_t k = 0; k < count && next == MSI_NONE; k++) {
+            if (in[k] != MSI_NONE && (mask >> k & 1) && w->value[in[k]] == MSI_NONE &&
+                w->met[in[k]] != w->recomputation) {
+                next = in[k];
             }
         }
-        if (missing != MSI_NONE) {
-            w->stack[depth++] = missing;
+        if (next == MSI_NONE) {
+            w->missing[listed++] = w->stack[--depth];
+        } else {
+            w->met[next] = w->recomputation;
+            w->stack[depth++] = next;
+        }
+    }
+    return listed;
+}
+
+/* One pass: makes what it holds of the first `count` missing tensors, and what leads there. */
+static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
+    w->pass++;
+    for (uint32_t i = count; i-- > 0;) {
+        const uint32_t t = w->missing[i];
+        if (w->value[t] != MSI_NONE ||
+            (w->plan->dropped[t] > w->depth && w->wanted[t] != w->pass)) {
             continue;
         }
-        msi_lower_forward(w, MSI_OP_RECOMPUTE, layer, reader, t);
-        w->program->recompute_us += l->time.recompute_us;
-        w->program->recompute_count++;
-        depth--;
+        uint32_t in_count, mask;
+        const uint32_t *in = msi_sources(w, t, &in_count, &mask);
+        w->wanted[t] = w->pass;
+        for (uint32_t k = 0; k < in_count; k++) {
+            if (in[k] != MSI_NONE && (mask >> k & 1) && w->value[in[k]] == MSI_NONE) {
+                w->wanted[in[k]] = w->pass;
+            }
+        }
+    }
+    for (uint32_t i = 0; i < count && !w->program->out_of_memory; i++) {
+        const uint32_t t = w->missing[i], layer = w->graph->tensors.items[t].producer;
+        if (w->wanted[t] == w->pass && w->value[t] == MSI_NONE) {
+            msi_lower_forward(w, MSI_OP_RECOMPUTE, layer, reader);
+            w->program->recompute_us += w->graph->layers.items[layer].time.recompute_us;
+            w->program->recompute_count++;
+        }
+    }
+    while (w->passing_count > 0) {
+        w->value[w->passing[--w->passing_count]] = MSI_NONE;
+    }
+}
+
+/* Makes sure that the value of a tensor is in memory, for the backward of layer `reader`: runs its
+   producer again, after the producers of what that reads, and so on back to what is there. */
+static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reader) {
+    for (w->depth = 1; w->value[tensor] == MSI_NONE && !w->program->out_of_memory; w->depth++) {
+        const uint32_t count = msi_list_missing(w, tensor);
+        bool holds = false;
+        for (uint32_t i = 0; i < count; i++) {
+            holds |= w->plan->dropped[w->missing[i]] <= w->depth;
+        }
+        if (holds) {
+            msi_lower_pass(w, count, reader);
+        }
     }
 }
 
@@ -4392,7 +4456,7 @@ static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
     const uint32_t workspace = msi_prepare_workspace(w, layer, MSI_WORKSPACE_BACKWARD);
     msi_emit(w, MSI_OP_BACKWARD, layer);
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        msi_use_values(w, MSI_OP_BACKWARD, l, group, MSI_NONE, MSI_NONE);
+        msi_use_values(w, MSI_OP_BACKWARD, l, group, MSI_NONE);
     }
     for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
         msi_use(w,
@@ -4486,7 +4550,7 @@ static void msi_lower_train(msi_lowering *w, msi_program *p) {
     msi_start_program(w, p);
     msi_lower_first_micro(w);
     for (uint32_t i = 0; i < g->layers.count && !p->out_of_memory; i++) {
-        msi_lower_forward(w, MSI_OP_FORWARD, i, MSI_NONE, MSI_NONE);
+        msi_lower_forward(w, MSI_OP_FORWARD, i, MSI_NONE);
     }
     p->forward_end = p->instructions.count;
     msi_lower_all_backward(w);
@@ -4512,7 +4576,7 @@ static void msi_lower_eval(msi_lowering *w, msi_program *p) {
     const msi_graph *g = w->graph;
     msi_start_program(w, p);
     for (uint32_t i = 0; i < g->layers.count && !p->out_of_memory; i++) {
-        msi_lower_forward(w, MSI_OP_EVAL, i, MSI_NONE, MSI_NONE);
+        msi_lower_forward(w, MSI_OP_EVAL, i, MSI_NONE);
     }
     p->forward_end = p->backward_end = p->instructions.count;
     p->loss = w->value[g->loss];
