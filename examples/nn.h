@@ -135,6 +135,10 @@ typedef struct nn_device nn_device;
 NN_API const nn_device *nn_cpu(void);
 NN_EXTERN const nn_device *nn_cuda(void);
 
+/* nn_cuda without its kernels, but with the scratch memory that they ask for: for dry runs
+   (ms_config.dry_run) of what a GPU would train, on machines without one. */
+NN_API const nn_device *nn_cuda_dry(void);
+
 /* Makes a net for model; NULL: no memory. nn_create: on the CPU. The device must be that of the
    model's backend. */
 NN_API nn_net *nn_create(ms_model *model);
@@ -319,6 +323,10 @@ typedef struct nn_target {
 
 NN_HD int64_t nn_least(int64_t a, int64_t b) {
     return a < b ? a : b;
+}
+
+NN_API int64_t nn_most(int64_t a, int64_t b) {
+    return a > b ? a : b;
 }
 
 NN_API nn_target nn_target_of(float *data, float beta) {
@@ -1814,6 +1822,122 @@ NN_API int nn_conv2d_backward_kernel(const ms_call *call, nn_target dx, nn_targe
 }
 
 // ------------------------------------------------------------------------------------------------
+// >>nn scratch  of the kernels for a GPU: sizes alone, which a dry run needs where no GPU is
+
+/* Floats of workspace of attention and of convolution, about; for tests, which have small sizes, to
+   set lower. */
+#ifndef NN_GROUP_FLOATS
+#define NN_GROUP_FLOATS (9 << 20)
+#endif
+
+enum {
+    NN_THREADS = 256,          // of a block of most kernels
+    NN_SUM_FLOATS = 64 * 1024, // of partial sums, about
+    NN_TILE = 128,             // rows of a product's tile
+    NN_BUSY_TILES = 128,       // tiles that keep a GPU busy
+    NN_GROUP_PADDING = 128,    // floats that the alignment of a group of heads may take
+    NN_CHANNEL_ITEMS = 16,     // values of a channel that a thread sums
+    NN_CHANNEL_CHUNK = NN_CHANNEL_ITEMS * NN_THREADS,
+    NN_SEGMENT = 256 // squares, at least, of one of several products
+};
+
+NN_API int64_t nn_divide_up(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+NN_API int64_t nn_cuda_column_floats(int64_t rows, int64_t columns) {
+    return nn_most(columns, nn_least(nn_divide_up(rows, 64) * columns, NN_SUM_FLOATS));
+}
+
+NN_API int64_t nn_cuda_layernorm_floats(int64_t rows, int64_t width) {
+    return 2 * nn_cuda_column_floats(rows, width);
+}
+
+/* Floats of workspace, in backward, for one head in place and for one sequence packed. */
+NN_API int64_t nn_cuda_head_floats(nn_attention_size n) {
+    return n.sequence * (2 * n.sequence + n.size);
+}
+
+NN_API int64_t nn_cuda_sequence_floats(nn_attention_size n) {
+    return n.heads * n.sequence * (2 * n.sequence + 4 * n.size);
+}
+
+/* What is enough for these sizes and for all smaller ones: in place, and packed for the longest
+   sequence that would be. Forward needs three quarters at most. */
+NN_API int64_t nn_cuda_attention_floats(nn_attention_size n, bool backward) {
+    int64_t floats = nn_most(nn_cuda_head_floats(n),
+                             nn_least(NN_GROUP_FLOATS, n.heads * nn_cuda_head_floats(n)));
+    int64_t tiles = nn_divide_up(n.sequence, NN_TILE);
+    while (tiles > 0 && tiles * tiles * n.heads >= NN_BUSY_TILES) {
+        tiles--;
+    }
+    if (n.batch > 1 && tiles > 0) {
+        n.sequence = nn_least(n.sequence, tiles * NN_TILE);
+        const int64_t one = nn_cuda_sequence_floats(n);
+        floats = nn_most(floats, nn_most(one, nn_least(NN_GROUP_FLOATS, n.batch * one)));
+    }
+    return (backward ? floats : floats - floats / 4) + NN_GROUP_PADDING;
+}
+
+NN_API int64_t nn_cuda_channel_chunks(nn_planes n) {
+    return nn_divide_up(n.images * n.plane, NN_CHANNEL_CHUNK);
+}
+
+/* Partial sums and products, and two floats more per channel. */
+NN_API int64_t nn_cuda_channel_floats(nn_planes n) {
+    return n.channels * (2 * nn_cuda_channel_chunks(n) + 2);
+}
+
+/* Floats that the columns of a convolution may take, about: enough to keep a GPU busy, but no more
+   than the layer reads and writes, of which the columns are many times. */
+NN_API int64_t nn_cuda_conv2d_limit(const nn_window *w, int64_t out) {
+    const int64_t image = w->channels * w->height * w->width + out * nn_window_places(w);
+    const int64_t tiles = nn_divide_up(NN_BUSY_TILES, nn_divide_up(out, NN_TILE));
+    return nn_least(NN_GROUP_FLOATS,
+                    nn_least(w->images * image, nn_window_depth(w) * NN_TILE * tiles));
+}
+
+NN_API int64_t nn_cuda_columns_floats(const nn_window *w, int64_t out) {
+    const int64_t depth = nn_window_depth(w);
+    return nn_is_pointwise(w)
+               ? 0
+               : nn_least(w->images * nn_window_places(w) * depth,
+                          nn_most(nn_cuda_conv2d_limit(w, out), depth * w->out_width));
+}
+
+/* The gradient of a weight sums over all squares of all images. Either each image gives a product,
+   of images as they stand; or columns and slopes of many images are copied, so that their squares
+   are side by side, and cut into segments, which do not heed images. The first where it needs no
+   more memory than the second. */
+NN_API bool nn_cuda_sums_images(const nn_window *w, int64_t out) {
+    return nn_is_pointwise(w) && out * w->channels <= (out + w->channels) * nn_window_places(w);
+}
+
+/* At least nn_segments.squares, of so many squares and of all fewer. */
+NN_API int64_t nn_cuda_padded(int64_t squares) {
+    return squares + squares / (NN_SEGMENT / 4) + 4;
+}
+
+NN_API int64_t nn_cuda_weight_floats(const nn_window *w, int64_t out) {
+    const int64_t limit = nn_cuda_conv2d_limit(w, out);
+    const int64_t product = out * nn_window_depth(w);
+    const int64_t square = 2 * (nn_window_depth(w) + out);
+    if (nn_cuda_sums_images(w, out)) {
+        return nn_least(w->images * product, nn_most(limit, product));
+    }
+    return nn_least(square * nn_cuda_padded(w->images * nn_window_places(w)),
+                    nn_most(limit, square * nn_cuda_padded(w->out_width)));
+}
+
+NN_API int64_t nn_cuda_conv2d_floats(const nn_window *w, int64_t out, bool backward) {
+    const int64_t columns = nn_cuda_columns_floats(w, out);
+    const nn_planes slopes = {w->images, out, nn_window_places(w)};
+    return backward ? nn_most(nn_cuda_channel_floats(slopes),
+                              nn_most(columns, nn_cuda_weight_floats(w, out)))
+                    : columns;
+}
+
+// ------------------------------------------------------------------------------------------------
 // >>nn device  the table between callbacks and kernels
 
 /* What the layers are made of. A kernel enqueues its work on call->stream (on the CPU: does it) and
@@ -1822,6 +1946,12 @@ NN_API int nn_conv2d_backward_kernel(const ms_call *call, nn_target dx, nn_targe
    shrinks as sizes grow, so that room for the largest size is room for all. */
 struct nn_device {
     const char *name;
+    bool skips_masked; // attention: the products leave out most of the keys that no query sees
+    int64_t (*column_floats)(int64_t rows, int64_t columns);  // embedding and linear, backward
+    int64_t (*layernorm_floats)(int64_t rows, int64_t width); // backward
+    int64_t (*attention_floats)(nn_attention_size n, bool backward);
+    int64_t (*conv2d_floats)(const nn_window *w, int64_t out, bool backward);
+    int64_t (*batch_norm_floats)(nn_planes n); // forward and backward
     int (*pass)(const ms_call *call, nn_target y, const float *x, int64_t count);
     int (*add)(const ms_call *call, float *y, const float *a, const float *b, int64_t count);
     int (*dropout)(const ms_call *call, nn_target y, const float *x, int64_t count,
@@ -1845,17 +1975,14 @@ struct nn_device {
     int (*linear_backward)(const ms_call *call, nn_target dx, nn_target dweight, nn_target dbias,
                            const float *dy, const float *x, const float *weight, nn_linear_size n,
                            float *work);
-    int64_t (*column_floats)(int64_t rows, int64_t columns); // embedding and linear, backward
     int (*layernorm)(const ms_call *call, float *y, const float *x, const nn_norm *n);
     int (*layernorm_backward)(const ms_call *call, nn_target dx, nn_target dweight, nn_target dbias,
                               const float *dy, const float *x, const nn_norm *n, float *work);
-    int64_t (*layernorm_floats)(int64_t rows, int64_t width); // backward
     int (*attention)(const ms_call *call, float *out, float *scores, const float *qkv, float *work,
                      nn_attention_size n);
     int (*attention_backward)(const ms_call *call, nn_target dqkv, const float *dout,
                               const float *scores, const float *qkv, float *work,
                               nn_attention_size n);
-    int64_t (*attention_floats)(nn_attention_size n, bool backward);
     int (*cross_entropy)(const ms_call *call, float *losses, float *stats, const float *logits,
                          const int32_t *targets, int64_t rows, int64_t classes);
     int (*cross_entropy_backward)(const ms_call *call, nn_target dlogits, const float *dlosses,
@@ -1869,7 +1996,6 @@ struct nn_device {
     int (*conv2d_backward)(const ms_call *call, nn_target dx, nn_target dweight, nn_target dbias,
                            const float *dy, const float *x, const float *weight, int64_t out,
                            const nn_window *w, float *work);
-    int64_t (*conv2d_floats)(const nn_window *w, int64_t out, bool backward);
     int (*max_pool)(const ms_call *call, float *y, int32_t *places, const float *x,
                     const nn_window *w);
     int (*max_pool_backward)(const ms_call *call, nn_target dx, const float *dy,
@@ -1879,7 +2005,6 @@ struct nn_device {
     int (*batch_norm_backward)(const ms_call *call, nn_target dx, nn_target dweight,
                                nn_target dbias, const float *dy, const float *x,
                                const nn_batch_norm_values *v, nn_planes n, float *work);
-    int64_t (*batch_norm_floats)(nn_planes n); // forward and backward
     int (*average)(const ms_call *call, float *means, const float *x, nn_planes n);
     int (*average_backward)(const ms_call *call, nn_target dx, const float *dmeans, nn_planes n);
 };
@@ -1898,6 +2023,12 @@ NN_API int64_t nn_no_floats_of_planes(nn_planes n) {
 NN_API const nn_device *nn_cpu(void) {
     static const nn_device cpu = {
         "cpu",
+        true,
+        nn_no_floats,
+        nn_no_floats,
+        nn_attention_floats,
+        nn_conv2d_floats,
+        nn_no_floats_of_planes,
         nn_pass_kernel,
         nn_add_kernel,
         nn_dropout_kernel,
@@ -1909,29 +2040,36 @@ NN_API const nn_device *nn_cpu(void) {
         nn_linear_gelu_kernel,
         nn_linear_add_kernel,
         nn_linear_backward_kernel,
-        nn_no_floats,
         nn_layernorm_kernel,
         nn_layernorm_backward_kernel,
-        nn_no_floats,
         nn_attention_kernel,
         nn_attention_backward_kernel,
-        nn_attention_floats,
         nn_cross_entropy_kernel,
         nn_cross_entropy_backward_kernel,
         nn_relu_kernel,
         nn_relu_backward_kernel,
         nn_conv2d_kernel,
         nn_conv2d_backward_kernel,
-        nn_conv2d_floats,
         nn_max_pool_kernel,
         nn_max_pool_backward_kernel,
         nn_batch_norm_kernel,
         nn_batch_norm_backward_kernel,
-        nn_no_floats_of_planes,
         nn_average_kernel,
         nn_average_backward_kernel,
     };
     return &cpu;
+}
+
+NN_API const nn_device *nn_cuda_dry(void) {
+    static const nn_device cuda = {
+        "cuda", false, nn_cuda_column_floats, nn_cuda_layernorm_floats, nn_cuda_attention_floats,
+        nn_cuda_conv2d_floats, nn_cuda_channel_floats,
+        // clang-format off
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+        // clang-format on
+    };
+    return &cuda;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2680,7 +2818,8 @@ NN_API ms_tensor nn_embedding(nn_net *net, const char *name, ms_tensor tokens, m
     out = nn_with_last(out, nn_last(ms_tensor_shape(net->model, table)));
     desc.backward_workspace =
         nn_workspace(net->device->column_floats(nn_rows(nn_largest(net, out)), nn_last(out)));
-    desc.flops = nn_elements(out) * 2.0;
+    desc.flops = nn_elements(out) * ((positions.id != 0) + (segmented ? 2.0 : 1.0));
+    desc.backward_flops = desc.flops;
     return nn_register(net, &desc, out);
 }
 
@@ -2778,6 +2917,7 @@ NN_API ms_tensor nn_gelu_of_form(nn_net *net, const char *name, ms_tensor x, uin
     desc.grad_in_place[0].in = 1;
     desc.grad_in_place[0].grad_out = 1;
     desc.flops = nn_elements(shape) * 20.0;
+    desc.backward_flops = nn_elements(shape) * 30.0;
     return nn_register(net, &desc, shape);
 }
 
@@ -2804,6 +2944,7 @@ NN_API ms_tensor nn_add(nn_net *net, const char *name, ms_tensor a, ms_tensor b)
     desc.grad_in_place[0].grad_out = 1;
     desc.grad_in_place[1].grad_out = 1;
     desc.flops = nn_elements(shape);
+    desc.backward_flops = desc.flops;
     return nn_register(net, &desc, shape);
 }
 
@@ -2822,13 +2963,23 @@ NN_API ms_tensor nn_dropout(nn_net *net, const char *name, ms_tensor x, float pr
     desc.in_place[0] = 1;
     desc.grad_in_place[0].grad_out = 1;
     desc.flops = nn_elements(shape) * 10.0;
+    desc.backward_flops = desc.flops; // the mask is drawn again
     return nn_register(net, &desc, shape);
 }
 
-/* The products of an attention, where a causal one skips about half, and its softmax. */
-NN_API double nn_attention_flops(nn_attention_size n) {
-    const double pairs = (double)(n.batch * n.heads) * (double)n.sequence * (double)n.sequence;
-    return pairs * (4.0 * (double)n.size + 10.0) * (n.causal ? 0.5 : 1.0);
+/* The products of an attention, and its softmax: two of each pair of a query and a key; in backward
+   four, and one more where the probabilities are computed again. A causal one may take its queries
+   in bands of NN_QUERIES, each with the keys up to its last query. */
+NN_API double nn_attention_flops(const nn_device *device, nn_attention_size n, bool keeps_scores,
+                                 bool backward) {
+    const double products = backward ? (keeps_scores ? 4.0 : 5.0) : 2.0;
+    const double softmax = backward && keeps_scores ? 5.0 : backward ? 15.0 : 10.0;
+    double keys = (double)n.sequence;
+    if (n.causal && device->skips_masked && n.sequence > NN_QUERIES) {
+        keys = 0.5 * (double)(n.sequence + NN_QUERIES);
+    }
+    return (double)(n.batch * n.heads * n.sequence) * keys *
+           (2.0 * products * (double)n.size + softmax);
 }
 
 NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int64_t heads,
@@ -2857,7 +3008,8 @@ NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int6
     desc.grad_in_place[0].in = 1;
     desc.forward_workspace = nn_workspace(net->device->attention_floats(largest, false));
     desc.backward_workspace = nn_workspace(net->device->attention_floats(largest, true));
-    desc.flops = nn_attention_flops(n);
+    desc.flops = nn_attention_flops(net->device, n, save_scores, false);
+    desc.backward_flops = nn_attention_flops(net->device, n, save_scores, true);
     return nn_register(net, &desc, nn_with_last(shape, heads * n.size));
 }
 
@@ -2877,6 +3029,7 @@ NN_API ms_tensor nn_cross_entropy(nn_net *net, const char *name, ms_tensor logit
     desc.backward_reads.saved = 1;
     desc.grad_in_place[0].in = 1;
     desc.flops = nn_elements(shape) * 15.0;
+    desc.backward_flops = desc.flops;
     return nn_register(net, &desc, rows);
 }
 
@@ -2890,6 +3043,7 @@ NN_API ms_tensor nn_relu(nn_net *net, const char *name, ms_tensor x) {
     desc.grad_in_place[0].out = 1;
     desc.grad_in_place[0].grad_out = 1;
     desc.flops = nn_elements(shape);
+    desc.backward_flops = desc.flops;
     return nn_register(net, &desc, shape);
 }
 
@@ -2973,6 +3127,7 @@ NN_API ms_tensor nn_max_pool(nn_net *net, const char *name, ms_tensor x, int64_t
     desc.backward_reads.saved = 1;
     desc.optional_saved = 1;
     desc.flops = nn_elements(out) * (double)(kernel * kernel) * 2.0;
+    desc.backward_flops = nn_elements(out);
     return nn_register(net, &desc, out);
 }
 
@@ -3034,6 +3189,7 @@ NN_API ms_tensor nn_average_pool(nn_net *net, const char *name, ms_tensor x) {
     desc.in[0] = x;
     desc.backward_reads.nothing = true;
     desc.flops = nn_elements(shape);
+    desc.backward_flops = desc.flops;
     shape.rank = 2;
     shape.axes[2] = 0;
     shape.axes[3] = 0;
@@ -3055,6 +3211,7 @@ NN_API ms_tensor nn_flatten(nn_net *net, const char *name, ms_tensor x) {
     desc.in_place[0] = 1;
     desc.grad_in_place[0].grad_out = 1;
     desc.flops = nn_elements(shape);
+    desc.backward_flops = desc.flops;
     return nn_register(net, &desc, out);
 }
 
@@ -3237,10 +3394,6 @@ typedef struct nn_block_scratch {
     float *residual; // (rows, C): the gradient of the stream that the branches are added to
     float *masked;   // (rows, C), with dropout
 } nn_block_scratch;
-
-NN_API int64_t nn_most(int64_t a, int64_t b) {
-    return a > b ? a : b;
-}
 
 NN_API int64_t nn_block_wide(int64_t channels, int64_t hidden) {
     return nn_most(hidden, 3 * channels);
@@ -3548,8 +3701,11 @@ NN_API ms_tensor nn_build_block(const nn_builder *b, ms_tensor x) {
         nn_workspace(nn_block_floats(b->net->device, largest, 4 * config->channels));
     desc.backward_workspace.row_bytes = nn_block_row_bytes(
         largest.sequence, config->channels, 4 * config->channels, config->dropout > 0.0f);
-    desc.flops = nn_elements(shape) * (24.0 * (double)config->channels + 120.0) +
-                 nn_attention_flops(attention);
+    const double rest = nn_elements(shape) * (24.0 * (double)config->channels + 120.0);
+    const bool keeps_scores = config->save_scores;
+    desc.flops = rest + nn_attention_flops(b->net->device, attention, keeps_scores, false);
+    desc.backward_flops =
+        2.0 * rest + nn_attention_flops(b->net->device, attention, keeps_scores, true);
     return nn_register(b->net, &desc, shape);
 }
 
@@ -3684,29 +3840,19 @@ NN_API nn_transformer nn_bert(nn_net *net, const nn_transformer_config *config) 
 #define NN_UNROLL_FOUR
 #endif
 
-/* Floats of workspace of attention and of convolution, about; for tests, which have small sizes, to set lower. */
-#ifndef NN_GROUP_FLOATS
-#define NN_GROUP_FLOATS (9 << 20)
-#endif
-
 /* The mask of a whole warp. */
 #define NN_EVERY_LANE 0xffffffffu
 
 enum {
     NN_WARP = 32,
-    NN_THREADS = 256,          // of a block of most kernels
-    NN_LONG_THREADS = 512,     // of a block that takes a row of logits
-    NN_ROW_WARPS = 4,          // rows that a block takes where a warp takes a row
-    NN_WIDEST = 64 * 256,      // columns of a row that fit the registers of a block
-    NN_SUM_ROWS = 8,           // warps of a block of nn_k_column_sums
-    NN_SUM_FLOATS = 64 * 1024, // of partial sums, about
-    NN_BIAS_ROWS = 4,          // rows that a thread of nn_k_bias takes
-    NN_SCATTER_WIDTH = 4,      // columns of a thread of nn_k_scatter
+    NN_LONG_THREADS = 512, // of a block that takes a row of logits
+    NN_ROW_WARPS = 4,      // rows that a block takes where a warp takes a row
+    NN_WIDEST = 64 * 256,  // columns of a row that fit the registers of a block
+    NN_SUM_ROWS = 8,       // warps of a block of nn_k_column_sums
+    NN_BIAS_ROWS = 4,      // rows that a thread of nn_k_bias takes
+    NN_SCATTER_WIDTH = 4,  // columns of a thread of nn_k_scatter
     NN_SCATTER_COLUMNS = NN_SCATTER_WIDTH * NN_THREADS,
-    NN_FEW_ENTRIES = 4,    // of a table whose gradient is summed entry by entry
-    NN_TILE = 128,         // rows of a product's tile
-    NN_BUSY_TILES = 128,   // tiles that keep a GPU busy
-    NN_GROUP_PADDING = 128 // floats that its alignment may take
+    NN_FEW_ENTRIES = 4 // of a table whose gradient is summed entry by entry
 };
 
 enum { NN_ERROR_WIDTH = 1002 /* a row has more than NN_WIDEST columns */ };
@@ -3716,10 +3862,6 @@ typedef struct nn_grid {
     int64_t x, y;
     int threads;
 } nn_grid;
-
-NN_API int64_t nn_divide_up(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
-}
 
 NN_API nn_grid nn_grid_of(int64_t x, int64_t y, int threads) {
     nn_grid grid;
@@ -4034,10 +4176,6 @@ static __global__ void __launch_bounds__(NN_THREADS)
 NN_API int64_t nn_cuda_chunks(int64_t rows, int64_t columns) {
     const int64_t tiles = nn_divide_up(columns, 4 * NN_WARP);
     return nn_most(1, nn_least(nn_divide_up(rows, 64), NN_SUM_FLOATS / (4 * NN_WARP) / tiles));
-}
-
-static int64_t nn_cuda_column_floats(int64_t rows, int64_t columns) {
-    return nn_most(columns, nn_least(nn_divide_up(rows, 64) * columns, NN_SUM_FLOATS));
 }
 
 /* The second stage: the sums and the products get their chunks. */
@@ -4756,10 +4894,6 @@ static int nn_cuda_layernorm(const ms_call *call, float *y, const float *x, cons
     return nn_cuda_rows<nn_row_layernorm>(call, w, nn_k_layernorm_4, nn_k_layernorm_1);
 }
 
-static int64_t nn_cuda_layernorm_floats(int64_t rows, int64_t width) {
-    return 2 * nn_cuda_column_floats(rows, width);
-}
-
 static int nn_cuda_layernorm_backward(const ms_call *call, nn_target dx, nn_target dweight,
                                       nn_target dbias, const float *dy, const float *x,
                                       const nn_norm *n, float *work) {
@@ -4923,15 +5057,6 @@ NN_API bool nn_cuda_packs(nn_attention_size n) {
     return n.batch > 1 && tiles * tiles * n.heads < NN_BUSY_TILES;
 }
 
-/* Floats of workspace, in backward, for one head in place and for one sequence packed. */
-NN_API int64_t nn_cuda_head_floats(nn_attention_size n) {
-    return n.sequence * (2 * n.sequence + n.size);
-}
-
-NN_API int64_t nn_cuda_sequence_floats(nn_attention_size n) {
-    return n.heads * n.sequence * (2 * n.sequence + 4 * n.size);
-}
-
 static nn_groups nn_cuda_groups(nn_attention_size n) {
     nn_groups g;
     g.packed = nn_cuda_packs(n);
@@ -4941,23 +5066,6 @@ static nn_groups nn_cuda_groups(nn_attention_size n) {
     g.size = nn_divide_up(all, count);
     g.count = nn_divide_up(all, g.size) * (g.packed ? 1 : n.batch);
     return g;
-}
-
-/* What is enough for these sizes and for all smaller ones: in place, and packed for the longest
-   sequence that would be. Forward needs three quarters at most. */
-static int64_t nn_cuda_attention_floats(nn_attention_size n, bool backward) {
-    int64_t floats = nn_most(nn_cuda_head_floats(n),
-                             nn_least(NN_GROUP_FLOATS, n.heads * nn_cuda_head_floats(n)));
-    int64_t tiles = nn_divide_up(n.sequence, NN_TILE);
-    while (tiles > 0 && tiles * tiles * n.heads >= NN_BUSY_TILES) {
-        tiles--;
-    }
-    if (n.batch > 1 && tiles > 0) {
-        n.sequence = nn_least(n.sequence, tiles * NN_TILE);
-        const int64_t one = nn_cuda_sequence_floats(n);
-        floats = nn_most(floats, nn_most(one, nn_least(NN_GROUP_FLOATS, n.batch * one)));
-    }
-    return (backward ? floats : floats - floats / 4) + NN_GROUP_PADDING;
 }
 
 /* Copies between rows of channels, (count, sequence, parts, heads * size), rows of one token
@@ -5249,12 +5357,6 @@ static int nn_cuda_attention_backward(const ms_call *call, nn_target dqkv, const
 }
 
 // ---- images: element by element
-
-enum {
-    NN_CHANNEL_ITEMS = 16, // values of a channel that a thread sums
-    NN_CHANNEL_CHUNK = NN_CHANNEL_ITEMS * NN_THREADS,
-    NN_SEGMENT = 256 // squares, at least, of one of several products
-};
 
 struct nn_op_relu : nn_op {
     __device__ float operator()(int64_t i, float a, float b) const {
@@ -5620,15 +5722,6 @@ static __global__ void __launch_bounds__(NN_THREADS)
     }
 }
 
-static int64_t nn_cuda_channel_chunks(nn_planes n) {
-    return nn_divide_up(n.images * n.plane, NN_CHANNEL_CHUNK);
-}
-
-/* Partial sums and products, and two floats more per channel. */
-static int64_t nn_cuda_channel_floats(nn_planes n) {
-    return n.channels * (2 * nn_cuda_channel_chunks(n) + 2);
-}
-
 /* The first stage. work: nn_cuda_channel_floats, of which the last two per channel stay free. */
 static int nn_cuda_channel_sums(const ms_call *call, nn_channel_sums *s, float *work) {
     const bool wide = s->n.plane % 4 == 0 && nn_aligned(s->dy) && nn_aligned(s->x);
@@ -5980,27 +6073,10 @@ static int64_t nn_part_places(const nn_part *part, const nn_window *w) {
     return part->rows.count * w->out_width;
 }
 
-/* Floats that the columns of a convolution may take, about: enough to keep a GPU busy, but no more
-   than the layer reads and writes, of which the columns are many times. */
-static int64_t nn_cuda_conv2d_limit(const nn_window *w, int64_t out) {
-    const int64_t image = w->channels * w->height * w->width + out * nn_window_places(w);
-    const int64_t tiles = nn_divide_up(NN_BUSY_TILES, nn_divide_up(out, NN_TILE));
-    return nn_least(NN_GROUP_FLOATS,
-                    nn_least(w->images * image, nn_window_depth(w) * NN_TILE * tiles));
-}
-
 /* Columns of forward, or their gradients. */
 static nn_parts nn_cuda_column_parts(const nn_window *w, int64_t out) {
     const int64_t squares = nn_cuda_conv2d_limit(w, out) / nn_window_depth(w);
     return nn_parts_of(w, nn_is_pointwise(w) ? w->images * nn_window_places(w) : squares);
-}
-
-static int64_t nn_cuda_columns_floats(const nn_window *w, int64_t out) {
-    const int64_t depth = nn_window_depth(w);
-    return nn_is_pointwise(w)
-               ? 0
-               : nn_least(w->images * nn_window_places(w) * depth,
-                          nn_most(nn_cuda_conv2d_limit(w, out), depth * w->out_width));
 }
 
 /* Where nn_k_columns writes: element (i, j) of square p of channel c of the part's image number g
@@ -6218,14 +6294,6 @@ static int nn_cuda_sum_of_products(const ms_call *call, nn_target target, ms_mat
                      target.data, (const float *)partial, c.count, c.step, target.beta != 0.0f);
 }
 
-/* The gradient of a weight sums over all squares of all images. Either each image gives a product,
-   of images as they stand; or columns and slopes of many images are copied, so that their squares
-   are side by side, and cut into segments, which do not heed images. The first where it needs no
-   more memory than the second. */
-static bool nn_cuda_sums_images(const nn_window *w, int64_t out) {
-    return nn_is_pointwise(w) && out * w->channels <= (out + w->channels) * nn_window_places(w);
-}
-
 /* Segments of so many squares: few enough that their products take no more than what they are made
    from, and enough to keep a GPU busy. */
 typedef struct nn_segments {
@@ -6243,25 +6311,9 @@ static nn_segments nn_segments_of(int64_t squares, int64_t out, int64_t depth) {
     return s;
 }
 
-/* At least nn_segments.squares, of so many squares and of all fewer. */
-static int64_t nn_cuda_padded(int64_t squares) {
-    return squares + squares / (NN_SEGMENT / 4) + 4;
-}
-
 static nn_parts nn_cuda_segment_parts(const nn_window *w, int64_t out) {
     const int64_t most = nn_cuda_conv2d_limit(w, out) / (2 * (nn_window_depth(w) + out)) - 4;
     return nn_parts_of(w, nn_most(0, most - most / (NN_SEGMENT / 4)));
-}
-
-static int64_t nn_cuda_weight_floats(const nn_window *w, int64_t out) {
-    const int64_t limit = nn_cuda_conv2d_limit(w, out);
-    const int64_t product = out * nn_window_depth(w);
-    const int64_t square = 2 * (nn_window_depth(w) + out);
-    if (nn_cuda_sums_images(w, out)) {
-        return nn_least(w->images * product, nn_most(limit, product));
-    }
-    return nn_least(square * nn_cuda_padded(w->images * nn_window_places(w)),
-                    nn_most(limit, square * nn_cuda_padded(w->out_width)));
 }
 
 /* dweight, image by image. */
@@ -6319,14 +6371,6 @@ static int nn_cuda_weight_of_segments(const ms_call *call, nn_target dweight, co
     return result;
 }
 
-static int64_t nn_cuda_conv2d_floats(const nn_window *w, int64_t out, bool backward) {
-    const int64_t columns = nn_cuda_columns_floats(w, out);
-    const nn_planes slopes = {w->images, out, nn_window_places(w)};
-    return backward ? nn_most(nn_cuda_channel_floats(slopes),
-                              nn_most(columns, nn_cuda_weight_floats(w, out)))
-                    : columns;
-}
-
 /* All images are read before the gradient of one is written, so dx may be x. */
 static int nn_cuda_conv2d_backward(const ms_call *call, nn_target dx, nn_target dweight,
                                    nn_target dbias, const float *dy, const float *x,
@@ -6348,6 +6392,12 @@ static int nn_cuda_conv2d_backward(const ms_call *call, nn_target dx, nn_target 
 const nn_device *nn_cuda(void) {
     static const nn_device cuda = {
         "cuda",
+        false,
+        nn_cuda_column_floats,
+        nn_cuda_layernorm_floats,
+        nn_cuda_attention_floats,
+        nn_cuda_conv2d_floats,
+        nn_cuda_channel_floats,
         nn_cuda_pass,
         nn_cuda_add,
         nn_cuda_dropout,
@@ -6359,25 +6409,20 @@ const nn_device *nn_cuda(void) {
         nn_cuda_linear_gelu,
         nn_cuda_linear_add,
         nn_cuda_linear_backward,
-        nn_cuda_column_floats,
         nn_cuda_layernorm,
         nn_cuda_layernorm_backward,
-        nn_cuda_layernorm_floats,
         nn_cuda_attention,
         nn_cuda_attention_backward,
-        nn_cuda_attention_floats,
         nn_cuda_cross_entropy,
         nn_cuda_cross_entropy_backward,
         nn_cuda_relu,
         nn_cuda_relu_backward,
         nn_cuda_conv2d,
         nn_cuda_conv2d_backward,
-        nn_cuda_conv2d_floats,
         nn_cuda_max_pool,
         nn_cuda_max_pool_backward,
         nn_cuda_batch_norm,
         nn_cuda_batch_norm_backward,
-        nn_cuda_channel_floats,
         nn_cuda_average,
         nn_cuda_average_backward,
     };
