@@ -8193,6 +8193,40 @@ static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
     r->peak_layer = i->op <= MSI_OP_EVAL ? msi_layer_name(m, i->target) : "";
 }
 
+static uint64_t msi_mix_in(uint64_t hash, uint64_t word) {
+    return msi_mix(hash ^ word);
+}
+
+static uint64_t msi_hash_program(uint64_t hash, const msi_program *p, uint32_t slot_count) {
+    hash = msi_mix_in(hash, p->instructions.count);
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        const uint64_t head = (uint64_t)i->op << 16 | i->operand_count;
+        hash = msi_mix_in(hash, head << 32 | i->target);
+        for (uint32_t k = 0; k < i->operand_count; k++) {
+            const msi_operand *operand = &p->operands.items[i->operand_first + k];
+            hash = msi_mix_in(hash, (uint64_t)operand->accumulate << 32 | operand->life);
+        }
+    }
+    for (uint32_t k = slot_count; k < p->lives.count; k++) {
+        hash = msi_mix_in(msi_mix_in(hash, p->lives.items[k].bytes), p->lives.items[k].offset);
+    }
+    return hash;
+}
+
+/* By the numbers of the things and not by their addresses: the same in every process. */
+static uint64_t msi_hash_plan(const msi_store *store, const msi_plan *plan) {
+    uint64_t hash = msi_mix_in(store->reserved_bytes, store->slot_bytes + store->transient_bytes);
+    for (uint32_t k = 0; k < store->slots.count; k++) {
+        const msi_slot *slot = &store->slots.items[k];
+        const uint64_t outside = (uint64_t)slot->on_host << 1 | slot->borrowed;
+        hash = msi_mix_in(hash, (outside << 8 | (uint64_t)slot->role) << 32 | slot->tensor);
+        hash = msi_mix_in(msi_mix_in(hash, slot->bytes), slot->offset);
+    }
+    hash = msi_hash_program(hash, &plan->train, store->slots.count);
+    return msi_hash_program(hash, &plan->eval, store->slots.count);
+}
+
 static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     const msi_graph *g = &m->graph;
     const msi_plan *plan = m->plan;
@@ -8218,6 +8252,7 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->step_us = plan->train.step_us;
     r->plain_step_us = plan->plain_step_us;
     r->stall_us = plan->train.stall_us;
+    r->plan_hash = msi_hash_plan(m->store, plan);
     r->early_update = msi_updates_inside(&plan->train);
     r->borrowed_bytes = m->store->borrowed_bytes;
     r->host_bytes = m->store->host_bytes;
@@ -8293,17 +8328,79 @@ static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *
     return o;
 }
 
-static void msi_emit_event(const ms_model *m, const msi_program *p, uint32_t now,
-                           ms_event_kind kind, const ms_event_operand *operands, uint32_t count,
-                           ms_event_fn visit, void *user) {
-    const msi_instruction *i = &p->instructions.items[now];
-    const bool of_layer = i->op <= MSI_OP_EVAL;
+/* A walk through a program, with what is live and the time at each instruction. */
+typedef struct msi_walk {
+    const ms_model *model;
+    const msi_program *program;
+    ms_event_fn visit;
+    void *user;
+    uint32_t now;
+    uint64_t live_bytes_of[MS_CATEGORY_COUNT];
+    msi_clock clock;
+    double start_us, duration_us; // of the instruction
+} msi_walk;
+
+static void msi_walk_start(msi_walk *w, const ms_model *m, const msi_program *p) {
+    memset(w, 0, sizeof *w);
+    w->model = m;
+    w->program = p;
+    w->live_bytes_of[MS_CATEGORY_WORKSPACE] = m->store->reserved_bytes;
+    for (uint32_t k = 0; k < m->store->slots.count; k++) {
+        const msi_slot *slot = &m->store->slots.items[k];
+        const bool outside = slot->borrowed || slot->on_host;
+        w->live_bytes_of[p->lives.items[k].category] += outside ? 0 : msi_align(slot->bytes);
+    }
+    msi_clock_start(&w->clock, m, m->store);
+}
+
+/* Every life is an operand of the instruction where it begins and, unless it is kept, of that where
+   it ends. One whose memory is taken over there does not count there any more. */
+static void msi_walk_count(msi_walk *w, bool behind) {
+    const msi_program *p = w->program;
+    const msi_instruction *i = &p->instructions.items[w->now];
+    const msi_operand *operands = p->operands.items + i->operand_first;
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const uint32_t number = operands[k].life;
+        if (number == MSI_NONE || number < w->model->store->slots.count) {
+            continue;
+        }
+        const msi_life *life = &p->lives.items[number];
+        const bool born = !behind && life->first == w->now;
+        const bool dies = life->last == w->now && !life->kept && behind != life->taken;
+        bool counted = !born && !dies;
+        for (uint32_t j = 0; j < k && !counted; j++) {
+            counted = operands[j].life == number;
+        }
+        if (!counted) {
+            uint64_t *const bytes = &w->live_bytes_of[life->category];
+            *bytes = born ? *bytes + msi_align(life->bytes) : *bytes - msi_align(life->bytes);
+        }
+    }
+}
+
+static void msi_walk_enter(msi_walk *w) {
+    const msi_instruction *i = &w->program->instructions.items[w->now];
+    msi_walk_count(w, false);
+    w->duration_us = msi_duration_us(w->model, w->program, i);
+    w->start_us = msi_clock_run(&w->clock, w->model, w->program, w->now, w->duration_us);
+}
+
+static void msi_walk_leave(msi_walk *w) {
+    msi_walk_count(w, true);
+    w->now++;
+}
+
+static void msi_emit_event(const msi_walk *w, ms_event_kind kind, const ms_event_operand *operands,
+                           uint32_t count) {
+    const ms_model *m = w->model;
+    const msi_instruction *i = &w->program->instructions.items[w->now];
+    const bool of_layer = i->op <= MSI_OP_EVAL, drops = kind == MS_EVENT_DROP;
     const bool of_scratch =
         i->op == MSI_OP_CLIP || (i->op == MSI_OP_ZERO && count == 1 && operands[0].tensor.id == 0);
     ms_event event;
     memset(&event, 0, sizeof event);
     event.size = sizeof event;
-    event.index = now;
+    event.index = w->now;
     event.kind = kind;
     event.name = "";
     if (of_layer) {
@@ -8315,30 +8412,35 @@ static void msi_emit_event(const ms_model *m, const msi_program *p, uint32_t now
     }
     event.operands = operands;
     event.operand_count = count;
-    event.live_bytes = m->store->slot_bytes + p->live_bytes.items[now];
-    visit(&event, user);
+    event.live_bytes = m->store->slot_bytes + w->program->live_bytes.items[w->now];
+    memcpy(event.live_bytes_of, w->live_bytes_of, sizeof event.live_bytes_of);
+    event.stream = (ms_stream_kind)msi_op_costs[i->op].stream;
+    event.start_us = drops ? w->start_us + w->duration_us : w->start_us;
+    event.duration_us = drops ? 0.0 : w->duration_us;
+    w->visit(&event, w->user);
 }
 
 /* The operands that are dead behind an instruction, in events of their own. */
-static void msi_visit_drops(const ms_model *m, const msi_program *p, uint32_t now,
-                            ms_event_fn visit, void *user) {
-    const msi_instruction *i = &p->instructions.items[now];
+static void msi_visit_drops(const msi_walk *w) {
+    const ms_model *m = w->model;
+    const msi_program *p = w->program;
+    const msi_instruction *i = &p->instructions.items[w->now];
     ms_event_operand dead[MSI_MAX_VIEWS + 1];
     uint32_t count = 0;
     for (uint32_t k = 0; k < i->operand_count; k++) {
         const uint32_t life = p->operands.items[i->operand_first + k].life;
         bool known = life == MSI_NONE || life < m->store->slots.count ||
-                     p->lives.items[life].last != now || p->lives.items[life].taken ||
+                     p->lives.items[life].last != w->now || p->lives.items[life].taken ||
                      p->lives.items[life].kept;
         for (uint32_t j = 0; j < k && !known; j++) {
             known = p->operands.items[i->operand_first + j].life == life;
         }
         if (!known) {
-            dead[count++] = msi_event_operand(m, p, now, k);
+            dead[count++] = msi_event_operand(m, p, w->now, k);
         }
     }
     if (count) {
-        msi_emit_event(m, p, now, MS_EVENT_DROP, dead, count, visit, user);
+        msi_emit_event(w, MS_EVENT_DROP, dead, count);
     }
 }
 
@@ -8347,19 +8449,25 @@ static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit
         MS_EVENT_FORWARD, MS_EVENT_RECOMPUTE, MS_EVENT_BACKWARD, MS_EVENT_EVAL, MS_EVENT_SEED,
         MS_EVENT_ZERO,    MS_EVENT_COPY,      MS_EVENT_COPY,     MS_EVENT_ADD,  MS_EVENT_NORM,
         MS_EVENT_CLIP,    MS_EVENT_UPDATE,    MS_EVENT_COUNT};
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
-        const msi_instruction *i = &p->instructions.items[now];
+    msi_walk w;
+    msi_walk_start(&w, m, p);
+    w.visit = visit;
+    w.user = user;
+    while (w.now < p->instructions.count) {
+        const msi_instruction *i = &p->instructions.items[w.now];
         ms_event_operand operands[MSI_MAX_VIEWS + 1];
         uint32_t count = 0;
         for (uint32_t k = 0; k < i->operand_count; k++) {
             if (p->operands.items[i->operand_first + k].life != MSI_NONE) {
-                operands[count++] = msi_event_operand(m, p, now, k);
+                operands[count++] = msi_event_operand(m, p, w.now, k);
             }
         }
+        msi_walk_enter(&w);
         if (i->op != MSI_OP_NOTHING) {
-            msi_emit_event(m, p, now, kinds[i->op], operands, count, visit, user);
-            msi_visit_drops(m, p, now, visit, user);
+            msi_emit_event(&w, kinds[i->op], operands, count);
+            msi_visit_drops(&w);
         }
+        msi_walk_leave(&w);
     }
 }
 
