@@ -135,7 +135,8 @@
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
     shared by both  >>shared >>formats >>arithmetic
     implementation  >>base >>structs >>log >>memory >>backend cpu >>hardware >>graph >>validate
-                    >>profile >>rules >>lower >>layout >>simulate >>solve >>optimizer >>call
+                    >>profile >>rules >>lower >>layout >>simulate >>solve >>policy
+                    >>optimizer >>call
                     >>debug >>execute >>state >>verify >>report >>api
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
@@ -1035,10 +1036,11 @@ MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen);
 MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
 MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
 
-/* Forces (ON), forbids (OFF) or leaves to the plan (DEFAULT) a technique for one tensor, or for all
-   outputs and saved tensors of a layer (the params of a layer, for EARLY_UPDATE). Takes effect at
-   the next ms_wrap, which fails with the reason where it cannot be. ms_detach heeds none of it.
-   Errors: INVALID; sticks before ms_wrap. */
+/* Forces (ON), forbids (OFF) or leaves to the plan (DEFAULT) a technique for one tensor, or for
+   those of a layer: its params, for EARLY_UPDATE and OPTIMIZER_8BIT; its outputs and saved tensors,
+   for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. Takes effect at
+   the next ms_wrap, which fails with the reason where it cannot be (UNSUPPORTED, where this version
+   does not have it). ms_detach heeds none of it. Errors: INVALID; sticks before ms_wrap. */
 MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
                                          ms_switch force);
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
@@ -1821,7 +1823,19 @@ struct ms_arena {
     uint32_t references;
 };
 
-typedef enum msi_goal { MSI_GOAL_PLAIN, MSI_GOAL_BUDGET, MSI_GOAL_SMALLEST } msi_goal;
+typedef enum msi_goal {
+    MSI_GOAL_PLAIN,
+    MSI_GOAL_BUDGET, // or the smallest, where nothing fits
+    MSI_GOAL_SMALLEST,
+    MSI_GOAL_FOLLOW // as another plan does
+} msi_goal;
+
+/* What plans may use, and who says so. */
+typedef struct msi_choice {
+    ms_mode mode;
+    ms_decision_source source;
+    uint32_t techniques; // mask
+} msi_choice;
 
 /* How far the step is that was begun with ms_forward. */
 typedef enum msi_stage { MSI_STAGE_IDLE, MSI_STAGE_FORWARD, MSI_STAGE_BACKWARD } msi_stage;
@@ -1839,6 +1853,7 @@ struct ms_model {
     msi_plan *largest; // the one for the largest sizes, in the list too
     bool changed;      // something since ms_wrap that only the next one heeds
     msi_goal goal;     // of that ms_wrap
+    msi_choice choice; // of that ms_wrap, or of the one that is planning
     float loss_factor;
     uint64_t step; // completed updates
     const msi_program *running;
@@ -3757,6 +3772,97 @@ static void msi_find_times(ms_model *m) {
         l->time.recompute_us = msi_choose_time(a * known->recompute_us, b * measured->recompute_us,
                                                guess.recompute_us);
     }
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>rules  what a mode and the switches allow; why a plan does what it does
+
+#define MSI_CHECKPOINTING (1u << MS_TECHNIQUE_CHECKPOINTING)
+#define MSI_EARLY_UPDATE  (1u << MS_TECHNIQUE_EARLY_UPDATE)
+#define MSI_OFFLOADING    (1u << MS_TECHNIQUE_OFFLOADING)
+#define MSI_MIXED         (1u << MS_TECHNIQUE_MIXED_PRECISION)
+#define MSI_ANY           ((1u << MS_TECHNIQUE_COUNT) - 1)
+#define MSI_BUILT         (MSI_CHECKPOINTING | MSI_EARLY_UPDATE)
+
+static const uint32_t msi_mode_techniques[MS_MODE_COUNT] = {
+    MSI_CHECKPOINTING | MSI_EARLY_UPDATE | MSI_OFFLOADING, // BALANCED
+    MSI_CHECKPOINTING | MSI_EARLY_UPDATE,                  // CONSERVATIVE
+    MSI_ANY                                                // AGGRESSIVE
+};
+
+static const char *const msi_mode_names[] = {"BALANCED", "CONSERVATIVE", "AGGRESSIVE"};
+
+static const char *const msi_technique_names[] = {
+    "checkpointing", "early update", "offloading", "tiling", "mixed precision", "8-bit optimizer"};
+
+/* The kinds of tensors that a technique can be set on: a mask of 1 << msi_kind. */
+static const uint8_t msi_technique_kinds[] = {
+    1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED,
+    1 << MSI_KIND_PARAM,
+    1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED | 1 << MSI_KIND_PARAM,
+    1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED,
+    1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED | 1 << MSI_KIND_PARAM,
+    1 << MSI_KIND_PARAM};
+
+static ms_switch msi_switch_of(const ms_config *c, ms_technique technique) {
+    const ms_switch switches[] = {c->checkpointing, c->early_update,    c->offloading,
+                                  c->tiling,        c->mixed_precision, c->optimizer_8bit};
+    return switches[technique];
+}
+
+/* The techniques that plans in a mode may use: a mask. */
+static uint32_t msi_allowed(const ms_model *m, ms_mode mode) {
+    uint32_t mask = msi_mode_techniques[mode];
+    for (int t = 0; t < MS_TECHNIQUE_COUNT; t++) {
+        const ms_switch is = msi_switch_of(&m->config, (ms_technique)t);
+        mask = is == MS_SWITCH_ON ? mask | 1u << t : is == MS_SWITCH_OFF ? mask & ~(1u << t) : mask;
+    }
+    return mask & MSI_BUILT & ~(msi_early_fault(m) ? MSI_EARLY_UPDATE : 0u);
+}
+
+static bool msi_may_use(const ms_model *m, ms_technique technique) {
+    return m->choice.techniques >> technique & 1;
+}
+
+/* The choice of the config, without a policy. */
+static msi_choice msi_config_choice(const ms_model *m) {
+    const msi_graph *g = &m->graph;
+    msi_choice choice;
+    choice.mode = m->config.mode;
+    choice.techniques = msi_allowed(m, choice.mode);
+    bool said = choice.mode != MS_MODE_BALANCED || m->config.force_optimize;
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        said |= msi_switch_of(&m->config, (ms_technique)k) != MS_SWITCH_DEFAULT;
+        for (uint32_t t = 0; t < g->tensors.count && !said; t++) {
+            said = g->tensors.items[t].technique[k] != MS_SWITCH_DEFAULT;
+        }
+    }
+    choice.source = said ? MS_DECISION_SOURCE_USER_CONFIG : MS_DECISION_SOURCE_RULE;
+    return choice;
+}
+
+/* What the user asks for and this version cannot do. */
+static ms_result msi_check_built(ms_model *m) {
+    static const char *const cure = "this version plans checkpointing and early updates alone";
+    const msi_graph *g = &m->graph;
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        if (MSI_BUILT >> k & 1) {
+            continue;
+        }
+        const char *name = msi_technique_names[k];
+        if (msi_switch_of(&m->config, (ms_technique)k) == MS_SWITCH_ON) {
+            return msi_fail(m, MS_RESULT_UNSUPPORTED,
+                            "%s is switched ON, but %s: set it to DEFAULT or OFF", name, cure);
+        }
+        for (uint32_t t = 0; t < g->tensors.count; t++) {
+            if (g->tensors.items[t].technique[k] == MS_SWITCH_ON) {
+                return msi_fail(m, MS_RESULT_UNSUPPORTED,
+                                "%s is forced on \"%s\", but %s: leave it to the plan", name,
+                                msi_tensor_name(m, t), cure);
+            }
+        }
+    }
+    return MS_RESULT_OK;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -5913,7 +6019,7 @@ static ms_result msi_smallest(msi_solver *s) {
 
 /* Climbs until the budget is met, or to the end. */
 static ms_result msi_climb_to(msi_solver *s, uint64_t budget, bool *fits) {
-    bool moved = s->model->config.checkpointing != MS_SWITCH_OFF;
+    bool moved = msi_may_use(s->model, MS_TECHNIQUE_CHECKPOINTING);
     ms_result result = MS_RESULT_OK;
     while (result == MS_RESULT_OK && !*fits && moved) {
         result = msi_climb(s, &moved);
@@ -5922,23 +6028,6 @@ static ms_result msi_climb_to(msi_solver *s, uint64_t budget, bool *fits) {
         }
     }
     return result == MS_RESULT_OK && *fits ? msi_trim_rung(s, budget) : result;
-}
-
-static ms_result msi_no_fit(msi_solver *s, uint64_t budget) {
-    const ms_result result = msi_smallest(s);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    const uint64_t least = s->plan->arena_bytes;
-    return msi_fail(
-        s->model, MS_RESULT_BUDGET,
-        "the budget is %s, the plain plan needs %s, and the smallest feasible budget is "
-        "%s (%llu bytes; %s of it is reserved for the backend: ms_backend.workspace_bytes)%s",
-        msi_size(budget).text, msi_size(s->plan->plain_bytes).text, msi_size(least).text,
-        (unsigned long long)least, msi_size(s->store->reserved_bytes).text,
-        s->model->config.checkpointing == MS_SWITCH_OFF
-            ? " with checkpointing switched off"
-            : ": give that much, or reduce the batch or the sequence");
 }
 
 /* What is forced is, on every rung: drops, and early updates. Lowers again where there is any. */
@@ -5967,8 +6056,9 @@ static ms_result msi_heed_forced(msi_solver *s) {
 /* Starts the ladder: the plain plan first, for its size; then, where that may be and the budget
    asks for it, updates inside backward. */
 static ms_result msi_first_rungs(msi_solver *s, msi_goal goal, uint64_t budget, bool *fits) {
-    ms_switch early = s->model->config.early_update;
-    early = msi_early_fault(s->model) ? MS_SWITCH_OFF : early;
+    const ms_switch early = msi_may_use(s->model, MS_TECHNIQUE_EARLY_UPDATE)
+                                ? s->model->config.early_update
+                                : MS_SWITCH_OFF;
     ms_result result = msi_try(s);
     result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, fits) : result;
     s->plan->plain_bytes = s->plan->arena_bytes;
@@ -6055,12 +6145,13 @@ static ms_result msi_find_rung(msi_solver *s, msi_goal goal, uint64_t budget) {
     if (result != MS_RESULT_OK || fits) {
         return result;
     }
-    return goal == MSI_GOAL_SMALLEST ? msi_smallest(s)
-           : s->largest              ? msi_follow(s)
-                                     : msi_no_fit(s, budget);
+    return s->largest && goal != MSI_GOAL_SMALLEST ? msi_follow(s) : msi_smallest(s);
 }
 
 static ms_result msi_solve(msi_solver *s, msi_goal goal, uint64_t budget) {
+    if (goal == MSI_GOAL_FOLLOW) {
+        return msi_follow(s);
+    }
     ms_result result = msi_find_rung(s, goal, budget);
     const bool relax = s->plan->early_update && s->model->config.early_update != MS_SWITCH_ON;
     result = result == MS_RESULT_OK && relax ? msi_relax_updates(s) : result;
@@ -6372,13 +6463,12 @@ static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
     return result;
 }
 
-/* A store, the plan at the largest sizes, and in front of it the plan at the present ones. */
+/* A store, the plan at the largest sizes, and in front of it the plan at the present ones; of the
+   graph, which has been checked. Where no plan fits the budget it is the smallest. */
 static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     int64_t sizes[MS_LIMIT_AXES];
-    *store = NULL;
     *plans = NULL;
-    ms_result result = msi_check_graph(m, goal);
-    result = result == MS_RESULT_OK ? msi_make_store(m, store) : result;
+    ms_result result = msi_make_store(m, store);
     result = result == MS_RESULT_OK ? msi_plan_at(m, *store, goal, NULL, NULL, plans) : result;
     if (result == MS_RESULT_OK) {
         (*store)->transient_bytes = (*plans)->arena_bytes - (*store)->slot_bytes;
@@ -6396,6 +6486,53 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
         msi_plans_free(m, *plans);
         msi_store_free(m, *store);
     }
+    return result;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>policy  which mode to plan for, and what helps where nothing fits
+
+static uint64_t msi_room_of(const msi_store *store) {
+    return store->slot_bytes + store->transient_bytes;
+}
+
+static ms_result msi_no_fit(ms_model *m, const msi_store *store, const msi_plan *plan) {
+    const uint64_t least = msi_room_of(store);
+    return msi_fail(
+        m, MS_RESULT_BUDGET,
+        "the budget is %s, the plain plan needs %s, and the smallest feasible budget is "
+        "%s (%llu bytes; %s of it is reserved for the backend: ms_backend.workspace_bytes)%s",
+        msi_size(plan->budget_bytes).text, msi_size(plan->plain_bytes).text, msi_size(least).text,
+        (unsigned long long)least, msi_size(store->reserved_bytes).text,
+        m->config.checkpointing == MS_SWITCH_OFF
+            ? " with checkpointing switched off"
+            : ": give that much, or reduce the batch or the sequence");
+}
+
+static void msi_plans_and_store_free(ms_model *m, msi_store *store, msi_plan *plans) {
+    msi_plans_free(m, plans);
+    msi_store_free(m, store);
+}
+
+/* Plans for the mode of the config, and leaves that choice in force; after a failure the choice is
+   as before. */
+static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
+    const msi_choice old = m->choice;
+    ms_result result = msi_check_graph(m, goal);
+    result = result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN ? msi_check_built(m) : result;
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    m->choice = msi_config_choice(m);
+    result = msi_make_plans(m, goal, store, plans);
+    if (result == MS_RESULT_OK && goal == MSI_GOAL_BUDGET) {
+        const msi_plan *largest = (*plans)->next ? (*plans)->next : *plans;
+        if (msi_room_of(*store) > largest->budget_bytes) {
+            result = msi_no_fit(m, *store, largest);
+            msi_plans_and_store_free(m, *store, *plans);
+        }
+    }
+    m->choice = result == MS_RESULT_OK ? m->choice : old;
     return result;
 }
 
@@ -8094,7 +8231,7 @@ static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
     ms_result result = msi_check_between_steps(m, function);
     result =
         result == MS_RESULT_OK && m->store && !m->config.dry_run ? msi_settle_steps(m) : result;
-    result = result == MS_RESULT_OK ? msi_make_plans(m, goal, &store, &plans) : result;
+    result = result == MS_RESULT_OK ? msi_decide(m, goal, &store, &plans) : result;
     return result == MS_RESULT_OK ? msi_adopt(m, store, plans, goal) : result;
 }
 
@@ -8253,6 +8390,9 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->plain_step_us = plan->plain_step_us;
     r->stall_us = plan->train.stall_us;
     r->plan_hash = msi_hash_plan(m->store, plan);
+    r->pressure = (double)plan->plain_bytes / (double)plan->budget_bytes;
+    r->mode = m->choice.mode;
+    r->decision_source = m->choice.source;
     r->early_update = msi_updates_inside(&plan->train);
     r->borrowed_bytes = m->store->borrowed_bytes;
     r->host_bytes = m->store->host_bytes;
@@ -8594,6 +8734,19 @@ MEMSCALE_API const char *ms_category_name(ms_category category) {
     return (unsigned)category < MS_CATEGORY_COUNT ? names[category] : "?";
 }
 
+MEMSCALE_API const char *ms_mode_name(ms_mode mode) {
+    return (unsigned)mode < MS_MODE_COUNT ? msi_mode_names[mode] : "?";
+}
+
+MEMSCALE_API const char *ms_technique_name(ms_technique technique) {
+    return (unsigned)technique < MS_TECHNIQUE_COUNT ? msi_technique_names[technique] : "?";
+}
+
+MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source) {
+    static const char *const names[] = {"rule", "user_config", "policy"};
+    return (unsigned)source <= MS_DECISION_SOURCE_POLICY ? names[source] : "?";
+}
+
 MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2, int64_t d3) {
     ms_shape shape = {{d0, d1, d2, d3, 0, 0}, 4, {0, 0, 0, 0, 0, 0}};
     return shape;
@@ -8724,6 +8877,17 @@ static bool msi_arena_fits(const ms_config *c) {
             c->arena->backend.copy == c->backend.copy && c->arena->backend.user == c->backend.user);
 }
 
+enum { MSI_MAX_WARMUP = 1000 };
+
+static bool msi_switches_are_valid(const ms_config *c) {
+    bool valid = (unsigned)c->static_profiling <= MS_SWITCH_OFF &&
+                 (unsigned)c->empirical_profiling <= MS_SWITCH_OFF;
+    for (int t = 0; t < MS_TECHNIQUE_COUNT; t++) {
+        valid &= (unsigned)msi_switch_of(c, (ms_technique)t) <= MS_SWITCH_OFF;
+    }
+    return valid;
+}
+
 /* What is wrong with a config, its defaults filled in, or NULL. */
 static const char *msi_config_fault(const ms_config *c) {
     return c->cuda_graph && (!c->backend.graph_begin || !c->backend.is_asynchronous)
@@ -8735,9 +8899,12 @@ static const char *msi_config_fault(const ms_config *c) {
            : !msi_arena_fits(c) ? "arena: it is of another backend than the model"
            : !(c->target_utilization > 0.0 && c->target_utilization <= 1.0)
                ? "target_utilization: it must be above 0 and at most 1"
-           : (unsigned)c->checkpointing > MS_SWITCH_OFF || (unsigned)c->early_update > MS_SWITCH_OFF
-               ? "checkpointing or early_update: there is no such switch"
-               : NULL;
+           : (unsigned)c->mode >= MS_MODE_COUNT ? "mode: there is no such mode"
+           : !msi_switches_are_valid(c) ? "checkpointing, offloading, tiling, mixed_precision, "
+                                          "optimizer_8bit, early_update, static_profiling or "
+                                          "empirical_profiling: there is no such switch"
+           : c->warmup_steps > MSI_MAX_WARMUP ? "warmup_steps: it must be at most 1000"
+                                              : NULL;
 }
 
 /* The model's own state of its backend. An error is told to the log alone. */
@@ -9228,12 +9395,12 @@ MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_tec
         return;
     }
     const msi_layer *l = &g->layers.items[layer.id - 1];
-    const bool of_params = technique == MS_TECHNIQUE_EARLY_UPDATE;
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
         const uint32_t *operands = msi_group(g, l, group);
         for (uint32_t k = 0; k < l->count[group]; k++) {
-            if (operands[k] != MSI_NONE && (group == MSI_GROUP_PARAM) == of_params) {
-                g->tensors.items[operands[k]].technique[technique] = (uint8_t)force;
+            msi_tensor *t = operands[k] == MSI_NONE ? NULL : &g->tensors.items[operands[k]];
+            if (t && (msi_technique_kinds[technique] >> t->kind & 1)) {
+                t->technique[technique] = (uint8_t)force;
             }
         }
     }
@@ -9246,16 +9413,17 @@ MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_
     if (!model || !msi_check_technique(model, function, technique, force)) {
         return;
     }
+    static const char *const needed[] = {"activation or saved tensor, which alone are recomputed",
+                                         "param, which alone are updated",
+                                         "param, activation or saved tensor",
+                                         "activation or saved tensor",
+                                         "param, activation or saved tensor",
+                                         "param, which alone have optimizer state"};
     const uint32_t t = msi_value_index(model, tensor);
     const msi_kind kind = t == MSI_NONE ? MSI_KIND_INPUT : model->graph.tensors.items[t].kind;
-    if (technique == MS_TECHNIQUE_EARLY_UPDATE ? kind != MSI_KIND_PARAM
-                                               : kind < MSI_KIND_ACTIVATION) {
+    if (!(msi_technique_kinds[technique] >> kind & 1)) {
         MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is no %s", function,
-                  t == MSI_NONE ? "?" : msi_tensor_name(model, t),
-                  technique == MS_TECHNIQUE_EARLY_UPDATE
-                      ? "param, which alone are updated"
-                      : "activation or saved tensor, which alone "
-                        "are recomputed");
+                  t == MSI_NONE ? "?" : msi_tensor_name(model, t), needed[technique]);
         return;
     }
     model->graph.tensors.items[t].technique[technique] = (uint8_t)force;
@@ -9268,14 +9436,14 @@ MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
     if (!model || !bytes) {
         return msi_fail_argument(model, "ms_smallest_budget", "an argument is NULL");
     }
+    const msi_choice choice = model->choice;
     ms_result result = msi_check_between_steps(model, "ms_smallest_budget");
-    result =
-        result == MS_RESULT_OK ? msi_make_plans(model, MSI_GOAL_SMALLEST, &store, &plans) : result;
+    result = result == MS_RESULT_OK ? msi_decide(model, MSI_GOAL_SMALLEST, &store, &plans) : result;
     if (result == MS_RESULT_OK) {
-        *bytes = store->slot_bytes + store->transient_bytes;
-        msi_plans_free(model, plans);
-        msi_store_free(model, store);
+        *bytes = msi_room_of(store);
+        msi_plans_and_store_free(model, store, plans);
     }
+    model->choice = choice;
     return result;
 }
 
