@@ -743,9 +743,10 @@ typedef struct ms_layer_time {
 /* One tensor of ms_verify: a gradient (ms_gradient) or a buffer that layers change. */
 typedef struct ms_difference {
     ms_tensor tensor;
-    const char *name;      // of the param or buffer
-    double absolute;       // largest difference of two elements
-    double relative;       // largest of |a - b| / max(|a|, |b|), over elements that are not equal
+    const char *name; // of the param or buffer
+    /* Largest difference of two elements, and largest of |a - b| / max(|a|, |b|). Two NaN differ by
+       0, as do 0 and -0; both are infinite where unlike elements are not both finite. */
+    double absolute, relative;
     uint64_t count;        // elements
     uint64_t differ_count; // whose bits are not equal
 } ms_difference;
@@ -1180,10 +1181,19 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_visit_decisions(const ms_model *mod
                                                              ms_decision_fn visit, void *user);
 
 /* Runs forward and backward by the plain plan and by the present one, both from the present values
-   and inputs and without an update, and compares the gradients of all params and all buffers that
-   layers change. visit (may be NULL) sees each pair. Values are as before afterwards. Takes as much
-   device memory as the plain plan, for that time, and host memory for two sets of gradients.
-   Stream: waits. Errors: as ms_step; OUT_OF_MEMORY; ORDER (not wrapped; inside a step). */
+   and inputs, with the seed of the next step (of one micro-batch, with accumulation) and without an
+   update, and compares the gradients of all params that learn and the buffers that layers change.
+   visit (may be NULL) sees each of them afterwards, in the order of registration. Equal bits mean
+   that the plan changes nothing. Before a pass all memory of its own is filled with rubbish, so a
+   layer is found out too that reads what nobody has written; a mistake that both passes make alike
+   is for ms_config.debug to find. A loss that is not finite is compared as any other. Afterwards,
+   and behind an error, the model is as before: values, gradients and outputs that can be read,
+   counts, recordings. Takes, for that time, one allocation on the device beside the arena: passing
+   values and gradients of the plain plan, and a copy of the buffers that change; and on the host a
+   copy of these gradients and buffers, 1 MiB, two programs, and another copy of changing buffers
+   that stay there (in debug mode what that takes too). Stream: waits.
+   Errors: as ms_step but NONFINITE; OUT_OF_MEMORY; ORDER (not wrapped; inside a step; something was
+   set that only the next ms_wrap heeds). *report is zeroed then, and visit not called. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_verify(ms_model *model, ms_difference_fn visit,
                                                     void *user, ms_verify_report *report);
 
@@ -6247,7 +6257,15 @@ static void msi_store_free(ms_model *m, msi_store *store) {
     msi_release(a, store, sizeof *store);
 }
 
-/* One slot: in the arena, on the host, or the trainer's. */
+/* Gives a slot its place behind those of its kind: in the arena, on the host, or elsewhere. */
+static void msi_place_slot(msi_store *store, msi_slot *slot) {
+    uint64_t *const room = slot->borrowed  ? &store->borrowed_bytes
+                           : slot->on_host ? &store->host_bytes
+                                           : &store->slot_bytes;
+    slot->offset = *room;
+    *room += msi_align(slot->bytes);
+}
+
 static void msi_add_slot(const ms_model *m, msi_store *store, uint32_t t, const msi_tensor *tensor,
                          msi_role role) {
     msi_slot *slot = &store->slots.items[store->slots.count++];
@@ -6257,11 +6275,7 @@ static void msi_add_slot(const ms_model *m, msi_store *store, uint32_t t, const 
     slot->bytes = tensor->largest_bytes;
     slot->on_host = tensor->on_host;
     slot->borrowed = msi_is_borrowed(tensor, role);
-    uint64_t *const room = slot->borrowed  ? &store->borrowed_bytes
-                           : slot->on_host ? &store->host_bytes
-                                           : &store->slot_bytes;
-    slot->offset = *room;
-    *room += msi_align(slot->bytes);
+    msi_place_slot(store, slot);
     slot->event = MSI_NONE;
     slot->factors = MSI_NONE;
     if (tensor->kind == MSI_KIND_INPUT && !slot->on_host && m->config.backend.is_asynchronous) {
@@ -6379,6 +6393,13 @@ static uint64_t msi_budget(const ms_model *m) {
     return share < 9e18 ? (uint64_t)share : UINT64_MAX;
 }
 
+/* The plain plan drops what no backward reads, and nothing else. */
+static void msi_drop_unread(const msi_graph *g, msi_plan *plan) {
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        plan->dropped[t] = g->tensors.items[t].last_reader == MSI_NONE && msi_is_droppable(g, t);
+    }
+}
+
 /* Solves into an empty plan: eval program, then the training program on its rung. */
 static ms_result msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *plan, msi_goal goal,
                                const msi_plan *largest) {
@@ -6387,12 +6408,7 @@ static ms_result msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *pl
     if (!msi_solver_init(&solver, m, store, plan)) {
         return msi_fail_memory(m, "the plan", msi_solver_bytes(&m->graph));
     }
-    for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
-        const msi_tensor *tensor = &m->graph.tensors.items[t];
-        plan->dropped[t] = !msi_is_fixed(tensor) && tensor->last_reader == MSI_NONE &&
-                           !tensor->kept && t != m->graph.loss && !tensor->pinned &&
-                           tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
-    }
+    msi_drop_unread(&m->graph, plan);
     msi_get_hardware(m);
     msi_find_times(m);
     msi_lower_eval(&solver.lowering, &plan->eval);
@@ -6421,23 +6437,31 @@ static void msi_resolve(const msi_store *store, msi_program *p) {
     }
 }
 
+/* An empty plan, or NULL. */
+static msi_plan *msi_new_plan(const ms_model *m) {
+    const ms_allocator *a = &m->config.allocator;
+    msi_plan *plan = (msi_plan *)msi_alloc_zeroed(a, sizeof *plan);
+    if (!plan) {
+        return NULL;
+    }
+    plan->dropped = (uint8_t *)msi_alloc_zeroed(a, msi_decision_bytes(&m->graph));
+    if (!plan->dropped) {
+        msi_release(a, plan, sizeof *plan);
+        return NULL;
+    }
+    plan->recomputed = plan->dropped + m->graph.tensors.count;
+    return plan;
+}
+
 /* A new plan for the graph as it is, which has been checked; in the room of that for the largest
    sizes, or NULL. */
 static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goal, uint64_t budget,
                                const msi_plan *largest, msi_plan **made) {
-    const ms_allocator *a = &m->config.allocator;
-    const uint64_t bytes = msi_decision_bytes(&m->graph);
+    msi_plan *plan = msi_new_plan(m);
     *made = NULL;
-    msi_plan *plan = (msi_plan *)msi_alloc_zeroed(a, sizeof *plan);
     if (!plan) {
-        return msi_fail_memory(m, "the plan", sizeof *plan);
+        return msi_fail_memory(m, "the plan", sizeof *plan + msi_decision_bytes(&m->graph));
     }
-    plan->dropped = (uint8_t *)msi_alloc_zeroed(a, bytes);
-    if (!plan->dropped) {
-        msi_release(a, plan, sizeof *plan);
-        return msi_fail_memory(m, "the plan", bytes);
-    }
-    plan->recomputed = plan->dropped + m->graph.tensors.count;
     plan->budget_bytes = budget;
     msi_get_sizes(&m->graph, plan->sizes);
     const ms_result result = msi_fill_plan(m, store, plan, goal, largest);
@@ -8308,6 +8332,344 @@ static void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role role)
 }
 
 // ------------------------------------------------------------------------------------------------
+// >>verify  a plain pass and one by the present plan, from the same values, compared
+
+/* Both passes run on a store of their own, which has what they change: passing values, gradients,
+   and buffers that layers change. All other values are the model's, where they are. Store, plan and
+   arena of the model are exchanged for that time, and behind it the whole model is what it was. */
+
+enum { MSI_PASS_PLAIN, MSI_PASS_WRAPPED, MSI_PASS_COUNT };
+
+static const uint64_t MSI_PIECE_BYTES = 1u << 20; // what is compared at a time
+
+typedef struct msi_verification {
+    ms_model *model;
+    ms_model before; // as it is to be again
+    msi_store *store;
+    msi_plan *plans[MSI_PASS_COUNT];
+    /* Per tensor that is compared, the life in question: of a param its gradient, of a buffer the
+       value. MSI_NONE for the others. */
+    uint32_t *life_of;
+    uint8_t *results;      // of the plain pass; behind them a piece of the other one's
+    uint64_t result_bytes; // of one pass
+    ms_difference *differences;
+    uint32_t count;
+    double loss[MSI_PASS_COUNT];
+} msi_verification;
+
+/* Marks the params that learn and the buffers that layers change, and allocates for the results.
+   Lives of gradients are known once a pass has been lowered. */
+static ms_result msi_choose_compared(msi_verification *v) {
+    const ms_model *m = v->model;
+    const msi_graph *g = &m->graph;
+    const ms_allocator *a = &m->config.allocator;
+    v->life_of = (uint32_t *)msi_alloc(a, g->tensors.count * (uint64_t)sizeof(uint32_t));
+    for (uint32_t t = 0; v->life_of && t < g->tensors.count; t++) {
+        v->life_of[t] = msi_learns(&g->tensors.items[t]) ? m->store->slot_of[t] : MSI_NONE;
+    }
+    for (uint32_t i = 0; v->life_of && i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *state = msi_group(g, l, MSI_GROUP_STATE);
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_STATE]; k++) {
+            if (state[k] != MSI_NONE) {
+                v->life_of[state[k]] = m->store->slot_of[state[k]];
+            }
+        }
+    }
+    for (uint32_t t = 0; v->life_of && t < g->tensors.count; t++) {
+        if (v->life_of[t] != MSI_NONE) {
+            v->count++;
+            v->result_bytes += msi_align(g->tensors.items[t].bytes);
+        }
+    }
+    v->results = (uint8_t *)msi_alloc(a, v->result_bytes + MSI_PIECE_BYTES);
+    v->differences =
+        (ms_difference *)msi_alloc_zeroed(a, (v->count + 1ull) * sizeof(ms_difference));
+    return v->life_of && v->results && v->differences
+               ? MS_RESULT_OK
+               : msi_fail_memory(v->model, "the gradients of ms_verify",
+                                 v->result_bytes + MSI_PIECE_BYTES);
+}
+
+/* The same slots as the model's. Those that no pass changes are lent by it. */
+static ms_result msi_make_own_store(msi_verification *v) {
+    ms_model *m = v->model;
+    const ms_result result = msi_make_store(m, &v->store);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    msi_store *store = v->store;
+    MEMSCALE_ASSERT(store->slots.count == m->store->slots.count);
+    msi_reserve(m, store);
+    store->slot_bytes = store->reserved_bytes = msi_is_direct(m) ? 0 : store->step_bytes;
+    store->host_bytes = store->borrowed_bytes = 0;
+    for (uint32_t i = 0; i < store->slots.count; i++) {
+        msi_slot *slot = &store->slots.items[i];
+        const bool changes = m->graph.tensors.items[slot->tensor].kind == MSI_KIND_BUFFER &&
+                             v->life_of[slot->tensor] != MSI_NONE;
+        slot->borrowed = slot->role != MSI_ROLE_GRADIENT && !changes;
+        msi_place_slot(store, slot);
+    }
+    return result;
+}
+
+/* Forward and backward with the drops of the plan; gradients stay, as without an optimizer. */
+static ms_result msi_make_pass(msi_verification *v, int pass) {
+    ms_model *m = v->model;
+    const ms_allocator *a = &m->config.allocator;
+    msi_plan *plan = v->plans[pass] = msi_new_plan(m);
+    ms_optimizer_desc none = m->optimizer;
+    msi_lowering w;
+    none.kind = MS_OPTIMIZER_NONE;
+    none.grad_clip_norm = 0.0f;
+    if (!plan || !msi_lowering_init(&w, m, v->store, plan)) {
+        return msi_fail_memory(m, "a plan of ms_verify", msi_lowering_bytes(&m->graph));
+    }
+    if (pass == MSI_PASS_PLAIN) {
+        msi_drop_unread(&m->graph, plan);
+    } else {
+        memcpy(plan->dropped, m->plan->dropped, m->graph.tensors.count);
+    }
+    plan->plain_step_us = m->plan->plain_step_us;
+    msi_program *p = &plan->train;
+    w.optimizer = &none;
+    msi_lower_train(&w, p);
+    msi_lowering_free(&w);
+    if (!p->out_of_memory) {
+        msi_share_memory(&m->graph, p);
+    }
+    if (p->out_of_memory || !msi_make_blocks(a, p, v->store->slots.count) ||
+        msi_layout(a, p->blocks.items, p->blocks.count, MSI_LAYOUT_EFFORT, &p->height) !=
+            MS_RESULT_OK) {
+        return msi_fail_memory(m, "a program of ms_verify", p->lives.count * sizeof(msi_life));
+    }
+    msi_resolve(v->store, p);
+    v->store->transient_bytes = msi_max_u64(v->store->transient_bytes, p->height);
+    return MS_RESULT_OK;
+}
+
+/* Memory for the store, which takes the place of the model's. */
+static ms_result msi_enter_store(msi_verification *v) {
+    ms_model *m = v->model;
+    msi_store *store = v->store;
+    m->config.arena = NULL;
+    const ms_result result = msi_alloc_store(m, store);
+    if (result == MS_RESULT_OUT_OF_MEMORY && !store->memory) {
+        return msi_fail(m, result,
+                        "ms_verify: a plain pass takes %s beside the arena, which backend %s does "
+                        "not have: verify with a smaller batch, or free what else is on the device",
+                        msi_size(store->slot_bytes + store->transient_bytes).text,
+                        m->config.backend.name);
+    }
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    memset(store->host + store->host_bytes, 0, (size_t)store->staging_bytes);
+    for (uint32_t i = 0; i < store->slots.count; i++) {
+        if (store->slots.items[i].borrowed) {
+            store->slots.items[i].address = v->before.store->slots.items[i].address;
+        }
+    }
+    m->store = store;
+    return MS_RESULT_OK;
+}
+
+/* A pass begins with the model's buffers, without gradients, and amid rubbish: another one in each
+   pass, so that a layer is found out which reads what nobody has written. */
+static ms_result msi_reset_store(msi_verification *v, uint8_t rubbish) {
+    ms_model *m = v->model;
+    const msi_store *store = v->store, *from = v->before.store;
+    if (m->config.backend.device_is_host) {
+        msi_unpoison(store->transient, store->transient_bytes);
+    }
+    ms_result result = msi_fill(m, store->transient, false, rubbish, store->transient_bytes);
+    if (result == MS_RESULT_OK) {
+        result = msi_fill(m, store->step, msi_is_direct(m), 0, store->step_bytes);
+    }
+    for (uint32_t i = 0; i < store->slots.count && result == MS_RESULT_OK; i++) {
+        const msi_slot *slot = &store->slots.items[i];
+        if (slot->role == MSI_ROLE_GRADIENT) {
+            result = msi_fill(m, slot->address, slot->on_host, 0, slot->bytes);
+        } else if (!slot->borrowed) {
+            result = msi_copy(m, slot->address, slot->on_host, from->slots.items[i].address,
+                              slot->on_host, slot->bytes);
+        }
+    }
+    return result;
+}
+
+/* Element i as a number. */
+static double msi_number(const void *data, ms_dtype dtype, uint64_t i) {
+    switch (dtype) {
+    case MS_DTYPE_F64:
+        return ((const double *)data)[i];
+    case MS_DTYPE_I64:
+        return (double)((const int64_t *)data)[i];
+    case MS_DTYPE_I32:
+        return (double)((const int32_t *)data)[i];
+    case MS_DTYPE_I16:
+        return (double)((const int16_t *)data)[i];
+    case MS_DTYPE_I8:
+        return (double)((const int8_t *)data)[i];
+    case MS_DTYPE_U8:
+        return (double)((const uint8_t *)data)[i];
+    default:
+        return (double)msi_load(data, dtype, i);
+    }
+}
+
+/* Two elements whose bits are not equal. Two NaN do not differ as numbers, nor do 0 and -0. */
+static void msi_note_difference(ms_difference *d, double a, double b) {
+    const double largest = fabs(a) > fabs(b) ? fabs(a) : fabs(b);
+    const bool same = a == b || (isnan(a) && isnan(b));
+    const bool finite = isfinite(a) && isfinite(b);
+    const double absolute = same ? 0.0 : finite ? fabs(a - b) : (double)INFINITY;
+    const double relative = same ? 0.0 : finite ? absolute / largest : (double)INFINITY;
+    d->differ_count++;
+    d->absolute = absolute > d->absolute ? absolute : d->absolute;
+    d->relative = relative > d->relative ? relative : d->relative;
+}
+
+static void msi_compare_piece(ms_difference *d, ms_dtype dtype, const uint8_t *a, const uint8_t *b,
+                              uint64_t bytes) {
+    const uint64_t size = ms_dtype_bytes(dtype);
+    if (memcmp(a, b, (size_t)bytes) == 0) {
+        return;
+    }
+    for (uint64_t i = 0; i < bytes / size; i++) {
+        if (memcmp(a + i * size, b + i * size, (size_t)size) != 0) {
+            msi_note_difference(d, msi_number(a, dtype, i), msi_number(b, dtype, i));
+        }
+    }
+}
+
+/* What the pass that has run made of a tensor: kept at `result`, or compared with what is there. */
+static ms_result msi_take_result(msi_verification *v, int pass, uint32_t t, uint8_t *result,
+                                 ms_difference *d) {
+    ms_model *m = v->model;
+    const msi_tensor *tensor = &m->graph.tensors.items[t];
+    const uint8_t *from = (const uint8_t *)msi_address(m, m->running, v->life_of[t]);
+    const bool on_host = msi_is_on_host(m, v->life_of[t]);
+    uint8_t *piece = v->results + v->result_bytes;
+    if (pass == MSI_PASS_PLAIN) {
+        return msi_copy(m, result, true, from, on_host, tensor->bytes);
+    }
+    d->tensor = msi_handle(t, tensor->kind == MSI_KIND_PARAM ? MSI_ROLE_GRADIENT : MSI_ROLE_VALUE);
+    d->name = msi_name(m, tensor->name);
+    d->count = ms_shape_count(&tensor->view.shape);
+    for (uint64_t done = 0; done < tensor->bytes; done += MSI_PIECE_BYTES) {
+        const uint64_t rest = tensor->bytes - done;
+        const uint64_t part = rest < MSI_PIECE_BYTES ? rest : MSI_PIECE_BYTES;
+        const ms_result copied = msi_copy(m, piece, true, from + done, on_host, part);
+        if (copied != MS_RESULT_OK) {
+            return copied;
+        }
+        msi_compare_piece(d, tensor->view.dtype, result + done, piece, part);
+    }
+    return MS_RESULT_OK;
+}
+
+static ms_result msi_take_results(msi_verification *v, int pass) {
+    ms_model *m = v->model;
+    const msi_program *p = m->running;
+    uint8_t *to = v->results;
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t i = 0; i < p->lives.count; i++) {
+        const msi_life *life = &p->lives.items[i];
+        const bool stays = i < v->store->slots.count || life->kept;
+        if (stays && life->role == MSI_ROLE_GRADIENT && life->category == MS_CATEGORY_GRADIENT) {
+            v->life_of[life->tensor] = i;
+        }
+    }
+    for (uint32_t t = 0, k = 0; t < m->graph.tensors.count && result == MS_RESULT_OK; t++) {
+        if (v->life_of[t] != MSI_NONE) {
+            result = msi_take_result(v, pass, t, to, &v->differences[k++]);
+            to += msi_align(m->graph.tensors.items[t].bytes);
+        }
+    }
+    return result;
+}
+
+/* Forward and backward. A loss that is not finite halts nothing here. */
+static ms_result msi_run_pass(msi_verification *v, int pass) {
+    ms_model *m = v->model;
+    ms_step_state state;
+    memset(&state, 0, sizeof state);
+    m->plan = v->plans[pass];
+    ms_result result =
+        msi_reset_store(v, pass == MSI_PASS_PLAIN ? MSI_RUBBISH_FIRST : MSI_RUBBISH_LAST);
+    result = result == MS_RESULT_OK ? msi_start(m, &m->plan->train) : result;
+    result = result == MS_RESULT_OK ? msi_run_forward(m) : result;
+    result = result == MS_RESULT_OK ? msi_run(m, m->plan->train.backward_end) : result;
+    if (result == MS_RESULT_OK) {
+        result = msi_copy(m, &state, true, msi_state_on_device(m, false), msi_is_direct(m),
+                          sizeof state);
+    }
+    v->loss[pass] = state.loss;
+    return result == MS_RESULT_OK ? msi_take_results(v, pass) : result;
+}
+
+/* The model is what it was, but for the text of an error; and but for params that debug mode could
+   not put back, which make it fail. */
+static void msi_leave_store(msi_verification *v) {
+    ms_model *m = v->model;
+    memcpy(v->before.error, m->error, sizeof m->error);
+    v->before.failed |= m->failed;
+    if (v->store && v->store->memory) {
+        (void)msi_synchronize(m); // the memory is going to be released
+    }
+    for (int pass = 0; pass < MSI_PASS_COUNT; pass++) {
+        msi_plan_free(m, v->plans[pass]);
+    }
+    msi_store_free(m, v->store);
+    v->before.error_count = m->error_count;
+    *m = v->before;
+}
+
+static void msi_report_differences(const msi_verification *v, ms_difference_fn visit, void *user,
+                                   ms_verify_report *report) {
+    report->tensor_count = v->count;
+    report->plain_loss = v->loss[MSI_PASS_PLAIN];
+    report->wrapped_loss = v->loss[MSI_PASS_WRAPPED];
+    for (uint32_t k = 0; k < v->count; k++) {
+        const ms_difference *d = &v->differences[k];
+        report->differ_count += d->differ_count > 0;
+        report->absolute = d->absolute > report->absolute ? d->absolute : report->absolute;
+        report->relative = d->relative > report->relative ? d->relative : report->relative;
+        if (visit) {
+            visit(d, user);
+        }
+    }
+}
+
+static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
+                            ms_verify_report *report) {
+    const ms_allocator a = m->config.allocator;
+    const uint64_t tensors = m->graph.tensors.count;
+    msi_verification v;
+    memset(&v, 0, sizeof v);
+    v.model = m;
+    v.before = *m;
+    ms_result result = msi_choose_compared(&v);
+    result = result == MS_RESULT_OK ? msi_make_own_store(&v) : result;
+    for (int pass = 0; pass < MSI_PASS_COUNT && result == MS_RESULT_OK; pass++) {
+        result = msi_make_pass(&v, pass);
+    }
+    result = result == MS_RESULT_OK ? msi_enter_store(&v) : result;
+    for (int pass = 0; pass < MSI_PASS_COUNT && result == MS_RESULT_OK; pass++) {
+        result = msi_run_pass(&v, pass);
+    }
+    msi_leave_store(&v);
+    if (result == MS_RESULT_OK) {
+        msi_report_differences(&v, visit, user, report);
+    }
+    msi_release(&a, v.life_of, tensors * sizeof(uint32_t));
+    msi_release(&a, v.results, v.result_bytes + MSI_PIECE_BYTES);
+    msi_release(&a, v.differences, (v.count + 1ull) * sizeof(ms_difference));
+    return result;
+}
+
+// ------------------------------------------------------------------------------------------------
 // >>report  sizes, and listings for people
 
 /* The program whose live bytes decide the size of the arena. */
@@ -9752,6 +10114,24 @@ MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
     }
     const ms_result result = msi_check_ready(model, "ms_eval");
     return result == MS_RESULT_OK ? msi_forward(model, &model->plan->eval, loss) : result;
+}
+
+MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
+                                 ms_verify_report *report) {
+    if (!model || !report) {
+        return msi_fail_argument(model, "ms_verify", "an argument is NULL");
+    }
+    memset(report, 0, sizeof *report);
+    ms_result result = msi_check_ready(model, "ms_verify");
+    if (result == MS_RESULT_OK && (model->stage != MSI_STAGE_IDLE || model->changed)) {
+        return msi_fail(model, MS_RESULT_ORDER, "ms_verify: %s",
+                        model->changed ? "something was set since ms_wrap that asks for a new "
+                                         "plan: call ms_wrap first"
+                                       : "a step is under way: complete it with ms_backward and "
+                                         "ms_update first");
+    }
+    result = result == MS_RESULT_OK ? ms_synchronize(model) : result;
+    return result == MS_RESULT_OK ? msi_verify(model, visit, user, report) : result;
 }
 
 MEMSCALE_API ms_result ms_gradient_norm(ms_model *model, double *norm) {

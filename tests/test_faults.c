@@ -463,6 +463,14 @@ static ms_result act_detach(fault_net *net) {
     return ms_detach(net->model);
 }
 
+/* Four params or buffers; none differs. */
+static ms_result act_verify(fault_net *net) {
+    ms_verify_report report;
+    const ms_result result = ms_verify(net->model, NULL, NULL, &report);
+    assert_true(result != MS_RESULT_OK || (report.tensor_count == 4 && report.differ_count == 0));
+    return result;
+}
+
 static ms_result act_smallest(fault_net *net) {
     uint64_t bytes = 0;
     return ms_smallest_budget(net->model, &bytes);
@@ -554,6 +562,7 @@ static const act acts[] = {
     {"borrow", act_borrow, false},
     {"read and write", act_write, false},
     {"ask", act_ask, false},
+    {"verify", act_verify, false},
     {"another model", act_another_model, false},
 };
 enum { ACTS = sizeof acts / sizeof acts[0] };
@@ -660,16 +669,33 @@ static void check_recovery(fault_net *net, const expectation *e, const fault *wh
     }
 }
 
+/* Not even a buffer has changed, nor a gradient that is lent; unless debug mode could not put back
+   what it had taken away. */
+static void check_untouched(fault_net *net, const expectation *e, const float *lent,
+                            const fault *where) {
+    kept now;
+    keep(net, &now);
+    expect(net->model->failed || memcmp(now.values, e->before.values, sizeof now.values) == 0,
+           where, "a value has changed");
+    expect(memcmp(net->borrowed[2], lent, sizeof now.values) == 0, where,
+           "the gradient that is lent has changed");
+}
+
 /* The call fails where it should; false where there is none. */
 static bool fails_cleanly(const fault_case *how, const fault *where, const expectation *e,
                           uint32_t *cured) {
     fault_net net;
+    float lent[KEPT_FLOATS];
     fault_net_start(&net, how);
     t_ok(net.model, act_step(&net));
     put_back(&net, &e->before, e->before.buffer_at);
+    memcpy(lent, net.borrowed[2], sizeof lent);
     arm(&net, where->kind, where->at);
     const ms_result result = where->what->run(&net);
     const bool happened = disarm(&net);
+    if (where->what->run == act_verify) {
+        check_untouched(&net, e, lent, where);
+    }
     if (!happened) {
         t_ok(net.model, result);
     } else if (where->what->run != act_another_model) {
@@ -813,7 +839,8 @@ static void every_allocation_fails_once(void **state) {
     for (size_t i = 0; i < ACTS; ++i) {
         const act_fn run = acts[i].run;
         const bool plans = run == act_wrap_again || run == act_wrap_wide || run == act_detach ||
-                           run == act_smallest || run == act_reshape || run == act_another_model;
+                           run == act_smallest || run == act_reshape || run == act_another_model ||
+                           run == act_verify;
         if (plans != (counts[i] > 0)) { // and steps allocate nothing
             fail_msg("%s: %u allocations", acts[i].name, (unsigned)counts[i]);
         }
@@ -840,7 +867,8 @@ static void every_callback_fails_once(void **state) {
     for (size_t i = 0; i < ACTS; ++i) {
         const act_fn run = acts[i].run;
         const bool calls =
-            run == act_step || run == act_three_calls || run == act_eval || run == act_ask;
+            run == act_step || run == act_three_calls || run == act_eval || run == act_ask ||
+            run == act_verify;
         assert_true(calls == (counts[i] > 0));
     }
     assert_true(cured > 0); // own updates, and backward behind an early update
