@@ -5628,9 +5628,14 @@ typedef struct msi_solver {
     msi_lowering lowering;
     uint32_t *visited; // per layer: number of the last price query that met it
     uint32_t query;
-    uint32_t *segment;        // per layer: one of the layers that are recomputed together with it
-    uint64_t *weight;         // per segment: bytes that come back together
-    uint64_t *below;          // per tensor: weight of the segments that start from it
+    uint32_t *segment; // per layer: one of the layers that are recomputed together with it
+    uint64_t *weight;  // per segment: bytes that come back together
+    uint64_t *below;   // per tensor: weight of the segments that start from it
+    uint8_t *base;     // plan->dropped before any choice
+    uint8_t *best;     // plan->dropped of the best plan so far, if found
+    bool found, fits, best_early;
+    double best_us;
+    uint64_t best_bytes;
     MSI_LIST(uint32_t) drops; // in the order of the ladder
     MSI_LIST(msi_rung) rungs;
     MSI_LIST(msi_candidate) candidates;
@@ -6143,26 +6148,839 @@ static ms_result msi_follow(msi_solver *s) {
     return result;
 }
 
-/* Chooses plan->dropped and plan->early_update, and leaves the program lowered and laid out. */
-static ms_result msi_find_rung(msi_solver *s, msi_goal goal, uint64_t budget) {
+/* Chains. A graph is cut into stages where at most one of the values that can be dropped passes
+   from what was computed to what will be; on such a chain the best plans follow from those of its
+   parts. This is the dynamic program of Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova,
+   "Optimal checkpointing for heterogeneous chains: how to train deep neural networks with limited
+   memory", 2019, with three differences. Memory is not cut into slots: each part has its best
+   plans as a list of (bytes, time), from which close ones are left out. A stage has several
+   options, of what it keeps. And a stage may be kept although its input is not. */
+
+enum {
+    MSI_CHAIN_STAGES = 128,
+    MSI_CHAIN_OPTIONS = 8,
+    MSI_CHAIN_WIDTH = 64,    // points of a part, at least
+    MSI_CHAIN_WIDEST = 1024, // of a part up to the end
+    MSI_CHAIN_WORK = 4 * 1000 * 1000,
+    MSI_CHAIN_TRIES = 48
+};
+
+/* What a stage takes if it keeps some of its values. Its input is not counted. */
+typedef struct msi_option {
+    uint64_t kept_bytes;     // between its forward and its backward, with its output
+    uint64_t first_bytes;    // in forward, with what is there all the time
+    uint64_t pass_bytes;     // in a recomputation, without
+    uint64_t backward_bytes; // in its backward, with what is there all the time
+    double recompute_us;     // to bring back there what it does not keep
+} msi_option;
+
+typedef struct msi_chain_stage {
+    uint32_t first, end; // layers
+    uint32_t input;      // the tensor that passes from the stage before, or MSI_NONE
+    uint64_t input_bytes;
+    uint32_t forward, forward_end, backward, backward_end; // instructions
+    uint64_t carried_bytes; // there when its backward begins, but for values that can be dropped
+    double pass_us;         // to make its output once more
+    double full_us;         // and all that it can keep
+    double last_us;         // without its output
+    uint32_t option_count;  // the last one keeps nothing
+    msi_option options[MSI_CHAIN_OPTIONS];
+} msi_chain_stage;
+
+/* How a part of the chain is trained, from its first stage s to its last one t, input given. */
+typedef enum msi_way {
+    MSI_WAY_KEEP,       // s keeps what its option says, then s + 1 to t; number: option
+    MSI_WAY_CHECKPOINT, // forward to k, k to t, then s to k - 1 once more; number: k
+    MSI_WAY_INNER       // forward to k, which is kept though its input is not, k + 1 to t, s to k
+} msi_way;
+
+typedef struct msi_point {
+    uint64_t bytes;
+    double us; // of recomputations
+    uint8_t way, number;
+} msi_point;
+
+typedef struct msi_part {
+    uint32_t first, count; // of chain.points: bytes ascend, time descends
+} msi_part;
+
+typedef struct msi_chain {
+    msi_solver *solver;
+    uint32_t count;
+    uint32_t width; // points of a part at most
+    bool out_of_memory;
+    uint8_t *base;              // plan->dropped, where the chain leaves it alone
+    uint8_t *round;             // per tensor: the first option that drops it
+    uint32_t *stage_of;         // per layer
+    MSI_LIST(uint32_t) at;      // per instruction: its stage
+    MSI_LIST(uint64_t) own;     // per instruction: bytes of its stage
+    MSI_LIST(uint64_t) carried; // and of what is there all the time
+    MSI_LIST(msi_point) points;
+    MSI_LIST(msi_point) buckets;
+    msi_part *parts; // [0]: all of it is to be done; [1]: forward of t is done, and all of it kept
+    uint64_t low, high; // bytes of the part under way
+    double fastest_us;
+    msi_point lowest;
+    msi_chain_stage stages[MSI_CHAIN_STAGES];
+} msi_chain;
+
+static msi_part *msi_part_of(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
+    return &c->parts[((kept ? c->count : 0u) + s) * c->count + t];
+}
+
+/* Where the graph can be cut: weight[i] gets 1 + the tensor that passes from the layers before i to
+   those from i on, segment[i] how many do. */
+static void msi_find_crossings(msi_solver *s) {
+    const msi_graph *g = &s->model->graph;
+    const uint32_t layers = g->layers.count;
+    memset(s->weight, 0, layers * sizeof *s->weight);
+    memset(s->segment, 0, layers * sizeof *s->segment);
+    for (uint32_t i = 0; i < layers; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
+            if (in[k] != MSI_NONE) {
+                s->below[in[k]] = i;
+            }
+        }
+    }
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        if (tensor->kind != MSI_KIND_ACTIVATION || !msi_is_droppable(g, t)) {
+            continue;
+        }
+        for (uint64_t k = 0; k < 2; k++) { // differences: of 1 + t, and of 1
+            const uint64_t i = k ? s->below[t] + 1 : tensor->producer + 1ull;
+            if (s->below[t] > tensor->producer && i < layers) {
+                s->weight[i] += k ? 0 - (t + 1ull) : t + 1ull;
+                s->segment[i] += k ? 0u - 1u : 1u;
+            }
+        }
+    }
+    for (uint32_t i = 1; i < layers; i++) {
+        s->weight[i] += s->weight[i - 1];
+        s->segment[i] += s->segment[i - 1];
+    }
+}
+
+/* Bytes of the values of a layer that can be dropped. */
+static uint64_t msi_droppable_bytes(const msi_graph *g, uint32_t layer) {
+    const msi_layer *l = &g->layers.items[layer];
+    uint64_t bytes = 0;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
+        const uint32_t *operands = msi_group(g, l, group);
+        for (uint32_t k = 0; k < l->count[group]; k++) {
+            bytes += operands[k] != MSI_NONE && msi_is_droppable(g, operands[k])
+                         ? g->tensors.items[operands[k]].bytes
+                         : 0;
+        }
+    }
+    return bytes;
+}
+
+/* Cuts the graph: everywhere, or, where that would be too often, into stages of about one size. */
+static void msi_cut_stages(msi_chain *c) {
+    msi_solver *s = c->solver;
+    const msi_graph *g = &s->model->graph;
+    const uint32_t layers = g->layers.count;
+    uint64_t all = 0, bytes = 0, least = 0;
+    uint32_t cuts = 1;
+    msi_find_crossings(s);
+    for (uint32_t i = 0; i < layers; i++) {
+        all += msi_droppable_bytes(g, i);
+        cuts += i > 0 && s->segment[i] <= 1;
+    }
+    least = cuts > MSI_CHAIN_STAGES ? all / (MSI_CHAIN_STAGES - 1) + 1 : 0;
+    c->count = 0;
+    for (uint32_t i = 0; i < layers; i++) {
+        if (i == 0 || (s->segment[i] <= 1 && bytes >= least)) {
+            msi_chain_stage *stage = &c->stages[c->count++];
+            memset(stage, 0, sizeof *stage);
+            stage->first = i;
+            stage->input = i > 0 && s->segment[i] ? (uint32_t)s->weight[i] - 1 : MSI_NONE;
+            stage->input_bytes =
+                stage->input == MSI_NONE ? 0 : msi_align(g->tensors.items[stage->input].bytes);
+            bytes = 0;
+        }
+        bytes += msi_droppable_bytes(g, i);
+        c->stages[c->count - 1].end = i + 1;
+        c->stage_of[i] = c->count - 1;
+    }
+}
+
+/* What the stage `number` has to be told of: its own values, apart from its output. */
+static bool msi_is_inner(const msi_chain *c, uint32_t number, uint32_t t) {
+    return t != MSI_NONE && msi_is_droppable(&c->solver->model->graph, t) &&
+           (number + 1 == c->count || c->stages[number + 1].input != t);
+}
+
+/* The best value of a stage to drop next, with those that come back with it: bytes for the time
+   that recomputing it adds. False: there is none. */
+static bool msi_best_drop(msi_chain *c, uint32_t number, uint32_t *layer, uint32_t *slot) {
+    msi_solver *s = c->solver;
+    const msi_graph *g = &s->model->graph;
+    const msi_chain_stage *stage = &c->stages[number];
+    double best = -1.0;
+    for (uint32_t i = stage->first; i < stage->end; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+        const uint32_t made = (uint32_t)l->count[MSI_GROUP_OUT] + l->count[MSI_GROUP_SAVED];
+        for (uint32_t k = 0; k < made; k++) {
+            if (!msi_is_inner(c, number, out[k]) || s->plan->dropped[out[k]]) {
+                continue;
+            }
+            const double worth = (double)g->tensors.items[out[k]].bytes / (1e-3 + msi_price(s, i));
+            if (worth > best) {
+                best = worth;
+                *layer = i;
+                *slot = k;
+            }
+        }
+    }
+    return best >= 0.0;
+}
+
+/* Drops a value of a layer, and the saved tensors with it that its forward makes together. */
+static void msi_drop_in_stage(msi_chain *c, uint32_t number, uint32_t layer, uint32_t slot,
+                              uint32_t option) {
+    msi_solver *s = c->solver;
+    const msi_graph *g = &s->model->graph;
+    const msi_layer *l = &g->layers.items[layer];
+    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+    const uint32_t outs = l->count[MSI_GROUP_OUT], made = outs + l->count[MSI_GROUP_SAVED];
+    for (uint32_t k = 0; k < made; k++) {
+        const bool together = k == slot || (slot >= outs && k >= outs && !l->recompute);
+        if (together && msi_is_inner(c, number, out[k]) && !s->plan->dropped[out[k]]) {
+            s->plan->dropped[out[k]] = 1;
+            c->round[out[k]] = (uint8_t)option;
+        }
+    }
+    s->plan->recomputed[layer] = 1;
+}
+
+/* Values of a stage that options drop, one after the other. */
+static uint32_t msi_count_drops(const msi_chain *c, uint32_t number) {
+    const msi_graph *g = &c->solver->model->graph;
+    const msi_chain_stage *stage = &c->stages[number];
+    uint32_t count = 0;
+    for (uint32_t i = stage->first; i < stage->end; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+        const uint32_t outs = l->count[MSI_GROUP_OUT], made = outs + l->count[MSI_GROUP_SAVED];
+        bool joined = false;
+        for (uint32_t k = 0; k < made; k++) {
+            const bool inner = msi_is_inner(c, number, out[k]) && !c->base[out[k]];
+            count += inner && (k < outs || l->recompute || !joined);
+            joined |= inner && k >= outs;
+        }
+    }
+    return count;
+}
+
+/* The stage of each instruction, and where each stage begins and ends. What stands before a layer
+   belongs to it, but for updates and sums. */
+static void msi_mark_stages(msi_chain *c, const msi_program *p) {
+    const msi_instruction *items = p->instructions.items;
+    uint32_t *at = c->at.items;
+    uint32_t stage = c->count - 1;
+    for (uint32_t i = p->backward_end; i-- > 0;) {
+        const bool of_layer = items[i].op == MSI_OP_FORWARD || items[i].op == MSI_OP_BACKWARD;
+        stage = of_layer ? c->stage_of[items[i].target] : stage;
+        at[i] = stage;
+        stage = i == p->forward_end ? c->count - 1 : stage;
+    }
+    for (uint32_t i = 1; i < p->backward_end; i++) {
+        const bool behind = items[i].op == MSI_OP_ADD || items[i].op == MSI_OP_UPDATE;
+        at[i] = behind && i != p->forward_end ? at[i - 1] : at[i];
+    }
+    uint32_t i = 0;
+    for (uint32_t k = 0; k < c->count; k++) {
+        c->stages[k].forward = i;
+        while (i < p->forward_end && at[i] == k) {
+            i++;
+        }
+        c->stages[k].forward_end = i;
+    }
+    i = p->forward_end;
+    for (uint32_t k = c->count; k-- > 0;) {
+        c->stages[k].backward = i;
+        while (i < p->backward_end && at[i] == k) {
+            i++;
+        }
+        c->stages[k].backward_end = i;
+    }
+}
+
+/* Adds bytes to the instructions from first to last: differences, to be summed up. */
+static void msi_add_range(uint64_t *differences, uint64_t first, uint64_t last, uint64_t bytes) {
+    if (first <= last) {
+        differences[first] += bytes;
+        differences[last + 1] -= bytes;
+    }
+}
+
+/* Sums the lives of a program: values that can be dropped, and scratch memory, in the instructions
+   of their own stage; all others wherever they live. */
+static bool msi_sum_stages(msi_chain *c, uint32_t option) {
+    msi_solver *s = c->solver;
+    const msi_graph *g = &s->model->graph;
+    const msi_program *p = &s->plan->train;
+    const uint32_t count = p->instructions.count;
+    if (!MSI_RESERVE(uint32_t, s->allocator, c->at, count + 2ull) ||
+        !MSI_RESERVE(uint64_t, s->allocator, c->own, count + 2ull) ||
+        !MSI_RESERVE(uint64_t, s->allocator, c->carried, count + 2ull)) {
+        return false;
+    }
+    msi_mark_stages(c, p);
+    memset(c->own.items, 0, (count + 2ull) * sizeof(uint64_t));
+    memset(c->carried.items, 0, (count + 2ull) * sizeof(uint64_t));
+    for (uint32_t k = 0; k < c->count; k++) {
+        msi_option *o = &c->stages[k].options[option];
+        const uint32_t output = k + 1 < c->count ? c->stages[k + 1].input : MSI_NONE;
+        memset(o, 0, sizeof *o);
+        o->kept_bytes = output == MSI_NONE ? 0 : c->stages[k + 1].input_bytes;
+        c->stages[k].carried_bytes = 0;
+    }
+    for (uint32_t i = s->store->slots.count; i < p->lives.count; i++) {
+        const msi_life *life = &p->lives.items[i];
+        const uint64_t bytes = msi_align(life->bytes), first = life->first,
+                       last = msi_counts_to(life);
+        const bool value = life->role == MSI_ROLE_VALUE && msi_is_droppable(g, life->tensor);
+        if (!value && life->role != MSI_ROLE_WORKSPACE) {
+            msi_add_range(c->carried.items, first, last, bytes);
+            if (first < p->backward_end && c->stages[c->at.items[first]].backward == first) {
+                c->stages[c->at.items[first]].carried_bytes -= bytes; // it is not there before
+            }
+            continue;
+        }
+        const uint32_t home =
+            c->stage_of[value ? g->tensors.items[life->tensor].producer : life->tensor];
+        const msi_chain_stage *stage = &c->stages[home];
+        const uint64_t forward_last = last < stage->forward_end ? last : stage->forward_end - 1ull;
+        const uint64_t backward_first = first > stage->backward ? first : stage->backward;
+        const uint64_t backward_last =
+            last < stage->backward_end ? last : stage->backward_end - 1ull;
+        if (first < stage->forward_end) {
+            msi_add_range(c->own.items, first, forward_last, bytes);
+        }
+        if (stage->backward_end > stage->backward) {
+            msi_add_range(c->own.items, backward_first, backward_last, bytes);
+        }
+        const bool output =
+            value && home + 1 < c->count && c->stages[home + 1].input == life->tensor;
+        if (value && !output && first < stage->forward_end && last >= stage->backward) {
+            c->stages[home].options[option].kept_bytes += bytes;
+        }
+    }
+    for (uint32_t i = 1; i <= count; i++) {
+        c->own.items[i] += c->own.items[i - 1];
+        c->carried.items[i] += c->carried.items[i - 1];
+    }
+    return true;
+}
+
+/* Fills in one option of all stages, from the program that has it everywhere. */
+static bool msi_measure_option(msi_chain *c, uint32_t option) {
+    const msi_program *p = &c->solver->plan->train;
+    const msi_graph *g = &c->solver->model->graph;
+    if (!msi_sum_stages(c, option)) {
+        return false;
+    }
+    for (uint32_t k = 0; k < c->count; k++) {
+        msi_chain_stage *stage = &c->stages[k];
+        msi_option *o = &stage->options[option];
+        stage->carried_bytes += c->carried.items[stage->backward];
+        for (uint32_t i = stage->forward; i < stage->forward_end; i++) {
+            const uint64_t own = c->own.items[i], both = own + c->carried.items[i];
+            o->pass_bytes = msi_max_u64(o->pass_bytes, own);
+            o->first_bytes = msi_max_u64(o->first_bytes, both);
+        }
+        for (uint32_t i = stage->backward; i < stage->backward_end; i++) {
+            const msi_instruction *at = &p->instructions.items[i];
+            o->backward_bytes =
+                msi_max_u64(o->backward_bytes, c->own.items[i] + c->carried.items[i]);
+            o->recompute_us +=
+                at->op == MSI_OP_RECOMPUTE ? g->layers.items[at->target].time.recompute_us : 0.0;
+        }
+    }
+    return true;
+}
+
+/* Times of a pass over a stage; the program that drops everything is lowered. */
+static void msi_time_stage(msi_chain *c, uint32_t number) {
+    msi_solver *s = c->solver;
+    const msi_graph *g = &s->model->graph;
+    msi_chain_stage *stage = &c->stages[number];
+    const uint32_t output = number + 1 < c->count ? c->stages[number + 1].input : MSI_NONE;
+    s->query++;
+    if (output != MSI_NONE) {
+        s->visited[g->tensors.items[output].producer] = s->query;
+    }
+    for (uint32_t i = stage->end; i-- > stage->first;) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
+        const bool leads = s->visited[i] == s->query;
+        stage->pass_us += leads ? l->time.recompute_us : 0.0;
+        stage->full_us += leads || s->plan->recomputed[i] ? l->time.recompute_us : 0.0;
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && leads; k++) {
+            if (in[k] != MSI_NONE && (reads >> k & 1) && msi_is_droppable(g, in[k]) &&
+                g->tensors.items[in[k]].producer >= stage->first) {
+                s->visited[g->tensors.items[in[k]].producer] = s->query;
+            }
+        }
+    }
+    stage->last_us = stage->options[stage->option_count - 1].recompute_us;
+}
+
+/* Measures what stages take with each of their options: first nothing is dropped but what nobody
+   reads, in the end everything that does not pass to the next stage. */
+static ms_result msi_find_options(msi_chain *c) {
+    msi_solver *s = c->solver;
+    const uint32_t tensors = s->model->graph.tensors.count;
+    uint32_t drops[MSI_CHAIN_STAGES], most = 0;
+    memcpy(s->plan->dropped, c->base, tensors);
+    for (uint32_t t = 0; t < tensors; t++) {
+        c->round[t] = c->base[t] ? 0 : UINT8_MAX;
+    }
+    for (uint32_t k = 0; k < c->count; k++) {
+        if (c->stages[k].input != MSI_NONE) {
+            s->plan->dropped[c->stages[k].input] = 0;
+        }
+        drops[k] = msi_count_drops(c, k);
+        most = drops[k] > most ? drops[k] : most;
+        c->stages[k].option_count = 1;
+    }
+    const uint32_t limit = MSI_CHAIN_OPTIONS, options = most < limit ? most + 1 : limit;
+    for (uint32_t option = 0; option < options; option++) {
+        for (uint32_t k = 0; k < c->count && option > 0; k++) {
+            const uint32_t end = drops[k] < options ? option : drops[k] * option / (options - 1);
+            uint32_t done =
+                drops[k] < options ? option - 1 : drops[k] * (option - 1) / (options - 1);
+            uint32_t layer, slot;
+            for (; done < end && msi_best_drop(c, k, &layer, &slot); done++) {
+                msi_drop_in_stage(c, k, layer, slot, option);
+                c->stages[k].option_count = option + 1;
+            }
+        }
+        const ms_result result = msi_try(s);
+        if (result != MS_RESULT_OK) {
+            return result;
+        }
+        msi_mark_recomputed(s);
+        if (!msi_measure_option(c, option)) {
+            return msi_fail_memory(s->model, "the solver", s->plan->train.instructions.count);
+        }
+    }
+    for (uint32_t k = 0; k < c->count; k++) {
+        msi_time_stage(c, k);
+    }
+    return MS_RESULT_OK;
+}
+
+/* One way to train a part: at least `floor` bytes; the part `a` with a_bytes beside it, and `b`
+   after it. Either may be missing. */
+typedef struct msi_source {
+    uint64_t floor, a_bytes;
+    const msi_part *a, *b;
+    double us;
+    uint8_t way, number;
+} msi_source;
+
+static void msi_offer(msi_chain *c, const msi_source *from, uint64_t bytes, double us) {
+    msi_point point;
+    point.bytes = bytes;
+    point.us = us;
+    point.way = from->way;
+    point.number = from->number;
+    if (bytes == c->low && us < c->lowest.us) {
+        c->lowest = point;
+    }
+    if (bytes > c->high) {
+        return;
+    }
+    const double share = sqrt((double)(bytes - c->low) / ((double)(c->high - c->low) + 1.0));
+    msi_point *bucket = &c->buckets.items[(uint32_t)(share * (double)c->width)];
+    if (us < bucket->us || (us <= bucket->us && bytes < bucket->bytes)) {
+        *bucket = point;
+    }
+}
+
+/* Walks the steps of a way: all numbers of bytes where it gets faster. In the first round only its
+   ends count, which say between what the part's points are. */
+static void msi_offer_way(msi_chain *c, const msi_source *from, bool ends) {
+    static const msi_part none = {0, 1};
+    static const msi_point nothing = {0, 0.0, 0, 0};
+    const msi_part *a = from->a ? from->a : &none, *b = from->b ? from->b : &none;
+    const msi_point *pa = from->a ? c->points.items + a->first : &nothing;
+    const msi_point *pb = from->b ? c->points.items + b->first : &nothing;
+    uint32_t ia = 0, ib = 0;
+    if (a->count == 0 || b->count == 0) {
+        return;
+    }
+    uint64_t bytes = msi_max_u64(from->floor, from->a_bytes + pa[0].bytes);
+    bytes = msi_max_u64(bytes, pb[0].bytes);
+    if (ends) {
+        const double us = from->us + pa[a->count - 1].us + pb[b->count - 1].us;
+        uint64_t end = msi_max_u64(bytes, from->a_bytes + pa[a->count - 1].bytes);
+        end = msi_max_u64(end, pb[b->count - 1].bytes);
+        c->low = bytes < c->low ? bytes : c->low;
+        if (us < c->fastest_us || (us <= c->fastest_us && end < c->high)) {
+            c->fastest_us = us;
+            c->high = end;
+        }
+        return;
+    }
+    for (;;) {
+        while (ia + 1 < a->count && from->a_bytes + pa[ia + 1].bytes <= bytes) {
+            ia++;
+        }
+        while (ib + 1 < b->count && pb[ib + 1].bytes <= bytes) {
+            ib++;
+        }
+        msi_offer(c, from, bytes, from->us + pa[ia].us + pb[ib].us);
+        const uint64_t next_a = ia + 1 < a->count ? from->a_bytes + pa[ia + 1].bytes : UINT64_MAX;
+        const uint64_t next_b = ib + 1 < b->count ? pb[ib + 1].bytes : UINT64_MAX;
+        bytes = next_a < next_b ? next_a : next_b;
+        if (bytes == UINT64_MAX) {
+            return;
+        }
+    }
+}
+
+/* Bytes of a forward of stage k that keeps what its option says: in the first pass, or in one
+   before the backward of stage t. */
+static uint64_t msi_forward_bytes(const msi_chain *c, uint32_t k, uint32_t option, uint32_t t) {
+    const msi_option *o = &c->stages[k].options[option];
+    return t + 1 == c->count ? o->first_bytes : o->pass_bytes + c->stages[t].carried_bytes;
+}
+
+/* Ways that begin with keeping stage s. */
+static void msi_offer_keep(msi_chain *c, bool kept, uint32_t s, uint32_t t, bool ends) {
+    const msi_chain_stage *stage = &c->stages[s];
+    const bool first = t + 1 == c->count;
+    const uint64_t held = kept ? c->stages[t].options[0].kept_bytes : 0;
+    msi_source from;
+    memset(&from, 0, sizeof from);
+    from.way = MSI_WAY_KEEP;
+    if (kept && s == t) { // it is done: its backward is left
+        from.floor = stage->options[0].backward_bytes;
+        msi_offer_way(c, &from, ends);
+        return;
+    }
+    for (uint32_t o = 0; o < stage->option_count; o++) {
+        from.number = (uint8_t)o;
+        from.floor =
+            msi_max_u64(held + msi_forward_bytes(c, s, o, t), stage->options[o].backward_bytes);
+        from.us = stage->options[o].recompute_us;
+        from.us += first ? 0.0 : s == t ? stage->last_us : stage->full_us;
+        if (s < t) {
+            from.a = msi_part_of(c, kept, s + 1, t);
+            from.a_bytes = stage->options[o].kept_bytes;
+        }
+        msi_offer_way(c, &from, ends);
+    }
+}
+
+/* Ways that begin with a pass from s to k that keeps nothing. */
+static void msi_offer_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t, bool ends) {
+    const bool first = t + 1 == c->count;
+    const uint64_t held = kept ? c->stages[t].options[0].kept_bytes : 0;
+    uint64_t floor = 0;
+    double us = 0.0;
+    for (uint32_t k = s + 1; k <= t; k++) {
+        const msi_chain_stage *before = &c->stages[k - 1], *stage = &c->stages[k];
+        const uint64_t input = k - 1 > s ? before->input_bytes : 0;
+        floor = msi_max_u64(floor, held + input +
+                                       msi_forward_bytes(c, k - 1, before->option_count - 1, t));
+        us += first ? 0.0 : before->pass_us;
+        msi_source from;
+        from.floor = floor;
+        from.us = us;
+        from.number = (uint8_t)k;
+        from.way = MSI_WAY_CHECKPOINT;
+        from.a = msi_part_of(c, kept, k, t);
+        from.a_bytes = stage->input_bytes;
+        from.b = msi_part_of(c, false, s, k - 1);
+        msi_offer_way(c, &from, ends);
+        if (k < t) {
+            from.way = MSI_WAY_INNER;
+            from.floor =
+                msi_max_u64(floor, held + stage->input_bytes + msi_forward_bytes(c, k, 0, t));
+            from.us += first ? 0.0 : stage->full_us;
+            from.a = msi_part_of(c, kept, k + 1, t);
+            from.a_bytes = stage->options[0].kept_bytes;
+            from.b = msi_part_of(c, true, s, k);
+            msi_offer_way(c, &from, ends);
+        }
+    }
+}
+
+static void msi_offer_ways(msi_chain *c, bool kept, uint32_t s, uint32_t t, bool ends) {
+    msi_offer_keep(c, kept, s, t, ends);
+    msi_offer_passes(c, kept, s, t, ends);
+}
+
+/* The best ways to train stages s to t: those that are faster than all that take less. */
+static bool msi_fill_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint32_t width) {
+    c->low = c->high = UINT64_MAX;
+    c->fastest_us = c->lowest.us = INFINITY;
+    msi_offer_ways(c, kept, s, t, true);
+    c->width = width;
+    for (uint32_t i = 0; i < width; i++) {
+        c->buckets.items[i].us = INFINITY;
+        c->buckets.items[i].bytes = UINT64_MAX;
+    }
+    msi_offer_ways(c, kept, s, t, false);
+    if (!MSI_RESERVE(msi_point, c->solver->allocator, c->points, c->points.count + width + 1ull)) {
+        return false;
+    }
+    msi_part *part = msi_part_of(c, kept, s, t);
+    part->first = c->points.count;
+    part->count = 1;
+    double best = c->lowest.us;
+    c->points.items[c->points.count++] = c->lowest;
+    for (uint32_t i = 0; i < width; i++) {
+        const msi_point *point = &c->buckets.items[i];
+        if (point->us < best - 1e-9 * best) {
+            best = point->us;
+            c->points.items[c->points.count++] = *point;
+            part->count++;
+        }
+    }
+    return true;
+}
+
+/* Parts up to the end of the chain are few, and what is lost in them is lost for the whole. */
+static bool msi_fill_parts(msi_chain *c) {
+    const uint32_t n = c->count;
+    const uint64_t most = MSI_CHAIN_WORK / (1 + (uint64_t)n * n * n);
+    const uint32_t least = MSI_CHAIN_WIDTH, greatest = 512;
+    const uint32_t width = most < least ? least : most > greatest ? greatest : (uint32_t)most;
+    if (!MSI_RESERVE(msi_point, c->solver->allocator, c->buckets, MSI_CHAIN_WIDEST)) {
+        return false;
+    }
+    for (uint32_t length = 1; length <= n; length++) {
+        for (uint32_t s = 0; s + length <= n; s++) {
+            const uint32_t t = s + length - 1;
+            const bool last = t + 1 == n;
+            if ((!last && !msi_fill_part(c, true, s, t, width)) ||
+                !msi_fill_part(c, false, s, t, last ? (uint32_t)MSI_CHAIN_WIDEST : width)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+/* Which values stage k keeps in the pass `depth`. */
+static void msi_assign_stage(msi_chain *c, uint32_t k, uint32_t option, uint32_t depth) {
+    const msi_graph *g = &c->solver->model->graph;
+    const msi_chain_stage *stage = &c->stages[k];
+    for (uint32_t i = stage->first; i < stage->end; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+        const uint32_t made = (uint32_t)l->count[MSI_GROUP_OUT] + l->count[MSI_GROUP_SAVED];
+        for (uint32_t j = 0; j < made; j++) {
+            if (msi_is_inner(c, k, out[j])) {
+                const bool drops = c->round[out[j]] <= option;
+                c->solver->plan->dropped[out[j]] = (uint8_t)(depth + drops);
+            }
+        }
+    }
+}
+
+static void msi_assign_output(msi_chain *c, uint32_t k, uint32_t depth) {
+    if (c->stages[k + 1].input != MSI_NONE) {
+        c->solver->plan->dropped[c->stages[k + 1].input] = (uint8_t)depth;
+    }
+}
+
+/* Writes the best plan of a part for so many bytes into plan->dropped. */
+static void msi_assign_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint64_t bytes,
+                            uint32_t depth) {
+    for (;;) {
+        const msi_part *part = msi_part_of(c, kept, s, t);
+        const msi_point *point = &c->points.items[part->first];
+        for (uint32_t i = 1; i < part->count && point[1].bytes <= bytes; i++) {
+            point++;
+        }
+        if (point->way == MSI_WAY_CHECKPOINT) {
+            const uint32_t k = point->number;
+            msi_assign_output(c, k - 1, depth);
+            msi_assign_part(c, false, s, k - 1, bytes, depth + 1);
+            bytes -= c->stages[k].input_bytes;
+            s = k;
+            continue;
+        }
+        if (kept && s == t) {
+            return;
+        }
+        const uint32_t k = point->way == MSI_WAY_INNER ? point->number : s;
+        const uint32_t option = point->way == MSI_WAY_INNER ? 0 : point->number;
+        msi_assign_stage(c, k, option, depth);
+        if (point->way == MSI_WAY_INNER) {
+            msi_assign_part(c, true, s, k, bytes, depth + 1);
+        }
+        if (k == t) {
+            return;
+        }
+        msi_assign_output(c, k, depth);
+        bytes -= c->stages[k].options[option].kept_bytes;
+        s = k + 1;
+    }
+}
+
+/* Makes the plan of a point of the whole chain, laid out. */
+static ms_result msi_try_point(msi_chain *c, uint32_t number) {
+    msi_solver *s = c->solver;
+    const msi_part *all = msi_part_of(c, false, 0, c->count - 1);
+    memcpy(s->plan->dropped, c->base, s->model->graph.tensors.count);
+    msi_assign_part(c, false, 0, c->count - 1, c->points.items[all->first + number].bytes, 0);
+    const ms_result result = msi_try(s);
     bool fits;
-    budget = goal == MSI_GOAL_SMALLEST ? 0 : budget; // which no rung meets
+    return result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
+}
+
+/* Keeps the plan as it stands, laid out, if it is better than the best so far: one that fits before
+   one that does not, then the faster one, then the smaller. */
+static void msi_keep_best(msi_solver *s, uint64_t budget) {
+    const uint64_t bytes = s->plan->arena_bytes;
+    const double us = s->plan->train.step_us;
+    const bool fits = bytes <= budget;
+    const bool faster = us < s->best_us || (us <= s->best_us && bytes < s->best_bytes);
+    const bool smaller = bytes < s->best_bytes || (bytes == s->best_bytes && us < s->best_us);
+    if (!s->found || (fits && !s->fits) || (fits == s->fits && (fits ? faster : smaller))) {
+        s->found = true;
+        s->fits = fits;
+        s->best_early = s->plan->early_update;
+        s->best_us = us;
+        s->best_bytes = bytes;
+        memcpy(s->best, s->plan->dropped, s->model->graph.tensors.count);
+    }
+}
+
+/* Tries points of the chain from the fastest that should fit: its layout may waste some bytes, and
+   then slower ones follow, or it may need less than it should, and then faster ones do. */
+static ms_result msi_search_points(msi_chain *c, uint64_t budget) {
+    msi_solver *s = c->solver;
+    const msi_part *all = msi_part_of(c, false, 0, c->count - 1);
+    const msi_point *points = c->points.items + all->first;
+    const uint64_t slots = s->store->slot_bytes;
+    uint32_t k = 0, step = 1;
+    ms_result result = MS_RESULT_OK;
+    bool fits = false;
+    while (k + 1 < all->count && slots + points[k + 1].bytes <= budget) {
+        k++;
+    }
+    for (uint32_t tries = 0; tries < MSI_CHAIN_TRIES && result == MS_RESULT_OK; tries++) {
+        result = msi_try_point(c, k);
+        if (result == MS_RESULT_OK) {
+            msi_keep_best(s, budget);
+        }
+        fits = s->plan->arena_bytes <= budget;
+        if (fits || k == 0) {
+            break;
+        }
+        step = tries < MSI_CHAIN_TRIES / 3 ? 1 : step * 2;
+        k = k > step ? k - step : 0;
+    }
+    for (step = 1; fits && result == MS_RESULT_OK && k + step < all->count; step *= 2) {
+        result = msi_try_point(c, k + step);
+        fits = s->plan->arena_bytes <= budget;
+        k += step;
+        if (result == MS_RESULT_OK && fits) {
+            msi_keep_best(s, budget);
+        }
+    }
+    for (k = 0; !s->fits && result == MS_RESULT_OK && k < 4 && k < all->count; k++) {
+        result = msi_try_point(c, k);
+        if (result == MS_RESULT_OK) {
+            msi_keep_best(s, budget);
+        }
+    }
+    return result;
+}
+
+static void msi_chain_free(msi_chain *c) {
+    const ms_allocator *a = c->solver->allocator;
+    const msi_graph *g = &c->solver->model->graph;
+    MSI_LIST_FREE(uint32_t, a, c->at);
+    MSI_LIST_FREE(uint64_t, a, c->own);
+    MSI_LIST_FREE(uint64_t, a, c->carried);
+    MSI_LIST_FREE(msi_point, a, c->points);
+    MSI_LIST_FREE(msi_point, a, c->buckets);
+    msi_release(a, c->parts, 2ull * c->count * c->count * sizeof *c->parts);
+    msi_release(a, c->stage_of, g->layers.count * sizeof(uint32_t));
+    msi_release(a, c->round, g->tensors.count);
+    msi_release(a, c, sizeof *c);
+}
+
+/* Plans the graph as a chain, if it is one: the best plan is kept. */
+static ms_result msi_search_chain(msi_solver *s, uint64_t budget) {
+    const msi_graph *g = &s->model->graph;
+    msi_chain *c = (msi_chain *)msi_alloc_zeroed(s->allocator, sizeof *c);
+    if (!c) {
+        return msi_fail_memory(s->model, "the solver", sizeof *c);
+    }
+    c->solver = s;
+    c->base = s->base;
+    c->round = (uint8_t *)msi_alloc(s->allocator, g->tensors.count);
+    c->stage_of = (uint32_t *)msi_alloc(s->allocator, g->layers.count * sizeof(uint32_t));
+    ms_result result = MS_RESULT_OK;
+    bool enough = c->round && c->stage_of;
+    if (enough) {
+        msi_cut_stages(c);
+        const uint64_t bytes = 2ull * c->count * c->count * sizeof *c->parts;
+        c->parts = (msi_part *)msi_alloc_zeroed(s->allocator, bytes);
+        enough = c->parts != NULL;
+    }
+    if (enough && c->count > 1) {
+        result = msi_find_options(c);
+        enough = result != MS_RESULT_OK || msi_fill_parts(c);
+        result = enough && result == MS_RESULT_OK ? msi_search_points(c, budget) : result;
+    }
+    msi_chain_free(c);
+    return enough ? result : msi_fail_memory(s->model, "the solver", sizeof(msi_point));
+}
+
+/* Chooses plan->dropped and plan->early_update, and leaves the program lowered and laid out: by the
+   ladder or as a chain, whichever is better. */
+static ms_result msi_choose_plan(msi_solver *s, msi_goal goal, uint64_t budget) {
+    const uint32_t tensors = s->model->graph.tensors.count;
+    bool fits;
+    budget = goal == MSI_GOAL_SMALLEST ? 0 : budget; // which no plan meets
+    memcpy(s->base, s->plan->dropped, tensors);
     ms_result result = msi_first_rungs(s, goal, budget, &fits);
     if (result != MS_RESULT_OK || fits) {
         return result;
     }
+    const bool forced = s->drops.count > 0, early = s->plan->early_update;
     result = msi_climb_to(s, budget, &fits);
-    if (result != MS_RESULT_OK || fits) {
+    result = result == MS_RESULT_OK && !fits ? msi_smallest(s) : result;
+    if (result != MS_RESULT_OK) {
         return result;
     }
-    return s->largest && goal != MSI_GOAL_SMALLEST ? msi_follow(s) : msi_smallest(s);
+    msi_keep_best(s, budget);
+    if (msi_may_use(s->model, MS_TECHNIQUE_CHECKPOINTING) && !forced) {
+        s->plan->early_update = early;
+        result = msi_search_chain(s, budget);
+    }
+    if (result == MS_RESULT_OK) {
+        s->plan->early_update = s->best_early;
+        memcpy(s->plan->dropped, s->best, tensors);
+        result = msi_try(s);
+    }
+    result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
+    const bool follow = s->largest && goal != MSI_GOAL_SMALLEST && !s->fits;
+    return result == MS_RESULT_OK && follow ? msi_follow(s) : result;
 }
 
 static ms_result msi_solve(msi_solver *s, msi_goal goal, uint64_t budget) {
     if (goal == MSI_GOAL_FOLLOW) {
         return msi_follow(s);
     }
-    ms_result result = msi_find_rung(s, goal, budget);
+    ms_result result = msi_choose_plan(s, goal, budget);
     const bool relax = s->plan->early_update && s->model->config.early_update != MS_SWITCH_ON;
     result = result == MS_RESULT_OK && relax ? msi_relax_updates(s) : result;
     const bool exceeds = s->largest && s->plan->arena_bytes > s->room;
@@ -6170,7 +6988,7 @@ static ms_result msi_solve(msi_solver *s, msi_goal goal, uint64_t budget) {
 }
 
 static uint64_t msi_solver_bytes(const msi_graph *g) {
-    return g->tensors.count * (uint64_t)sizeof(uint64_t) +
+    return g->tensors.count * (uint64_t)(sizeof(uint64_t) + 2 * sizeof(uint8_t)) +
            g->layers.count * (uint64_t)(sizeof(uint64_t) + 2 * sizeof(uint32_t));
 }
 
@@ -6189,6 +7007,8 @@ static bool msi_solver_init(msi_solver *s, ms_model *m, const msi_store *store, 
     s->weight = s->below + g->tensors.count;
     s->visited = (uint32_t *)(s->weight + layers);
     s->segment = s->visited + layers;
+    s->base = (uint8_t *)(s->segment + layers);
+    s->best = s->base + g->tensors.count;
     if (msi_lowering_init(&s->lowering, m, store, plan)) {
         return true;
     }
