@@ -1176,7 +1176,7 @@ MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source);
 MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number);
 
 /* For each layer, in order, what was decided about each technique, and by which rule. Errors:
-   INVALID, ORDER (no plan yet). */
+   INVALID, ORDER (no plan yet), OUT_OF_MEMORY. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_visit_decisions(const ms_model *model,
                                                              ms_decision_fn visit, void *user);
 
@@ -1214,8 +1214,9 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_metrics_write(const ms_model *model
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_visit_events(const ms_model *model, ms_program program,
                                                           ms_event_fn visit, void *user);
 
-/* Listings for people: the plan, a line per layer, and a program, a line per instruction with its
-   number, op, layer, operands with addresses, and live bytes. Errors: INVALID, ORDER. */
+/* Listings for people: the plan, with a line per layer and the rules that decided; and a program, a
+   line per instruction with its number, op, layer, operands with addresses, and live bytes. Errors:
+   INVALID, ORDER; OUT_OF_MEMORY (of ms_print_plan). */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_plan(const ms_model *model, ms_write_fn write,
                                                         void *user);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_program(const ms_model *model,
@@ -1952,6 +1953,18 @@ static msi_size_text msi_size(uint64_t bytes) {
         unit++;
     }
     snprintf(s.text, sizeof s.text, unit ? "%.2f %s" : "%.0f %s", value, units[unit]);
+    return s;
+}
+
+static msi_size_text msi_time(double us) {
+    static const char *const units[] = {"us", "ms", "s"};
+    msi_size_text s;
+    int unit = 0;
+    while (us >= 1000.0 && unit < 2) {
+        us /= 1000.0;
+        unit++;
+    }
+    snprintf(s.text, sizeof s.text, "%.*f %s", us < 10.0 ? 2 : us < 100.0 ? 1 : 0, us, units[unit]);
     return s;
 }
 
@@ -3802,6 +3815,8 @@ static const uint32_t msi_mode_techniques[MS_MODE_COUNT] = {
 
 static const char *const msi_mode_names[] = {"BALANCED", "CONSERVATIVE", "AGGRESSIVE"};
 
+static const char *const msi_source_names[] = {"rule", "user_config", "policy"};
+
 static const char *const msi_technique_names[] = {
     "checkpointing", "early update", "offloading", "tiling", "mixed precision", "8-bit optimizer"};
 
@@ -3828,6 +3843,10 @@ static uint32_t msi_allowed(const ms_model *m, ms_mode mode) {
         mask = is == MS_SWITCH_ON ? mask | 1u << t : is == MS_SWITCH_OFF ? mask & ~(1u << t) : mask;
     }
     return mask & MSI_BUILT & ~(msi_early_fault(m) ? MSI_EARLY_UPDATE : 0u);
+}
+
+static double msi_pressure(const msi_plan *plan) {
+    return (double)plan->plain_bytes / (double)plan->budget_bytes;
 }
 
 static bool msi_may_use(const ms_model *m, ms_technique technique) {
@@ -3873,6 +3892,393 @@ static ms_result msi_check_built(ms_model *m) {
         }
     }
     return MS_RESULT_OK;
+}
+
+/* What can hold for one technique on one layer, in the plan that is in force. */
+enum {
+    MSI_FACT_APPLIED = 1 << 0,
+    MSI_FACT_FORCED = 1 << 1, // all that is applied
+    MSI_FACT_ON = 1 << 2,
+    MSI_FACT_SMALLEST = 1 << 3,
+    MSI_FACT_FREES = 1 << 4, // something from forward to backward
+    MSI_FACT_DETACHED = 1 << 5,
+    MSI_FACT_FORBIDDEN = 1 << 6,
+    MSI_FACT_OFF = 1 << 7,
+    MSI_FACT_BEYOND_MODE = 1 << 8,
+    MSI_FACT_SHARED_MEMORY = 1 << 9,
+    MSI_FACT_NOT_NATIVE = 1 << 10,
+    MSI_FACT_NOT_BUILT = 1 << 11,
+    MSI_FACT_PLAIN_FITS = 1 << 12,
+    /* Of the largest tensor of the layer that is left as it is. */
+    MSI_FACT_UNREAD = 1 << 13,
+    MSI_FACT_RUNS_ONCE = 1 << 14,
+    MSI_FACT_OUTPUT = 1 << 15,
+    MSI_FACT_PINNED = 1 << 16,
+    MSI_FACT_NOT_IDLE = 1 << 17,
+    MSI_FACT_NO_GRADIENT = 1 << 18,
+    MSI_FACT_ALL_GRADIENTS = 1 << 19,
+    MSI_FACT_BORROWED = 1 << 20,
+    MSI_FACT_READ_AGAIN = 1 << 21,
+    MSI_FACT_SHARED_PARAM = 1 << 22,
+    MSI_FACT_LATE = 1 << 23
+};
+
+typedef struct msi_rule {
+    ms_rule text;
+    uint32_t techniques; // that it is asked for
+    uint32_t facts;      // it fires where all of these hold
+} msi_rule;
+
+/* The first that fires has decided; the last always does. */
+static const msi_rule msi_rules[] = {
+    {{"forced", "it is forced on all that it is applied to",
+      "what is forced is part of every plan, whatever the budget"},
+     MSI_ANY,
+     MSI_FACT_APPLIED | MSI_FACT_FORCED},
+    {{"switched-on", "early_update is ON", "ON updates at once, whatever the budget"},
+     MSI_EARLY_UPDATE,
+     MSI_FACT_APPLIED | MSI_FACT_ON},
+    {{"smallest", "force_optimize is set, and the arena is smaller with it",
+      "the smallest arena is asked for, whatever the budget"},
+     MSI_ANY,
+     MSI_FACT_APPLIED | MSI_FACT_FREES | MSI_FACT_SMALLEST},
+    {{"checkpoint", "without it the arena would exceed the budget",
+      "the fastest plan found that meets the budget drops what the layer makes in forward, and "
+      "recomputes it in backward"},
+     MSI_CHECKPOINTING,
+     MSI_FACT_APPLIED | MSI_FACT_FREES},
+    {{"on-the-way", "a recomputation reads what the layer makes, and no backward does",
+      "no plan keeps that, so it is made again on the way to what comes back"},
+     MSI_CHECKPOINTING,
+     MSI_FACT_APPLIED},
+    {{"early-update", "without it the arena would exceed the budget",
+      "an update inside backward ends the life of the gradient, at no cost in time"},
+     MSI_EARLY_UPDATE,
+     MSI_FACT_APPLIED},
+    {{"detached", "the model is detached", "the plain plan uses nothing, whatever is forced"},
+     MSI_ANY,
+     MSI_FACT_DETACHED},
+    {{"forbidden", "it is forbidden for the layer, or for the tensor of it that matters most",
+      "what is forbidden is part of no plan"},
+     MSI_ANY,
+     MSI_FACT_FORBIDDEN},
+    {{"off", "its switch is OFF", "what is switched off is part of no plan"},
+     MSI_ANY,
+     MSI_FACT_OFF},
+    {{"mode", "the mode does not have it, and its switch is at DEFAULT",
+      "a mode bounds what may be done to a model; a bolder one has it, and ON brings it to any"},
+     MSI_ANY,
+     MSI_FACT_BEYOND_MODE},
+    {{"shared-memory", "the device computes in the memory of the host",
+      "what is copied out takes as much of the same memory"},
+     MSI_OFFLOADING,
+     MSI_FACT_SHARED_MEMORY},
+    {{"not-native", "the device does not say that it computes in BF16 or FP16",
+      "arithmetic that is emulated is slower"},
+     MSI_MIXED,
+     MSI_FACT_NOT_NATIVE},
+    {{"not-built", "this version does not have it",
+      "it has its place in modes and switches, and no plan uses it yet"},
+     MSI_ANY,
+     MSI_FACT_NOT_BUILT},
+    {{"smart-skip", "the plain arena is within the budget",
+      "nothing has to be done, so nothing is"},
+     MSI_ANY,
+     MSI_FACT_PLAIN_FITS},
+    {{"unread", "no backward reads what the layer makes",
+      "its values end with their last reader in forward, as in the plain plan"},
+     MSI_CHECKPOINTING,
+     MSI_FACT_UNREAD},
+    {{"runs-once", "no_recompute is set, or the layer writes gradients in forward",
+      "a second run would not do what the first one did"},
+     MSI_CHECKPOINTING,
+     MSI_FACT_RUNS_ONCE},
+    {{"output", "what the layer makes is the loss, or kept by ms_set_output",
+      "the trainer may read it behind the step"},
+     MSI_CHECKPOINTING,
+     MSI_FACT_OUTPUT},
+    {{"recompute-reads", "recompute_reads of the layer names it",
+      "what a layer is recomputed from cannot be dropped"},
+     MSI_CHECKPOINTING,
+     MSI_FACT_PINNED},
+    {{"not-idle", "no layer runs between its last use in forward and its first in backward",
+      "there is no time in which its memory would be free"},
+     MSI_CHECKPOINTING,
+     MSI_FACT_NOT_IDLE},
+    {{"no-gradient", "the layer has no param that learns", "there is nothing to update"},
+     MSI_EARLY_UPDATE,
+     MSI_FACT_NO_GRADIENT},
+    {{"all-gradients", "accumulation, clipping, or an optimizer that leaves updates to the trainer",
+      "no gradient may be used up before all of them are complete"},
+     MSI_EARLY_UPDATE,
+     MSI_FACT_ALL_GRADIENTS},
+    {{"borrowed", "the gradient is borrowed", "its memory is the trainer's, not the arena's"},
+     MSI_EARLY_UPDATE,
+     MSI_FACT_BORROWED},
+    {{"read-again", "a layer without a backward reads the param",
+      "that layer could be recomputed behind the update, and would see the new value"},
+     MSI_EARLY_UPDATE,
+     MSI_FACT_READ_AGAIN},
+    {{"shared", "an earlier layer uses the param too",
+      "backward comes to that layer last, and its line tells what became of the gradient"},
+     MSI_EARLY_UPDATE,
+     MSI_FACT_SHARED_PARAM},
+    {{"late", "other params are updated inside backward, and this one may wait",
+      "the arena is as small, and an update right behind the backward of its layer can be slow"},
+     MSI_EARLY_UPDATE,
+     MSI_FACT_LATE},
+    {{"no-gain", "force_optimize is set, and the arena would be no smaller with it",
+      "it would cost time for nothing"},
+     MSI_ANY,
+     MSI_FACT_SMALLEST},
+    {{"fits", "none of the above", "the fastest plan found meets the budget without it"},
+     MSI_ANY,
+     0}};
+
+enum { MSI_RULE_COUNT = sizeof msi_rules / sizeof msi_rules[0] };
+
+/* What a plan does, found by layer and by tensor, so that the rules can be asked. */
+typedef struct msi_review {
+    const ms_model *model;
+    const msi_plan *plan;
+    uint32_t *forward; // per layer: its instruction in forward
+    uint32_t *again;   // per layer: how often it is recomputed
+    uint32_t *update;  // per tensor: the instruction that updates it, or MSI_NONE
+} msi_review;
+
+static uint64_t msi_review_bytes(const msi_graph *g) {
+    return (2ull * g->layers.count + g->tensors.count) * sizeof(uint32_t);
+}
+
+static bool msi_review_init(msi_review *r, const ms_model *m, const msi_plan *plan) {
+    const msi_graph *g = &m->graph;
+    const msi_program *p = &plan->train;
+    r->model = m;
+    r->plan = plan;
+    r->forward = (uint32_t *)msi_alloc_zeroed(&m->config.allocator, msi_review_bytes(g));
+    if (!r->forward) {
+        return false;
+    }
+    r->again = r->forward + g->layers.count;
+    r->update = r->again + g->layers.count;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        r->update[t] = MSI_NONE;
+    }
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        switch (i->op) {
+        case MSI_OP_FORWARD:
+            r->forward[i->target] = now;
+            break;
+        case MSI_OP_RECOMPUTE:
+            r->again[i->target]++;
+            break;
+        case MSI_OP_UPDATE:
+            r->update[i->target] = now;
+            break;
+        default:
+            break;
+        }
+    }
+    return true;
+}
+
+static void msi_review_free(msi_review *r) {
+    msi_release(&r->model->config.allocator, r->forward, msi_review_bytes(&r->model->graph));
+}
+
+/* Whether a technique is applied to a tensor, at this layer. */
+static bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique technique,
+                           uint32_t tensor) {
+    const msi_tensor *t = &r->model->graph.tensors.items[tensor];
+    switch (technique) {
+    case MS_TECHNIQUE_CHECKPOINTING:
+        return r->plan->dropped[tensor] && t->last_reader != MSI_NONE;
+    case MS_TECHNIQUE_EARLY_UPDATE:
+        return r->update[tensor] < r->plan->train.backward_end && t->last_gradient == layer;
+    default:
+        return false;
+    }
+}
+
+/* Whether a technique could matter for a tensor that it is not applied to. */
+static bool msi_matters(const msi_review *r, uint32_t layer, ms_technique technique,
+                        uint32_t tensor) {
+    const msi_graph *g = &r->model->graph;
+    const msi_tensor *t = &g->tensors.items[tensor];
+    return technique == MS_TECHNIQUE_CHECKPOINTING
+               ? t->last_reader != MSI_NONE || t->kept || tensor == g->loss || t->pinned
+           : technique == MS_TECHNIQUE_EARLY_UPDATE ? msi_is_trained(t) && t->last_gradient == layer
+                                                    : true;
+}
+
+/* Between its uses in forward and in backward a value lies idle while layers run. */
+static bool msi_lies_idle(const msi_review *r, uint32_t tensor) {
+    const msi_program *p = &r->plan->train;
+    const uint32_t producer = r->model->graph.tensors.items[tensor].producer;
+    const msi_instruction *i = &p->instructions.items[r->forward[producer]];
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const uint32_t index = p->operands.items[i->operand_first + k].life;
+        const msi_life *life = index == MSI_NONE ? NULL : &p->lives.items[index];
+        if (!life || life->tensor != tensor || life->role != MSI_ROLE_VALUE ||
+            life->idle_last == MSI_NONE) {
+            continue;
+        }
+        for (uint32_t now = life->idle_first + 1; now < life->idle_last; now++) {
+            if (p->instructions.items[now].op <= MSI_OP_EVAL) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+static uint32_t msi_fact(uint32_t fact, bool holds) {
+    return holds ? fact : 0;
+}
+
+/* Facts of a technique that hold for every layer. */
+static uint32_t msi_common_facts(const msi_review *r, ms_technique technique) {
+    const ms_model *m = r->model;
+    const ms_switch is = msi_switch_of(&m->config, technique);
+    const bool plain_fits = m->goal == MSI_GOAL_BUDGET && is != MS_SWITCH_ON &&
+                            r->plan->plain_bytes <= r->plan->budget_bytes;
+    const bool beyond =
+        is == MS_SWITCH_DEFAULT && !(msi_mode_techniques[m->choice.mode] >> technique & 1);
+    return msi_fact(MSI_FACT_ON, is == MS_SWITCH_ON) | msi_fact(MSI_FACT_OFF, is == MS_SWITCH_OFF) |
+           msi_fact(MSI_FACT_SMALLEST, m->goal == MSI_GOAL_SMALLEST) |
+           msi_fact(MSI_FACT_DETACHED, m->goal == MSI_GOAL_PLAIN) |
+           msi_fact(MSI_FACT_BEYOND_MODE, beyond) |
+           msi_fact(MSI_FACT_SHARED_MEMORY, m->hardware.kind != MS_DEVICE_DISCRETE) |
+           msi_fact(MSI_FACT_NOT_NATIVE, !m->hardware.bf16 && !m->hardware.fp16_tensor) |
+           msi_fact(MSI_FACT_NOT_BUILT, !(MSI_BUILT >> technique & 1)) |
+           msi_fact(MSI_FACT_PLAIN_FITS, plain_fits);
+}
+
+/* Facts of the tensor of a layer that a technique is not applied to; MSI_NONE: there is none. */
+static uint32_t msi_checkpointing_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
+    const msi_graph *g = &r->model->graph;
+    if (tensor == MSI_NONE || !msi_matters(r, layer, MS_TECHNIQUE_CHECKPOINTING, tensor)) {
+        return MSI_FACT_UNREAD;
+    }
+    const msi_tensor *t = &g->tensors.items[tensor];
+    return msi_fact(MSI_FACT_RUNS_ONCE, !msi_can_recompute(&g->layers.items[layer])) |
+           msi_fact(MSI_FACT_OUTPUT, t->kept || tensor == g->loss) |
+           msi_fact(MSI_FACT_PINNED, t->pinned) |
+           msi_fact(MSI_FACT_NOT_IDLE, !msi_lies_idle(r, tensor));
+}
+
+static uint32_t msi_early_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
+    const msi_tensor *t = tensor == MSI_NONE ? NULL : &r->model->graph.tensors.items[tensor];
+    if (!t || !msi_is_trained(t) || t->last_gradient == MSI_NONE) {
+        return MSI_FACT_NO_GRADIENT;
+    }
+    return msi_fact(MSI_FACT_ALL_GRADIENTS, msi_early_fault(r->model) != NULL) |
+           msi_fact(MSI_FACT_BORROWED, msi_is_borrowed(t, MSI_ROLE_GRADIENT)) |
+           msi_fact(MSI_FACT_READ_AGAIN, !t->updates_early) |
+           msi_fact(MSI_FACT_SHARED_PARAM, t->last_gradient != layer) |
+           msi_fact(MSI_FACT_LATE, r->plan->early_update);
+}
+
+static const ms_rule *msi_find_rule(ms_technique technique, uint32_t facts) {
+    uint32_t k = 0;
+    while (!(msi_rules[k].techniques >> technique & 1) ||
+           (msi_rules[k].facts & facts) != msi_rules[k].facts) {
+        k++;
+    }
+    return &msi_rules[k].text;
+}
+
+/* Whether a tensor tells more than another why a technique is not applied: one that matters, then
+   the larger one, then the first. */
+static bool msi_tells_more(const msi_review *r, uint32_t layer, ms_technique technique, uint32_t a,
+                           uint32_t b) {
+    const msi_tensor *tensors = r->model->graph.tensors.items;
+    if (b == MSI_NONE) {
+        return true;
+    }
+    const bool first = msi_matters(r, layer, technique, a);
+    return first != msi_matters(r, layer, technique, b) ? first
+                                                        : tensors[a].bytes > tensors[b].bytes;
+}
+
+/* Adds up the tensors of a layer that a technique is applied to; returns, of the others, the one
+   that tells most. */
+static uint32_t msi_gather(const msi_review *r, ms_decision *d, uint32_t *facts) {
+    const msi_graph *g = &r->model->graph;
+    const uint32_t layer = d->layer.id - 1;
+    const msi_layer *l = &g->layers.items[layer];
+    const uint32_t *operands = msi_group(g, l, MSI_GROUP_IN);
+    uint32_t left = MSI_NONE;
+    bool forced = true;
+    for (uint32_t k = l->count[MSI_GROUP_IN]; k < msi_group_start(l, MSI_GROUP_STATE); k++) {
+        const uint32_t index = operands[k];
+        const msi_tensor *t = index == MSI_NONE ? NULL : &g->tensors.items[index];
+        bool listed = false; // in an earlier slot
+        for (uint32_t j = l->count[MSI_GROUP_IN]; j < k; j++) {
+            listed |= operands[j] == index;
+        }
+        if (!t || listed || !(msi_technique_kinds[d->technique] >> t->kind & 1)) {
+            continue;
+        }
+        if (msi_is_applied(r, layer, d->technique, index)) {
+            d->saved_bytes += msi_align(t->bytes);
+            forced &= t->technique[d->technique] == MS_SWITCH_ON;
+        } else if (msi_tells_more(r, layer, d->technique, index, left)) {
+            left = index;
+        }
+    }
+    *facts |= msi_fact(MSI_FACT_APPLIED | MSI_FACT_FREES, d->saved_bytes > 0) |
+              msi_fact(MSI_FACT_FORCED, d->saved_bytes > 0 && forced);
+    return left;
+}
+
+/* What was decided about a technique for a layer: read from the plan, and explained by the first
+   rule whose facts hold. */
+static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_technique technique) {
+    const msi_graph *g = &r->model->graph;
+    uint32_t facts = msi_common_facts(r, technique);
+    ms_decision d;
+    memset(&d, 0, sizeof d);
+    d.layer.id = layer + 1;
+    d.technique = technique;
+    const uint32_t left = msi_gather(r, &d, &facts);
+    if (technique == MS_TECHNIQUE_CHECKPOINTING) {
+        d.added_us = r->again[layer] * g->layers.items[layer].time.recompute_us;
+        facts |= msi_fact(MSI_FACT_APPLIED, r->again[layer] > 0);
+        facts |= msi_checkpointing_facts(r, layer, left);
+    } else if (technique == MS_TECHNIQUE_EARLY_UPDATE) {
+        facts |= msi_early_facts(r, layer, left);
+    }
+    facts |=
+        msi_fact(MSI_FACT_FORBIDDEN,
+                 left != MSI_NONE && g->tensors.items[left].technique[technique] == MS_SWITCH_OFF);
+    d.is_applied = facts & MSI_FACT_APPLIED;
+    d.rule = msi_find_rule(technique, facts);
+    return d;
+}
+
+/* What was decided about a technique, over all layers. */
+typedef struct msi_total {
+    uint32_t layers; // that it is applied to
+    uint64_t saved_bytes;
+    double added_us;
+    const ms_rule *rule; // of the first layer
+    bool differs;        // other layers have other rules
+} msi_total;
+
+static msi_total msi_total_of(const msi_review *r, ms_technique technique) {
+    msi_total total;
+    memset(&total, 0, sizeof total);
+    for (uint32_t i = 0; i < r->model->graph.layers.count; i++) {
+        const ms_decision d = msi_decision(r, i, technique);
+        total.layers += d.is_applied;
+        total.saved_bytes += d.saved_bytes;
+        total.added_us += d.added_us;
+        total.rule = i == 0 ? d.rule : total.rule;
+        total.differs |= d.rule != total.rule;
+    }
+    return total;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -9066,17 +9472,67 @@ static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_g
     return MS_RESULT_OK;
 }
 
+/* Tells the log what was decided: a line on all of it, and one on each layer that something is
+   applied to. */
+static void msi_log_decisions(const ms_model *m, const msi_review *r) {
+    const msi_plan *plan = m->plan;
+    msi_log(m, MS_LOG_INFO, "rules",
+            "mode %s (%s), pressure %.3f; a step is predicted to take %s, a plain one %s",
+            msi_mode_names[m->choice.mode], msi_source_names[m->choice.source], msi_pressure(plan),
+            msi_time(plan->train.step_us).text, msi_time(plan->plain_step_us).text);
+    for (int technique = 0; technique < MS_TECHNIQUE_COUNT; technique++) {
+        const msi_total total = msi_total_of(r, (ms_technique)technique);
+        msi_log(m, MS_LOG_INFO, "rules", "%s: %u of %u layers, %s held no longer, %s added%s%s",
+                msi_technique_names[technique], (unsigned)total.layers,
+                (unsigned)m->graph.layers.count, msi_size(total.saved_bytes).text,
+                msi_time(total.added_us).text, total.differs ? "" : "; rule ",
+                total.differs ? "" : total.rule->id);
+        for (uint32_t i = 0; i < m->graph.layers.count && total.layers > 0; i++) {
+            const ms_decision d = msi_decision(r, i, (ms_technique)technique);
+            if (d.is_applied) {
+                msi_log(m, MS_LOG_DEBUG, "rules",
+                        "%s of layer \"%s\": %s held no longer, %s added; "
+                        "rule %s",
+                        msi_technique_names[technique], msi_layer_name(m, i),
+                        msi_size(d.saved_bytes).text, msi_time(d.added_us).text, d.rule->id);
+            }
+        }
+    }
+}
+
+/* As msi_adopt, and tells the log why. What that takes is allocated first, so that nothing can fail
+   behind the change. */
+static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
+    msi_review review;
+    if (!m->config.log) {
+        return msi_adopt(m, store, plans, goal);
+    }
+    if (!msi_review_init(&review, m, plans)) {
+        msi_plans_and_store_free(m, store, plans);
+        return msi_fail_memory(m, "the decisions", msi_review_bytes(&m->graph));
+    }
+    const ms_result result = msi_adopt(m, store, plans, goal);
+    if (result == MS_RESULT_OK) {
+        msi_log_decisions(m, &review);
+    }
+    msi_review_free(&review);
+    return result;
+}
+
 static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
     msi_store *store;
     msi_plan *plans;
     if (!m) {
         return MS_RESULT_INVALID;
     }
+    const msi_choice choice = m->choice;
     ms_result result = msi_check_between_steps(m, function);
     result =
         result == MS_RESULT_OK && m->store && !m->config.dry_run ? msi_settle_steps(m) : result;
     result = result == MS_RESULT_OK ? msi_decide(m, goal, &store, &plans) : result;
-    return result == MS_RESULT_OK ? msi_adopt(m, store, plans, goal) : result;
+    result = result == MS_RESULT_OK ? msi_adopt_and_log(m, store, plans, goal) : result;
+    m->choice = result == MS_RESULT_OK ? m->choice : choice;
+    return result;
 }
 
 enum { MSI_MAX_PLANS = 64 };
@@ -9572,7 +10028,7 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->plain_step_us = plan->plain_step_us;
     r->stall_us = plan->train.stall_us;
     r->plan_hash = msi_hash_plan(m->store, plan);
-    r->pressure = (double)plan->plain_bytes / (double)plan->budget_bytes;
+    r->pressure = msi_pressure(plan);
     r->mode = m->choice.mode;
     r->decision_source = m->choice.source;
     r->early_update = msi_updates_inside(&plan->train);
@@ -9834,33 +10290,15 @@ static void msi_print_event(const ms_event *event, void *user) {
     msi_print(&to->out, "  | %llu\n", (unsigned long long)event->live_bytes);
 }
 
-/* One layer of the plan: what it keeps for backward, what it drops and recomputes. */
-static void msi_print_plan_layer(const ms_model *m, const msi_printer *out, uint32_t layer) {
-    const msi_graph *g = &m->graph;
-    const msi_layer *l = &g->layers.items[layer];
-    uint64_t kept = 0, dropped = 0;
-    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
-        const uint32_t *operands = msi_group(g, l, group);
-        for (uint32_t k = 0; k < l->count[group]; k++) {
-            if (operands[k] != MSI_NONE) {
-                const uint64_t bytes = g->tensors.items[operands[k]].bytes;
-                *(m->plan->dropped[operands[k]] ? &dropped : &kept) += bytes;
-            }
-        }
-    }
-    msi_print(out, "%5u  ", (unsigned)layer);
-    msi_print_name(out, msi_name(m, l->name), 24);
-    msi_print(out, " %14s %14s%s\n", kept ? msi_size(kept).text : "-",
-              dropped ? msi_size(dropped).text : "-",
-              m->plan->recomputed[layer] ? "  recompute" : "");
-}
-
 static void msi_print_summary(const ms_model *m, const msi_printer *out) {
     ms_memory_report r;
     msi_fill_report(m, &r);
     msi_print(out, "plain plan %s, budget %s, arena %s", msi_size(r.plain_bytes).text,
               msi_size(r.budget_bytes).text, msi_size(r.arena_bytes).text);
     msi_print(out, ", %s above the lower bound\n", msi_size(r.gap_bytes).text);
+    msi_print(out, "mode %s (%s), pressure %.3f; predicted: a step %s, a plain one %s\n",
+              msi_mode_names[r.mode], msi_source_names[r.decision_source], r.pressure,
+              msi_time(r.step_us).text, msi_time(r.plain_step_us).text);
     msi_print(out, "layers: %u, instructions: %u, recomputations: %u (%.1f %% of a step's work), ",
               (unsigned)r.layer_count, (unsigned)r.instruction_count, (unsigned)r.recompute_count,
               100.0 * r.recompute_share);
@@ -9873,6 +10311,121 @@ static void msi_print_summary(const ms_model *m, const msi_printer *out) {
         }
     }
     msi_print(out, "\n");
+}
+
+/* A line for each technique, with its rule where all layers have the same. */
+static void msi_print_techniques(const msi_printer *out, const msi_total *totals) {
+    msi_print(out, "\n%-16s %7s %14s %10s  %s\n", "technique", "layers", "held no longer", "added",
+              "rule");
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        const msi_total *t = &totals[k];
+        msi_print(out, "%-16s %7u %14s %10s  %s%s\n", msi_technique_names[k], (unsigned)t->layers,
+                  t->saved_bytes ? msi_size(t->saved_bytes).text : "-",
+                  t->added_us > 0.0 ? msi_time(t->added_us).text : "-",
+                  t->differs ? "by layer" : t->rule->id,
+                  MSI_BUILT >> k & 1 ? "" : ", not built in this version");
+    }
+}
+
+static uint64_t msi_kept_bytes(const ms_model *m, const msi_layer *l) {
+    uint64_t kept = 0;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
+        const uint32_t *operands = msi_group(&m->graph, l, group);
+        for (uint32_t k = 0; k < l->count[group]; k++) {
+            kept += operands[k] != MSI_NONE && !m->plan->dropped[operands[k]]
+                        ? m->graph.tensors.items[operands[k]].bytes
+                        : 0;
+        }
+    }
+    return kept;
+}
+
+/* Columns of the listing: a line ends with the last text in it. */
+typedef struct msi_columns {
+    const msi_printer *out;
+    int missing; // spaces
+} msi_columns;
+
+/* A text to the left, or to the right for a negative width. */
+static void msi_print_column(msi_columns *c, int width, const char *text) {
+    const int length = (int)strlen(text), room = width < 0 ? -width : width;
+    const int spaces = length < room ? room - length : 0;
+    c->missing += width < 0 ? spaces : 0;
+    if (length > 0) {
+        msi_print(c->out, "%*s", c->missing, "");
+        c->out->write(text, (size_t)length, c->out->user);
+        c->missing = 0;
+    }
+    c->missing += width < 0 ? 0 : spaces;
+}
+
+/* Whether the decisions on a technique stand in the lines of the layers. */
+static bool msi_is_by_layer(const msi_total *total) {
+    return total->layers > 0 || total->differs;
+}
+
+/* One layer: what it keeps, and what was decided by layer. */
+static void msi_print_layer(const msi_printer *out, const msi_review *r, const msi_total *totals,
+                            uint32_t layer) {
+    const ms_model *m = r->model;
+    const uint64_t kept = msi_kept_bytes(m, &m->graph.layers.items[layer]);
+    msi_columns c = {out, 2};
+    msi_print(out, "%5u", (unsigned)layer);
+    msi_print_column(&c, 24, msi_layer_name(m, layer));
+    msi_print_column(&c, -12, kept ? msi_size(kept).text : "-");
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        if (msi_is_by_layer(&totals[k])) {
+            const ms_decision d = msi_decision(r, layer, (ms_technique)k);
+            msi_print_column(&c, -3, d.is_applied ? "+" : "-");
+            c.missing++;
+            msi_print_column(&c, 15, d.rule->id);
+            msi_print_column(&c, -12, d.saved_bytes ? msi_size(d.saved_bytes).text : "");
+            if (totals[k].added_us > 0.0) {
+                msi_print_column(&c, -9, d.added_us > 0.0 ? msi_time(d.added_us).text : "");
+            }
+        }
+    }
+    msi_print(out, "\n");
+}
+
+static void msi_print_layers(const msi_printer *out, const msi_review *r, const msi_total *totals) {
+    msi_columns c = {out, 2};
+    msi_print(out, "\nlayer");
+    msi_print_column(&c, 24, "name");
+    msi_print_column(&c, -12, "kept");
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        if (msi_is_by_layer(&totals[k])) {
+            c.missing += 2;
+            msi_print_column(&c, 17, msi_technique_names[k]);
+            c.missing += totals[k].added_us > 0.0 ? 21 : 12;
+        }
+    }
+    msi_print(out, "\n");
+    for (uint32_t i = 0; i < r->model->graph.layers.count; i++) {
+        msi_print_layer(out, r, totals, i);
+    }
+}
+
+/* The rules that have decided something. */
+static void msi_print_rules(const msi_printer *out, const msi_review *r) {
+    bool met[MSI_RULE_COUNT];
+    memset(met, 0, sizeof met);
+    for (uint32_t i = 0; i < r->model->graph.layers.count; i++) {
+        for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+            const ms_rule *rule = msi_decision(r, i, (ms_technique)k).rule;
+            for (uint32_t at = 0; at < MSI_RULE_COUNT; at++) {
+                met[at] |= rule == &msi_rules[at].text;
+            }
+        }
+    }
+    msi_print(out, "\nrules (+: applied, -: not)\n");
+    for (uint32_t at = 0; at < MSI_RULE_COUNT; at++) {
+        if (met[at]) {
+            msi_print(out, "%-15s  ", msi_rules[at].text.id);
+            msi_print(out, "%s: ", msi_rules[at].text.condition);
+            msi_print(out, "%s\n", msi_rules[at].text.reason);
+        }
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -9925,8 +10478,7 @@ MEMSCALE_API const char *ms_technique_name(ms_technique technique) {
 }
 
 MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source) {
-    static const char *const names[] = {"rule", "user_config", "policy"};
-    return (unsigned)source <= MS_DECISION_SOURCE_POLICY ? names[source] : "?";
+    return (unsigned)source <= MS_DECISION_SOURCE_POLICY ? msi_source_names[source] : "?";
 }
 
 MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2, int64_t d3) {
@@ -11116,6 +11668,31 @@ MEMSCALE_API ms_result ms_visit_events(const ms_model *model, ms_program program
     return MS_RESULT_OK;
 }
 
+MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number) {
+    return number < MSI_RULE_COUNT ? &msi_rules[number].text : NULL;
+}
+
+MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn visit, void *user) {
+    if (!model || !visit) {
+        return MS_RESULT_INVALID;
+    }
+    if (!model->plan) {
+        return MS_RESULT_ORDER;
+    }
+    msi_review review;
+    if (!msi_review_init(&review, model, model->plan)) {
+        return MS_RESULT_OUT_OF_MEMORY;
+    }
+    for (uint32_t i = 0; i < model->graph.layers.count; i++) {
+        for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+            const ms_decision decision = msi_decision(&review, i, (ms_technique)k);
+            visit(&decision, user);
+        }
+    }
+    msi_review_free(&review);
+    return MS_RESULT_OK;
+}
+
 MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_write_fn write, void *user) {
     if (!model || !write) {
         return MS_RESULT_INVALID;
@@ -11124,11 +11701,19 @@ MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_write_fn write, v
         return MS_RESULT_ORDER;
     }
     const msi_printer out = {write, user};
-    msi_print_summary(model, &out);
-    msi_print(&out, "layer  %-24s %14s %14s\n", "name", "kept", "dropped");
-    for (uint32_t i = 0; i < model->graph.layers.count; i++) {
-        msi_print_plan_layer(model, &out, i);
+    msi_review review;
+    msi_total totals[MS_TECHNIQUE_COUNT];
+    if (!msi_review_init(&review, model, model->plan)) {
+        return MS_RESULT_OUT_OF_MEMORY;
     }
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        totals[k] = msi_total_of(&review, (ms_technique)k);
+    }
+    msi_print_summary(model, &out);
+    msi_print_techniques(&out, totals);
+    msi_print_layers(&out, &review, totals);
+    msi_print_rules(&out, &review);
+    msi_review_free(&review);
     return MS_RESULT_OK;
 }
 
