@@ -1,0 +1,1238 @@
+/*  test_nested.c - recomputation in passes: plans whose values come back at depths drawn by chance,
+    on random graphs and on chains. Their programs are walked with a table of what every life holds,
+    and compared with passes that are found in another way; their steps give the bits of the plain
+    plan, and the numbers of a reference that has no plan. MEMSCALE_TEST_DAGS sets how many graphs
+    are run, MEMSCALE_TEST_SEED which is the first. */
+#define MEMSCALE_IMPLEMENTATION
+#include "../memscale.h"
+#include "testing.h"
+#include "random_dag.h"
+#include "virtual.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#define T_SLOW 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define T_SLOW 1
+#endif
+#endif
+
+#ifdef T_SLOW
+enum { GRAPHS = 300, LATE_GRAPHS = 60, WALKED_GRAPHS = 500 };
+#else
+enum { GRAPHS = 1500, LATE_GRAPHS = 200, WALKED_GRAPHS = 3000 };
+#endif
+
+enum { MOST_DEPTH = 6, TEXT = 256 };
+
+// ------------------------------------------------------------------------------------------------
+// plans with depths of our own
+
+/* Depths per tensor, for all sizes of the axes. */
+typedef struct depths {
+    uint8_t *of;
+    bool early_update;
+    uint64_t update_lag_bytes;
+} depths;
+
+static bool is_dropped_anyway(const msi_graph *g, uint32_t t) {
+    return g->tensors.items[t].last_reader == MSI_NONE;
+}
+
+/* Each value that may be dropped is, by some chance, at some depth. The graph has been checked. */
+static void draw_depths(const ms_model *m, t_rng *rng, depths *to) {
+    static const double shares[] = {0.3, 0.7, 1.0, 1.0};
+    const msi_graph *g = &m->graph;
+    const double share = shares[t_below(rng, 4)];
+    const uint32_t most = 1 + t_below(rng, MOST_DEPTH);
+    for (uint32_t t = 0; t < g->tensors.count; ++t) {
+        const bool drops =
+            msi_is_droppable(g, t) && (is_dropped_anyway(g, t) || t_chance(rng, share));
+        to->of[t] = (uint8_t)(drops ? 1 + t_below(rng, most) : 0);
+    }
+    const bool may_be_early = msi_early_fault(m) == NULL;
+    to->early_update = may_be_early && t_chance(rng, 0.5);
+    to->update_lag_bytes = t_chance(rng, 0.5) ? t_below(rng, 2000) : 0;
+}
+
+/* The training program of a plan, made once more for these depths. */
+static ms_result lower_again(ms_model *m, const msi_store *store, msi_plan *plan,
+                             const depths *with) {
+    const ms_allocator *a = &m->config.allocator;
+    msi_program *p = &plan->train;
+    msi_lowering w;
+    memcpy(plan->dropped, with->of, m->graph.tensors.count);
+    plan->early_update = with->early_update;
+    plan->update_lag_bytes = with->update_lag_bytes;
+    bool fine = msi_lowering_init(&w, m, store, plan);
+    if (fine) {
+        msi_lower_train(&w, p);
+        msi_lowering_free(&w);
+        fine = !p->out_of_memory;
+    }
+    if (fine) {
+        msi_share_memory(&m->graph, p);
+        fine = msi_simulate(m, store, p) && msi_make_blocks(a, p, store->slots.count) &&
+               msi_layout(a, p->blocks.items, p->blocks.count, MSI_LAYOUT_EFFORT, &p->height) ==
+                   MS_RESULT_OK;
+    }
+    if (!fine) {
+        return msi_fail_memory(m, "the nested plan", p->lives.count);
+    }
+    msi_resolve(store, p);
+    plan->arena_bytes = msi_arena_of(store, plan);
+    return MS_RESULT_OK;
+}
+
+/* Plans, that for the largest sizes among them, with a store that has room for
+   each. Depths are drawn here where `rng` is given. */
+static ms_result make_nested(ms_model *m, t_rng *rng, depths *with, msi_store **store,
+                             msi_plan **plans) {
+    int64_t sizes[MS_LIMIT_AXES];
+    ms_result result = msi_check_graph(m, MSI_GOAL_PLAIN);
+    result = result == MS_RESULT_OK ? msi_make_plans(m, MSI_GOAL_PLAIN, store, plans) : result;
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    if (rng != NULL) {
+        draw_depths(m, rng, with);
+    }
+    msi_get_sizes(&m->graph, sizes);
+    uint64_t arena_bytes = 0;
+    for (msi_plan *plan = *plans; plan != NULL && result == MS_RESULT_OK; plan = plan->next) {
+        msi_set_sizes(&m->graph, plan->sizes);
+        result = lower_again(m, *store, plan, with);
+        arena_bytes = msi_max_u64(arena_bytes, plan->arena_bytes);
+    }
+    msi_set_sizes(&m->graph, sizes);
+    if (result != MS_RESULT_OK) {
+        msi_plans_free(m, *plans);
+        msi_store_free(m, *store);
+        return result;
+    }
+    (*store)->transient_bytes = arena_bytes - (*store)->slot_bytes;
+    return MS_RESULT_OK;
+}
+
+// ------------------------------------------------------------------------------------------------
+// a walk through a program, with a table of what every life holds
+
+/* What a life holds: the value of a tensor, by its number; a buffer as it was at some time; or one
+   of these. */
+enum { HOLDS_VERSION = 1 << 30 };
+static const uint32_t HOLDS_NOTHING = UINT32_MAX, HOLDS_RUBBISH = UINT32_MAX - 1,
+                      HOLDS_NUMBERS = UINT32_MAX - 2; // gradients, scratch
+
+typedef struct walk {
+    const msi_graph *g;
+    const msi_store *store;
+    const msi_program *p;
+    uint32_t *holds;              // per life
+    uint32_t *seen;               // per operand of the graph: the state that forward saw
+    uint32_t *after;              // per slot: what it held at the end of forward
+    uint32_t *runs[MSI_OP_COUNT]; // per layer
+    uint32_t versions, now;
+    char *text;
+} walk;
+
+static bool wrong(walk *w, uint32_t operand, const char *what) {
+    const msi_instruction *i = &w->p->instructions.items[w->now];
+    snprintf(w->text, TEXT, "instruction %u (op %d, target %u), operand %u: %s", (unsigned)w->now,
+             (int)i->op, (unsigned)i->target, (unsigned)operand, what);
+    return false;
+}
+
+static uint32_t life_at(const walk *w, uint32_t operand) {
+    const msi_instruction *i = &w->p->instructions.items[w->now];
+    return w->p->operands.items[i->operand_first + operand].life;
+}
+
+static uint32_t *holds_at(const walk *w, uint32_t operand) {
+    return &w->holds[life_at(w, operand)];
+}
+
+static bool is_slot(const walk *w, uint32_t life) {
+    return life < w->store->slots.count;
+}
+
+/* Every operand lives now, and lives no longer than to its last use. */
+static bool walk_lives(walk *w) {
+    const msi_instruction *i = &w->p->instructions.items[w->now];
+    for (uint32_t k = 0; k < i->operand_count; ++k) {
+        const uint32_t at = life_at(w, k);
+        const msi_life *life = at == MSI_NONE || is_slot(w, at) ? NULL : &w->p->lives.items[at];
+        if (life != NULL && (w->now < life->first || w->now > life->last)) {
+            return wrong(w, k, "is not alive");
+        }
+    }
+    return true;
+}
+
+static bool walk_read(walk *w, uint32_t operand, uint32_t expected) {
+    const uint32_t holds = *holds_at(w, operand);
+    if (holds == HOLDS_NOTHING) {
+        return wrong(w, operand, "is read, but was not written");
+    }
+    return holds == expected || wrong(w, operand, "is read, but holds something else");
+}
+
+/* What a layer reads of its values. A buffer that some layer changes may hold any state. */
+static bool walk_values_read(walk *w, const msi_layer *l, int group, uint32_t mask) {
+    const uint32_t *operands = msi_group(w->g, l, group);
+    const uint32_t start = msi_group_start(l, group);
+    for (uint32_t k = 0; k < l->count[group]; ++k) {
+        const uint32_t t = operands[k];
+        if (t == MSI_NONE || !(mask >> k & 1)) {
+            continue;
+        }
+        if (life_at(w, start + k) == MSI_NONE) {
+            return wrong(w, start + k, "is read, but not there");
+        }
+        const bool is_buffer = w->g->tensors.items[t].kind == MSI_KIND_BUFFER;
+        if (!is_buffer && !walk_read(w, start + k, t)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* State: forward sees it and changes it; a recomputation sees what forward saw; backward what is
+   there behind the last forward. */
+static bool walk_state(walk *w, const msi_layer *l, msi_op op) {
+    const uint32_t *state = msi_group(w->g, l, MSI_GROUP_STATE);
+    uint32_t *seen = w->seen + (state - w->g->operands.items);
+    const uint32_t start = msi_group_start(l, MSI_GROUP_STATE);
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_STATE]; ++k) {
+        if (state[k] == MSI_NONE) {
+            continue;
+        }
+        const uint32_t slot = w->store->slot_of[state[k]];
+        const uint32_t life = op == MSI_OP_BACKWARD ? slot : life_at(w, start + k);
+        if (life != slot) {
+            return wrong(w, start + k, "is not the buffer itself");
+        }
+        if (op == MSI_OP_FORWARD) {
+            seen[k] = w->holds[slot];
+            w->holds[slot] = HOLDS_VERSION + w->versions++;
+        } else if (op == MSI_OP_BACKWARD && w->holds[slot] != w->after[slot]) {
+            return wrong(w, start + k, "is not restored");
+        } else if (op == MSI_OP_RECOMPUTE && !l->keeps_state) {
+            if (w->holds[slot] != seen[k]) {
+                return wrong(w, start + k, "is not the state that forward saw");
+            }
+            w->holds[slot] = HOLDS_VERSION + w->versions++;
+        }
+    }
+    return true;
+}
+
+static bool walk_written(walk *w, const msi_layer *l, msi_op op) {
+    const bool own = op == MSI_OP_RECOMPUTE && l->recompute != NULL;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; ++group) {
+        const uint32_t *operands = msi_group(w->g, l, group);
+        const uint32_t start = msi_group_start(l, group);
+        const uint32_t read = own ? msi_recompute_reads_of(l, group) : 0;
+        for (uint32_t k = 0; k < l->count[group]; ++k) {
+            const bool is_there = operands[k] != MSI_NONE && life_at(w, start + k) != MSI_NONE;
+            if (is_there && !(read >> k & 1)) {
+                *holds_at(w, start + k) = operands[k];
+            }
+        }
+    }
+    return true;
+}
+
+/* Gradients of inputs and params, from operand `first` on. */
+static bool walk_edges(walk *w, uint32_t first, uint32_t count) {
+    const msi_instruction *i = &w->p->instructions.items[w->now];
+    for (uint32_t k = first; k < first + count; ++k) {
+        const msi_operand *o = &w->p->operands.items[i->operand_first + k];
+        if (o->life == MSI_NONE) {
+            continue;
+        }
+        if (o->accumulate && !walk_read(w, k, HOLDS_NUMBERS)) {
+            return false;
+        }
+        w->holds[o->life] = HOLDS_NUMBERS;
+    }
+    return true;
+}
+
+static bool walk_forward(walk *w, const msi_layer *l, msi_op op) {
+    const bool own = op == MSI_OP_RECOMPUTE && l->recompute != NULL;
+    for (int group = 0; group < MSI_GROUP_STATE; ++group) {
+        const bool written = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
+        const uint32_t reads = own ? msi_recompute_reads_of(l, group) : written ? 0 : UINT16_MAX;
+        if (!walk_values_read(w, l, group, reads)) {
+            return false;
+        }
+    }
+    const bool ends = op == MSI_OP_FORWARD && l->grads_in_forward != 0;
+    const uint32_t edges = msi_group_start(l, MSI_GROUP_COUNT);
+    return walk_state(w, l, op) && walk_written(w, l, op) &&
+           (!ends || walk_edges(w, edges, l->count[MSI_GROUP_IN]));
+}
+
+static bool walk_backward(walk *w, const msi_layer *l) {
+    const uint32_t clobbered[] = {l->clobbers.in, l->clobbers.out, l->clobbers.saved};
+    const uint32_t grad_out = msi_group_start(l, MSI_GROUP_COUNT);
+    const uint32_t edges = grad_out + l->count[MSI_GROUP_OUT];
+    for (int group = 0; group < MSI_GROUP_STATE; ++group) {
+        if (!walk_values_read(w, l, group, msi_reads_of(l, group))) {
+            return false;
+        }
+    }
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; ++k) {
+        if (life_at(w, grad_out + k) != MSI_NONE && !walk_read(w, grad_out + k, HOLDS_NUMBERS)) {
+            return false;
+        }
+    }
+    for (int group = 0; group <= MSI_GROUP_SAVED; ++group) {
+        for (uint32_t k = 0; k < l->count[group]; ++k) {
+            const uint32_t operand = msi_group_start(l, group) + k;
+            if ((clobbered[group] >> k & 1) && life_at(w, operand) != MSI_NONE) {
+                *holds_at(w, operand) = HOLDS_RUBBISH;
+            }
+        }
+    }
+    return walk_state(w, l, MSI_OP_BACKWARD) &&
+           walk_edges(w, edges, (uint32_t)l->count[MSI_GROUP_IN] + l->count[MSI_GROUP_PARAM]);
+}
+
+/* What calls no layer. */
+static bool walk_other(walk *w, const msi_instruction *i) {
+    const bool reads_first = i->op == MSI_OP_ADD || i->op == MSI_OP_NORM || i->op == MSI_OP_CLIP;
+    if (reads_first && !walk_read(w, 0, HOLDS_NUMBERS)) {
+        return false;
+    }
+    switch ((msi_op)i->op) {
+    case MSI_OP_SEED:
+    case MSI_OP_ZERO:
+        *holds_at(w, 0) = HOLDS_NUMBERS;
+        return true;
+    case MSI_OP_COPY:
+    case MSI_OP_RESTORE:
+        if (*holds_at(w, 1) == HOLDS_NOTHING || *holds_at(w, 1) == HOLDS_RUBBISH) {
+            return wrong(w, 1, "is copied, but holds nothing");
+        }
+        *holds_at(w, 0) = *holds_at(w, 1);
+        return true;
+    case MSI_OP_ADD:
+    case MSI_OP_NORM:
+        return walk_read(w, 1, HOLDS_NUMBERS);
+    case MSI_OP_UPDATE:
+        if (!walk_read(w, 1, HOLDS_NUMBERS)) {
+            return false;
+        }
+        *holds_at(w, 0) = HOLDS_RUBBISH; // no layer may see the new values in this step
+        return true;
+    default:
+        return true;
+    }
+}
+
+static bool walk_instruction(walk *w) {
+    const msi_instruction *i = &w->p->instructions.items[w->now];
+    if (i->op == MSI_OP_NOTHING) {
+        return true;
+    }
+    if (!walk_lives(w)) {
+        return false;
+    }
+    if (i->op > MSI_OP_EVAL) {
+        return walk_other(w, i);
+    }
+    const msi_layer *l = &w->g->layers.items[i->target];
+    const bool once = i->op != MSI_OP_RECOMPUTE || l->no_recompute || l->grads_in_forward != 0;
+    const uint32_t runs = w->runs[i->op][i->target]++;
+    if (once && (runs > 0 || i->op == MSI_OP_RECOMPUTE)) {
+        return wrong(w, 0, "its layer runs once more");
+    }
+    return i->op == MSI_OP_BACKWARD ? walk_backward(w, l) : walk_forward(w, l, (msi_op)i->op);
+}
+
+/* No two blocks that live at the same time overlap; a life that goes on in the memory of another
+   begins where that one ends. */
+static bool walk_memory(walk *w) {
+    const msi_program *p = w->p;
+    for (uint32_t i = 0; i < p->blocks.count; ++i) {
+        const msi_block *a = &p->blocks.items[i];
+        for (uint32_t k = 0; k < i; ++k) {
+            const msi_block *b = &p->blocks.items[k];
+            const bool apart_in_time = a->last < b->first || b->last < a->first;
+            const bool apart =
+                a->offset + a->bytes <= b->offset || b->offset + b->bytes <= a->offset;
+            if (!apart_in_time && !apart) {
+                snprintf(w->text, TEXT, "blocks %u and %u overlap", (unsigned)i, (unsigned)k);
+                return false;
+            }
+        }
+    }
+    for (uint32_t i = w->store->slots.count; i < p->lives.count; ++i) {
+        const msi_life *life = &p->lives.items[i];
+        const msi_life *old =
+            life->takes_over == MSI_NONE ? NULL : &p->lives.items[life->takes_over];
+        if (old != NULL && (old->last != life->first || old->kept || !old->taken)) {
+            snprintf(w->text, TEXT, "life %u takes over memory that is in use", (unsigned)i);
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Live bytes of an instruction, by adding up: the slow way. */
+static bool walk_bytes(walk *w) {
+    const msi_program *p = w->p;
+    uint64_t bytes = 0;
+    for (uint32_t i = w->store->slots.count; i < p->lives.count; ++i) {
+        const msi_life *life = &p->lives.items[i];
+        const bool is_given_on = life->taken && life->last == w->now;
+        bytes += life->first <= w->now && w->now <= life->last && !is_given_on
+                     ? (life->bytes + 63) & ~(uint64_t)63
+                     : 0;
+    }
+    return bytes == p->live_bytes.items[w->now] || wrong(w, 0, "has other live bytes");
+}
+
+static bool walk_whole(walk *w) {
+    bool fine = walk_memory(w);
+    for (uint32_t i = 0; i < w->p->lives.count; ++i) {
+        const msi_slot *slot = is_slot(w, i) ? &w->store->slots.items[i] : NULL;
+        w->holds[i] = slot == NULL                   ? HOLDS_NOTHING
+                      : slot->role != MSI_ROLE_VALUE ? HOLDS_NUMBERS
+                                                     : slot->tensor;
+    }
+    for (w->now = 0; w->now < w->p->instructions.count && fine; ++w->now) {
+        if (w->now == w->p->forward_end) {
+            memcpy(w->after, w->holds, w->store->slots.count * sizeof *w->after);
+        }
+        fine = walk_instruction(w) && walk_bytes(w);
+    }
+    for (uint32_t i = 0; i < w->g->layers.count && fine; ++i) {
+        fine = w->runs[MSI_OP_FORWARD][i] == 1 &&
+               w->runs[MSI_OP_BACKWARD][i] == (w->g->layers.items[i].has_backward ? 1u : 0u);
+        if (!fine) {
+            snprintf(w->text, TEXT, "layer %u does not run forward and backward", (unsigned)i);
+        }
+    }
+    if (fine && w->holds[w->p->loss] != w->g->loss) {
+        snprintf(w->text, TEXT, "the loss is lost");
+        fine = false;
+    }
+    return fine;
+}
+
+static uint32_t *counters(uint64_t count) {
+    uint32_t *memory = (uint32_t *)calloc((size_t)count + 1, sizeof(uint32_t));
+    assert_non_null(memory);
+    return memory;
+}
+
+static bool walk_program(const msi_graph *g, const msi_store *store, const msi_program *p,
+                         char *text) {
+    walk w;
+    memset(&w, 0, sizeof w);
+    w.g = g;
+    w.store = store;
+    w.p = p;
+    w.text = text;
+    w.holds = counters(p->lives.count);
+    w.seen = counters(g->operands.count);
+    w.after = counters(store->slots.count);
+    for (int op = 0; op < MSI_OP_COUNT; ++op) {
+        w.runs[op] = counters(g->layers.count);
+    }
+    const bool fine = walk_whole(&w);
+    free(w.holds);
+    free(w.seen);
+    free(w.after);
+    for (int op = 0; op < MSI_OP_COUNT; ++op) {
+        free(w.runs[op]);
+    }
+    return fine;
+}
+
+// ------------------------------------------------------------------------------------------------
+// passes, found in another way: by closures over sets of tensors
+
+typedef struct passes {
+    const msi_graph *g;
+    const uint8_t *dropped;
+    const msi_program *p;
+    uint32_t *last_reader;                   // per tensor, lowest layer + 1; 0: none
+    bool *there, *missing, *wanted, *leaves; // per tensor
+    bool *ran;                               // per layer, in this pass
+    uint32_t now;                            // in the program
+    uint32_t pass_count, longest;            // passes for one value
+    char *text;
+} passes;
+
+static bool is_always_there(const passes *s, uint32_t t) {
+    return msi_is_fixed(&s->g->tensors.items[t]);
+}
+
+static const msi_layer *producer_of(const passes *s, uint32_t t) {
+    return &s->g->layers.items[s->g->tensors.items[t].producer];
+}
+
+/* Marks a tensor and what of `among` (NULL: anything) leads to it and is not there. */
+static void close_over(const passes *s, uint32_t t, const bool *among, bool *marks) {
+    if (is_always_there(s, t) || s->there[t] || marks[t] || (among != NULL && !among[t])) {
+        return;
+    }
+    marks[t] = true;
+    const msi_layer *l = producer_of(s, t);
+    const uint32_t *in = msi_group(s->g, l, MSI_GROUP_IN);
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; ++k) {
+        if (in[k] != MSI_NONE && (msi_recompute_reads_of(l, MSI_GROUP_IN) >> k & 1)) {
+            close_over(s, in[k], among, marks);
+        }
+    }
+}
+
+static bool is_held_for_backward(const passes *s, uint32_t t, uint32_t depth, uint32_t reader) {
+    const uint32_t last = s->last_reader[t];
+    return s->g->tensors.items[t].kept || t == s->g->loss ||
+           (last != 0 && last - 1 <= reader && s->dropped[t] <= depth);
+}
+
+/* What a layer makes when it runs again. */
+static void run_again(passes *s, uint32_t layer, uint32_t depth, uint32_t reader) {
+    const msi_layer *l = &s->g->layers.items[layer];
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; ++group) {
+        const uint32_t *operands = msi_group(s->g, l, group);
+        for (uint32_t k = 0; k < l->count[group]; ++k) {
+            const uint32_t t = operands[k];
+            const bool may_be_left_out =
+                l->recompute != NULL ||
+                (group == MSI_GROUP_SAVED && (l->optional_saved >> k & 1) != 0);
+            if (t != MSI_NONE && !s->there[t] &&
+                (!may_be_left_out || s->wanted[t] || is_held_for_backward(s, t, depth, reader))) {
+                s->there[t] = true;
+                s->leaves[t] = s->dropped[t] > depth;
+            }
+        }
+    }
+}
+
+static bool unlike(const passes *s, uint32_t layer, const char *what) {
+    snprintf(s->text, TEXT, "instruction %u, layer %u: %s", (unsigned)s->now, (unsigned)layer,
+             what);
+    return false;
+}
+
+/* The program has to run the same layers in this pass, and what leaves behind it lives no longer.
+   */
+static bool compare_pass(passes *s) {
+    const msi_program *p = s->p;
+    uint32_t left = 0, first = s->now;
+    for (uint32_t i = 0; i < s->g->layers.count; ++i) {
+        left += s->ran[i];
+    }
+    for (; left > 0 && s->now < p->backward_end; ++s->now) {
+        const msi_instruction *i = &p->instructions.items[s->now];
+        if (i->op == MSI_OP_BACKWARD) {
+            break;
+        }
+        if (i->op == MSI_OP_RECOMPUTE) {
+            if (!s->ran[i->target]) {
+                return unlike(s, i->target, "runs again for nothing");
+            }
+            s->ran[i->target] = false;
+            left--;
+        }
+    }
+    if (left > 0) {
+        return unlike(s, 0, "something does not run again");
+    }
+    for (uint32_t k = 0; k < p->lives.count; ++k) {
+        const msi_life *life = &p->lives.items[k];
+        const bool is_of_pass =
+            life->role == MSI_ROLE_VALUE && life->first >= first && life->first < s->now;
+        if (is_of_pass && !is_always_there(s, life->tensor) && s->leaves[life->tensor] &&
+            life->last >= s->now) {
+            return unlike(s, s->g->tensors.items[life->tensor].producer,
+                          "its value stays behind its pass");
+        }
+    }
+    return true;
+}
+
+/* One pass: what its depth holds, and what leads there. */
+static bool one_pass(passes *s, uint32_t depth, uint32_t reader) {
+    const uint32_t tensors = s->g->tensors.count, layers = s->g->layers.count;
+    memset(s->wanted, 0, tensors * sizeof *s->wanted);
+    memset(s->leaves, 0, tensors * sizeof *s->leaves);
+    memset(s->ran, 0, layers * sizeof *s->ran);
+    for (uint32_t t = 0; t < tensors; ++t) {
+        if (s->missing[t] && s->dropped[t] <= depth) {
+            close_over(s, t, s->missing, s->wanted);
+        }
+    }
+    for (uint32_t t = 0; t < tensors; ++t) {
+        if (s->wanted[t]) {
+            s->ran[s->g->tensors.items[t].producer] = true;
+        }
+    }
+    for (uint32_t layer = 0; layer < layers; ++layer) {
+        if (s->ran[layer]) {
+            run_again(s, layer, depth, reader);
+        }
+    }
+    for (uint32_t t = 0; t < tensors; ++t) {
+        s->there[t] &= !s->leaves[t];
+    }
+    s->pass_count++;
+    return compare_pass(s);
+}
+
+static bool bring_back(passes *s, uint32_t t, uint32_t reader) {
+    uint32_t count = 0;
+    while (!is_always_there(s, t) && !s->there[t]) {
+        uint32_t depth = UINT32_MAX;
+        memset(s->missing, 0, s->g->tensors.count * sizeof *s->missing);
+        close_over(s, t, NULL, s->missing);
+        for (uint32_t k = 0; k < s->g->tensors.count; ++k) {
+            depth = s->missing[k] && s->dropped[k] < depth ? s->dropped[k] : depth;
+        }
+        if (depth == 0) {
+            return unlike(s, 0, "what is kept is missing");
+        }
+        count++;
+        if (!one_pass(s, depth, reader)) {
+            return false;
+        }
+    }
+    s->longest = count > s->longest ? count : s->longest;
+    return true;
+}
+
+/* Before the backward of a layer: all that it reads comes back; then nothing else runs again. */
+static bool before_backward(passes *s, uint32_t layer) {
+    const msi_layer *l = &s->g->layers.items[layer];
+    for (int group = 0; group < MSI_GROUP_PARAM; ++group) {
+        const uint32_t *operands = msi_group(s->g, l, group);
+        for (uint32_t k = 0; k < l->count[group]; ++k) {
+            if (operands[k] != MSI_NONE && (msi_reads_of(l, group) >> k & 1) &&
+                !bring_back(s, operands[k], layer)) {
+                return false;
+            }
+        }
+    }
+    while (s->p->instructions.items[s->now].op != MSI_OP_BACKWARD) {
+        const msi_instruction *i = &s->p->instructions.items[s->now];
+        if (i->op == MSI_OP_RECOMPUTE) {
+            return unlike(s, i->target, "runs again once too often");
+        }
+        s->now++;
+    }
+    return s->p->instructions.items[s->now++].target == layer ||
+           unlike(s, layer, "its backward is out of order");
+}
+
+static void find_last_readers(passes *s) {
+    for (uint32_t i = s->g->layers.count; i-- > 0;) {
+        const msi_layer *l = &s->g->layers.items[i];
+        for (int group = 0; group < MSI_GROUP_PARAM && l->has_backward; ++group) {
+            for (uint32_t k = 0; k < l->count[group]; ++k) {
+                const uint32_t t = msi_group(s->g, l, group)[k];
+                if (t != MSI_NONE && (msi_reads_of(l, group) >> k & 1)) {
+                    s->last_reader[t] = i + 1;
+                }
+            }
+        }
+    }
+}
+
+static bool *flags(uint64_t count) {
+    bool *memory = (bool *)calloc((size_t)count + 1, sizeof(bool));
+    assert_non_null(memory);
+    return memory;
+}
+
+/* Whether a program recomputes as its depths say. *longest becomes the largest number of passes
+   for one value. */
+static bool passes_agree(const msi_graph *g, const uint8_t *dropped, const msi_program *p,
+                         uint32_t *longest, char *text) {
+    passes s;
+    memset(&s, 0, sizeof s);
+    s.g = g;
+    s.dropped = dropped;
+    s.p = p;
+    s.text = text;
+    s.last_reader = counters(g->tensors.count);
+    s.there = flags(g->tensors.count);
+    s.missing = flags(g->tensors.count);
+    s.wanted = flags(g->tensors.count);
+    s.leaves = flags(g->tensors.count);
+    s.ran = flags(g->layers.count);
+    find_last_readers(&s);
+    for (uint32_t t = 0; t < g->tensors.count; ++t) {
+        s.there[t] = dropped[t] == 0;
+    }
+    s.now = p->forward_end;
+    bool fine = true;
+    for (uint32_t i = g->layers.count; i-- > 0 && fine;) {
+        fine = !g->layers.items[i].has_backward || before_backward(&s, i);
+    }
+    *longest = s.longest > *longest ? s.longest : *longest;
+    free(s.last_reader);
+    free(s.there);
+    free(s.missing);
+    free(s.wanted);
+    free(s.leaves);
+    free(s.ran);
+    return fine;
+}
+
+/* Both checks, of the training program in force. */
+static bool plan_is_sound(const ms_model *m, uint32_t *longest, char *text) {
+    const msi_plan *plan = m->plan;
+    return walk_program(&m->graph, m->store, &plan->train, text) &&
+           passes_agree(&m->graph, plan->dropped, &plan->train, longest, text);
+}
+
+// ------------------------------------------------------------------------------------------------
+// chains without memory: numbers of recomputations and peaks, by formula and by hand
+
+enum { CHAIN_LIMIT = 1024, UNIT = 4096 };
+
+/* x[0], an input, to x[layers], the loss; backward reads the input of its layer. */
+typedef struct bare_chain {
+    ms_model *model;
+    uint32_t layers;
+    uint64_t bytes[CHAIN_LIMIT + 1]; // of x[i]
+    uint32_t tensor[CHAIN_LIMIT + 1];
+    uint8_t depth[CHAIN_LIMIT + 1]; // of x[i]
+} bare_chain;
+
+static void chain_make(bare_chain *c) {
+    ms_config config = t_config();
+    ms_tensor last = {0};
+    config.dry_run = true;
+    assert_int_equal(ms_create(&config, &c->model), MS_RESULT_OK);
+    const ms_tensor weight = ms_param(c->model, "weight", MS_DTYPE_F32, ms_shape1(16));
+    for (uint32_t i = 0; i <= c->layers; ++i) {
+        const ms_shape shape = ms_shape1((int64_t)(c->bytes[i] / sizeof(float)));
+        const ms_tensor x = i == 0 ? ms_input(c->model, "x", MS_DTYPE_F32, shape)
+                                   : ms_activation(c->model, "x", MS_DTYPE_F32, shape);
+        if (i > 0) {
+            ms_layer_desc d;
+            memset(&d, 0, sizeof d);
+            d.in[0] = last;
+            d.out[0] = x;
+            d.param[0] = i == 1 ? weight : d.param[0];
+            d.backward_reads.in = 1;
+            ms_register_layer(c->model, &d);
+        }
+        c->tensor[i] = x.id - 1;
+        last = x;
+    }
+    ms_set_loss(c->model, last);
+    t_ok(c->model, ms_wrap(c->model));
+}
+
+/* Puts the depths into force, and checks the program. */
+static const msi_program *chain_nest(bare_chain *c) {
+    depths with;
+    msi_store *store;
+    msi_plan *plans;
+    char text[TEXT] = "";
+    uint32_t longest = 0;
+    const ms_model *m = c->model;
+    memset(&with, 0, sizeof with);
+    with.of = (uint8_t *)calloc(m->graph.tensors.count, 1);
+    assert_non_null(with.of);
+    for (uint32_t i = 1; i < c->layers; ++i) {
+        with.of[c->tensor[i]] = c->depth[i];
+    }
+    t_ok(c->model, make_nested(c->model, NULL, &with, &store, &plans));
+    t_ok(c->model, msi_adopt(c->model, store, plans, MSI_GOAL_PLAIN));
+    if (!plan_is_sound(c->model, &longest, text)) {
+        fail_msg("%s", text);
+    }
+    free(with.of);
+    return &m->plan->train;
+}
+
+static uint32_t count_ops(const msi_program *p, msi_op op) {
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < p->instructions.count; ++i) {
+        count += p->instructions.items[i].op == (uint8_t)op;
+    }
+    return count;
+}
+
+static void chain_start(bare_chain *c, uint32_t layers) {
+    memset(c, 0, sizeof *c);
+    c->layers = layers;
+    for (uint32_t i = 0; i <= layers; ++i) {
+        c->bytes[i] = UNIT;
+    }
+    chain_make(c);
+}
+
+/* Halves: the middle of 2^k layers comes back first, then the middle of each half, and so on. To
+   reach the middle of n layers takes n / 2 of them, so R(n) = n / 2 + 2 R(n / 2) = n k / 2. At the
+   peak there are k values, the loss, and two gradients. */
+static void halves_take_n_log_n(void **state) {
+    (void)state;
+    static bare_chain c;
+    for (uint32_t k = 1; k <= 10; ++k) {
+        const uint32_t n = 1u << k;
+        chain_start(&c, n);
+        for (uint32_t i = 1; i < n; ++i) {
+            c.depth[i] = (uint8_t)(k - msi_lowest_bit(i));
+        }
+        const msi_program *p = chain_nest(&c);
+        assert_int_equal(p->recompute_count, n / 2 * k);
+        assert_int_equal(count_ops(p, MSI_OP_RECOMPUTE), n / 2 * k);
+        assert_int_equal(p->peak_bytes, (uint64_t)UNIT * (k + 3));
+        ms_destroy(c.model);
+    }
+}
+
+/* The last value first: each is made from the very beginning, n (n - 1) / 2 times a layer in all,
+   and beside the loss and two gradients there is never more than one. */
+static void last_first_takes_n_squared(void **state) {
+    (void)state;
+    static bare_chain c;
+    for (uint32_t n = 3; n <= 256; n += n < 20 ? 1 : 59) {
+        chain_start(&c, n);
+        for (uint32_t i = 1; i < n; ++i) {
+            c.depth[i] = (uint8_t)(n - i);
+        }
+        const msi_program *p = chain_nest(&c);
+        assert_int_equal(p->recompute_count, n * (n - 1) / 2);
+        assert_int_equal(p->peak_bytes, 4 * (uint64_t)UNIT);
+        ms_destroy(c.model);
+    }
+}
+
+/* At one depth, and where each is held before the next is needed, a layer runs again once. */
+static void one_pass_runs_each_layer_once(void **state) {
+    (void)state;
+    static bare_chain c;
+    for (int deepening = 0; deepening < 2; ++deepening) {
+        chain_start(&c, 200);
+        for (uint32_t i = 1; i < 200; ++i) {
+            c.depth[i] = (uint8_t)(deepening ? i : 255);
+        }
+        const msi_program *p = chain_nest(&c);
+        assert_int_equal(p->recompute_count, 199);
+        assert_int_equal(p->peak_bytes, (uint64_t)UNIT * (199 + 3));
+        ms_destroy(c.model);
+    }
+}
+
+/* What a step of the chain needs and how often layers run again, on the back of an envelope. */
+typedef struct envelope {
+    const bare_chain *c;
+    bool held[CHAIN_LIMIT + 1];
+    uint64_t peak, gradients;
+    uint32_t runs;
+} envelope;
+
+/* Live: the loss if there is one yet, gradients, what is held, and up to two values more. */
+static void envelope_note(envelope *e, bool has_loss, uint32_t in, uint32_t out) {
+    uint64_t live = e->gradients + (has_loss ? e->c->bytes[e->c->layers] : 0);
+    for (uint32_t i = 1; i < e->c->layers; ++i) {
+        live += e->held[i] || i == in || i == out ? e->c->bytes[i] : 0;
+    }
+    e->peak = live > e->peak ? live : e->peak;
+}
+
+static void envelope_bring_back(envelope *e, uint32_t target) {
+    const bare_chain *c = e->c;
+    while (target > 0 && !e->held[target]) {
+        uint32_t from = target, depth = 255, to = 0;
+        for (; from > 0 && !e->held[from]; --from) {
+            depth = c->depth[from] < depth ? c->depth[from] : depth;
+        }
+        for (uint32_t i = from + 1; i <= target; ++i) {
+            to = c->depth[i] <= depth ? i : to;
+        }
+        for (uint32_t i = from + 1; i <= to; ++i) {
+            envelope_note(e, true, i - 1, i);
+            e->held[i] = c->depth[i] <= depth;
+            e->runs++;
+        }
+    }
+}
+
+static void envelope_fill(envelope *e, const bare_chain *c) {
+    memset(e, 0, sizeof *e);
+    e->c = c;
+    for (uint32_t i = 1; i <= c->layers; ++i) {
+        envelope_note(e, i == c->layers, i - 1, i);
+        e->held[i] = i < c->layers && c->depth[i] == 0;
+    }
+    for (uint32_t i = c->layers; i-- > 0;) {
+        e->gradients = c->bytes[i + 1];
+        envelope_bring_back(e, i);
+        e->gradients += i > 0 ? c->bytes[i] : 16 * sizeof(float); // of x[i], or of the weight
+        envelope_note(e, true, i, i);
+        e->held[i] = false;
+    }
+}
+
+static void random_chains_need_what_the_envelope_says(void **state) {
+    (void)state;
+    static bare_chain c;
+    static envelope e;
+    t_rng rng = t_seed(77);
+    uint32_t deeper = 0;
+    for (int round = 0; round < 300; ++round) {
+        memset(&c, 0, sizeof c);
+        c.layers = 2 + t_below(&rng, round < 290 ? 40 : 300);
+        const uint32_t most = 1 + t_below(&rng, MOST_DEPTH);
+        const double kept = t_below(&rng, 3) * 0.15;
+        for (uint32_t i = 0; i <= c.layers; ++i) {
+            c.bytes[i] = 64 * (1 + t_below(&rng, 30));
+            c.depth[i] = (uint8_t)(t_chance(&rng, kept) ? 0 : 1 + t_below(&rng, most));
+        }
+        chain_make(&c);
+        const msi_program *p = chain_nest(&c);
+        envelope_fill(&e, &c);
+        assert_int_equal(p->recompute_count, e.runs);
+        assert_int_equal(p->peak_bytes, e.peak);
+        deeper += e.runs >= c.layers;
+        ms_destroy(c.model);
+    }
+    assert_true(deeper > 100);
+}
+
+// ------------------------------------------------------------------------------------------------
+// random graphs: chains too, of layers that declare as much
+
+/* As rd_add_ordinary, with the last output as the first input. */
+static uint32_t add_link(rd_graph *g, uint32_t last) {
+    rd_layer *l = rd_begin_layer(g);
+    rd_put(g, l, RD_GROUP_IN, last);
+    rd_add_inputs(g, l, t_below(&g->rng, 8) / 7);
+    rd_add_outputs(g, l, 1);
+    const uint32_t out = l->slot[RD_GROUP_OUT][0] - 1u;
+    rd_add_saved(g, l);
+    rd_add_params(g, l, t_below(&g->rng, 4) / 2);
+    rd_add_states(g, l);
+    l->has_backward = true;
+    l->desc.no_recompute = rd_spiced(g, 0.03);
+    rd_random_in_place(g, l);
+    rd_random_recompute(g, l);
+    const uint32_t own = l->desc.recompute_reads.saved;
+    l->desc.optional_saved = rd_some(g, rd_used(l, RD_GROUP_SAVED) & ~own, rd_spiced(g, 0.5) * 0.7);
+    l->desc.forward_workspace = rd_random_workspace(g, l);
+    if (l->has_recompute) {
+        l->desc.recompute_workspace = rd_random_workspace(g, l);
+    }
+    rd_random_backward(g, l);
+    return out;
+}
+
+static rd_graph *generate_chain(uint64_t seed) {
+    rd_graph *g = (rd_graph *)calloc(1, sizeof(rd_graph));
+    assert_non_null(g);
+    g->rng = t_seed(seed ^ 0xc4a1);
+    g->seed = seed;
+    g->spice = t_unit(&g->rng);
+    g->axis_count = t_below(&g->rng, 3);
+    for (uint32_t i = 0; i < RD_AXIS_LIMIT; ++i) {
+        g->largest[i] = 1 + (int64_t)t_below(&g->rng, 4);
+        g->size[i] = 1 + (int64_t)t_below(&g->rng, (uint32_t)g->largest[i]);
+    }
+    uint32_t last = rd_new_input(g);
+    for (uint32_t i = 8 + t_below(&g->rng, 20); i > 0; --i) {
+        last = add_link(g, last);
+    }
+    rd_add_head(g);
+    rd_add_loss(g, false);
+    rd_random_optimizer(g);
+    rd_count_features(g);
+    return g;
+}
+
+/* Every third graph is a chain. */
+static rd_graph *generate(uint64_t seed) {
+    return seed % 3 == 0 ? generate_chain(seed) : rd_generate(seed);
+}
+
+// ------------------------------------------------------------------------------------------------
+// one graph: the plain plan, a nested one, and a reference
+
+enum { ROUNDS = 3 };
+
+typedef struct trial {
+    rd_graph *graph;
+    t_rng rng;
+    rd_net *plain, *nested;
+    rd_reference *reference;
+    t_heap heap;
+    depths with;
+    uint64_t round;
+    uint32_t longest; // passes for one value
+    char failure[RD_TEXT];
+} trial;
+
+static bool works(const rd_net *n, ms_result result, const char *call) {
+    return result == MS_RESULT_OK ||
+           rd_fail(&n->run, "%s: %s: %s", call, ms_result_name(result), ms_last_error(n->model));
+}
+
+#define TRY(n, call) works((n), (call), #call)
+
+/* Other depths for the nested net, which keeps all that lasts. */
+static bool nest(trial *t) {
+    rd_net *n = t->nested;
+    msi_store *store;
+    msi_plan *plans;
+    char text[TEXT] = "";
+    return TRY(n, make_nested(n->model, &t->rng, &t->with, &store, &plans)) &&
+           TRY(n, msi_adopt(n->model, store, plans, MSI_GOAL_PLAIN)) &&
+           (plan_is_sound(n->model, &t->longest, text) || rd_fail(&n->run, "%s", text));
+}
+
+/* Where `late` is given, the layers of the nested net run there. */
+static bool trial_begin(trial *t, rd_graph *g, const ms_config *nested) {
+    ms_config plain = t_config();
+    plain.checkpointing = MS_SWITCH_OFF;
+    plain.early_update = MS_SWITCH_OFF;
+    memset(t, 0, sizeof *t);
+    t->graph = g;
+    t->rng = t_seed(g->seed ^ 0x9e57);
+    t->with.of = (uint8_t *)malloc(RD_VALUES);
+    assert_non_null(t->with.of);
+    ms_config config = *nested;
+    config.allocator = t_heap_allocator(&t->heap);
+    t->plain = rd_net_create(g, &plain, "plain", t->failure, false);
+    t->nested = rd_net_create(g, &config, "nested", t->failure, false);
+    t->reference = rd_reference_create(g, t->failure);
+    return t->failure[0] == 0 && TRY(t->plain, ms_wrap(t->plain->model)) && nest(t) &&
+           rd_net_write(t->plain, 0, false) && rd_net_write(t->nested, 0, false);
+}
+
+static void trial_end(trial *t) {
+    rd_net_destroy(t->plain);
+    rd_net_destroy(t->nested);
+    rd_reference_destroy(t->reference);
+    free(t->with.of);
+    free(t->graph);
+    if (t->failure[0] == 0 && (t->heap.live_count != 0 || t->heap.wrong_releases != 0)) {
+        snprintf(t->failure, RD_TEXT, "%u allocations are left", (unsigned)t->heap.live_count);
+    }
+}
+
+/* One tensor of both nets, bit for bit, and as numbers the reference's. A gradient whose param was
+   updated inside backward cannot be read. */
+static bool same(trial *t, const char *what, uint32_t value, ms_tensor plain, ms_tensor nested,
+                 const void *reference) {
+    uint64_t a[RD_ELEMENTS], b[RD_ELEMENTS];
+    const rd_value *v = &t->graph->value[value];
+    const uint64_t bytes = rd_bytes(v, t->plain->run.size);
+    const ms_result of_plain = ms_read(t->plain->model, plain, a);
+    const ms_result of_nested = ms_read(t->nested->model, nested, b);
+    const bool is_gradient = ms_gradient(t->plain->model, t->plain->handle[value]).id == plain.id;
+    const bool may_be_gone = is_gradient && t->with.early_update;
+    if (of_plain != of_nested && !(of_nested == MS_RESULT_ORDER && may_be_gone)) {
+        return rd_fail(&t->nested->run, "reading %s %u: %s, plain %s", what, (unsigned)value,
+                       ms_result_name(of_nested), ms_result_name(of_plain));
+    }
+    if (of_plain != MS_RESULT_OK || of_nested != MS_RESULT_OK) {
+        return is_gradient || of_plain == MS_RESULT_ORDER; // the loss does not depend on it
+    }
+    if (memcmp(a, b, (size_t)bytes) != 0) {
+        return rd_fail(&t->nested->run, "%s %u differs from the plain plan's", what,
+                       (unsigned)value);
+    }
+    bool agrees = true;
+    const float *found = (const float *)(const void *)b, *expected = (const float *)reference;
+    for (uint32_t i = 0; reference != NULL && v->dtype == MS_DTYPE_F32 && i < bytes / 4; ++i) {
+        agrees &= found[i] == expected[i];
+    }
+    if (reference != NULL && v->dtype != MS_DTYPE_F32) {
+        agrees = memcmp(b, reference, (size_t)bytes) == 0;
+    }
+    return agrees ||
+           rd_fail(&t->nested->run, "%s %u differs from the reference's", what, (unsigned)value);
+}
+
+static bool same_gradients(trial *t) {
+    bool fine = true;
+    for (uint32_t i = 0; i < t->graph->value_count && fine; ++i) {
+        const rd_value *v = &t->graph->value[i];
+        if (v->role == RD_PARAM && !v->frozen) {
+            fine = same(t, "gradient", i, ms_gradient(t->plain->model, t->plain->handle[i]),
+                        ms_gradient(t->nested->model, t->nested->handle[i]),
+                        t->reference->gradient[i]);
+        }
+    }
+    return fine;
+}
+
+/* What a step leaves. */
+static bool same_values(trial *t) {
+    bool fine = true;
+    const uint32_t states = rd_state_count(&t->graph->optimizer);
+    for (uint32_t i = 0; i < t->graph->value_count && fine; ++i) {
+        const rd_value *v = &t->graph->value[i];
+        if (v->role < RD_ACTIVATION || v->kept || i == t->graph->loss) {
+            fine = same(t, "value", i, t->plain->handle[i], t->nested->handle[i],
+                        t->reference->data[i]);
+        }
+        for (uint32_t k = 0; k < states && v->role == RD_PARAM && !v->frozen && fine; ++k) {
+            fine = same(t, "state", i,
+                        ms_optimizer_state(t->plain->model, t->plain->handle[i], (int)k),
+                        ms_optimizer_state(t->nested->model, t->nested->handle[i], (int)k),
+                        t->reference->state[i][k]);
+        }
+    }
+    return fine;
+}
+
+static void begin_pass(rd_net *n, uint32_t micro) {
+    n->run.micro = micro;
+    for (uint32_t i = 0; i < n->run.graph->layer_count; ++i) {
+        n->run.op[i].forwards = n->run.op[i].backwards = n->run.op[i].recomputes = 0;
+    }
+}
+
+static bool backward_net(trial *t, rd_net *n, uint32_t micro, double *loss) {
+    begin_pass(n, micro);
+    return rd_net_write(n, t->round + micro, false) && TRY(n, ms_forward(n->model, loss)) &&
+           TRY(n, ms_backward(n->model)) && TRY(n, ms_synchronize(n->model));
+}
+
+/* One micro-batch of all three, up to their gradients. */
+static bool one_micro(trial *t, uint32_t micro) {
+    double plain = 0.0, nested = 0.0;
+    rd_reference *r = t->reference;
+    if (!backward_net(t, t->plain, micro, &plain) || !backward_net(t, t->nested, micro, &nested)) {
+        return false;
+    }
+    rd_reference_write(r, t->round + micro, false);
+    r->run.micro = micro;
+    for (uint32_t i = 0; i < t->graph->layer_count; ++i) {
+        r->run.op[i].seed = t->plain->run.op[i].seed;
+    }
+    if (memcmp(&plain, &nested, sizeof plain) != 0) {
+        return rd_fail(&t->nested->run, "a loss of %.17g, plain %.17g", nested, plain);
+    }
+    return rd_reference_forward(r, MS_PHASE_FORWARD) && rd_reference_backward(r);
+}
+
+static bool step_all(trial *t) {
+    const uint32_t micros = t->graph->accumulation;
+    for (uint32_t micro = 0; micro < micros; ++micro) {
+        if (!one_micro(t, micro)) {
+            return rd_fail(&t->nested->run, "a step failed");
+        }
+    }
+    if (!same_gradients(t) || !TRY(t->plain, ms_update(t->plain->model)) ||
+        !TRY(t->nested, ms_update(t->nested->model))) {
+        return false;
+    }
+    rd_reference_update(t->reference);
+    t->round += micros;
+    t->plain->run.step += 1;
+    t->nested->run.step += 1;
+    t->reference->run.step += 1;
+    return same_values(t);
+}
+
+static bool reshape_all(trial *t) {
+    int64_t size[RD_AXIS_LIMIT];
+    for (uint32_t i = 0; i < RD_AXIS_LIMIT; ++i) {
+        size[i] = i < t->graph->axis_count
+                      ? 1 + (int64_t)t_below(&t->rng, (uint32_t)t->graph->largest[i])
+                      : t->graph->size[i];
+    }
+    rd_net *const nets[] = {t->plain, t->nested};
+    for (int k = 0; k < 2; ++k) {
+        if (!TRY(nets[k], ms_reshape(nets[k]->model, size))) {
+            return false;
+        }
+        memcpy(nets[k]->run.size, size, sizeof size);
+        if (!rd_net_write(nets[k], t->round + 1000, true)) {
+            return false;
+        }
+    }
+    memcpy(t->reference->run.size, size, sizeof size);
+    rd_reference_write(t->reference, t->round + 1000, true);
+    return true;
+}
+
+/* Steps, with other sizes and other depths in between. */
+static bool run_trial(trial *t, rd_graph *g, const ms_config *config) {
+    bool fine = trial_begin(t, g, config);
+    t->round = 1;
+    for (int step = 0; step < ROUNDS && fine; ++step) {
+        fine = step_all(t);
+        if (fine && g->axis_count > 0 && t_chance(&t->rng, 0.4)) {
+            fine = reshape_all(t); // to a plan without depths, in the room of one with them
+            fine = fine && (t_chance(&t->rng, 0.5) || step_all(t));
+        }
+        fine = fine && (t_chance(&t->rng, 0.3) || nest(t));
+    }
+    return fine && t->failure[0] == 0;
+}
+
+typedef struct totals {
+    uint64_t graphs, recomputations, passes;
+    uint32_t longest;
+} totals;
+
+/* What random graphs have seen, for a test that the net has meshes. */
+static totals covered;
+static uint64_t features[RD_FEATURE_COUNT];
+
+static void expect_trial(uint64_t seed, rd_graph *g, const ms_config *config) {
+    static trial t;
+    const bool fine = run_trial(&t, g, config);
+    for (int i = 0; i < RD_FEATURE_COUNT; ++i) {
+        features[i] += g->seen[i];
+    }
+    if (!fine) {
+        print_error("%s\nfailed: MEMSCALE_TEST_SEED=%llu MEMSCALE_TEST_DAGS=1\n", t.failure,
+                    (unsigned long long)seed);
+        rd_print(g);
+        fail();
+    }
+    covered.graphs += 1;
+    covered.passes += t.longest;
+    covered.longest = t.longest > covered.longest ? t.longest : covered.longest;
+    trial_end(&t);
+    if (t.failure[0] != 0) {
+        fail_msg("seed %llu: %s", (unsigned long long)seed, t.failure);
+    }
+}
+
+static void for_all_graphs(bool debug, uint64_t share) {
+    const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
+    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", GRAPHS / share);
+    for (uint64_t seed = first; seed < first + count; ++seed) {
+        ms_config config = t_config();
+        config.debug = debug;
+        expect_trial(seed, generate(seed), &config);
+    }
+}
+
+static void nested_plans_change_no_bit(void **state) {
+    (void)state;
+    for_all_graphs(false, 1);
+}
+
+static void nested_plans_pass_debug_mode(void **state) {
+    (void)state;
+    for_all_graphs(true, 5);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(halves_take_n_log_n),
+        cmocka_unit_test(last_first_takes_n_squared),
+        cmocka_unit_test(one_pass_runs_each_layer_once),
+        cmocka_unit_test(random_chains_need_what_the_envelope_says),
+        cmocka_unit_test(nested_plans_change_no_bit),
+        cmocka_unit_test(nested_plans_pass_debug_mode),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
