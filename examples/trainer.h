@@ -19,7 +19,7 @@ typedef struct settings {
     int64_t batch, sequence, steps, seconds, every, seed;
     uint64_t budget_bytes; // 0: half way between the smallest and the plain arena
     float dropout;
-    bool random, tf32, graph, dry, plan, help;
+    bool random, tf32, graph, dry, plan, verify, help;
     option_words files;
 } settings;
 
@@ -59,7 +59,7 @@ struct trainer {
 
 // ---- options ------------------------------------------------------------------------------------
 
-enum { TRAINER_OPTIONS = 16 };
+enum { TRAINER_OPTIONS = 17 };
 
 /* Fills specs with the options; returns how many there are. */
 static int list_options(const trainer_kind *kind, settings *o, option_spec *specs) {
@@ -84,6 +84,8 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--graph", NULL, OPTION_FLAG, &o->graph, "cuda: replay the steps from a graph"},
         {"--dry", NULL, OPTION_FLAG, &o->dry, "plan only: allocate and train nothing"},
         {"--plan", NULL, OPTION_FLAG, &o->plan, "list the plan layer by layer, and its program"},
+        {"--verify", NULL, OPTION_FLAG, &o->verify,
+         "compare the gradients of a step with those of the plain plan, and train\nnothing"},
         {"--help", NULL, OPTION_FLAG, &o->help, "this text"},
     };
     memcpy(specs, all, sizeof all);
@@ -455,6 +457,73 @@ static int train(trainer *t) {
     return print_device_memory(t);
 }
 
+// ---- verification -------------------------------------------------------------------------------
+
+enum { WORST = 16 };
+
+typedef struct worst_row {
+    char name[32];
+    ms_difference of;
+} worst_row;
+
+/* The worst first; as many as are shown. */
+typedef struct worst_table {
+    worst_row rows[WORST];
+    int count;
+} worst_table;
+
+static bool is_worse(const ms_difference *a, const ms_difference *b) {
+    return a->relative > b->relative ||
+           (a->relative >= b->relative && a->differ_count > b->differ_count);
+}
+
+static void add_difference(const ms_difference *difference, void *user) {
+    worst_table *t = (worst_table *)user;
+    int at = t->count;
+    while (at > 0 && is_worse(difference, &t->rows[at - 1].of)) {
+        at--;
+    }
+    if (at == WORST) {
+        return;
+    }
+    t->count += t->count < WORST;
+    memmove(t->rows + at + 1, t->rows + at, (size_t)(t->count - at - 1) * sizeof *t->rows);
+    t->rows[at].of = *difference;
+    snprintf(t->rows[at].name, sizeof t->rows[at].name, "%s", difference->name);
+}
+
+/* One batch, by the plain plan and by the one in force. 1 where they do not agree. */
+static int verify(trainer *t) {
+    worst_table table;
+    ms_verify_report r;
+    memset(&table, 0, sizeof table);
+    t->kind->draw_batch(t);
+    if (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
+        ms_write(t->model, t->built.targets, t->targets) != MS_RESULT_OK ||
+        ms_verify(t->model, add_difference, &table, &r) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(t->model));
+    }
+    printf("\n%-24s %12s %12s %12s %12s\n", "gradient or buffer", "elements", "differ", "absolute",
+           "relative");
+    for (int i = 0; i < table.count; i++) {
+        const ms_difference *d = &table.rows[i].of;
+        printf("%-24s %12llu %12llu %12.3g %12.3g\n", table.rows[i].name,
+               (unsigned long long)d->count, (unsigned long long)d->differ_count, d->absolute,
+               d->relative);
+    }
+    if (r.tensor_count > WORST) {
+        printf("... and %u more\n", (unsigned)r.tensor_count - WORST);
+    }
+    printf("\nloss %.9g by the plain plan, %.9g by this one\n", r.plain_loss, r.wrapped_loss);
+    if (r.differ_count == 0) {
+        printf("all %u are equal bit for bit\n", (unsigned)r.tensor_count);
+        return 0;
+    }
+    printf("%u of %u differ, by %.3g at most, %.3g of the value\n", (unsigned)r.differ_count,
+           (unsigned)r.tensor_count, r.absolute, r.relative);
+    return 1;
+}
+
 // ---- main ---------------------------------------------------------------------------------------
 
 /* The inputs of one forward on the batch as it stands, and its logits. */
@@ -506,6 +575,9 @@ static int run(trainer *t) {
     }
     if ((!t->options.random && read_text(t) != 0) || allocate_batch(t) != 0 || start(t) != 0) {
         return 1;
+    }
+    if (t->options.verify) {
+        return verify(t);
     }
     printf("\n");
     return train(t) != 0 || (!t->options.random && t->kind->show(t) != 0);
