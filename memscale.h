@@ -7746,26 +7746,436 @@ static uint64_t msi_room_of(const msi_store *store) {
     return store->slot_bytes + store->transient_bytes;
 }
 
-static ms_result msi_no_fit(ms_model *m, const msi_store *store, const msi_plan *plan) {
-    const uint64_t least = msi_room_of(store);
-    return msi_fail(
-        m, MS_RESULT_BUDGET,
-        "the budget is %s, the plain plan needs %s, and the smallest feasible budget is "
-        "%s (%llu bytes; %s of it is reserved for the backend: ms_backend.workspace_bytes)%s",
-        msi_size(plan->budget_bytes).text, msi_size(plan->plain_bytes).text, msi_size(least).text,
-        (unsigned long long)least, msi_size(store->reserved_bytes).text,
-        m->config.checkpointing == MS_SWITCH_OFF
-            ? " with checkpointing switched off"
-            : ": give that much, or reduce the batch or the sequence");
-}
-
 static void msi_plans_and_store_free(ms_model *m, msi_store *store, msi_plan *plans) {
     msi_plans_free(m, plans);
     msi_store_free(m, store);
 }
 
-/* Plans for the mode of the config, and leaves that choice in force; after a failure the choice is
-   as before. */
+static const msi_plan *msi_plan_at_largest(const msi_plan *plans) {
+    return plans->next ? plans->next : plans;
+}
+
+/* The smallest arena of plans that may use these techniques. */
+static ms_result msi_least_arena(ms_model *m, uint32_t techniques, uint64_t *bytes) {
+    const uint32_t old = m->choice.techniques;
+    msi_store *store;
+    msi_plan *plans;
+    m->choice.techniques = techniques;
+    const ms_result result = msi_make_plans(m, MSI_GOAL_SMALLEST, &store, &plans);
+    m->choice.techniques = old;
+    if (result == MS_RESULT_OK) {
+        *bytes = msi_room_of(store);
+        msi_plans_and_store_free(m, store, plans);
+    }
+    return result;
+}
+
+/* Sizes of a model as they would be with another first dim of its first input: that dim, or the
+   axis along which it lies, and with it the first dims of all that is computed from it and is a
+   multiple of it. The graph is at the largest sizes of its axes meanwhile. */
+typedef struct msi_resizing {
+    ms_model *model;
+    uint32_t input, axis; // MSI_NONE: none
+    int64_t declared, now;
+    uint8_t *follows; // per tensor
+    int64_t sizes[MS_LIMIT_AXES];
+} msi_resizing;
+
+static bool msi_is_multiple(const msi_tensor *t, int64_t size) {
+    return t->view.shape.rank > 0 && t->view.shape.dim[0] % size == 0;
+}
+
+/* Marks what follows the first dim of the input. */
+static void msi_mark_followers(msi_resizing *z) {
+    const msi_graph *g = &z->model->graph;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        z->follows[t] = g->tensors.items[t].kind == MSI_KIND_INPUT &&
+                        msi_is_multiple(&g->tensors.items[t], z->declared);
+    }
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        const uint32_t made = (uint32_t)l->count[MSI_GROUP_OUT] + l->count[MSI_GROUP_SAVED];
+        bool any = false;
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
+            any |= in[k] != MSI_NONE && z->follows[in[k]];
+        }
+        for (uint32_t k = l->count[MSI_GROUP_IN]; k < l->count[MSI_GROUP_IN] + made; k++) {
+            if (any && in[k] != MSI_NONE) {
+                z->follows[in[k]] = msi_is_multiple(&g->tensors.items[in[k]], z->declared);
+            }
+        }
+    }
+}
+
+static void msi_resize(msi_resizing *z, int64_t size) {
+    msi_graph *g = &z->model->graph;
+    if (z->axis != MSI_NONE) {
+        g->axes[z->axis].largest = size;
+        msi_set_sizes(g, NULL);
+    }
+    for (uint32_t i = 0; i < g->tensors.count; i++) {
+        msi_tensor *t = &g->tensors.items[i];
+        if (z->axis == MSI_NONE && z->follows[i]) {
+            t->view.shape.dim[0] = t->view.shape.dim[0] / z->now * size;
+            t->bytes = ms_shape_count(&t->view.shape) * ms_dtype_bytes(t->view.dtype);
+        }
+        t->largest_bytes = t->bytes;
+    }
+    z->now = size;
+}
+
+/* False where there is nothing to resize, or no memory; then *result tells. */
+static bool msi_resizing_begin(msi_resizing *z, ms_model *m, ms_result *result) {
+    msi_graph *g = &m->graph;
+    uint32_t t = 0;
+    while (t < g->tensors.count && (g->tensors.items[t].kind != MSI_KIND_INPUT ||
+                                    g->tensors.items[t].view.shape.rank == 0)) {
+        t++;
+    }
+    if (t == g->tensors.count) {
+        return false;
+    }
+    memset(z, 0, sizeof *z);
+    z->follows = (uint8_t *)msi_alloc_zeroed(&m->config.allocator, g->tensors.count);
+    if (!z->follows) {
+        *result = msi_fail_memory(m, "a search for a smaller size", g->tensors.count);
+        return false;
+    }
+    const ms_shape *shape = &g->tensors.items[t].view.shape;
+    z->model = m;
+    z->input = t;
+    z->axis = shape->axes[0] ? msi_lowest_bit(shape->axes[0]) : MSI_NONE;
+    z->declared = z->axis == MSI_NONE ? shape->dim[0] : g->axes[z->axis].largest;
+    z->now = z->declared;
+    msi_get_sizes(g, z->sizes);
+    msi_set_sizes(g, NULL);
+    if (z->axis == MSI_NONE) {
+        msi_mark_followers(z);
+    }
+    return true;
+}
+
+/* Everything as it was declared. */
+static void msi_resizing_end(msi_resizing *z) {
+    ms_model *m = z->model;
+    msi_resize(z, z->declared);
+    msi_set_sizes(&m->graph, z->sizes);
+    msi_release(&m->config.allocator, z->follows, m->graph.tensors.count);
+}
+
+/* The arena at a size: with the decisions of a plan, by one lowering and one layout, or for NULL of
+   the smallest plan. *made gets the plan. */
+static ms_result msi_plan_resized(msi_resizing *z, int64_t size, const msi_plan *decided,
+                                  msi_plan **made) {
+    ms_model *m = z->model;
+    msi_store *store;
+    msi_resize(z, size);
+    ms_result result = msi_make_store(m, &store);
+    if (result == MS_RESULT_OK) {
+        store->transient_bytes = UINT64_MAX >> 1; // any arena will do
+        result = msi_make_plan(m, store, decided ? MSI_GOAL_FOLLOW : MSI_GOAL_SMALLEST, UINT64_MAX,
+                               decided, made);
+        msi_store_free(m, store);
+    }
+    return result;
+}
+
+static int64_t msi_clamp(int64_t x, int64_t least, int64_t most) {
+    return x < least ? least : x > most ? most : x;
+}
+
+/* Raises *size, which fits the budget (0: nothing is known), as far as it fits with the decisions
+   of a plan; `too_large` does not. Arenas grow with the size nearly by a straight line, so a few
+   guesses along that do. */
+static ms_result msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t budget,
+                                int64_t too_large, int64_t *size) {
+    double low_bytes = 0.0, high_bytes = (double)budget;
+    for (int guesses = 0; too_large - *size > 1; guesses++) {
+        const double share = ((double)budget - low_bytes) / (high_bytes - low_bytes);
+        int64_t guess = *size == 0 ? 1 : *size + (too_large - *size) / 2;
+        if (*size > 0 && guesses % 3 != 2 && share > 0.0 && share < 1.0) {
+            guess = *size + (int64_t)(share * (double)(too_large - *size));
+        }
+        guess = msi_clamp(guess, *size + 1, too_large - 1);
+        msi_plan *plan;
+        const ms_result result = msi_plan_resized(z, guess, decided, &plan);
+        if (result != MS_RESULT_OK) {
+            return result;
+        }
+        const uint64_t bytes = plan->arena_bytes;
+        msi_plan_free(z->model, plan);
+        if (bytes <= budget) {
+            *size = guess;
+            low_bytes = (double)bytes;
+        } else {
+            too_large = guess;
+            high_bytes = (double)bytes;
+        }
+    }
+    return MS_RESULT_OK;
+}
+
+enum { MSI_RESIZE_ROUNDS = 16 };
+
+/* The largest size that fits the budget, 0 for none: as far as the decisions of the smallest plan
+   at the declared size carry; then with those of the smallest plan there, until the next size has
+   no plan that fits. */
+static ms_result msi_largest_size(msi_resizing *z, uint64_t budget, const msi_plan *smallest,
+                                  int64_t *size) {
+    msi_plan *own = NULL;
+    ms_result result = MS_RESULT_OK;
+    *size = 0;
+    for (int round = 0; round < MSI_RESIZE_ROUNDS && result == MS_RESULT_OK; round++) {
+        msi_plan *next;
+        result = msi_raise_size(z, own ? own : smallest, budget, z->declared, size);
+        if (result != MS_RESULT_OK || *size + 1 >= z->declared) {
+            break;
+        }
+        result = msi_plan_resized(z, *size + 1, NULL, &next);
+        if (result != MS_RESULT_OK) {
+            break;
+        }
+        msi_plan_free(z->model, own);
+        own = next;
+        if (next->arena_bytes > budget) {
+            break;
+        }
+        ++*size;
+    }
+    msi_plan_free(z->model, own);
+    return result;
+}
+
+/* An error text under way. */
+typedef struct msi_text {
+    char text[MSI_ERROR_BYTES];
+    size_t length;
+} msi_text;
+
+MEMSCALE_PRINTF(2, 3)
+static void msi_add_text(msi_text *to, const char *format, ...) {
+    const size_t room = sizeof to->text - to->length;
+    va_list args;
+    va_start(args, format);
+    const int length = vsnprintf(to->text + to->length, room, format, args);
+    va_end(args);
+    to->length += length < 0 ? 0 : (size_t)length < room ? (size_t)length : room - 1;
+}
+
+/* The smallest arenas of the other modes. */
+static ms_result msi_tell_modes(ms_model *m, uint64_t least, msi_text *to) {
+    bool alike = true;
+    for (int mode = 0; mode < MS_MODE_COUNT; mode++) {
+        const uint32_t techniques = msi_allowed(m, (ms_mode)mode);
+        uint64_t bytes = least;
+        if (techniques == m->choice.techniques) {
+            continue;
+        }
+        const ms_result result = msi_least_arena(m, techniques, &bytes);
+        if (result != MS_RESULT_OK) {
+            return result;
+        }
+        msi_add_text(to, ", %s in mode %s", msi_size(bytes).text, msi_mode_names[mode]);
+        alike = false;
+    }
+    msi_add_text(to, "%s", alike ? ", the same in every mode" : "");
+    return MS_RESULT_OK;
+}
+
+/* What would fit the budget that was asked for. */
+static ms_result msi_tell_size(ms_model *m, const msi_plan *smallest, msi_text *to) {
+    msi_resizing z;
+    ms_result result = MS_RESULT_OK;
+    int64_t size;
+    if (!msi_resizing_begin(&z, m, &result)) {
+        return result;
+    }
+    result = msi_largest_size(&z, smallest->budget_bytes, smallest, &size);
+    msi_resizing_end(&z);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    const char *name =
+        z.axis == MSI_NONE ? msi_tensor_name(m, z.input) : msi_name(m, m->graph.axes[z.axis].name);
+    const char *what = z.axis == MSI_NONE ? "first dim of input" : "axis";
+    if (size > 0) {
+        msi_add_text(to, ". This budget has room for %lld in the %s \"%.40s\", now %lld",
+                     (long long)size, what, name, (long long)z.declared);
+    } else {
+        msi_add_text(to, ". Even 1 in the %s \"%.40s\" is too much for this budget", what, name);
+    }
+    return result;
+}
+
+/* What else would help. */
+static ms_result msi_tell_cures(ms_model *m, msi_text *to) {
+    const msi_graph *g = &m->graph;
+    const char *early = msi_early_fault(m);
+    uint32_t all = m->choice.techniques, forbidden = 0;
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        const bool off = msi_switch_of(&m->config, (ms_technique)k) == MS_SWITCH_OFF;
+        all |= off && !(early && k == MS_TECHNIQUE_EARLY_UPDATE) ? MSI_BUILT & 1u << k : 0u;
+    }
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const uint8_t *is = g->tensors.items[t].technique;
+        forbidden += is[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_OFF ||
+                     is[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_OFF;
+    }
+    if (all != m->choice.techniques) {
+        uint64_t bytes;
+        const ms_result result = msi_least_arena(m, all, &bytes);
+        if (result != MS_RESULT_OK) {
+            return result;
+        }
+        const uint32_t added = all & ~m->choice.techniques;
+        msi_add_text(to, ". Without OFF for %s%s%s: %s",
+                     added & MSI_CHECKPOINTING ? "checkpointing" : "",
+                     added == MSI_BUILT ? " and " : "",
+                     added & MSI_EARLY_UPDATE ? "early_update" : "", msi_size(bytes).text);
+    }
+    if (early) {
+        msi_add_text(to, ". No early updates, since %s", early);
+    }
+    if (forbidden) {
+        msi_add_text(to, ". %u tensors are forbidden a technique", (unsigned)forbidden);
+    }
+    return MS_RESULT_OK;
+}
+
+/* No plan fits; `smallest` is the nearest. The model is as before afterwards. */
+static ms_result msi_no_fit(ms_model *m, const msi_store *store, const msi_plan *smallest) {
+    const uint64_t least = msi_room_of(store);
+    msi_text text;
+    text.length = 0;
+    msi_add_text(&text,
+                 "the budget is %s, the plain plan needs %s, and the smallest feasible budget in "
+                 "mode %s is %s (%llu bytes",
+                 msi_size(smallest->budget_bytes).text, msi_size(smallest->plain_bytes).text,
+                 msi_mode_names[m->choice.mode], msi_size(least).text, (unsigned long long)least);
+    if (store->reserved_bytes) {
+        msi_add_text(&text, "; %s of it for the backend: ms_backend.workspace_bytes",
+                     msi_size(store->reserved_bytes).text);
+    }
+    msi_add_text(&text, ")");
+    ms_result result = msi_tell_modes(m, least, &text);
+    result = result == MS_RESULT_OK ? msi_tell_size(m, smallest, &text) : result;
+    result = result == MS_RESULT_OK ? msi_tell_cures(m, &text) : result;
+    return result == MS_RESULT_OK ? msi_fail(m, MS_RESULT_BUDGET, "%s", text.text) : result;
+}
+
+/* The modes from the most careful one on. */
+static const ms_mode msi_modes[MS_MODE_COUNT] = {MS_MODE_CONSERVATIVE, MS_MODE_BALANCED,
+                                                 MS_MODE_AGGRESSIVE};
+
+/* A mode, planned. Modes that allow the same share it all. */
+typedef struct msi_contender {
+    msi_store *store;
+    msi_plan *plans;
+} msi_contender;
+
+/* Frees all contenders but that number `spared`, and those that share with it. */
+static void msi_contenders_free(ms_model *m, const msi_contender *contenders, uint32_t count,
+                                uint32_t spared) {
+    for (uint32_t i = 0; i < count; i++) {
+        bool shared = spared < count && contenders[i].store == contenders[spared].store;
+        for (uint32_t k = 0; k < i; k++) {
+            shared |= contenders[k].store == contenders[i].store;
+        }
+        if (!shared) {
+            msi_plans_and_store_free(m, contenders[i].store, contenders[i].plans);
+        }
+    }
+}
+
+/* Plans for each mode with all that it allows. */
+static ms_result msi_make_contenders(ms_model *m, msi_goal goal, msi_contender *contenders,
+                                     ms_strategy *strategies) {
+    for (uint32_t i = 0; i < MS_MODE_COUNT; i++) {
+        ms_strategy *s = &strategies[i];
+        uint32_t same = 0;
+        memset(s, 0, sizeof *s);
+        s->mode = msi_modes[i];
+        s->techniques = msi_allowed(m, s->mode);
+        while (strategies[same].techniques != s->techniques) {
+            same++;
+        }
+        contenders[i] = contenders[same];
+        m->choice.techniques = s->techniques;
+        const ms_result result =
+            same < i ? MS_RESULT_OK
+                     : msi_make_plans(m, goal, &contenders[i].store, &contenders[i].plans);
+        if (result != MS_RESULT_OK) {
+            msi_contenders_free(m, contenders, i, MSI_NONE);
+            return result;
+        }
+        s->arena_bytes = msi_room_of(contenders[i].store);
+        s->step_us = contenders[i].plans->train.step_us;
+        s->fits = s->arena_bytes <= msi_plan_at_largest(contenders[i].plans)->budget_bytes;
+    }
+    return MS_RESULT_OK;
+}
+
+/* The built-in policy: the fastest that fits, or where none does the smallest; of equal ones the
+   most careful. */
+static uint32_t msi_fastest(const ms_policy_args *args) {
+    uint32_t best = 0;
+    for (uint32_t i = 1; i < args->strategy_count; i++) {
+        const ms_strategy *a = &args->strategies[i], *b = &args->strategies[best];
+        const bool better = a->fits != b->fits ? a->fits
+                            : a->fits          ? a->step_us < b->step_us
+                                               : a->arena_bytes < b->arena_bytes;
+        best = better ? i : best;
+    }
+    return best;
+}
+
+/* Lets the policy choose among the modes; the choice of the config is in force so far. */
+static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
+    msi_contender contenders[MS_MODE_COUNT];
+    ms_strategy strategies[MS_MODE_COUNT];
+    const msi_choice config = m->choice;
+    const ms_result result = msi_make_contenders(m, goal, contenders, strategies);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    ms_policy_args args;
+    memset(&args, 0, sizeof args);
+    args.user = m->config.policy_user;
+    args.hardware = &m->hardware;
+    args.budget_bytes = msi_plan_at_largest(contenders[0].plans)->budget_bytes;
+    args.plain_bytes = msi_plan_at_largest(contenders[0].plans)->plain_bytes;
+    args.strategies = strategies;
+    args.strategy_count = MS_MODE_COUNT;
+    for (uint32_t i = 0; i < MS_MODE_COUNT; i++) {
+        msi_log(m, MS_LOG_INFO, "policy", "strategy %u, mode %s: arena %s, predicted step %s%s",
+                (unsigned)i, msi_mode_names[strategies[i].mode],
+                msi_size(strategies[i].arena_bytes).text, msi_time(strategies[i].step_us).text,
+                strategies[i].fits ? "" : ", does not fit");
+    }
+    const uint32_t chosen = m->config.policy ? m->config.policy(&args) : msi_fastest(&args);
+    uint32_t number = chosen;
+    m->choice = config;
+    if (chosen < MS_MODE_COUNT) {
+        m->choice.mode = strategies[chosen].mode;
+        m->choice.source = MS_DECISION_SOURCE_POLICY;
+        m->choice.techniques = strategies[chosen].techniques;
+    }
+    for (uint32_t i = 0; i < MS_MODE_COUNT; i++) {
+        number = strategies[i].mode == m->choice.mode ? i : number;
+    }
+    msi_log(m, MS_LOG_INFO, "policy", "%s policy chose %u: mode %s%s",
+            m->config.policy ? "the trainer's" : "the built-in", (unsigned)chosen,
+            msi_mode_names[m->choice.mode],
+            chosen < MS_MODE_COUNT ? "" : ", as configured, since there is no such strategy");
+    msi_contenders_free(m, contenders, MS_MODE_COUNT, number);
+    *store = contenders[number].store;
+    *plans = contenders[number].plans;
+    return MS_RESULT_OK;
+}
+
+/* Checks the graph, then plans for the mode of the config, or for that of the policy. The choice
+   stays in force; after a failure it is as before. */
 static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     const msi_choice old = m->choice;
     ms_result result = msi_check_graph(m, goal);
@@ -7774,15 +8184,41 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
         return result;
     }
     m->choice = msi_config_choice(m);
-    result = msi_make_plans(m, goal, store, plans);
+    result = m->config.auto_policy && goal != MSI_GOAL_PLAIN
+                 ? msi_ask_policy(m, goal, store, plans)
+                 : msi_make_plans(m, goal, store, plans);
     if (result == MS_RESULT_OK && goal == MSI_GOAL_BUDGET) {
-        const msi_plan *largest = (*plans)->next ? (*plans)->next : *plans;
+        const msi_plan *largest = msi_plan_at_largest(*plans);
         if (msi_room_of(*store) > largest->budget_bytes) {
             result = msi_no_fit(m, *store, largest);
             msi_plans_and_store_free(m, *store, *plans);
         }
     }
-    m->choice = result == MS_RESULT_OK ? m->choice : old;
+    if (result != MS_RESULT_OK) {
+        m->choice = old;
+    }
+    if (result != MS_RESULT_OK && m->plan) {
+        msi_find_times(m); // at the present sizes, for the plan that stays in force
+    }
+    return result;
+}
+
+/* The smallest arena that ms_wrap can come to: in the mode of the config; with a policy in any. */
+static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
+    uint32_t met[MS_MODE_COUNT];
+    ms_result result = msi_check_graph(m, MSI_GOAL_SMALLEST);
+    result = result == MS_RESULT_OK ? msi_check_built(m) : result;
+    *bytes = UINT64_MAX;
+    for (int i = 0; i < MS_MODE_COUNT && result == MS_RESULT_OK; i++) {
+        bool known = !m->config.auto_policy && m->config.mode != msi_modes[i];
+        met[i] = msi_allowed(m, msi_modes[i]);
+        for (int k = 0; k < i && m->config.auto_policy; k++) {
+            known |= met[k] == met[i];
+        }
+        uint64_t least = *bytes;
+        result = known ? result : msi_least_arena(m, met[i], &least);
+        *bytes = least < *bytes ? least : *bytes;
+    }
     return result;
 }
 
@@ -9580,11 +10016,15 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
         }
         result = msi_plan_at(m, m->store, m->goal, all, m->largest, &plan);
         if (result != MS_RESULT_OK) {
+            msi_find_times(m);
             return result;
         }
         msi_add_plan(m, plan);
     }
     msi_set_sizes(&m->graph, all);
+    if (m->plan) {
+        msi_find_times(m);
+    }
     msi_drop_step(m);
     return MS_RESULT_OK;
 }
@@ -11165,19 +11605,13 @@ MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_
 }
 
 MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
-    msi_store *store;
-    msi_plan *plans;
     if (!model || !bytes) {
         return msi_fail_argument(model, "ms_smallest_budget", "an argument is NULL");
     }
-    const msi_choice choice = model->choice;
+    uint64_t least = 0;
     ms_result result = msi_check_between_steps(model, "ms_smallest_budget");
-    result = result == MS_RESULT_OK ? msi_decide(model, MSI_GOAL_SMALLEST, &store, &plans) : result;
-    if (result == MS_RESULT_OK) {
-        *bytes = msi_room_of(store);
-        msi_plans_and_store_free(model, store, plans);
-    }
-    model->choice = choice;
+    result = result == MS_RESULT_OK ? msi_smallest_of_modes(model, &least) : result;
+    *bytes = result == MS_RESULT_OK ? least : *bytes;
     return result;
 }
 
