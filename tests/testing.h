@@ -677,9 +677,11 @@ static inline int t_concat_backward(const ms_call *call) {
     return 0;
 }
 
-/* Uses its workspace for one row, so that a workspace that is too small or shared shows. */
+/* Uses its workspace for one row, so that a workspace that is too small or shared shows. As a
+   recompute callback it makes what is wanted. */
 static inline int t_norm_forward(const ms_call *call) {
     float *row = (float *)call->workspace;
+    float *out = t_data(&call->out[0]);
     float *saved = t_data(&call->saved[0]);
     int64_t cols = t_cols(&call->in[0]);
     for (int64_t r = 0; r < t_rows(&call->in[0]); ++r) {
@@ -692,11 +694,13 @@ static inline int t_norm_forward(const ms_call *call) {
         for (int64_t c = 0; c < cols; ++c) {
             spread += fabsf(row[c] - mean);
         }
-        for (int64_t c = 0; c < cols; ++c) {
-            t_data(&call->out[0])[r * cols + c] = (row[c] - mean) / spread;
+        for (int64_t c = 0; c < cols && out != NULL; ++c) {
+            out[r * cols + c] = (row[c] - mean) / spread;
         }
-        saved[2 * r] = mean;
-        saved[2 * r + 1] = spread;
+        if (saved != NULL) {
+            saved[2 * r] = mean;
+            saved[2 * r + 1] = spread;
+        }
     }
     return 0;
 }
