@@ -110,8 +110,9 @@
     ms_config.backend. Nothing is allocated in a step, and no device memory behind ms_wrap, but for
     what CUDA itself takes when a kernel is launched first, and for a recording. Host memory is, in
     three cases: ms_reshape makes a plan for sizes that it meets first; ms_smallest_budget makes one
-    and frees it; the C library has a file buffer while the CPU backend reads /proc for its hardware
-    report, and for a budget of 0.
+    and frees it; the C library has a file buffer while a backend reads what Linux tells of the host:
+    /proc/cpuinfo, /proc/meminfo, /proc/self/cgroup, /proc/self/mountinfo, and memory.* of the
+    cgroups of the process. ms_hardware_report takes memory to measure in, and gives it back.
 
     THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
     run on the thread that called ms_step; from inside them, of all functions that take the model,
@@ -935,9 +936,10 @@ MEMSCALE_API void ms_destroy(ms_model *model);
 MEMSCALE_API const char *ms_last_error(const ms_model *model);
 
 /* What the backend says of its device, now, with speeds that are measured at the first call: some
-   50 ms, in memory of their own (up to 64 MiB of it on the device, for a moment). Where that
-   memory is not to be had, the speeds stay as the backend states them. Stream: waits.
-   Errors: INVALID, ORDER (in a callback), BACKEND. */
+   50 ms, in memory and on streams of their own (64 MiB of host memory on a CPU; of a GPU a 64th of
+   its memory, 256 MiB at most, and 8 MiB of pinned memory). Where these are not to be had, the
+   speeds stay as the backend states them, and the next call tries again. A dry run measures too.
+   Stream: waits. Errors: INVALID, ORDER (in a callback), BACKEND. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_hardware_report(ms_model *model, ms_hardware *report);
 
 /* Devices that are built in, for plans on paper: RTX 3090, H200, Jetson Orin Nano 8GB, each with
@@ -1249,7 +1251,7 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_program(const ms_model *model
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// >>shared  allocation, sizes, and lines of /proc
+// >>shared  allocation, sizes, and what the host tells of its memory
 
 enum { MSI_ALIGNMENT = 64 };
 
@@ -1284,21 +1286,236 @@ static inline const char *msi_line_value(const char *line, const char *key) {
     return line + length + strspn(line + length, " \t:");
 }
 
-/* MemTotal and MemAvailable, which stay as they are where the platform does not tell. */
-static inline void msi_host_memory(uint64_t *total_bytes, uint64_t *free_bytes) {
+enum { MSI_PATH_BYTES = 4096 };
+
+/* root is "" but for tests, which have a tree of their own. NULL where there is no such file. */
+static inline FILE *msi_open_file(const char *root, const char *directory, const char *name) {
+    char path[MSI_PATH_BYTES];
+    const int length = snprintf(path, sizeof path, "%s%s/%s", root, directory, name);
+    return length > 0 && length < (int)sizeof path ? fopen(path, "r") : NULL;
+}
+
+/* The next line, without its end; the rest of one that is too long is dropped. */
+static inline bool msi_read_line(FILE *file, char *line, int bytes) {
+    char rest[256];
+    if (!file || !fgets(line, bytes, file)) {
+        return false;
+    }
+    const size_t length = strcspn(line, "\n");
+    bool more = line[length] == 0;
+    line[length] = 0;
+    while (more && fgets(rest, sizeof rest, file)) {
+        more = !strchr(rest, '\n');
+    }
+    return true;
+}
+
+/* The number of a file that has only that; UINT64_MAX where there is none, as for "max". */
+static inline uint64_t msi_read_number(const char *root, const char *directory, const char *name) {
+    char line[64];
+    uint64_t number = UINT64_MAX;
+    FILE *file = msi_open_file(root, directory, name);
+    if (msi_read_line(file, line, sizeof line) && line[0] >= '0' && line[0] <= '9') {
+        number = strtoull(line, NULL, 10);
+    }
+    if (file) {
+        fclose(file);
+    }
+    return number;
+}
+
+/* The number of the line that begins with key, or `otherwise`. */
+static inline uint64_t msi_read_key(const char *root, const char *directory, const char *name,
+                                    const char *key, uint64_t otherwise) {
     char line[256];
     const char *value;
-    FILE *file = fopen("/proc/meminfo", "r");
-    while (file && fgets(line, sizeof line, file)) {
-        if ((value = msi_line_value(line, "MemTotal:")) != NULL) {
-            *total_bytes = strtoull(value, NULL, 10) << 10;
-        } else if ((value = msi_line_value(line, "MemAvailable:")) != NULL) {
-            *free_bytes = strtoull(value, NULL, 10) << 10;
+    uint64_t number = otherwise;
+    FILE *file = msi_open_file(root, directory, name);
+    while (number == otherwise && msi_read_line(file, line, sizeof line)) {
+        if ((value = msi_line_value(line, key)) != NULL) {
+            number = strtoull(value, NULL, 10);
         }
     }
     if (file) {
         fclose(file);
     }
+    return number;
+}
+
+/* Memory of the host as far as it is known: UINT64_MAX where it is not. */
+typedef struct msi_host {
+    const char *root;
+    uint64_t total_bytes, free_bytes;
+} msi_host;
+
+static inline uint64_t msi_smaller(uint64_t a, uint64_t b) {
+    return a < b ? a : b;
+}
+
+/* The limits of one cgroup, and what it has left: Linux, Documentation/admin-guide/cgroup-v2.rst
+   and cgroup-v1/memory.rst. Pages of files that were not used of late give way. No limit is a
+   number that no machine has. */
+static inline void msi_limit_by_group(msi_host *h, int version, const char *directory) {
+    static const struct {
+        const char *most, *high, *used, *pages;
+    } names[2] = {{"memory.limit_in_bytes", "memory.limit_in_bytes", "memory.usage_in_bytes",
+                   "total_inactive_file "},
+                  {"memory.max", "memory.high", "memory.current", "inactive_file "}};
+    const int v = version - 1;
+    const uint64_t limit = msi_smaller(msi_read_number(h->root, directory, names[v].most),
+                                       msi_read_number(h->root, directory, names[v].high));
+    if (limit >> 60) {
+        return;
+    }
+    const uint64_t used = msi_read_number(h->root, directory, names[v].used);
+    const uint64_t pages = msi_read_key(h->root, directory, "memory.stat", names[v].pages, 0);
+    const uint64_t held = used == UINT64_MAX ? 0 : used - msi_smaller(used, pages);
+    h->total_bytes = msi_smaller(h->total_bytes, limit);
+    h->free_bytes = msi_smaller(h->free_bytes, limit - msi_smaller(limit, held));
+}
+
+/* The cgroup at mount/below, and all those above it up to the mount. */
+static inline void msi_limit_by_groups(msi_host *h, int version, const char *mount,
+                                       const char *below) {
+    char directory[MSI_PATH_BYTES];
+    const size_t base = strlen(mount);
+    const int whole = snprintf(directory, sizeof directory, "%s%s", mount, below);
+    if (whole < 0 || whole >= (int)sizeof directory) {
+        return;
+    }
+    for (size_t length = (size_t)whole;;) {
+        while (length > base && directory[length - 1] == '/') {
+            length--;
+        }
+        directory[length] = 0;
+        msi_limit_by_group(h, version, directory);
+        if (length <= base) {
+            return;
+        }
+        while (length > base && directory[length - 1] != '/') {
+            length--;
+        }
+    }
+}
+
+/* Cuts the next field off a line of fields with blanks in between; "" behind the last. */
+static inline char *msi_next_field(char **line) {
+    char *field = *line + strspn(*line, " ");
+    const size_t length = strcspn(field, " ");
+    *line = field + length + (field[length] != 0);
+    field[length] = 0;
+    return field;
+}
+
+/* Whether a word is in a list with commas in between, of so many characters. */
+static inline bool msi_lists(const char *list, size_t length, const char *word) {
+    const size_t word_length = strlen(word);
+    for (size_t at = 0; at < length;) {
+        const size_t rest = strcspn(list + at, ",");
+        const size_t part = rest < length - at ? rest : length - at;
+        if (part == word_length && strncmp(list + at, word, part) == 0) {
+            return true;
+        }
+        at += part + 1;
+    }
+    return false;
+}
+
+/* Blanks and the like stand in mountinfo as a backslash and three octal digits. */
+static inline void msi_unescape(char *text) {
+    char *to = text;
+    for (const char *from = text; *from; from++, to++) {
+        *to = *from;
+        if (from[0] == '\\' && strspn(from + 1, "01234567") >= 3) {
+            *to = (char)((from[1] - '0') * 64 + (from[2] - '0') * 8 + (from[3] - '0'));
+            from += 3;
+        }
+    }
+    *to = 0;
+}
+
+/* Whether a line of mountinfo (proc_pid_mountinfo(5)) mounts the cgroups of this version: the
+   cgroup at the mount point, and that point. */
+static inline bool msi_mounts_groups(char *line, int version, char **root, char **point) {
+    const char *field = "";
+    for (int i = 0; i < 3; i++) {
+        (void)msi_next_field(&line);
+    }
+    *root = msi_next_field(&line);
+    *point = msi_next_field(&line);
+    do {
+        field = msi_next_field(&line);
+    } while (field[0] && strcmp(field, "-") != 0);
+    const char *type = msi_next_field(&line);
+    (void)msi_next_field(&line);
+    const char *options = msi_next_field(&line);
+    msi_unescape(*root);
+    msi_unescape(*point);
+    return version == 2
+               ? strcmp(type, "cgroup2") == 0
+               : strcmp(type, "cgroup") == 0 && msi_lists(options, strlen(options), "memory");
+}
+
+/* Where a cgroup is below a mount of the cgroup `root`; "", the mount itself, where that cannot be
+   told, as in some containers. */
+static inline const char *msi_below_mount(const char *root, const char *path) {
+    const size_t length = strcmp(root, "/") == 0 ? 0 : strlen(root);
+    const bool inside =
+        strncmp(path, root, length) == 0 && (path[length] == '/' || path[length] == 0);
+    return inside && !strstr(path + length, "/..") ? path + length : "";
+}
+
+static inline void msi_limit_by_version(msi_host *h, int version, const char *path) {
+    char line[MSI_PATH_BYTES];
+    char *root, *point;
+    bool found = false;
+    FILE *file = msi_open_file(h->root, "/proc/self", "mountinfo");
+    while (msi_read_line(file, line, sizeof line)) {
+        if (msi_mounts_groups(line, version, &root, &point)) {
+            found = true;
+            msi_limit_by_groups(h, version, point, msi_below_mount(root, path));
+        }
+    }
+    if (file) {
+        fclose(file);
+    }
+    if (!found) {
+        msi_limit_by_groups(h, version, version == 2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory",
+                            msi_below_mount("/", path));
+    }
+}
+
+/* A line of /proc/self/cgroup is number:controllers:path; version 2 has no controllers. */
+static inline void msi_limit_by_cgroups(msi_host *h) {
+    char line[MSI_PATH_BYTES];
+    FILE *file = msi_open_file(h->root, "/proc/self", "cgroup");
+    while (msi_read_line(file, line, sizeof line)) {
+        const char *controllers = strchr(line, ':');
+        const char *path = controllers ? strchr(controllers + 1, ':') : NULL;
+        const size_t length = path ? (size_t)(path - controllers) - 1 : 0;
+        if (path && (length == 0 || msi_lists(controllers + 1, length, "memory"))) {
+            msi_limit_by_version(h, length == 0 ? 2 : 1, path + 1);
+        }
+    }
+    if (file) {
+        fclose(file);
+    }
+}
+
+/* MemTotal and MemAvailable, or what the cgroups of the process leave of them. 0 where the platform
+   does not tell, so that free memory is never less than a page. */
+static inline void msi_host_memory(const char *root, uint64_t *total_bytes, uint64_t *free_bytes) {
+    const uint64_t page = 4096, none = UINT64_MAX >> 10;
+    msi_host h;
+    h.root = root;
+    h.total_bytes = msi_read_key(root, "/proc", "meminfo", "MemTotal:", none);
+    h.free_bytes = msi_read_key(root, "/proc", "meminfo", "MemAvailable:", none);
+    h.total_bytes = h.total_bytes >= none ? UINT64_MAX : h.total_bytes << 10;
+    h.free_bytes = h.free_bytes >= none ? UINT64_MAX : h.free_bytes << 10;
+    msi_limit_by_cgroups(&h);
+    h.free_bytes = h.free_bytes < page ? page : h.free_bytes;
+    *total_bytes = h.total_bytes == UINT64_MAX ? 0 : h.total_bytes;
+    *free_bytes = h.free_bytes == UINT64_MAX ? 0 : h.free_bytes;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1857,6 +2074,7 @@ struct ms_model {
     ms_optimizer_desc optimizer;
     ms_hardware hardware;                // that plans are for, its speeds filled in
     bool has_hardware;                   // by ms_set_hardware
+    ms_hardware speeds;                  // as the last report had them
     double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs that have bytes; 0: was not
     msi_graph graph;
     msi_store *store;
@@ -2494,7 +2712,7 @@ static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_ma
 #endif // MEMSCALE_CBLAS
 
 // ------------------------------------------------------------------------------------------------
-// >>hardware  what the platform tells of the host
+// >>hardware  what the platform tells of the host, what is measured, and devices that are built in
 
 static void msi_cpu_hardware(void *user, ms_hardware *hardware) {
     (void)user;
@@ -2502,18 +2720,469 @@ static void msi_cpu_hardware(void *user, ms_hardware *hardware) {
     const char *value;
     snprintf(hardware->name, sizeof hardware->name, "CPU");
     hardware->kind = MS_DEVICE_CPU;
-    FILE *file = fopen("/proc/cpuinfo", "r");
-    while (file && fgets(line, sizeof line, file)) {
+    FILE *file = msi_open_file("", "/proc", "cpuinfo");
+    while (msi_read_line(file, line, sizeof line)) {
         if ((value = msi_line_value(line, "model name")) != NULL) {
-            snprintf(hardware->name, sizeof hardware->name, "%.*s", (int)strcspn(value, "\n"),
-                     value);
-            hardware->processor_count++;
+            snprintf(hardware->name, sizeof hardware->name, "%.63s", value);
         }
+        hardware->processor_count += msi_line_value(line, "processor\t") != NULL;
     }
     if (file) {
         fclose(file);
     }
-    msi_host_memory(&hardware->total_bytes, &hardware->free_bytes);
+    msi_host_memory("", &hardware->host_total_bytes, &hardware->host_free_bytes);
+    hardware->total_bytes = hardware->host_total_bytes;
+    hardware->free_bytes = hardware->host_free_bytes;
+}
+
+enum { MSI_SPEED_COUNT = 7 };
+
+/* The speeds of a description, by number. */
+static double *msi_speed(ms_hardware *h, int speed) {
+    double *const all[MSI_SPEED_COUNT] = {
+        &h->memory_gb_per_s, &h->to_device_gb_per_s, &h->to_host_gb_per_s, &h->f32_tflops,
+        &h->tf32_tflops,     &h->f16_tflops,         &h->launch_us};
+    return all[speed];
+}
+
+static void msi_take_speeds(ms_hardware *to, const ms_hardware *from) {
+    ms_hardware source = *from;
+    for (int i = 0; i < MSI_SPEED_COUNT; i++) {
+        *msi_speed(to, i) = *msi_speed(&source, i);
+    }
+    to->is_measured = from->is_measured;
+}
+
+/* What ms_hardware_report times. */
+typedef enum msi_timed {
+    MSI_TIMED_COPY,
+    MSI_TIMED_TO_DEVICE,
+    MSI_TIMED_TO_HOST,
+    MSI_TIMED_LAUNCH,
+    MSI_TIMED_PRODUCT
+} msi_timed;
+
+/* Sizes: a copy should not fit in a cache, nor the whole take long; what goes through pinned memory
+   is smaller, since that takes long to get. */
+enum {
+    MSI_BENCH_HOST_BYTES = 64 << 20, // of device memory that is the host's
+    MSI_BENCH_COPY_BYTES = 8 << 20,  // of one copy there, and of one from or to the host
+    MSI_BENCH_LEAST_BYTES = 64 << 10,
+    MSI_BENCH_LEAST_SIDE = 128, // of a product
+    MSI_BENCH_MOST_SIDE = 4096,
+    MSI_BENCH_SAMPLES = 5,
+    MSI_BENCH_MOST_CALLS = 32, // in a sample
+    MSI_BENCH_SAMPLE_US = 400,
+    MSI_BENCH_FIGURE_US = 5000, // for all samples of a figure
+    MSI_BENCH_WHOLE_US = 50000  // behind that, one sample for each figure
+};
+
+/* A state of the backend for measuring, with memory of its own. */
+typedef struct msi_bench {
+    const ms_backend *backend;
+    const ms_allocator *allocator;
+    void *state, *device, *workspace, *host;
+    uint64_t device_bytes, host_bytes;
+    uint64_t copy_bytes; // of a copy inside device memory
+    uint32_t turn;       // copies take different parts of it
+    double end_us;       // of MSI_BENCH_WHOLE_US
+    ms_matrix a, b, c;
+    int error;
+} msi_bench;
+
+static int msi_bench_call(msi_bench *t, msi_timed what) {
+    const ms_backend *b = t->backend;
+    uint8_t *device = (uint8_t *)t->device;
+    const uint64_t half = t->device_bytes / 2;
+    const uint64_t offset = t->turn % (half / t->copy_bytes) * t->copy_bytes;
+    uint8_t *part = device + t->turn % (t->device_bytes / t->host_bytes) * t->host_bytes;
+    t->turn++;
+    return what == MSI_TIMED_COPY
+               ? b->copy(t->state, device + half + offset, device + offset, t->copy_bytes)
+           : what == MSI_TIMED_TO_DEVICE ? b->copy_in(t->state, part, t->host, t->host_bytes)
+           : what == MSI_TIMED_TO_HOST   ? b->copy_out(t->state, t->host, part, t->host_bytes)
+           : what == MSI_TIMED_LAUNCH    ? b->fill_f32(t->state, device, 1.0f, 16)
+                                         : b->gemm(t->state, 1.0f, &t->a, &t->b, 0.0f, &t->c);
+}
+
+/* Microseconds of so many calls, until they are done. */
+static double msi_bench_calls_us(msi_bench *t, msi_timed what, int calls) {
+    const double start = msi_now_us();
+    for (int i = 0; i < calls && !t->error; i++) {
+        t->error = msi_bench_call(t, what);
+    }
+    if (t->backend->is_asynchronous && t->state) {
+        const int error = t->backend->synchronize(t->state);
+        t->error = t->error ? t->error : error;
+    }
+    return msi_now_us() - start;
+}
+
+/* Median of several samples, for one call; 0 where nothing can be said. */
+static double msi_bench_us(msi_bench *t, msi_timed what) {
+    double samples[MSI_BENCH_SAMPLES], end = msi_now_us() + (double)MSI_BENCH_FIGURE_US;
+    int count = 0;
+    end = end < t->end_us ? end : t->end_us;
+    (void)msi_bench_calls_us(t, what, 1); // what is made at the first call is made there
+    const double one = msi_bench_calls_us(t, what, 1);
+    const double fit = (double)MSI_BENCH_SAMPLE_US / (one > 1.0 ? one : 1.0);
+    const int calls = fit < 1.0                            ? 1
+                      : fit > (double)MSI_BENCH_MOST_CALLS ? MSI_BENCH_MOST_CALLS
+                                                           : (int)fit;
+    while (!t->error && count < MSI_BENCH_SAMPLES && (count == 0 || msi_now_us() < end)) {
+        const double us = msi_bench_calls_us(t, what, calls);
+        int at = count++;
+        for (; at > 0 && samples[at - 1] > us; at--) {
+            samples[at] = samples[at - 1];
+        }
+        samples[at] = us;
+    }
+    return t->error || samples[count / 2] <= 0.0 ? 0.0 : samples[count / 2] / (double)calls;
+}
+
+/* 1e12 flops a second of a product of square matrices, as large as memory allows and as take some
+   time. */
+static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
+    const uint64_t item = dtype == MS_DTYPE_F32 ? 4 : 2;
+    double us = 0.0, side = 0.0;
+    for (int64_t n = MSI_BENCH_LEAST_SIDE; n <= MSI_BENCH_MOST_SIDE && !t->error; n *= 2) {
+        const uint64_t bytes = (uint64_t)(n * n) * item;
+        if (3 * bytes > t->device_bytes || us > (double)MSI_BENCH_SAMPLE_US ||
+            (side > 0.0 && msi_now_us() > t->end_us)) {
+            break;
+        }
+        t->a.rows = t->a.cols = t->a.stride = n;
+        t->a.dtype = dtype;
+        t->a.count = 1;
+        t->b = t->c = t->a;
+        t->a.data = t->device;
+        t->b.data = (uint8_t *)t->device + bytes;
+        t->c.data = (uint8_t *)t->device + 2 * bytes;
+        us = msi_bench_calls_us(t, MSI_TIMED_PRODUCT, 1);
+        if (us > (double)MSI_BENCH_SAMPLE_US) { // of which a part may be what the first call makes
+            us = msi_bench_calls_us(t, MSI_TIMED_PRODUCT, 1);
+        }
+        side = (double)n;
+    }
+    us = side > 0.0 ? msi_bench_us(t, MSI_TIMED_PRODUCT) : 0.0;
+    return us > 0.0 ? 2.0 * side * side * side / (us * 1e6) : 0.0;
+}
+
+/* Memory for measuring: less on a device that has little of it, or little left. */
+static bool msi_bench_alloc(msi_bench *t, const ms_hardware *h) {
+    const ms_backend *b = t->backend;
+    const uint64_t mega = (uint64_t)1 << 20;
+    uint64_t bytes = MSI_BENCH_HOST_BYTES;
+    if (!b->device_is_host) {
+        bytes = h->total_bytes / 64 < 16 * mega ? 16 * mega : h->total_bytes / 64;
+        bytes = msi_smaller(bytes, 256 * mega);
+    }
+    bytes = h->free_bytes ? msi_smaller(bytes, h->free_bytes / 4) : bytes;
+    t->device_bytes = bytes / 256 * 256;
+    t->host_bytes = msi_smaller(t->device_bytes, MSI_BENCH_COPY_BYTES);
+    t->copy_bytes = t->device_bytes / 2;
+    if (b->device_is_host) {
+        t->copy_bytes = msi_smaller(t->copy_bytes, MSI_BENCH_COPY_BYTES);
+    }
+    return t->device_bytes >= (uint64_t)MSI_BENCH_LEAST_BYTES &&
+           b->memory_alloc(b->user, t->allocator, t->device_bytes, &t->device) == 0 && t->device &&
+           (!b->workspace_bytes ||
+            (b->memory_alloc(b->user, t->allocator, b->workspace_bytes, &t->workspace) == 0 &&
+             t->workspace)) &&
+           (b->host_alloc
+                ? b->host_alloc(b->user, t->allocator, t->host_bytes, &t->host)
+                : msi_cpu_memory_alloc(NULL, t->allocator, t->host_bytes, &t->host)) == 0 &&
+           t->host;
+}
+
+static void msi_bench_release(msi_bench *t) {
+    const ms_backend *b = t->backend;
+    if (t->host && b->host_release) {
+        b->host_release(b->user, t->allocator, t->host, t->host_bytes);
+    } else if (t->host) {
+        msi_cpu_memory_release(NULL, t->allocator, t->host, t->host_bytes);
+    }
+    if (t->workspace) {
+        b->memory_release(b->user, t->allocator, t->workspace, b->workspace_bytes);
+    }
+    if (t->device) {
+        b->memory_release(b->user, t->allocator, t->device, t->device_bytes);
+    }
+}
+
+/* Opens a state. False where the backend has no more of what that takes. */
+static bool msi_bench_open(msi_bench *t, bool tf32) {
+    const ms_backend *b = t->backend;
+    ms_open_args open;
+    ms_prepare_args prepare;
+    memset(&open, 0, sizeof open);
+    memset(&prepare, 0, sizeof prepare);
+    open.host = t->allocator;
+    open.event_count = prepare.event_count = MSI_EVENT_COUNT;
+    open.tf32 = tf32;
+    prepare.workspace = t->workspace;
+    prepare.workspace_bytes = b->workspace_bytes;
+    t->state = b->user;
+    if (b->open && b->open(b->user, &open, &t->state) != 0) {
+        t->state = NULL;
+        return false;
+    }
+    return !b->prepare || b->prepare(t->state, &prepare) == 0;
+}
+
+static void msi_bench_close(msi_bench *t) {
+    if (t->backend->is_asynchronous && t->state) {
+        (void)t->backend->synchronize(t->state);
+    }
+    if (t->backend->close && t->state) {
+        t->backend->close(t->state);
+    }
+    t->state = NULL;
+}
+
+static void msi_set_speed(double *speed, double amount, double us) {
+    *speed = us > 0.0 && amount > 0.0 ? amount / us : *speed;
+}
+
+/* All but TF32. The pattern is a small number in every dtype. */
+static void msi_bench_all(msi_bench *t, ms_hardware *h) {
+    const double copied = (double)t->copy_bytes * 1e-3, passed = (double)t->host_bytes * 1e-3;
+    memset(t->host, 0x3c, (size_t)t->host_bytes);
+    t->error = t->backend->fill_bytes(t->state, t->device, 0x3c, t->device_bytes);
+    msi_set_speed(&h->memory_gb_per_s, 2.0 * copied, msi_bench_us(t, MSI_TIMED_COPY));
+    msi_set_speed(&h->to_device_gb_per_s, passed, msi_bench_us(t, MSI_TIMED_TO_DEVICE));
+    msi_set_speed(&h->to_host_gb_per_s, passed, msi_bench_us(t, MSI_TIMED_TO_HOST));
+    msi_set_speed(&h->f32_tflops, msi_bench_tflops(t, MS_DTYPE_F32), 1.0);
+    const int error = t->error;
+    msi_set_speed(&h->f16_tflops, msi_bench_tflops(t, MS_DTYPE_F16), 1.0);
+    t->error = error; // a backend need not have these products
+    const double launch_us = msi_bench_us(t, MSI_TIMED_LAUNCH);
+    h->launch_us = launch_us > 0.0 ? launch_us : h->launch_us;
+}
+
+/* Measures through the functions of the backend alone, beside the model's own state, which may be
+   in the middle of anything. Where there is no memory for that, *h stays as it is. */
+static ms_result msi_measure(ms_model *m, ms_hardware *h) {
+    ms_hardware measured = *h;
+    msi_bench t;
+    memset(&t, 0, sizeof t);
+    t.backend = &m->config.backend;
+    t.allocator = &m->config.allocator;
+    t.end_us = msi_now_us() + (double)MSI_BENCH_WHOLE_US;
+    bool done = msi_bench_alloc(&t, h) && msi_bench_open(&t, false);
+    if (done) {
+        msi_bench_all(&t, &measured);
+    }
+    msi_bench_close(&t);
+    if (done && !t.error && h->tf32 && msi_bench_open(&t, true)) {
+        msi_set_speed(&measured.tf32_tflops, msi_bench_tflops(&t, MS_DTYPE_F32), 1.0);
+    }
+    msi_bench_close(&t);
+    msi_bench_release(&t);
+    if (done && !t.error) {
+        measured.is_measured = true;
+        msi_take_speeds(h, &measured);
+    }
+    return msi_device(m, t.error, "measuring its speeds");
+}
+
+/* Devices to plan for that are not there. Speeds are those that the maker states, products dense
+   and summed in F32. Copies have the rate of the link one way, behind its encoding (PCI Express 3.0
+   x16 15.75 GB/s, 4.0 31.5, 5.0 63); where both ends lie in one memory, half of what that has.
+   Sources, all of NVIDIA:
+     RTX 3090: "NVIDIA Ampere GA102 GPU Architecture", V2.1, comparison of GeForce cards
+     H200, H100 SXM: their data sheets, which state tensor cores with sparsity: half of that. The
+       memory of the H200 as its runtime tells it
+     Jetson Orin Nano 8GB: its data sheet, at 15 W: 8 multiprocessors, 625 MHz, 68 GB/s, 40 TOPS of
+       sparse INT8; FP16 is a quarter, TF32 an eighth of these (technical brief "NVIDIA Jetson AGX
+       Orin Series", HMMA and IMMA). Linux and what is set aside before it leave some 6 GB: an
+       estimate, for which the report of the board itself is better
+     RTX 4090: "NVIDIA Ada GPU Architecture", V2.02, appendix A
+     A100 80GB: "NVIDIA A100 Tensor Core GPU Architecture", and the data sheet of the SXM module
+     T4: its data sheet; it has no TF32
+     Jetson AGX Orin 64GB: the technical brief above; free memory is an estimate too */
+static const ms_hardware msi_devices[] = {{"NVIDIA GeForce RTX 3090",
+                                           MS_DEVICE_DISCRETE,
+                                           82,
+                                           (uint64_t)24 << 30,
+                                           0,
+                                           0,
+                                           0,
+                                           8,
+                                           6,
+                                           true,
+                                           true,
+                                           true,
+                                           0,
+                                           0,
+                                           936.0,
+                                           31.5,
+                                           31.5,
+                                           35.6,
+                                           35.6,
+                                           71.0,
+                                           0.0,
+                                           false},
+                                          {"NVIDIA H200",
+                                           MS_DEVICE_DISCRETE,
+                                           132,
+                                           (uint64_t)141 << 30,
+                                           0,
+                                           0,
+                                           0,
+                                           9,
+                                           0,
+                                           true,
+                                           true,
+                                           true,
+                                           0,
+                                           0,
+                                           4800.0,
+                                           63.0,
+                                           63.0,
+                                           67.0,
+                                           494.5,
+                                           989.5,
+                                           0.0,
+                                           false},
+                                          {"Jetson Orin Nano 8GB",
+                                           MS_DEVICE_INTEGRATED,
+                                           8,
+                                           (uint64_t)8 << 30,
+                                           (uint64_t)6 << 30,
+                                           (uint64_t)8 << 30,
+                                           (uint64_t)6 << 30,
+                                           8,
+                                           7,
+                                           true,
+                                           true,
+                                           true,
+                                           0,
+                                           0,
+                                           68.0,
+                                           34.0,
+                                           34.0,
+                                           1.28,
+                                           5.0,
+                                           10.0,
+                                           0.0,
+                                           false},
+                                          {"NVIDIA GeForce RTX 4090",
+                                           MS_DEVICE_DISCRETE,
+                                           128,
+                                           (uint64_t)24 << 30,
+                                           0,
+                                           0,
+                                           0,
+                                           8,
+                                           9,
+                                           true,
+                                           true,
+                                           true,
+                                           0,
+                                           0,
+                                           1008.0,
+                                           31.5,
+                                           31.5,
+                                           82.6,
+                                           82.6,
+                                           165.2,
+                                           0.0,
+                                           false},
+                                          {"NVIDIA A100 80GB",
+                                           MS_DEVICE_DISCRETE,
+                                           108,
+                                           (uint64_t)80 << 30,
+                                           0,
+                                           0,
+                                           0,
+                                           8,
+                                           0,
+                                           true,
+                                           true,
+                                           true,
+                                           0,
+                                           0,
+                                           2039.0,
+                                           31.5,
+                                           31.5,
+                                           19.5,
+                                           156.0,
+                                           312.0,
+                                           0.0,
+                                           false},
+                                          {"NVIDIA H100 80GB",
+                                           MS_DEVICE_DISCRETE,
+                                           132,
+                                           (uint64_t)80 << 30,
+                                           0,
+                                           0,
+                                           0,
+                                           9,
+                                           0,
+                                           true,
+                                           true,
+                                           true,
+                                           0,
+                                           0,
+                                           3350.0,
+                                           63.0,
+                                           63.0,
+                                           67.0,
+                                           494.5,
+                                           989.5,
+                                           0.0,
+                                           false},
+                                          {"NVIDIA T4", MS_DEVICE_DISCRETE,
+                                           40,          (uint64_t)16 << 30,
+                                           0,           0,
+                                           0,           7,
+                                           5,           false,
+                                           true,        false,
+                                           0,           0,
+                                           320.0,       15.75,
+                                           15.75,       8.1,
+                                           0.0,         65.0,
+                                           0.0,         false},
+                                          {"Jetson AGX Orin 64GB",
+                                           MS_DEVICE_INTEGRATED,
+                                           16,
+                                           (uint64_t)64 << 30,
+                                           (uint64_t)60 << 30,
+                                           (uint64_t)64 << 30,
+                                           (uint64_t)60 << 30,
+                                           8,
+                                           7,
+                                           true,
+                                           true,
+                                           true,
+                                           0,
+                                           0,
+                                           204.8,
+                                           102.4,
+                                           102.4,
+                                           5.3,
+                                           21.25,
+                                           42.5,
+                                           0.0,
+                                           false}};
+
+static char msi_lower_case(char c) {
+    return c >= 'A' && c <= 'Z' ? (char)(c - 'A' + 'a') : c;
+}
+
+/* Whether a name has a part, in any case. */
+static bool msi_has_part(const char *name, const char *part) {
+    for (; *name; name++) {
+        size_t same = 0;
+        while (part[same] && msi_lower_case(part[same]) == msi_lower_case(name[same])) {
+            same++;
+        }
+        if (!part[same]) {
+            return true;
+        }
+    }
+    return false;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -11173,8 +11842,32 @@ MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) 
         return msi_fail_argument(model, "ms_hardware_report", "an argument is NULL");
     }
     memset(report, 0, sizeof *report);
+    if (model->busy || model->recording) {
+        return msi_fail(model, MS_RESULT_ORDER, "ms_hardware_report: called from a callback");
+    }
     model->config.backend.hardware(model->config.backend.user, report);
+    if (!model->speeds.is_measured) {
+        ms_result result = model->config.dry_run ? MS_RESULT_OK : msi_synchronize(model);
+        result = result == MS_RESULT_OK ? msi_measure(model, report) : result;
+        model->speeds = *report;
+        return result;
+    }
+    msi_take_speeds(report, &model->speeds);
     return MS_RESULT_OK;
+}
+
+MEMSCALE_API const ms_hardware *ms_hardware_at(uint32_t number) {
+    return number < sizeof msi_devices / sizeof msi_devices[0] ? &msi_devices[number] : NULL;
+}
+
+MEMSCALE_API const ms_hardware *ms_hardware_find(const char *name) {
+    const ms_hardware *device = NULL;
+    for (uint32_t i = 0; name && name[0] && (device = ms_hardware_at(i)) != NULL; i++) {
+        if (msi_has_part(device->name, name)) {
+            return device;
+        }
+    }
+    return NULL;
 }
 
 MEMSCALE_API void *ms_stream(const ms_model *model) {
@@ -12584,6 +13277,41 @@ static void msi_cuda_host_release(void *user, const ms_allocator *host, void *me
     (void)msi_cuda_error(cudaFreeHost(memory));
 }
 
+static double msi_cuda_attribute(int device, cudaDeviceAttr attribute) {
+    int value = 0;
+    return msi_cuda_error(cudaDeviceGetAttribute(&value, attribute, device)) == 0 ? (double)value
+                                                                                  : 0.0;
+}
+
+/* What the clocks allow. Fused multiply-adds a clock and multiprocessor, by compute capability:
+   f32 from the CUDA C++ Programming Guide, "Arithmetic instructions"; products on tensor cores that
+   are summed in F32 from NVIDIA's white papers (Volta, Turing, GA100, GA102, AD102, Hopper) or,
+   for 8.7, 10.0 and 12.0, from the speeds that are stated for Jetson AGX Orin, B200 and RTX PRO
+   6000. On a GeForce they run at half that rate. Memory moves data at both edges of its clock. */
+static void msi_cuda_speeds(int device, int multiprocessors, int capability,
+                            ms_hardware *hardware) {
+    static const struct {
+        int capability;
+        double f32, tf32, f16;
+    } table[] = {
+        {50, 128.0, 0.0, 0.0},        {60, 64.0, 0.0, 0.0},      {61, 128.0, 0.0, 0.0},
+        {70, 64.0, 0.0, 512.0},       {80, 64.0, 512.0, 1024.0}, {86, 128.0, 256.0, 512.0},
+        {87, 128.0, 512.0, 1024.0},   {89, 128.0, 256.0, 512.0}, {90, 128.0, 1024.0, 2048.0},
+        {100, 128.0, 2048.0, 4096.0}, {120, 128.0, 256.0, 512.0}};
+    size_t row = 0;
+    while (row + 1 < sizeof table / sizeof table[0] && table[row + 1].capability <= capability) {
+        row++;
+    }
+    const double clock = msi_cuda_attribute(device, cudaDevAttrClockRate); // kHz, as of the memory
+    const double tflops = 2e-9 * clock * (double)multiprocessors; // of one multiply-add a clock
+    const double tensor = strstr(hardware->name, "GeForce") ? 0.5 * tflops : tflops;
+    hardware->memory_gb_per_s = 2.0 * msi_cuda_attribute(device, cudaDevAttrMemoryClockRate) *
+                                msi_cuda_attribute(device, cudaDevAttrGlobalMemoryBusWidth) / 8e6;
+    hardware->f32_tflops = tflops * table[row].f32;
+    hardware->tf32_tflops = tensor * table[row].tf32;
+    hardware->f16_tflops = tensor * table[row].f16;
+}
+
 /* A field stays 0 where the runtime does not tell. */
 static void msi_cuda_hardware(void *user, ms_hardware *hardware) {
     const msi_cuda_scope scope(msi_cuda_device(user));
@@ -12605,11 +13333,13 @@ static void msi_cuda_hardware(void *user, ms_hardware *hardware) {
     if (msi_cuda_error(cudaMemGetInfo(&free_bytes, &total_bytes)) == 0) {
         hardware->free_bytes = free_bytes;
     }
+    msi_host_memory("", &hardware->host_total_bytes, &hardware->host_free_bytes);
     if (properties.integrated) { // it shares the host's memory, and the page cache gives way
-        uint64_t host_bytes = 0;
         hardware->kind = MS_DEVICE_INTEGRATED;
-        msi_host_memory(&host_bytes, &hardware->free_bytes);
+        hardware->free_bytes = hardware->host_free_bytes;
     }
+    msi_cuda_speeds(scope.device, properties.multiProcessorCount,
+                    10 * properties.major + properties.minor, hardware);
     if (msi_cuda_error(cudaDriverGetVersion(&driver)) == 0) {
         hardware->driver_version = (uint32_t)driver;
     }

@@ -740,7 +740,7 @@ static void test_integrated(void **state) {
     emulation_set_device(&device);
     const ms_hardware hardware = report();
     uint64_t total = 0, available = 0;
-    msi_host_memory(&total, &available);
+    msi_host_memory("", &total, &available);
     assert_int_equal(hardware.kind, MS_DEVICE_INTEGRATED);
     assert_true(available > 0);
     assert_true(hardware.free_bytes > available / 2 && hardware.free_bytes < 2 * available);

@@ -1,0 +1,691 @@
+/*  test_hardware.c - what the host tells of its memory, in trees of files that stand for /proc and
+    /sys; speeds that are measured, where memory or calls fail too; devices that are built in. */
+#ifndef _XOPEN_SOURCE
+#define _XOPEN_SOURCE 700 // mkdtemp
+#endif
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define MEMSCALE_IMPLEMENTATION
+#include "memscale.h"
+
+#include "testing.h"
+
+// ------------------------------------------------------------------------------------------------
+// a tree of files
+
+enum { TREE_FILES = 64 };
+
+typedef struct tree {
+    char root[64];
+    char files[TREE_FILES][512], folders[TREE_FILES][512]; // to be removed
+    int file_count, folder_count;
+} tree;
+
+static void tree_open(tree *t) {
+    memset(t, 0, sizeof *t);
+    snprintf(t->root, sizeof t->root, "/tmp/memscale_tree_XXXXXX");
+    assert_non_null(mkdtemp(t->root));
+}
+
+/* Writes a file, and makes the folders that it lies in. */
+static void tree_write(tree *t, const char *path, const char *text) {
+    char whole[512];
+    const int length = snprintf(whole, sizeof whole, "%s%s", t->root, path);
+    assert_true(length > 0 && length < (int)sizeof whole);
+    for (char *at = whole + strlen(t->root) + 1; (at = strchr(at, '/')) != NULL; at++) {
+        *at = 0;
+        if (mkdir(whole, 0700) == 0) {
+            assert_true(t->folder_count < TREE_FILES);
+            memcpy(t->folders[t->folder_count++], whole, sizeof whole);
+        }
+        *at = '/';
+    }
+    FILE *file = fopen(whole, "w");
+    assert_non_null(file);
+    assert_int_equal(fputs(text, file) < 0, 0);
+    assert_int_equal(fclose(file), 0);
+    assert_true(t->file_count < TREE_FILES);
+    memcpy(t->files[t->file_count++], whole, sizeof whole);
+}
+
+static void tree_close(tree *t) {
+    for (int i = t->file_count - 1; i >= 0; i--) {
+        (void)unlink(t->files[i]);
+    }
+    for (int i = t->folder_count - 1; i >= 0; i--) {
+        assert_int_equal(rmdir(t->folders[i]), 0);
+    }
+    assert_int_equal(rmdir(t->root), 0);
+}
+
+/* A host of 16 GiB, 8 of them available. */
+static void tree_host(tree *t) {
+    tree_open(t);
+    tree_write(t, "/proc/meminfo",
+               "MemTotal:       16777216 kB\nMemFree:          123456 kB\n"
+               "MemAvailable:    8388608 kB\nBuffers:               0 kB\n");
+}
+
+static void tree_has(const tree *t, uint64_t total_bytes, uint64_t free_bytes) {
+    uint64_t total = 77, available = 77;
+    msi_host_memory(t->root, &total, &available);
+    if (total != total_bytes || available != free_bytes) {
+        print_error("total %llu, free %llu\n", (unsigned long long)total,
+                    (unsigned long long)available);
+    }
+    assert_true(total == total_bytes);
+    assert_true(available == free_bytes);
+}
+
+#define MEBI ((uint64_t)1 << 20)
+#define GIBI ((uint64_t)1 << 30)
+
+// ------------------------------------------------------------------------------------------------
+// memory of the host
+
+static void without_cgroups_meminfo_counts(void **state) {
+    (void)state;
+    tree t;
+    tree_host(&t);
+    tree_has(&t, 16 * GIBI, 8 * GIBI);
+    tree_close(&t);
+}
+
+static void what_is_not_told_is_0(void **state) {
+    (void)state;
+    tree t;
+    tree_open(&t);
+    tree_has(&t, 0, 0);
+    tree_write(&t, "/proc/meminfo", "MemTotal: 1024 kB\n"); // before Linux 3.14
+    tree_has(&t, MEBI, 0);
+    tree_write(&t, "/proc/self/cgroup", "0::/a\n");
+    tree_write(&t, "/sys/fs/cgroup/a/memory.max", "524288\n");
+    tree_write(&t, "/sys/fs/cgroup/a/memory.current", "4096\n");
+    tree_has(&t, MEBI / 2, MEBI / 2 - 4096);
+    tree_close(&t);
+}
+
+static const char *const mount_2 =
+    "22 1 8:1 / / rw,relatime - ext4 /dev/root rw\n"
+    "30 22 0:26 / /sys/fs/cgroup rw,nosuid shared:9 master:4 - cgroup2 cgroup2 rw,nsdelegate\n";
+
+/* The smallest limit and the smallest rest may be those of different groups on the way up. */
+static void every_cgroup_up_to_the_root_counts(void **state) {
+    (void)state;
+    tree t;
+    tree_host(&t);
+    tree_write(&t, "/proc/self/mountinfo", mount_2);
+    tree_write(&t, "/proc/self/cgroup", "0::/outer.slice/inner.scope\n");
+    tree_has(&t, 16 * GIBI, 8 * GIBI);
+    tree_write(&t, "/sys/fs/cgroup/outer.slice/inner.scope/memory.max", "max\n");
+    tree_write(&t, "/sys/fs/cgroup/outer.slice/inner.scope/memory.current", "1048576\n");
+    tree_has(&t, 16 * GIBI, 8 * GIBI);
+    tree_write(&t, "/sys/fs/cgroup/outer.slice/memory.max", "4294967296\n");
+    tree_write(&t, "/sys/fs/cgroup/outer.slice/memory.current", "3221225472\n");
+    tree_has(&t, 4 * GIBI, GIBI);
+    tree_write(&t, "/sys/fs/cgroup/outer.slice/inner.scope/memory.max", "2147483648\n");
+    tree_has(&t, 2 * GIBI, GIBI);
+    tree_write(&t, "/sys/fs/cgroup/outer.slice/inner.scope/memory.current", "2146435072\n");
+    tree_has(&t, 2 * GIBI, MEBI);
+    tree_write(&t, "/sys/fs/cgroup/memory.max", "1073741824\n"); // of a container, at its root
+    tree_has(&t, GIBI, MEBI);
+    tree_close(&t);
+}
+
+static void the_high_limit_and_the_page_cache(void **state) {
+    (void)state;
+    tree t;
+    tree_host(&t);
+    tree_write(&t, "/proc/self/mountinfo", mount_2);
+    tree_write(&t, "/proc/self/cgroup", "0::/a\n");
+    tree_write(&t, "/sys/fs/cgroup/a/memory.max", "4294967296\n");
+    tree_write(&t, "/sys/fs/cgroup/a/memory.high", "3221225472\n");
+    tree_write(&t, "/sys/fs/cgroup/a/memory.current", "2147483648\n");
+    tree_has(&t, 3 * GIBI, GIBI);
+    tree_write(&t, "/sys/fs/cgroup/a/memory.stat",
+               "anon 5\nfile 1073741824\nactive_file 7\ninactive_file 536870912\nslab 1\n");
+    tree_has(&t, 3 * GIBI, GIBI + GIBI / 2);
+    tree_write(&t, "/sys/fs/cgroup/a/memory.stat", "inactive_file 99999999999\n");
+    tree_has(&t, 3 * GIBI, 3 * GIBI);
+    tree_write(&t, "/sys/fs/cgroup/a/memory.stat", "inactive_file 0\n");
+    tree_write(&t, "/sys/fs/cgroup/a/memory.current", "4000000000\n"); // above the high limit
+    tree_has(&t, 3 * GIBI, 4096);
+    tree_write(&t, "/sys/fs/cgroup/a/memory.max", "99999999999999999999999\n"); // overflows
+    tree_write(&t, "/sys/fs/cgroup/a/memory.high", "rubbish\n");
+    tree_has(&t, 16 * GIBI, 8 * GIBI);
+    tree_close(&t);
+}
+
+static void version_1_has_other_names(void **state) {
+    (void)state;
+    tree t;
+    tree_host(&t);
+    tree_write(&t, "/proc/self/mountinfo",
+               "25 22 0:21 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
+               "31 22 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+               "32 22 0:28 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n");
+    tree_write(&t, "/proc/self/cgroup", "5:cpu,cpuacct:/x\n4:hugetlb,memory:/job/step\n0::/x\n");
+    tree_write(&t, "/sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
+    tree_write(&t, "/sys/fs/cgroup/memory/job/step/memory.limit_in_bytes", "9223372036854771712\n");
+    tree_write(&t, "/sys/fs/cgroup/memory/job/step/memory.usage_in_bytes", "1\n");
+    tree_has(&t, 16 * GIBI, 8 * GIBI);
+    tree_write(&t, "/sys/fs/cgroup/memory/job/memory.limit_in_bytes", "1073741824\n");
+    tree_write(&t, "/sys/fs/cgroup/memory/job/memory.usage_in_bytes", "536870912\n");
+    tree_write(&t, "/sys/fs/cgroup/memory/job/memory.stat",
+               "inactive_file 1048576\ntotal_inactive_file 268435456\n");
+    tree_has(&t, GIBI, GIBI / 2 + GIBI / 4);
+    tree_write(&t, "/sys/fs/cgroup/cpu/x/memory.limit_in_bytes", "1\n"); // not of that controller
+    tree_has(&t, GIBI, GIBI / 2 + GIBI / 4);
+    tree_close(&t);
+}
+
+/* Mounts that show a part of the hierarchy, and paths that are not in it. */
+static void mounts_inside_the_hierarchy(void **state) {
+    (void)state;
+    tree t;
+    tree_host(&t);
+    tree_write(&t, "/proc/self/cgroup", "7:memory:/docker/abc/inner\n");
+    tree_write(&t, "/proc/self/mountinfo",
+               "31 22 0:27 /docker/abc /sys/fs/my\\040groups rw - cgroup cgroup rw,memory\n");
+    tree_write(&t, "/sys/fs/my groups/inner/memory.limit_in_bytes", "2147483648\n");
+    tree_has(&t, 2 * GIBI, 2 * GIBI);
+    tree_write(&t, "/proc/self/cgroup", "7:memory:/docker/abcd\n"); // another group
+    tree_has(&t, 16 * GIBI, 8 * GIBI);
+    tree_write(&t, "/sys/fs/my groups/memory.limit_in_bytes", "3221225472\n");
+    tree_has(&t, 3 * GIBI, 3 * GIBI);
+    tree_write(&t, "/proc/self/mountinfo", mount_2);
+    tree_write(&t, "/proc/self/cgroup", "0::/../sibling\n"); // outside of the namespace
+    tree_write(&t, "/sys/fs/cgroup/memory.max", "1073741824\n");
+    tree_write(&t, "/sys/fs/sibling/memory.max", "1\n");
+    tree_has(&t, GIBI, GIBI);
+    tree_close(&t);
+}
+
+static void the_usual_mount_points_where_none_is_told(void **state) {
+    (void)state;
+    tree t;
+    tree_host(&t);
+    tree_write(&t, "/proc/self/cgroup", "3:memory:/job\n");
+    tree_write(&t, "/sys/fs/cgroup/memory/job/memory.limit_in_bytes", "1073741824\n");
+    tree_has(&t, GIBI, GIBI);
+    tree_write(&t, "/proc/self/cgroup", "0::/job/\n");
+    tree_write(&t, "/sys/fs/cgroup/job/memory.max", "2147483648\n");
+    tree_has(&t, 2 * GIBI, 2 * GIBI);
+    tree_close(&t);
+}
+
+/* Lines that are too long, cut off, or of random characters. */
+static void files_that_are_not_as_they_should_be(void **state) {
+    (void)state;
+    tree t;
+    t_rng rng = t_seed(5);
+    char text[3 * 4096];
+    tree_host(&t);
+    memset(text, 'x', sizeof text);
+    snprintf(text + 9000, 200, "\n%s", mount_2); // behind a line that fits in no buffer
+    tree_write(&t, "/proc/self/mountinfo", text);
+    tree_write(&t, "/proc/self/cgroup", "0::/a");
+    tree_write(&t, "/sys/fs/cgroup/a/memory.max", "1073741824");
+    tree_has(&t, GIBI, GIBI);
+    text[0] = 0;
+    memset(text, 'y', 5000); // a path that is too long has no limits
+    memcpy(text, "0::/", 4);
+    text[5000] = 0;
+    tree_write(&t, "/proc/self/cgroup", text);
+    tree_has(&t, 16 * GIBI, 8 * GIBI);
+    for (int i = 0; i < 400; i++) {
+        static const char signs[] = "0123456789:/\\, -cgroup2memory.\n\n";
+        uint64_t total, available;
+        const uint32_t length = t_below(&rng, 300);
+        for (uint32_t k = 0; k < length; k++) {
+            text[k] = signs[t_below(&rng, sizeof signs - 1)];
+        }
+        text[length] = 0;
+        tree_write(&t, i % 2 ? "/proc/self/mountinfo" : "/proc/self/cgroup", text);
+        t.file_count--;
+        msi_host_memory(t.root, &total, &available);
+        assert_true(total <= 16 * GIBI && available <= 8 * GIBI && available >= 4096);
+    }
+    tree_close(&t);
+}
+
+/* The real tree: what the CPU backend reports is within what /proc says. */
+static void the_host_of_this_test(void **state) {
+    (void)state;
+    ms_hardware hardware;
+    uint64_t total = 0, available = 0;
+    const ms_backend cpu = ms_backend_cpu();
+    memset(&hardware, 0, sizeof hardware);
+    cpu.hardware(cpu.user, &hardware);
+    msi_host_memory("", &total, &available);
+    assert_true(hardware.total_bytes == hardware.host_total_bytes);
+    assert_true(hardware.free_bytes == hardware.host_free_bytes);
+    assert_true(hardware.host_total_bytes == total);
+    assert_true(total == 0 || available <= total);
+    FILE *file = fopen("/proc/meminfo", "r");
+    if (!file) {
+        print_message("no /proc here\n");
+        skip();
+    }
+    fclose(file);
+    assert_true(total > MEBI && available >= 4096);
+    assert_true(hardware.processor_count >= 1);
+}
+
+// ------------------------------------------------------------------------------------------------
+// a device whose speeds are known: every function takes its time
+
+typedef struct slow {
+    ms_backend cpu;
+    double copy_us, to_device_us, to_host_us; // of a mebibyte
+    double launch_us, product_us, tf32_us;    // of anything; of 1e6 flops
+    ms_hardware stated;
+    uint64_t states; // open ones
+    bool tf32;       // of the state that was opened last
+    bool without_f16;
+    int open_error, copy_error;
+} slow;
+
+static void spin(double us) {
+    const double end = msi_now_us() + us;
+    while (msi_now_us() < end) {
+    }
+}
+
+static int slow_open(void *user, const ms_open_args *args, void **state) {
+    slow *s = (slow *)user;
+    s->tf32 = args->tf32;
+    s->states += s->open_error == 0;
+    *state = user;
+    return s->open_error;
+}
+
+static void slow_close(void *state) {
+    ((slow *)state)->states--;
+}
+
+static int slow_copy(void *state, void *to, const void *from, uint64_t bytes) {
+    slow *s = (slow *)state;
+    (void)to, (void)from;
+    spin(s->launch_us + s->copy_us * (double)bytes / (double)MEBI);
+    return s->copy_error;
+}
+
+static int slow_copy_in(void *state, void *to, const void *from, uint64_t bytes) {
+    (void)to, (void)from;
+    spin(((slow *)state)->to_device_us * (double)bytes / (double)MEBI);
+    return 0;
+}
+
+static int slow_copy_out(void *state, void *to, const void *from, uint64_t bytes) {
+    (void)to, (void)from;
+    spin(((slow *)state)->to_host_us * (double)bytes / (double)MEBI);
+    return 0;
+}
+
+static int slow_fill_f32(void *state, void *device, float value, uint64_t count) {
+    (void)device, (void)value, (void)count;
+    spin(((slow *)state)->launch_us);
+    return 0;
+}
+
+static int slow_gemm(void *state, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
+                     const ms_matrix *c) {
+    slow *s = (slow *)state;
+    (void)alpha, (void)beta;
+    const double megaflops = 2e-6 * (double)a->rows * (double)b->rows * (double)c->cols;
+    if (a->dtype == MS_DTYPE_F16 && s->without_f16) {
+        return 9;
+    }
+    spin(megaflops * (s->tf32 ? s->tf32_us : s->product_us) *
+         (a->dtype == MS_DTYPE_F16 ? 0.5 : 1.0));
+    return 0;
+}
+
+static void slow_hardware(void *user, ms_hardware *hardware) {
+    *hardware = ((slow *)user)->stated;
+}
+
+static ms_backend slow_backend(slow *s) {
+    ms_backend b = ms_backend_cpu();
+    memset(s, 0, sizeof *s);
+    s->cpu = b;
+    s->copy_us = 250.0; // 8.4 GB/s, both ways together
+    s->to_device_us = 100.0;
+    s->to_host_us = 200.0;
+    s->launch_us = 20.0;
+    s->product_us = 10.0; // 0.1 TFLOPS
+    s->tf32_us = 2.5;
+    snprintf(s->stated.name, sizeof s->stated.name, "slow");
+    s->stated.tf32 = true;
+    s->stated.memory_gb_per_s = 11.0;
+    s->stated.f16_tflops = 12.0;
+    s->stated.tf32_tflops = 13.0;
+    b.user = s;
+    b.open = slow_open;
+    b.close = slow_close;
+    b.copy = slow_copy;
+    b.copy_in = slow_copy_in;
+    b.copy_out = slow_copy_out;
+    b.fill_f32 = slow_fill_f32;
+    b.gemm = slow_gemm;
+    b.hardware = slow_hardware;
+    return b;
+}
+
+/* Never faster than the device is; and as fast, where the machine is not busy with other things. */
+static bool is_speed(double measured, double true_speed) {
+    assert_true(measured > 0.0 && measured <= 1.01 * true_speed);
+    return measured > 0.7 * true_speed;
+}
+
+static bool are_true_speeds(const ms_hardware *h) {
+    const bool memory = is_speed(h->memory_gb_per_s, 2.0 * 1048.576 / 250.0);
+    const bool in = is_speed(h->to_device_gb_per_s, 1048.576 / 100.0);
+    const bool out = is_speed(h->to_host_gb_per_s, 1048.576 / 200.0);
+    const bool f32 = is_speed(h->f32_tflops, 0.1), f16 = is_speed(h->f16_tflops, 0.2);
+    const bool tf32 = is_speed(h->tf32_tflops, 0.4), launch = is_speed(1.0 / h->launch_us, 0.05);
+    return memory && in && out && f32 && f16 && tf32 && launch;
+}
+
+static void speeds_are_those_of_the_device(void **state) {
+    (void)state;
+    slow s;
+    t_heap heap;
+    ms_model *m;
+    ms_hardware hardware, again;
+    ms_config config = t_config();
+    memset(&heap, 0, sizeof heap);
+    config.backend = slow_backend(&s);
+    config.allocator = t_heap_allocator(&heap);
+    t_ok(NULL, ms_create(&config, &m));
+    const uint64_t live_bytes = heap.live_bytes;
+    for (int attempt = 0;; attempt++) {
+        m->speeds.is_measured = false;
+        t_ok(m, ms_hardware_report(m, &hardware));
+        assert_true(hardware.is_measured);
+        assert_string_equal(hardware.name, "slow");
+        assert_int_equal(s.states, 1); // that of the model
+        assert_true(heap.live_bytes == live_bytes && heap.wrong_releases == 0);
+        if (are_true_speeds(&hardware)) {
+            break;
+        }
+        assert_true(attempt < 50);
+    }
+
+    s.copy_us *= 10.0; // what was measured stays, what the backend tells is asked again
+    snprintf(s.stated.name, sizeof s.stated.name, "other");
+    t_ok(m, ms_hardware_report(m, &again));
+    assert_string_equal(again.name, "other");
+    assert_true(again.is_measured);
+    assert_memory_equal(&again.memory_gb_per_s, &hardware.memory_gb_per_s,
+                        MSI_SPEED_COUNT * sizeof(double));
+    ms_destroy(m);
+    assert_int_equal(s.states, 0);
+    assert_int_equal(heap.live_count, 0);
+}
+
+/* A dry run has no state of its own, and measures as well. */
+static void a_dry_run_measures_too(void **state) {
+    (void)state;
+    slow s;
+    ms_model *m;
+    ms_hardware hardware;
+    ms_config config = t_config();
+    config.backend = slow_backend(&s);
+    config.dry_run = true;
+    s.without_f16 = true;
+    t_ok(NULL, ms_create(&config, &m));
+    t_ok(m, ms_hardware_report(m, &hardware));
+    assert_true(hardware.is_measured);
+    assert_true(hardware.f32_tflops > 0.0 && hardware.f32_tflops <= 0.101);
+    assert_true(hardware.f16_tflops == 12.0); // as stated: there are no such products
+    assert_int_equal(s.states, 0);
+    ms_destroy(m);
+}
+
+static void speeds_stay_as_stated_without_memory(void **state) {
+    (void)state;
+    slow s;
+    t_heap heap;
+    ms_model *m;
+    ms_hardware hardware;
+    ms_config config = t_config();
+    memset(&heap, 0, sizeof heap);
+    config.backend = slow_backend(&s);
+    config.allocator = t_heap_allocator(&heap);
+    t_ok(NULL, ms_create(&config, &m));
+    s.open_error = 3;
+    t_ok(m, ms_hardware_report(m, &hardware));
+    assert_memory_equal(&hardware, &s.stated, sizeof hardware);
+    assert_true(!hardware.is_measured && hardware.memory_gb_per_s == 11.0);
+    s.open_error = 0;
+    s.stated.free_bytes = 100000; // too little to measure in
+    t_ok(m, ms_hardware_report(m, &hardware));
+    assert_true(!hardware.is_measured && hardware.memory_gb_per_s == 11.0);
+    s.stated.free_bytes = 0;
+    for (uint64_t i = 1;; i++) {
+        heap.calls = 0;
+        heap.fail_at = i;
+        heap.has_failed = false;
+        t_ok(m, ms_hardware_report(m, &hardware));
+        if (!heap.has_failed) {
+            break;
+        }
+        assert_true(!hardware.is_measured && hardware.memory_gb_per_s == 11.0);
+        assert_true(i < 10);
+    }
+    assert_true(hardware.is_measured);
+    ms_destroy(m);
+    assert_int_equal(heap.live_count, 0);
+}
+
+static void a_device_that_fails_is_an_error(void **state) {
+    (void)state;
+    slow s;
+    ms_model *m;
+    ms_hardware hardware;
+    ms_config config = t_config();
+    config.backend = slow_backend(&s);
+    t_ok(NULL, ms_create(&config, &m));
+    s.copy_error = 6;
+    t_error(m, ms_hardware_report(m, &hardware), MS_RESULT_BACKEND);
+    t_text_has(ms_last_error(m), "measuring its speeds failed with error 6");
+    assert_true(!hardware.is_measured && hardware.memory_gb_per_s == 11.0);
+    assert_int_equal(s.states, 1);
+    s.copy_error = 0;
+    t_ok(m, ms_hardware_report(m, &hardware));
+    assert_true(hardware.is_measured);
+    ms_destroy(m);
+}
+
+/* Every call of the CPU's table fails once. */
+static void every_call_fails_once(void **state) {
+    (void)state;
+    t_device device;
+    t_heap heap;
+    ms_hardware hardware;
+    ms_config config = t_config();
+    memset(&heap, 0, sizeof heap);
+    config.backend = t_device_backend(&device);
+    config.allocator = t_heap_allocator(&heap);
+    uint64_t errors = 0;
+    for (uint64_t i = 1;; i += i < 12 ? 1 : 11) {
+        ms_model *m;
+        t_ok(NULL, ms_create(&config, &m));
+        device.calls = 0;
+        device.fail_at = i;
+        const ms_result result = ms_hardware_report(m, &hardware);
+        assert_true(result == MS_RESULT_OK || result == MS_RESULT_BACKEND);
+        assert_true(result == MS_RESULT_OK || !hardware.is_measured);
+        errors += result != MS_RESULT_OK;
+        const bool failed = device.calls >= i;
+        assert_true(failed || hardware.is_measured);
+        device.fail_at = 0;
+        ms_destroy(m);
+        assert_int_equal(device.live_count, 0);
+        assert_int_equal(heap.live_count, 0);
+        if (!failed) {
+            break;
+        }
+    }
+    assert_true(errors >= 3);
+    assert_int_equal(heap.wrong_releases + device.wrong_releases, 0);
+}
+
+static void the_cpu_is_measured(void **state) {
+    (void)state;
+    ms_model *m;
+    ms_hardware hardware;
+    t_ok(NULL, ms_create(NULL, &m));
+    const double start = msi_now_us();
+    t_ok(m, ms_hardware_report(m, &hardware));
+    const double first_us = msi_now_us() - start;
+    assert_true(hardware.is_measured);
+    assert_true(hardware.memory_gb_per_s > 0.01 && hardware.memory_gb_per_s < 1e5);
+    assert_true(hardware.to_device_gb_per_s > 0.01 && hardware.to_host_gb_per_s > 0.01);
+    assert_true(hardware.f32_tflops > 1e-6 && hardware.f32_tflops < 1e3);
+    assert_true(hardware.f16_tflops > 1e-6 && hardware.f16_tflops < 1e3);
+    assert_true(hardware.tf32_tflops == 0.0); // nothing of the kind
+    print_message("%s: memory %.1f GB/s, to device %.1f, to host %.1f; F32 %.4f TFLOPS, F16 %.4f; "
+                  "launch %.3f us; in %.1f ms\n",
+                  hardware.name, hardware.memory_gb_per_s, hardware.to_device_gb_per_s,
+                  hardware.to_host_gb_per_s, hardware.f32_tflops, hardware.f16_tflops,
+                  hardware.launch_us, first_us * 1e-3);
+    ms_destroy(m);
+}
+
+// ------------------------------------------------------------------------------------------------
+// when
+
+typedef struct asking {
+    ms_model *model;
+    ms_result result;
+} asking;
+
+static int ask(const ms_call *call) {
+    asking *a = (asking *)call->user;
+    ms_hardware hardware;
+    memset(call->out[0].data, 0, (size_t)ms_shape_count(&call->out[0].shape) * sizeof(float));
+    a->result = ms_hardware_report(a->model, &hardware);
+    return 0;
+}
+
+static int pass_nothing(const ms_call *call) {
+    (void)call;
+    return 0;
+}
+
+static void not_in_a_callback(void **state) {
+    (void)state;
+    asking a;
+    ms_layer_desc d;
+    ms_hardware hardware;
+    memset(&a, 0, sizeof a);
+    memset(&d, 0, sizeof d);
+    t_ok(NULL, ms_create(NULL, &a.model));
+    d.forward = ask;
+    d.user = &a;
+    d.backward = pass_nothing;
+    d.param[0] = ms_param(a.model, "w", MS_DTYPE_F32, ms_shape1(4));
+    d.in[0] = ms_input(a.model, "x", MS_DTYPE_F32, ms_shape1(4));
+    d.out[0] = ms_activation(a.model, "y", MS_DTYPE_F32, ms_shape1(4));
+    ms_register_layer(a.model, &d);
+    ms_set_loss(a.model, d.out[0]);
+    t_ok(a.model, ms_wrap(a.model));
+    t_ok(a.model, ms_eval(a.model, NULL));
+    assert_int_equal(a.result, MS_RESULT_ORDER);
+    t_ok(a.model, ms_hardware_report(a.model, &hardware));
+    ms_destroy(a.model);
+}
+
+/* A report between forward and backward disturbs no value. */
+static void in_the_middle_of_a_step(void **state) {
+    (void)state;
+    t_chain plain, asked;
+    ms_hardware hardware;
+    double loss[2];
+    ms_config config = t_config();
+    t_chain_start(&plain, &config, 4);
+    t_chain_start(&asked, &config, 4);
+    t_ok(plain.model, ms_forward(plain.model, &loss[0]));
+    t_ok(asked.model, ms_forward(asked.model, &loss[1]));
+    t_ok(asked.model, ms_hardware_report(asked.model, &hardware));
+    t_ok(plain.model, ms_backward(plain.model));
+    t_ok(asked.model, ms_backward(asked.model));
+    t_ok(plain.model, ms_update(plain.model));
+    t_ok(asked.model, ms_update(asked.model));
+    t_chain_same(&plain, &asked);
+    ms_destroy(plain.model);
+    ms_destroy(asked.model);
+}
+
+// ------------------------------------------------------------------------------------------------
+// devices that are built in
+
+static void built_in_devices(void **state) {
+    (void)state;
+    uint32_t count = 0;
+    for (const ms_hardware *h; (h = ms_hardware_at(count)) != NULL; count++) {
+        assert_true(memchr(h->name, 0, sizeof h->name) != NULL && h->name[0]);
+        assert_ptr_equal(ms_hardware_find(h->name), h);
+        assert_true(h->kind == MS_DEVICE_DISCRETE || h->kind == MS_DEVICE_INTEGRATED);
+        assert_true(h->free_bytes <= h->total_bytes && h->total_bytes >= 8 * GIBI);
+        assert_true((h->kind == MS_DEVICE_INTEGRATED) == (h->host_total_bytes != 0));
+        assert_true(h->compute_major >= 7 && h->fp16_tensor);
+        assert_true(h->bf16 == (h->compute_major >= 8) && h->tf32 == h->bf16);
+        assert_true(h->tf32 == (h->tf32_tflops > 0.0));
+        assert_true(!h->is_measured);
+        /* 64 or 128 multiply-adds a clock and multiprocessor: a clock of 0.6 to 3 GHz. */
+        const double adds = h->compute_major == 7 || h->compute_minor == 0 ? 64.0 : 128.0;
+        const double most = h->compute_major == 9 ? 128.0 : adds;
+        const double ghz = h->f32_tflops * 1e3 / (2.0 * most * (double)h->processor_count);
+        assert_true(ghz > 0.6 && ghz < 3.0);
+        assert_true(h->f16_tflops >= 1.9 * h->f32_tflops);
+        assert_true(h->tf32_tflops <= h->f16_tflops);
+        assert_true(h->memory_gb_per_s > 1.9 * h->to_device_gb_per_s);
+    }
+    assert_true(count >= 3);
+    assert_null(ms_hardware_at(count));
+    assert_null(ms_hardware_at(UINT32_MAX));
+}
+
+static void devices_are_found_by_a_part_of_their_name(void **state) {
+    (void)state;
+    assert_string_equal(ms_hardware_find("h200")->name, "NVIDIA H200");
+    assert_string_equal(ms_hardware_find("rtx 3090")->name, "NVIDIA GeForce RTX 3090");
+    assert_string_equal(ms_hardware_find("Orin Nano")->name, "Jetson Orin Nano 8GB");
+    assert_string_equal(ms_hardware_find("JETSON")->name, "Jetson Orin Nano 8GB"); // the first
+    assert_int_equal(ms_hardware_find("nano 8gb")->kind, MS_DEVICE_INTEGRATED);
+    assert_true(ms_hardware_find("rtx 3090")->memory_gb_per_s == 936.0);
+    assert_null(ms_hardware_find("RTX 3090 "));
+    assert_null(ms_hardware_find("H2000"));
+    assert_null(ms_hardware_find(""));
+    assert_null(ms_hardware_find(NULL));
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(without_cgroups_meminfo_counts),
+        cmocka_unit_test(what_is_not_told_is_0),
+        cmocka_unit_test(every_cgroup_up_to_the_root_counts),
+        cmocka_unit_test(the_high_limit_and_the_page_cache),
+        cmocka_unit_test(version_1_has_other_names),
+        cmocka_unit_test(mounts_inside_the_hierarchy),
+        cmocka_unit_test(the_usual_mount_points_where_none_is_told),
+        cmocka_unit_test(files_that_are_not_as_they_should_be),
+        cmocka_unit_test(the_host_of_this_test),
+        cmocka_unit_test(speeds_are_those_of_the_device),
+        cmocka_unit_test(a_dry_run_measures_too),
+        cmocka_unit_test(speeds_stay_as_stated_without_memory),
+        cmocka_unit_test(a_device_that_fails_is_an_error),
+        cmocka_unit_test(every_call_fails_once),
+        cmocka_unit_test(the_cpu_is_measured),
+        cmocka_unit_test(not_in_a_callback),
+        cmocka_unit_test(in_the_middle_of_a_step),
+        cmocka_unit_test(built_in_devices),
+        cmocka_unit_test(devices_are_found_by_a_part_of_their_name),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
