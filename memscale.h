@@ -138,7 +138,7 @@
     implementation  >>base >>structs >>log >>memory >>backend cpu >>hardware >>graph >>validate
                     >>profile >>rules >>lower >>layout >>simulate >>solve >>policy
                     >>optimizer >>call
-                    >>debug >>execute >>state >>verify >>report >>api
+                    >>debug >>timing >>execute >>state >>verify >>report >>api
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -586,11 +586,16 @@ typedef struct ms_config {
     void *policy_user;
     /* Where times come from; see PROFILES. static_profiling, DEFAULT or ON: where nothing was
        measured, from the flops and bytes of a layer; OFF: ms_wrap refuses a layer that has no time
-       (ms_set_layer_time, ms_profile_load). empirical_profiling, ON: the first warmup_steps steps
-       after ms_wrap are timed, callback by callback; behind the last of them ms_step plans again
-       with those times, as ms_wrap would. */
+       (ms_set_layer_time, ms_profile_load). empirical_profiling, ON: behind the first step after
+       ms_wrap, which is often slow for once, warmup_steps steps are timed, instruction by
+       instruction. The step after them begins by planning again with the medians, as ms_wrap
+       would, though by preference in the arena that is there; should that fail, the old plan stays
+       and the log is told. The second step by the new plan is timed once more, for
+       ms_visit_events and ms_trace_write. Steps that fail are no samples, micro-batches are
+       samples of one step together, and a device is waited for around each instruction. Not with
+       debug. */
     ms_switch static_profiling, empirical_profiling;
-    uint32_t warmup_steps; // 0: 2
+    uint32_t warmup_steps; // 0: 2; 1000 at most
     /* Plan and report, allocate no arena; steps return MS_RESULT_DRY_RUN. Layers need no callbacks:
        ms_visit_events hands the plan to a framework that runs its own. */
     bool dry_run;
@@ -1960,6 +1965,8 @@ typedef struct msi_program {
     MSI_LIST(msi_life) lives;
     MSI_LIST(msi_block) blocks;    // offsets count from the end of the slots
     MSI_LIST(uint64_t) live_bytes; // per instruction, slots not counted
+    MSI_LIST(double) measured;     // start and duration of each, in the last timed step
+    bool is_measured;              // there was one
     uint32_t forward_end, backward_end;
     uint32_t loss, norm;         // lives of the loss, and of the norm or MSI_NONE
     uint32_t peak;               // the instruction with most live bytes
@@ -2068,6 +2075,28 @@ typedef struct msi_choice {
 /* How far the step is that was begun with ms_forward. */
 typedef enum msi_stage { MSI_STAGE_IDLE, MSI_STAGE_FORWARD, MSI_STAGE_BACKWARD } msi_stage;
 
+/* Empirical profiling: what the steps after ms_wrap are for. */
+typedef enum msi_warmup {
+    MSI_WARMUP_COLD,                        // run as always: what is slow only once is no sample
+    MSI_WARMUP_SAMPLE,                      // timed
+    MSI_WARMUP_PLAN,                        // plan again first
+    MSI_WARMUP_AGAIN = MSI_WARMUP_PLAN + 1, // by the new plan, as always
+    MSI_WARMUP_SHOW,                        // timed, as the timeline of that plan
+    MSI_WARMUP_DONE
+} msi_warmup;
+
+/* Series of samples: three of each layer, and one for each way in which the library moves bytes. A
+   sample is time over weight, elements of output or bytes, of all that ran in one step. */
+typedef struct msi_timing {
+    msi_warmup stage;
+    uint32_t wanted, taken; // samples
+    uint32_t series_count;
+    double *us, *weight; // per series, in the step under way
+    double *samples;     // per series: `wanted`, of which `taken` are there; 0: none
+    double begin_us;     // of the step
+    double overhead_us;  // of timing an instruction
+} msi_timing;
+
 struct ms_model {
     ms_config config; // defaults resolved
     void *device;     // state of the backend, or its user
@@ -2076,6 +2105,8 @@ struct ms_model {
     bool has_hardware;                   // by ms_set_hardware
     ms_hardware speeds;                  // as the last report had them
     double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs that have bytes; 0: was not
+    msi_timing *timing;                  // NULL: nothing is timed
+    bool tolerant;                       // errors are warnings
     msi_graph graph;
     msi_store *store;
     msi_plan *plan;    // the one in force, at the head of the list
@@ -2131,7 +2162,8 @@ static ms_result msi_fail(ms_model *m, ms_result result, const char *format, ...
     va_end(args);
     memcpy(m->error, text, sizeof text);
     m->error_count++;
-    msi_log(m, MS_LOG_ERROR, "error", "%s: %s", ms_result_name(result), m->error);
+    msi_log(m, m->tolerant ? MS_LOG_WARNING : MS_LOG_ERROR, "error", "%s: %s",
+            ms_result_name(result), m->error);
     return result;
 }
 
@@ -5029,6 +5061,7 @@ static void msi_program_free(const ms_allocator *a, msi_program *p) {
     MSI_LIST_FREE(msi_life, a, p->lives);
     MSI_LIST_FREE(msi_block, a, p->blocks);
     MSI_LIST_FREE(uint64_t, a, p->live_bytes);
+    MSI_LIST_FREE(double, a, p->measured);
     memset(p, 0, sizeof *p);
 }
 
@@ -6632,10 +6665,12 @@ static double msi_clock_run(msi_clock *c, const ms_model *m, const msi_program *
 static void msi_time_program(const ms_model *m, const msi_store *store, msi_program *p) {
     msi_clock c;
     msi_clock_start(&c, m, store);
+    p->recompute_us = 0.0;
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
         const double us = msi_duration_us(m, p, i);
         const double start_us = msi_clock_run(&c, m, p, now, us);
+        p->recompute_us += i->op == MSI_OP_RECOMPUTE ? us : 0.0;
         if (msi_op_costs[i->op].stream != MS_STREAM_COMPUTE) {
             p->lives.items[p->operands.items[i->operand_first].life].ready_us = start_us + us;
         }
@@ -8359,7 +8394,12 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
     }
     plan->budget_bytes = budget;
     msi_get_sizes(&m->graph, plan->sizes);
-    const ms_result result = msi_fill_plan(m, store, plan, goal, largest);
+    ms_result result = msi_fill_plan(m, store, plan, goal, largest);
+    const uint64_t moments = 2ull * plan->train.instructions.count;
+    if (result == MS_RESULT_OK && m->timing &&
+        !MSI_RESERVE(double, a, plan->train.measured, moments)) {
+        result = msi_fail_memory(m, "the times of the plan", moments * sizeof(double));
+    }
     if (result != MS_RESULT_OK) {
         msi_plan_free(m, plan);
         return result;
@@ -9931,6 +9971,209 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
 }
 
 // ------------------------------------------------------------------------------------------------
+// >>timing  empirical profiling: times of the first steps, and what is learnt from them
+
+static uint64_t msi_timing_bytes(const msi_timing *t) {
+    return sizeof *t + (2ull + t->wanted) * t->series_count * sizeof(double);
+}
+
+static void msi_timing_free(const ms_allocator *a, msi_timing *t) {
+    msi_release(a, t, t ? msi_timing_bytes(t) : 0);
+}
+
+/* The series of samples of a model that is to be timed, once. */
+static ms_result msi_make_timing(ms_model *m) {
+    const ms_config *c = &m->config;
+    msi_timing t;
+    if (m->timing || c->empirical_profiling != MS_SWITCH_ON || c->debug || c->dry_run) {
+        return MS_RESULT_OK;
+    }
+    memset(&t, 0, sizeof t);
+    t.wanted = c->warmup_steps ? c->warmup_steps : 2;
+    t.series_count = 3 * m->graph.layers.count + (MSI_COST_COUNT - MSI_COST_LAYER_END);
+    const uint64_t bytes = msi_timing_bytes(&t);
+    m->timing = (msi_timing *)msi_alloc_zeroed(&c->allocator, bytes);
+    if (!m->timing) {
+        return msi_fail_memory(m, "the times of the first steps", bytes);
+    }
+    t.us = (double *)(void *)(m->timing + 1);
+    t.weight = t.us + t.series_count;
+    t.samples = t.weight + t.series_count;
+    *m->timing = t;
+    return MS_RESULT_OK;
+}
+
+/* A new plan: samples that are complete stay, others begin anew. */
+static void msi_restart_timing(msi_timing *t) {
+    t->stage = t->taken == t->wanted ? MSI_WARMUP_AGAIN : MSI_WARMUP_COLD;
+    t->taken = t->taken == t->wanted ? t->taken : 0;
+}
+
+/* Whether the instructions that run now are timed. */
+static bool msi_is_timed(const ms_model *m) {
+    const msi_timing *t = m->timing;
+    return t && (t->stage == MSI_WARMUP_SAMPLE || t->stage == MSI_WARMUP_SHOW) &&
+           m->running == &m->plan->train;
+}
+
+/* On a device, what is between enqueuing next to nothing and hearing that it is done. */
+static ms_result msi_measure_overhead(ms_model *m) {
+    msi_timing *t = m->timing;
+    ms_result result = msi_synchronize(m);
+    t->overhead_us = 0.0;
+    for (int i = 0; i < 3 && result == MS_RESULT_OK && m->config.backend.is_asynchronous; i++) {
+        const double start_us = msi_now_us();
+        result = msi_tell_step(m); // once more
+        result = result == MS_RESULT_OK ? msi_synchronize(m) : result;
+        const double us = msi_now_us() - start_us;
+        t->overhead_us = i == 0 || us < t->overhead_us ? us : t->overhead_us;
+    }
+    return result;
+}
+
+/* The beginning of a step that is timed, or of one of its micro-batches. */
+static ms_result msi_begin_timing(ms_model *m) {
+    msi_timing *t = m->timing;
+    const ms_result result = msi_measure_overhead(m);
+    if (m->micro == 0) {
+        memset(t->us, 0, t->series_count * sizeof *t->us);
+        memset(t->weight, 0, t->series_count * sizeof *t->weight);
+    }
+    m->plan->train.is_measured = false;
+    t->begin_us = msi_now_us();
+    return result;
+}
+
+/* Adds what an instruction took to its series. */
+static void msi_add_time(ms_model *m, const msi_program *p, uint32_t now, double us) {
+    msi_timing *t = m->timing;
+    const msi_instruction *i = &p->instructions.items[now];
+    const int cost = msi_op_costs[i->op].cost;
+    const bool of_layer = cost < MSI_COST_LAYER_END;
+    const uint32_t layers = m->graph.layers.count;
+    const bool skipped = msi_is_free(p, i) || (i->op == MSI_OP_ZERO && m->micro > 0);
+    if (skipped) {
+        return;
+    }
+    const double weight = of_layer
+                              ? msi_output_elements(&m->graph, &m->graph.layers.items[i->target])
+                              : msi_moved_bytes(p, i);
+    const uint32_t series = of_layer ? 3 * i->target + (uint32_t)(cost - MSI_COST_FORWARD)
+                                     : 3 * layers + (uint32_t)(cost - MSI_COST_LAYER_END);
+    t->us[series] += weight > 0.0 ? us : 0.0;
+    t->weight[series] += weight;
+}
+
+/* What an instruction took: a device overlaps the enqueuing of one with the run of another, so that
+   only a launch remains of that. */
+static void msi_note_time(ms_model *m, uint32_t now, double start_us, double end_us) {
+    const msi_timing *t = m->timing;
+    const bool asynchronous = m->config.backend.is_asynchronous;
+    msi_program *p = &m->plan->train;
+    double us = end_us - start_us - t->overhead_us;
+    us = us > 0.0 ? us : 0.0;
+    if (msi_op_costs[p->instructions.items[now].op].cost < MSI_COST_LAYER_END && asynchronous) {
+        us += m->hardware.launch_us;
+    }
+    p->measured.items[2 * now] = start_us - t->begin_us;
+    p->measured.items[2 * now + 1] = us;
+    msi_add_time(m, p, now, us);
+}
+
+/* Whether the device, which has been waited for, has halted the step that is done. */
+static ms_result msi_was_halted(ms_model *m, bool *halted) {
+    ms_result result = m->judged ? msi_ask_verdict(m) : MS_RESULT_OK;
+    result = result == MS_RESULT_OK ? msi_synchronize(m) : result;
+    *halted = m->asked && msi_verdict(m, false)->halted != (uint32_t)MS_HALT_NONE;
+    return result;
+}
+
+static void msi_take_samples(msi_timing *t) {
+    for (uint32_t k = 0; k < t->series_count; k++) {
+        const bool any = t->weight[k] > 0.0;
+        t->samples[(uint64_t)k * t->wanted + t->taken] = any ? t->us[k] / t->weight[k] : 0.0;
+    }
+    t->taken++;
+}
+
+/* Median of the samples of a series that are there, 0 without any. Sorts them (Shell, "A high-speed
+   sorting procedure", 1959). */
+static double msi_median(const msi_timing *t, uint32_t series) {
+    double *samples = t->samples + (uint64_t)series * t->wanted;
+    const uint32_t count = t->taken;
+    for (uint32_t gap = count / 2; gap > 0; gap /= 2) {
+        for (uint32_t i = gap; i < count; i++) {
+            const double moved = samples[i];
+            uint32_t k = i;
+            for (; k >= gap && samples[k - gap] > moved; k -= gap) {
+                samples[k] = samples[k - gap];
+            }
+            samples[k] = moved;
+        }
+    }
+    uint32_t none = 0;
+    while (none < count && samples[none] <= 0.0) {
+        none++;
+    }
+    const uint32_t there = count - none;
+    const double *high = samples + none + there / 2;
+    return there == 0 ? 0.0 : there % 2 ? *high : 0.5 * (high[-1] + *high);
+}
+
+/* What a recomputation takes that was not seen: forward once more; or, by its own callback, as
+   predicted, in the proportion in which the prediction of forward was right. */
+static double msi_infer_recompute_us(const ms_model *m, const msi_layer *l, double forward_us) {
+    const ms_layer_time guess = msi_static_time(m, l);
+    return l->recompute && guess.forward_us > 0.0
+               ? guess.recompute_us * forward_us / guess.forward_us
+               : forward_us;
+}
+
+/* Puts the samples into force, for plans to come. */
+static void msi_learn_times(ms_model *m) {
+    const msi_timing *t = m->timing;
+    const uint32_t layers = m->graph.layers.count;
+    for (uint32_t i = 0; i < layers; i++) {
+        msi_layer *l = &m->graph.layers.items[i];
+        const double elements = msi_output_elements(&m->graph, l);
+        ms_layer_time *time = &l->measured;
+        time->forward_us = elements * msi_median(t, 3 * i);
+        time->backward_us = elements * msi_median(t, 3 * i + 1);
+        time->recompute_us = elements * msi_median(t, 3 * i + 2);
+        if (!(time->recompute_us > 0.0)) {
+            time->recompute_us = msi_infer_recompute_us(m, l, time->forward_us);
+        }
+        l->measured_elements = elements;
+    }
+    for (uint32_t cost = MSI_COST_LAYER_END; cost < MSI_COST_COUNT; cost++) {
+        const double us = msi_median(t, 3 * layers + (cost - MSI_COST_LAYER_END));
+        m->bytes_per_us[cost] = us > 0.0 ? 1.0 / us : m->bytes_per_us[cost];
+    }
+}
+
+/* The end of a step. `timed` says whether that step was. */
+static ms_result msi_end_timing(ms_model *m, bool timed) {
+    msi_timing *t = m->timing;
+    bool halted = false;
+    const ms_result result = timed ? msi_was_halted(m, &halted) : MS_RESULT_OK;
+    if (result != MS_RESULT_OK || halted) {
+        return result;
+    }
+    m->plan->train.is_measured |= timed;
+    if (t->stage == MSI_WARMUP_SAMPLE) {
+        msi_take_samples(t);
+    }
+    if (t->stage == MSI_WARMUP_SAMPLE && t->taken == t->wanted) {
+        msi_learn_times(m);
+        t->stage = MSI_WARMUP_PLAN;
+    } else if (t->stage == MSI_WARMUP_COLD || t->stage == MSI_WARMUP_AGAIN ||
+               t->stage == MSI_WARMUP_SHOW) {
+        t->stage = (msi_warmup)((int)t->stage + 1);
+    }
+    return MS_RESULT_OK;
+}
+
+// ------------------------------------------------------------------------------------------------
 // >>execute  run a program: no allocation, no lookup by name
 
 /* The factor of the loss in the figure that is reported, for a step that begins now. */
@@ -10153,13 +10396,25 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     }
     result = msi_await_verdict(m);
     result = result == MS_RESULT_OK ? msi_tell_step(m) : result;
+    result = result == MS_RESULT_OK && msi_is_timed(m) ? msi_begin_timing(m) : result;
     return result == MS_RESULT_OK ? MS_RESULT_OK : msi_abandon(m, result);
+}
+
+static ms_result msi_run_timed(ms_model *m, const msi_program *p, uint32_t now) {
+    ms_result result = msi_synchronize(m);
+    const double start_us = msi_now_us();
+    result = result == MS_RESULT_OK ? msi_run_instruction(m, p, now) : result;
+    result = result == MS_RESULT_OK ? msi_synchronize(m) : result;
+    msi_note_time(m, now, start_us, msi_now_us());
+    return result;
 }
 
 static ms_result msi_run(ms_model *m, uint32_t end) {
     const msi_program *p = m->running;
+    const bool timed = msi_is_timed(m);
     while (m->position < end) {
-        const ms_result result = msi_run_instruction(m, p, m->position);
+        const ms_result result =
+            timed ? msi_run_timed(m, p, m->position) : msi_run_instruction(m, p, m->position);
         if (result != MS_RESULT_OK) {
             msi_restore_state(m, p, m->position);
             return msi_abandon(m, result);
@@ -10290,11 +10545,12 @@ static void msi_note_update(ms_model *m) {
 }
 
 static ms_result msi_finish_update(ms_model *m) {
+    const bool timed = msi_is_timed(m);
     const ms_result result = msi_run(m, m->running->instructions.count);
     if (result == MS_RESULT_OK) {
         msi_note_update(m);
     }
-    return result;
+    return result == MS_RESULT_OK && m->timing ? msi_doubt(m, msi_end_timing(m, timed)) : result;
 }
 
 /* Everything that a step enqueues behind msi_start. A device that is not waited for judges the loss
@@ -10348,7 +10604,7 @@ static ms_result msi_run_graph(ms_model *m) {
     msi_graph_exec *g = &m->plan->graphs[(m->micro == 0 ? MSI_GRAPH_FIRST : 0) |
                                          (msi_is_last_micro(m) ? MSI_GRAPH_LAST : 0)];
     const uint64_t step = m->step;
-    if (!g->warm) {
+    if (!g->warm || msi_is_timed(m)) {
         const ms_result result = msi_run_step(m);
         g->warm = result == MS_RESULT_OK;
         return result;
@@ -10544,9 +10800,30 @@ static bool msi_sums_alike(const msi_store *old, const msi_store *store) {
     return alike;
 }
 
-/* Replaces the plans of the model; every value that lives between steps moves over. */
+/* Puts plans into force for the store that there is now. */
+static void msi_put_plans(ms_model *m, msi_plan *plans, msi_goal goal) {
+    msi_plans_free(m, m->plan);
+    msi_drop_step(m);
+    m->judged = m->asked = false;
+    m->plan = plans;
+    m->largest = plans->next ? plans->next : plans;
+    m->goal = goal;
+    m->changed = false;
+    msi_log(m, MS_LOG_INFO, "plan",
+            "plain %s, budget %s, arena %s, recomputations: %u, updates %s backward",
+            msi_size(plans->plain_bytes).text, msi_size(plans->budget_bytes).text,
+            msi_size(msi_room_of(m->store)).text, (unsigned)plans->train.recompute_count,
+            msi_updates_inside(&plans->train) ? "inside" : "after");
+}
+
+/* Replaces the plans of the model; every value that lives between steps moves over, or stays where
+   it is if `store` is the one that there is. */
 static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
     ms_result result = MS_RESULT_OK;
+    if (store == m->store) {
+        msi_put_plans(m, plans, goal);
+        return result;
+    }
     if (!m->config.dry_run) {
         result = msi_settle(m, store);
     }
@@ -10557,23 +10834,12 @@ static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_g
     }
     msi_note_new_state(m, store);
     msi_drop_staged(m);
-    msi_plans_free(m, m->plan);
-    msi_drop_step(m);
-    m->micro = msi_sums_alike(m->store, store) ? m->micro : 0;
-    msi_store_free(m, m->store);
+    msi_store *old = m->store;
     m->store = store;
-    m->judged = m->asked = false;
-    m->plan = plans;
-    m->largest = plans->next ? plans->next : plans;
-    m->goal = goal;
-    m->changed = false;
+    msi_put_plans(m, plans, goal);
+    m->micro = msi_sums_alike(old, store) ? m->micro : 0;
+    msi_store_free(m, old);
     m->failed = m->failed && goal == MSI_GOAL_PLAIN; // ms_wrap alone takes the trainer's word
-    msi_log(m, MS_LOG_INFO, "plan",
-            "plain %s, budget %s, arena %s, recomputations: %u, updates %s backward",
-            msi_size(plans->plain_bytes).text, msi_size(plans->budget_bytes).text,
-            msi_size(store->slot_bytes + store->transient_bytes).text,
-            (unsigned)plans->train.recompute_count,
-            msi_updates_inside(&plans->train) ? "inside" : "after");
     return MS_RESULT_OK;
 }
 
@@ -10613,7 +10879,7 @@ static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plan
         return msi_adopt(m, store, plans, goal);
     }
     if (!msi_review_init(&review, m, plans)) {
-        msi_plans_and_store_free(m, store, plans);
+        msi_plans_and_store_free(m, store == m->store ? NULL : store, plans);
         return msi_fail_memory(m, "the decisions", msi_review_bytes(&m->graph));
     }
     const ms_result result = msi_adopt(m, store, plans, goal);
@@ -10634,9 +10900,87 @@ static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
     ms_result result = msi_check_between_steps(m, function);
     result =
         result == MS_RESULT_OK && m->store && !m->config.dry_run ? msi_settle_steps(m) : result;
+    result = result == MS_RESULT_OK ? msi_make_timing(m) : result;
     result = result == MS_RESULT_OK ? msi_decide(m, goal, &store, &plans) : result;
     result = result == MS_RESULT_OK ? msi_adopt_and_log(m, store, plans, goal) : result;
     m->choice = result == MS_RESULT_OK ? m->choice : choice;
+    if (result == MS_RESULT_OK && m->timing) {
+        msi_restart_timing(m->timing);
+    }
+    return result;
+}
+
+/* Plans by what was measured, for a budget: in the memory that there is, or in new memory. */
+static ms_result msi_plan_within(ms_model *m, uint64_t budget) {
+    const uint64_t configured = m->config.memory_budget_bytes;
+    const msi_choice choice = m->choice;
+    const msi_goal goal = m->goal;
+    msi_store *store;
+    msi_plan *plans;
+    m->config.memory_budget_bytes = budget;
+    ms_result result = msi_decide(m, goal, &store, &plans);
+    m->config.memory_budget_bytes = configured;
+    if (result == MS_RESULT_OK && msi_room_of(store) <= msi_room_of(m->store)) {
+        msi_store_free(m, store); // its slots are those that there are
+        store = m->store;
+    }
+    result = result == MS_RESULT_OK ? msi_adopt_and_log(m, store, plans, goal) : result;
+    m->choice = result == MS_RESULT_OK ? m->choice : choice;
+    return result;
+}
+
+/* The plans that there are, with the times in force. A plain step is one without recomputation. */
+static void msi_time_plans(ms_model *m) {
+    int64_t sizes[MS_LIMIT_AXES];
+    msi_get_sizes(&m->graph, sizes);
+    for (msi_plan *plan = m->plan; plan; plan = plan->next) {
+        msi_set_sizes(&m->graph, plan->sizes);
+        msi_find_times(m);
+        msi_time_program(m, m->store, &plan->train);
+        msi_time_program(m, m->store, &plan->eval);
+        plan->plain_step_us = plan->train.step_us - plan->train.recompute_us;
+    }
+    msi_set_sizes(&m->graph, sizes);
+    msi_find_times(m);
+}
+
+/* Behind the last step that was a sample. Where the device has no room for a second arena, the plan
+   is one for the first. Fails only if the device does; otherwise there is a plan. */
+static ms_result msi_plan_again(ms_model *m) {
+    char text[MSI_ERROR_BYTES];
+    m->timing->stage = MSI_WARMUP_AGAIN;
+    ms_result result = msi_settle_steps(m);
+    if (result != MS_RESULT_OK || m->changed) { // that is for the trainer's ms_wrap
+        return result;
+    }
+    const uint64_t budget = m->largest->budget_bytes;
+    memcpy(text, m->error, sizeof text);
+    m->tolerant = true;
+    result = msi_plan_within(m, budget);
+    if (result == MS_RESULT_OUT_OF_MEMORY && msi_room_of(m->store) < budget) {
+        result = msi_plan_within(m, msi_room_of(m->store));
+    }
+    m->tolerant = false;
+    if (result != MS_RESULT_OK) {
+        msi_log(m, MS_LOG_WARNING, "timing",
+                "no plan was made of the measured times, the one before stays: %s", m->error);
+        msi_time_plans(m);
+    }
+    memcpy(m->error, text, sizeof text);
+    for (msi_plan *plan = m->plan; plan; plan = plan->next) {
+        plan->budget_bytes = budget;
+    }
+    return MS_RESULT_OK;
+}
+
+/* Whether a training step may begin; plans for it, where it is time to. */
+static ms_result msi_begin_step(ms_model *m, const char *function) {
+    ms_result result = msi_check_ready(m, function);
+    if (result == MS_RESULT_OK && m->timing && m->timing->stage == MSI_WARMUP_PLAN &&
+        m->micro == 0) {
+        result = msi_plan_again(m);
+        result = result == MS_RESULT_OK ? msi_check_ready(m, function) : result;
+    }
     return result;
 }
 
@@ -11035,6 +11379,7 @@ static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
     memset(&v, 0, sizeof v);
     v.model = m;
     v.before = *m;
+    m->timing = NULL; // these are no steps
     ms_result result = msi_choose_compared(&v);
     result = result == MS_RESULT_OK ? msi_make_own_store(&v) : result;
     for (int pass = 0; pass < MSI_PASS_COUNT && result == MS_RESULT_OK; pass++) {
@@ -11304,6 +11649,11 @@ static void msi_emit_event(const msi_walk *w, ms_event_kind kind, const ms_event
     event.stream = (ms_stream_kind)msi_op_costs[i->op].stream;
     event.start_us = drops ? w->start_us + w->duration_us : w->start_us;
     event.duration_us = drops ? 0.0 : w->duration_us;
+    if (w->program->is_measured) {
+        const double *measured = w->program->measured.items + 2ull * w->now;
+        event.measured_us = drops ? 0.0 : measured[1];
+        event.measured_start_us = drops ? measured[0] + measured[1] : measured[0];
+    }
     w->visit(&event, w->user);
 }
 
@@ -11819,6 +12169,7 @@ MEMSCALE_API void ms_destroy(ms_model *model) {
     msi_plans_free(model, model->plan);
     msi_store_free(model, model->store);
     msi_drop_staged(model);
+    msi_timing_free(&allocator, model->timing);
     MSI_LIST_FREE(char, &allocator, g->names);
     MSI_LIST_FREE(msi_tensor, &allocator, g->tensors);
     MSI_LIST_FREE(msi_layer, &allocator, g->layers);
@@ -12540,7 +12891,7 @@ MEMSCALE_API ms_result ms_forward(ms_model *model, double *loss) {
     if (!model) {
         return MS_RESULT_INVALID;
     }
-    ms_result result = msi_check_ready(model, "ms_forward");
+    ms_result result = msi_begin_step(model, "ms_forward");
     result = result == MS_RESULT_OK ? msi_forward(model, &model->plan->train, loss) : result;
     model->stage = result == MS_RESULT_OK ? MSI_STAGE_FORWARD : model->stage;
     return result;
@@ -12592,7 +12943,7 @@ MEMSCALE_API ms_result ms_step(ms_model *model, double *loss) {
     if (!model) {
         return MS_RESULT_INVALID;
     }
-    ms_result result = msi_check_ready(model, "ms_step");
+    ms_result result = msi_begin_step(model, "ms_step");
     result = result == MS_RESULT_OK ? msi_start(model, &model->plan->train) : result;
     if (result != MS_RESULT_OK) {
         return result;
