@@ -8397,7 +8397,7 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
     ms_result result = msi_fill_plan(m, store, plan, goal, largest);
     const uint64_t moments = 2ull * plan->train.instructions.count;
     if (result == MS_RESULT_OK && m->timing &&
-        !MSI_RESERVE(double, a, plan->train.measured, moments)) {
+        !MSI_RESERVE(double, &m->config.allocator, plan->train.measured, moments)) {
         result = msi_fail_memory(m, "the times of the plan", moments * sizeof(double));
     }
     if (result != MS_RESULT_OK) {

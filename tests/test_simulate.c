@@ -1,9 +1,40 @@
 /*  test_simulate.c - time and bytes of programs: timelines against ones that were computed by hand,
-    sums by category against the lives of the values, the hash of a plan. */
+    sums by category against the lives of the values, the hash of a plan; and empirical profiling, by
+    a clock that moves only where a test says so. */
+#include <stdbool.h>
+#include <stdint.h>
+#include <time.h>
+#ifndef _WIN32
+#include <sys/time.h>
+#endif
+
+static double clock_us = 1e9; // the platform's, as the library sees it
+static uint64_t clock_reads;
+
+static inline int clock_as_timespec(struct timespec *now, int base) {
+    clock_reads += 1;
+    now->tv_sec = (time_t)(clock_us / 1e6);
+    now->tv_nsec = (long)((clock_us - 1e6 * (double)now->tv_sec) * 1e3);
+    return base;
+}
+
+#ifndef _WIN32
+static inline int clock_as_timeval(struct timeval *now, void *zone) {
+    (void)zone;
+    clock_reads += 1;
+    now->tv_sec = (time_t)(clock_us / 1e6);
+    now->tv_usec = (suseconds_t)(clock_us - 1e6 * (double)now->tv_sec);
+    return 0;
+}
+#endif
+
+#define timespec_get clock_as_timespec
+#define gettimeofday clock_as_timeval
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
 #include "testing.h"
 #include "random_dag.h"
+#include "virtual.h"
 
 static void near(double a, double b) {
     if (!(fabs(a - b) <= 1e-9 * (1.0 + fabs(a)))) {
@@ -288,6 +319,635 @@ static void hashes_tell_plans_apart(void **state) {
     assert_true(plain != hash_of(12u << 10, 4, 48, MS_SWITCH_OFF));
 }
 
+// ------------------------------------------------------------------------------------------------
+// empirical profiling: callbacks and updates that take a time that is known
+
+enum { LAYERS = 6, ROWS = 32, COLS = 8, COUNT = ROWS * COLS };
+
+/* out = in * w / 8 + ..., enough to tell whether all ran as it should; the last one sums rows. */
+typedef struct clocked {
+    uint32_t number;
+    double us[MS_PHASE_COUNT];
+    uint32_t calls[MS_PHASE_COUNT];
+    int fails_at; // call of forward, from 1
+    bool is_nan;
+} clocked;
+
+typedef struct clocked_net {
+    ms_model *model;
+    t_heap heap;
+    v_device *device; // NULL: the CPU
+    clocked layer[LAYERS];
+    v_layer late[LAYERS];
+    ms_tensor x, weight[LAYERS], loss;
+    char log[4096];
+    double factor; // of all times
+} clocked_net;
+
+static double time_factor = 1.0;
+
+static void pass_time(double us) {
+    clock_us += us * time_factor;
+}
+
+static int clocked_forward(const ms_call *call) {
+    clocked *l = (clocked *)call->user;
+    const float *x = t_data(&call->in[0]), *w = t_data(&call->param[0]);
+    float *y = t_data(&call->out[0]);
+    const bool last = l->number + 1 == LAYERS;
+    l->calls[call->phase] += 1;
+    pass_time(l->us[call->phase]);
+    for (int i = 0; i < COUNT; ++i) {
+        const float value = x[i] * w[i % COLS];
+        if (!last) {
+            y[i] = value / (1.0f + fabsf(value));
+        } else {
+            y[i / COLS] = (i % COLS == 0 ? 0.0f : y[i / COLS]) + value * value;
+        }
+    }
+    y[0] = last && l->is_nan ? NAN : y[0];
+    return l->fails_at > 0 && (int)l->calls[MS_PHASE_FORWARD] == l->fails_at ? 5 : 0;
+}
+
+static int clocked_backward(const ms_call *call) {
+    clocked *l = (clocked *)call->user;
+    const float *x = t_data(&call->in[0]), *w = t_data(&call->param[0]);
+    const bool last = l->number + 1 == LAYERS;
+    float sums[COLS];
+    memset(sums, 0, sizeof sums);
+    l->calls[call->phase] += 1;
+    pass_time(l->us[call->phase]);
+    for (int i = 0; i < COUNT; ++i) {
+        const float value = x[i] * w[i % COLS], below = 1.0f + fabsf(value);
+        const float slope = last ? 2.0f * value : 1.0f / (below * below);
+        const float g = t_grad_out(call, 0, last ? i / COLS : i) * slope;
+        sums[i % COLS] += g * x[i];
+        t_contribute(&call->grad_in[0], i, g * w[i % COLS]);
+    }
+    for (int i = 0; i < COLS; ++i) {
+        t_contribute(&call->grad_param[0], i, sums[i]);
+    }
+    return 0;
+}
+
+/* The library's own work takes 1 us for every 16 bytes that it moves. */
+static int clocked_update(void *user, const ms_update_args *args) {
+    const ms_backend cpu = ms_backend_cpu();
+    pass_time((double)args->count * 28.0 / 16.0);
+    return cpu.update(user, args);
+}
+
+static int clocked_fill(void *user, void *device, float value, uint64_t count) {
+    const ms_backend cpu = ms_backend_cpu();
+    pass_time((double)count * 4.0 / 16.0);
+    return cpu.fill_f32(user, device, value, count);
+}
+
+static void keep_log(ms_log_level level, const char *tag, const char *text, void *user) {
+    clocked_net *n = (clocked_net *)user;
+    if (level == MS_LOG_WARNING) {
+        const size_t length = strlen(n->log);
+        snprintf(n->log + length, sizeof n->log - length, "%s: %s\n", tag, text);
+    }
+}
+
+static ms_config clocked_config(clocked_net *n, v_device *device) {
+    ms_config config = t_config();
+    memset(n, 0, sizeof *n);
+    n->device = device;
+    time_factor = 1.0;
+    config.allocator = t_heap_allocator(&n->heap);
+    config.log = keep_log;
+    config.log_user = n;
+    config.empirical_profiling = MS_SWITCH_ON;
+    config.backend = device ? v_backend(device) : ms_backend_cpu();
+    if (!device) {
+        config.backend.update = clocked_update;
+        config.backend.fill_f32 = clocked_fill;
+    }
+    return config;
+}
+
+static ms_result clocked_create(clocked_net *n, const ms_config *config) {
+    ms_tensor last;
+    const ms_result result = ms_create(config, &n->model);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    last = n->x = ms_input(n->model, "x", MS_DTYPE_F32, ms_shape2(ROWS, COLS));
+    for (uint32_t i = 0; i < LAYERS; ++i) {
+        const bool is_loss = i + 1 == LAYERS;
+        ms_layer_desc d;
+        memset(&d, 0, sizeof d);
+        n->layer[i].number = i;
+        n->layer[i].us[MS_PHASE_FORWARD] = 100.0 * (i + 1);
+        n->layer[i].us[MS_PHASE_BACKWARD] = 250.0 * (i + 1);
+        n->layer[i].us[MS_PHASE_RECOMPUTE] = 70.0 * (i + 1);
+        n->weight[i] = ms_param(n->model, "w", MS_DTYPE_F32, ms_shape1(COLS));
+        d.forward = clocked_forward;
+        d.backward = clocked_backward;
+        d.user = &n->layer[i];
+        d.in[0] = last;
+        d.param[0] = n->weight[i];
+        d.out[0] = last = ms_activation(n->model, "y", MS_DTYPE_F32,
+                                        is_loss ? ms_shape1(ROWS) : ms_shape2(ROWS, COLS));
+        d.backward_reads.in = 1;
+        d.backward_reads.param = 1;
+        const ms_layer_desc late = n->device ? v_wrap(&d, &n->late[i]) : d;
+        ms_register_layer(n->model, &late);
+    }
+    n->loss = last;
+    ms_set_loss(n->model, last);
+    return MS_RESULT_OK;
+}
+
+static ms_result clocked_write(clocked_net *n, uint64_t seed) {
+    float data[COUNT];
+    t_rng rng = t_seed(seed);
+    t_fill(&rng, data, COUNT, 2.0f);
+    return ms_write(n->model, n->x, data);
+}
+
+static ms_result clocked_weights(clocked_net *n) {
+    float data[COUNT];
+    t_rng rng = t_seed(2);
+    ms_result result = MS_RESULT_OK;
+    for (int i = 0; i < LAYERS && result == MS_RESULT_OK; ++i) {
+        t_fill(&rng, data, COLS, 2.0f);
+        result = ms_write(n->model, n->weight[i], data);
+    }
+    return result;
+}
+
+/* A step with data of its own in which all takes `factor` times as long. */
+static ms_result clocked_step(clocked_net *n, uint64_t number, double factor, double *loss) {
+    time_factor = factor;
+    const ms_result result = clocked_write(n, 100 + number);
+    return result == MS_RESULT_OK ? ms_step(n->model, loss) : result;
+}
+
+static void clocked_start(clocked_net *n, const ms_config *config) {
+    assert_int_equal(clocked_create(n, config), MS_RESULT_OK);
+    t_ok(n->model, ms_wrap(n->model));
+    t_ok(n->model, clocked_weights(n));
+}
+
+static void clocked_end(clocked_net *n) {
+    ms_destroy(n->model);
+    assert_true(n->heap.live_bytes == 0 && n->heap.wrong_releases == 0);
+    time_factor = 1.0;
+}
+
+/* The plain step: forward, backward, the seed of the loss, its sum (which is not timed), updates. */
+static double clocked_step_us(const clocked_net *n) {
+    const ms_hardware *h = &n->model->hardware;
+    double us = 0.0;
+    for (int i = 0; i < LAYERS; ++i) {
+        us += n->layer[i].us[MS_PHASE_FORWARD] + n->layer[i].us[MS_PHASE_BACKWARD];
+        us += COLS * 28.0 / 16.0;
+    }
+    us += ROWS * 4.0 / 16.0;
+    return us + h->launch_us + ROWS * 4.0 / (h->memory_gb_per_s * 1e3);
+}
+
+static void samples_become_times(void **state) {
+    (void)state;
+    static const double factors[] = {10.0, 1.0, 5.0, 2.0, 1.0, 1.0, 1.0};
+    clocked_net n;
+    ms_config config = clocked_config(&n, NULL);
+    ms_memory_report report;
+    config.warmup_steps = 3;
+    clocked_start(&n, &config);
+    t_report(n.model, &report);
+    const double predicted = report.step_us;
+    for (uint64_t i = 0; i < 4; ++i) { // one that is slow for once, three samples
+        t_ok(n.model, clocked_step(&n, i, factors[i], NULL));
+        t_report(n.model, &report);
+        near(report.step_us, predicted);
+    }
+    t_ok(n.model, clocked_step(&n, 4, 1.0, NULL)); // begins with a new plan
+    t_report(n.model, &report);
+    near(report.step_us,
+         2.0 * clocked_step_us(&n) - ROWS * 4.0 / 20e3); // the median of the factors
+    near(report.plain_step_us, report.step_us);
+    for (uint32_t i = 0; i < LAYERS; ++i) {
+        const msi_layer *l = &n.model->graph.layers.items[i];
+        near(l->measured.forward_us, 200.0 * (i + 1));
+        near(l->measured.backward_us, 500.0 * (i + 1));
+        near(l->measured.recompute_us, 200.0 * (i + 1)); // by forward, which was measured
+    }
+    near(n.model->bytes_per_us[MSI_COST_UPDATE], 8.0);
+    near(n.model->bytes_per_us[MSI_COST_FILL], 8.0);
+    near(n.model->bytes_per_us[MSI_COST_COPY], 0.0);
+    clocked_end(&n);
+}
+
+/* The events of the second step by the new plan, and of no other, have times. */
+static void note_measured(const ms_event *event, void *user) {
+    double *sum = (double *)user;
+    if (event->measured_us > 0.0) {
+        near(event->measured_start_us, *sum);
+        *sum += event->measured_us;
+    }
+}
+
+static double measured_sum(const clocked_net *n) {
+    double sum = 0.0;
+    t_ok(n->model, ms_visit_events(n->model, MS_PROGRAM_TRAIN, note_measured, &sum));
+    return sum;
+}
+
+static void the_new_plan_has_a_timeline(void **state) {
+    (void)state;
+    clocked_net n;
+    const ms_config config = clocked_config(&n, NULL);
+    clocked_start(&n, &config);
+    near(measured_sum(&n), 0.0);
+    t_ok(n.model, clocked_step(&n, 0, 1.0, NULL));
+    near(measured_sum(&n), 0.0);
+    t_ok(n.model, clocked_step(&n, 1, 3.0, NULL));
+    assert_true(measured_sum(&n) > 0.0);
+    t_ok(n.model, clocked_step(&n, 2, 1.0, NULL));
+    t_ok(n.model, clocked_step(&n, 3, 1.0, NULL));
+    near(measured_sum(&n), 0.0);
+    t_ok(n.model, clocked_step(&n, 4, 4.0, NULL));
+    const double sum = measured_sum(&n);
+    const uint64_t reads = clock_reads;
+    t_ok(n.model, clocked_step(&n, 5, 1.0, NULL));
+    near(sum, 4.0 * (clocked_step_us(&n) - ROWS * 4.0 / 20e3));
+    near(measured_sum(&n), sum);
+    assert_true(clock_reads == reads); // steps are as they were
+    clocked_end(&n);
+}
+
+static void without_it_no_clock_is_read(void **state) {
+    (void)state;
+    clocked_net n;
+    ms_config config = clocked_config(&n, NULL);
+    for (int i = 0; i < 3; ++i) {
+        config.empirical_profiling = i == 0   ? MS_SWITCH_DEFAULT
+                                     : i == 1 ? MS_SWITCH_OFF
+                                              : MS_SWITCH_ON;
+        config.debug = i == 2;
+        const uint64_t reads = clock_reads;
+        clocked_start(&n, &config);
+        for (uint64_t step = 0; step < 5; ++step) {
+            t_ok(n.model, clocked_step(&n, step, 1.0, NULL));
+        }
+        assert_true(clock_reads == reads && n.model->timing == NULL);
+        ms_destroy(n.model);
+    }
+}
+
+/* The budget between the smallest and the plain arena. */
+static uint64_t clocked_budget(double share) {
+    clocked_net n;
+    ms_config config = clocked_config(&n, NULL);
+    ms_memory_report report;
+    uint64_t smallest = 0;
+    assert_int_equal(clocked_create(&n, &config), MS_RESULT_OK);
+    t_ok(n.model, ms_smallest_budget(n.model, &smallest));
+    t_ok(n.model, ms_wrap(n.model));
+    t_report(n.model, &report);
+    clocked_end(&n);
+    return smallest + (uint64_t)(share * (double)(report.plain_bytes - smallest));
+}
+
+/* Losses and weights of some steps in the ways in which a step can be run. */
+typedef struct clocked_outcome {
+    double loss[8];
+    float weight[LAYERS][COLS];
+} clocked_outcome;
+
+enum { WAY_STEP, WAY_THREE_CALLS, WAY_NO_LOSS, WAY_COUNT };
+
+static ms_result clocked_train(clocked_net *n, int way, uint32_t micros, clocked_outcome *o) {
+    ms_result result = clocked_weights(n);
+    memset(o, 0, sizeof *o);
+    for (uint64_t i = 0; i < 8u * micros && result == MS_RESULT_OK; ++i) {
+        double loss = 0.0;
+        if (way != WAY_THREE_CALLS) {
+            result = clocked_step(n, i, 1.0, way == WAY_NO_LOSS ? NULL : &loss);
+        } else {
+            result = clocked_write(n, 100 + i);
+            result = result == MS_RESULT_OK ? ms_forward(n->model, &loss) : result;
+            result = result == MS_RESULT_OK ? ms_backward(n->model) : result;
+            result =
+                result == MS_RESULT_OK && i % micros == micros - 1 ? ms_update(n->model) : result;
+        }
+        float losses[ROWS];
+        if (result == MS_RESULT_OK) { // what a step leaves can be read behind every step
+            result = ms_read(n->model, n->loss, losses);
+        }
+        o->loss[i / micros] += loss;
+    }
+    for (int i = 0; i < LAYERS && result == MS_RESULT_OK; ++i) {
+        result = ms_read(n->model, n->weight[i], o->weight[i]);
+    }
+    return result;
+}
+
+static void every_way_of_a_step_counts(void **state) {
+    (void)state;
+    const uint64_t tight = clocked_budget(0.3);
+    for (int way = 0; way < WAY_COUNT; ++way) {
+        for (uint32_t micros = 1; micros <= 3; micros += 2) {
+            clocked_outcome expected, found;
+            clocked_net n;
+            ms_config config = clocked_config(&n, NULL);
+            config.accumulation_steps = micros;
+            config.memory_budget_bytes = micros == 1 ? tight : 0;
+            config.empirical_profiling = MS_SWITCH_OFF;
+            clocked_start(&n, &config);
+            t_ok(n.model, clocked_train(&n, way, micros, &expected));
+            clocked_end(&n);
+            config = clocked_config(&n, NULL);
+            config.accumulation_steps = micros;
+            config.memory_budget_bytes = micros == 1 ? tight : 0;
+            clocked_start(&n, &config);
+            t_ok(n.model, clocked_train(&n, way, micros, &found));
+            assert_memory_equal(&found, &expected, sizeof found);
+            assert_int_equal(n.model->timing->stage, MSI_WARMUP_DONE);
+            near(n.model->graph.layers.items[1].measured.forward_us, 200.0);
+            near(n.model->graph.layers.items[1].measured.backward_us, 500.0);
+            near(n.model->bytes_per_us[MSI_COST_UPDATE], 16.0);
+            assert_string_equal(n.log, "");
+            clocked_end(&n);
+        }
+    }
+}
+
+/* Recomputations have times of their own, those that ran; others are inferred. */
+static void recomputations_are_measured(void **state) {
+    (void)state;
+    clocked_net n;
+    ms_config config = clocked_config(&n, NULL);
+    config.memory_budget_bytes = clocked_budget(0.0);
+    clocked_start(&n, &config);
+    for (uint64_t i = 0; i < 3; ++i) {
+        t_ok(n.model, clocked_step(&n, i, 1.0, NULL));
+    }
+    uint32_t seen = 0;
+    for (uint32_t i = 0; i < LAYERS; ++i) {
+        const double us = n.model->graph.layers.items[i].measured.recompute_us;
+        near(us, (n.layer[i].calls[MS_PHASE_RECOMPUTE] ? 70.0 : 100.0) * (i + 1));
+        seen += n.layer[i].calls[MS_PHASE_RECOMPUTE] > 0;
+    }
+    assert_true(seen > 0 && seen < LAYERS);
+    clocked_end(&n);
+}
+
+static void failing_steps_are_no_samples(void **state) {
+    (void)state;
+    clocked_net n;
+    ms_config config = clocked_config(&n, NULL);
+    clocked_start(&n, &config);
+    t_ok(n.model, clocked_step(&n, 0, 1.0, NULL));
+    n.layer[3].fails_at = (int)n.layer[3].calls[MS_PHASE_FORWARD] + 1;
+    t_error(n.model, clocked_step(&n, 1, 50.0, NULL), MS_RESULT_CALLBACK);
+    assert_int_equal(n.model->timing->taken, 0);
+    t_ok(n.model, clocked_step(&n, 2, 1.0, NULL));
+    assert_int_equal(n.model->timing->taken, 1);
+    n.layer[LAYERS - 1].is_nan = true;
+    t_error(n.model, clocked_step(&n, 3, 50.0, NULL), MS_RESULT_NONFINITE);
+    n.layer[LAYERS - 1].is_nan = false;
+    t_ok(n.model, clocked_write(&n, 5));
+    t_ok(n.model, ms_eval(n.model, NULL)); // is no step
+    assert_int_equal(n.model->timing->taken, 1);
+    t_ok(n.model, clocked_step(&n, 4, 1.0, NULL));
+    near(n.model->graph.layers.items[0].measured.forward_us, 100.0);
+    clocked_end(&n);
+}
+
+/* ms_wrap in the middle begins anew; behind the samples it uses them, and so does ms_detach. */
+static void other_plans_in_between(void **state) {
+    (void)state;
+    clocked_net n;
+    ms_config config = clocked_config(&n, NULL);
+    ms_memory_report report;
+    clocked_start(&n, &config);
+    t_ok(n.model, clocked_step(&n, 0, 1.0, NULL));
+    t_ok(n.model, clocked_step(&n, 1, 9.0, NULL));
+    t_ok(n.model, ms_wrap(n.model));
+    assert_int_equal(n.model->timing->stage, MSI_WARMUP_COLD);
+    for (uint64_t i = 2; i < 5; ++i) {
+        t_ok(n.model, clocked_step(&n, i, 1.0, NULL));
+    }
+    assert_int_equal(n.model->timing->stage, MSI_WARMUP_PLAN);
+    t_ok(n.model, ms_detach(n.model));
+    t_report(n.model, &report);
+    near(report.step_us, clocked_step_us(&n));
+    assert_int_equal(n.model->timing->stage, MSI_WARMUP_AGAIN);
+    t_ok(n.model, clocked_step(&n, 5, 1.0, NULL));
+    t_ok(n.model, clocked_step(&n, 6, 1.0, NULL));
+    assert_true(measured_sum(&n) > 0.0);
+    clocked_end(&n);
+}
+
+/* What was set for the next ms_wrap does not come into force by itself. */
+static void settings_wait_for_wrap(void **state) {
+    (void)state;
+    clocked_net n;
+    ms_config config = clocked_config(&n, NULL);
+    ms_memory_report report;
+    clocked_start(&n, &config);
+    for (uint64_t i = 0; i < 3; ++i) {
+        t_ok(n.model, clocked_step(&n, i, 1.0, NULL));
+    }
+    ms_set_budget(n.model, 1);
+    t_ok(n.model, clocked_step(&n, 3, 1.0, NULL));
+    t_report(n.model, &report);
+    assert_true(report.budget_bytes == config.memory_budget_bytes);
+    near(report.step_us, clocked_step_us(&n));
+    assert_string_equal(n.log, "");
+    clocked_end(&n);
+}
+
+// ------------------------------------------------------------------------------------------------
+// failures
+
+typedef struct allocation_failures {
+    uint32_t wraps; // that failed
+    uint32_t tries; // of a plan of the samples that failed
+    uint32_t kept;  // plans that stayed as they were for it
+} allocation_failures;
+
+/* Every allocation fails once: of ms_wrap, which says so; of the plan that is made of the samples,
+   which is then one for the present arena, or the old one. Steps never fail, and have the same
+   results. */
+static allocation_failures fail_allocations(uint64_t budget) {
+    clocked_outcome expected, found;
+    allocation_failures count = {0, 0, 0};
+    bool failed = true;
+    for (uint64_t at = 0; failed; ++at) {
+        clocked_net n;
+        ms_config config = clocked_config(&n, NULL);
+        config.memory_budget_bytes = budget;
+        n.heap.fail_at = at;
+        ms_result result = clocked_create(&n, &config);
+        result = result == MS_RESULT_OK ? ms_wrap(n.model) : result;
+        if (result == MS_RESULT_OK) {
+            t_ok(n.model, clocked_train(&n, WAY_STEP, 1, &found));
+            expected = at == 0 ? found : expected;
+            assert_memory_equal(&found, &expected, sizeof found);
+            assert_true((n.log[0] != 0) == n.heap.has_failed);
+            assert_string_equal(ms_last_error(n.model), "");
+            near(n.model->graph.layers.items[1].time.forward_us, 200.0);
+            count.tries += n.log[0] != 0;
+            count.kept += strstr(n.log, "stays") != NULL;
+        } else {
+            assert_int_equal(result, MS_RESULT_OUT_OF_MEMORY);
+            count.wraps += 1;
+        }
+        failed = at == 0 || n.heap.has_failed;
+        clocked_end(&n);
+    }
+    return count;
+}
+
+static void every_allocation_fails_once(void **state) {
+    (void)state;
+    const allocation_failures roomy = fail_allocations(clocked_budget(0.3));
+    assert_true(roomy.wraps > 10 && roomy.tries > 10 && roomy.kept == 0);
+    const allocation_failures tight = fail_allocations(clocked_budget(0.0));
+    assert_true(tight.wraps > 10 && tight.tries > 10 && tight.kept == tight.tries);
+}
+
+/* Runs up to the new plan, which the device has no memory for if it `refuses`. Layers that the
+   roofline takes for alike are not. Returns whether another arena was asked for. */
+static bool plan_elsewhere(uint64_t budget, bool refuses, ms_memory_report *before,
+                           ms_memory_report *after) {
+    static const double us[LAYERS] = {900.0, 1.0, 800.0, 2.0, 700.0, 3.0};
+    clocked_net n;
+    t_device device;
+    ms_config config = clocked_config(&n, NULL);
+    config.backend = t_device_backend(&device);
+    config.memory_budget_bytes = budget;
+    clocked_start(&n, &config);
+    for (int i = 0; i < LAYERS; ++i) {
+        n.layer[i].us[MS_PHASE_FORWARD] = n.layer[i].us[MS_PHASE_RECOMPUTE] = us[i];
+    }
+    for (uint64_t i = 0; i < 3; ++i) {
+        t_ok(n.model, clocked_step(&n, i, 1.0, NULL));
+    }
+    t_report(n.model, before);
+    const uint64_t allocations = device.allocations;
+    t_ok(n.model, clocked_write(&n, 4));
+    device.fail_at = refuses ? device.calls + 1 : 0; // its memory comes first
+    t_ok(n.model, ms_step(n.model, NULL));
+    t_report(n.model, after);
+    const bool asked = refuses ? n.log[0] != 0 : device.allocations > allocations;
+    assert_true(!refuses || device.allocations == allocations);
+    clocked_end(&n);
+    assert_true(device.live_count == 0);
+    return asked;
+}
+
+static void a_new_plan_finds_room(void **state) {
+    (void)state;
+    uint32_t grown = 0, stayed = 0;
+    for (int i = 0; i <= 40; ++i) {
+        ms_memory_report before, after, within;
+        const uint64_t budget = clocked_budget(i / 40.0);
+        const bool asked = plan_elsewhere(budget, false, &before, &after);
+        assert_true(after.arena_bytes <= budget && after.budget_bytes == budget);
+        assert_true(asked == (after.arena_bytes != before.arena_bytes));
+        assert_true(after.arena_bytes >= before.arena_bytes);
+        if (asked) { // there is no memory: the plan is another one, for the arena that there is
+            assert_true(plan_elsewhere(budget, true, &before, &within));
+            assert_true(within.arena_bytes == before.arena_bytes && within.budget_bytes == budget);
+            assert_true(within.step_us >= after.step_us);
+        }
+        grown += asked;
+        stayed += !asked;
+    }
+    assert_true(grown > 0 && stayed > 0);
+}
+
+/* A device that is not waited for: the same times, and the same bits. */
+static void devices_are_waited_for(void **state) {
+    (void)state;
+    const uint64_t tight = clocked_budget(0.3);
+    clocked_outcome expected, found;
+    for (uint64_t seed = 0; seed < 20; ++seed) {
+        clocked_net n;
+        v_device device;
+        ms_config config = clocked_config(&n, NULL);
+        config.memory_budget_bytes = 0;
+        config.empirical_profiling = MS_SWITCH_OFF;
+        clocked_start(&n, &config);
+        t_ok(n.model, clocked_train(&n, WAY_NO_LOSS, 1, &expected));
+        clocked_end(&n);
+        v_open(&device, seed);
+        config = clocked_config(&n, &device);
+        config.memory_budget_bytes = tight + 1024; // inputs and verdicts need room there
+        clocked_start(&n, &config);
+        t_ok(n.model, clocked_train(&n, WAY_NO_LOSS, 1, &found));
+        assert_memory_equal(&found, &expected, sizeof found);
+        assert_int_equal(n.model->timing->stage, MSI_WARMUP_DONE);
+        for (uint32_t i = 0; i < LAYERS; ++i) {
+            near(n.model->graph.layers.items[i].measured.forward_us, 100.0 * (i + 1));
+            near(n.model->graph.layers.items[i].measured.backward_us, 250.0 * (i + 1));
+        }
+        assert_true(measured_sum(&n) > 0.0);
+        clocked_end(&n);
+        v_close(&device);
+    }
+}
+
+/* A step that the device halts without anybody asking for its loss is no sample. */
+static void halted_steps_are_no_samples(void **state) {
+    (void)state;
+    clocked_net n;
+    v_device device;
+    v_open(&device, 3);
+    const ms_config config = clocked_config(&n, &device);
+    clocked_start(&n, &config);
+    t_ok(n.model, clocked_step(&n, 0, 1.0, NULL));
+    n.layer[LAYERS - 1].is_nan = true;
+    t_ok(n.model, clocked_step(&n, 1, 50.0, NULL));
+    assert_int_equal(n.model->timing->taken, 0);
+    n.layer[LAYERS - 1].is_nan = false;
+    t_error(n.model, ms_synchronize(n.model), MS_RESULT_NONFINITE);
+    t_ok(n.model, clocked_step(&n, 2, 1.0, NULL));
+    t_ok(n.model, clocked_step(&n, 3, 1.0, NULL));
+    assert_int_equal(n.model->timing->taken, 2);
+    near(n.model->graph.layers.items[0].measured.forward_us, 100.0);
+    clocked_end(&n);
+    v_close(&device);
+}
+
+/* Every call of the device, and every operation on it, fails once: nothing is lost, and the next
+   run is right. */
+static void every_call_of_the_device_fails_once(void **state) {
+    (void)state;
+    const uint64_t tight = clocked_budget(0.3) + 1024;
+    for (int late = 0; late < 2; ++late) {
+        bool failed = true;
+        uint64_t failures = 0;
+        for (uint64_t at = 1; failed; at += 1 + at / 60) {
+            clocked_outcome found;
+            clocked_net n;
+            v_device device;
+            v_open(&device, at);
+            ms_config config = clocked_config(&n, &device);
+            config.memory_budget_bytes = tight;
+            device.late_fail_at = late ? at : 0;
+            device.engine.fail_at = late ? 0 : at;
+            ms_result result = clocked_create(&n, &config);
+            result = result == MS_RESULT_OK ? ms_wrap(n.model) : result;
+            result = result == MS_RESULT_OK ? clocked_train(&n, WAY_NO_LOSS, 1, &found) : result;
+            failed = late ? device.late_fail_at == 0 : device.engine.fail_at == 0;
+            failures += result != MS_RESULT_OK;
+            device.late_fail_at = device.engine.fail_at = 0;
+            clocked_end(&n);
+            assert_true(device.states == 0);
+            v_close(&device);
+        }
+        assert_true(failures > 40);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_step_by_hand),
@@ -296,6 +956,19 @@ int main(void) {
         cmocka_unit_test(recomputation_has_its_price),
         cmocka_unit_test(categories_add_up),
         cmocka_unit_test(hashes_tell_plans_apart),
+        cmocka_unit_test(samples_become_times),
+        cmocka_unit_test(the_new_plan_has_a_timeline),
+        cmocka_unit_test(without_it_no_clock_is_read),
+        cmocka_unit_test(every_way_of_a_step_counts),
+        cmocka_unit_test(recomputations_are_measured),
+        cmocka_unit_test(failing_steps_are_no_samples),
+        cmocka_unit_test(other_plans_in_between),
+        cmocka_unit_test(settings_wait_for_wrap),
+        cmocka_unit_test(every_allocation_fails_once),
+        cmocka_unit_test(a_new_plan_finds_room),
+        cmocka_unit_test(devices_are_waited_for),
+        cmocka_unit_test(halted_steps_are_no_samples),
+        cmocka_unit_test(every_call_of_the_device_fails_once),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
