@@ -11,12 +11,15 @@
 static double clock_us = 1e9; // the platform's, as the library sees it
 static uint64_t clock_reads;
 
+#ifdef TIME_UTC
 static inline int clock_as_timespec(struct timespec *now, int base) {
     clock_reads += 1;
     now->tv_sec = (time_t)(clock_us / 1e6);
     now->tv_nsec = (long)((clock_us - 1e6 * (double)now->tv_sec) * 1e3);
     return base;
 }
+#define timespec_get clock_as_timespec
+#endif
 
 #ifndef _WIN32
 static inline int clock_as_timeval(struct timeval *now, void *zone) {
@@ -26,10 +29,9 @@ static inline int clock_as_timeval(struct timeval *now, void *zone) {
     now->tv_usec = (suseconds_t)(clock_us - 1e6 * (double)now->tv_sec);
     return 0;
 }
+#define gettimeofday clock_as_timeval
 #endif
 
-#define timespec_get clock_as_timespec
-#define gettimeofday clock_as_timeval
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
 #include "testing.h"
