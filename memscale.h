@@ -5345,26 +5345,25 @@ static uint32_t msi_output_life(msi_lowering *w, msi_op op, uint32_t t, bool opt
     const msi_tensor *tensor = &g->tensors.items[t];
     const bool again = op == MSI_OP_RECOMPUTE;
     const bool there = w->value[t] != MSI_NONE;
-    const bool needed = msi_is_needed(w, t, reader);
     const bool own = again && g->layers.items[tensor->producer].recompute;
     if (own && there) { // what was kept, for it to read or to leave alone
         return tensor->pinned ? w->value[t] : MSI_NONE;
     }
     if (again
-            ? (own || optional) && !(needed && !there)
+            ? (own || optional) && (there || !msi_is_needed(w, t, reader))
             : optional && (op == MSI_OP_EVAL || w->plan->dropped[t] || !msi_is_read_again(g, t))) {
         return MSI_NONE;
     }
-    /* A recomputation by forward writes values that are still there once more, with the same bits.
-       Where they are read again, from new memory: nothing needs the old one in between. */
-    if (there && needed && (tensor->kept || t == g->loss || tensor->pinned)) {
+    if (there && (tensor->kept || t == g->loss)) {
         return w->value[t];
     }
+    /* A recomputation by forward writes values that are still there once more, with the same bits.
+       From here on the new ones are read: nothing needs the old ones in between. */
     const uint32_t life = msi_birth(w, t, MSI_ROLE_VALUE, tensor->bytes);
     if (again && !there && w->plan->dropped[t] > w->depth) {
         w->passing[w->passing_count++] = t;
     }
-    w->value[t] = there && !needed ? w->value[t] : life;
+    w->value[t] = life;
     return life;
 }
 
@@ -5545,15 +5544,14 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
 /* Makes sure that the value of a tensor is in memory, for the backward of layer `reader`: runs its
    producer again, after the producers of what that reads, and so on back to what is there. */
 static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reader) {
-    for (w->depth = 1; w->value[tensor] == MSI_NONE && !w->program->out_of_memory; w->depth++) {
+    while (w->value[tensor] == MSI_NONE && !w->program->out_of_memory) {
         const uint32_t count = msi_list_missing(w, tensor);
-        bool holds = false;
+        w->depth = UINT8_MAX;
         for (uint32_t i = 0; i < count; i++) {
-            holds |= w->plan->dropped[w->missing[i]] <= w->depth;
+            const uint8_t depth = w->plan->dropped[w->missing[i]];
+            w->depth = depth < w->depth ? depth : w->depth;
         }
-        if (holds) {
-            msi_lower_pass(w, count, reader);
-        }
+        msi_lower_pass(w, count, reader);
     }
 }
 

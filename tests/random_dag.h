@@ -168,6 +168,9 @@ typedef struct rd_graph {
     rd_layer layer[RD_LAYERS];
     ms_optimizer_desc optimizer;
     uint8_t seen[RD_FEATURE_COUNT];
+    /* NULL, or makes the desc of a layer one for where the next net is to run. */
+    ms_layer_desc (*move)(void *mover, uint32_t layer, const ms_layer_desc *desc);
+    void *mover;
 } rd_graph;
 
 static inline bool rd_bit(uint32_t mask, int slot) {
@@ -910,6 +913,7 @@ struct rd_run {
     uint32_t last_layer; // that ran
     bool debug;          // callbacks run several times
     rd_fault fault;
+    uint64_t calls, fail_at; // of callbacks; the one that fails, 0: none
     rd_op op[RD_LAYERS];
     rd_stage stage;
 };
@@ -1275,7 +1279,8 @@ static inline bool rd_check_wanted(rd_op *op, const ms_call *call) {
 }
 
 static inline bool rd_check_call(rd_op *op, const ms_call *call) {
-    bool fine = rd_check_numbers(op, call);
+    op->run->calls += 1;
+    bool fine = op->run->calls != op->run->fail_at && rd_check_numbers(op, call);
     for (int group = 0; group < RD_GROUP_COUNT && fine; ++group) {
         fine = rd_check_group(op, call, group);
     }
@@ -2241,6 +2246,7 @@ static inline void rd_register_layers(rd_net *n) {
             memset(&d.recompute_workspace, 0, sizeof d.recompute_workspace);
             d.recompute_flops = 0.0;
         }
+        d = g->move != NULL ? g->move(g->mover, k, &d) : d;
         n->layer[k] = ms_register_layer(n->model, &d);
     }
 }

@@ -39,16 +39,26 @@ static bool is_dropped_anyway(const msi_graph *g, uint32_t t) {
     return g->tensors.items[t].last_reader == MSI_NONE;
 }
 
+/* A depth up to `most`: by chance, by halves, or rising with the layers. */
+static uint32_t depth_of(uint32_t layer, uint32_t layers, uint32_t most, int style, t_rng *rng) {
+    const uint32_t odd = msi_lowest_bit(layer + 1);
+    return style == 1   ? most - (odd < most ? odd : most - 1)
+           : style == 2 ? 1 + layer * most / layers
+                        : 1 + t_below(rng, most);
+}
+
 /* Each value that may be dropped is, by some chance, at some depth. The graph has been checked. */
 static void draw_depths(const ms_model *m, t_rng *rng, depths *to) {
     static const double shares[] = {0.3, 0.7, 1.0, 1.0};
     const msi_graph *g = &m->graph;
     const double share = shares[t_below(rng, 4)];
     const uint32_t most = 1 + t_below(rng, MOST_DEPTH);
+    const int style = (int)t_below(rng, 4);
     for (uint32_t t = 0; t < g->tensors.count; ++t) {
+        const uint32_t layer = g->tensors.items[t].producer;
         const bool drops =
             msi_is_droppable(g, t) && (is_dropped_anyway(g, t) || t_chance(rng, share));
-        to->of[t] = (uint8_t)(drops ? 1 + t_below(rng, most) : 0);
+        to->of[t] = (uint8_t)(drops ? depth_of(layer, g->layers.count, most, style, rng) : 0);
     }
     const bool may_be_early = msi_early_fault(m) == NULL;
     to->early_update = may_be_early && t_chance(rng, 0.5);
@@ -226,6 +236,18 @@ static bool walk_state(walk *w, const msi_layer *l, msi_op op) {
     return true;
 }
 
+/* Whether a value lives in another place too. */
+static bool is_twice(const walk *w, uint32_t tensor, uint32_t here) {
+    for (uint32_t i = w->store->slots.count; i < w->p->lives.count; ++i) {
+        const msi_life *life = &w->p->lives.items[i];
+        if (i != here && life->tensor == tensor && life->role == MSI_ROLE_VALUE &&
+            life->first < w->now && w->now <= life->last) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static bool walk_written(walk *w, const msi_layer *l, msi_op op) {
     const bool own = op == MSI_OP_RECOMPUTE && l->recompute != NULL;
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; ++group) {
@@ -234,8 +256,12 @@ static bool walk_written(walk *w, const msi_layer *l, msi_op op) {
         const uint32_t read = own ? msi_recompute_reads_of(l, group) : 0;
         for (uint32_t k = 0; k < l->count[group]; ++k) {
             const bool is_there = operands[k] != MSI_NONE && life_at(w, start + k) != MSI_NONE;
-            if (is_there && !(read >> k & 1)) {
-                *holds_at(w, start + k) = operands[k];
+            if (!is_there || (read >> k & 1)) {
+                continue;
+            }
+            *holds_at(w, start + k) = operands[k];
+            if (op == MSI_OP_RECOMPUTE && is_twice(w, operands[k], life_at(w, start + k))) {
+                return wrong(w, start + k, "is in memory twice");
             }
         }
     }
@@ -459,11 +485,12 @@ typedef struct passes {
     const msi_graph *g;
     const uint8_t *dropped;
     const msi_program *p;
-    uint32_t *last_reader;                   // per tensor, lowest layer + 1; 0: none
-    bool *there, *missing, *wanted, *leaves; // per tensor
-    bool *ran;                               // per layer, in this pass
-    uint32_t now;                            // in the program
-    uint32_t pass_count, longest;            // passes for one value
+    uint32_t *last_reader;          // per tensor, lowest layer + 1; 0: none
+    bool *there, *missing, *wanted; // per tensor
+    bool *made, *leaves;            // per tensor, in this pass
+    bool *ran;                      // per layer, in this pass
+    uint32_t now;                   // in the program
+    uint32_t pass_count, longest;   // passes for one value
     char *text;
 } passes;
 
@@ -496,6 +523,12 @@ static bool is_held_for_backward(const passes *s, uint32_t t, uint32_t depth, ui
            (last != 0 && last - 1 <= reader && s->dropped[t] <= depth);
 }
 
+/* Whether a layer can run again without making this value. */
+static bool may_be_left_out(const msi_layer *l, int group, uint32_t slot) {
+    return l->recompute != NULL ||
+           (group == MSI_GROUP_SAVED && (l->optional_saved >> slot & 1) != 0);
+}
+
 /* What a layer makes when it runs again. */
 static void run_again(passes *s, uint32_t layer, uint32_t depth, uint32_t reader) {
     const msi_layer *l = &s->g->layers.items[layer];
@@ -503,12 +536,10 @@ static void run_again(passes *s, uint32_t layer, uint32_t depth, uint32_t reader
         const uint32_t *operands = msi_group(s->g, l, group);
         for (uint32_t k = 0; k < l->count[group]; ++k) {
             const uint32_t t = operands[k];
-            const bool may_be_left_out =
-                l->recompute != NULL ||
-                (group == MSI_GROUP_SAVED && (l->optional_saved >> k & 1) != 0);
             if (t != MSI_NONE && !s->there[t] &&
-                (!may_be_left_out || s->wanted[t] || is_held_for_backward(s, t, depth, reader))) {
-                s->there[t] = true;
+                (!may_be_left_out(l, group, k) || s->wanted[t] ||
+                 is_held_for_backward(s, t, depth, reader))) {
+                s->there[t] = s->made[t] = true;
                 s->leaves[t] = s->dropped[t] > depth;
             }
         }
@@ -519,6 +550,25 @@ static bool unlike(const passes *s, uint32_t layer, const char *what) {
     snprintf(s->text, TEXT, "instruction %u, layer %u: %s", (unsigned)s->now, (unsigned)layer,
              what);
     return false;
+}
+
+/* What could be left out, is, unless the pass is for it. What its layer's own recomputation reads
+   is there in any case. */
+static bool made_for_something(const passes *s, const msi_instruction *i) {
+    const msi_layer *l = &s->g->layers.items[i->target];
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; ++group) {
+        const uint32_t *operands = msi_group(s->g, l, group);
+        for (uint32_t k = 0; k < l->count[group]; ++k) {
+            const uint32_t operand = i->operand_first + msi_group_start(l, group) + k;
+            const bool is_given = s->p->operands.items[operand].life != MSI_NONE;
+            const bool is_read = l->recompute && (msi_recompute_reads_of(l, group) >> k & 1);
+            if (operands[k] != MSI_NONE && may_be_left_out(l, group, k) && !is_read &&
+                is_given != s->made[operands[k]]) {
+                return false;
+            }
+        }
+    }
+    return true;
 }
 
 /* The program has to run the same layers in this pass, and what leaves behind it lives no longer.
@@ -537,6 +587,9 @@ static bool compare_pass(passes *s) {
         if (i->op == MSI_OP_RECOMPUTE) {
             if (!s->ran[i->target]) {
                 return unlike(s, i->target, "runs again for nothing");
+            }
+            if (!made_for_something(s, i)) {
+                return unlike(s, i->target, "makes what nobody wants");
             }
             s->ran[i->target] = false;
             left--;
@@ -562,6 +615,7 @@ static bool compare_pass(passes *s) {
 static bool one_pass(passes *s, uint32_t depth, uint32_t reader) {
     const uint32_t tensors = s->g->tensors.count, layers = s->g->layers.count;
     memset(s->wanted, 0, tensors * sizeof *s->wanted);
+    memset(s->made, 0, tensors * sizeof *s->made);
     memset(s->leaves, 0, tensors * sizeof *s->leaves);
     memset(s->ran, 0, layers * sizeof *s->ran);
     for (uint32_t t = 0; t < tensors; ++t) {
@@ -664,6 +718,7 @@ static bool passes_agree(const msi_graph *g, const uint8_t *dropped, const msi_p
     s.there = flags(g->tensors.count);
     s.missing = flags(g->tensors.count);
     s.wanted = flags(g->tensors.count);
+    s.made = flags(g->tensors.count);
     s.leaves = flags(g->tensors.count);
     s.ran = flags(g->layers.count);
     find_last_readers(&s);
@@ -680,6 +735,7 @@ static bool passes_agree(const msi_graph *g, const uint8_t *dropped, const msi_p
     free(s.there);
     free(s.missing);
     free(s.wanted);
+    free(s.made);
     free(s.leaves);
     free(s.ran);
     return fine;
@@ -981,19 +1037,28 @@ static bool works(const rd_net *n, ms_result result, const char *call) {
 #define TRY(n, call) works((n), (call), #call)
 
 /* Other depths for the nested net, which keeps all that lasts. */
-static bool nest(trial *t) {
-    rd_net *n = t->nested;
+static ms_result nest_quietly(trial *t) {
     msi_store *store;
     msi_plan *plans;
-    char text[TEXT] = "";
-    return TRY(n, make_nested(n->model, &t->rng, &t->with, &store, &plans)) &&
-           TRY(n, msi_adopt(n->model, store, plans, MSI_GOAL_PLAIN)) &&
-           (plan_is_sound(n->model, &t->longest, text) || rd_fail(&n->run, "%s", text));
+    ms_model *m = t->nested->model;
+    const ms_result result = make_nested(m, &t->rng, &t->with, &store, &plans);
+    return result == MS_RESULT_OK ? msi_adopt(m, store, plans, MSI_GOAL_PLAIN) : result;
 }
 
-/* Where `late` is given, the layers of the nested net run there. */
+static bool is_sound(trial *t) {
+    char text[TEXT] = "";
+    return plan_is_sound(t->nested->model, &t->longest, text) ||
+           rd_fail(&t->nested->run, "%s", text);
+}
+
+static bool nest(trial *t) {
+    return TRY(t->nested, nest_quietly(t)) && is_sound(t);
+}
+
+/* Both nets and the reference, with their first values; the nested net has no plan yet. */
 static bool trial_begin(trial *t, rd_graph *g, const ms_config *nested) {
     ms_config plain = t_config();
+    ms_config config = *nested;
     plain.checkpointing = MS_SWITCH_OFF;
     plain.early_update = MS_SWITCH_OFF;
     memset(t, 0, sizeof *t);
@@ -1001,12 +1066,13 @@ static bool trial_begin(trial *t, rd_graph *g, const ms_config *nested) {
     t->rng = t_seed(g->seed ^ 0x9e57);
     t->with.of = (uint8_t *)malloc(RD_VALUES);
     assert_non_null(t->with.of);
-    ms_config config = *nested;
     config.allocator = t_heap_allocator(&t->heap);
-    t->plain = rd_net_create(g, &plain, "plain", t->failure, false);
     t->nested = rd_net_create(g, &config, "nested", t->failure, false);
+    g->move = NULL;
+    t->plain = rd_net_create(g, &plain, "plain", t->failure, false);
     t->reference = rd_reference_create(g, t->failure);
-    return t->failure[0] == 0 && TRY(t->plain, ms_wrap(t->plain->model)) && nest(t) &&
+    t->round = 1;
+    return t->failure[0] == 0 && TRY(t->plain, ms_wrap(t->plain->model)) &&
            rd_net_write(t->plain, 0, false) && rd_net_write(t->nested, 0, false);
 }
 
@@ -1031,7 +1097,7 @@ static bool same(trial *t, const char *what, uint32_t value, ms_tensor plain, ms
     const ms_result of_plain = ms_read(t->plain->model, plain, a);
     const ms_result of_nested = ms_read(t->nested->model, nested, b);
     const bool is_gradient = ms_gradient(t->plain->model, t->plain->handle[value]).id == plain.id;
-    const bool may_be_gone = is_gradient && t->with.early_update;
+    const bool may_be_gone = is_gradient && t->nested->model->plan->early_update;
     if (of_plain != of_nested && !(of_nested == MS_RESULT_ORDER && may_be_gone)) {
         return rd_fail(&t->nested->run, "reading %s %u: %s, plain %s", what, (unsigned)value,
                        ms_result_name(of_nested), ms_result_name(of_plain));
@@ -1068,17 +1134,18 @@ static bool same_gradients(trial *t) {
     return fine;
 }
 
-/* What a step leaves. */
-static bool same_values(trial *t) {
+/* What forward leaves, or a whole step, of which the reference knows too. */
+static bool same_values(trial *t, bool whole) {
     bool fine = true;
     const uint32_t states = rd_state_count(&t->graph->optimizer);
     for (uint32_t i = 0; i < t->graph->value_count && fine; ++i) {
         const rd_value *v = &t->graph->value[i];
         if (v->role < RD_ACTIVATION || v->kept || i == t->graph->loss) {
             fine = same(t, "value", i, t->plain->handle[i], t->nested->handle[i],
-                        t->reference->data[i]);
+                        whole ? t->reference->data[i] : NULL);
         }
-        for (uint32_t k = 0; k < states && v->role == RD_PARAM && !v->frozen && fine; ++k) {
+        for (uint32_t k = 0; whole && k < states && v->role == RD_PARAM && !v->frozen && fine;
+             ++k) {
             fine = same(t, "state", i,
                         ms_optimizer_state(t->plain->model, t->plain->handle[i], (int)k),
                         ms_optimizer_state(t->nested->model, t->nested->handle[i], (int)k),
@@ -1095,28 +1162,36 @@ static void begin_pass(rd_net *n, uint32_t micro) {
     }
 }
 
-static bool backward_net(trial *t, rd_net *n, uint32_t micro, double *loss) {
+static bool forward_net(trial *t, rd_net *n, uint32_t micro, double *loss) {
     begin_pass(n, micro);
-    return rd_net_write(n, t->round + micro, false) && TRY(n, ms_forward(n->model, loss)) &&
-           TRY(n, ms_backward(n->model)) && TRY(n, ms_synchronize(n->model));
+    return rd_net_write(n, t->round + micro, false) && TRY(n, ms_forward(n->model, loss));
 }
 
-/* One micro-batch of all three, up to their gradients. */
-static bool one_micro(trial *t, uint32_t micro) {
-    double plain = 0.0, nested = 0.0;
+static bool backward_net(rd_net *n) {
+    return TRY(n, ms_backward(n->model)) && TRY(n, ms_synchronize(n->model));
+}
+
+static bool reference_micro(trial *t, uint32_t micro) {
     rd_reference *r = t->reference;
-    if (!backward_net(t, t->plain, micro, &plain) || !backward_net(t, t->nested, micro, &nested)) {
-        return false;
-    }
     rd_reference_write(r, t->round + micro, false);
     r->run.micro = micro;
     for (uint32_t i = 0; i < t->graph->layer_count; ++i) {
         r->run.op[i].seed = t->plain->run.op[i].seed;
     }
+    return rd_reference_forward(r, MS_PHASE_FORWARD) && rd_reference_backward(r);
+}
+
+/* One micro-batch of all three, up to their gradients. */
+static bool one_micro(trial *t, uint32_t micro) {
+    double plain = 0.0, nested = 0.0;
+    if (!forward_net(t, t->plain, micro, &plain) || !forward_net(t, t->nested, micro, &nested)) {
+        return false;
+    }
     if (memcmp(&plain, &nested, sizeof plain) != 0) {
         return rd_fail(&t->nested->run, "a loss of %.17g, plain %.17g", nested, plain);
     }
-    return rd_reference_forward(r, MS_PHASE_FORWARD) && rd_reference_backward(r);
+    return same_values(t, false) && backward_net(t->plain) && backward_net(t->nested) &&
+           reference_micro(t, micro);
 }
 
 static bool step_all(trial *t) {
@@ -1131,11 +1206,14 @@ static bool step_all(trial *t) {
         return false;
     }
     rd_reference_update(t->reference);
+    if (!TRY(t->nested, ms_synchronize(t->nested->model))) {
+        return false;
+    }
     t->round += micros;
     t->plain->run.step += 1;
     t->nested->run.step += 1;
     t->reference->run.step += 1;
-    return same_values(t);
+    return same_values(t, true);
 }
 
 static bool reshape_all(trial *t) {
@@ -1162,8 +1240,7 @@ static bool reshape_all(trial *t) {
 
 /* Steps, with other sizes and other depths in between. */
 static bool run_trial(trial *t, rd_graph *g, const ms_config *config) {
-    bool fine = trial_begin(t, g, config);
-    t->round = 1;
+    bool fine = trial_begin(t, g, config) && nest(t);
     for (int step = 0; step < ROUNDS && fine; ++step) {
         fine = step_all(t);
         if (fine && g->axis_count > 0 && t_chance(&t->rng, 0.4)) {
@@ -1225,6 +1302,171 @@ static void nested_plans_pass_debug_mode(void **state) {
     for_all_graphs(true, 5);
 }
 
+/* What makes a graph one for the virtual device: no binding, which does not run late, and no
+   update of the trainer's own. */
+static ms_layer_desc run_late(void *layers, uint32_t layer, const ms_layer_desc *desc) {
+    return v_wrap(desc, (v_layer *)layers + layer);
+}
+
+static void make_late(rd_graph *g, v_layer *layers) {
+    for (uint32_t i = 0; i < g->layer_count; ++i) {
+        g->layer[i].has_bind = false;
+    }
+    if (g->optimizer.kind == MS_OPTIMIZER_CUSTOM) {
+        g->optimizer.kind = MS_OPTIMIZER_SGD;
+        g->optimizer.state_count = 0;
+        g->optimizer.momentum = 0.5f;
+    }
+    g->move = run_late;
+    g->mover = layers;
+}
+
+static void nested_plans_wait_for_all_they_need(void **state) {
+    (void)state;
+    static v_layer layers[RD_LAYERS];
+    const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
+    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", LATE_GRAPHS);
+    for (uint64_t seed = first; seed < first + count; ++seed) {
+        v_device device;
+        ms_config config = t_config();
+        rd_graph *g = generate(seed);
+        v_open(&device, seed);
+        config.backend = v_backend(&device);
+        make_late(g, layers);
+        expect_trial(seed, g, &config);
+        assert_int_equal(device.engine.pending, 0);
+        assert_int_equal(device.callback_error, 0);
+        v_close(&device);
+    }
+}
+
+/* A net without a mesh catches no fish. */
+static void the_graphs_recompute_in_passes(void **state) {
+    (void)state;
+    static const int needed[] = {RD_DID_OWN_RECOMPUTE,
+                                 RD_DID_PARTIAL_RECOMPUTE,
+                                 RD_DID_RESTORE_STATE,
+                                 RD_DID_SKIP_STATE,
+                                 RD_DID_SKIP_OPTIONAL,
+                                 RD_DID_IN_PLACE,
+                                 RD_MUST_IN_PLACE,
+                                 RD_CLOBBERS,
+                                 RD_AXES,
+                                 RD_MICRO_BATCHES};
+    if (covered.graphs < 300) {
+        print_message("skipped: %u graphs are too few\n", (unsigned)covered.graphs);
+        skip();
+    }
+    for (size_t i = 0; i < sizeof needed / sizeof needed[0]; ++i) {
+        if (features[needed[i]] * 20 < covered.graphs) {
+            fail_msg("%s in %u of %u graphs", rd_feature_name(needed[i]),
+                     (unsigned)features[needed[i]], (unsigned)covered.graphs);
+        }
+    }
+    assert_true(covered.longest >= MOST_DEPTH - 1);
+    assert_true(covered.passes > 2 * covered.graphs);
+}
+
+// ------------------------------------------------------------------------------------------------
+// failures
+
+enum { FAULTY_GRAPHS = 6 };
+
+/* The n-th allocation fails: there is an error, the plan before stays in force, and nothing is
+   lost. Returns whether it came to that allocation. */
+static bool fails_cleanly(trial *t, uint64_t n, bool solves) {
+    ms_model *m = t->nested->model;
+    t->heap.has_failed = false;
+    t->heap.fail_at = t->heap.calls + n;
+    const ms_result result = solves ? ms_wrap(m) : nest_quietly(t);
+    t->heap.fail_at = 0;
+    const bool fits = result == (t->heap.has_failed ? MS_RESULT_OUT_OF_MEMORY : MS_RESULT_OK);
+    if (!fits || (t->heap.has_failed && strlen(ms_last_error(m)) < 10)) {
+        fail_msg("allocation %u: %s, \"%s\"", (unsigned)n, ms_result_name(result),
+                 ms_last_error(m));
+    }
+    if (!is_sound(t) || !step_all(t)) {
+        fail_msg("behind a failing allocation: %s", t->failure);
+    }
+    return t->heap.has_failed;
+}
+
+static void every_allocation_fails_once(void **state) {
+    (void)state;
+    static trial t;
+    for (uint64_t seed = 3; seed < 3 + 3 * FAULTY_GRAPHS; seed += 3) {
+        for (int solves = 0; solves < 2; ++solves) {
+            ms_config config = t_config();
+            uint64_t budget = 0;
+            assert_true(trial_begin(&t, generate(seed), &config));
+            assert_true(nest(&t));
+            if (solves) {
+                t_ok(t.nested->model, ms_smallest_budget(t.nested->model, &budget));
+                ms_set_budget(t.nested->model, budget);
+            }
+            uint64_t n = 1;
+            while (fails_cleanly(&t, n, solves != 0)) {
+                n += 1 + n / 20;
+            }
+            assert_true(n > 5);
+            trial_end(&t);
+            assert_string_equal(t.failure, "");
+        }
+    }
+}
+
+static bool has_all_forwards(const rd_net *n) {
+    bool all = true;
+    for (uint32_t i = 0; i < n->run.graph->layer_count; ++i) {
+        all &= n->run.op[i].forwards > 0;
+    }
+    return all;
+}
+
+/* The n-th callback of a step fails: behind forward, buffers are as forward has left them, though a
+   recomputation may have had old ones in place. Returns whether it came to that callback. */
+static bool puts_state_back(trial *t, uint64_t n) {
+    double loss = 0.0;
+    rd_net *net = t->nested;
+    begin_pass(net, 0);
+    assert_true(rd_net_write(net, t->round, false));
+    net->run.fail_at = net->run.calls + n;
+    const ms_result result = ms_step(net->model, &loss);
+    const bool failed = net->run.calls >= net->run.fail_at;
+    net->run.fail_at = 0;
+    assert_int_equal(result, failed ? MS_RESULT_CALLBACK : MS_RESULT_OK);
+    for (uint32_t i = 0; i < t->graph->value_count && failed && has_all_forwards(net); ++i) {
+        if (t->graph->value[i].role == RD_BUFFER &&
+            !same(t, "buffer", i, t->plain->handle[i], net->handle[i], NULL)) {
+            fail_msg("callback %u: %s", (unsigned)n, t->failure);
+        }
+    }
+    return failed;
+}
+
+static void every_callback_fails_once(void **state) {
+    (void)state;
+    static trial t;
+    uint32_t graphs = 0;
+    for (uint64_t seed = 3; graphs < FAULTY_GRAPHS; seed += 3) {
+        bool fails = true;
+        for (uint64_t n = 1; fails; n += 1 + n / 10) {
+            double loss = 0.0;
+            ms_config config = t_config();
+            rd_graph *g = generate(seed);
+            g->accumulation = 1;
+            fails = g->seen[RD_STATE_SNAPSHOT] != 0;
+            graphs += fails && n == 1;
+            assert_true(trial_begin(&t, g, &config));
+            assert_true(nest(&t));
+            assert_true(!fails || forward_net(&t, t.plain, 0, &loss));
+            fails = fails && puts_state_back(&t, n);
+            trial_end(&t);
+            assert_string_equal(t.failure, "");
+        }
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(halves_take_n_log_n),
@@ -1233,6 +1475,10 @@ int main(void) {
         cmocka_unit_test(random_chains_need_what_the_envelope_says),
         cmocka_unit_test(nested_plans_change_no_bit),
         cmocka_unit_test(nested_plans_pass_debug_mode),
+        cmocka_unit_test(nested_plans_wait_for_all_they_need),
+        cmocka_unit_test(the_graphs_recompute_in_passes),
+        cmocka_unit_test(every_allocation_fails_once),
+        cmocka_unit_test(every_callback_fails_once),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

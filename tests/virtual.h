@@ -364,6 +364,27 @@ static inline void v_close_state(void *state) {
     host.release(s, sizeof *s, host.user);
 }
 
+/* As many events as are wanted, all or none. */
+static inline int v_make_events(v_state *s, uint32_t count) {
+    const uint32_t before = s->event_count;
+    if (count <= before) {
+        return 0;
+    }
+    int *events = (int *)s->host.alloc(count * sizeof *events, s->host.user);
+    if (events == NULL) {
+        return V_ERROR_MEMORY;
+    }
+    for (uint32_t i = 0; i < count; ++i) {
+        events[i] = i < before ? s->events[i] : streams_event_create(&s->device->engine);
+    }
+    if (s->events != NULL) {
+        s->host.release(s->events, before * sizeof *events, s->host.user);
+    }
+    s->events = events;
+    s->event_count = count;
+    return 0;
+}
+
 static inline int v_open_state(void *user, const ms_open_args *args, void **state) {
     v_device *d = (v_device *)user;
     v_state *s = streams_fails(&d->engine)
@@ -380,33 +401,17 @@ static inline int v_open_state(void *user, const ms_open_args *args, void **stat
         s->streams[i] = i == 0 && !s->owns_compute ? *(v_stream *)args->stream : v_new_stream(d);
     }
     d->states += 1;
+    if (v_make_events(s, args->event_count) != 0) {
+        v_close_state(s);
+        return V_ERROR_MEMORY;
+    }
     *state = s;
     return 0;
 }
 
-/* As many events as are wanted, all or none. */
 static inline int v_prepare(void *state, const ms_prepare_args *args) {
     v_state *s = (v_state *)state;
-    const uint32_t before = s->event_count;
-    if (streams_fails(&s->device->engine)) {
-        return V_ERROR_CALL;
-    }
-    if (args->event_count <= before) {
-        return 0;
-    }
-    int *events = (int *)s->host.alloc(args->event_count * sizeof *events, s->host.user);
-    if (events == NULL) {
-        return V_ERROR_MEMORY;
-    }
-    for (uint32_t i = 0; i < args->event_count; ++i) {
-        events[i] = i < before ? s->events[i] : streams_event_create(&s->device->engine);
-    }
-    if (s->events != NULL) {
-        s->host.release(s->events, before * sizeof *events, s->host.user);
-    }
-    s->events = events;
-    s->event_count = args->event_count;
-    return 0;
+    return streams_fails(&s->device->engine) ? V_ERROR_CALL : v_make_events(s, args->event_count);
 }
 
 /* What operations have left behind, once. */
