@@ -6752,7 +6752,9 @@ typedef struct msi_solver {
 
 enum { MSI_PRICE_LIMIT = 64, MSI_BATCH_SHARE = 64, MSI_TRY_LIMIT = 128, MSI_TRIM_STEPS = 8 };
 
+/* Operations for a layout at most, and for each of its live ranges. */
 static const uint64_t MSI_LAYOUT_EFFORT = 40u * 1000u * 1000u;
+static const uint64_t MSI_LAYOUT_EFFORT_EACH = 10u * 1000u;
 
 /* Lowers the plan as it stands; result in plan->train, without a layout. */
 static ms_result msi_try(msi_solver *s) {
@@ -6781,8 +6783,10 @@ static ms_result msi_check_layout(msi_solver *s, const msi_program *p) {
 }
 
 static ms_result msi_lay_out(msi_solver *s, msi_program *p) {
+    const uint64_t each = p->lives.count * MSI_LAYOUT_EFFORT_EACH;
+    const uint64_t effort = each < MSI_LAYOUT_EFFORT ? each : MSI_LAYOUT_EFFORT;
     if (!msi_make_blocks(s->allocator, p, s->store->slots.count) ||
-        msi_layout(s->allocator, p->blocks.items, p->blocks.count, MSI_LAYOUT_EFFORT, &p->height) !=
+        msi_layout(s->allocator, p->blocks.items, p->blocks.count, effort, &p->height) !=
             MS_RESULT_OK ||
         (s->model->config.debug && msi_check_layout(s, p) != MS_RESULT_OK)) {
         return msi_fail_memory(s->model, "the layout", p->lives.count * sizeof(msi_block));
@@ -7267,19 +7271,22 @@ static ms_result msi_follow(msi_solver *s) {
 enum {
     MSI_CHAIN_STAGES = 128,
     MSI_CHAIN_OPTIONS = 8,
+    MSI_CHAIN_SOURCES = MSI_CHAIN_OPTIONS + 2 * MSI_CHAIN_STAGES,
     MSI_CHAIN_WIDTH = 64,    // points of a part, at least
     MSI_CHAIN_WIDEST = 1024, // of a part up to the end
     MSI_CHAIN_WORK = 4 * 1000 * 1000,
-    MSI_CHAIN_TRIES = 48
+    MSI_CHAIN_TRIES = 24
 };
 
-/* What a stage takes if it keeps some of its values. Its input is not counted. */
+/* What a stage takes if it keeps some of its values; its input is not counted, and its output not
+   among what it keeps. */
 typedef struct msi_option {
-    uint64_t kept_bytes;     // between its forward and its backward, with its output
+    uint64_t kept_bytes;     // between its forward and its backward
     uint64_t first_bytes;    // in forward, with what is there all the time
     uint64_t pass_bytes;     // in a recomputation, without
     uint64_t backward_bytes; // in its backward, with what is there all the time
     double recompute_us;     // to bring back there what it does not keep
+    bool holds_input;        // to the end of its backward
 } msi_option;
 
 typedef struct msi_chain_stage {
@@ -7291,6 +7298,7 @@ typedef struct msi_chain_stage {
     double pass_us;         // to make its output once more
     double full_us;         // and all that it can keep
     double last_us;         // without its output
+    bool reads_output;      // in its backward
     uint32_t option_count;  // the last one keeps nothing
     msi_option options[MSI_CHAIN_OPTIONS];
 } msi_chain_stage;
@@ -7312,6 +7320,17 @@ typedef struct msi_part {
     uint32_t first, count; // of chain.points: bytes ascend, time descends
 } msi_part;
 
+/* One way to train a part: at least `floor` bytes; the part `a` with a_bytes beside it, and `b`
+   after it. Either may be missing. */
+typedef struct msi_source {
+    uint64_t floor, a_bytes;
+    const msi_part *a, *b;
+    double us;
+    uint8_t way, number;
+    uint64_t low, high; // bytes where it begins, and from where on it is no faster
+    double fastest_us;
+} msi_source;
+
 typedef struct msi_chain {
     msi_solver *solver;
     uint32_t count;
@@ -7324,11 +7343,15 @@ typedef struct msi_chain {
     MSI_LIST(uint64_t) own;     // per instruction: bytes of its stage
     MSI_LIST(uint64_t) carried; // and of what is there all the time
     MSI_LIST(msi_point) points;
-    MSI_LIST(msi_point) buckets;
+    MSI_LIST(msi_point) buckets; // the best point of a range of bytes
+    MSI_LIST(double) reach;      // and the best up to there
     msi_part *parts; // [0]: all of it is to be done; [1]: forward of t is done, and all of it kept
-    uint64_t low, high; // bytes of the part under way
+    /* The part under way. */
+    uint32_t source_count;
+    uint64_t low, high;
     double fastest_us;
     msi_point lowest;
+    msi_source sources[MSI_CHAIN_SOURCES];
     msi_chain_stage stages[MSI_CHAIN_STAGES];
 } msi_chain;
 
@@ -7543,10 +7566,7 @@ static bool msi_sum_stages(msi_chain *c, uint32_t option) {
     memset(c->own.items, 0, (count + 2ull) * sizeof(uint64_t));
     memset(c->carried.items, 0, (count + 2ull) * sizeof(uint64_t));
     for (uint32_t k = 0; k < c->count; k++) {
-        msi_option *o = &c->stages[k].options[option];
-        const uint32_t output = k + 1 < c->count ? c->stages[k + 1].input : MSI_NONE;
-        memset(o, 0, sizeof *o);
-        o->kept_bytes = output == MSI_NONE ? 0 : c->stages[k + 1].input_bytes;
+        memset(&c->stages[k].options[option], 0, sizeof(msi_option));
         c->stages[k].carried_bytes = 0;
     }
     for (uint32_t i = s->store->slots.count; i < p->lives.count; i++) {
@@ -7576,7 +7596,10 @@ static bool msi_sum_stages(msi_chain *c, uint32_t option) {
         }
         const bool output =
             value && home + 1 < c->count && c->stages[home + 1].input == life->tensor;
-        if (value && !output && first < stage->forward_end && last >= stage->backward) {
+        if (output && first < stage->forward_end) {
+            c->stages[home + 1].options[option].holds_input = life->last >= stage[1].backward;
+            c->stages[home].reads_output |= option == 0 && life->last >= stage->backward;
+        } else if (value && first < stage->forward_end && last >= stage->backward) {
             c->stages[home].options[option].kept_bytes += bytes;
         }
     }
@@ -7686,72 +7709,92 @@ static ms_result msi_find_options(msi_chain *c) {
     return MS_RESULT_OK;
 }
 
-/* One way to train a part: at least `floor` bytes; the part `a` with a_bytes beside it, and `b`
-   after it. Either may be missing. */
-typedef struct msi_source {
-    uint64_t floor, a_bytes;
-    const msi_part *a, *b;
-    double us;
-    uint8_t way, number;
-} msi_source;
+static uint32_t msi_bucket_of(const msi_chain *c, uint64_t bytes) {
+    const double share = (double)(bytes - c->low) / ((double)(c->high - c->low) + 1.0);
+    return (uint32_t)(sqrt(share) * (double)c->width);
+}
 
 static void msi_offer(msi_chain *c, const msi_source *from, uint64_t bytes, double us) {
-    msi_point point;
-    point.bytes = bytes;
-    point.us = us;
-    point.way = from->way;
-    point.number = from->number;
-    if (bytes == c->low && us < c->lowest.us) {
-        c->lowest = point;
-    }
-    if (bytes > c->high) {
-        return;
-    }
-    const double share = sqrt((double)(bytes - c->low) / ((double)(c->high - c->low) + 1.0));
-    msi_point *bucket = &c->buckets.items[(uint32_t)(share * (double)c->width)];
+    msi_point *bucket = &c->buckets.items[msi_bucket_of(c, bytes)];
     if (us < bucket->us || (us <= bucket->us && bytes < bucket->bytes)) {
-        *bucket = point;
+        bucket->bytes = bytes;
+        bucket->us = us;
+        bucket->way = from->way;
+        bucket->number = from->number;
+    }
+    if (bytes == c->low && us < c->lowest.us) {
+        c->lowest.bytes = bytes;
+        c->lowest.us = us;
+        c->lowest.way = from->way;
+        c->lowest.number = from->number;
     }
 }
 
-/* Walks the steps of a way: all numbers of bytes where it gets faster. In the first round only its
-   ends count, which say between what the part's points are. */
-static void msi_offer_way(msi_chain *c, const msi_source *from, bool ends) {
-    static const msi_part none = {0, 1};
+/* The points of a part, or of none: it takes nothing. */
+static const msi_point *msi_points_of(const msi_chain *c, const msi_part *part, uint32_t *count) {
     static const msi_point nothing = {0, 0.0, 0, 0};
-    const msi_part *a = from->a ? from->a : &none, *b = from->b ? from->b : &none;
-    const msi_point *pa = from->a ? c->points.items + a->first : &nothing;
-    const msi_point *pb = from->b ? c->points.items + b->first : &nothing;
-    uint32_t ia = 0, ib = 0;
-    if (a->count == 0 || b->count == 0) {
-        return;
+    *count = part ? part->count : 1;
+    return part ? c->points.items + part->first : &nothing;
+}
+
+/* Adds a way to those of the part under way. */
+static void msi_add_source(msi_chain *c, const msi_source *way) {
+    uint32_t a_count, b_count;
+    const msi_point *a = msi_points_of(c, way->a, &a_count);
+    const msi_point *b = msi_points_of(c, way->b, &b_count);
+    msi_source *s = &c->sources[c->source_count++];
+    *s = *way;
+    s->low = msi_max_u64(s->floor, msi_max_u64(s->a_bytes + a[0].bytes, b[0].bytes));
+    s->high = msi_max_u64(s->low, s->a_bytes + a[a_count - 1].bytes);
+    s->high = msi_max_u64(s->high, b[b_count - 1].bytes);
+    s->fastest_us = s->us + a[a_count - 1].us + b[b_count - 1].us;
+    c->low = s->low < c->low ? s->low : c->low;
+    if (s->fastest_us < c->fastest_us || (s->fastest_us <= c->fastest_us && s->high < c->high)) {
+        c->fastest_us = s->fastest_us;
+        c->high = s->high;
     }
-    uint64_t bytes = msi_max_u64(from->floor, from->a_bytes + pa[0].bytes);
-    bytes = msi_max_u64(bytes, pb[0].bytes);
-    if (ends) {
-        const double us = from->us + pa[a->count - 1].us + pb[b->count - 1].us;
-        uint64_t end = msi_max_u64(bytes, from->a_bytes + pa[a->count - 1].bytes);
-        end = msi_max_u64(end, pb[b->count - 1].bytes);
-        c->low = bytes < c->low ? bytes : c->low;
-        if (us < c->fastest_us || (us <= c->fastest_us && end < c->high)) {
-            c->fastest_us = us;
-            c->high = end;
-        }
-        return;
-    }
-    for (;;) {
-        while (ia + 1 < a->count && from->a_bytes + pa[ia + 1].bytes <= bytes) {
+}
+
+/* Walks the steps of a way: all numbers of bytes where it gets faster. */
+static void msi_walk_source(msi_chain *c, const msi_source *s) {
+    uint32_t a_count, b_count, ia = 0, ib = 0;
+    const msi_point *a = msi_points_of(c, s->a, &a_count);
+    const msi_point *b = msi_points_of(c, s->b, &b_count);
+    for (uint64_t bytes = s->low; bytes <= c->high;) {
+        while (ia + 1 < a_count && s->a_bytes + a[ia + 1].bytes <= bytes) {
             ia++;
         }
-        while (ib + 1 < b->count && pb[ib + 1].bytes <= bytes) {
+        while (ib + 1 < b_count && b[ib + 1].bytes <= bytes) {
             ib++;
         }
-        msi_offer(c, from, bytes, from->us + pa[ia].us + pb[ib].us);
-        const uint64_t next_a = ia + 1 < a->count ? from->a_bytes + pa[ia + 1].bytes : UINT64_MAX;
-        const uint64_t next_b = ib + 1 < b->count ? pb[ib + 1].bytes : UINT64_MAX;
+        msi_offer(c, s, bytes, s->us + a[ia].us + b[ib].us);
+        const uint64_t next_a = ia + 1 < a_count ? s->a_bytes + a[ia + 1].bytes : UINT64_MAX;
+        const uint64_t next_b = ib + 1 < b_count ? b[ib + 1].bytes : UINT64_MAX;
+        if (ia + 1 == a_count && ib + 1 == b_count) {
+            break;
+        }
         bytes = next_a < next_b ? next_a : next_b;
-        if (bytes == UINT64_MAX) {
-            return;
+    }
+}
+
+/* Whether what was offered up to some bytes is as fast as a way that begins there ever gets. */
+static bool msi_is_beaten(const msi_chain *c, const msi_source *s) {
+    if (s->low > c->high) {
+        return true;
+    }
+    const uint32_t bucket = msi_bucket_of(c, s->low);
+    return bucket > 0 && c->reach.items[bucket - 1] <= s->fastest_us;
+}
+
+static void msi_walk_sources(msi_chain *c) {
+    for (uint32_t k = 0; k < c->source_count; k++) {
+        double best = INFINITY;
+        for (uint32_t i = 0; i < c->width && k % 8 == 0; i++) {
+            best = c->buckets.items[i].us < best ? c->buckets.items[i].us : best;
+            c->reach.items[i] = best;
+        }
+        if (!msi_is_beaten(c, &c->sources[k])) {
+            msi_walk_source(c, &c->sources[k]);
         }
     }
 }
@@ -7763,44 +7806,48 @@ static uint64_t msi_forward_bytes(const msi_chain *c, uint32_t k, uint32_t optio
     return t + 1 == c->count ? o->first_bytes : o->pass_bytes + c->stages[t].carried_bytes;
 }
 
+/* Bytes of stage t while its backward is still to come, and all that it can keep is there. */
+static uint64_t msi_held_bytes(const msi_chain *c, uint32_t t) {
+    const msi_chain_stage *stage = &c->stages[t];
+    return stage->options[0].kept_bytes + (stage->reads_output ? stage[1].input_bytes : 0);
+}
+
 /* Ways that begin with keeping stage s. */
-static void msi_offer_keep(msi_chain *c, bool kept, uint32_t s, uint32_t t, bool ends) {
+static void msi_list_keep(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     const msi_chain_stage *stage = &c->stages[s];
-    const bool first = t + 1 == c->count;
-    const uint64_t held = kept ? c->stages[t].options[0].kept_bytes : 0;
+    const bool first = t + 1 == c->count, done = kept && s == t; // its backward is left
+    const uint64_t held = kept ? msi_held_bytes(c, t) : 0;
     msi_source from;
     memset(&from, 0, sizeof from);
     from.way = MSI_WAY_KEEP;
-    if (kept && s == t) { // it is done: its backward is left
-        from.floor = stage->options[0].backward_bytes;
-        msi_offer_way(c, &from, ends);
-        return;
-    }
-    for (uint32_t o = 0; o < stage->option_count; o++) {
+    for (uint32_t o = 0; o < (done ? 1 : stage->option_count); o++) {
+        const msi_option *option = &stage->options[o];
+        const uint64_t input = option->holds_input ? stage->input_bytes : 0;
+        const uint64_t forward = held + stage->input_bytes + msi_forward_bytes(c, s, o, t);
         from.number = (uint8_t)o;
-        from.floor =
-            msi_max_u64(held + msi_forward_bytes(c, s, o, t), stage->options[o].backward_bytes);
-        from.us = stage->options[o].recompute_us;
-        from.us += first ? 0.0 : s == t ? stage->last_us : stage->full_us;
+        from.floor = msi_max_u64(input + option->backward_bytes, done ? 0 : forward);
+        from.us = done ? 0.0 : option->recompute_us;
+        from.us += first || done ? 0.0 : s == t ? stage->last_us : stage->full_us;
         if (s < t) {
             from.a = msi_part_of(c, kept, s + 1, t);
-            from.a_bytes = stage->options[o].kept_bytes;
+            from.a_bytes = input + option->kept_bytes;
         }
-        msi_offer_way(c, &from, ends);
+        msi_add_source(c, &from);
     }
 }
 
 /* Ways that begin with a pass from s to k that keeps nothing. */
-static void msi_offer_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t, bool ends) {
+static void msi_list_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     const bool first = t + 1 == c->count;
-    const uint64_t held = kept ? c->stages[t].options[0].kept_bytes : 0;
+    const uint64_t start = c->stages[s].input_bytes;
+    const uint64_t held = start + (kept ? msi_held_bytes(c, t) : 0);
     uint64_t floor = 0;
     double us = 0.0;
     for (uint32_t k = s + 1; k <= t; k++) {
         const msi_chain_stage *before = &c->stages[k - 1], *stage = &c->stages[k];
         const uint64_t input = k - 1 > s ? before->input_bytes : 0;
-        floor = msi_max_u64(floor, held + input +
-                                       msi_forward_bytes(c, k - 1, before->option_count - 1, t));
+        const uint64_t pass = msi_forward_bytes(c, k - 1, before->option_count - 1, t);
+        floor = msi_max_u64(floor, held + input + pass);
         us += first ? 0.0 : before->pass_us;
         msi_source from;
         from.floor = floor;
@@ -7808,38 +7855,35 @@ static void msi_offer_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t, bo
         from.number = (uint8_t)k;
         from.way = MSI_WAY_CHECKPOINT;
         from.a = msi_part_of(c, kept, k, t);
-        from.a_bytes = stage->input_bytes;
+        from.a_bytes = start;
         from.b = msi_part_of(c, false, s, k - 1);
-        msi_offer_way(c, &from, ends);
+        msi_add_source(c, &from);
         if (k < t) {
+            const uint64_t forward = held + stage->input_bytes + msi_forward_bytes(c, k, 0, t);
             from.way = MSI_WAY_INNER;
-            from.floor =
-                msi_max_u64(floor, held + stage->input_bytes + msi_forward_bytes(c, k, 0, t));
+            from.floor = msi_max_u64(floor, forward);
             from.us += first ? 0.0 : stage->full_us;
             from.a = msi_part_of(c, kept, k + 1, t);
-            from.a_bytes = stage->options[0].kept_bytes;
+            from.a_bytes = start + stage->options[0].kept_bytes;
             from.b = msi_part_of(c, true, s, k);
-            msi_offer_way(c, &from, ends);
+            msi_add_source(c, &from);
         }
     }
-}
-
-static void msi_offer_ways(msi_chain *c, bool kept, uint32_t s, uint32_t t, bool ends) {
-    msi_offer_keep(c, kept, s, t, ends);
-    msi_offer_passes(c, kept, s, t, ends);
 }
 
 /* The best ways to train stages s to t: those that are faster than all that take less. */
 static bool msi_fill_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint32_t width) {
     c->low = c->high = UINT64_MAX;
     c->fastest_us = c->lowest.us = INFINITY;
-    msi_offer_ways(c, kept, s, t, true);
+    c->source_count = 0;
     c->width = width;
+    msi_list_keep(c, kept, s, t);
+    msi_list_passes(c, kept, s, t);
     for (uint32_t i = 0; i < width; i++) {
         c->buckets.items[i].us = INFINITY;
         c->buckets.items[i].bytes = UINT64_MAX;
     }
-    msi_offer_ways(c, kept, s, t, false);
+    msi_walk_sources(c);
     if (!MSI_RESERVE(msi_point, c->solver->allocator, c->points, c->points.count + width + 1ull)) {
         return false;
     }
@@ -7865,7 +7909,8 @@ static bool msi_fill_parts(msi_chain *c) {
     const uint64_t most = MSI_CHAIN_WORK / (1 + (uint64_t)n * n * n);
     const uint32_t least = MSI_CHAIN_WIDTH, greatest = 512;
     const uint32_t width = most < least ? least : most > greatest ? greatest : (uint32_t)most;
-    if (!MSI_RESERVE(msi_point, c->solver->allocator, c->buckets, MSI_CHAIN_WIDEST)) {
+    if (!MSI_RESERVE(msi_point, c->solver->allocator, c->buckets, MSI_CHAIN_WIDEST) ||
+        !MSI_RESERVE(double, c->solver->allocator, c->reach, MSI_CHAIN_WIDEST)) {
         return false;
     }
     for (uint32_t length = 1; length <= n; length++) {
@@ -7910,23 +7955,23 @@ static void msi_assign_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uin
     for (;;) {
         const msi_part *part = msi_part_of(c, kept, s, t);
         const msi_point *point = &c->points.items[part->first];
+        const uint64_t input = c->stages[s].input_bytes;
         for (uint32_t i = 1; i < part->count && point[1].bytes <= bytes; i++) {
             point++;
         }
+        const uint32_t k = point->way == MSI_WAY_KEEP ? s : point->number;
+        const uint32_t option = point->way == MSI_WAY_KEEP ? point->number : 0;
+        const msi_option *keeps = &c->stages[k].options[option];
         if (point->way == MSI_WAY_CHECKPOINT) {
-            const uint32_t k = point->number;
             msi_assign_output(c, k - 1, depth);
             msi_assign_part(c, false, s, k - 1, bytes, depth + 1);
-            bytes -= c->stages[k].input_bytes;
+            bytes -= input;
             s = k;
             continue;
         }
-        if (kept && s == t) {
-            return;
+        if (!kept || s != t) {
+            msi_assign_stage(c, k, option, depth);
         }
-        const uint32_t k = point->way == MSI_WAY_INNER ? point->number : s;
-        const uint32_t option = point->way == MSI_WAY_INNER ? 0 : point->number;
-        msi_assign_stage(c, k, option, depth);
         if (point->way == MSI_WAY_INNER) {
             msi_assign_part(c, true, s, k, bytes, depth + 1);
         }
@@ -7934,7 +7979,8 @@ static void msi_assign_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uin
             return;
         }
         msi_assign_output(c, k, depth);
-        bytes -= c->stages[k].options[option].kept_bytes;
+        bytes -= keeps->kept_bytes;
+        bytes -= point->way == MSI_WAY_INNER || keeps->holds_input ? input : 0;
         s = k + 1;
     }
 }
@@ -7968,44 +8014,45 @@ static void msi_keep_best(msi_solver *s, uint64_t budget) {
     }
 }
 
-/* Tries points of the chain from the fastest that should fit: its layout may waste some bytes, and
-   then slower ones follow, or it may need less than it should, and then faster ones do. */
-static ms_result msi_search_points(msi_chain *c, uint64_t budget) {
-    msi_solver *s = c->solver;
-    const msi_part *all = msi_part_of(c, false, 0, c->count - 1);
+/* The fastest point that should fit. */
+static uint32_t msi_find_point(const msi_chain *c, uint64_t budget) {
+    const msi_part *all = &c->parts[c->count - 1];
     const msi_point *points = c->points.items + all->first;
-    const uint64_t slots = s->store->slot_bytes;
-    uint32_t k = 0, step = 1;
-    ms_result result = MS_RESULT_OK;
-    bool fits = false;
-    while (k + 1 < all->count && slots + points[k + 1].bytes <= budget) {
+    uint32_t k = 0;
+    while (k + 1 < all->count && c->solver->store->slot_bytes + points[k + 1].bytes <= budget) {
         k++;
     }
-    for (uint32_t tries = 0; tries < MSI_CHAIN_TRIES && result == MS_RESULT_OK; tries++) {
-        result = msi_try_point(c, k);
-        if (result == MS_RESULT_OK) {
-            msi_keep_best(s, budget);
-        }
-        fits = s->plan->arena_bytes <= budget;
-        if (fits || k == 0) {
-            break;
-        }
-        step = tries < MSI_CHAIN_TRIES / 3 ? 1 : step * 2;
-        k = k > step ? k - step : 0;
+    return k;
+}
+
+static ms_result msi_keep_point(msi_chain *c, uint32_t number, uint64_t budget) {
+    const ms_result result = msi_try_point(c, number);
+    if (result == MS_RESULT_OK) {
+        msi_keep_best(c->solver, budget);
     }
-    for (step = 1; fits && result == MS_RESULT_OK && k + step < all->count; step *= 2) {
-        result = msi_try_point(c, k + step);
+    return result;
+}
+
+/* Tries points of the chain from the fastest that should fit on. The first one shows how much less
+   the real program needs than the sum of its parts; a layout may waste some of that. */
+static ms_result msi_search_points(msi_chain *c, uint64_t budget) {
+    msi_solver *s = c->solver;
+    const msi_part *all = &c->parts[c->count - 1];
+    uint32_t k = msi_find_point(c, budget), step = 1;
+    ms_result result = msi_keep_point(c, k, budget);
+    const uint64_t sum = c->points.items[all->first + k].bytes, real = s->plan->train.peak_bytes;
+    const uint32_t faster = real < sum && budget > 0 ? msi_find_point(c, budget + (sum - real)) : k;
+    bool fits = faster == k && s->plan->arena_bytes <= budget;
+    k = faster > k ? faster + 1 : k;
+    for (int tries = 0; result == MS_RESULT_OK && !fits && k > 0 && tries < MSI_CHAIN_TRIES;
+         tries++) {
+        step = tries < MSI_CHAIN_TRIES / 2 ? 1 : step * 2;
+        k = k > step ? k - step : 0;
+        result = msi_keep_point(c, k, budget);
         fits = s->plan->arena_bytes <= budget;
-        k += step;
-        if (result == MS_RESULT_OK && fits) {
-            msi_keep_best(s, budget);
-        }
     }
     for (k = 0; !s->fits && result == MS_RESULT_OK && k < 4 && k < all->count; k++) {
-        result = msi_try_point(c, k);
-        if (result == MS_RESULT_OK) {
-            msi_keep_best(s, budget);
-        }
+        result = msi_keep_point(c, k, budget);
     }
     return result;
 }
@@ -8018,6 +8065,7 @@ static void msi_chain_free(msi_chain *c) {
     MSI_LIST_FREE(uint64_t, a, c->carried);
     MSI_LIST_FREE(msi_point, a, c->points);
     MSI_LIST_FREE(msi_point, a, c->buckets);
+    MSI_LIST_FREE(double, a, c->reach);
     msi_release(a, c->parts, 2ull * c->count * c->count * sizeof *c->parts);
     msi_release(a, c->stage_of, g->layers.count * sizeof(uint32_t));
     msi_release(a, c->round, g->tensors.count);
@@ -8052,8 +8100,114 @@ static ms_result msi_search_chain(msi_solver *s, uint64_t budget) {
     return enough ? result : msi_fail_memory(s->model, "the solver", sizeof(msi_point));
 }
 
+/* Small graphs: every choice of what is dropped, in the order of their time, or, where none fits, of
+   their size. Each value is chosen by itself, or, where these are too many, those of a layer
+   together. */
+enum { MSI_ALL_GROUPS = 12, MSI_ALL_LAYERS = 16, MSI_ALL_TRIES = 32 };
+
+typedef struct msi_all {
+    uint32_t count;                     // groups
+    uint32_t first[MSI_ALL_GROUPS + 1]; // in members
+    uint32_t members[MSI_ALL_LAYERS * (MS_LIMIT_OUT + MS_LIMIT_SAVED)];
+    double us[1 << MSI_ALL_GROUPS];
+    uint64_t bytes[1 << MSI_ALL_GROUPS];
+    bool tried[1 << MSI_ALL_GROUPS];
+} msi_all;
+
+/* Lists the groups; false: there are too many. */
+static bool msi_list_groups(msi_all *all, const msi_solver *s, bool by_layer) {
+    const msi_graph *g = &s->model->graph;
+    uint32_t member = 0;
+    all->count = 0;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+        const uint32_t made = (uint32_t)l->count[MSI_GROUP_OUT] + l->count[MSI_GROUP_SAVED];
+        bool open = false;
+        for (uint32_t k = 0; k < made; k++) {
+            if (out[k] == MSI_NONE || !msi_is_droppable(g, out[k]) || s->base[out[k]]) {
+                continue;
+            }
+            if (!open || !by_layer) {
+                if (all->count == MSI_ALL_GROUPS) {
+                    return false;
+                }
+                all->first[all->count++] = member;
+            }
+            all->members[member++] = out[k];
+            open = true;
+        }
+    }
+    all->first[all->count] = member;
+    return true;
+}
+
+static ms_result msi_try_groups(msi_solver *s, const msi_all *all, uint32_t mask) {
+    memcpy(s->plan->dropped, s->base, s->model->graph.tensors.count);
+    for (uint32_t k = 0; k < all->count; k++) {
+        for (uint32_t i = all->first[k]; (mask >> k & 1) && i < all->first[k + 1]; i++) {
+            s->plan->dropped[all->members[i]] = 1;
+        }
+    }
+    return msi_try(s);
+}
+
+/* The next choice to lay out: the fastest that may fit, or the smallest of all. */
+static uint32_t msi_next_choice(const msi_solver *s, const msi_all *all, uint64_t budget,
+                                bool smallest) {
+    uint32_t best = MSI_NONE;
+    for (uint32_t mask = 0; mask < 1u << all->count; mask++) {
+        const bool allowed = smallest || s->store->slot_bytes + all->bytes[mask] <= budget;
+        if (all->tried[mask] || !allowed) {
+            continue;
+        }
+        if (best == MSI_NONE ||
+            (smallest ? all->bytes[mask] < all->bytes[best] : all->us[mask] < all->us[best])) {
+            best = mask;
+        }
+    }
+    return best;
+}
+
+static ms_result msi_search_choices(msi_solver *s, msi_all *all, uint64_t budget) {
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t mask = 0; mask < 1u << all->count && result == MS_RESULT_OK; mask++) {
+        result = msi_try_groups(s, all, mask);
+        all->us[mask] = s->plan->train.step_us;
+        all->bytes[mask] = s->plan->train.peak_bytes;
+    }
+    for (int tries = 0; tries < MSI_ALL_TRIES && result == MS_RESULT_OK; tries++) {
+        const uint32_t mask = msi_next_choice(s, all, budget, !s->fits);
+        if (mask == MSI_NONE || (s->fits && all->us[mask] >= s->best_us)) {
+            break;
+        }
+        bool fits;
+        all->tried[mask] = true;
+        result = msi_try_groups(s, all, mask);
+        result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
+        if (result == MS_RESULT_OK) {
+            msi_keep_best(s, budget);
+        }
+    }
+    return result;
+}
+
+static ms_result msi_search_all(msi_solver *s, uint64_t budget) {
+    if (s->model->graph.layers.count > MSI_ALL_LAYERS) {
+        return MS_RESULT_OK;
+    }
+    msi_all *all = (msi_all *)msi_alloc_zeroed(s->allocator, sizeof *all);
+    if (!all) {
+        return msi_fail_memory(s->model, "the solver", sizeof *all);
+    }
+    const bool small = msi_list_groups(all, s, false) || msi_list_groups(all, s, true);
+    const ms_result result = small ? msi_search_choices(s, all, budget) : MS_RESULT_OK;
+    msi_release(s->allocator, all, sizeof *all);
+    return result;
+}
+
 /* Chooses plan->dropped and plan->early_update, and leaves the program lowered and laid out: by the
-   ladder or as a chain, whichever is better. */
+   ladder, as a chain, or, where that can be, by trying all; whichever is best. */
 static ms_result msi_choose_plan(msi_solver *s, msi_goal goal, uint64_t budget) {
     const uint32_t tensors = s->model->graph.tensors.count;
     bool fits;
@@ -8073,6 +8227,7 @@ static ms_result msi_choose_plan(msi_solver *s, msi_goal goal, uint64_t budget) 
     if (msi_may_use(s->model, MS_TECHNIQUE_CHECKPOINTING) && !forced) {
         s->plan->early_update = early;
         result = msi_search_chain(s, budget);
+        result = result == MS_RESULT_OK ? msi_search_all(s, budget) : result;
     }
     if (result == MS_RESULT_OK) {
         s->plan->early_update = s->best_early;
