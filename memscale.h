@@ -6742,7 +6742,7 @@ typedef struct msi_solver {
     uint8_t *base;     // plan->dropped before any choice
     uint8_t *best;     // plan->dropped of the best plan so far, if found
     bool found, fits, best_early;
-    double best_us;
+    double best_us, plain_us; // the latter of a step that recomputes nothing
     uint64_t best_bytes;
     MSI_LIST(uint32_t) drops; // in the order of the ladder
     MSI_LIST(msi_rung) rungs;
@@ -8111,7 +8111,7 @@ typedef struct msi_all {
     uint32_t members[MSI_ALL_LAYERS * (MS_LIMIT_OUT + MS_LIMIT_SAVED)];
     double us[1 << MSI_ALL_GROUPS];
     uint64_t bytes[1 << MSI_ALL_GROUPS];
-    bool tried[1 << MSI_ALL_GROUPS];
+    bool tried[1 << MSI_ALL_GROUPS]; // or no better than what there is
 } msi_all;
 
 /* Lists the groups; false: there are too many. */
@@ -8152,6 +8152,19 @@ static ms_result msi_try_groups(msi_solver *s, const msi_all *all, uint32_t mask
     return msi_try(s);
 }
 
+/* A step with these dropped is no faster than this: each layer of them runs again at least once. */
+static double msi_least_us(const msi_solver *s, const msi_all *all, uint32_t mask) {
+    const msi_graph *g = &s->model->graph;
+    double us = s->plain_us;
+    uint32_t last = MSI_NONE;
+    for (uint32_t k = 0; k < all->count; k++) {
+        const uint32_t layer = g->tensors.items[all->members[all->first[k]]].producer;
+        us += (mask >> k & 1) && layer != last ? g->layers.items[layer].time.recompute_us : 0.0;
+        last = mask >> k & 1 ? layer : last;
+    }
+    return us;
+}
+
 /* The next choice to lay out: the fastest that may fit, or the smallest of all. */
 static uint32_t msi_next_choice(const msi_solver *s, const msi_all *all, uint64_t budget,
                                 bool smallest) {
@@ -8172,9 +8185,12 @@ static uint32_t msi_next_choice(const msi_solver *s, const msi_all *all, uint64_
 static ms_result msi_search_choices(msi_solver *s, msi_all *all, uint64_t budget) {
     ms_result result = MS_RESULT_OK;
     for (uint32_t mask = 0; mask < 1u << all->count && result == MS_RESULT_OK; mask++) {
-        result = msi_try_groups(s, all, mask);
-        all->us[mask] = s->plan->train.step_us;
-        all->bytes[mask] = s->plan->train.peak_bytes;
+        all->tried[mask] = s->fits && msi_least_us(s, all, mask) >= s->best_us;
+        if (!all->tried[mask]) {
+            result = msi_try_groups(s, all, mask);
+            all->us[mask] = s->plan->train.step_us;
+            all->bytes[mask] = s->plan->train.peak_bytes;
+        }
     }
     for (int tries = 0; tries < MSI_ALL_TRIES && result == MS_RESULT_OK; tries++) {
         const uint32_t mask = msi_next_choice(s, all, budget, !s->fits);
@@ -8218,6 +8234,7 @@ static ms_result msi_choose_plan(msi_solver *s, msi_goal goal, uint64_t budget) 
         return result;
     }
     const bool forced = s->drops.count > 0, early = s->plan->early_update;
+    s->plain_us = s->plan->train.step_us;
     result = msi_climb_to(s, budget, &fits);
     result = result == MS_RESULT_OK && !fits ? msi_smallest(s) : result;
     if (result != MS_RESULT_OK) {
