@@ -4724,8 +4724,8 @@ static const msi_rule msi_rules[] = {
       "backward comes to that layer last, and its line tells what became of the gradient"},
      MSI_EARLY_UPDATE,
      MSI_FACT_SHARED_PARAM},
-    {{"late", "other params are updated inside backward, and this one may wait",
-      "the arena is as small, and an update right behind the backward of its layer can be slow"},
+    {{"late", "the plan may update inside backward, and its arena is as small where this one waits",
+      "an update right behind the backward of its layer can be slow"},
      MSI_EARLY_UPDATE,
      MSI_FACT_LATE},
     {{"no-gain", "force_optimize is set, and the arena would be no smaller with it",
@@ -7183,9 +7183,9 @@ static ms_result msi_heed_forced(msi_solver *s) {
 /* Starts the ladder: the plain plan first, for its size; then, where that may be and the budget
    asks for it, updates inside backward. */
 static ms_result msi_first_rungs(msi_solver *s, msi_goal goal, uint64_t budget, bool *fits) {
-    const ms_switch early = msi_may_use(s->model, MS_TECHNIQUE_EARLY_UPDATE)
-                                ? s->model->config.early_update
-                                : MS_SWITCH_OFF;
+    const ms_switch early = !msi_may_use(s->model, MS_TECHNIQUE_EARLY_UPDATE) ? MS_SWITCH_OFF
+                            : s->model->config.early_update == MS_SWITCH_ON   ? MS_SWITCH_ON
+                                                                              : MS_SWITCH_DEFAULT;
     ms_result result = msi_try(s);
     result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, fits) : result;
     s->plan->plain_bytes = s->plan->arena_bytes;
@@ -8795,34 +8795,38 @@ static ms_result msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64
     return MS_RESULT_OK;
 }
 
-enum { MSI_RESIZE_ROUNDS = 16 };
+enum { MSI_RESIZE_TRIES = 24 };
 
-/* The largest size that fits the budget, 0 for none: as far as the decisions of the smallest plan
-   at the declared size carry; then with those of the smallest plan there, until the next size has
-   no plan that fits. */
+/* The largest size that fits the budget, 0 for none, -1 where that is too hard to find. The
+   decisions of a plan carry to a size nearby; whether the solver comes as far is asked there, and
+   for the size behind it. */
 static ms_result msi_largest_size(msi_resizing *z, uint64_t budget, const msi_plan *smallest,
                                   int64_t *size) {
-    msi_plan *own = NULL;
+    msi_plan *own = NULL; // the smallest plan at the last size that was asked for and fits
+    int64_t fits = 0, too_large = z->declared, next = 0;
     ms_result result = MS_RESULT_OK;
-    *size = 0;
-    for (int round = 0; round < MSI_RESIZE_ROUNDS && result == MS_RESULT_OK; round++) {
-        msi_plan *next;
-        result = msi_raise_size(z, own ? own : smallest, budget, z->declared, size);
-        if (result != MS_RESULT_OK || *size + 1 >= z->declared) {
-            break;
+    for (int tries = 0; tries < MSI_RESIZE_TRIES && too_large - fits > 1; tries++) {
+        msi_plan *plan;
+        if (next <= fits) {
+            next = fits;
+            result = msi_raise_size(z, own ? own : smallest, budget, too_large, &next);
+            next = next > fits ? next : fits + 1;
         }
-        result = msi_plan_resized(z, *size + 1, NULL, &next);
+        result = result == MS_RESULT_OK ? msi_plan_resized(z, next, NULL, &plan) : result;
         if (result != MS_RESULT_OK) {
             break;
         }
-        msi_plan_free(z->model, own);
-        own = next;
-        if (next->arena_bytes > budget) {
-            break;
+        if (plan->arena_bytes > budget) {
+            too_large = next--;
+            msi_plan_free(z->model, plan);
+        } else {
+            fits = next;
+            msi_plan_free(z->model, own);
+            own = plan;
         }
-        ++*size;
     }
     msi_plan_free(z->model, own);
+    *size = fits > 0 || too_large == 1 ? fits : -1;
     return result;
 }
 
@@ -8878,6 +8882,9 @@ static ms_result msi_tell_size(ms_model *m, const msi_plan *smallest, msi_text *
     const char *name =
         z.axis == MSI_NONE ? msi_tensor_name(m, z.input) : msi_name(m, m->graph.axes[z.axis].name);
     const char *what = z.axis == MSI_NONE ? "first dim of input" : "axis";
+    if (size < 0) {
+        return result;
+    }
     if (size > 0) {
         msi_add_text(to, ". This budget has room for %lld in the %s \"%.40s\", now %lld",
                      (long long)size, what, name, (long long)z.declared);

@@ -1,0 +1,1251 @@
+/*  test_rules.c - modes, switches and forced techniques; what was decided for each layer, and the
+    rule that did; the words where nothing fits; policies. */
+#define MEMSCALE_IMPLEMENTATION
+#include "../memscale.h"
+#include "testing.h"
+#include "random_dag.h"
+
+// ------------------------------------------------------------------------------------------------
+// a model with a layer for every rule, planned without callbacks
+
+enum { ZOO_BLOCKS = 12, ZOO_LAYERS = 2 * ZOO_BLOCKS + 2 };
+
+enum { // blocks that are unlike the others
+    ZOO_RUNS_ONCE = 3,
+    ZOO_RECOMPUTE_READS = 4,
+    ZOO_SHARED = 6, // its param is that of the block before
+    ZOO_READ_AGAIN = 7,
+    ZOO_BORROWED = 8,
+    ZOO_OUTPUT = 9,
+    ZOO_FROZEN = 10
+};
+
+typedef struct zoo {
+    ms_model *m;
+    int64_t rows, cols;
+    ms_tensor x, weight[ZOO_BLOCKS], product[ZOO_BLOCKS], hidden[ZOO_BLOCKS], side;
+    ms_layer linear[ZOO_BLOCKS], act[ZOO_BLOCKS], aside, loss;
+    float borrowed[64 * 64];
+} zoo;
+
+static int nothing(const ms_call *call) {
+    (void)call;
+    return 0;
+}
+
+static ms_layer_desc zoo_layer(const char *name, ms_tensor in, ms_tensor out) {
+    ms_layer_desc d;
+    memset(&d, 0, sizeof d);
+    d.name = name;
+    d.forward = nothing;
+    d.backward = nothing;
+    d.in[0] = in;
+    d.out[0] = out;
+    return d;
+}
+
+static void zoo_block(zoo *z, int i, ms_tensor in, ms_shape shape) {
+    char name[32];
+    ms_model *m = z->m;
+    snprintf(name, sizeof name, "w%d", i);
+    z->weight[i] = i == ZOO_SHARED ? z->weight[i - 1]
+                                   : ms_param(m, name, MS_DTYPE_F32, ms_shape2(z->cols, z->cols));
+    z->product[i] = ms_activation(m, "product", MS_DTYPE_F32, shape);
+    z->hidden[i] = ms_activation(m, "hidden", MS_DTYPE_F32, shape);
+    snprintf(name, sizeof name, "linear%d", i);
+    ms_layer_desc d = zoo_layer(name, in, z->product[i]);
+    d.param[0] = z->weight[i];
+    d.backward_reads.in = d.backward_reads.param = 1;
+    z->linear[i] = ms_register_layer(m, &d);
+    snprintf(name, sizeof name, "act%d", i);
+    d = zoo_layer(name, z->product[i], z->hidden[i]);
+    d.backward_reads.out = 1;
+    d.no_recompute = i == ZOO_RUNS_ONCE;
+    if (i == ZOO_RECOMPUTE_READS) {
+        d.recompute = nothing;
+        d.recompute_reads.out = 1;
+    }
+    z->act[i] = ms_register_layer(m, &d);
+    if (i == ZOO_READ_AGAIN) {
+        z->side = ms_activation(m, "side", MS_DTYPE_F32, shape);
+        d = zoo_layer("aside", z->hidden[i], z->side);
+        d.param[0] = z->weight[i];
+        d.backward = NULL;
+        d.no_backward = true;
+        z->aside = ms_register_layer(m, &d);
+    }
+}
+
+/* `largest` of the rows, where they lie along an axis; 0: they do not. */
+static void zoo_create_along(zoo *z, const ms_config *config, int64_t rows, int64_t cols,
+                             int64_t largest) {
+    memset(z, 0, sizeof *z);
+    z->rows = rows;
+    z->cols = cols;
+    assert_int_equal(ms_create(config, &z->m), MS_RESULT_OK);
+    ms_shape shape = ms_shape2(rows, cols), losses = ms_shape1(rows);
+    if (largest > 0) {
+        ms_axis batch = ms_add_axis(z->m, "batch", rows, largest);
+        shape = ms_along(shape, 0, batch);
+        losses = ms_along(losses, 0, batch);
+    }
+    z->x = ms_input(z->m, "x", MS_DTYPE_F32, shape);
+    ms_tensor last = z->x;
+    for (int i = 0; i < ZOO_BLOCKS; ++i) {
+        zoo_block(z, i, last, shape);
+        last = z->hidden[i];
+    }
+    ms_tensor loss = ms_activation(z->m, "losses", MS_DTYPE_F32, losses);
+    ms_layer_desc d = zoo_layer("loss", last, loss);
+    d.backward_reads.in = 1;
+    z->loss = ms_register_layer(z->m, &d);
+    ms_set_loss(z->m, loss);
+    ms_set_output(z->m, z->hidden[ZOO_OUTPUT]);
+    ms_set_frozen(z->m, z->weight[ZOO_FROZEN], true);
+    ms_tensor gradient = ms_gradient(z->m, z->weight[ZOO_BORROWED]);
+    t_ok(z->m, ms_borrow(z->m, gradient, z->borrowed));
+}
+
+static ms_config zoo_config(void) {
+    ms_config config = t_config();
+    config.dry_run = true;
+    return config;
+}
+
+static void zoo_create(zoo *z, const ms_config *config) {
+    zoo_create_along(z, config, 256, 16, 0);
+}
+
+/* A budget between the smallest (0) and the plain arena (100). */
+static uint64_t budget_between(ms_model *m, uint64_t percent) {
+    uint64_t smallest = 0;
+    ms_memory_report report;
+    ms_set_budget(m, (uint64_t)1 << 40);
+    t_ok(m, ms_wrap(m));
+    t_report(m, &report);
+    t_ok(m, ms_smallest_budget(m, &smallest));
+    return smallest + (report.plain_bytes - smallest) * percent / 100;
+}
+
+static void zoo_wrap(zoo *z, uint64_t percent) {
+    ms_set_budget(z->m, budget_between(z->m, percent));
+    t_ok(z->m, ms_wrap(z->m));
+}
+
+// ------------------------------------------------------------------------------------------------
+// the decisions of a model
+
+enum { MAX_LAYERS = 128 };
+
+typedef struct decisions {
+    ms_decision at[MAX_LAYERS][MS_TECHNIQUE_COUNT];
+    uint32_t count;
+} decisions;
+
+static void keep_decision(const ms_decision *decision, void *user) {
+    decisions *d = (decisions *)user;
+    uint32_t layer = d->count / MS_TECHNIQUE_COUNT;
+    assert_true(layer < MAX_LAYERS && decision->layer.id == layer + 1); // in order, all of them
+    assert_int_equal(decision->technique, d->count % MS_TECHNIQUE_COUNT);
+    d->at[layer][decision->technique] = *decision;
+    d->count += 1;
+}
+
+static void get_decisions(const ms_model *m, decisions *d) {
+    ms_memory_report report;
+    memset(d, 0, sizeof *d);
+    t_ok(m, ms_visit_decisions(m, keep_decision, d));
+    t_report(m, &report);
+    assert_int_equal(d->count, report.layer_count * MS_TECHNIQUE_COUNT);
+}
+
+static const ms_decision *decision_of(const decisions *d, ms_layer layer, ms_technique technique) {
+    return &d->at[layer.id - 1][technique];
+}
+
+static void expect_rule(const ms_model *m, ms_layer layer, ms_technique technique,
+                        const char *rule) {
+    decisions d;
+    get_decisions(m, &d);
+    const ms_decision *decision = decision_of(&d, layer, technique);
+    if (strcmp(decision->rule->id, rule) != 0) {
+        print_error("%s of layer %u: rule %s, expected %s\n", ms_technique_name(technique),
+                    (unsigned)layer.id, decision->rule->id, rule);
+        fail();
+    }
+}
+
+#define CHECKPOINTING MS_TECHNIQUE_CHECKPOINTING
+#define EARLY_UPDATE  MS_TECHNIQUE_EARLY_UPDATE
+
+static bool is_rule_of_applied(const ms_rule *rule) {
+    static const char *const ids[] = {"forced",     "switched-on", "smallest",
+                                      "checkpoint", "on-the-way",  "early-update"};
+    bool is = false;
+    for (size_t i = 0; i < sizeof ids / sizeof *ids; ++i) {
+        is |= strcmp(ids[i], rule->id) == 0;
+    }
+    return is;
+}
+
+// ------------------------------------------------------------------------------------------------
+// every rule, where it must fire
+
+static void rules_of_a_budget(void **state) {
+    (void)state;
+    zoo z;
+    ms_config config = zoo_config();
+    zoo_create(&z, &config);
+    zoo_wrap(&z, 25);
+    ms_memory_report report;
+    t_report(z.m, &report);
+    assert_true(report.pressure > 1.0 && report.recompute_count > 0);
+    expect_rule(z.m, z.linear[2], CHECKPOINTING, "on-the-way");
+    expect_rule(z.m, z.act[2], CHECKPOINTING, "checkpoint");
+    expect_rule(z.m, z.act[ZOO_RUNS_ONCE], CHECKPOINTING, "runs-once");
+    expect_rule(z.m, z.act[ZOO_RECOMPUTE_READS], CHECKPOINTING, "recompute-reads");
+    expect_rule(z.m, z.act[ZOO_OUTPUT], CHECKPOINTING, "output");
+    expect_rule(z.m, z.act[ZOO_BLOCKS - 1], CHECKPOINTING, "not-idle");
+    expect_rule(z.m, z.linear[ZOO_BLOCKS - 1], CHECKPOINTING, "unread");
+    expect_rule(z.m, z.loss, CHECKPOINTING, "output");
+    expect_rule(z.m, z.act[2], EARLY_UPDATE, "no-gradient");
+    expect_rule(z.m, z.linear[ZOO_FROZEN], EARLY_UPDATE, "no-gradient");
+    expect_rule(z.m, z.linear[ZOO_BORROWED], EARLY_UPDATE, "borrowed");
+    expect_rule(z.m, z.linear[ZOO_READ_AGAIN], EARLY_UPDATE, "read-again");
+    expect_rule(z.m, z.linear[ZOO_SHARED], EARLY_UPDATE, "shared");
+    expect_rule(z.m, z.linear[2], MS_TECHNIQUE_OFFLOADING, "shared-memory");
+    expect_rule(z.m, z.linear[2], MS_TECHNIQUE_TILING, "mode");
+    expect_rule(z.m, z.linear[2], MS_TECHNIQUE_MIXED_PRECISION, "mode");
+    expect_rule(z.m, z.linear[2], MS_TECHNIQUE_OPTIMIZER_8BIT, "mode");
+    zoo_wrap(&z, 80);
+    uint32_t fits = 0;
+    decisions d;
+    get_decisions(z.m, &d);
+    for (int i = 0; i < ZOO_BLOCKS; ++i) {
+        fits += strcmp(decision_of(&d, z.act[i], CHECKPOINTING)->rule->id, "fits") == 0;
+    }
+    assert_true(fits > 0); // the budget was met before their turn
+    ms_destroy(z.m);
+}
+
+/* Params are large, activations small: updates inside backward are what helps. */
+static void rules_of_early_updates(void **state) {
+    (void)state;
+    zoo z;
+    ms_config config = zoo_config();
+    ms_optimizer_desc optimizer;
+    zoo_create_along(&z, &config, 4, 64, 0);
+    zoo_wrap(&z, 0);
+    expect_rule(z.m, z.linear[2], EARLY_UPDATE, "early-update");
+    expect_rule(z.m, z.linear[ZOO_SHARED - 1], EARLY_UPDATE, "early-update");
+    ms_set_tensor_technique(z.m, z.weight[2], EARLY_UPDATE, MS_SWITCH_OFF);
+    zoo_wrap(&z, 0);
+    expect_rule(z.m, z.linear[2], EARLY_UPDATE, "forbidden");
+    ms_destroy(z.m);
+    zoo_create(&z, &config);
+    ms_set_accumulation(z.m, 2);
+    zoo_wrap(&z, 25);
+    expect_rule(z.m, z.linear[2], EARLY_UPDATE, "all-gradients");
+    ms_destroy(z.m);
+    zoo_create(&z, &config);
+    memset(&optimizer, 0, sizeof optimizer);
+    optimizer.grad_clip_norm = 1.0f;
+    ms_set_optimizer(z.m, &optimizer);
+    zoo_wrap(&z, 25);
+    expect_rule(z.m, z.linear[2], EARLY_UPDATE, "all-gradients");
+    ms_destroy(z.m);
+    config.early_update = MS_SWITCH_ON;
+    zoo_create_along(&z, &config, 4, 64, 0);
+    ms_set_budget(z.m, (uint64_t)1 << 40); // whatever the budget
+    t_ok(z.m, ms_wrap(z.m));
+    expect_rule(z.m, z.linear[2], EARLY_UPDATE, "switched-on");
+    expect_rule(z.m, z.linear[ZOO_SHARED], EARLY_UPDATE, "shared");
+    expect_rule(z.m, z.act[2], EARLY_UPDATE, "no-gradient");
+    ms_destroy(z.m);
+    config.early_update = MS_SWITCH_OFF;
+    zoo_create_along(&z, &config, 4, 64, 0);
+    zoo_wrap(&z, 0);
+    expect_rule(z.m, z.linear[2], EARLY_UPDATE, "off");
+    ms_destroy(z.m);
+}
+
+/* The peak is where few gradients are complete. */
+static void updates_that_may_wait(void **state) {
+    (void)state;
+    zoo z;
+    ms_config config = zoo_config();
+    zoo_create(&z, &config);
+    zoo_wrap(&z, 60);
+    decisions d;
+    uint32_t late = 0;
+    get_decisions(z.m, &d);
+    for (int i = 0; i < ZOO_BLOCKS; ++i) {
+        late += strcmp(decision_of(&d, z.linear[i], EARLY_UPDATE)->rule->id, "late") == 0;
+    }
+    assert_true(late > 0);
+    ms_destroy(z.m);
+}
+
+static void rules_of_the_user(void **state) {
+    (void)state;
+    zoo z;
+    ms_config config = zoo_config();
+    zoo_create(&z, &config);
+    ms_set_budget(z.m, (uint64_t)1 << 40);
+    t_ok(z.m, ms_wrap(z.m));
+    expect_rule(z.m, z.act[2], CHECKPOINTING, "smart-skip");
+    expect_rule(z.m, z.linear[2], EARLY_UPDATE, "smart-skip");
+    expect_rule(z.m, z.linear[2], MS_TECHNIQUE_TILING, "mode");
+    ms_set_layer_technique(z.m, z.act[2], CHECKPOINTING, MS_SWITCH_ON);
+    ms_set_layer_technique(z.m, z.linear[2], EARLY_UPDATE, MS_SWITCH_ON);
+    t_ok(z.m, ms_wrap(z.m));
+    expect_rule(z.m, z.act[2], CHECKPOINTING, "forced");
+    expect_rule(z.m, z.linear[2], EARLY_UPDATE, "forced");
+    expect_rule(z.m, z.linear[2], CHECKPOINTING, "on-the-way");
+    expect_rule(z.m, z.act[1], CHECKPOINTING, "smart-skip");
+    t_ok(z.m, ms_detach(z.m));
+    expect_rule(z.m, z.act[2], CHECKPOINTING, "detached");
+    expect_rule(z.m, z.linear[2], EARLY_UPDATE, "detached");
+    expect_rule(z.m, z.linear[2], MS_TECHNIQUE_TILING, "detached");
+    ms_set_layer_technique(z.m, z.act[2], CHECKPOINTING, MS_SWITCH_OFF);
+    ms_set_layer_technique(z.m, z.act[2], MS_TECHNIQUE_TILING, MS_SWITCH_OFF);
+    zoo_wrap(&z, 25);
+    expect_rule(z.m, z.act[2], CHECKPOINTING, "forbidden");
+    expect_rule(z.m, z.act[2], MS_TECHNIQUE_TILING, "forbidden");
+    expect_rule(z.m, z.act[1], MS_TECHNIQUE_TILING, "mode");
+    ms_destroy(z.m);
+    config.checkpointing = MS_SWITCH_OFF;
+    zoo_create(&z, &config);
+    zoo_wrap(&z, 0);
+    expect_rule(z.m, z.act[2], CHECKPOINTING, "off");
+    ms_set_layer_technique(z.m, z.act[2], CHECKPOINTING, MS_SWITCH_ON); // says more than the switch
+    zoo_wrap(&z, 0);
+    expect_rule(z.m, z.act[2], CHECKPOINTING, "forced");
+    expect_rule(z.m, z.act[1], CHECKPOINTING, "off");
+    ms_destroy(z.m);
+    memset(&config.checkpointing, 0, sizeof config.checkpointing);
+    config.force_optimize = true;
+    zoo_create_along(&z, &config, 4, 64, 0);
+    ms_set_budget(z.m, (uint64_t)1 << 40); // whatever the budget
+    t_ok(z.m, ms_wrap(z.m));
+    decisions d;
+    uint32_t smallest = 0, no_gain = 0;
+    get_decisions(z.m, &d);
+    for (int i = 0; i < ZOO_BLOCKS; ++i) {
+        const char *id = decision_of(&d, z.act[i], CHECKPOINTING)->rule->id;
+        smallest += strcmp(id, "smallest") == 0;
+        no_gain += strcmp(id, "no-gain") == 0;
+        assert_true(strcmp(id, "fits") != 0 && strcmp(id, "smart-skip") != 0);
+    }
+    assert_true(smallest > 0 && no_gain > 0);
+    ms_destroy(z.m);
+}
+
+/* The same graph on devices that are not here. */
+static void rules_of_the_device(void **state) {
+    (void)state;
+    static const struct {
+        ms_device_kind kind;
+        bool bf16;
+        const char *offloading, *mixed;
+    } devices[] = {{MS_DEVICE_CPU, false, "shared-memory", "not-native"},
+                   {MS_DEVICE_INTEGRATED, true, "shared-memory", "not-built"},
+                   {MS_DEVICE_DISCRETE, false, "not-built", "not-native"},
+                   {MS_DEVICE_DISCRETE, true, "not-built", "not-built"}};
+    for (size_t i = 0; i < sizeof devices / sizeof *devices; ++i) {
+        zoo z;
+        ms_config config = zoo_config();
+        ms_hardware hardware;
+        config.mode = MS_MODE_AGGRESSIVE;
+        memset(&hardware, 0, sizeof hardware);
+        snprintf(hardware.name, sizeof hardware.name, "described by hand");
+        hardware.kind = devices[i].kind;
+        hardware.bf16 = devices[i].bf16;
+        hardware.total_bytes = hardware.free_bytes = (uint64_t)1 << 34;
+        zoo_create(&z, &config);
+        z.m->hardware = hardware;
+        z.m->has_hardware = true;
+        t_ok(z.m, ms_wrap(z.m));
+        expect_rule(z.m, z.act[2], MS_TECHNIQUE_OFFLOADING, devices[i].offloading);
+        expect_rule(z.m, z.act[2], MS_TECHNIQUE_MIXED_PRECISION, devices[i].mixed);
+        expect_rule(z.m, z.act[2], MS_TECHNIQUE_TILING, "not-built");
+        expect_rule(z.m, z.act[2], MS_TECHNIQUE_OPTIMIZER_8BIT, "not-built");
+        ms_destroy(z.m);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// modes and switches
+
+static void modes_allow_what_they_say(void **state) {
+    (void)state;
+    static const struct {
+        ms_mode mode;
+        const char *of[MS_TECHNIQUE_COUNT]; // the rule on a CPU where the plain plan fits
+    } expected[] = {
+        {MS_MODE_CONSERVATIVE, {"smart-skip", "smart-skip", "mode", "mode", "mode", "mode"}},
+        {MS_MODE_BALANCED, {"smart-skip", "smart-skip", "shared-memory", "mode", "mode", "mode"}},
+        {MS_MODE_AGGRESSIVE,
+         {"smart-skip", "smart-skip", "shared-memory", "not-built", "not-native", "not-built"}}};
+    for (size_t i = 0; i < sizeof expected / sizeof *expected; ++i) {
+        zoo z;
+        ms_config config = zoo_config();
+        ms_memory_report report;
+        config.mode = expected[i].mode;
+        zoo_create(&z, &config);
+        t_ok(z.m, ms_wrap(z.m));
+        t_report(z.m, &report);
+        assert_int_equal(report.mode, expected[i].mode);
+        for (int k = 0; k < MS_TECHNIQUE_COUNT; ++k) {
+            expect_rule(z.m, z.act[2], (ms_technique)k, expected[i].of[k]);
+        }
+        ms_destroy(z.m);
+    }
+}
+
+static void keep_last_text(ms_log_level level, const char *tag, const char *text, void *user) {
+    (void)level, (void)tag;
+    snprintf((char *)user, 256, "%s", text);
+}
+
+static void wrong_configs_are_refused(void **state) {
+    (void)state;
+    for (int i = 0; i < 10; ++i) {
+        char text[256] = "";
+        ms_config config = t_config();
+        ms_switch *const switches[] = {&config.checkpointing,    &config.offloading,
+                                       &config.tiling,           &config.mixed_precision,
+                                       &config.optimizer_8bit,   &config.early_update,
+                                       &config.static_profiling, &config.empirical_profiling};
+        ms_model *m = NULL;
+        config.log = keep_last_text;
+        config.log_user = text;
+        if (i < 8) {
+            *switches[i] = (ms_switch)3;
+        } else if (i == 8) {
+            config.mode = MS_MODE_COUNT;
+        } else {
+            config.warmup_steps = 1001;
+        }
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_INVALID);
+        assert_null(m);
+        t_text_has(text, i < 8 ? "switch" : i == 8 ? "mode" : "warmup_steps");
+    }
+}
+
+static void what_is_not_built_is_refused_by_name(void **state) {
+    (void)state;
+    static const char *const names[] = {"offloading", "tiling", "mixed precision",
+                                        "8-bit optimizer"};
+    for (int k = 0; k < 4; ++k) {
+        const ms_technique technique = (ms_technique)(MS_TECHNIQUE_OFFLOADING + k);
+        for (int how = 0; how < 3; ++how) {
+            zoo z;
+            ms_config config = zoo_config();
+            if (how == 0) {
+                config.offloading = k == 0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+                config.tiling = k == 1 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+                config.mixed_precision = k == 2 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+                config.optimizer_8bit = k == 3 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+            }
+            zoo_create(&z, &config);
+            if (how == 1) {
+                ms_set_layer_technique(z.m, z.linear[2], technique, MS_SWITCH_ON);
+            } else if (how == 2) {
+                ms_set_tensor_technique(z.m, k == 3 ? z.weight[2] : z.hidden[2], technique,
+                                        MS_SWITCH_ON);
+            }
+            t_error(z.m, ms_wrap(z.m), MS_RESULT_UNSUPPORTED);
+            t_text_has(ms_last_error(z.m), names[k]);
+            t_text_has(ms_last_error(z.m), "checkpointing and early updates");
+            uint64_t bytes;
+            t_error(z.m, ms_smallest_budget(z.m, &bytes), MS_RESULT_UNSUPPORTED);
+            if (how > 0) { // to forbid it is fine, and leaves nothing behind
+                t_text_has(ms_last_error(z.m), how == 2 && k != 3 ? "\"hidden\"" : "\"");
+                ms_set_layer_technique(z.m, z.linear[2], technique, MS_SWITCH_OFF);
+                ms_set_layer_technique(z.m, z.act[2], technique, MS_SWITCH_OFF);
+                t_ok(z.m, ms_wrap(z.m));
+                expect_rule(z.m, z.linear[2], technique, "forbidden");
+            }
+            ms_destroy(z.m);
+        }
+    }
+}
+
+static void techniques_have_their_tensors(void **state) {
+    (void)state;
+    static const bool takes[MS_TECHNIQUE_COUNT][3] = {// input, param, activation
+                                                      {false, false, true}, {false, true, false},
+                                                      {false, true, true},  {false, false, true},
+                                                      {false, true, true},  {false, true, false}};
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; ++k) {
+        for (int kind = 0; kind < 3; ++kind) {
+            zoo z;
+            ms_config config = zoo_config();
+            zoo_create(&z, &config);
+            const ms_tensor tensors[] = {z.x, z.weight[2], z.hidden[2]};
+            ms_set_tensor_technique(z.m, tensors[kind], (ms_technique)k, MS_SWITCH_OFF);
+            t_error(z.m, ms_wrap(z.m), takes[k][kind] ? MS_RESULT_OK : MS_RESULT_INVALID);
+            ms_destroy(z.m);
+        }
+    }
+}
+
+static void names_of_enums(void **state) {
+    (void)state;
+    assert_string_equal(ms_mode_name(MS_MODE_BALANCED), "BALANCED");
+    assert_string_equal(ms_mode_name(MS_MODE_CONSERVATIVE), "CONSERVATIVE");
+    assert_string_equal(ms_mode_name(MS_MODE_AGGRESSIVE), "AGGRESSIVE");
+    assert_string_equal(ms_mode_name(MS_MODE_COUNT), "?");
+    assert_string_equal(ms_technique_name(MS_TECHNIQUE_CHECKPOINTING), "checkpointing");
+    assert_string_equal(ms_technique_name(MS_TECHNIQUE_EARLY_UPDATE), "early update");
+    assert_string_equal(ms_technique_name(MS_TECHNIQUE_OPTIMIZER_8BIT), "8-bit optimizer");
+    assert_string_equal(ms_technique_name(MS_TECHNIQUE_COUNT), "?");
+    assert_string_equal(ms_decision_source_name(MS_DECISION_SOURCE_RULE), "rule");
+    assert_string_equal(ms_decision_source_name(MS_DECISION_SOURCE_USER_CONFIG), "user_config");
+    assert_string_equal(ms_decision_source_name(MS_DECISION_SOURCE_POLICY), "policy");
+    const int beyond = MS_DECISION_SOURCE_POLICY + 1;
+    assert_string_equal(ms_decision_source_name((ms_decision_source)beyond), "?");
+}
+
+static ms_decision_source source_with(const ms_config *config, ms_technique technique,
+                                      ms_switch force) {
+    zoo z;
+    ms_memory_report report;
+    zoo_create(&z, config);
+    ms_set_layer_technique(z.m, z.linear[2], technique, force);
+    t_ok(z.m, ms_wrap(z.m));
+    t_report(z.m, &report);
+    ms_destroy(z.m);
+    return report.decision_source;
+}
+
+static void who_has_decided(void **state) {
+    (void)state;
+    const ms_switch nothing_said = MS_SWITCH_DEFAULT;
+    for (int i = 0; i < 10; ++i) {
+        ms_config config = zoo_config();
+        ms_switch *const switches[] = {&config.checkpointing,  &config.offloading,
+                                       &config.tiling,         &config.mixed_precision,
+                                       &config.optimizer_8bit, &config.early_update};
+        if (i < 6) {
+            *switches[i] = MS_SWITCH_OFF;
+        }
+        config.mode = i == 6 ? MS_MODE_CONSERVATIVE : i == 7 ? MS_MODE_AGGRESSIVE : config.mode;
+        config.force_optimize = i == 8;
+        assert_int_equal(source_with(&config, CHECKPOINTING, nothing_said),
+                         i == 9 ? MS_DECISION_SOURCE_RULE : MS_DECISION_SOURCE_USER_CONFIG);
+    }
+    ms_config config = zoo_config();
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; ++k) {
+        assert_int_equal(source_with(&config, (ms_technique)k, MS_SWITCH_OFF),
+                         MS_DECISION_SOURCE_USER_CONFIG);
+    }
+    assert_int_equal(source_with(&config, EARLY_UPDATE, MS_SWITCH_ON),
+                     MS_DECISION_SOURCE_USER_CONFIG);
+}
+
+// ------------------------------------------------------------------------------------------------
+// decisions against the events of the program
+
+typedef struct walked {
+    uint32_t recomputed[MAX_LAYERS];
+    double recompute_us[MAX_LAYERS];
+    uint64_t not_held[MAX_LAYERS];
+    uint32_t written_by[RD_VALUES]; // per tensor: its layer + 1
+    bool backward, freed[RD_VALUES];
+} walked;
+
+/* A value that forward made, that is freed before the first backward, and that a backward reads. */
+static void walk(const ms_event *event, void *user) {
+    walked *w = (walked *)user;
+    w->backward |= event->kind == MS_EVENT_BACKWARD;
+    if (event->kind == MS_EVENT_RECOMPUTE) {
+        w->recomputed[event->layer.id - 1] += 1;
+        w->recompute_us[event->layer.id - 1] += event->duration_us;
+    }
+    for (uint32_t k = 0; k < event->operand_count; ++k) {
+        const ms_event_operand *o = &event->operands[k];
+        if (o->tensor.id == 0 || o->tensor.id >= RD_VALUES) {
+            continue;
+        }
+        if (event->kind == MS_EVENT_FORWARD && o->is_written) {
+            w->written_by[o->tensor.id] = event->layer.id;
+        }
+        if (event->kind == MS_EVENT_DROP && !w->backward) {
+            w->freed[o->tensor.id] = true;
+        }
+        if (event->kind == MS_EVENT_BACKWARD && !o->is_written && w->freed[o->tensor.id] &&
+            w->written_by[o->tensor.id] != 0) {
+            w->not_held[w->written_by[o->tensor.id] - 1] += (o->bytes + 63) & ~(uint64_t)63;
+            w->freed[o->tensor.id] = false; // once
+        }
+    }
+}
+
+static void check_against_events(ms_model *m) {
+    decisions d;
+    walked w;
+    ms_memory_report report;
+    double added_us = 0.0;
+    memset(&w, 0, sizeof w);
+    t_report(m, &report);
+    get_decisions(m, &d);
+    t_ok(m, ms_visit_events(m, MS_PROGRAM_TRAIN, walk, &w));
+    for (uint32_t i = 0; i < report.layer_count; ++i) {
+        const ms_decision *c = &d.at[i][CHECKPOINTING];
+        assert_true(c->is_applied == (w.recomputed[i] > 0));
+        assert_true(fabs(c->added_us - w.recompute_us[i]) <= 1e-9 * (1.0 + c->added_us));
+        assert_true(c->saved_bytes == w.not_held[i]);
+        added_us += c->added_us;
+    }
+    assert_true(fabs(added_us - report.recompute_share * report.plain_step_us) <=
+                1e-6 * (1.0 + added_us));
+}
+
+static void decisions_are_those_of_the_program(void **state) {
+    (void)state;
+    for (int64_t cols = 4; cols <= 64; cols *= 4) {
+        zoo z;
+        ms_config config = zoo_config();
+        zoo_create_along(&z, &config, 64, cols, 0);
+        for (uint64_t percent = 0; percent <= 100; percent += 10) {
+            zoo_wrap(&z, percent);
+            check_against_events(z.m);
+        }
+        ms_destroy(z.m);
+        t_chain chain;
+        ms_config of_chain = t_config();
+        t_chain_start(&chain, &of_chain, 20);
+        for (uint64_t percent = 0; percent <= 100; percent += 10) {
+            ms_set_budget(chain.model, budget_between(chain.model, percent));
+            t_ok(chain.model, ms_wrap(chain.model));
+            check_against_events(chain.model);
+        }
+        ms_destroy(chain.model);
+    }
+}
+
+/* Bytes of gradients that are used up before the end of backward. */
+static uint64_t early_bytes(const ms_model *m) {
+    const msi_program *p = &m->plan->train;
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < p->backward_end; ++i) {
+        const msi_instruction *instruction = &p->instructions.items[i];
+        if (instruction->op == MSI_OP_UPDATE) {
+            bytes += msi_align(m->graph.tensors.items[instruction->target].bytes);
+        }
+    }
+    return bytes;
+}
+
+typedef struct recomputations {
+    uint32_t of[MAX_LAYERS];
+} recomputations;
+
+static void count_recomputations(const ms_event *event, void *user) {
+    if (event->kind == MS_EVENT_RECOMPUTE) {
+        ((recomputations *)user)->of[event->layer.id - 1] += 1;
+    }
+}
+
+/* What must hold of any graph, whatever is forced and whatever solver made the plan. */
+static void check_decisions(const ms_model *m) {
+    decisions d;
+    recomputations again;
+    ms_memory_report report;
+    uint64_t bytes = 0;
+    double added_us = 0.0;
+    memset(&again, 0, sizeof again);
+    t_report(m, &report);
+    get_decisions(m, &d);
+    t_ok(m, ms_visit_events(m, MS_PROGRAM_TRAIN, count_recomputations, &again));
+    for (uint32_t i = 0; i < report.layer_count; ++i) {
+        for (int k = 0; k < MS_TECHNIQUE_COUNT; ++k) {
+            const ms_decision *c = &d.at[i][k];
+            assert_true(c->is_applied == is_rule_of_applied(c->rule));
+            assert_true(c->is_applied || (c->saved_bytes == 0 && !(c->added_us > 0.0)));
+            assert_true(!c->is_applied || k <= EARLY_UPDATE);
+        }
+        assert_true(d.at[i][CHECKPOINTING].is_applied == (again.of[i] > 0));
+        added_us += d.at[i][CHECKPOINTING].added_us;
+        bytes += d.at[i][EARLY_UPDATE].saved_bytes;
+    }
+    assert_true(bytes == early_bytes(m));
+    assert_true(fabs(added_us - report.recompute_share * report.plain_step_us) <=
+                1e-6 * (1.0 + added_us));
+}
+
+static void decisions_of_random_graphs(void **state) {
+    (void)state;
+    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", 150);
+    uint32_t applied[2] = {0, 0}, rules = 0;
+    bool met[MSI_RULE_COUNT];
+    memset(met, 0, sizeof met);
+    for (uint64_t seed = 1; seed <= count; ++seed) {
+        char failure[RD_TEXT] = "";
+        ms_config config = zoo_config();
+        rd_graph *graph = rd_generate(seed);
+        config.force_optimize = seed % 7 == 0;
+        config.mode = (ms_mode)(seed % MS_MODE_COUNT);
+        rd_net *net = rd_net_create(graph, &config, "net", failure, false);
+        ms_model *m = net->model;
+        for (uint64_t percent = 0; percent <= 100; percent += 25) {
+            decisions d;
+            ms_set_budget(m, budget_between(m, percent));
+            t_ok(m, ms_wrap(m));
+            check_decisions(m);
+            get_decisions(m, &d);
+            for (uint32_t i = 0; i < d.count; ++i) {
+                const ms_decision *c = &d.at[i / MS_TECHNIQUE_COUNT][i % MS_TECHNIQUE_COUNT];
+                uint32_t rule = 0;
+                while (ms_rule_at(rule) != c->rule) {
+                    rule += 1;
+                }
+                met[rule] = true;
+                applied[c->technique < 2 ? c->technique : 0] += c->is_applied;
+            }
+        }
+        t_ok(m, ms_detach(m));
+        check_decisions(m);
+        rd_net_destroy(net);
+        free(graph);
+    }
+    for (uint32_t i = 0; i < MSI_RULE_COUNT; ++i) {
+        rules += met[i];
+    }
+    assert_true(applied[0] > 0 && applied[1] > 0);
+    assert_true(rules > MSI_RULE_COUNT / 2);
+}
+
+// ------------------------------------------------------------------------------------------------
+// the table of rules, and its page
+
+static void rules_are_listed_once_each(void **state) {
+    (void)state;
+    uint32_t count = 0;
+    for (; ms_rule_at(count) != NULL; ++count) {
+        const ms_rule *rule = ms_rule_at(count);
+        assert_true(strlen(rule->id) > 0 && strlen(rule->id) <= 15);
+        assert_true(strlen(rule->condition) > 0 && strlen(rule->reason) > 0);
+        assert_null(strchr(rule->id, ' '));
+        for (uint32_t i = 0; i < count; ++i) {
+            assert_string_not_equal(ms_rule_at(i)->id, rule->id);
+        }
+    }
+    assert_true(count > 20);
+    assert_null(ms_rule_at(count + 1));
+    assert_null(ms_rule_at(UINT32_MAX));
+}
+
+// ------------------------------------------------------------------------------------------------
+// listings, and what the log is told
+
+/* Every line of a listing on a layer names the rules that were not the same for all layers. */
+static void the_listing_explains(void **state) {
+    (void)state;
+    static const uint64_t percents[] = {0, 25, 60, 100};
+    zoo z;
+    ms_config config = zoo_config();
+    zoo_create(&z, &config);
+    for (size_t at = 0; at < sizeof percents / sizeof *percents; ++at) {
+        t_text text = {NULL, 0};
+        decisions d;
+        zoo_wrap(&z, percents[at]);
+        get_decisions(z.m, &d);
+        t_ok(z.m, ms_print_plan(z.m, t_append, &text));
+        char *table = strstr(text.data, "\nlayer "), *rules = strstr(text.data, "\nrules");
+        assert_true(table != NULL && rules != NULL && table < rules);
+        for (uint32_t number = 0; ms_rule_at(number) != NULL; ++number) { // the legend
+            const ms_rule *rule = ms_rule_at(number);
+            char line[512];
+            bool occurs = false;
+            for (uint32_t i = 0; i < d.count; ++i) {
+                occurs |= d.at[i / MS_TECHNIQUE_COUNT][i % MS_TECHNIQUE_COUNT].rule == rule;
+            }
+            snprintf(line, sizeof line, "\n%-15s  %s: %s\n", rule->id, rule->condition,
+                     rule->reason);
+            assert_true((strstr(rules, line) != NULL) == occurs);
+        }
+        *rules = 0;
+        uint32_t lines = 0;
+        for (char *line = strtok(table, "\n"); line != NULL; line = strtok(NULL, "\n"), ++lines) {
+            assert_true(line[strlen(line) - 1] != ' ');
+            for (int k = 0; lines > 0 && k < 2; ++k) {
+                const ms_decision *c = &d.at[lines - 1][k];
+                char cell[32];
+                snprintf(cell, sizeof cell, "%c %s", c->is_applied ? '+' : '-', c->rule->id);
+                if (strstr(line, cell) == NULL && percents[at] != 100) {
+                    print_error("no \"%s\" in \"%s\"\n", cell, line);
+                    fail();
+                }
+            }
+        }
+        assert_int_equal(lines, ZOO_LAYERS + 1);
+        t_text_has(text.data, "mode BALANCED (rule), pressure ");
+        t_text_has(text.data, "not built in this version");
+        free(text.data);
+    }
+    assert_int_equal(ms_visit_decisions(NULL, keep_decision, NULL), MS_RESULT_INVALID);
+    t_error(z.m, ms_visit_decisions(z.m, NULL, NULL), MS_RESULT_INVALID);
+    ms_destroy(z.m);
+    zoo_create(&z, &config);
+    decisions none;
+    memset(&none, 0, sizeof none);
+    t_error(z.m, ms_visit_decisions(z.m, keep_decision, &none), MS_RESULT_ORDER);
+    assert_int_equal(none.count, 0);
+    ms_destroy(z.m);
+}
+
+typedef struct told {
+    uint32_t debug, info_rules, info_policy;
+    char last[256];
+    char all[8192];
+} told;
+
+static void tell(ms_log_level level, const char *tag, const char *text, void *user) {
+    told *t = (told *)user;
+    t->debug += level == MS_LOG_DEBUG;
+    t->info_rules += level == MS_LOG_INFO && strcmp(tag, "rules") == 0;
+    t->info_policy += level == MS_LOG_INFO && strcmp(tag, "policy") == 0;
+    if (level == MS_LOG_INFO && strlen(t->all) + strlen(text) + 2 < sizeof t->all) {
+        strcat(t->all, text);
+        strcat(t->all, "\n");
+    }
+    snprintf(t->last, sizeof t->last, "%s", text);
+}
+
+static void the_log_is_told_why(void **state) {
+    (void)state;
+    zoo z;
+    told t;
+    ms_config config = zoo_config();
+    memset(&t, 0, sizeof t);
+    config.log = tell;
+    config.log_user = &t;
+    zoo_create(&z, &config);
+    zoo_wrap(&z, 25);
+    memset(&t, 0, sizeof t);
+    t_ok(z.m, ms_wrap(z.m));
+    decisions d;
+    uint32_t applied = 0;
+    get_decisions(z.m, &d);
+    for (uint32_t i = 0; i < d.count; ++i) {
+        applied += d.at[i / MS_TECHNIQUE_COUNT][i % MS_TECHNIQUE_COUNT].is_applied;
+    }
+    assert_int_equal(t.debug, applied); // a line for each
+    assert_int_equal(t.info_rules, 1 + MS_TECHNIQUE_COUNT);
+    t_text_has(t.all, "mode BALANCED (rule), pressure ");
+    t_text_has(t.all, "checkpointing: ");
+    t_text_has(t.all, "tiling: 0 of ");
+    ms_destroy(z.m);
+}
+
+// ------------------------------------------------------------------------------------------------
+// where nothing fits
+
+/* The number of rows that the text of an error says would fit; 0: not even one, -1: it says
+   nothing. */
+static long long rows_said(const char *text) {
+    const char *at = strstr(text, "has room for ");
+    if (at != NULL) {
+        return strtoll(at + strlen("has room for "), NULL, 10);
+    }
+    return strstr(text, "Even 1 in ") != NULL ? 0 : -1;
+}
+
+typedef struct size_case {
+    bool is_chain;
+    int64_t largest; // of an axis; 0: none
+    ms_switch checkpointing;
+} size_case;
+
+/* A model of so many rows, registered anew. */
+static ms_result wrap_with(const size_case *c, int64_t rows, uint64_t budget, char *text) {
+    ms_config config = zoo_config();
+    ms_result result;
+    config.memory_budget_bytes = budget;
+    config.checkpointing = c->checkpointing;
+    if (c->is_chain) {
+        t_chain chain;
+        assert_int_equal(t_chain_create(&chain, &config, 12, rows, 24), MS_RESULT_OK);
+        result = ms_wrap(chain.model);
+        snprintf(text, MSI_ERROR_BYTES, "%s", ms_last_error(chain.model));
+        ms_destroy(chain.model);
+    } else {
+        zoo z;
+        zoo_create_along(&z, &config, c->largest ? 1 : rows, 24, c->largest ? rows : 0);
+        result = ms_wrap(z.m);
+        snprintf(text, MSI_ERROR_BYTES, "%s", ms_last_error(z.m));
+        ms_destroy(z.m);
+    }
+    return result;
+}
+
+/* What the text says fits, fits when it is registered anew, and one more does not. */
+static void the_size_that_fits(void **state) {
+    (void)state;
+    static const size_case cases[] = {{true, 0, MS_SWITCH_DEFAULT},
+                                      {true, 0, MS_SWITCH_OFF},
+                                      {false, 0, MS_SWITCH_DEFAULT},
+                                      {false, 1, MS_SWITCH_DEFAULT}};
+    uint32_t some = 0, none = 0;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        const int64_t rows = 300;
+        char text[MSI_ERROR_BYTES], other[MSI_ERROR_BYTES];
+        assert_int_equal(wrap_with(&cases[i], rows, 1, text), MS_RESULT_BUDGET);
+        const char *at = strstr(text, "(");
+        assert_non_null(at);
+        const uint64_t smallest = strtoull(at + 1, NULL, 10);
+        for (uint64_t percent = 30; percent < 100; percent += 7) {
+            const uint64_t budget = smallest * percent / 100;
+            assert_int_equal(wrap_with(&cases[i], rows, budget, text), MS_RESULT_BUDGET);
+            const long long said = rows_said(text);
+            assert_true(said >= 0 && said < rows);
+            some += said > 0;
+            none += said == 0;
+            if (said > 0) {
+                assert_int_equal(wrap_with(&cases[i], said, budget, other), MS_RESULT_OK);
+            }
+            assert_int_equal(wrap_with(&cases[i], said + 1, budget, other), MS_RESULT_BUDGET);
+            t_text_has(text, cases[i].largest ? "axis \"batch\"" : "first dim of input \"x\"");
+        }
+    }
+    assert_true(some > 10 && none > 0);
+}
+
+/* Neither the sizes nor the plan that was in force change by an error, nor does the next plan. */
+static void an_error_changes_nothing(void **state) {
+    (void)state;
+    for (int along = 0; along < 2; ++along) {
+        zoo z, fresh;
+        ms_config config = zoo_config();
+        ms_memory_report before, after;
+        zoo_create_along(&z, &config, 100, 24, along ? 200 : 0);
+        zoo_create_along(&fresh, &config, 100, 24, along ? 200 : 0);
+        const uint64_t budget = budget_between(fresh.m, 40);
+        ms_set_budget(fresh.m, budget);
+        t_ok(fresh.m, ms_wrap(fresh.m));
+        ms_set_budget(z.m, 10000); // not yet wrapped
+        t_error(z.m, ms_wrap(z.m), MS_RESULT_BUDGET);
+        assert_true(ms_tensor_shape(z.m, z.hidden[2]).dim[0] == 100);
+        assert_true(ms_tensor_bytes(z.m, z.hidden[2]) == 100 * 24 * 4);
+        ms_set_budget(z.m, budget);
+        t_ok(z.m, ms_wrap(z.m));
+        t_report(z.m, &before);
+        t_report(fresh.m, &after);
+        assert_true(before.plan_hash == after.plan_hash && before.arena_bytes == after.arena_bytes);
+        t_text listings[2] = {{NULL, 0}, {NULL, 0}};
+        t_ok(z.m, ms_print_plan(z.m, t_append, &listings[0]));
+        ms_set_budget(z.m, 10000);
+        t_error(z.m, ms_wrap(z.m), MS_RESULT_BUDGET);
+        t_report(z.m, &after);
+        assert_memory_equal(&before, &after, sizeof before);
+        t_ok(z.m, ms_print_plan(z.m, t_append, &listings[1])); // times too
+        assert_string_equal(listings[0].data, listings[1].data);
+        for (uint32_t t = 0; t < z.m->graph.tensors.count; ++t) {
+            const msi_tensor *a = &z.m->graph.tensors.items[t];
+            const msi_tensor *b = &fresh.m->graph.tensors.items[t];
+            assert_memory_equal(a->view.shape.dim, b->view.shape.dim, sizeof a->view.shape.dim);
+            assert_true(a->bytes == b->bytes && a->largest_bytes == b->largest_bytes);
+        }
+        free(listings[0].data);
+        free(listings[1].data);
+        ms_destroy(z.m);
+        ms_destroy(fresh.m);
+    }
+}
+
+static uint64_t least_with(ms_switch checkpointing, ms_switch early_update) {
+    zoo z;
+    uint64_t bytes = 0;
+    ms_config config = zoo_config();
+    config.checkpointing = checkpointing;
+    config.early_update = early_update;
+    zoo_create(&z, &config);
+    t_ok(z.m, ms_smallest_budget(z.m, &bytes));
+    ms_destroy(z.m);
+    return bytes;
+}
+
+static void what_else_would_help(void **state) {
+    (void)state;
+    zoo z;
+    char text[128];
+    ms_optimizer_desc optimizer;
+    ms_config config = zoo_config();
+    config.memory_budget_bytes = 1000;
+    zoo_create(&z, &config);
+    t_error(z.m, ms_wrap(z.m), MS_RESULT_BUDGET);
+    t_text_has(ms_last_error(z.m), "in mode BALANCED");
+    t_text_has(ms_last_error(z.m), "the same in every mode");
+    assert_null(strstr(ms_last_error(z.m), "OFF"));
+    ms_set_layer_technique(z.m, z.act[1], CHECKPOINTING, MS_SWITCH_OFF);
+    t_error(z.m, ms_wrap(z.m), MS_RESULT_BUDGET);
+    t_text_has(ms_last_error(z.m), "1 tensors are forbidden");
+    ms_destroy(z.m);
+    for (int off = 1; off < 4; ++off) { // what the switches cost, by other models
+        config.checkpointing = off & 1 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+        config.early_update = off & 2 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+        zoo_create(&z, &config);
+        t_error(z.m, ms_wrap(z.m), MS_RESULT_BUDGET);
+        snprintf(text, sizeof text, "(%llu bytes",
+                 (unsigned long long)least_with(config.checkpointing, config.early_update));
+        t_text_has(ms_last_error(z.m), text);
+        snprintf(text, sizeof text, "Without OFF for %s: %s",
+                 off == 1   ? "checkpointing"
+                 : off == 2 ? "early_update"
+                            : "checkpointing and early_update",
+                 msi_size(least_with(MS_SWITCH_DEFAULT, MS_SWITCH_DEFAULT)).text);
+        t_text_has(ms_last_error(z.m), text);
+        ms_destroy(z.m);
+    }
+    config.checkpointing = config.early_update = MS_SWITCH_DEFAULT;
+    config.mode = MS_MODE_CONSERVATIVE;
+    memset(&optimizer, 0, sizeof optimizer);
+    optimizer.grad_clip_norm = 1.0f;
+    zoo_create(&z, &config);
+    ms_set_optimizer(z.m, &optimizer);
+    t_error(z.m, ms_wrap(z.m), MS_RESULT_BUDGET);
+    t_text_has(ms_last_error(z.m), "in mode CONSERVATIVE");
+    t_text_has(ms_last_error(z.m), "No early updates, since grad_clip_norm");
+    assert_true(strlen(ms_last_error(z.m)) < MSI_ERROR_BYTES - 1);
+    ms_destroy(z.m);
+}
+
+// ------------------------------------------------------------------------------------------------
+// policies
+
+typedef struct asked {
+    uint32_t calls, answer;
+    ms_policy_args args;
+    ms_strategy strategies[MS_MODE_COUNT];
+} asked;
+
+static uint32_t answer(const ms_policy_args *args) {
+    asked *a = (asked *)args->user;
+    a->calls += 1;
+    a->args = *args;
+    assert_int_equal(args->strategy_count, MS_MODE_COUNT);
+    assert_non_null(args->hardware);
+    assert_true(args->hardware->name[0] != 0 && args->hardware->memory_gb_per_s > 0.0);
+    memcpy(a->strategies, args->strategies, sizeof a->strategies);
+    return a->answer;
+}
+
+static void a_policy_chooses_the_mode(void **state) {
+    (void)state;
+    static const ms_mode modes[] = {MS_MODE_CONSERVATIVE, MS_MODE_BALANCED, MS_MODE_AGGRESSIVE};
+    zoo z;
+    asked a;
+    told t;
+    ms_memory_report report, plain;
+    ms_config config = zoo_config();
+    memset(&a, 0, sizeof a);
+    memset(&t, 0, sizeof t);
+    config.auto_policy = true;
+    config.policy = answer;
+    config.policy_user = &a;
+    config.mode = MS_MODE_AGGRESSIVE;
+    config.log = tell;
+    config.log_user = &t;
+    zoo_create(&z, &config);
+    t_ok(z.m, ms_wrap(z.m));
+    t_report(z.m, &plain);
+    const uint64_t budget = budget_between(z.m, 40);
+    ms_set_budget(z.m, budget);
+    for (uint32_t i = 0; i < MS_MODE_COUNT + 2; ++i) {
+        a.calls = 0;
+        a.answer = i < MS_MODE_COUNT ? i : i == MS_MODE_COUNT ? i : UINT32_MAX;
+        memset(&t, 0, sizeof t);
+        t_ok(z.m, ms_wrap(z.m));
+        t_report(z.m, &report);
+        assert_int_equal(a.calls, 1);
+        assert_true(a.args.budget_bytes == budget && a.args.plain_bytes == plain.plain_bytes);
+        const bool left = i >= MS_MODE_COUNT; // to the config
+        assert_int_equal(report.mode, left ? MS_MODE_AGGRESSIVE : modes[i]);
+        assert_int_equal(report.decision_source,
+                         left ? MS_DECISION_SOURCE_USER_CONFIG : MS_DECISION_SOURCE_POLICY);
+        assert_true(report.arena_bytes <= budget);
+        for (uint32_t k = 0; k < MS_MODE_COUNT; ++k) {
+            const ms_strategy *s = &a.strategies[k];
+            assert_int_equal(s->mode, modes[k]);
+            assert_int_equal(s->techniques, 1u << CHECKPOINTING | 1u << EARLY_UPDATE);
+            assert_true(s->fits && s->arena_bytes <= budget && s->step_us > 0.0);
+        }
+        const ms_strategy *chosen = &a.strategies[left ? 2 : i];
+        assert_true(chosen->arena_bytes == report.arena_bytes);
+        assert_true(chosen->step_us >= report.step_us && chosen->step_us <= report.step_us);
+        expect_rule(z.m, z.act[2], MS_TECHNIQUE_TILING,
+                    report.mode == MS_MODE_AGGRESSIVE ? "not-built" : "mode");
+        assert_int_equal(t.info_policy, MS_MODE_COUNT + 1);
+        t_text_has(t.all, ms_mode_name(report.mode));
+    }
+    a.answer = 0;
+    ms_set_budget(z.m, 1000); // a policy cannot make what there is not
+    const uint64_t hash = report.plan_hash;
+    t_error(z.m, ms_wrap(z.m), MS_RESULT_BUDGET);
+    t_text_has(ms_last_error(z.m), "in mode CONSERVATIVE");
+    assert_true(!a.strategies[0].fits && a.strategies[0].arena_bytes > 1000);
+    t_report(z.m, &report); // as it was
+    assert_true(report.plan_hash == hash && report.mode == MS_MODE_AGGRESSIVE);
+    assert_int_equal(report.decision_source, MS_DECISION_SOURCE_USER_CONFIG);
+    a.calls = 0;
+    t_ok(z.m, ms_detach(z.m)); // nobody is asked
+    t_ok(z.m, ms_smallest_budget(z.m, &report.budget_bytes));
+    assert_true(a.calls == 0 && report.budget_bytes == a.strategies[0].arena_bytes);
+    ms_destroy(z.m);
+}
+
+static void the_built_in_policy(void **state) {
+    (void)state;
+    zoo z, other;
+    ms_memory_report report, expected;
+    ms_config config = zoo_config();
+    zoo_create(&other, &config);
+    config.auto_policy = true;
+    zoo_create(&z, &config);
+    for (uint64_t percent = 0; percent <= 100; percent += 50) {
+        zoo_wrap(&z, percent);
+        zoo_wrap(&other, percent);
+        t_report(z.m, &report);
+        t_report(other.m, &expected);
+        assert_int_equal(report.decision_source, MS_DECISION_SOURCE_POLICY);
+        assert_int_equal(report.mode, MS_MODE_CONSERVATIVE); // of equal ones, the most careful
+        assert_true(report.plan_hash == expected.plan_hash);
+    }
+    ms_destroy(z.m);
+    ms_destroy(other.m);
+    static const struct { // by hand
+        ms_strategy of[3];
+        uint32_t best;
+    } cases[] = {{{{MS_MODE_CONSERVATIVE, 0, 10, 5.0, true},
+                   {MS_MODE_BALANCED, 0, 10, 4.0, true},
+                   {MS_MODE_AGGRESSIVE, 0, 10, 3.0, false}},
+                  1},
+                 {{{MS_MODE_CONSERVATIVE, 0, 10, 5.0, true},
+                   {MS_MODE_BALANCED, 0, 9, 5.0, true},
+                   {MS_MODE_AGGRESSIVE, 0, 8, 5.0, true}},
+                  0},
+                 {{{MS_MODE_CONSERVATIVE, 0, 10, 1.0, false},
+                   {MS_MODE_BALANCED, 0, 9, 2.0, false},
+                   {MS_MODE_AGGRESSIVE, 0, 9, 3.0, false}},
+                  1},
+                 {{{MS_MODE_CONSERVATIVE, 0, 10, 1.0, false},
+                   {MS_MODE_BALANCED, 0, 9, 2.0, false},
+                   {MS_MODE_AGGRESSIVE, 0, 9, 9.0, true}},
+                  2}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        ms_policy_args args;
+        memset(&args, 0, sizeof args);
+        args.strategies = cases[i].of;
+        args.strategy_count = 3;
+        assert_int_equal(msi_fastest(&args), cases[i].best);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// no memory
+
+typedef ms_result (*try_fn)(zoo *z);
+
+static ms_result try_wrap(zoo *z) {
+    return ms_wrap(z->m);
+}
+
+static void ignore_text(const char *text, size_t length, void *user) {
+    (void)text, (void)length, (void)user;
+}
+
+static ms_result try_print(zoo *z) {
+    return ms_print_plan(z->m, ignore_text, NULL);
+}
+
+static void ignore_decision(const ms_decision *decision, void *user) {
+    (void)decision, (void)user;
+}
+
+static ms_result try_visit(zoo *z) {
+    return ms_visit_decisions(z->m, ignore_decision, NULL);
+}
+
+/* Every allocation fails once, with nothing lost and nothing changed. */
+static uint64_t fail_each(const ms_config *given, uint64_t budget, try_fn run, ms_result expected) {
+    t_heap heap;
+    zoo z;
+    told t;
+    ms_config config = *given;
+    ms_memory_report before, after;
+    memset(&heap, 0, sizeof heap);
+    memset(&t, 0, sizeof t);
+    config.allocator = t_heap_allocator(&heap);
+    config.log = tell;
+    config.log_user = &t;
+    zoo_create_along(&z, &config, 64, 16, 128);
+    t_ok(z.m, ms_wrap(z.m));
+    t_report(z.m, &before);
+    ms_set_budget(z.m, budget);
+    uint64_t failures = 0;
+    for (bool done = false; !done; failures += !done) {
+        const uint64_t live = heap.live_bytes;
+        heap.has_failed = false;
+        heap.calls = 0;
+        heap.fail_at = failures + 1;
+        const ms_result result = run(&z);
+        done = !heap.has_failed;
+        assert_int_equal(result, done ? expected : MS_RESULT_OUT_OF_MEMORY);
+        heap.fail_at = 0;
+        if (!done) {
+            t_report(z.m, &after);
+            assert_true(before.plan_hash == after.plan_hash && before.mode == after.mode);
+            assert_true(heap.live_bytes == live);
+            assert_true(ms_tensor_shape(z.m, z.x).dim[0] == 64);
+        }
+    }
+    ms_destroy(z.m);
+    assert_true(heap.live_count == 0 && heap.wrong_releases == 0);
+    return failures;
+}
+
+static void every_allocation_fails_once(void **state) {
+    (void)state;
+    ms_config config = zoo_config();
+    zoo z;
+    zoo_create_along(&z, &config, 64, 16, 128);
+    const uint64_t budget = budget_between(z.m, 50);
+    ms_destroy(z.m);
+    assert_true(fail_each(&config, 0, try_print, MS_RESULT_OK) > 0);
+    assert_true(fail_each(&config, 0, try_visit, MS_RESULT_OK) > 0);
+    assert_true(fail_each(&config, budget, try_wrap, MS_RESULT_OK) > 3);
+    config.auto_policy = true;
+    assert_true(fail_each(&config, budget, try_wrap, MS_RESULT_OK) > 3);
+    config.auto_policy = false;
+    config.checkpointing = MS_SWITCH_OFF;
+    assert_true(fail_each(&config, 100000, try_wrap, MS_RESULT_BUDGET) > 10);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {cmocka_unit_test(rules_of_a_budget),
+                                       cmocka_unit_test(rules_of_early_updates),
+                                       cmocka_unit_test(updates_that_may_wait),
+                                       cmocka_unit_test(rules_of_the_user),
+                                       cmocka_unit_test(rules_of_the_device),
+                                       cmocka_unit_test(modes_allow_what_they_say),
+                                       cmocka_unit_test(wrong_configs_are_refused),
+                                       cmocka_unit_test(what_is_not_built_is_refused_by_name),
+                                       cmocka_unit_test(techniques_have_their_tensors),
+                                       cmocka_unit_test(names_of_enums),
+                                       cmocka_unit_test(who_has_decided),
+                                       cmocka_unit_test(decisions_are_those_of_the_program),
+                                       cmocka_unit_test(decisions_of_random_graphs),
+                                       cmocka_unit_test(rules_are_listed_once_each),
+                                       cmocka_unit_test(the_listing_explains),
+                                       cmocka_unit_test(the_log_is_told_why),
+                                       cmocka_unit_test(the_size_that_fits),
+                                       cmocka_unit_test(an_error_changes_nothing),
+                                       cmocka_unit_test(what_else_would_help),
+                                       cmocka_unit_test(a_policy_chooses_the_mode),
+                                       cmocka_unit_test(the_built_in_policy),
+                                       cmocka_unit_test(every_allocation_fails_once)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
