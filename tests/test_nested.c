@@ -18,9 +18,9 @@
 #endif
 
 #ifdef T_SLOW
-enum { GRAPHS = 300, LATE_GRAPHS = 60, WALKED_GRAPHS = 500 };
+enum { GRAPHS = 300, LATE_GRAPHS = 60, SOLVED_GRAPHS = 300 };
 #else
-enum { GRAPHS = 1500, LATE_GRAPHS = 200, WALKED_GRAPHS = 3000 };
+enum { GRAPHS = 1500, LATE_GRAPHS = 200, SOLVED_GRAPHS = 1000 };
 #endif
 
 enum { MOST_DEPTH = 6, TEXT = 256 };
@@ -1340,6 +1340,109 @@ static void nested_plans_wait_for_all_they_need(void **state) {
     }
 }
 
+// ------------------------------------------------------------------------------------------------
+// plans of the solver
+
+typedef struct solved {
+    uint32_t plans, nested, deepest; // all of them; those that go deeper than 1; the depth
+} solved;
+
+static void note_plan(const ms_model *m, solved *to) {
+    uint32_t deepest = 0;
+    for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
+        deepest = m->plan->dropped[t] > deepest ? m->plan->dropped[t] : deepest;
+    }
+    to->plans += 1;
+    to->nested += deepest > 1;
+    to->deepest = deepest > to->deepest ? deepest : to->deepest;
+}
+
+/* A plan for a budget from the smallest one up, and a step with it. */
+static bool solve_and_step(trial *t, uint64_t smallest, solved *to) {
+    rd_net *n = t->nested;
+    ms_memory_report report;
+    memset(&report, 0, sizeof report);
+    const uint64_t span = t->plain->model->plan->arena_bytes - smallest + 1;
+    const uint64_t more = t_chance(&t->rng, 0.4) || span > smallest ? 0 : t_next(&t->rng) % span;
+    ms_set_budget(n->model, smallest + more);
+    if (!TRY(n, ms_wrap(n->model)) || !TRY(n, ms_report(n->model, &report)) || !is_sound(t)) {
+        return false;
+    }
+    if (report.arena_bytes > smallest + more) {
+        return rd_fail(&n->run, "an arena of %u bytes for a budget of %u",
+                       (unsigned)report.arena_bytes, (unsigned)(smallest + more));
+    }
+    note_plan(n->model, to);
+    return step_all(t);
+}
+
+static bool run_solved(trial *t, rd_graph *g, const ms_config *config, solved *to) {
+    uint64_t smallest = 0;
+    bool fine = trial_begin(t, g, config) &&
+                TRY(t->nested, ms_smallest_budget(t->nested->model, &smallest));
+    for (int step = 0; step < ROUNDS && fine; ++step) {
+        fine = solve_and_step(t, smallest, to);
+        if (fine && g->axis_count > 0 && t_chance(&t->rng, 0.4)) {
+            fine = reshape_all(t) && is_sound(t) && step_all(t);
+        }
+    }
+    return fine && t->failure[0] == 0;
+}
+
+/* The solver nests by itself where budgets are small. */
+static void plans_of_the_solver_change_no_bit(void **state) {
+    (void)state;
+    static trial t;
+    solved all = {0, 0, 0};
+    const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
+    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", SOLVED_GRAPHS);
+    for (uint64_t seed = first; seed < first + count; ++seed) {
+        ms_config config = t_config();
+        config.debug = seed % 16 == 0;
+        if (!run_solved(&t, generate(seed), &config, &all)) {
+            print_error("%s\nfailed: MEMSCALE_TEST_SEED=%llu MEMSCALE_TEST_DAGS=1\n", t.failure,
+                        (unsigned long long)seed);
+            rd_print(t.graph);
+            fail();
+        }
+        trial_end(&t);
+        assert_string_equal(t.failure, "");
+    }
+    print_message("%u plans, %u of them nested, the deepest %u passes\n", (unsigned)all.plans,
+                  (unsigned)all.nested, (unsigned)all.deepest);
+    assert_true(count < 100 || all.nested * 20 > all.plans);
+}
+
+/* The smallest budget of a deep network, on data whose every bit counts. */
+static void a_deep_network_trains_in_passes(void **state) {
+    (void)state;
+    static t_chain plain, tight;
+    ms_config config = t_config();
+    solved all = {0, 0, 0};
+    uint64_t budget = 0;
+    uint32_t longest = 0;
+    char text[TEXT] = "";
+    t_chain_start(&plain, &config, T_CHAIN_LAYERS);
+    t_chain_start(&tight, &config, T_CHAIN_LAYERS);
+    t_ok(tight.model, ms_smallest_budget(tight.model, &budget));
+    ms_set_budget(tight.model, budget);
+    t_ok(tight.model, ms_wrap(tight.model));
+    note_plan(tight.model, &all);
+    assert_true(all.deepest > 1);
+    if (!plan_is_sound(tight.model, &longest, text)) {
+        fail_msg("%s", text);
+    }
+    for (int step = 0; step < 3; ++step) {
+        double a = 0.0, b = 0.0;
+        t_ok(plain.model, ms_step(plain.model, &a));
+        t_ok(tight.model, ms_step(tight.model, &b));
+        assert_memory_equal(&a, &b, sizeof a);
+        t_chain_same(&plain, &tight);
+    }
+    ms_destroy(plain.model);
+    ms_destroy(tight.model);
+}
+
 /* A net without a mesh catches no fish. */
 static void the_graphs_recompute_in_passes(void **state) {
     (void)state;
@@ -1476,6 +1579,8 @@ int main(void) {
         cmocka_unit_test(nested_plans_change_no_bit),
         cmocka_unit_test(nested_plans_pass_debug_mode),
         cmocka_unit_test(nested_plans_wait_for_all_they_need),
+        cmocka_unit_test(plans_of_the_solver_change_no_bit),
+        cmocka_unit_test(a_deep_network_trains_in_passes),
         cmocka_unit_test(the_graphs_recompute_in_passes),
         cmocka_unit_test(every_allocation_fails_once),
         cmocka_unit_test(every_callback_fails_once),
