@@ -1410,7 +1410,7 @@ static void plans_of_the_solver_change_no_bit(void **state) {
     }
     print_message("%u plans, %u of them nested, the deepest %u passes\n", (unsigned)all.plans,
                   (unsigned)all.nested, (unsigned)all.deepest);
-    assert_true(count < 100 || all.nested * 20 > all.plans);
+    assert_true(count < 100 || all.nested * 50 > all.plans);
 }
 
 /* The smallest budget of a deep network, on data whose every bit counts. */
