@@ -110,8 +110,8 @@
     ms_config.backend. Nothing is allocated in a step, and no device memory behind ms_wrap, but for
     what CUDA itself takes when a kernel is launched first, and for a recording. Host memory is, in
     three cases: ms_reshape makes a plan for sizes that it meets first; ms_smallest_budget makes one
-    and frees it; the C library has a file buffer while a backend reads what Linux tells of the host:
-    /proc/cpuinfo, /proc/meminfo, /proc/self/cgroup, /proc/self/mountinfo, and memory.* of the
+    and frees it; the C library has a file buffer while a backend reads what Linux tells of its
+    host: /proc/cpuinfo, /proc/meminfo, /proc/self/cgroup, /proc/self/mountinfo, and memory.* of the
     cgroups of the process. ms_hardware_report takes memory to measure in, and gives it back.
 
     THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
@@ -953,11 +953,13 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_hardware_report(ms_model *model, ms
 MEMSCALE_API const ms_hardware *ms_hardware_find(const char *name);
 MEMSCALE_API const ms_hardware *ms_hardware_at(uint32_t number);
 
-/* Plan for this device from the next ms_wrap on (copied; NULL: the model's own, with speeds that
-   depend on its kind and not on measurements): a report, to predict times in earnest, a built-in
-   device, or your own description. Speeds of 0 are those of its kind. Its free memory is what
-   target_utilization counts from, or, where that is 0, its total memory. Together with the graph,
-   the config and the profile it decides the plan. Errors: INVALID; sticks before ms_wrap. */
+/* Plan for this device from the next ms_wrap on (copied; NULL: the model's own, with the speeds
+   that its backend states, or those of its kind, but none that were measured): a report, to predict
+   times in earnest, a built-in device, or your own description. Speeds of 0 are those of its kind.
+   Its free memory is what target_utilization counts from, or, where that is 0, its total memory;
+   where both are, that of the model's own. Together with the graph, the config and the profile it
+   decides the plan. Errors: INVALID (a speed that is negative, not finite, or absurd; more free
+   memory than there is); sticks before ms_wrap. */
 MEMSCALE_API void ms_set_hardware(ms_model *model, const ms_hardware *hardware);
 
 /* The stream on which the model computes (cudaStream_t), to enqueue work of one's own behind that
@@ -1054,13 +1056,21 @@ MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_tec
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
                                           ms_switch force);
 
-/* Times of a layer that are known, instead of predicted ones; 0 for one that is not, NULL to forget
-   them. Takes effect at the next ms_wrap. Errors: INVALID; sticks before ms_wrap. */
+/* Times of a layer that are known, at the present sizes of the axes: they come before those of a
+   profile or of steps that were timed, and these before predicted ones. 0 for one that is not
+   known, NULL to forget them. At other sizes they grow with the elements of the outputs; a
+   recomputation by forward is taken to last as long as that. Takes effect at the next ms_wrap.
+   Errors: INVALID (no such layer; a time that is negative, not finite or above 1e15); sticks before
+   ms_wrap. */
 MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_layer_time *time);
 
-/* The times in force, as text with a version and a hash of the graph; and such a text back, for the
-   next ms_wrap. Loading is all or nothing. Errors: INVALID (not a profile, of another version, of
-   another graph; the text says which line), ORDER (save before ms_wrap). */
+/* The times in force, as text with a version and a hash of the graph, and with the speeds of the
+   device that they are for; and such a text back, for the next ms_wrap, behind all registrations
+   and ms_set_loss. It takes the place of all times that were measured or loaded before, and, unless
+   ms_set_hardware has been called, of the speeds that the backend states. Numbers keep all their
+   bits. Names, addresses and the sizes of axes do not matter to the hash. Loading is all or
+   nothing. Errors: INVALID (not a profile, of another version, of another graph, cut off; the text
+   says which line), ORDER (save before ms_wrap). */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_profile_save(const ms_model *model, ms_write_fn write,
                                                           void *user);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_profile_load(ms_model *model, const char *text,
@@ -1725,6 +1735,10 @@ static uint64_t msi_mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
+static uint64_t msi_mix_in(uint64_t hash, uint64_t word) {
+    return msi_mix(hash ^ word);
+}
+
 /* Microseconds of the platform's clock, for differences. */
 static inline double msi_now_us(void) {
 #if defined(TIME_UTC)
@@ -2101,8 +2115,12 @@ struct ms_model {
     ms_config config; // defaults resolved
     void *device;     // state of the backend, or its user
     ms_optimizer_desc optimizer;
-    ms_hardware hardware;                // that plans are for, its speeds filled in
-    bool has_hardware;                   // by ms_set_hardware
+    ms_hardware hardware; // that the plan is for, its speeds filled in
+    bool has_hardware;    // which is not the model's own
+    ms_hardware given;    // by ms_set_hardware, for the next ms_wrap
+    bool is_given;
+    ms_hardware profile; // the speeds of one that was loaded
+    bool has_profile;
     ms_hardware speeds;                  // as the last report had them
     double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs that have bytes; 0: was not
     msi_timing *timing;                  // NULL: nothing is timed
@@ -4392,11 +4410,17 @@ static void msi_fill_speeds(ms_hardware *h) {
     h->launch_us = h->launch_us > 0.0 ? h->launch_us : of_kind[kind].launch_us;
 }
 
-/* The device that the plan is for: as set, or the model's own. */
+/* The device that the next plan is for: as set, or the model's own, with the speeds of the profile
+   or those that its backend states. */
 static void msi_get_hardware(ms_model *m) {
-    if (!m->has_hardware) {
+    m->has_hardware = m->is_given;
+    m->hardware = m->given;
+    if (!m->is_given) {
         memset(&m->hardware, 0, sizeof m->hardware);
         m->config.backend.hardware(m->config.backend.user, &m->hardware);
+        if (m->has_profile) {
+            msi_take_speeds(&m->hardware, &m->profile);
+        }
     }
     msi_fill_speeds(&m->hardware);
 }
@@ -4475,13 +4499,15 @@ static ms_layer_time msi_static_time(const ms_model *m, const msi_layer *l) {
     return time;
 }
 
-/* The first that is there: known, measured, predicted. The first two grow with the output. */
+/* The first that is there: known, measured, predicted. */
 static double msi_choose_time(double known, double measured, double predicted) {
     return known > 0.0 ? known : measured > 0.0 ? measured : predicted;
 }
 
-/* Times of all layers at the present sizes. */
+/* Times of all layers at the present sizes. What is known or measured grows with the output. A
+   recomputation by forward takes as long as that. */
 static void msi_find_times(ms_model *m) {
+    const bool predicts = m->config.static_profiling != MS_SWITCH_OFF;
     for (uint32_t i = 0; i < m->graph.layers.count; i++) {
         msi_layer *l = &m->graph.layers.items[i];
         const double elements = msi_output_elements(&m->graph, l);
@@ -4489,13 +4515,388 @@ static void msi_find_times(ms_model *m) {
         const double b = msi_growth(elements, l->measured_elements);
         const ms_layer_time *known = &l->known, *measured = &l->measured;
         const ms_layer_time guess = msi_static_time(m, l);
-        l->time.forward_us =
+        ms_layer_time *time = &l->time;
+        time->forward_us =
             msi_choose_time(a * known->forward_us, b * measured->forward_us, guess.forward_us);
-        l->time.backward_us =
+        time->backward_us =
             msi_choose_time(a * known->backward_us, b * measured->backward_us, guess.backward_us);
-        l->time.recompute_us = msi_choose_time(a * known->recompute_us, b * measured->recompute_us,
-                                               guess.recompute_us);
+        time->recompute_us =
+            msi_choose_time(a * known->recompute_us, b * measured->recompute_us,
+                            l->recompute && predicts ? guess.recompute_us : time->forward_us);
     }
+}
+
+/* What steps took, or what a profile says that they did, with so many elements of output. */
+static void msi_set_measured(msi_layer *l, const ms_layer_time *time, double elements) {
+    l->measured = *time;
+    l->measured_elements = elements;
+}
+
+/* Without static profiling every layer must have its times. */
+static ms_result msi_check_times(ms_model *m) {
+    for (uint32_t i = 0; m->config.static_profiling == MS_SWITCH_OFF && i < m->graph.layers.count;
+         i++) {
+        const msi_layer *l = &m->graph.layers.items[i];
+        const bool forward = l->known.forward_us > 0.0 || l->measured.forward_us > 0.0;
+        const bool backward = l->known.backward_us > 0.0 || l->measured.backward_us > 0.0;
+        if (!forward || (l->has_backward && !backward)) {
+            return msi_fail(m, MS_RESULT_INVALID,
+                            "layer \"%s\": the time of its %s is not known, and static_profiling "
+                            "is OFF: call ms_set_layer_time or ms_profile_load",
+                            msi_layer_name(m, i), forward ? "backward" : "forward");
+        }
+    }
+    return MS_RESULT_OK;
+}
+
+// a profile as text: lines of words and numbers, which are the same in every locale
+
+#define MSI_PROFILE "memscale-profile"
+
+enum { MSI_PROFILE_VERSION = 1, MSI_PROFILE_COSTS = MSI_COST_COUNT - MSI_COST_LAYER_END };
+
+static const double msi_most_us = 1e15, msi_most_elements = 1e18;
+static const double msi_least_speed = 1e-9, msi_most_speed = 1e15;
+
+/* Whether a time can be added up, and a speed be divided by. */
+static bool msi_is_time(double us) {
+    return us >= 0.0 && us <= msi_most_us;
+}
+
+static bool msi_is_speed(int speed, double x) {
+    return speed == MSI_SPEED_COUNT - 1 ? msi_is_time(x)
+                                        : x == 0.0 || (x >= msi_least_speed && x <= msi_most_speed);
+}
+
+static size_t msi_digits(const char *text, size_t length) {
+    size_t count = 0;
+    while (count < length && text[count] >= '0' && text[count] <= '9') {
+        count++;
+    }
+    return count;
+}
+
+/* What the C library has between the digits of a half. */
+static size_t msi_decimal_point(char point[16]) {
+    const int length = snprintf(point, 16, "%.1f", 0.5);
+    const size_t count = length > 2 && length < 16 ? (size_t)length - 2 : 0;
+    memmove(point, point + 1, count);
+    return count;
+}
+
+/* A number such as 12, 0.5 or 1.25e-05; false for anything else. */
+static bool msi_parse_number(const char *text, size_t length, double *number) {
+    char local[64];
+    const size_t whole = msi_digits(text, length);
+    size_t at = whole, count = 0;
+    if (whole == 0 || length > 40) {
+        return false;
+    }
+    memcpy(local, text, whole);
+    count = whole;
+    if (at < length && text[at] == '.') {
+        const size_t part = msi_digits(text + at + 1, length - at - 1);
+        count += msi_decimal_point(local + count);
+        memcpy(local + count, text + at + 1, part);
+        count += part;
+        at += part ? 1 + part : 0;
+    }
+    if (at < length && text[at] == 'e') {
+        const size_t sign = at + 1 < length && (text[at + 1] == '+' || text[at + 1] == '-');
+        const size_t part = msi_digits(text + at + 1 + sign, length - at - 1 - sign);
+        memcpy(local + count, text + at, 1 + sign + part);
+        count += 1 + sign + part;
+        at += part ? 1 + sign + part : 0;
+    }
+    local[count] = 0;
+    *number = at == length ? strtod(local, NULL) : 0.0;
+    return at == length;
+}
+
+typedef struct msi_decimal_text {
+    char text[48];
+} msi_decimal_text;
+
+/* As few digits as read back to the same bits, of 15 and 17. */
+static msi_decimal_text msi_decimal(double x) {
+    msi_decimal_text t;
+    char raw[48];
+    double back = 0.0;
+    for (int digits = 15; digits <= 17; digits += 2) {
+        size_t count = 0;
+        snprintf(raw, sizeof raw, "%.*g", digits, x);
+        for (const char *at = raw; *at; at++) {
+            const bool plain = (*at >= '0' && *at <= '9') || *at == 'e' || *at == '+' || *at == '-';
+            if (plain || t.text[count - 1] != '.') {
+                t.text[count++] = plain ? *at : '.';
+            }
+        }
+        t.text[count] = 0;
+        if (msi_parse_number(t.text, count, &back) && back == x) {
+            break;
+        }
+    }
+    return t;
+}
+
+static uint64_t msi_hash_masks(uint64_t hash, const msi_layer *l) {
+    const ms_reads *r = &l->reads, *c = &l->recompute_reads;
+    const uint16_t masks[] = {r->in,
+                              r->out,
+                              r->saved,
+                              r->param,
+                              r->nothing,
+                              c->in,
+                              c->out,
+                              c->saved,
+                              c->param,
+                              c->nothing,
+                              l->accumulates.in,
+                              l->accumulates.param,
+                              l->overwrites.in,
+                              l->overwrites.param,
+                              l->clobbers.in,
+                              l->clobbers.out,
+                              l->clobbers.saved,
+                              l->clobbers.grad_out,
+                              l->must_in_place,
+                              l->must_grad_in_place,
+                              l->grads_in_forward,
+                              l->optional_saved,
+                              l->no_recompute,
+                              l->keeps_state,
+                              l->no_backward,
+                              l->differentiable,
+                              l->recompute != NULL};
+    for (size_t i = 0; i < sizeof masks / sizeof masks[0]; i++) {
+        hash = msi_mix_in(hash, masks[i]);
+    }
+    return hash;
+}
+
+static uint64_t msi_hash_layer(uint64_t hash, const msi_graph *g, const msi_layer *l) {
+    uint32_t operands = 0;
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        operands += l->count[group];
+        hash = msi_mix_in(hash, l->count[group]);
+    }
+    for (uint32_t k = 0; k < operands; k++) {
+        hash = msi_mix_in(hash, g->operands.items[l->operand_first + k]);
+    }
+    const uint32_t masks = l->count[MSI_GROUP_OUT] + 4u * l->count[MSI_GROUP_IN];
+    for (uint32_t k = 0; k < masks; k++) {
+        hash = msi_mix_in(hash, g->masks.items[l->mask_first + k]);
+    }
+    for (int i = 0; i < 3; i++) {
+        const ms_workspace *w = &l->workspace[i];
+        hash = msi_mix_in(msi_mix_in(hash, w->bytes), w->row_bytes);
+        hash = msi_mix_in(hash, (uint64_t)w->contents);
+    }
+    return msi_hash_masks(hash, l);
+}
+
+/* Of what layers compute from what, and of no address, name or present size of an axis. */
+static uint64_t msi_hash_graph(const msi_graph *g) {
+    uint64_t hash = msi_mix_in(g->tensors.count, g->layers.count);
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const ms_shape shape = msi_resized(g, tensor->view.shape, true, NULL);
+        const uint64_t flags = (uint64_t)tensor->on_host << 1 | tensor->no_gradient;
+        hash = msi_mix_in(hash,
+                          (uint64_t)tensor->kind << 32 | (uint64_t)tensor->view.dtype << 8 | flags);
+        hash = msi_mix_in(hash, (uint64_t)shape.rank);
+        for (int i = 0; i < shape.rank; i++) {
+            hash = msi_mix_in(msi_mix_in(hash, (uint64_t)shape.dim[i]), shape.axes[i]);
+        }
+    }
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        hash = msi_hash_layer(hash, g, &g->layers.items[i]);
+    }
+    return msi_mix_in(hash, g->loss);
+}
+
+/* A text that is read line by line. */
+typedef struct msi_reader {
+    const char *at, *end;    // of what follows
+    const char *line, *stop; // what is left of this line
+    uint32_t number;         // of the line, from 1
+} msi_reader;
+
+static bool msi_next_line(msi_reader *r) {
+    if (r->at == r->end) {
+        return false;
+    }
+    r->line = r->at;
+    while (r->at < r->end && *r->at != '\n') {
+        r->at++;
+    }
+    r->stop = r->at;
+    r->at += r->at < r->end;
+    r->stop -= r->stop > r->line && r->stop[-1] == '\r';
+    r->number++;
+    return true;
+}
+
+/* Takes the next word of the line: up to a blank, which goes too. */
+static size_t msi_next_word(msi_reader *r, const char **word) {
+    *word = r->line;
+    while (r->line < r->stop && *r->line != ' ') {
+        r->line++;
+    }
+    const size_t length = (size_t)(r->line - *word);
+    r->line += r->line < r->stop;
+    return length;
+}
+
+static bool msi_next_word_is(msi_reader *r, const char *expected) {
+    const char *word;
+    const size_t length = msi_next_word(r, &word);
+    return length == strlen(expected) && memcmp(word, expected, length) == 0;
+}
+
+/* The next line begins with this word. */
+static ms_result msi_expect_line(ms_model *m, msi_reader *r, const char *word) {
+    if (!msi_next_line(r)) {
+        return msi_fail(
+            m, MS_RESULT_INVALID,
+            "ms_profile_load: the text ends behind line %u, where \"%s\" should follow: "
+            "it is cut off",
+            (unsigned)r->number, word);
+    }
+    return msi_next_word_is(r, word)
+               ? MS_RESULT_OK
+               : msi_fail(m, MS_RESULT_INVALID,
+                          "ms_profile_load: line %u does not begin with \"%s\"",
+                          (unsigned)r->number, word);
+}
+
+static ms_result msi_expect_number(ms_model *m, msi_reader *r, const char *what, double most,
+                                   double *number) {
+    const char *word;
+    const size_t length = msi_next_word(r, &word);
+    if (!msi_parse_number(word, length, number)) {
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "ms_profile_load: line %u: \"%.*s\" is no number, for %s",
+                        (unsigned)r->number, (int)(length < 40 ? length : 40), word, what);
+    }
+    return *number <= most ? MS_RESULT_OK
+                           : msi_fail(m, MS_RESULT_INVALID,
+                                      "ms_profile_load: line %u: %.*s is out of range, for %s",
+                                      (unsigned)r->number, (int)length, word, what);
+}
+
+/* Version and graph. */
+static ms_result msi_read_head(ms_model *m, msi_reader *r) {
+    const char *word;
+    double version = 0.0;
+    if (!msi_next_line(r) || !msi_next_word_is(r, MSI_PROFILE)) {
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "ms_profile_load: this is no profile: its first line is not \"%s %d\"",
+                        MSI_PROFILE, (int)MSI_PROFILE_VERSION);
+    }
+    ms_result result = msi_expect_number(m, r, "the version", 1e9, &version);
+    if (result == MS_RESULT_OK && version != (double)MSI_PROFILE_VERSION) {
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "ms_profile_load: line 1: the profile is of version %.0f, this library "
+                        "reads version %d: save it anew",
+                        version, (int)MSI_PROFILE_VERSION);
+    }
+    result = result == MS_RESULT_OK ? msi_expect_line(m, r, "graph") : result;
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    char own[20];
+    const size_t length = msi_next_word(r, &word);
+    snprintf(own, sizeof own, "%016llx", (unsigned long long)msi_hash_graph(&m->graph));
+    return length == 16 && memcmp(word, own, 16) == 0
+               ? MS_RESULT_OK
+               : msi_fail(m, MS_RESULT_INVALID,
+                          "ms_profile_load: line 2: the profile is of graph %.*s, and this model "
+                          "is graph %s: load it behind the same registrations, or save one of "
+                          "this model",
+                          (int)(length < 16 ? length : 16), word, own);
+}
+
+static ms_result msi_read_speeds(ms_model *m, msi_reader *r, ms_hardware *h, double *costs) {
+    ms_result result = msi_expect_line(m, r, "device"); // for people
+    result = result == MS_RESULT_OK ? msi_expect_line(m, r, "speeds") : result;
+    for (int i = 0; i < MSI_SPEED_COUNT && result == MS_RESULT_OK; i++) {
+        double *speed = msi_speed(h, i);
+        result = msi_expect_number(m, r, "a speed", msi_most_speed, speed);
+        if (result == MS_RESULT_OK && !msi_is_speed(i, *speed)) {
+            result =
+                msi_fail(m, MS_RESULT_INVALID, "ms_profile_load: line %u: a speed is out of range",
+                         (unsigned)r->number);
+        }
+    }
+    result = result == MS_RESULT_OK ? msi_expect_line(m, r, "bytes_per_us") : result;
+    for (int i = 0; i < MSI_PROFILE_COSTS && result == MS_RESULT_OK; i++) {
+        result = msi_expect_number(m, r, "bytes in a microsecond", msi_most_speed, &costs[i]);
+        costs[i] = costs[i] < msi_least_speed ? 0.0 : costs[i];
+    }
+    return result;
+}
+
+/* The lines of the layers; kept where `keep`. */
+static ms_result msi_read_layers(ms_model *m, msi_reader *r, bool keep) {
+    double count = 0.0;
+    ms_result result = msi_expect_line(m, r, "layers");
+    result = result == MS_RESULT_OK ? msi_expect_number(m, r, "the number of layers", 1e9, &count)
+                                    : result;
+    if (result == MS_RESULT_OK && count != (double)m->graph.layers.count) {
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "ms_profile_load: line %u: %.0f layers, and this model has %u",
+                        (unsigned)r->number, count, (unsigned)m->graph.layers.count);
+    }
+    for (uint32_t i = 0; i < m->graph.layers.count && result == MS_RESULT_OK; i++) {
+        double numbers[4];
+        static const char *const what[] = {"a forward time", "a backward time", "a recompute time",
+                                           "elements of output"};
+        if (!msi_next_line(r)) {
+            return msi_fail(m, MS_RESULT_INVALID,
+                            "ms_profile_load: the text ends behind line %u, %u of %u layers are "
+                            "missing: it is cut off",
+                            (unsigned)r->number, (unsigned)(m->graph.layers.count - i),
+                            (unsigned)m->graph.layers.count);
+        }
+        for (int k = 0; k < 4 && result == MS_RESULT_OK; k++) {
+            result = msi_expect_number(m, r, what[k], k < 3 ? msi_most_us : msi_most_elements,
+                                       &numbers[k]);
+        }
+        if (keep && result == MS_RESULT_OK) {
+            ms_layer_time time;
+            time.forward_us = numbers[0];
+            time.backward_us = numbers[1];
+            time.recompute_us = numbers[2];
+            msi_set_measured(&m->graph.layers.items[i], &time, numbers[3]);
+        }
+    }
+    return result;
+}
+
+static ms_result msi_read_profile(ms_model *m, const char *text, size_t length, bool keep) {
+    ms_hardware speeds;
+    double costs[MSI_PROFILE_COSTS];
+    msi_reader r;
+    memset(&speeds, 0, sizeof speeds);
+    memset(&r, 0, sizeof r);
+    r.at = text;
+    r.end = text + length;
+    ms_result result = msi_read_head(m, &r);
+    result = result == MS_RESULT_OK ? msi_read_speeds(m, &r, &speeds, costs) : result;
+    result = result == MS_RESULT_OK ? msi_read_layers(m, &r, keep) : result;
+    result = result == MS_RESULT_OK ? msi_expect_line(m, &r, "end") : result;
+    if (result == MS_RESULT_OK && r.at != r.end) {
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "ms_profile_load: there is text behind line %u, the end",
+                        (unsigned)r.number);
+    }
+    if (keep && result == MS_RESULT_OK) {
+        m->profile = speeds;
+        m->has_profile = true;
+        memcpy(m->bytes_per_us + MSI_COST_LAYER_END, costs, sizeof costs);
+    }
+    return result;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -8474,22 +8875,27 @@ static const msi_slot *msi_find_slot(const msi_store *store, uint32_t tensor, ms
     return NULL;
 }
 
-/* The budget in force: as configured, or a share of what the device has left (what the present
-   plan holds included). */
+/* The budget in force: as configured, or a share of what the device has left: that of
+   ms_set_hardware, or the model's own (what the present plan holds included). */
 static uint64_t msi_budget(const ms_model *m) {
     if (m->config.memory_budget_bytes) {
         return m->config.memory_budget_bytes;
     }
-    ms_hardware hardware;
-    memset(&hardware, 0, sizeof hardware);
-    m->config.backend.hardware(m->config.backend.user, &hardware);
-    if (hardware.free_bytes == 0) {
+    const uint64_t given = m->given.free_bytes ? m->given.free_bytes : m->given.total_bytes;
+    double most = (double)given;
+    if (!m->is_given || given == 0) {
+        ms_hardware hardware;
+        memset(&hardware, 0, sizeof hardware);
+        m->config.backend.hardware(m->config.backend.user, &hardware);
+        most = (double)hardware.free_bytes;
+        if (m->store && m->store->memory && most > 0.0) {
+            most += (double)m->store->slot_bytes + (double)m->store->transient_bytes;
+        }
+    }
+    if (most <= 0.0) {
         return UINT64_MAX;
     }
-    const double held = m->store && m->store->memory
-                            ? (double)m->store->slot_bytes + (double)m->store->transient_bytes
-                            : 0.0;
-    const double share = ((double)hardware.free_bytes + held) * m->config.target_utilization;
+    const double share = most * m->config.target_utilization;
     return share < 9e18 ? (uint64_t)share : UINT64_MAX;
 }
 
@@ -8509,7 +8915,6 @@ static ms_result msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *pl
         return msi_fail_memory(m, "the plan", msi_solver_bytes(&m->graph));
     }
     msi_drop_unread(&m->graph, plan);
-    msi_get_hardware(m);
     msi_find_times(m);
     msi_lower_eval(&solver.lowering, &plan->eval);
     if (!plan->eval.out_of_memory) {
@@ -9066,9 +9471,13 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
     const msi_choice old = m->choice;
     ms_result result = msi_check_graph(m, goal);
     result = result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN ? msi_check_built(m) : result;
+    result = result == MS_RESULT_OK ? msi_check_times(m) : result;
     if (result != MS_RESULT_OK) {
         return result;
     }
+    const ms_hardware hardware = m->hardware;
+    const bool has_hardware = m->has_hardware;
+    msi_get_hardware(m);
     m->choice = msi_config_choice(m);
     result = m->config.auto_policy && goal != MSI_GOAL_PLAIN
                  ? msi_ask_policy(m, goal, store, plans)
@@ -9082,6 +9491,8 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
     }
     if (result != MS_RESULT_OK) {
         m->choice = old;
+        m->hardware = hardware;
+        m->has_hardware = has_hardware;
     }
     if (result != MS_RESULT_OK && m->plan) {
         msi_find_times(m); // at the present sizes, for the plan that stays in force
@@ -9094,6 +9505,10 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     uint32_t met[MS_MODE_COUNT];
     ms_result result = msi_check_graph(m, MSI_GOAL_SMALLEST);
     result = result == MS_RESULT_OK ? msi_check_built(m) : result;
+    result = result == MS_RESULT_OK ? msi_check_times(m) : result;
+    const ms_hardware hardware = m->hardware;
+    const bool has_hardware = m->has_hardware;
+    msi_get_hardware(m);
     *bytes = UINT64_MAX;
     for (int i = 0; i < MS_MODE_COUNT && result == MS_RESULT_OK; i++) {
         bool known = !m->config.auto_policy && m->config.mode != msi_modes[i];
@@ -9104,6 +9519,11 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
         uint64_t least = *bytes;
         result = known ? result : msi_least_arena(m, met[i], &least);
         *bytes = least < *bytes ? least : *bytes;
+    }
+    m->hardware = hardware;
+    m->has_hardware = has_hardware;
+    if (m->plan) {
+        msi_find_times(m);
     }
     return result;
 }
@@ -11599,10 +12019,6 @@ static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
     r->peak_layer = i->op <= MSI_OP_EVAL ? msi_layer_name(m, i->target) : "";
 }
 
-static uint64_t msi_mix_in(uint64_t hash, uint64_t word) {
-    return msi_mix(hash ^ word);
-}
-
 static uint64_t msi_hash_program(uint64_t hash, const msi_program *p, uint32_t slot_count) {
     hash = msi_mix_in(hash, p->instructions.count);
     for (uint32_t now = 0; now < p->instructions.count; now++) {
@@ -12064,6 +12480,48 @@ static void msi_print_rules(const msi_printer *out, const msi_review *r) {
     }
 }
 
+/* A name as the end of a line. */
+static void msi_print_line(const msi_printer *out, const char *name) {
+    for (const char *at = name; *at;) {
+        size_t length = 0;
+        while ((unsigned char)at[length] >= ' ' && at[length] != 0x7f) {
+            length++;
+        }
+        out->write(at, length, out->user);
+        at += length;
+        if (*at) {
+            out->write("?", 1, out->user);
+            at++;
+        }
+    }
+    out->write("\n", 1, out->user);
+}
+
+static void msi_print_profile(const ms_model *m, const msi_printer *out) {
+    const msi_graph *g = &m->graph;
+    ms_hardware h = m->hardware;
+    msi_print(out, "%s %d\ngraph %016llx\ndevice ", MSI_PROFILE, (int)MSI_PROFILE_VERSION,
+              (unsigned long long)msi_hash_graph(g));
+    msi_print_line(out, h.name);
+    msi_print(out, "speeds");
+    for (int i = 0; i < MSI_SPEED_COUNT; i++) {
+        msi_print(out, " %s", msi_decimal(*msi_speed(&h, i)).text);
+    }
+    msi_print(out, "\nbytes_per_us");
+    for (int i = 0; i < MSI_PROFILE_COSTS; i++) {
+        msi_print(out, " %s", msi_decimal(m->bytes_per_us[MSI_COST_LAYER_END + i]).text);
+    }
+    msi_print(out, "\nlayers %u\n", (unsigned)g->layers.count);
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        msi_print(out, "%s %s %s %s ", msi_decimal(l->time.forward_us).text,
+                  msi_decimal(l->time.backward_us).text, msi_decimal(l->time.recompute_us).text,
+                  msi_decimal(msi_output_elements(g, l)).text);
+        msi_print_line(out, msi_layer_name(m, i));
+    }
+    msi_print(out, "end\n");
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>api  public functions: thin
 
@@ -12396,6 +12854,39 @@ MEMSCALE_API const ms_hardware *ms_hardware_find(const char *name) {
         }
     }
     return NULL;
+}
+
+/* What is wrong with a description of a device, or NULL. */
+static const char *msi_hardware_fault(const ms_hardware *hardware) {
+    ms_hardware h = *hardware;
+    for (int i = 0; i < MSI_SPEED_COUNT; i++) {
+        if (!msi_is_speed(i, *msi_speed(&h, i))) {
+            return "a speed is negative, not finite, or beyond all machines";
+        }
+    }
+    return (unsigned)h.kind > MS_DEVICE_INTEGRATED         ? "there is no such kind of device"
+           : !memchr(h.name, 0, sizeof h.name)             ? "its name has no end"
+           : h.total_bytes && h.free_bytes > h.total_bytes ? "more memory is free than there is"
+           : h.host_total_bytes && h.host_free_bytes > h.host_total_bytes
+               ? "more host memory is free than there is"
+               : NULL;
+}
+
+MEMSCALE_API void ms_set_hardware(ms_model *model, const ms_hardware *hardware) {
+    if (!model) {
+        return;
+    }
+    const char *fault = hardware ? msi_hardware_fault(hardware) : NULL;
+    if (fault) {
+        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_hardware: %s", fault);
+        return;
+    }
+    memset(&model->given, 0, sizeof model->given);
+    if (hardware) {
+        model->given = *hardware;
+    }
+    model->is_given = hardware != NULL;
+    model->changed = true;
 }
 
 MEMSCALE_API void *ms_stream(const ms_model *model) {
@@ -12823,6 +13314,56 @@ MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_
     }
     model->graph.tensors.items[t].technique[technique] = (uint8_t)force;
     model->changed = true;
+}
+
+MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_layer_time *time) {
+    if (!model) {
+        return;
+    }
+    msi_graph *g = &model->graph;
+    if (layer.id - 1 >= g->layers.count) {
+        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_layer_time: layer %u is no layer of this model",
+                  (unsigned)layer.id);
+        return;
+    }
+    if (time && (!msi_is_time(time->forward_us) || !msi_is_time(time->backward_us) ||
+                 !msi_is_time(time->recompute_us))) {
+        MSI_STICK(model, MS_RESULT_INVALID,
+                  "ms_set_layer_time: layer \"%s\": a time is negative, not finite, or beyond %g",
+                  msi_layer_name(model, layer.id - 1), msi_most_us);
+        return;
+    }
+    msi_layer *l = &g->layers.items[layer.id - 1];
+    memset(&l->known, 0, sizeof l->known);
+    if (time) {
+        l->known = *time;
+    }
+    l->known_elements = msi_output_elements(g, l);
+    model->changed = true;
+}
+
+MEMSCALE_API ms_result ms_profile_save(const ms_model *model, ms_write_fn write, void *user) {
+    if (!model || !write) {
+        return MS_RESULT_INVALID;
+    }
+    if (!model->plan) {
+        return MS_RESULT_ORDER;
+    }
+    const msi_printer out = {write, user};
+    msi_print_profile(model, &out);
+    return MS_RESULT_OK;
+}
+
+MEMSCALE_API ms_result ms_profile_load(ms_model *model, const char *text, size_t length) {
+    if (!model || (!text && length)) {
+        return msi_fail_argument(model, "ms_profile_load", "an argument is NULL");
+    }
+    const ms_result result = msi_read_profile(model, text ? text : "", length, false);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    model->changed = true;
+    return msi_read_profile(model, text, length, true);
 }
 
 MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
