@@ -6370,7 +6370,7 @@ typedef struct msi_layout_work {
     msi_skyline bottom, top;    // stage 1; in the same memory as:
     msi_spot *by_low, *by_high; // stages 2 and 3: the same spots, sorted either way
     uint32_t spot_count, waiting_count;
-    uint64_t bound, height, effort;
+    uint64_t bound, enough, height, effort; // enough: the search ends there, never below the bound
     uint64_t random;
 } msi_layout_work;
 
@@ -6739,7 +6739,7 @@ static void msi_layout_press(msi_layout_work *w) {
             uint64_t height = w->by_high[w->spot_count - 1].high;
             rounds = height < w->height ? 0 : rounds;
             msi_layout_keep_best(w, height);
-            if (w->height == w->bound) {
+            if (w->height <= w->enough) {
                 return;
             }
             target = w->height - (w->height - w->bound + 15) / 16;
@@ -6761,18 +6761,18 @@ static void msi_layout_search(msi_layout_work *w) {
         bool two_sided;
     } skylines[] = {{MSI_ORDER_LOAD, true},  {MSI_ORDER_SPAN, true},   {MSI_ORDER_LOAD, false},
                     {MSI_ORDER_SPAN, false}, {MSI_ORDER_BYTES, false}, {MSI_ORDER_START, true}};
-    for (uint32_t i = 0; i < sizeof skylines / sizeof skylines[0] && w->height > w->bound; i++) {
+    for (uint32_t i = 0; i < sizeof skylines / sizeof skylines[0] && w->height > w->enough; i++) {
         if (!msi_layout_spend(w, 100 * (uint64_t)w->used) && i) {
             return;
         }
         msi_layout_sort(w, skylines[i].order);
         msi_layout_place_on_skylines(w, skylines[i].two_sided);
     }
-    for (int order = 0; order < MSI_ORDER_COUNT && w->height > w->bound && w->effort; ++order) {
+    for (int order = 0; order < MSI_ORDER_COUNT && w->height > w->enough && w->effort; ++order) {
         msi_layout_sort(w, (msi_layout_order)order);
         msi_layout_first_fit(w);
     }
-    if (w->height > w->bound) {
+    if (w->height > w->enough) {
         msi_layout_press(w);
     }
 }
@@ -6830,11 +6830,11 @@ static ms_result msi_layout_begin(msi_layout_work *w, const ms_allocator *alloca
 }
 
 /* Gives every block an offset, so that blocks whose ranges meet do not overlap, and stores the
-   height of the whole. effort is an upper limit of elementary operations of about a nanosecond
-   each; one skyline is made whatever it is. The same input gives the same layout. The sum of all
-   bytes must be below 2^64. Errors: OUT_OF_MEMORY. */
-static ms_result msi_layout(const ms_allocator *allocator, msi_block *blocks, uint32_t count,
-                            uint64_t effort, uint64_t *height) {
+   height of the whole; the search for a smaller one ends at `enough`. effort is an upper limit of
+   elementary operations of about a nanosecond each; one skyline is made whatever it is. The same
+   input gives the same layout. The sum of all bytes must be below 2^64. Errors: OUT_OF_MEMORY. */
+static ms_result msi_layout_within(const ms_allocator *allocator, msi_block *blocks, uint32_t count,
+                                   uint64_t effort, uint64_t enough, uint64_t *height) {
     msi_layout_work work;
     uint64_t *memory;
     ms_result result = msi_layout_begin(&work, allocator, blocks, count, &memory);
@@ -6842,6 +6842,7 @@ static ms_result msi_layout(const ms_allocator *allocator, msi_block *blocks, ui
         return result;
     }
     work.effort = effort;
+    work.enough = msi_max_u64(work.bound, enough);
     msi_layout_search(&work);
     *height = work.used ? work.height : 0;
     for (uint32_t i = 0; i < count; i++) {
@@ -6849,6 +6850,12 @@ static ms_result msi_layout(const ms_allocator *allocator, msi_block *blocks, ui
     }
     msi_release(allocator, memory, msi_layout_bind(&work, NULL));
     return MS_RESULT_OK;
+}
+
+/* The smallest height that the effort finds. */
+static ms_result msi_layout(const ms_allocator *allocator, msi_block *blocks, uint32_t count,
+                            uint64_t effort, uint64_t *height) {
+    return msi_layout_within(allocator, blocks, count, effort, 0, height);
 }
 
 /* Largest sum of live bytes at any instant. Errors: OUT_OF_MEMORY. */
@@ -7140,6 +7147,7 @@ typedef struct msi_solver {
     uint32_t *segment; // per layer: one of the layers that are recomputed together with it
     uint64_t *weight;  // per segment: bytes that come back together
     uint64_t *below;   // per tensor: weight of the segments that start from it
+    uint64_t enough;   // bytes of the arena: no layout needs to take less
     uint8_t *base;     // plan->dropped before any choice
     uint8_t *best;     // plan->dropped of the best plan so far, if found
     bool found, fits, best_early;
@@ -7153,9 +7161,10 @@ typedef struct msi_solver {
 
 enum { MSI_PRICE_LIMIT = 64, MSI_BATCH_SHARE = 64, MSI_TRY_LIMIT = 128, MSI_TRIM_STEPS = 8 };
 
-/* Operations for a layout at most, and for each of its live ranges. */
+/* Operations for a layout: so many, and more for each live range, up to a limit. */
 static const uint64_t MSI_LAYOUT_EFFORT = 40u * 1000u * 1000u;
-static const uint64_t MSI_LAYOUT_EFFORT_EACH = 10u * 1000u;
+static const uint64_t MSI_LAYOUT_EFFORT_LEAST = 1000u * 1000u;
+static const uint64_t MSI_LAYOUT_EFFORT_EACH = 3000;
 
 /* Lowers the plan as it stands; result in plan->train, without a layout. */
 static ms_result msi_try(msi_solver *s) {
@@ -7184,11 +7193,13 @@ static ms_result msi_check_layout(msi_solver *s, const msi_program *p) {
 }
 
 static ms_result msi_lay_out(msi_solver *s, msi_program *p) {
-    const uint64_t each = p->lives.count * MSI_LAYOUT_EFFORT_EACH;
-    const uint64_t effort = each < MSI_LAYOUT_EFFORT ? each : MSI_LAYOUT_EFFORT;
+    const uint64_t most = MSI_LAYOUT_EFFORT_LEAST + p->lives.count * MSI_LAYOUT_EFFORT_EACH;
+    const uint64_t effort = most < MSI_LAYOUT_EFFORT ? most : MSI_LAYOUT_EFFORT;
+    const uint64_t slots = s->store->slot_bytes;
+    const uint64_t enough = s->enough > slots ? s->enough - slots : 0;
     if (!msi_make_blocks(s->allocator, p, s->store->slots.count) ||
-        msi_layout(s->allocator, p->blocks.items, p->blocks.count, effort, &p->height) !=
-            MS_RESULT_OK ||
+        msi_layout_within(s->allocator, p->blocks.items, p->blocks.count, effort, enough,
+                          &p->height) != MS_RESULT_OK ||
         (s->model->config.debug && msi_check_layout(s, p) != MS_RESULT_OK)) {
         return msi_fail_memory(s->model, "the layout", p->lives.count * sizeof(msi_block));
     }
@@ -7590,6 +7601,7 @@ static ms_result msi_first_rungs(msi_solver *s, msi_goal goal, uint64_t budget, 
     ms_result result = msi_try(s);
     result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, fits) : result;
     s->plan->plain_bytes = s->plan->arena_bytes;
+    s->enough = goal == MSI_GOAL_BUDGET ? budget : 0;
     s->plan->plain_step_us = s->plan->train.step_us;
     if (result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN) {
         result = msi_heed_forced(s);
@@ -7673,10 +7685,12 @@ enum {
     MSI_CHAIN_STAGES = 128,
     MSI_CHAIN_OPTIONS = 8,
     MSI_CHAIN_SOURCES = MSI_CHAIN_OPTIONS + 2 * MSI_CHAIN_STAGES,
+    MSI_CHAIN_CHUNK = 1 << 15, // points
+    MSI_CHAIN_CHUNKS = 64,
     MSI_CHAIN_WIDTH = 64,    // points of a part, at least
     MSI_CHAIN_WIDEST = 1024, // of a part up to the end
     MSI_CHAIN_WORK = 4 * 1000 * 1000,
-    MSI_CHAIN_TRIES = 24
+    MSI_CHAIN_TRIES = 16
 };
 
 /* What a stage takes if it keeps some of its values; its input is not counted, and its output not
@@ -7713,12 +7727,13 @@ typedef enum msi_way {
 
 typedef struct msi_point {
     uint64_t bytes;
-    double us; // of recomputations
+    float us; // of recomputations
     uint8_t way, number;
 } msi_point;
 
 typedef struct msi_part {
-    uint32_t first, count; // of chain.points: bytes ascend, time descends
+    const msi_point *points; // bytes ascend, time descends
+    uint32_t count;
 } msi_part;
 
 /* One way to train a part: at least `floor` bytes; the part `a` with a_bytes beside it, and `b`
@@ -7726,10 +7741,10 @@ typedef struct msi_part {
 typedef struct msi_source {
     uint64_t floor, a_bytes;
     const msi_part *a, *b;
-    double us;
+    float us;
     uint8_t way, number;
     uint64_t low, high; // bytes where it begins, and from where on it is no faster
-    double fastest_us;
+    float fastest_us;
 } msi_source;
 
 typedef struct msi_chain {
@@ -7737,20 +7752,21 @@ typedef struct msi_chain {
     uint32_t count;
     uint32_t width; // points of a part at most
     bool out_of_memory;
-    uint8_t *base;              // plan->dropped, where the chain leaves it alone
-    uint8_t *round;             // per tensor: the first option that drops it
-    uint32_t *stage_of;         // per layer
-    MSI_LIST(uint32_t) at;      // per instruction: its stage
-    MSI_LIST(uint64_t) own;     // per instruction: bytes of its stage
-    MSI_LIST(uint64_t) carried; // and of what is there all the time
-    MSI_LIST(msi_point) points;
-    MSI_LIST(msi_point) buckets; // the best point of a range of bytes
-    MSI_LIST(double) reach;      // and the best up to there
+    uint8_t *base;                       // plan->dropped, where the chain leaves it alone
+    uint8_t *round;                      // per tensor: the first option that drops it
+    uint32_t *stage_of;                  // per layer
+    MSI_LIST(uint32_t) at;               // per instruction: its stage
+    MSI_LIST(uint64_t) own;              // per instruction: bytes of its stage
+    MSI_LIST(uint64_t) carried;          // and of what is there all the time
+    msi_point *chunks[MSI_CHAIN_CHUNKS]; // of points
+    uint32_t chunk_count, chunk_used;    // points of the last one
+    MSI_LIST(msi_point) buckets;         // the best point of a range of bytes
+    MSI_LIST(float) reach;               // and the best up to there
     msi_part *parts; // [0]: all of it is to be done; [1]: forward of t is done, and all of it kept
     /* The part under way. */
     uint32_t source_count;
     uint64_t low, high;
-    double fastest_us;
+    float fastest_us;
     msi_point lowest;
     msi_source sources[MSI_CHAIN_SOURCES];
     msi_chain_stage stages[MSI_CHAIN_STAGES];
@@ -8115,7 +8131,7 @@ static uint32_t msi_bucket_of(const msi_chain *c, uint64_t bytes) {
     return (uint32_t)(sqrt(share) * (double)c->width);
 }
 
-static void msi_offer(msi_chain *c, const msi_source *from, uint64_t bytes, double us) {
+static void msi_offer(msi_chain *c, const msi_source *from, uint64_t bytes, float us) {
     msi_point *bucket = &c->buckets.items[msi_bucket_of(c, bytes)];
     if (us < bucket->us || (us <= bucket->us && bytes < bucket->bytes)) {
         bucket->bytes = bytes;
@@ -8132,17 +8148,17 @@ static void msi_offer(msi_chain *c, const msi_source *from, uint64_t bytes, doub
 }
 
 /* The points of a part, or of none: it takes nothing. */
-static const msi_point *msi_points_of(const msi_chain *c, const msi_part *part, uint32_t *count) {
-    static const msi_point nothing = {0, 0.0, 0, 0};
+static const msi_point *msi_points_of(const msi_part *part, uint32_t *count) {
+    static const msi_point nothing = {0, 0.0f, 0, 0};
     *count = part ? part->count : 1;
-    return part ? c->points.items + part->first : &nothing;
+    return part ? part->points : &nothing;
 }
 
 /* Adds a way to those of the part under way. */
 static void msi_add_source(msi_chain *c, const msi_source *way) {
     uint32_t a_count, b_count;
-    const msi_point *a = msi_points_of(c, way->a, &a_count);
-    const msi_point *b = msi_points_of(c, way->b, &b_count);
+    const msi_point *a = msi_points_of(way->a, &a_count);
+    const msi_point *b = msi_points_of(way->b, &b_count);
     msi_source *s = &c->sources[c->source_count++];
     *s = *way;
     s->low = msi_max_u64(s->floor, msi_max_u64(s->a_bytes + a[0].bytes, b[0].bytes));
@@ -8159,8 +8175,8 @@ static void msi_add_source(msi_chain *c, const msi_source *way) {
 /* Walks the steps of a way: all numbers of bytes where it gets faster. */
 static void msi_walk_source(msi_chain *c, const msi_source *s) {
     uint32_t a_count, b_count, ia = 0, ib = 0;
-    const msi_point *a = msi_points_of(c, s->a, &a_count);
-    const msi_point *b = msi_points_of(c, s->b, &b_count);
+    const msi_point *a = msi_points_of(s->a, &a_count);
+    const msi_point *b = msi_points_of(s->b, &b_count);
     for (uint64_t bytes = s->low; bytes <= c->high;) {
         while (ia + 1 < a_count && s->a_bytes + a[ia + 1].bytes <= bytes) {
             ia++;
@@ -8189,7 +8205,7 @@ static bool msi_is_beaten(const msi_chain *c, const msi_source *s) {
 
 static void msi_walk_sources(msi_chain *c) {
     for (uint32_t k = 0; k < c->source_count; k++) {
-        double best = INFINITY;
+        float best = INFINITY;
         for (uint32_t i = 0; i < c->width && k % 8 == 0; i++) {
             best = c->buckets.items[i].us < best ? c->buckets.items[i].us : best;
             c->reach.items[i] = best;
@@ -8227,8 +8243,8 @@ static void msi_list_keep(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
         const uint64_t forward = held + stage->input_bytes + msi_forward_bytes(c, s, o, t);
         from.number = (uint8_t)o;
         from.floor = msi_max_u64(input + option->backward_bytes, done ? 0 : forward);
-        from.us = done ? 0.0 : option->recompute_us;
-        from.us += first || done ? 0.0 : s == t ? stage->last_us : stage->full_us;
+        const double again = first || done ? 0.0 : s == t ? stage->last_us : stage->full_us;
+        from.us = (float)(done ? 0.0 : option->recompute_us + again);
         if (s < t) {
             from.a = msi_part_of(c, kept, s + 1, t);
             from.a_bytes = input + option->kept_bytes;
@@ -8252,7 +8268,7 @@ static void msi_list_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
         us += first ? 0.0 : before->pass_us;
         msi_source from;
         from.floor = floor;
-        from.us = us;
+        from.us = (float)us;
         from.number = (uint8_t)k;
         from.way = MSI_WAY_CHECKPOINT;
         from.a = msi_part_of(c, kept, k, t);
@@ -8263,13 +8279,30 @@ static void msi_list_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
             const uint64_t forward = held + stage->input_bytes + msi_forward_bytes(c, k, 0, t);
             from.way = MSI_WAY_INNER;
             from.floor = msi_max_u64(floor, forward);
-            from.us += first ? 0.0 : stage->full_us;
+            from.us = (float)(us + (first ? 0.0 : stage->full_us));
             from.a = msi_part_of(c, kept, k + 1, t);
             from.a_bytes = start + stage->options[0].kept_bytes;
             from.b = msi_part_of(c, true, s, k);
             msi_add_source(c, &from);
         }
     }
+}
+
+/* Room for some points, in one piece. */
+static msi_point *msi_reserve_points(msi_chain *c, uint32_t count) {
+    const uint64_t bytes = MSI_CHAIN_CHUNK * sizeof(msi_point);
+    if (c->chunk_count == 0 || c->chunk_used + count > MSI_CHAIN_CHUNK) {
+        if (c->chunk_count == MSI_CHAIN_CHUNKS) {
+            return NULL;
+        }
+        msi_point *chunk = (msi_point *)msi_alloc(c->solver->allocator, bytes);
+        if (!chunk) {
+            return NULL;
+        }
+        c->chunks[c->chunk_count++] = chunk;
+        c->chunk_used = 0;
+    }
+    return c->chunks[c->chunk_count - 1] + c->chunk_used;
 }
 
 /* The best ways to train stages s to t: those that are faster than all that take less. */
@@ -8285,22 +8318,22 @@ static bool msi_fill_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint3
         c->buckets.items[i].bytes = UINT64_MAX;
     }
     msi_walk_sources(c);
-    if (!MSI_RESERVE(msi_point, c->solver->allocator, c->points, c->points.count + width + 1ull)) {
+    msi_point *points = msi_reserve_points(c, width + 1);
+    if (!points) {
         return false;
     }
     msi_part *part = msi_part_of(c, kept, s, t);
-    part->first = c->points.count;
+    part->points = points;
     part->count = 1;
-    double best = c->lowest.us;
-    c->points.items[c->points.count++] = c->lowest;
+    points[0] = c->lowest;
     for (uint32_t i = 0; i < width; i++) {
         const msi_point *point = &c->buckets.items[i];
-        if (point->us < best - 1e-9 * best) {
-            best = point->us;
-            c->points.items[c->points.count++] = *point;
-            part->count++;
+        const float best = points[part->count - 1].us;
+        if (point->us < best - 1e-6f * best) {
+            points[part->count++] = *point;
         }
     }
+    c->chunk_used += part->count;
     return true;
 }
 
@@ -8311,7 +8344,7 @@ static bool msi_fill_parts(msi_chain *c) {
     const uint32_t least = MSI_CHAIN_WIDTH, greatest = 512;
     const uint32_t width = most < least ? least : most > greatest ? greatest : (uint32_t)most;
     if (!MSI_RESERVE(msi_point, c->solver->allocator, c->buckets, MSI_CHAIN_WIDEST) ||
-        !MSI_RESERVE(double, c->solver->allocator, c->reach, MSI_CHAIN_WIDEST)) {
+        !MSI_RESERVE(float, c->solver->allocator, c->reach, MSI_CHAIN_WIDEST)) {
         return false;
     }
     for (uint32_t length = 1; length <= n; length++) {
@@ -8355,7 +8388,7 @@ static void msi_assign_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uin
                             uint32_t depth) {
     for (;;) {
         const msi_part *part = msi_part_of(c, kept, s, t);
-        const msi_point *point = &c->points.items[part->first];
+        const msi_point *point = part->points;
         const uint64_t input = c->stages[s].input_bytes;
         for (uint32_t i = 1; i < part->count && point[1].bytes <= bytes; i++) {
             point++;
@@ -8391,7 +8424,7 @@ static ms_result msi_try_point(msi_chain *c, uint32_t number) {
     msi_solver *s = c->solver;
     const msi_part *all = msi_part_of(c, false, 0, c->count - 1);
     memcpy(s->plan->dropped, c->base, s->model->graph.tensors.count);
-    msi_assign_part(c, false, 0, c->count - 1, c->points.items[all->first + number].bytes, 0);
+    msi_assign_part(c, false, 0, c->count - 1, all->points[number].bytes, 0);
     const ms_result result = msi_try(s);
     bool fits;
     return result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
@@ -8418,9 +8451,9 @@ static void msi_keep_best(msi_solver *s, uint64_t budget) {
 /* The fastest point that should fit. */
 static uint32_t msi_find_point(const msi_chain *c, uint64_t budget) {
     const msi_part *all = &c->parts[c->count - 1];
-    const msi_point *points = c->points.items + all->first;
     uint32_t k = 0;
-    while (k + 1 < all->count && c->solver->store->slot_bytes + points[k + 1].bytes <= budget) {
+    while (k + 1 < all->count &&
+           c->solver->store->slot_bytes + all->points[k + 1].bytes <= budget) {
         k++;
     }
     return k;
@@ -8441,13 +8474,13 @@ static ms_result msi_search_points(msi_chain *c, uint64_t budget) {
     const msi_part *all = &c->parts[c->count - 1];
     uint32_t k = msi_find_point(c, budget), step = 1;
     ms_result result = msi_keep_point(c, k, budget);
-    const uint64_t sum = c->points.items[all->first + k].bytes, real = s->plan->train.peak_bytes;
+    const uint64_t sum = all->points[k].bytes, real = s->plan->train.peak_bytes;
     const uint32_t faster = real < sum && budget > 0 ? msi_find_point(c, budget + (sum - real)) : k;
     bool fits = faster == k && s->plan->arena_bytes <= budget;
     k = faster > k ? faster + 1 : k;
     for (int tries = 0; result == MS_RESULT_OK && !fits && k > 0 && tries < MSI_CHAIN_TRIES;
          tries++) {
-        step = tries < MSI_CHAIN_TRIES / 2 ? 1 : step * 2;
+        step = tries < MSI_CHAIN_TRIES / 4 ? 1 : step * 2;
         k = k > step ? k - step : 0;
         result = msi_keep_point(c, k, budget);
         fits = s->plan->arena_bytes <= budget;
@@ -8464,9 +8497,11 @@ static void msi_chain_free(msi_chain *c) {
     MSI_LIST_FREE(uint32_t, a, c->at);
     MSI_LIST_FREE(uint64_t, a, c->own);
     MSI_LIST_FREE(uint64_t, a, c->carried);
-    MSI_LIST_FREE(msi_point, a, c->points);
+    for (uint32_t i = 0; i < c->chunk_count; i++) {
+        msi_release(a, c->chunks[i], MSI_CHAIN_CHUNK * sizeof(msi_point));
+    }
     MSI_LIST_FREE(msi_point, a, c->buckets);
-    MSI_LIST_FREE(double, a, c->reach);
+    MSI_LIST_FREE(float, a, c->reach);
     msi_release(a, c->parts, 2ull * c->count * c->count * sizeof *c->parts);
     msi_release(a, c->stage_of, g->layers.count * sizeof(uint32_t));
     msi_release(a, c->round, g->tensors.count);
@@ -8501,8 +8536,8 @@ static ms_result msi_search_chain(msi_solver *s, uint64_t budget) {
     return enough ? result : msi_fail_memory(s->model, "the solver", sizeof(msi_point));
 }
 
-/* Small graphs: every choice of what is dropped, in the order of their time, or, where none fits, of
-   their size. Each value is chosen by itself, or, where these are too many, those of a layer
+/* Small graphs: every choice of what is dropped, in the order of their time, or, where none fits,
+   of their size. Each value is chosen by itself, or, where these are too many, those of a layer
    together. */
 enum { MSI_ALL_GROUPS = 12, MSI_ALL_LAYERS = 16, MSI_ALL_TRIES = 32 };
 
