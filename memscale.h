@@ -138,7 +138,8 @@
     implementation  >>base >>structs >>log >>memory >>backend cpu >>hardware >>graph >>validate
                     >>profile >>rules >>lower >>layout >>simulate >>solve >>policy
                     >>optimizer >>call
-                    >>debug >>timing >>execute >>state >>verify >>report >>api
+                    >>debug >>timing >>execute >>state >>verify >>report >>trace
+                    >>api
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -1214,15 +1215,18 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_visit_decisions(const ms_model *mod
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_verify(ms_model *model, ms_difference_fn visit,
                                                     void *user, ms_verify_report *report);
 
-/* A step as a Chrome trace (JSON; opens in Perfetto): as simulated and, where steps were timed, as
-   measured, with a track per stream and counters of live bytes by category. Errors: INVALID, ORDER
-   (no plan yet). */
+/* A training step as a Chrome trace (JSON; opens in Perfetto, ui.perfetto.dev): a process
+   "simulated" and, where steps were timed, one "measured", each with a track per stream and
+   counters of live bytes by category. A slice is an instruction, by the name of its layer or
+   tensor, or what is simulated beside the program: inputs that come in, the sum of the losses, the
+   verdict that goes out. Errors: INVALID, ORDER (no plan yet). */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_trace_write(const ms_model *model, ms_write_fn write,
                                                          void *user);
 
 /* Sizes and times of the plan, and steps done, in the text format of Prometheus, with a NUL behind
-   it. *length (may be NULL): of the whole text, without the NUL. Errors: INVALID (capacity is not
-   above *length: nothing but the NUL is written), ORDER (no plan yet). */
+   it. All names begin with memscale_, units are bytes and seconds. *length (may be NULL): of the
+   whole text, without the NUL. Errors: INVALID (capacity is not above *length: nothing but the NUL
+   is written; text may be NULL where capacity is 0), ORDER (no plan yet). */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_metrics_write(const ms_model *model, char *text,
                                                            size_t capacity, size_t *length);
 
@@ -7014,16 +7018,19 @@ static bool msi_is_staged(const ms_model *m, const msi_slot *slot) {
            m->graph.tensors.items[slot->tensor].kind == MSI_KIND_INPUT;
 }
 
+/* How long the copy of an input takes; 0 for a slot that is not copied in. */
+static double msi_staging_us(const ms_model *m, const msi_slot *slot) {
+    return msi_is_staged(m, slot)
+               ? msi_copy_us(m, MS_STREAM_TO_DEVICE, m->graph.tensors.items[slot->tensor].bytes)
+               : 0.0;
+}
+
 /* The beginning of a step: inputs are copied in, each in full, and as in msi_write all computing
    comes behind them. */
 static void msi_clock_start(msi_clock *c, const ms_model *m, const msi_store *store) {
     memset(c, 0, sizeof *c);
     for (uint32_t k = 0; k < store->slots.count && msi_has_copies(m); k++) {
-        const msi_slot *slot = &store->slots.items[k];
-        if (msi_is_staged(m, slot)) {
-            const uint64_t bytes = m->graph.tensors.items[slot->tensor].bytes;
-            msi_enqueue(c, MS_STREAM_TO_DEVICE, 0.0, msi_copy_us(m, MS_STREAM_TO_DEVICE, bytes));
-        }
+        msi_enqueue(c, MS_STREAM_TO_DEVICE, 0.0, msi_staging_us(m, &store->slots.items[k]));
     }
     msi_enqueue(c, MS_STREAM_COMPUTE, c->free_us[MS_STREAM_TO_DEVICE], 0.0);
 }
@@ -12144,6 +12151,60 @@ static void msi_print_name(const msi_printer *out, const char *name, int width) 
     msi_print(out, "%*s", length < width ? width - length : 0, "");
 }
 
+/* Bytes of the character of UTF-8 that starts here; 0: this is none (RFC 3629, section 4). */
+static int msi_utf8_length(const uint8_t *s) {
+    static const struct {
+        uint8_t first, last, low, high; // of the first byte, of the second
+        int length;
+    } forms[] = {
+        {0x00, 0x7f, 0, 0, 1},       {0xc2, 0xdf, 0x80, 0xbf, 2}, {0xe0, 0xe0, 0xa0, 0xbf, 3},
+        {0xe1, 0xec, 0x80, 0xbf, 3}, {0xed, 0xed, 0x80, 0x9f, 3}, {0xee, 0xef, 0x80, 0xbf, 3},
+        {0xf0, 0xf0, 0x90, 0xbf, 4}, {0xf1, 0xf3, 0x80, 0xbf, 4}, {0xf4, 0xf4, 0x80, 0x8f, 4}};
+    for (int i = 0; i < 9; i++) {
+        if (s[0] >= forms[i].first && s[0] <= forms[i].last) {
+            bool good = forms[i].length == 1 || (s[1] >= forms[i].low && s[1] <= forms[i].high);
+            for (int k = 2; k < forms[i].length && good; k++) {
+                good = (s[k] & 0xc0) == 0x80;
+            }
+            return good ? forms[i].length : 0;
+        }
+    }
+    return 0;
+}
+
+/* A name in quotes, for JSON or for Prometheus, which knows no \u and takes control characters as
+   they are. What is no UTF-8 becomes U+FFFD. */
+static void msi_print_quoted(const msi_printer *out, const char *text, bool json) {
+    out->write("\"", 1, out->user);
+    for (const char *c = text; *c; c++) {
+        const int length = msi_utf8_length((const uint8_t *)c);
+        if (length == 0) {
+            out->write("\xef\xbf\xbd", 3, out->user);
+        } else if (*c == '"' || *c == '\\' || *c == '\n') {
+            msi_print(out, "\\%c", *c == '\n' ? 'n' : *c);
+        } else if (json && length == 1 && ((uint8_t)*c < 0x20 || *c == 0x7f)) {
+            msi_print(out, "\\u%04x", (unsigned)(uint8_t)*c);
+        } else {
+            out->write(c, (size_t)length, out->user);
+            c += length - 1;
+        }
+    }
+    out->write("\"", 1, out->user);
+}
+
+/* A number from 0, with a point in every locale; NaN and what is out of range become 0. */
+static void msi_print_number(const msi_printer *out, double value, int digits) {
+    double scale = 1.0;
+    for (int i = 0; i < digits; i++) {
+        scale *= 10.0;
+    }
+    const double scaled = value * scale + 0.5;
+    const uint64_t units = scaled >= 0.0 && scaled < 1.8e19 ? (uint64_t)scaled : 0;
+    const uint64_t whole = (uint64_t)scale;
+    msi_print(out, "%llu.%0*llu", (unsigned long long)(units / whole), digits,
+              (unsigned long long)(units % whole));
+}
+
 /* The operand k of an instruction, as the public sees it. */
 static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *p, uint32_t now,
                                           uint32_t k) {
@@ -12555,6 +12616,313 @@ static void msi_print_profile(const ms_model *m, const msi_printer *out) {
         msi_print_line(out, msi_layer_name(m, i));
     }
     msi_print(out, "end\n");
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>trace  a step for Perfetto, a plan for Prometheus
+
+/* The processes of a trace. */
+enum { MSI_TRACE_SIMULATED = 1, MSI_TRACE_MEASURED = 2 };
+
+/* By msi_op. */
+static const char *const msi_op_names[MSI_OP_COUNT] = {
+    "forward", "recompute", "backward", "eval", "seed",   "zero",   "copy",
+    "restore", "add",       "norm",     "clip", "update", "nothing"};
+
+/* By ms_stream_kind. */
+static const char *const msi_stream_names[] = {"compute", "copies to the device",
+                                               "copies to the host"};
+
+/* One item of a trace: what, of which layer or tensor, when. */
+typedef struct msi_span {
+    const char *what, *name;
+    ms_stream_kind stream;
+    double start_us, us;
+    uint32_t instruction; // MSI_NONE: of none
+    uint64_t bytes;       // live, or copied
+} msi_span;
+
+static void msi_trace_span(const msi_printer *out, int process, const msi_span *s) {
+    msi_print(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"cat\":\"%s\",\"ts\":", process,
+              (int)s->stream, s->what);
+    msi_print_number(out, s->start_us, 3);
+    msi_print(out, ",\"dur\":");
+    msi_print_number(out, s->us, 3);
+    msi_print(out, ",\"name\":");
+    msi_print_quoted(out, s->name[0] ? s->name : s->what, true);
+    msi_print(out, ",\"args\":{\"op\":\"%s\"", s->what);
+    if (s->instruction != MSI_NONE) {
+        msi_print(out, ",\"instruction\":%u,\"live_bytes\":%llu}}", (unsigned)s->instruction,
+                  (unsigned long long)s->bytes);
+    } else {
+        msi_print(out, ",\"bytes\":%llu}}", (unsigned long long)s->bytes);
+    }
+}
+
+static void msi_trace_counters(const msi_printer *out, int process, double us,
+                               const uint64_t *bytes_of) {
+    msi_print(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"name\":\"live bytes\",\"ts\":", process);
+    msi_print_number(out, us, 3);
+    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
+        msi_print(out, "%s\"%s\":%llu", c == 0 ? ",\"args\":{" : ",",
+                  ms_category_name((ms_category)c), (unsigned long long)bytes_of[c]);
+    }
+    msi_print(out, "}}");
+}
+
+/* Names of a process and of its tracks. */
+static void msi_trace_process(const msi_printer *out, int process) {
+    static const char *const names[] = {"", "simulated", "measured"};
+    msi_print(out,
+              "%s{\"ph\":\"M\",\"pid\":%d,\"name\":\"process_name\",\"args\":{\"name\":\"%s\"}}",
+              process == MSI_TRACE_SIMULATED ? "" : ",\n", process, names[process]);
+    for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
+        msi_print(out,
+                  ",\n{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"thread_name\",\"args\":"
+                  "{\"name\":\"%s\"}}",
+                  process, stream, msi_stream_names[stream]);
+    }
+}
+
+/* Inputs, which come in before the first instruction. */
+static void msi_trace_inputs(const msi_printer *out, const ms_model *m) {
+    msi_clock c;
+    memset(&c, 0, sizeof c);
+    for (uint32_t k = 0; k < m->store->slots.count; k++) {
+        const msi_slot *slot = &m->store->slots.items[k];
+        const double us = msi_staging_us(m, slot);
+        if (us > 0.0) {
+            const msi_span span = {"copy in",
+                                   msi_tensor_name(m, slot->tensor),
+                                   MS_STREAM_TO_DEVICE,
+                                   msi_enqueue(&c, MS_STREAM_TO_DEVICE, 0.0, us),
+                                   us,
+                                   MSI_NONE,
+                                   m->graph.tensors.items[slot->tensor].bytes};
+            msi_trace_span(out, MSI_TRACE_SIMULATED, &span);
+        }
+    }
+}
+
+/* The sum of the losses behind forward, and the verdict that goes out beside backward. */
+static void msi_trace_verdict(const msi_printer *out, const msi_walk *w) {
+    const ms_model *m = w->model;
+    const double end_us = w->start_us + w->duration_us;
+    const msi_span sum = {"loss",
+                          "sum of the losses",
+                          MS_STREAM_COMPUTE,
+                          end_us,
+                          w->clock.free_us[MS_STREAM_COMPUTE] - end_us,
+                          MSI_NONE,
+                          w->program->lives.items[w->program->loss].bytes};
+    msi_trace_span(out, MSI_TRACE_SIMULATED, &sum);
+    if (msi_has_copies(m)) {
+        const double us = msi_copy_us(m, MS_STREAM_TO_HOST, MSI_STATES_BYTES);
+        const msi_span verdict = {
+            "copy out", "verdict", MS_STREAM_TO_HOST, w->clock.free_us[MS_STREAM_TO_HOST] - us,
+            us,         MSI_NONE,  MSI_STATES_BYTES};
+        msi_trace_span(out, MSI_TRACE_SIMULATED, &verdict);
+    }
+}
+
+/* One instruction, as simulated and as measured. */
+static void msi_trace_instruction(const msi_printer *out, const msi_walk *w, bool counts) {
+    const ms_model *m = w->model;
+    const msi_program *p = w->program;
+    const msi_instruction *i = &p->instructions.items[w->now];
+    const bool of_layer = i->op <= MSI_OP_EVAL;
+    const bool of_tensor =
+        !of_layer && i->op != MSI_OP_CLIP &&
+        p->lives.items[p->operands.items[i->operand_first].life].role < MSI_ROLE_WORKSPACE;
+    msi_span span = {msi_op_names[i->op],
+                     of_layer    ? msi_layer_name(m, i->target)
+                     : of_tensor ? msi_tensor_name(m, i->target)
+                                 : "",
+                     (ms_stream_kind)msi_op_costs[i->op].stream,
+                     w->start_us,
+                     w->duration_us,
+                     w->now,
+                     m->store->slot_bytes + p->live_bytes.items[w->now]};
+    msi_trace_span(out, MSI_TRACE_SIMULATED, &span);
+    if (counts) {
+        msi_trace_counters(out, MSI_TRACE_SIMULATED, span.start_us, w->live_bytes_of);
+    }
+    if (p->is_measured) {
+        span.start_us = p->measured.items[2ull * w->now];
+        span.us = p->measured.items[2ull * w->now + 1];
+        msi_trace_span(out, MSI_TRACE_MEASURED, &span);
+    }
+    if (p->is_measured && counts) {
+        msi_trace_counters(out, MSI_TRACE_MEASURED, span.start_us, w->live_bytes_of);
+    }
+}
+
+static void msi_trace(const ms_model *m, const msi_printer *out) {
+    const msi_program *p = &m->plan->train;
+    uint64_t counted[MS_CATEGORY_COUNT];
+    msi_walk w;
+    memset(counted, 0, sizeof counted);
+    msi_print(out, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
+    msi_trace_process(out, MSI_TRACE_SIMULATED);
+    if (p->is_measured) {
+        msi_trace_process(out, MSI_TRACE_MEASURED);
+    }
+    msi_trace_inputs(out, m);
+    for (msi_walk_start(&w, m, p); w.now < p->instructions.count; msi_walk_leave(&w)) {
+        msi_walk_enter(&w);
+        if (p->instructions.items[w.now].op != MSI_OP_NOTHING) {
+            const bool moved = memcmp(counted, w.live_bytes_of, sizeof counted) != 0;
+            memcpy(counted, w.live_bytes_of, sizeof counted);
+            msi_trace_instruction(out, &w, moved);
+        }
+        if (w.now + 1 == p->forward_end) {
+            msi_trace_verdict(out, &w);
+        }
+    }
+    msi_print(out, "\n]}\n");
+}
+
+/* A metric that a field of the report is. */
+typedef enum msi_metric_kind {
+    MSI_METRIC_U64,
+    MSI_METRIC_U32,
+    MSI_METRIC_RATIO,
+    MSI_METRIC_US, // exposed in seconds
+    MSI_METRIC_CATEGORIES
+} msi_metric_kind;
+
+typedef struct msi_metric {
+    const char *name, *help;
+    size_t offset; // in ms_memory_report
+    msi_metric_kind kind;
+} msi_metric;
+
+#define MSI_METRIC(name, field, kind, help)                                                        \
+    { name, help, offsetof(ms_memory_report, field), kind }
+
+static const msi_metric msi_metrics[] = {
+    MSI_METRIC("budget_bytes", budget_bytes, MSI_METRIC_U64,
+               "The arena is never larger than this."),
+    MSI_METRIC("arena_bytes", arena_bytes, MSI_METRIC_U64, "Memory of the model on the device."),
+    MSI_METRIC("plain_arena_bytes", plain_bytes, MSI_METRIC_U64, "Arena of the plain plan."),
+    MSI_METRIC("lower_bound_bytes", lower_bound_bytes, MSI_METRIC_U64,
+               "Largest sum of live bytes: no layout is smaller."),
+    MSI_METRIC("gap_bytes", gap_bytes, MSI_METRIC_U64, "Arena less lower bound."),
+    MSI_METRIC("peak_bytes", peak_bytes, MSI_METRIC_CATEGORIES,
+               "Live bytes at the peak of a step."),
+    MSI_METRIC("activation_peak_bytes", activation_peak_bytes, MSI_METRIC_U64,
+               "Largest sum of activations, their gradients and saved tensors."),
+    MSI_METRIC("borrowed_bytes", borrowed_bytes, MSI_METRIC_U64, "Memory of the trainer's own."),
+    MSI_METRIC("host_bytes", host_bytes, MSI_METRIC_U64, "Tensors that stay on the host."),
+    MSI_METRIC("staging_bytes", staging_bytes, MSI_METRIC_U64,
+               "Host memory through which inputs and verdicts pass."),
+    MSI_METRIC("step_predicted_seconds", step_us, MSI_METRIC_US, "Time of a step, as simulated."),
+    MSI_METRIC("step_predicted_plain_seconds", plain_step_us, MSI_METRIC_US,
+               "Time of a step of the plain plan, as simulated."),
+    MSI_METRIC("step_stall_seconds", stall_us, MSI_METRIC_US,
+               "Of a step, how long computing waits for copies, as simulated."),
+    MSI_METRIC("recompute_ratio", recompute_share, MSI_METRIC_RATIO,
+               "Time of recomputations over that of a plain step, as simulated."),
+    MSI_METRIC("pressure_ratio", pressure, MSI_METRIC_RATIO, "Plain arena over budget."),
+    MSI_METRIC("parameters", param_count, MSI_METRIC_U64, "Elements of all params."),
+    MSI_METRIC("layers", layer_count, MSI_METRIC_U32, "Layers of the graph."),
+    MSI_METRIC("tensors", tensor_count, MSI_METRIC_U32, "Tensors of the graph."),
+    MSI_METRIC("instructions", instruction_count, MSI_METRIC_U32, "Instructions of a step."),
+    MSI_METRIC("recomputations", recompute_count, MSI_METRIC_U32, "Of these, recomputations."),
+};
+
+static void msi_print_metric_head(const msi_printer *out, const char *name, const char *type,
+                                  const char *help) {
+    msi_print(out, "# HELP memscale_%s %s\n", name, help);
+    msi_print(out, "# TYPE memscale_%s %s\n", name, type);
+}
+
+static void msi_print_metric(const msi_printer *out, const msi_metric *metric,
+                             const ms_memory_report *report) {
+    const uint8_t *field = (const uint8_t *)report + metric->offset;
+    uint64_t bytes[MS_CATEGORY_COUNT] = {0, 0, 0, 0, 0, 0, 0, 0, 0};
+    uint32_t count = 0;
+    double value = 0.0;
+    const int values = metric->kind == MSI_METRIC_CATEGORIES ? MS_CATEGORY_COUNT : 1;
+    if (metric->kind == MSI_METRIC_U32) {
+        memcpy(&count, field, sizeof count);
+        bytes[0] = count;
+    } else if (metric->kind == MSI_METRIC_U64 || metric->kind == MSI_METRIC_CATEGORIES) {
+        memcpy(bytes, field, (size_t)values * sizeof *bytes);
+    } else {
+        memcpy(&value, field, sizeof value);
+    }
+    msi_print_metric_head(out, metric->name, "gauge", metric->help);
+    for (int k = 0; k < values; k++) {
+        msi_print(out, "memscale_%s", metric->name);
+        if (metric->kind == MSI_METRIC_CATEGORIES) {
+            msi_print(out, "{category=");
+            msi_print_quoted(out, ms_category_name((ms_category)k), false);
+            msi_print(out, "}");
+        }
+        if (metric->kind == MSI_METRIC_RATIO || metric->kind == MSI_METRIC_US) {
+            msi_print(out, " ");
+            msi_print_number(out, metric->kind == MSI_METRIC_US ? 1e-6 * value : value, 9);
+            msi_print(out, "\n");
+        } else {
+            msi_print(out, " %llu\n", (unsigned long long)bytes[k]);
+        }
+    }
+}
+
+/* What does not change, as labels of a 1. */
+static void msi_print_info(const ms_model *m, const msi_printer *out, const ms_memory_report *r) {
+    char version[32], hash[20];
+    const char *const labels[][2] = {
+        {"version", version},
+        {"backend", m->config.backend.name},
+        {"device", m->hardware.name},
+        {"mode", ms_mode_name(r->mode)},
+        {"decision_source", ms_decision_source_name(r->decision_source)},
+        {"plan_hash", hash}};
+    snprintf(version, sizeof version, "%d.%d.%d", MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR,
+             MEMSCALE_VERSION_PATCH);
+    snprintf(hash, sizeof hash, "%016llx", (unsigned long long)r->plan_hash);
+    msi_print_metric_head(out, "info", "gauge", "What is planned, for what.");
+    for (size_t k = 0; k < sizeof labels / sizeof labels[0]; k++) {
+        msi_print(out, "%s%s=", k == 0 ? "memscale_info{" : ",", labels[k][0]);
+        msi_print_quoted(out, labels[k][1], false);
+    }
+    msi_print(out, "} 1\n");
+}
+
+static void msi_print_metrics(const ms_model *m, const msi_printer *out) {
+    const msi_program *p = &m->plan->train;
+    ms_memory_report report;
+    msi_fill_report(m, &report);
+    msi_print_info(m, out, &report);
+    for (size_t k = 0; k < sizeof msi_metrics / sizeof msi_metrics[0]; k++) {
+        msi_print_metric(out, &msi_metrics[k], &report);
+    }
+    if (p->is_measured) {
+        const double *last = p->measured.items + 2ull * (p->instructions.count - 1);
+        msi_print_metric_head(out, "step_measured_seconds", "gauge",
+                              "The last step that was timed, instruction by instruction.");
+        msi_print(out, "memscale_step_measured_seconds ");
+        msi_print_number(out, 1e-6 * (last[0] + last[1]), 9);
+        msi_print(out, "\n");
+    }
+    msi_print_metric_head(out, "steps_total", "counter", "Updates that are done.");
+    msi_print(out, "memscale_steps_total %llu\n", (unsigned long long)m->step);
+}
+
+/* A text that ends where the caller's memory does, and its length without that end. */
+typedef struct msi_bounded_text {
+    char *text;
+    size_t capacity, length;
+} msi_bounded_text;
+
+static void msi_write_bounded(const char *text, size_t length, void *user) {
+    msi_bounded_text *to = (msi_bounded_text *)user;
+    if (to->length + length < to->capacity) {
+        memcpy(to->text + to->length, text, length);
+    }
+    to->length += length;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -13962,6 +14330,42 @@ MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program progra
     to.out.user = user;
     msi_visit(model, msi_program_of(model, program), msi_print_event, &to);
     return MS_RESULT_OK;
+}
+
+MEMSCALE_API ms_result ms_trace_write(const ms_model *model, ms_write_fn write, void *user) {
+    if (!model || !write) {
+        return MS_RESULT_INVALID;
+    }
+    if (!model->plan) {
+        return MS_RESULT_ORDER;
+    }
+    const msi_printer out = {write, user};
+    msi_trace(model, &out);
+    return MS_RESULT_OK;
+}
+
+MEMSCALE_API ms_result ms_metrics_write(const ms_model *model, char *text, size_t capacity,
+                                        size_t *length) {
+    msi_bounded_text to;
+    if (!model || (!text && capacity > 0)) {
+        return MS_RESULT_INVALID;
+    }
+    if (!model->plan) {
+        return MS_RESULT_ORDER;
+    }
+    to.text = text;
+    to.capacity = capacity;
+    to.length = 0;
+    const msi_printer out = {msi_write_bounded, &to};
+    msi_print_metrics(model, &out);
+    const bool fits = to.length < capacity;
+    if (capacity > 0) {
+        text[fits ? to.length : 0] = 0;
+    }
+    if (length) {
+        *length = to.length;
+    }
+    return fits ? MS_RESULT_OK : MS_RESULT_INVALID;
 }
 
 #endif // MEMSCALE_IMPLEMENTATION

@@ -950,6 +950,349 @@ static void every_call_of_the_device_fails_once(void **state) {
     }
 }
 
+// ------------------------------------------------------------------------------------------------
+// traces
+
+/* A checker of JSON (RFC 8259): steps over one value; NULL where there is none. */
+static const char *json_value(const char *c, int depth);
+
+static const char *json_space(const char *c) {
+    return c == NULL ? NULL : c + strspn(c, " \t\r\n");
+}
+
+static const char *json_string(const char *c) {
+    if (c == NULL || *c != '"') {
+        return NULL;
+    }
+    for (++c; *c != '"'; ++c) {
+        const unsigned char byte = (unsigned char)*c;
+        if (byte < 0x20) {
+            return NULL;
+        }
+        if (*c == '\\') {
+            ++c;
+            if (*c == 'u') {
+                if (strspn(c + 1, "0123456789abcdefABCDEF") < 4) {
+                    return NULL;
+                }
+                c += 4;
+            } else if (*c == 0 || strchr("\"\\/bfnrt", *c) == NULL) {
+                return NULL;
+            }
+        }
+    }
+    return c + 1;
+}
+
+static const char *json_number(const char *c) {
+    c += *c == '-';
+    const size_t whole = strspn(c, "0123456789");
+    if (whole == 0 || (whole > 1 && *c == '0')) {
+        return NULL;
+    }
+    c += whole;
+    if (*c == '.') {
+        const size_t digits = strspn(c + 1, "0123456789");
+        c = digits > 0 ? c + 1 + digits : NULL;
+    }
+    return c;
+}
+
+/* The items of an array or an object, behind its bracket. */
+static const char *json_items(const char *c, char end, int depth) {
+    c = json_space(c);
+    if (c != NULL && *c == end) {
+        return c + 1;
+    }
+    while (c != NULL) {
+        if (end == '}') {
+            c = json_space(json_string(json_space(c)));
+            if (c == NULL || *c != ':') {
+                return NULL;
+            }
+            ++c;
+        }
+        c = json_space(json_value(c, depth + 1));
+        if (c != NULL && *c == end) {
+            return c + 1;
+        }
+        c = c != NULL && *c == ',' ? c + 1 : NULL;
+    }
+    return NULL;
+}
+
+static const char *json_value(const char *c, int depth) {
+    c = json_space(c);
+    if (c == NULL || depth > 8) {
+        return NULL;
+    }
+    return *c == '{'   ? json_items(c + 1, '}', depth)
+           : *c == '[' ? json_items(c + 1, ']', depth)
+           : *c == '"' ? json_string(c)
+                       : json_number(c);
+}
+
+static bool is_json(const char *text) {
+    const char *end = json_space(json_value(text, 0));
+    return end != NULL && *end == 0;
+}
+
+/* All of it is UTF-8 (by another way than the library's: code points are put together). */
+static bool is_utf8(const char *text) {
+    static const uint32_t least[] = {0, 0, 0x80, 0x800, 0x10000};
+    for (const unsigned char *c = (const unsigned char *)text; *c;) {
+        const int length = *c < 0x80 ? 1 : *c < 0xc0 ? 0 : *c < 0xe0 ? 2 : *c < 0xf0 ? 3 : 4;
+        uint32_t code = length == 1 ? *c : *c & (0x7fu >> length);
+        if (length == 0 || *c > 0xf7) {
+            return false;
+        }
+        for (int k = 1; k < length; ++k) {
+            if ((c[k] & 0xc0) != 0x80) {
+                return false;
+            }
+            code = code << 6 | (c[k] & 0x3fu);
+        }
+        if (code < least[length] || code > 0x10ffff || (code >= 0xd800 && code <= 0xdfff)) {
+            return false;
+        }
+        c += length;
+    }
+    return true;
+}
+
+static uint32_t count_of(const char *text, const char *part) {
+    uint32_t count = 0;
+    for (const char *c = strstr(text, part); c != NULL; c = strstr(c + 1, part)) {
+        count += 1;
+    }
+    return count;
+}
+
+static t_text trace_of(const ms_model *m) {
+    t_text text = {NULL, 0};
+    t_ok(m, ms_trace_write(m, t_append, &text));
+    assert_true(is_json(text.data) && is_utf8(text.data));
+    return text;
+}
+
+static void the_checkers_check(void **state) {
+    (void)state;
+    assert_true(is_json("{\"a\": [1, -2.5, {}], \"b\\u00ff\": \"\\\\\"}"));
+    static const char *const wrong[] = {"{\"a\": 1,}", "[1 2]",    "{\"a\"}", "\"\\x\"", "\"\n\"",
+                                        "[1.]",        "{\"a\":1", "01",      "",        "[1]]"};
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; ++i) {
+        assert_false(is_json(wrong[i]));
+    }
+    assert_true(is_utf8("a\xc3\xa4\xe2\x82\xac\xf0\x9f\x98\x80"));
+    assert_false(is_utf8("\xc0\x80") || is_utf8("\xed\xa0\x80") || is_utf8("\xff") ||
+                 is_utf8("\xf4\x90\x80\x80") || is_utf8("\xe2\x82"));
+}
+
+static void traces_are_json(void **state) {
+    (void)state;
+    clocked_net n;
+    ms_config config = clocked_config(&n, NULL);
+    clocked_start(&n, &config);
+    t_text text = trace_of(n.model);
+    const uint32_t instructions = n.model->plan->train.instructions.count;
+    assert_int_equal(count_of(text.data, "\"ph\":\"X\""),
+                     instructions + 1); // and the sum of losses
+    assert_int_equal(count_of(text.data, "\"process_name\""), 1);
+    assert_int_equal(count_of(text.data, "\"thread_name\""), MS_STREAM_COUNT);
+    assert_int_equal(count_of(text.data, "\"copy in\""), 0);
+    t_text_has(text.data, "\"activation gradients\":");
+    assert_in_range(count_of(text.data, "\"ph\":\"C\""), LAYERS, instructions);
+    free(text.data);
+    for (uint64_t i = 0; i < 5; ++i) {
+        t_ok(n.model, clocked_step(&n, i, 1.0, NULL));
+    }
+    text = trace_of(n.model);
+    t_text_has(text.data, "\"name\":\"measured\"");
+    assert_int_equal(count_of(text.data, "\"ph\":\"X\",\"pid\":2"), instructions);
+    assert_int_equal(count_of(text.data, "\"ph\":\"X\",\"pid\":1"), instructions + 1);
+    t_text_has(text.data, "\"pid\":2,\"tid\":0,\"cat\":\"forward\",\"ts\":0.000,\"dur\":100.000,"
+                          "\"name\":\"layer 0\",\"args\":{\"op\":\"forward\",\"instruction\":0,");
+    free(text.data);
+    clocked_end(&n);
+}
+
+/* What runs beside the program on a device: 1536 bytes in at 0.5 GB/s, a verdict out. */
+static void traces_show_copies(void **state) {
+    (void)state;
+    const ms_hardware hardware = round_hardware(MS_DEVICE_DISCRETE);
+    ms_config config = t_config();
+    t_chain chain;
+    config.dry_run = true;
+    assert_int_equal(t_chain_create(&chain, &config, 1, 48, 8), MS_RESULT_OK);
+    set_hardware(chain.model, &hardware);
+    set_times(chain.model, 10.0, 20.0, 5.0);
+    t_ok(chain.model, ms_wrap(chain.model));
+    t_text text = trace_of(chain.model);
+    t_text_has(text.data, "\"tid\":1,\"cat\":\"copy in\",\"ts\":0.000,\"dur\":4.072,\"name\":\"x\","
+                          "\"args\":{\"op\":\"copy in\",\"bytes\":1536}}");
+    t_text_has(text.data, "\"tid\":0,\"cat\":\"forward\",\"ts\":4.072,\"dur\":10.000,"
+                          "\"name\":\"matmul0\"");
+    t_text_has(text.data, "\"tid\":0,\"cat\":\"loss\",\"ts\":37.072,\"dur\":1.192,");
+    t_text_has(text.data, "\"tid\":2,\"cat\":\"copy out\",\"ts\":38.264,\"dur\":1.512,"
+                          "\"name\":\"verdict\"");
+    free(text.data);
+    ms_destroy(chain.model);
+}
+
+/* Names of any bytes. */
+static void odd_names_are_escaped(void **state) {
+    (void)state;
+    static const char *const names[] = {"quote\" back\\slash", "line\nend\ttab\x01\x7f",
+                                        "\xc3\xa4 \xe2\x82\xac \xf0\x9f\x98\x80",
+                                        "\xff\xc0\x80\xed\xa0\x80\xf4\x90\x80\x80\xe2\x82", ""};
+    static const char *const found[] = {"\"quote\\\" back\\\\slash\"",
+                                        "\"line\\nend\\u0009tab\\u0001\\u007f\"",
+                                        "\"\xc3\xa4 \xe2\x82\xac \xf0\x9f\x98\x80\"",
+                                        "\"\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd", "\"forward\""};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; ++i) {
+        ms_config config = t_config();
+        ms_layer_desc d;
+        ms_model *m = NULL;
+        memset(&d, 0, sizeof d);
+        config.dry_run = true;
+        config.backend = ms_backend_cpu();
+        config.backend.name = names[i];
+        t_ok(NULL, ms_create(&config, &m));
+        d.name = names[i];
+        d.forward = d.backward = clocked_backward; // a dry run calls nothing
+        d.param[0] = ms_param(m, names[i], MS_DTYPE_F32, ms_shape1(4));
+        d.out[0] = ms_activation(m, names[i], MS_DTYPE_F32, ms_shape1(4));
+        ms_register_layer(m, &d);
+        ms_set_loss(m, d.out[0]);
+        t_ok(m, ms_wrap(m));
+        t_text text = trace_of(m);
+        t_text_has(text.data, found[i]);
+        free(text.data);
+        char metrics[8192];
+        t_ok(m, ms_metrics_write(m, metrics, sizeof metrics, NULL));
+        assert_true(is_utf8(metrics));
+        t_text_has(metrics, i == 0   ? "backend=\"quote\\\" back\\\\slash\""
+                            : i == 1 ? "backend=\"line\\nend\ttab\x01\x7f\""
+                            : i == 4 ? "backend=\"\""
+                                     : "memscale_info");
+        ms_destroy(m);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// metrics
+
+/* One line of the text format: a name with labels and a value, of a metric that HELP and TYPE came
+   before. Returns the value. */
+static double check_sample(const char *line, const char *metric) {
+    const size_t name = strcspn(line, "{ ");
+    assert_true(name == strlen(metric) && strncmp(line, metric, name) == 0);
+    const char *c = line + name;
+    if (*c == '{') {
+        do {
+            ++c;
+            const size_t label = strspn(c, "abcdefghijklmnopqrstuvwxyz_");
+            assert_true(label > 0 && c[label] == '=');
+            c = json_string(c + label + 1);
+            assert_non_null(c);
+        } while (*c == ',');
+        assert_true(*c == '}');
+        ++c;
+    }
+    char *end;
+    assert_true(*c == ' ');
+    const double value = strtod(c + 1, &end);
+    assert_true(end > c + 1 && *end == 0);
+    return value;
+}
+
+static void check_metrics(char *text, const ms_memory_report *r, uint64_t steps) {
+    char metric[64] = "";
+    double peak = 0.0;
+    uint32_t metrics = 0, seen = 0;
+    for (char *line = strtok(text, "\n"); line != NULL; line = strtok(NULL, "\n")) {
+        char help[64] = "", type[64] = "", kind[16] = "";
+        if (sscanf(line, "# HELP %63s", help) == 1) {
+            snprintf(metric, sizeof metric, "%s", help);
+            assert_true(strncmp(help, "memscale_", 9) == 0);
+            metrics += 1;
+        } else if (sscanf(line, "# TYPE %63s %15s", type, kind) == 2) {
+            assert_string_equal(type, metric);
+            const bool counts =
+                strlen(metric) > 6 && strcmp(metric + strlen(metric) - 6, "_total") == 0;
+            assert_string_equal(kind, counts ? "counter" : "gauge");
+        } else {
+            const double value = check_sample(line, metric);
+            const struct {
+                const char *name;
+                double value;
+            } expected[] = {{"memscale_arena_bytes", (double)r->arena_bytes},
+                            {"memscale_plain_arena_bytes", (double)r->plain_bytes},
+                            {"memscale_step_predicted_seconds", 1e-6 * r->step_us},
+                            {"memscale_pressure_ratio", r->pressure},
+                            {"memscale_layers", (double)r->layer_count},
+                            {"memscale_steps_total", (double)steps}};
+            for (size_t k = 0; k < sizeof expected / sizeof expected[0]; ++k) {
+                if (strcmp(metric, expected[k].name) == 0) {
+                    assert_true(fabs(value - expected[k].value) < 1e-9);
+                    seen += 1;
+                }
+            }
+            peak += strcmp(metric, "memscale_peak_bytes") == 0 ? value : 0.0;
+        }
+    }
+    assert_true(metrics > 15 && seen == 6 && (uint64_t)peak == r->lower_bound_bytes);
+}
+
+static void metrics_fit_or_say_so(void **state) {
+    (void)state;
+    clocked_net n;
+    ms_config config = clocked_config(&n, NULL);
+    ms_memory_report report;
+    size_t length = 0, again = 0;
+    clocked_start(&n, &config);
+    for (uint64_t i = 0; i < 5; ++i) {
+        t_ok(n.model, clocked_step(&n, i, 1.0, NULL));
+    }
+    t_report(n.model, &report);
+    assert_int_equal(ms_metrics_write(n.model, NULL, 0, &length), MS_RESULT_INVALID);
+    assert_true(length > 1000);
+    char *text = (char *)malloc(length + 1);
+    assert_non_null(text);
+    for (size_t capacity = 1; capacity <= length; capacity += capacity == 1 ? length - 2 : 1) {
+        memset(text, 'x', length + 1);
+        assert_int_equal(ms_metrics_write(n.model, text, capacity, &again), MS_RESULT_INVALID);
+        assert_true(again == length && text[0] == 0 && text[length] == 'x');
+    }
+    t_ok(n.model, ms_metrics_write(n.model, text, length + 1, &again));
+    assert_true(again == length && strlen(text) == length && is_utf8(text));
+    t_text_has(text, "\nmemscale_peak_bytes{category=\"activation gradients\"} ");
+    t_text_has(text, "mode=\"BALANCED\"");
+    t_text_has(text, "\nmemscale_step_measured_seconds 0.007442000\n");
+    check_metrics(text, &report, 5);
+    free(text);
+    clocked_end(&n);
+}
+
+static void wrong_arguments_are_refused(void **state) {
+    (void)state;
+    clocked_net n;
+    ms_config config = clocked_config(&n, NULL);
+    char text[8];
+    size_t length = 7;
+    t_text trace = {NULL, 0};
+    assert_int_equal(clocked_create(&n, &config), MS_RESULT_OK);
+    assert_int_equal(ms_trace_write(n.model, t_append, &trace), MS_RESULT_ORDER);
+    assert_int_equal(ms_metrics_write(n.model, text, sizeof text, &length), MS_RESULT_ORDER);
+    t_ok(n.model, ms_wrap(n.model));
+    assert_int_equal(ms_trace_write(NULL, t_append, &trace), MS_RESULT_INVALID);
+    assert_int_equal(ms_trace_write(n.model, NULL, &trace), MS_RESULT_INVALID);
+    assert_int_equal(ms_metrics_write(NULL, text, sizeof text, &length), MS_RESULT_INVALID);
+    assert_int_equal(ms_metrics_write(n.model, NULL, 1, &length), MS_RESULT_INVALID);
+    assert_true(length == 7 && trace.data == NULL);
+    clocked_end(&n);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_step_by_hand),
@@ -971,6 +1314,12 @@ int main(void) {
         cmocka_unit_test(devices_are_waited_for),
         cmocka_unit_test(halted_steps_are_no_samples),
         cmocka_unit_test(every_call_of_the_device_fails_once),
+        cmocka_unit_test(the_checkers_check),
+        cmocka_unit_test(traces_are_json),
+        cmocka_unit_test(traces_show_copies),
+        cmocka_unit_test(odd_names_are_escaped),
+        cmocka_unit_test(metrics_fit_or_say_so),
+        cmocka_unit_test(wrong_arguments_are_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
