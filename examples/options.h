@@ -1,4 +1,5 @@
-/*  options.h - what the command lines of the trainers share: gpt2.c, bert.c and cnn.c.
+/*  options.h - what command lines share: those of the trainers, gpt2.c, bert.c and cnn.c, and of
+    estimate.c.
 
     OPTIONS_PROGRAM is the program's name, defined before the include; nn.h stands before it too. A
     program that is compiled with NN_CUDA and linked with examples/cuda.cu also runs on a GPU. */
@@ -139,7 +140,7 @@ typedef struct option_device {
 } option_device;
 
 /* By its name; 1, and the reason, where this program does not have it. */
-static int choose_device(option_device *d, const char *name) {
+NN_API int choose_device(option_device *d, const char *name) {
     const bool on_gpu = strcmp(name, "cuda") == 0;
     if (!on_gpu && strcmp(name, "cpu") != 0) {
         return fail("--device %s: there are cpu and cuda", name);
@@ -159,7 +160,7 @@ static int choose_device(option_device *d, const char *name) {
 }
 
 /* ms_config.log of a model that ms_create refuses: user is a char[256] for the reason. */
-static void keep_reason(ms_log_level level, const char *tag, const char *text, void *user) {
+NN_API void keep_reason(ms_log_level level, const char *tag, const char *text, void *user) {
     (void)tag;
     if (level == MS_LOG_ERROR) {
         snprintf((char *)user, 256, "%s", text);
@@ -168,12 +169,12 @@ static void keep_reason(ms_log_level level, const char *tag, const char *text, v
 
 // ---- units ---------------------------------------------------------------------------------------
 
-static double mebibytes(uint64_t bytes) {
+NN_API double mebibytes(uint64_t bytes) {
     return (double)bytes / 1048576.0;
 }
 
 /* Since some moment in the past. */
-static double seconds_now(void) {
+NN_API double seconds_now(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;

@@ -1,0 +1,1347 @@
+/*  estimate - what training a model takes on a GPU, in bytes and in time, before there is one.
+
+        build/examples/estimate --model gpt2-1558M --batch 1 --sequence 512 --gpu "RTX 3090"
+        build/examples/estimate --model llama3-8B --batch 4 --sequence 2048 --gpu H200 --json
+        build/examples/estimate --family gpt2 --layers 48 --channels 2048 --heads 32 --gpu 16G
+        build/examples/estimate --model bert-large --batch 16 --sequence 128 --sweep budgets.svg
+
+    Every number is the library's own: the model is registered as its trainer would, planned by a
+    dry run that allocates none of it, and asked with ms_report. GPT-2 and BERT are those of nn.h,
+    that examples/gpt2 and examples/bert train; Llama is llama_shape.h, which has no kernels. */
+#ifndef _POSIX_C_SOURCE
+#define _POSIX_C_SOURCE 200809L
+#endif
+#define MEMSCALE_IMPLEMENTATION
+#include "memscale.h"
+#include "nn.h"
+#include "llama_shape.h"
+
+#define OPTIONS_PROGRAM "estimate"
+#include "options.h"
+
+#include <errno.h>
+
+// ---- options ------------------------------------------------------------------------------------
+
+typedef struct settings {
+    const char *model, *family, *gpu, *precision, *sweep;
+    int64_t layers, channels, heads, kv_heads, feed_forward, vocabulary, positions;
+    int64_t batch, sequence;
+    uint64_t budget_bytes;
+    bool json, help;
+} settings;
+
+enum { ESTIMATE_OPTIONS = 17 };
+
+static void list_options(settings *s, option_spec *specs) {
+    const option_spec all[ESTIMATE_OPTIONS] = {
+        {"--model", "NAME", OPTION_TEXT, &s->model, "a published model (gpt2-124M); see below"},
+        {"--family", "NAME", OPTION_TEXT, &s->family,
+         "gpt2, bert or llama: a model of your own, of the sizes below"},
+        {"--layers", "N", OPTION_COUNT, &s->layers, "blocks"},
+        {"--channels", "N", OPTION_COUNT, &s->channels, "width of the residual stream"},
+        {"--heads", "N", OPTION_COUNT, &s->heads, "heads of attention; they divide the channels"},
+        {"--kv-heads", "N", OPTION_COUNT, &s->kv_heads,
+         "llama: heads of keys and values; they divide the heads (as many)"},
+        {"--feed-forward", "N", OPTION_COUNT, &s->feed_forward,
+         "llama: width of the feed-forward net (8/3 of the channels, up to a\n"
+         "multiple of 256); gpt2 and bert have 4 times the channels"},
+        {"--vocabulary", "N", OPTION_COUNT, &s->vocabulary,
+         "tokens (gpt2: 50257, bert: 30522, llama: 32000)"},
+        {"--positions", "N", OPTION_COUNT, &s->positions,
+         "gpt2, bert: rows of the position table (1024, 512)"},
+        {"--batch", "N", OPTION_COUNT, &s->batch, "sequences per step (4)"},
+        {"--sequence", "N", OPTION_COUNT, &s->sequence, "tokens per sequence (512)"},
+        {"--precision", "NAME", OPTION_TEXT, &s->precision,
+         "f32 (default), or tf32: the same bytes, faster products"},
+        {"--gpu", "NAME|SIZE", OPTION_TEXT, &s->gpu,
+         "a device by its name (RTX 3090), or bytes such as 24G, or cpu:\n"
+         "this machine"},
+        {"--budget", "SIZE", OPTION_BYTES, &s->budget_bytes,
+         "bytes that training may take (85 % of the device's memory)"},
+        {"--json", NULL, OPTION_FLAG, &s->json, "the numbers for programs, on standard output"},
+        {"--sweep", "FILE", OPTION_TEXT, &s->sweep,
+         "draw peak and time over budgets, as SVG; takes a while longer"},
+        {"--help", NULL, OPTION_FLAG, &s->help, "this text"},
+    };
+    memcpy(specs, all, sizeof all);
+}
+
+static const char *const nn_models[] = {"gpt2-124M",  "gpt2-355M", "gpt2-774M",
+                                        "gpt2-1558M", "bert-base", "bert-large"};
+enum { NN_MODELS = sizeof nn_models / sizeof nn_models[0] };
+
+static void print_models(FILE *file) {
+    for (int i = 0; i < NN_MODELS; i++) {
+        fprintf(file, "%s%s", i ? ", " : "", nn_models[i]);
+    }
+    for (int i = 0; i < LLAMA_PRESETS; i++) {
+        fprintf(file, "%s%s", i % 6 ? ", " : ",\n  ", llama_presets[i].name);
+    }
+    fprintf(file, "\n");
+}
+
+static void print_devices(FILE *file) {
+    const ms_hardware *h;
+    for (uint32_t i = 0; (h = ms_hardware_at(i)) != NULL; i++) {
+        fprintf(file, "%s%s", i ? ", " : "", h->name);
+    }
+    fprintf(file, "\n");
+}
+
+static void print_help(void) {
+    settings s;
+    option_spec specs[ESTIMATE_OPTIONS];
+    list_options(&s, specs);
+    print_options("[options]", specs, ESTIMATE_OPTIONS);
+    printf("\nModels (sizes that are given beside a name take the place of its own):\n  ");
+    print_models(stdout);
+    printf("\nDevices:\n  ");
+    print_devices(stdout);
+}
+
+// ---- the model ----------------------------------------------------------------------------------
+
+typedef enum family { FAMILY_GPT2, FAMILY_BERT, FAMILY_LLAMA, FAMILY_COUNT } family;
+
+static const char *const family_names[FAMILY_COUNT] = {"gpt2", "bert", "llama"};
+
+typedef struct shape {
+    char name[32];
+    family kind;
+    int64_t layers, channels, heads, kv_heads, feed_forward, vocabulary;
+    int64_t positions; // llama: 0, no table
+    bool tied;
+} shape;
+
+/* A published shape; false: there is none of that name. */
+static bool find_model(const char *name, shape *s) {
+    nn_transformer_config c;
+    memset(&c, 0, sizeof c);
+    memset(s, 0, sizeof *s);
+    snprintf(s->name, sizeof s->name, "%s", name);
+    if (nn_preset(name, &c)) {
+        s->kind = strncmp(name, "bert", 4) == 0 ? FAMILY_BERT : FAMILY_GPT2;
+        s->layers = c.layers;
+        s->channels = c.channels;
+        s->heads = s->kv_heads = c.heads;
+        s->feed_forward = 4 * c.channels;
+        s->vocabulary = c.vocabulary;
+        s->positions = c.context;
+        s->tied = true;
+        return true;
+    }
+    for (int i = 0; i < LLAMA_PRESETS; i++) {
+        const llama_preset *p = &llama_presets[i];
+        if (strcmp(name, p->name) == 0) {
+            s->kind = FAMILY_LLAMA;
+            s->layers = p->layers;
+            s->channels = p->channels;
+            s->heads = p->heads;
+            s->kv_heads = p->kv_heads;
+            s->feed_forward = p->feed_forward;
+            s->vocabulary = p->vocabulary;
+            s->tied = p->tied;
+            return true;
+        }
+    }
+    return false;
+}
+
+/* What a family has where nothing else is said; 0: it must be said. */
+static void start_family(shape *s, family kind) {
+    static const int64_t vocabulary[FAMILY_COUNT] = {50257, 30522, 32000};
+    static const int64_t positions[FAMILY_COUNT] = {1024, 512, 0};
+    memset(s, 0, sizeof *s);
+    snprintf(s->name, sizeof s->name, "%s of your own", family_names[kind]);
+    s->kind = kind;
+    s->vocabulary = vocabulary[kind];
+    s->positions = positions[kind];
+    s->tied = kind != FAMILY_LLAMA;
+}
+
+static int start_shape(const settings *o, shape *s) {
+    if (o->family) {
+        for (int k = 0; k < FAMILY_COUNT; k++) {
+            if (strcmp(o->family, family_names[k]) == 0) {
+                start_family(s, (family)k);
+                return o->model ? fail("--model and --family: give one of them") : 0;
+            }
+        }
+        return fail("--family %s: there are gpt2, bert and llama", o->family);
+    }
+    if (!find_model(o->model ? o->model : "gpt2-124M", s)) {
+        fail("--model %s: there are", o->model);
+        fprintf(stderr, "  ");
+        print_models(stderr);
+        return 1;
+    }
+    return 0;
+}
+
+/* A size that is given, and whether it is not what the model had. */
+static bool take_size(int64_t given, int64_t *size) {
+    const bool differs = given != 0 && given != *size;
+    *size = given ? given : *size;
+    return differs;
+}
+
+/* Sizes beyond these are no model, and their products would not fit 64 bits. */
+static int check_sizes(const settings *o, const shape *s) {
+    const struct {
+        const char *name;
+        int64_t value, most;
+    } sizes[] = {{"--layers", s->layers, 1000},
+                 {"--channels", s->channels, 1 << 20},
+                 {"--heads", s->heads, 1 << 16},
+                 {"--kv-heads", s->kv_heads, 1 << 16},
+                 {"--feed-forward", s->feed_forward, 1 << 22},
+                 {"--vocabulary", s->vocabulary, 1 << 24},
+                 {"--positions", s->positions, 1 << 24},
+                 {"--batch", o->batch, 1 << 20},
+                 {"--sequence", o->sequence, 1 << 22}};
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        if (sizes[i].value > sizes[i].most) {
+            return fail("%s %lld: at most %lld", sizes[i].name, (long long)sizes[i].value,
+                        (long long)sizes[i].most);
+        }
+    }
+    return 0;
+}
+
+static int check_shape(const settings *o, const shape *s) {
+    if (s->layers == 0 || s->channels == 0 || s->heads == 0) {
+        return fail("--family %s: give --layers, --channels and --heads", family_names[s->kind]);
+    }
+    if (check_sizes(o, s) != 0) {
+        return 1;
+    }
+    if (s->channels % s->heads != 0) {
+        return fail("--heads %lld: they do not divide the %lld channels", (long long)s->heads,
+                    (long long)s->channels);
+    }
+    if (s->heads % s->kv_heads != 0) {
+        return fail("--kv-heads %lld: they do not divide the %lld heads", (long long)s->kv_heads,
+                    (long long)s->heads);
+    }
+    if (s->kind == FAMILY_LLAMA && s->channels / s->heads % 2 != 0) {
+        return fail(
+            "--heads %lld: a head of %lld channels has no pairs for rotary positions to turn",
+            (long long)s->heads, (long long)(s->channels / s->heads));
+    }
+    if (s->positions && o->sequence > s->positions) {
+        return fail("--sequence %lld: the position table of %s has %lld rows; --positions sets "
+                    "another number",
+                    (long long)o->sequence, s->name, (long long)s->positions);
+    }
+    return 0;
+}
+
+static int choose_shape(settings *o, shape *s) {
+    if (start_shape(o, s) != 0) {
+        return 1;
+    }
+    const bool is_llama = s->kind == FAMILY_LLAMA;
+    if (!is_llama && (o->kv_heads || o->feed_forward)) {
+        return fail(
+            "--kv-heads and --feed-forward are for llama: gpt2 and bert of nn.h have as many "
+            "heads of keys as of queries, and 4 times the channels");
+    }
+    if (is_llama && o->positions) {
+        return fail("--positions is for gpt2 and bert: llama has no table of positions");
+    }
+    const int64_t named_channels = s->channels;
+    const bool shares_keys = s->kv_heads != s->heads;
+    bool differs = take_size(o->layers, &s->layers);
+    differs |= take_size(o->channels, &s->channels);
+    differs |= take_size(o->heads, &s->heads);
+    differs |= take_size(o->vocabulary, &s->vocabulary);
+    differs |= take_size(o->positions, &s->positions);
+    s->kv_heads = shares_keys ? s->kv_heads : s->heads;
+    if (s->channels != named_channels) {
+        s->feed_forward = is_llama ? (8 * s->channels / 3 + 255) / 256 * 256 : 4 * s->channels;
+    }
+    differs |= take_size(o->kv_heads, &s->kv_heads);
+    differs |= take_size(o->feed_forward, &s->feed_forward);
+    if (differs && o->model) {
+        snprintf(s->name, sizeof s->name, "like %s", o->model);
+    }
+    o->batch = o->batch ? o->batch : 4;
+    if (o->sequence == 0) {
+        o->sequence = s->positions && s->positions < 512 ? s->positions : 512;
+    }
+    return check_shape(o, s);
+}
+
+// ---- the device ---------------------------------------------------------------------------------
+
+typedef struct destination {
+    ms_hardware hardware;
+    const nn_device *kernels;
+    ms_backend backend;
+    uint64_t memory_bytes; // what is free of it, where that is known
+    uint64_t budget_bytes;
+    bool is_named;     // its speeds are its own, not those of its kind
+    bool is_user_size; // the budget is the user's
+} destination;
+
+/* What ms_backend_cuda has in each arena for cuBLAS and for sums; the larger of both where the
+   compute capability is not known. */
+static uint64_t cuda_workspace_bytes(const ms_hardware *h) {
+    const bool is_older = h->compute_major != 0 && h->compute_major < 9;
+    return ((uint64_t)(is_older ? 4 : 32) << 20) + 8192;
+}
+
+/* A device of this model of CPU; the backend stands for that of a GPU where a dry run needs one. */
+static void prepare_target(destination *t) {
+    const bool on_cpu = t->hardware.kind == MS_DEVICE_CPU;
+    t->kernels = on_cpu ? nn_cpu() : nn_cuda_dry();
+    t->backend = ms_backend_cpu();
+    if (!on_cpu) {
+        t->backend.workspace_bytes = cuda_workspace_bytes(&t->hardware);
+        t->backend.device_is_host = false;
+    }
+}
+
+static int measure_cpu(destination *t) {
+    ms_model *model;
+    ms_config config;
+    memset(&config, 0, sizeof config);
+    if (ms_create(&config, &model) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(NULL));
+    }
+    const ms_result result = ms_hardware_report(model, &t->hardware);
+    const int status = result == MS_RESULT_OK ? 0 : fail("%s", ms_last_error(model));
+    ms_destroy(model);
+    t->is_named = true;
+    return status;
+}
+
+/* A number with a suffix is a size. One without may be part of a name, such as 3090. */
+static int find_device(destination *t, const char *text) {
+    const double bytes = parse_number(text, true);
+    const bool has_suffix = bytes >= 0.0 && text[strcspn(text, "KMG")] != 0;
+    const bool is_number = has_suffix || (bytes >= 0.0 && strlen(text) < 3);
+    const ms_hardware *found = is_number || *text == 0 ? NULL : ms_hardware_find(text);
+    if (strcmp(text, "cpu") == 0) {
+        return measure_cpu(t);
+    }
+    if (found) {
+        t->hardware = *found;
+        t->is_named = true;
+    } else if (bytes >= 1048576.0) {
+        t->hardware.kind = MS_DEVICE_DISCRETE;
+        t->hardware.total_bytes = (uint64_t)bytes;
+        snprintf(t->hardware.name, sizeof t->hardware.name, "a GPU");
+    } else if (bytes >= 0.0) {
+        return fail("--gpu %s: give its bytes, from 1M on, such as 24G", text);
+    } else {
+        fail("--gpu %s: give bytes such as 24G, or cpu, or one of", text);
+        fprintf(stderr, "  ");
+        print_devices(stderr);
+        return 1;
+    }
+    return 0;
+}
+
+static int choose_target(const settings *o, destination *t) {
+    memset(t, 0, sizeof *t);
+    if (find_device(t, o->gpu ? o->gpu : "RTX 3090") != 0) {
+        return 1;
+    }
+    prepare_target(t);
+    t->memory_bytes = t->hardware.free_bytes ? t->hardware.free_bytes : t->hardware.total_bytes;
+    t->is_user_size = o->budget_bytes != 0;
+    t->budget_bytes = t->is_user_size ? o->budget_bytes : t->memory_bytes / 100 * 85;
+    if (t->memory_bytes > (uint64_t)1 << 57) {
+        return fail("--gpu %s: at most %lluG", o->gpu, 1ull << 27);
+    }
+    if (t->budget_bytes > t->hardware.total_bytes) {
+        return fail("--budget: more than the %llu bytes of %s",
+                    (unsigned long long)t->hardware.total_bytes, t->hardware.name);
+    }
+    return 0;
+}
+
+// ---- plans --------------------------------------------------------------------------------------
+
+typedef struct estimate {
+    settings options;
+    shape model;
+    destination device;
+} estimate;
+
+typedef struct plan {
+    ms_memory_report report;
+    bool fits;
+    uint64_t largest[MS_CATEGORY_COUNT]; // of each category, each at its own moment
+} plan;
+
+/* A model that is not wrapped; NULL, after saying why. */
+static ms_model *register_model(const estimate *e, int64_t batch, ms_config *config, nn_net **net) {
+    const shape *s = &e->model;
+    ms_model *model;
+    if (ms_create(config, &model) != MS_RESULT_OK) {
+        fail("%s", (const char *)config->log_user);
+        return NULL;
+    }
+    *net = nn_create_on(model, e->device.kernels);
+    if (!*net) {
+        fail("no memory for a net");
+        ms_destroy(model);
+        return NULL;
+    }
+    ms_set_hardware(model, &e->device.hardware);
+    if (s->kind == FAMILY_LLAMA) {
+        llama_config c = {s->vocabulary,   s->layers, s->channels, s->heads,           s->kv_heads,
+                          s->feed_forward, s->tied,   batch,       e->options.sequence};
+        llama(*net, &c);
+        return model;
+    }
+    nn_transformer_config c;
+    memset(&c, 0, sizeof c);
+    c.vocabulary = s->vocabulary;
+    c.context = s->positions;
+    c.layers = s->layers;
+    c.heads = s->heads;
+    c.channels = s->channels;
+    c.batch = batch;
+    c.sequence = e->options.sequence;
+    (void)(s->kind == FAMILY_BERT ? nn_bert(*net, &c) : nn_gpt2(*net, &c));
+    return model;
+}
+
+static void keep_largest(const ms_event *event, void *user) {
+    plan *p = (plan *)user;
+    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
+        if (event->live_bytes_of[c] > p->largest[c]) {
+            p->largest[c] = event->live_bytes_of[c];
+        }
+    }
+}
+
+/* 0, with p->fits false where no plan fits the budget; or 1, and the reason. */
+static int make_plan(const estimate *e, int64_t batch, ms_config *config, plan *p) {
+    nn_net *net;
+    char reason[256] = "no memory for a model";
+    memset(p, 0, sizeof *p);
+    config->log = keep_reason;
+    config->log_user = reason;
+    config->backend = e->device.backend;
+    config->dry_run = true;
+    config->tf32 = e->options.precision && strcmp(e->options.precision, "tf32") == 0;
+    ms_model *model = register_model(e, batch, config, &net);
+    if (!model) {
+        return 1;
+    }
+    const ms_result result = ms_wrap(model);
+    int status = 0;
+    p->fits = result == MS_RESULT_OK;
+    if (p->fits) {
+        if (ms_report(model, &p->report) != MS_RESULT_OK ||
+            ms_visit_events(model, MS_PROGRAM_TRAIN, keep_largest, p) != MS_RESULT_OK) {
+            status = fail("%s", ms_last_error(model));
+        }
+        p->report.peak_layer = ""; // belongs to the model
+    } else if (result != MS_RESULT_BUDGET) {
+        status = fail("%s", ms_last_error(model));
+    }
+    ms_destroy(model);
+    nn_destroy(net);
+    return status;
+}
+
+/* As trainers do it: everything is kept, and all params are updated behind backward. */
+static int plan_plain(const estimate *e, int64_t batch, plan *p) {
+    ms_config config;
+    memset(&config, 0, sizeof config);
+    config.checkpointing = MS_SWITCH_OFF;
+    config.early_update = MS_SWITCH_OFF;
+    config.memory_budget_bytes = (uint64_t)1 << 60;
+    const int status = make_plan(e, batch, &config, p);
+    p->fits = p->report.arena_bytes <= e->device.budget_bytes;
+    return status;
+}
+
+static int plan_smallest(const estimate *e, int64_t batch, ms_mode mode, plan *p) {
+    ms_config config;
+    memset(&config, 0, sizeof config);
+    config.mode = mode;
+    config.force_optimize = true;
+    config.memory_budget_bytes = (uint64_t)1 << 60;
+    const int status = make_plan(e, batch, &config, p);
+    p->fits = p->report.arena_bytes <= e->device.budget_bytes;
+    return status;
+}
+
+static int plan_budget(const estimate *e, int64_t batch, ms_mode mode, uint64_t budget, plan *p) {
+    ms_config config;
+    memset(&config, 0, sizeof config);
+    config.mode = mode;
+    config.memory_budget_bytes = budget;
+    return make_plan(e, batch, &config, p);
+}
+
+// ---- advice -------------------------------------------------------------------------------------
+
+static const ms_mode modes[] = {MS_MODE_CONSERVATIVE, MS_MODE_BALANCED, MS_MODE_AGGRESSIVE};
+enum { MODES = sizeof modes / sizeof modes[0], COLUMNS = MODES + 1 };
+
+typedef struct findings {
+    uint32_t techniques[MODES]; // masks: what plans in a mode may use
+    int same_as[MODES];         // the first mode that may use the same, so that its plans are equal
+    plan plain;
+    plan at_budget[MODES]; // where none fits: the smallest
+    plan smallest[MODES];
+    double pressure;       // plain peak over the memory
+    int advised;           // of modes
+    bool searched;         // for the largest batch, since this one does not fit
+    int64_t largest_batch; // 0: not even one sequence fits
+    plan largest;          // its plan, within the budget
+    plan single;           // the smallest plan of one sequence
+} findings;
+
+/* The largest batch whose smallest plan fits, below one that does not. Peaks grow nearly in
+   proportion, so that a line through the ends of the interval leads there in a few plans. */
+static int search_batch(const estimate *e, findings *f) {
+    const ms_mode mode = MS_MODE_AGGRESSIVE;
+    const uint64_t budget = e->device.budget_bytes;
+    int64_t low = 1, high = e->options.batch;
+    plan p;
+    f->searched = true;
+    f->single = f->smallest[MODES - 1];
+    if (high > 1 && plan_smallest(e, 1, mode, &f->single) != 0) {
+        return 1;
+    }
+    if (!f->single.fits) {
+        return 0;
+    }
+    uint64_t low_bytes = f->single.report.arena_bytes;
+    uint64_t high_bytes = f->smallest[MODES - 1].report.arena_bytes;
+    for (int i = 0; high - low > 1; i++) {
+        const double share = (double)(budget - low_bytes) / (double)(high_bytes - low_bytes);
+        int64_t guess = i % 3 == 2 ? low + (high - low) / 2
+                                   : low + (int64_t)(share * (double)(high - low)) + (i % 3);
+        guess = nn_least(nn_most(guess, low + 1), high - 1);
+        if (plan_smallest(e, guess, mode, &p) != 0) {
+            return 1;
+        }
+        if (p.fits) {
+            low = guess;
+            low_bytes = p.report.arena_bytes;
+        } else {
+            high = guess;
+            high_bytes = p.report.arena_bytes;
+        }
+    }
+    f->largest_batch = low;
+    return plan_budget(e, low, mode, budget, &f->largest);
+}
+
+/* The rule of the memory budget guide, docs/memory-budget.md; a mode that the batch does not fit in
+   gives way to the next. */
+static int advise(const estimate *e, findings *f) {
+    const double memory =
+        (double)(e->device.is_user_size ? e->device.budget_bytes : e->device.memory_bytes);
+    f->pressure = (double)f->plain.report.arena_bytes / memory;
+    f->advised = f->pressure <= 1.0 ? 0 : f->pressure <= 1.5 ? 1 : 2;
+    while (f->advised < MODES - 1 && !f->smallest[f->advised].fits) {
+        f->advised++;
+    }
+    return f->smallest[f->advised].fits ? 0 : search_batch(e, f);
+}
+
+/* A policy that chooses nothing, but learns what the modes may use. */
+static uint32_t keep_techniques(const ms_policy_args *args) {
+    findings *f = (findings *)args->user;
+    for (uint32_t k = 0; k < args->strategy_count; k++) {
+        for (int i = 0; i < MODES; i++) {
+            if (args->strategies[k].mode == modes[i]) {
+                f->techniques[i] = args->strategies[k].techniques;
+            }
+        }
+    }
+    return UINT32_MAX;
+}
+
+/* Asks a small model, since that does not depend on the size. */
+static int compare_modes(const estimate *e, findings *f) {
+    estimate small = *e;
+    plan p;
+    ms_config config;
+    memset(&config, 0, sizeof config);
+    config.auto_policy = true;
+    config.policy = keep_techniques;
+    config.policy_user = f;
+    config.memory_budget_bytes = (uint64_t)1 << 60;
+    start_family(&small.model, FAMILY_GPT2);
+    small.model.layers = small.model.heads = 1;
+    small.model.channels = 64;
+    small.options.sequence = 64;
+    for (int i = 0; i < MODES; i++) {
+        f->techniques[i] = UINT32_MAX - (uint32_t)i;
+    }
+    const int status = make_plan(&small, 1, &config, &p);
+    for (int i = 0; i < MODES; i++) {
+        f->same_as[i] = 0;
+        while (f->techniques[f->same_as[i]] != f->techniques[i]) {
+            f->same_as[i]++;
+        }
+    }
+    return status;
+}
+
+static int plan_mode(const estimate *e, findings *f, int mode) {
+    const int64_t batch = e->options.batch;
+    if (f->same_as[mode] < mode) {
+        f->smallest[mode] = f->smallest[f->same_as[mode]];
+        f->at_budget[mode] = f->at_budget[f->same_as[mode]];
+        return 0;
+    }
+    if (plan_smallest(e, batch, modes[mode], &f->smallest[mode]) != 0) {
+        return 1;
+    }
+    f->at_budget[mode] = f->smallest[mode];
+    return f->smallest[mode].fits
+               ? plan_budget(e, batch, modes[mode], e->device.budget_bytes, &f->at_budget[mode])
+               : 0;
+}
+
+static int find_all(const estimate *e, findings *f) {
+    memset(f, 0, sizeof *f);
+    if (compare_modes(e, f) != 0 || plan_plain(e, e->options.batch, &f->plain) != 0) {
+        return 1;
+    }
+    for (int i = 0; i < MODES; i++) {
+        if (plan_mode(e, f, i) != 0) {
+            return 1;
+        }
+    }
+    return advise(e, f);
+}
+
+// ---- text ---------------------------------------------------------------------------------------
+
+/* A number of bytes in the unit of the whole table. */
+typedef struct unit {
+    const char *name;
+    double bytes;
+    int digits;
+} unit;
+
+static unit unit_for(uint64_t largest_bytes) {
+    const unit mebi = {"MiB", 1048576.0, 1}, gibi = {"GiB", 1073741824.0, 2};
+    return largest_bytes < (uint64_t)4 << 30 ? mebi : gibi;
+}
+
+typedef struct size_text {
+    char text[32];
+} size_text;
+
+static size_text show_bytes(uint64_t bytes) {
+    const unit u = unit_for(bytes);
+    size_text s;
+    snprintf(s.text, sizeof s.text, "%.*f %s", u.digits, (double)bytes / u.bytes, u.name);
+    return s;
+}
+
+static size_text show_time(double us) {
+    static const struct {
+        const char *name;
+        double us;
+    } units[] = {{"h", 3.6e9}, {"min", 6e7}, {"s", 1e6}, {"ms", 1e3}};
+    const int last = sizeof units / sizeof units[0] - 1;
+    size_text s;
+    int i = 0;
+    while (i < last && us < 2.0 * units[i].us) {
+        i++;
+    }
+    snprintf(s.text, sizeof s.text, "%.*f %s", us < 10.0 * units[i].us ? 2 : 1, us / units[i].us,
+             units[i].name);
+    return s;
+}
+
+/* What the table calls the categories of the library. */
+static const struct {
+    const char *name, *key;
+    ms_category parts[3];
+    int count;
+} table_rows[] = {
+    {"params", "params_bytes", {MS_CATEGORY_PARAM}, 1},
+    {"gradients", "gradients_bytes", {MS_CATEGORY_GRADIENT}, 1},
+    {"optimizer state", "optimizer_bytes", {MS_CATEGORY_OPTIMIZER}, 1},
+    {"activations",
+     "activations_bytes",
+     {MS_CATEGORY_ACTIVATION, MS_CATEGORY_ACTIVATION_GRADIENT, MS_CATEGORY_SAVED},
+     3},
+    {"inputs", "inputs_bytes", {MS_CATEGORY_INPUT, MS_CATEGORY_BUFFER}, 2},
+    {"workspace", "workspace_bytes", {MS_CATEGORY_WORKSPACE}, 1},
+};
+enum { ROWS = sizeof table_rows / sizeof table_rows[0] };
+
+static uint64_t row_bytes(const uint64_t *categories, int row) {
+    uint64_t bytes = 0;
+    for (int i = 0; i < table_rows[row].count; i++) {
+        bytes += categories[table_rows[row].parts[i]];
+    }
+    return bytes;
+}
+
+/* The plans of the columns: plain, and each mode. */
+typedef struct plans {
+    const plan *of[COLUMNS];
+} plans;
+
+static plans columns_of(const findings *f, const plan *of_modes) {
+    plans p;
+    p.of[0] = &f->plain;
+    for (int i = 0; i < MODES; i++) {
+        p.of[i + 1] = &of_modes[i];
+    }
+    return p;
+}
+
+static void print_cells(const char *name, char cells[COLUMNS][32]) {
+    printf("  %-22s", name);
+    for (int c = 0; c < COLUMNS; c++) {
+        printf(" %13s", cells[c]);
+    }
+    printf("\n");
+}
+
+/* A row of the categories, or behind them: the gap of the layout, and the whole. */
+static void print_bytes(const char *name, const plans *p, int row, unit u) {
+    char cells[COLUMNS][32];
+    for (int c = 0; c < COLUMNS; c++) {
+        const ms_memory_report *r = &p->of[c]->report;
+        const uint64_t bytes = row < ROWS    ? row_bytes(r->peak_bytes, row)
+                               : row == ROWS ? r->gap_bytes
+                                             : r->arena_bytes;
+        snprintf(cells[c], sizeof cells[c], "%.*f", u.digits, (double)bytes / u.bytes);
+    }
+    print_cells(name, cells);
+}
+
+static void print_ratios(const char *name, const plans *p) {
+    char cells[COLUMNS][32];
+    for (int c = 0; c < COLUMNS; c++) {
+        const ms_memory_report *r = &p->of[c]->report;
+        snprintf(cells[c], sizeof cells[c], "%.3f", r->step_us / r->plain_step_us);
+    }
+    print_cells(name, cells);
+}
+
+static void print_table(const findings *f) {
+    const unit u = unit_for(f->plain.report.arena_bytes);
+    const plans p = columns_of(f, f->at_budget), smallest = columns_of(f, f->smallest);
+    char cells[COLUMNS][32];
+    printf("\n%s, live at the peak  %13s", u.name, "plain");
+    for (int i = 0; i < MODES; i++) {
+        printf(" %13s", ms_mode_name(modes[i]));
+    }
+    printf("\n");
+    for (int r = 0; r < ROWS; r++) {
+        print_bytes(table_rows[r].name, &p, r, u);
+    }
+    print_bytes("lost to the layout", &p, ROWS, u);
+    print_bytes("peak", &p, ROWS + 1, u);
+    for (int c = 0; c < COLUMNS; c++) {
+        snprintf(cells[c], sizeof cells[c], "%s", p.of[c]->fits ? "yes" : "no");
+    }
+    print_cells("fits the budget", cells);
+    for (int c = 0; c < COLUMNS; c++) {
+        snprintf(cells[c], sizeof cells[c], "%s", show_time(p.of[c]->report.step_us).text);
+    }
+    print_cells("step", cells);
+    print_ratios("step over plain", &p);
+    print_bytes("smallest peak there is", &smallest, ROWS + 1, u);
+    print_ratios("its step over plain", &smallest);
+}
+
+/* Why the columns of some modes are equal. */
+static void print_same(const findings *f) {
+    uint32_t used = 0;
+    bool any = false;
+    for (int i = 0; i < MODES; i++) {
+        used |= f->techniques[i];
+        any |= f->same_as[i] != i;
+    }
+    for (int i = 0; i < MODES; i++) {
+        if (f->same_as[i] != i) {
+            printf("%s plans as %s does.\n", ms_mode_name(modes[i]),
+                   ms_mode_name(modes[f->same_as[i]]));
+        }
+    }
+    const char *before = "Not built yet: ";
+    for (int t = 0; t < MS_TECHNIQUE_COUNT && any; t++) {
+        if (!(used >> t & 1)) {
+            printf("%s%s", before, ms_technique_name((ms_technique)t));
+            before = ", ";
+        }
+    }
+    printf("%s", any && *before == ',' ? ".\n" : "");
+}
+
+static void print_head(const estimate *e, const findings *f) {
+    const shape *s = &e->model;
+    const ms_hardware *h = &e->device.hardware;
+    printf("memscale.h %d.%d.%d, what training takes: planned by a dry run\n\n",
+           MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR, MEMSCALE_VERSION_PATCH);
+    printf("model     %s: %lld layers, %lld channels, %lld heads", s->name, (long long)s->layers,
+           (long long)s->channels, (long long)s->heads);
+    if (s->kind == FAMILY_LLAMA) {
+        printf(" (%lld of keys), feed-forward %lld", (long long)s->kv_heads,
+               (long long)s->feed_forward);
+    }
+    printf(", vocabulary %lld: %.2f M params\n", (long long)s->vocabulary,
+           (double)f->plain.report.param_count / 1e6);
+    printf("training  batch %lld x %lld tokens, %s, AdamW\n", (long long)e->options.batch,
+           (long long)e->options.sequence, e->options.precision);
+    printf("device    %s, %s", h->name, show_bytes(h->total_bytes).text);
+    if (h->free_bytes) {
+        printf(", of which %s are free", show_bytes(h->free_bytes).text);
+    }
+    printf("%s\n", e->device.is_named ? "" : ", with the speeds of a common one");
+    printf("budget    %s%s\n", show_bytes(e->device.budget_bytes).text,
+           e->device.is_user_size ? "" : ", 85 % of that");
+}
+
+static void print_advice(const estimate *e, const findings *f) {
+    const char *of = e->device.is_user_size ? "the budget" : "the memory";
+    const char *mode = ms_mode_name(modes[f->advised]);
+    printf("\nadvice    plain takes %.2f of %s: ", f->pressure, of);
+    if (f->plain.fits) {
+        printf("no mode is needed; CONSERVATIVE where there is to be more headroom\n");
+        return;
+    }
+    if (!f->searched) {
+        printf("%s%s\n", mode, f->pressure <= 1.0 ? ", for headroom" : "");
+        return;
+    }
+    printf("%s, and a smaller batch\n", mode);
+    if (f->largest_batch == 0) {
+        printf("          not even one sequence fits: it takes %s\n",
+               show_bytes(f->single.report.arena_bytes).text);
+        return;
+    }
+    const ms_memory_report *r = &f->largest.report;
+    printf("          the largest batch that fits is %lld: %s, %s a step, %.3f of its plain step\n",
+           (long long)f->largest_batch, show_bytes(r->arena_bytes).text, show_time(r->step_us).text,
+           r->step_us / r->plain_step_us);
+}
+
+static void print_text(const estimate *e, const findings *f) {
+    print_head(e, f);
+    print_table(f);
+    printf("\nAt other moments of the plain step there are up to %s of gradients and %s of "
+           "activations.\n",
+           show_bytes(row_bytes(f->plain.largest, 1)).text,
+           show_bytes(f->plain.report.activation_peak_bytes).text);
+    print_same(f);
+    print_advice(e, f);
+}
+
+// ---- JSON ---------------------------------------------------------------------------------------
+
+/* Writes what RFC 8259 allows: commas where they belong, strings in ASCII, null for what is no
+   number. */
+typedef struct json {
+    FILE *file;
+    int depth;
+    bool has_items; // something stands before, at this depth
+} json;
+
+static void json_string(json *j, const char *text) {
+    fputc('"', j->file);
+    for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
+        if (*c < 32 || *c > 126 || *c == '"' || *c == '\\') {
+            fprintf(j->file, "\\u%04x", (unsigned)*c);
+        } else {
+            fputc(*c, j->file);
+        }
+    }
+    fputc('"', j->file);
+}
+
+/* The key of a member; NULL for an element of an array. */
+static void json_key(json *j, const char *key) {
+    fprintf(j->file, "%s\n%*s", j->has_items ? "," : "", 2 * j->depth, "");
+    j->has_items = true;
+    if (key) {
+        json_string(j, key);
+        fprintf(j->file, ": ");
+    }
+}
+
+static void json_open(json *j, const char *key, char bracket) {
+    if (j->depth > 0) {
+        json_key(j, key);
+    }
+    fputc(bracket, j->file);
+    j->depth++;
+    j->has_items = false;
+}
+
+static void json_close(json *j, char bracket) {
+    j->depth--;
+    fprintf(j->file, "\n%*s%c", 2 * j->depth, "", bracket);
+    j->has_items = true;
+}
+
+static void json_text(json *j, const char *key, const char *text) {
+    json_key(j, key);
+    json_string(j, text);
+}
+
+static void json_count(json *j, const char *key, uint64_t count) {
+    json_key(j, key);
+    fprintf(j->file, "%llu", (unsigned long long)count);
+}
+
+static void json_real(json *j, const char *key, double value) {
+    json_key(j, key);
+    if (value - value == 0.0) {
+        fprintf(j->file, "%.9g", value);
+    } else {
+        fprintf(j->file, "null");
+    }
+}
+
+static void json_flag(json *j, const char *key, bool value) {
+    json_key(j, key);
+    fprintf(j->file, value ? "true" : "false");
+}
+
+static void json_plan(json *j, const char *key, const plan *p) {
+    const ms_memory_report *r = &p->report;
+    json_open(j, key, '{');
+    json_flag(j, "fits", p->fits);
+    json_count(j, "peak_bytes", r->arena_bytes);
+    for (int i = 0; i < ROWS; i++) {
+        json_count(j, table_rows[i].key, row_bytes(r->peak_bytes, i));
+    }
+    json_count(j, "layout_gap_bytes", r->gap_bytes);
+    json_count(j, "largest_gradients_bytes", row_bytes(p->largest, 1));
+    json_count(j, "largest_activations_bytes", r->activation_peak_bytes);
+    json_real(j, "step_us", r->step_us);
+    json_real(j, "step_over_plain", r->step_us / r->plain_step_us);
+    json_real(j, "stall_us", r->stall_us);
+    json_count(j, "recomputed_layers", r->recompute_count);
+    json_flag(j, "early_update", r->early_update);
+    json_close(j, '}');
+}
+
+static void json_model(json *j, const estimate *e, const findings *f) {
+    const shape *s = &e->model;
+    json_open(j, "model", '{');
+    json_text(j, "name", s->name);
+    json_text(j, "family", family_names[s->kind]);
+    json_count(j, "layers", (uint64_t)s->layers);
+    json_count(j, "channels", (uint64_t)s->channels);
+    json_count(j, "heads", (uint64_t)s->heads);
+    json_count(j, "kv_heads", (uint64_t)s->kv_heads);
+    json_count(j, "feed_forward", (uint64_t)s->feed_forward);
+    json_count(j, "vocabulary", (uint64_t)s->vocabulary);
+    json_count(j, "positions", (uint64_t)s->positions);
+    json_flag(j, "tied_head", s->tied);
+    json_count(j, "params", f->plain.report.param_count);
+    json_close(j, '}');
+    json_open(j, "training", '{');
+    json_count(j, "batch", (uint64_t)e->options.batch);
+    json_count(j, "sequence", (uint64_t)e->options.sequence);
+    json_text(j, "precision", e->options.precision);
+    json_text(j, "optimizer", "AdamW");
+    json_close(j, '}');
+}
+
+static void json_device(json *j, const destination *t) {
+    static const char *const kinds[] = {"cpu", "discrete", "integrated"};
+    json_open(j, "device", '{');
+    json_text(j, "name", t->hardware.name);
+    json_text(j, "kind", kinds[t->hardware.kind]);
+    json_flag(j, "speeds_are_its_own", t->is_named);
+    json_count(j, "memory_bytes", t->memory_bytes);
+    json_count(j, "budget_bytes", t->budget_bytes);
+    json_close(j, '}');
+}
+
+static void json_advice(json *j, const findings *f) {
+    json_open(j, "advice", '{');
+    json_real(j, "pressure", f->pressure);
+    json_text(j, "mode", f->plain.fits ? "none" : ms_mode_name(modes[f->advised]));
+    json_flag(j, "batch_fits", !f->searched);
+    if (f->searched) {
+        json_count(j, "largest_batch", (uint64_t)f->largest_batch);
+    }
+    if (f->largest_batch > 0) {
+        json_plan(j, "largest_batch_plan", &f->largest);
+    }
+    json_close(j, '}');
+}
+
+static void write_json(const estimate *e, const findings *f, FILE *file) {
+    json j = {file, 0, false};
+    char version[32];
+    snprintf(version, sizeof version, "%d.%d.%d", MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR,
+             MEMSCALE_VERSION_PATCH);
+    json_open(&j, NULL, '{');
+    json_text(&j, "memscale", version);
+    json_model(&j, e, f);
+    json_device(&j, &e->device);
+    json_plan(&j, "plain", &f->plain);
+    json_open(&j, "modes", '{');
+    for (int i = 0; i < MODES; i++) {
+        json_open(&j, ms_mode_name(modes[i]), '{');
+        json_plan(&j, "at_budget", &f->at_budget[i]);
+        json_plan(&j, "smallest", &f->smallest[i]);
+        json_close(&j, '}');
+    }
+    json_close(&j, '}');
+    json_advice(&j, f);
+    json_close(&j, '}');
+    fputc('\n', file);
+}
+
+// ---- a picture of budgets -----------------------------------------------------------------------
+
+enum { SWEEP_POINTS = 33, SWEEP_WIDTH = 860, SWEEP_HEIGHT = 660 };
+
+/* One mode over budgets, from the smallest that it can do with to the peak of the plain plan. */
+typedef struct sweep {
+    ms_mode mode;
+    double budget[SWEEP_POINTS], peak[SWEEP_POINTS], ratio[SWEEP_POINTS]; // bytes; over plain
+    int count;
+} sweep;
+
+static int make_sweep(const estimate *e, const findings *f, int mode, sweep *s) {
+    const uint64_t least = f->smallest[mode].report.arena_bytes;
+    const uint64_t most = f->plain.report.arena_bytes;
+    plan p;
+    s->mode = modes[mode];
+    s->count = 0;
+    for (int i = 0; i < SWEEP_POINTS; i++) {
+        const double share = (double)i / (double)(SWEEP_POINTS - 1);
+        const uint64_t budget =
+            i + 1 == SWEEP_POINTS ? most : least + (uint64_t)(share * (double)(most - least));
+        if (plan_budget(e, e->options.batch, s->mode, budget, &p) != 0) {
+            return 1;
+        }
+        if (p.fits) {
+            s->budget[s->count] = (double)budget;
+            s->peak[s->count] = (double)p.report.arena_bytes;
+            s->ratio[s->count++] = p.report.step_us / p.report.plain_step_us;
+        }
+    }
+    return 0;
+}
+
+/* A panel of the picture: where it is, and the values at its edges. */
+typedef struct panel {
+    double left, right, top, bottom;
+    double x_low, x_high, y_low, y_high;
+} panel;
+
+static double panel_x(const panel *p, double x) {
+    return p->left + (x - p->x_low) / (p->x_high - p->x_low) * (p->right - p->left);
+}
+
+static double panel_y(const panel *p, double y) {
+    return p->bottom - (y - p->y_low) / (p->y_high - p->y_low) * (p->bottom - p->top);
+}
+
+/* 1, 2 or 5 times a power of 10, so that a range has some `count` steps. */
+static double nice_step(double range, int count) {
+    double power = 1.0;
+    const double rough = range / (double)count;
+    while (power * 10.0 <= rough) {
+        power *= 10.0;
+    }
+    while (power > rough) {
+        power /= 10.0;
+    }
+    return rough <= 2.0 * power ? 2.0 * power : rough <= 5.0 * power ? 5.0 * power : 10.0 * power;
+}
+
+static int digits_of(double step) {
+    int digits = 0;
+    for (; step < 0.999 && digits < 6; step *= 10.0) {
+        digits++;
+    }
+    return digits;
+}
+
+static void svg_escaped(FILE *file, const char *text) {
+    for (const char *c = text; *c; c++) {
+        if (*c == '<' || *c == '>' || *c == '&' || *c < 32 || *c > 126) {
+            fprintf(file, "&#%d;", *c < 32 || *c > 126 ? '?' : *c);
+        } else {
+            fputc(*c, file);
+        }
+    }
+}
+
+static void svg_text(FILE *file, double x, double y, const char *style, const char *text) {
+    fprintf(file, "<text x=\"%.1f\" y=\"%.1f\" %s>", x, y, style);
+    svg_escaped(file, text);
+    fprintf(file, "</text>\n");
+}
+
+static void svg_line(FILE *file, double x1, double y1, double x2, double y2, const char *style) {
+    fprintf(file, "<line x1=\"%.1f\" y1=\"%.1f\" x2=\"%.1f\" y2=\"%.1f\" %s/>\n", x1, y1, x2, y2,
+            style);
+}
+
+/* Ticks of both axes with their numbers, and thin lines behind them. */
+static void svg_grid(FILE *file, const panel *p) {
+    char text[32];
+    const double x_step = nice_step(p->x_high - p->x_low, 8);
+    const double y_step = nice_step(p->y_high - p->y_low, 6);
+    for (double x = ceil(p->x_low / x_step) * x_step; x <= p->x_high + 1e-9; x += x_step) {
+        svg_line(file, panel_x(p, x), p->top, panel_x(p, x), p->bottom, "class=\"grid\"");
+        snprintf(text, sizeof text, "%.*f", digits_of(x_step), fabs(x) < 1e-9 ? 0.0 : x);
+        svg_text(file, panel_x(p, x), p->bottom + 17.0, "class=\"tick\" text-anchor=\"middle\"",
+                 text);
+    }
+    for (double y = ceil(p->y_low / y_step) * y_step; y <= p->y_high + 1e-9; y += y_step) {
+        svg_line(file, p->left, panel_y(p, y), p->right, panel_y(p, y), "class=\"grid\"");
+        snprintf(text, sizeof text, "%.*f", digits_of(y_step), fabs(y) < 1e-9 ? 0.0 : y);
+        svg_text(file, p->left - 8.0, panel_y(p, y) + 4.0, "class=\"tick\" text-anchor=\"end\"",
+                 text);
+    }
+    fprintf(file, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" class=\"frame\"/>\n",
+            p->left, p->top, p->right - p->left, p->bottom - p->top);
+}
+
+static void svg_axis_name(FILE *file, const panel *p, const char *name) {
+    const double y = 0.5 * (p->top + p->bottom);
+    fprintf(file,
+            "<text transform=\"translate(%.1f %.1f) rotate(-90)\" class=\"name\" "
+            "text-anchor=\"middle\">%s</text>\n",
+            p->left - 58.0, y, name);
+}
+
+static const char *const sweep_colours[MODES] = {"#1f6fb4", "#d9730d", "#2e8b57"};
+
+/* values over budgets, in the colour of the mode; a dot for each plan. */
+static void svg_curve(FILE *file, const panel *p, const sweep *s, const double *values,
+                      double x_unit, double y_unit) {
+    const char *colour = sweep_colours[s->mode];
+    fprintf(file, "<polyline fill=\"none\" stroke=\"%s\" stroke-width=\"2\" points=\"", colour);
+    for (int i = 0; i < s->count; i++) {
+        fprintf(file, "%.1f,%.1f ", panel_x(p, s->budget[i] / x_unit),
+                panel_y(p, values[i] / y_unit));
+    }
+    fprintf(file, "\"/>\n");
+    for (int i = 0; i < s->count; i++) {
+        fprintf(file, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"2.6\" fill=\"%s\"/>\n",
+                panel_x(p, s->budget[i] / x_unit), panel_y(p, values[i] / y_unit), colour);
+    }
+}
+
+/* Budgets below the smallest plan of all. */
+static void svg_infeasible(FILE *file, const panel *p, double least) {
+    const double right = panel_x(p, least);
+    fprintf(file,
+            "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"url(#hatch)\"/>\n",
+            p->left, p->top, right - p->left, p->bottom - p->top);
+    svg_line(file, right, p->top, right, p->bottom, "class=\"edge\"");
+}
+
+static void svg_infeasible_note(FILE *file, const panel *p, double least) {
+    fprintf(file,
+            "<text transform=\"translate(%.1f %.1f) rotate(-90)\" class=\"note halo\" "
+            "text-anchor=\"middle\">no plan fits</text>\n",
+            panel_x(p, least) - 10.0, 0.5 * (p->top + p->bottom));
+}
+
+static void svg_style(FILE *file) {
+    fprintf(file,
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 "
+            "%d %d\" font-family=\"Helvetica, Arial, sans-serif\">\n",
+            SWEEP_WIDTH, SWEEP_HEIGHT, SWEEP_WIDTH, SWEEP_HEIGHT);
+    fprintf(file,
+            "<style>.title{font-size:17px;font-weight:bold;fill:#222}.name{font-size:13px;"
+            "fill:#333}.note{font-size:12px;fill:#444}.tick{font-size:12px;fill:#555}"
+            ".grid{stroke:#e4e4e4}.frame{fill:none;stroke:#888}.edge{stroke:#999}"
+            ".same{stroke:#999;stroke-dasharray:5 4}.budget{stroke:#b02a37;stroke-dasharray:7 4;"
+            "stroke-width:1.5}.halo{paint-order:stroke;stroke:#fff;stroke-width:4px}</style>\n"
+            "<defs><pattern id=\"hatch\" width=\"8\" height=\"8\" "
+            "patternUnits=\"userSpaceOnUse\" patternTransform=\"rotate(45)\"><rect width=\"8\" "
+            "height=\"8\" fill=\"#f6f6f6\"/><line x1=\"0\" y1=\"0\" x2=\"0\" y2=\"8\" "
+            "stroke=\"#c9c9c9\" stroke-width=\"2\"/></pattern></defs>\n"
+            "<rect width=\"%d\" height=\"%d\" fill=\"#fff\"/>\n",
+            SWEEP_WIDTH, SWEEP_HEIGHT);
+}
+
+static void svg_head(FILE *file, const estimate *e, const findings *f) {
+    char text[256];
+    snprintf(text, sizeof text, "%s, batch %lld x %lld tokens, %s, AdamW", e->model.name,
+             (long long)e->options.batch, (long long)e->options.sequence, e->options.precision);
+    svg_text(file, 80.0, 30.0, "class=\"title\"", text);
+    snprintf(text, sizeof text, "%.1f M params; predicted for %s, %s; the plain step takes %s",
+             (double)f->plain.report.param_count / 1e6, e->device.hardware.name,
+             show_bytes(e->device.memory_bytes).text, show_time(f->plain.report.step_us).text);
+    svg_text(file, 80.0, 50.0, "class=\"name\"", text);
+}
+
+/* The names of the curves, side by side above the panels. */
+static void svg_legend(FILE *file, const findings *f, const bool *is_drawn) {
+    double x = 80.0;
+    for (int i = 0; i < MODES; i++) {
+        char text[64] = "";
+        for (int k = i; k < MODES && is_drawn[i]; k++) {
+            if (k == i || f->same_as[k] == i) {
+                const size_t used = strlen(text);
+                snprintf(text + used, sizeof text - used, "%s%s", used ? ", " : "",
+                         ms_mode_name(modes[k]));
+            }
+        }
+        if (is_drawn[i]) {
+            fprintf(file,
+                    "<line x1=\"%.1f\" y1=\"68\" x2=\"%.1f\" y2=\"68\" stroke=\"%s\" "
+                    "stroke-width=\"3\"/>\n",
+                    x, x + 24.0, sweep_colours[modes[i]]);
+            svg_text(file, x + 30.0, 72.0, "class=\"name\"", text);
+            x += 60.0 + 8.2 * (double)strlen(text);
+        }
+    }
+}
+
+static void svg_plain(FILE *file, const panel *p, double x, double y, const char *text) {
+    fprintf(file,
+            "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"6\" fill=\"#fff\" stroke=\"#222\" "
+            "stroke-width=\"2\"/>\n",
+            panel_x(p, x), panel_y(p, y));
+    svg_text(file, panel_x(p, x) - 10.0, panel_y(p, y) - 9.0,
+             "class=\"note halo\" text-anchor=\"end\"", text);
+}
+
+/* Where the device's own budget lies, if that is in the picture. */
+static void svg_budget(FILE *file, const panel *p, double budget, const char *text) {
+    if (budget > p->x_low && budget < p->x_high) {
+        const double x = panel_x(p, budget);
+        const bool is_right = x > 0.5 * (p->left + p->right);
+        svg_line(file, x, p->top, x, p->bottom, "class=\"budget\"");
+        svg_text(file, is_right ? x - 6.0 : x + 6.0, p->bottom - 8.0,
+                 is_right ? "class=\"note halo\" text-anchor=\"end\"" : "class=\"note halo\"",
+                 text);
+    }
+}
+
+static void draw_sweep(const estimate *e, const findings *f, const sweep *sweeps,
+                       const bool *is_drawn, FILE *file) {
+    const unit u = unit_for(f->plain.report.arena_bytes);
+    const double most = (double)f->plain.report.arena_bytes / u.bytes;
+    double least = most, slowest = 1.0;
+    char text[64];
+    for (int i = 0; i < MODES; i++) {
+        for (int k = 0; k < (is_drawn[i] ? sweeps[i].count : 0); k++) {
+            least = sweeps[i].budget[k] / u.bytes < least ? sweeps[i].budget[k] / u.bytes : least;
+            slowest = sweeps[i].ratio[k] > slowest ? sweeps[i].ratio[k] : slowest;
+        }
+    }
+    const double span = most - least > 0.02 * most ? most - least : 0.1 * most;
+    panel peak = {80.0, 830.0, 92.0, 350.0, least - 0.14 * span, most + 0.1 * span, 0.0, 0.0};
+    panel time = {80.0, 830.0, 396.0, 600.0, peak.x_low, peak.x_high, 1.0, 1.0};
+    peak.y_low = peak.x_low;
+    peak.y_high = peak.x_high;
+    const double slower = slowest - 1.0 > 0.02 ? slowest - 1.0 : 0.02;
+    time.y_low = 1.0 - 0.08 * slower;
+    time.y_high = 1.0 + 1.12 * slower;
+    svg_style(file);
+    svg_head(file, e, f);
+    svg_legend(file, f, is_drawn);
+    svg_grid(file, &peak);
+    svg_grid(file, &time);
+    svg_infeasible(file, &peak, least);
+    svg_infeasible(file, &time, least);
+    svg_line(file, peak.left, peak.bottom, peak.right, peak.top, "class=\"same\"");
+    snprintf(text, sizeof text, "budget %s", show_bytes(e->device.budget_bytes).text);
+    svg_budget(file, &peak, (double)e->device.budget_bytes / u.bytes, text);
+    svg_budget(file, &time, (double)e->device.budget_bytes / u.bytes, text);
+    for (int i = 0; i < MODES; i++) {
+        if (is_drawn[i]) {
+            svg_curve(file, &peak, &sweeps[i], sweeps[i].peak, u.bytes, u.bytes);
+            svg_curve(file, &time, &sweeps[i], sweeps[i].ratio, u.bytes, 1.0);
+        }
+    }
+    svg_infeasible_note(file, &peak, least);
+    svg_infeasible_note(file, &time, least);
+    snprintf(text, sizeof text, "plain: %s", show_bytes(f->plain.report.arena_bytes).text);
+    svg_plain(file, &peak, most, most, text);
+    snprintf(text, sizeof text, "plain: %s", show_time(f->plain.report.step_us).text);
+    svg_plain(file, &time, most, 1.0, text);
+    snprintf(text, sizeof text, "peak, %s", u.name);
+    svg_axis_name(file, &peak, text);
+    svg_axis_name(file, &time, "step time over plain");
+    snprintf(text, sizeof text, "budget, %s", u.name);
+    svg_text(file, 0.5 * (peak.left + peak.right), 640.0, "class=\"name\" text-anchor=\"middle\"",
+             text);
+    svg_text(file, peak.right, 640.0, "class=\"note\" text-anchor=\"end\"",
+             "dashed: peak = budget");
+    fprintf(file, "</svg>\n");
+}
+
+static int write_sweep(const estimate *e, const findings *f) {
+    sweep sweeps[MODES];
+    bool is_drawn[MODES];
+    int status = 0;
+    FILE *file = fopen(e->options.sweep, "w");
+    if (!file) {
+        return fail("cannot write %s: %s", e->options.sweep, strerror(errno));
+    }
+    for (int i = 0; i < MODES && status == 0; i++) {
+        is_drawn[i] = f->same_as[i] == i;
+        status = is_drawn[i] ? make_sweep(e, f, i, &sweeps[i]) : 0;
+    }
+    if (status == 0) {
+        draw_sweep(e, f, sweeps, is_drawn, file);
+    }
+    const bool failed = ferror(file) != 0;
+    return fclose(file) != 0 || failed
+               ? fail("cannot write %s: %s", e->options.sweep, strerror(errno))
+               : status;
+}
+
+// ---- main ---------------------------------------------------------------------------------------
+
+static int choose_precision(settings *o) {
+    o->precision = o->precision ? o->precision : "f32";
+    return strcmp(o->precision, "f32") == 0 || strcmp(o->precision, "tf32") == 0
+               ? 0
+               : fail("--precision %s: this version plans params, gradients and optimizer state in "
+                      "f32, and the layers of these models compute in it: f32, or tf32 for the "
+                      "products",
+                      o->precision);
+}
+
+int main(int argc, char **argv) {
+    estimate e;
+    findings f;
+    option_spec specs[ESTIMATE_OPTIONS];
+    memset(&e, 0, sizeof e);
+    list_options(&e.options, specs);
+    if (read_options(specs, ESTIMATE_OPTIONS, argc, argv, NULL) != 0) {
+        return 2;
+    }
+    if (e.options.help) {
+        print_help();
+        return 0;
+    }
+    if (choose_precision(&e.options) != 0 || choose_shape(&e.options, &e.model) != 0 ||
+        choose_target(&e.options, &e.device) != 0) {
+        return 2;
+    }
+    if (find_all(&e, &f) != 0) {
+        return 1;
+    }
+    if (e.options.json) {
+        write_json(&e, &f, stdout);
+    } else {
+        print_text(&e, &f);
+    }
+    if (fflush(stdout) != 0) {
+        return fail("cannot write: %s", strerror(errno));
+    }
+    return e.options.sweep ? write_sweep(&e, &f) : 0;
+}

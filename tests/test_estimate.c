@@ -1,0 +1,606 @@
+/*  test_estimate.c - examples/estimate.c: its numbers against published counts, closed formulas and
+    wrapped models that train; its advice; that what it writes is JSON and XML; what it refuses. */
+int estimate_main(int argc, char **argv);
+#define main estimate_main
+#include "../examples/estimate.c"
+#undef main
+#include "testing.h"
+#include "testing_nn.h"
+
+#include <unistd.h>
+
+// ------------------------------------------------------------------------------------------------
+// running it
+
+enum { MOST_WORDS = 24, TEXT_BYTES = 1 << 16 };
+
+/* What a run printed. */
+typedef struct printed {
+    int status;
+    char out[TEXT_BYTES], error[4096];
+} printed;
+
+static void read_back(FILE *file, char *text, size_t capacity) {
+    rewind(file);
+    const size_t length = fread(text, 1, capacity, file);
+    assert_true(length < capacity);
+    text[length] = 0;
+    fclose(file);
+}
+
+/* The program with these words, which spaces separate ('_' stands for a space within one). */
+static void run_words(printed *p, const char *words) {
+    char copy[512], *argv[MOST_WORDS + 1];
+    int argc = 1;
+    snprintf(copy, sizeof copy, "%s", words);
+    argv[0] = copy;
+    for (char *word = strtok(copy, " "); word; word = strtok(NULL, " ")) {
+        assert_true(argc < MOST_WORDS);
+        for (char *c = word; *c; c++) {
+            *c = *c == '_' ? ' ' : *c;
+        }
+        argv[argc++] = word;
+    }
+    argv[argc] = NULL;
+    FILE *out = tmpfile(), *error = tmpfile();
+    assert_true(out && error);
+    fflush(stdout);
+    const int old_out = dup(1), old_error = dup(2);
+    assert_true(dup2(fileno(out), 1) == 1 && dup2(fileno(error), 2) == 2);
+    p->status = estimate_main(argc, argv);
+    fflush(stdout);
+    assert_true(dup2(old_out, 1) == 1 && dup2(old_error, 2) == 2);
+    close(old_out);
+    close(old_error);
+    read_back(out, p->out, sizeof p->out);
+    read_back(error, p->error, sizeof p->error);
+}
+
+/* An estimate without its program. */
+static void prepare(estimate *e, const char *model, int64_t batch, int64_t sequence) {
+    memset(e, 0, sizeof *e);
+    e->options.model = model;
+    e->options.batch = batch;
+    e->options.sequence = sequence;
+    e->options.precision = "f32";
+    e->options.gpu = "24G";
+    assert_int_equal(choose_shape(&e->options, &e->model), 0);
+    assert_int_equal(choose_target(&e->options, &e->device), 0);
+}
+
+// ------------------------------------------------------------------------------------------------
+// params
+
+/* Params as published: Radford et al., 2019 (as released), and, with the head for masked words and
+   without pooler, Devlin et al., 2018; the model cards of the others. */
+static const struct {
+    const char *name;
+    uint64_t params;
+} published[] = {
+    {"gpt2-124M", 124439808u},       {"gpt2-355M", 354823168u},    {"gpt2-774M", 774030080u},
+    {"gpt2-1558M", 1557611200u},     {"bert-base", 109514298u},    {"bert-large", 335174458u},
+    {"tinyllama-1.1B", 1100048384u}, {"llama3.2-1B", 1235814400u}, {"llama3.2-3B", 3212749824u},
+    {"llama2-7B", 6738415616u},      {"mistral-7B", 7241732096u},  {"llama3-8B", 8030261248u},
+    {"llama2-13B", 13015864320u},    {"llama2-70B", 68976648192u}, {"llama3-70B", 70553706496u},
+};
+enum { PUBLISHED = sizeof published / sizeof published[0] };
+
+/* The sizes of a transformer, summed up by hand: each tensor of its params. */
+static uint64_t closed_params(const shape *s) {
+    const uint64_t C = (uint64_t)s->channels, F = (uint64_t)s->feed_forward,
+                   V = (uint64_t)s->vocabulary, P = (uint64_t)s->positions;
+    const uint64_t size = C / (uint64_t)s->heads, K = size * (uint64_t)s->kv_heads;
+    const uint64_t layers = (uint64_t)s->layers;
+    if (s->kind == FAMILY_LLAMA) {
+        return V * C * (s->tied ? 1 : 2) + layers * (2 * C * C + 2 * C * K + 3 * C * F + 2 * C) + C;
+    }
+    const uint64_t block = 4 * C * C + 2 * C * F + 4 * C + F + C + 4 * C; // weights, biases, norms
+    if (s->kind == FAMILY_BERT) {
+        return V * C + P * C + 2 * C + 2 * C + layers * block + C * C + C + 2 * C + V;
+    }
+    return V * C + P * C + layers * block + 2 * C;
+}
+
+static void test_params(void **state) {
+    (void)state;
+    assert_int_equal(PUBLISHED, NN_MODELS + LLAMA_PRESETS);
+    for (int i = 0; i < PUBLISHED; i++) {
+        estimate e;
+        plan p;
+        prepare(&e, published[i].name, 1, 64);
+        assert_int_equal(plan_plain(&e, 1, &p), 0);
+        assert_int_equal(p.report.param_count, published[i].params);
+        assert_int_equal(closed_params(&e.model), published[i].params);
+        /* AdamW in f32: the param, its gradient and two moments, 4 bytes each; each tensor rounded
+           up to 64 bytes. */
+        const uint64_t bytes =
+            row_bytes(p.largest, 0) + row_bytes(p.largest, 1) + row_bytes(p.largest, 2);
+        assert_true(bytes >= 16 * published[i].params);
+        assert_true(bytes < 16 * published[i].params + 4 * 64 * (uint64_t)p.report.tensor_count);
+    }
+}
+
+/* Bytes that one block more adds to the activations of a plain step. */
+static uint64_t block_bytes(const char *model, int64_t batch, int64_t sequence) {
+    estimate e;
+    plan one, two;
+    prepare(&e, model, batch, sequence);
+    e.model.layers = 1;
+    assert_int_equal(plan_plain(&e, batch, &one), 0);
+    e.model.layers = 2;
+    assert_int_equal(plan_plain(&e, batch, &two), 0);
+    return two.report.activation_peak_bytes - one.report.activation_peak_bytes;
+}
+
+/* What backward reads of a block, by hand. */
+static void test_activations(void **state) {
+    (void)state;
+    /* Each token of GPT-2: both normed values and both sums, qkv (3 C), what attention mixed, and
+       4 C each before and behind gelu: 16 C; and mean and rstd of both norms. */
+    assert_int_equal(block_bytes("gpt2-124M", 2, 512), 2 * 512 * (16 * 768 + 4) * 4);
+    /* Each token of Llama: both normed values and both sums, qkv (turned in place), what attention
+       mixed, gate, up and their product; rstd of both norms, and a sum for each head. */
+    const uint64_t C = 4096, qkv = C + 2 * 1024, F = 14336, heads = 32;
+    assert_int_equal(block_bytes("llama3-8B", 2, 1024),
+                     2 * 1024 * (4 * C + qkv + C + 3 * F + 2 + heads) * 4);
+}
+
+// ------------------------------------------------------------------------------------------------
+// a model that trains
+
+/* The estimate of a small model against one that is wrapped for good and takes a step. */
+static void check_equal(family kind, bool is_plain) {
+    estimate e;
+    plan p;
+    ms_memory_report r;
+    ms_model *model;
+    ms_config config = t_device_config();
+    memset(&e, 0, sizeof e);
+#ifdef T_CUDA
+    config.backend = ms_backend_cuda(0);
+#else
+    config.backend = ms_backend_cpu();
+#endif
+    start_family(&e.model, kind);
+    e.model.layers = 3;
+    e.model.heads = e.model.kv_heads = 2;
+    e.model.channels = 32;
+    e.model.vocabulary = 96;
+    e.model.positions = 24;
+    e.options.batch = 3;
+    e.options.sequence = 24;
+    e.options.precision = "f32";
+    config.backend.hardware(config.backend.user, &e.device.hardware);
+    e.device.budget_bytes = e.device.memory_bytes = (uint64_t)1 << 40;
+    prepare_target(&e.device);
+    assert_int_equal(e.device.backend.workspace_bytes, config.backend.workspace_bytes);
+    assert_int_equal(plan_plain(&e, 3, &p), 0);
+    const uint64_t plain = p.report.arena_bytes;
+    assert_int_equal(plan_smallest(&e, 3, MS_MODE_BALANCED, &p), 0);
+    const uint64_t budget = p.report.arena_bytes + (plain - p.report.arena_bytes) / 2;
+    assert_true(p.report.arena_bytes < plain);
+    assert_int_equal(
+        is_plain ? plan_plain(&e, 3, &p) : plan_budget(&e, 3, MS_MODE_BALANCED, budget, &p), 0);
+
+    config.memory_budget_bytes = is_plain ? (uint64_t)1 << 40 : budget;
+    config.early_update = is_plain ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+    nn_transformer_config c;
+    memset(&c, 0, sizeof c);
+    c.vocabulary = 96;
+    c.context = c.sequence = 24;
+    c.layers = c.batch = 3;
+    c.heads = 2;
+    c.channels = 32;
+    assert_int_equal(ms_create(&config, &model), MS_RESULT_OK);
+    nn_net *net = nn_create_on(model, t_nn_device());
+    assert_non_null(net);
+    ms_set_hardware(model, &e.device.hardware);
+    const nn_transformer t = kind == FAMILY_BERT ? nn_bert(net, &c) : nn_gpt2(net, &c);
+    t_ok(model, ms_wrap(model));
+    t_report(model, &r);
+    int32_t ids[72];
+    double loss;
+    for (int i = 0; i < 72; i++) {
+        ids[i] = i & 1;
+    }
+    t_ok(model, nn_init(net, 1));
+    if (t.segments.id) {
+        t_ok(model, ms_write(model, t.segments, ids));
+    }
+    t_ok(model, ms_write(model, t.tokens, ids));
+    t_ok(model, ms_write(model, t.targets, ids));
+    t_ok(model, ms_step(model, &loss));
+    assert_true(loss > 0.0);
+    assert_int_equal(p.report.arena_bytes, r.arena_bytes);
+    assert_int_equal(p.report.lower_bound_bytes, r.lower_bound_bytes);
+    assert_int_equal(p.report.activation_peak_bytes, r.activation_peak_bytes);
+    assert_int_equal(p.report.recompute_count, r.recompute_count);
+    assert_int_equal(p.report.plan_hash, r.plan_hash);
+    assert_true(is_plain || r.recompute_count > 0);
+    assert_true(p.report.step_us > 0.0 && p.report.step_us - r.step_us == 0.0);
+    for (int k = 0; k < MS_CATEGORY_COUNT; k++) {
+        assert_int_equal(p.report.peak_bytes[k], r.peak_bytes[k]);
+    }
+    ms_destroy(model);
+    nn_destroy(net);
+}
+
+static void test_equal(void **state) {
+    (void)state;
+    check_equal(FAMILY_GPT2, true);
+    check_equal(FAMILY_GPT2, false);
+    check_equal(FAMILY_BERT, true);
+    check_equal(FAMILY_BERT, false);
+}
+
+// ------------------------------------------------------------------------------------------------
+// advice
+
+/* Each line of the rule, by budgets that are a share of the plain peak. */
+static void test_advice(void **state) {
+    (void)state;
+    estimate e;
+    findings f;
+    prepare(&e, "bert-base", 8, 128);
+    assert_int_equal(find_all(&e, &f), 0);
+    const uint64_t plain = f.plain.report.arena_bytes;
+    const uint64_t least = f.smallest[MODES - 1].report.arena_bytes;
+    assert_true(f.plain.fits && !f.searched && f.advised == 0 && f.pressure < 1.0);
+    assert_true(least < plain);
+
+    e.device.memory_bytes = plain + plain / 20; // below the memory, above 85 % of it
+    e.device.budget_bytes = e.device.memory_bytes / 100 * 85;
+    assert_int_equal(find_all(&e, &f), 0);
+    assert_true(!f.plain.fits && f.pressure < 1.0 && modes[f.advised] == MS_MODE_CONSERVATIVE);
+    assert_true(f.at_budget[0].fits && f.at_budget[0].report.arena_bytes <= e.device.budget_bytes);
+    assert_true(f.at_budget[0].report.recompute_count > 0);
+
+    e.device.is_user_size = true;
+    e.device.budget_bytes = least + (plain - least) / 4;
+    assert_int_equal(find_all(&e, &f), 0);
+    assert_true(f.pressure > 1.0 && f.pressure <= 1.5 && modes[f.advised] == MS_MODE_BALANCED);
+    assert_false(f.searched);
+}
+
+/* The largest batch fits, and one more does not. */
+static void test_largest_batch(void **state) {
+    (void)state;
+    estimate e;
+    findings f;
+    plan p;
+    prepare(&e, "bert-base", 300, 128);
+    e.device.budget_bytes = e.device.memory_bytes = (uint64_t)3 << 30;
+    assert_int_equal(find_all(&e, &f), 0);
+    assert_true(f.pressure > 3.0 && modes[f.advised] == MS_MODE_AGGRESSIVE && f.searched);
+    assert_in_range(f.largest_batch, 2, 299);
+    assert_true(f.largest.fits && f.largest.report.arena_bytes <= e.device.budget_bytes);
+    assert_int_equal(plan_smallest(&e, f.largest_batch + 1, MS_MODE_AGGRESSIVE, &p), 0);
+    assert_true(p.report.arena_bytes > e.device.budget_bytes);
+
+    e.options.batch = 1; // params and moments alone are more than this
+    e.device.budget_bytes = e.device.memory_bytes = (uint64_t)1 << 30;
+    assert_int_equal(find_all(&e, &f), 0);
+    assert_true(f.searched && f.largest_batch == 0 && !f.single.fits);
+    assert_true(f.single.report.arena_bytes > e.device.budget_bytes);
+}
+
+// ------------------------------------------------------------------------------------------------
+// JSON and XML
+
+/* One value of RFC 8259 and the space behind it; NULL where it is none. */
+static const char *json_value(const char *c);
+
+static const char *json_space(const char *c) {
+    return c + strspn(c, " \t\r\n");
+}
+
+static const char *json_quoted(const char *c) {
+    for (c++; *c != '"'; c++) {
+        if ((unsigned char)*c < 32) {
+            return NULL;
+        }
+        if (*c == '\\') {
+            c++;
+            if (*c == 'u' ? strspn(c + 1, "0123456789abcdefABCDEF") < 4
+                          : *c == 0 || strchr("\"\\/bfnrt", *c) == NULL) {
+                return NULL;
+            }
+        }
+    }
+    return c + 1;
+}
+
+static const char *json_number(const char *c) {
+    c += *c == '-';
+    const size_t digits = strspn(c, "0123456789");
+    if (digits == 0 || (digits > 1 && *c == '0')) {
+        return NULL;
+    }
+    c += digits;
+    if (*c == '.') {
+        const size_t more = strspn(c + 1, "0123456789");
+        if (more == 0) {
+            return NULL;
+        }
+        c += 1 + more;
+    }
+    if (*c == 'e' || *c == 'E') {
+        c += c[1] == '+' || c[1] == '-' ? 2 : 1;
+        const size_t more = strspn(c, "0123456789");
+        return more ? c + more : NULL;
+    }
+    return c;
+}
+
+static const char *json_list(const char *c, bool has_keys) {
+    const char end = has_keys ? '}' : ']';
+    c = json_space(c + 1);
+    while (*c != end) {
+        if (has_keys) {
+            c = *c == '"' ? json_quoted(c) : NULL;
+            c = c ? json_space(c) : "";
+            if (*c != ':') {
+                return NULL;
+            }
+            c = json_space(c + 1);
+        }
+        c = json_value(c);
+        if (!c || (*c != ',' && *c != end)) {
+            return NULL;
+        }
+        c = *c == ',' ? json_space(c + 1) : c;
+        if (c[-1] == ',' && *c == end) {
+            return NULL;
+        }
+    }
+    return c + 1;
+}
+
+static const char *json_value(const char *c) {
+    static const char *const words[] = {"true", "false", "null"};
+    for (int i = 0; i < 3; i++) {
+        if (strncmp(c, words[i], strlen(words[i])) == 0) {
+            return json_space(c + strlen(words[i]));
+        }
+    }
+    c = *c == '{' || *c == '[' ? json_list(c, *c == '{')
+        : *c == '"'            ? json_quoted(c)
+                               : json_number(c);
+    return c ? json_space(c) : NULL;
+}
+
+static bool is_json(const char *text) {
+    const char *end = json_value(json_space(text));
+    return end && *end == 0;
+}
+
+/* The number behind a key, which stands once. */
+static double number_of(const char *text, const char *key) {
+    char quoted[64];
+    snprintf(quoted, sizeof quoted, "\"%s\": ", key);
+    const char *at = strstr(text, quoted);
+    assert_non_null(at);
+    return strtod(at + strlen(quoted), NULL);
+}
+
+static void test_json(void **state) {
+    (void)state;
+    static printed p;
+    assert_true(is_json("{\"a\": [1, -2.5e3, \"\\u0041\", {}], \"b\": null}\n"));
+    static const char *const wrong[] = {"{\"a\": 1,}",  "{a: 1}",  "[1 2]", "\"\n\"", "01",
+                                        "{\"a\": inf}", "{\"a\"}", "[1]]",  "1.",     ""};
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        assert_false(is_json(wrong[i]));
+    }
+    static const char *const runs[] = {
+        "--json", "--json --model bert-large --batch 16 --sequence 128 --gpu H200",
+        "--json --model llama2-7B --gpu 24G", "--json --model gpt2-1558M --batch 99 --gpu 3090",
+        "--json --family llama --layers 3 --channels 96 --heads 6 --kv-heads 2 --precision tf32"};
+    for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
+        run_words(&p, runs[i]);
+        assert_int_equal(p.status, 0);
+        assert_int_equal(p.error[0], 0);
+        assert_true(is_json(p.out));
+    }
+    run_words(&p, "--json --model gpt2-355M --batch 4 --sequence 512 --budget 6G");
+    assert_true(is_json(p.out));
+    assert_true(number_of(p.out, "params") == 354823168.0);
+    assert_true(number_of(p.out, "budget_bytes") == 6.0 * 1073741824.0);
+    t_text_has(p.out, "\"mode\": \"BALANCED\"");
+}
+
+/* Text that no model or device has now is written so that it can be read. */
+static void test_json_text(void **state) {
+    (void)state;
+    char text[256];
+    json j;
+    memset(&j, 0, sizeof j);
+    j.file = tmpfile();
+    assert_non_null(j.file);
+    json_open(&j, NULL, '{');
+    json_text(&j, "a \"quoted\"\n\\ name", "\x01\xff tab\t");
+    json_real(&j, "nothing", (double)NAN);
+    json_real(&j, "endless", (double)INFINITY);
+    json_close(&j, '}');
+    read_back(j.file, text, sizeof text);
+    assert_true(is_json(text));
+    t_text_has(text,
+               "\"a \\u0022quoted\\u0022\\u000a\\u005c name\": \"\\u0001\\u00ff tab\\u0009\"");
+    t_text_has(text, "\"nothing\": null");
+    t_text_has(text, "\"endless\": null");
+}
+
+/* Every tag is closed, in order; attributes are quoted. */
+static bool is_xml(const char *text) {
+    char names[32][16];
+    int depth = 0, roots = 0;
+    for (const char *c = text; *c; c++) {
+        if (*c == '>' || (*c == '&' && strspn(c + 1, "#0123456789") + 1 != strcspn(c, ";"))) {
+            return false;
+        }
+        if (*c != '<') {
+            continue;
+        }
+        const bool closes = c[1] == '/';
+        c += closes ? 2 : 1;
+        char name[16];
+        const size_t length = strcspn(c, " />\n");
+        snprintf(name, sizeof name, "%.*s", length < 15 ? (int)length : 15, c);
+        bool quoted = false;
+        for (; *c && (quoted || *c != '>'); c++) {
+            quoted = quoted != (*c == '"');
+            if (quoted && *c == '<') {
+                return false;
+            }
+        }
+        if (*c != '>' || (closes && (depth == 0 || strcmp(names[--depth], name) != 0))) {
+            return false;
+        }
+        if (!closes && c[-1] != '/') {
+            roots += depth == 0;
+            memcpy(names[depth++], name, sizeof name);
+        }
+    }
+    return depth == 0 && roots == 1;
+}
+
+static void test_sweep(void **state) {
+    (void)state;
+    static printed p;
+    static char text[TEXT_BYTES];
+    char path[] = "/tmp/memscale_sweep_XXXXXX";
+    const int descriptor = mkstemp(path);
+    assert_true(descriptor >= 0);
+    close(descriptor);
+    assert_true(is_xml("<a b=\"1>2\"><c/>x &#60; y</a>"));
+    assert_false(is_xml("<a><c></a></c>"));
+    assert_false(is_xml("<a b=\"1></a>"));
+    assert_false(is_xml("<a>x & y</a>"));
+    estimate e;
+    findings f;
+    prepare(&e, "gpt2-124M", 8, 64);
+    e.model.layers = 3;
+    e.options.sweep = path;
+    assert_int_equal(find_all(&e, &f), 0);
+    assert_int_equal(write_sweep(&e, &f), 0);
+    FILE *file = fopen(path, "rb");
+    assert_non_null(file);
+    read_back(file, text, sizeof text);
+    remove(path);
+    assert_true(is_xml(text));
+    t_text_has(text, "no plan fits");
+    t_text_has(text, "budget, MiB");
+    t_text_has(text, "CONSERVATIVE");
+    run_words(&p, "--sweep /nowhere/at/all.svg --batch 1 --sequence 32");
+    assert_int_equal(p.status, 1);
+    t_text_has(p.error, "/nowhere/at/all.svg");
+}
+
+/* Over budgets, neither the peak nor the time goes the wrong way. */
+static void test_sweep_is_monotone(void **state) {
+    (void)state;
+    estimate e;
+    findings f;
+    sweep s;
+    prepare(&e, "gpt2-124M", 8, 64);
+    e.model.layers = 4;
+    assert_int_equal(find_all(&e, &f), 0);
+    assert_int_equal(make_sweep(&e, &f, MODES - 1, &s), 0);
+    assert_int_equal(s.count, SWEEP_POINTS);
+    for (int i = 0; i < s.count; i++) {
+        assert_true(s.peak[i] <= s.budget[i]);
+        assert_true(i == 0 || s.peak[i] >= s.peak[i - 1]);
+        assert_true(i == 0 || s.ratio[i] <= s.ratio[i - 1] * (1.0 + 1e-9));
+    }
+    assert_true(s.ratio[s.count - 1] <= 1.0 + 1e-9);
+}
+
+// ------------------------------------------------------------------------------------------------
+// what it says
+
+static void test_text(void **state) {
+    (void)state;
+    static printed p;
+    run_words(&p, "--model gpt2-1558M --batch 1 --sequence 512 --gpu RTX_3090");
+    assert_int_equal(p.status, 0);
+    t_text_has(p.out, "1557.61 M params");
+    t_text_has(p.out, "RTX 3090");
+    t_text_has(p.out, "BALANCED");
+    t_text_has(p.out, "optimizer state");
+    run_words(&p, "--help");
+    assert_int_equal(p.status, 0);
+    for (int i = 0; i < PUBLISHED; i++) {
+        t_text_has(p.out, published[i].name);
+    }
+    const ms_hardware *h;
+    for (uint32_t i = 0; (h = ms_hardware_at(i)) != NULL; i++) {
+        t_text_has(p.out, h->name);
+    }
+}
+
+static void test_mistakes(void **state) {
+    (void)state;
+    static printed p;
+    static const struct {
+        const char *words, *text;
+    } mistakes[] = {
+        {"--model gpt5", "llama2-7B"},
+        {"--model gpt2-124M --family gpt2", "one of them"},
+        {"--family mamba", "gpt2, bert and llama"},
+        {"--family gpt2 --layers 2", "--channels and --heads"},
+        {"--layers 0", "from 1"},
+        {"--layers -3", "from 1"},
+        {"--layers 1.5", "whole number"},
+        {"--layers 100000", "at most 1000"},
+        {"--heads 7", "768 channels"},
+        {"--channels 100", "100 channels"},
+        {"--model llama3-8B --kv-heads 5", "32 heads"},
+        {"--model llama3-8B --heads 12 --channels 4092", "--kv-heads 8"},
+        {"--family llama --layers 1 --channels 15 --heads 5", "pairs"},
+        {"--kv-heads 4", "llama"},
+        {"--model bert-base --feed-forward 4", "llama"},
+        {"--model llama2-7B --positions 4", "positions"},
+        {"--sequence 2048", "1024 rows"},
+        {"--batch 2000000", "at most"},
+        {"--batch", "whole number"},
+        {"--precision bf16", "f32"},
+        {"--gpu Voodoo2", "H200"},
+        {"--gpu", "name"},
+        {"--gpu Voodoo2", "24G"},
+        {"--gpu 0", "from 1M"},
+        {"--gpu -1G", "24G"},
+        {"--gpu 999999999G", "at most"},
+        {"--budget 0", "300M"},
+        {"--gpu 8G --budget 9G", "more than"},
+        {"--budget many", "300M"},
+        {"--frobnicate", "--help"},
+        {"word", "--help"},
+    };
+    for (size_t i = 0; i < sizeof mistakes / sizeof mistakes[0]; i++) {
+        run_words(&p, mistakes[i].words);
+        if (p.status != 2) {
+            print_error("%s: status %d\n", mistakes[i].words, p.status);
+        }
+        assert_int_equal(p.status, 2);
+        assert_int_equal(p.out[0], 0);
+        t_text_has(p.error, "estimate: ");
+        t_text_has(p.error, mistakes[i].text);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_params),
+        cmocka_unit_test(test_activations),
+        cmocka_unit_test(test_equal),
+        cmocka_unit_test(test_advice),
+        cmocka_unit_test(test_largest_batch),
+        cmocka_unit_test(test_json),
+        cmocka_unit_test(test_json_text),
+        cmocka_unit_test(test_sweep),
+        cmocka_unit_test(test_sweep_is_monotone),
+        cmocka_unit_test(test_text),
+        cmocka_unit_test(test_mistakes),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
