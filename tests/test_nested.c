@@ -52,7 +52,7 @@ static void draw_depths(const ms_model *m, t_rng *rng, depths *to) {
     static const double shares[] = {0.3, 0.7, 1.0, 1.0};
     const msi_graph *g = &m->graph;
     const double share = shares[t_below(rng, 4)];
-    const uint32_t most = 1 + t_below(rng, MOST_DEPTH);
+    const uint32_t most = t_chance(rng, 0.1) ? UINT8_MAX : 1 + t_below(rng, MOST_DEPTH);
     const int style = (int)t_below(rng, 4);
     for (uint32_t t = 0; t < g->tensors.count; ++t) {
         const uint32_t layer = g->tensors.items[t].producer;
