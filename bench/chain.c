@@ -1,0 +1,167 @@
+// Plans the checkpointing of a chain that a CSV file states, for one budget after the other: peak,
+// step time relative to that of keeping everything, and how long planning takes.
+#include "bench.h"
+
+#define MEMSCALE_IMPLEMENTATION
+#include "memscale.h"
+#include "chains.h"
+
+typedef struct outcome {
+    bool fits;
+    uint64_t peak_bytes;
+    double relative_time, plan_ms;
+} outcome;
+
+static void stop(const char *path, uint64_t line, const char *text) {
+    fflush(stdout);
+    if (line) {
+        fprintf(stderr, "%s:%llu: %s\n", path, (unsigned long long)line, text);
+    } else {
+        fprintf(stderr, "%s: %s\n", path, text);
+    }
+    exit(1);
+}
+
+static void check(const ms_model *model, ms_result result) {
+    if (result != MS_RESULT_OK) {
+        stop(ms_result_name(result), 0, ms_last_error(model));
+    }
+}
+
+/* Bytes, or a multiple of the peak of keeping everything, such as 0.5x; false if it is neither. */
+static bool take_budget(const char *text, uint64_t all, uint64_t *budget) {
+    char *end;
+    errno = 0;
+    *budget = strtoull(text, &end, 10);
+    if (text[0] >= '0' && text[0] <= '9' && *end == '\0') {
+        return errno == 0;
+    }
+    const double share = strtod(text, &end);
+    const double bytes = share * (double)all;
+    *budget = bytes >= 0.0 && bytes < 1e18 ? (uint64_t)bytes : 0;
+    return end != text && strcmp(end, "x") == 0 && share >= 0.0 && bytes < 1e18;
+}
+
+static outcome measure(const chain *c, uint64_t budget, int repeats) {
+    outcome o;
+    ms_config config;
+    ms_memory_report report;
+    double *ms = (double *)malloc((size_t)repeats * sizeof *ms);
+    if (!ms) {
+        stop("chain", 0, "no memory for the times");
+    }
+    memset(&o, 0, sizeof o);
+    memset(&config, 0, sizeof config);
+    config.mode = MS_MODE_CONSERVATIVE;
+    config.early_update = MS_SWITCH_OFF;
+    config.dry_run = true;
+    config.memory_budget_bytes = chain_budget(budget);
+    for (int i = 0; i < repeats; i++) {
+        ms_model *m;
+        check(NULL, ms_create(&config, &m));
+        chain_register(m, c);
+        const clock_t start = clock(); // processor time: what else runs here does not count
+        const ms_result result = ms_wrap(m);
+        ms[i] = 1e3 * (double)(clock() - start) / CLOCKS_PER_SEC;
+        o.fits = result == MS_RESULT_OK;
+        if (o.fits) {
+            check(m, ms_report(m, &report));
+            o.peak_bytes = chain_bytes(report.arena_bytes);
+            o.relative_time = 1.0 + report.recompute_share;
+        } else if (result != MS_RESULT_BUDGET) {
+            check(m, result);
+        }
+        ms_destroy(m);
+    }
+    o.plan_ms = bench_median(ms, repeats);
+    free(ms);
+    return o;
+}
+
+static void print_row(bench_table *table, const char *path, uint64_t budget, const outcome *o) {
+    const char *slash = strrchr(path, '/');
+    bench_cell(table, slash && !table->tsv ? slash + 1 : path);
+    bench_bytes(table, budget);
+    if (o->fits) {
+        bench_bytes(table, o->peak_bytes);
+        bench_value(table, o->relative_time, 4);
+    } else {
+        bench_cell(table, "inf");
+        bench_cell(table, "inf");
+    }
+    bench_value(table, o->plan_ms, 3);
+}
+
+/* What the command line gives beside options: FILE, then budgets. */
+typedef struct arguments {
+    const char **words;
+    int count;
+    bool tsv;
+    int64_t repeats;
+} arguments;
+
+static arguments take_arguments(int argc, char **argv) {
+    arguments a = {NULL, 0, false, 5};
+    const bench_option options[] = {
+        {"--tsv", "tab-separated output, sizes in bytes", &a.tsv, NULL, NULL},
+        {"--repeats", "plans for each budget; plan_ms is their median", NULL, &a.repeats, NULL},
+    };
+    const char *const purpose =
+        "Give a FILE, CSV with the columns stage,ain,aout,abar,tf,tb,tmpf,tmpb, and budgets: "
+        "bytes,\n"
+        "or multiples of the peak of keeping everything, such as 0.5x. Without any: 1x to 0.15x.";
+    int option_count = 1;
+    a.words = (const char **)malloc((size_t)argc * sizeof *a.words);
+    char **rest = (char **)malloc(((size_t)argc + 1) * sizeof *rest);
+    if (!a.words || !rest) {
+        stop(argv[0], 0, "no memory for the command line");
+    }
+    rest[0] = argv[0];
+    for (int i = 1; i < argc; i++) {
+        if (argv[i][0] != '-' && strcmp(argv[i - 1], "--repeats") != 0) {
+            a.words[a.count++] = argv[i];
+        } else {
+            rest[option_count++] = argv[i];
+        }
+    }
+    rest[option_count] = NULL;
+    bench_options(option_count, rest, purpose, options, 2);
+    free(rest);
+    return a;
+}
+
+int main(int argc, char **argv) {
+    static const char *const usual[] = {"1x",   "0.95x", "0.9x", "0.85x", "0.8x", "0.75x",
+                                        "0.7x", "0.65x", "0.6x", "0.55x", "0.5x", "0.45x",
+                                        "0.4x", "0.35x", "0.3x", "0.25x", "0.2x", "0.15x"};
+    const arguments a = take_arguments(argc, argv);
+    const bool own = a.count > 1;
+    const char *const *budgets = own ? a.words + 1 : usual;
+    const int rows = own ? a.count - 1 : (int)(sizeof usual / sizeof usual[0]);
+    if (a.count == 0) {
+        fprintf(stderr, "no FILE given; %s --help tells more\n", argv[0]);
+        return 2;
+    }
+
+    chain c;
+    uint64_t line, budget;
+    const char *wrong = chain_read(&c, a.words[0], &line);
+    if (wrong) {
+        stop(a.words[0], line, wrong);
+    }
+    for (int i = 0; i < rows; i++) {
+        if (!take_budget(budgets[i], chain_peak(&c), &budget)) {
+            stop(budgets[i], 0, "not a budget: give bytes, or a multiple such as 0.5x");
+        }
+    }
+    bench_table table =
+        bench_table_begin(a.tsv, "file budget_bytes peak_bytes relative_time plan_ms");
+    for (int i = 0; i < rows; i++) {
+        take_budget(budgets[i], chain_peak(&c), &budget);
+        const outcome o = measure(&c, budget, (int)a.repeats);
+        print_row(&table, a.words[0], budget, &o);
+    }
+    chain_free(&c);
+    free(a.words);
+    return 0;
+}
