@@ -253,13 +253,13 @@ done
 check 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
 check 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api'
 
-# Each test once more, on the CUDA backend and a GPU that is emulated. Not here: test_virtual and
-# test_formats, which have no model on a device of CUDA's, and test_threads, since host callbacks
-# that share one emulated device would open its memory to one another.
+# Each test once more, on the CUDA backend and a GPU that is emulated. Not here: test_virtual,
+# test_formats and test_solver, which have no model on a device of CUDA's, and test_threads, since
+# host callbacks that share one emulated device would open its memory to one another.
 group 'tests, emulated CUDA'
 for source in tests/test_*.c; do
     name=$(basename "$source" .c)
-    case $name in test_virtual | test_formats | test_threads) continue ;; esac
+    case $name in test_virtual | test_formats | test_solver | test_threads) continue ;; esac
     check "$name" "run_test release build/emulated/tests/$name"
 done
 for source in tests/emulation/test_*.cpp; do

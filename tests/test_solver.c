@@ -1,0 +1,1341 @@
+/*  test_solver.c - plans against references that know nothing of the library: chains against the
+    persistent schedules of rotor, computed exactly, and against greedy; small graphs against every
+    plan there is; budget sweeps over published models. Give it CSV files of chains (those of
+    bench/chain) to hold their plans to the same. MEMSCALE_TEST_SEED makes other chains and graphs,
+    MEMSCALE_TEST_DAGS more of the latter. */
+#include "../bench/bench.h"
+#define MEMSCALE_IMPLEMENTATION
+#include "../memscale.h"
+#include "testing.h"
+#include "../examples/nn.h"
+#include "../bench/models.h"
+#include "../bench/chains.h"
+
+/* Sanitizers are some ten times slower: they see fewer of the same. */
+#if defined(__SANITIZE_ADDRESS__)
+enum { SANITIZED = 1 };
+#else
+enum { SANITIZED = 0 };
+#endif
+
+/* Times are limited here so far that only another order of growth exceeds them, on any machine;
+   bench/chain measures. */
+static const double SLACK = SANITIZED ? 100.0 : 10.0;
+
+/* What is published rounds times to four digits. */
+static const double TIME_TOLERANCE = 1e-4;
+
+static uint64_t most(uint64_t a, uint64_t b) {
+    return a > b ? a : b;
+}
+
+// ------------------------------------------------------------------------------------------------
+// chains of all shapes
+
+typedef enum chain_kind {
+    CHAIN_UNIFORM, // sizes and times of any stage between one and four times the smallest
+    CHAIN_SKEWED,  // a few stages hold most of the bytes
+    CHAIN_RISING,
+    CHAIN_FALLING,
+    CHAIN_U_SHAPED,
+    CHAIN_EXPENSIVE_ENDS, // in time
+    CHAIN_EQUAL,
+    CHAIN_HUNGRY, // workspaces as large as what is saved
+    CHAIN_KINDS
+} chain_kind;
+
+static const char *const chain_kinds[CHAIN_KINDS] = {
+    "uniform", "skewed", "rising", "falling", "U-shaped", "expensive ends", "equal", "hungry"};
+
+/* Size of something at `place`, 0 to 1 along the chain. */
+static uint64_t chain_size(t_rng *rng, chain_kind kind, double place) {
+    const double side = 2.0 * place - 1.0, spread = 0.9 + 0.2 * t_unit(rng);
+    switch (kind) {
+    case CHAIN_SKEWED:
+        return (uint64_t)(100e3 * pow(100.0, pow(t_unit(rng), 3.0)));
+    case CHAIN_RISING:
+        return (uint64_t)(100e3 * spread * (1.0 + 20.0 * place));
+    case CHAIN_FALLING:
+        return (uint64_t)(100e3 * spread * (21.0 - 20.0 * place));
+    case CHAIN_U_SHAPED:
+        return (uint64_t)(100e3 * spread * (1.0 + 15.0 * side * side));
+    case CHAIN_EQUAL:
+        return 1000000;
+    default:
+        return (uint64_t)(1e6 * (1.0 + 3.0 * t_unit(rng)));
+    }
+}
+
+static chain make_chain(chain_kind kind, uint32_t count, uint64_t seed) {
+    t_rng rng = t_seed(seed * 1000 + (uint64_t)kind);
+    chain c;
+    memset(&c, 0, sizeof c);
+    uint64_t x = chain_size(&rng, kind, 0.0);
+    for (uint32_t i = 0; i < count; ++i) {
+        const double place = (double)i / (double)count, side = fabs(2.0 * place - 1.0);
+        chain_stage s;
+        s.ain = x;
+        s.aout = x = chain_size(&rng, kind, place);
+        s.abar = s.aout + (t_chance(&rng, 0.1) && kind != CHAIN_EQUAL
+                               ? 0
+                               : (1 + t_below(&rng, 4)) * chain_size(&rng, kind, place));
+        s.abar = kind == CHAIN_EQUAL ? 6000000 : s.abar;
+        s.tf = kind == CHAIN_EQUAL ? 1.0 : 0.2 + t_unit(&rng);
+        s.tf *= kind == CHAIN_EXPENSIVE_ENDS && side > 0.7 ? 25.0 : 1.0;
+        s.tb = s.tf * (kind == CHAIN_EQUAL ? 2.0 : 1.5 + t_unit(&rng));
+        s.tmpf = t_chance(&rng, 0.3) && kind != CHAIN_EQUAL ? s.aout / 3 : 0;
+        s.tmpb = t_chance(&rng, 0.5) && kind != CHAIN_EQUAL ? s.aout / 2 : 0;
+        if (kind == CHAIN_HUNGRY) {
+            s.tmpf = t_below(&rng, (uint32_t)s.abar);
+            s.tmpb = t_below(&rng, (uint32_t)s.abar);
+        }
+        assert_null(chain_add(&c, &s));
+    }
+    return c;
+}
+
+/* The chain of 13 stages for which the reference values are published: twelve equal blocks of
+   GPT-2 and its head, times in seconds. */
+static chain gpt2_chain(void) {
+    chain c;
+    const chain_stage block = {12582912, 12582912, 226492416, 0, 50331648, 0.141734, 0.283468};
+    const chain_stage head = {12582912, 32768, 102959104, 0, 0, 0.632379, 1.264759};
+    memset(&c, 0, sizeof c);
+    for (int i = 0; i < 12; ++i) {
+        assert_null(chain_add(&c, &block));
+    }
+    assert_null(chain_add(&c, &head));
+    return c;
+}
+
+static uint64_t size_of_x(const chain *c, uint32_t i) {
+    return i == 0 ? c->stages[0].ain : c->stages[i - 1].aout;
+}
+
+// ------------------------------------------------------------------------------------------------
+// a machine that runs a schedule, counting bytes and time
+
+enum { STAGES = 128 };
+
+typedef struct machine {
+    const chain *c;
+    bool x[STAGES + 1], saved[STAGES];
+    uint32_t left; // stages whose backward has not run
+    bool lost;     // the loss has: the gradient of x[left] is there
+    uint64_t live, peak;
+    double time;
+} machine;
+
+static machine machine_start(const chain *c) {
+    machine m;
+    memset(&m, 0, sizeof m);
+    assert_true(c->count <= STAGES);
+    m.c = c;
+    m.x[0] = true;
+    m.left = c->count;
+    m.live = m.peak = size_of_x(c, 0);
+    return m;
+}
+
+static void machine_forward(machine *m, uint32_t i, bool keep) {
+    const chain_stage *s = &m->c->stages[i];
+    assert_true(m->x[i] && i < m->left);
+    m->live += m->x[i + 1] ? 0 : s->aout;
+    m->live += keep && !m->saved[i] ? s->abar - s->aout : 0;
+    m->x[i + 1] = true;
+    m->saved[i] |= keep;
+    m->peak = most(m->peak, m->live + s->tmpf);
+    m->time += s->tf;
+}
+
+static void machine_forget(machine *m, uint32_t x) {
+    m->live -= m->x[x] ? size_of_x(m->c, x) : 0;
+    m->x[x] = false;
+}
+
+static void machine_backward(machine *m) {
+    const uint32_t i = m->left - 1;
+    const chain_stage *s = &m->c->stages[i];
+    if (!m->lost) {
+        assert_true(m->x[m->c->count]);
+        m->live += size_of_x(m->c, m->c->count);
+        m->lost = true;
+    }
+    assert_true(m->x[i] && m->x[i + 1] && m->saved[i]);
+    m->live += s->ain; // its gradient
+    m->peak = most(m->peak, m->live + s->tmpb);
+    m->time += s->tb;
+    m->live -= s->abar + s->aout;
+    m->x[i + 1] = m->saved[i] = false;
+    m->left = i;
+}
+
+// ------------------------------------------------------------------------------------------------
+// reference: rotor
+//
+// The dynamic program over persistent schedules of Beaumont, Eyraud-Dubois, Herrmann, Joly and
+// Shilova, "Optimal checkpointing for heterogeneous chains: how to train deep neural networks with
+// limited memory", 2019 (section 4), without its slots of memory: for each part of the chain, all
+// pairs of bytes and time that are worth having. Bytes count from when x[first] is there, beside
+// it, and the gradient of x[last + 1] with them, but for the end of the chain, where the loss makes
+// it. For long chains bytes are rounded up, to fine slots after all.
+
+enum { EXACT_STAGES = 60, SLOTS = 2000 };
+
+typedef struct point {
+    uint64_t bytes;
+    double time;
+} point;
+
+typedef struct front {
+    point *points; // more bytes, less time
+    uint32_t count;
+} front;
+
+typedef struct rotor {
+    const chain *c;
+    front *fronts; // of stages [first, last]: at first * count + last
+    uint64_t limit, slot;
+    point *found; // for the front in the making
+    uint32_t found_count, found_capacity;
+} rotor;
+
+static front *rotor_front(const rotor *r, uint32_t first, uint32_t last) {
+    return &r->fronts[first * r->c->count + last];
+}
+
+static void rotor_find(rotor *r, uint64_t bytes, double time) {
+    bytes = (bytes + r->slot - 1) / r->slot * r->slot;
+    if (bytes > r->limit) {
+        return;
+    }
+    if (r->found_count == r->found_capacity) {
+        r->found_capacity = r->found_capacity ? 2 * r->found_capacity : 1024;
+        void *grown = realloc(r->found, r->found_capacity * sizeof *r->found);
+        assert_non_null(grown);
+        r->found = (point *)grown;
+    }
+    r->found[r->found_count].bytes = bytes;
+    r->found[r->found_count++].time = time;
+}
+
+static int compare_points(const void *a, const void *b) {
+    const point *p = (const point *)a, *q = (const point *)b;
+    if (p->bytes != q->bytes) {
+        return p->bytes < q->bytes ? -1 : 1;
+    }
+    return p->time < q->time ? -1 : p->time > q->time;
+}
+
+static void rotor_keep_best(rotor *r, front *f) {
+    uint32_t count = 0;
+    if (r->found_count > 0) {
+        qsort(r->found, r->found_count, sizeof *r->found, compare_points);
+    }
+    for (uint32_t i = 0; i < r->found_count; ++i) {
+        if (count == 0 || r->found[i].time < r->found[count - 1].time * (1.0 - 1e-13)) {
+            r->found[count++] = r->found[i];
+        }
+    }
+    f->count = count;
+    f->points = (point *)malloc((count + 1) * sizeof(point));
+    assert_non_null(f->points);
+    if (count > 0) {
+        memcpy(f->points, r->found, count * sizeof(point));
+    }
+    r->found_count = 0;
+}
+
+/* Least time within so many bytes. */
+static double front_time(const front *f, uint64_t bytes) {
+    uint32_t low = 0, high = f->count;
+    while (low < high) {
+        const uint32_t middle = (low + high) / 2;
+        if (f->points[middle].bytes <= bytes) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low > 0 ? f->points[low - 1].time : INFINITY;
+}
+
+/* Bytes while stage `first` of [first, last] runs forward and is kept, or runs backward. */
+static uint64_t rotor_keep_bytes(const chain *c, uint32_t first, uint32_t last) {
+    const chain_stage *s = &c->stages[first];
+    const uint64_t gradient = last + 1 < c->count ? size_of_x(c, last + 1) : 0;
+    return s->abar + most(s->tmpf + gradient, s->aout + s->ain + s->tmpb);
+}
+
+/* Bytes while stage i of [first, last] runs forward and is not kept. */
+static uint64_t rotor_pass_bytes(const chain *c, uint32_t first, uint32_t last, uint32_t i) {
+    const chain_stage *s = &c->stages[i];
+    const uint64_t gradient = last + 1 < c->count ? size_of_x(c, last + 1) : 0;
+    return (i > first ? s->ain : 0) + s->aout + s->tmpf + gradient;
+}
+
+/* [first, last] with x[k] as a checkpoint: the points of [k, last] above x[k], then those of
+   [first, k - 1] in the same memory. */
+static void rotor_join(rotor *r, uint32_t first, uint32_t k, uint32_t last, uint64_t pass_bytes,
+                       double pass_time) {
+    const front *upper = rotor_front(r, k, last), *lower = rotor_front(r, first, k - 1);
+    const uint64_t held = size_of_x(r->c, k);
+    for (uint32_t i = 0, j = 0; i < upper->count && j < lower->count;) {
+        const uint64_t bytes = most(upper->points[i].bytes + held, lower->points[j].bytes);
+        rotor_find(r, most(bytes, pass_bytes),
+                   pass_time + upper->points[i].time + lower->points[j].time);
+        const uint64_t next_upper =
+            i + 1 < upper->count ? upper->points[i + 1].bytes + held : UINT64_MAX;
+        const uint64_t next_lower = j + 1 < lower->count ? lower->points[j + 1].bytes : UINT64_MAX;
+        i += next_upper <= next_lower;
+        j += next_lower <= next_upper;
+    }
+}
+
+static void rotor_solve_part(rotor *r, uint32_t first, uint32_t last) {
+    const chain *c = r->c;
+    const chain_stage *s = &c->stages[first];
+    const uint64_t keep = rotor_keep_bytes(c, first, last);
+    uint64_t pass_bytes = 0;
+    double pass_time = 0.0;
+    if (first == last) {
+        rotor_find(r, keep, s->tf + s->tb);
+    }
+    for (uint32_t k = first + 1; k <= last; ++k) {
+        pass_bytes = most(pass_bytes, rotor_pass_bytes(c, first, last, k - 1));
+        pass_time += c->stages[k - 1].tf;
+        rotor_join(r, first, k, last, pass_bytes, pass_time);
+    }
+    const front *rest = first < last ? rotor_front(r, first + 1, last) : NULL;
+    for (uint32_t i = 0; rest != NULL && i < rest->count; ++i) {
+        rotor_find(r, most(keep, s->abar + rest->points[i].bytes),
+                   s->tf + s->tb + rest->points[i].time);
+    }
+    rotor_keep_best(r, rotor_front(r, first, last));
+}
+
+static rotor rotor_solve(const chain *c) {
+    rotor r;
+    memset(&r, 0, sizeof r);
+    r.c = c;
+    r.limit = chain_peak(c) - size_of_x(c, 0);
+    r.slot = c->count > EXACT_STAGES ? r.limit / SLOTS : 1;
+    r.fronts = (front *)calloc((size_t)c->count * c->count, sizeof(front));
+    assert_non_null(r.fronts);
+    for (uint32_t length = 0; length < c->count; ++length) {
+        for (uint32_t first = 0; first + length < c->count; ++first) {
+            rotor_solve_part(&r, first, first + length);
+        }
+    }
+    return r;
+}
+
+static void rotor_free(rotor *r) {
+    for (uint32_t i = 0; i < r->c->count * r->c->count; ++i) {
+        free(r->fronts[i].points);
+    }
+    free(r->fronts);
+    free(r->found);
+}
+
+/* Time of a step within a budget. */
+static double rotor_time(const rotor *r, uint64_t budget) {
+    const uint64_t x = size_of_x(r->c, 0);
+    return budget < x ? INFINITY : front_time(rotor_front(r, 0, r->c->count - 1), budget - x);
+}
+
+/* The same by the recursion as it is written down; exponential. */
+static double rotor_plainly(const chain *c, uint32_t first, uint32_t last, uint64_t bytes) {
+    const chain_stage *s = &c->stages[first];
+    double best = INFINITY, passed = 0.0;
+    if (rotor_keep_bytes(c, first, last) <= bytes) {
+        best = s->tf + s->tb +
+               (first < last ? rotor_plainly(c, first + 1, last, bytes - s->abar) : 0.0);
+    }
+    for (uint32_t k = first + 1; k <= last; ++k) {
+        passed += c->stages[k - 1].tf;
+        if (rotor_pass_bytes(c, first, last, k - 1) > bytes) {
+            break;
+        }
+        if (size_of_x(c, k) <= bytes) {
+            const double time = passed + rotor_plainly(c, k, last, bytes - size_of_x(c, k)) +
+                                rotor_plainly(c, first, k - 1, bytes);
+            best = time < best ? time : best;
+        }
+    }
+    return best;
+}
+
+static bool same_time(double a, double b) {
+    return isinf(a) || isinf(b) ? isinf(a) && isinf(b) : fabs(a - b) <= 1e-9 * (1.0 + fabs(a));
+}
+
+/* Runs the schedule that the fronts stand for. */
+static void rotor_run(const rotor *r, machine *m, uint32_t first, uint32_t last, uint64_t bytes) {
+    const chain *c = r->c;
+    const chain_stage *s = &c->stages[first];
+    const double time = front_time(rotor_front(r, first, last), bytes);
+    double passed = 0.0;
+    const bool room = rotor_keep_bytes(c, first, last) <= bytes;
+    const double rest = first == last ? 0.0
+                        : room        ? front_time(rotor_front(r, first + 1, last), bytes - s->abar)
+                                      : INFINITY;
+    if (room && same_time(time, s->tf + s->tb + rest)) {
+        machine_forward(m, first, true);
+        if (first < last) {
+            rotor_run(r, m, first + 1, last, bytes - s->abar);
+        }
+        machine_backward(m);
+        return;
+    }
+    for (uint32_t k = first + 1; k <= last; ++k) {
+        const uint64_t x = size_of_x(c, k);
+        passed += c->stages[k - 1].tf;
+        machine_forward(m, k - 1, false);
+        if (k - 1 > first) {
+            machine_forget(m, k - 1);
+        }
+        if (x <= bytes && same_time(time, passed + front_time(rotor_front(r, k, last), bytes - x) +
+                                              front_time(rotor_front(r, first, k - 1), bytes))) {
+            rotor_run(r, m, k, last, bytes - x);
+            machine_forget(m, k);
+            rotor_run(r, m, first, k - 1, bytes);
+            return;
+        }
+    }
+    fail();
+}
+
+// ------------------------------------------------------------------------------------------------
+// reference: greedy over whole stages
+
+/* Time of the step that drops what some stages save, and what they put out too if `whole`; each is
+   brought back once, from the last that is kept. */
+static double greedy_run(const chain *c, const bool *drops, bool whole, uint64_t *peak) {
+    machine m = machine_start(c);
+    for (uint32_t i = 0; i < c->count; ++i) {
+        machine_forward(&m, i, !drops[i]);
+        if (i > 0 && whole && drops[i - 1]) {
+            machine_forget(&m, i);
+        }
+    }
+    for (uint32_t i = c->count; i-- > 0;) {
+        uint32_t from = i;
+        while (!m.x[from]) {
+            --from;
+        }
+        for (; from <= i; ++from) {
+            if (!m.x[from + 1] || !m.saved[from]) {
+                machine_forward(&m, from, true);
+            }
+        }
+        machine_backward(&m);
+    }
+    *peak = m.peak;
+    return m.time;
+}
+
+/* Drops the stages in the order of bytes per time until the rest fits. */
+static double greedy_time(const chain *c, uint64_t budget, bool whole) {
+    bool drops[STAGES] = {false};
+    for (uint32_t round = 0; round <= c->count; ++round) {
+        uint64_t peak;
+        const double time = greedy_run(c, drops, whole, &peak);
+        if (peak <= budget) {
+            return time;
+        }
+        uint32_t best = c->count;
+        double most_bytes = -1.0;
+        for (uint32_t i = 0; i < c->count; ++i) {
+            const chain_stage *s = &c->stages[i];
+            const double bytes = (double)(s->abar - (whole ? 0 : s->aout)) / s->tf;
+            if (!drops[i] && bytes > most_bytes) {
+                best = i;
+                most_bytes = bytes;
+            }
+        }
+        if (best < c->count) {
+            drops[best] = true;
+        }
+    }
+    return INFINITY;
+}
+
+// ------------------------------------------------------------------------------------------------
+// reference: every schedule there is, for a few stages
+
+enum { FEW = 4 };
+
+/* What is in memory: x[0] to x[count], then saved[0] to saved[count - 1], a bit each; and how many
+   backwards are left, with count + 1 before the loss. */
+typedef struct search {
+    const chain *c;
+    uint64_t budget;
+    double time[FEW + 2][1 << (2 * FEW + 1)]; // least, to get there
+    bool changed;
+} search;
+
+static uint64_t search_bytes(const search *s, uint32_t memory, uint32_t left) {
+    const uint32_t count = s->c->count;
+    uint64_t bytes = left <= count ? size_of_x(s->c, left) : 0; // the gradient
+    for (uint32_t i = 0; i <= count; ++i) {
+        bytes += memory >> i & 1 ? size_of_x(s->c, i) : 0;
+    }
+    for (uint32_t i = 0; i < count; ++i) {
+        const chain_stage *stage = &s->c->stages[i];
+        bytes += memory >> (count + 1 + i) & 1 ? stage->abar - stage->aout : 0;
+    }
+    return bytes;
+}
+
+static void search_reach(search *s, uint32_t memory, uint32_t left, uint64_t bytes, double time) {
+    if (bytes <= s->budget && time < s->time[left][memory]) {
+        s->time[left][memory] = time;
+        s->changed = true;
+    }
+}
+
+/* Every step that may follow. */
+static void search_from(search *s, uint32_t memory, uint32_t left) {
+    const uint32_t count = s->c->count, saved = count + 1;
+    const double time = s->time[left][memory];
+    for (uint32_t bit = 0; bit < 2 * count + 1; ++bit) {
+        search_reach(s, memory & ~(1u << bit), left, 0, time);
+    }
+    for (uint32_t i = 0; i < count && i < left; ++i) {
+        const chain_stage *stage = &s->c->stages[i];
+        for (uint32_t keep = 0; keep < 2 && (memory >> i & 1) != 0; ++keep) {
+            const uint32_t next = memory | 2u << i | keep << (saved + i);
+            search_reach(s, next, left, search_bytes(s, next, left) + stage->tmpf,
+                         time + stage->tf);
+        }
+    }
+    if (left > count && (memory >> count & 1) != 0) {
+        search_reach(s, memory, count, search_bytes(s, memory, count), time);
+    } else if (left > 0 && left <= count) {
+        const uint32_t i = left - 1, reads = 3u << i | 1u << (saved + i);
+        const uint64_t bytes = search_bytes(s, memory, left) + s->c->stages[i].ain;
+        if ((memory & reads) == reads) {
+            search_reach(s, memory & ~(2u << i | 1u << (saved + i)), i,
+                         bytes + s->c->stages[i].tmpb, time + s->c->stages[i].tb);
+        }
+    }
+}
+
+static double search_time(const chain *c, uint64_t budget) {
+    static search s;
+    const uint32_t states = 1u << (2 * c->count + 1);
+    double best = INFINITY;
+    assert_true(c->count <= FEW);
+    s.c = c;
+    s.budget = budget;
+    for (uint32_t left = 0; left < c->count + 2; ++left) {
+        for (uint32_t memory = 0; memory < states; ++memory) {
+            s.time[left][memory] = INFINITY;
+        }
+    }
+    search_reach(&s, 1, c->count + 1, size_of_x(c, 0), 0.0);
+    for (uint32_t left = c->count + 2; left-- > 0;) {
+        do {
+            s.changed = false;
+            for (uint32_t memory = 0; memory < states; ++memory) {
+                if (!isinf(s.time[left][memory])) {
+                    search_from(&s, memory, left);
+                }
+            }
+        } while (s.changed);
+    }
+    for (uint32_t memory = 0; memory < states; ++memory) {
+        best = s.time[0][memory] < best ? s.time[0][memory] : best;
+    }
+    return best;
+}
+
+// ------------------------------------------------------------------------------------------------
+// the references hold
+
+static void rotor_gives_the_published_times(void **state) {
+    (void)state;
+    static const struct {
+        double share, time;
+    } published[] = {{1.0, 1.0},    {0.8, 1.0607},  {0.65, 1.1012}, {0.5, 1.1417}, {0.4, 1.1620},
+                     {0.3, 1.1822}, {0.25, 1.2025}, {0.2, 1.2227},  {0.15, 1.3037}};
+    chain c = gpt2_chain();
+    rotor r = rotor_solve(&c);
+    assert_true(chain_peak(&c) == 2846066688);
+    for (size_t i = 0; i < sizeof published / sizeof published[0]; ++i) {
+        const uint64_t budget = (uint64_t)(published[i].share * (double)chain_peak(&c));
+        const double time = rotor_time(&r, budget) / chain_time(&c);
+        assert_true(fabs(time - published[i].time) < 0.51e-4);
+    }
+    rotor_free(&r);
+    chain_free(&c);
+}
+
+/* What the fronts promise is what their schedules need, on a machine that counts by itself. */
+static void rotor_schedules_run_as_promised(void **state) {
+    (void)state;
+    uint32_t runs = 0;
+    for (int kind = 0; kind < CHAIN_KINDS; ++kind) {
+        chain c = make_chain((chain_kind)kind, 20, 7);
+        rotor r = rotor_solve(&c);
+        const uint64_t x = size_of_x(&c, 0);
+        for (uint64_t percent = 100; percent >= 5; percent -= 5) {
+            const uint64_t budget = chain_peak(&c) * percent / 100;
+            const double time = rotor_time(&r, budget);
+            if (!isinf(time)) {
+                machine m = machine_start(&c);
+                rotor_run(&r, &m, 0, c.count - 1, budget - x);
+                assert_true(m.left == 0 && m.peak <= budget && same_time(m.time, time));
+                runs += 1;
+            }
+        }
+        rotor_free(&r);
+        chain_free(&c);
+    }
+    assert_true(runs > 80);
+}
+
+/* No part of the bookkeeping of fronts loses anything, and nothing is below what is possible. */
+static void rotor_is_its_recursion_and_no_better_than_the_best(void **state) {
+    (void)state;
+    uint32_t above = 0;
+    for (uint64_t seed = 1; seed <= 5; ++seed) {
+        for (int kind = 0; kind < CHAIN_KINDS; ++kind) {
+            chain small = make_chain((chain_kind)kind, 8, seed);
+            chain tiny = make_chain((chain_kind)kind, FEW, seed);
+            rotor r = rotor_solve(&small), few = rotor_solve(&tiny);
+            for (uint64_t percent = 100; percent >= 10; percent -= 6) {
+                const uint64_t budget = chain_peak(&small) * percent / 100;
+                const uint64_t tiny_budget = chain_peak(&tiny) * percent / 100;
+                const double best = search_time(&tiny, tiny_budget);
+                const double time = rotor_time(&few, tiny_budget);
+                const uint64_t x = size_of_x(&small, 0);
+                assert_true(budget < x ||
+                            same_time(rotor_plainly(&small, 0, small.count - 1, budget - x),
+                                      rotor_time(&r, budget)));
+                assert_true(isinf(time) || best <= time * (1.0 + 1e-12));
+                above += !same_time(best, time);
+            }
+            rotor_free(&r);
+            rotor_free(&few);
+            chain_free(&small);
+            chain_free(&tiny);
+        }
+    }
+    print_message("rotor is above the best of all schedules in %u of 600 cases\n", above);
+    assert_true(above > 0 && above < 300);
+}
+
+// ------------------------------------------------------------------------------------------------
+// what a plan needs, counted from its events
+
+typedef struct block {
+    uint64_t offset, bytes;
+    uint32_t tensor;
+    bool fixed;
+} block;
+
+enum { BLOCKS = 20000 };
+
+/* Blocks that are live, over the events of a program. */
+typedef struct walk {
+    block *blocks;
+    uint32_t count;
+    uint64_t live, peak, end;
+    uint32_t overlaps, unknown, wrong; // sums that are not those of the events
+} walk;
+
+static uint64_t rounded(uint64_t bytes) {
+    return (bytes + 63) / 64 * 64;
+}
+
+static uint32_t walk_find(const walk *w, const ms_event_operand *o) {
+    uint32_t i = 0;
+    while (i < w->count &&
+           (w->blocks[i].offset != o->offset || w->blocks[i].tensor != o->tensor.id)) {
+        ++i;
+    }
+    return i;
+}
+
+static void walk_remove(walk *w, uint32_t i) {
+    w->live -= rounded(w->blocks[i].bytes);
+    w->blocks[i] = w->blocks[--w->count];
+}
+
+static bool walk_is_operand(const ms_event *event, const block *b) {
+    for (uint32_t k = 0; k < event->operand_count; ++k) {
+        if (event->operands[k].tensor.id == b->tensor && event->operands[k].offset == b->offset) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Memory that another operand of the same event ends in goes over; any other overlap is wrong. */
+static void walk_add(walk *w, const ms_event *event, const ms_event_operand *o, bool fixed) {
+    const uint64_t end = o->offset + rounded(o->bytes);
+    for (uint32_t i = w->count; i-- > 0;) {
+        const block *b = &w->blocks[i];
+        if (o->bytes == 0 || b->bytes == 0 || b->offset >= end ||
+            o->offset >= b->offset + rounded(b->bytes)) {
+            continue;
+        }
+        if (b->offset == o->offset && rounded(b->bytes) == rounded(o->bytes) && !b->fixed &&
+            event != NULL && walk_is_operand(event, b)) {
+            walk_remove(w, i);
+        } else {
+            w->overlaps += 1;
+        }
+    }
+    assert_true(w->count < BLOCKS);
+    block *b = &w->blocks[w->count++];
+    b->offset = o->offset;
+    b->bytes = o->bytes;
+    b->tensor = o->tensor.id;
+    b->fixed = fixed;
+    w->live += rounded(o->bytes);
+    w->end = most(w->end, end);
+}
+
+/* Values that live between steps: never new. */
+static void walk_fixed(const ms_event *event, void *user) {
+    walk *w = (walk *)user;
+    for (uint32_t k = 0; k < event->operand_count && event->kind != MS_EVENT_DROP; ++k) {
+        const ms_event_operand *o = &event->operands[k];
+        const uint32_t i = walk_find(w, o);
+        if (o->is_new && i == w->count) { // passes: leave a mark, so that later uses are no find
+            block *b = &w->blocks[w->count++];
+            b->offset = o->offset;
+            b->tensor = o->tensor.id;
+            b->bytes = 0;
+            b->fixed = false;
+        } else if (!o->is_new && !o->is_outside && i == w->count) {
+            walk_add(w, NULL, o, true);
+        }
+        assert_true(w->count < BLOCKS);
+    }
+}
+
+static void walk_event(const ms_event *event, void *user) {
+    walk *w = (walk *)user;
+    for (uint32_t k = 0; k < event->operand_count; ++k) {
+        const ms_event_operand *o = &event->operands[k];
+        const uint32_t i = walk_find(w, o);
+        if (event->kind == MS_EVENT_DROP) {
+            w->unknown += i == w->count;
+            if (i < w->count) {
+                walk_remove(w, i);
+            }
+        } else if (i == w->count) {
+            w->unknown += !o->is_new && !o->is_outside;
+            if (!o->is_outside) {
+                walk_add(w, event, o, false);
+            }
+        }
+    }
+    if (event->kind != MS_EVENT_DROP) {
+        w->wrong += w->live != event->live_bytes;
+        w->peak = most(w->peak, w->live);
+    }
+}
+
+/* The arena of the present plan is what its events need, by a count that is not the library's. */
+static void check_events(ms_model *m) {
+    walk w;
+    ms_memory_report report;
+    memset(&w, 0, sizeof w);
+    w.blocks = (block *)malloc(BLOCKS * sizeof(block));
+    assert_non_null(w.blocks);
+    t_report(m, &report);
+    t_ok(m, ms_visit_events(m, MS_PROGRAM_TRAIN, walk_fixed, &w));
+    for (uint32_t i = w.count; i-- > 0;) {
+        if (!w.blocks[i].fixed) {
+            walk_remove(&w, i);
+        }
+    }
+    t_ok(m, ms_visit_events(m, MS_PROGRAM_TRAIN, walk_event, &w));
+    assert_true(w.overlaps == 0 && w.unknown == 0 && w.wrong == 0);
+    assert_true(w.peak == report.lower_bound_bytes && w.end <= report.arena_bytes);
+    free(w.blocks);
+}
+
+// ------------------------------------------------------------------------------------------------
+// the library's plans of chains
+
+/* Host memory of a model, and most of it at once. */
+typedef struct meter {
+    uint64_t live, peak;
+} meter;
+
+static void *meter_alloc(uint64_t bytes, void *user) {
+    meter *heap = (meter *)user;
+    heap->live += bytes;
+    heap->peak = most(heap->peak, heap->live);
+    return malloc((size_t)bytes);
+}
+
+static void meter_release(void *memory, uint64_t bytes, void *user) {
+    meter *heap = (meter *)user;
+    heap->live -= bytes;
+    free(memory);
+}
+
+typedef struct outcome {
+    bool fits;
+    uint64_t peak_bytes, hash;
+    double time, plan_ms; // time of a step over that of keeping everything
+    uint64_t heap_bytes;  // host memory for planning
+} outcome;
+
+static ms_config solver_config(meter *heap) {
+    ms_config config;
+    memset(&config, 0, sizeof config);
+    memset(heap, 0, sizeof *heap);
+    config.allocator.alloc = meter_alloc;
+    config.allocator.release = meter_release;
+    config.allocator.user = heap;
+    config.mode = MS_MODE_CONSERVATIVE;
+    config.early_update = MS_SWITCH_OFF;
+    config.dry_run = true;
+    return config;
+}
+
+/* Wraps for a budget of the model; peak_bytes are those of the arena. */
+static outcome wrap_for(ms_model *m, meter *heap, uint64_t budget) {
+    outcome o;
+    ms_memory_report report;
+    memset(&o, 0, sizeof o);
+    const uint64_t before = heap->live;
+    heap->peak = before;
+    ms_set_budget(m, budget);
+    const clock_t start = clock();
+    const ms_result result = ms_wrap(m);
+    o.plan_ms = 1e3 * (double)(clock() - start) / CLOCKS_PER_SEC;
+    o.heap_bytes = heap->peak - before;
+    o.fits = result == MS_RESULT_OK;
+    if (o.fits) {
+        t_report(m, &report);
+        assert_true(report.arena_bytes <= budget);
+        o.peak_bytes = report.arena_bytes;
+        o.time = 1.0 + report.recompute_share;
+        o.hash = report.plan_hash;
+        check_events(m);
+    } else {
+        t_error(m, result, MS_RESULT_BUDGET);
+    }
+    return o;
+}
+
+static outcome plan_chain(const chain *c, uint64_t budget) {
+    meter heap;
+    ms_model *m;
+    const ms_config config = solver_config(&heap);
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    chain_register(m, c);
+    outcome o = wrap_for(m, &heap, chain_budget(budget));
+    o.peak_bytes = o.fits ? chain_bytes(o.peak_bytes) : 0;
+    ms_destroy(m);
+    assert_true(heap.live == 0);
+    return o;
+}
+
+/* What a sweep finds wrong, and how far the plans are from the references. */
+typedef struct verdict {
+    uint32_t plans, faults, referred; // to a reference that fits
+    double worst, sum;                // of time over it
+    double most_ms;
+    uint64_t most_heap_bytes;
+} verdict;
+
+static void blame(verdict *v, const char *name, uint64_t percent, const char *what, double is,
+                  double should) {
+    print_error("%s at %llu %%: %s, %.6f against %.6f\n", name, (unsigned long long)percent, what,
+                is, should);
+    v->faults += 1;
+}
+
+/* One budget: no slower than either reference, and not worse than the budget before. */
+static void judge(verdict *v, const char *name, uint64_t percent, const outcome *o,
+                  const outcome *last, double reference) {
+    v->plans += 1;
+    v->most_ms = o->plan_ms > v->most_ms ? o->plan_ms : v->most_ms;
+    v->most_heap_bytes = most(v->most_heap_bytes, o->heap_bytes);
+    if (!o->fits) {
+        if (!isinf(reference)) {
+            blame(v, name, percent, "nothing fits", INFINITY, reference);
+        }
+        return;
+    }
+    if (!isinf(reference)) {
+        v->referred += 1;
+        v->worst = o->time / reference > v->worst ? o->time / reference : v->worst;
+        v->sum += o->time / reference;
+    }
+    if (o->time > reference + TIME_TOLERANCE) {
+        blame(v, name, percent, "time", o->time, reference);
+    }
+    if (!last->fits || o->peak_bytes > last->peak_bytes) {
+        blame(v, name, percent, "the peak rises", (double)o->peak_bytes, (double)last->peak_bytes);
+    }
+    if (o->time < last->time - 1e-12) {
+        blame(v, name, percent, "the time falls", o->time, last->time);
+    }
+}
+
+static double better_reference(const chain *c, const rotor *r, uint64_t budget) {
+    double best = rotor_time(r, budget);
+    for (int whole = 0; whole < 2; ++whole) {
+        const double time = greedy_time(c, budget, whole == 1);
+        best = time < best ? time : best;
+    }
+    return best / chain_time(c);
+}
+
+static void sweep_chain(const chain *c, const char *name, verdict *v) {
+    rotor r = rotor_solve(c);
+    outcome last;
+    memset(&last, 0, sizeof last);
+    for (uint64_t percent = 100; percent >= 15; percent -= 5) {
+        const uint64_t budget = (uint64_t)((double)chain_peak(c) * (double)percent / 100.0);
+        const outcome o = plan_chain(c, budget);
+        if (percent == 100) {
+            last = o;
+            if (!o.fits || o.peak_bytes != chain_peak(c) || o.time > 1.0) {
+                blame(v, name, percent, "not all is kept", o.time, 1.0);
+            }
+        }
+        judge(v, name, percent, &o, &last, better_reference(c, &r, budget));
+        last = o;
+    }
+    rotor_free(&r);
+}
+
+/* Planning takes up to so many milliseconds of a processor that nobody else slows down, and so much
+   host memory. */
+static bool sum_up(const verdict *v, const char *what, double limit_ms, uint64_t limit_mib) {
+    print_message("%s: %u plans, %u faults, %.1f ms and %.1f MB at most", what, v->plans, v->faults,
+                  v->most_ms, 1e-6 * (double)v->most_heap_bytes);
+    if (v->referred > 0) {
+        print_message("; time over the reference %.4f on average, %.4f at most",
+                      v->sum / v->referred, v->worst);
+    }
+    print_message("\n");
+    return v->plans > 0 && v->faults == 0 && v->most_heap_bytes <= limit_mib << 20 &&
+           v->most_ms <= SLACK * limit_ms;
+}
+
+static void plans_of_chains_are_as_fast_as_the_references(void **state) {
+    (void)state;
+    static const uint32_t counts[] = {5, 8, 13, 20, 40};
+    const uint64_t seed = t_environment("MEMSCALE_TEST_SEED", 1);
+    verdict v;
+    memset(&v, 0, sizeof v);
+    for (int kind = 0; kind < CHAIN_EXPENSIVE_ENDS; ++kind) {
+        for (uint32_t i = 0; i < 5; i += i == 0 || !SANITIZED ? 1 : 2) {
+            char name[64];
+            snprintf(name, sizeof name, "%s, %u stages", chain_kinds[kind], (unsigned)counts[i]);
+            chain c = make_chain((chain_kind)kind, counts[i], seed);
+            sweep_chain(&c, name, &v);
+            chain_free(&c);
+        }
+    }
+    chain c = gpt2_chain();
+    sweep_chain(&c, "GPT-2", &v);
+    chain_free(&c);
+    assert_true(sum_up(&v, "chains", 20.0, 16));
+}
+
+/* Of files that are named on the command line. */
+static void plans_of_files_are_as_fast_as_the_references(void **state) {
+    const char *const usual[] = {"tests/chain.csv", NULL};
+    const char *const *given = (const char *const *)*state;
+    const char *const *paths = given[0] != NULL ? given : usual;
+    verdict v;
+    memset(&v, 0, sizeof v);
+    for (int i = 0; paths[i] != NULL; ++i) {
+        chain c;
+        uint64_t line;
+        const char *wrong = chain_read(&c, paths[i], &line);
+        if (wrong != NULL || c.count > STAGES) {
+            print_error("%s:%llu: %s\n", paths[i], (unsigned long long)line,
+                        wrong != NULL ? wrong : "too many stages");
+            fail();
+        }
+        sweep_chain(&c, paths[i], &v);
+        chain_free(&c);
+    }
+    assert_true(sum_up(&v, "files", 300.0, 16));
+}
+
+/* No plan claims what no schedule can do. */
+static void plans_of_short_chains_are_possible(void **state) {
+    (void)state;
+    uint32_t plans = 0, best_plans = 0;
+    for (uint64_t seed = 1; seed <= 6; ++seed) {
+        for (int kind = 0; kind < CHAIN_KINDS; ++kind) {
+            chain c = make_chain((chain_kind)kind, 2 + (uint32_t)(seed % (FEW - 1)), seed);
+            for (uint64_t percent = 100; percent >= 20; percent -= 8) {
+                const uint64_t budget = chain_peak(&c) * percent / 100;
+                const double best = search_time(&c, budget) / chain_time(&c);
+                const outcome o = plan_chain(&c, budget);
+                assert_true(!o.fits || o.time >= best - 1e-9);
+                plans += o.fits;
+                best_plans += o.fits && o.time <= best + 1e-9;
+            }
+            chain_free(&c);
+        }
+    }
+    print_message("%u of %u plans of short chains are as fast as any schedule\n", best_plans,
+                  plans);
+    assert_true(plans > 100 && best_plans > plans / 2);
+}
+
+// ------------------------------------------------------------------------------------------------
+// small graphs against every plan
+
+enum { GRAPH_LAYERS = 9, GRAPH_TENSORS = 40, DROPPABLE = 12 };
+
+typedef struct graph {
+    t_rng rng;
+    ms_model *model;
+    ms_tensor value[GRAPH_TENSORS]; // outputs of layers
+    uint32_t value_count, readers[GRAPH_TENSORS];
+} graph;
+
+static int graph_call(const ms_call *call) {
+    (void)call;
+    return 0;
+}
+
+static ms_shape graph_shape(graph *g) {
+    static const int64_t rows[] = {1, 2, 2, 3, 5, 8, 13, 40};
+    return ms_shape2(rows[t_below(&g->rng, 8)], 16);
+}
+
+static ms_tensor graph_value(graph *g, ms_shape shape) {
+    const ms_tensor t = ms_activation(g->model, "value", MS_DTYPE_F32, shape);
+    assert_true(g->value_count < GRAPH_TENSORS);
+    g->readers[g->value_count] = 0;
+    g->value[g->value_count++] = t;
+    return t;
+}
+
+/* One of the values, more often a late one. */
+static ms_tensor graph_pick(graph *g) {
+    const uint32_t recent = g->value_count > 2 && t_chance(&g->rng, 0.6) ? 2 : g->value_count;
+    const uint32_t i = g->value_count - 1 - t_below(&g->rng, recent);
+    g->readers[i] += 1;
+    return g->value[i];
+}
+
+static void graph_register(graph *g, ms_layer_desc *d) {
+    ms_layer_time time;
+    d->forward = d->backward = graph_call;
+    time.forward_us = pow(100.0, t_unit(&g->rng));
+    time.backward_us = time.forward_us * (1.0 + 2.0 * t_unit(&g->rng));
+    time.recompute_us = time.forward_us;
+    if (!d->no_recompute && t_chance(&g->rng, 0.15)) {
+        d->recompute = graph_call;
+        time.recompute_us *= t_unit(&g->rng);
+    }
+    ms_set_layer_time(g->model, ms_register_layer(g->model, d), &time);
+}
+
+static void graph_add(graph *g) {
+    ms_layer_desc d;
+    memset(&d, 0, sizeof d);
+    const uint32_t in = 1 + t_below(&g->rng, 3), out = 1 + t_below(&g->rng, 5) / 4;
+    for (uint32_t k = 0; k < in; ++k) {
+        d.in[k] = graph_pick(g);
+    }
+    for (uint32_t k = 0; k < out; ++k) {
+        const bool like = t_chance(&g->rng, 0.3);
+        d.out[k] = graph_value(g, like ? ms_tensor_shape(g->model, d.in[0]) : graph_shape(g));
+        d.in_place[0] = (uint16_t)(like && k == 0 && t_chance(&g->rng, 0.4));
+    }
+    for (uint32_t k = 0; k < 2 && t_chance(&g->rng, 0.4); ++k) {
+        d.saved[k] = ms_saved(g->model, "saved", MS_DTYPE_F32, graph_shape(g));
+        d.optional_saved |= (uint16_t)(t_below(&g->rng, 2) << k);
+    }
+    if (t_chance(&g->rng, 0.6)) {
+        d.backward_reads.in = (uint16_t)t_below(&g->rng, 1u << in);
+        d.backward_reads.out = (uint16_t)t_below(&g->rng, 1u << out);
+        d.backward_reads.saved = MS_ALL_SLOTS;
+    }
+    d.no_recompute = t_chance(&g->rng, 0.1);
+    d.forward_workspace.bytes = t_chance(&g->rng, 0.2) ? 64 * t_below(&g->rng, 20) : 0;
+    d.backward_workspace.bytes = t_chance(&g->rng, 0.3) ? 64 * t_below(&g->rng, 20) : 0;
+    graph_register(g, &d);
+}
+
+/* A source with a param, up to seven layers, and a loss that reads what nobody else does. */
+static void graph_create(graph *g, uint64_t seed, const ms_config *config) {
+    ms_layer_desc d;
+    ms_optimizer_desc optimizer;
+    memset(g, 0, sizeof *g);
+    memset(&d, 0, sizeof d);
+    memset(&optimizer, 0, sizeof optimizer);
+    g->rng = t_seed(seed);
+    optimizer.kind = MS_OPTIMIZER_SGD;
+    assert_int_equal(ms_create(config, &g->model), MS_RESULT_OK);
+    ms_set_optimizer(g->model, &optimizer);
+    d.in[0] = ms_input(g->model, "input", MS_DTYPE_F32, ms_shape1(16));
+    d.param[0] = ms_param(g->model, "param", MS_DTYPE_F32, ms_shape1(16));
+    d.out[0] = graph_value(g, graph_shape(g));
+    graph_register(g, &d);
+    const uint32_t layers = 3 + t_below(&g->rng, GRAPH_LAYERS - 4);
+    for (uint32_t i = 0; i < layers; ++i) {
+        graph_add(g);
+    }
+    memset(&d, 0, sizeof d);
+    for (uint32_t i = 0, k = 0; i < g->value_count && k < MS_LIMIT_IN; ++i) {
+        if (g->readers[i] == 0) {
+            d.in[k++] = g->value[i];
+        }
+    }
+    d.out[0] = ms_activation(g->model, "loss", MS_DTYPE_F32, ms_shape1(16));
+    d.no_recompute = true;
+    graph_register(g, &d);
+    ms_set_loss(g->model, d.out[0]);
+}
+
+/* All plans of a graph: each value that may be dropped is, or is not. */
+typedef struct census {
+    msi_store *store;
+    msi_plan *plan;
+    msi_solver solver;
+    uint32_t tensor[DROPPABLE], count; // that may be dropped
+    uint64_t peak_bytes[1 << DROPPABLE];
+    double time[1 << DROPPABLE];
+    uint32_t order[1 << DROPPABLE]; // by time
+    double plain_us;
+} census;
+
+static void census_choose(census *c, uint32_t mask) {
+    for (uint32_t k = 0; k < c->count; ++k) {
+        c->plan->dropped[c->tensor[k]] = mask >> k & 1;
+    }
+    assert_int_equal(msi_try(&c->solver), MS_RESULT_OK);
+}
+
+static const census *census_of_sort;
+
+static int compare_times(const void *a, const void *b) {
+    const uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
+    const double p = census_of_sort->time[x], q = census_of_sort->time[y];
+    return p != q ? (p > q) - (p < q) : (x > y) - (x < y);
+}
+
+/* False: too many values for a census. */
+static bool census_take(census *c, ms_model *m) {
+    const msi_graph *g = &m->graph;
+    memset(c, 0, sizeof *c);
+    for (uint32_t t = 0; t < g->tensors.count; ++t) {
+        if (g->tensors.items[t].last_reader != MSI_NONE && msi_is_droppable(g, t)) {
+            if (c->count == DROPPABLE) {
+                return false;
+            }
+            c->tensor[c->count++] = t;
+        }
+    }
+    t_ok(m, msi_make_plans(m, MSI_GOAL_PLAIN, &c->store, &c->plan));
+    assert_true(msi_solver_init(&c->solver, m, c->store, c->plan));
+    c->plain_us = c->plan->plain_step_us;
+    for (uint32_t mask = 0; mask >> c->count == 0; ++mask) {
+        census_choose(c, mask);
+        c->peak_bytes[mask] = c->store->slot_bytes + c->plan->train.peak_bytes;
+        c->time[mask] = 1.0 + c->plan->train.recompute_us / c->plain_us;
+        c->order[mask] = mask;
+    }
+    census_of_sort = c;
+    qsort(c->order, (size_t)1 << c->count, sizeof c->order[0], compare_times);
+    return true;
+}
+
+static void census_free(census *c, ms_model *m) {
+    if (c->store != NULL) {
+        msi_solver_free(&c->solver);
+        msi_plans_free(m, c->plan);
+        msi_store_free(m, c->store);
+    }
+}
+
+/* The least arena of a plan that needs no more than this much. */
+static uint64_t census_arena(census *c, uint32_t mask, uint64_t budget) {
+    bool fits = false;
+    if (c->peak_bytes[mask] > budget) {
+        return UINT64_MAX;
+    }
+    census_choose(c, mask);
+    assert_int_equal(msi_fits(&c->solver, budget, &fits), MS_RESULT_OK);
+    return fits ? c->plan->arena_bytes : UINT64_MAX;
+}
+
+static uint64_t census_smallest(census *c) {
+    uint64_t least = UINT64_MAX;
+    for (uint32_t mask = 0; mask >> c->count == 0; ++mask) {
+        const uint64_t arena = census_arena(c, mask, least);
+        least = arena < least ? arena : least;
+    }
+    return least;
+}
+
+/* Time of the fastest plan that fits, laid out. */
+static double census_time(census *c, uint64_t budget) {
+    for (uint32_t i = 0; i >> c->count == 0; ++i) {
+        if (census_arena(c, c->order[i], budget) <= budget) {
+            return c->time[c->order[i]];
+        }
+    }
+    return INFINITY;
+}
+
+enum { GRAPH_BUDGETS = 8, GRAPH_PER_CENT = 2 };
+
+static void check_graph(uint64_t seed, verdict *v) {
+    static census c;
+    meter heap;
+    graph g;
+    char name[32];
+    outcome last;
+    ms_config config = solver_config(&heap);
+    graph_create(&g, seed, &config);
+    snprintf(name, sizeof name, "graph %llu", (unsigned long long)seed);
+    t_ok(g.model, ms_wrap(g.model)); // analyses the graph
+    if (census_take(&c, g.model)) {
+        const uint64_t least = census_smallest(&c), plain = census_arena(&c, 0, UINT64_MAX);
+        for (uint64_t i = 0; i <= GRAPH_BUDGETS; ++i) {
+            const uint64_t budget = plain - (plain - least) * i / GRAPH_BUDGETS;
+            const double best = census_time(&c, budget);
+            const outcome o = wrap_for(g.model, &heap, budget);
+            last = i == 0 ? o : last;
+            judge(v, name, 100 * budget / plain, &o, &last, best * (1.0 + 0.01 * GRAPH_PER_CENT));
+            last = o;
+        }
+    }
+    census_free(&c, g.model);
+    ms_destroy(g.model);
+    assert_true(heap.live == 0);
+}
+
+/* Within 2 % of the fastest, feasible wherever one is. */
+static void plans_of_small_graphs_are_close_to_the_best(void **state) {
+    (void)state;
+    verdict v;
+    memset(&v, 0, sizeof v);
+    const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
+    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", SANITIZED ? 60 : 600);
+    for (uint64_t seed = first; seed < first + count; ++seed) {
+        check_graph(seed, &v);
+    }
+    assert_true(count < 50 || v.plans > 5 * count);
+    assert_true(sum_up(&v, "small graphs", 20.0, 16));
+}
+
+// ------------------------------------------------------------------------------------------------
+// published models
+
+static bench_model workload_create(int number, const ms_config *config) {
+    const bench_workload *w = &bench_workloads[number];
+    nn_transformer_config shape;
+    assert_true(bench_shape(w->preset, &shape));
+    shape.batch = w->batch;
+    shape.sequence = w->sequence;
+    return bench_model_create(config, nn_cpu(), w->preset, &shape);
+}
+
+/* Steps of 5 % from the plain plan down to the smallest, operator by operator. */
+static void sweep_workload(int number, verdict *v) {
+    const char *name = bench_workloads[number].name;
+    meter heap;
+    uint64_t smallest = 0;
+    ms_config config = solver_config(&heap);
+    config.early_update = MS_SWITCH_DEFAULT;
+    bench_model m = workload_create(number, &config);
+    const outcome plain = wrap_for(m.model, &heap, UINT64_MAX);
+    outcome last = plain;
+    t_ok(m.model, ms_smallest_budget(m.model, &smallest));
+    for (uint64_t percent = 100; plain.peak_bytes * percent / 100 >= smallest; percent -= 5) {
+        const outcome o = wrap_for(m.model, &heap, plain.peak_bytes * percent / 100);
+        judge(v, name, percent, &o, &last, INFINITY);
+        if (!o.fits) {
+            blame(v, name, percent, "nothing fits", (double)smallest, (double)plain.peak_bytes);
+        }
+        last = o;
+    }
+    const outcome o = wrap_for(m.model, &heap, smallest);
+    judge(v, name, 0, &o, &last, INFINITY);
+    assert_true(o.fits && o.peak_bytes == smallest);
+    assert_false(wrap_for(m.model, &heap, smallest - 1).fits);
+    bench_model_destroy(&m);
+    assert_true(heap.live == 0);
+}
+
+static void sweeps_of_published_models_are_monotone(void **state) {
+    (void)state;
+    bool good = true;
+    for (int i = 0; i < BENCH_WORKLOADS; i += SANITIZED ? 4 : 1) {
+        verdict v;
+        memset(&v, 0, sizeof v);
+        sweep_workload(i, &v);
+        good &= sum_up(&v, bench_workloads[i].name, 1000.0, 64);
+    }
+    assert_true(good);
+}
+
+// ------------------------------------------------------------------------------------------------
+// the same input gives the same plan
+
+static void the_same_chain_gives_the_same_plan(void **state) {
+    (void)state;
+    uint64_t last = 0;
+    uint32_t changes = 0;
+    for (uint64_t percent = 100; percent >= 20; percent -= 10) {
+        chain c = make_chain(CHAIN_UNIFORM, 20, 3);
+        const outcome a = plan_chain(&c, chain_peak(&c) * percent / 100);
+        const outcome b = plan_chain(&c, chain_peak(&c) * percent / 100);
+        assert_true(a.fits == b.fits && a.hash == b.hash);
+        changes += a.hash != last;
+        last = a.hash;
+        chain_free(&c);
+    }
+    assert_true(changes > 4); // the hash tells plans apart
+}
+
+/* Whatever was planned before. */
+static void the_same_model_gives_the_same_plan(void **state) {
+    (void)state;
+    uint64_t smallest = 0, hashes[2];
+    for (int i = 0; i < 2; ++i) {
+        meter heap;
+        ms_config config = solver_config(&heap);
+        bench_model m = workload_create(0, &config);
+        const outcome plain = wrap_for(m.model, &heap, UINT64_MAX);
+        t_ok(m.model, ms_smallest_budget(m.model, &smallest));
+        for (int detour = 0; detour < i; ++detour) {
+            wrap_for(m.model, &heap, smallest);
+        }
+        hashes[i] = wrap_for(m.model, &heap, (smallest + plain.peak_bytes) / 2).hash;
+        bench_model_destroy(&m);
+    }
+    assert_true(hashes[0] == hashes[1]);
+}
+
+int main(int argc, char **argv) {
+    (void)argc;
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(rotor_gives_the_published_times),
+        cmocka_unit_test(rotor_schedules_run_as_promised),
+        cmocka_unit_test(rotor_is_its_recursion_and_no_better_than_the_best),
+        cmocka_unit_test(plans_of_short_chains_are_possible),
+        cmocka_unit_test(plans_of_chains_are_as_fast_as_the_references),
+        cmocka_unit_test_prestate(plans_of_files_are_as_fast_as_the_references, argv + 1),
+        cmocka_unit_test(plans_of_small_graphs_are_close_to_the_best),
+        cmocka_unit_test(sweeps_of_published_models_are_monotone),
+        cmocka_unit_test(the_same_chain_gives_the_same_plan),
+        cmocka_unit_test(the_same_model_gives_the_same_plan),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
