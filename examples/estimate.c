@@ -758,28 +758,35 @@ static void print_table(const findings *f) {
     print_ratios("its step over plain", &smallest);
 }
 
+/* The modes that plan as `first` does, behind one another; their number. */
+static int print_followers(const findings *f, int first) {
+    int count = 0;
+    for (int i = first + 1; i < MODES; i++) {
+        if (f->same_as[i] == first) {
+            printf("%s%s", count++ ? " and " : "", ms_mode_name(modes[i]));
+        }
+    }
+    return count;
+}
+
 /* Why the columns of some modes are equal. */
 static void print_same(const findings *f) {
     uint32_t used = 0;
-    bool any = false;
+    const char *before = "Not built yet: ";
     for (int i = 0; i < MODES; i++) {
+        const int count = print_followers(f, i);
         used |= f->techniques[i];
-        any |= f->same_as[i] != i;
-    }
-    for (int i = 0; i < MODES; i++) {
-        if (f->same_as[i] != i) {
-            printf("%s plans as %s does.\n", ms_mode_name(modes[i]),
-                   ms_mode_name(modes[f->same_as[i]]));
+        if (count > 0) {
+            printf(" plan%s as %s does. ", count == 1 ? "s" : "", ms_mode_name(modes[i]));
         }
     }
-    const char *before = "Not built yet: ";
-    for (int t = 0; t < MS_TECHNIQUE_COUNT && any; t++) {
+    for (int t = 0; t < MS_TECHNIQUE_COUNT; t++) {
         if (!(used >> t & 1)) {
             printf("%s%s", before, ms_technique_name((ms_technique)t));
             before = ", ";
         }
     }
-    printf("%s", any && *before == ',' ? ".\n" : "");
+    printf("%s", *before == ',' ? ".\n" : "\n");
 }
 
 static void print_head(const estimate *e, const findings *f) {
@@ -1095,7 +1102,7 @@ static void svg_line(FILE *file, double x1, double y1, double x2, double y2, con
 static void svg_grid(FILE *file, const panel *p) {
     char text[32];
     const double x_step = nice_step(p->x_high - p->x_low, 8);
-    const double y_step = nice_step(p->y_high - p->y_low, 6);
+    const double y_step = nice_step(p->y_high - p->y_low, 8);
     for (double x = ceil(p->x_low / x_step) * x_step; x <= p->x_high + 1e-9; x += x_step) {
         svg_line(file, panel_x(p, x), p->top, panel_x(p, x), p->bottom, "class=\"grid\"");
         snprintf(text, sizeof text, "%.*f", digits_of(x_step), fabs(x) < 1e-9 ? 0.0 : x);
@@ -1278,7 +1285,7 @@ static void draw_sweep(const estimate *e, const findings *f, const sweep *sweeps
     svg_text(file, 0.5 * (peak.left + peak.right), 640.0, "class=\"name\" text-anchor=\"middle\"",
              text);
     svg_text(file, peak.right, 640.0, "class=\"note\" text-anchor=\"end\"",
-             "dashed: peak = budget");
+             "grey dashes: peak = budget");
     fprintf(file, "</svg>\n");
 }
 
