@@ -10775,14 +10775,14 @@ static void msi_learn_times(ms_model *m) {
     for (uint32_t i = 0; i < layers; i++) {
         msi_layer *l = &m->graph.layers.items[i];
         const double elements = msi_output_elements(&m->graph, l);
-        ms_layer_time *time = &l->measured;
-        time->forward_us = elements * msi_median(t, 3 * i);
-        time->backward_us = elements * msi_median(t, 3 * i + 1);
-        time->recompute_us = elements * msi_median(t, 3 * i + 2);
-        if (!(time->recompute_us > 0.0)) {
-            time->recompute_us = msi_infer_recompute_us(m, l, time->forward_us);
+        ms_layer_time time;
+        time.forward_us = elements * msi_median(t, 3 * i);
+        time.backward_us = elements * msi_median(t, 3 * i + 1);
+        time.recompute_us = elements * msi_median(t, 3 * i + 2);
+        if (!(time.recompute_us > 0.0)) {
+            time.recompute_us = msi_infer_recompute_us(m, l, time.forward_us);
         }
-        l->measured_elements = elements;
+        msi_set_measured(l, &time, elements);
     }
     for (uint32_t cost = MSI_COST_LAYER_END; cost < MSI_COST_COUNT; cost++) {
         const double us = msi_median(t, 3 * layers + (cost - MSI_COST_LAYER_END));

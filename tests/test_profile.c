@@ -1,6 +1,6 @@
 /*  test_profile.c - where times come from: devices that are set, times that are known, profiles
-    that are saved and loaded. The C library's idea of a decimal point is played here, so that numbers
-    are seen in any locale. */
+    that are saved and loaded. The C library's idea of a decimal point is played here, so that
+    numbers are seen in any locale. */
 #include <math.h>
 #include <stdarg.h>
 #include <stdbool.h>
