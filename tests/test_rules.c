@@ -363,8 +363,7 @@ static void rules_of_the_device(void **state) {
         hardware.bf16 = devices[i].bf16;
         hardware.total_bytes = hardware.free_bytes = (uint64_t)1 << 34;
         zoo_create(&z, &config);
-        z.m->hardware = hardware;
-        z.m->has_hardware = true;
+        ms_set_hardware(z.m, &hardware);
         t_ok(z.m, ms_wrap(z.m));
         expect_rule(z.m, z.act[2], MS_TECHNIQUE_OFFLOADING, devices[i].offloading);
         expect_rule(z.m, z.act[2], MS_TECHNIQUE_MIXED_PRECISION, devices[i].mixed);

@@ -62,8 +62,7 @@ static ms_hardware round_hardware(ms_device_kind kind) {
 }
 
 static void set_hardware(ms_model *m, const ms_hardware *h) {
-    m->hardware = *h;
-    m->has_hardware = true;
+    ms_set_hardware(m, h);
 }
 
 static void set_times(ms_model *m, double forward_us, double backward_us, double recompute_us) {
