@@ -7608,7 +7608,6 @@ static ms_result msi_first_rungs(msi_solver *s, msi_goal goal, uint64_t budget, 
     ms_result result = msi_try(s);
     result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, fits) : result;
     s->plan->plain_bytes = s->plan->arena_bytes;
-    s->enough = goal == MSI_GOAL_BUDGET ? budget : 0;
     s->plan->plain_step_us = s->plan->train.step_us;
     if (result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN) {
         result = msi_heed_forced(s);
@@ -8678,6 +8677,7 @@ static ms_result msi_choose_plan(msi_solver *s, msi_goal goal, uint64_t budget) 
     }
     const bool forced = s->drops.count > 0, early = s->plan->early_update;
     s->plain_us = s->plan->train.step_us;
+    s->enough = budget;
     result = msi_climb_to(s, budget, &fits);
     result = result == MS_RESULT_OK && !fits ? msi_smallest(s) : result;
     if (result != MS_RESULT_OK) {
@@ -8689,6 +8689,7 @@ static ms_result msi_choose_plan(msi_solver *s, msi_goal goal, uint64_t budget) 
         result = msi_search_chain(s, budget);
         result = result == MS_RESULT_OK ? msi_search_all(s, budget) : result;
     }
+    s->enough = 0; // the arena of a plan does not depend on the budget
     if (result == MS_RESULT_OK) {
         s->plan->early_update = s->best_early;
         memcpy(s->plan->dropped, s->best, tensors);
