@@ -7688,7 +7688,7 @@ static ms_result msi_follow(msi_solver *s) {
    options, of what it keeps. And a stage may be kept although its input is not. */
 
 enum {
-    MSI_CHAIN_STAGES = 128,
+    MSI_CHAIN_STAGES = 104,
     MSI_CHAIN_OPTIONS = 8,
     MSI_CHAIN_SOURCES = MSI_CHAIN_OPTIONS + 2 * MSI_CHAIN_STAGES,
     MSI_CHAIN_CHUNK = 1 << 15, // points
@@ -7696,7 +7696,8 @@ enum {
     MSI_CHAIN_WIDTH = 64,    // points of a part, at least
     MSI_CHAIN_WIDEST = 1024, // of a part up to the end
     MSI_CHAIN_WORK = 4 * 1000 * 1000,
-    MSI_CHAIN_TRIES = 16
+    MSI_CHAIN_TRIES = 16,
+    MSI_CHAIN_LARGE = 1000 // layers
 };
 
 /* What a stage takes if it keeps some of its values; its input is not counted, and its output not
@@ -7868,48 +7869,58 @@ static bool msi_is_inner(const msi_chain *c, uint32_t number, uint32_t t) {
            (number + 1 == c->count || c->stages[number + 1].input != t);
 }
 
-/* The best value of a stage to drop next, with those that come back with it: bytes for the time
-   that recomputing it adds. False: there is none. */
-static bool msi_best_drop(msi_chain *c, uint32_t number, uint32_t *layer, uint32_t *slot) {
+/* Drops a value of a stage, and the saved tensors with it that a forward makes together. */
+static void msi_drop_in_stage(msi_chain *c, uint32_t number, uint32_t tensor, uint32_t option) {
+    msi_solver *s = c->solver;
+    const msi_graph *g = &s->model->graph;
+    const uint32_t layer = g->tensors.items[tensor].producer;
+    const msi_layer *l = &g->layers.items[layer];
+    const bool together = g->tensors.items[tensor].kind == MSI_KIND_SAVED && !l->recompute;
+    const uint32_t *saved = msi_group(g, l, MSI_GROUP_SAVED);
+    s->plan->dropped[tensor] = 1;
+    s->plan->recomputed[layer] = 1;
+    c->round[tensor] = (uint8_t)option;
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_SAVED] && together; k++) {
+        if (msi_is_inner(c, number, saved[k]) && !s->plan->dropped[saved[k]]) {
+            s->plan->dropped[saved[k]] = 1;
+            c->round[saved[k]] = (uint8_t)option;
+        }
+    }
+}
+
+/* Drops so many values of a stage more: those that free most bytes for the time that recomputing
+   them adds. */
+static bool msi_drop_best(msi_chain *c, uint32_t number, uint32_t count, uint32_t option) {
     msi_solver *s = c->solver;
     const msi_graph *g = &s->model->graph;
     const msi_chain_stage *stage = &c->stages[number];
-    double best = -1.0;
+    s->candidates.count = 0;
     for (uint32_t i = stage->first; i < stage->end; i++) {
         const msi_layer *l = &g->layers.items[i];
         const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
         const uint32_t made = (uint32_t)l->count[MSI_GROUP_OUT] + l->count[MSI_GROUP_SAVED];
+        if (!MSI_RESERVE(msi_candidate, s->allocator, s->candidates,
+                         s->candidates.count + (uint64_t)made)) {
+            return false;
+        }
         for (uint32_t k = 0; k < made; k++) {
-            if (!msi_is_inner(c, number, out[k]) || s->plan->dropped[out[k]]) {
-                continue;
-            }
-            const double worth = (double)g->tensors.items[out[k]].bytes / (1e-3 + msi_price(s, i));
-            if (worth > best) {
-                best = worth;
-                *layer = i;
-                *slot = k;
+            if (msi_is_inner(c, number, out[k]) && !s->plan->dropped[out[k]]) {
+                msi_candidate *candidate = &s->candidates.items[s->candidates.count++];
+                memset(candidate, 0, sizeof *candidate);
+                candidate->key = out[k];
+                candidate->bytes_per_cost =
+                    (double)g->tensors.items[out[k]].bytes / (1e-3 + msi_price(s, i));
             }
         }
     }
-    return best >= 0.0;
-}
-
-/* Drops a value of a layer, and the saved tensors with it that its forward makes together. */
-static void msi_drop_in_stage(msi_chain *c, uint32_t number, uint32_t layer, uint32_t slot,
-                              uint32_t option) {
-    msi_solver *s = c->solver;
-    const msi_graph *g = &s->model->graph;
-    const msi_layer *l = &g->layers.items[layer];
-    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-    const uint32_t outs = l->count[MSI_GROUP_OUT], made = outs + l->count[MSI_GROUP_SAVED];
-    for (uint32_t k = 0; k < made; k++) {
-        const bool together = k == slot || (slot >= outs && k >= outs && !l->recompute);
-        if (together && msi_is_inner(c, number, out[k]) && !s->plan->dropped[out[k]]) {
-            s->plan->dropped[out[k]] = 1;
-            c->round[out[k]] = (uint8_t)option;
+    msi_sort_candidates(s->candidates.items, s->candidates.count);
+    for (uint32_t k = 0; k < s->candidates.count && count > 0; k++) {
+        if (!s->plan->dropped[s->candidates.items[k].key]) {
+            msi_drop_in_stage(c, number, s->candidates.items[k].key, option);
+            count--;
         }
     }
-    s->plan->recomputed[layer] = 1;
+    return true;
 }
 
 /* Values of a stage that options drop, one after the other. */
@@ -8108,13 +8119,15 @@ static ms_result msi_find_options(msi_chain *c) {
     const uint32_t limit = MSI_CHAIN_OPTIONS, options = most < limit ? most + 1 : limit;
     for (uint32_t option = 0; option < options; option++) {
         for (uint32_t k = 0; k < c->count && option > 0; k++) {
+            /* One at a time, or, where there are more than options, some. */
             const uint32_t end = drops[k] < options ? option : drops[k] * option / (options - 1);
-            uint32_t done =
+            const uint32_t done =
                 drops[k] < options ? option - 1 : drops[k] * (option - 1) / (options - 1);
-            uint32_t layer, slot;
-            for (; done < end && msi_best_drop(c, k, &layer, &slot); done++) {
-                msi_drop_in_stage(c, k, layer, slot, option);
+            if (done < drops[k]) {
                 c->stages[k].option_count = option + 1;
+                if (!msi_drop_best(c, k, end - done, option)) {
+                    return msi_fail_memory(s->model, "the solver", drops[k]);
+                }
             }
         }
         const ms_result result = msi_try(s);
@@ -8514,6 +8527,22 @@ static void msi_chain_free(msi_chain *c) {
     msi_release(a, c, sizeof *c);
 }
 
+/* Whether there are stages to choose from: on a large graph, where that takes its time, no stage has
+   most of the bytes. */
+static bool msi_is_chain(const msi_chain *c) {
+    const msi_graph *g = &c->solver->model->graph;
+    uint64_t all = 0, most = 0;
+    for (uint32_t k = 0; k < c->count; k++) {
+        uint64_t bytes = 0;
+        for (uint32_t i = c->stages[k].first; i < c->stages[k].end; i++) {
+            bytes += msi_droppable_bytes(g, i);
+        }
+        all += bytes;
+        most = msi_max_u64(most, bytes);
+    }
+    return c->count > 1 && (g->layers.count <= MSI_CHAIN_LARGE || most < all / 2);
+}
+
 /* Plans the graph as a chain, if it is one: the best plan is kept. */
 static ms_result msi_search_chain(msi_solver *s, uint64_t budget) {
     const msi_graph *g = &s->model->graph;
@@ -8533,7 +8562,7 @@ static ms_result msi_search_chain(msi_solver *s, uint64_t budget) {
         c->parts = (msi_part *)msi_alloc_zeroed(s->allocator, bytes);
         enough = c->parts != NULL;
     }
-    if (enough && c->count > 1) {
+    if (enough && msi_is_chain(c)) {
         result = msi_find_options(c);
         enough = result != MS_RESULT_OK || msi_fill_parts(c);
         result = enough && result == MS_RESULT_OK ? msi_search_points(c, budget) : result;
