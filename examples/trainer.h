@@ -16,10 +16,11 @@ static const char *const default_files[] = {"memscale.h", "README.md", "docs/get
 
 typedef struct settings {
     const char *preset, *device;
+    const char *trace, *metrics; // files to write, or NULL
     int64_t batch, sequence, steps, seconds, every, seed;
     uint64_t budget_bytes; // 0: half way between the smallest and the plain arena
     float dropout;
-    bool random, tf32, graph, dry, plan, verify, help;
+    bool random, tf32, graph, dry, plan, profile, verify, help;
     option_words files;
 } settings;
 
@@ -59,7 +60,7 @@ struct trainer {
 
 // ---- options ------------------------------------------------------------------------------------
 
-enum { TRAINER_OPTIONS = 17 };
+enum { TRAINER_OPTIONS = 20 };
 
 /* Fills specs with the options; returns how many there are. */
 static int list_options(const trainer_kind *kind, settings *o, option_spec *specs) {
@@ -84,6 +85,13 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--graph", NULL, OPTION_FLAG, &o->graph, "cuda: replay the steps from a graph"},
         {"--dry", NULL, OPTION_FLAG, &o->dry, "plan only: allocate and train nothing"},
         {"--plan", NULL, OPTION_FLAG, &o->plan, "list the plan layer by layer, and its program"},
+        {"--profile", NULL, OPTION_FLAG, &o->profile,
+         "time the first steps, and plan again with these times"},
+        {"--trace", "FILE", OPTION_TEXT, &o->trace,
+         "write the timeline of a step, for ui.perfetto.dev; with --profile as\n"
+         "measured too"},
+        {"--metrics", "FILE", OPTION_TEXT, &o->metrics,
+         "write sizes and times of the plan, for Prometheus"},
         {"--verify", NULL, OPTION_FLAG, &o->verify,
          "compare the gradients of a step with those of the plain plan, and train\nnothing"},
         {"--help", NULL, OPTION_FLAG, &o->help, "this text"},
@@ -246,6 +254,7 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     config.seed = (uint64_t)t->options.seed;
     config.tf32 = t->options.tf32;
     config.cuda_graph = t->options.graph;
+    config.empirical_profiling = t->options.profile ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
     config.log = keep_reason;
     config.log_user = t->reason;
     if (ms_create(&config, &t->model) != MS_RESULT_OK) {
@@ -353,6 +362,42 @@ static int print_plan(trainer *t) {
         return fail("the plan cannot be printed");
     }
     return 0;
+}
+
+static int write_trace(const trainer *t, FILE *file) {
+    return ms_trace_write(t->model, print_text, file) != MS_RESULT_OK;
+}
+
+static int write_metrics(const trainer *t, FILE *file) {
+    size_t length = 0;
+    ms_result result = ms_metrics_write(t->model, NULL, 0, &length); // which learns the length
+    char *text = (char *)malloc(length + 1);
+    result = text ? ms_metrics_write(t->model, text, length + 1, NULL) : result;
+    const bool written = result == MS_RESULT_OK && fwrite(text, 1, length, file) == length;
+    free(text);
+    return !written;
+}
+
+static int write_file(const trainer *t, const char *path,
+                      int (*write)(const trainer *t, FILE *file)) {
+    FILE *file = path ? fopen(path, "wb") : NULL;
+    if (!path) {
+        return 0;
+    }
+    const bool written = file && write(t, file) == 0 && !ferror(file);
+    const bool closed = file && fclose(file) == 0;
+    return written && closed ? 0 : fail("cannot write %s", path);
+}
+
+/* What was asked for in files, and what the times say that were measured. */
+static int write_reports(trainer *t) {
+    ms_memory_report r;
+    if (t->options.profile && !t->options.dry && ms_report(t->model, &r) == MS_RESULT_OK) {
+        printf("a step    %9.1f ms, as predicted from the first ones; plain %.1f ms\n",
+               1e-3 * r.step_us, 1e-3 * r.plain_step_us);
+    }
+    return write_file(t, t->options.trace, write_trace) != 0 ||
+           write_file(t, t->options.metrics, write_metrics) != 0;
 }
 
 /* What a GPU lacks now, against what it had free before: the arena, and what the driver and cuBLAS
@@ -570,8 +615,11 @@ static int run(trainer *t) {
     if (ms_wrap(t->model) != MS_RESULT_OK) {
         return fail("%s", ms_last_error(t->model));
     }
-    if (print_plan(t) != 0 || t->options.dry) {
-        return t->options.dry ? 0 : 1;
+    if (print_plan(t) != 0) {
+        return 1;
+    }
+    if (t->options.dry) {
+        return write_reports(t);
     }
     if ((!t->options.random && read_text(t) != 0) || allocate_batch(t) != 0 || start(t) != 0) {
         return 1;
@@ -580,7 +628,7 @@ static int run(trainer *t) {
         return verify(t);
     }
     printf("\n");
-    return train(t) != 0 || (!t->options.random && t->kind->show(t) != 0);
+    return train(t) != 0 || write_reports(t) != 0 || (!t->options.random && t->kind->show(t) != 0);
 }
 
 static void free_trainer(trainer *t) {
