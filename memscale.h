@@ -8147,7 +8147,8 @@ static ms_result msi_find_options(msi_chain *c) {
 
 static uint32_t msi_bucket_of(const msi_chain *c, uint64_t bytes) {
     const double share = (double)(bytes - c->low) / ((double)(c->high - c->low) + 1.0);
-    return (uint32_t)(sqrt(share) * (double)c->width);
+    const uint32_t bucket = (uint32_t)(sqrt(share) * (double)c->width);
+    return bucket < c->width ? bucket : c->width - 1; // shares of petabytes round to 1
 }
 
 static void msi_offer(msi_chain *c, const msi_source *from, uint64_t bytes, float us) {

@@ -322,7 +322,8 @@ static int find_device(destination *t, const char *text) {
     const double bytes = parse_number(text, true);
     const bool has_suffix = bytes >= 0.0 && text[strcspn(text, "KMG")] != 0;
     const bool is_number = has_suffix || (bytes >= 0.0 && strlen(text) < 3);
-    const ms_hardware *found = is_number || *text == 0 ? NULL : ms_hardware_find(text);
+    const bool is_name = !is_number && strlen(text) > 1;
+    const ms_hardware *found = is_name ? ms_hardware_find(text) : NULL;
     if (strcmp(text, "cpu") == 0) {
         return measure_cpu(t);
     }
@@ -1334,6 +1335,10 @@ int main(int argc, char **argv) {
     if (e.options.help) {
         print_help();
         return 0;
+    }
+    if (e.options.sweep && *e.options.sweep == 0) {
+        fail("--sweep: give it the name of a file");
+        return 2;
     }
     if (choose_precision(&e.options) != 0 || choose_shape(&e.options, &e.model) != 0 ||
         choose_target(&e.options, &e.device) != 0) {

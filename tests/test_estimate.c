@@ -538,6 +538,28 @@ static void test_text(void **state) {
     }
 }
 
+/* Sizes that no machine has are planned too, or refused. */
+static void test_extremes(void **state) {
+    (void)state;
+    static printed p;
+    run_words(&p, "--family gpt2 --layers 1 --channels 1048576 --heads 1 --vocabulary 1 --batch "
+                  "1048576 --sequence 1024");
+    assert_int_equal(p.status, 0);
+    t_text_has(p.out, "not even one sequence fits");
+    run_words(&p,
+              "--family bert --layers 1 --channels 64 --heads 64 --vocabulary 1 --batch 1048576");
+    assert_int_equal(p.status, 0);
+    t_text_has(p.out, "the largest batch that fits");
+    run_words(&p,
+              "--family llama --layers 1 --channels 2 --heads 1 --feed-forward 1 --vocabulary 1 "
+              "--batch 1 --sequence 1 --gpu cpu");
+    assert_int_equal(p.status, 0);
+    run_words(&p, "--family llama --layers 1000 --channels 1048576 --heads 65536 --vocabulary "
+                  "16777216 --batch 1048576 --sequence 4194304");
+    assert_int_equal(p.status, 1);
+    t_text_has(p.error, "2^58");
+}
+
 static void test_mistakes(void **state) {
     (void)state;
     static printed p;
@@ -566,6 +588,7 @@ static void test_mistakes(void **state) {
         {"--precision bf16", "f32"},
         {"--gpu Voodoo2", "H200"},
         {"--gpu", "name"},
+        {"--gpu _", "24G"},
         {"--gpu Voodoo2", "24G"},
         {"--gpu 0", "from 1M"},
         {"--gpu -1G", "24G"},
@@ -601,6 +624,7 @@ int main(void) {
         cmocka_unit_test(test_sweep_is_monotone),
         cmocka_unit_test(test_text),
         cmocka_unit_test(test_mistakes),
+        cmocka_unit_test(test_extremes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
