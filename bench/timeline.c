@@ -1,0 +1,474 @@
+// The memory of one training step over time, as a picture (SVG): the plain plan beside that for a
+// budget, both on one scale, stacked by category, with their peaks; below them what runs when. All of
+// it is simulated, for a device that need not be there.
+#include "bench.h"
+
+#include <math.h>
+#define MEMSCALE_IMPLEMENTATION
+#include "memscale.h"
+#include "nn.h"
+#include "models.h"
+
+enum { WIDTH = 1200, HEIGHT = 620, LEFT = 78, RIGHT = 1180, TOP = 132, BOTTOM = 500, GAP = 26 };
+enum { STRIP_TOP = 536, STRIP_HEIGHT = 14, COLUMNS_MAX = 1600, NAME_MAX = 96 };
+
+static const char *const categories[MS_CATEGORY_COUNT] = {
+    "#8e6bbf",                                  // inputs
+    "#44546a", "#c9a227", "#8ea3bd", "#e08b27", // params, buffers, optimizer state, gradients
+    "#2f7fc1", "#c2453d", "#45a17a", "#a5a5a5"  // activations, their gradients, saved, workspace
+};
+
+/* From the bottom up: what stays comes first. */
+static const ms_category order[MS_CATEGORY_COUNT] = {
+    MS_CATEGORY_PARAM,      MS_CATEGORY_OPTIMIZER,
+    MS_CATEGORY_BUFFER,     MS_CATEGORY_INPUT,
+    MS_CATEGORY_GRADIENT,   MS_CATEGORY_SAVED,
+    MS_CATEGORY_ACTIVATION, MS_CATEGORY_ACTIVATION_GRADIENT,
+    MS_CATEGORY_WORKSPACE};
+
+/* What runs, for the strips below. */
+enum { RUN_FORWARD, RUN_RECOMPUTE, RUN_BACKWARD, RUN_UPDATE, RUN_OTHER, RUN_COUNT };
+
+static const struct {
+    const char *name, *colour;
+} runs[RUN_COUNT] = {{"forward", "#9bb7d4"},
+                     {"recompute", "#d9730d"},
+                     {"backward", "#52708f"},
+                     {"update", "#2e8b57"},
+                     {"other", "#d0d0d0"}};
+
+/* What is live at a moment, and what runs. */
+typedef struct column {
+    uint64_t bytes, bytes_of[MS_CATEGORY_COUNT];
+    double us[RUN_COUNT]; // of the time that the column stands for
+} column;
+
+/* The left or the right half of the picture. */
+typedef struct half {
+    const char *title;
+    ms_config config;
+    ms_memory_report report;
+    column columns[COLUMNS_MAX];
+    int column_count;
+    double left, right;
+    double us_per_column;
+    uint64_t peak_bytes;
+    double peak_us;
+    char peak_name[NAME_MAX];
+} half;
+
+typedef struct scale {
+    double us, bytes; // at the right end and at the top
+    double pixels_per_us;
+    double gb; // bytes of the unit
+} scale;
+
+// ---- what is drawn ------------------------------------------------------------------------------
+
+static int run_of(ms_event_kind kind) {
+    switch (kind) {
+    case MS_EVENT_FORWARD:
+        return RUN_FORWARD;
+    case MS_EVENT_RECOMPUTE:
+        return RUN_RECOMPUTE;
+    case MS_EVENT_BACKWARD:
+        return RUN_BACKWARD;
+    case MS_EVENT_UPDATE:
+        return RUN_UPDATE;
+    default:
+        return RUN_OTHER;
+    }
+}
+
+/* A column shows the moment with the most bytes, so that none of the peaks gets lost. */
+static void add_event(const ms_event *event, void *user) {
+    static const char *const names[RUN_COUNT] = {"forward", "recomputation", "backward", "update",
+                                                 "the library's work"};
+    half *h = (half *)user;
+    const double end_us = event->start_us + event->duration_us;
+    if (event->kind == MS_EVENT_DROP) {
+        return;
+    }
+    const int run = run_of(event->kind);
+    int first = (int)(event->start_us / h->us_per_column), last = (int)(end_us / h->us_per_column);
+    first = first < h->column_count ? first : h->column_count - 1;
+    last = last < h->column_count ? last : h->column_count - 1;
+    for (int i = first; i <= last; i++) {
+        column *c = &h->columns[i];
+        const double low = h->us_per_column * i, high = low + h->us_per_column;
+        const double from = event->start_us > low ? event->start_us : low;
+        const double to = end_us < high ? end_us : high;
+        c->us[run] += to > from ? to - from : 0.0;
+        if (event->live_bytes > c->bytes) {
+            c->bytes = event->live_bytes;
+            memcpy(c->bytes_of, event->live_bytes_of, sizeof c->bytes_of);
+        }
+    }
+    if (event->live_bytes > h->peak_bytes) {
+        h->peak_bytes = event->live_bytes;
+        h->peak_us = 0.5 * (event->start_us + end_us);
+        snprintf(h->peak_name, sizeof h->peak_name, "%s of %s", names[run], event->name);
+    }
+}
+
+/* A moment between two instructions shows what was live before it. */
+static void fill_gaps(half *h) {
+    for (int i = 1; i < h->column_count; i++) {
+        if (h->columns[i].bytes == 0) {
+            h->columns[i] = h->columns[i - 1];
+        }
+    }
+}
+
+/* Plans one half; columns come later, once the scale is known. */
+static bench_model plan_half(half *h, const ms_hardware *device, const bench_workload *w,
+                             const nn_transformer_config *shape) {
+    h->config.dry_run = true;
+    bench_model m = bench_model_create(&h->config, nn_cpu(), w->preset, shape);
+    if (device) {
+        ms_set_hardware(m.model, device);
+    }
+    bench_check(m.model, ms_wrap(m.model));
+    bench_check(m.model, ms_report(m.model, &h->report));
+    return m;
+}
+
+// ---- SVG ----------------------------------------------------------------------------------------
+
+static void svg_text(FILE *file, double x, double y, const char *style, const char *text) {
+    fprintf(file, "<text x=\"%.1f\" y=\"%.1f\" %s>", x, y, style);
+    for (const char *c = text; *c; c++) {
+        fputs(*c == '<' ? "&lt;" : *c == '>' ? "&gt;" : *c == '&' ? "&amp;" : "", file);
+        if (!strchr("<>&", *c)) {
+            fputc(*c, file);
+        }
+    }
+    fprintf(file, "</text>\n");
+}
+
+static void svg_line(FILE *file, double x1, double y1, double x2, double y2, const char *style) {
+    fprintf(file, "<line x1=\"%.1f\" y1=\"%.1f\" x2=\"%.1f\" y2=\"%.1f\" %s/>\n", x1, y1, x2, y2,
+            style);
+}
+
+static void svg_rect(FILE *file, double x, double y, double width, double height,
+                     const char *style) {
+    fprintf(file, "<rect x=\"%.2f\" y=\"%.2f\" width=\"%.2f\" height=\"%.2f\" %s/>\n", x, y, width,
+            height, style);
+}
+
+static void svg_begin(FILE *file) {
+    fprintf(file,
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" "
+            "viewBox=\"0 0 %d %d\" font-family=\"Helvetica, Arial, sans-serif\">\n",
+            WIDTH, HEIGHT, WIDTH, HEIGHT);
+    fprintf(file, "<style>.title{font-size:17px;font-weight:bold;fill:#222}"
+                  ".half{font-size:14px;font-weight:bold;fill:#222}.name{font-size:13px;fill:#333}"
+                  ".note{font-size:12px;fill:#333}.tick{font-size:12px;fill:#555}"
+                  ".grid{stroke:#000;stroke-opacity:0.10}.frame{fill:none;stroke:#888}"
+                  ".budget{stroke:#b02a37;stroke-dasharray:7 4;stroke-width:1.5}"
+                  ".red{font-size:12px;fill:#b02a37}"
+                  ".halo{paint-order:stroke;stroke:#fff;stroke-width:4px}</style>\n");
+    svg_rect(file, 0, 0, WIDTH, HEIGHT, "fill=\"#fff\"");
+}
+
+/* 1, 2 or 5 times a power of ten, so that `range` has at most `count` of them. */
+static double nice_step(double range, double count) {
+    double step = pow(10.0, floor(log10(range / count)));
+    static const double factors[] = {1.0, 2.0, 5.0, 10.0};
+    for (int i = 0; i < 4; i++) {
+        if (range / (step * factors[i]) <= count) {
+            return step * factors[i];
+        }
+    }
+    return 10.0 * step;
+}
+
+static int digits_of(double step) {
+    return step >= 1.0 ? 0 : (int)ceil(-log10(step) - 1e-9);
+}
+
+static double y_of(const scale *s, double bytes) {
+    return BOTTOM - (BOTTOM - TOP) * bytes / s->bytes;
+}
+
+/* One step of an outline: to a height, then along; nothing where the height stays. */
+static void draw_step(FILE *file, double *y, double to_y, double x) {
+    if (fabs(*y - to_y) >= 0.005) {
+        fprintf(file, "H%.2fV%.2f", x, to_y);
+        *y = to_y;
+    }
+}
+
+/* The stack: each category is the area between the sums up to it. */
+static void draw_stack(FILE *file, const half *h, const scale *s) {
+    double below[COLUMNS_MAX];
+    const double width = h->us_per_column * s->pixels_per_us;
+    memset(below, 0, sizeof below);
+    for (int k = 0; k < MS_CATEGORY_COUNT; k++) {
+        const ms_category c = order[k];
+        double y = y_of(s, below[0]);
+        fprintf(file, "<path fill=\"%s\" d=\"M%.2f %.2f", categories[c], h->left, y);
+        for (int i = 0; i < h->column_count; i++) {
+            draw_step(file, &y, y_of(s, below[i] + (double)h->columns[i].bytes_of[c]),
+                      h->left + width * i);
+        }
+        fprintf(file, "H%.2f", h->right);
+        for (int i = h->column_count - 1; i >= 0; i--) {
+            draw_step(file, &y, y_of(s, below[i]), h->left + width * (i + 1));
+            below[i] += (double)h->columns[i].bytes_of[c];
+        }
+        fprintf(file, "H%.2fZ\"/>\n", h->left);
+    }
+}
+
+/* What runs when, each column shared by time. */
+static void draw_strip(FILE *file, const half *h, const scale *s) {
+    const double width = h->us_per_column * s->pixels_per_us;
+    for (int run = 0; run < RUN_COUNT; run++) {
+        fprintf(file, "<path fill=\"%s\" d=\"", runs[run].colour);
+        for (int i = 0; i < h->column_count; i++) {
+            double before = 0.0, all = 0.0;
+            for (int k = 0; k < RUN_COUNT; k++) {
+                before += k < run ? h->columns[i].us[k] : 0.0;
+                all += h->columns[i].us[k];
+            }
+            if (h->columns[i].us[run] > 0.0) {
+                fprintf(file, "M%.2f %.2fh%.2fv%.2fh%.2fZ", h->left + width * i,
+                        STRIP_TOP + STRIP_HEIGHT * before / all, width,
+                        STRIP_HEIGHT * h->columns[i].us[run] / all, -width);
+            }
+        }
+        fprintf(file, "\"/>\n");
+    }
+    svg_rect(file, h->left, STRIP_TOP, h->right - h->left, STRIP_HEIGHT, "class=\"frame\"");
+}
+
+static void draw_axes(FILE *file, const half *h, const scale *s, bool has_numbers) {
+    char text[64];
+    const double y_step = nice_step(s->bytes / s->gb, 8.0);
+    const double ms = 1e-3 * h->report.step_us;
+    const double x_step = nice_step(1e-3 * s->us, 12.0);
+    for (double y = 0.0; y <= s->bytes / s->gb; y += y_step) {
+        svg_line(file, h->left, y_of(s, y * s->gb), h->right, y_of(s, y * s->gb), "class=\"grid\"");
+        snprintf(text, sizeof text, "%.*f", digits_of(y_step), y);
+        if (has_numbers) {
+            svg_text(file, h->left - 8.0, y_of(s, y * s->gb) + 4.0,
+                     "class=\"tick\" text-anchor=\"end\"", text);
+        }
+    }
+    for (double x = 0.0; x <= ms * (1.0 + 1e-9); x += x_step) {
+        const double at = h->left + 1e3 * x * s->pixels_per_us;
+        svg_line(file, at, BOTTOM, at, BOTTOM + 5.0, "stroke=\"#888\"");
+        snprintf(text, sizeof text, "%.*f", digits_of(x_step), x);
+        svg_text(file, at, BOTTOM + 18.0, "class=\"tick\" text-anchor=\"middle\"", text);
+    }
+    svg_rect(file, h->left, TOP, h->right - h->left, BOTTOM - TOP, "class=\"frame\"");
+}
+
+static void draw_peak(FILE *file, const half *h, const scale *s) {
+    char text[NAME_MAX + 64];
+    const double peak = (double)h->peak_bytes;
+    const double x = h->left + h->peak_us * s->pixels_per_us, y = y_of(s, peak);
+    const bool to_left = x > 0.5 * (h->left + h->right);
+    const char *const anchor =
+        to_left ? "class=\"note halo\" text-anchor=\"end\"" : "class=\"note halo\"";
+    fprintf(file,
+            "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"4.5\" fill=\"#fff\" stroke=\"#222\" "
+            "stroke-width=\"2\"/>\n",
+            x, y);
+    snprintf(text, sizeof text, "peak %.2f %s: %s", peak / s->gb, s->gb > 1e8 ? "GB" : "MB",
+             h->peak_name);
+    svg_text(file, to_left ? x - 10.0 : x + 10.0, y - 10.0, anchor, text);
+}
+
+static void draw_half(FILE *file, const half *h, const scale *s, bool is_first) {
+    char text[160];
+    const char *const unit = s->gb > 1e8 ? "GB" : "MB";
+    draw_stack(file, h, s);
+    draw_axes(file, h, s, is_first);
+    draw_strip(file, h, s);
+    snprintf(text, sizeof text, "%s: arena %.2f %s, step %.1f ms", h->title,
+             (double)h->report.arena_bytes / s->gb, unit, 1e-3 * h->report.step_us);
+    svg_text(file, h->left, TOP - 10.0, "class=\"half\"", text);
+}
+
+static void draw_budget(FILE *file, const half *h, const scale *s) {
+    char text[64];
+    const double y = y_of(s, (double)h->report.budget_bytes);
+    svg_line(file, h->left, y, h->right, y, "class=\"budget\"");
+    snprintf(text, sizeof text, "budget %.2f %s", (double)h->report.budget_bytes / s->gb,
+             s->gb > 1e8 ? "GB" : "MB");
+    svg_text(file, h->right - 6.0, y - 6.0, "class=\"red halo\" text-anchor=\"end\"", text);
+}
+
+/* The categories that there are, then what runs. */
+static void draw_legend(FILE *file, const half *halves) {
+    double x = LEFT;
+    for (int k = 0; k < MS_CATEGORY_COUNT; k++) {
+        const ms_category c = order[k];
+        uint64_t most = 0;
+        char style[32];
+        for (int i = 0; i < 2 * COLUMNS_MAX; i++) {
+            const half *h = &halves[i / COLUMNS_MAX];
+            const uint64_t bytes = h->columns[i % COLUMNS_MAX].bytes_of[c];
+            most = bytes > most ? bytes : most;
+        }
+        if (most * 500 < halves[0].report.lower_bound_bytes) {
+            continue; // too thin to be seen
+        }
+        snprintf(style, sizeof style, "fill=\"%s\"", categories[c]);
+        svg_rect(file, x, 79.0, 13.0, 13.0, style);
+        svg_text(file, x + 18.0, 90.0, "class=\"name\"", ms_category_name(c));
+        x += 44.0 + 7.0 * (double)strlen(ms_category_name(c));
+    }
+    x = LEFT;
+    for (int run = 0; run < RUN_COUNT; run++) {
+        char style[32];
+        snprintf(style, sizeof style, "fill=\"%s\"", runs[run].colour);
+        svg_rect(file, x, 574.0, 13.0, 13.0, style);
+        svg_text(file, x + 18.0, 585.0, "class=\"name\"", runs[run].name);
+        x += 44.0 + 7.0 * (double)strlen(runs[run].name);
+    }
+}
+
+static void draw(FILE *file, const half *halves, const scale *s, const char *title,
+                 const char *subtitle) {
+    char text[64];
+    svg_begin(file);
+    svg_text(file, LEFT, 30.0, "class=\"title\"", title);
+    svg_text(file, LEFT, 52.0, "class=\"name\"", subtitle);
+    draw_legend(file, halves);
+    for (int i = 0; i < 2; i++) {
+        draw_half(file, &halves[i], s, i == 0);
+    }
+    draw_budget(file, &halves[1], s);
+    for (int i = 0; i < 2; i++) {
+        draw_peak(file, &halves[i], s);
+    }
+    snprintf(text, sizeof text, "live bytes, %s", s->gb > 1e8 ? "GB" : "MB");
+    fprintf(file,
+            "<text transform=\"translate(%.1f %.1f) rotate(-90)\" class=\"name\" "
+            "text-anchor=\"middle\">%s</text>\n",
+            LEFT - 48.0, 0.5 * (TOP + BOTTOM), text);
+    svg_text(file, RIGHT, 585.0, "class=\"name\" text-anchor=\"end\"", "time, ms");
+    fprintf(file, "</svg>\n");
+}
+
+// ---- the command line ---------------------------------------------------------------------------
+
+/* A share of the plain arena, such as 60%, or bytes, such as 6G (powers of 1024); 0: neither. */
+static uint64_t parse_budget(const char *text, uint64_t plain_bytes) {
+    static const char suffixes[] = "KMG";
+    char *end;
+    const double value = strtod(text, &end);
+    const char *suffix = *end ? strchr(suffixes, *end) : NULL;
+    if (strcmp(end, "%") == 0 && value > 0.0) {
+        return (uint64_t)(0.01 * value * (double)plain_bytes);
+    }
+    const double unit = suffix ? (double)((uint64_t)1024 << (10 * (suffix - suffixes))) : 1.0;
+    const bool good = end != text && (*end == 0 || (suffix && end[1] == 0));
+    return good && value > 0.0 && value * unit < 1e18 ? (uint64_t)(value * unit) : 0;
+}
+
+static const bench_workload *find_workload(const char *name) {
+    for (int i = 0; i < BENCH_WORKLOADS; i++) {
+        if (strcmp(bench_workloads[i].name, name) == 0) {
+            return &bench_workloads[i];
+        }
+    }
+    bench_stop("there is no such model: bert-base, bert-large, gpt2-medium, gpt2-large, gpt2-xl");
+    return NULL;
+}
+
+/* Both halves on one scale: as wide as they take long. */
+static scale fit(half *halves) {
+    scale s;
+    const uint64_t plain = halves[0].report.lower_bound_bytes;
+    s.us = halves[0].report.step_us + halves[1].report.step_us;
+    s.bytes = 1.12 * (double)plain;
+    s.gb = plain > 500000000 ? 1e9 : 1e6;
+    s.pixels_per_us = (RIGHT - LEFT - GAP) / s.us;
+    double left = LEFT;
+    for (int i = 0; i < 2; i++) {
+        half *h = &halves[i];
+        h->left = left;
+        h->right = left + h->report.step_us * s.pixels_per_us;
+        left = h->right + GAP;
+        h->column_count = (int)(1.25 * (h->right - h->left)) + 1;
+        h->us_per_column = h->report.step_us / h->column_count;
+    }
+    return s;
+}
+
+int main(int argc, char **argv) {
+    static half halves[2];
+    const char *model = "gpt2-medium", *budget = "70%", *device = "RTX 3090";
+    const char *path = "timeline.svg";
+    int64_t batch = 0, sequence = 0;
+    const bench_option options[] = {
+        {"--model", "bert-base, bert-large, gpt2-medium, gpt2-large or gpt2-xl", NULL, NULL,
+         &model},
+        {"--budget", "a share of the plain arena, or bytes such as 6G", NULL, NULL, &budget},
+        {"--device", "a device that is built in, or cpu", NULL, NULL, &device},
+        {"--batch", "sequences in a batch; 0: the workload's", NULL, &batch, NULL},
+        {"--sequence", "tokens in a sequence; 0: the workload's", NULL, &sequence, NULL},
+        {"--out", "the picture; may stand last without --out", NULL, NULL, &path},
+    };
+    const size_t last = argc > 1 ? strlen(argv[argc - 1]) : 0;
+    if (last > 4 && strcmp(argv[argc - 1] + last - 4, ".svg") == 0 &&
+        strcmp(argv[argc - 2], "--out") != 0) {
+        path = argv[--argc];
+        argv[argc] = NULL;
+    }
+    bench_options(argc, argv, "Draws the memory of a training step over time.", options, 6);
+    const bench_workload *w = find_workload(model);
+    const ms_hardware *hardware = strcmp(device, "cpu") == 0 ? NULL : ms_hardware_find(device);
+    if (!hardware && strcmp(device, "cpu") != 0) {
+        bench_stop("there is no such device: name one that is built in, such as H200, or cpu");
+    }
+    nn_transformer_config shape;
+    bench_shape(w->preset, &shape);
+    shape.batch = batch ? batch : w->batch;
+    shape.sequence = sequence ? sequence : w->sequence;
+
+    bench_model models[2];
+    halves[0].title = "plain";
+    halves[1].title = "planned";
+    halves[0].config.memory_budget_bytes = (uint64_t)1 << 50;
+    models[0] = plan_half(&halves[0], hardware, w, &shape);
+    halves[1].config.memory_budget_bytes = parse_budget(budget, halves[0].report.plain_bytes);
+    if (halves[1].config.memory_budget_bytes == 0) {
+        bench_stop("--budget: give a share such as 60%, or bytes such as 6G");
+    }
+    models[1] = plan_half(&halves[1], hardware, w, &shape);
+    const scale s = fit(halves);
+    for (int i = 0; i < 2; i++) {
+        bench_check(models[i].model,
+                    ms_visit_events(models[i].model, MS_PROGRAM_TRAIN, add_event, &halves[i]));
+        fill_gaps(&halves[i]);
+    }
+    char title[160], subtitle[160];
+    snprintf(title, sizeof title, "%s, %lld x %lld tokens, AdamW: memory during a training step",
+             w->name, (long long)shape.batch, (long long)shape.sequence);
+    snprintf(subtitle, sizeof subtitle,
+             "simulated for %s; the planned step has %.0f %% of the plain arena and takes %.1f %% "
+             "longer",
+             hardware ? hardware->name : "a CPU",
+             100.0 * (double)halves[1].report.arena_bytes / (double)halves[0].report.arena_bytes,
+             100.0 * (halves[1].report.step_us / halves[0].report.step_us - 1.0));
+    FILE *file = fopen(path, "wb");
+    if (!file) {
+        bench_stop("the picture cannot be written");
+    }
+    draw(file, halves, &s, title, subtitle);
+    const bool written = !ferror(file);
+    if (fclose(file) != 0 || !written) {
+        bench_stop("the picture cannot be written");
+    }
+    printf("%s\n%s\n%s is written\n", title, subtitle, path);
+    for (int i = 0; i < 2; i++) {
+        bench_model_destroy(&models[i]);
+    }
+    return 0;
+}
