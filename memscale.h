@@ -6344,10 +6344,11 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t slot
 // ------------------------------------------------------------------------------------------------
 // >>layout  offsets for live ranges (dynamic storage allocation with all requests known)
 
-/* Three stages, each only while effort lasts, none once the lower bound is reached; the best layout
+/* Four stages, each only while effort lasts, none once the lower bound is reached; the best layout
    is kept. Skylines in several orders (as Sekiyama et al. 2018 pack training memory) cost
    O(n log n) each; first-fit in several orders, the usual greedy, also looks into the gaps, at
-   O(n^2); ejection chains then press the layout below one target after another. */
+   O(n^2); orders are then mended where first-fit fails; and ejection chains press the layout below
+   one target after another. */
 
 /* A placed block, with what is needed to compare it with others. */
 typedef struct msi_spot {
@@ -6372,21 +6373,22 @@ typedef struct msi_layout_work {
     uint64_t *key, *load;
     uint64_t *offset, *best;    // of the layout at work, of the best
     msi_skyline bottom, top;    // stage 1; in the same memory as:
-    msi_spot *by_low, *by_high; // stages 2 and 3: the same spots, sorted either way
+    msi_spot *by_low, *by_high; // later stages: the same spots, sorted either way
     uint32_t spot_count, waiting_count;
     uint64_t bound, enough, height, effort; // enough: the search ends there, never below the bound
     uint64_t random;
 } msi_layout_work;
 
 /* By falling size of the thing, but START by rising start. LOAD is the largest sum of live bytes
-   that a block is part of, with ties by SPAN. */
+   that a block is part of; the classes are wider the larger the figure is, by the same factor. Ties
+   of both are by SPAN or, of classes of spans, by BYTES. */
 typedef enum msi_layout_order {
     MSI_ORDER_LOAD,
     MSI_ORDER_BYTES,
     MSI_ORDER_SPAN,
-    MSI_ORDER_AREA,
     MSI_ORDER_START,
-    MSI_ORDER_COUNT
+    MSI_ORDER_BYTES_CLASS,
+    MSI_ORDER_SPAN_CLASS
 } msi_layout_order;
 
 static uint64_t msi_max_u64(uint64_t a, uint64_t b) {
@@ -6503,7 +6505,18 @@ static void msi_layout_measure_load(msi_layout_work *w) {
     }
 }
 
-static uint64_t msi_layout_key(const msi_layout_work *w, uint32_t block, msi_layout_order order) {
+/* Four classes from one power of two to the next. */
+static uint64_t msi_layout_class(uint64_t size) {
+    uint64_t exponent = 0;
+    while (size >> exponent >= 8) {
+        exponent++;
+    }
+    return 4 * exponent + (size >> exponent);
+}
+
+/* width: of the classes, in quarters of a power of two. */
+static uint64_t msi_layout_key(const msi_layout_work *w, uint32_t block, msi_layout_order order,
+                               uint64_t width) {
     uint64_t bytes = w->blocks[block].bytes;
     uint64_t span = (uint64_t)w->last[block] - w->first[block] + 1;
     switch (order) {
@@ -6513,26 +6526,34 @@ static uint64_t msi_layout_key(const msi_layout_work *w, uint32_t block, msi_lay
         return ~span;
     case MSI_ORDER_BYTES:
         return ~bytes;
-    case MSI_ORDER_AREA:
-        return bytes > UINT64_MAX / span ? 0 : ~(bytes * span);
+    case MSI_ORDER_BYTES_CLASS:
+        return ~(msi_layout_class(bytes) / width);
+    case MSI_ORDER_SPAN_CLASS:
+        return ~(msi_layout_class(span) / width);
     case MSI_ORDER_LOAD:
     default:
         return ~msi_skyline_max(&w->bottom, w->first[block], w->last[block]);
     }
 }
 
-static void msi_layout_sort(msi_layout_work *w, msi_layout_order order) {
+static void msi_layout_sort_by(msi_layout_work *w, msi_layout_order order, uint64_t width) {
+    for (uint32_t i = 0; i < w->used; i++) {
+        w->key[w->order[i]] = msi_layout_key(w, w->order[i], order, width);
+    }
+    msi_sort_indices(w->order, w->scratch, w->used, w->key);
+}
+
+static void msi_layout_sort(msi_layout_work *w, msi_layout_order order, uint64_t width) {
+    if (order == MSI_ORDER_LOAD || order >= MSI_ORDER_BYTES_CLASS) {
+        msi_layout_sort_by(w, order == MSI_ORDER_SPAN_CLASS ? MSI_ORDER_BYTES : MSI_ORDER_SPAN, 1);
+    }
     if (order == MSI_ORDER_LOAD) {
-        msi_layout_sort(w, MSI_ORDER_SPAN);
         msi_skyline_clear(&w->bottom);
         for (uint32_t t = 0; t < w->times; ++t) {
             msi_skyline_raise(&w->bottom, t, t, w->load[t]);
         }
     }
-    for (uint32_t i = 0; i < w->used; i++) {
-        w->key[w->order[i]] = msi_layout_key(w, w->order[i], order);
-    }
-    msi_sort_indices(w->order, w->scratch, w->used, w->key);
+    msi_layout_sort_by(w, order, width);
 }
 
 static void msi_layout_keep_best(msi_layout_work *w, uint64_t height) {
@@ -6591,26 +6612,39 @@ static void msi_spots_insert(msi_spot *spots, uint32_t count, msi_spot spot, boo
     spots[i] = spot;
 }
 
-/* First-fit: each block into the lowest gap that holds it, in the given order. Gives up when the
-   layout turns out no better than the best. */
-static void msi_layout_first_fit(msi_layout_work *w) {
+/* The lowest gap among the spots that holds a block. */
+static uint64_t msi_layout_lowest_gap(msi_layout_work *w, uint32_t block) {
+    uint64_t low = 0, bytes = w->blocks[block].bytes;
+    uint32_t k = 0;
+    for (; k < w->spot_count && w->by_low[k].low < low + bytes; k++) {
+        bool meets = msi_spot_meets(&w->by_low[k], w->first[block], w->last[block]);
+        low = meets ? msi_max_u64(low, w->by_low[k].high) : low;
+    }
+    msi_layout_spend(w, (uint64_t)w->spot_count + k + 1);
+    return low;
+}
+
+static void msi_layout_put(msi_layout_work *w, uint32_t block, uint64_t low) {
+    w->offset[block] = low;
+    msi_spots_insert(w->by_low, w->spot_count++, msi_layout_spot(w, block, low), false);
+}
+
+/* First-fit: each block into the lowest gap, in the given order. Gives up when the layout turns out
+   no better than the best; true if it is better. */
+static bool msi_layout_first_fit(msi_layout_work *w) {
     uint64_t height = 0;
     w->spot_count = 0;
     for (uint32_t i = 0; i < w->used; i++) {
         uint32_t block = w->order[i];
-        uint64_t low = 0, bytes = w->blocks[block].bytes;
-        for (uint32_t k = 0; k < w->spot_count && w->by_low[k].low < low + bytes; k++) {
-            bool meets = msi_spot_meets(&w->by_low[k], w->first[block], w->last[block]);
-            low = meets ? msi_max_u64(low, w->by_low[k].high) : low;
+        uint64_t low = msi_layout_lowest_gap(w, block);
+        height = msi_max_u64(height, low + w->blocks[block].bytes);
+        if (height >= w->height || w->effort == 0) {
+            return false;
         }
-        height = msi_max_u64(height, low + bytes);
-        if (height >= w->height || !msi_layout_spend(w, w->spot_count + 1)) {
-            return;
-        }
-        w->offset[block] = low;
-        msi_spots_insert(w->by_low, w->spot_count++, msi_layout_spot(w, block, low), false);
+        msi_layout_put(w, block, low);
     }
     msi_layout_keep_best(w, height);
+    return true;
 }
 
 /* xorshift64*: the same numbers in every run. */
@@ -6619,6 +6653,67 @@ static uint32_t msi_layout_random(msi_layout_work *w, uint32_t below) {
     w->random ^= w->random << 25;
     w->random ^= w->random >> 27;
     return (uint32_t)(w->random * UINT64_C(0x2545F4914F6CDD1D) >> 32) % below;
+}
+
+/* Takes up those blocks again that have `rank` or a higher one in the order. */
+static void msi_layout_take_up(msi_layout_work *w, const uint32_t *ranks, uint32_t rank) {
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < w->spot_count; i++) {
+        if (ranks[w->by_low[i].block] < rank) {
+            w->by_low[kept++] = w->by_low[i];
+        }
+    }
+    msi_layout_spend(w, (uint64_t)w->spot_count + (w->used - rank));
+    w->spot_count = kept;
+}
+
+/* All blocks have places, below the best height: a better layout. Goes on from the first block that
+   is to come lower yet. */
+static uint32_t msi_layout_note_better(msi_layout_work *w) {
+    uint64_t height = 0;
+    uint32_t next = 0;
+    for (uint32_t i = 0; i < w->spot_count; i++) {
+        height = msi_max_u64(height, w->by_low[i].high);
+    }
+    msi_layout_keep_best(w, height);
+    while (w->offset[w->order[next]] + w->blocks[w->order[next]].bytes < height) {
+        next++;
+    }
+    return next;
+}
+
+/* Squeaky wheel optimization (Joslin and Clements 1999): first-fit, where a block that finds no gap
+   below the best height moves forward in the order, and what it overtakes is placed again. It moves
+   half of the way, or at random, more often a little than far. */
+static void msi_layout_mend(msi_layout_work *w, uint64_t effort, bool halfway) {
+    uint64_t stop = w->effort > effort ? w->effort - effort : 0;
+    uint32_t *ranks = w->scratch, next = 0;
+    w->spot_count = 0;
+    for (uint32_t i = 0; i < w->used; i++) {
+        ranks[w->order[i]] = i;
+    }
+    while (w->effort > stop && w->height > w->bound) {
+        uint32_t block = w->order[next];
+        uint64_t low = msi_layout_lowest_gap(w, block);
+        if (low + w->blocks[block].bytes < w->height) {
+            msi_layout_put(w, block, low);
+            if (++next == w->used) {
+                next = msi_layout_note_better(w);
+                msi_layout_take_up(w, ranks, next);
+            }
+            continue;
+        }
+        uint32_t back =
+            halfway ? next - next / 2 : 1 + msi_layout_random(w, 1 + msi_layout_random(w, next));
+        uint32_t to = next - back;
+        memmove(w->order + to + 1, w->order + to, back * sizeof *w->order);
+        w->order[to] = block;
+        for (uint32_t i = to; i <= next; i++) {
+            ranks[w->order[i]] = i;
+        }
+        next = to;
+        msi_layout_take_up(w, ranks, next);
+    }
 }
 
 /* Removes what overlaps spot, and what reaches beyond target, from one of the two lists. Returns
@@ -6759,24 +6854,52 @@ static void msi_layout_press(msi_layout_work *w) {
     }
 }
 
+/* First-fit in several orders, then two of them mended: the best, and that by load. */
+static void msi_layout_fill_gaps(msi_layout_work *w) {
+    static const struct {
+        msi_layout_order order;
+        uint64_t width;
+    } orders[] = {{MSI_ORDER_BYTES_CLASS, 4}, {MSI_ORDER_SPAN_CLASS, 4},
+                  {MSI_ORDER_BYTES_CLASS, 8}, {MSI_ORDER_SPAN_CLASS, 8},
+                  {MSI_ORDER_BYTES_CLASS, 2}, {MSI_ORDER_SPAN_CLASS, 2},
+                  {MSI_ORDER_LOAD, 1}};
+    uint32_t *best = w->waiting; // order
+    memcpy(best, w->order, w->used * sizeof *best);
+    for (uint32_t i = 0; i < sizeof orders / sizeof orders[0]; i++) {
+        if (w->height == w->bound || w->effort == 0) {
+            return;
+        }
+        msi_layout_sort(w, orders[i].order, orders[i].width);
+        if (msi_layout_first_fit(w)) {
+            memcpy(best, w->order, w->used * sizeof *best);
+        }
+    }
+    uint64_t effort = w->effort;
+    if (w->height > w->bound) {
+        memcpy(w->order, best, w->used * sizeof *best);
+        msi_layout_mend(w, effort / 10, true);
+    }
+    if (w->height > w->bound) {
+        msi_layout_sort(w, MSI_ORDER_LOAD, 1);
+        msi_layout_mend(w, effort / 5, false);
+    }
+}
+
 static void msi_layout_search(msi_layout_work *w) {
     static const struct {
         msi_layout_order order;
         bool two_sided;
     } skylines[] = {{MSI_ORDER_LOAD, true},  {MSI_ORDER_SPAN, true},   {MSI_ORDER_LOAD, false},
                     {MSI_ORDER_SPAN, false}, {MSI_ORDER_BYTES, false}, {MSI_ORDER_START, true}};
-    for (uint32_t i = 0; i < sizeof skylines / sizeof skylines[0] && w->height > w->enough; i++) {
+    for (uint32_t i = 0; i < sizeof skylines / sizeof skylines[0] && w->height > w->bound; i++) {
         if (!msi_layout_spend(w, 100 * (uint64_t)w->used) && i) {
             return;
         }
-        msi_layout_sort(w, skylines[i].order);
+        msi_layout_sort(w, skylines[i].order, 1);
         msi_layout_place_on_skylines(w, skylines[i].two_sided);
     }
-    for (int order = 0; order < MSI_ORDER_COUNT && w->height > w->enough && w->effort; ++order) {
-        msi_layout_sort(w, (msi_layout_order)order);
-        msi_layout_first_fit(w);
-    }
-    if (w->height > w->enough) {
+    msi_layout_fill_gaps(w);
+    if (w->height > w->bound) {
         msi_layout_press(w);
     }
 }

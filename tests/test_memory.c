@@ -584,6 +584,71 @@ static void random_layouts(void **state) {
     assert_true(heap.live_count == 0 && heap.wrong_releases == 0);
 }
 
+enum { PASS_LAYERS = 60, PASS_BLOCKS = 8 * PASS_LAYERS };
+
+static void add_block(msi_block *blocks, uint32_t *count, uint64_t bytes, uint32_t first,
+                      uint32_t last) {
+    msi_block *b = &blocks[(*count)++];
+    memset(b, 0, sizeof *b);
+    b->bytes = bytes;
+    b->first = first;
+    b->last = last;
+    b->offset = UINT64_MAX;
+}
+
+/* A step of a chain that keeps every `every`-th activation, and makes the others again, segment by
+   segment, in backward; with gradients that follow, and scratch memory. Sizes differ by up to
+   2^8. */
+static uint32_t chain_blocks(t_rng *rng, uint32_t every, msi_block *blocks) {
+    uint64_t bytes[PASS_LAYERS];
+    uint32_t count = 0, now = PASS_LAYERS;
+    for (uint32_t i = 0; i < PASS_LAYERS; ++i) {
+        bytes[i] = 64 * (uint64_t)exp2(4.0 + 8.0 * t_unit(rng));
+        if (i % every != 0) { // dropped
+            add_block(blocks, &count, bytes[i], i, i + 1);
+        }
+        if (t_chance(rng, 0.3)) {
+            add_block(blocks, &count, 64 * (uint64_t)exp2(4.0 + 8.0 * t_unit(rng)), i, i);
+        }
+    }
+    for (uint32_t end = PASS_LAYERS; end > 0;) { // layers [begin, end) come back
+        const uint32_t begin = (end - 1) / every * every, made = now, length = end - begin;
+        for (uint32_t i = begin + 1; i < end; ++i) {
+            add_block(blocks, &count, bytes[i], made + i - begin - 1, made + length + end - 1 - i);
+        }
+        now += length - 1;
+        for (uint32_t i = end; i-- > begin; ++now) {
+            add_block(blocks, &count, bytes[i], now, now + 1); // its gradient
+        }
+        add_block(blocks, &count, bytes[begin], begin, now);
+        end = begin;
+    }
+    return count;
+}
+
+/* Where checkpoints die and come back in the midst of others, little is lost. */
+static void layouts_of_recomputation(void **state) {
+    (void)state;
+    static msi_block blocks[PASS_BLOCKS];
+    t_heap heap;
+    ms_allocator allocator = plain_allocator(&heap);
+    double worst = 1.0, sum = 0.0;
+    for (uint64_t seed = 0; seed < 60; ++seed) {
+        t_rng rng = t_seed(seed);
+        uint64_t height = 0, bound = 0;
+        uint32_t count = chain_blocks(&rng, 1 + (uint32_t)(seed % 12), blocks);
+        assert_true(count <= PASS_BLOCKS);
+        assert_int_equal(msi_layout(&allocator, blocks, count, 10 * LAYOUT_EFFORT, &height), 0);
+        assert_int_equal(msi_layout_lower_bound(&allocator, blocks, count, &bound), 0);
+        check_layout(blocks, count, height);
+        const double ratio = (double)height / (double)bound;
+        worst = ratio > worst ? ratio : worst;
+        sum += ratio;
+    }
+    print_message("arena over lower bound: %.5f, at most %.5f\n", sum / 60.0, worst);
+    assert_true(sum / 60.0 < 1.0005 && worst < 1.005);
+}
+
 /* Two blocks that overlap are no layout, whatever else stands there. */
 static void an_invalid_layout_is_told(void **state) {
     (void)state;
@@ -684,6 +749,7 @@ int main(void) {
         cmocka_unit_test(every_backend_call_of_a_rewrap_fails_once),
         cmocka_unit_test(every_backend_call_of_a_step_fails_once),
         cmocka_unit_test(random_layouts),
+        cmocka_unit_test(layouts_of_recomputation),
         cmocka_unit_test(an_invalid_layout_is_told),
         cmocka_unit_test(layouts_of_nothing_and_of_little),
         cmocka_unit_test(a_layout_without_effort),
