@@ -3043,10 +3043,10 @@ static ms_result msi_measure(ms_model *m, ms_hardware *h) {
 /* Devices to plan for that are not there. Speeds are those that the maker states, products dense
    and summed in F32. Copies have the rate of the link one way, behind its encoding (PCI Express 3.0
    x16 15.75 GB/s, 4.0 31.5, 5.0 63); where both ends lie in one memory, half of what that has.
+   Memory is what the name says; a runtime offers a percent or two less.
    Sources, all of NVIDIA:
      RTX 3090: "NVIDIA Ampere GA102 GPU Architecture", V2.1, comparison of GeForce cards
-     H200, H100 SXM: their data sheets, which state tensor cores with sparsity: half of that. The
-       memory of the H200 as its runtime tells it
+     H200, H100 SXM: their data sheets, which state tensor cores with sparsity: half of that
      Jetson Orin Nano 8GB: its data sheet, at 15 W: 8 multiprocessors, 625 MHz, 68 GB/s, 40 TOPS of
        sparse INT8; FP16 is a quarter, TF32 an eighth of these (technical brief "NVIDIA Jetson AGX
        Orin Series", HMMA and IMMA). Linux and what is set aside before it leave some 6 GB: an
@@ -14945,18 +14945,19 @@ static double msi_cuda_attribute(int device, cudaDeviceAttr attribute) {
                                                                                   : 0.0;
 }
 
-/* What the clocks allow. Fused multiply-adds a clock and multiprocessor, by compute capability:
-   f32 from the CUDA C++ Programming Guide, "Arithmetic instructions"; products on tensor cores that
-   are summed in F32 from NVIDIA's white papers (Volta, Turing, GA100, GA102, AD102, Hopper) or,
-   for 8.7, 10.0 and 12.0, from the speeds that are stated for Jetson AGX Orin, B200 and RTX PRO
-   6000. On a GeForce they run at half that rate. Memory moves data at both edges of its clock. */
+/* What the clocks allow. Fused multiply-adds a clock and multiprocessor, by compute capability: f32
+   from the CUDA C++ Programming Guide, "Arithmetic instructions"; products on tensor cores that are
+   summed in F32 from NVIDIA's white papers (Volta, Turing, GA100, GA102, AD102, Hopper) or, for
+   8.7, 10.0 and 12.0, from the speeds that are stated for Jetson AGX Orin, B200 and RTX PRO 6000.
+   On a GeForce they run at half that rate; before 7.0 there are none. Memory moves data at both
+   edges of its clock. */
 static void msi_cuda_speeds(int device, int multiprocessors, int capability,
                             ms_hardware *hardware) {
     static const struct {
         int capability;
         double f32, tf32, f16;
     } table[] = {
-        {50, 128.0, 0.0, 0.0},        {60, 64.0, 0.0, 0.0},      {61, 128.0, 0.0, 0.0},
+        {50, 128.0, 0.0, 128.0},      {60, 64.0, 0.0, 64.0},     {61, 128.0, 0.0, 128.0},
         {70, 64.0, 0.0, 512.0},       {80, 64.0, 512.0, 1024.0}, {86, 128.0, 256.0, 512.0},
         {87, 128.0, 512.0, 1024.0},   {89, 128.0, 256.0, 512.0}, {90, 128.0, 1024.0, 2048.0},
         {100, 128.0, 2048.0, 4096.0}, {120, 128.0, 256.0, 512.0}};
@@ -14966,7 +14967,8 @@ static void msi_cuda_speeds(int device, int multiprocessors, int capability,
     }
     const double clock = msi_cuda_attribute(device, cudaDevAttrClockRate); // kHz, as of the memory
     const double tflops = 2e-9 * clock * (double)multiprocessors; // of one multiply-add a clock
-    const double tensor = strstr(hardware->name, "GeForce") ? 0.5 * tflops : tflops;
+    const bool half = capability >= 70 && strstr(hardware->name, "GeForce");
+    const double tensor = half ? 0.5 * tflops : tflops;
     hardware->memory_gb_per_s = 2.0 * msi_cuda_attribute(device, cudaDevAttrMemoryClockRate) *
                                 msi_cuda_attribute(device, cudaDevAttrGlobalMemoryBusWidth) / 8e6;
     hardware->f32_tflops = tflops * table[row].f32;

@@ -1402,6 +1402,8 @@ static void op_look(world *w, slot *s) {
     CHECK((result == MS_RESULT_OK) == s->has_plan);
     limit = r.arena_bytes;
     told_nothing(ms_print_plan(s->model, digest_text, &h));
+    CHECK((told_nothing(ms_profile_save(s->model, digest_text, &h)) == MS_RESULT_OK) ==
+          s->has_plan);
     told_nothing(ms_print_program(s->model, program, digest_text, &h));
     told_nothing(ms_visit_events(s->model, program, visit, &limit));
     told(s, ms_hardware_report(s->model, &hardware));

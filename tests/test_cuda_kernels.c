@@ -700,6 +700,11 @@ static void test_hardware(void **state) {
     assert_int_equal(hardware.compute_minor, properties.minor);
     assert_int_equal(hardware.driver_version, driver);
     assert_int_equal(hardware.runtime_version, runtime);
+    uint64_t total = 0, available = 0;
+    msi_host_memory("", &total, &available);
+    assert_true(hardware.host_total_bytes == total);
+    assert_true(hardware.memory_gb_per_s > 0.0 && hardware.f32_tflops > 0.0);
+    assert_true(!hardware.is_measured && hardware.launch_us == 0.0);
 }
 
 /* By compute capability: what the device has of itself, and the workspace that cuBLAS asks for. */
@@ -725,6 +730,61 @@ static void test_capabilities(void **state) {
         const uint64_t workspace = ms_backend_cuda(0).workspace_bytes;
         assert_int_equal(workspace >> 20, versions[i][0] >= 9 ? 32 : 4);
     }
+#endif
+}
+
+#ifdef CUDART_EMULATION
+static bool is_near(double a, double b, double tolerance) {
+    return fabs(a - b) <= tolerance * b;
+}
+#endif
+
+/* What clocks, width and multiprocessors of real devices come to is what their maker states of them.
+   The tensor cores of the H200 are stated at a lower clock than the rest. */
+static void test_speeds(void **state) {
+    (void)state;
+    CN_SKIP_ON_GPU();
+#ifdef CUDART_EMULATION
+    static const struct {
+        const char *name;
+        int clock_mhz, memory_mhz, bus_bits;
+        double tensor_tolerance;
+    } devices[] = {{"RTX 3090", 1695, 9751, 384, 0.01}, {"RTX 4090", 2520, 10501, 384, 0.01},
+                   {"A100", 1410, 1593, 5120, 0.01},    {"T4", 1590, 5001, 256, 0.01},
+                   {"H200", 1980, 3201, 6144, 0.09},    {"H100", 1980, 2619, 5120, 0.09},
+                   {"Orin Nano", 625, 2133, 128, 0.03}, {"AGX Orin", 1300, 3200, 256, 0.01}};
+    for (size_t i = 0; i < sizeof devices / sizeof devices[0]; i++) {
+        const ms_hardware *stated = ms_hardware_find(devices[i].name);
+        emulation_reset(1);
+        emulation_device device = emulation_get_device();
+        snprintf(device.name, sizeof device.name, "%s", stated->name);
+        device.compute_major = (int)stated->compute_major;
+        device.compute_minor = (int)stated->compute_minor;
+        device.multiprocessors = (int)stated->processor_count;
+        device.is_integrated = stated->kind == MS_DEVICE_INTEGRATED;
+        device.clock_khz = devices[i].clock_mhz * 1000;
+        device.memory_clock_khz = devices[i].memory_mhz * 1000;
+        device.memory_bus_bits = devices[i].bus_bits;
+        emulation_set_device(&device);
+        const ms_hardware h = report();
+        const double tolerance = devices[i].tensor_tolerance;
+        if (!is_near(h.memory_gb_per_s, stated->memory_gb_per_s, 0.03) ||
+            !is_near(h.f32_tflops, stated->f32_tflops, 0.01) ||
+            !is_near(h.tf32_tflops, stated->tf32_tflops, tolerance) ||
+            !is_near(h.f16_tflops, stated->f16_tflops, tolerance)) {
+            print_error("%s: %g GB/s, F32 %g, TF32 %g, F16 %g TFLOPS\n", h.name, h.memory_gb_per_s,
+                        h.f32_tflops, h.tf32_tflops, h.f16_tflops);
+            fail();
+        }
+    }
+    emulation_device device = emulation_get_device();
+    device.compute_major = 6; // without tensor cores
+    device.compute_minor = 1;
+    emulation_set_device(&device);
+    const ms_hardware old = report();
+    assert_true(old.f32_tflops > 0.0 && old.f16_tflops == old.f32_tflops);
+    assert_true(old.tf32_tflops == 0.0);
+    emulation_reset(1);
 #endif
 }
 
@@ -772,6 +832,7 @@ int main(void) {
         cmocka_unit_test(test_hardware),
         cmocka_unit_test(test_capabilities),
         cmocka_unit_test(test_integrated),
+        cmocka_unit_test(test_speeds),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -21,6 +21,7 @@ typedef struct emulation_device {
     int compute_major, compute_minor;
     int is_integrated, multiprocessors;
     int driver_version, runtime_version;
+    int clock_khz, memory_clock_khz, memory_bus_bits;
     uint64_t memory_bytes; /* cudaMalloc fails beyond, less what is in use by others */
     uint64_t used_bytes;   /* by others */
 } emulation_device;

@@ -96,6 +96,8 @@ emulation_device default_device() {
     d.compute_major = 9;
     d.multiprocessors = 4;
     d.driver_version = d.runtime_version = CUDART_VERSION;
+    d.clock_khz = d.memory_clock_khz = 1000000;
+    d.memory_bus_bits = 256;
     d.memory_bytes = UINT64_C(8) << 30;
     return d;
 }
@@ -755,7 +757,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
     p->integrated = d.is_integrated;
     p->canMapHostMemory = p->unifiedAddressing = p->concurrentKernels = 1;
     p->asyncEngineCount = 2;
-    p->memoryBusWidth = 256;
+    p->memoryBusWidth = d.memory_bus_bits;
     p->l2CacheSize = 4 << 20;
     p->maxThreadsPerMultiProcessor = 1536;
     return cudaSuccess;
@@ -777,12 +779,12 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
                {cudaDevAttrMaxGridDimZ, 65535},
                {cudaDevAttrMaxSharedMemoryPerBlock, 48 << 10},
                {cudaDevAttrWarpSize, 32},
-               {cudaDevAttrClockRate, 1000000},
+               {cudaDevAttrClockRate, d.clock_khz},
                {cudaDevAttrMultiProcessorCount, d.multiprocessors},
                {cudaDevAttrIntegrated, d.is_integrated},
                {cudaDevAttrConcurrentKernels, 1},
-               {cudaDevAttrMemoryClockRate, 1000000},
-               {cudaDevAttrGlobalMemoryBusWidth, 256},
+               {cudaDevAttrMemoryClockRate, d.memory_clock_khz},
+               {cudaDevAttrGlobalMemoryBusWidth, d.memory_bus_bits},
                {cudaDevAttrL2CacheSize, 4 << 20},
                {cudaDevAttrMaxThreadsPerMultiProcessor, 1536},
                {cudaDevAttrAsyncEngineCount, 2},
