@@ -826,12 +826,16 @@ static void print_advice(const estimate *e, const findings *f) {
         printf("%s%s\n", mode, f->pressure <= 1.0 ? ", for headroom" : "");
         return;
     }
-    printf("%s, and a smaller batch\n", mode);
     if (f->largest_batch == 0) {
-        printf("          not even one sequence fits: it takes %s\n",
-               show_bytes(f->single.report.arena_bytes).text);
+        const ms_memory_report *r = &f->single.report;
+        printf("no mode is enough\n"
+               "          not even one sequence fits: it takes %s, of which params and optimizer "
+               "state are %s\n",
+               show_bytes(r->arena_bytes).text,
+               show_bytes(row_bytes(r->peak_bytes, 0) + row_bytes(r->peak_bytes, 2)).text);
         return;
     }
+    printf("%s, and a smaller batch\n", mode);
     const ms_memory_report *r = &f->largest.report;
     printf("          the largest batch that fits is %lld: %s, %s a step, %.3f of its plain step\n",
            (long long)f->largest_batch, show_bytes(r->arena_bytes).text, show_time(r->step_us).text,
