@@ -6344,7 +6344,7 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t slot
 // ------------------------------------------------------------------------------------------------
 // >>layout  offsets for live ranges (dynamic storage allocation with all requests known)
 
-/* Four stages, each only while effort lasts, none once the lower bound is reached; the best layout
+/* Four stages, each only while effort lasts, none once the layout is small enough; the best layout
    is kept. Skylines in several orders (as Sekiyama et al. 2018 pack training memory) cost
    O(n log n) each; first-fit in several orders, the usual greedy, also looks into the gaps, at
    O(n^2); orders are then mended where first-fit fails; and ejection chains press the layout below
@@ -6692,7 +6692,7 @@ static void msi_layout_mend(msi_layout_work *w, uint64_t effort, bool halfway) {
     for (uint32_t i = 0; i < w->used; i++) {
         ranks[w->order[i]] = i;
     }
-    while (w->effort > stop && w->height > w->bound) {
+    while (w->effort > stop && w->height > w->enough) {
         uint32_t block = w->order[next];
         uint64_t low = msi_layout_lowest_gap(w, block);
         if (low + w->blocks[block].bytes < w->height) {
@@ -6866,7 +6866,7 @@ static void msi_layout_fill_gaps(msi_layout_work *w) {
     uint32_t *best = w->waiting; // order
     memcpy(best, w->order, w->used * sizeof *best);
     for (uint32_t i = 0; i < sizeof orders / sizeof orders[0]; i++) {
-        if (w->height == w->bound || w->effort == 0) {
+        if (w->height <= w->enough || w->effort == 0) {
             return;
         }
         msi_layout_sort(w, orders[i].order, orders[i].width);
@@ -6875,11 +6875,11 @@ static void msi_layout_fill_gaps(msi_layout_work *w) {
         }
     }
     uint64_t effort = w->effort;
-    if (w->height > w->bound) {
+    if (w->height > w->enough) {
         memcpy(w->order, best, w->used * sizeof *best);
         msi_layout_mend(w, effort / 10, true);
     }
-    if (w->height > w->bound) {
+    if (w->height > w->enough) {
         msi_layout_sort(w, MSI_ORDER_LOAD, 1);
         msi_layout_mend(w, effort / 5, false);
     }
@@ -6891,7 +6891,7 @@ static void msi_layout_search(msi_layout_work *w) {
         bool two_sided;
     } skylines[] = {{MSI_ORDER_LOAD, true},  {MSI_ORDER_SPAN, true},   {MSI_ORDER_LOAD, false},
                     {MSI_ORDER_SPAN, false}, {MSI_ORDER_BYTES, false}, {MSI_ORDER_START, true}};
-    for (uint32_t i = 0; i < sizeof skylines / sizeof skylines[0] && w->height > w->bound; i++) {
+    for (uint32_t i = 0; i < sizeof skylines / sizeof skylines[0] && w->height > w->enough; i++) {
         if (!msi_layout_spend(w, 100 * (uint64_t)w->used) && i) {
             return;
         }
@@ -6899,7 +6899,7 @@ static void msi_layout_search(msi_layout_work *w) {
         msi_layout_place_on_skylines(w, skylines[i].two_sided);
     }
     msi_layout_fill_gaps(w);
-    if (w->height > w->bound) {
+    if (w->height > w->enough) {
         msi_layout_press(w);
     }
 }
