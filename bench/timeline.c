@@ -9,8 +9,12 @@
 #include "nn.h"
 #include "models.h"
 
-enum { WIDTH = 1200, HEIGHT = 620, LEFT = 78, RIGHT = 1180, TOP = 132, BOTTOM = 500, GAP = 26 };
-enum { STRIP_TOP = 536, STRIP_HEIGHT = 14, COLUMNS_MAX = 1600, NAME_MAX = 96 };
+enum { COLUMNS_MAX = 1600, NAME_MAX = 96 };
+
+/* The picture, in pixels. */
+static const double picture_width = 1200.0, picture_height = 620.0;
+static const double left_end = 78.0, right_end = 1180.0, gap = 26.0;
+static const double top = 132.0, bottom = 500.0, strip_top = 536.0, strip_height = 14.0;
 
 static const char *const categories[MS_CATEGORY_COUNT] = {
     "#8e6bbf",                                  // inputs
@@ -159,9 +163,9 @@ static void svg_rect(FILE *file, double x, double y, double width, double height
 
 static void svg_begin(FILE *file) {
     fprintf(file,
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" "
-            "viewBox=\"0 0 %d %d\" font-family=\"Helvetica, Arial, sans-serif\">\n",
-            WIDTH, HEIGHT, WIDTH, HEIGHT);
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%.0f\" height=\"%.0f\" "
+            "viewBox=\"0 0 %.0f %.0f\" font-family=\"Helvetica, Arial, sans-serif\">\n",
+            picture_width, picture_height, picture_width, picture_height);
     fprintf(file, "<style>.title{font-size:17px;font-weight:bold;fill:#222}"
                   ".half{font-size:14px;font-weight:bold;fill:#222}.name{font-size:13px;fill:#333}"
                   ".note{font-size:12px;fill:#333}.tick{font-size:12px;fill:#555}"
@@ -169,7 +173,7 @@ static void svg_begin(FILE *file) {
                   ".budget{stroke:#b02a37;stroke-dasharray:7 4;stroke-width:1.5}"
                   ".red{font-size:12px;fill:#b02a37}"
                   ".halo{paint-order:stroke;stroke:#fff;stroke-width:4px}</style>\n");
-    svg_rect(file, 0, 0, WIDTH, HEIGHT, "fill=\"#fff\"");
+    svg_rect(file, 0, 0, picture_width, picture_height, "fill=\"#fff\"");
 }
 
 /* 1, 2 or 5 times a power of ten, so that `range` has at most `count` of them. */
@@ -189,7 +193,7 @@ static int digits_of(double step) {
 }
 
 static double y_of(const scale *s, double bytes) {
-    return BOTTOM - (BOTTOM - TOP) * bytes / s->bytes;
+    return bottom - (bottom - top) * bytes / s->bytes;
 }
 
 /* One step of an outline: to a height, then along; nothing where the height stays. */
@@ -235,13 +239,13 @@ static void draw_strip(FILE *file, const half *h, const scale *s) {
             }
             if (h->columns[i].us[run] > 0.0) {
                 fprintf(file, "M%.2f %.2fh%.2fv%.2fh%.2fZ", h->left + width * i,
-                        STRIP_TOP + STRIP_HEIGHT * before / all, width,
-                        STRIP_HEIGHT * h->columns[i].us[run] / all, -width);
+                        strip_top + strip_height * before / all, width,
+                        strip_height * h->columns[i].us[run] / all, -width);
             }
         }
         fprintf(file, "\"/>\n");
     }
-    svg_rect(file, h->left, STRIP_TOP, h->right - h->left, STRIP_HEIGHT, "class=\"frame\"");
+    svg_rect(file, h->left, strip_top, h->right - h->left, strip_height, "class=\"frame\"");
 }
 
 static void draw_axes(FILE *file, const half *h, const scale *s, bool has_numbers) {
@@ -259,11 +263,11 @@ static void draw_axes(FILE *file, const half *h, const scale *s, bool has_number
     }
     for (double x = 0.0; x <= ms * (1.0 + 1e-9); x += x_step) {
         const double at = h->left + 1e3 * x * s->pixels_per_us;
-        svg_line(file, at, BOTTOM, at, BOTTOM + 5.0, "stroke=\"#888\"");
+        svg_line(file, at, bottom, at, bottom + 5.0, "stroke=\"#888\"");
         snprintf(text, sizeof text, "%.*f", digits_of(x_step), x);
-        svg_text(file, at, BOTTOM + 18.0, "class=\"tick\" text-anchor=\"middle\"", text);
+        svg_text(file, at, bottom + 18.0, "class=\"tick\" text-anchor=\"middle\"", text);
     }
-    svg_rect(file, h->left, TOP, h->right - h->left, BOTTOM - TOP, "class=\"frame\"");
+    svg_rect(file, h->left, top, h->right - h->left, bottom - top, "class=\"frame\"");
 }
 
 static void draw_peak(FILE *file, const half *h, const scale *s) {
@@ -290,7 +294,7 @@ static void draw_half(FILE *file, const half *h, const scale *s, bool is_first) 
     draw_strip(file, h, s);
     snprintf(text, sizeof text, "%s: arena %.2f %s, step %.1f ms", h->title,
              (double)h->report.arena_bytes / s->gb, unit, 1e-3 * h->report.step_us);
-    svg_text(file, h->left, TOP - 10.0, "class=\"half\"", text);
+    svg_text(file, h->left, top - 10.0, "class=\"half\"", text);
 }
 
 static void draw_budget(FILE *file, const half *h, const scale *s) {
@@ -304,7 +308,7 @@ static void draw_budget(FILE *file, const half *h, const scale *s) {
 
 /* The categories that there are, then what runs. */
 static void draw_legend(FILE *file, const half *halves) {
-    double x = LEFT;
+    double x = left_end;
     for (int k = 0; k < MS_CATEGORY_COUNT; k++) {
         const ms_category c = order[k];
         uint64_t most = 0;
@@ -322,7 +326,7 @@ static void draw_legend(FILE *file, const half *halves) {
         svg_text(file, x + 18.0, 90.0, "class=\"name\"", ms_category_name(c));
         x += 44.0 + 7.0 * (double)strlen(ms_category_name(c));
     }
-    x = LEFT;
+    x = left_end;
     for (int run = 0; run < RUN_COUNT; run++) {
         char style[32];
         snprintf(style, sizeof style, "fill=\"%s\"", runs[run].colour);
@@ -336,8 +340,8 @@ static void draw(FILE *file, const half *halves, const scale *s, const char *tit
                  const char *subtitle) {
     char text[64];
     svg_begin(file);
-    svg_text(file, LEFT, 30.0, "class=\"title\"", title);
-    svg_text(file, LEFT, 52.0, "class=\"name\"", subtitle);
+    svg_text(file, left_end, 30.0, "class=\"title\"", title);
+    svg_text(file, left_end, 52.0, "class=\"name\"", subtitle);
     draw_legend(file, halves);
     for (int i = 0; i < 2; i++) {
         draw_half(file, &halves[i], s, i == 0);
@@ -350,8 +354,8 @@ static void draw(FILE *file, const half *halves, const scale *s, const char *tit
     fprintf(file,
             "<text transform=\"translate(%.1f %.1f) rotate(-90)\" class=\"name\" "
             "text-anchor=\"middle\">%s</text>\n",
-            LEFT - 48.0, 0.5 * (TOP + BOTTOM), text);
-    svg_text(file, RIGHT, 585.0, "class=\"name\" text-anchor=\"end\"", "time, ms");
+            left_end - 48.0, 0.5 * (top + bottom), text);
+    svg_text(file, right_end, 585.0, "class=\"name\" text-anchor=\"end\"", "time, ms");
     fprintf(file, "</svg>\n");
 }
 
@@ -388,13 +392,13 @@ static scale fit(half *halves) {
     s.us = halves[0].report.step_us + halves[1].report.step_us;
     s.bytes = 1.12 * (double)plain;
     s.gb = plain > 500000000 ? 1e9 : 1e6;
-    s.pixels_per_us = (RIGHT - LEFT - GAP) / s.us;
-    double left = LEFT;
+    s.pixels_per_us = (right_end - left_end - gap) / s.us;
+    double left = left_end;
     for (int i = 0; i < 2; i++) {
         half *h = &halves[i];
         h->left = left;
         h->right = left + h->report.step_us * s.pixels_per_us;
-        left = h->right + GAP;
+        left = h->right + gap;
         h->column_count = (int)(1.25 * (h->right - h->left)) + 1;
         h->us_per_column = h->report.step_us / h->column_count;
     }
