@@ -9396,11 +9396,11 @@ static ms_result msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64
     return MS_RESULT_OK;
 }
 
-enum { MSI_RESIZE_TRIES = 24 };
+enum { MSI_RESIZE_TRIES = 24, MSI_RESIZE_LAYERS = 1000 };
 
 /* The largest size that fits the budget, 0 for none, -1 where that is too hard to find. The
-   decisions of a plan carry to a size nearby; whether the solver comes as far is asked there, and
-   for the size behind it. */
+   decisions of a plan carry to a size nearby; whether the solver comes as far is asked there, and,
+   for graphs that are not large, for the size behind it. */
 static ms_result msi_largest_size(msi_resizing *z, uint64_t budget, const msi_plan *smallest,
                                   int64_t *size) {
     msi_plan *own = NULL; // the smallest plan at the last size that was asked for and fits
@@ -9422,6 +9422,7 @@ static ms_result msi_largest_size(msi_resizing *z, uint64_t budget, const msi_pl
             msi_plan_free(z->model, plan);
         } else {
             fits = next;
+            tries = z->model->graph.layers.count > MSI_RESIZE_LAYERS ? MSI_RESIZE_TRIES : tries;
             msi_plan_free(z->model, own);
             own = plan;
         }
