@@ -12622,11 +12622,12 @@ static void msi_print_techniques(const msi_printer *out, const msi_total *totals
               "rule");
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         const msi_total *t = &totals[k];
+        const bool said = strcmp(t->rule->id, "not-built") == 0;
         msi_print(out, "%-16s %7u %14s %10s  %s%s\n", msi_technique_names[k], (unsigned)t->layers,
                   t->saved_bytes ? msi_size(t->saved_bytes).text : "-",
                   t->added_us > 0.0 ? msi_time(t->added_us).text : "-",
                   t->differs ? "by layer" : t->rule->id,
-                  MSI_BUILT >> k & 1 ? "" : ", not built in this version");
+                  MSI_BUILT >> k & 1 || said ? "" : ", not built in this version");
     }
 }
 

@@ -15,12 +15,12 @@ static const char *const default_files[] = {"memscale.h", "README.md", "docs/get
                                             "docs/internals.md", "examples/nn.h"};
 
 typedef struct settings {
-    const char *preset, *device;
+    const char *preset, *device, *mode, *off;
     const char *trace, *metrics; // files to write, or NULL
     int64_t batch, sequence, steps, seconds, every, seed;
     uint64_t budget_bytes; // 0: half way between the smallest and the plain arena
     float dropout;
-    bool random, tf32, graph, dry, plan, profile, verify, help;
+    bool random, tf32, graph, automatic, dry, plan, profile, verify, help;
     option_words files;
 } settings;
 
@@ -60,7 +60,7 @@ struct trainer {
 
 // ---- options ------------------------------------------------------------------------------------
 
-enum { TRAINER_OPTIONS = 20 };
+enum { TRAINER_OPTIONS = 23 };
 
 /* Fills specs with the options; returns how many there are. */
 static int list_options(const trainer_kind *kind, settings *o, option_spec *specs) {
@@ -73,6 +73,9 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--budget", "SIZE", OPTION_BYTES, &o->budget_bytes,
          "bytes that training may take, such as 300M or 1.5G (powers of 1024;\n"
          "default: half way from the smallest possible to the plain arena)"},
+        {"--mode", "NAME", OPTION_TEXT, &o->mode, "conservative, balanced (default) or aggressive"},
+        {"--off", "NAME", OPTION_TEXT, &o->off, "switch off checkpointing or early-update"},
+        {"--auto", NULL, OPTION_FLAG, &o->automatic, "let the built-in policy choose the mode"},
         {"--dropout", "X", OPTION_REAL, &o->dropout, "probability of dropout, below 1 (0)"},
         {"--steps", "N", OPTION_COUNT, &o->steps, "stop after N steps"},
         {"--seconds", "N", OPTION_COUNT, &o->seconds,
@@ -242,6 +245,28 @@ static void draw_window(trainer *t, int64_t count) {
 
 // ---- model --------------------------------------------------------------------------------------
 
+/* What --mode, --off and --auto say. */
+static int choose_techniques(const settings *o, ms_config *config) {
+    static const char *const modes[MS_MODE_COUNT] = {"balanced", "conservative", "aggressive"};
+    int mode = 0;
+    while (o->mode && mode < MS_MODE_COUNT && strcmp(modes[mode], o->mode) != 0) {
+        mode++;
+    }
+    if (mode == MS_MODE_COUNT) {
+        return fail("--mode %s: there are conservative, balanced and aggressive", o->mode);
+    }
+    config->mode = (ms_mode)mode;
+    config->auto_policy = o->automatic;
+    const bool checkpointing = o->off && strcmp(o->off, "checkpointing") == 0;
+    const bool early_update = o->off && strcmp(o->off, "early-update") == 0;
+    if (o->off && !checkpointing && !early_update) {
+        return fail("--off %s: there are checkpointing and early-update", o->off);
+    }
+    config->checkpointing = checkpointing ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+    config->early_update = early_update ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+    return 0;
+}
+
 /* Registers the model with memscale.h. A dry one plans without allocating. */
 static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     ms_config config;
@@ -257,6 +282,9 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     config.empirical_profiling = t->options.profile ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
     config.log = keep_reason;
     config.log_user = t->reason;
+    if (choose_techniques(&t->options, &config) != 0) {
+        return 1;
+    }
     if (ms_create(&config, &t->model) != MS_RESULT_OK) {
         return fail("%s", t->reason[0] ? t->reason : "no memory for a model");
     }
@@ -356,6 +384,11 @@ static int print_plan(trainer *t) {
         }
     }
     printf(" MiB\n");
+    printf(
+        "decided   mode %s (%s) at pressure %.2f: a step is predicted to take %.1f ms, a plain one "
+        "%.1f ms\n",
+        ms_mode_name(r.mode), ms_decision_source_name(r.decision_source), r.pressure,
+        r.step_us / 1e3, r.plain_step_us / 1e3);
     if (t->options.plan &&
         (ms_print_plan(t->model, print_text, stdout) != MS_RESULT_OK ||
          ms_print_program(t->model, MS_PROGRAM_TRAIN, print_text, stdout) != MS_RESULT_OK)) {

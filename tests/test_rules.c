@@ -274,13 +274,15 @@ static void updates_that_may_wait(void **state) {
     (void)state;
     zoo z;
     ms_config config = zoo_config();
-    zoo_create(&z, &config);
-    zoo_wrap(&z, 60);
-    decisions d;
     uint32_t late = 0;
-    get_decisions(z.m, &d);
-    for (int i = 0; i < ZOO_BLOCKS; ++i) {
-        late += strcmp(decision_of(&d, z.linear[i], EARLY_UPDATE)->rule->id, "late") == 0;
+    zoo_create(&z, &config);
+    for (uint64_t percent = 60; percent < 100; percent += 5) {
+        decisions d;
+        zoo_wrap(&z, percent);
+        get_decisions(z.m, &d);
+        for (int i = 0; i < ZOO_BLOCKS; ++i) {
+            late += strcmp(decision_of(&d, z.linear[i], EARLY_UPDATE)->rule->id, "late") == 0;
+        }
     }
     assert_true(late > 0);
     ms_destroy(z.m);
@@ -735,6 +737,29 @@ static void rules_are_listed_once_each(void **state) {
     assert_true(count > 20);
     assert_null(ms_rule_at(count + 1));
     assert_null(ms_rule_at(UINT32_MAX));
+}
+
+/* docs/decision-engine.md has the same table, in the same order. */
+static void rules_are_documented(void **state) {
+    (void)state;
+    char line[512], expected[512];
+    uint32_t count = 0;
+    FILE *file = fopen("docs/decision-engine.md", "r");
+    if (file == NULL) {
+        print_message("run it in the repository's folder\n");
+        skip();
+    }
+    while (fgets(line, sizeof line, file) != NULL) {
+        const bool is_rule = strncmp(line, "| `", 3) == 0;
+        const ms_rule *rule = is_rule ? ms_rule_at(count++) : NULL;
+        if (rule != NULL) {
+            snprintf(expected, sizeof expected, "| `%s` | %s | %s |\n", rule->id, rule->condition,
+                     rule->reason);
+            assert_string_equal(line, expected);
+        }
+    }
+    fclose(file);
+    assert_true(count > 20 && ms_rule_at(count - 1) != NULL && ms_rule_at(count) == NULL);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1238,6 +1263,7 @@ int main(void) {
                                        cmocka_unit_test(decisions_are_those_of_the_program),
                                        cmocka_unit_test(decisions_of_random_graphs),
                                        cmocka_unit_test(rules_are_listed_once_each),
+                                       cmocka_unit_test(rules_are_documented),
                                        cmocka_unit_test(the_listing_explains),
                                        cmocka_unit_test(the_log_is_told_why),
                                        cmocka_unit_test(the_size_that_fits),
