@@ -7282,7 +7282,7 @@ typedef struct msi_solver {
     uint8_t *best;     // plan->dropped of the best plan so far, if found
     bool found, fits, best_early;
     double best_us, plain_us; // the latter of a step that recomputes nothing
-    uint64_t best_bytes;
+    uint64_t best_bytes, best_peak;
     MSI_LIST(uint32_t) drops; // in the order of the ladder
     MSI_LIST(msi_rung) rungs;
     MSI_LIST(msi_candidate) candidates;
@@ -8579,7 +8579,8 @@ static void msi_keep_best(msi_solver *s, uint64_t budget) {
     const uint64_t bytes = s->plan->arena_bytes;
     const double us = s->plan->train.step_us;
     const bool fits = bytes <= budget;
-    const bool faster = us < s->best_us || (us <= s->best_us && bytes < s->best_bytes);
+    const uint64_t peak = s->plan->train.peak_bytes; // a layout may end early where it fits
+    const bool faster = us < s->best_us || (us <= s->best_us && peak < s->best_peak);
     const bool smaller = bytes < s->best_bytes || (bytes == s->best_bytes && us < s->best_us);
     if (!s->found || (fits && !s->fits) || (fits == s->fits && (fits ? faster : smaller))) {
         s->found = true;
@@ -8587,6 +8588,7 @@ static void msi_keep_best(msi_solver *s, uint64_t budget) {
         s->best_early = s->plan->early_update;
         s->best_us = us;
         s->best_bytes = bytes;
+        s->best_peak = peak;
         memcpy(s->best, s->plan->dropped, s->model->graph.tensors.count);
     }
 }
@@ -8830,7 +8832,6 @@ static ms_result msi_choose_plan(msi_solver *s, msi_goal goal, uint64_t budget) 
     }
     const bool forced = s->drops.count > 0, early = s->plan->early_update;
     s->plain_us = s->plan->train.step_us;
-    s->enough = budget;
     result = msi_climb_to(s, budget, &fits);
     result = result == MS_RESULT_OK && !fits ? msi_smallest(s) : result;
     if (result != MS_RESULT_OK) {
@@ -8839,10 +8840,11 @@ static ms_result msi_choose_plan(msi_solver *s, msi_goal goal, uint64_t budget) 
     msi_keep_best(s, budget);
     if (msi_may_use(s->model, MS_TECHNIQUE_CHECKPOINTING) && !forced) {
         s->plan->early_update = early;
+        s->enough = budget; // to see what fits; in the end, the arena is that of the plan alone
         result = msi_search_chain(s, budget);
         result = result == MS_RESULT_OK ? msi_search_all(s, budget) : result;
     }
-    s->enough = 0; // the arena of a plan does not depend on the budget
+    s->enough = 0;
     if (result == MS_RESULT_OK) {
         s->plan->early_update = s->best_early;
         memcpy(s->plan->dropped, s->best, tensors);
