@@ -7816,7 +7816,7 @@ enum {
     MSI_CHAIN_SOURCES = MSI_CHAIN_OPTIONS + 2 * MSI_CHAIN_STAGES,
     MSI_CHAIN_CHUNK = 1 << 15, // points
     MSI_CHAIN_CHUNKS = 64,
-    MSI_CHAIN_WIDTH = 64,    // points of a part, at least
+    MSI_CHAIN_WIDTH = 56,    // points of a part, at least
     MSI_CHAIN_WIDEST = 1024, // of a part up to the end
     MSI_CHAIN_WORK = 4 * 1000 * 1000,
     MSI_CHAIN_TRIES = 16,
@@ -7896,6 +7896,7 @@ typedef struct msi_chain {
     /* The part under way. */
     uint32_t source_count;
     uint64_t low, high;
+    double scale; // from bytes to the square of a bucket's number
     float fastest_us;
     msi_point lowest;
     msi_source sources[MSI_CHAIN_SOURCES];
@@ -8269,9 +8270,8 @@ static ms_result msi_find_options(msi_chain *c) {
 }
 
 static uint32_t msi_bucket_of(const msi_chain *c, uint64_t bytes) {
-    const double share = (double)(bytes - c->low) / ((double)(c->high - c->low) + 1.0);
-    const uint32_t bucket = (uint32_t)(sqrt(share) * (double)c->width);
-    return bucket < c->width ? bucket : c->width - 1; // shares of petabytes round to 1
+    const uint32_t bucket = (uint32_t)sqrt((double)(int64_t)(bytes - c->low) * c->scale);
+    return bucket < c->width ? bucket : c->width - 1; // petabytes are rounded
 }
 
 static void msi_offer(msi_chain *c, const msi_source *from, uint64_t bytes, float us) {
@@ -8456,6 +8456,7 @@ static bool msi_fill_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint3
     c->width = width;
     msi_list_keep(c, kept, s, t);
     msi_list_passes(c, kept, s, t);
+    c->scale = (double)width * (double)width / ((double)(c->high - c->low) + 1.0);
     for (uint32_t i = 0; i < width; i++) {
         c->buckets.items[i].us = INFINITY;
         c->buckets.items[i].bytes = UINT64_MAX;
