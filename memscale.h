@@ -74,8 +74,17 @@
 
     PLANS. The plain plan keeps what backward reads and updates all params after backward. Where the
     plain arena exceeds the budget, params are updated inside backward, so that gradients die
-    sooner, and then activations are dropped in forward and recomputed in backward, those first that
-    free the most bytes for the least work. Every choice is scored by building the real program.
+    sooner, and then activations are dropped in forward and recomputed in backward: once, or, where
+    the budget is small, in passes, the deeper of which start from what the others brought back.
+    What is dropped is chosen by the predicted time of the step, and every choice is scored by
+    building the real program. ms_config.mode and switches say what may be used; ms_print_plan and
+    ms_visit_decisions, what was, by which rule, and why not.
+
+    PROFILES. The time of a layer is what ms_set_layer_time says; else what was measured
+    (ms_config.empirical_profiling) or loaded (ms_profile_load); else a roofline over its flops, its
+    bytes and the speeds of the device: those of ms_set_hardware, or of its kind. The same graph,
+    hardware, config and profile give the same plan, byte for byte; ms_memory_report.plan_hash shows
+    it. A dry run with ms_set_hardware plans for a device that is not there.
 
     ACCUMULATION, CLIPPING. Both need all gradients at once, so nothing is updated inside backward,
     and with accumulation the gradients have addresses for good.
@@ -136,10 +145,9 @@
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
     shared by both  >>shared >>formats >>arithmetic
     implementation  >>base >>structs >>log >>memory >>backend cpu >>hardware >>graph >>validate
-                    >>profile >>rules >>lower >>layout >>simulate >>solve >>policy
-                    >>optimizer >>call
-                    >>debug >>timing >>execute >>state >>verify >>report >>trace
-                    >>api
+                    >>profile >>rules >>lower >>layout >>simulate >>ladder >>chain >>solve
+                    >>policy >>optimizer >>call >>debug >>timing >>execute >>state >>verify
+                    >>report >>trace >>api
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -7243,13 +7251,13 @@ static bool msi_updates_inside(const msi_program *p) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>solve  from a budget to a plan
+// >>ladder  plans in one fixed order, each with a little more recomputation than the one before
 
-/* The ladder: plans in one fixed order, each with a little more recomputation than the one before
-   and no more live bytes. With early_update at its default rung 0 is the plain plan, rung 1 updates
-   early, and each after these drops one more group of values. The order does not depend on the
-   budget, which only says on which rung to stop: the first that fits. So a smaller budget never
-   gives a larger peak, and a larger one never more recomputation. */
+/* A solver goes through lists of plans whose order does not depend on the budget, which only says
+   where to stop: at the first that fits. So a smaller budget never gives a larger peak, and a larger
+   one never a slower step. The first list is the ladder, for graphs of any shape: with early_update
+   at its default rung 0 is the plain plan, rung 1 updates early, and each after these drops one more
+   group of values and has no more live bytes. */
 typedef struct msi_candidate {
     double bytes_per_cost;
     uint64_t merged; // bytes that would come back together: of this and of what it is joined to
@@ -7802,7 +7810,30 @@ static ms_result msi_follow(msi_solver *s) {
     return result;
 }
 
-/* Chains. A graph is cut into stages where at most one of the values that can be dropped passes
+/* Keeps the plan as it stands, laid out, if it is better than the best so far: one that fits before
+   one that does not, then the faster one, then the smaller. */
+static void msi_keep_best(msi_solver *s, uint64_t budget) {
+    const uint64_t bytes = s->plan->arena_bytes;
+    const double us = s->plan->train.step_us;
+    const bool fits = bytes <= budget;
+    const uint64_t peak = s->plan->train.peak_bytes; // a layout may end early where it fits
+    const bool faster = us < s->best_us || (us <= s->best_us && peak < s->best_peak);
+    const bool smaller = bytes < s->best_bytes || (bytes == s->best_bytes && us < s->best_us);
+    if (!s->found || (fits && !s->fits) || (fits == s->fits && (fits ? faster : smaller))) {
+        s->found = true;
+        s->fits = fits;
+        s->best_early = s->plan->early_update;
+        s->best_us = us;
+        s->best_bytes = bytes;
+        s->best_peak = peak;
+        memcpy(s->best, s->plan->dropped, s->model->graph.tensors.count);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>chain  graphs that fall into stages: nested recomputation, by dynamic programming
+
+/* A graph is cut into stages where at most one of the values that can be dropped passes
    from what was computed to what will be; on such a chain the best plans follow from those of its
    parts. This is the dynamic program of Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova,
    "Optimal checkpointing for heterogeneous chains: how to train deep neural networks with limited
@@ -8574,26 +8605,6 @@ static ms_result msi_try_point(msi_chain *c, uint32_t number) {
     return result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
 }
 
-/* Keeps the plan as it stands, laid out, if it is better than the best so far: one that fits before
-   one that does not, then the faster one, then the smaller. */
-static void msi_keep_best(msi_solver *s, uint64_t budget) {
-    const uint64_t bytes = s->plan->arena_bytes;
-    const double us = s->plan->train.step_us;
-    const bool fits = bytes <= budget;
-    const uint64_t peak = s->plan->train.peak_bytes; // a layout may end early where it fits
-    const bool faster = us < s->best_us || (us <= s->best_us && peak < s->best_peak);
-    const bool smaller = bytes < s->best_bytes || (bytes == s->best_bytes && us < s->best_us);
-    if (!s->found || (fits && !s->fits) || (fits == s->fits && (fits ? faster : smaller))) {
-        s->found = true;
-        s->fits = fits;
-        s->best_early = s->plan->early_update;
-        s->best_us = us;
-        s->best_bytes = bytes;
-        s->best_peak = peak;
-        memcpy(s->best, s->plan->dropped, s->model->graph.tensors.count);
-    }
-}
-
 /* The fastest point that should fit. */
 static uint32_t msi_find_point(const msi_chain *c, uint64_t budget) {
     const msi_part *all = &c->parts[c->count - 1];
@@ -8697,6 +8708,9 @@ static ms_result msi_search_chain(msi_solver *s, uint64_t budget) {
     msi_chain_free(c);
     return enough ? result : msi_fail_memory(s->model, "the solver", sizeof(msi_point));
 }
+
+// ------------------------------------------------------------------------------------------------
+// >>solve  from a budget to a plan, and to plans for other sizes
 
 /* Small graphs: every choice of what is dropped, in the order of their time, or, where none fits,
    of their size. Each value is chosen by itself, or, where these are too many, those of a layer
