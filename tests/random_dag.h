@@ -73,6 +73,7 @@
     X(RESHAPED, 5)                                                                                 \
     X(SHARED_ARENA, 5)                                                                             \
     X(DEBUG_MODE, 3)                                                                               \
+    X(PROFILED, 25)                                                                                \
     X(FORCED_ON, 3)                                                                                \
     X(FORCED_OFF, 5)                                                                               \
     X(EVALUATED, 20)                                                                               \

@@ -303,6 +303,11 @@ static ms_config random_config(trial *t, uint32_t k) {
     if (t_chance(&t->rng, 0.2)) {
         config.allocator = t_heap_allocator(&t->heap);
     }
+    if (g->seed % 3 == 1) {
+        config.empirical_profiling = MS_SWITCH_ON;
+        config.warmup_steps = 1;
+        t->graph->seen[RD_PROFILED] = 1;
+    }
     t->graph->seen[RD_DEBUG_MODE] |= config.debug;
     return config;
 }
@@ -917,7 +922,9 @@ static bool step_neighbour(trial *t) {
 
 static bool step_all(trial *t) {
     bool in_three = t_chance(&t->rng, 0.5);
-    bool simple = t->graph->accumulation == 1 && t->arena == NULL &&
+    const msi_timing *timing = t->net[t->net_count - 1]->model->timing;
+    bool plans = timing != NULL && timing->stage == MSI_WARMUP_PLAN; // at the beginning of the step
+    bool simple = t->graph->accumulation == 1 && t->arena == NULL && !plans &&
                   t->graph->seen[RD_FROZEN_MEANWHILE] == 0; // which restarts AdamW's count
     t->replay = simple && t_chance(&t->rng, 0.2) ? t->net_count - 1 : 0;
     for (uint32_t k = 0; k < t->net_count; ++k) {
