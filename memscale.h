@@ -950,10 +950,10 @@ MEMSCALE_API void ms_destroy(ms_model *model);
 MEMSCALE_API const char *ms_last_error(const ms_model *model);
 
 /* What the backend says of its device, now, with speeds that are measured at the first call: some
-   50 ms, in memory and on streams of their own (64 MiB of host memory on a CPU; of a GPU a 64th of
-   its memory, 256 MiB at most, and 8 MiB of pinned memory). Where these are not to be had, the
-   speeds stay as the backend states them, and the next call tries again. A dry run measures too.
-   Stream: waits. Errors: INVALID, ORDER (in a callback), BACKEND. */
+   50 ms, and what the backend takes to set up, in memory and on streams of their own (72 MiB on a
+   CPU; of a GPU a 64th of its memory, 256 MiB at most, and 8 MiB of pinned memory). Where these are
+   not to be had, the speeds stay as the backend states them, and the next call tries again. A dry
+   run measures too. Stream: waits. Errors: INVALID, ORDER (in a callback), BACKEND. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_hardware_report(ms_model *model, ms_hardware *report);
 
 /* Devices that are built in, for plans on paper: RTX 3090, H200, Jetson Orin Nano 8GB, each with
@@ -1751,18 +1751,21 @@ static uint64_t msi_mix_in(uint64_t hash, uint64_t word) {
     return msi_mix(hash ^ word);
 }
 
-/* Microseconds of the platform's clock, for differences. */
+/* Microseconds of the platform's clock, for differences: since a day in 2023, so that a double still
+   has small parts of one. */
 static inline double msi_now_us(void) {
 #if defined(TIME_UTC)
     struct timespec now;
     return timespec_get(&now, TIME_UTC) == TIME_UTC
-               ? 1e6 * (double)now.tv_sec + 1e-3 * (double)now.tv_nsec
+               ? 1e6 * (double)(now.tv_sec - 1700000000) + 1e-3 * (double)now.tv_nsec
                : 0.0;
 #elif defined(_WIN32)
     return (double)clock() * (1e6 / (double)CLOCKS_PER_SEC); // there it is not processor time
 #else
     struct timeval now;
-    return gettimeofday(&now, NULL) == 0 ? 1e6 * (double)now.tv_sec + (double)now.tv_usec : 0.0;
+    return gettimeofday(&now, NULL) == 0
+               ? 1e6 * (double)(now.tv_sec - 1700000000) + (double)now.tv_usec
+               : 0.0;
 #endif
 }
 
@@ -2836,7 +2839,7 @@ enum {
     MSI_BENCH_MOST_CALLS = 32, // in a sample
     MSI_BENCH_SAMPLE_US = 400,
     MSI_BENCH_FIGURE_US = 5000, // for all samples of a figure
-    MSI_BENCH_WHOLE_US = 50000  // behind that, one sample for each figure
+    MSI_BENCH_WHOLE_US = 50000  // behind that, one call for each figure
 };
 
 /* A state of the backend for measuring, with memory of its own. */
@@ -2880,18 +2883,17 @@ static double msi_bench_calls_us(msi_bench *t, msi_timed what, int calls) {
     return msi_now_us() - start;
 }
 
-/* Median of several samples, for one call; 0 where nothing can be said. */
-static double msi_bench_us(msi_bench *t, msi_timed what) {
+/* Median of several samples, for one call that took about `one`, which it is where there is no time
+   left; 0 where nothing can be said. */
+static double msi_bench_median_us(msi_bench *t, msi_timed what, double one) {
     double samples[MSI_BENCH_SAMPLES], end = msi_now_us() + (double)MSI_BENCH_FIGURE_US;
     int count = 0;
     end = end < t->end_us ? end : t->end_us;
-    (void)msi_bench_calls_us(t, what, 1); // what is made at the first call is made there
-    const double one = msi_bench_calls_us(t, what, 1);
     const double fit = (double)MSI_BENCH_SAMPLE_US / (one > 1.0 ? one : 1.0);
     const int calls = fit < 1.0                            ? 1
                       : fit > (double)MSI_BENCH_MOST_CALLS ? MSI_BENCH_MOST_CALLS
                                                            : (int)fit;
-    while (!t->error && count < MSI_BENCH_SAMPLES && (count == 0 || msi_now_us() < end)) {
+    while (!t->error && count < MSI_BENCH_SAMPLES && msi_now_us() < end) {
         const double us = msi_bench_calls_us(t, what, calls);
         int at = count++;
         for (; at > 0 && samples[at - 1] > us; at--) {
@@ -2899,7 +2901,21 @@ static double msi_bench_us(msi_bench *t, msi_timed what) {
         }
         samples[at] = us;
     }
-    return t->error || samples[count / 2] <= 0.0 ? 0.0 : samples[count / 2] / (double)calls;
+    const double us = count > 0 ? samples[count / 2] / (double)calls : one;
+    return t->error || us <= 0.0 ? 0.0 : us;
+}
+
+static double msi_bench_us(msi_bench *t, msi_timed what) {
+    double one = msi_bench_calls_us(t, what, 1); // what is made at the first call is made there
+    one = msi_now_us() < t->end_us ? msi_bench_calls_us(t, what, 1) : one;
+    return msi_bench_median_us(t, what, one);
+}
+
+/* Side of the next product to try: twice that of the last, or four times where even that cannot take
+   long. */
+static int64_t msi_bench_next_side(int64_t side, double us) {
+    return 64.0 * us > (double)MSI_BENCH_FIGURE_US || 4 * side > MSI_BENCH_MOST_SIDE ? 2 * side
+                                                                                     : 4 * side;
 }
 
 /* 1e12 flops a second of a product of square matrices, as large as memory allows and as take some
@@ -2907,7 +2923,8 @@ static double msi_bench_us(msi_bench *t, msi_timed what) {
 static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
     const uint64_t item = dtype == MS_DTYPE_F32 ? 4 : 2;
     double us = 0.0, side = 0.0;
-    for (int64_t n = MSI_BENCH_LEAST_SIDE; n <= MSI_BENCH_MOST_SIDE && !t->error; n *= 2) {
+    for (int64_t n = MSI_BENCH_LEAST_SIDE; n <= MSI_BENCH_MOST_SIDE && !t->error;
+         n = msi_bench_next_side(n, us)) {
         const uint64_t bytes = (uint64_t)(n * n) * item;
         if (3 * bytes > t->device_bytes || us > (double)MSI_BENCH_SAMPLE_US ||
             (side > 0.0 && msi_now_us() > t->end_us)) {
@@ -2921,12 +2938,13 @@ static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
         t->b.data = (uint8_t *)t->device + bytes;
         t->c.data = (uint8_t *)t->device + 2 * bytes;
         us = msi_bench_calls_us(t, MSI_TIMED_PRODUCT, 1);
-        if (us > (double)MSI_BENCH_SAMPLE_US) { // of which a part may be what the first call makes
+        /* A part of that may be what is made at the first call. */
+        if (us > (double)MSI_BENCH_SAMPLE_US && msi_now_us() < t->end_us) {
             us = msi_bench_calls_us(t, MSI_TIMED_PRODUCT, 1);
         }
         side = (double)n;
     }
-    us = side > 0.0 ? msi_bench_us(t, MSI_TIMED_PRODUCT) : 0.0;
+    us = side > 0.0 ? msi_bench_median_us(t, MSI_TIMED_PRODUCT, us) : 0.0;
     return us > 0.0 ? 2.0 * side * side * side / (us * 1e6) : 0.0;
 }
 
@@ -3011,15 +3029,17 @@ static void msi_bench_all(msi_bench *t, ms_hardware *h) {
     const double copied = (double)t->copy_bytes * 1e-3, passed = (double)t->host_bytes * 1e-3;
     memset(t->host, 0x3c, (size_t)t->host_bytes);
     t->error = t->backend->fill_bytes(t->state, t->device, 0x3c, t->device_bytes);
+    t->end_us = msi_now_us() + (double)MSI_BENCH_WHOLE_US;
+    const double launch_us = msi_bench_us(t, MSI_TIMED_LAUNCH);
+    h->launch_us = launch_us > 0.0 ? launch_us : h->launch_us;
     msi_set_speed(&h->memory_gb_per_s, 2.0 * copied, msi_bench_us(t, MSI_TIMED_COPY));
     msi_set_speed(&h->to_device_gb_per_s, passed, msi_bench_us(t, MSI_TIMED_TO_DEVICE));
     msi_set_speed(&h->to_host_gb_per_s, passed, msi_bench_us(t, MSI_TIMED_TO_HOST));
     msi_set_speed(&h->f32_tflops, msi_bench_tflops(t, MS_DTYPE_F32), 1.0);
-    const int error = t->error;
-    msi_set_speed(&h->f16_tflops, msi_bench_tflops(t, MS_DTYPE_F16), 1.0);
-    t->error = error; // a backend need not have these products
-    const double launch_us = msi_bench_us(t, MSI_TIMED_LAUNCH);
-    h->launch_us = launch_us > 0.0 ? launch_us : h->launch_us;
+    if (!t->error) { // a backend need not have products of F16
+        msi_set_speed(&h->f16_tflops, msi_bench_tflops(t, MS_DTYPE_F16), 1.0);
+        t->error = t->backend->is_asynchronous ? t->backend->synchronize(t->state) : 0;
+    }
 }
 
 /* Measures through the functions of the backend alone, beside the model's own state, which may be
@@ -3030,13 +3050,13 @@ static ms_result msi_measure(ms_model *m, ms_hardware *h) {
     memset(&t, 0, sizeof t);
     t.backend = &m->config.backend;
     t.allocator = &m->config.allocator;
-    t.end_us = msi_now_us() + (double)MSI_BENCH_WHOLE_US;
     bool done = msi_bench_alloc(&t, h) && msi_bench_open(&t, false);
     if (done) {
         msi_bench_all(&t, &measured);
     }
     msi_bench_close(&t);
     if (done && !t.error && h->tf32 && msi_bench_open(&t, true)) {
+        t.end_us = msi_now_us() + (double)MSI_BENCH_WHOLE_US;
         msi_set_speed(&measured.tf32_tflops, msi_bench_tflops(&t, MS_DTYPE_F32), 1.0);
     }
     msi_bench_close(&t);
