@@ -7274,10 +7274,10 @@ static bool msi_updates_inside(const msi_program *p) {
 // >>ladder  plans in one fixed order, each with a little more recomputation than the one before
 
 /* A solver goes through lists of plans whose order does not depend on the budget, which only says
-   where to stop: at the first that fits. So a smaller budget never gives a larger peak, and a larger
-   one never a slower step. The first list is the ladder, for graphs of any shape: with early_update
-   at its default rung 0 is the plain plan, rung 1 updates early, and each after these drops one more
-   group of values and has no more live bytes. */
+   where to stop: at the first that fits. So a smaller budget never gives a larger peak, and a
+   larger one never a slower step. The first list is the ladder, for graphs of any shape: with
+   early_update at its default rung 0 is the plain plan, rung 1 updates early, and each after these
+   drops one more group of values and has no more live bytes. */
 typedef struct msi_candidate {
     double bytes_per_cost;
     uint64_t merged; // bytes that would come back together: of this and of what it is joined to
@@ -8685,8 +8685,8 @@ static void msi_chain_free(msi_chain *c) {
     msi_release(a, c, sizeof *c);
 }
 
-/* Whether there are stages to choose from: on a large graph, where that takes its time, no stage has
-   most of the bytes. */
+/* Whether there are stages to choose from: on a large graph, where that takes its time, no stage
+   has most of the bytes. */
 static bool msi_is_chain(const msi_chain *c) {
     const msi_graph *g = &c->solver->model->graph;
     uint64_t all = 0, most = 0;
