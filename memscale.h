@@ -6409,7 +6409,7 @@ typedef struct msi_layout_work {
 
 /* By falling size of the thing, but START by rising start. LOAD is the largest sum of live bytes
    that a block is part of; the classes are wider the larger the figure is, by the same factor. Ties
-   of both are by SPAN or, of classes of spans, by BYTES. */
+   of both are by SPAN or, of classes of spans, by BYTES; then, of LOAD, by BYTES. */
 typedef enum msi_layout_order {
     MSI_ORDER_LOAD,
     MSI_ORDER_BYTES,
@@ -6572,6 +6572,9 @@ static void msi_layout_sort_by(msi_layout_work *w, msi_layout_order order, uint6
 }
 
 static void msi_layout_sort(msi_layout_work *w, msi_layout_order order, uint64_t width) {
+    if (order == MSI_ORDER_LOAD) {
+        msi_layout_sort_by(w, MSI_ORDER_BYTES, 1);
+    }
     if (order == MSI_ORDER_LOAD || order >= MSI_ORDER_BYTES_CLASS) {
         msi_layout_sort_by(w, order == MSI_ORDER_SPAN_CLASS ? MSI_ORDER_BYTES : MSI_ORDER_SPAN, 1);
     }
@@ -6673,6 +6676,42 @@ static bool msi_layout_first_fit(msi_layout_work *w) {
     }
     msi_layout_keep_best(w, height);
     return true;
+}
+
+/* The highest gap below the bound that holds a block; false: there is none. */
+static bool msi_layout_highest_gap(msi_layout_work *w, uint32_t block, uint64_t *low) {
+    const uint64_t bytes = w->blocks[block].bytes;
+    uint64_t high = w->bound;
+    uint32_t k = w->spot_count;
+    for (; k > 0 && high >= bytes && w->by_high[k - 1].high > high - bytes; k--) {
+        const msi_spot *spot = &w->by_high[k - 1];
+        const bool meets = msi_spot_meets(spot, w->first[block], w->last[block]);
+        high = meets && spot->low < high ? spot->low : high;
+    }
+    msi_layout_spend(w, 2 * (uint64_t)w->spot_count - k + 1);
+    *low = high >= bytes ? high - bytes : 0;
+    return high >= bytes;
+}
+
+/* First-fit from both ends, for programs whose values lie on each other like a stack: what lives
+   for a moment comes from above. */
+static void msi_layout_fit_both(msi_layout_work *w) {
+    uint64_t height = 0, low = 0;
+    w->spot_count = 0;
+    for (uint32_t i = 0; i < w->used && height < w->height && w->effort > 0; i++) {
+        const uint32_t block = w->order[i];
+        const bool brief = w->last[block] - w->first[block] < 3;
+        if (!brief || !msi_layout_highest_gap(w, block, &low)) {
+            low = msi_layout_lowest_gap(w, block);
+        }
+        height = msi_max_u64(height, low + w->blocks[block].bytes);
+        w->offset[block] = low;
+        msi_spots_insert(w->by_low, w->spot_count, msi_layout_spot(w, block, low), false);
+        msi_spots_insert(w->by_high, w->spot_count++, msi_layout_spot(w, block, low), true);
+    }
+    if (w->spot_count == w->used) {
+        msi_layout_keep_best(w, height);
+    }
 }
 
 /* xorshift64*: the same numbers in every run. */
@@ -6893,6 +6932,10 @@ static void msi_layout_fill_gaps(msi_layout_work *w) {
                   {MSI_ORDER_LOAD, 1}};
     uint32_t *best = w->waiting; // order
     memcpy(best, w->order, w->used * sizeof *best);
+    if (w->height > w->enough && w->effort > 0) {
+        msi_layout_sort(w, MSI_ORDER_LOAD, 1);
+        msi_layout_fit_both(w);
+    }
     for (uint32_t i = 0; i < sizeof orders / sizeof orders[0]; i++) {
         if (w->height <= w->enough || w->effort == 0) {
             return;
