@@ -80,11 +80,13 @@
     building the real program. ms_config.mode and switches say what may be used; ms_print_plan and
     ms_visit_decisions, what was, by which rule, and why not.
 
-    PROFILES. The time of a layer is what ms_set_layer_time says; else what was measured
-    (ms_config.empirical_profiling) or loaded (ms_profile_load); else a roofline over its flops, its
-    bytes and the speeds of the device: those of ms_set_hardware, or of its kind. The same graph,
-    hardware, config and profile give the same plan, byte for byte; ms_memory_report.plan_hash shows
-    it. A dry run with ms_set_hardware plans for a device that is not there.
+    PROFILES. The time of a layer is the first of these that there is: what ms_set_layer_time says;
+    what was measured (ms_config.empirical_profiling) or loaded (ms_profile_load); a roofline over
+    its flops and bytes and the speeds of the device: those of ms_set_hardware, else of the profile,
+    else those that the backend states, or its kind's. A plan depends on nothing measured unless
+    that is brought in. The same graph, hardware, config and profile give the same plan, byte for
+    byte; ms_memory_report.plan_hash shows it. A dry run with ms_set_hardware plans for a device
+    that is not there.
 
     ACCUMULATION, CLIPPING. Both need all gradients at once, so nothing is updated inside backward,
     and with accumulation the gradients have addresses for good.
@@ -8891,8 +8893,8 @@ static ms_result msi_search_all(msi_solver *s, uint64_t budget) {
     if (!all) {
         return msi_fail_memory(s->model, "the solver", sizeof *all);
     }
-    const bool small = msi_list_groups(all, s, false) || msi_list_groups(all, s, true);
-    const ms_result result = small ? msi_search_choices(s, all, budget) : MS_RESULT_OK;
+    const bool few = msi_list_groups(all, s, false) || msi_list_groups(all, s, true);
+    const ms_result result = few ? msi_search_choices(s, all, budget) : MS_RESULT_OK;
     msi_release(s->allocator, all, sizeof *all);
     return result;
 }
