@@ -75,6 +75,7 @@ typedef struct slot {
     struct world *world;
     ms_model *model;
     ms_config config;
+    uint8_t answer; // of its policy
     ms_tensor tensors[TENSORS];
     tensor_kind kinds[TENSORS];
     uint32_t tensor_count;
@@ -744,6 +745,15 @@ static ms_result told_nothing(ms_result result) {
     return result;
 }
 
+/* What is applied costs or saves something, what is not does neither. */
+static void check_decision(const ms_decision *d, void *user) {
+    uint32_t *count = (uint32_t *)user;
+    CHECK(d->layer.id == *count / MS_TECHNIQUE_COUNT + 1 &&
+          (uint32_t)d->technique == *count % MS_TECHNIQUE_COUNT && d->rule != NULL);
+    CHECK(d->is_applied == (d->saved_bytes > 0 || d->added_us > 0.0));
+    *count += 1;
+}
+
 /* What a step may say where nothing has failed. */
 static void check_step(const slot *s, ms_result result, bool is_clean) {
     told(s, result);
@@ -852,6 +862,16 @@ static void spoil_config(world *w, ms_config *config) {
     }
 }
 
+static uint32_t choose_strategy(const ms_policy_args *args) {
+    CHECK(args->strategy_count == MS_MODE_COUNT && args->hardware != NULL);
+    for (uint32_t i = 0; i < args->strategy_count; ++i) {
+        const ms_strategy *s = &args->strategies[i];
+        CHECK(s->fits == (s->arena_bytes <= args->budget_bytes));
+        CHECK(s->mode < MS_MODE_COUNT && s->step_us >= 0.0);
+    }
+    return *(const uint8_t *)args->user % (MS_MODE_COUNT + 1);
+}
+
 static void op_create(world *w, slot *s) {
     const uint32_t bits = take(w);
     op_destroy(w, s);
@@ -867,7 +887,11 @@ static void op_create(world *w, slot *s) {
     s->config.checkpointing = a_switch(w);
     s->config.early_update = a_switch(w);
     s->config.accumulation_steps = below(w, 4);
-    s->config.seed = take(w);
+    s->config.seed = s->answer = take(w);
+    s->config.mode = (ms_mode)(s->answer % MS_MODE_COUNT);
+    s->config.auto_policy = (s->answer & 12) == 12;
+    s->config.policy = (s->answer & 16) != 0 ? choose_strategy : NULL;
+    s->config.policy_user = &s->answer;
     s->shape = ms_shape2(1 + (int64_t)below(w, 5), 1 + (int64_t)below(w, 24));
     if (one_in(w, 16)) {
         spoil_config(w, &s->config);
@@ -1402,6 +1426,10 @@ static void op_look(world *w, slot *s) {
     CHECK((result == MS_RESULT_OK) == s->has_plan);
     limit = r.arena_bytes;
     told_nothing(ms_print_plan(s->model, digest_text, &h));
+    uint32_t decisions = 0;
+    const ms_result visited =
+        told_nothing(ms_visit_decisions(s->model, check_decision, &decisions));
+    CHECK(visited != MS_RESULT_OK || decisions == r.layer_count * MS_TECHNIQUE_COUNT);
     CHECK((told_nothing(ms_profile_save(s->model, digest_text, &h)) == MS_RESULT_OK) ==
           s->has_plan);
     told_nothing(ms_print_program(s->model, program, digest_text, &h));
