@@ -1087,8 +1087,8 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_profile_save(const ms_model *model,
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_profile_load(ms_model *model, const char *text,
                                                           size_t length);
 
-/* The smallest budget that ms_wrap would accept with the present switches. Takes as long as the
-   longest ms_wrap. Errors: as ms_wrap. */
+/* The smallest budget that ms_wrap would accept with the present switches (with auto_policy, in any
+   mode). Takes as long as the longest ms_wrap. Errors: as ms_wrap. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
 /* Decides, lowers, lays out and allocates. May be called again, between steps or micro-batches,
@@ -1096,8 +1096,9 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_smallest_budget(ms_model *model, ui
    the micro-batches that are done, unless a param learns that did not before. The old arena and the
    new one exist side by side for a moment, and the device is waited for. A failing call leaves the
    model as it was, unless what fails is the device on steps that were not waited for before.
-   Errors: the first registration error; INVALID; BUDGET (the text has the smallest budget that
-   would do); OUT_OF_MEMORY; BACKEND. */
+   Errors: the first registration error; INVALID; UNSUPPORTED (a technique that this version does
+   not have is switched ON or forced); BUDGET (the text has the smallest budget that would do, the
+   largest size that this one has room for, and what else helps); OUT_OF_MEMORY; BACKEND. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_wrap(ms_model *model);
 
 /* Back to the plain plan, budget or not; values are kept. On error the model stays wrapped as it
