@@ -90,6 +90,37 @@ static void test_same_bits(void **state) {
     }
 }
 
+/* Steps that are timed run by themselves: one that is slow for once, two samples, and two by the new
+   plan. Then comes the recording. */
+static void test_profiles_first(void **state) {
+    (void)state;
+    for (int smallest = 0; smallest < 2; smallest++) {
+        for (uint32_t micros = 1; micros <= 2; micros++) {
+            for (uint64_t seed = 0; seed < cn_seeds(5); seed++) {
+                cn_how how;
+                cn_net net;
+                memset(&how, 0, sizeof how);
+                how.cuda = true;
+                how.smallest = smallest != 0;
+                how.micro_count = micros;
+                cn_reset(seed);
+                cn_start(&net, &how);
+                cn_steps(&net, 0, 9 * micros);
+                const cn_values expected = cn_get_values(&net);
+                cn_destroy(&net);
+                how.graph = how.profiles = true;
+                cn_start(&net, &how);
+                cn_steps(&net, 0, 9 * micros);
+                assert_int_equal(forwards(&net), 6 * micros);
+                const cn_values found = cn_get_values(&net);
+                assert_true(cn_alike(&found, &expected, 0.0));
+                cn_destroy(&net);
+                cn_clean();
+            }
+        }
+    }
+}
+
 /* Masks of dropout that stood still would show in the losses of one batch and constant params. */
 static void test_dropout_moves(void **state) {
     (void)state;
@@ -405,10 +436,10 @@ static void test_legacy_stream(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_same_bits),     cmocka_unit_test(test_dropout_moves),
-        cmocka_unit_test(test_changes),       cmocka_unit_test(test_arena_grows),
-        cmocka_unit_test(test_sins),          cmocka_unit_test(test_refusals),
-        cmocka_unit_test(test_legacy_stream),
+        cmocka_unit_test(test_same_bits),     cmocka_unit_test(test_profiles_first),
+        cmocka_unit_test(test_dropout_moves), cmocka_unit_test(test_changes),
+        cmocka_unit_test(test_arena_grows),   cmocka_unit_test(test_sins),
+        cmocka_unit_test(test_refusals),      cmocka_unit_test(test_legacy_stream),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
