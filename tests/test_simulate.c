@@ -317,10 +317,56 @@ static void hashes_tell_plans_apart(void **state) {
     assert_true(plain != hash_of(12u << 10, 4, 48, MS_SWITCH_OFF));
 }
 
+/* Whatever differs in a program or in the slots, the hash does. */
+static void hashes_see_everything(void **state) {
+    (void)state;
+    ms_config config = t_config();
+    t_chain chain;
+    config.dry_run = true;
+    assert_int_equal(t_chain_create(&chain, &config, 3, 48, 8), MS_RESULT_OK);
+    t_ok(chain.model, ms_wrap(chain.model));
+    msi_store *store = chain.model->store;
+    msi_plan *plan = chain.model->plan;
+    const uint64_t hash = msi_hash_plan(store, plan);
+    msi_program *programs[] = {&plan->train, &plan->eval};
+    for (int i = 0; i < 2; ++i) {
+        msi_program *p = programs[i];
+        msi_instruction *last = &p->instructions.items[p->instructions.count - 1];
+        msi_life *life = &p->lives.items[p->lives.count - 1];
+        msi_operand *operand = &p->operands.items[p->operands.count - 1];
+        uint32_t *const words[] = {&last->target, &operand->life};
+        uint64_t *const longs[] = {&life->bytes, &life->offset};
+        for (int k = 0; k < 2; ++k) {
+            *words[k] ^= 1u;
+            assert_true(msi_hash_plan(store, plan) != hash);
+            *words[k] ^= 1u;
+            *longs[k] ^= 64u;
+            assert_true(msi_hash_plan(store, plan) != hash);
+            *longs[k] ^= 64u;
+        }
+        last->op ^= 1u;
+        assert_true(msi_hash_plan(store, plan) != hash);
+        last->op ^= 1u;
+        operand->accumulate = !operand->accumulate;
+        assert_true(msi_hash_plan(store, plan) != hash);
+        operand->accumulate = !operand->accumulate;
+    }
+    msi_slot *slot = &store->slots.items[store->slots.count - 1];
+    slot->offset += 64;
+    assert_true(msi_hash_plan(store, plan) != hash);
+    slot->offset -= 64;
+    slot->borrowed = !slot->borrowed;
+    assert_true(msi_hash_plan(store, plan) != hash);
+    slot->borrowed = !slot->borrowed;
+    assert_true(msi_hash_plan(store, plan) == hash);
+    ms_destroy(chain.model);
+}
+
 // ------------------------------------------------------------------------------------------------
 // empirical profiling: callbacks and updates that take a time that is known
 
 enum { LAYERS = 6, ROWS = 32, COLS = 8, COUNT = ROWS * COLS };
+enum { OWN = 2 }; // the layer that has a recompute callback
 
 /* out = squash(in * w), enough to tell whether all ran as it should; the last one sums rows. Each
    keeps a tensor of a size of its own for backward, so that there is something to choose. */
@@ -361,7 +407,7 @@ static int clocked_forward(const ms_call *call) {
     for (int i = 0; i < saved_counts[l->number] && call->saved[0].data != NULL; ++i) {
         t_data(&call->saved[0])[i] = x[i % COUNT];
     }
-    for (int i = 0; i < COUNT; ++i) {
+    for (int i = 0; i < COUNT && y != NULL; ++i) {
         const float value = x[i] * w[i % COLS];
         if (!last) {
             y[i] = value / (1.0f + fabsf(value));
@@ -369,7 +415,9 @@ static int clocked_forward(const ms_call *call) {
             y[i / COLS] = (i % COLS == 0 ? 0.0f : y[i / COLS]) + value * value;
         }
     }
-    y[0] = last && l->is_nan ? NAN : y[0];
+    if (last && l->is_nan) {
+        y[0] = NAN;
+    }
     return l->fails_at > 0 && (int)l->calls[MS_PHASE_FORWARD] == l->fails_at ? 5 : 0;
 }
 
@@ -407,6 +455,12 @@ static int clocked_fill(void *user, void *device, float value, uint64_t count) {
     return cpu.fill_f32(user, device, value, count);
 }
 
+static int clocked_zero(void *user, void *device, uint8_t value, uint64_t bytes) {
+    const ms_backend cpu = ms_backend_cpu();
+    pass_time((double)bytes / 16.0);
+    return cpu.fill_bytes(user, device, value, bytes);
+}
+
 static void keep_log(ms_log_level level, const char *tag, const char *text, void *user) {
     clocked_net *n = (clocked_net *)user;
     if (level == MS_LOG_WARNING) {
@@ -428,6 +482,7 @@ static ms_config clocked_config(clocked_net *n, v_device *device) {
     if (!device) {
         config.backend.update = clocked_update;
         config.backend.fill_f32 = clocked_fill;
+        config.backend.fill_bytes = clocked_zero;
     }
     return config;
 }
@@ -450,6 +505,9 @@ static ms_result clocked_create(clocked_net *n, const ms_config *config) {
         n->weight[i] = ms_param(n->model, "w", MS_DTYPE_F32, ms_shape1(COLS));
         d.forward = clocked_forward;
         d.backward = clocked_backward;
+        d.recompute = i == OWN ? clocked_forward : NULL;
+        d.flops = i == OWN ? 4e6 : 0.0;
+        d.recompute_flops = i == OWN ? 1e6 : 0.0;
         d.user = &n->layer[i];
         d.in[0] = last;
         d.param[0] = n->weight[i];
@@ -540,7 +598,10 @@ static void samples_become_times(void **state) {
         const msi_layer *l = &n.model->graph.layers.items[i];
         near(l->measured.forward_us, 200.0 * (i + 1));
         near(l->measured.backward_us, 500.0 * (i + 1));
-        near(l->measured.recompute_us, 200.0 * (i + 1)); // by forward, which was measured
+        const ms_layer_time guess = msi_static_time(n.model, l);
+        const double share = i == OWN ? guess.recompute_us / guess.forward_us : 1.0;
+        near(l->measured.recompute_us, share * 200.0 * (i + 1)); // forward was measured
+        assert_true((share < 1.0) == (i == OWN));
     }
     near(n.model->bytes_per_us[MSI_COST_UPDATE], 8.0);
     near(n.model->bytes_per_us[MSI_COST_FILL], 8.0);
@@ -677,6 +738,7 @@ static void every_way_of_a_step_counts(void **state) {
             near(n.model->graph.layers.items[1].measured.forward_us, 200.0);
             near(n.model->graph.layers.items[1].measured.backward_us, 500.0);
             near(n.model->bytes_per_us[MSI_COST_UPDATE], 16.0);
+            near(n.model->bytes_per_us[MSI_COST_FILL], 16.0); // zeros, in the first of the batches
             assert_string_equal(n.log, "");
             clocked_end(&n);
         }
@@ -696,7 +758,9 @@ static void recomputations_are_measured(void **state) {
     uint32_t seen = 0;
     for (uint32_t i = 0; i < LAYERS; ++i) {
         const double us = n.model->graph.layers.items[i].measured.recompute_us;
-        near(us, (n.layer[i].calls[MS_PHASE_RECOMPUTE] ? 70.0 : 100.0) * (i + 1));
+        if (i != OWN || n.layer[i].calls[MS_PHASE_RECOMPUTE] > 0) {
+            near(us, (n.layer[i].calls[MS_PHASE_RECOMPUTE] ? 70.0 : 100.0) * (i + 1));
+        }
         seen += n.layer[i].calls[MS_PHASE_RECOMPUTE] > 0;
     }
     assert_true(seen > 0 && seen < LAYERS);
@@ -722,6 +786,25 @@ static void failing_steps_are_no_samples(void **state) {
     assert_int_equal(n.model->timing->taken, 1);
     t_ok(n.model, clocked_step(&n, 4, 1.0, NULL));
     near(n.model->graph.layers.items[0].measured.forward_us, 100.0);
+    clocked_end(&n);
+}
+
+/* A verification between two micro-batches of a step that is timed. */
+static void verifications_are_no_samples(void **state) {
+    (void)state;
+    clocked_net n;
+    ms_verify_report report;
+    ms_config config = clocked_config(&n, NULL);
+    config.accumulation_steps = 2;
+    clocked_start(&n, &config);
+    for (uint64_t i = 0; i < 6; ++i) {
+        t_ok(n.model, clocked_step(&n, i, 1.0, NULL));
+        time_factor = 50.0;
+        t_ok(n.model, ms_verify(n.model, NULL, NULL, &report));
+    }
+    assert_int_equal(n.model->timing->taken, 2);
+    near(n.model->graph.layers.items[0].measured.forward_us, 100.0);
+    near(n.model->graph.layers.items[0].measured.backward_us, 250.0);
     clocked_end(&n);
 }
 
@@ -756,6 +839,20 @@ static void settings_wait_for_wrap(void **state) {
     clocked_net n;
     ms_config config = clocked_config(&n, NULL);
     ms_memory_report report;
+    float before[COLS], after[COLS];
+    clocked_start(&n, &config);
+    for (uint64_t i = 0; i < 4; ++i) {
+        t_ok(n.model, ms_read(n.model, n.weight[1], before));
+        ms_set_frozen(n.model, n.weight[1], i == 3);
+        t_ok(n.model, clocked_step(&n, i, 1.0, NULL));
+        t_ok(n.model, ms_read(n.model, n.weight[1], after));
+        assert_memory_not_equal(before, after, sizeof after);
+        n.model->changed = n.model->changed && i == 3; // frozen and thawed is as it was
+    }
+    t_ok(n.model, ms_wrap(n.model)); // by what was measured
+    near(n.model->graph.layers.items[3].time.forward_us, 400.0);
+    clocked_end(&n);
+    config = clocked_config(&n, NULL);
     clocked_start(&n, &config);
     for (uint64_t i = 0; i < 3; ++i) {
         t_ok(n.model, clocked_step(&n, i, 1.0, NULL));
@@ -783,6 +880,7 @@ typedef struct allocation_failures {
    results. */
 static allocation_failures fail_allocations(uint64_t budget) {
     clocked_outcome expected, found;
+    ms_memory_report report;
     allocation_failures count = {0, 0, 0};
     bool failed = true;
     for (uint64_t at = 0; failed; ++at) {
@@ -799,6 +897,8 @@ static allocation_failures fail_allocations(uint64_t budget) {
             assert_true((n.log[0] != 0) == n.heap.has_failed);
             assert_string_equal(ms_last_error(n.model), "");
             near(n.model->graph.layers.items[1].time.forward_us, 200.0);
+            t_report(n.model, &report); // by the new times, whichever plan it is
+            assert_true(report.step_us > 7000.0 && report.plain_step_us > 7000.0);
             count.tries += n.log[0] != 0;
             count.kept += strstr(n.log, "stays") != NULL;
         } else {
@@ -870,11 +970,22 @@ static void a_new_plan_finds_room(void **state) {
     assert_true(grown > 0 && stayed > 0);
 }
 
+/* To wait for the device takes time of its own. */
+static int clocked_synchronize(void *state) {
+    v_state *s = (v_state *)state;
+    ms_backend b = v_backend(s->device);
+    const int error = b.synchronize(state);
+    clock_us += 7.0;
+    return error;
+}
+
 /* A device that is not waited for: the same times, and the same bits. */
 static void devices_are_waited_for(void **state) {
     (void)state;
     const uint64_t tight = clocked_budget(0.3);
     clocked_outcome expected, found;
+    ms_hardware hardware = round_hardware(MS_DEVICE_CPU);
+    hardware.launch_us = 3.0; // remains of what is taken off
     for (uint64_t seed = 0; seed < 20; ++seed) {
         clocked_net n;
         v_device device;
@@ -886,16 +997,19 @@ static void devices_are_waited_for(void **state) {
         clocked_end(&n);
         v_open(&device, seed);
         config = clocked_config(&n, &device);
+        config.backend.synchronize = clocked_synchronize;
         config.memory_budget_bytes = tight + 1024; // inputs and verdicts need room there
-        clocked_start(&n, &config);
+        assert_int_equal(clocked_create(&n, &config), MS_RESULT_OK);
+        ms_set_hardware(n.model, &hardware);
+        t_ok(n.model, ms_wrap(n.model));
         t_ok(n.model, clocked_train(&n, WAY_NO_LOSS, 1, &found));
         assert_memory_equal(&found, &expected, sizeof found);
         assert_int_equal(n.model->timing->stage, MSI_WARMUP_DONE);
         for (uint32_t i = 0; i < LAYERS; ++i) {
-            near(n.model->graph.layers.items[i].measured.forward_us, 100.0 * (i + 1));
-            near(n.model->graph.layers.items[i].measured.backward_us, 250.0 * (i + 1));
+            near(n.model->graph.layers.items[i].measured.forward_us, 100.0 * (i + 1) + 3.0);
+            near(n.model->graph.layers.items[i].measured.backward_us, 250.0 * (i + 1) + 3.0);
         }
-        assert_true(measured_sum(&n) > 0.0);
+        assert_true(n.model->plan->train.is_measured);
         clocked_end(&n);
         v_close(&device);
     }
@@ -1305,12 +1419,14 @@ int main(void) {
         cmocka_unit_test(recomputation_has_its_price),
         cmocka_unit_test(categories_add_up),
         cmocka_unit_test(hashes_tell_plans_apart),
+        cmocka_unit_test(hashes_see_everything),
         cmocka_unit_test(samples_become_times),
         cmocka_unit_test(the_new_plan_has_a_timeline),
         cmocka_unit_test(without_it_no_clock_is_read),
         cmocka_unit_test(every_way_of_a_step_counts),
         cmocka_unit_test(recomputations_are_measured),
         cmocka_unit_test(failing_steps_are_no_samples),
+        cmocka_unit_test(verifications_are_no_samples),
         cmocka_unit_test(other_plans_in_between),
         cmocka_unit_test(settings_wait_for_wrap),
         cmocka_unit_test(every_allocation_fails_once),
