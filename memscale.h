@@ -6948,14 +6948,14 @@ static void msi_layout_fill_gaps(msi_layout_work *w) {
             memcpy(best, w->order, w->used * sizeof *best);
         }
     }
-    uint64_t effort = w->effort;
+    const uint64_t effort = w->effort, pass = (uint64_t)w->used * w->used; // of first-fit, at most
     if (w->height > w->enough) {
         memcpy(w->order, best, w->used * sizeof *best);
-        msi_layout_mend(w, effort / 10, true);
+        msi_layout_mend(w, effort / 4 < 8 * pass ? effort / 4 : 8 * pass, true);
     }
     if (w->height > w->enough) {
         msi_layout_sort(w, MSI_ORDER_LOAD, 1);
-        msi_layout_mend(w, effort / 5, false);
+        msi_layout_mend(w, effort / 2 < 32 * pass ? effort / 2 : 32 * pass, false);
     }
 }
 
