@@ -844,9 +844,13 @@ static outcome plan_chain(const chain *c, uint64_t budget) {
 /* What a sweep finds wrong, and how far the plans are from the references. */
 typedef struct verdict {
     uint32_t plans, faults, referred; // to a reference that fits
-    double worst, sum;                // of time over it
+    /* References count bytes, not addresses. Plans that the layout holds up: slower than the
+       reference, but no slower than that with 1 % less memory. */
+    uint32_t squeezed;
+    double worst, sum; // of time over it
     double most_ms;
     uint64_t most_heap_bytes;
+    bool prints; // a line for each budget
 } verdict;
 
 static void blame(verdict *v, const char *name, uint64_t percent, const char *what, double is,
@@ -856,9 +860,10 @@ static void blame(verdict *v, const char *name, uint64_t percent, const char *wh
     v->faults += 1;
 }
 
-/* One budget: no slower than either reference, and not worse than the budget before. */
+/* One budget: no slower than the reference, and not worse than the budget before. `squeezed` is the
+   reference with less memory. */
 static void judge(verdict *v, const char *name, uint64_t percent, const outcome *o,
-                  const outcome *last, double reference) {
+                  const outcome *last, double reference, double squeezed) {
     v->plans += 1;
     v->most_ms = o->plan_ms > v->most_ms ? o->plan_ms : v->most_ms;
     v->most_heap_bytes = most(v->most_heap_bytes, o->heap_bytes);
@@ -873,8 +878,10 @@ static void judge(verdict *v, const char *name, uint64_t percent, const outcome 
         v->worst = o->time / reference > v->worst ? o->time / reference : v->worst;
         v->sum += o->time / reference;
     }
-    if (o->time > reference + TIME_TOLERANCE) {
+    if (o->time > squeezed + TIME_TOLERANCE) {
         blame(v, name, percent, "time", o->time, reference);
+    } else if (o->time > reference + TIME_TOLERANCE) {
+        v->squeezed += 1;
     }
     if (!last->fits || o->peak_bytes > last->peak_bytes) {
         blame(v, name, percent, "the peak rises", (double)o->peak_bytes, (double)last->peak_bytes);
@@ -884,21 +891,25 @@ static void judge(verdict *v, const char *name, uint64_t percent, const outcome 
     }
 }
 
-static double better_reference(const chain *c, const rotor *r, uint64_t budget) {
-    double best = rotor_time(r, budget);
-    for (int whole = 0; whole < 2; ++whole) {
+/* The better of the references, or one of them alone. */
+static double reference_time(const chain *c, const rotor *r, uint64_t budget, bool greedy,
+                             bool dynamic) {
+    double best = dynamic ? rotor_time(r, budget) : INFINITY;
+    for (int whole = 0; whole < 2 && greedy; ++whole) {
         const double time = greedy_time(c, budget, whole == 1);
         best = time < best ? time : best;
     }
     return best / chain_time(c);
 }
 
-static void sweep_chain(const chain *c, const char *name, verdict *v) {
+/* Strict: the layout has to find room for what the references do. */
+static void sweep_chain(const chain *c, const char *name, bool strict, verdict *v) {
     rotor r = rotor_solve(c);
     outcome last;
     memset(&last, 0, sizeof last);
     for (uint64_t percent = 100; percent >= 15; percent -= 5) {
         const uint64_t budget = (uint64_t)((double)chain_peak(c) * (double)percent / 100.0);
+        const uint64_t less = strict || percent == 100 ? budget : budget - budget / 100;
         const outcome o = plan_chain(c, budget);
         if (percent == 100) {
             last = o;
@@ -906,7 +917,13 @@ static void sweep_chain(const chain *c, const char *name, verdict *v) {
                 blame(v, name, percent, "not all is kept", o.time, 1.0);
             }
         }
-        judge(v, name, percent, &o, &last, better_reference(c, &r, budget));
+        if (v->prints) {
+            print_message("%3u %%: %.4f, rotor %.4f, greedy %.4f\n", (unsigned)percent,
+                          o.fits ? o.time : INFINITY, reference_time(c, &r, budget, false, true),
+                          reference_time(c, &r, budget, true, false));
+        }
+        judge(v, name, percent, &o, &last, reference_time(c, &r, budget, true, true),
+              reference_time(c, &r, less, true, true));
         last = o;
     }
     rotor_free(&r);
@@ -918,12 +935,12 @@ static bool sum_up(const verdict *v, const char *what, double limit_ms, uint64_t
     print_message("%s: %u plans, %u faults, %.1f ms and %.1f MB at most", what, v->plans, v->faults,
                   v->most_ms, 1e-6 * (double)v->most_heap_bytes);
     if (v->referred > 0) {
-        print_message("; time over the reference %.4f on average, %.4f at most",
-                      v->sum / v->referred, v->worst);
+        print_message("; time over the reference %.4f on average, %.4f at most; %u squeezed",
+                      v->sum / v->referred, v->worst, v->squeezed);
     }
     print_message("\n");
-    return v->plans > 0 && v->faults == 0 && v->most_heap_bytes <= limit_mib << 20 &&
-           v->most_ms <= SLACK * limit_ms;
+    return v->plans > 0 && v->faults == 0 && 100 * v->squeezed <= v->plans &&
+           v->most_heap_bytes <= limit_mib << 20 && v->most_ms <= SLACK * limit_ms;
 }
 
 static void plans_of_chains_are_as_fast_as_the_references(void **state) {
@@ -932,19 +949,32 @@ static void plans_of_chains_are_as_fast_as_the_references(void **state) {
     const uint64_t seed = t_environment("MEMSCALE_TEST_SEED", 1);
     verdict v;
     memset(&v, 0, sizeof v);
-    for (int kind = 0; kind < CHAIN_EXPENSIVE_ENDS; ++kind) {
+    for (int kind = 0; kind < CHAIN_KINDS; ++kind) {
         for (uint32_t i = 0; i < 5; i += i == 0 || !SANITIZED ? 1 : 2) {
             char name[64];
             snprintf(name, sizeof name, "%s, %u stages", chain_kinds[kind], (unsigned)counts[i]);
             chain c = make_chain((chain_kind)kind, counts[i], seed);
-            sweep_chain(&c, name, &v);
+            sweep_chain(&c, name, false, &v);
             chain_free(&c);
         }
     }
     chain c = gpt2_chain();
-    sweep_chain(&c, "GPT-2", &v);
+    sweep_chain(&c, "GPT-2", true, &v);
     chain_free(&c);
     assert_true(sum_up(&v, "chains", 20.0, 16));
+}
+
+static void plans_of_a_long_chain_are_as_fast_as_the_references(void **state) {
+    (void)state;
+    verdict v;
+    if (SANITIZED) {
+        skip();
+    }
+    memset(&v, 0, sizeof v);
+    chain c = make_chain(CHAIN_UNIFORM, 100, t_environment("MEMSCALE_TEST_SEED", 1));
+    sweep_chain(&c, "100 stages", false, &v);
+    chain_free(&c);
+    assert_true(sum_up(&v, "100 stages", 300.0, 16));
 }
 
 /* Of files that are named on the command line. */
@@ -954,6 +984,7 @@ static void plans_of_files_are_as_fast_as_the_references(void **state) {
     const char *const *paths = given[0] != NULL ? given : usual;
     verdict v;
     memset(&v, 0, sizeof v);
+    v.prints = given[0] != NULL;
     for (int i = 0; paths[i] != NULL; ++i) {
         chain c;
         uint64_t line;
@@ -963,7 +994,7 @@ static void plans_of_files_are_as_fast_as_the_references(void **state) {
                         wrong != NULL ? wrong : "too many stages");
             fail();
         }
-        sweep_chain(&c, paths[i], &v);
+        sweep_chain(&c, paths[i], true, &v);
         chain_free(&c);
     }
     assert_true(sum_up(&v, "files", 300.0, 16));
@@ -989,7 +1020,7 @@ static void plans_of_short_chains_are_possible(void **state) {
     }
     print_message("%u of %u plans of short chains are as fast as any schedule\n", best_plans,
                   plans);
-    assert_true(plans > 100 && best_plans > plans / 2);
+    assert_true(plans > 100 && best_plans * 100 >= plans * 95);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1211,7 +1242,8 @@ static void check_graph(uint64_t seed, verdict *v) {
             const double best = census_time(&c, budget);
             const outcome o = wrap_for(g.model, &heap, budget);
             last = i == 0 ? o : last;
-            judge(v, name, 100 * budget / plain, &o, &last, best * (1.0 + 0.01 * GRAPH_PER_CENT));
+            const double limit = best * (1.0 + 0.01 * GRAPH_PER_CENT);
+            judge(v, name, 100 * budget / plain, &o, &last, limit, limit);
             last = o;
         }
     }
@@ -1259,14 +1291,14 @@ static void sweep_workload(int number, verdict *v) {
     t_ok(m.model, ms_smallest_budget(m.model, &smallest));
     for (uint64_t percent = 100; plain.peak_bytes * percent / 100 >= smallest; percent -= 5) {
         const outcome o = wrap_for(m.model, &heap, plain.peak_bytes * percent / 100);
-        judge(v, name, percent, &o, &last, INFINITY);
+        judge(v, name, percent, &o, &last, INFINITY, INFINITY);
         if (!o.fits) {
             blame(v, name, percent, "nothing fits", (double)smallest, (double)plain.peak_bytes);
         }
         last = o;
     }
     const outcome o = wrap_for(m.model, &heap, smallest);
-    judge(v, name, 0, &o, &last, INFINITY);
+    judge(v, name, 0, &o, &last, INFINITY, INFINITY);
     assert_true(o.fits && o.peak_bytes == smallest);
     assert_false(wrap_for(m.model, &heap, smallest - 1).fits);
     bench_model_destroy(&m);
@@ -1331,6 +1363,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(rotor_is_its_recursion_and_no_better_than_the_best),
         cmocka_unit_test(plans_of_short_chains_are_possible),
         cmocka_unit_test(plans_of_chains_are_as_fast_as_the_references),
+        cmocka_unit_test(plans_of_a_long_chain_are_as_fast_as_the_references),
         cmocka_unit_test_prestate(plans_of_files_are_as_fast_as_the_references, argv + 1),
         cmocka_unit_test(plans_of_small_graphs_are_close_to_the_best),
         cmocka_unit_test(sweeps_of_published_models_are_monotone),
