@@ -11277,21 +11277,20 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     return result == MS_RESULT_OK ? MS_RESULT_OK : msi_abandon(m, result);
 }
 
-static ms_result msi_run_timed(ms_model *m, const msi_program *p, uint32_t now) {
-    ms_result result = msi_synchronize(m);
-    const double start_us = msi_now_us();
-    result = result == MS_RESULT_OK ? msi_run_instruction(m, p, now) : result;
-    result = result == MS_RESULT_OK ? msi_synchronize(m) : result;
-    msi_note_time(m, now, start_us, msi_now_us());
-    return result;
-}
-
+/* Runs the program up to an instruction. One loop for steps that are timed and for others: called in
+   one place only, msi_run_instruction is compiled into it. */
 static ms_result msi_run(ms_model *m, uint32_t end) {
     const msi_program *p = m->running;
     const bool timed = msi_is_timed(m);
+    double start_us = 0.0;
     while (m->position < end) {
-        const ms_result result =
-            timed ? msi_run_timed(m, p, m->position) : msi_run_instruction(m, p, m->position);
+        ms_result result = timed ? msi_synchronize(m) : MS_RESULT_OK;
+        start_us = timed ? msi_now_us() : 0.0;
+        result = result == MS_RESULT_OK ? msi_run_instruction(m, p, m->position) : result;
+        if (timed && result == MS_RESULT_OK) {
+            result = msi_synchronize(m);
+            msi_note_time(m, m->position, start_us, msi_now_us());
+        }
         if (result != MS_RESULT_OK) {
             msi_restore_state(m, p, m->position);
             return msi_abandon(m, result);

@@ -170,6 +170,39 @@ static void copies_in_are_waited_for(void **state) {
     ms_destroy(chain.model);
 }
 
+/* An instruction waits for a copy on another stream that makes one of its operands, and for no
+   other; computing that has got behind the copies meanwhile waits for nothing. */
+static void operands_are_waited_for(void **state) {
+    (void)state;
+    ms_config config = t_config();
+    t_chain chain;
+    config.dry_run = true;
+    assert_int_equal(t_chain_create(&chain, &config, 1, 48, 8), MS_RESULT_OK);
+    t_ok(chain.model, ms_wrap(chain.model));
+    msi_program *p = &chain.model->plan->train;
+    const msi_instruction *i = p->instructions.items; // matmul0 reads x, and its weight
+    const uint32_t weight = chain.model->store->slot_of[msi_index(chain.model, chain.weight[0])];
+    msi_clock c;
+    memset(&c, 0, sizeof c);
+    p->lives.items[weight].ready_us = 50.0;
+    c.copied_us = 80.0;
+    c.free_us[MS_STREAM_COMPUTE] = 10.0;
+    near(msi_clock_run(&c, chain.model, p, 0, 5.0), 50.0);
+    near(c.stall_us, 40.0);
+    assert_int_equal(i[1].op, MSI_OP_FORWARD); // squash0 does not
+    near(msi_clock_run(&c, chain.model, p, 1, 5.0), 55.0);
+    near(c.stall_us, 40.0);
+    c.free_us[MS_STREAM_COMPUTE] = 90.0;
+    near(msi_clock_run(&c, chain.model, p, 0, 5.0), 90.0);
+    near(c.stall_us, 40.0);
+    /* A copy begins behind the computing that is enqueued, on its own stream; that is no stall. */
+    near(msi_enqueue(&c, MS_STREAM_TO_HOST, c.free_us[MS_STREAM_COMPUTE], 30.0), 95.0);
+    near(msi_enqueue(&c, MS_STREAM_TO_HOST, c.free_us[MS_STREAM_COMPUTE], 30.0), 125.0);
+    near(c.free_us[MS_STREAM_COMPUTE], 95.0);
+    near(c.stall_us, 40.0);
+    ms_destroy(chain.model);
+}
+
 /* What instructions other than layers and updates take. */
 static void the_library_has_its_price(void **state) {
     (void)state;
@@ -1415,6 +1448,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_step_by_hand),
         cmocka_unit_test(copies_in_are_waited_for),
+        cmocka_unit_test(operands_are_waited_for),
         cmocka_unit_test(the_library_has_its_price),
         cmocka_unit_test(recomputation_has_its_price),
         cmocka_unit_test(categories_add_up),
