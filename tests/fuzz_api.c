@@ -892,6 +892,8 @@ static void op_create(world *w, slot *s) {
     s->config.auto_policy = (s->answer & 12) == 12;
     s->config.policy = (s->answer & 16) != 0 ? choose_strategy : NULL;
     s->config.policy_user = &s->answer;
+    s->config.empirical_profiling = (s->answer & 96) == 96 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+    s->config.warmup_steps = s->answer & 1;
     s->shape = ms_shape2(1 + (int64_t)below(w, 5), 1 + (int64_t)below(w, 24));
     if (one_in(w, 16)) {
         spoil_config(w, &s->config);
@@ -1408,7 +1410,12 @@ static void op_reshape(world *w, slot *s) {
 static void visit(const ms_event *event, void *user) {
     const uint64_t *limits = (const uint64_t *)user;
     CHECK(event->size == sizeof *event && event->kind < MS_EVENT_COUNT && event->name != NULL);
-    CHECK(event->live_bytes <= limits[0]);
+    uint64_t sum = 0;
+    for (int c = 0; c < MS_CATEGORY_COUNT; ++c) {
+        sum += event->live_bytes_of[c];
+    }
+    CHECK(event->live_bytes <= limits[0] && event->live_bytes == sum);
+    CHECK(event->start_us >= 0.0 && event->duration_us >= 0.0 && event->measured_us >= 0.0);
     for (uint32_t i = 0; i < event->operand_count; ++i) {
         const ms_event_operand *o = &event->operands[i];
         CHECK(o->kind < MS_OPERAND_COUNT);
@@ -1433,6 +1440,12 @@ static void op_look(world *w, slot *s) {
     CHECK((told_nothing(ms_profile_save(s->model, digest_text, &h)) == MS_RESULT_OK) ==
           s->has_plan);
     told_nothing(ms_print_program(s->model, program, digest_text, &h));
+    CHECK((told_nothing(ms_trace_write(s->model, digest_text, &h)) == MS_RESULT_OK) == s->has_plan);
+    char metrics[64];
+    size_t length = 0;
+    CHECK(told_nothing(ms_metrics_write(s->model, metrics, s->answer % sizeof metrics, &length)) !=
+          MS_RESULT_OK);
+    CHECK((length > sizeof metrics) == s->has_plan);
     told_nothing(ms_visit_events(s->model, program, visit, &limit));
     told(s, ms_hardware_report(s->model, &hardware));
     check_report(s, false);
