@@ -1132,8 +1132,9 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_read(ms_model *model, ms_tensor ten
 
 /* The address of a value in device memory (host memory for a tensor on the host), or NULL where
    ms_read would fail: to fill an input in place, or to use params elsewhere, by work that is
-   enqueued on ms_stream, or behind ms_synchronize. Valid until the next
-   ms_wrap or ms_detach for what lives between steps, until the next step for the rest. */
+   enqueued on ms_stream, or behind ms_synchronize. Valid for what lives between steps until the
+   next ms_wrap or ms_detach, or the step that plans again (ms_config.empirical_profiling); for the
+   rest until the next step. */
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
 /* Handles for ms_read: the gradient of a param or an activation; and for ms_read and ms_write: the
@@ -11277,8 +11278,8 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     return result == MS_RESULT_OK ? MS_RESULT_OK : msi_abandon(m, result);
 }
 
-/* Runs the program up to an instruction. One loop for steps that are timed and for others: called in
-   one place only, msi_run_instruction is compiled into it. */
+/* Runs the program up to an instruction. One loop for steps that are timed and for others, so that
+   msi_run_instruction, called in one place only, is compiled into it. */
 static ms_result msi_run(ms_model *m, uint32_t end) {
     const msi_program *p = m->running;
     const bool timed = msi_is_timed(m);
