@@ -1237,8 +1237,8 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_trace_write(const ms_model *model, 
 
 /* Sizes and times of the plan, and steps done, in the text format of Prometheus, with a NUL behind
    it. All names begin with memscale_, units are bytes and seconds. *length (may be NULL): of the
-   whole text, without the NUL. Errors: INVALID (capacity is not above *length: nothing but the NUL
-   is written; text may be NULL where capacity is 0), ORDER (no plan yet). */
+   whole text, without the NUL. Errors: INVALID (capacity is not above *length: the text is empty
+   then; it may be NULL where capacity is 0), ORDER (no plan yet). */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_metrics_write(const ms_model *model, char *text,
                                                            size_t capacity, size_t *length);
 
@@ -4535,9 +4535,11 @@ static ms_layer_time msi_static_time(const ms_model *m, const msi_layer *l) {
     return time;
 }
 
-/* The first that is there: known, measured, predicted. */
+/* The first that is there: known, measured, predicted; so long at most that no sum over a program
+   leaves the range of a float. */
 static double msi_choose_time(double known, double measured, double predicted) {
-    return known > 0.0 ? known : measured > 0.0 ? measured : predicted;
+    const double us = known > 0.0 ? known : measured > 0.0 ? measured : predicted;
+    return us < 1e27 ? us : 1e27;
 }
 
 /* Times of all layers at the present sizes. What is known or measured grows with the output. A
@@ -6682,6 +6684,32 @@ static bool msi_layout_first_fit(msi_layout_work *w) {
     return true;
 }
 
+/* As an allocator would place them: in the order of their starts, each into the lowest gap of what
+   lives then. For long programs in which most lives are short. */
+static void msi_layout_fit_in_turn(msi_layout_work *w) {
+    const uint64_t least = w->effort - w->effort / 4;
+    uint64_t height = 0;
+    uint32_t i = 0;
+    w->spot_count = 0;
+    for (; i < w->used && height < w->height && w->effort > least; i++) {
+        const uint32_t block = w->order[i];
+        uint32_t kept = 0;
+        for (uint32_t k = 0; k < w->spot_count; k++) {
+            if (w->by_low[k].last >= w->first[block]) {
+                w->by_low[kept++] = w->by_low[k];
+            }
+        }
+        msi_layout_spend(w, w->spot_count);
+        w->spot_count = kept;
+        const uint64_t low = msi_layout_lowest_gap(w, block);
+        height = msi_max_u64(height, low + w->blocks[block].bytes);
+        msi_layout_put(w, block, low);
+    }
+    if (i == w->used) {
+        msi_layout_keep_best(w, height);
+    }
+}
+
 /* The highest gap below the bound that holds a block; false: there is none. */
 static bool msi_layout_highest_gap(msi_layout_work *w, uint32_t block, uint64_t *low) {
     const uint64_t bytes = w->blocks[block].bytes;
@@ -6936,6 +6964,10 @@ static void msi_layout_fill_gaps(msi_layout_work *w) {
                   {MSI_ORDER_LOAD, 1}};
     uint32_t *best = w->waiting; // order
     memcpy(best, w->order, w->used * sizeof *best);
+    if (w->height > w->enough && w->effort > 0) {
+        msi_layout_sort(w, MSI_ORDER_START, 1);
+        msi_layout_fit_in_turn(w);
+    }
     if (w->height > w->enough && w->effort > 0) {
         msi_layout_sort(w, MSI_ORDER_LOAD, 1);
         msi_layout_fit_both(w);
@@ -8709,7 +8741,7 @@ static ms_result msi_search_points(msi_chain *c, uint64_t budget) {
         result = msi_keep_point(c, k, budget);
         fits = s->plan->arena_bytes <= budget;
     }
-    for (k = 0; !s->fits && result == MS_RESULT_OK && k < 4 && k < all->count; k++) {
+    for (k = 0; !s->fits && result == MS_RESULT_OK && k < all->count; k += 1 + k / 2) {
         result = msi_keep_point(c, k, budget);
     }
     return result;
@@ -10863,12 +10895,16 @@ static void msi_timing_free(const ms_allocator *a, msi_timing *t) {
 static ms_result msi_make_timing(ms_model *m) {
     const ms_config *c = &m->config;
     msi_timing t;
-    if (m->timing || c->empirical_profiling != MS_SWITCH_ON || c->debug || c->dry_run) {
-        return MS_RESULT_OK;
-    }
     memset(&t, 0, sizeof t);
     t.wanted = c->warmup_steps ? c->warmup_steps : 2;
     t.series_count = 3 * m->graph.layers.count + (MSI_COST_COUNT - MSI_COST_LAYER_END);
+    if (m->timing && m->timing->series_count != t.series_count) { // of a wrap that failed
+        msi_timing_free(&c->allocator, m->timing);
+        m->timing = NULL;
+    }
+    if (m->timing || c->empirical_profiling != MS_SWITCH_ON || c->debug || c->dry_run) {
+        return MS_RESULT_OK;
+    }
     const uint64_t bytes = msi_timing_bytes(&t);
     m->timing = (msi_timing *)msi_alloc_zeroed(&c->allocator, bytes);
     if (!m->timing) {
