@@ -1214,7 +1214,7 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_visit_decisions(const ms_model *mod
    and inputs, with the seed of the next step (of one micro-batch, with accumulation) and without an
    update, and compares the gradients of all params that learn and the buffers that layers change.
    visit (may be NULL) sees each of them afterwards, in the order of registration. Equal bits mean
-   that the plan changes nothing. Before a pass all memory of its own is filled with rubbish, so a
+   that the plan changes nothing. Memory that a callback is to write holds rubbish before, so a
    layer is found out too that reads what nobody has written; a mistake that both passes make alike
    is for ms_config.debug to find. A loss that is not finite is compared as any other. Afterwards,
    and behind an error, the model is as before: values, gradients and outputs that can be read,
@@ -12116,18 +12116,11 @@ static ms_result msi_enter_store(msi_verification *v) {
     return MS_RESULT_OK;
 }
 
-/* A pass begins with the model's buffers, without gradients, and amid rubbish: another one in each
-   pass, so that a layer is found out which reads what nobody has written. */
-static ms_result msi_reset_store(msi_verification *v, uint8_t rubbish) {
+/* A pass begins with the model's buffers, and without gradients. */
+static ms_result msi_reset_store(msi_verification *v) {
     ms_model *m = v->model;
     const msi_store *store = v->store, *from = v->before.store;
-    if (m->config.backend.device_is_host) {
-        msi_unpoison(store->transient, store->transient_bytes);
-    }
-    ms_result result = msi_fill(m, store->transient, false, rubbish, store->transient_bytes);
-    if (result == MS_RESULT_OK) {
-        result = msi_fill(m, store->step, msi_is_direct(m), 0, store->step_bytes);
-    }
+    ms_result result = msi_fill(m, store->step, msi_is_direct(m), 0, store->step_bytes);
     for (uint32_t i = 0; i < store->slots.count && result == MS_RESULT_OK; i++) {
         const msi_slot *slot = &store->slots.items[i];
         if (slot->role == MSI_ROLE_GRADIENT) {
@@ -12136,6 +12129,37 @@ static ms_result msi_reset_store(msi_verification *v, uint8_t rubbish) {
             result = msi_copy(m, slot->address, slot->on_host, from->slots.items[i].address,
                               slot->on_host, slot->bytes);
         }
+    }
+    return result;
+}
+
+/* What the next instruction is to make, and its workspace, hold rubbish before. */
+static ms_result msi_spoil_new(ms_model *m, uint8_t rubbish) {
+    const msi_program *p = m->running;
+    const msi_instruction *i = &p->instructions.items[m->position];
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t k = 0; k < i->operand_count && result == MS_RESULT_OK; k++) {
+        const uint32_t life = p->operands.items[i->operand_first + k].life;
+        if (i->op <= MSI_OP_EVAL && life != MSI_NONE && life >= m->store->slots.count &&
+            p->lives.items[life].first == m->position &&
+            p->lives.items[life].takes_over == MSI_NONE) {
+            if (m->config.backend.device_is_host) {
+                msi_unpoison(msi_address(m, p, life), p->lives.items[life].bytes);
+            }
+            result =
+                msi_fill(m, msi_address(m, p, life), false, rubbish, p->lives.items[life].bytes);
+        }
+    }
+    return result;
+}
+
+/* Runs amid rubbish, another one in each pass: so a layer is found out that reads what nobody has
+   written. */
+static ms_result msi_run_amid(ms_model *m, uint32_t end, uint8_t rubbish) {
+    ms_result result = MS_RESULT_OK;
+    while (result == MS_RESULT_OK && m->position < end) {
+        result = msi_spoil_new(m, rubbish);
+        result = result == MS_RESULT_OK ? msi_run(m, m->position + 1) : result;
     }
     return result;
 }
@@ -12237,12 +12261,14 @@ static ms_result msi_run_pass(msi_verification *v, int pass) {
     ms_model *m = v->model;
     ms_step_state state;
     memset(&state, 0, sizeof state);
+    const uint8_t rubbish = pass == MSI_PASS_PLAIN ? MSI_RUBBISH_FIRST : MSI_RUBBISH_LAST;
     m->plan = v->plans[pass];
-    ms_result result =
-        msi_reset_store(v, pass == MSI_PASS_PLAIN ? MSI_RUBBISH_FIRST : MSI_RUBBISH_LAST);
-    result = result == MS_RESULT_OK ? msi_start(m, &m->plan->train) : result;
-    result = result == MS_RESULT_OK ? msi_run_forward(m) : result;
-    result = result == MS_RESULT_OK ? msi_run(m, m->plan->train.backward_end) : result;
+    ms_result result = msi_reset_store(v);
+    const msi_program *p = &m->plan->train;
+    result = result == MS_RESULT_OK ? msi_start(m, p) : result;
+    result = result == MS_RESULT_OK ? msi_run_amid(m, p->forward_end, rubbish) : result;
+    result = result == MS_RESULT_OK ? msi_run_forward(m) : result; // its end, the loss
+    result = result == MS_RESULT_OK ? msi_run_amid(m, p->backward_end, rubbish) : result;
     if (result == MS_RESULT_OK) {
         result = msi_copy(m, &state, true, msi_state_on_device(m, false), msi_is_direct(m),
                           sizeof state);

@@ -809,6 +809,29 @@ static void a_gradient_that_is_off_by_so_much(void **state) {
     ms_destroy(n.model);
 }
 
+/* Nor is a verification a step that is timed: the plan that comes of the first steps does not know
+   of it. */
+static void a_verification_is_not_timed(void **state) {
+    (void)state;
+    flawed_net n;
+    ms_verify_report report;
+    ms_config config = t_config();
+    config.empirical_profiling = MS_SWITCH_ON;
+    config.warmup_steps = 2;
+    flawed_start(&n, &config, FLAW_NONE, NULL);
+    for (uint32_t step = 0; step < 5; ++step) {
+        const uint32_t taken = n.model->timing->taken;
+        const msi_warmup stage = n.model->timing->stage;
+        t_ok(n.model, ms_verify(n.model, NULL, NULL, &report));
+        assert_int_equal(report.differ_count, 0);
+        assert_int_equal(n.model->timing->taken, taken);
+        assert_int_equal(n.model->timing->stage, stage);
+        t_ok(n.model, t_settled(n.model, ms_step(n.model, NULL)));
+    }
+    assert_int_equal(n.model->timing->taken, 2);
+    ms_destroy(n.model);
+}
+
 /* Another model's passing values in a shared arena stay too. */
 static void a_shared_arena_is_left_alone(void **state) {
     (void)state;
@@ -983,6 +1006,7 @@ int main(void) {
         cmocka_unit_test(large_tensors_are_compared_in_pieces),
         cmocka_unit_test(what_can_be_read_stays),
         cmocka_unit_test(a_gradient_that_is_off_by_so_much),
+        cmocka_unit_test(a_verification_is_not_timed),
         cmocka_unit_test(a_shared_arena_is_left_alone),
 #ifndef T_CUDA
         cmocka_unit_test(memory_is_given_back),
