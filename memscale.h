@@ -123,7 +123,9 @@
     three cases: ms_reshape makes a plan for sizes that it meets first; ms_smallest_budget makes one
     and frees it; the C library has a file buffer while a backend reads what Linux tells of its
     host: /proc/cpuinfo, /proc/meminfo, /proc/self/cgroup, /proc/self/mountinfo, and memory.* of the
-    cgroups of the process. ms_hardware_report takes memory to measure in, and gives it back.
+    cgroups of the process. ms_hardware_report takes memory to measure in, and gives it back; so do
+    ms_verify and ms_print_plan. With empirical_profiling, the step that plans again allocates as
+    ms_wrap does.
 
     THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
     run on the thread that called ms_step; from inside them, of all functions that take the model,
@@ -1755,8 +1757,8 @@ static uint64_t msi_mix_in(uint64_t hash, uint64_t word) {
     return msi_mix(hash ^ word);
 }
 
-/* Microseconds of the platform's clock, for differences: since a day in 2023, so that a double still
-   has small parts of one. */
+/* Microseconds of the platform's clock, for differences: since a day in 2023, so that a double
+   still has small parts of one. */
 static inline double msi_now_us(void) {
 #if defined(TIME_UTC)
     struct timespec now;
@@ -2915,8 +2917,8 @@ static double msi_bench_us(msi_bench *t, msi_timed what) {
     return msi_bench_median_us(t, what, one);
 }
 
-/* Side of the next product to try: twice that of the last, or four times where even that cannot take
-   long. */
+/* Side of the next product to try: twice that of the last, or four times where even that cannot
+   take long. */
 static int64_t msi_bench_next_side(int64_t side, double us) {
     return 64.0 * us > (double)MSI_BENCH_FIGURE_US || 4 * side > MSI_BENCH_MOST_SIDE ? 2 * side
                                                                                      : 4 * side;
