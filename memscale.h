@@ -7370,6 +7370,7 @@ typedef struct msi_candidate {
 typedef struct msi_rung {
     uint64_t peak_bytes;
     uint32_t drop_count; // dropped values up to here
+    double step_us;
     bool early_update;
 } msi_rung;
 
@@ -7398,7 +7399,14 @@ typedef struct msi_solver {
     MSI_LIST(uint32_t) members;
 } msi_solver;
 
-enum { MSI_PRICE_LIMIT = 64, MSI_BATCH_SHARE = 64, MSI_TRY_LIMIT = 128, MSI_TRIM_STEPS = 8 };
+enum {
+    MSI_PRICE_LIMIT = 64,
+    MSI_BATCH_SHARE = 64,
+    MSI_TRY_LIMIT = 128,
+    MSI_TRIM_STEPS = 8,
+    MSI_POLISH_LIMIT = 64,   // values
+    MSI_POLISH_LAYERS = 1000 // of a graph
+};
 
 /* Operations for a layout: so many, and more for each live range, up to a limit. */
 static const uint64_t MSI_LAYOUT_EFFORT = 40u * 1000u * 1000u;
@@ -7669,6 +7677,7 @@ static bool msi_add_rung(msi_solver *s) {
     }
     s->rungs.items[s->rungs.count].peak_bytes = s->plan->train.peak_bytes;
     s->rungs.items[s->rungs.count].drop_count = s->drops.count;
+    s->rungs.items[s->rungs.count].step_us = s->plan->train.step_us;
     s->rungs.items[s->rungs.count].early_update = s->plan->early_update;
     s->rungs.count++;
     return true;
@@ -7860,6 +7869,47 @@ static ms_result msi_first_rungs(msi_solver *s, msi_goal goal, uint64_t budget, 
         return msi_fail_memory(s->model, "the solver", sizeof(msi_rung));
     }
     return result == MS_RESULT_OK ? msi_fits(s, budget, fits) : result;
+}
+
+/* Keeps or drops what the ladder dropped of one layer. */
+static void msi_set_drops_of(msi_solver *s, uint32_t layer, uint8_t dropped) {
+    for (uint32_t i = 0; i < s->drops.count; i++) {
+        if (s->model->graph.tensors.items[s->drops.items[i]].producer == layer) {
+            s->plan->dropped[s->drops.items[i]] = dropped;
+        }
+    }
+}
+
+/* Polishes the rung that fits: takes back, layer by layer, what earlier rungs dropped and later
+   ones have made needless. Neither live bytes nor arena may grow, and the step is not to be faster
+   than that of the rung before, or a larger budget would get a slower one. */
+static ms_result msi_polish(msi_solver *s) {
+    const msi_graph *g = &s->model->graph;
+    const uint32_t rungs = s->rungs.count, limit = MSI_POLISH_LIMIT;
+    const uint64_t peak = s->plan->train.peak_bytes, arena = s->plan->arena_bytes;
+    const bool whole = rungs > 1 && s->rungs.items[rungs - 1].drop_count == s->drops.count;
+    const uint32_t end = whole ? s->rungs.items[rungs - 2].drop_count : 0;
+    double us = s->plan->train.step_us;
+    ms_result result = MS_RESULT_OK;
+    bool fits = true;
+    if (g->layers.count > MSI_POLISH_LAYERS || end == 0) {
+        return MS_RESULT_OK;
+    }
+    for (uint32_t i = 0; i < end && i < limit && result == MS_RESULT_OK; i++) {
+        const uint32_t layer = g->tensors.items[s->drops.items[i]].producer;
+        msi_set_drops_of(s, layer, 0);
+        result = msi_try(s);
+        const double now = s->plan->train.step_us;
+        fits = now < us && now >= s->rungs.items[rungs - 2].step_us &&
+               s->plan->train.peak_bytes <= peak;
+        result = result == MS_RESULT_OK && fits ? msi_fits(s, arena, &fits) : result;
+        us = fits ? now : us;
+        if (!fits) {
+            msi_set_drops_of(s, layer, 1);
+        }
+    }
+    result = result == MS_RESULT_OK ? msi_try(s) : result;
+    return result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
 }
 
 /* Lets early updates lag behind as far as the arena does not grow for it. The weights that a
@@ -8949,7 +8999,9 @@ static ms_result msi_choose_plan(msi_solver *s, msi_goal goal, uint64_t budget) 
     const bool forced = s->drops.count > 0, early = s->plan->early_update;
     s->plain_us = s->plan->train.step_us;
     result = msi_climb_to(s, budget, &fits);
-    result = result == MS_RESULT_OK && !fits ? msi_smallest(s) : result;
+    if (result == MS_RESULT_OK) {
+        result = !fits ? msi_smallest(s) : forced ? result : msi_polish(s);
+    }
     if (result != MS_RESULT_OK) {
         return result;
     }
