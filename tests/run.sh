@@ -344,7 +344,7 @@ done < <(grep -v '^#' tests/programs.txt)
 
 run_check() { # NUMBER
     local log=$checks/$1.log
-    timeout 400 bash -c "$(sed -n "$1p" $checks/list | cut -f 2)" > "$log" 2>&1
+    timeout 1200 bash -c "$(sed -n "$1p" $checks/list | cut -f 2)" > "$log" 2>&1
     echo $? > "$checks/$1.tmp"
     mv "$checks/$1.tmp" "$checks/$1.status"
 }
