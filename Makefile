@@ -75,7 +75,7 @@ endif
 
 common  := $($(config)) $(features) $(WARNINGS) -I. -Iexamples
 compile := $(CC) -std=c99 $(WARNINGS_C) $(common) $(CFLAGS)
-twin    := $(CXX) -x c++ -std=c++11 $(common) -Wno-missing-field-initializers $(CFLAGS)
+twin    := $(CXX) -x c++ -std=c++11 $(subst -O3,-O1,$(common)) -Wno-missing-field-initializers $(CFLAGS)
 libs    += -lm
 
 # ---- programs ------------------------------------------------------------------------------------

@@ -2864,12 +2864,12 @@ typedef struct msi_bench {
 static int msi_bench_call(msi_bench *t, msi_timed what) {
     const ms_backend *b = t->backend;
     uint8_t *device = (uint8_t *)t->device;
-    const uint64_t half = t->device_bytes / 2;
-    const uint64_t offset = t->turn % (half / t->copy_bytes) * t->copy_bytes;
+    const uint64_t target = t->device_bytes / 2;
+    const uint64_t offset = t->turn % (target / t->copy_bytes) * t->copy_bytes;
     uint8_t *part = device + t->turn % (t->device_bytes / t->host_bytes) * t->host_bytes;
     t->turn++;
     return what == MSI_TIMED_COPY
-               ? b->copy(t->state, device + half + offset, device + offset, t->copy_bytes)
+               ? b->copy(t->state, device + target + offset, device + offset, t->copy_bytes)
            : what == MSI_TIMED_TO_DEVICE ? b->copy_in(t->state, part, t->host, t->host_bytes)
            : what == MSI_TIMED_TO_HOST   ? b->copy_out(t->state, t->host, part, t->host_bytes)
            : what == MSI_TIMED_LAUNCH    ? b->fill_f32(t->state, device, 1.0f, 16)
@@ -3444,6 +3444,13 @@ static uint32_t msi_group_start(const msi_layer *l, int group) {
 
 static const uint32_t *msi_group(const msi_graph *g, const msi_layer *l, int group) {
     return g->operands.items + l->operand_first + msi_group_start(l, group);
+}
+
+/* What a layer makes, `count` in all: outputs, then saved tensors. */
+static const uint32_t *msi_made_by(const msi_graph *g, uint32_t layer, uint32_t *count) {
+    const msi_layer *l = &g->layers.items[layer];
+    *count = (uint32_t)l->count[MSI_GROUP_OUT] + l->count[MSI_GROUP_SAVED];
+    return msi_group(g, l, MSI_GROUP_OUT);
 }
 
 /* The mask of what backward reads of a group. */
@@ -7533,9 +7540,10 @@ static void msi_find_segments(msi_solver *s) {
                 s->segment[from] = to;
             }
         }
-        const uint32_t made = (uint32_t)l->count[MSI_GROUP_OUT] + l->count[MSI_GROUP_SAVED];
-        for (uint32_t k = 0; k < made; k++) {
-            const uint32_t t = operands[l->count[MSI_GROUP_IN] + k];
+        uint32_t count;
+        const uint32_t *made = msi_made_by(g, i, &count);
+        for (uint32_t k = 0; k < count; k++) {
+            const uint32_t t = made[k];
             if (t != MSI_NONE && s->plan->recomputed[i] && s->plan->dropped[t] &&
                 g->tensors.items[t].last_reader != MSI_NONE) {
                 s->weight[msi_segment_of(s, i)] += g->tensors.items[t].bytes;
@@ -8126,15 +8134,12 @@ static void msi_find_crossings(msi_solver *s) {
 
 /* Bytes of the values of a layer that can be dropped. */
 static uint64_t msi_droppable_bytes(const msi_graph *g, uint32_t layer) {
-    const msi_layer *l = &g->layers.items[layer];
+    uint32_t count;
+    const uint32_t *made = msi_made_by(g, layer, &count);
     uint64_t bytes = 0;
-    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
-        const uint32_t *operands = msi_group(g, l, group);
-        for (uint32_t k = 0; k < l->count[group]; k++) {
-            bytes += operands[k] != MSI_NONE && msi_is_droppable(g, operands[k])
-                         ? g->tensors.items[operands[k]].bytes
-                         : 0;
-        }
+    for (uint32_t k = 0; k < count; k++) {
+        const bool droppable = made[k] != MSI_NONE && msi_is_droppable(g, made[k]);
+        bytes += droppable ? g->tensors.items[made[k]].bytes : 0;
     }
     return bytes;
 }
@@ -8202,20 +8207,19 @@ static bool msi_drop_best(msi_chain *c, uint32_t number, uint32_t count, uint32_
     const msi_chain_stage *stage = &c->stages[number];
     s->candidates.count = 0;
     for (uint32_t i = stage->first; i < stage->end; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-        const uint32_t made = (uint32_t)l->count[MSI_GROUP_OUT] + l->count[MSI_GROUP_SAVED];
+        uint32_t made_count;
+        const uint32_t *made = msi_made_by(g, i, &made_count);
         if (!MSI_RESERVE(msi_candidate, s->allocator, s->candidates,
-                         s->candidates.count + (uint64_t)made)) {
+                         s->candidates.count + (uint64_t)made_count)) {
             return false;
         }
-        for (uint32_t k = 0; k < made; k++) {
-            if (msi_is_inner(c, number, out[k]) && !s->plan->dropped[out[k]]) {
+        for (uint32_t k = 0; k < made_count; k++) {
+            if (msi_is_inner(c, number, made[k]) && !s->plan->dropped[made[k]]) {
                 msi_candidate *candidate = &s->candidates.items[s->candidates.count++];
                 memset(candidate, 0, sizeof *candidate);
-                candidate->key = out[k];
+                candidate->key = made[k];
                 candidate->bytes_per_cost =
-                    (double)g->tensors.items[out[k]].bytes / (1e-3 + msi_price(s, i));
+                    (double)g->tensors.items[made[k]].bytes / (1e-3 + msi_price(s, i));
             }
         }
     }
@@ -8236,13 +8240,14 @@ static uint32_t msi_count_drops(const msi_chain *c, uint32_t number) {
     uint32_t count = 0;
     for (uint32_t i = stage->first; i < stage->end; i++) {
         const msi_layer *l = &g->layers.items[i];
-        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-        const uint32_t outs = l->count[MSI_GROUP_OUT], made = outs + l->count[MSI_GROUP_SAVED];
+        uint32_t made_count;
+        const uint32_t *made = msi_made_by(g, i, &made_count);
         bool joined = false;
-        for (uint32_t k = 0; k < made; k++) {
-            const bool inner = msi_is_inner(c, number, out[k]) && !c->base[out[k]];
-            count += inner && (k < outs || l->recompute || !joined);
-            joined |= inner && k >= outs;
+        for (uint32_t k = 0; k < made_count; k++) {
+            const bool inner = msi_is_inner(c, number, made[k]) && !c->base[made[k]];
+            const bool saved = k >= l->count[MSI_GROUP_OUT];
+            count += inner && (!saved || l->recompute || !joined);
+            joined |= inner && saved;
         }
     }
     return count;
@@ -8691,13 +8696,12 @@ static void msi_assign_stage(msi_chain *c, uint32_t k, uint32_t option, uint32_t
     const msi_graph *g = &c->solver->model->graph;
     const msi_chain_stage *stage = &c->stages[k];
     for (uint32_t i = stage->first; i < stage->end; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-        const uint32_t made = (uint32_t)l->count[MSI_GROUP_OUT] + l->count[MSI_GROUP_SAVED];
-        for (uint32_t j = 0; j < made; j++) {
-            if (msi_is_inner(c, k, out[j])) {
-                const bool drops = c->round[out[j]] <= option;
-                c->solver->plan->dropped[out[j]] = (uint8_t)(depth + drops);
+        uint32_t count;
+        const uint32_t *made = msi_made_by(g, i, &count);
+        for (uint32_t j = 0; j < count; j++) {
+            if (msi_is_inner(c, k, made[j])) {
+                const bool drops = c->round[made[j]] <= option;
+                c->solver->plan->dropped[made[j]] = (uint8_t)(depth + drops);
             }
         }
     }
@@ -8883,12 +8887,11 @@ static bool msi_list_groups(msi_all *all, const msi_solver *s, bool by_layer) {
     uint32_t member = 0;
     all->count = 0;
     for (uint32_t i = 0; i < g->layers.count; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-        const uint32_t made = (uint32_t)l->count[MSI_GROUP_OUT] + l->count[MSI_GROUP_SAVED];
+        uint32_t count;
+        const uint32_t *made = msi_made_by(g, i, &count);
         bool open = false;
-        for (uint32_t k = 0; k < made; k++) {
-            if (out[k] == MSI_NONE || !msi_is_droppable(g, out[k]) || s->base[out[k]]) {
+        for (uint32_t k = 0; k < count; k++) {
+            if (made[k] == MSI_NONE || !msi_is_droppable(g, made[k]) || s->base[made[k]]) {
                 continue;
             }
             if (!open || !by_layer) {
@@ -8897,7 +8900,7 @@ static bool msi_list_groups(msi_all *all, const msi_solver *s, bool by_layer) {
                 }
                 all->first[all->count++] = member;
             }
-            all->members[member++] = out[k];
+            all->members[member++] = made[k];
             open = true;
         }
     }
@@ -9445,14 +9448,15 @@ static void msi_mark_followers(msi_resizing *z) {
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const msi_layer *l = &g->layers.items[i];
         const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-        const uint32_t made = (uint32_t)l->count[MSI_GROUP_OUT] + l->count[MSI_GROUP_SAVED];
+        uint32_t count;
+        const uint32_t *made = msi_made_by(g, i, &count);
         bool any = false;
         for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
             any |= in[k] != MSI_NONE && z->follows[in[k]];
         }
-        for (uint32_t k = l->count[MSI_GROUP_IN]; k < l->count[MSI_GROUP_IN] + made; k++) {
-            if (any && in[k] != MSI_NONE) {
-                z->follows[in[k]] = msi_is_multiple(&g->tensors.items[in[k]], z->declared);
+        for (uint32_t k = 0; k < count; k++) {
+            if (any && made[k] != MSI_NONE) {
+                z->follows[made[k]] = msi_is_multiple(&g->tensors.items[made[k]], z->declared);
             }
         }
     }
@@ -12830,15 +12834,13 @@ static void msi_print_techniques(const msi_printer *out, const msi_total *totals
     }
 }
 
-static uint64_t msi_kept_bytes(const ms_model *m, const msi_layer *l) {
+static uint64_t msi_kept_bytes(const ms_model *m, uint32_t layer) {
+    uint32_t count;
+    const uint32_t *made = msi_made_by(&m->graph, layer, &count);
     uint64_t kept = 0;
-    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
-        const uint32_t *operands = msi_group(&m->graph, l, group);
-        for (uint32_t k = 0; k < l->count[group]; k++) {
-            kept += operands[k] != MSI_NONE && !m->plan->dropped[operands[k]]
-                        ? m->graph.tensors.items[operands[k]].bytes
-                        : 0;
-        }
+    for (uint32_t k = 0; k < count; k++) {
+        const bool keeps = made[k] != MSI_NONE && !m->plan->dropped[made[k]];
+        kept += keeps ? m->graph.tensors.items[made[k]].bytes : 0;
     }
     return kept;
 }
@@ -12871,7 +12873,7 @@ static bool msi_is_by_layer(const msi_total *total) {
 static void msi_print_layer(const msi_printer *out, const msi_review *r, const msi_total *totals,
                             uint32_t layer) {
     const ms_model *m = r->model;
-    const uint64_t kept = msi_kept_bytes(m, &m->graph.layers.items[layer]);
+    const uint64_t kept = msi_kept_bytes(m, layer);
     msi_columns c = {out, 2};
     msi_print(out, "%5u", (unsigned)layer);
     msi_print_column(&c, 24, msi_layer_name(m, layer));
@@ -15168,8 +15170,8 @@ static void msi_cuda_speeds(int device, int multiprocessors, int capability,
     }
     const double clock = msi_cuda_attribute(device, cudaDevAttrClockRate); // kHz, as of the memory
     const double tflops = 2e-9 * clock * (double)multiprocessors; // of one multiply-add a clock
-    const bool half = capability >= 70 && strstr(hardware->name, "GeForce");
-    const double tensor = half ? 0.5 * tflops : tflops;
+    const bool geforce = capability >= 70 && strstr(hardware->name, "GeForce");
+    const double tensor = geforce ? 0.5 * tflops : tflops;
     hardware->memory_gb_per_s = 2.0 * msi_cuda_attribute(device, cudaDevAttrMemoryClockRate) *
                                 msi_cuda_attribute(device, cudaDevAttrGlobalMemoryBusWidth) / 8e6;
     hardware->f32_tflops = tflops * table[row].f32;

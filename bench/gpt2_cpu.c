@@ -8,7 +8,7 @@
 #include "nn.h"
 #include "models.h"
 
-enum { PLAN_COUNT = 3, ROUNDS_MAX = 32, STEPS_MAX = 32 };
+enum { PLAN_COUNT = 3, ROUNDS_MAX = BENCH_STEPS, STEPS_MAX = BENCH_STEPS };
 
 typedef struct plan {
     const char *name;
@@ -97,14 +97,7 @@ int main(int argc, char **argv) {
     };
     bench_options(argc, argv, "Step time and arena of GPT-2 on the CPU, plain and checkpointed.",
                   options, 6);
-    nn_transformer_config shape;
-    if (strncmp(preset, "gpt2-", 5) != 0 || !bench_shape(preset, &shape) || steps > STEPS_MAX ||
-        rounds > ROUNDS_MAX) {
-        fprintf(stderr, "no such preset: %s, or more than 32 steps or rounds\n", preset);
-        return 2;
-    }
-    shape.batch = batch;
-    shape.sequence = sequence;
+    const nn_transformer_config shape = bench_gpt2_shape(preset, batch, sequence, steps, rounds);
 
     const ms_backend cpu = ms_backend_cpu();
     const uint64_t no_limit = (uint64_t)1 << 50;

@@ -47,6 +47,23 @@ BENCH_API bool bench_shape(const char *preset, nn_transformer_config *shape) {
     return nn_preset(preset, shape);
 }
 
+/* The same for programs that run a GPT-2 for so many steps and rounds, 32 of each at most; else it
+   prints an error and ends the program with status 2. */
+enum { BENCH_STEPS = 32 };
+
+BENCH_API nn_transformer_config bench_gpt2_shape(const char *preset, int64_t batch,
+                                                 int64_t sequence, int64_t steps, int64_t rounds) {
+    nn_transformer_config shape;
+    if (strncmp(preset, "gpt2-", 5) != 0 || !bench_shape(preset, &shape) || steps > BENCH_STEPS ||
+        rounds > BENCH_STEPS) {
+        fprintf(stderr, "no such preset: %s, or more than 32 steps or rounds\n", preset);
+        exit(2);
+    }
+    shape.batch = batch;
+    shape.sequence = sequence;
+    return shape;
+}
+
 /* A model of a preset, not wrapped. */
 typedef struct bench_model {
     ms_model *model;

@@ -9,7 +9,7 @@
 #include "nn.h"
 #include "models.h"
 
-enum { BUDGET_COUNT = 4, ROUNDS_MAX = 32, STEPS_MAX = 32 };
+enum { BUDGET_COUNT = 4, ROUNDS_MAX = BENCH_STEPS, STEPS_MAX = BENCH_STEPS };
 
 typedef struct sizes {
     uint64_t plain_bytes, smallest_bytes;
@@ -106,14 +106,7 @@ int main(int argc, char **argv) {
     };
     bench_options(argc, argv, "Predicted and measured time of a step of GPT-2 on the CPU.", options,
                   7);
-    nn_transformer_config shape;
-    if (strncmp(preset, "gpt2-", 5) != 0 || !bench_shape(preset, &shape) || steps > STEPS_MAX ||
-        rounds > ROUNDS_MAX) {
-        fprintf(stderr, "no such preset: %s, or more than 32 steps or rounds\n", preset);
-        return 2;
-    }
-    shape.batch = batch;
-    shape.sequence = sequence;
+    const nn_transformer_config shape = bench_gpt2_shape(preset, batch, sequence, steps, rounds);
     const sizes found = find_sizes(&shape);
     for (int k = 0; k < BUDGET_COUNT; k++) {
         const uint64_t between = found.plain_bytes - found.smallest_bytes;

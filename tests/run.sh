@@ -376,7 +376,7 @@ explain() { # LOG: the lines that say what is wrong, or else the last ones
     printf '      (all of it: %s)\n' "$1"
 }
 
-passed=0 failed=0 skipped=0
+passed=0 failed=0 skipped=0 wrong=()
 for number in $(seq "$count"); do
     [ -f $checks/$number.group ] && printf '\n%s\n' "$(cat $checks/$number.group)"
     until [ -f $checks/$number.status ]; do
@@ -398,7 +398,14 @@ for number in $(seq "$count"); do
     [ $status -eq 77 ] || [ $s -eq 0 ] || verdict="$p passed, $s skipped"
     [ $f -eq 0 ] || verdict="FAILED"
     printf '  %-56s %s\n' "$(sed -n "${number}p" $checks/list | cut -f 1)" "$verdict"
-    [ $f -eq 0 ] || explain $log
+    [ $f -eq 0 ] || { explain $log; wrong+=("$number"); }
+done
+
+# Once more, for those who see only the end of it.
+[ ${#wrong[@]} -eq 0 ] || printf '\nfailed\n'
+for number in ${wrong[@]+"${wrong[@]}"}; do
+    printf '  %s\n' "$(sed -n "${number}p" $checks/list | cut -f 1)"
+    explain $checks/$number.log
 done
 
 printf '%d passed, %d failed, %d skipped\n' $passed $failed $skipped > $checks/totals

@@ -8,9 +8,6 @@ int cnn_main(int argc, char **argv);
 #include "testing.h"
 #include "testing_nn.h"
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 // ------------------------------------------------------------------------------------------------
 // running statistics: one batch normalization on an input
@@ -222,14 +219,6 @@ static void k_step(trainer *t, classifier *c) {
     t_ok(c->model, ms_step(c->model, NULL));
 }
 
-static void k_threads(int count) {
-#ifdef _OPENMP
-    omp_set_num_threads(count);
-#else
-    (void)count;
-#endif
-}
-
 static void test_threads(void **state) {
     (void)state;
 #ifndef _OPENMP
@@ -241,7 +230,7 @@ static void test_threads(void **state) {
     k_trainer(&t, "--batch 8");
     for (int threads = 1; threads <= 2; threads++) {
         classifier *c = threads == 1 ? &t.trained : &t.plain;
-        k_threads(threads);
+        t_threads(threads);
         k_start(c, &t.options, false, false);
         t.random = 5;
         for (int step = 0; step < 2; step++) {
@@ -249,7 +238,7 @@ static void test_threads(void **state) {
             k_step(&t, c);
         }
     }
-    k_threads(1); // the tests that follow are too small for more
+    t_threads(1); // the tests that follow are too small for more
     assert_int_equal(check_values(&t), 0);
     free_trainer(&t);
 }

@@ -17,7 +17,7 @@
 
 #ifdef T_CUDA
 enum { GRAPHS = 500, FAULTY_GRAPHS = 60 };
-#elif defined(T_SLOW)
+#elif defined(T_SLOW) || defined(__cplusplus)
 enum { GRAPHS = 1000, FAULTY_GRAPHS = 40 };
 #else
 enum { GRAPHS = 10000, FAULTY_GRAPHS = 150 };

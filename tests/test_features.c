@@ -903,6 +903,22 @@ static int eater_backward(const ms_call *call) {
 
 typedef enum around { NOBODY, BEFORE, BEHIND, KEPT_IN, KEPT_OUT } around;
 
+/* What comes behind the layer from h to y: another reader of h, and the loss of y, or of y + z. */
+static void net_finish_around(net *n, around other, ms_tensor h, ms_tensor y, ms_tensor z) {
+    ms_tensor last = y;
+    if (other == BEHIND) {
+        add_square(n, "behind", h, z);
+    }
+    if (other == BEFORE || other == BEHIND) {
+        last = activation(n, "sum");
+        add_sum(n, "sum", y, z, last);
+    }
+    add_loss(n, last);
+    if (other == KEPT_IN || other == KEPT_OUT) {
+        ms_set_output(n->m, other == KEPT_IN ? h : y);
+    }
+}
+
 /* h = x p; y = eater(h), z = h h / 2 by another layer before or behind the eater. The number of
    real copies in a step. */
 static uint32_t check_eater(around other, bool in, bool out, bool grad_out, bool smallest) {
@@ -917,7 +933,7 @@ static uint32_t check_eater(around other, bool in, bool out, bool grad_out, bool
     e.eats_out = out;
     e.eats_grad_out = grad_out;
     ms_tensor p = vector_param(&n, "p"), h = activation(&n, "h"), y = activation(&n, "y");
-    ms_tensor z = activation(&n, "z"), sum = activation(&n, "sum");
+    ms_tensor z = activation(&n, "z");
     bool has_other = other == BEFORE || other == BEHIND;
     add_scale(&n, "scale", n.x, 0.0f, p, h);
     if (other == BEFORE) {
@@ -932,16 +948,7 @@ static uint32_t check_eater(around other, bool in, bool out, bool grad_out, bool
     desc.clobbers.out = out;
     desc.clobbers.grad_out = grad_out;
     net_register(&n, &desc);
-    if (other == BEHIND) {
-        add_square(&n, "behind", h, z);
-    }
-    if (has_other) {
-        add_sum(&n, "sum", y, z, sum);
-    }
-    add_loss(&n, has_other ? sum : y);
-    if (other == KEPT_IN || other == KEPT_OUT) {
-        ms_set_output(n.m, other == KEPT_IN ? h : y);
-    }
+    net_finish_around(&n, other, h, y, z);
     net_start(&n);
     write_param(&n, p, 2.0f);
     double of_p[COLS] = {0}, of_h[COUNT], of_y[COUNT];
@@ -1050,7 +1057,7 @@ static uint32_t check_place(around other, bool smallest, int depth) {
     n.config.force_optimize = smallest;
     net_create(&n);
     ms_tensor p = vector_param(&n, "p"), h = activation(&n, "h"), y = h;
-    ms_tensor z = activation(&n, "z"), sum = activation(&n, "sum");
+    ms_tensor z = activation(&n, "z");
     bool has_other = other == BEFORE || other == BEHIND;
     add_scale(&n, "scale", n.x, 0.0f, p, h);
     if (other == BEFORE) {
@@ -1066,16 +1073,7 @@ static uint32_t check_place(around other, bool smallest, int depth) {
         desc.must_in_place = desc.must_grad_in_place = 1;
         net_register(&n, &desc);
     }
-    if (other == BEHIND) {
-        add_square(&n, "behind", h, z);
-    }
-    if (has_other) {
-        add_sum(&n, "sum", y, z, sum);
-    }
-    add_loss(&n, has_other ? sum : y);
-    if (other == KEPT_IN || other == KEPT_OUT) {
-        ms_set_output(n.m, other == KEPT_IN ? h : y);
-    }
+    net_finish_around(&n, other, h, y, z);
     net_start(&n);
     write_param(&n, p, 2.0f);
     double of_p[COLS] = {0}, of_h[COUNT], of_y[COUNT];

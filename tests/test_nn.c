@@ -8,9 +8,6 @@
 #include "testing.h"
 #include "testing_nn.h"
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 // ------------------------------------------------------------------------------------------------
 // the harness: leaves -> [lift] -> layer under test -> weighted sum
@@ -1516,14 +1513,6 @@ static void test_reshape(void **state) {
     }
 }
 
-static void m_threads(int count) {
-#ifdef _OPENMP
-    omp_set_num_threads(count);
-#else
-    (void)count;
-#endif
-}
-
 /* Large enough that every loop of nn.h is worth a second thread. */
 static void test_threads(void **state) {
     (void)state;
@@ -1543,7 +1532,7 @@ static void test_threads(void **state) {
         assert_true(config.batch * config.sequence * config.vocabulary >= NN_WORTH);
         m_net net[2];
         for (int threads = 1; threads <= 2; threads++) {
-            m_threads(threads);
+            t_threads(threads);
             m_net *n = &net[threads - 1];
             m_start(n, bert, &config);
             t_ok(n->model, ms_step(n->model, NULL));

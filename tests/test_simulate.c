@@ -72,6 +72,19 @@ static void set_times(ms_model *m, double forward_us, double backward_us, double
     }
 }
 
+/* matmul, squash, loss on 48 x 8, not wrapped: x, W, product, hidden, losses. A param has 256 bytes,
+   the losses 192. */
+static t_chain start_small(ms_device_kind kind) {
+    const ms_hardware hardware = round_hardware(kind);
+    ms_config config = t_config();
+    t_chain chain;
+    config.dry_run = true;
+    assert_int_equal(t_chain_create(&chain, &config, 1, 48, 8), MS_RESULT_OK);
+    ms_set_hardware(chain.model, &hardware);
+    set_times(chain.model, 10.0, 20.0, 5.0);
+    return chain;
+}
+
 typedef struct timeline {
     uint32_t count;
     ms_event_kind kind[400];
@@ -93,8 +106,6 @@ static void note_event(const ms_event *event, void *user) {
     t->count += 1;
 }
 
-/* matmul, squash, loss on 48 x 8: x, W, product, hidden, losses. A param has 256 bytes, the losses
-   192. */
 static void a_step_by_hand(void **state) {
     (void)state;
     static const struct {
@@ -110,15 +121,9 @@ static void a_step_by_hand(void **state) {
         {MS_EVENT_BACKWARD, 20.0},               // matmul0
         {MS_EVENT_UPDATE, 1.0 + 0.256 * 28 / 4}, // 28 bytes an element
     };
-    const ms_hardware hardware = round_hardware(MS_DEVICE_CPU);
-    ms_config config = t_config();
+    const t_chain chain = start_small(MS_DEVICE_CPU);
     ms_memory_report report;
-    t_chain chain;
     timeline t;
-    config.dry_run = true;
-    assert_int_equal(t_chain_create(&chain, &config, 1, 48, 8), MS_RESULT_OK);
-    ms_set_hardware(chain.model, &hardware);
-    set_times(chain.model, 10.0, 20.0, 5.0);
     t_ok(chain.model, ms_wrap(chain.model));
     memset(&t, 0, sizeof t);
     t_ok(chain.model, ms_visit_events(chain.model, MS_PROGRAM_TRAIN, note_event, &t));
@@ -142,15 +147,9 @@ static void a_step_by_hand(void **state) {
 /* The same on a device with copies: x, 1536 bytes at 0.5 GB/s, is waited for. */
 static void copies_in_are_waited_for(void **state) {
     (void)state;
-    const ms_hardware hardware = round_hardware(MS_DEVICE_DISCRETE);
-    ms_config config = t_config();
+    const t_chain chain = start_small(MS_DEVICE_DISCRETE);
     ms_memory_report report;
-    t_chain chain;
     timeline t;
-    config.dry_run = true;
-    assert_int_equal(t_chain_create(&chain, &config, 1, 48, 8), MS_RESULT_OK);
-    ms_set_hardware(chain.model, &hardware);
-    set_times(chain.model, 10.0, 20.0, 5.0);
     t_ok(chain.model, ms_wrap(chain.model));
     memset(&t, 0, sizeof t);
     t_ok(chain.model, ms_visit_events(chain.model, MS_PROGRAM_TRAIN, note_event, &t));
@@ -160,7 +159,7 @@ static void copies_in_are_waited_for(void **state) {
     near(report.stall_us, copy_us);
     near(report.step_us, t.start_us[t.count - 1] + t.us[t.count - 1]);
     /* The verdict, 128 bytes at 0.25 GB/s, leaves beside backward; slow enough it is the end. */
-    ms_hardware slow = hardware;
+    ms_hardware slow = round_hardware(MS_DEVICE_DISCRETE);
     slow.to_host_gb_per_s = 1e-4;
     ms_set_hardware(chain.model, &slow);
     t_ok(chain.model, ms_wrap(chain.model));
@@ -1270,13 +1269,7 @@ static void traces_are_json(void **state) {
 /* What runs beside the program on a device: 1536 bytes in at 0.5 GB/s, a verdict out. */
 static void traces_show_copies(void **state) {
     (void)state;
-    const ms_hardware hardware = round_hardware(MS_DEVICE_DISCRETE);
-    ms_config config = t_config();
-    t_chain chain;
-    config.dry_run = true;
-    assert_int_equal(t_chain_create(&chain, &config, 1, 48, 8), MS_RESULT_OK);
-    ms_set_hardware(chain.model, &hardware);
-    set_times(chain.model, 10.0, 20.0, 5.0);
+    const t_chain chain = start_small(MS_DEVICE_DISCRETE);
     t_ok(chain.model, ms_wrap(chain.model));
     t_text text = trace_of(chain.model);
     t_text_has(text.data, "\"tid\":1,\"cat\":\"copy in\",\"ts\":0.000,\"dur\":4.072,\"name\":\"x\","

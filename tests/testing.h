@@ -10,6 +10,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -18,6 +21,15 @@ extern "C" {
 #ifdef __cplusplus
 }
 #endif
+
+/* Threads of OpenMP, where there is any. */
+static inline void t_threads(int count) {
+#ifdef _OPENMP
+    omp_set_num_threads(count);
+#else
+    (void)count;
+#endif
+}
 
 // ------------------------------------------------------------------------------------------------
 // random numbers
