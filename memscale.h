@@ -7784,7 +7784,7 @@ static ms_result msi_trim_rung(msi_solver *s, uint64_t budget) {
     ms_result result = MS_RESULT_OK;
     bool fits = false;
     const uint32_t most = MSI_TRIM_STEPS, steps = end - begin < most ? end - begin : most;
-    for (uint32_t k = 1; k <= steps && result == MS_RESULT_OK; k++) {
+    for (uint32_t k = 1; steps > 1 && k <= steps && result == MS_RESULT_OK; k++) {
         msi_set_drops(s, begin + (uint32_t)((uint64_t)k * (end - begin) / steps));
         result = msi_try(s);
         result = result == MS_RESULT_OK ? msi_fits(s, budget, &fits) : result;
@@ -7895,6 +7895,7 @@ static ms_result msi_polish(msi_solver *s) {
     const msi_graph *g = &s->model->graph;
     const uint32_t rungs = s->rungs.count, limit = MSI_POLISH_LIMIT;
     const uint64_t peak = s->plan->train.peak_bytes, arena = s->plan->arena_bytes;
+    uint64_t polished = arena;
     const bool whole = rungs > 1 && s->rungs.items[rungs - 1].drop_count == s->drops.count;
     const uint32_t end = whole ? s->rungs.items[rungs - 2].drop_count : 0;
     double us = s->plan->train.step_us;
@@ -7903,6 +7904,7 @@ static ms_result msi_polish(msi_solver *s) {
     if (g->layers.count > MSI_POLISH_LAYERS || end == 0) {
         return MS_RESULT_OK;
     }
+    s->enough = arena;
     for (uint32_t i = 0; i < end && i < limit && result == MS_RESULT_OK; i++) {
         const uint32_t layer = g->tensors.items[s->drops.items[i]].producer;
         msi_set_drops_of(s, layer, 0);
@@ -7911,13 +7913,17 @@ static ms_result msi_polish(msi_solver *s) {
         fits = now < us && now >= s->rungs.items[rungs - 2].step_us &&
                s->plan->train.peak_bytes <= peak;
         result = result == MS_RESULT_OK && fits ? msi_fits(s, arena, &fits) : result;
-        us = fits ? now : us;
-        if (!fits) {
+        if (fits) {
+            us = now;
+            polished = s->plan->arena_bytes;
+        } else {
             msi_set_drops_of(s, layer, 1);
         }
     }
+    s->enough = 0;
     result = result == MS_RESULT_OK ? msi_try(s) : result;
-    return result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
+    s->plan->arena_bytes = polished;
+    return result;
 }
 
 /* Lets early updates lag behind as far as the arena does not grow for it. The weights that a
@@ -7967,6 +7973,13 @@ static ms_result msi_follow(msi_solver *s) {
         plan->arena_bytes = msi_arena_of(s->store, plan);
     }
     return result;
+}
+
+/* Whether the plan as it stands may be better than the best so far: what is not is not laid out. */
+static bool msi_may_be_best(const msi_solver *s, uint64_t budget) {
+    const uint64_t least = s->store->slot_bytes + s->plan->train.peak_bytes;
+    const uint64_t most = s->fits ? budget : msi_max_u64(budget, s->best_bytes);
+    return !s->found || (least <= most && (!s->fits || s->plan->train.step_us <= s->best_us));
 }
 
 /* Keeps the plan as it stands, laid out, if it is better than the best so far: one that fits before
@@ -8045,6 +8058,8 @@ typedef enum msi_way {
     MSI_WAY_INNER       // forward to k, which is kept though its input is not, k + 1 to t, s to k
 } msi_way;
 
+#define MSI_CHAIN_NEVER (UINT64_MAX / 4) // more bytes than any plan takes
+
 typedef struct msi_point {
     uint64_t bytes;
     float us; // of recomputations
@@ -8052,7 +8067,7 @@ typedef struct msi_point {
 } msi_point;
 
 typedef struct msi_part {
-    const msi_point *points; // bytes ascend, time descends
+    const msi_point *points; // bytes ascend, time descends; behind the last, one that never fits
     uint32_t count;
 } msi_part;
 
@@ -8479,9 +8494,9 @@ static void msi_offer(msi_chain *c, const msi_source *from, uint64_t bytes, floa
 
 /* The points of a part, or of none: it takes nothing. */
 static const msi_point *msi_points_of(const msi_part *part, uint32_t *count) {
-    static const msi_point nothing = {0, 0.0f, 0, 0};
+    static const msi_point nothing[2] = {{0, 0.0f, 0, 0}, {MSI_CHAIN_NEVER, 0.0f, 0, 0}};
     *count = part ? part->count : 1;
-    return part ? part->points : &nothing;
+    return part ? part->points : nothing;
 }
 
 /* Adds a way to those of the part under way. */
@@ -8502,35 +8517,45 @@ static void msi_add_source(msi_chain *c, const msi_source *way) {
     }
 }
 
-/* Walks the steps of a way: all numbers of bytes where it gets faster. */
-static void msi_walk_source(msi_chain *c, const msi_source *s) {
-    uint32_t a_count, b_count, ia = 0, ib = 0;
-    const msi_point *a = msi_points_of(s->a, &a_count);
-    const msi_point *b = msi_points_of(s->b, &b_count);
-    for (uint64_t bytes = s->low; bytes <= c->high;) {
-        while (ia + 1 < a_count && s->a_bytes + a[ia + 1].bytes <= bytes) {
-            ia++;
+/* Bytes up to which a way may be faster than what was offered: up to the bucket where that is as
+   fast as the way ever gets. */
+static uint64_t msi_useful_bytes(const msi_chain *c, const msi_source *s) {
+    uint32_t first = 0, end = c->width;
+    while (first < end) {
+        const uint32_t middle = (first + end) / 2;
+        if (c->reach.items[middle] <= s->fastest_us) {
+            end = middle;
+        } else {
+            first = middle + 1;
         }
-        while (ib + 1 < b_count && b[ib + 1].bytes <= bytes) {
-            ib++;
-        }
-        msi_offer(c, s, bytes, s->us + a[ia].us + b[ib].us);
-        const uint64_t next_a = ia + 1 < a_count ? s->a_bytes + a[ia + 1].bytes : UINT64_MAX;
-        const uint64_t next_b = ib + 1 < b_count ? b[ib + 1].bytes : UINT64_MAX;
-        if (ia + 1 == a_count && ib + 1 == b_count) {
-            break;
-        }
-        bytes = next_a < next_b ? next_a : next_b;
     }
+    const double bytes = (first + 1.0) * (first + 1.0) / c->scale; // where the bucket ends
+    return first == c->width ? c->high : msi_smaller(c->high, c->low + (uint64_t)bytes);
 }
 
-/* Whether what was offered up to some bytes is as fast as a way that begins there ever gets. */
-static bool msi_is_beaten(const msi_chain *c, const msi_source *s) {
-    if (s->low > c->high) {
-        return true;
+/* Walks the steps of a way: all numbers of bytes where it gets faster. */
+static void msi_walk_source(msi_chain *c, const msi_source *s) {
+    uint32_t count;
+    const msi_point *a = msi_points_of(s->a, &count);
+    const msi_point *b = msi_points_of(s->b, &count);
+    const uint64_t useful = msi_useful_bytes(c, s), a_bytes = s->a_bytes;
+    uint64_t bytes = s->low;
+    if (bytes > useful) {
+        return;
     }
-    const uint32_t bucket = msi_bucket_of(c, s->low);
-    return bucket > 0 && c->reach.items[bucket - 1] <= s->fastest_us;
+    while (a_bytes + a[1].bytes <= bytes) {
+        a++;
+    }
+    while (b[1].bytes <= bytes) {
+        b++;
+    }
+    while (bytes <= useful) {
+        msi_offer(c, s, bytes, s->us + a->us + b->us);
+        const uint64_t next_a = a_bytes + a[1].bytes, next_b = b[1].bytes;
+        bytes = next_a < next_b ? next_a : next_b;
+        a += next_a == bytes; // without a branch: which it is cannot be foreseen
+        b += next_b == bytes;
+    }
 }
 
 static void msi_walk_sources(msi_chain *c) {
@@ -8540,9 +8565,7 @@ static void msi_walk_sources(msi_chain *c) {
             best = c->buckets.items[i].us < best ? c->buckets.items[i].us : best;
             c->reach.items[i] = best;
         }
-        if (!msi_is_beaten(c, &c->sources[k])) {
-            msi_walk_source(c, &c->sources[k]);
-        }
+        msi_walk_source(c, &c->sources[k]);
     }
 }
 
@@ -8649,7 +8672,7 @@ static bool msi_fill_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint3
         c->buckets.items[i].bytes = UINT64_MAX;
     }
     msi_walk_sources(c);
-    msi_point *points = msi_reserve_points(c, width + 1);
+    msi_point *points = msi_reserve_points(c, width + 2);
     if (!points) {
         return false;
     }
@@ -8664,7 +8687,9 @@ static bool msi_fill_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint3
             points[part->count++] = *point;
         }
     }
-    c->chunk_used += part->count;
+    memset(&points[part->count], 0, sizeof *points);
+    points[part->count].bytes = MSI_CHAIN_NEVER;
+    c->chunk_used += part->count + 1;
     return true;
 }
 
@@ -8749,17 +8774,6 @@ static void msi_assign_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uin
     }
 }
 
-/* Makes the plan of a point of the whole chain, laid out. */
-static ms_result msi_try_point(msi_chain *c, uint32_t number) {
-    msi_solver *s = c->solver;
-    const msi_part *all = msi_part_of(c, false, 0, c->count - 1);
-    memcpy(s->plan->dropped, c->base, s->model->graph.tensors.count);
-    msi_assign_part(c, false, 0, c->count - 1, all->points[number].bytes, 0);
-    const ms_result result = msi_try(s);
-    bool fits;
-    return result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
-}
-
 /* The fastest point that should fit. */
 static uint32_t msi_find_point(const msi_chain *c, uint64_t budget) {
     const msi_part *all = &c->parts[c->count - 1];
@@ -8771,11 +8785,22 @@ static uint32_t msi_find_point(const msi_chain *c, uint64_t budget) {
     return k;
 }
 
-static ms_result msi_keep_point(msi_chain *c, uint32_t number, uint64_t budget) {
-    const ms_result result = msi_try_point(c, number);
-    if (result == MS_RESULT_OK) {
-        msi_keep_best(c->solver, budget);
+/* Tries the plan of a point of the whole chain. *done: it fits, or is no faster than one that does;
+   then slower points are not worth a try. */
+static ms_result msi_try_point(msi_chain *c, uint32_t number, uint64_t budget, bool *done) {
+    msi_solver *s = c->solver;
+    const msi_part *all = msi_part_of(c, false, 0, c->count - 1);
+    memcpy(s->plan->dropped, c->base, s->model->graph.tensors.count);
+    msi_assign_part(c, false, 0, c->count - 1, all->points[number].bytes, 0);
+    ms_result result = msi_try(s);
+    if (result == MS_RESULT_OK && msi_may_be_best(s, budget)) {
+        bool fits;
+        result = msi_fits(s, UINT64_MAX, &fits);
+        if (result == MS_RESULT_OK) {
+            msi_keep_best(s, budget);
+        }
     }
+    *done = s->fits && s->plan->train.step_us >= s->best_us;
     return result;
 }
 
@@ -8785,20 +8810,20 @@ static ms_result msi_search_points(msi_chain *c, uint64_t budget) {
     msi_solver *s = c->solver;
     const msi_part *all = &c->parts[c->count - 1];
     uint32_t k = msi_find_point(c, budget), step = 1;
-    ms_result result = msi_keep_point(c, k, budget);
+    bool done;
+    ms_result result = msi_try_point(c, k, budget, &done);
     const uint64_t sum = all->points[k].bytes, real = s->plan->train.peak_bytes;
     const uint32_t faster = real < sum && budget > 0 ? msi_find_point(c, budget + (sum - real)) : k;
-    bool fits = faster == k && s->plan->arena_bytes <= budget;
+    done = done && faster == k;
     k = faster > k ? faster + 1 : k;
-    for (int tries = 0; result == MS_RESULT_OK && !fits && k > 0 && tries < MSI_CHAIN_TRIES;
+    for (int tries = 0; result == MS_RESULT_OK && !done && k > 0 && tries < MSI_CHAIN_TRIES;
          tries++) {
         step = tries < MSI_CHAIN_TRIES / 4 ? 1 : step * 2;
         k = k > step ? k - step : 0;
-        result = msi_keep_point(c, k, budget);
-        fits = s->plan->arena_bytes <= budget;
+        result = msi_try_point(c, k, budget, &done);
     }
     for (k = 0; !s->fits && result == MS_RESULT_OK && k < all->count; k += 1 + k / 2) {
-        result = msi_keep_point(c, k, budget);
+        result = msi_try_point(c, k, budget, &done);
     }
     return result;
 }
