@@ -8020,7 +8020,7 @@ enum {
     MSI_CHAIN_CHUNK = 1 << 15, // points
     MSI_CHAIN_CHUNKS = 64,
     MSI_CHAIN_WIDTH = 48,    // points of a part, at least
-    MSI_CHAIN_WIDEST = 1024, // of a part up to the end
+    MSI_CHAIN_WIDEST = 2048, // of a part up to the end
     MSI_CHAIN_WORK = 3 * 1000 * 1000,
     MSI_CHAIN_TRIES = 16,
     MSI_CHAIN_LARGE = 1000 // layers
