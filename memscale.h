@@ -8660,7 +8660,7 @@ static msi_point *msi_reserve_points(msi_chain *c, uint32_t count) {
 
 /* The best ways to train stages s to t: those that are faster than all that take less. */
 static bool msi_fill_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint32_t width) {
-    c->low = c->high = UINT64_MAX;
+    c->low = c->high = MSI_CHAIN_NEVER - 1;
     c->fastest_us = c->lowest.us = INFINITY;
     c->source_count = 0;
     c->width = width;
