@@ -44,9 +44,9 @@ need() {
     command -v "$1" > /dev/null || skip "no $1"
 }
 
-build() { # CONFIG PROGRAM
+build() { # CONFIG PROGRAM: by one check at a time, others find it up to date
     case $2 in *_cpp) need "$CXX" ;; esac
-    $MAKE -s --no-print-directory werror=1 config="$1" "$2"
+    flock "$checks/${2//\//_}.lock" $MAKE -s --no-print-directory werror=1 config="$1" "$2"
 }
 
 run_test() { # CONFIG PROGRAM
