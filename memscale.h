@@ -7775,8 +7775,8 @@ static ms_result msi_return_to(msi_solver *s, const msi_rung *rung) {
 
 /* The last rung took several drops at once: the first of them that fit the budget are enough, as
    long as their arena is no smaller than that of the whole rung (else a smaller budget would get
-   the larger arena). On large graphs only some numbers of drops are tried, the same for every
-   budget. */
+   the larger arena); a rung of one drop is in force already. On large graphs only some numbers of
+   drops are tried, the same for every budget. */
 static ms_result msi_trim_rung(msi_solver *s, uint64_t budget) {
     const uint32_t end = s->drops.count;
     const uint32_t begin = s->rungs.count > 1 ? s->rungs.items[s->rungs.count - 2].drop_count : 0;

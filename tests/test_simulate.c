@@ -85,6 +85,16 @@ static t_chain start_small(ms_device_kind kind) {
     return chain;
 }
 
+/* A chain of so many pairs of layers, with the speeds of the backend, wrapped. */
+static t_chain wrap_dry(uint32_t depth) {
+    ms_config config = t_config();
+    t_chain chain;
+    config.dry_run = true;
+    assert_int_equal(t_chain_create(&chain, &config, depth, 48, 8), MS_RESULT_OK);
+    t_ok(chain.model, ms_wrap(chain.model));
+    return chain;
+}
+
 typedef struct timeline {
     uint32_t count;
     ms_event_kind kind[400];
@@ -173,11 +183,7 @@ static void copies_in_are_waited_for(void **state) {
    other; computing that has got behind the copies meanwhile waits for nothing. */
 static void operands_are_waited_for(void **state) {
     (void)state;
-    ms_config config = t_config();
-    t_chain chain;
-    config.dry_run = true;
-    assert_int_equal(t_chain_create(&chain, &config, 1, 48, 8), MS_RESULT_OK);
-    t_ok(chain.model, ms_wrap(chain.model));
+    const t_chain chain = wrap_dry(1);
     msi_program *p = &chain.model->plan->train;
     const msi_instruction *i = p->instructions.items; // matmul0 reads x, and its weight
     const uint32_t weight = chain.model->store->slot_of[msi_index(chain.model, chain.weight[0])];
@@ -352,11 +358,7 @@ static void hashes_tell_plans_apart(void **state) {
 /* Whatever differs in a program or in the slots, the hash does. */
 static void hashes_see_everything(void **state) {
     (void)state;
-    ms_config config = t_config();
-    t_chain chain;
-    config.dry_run = true;
-    assert_int_equal(t_chain_create(&chain, &config, 3, 48, 8), MS_RESULT_OK);
-    t_ok(chain.model, ms_wrap(chain.model));
+    const t_chain chain = wrap_dry(3);
     msi_store *store = chain.model->store;
     msi_plan *plan = chain.model->plan;
     const uint64_t hash = msi_hash_plan(store, plan);
