@@ -345,7 +345,7 @@ typedef enum ms_log_level { MS_LOG_ERROR, MS_LOG_WARNING, MS_LOG_INFO, MS_LOG_DE
 typedef void (*ms_log_fn)(ms_log_level level, const char *tag, const char *text, void *user);
 
 /* Receives a piece of a listing. */
-typedef void (*ms_write_fn)(const char *text, size_t length, void *user);
+typedef void (*ms_text_fn)(const char *text, size_t length, void *user);
 
 typedef enum ms_device_kind {
     MS_DEVICE_CPU,
@@ -488,7 +488,7 @@ typedef struct ms_backend {
     int (*copy_out)(void *state, void *host, const void *device, uint64_t bytes); // TO_HOST
     /* As copy_in, on COMPUTE; a few KB, and the source may change as soon as it returns. Optional:
        copy_in, for which the host then waits. */
-    int (*tell)(void *state, void *device, const void *host, uint64_t bytes);
+    int (*upload)(void *state, void *device, const void *host, uint64_t bytes);
     int (*copy)(void *state, void *device, const void *source, uint64_t bytes);  // from here on
     int (*fill_bytes)(void *state, void *device, uint8_t value, uint64_t bytes); // COMPUTE
     int (*fill_f32)(void *state, void *device, float value, uint64_t count);
@@ -519,11 +519,11 @@ typedef struct ms_backend {
     /* Optional, all or none: what is enqueued on MS_STREAM_COMPUTE between begin and end becomes a
        graph and does not run. check: not 0 where something in between has spoilt that. end with
        graph NULL throws it away. */
-    int (*graph_begin)(void *state);
-    int (*graph_check)(void *state);
-    int (*graph_end)(void *state, void **graph);
-    int (*graph_launch)(void *state, void *graph);
-    void (*graph_release)(void *state, void *graph);
+    int (*recording_begin)(void *state);
+    int (*recording_check)(void *state);
+    int (*recording_end)(void *state, void **graph);
+    int (*recording_launch)(void *state, void *graph);
+    void (*recording_release)(void *state, void *graph);
 } ms_backend;
 
 // ------------------------------------------------------------------------------------------------
@@ -604,7 +604,7 @@ typedef struct ms_config {
        instruction. The step after them begins by planning again with the medians, as ms_wrap
        would, though by preference in the arena that is there; should that fail, the old plan stays
        and the log is told. The second step by the new plan is timed once more, for
-       ms_visit_events and ms_trace_write. Steps that fail are no samples, micro-batches are
+       ms_visit_events and ms_print_trace. Steps that fail are no samples, micro-batches are
        samples of one step together, and a device is waited for around each instruction. Not with
        debug. */
     ms_switch static_profiling, empirical_profiling;
@@ -636,9 +636,9 @@ typedef struct ms_reads {
     bool nothing; // reads none of these; all fields zero means that it may read all
 } ms_reads;
 
-typedef struct ms_overwrites {
+typedef struct ms_slot_masks {
     uint16_t in, out, saved, grad_out;
-} ms_overwrites;
+} ms_slot_masks;
 
 typedef struct ms_edges {
     uint16_t in, param;
@@ -680,14 +680,14 @@ typedef struct ms_layer_desc {
     uint16_t in_place[MS_LIMIT_OUT];
     /* grad_in_place[i]: grad_in[i], where its beta is 0, may take over the memory of one of these
        operands of backward. Backward must be right both ways. */
-    ms_overwrites grad_in_place[MS_LIMIT_IN];
+    ms_slot_masks grad_in_place[MS_LIMIT_IN];
     /* Outputs and gradients that can only be computed in place. Their in_place names one input,
        their grad_in_place one grad_out and nothing else. The callback finds that operand's value in
        the memory of the result, and both views have the same data; what others still need is copied
        first. */
     uint16_t must_in_place;      // mask of outputs
     uint16_t must_grad_in_place; // mask of inputs
-    ms_overwrites clobbers;      // what backward destroys; what others still need is copied first
+    ms_slot_masks clobbers;      // what backward destroys; what others still need is copied first
     /* Inputs whose gradients forward writes, in a layer that ends in a loss: it runs once, it has
        no backward, and nothing differentiates through its outputs. */
     uint16_t grads_in_forward;
@@ -1040,8 +1040,8 @@ MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor);
 /* Keep this tensor until the next step, in ms_step and in ms_eval or in ms_eval alone, so that
    ms_read can see it. A kept tensor is never overwritten in place. Sticks.
    Errors: INVALID, ORDER (after ms_wrap). */
-MEMSCALE_API void ms_set_output(ms_model *model, ms_tensor tensor);
-MEMSCALE_API void ms_set_eval_output(ms_model *model, ms_tensor tensor);
+MEMSCALE_API void ms_add_output(ms_model *model, ms_tensor tensor);
+MEMSCALE_API void ms_add_eval_output(ms_model *model, ms_tensor tensor);
 
 /* How params are updated; AdamW with its defaults if never called. Sticks.
    Errors: INVALID, ORDER (after ms_wrap). */
@@ -1084,7 +1084,7 @@ MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_la
    bits. Names, addresses and the sizes of axes do not matter to the hash. Loading is all or
    nothing. Errors: INVALID (not a profile, of another version, of another graph, cut off; the text
    says which line), ORDER (save before ms_wrap). */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_profile_save(const ms_model *model, ms_write_fn write,
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_profile_save(const ms_model *model, ms_text_fn write,
                                                           void *user);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_profile_load(ms_model *model, const char *text,
                                                           size_t length);
@@ -1234,14 +1234,14 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_verify(ms_model *model, ms_differen
    counters of live bytes by category. A slice is an instruction, by the name of its layer or
    tensor, or what is simulated beside the program: inputs that come in, the sum of the losses, the
    verdict that goes out. Errors: INVALID, ORDER (no plan yet). */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_trace_write(const ms_model *model, ms_write_fn write,
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_trace(const ms_model *model, ms_text_fn write,
                                                          void *user);
 
 /* Sizes and times of the plan, and steps done, in the text format of Prometheus, with a NUL behind
    it. All names begin with memscale_, units are bytes and seconds. *length (may be NULL): of the
    whole text, without the NUL. Errors: INVALID (capacity is not above *length: the text is empty
    then; it may be NULL where capacity is 0), ORDER (no plan yet). */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_metrics_write(const ms_model *model, char *text,
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_metrics(const ms_model *model, char *text,
                                                            size_t capacity, size_t *length);
 
 /* The program as a list of events, in order, for a framework that runs its own: what to compute
@@ -1252,10 +1252,10 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_visit_events(const ms_model *model,
 /* Listings for people: the plan, with a line per layer and the rules that decided; and a program, a
    line per instruction with its number, op, layer, operands with addresses, and live bytes. Errors:
    INVALID, ORDER; OUT_OF_MEMORY (of ms_print_plan). */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_plan(const ms_model *model, ms_write_fn write,
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_plan(const ms_model *model, ms_text_fn write,
                                                         void *user);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_program(const ms_model *model,
-                                                           ms_program program, ms_write_fn write,
+                                                           ms_program program, ms_text_fn write,
                                                            void *user);
 
 #endif // MEMSCALE_H
@@ -1836,11 +1836,13 @@ typedef enum msi_role {
     MSI_ROLE_VALUE,
     MSI_ROLE_GRADIENT,
     MSI_ROLE_STATE0, // of the optimizer, MS_LIMIT_OPTIMIZER_STATE of them
-    MSI_ROLE_FIXED = MSI_ROLE_STATE0 + MS_LIMIT_OPTIMIZER_STATE, // roles up to here can be fixed
-    MSI_ROLE_PART = MSI_ROLE_FIXED, // a contribution to a gradient, to be added to it
-    MSI_ROLE_SNAPSHOT,              // a copy of a buffer
-    MSI_ROLE_WORKSPACE,             // of a layer
-    MSI_ROLE_NORM                   // a msi_norm, of no tensor
+    MSI_ROLE_RESIDENT_COUNT =
+        MSI_ROLE_STATE0 + MS_LIMIT_OPTIMIZER_STATE, // roles up to here can be fixed
+    MSI_ROLE_CONTRIBUTION =
+        MSI_ROLE_RESIDENT_COUNT, // a contribution to a gradient, to be added to it
+    MSI_ROLE_SNAPSHOT,           // a copy of a buffer
+    MSI_ROLE_WORKSPACE,          // of a layer
+    MSI_ROLE_NORM                // a msi_norm, of no tensor
 } msi_role;
 
 typedef struct msi_tensor {
@@ -1851,16 +1853,16 @@ typedef struct msi_tensor {
     msi_kind kind;
     float weight_decay;     // NaN: the optimizer's
     uint64_t trained_since; // completed updates when its optimizer state was made
-    bool frozen, kept, kept_in_eval, on_host, no_gradient;
+    bool frozen, is_output, is_eval_output, on_host, no_gradient;
     uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
     /* Per role: the trainer's memory where the bit in `borrowed` is set, otherwise what was written
        before ms_wrap. */
-    void *memory[MSI_ROLE_FIXED];
+    void *memory[MSI_ROLE_RESIDENT_COUNT];
     uint8_t borrowed;
     /* analysis of the graph, made by ms_wrap */
     bool wants_gradient;
     bool updates_early; // params: may be updated inside backward
-    bool pinned;        // cannot be recomputed, or is what a recomputation reads
+    bool must_stay;     // cannot be recomputed, or is what a recomputation reads
     bool leads_to_loss;
     uint32_t last_reader;   // the last layer in backward whose backward reads the value
     uint32_t last_gradient; // the last layer in backward that contributes a gradient
@@ -1894,7 +1896,7 @@ typedef struct msi_layer {
     uint8_t count[MSI_GROUP_COUNT];
     ms_reads reads, recompute_reads;
     ms_edges accumulates, overwrites;
-    ms_overwrites clobbers;
+    ms_slot_masks clobbers;
     uint16_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved;
     bool no_recompute, keeps_state;
     bool no_backward;
@@ -1955,21 +1957,21 @@ typedef enum msi_cost {
 
 /* One value in memory, from the instruction that makes it to the last that uses it. Lives with
    fixed addresses (params, buffers, inputs, optimizer state) come first, one per slot. */
-typedef struct msi_life {
+typedef struct msi_range {
     uint64_t bytes, offset; // offset behind the slots
     uint32_t tensor;        // a layer, for workspace
     uint32_t first, last;
     uint32_t idle_first, idle_last; // the uses around the gap from forward to backward, or none
-    uint32_t takes_over;            // the life whose memory this one goes on using
+    uint32_t alias_of;              // the life whose memory this one goes on using
     double ready_us;                // simulated: a copy on another stream makes it until then
     uint32_t block;
     uint8_t role, category;
-    bool taken; // another life takes over this one's memory at its last instruction
-    bool kept;  // to the end of the program and beyond, for ms_read
-} msi_life;
+    bool aliased;  // another life takes over this one's memory at its last instruction
+    bool outlives; // to the end of the program and beyond, for ms_read
+} msi_range;
 
 typedef struct msi_operand {
-    uint32_t life;
+    uint32_t range;
     bool accumulate; // a gradient that has a contribution already
 } msi_operand;
 
@@ -1997,7 +1999,7 @@ typedef struct msi_block {
 typedef struct msi_program {
     MSI_LIST(msi_instruction) instructions;
     MSI_LIST(msi_operand) operands;
-    MSI_LIST(msi_life) lives;
+    MSI_LIST(msi_range) ranges;
     MSI_LIST(msi_block) blocks;    // offsets count from the end of the slots
     MSI_LIST(uint64_t) live_bytes; // per instruction, slots not counted
     MSI_LIST(double) measured;     // start and duration of each, in the last timed step
@@ -2014,7 +2016,7 @@ typedef struct msi_program {
 } msi_program;
 
 /* A value with a fixed address: at the start of the arena, on the host, or the trainer's own. */
-typedef struct msi_slot {
+typedef struct msi_resident {
     uint64_t bytes, offset;
     void *address;
     uint64_t staging; // of an input on the device: offset of its copy in the host memory
@@ -2023,7 +2025,7 @@ typedef struct msi_slot {
     uint32_t tensor;
     msi_role role;
     bool on_host, borrowed;
-} msi_slot;
+} msi_resident;
 
 /* Events of a model; those of staged inputs follow. */
 enum {
@@ -2038,31 +2040,31 @@ enum {
 enum { MSI_STATE_BYTES = 64, MSI_STATES_BYTES = 128 };
 
 /* A recording of a step: of the first micro-batch, one in the middle, the last, or all in one. */
-enum { MSI_GRAPH_FIRST = 1, MSI_GRAPH_LAST = 2, MSI_GRAPH_COUNT = 4 };
+enum { MSI_RECORDING_FIRST = 1, MSI_RECORDING_LAST = 2, MSI_RECORDING_COUNT = 4 };
 
-typedef struct msi_graph_exec {
-    void *graph;
-    uint64_t made_for; // msi_graph_key then
+typedef struct msi_recording {
+    void *handle;
+    uint64_t made_for; // msi_recording_key then
     bool warm;         // such a step has run without
-} msi_graph_exec;
+} msi_recording;
 
 /* Where values are: one for all plans of a wrap. */
 typedef struct msi_store {
-    MSI_LIST(msi_slot) slots;
-    uint32_t *slot_of; // per tensor: the slot of its value, its others behind; or MSI_NONE
-    uint64_t slot_bytes, transient_bytes; // of the arena: the sum
-    uint64_t reserved_bytes;              // the first of them: the backend's workspace, the step
+    MSI_LIST(msi_resident) residents;
+    uint32_t *resident_of; // per tensor: the slot of its value, its others behind; or MSI_NONE
+    uint64_t resident_bytes, transient_bytes; // of the arena: the sum
+    uint64_t reserved_bytes; // the first of them: the backend's workspace, the step
     uint64_t host_bytes, borrowed_bytes;
     uint64_t staging_bytes; // behind host_bytes: the step, its verdict, inputs
     uint64_t step_bytes;    // of a step of its own
     uint32_t factor_count, event_count;
-    void *memory;     // of the slots; and of the rest, if that is not shared
-    void *transient;  // of the rest; in a shared arena, NULL
-    uint8_t *host;    // tensors on the host, then staging
-    uint8_t *step;    // in device memory
-    uint8_t *shadow;  // debug mode: a copy of everything, on the host
-    uint8_t *results; // debug mode: and of what a callback made
-    uint64_t *print;  // debug mode: per tensor, a hash of its value
+    void *memory;          // of the slots; and of the rest, if that is not shared
+    void *transient;       // of the rest; in a shared arena, NULL
+    uint8_t *host;         // tensors on the host, then staging
+    uint8_t *step;         // in device memory
+    uint8_t *shadow;       // debug mode: a copy of everything, on the host
+    uint8_t *results;      // debug mode: and of what a callback made
+    uint64_t *fingerprint; // debug mode: per tensor, a hash of its value
     uint64_t shadow_bytes;
     uint32_t micro_count;
 } msi_store;
@@ -2078,7 +2080,7 @@ typedef struct msi_plan {
     uint64_t budget_bytes, plain_bytes, arena_bytes;
     msi_program train, eval;
     double plain_step_us;
-    msi_graph_exec graphs[MSI_GRAPH_COUNT];
+    msi_recording recordings[MSI_RECORDING_COUNT];
     bool forces; // heeds the techniques that are forced
     bool early_update;
     uint64_t update_lag_bytes; // early updates: gradients that may wait for theirs
@@ -2124,55 +2126,88 @@ typedef enum msi_warmup {
    sample is time over weight, elements of output or bytes, of all that ran in one step. */
 typedef struct msi_timing {
     msi_warmup stage;
-    uint32_t wanted, taken; // samples
+    uint32_t wanted, sample_count; // samples
     uint32_t series_count;
-    double *us, *weight; // per series, in the step under way
+    double *us, *amount; // per series, in the step under way
     double *samples;     // per series: `wanted`, of which `taken` are there; 0: none
     double begin_us;     // of the step
     double overhead_us;  // of timing an instruction
 } msi_timing;
 
+/* What the times of instructions follow from: the device that plans are for, and what was measured
+   on it. */
+typedef struct msi_costs {
+    ms_hardware hardware;                // its speeds filled in
+    bool is_foreign;                     // it is not the model's own device
+    double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs that have bytes; 0: was not
+} msi_costs;
+
+/* Where the description of that device comes from. */
+typedef struct msi_sources {
+    ms_hardware given; // by ms_set_hardware, for the next ms_wrap
+    bool is_given;
+    ms_hardware profile; // the speeds of one that was loaded
+    bool has_profile;
+    ms_hardware reported; // the speeds that ms_hardware_report measured
+} msi_sources;
+
+/* What the last ms_wrap was asked for; of the one that is planning, while it is. */
+typedef struct msi_wrapped {
+    msi_plan *largest; // the plan for the largest sizes, in the list of plans too
+    msi_goal goal;
+    msi_choice choice;
+    bool changed; // something was set since that only the next ms_wrap takes into account
+} msi_wrapped;
+
+/* What has become of the judgement of the device on the loss and on the norm of the gradients. */
+typedef enum msi_verdict_stage {
+    MSI_VERDICT_NONE,      // nothing that the host does not know
+    MSI_VERDICT_ON_DEVICE, // there is one that the host has not asked for
+    MSI_VERDICT_COPIED     // it is being copied out, and the host has not looked at it
+} msi_verdict_stage;
+
+/* The step under way, or an eval, and all that it runs on. */
+typedef struct msi_run {
+    msi_store *store;
+    msi_plan *plan;             // the one in force, at the head of the list
+    ms_arena *arena;            // shared with other models; NULL: its own
+    msi_timing *timing;         // NULL: nothing is timed
+    const msi_program *program; // the one that runs, or ran last
+    uint32_t position;          // instructions of it that are done
+    uint32_t updates_done;      // of the step that is under way
+    uint32_t micro;             // micro-batches of it that are done
+    uint64_t step;              // completed updates
+    float step_factor;          // of the gradient of the loss, in this step
+    msi_stage stage;
+    msi_verdict_stage verdict;
+    ms_step_state halt; // of a step that was halted, which the trainer has not been told
+    uint64_t epoch;     // another one whenever what a recording holds changes
+    bool busy;          // inside a callback
+    bool recording;     // what is enqueued is recorded, and does not run
+    bool state_is_old;  // what a recomputation needs is in place
+    bool failed;        // an update was cut in two
+    ms_view views[MSI_MAX_VIEWS];
+} msi_run;
+
+/* What went wrong last. */
+typedef struct msi_errors {
+    ms_result sticky; // of the registration: the first
+    bool tolerant;    // errors are warnings
+    uint32_t count;
+    char text[MSI_ERROR_BYTES], sticky_text[MSI_ERROR_BYTES];
+} msi_errors;
+
 struct ms_model {
     ms_config config; // defaults resolved
     void *device;     // state of the backend, or its user
     ms_optimizer_desc optimizer;
-    ms_hardware hardware; // that the plan is for, its speeds filled in
-    bool has_hardware;    // which is not the model's own
-    ms_hardware given;    // by ms_set_hardware, for the next ms_wrap
-    bool is_given;
-    ms_hardware profile; // the speeds of one that was loaded
-    bool has_profile;
-    ms_hardware speeds;                  // as the last report had them
-    double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs that have bytes; 0: was not
-    msi_timing *timing;                  // NULL: nothing is timed
-    bool tolerant;                       // errors are warnings
-    msi_graph graph;
-    msi_store *store;
-    msi_plan *plan;    // the one in force, at the head of the list
-    msi_plan *largest; // the one for the largest sizes, in the list too
-    bool changed;      // something since ms_wrap that only the next one heeds
-    msi_goal goal;     // of that ms_wrap
-    msi_choice choice; // of that ms_wrap, or of the one that is planning
     float loss_factor;
-    uint64_t step; // completed updates
-    const msi_program *running;
-    uint32_t position;     // instructions of it that are done
-    uint32_t updates_done; // of the step that is under way
-    uint32_t micro;        // micro-batches of it that are done
-    float step_factor;     // of the gradient of the loss, in this step
-    bool busy;             // inside a callback
-    bool state_is_old;     // what a recomputation needs is in place
-    bool judged;           // there is a verdict on the device that nobody has asked for
-    bool asked;            // one was copied out that nobody has looked at
-    bool recording;        // a graph
-    uint64_t epoch;        // another one whenever what a graph has recorded changes
-    ms_step_state left;    // of a step that was halted, which the trainer has not been told
-    msi_stage stage;
-    bool failed;
-    ms_result sticky;
-    ms_view views[MSI_MAX_VIEWS];
-    uint32_t error_count;
-    char error[MSI_ERROR_BYTES], sticky_error[MSI_ERROR_BYTES];
+    msi_graph graph;
+    msi_costs costs;
+    msi_sources sources;
+    msi_wrapped wrapped;
+    msi_run run;
+    msi_errors errors;
 };
 
 // ------------------------------------------------------------------------------------------------
@@ -2199,10 +2234,10 @@ static ms_result msi_fail(ms_model *m, ms_result result, const char *format, ...
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    memcpy(m->error, text, sizeof text);
-    m->error_count++;
-    msi_log(m, m->tolerant ? MS_LOG_WARNING : MS_LOG_ERROR, "error", "%s: %s",
-            ms_result_name(result), m->error);
+    memcpy(m->errors.text, text, sizeof text);
+    m->errors.count++;
+    msi_log(m, m->errors.tolerant ? MS_LOG_WARNING : MS_LOG_ERROR, "error", "%s: %s",
+            ms_result_name(result), m->errors.text);
     return result;
 }
 
@@ -2219,14 +2254,14 @@ static ms_result msi_fail_argument(ms_model *m, const char *function, const char
 /* For registration: the first error stays, and ms_wrap repeats its text. With a plan there is no
    more registration, and nothing that must stay. */
 static void msi_stick(ms_model *m, ms_result result) {
-    if (!m->plan) {
-        m->sticky = result;
-        memcpy(m->sticky_error, m->error, sizeof m->error);
+    if (!m->run.plan) {
+        m->errors.sticky = result;
+        memcpy(m->errors.sticky_text, m->errors.text, sizeof m->errors.text);
     }
 }
 
 #define MSI_STICK(m, ...)                                                                          \
-    ((m)->sticky == MS_RESULT_OK ? msi_stick(m, msi_fail(m, __VA_ARGS__)) : (void)0)
+    ((m)->errors.sticky == MS_RESULT_OK ? msi_stick(m, msi_fail(m, __VA_ARGS__)) : (void)0)
 
 typedef struct msi_size_text {
     char text[32];
@@ -2401,16 +2436,16 @@ static ms_result msi_wait_on_host(ms_model *m, uint32_t event) {
 
 /* Behind the slots. */
 static uint8_t *msi_transient(const ms_model *m) {
-    return (uint8_t *)(m->config.arena ? m->config.arena->memory : m->store->transient);
+    return (uint8_t *)(m->run.arena ? m->run.arena->memory : m->run.store->transient);
 }
 
-static void *msi_address(const ms_model *m, const msi_program *p, uint32_t life) {
-    return life < m->store->slots.count ? m->store->slots.items[life].address
-                                        : msi_transient(m) + p->lives.items[life].offset;
+static void *msi_address(const ms_model *m, const msi_program *p, uint32_t range) {
+    return range < m->run.store->residents.count ? m->run.store->residents.items[range].address
+                                                 : msi_transient(m) + p->ranges.items[range].offset;
 }
 
-static bool msi_is_on_host(const ms_model *m, uint32_t life) {
-    return life < m->store->slots.count && m->store->slots.items[life].on_host;
+static bool msi_is_on_host(const ms_model *m, uint32_t range) {
+    return range < m->run.store->residents.count && m->run.store->residents.items[range].on_host;
 }
 
 /* Between any two of host memory and device memory. It is done on return, but for a copy from
@@ -2429,10 +2464,9 @@ static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const 
                                       : msi_copy_in(m, target, source, bytes, MSI_EVENT_COPY);
     result = result == MS_RESULT_OK ? msi_wait_on_host(m, MSI_EVENT_COPY) : result;
     if (result != MS_RESULT_OK) { // no copy may go on with memory that is the caller's again
-        char text[MSI_ERROR_BYTES];
-        memcpy(text, m->error, sizeof text);
+        const msi_errors errors = m->errors;
         (void)msi_synchronize(m);
-        memcpy(m->error, text, sizeof text);
+        m->errors = errors;
     }
     return result;
 }
@@ -2446,7 +2480,7 @@ static ms_result msi_fill(ms_model *m, void *target, bool on_host, uint8_t value
     return msi_device(m, b->fill_bytes(m->device, target, value, bytes), "fill");
 }
 
-static void msi_poison(const void *memory, uint64_t bytes) {
+static void msi_asan_poison(const void *memory, uint64_t bytes) {
 #ifdef MSI_ASAN
     __asan_poison_memory_region(memory, (size_t)bytes);
 #else
@@ -2454,7 +2488,7 @@ static void msi_poison(const void *memory, uint64_t bytes) {
 #endif
 }
 
-static void msi_unpoison(const void *memory, uint64_t bytes) {
+static void msi_asan_unpoison(const void *memory, uint64_t bytes) {
 #ifdef MSI_ASAN
     __asan_unpoison_memory_region(memory, (size_t)bytes);
 #else
@@ -2469,38 +2503,38 @@ enum { MSI_GEMM_M = 64, MSI_GEMM_N = 128, MSI_GEMM_K = 64, MSI_TILE_M = 4, MSI_T
 
 /* Threads take equal parts from one end to the other, as those of a trainer's loops do, so that
    each finds in its cache what it is going to write. Parts of 16 KiB. */
-enum { MSI_PART_BYTES = 16384 };
+enum { MSI_CHUNK_BYTES = 16384 };
 
-static uint64_t msi_part_bytes(uint64_t bytes, int64_t part) {
-    const uint64_t rest = bytes - (uint64_t)part * MSI_PART_BYTES;
-    return rest < (uint64_t)MSI_PART_BYTES ? rest : (uint64_t)MSI_PART_BYTES;
+static uint64_t msi_chunk_bytes(uint64_t bytes, int64_t chunk) {
+    const uint64_t rest = bytes - (uint64_t)chunk * MSI_CHUNK_BYTES;
+    return rest < (uint64_t)MSI_CHUNK_BYTES ? rest : (uint64_t)MSI_CHUNK_BYTES;
 }
 
-static int64_t msi_part_count(uint64_t bytes) {
-    return (int64_t)((bytes + MSI_PART_BYTES - 1) / MSI_PART_BYTES);
+static int64_t msi_chunk_count(uint64_t bytes) {
+    return (int64_t)((bytes + MSI_CHUNK_BYTES - 1) / MSI_CHUNK_BYTES);
 }
 
 static int msi_cpu_copy(void *user, void *target, const void *source, uint64_t bytes) {
     (void)user;
-    const int64_t parts = msi_part_count(bytes);
+    const int64_t chunks = msi_chunk_count(bytes);
 #ifdef _OPENMP
-#pragma omp parallel for schedule(static) if (parts > 4)
+#pragma omp parallel for schedule(static) if (chunks > 4)
 #endif
-    for (int64_t i = 0; i < parts; i++) {
-        memcpy((uint8_t *)target + i * MSI_PART_BYTES, (const uint8_t *)source + i * MSI_PART_BYTES,
-               (size_t)msi_part_bytes(bytes, i));
+    for (int64_t i = 0; i < chunks; i++) {
+        memcpy((uint8_t *)target + i * MSI_CHUNK_BYTES,
+               (const uint8_t *)source + i * MSI_CHUNK_BYTES, (size_t)msi_chunk_bytes(bytes, i));
     }
     return 0;
 }
 
 static int msi_cpu_fill_bytes(void *user, void *device, uint8_t value, uint64_t bytes) {
     (void)user;
-    const int64_t parts = msi_part_count(bytes);
+    const int64_t chunks = msi_chunk_count(bytes);
 #ifdef _OPENMP
-#pragma omp parallel for schedule(static) if (parts > 4)
+#pragma omp parallel for schedule(static) if (chunks > 4)
 #endif
-    for (int64_t i = 0; i < parts; i++) {
-        memset((uint8_t *)device + i * MSI_PART_BYTES, value, (size_t)msi_part_bytes(bytes, i));
+    for (int64_t i = 0; i < chunks; i++) {
+        memset((uint8_t *)device + i * MSI_CHUNK_BYTES, value, (size_t)msi_chunk_bytes(bytes, i));
     }
     return 0;
 }
@@ -2614,26 +2648,27 @@ static int64_t msi_least(int64_t a, int64_t b) {
    (by_row) or cols, each strip contiguous and padded with zeros: what the inner loop reads. */
 static void msi_gemm_pack(const ms_matrix *x, bool by_row, int64_t row, int64_t rows, int64_t col,
                           int64_t cols, int64_t width, float *packed) {
-    const int64_t step_row = x->transposed ? 1 : x->stride;
-    const int64_t step_col = x->transposed ? x->stride : 1;
+    const int64_t row_stride = x->transposed ? 1 : x->stride;
+    const int64_t col_stride = x->transposed ? x->stride : 1;
     const int64_t outer = by_row ? rows : cols, depth = by_row ? cols : rows;
-    const int64_t step_outer = by_row ? step_row : step_col;
-    const int64_t step_depth = by_row ? step_col : step_row;
-    const int64_t first = row * step_row + col * step_col;
+    const int64_t outer_stride = by_row ? row_stride : col_stride;
+    const int64_t depth_stride = by_row ? col_stride : row_stride;
+    const int64_t first = row * row_stride + col * col_stride;
     for (int64_t strip = 0; strip < outer; strip += width) {
         const int64_t used = outer - strip < width ? outer - strip : width;
         for (int64_t d = 0; d < depth; d++) {
-            const int64_t at = first + strip * step_outer + d * step_depth;
+            const int64_t at = first + strip * outer_stride + d * depth_stride;
             if (x->dtype == MS_DTYPE_F32) {
                 const float *data = (const float *)x->data + at;
                 for (int64_t i = 0; i < width; i++) {
-                    *packed++ = i < used ? data[i * step_outer] : 0.0f;
+                    *packed++ = i < used ? data[i * outer_stride] : 0.0f;
                 }
                 continue;
             }
             for (int64_t i = 0; i < width; i++) {
-                *packed++ =
-                    i < used ? msi_load(x->data, x->dtype, (uint64_t)(at + i * step_outer)) : 0.0f;
+                *packed++ = i < used
+                                ? msi_load(x->data, x->dtype, (uint64_t)(at + i * outer_stride))
+                                : 0.0f;
             }
         }
     }
@@ -3308,7 +3343,7 @@ static ms_tensor msi_handle(uint32_t tensor, msi_role role) {
 /* Index of the tensor that a handle stands for; MSI_NONE if there is none. */
 static uint32_t msi_index(const ms_model *m, ms_tensor handle) {
     const uint32_t index = (handle.id & (((uint32_t)1 << MSI_ROLE_BITS) - 1)) - 1;
-    const bool known = handle.id >> MSI_ROLE_BITS < MSI_ROLE_FIXED;
+    const bool known = handle.id >> MSI_ROLE_BITS < MSI_ROLE_RESIDENT_COUNT;
     return known && index < m->graph.tensors.count ? index : MSI_NONE;
 }
 
@@ -3331,7 +3366,7 @@ static bool msi_is_float(ms_dtype dtype) {
 }
 
 /* Lives between steps, at a fixed address. */
-static bool msi_is_fixed(const msi_tensor *t) {
+static bool msi_is_resident(const msi_tensor *t) {
     return t->kind <= MSI_KIND_BUFFER;
 }
 
@@ -3362,7 +3397,7 @@ static bool msi_registering(ms_model *m, const char *what, const char *name) {
     if (!m) {
         return false;
     }
-    if (m->plan) {
+    if (m->run.plan) {
         MSI_STICK(m, MS_RESULT_ORDER, "%s \"%s\": the graph is closed since ms_wrap", what, name);
         return false;
     }
@@ -3730,13 +3765,13 @@ static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uin
 }
 
 /* Marks what cannot come back: outputs of layers that run once, and what recomputations read. */
-static void msi_mark_pinned(msi_graph *g, const msi_layer *l) {
+static void msi_mark_must_stay(msi_graph *g, const msi_layer *l) {
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
         const uint32_t *operands = msi_group(g, l, group);
         const uint32_t read = msi_can_recompute(l) ? msi_recompute_reads_of(l, group) : UINT16_MAX;
         for (uint32_t k = 0; k < l->count[group]; k++) {
             if (operands[k] != MSI_NONE) {
-                g->tensors.items[operands[k]].pinned = read >> k & 1;
+                g->tensors.items[operands[k]].must_stay = read >> k & 1;
             }
         }
     }
@@ -3765,7 +3800,7 @@ static void msi_analyze(msi_graph *g) {
                                     !t->no_gradient && msi_is_float(t->view.dtype);
             }
         }
-        msi_mark_pinned(g, l);
+        msi_mark_must_stay(g, l);
     }
 }
 
@@ -4014,7 +4049,7 @@ static bool msi_check_masks(ms_model *m, const char *name, const ms_layer_desc *
         good = msi_check_mask(m, name, field, d->in_place[j], j < out ? in : 0);
     }
     for (uint32_t i = 0; i < MS_LIMIT_IN && good; i++) {
-        const ms_overwrites *o = &d->grad_in_place[i];
+        const ms_slot_masks *o = &d->grad_in_place[i];
         const bool used = i < in;
         good = msi_check_mask(m, name, "grad_in_place.in", o->in, used ? in : 0) &&
                msi_check_mask(m, name, "grad_in_place.out", o->out, used ? out : 0) &&
@@ -4053,10 +4088,10 @@ static bool msi_is_single_bit(uint32_t mask) {
    that no other result takes. */
 static bool msi_check_must(ms_model *m, const char *name, const char *field, uint32_t slot,
                            ms_tensor result, uint32_t mask, const ms_tensor *operands,
-                           uint32_t *taken) {
+                           uint32_t *claimed) {
     const uint32_t k = msi_lowest_bit(mask);
     const char *fault = !msi_is_single_bit(mask) ? "must name one operand and nothing else"
-                        : (*taken >> k & 1)      ? "names an operand that another one takes over"
+                        : (*claimed >> k & 1)    ? "names an operand that another one takes over"
                                                  : NULL;
     if (fault) {
         return msi_refuse_layer(m, name, "\"%s\" must be computed in place, but %s[%u], 0x%x, %s",
@@ -4072,23 +4107,23 @@ static bool msi_check_must(ms_model *m, const char *name, const char *field, uin
             msi_handle_dtype(m, result), msi_handle_name(m, operands[k]),
             (unsigned long long)msi_handle_bytes(m, operands[k]), msi_handle_dtype(m, operands[k]));
     }
-    *taken |= (uint32_t)1 << k;
+    *claimed |= (uint32_t)1 << k;
     return true;
 }
 
 static bool msi_check_in_place(ms_model *m, const char *name, const ms_layer_desc *d) {
-    uint32_t taken = 0, grads_taken = 0;
+    uint32_t claimed = 0, grads_claimed = 0;
     bool good = true;
     for (uint32_t j = 0; j < MS_LIMIT_OUT && good; j++) {
         good = !(d->must_in_place >> j & 1) ||
-               msi_check_must(m, name, "in_place", j, d->out[j], d->in_place[j], d->in, &taken);
+               msi_check_must(m, name, "in_place", j, d->out[j], d->in_place[j], d->in, &claimed);
     }
     for (uint32_t i = 0; i < MS_LIMIT_IN && good; i++) {
-        const ms_overwrites *o = &d->grad_in_place[i];
+        const ms_slot_masks *o = &d->grad_in_place[i];
         const uint32_t mask = (o->in | o->out | o->saved) != 0 ? 0 : o->grad_out;
         good = !(d->must_grad_in_place >> i & 1) ||
                msi_check_must(m, name, "grad_in_place.grad_out", i, d->in[i], mask, d->out,
-                              &grads_taken);
+                              &grads_claimed);
     }
     return good;
 }
@@ -4280,11 +4315,11 @@ static const char *msi_drop_fault(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
     const msi_layer *l = tensor->producer == MSI_NONE ? NULL : &g->layers.items[tensor->producer];
     return !l                    ? "no layer writes it"
-           : tensor->kept        ? "ms_set_output keeps it"
+           : tensor->is_output   ? "ms_add_output keeps it"
            : t == g->loss        ? "it is the loss"
            : l->no_recompute     ? "its layer has no_recompute"
            : l->grads_in_forward ? "its layer runs once (grads_in_forward)"
-           : tensor->pinned      ? "its layer's recompute_reads names it"
+           : tensor->must_stay   ? "its layer's recompute_reads names it"
                                  : NULL;
 }
 
@@ -4407,8 +4442,8 @@ static void msi_warn(const ms_model *m) {
 /* The graph as a whole, analysed. */
 static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     msi_graph *g = &m->graph;
-    if (m->sticky != MS_RESULT_OK) {
-        return msi_fail(m, m->sticky, "%s", m->sticky_error);
+    if (m->errors.sticky != MS_RESULT_OK) {
+        return msi_fail(m, m->errors.sticky, "%s", m->errors.sticky_text);
     }
     msi_analyze(g);
     ms_result result = msi_check_buffers(m);
@@ -4458,22 +4493,22 @@ static void msi_fill_speeds(ms_hardware *h) {
 /* The device that the next plan is for: as set, or the model's own, with the speeds of the profile
    or those that its backend states. */
 static void msi_get_hardware(ms_model *m) {
-    m->has_hardware = m->is_given;
-    m->hardware = m->given;
-    if (!m->is_given) {
-        memset(&m->hardware, 0, sizeof m->hardware);
-        m->config.backend.hardware(m->config.backend.user, &m->hardware);
-        if (m->has_profile) {
-            msi_take_speeds(&m->hardware, &m->profile);
+    m->costs.is_foreign = m->sources.is_given;
+    m->costs.hardware = m->sources.given;
+    if (!m->sources.is_given) {
+        memset(&m->costs.hardware, 0, sizeof m->costs.hardware);
+        m->config.backend.hardware(m->config.backend.user, &m->costs.hardware);
+        if (m->sources.has_profile) {
+            msi_take_speeds(&m->costs.hardware, &m->sources.profile);
         }
     }
-    msi_fill_speeds(&m->hardware);
+    msi_fill_speeds(&m->costs.hardware);
 }
 
 /* Roofline (Williams, Waterman and Patterson, "Roofline", 2009): what takes longer, arithmetic or
    memory. */
 static double msi_roofline_us(const ms_model *m, double flops, double bytes) {
-    const ms_hardware *h = &m->hardware;
+    const ms_hardware *h = &m->costs.hardware;
     const double tflops = m->config.tf32 ? h->tf32_tflops : h->f32_tflops;
     const double compute_us = flops / (tflops * 1e6),
                  memory_us = bytes / (h->memory_gb_per_s * 1e3);
@@ -4939,9 +4974,9 @@ static ms_result msi_read_profile(ms_model *m, const char *text, size_t length, 
                         (unsigned)r.number);
     }
     if (keep && result == MS_RESULT_OK) {
-        m->profile = speeds;
-        m->has_profile = true;
-        memcpy(m->bytes_per_us + MSI_COST_LAYER_END, costs, sizeof costs);
+        m->sources.profile = speeds;
+        m->sources.has_profile = true;
+        memcpy(m->costs.bytes_per_us + MSI_COST_LAYER_END, costs, sizeof costs);
     }
     return result;
 }
@@ -4999,7 +5034,7 @@ static double msi_pressure(const msi_plan *plan) {
 }
 
 static bool msi_may_use(const ms_model *m, ms_technique technique) {
-    return m->choice.techniques >> technique & 1;
+    return m->wrapped.choice.techniques >> technique & 1;
 }
 
 /* The choice of the config, without a policy. */
@@ -5062,7 +5097,7 @@ enum {
     MSI_FACT_UNREAD = 1 << 13,
     MSI_FACT_RUNS_ONCE = 1 << 14,
     MSI_FACT_OUTPUT = 1 << 15,
-    MSI_FACT_PINNED = 1 << 16,
+    MSI_FACT_RECOMPUTE_READS = 1 << 16,
     MSI_FACT_NOT_IDLE = 1 << 17,
     MSI_FACT_NO_GRADIENT = 1 << 18,
     MSI_FACT_ALL_GRADIENTS = 1 << 19,
@@ -5142,14 +5177,14 @@ static const msi_rule msi_rules[] = {
       "a second run would not do what the first one did"},
      MSI_CHECKPOINTING,
      MSI_FACT_RUNS_ONCE},
-    {{"output", "what the layer makes is the loss, or kept by ms_set_output",
+    {{"output", "what the layer makes is the loss, or kept by ms_add_output",
       "the trainer may read it behind the step"},
      MSI_CHECKPOINTING,
      MSI_FACT_OUTPUT},
     {{"recompute-reads", "recompute_reads of the layer names it",
       "what a layer is recomputed from cannot be dropped"},
      MSI_CHECKPOINTING,
-     MSI_FACT_PINNED},
+     MSI_FACT_RECOMPUTE_READS},
     {{"not-idle", "no layer runs between its last use in forward and its first in backward",
       "there is no time in which its memory would be free"},
      MSI_CHECKPOINTING,
@@ -5256,7 +5291,7 @@ static bool msi_matters(const msi_review *r, uint32_t layer, ms_technique techni
     const msi_graph *g = &r->model->graph;
     const msi_tensor *t = &g->tensors.items[tensor];
     return technique == MS_TECHNIQUE_CHECKPOINTING
-               ? t->last_reader != MSI_NONE || t->kept || tensor == g->loss || t->pinned
+               ? t->last_reader != MSI_NONE || t->is_output || tensor == g->loss || t->must_stay
            : technique == MS_TECHNIQUE_EARLY_UPDATE ? msi_is_trained(t) && t->last_gradient == layer
                                                     : true;
 }
@@ -5267,13 +5302,13 @@ static bool msi_lies_idle(const msi_review *r, uint32_t tensor) {
     const uint32_t producer = r->model->graph.tensors.items[tensor].producer;
     const msi_instruction *i = &p->instructions.items[r->forward[producer]];
     for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t index = p->operands.items[i->operand_first + k].life;
-        const msi_life *life = index == MSI_NONE ? NULL : &p->lives.items[index];
-        if (!life || life->tensor != tensor || life->role != MSI_ROLE_VALUE ||
-            life->idle_last == MSI_NONE) {
+        const uint32_t index = p->operands.items[i->operand_first + k].range;
+        const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
+        if (!range || range->tensor != tensor || range->role != MSI_ROLE_VALUE ||
+            range->idle_last == MSI_NONE) {
             continue;
         }
-        for (uint32_t now = life->idle_first + 1; now < life->idle_last; now++) {
+        for (uint32_t now = range->idle_first + 1; now < range->idle_last; now++) {
             if (p->instructions.items[now].op <= MSI_OP_EVAL) {
                 return true;
             }
@@ -5290,16 +5325,17 @@ static uint32_t msi_fact(uint32_t fact, bool holds) {
 static uint32_t msi_common_facts(const msi_review *r, ms_technique technique) {
     const ms_model *m = r->model;
     const ms_switch is = msi_switch_of(&m->config, technique);
-    const bool plain_fits = m->goal == MSI_GOAL_BUDGET && is != MS_SWITCH_ON &&
+    const bool plain_fits = m->wrapped.goal == MSI_GOAL_BUDGET && is != MS_SWITCH_ON &&
                             r->plan->plain_bytes <= r->plan->budget_bytes;
     const bool beyond =
-        is == MS_SWITCH_DEFAULT && !(msi_mode_techniques[m->choice.mode] >> technique & 1);
+        is == MS_SWITCH_DEFAULT && !(msi_mode_techniques[m->wrapped.choice.mode] >> technique & 1);
     return msi_fact(MSI_FACT_ON, is == MS_SWITCH_ON) | msi_fact(MSI_FACT_OFF, is == MS_SWITCH_OFF) |
-           msi_fact(MSI_FACT_SMALLEST, m->goal == MSI_GOAL_SMALLEST) |
-           msi_fact(MSI_FACT_DETACHED, m->goal == MSI_GOAL_PLAIN) |
+           msi_fact(MSI_FACT_SMALLEST, m->wrapped.goal == MSI_GOAL_SMALLEST) |
+           msi_fact(MSI_FACT_DETACHED, m->wrapped.goal == MSI_GOAL_PLAIN) |
            msi_fact(MSI_FACT_BEYOND_MODE, beyond) |
-           msi_fact(MSI_FACT_SHARED_MEMORY, m->hardware.kind != MS_DEVICE_DISCRETE) |
-           msi_fact(MSI_FACT_NOT_NATIVE, !m->hardware.bf16 && !m->hardware.fp16_tensor) |
+           msi_fact(MSI_FACT_SHARED_MEMORY, m->costs.hardware.kind != MS_DEVICE_DISCRETE) |
+           msi_fact(MSI_FACT_NOT_NATIVE,
+                    !m->costs.hardware.bf16 && !m->costs.hardware.fp16_tensor) |
            msi_fact(MSI_FACT_NOT_BUILT, !(MSI_BUILT >> technique & 1)) |
            msi_fact(MSI_FACT_PLAIN_FITS, plain_fits);
 }
@@ -5312,8 +5348,8 @@ static uint32_t msi_checkpointing_facts(const msi_review *r, uint32_t layer, uin
     }
     const msi_tensor *t = &g->tensors.items[tensor];
     return msi_fact(MSI_FACT_RUNS_ONCE, !msi_can_recompute(&g->layers.items[layer])) |
-           msi_fact(MSI_FACT_OUTPUT, t->kept || tensor == g->loss) |
-           msi_fact(MSI_FACT_PINNED, t->pinned) |
+           msi_fact(MSI_FACT_OUTPUT, t->is_output || tensor == g->loss) |
+           msi_fact(MSI_FACT_RECOMPUTE_READS, t->must_stay) |
            msi_fact(MSI_FACT_NOT_IDLE, !msi_lies_idle(r, tensor));
 }
 
@@ -5340,8 +5376,8 @@ static const ms_rule *msi_find_rule(ms_technique technique, uint32_t facts) {
 
 /* Whether a tensor tells more than another why a technique is not applied: one that matters, then
    the larger one, then the first. */
-static bool msi_tells_more(const msi_review *r, uint32_t layer, ms_technique technique, uint32_t a,
-                           uint32_t b) {
+static bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique technique,
+                              uint32_t a, uint32_t b) {
     const msi_tensor *tensors = r->model->graph.tensors.items;
     if (b == MSI_NONE) {
         return true;
@@ -5373,7 +5409,7 @@ static uint32_t msi_gather(const msi_review *r, ms_decision *d, uint32_t *facts)
         if (msi_is_applied(r, layer, d->technique, index)) {
             d->saved_bytes += msi_align(t->bytes);
             forced &= t->technique[d->technique] == MS_SWITCH_ON;
-        } else if (msi_tells_more(r, layer, d->technique, index, left)) {
+        } else if (msi_explains_more(r, layer, d->technique, index, left)) {
             left = index;
         }
     }
@@ -5408,16 +5444,16 @@ static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_techniqu
 }
 
 /* What was decided about a technique, over all layers. */
-typedef struct msi_total {
+typedef struct msi_technique_total {
     uint32_t layers; // that it is applied to
     uint64_t saved_bytes;
     double added_us;
     const ms_rule *rule; // of the first layer
     bool differs;        // other layers have other rules
-} msi_total;
+} msi_technique_total;
 
-static msi_total msi_total_of(const msi_review *r, ms_technique technique) {
-    msi_total total;
+static msi_technique_total msi_technique_total_of(const msi_review *r, ms_technique technique) {
+    msi_technique_total total;
     memset(&total, 0, sizeof total);
     for (uint32_t i = 0; i < r->model->graph.layers.count; i++) {
         const ms_decision d = msi_decision(r, i, technique);
@@ -5436,9 +5472,9 @@ static msi_total msi_total_of(const msi_review *r, ms_technique technique) {
 /* One edge of a backward (or of a loss layer's forward) under way: where its gradient goes. */
 typedef struct msi_edge {
     uint32_t tensor;
-    uint32_t life; // MSI_NONE: nobody wants it; or it is born with the instruction
+    uint32_t range; // MSI_NONE: nobody wants it; or it is born with the instruction
     bool overwrites;
-    bool part;       // to memory of its own, to be added up
+    bool separate;   // to memory of its own, to be added up
     bool accumulate; // beta is 1
 } msi_edge;
 
@@ -5453,10 +5489,10 @@ typedef struct msi_lowering {
     uint32_t *gradient; // and its gradient
     uint32_t *stack;    // of tensors, for recomputation
     uint32_t *missing;  // tensors that a recomputation may need, inputs before what is made of them
-    uint32_t *passing;  // tensors that are there for the present pass only
-    uint32_t *met;      // per tensor: number of the last recomputation that has it in `missing`
-    uint32_t *wanted;   // per tensor: number of the last pass that makes it on purpose
-    uint32_t passing_count, recomputation, pass;
+    uint32_t *pass_only; // tensors that are there for the present pass only
+    uint32_t *met;       // per tensor: number of the last recomputation that has it in `missing`
+    uint32_t *wanted;    // per tensor: number of the last pass that makes it on purpose
+    uint32_t pass_only_count, recomputation, pass;
     uint8_t depth;      // of the pass
     uint32_t *queue;    // params whose gradient is complete, to be updated in this order
     uint32_t *snapshot; // per operand of the graph: a copy of that state, or MSI_NONE
@@ -5490,8 +5526,8 @@ static bool msi_lowering_init(msi_lowering *w, const ms_model *m, const msi_stor
     w->queue = w->gradient + w->graph->tensors.count;
     w->stack = w->queue + w->graph->tensors.count;
     w->missing = w->stack + w->graph->tensors.count;
-    w->passing = w->missing + w->graph->tensors.count;
-    w->met = w->passing + w->graph->tensors.count;
+    w->pass_only = w->missing + w->graph->tensors.count;
+    w->met = w->pass_only + w->graph->tensors.count;
     w->wanted = w->met + w->graph->tensors.count;
     w->snapshot = w->wanted + w->graph->tensors.count;
     return true;
@@ -5506,7 +5542,7 @@ static void msi_lowering_free(msi_lowering *w) {
 static void msi_program_free(const ms_allocator *a, msi_program *p) {
     MSI_LIST_FREE(msi_instruction, a, p->instructions);
     MSI_LIST_FREE(msi_operand, a, p->operands);
-    MSI_LIST_FREE(msi_life, a, p->lives);
+    MSI_LIST_FREE(msi_range, a, p->ranges);
     MSI_LIST_FREE(msi_block, a, p->blocks);
     MSI_LIST_FREE(uint64_t, a, p->live_bytes);
     MSI_LIST_FREE(double, a, p->measured);
@@ -5540,7 +5576,7 @@ static ms_category msi_category(const msi_graph *g, uint32_t tensor, msi_role ro
     case MSI_ROLE_SNAPSHOT:
         return MS_CATEGORY_SAVED;
     case MSI_ROLE_GRADIENT:
-    case MSI_ROLE_PART:
+    case MSI_ROLE_CONTRIBUTION:
         return g->tensors.items[tensor].kind == MSI_KIND_PARAM ? MS_CATEGORY_GRADIENT
                                                                : MS_CATEGORY_ACTIVATION_GRADIENT;
     default:
@@ -5548,26 +5584,26 @@ static ms_category msi_category(const msi_graph *g, uint32_t tensor, msi_role ro
     }
 }
 
-static uint32_t msi_birth(msi_lowering *w, uint32_t target, msi_role role, uint64_t bytes) {
+static uint32_t msi_new_range(msi_lowering *w, uint32_t target, msi_role role, uint64_t bytes) {
     msi_program *p = w->program;
-    if (!MSI_RESERVE(msi_life, w->allocator, p->lives, p->lives.count + 1ull)) {
+    if (!MSI_RESERVE(msi_range, w->allocator, p->ranges, p->ranges.count + 1ull)) {
         p->out_of_memory = true;
         return MSI_NONE;
     }
-    msi_life *life = &p->lives.items[p->lives.count];
-    memset(life, 0, sizeof *life);
-    life->tensor = target;
-    life->role = (uint8_t)role;
-    life->category = (uint8_t)msi_category(w->graph, target, role);
-    life->bytes = bytes;
-    life->first = life->last = p->instructions.count - 1;
-    life->idle_first = life->idle_last = MSI_NONE;
-    life->takes_over = life->block = MSI_NONE;
-    return p->lives.count++;
+    msi_range *range = &p->ranges.items[p->ranges.count];
+    memset(range, 0, sizeof *range);
+    range->tensor = target;
+    range->role = (uint8_t)role;
+    range->category = (uint8_t)msi_category(w->graph, target, role);
+    range->bytes = bytes;
+    range->first = range->last = p->instructions.count - 1;
+    range->idle_first = range->idle_last = MSI_NONE;
+    range->alias_of = range->block = MSI_NONE;
+    return p->ranges.count++;
 }
 
 /* Appends an operand to the instruction under way; its life reaches to here. */
-static void msi_use(msi_lowering *w, uint32_t life, bool accumulate) {
+static void msi_use(msi_lowering *w, uint32_t range, bool accumulate) {
     msi_program *p = w->program;
     if (p->out_of_memory ||
         !MSI_RESERVE(msi_operand, w->allocator, p->operands, p->operands.count + 1ull)) {
@@ -5576,13 +5612,13 @@ static void msi_use(msi_lowering *w, uint32_t life, bool accumulate) {
     }
     const uint32_t now = p->instructions.count - 1;
     msi_operand *operand = &p->operands.items[p->operands.count++];
-    operand->life = life;
+    operand->range = range;
     operand->accumulate = accumulate;
     p->instructions.items[now].operand_count++;
-    if (life == MSI_NONE || life < w->store->slots.count) {
+    if (range == MSI_NONE || range < w->store->residents.count) {
         return;
     }
-    msi_life *l = &p->lives.items[life];
+    msi_range *l = &p->ranges.items[range];
     if (w->backward && l->idle_last == MSI_NONE && l->first < p->forward_end) {
         l->idle_first = l->last;
         l->idle_last = now;
@@ -5591,21 +5627,21 @@ static void msi_use(msi_lowering *w, uint32_t life, bool accumulate) {
 }
 
 static uint32_t msi_emit_copy(msi_lowering *w, msi_op op, uint32_t target, msi_role role,
-                              uint32_t life, uint32_t source) {
+                              uint32_t range, uint32_t source) {
     msi_emit(w, op, target);
-    if (life == MSI_NONE) {
-        life = msi_birth(w, target, role, w->graph->tensors.items[target].bytes);
+    if (range == MSI_NONE) {
+        range = msi_new_range(w, target, role, w->graph->tensors.items[target].bytes);
     }
-    msi_use(w, life, false);
+    msi_use(w, range, false);
     msi_use(w, source, false);
-    return life;
+    return range;
 }
 
 static uint32_t msi_emit_zero(msi_lowering *w, uint32_t target, msi_role role, uint64_t bytes) {
     msi_emit(w, MSI_OP_ZERO, target);
-    const uint32_t life = msi_birth(w, target, role, bytes);
-    msi_use(w, life, false);
-    return life;
+    const uint32_t range = msi_new_range(w, target, role, bytes);
+    msi_use(w, range, false);
+    return range;
 }
 
 /* Scratch memory that must be cleared is made before the instruction that it is for; the rest,
@@ -5619,17 +5655,18 @@ static uint32_t msi_prepare_workspace(msi_lowering *w, uint32_t layer, int which
                : msi_emit_zero(w, layer, MSI_ROLE_WORKSPACE, bytes);
 }
 
-static void msi_use_workspace(msi_lowering *w, uint32_t layer, int which, uint32_t life) {
-    if (life == MSI_UNSET) {
+static void msi_use_workspace(msi_lowering *w, uint32_t layer, int which, uint32_t range) {
+    if (range == MSI_UNSET) {
         const msi_layer *l = &w->graph->layers.items[layer];
-        life = msi_birth(w, layer, MSI_ROLE_WORKSPACE, msi_workspace_bytes(w->graph, l, which));
+        range =
+            msi_new_range(w, layer, MSI_ROLE_WORKSPACE, msi_workspace_bytes(w->graph, l, which));
     }
-    msi_use(w, life, false);
+    msi_use(w, range, false);
 }
 
 static void msi_start_program(msi_lowering *w, msi_program *p) {
     const msi_store *store = w->store;
-    p->instructions.count = p->operands.count = p->lives.count = 0;
+    p->instructions.count = p->operands.count = p->ranges.count = 0;
     p->forward_end = p->backward_end = UINT32_MAX;
     p->recompute_us = 0.0;
     p->recompute_count = 0;
@@ -5639,26 +5676,26 @@ static void msi_start_program(msi_lowering *w, msi_program *p) {
     w->queue_first = w->queue_end = 0;
     w->queue_bytes = 0;
     w->backward = false;
-    w->passing_count = w->recomputation = w->pass = 0;
+    w->pass_only_count = w->recomputation = w->pass = 0;
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
-        w->value[t] = store->slot_of[t];
+        w->value[t] = store->resident_of[t];
         w->gradient[t] = MSI_NONE;
         w->met[t] = w->wanted[t] = 0;
     }
     for (uint32_t i = 0; i < w->graph->operands.count; i++) {
         w->snapshot[i] = MSI_NONE;
     }
-    for (uint32_t i = 0; i < store->slots.count; i++) {
-        const msi_slot *slot = &store->slots.items[i];
-        const uint32_t life = msi_birth(w, slot->tensor, slot->role, slot->bytes);
-        if (life == MSI_NONE) {
+    for (uint32_t i = 0; i < store->residents.count; i++) {
+        const msi_resident *resident = &store->residents.items[i];
+        const uint32_t range = msi_new_range(w, resident->tensor, resident->role, resident->bytes);
+        if (range == MSI_NONE) {
             return;
         }
-        p->lives.items[life].first = 0;
-        p->lives.items[life].last = MSI_NONE;
-        if (slot->role == MSI_ROLE_GRADIENT &&
-            w->graph->tensors.items[slot->tensor].wants_gradient) {
-            w->gradient[slot->tensor] = life;
+        p->ranges.items[range].first = 0;
+        p->ranges.items[range].last = MSI_NONE;
+        if (resident->role == MSI_ROLE_GRADIENT &&
+            w->graph->tensors.items[resident->tensor].wants_gradient) {
+            w->gradient[resident->tensor] = range;
         }
     }
 }
@@ -5677,7 +5714,7 @@ static void msi_list_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask
             msi_edge *edge = &w->edges[w->edge_count++];
             const uint32_t t = msi_group(g, l, group)[slot];
             memset(edge, 0, sizeof *edge);
-            edge->life = edge->tensor = MSI_NONE;
+            edge->range = edge->tensor = MSI_NONE;
             if (!(mask >> slot & 1) || t == MSI_NONE || !g->tensors.items[t].wants_gradient) {
                 continue;
             }
@@ -5699,10 +5736,10 @@ static void msi_decide_edge(msi_lowering *w, msi_edge *edge) {
         const msi_edge *other = &w->edges[k];
         if (other->tensor == edge->tensor) {
             mixed |= !other->overwrites;
-            first &= other >= edge || other->part;
+            first &= other >= edge || other->separate;
         }
     }
-    edge->part = edge->overwrites && (!first || mixed);
+    edge->separate = edge->overwrites && (!first || mixed);
     edge->accumulate = !edge->overwrites && !first;
 }
 
@@ -5713,13 +5750,13 @@ static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t 
     const uint16_t *masks = g->masks.items + l->mask_first + l->count[MSI_GROUP_OUT] + 4 * in;
     const uint32_t out = msi_lowest_bit(masks[3]);
     const uint32_t source = w->gradient[msi_group(g, l, MSI_GROUP_OUT)[out]];
-    const msi_role role = edge->part ? MSI_ROLE_PART : MSI_ROLE_GRADIENT;
+    const msi_role role = edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT;
     const uint32_t t = edge->tensor;
-    const uint32_t life = source == MSI_NONE
-                              ? msi_emit_zero(w, t, role, g->tensors.items[t].bytes)
-                              : msi_emit_copy(w, MSI_OP_COPY, t, role, MSI_NONE, source);
-    grad_out[out] = life;
-    return life;
+    const uint32_t range = source == MSI_NONE
+                               ? msi_emit_zero(w, t, role, g->tensors.items[t].bytes)
+                               : msi_emit_copy(w, MSI_OP_COPY, t, role, MSI_NONE, source);
+    grad_out[out] = range;
+    return range;
 }
 
 /* What must happen to the edges before their instruction. `grad_out` gets the lives that the layer
@@ -5734,8 +5771,8 @@ static void msi_prepare_edges(msi_lowering *w, const msi_layer *l, uint32_t in_m
         }
         msi_decide_edge(w, edge);
         if (e < l->count[MSI_GROUP_IN] && (l->must_grad_in_place >> e & 1)) {
-            edge->life = msi_copy_grad_out(w, l, e, edge, grad_out);
-            w->gradient[edge->tensor] = edge->part ? w->gradient[edge->tensor] : edge->life;
+            edge->range = msi_copy_grad_out(w, l, e, edge, grad_out);
+            w->gradient[edge->tensor] = edge->separate ? w->gradient[edge->tensor] : edge->range;
         }
     }
 }
@@ -5748,24 +5785,25 @@ static void msi_use_edges(msi_lowering *w, uint32_t first, uint32_t end) {
             msi_use(w, MSI_NONE, false);
             continue;
         }
-        if (edge->life == MSI_NONE && (edge->part || w->gradient[edge->tensor] == MSI_NONE)) {
-            edge->life = msi_birth(w, edge->tensor, edge->part ? MSI_ROLE_PART : MSI_ROLE_GRADIENT,
-                                   w->graph->tensors.items[edge->tensor].bytes);
-            if (!edge->part) {
-                w->gradient[edge->tensor] = edge->life;
+        if (edge->range == MSI_NONE && (edge->separate || w->gradient[edge->tensor] == MSI_NONE)) {
+            edge->range = msi_new_range(w, edge->tensor,
+                                        edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT,
+                                        w->graph->tensors.items[edge->tensor].bytes);
+            if (!edge->separate) {
+                w->gradient[edge->tensor] = edge->range;
             }
         }
-        msi_use(w, edge->life == MSI_NONE ? w->gradient[edge->tensor] : edge->life,
+        msi_use(w, edge->range == MSI_NONE ? w->gradient[edge->tensor] : edge->range,
                 edge->accumulate);
     }
 }
 
-static void msi_add_parts(msi_lowering *w) {
+static void msi_add_contributions(msi_lowering *w) {
     for (uint32_t e = 0; e < w->edge_count; e++) {
-        if (w->edges[e].tensor != MSI_NONE && w->edges[e].part) {
+        if (w->edges[e].tensor != MSI_NONE && w->edges[e].separate) {
             msi_emit(w, MSI_OP_ADD, w->edges[e].tensor);
             msi_use(w, w->gradient[w->edges[e].tensor], true);
-            msi_use(w, w->edges[e].life, false);
+            msi_use(w, w->edges[e].range, false);
         }
     }
 }
@@ -5773,7 +5811,7 @@ static void msi_add_parts(msi_lowering *w) {
 /* Whether a recomputation before the backward of `reader` is to make a tensor. */
 static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
-    return tensor->kept || t == w->graph->loss || (w->pass && w->wanted[t] == w->pass) ||
+    return tensor->is_output || t == w->graph->loss || (w->pass && w->wanted[t] == w->pass) ||
            (tensor->last_reader != MSI_NONE && tensor->last_reader <= reader &&
             w->plan->dropped[t] <= w->depth);
 }
@@ -5782,37 +5820,37 @@ static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader) {
 static bool msi_is_read_again(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
     return tensor->last_reader != MSI_NONE ||
-           (tensor->pinned && msi_can_recompute(&g->layers.items[tensor->producer]));
+           (tensor->must_stay && msi_can_recompute(&g->layers.items[tensor->producer]));
 }
 
 /* The life that a forward, eval or recomputation writes a tensor to, born with the last
    instruction; MSI_NONE where nobody wants it. */
-static uint32_t msi_output_life(msi_lowering *w, msi_op op, uint32_t t, bool optional,
-                                uint32_t reader) {
+static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool optional,
+                                 uint32_t reader) {
     const msi_graph *g = w->graph;
     const msi_tensor *tensor = &g->tensors.items[t];
     const bool again = op == MSI_OP_RECOMPUTE;
     const bool there = w->value[t] != MSI_NONE;
     const bool own = again && g->layers.items[tensor->producer].recompute;
     if (own && there) { // what was kept, for it to read or to leave alone
-        return tensor->pinned ? w->value[t] : MSI_NONE;
+        return tensor->must_stay ? w->value[t] : MSI_NONE;
     }
     if (again
             ? (own || optional) && (there || !msi_is_needed(w, t, reader))
             : optional && (op == MSI_OP_EVAL || w->plan->dropped[t] || !msi_is_read_again(g, t))) {
         return MSI_NONE;
     }
-    if (there && (tensor->kept || t == g->loss)) {
+    if (there && (tensor->is_output || t == g->loss)) {
         return w->value[t];
     }
     /* A recomputation by forward writes values that are still there once more, with the same bits.
        From here on the new ones are read: nothing needs the old ones in between. */
-    const uint32_t life = msi_birth(w, t, MSI_ROLE_VALUE, tensor->bytes);
+    const uint32_t range = msi_new_range(w, t, MSI_ROLE_VALUE, tensor->bytes);
     if (again && !there && w->plan->dropped[t] > w->depth) {
-        w->passing[w->passing_count++] = t;
+        w->pass_only[w->pass_only_count++] = t;
     }
-    w->value[t] = life;
-    return life;
+    w->value[t] = range;
+    return range;
 }
 
 /* State that a recomputation would change a second time: a copy is made before forward, put in
@@ -5853,10 +5891,10 @@ static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, u
             const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + j]);
             const uint32_t source = w->value[in[i]];
             msi_emit(w, MSI_OP_COPY, out[j]);
-            const uint32_t life = msi_output_life(w, op, out[j], false, reader);
-            msi_use(w, life, false);
+            const uint32_t range = msi_output_range(w, op, out[j], false, reader);
+            msi_use(w, range, false);
             msi_use(w, source, false);
-            w->slots[i] = w->slots[msi_group_start(l, MSI_GROUP_OUT) + j] = life;
+            w->slots[i] = w->slots[msi_group_start(l, MSI_GROUP_OUT) + j] = range;
         }
     }
 }
@@ -5872,16 +5910,16 @@ static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int g
     const bool written =
         op != MSI_OP_BACKWARD && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED);
     for (uint32_t k = 0; k < l->count[group]; k++) {
-        uint32_t life = w->slots[start + k];
+        uint32_t range = w->slots[start + k];
         if (operands[k] == MSI_NONE) {
-            life = MSI_NONE;
-        } else if (life == MSI_UNSET && written) {
+            range = MSI_NONE;
+        } else if (range == MSI_UNSET && written) {
             const bool optional = group == MSI_GROUP_SAVED && (l->optional_saved >> k & 1);
-            life = msi_output_life(w, op, operands[k], optional, reader);
-        } else if (life == MSI_UNSET) {
-            life = reads >> k & 1 ? w->value[operands[k]] : MSI_NONE;
+            range = msi_output_range(w, op, operands[k], optional, reader);
+        } else if (range == MSI_UNSET) {
+            range = reads >> k & 1 ? w->value[operands[k]] : MSI_NONE;
         }
-        msi_use(w, life, false);
+        msi_use(w, range, false);
     }
 }
 
@@ -5914,7 +5952,7 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
     }
     msi_use_workspace(w, layer, which, workspace);
     if (ends_in_loss) {
-        msi_add_parts(w);
+        msi_add_contributions(w);
     }
     for (uint32_t k = 0; k < MS_LIMIT_STATE; k++) {
         if (op == MSI_OP_RECOMPUTE && aside[k] != MSI_NONE) {
@@ -5925,8 +5963,8 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
 }
 
 /* The inputs of a recomputation of a tensor's layer; *count of them, and the mask of those read. */
-static const uint32_t *msi_sources(const msi_lowering *w, uint32_t tensor, uint32_t *count,
-                                   uint32_t *mask) {
+static const uint32_t *msi_recompute_inputs(const msi_lowering *w, uint32_t tensor, uint32_t *count,
+                                            uint32_t *mask) {
     const msi_layer *l = &w->graph->layers.items[w->graph->tensors.items[tensor].producer];
     *count = l->count[MSI_GROUP_IN];
     *mask = msi_recompute_reads_of(l, MSI_GROUP_IN);
@@ -5941,7 +5979,7 @@ static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
     w->met[tensor] = w->recomputation;
     while (depth > 0) {
         uint32_t count, mask, next = MSI_NONE;
-        const uint32_t *in = msi_sources(w, w->stack[depth - 1], &count, &mask);
+        const uint32_t *in = msi_recompute_inputs(w, w->stack[depth - 1], &count, &mask);
         for (uint32_t k = 0; k < count && next == MSI_NONE; k++) {
             if (in[k] != MSI_NONE && (mask >> k & 1) && w->value[in[k]] == MSI_NONE &&
                 w->met[in[k]] != w->recomputation) {
@@ -5968,7 +6006,7 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
             continue;
         }
         uint32_t in_count, mask;
-        const uint32_t *in = msi_sources(w, t, &in_count, &mask);
+        const uint32_t *in = msi_recompute_inputs(w, t, &in_count, &mask);
         w->wanted[t] = w->pass;
         for (uint32_t k = 0; k < in_count; k++) {
             if (in[k] != MSI_NONE && (mask >> k & 1) && w->value[in[k]] == MSI_NONE) {
@@ -5984,8 +6022,8 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
             w->program->recompute_count++;
         }
     }
-    while (w->passing_count > 0) {
-        w->value[w->passing[--w->passing_count]] = MSI_NONE;
+    while (w->pass_only_count > 0) {
+        w->value[w->pass_only[--w->pass_only_count]] = MSI_NONE;
     }
 }
 
@@ -6028,13 +6066,13 @@ static void msi_lower_update(msi_lowering *w, uint32_t param) {
         return;
     }
     w->gradient[param] = MSI_NONE;
-    const uint32_t slot = w->store->slot_of[param];
+    const uint32_t resident = w->store->resident_of[param];
     msi_emit(w, MSI_OP_UPDATE, param);
-    msi_use(w, slot, false);
+    msi_use(w, resident, false);
     msi_use(w, gradient, false);
     msi_use(w, w->program->norm, false);
-    for (uint32_t i = slot + 1; i < w->store->slots.count; i++) {
-        const msi_slot *state = &w->store->slots.items[i];
+    for (uint32_t i = resident + 1; i < w->store->residents.count; i++) {
+        const msi_resident *state = &w->store->residents.items[i];
         if (state->tensor != param) {
             break;
         }
@@ -6137,23 +6175,23 @@ static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
     }
     msi_use_edges(w, 0, w->edge_count);
     msi_use_workspace(w, layer, MSI_WORKSPACE_BACKWARD, workspace);
-    msi_add_parts(w);
+    msi_add_contributions(w);
 }
 
 static void msi_keep_to_end(msi_lowering *w, uint32_t tensor) {
     msi_program *p = w->program;
-    if (!p->out_of_memory && w->value[tensor] >= w->store->slots.count) {
-        p->lives.items[w->value[tensor]].last = p->instructions.count - 1;
-        p->lives.items[w->value[tensor]].kept = true;
+    if (!p->out_of_memory && w->value[tensor] >= w->store->residents.count) {
+        p->ranges.items[w->value[tensor]].last = p->instructions.count - 1;
+        p->ranges.items[w->value[tensor]].outlives = true;
     }
 }
 
 /* Accumulated gradients begin at zero. */
 static void msi_lower_first_micro(msi_lowering *w) {
-    for (uint32_t i = 0; i < w->store->slots.count; i++) {
-        const msi_slot *slot = &w->store->slots.items[i];
-        if (slot->role == MSI_ROLE_GRADIENT && !slot->borrowed) {
-            msi_emit(w, MSI_OP_ZERO, slot->tensor);
+    for (uint32_t i = 0; i < w->store->residents.count; i++) {
+        const msi_resident *resident = &w->store->residents.items[i];
+        if (resident->role == MSI_ROLE_GRADIENT && !resident->borrowed) {
+            msi_emit(w, MSI_OP_ZERO, resident->tensor);
             msi_use(w, i, false);
         }
     }
@@ -6171,7 +6209,7 @@ static void msi_lower_all_backward(msi_lowering *w) {
         msi_emit(w, MSI_OP_SEED, g->loss);
         if (w->gradient[g->loss] == MSI_NONE) {
             w->gradient[g->loss] =
-                msi_birth(w, g->loss, MSI_ROLE_GRADIENT, g->tensors.items[g->loss].bytes);
+                msi_new_range(w, g->loss, MSI_ROLE_GRADIENT, g->tensors.items[g->loss].bytes);
         }
         msi_use(w, w->gradient[g->loss], false);
     }
@@ -6193,9 +6231,9 @@ static void msi_lower_updates(msi_lowering *w) {
         }
         if (w->optimizer->kind != MS_OPTIMIZER_NONE) {
             msi_lower_update(w, t);
-        } else if (w->gradient[t] != MSI_NONE && w->gradient[t] >= w->store->slots.count) {
-            p->lives.items[w->gradient[t]].last = p->instructions.count - 1;
-            p->lives.items[w->gradient[t]].kept = true;
+        } else if (w->gradient[t] != MSI_NONE && w->gradient[t] >= w->store->residents.count) {
+            p->ranges.items[w->gradient[t]].last = p->instructions.count - 1;
+            p->ranges.items[w->gradient[t]].outlives = true;
         }
     }
 }
@@ -6206,10 +6244,10 @@ static void msi_drop_unused_copies(const msi_lowering *w) {
     for (uint32_t now = 0; now < p->forward_end && now < p->instructions.count; now++) {
         msi_instruction *i = &p->instructions.items[now];
         if (i->op == MSI_OP_COPY) {
-            msi_life *life = &p->lives.items[p->operands.items[i->operand_first].life];
-            const bool unused = life->role == MSI_ROLE_SNAPSHOT && life->last == now;
+            msi_range *range = &p->ranges.items[p->operands.items[i->operand_first].range];
+            const bool unused = range->role == MSI_ROLE_SNAPSHOT && range->last == now;
             i->op = (uint8_t)(unused ? MSI_OP_NOTHING : MSI_OP_COPY);
-            life->bytes = unused ? 0 : life->bytes;
+            range->bytes = unused ? 0 : range->bytes;
         }
     }
 }
@@ -6229,14 +6267,14 @@ static void msi_lower_train(msi_lowering *w, msi_program *p) {
     msi_lower_norm(w);
     msi_lower_updates(w);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (g->tensors.items[t].kept || t == g->loss) {
+        if (g->tensors.items[t].is_output || t == g->loss) {
             msi_keep_to_end(w, t);
         }
     }
     if (!p->out_of_memory) {
         if (p->norm != MSI_NONE) {
-            p->lives.items[p->norm].last = p->instructions.count - 1;
-            p->lives.items[p->norm].kept = true;
+            p->ranges.items[p->norm].last = p->instructions.count - 1;
+            p->ranges.items[p->norm].outlives = true;
         }
         msi_drop_unused_copies(w);
     }
@@ -6251,38 +6289,38 @@ static void msi_lower_eval(msi_lowering *w, msi_program *p) {
     p->forward_end = p->backward_end = p->instructions.count;
     p->loss = w->value[g->loss];
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (g->tensors.items[t].kept || g->tensors.items[t].kept_in_eval || t == g->loss) {
+        if (g->tensors.items[t].is_output || g->tensors.items[t].is_eval_output || t == g->loss) {
             msi_keep_to_end(w, t);
         }
     }
 }
 
 /* Whether a life fits into the memory of another: with axes, at all their sizes or at none. */
-static bool msi_fits_in(const msi_graph *g, const msi_life *life, const msi_life *old) {
+static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_range *old) {
     return g->axis_count == 0
-               ? msi_align(life->bytes) == msi_align(old->bytes)
-               : life->bytes == old->bytes && msi_scales_alike(g, life->tensor, old->tensor);
+               ? msi_align(range->bytes) == msi_align(old->bytes)
+               : range->bytes == old->bytes && msi_scales_alike(g, range->tensor, old->tensor);
 }
 
 /* The operand's life that `life` can take over: it ends at this instruction, has the same size, and
    no operand that is not allowed touches it. `allowed` has a flag per operand. */
-static uint32_t msi_find_takeover(const msi_graph *g, const msi_program *p, uint32_t now,
-                                  uint32_t life, const uint8_t *allowed) {
+static uint32_t msi_find_alias(const msi_graph *g, const msi_program *p, uint32_t now,
+                               uint32_t range, const uint8_t *allowed) {
     const msi_instruction *i = &p->instructions.items[now];
     const msi_operand *operands = p->operands.items + i->operand_first;
     for (uint32_t k = 0; k < i->operand_count; k++) {
-        const msi_life *old =
-            operands[k].life == MSI_NONE ? NULL : &p->lives.items[operands[k].life];
-        if (!allowed[k] || !old || old->last != now || old->taken || old->kept ||
-            old->first == now || !msi_fits_in(g, &p->lives.items[life], old)) {
+        const msi_range *old =
+            operands[k].range == MSI_NONE ? NULL : &p->ranges.items[operands[k].range];
+        if (!allowed[k] || !old || old->last != now || old->aliased || old->outlives ||
+            old->first == now || !msi_fits_in(g, &p->ranges.items[range], old)) {
             continue;
         }
         bool free_to_take = true;
         for (uint32_t j = 0; j < i->operand_count; j++) {
-            free_to_take &= operands[j].life != operands[k].life || allowed[j];
+            free_to_take &= operands[j].range != operands[k].range || allowed[j];
         }
         if (free_to_take) {
-            return operands[k].life;
+            return operands[k].range;
         }
     }
     return MSI_NONE;
@@ -6297,23 +6335,23 @@ static void msi_allow(uint8_t *allowed, uint32_t first, uint32_t mask) {
 
 /* Lets operand k of an instruction take over the memory of an allowed one, where it is new there
    and stands in one slot only. */
-static void msi_take_over(const msi_graph *g, msi_program *p, uint32_t now, uint32_t k,
+static void msi_try_alias(const msi_graph *g, msi_program *p, uint32_t now, uint32_t k,
                           const uint8_t *allowed) {
     const msi_instruction *i = &p->instructions.items[now];
     const msi_operand *operands = p->operands.items + i->operand_first;
-    const uint32_t life = operands[k].life;
-    if (life == MSI_NONE || p->lives.items[life].first != now) {
+    const uint32_t range = operands[k].range;
+    if (range == MSI_NONE || p->ranges.items[range].first != now) {
         return;
     }
     for (uint32_t j = 0; j < i->operand_count; j++) {
-        if (j != k && operands[j].life == life) {
+        if (j != k && operands[j].range == range) {
             return;
         }
     }
-    const uint32_t old = msi_find_takeover(g, p, now, life, allowed);
+    const uint32_t old = msi_find_alias(g, p, now, range, allowed);
     if (old != MSI_NONE) {
-        p->lives.items[old].taken = true;
-        p->lives.items[life].takes_over = old;
+        p->ranges.items[old].aliased = true;
+        p->ranges.items[range].alias_of = old;
     }
 }
 
@@ -6325,7 +6363,7 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
         if (i->op == MSI_OP_COPY) {
             allowed[0] = 0;
             allowed[1] = 1;
-            msi_take_over(g, p, now, 0, allowed);
+            msi_try_alias(g, p, now, 0, allowed);
         }
         if (i->op > MSI_OP_EVAL) {
             continue;
@@ -6339,7 +6377,7 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
             memset(allowed, 0, sizeof allowed);
             msi_allow(allowed, 0, mask[k]);
             if (mask[k]) {
-                msi_take_over(g, p, now, in + k, allowed);
+                msi_try_alias(g, p, now, in + k, allowed);
             }
         }
         mask += out;
@@ -6354,32 +6392,32 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
                 msi_allow(allowed, values, mask[3]);
             }
             if (mask[0] | mask[1] | mask[2] | mask[3]) {
-                msi_take_over(g, p, now, values + (backward ? out : 0) + k, allowed);
+                msi_try_alias(g, p, now, values + (backward ? out : 0) + k, allowed);
             }
         }
     }
 }
 
 /* One block of memory per chain of lives; slots have addresses already. */
-static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t slot_count) {
+static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resident_count) {
     p->blocks.count = 0;
-    if (!MSI_RESERVE(msi_block, a, p->blocks, p->lives.count)) {
+    if (!MSI_RESERVE(msi_block, a, p->blocks, p->ranges.count)) {
         return false;
     }
-    for (uint32_t i = slot_count; i < p->lives.count; i++) {
-        msi_life *life = &p->lives.items[i];
-        if (life->takes_over != MSI_NONE) {
-            life->block = p->lives.items[life->takes_over].block;
-            p->blocks.items[life->block].last = life->last;
+    for (uint32_t i = resident_count; i < p->ranges.count; i++) {
+        msi_range *range = &p->ranges.items[i];
+        if (range->alias_of != MSI_NONE) {
+            range->block = p->ranges.items[range->alias_of].block;
+            p->blocks.items[range->block].last = range->last;
             continue;
         }
-        life->block = p->blocks.count++;
-        msi_block *block = &p->blocks.items[life->block];
-        block->bytes = msi_align(life->bytes);
+        range->block = p->blocks.count++;
+        msi_block *block = &p->blocks.items[range->block];
+        block->bytes = msi_align(range->bytes);
         block->offset = 0;
-        block->first = life->first;
-        block->last = life->last;
-        block->from_top = life->category == MS_CATEGORY_GRADIENT;
+        block->first = range->first;
+        block->last = range->last;
+        block->from_top = range->category == MS_CATEGORY_GRADIENT;
     }
     return true;
 }
@@ -6396,7 +6434,7 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t slot
 /* A placed block, with what is needed to compare it with others. */
 typedef struct msi_spot {
     uint64_t low, high;
-    uint32_t first, last, block, weight;
+    uint32_t first, last, block, penalty;
 } msi_spot;
 
 /* Heights over time, to which only maxima over ranges are applied: since a block comes to lie on
@@ -6412,7 +6450,7 @@ typedef struct msi_layout_work {
     const msi_block *blocks;
     uint32_t count, used, times; // used: those with bytes
     uint32_t *first, *last;      // live ranges in compressed time
-    uint32_t *order, *scratch, *waiting, *weight;
+    uint32_t *order, *scratch, *waiting, *penalty;
     uint64_t *key, *load;
     uint64_t *offset, *best;    // of the layout at work, of the best
     msi_skyline bottom, top;    // stage 1; in the same memory as:
@@ -6509,7 +6547,7 @@ static bool msi_layout_spend(msi_layout_work *w, uint64_t operations) {
 static void msi_layout_compress_time(msi_layout_work *w) {
     for (uint32_t i = 0; i < w->count; i++) {
         w->key[i] = w->blocks[i].first;
-        w->weight[i] = 1;
+        w->penalty[i] = 1;
         if (w->blocks[i].bytes) {
             w->order[w->used++] = i;
         }
@@ -6644,7 +6682,7 @@ static bool msi_spot_meets(const msi_spot *a, uint32_t first, uint32_t last) {
 
 static msi_spot msi_layout_spot(const msi_layout_work *w, uint32_t block, uint64_t low) {
     uint64_t high = low + w->blocks[block].bytes;
-    msi_spot spot = {low, high, w->first[block], w->last[block], block, w->weight[block]};
+    msi_spot spot = {low, high, w->first[block], w->last[block], block, w->penalty[block]};
     return spot;
 }
 
@@ -6862,10 +6900,10 @@ static uint64_t msi_layout_least_harm(msi_layout_work *w, uint32_t block, uint64
     *least = UINT64_MAX;
     while (low + bytes <= target) {
         for (; k < w->spot_count && w->by_low[k].low < low + bytes; k++) {
-            begun += msi_spot_meets(&w->by_low[k], first, last) * (uint64_t)w->by_low[k].weight;
+            begun += msi_spot_meets(&w->by_low[k], first, last) * (uint64_t)w->by_low[k].penalty;
         }
         for (; i < w->spot_count && w->by_high[i].high <= low; i++) {
-            ended += msi_spot_meets(&w->by_high[i], first, last) * (uint64_t)w->by_high[i].weight;
+            ended += msi_spot_meets(&w->by_high[i], first, last) * (uint64_t)w->by_high[i].penalty;
         }
         uint64_t harm = begun - ended;
         if (candidate && harm <= *least) {
@@ -6908,11 +6946,11 @@ static void msi_layout_restore(msi_layout_work *w, bool upside_down) {
 /* What was hard long ago counts less: halves the weights. */
 static void msi_layout_forget(msi_layout_work *w) {
     for (uint32_t i = 0; i < w->used; i++) {
-        w->weight[w->order[i]] = (w->weight[w->order[i]] + 1) / 2;
+        w->penalty[w->order[i]] = (w->penalty[w->order[i]] + 1) / 2;
     }
     for (uint32_t i = 0; i < w->spot_count; i++) {
-        w->by_low[i].weight = w->weight[w->by_low[i].block];
-        w->by_high[i].weight = w->weight[w->by_high[i].block];
+        w->by_low[i].penalty = w->penalty[w->by_low[i].block];
+        w->by_high[i].penalty = w->penalty[w->by_high[i].block];
     }
     msi_layout_spend(w, 4 * (uint64_t)w->used);
 }
@@ -6922,7 +6960,7 @@ static void msi_layout_place_waiting(msi_layout_work *w, uint64_t target) {
     uint32_t pick = msi_layout_random(w, w->waiting_count), block = w->waiting[pick];
     uint64_t harm, low = msi_layout_least_harm(w, block, target, &harm);
     w->waiting[pick] = w->waiting[--w->waiting_count];
-    w->weight[block] += harm > 0;
+    w->penalty[block] += harm > 0;
     w->offset[block] = low;
     msi_spot spot = msi_layout_spot(w, block, low);
     if (harm) {
@@ -7030,7 +7068,7 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
     uint64_t words = 4 * nodes + 4 * count + 1;
     if (memory) {
         uint32_t **arrays[] = {&w->first,   &w->last,    &w->order,
-                               &w->scratch, &w->waiting, &w->weight};
+                               &w->scratch, &w->waiting, &w->penalty};
         uint32_t *next = (uint32_t *)(void *)(memory + words);
         for (uint32_t i = 0; i < 6; i++) {
             *arrays[i] = next + i * count;
@@ -7134,8 +7172,8 @@ static bool msi_layout_is_valid(const msi_block *blocks, uint32_t count) {
 //            the streams of the device
 
 /* A life counts up to the instruction before the one where its memory is taken over. */
-static uint32_t msi_counts_to(const msi_life *life) {
-    return life->taken ? life->last - 1 : life->last;
+static uint32_t msi_counts_to(const msi_range *range) {
+    return range->aliased ? range->last - 1 : range->last;
 }
 
 static bool msi_is_activation(ms_category category) {
@@ -7146,15 +7184,15 @@ static bool msi_is_activation(ms_category category) {
 /* Sums the sizes of the lives, of all or of activations only, into live_bytes; returns the first
    instruction with the largest sum. Differences first, then their running sum: unsigned, so that
    an intermediate that wraps comes back. */
-static uint32_t msi_sum_live(msi_program *p, uint32_t slot_count, bool activations_only) {
+static uint32_t msi_sum_live(msi_program *p, uint32_t resident_count, bool activations_only) {
     uint64_t *live = p->live_bytes.items;
     const uint32_t count = p->instructions.count;
     memset(live, 0, (count + 1) * sizeof *live);
-    for (uint32_t i = slot_count; i < p->lives.count; i++) {
-        const msi_life *life = &p->lives.items[i];
-        if (!activations_only || msi_is_activation((ms_category)life->category)) {
-            live[life->first] += msi_align(life->bytes);
-            live[msi_counts_to(life) + 1] -= msi_align(life->bytes);
+    for (uint32_t i = resident_count; i < p->ranges.count; i++) {
+        const msi_range *range = &p->ranges.items[i];
+        if (!activations_only || msi_is_activation((ms_category)range->category)) {
+            live[range->first] += msi_align(range->bytes);
+            live[msi_counts_to(range) + 1] -= msi_align(range->bytes);
         }
     }
     uint32_t peak = 0;
@@ -7191,7 +7229,7 @@ static const struct {
    its state, and writes all but the gradient. */
 static double msi_moved_bytes(const msi_program *p, const msi_instruction *i) {
     const msi_operand *operands = p->operands.items + i->operand_first;
-    const double bytes = (double)p->lives.items[operands[0].life].bytes;
+    const double bytes = (double)p->ranges.items[operands[0].range].bytes;
     const uint32_t states = i->op == MSI_OP_UPDATE ? i->operand_count - 3u : 0;
     return bytes * (i->op == MSI_OP_UPDATE ? 3.0 + 2.0 * states : msi_op_costs[i->op].passes);
 }
@@ -7200,13 +7238,13 @@ static double msi_moved_bytes(const msi_program *p, const msi_instruction *i) {
 static bool msi_is_free(const msi_program *p, const msi_instruction *i) {
     return i->op == MSI_OP_NOTHING ||
            (i->op == MSI_OP_COPY &&
-            p->lives.items[p->operands.items[i->operand_first].life].takes_over != MSI_NONE);
+            p->ranges.items[p->operands.items[i->operand_first].range].alias_of != MSI_NONE);
 }
 
 static double msi_bytes_us(const ms_model *m, msi_cost cost, double bytes) {
-    const double measured = m->bytes_per_us[cost];
-    return m->hardware.launch_us +
-           bytes / (measured > 0.0 ? measured : m->hardware.memory_gb_per_s * 1e3);
+    const double measured = m->costs.bytes_per_us[cost];
+    return m->costs.hardware.launch_us +
+           bytes / (measured > 0.0 ? measured : m->costs.hardware.memory_gb_per_s * 1e3);
 }
 
 static double msi_duration_us(const ms_model *m, const msi_program *p, const msi_instruction *i) {
@@ -7243,24 +7281,24 @@ static double msi_enqueue(msi_clock *c, ms_stream_kind stream, double ready_us, 
    for. */
 static bool msi_has_copies(const ms_model *m) {
     return m->config.backend.is_asynchronous ||
-           (m->has_hardware && m->hardware.kind != MS_DEVICE_CPU);
+           (m->costs.is_foreign && m->costs.hardware.kind != MS_DEVICE_CPU);
 }
 
 static double msi_copy_us(const ms_model *m, ms_stream_kind stream, uint64_t bytes) {
-    const double gb_per_s = stream == MS_STREAM_TO_DEVICE ? m->hardware.to_device_gb_per_s
-                                                          : m->hardware.to_host_gb_per_s;
-    return m->hardware.launch_us + (double)bytes / (gb_per_s * 1e3);
+    const double gb_per_s = stream == MS_STREAM_TO_DEVICE ? m->costs.hardware.to_device_gb_per_s
+                                                          : m->costs.hardware.to_host_gb_per_s;
+    return m->costs.hardware.launch_us + (double)bytes / (gb_per_s * 1e3);
 }
 
-static bool msi_is_staged(const ms_model *m, const msi_slot *slot) {
-    return msi_has_copies(m) && !slot->on_host && !slot->borrowed &&
-           m->graph.tensors.items[slot->tensor].kind == MSI_KIND_INPUT;
+static bool msi_is_staged(const ms_model *m, const msi_resident *resident) {
+    return msi_has_copies(m) && !resident->on_host && !resident->borrowed &&
+           m->graph.tensors.items[resident->tensor].kind == MSI_KIND_INPUT;
 }
 
 /* How long the copy of an input takes; 0 for a slot that is not copied in. */
-static double msi_staging_us(const ms_model *m, const msi_slot *slot) {
-    return msi_is_staged(m, slot)
-               ? msi_copy_us(m, MS_STREAM_TO_DEVICE, m->graph.tensors.items[slot->tensor].bytes)
+static double msi_staging_us(const ms_model *m, const msi_resident *resident) {
+    return msi_is_staged(m, resident)
+               ? msi_copy_us(m, MS_STREAM_TO_DEVICE, m->graph.tensors.items[resident->tensor].bytes)
                : 0.0;
 }
 
@@ -7268,8 +7306,8 @@ static double msi_staging_us(const ms_model *m, const msi_slot *slot) {
    comes behind them. */
 static void msi_clock_start(msi_clock *c, const ms_model *m, const msi_store *store) {
     memset(c, 0, sizeof *c);
-    for (uint32_t k = 0; k < store->slots.count && msi_has_copies(m); k++) {
-        msi_enqueue(c, MS_STREAM_TO_DEVICE, 0.0, msi_staging_us(m, &store->slots.items[k]));
+    for (uint32_t k = 0; k < store->residents.count && msi_has_copies(m); k++) {
+        msi_enqueue(c, MS_STREAM_TO_DEVICE, 0.0, msi_staging_us(m, &store->residents.items[k]));
     }
     msi_enqueue(c, MS_STREAM_COMPUTE, c->free_us[MS_STREAM_TO_DEVICE], 0.0);
 }
@@ -7277,7 +7315,7 @@ static void msi_clock_start(msi_clock *c, const ms_model *m, const msi_store *st
 /* The losses are summed up behind the last forward, and the verdict is copied out beside backward.
  */
 static void msi_clock_judge(msi_clock *c, const ms_model *m, const msi_program *p) {
-    const double bytes = (double)p->lives.items[p->loss].bytes;
+    const double bytes = (double)p->ranges.items[p->loss].bytes;
     msi_enqueue(c, MS_STREAM_COMPUTE, 0.0, msi_bytes_us(m, MSI_COST_SUM, bytes));
     if (msi_has_copies(m)) {
         msi_enqueue(c, MS_STREAM_TO_HOST, c->free_us[MS_STREAM_COMPUTE],
@@ -7290,9 +7328,9 @@ static double msi_ready_us(const msi_clock *c, const msi_program *p, const msi_i
     const ms_stream_kind stream = (ms_stream_kind)msi_op_costs[i->op].stream;
     double ready_us = stream == MS_STREAM_COMPUTE ? 0.0 : c->free_us[MS_STREAM_COMPUTE];
     for (uint32_t k = 0; k < i->operand_count && c->copied_us > c->free_us[stream]; k++) {
-        const uint32_t life = p->operands.items[i->operand_first + k].life;
-        if (life != MSI_NONE && p->lives.items[life].ready_us > ready_us) {
-            ready_us = p->lives.items[life].ready_us;
+        const uint32_t range = p->operands.items[i->operand_first + k].range;
+        if (range != MSI_NONE && p->ranges.items[range].ready_us > ready_us) {
+            ready_us = p->ranges.items[range].ready_us;
         }
     }
     return ready_us;
@@ -7324,7 +7362,7 @@ static void msi_time_program(const ms_model *m, const msi_store *store, msi_prog
         const double start_us = msi_clock_run(&c, m, p, now, us);
         p->recompute_us += i->op == MSI_OP_RECOMPUTE ? us : 0.0;
         if (msi_op_costs[i->op].stream != MS_STREAM_COMPUTE) {
-            p->lives.items[p->operands.items[i->operand_first].life].ready_us = start_us + us;
+            p->ranges.items[p->operands.items[i->operand_first].range].ready_us = start_us + us;
         }
     }
     p->step_us = 0.0;
@@ -7336,13 +7374,13 @@ static void msi_time_program(const ms_model *m, const msi_store *store, msi_prog
 
 static bool msi_simulate(const ms_model *m, const msi_store *store, msi_program *p) {
     const ms_allocator *a = &m->config.allocator;
-    const uint32_t slot_count = store->slots.count;
+    const uint32_t resident_count = store->residents.count;
     if (!MSI_RESERVE(uint64_t, a, p->live_bytes, p->instructions.count + 1ull)) {
         return false;
     }
     p->live_bytes.count = p->instructions.count;
-    p->activation_peak_bytes = p->live_bytes.items[msi_sum_live(p, slot_count, true)];
-    p->peak = msi_sum_live(p, slot_count, false);
+    p->activation_peak_bytes = p->live_bytes.items[msi_sum_live(p, resident_count, true)];
+    p->peak = msi_sum_live(p, resident_count, false);
     p->peak_bytes = p->live_bytes.items[p->peak];
     msi_time_program(m, store, p);
     return true;
@@ -7428,7 +7466,7 @@ static ms_result msi_try(msi_solver *s) {
         msi_share_memory(&s->model->graph, p);
     }
     if (p->out_of_memory || !msi_simulate(s->model, s->store, p)) {
-        return msi_fail_memory(s->model, "the program", p->lives.count * sizeof(msi_life));
+        return msi_fail_memory(s->model, "the program", p->ranges.count * sizeof(msi_range));
     }
     return MS_RESULT_OK;
 }
@@ -7447,26 +7485,26 @@ static ms_result msi_check_layout(msi_solver *s, const msi_program *p) {
 }
 
 static ms_result msi_lay_out(msi_solver *s, msi_program *p) {
-    const uint64_t most = MSI_LAYOUT_EFFORT_LEAST + p->lives.count * MSI_LAYOUT_EFFORT_EACH;
+    const uint64_t most = MSI_LAYOUT_EFFORT_LEAST + p->ranges.count * MSI_LAYOUT_EFFORT_EACH;
     const uint64_t effort = most < MSI_LAYOUT_EFFORT ? most : MSI_LAYOUT_EFFORT;
-    const uint64_t slots = s->store->slot_bytes;
+    const uint64_t slots = s->store->resident_bytes;
     const uint64_t enough = s->enough > slots ? s->enough - slots : 0;
-    if (!msi_make_blocks(s->allocator, p, s->store->slots.count) ||
+    if (!msi_make_blocks(s->allocator, p, s->store->residents.count) ||
         msi_layout_within(s->allocator, p->blocks.items, p->blocks.count, effort, enough,
                           &p->height) != MS_RESULT_OK ||
         (s->model->config.debug && msi_check_layout(s, p) != MS_RESULT_OK)) {
-        return msi_fail_memory(s->model, "the layout", p->lives.count * sizeof(msi_block));
+        return msi_fail_memory(s->model, "the layout", p->ranges.count * sizeof(msi_block));
     }
     return MS_RESULT_OK;
 }
 
 static uint64_t msi_arena_of(const msi_store *store, const msi_plan *plan) {
-    return store->slot_bytes + msi_max_u64(plan->train.height, plan->eval.height);
+    return store->resident_bytes + msi_max_u64(plan->train.height, plan->eval.height);
 }
 
 /* Whether the plan fits a budget: by live bytes, and if these do, by its layout. */
 static ms_result msi_fits(msi_solver *s, uint64_t budget, bool *fits) {
-    *fits = s->store->slot_bytes + s->plan->train.peak_bytes <= budget;
+    *fits = s->store->resident_bytes + s->plan->train.peak_bytes <= budget;
     if (!*fits) {
         return MS_RESULT_OK;
     }
@@ -7616,7 +7654,7 @@ static void msi_sort_candidates(msi_candidate *items, uint32_t count) {
 /* Whether the plan may drop a value to recompute it. */
 static bool msi_is_droppable(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
-    return !msi_is_fixed(tensor) && !tensor->kept && t != g->loss && !tensor->pinned &&
+    return !msi_is_resident(tensor) && !tensor->is_output && t != g->loss && !tensor->must_stay &&
            tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
 }
 
@@ -7640,18 +7678,18 @@ static bool msi_find_candidates(msi_solver *s) {
     const msi_graph *g = &s->model->graph;
     const msi_program *p = &s->plan->train;
     s->candidates.count = s->members.count = 0;
-    if (!MSI_RESERVE(msi_candidate, s->allocator, s->candidates, 2ull * p->lives.count) ||
-        !MSI_RESERVE(uint32_t, s->allocator, s->members, p->lives.count)) {
+    if (!MSI_RESERVE(msi_candidate, s->allocator, s->candidates, 2ull * p->ranges.count) ||
+        !MSI_RESERVE(uint32_t, s->allocator, s->members, p->ranges.count)) {
         return false;
     }
     uint32_t saved_of = MSI_NONE, together = 0; // the layer of the saved tensors last met; how many
-    for (uint32_t i = s->store->slots.count; i <= p->lives.count; i++) {
-        const msi_life *life = i < p->lives.count ? &p->lives.items[i] : NULL;
-        const bool idle = life && life->role == MSI_ROLE_VALUE && life->idle_last != MSI_NONE &&
-                          life->idle_first < p->peak && life->idle_last > p->peak &&
-                          msi_is_droppable(g, life->tensor);
-        const msi_tensor *t = idle ? &g->tensors.items[life->tensor] : NULL;
-        if (life && !idle) {
+    for (uint32_t i = s->store->residents.count; i <= p->ranges.count; i++) {
+        const msi_range *range = i < p->ranges.count ? &p->ranges.items[i] : NULL;
+        const bool idle = range && range->role == MSI_ROLE_VALUE && range->idle_last != MSI_NONE &&
+                          range->idle_first < p->peak && range->idle_last > p->peak &&
+                          msi_is_droppable(g, range->tensor);
+        const msi_tensor *t = idle ? &g->tensors.items[range->tensor] : NULL;
+        if (range && !idle) {
             continue;
         }
         const bool joins = t && t->kind == MSI_KIND_SAVED && t->producer == saved_of;
@@ -7664,7 +7702,7 @@ static bool msi_find_candidates(msi_solver *s) {
         }
         together = joins ? together + 1 : 1;
         saved_of = t->kind == MSI_KIND_SAVED ? t->producer : MSI_NONE;
-        s->members.items[s->members.count++] = life->tensor;
+        s->members.items[s->members.count++] = range->tensor;
         if (saved_of == MSI_NONE || g->layers.items[saved_of].recompute) {
             msi_add_candidate(s, 1);
         }
@@ -7744,7 +7782,7 @@ static ms_result msi_climb(msi_solver *s, bool *moved) {
     *moved = false;
     msi_mark_recomputed(s);
     if (!msi_find_candidates(s)) {
-        return msi_fail_memory(s->model, "the solver", s->plan->train.lives.count);
+        return msi_fail_memory(s->model, "the solver", s->plan->train.ranges.count);
     }
     uint32_t batch = 1 + s->candidates.count / MSI_BATCH_SHARE;
     uint32_t first = 0;
@@ -7802,7 +7840,7 @@ static ms_result msi_smallest(msi_solver *s) {
     ms_result result = msi_return_to(s, &s->rungs.items[k]);
     uint64_t best_bytes = s->plan->arena_bytes;
     while (result == MS_RESULT_OK && k-- > 0 &&
-           s->store->slot_bytes + s->rungs.items[k].peak_bytes <= best_bytes) {
+           s->store->resident_bytes + s->rungs.items[k].peak_bytes <= best_bytes) {
         result = msi_return_to(s, &s->rungs.items[k]);
         if (s->plan->arena_bytes <= best_bytes) {
             best = k;
@@ -7826,7 +7864,7 @@ static ms_result msi_climb_to(msi_solver *s, uint64_t budget, bool *fits) {
 }
 
 /* What is forced is, on every rung: drops, and early updates. Lowers again where there is any. */
-static ms_result msi_heed_forced(msi_solver *s) {
+static ms_result msi_add_forced(msi_solver *s) {
     const msi_graph *g = &s->model->graph;
     bool any = false;
     s->plan->forces = true;
@@ -7859,7 +7897,7 @@ static ms_result msi_first_rungs(msi_solver *s, msi_goal goal, uint64_t budget, 
     s->plan->plain_bytes = s->plan->arena_bytes;
     s->plan->plain_step_us = s->plan->train.step_us;
     if (result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN) {
-        result = msi_heed_forced(s);
+        result = msi_add_forced(s);
     }
     *fits = goal == MSI_GOAL_PLAIN || (s->plan->arena_bytes <= budget && early != MS_SWITCH_ON);
     if (result != MS_RESULT_OK || *fits) {
@@ -7949,7 +7987,7 @@ static ms_result msi_relax_updates(msi_solver *s) {
 /* The offsets of the program at the largest sizes: it has the same lives, handed on alike, and none
    is smaller. */
 static void msi_copy_offsets(msi_program *p, const msi_program *from) {
-    MEMSCALE_ASSERT(p->lives.count == from->lives.count && p->blocks.count == from->blocks.count);
+    MEMSCALE_ASSERT(p->ranges.count == from->ranges.count && p->blocks.count == from->blocks.count);
     for (uint32_t i = 0; i < p->blocks.count; i++) {
         p->blocks.items[i].offset = from->blocks.items[i].offset;
     }
@@ -7977,7 +8015,7 @@ static ms_result msi_follow(msi_solver *s) {
 
 /* Whether the plan as it stands may be better than the best so far: what is not is not laid out. */
 static bool msi_may_be_best(const msi_solver *s, uint64_t budget) {
-    const uint64_t least = s->store->slot_bytes + s->plan->train.peak_bytes;
+    const uint64_t least = s->store->resident_bytes + s->plan->train.peak_bytes;
     const uint64_t most = s->fits ? budget : msi_max_u64(budget, s->best_bytes);
     return !s->found || (least <= most && (!s->fits || s->plan->train.step_us <= s->best_us));
 }
@@ -8329,12 +8367,12 @@ static bool msi_sum_stages(msi_chain *c, uint32_t option) {
         memset(&c->stages[k].options[option], 0, sizeof(msi_option));
         c->stages[k].carried_bytes = 0;
     }
-    for (uint32_t i = s->store->slots.count; i < p->lives.count; i++) {
-        const msi_life *life = &p->lives.items[i];
-        const uint64_t bytes = msi_align(life->bytes), first = life->first,
-                       last = msi_counts_to(life);
-        const bool value = life->role == MSI_ROLE_VALUE && msi_is_droppable(g, life->tensor);
-        if (!value && life->role != MSI_ROLE_WORKSPACE) {
+    for (uint32_t i = s->store->residents.count; i < p->ranges.count; i++) {
+        const msi_range *range = &p->ranges.items[i];
+        const uint64_t bytes = msi_align(range->bytes), first = range->first,
+                       last = msi_counts_to(range);
+        const bool value = range->role == MSI_ROLE_VALUE && msi_is_droppable(g, range->tensor);
+        if (!value && range->role != MSI_ROLE_WORKSPACE) {
             msi_add_range(c->carried.items, first, last, bytes);
             if (first < p->backward_end && c->stages[c->at.items[first]].backward == first) {
                 c->stages[c->at.items[first]].carried_bytes -= bytes; // it is not there before
@@ -8342,7 +8380,7 @@ static bool msi_sum_stages(msi_chain *c, uint32_t option) {
             continue;
         }
         const uint32_t home =
-            c->stage_of[value ? g->tensors.items[life->tensor].producer : life->tensor];
+            c->stage_of[value ? g->tensors.items[range->tensor].producer : range->tensor];
         const msi_chain_stage *stage = &c->stages[home];
         const uint64_t forward_last = last < stage->forward_end ? last : stage->forward_end - 1ull;
         const uint64_t backward_first = first > stage->backward ? first : stage->backward;
@@ -8355,10 +8393,10 @@ static bool msi_sum_stages(msi_chain *c, uint32_t option) {
             msi_add_range(c->own.items, backward_first, backward_last, bytes);
         }
         const bool output =
-            value && home + 1 < c->count && c->stages[home + 1].input == life->tensor;
+            value && home + 1 < c->count && c->stages[home + 1].input == range->tensor;
         if (output && first < stage->forward_end) {
-            c->stages[home + 1].options[option].holds_input = life->last >= stage[1].backward;
-            c->stages[home].reads_output |= option == 0 && life->last >= stage->backward;
+            c->stages[home + 1].options[option].holds_input = range->last >= stage[1].backward;
+            c->stages[home].reads_output |= option == 0 && range->last >= stage->backward;
         } else if (value && first < stage->forward_end && last >= stage->backward) {
             c->stages[home].options[option].kept_bytes += bytes;
         }
@@ -8779,7 +8817,7 @@ static uint32_t msi_find_point(const msi_chain *c, uint64_t budget) {
     const msi_part *all = &c->parts[c->count - 1];
     uint32_t k = 0;
     while (k + 1 < all->count &&
-           c->solver->store->slot_bytes + all->points[k + 1].bytes <= budget) {
+           c->solver->store->resident_bytes + all->points[k + 1].bytes <= budget) {
         k++;
     }
     return k;
@@ -8961,7 +8999,7 @@ static uint32_t msi_next_choice(const msi_solver *s, const msi_all *all, uint64_
                                 bool smallest) {
     uint32_t best = MSI_NONE;
     for (uint32_t mask = 0; mask < 1u << all->count; mask++) {
-        const bool allowed = smallest || s->store->slot_bytes + all->bytes[mask] <= budget;
+        const bool allowed = smallest || s->store->resident_bytes + all->bytes[mask] <= budget;
         if (all->tried[mask] || !allowed) {
             continue;
         }
@@ -9109,9 +9147,9 @@ static uint64_t msi_decision_bytes(const msi_graph *g) {
 static void msi_plan_free(const ms_model *m, msi_plan *plan) {
     const ms_allocator *a = &m->config.allocator;
     const ms_backend *b = &m->config.backend;
-    for (int i = 0; plan && i < MSI_GRAPH_COUNT; i++) {
-        if (plan->graphs[i].graph) {
-            b->graph_release(m->device, plan->graphs[i].graph);
+    for (int i = 0; plan && i < MSI_RECORDING_COUNT; i++) {
+        if (plan->recordings[i].handle) {
+            b->recording_release(m->device, plan->recordings[i].handle);
         }
     }
     if (plan) {
@@ -9137,46 +9175,46 @@ static void msi_store_free(ms_model *m, msi_store *store) {
         return;
     }
     if (store->memory) {
-        const uint64_t bytes = store->slot_bytes + (m->config.arena ? 0 : store->transient_bytes);
+        const uint64_t bytes = store->resident_bytes + (m->run.arena ? 0 : store->transient_bytes);
         if (m->config.backend.device_is_host) {
-            msi_unpoison(store->memory, bytes);
+            msi_asan_unpoison(store->memory, bytes);
         }
         b->memory_release(b->user, a, store->memory, bytes);
     }
     msi_host_release(m, store->host, store->host_bytes + store->staging_bytes);
     msi_release(a, store->shadow, store->shadow_bytes);
     msi_release(a, store->results, store->shadow_bytes);
-    msi_release(a, store->print, m->graph.tensors.count * sizeof(uint64_t));
-    MSI_LIST_FREE(msi_slot, a, store->slots);
-    msi_release(a, store->slot_of, m->graph.tensors.count * sizeof(uint32_t));
+    msi_release(a, store->fingerprint, m->graph.tensors.count * sizeof(uint64_t));
+    MSI_LIST_FREE(msi_resident, a, store->residents);
+    msi_release(a, store->resident_of, m->graph.tensors.count * sizeof(uint32_t));
     msi_release(a, store, sizeof *store);
 }
 
 /* Gives a slot its place behind those of its kind: in the arena, on the host, or elsewhere. */
-static void msi_place_slot(msi_store *store, msi_slot *slot) {
-    uint64_t *const room = slot->borrowed  ? &store->borrowed_bytes
-                           : slot->on_host ? &store->host_bytes
-                                           : &store->slot_bytes;
-    slot->offset = *room;
-    *room += msi_align(slot->bytes);
+static void msi_place_resident(msi_store *store, msi_resident *resident) {
+    uint64_t *const room = resident->borrowed  ? &store->borrowed_bytes
+                           : resident->on_host ? &store->host_bytes
+                                               : &store->resident_bytes;
+    resident->offset = *room;
+    *room += msi_align(resident->bytes);
 }
 
-static void msi_add_slot(const ms_model *m, msi_store *store, uint32_t t, const msi_tensor *tensor,
-                         msi_role role) {
-    msi_slot *slot = &store->slots.items[store->slots.count++];
-    memset(slot, 0, sizeof *slot);
-    slot->tensor = t;
-    slot->role = role;
-    slot->bytes = tensor->largest_bytes;
-    slot->on_host = tensor->on_host;
-    slot->borrowed = msi_is_borrowed(tensor, role);
-    msi_place_slot(store, slot);
-    slot->event = MSI_NONE;
-    slot->factors = MSI_NONE;
-    if (tensor->kind == MSI_KIND_INPUT && !slot->on_host && m->config.backend.is_asynchronous) {
-        slot->event = store->event_count++;
-        slot->staging = store->staging_bytes;
-        store->staging_bytes += msi_align(slot->bytes);
+static void msi_add_resident(const ms_model *m, msi_store *store, uint32_t t,
+                             const msi_tensor *tensor, msi_role role) {
+    msi_resident *resident = &store->residents.items[store->residents.count++];
+    memset(resident, 0, sizeof *resident);
+    resident->tensor = t;
+    resident->role = role;
+    resident->bytes = tensor->largest_bytes;
+    resident->on_host = tensor->on_host;
+    resident->borrowed = msi_is_borrowed(tensor, role);
+    msi_place_resident(store, resident);
+    resident->event = MSI_NONE;
+    resident->factors = MSI_NONE;
+    if (tensor->kind == MSI_KIND_INPUT && !resident->on_host && m->config.backend.is_asynchronous) {
+        resident->event = store->event_count++;
+        resident->staging = store->staging_bytes;
+        store->staging_bytes += msi_align(resident->bytes);
     }
 }
 
@@ -9199,36 +9237,36 @@ static void msi_reserve(const ms_model *m, msi_store *store) {
         store->staging_bytes += MSI_STATES_BYTES;
         store->reserved_bytes += store->step_bytes;
     }
-    store->slot_bytes = store->reserved_bytes;
+    store->resident_bytes = store->reserved_bytes;
     store->event_count = MSI_EVENT_COUNT;
 }
 
 /* Every value that lives between steps gets a slot: params with their optimizer state, and with
    their gradients where these do too. */
-static bool msi_fill_slots(ms_model *m, msi_store *store) {
+static bool msi_list_residents(ms_model *m, msi_store *store) {
     const msi_graph *g = &m->graph;
     const uint32_t states = msi_state_count(&m->optimizer);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
-        store->slot_of[t] = MSI_NONE;
-        if (!msi_is_fixed(tensor)) {
+        store->resident_of[t] = MSI_NONE;
+        if (!msi_is_resident(tensor)) {
             continue;
         }
-        if (!MSI_RESERVE(msi_slot, &m->config.allocator, store->slots,
-                         store->slots.count + (uint64_t)MSI_ROLE_FIXED)) {
+        if (!MSI_RESERVE(msi_resident, &m->config.allocator, store->residents,
+                         store->residents.count + (uint64_t)MSI_ROLE_RESIDENT_COUNT)) {
             return false;
         }
-        store->slot_of[t] = store->slots.count;
-        msi_add_slot(m, store, t, tensor, MSI_ROLE_VALUE);
+        store->resident_of[t] = store->residents.count;
+        msi_add_resident(m, store, t, tensor, MSI_ROLE_VALUE);
         const bool learns = msi_learns(tensor);
         if (learns) {
-            store->slots.items[store->slots.count - 1].factors = store->factor_count++;
+            store->residents.items[store->residents.count - 1].factors = store->factor_count++;
         }
         if (learns && (store->micro_count > 1 || msi_is_borrowed(tensor, MSI_ROLE_GRADIENT))) {
-            msi_add_slot(m, store, t, tensor, MSI_ROLE_GRADIENT);
+            msi_add_resident(m, store, t, tensor, MSI_ROLE_GRADIENT);
         }
         for (uint32_t k = 0; k < states && learns; k++) {
-            msi_add_slot(m, store, t, tensor, (msi_role)(MSI_ROLE_STATE0 + k));
+            msi_add_resident(m, store, t, tensor, (msi_role)(MSI_ROLE_STATE0 + k));
         }
     }
     return true;
@@ -9242,10 +9280,10 @@ static ms_result msi_make_store(ms_model *m, msi_store **made) {
     *made = store;
     if (store) {
         store->micro_count = m->config.accumulation_steps ? m->config.accumulation_steps : 1;
-        store->slot_of = (uint32_t *)msi_alloc_zeroed(a, bytes);
+        store->resident_of = (uint32_t *)msi_alloc_zeroed(a, bytes);
         msi_reserve(m, store);
     }
-    if (store && store->slot_of && msi_fill_slots(m, store)) {
+    if (store && store->resident_of && msi_list_residents(m, store)) {
         return MS_RESULT_OK;
     }
     msi_store_free(m, store);
@@ -9253,17 +9291,18 @@ static ms_result msi_make_store(ms_model *m, msi_store **made) {
     return msi_fail_memory(m, "the slots", bytes);
 }
 
-static const msi_slot *msi_find_slot(const msi_store *store, uint32_t tensor, msi_role role) {
-    if (!store || store->slot_of[tensor] == MSI_NONE) {
+static const msi_resident *msi_find_resident(const msi_store *store, uint32_t tensor,
+                                             msi_role role) {
+    if (!store || store->resident_of[tensor] == MSI_NONE) {
         return NULL;
     }
-    for (uint32_t i = store->slot_of[tensor]; i < store->slots.count; i++) {
-        const msi_slot *slot = &store->slots.items[i];
-        if (slot->tensor != tensor) {
+    for (uint32_t i = store->resident_of[tensor]; i < store->residents.count; i++) {
+        const msi_resident *resident = &store->residents.items[i];
+        if (resident->tensor != tensor) {
             break;
         }
-        if (slot->role == role) {
-            return slot;
+        if (resident->role == role) {
+            return resident;
         }
     }
     return NULL;
@@ -9275,15 +9314,16 @@ static uint64_t msi_budget(const ms_model *m) {
     if (m->config.memory_budget_bytes) {
         return m->config.memory_budget_bytes;
     }
-    const uint64_t given = m->given.free_bytes ? m->given.free_bytes : m->given.total_bytes;
+    const uint64_t given =
+        m->sources.given.free_bytes ? m->sources.given.free_bytes : m->sources.given.total_bytes;
     double most = (double)given;
-    if (!m->is_given || given == 0) {
+    if (!m->sources.is_given || given == 0) {
         ms_hardware hardware;
         memset(&hardware, 0, sizeof hardware);
         m->config.backend.hardware(m->config.backend.user, &hardware);
         most = (double)hardware.free_bytes;
-        if (m->store && m->store->memory && most > 0.0) {
-            most += (double)m->store->slot_bytes + (double)m->store->transient_bytes;
+        if (m->run.store && m->run.store->memory && most > 0.0) {
+            most += (double)m->run.store->resident_bytes + (double)m->run.store->transient_bytes;
         }
     }
     if (most <= 0.0) {
@@ -9315,12 +9355,12 @@ static ms_result msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *pl
         msi_share_memory(&m->graph, &plan->eval);
     }
     if (plan->eval.out_of_memory || !msi_simulate(m, store, &plan->eval)) {
-        result = msi_fail_memory(m, "the eval program", plan->eval.lives.count);
+        result = msi_fail_memory(m, "the eval program", plan->eval.ranges.count);
     } else {
         result = msi_lay_out(&solver, &plan->eval);
     }
     solver.largest = largest;
-    solver.room = store->slot_bytes + store->transient_bytes;
+    solver.room = store->resident_bytes + store->transient_bytes;
     result = result == MS_RESULT_OK
                  ? msi_solve(&solver, goal, largest ? solver.room : plan->budget_bytes)
                  : result;
@@ -9331,8 +9371,8 @@ static ms_result msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *pl
 
 /* Addresses of the lives, from those of their blocks. */
 static void msi_resolve(const msi_store *store, msi_program *p) {
-    for (uint32_t i = store->slots.count; i < p->lives.count; i++) {
-        p->lives.items[i].offset = p->blocks.items[p->lives.items[i].block].offset;
+    for (uint32_t i = store->residents.count; i < p->ranges.count; i++) {
+        p->ranges.items[i].offset = p->blocks.items[p->ranges.items[i].block].offset;
     }
 }
 
@@ -9365,7 +9405,7 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
     msi_get_sizes(&m->graph, plan->sizes);
     ms_result result = msi_fill_plan(m, store, plan, goal, largest);
     const uint64_t moments = 2ull * plan->train.instructions.count;
-    if (result == MS_RESULT_OK && m->timing &&
+    if (result == MS_RESULT_OK && m->run.timing &&
         !MSI_RESERVE(double, &m->config.allocator, plan->train.measured, moments)) {
         result = msi_fail_memory(m, "the times of the plan", moments * sizeof(double));
     }
@@ -9399,7 +9439,7 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
     ms_result result = msi_make_store(m, store);
     result = result == MS_RESULT_OK ? msi_plan_at(m, *store, goal, NULL, NULL, plans) : result;
     if (result == MS_RESULT_OK) {
-        (*store)->transient_bytes = (*plans)->arena_bytes - (*store)->slot_bytes;
+        (*store)->transient_bytes = (*plans)->arena_bytes - (*store)->resident_bytes;
     }
     msi_get_sizes(&m->graph, sizes);
     if (result == MS_RESULT_OK && memcmp(sizes, (*plans)->sizes, sizeof sizes) != 0) {
@@ -9421,7 +9461,7 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
 // >>policy  which mode to plan for, and what helps where nothing fits
 
 static uint64_t msi_room_of(const msi_store *store) {
-    return store->slot_bytes + store->transient_bytes;
+    return store->resident_bytes + store->transient_bytes;
 }
 
 static void msi_plans_and_store_free(ms_model *m, msi_store *store, msi_plan *plans) {
@@ -9435,12 +9475,12 @@ static const msi_plan *msi_plan_at_largest(const msi_plan *plans) {
 
 /* The smallest arena of plans that may use these techniques. */
 static ms_result msi_least_arena(ms_model *m, uint32_t techniques, uint64_t *bytes) {
-    const uint32_t old = m->choice.techniques;
+    const uint32_t old = m->wrapped.choice.techniques;
     msi_store *store;
     msi_plan *plans;
-    m->choice.techniques = techniques;
+    m->wrapped.choice.techniques = techniques;
     const ms_result result = msi_make_plans(m, MSI_GOAL_SMALLEST, &store, &plans);
-    m->choice.techniques = old;
+    m->wrapped.choice.techniques = old;
     if (result == MS_RESULT_OK) {
         *bytes = msi_room_of(store);
         msi_plans_and_store_free(m, store, plans);
@@ -9648,12 +9688,12 @@ static void msi_add_text(msi_text *to, const char *format, ...) {
 }
 
 /* The smallest arenas of the other modes. */
-static ms_result msi_tell_modes(ms_model *m, uint64_t least, msi_text *to) {
+static ms_result msi_add_modes(ms_model *m, uint64_t least, msi_text *to) {
     bool alike = true;
     for (int mode = 0; mode < MS_MODE_COUNT; mode++) {
         const uint32_t techniques = msi_allowed(m, (ms_mode)mode);
         uint64_t bytes = least;
-        if (techniques == m->choice.techniques) {
+        if (techniques == m->wrapped.choice.techniques) {
             continue;
         }
         const ms_result result = msi_least_arena(m, techniques, &bytes);
@@ -9668,7 +9708,7 @@ static ms_result msi_tell_modes(ms_model *m, uint64_t least, msi_text *to) {
 }
 
 /* What would fit the budget that was asked for. */
-static ms_result msi_tell_size(ms_model *m, const msi_plan *smallest, msi_text *to) {
+static ms_result msi_add_size(ms_model *m, const msi_plan *smallest, msi_text *to) {
     msi_resizing z;
     ms_result result = MS_RESULT_OK;
     int64_t size;
@@ -9696,10 +9736,10 @@ static ms_result msi_tell_size(ms_model *m, const msi_plan *smallest, msi_text *
 }
 
 /* What else would help. */
-static ms_result msi_tell_cures(ms_model *m, msi_text *to) {
+static ms_result msi_add_cures(ms_model *m, msi_text *to) {
     const msi_graph *g = &m->graph;
     const char *early = msi_early_fault(m);
-    uint32_t all = m->choice.techniques, forbidden = 0;
+    uint32_t all = m->wrapped.choice.techniques, forbidden = 0;
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         const bool off = msi_switch_of(&m->config, (ms_technique)k) == MS_SWITCH_OFF;
         all |= off && !(early && k == MS_TECHNIQUE_EARLY_UPDATE) ? MSI_BUILT & 1u << k : 0u;
@@ -9709,13 +9749,13 @@ static ms_result msi_tell_cures(ms_model *m, msi_text *to) {
         forbidden += is[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_OFF ||
                      is[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_OFF;
     }
-    if (all != m->choice.techniques) {
+    if (all != m->wrapped.choice.techniques) {
         uint64_t bytes;
         const ms_result result = msi_least_arena(m, all, &bytes);
         if (result != MS_RESULT_OK) {
             return result;
         }
-        const uint32_t added = all & ~m->choice.techniques;
+        const uint32_t added = all & ~m->wrapped.choice.techniques;
         msi_add_text(to, ". Without OFF for %s%s%s: %s",
                      added & MSI_CHECKPOINTING ? "checkpointing" : "",
                      added == MSI_BUILT ? " and " : "",
@@ -9739,15 +9779,16 @@ static ms_result msi_no_fit(ms_model *m, const msi_store *store, const msi_plan 
                  "the budget is %s, the plain plan needs %s, and the smallest feasible budget in "
                  "mode %s is %s (%llu bytes",
                  msi_size(smallest->budget_bytes).text, msi_size(smallest->plain_bytes).text,
-                 msi_mode_names[m->choice.mode], msi_size(least).text, (unsigned long long)least);
+                 msi_mode_names[m->wrapped.choice.mode], msi_size(least).text,
+                 (unsigned long long)least);
     if (store->reserved_bytes) {
         msi_add_text(&text, "; %s of it for the backend: ms_backend.workspace_bytes",
                      msi_size(store->reserved_bytes).text);
     }
     msi_add_text(&text, ")");
-    ms_result result = msi_tell_modes(m, least, &text);
-    result = result == MS_RESULT_OK ? msi_tell_size(m, smallest, &text) : result;
-    result = result == MS_RESULT_OK ? msi_tell_cures(m, &text) : result;
+    ms_result result = msi_add_modes(m, least, &text);
+    result = result == MS_RESULT_OK ? msi_add_size(m, smallest, &text) : result;
+    result = result == MS_RESULT_OK ? msi_add_cures(m, &text) : result;
     return result == MS_RESULT_OK ? msi_fail(m, MS_RESULT_BUDGET, "%s", text.text) : result;
 }
 
@@ -9788,7 +9829,7 @@ static ms_result msi_make_contenders(ms_model *m, msi_goal goal, msi_contender *
             same++;
         }
         contenders[i] = contenders[same];
-        m->choice.techniques = s->techniques;
+        m->wrapped.choice.techniques = s->techniques;
         const ms_result result =
             same < i ? MS_RESULT_OK
                      : msi_make_plans(m, goal, &contenders[i].store, &contenders[i].plans);
@@ -9821,7 +9862,7 @@ static uint32_t msi_fastest(const ms_policy_args *args) {
 static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     msi_contender contenders[MS_MODE_COUNT];
     ms_strategy strategies[MS_MODE_COUNT];
-    const msi_choice config = m->choice;
+    const msi_choice config = m->wrapped.choice;
     const ms_result result = msi_make_contenders(m, goal, contenders, strategies);
     if (result != MS_RESULT_OK) {
         return result;
@@ -9829,7 +9870,7 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
     ms_policy_args args;
     memset(&args, 0, sizeof args);
     args.user = m->config.policy_user;
-    args.hardware = &m->hardware;
+    args.hardware = &m->costs.hardware;
     args.budget_bytes = msi_plan_at_largest(contenders[0].plans)->budget_bytes;
     args.plain_bytes = msi_plan_at_largest(contenders[0].plans)->plain_bytes;
     args.strategies = strategies;
@@ -9842,18 +9883,18 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
     }
     const uint32_t chosen = m->config.policy ? m->config.policy(&args) : msi_fastest(&args);
     uint32_t number = chosen;
-    m->choice = config;
+    m->wrapped.choice = config;
     if (chosen < MS_MODE_COUNT) {
-        m->choice.mode = strategies[chosen].mode;
-        m->choice.source = MS_DECISION_SOURCE_POLICY;
-        m->choice.techniques = strategies[chosen].techniques;
+        m->wrapped.choice.mode = strategies[chosen].mode;
+        m->wrapped.choice.source = MS_DECISION_SOURCE_POLICY;
+        m->wrapped.choice.techniques = strategies[chosen].techniques;
     }
     for (uint32_t i = 0; i < MS_MODE_COUNT; i++) {
-        number = strategies[i].mode == m->choice.mode ? i : number;
+        number = strategies[i].mode == m->wrapped.choice.mode ? i : number;
     }
     msi_log(m, MS_LOG_INFO, "policy", "%s policy chose %u: mode %s%s",
             m->config.policy ? "the trainer's" : "the built-in", (unsigned)chosen,
-            msi_mode_names[m->choice.mode],
+            msi_mode_names[m->wrapped.choice.mode],
             chosen < MS_MODE_COUNT ? "" : ", as configured, since there is no such strategy");
     msi_contenders_free(m, contenders, MS_MODE_COUNT, number);
     *store = contenders[number].store;
@@ -9864,17 +9905,17 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
 /* Checks the graph, then plans for the mode of the config, or for that of the policy. The choice
    stays in force; after a failure it is as before. */
 static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
-    const msi_choice old = m->choice;
+    const msi_choice old = m->wrapped.choice;
     ms_result result = msi_check_graph(m, goal);
     result = result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN ? msi_check_built(m) : result;
     result = result == MS_RESULT_OK ? msi_check_times(m) : result;
     if (result != MS_RESULT_OK) {
         return result;
     }
-    const ms_hardware hardware = m->hardware;
-    const bool has_hardware = m->has_hardware;
+    const ms_hardware hardware = m->costs.hardware;
+    const bool has_hardware = m->costs.is_foreign;
     msi_get_hardware(m);
-    m->choice = msi_config_choice(m);
+    m->wrapped.choice = msi_config_choice(m);
     result = m->config.auto_policy && goal != MSI_GOAL_PLAIN
                  ? msi_ask_policy(m, goal, store, plans)
                  : msi_make_plans(m, goal, store, plans);
@@ -9886,11 +9927,11 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
         }
     }
     if (result != MS_RESULT_OK) {
-        m->choice = old;
-        m->hardware = hardware;
-        m->has_hardware = has_hardware;
+        m->wrapped.choice = old;
+        m->costs.hardware = hardware;
+        m->costs.is_foreign = has_hardware;
     }
-    if (result != MS_RESULT_OK && m->plan) {
+    if (result != MS_RESULT_OK && m->run.plan) {
         msi_find_times(m); // at the present sizes, for the plan that stays in force
     }
     return result;
@@ -9902,8 +9943,8 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     ms_result result = msi_check_graph(m, MSI_GOAL_SMALLEST);
     result = result == MS_RESULT_OK ? msi_check_built(m) : result;
     result = result == MS_RESULT_OK ? msi_check_times(m) : result;
-    const ms_hardware hardware = m->hardware;
-    const bool has_hardware = m->has_hardware;
+    const ms_hardware hardware = m->costs.hardware;
+    const bool has_hardware = m->costs.is_foreign;
     msi_get_hardware(m);
     *bytes = UINT64_MAX;
     for (int i = 0; i < MS_MODE_COUNT && result == MS_RESULT_OK; i++) {
@@ -9916,9 +9957,9 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
         result = known ? result : msi_least_arena(m, met[i], &least);
         *bytes = least < *bytes ? least : *bytes;
     }
-    m->hardware = hardware;
-    m->has_hardware = has_hardware;
-    if (m->plan) {
+    m->costs.hardware = hardware;
+    m->costs.is_foreign = has_hardware;
+    if (m->run.plan) {
         msi_find_times(m);
     }
     return result;
@@ -9929,16 +9970,16 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
 
 /* The step's own memory as the host sees it. */
 static uint8_t *msi_step_on_host(const ms_model *m) {
-    return m->store->host + m->store->host_bytes;
+    return m->run.store->host + m->run.store->host_bytes;
 }
 
 static bool msi_is_eval(const ms_model *m) {
-    return m->running == &m->plan->eval;
+    return m->run.program == &m->run.plan->eval;
 }
 
 /* Where the states come to when they are copied out; that of a step, or of an eval. */
 static uint8_t *msi_verdicts(const ms_model *m) {
-    return msi_step_on_host(m) + (msi_is_direct(m) ? 0 : m->store->step_bytes);
+    return msi_step_on_host(m) + (msi_is_direct(m) ? 0 : m->run.store->step_bytes);
 }
 
 static const ms_step_state *msi_verdict(const ms_model *m, bool eval) {
@@ -9946,7 +9987,7 @@ static const ms_step_state *msi_verdict(const ms_model *m, bool eval) {
 }
 
 static ms_step_state *msi_state_on_device(const ms_model *m, bool eval) {
-    return (ms_step_state *)(void *)(m->store->step + (eval ? 0 : MSI_STATE_BYTES));
+    return (ms_step_state *)(void *)(m->run.store->step + (eval ? 0 : MSI_STATE_BYTES));
 }
 
 /* AdamW's factors at update number t, without what differs by param; those of SGD. */
@@ -9975,7 +10016,7 @@ static float msi_weight_decay(const ms_model *m, const msi_tensor *t) {
 
 /* Number of the update of a param in this step, from 1. */
 static uint64_t msi_update_number(const ms_model *m, const msi_tensor *t) {
-    return m->step - t->trained_since + 1;
+    return m->run.step - t->trained_since + 1;
 }
 
 static void msi_fill_factors(ms_model *m) {
@@ -9983,18 +10024,18 @@ static void msi_fill_factors(ms_model *m) {
     ms_update_factors *to = (ms_update_factors *)(void *)(msi_step_on_host(m) + MSI_STATES_BYTES);
     ms_update_factors f;
     uint64_t number = 0;
-    for (uint32_t i = 0; i < m->store->slots.count; i++) {
-        const msi_slot *slot = &m->store->slots.items[i];
-        const msi_tensor *t = &m->graph.tensors.items[slot->tensor];
-        if (slot->factors == MSI_NONE) {
+    for (uint32_t i = 0; i < m->run.store->residents.count; i++) {
+        const msi_resident *resident = &m->run.store->residents.items[i];
+        const msi_tensor *t = &m->graph.tensors.items[resident->tensor];
+        if (resident->factors == MSI_NONE) {
             continue;
         }
         if (number != msi_update_number(m, t)) {
             number = msi_update_number(m, t);
             f = msi_factors_at(o, number);
         }
-        to[slot->factors] = f;
-        to[slot->factors].decay =
+        to[resident->factors] = f;
+        to[resident->factors].decay =
             o->kind == MS_OPTIMIZER_SGD
                 ? msi_weight_decay(m, t)
                 : (float)(1.0 - (double)o->learning_rate * (double)msi_weight_decay(m, t));
@@ -10002,32 +10043,33 @@ static void msi_fill_factors(ms_model *m) {
 }
 
 /* A part of the step's own memory goes to the device, behind what is enqueued. */
-static ms_result msi_tell(ms_model *m, uint64_t begin, uint64_t end) {
+static ms_result msi_upload(ms_model *m, uint64_t begin, uint64_t end) {
     const ms_backend *b = &m->config.backend;
-    uint8_t *to = m->store->step + begin;
+    uint8_t *to = m->run.store->step + begin;
     const uint8_t *from = msi_step_on_host(m) + begin;
     if (msi_is_direct(m) || begin == end) {
         return MS_RESULT_OK;
     }
-    return b->tell ? msi_device(m, b->tell(m->device, to, from, end - begin), "telling the device")
-                   : msi_copy(m, to, false, from, true, end - begin);
+    return b->upload
+               ? msi_device(m, b->upload(m->device, to, from, end - begin), "telling the device")
+               : msi_copy(m, to, false, from, true, end - begin);
 }
 
 /* What changes from step to step. */
-static ms_result msi_tell_step(ms_model *m) {
+static ms_result msi_upload_step(ms_model *m) {
     ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
-    state->step = m->step;
-    state->seed = msi_mix(m->config.seed ^ msi_mix(m->step + ((uint64_t)m->micro << 40)));
-    return msi_tell(m, MSI_STATE_BYTES + offsetof(ms_step_state, step), MSI_STATES_BYTES);
+    state->step = m->run.step;
+    state->seed = msi_mix(m->config.seed ^ msi_mix(m->run.step + ((uint64_t)m->run.micro << 40)));
+    return msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, step), MSI_STATES_BYTES);
 }
 
 /* The factors of all updates of a step, before the first of them. */
-static ms_result msi_tell_factors(ms_model *m) {
+static ms_result msi_upload_factors(ms_model *m) {
     if (m->optimizer.kind > MS_OPTIMIZER_SGD) {
         return MS_RESULT_OK;
     }
     msi_fill_factors(m);
-    return msi_tell(m, MSI_STATES_BYTES, m->store->step_bytes);
+    return msi_upload(m, MSI_STATES_BYTES, m->run.store->step_bytes);
 }
 
 static uint64_t msi_seed_of_step(const ms_model *m) {
@@ -10035,11 +10077,10 @@ static uint64_t msi_seed_of_step(const ms_model *m) {
 }
 
 /* Has the verdict as far as it is enqueued copied out. */
-static ms_result msi_ask_verdict(ms_model *m) {
-    m->judged = false;
-    m->asked = true;
+static ms_result msi_copy_verdict(ms_model *m) {
+    m->run.verdict = MSI_VERDICT_COPIED;
     return msi_is_direct(m) ? MS_RESULT_OK
-                            : msi_copy_out(m, msi_verdicts(m), m->store->step, MSI_STATES_BYTES,
+                            : msi_copy_out(m, msi_verdicts(m), m->run.store->step, MSI_STATES_BYTES,
                                            MSI_EVENT_VERDICT);
 }
 
@@ -10060,54 +10101,57 @@ static ms_result msi_fail_nonfinite(ms_model *m, const char *what, uint64_t step
 
 /* Waits for the verdict that was asked for. A step that was halted has updated nothing, nor has any
    behind it: the count of steps goes back to it. */
-static ms_result msi_learn_verdict(ms_model *m) {
-    ms_result result = m->asked ? msi_wait_on_host(m, MSI_EVENT_VERDICT) : MS_RESULT_OK;
+static ms_result msi_settle_verdict(ms_model *m) {
+    const bool copied = m->run.verdict == MSI_VERDICT_COPIED;
+    ms_result result = copied ? msi_wait_on_host(m, MSI_EVENT_VERDICT) : MS_RESULT_OK;
     const ms_step_state verdict = *msi_verdict(m, false);
-    if (result == MS_RESULT_OK && m->asked && verdict.halted != (uint32_t)MS_HALT_NONE) {
-        result = msi_fill(m, m->store->step + MSI_STATE_BYTES, msi_is_direct(m), 0,
+    if (result == MS_RESULT_OK && copied && verdict.halted != (uint32_t)MS_HALT_NONE) {
+        result = msi_fill(m, m->run.store->step + MSI_STATE_BYTES, msi_is_direct(m), 0,
                           offsetof(ms_step_state, step));
-        m->left = verdict;
-        m->step = verdict.halted_step;
-        m->updates_done = 0;
-        m->micro = 0;
+        m->run.halt = verdict;
+        m->run.step = verdict.halted_step;
+        m->run.updates_done = 0;
+        m->run.micro = 0;
     }
-    m->asked = m->asked && result != MS_RESULT_OK;
+    if (result == MS_RESULT_OK) {
+        m->run.verdict = MSI_VERDICT_NONE;
+    }
     return result;
 }
 
 /* Tells the trainer of a halt, once. */
 static ms_result msi_report_halt(ms_model *m) {
-    const ms_step_state left = m->left;
-    memset(&m->left, 0, sizeof m->left);
+    const ms_step_state left = m->run.halt;
+    memset(&m->run.halt, 0, sizeof m->run.halt);
     return left.halted == (uint32_t)MS_HALT_NONE ? MS_RESULT_OK
            : left.halted == (uint32_t)MS_HALT_LOSS
                ? msi_fail_nonfinite(m, "loss", left.halted_step, left.loss)
                : msi_fail_nonfinite(m, "norm of the gradients", left.halted_step, left.norm);
 }
 
-static ms_result msi_heed_verdict(ms_model *m) {
-    const bool eval = m->asked && msi_is_eval(m);
-    ms_result result = msi_learn_verdict(m);
+static ms_result msi_act_on_verdict(ms_model *m) {
+    const bool eval = m->run.verdict == MSI_VERDICT_COPIED && msi_is_eval(m);
+    ms_result result = msi_settle_verdict(m);
     result = result == MS_RESULT_OK ? msi_report_halt(m) : result;
     const ms_step_state *v = msi_verdict(m, true);
     return result == MS_RESULT_OK && eval && v->halted != (uint32_t)MS_HALT_NONE
-               ? msi_fail_nonfinite(m, "loss", m->step, v->loss)
+               ? msi_fail_nonfinite(m, "loss", m->run.step, v->loss)
                : result;
 }
 
 static ms_result msi_custom_update(ms_model *m, const ms_update_args *args, const msi_tensor *t) {
     ms_result result = MS_RESULT_OK;
-    if (m->config.backend.is_asynchronous && m->updates_done == 0) { // it cannot see a halt
-        result = msi_ask_verdict(m);
-        result = result == MS_RESULT_OK ? msi_heed_verdict(m) : result;
+    if (m->config.backend.is_asynchronous && m->run.updates_done == 0) { // it cannot see a halt
+        result = msi_copy_verdict(m);
+        result = result == MS_RESULT_OK ? msi_act_on_verdict(m) : result;
     }
     if (result != MS_RESULT_OK) {
         return result;
     }
-    m->updates_done++;
-    m->busy = true;
+    m->run.updates_done++;
+    m->run.busy = true;
     const int error = m->optimizer.update(args);
-    m->busy = false;
+    m->run.busy = false;
     return error == 0
                ? MS_RESULT_OK
                : msi_fail(
@@ -10126,11 +10170,12 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     const ms_backend *b = &m->config.backend;
     const ms_optimizer_desc *o = &m->optimizer;
     const msi_tensor *t = &m->graph.tensors.items[i->target];
-    const msi_slot *slot = &m->store->slots.items[m->store->slot_of[i->target]];
+    const msi_resident *resident =
+        &m->run.store->residents.items[m->run.store->resident_of[i->target]];
     float *operands[3 + MS_LIMIT_OPTIMIZER_STATE] = {NULL, NULL, NULL, NULL, NULL, NULL, NULL};
     for (uint32_t k = 0; k < i->operand_count; k++) { // value, gradient, norm, states
-        const uint32_t life = p->operands.items[i->operand_first + k].life;
-        operands[k] = life == MSI_NONE ? NULL : (float *)msi_address(m, p, life);
+        const uint32_t range = p->operands.items[i->operand_first + k].range;
+        operands[k] = range == MSI_NONE ? NULL : (float *)msi_address(m, p, range);
     }
     ms_update_args args;
     memset(&args, 0, sizeof args);
@@ -10153,28 +10198,29 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     args.momentum = o->momentum;
     args.t = msi_update_number(m, t);
     args.stream = msi_stream(m);
-    args.factors = (const ms_update_factors *)(const void *)(m->store->step + MSI_STATES_BYTES) +
-                   slot->factors;
+    args.factors =
+        (const ms_update_factors *)(const void *)(m->run.store->step + MSI_STATES_BYTES) +
+        resident->factors;
     args.state_of_step = msi_state_on_device(m, false);
     if (o->kind == MS_OPTIMIZER_CUSTOM) {
         return msi_custom_update(m, &args, t);
     }
-    const bool first = m->updates_done == 0 && !m->recording;
-    const ms_result result = first ? msi_tell_factors(m) : MS_RESULT_OK;
+    const bool first = m->run.updates_done == 0 && !m->run.recording;
+    const ms_result result = first ? msi_upload_factors(m) : MS_RESULT_OK;
     if (result != MS_RESULT_OK) {
         return result;
     }
-    m->updates_done++;
+    m->run.updates_done++;
     return msi_device(m, b->update(m->device, &args), "update");
 }
 
 static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const ms_backend *b = &m->config.backend;
-    const uint32_t life = p->operands.items[i->operand_first].life;
+    const uint32_t range = p->operands.items[i->operand_first].range;
     double *sum = (double *)msi_address(m, p, p->norm);
     return msi_device(m,
-                      b->add_squares_f32(m->device, msi_address(m, p, life),
-                                         p->lives.items[life].bytes / sizeof(float), sum),
+                      b->add_squares_f32(m->device, msi_address(m, p, range),
+                                         p->ranges.items[range].bytes / sizeof(float), sum),
                       "sum of squares");
 }
 
@@ -10182,16 +10228,16 @@ static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instr
 static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     const ms_backend *b = &m->config.backend;
     msi_norm *norm = (msi_norm *)msi_address(m, p, p->norm);
-    ms_result result = m->recording ? MS_RESULT_OK : msi_await_verdict(m);
+    ms_result result = m->run.recording ? MS_RESULT_OK : msi_await_verdict(m);
     if (result == MS_RESULT_OK) {
         result = msi_device(m,
                             b->clip_scale(m->device, &norm->sum, m->optimizer.grad_clip_norm,
                                           &norm->scale, msi_state_on_device(m, false)),
                             "clip");
-        m->judged = true;
+        m->run.verdict = MSI_VERDICT_ON_DEVICE;
     }
-    result = result == MS_RESULT_OK && !m->recording ? msi_ask_verdict(m) : result;
-    return result == MS_RESULT_OK && !b->is_asynchronous ? msi_heed_verdict(m) : result;
+    result = result == MS_RESULT_OK && !m->run.recording ? msi_copy_verdict(m) : result;
+    return result == MS_RESULT_OK && !b->is_asynchronous ? msi_act_on_verdict(m) : result;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -10206,8 +10252,8 @@ static void msi_fill_views(ms_model *m, const msi_program *p, ms_view *views,
             continue;
         }
         views[k] = m->graph.tensors.items[tensors[k]].view;
-        if (operands[k].life != MSI_NONE) {
-            views[k].data = msi_address(m, p, operands[k].life);
+        if (operands[k].range != MSI_NONE) {
+            views[k].data = msi_address(m, p, operands[k].range);
             views[k].beta = operands[k].accumulate ? 1.0f : 0.0f;
         }
     }
@@ -10215,19 +10261,19 @@ static void msi_fill_views(ms_model *m, const msi_program *p, ms_view *views,
 
 /* What an operand of a layer's instruction is: a group of values, or what follows these. */
 enum {
-    MSI_PART_GRAD_OUT = MSI_GROUP_COUNT,
-    MSI_PART_GRAD_IN,
-    MSI_PART_GRAD_PARAM,
-    MSI_PART_WORKSPACE,
-    MSI_PART_COUNT
+    MSI_GROUP_GRAD_OUT = MSI_GROUP_COUNT,
+    MSI_GROUP_GRAD_IN,
+    MSI_GROUP_GRAD_PARAM,
+    MSI_GROUP_WORKSPACE,
+    MSI_GROUP_END
 };
 
 /* The part that operand k of a layer's instruction belongs to, and its slot there. */
-static int msi_operand_part(const msi_layer *l, const msi_instruction *i, uint32_t k,
-                            uint32_t *slot) {
+static int msi_operand_group(const msi_layer *l, const msi_instruction *i, uint32_t k,
+                             uint32_t *slot) {
     const bool backward = i->op == MSI_OP_BACKWARD;
     const bool in_forward = i->op == MSI_OP_FORWARD && l->grads_in_forward != 0;
-    const uint32_t counts[MSI_PART_COUNT] = {
+    const uint32_t counts[MSI_GROUP_END] = {
         l->count[MSI_GROUP_IN],
         l->count[MSI_GROUP_OUT],
         l->count[MSI_GROUP_SAVED],
@@ -10238,25 +10284,25 @@ static int msi_operand_part(const msi_layer *l, const msi_instruction *i, uint32
         backward ? l->count[MSI_GROUP_PARAM] : 0u,
         1,
     };
-    int part = 0;
-    for (; part < MSI_PART_WORKSPACE && k >= counts[part]; part++) {
-        k -= counts[part];
+    int group = 0;
+    for (; group < MSI_GROUP_WORKSPACE && k >= counts[group]; group++) {
+        k -= counts[group];
     }
     *slot = k;
-    return part;
+    return group;
 }
 
 /* Whether a layer's instruction makes this operand. */
-static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int part, uint32_t slot) {
-    switch (part) {
+static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int group, uint32_t slot) {
+    switch (group) {
     case MSI_GROUP_OUT:
     case MSI_GROUP_SAVED:
         return i->op != MSI_OP_BACKWARD && !(i->op == MSI_OP_RECOMPUTE && l->recompute &&
-                                             (msi_recompute_reads_of(l, part) >> slot & 1));
+                                             (msi_recompute_reads_of(l, group) >> slot & 1));
     case MSI_GROUP_STATE:
         return i->op != MSI_OP_RECOMPUTE || !l->keeps_state;
-    case MSI_PART_GRAD_IN:
-    case MSI_PART_GRAD_PARAM:
+    case MSI_GROUP_GRAD_IN:
+    case MSI_GROUP_GRAD_PARAM:
         return true;
     default:
         return false;
@@ -10264,15 +10310,15 @@ static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int part, 
 }
 
 /* Whether it is allowed to write it: what it makes, and what it destroys. */
-static bool msi_is_written(const msi_layer *l, const msi_instruction *i, int part, uint32_t slot) {
+static bool msi_is_written(const msi_layer *l, const msi_instruction *i, int group, uint32_t slot) {
     const bool backward = i->op == MSI_OP_BACKWARD;
-    const uint32_t clobbers = !backward                   ? 0
-                              : part == MSI_GROUP_IN      ? l->clobbers.in
-                              : part == MSI_GROUP_OUT     ? l->clobbers.out
-                              : part == MSI_GROUP_SAVED   ? l->clobbers.saved
-                              : part == MSI_PART_GRAD_OUT ? l->clobbers.grad_out
-                                                          : 0;
-    return part == MSI_PART_WORKSPACE || (clobbers >> slot & 1) || msi_is_made(l, i, part, slot);
+    const uint32_t clobbers = !backward                     ? 0
+                              : group == MSI_GROUP_IN       ? l->clobbers.in
+                              : group == MSI_GROUP_OUT      ? l->clobbers.out
+                              : group == MSI_GROUP_SAVED    ? l->clobbers.saved
+                              : group == MSI_GROUP_GRAD_OUT ? l->clobbers.grad_out
+                                                            : 0;
+    return group == MSI_GROUP_WORKSPACE || (clobbers >> slot & 1) || msi_is_made(l, i, group, slot);
 }
 
 /* By ms_phase. */
@@ -10286,7 +10332,7 @@ static uint16_t msi_wanted(const msi_layer *l, const msi_instruction *i,
         i->op == MSI_OP_RECOMPUTE && l->recompute ? msi_recompute_reads_of(l, group) : 0;
     uint32_t mask = 0;
     for (uint32_t k = 0; k < l->count[group]; k++) {
-        mask |= (uint32_t)(first[k].life != MSI_NONE && !(read >> k & 1)) << k;
+        mask |= (uint32_t)(first[k].range != MSI_NONE && !(read >> k & 1)) << k;
     }
     return (uint16_t)mask;
 }
@@ -10304,22 +10350,22 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     call->user = l->user;
     call->model = m;
     call->phase = (ms_phase)i->op; // the first ops are the phases
-    call->in = m->views;
+    call->in = m->run.views;
     call->out = call->in + l->count[MSI_GROUP_IN];
     call->saved = call->out + l->count[MSI_GROUP_OUT];
     call->param = call->saved + l->count[MSI_GROUP_SAVED];
     call->state = call->param + l->count[MSI_GROUP_PARAM];
-    call->loss_factor = m->step_factor;
-    call->step = m->step;
-    call->micro = m->micro;
-    call->micro_count = m->store->micro_count;
-    call->last_micro = m->micro + 1 == m->store->micro_count;
+    call->loss_factor = m->run.step_factor;
+    call->step = m->run.step;
+    call->micro = m->run.micro;
+    call->micro_count = m->run.store->micro_count;
+    call->last_micro = m->run.micro + 1 == m->run.store->micro_count;
     call->layer_seed = msi_mix(i->target);
     call->seed = call->layer_seed ^ msi_seed_of_step(m);
     call->step_seed = &msi_state_on_device(m, false)->seed;
     call->stream = msi_stream(m);
-    msi_fill_views(m, p, m->views, in, operands, values);
-    ms_view *views = m->views + values;
+    msi_fill_views(m, p, m->run.views, in, operands, values);
+    ms_view *views = m->run.views + values;
     const msi_operand *edges = operands + values;
     if (i->op == MSI_OP_BACKWARD) {
         call->grad_out = views;
@@ -10337,24 +10383,24 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
         call->grad_in = views;
         msi_fill_views(m, p, views, in, edges, l->count[MSI_GROUP_IN]);
     }
-    const uint32_t scratch = operands[i->operand_count - 1u].life;
+    const uint32_t scratch = operands[i->operand_count - 1u].range;
     if (scratch != MSI_NONE) {
         call->workspace = msi_address(m, p, scratch);
-        call->workspace_bytes = p->lives.items[scratch].bytes;
+        call->workspace_bytes = p->ranges.items[scratch].bytes;
     }
 }
 
 static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *call) {
-    const uint32_t error_count = m->error_count;
+    const uint32_t error_count = m->errors.count;
     const ms_layer_fn fn = call->phase == MS_PHASE_BACKWARD                    ? l->backward
                            : call->phase == MS_PHASE_RECOMPUTE && l->recompute ? l->recompute
                                                                                : l->forward;
-    m->busy = true;
+    m->run.busy = true;
     int error = l->bind ? l->bind(call) : 0;
     const char *what = error ? "bind" : msi_phase_names[call->phase];
     error = error ? error : fn(call);
-    m->busy = false;
-    if (m->recording && m->config.backend.graph_check(m->device) != 0) {
+    m->run.busy = false;
+    if (m->run.recording && m->config.backend.recording_check(m->device) != 0) {
         return msi_fail(
             m, MS_RESULT_CALLBACK,
             "layer \"%s\": its %s callback did something that a graph cannot record: "
@@ -10366,8 +10412,8 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
         return MS_RESULT_OK;
     }
     char inner[MSI_ERROR_BYTES / 2] = ""; // what ms_gemm had to say
-    if (m->error_count != error_count) {
-        snprintf(inner, sizeof inner, "%.*s", (int)sizeof inner - 1, m->error);
+    if (m->errors.count != error_count) {
+        snprintf(inner, sizeof inner, "%.*s", (int)sizeof inner - 1, m->errors.text);
     }
     return msi_fail(m, MS_RESULT_CALLBACK, "layer \"%s\": its %s callback returned %d%s%s",
                     msi_name(m, l->name), what, error, inner[0] ? ": " : "", inner);
@@ -10382,7 +10428,7 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
    still have it afterwards. The last run is the one with NaN, so that what was left unwritten shows
    where it is read. */
 
-enum { MSI_RUBBISH_FIRST = 0x3c, MSI_RUBBISH_LAST = 0xff }; // small numbers; NaN
+enum { MSI_POISON_FIRST = 0x3c, MSI_POISON_LAST = 0xff }; // small numbers; NaN
 
 typedef struct msi_trial {
     ms_model *model;
@@ -10396,47 +10442,50 @@ typedef struct msi_trial {
 } msi_trial;
 
 /* Where a slot stands in the shadow: one behind the other, the transient part last. */
-static uint64_t msi_shadow_offset(const msi_store *store, uint32_t slot) {
-    const msi_slot *s = slot < store->slots.count ? &store->slots.items[slot] : NULL;
-    const uint64_t bases[] = {0, store->slot_bytes, store->slot_bytes + store->host_bytes};
+static uint64_t msi_shadow_offset(const msi_store *store, uint32_t resident) {
+    const msi_resident *s =
+        resident < store->residents.count ? &store->residents.items[resident] : NULL;
+    const uint64_t bases[] = {0, store->resident_bytes, store->resident_bytes + store->host_bytes};
     return s ? bases[s->borrowed ? 2 : s->on_host] + s->offset : bases[2] + store->borrowed_bytes;
 }
 
 typedef enum msi_shadow_way { MSI_SHADOW_SAVE, MSI_SHADOW_RESTORE, MSI_SHADOW_FILL } msi_shadow_way;
 
 static ms_result msi_move_shadow(ms_model *m, void *memory, bool on_host, uint64_t offset,
-                                 uint64_t bytes, msi_shadow_way way, uint8_t rubbish) {
-    uint8_t *shadow = m->store->shadow + offset;
+                                 uint64_t bytes, msi_shadow_way way, uint8_t poison) {
+    uint8_t *shadow = m->run.store->shadow + offset;
     return way == MSI_SHADOW_SAVE      ? msi_copy(m, shadow, true, memory, on_host, bytes)
            : way == MSI_SHADOW_RESTORE ? msi_copy(m, memory, on_host, shadow, true, bytes)
-                                       : msi_fill(m, memory, on_host, rubbish, bytes);
+                                       : msi_fill(m, memory, on_host, poison, bytes);
 }
 
 /* Everything that is in memory; goes on behind an error, so that as much as can be is restored. */
-static ms_result msi_shadow_all(ms_model *m, msi_shadow_way way, uint8_t rubbish) {
-    const msi_store *store = m->store;
+static ms_result msi_shadow_all(ms_model *m, msi_shadow_way way, uint8_t poison) {
+    const msi_store *store = m->run.store;
     ms_result result = MS_RESULT_OK;
-    for (uint32_t i = 0; i <= store->slots.count; i++) {
-        const msi_slot *slot = i < store->slots.count ? &store->slots.items[i] : NULL;
-        const ms_result moved = msi_move_shadow(
-            m, slot ? slot->address : msi_transient(m), slot && slot->on_host,
-            msi_shadow_offset(store, i), slot ? slot->bytes : store->transient_bytes, way, rubbish);
+    for (uint32_t i = 0; i <= store->residents.count; i++) {
+        const msi_resident *resident =
+            i < store->residents.count ? &store->residents.items[i] : NULL;
+        const ms_result moved =
+            msi_move_shadow(m, resident ? resident->address : msi_transient(m),
+                            resident && resident->on_host, msi_shadow_offset(store, i),
+                            resident ? resident->bytes : store->transient_bytes, way, poison);
         result = result == MS_RESULT_OK ? moved : result;
     }
     return result;
 }
 
-static ms_result msi_shadow_life(ms_model *m, const msi_program *p, uint32_t life,
-                                 msi_shadow_way way, uint8_t rubbish) {
-    uint64_t offset = msi_shadow_offset(m->store, life);
-    uint64_t bytes = p->lives.items[life].bytes;
-    if (life < m->store->slots.count) {
-        bytes = m->store->slots.items[life].bytes;
+static ms_result msi_shadow_range(ms_model *m, const msi_program *p, uint32_t range,
+                                  msi_shadow_way way, uint8_t poison) {
+    uint64_t offset = msi_shadow_offset(m->run.store, range);
+    uint64_t bytes = p->ranges.items[range].bytes;
+    if (range < m->run.store->residents.count) {
+        bytes = m->run.store->residents.items[range].bytes;
     } else {
-        offset += p->lives.items[life].offset;
+        offset += p->ranges.items[range].offset;
     }
-    return msi_move_shadow(m, msi_address(m, p, life), msi_is_on_host(m, life), offset, bytes, way,
-                           rubbish);
+    return msi_move_shadow(m, msi_address(m, p, range), msi_is_on_host(m, range), offset, bytes,
+                           way, poison);
 }
 
 /* A hash of memory; *uniform: all bytes are `value`. */
@@ -10465,43 +10514,43 @@ static ms_result msi_hash(ms_model *m, const void *memory, bool on_host, uint64_
     return MS_RESULT_OK;
 }
 
-static uint32_t msi_trial_life(const msi_trial *t, uint32_t operand) {
-    return t->program->operands.items[t->instruction->operand_first + operand].life;
+static uint32_t msi_trial_range(const msi_trial *t, uint32_t operand) {
+    return t->program->operands.items[t->instruction->operand_first + operand].range;
 }
 
 static ms_result msi_hash_operands(const msi_trial *t, uint64_t *hashes) {
     ms_result result = MS_RESULT_OK;
     bool uniform;
     for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-        const uint32_t life = msi_trial_life(t, k);
+        const uint32_t range = msi_trial_range(t, k);
         hashes[k] = 0;
-        if (life != MSI_NONE) {
-            result = msi_hash(t->model, msi_address(t->model, t->program, life),
-                              msi_is_on_host(t->model, life), t->program->lives.items[life].bytes,
-                              0, &hashes[k], &uniform);
+        if (range != MSI_NONE) {
+            result = msi_hash(t->model, msi_address(t->model, t->program, range),
+                              msi_is_on_host(t->model, range),
+                              t->program->ranges.items[range].bytes, 0, &hashes[k], &uniform);
         }
     }
     return result;
 }
 
 /* Whether an operand holds something before the instruction. */
-static bool msi_is_live_in(const msi_trial *t, uint32_t life) {
-    return life != MSI_NONE &&
-           (life < t->model->store->slots.count || t->program->lives.items[life].first < t->now);
+static bool msi_is_live_in(const msi_trial *t, uint32_t range) {
+    return range != MSI_NONE && (range < t->model->run.store->residents.count ||
+                                 t->program->ranges.items[range].first < t->now);
 }
 
 /* Puts an operand back. Words that no layer has written, all bits set where numbers are, become
    rubbish again: who reads them is found out. */
-static ms_result msi_give_operand(const msi_trial *t, uint32_t life, uint8_t rubbish) {
+static ms_result msi_give_operand(const msi_trial *t, uint32_t range, uint8_t poison) {
     ms_model *m = t->model;
-    const msi_life *l = &t->program->lives.items[life];
+    const msi_range *l = &t->program->ranges.items[range];
     const bool number = l->role != MSI_ROLE_WORKSPACE && l->role != MSI_ROLE_NORM &&
                         m->graph.tensors.items[l->tensor].view.dtype == MS_DTYPE_F32;
-    if (life < m->store->slots.count || !number || rubbish == MSI_RUBBISH_LAST) {
-        return msi_shadow_life(m, t->program, life, MSI_SHADOW_RESTORE, 0);
+    if (range < m->run.store->residents.count || !number || poison == MSI_POISON_LAST) {
+        return msi_shadow_range(m, t->program, range, MSI_SHADOW_RESTORE, 0);
     }
-    const uint8_t *from = m->store->shadow + msi_shadow_offset(m->store, life) + l->offset;
-    uint8_t *to = (uint8_t *)msi_address(m, t->program, life);
+    const uint8_t *from = m->run.store->shadow + msi_shadow_offset(m->run.store, range) + l->offset;
+    uint8_t *to = (uint8_t *)msi_address(m, t->program, range);
     uint8_t chunk[4096];
     ms_result result = MS_RESULT_OK;
     for (uint64_t done = 0; done < l->bytes && result == MS_RESULT_OK; done += sizeof chunk) {
@@ -10510,7 +10559,7 @@ static ms_result msi_give_operand(const msi_trial *t, uint32_t life, uint8_t rub
         for (uint64_t i = 0; i < part; i += 4) {
             uint32_t word;
             memcpy(&word, chunk + i, sizeof word);
-            memset(chunk + i, word == UINT32_MAX ? rubbish : chunk[i],
+            memset(chunk + i, word == UINT32_MAX ? poison : chunk[i],
                    word == UINT32_MAX ? sizeof word : 1);
         }
         result = msi_copy(m, to + done, false, chunk, true, part);
@@ -10521,26 +10570,27 @@ static ms_result msi_give_operand(const msi_trial *t, uint32_t life, uint8_t rub
 /* Whether an operand is a gradient that the layer adds to, and that holds something before. */
 static bool msi_is_sum(const msi_trial *t, uint32_t operand) {
     const msi_operand *o = &t->program->operands.items[t->instruction->operand_first + operand];
-    return o->life != MSI_NONE && o->accumulate && msi_is_live_in(t, o->life) &&
-           t->model->graph.tensors.items[t->program->lives.items[o->life].tensor].view.dtype ==
+    return o->range != MSI_NONE && o->accumulate && msi_is_live_in(t, o->range) &&
+           t->model->graph.tensors.items[t->program->ranges.items[o->range].tensor].view.dtype ==
                MS_DTYPE_F32;
 }
 
 /* Rubbish everywhere but in what the layer is given; a recomputation on trial is given outputs too
    where its own callback reads them. */
-static ms_result msi_set_scene(const msi_trial *t, ms_phase phase, uint8_t rubbish) {
-    ms_result result = msi_shadow_all(t->model, MSI_SHADOW_FILL, rubbish);
+static ms_result msi_set_scene(const msi_trial *t, ms_phase phase, uint8_t poison) {
+    ms_result result = msi_shadow_all(t->model, MSI_SHADOW_FILL, poison);
     for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-        const uint32_t life = msi_trial_life(t, k);
+        const uint32_t range = msi_trial_range(t, k);
         uint32_t slot;
-        const int part = msi_operand_part(t->layer, t->instruction, k, &slot);
-        const bool output = part == MSI_GROUP_OUT || part == MSI_GROUP_SAVED;
+        const int group = msi_operand_group(t->layer, t->instruction, k, &slot);
+        const bool output = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
         const bool read = phase == MS_PHASE_RECOMPUTE && t->layer->recompute && output &&
-                          (msi_recompute_reads_of(t->layer, part) >> slot & 1);
+                          (msi_recompute_reads_of(t->layer, group) >> slot & 1);
         if (t->spoil_sums && msi_is_sum(t, k)) {
-            result = msi_shadow_life(t->model, t->program, life, MSI_SHADOW_FILL, MSI_RUBBISH_LAST);
-        } else if (msi_is_live_in(t, life) || (read && life != MSI_NONE)) {
-            result = msi_give_operand(t, life, rubbish);
+            result =
+                msi_shadow_range(t->model, t->program, range, MSI_SHADOW_FILL, MSI_POISON_LAST);
+        } else if (msi_is_live_in(t, range) || (read && range != MSI_NONE)) {
+            result = msi_give_operand(t, range, poison);
         }
     }
     return result;
@@ -10549,7 +10599,7 @@ static ms_result msi_set_scene(const msi_trial *t, ms_phase phase, uint8_t rubbi
 /* Makes the call of a forward that of a recomputation by the layer's own callback. */
 static ms_result msi_turn_into_recompute(const msi_trial *t, ms_call *call) {
     const msi_layer *l = t->layer;
-    ms_view *views = t->model->views;
+    ms_view *views = t->model->run.views;
     for (int group = 0; group < MSI_GROUP_COUNT && l->recompute; group++) {
         const uint32_t reads = msi_recompute_reads_of(l, group);
         const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
@@ -10572,9 +10622,9 @@ static ms_result msi_turn_into_recompute(const msi_trial *t, ms_call *call) {
 }
 
 /* One run of the callback, and the hashes of the operands behind it. */
-static ms_result msi_try_layer(msi_trial *t, ms_phase phase, uint8_t rubbish, uint64_t *hashes) {
+static ms_result msi_try_layer(msi_trial *t, ms_phase phase, uint8_t poison, uint64_t *hashes) {
     ms_call call;
-    ms_result result = msi_set_scene(t, phase, rubbish);
+    ms_result result = msi_set_scene(t, phase, poison);
     result = result == MS_RESULT_OK ? msi_hash_operands(t, t->before) : result;
     if (result == MS_RESULT_OK) {
         msi_fill_call(t->model, t->program, t->instruction, &call);
@@ -10588,28 +10638,29 @@ static ms_result msi_try_layer(msi_trial *t, ms_phase phase, uint8_t rubbish, ui
 static ms_result msi_fail_contract(const msi_trial *t, uint32_t operand, const char *what,
                                    const char *cure) {
     ms_model *m = t->model;
-    const msi_life *life = &t->program->lives.items[msi_trial_life(t, operand)];
-    const char *role = life->role == MSI_ROLE_WORKSPACE ? "workspace of"
-                       : life->role == MSI_ROLE_PART    ? "gradient of"
-                                                        : msi_role_name((msi_role)life->role);
+    const msi_range *range = &t->program->ranges.items[msi_trial_range(t, operand)];
+    const char *role = range->role == MSI_ROLE_WORKSPACE ? "workspace of"
+                       : range->role == MSI_ROLE_CONTRIBUTION
+                           ? "gradient of"
+                           : msi_role_name((msi_role)range->role);
     return msi_fail(m, MS_RESULT_CONTRACT, "layer \"%s\": its %s callback %s the %s \"%s\": %s",
                     msi_layer_name(m, t->instruction->target), msi_phase_names[t->instruction->op],
                     what, role,
-                    life->role == MSI_ROLE_WORKSPACE ? msi_layer_name(m, life->tensor)
-                                                     : msi_tensor_name(m, life->tensor),
+                    range->role == MSI_ROLE_WORKSPACE ? msi_layer_name(m, range->tensor)
+                                                      : msi_tensor_name(m, range->tensor),
                     cure);
 }
 
 /* Whether another operand that the layer may write lies in the same memory. */
 static bool msi_is_shared(const msi_trial *t, uint32_t operand) {
     const uint8_t *own =
-        (const uint8_t *)msi_address(t->model, t->program, msi_trial_life(t, operand));
+        (const uint8_t *)msi_address(t->model, t->program, msi_trial_range(t, operand));
     for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-        const uint32_t life = msi_trial_life(t, k);
+        const uint32_t range = msi_trial_range(t, k);
         uint32_t slot;
-        const int part = msi_operand_part(t->layer, t->instruction, k, &slot);
-        if (life != MSI_NONE && msi_is_written(t->layer, t->instruction, part, slot) &&
-            msi_address(t->model, t->program, life) == own) {
+        const int group = msi_operand_group(t->layer, t->instruction, k, &slot);
+        if (range != MSI_NONE && msi_is_written(t->layer, t->instruction, group, slot) &&
+            msi_address(t->model, t->program, range) == own) {
             return true;
         }
     }
@@ -10619,7 +10670,7 @@ static bool msi_is_shared(const msi_trial *t, uint32_t operand) {
 /* What was only to be read must be as it was. */
 static ms_result msi_check_unchanged(const msi_trial *t) {
     for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-        if (msi_is_live_in(t, msi_trial_life(t, k)) && t->before[k] != t->after[k] &&
+        if (msi_is_live_in(t, msi_trial_range(t, k)) && t->before[k] != t->after[k] &&
             !msi_is_shared(t, k)) {
             return msi_fail_contract(t, k, "changed",
                                      "declare that: in_place or state in forward, clobbers in "
@@ -10634,7 +10685,7 @@ static uint32_t msi_first_difference(const msi_trial *t) {
     const uint32_t first = msi_group_start(t->layer, MSI_GROUP_OUT);
     const uint32_t end = msi_group_start(t->layer, MSI_GROUP_PARAM);
     for (uint32_t k = first; k < end; k++) {
-        if (msi_trial_life(t, k) != MSI_NONE && t->after[k] != t->again[k]) {
+        if (msi_trial_range(t, k) != MSI_NONE && t->after[k] != t->again[k]) {
             return k;
         }
     }
@@ -10642,11 +10693,11 @@ static uint32_t msi_first_difference(const msi_trial *t) {
 }
 
 /* Results go to the shadow, or come back from it. */
-static ms_result msi_shadow_results(const msi_trial *t, msi_shadow_way way, uint8_t rubbish) {
+static ms_result msi_shadow_results(const msi_trial *t, msi_shadow_way way, uint8_t poison) {
     ms_result result = MS_RESULT_OK;
     for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-        if (msi_trial_life(t, k) != MSI_NONE) {
-            result = msi_shadow_life(t->model, t->program, msi_trial_life(t, k), way, rubbish);
+        if (msi_trial_range(t, k) != MSI_NONE) {
+            result = msi_shadow_range(t->model, t->program, msi_trial_range(t, k), way, poison);
         }
     }
     return result;
@@ -10657,25 +10708,25 @@ static ms_result msi_shadow_results(const msi_trial *t, msi_shadow_way way, uint
 static ms_result msi_compare_results(const msi_trial *t, uint32_t operand, bool partial,
                                      bool *differs) {
     ms_model *m = t->model;
-    const uint32_t life = msi_trial_life(t, operand);
+    const uint32_t range = msi_trial_range(t, operand);
     const uint64_t offset =
-        msi_shadow_offset(m->store, life) +
-        (life < m->store->slots.count ? 0 : t->program->lives.items[life].offset);
-    const uint8_t *first = m->store->results + offset;
-    const uint8_t *last = (const uint8_t *)msi_address(m, t->program, life);
-    const uint64_t bytes = t->program->lives.items[life].bytes;
+        msi_shadow_offset(m->run.store, range) +
+        (range < m->run.store->residents.count ? 0 : t->program->ranges.items[range].offset);
+    const uint8_t *first = m->run.store->results + offset;
+    const uint8_t *last = (const uint8_t *)msi_address(m, t->program, range);
+    const uint64_t bytes = t->program->ranges.items[range].bytes;
     uint8_t chunk[4096];
     *differs = false;
     for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
         const uint64_t part = bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
         const ms_result result =
-            msi_copy(m, chunk, true, last + done, msi_is_on_host(m, life), part);
+            msi_copy(m, chunk, true, last + done, msi_is_on_host(m, range), part);
         if (result != MS_RESULT_OK) {
             return result;
         }
         for (uint64_t i = 0; i < part; i++) {
             const bool unwritten =
-                partial && first[done + i] == MSI_RUBBISH_FIRST && chunk[i] == MSI_RUBBISH_LAST;
+                partial && first[done + i] == MSI_POISON_FIRST && chunk[i] == MSI_POISON_LAST;
             *differs |= first[done + i] != chunk[i] && !unwritten;
         }
     }
@@ -10687,11 +10738,11 @@ static ms_result msi_find_difference(const msi_trial *t, uint32_t *operand) {
     ms_result result = MS_RESULT_OK;
     for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
         uint32_t slot;
-        const int part = msi_operand_part(t->layer, t->instruction, k, &slot);
+        const int group = msi_operand_group(t->layer, t->instruction, k, &slot);
         bool differs = false;
-        if (msi_is_made(t->layer, t->instruction, part, slot) && msi_trial_life(t, k) != MSI_NONE &&
-            t->after[k] != t->again[k]) {
-            result = msi_compare_results(t, k, part == MSI_GROUP_OUT || part == MSI_GROUP_SAVED,
+        if (msi_is_made(t->layer, t->instruction, group, slot) &&
+            msi_trial_range(t, k) != MSI_NONE && t->after[k] != t->again[k]) {
+            result = msi_compare_results(t, k, group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED,
                                          &differs);
         }
         if (differs) {
@@ -10705,15 +10756,15 @@ static ms_result msi_find_difference(const msi_trial *t, uint32_t *operand) {
 
 /* *number: some word of an operand is not NaN. */
 static ms_result msi_find_number(const msi_trial *t, uint32_t operand, bool *number) {
-    const uint32_t life = msi_trial_life(t, operand);
-    const uint8_t *from = (const uint8_t *)msi_address(t->model, t->program, life);
-    const uint64_t bytes = t->program->lives.items[life].bytes;
+    const uint32_t range = msi_trial_range(t, operand);
+    const uint8_t *from = (const uint8_t *)msi_address(t->model, t->program, range);
+    const uint64_t bytes = t->program->ranges.items[range].bytes;
     float chunk[1024];
     *number = false;
     for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
         const uint64_t part = bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
         const ms_result result =
-            msi_copy(t->model, chunk, true, from + done, msi_is_on_host(t->model, life), part);
+            msi_copy(t->model, chunk, true, from + done, msi_is_on_host(t->model, range), part);
         if (result != MS_RESULT_OK) {
             return result;
         }
@@ -10732,7 +10783,7 @@ static ms_result msi_check_sums(msi_trial *t) {
     }
     t->spoil_sums = true;
     ms_result result =
-        any ? msi_try_layer(t, (ms_phase)t->instruction->op, MSI_RUBBISH_FIRST, t->again)
+        any ? msi_try_layer(t, (ms_phase)t->instruction->op, MSI_POISON_FIRST, t->again)
             : MS_RESULT_OK;
     t->spoil_sums = false;
     for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
@@ -10753,14 +10804,15 @@ static ms_result msi_check_sums(msi_trial *t) {
 static uint32_t msi_find_unwritten(const msi_trial *t) {
     const ms_model *m = t->model;
     for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-        const uint32_t life = msi_trial_life(t, k);
-        const msi_life *l = life == MSI_NONE ? NULL : &t->program->lives.items[life];
-        if (!l || life < m->store->slots.count || !msi_is_live_in(t, life) ||
+        const uint32_t range = msi_trial_range(t, k);
+        const msi_range *l = range == MSI_NONE ? NULL : &t->program->ranges.items[range];
+        if (!l || range < m->run.store->residents.count || !msi_is_live_in(t, range) ||
             l->role != MSI_ROLE_VALUE ||
             m->graph.tensors.items[l->tensor].view.dtype != MS_DTYPE_F32) {
             continue;
         }
-        const uint8_t *from = m->store->shadow + msi_shadow_offset(m->store, life) + l->offset;
+        const uint8_t *from =
+            m->run.store->shadow + msi_shadow_offset(m->run.store, range) + l->offset;
         for (uint64_t i = 0; i < l->bytes; i += 4) {
             uint32_t word;
             memcpy(&word, from + i, sizeof word);
@@ -10774,7 +10826,7 @@ static uint32_t msi_find_unwritten(const msi_trial *t) {
 
 static ms_result msi_fail_unwritten(const msi_trial *t, uint32_t operand) {
     ms_model *m = t->model;
-    const uint32_t tensor = t->program->lives.items[msi_trial_life(t, operand)].tensor;
+    const uint32_t tensor = t->program->ranges.items[msi_trial_range(t, operand)].tensor;
     return msi_fail(m, MS_RESULT_CONTRACT,
                     "layer \"%s\" reads a part of \"%s\" that layer \"%s\" has not written",
                     msi_layer_name(m, t->instruction->target), msi_tensor_name(m, tensor),
@@ -10784,12 +10836,12 @@ static ms_result msi_fail_unwritten(const msi_trial *t, uint32_t operand) {
 static ms_result msi_last_run(msi_trial *t) {
     const ms_phase phase = (ms_phase)t->instruction->op;
     uint32_t k = MSI_NONE;
-    ms_result result = msi_try_layer(t, phase, MSI_RUBBISH_LAST, t->again);
+    ms_result result = msi_try_layer(t, phase, MSI_POISON_LAST, t->again);
     result = result == MS_RESULT_OK ? msi_find_difference(t, &k) : result;
     if (result != MS_RESULT_OK || k == MSI_NONE) {
         return result;
     }
-    result = msi_try_layer(t, phase, MSI_RUBBISH_LAST, t->after);
+    result = msi_try_layer(t, phase, MSI_POISON_LAST, t->after);
     if (result != MS_RESULT_OK) {
         return result;
     }
@@ -10812,18 +10864,18 @@ static ms_result msi_last_run(msi_trial *t) {
 /* A recomputation right behind forward: the same bits, and no change of state that it promised not
    to make. */
 static ms_result msi_try_recompute(msi_trial *t) {
-    msi_store *store = t->model->store;
+    msi_store *store = t->model->run.store;
     for (uint32_t k = 0; k < t->instruction->operand_count; k++) { // what forward made
-        const uint32_t life = msi_trial_life(t, k);
-        if (life != MSI_NONE && !msi_is_live_in(t, life) &&
-            t->program->lives.items[life].takes_over == MSI_NONE) {
+        const uint32_t range = msi_trial_range(t, k);
+        if (range != MSI_NONE && !msi_is_live_in(t, range) &&
+            t->program->ranges.items[range].alias_of == MSI_NONE) {
             const uint64_t offset =
-                msi_shadow_offset(store, life) + t->program->lives.items[life].offset;
+                msi_shadow_offset(store, range) + t->program->ranges.items[range].offset;
             memcpy(store->shadow + offset, store->results + offset,
-                   (size_t)t->program->lives.items[life].bytes);
+                   (size_t)t->program->ranges.items[range].bytes);
         }
     }
-    const ms_result result = msi_try_layer(t, MS_PHASE_RECOMPUTE, MSI_RUBBISH_FIRST, t->again);
+    const ms_result result = msi_try_layer(t, MS_PHASE_RECOMPUTE, MSI_POISON_FIRST, t->again);
     if (result != MS_RESULT_OK) {
         return result;
     }
@@ -10837,7 +10889,7 @@ static ms_result msi_try_recompute(msi_trial *t) {
     }
     const uint32_t first = msi_group_start(t->layer, MSI_GROUP_STATE);
     for (k = first; k < first + t->layer->count[MSI_GROUP_STATE]; k++) {
-        if (t->layer->keeps_state && msi_trial_life(t, k) != MSI_NONE &&
+        if (t->layer->keeps_state && msi_trial_range(t, k) != MSI_NONE &&
             t->before[k] != t->again[k]) {
             return msi_fail_contract(t, k, "changes, in MS_PHASE_RECOMPUTE,",
                                      "keeps_state promised that it would not");
@@ -10847,19 +10899,20 @@ static ms_result msi_try_recompute(msi_trial *t) {
 }
 
 /* The hash of a tensor from forward stays, and a recomputation must reproduce it. */
-static ms_result msi_check_print(const msi_trial *t) {
+static ms_result msi_check_fingerprint(const msi_trial *t) {
     const msi_op op = (msi_op)t->instruction->op;
     for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
         uint32_t slot;
-        const int part = msi_operand_part(t->layer, t->instruction, k, &slot);
-        const uint32_t life = msi_trial_life(t, k);
-        if ((part != MSI_GROUP_OUT && part != MSI_GROUP_SAVED) || life == MSI_NONE) {
+        const int group = msi_operand_group(t->layer, t->instruction, k, &slot);
+        const uint32_t range = msi_trial_range(t, k);
+        if ((group != MSI_GROUP_OUT && group != MSI_GROUP_SAVED) || range == MSI_NONE) {
             continue;
         }
-        uint64_t *print = &t->model->store->print[t->program->lives.items[life].tensor];
+        uint64_t *fingerprint =
+            &t->model->run.store->fingerprint[t->program->ranges.items[range].tensor];
         if (op == MSI_OP_FORWARD) {
-            *print = t->after[k];
-        } else if (op == MSI_OP_RECOMPUTE && *print && *print != t->after[k]) {
+            *fingerprint = t->after[k];
+        } else if (op == MSI_OP_RECOMPUTE && *fingerprint && *fingerprint != t->after[k]) {
             return msi_fail_contract(t, k, "makes other bits than forward did for",
                                      "what it computes from was changed in between: declare it as "
                                      "state, or set no_recompute");
@@ -10870,7 +10923,7 @@ static ms_result msi_check_print(const msi_trial *t) {
 
 /* What a run has made and was given: set aside, to be compared, or put into the shadow to stay. */
 static ms_result msi_keep_results(const msi_trial *t, bool aside) {
-    msi_store *store = t->model->store;
+    msi_store *store = t->model->run.store;
     uint8_t *shadow = store->shadow;
     store->shadow = aside ? store->results : shadow;
     const ms_result result = msi_shadow_results(t, MSI_SHADOW_SAVE, 0);
@@ -10880,23 +10933,26 @@ static ms_result msi_keep_results(const msi_trial *t, bool aside) {
 
 /* Everything that the layer was not given must still be rubbish. What it was given is kept, and
    becomes rubbish here. */
-static ms_result msi_check_outside(const msi_trial *t, uint8_t rubbish) {
+static ms_result msi_check_outside(const msi_trial *t, uint8_t poison) {
     ms_model *m = t->model;
-    const msi_store *store = m->store;
-    ms_result result = msi_shadow_results(t, MSI_SHADOW_FILL, rubbish);
+    const msi_store *store = m->run.store;
+    ms_result result = msi_shadow_results(t, MSI_SHADOW_FILL, poison);
     uint64_t hash;
     bool uniform = true;
-    for (uint32_t i = 0; i <= store->slots.count && result == MS_RESULT_OK && uniform; i++) {
-        const msi_slot *slot = i < store->slots.count ? &store->slots.items[i] : NULL;
-        result = msi_hash(m, slot ? slot->address : msi_transient(m), slot && slot->on_host,
-                          slot ? slot->bytes : store->transient_bytes, rubbish, &hash, &uniform);
+    for (uint32_t i = 0; i <= store->residents.count && result == MS_RESULT_OK && uniform; i++) {
+        const msi_resident *resident =
+            i < store->residents.count ? &store->residents.items[i] : NULL;
+        result = msi_hash(
+            m, resident ? resident->address : msi_transient(m), resident && resident->on_host,
+            resident ? resident->bytes : store->transient_bytes, poison, &hash, &uniform);
         if (!uniform) {
-            result = msi_fail(
-                m, MS_RESULT_CONTRACT,
-                "layer \"%s\": it wrote to memory that it was not given (%s%s%s): take "
-                "all pointers from the call, and keep to the bytes of the views",
-                msi_layer_name(m, t->instruction->target), slot ? "\"" : "",
-                slot ? msi_tensor_name(m, slot->tensor) : "passing values", slot ? "\"" : "");
+            result =
+                msi_fail(m, MS_RESULT_CONTRACT,
+                         "layer \"%s\": it wrote to memory that it was not given (%s%s%s): take "
+                         "all pointers from the call, and keep to the bytes of the views",
+                         msi_layer_name(m, t->instruction->target), resident ? "\"" : "",
+                         resident ? msi_tensor_name(m, resident->tensor) : "passing values",
+                         resident ? "\"" : "");
         }
     }
     return result;
@@ -10909,9 +10965,9 @@ static bool msi_can_try_recompute(const msi_trial *t) {
     bool can = msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_RECOMPUTE) <=
                msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_FORWARD);
     for (uint32_t k = 0; k < t->instruction->operand_count && can; k++) {
-        const uint32_t life = msi_trial_life(t, k);
-        can = life == MSI_NONE || t->program->lives.items[life].takes_over == MSI_NONE ||
-              t->program->lives.items[life].first != t->now;
+        const uint32_t range = msi_trial_range(t, k);
+        can = range == MSI_NONE || t->program->ranges.items[range].alias_of == MSI_NONE ||
+              t->program->ranges.items[range].first != t->now;
     }
     return can || !t->layer->recompute;
 }
@@ -10919,13 +10975,13 @@ static bool msi_can_try_recompute(const msi_trial *t) {
 static ms_result msi_run_trials(msi_trial *t) {
     const msi_op op = (msi_op)t->instruction->op;
     const bool once = op == MSI_OP_FORWARD && !msi_can_recompute(t->layer);
-    const uint8_t rubbish = once ? MSI_RUBBISH_LAST : MSI_RUBBISH_FIRST;
-    ms_result result = msi_try_layer(t, (ms_phase)op, rubbish, t->after);
+    const uint8_t poison = once ? MSI_POISON_LAST : MSI_POISON_FIRST;
+    ms_result result = msi_try_layer(t, (ms_phase)op, poison, t->after);
     result = result == MS_RESULT_OK ? msi_check_unchanged(t) : result;
-    result = result == MS_RESULT_OK ? msi_check_print(t) : result;
+    result = result == MS_RESULT_OK ? msi_check_fingerprint(t) : result;
     result = result == MS_RESULT_OK ? msi_keep_results(t, true) : result;
     if (!once && result == MS_RESULT_OK) {
-        result = msi_check_outside(t, rubbish);
+        result = msi_check_outside(t, poison);
         result = result == MS_RESULT_OK ? msi_check_sums(t) : result;
     }
     if (op == MSI_OP_FORWARD && !once && msi_can_try_recompute(t) && result == MS_RESULT_OK) {
@@ -10935,7 +10991,7 @@ static ms_result msi_run_trials(msi_trial *t) {
         result = msi_last_run(t);
     }
     result = result == MS_RESULT_OK ? msi_keep_results(t, false) : result;
-    return result == MS_RESULT_OK ? msi_check_outside(t, MSI_RUBBISH_LAST) : result;
+    return result == MS_RESULT_OK ? msi_check_outside(t, MSI_POISON_LAST) : result;
 }
 
 static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now) {
@@ -10951,14 +11007,13 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
         return result;
     }
     result = msi_run_trials(&t);
-    char text[MSI_ERROR_BYTES];
-    memcpy(text, m->error, sizeof text);
+    const msi_errors errors = m->errors;
     ms_result restored = msi_shadow_all(m, MSI_SHADOW_RESTORE, 0);
     if (restored != MS_RESULT_OK && msi_shadow_all(m, MSI_SHADOW_RESTORE, 0) != MS_RESULT_OK) {
-        m->updates_done++; // params are rubbish now: the model has failed
+        m->run.updates_done++; // params are rubbish now: the model has failed
     }
     if (result != MS_RESULT_OK) {
-        memcpy(m->error, text, sizeof text);
+        m->errors = errors;
     }
     return result == MS_RESULT_OK ? restored : result;
 }
@@ -10981,46 +11036,46 @@ static ms_result msi_make_timing(ms_model *m) {
     memset(&t, 0, sizeof t);
     t.wanted = c->warmup_steps ? c->warmup_steps : 2;
     t.series_count = 3 * m->graph.layers.count + (MSI_COST_COUNT - MSI_COST_LAYER_END);
-    if (m->timing && m->timing->series_count != t.series_count) { // of a wrap that failed
-        msi_timing_free(&c->allocator, m->timing);
-        m->timing = NULL;
+    if (m->run.timing && m->run.timing->series_count != t.series_count) { // of a wrap that failed
+        msi_timing_free(&c->allocator, m->run.timing);
+        m->run.timing = NULL;
     }
-    if (m->timing || c->empirical_profiling != MS_SWITCH_ON || c->debug || c->dry_run) {
+    if (m->run.timing || c->empirical_profiling != MS_SWITCH_ON || c->debug || c->dry_run) {
         return MS_RESULT_OK;
     }
     const uint64_t bytes = msi_timing_bytes(&t);
-    m->timing = (msi_timing *)msi_alloc_zeroed(&c->allocator, bytes);
-    if (!m->timing) {
+    m->run.timing = (msi_timing *)msi_alloc_zeroed(&c->allocator, bytes);
+    if (!m->run.timing) {
         return msi_fail_memory(m, "the times of the first steps", bytes);
     }
-    t.us = (double *)(void *)(m->timing + 1);
-    t.weight = t.us + t.series_count;
-    t.samples = t.weight + t.series_count;
-    *m->timing = t;
+    t.us = (double *)(void *)(m->run.timing + 1);
+    t.amount = t.us + t.series_count;
+    t.samples = t.amount + t.series_count;
+    *m->run.timing = t;
     return MS_RESULT_OK;
 }
 
 /* A new plan: samples that are complete stay, others begin anew. */
 static void msi_restart_timing(msi_timing *t) {
-    t->stage = t->taken == t->wanted ? MSI_WARMUP_AGAIN : MSI_WARMUP_COLD;
-    t->taken = t->taken == t->wanted ? t->taken : 0;
+    t->stage = t->sample_count == t->wanted ? MSI_WARMUP_AGAIN : MSI_WARMUP_COLD;
+    t->sample_count = t->sample_count == t->wanted ? t->sample_count : 0;
 }
 
 /* Whether the instructions that run now are timed. */
 static bool msi_is_timed(const ms_model *m) {
-    const msi_timing *t = m->timing;
+    const msi_timing *t = m->run.timing;
     return t && (t->stage == MSI_WARMUP_SAMPLE || t->stage == MSI_WARMUP_SHOW) &&
-           m->running == &m->plan->train;
+           m->run.program == &m->run.plan->train;
 }
 
 /* On a device, what is between enqueuing next to nothing and hearing that it is done. */
 static ms_result msi_measure_overhead(ms_model *m) {
-    msi_timing *t = m->timing;
+    msi_timing *t = m->run.timing;
     ms_result result = msi_synchronize(m);
     t->overhead_us = 0.0;
     for (int i = 0; i < 3 && result == MS_RESULT_OK && m->config.backend.is_asynchronous; i++) {
         const double start_us = msi_now_us();
-        result = msi_tell_step(m); // once more
+        result = msi_upload_step(m); // once more
         result = result == MS_RESULT_OK ? msi_synchronize(m) : result;
         const double us = msi_now_us() - start_us;
         t->overhead_us = i == 0 || us < t->overhead_us ? us : t->overhead_us;
@@ -11030,47 +11085,47 @@ static ms_result msi_measure_overhead(ms_model *m) {
 
 /* The beginning of a step that is timed, or of one of its micro-batches. */
 static ms_result msi_begin_timing(ms_model *m) {
-    msi_timing *t = m->timing;
+    msi_timing *t = m->run.timing;
     const ms_result result = msi_measure_overhead(m);
-    if (m->micro == 0) {
+    if (m->run.micro == 0) {
         memset(t->us, 0, t->series_count * sizeof *t->us);
-        memset(t->weight, 0, t->series_count * sizeof *t->weight);
+        memset(t->amount, 0, t->series_count * sizeof *t->amount);
     }
-    m->plan->train.is_measured = false;
+    m->run.plan->train.is_measured = false;
     t->begin_us = msi_now_us();
     return result;
 }
 
 /* Adds what an instruction took to its series. */
 static void msi_add_time(ms_model *m, const msi_program *p, uint32_t now, double us) {
-    msi_timing *t = m->timing;
+    msi_timing *t = m->run.timing;
     const msi_instruction *i = &p->instructions.items[now];
     const int cost = msi_op_costs[i->op].cost;
     const bool of_layer = cost < MSI_COST_LAYER_END;
     const uint32_t layers = m->graph.layers.count;
-    const bool skipped = msi_is_free(p, i) || (i->op == MSI_OP_ZERO && m->micro > 0);
+    const bool skipped = msi_is_free(p, i) || (i->op == MSI_OP_ZERO && m->run.micro > 0);
     if (skipped) {
         return;
     }
-    const double weight = of_layer
+    const double amount = of_layer
                               ? msi_output_elements(&m->graph, &m->graph.layers.items[i->target])
                               : msi_moved_bytes(p, i);
     const uint32_t series = of_layer ? 3 * i->target + (uint32_t)(cost - MSI_COST_FORWARD)
                                      : 3 * layers + (uint32_t)(cost - MSI_COST_LAYER_END);
-    t->us[series] += weight > 0.0 ? us : 0.0;
-    t->weight[series] += weight;
+    t->us[series] += amount > 0.0 ? us : 0.0;
+    t->amount[series] += amount;
 }
 
 /* What an instruction took: a device overlaps the enqueuing of one with the run of another, so that
    only a launch remains of that. */
 static void msi_note_time(ms_model *m, uint32_t now, double start_us, double end_us) {
-    const msi_timing *t = m->timing;
+    const msi_timing *t = m->run.timing;
     const bool asynchronous = m->config.backend.is_asynchronous;
-    msi_program *p = &m->plan->train;
+    msi_program *p = &m->run.plan->train;
     double us = end_us - start_us - t->overhead_us;
     us = us > 0.0 ? us : 0.0;
     if (msi_op_costs[p->instructions.items[now].op].cost < MSI_COST_LAYER_END && asynchronous) {
-        us += m->hardware.launch_us;
+        us += m->costs.hardware.launch_us;
     }
     p->measured.items[2 * now] = start_us - t->begin_us;
     p->measured.items[2 * now + 1] = us;
@@ -11079,25 +11134,26 @@ static void msi_note_time(ms_model *m, uint32_t now, double start_us, double end
 
 /* Whether the device, which has been waited for, has halted the step that is done. */
 static ms_result msi_was_halted(ms_model *m, bool *halted) {
-    ms_result result = m->judged ? msi_ask_verdict(m) : MS_RESULT_OK;
+    ms_result result = m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
     result = result == MS_RESULT_OK ? msi_synchronize(m) : result;
-    *halted = m->asked && msi_verdict(m, false)->halted != (uint32_t)MS_HALT_NONE;
+    *halted = m->run.verdict == MSI_VERDICT_COPIED &&
+              msi_verdict(m, false)->halted != (uint32_t)MS_HALT_NONE;
     return result;
 }
 
 static void msi_take_samples(msi_timing *t) {
     for (uint32_t k = 0; k < t->series_count; k++) {
-        const bool any = t->weight[k] > 0.0;
-        t->samples[(uint64_t)k * t->wanted + t->taken] = any ? t->us[k] / t->weight[k] : 0.0;
+        const bool any = t->amount[k] > 0.0;
+        t->samples[(uint64_t)k * t->wanted + t->sample_count] = any ? t->us[k] / t->amount[k] : 0.0;
     }
-    t->taken++;
+    t->sample_count++;
 }
 
 /* Median of the samples of a series that are there, 0 without any. Sorts them (Shell, "A high-speed
    sorting procedure", 1959). */
 static double msi_median(const msi_timing *t, uint32_t series) {
     double *samples = t->samples + (uint64_t)series * t->wanted;
-    const uint32_t count = t->taken;
+    const uint32_t count = t->sample_count;
     for (uint32_t gap = count / 2; gap > 0; gap /= 2) {
         for (uint32_t i = gap; i < count; i++) {
             const double moved = samples[i];
@@ -11128,7 +11184,7 @@ static double msi_infer_recompute_us(const ms_model *m, const msi_layer *l, doub
 
 /* Puts the samples into force, for plans to come. */
 static void msi_learn_times(ms_model *m) {
-    const msi_timing *t = m->timing;
+    const msi_timing *t = m->run.timing;
     const uint32_t layers = m->graph.layers.count;
     for (uint32_t i = 0; i < layers; i++) {
         msi_layer *l = &m->graph.layers.items[i];
@@ -11144,23 +11200,23 @@ static void msi_learn_times(ms_model *m) {
     }
     for (uint32_t cost = MSI_COST_LAYER_END; cost < MSI_COST_COUNT; cost++) {
         const double us = msi_median(t, 3 * layers + (cost - MSI_COST_LAYER_END));
-        m->bytes_per_us[cost] = us > 0.0 ? 1.0 / us : m->bytes_per_us[cost];
+        m->costs.bytes_per_us[cost] = us > 0.0 ? 1.0 / us : m->costs.bytes_per_us[cost];
     }
 }
 
 /* The end of a step. `timed` says whether that step was. */
 static ms_result msi_end_timing(ms_model *m, bool timed) {
-    msi_timing *t = m->timing;
+    msi_timing *t = m->run.timing;
     bool halted = false;
     const ms_result result = timed ? msi_was_halted(m, &halted) : MS_RESULT_OK;
     if (result != MS_RESULT_OK || halted) {
         return result;
     }
-    m->plan->train.is_measured |= timed;
+    m->run.plan->train.is_measured |= timed;
     if (t->stage == MSI_WARMUP_SAMPLE) {
         msi_take_samples(t);
     }
-    if (t->stage == MSI_WARMUP_SAMPLE && t->taken == t->wanted) {
+    if (t->stage == MSI_WARMUP_SAMPLE && t->sample_count == t->wanted) {
         msi_learn_times(m);
         t->stage = MSI_WARMUP_PLAN;
     } else if (t->stage == MSI_WARMUP_COLD || t->stage == MSI_WARMUP_AGAIN ||
@@ -11183,37 +11239,38 @@ static float msi_loss_factor(const ms_model *m) {
 /* Its factor in the gradient: the mean over all micro-batches is minimised. */
 static float msi_gradient_factor(const ms_model *m) {
     return m->loss_factor != 0.0f ? m->loss_factor
-                                  : msi_loss_factor(m) / (float)m->store->micro_count;
+                                  : msi_loss_factor(m) / (float)m->run.store->micro_count;
 }
 
 static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const ms_backend *b = &m->config.backend;
-    const uint32_t life = p->operands.items[i->operand_first].life;
-    const uint64_t bytes = p->lives.items[life].bytes;
-    void *memory = msi_address(m, p, life);
+    const uint32_t range = p->operands.items[i->operand_first].range;
+    const uint64_t bytes = p->ranges.items[range].bytes;
+    void *memory = msi_address(m, p, range);
     if (i->op == MSI_OP_SEED) {
-        return msi_device(m, b->fill_f32(m->device, memory, m->step_factor, bytes / sizeof(float)),
-                          "fill");
+        return msi_device(
+            m, b->fill_f32(m->device, memory, m->run.step_factor, bytes / sizeof(float)), "fill");
     }
-    const bool later = life < m->store->slots.count && m->micro > 0;
+    const bool later = range < m->run.store->residents.count && m->run.micro > 0;
     return later ? MS_RESULT_OK : msi_fill(m, memory, false, 0, bytes);
 }
 
 /* A copy, or a sum. */
 static ms_result msi_run_pair(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const ms_backend *b = &m->config.backend;
-    const uint32_t to = p->operands.items[i->operand_first].life;
-    const uint32_t from = p->operands.items[i->operand_first + 1].life;
+    const uint32_t to = p->operands.items[i->operand_first].range;
+    const uint32_t from = p->operands.items[i->operand_first + 1].range;
     void *target = msi_address(m, p, to);
     const void *source = msi_address(m, p, from);
     const uint64_t bytes = m->graph.tensors.items[i->target].bytes;
-    if (i->op == MSI_OP_COPY && to < m->store->slots.count) {
-        m->state_is_old = true;
+    if (i->op == MSI_OP_COPY && to < m->run.store->residents.count) {
+        m->run.state_is_old = true;
     }
     if (i->op == MSI_OP_ADD) {
         return msi_device(m, b->add_f32(m->device, target, source, bytes / sizeof(float)), "add");
     }
-    if (m->recording && target != source && (msi_is_on_host(m, to) || msi_is_on_host(m, from))) {
+    if (m->run.recording && target != source &&
+        (msi_is_on_host(m, to) || msi_is_on_host(m, from))) {
         return msi_fail(m, MS_RESULT_UNSUPPORTED,
                         "\"%s\" is copied on the host within a step, which a graph cannot record: "
                         "leave cuda_graph off",
@@ -11238,10 +11295,10 @@ static bool msi_watches_memory(const ms_model *m) {
 static void msi_wake_operands(ms_model *m, const msi_program *p, const msi_instruction *i,
                               uint32_t now) {
     for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t life = p->operands.items[i->operand_first + k].life;
-        if (life != MSI_NONE && p->lives.items[life].block != MSI_NONE &&
-            p->lives.items[life].first == now) {
-            msi_unpoison(msi_address(m, p, life), p->lives.items[life].bytes);
+        const uint32_t range = p->operands.items[i->operand_first + k].range;
+        if (range != MSI_NONE && p->ranges.items[range].block != MSI_NONE &&
+            p->ranges.items[range].first == now) {
+            msi_asan_unpoison(msi_address(m, p, range), p->ranges.items[range].bytes);
         }
     }
 }
@@ -11249,10 +11306,11 @@ static void msi_wake_operands(ms_model *m, const msi_program *p, const msi_instr
 static void msi_kill_operands(ms_model *m, const msi_program *p, const msi_instruction *i,
                               uint32_t now) {
     for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t life = p->operands.items[i->operand_first + k].life;
-        if (life != MSI_NONE && p->lives.items[life].block != MSI_NONE &&
-            p->blocks.items[p->lives.items[life].block].last == now) {
-            msi_poison(msi_address(m, p, life), p->blocks.items[p->lives.items[life].block].bytes);
+        const uint32_t range = p->operands.items[i->operand_first + k].range;
+        if (range != MSI_NONE && p->ranges.items[range].block != MSI_NONE &&
+            p->blocks.items[p->ranges.items[range].block].last == now) {
+            msi_asan_poison(msi_address(m, p, range),
+                            p->blocks.items[p->ranges.items[range].block].bytes);
         }
     }
 }
@@ -11300,7 +11358,7 @@ static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t
         break;
     }
     if (i->op == MSI_OP_RESTORE && result == MS_RESULT_OK) {
-        m->state_is_old = i[1].op == MSI_OP_RESTORE; // a backward follows in any case
+        m->run.state_is_old = i[1].op == MSI_OP_RESTORE; // a backward follows in any case
     }
     if (result == MS_RESULT_OK && watch && now + 1 < p->instructions.count) {
         msi_kill_operands(m, p, i, now);
@@ -11312,17 +11370,16 @@ static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t
    enqueued. Where params have been updated already, the model has failed; what was only recorded
    has not happened. */
 static ms_result msi_abandon(ms_model *m, ms_result result) {
-    char text[MSI_ERROR_BYTES];
-    memcpy(text, m->error, sizeof text);
-    m->failed |= m->updates_done > 0 && !m->recording;
-    m->micro = m->running == &m->plan->eval ? m->micro : 0;
-    m->running = NULL;
-    m->updates_done = 0;
-    m->stage = MSI_STAGE_IDLE;
-    if (!m->recording) {
+    const msi_errors errors = m->errors;
+    m->run.failed |= m->run.updates_done > 0 && !m->run.recording;
+    m->run.micro = m->run.program == &m->run.plan->eval ? m->run.micro : 0;
+    m->run.program = NULL;
+    m->run.updates_done = 0;
+    m->run.stage = MSI_STAGE_IDLE;
+    if (!m->run.recording) {
         (void)msi_synchronize(m);
     }
-    memcpy(m->error, text, sizeof text);
+    m->errors = errors;
     return result;
 }
 
@@ -11331,32 +11388,31 @@ static ms_result msi_abandon(ms_model *m, ms_result result) {
 static void msi_restore_state(ms_model *m, const msi_program *p, uint32_t failed) {
     const msi_instruction *i = p->instructions.items;
     const uint32_t count = p->instructions.count;
-    char text[MSI_ERROR_BYTES];
-    memcpy(text, m->error, sizeof text);
+    const msi_errors errors = m->errors;
     uint32_t next = failed;
-    m->state_is_old &= !m->recording;
-    while (m->state_is_old && next < count && i[next].op != MSI_OP_RESTORE) {
+    m->run.state_is_old &= !m->run.recording;
+    while (m->run.state_is_old && next < count && i[next].op != MSI_OP_RESTORE) {
         next++;
     }
-    for (; m->state_is_old && next < count && i[next].op == MSI_OP_RESTORE; next++) {
+    for (; m->run.state_is_old && next < count && i[next].op == MSI_OP_RESTORE; next++) {
         (void)msi_run_pair(m, p, &i[next]);
     }
-    m->state_is_old = false;
-    memcpy(m->error, text, sizeof text);
+    m->run.state_is_old = false;
+    m->errors = errors;
 }
 
 /* Ends a step that was begun. Micro-batches before this one count, unless all of them are done and
    only the update is missing. */
 static void msi_drop_step(ms_model *m) {
-    m->micro = m->stage == MSI_STAGE_BACKWARD ? 0 : m->micro;
-    m->running = NULL;
-    m->updates_done = 0;
-    m->stage = MSI_STAGE_IDLE;
+    m->run.micro = m->run.stage == MSI_STAGE_BACKWARD ? 0 : m->run.micro;
+    m->run.program = NULL;
+    m->run.updates_done = 0;
+    m->run.stage = MSI_STAGE_IDLE;
 }
 
 /* Takes over the memory that models share: what another has enqueued there comes first. */
 static ms_result msi_enter_arena(ms_model *m) {
-    ms_arena *arena = m->config.arena;
+    ms_arena *arena = m->run.arena;
     ms_result result = MS_RESULT_OK;
     if (arena && arena->user && arena->user != m) {
         const ms_backend *b = &arena->backend;
@@ -11371,7 +11427,7 @@ static ms_result msi_enter_arena(ms_model *m) {
 }
 
 static bool msi_is_last_micro(const ms_model *m) {
-    return m->micro + 1 == m->store->micro_count;
+    return m->run.micro + 1 == m->run.store->micro_count;
 }
 
 static ms_result msi_start(ms_model *m, const msi_program *p) {
@@ -11380,42 +11436,43 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     if (result != MS_RESULT_OK) {
         return result;
     }
-    m->running = p;
-    m->position = 0;
-    m->step_factor = msi_gradient_factor(m);
-    if (m->store->print) {
-        memset(m->store->print, 0, m->graph.tensors.count * sizeof *m->store->print);
+    m->run.program = p;
+    m->run.position = 0;
+    m->run.step_factor = msi_gradient_factor(m);
+    if (m->run.store->fingerprint) {
+        memset(m->run.store->fingerprint, 0,
+               m->graph.tensors.count * sizeof *m->run.store->fingerprint);
     }
     if (msi_watches_memory(m)) {
-        msi_poison(msi_transient(m), m->store->transient_bytes);
+        msi_asan_poison(msi_transient(m), m->run.store->transient_bytes);
     } else if (m->config.backend.device_is_host) { // another model may have left it poisoned
-        msi_unpoison(msi_transient(m), m->store->transient_bytes);
+        msi_asan_unpoison(msi_transient(m), m->run.store->transient_bytes);
     }
     result = msi_await_verdict(m);
-    result = result == MS_RESULT_OK ? msi_tell_step(m) : result;
+    result = result == MS_RESULT_OK ? msi_upload_step(m) : result;
     result = result == MS_RESULT_OK && msi_is_timed(m) ? msi_begin_timing(m) : result;
     return result == MS_RESULT_OK ? MS_RESULT_OK : msi_abandon(m, result);
 }
 
 /* Runs the program up to an instruction. One loop for steps that are timed and for others, so that
    msi_run_instruction, called in one place only, is compiled into it. */
-static ms_result msi_run(ms_model *m, uint32_t end) {
-    const msi_program *p = m->running;
+static ms_result msi_run_to(ms_model *m, uint32_t end) {
+    const msi_program *p = m->run.program;
     const bool timed = msi_is_timed(m);
     double start_us = 0.0;
-    while (m->position < end) {
+    while (m->run.position < end) {
         ms_result result = timed ? msi_synchronize(m) : MS_RESULT_OK;
         start_us = timed ? msi_now_us() : 0.0;
-        result = result == MS_RESULT_OK ? msi_run_instruction(m, p, m->position) : result;
+        result = result == MS_RESULT_OK ? msi_run_instruction(m, p, m->run.position) : result;
         if (timed && result == MS_RESULT_OK) {
             result = msi_synchronize(m);
-            msi_note_time(m, m->position, start_us, msi_now_us());
+            msi_note_time(m, m->run.position, start_us, msi_now_us());
         }
         if (result != MS_RESULT_OK) {
-            msi_restore_state(m, p, m->position);
+            msi_restore_state(m, p, m->run.position);
             return msi_abandon(m, result);
         }
-        m->position++;
+        m->run.position++;
     }
     return MS_RESULT_OK;
 }
@@ -11423,18 +11480,18 @@ static ms_result msi_run(ms_model *m, uint32_t end) {
 /* Forward of the program that was started, and its loss. */
 static ms_result msi_run_forward(ms_model *m) {
     const ms_backend *b = &m->config.backend;
-    const msi_program *p = m->running;
+    const msi_program *p = m->run.program;
     ms_step_state *state = msi_state_on_device(m, msi_is_eval(m));
-    const ms_result result = msi_run(m, p->forward_end);
+    const ms_result result = msi_run_to(m, p->forward_end);
     if (result != MS_RESULT_OK) {
         return result;
     }
     int error = msi_is_eval(m) ? b->fill_bytes(m->device, state, 0, sizeof *state) : 0;
     if (error == 0) {
         error = b->loss(m->device, msi_address(m, p, p->loss),
-                        p->lives.items[p->loss].bytes / sizeof(float), (double)msi_loss_factor(m),
+                        p->ranges.items[p->loss].bytes / sizeof(float), (double)msi_loss_factor(m),
                         state);
-        m->judged = true;
+        m->run.verdict = MSI_VERDICT_ON_DEVICE;
     }
     return error == 0 ? MS_RESULT_OK : msi_abandon(m, msi_device(m, error, "sum of the losses"));
 }
@@ -11442,16 +11499,16 @@ static ms_result msi_run_forward(ms_model *m) {
 /* Where the device fails behind a whole step that was enqueued, nobody knows how much of its update
    was done. */
 static ms_result msi_doubt(ms_model *m, ms_result result) {
-    m->failed |= result == MS_RESULT_BACKEND && m->running == &m->plan->train &&
-                 m->position == m->running->instructions.count;
+    m->run.failed |= result == MS_RESULT_BACKEND && m->run.program == &m->run.plan->train &&
+                     m->run.position == m->run.program->instructions.count;
     return result == MS_RESULT_OK ? result : msi_abandon(m, result);
 }
 
 /* The verdict on what ran, and its loss. */
 static ms_result msi_conclude(ms_model *m, double *loss) {
     const bool eval = msi_is_eval(m);
-    ms_result result = m->judged ? msi_ask_verdict(m) : MS_RESULT_OK;
-    result = result == MS_RESULT_OK ? msi_heed_verdict(m) : result;
+    ms_result result = m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
+    result = result == MS_RESULT_OK ? msi_act_on_verdict(m) : result;
     if (loss) {
         *loss = msi_verdict(m, eval)->loss;
     }
@@ -11460,28 +11517,29 @@ static ms_result msi_conclude(ms_model *m, double *loss) {
 
 /* Waits for all that is enqueued, and learns what steps without a loss have left. */
 static ms_result msi_settle_steps(ms_model *m) {
-    const bool pending = m->judged || m->asked;
+    const bool pending = m->run.verdict != MSI_VERDICT_NONE;
     ms_result result = msi_synchronize(m);
     if (result == MS_RESULT_OK && pending) {
-        result = m->judged ? msi_ask_verdict(m) : MS_RESULT_OK;
-        result = result == MS_RESULT_OK ? msi_learn_verdict(m) : result;
+        result = m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
+        result = result == MS_RESULT_OK ? msi_settle_verdict(m) : result;
     }
     return pending ? msi_doubt(m, result) : result;
 }
 
 /* Whether a step, an eval, or a change of plan may begin. */
 static ms_result msi_check_between_steps(ms_model *m, const char *function) {
-    if (m->busy) {
+    if (m->run.busy) {
         return msi_fail(m, MS_RESULT_ORDER, "%s: called from a callback of a layer", function);
     }
-    if (m->stage == MSI_STAGE_BACKWARD && m->updates_done > 0) {
+    if (m->run.stage == MSI_STAGE_BACKWARD && m->run.updates_done > 0) {
         return msi_fail(m, MS_RESULT_ORDER,
                         "%s: this plan has updated params in ms_backward; complete the step with "
                         "ms_update first",
                         function);
     }
-    const ms_model *other = m->config.arena ? m->config.arena->user : NULL;
-    if (other && other != m && other->stage == MSI_STAGE_BACKWARD && other->updates_done > 0) {
+    const ms_model *other = m->run.arena ? m->run.arena->user : NULL;
+    if (other && other != m && other->run.stage == MSI_STAGE_BACKWARD &&
+        other->run.updates_done > 0) {
         return msi_fail(
             m, MS_RESULT_ORDER,
             "%s: another model of this arena has updated params in ms_backward; complete "
@@ -11492,16 +11550,16 @@ static ms_result msi_check_between_steps(ms_model *m, const char *function) {
 }
 
 static ms_result msi_check_ready(ms_model *m, const char *function) {
-    if (!m->plan) {
+    if (!m->run.plan) {
         return msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function);
     }
     if (m->config.dry_run) {
         return msi_fail(m, MS_RESULT_DRY_RUN, "%s: a dry run plans but does not compute", function);
     }
-    if (m->left.halted != (uint32_t)MS_HALT_NONE) {
+    if (m->run.halt.halted != (uint32_t)MS_HALT_NONE) {
         return msi_abandon(m, msi_report_halt(m));
     }
-    if (m->failed) {
+    if (m->run.failed) {
         return msi_fail(
             m, MS_RESULT_FAILED,
             "%s: an earlier step failed between two updates; write params and optimizer "
@@ -11513,19 +11571,19 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
 
 /* Whether the passing values of this model are still in the arena. */
 static bool msi_owns_arena(const ms_model *m) {
-    return !m->config.arena || m->config.arena->user == m;
+    return !m->run.arena || m->run.arena->user == m;
 }
 
 /* With accumulation, all micro-batches but the last end here. */
 static void msi_note_backward(ms_model *m) {
     const bool last = msi_is_last_micro(m);
-    m->position = m->running->backward_end;
-    m->micro += !last;
-    m->stage = last ? MSI_STAGE_BACKWARD : MSI_STAGE_IDLE;
+    m->run.position = m->run.program->backward_end;
+    m->run.micro += !last;
+    m->run.stage = last ? MSI_STAGE_BACKWARD : MSI_STAGE_IDLE;
 }
 
 static ms_result msi_finish_backward(ms_model *m) {
-    const ms_result result = msi_run(m, m->running->backward_end);
+    const ms_result result = msi_run_to(m, m->run.program->backward_end);
     if (result == MS_RESULT_OK) {
         msi_note_backward(m);
     }
@@ -11533,99 +11591,101 @@ static ms_result msi_finish_backward(ms_model *m) {
 }
 
 static void msi_note_update(ms_model *m) {
-    m->position = m->running->instructions.count;
-    m->step++;
-    m->updates_done = 0;
-    m->micro = 0;
-    m->stage = MSI_STAGE_IDLE;
+    m->run.position = m->run.program->instructions.count;
+    m->run.step++;
+    m->run.updates_done = 0;
+    m->run.micro = 0;
+    m->run.stage = MSI_STAGE_IDLE;
 }
 
 static ms_result msi_finish_update(ms_model *m) {
     const bool timed = msi_is_timed(m);
-    const ms_result result = msi_run(m, m->running->instructions.count);
+    const ms_result result = msi_run_to(m, m->run.program->instructions.count);
     if (result == MS_RESULT_OK) {
         msi_note_update(m);
     }
-    return result == MS_RESULT_OK && m->timing ? msi_doubt(m, msi_end_timing(m, timed)) : result;
+    return result == MS_RESULT_OK && m->run.timing ? msi_doubt(m, msi_end_timing(m, timed))
+                                                   : result;
 }
 
 /* Everything that a step enqueues behind msi_start. A device that is not waited for judges the loss
    by itself; its verdict comes while backward runs, unless clipping has one to come. */
 static ms_result msi_run_step(ms_model *m) {
     const bool asynchronous = m->config.backend.is_asynchronous;
-    const bool clips = m->running->norm != MSI_NONE && msi_is_last_micro(m);
+    const bool clips = m->run.program->norm != MSI_NONE && msi_is_last_micro(m);
     ms_result result = msi_run_forward(m);
-    if (result == MS_RESULT_OK && !m->recording && !(asynchronous && clips)) {
-        result = asynchronous ? msi_ask_verdict(m) : msi_conclude(m, NULL);
-        result = result == MS_RESULT_OK || !m->running ? result : msi_abandon(m, result);
+    if (result == MS_RESULT_OK && !m->run.recording && !(asynchronous && clips)) {
+        result = asynchronous ? msi_copy_verdict(m) : msi_conclude(m, NULL);
+        result = result == MS_RESULT_OK || !m->run.program ? result : msi_abandon(m, result);
     }
     result = result == MS_RESULT_OK ? msi_finish_backward(m) : result;
-    return result == MS_RESULT_OK && m->stage == MSI_STAGE_BACKWARD ? msi_finish_update(m) : result;
+    return result == MS_RESULT_OK && m->run.stage == MSI_STAGE_BACKWARD ? msi_finish_update(m)
+                                                                        : result;
 }
 
 /* What a recording holds that stands still, beside its plan. */
-static uint64_t msi_graph_key(const ms_model *m) {
-    return msi_mix((uint64_t)(uintptr_t)msi_transient(m)) ^ m->epoch;
+static uint64_t msi_recording_key(const ms_model *m) {
+    return msi_mix((uint64_t)(uintptr_t)msi_transient(m)) ^ m->run.epoch;
 }
 
 /* Records the step that was started into g. Nothing of it runs. */
-static ms_result msi_record(ms_model *m, msi_graph_exec *g) {
+static ms_result msi_record(ms_model *m, msi_recording *g) {
     const ms_backend *b = &m->config.backend;
-    if (g->graph) {
-        b->graph_release(m->device, g->graph);
-        g->graph = NULL;
+    if (g->handle) {
+        b->recording_release(m->device, g->handle);
+        g->handle = NULL;
     }
     ms_result result =
-        msi_device(m, b->graph_begin(m->device),
+        msi_device(m, b->recording_begin(m->device),
                    "recording on this stream (the default stream cannot be recorded: set another "
                    "config.stream, or none)");
     if (result != MS_RESULT_OK) {
         return msi_abandon(m, result);
     }
-    m->recording = true;
+    m->run.recording = true;
     result = msi_run_step(m);
-    const int error = b->graph_end(m->device, result == MS_RESULT_OK ? &g->graph : NULL);
+    const int error = b->recording_end(m->device, result == MS_RESULT_OK ? &g->handle : NULL);
     if (result == MS_RESULT_OK && error != 0) {
         result = msi_abandon(m, msi_device(m, error, "the end of a graph"));
     }
-    m->recording = false;
-    g->made_for = msi_graph_key(m);
+    m->run.recording = false;
+    g->made_for = msi_recording_key(m);
     return result;
 }
 
 /* A step by its recording, which is made here where it is missing. The first step runs without, so
    that what callbacks do once is done. */
-static ms_result msi_run_graph(ms_model *m) {
+static ms_result msi_replay(ms_model *m) {
     const ms_backend *b = &m->config.backend;
-    msi_graph_exec *g = &m->plan->graphs[(m->micro == 0 ? MSI_GRAPH_FIRST : 0) |
-                                         (msi_is_last_micro(m) ? MSI_GRAPH_LAST : 0)];
-    const uint64_t step = m->step;
+    msi_recording *g = &m->run.plan->recordings[(m->run.micro == 0 ? MSI_RECORDING_FIRST : 0) |
+                                                (msi_is_last_micro(m) ? MSI_RECORDING_LAST : 0)];
+    const uint64_t step = m->run.step;
     if (!g->warm || msi_is_timed(m)) {
         const ms_result result = msi_run_step(m);
         g->warm = result == MS_RESULT_OK;
         return result;
     }
-    const bool made = g->graph && g->made_for == msi_graph_key(m);
-    ms_result result = msi_is_last_micro(m) ? msi_tell_factors(m) : MS_RESULT_OK;
+    const bool made = g->handle && g->made_for == msi_recording_key(m);
+    ms_result result = msi_is_last_micro(m) ? msi_upload_factors(m) : MS_RESULT_OK;
     result = result == MS_RESULT_OK ? MS_RESULT_OK : msi_abandon(m, result);
     result = result == MS_RESULT_OK && !made ? msi_record(m, g) : result;
     if (result == MS_RESULT_OK) {
-        const int error = b->graph_launch(m->device, g->graph);
+        const int error = b->recording_launch(m->device, g->handle);
         result = error == 0 ? MS_RESULT_OK
                             : msi_abandon(m, msi_device(m, error, "the start of a graph"));
     }
     if (result != MS_RESULT_OK) {
-        m->step = step; // nothing of it has run
+        m->run.step = step; // nothing of it has run
         return result;
     }
-    m->judged = true;
+    m->run.verdict = MSI_VERDICT_ON_DEVICE;
     if (made) {
         msi_note_backward(m);
     }
-    if (made && m->stage == MSI_STAGE_BACKWARD) {
+    if (made && m->run.stage == MSI_STAGE_BACKWARD) {
         msi_note_update(m);
     }
-    return msi_doubt(m, msi_ask_verdict(m));
+    return msi_doubt(m, msi_copy_verdict(m));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -11635,22 +11695,22 @@ static ms_result msi_run_graph(ms_model *m) {
    or with zeros. What is borrowed stays as it is. */
 static ms_result msi_move_values(ms_model *m, const msi_store *store) {
     ms_result result = MS_RESULT_OK;
-    for (uint32_t i = 0; i < store->slots.count && result == MS_RESULT_OK; i++) {
-        const msi_slot *slot = &store->slots.items[i];
-        const msi_slot *old = msi_find_slot(m->store, slot->tensor, slot->role);
-        const msi_tensor *t = &m->graph.tensors.items[slot->tensor];
-        const void *written = t->memory[slot->role];
-        if (slot->borrowed) {
+    for (uint32_t i = 0; i < store->residents.count && result == MS_RESULT_OK; i++) {
+        const msi_resident *resident = &store->residents.items[i];
+        const msi_resident *old = msi_find_resident(m->run.store, resident->tensor, resident->role);
+        const msi_tensor *t = &m->graph.tensors.items[resident->tensor];
+        const void *written = t->memory[resident->role];
+        if (resident->borrowed) {
             continue;
         }
         if (old && old->address) {
-            result =
-                msi_copy(m, slot->address, slot->on_host, old->address, old->on_host, slot->bytes);
+            result = msi_copy(m, resident->address, resident->on_host, old->address, old->on_host,
+                              resident->bytes);
             continue;
         }
-        result = msi_fill(m, slot->address, slot->on_host, 0, slot->bytes);
+        result = msi_fill(m, resident->address, resident->on_host, 0, resident->bytes);
         if (result == MS_RESULT_OK && written) {
-            result = msi_copy(m, slot->address, slot->on_host, written, true, t->bytes);
+            result = msi_copy(m, resident->address, resident->on_host, written, true, t->bytes);
         }
     }
     return result;
@@ -11659,7 +11719,7 @@ static ms_result msi_move_values(ms_model *m, const msi_store *store) {
 static void msi_drop_staged(ms_model *m) {
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
         msi_tensor *tensor = &m->graph.tensors.items[t];
-        for (int role = 0; role < MSI_ROLE_FIXED; role++) {
+        for (int role = 0; role < MSI_ROLE_RESIDENT_COUNT; role++) {
             if (!msi_is_borrowed(tensor, (msi_role)role)) {
                 msi_release(&m->config.allocator, tensor->memory[role], tensor->largest_bytes);
                 tensor->memory[role] = NULL;
@@ -11671,16 +11731,16 @@ static void msi_drop_staged(ms_model *m) {
 /* Params whose optimizer state is new count their updates from here; borrowed state never is. */
 static void msi_note_new_state(ms_model *m, const msi_store *store) {
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
-        const msi_slot *state = msi_find_slot(store, t, MSI_ROLE_STATE0);
-        if (state && !state->borrowed && !msi_find_slot(m->store, t, MSI_ROLE_STATE0)) {
-            m->graph.tensors.items[t].trained_since = m->step;
+        const msi_resident *state = msi_find_resident(store, t, MSI_ROLE_STATE0);
+        if (state && !state->borrowed && !msi_find_resident(m->run.store, t, MSI_ROLE_STATE0)) {
+            m->graph.tensors.items[t].trained_since = m->run.step;
         }
     }
 }
 
 /* Makes the shared arena at least as large; what it holds is lost. */
 static ms_result msi_grow_arena(ms_model *m, uint64_t bytes) {
-    ms_arena *arena = m->config.arena;
+    ms_arena *arena = m->run.arena;
     if (!arena || arena->bytes >= bytes) {
         return MS_RESULT_OK;
     }
@@ -11695,7 +11755,7 @@ static ms_result msi_grow_arena(ms_model *m, uint64_t bytes) {
     }
     if (arena->memory) {
         if (m->config.backend.device_is_host) {
-            msi_unpoison(arena->memory, arena->bytes);
+            msi_asan_unpoison(arena->memory, arena->bytes);
         }
         b->memory_release(b->user, &arena->allocator, arena->memory, arena->bytes);
     }
@@ -11711,13 +11771,13 @@ static ms_result msi_alloc_shadow(ms_model *m, msi_store *store) {
         return MS_RESULT_OK;
     }
     const ms_allocator *a = &m->config.allocator;
-    store->shadow_bytes =
-        store->slot_bytes + store->host_bytes + store->borrowed_bytes + store->transient_bytes + 1;
+    store->shadow_bytes = store->resident_bytes + store->host_bytes + store->borrowed_bytes +
+                          store->transient_bytes + 1;
     store->shadow = (uint8_t *)msi_alloc(a, store->shadow_bytes);
     store->results = (uint8_t *)msi_alloc(a, store->shadow_bytes);
-    store->print =
+    store->fingerprint =
         (uint64_t *)msi_alloc_zeroed(a, m->graph.tensors.count * (uint64_t)sizeof(uint64_t));
-    return store->shadow && store->results && store->print
+    return store->shadow && store->results && store->fingerprint
                ? MS_RESULT_OK
                : msi_fail_memory(m, "the copy of the arena that debug mode keeps",
                                  store->shadow_bytes);
@@ -11725,8 +11785,8 @@ static ms_result msi_alloc_shadow(ms_model *m, msi_store *store) {
 
 /* Allocates what a store needs, and gives its slots their addresses. */
 static ms_result msi_alloc_store(ms_model *m, msi_store *store) {
-    const uint64_t own = m->config.arena ? 0 : store->transient_bytes;
-    ms_result result = msi_device_alloc(m, store->slot_bytes + own, &store->memory);
+    const uint64_t own = m->run.arena ? 0 : store->transient_bytes;
+    ms_result result = msi_device_alloc(m, store->resident_bytes + own, &store->memory);
     result = result == MS_RESULT_OK
                  ? msi_host_alloc(m, store->host_bytes + store->staging_bytes, &store->host)
                  : result;
@@ -11735,12 +11795,13 @@ static ms_result msi_alloc_store(ms_model *m, msi_store *store) {
     if (result != MS_RESULT_OK) {
         return result;
     }
-    store->transient = m->config.arena ? NULL : (uint8_t *)store->memory + store->slot_bytes;
-    for (uint32_t i = 0; i < store->slots.count; i++) {
-        msi_slot *slot = &store->slots.items[i];
-        uint8_t *room = slot->on_host ? store->host : (uint8_t *)store->memory;
-        slot->address = slot->borrowed ? m->graph.tensors.items[slot->tensor].memory[slot->role]
-                                       : (void *)(room + slot->offset);
+    store->transient = m->run.arena ? NULL : (uint8_t *)store->memory + store->resident_bytes;
+    for (uint32_t i = 0; i < store->residents.count; i++) {
+        msi_resident *resident = &store->residents.items[i];
+        uint8_t *room = resident->on_host ? store->host : (uint8_t *)store->memory;
+        resident->address = resident->borrowed
+                                ? m->graph.tensors.items[resident->tensor].memory[resident->role]
+                                : (void *)(room + resident->offset);
     }
     store->step = msi_is_direct(m)
                       ? store->host + store->host_bytes
@@ -11775,40 +11836,39 @@ static ms_result msi_settle(ms_model *m, msi_store *store) {
         memset(store->host + store->host_bytes, 0, (size_t)store->staging_bytes);
         return result;
     }
-    char text[MSI_ERROR_BYTES];
-    memcpy(text, m->error, sizeof text);
+    const msi_errors errors = m->errors;
     (void)msi_synchronize(m); // the memory is going to be released
-    if (m->store && !m->config.dry_run && msi_prepare(m, m->store) != MS_RESULT_OK) {
-        m->failed = true;
+    if (m->run.store && !m->config.dry_run && msi_prepare(m, m->run.store) != MS_RESULT_OK) {
+        m->run.failed = true;
     }
-    memcpy(m->error, text, sizeof text);
+    m->errors = errors;
     return result;
 }
 
 /* Whether the gradients of a store have the sums of another, so that its micro-batches count on. */
 static bool msi_sums_alike(const msi_store *old, const msi_store *store) {
     bool alike = old && old->micro_count == store->micro_count;
-    for (uint32_t i = 0; i < store->slots.count && alike; i++) {
-        const msi_slot *slot = &store->slots.items[i];
-        alike =
-            slot->role != MSI_ROLE_GRADIENT || msi_find_slot(old, slot->tensor, MSI_ROLE_GRADIENT);
+    for (uint32_t i = 0; i < store->residents.count && alike; i++) {
+        const msi_resident *resident = &store->residents.items[i];
+        alike = resident->role != MSI_ROLE_GRADIENT ||
+                msi_find_resident(old, resident->tensor, MSI_ROLE_GRADIENT);
     }
     return alike;
 }
 
 /* Puts plans into force for the store that there is now. */
 static void msi_put_plans(ms_model *m, msi_plan *plans, msi_goal goal) {
-    msi_plans_free(m, m->plan);
+    msi_plans_free(m, m->run.plan);
     msi_drop_step(m);
-    m->judged = m->asked = false;
-    m->plan = plans;
-    m->largest = plans->next ? plans->next : plans;
-    m->goal = goal;
-    m->changed = false;
+    m->run.verdict = MSI_VERDICT_NONE;
+    m->run.plan = plans;
+    m->wrapped.largest = plans->next ? plans->next : plans;
+    m->wrapped.goal = goal;
+    m->wrapped.changed = false;
     msi_log(m, MS_LOG_INFO, "plan",
             "plain %s, budget %s, arena %s, recomputations: %u, updates %s backward",
             msi_size(plans->plain_bytes).text, msi_size(plans->budget_bytes).text,
-            msi_size(msi_room_of(m->store)).text, (unsigned)plans->train.recompute_count,
+            msi_size(msi_room_of(m->run.store)).text, (unsigned)plans->train.recompute_count,
             msi_updates_inside(&plans->train) ? "inside" : "after");
 }
 
@@ -11816,7 +11876,7 @@ static void msi_put_plans(ms_model *m, msi_plan *plans, msi_goal goal) {
    it is if `store` is the one that there is. */
 static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
     ms_result result = MS_RESULT_OK;
-    if (store == m->store) {
+    if (store == m->run.store) {
         msi_put_plans(m, plans, goal);
         return result;
     }
@@ -11830,25 +11890,27 @@ static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_g
     }
     msi_note_new_state(m, store);
     msi_drop_staged(m);
-    msi_store *old = m->store;
-    m->store = store;
+    msi_store *old = m->run.store;
+    m->run.store = store;
     msi_put_plans(m, plans, goal);
-    m->micro = msi_sums_alike(old, store) ? m->micro : 0;
+    m->run.micro = msi_sums_alike(old, store) ? m->run.micro : 0;
     msi_store_free(m, old);
-    m->failed = m->failed && goal == MSI_GOAL_PLAIN; // ms_wrap alone takes the trainer's word
+    m->run.failed =
+        m->run.failed && goal == MSI_GOAL_PLAIN; // ms_wrap alone takes the trainer's word
     return MS_RESULT_OK;
 }
 
 /* Tells the log what was decided: a line on all of it, and one on each layer that something is
    applied to. */
 static void msi_log_decisions(const ms_model *m, const msi_review *r) {
-    const msi_plan *plan = m->plan;
+    const msi_plan *plan = m->run.plan;
     msi_log(m, MS_LOG_INFO, "rules",
             "mode %s (%s), pressure %.3f; a step is predicted to take %s, a plain one %s",
-            msi_mode_names[m->choice.mode], msi_source_names[m->choice.source], msi_pressure(plan),
-            msi_time(plan->train.step_us).text, msi_time(plan->plain_step_us).text);
+            msi_mode_names[m->wrapped.choice.mode], msi_source_names[m->wrapped.choice.source],
+            msi_pressure(plan), msi_time(plan->train.step_us).text,
+            msi_time(plan->plain_step_us).text);
     for (int technique = 0; technique < MS_TECHNIQUE_COUNT; technique++) {
-        const msi_total total = msi_total_of(r, (ms_technique)technique);
+        const msi_technique_total total = msi_technique_total_of(r, (ms_technique)technique);
         msi_log(m, MS_LOG_INFO, "rules", "%s: %u of %u layers, %s held no longer, %s added%s%s",
                 msi_technique_names[technique], (unsigned)total.layers,
                 (unsigned)m->graph.layers.count, msi_size(total.saved_bytes).text,
@@ -11875,7 +11937,7 @@ static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plan
         return msi_adopt(m, store, plans, goal);
     }
     if (!msi_review_init(&review, m, plans)) {
-        msi_plans_and_store_free(m, store == m->store ? NULL : store, plans);
+        msi_plans_and_store_free(m, store == m->run.store ? NULL : store, plans);
         return msi_fail_memory(m, "the decisions", msi_review_bytes(&m->graph));
     }
     const ms_result result = msi_adopt(m, store, plans, goal);
@@ -11892,16 +11954,16 @@ static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
     if (!m) {
         return MS_RESULT_INVALID;
     }
-    const msi_choice choice = m->choice;
+    const msi_choice choice = m->wrapped.choice;
     ms_result result = msi_check_between_steps(m, function);
     result =
-        result == MS_RESULT_OK && m->store && !m->config.dry_run ? msi_settle_steps(m) : result;
+        result == MS_RESULT_OK && m->run.store && !m->config.dry_run ? msi_settle_steps(m) : result;
     result = result == MS_RESULT_OK ? msi_make_timing(m) : result;
     result = result == MS_RESULT_OK ? msi_decide(m, goal, &store, &plans) : result;
     result = result == MS_RESULT_OK ? msi_adopt_and_log(m, store, plans, goal) : result;
-    m->choice = result == MS_RESULT_OK ? m->choice : choice;
-    if (result == MS_RESULT_OK && m->timing) {
-        msi_restart_timing(m->timing);
+    m->wrapped.choice = result == MS_RESULT_OK ? m->wrapped.choice : choice;
+    if (result == MS_RESULT_OK && m->run.timing) {
+        msi_restart_timing(m->run.timing);
     }
     return result;
 }
@@ -11909,19 +11971,19 @@ static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
 /* Plans by what was measured, for a budget: in the memory that there is, or in new memory. */
 static ms_result msi_plan_within(ms_model *m, uint64_t budget) {
     const uint64_t configured = m->config.memory_budget_bytes;
-    const msi_choice choice = m->choice;
-    const msi_goal goal = m->goal;
+    const msi_choice choice = m->wrapped.choice;
+    const msi_goal goal = m->wrapped.goal;
     msi_store *store;
     msi_plan *plans;
     m->config.memory_budget_bytes = budget;
     ms_result result = msi_decide(m, goal, &store, &plans);
     m->config.memory_budget_bytes = configured;
-    if (result == MS_RESULT_OK && msi_room_of(store) <= msi_room_of(m->store)) {
+    if (result == MS_RESULT_OK && msi_room_of(store) <= msi_room_of(m->run.store)) {
         msi_store_free(m, store); // its slots are those that there are
-        store = m->store;
+        store = m->run.store;
     }
     result = result == MS_RESULT_OK ? msi_adopt_and_log(m, store, plans, goal) : result;
-    m->choice = result == MS_RESULT_OK ? m->choice : choice;
+    m->wrapped.choice = result == MS_RESULT_OK ? m->wrapped.choice : choice;
     return result;
 }
 
@@ -11929,11 +11991,11 @@ static ms_result msi_plan_within(ms_model *m, uint64_t budget) {
 static void msi_time_plans(ms_model *m) {
     int64_t sizes[MS_LIMIT_AXES];
     msi_get_sizes(&m->graph, sizes);
-    for (msi_plan *plan = m->plan; plan; plan = plan->next) {
+    for (msi_plan *plan = m->run.plan; plan; plan = plan->next) {
         msi_set_sizes(&m->graph, plan->sizes);
         msi_find_times(m);
-        msi_time_program(m, m->store, &plan->train);
-        msi_time_program(m, m->store, &plan->eval);
+        msi_time_program(m, m->run.store, &plan->train);
+        msi_time_program(m, m->run.store, &plan->eval);
         plan->plain_step_us = plan->train.step_us - plan->train.recompute_us;
     }
     msi_set_sizes(&m->graph, sizes);
@@ -11943,27 +12005,26 @@ static void msi_time_plans(ms_model *m) {
 /* Behind the last step that was a sample. Where the device has no room for a second arena, the plan
    is one for the first. Fails only if the device does; otherwise there is a plan. */
 static ms_result msi_plan_again(ms_model *m) {
-    char text[MSI_ERROR_BYTES];
-    m->timing->stage = MSI_WARMUP_AGAIN;
+    m->run.timing->stage = MSI_WARMUP_AGAIN;
     ms_result result = msi_settle_steps(m);
-    if (result != MS_RESULT_OK || m->changed) { // that is for the trainer's ms_wrap
+    if (result != MS_RESULT_OK || m->wrapped.changed) { // that is for the trainer's ms_wrap
         return result;
     }
-    const uint64_t budget = m->largest->budget_bytes;
-    memcpy(text, m->error, sizeof text);
-    m->tolerant = true;
+    const uint64_t budget = m->wrapped.largest->budget_bytes;
+    const msi_errors errors = m->errors;
+    m->errors.tolerant = true;
     result = msi_plan_within(m, budget);
-    if (result == MS_RESULT_OUT_OF_MEMORY && msi_room_of(m->store) < budget) {
-        result = msi_plan_within(m, msi_room_of(m->store));
+    if (result == MS_RESULT_OUT_OF_MEMORY && msi_room_of(m->run.store) < budget) {
+        result = msi_plan_within(m, msi_room_of(m->run.store));
     }
-    m->tolerant = false;
+    m->errors.tolerant = false;
     if (result != MS_RESULT_OK) {
         msi_log(m, MS_LOG_WARNING, "timing",
-                "no plan was made of the measured times, the one before stays: %s", m->error);
+                "no plan was made of the measured times, the one before stays: %s", m->errors.text);
         msi_time_plans(m);
     }
-    memcpy(m->error, text, sizeof text);
-    for (msi_plan *plan = m->plan; plan; plan = plan->next) {
+    m->errors = errors;
+    for (msi_plan *plan = m->run.plan; plan; plan = plan->next) {
         plan->budget_bytes = budget;
     }
     return MS_RESULT_OK;
@@ -11972,8 +12033,8 @@ static ms_result msi_plan_again(ms_model *m) {
 /* Whether a training step may begin; plans for it, where it is time to. */
 static ms_result msi_begin_step(ms_model *m, const char *function) {
     ms_result result = msi_check_ready(m, function);
-    if (result == MS_RESULT_OK && m->timing && m->timing->stage == MSI_WARMUP_PLAN &&
-        m->micro == 0) {
+    if (result == MS_RESULT_OK && m->run.timing && m->run.timing->stage == MSI_WARMUP_PLAN &&
+        m->run.micro == 0) {
         result = msi_plan_again(m);
         result = result == MS_RESULT_OK ? msi_check_ready(m, function) : result;
     }
@@ -11984,12 +12045,12 @@ enum { MSI_MAX_PLANS = 64 };
 
 /* Takes the plan for these sizes to the head of the list; false if there is none. */
 static bool msi_find_plan(ms_model *m, const int64_t *sizes) {
-    for (msi_plan **at = &m->plan; *at; at = &(*at)->next) {
+    for (msi_plan **at = &m->run.plan; *at; at = &(*at)->next) {
         msi_plan *plan = *at;
         if (memcmp(plan->sizes, sizes, sizeof plan->sizes) == 0) {
             *at = plan->next;
-            plan->next = m->plan;
-            m->plan = plan;
+            plan->next = m->run.plan;
+            m->run.plan = plan;
             return true;
         }
     }
@@ -11998,13 +12059,13 @@ static bool msi_find_plan(ms_model *m, const int64_t *sizes) {
 
 /* Puts a plan at the head of the list, and forgets the one that was not used for longest. */
 static void msi_add_plan(ms_model *m, msi_plan *plan) {
-    plan->next = m->plan;
-    m->plan = plan;
+    plan->next = m->run.plan;
+    m->run.plan = plan;
     int count = 1;
     for (msi_plan *at = plan; at->next; at = at->next) {
         msi_plan *next = at->next;
         count++;
-        if (count >= MSI_MAX_PLANS && next != m->largest) {
+        if (count >= MSI_MAX_PLANS && next != m->wrapped.largest) {
             at->next = next->next;
             msi_plan_free(m, next);
             break;
@@ -12016,14 +12077,14 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
     int64_t all[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
     memcpy(all, sizes, m->graph.axis_count * sizeof *sizes);
     ms_result result = MS_RESULT_OK;
-    if (m->plan && !msi_find_plan(m, all)) {
+    if (m->run.plan && !msi_find_plan(m, all)) {
         msi_plan *plan;
-        if (m->changed) {
+        if (m->wrapped.changed) {
             return msi_fail(m, MS_RESULT_ORDER,
                             "ms_reshape: something was set since ms_wrap that asks for a new plan: "
                             "call ms_wrap first");
         }
-        result = msi_plan_at(m, m->store, m->goal, all, m->largest, &plan);
+        result = msi_plan_at(m, m->run.store, m->wrapped.goal, all, m->wrapped.largest, &plan);
         if (result != MS_RESULT_OK) {
             msi_find_times(m);
             return result;
@@ -12031,7 +12092,7 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
         msi_add_plan(m, plan);
     }
     msi_set_sizes(&m->graph, all);
-    if (m->plan) {
+    if (m->run.plan) {
         msi_find_times(m);
     }
     msi_drop_step(m);
@@ -12041,15 +12102,16 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
 /* The address of a value that can be read now, or NULL: a slot, or a life that spans the place
    where the program stopped. */
 static void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role role) {
-    const msi_slot *slot = msi_find_slot(m->store, tensor, role);
-    const msi_program *p = msi_owns_arena(m) ? m->running : NULL;
-    if (slot) {
-        return slot->address;
+    const msi_resident *resident = msi_find_resident(m->run.store, tensor, role);
+    const msi_program *p = msi_owns_arena(m) ? m->run.program : NULL;
+    if (resident) {
+        return resident->address;
     }
-    for (uint32_t i = p ? m->store->slots.count : MSI_NONE; p && i < p->lives.count; i++) {
-        const msi_life *life = &p->lives.items[i];
-        const bool ahead = life->last >= m->position || life->kept;
-        if (life->tensor == tensor && life->role == role && life->first < m->position && ahead) {
+    for (uint32_t i = p ? m->run.store->residents.count : MSI_NONE; p && i < p->ranges.count; i++) {
+        const msi_range *range = &p->ranges.items[i];
+        const bool ahead = range->last >= m->run.position || range->outlives;
+        if (range->tensor == tensor && range->role == role && range->first < m->run.position &&
+            ahead) {
             return msi_address(m, p, i);
         }
     }
@@ -12069,12 +12131,12 @@ static const uint64_t MSI_PIECE_BYTES = 1u << 20; // what is compared at a time
 
 typedef struct msi_verification {
     ms_model *model;
-    ms_model before; // as it is to be again
+    msi_run before; // what the model runs, to be put back
     msi_store *store;
     msi_plan *plans[MSI_PASS_COUNT];
     /* Per tensor that is compared, the life in question: of a param its gradient, of a buffer the
        value. MSI_NONE for the others. */
-    uint32_t *life_of;
+    uint32_t *range_of;
     uint8_t *results;      // of the plain pass; behind them a piece of the other one's
     uint64_t result_bytes; // of one pass
     ms_difference *differences;
@@ -12088,21 +12150,21 @@ static ms_result msi_choose_compared(msi_verification *v) {
     const ms_model *m = v->model;
     const msi_graph *g = &m->graph;
     const ms_allocator *a = &m->config.allocator;
-    v->life_of = (uint32_t *)msi_alloc(a, g->tensors.count * (uint64_t)sizeof(uint32_t));
-    for (uint32_t t = 0; v->life_of && t < g->tensors.count; t++) {
-        v->life_of[t] = msi_learns(&g->tensors.items[t]) ? m->store->slot_of[t] : MSI_NONE;
+    v->range_of = (uint32_t *)msi_alloc(a, g->tensors.count * (uint64_t)sizeof(uint32_t));
+    for (uint32_t t = 0; v->range_of && t < g->tensors.count; t++) {
+        v->range_of[t] = msi_learns(&g->tensors.items[t]) ? m->run.store->resident_of[t] : MSI_NONE;
     }
-    for (uint32_t i = 0; v->life_of && i < g->layers.count; i++) {
+    for (uint32_t i = 0; v->range_of && i < g->layers.count; i++) {
         const msi_layer *l = &g->layers.items[i];
         const uint32_t *state = msi_group(g, l, MSI_GROUP_STATE);
         for (uint32_t k = 0; k < l->count[MSI_GROUP_STATE]; k++) {
             if (state[k] != MSI_NONE) {
-                v->life_of[state[k]] = m->store->slot_of[state[k]];
+                v->range_of[state[k]] = m->run.store->resident_of[state[k]];
             }
         }
     }
-    for (uint32_t t = 0; v->life_of && t < g->tensors.count; t++) {
-        if (v->life_of[t] != MSI_NONE) {
+    for (uint32_t t = 0; v->range_of && t < g->tensors.count; t++) {
+        if (v->range_of[t] != MSI_NONE) {
             v->count++;
             v->result_bytes += msi_align(g->tensors.items[t].bytes);
         }
@@ -12110,7 +12172,7 @@ static ms_result msi_choose_compared(msi_verification *v) {
     v->results = (uint8_t *)msi_alloc(a, v->result_bytes + MSI_PIECE_BYTES);
     v->differences =
         (ms_difference *)msi_alloc_zeroed(a, (v->count + 1ull) * sizeof(ms_difference));
-    return v->life_of && v->results && v->differences
+    return v->range_of && v->results && v->differences
                ? MS_RESULT_OK
                : msi_fail_memory(v->model, "the gradients of ms_verify",
                                  v->result_bytes + MSI_PIECE_BYTES);
@@ -12124,16 +12186,16 @@ static ms_result msi_make_own_store(msi_verification *v) {
         return result;
     }
     msi_store *store = v->store;
-    MEMSCALE_ASSERT(store->slots.count == m->store->slots.count);
+    MEMSCALE_ASSERT(store->residents.count == m->run.store->residents.count);
     msi_reserve(m, store);
-    store->slot_bytes = store->reserved_bytes = msi_is_direct(m) ? 0 : store->step_bytes;
+    store->resident_bytes = store->reserved_bytes = msi_is_direct(m) ? 0 : store->step_bytes;
     store->host_bytes = store->borrowed_bytes = 0;
-    for (uint32_t i = 0; i < store->slots.count; i++) {
-        msi_slot *slot = &store->slots.items[i];
-        const bool changes = m->graph.tensors.items[slot->tensor].kind == MSI_KIND_BUFFER &&
-                             v->life_of[slot->tensor] != MSI_NONE;
-        slot->borrowed = slot->role != MSI_ROLE_GRADIENT && !changes;
-        msi_place_slot(store, slot);
+    for (uint32_t i = 0; i < store->residents.count; i++) {
+        msi_resident *resident = &store->residents.items[i];
+        const bool changes = m->graph.tensors.items[resident->tensor].kind == MSI_KIND_BUFFER &&
+                             v->range_of[resident->tensor] != MSI_NONE;
+        resident->borrowed = resident->role != MSI_ROLE_GRADIENT && !changes;
+        msi_place_resident(store, resident);
     }
     return result;
 }
@@ -12153,9 +12215,9 @@ static ms_result msi_make_pass(msi_verification *v, int pass) {
     if (pass == MSI_PASS_PLAIN) {
         msi_drop_unread(&m->graph, plan);
     } else {
-        memcpy(plan->dropped, m->plan->dropped, m->graph.tensors.count);
+        memcpy(plan->dropped, m->run.plan->dropped, m->graph.tensors.count);
     }
-    plan->plain_step_us = m->plan->plain_step_us;
+    plan->plain_step_us = m->run.plan->plain_step_us;
     msi_program *p = &plan->train;
     w.optimizer = &none;
     msi_lower_train(&w, p);
@@ -12163,10 +12225,10 @@ static ms_result msi_make_pass(msi_verification *v, int pass) {
     if (!p->out_of_memory) {
         msi_share_memory(&m->graph, p);
     }
-    if (p->out_of_memory || !msi_make_blocks(a, p, v->store->slots.count) ||
+    if (p->out_of_memory || !msi_make_blocks(a, p, v->store->residents.count) ||
         msi_layout(a, p->blocks.items, p->blocks.count, MSI_LAYOUT_EFFORT, &p->height) !=
             MS_RESULT_OK) {
-        return msi_fail_memory(m, "a program of ms_verify", p->lives.count * sizeof(msi_life));
+        return msi_fail_memory(m, "a program of ms_verify", p->ranges.count * sizeof(msi_range));
     }
     msi_resolve(v->store, p);
     v->store->transient_bytes = msi_max_u64(v->store->transient_bytes, p->height);
@@ -12177,25 +12239,25 @@ static ms_result msi_make_pass(msi_verification *v, int pass) {
 static ms_result msi_enter_store(msi_verification *v) {
     ms_model *m = v->model;
     msi_store *store = v->store;
-    m->config.arena = NULL;
+    m->run.arena = NULL;
     const ms_result result = msi_alloc_store(m, store);
     if (result == MS_RESULT_OUT_OF_MEMORY && !store->memory) {
         return msi_fail(m, result,
                         "ms_verify: a plain pass takes %s beside the arena, which backend %s does "
                         "not have: verify with a smaller batch, or free what else is on the device",
-                        msi_size(store->slot_bytes + store->transient_bytes).text,
+                        msi_size(store->resident_bytes + store->transient_bytes).text,
                         m->config.backend.name);
     }
     if (result != MS_RESULT_OK) {
         return result;
     }
     memset(store->host + store->host_bytes, 0, (size_t)store->staging_bytes);
-    for (uint32_t i = 0; i < store->slots.count; i++) {
-        if (store->slots.items[i].borrowed) {
-            store->slots.items[i].address = v->before.store->slots.items[i].address;
+    for (uint32_t i = 0; i < store->residents.count; i++) {
+        if (store->residents.items[i].borrowed) {
+            store->residents.items[i].address = v->before.store->residents.items[i].address;
         }
     }
-    m->store = store;
+    m->run.store = store;
     return MS_RESULT_OK;
 }
 
@@ -12204,33 +12266,33 @@ static ms_result msi_reset_store(msi_verification *v) {
     ms_model *m = v->model;
     const msi_store *store = v->store, *from = v->before.store;
     ms_result result = msi_fill(m, store->step, msi_is_direct(m), 0, store->step_bytes);
-    for (uint32_t i = 0; i < store->slots.count && result == MS_RESULT_OK; i++) {
-        const msi_slot *slot = &store->slots.items[i];
-        if (slot->role == MSI_ROLE_GRADIENT) {
-            result = msi_fill(m, slot->address, slot->on_host, 0, slot->bytes);
-        } else if (!slot->borrowed) {
-            result = msi_copy(m, slot->address, slot->on_host, from->slots.items[i].address,
-                              slot->on_host, slot->bytes);
+    for (uint32_t i = 0; i < store->residents.count && result == MS_RESULT_OK; i++) {
+        const msi_resident *resident = &store->residents.items[i];
+        if (resident->role == MSI_ROLE_GRADIENT) {
+            result = msi_fill(m, resident->address, resident->on_host, 0, resident->bytes);
+        } else if (!resident->borrowed) {
+            result = msi_copy(m, resident->address, resident->on_host,
+                              from->residents.items[i].address, resident->on_host, resident->bytes);
         }
     }
     return result;
 }
 
 /* What the next instruction is to make, and its workspace, hold rubbish before. */
-static ms_result msi_spoil_new(ms_model *m, uint8_t rubbish) {
-    const msi_program *p = m->running;
-    const msi_instruction *i = &p->instructions.items[m->position];
+static ms_result msi_poison_new(ms_model *m, uint8_t poison) {
+    const msi_program *p = m->run.program;
+    const msi_instruction *i = &p->instructions.items[m->run.position];
     ms_result result = MS_RESULT_OK;
     for (uint32_t k = 0; k < i->operand_count && result == MS_RESULT_OK; k++) {
-        const uint32_t life = p->operands.items[i->operand_first + k].life;
-        if (i->op <= MSI_OP_EVAL && life != MSI_NONE && life >= m->store->slots.count &&
-            p->lives.items[life].first == m->position &&
-            p->lives.items[life].takes_over == MSI_NONE) {
+        const uint32_t range = p->operands.items[i->operand_first + k].range;
+        if (i->op <= MSI_OP_EVAL && range != MSI_NONE && range >= m->run.store->residents.count &&
+            p->ranges.items[range].first == m->run.position &&
+            p->ranges.items[range].alias_of == MSI_NONE) {
             if (m->config.backend.device_is_host) {
-                msi_unpoison(msi_address(m, p, life), p->lives.items[life].bytes);
+                msi_asan_unpoison(msi_address(m, p, range), p->ranges.items[range].bytes);
             }
             result =
-                msi_fill(m, msi_address(m, p, life), false, rubbish, p->lives.items[life].bytes);
+                msi_fill(m, msi_address(m, p, range), false, poison, p->ranges.items[range].bytes);
         }
     }
     return result;
@@ -12238,11 +12300,11 @@ static ms_result msi_spoil_new(ms_model *m, uint8_t rubbish) {
 
 /* Runs amid rubbish, another one in each pass: so a layer is found out that reads what nobody has
    written. */
-static ms_result msi_run_amid(ms_model *m, uint32_t end, uint8_t rubbish) {
+static ms_result msi_run_poisoned(ms_model *m, uint32_t end, uint8_t poison) {
     ms_result result = MS_RESULT_OK;
-    while (result == MS_RESULT_OK && m->position < end) {
-        result = msi_spoil_new(m, rubbish);
-        result = result == MS_RESULT_OK ? msi_run(m, m->position + 1) : result;
+    while (result == MS_RESULT_OK && m->run.position < end) {
+        result = msi_poison_new(m, poison);
+        result = result == MS_RESULT_OK ? msi_run_to(m, m->run.position + 1) : result;
     }
     return result;
 }
@@ -12297,8 +12359,8 @@ static ms_result msi_take_result(msi_verification *v, int pass, uint32_t t, uint
                                  ms_difference *d) {
     ms_model *m = v->model;
     const msi_tensor *tensor = &m->graph.tensors.items[t];
-    const uint8_t *from = (const uint8_t *)msi_address(m, m->running, v->life_of[t]);
-    const bool on_host = msi_is_on_host(m, v->life_of[t]);
+    const uint8_t *from = (const uint8_t *)msi_address(m, m->run.program, v->range_of[t]);
+    const bool on_host = msi_is_on_host(m, v->range_of[t]);
     uint8_t *piece = v->results + v->result_bytes;
     if (pass == MSI_PASS_PLAIN) {
         return msi_copy(m, result, true, from, on_host, tensor->bytes);
@@ -12320,18 +12382,18 @@ static ms_result msi_take_result(msi_verification *v, int pass, uint32_t t, uint
 
 static ms_result msi_take_results(msi_verification *v, int pass) {
     ms_model *m = v->model;
-    const msi_program *p = m->running;
+    const msi_program *p = m->run.program;
     uint8_t *to = v->results;
     ms_result result = MS_RESULT_OK;
-    for (uint32_t i = 0; i < p->lives.count; i++) {
-        const msi_life *life = &p->lives.items[i];
-        const bool stays = i < v->store->slots.count || life->kept;
-        if (stays && life->role == MSI_ROLE_GRADIENT && life->category == MS_CATEGORY_GRADIENT) {
-            v->life_of[life->tensor] = i;
+    for (uint32_t i = 0; i < p->ranges.count; i++) {
+        const msi_range *range = &p->ranges.items[i];
+        const bool stays = i < v->store->residents.count || range->outlives;
+        if (stays && range->role == MSI_ROLE_GRADIENT && range->category == MS_CATEGORY_GRADIENT) {
+            v->range_of[range->tensor] = i;
         }
     }
     for (uint32_t t = 0, k = 0; t < m->graph.tensors.count && result == MS_RESULT_OK; t++) {
-        if (v->life_of[t] != MSI_NONE) {
+        if (v->range_of[t] != MSI_NONE) {
             result = msi_take_result(v, pass, t, to, &v->differences[k++]);
             to += msi_align(m->graph.tensors.items[t].bytes);
         }
@@ -12344,14 +12406,14 @@ static ms_result msi_run_pass(msi_verification *v, int pass) {
     ms_model *m = v->model;
     ms_step_state state;
     memset(&state, 0, sizeof state);
-    const uint8_t rubbish = pass == MSI_PASS_PLAIN ? MSI_RUBBISH_FIRST : MSI_RUBBISH_LAST;
-    m->plan = v->plans[pass];
+    const uint8_t poison = pass == MSI_PASS_PLAIN ? MSI_POISON_FIRST : MSI_POISON_LAST;
+    m->run.plan = v->plans[pass];
     ms_result result = msi_reset_store(v);
-    const msi_program *p = &m->plan->train;
+    const msi_program *p = &m->run.plan->train;
     result = result == MS_RESULT_OK ? msi_start(m, p) : result;
-    result = result == MS_RESULT_OK ? msi_run_amid(m, p->forward_end, rubbish) : result;
+    result = result == MS_RESULT_OK ? msi_run_poisoned(m, p->forward_end, poison) : result;
     result = result == MS_RESULT_OK ? msi_run_forward(m) : result; // its end, the loss
-    result = result == MS_RESULT_OK ? msi_run_amid(m, p->backward_end, rubbish) : result;
+    result = result == MS_RESULT_OK ? msi_run_poisoned(m, p->backward_end, poison) : result;
     if (result == MS_RESULT_OK) {
         result = msi_copy(m, &state, true, msi_state_on_device(m, false), msi_is_direct(m),
                           sizeof state);
@@ -12360,12 +12422,11 @@ static ms_result msi_run_pass(msi_verification *v, int pass) {
     return result == MS_RESULT_OK ? msi_take_results(v, pass) : result;
 }
 
-/* The model is what it was, but for the text of an error; and but for params that debug mode could
-   not put back, which make it fail. */
+/* The model runs again what it ran before. Params that debug mode could not put back make it fail. */
 static void msi_leave_store(msi_verification *v) {
     ms_model *m = v->model;
-    memcpy(v->before.error, m->error, sizeof m->error);
-    v->before.failed |= m->failed;
+    const msi_errors errors = m->errors;
+    v->before.failed |= m->run.failed;
     if (v->store && v->store->memory) {
         (void)msi_synchronize(m); // the memory is going to be released
     }
@@ -12373,8 +12434,8 @@ static void msi_leave_store(msi_verification *v) {
         msi_plan_free(m, v->plans[pass]);
     }
     msi_store_free(m, v->store);
-    v->before.error_count = m->error_count;
-    *m = v->before;
+    m->errors = errors;
+    m->run = v->before;
 }
 
 static void msi_report_differences(const msi_verification *v, ms_difference_fn visit, void *user,
@@ -12400,8 +12461,8 @@ static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
     msi_verification v;
     memset(&v, 0, sizeof v);
     v.model = m;
-    v.before = *m;
-    m->timing = NULL; // these are no steps
+    v.before = m->run;
+    m->run.timing = NULL; // these are no steps
     ms_result result = msi_choose_compared(&v);
     result = result == MS_RESULT_OK ? msi_make_own_store(&v) : result;
     for (int pass = 0; pass < MSI_PASS_COUNT && result == MS_RESULT_OK; pass++) {
@@ -12415,7 +12476,7 @@ static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
     if (result == MS_RESULT_OK) {
         msi_report_differences(&v, visit, user, report);
     }
-    msi_release(&a, v.life_of, tensors * sizeof(uint32_t));
+    msi_release(&a, v.range_of, tensors * sizeof(uint32_t));
     msi_release(&a, v.results, v.result_bytes + MSI_PIECE_BYTES);
     msi_release(&a, v.differences, (v.count + 1ull) * sizeof(ms_difference));
     return result;
@@ -12430,21 +12491,22 @@ static const msi_program *msi_widest(const msi_plan *plan) {
 }
 
 static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
-    const msi_program *p = msi_widest(m->plan);
+    const msi_program *p = msi_widest(m->run.plan);
     const msi_instruction *i = &p->instructions.items[p->peak];
-    for (uint32_t k = 0; k < p->lives.count; k++) {
-        const msi_life *life = &p->lives.items[k];
-        const bool outside = k < m->store->slots.count && (m->store->slots.items[k].borrowed ||
-                                                           m->store->slots.items[k].on_host);
-        if (life->first <= p->peak && p->peak <= msi_counts_to(life) && !outside) {
-            r->peak_bytes[life->category] += msi_align(life->bytes);
+    for (uint32_t k = 0; k < p->ranges.count; k++) {
+        const msi_range *range = &p->ranges.items[k];
+        const bool outside =
+            k < m->run.store->residents.count &&
+            (m->run.store->residents.items[k].borrowed || m->run.store->residents.items[k].on_host);
+        if (range->first <= p->peak && p->peak <= msi_counts_to(range) && !outside) {
+            r->peak_bytes[range->category] += msi_align(range->bytes);
         }
     }
     r->peak_instruction = p->peak;
     r->peak_layer = i->op <= MSI_OP_EVAL ? msi_layer_name(m, i->target) : "";
 }
 
-static uint64_t msi_hash_program(uint64_t hash, const msi_program *p, uint32_t slot_count) {
+static uint64_t msi_hash_program(uint64_t hash, const msi_program *p, uint32_t resident_count) {
     hash = msi_mix_in(hash, p->instructions.count);
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
@@ -12452,39 +12514,40 @@ static uint64_t msi_hash_program(uint64_t hash, const msi_program *p, uint32_t s
         hash = msi_mix_in(hash, head << 32 | i->target);
         for (uint32_t k = 0; k < i->operand_count; k++) {
             const msi_operand *operand = &p->operands.items[i->operand_first + k];
-            hash = msi_mix_in(hash, (uint64_t)operand->accumulate << 32 | operand->life);
+            hash = msi_mix_in(hash, (uint64_t)operand->accumulate << 32 | operand->range);
         }
     }
-    for (uint32_t k = slot_count; k < p->lives.count; k++) {
-        hash = msi_mix_in(msi_mix_in(hash, p->lives.items[k].bytes), p->lives.items[k].offset);
+    for (uint32_t k = resident_count; k < p->ranges.count; k++) {
+        hash = msi_mix_in(msi_mix_in(hash, p->ranges.items[k].bytes), p->ranges.items[k].offset);
     }
     return hash;
 }
 
 /* By the numbers of the things and not by their addresses: the same in every process. */
 static uint64_t msi_hash_plan(const msi_store *store, const msi_plan *plan) {
-    uint64_t hash = msi_mix_in(store->reserved_bytes, store->slot_bytes + store->transient_bytes);
-    for (uint32_t k = 0; k < store->slots.count; k++) {
-        const msi_slot *slot = &store->slots.items[k];
-        const uint64_t outside = (uint64_t)slot->on_host << 1 | slot->borrowed;
-        hash = msi_mix_in(hash, (outside << 8 | (uint64_t)slot->role) << 32 | slot->tensor);
-        hash = msi_mix_in(msi_mix_in(hash, slot->bytes), slot->offset);
+    uint64_t hash =
+        msi_mix_in(store->reserved_bytes, store->resident_bytes + store->transient_bytes);
+    for (uint32_t k = 0; k < store->residents.count; k++) {
+        const msi_resident *resident = &store->residents.items[k];
+        const uint64_t outside = (uint64_t)resident->on_host << 1 | resident->borrowed;
+        hash = msi_mix_in(hash, (outside << 8 | (uint64_t)resident->role) << 32 | resident->tensor);
+        hash = msi_mix_in(msi_mix_in(hash, resident->bytes), resident->offset);
     }
-    hash = msi_hash_program(hash, &plan->train, store->slots.count);
-    return msi_hash_program(hash, &plan->eval, store->slots.count);
+    hash = msi_hash_program(hash, &plan->train, store->residents.count);
+    return msi_hash_program(hash, &plan->eval, store->residents.count);
 }
 
 static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     const msi_graph *g = &m->graph;
-    const msi_plan *plan = m->plan;
+    const msi_plan *plan = m->run.plan;
     memset(r, 0, sizeof *r);
     r->budget_bytes = plan->budget_bytes;
     r->plain_bytes = plan->plain_bytes;
-    r->arena_bytes = m->store->slot_bytes + m->store->transient_bytes;
-    r->lower_bound_bytes = m->store->slot_bytes + msi_widest(plan)->peak_bytes;
+    r->arena_bytes = m->run.store->resident_bytes + m->run.store->transient_bytes;
+    r->lower_bound_bytes = m->run.store->resident_bytes + msi_widest(plan)->peak_bytes;
     r->gap_bytes = r->arena_bytes - r->lower_bound_bytes;
     msi_report_peak(m, r);
-    r->peak_bytes[MS_CATEGORY_WORKSPACE] += m->store->reserved_bytes;
+    r->peak_bytes[MS_CATEGORY_WORKSPACE] += m->run.store->reserved_bytes;
     r->activation_peak_bytes = plan->train.activation_peak_bytes;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         if (g->tensors.items[t].kind == MSI_KIND_PARAM) {
@@ -12499,18 +12562,18 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->step_us = plan->train.step_us;
     r->plain_step_us = plan->plain_step_us;
     r->stall_us = plan->train.stall_us;
-    r->plan_hash = msi_hash_plan(m->store, plan);
+    r->plan_hash = msi_hash_plan(m->run.store, plan);
     r->pressure = msi_pressure(plan);
-    r->mode = m->choice.mode;
-    r->decision_source = m->choice.source;
+    r->mode = m->wrapped.choice.mode;
+    r->decision_source = m->wrapped.choice.source;
     r->early_update = msi_updates_inside(&plan->train);
-    r->borrowed_bytes = m->store->borrowed_bytes;
-    r->host_bytes = m->store->host_bytes;
-    r->staging_bytes = m->store->staging_bytes;
+    r->borrowed_bytes = m->run.store->borrowed_bytes;
+    r->host_bytes = m->run.store->host_bytes;
+    r->staging_bytes = m->run.store->staging_bytes;
 }
 
 typedef struct msi_printer {
-    ms_write_fn write;
+    ms_text_fn write;
     void *user;
 } msi_printer;
 
@@ -12597,30 +12660,30 @@ static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *
         MS_OPERAND_GRAD_IN, MS_OPERAND_GRAD_PARAM, MS_OPERAND_WORKSPACE};
     const msi_instruction *i = &p->instructions.items[now];
     const msi_operand *operand = &p->operands.items[i->operand_first + k];
-    const msi_life *life = &p->lives.items[operand->life];
-    const bool fixed = operand->life < m->store->slots.count;
-    const msi_role role = life->role == MSI_ROLE_PART       ? MSI_ROLE_GRADIENT
-                          : life->role == MSI_ROLE_SNAPSHOT ? MSI_ROLE_VALUE
-                                                            : (msi_role)life->role;
+    const msi_range *range = &p->ranges.items[operand->range];
+    const bool fixed = operand->range < m->run.store->residents.count;
+    const msi_role role = range->role == MSI_ROLE_CONTRIBUTION ? MSI_ROLE_GRADIENT
+                          : range->role == MSI_ROLE_SNAPSHOT   ? MSI_ROLE_VALUE
+                                                               : (msi_role)range->role;
     ms_event_operand o;
     memset(&o, 0, sizeof o);
-    if (role < MSI_ROLE_FIXED) {
-        o.tensor = msi_handle(life->tensor, role);
+    if (role < MSI_ROLE_RESIDENT_COUNT) {
+        o.tensor = msi_handle(range->tensor, role);
     }
-    o.bytes = life->bytes;
-    o.offset = m->store->slot_bytes + life->offset;
-    o.is_new = !fixed && life->first == now;
+    o.bytes = range->bytes;
+    o.offset = m->run.store->resident_bytes + range->offset;
+    o.is_new = !fixed && range->first == now;
     o.accumulate = operand->accumulate;
     if (fixed) {
-        const msi_slot *slot = &m->store->slots.items[operand->life];
-        o.is_outside = slot->borrowed || slot->on_host;
-        o.offset = o.is_outside ? 0 : slot->offset;
+        const msi_resident *resident = &m->run.store->residents.items[operand->range];
+        o.is_outside = resident->borrowed || resident->on_host;
+        o.offset = o.is_outside ? 0 : resident->offset;
     }
     if (i->op <= MSI_OP_EVAL) {
         const msi_layer *l = &m->graph.layers.items[i->target];
-        const int part = msi_operand_part(l, i, k, &o.slot);
-        o.kind = kinds[part];
-        o.is_written = msi_is_written(l, i, part, o.slot);
+        const int group = msi_operand_group(l, i, k, &o.slot);
+        o.kind = kinds[group];
+        o.is_written = msi_is_written(l, i, group, o.slot);
         return o;
     }
     const bool source = i->op == MSI_OP_UPDATE ? k == 1 || k == 2
@@ -12648,13 +12711,13 @@ static void msi_walk_start(msi_walk *w, const ms_model *m, const msi_program *p)
     memset(w, 0, sizeof *w);
     w->model = m;
     w->program = p;
-    w->live_bytes_of[MS_CATEGORY_WORKSPACE] = m->store->reserved_bytes;
-    for (uint32_t k = 0; k < m->store->slots.count; k++) {
-        const msi_slot *slot = &m->store->slots.items[k];
-        const bool outside = slot->borrowed || slot->on_host;
-        w->live_bytes_of[p->lives.items[k].category] += outside ? 0 : msi_align(slot->bytes);
+    w->live_bytes_of[MS_CATEGORY_WORKSPACE] = m->run.store->reserved_bytes;
+    for (uint32_t k = 0; k < m->run.store->residents.count; k++) {
+        const msi_resident *resident = &m->run.store->residents.items[k];
+        const bool outside = resident->borrowed || resident->on_host;
+        w->live_bytes_of[p->ranges.items[k].category] += outside ? 0 : msi_align(resident->bytes);
     }
-    msi_clock_start(&w->clock, m, m->store);
+    msi_clock_start(&w->clock, m, m->run.store);
 }
 
 /* Every life is an operand of the instruction where it begins and, unless it is kept, of that where
@@ -12664,20 +12727,20 @@ static void msi_walk_count(msi_walk *w, bool behind) {
     const msi_instruction *i = &p->instructions.items[w->now];
     const msi_operand *operands = p->operands.items + i->operand_first;
     for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t number = operands[k].life;
-        if (number == MSI_NONE || number < w->model->store->slots.count) {
+        const uint32_t number = operands[k].range;
+        if (number == MSI_NONE || number < w->model->run.store->residents.count) {
             continue;
         }
-        const msi_life *life = &p->lives.items[number];
-        const bool born = !behind && life->first == w->now;
-        const bool dies = life->last == w->now && !life->kept && behind != life->taken;
+        const msi_range *range = &p->ranges.items[number];
+        const bool born = !behind && range->first == w->now;
+        const bool dies = range->last == w->now && !range->outlives && behind != range->aliased;
         bool counted = !born && !dies;
         for (uint32_t j = 0; j < k && !counted; j++) {
-            counted = operands[j].life == number;
+            counted = operands[j].range == number;
         }
         if (!counted) {
-            uint64_t *const bytes = &w->live_bytes_of[life->category];
-            *bytes = born ? *bytes + msi_align(life->bytes) : *bytes - msi_align(life->bytes);
+            uint64_t *const bytes = &w->live_bytes_of[range->category];
+            *bytes = born ? *bytes + msi_align(range->bytes) : *bytes - msi_align(range->bytes);
         }
     }
 }
@@ -12716,7 +12779,7 @@ static void msi_emit_event(const msi_walk *w, ms_event_kind kind, const ms_event
     }
     event.operands = operands;
     event.operand_count = count;
-    event.live_bytes = m->store->slot_bytes + w->program->live_bytes.items[w->now];
+    event.live_bytes = m->run.store->resident_bytes + w->program->live_bytes.items[w->now];
     memcpy(event.live_bytes_of, w->live_bytes_of, sizeof event.live_bytes_of);
     event.stream = (ms_stream_kind)msi_op_costs[i->op].stream;
     event.start_us = drops ? w->start_us + w->duration_us : w->start_us;
@@ -12737,12 +12800,12 @@ static void msi_visit_drops(const msi_walk *w) {
     ms_event_operand dead[MSI_MAX_VIEWS + 1];
     uint32_t count = 0;
     for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t life = p->operands.items[i->operand_first + k].life;
-        bool known = life == MSI_NONE || life < m->store->slots.count ||
-                     p->lives.items[life].last != w->now || p->lives.items[life].taken ||
-                     p->lives.items[life].kept;
+        const uint32_t range = p->operands.items[i->operand_first + k].range;
+        bool known = range == MSI_NONE || range < m->run.store->residents.count ||
+                     p->ranges.items[range].last != w->now || p->ranges.items[range].aliased ||
+                     p->ranges.items[range].outlives;
         for (uint32_t j = 0; j < k && !known; j++) {
-            known = p->operands.items[i->operand_first + j].life == life;
+            known = p->operands.items[i->operand_first + j].range == range;
         }
         if (!known) {
             dead[count++] = msi_event_operand(m, p, w->now, k);
@@ -12767,7 +12830,7 @@ static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit
         ms_event_operand operands[MSI_MAX_VIEWS + 1];
         uint32_t count = 0;
         for (uint32_t k = 0; k < i->operand_count; k++) {
-            if (p->operands.items[i->operand_first + k].life != MSI_NONE) {
+            if (p->operands.items[i->operand_first + k].range != MSI_NONE) {
                 operands[count++] = msi_event_operand(m, p, w.now, k);
             }
         }
@@ -12845,11 +12908,11 @@ static void msi_print_summary(const ms_model *m, const msi_printer *out) {
 }
 
 /* A line for each technique, with its rule where all layers have the same. */
-static void msi_print_techniques(const msi_printer *out, const msi_total *totals) {
+static void msi_print_techniques(const msi_printer *out, const msi_technique_total *totals) {
     msi_print(out, "\n%-16s %7s %14s %10s  %s\n", "technique", "layers", "held no longer", "added",
               "rule");
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-        const msi_total *t = &totals[k];
+        const msi_technique_total *t = &totals[k];
         const bool said = strcmp(t->rule->id, "not-built") == 0;
         msi_print(out, "%-16s %7u %14s %10s  %s%s\n", msi_technique_names[k], (unsigned)t->layers,
                   t->saved_bytes ? msi_size(t->saved_bytes).text : "-",
@@ -12864,7 +12927,7 @@ static uint64_t msi_kept_bytes(const ms_model *m, uint32_t layer) {
     const uint32_t *made = msi_made_by(&m->graph, layer, &count);
     uint64_t kept = 0;
     for (uint32_t k = 0; k < count; k++) {
-        const bool keeps = made[k] != MSI_NONE && !m->plan->dropped[made[k]];
+        const bool keeps = made[k] != MSI_NONE && !m->run.plan->dropped[made[k]];
         kept += keeps ? m->graph.tensors.items[made[k]].bytes : 0;
     }
     return kept;
@@ -12890,13 +12953,13 @@ static void msi_print_column(msi_columns *c, int width, const char *text) {
 }
 
 /* Whether the decisions on a technique stand in the lines of the layers. */
-static bool msi_is_by_layer(const msi_total *total) {
+static bool msi_is_by_layer(const msi_technique_total *total) {
     return total->layers > 0 || total->differs;
 }
 
 /* One layer: what it keeps, and what was decided by layer. */
-static void msi_print_layer(const msi_printer *out, const msi_review *r, const msi_total *totals,
-                            uint32_t layer) {
+static void msi_print_layer(const msi_printer *out, const msi_review *r,
+                            const msi_technique_total *totals, uint32_t layer) {
     const ms_model *m = r->model;
     const uint64_t kept = msi_kept_bytes(m, layer);
     msi_columns c = {out, 2};
@@ -12918,7 +12981,8 @@ static void msi_print_layer(const msi_printer *out, const msi_review *r, const m
     msi_print(out, "\n");
 }
 
-static void msi_print_layers(const msi_printer *out, const msi_review *r, const msi_total *totals) {
+static void msi_print_layers(const msi_printer *out, const msi_review *r,
+                             const msi_technique_total *totals) {
     msi_columns c = {out, 2};
     msi_print(out, "\nlayer");
     msi_print_column(&c, 24, "name");
@@ -12977,7 +13041,7 @@ static void msi_print_line(const msi_printer *out, const char *name) {
 
 static void msi_print_profile(const ms_model *m, const msi_printer *out) {
     const msi_graph *g = &m->graph;
-    ms_hardware h = m->hardware;
+    ms_hardware h = m->costs.hardware;
     msi_print(out, "%s %d\ngraph %016llx\ndevice ", MSI_PROFILE, (int)MSI_PROFILE_VERSION,
               (unsigned long long)msi_hash_graph(g));
     msi_print_line(out, h.name);
@@ -12987,7 +13051,7 @@ static void msi_print_profile(const ms_model *m, const msi_printer *out) {
     }
     msi_print(out, "\nbytes_per_us");
     for (int i = 0; i < MSI_PROFILE_COSTS; i++) {
-        msi_print(out, " %s", msi_decimal(m->bytes_per_us[MSI_COST_LAYER_END + i]).text);
+        msi_print(out, " %s", msi_decimal(m->costs.bytes_per_us[MSI_COST_LAYER_END + i]).text);
     }
     msi_print(out, "\nlayers %u\n", (unsigned)g->layers.count);
     for (uint32_t i = 0; i < g->layers.count; i++) {
@@ -13070,17 +13134,17 @@ static void msi_trace_process(const msi_printer *out, int process) {
 static void msi_trace_inputs(const msi_printer *out, const ms_model *m) {
     msi_clock c;
     memset(&c, 0, sizeof c);
-    for (uint32_t k = 0; k < m->store->slots.count; k++) {
-        const msi_slot *slot = &m->store->slots.items[k];
-        const double us = msi_staging_us(m, slot);
+    for (uint32_t k = 0; k < m->run.store->residents.count; k++) {
+        const msi_resident *resident = &m->run.store->residents.items[k];
+        const double us = msi_staging_us(m, resident);
         if (us > 0.0) {
             const msi_span span = {"copy in",
-                                   msi_tensor_name(m, slot->tensor),
+                                   msi_tensor_name(m, resident->tensor),
                                    MS_STREAM_TO_DEVICE,
                                    msi_enqueue(&c, MS_STREAM_TO_DEVICE, 0.0, us),
                                    us,
                                    MSI_NONE,
-                                   m->graph.tensors.items[slot->tensor].bytes};
+                                   m->graph.tensors.items[resident->tensor].bytes};
             msi_trace_span(out, MSI_TRACE_SIMULATED, &span);
         }
     }
@@ -13096,7 +13160,7 @@ static void msi_trace_verdict(const msi_printer *out, const msi_walk *w) {
                           end_us,
                           w->clock.free_us[MS_STREAM_COMPUTE] - end_us,
                           MSI_NONE,
-                          w->program->lives.items[w->program->loss].bytes};
+                          w->program->ranges.items[w->program->loss].bytes};
     msi_trace_span(out, MSI_TRACE_SIMULATED, &sum);
     if (msi_has_copies(m)) {
         const double us = msi_copy_us(m, MS_STREAM_TO_HOST, MSI_STATES_BYTES);
@@ -13115,7 +13179,7 @@ static void msi_trace_instruction(const msi_printer *out, const msi_walk *w, boo
     const bool of_layer = i->op <= MSI_OP_EVAL;
     const bool of_tensor =
         !of_layer && i->op != MSI_OP_CLIP &&
-        p->lives.items[p->operands.items[i->operand_first].life].role < MSI_ROLE_WORKSPACE;
+        p->ranges.items[p->operands.items[i->operand_first].range].role < MSI_ROLE_WORKSPACE;
     msi_span span = {msi_op_names[i->op],
                      of_layer    ? msi_layer_name(m, i->target)
                      : of_tensor ? msi_tensor_name(m, i->target)
@@ -13124,7 +13188,7 @@ static void msi_trace_instruction(const msi_printer *out, const msi_walk *w, boo
                      w->start_us,
                      w->duration_us,
                      w->now,
-                     m->store->slot_bytes + p->live_bytes.items[w->now]};
+                     m->run.store->resident_bytes + p->live_bytes.items[w->now]};
     msi_trace_span(out, MSI_TRACE_SIMULATED, &span);
     if (counts) {
         msi_trace_counters(out, MSI_TRACE_SIMULATED, span.start_us, w->live_bytes_of);
@@ -13140,7 +13204,7 @@ static void msi_trace_instruction(const msi_printer *out, const msi_walk *w, boo
 }
 
 static void msi_trace(const ms_model *m, const msi_printer *out) {
-    const msi_program *p = &m->plan->train;
+    const msi_program *p = &m->run.plan->train;
     uint64_t counted[MS_CATEGORY_COUNT];
     msi_walk w;
     memset(counted, 0, sizeof counted);
@@ -13258,7 +13322,7 @@ static void msi_print_info(const ms_model *m, const msi_printer *out, const ms_m
     const char *const labels[][2] = {
         {"version", version},
         {"backend", m->config.backend.name},
-        {"device", m->hardware.name},
+        {"device", m->costs.hardware.name},
         {"mode", ms_mode_name(r->mode)},
         {"decision_source", ms_decision_source_name(r->decision_source)},
         {"plan_hash", hash}};
@@ -13274,7 +13338,7 @@ static void msi_print_info(const ms_model *m, const msi_printer *out, const ms_m
 }
 
 static void msi_print_metrics(const ms_model *m, const msi_printer *out) {
-    const msi_program *p = &m->plan->train;
+    const msi_program *p = &m->run.plan->train;
     ms_memory_report report;
     msi_fill_report(m, &report);
     msi_print_info(m, out, &report);
@@ -13290,7 +13354,7 @@ static void msi_print_metrics(const ms_model *m, const msi_printer *out) {
         msi_print(out, "\n");
     }
     msi_print_metric_head(out, "steps_total", "counter", "Updates that are done.");
-    msi_print(out, "memscale_steps_total %llu\n", (unsigned long long)m->step);
+    msi_print(out, "memscale_steps_total %llu\n", (unsigned long long)m->run.step);
 }
 
 /* A text that ends where the caller's memory does, and its length without that end. */
@@ -13431,10 +13495,10 @@ static bool msi_is_complete(const ms_backend *b) {
                         b->fill_f32 && b->add_f32 && b->cast && b->loss && b->add_squares_f32 &&
                         b->clip_scale && b->update && b->gemm;
     const bool streams = b->synchronize && b->record && b->wait && b->wait_on_host;
-    const bool graphs =
-        b->graph_check && b->graph_end && b->graph_launch && b->graph_release && streams;
+    const bool recordings = b->recording_check && b->recording_end && b->recording_launch &&
+                            b->recording_release && streams;
     return needed && !b->open == !b->close && !b->host_alloc == !b->host_release &&
-           (streams || !b->is_asynchronous) && (graphs || !b->graph_begin);
+           (streams || !b->is_asynchronous) && (recordings || !b->recording_begin);
 }
 
 /* One holder less: the last one frees. */
@@ -13445,7 +13509,7 @@ static void msi_arena_leave(ms_arena *arena) {
     const ms_allocator allocator = arena->allocator;
     if (arena->memory) {
         if (arena->backend.device_is_host) {
-            msi_unpoison(arena->memory, arena->bytes);
+            msi_asan_unpoison(arena->memory, arena->bytes);
         }
         arena->backend.memory_release(arena->backend.user, &allocator, arena->memory, arena->bytes);
     }
@@ -13503,7 +13567,7 @@ static bool msi_switches_are_valid(const ms_config *c) {
 
 /* What is wrong with a config, its defaults filled in, or NULL. */
 static const char *msi_config_fault(const ms_config *c) {
-    return c->cuda_graph && (!c->backend.graph_begin || !c->backend.is_asynchronous)
+    return c->cuda_graph && (!c->backend.recording_begin || !c->backend.is_asynchronous)
                ? "cuda_graph: this backend has no graphs"
            : c->cuda_graph && c->debug     ? "cuda_graph: debug mode runs callbacks several times"
            : !msi_is_complete(&c->backend) ? "backend: its size is not sizeof(ms_backend), or a "
@@ -13563,6 +13627,7 @@ MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
         return MS_RESULT_BACKEND;
     }
     m->graph.loss = MSI_NONE;
+    m->run.arena = c.arena;
     if (c.arena) {
         c.arena->references++;
     }
@@ -13579,17 +13644,17 @@ MEMSCALE_API void ms_destroy(ms_model *model) {
     }
     const ms_allocator allocator = model->config.allocator;
     msi_graph *g = &model->graph;
-    ms_arena *arena = model->config.arena;
+    ms_arena *arena = model->run.arena;
     if (!model->config.dry_run) {
         (void)msi_synchronize(model);
     }
     if (arena && arena->user == model) {
         arena->user = NULL;
     }
-    msi_plans_free(model, model->plan);
-    msi_store_free(model, model->store);
+    msi_plans_free(model, model->run.plan);
+    msi_store_free(model, model->run.store);
     msi_drop_staged(model);
-    msi_timing_free(&allocator, model->timing);
+    msi_timing_free(&allocator, model->run.timing);
     MSI_LIST_FREE(char, &allocator, g->names);
     MSI_LIST_FREE(msi_tensor, &allocator, g->tensors);
     MSI_LIST_FREE(msi_layer, &allocator, g->layers);
@@ -13603,7 +13668,7 @@ MEMSCALE_API void ms_destroy(ms_model *model) {
 }
 
 MEMSCALE_API const char *ms_last_error(const ms_model *model) {
-    return model ? model->error
+    return model ? model->errors.text
                  : "there is no model: ms_create had no memory, its config is out of range, or its "
                    "backend could not be opened; config.log is told which";
 }
@@ -13613,17 +13678,17 @@ MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) 
         return msi_fail_argument(model, "ms_hardware_report", "an argument is NULL");
     }
     memset(report, 0, sizeof *report);
-    if (model->busy || model->recording) {
+    if (model->run.busy || model->run.recording) {
         return msi_fail(model, MS_RESULT_ORDER, "ms_hardware_report: called from a callback");
     }
     model->config.backend.hardware(model->config.backend.user, report);
-    if (!model->speeds.is_measured) {
+    if (!model->sources.reported.is_measured) {
         ms_result result = model->config.dry_run ? MS_RESULT_OK : msi_synchronize(model);
         result = result == MS_RESULT_OK ? msi_measure(model, report) : result;
-        model->speeds = *report;
+        model->sources.reported = *report;
         return result;
     }
-    msi_take_speeds(report, &model->speeds);
+    msi_take_speeds(report, &model->sources.reported);
     return MS_RESULT_OK;
 }
 
@@ -13666,12 +13731,12 @@ MEMSCALE_API void ms_set_hardware(ms_model *model, const ms_hardware *hardware) 
         MSI_STICK(model, MS_RESULT_INVALID, "ms_set_hardware: %s", fault);
         return;
     }
-    memset(&model->given, 0, sizeof model->given);
+    memset(&model->sources.given, 0, sizeof model->sources.given);
     if (hardware) {
-        model->given = *hardware;
+        model->sources.given = *hardware;
     }
-    model->is_given = hardware != NULL;
-    model->changed = true;
+    model->sources.is_given = hardware != NULL;
+    model->wrapped.changed = true;
 }
 
 MEMSCALE_API void *ms_stream(const ms_model *model) {
@@ -13682,17 +13747,17 @@ MEMSCALE_API ms_result ms_synchronize(ms_model *model) {
     if (!model) {
         return MS_RESULT_INVALID;
     }
-    if (model->busy) {
+    if (model->run.busy) {
         return msi_fail(model, MS_RESULT_ORDER, "ms_synchronize: called from a callback");
     }
     if (model->config.dry_run) {
         return MS_RESULT_OK;
     }
-    if (!model->store) {
+    if (!model->run.store) {
         return msi_synchronize(model);
     }
     const ms_result result =
-        model->judged || model->asked ? msi_conclude(model, NULL) : msi_report_halt(model);
+        model->run.verdict != MSI_VERDICT_NONE ? msi_conclude(model, NULL) : msi_report_halt(model);
     return result == MS_RESULT_OK ? msi_settle_steps(model) : result;
 }
 
@@ -13833,7 +13898,7 @@ MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor) {
 static ms_result msi_refuse_loan(ms_model *m, ms_result result, const char *name,
                                  const char *reason) {
     (void)msi_fail(m, result, "ms_borrow: \"%s\" %s", name, reason);
-    if (m->sticky == MS_RESULT_OK) {
+    if (m->errors.sticky == MS_RESULT_OK) {
         msi_stick(m, result);
     }
     return result;
@@ -13851,36 +13916,37 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
                                memory ? "is no tensor of this model" : "is given no memory (NULL)");
     }
     msi_tensor *found = &model->graph.tensors.items[t];
-    if (!msi_is_fixed(found) || (role != MSI_ROLE_VALUE && found->kind != MSI_KIND_PARAM)) {
+    if (!msi_is_resident(found) || (role != MSI_ROLE_VALUE && found->kind != MSI_KIND_PARAM)) {
         return msi_refuse_loan(model, MS_RESULT_INVALID, msi_tensor_name(model, t),
                                "does not live between steps; inputs, params, buffers, gradients of "
                                "params and optimizer state can be borrowed");
     }
-    if (model->stage == MSI_STAGE_BACKWARD) {
+    if (model->run.stage == MSI_STAGE_BACKWARD) {
         return msi_refuse_loan(
             model, MS_RESULT_ORDER, msi_tensor_name(model, t),
             "is lent between ms_backward and ms_update; complete the step first");
     }
-    if (model->busy || (model->plan && !msi_is_borrowed(found, role))) {
+    if (model->run.busy || (model->run.plan && !msi_is_borrowed(found, role))) {
         return msi_refuse_loan(model, MS_RESULT_ORDER, msi_tensor_name(model, t),
-                               model->busy ? "is lent in a callback; lend it between steps"
-                                           : "was not borrowed when the model was wrapped; lend it "
-                                             "before ms_wrap");
+                               model->run.busy
+                                   ? "is lent in a callback; lend it between steps"
+                                   : "was not borrowed when the model was wrapped; lend it "
+                                     "before ms_wrap");
     }
     if (!msi_is_borrowed(found, role)) {
         msi_release(&model->config.allocator, found->memory[role], found->largest_bytes);
         found->borrowed = (uint8_t)(found->borrowed | 1u << role);
     }
-    model->epoch += found->memory[role] != memory;
+    model->run.epoch += found->memory[role] != memory;
     found->memory[role] = memory;
-    for (uint32_t i = 0; model->store && i < model->store->slots.count; i++) {
-        msi_slot *slot = &model->store->slots.items[i];
-        if (slot->tensor == t && slot->role == role && slot->borrowed) {
-            slot->address = memory;
+    for (uint32_t i = 0; model->run.store && i < model->run.store->residents.count; i++) {
+        msi_resident *resident = &model->run.store->residents.items[i];
+        if (resident->tensor == t && resident->role == role && resident->borrowed) {
+            resident->address = memory;
         }
     }
-    if (model->stage == MSI_STAGE_FORWARD) {
-        model->stage = MSI_STAGE_IDLE; // backward would see another value than forward did
+    if (model->run.stage == MSI_STAGE_FORWARD) {
+        model->run.stage = MSI_STAGE_IDLE; // backward would see another value than forward did
     }
     return MS_RESULT_OK;
 }
@@ -13901,7 +13967,7 @@ MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
 
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor) {
     if (model && isfinite(factor)) {
-        model->epoch += model->loss_factor != factor;
+        model->run.epoch += model->loss_factor != factor;
         model->loss_factor = factor;
     } else if (model) {
         MSI_STICK(model, MS_RESULT_INVALID, "ms_set_loss_factor: %g; it must be a finite number",
@@ -13909,17 +13975,17 @@ MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor) {
     }
 }
 
-MEMSCALE_API void ms_set_output(ms_model *model, ms_tensor tensor) {
-    const uint32_t t = msi_activation_index(model, "ms_set_output", tensor);
+MEMSCALE_API void ms_add_output(ms_model *model, ms_tensor tensor) {
+    const uint32_t t = msi_activation_index(model, "ms_add_output", tensor);
     if (t != MSI_NONE) {
-        model->graph.tensors.items[t].kept = true;
+        model->graph.tensors.items[t].is_output = true;
     }
 }
 
-MEMSCALE_API void ms_set_eval_output(ms_model *model, ms_tensor tensor) {
-    const uint32_t t = msi_activation_index(model, "ms_set_eval_output", tensor);
+MEMSCALE_API void ms_add_eval_output(ms_model *model, ms_tensor tensor) {
+    const uint32_t t = msi_activation_index(model, "ms_add_eval_output", tensor);
     if (t != MSI_NONE) {
-        model->graph.tensors.items[t].kept_in_eval = true;
+        model->graph.tensors.items[t].is_eval_output = true;
     }
 }
 
@@ -14025,7 +14091,7 @@ MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen) {
     msi_tensor *t = msi_param_of(model, "ms_set_frozen", param);
     if (t) {
         t->frozen = frozen;
-        model->changed = true;
+        model->wrapped.changed = true;
     }
 }
 
@@ -14038,7 +14104,7 @@ MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes) {
 MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count) {
     if (model) {
         model->config.accumulation_steps = micro_count;
-        model->changed = true;
+        model->wrapped.changed = true;
     }
 }
 
@@ -14075,7 +14141,7 @@ MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_tec
             }
         }
     }
-    model->changed = true;
+    model->wrapped.changed = true;
 }
 
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
@@ -14098,7 +14164,7 @@ MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_
         return;
     }
     model->graph.tensors.items[t].technique[technique] = (uint8_t)force;
-    model->changed = true;
+    model->wrapped.changed = true;
 }
 
 MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_layer_time *time) {
@@ -14124,14 +14190,14 @@ MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_la
         l->known = *time;
     }
     l->known_elements = msi_output_elements(g, l);
-    model->changed = true;
+    model->wrapped.changed = true;
 }
 
-MEMSCALE_API ms_result ms_profile_save(const ms_model *model, ms_write_fn write, void *user) {
+MEMSCALE_API ms_result ms_profile_save(const ms_model *model, ms_text_fn write, void *user) {
     if (!model || !write) {
         return MS_RESULT_INVALID;
     }
-    if (!model->plan) {
+    if (!model->run.plan) {
         return MS_RESULT_ORDER;
     }
     const msi_printer out = {write, user};
@@ -14147,7 +14213,7 @@ MEMSCALE_API ms_result ms_profile_load(ms_model *model, const char *text, size_t
     if (result != MS_RESULT_OK) {
         return result;
     }
-    model->changed = true;
+    model->wrapped.changed = true;
     return msi_read_profile(model, text, length, true);
 }
 
@@ -14208,9 +14274,9 @@ static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor 
     const uint32_t t = m ? msi_index(m, tensor) : MSI_NONE;
     const bool is_state = msi_role_of(tensor) >= MSI_ROLE_STATE0;
     if (t == MSI_NONE || !data || (is_state && m->graph.tensors.items[t].kind != MSI_KIND_PARAM)) {
-        if (m && data && m->sticky != MS_RESULT_OK) {
+        if (m && data && m->errors.sticky != MS_RESULT_OK) {
             (void)msi_fail(m, MS_RESULT_INVALID, "%s: a registration before has failed: %s",
-                           function, m->sticky_error);
+                           function, m->errors.sticky_text);
             return MSI_NONE;
         }
         (void)msi_fail_argument(m, function,
@@ -14222,19 +14288,21 @@ static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor 
 
 /* An input is staged, and goes to the device behind what is enqueued. A tensor on the host may be
    read by what is. */
-static ms_result msi_write(ms_model *m, const msi_slot *slot, const void *data, uint64_t bytes) {
+static ms_result msi_write(ms_model *m, const msi_resident *resident, const void *data,
+                           uint64_t bytes) {
     ms_result result = MS_RESULT_OK;
-    m->epoch += slot->on_host; // a callback may have read it for a recording
-    if (slot->event == MSI_NONE) {
-        result = slot->on_host ? msi_synchronize(m) : MS_RESULT_OK;
-        return result == MS_RESULT_OK ? msi_copy(m, slot->address, slot->on_host, data, true, bytes)
-                                      : result;
+    m->run.epoch += resident->on_host; // a callback may have read it for a recording
+    if (resident->event == MSI_NONE) {
+        result = resident->on_host ? msi_synchronize(m) : MS_RESULT_OK;
+        return result == MS_RESULT_OK
+                   ? msi_copy(m, resident->address, resident->on_host, data, true, bytes)
+                   : result;
     }
-    uint8_t *staging = msi_step_on_host(m) + slot->staging;
-    result = msi_wait_on_host(m, slot->event);
+    uint8_t *staging = msi_step_on_host(m) + resident->staging;
+    result = msi_wait_on_host(m, resident->event);
     if (result == MS_RESULT_OK) {
         memcpy(staging, data, (size_t)bytes);
-        result = msi_copy_in(m, slot->address, staging, bytes, slot->event);
+        result = msi_copy_in(m, resident->address, staging, bytes, resident->event);
     }
     return result;
 }
@@ -14246,7 +14314,7 @@ MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *d
     }
     msi_tensor *target = &model->graph.tensors.items[t];
     const msi_role role = msi_role_of(tensor);
-    if (!msi_is_fixed(target) || (role == MSI_ROLE_GRADIENT && !msi_is_borrowed(target, role))) {
+    if (!msi_is_resident(target) || (role == MSI_ROLE_GRADIENT && !msi_is_borrowed(target, role))) {
         return msi_fail(
             model, MS_RESULT_INVALID,
             "ms_write: the %s \"%s\" does not live between steps; inputs, params, buffers "
@@ -14257,19 +14325,19 @@ MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *d
         return msi_fail(model, MS_RESULT_DRY_RUN, "ms_write: a dry run has no memory for \"%s\"",
                         msi_tensor_name(model, t));
     }
-    if (model->busy) {
+    if (model->run.busy) {
         return msi_fail(model, MS_RESULT_ORDER, "ms_write: called from a callback of a layer");
     }
-    if (model->plan) {
-        const msi_slot *slot = msi_find_slot(model->store, t, role);
-        if (!slot) {
+    if (model->run.plan) {
+        const msi_resident *resident = msi_find_resident(model->run.store, t, role);
+        if (!resident) {
             return msi_fail(model, MS_RESULT_INVALID, "ms_write: \"%s\" has no such state",
                             msi_tensor_name(model, t));
         }
-        if (model->stage == MSI_STAGE_FORWARD) {
-            model->stage = MSI_STAGE_IDLE; // backward would see another value than forward did
+        if (model->run.stage == MSI_STAGE_FORWARD) {
+            model->run.stage = MSI_STAGE_IDLE; // backward would see another value than forward did
         }
-        return msi_write(model, slot, data, target->bytes);
+        return msi_write(model, resident, data, target->bytes);
     }
     void **memory = &target->memory[role];
     const bool on_device = msi_is_borrowed(target, role) && !target->on_host;
@@ -14293,7 +14361,7 @@ static const char *msi_read_cure(const ms_model *m, uint32_t t, msi_role role) {
     return t == m->graph.loss ? "run ms_step, ms_forward or ms_eval first"
            : m->graph.tensors.items[t].kind == MSI_KIND_SAVED
                ? "a saved tensor is between forward and backward alone"
-               : "ms_set_output keeps an activation";
+               : "ms_add_output keeps an activation";
 }
 
 /* A value before there is a plan: as it was written, or zeros. */
@@ -14318,17 +14386,17 @@ MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
                         msi_tensor_name(model, t));
     }
     const bool fixed =
-        msi_is_fixed(source) && (role != MSI_ROLE_GRADIENT || msi_is_borrowed(source, role));
-    if (fixed && !model->plan) {
+        msi_is_resident(source) && (role != MSI_ROLE_GRADIENT || msi_is_borrowed(source, role));
+    if (fixed && !model->run.plan) {
         return msi_read_written(model, source, role, data);
     }
-    const void *address = model->plan ? msi_live_address(model, t, role) : NULL;
+    const void *address = model->run.plan ? msi_live_address(model, t, role) : NULL;
     if (!address) {
         return msi_fail(model, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory here; %s",
                         msi_role_name(role), msi_tensor_name(model, t),
                         msi_read_cure(model, t, role));
     }
-    const bool on_host = msi_is_fixed(source) && source->on_host;
+    const bool on_host = msi_is_resident(source) && source->on_host;
     const ms_result result = on_host ? msi_synchronize(model) : MS_RESULT_OK; // it may be written
     return result == MS_RESULT_OK ? msi_copy(model, data, true, address, on_host, source->bytes)
                                   : result;
@@ -14336,7 +14404,7 @@ MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
 
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
-    if (t == MSI_NONE || !model->plan || model->config.dry_run) {
+    if (t == MSI_NONE || !model->run.plan || model->config.dry_run) {
         return NULL;
     }
     return msi_live_address(model, t, msi_role_of(tensor));
@@ -14395,8 +14463,8 @@ MEMSCALE_API ms_result ms_forward(ms_model *model, double *loss) {
         return MS_RESULT_INVALID;
     }
     ms_result result = msi_begin_step(model, "ms_forward");
-    result = result == MS_RESULT_OK ? msi_forward(model, &model->plan->train, loss) : result;
-    model->stage = result == MS_RESULT_OK ? MSI_STAGE_FORWARD : model->stage;
+    result = result == MS_RESULT_OK ? msi_forward(model, &model->run.plan->train, loss) : result;
+    model->run.stage = result == MS_RESULT_OK ? MSI_STAGE_FORWARD : model->run.stage;
     return result;
 }
 
@@ -14408,12 +14476,12 @@ MEMSCALE_API ms_result ms_backward(ms_model *model) {
     if (result != MS_RESULT_OK) {
         return result;
     }
-    if (model->stage == MSI_STAGE_FORWARD && !msi_owns_arena(model)) {
+    if (model->run.stage == MSI_STAGE_FORWARD && !msi_owns_arena(model)) {
         return msi_fail(model, MS_RESULT_ORDER,
                         "ms_backward: another model has used the shared arena since ms_forward: "
                         "call ms_forward again");
     }
-    if (model->stage != MSI_STAGE_FORWARD) {
+    if (model->run.stage != MSI_STAGE_FORWARD) {
         return msi_fail(model, MS_RESULT_ORDER,
                         "ms_backward: call ms_forward first (a ms_write after it ends the step)");
     }
@@ -14424,14 +14492,14 @@ MEMSCALE_API ms_result ms_update(ms_model *model) {
     if (!model) {
         return MS_RESULT_INVALID;
     }
-    if (model->stage == MSI_STAGE_BACKWARD && !model->busy && msi_owns_arena(model)) {
+    if (model->run.stage == MSI_STAGE_BACKWARD && !model->run.busy && msi_owns_arena(model)) {
         return msi_finish_update(model);
     }
     const ms_result result = msi_check_ready(model, "ms_update");
     if (result != MS_RESULT_OK) {
         return result;
     }
-    if (model->stage == MSI_STAGE_BACKWARD) {
+    if (model->run.stage == MSI_STAGE_BACKWARD) {
         return msi_fail(model, MS_RESULT_ORDER,
                         "ms_update: another model has used the shared arena since ms_backward");
     }
@@ -14439,7 +14507,7 @@ MEMSCALE_API ms_result ms_update(ms_model *model) {
         model, MS_RESULT_ORDER,
         "ms_update: call ms_backward first; %u of the %u micro-batches of this step are "
         "done",
-        (unsigned)model->micro, (unsigned)model->store->micro_count);
+        (unsigned)model->run.micro, (unsigned)model->run.store->micro_count);
 }
 
 MEMSCALE_API ms_result ms_step(ms_model *model, double *loss) {
@@ -14447,11 +14515,11 @@ MEMSCALE_API ms_result ms_step(ms_model *model, double *loss) {
         return MS_RESULT_INVALID;
     }
     ms_result result = msi_begin_step(model, "ms_step");
-    result = result == MS_RESULT_OK ? msi_start(model, &model->plan->train) : result;
+    result = result == MS_RESULT_OK ? msi_start(model, &model->run.plan->train) : result;
     if (result != MS_RESULT_OK) {
         return result;
     }
-    result = model->config.cuda_graph ? msi_run_graph(model) : msi_run_step(model);
+    result = model->config.cuda_graph ? msi_replay(model) : msi_run_step(model);
     if (result == MS_RESULT_OK && model->config.backend.is_asynchronous) {
         return loss ? msi_conclude(model, loss) : result;
     }
@@ -14466,7 +14534,7 @@ MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
         return MS_RESULT_INVALID;
     }
     const ms_result result = msi_check_ready(model, "ms_eval");
-    return result == MS_RESULT_OK ? msi_forward(model, &model->plan->eval, loss) : result;
+    return result == MS_RESULT_OK ? msi_forward(model, &model->run.plan->eval, loss) : result;
 }
 
 MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
@@ -14476,12 +14544,13 @@ MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *
     }
     memset(report, 0, sizeof *report);
     ms_result result = msi_check_ready(model, "ms_verify");
-    if (result == MS_RESULT_OK && (model->stage != MSI_STAGE_IDLE || model->changed)) {
+    if (result == MS_RESULT_OK && (model->run.stage != MSI_STAGE_IDLE || model->wrapped.changed)) {
         return msi_fail(model, MS_RESULT_ORDER, "ms_verify: %s",
-                        model->changed ? "something was set since ms_wrap that asks for a new "
-                                         "plan: call ms_wrap first"
-                                       : "a step is under way: complete it with ms_backward and "
-                                         "ms_update first");
+                        model->wrapped.changed
+                            ? "something was set since ms_wrap that asks for a new "
+                              "plan: call ms_wrap first"
+                            : "a step is under way: complete it with ms_backward and "
+                              "ms_update first");
     }
     result = result == MS_RESULT_OK ? ms_synchronize(model) : result;
     return result == MS_RESULT_OK ? msi_verify(model, visit, user, report) : result;
@@ -14491,9 +14560,9 @@ MEMSCALE_API ms_result ms_gradient_norm(ms_model *model, double *norm) {
     if (!model || !norm) {
         return msi_fail_argument(model, "ms_gradient_norm", "an argument is NULL");
     }
-    const msi_program *p = model->plan ? &model->plan->train : NULL;
-    if (!p || p->norm == MSI_NONE || model->running != p || !msi_owns_arena(model) ||
-        model->position < p->instructions.count) {
+    const msi_program *p = model->run.plan ? &model->run.plan->train : NULL;
+    if (!p || p->norm == MSI_NONE || model->run.program != p || !msi_owns_arena(model) ||
+        model->run.position < p->instructions.count) {
         return msi_fail(model, MS_RESULT_ORDER,
                         "ms_gradient_norm: there is no norm here; it stands from an update with "
                         "grad_clip_norm to the next step or eval");
@@ -14626,7 +14695,7 @@ MEMSCALE_API ms_result ms_report(const ms_model *model, ms_memory_report *report
     if (!model || !report) {
         return MS_RESULT_INVALID;
     }
-    if (!model->plan) {
+    if (!model->run.plan) {
         return MS_RESULT_ORDER;
     }
     msi_fill_report(model, report);
@@ -14634,7 +14703,7 @@ MEMSCALE_API ms_result ms_report(const ms_model *model, ms_memory_report *report
 }
 
 static const msi_program *msi_program_of(const ms_model *m, ms_program program) {
-    return program == MS_PROGRAM_TRAIN ? &m->plan->train : &m->plan->eval;
+    return program == MS_PROGRAM_TRAIN ? &m->run.plan->train : &m->run.plan->eval;
 }
 
 MEMSCALE_API ms_result ms_visit_events(const ms_model *model, ms_program program, ms_event_fn visit,
@@ -14642,7 +14711,7 @@ MEMSCALE_API ms_result ms_visit_events(const ms_model *model, ms_program program
     if (!model || !visit || (unsigned)program > MS_PROGRAM_EVAL) {
         return MS_RESULT_INVALID;
     }
-    if (!model->plan) {
+    if (!model->run.plan) {
         return MS_RESULT_ORDER;
     }
     msi_visit(model, msi_program_of(model, program), visit, user);
@@ -14657,11 +14726,11 @@ MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn 
     if (!model || !visit) {
         return MS_RESULT_INVALID;
     }
-    if (!model->plan) {
+    if (!model->run.plan) {
         return MS_RESULT_ORDER;
     }
     msi_review review;
-    if (!msi_review_init(&review, model, model->plan)) {
+    if (!msi_review_init(&review, model, model->run.plan)) {
         return MS_RESULT_OUT_OF_MEMORY;
     }
     for (uint32_t i = 0; i < model->graph.layers.count; i++) {
@@ -14674,21 +14743,21 @@ MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn 
     return MS_RESULT_OK;
 }
 
-MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_write_fn write, void *user) {
+MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_text_fn write, void *user) {
     if (!model || !write) {
         return MS_RESULT_INVALID;
     }
-    if (!model->plan) {
+    if (!model->run.plan) {
         return MS_RESULT_ORDER;
     }
     const msi_printer out = {write, user};
     msi_review review;
-    msi_total totals[MS_TECHNIQUE_COUNT];
-    if (!msi_review_init(&review, model, model->plan)) {
+    msi_technique_total totals[MS_TECHNIQUE_COUNT];
+    if (!msi_review_init(&review, model, model->run.plan)) {
         return MS_RESULT_OUT_OF_MEMORY;
     }
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-        totals[k] = msi_total_of(&review, (ms_technique)k);
+        totals[k] = msi_technique_total_of(&review, (ms_technique)k);
     }
     msi_print_summary(model, &out);
     msi_print_techniques(&out, totals);
@@ -14698,12 +14767,12 @@ MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_write_fn write, v
     return MS_RESULT_OK;
 }
 
-MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program program,
-                                        ms_write_fn write, void *user) {
+MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program program, ms_text_fn write,
+                                        void *user) {
     if (!model || !write || (unsigned)program > MS_PROGRAM_EVAL) {
         return MS_RESULT_INVALID;
     }
-    if (!model->plan) {
+    if (!model->run.plan) {
         return MS_RESULT_ORDER;
     }
     msi_listing to;
@@ -14714,11 +14783,11 @@ MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program progra
     return MS_RESULT_OK;
 }
 
-MEMSCALE_API ms_result ms_trace_write(const ms_model *model, ms_write_fn write, void *user) {
+MEMSCALE_API ms_result ms_print_trace(const ms_model *model, ms_text_fn write, void *user) {
     if (!model || !write) {
         return MS_RESULT_INVALID;
     }
-    if (!model->plan) {
+    if (!model->run.plan) {
         return MS_RESULT_ORDER;
     }
     const msi_printer out = {write, user};
@@ -14726,13 +14795,13 @@ MEMSCALE_API ms_result ms_trace_write(const ms_model *model, ms_write_fn write, 
     return MS_RESULT_OK;
 }
 
-MEMSCALE_API ms_result ms_metrics_write(const ms_model *model, char *text, size_t capacity,
+MEMSCALE_API ms_result ms_print_metrics(const ms_model *model, char *text, size_t capacity,
                                         size_t *length) {
     msi_bounded_text to;
     if (!model || (!text && capacity > 0)) {
         return MS_RESULT_INVALID;
     }
-    if (!model->plan) {
+    if (!model->run.plan) {
         return MS_RESULT_ORDER;
     }
     to.text = text;
@@ -14769,8 +14838,8 @@ MEMSCALE_API ms_result ms_metrics_write(const ms_model *model, char *text, size_
 
 enum {
     MSI_CUDA_THREADS = 256,
-    MSI_CUDA_PARTS = 1024, // partial sums of a sum
-    MSI_CUDA_PARTS_BYTES = MSI_CUDA_PARTS * 8
+    MSI_CUDA_PARTIALS = 1024, // partial sums of a sum
+    MSI_CUDA_PARTIALS_BYTES = MSI_CUDA_PARTIALS * 8
 };
 
 typedef struct msi_cuda {
@@ -14778,7 +14847,7 @@ typedef struct msi_cuda {
     cudaStream_t streams[MS_STREAM_COUNT];
     cublasHandle_t blas;
     cudaEvent_t *events;
-    double *parts; // MSI_CUDA_PARTS of them
+    double *partials; // MSI_CUDA_PARTIALS of them
     uint32_t event_count;
     int device;
     bool owns_compute, tf32;
@@ -14868,13 +14937,13 @@ static uint64_t msi_cuda_blocks(uint64_t threads) {
 //                 not aligned to that, and at its end, one element
 
 /* How many threads an array takes: `groups` of whole groups, the rest of single elements. */
-typedef struct msi_cuda_range {
+typedef struct msi_cuda_split {
     uint64_t count, groups, threads;
-} msi_cuda_range;
+} msi_cuda_split;
 
 /* bits: the addresses of all arrays, or-ed. */
-static msi_cuda_range msi_cuda_range_of(uint64_t count, uint64_t group, uintptr_t bits) {
-    msi_cuda_range r;
+static msi_cuda_split msi_cuda_split_of(uint64_t count, uint64_t group, uintptr_t bits) {
+    msi_cuda_split r;
     r.count = count;
     r.groups = bits % 16 == 0 ? count / group : 0;
     r.threads = r.groups + (count - r.groups * group);
@@ -14885,7 +14954,7 @@ static __device__ __forceinline__ uint64_t msi_cuda_index() {
     return (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
 }
 
-static __global__ void msi_k_fill_f32(float *x, float value, msi_cuda_range r) {
+static __global__ void msi_k_fill_f32(float *x, float value, msi_cuda_split r) {
     const uint64_t i = msi_cuda_index();
     if (i < r.groups) {
         ((float4 *)x)[i] = make_float4(value, value, value, value);
@@ -14902,13 +14971,13 @@ typedef struct msi_cuda_words {
 } msi_cuda_words;
 
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_tell(uint32_t *x, msi_cuda_words words, uint32_t count) {
+    msi_k_upload(uint32_t *x, msi_cuda_words words, uint32_t count) {
     for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
         x[i] = words.word[i];
     }
 }
 
-static __global__ void msi_k_add_f32(float *x, const float *y, msi_cuda_range r) {
+static __global__ void msi_k_add_f32(float *x, const float *y, msi_cuda_split r) {
     const uint64_t i = msi_cuda_index();
     if (i < r.groups) {
         const float4 a = ((const float4 *)x)[i], b = ((const float4 *)y)[i];
@@ -14954,7 +15023,7 @@ static __device__ __forceinline__ void msi_cuda_store8(void *data, ms_dtype dtyp
 }
 
 static __global__ void msi_k_cast(void *target, ms_dtype to, const void *source, ms_dtype from,
-                                  msi_cuda_range r) {
+                                  msi_cuda_split r) {
     const uint64_t i = msi_cuda_index();
     if (i < r.groups) {
         float x[8];
@@ -14983,7 +15052,7 @@ static __device__ __forceinline__ double msi_cuda_square(float x) {
 
 /* parts[block] = sum of every gridDim-th stretch of x, or of its squares. */
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_sum(const float *x, msi_cuda_range r, bool squares, double *parts) {
+    msi_k_sum(const float *x, msi_cuda_split r, bool squares, double *partials) {
     __shared__ double shared[MSI_CUDA_THREADS];
     double sum = 0.0;
     for (uint64_t i = msi_cuda_index(); i < r.threads; i += (uint64_t)gridDim.x * blockDim.x) {
@@ -14996,33 +15065,33 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
     sum = msi_cuda_block_sum(shared, sum);
     if (threadIdx.x == 0) {
-        parts[blockIdx.x] = sum;
+        partials[blockIdx.x] = sum;
     }
 }
 
 /* The sum of the parts, for thread 0. */
-static __device__ __forceinline__ double msi_cuda_parts_sum(double *shared, const double *parts,
-                                                            uint32_t count) {
+static __device__ __forceinline__ double
+msi_cuda_partials_sum(double *shared, const double *partials, uint32_t count) {
     double mine = 0.0;
     for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
-        mine += parts[i];
+        mine += partials[i];
     }
     return msi_cuda_block_sum(shared, mine);
 }
 
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_add_parts(double *sum, const double *parts, uint32_t count) {
+    msi_k_add_partials(double *sum, const double *partials, uint32_t count) {
     __shared__ double shared[MSI_CUDA_THREADS];
-    const double all = msi_cuda_parts_sum(shared, parts, count);
+    const double all = msi_cuda_partials_sum(shared, partials, count);
     if (threadIdx.x == 0) {
         *sum += all;
     }
 }
 
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_loss(const double *parts, uint32_t count, double factor, ms_step_state *step) {
+    msi_k_loss(const double *partials, uint32_t count, double factor, ms_step_state *step) {
     __shared__ double shared[MSI_CUDA_THREADS];
-    const double all = msi_cuda_parts_sum(shared, parts, count);
+    const double all = msi_cuda_partials_sum(shared, partials, count);
     if (threadIdx.x == 0) {
         msi_judge_loss(step, factor * all);
     }
@@ -15040,7 +15109,7 @@ typedef struct msi_cuda_update_args {
     float *state0, *state1;
     const ms_update_factors *factors;
     const ms_step_state *step;
-    msi_cuda_range range;
+    msi_cuda_split split;
 } msi_cuda_update_args;
 
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS) msi_k_adamw(msi_cuda_update_args u) {
@@ -15050,7 +15119,7 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS) msi_k_adamw(msi_cuda_
     }
     const ms_update_factors f = *u.factors;
     const float s = u.scale ? *u.scale : 1.0f;
-    if (i < u.range.groups) {
+    if (i < u.split.groups) {
         const float4 g = ((const float4 *)u.gradient)[i];
         float4 p = ((const float4 *)u.value)[i];
         float4 m = ((const float4 *)u.state0)[i], v = ((const float4 *)u.state1)[i];
@@ -15061,8 +15130,8 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS) msi_k_adamw(msi_cuda_
         ((float4 *)u.value)[i] = p;
         ((float4 *)u.state0)[i] = m;
         ((float4 *)u.state1)[i] = v;
-    } else if (i < u.range.threads) {
-        const uint64_t k = i + 3 * u.range.groups;
+    } else if (i < u.split.threads) {
+        const uint64_t k = i + 3 * u.split.groups;
         u.value[k] =
             msi_adamw_element(&f, u.value[k], s * u.gradient[k], &u.state0[k], &u.state1[k]);
     }
@@ -15075,7 +15144,7 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS) msi_k_sgd(msi_cuda_up
     }
     const ms_update_factors f = *u.factors;
     const float s = u.scale ? *u.scale : 1.0f;
-    if (i < u.range.groups) {
+    if (i < u.split.groups) {
         const float4 g = ((const float4 *)u.gradient)[i];
         float4 p = ((const float4 *)u.value)[i], m = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         const bool moves = u.state0 != NULL;
@@ -15088,8 +15157,8 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS) msi_k_sgd(msi_cuda_up
         if (moves) {
             ((float4 *)u.state0)[i] = m;
         }
-    } else if (i < u.range.threads) {
-        const uint64_t k = i + 3 * u.range.groups;
+    } else if (i < u.split.threads) {
+        const uint64_t k = i + 3 * u.split.groups;
         u.value[k] =
             msi_sgd_element(&f, u.value[k], s * u.gradient[k], u.state0 ? &u.state0[k] : NULL);
     }
@@ -15350,18 +15419,18 @@ static int msi_cuda_prepare(void *state, const ms_prepare_args *args) {
     msi_cuda *c = (msi_cuda *)state;
     const msi_cuda_scope scope(c->device);
     int error = scope.error;
-    if (error == 0 && args->workspace_bytes < (uint64_t)MSI_CUDA_PARTS_BYTES) {
+    if (error == 0 && args->workspace_bytes < (uint64_t)MSI_CUDA_PARTIALS_BYTES) {
         error = (int)cudaErrorInvalidValue;
     }
     error = error ? error : msi_cuda_make_events(c, args->event_count);
     error = error ? error : msi_cuda_make_blas(c);
     if (error == 0) {
         error = msi_cuda_blas_error(
-            cublasSetWorkspace(c->blas, (uint8_t *)args->workspace + MSI_CUDA_PARTS_BYTES,
-                               (size_t)(args->workspace_bytes - MSI_CUDA_PARTS_BYTES)));
+            cublasSetWorkspace(c->blas, (uint8_t *)args->workspace + MSI_CUDA_PARTIALS_BYTES,
+                               (size_t)(args->workspace_bytes - MSI_CUDA_PARTIALS_BYTES)));
     }
     if (error == 0) {
-        c->parts = (double *)args->workspace;
+        c->partials = (double *)args->workspace;
     }
     return error;
 }
@@ -15389,7 +15458,7 @@ static int msi_cuda_copy(void *state, void *device, const void *source, uint64_t
 }
 
 /* bytes: a multiple of 4. */
-static int msi_cuda_tell(void *state, void *device, const void *host, uint64_t bytes) {
+static int msi_cuda_upload(void *state, void *device, const void *host, uint64_t bytes) {
     int error = 0;
     for (uint64_t done = 0; done < bytes && error == 0; done += sizeof(msi_cuda_words)) {
         const uint64_t rest = bytes - done;
@@ -15397,7 +15466,7 @@ static int msi_cuda_tell(void *state, void *device, const void *host, uint64_t b
         msi_cuda_words words;
         memcpy(&words, (const uint8_t *)host + done, (size_t)part);
         error =
-            msi_cuda_launch((const msi_cuda *)state, 1, msi_k_tell,
+            msi_cuda_launch((const msi_cuda *)state, 1, msi_k_upload,
                             (uint32_t *)((uint8_t *)device + done), words, (uint32_t)(part / 4));
     }
     return error;
@@ -15412,46 +15481,47 @@ static int msi_cuda_fill_bytes(void *state, void *device, uint8_t value, uint64_
 }
 
 static int msi_cuda_fill_f32(void *state, void *device, float value, uint64_t count) {
-    const msi_cuda_range r = msi_cuda_range_of(count, 4, (uintptr_t)device);
+    const msi_cuda_split r = msi_cuda_split_of(count, 4, (uintptr_t)device);
     return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(r.threads), msi_k_fill_f32,
                            (float *)device, value, r);
 }
 
 static int msi_cuda_add_f32(void *state, void *device, const void *source, uint64_t count) {
-    const msi_cuda_range r = msi_cuda_range_of(count, 4, (uintptr_t)device | (uintptr_t)source);
+    const msi_cuda_split r = msi_cuda_split_of(count, 4, (uintptr_t)device | (uintptr_t)source);
     return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(r.threads), msi_k_add_f32,
                            (float *)device, (const float *)source, r);
 }
 
 static int msi_cuda_cast(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
                          uint64_t count) {
-    const msi_cuda_range r = msi_cuda_range_of(count, 8, (uintptr_t)target | (uintptr_t)source);
+    const msi_cuda_split r = msi_cuda_split_of(count, 8, (uintptr_t)target | (uintptr_t)source);
     return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(r.threads), msi_k_cast, target,
                            to, source, from, r);
 }
 
 /* The partial sums of an array, or of its squares, to c->parts; *parts: how many. */
 static int msi_cuda_sum(const msi_cuda *c, const void *device, uint64_t count, bool squares,
-                        uint32_t *parts) {
-    const msi_cuda_range r = msi_cuda_range_of(count, 4, (uintptr_t)device);
+                        uint32_t *partials) {
+    const msi_cuda_split r = msi_cuda_split_of(count, 4, (uintptr_t)device);
     const uint64_t blocks = msi_cuda_blocks(r.threads);
-    *parts = (uint32_t)(blocks < (uint64_t)MSI_CUDA_PARTS ? blocks : (uint64_t)MSI_CUDA_PARTS);
-    return msi_cuda_launch(c, *parts, msi_k_sum, (const float *)device, r, squares, c->parts);
+    *partials =
+        (uint32_t)(blocks < (uint64_t)MSI_CUDA_PARTIALS ? blocks : (uint64_t)MSI_CUDA_PARTIALS);
+    return msi_cuda_launch(c, *partials, msi_k_sum, (const float *)device, r, squares, c->partials);
 }
 
 static int msi_cuda_loss(void *state, const void *losses, uint64_t count, double factor,
                          ms_step_state *step) {
     const msi_cuda *c = (const msi_cuda *)state;
-    uint32_t parts;
-    const int error = msi_cuda_sum(c, losses, count, false, &parts);
-    return error ? error : msi_cuda_launch(c, 1, msi_k_loss, c->parts, parts, factor, step);
+    uint32_t partials;
+    const int error = msi_cuda_sum(c, losses, count, false, &partials);
+    return error ? error : msi_cuda_launch(c, 1, msi_k_loss, c->partials, partials, factor, step);
 }
 
 static int msi_cuda_add_squares_f32(void *state, const void *device, uint64_t count, double *sum) {
     const msi_cuda *c = (const msi_cuda *)state;
-    uint32_t parts;
-    const int error = msi_cuda_sum(c, device, count, true, &parts);
-    return error ? error : msi_cuda_launch(c, 1, msi_k_add_parts, sum, c->parts, parts);
+    uint32_t partials;
+    const int error = msi_cuda_sum(c, device, count, true, &partials);
+    return error ? error : msi_cuda_launch(c, 1, msi_k_add_partials, sum, c->partials, partials);
 }
 
 static int msi_cuda_clip_scale(void *state, const double *sum, float limit, float *scale,
@@ -15475,8 +15545,8 @@ static int msi_cuda_update(void *state, const ms_update_args *args) {
     u.state1 = args->state[1];
     u.factors = args->factors;
     u.step = args->state_of_step;
-    u.range = msi_cuda_range_of(args->count, 4, bits);
-    return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(u.range.threads),
+    u.split = msi_cuda_split_of(args->count, 4, bits);
+    return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(u.split.threads),
                            args->kind == MS_OPTIMIZER_ADAMW ? msi_k_adamw : msi_k_sgd, u);
 }
 
@@ -15517,7 +15587,7 @@ static void *msi_cuda_stream(void *state) {
 }
 
 /* Calls of this thread that cannot be recorded spoil it; other threads are left alone. */
-static int msi_cuda_graph_begin(void *state) {
+static int msi_cuda_recording_begin(void *state) {
     const msi_cuda *c = (const msi_cuda *)state;
     const msi_cuda_scope scope(c->device);
     return scope.error ? scope.error
@@ -15525,7 +15595,7 @@ static int msi_cuda_graph_begin(void *state) {
                                                                cudaStreamCaptureModeThreadLocal));
 }
 
-static int msi_cuda_graph_check(void *state) {
+static int msi_cuda_recording_check(void *state) {
     const msi_cuda *c = (const msi_cuda *)state;
     const msi_cuda_scope scope(c->device);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -15537,7 +15607,7 @@ static int msi_cuda_graph_check(void *state) {
                                                      : (int)cudaErrorStreamCaptureInvalidated;
 }
 
-static int msi_cuda_graph_end(void *state, void **graph) {
+static int msi_cuda_recording_end(void *state, void **graph) {
     const msi_cuda *c = (const msi_cuda *)state;
     const msi_cuda_scope scope(c->device);
     cudaGraph_t recorded = NULL;
@@ -15555,7 +15625,7 @@ static int msi_cuda_graph_end(void *state, void **graph) {
     return error;
 }
 
-static int msi_cuda_graph_launch(void *state, void *graph) {
+static int msi_cuda_recording_launch(void *state, void *graph) {
     const msi_cuda *c = (const msi_cuda *)state;
     const msi_cuda_scope scope(c->device);
     return scope.error ? scope.error
@@ -15563,7 +15633,7 @@ static int msi_cuda_graph_launch(void *state, void *graph) {
                                                         c->streams[MS_STREAM_COMPUTE]));
 }
 
-static void msi_cuda_graph_release(void *state, void *graph) {
+static void msi_cuda_recording_release(void *state, void *graph) {
     const msi_cuda *c = (const msi_cuda *)state;
     const msi_cuda_scope scope(c->device);
     (void)msi_cuda_error(cudaStreamSynchronize(c->streams[MS_STREAM_COMPUTE])); // it may run
@@ -15575,7 +15645,7 @@ static void msi_cuda_graph_release(void *state, void *graph) {
 static uint64_t msi_cuda_workspace_bytes(int device) {
     int major = 0;
     (void)msi_cuda_error(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    return ((uint64_t)(major >= 9 ? 32 : 4) << 20) + MSI_CUDA_PARTS_BYTES;
+    return ((uint64_t)(major >= 9 ? 32 : 4) << 20) + MSI_CUDA_PARTIALS_BYTES;
 }
 
 MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
@@ -15597,7 +15667,7 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     b.prepare = msi_cuda_prepare;
     b.copy_in = msi_cuda_copy_in;
     b.copy_out = msi_cuda_copy_out;
-    b.tell = msi_cuda_tell;
+    b.tell = msi_cuda_upload;
     b.copy = msi_cuda_copy;
     b.fill_bytes = msi_cuda_fill_bytes;
     b.fill_f32 = msi_cuda_fill_f32;
@@ -15613,11 +15683,11 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     b.wait = msi_cuda_wait;
     b.wait_on_host = msi_cuda_wait_on_host;
     b.stream = msi_cuda_stream;
-    b.graph_begin = msi_cuda_graph_begin;
-    b.graph_check = msi_cuda_graph_check;
-    b.graph_end = msi_cuda_graph_end;
-    b.graph_launch = msi_cuda_graph_launch;
-    b.graph_release = msi_cuda_graph_release;
+    b.recording_begin = msi_cuda_recording_begin;
+    b.recording_check = msi_cuda_recording_check;
+    b.recording_end = msi_cuda_recording_end;
+    b.recording_launch = msi_cuda_recording_launch;
+    b.recording_release = msi_cuda_recording_release;
     return b;
 }
 

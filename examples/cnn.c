@@ -258,7 +258,7 @@ static void build_net(classifier *c, const settings *o) {
     x = nn_dropout(c->net, "dropout", x, 0.1f);
     c->logits = nn_linear(c->net, "head", x, CLASSES, nn_kaiming(o->width << (BLOCKS - 1)));
     ms_set_loss(c->model, nn_cross_entropy(c->net, "loss", c->logits, c->labels));
-    ms_set_eval_output(c->model, c->logits);
+    ms_add_eval_output(c->model, c->logits);
 }
 
 /* Registers a net with memscale.h and plans it. A dry one plans without allocating. */

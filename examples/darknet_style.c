@@ -773,7 +773,7 @@ static ms_result wrap_network(ms_model *m, network *net, network *copies, ms_ten
         copies[i] = *net, copies[i].index = i;
         add_layer(m, &copies[i], outputs, random);
     }
-    ms_set_eval_output(m, outputs[net->n]), ms_set_loss(m, outputs[net->n + 1]);
+    ms_add_eval_output(m, outputs[net->n]), ms_set_loss(m, outputs[net->n + 1]);
     return ms_wrap(m);
 }
 // ==== adapter, end

@@ -123,7 +123,7 @@ static int parse_options(trainer *t, int argc, char **argv) {
     if (o->dropout >= 1.0f) {
         return fail("--dropout %g: give a probability below 1", (double)o->dropout);
     }
-    if (o->graph && !t->device.backend.graph_begin) {
+    if (o->graph && !t->device.backend.recording_begin) {
         return fail("--graph is for --device cuda");
     }
     if (o->steps == 0 && o->seconds == 0) {
@@ -294,7 +294,7 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     }
     t->built = t->kind->build(t->net, &t->shape);
     if (!t->options.random) {
-        ms_set_eval_output(t->model, t->built.logits);
+        ms_add_eval_output(t->model, t->built.logits);
     }
     adamw.beta2 = t->kind->beta2;
     adamw.weight_decay = 0.1f;
@@ -398,14 +398,14 @@ static int print_plan(trainer *t) {
 }
 
 static int write_trace(const trainer *t, FILE *file) {
-    return ms_trace_write(t->model, print_text, file) != MS_RESULT_OK;
+    return ms_print_trace(t->model, print_text, file) != MS_RESULT_OK;
 }
 
 static int write_metrics(const trainer *t, FILE *file) {
     size_t length = 0;
-    ms_result result = ms_metrics_write(t->model, NULL, 0, &length); // which learns the length
+    ms_result result = ms_print_metrics(t->model, NULL, 0, &length); // which learns the length
     char *text = (char *)malloc(length + 1);
-    result = text ? ms_metrics_write(t->model, text, length + 1, NULL) : result;
+    result = text ? ms_print_metrics(t->model, text, length + 1, NULL) : result;
     const bool written = result == MS_RESULT_OK && fwrite(text, 1, length, file) == length;
     free(text);
     return !written;
