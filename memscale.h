@@ -9868,23 +9868,33 @@ static void msi_resolve(const msi_store *store, msi_program *p) {
     }
 }
 
+/* What scores the decisions of a plan of a model; `lowering` and `shortage` are its own. False without
+   memory. */
+static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *store,
+                            msi_plan *plan, msi_lowering *lowering, msi_shortage *shortage) {
+    s->graph = &m->graph;
+    s->costs = &m->costs;
+    s->store = store;
+    s->allocator = &m->config.allocator;
+    s->checks_layouts = m->config.debug;
+    s->lowering = lowering;
+    s->program = &plan->train;
+    s->eval = &plan->eval;
+    s->shortage = shortage;
+    shortage->what = NULL;
+    if (!msi_lowering_init(lowering, s->graph, store, &m->optimizer, s->allocator)) {
+        msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
+    }
+    return !msi_is_short(s);
+}
+
 /* Solves into an empty plan; what there was no memory for, if any. */
 static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *plan,
                                   const msi_request *request) {
-    msi_shortage shortage = {NULL, 0};
+    msi_shortage shortage;
     msi_lowering lowering;
     msi_scorer s;
-    s.graph = &m->graph;
-    s.costs = &m->costs;
-    s.store = store;
-    s.allocator = &m->config.allocator;
-    s.checks_layouts = m->config.debug;
-    s.lowering = &lowering;
-    s.program = &plan->train;
-    s.eval = &plan->eval;
-    s.shortage = &shortage;
-    if (!msi_lowering_init(&lowering, s.graph, store, &m->optimizer, s.allocator)) {
-        msi_run_short(&s, "the plan", msi_lowering_bytes(s.graph));
+    if (!msi_scorer_init(&s, m, store, plan, &lowering, &shortage)) {
         return shortage;
     }
     msi_find_times(m);
