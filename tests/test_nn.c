@@ -1721,7 +1721,7 @@ static const char *m_refused_images(ms_model *model, nn_net *net, int mistake) {
         return "larger than the image";
     case 2:
         nn_conv2d(net, "bad", x, 4, 3, 0, 0);
-        return "stride must be 1 at least";
+        return "stride must be at least 1";
     case 3:
         nn_max_pool(net, "bad", along, 2, 2, 0);
         return "only B along an axis";
