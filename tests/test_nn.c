@@ -1407,7 +1407,7 @@ static ms_optimizer_desc z_optimizer(void) {
 static void z_start(m_net *n, bool bert, const nn_transformer_config *shape, bool smallest) {
     const ms_optimizer_desc sgd = z_optimizer();
     ms_config config = m_backend();
-    uint64_t budget;
+    uint64_t budget = 0;
     memset(n, 0, sizeof *n);
     n->config = *shape;
     assert_int_equal(ms_create(&config, &n->model), MS_RESULT_OK);
