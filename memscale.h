@@ -2560,6 +2560,13 @@ static void msi_asan_unpoison(const void *memory, uint64_t bytes) {
 // ------------------------------------------------------------------------------------------------
 // >>backend cpu  the arena is host memory
 
+#ifdef _OPENMP
+#define MSI_PRAGMA(text) _Pragma(#text)
+#define MSI_PARALLEL_FOR(schedule_by, when) MSI_PRAGMA(omp parallel for schedule(schedule_by) if (when))
+#else
+#define MSI_PARALLEL_FOR(schedule_by, when)
+#endif
+
 enum { MSI_GEMM_M = 64, MSI_GEMM_N = 128, MSI_GEMM_K = 64, MSI_TILE_M = 4, MSI_TILE_N = 32 };
 
 /* Threads take equal parts from one end to the other, as those of a trainer's loops do, so that
@@ -2578,9 +2585,7 @@ static int64_t msi_chunk_count(uint64_t bytes) {
 static int msi_cpu_copy(void *user, void *target, const void *source, uint64_t bytes) {
     (void)user;
     const int64_t chunks = msi_chunk_count(bytes);
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) if (chunks > 4)
-#endif
+    MSI_PARALLEL_FOR(static, chunks > 4)
     for (int64_t i = 0; i < chunks; i++) {
         memcpy((uint8_t *)target + i * MSI_CHUNK_BYTES,
                (const uint8_t *)source + i * MSI_CHUNK_BYTES, (size_t)msi_chunk_bytes(bytes, i));
@@ -2591,9 +2596,7 @@ static int msi_cpu_copy(void *user, void *target, const void *source, uint64_t b
 static int msi_cpu_fill_bytes(void *user, void *device, uint8_t value, uint64_t bytes) {
     (void)user;
     const int64_t chunks = msi_chunk_count(bytes);
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) if (chunks > 4)
-#endif
+    MSI_PARALLEL_FOR(static, chunks > 4)
     for (int64_t i = 0; i < chunks; i++) {
         memset((uint8_t *)device + i * MSI_CHUNK_BYTES, value, (size_t)msi_chunk_bytes(bytes, i));
     }
@@ -2614,9 +2617,7 @@ static int msi_cpu_add_f32(void *user, void *device, const void *source, uint64_
     float *items = (float *)device;
     const float *more = (const float *)source;
     const int64_t end = (int64_t)count;
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) if (end > 16384)
-#endif
+    MSI_PARALLEL_FOR(static, end > 16384)
     for (int64_t i = 0; i < end; i++) {
         items[i] += more[i];
     }
@@ -2664,9 +2665,7 @@ static int msi_cpu_cast(void *user, void *target, ms_dtype to, const void *sourc
                         uint64_t count) {
     (void)user;
     const int64_t end = (int64_t)count;
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) if (end > 16384)
-#endif
+    MSI_PARALLEL_FOR(static, end > 16384)
     for (int64_t i = 0; i < end; i++) {
         msi_store_as(target, to, (uint64_t)i, msi_load(source, from, (uint64_t)i));
     }
@@ -2684,17 +2683,13 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
         return 0;
     }
     if (args->kind == MS_OPTIMIZER_ADAMW) {
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) if (count > 16384)
-#endif
+        MSI_PARALLEL_FOR(static, count > 16384)
         for (int64_t i = 0; i < count; i++) {
             value[i] = msi_adamw_element(&f, value[i], scale * gradient[i], &state0[i], &state1[i]);
         }
         return 0;
     }
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) if (count > 16384)
-#endif
+    MSI_PARALLEL_FOR(static, count > 16384)
     for (int64_t i = 0; i < count; i++) {
         value[i] = msi_sgd_element(&f, value[i], scale * gradient[i], state0 ? &state0[i] : NULL);
     }
@@ -2830,11 +2825,8 @@ static int msi_builtin_gemm(float alpha, const ms_matrix *a, const ms_matrix *b,
     const int64_t depth = a->transposed ? a->rows : a->cols;
     const int64_t across = (c->cols + MSI_GEMM_N - 1) / MSI_GEMM_N;
     const int64_t blocks = across * ((c->rows + MSI_GEMM_M - 1) / MSI_GEMM_M);
-#ifdef _OPENMP
-#pragma omp parallel for schedule(dynamic) if (blocks * c->count > 1 && depth > 8)
-#else
-    (void)depth;
-#endif
+    (void)depth; // without OpenMP
+    MSI_PARALLEL_FOR(dynamic, blocks * c->count > 1 && depth > 8)
     for (int64_t i = 0; i < blocks * c->count; i++) {
         const int64_t index = i / blocks, block = i % blocks;
         const ms_matrix a1 = msi_matrix_at(a, index), b1 = msi_matrix_at(b, index);
@@ -3185,171 +3177,45 @@ static ms_result msi_measure(ms_model *m, ms_hardware *h) {
      A100 80GB: "NVIDIA A100 Tensor Core GPU Architecture", and the data sheet of the SXM module
      T4: its data sheet; it has no TF32
      Jetson AGX Orin 64GB: the technical brief above; free memory is an estimate too */
-static const ms_hardware msi_devices[] = {{"NVIDIA GeForce RTX 3090",
-                                           MS_DEVICE_DISCRETE,
-                                           82,
-                                           (uint64_t)24 << 30,
-                                           0,
-                                           0,
-                                           0,
-                                           8,
-                                           6,
-                                           true,
-                                           true,
-                                           true,
-                                           0,
-                                           0,
-                                           936.0,
-                                           31.5,
-                                           31.5,
-                                           35.6,
-                                           35.6,
-                                           71.0,
-                                           0.0,
-                                           false},
-                                          {"NVIDIA H200",
-                                           MS_DEVICE_DISCRETE,
-                                           132,
-                                           (uint64_t)141 << 30,
-                                           0,
-                                           0,
-                                           0,
-                                           9,
-                                           0,
-                                           true,
-                                           true,
-                                           true,
-                                           0,
-                                           0,
-                                           4800.0,
-                                           63.0,
-                                           63.0,
-                                           67.0,
-                                           494.5,
-                                           989.5,
-                                           0.0,
-                                           false},
-                                          {"Jetson Orin Nano 8GB",
-                                           MS_DEVICE_INTEGRATED,
-                                           8,
-                                           (uint64_t)8 << 30,
-                                           (uint64_t)6 << 30,
-                                           (uint64_t)8 << 30,
-                                           (uint64_t)6 << 30,
-                                           8,
-                                           7,
-                                           true,
-                                           true,
-                                           true,
-                                           0,
-                                           0,
-                                           68.0,
-                                           34.0,
-                                           34.0,
-                                           1.28,
-                                           5.0,
-                                           10.0,
-                                           0.0,
-                                           false},
-                                          {"NVIDIA GeForce RTX 4090",
-                                           MS_DEVICE_DISCRETE,
-                                           128,
-                                           (uint64_t)24 << 30,
-                                           0,
-                                           0,
-                                           0,
-                                           8,
-                                           9,
-                                           true,
-                                           true,
-                                           true,
-                                           0,
-                                           0,
-                                           1008.0,
-                                           31.5,
-                                           31.5,
-                                           82.6,
-                                           82.6,
-                                           165.2,
-                                           0.0,
-                                           false},
-                                          {"NVIDIA A100 80GB",
-                                           MS_DEVICE_DISCRETE,
-                                           108,
-                                           (uint64_t)80 << 30,
-                                           0,
-                                           0,
-                                           0,
-                                           8,
-                                           0,
-                                           true,
-                                           true,
-                                           true,
-                                           0,
-                                           0,
-                                           2039.0,
-                                           31.5,
-                                           31.5,
-                                           19.5,
-                                           156.0,
-                                           312.0,
-                                           0.0,
-                                           false},
-                                          {"NVIDIA H100 80GB",
-                                           MS_DEVICE_DISCRETE,
-                                           132,
-                                           (uint64_t)80 << 30,
-                                           0,
-                                           0,
-                                           0,
-                                           9,
-                                           0,
-                                           true,
-                                           true,
-                                           true,
-                                           0,
-                                           0,
-                                           3350.0,
-                                           63.0,
-                                           63.0,
-                                           67.0,
-                                           494.5,
-                                           989.5,
-                                           0.0,
-                                           false},
-                                          {"NVIDIA T4", MS_DEVICE_DISCRETE,
-                                           40,          (uint64_t)16 << 30,
-                                           0,           0,
-                                           0,           7,
-                                           5,           false,
-                                           true,        false,
-                                           0,           0,
-                                           320.0,       15.75,
-                                           15.75,       8.1,
-                                           0.0,         65.0,
-                                           0.0,         false},
-                                          {"Jetson AGX Orin 64GB",
-                                           MS_DEVICE_INTEGRATED,
-                                           16,
-                                           (uint64_t)64 << 30,
-                                           (uint64_t)60 << 30,
-                                           (uint64_t)64 << 30,
-                                           (uint64_t)60 << 30,
-                                           8,
-                                           7,
-                                           true,
-                                           true,
-                                           true,
-                                           0,
-                                           0,
-                                           204.8,
-                                           102.4,
-                                           102.4,
-                                           5.3,
-                                           21.25,
-                                           42.5,
-                                           0.0,
-                                           false}};
+/* Name, kind, multiprocessors, GiB, of these free (0: all), compute capability, GB/s of memory and of
+   the link, and TFLOP/s of F32, TF32 and F16. */
+#define MSI_DEVICES(X)                                                                             \
+    X("NVIDIA GeForce RTX 3090", DISCRETE, 82, 24, 0, 8, 6, 936.0, 31.5, 35.6, 35.6, 71.0)         \
+    X("NVIDIA H200", DISCRETE, 132, 141, 0, 9, 0, 4800.0, 63.0, 67.0, 494.5, 989.5)                \
+    X("Jetson Orin Nano 8GB", INTEGRATED, 8, 8, 6, 8, 7, 68.0, 34.0, 1.28, 5.0, 10.0)              \
+    X("NVIDIA GeForce RTX 4090", DISCRETE, 128, 24, 0, 8, 9, 1008.0, 31.5, 82.6, 82.6, 165.2)      \
+    X("NVIDIA A100 80GB", DISCRETE, 108, 80, 0, 8, 0, 2039.0, 31.5, 19.5, 156.0, 312.0)            \
+    X("NVIDIA H100 80GB", DISCRETE, 132, 80, 0, 9, 0, 3350.0, 63.0, 67.0, 494.5, 989.5)            \
+    X("NVIDIA T4", DISCRETE, 40, 16, 0, 7, 5, 320.0, 15.75, 8.1, 0.0, 65.0)                        \
+    X("Jetson AGX Orin 64GB", INTEGRATED, 16, 64, 60, 8, 7, 204.8, 102.4, 5.3, 21.25, 42.5)
+
+/* An integrated GPU has the host's memory; BF16 and TF32 begin with compute capability 8.0. */
+#define MSI_GIB(gib, kind, only) ((MS_DEVICE_##kind == (only)) ? (uint64_t)(gib) << 30 : 0)
+#define MSI_X(name, kind, processors, gib, of_these, major, minor, memory, link, f32, tf32, f16)   \
+    {name,                                                                                         \
+     MS_DEVICE_##kind,                                                                             \
+     processors,                                                                                   \
+     (uint64_t)(gib) << 30,                                                                        \
+     MSI_GIB(of_these, kind, MS_DEVICE_INTEGRATED),                                                \
+     MSI_GIB(gib, kind, MS_DEVICE_INTEGRATED),                                                     \
+     MSI_GIB(of_these, kind, MS_DEVICE_INTEGRATED),                                                \
+     major,                                                                                        \
+     minor,                                                                                        \
+     (major) >= 8,                                                                                 \
+     true,                                                                                         \
+     (major) >= 8,                                                                                 \
+     0,                                                                                            \
+     0,                                                                                            \
+     memory,                                                                                       \
+     link,                                                                                         \
+     link,                                                                                         \
+     f32,                                                                                          \
+     tf32,                                                                                         \
+     f16,                                                                                          \
+     0.0,                                                                                          \
+     false},
+static const ms_hardware msi_devices[] = {MSI_DEVICES(MSI_X)};
+#undef MSI_X
 
 static char msi_lower_case(char c) {
     return c >= 'A' && c <= 'Z' ? (char)(c - 'A' + 'a') : c;
@@ -15480,6 +15346,12 @@ struct msi_cuda_scope {
     msi_cuda_scope &operator=(const msi_cuda_scope &);
 };
 
+/* What a call of the runtime returns, made with a device as the current one. */
+template <typename Call> static int msi_cuda_on(int device, Call call) {
+    const msi_cuda_scope scope(device);
+    return scope.error ? scope.error : msi_cuda_error(call());
+}
+
 } // namespace
 
 static int msi_cuda_device(void *user) {
@@ -15499,10 +15371,9 @@ template <typename... Parameters, typename... Arguments>
 static int msi_cuda_launch(const msi_cuda *c, uint64_t blocks, void (*kernel)(Parameters...),
                            Arguments... arguments) {
     const cudaLaunchConfig_t config = msi_cuda_config(c, blocks, MSI_CUDA_THREADS);
-    const msi_cuda_scope scope(c->device);
-    return scope.error ? scope.error
-                       : msi_cuda_error(cudaLaunchKernelEx(&config, kernel,
-                                                           static_cast<Parameters>(arguments)...));
+    return msi_cuda_on(c->device, [&] {
+        return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+    });
 }
 
 static uint64_t msi_cuda_blocks(uint64_t threads) {
@@ -15786,8 +15657,7 @@ static int msi_cuda_gemm(void *state, float alpha, const ms_matrix *a, const ms_
 static int msi_cuda_memory_alloc(void *user, const ms_allocator *host, uint64_t bytes,
                                  void **device) {
     (void)host;
-    const msi_cuda_scope scope(msi_cuda_device(user));
-    return scope.error ? scope.error : msi_cuda_error(cudaMalloc(device, (size_t)bytes));
+    return msi_cuda_on(msi_cuda_device(user), [&] { return cudaMalloc(device, (size_t)bytes); });
 }
 
 static void msi_cuda_memory_release(void *user, const ms_allocator *host, void *device,
@@ -15800,10 +15670,8 @@ static void msi_cuda_memory_release(void *user, const ms_allocator *host, void *
 static int msi_cuda_host_alloc(void *user, const ms_allocator *host, uint64_t bytes,
                                void **memory) {
     (void)host;
-    const msi_cuda_scope scope(msi_cuda_device(user));
-    return scope.error
-               ? scope.error
-               : msi_cuda_error(cudaHostAlloc(memory, (size_t)bytes, cudaHostAllocPortable));
+    return msi_cuda_on(msi_cuda_device(user),
+                       [&] { return cudaHostAlloc(memory, (size_t)bytes, cudaHostAllocPortable); });
 }
 
 static void msi_cuda_host_release(void *user, const ms_allocator *host, void *memory,
@@ -16015,10 +15883,9 @@ static int msi_cuda_prepare(void *state, const ms_prepare_args *args) {
 static int msi_cuda_memcpy(void *state, ms_stream_kind stream, void *to, const void *from,
                            uint64_t bytes, cudaMemcpyKind kind) {
     const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_scope scope(c->device);
-    return scope.error
-               ? scope.error
-               : msi_cuda_error(cudaMemcpyAsync(to, from, (size_t)bytes, kind, c->streams[stream]));
+    return msi_cuda_on(c->device, [&] {
+        return cudaMemcpyAsync(to, from, (size_t)bytes, kind, c->streams[stream]);
+    });
 }
 
 static int msi_cuda_copy_in(void *state, void *device, const void *host, uint64_t bytes) {
@@ -16051,10 +15918,9 @@ static int msi_cuda_upload(void *state, void *device, const void *host, uint64_t
 
 static int msi_cuda_fill_bytes(void *state, void *device, uint8_t value, uint64_t bytes) {
     const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_scope scope(c->device);
-    return scope.error ? scope.error
-                       : msi_cuda_error(cudaMemsetAsync(device, value, (size_t)bytes,
-                                                        c->streams[MS_STREAM_COMPUTE]));
+    return msi_cuda_on(c->device, [&] {
+        return cudaMemsetAsync(device, value, (size_t)bytes, c->streams[MS_STREAM_COMPUTE]);
+    });
 }
 
 static int msi_cuda_fill_f32(void *state, void *device, float value, uint64_t count) {
@@ -16105,10 +15971,9 @@ static int msi_cuda_clip_scale(void *state, const double *sum, float limit, floa
                                ms_step_state *step) {
     const msi_cuda *c = (const msi_cuda *)state;
     const cudaLaunchConfig_t config = msi_cuda_config(c, 1, 1);
-    const msi_cuda_scope scope(c->device);
-    return scope.error
-               ? scope.error
-               : msi_cuda_error(cudaLaunchKernelEx(&config, msi_k_clip, sum, limit, scale, step));
+    return msi_cuda_on(c->device, [&] {
+        return cudaLaunchKernelEx(&config, msi_k_clip, sum, limit, scale, step);
+    });
 }
 
 static int msi_cuda_update(void *state, const ms_update_args *args) {
@@ -16140,23 +16005,19 @@ static int msi_cuda_synchronize(void *state) {
 
 static int msi_cuda_record(void *state, ms_stream_kind stream, uint32_t event) {
     const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_scope scope(c->device);
-    return scope.error ? scope.error
-                       : msi_cuda_error(cudaEventRecord(c->events[event], c->streams[stream]));
+    return msi_cuda_on(c->device,
+                       [&] { return cudaEventRecord(c->events[event], c->streams[stream]); });
 }
 
 static int msi_cuda_wait(void *state, ms_stream_kind stream, uint32_t event) {
     const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_scope scope(c->device);
-    return scope.error
-               ? scope.error
-               : msi_cuda_error(cudaStreamWaitEvent(c->streams[stream], c->events[event], 0));
+    return msi_cuda_on(
+        c->device, [&] { return cudaStreamWaitEvent(c->streams[stream], c->events[event], 0); });
 }
 
 static int msi_cuda_wait_on_host(void *state, uint32_t event) {
     const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_scope scope(c->device);
-    return scope.error ? scope.error : msi_cuda_error(cudaEventSynchronize(c->events[event]));
+    return msi_cuda_on(c->device, [&] { return cudaEventSynchronize(c->events[event]); });
 }
 
 static void *msi_cuda_stream(void *state) {
@@ -16166,10 +16027,10 @@ static void *msi_cuda_stream(void *state) {
 /* Calls of this thread that cannot be recorded spoil it; other threads are left alone. */
 static int msi_cuda_recording_begin(void *state) {
     const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_scope scope(c->device);
-    return scope.error ? scope.error
-                       : msi_cuda_error(cudaStreamBeginCapture(c->streams[MS_STREAM_COMPUTE],
-                                                               cudaStreamCaptureModeThreadLocal));
+    return msi_cuda_on(c->device, [&] {
+        return cudaStreamBeginCapture(c->streams[MS_STREAM_COMPUTE],
+                                      cudaStreamCaptureModeThreadLocal);
+    });
 }
 
 static int msi_cuda_recording_check(void *state) {
@@ -16204,10 +16065,9 @@ static int msi_cuda_recording_end(void *state, void **graph) {
 
 static int msi_cuda_recording_launch(void *state, void *graph) {
     const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_scope scope(c->device);
-    return scope.error ? scope.error
-                       : msi_cuda_error(cudaGraphLaunch((cudaGraphExec_t)graph,
-                                                        c->streams[MS_STREAM_COMPUTE]));
+    return msi_cuda_on(c->device, [&] {
+        return cudaGraphLaunch((cudaGraphExec_t)graph, c->streams[MS_STREAM_COMPUTE]);
+    });
 }
 
 static void msi_cuda_recording_release(void *state, void *graph) {
