@@ -1,0 +1,2740 @@
+/*  nn_cuda.h - the kernels of nn.h for CUDA. A part of nn.h, which includes it. */
+#ifndef MEMSCALE_NN_CUDA_H
+#define MEMSCALE_NN_CUDA_H
+
+// ------------------------------------------------------------------------------------------------
+// >>nn scratch  of the kernels for a GPU: sizes alone, which a dry run needs where no GPU is
+
+/* Floats of workspace of attention and of convolution, about; for tests, which have small sizes, to
+   set lower. */
+#ifndef NN_GROUP_FLOATS
+#define NN_GROUP_FLOATS (9 << 20)
+#endif
+
+enum {
+    NN_THREADS = 256,          // of a block of most kernels
+    NN_SUM_FLOATS = 64 * 1024, // of partial sums, about
+    NN_TILE = 128,             // rows of a product's tile
+    NN_BUSY_TILES = 128,       // tiles that keep a GPU busy
+    NN_GROUP_PADDING = 128,    // floats that the alignment of a group of heads may take
+    NN_CHANNEL_ITEMS = 16,     // values of a channel that a thread sums
+    NN_CHANNEL_CHUNK = NN_CHANNEL_ITEMS * NN_THREADS,
+    NN_SEGMENT = 256 // squares, at least, of one of several products
+};
+
+NN_API int64_t nn_divide_up(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+NN_API int64_t nn_cuda_column_floats(int64_t rows, int64_t columns) {
+    return nn_most(columns, nn_least(nn_divide_up(rows, 64) * columns, NN_SUM_FLOATS));
+}
+
+NN_API int64_t nn_cuda_layernorm_floats(int64_t rows, int64_t width) {
+    return 2 * nn_cuda_column_floats(rows, width);
+}
+
+/* Floats of workspace, in backward, for one head in place and for one sequence packed. */
+NN_API int64_t nn_cuda_head_floats(nn_attention_size n) {
+    return n.sequence * (2 * n.sequence + n.size);
+}
+
+NN_API int64_t nn_cuda_sequence_floats(nn_attention_size n) {
+    return n.heads * n.sequence * (2 * n.sequence + 4 * n.size);
+}
+
+/* What is enough for these sizes and for all smaller ones: in place, and packed for the longest
+   sequence that would be. Forward needs three quarters at most. */
+NN_API int64_t nn_cuda_attention_floats(nn_attention_size n, bool backward) {
+    int64_t floats = nn_most(nn_cuda_head_floats(n),
+                             nn_least(NN_GROUP_FLOATS, n.heads * nn_cuda_head_floats(n)));
+    int64_t tiles = nn_divide_up(n.sequence, NN_TILE);
+    while (tiles > 0 && tiles * tiles * n.heads >= NN_BUSY_TILES) {
+        tiles--;
+    }
+    if (n.batch > 1 && tiles > 0) {
+        n.sequence = nn_least(n.sequence, tiles * NN_TILE);
+        const int64_t one = nn_cuda_sequence_floats(n);
+        floats = nn_most(floats, nn_most(one, nn_least(NN_GROUP_FLOATS, n.batch * one)));
+    }
+    return (backward ? floats : floats - floats / 4) + NN_GROUP_PADDING;
+}
+
+NN_API int64_t nn_cuda_channel_chunks(nn_planes n) {
+    return nn_divide_up(n.images * n.plane, NN_CHANNEL_CHUNK);
+}
+
+/* Partial sums and products, and two floats more per channel. */
+NN_API int64_t nn_cuda_channel_floats(nn_planes n) {
+    return n.channels * (2 * nn_cuda_channel_chunks(n) + 2);
+}
+
+/* Floats that the columns of a convolution may take, about: enough to keep a GPU busy, but no more
+   than the layer reads and writes, of which the columns are many times. */
+NN_API int64_t nn_cuda_conv2d_limit(const nn_window *w, int64_t out) {
+    const int64_t image = w->channels * w->height * w->width + out * nn_window_places(w);
+    const int64_t tiles = nn_divide_up(NN_BUSY_TILES, nn_divide_up(out, NN_TILE));
+    return nn_least(NN_GROUP_FLOATS,
+                    nn_least(w->images * image, nn_window_depth(w) * NN_TILE * tiles));
+}
+
+NN_API int64_t nn_cuda_columns_floats(const nn_window *w, int64_t out) {
+    const int64_t depth = nn_window_depth(w);
+    return nn_is_pointwise(w)
+               ? 0
+               : nn_least(w->images * nn_window_places(w) * depth,
+                          nn_most(nn_cuda_conv2d_limit(w, out), depth * w->out_width));
+}
+
+/* The gradient of a weight sums over all squares of all images. Either each image gives a product,
+   of images as they stand; or columns and slopes of many images are copied, so that their squares
+   are side by side, and cut into segments, which do not heed images. The first where it needs no
+   more memory than the second. */
+NN_API bool nn_cuda_sums_images(const nn_window *w, int64_t out) {
+    return nn_is_pointwise(w) && out * w->channels <= (out + w->channels) * nn_window_places(w);
+}
+
+/* At least nn_segments.squares, of so many squares and of all fewer. */
+NN_API int64_t nn_cuda_padded(int64_t squares) {
+    return squares + squares / (NN_SEGMENT / 4) + 4;
+}
+
+NN_API int64_t nn_cuda_weight_floats(const nn_window *w, int64_t out) {
+    const int64_t limit = nn_cuda_conv2d_limit(w, out);
+    const int64_t product = out * nn_window_depth(w);
+    const int64_t square = 2 * (nn_window_depth(w) + out);
+    if (nn_cuda_sums_images(w, out)) {
+        return nn_least(w->images * product, nn_most(limit, product));
+    }
+    return nn_least(square * nn_cuda_padded(w->images * nn_window_places(w)),
+                    nn_most(limit, square * nn_cuda_padded(w->out_width)));
+}
+
+NN_API int64_t nn_cuda_conv2d_floats(const nn_window *w, int64_t out, bool backward) {
+    const int64_t columns = nn_cuda_columns_floats(w, out);
+    const nn_planes slopes = {w->images, out, nn_window_places(w)};
+    return backward ? nn_most(nn_cuda_channel_floats(slopes),
+                              nn_most(columns, nn_cuda_weight_floats(w, out)))
+                    : columns;
+}
+
+NN_API const nn_device *nn_cuda_dry(void) {
+    static const nn_device cuda = {
+        "cuda", false, nn_cuda_column_floats, nn_cuda_layernorm_floats, nn_cuda_attention_floats,
+        nn_cuda_conv2d_floats, nn_cuda_channel_floats,
+        // clang-format off
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+        // clang-format on
+    };
+    return &cuda;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda  the table of the GPU; compiled where NN_CUDA_IMPLEMENTATION is defined (cuda.cu)
+
+#if defined(NN_CUDA_IMPLEMENTATION)
+
+/* nn_k_...: kernels. nn_d_...: functions that they share. nn_cuda_...: functions of the table; they
+   only launch, on call->stream. Sums are taken in an order that depends on sizes and alignment
+   alone, so that a recomputation, and another run, give the same bits. */
+#if defined(__NVCC__)
+#define NN_UNROLL      _Pragma("unroll")
+#define NN_UNROLL_FOUR _Pragma("unroll 4")
+#else
+#define NN_UNROLL
+#define NN_UNROLL_FOUR
+#endif
+
+/* The mask of a whole warp. */
+#define NN_EVERY_LANE 0xffffffffu
+
+enum {
+    NN_WARP = 32,
+    NN_LONG_THREADS = 512, // of a block that takes a row of logits
+    NN_ROW_WARPS = 4,      // rows that a block takes where a warp takes a row
+    NN_WIDEST = 64 * 256,  // columns of a row that fit the registers of a block
+    NN_SUM_ROWS = 8,       // warps of a block of nn_k_column_sums
+    NN_BIAS_ROWS = 4,      // rows that a thread of nn_k_bias takes
+    NN_SCATTER_WIDTH = 4,  // columns of a thread of nn_k_scatter
+    NN_SCATTER_COLUMNS = NN_SCATTER_WIDTH * NN_THREADS,
+    NN_FEW_ENTRIES = 4 // of a table whose gradient is summed entry by entry
+};
+
+enum { NN_ERROR_WIDTH = 1002 /* a row has more than NN_WIDEST columns */ };
+
+/* Grid and block of a launch. */
+typedef struct nn_grid {
+    int64_t x, y;
+    int threads;
+} nn_grid;
+
+NN_API nn_grid nn_grid_of(int64_t x, int64_t y, int threads) {
+    nn_grid grid;
+    grid.x = x;
+    grid.y = y;
+    grid.threads = threads;
+    return grid;
+}
+
+/* The error of a call of the runtime, after which the host's next call finds none. */
+NN_API int nn_cuda_error(cudaError_t error) {
+    if (error != cudaSuccess) {
+        (void)cudaGetLastError();
+    }
+    return (int)error;
+}
+
+/* Enqueues a kernel; 0, or the error of the runtime, which is cleared. An empty grid does
+   nothing. */
+template <typename... P, typename... A>
+static int nn_launch(const ms_call *call, nn_grid grid, void (*kernel)(P...), A... args) {
+    if (grid.x == 0 || grid.y == 0) {
+        return 0;
+    }
+    cudaLaunchConfig_t config = cudaLaunchConfig_t();
+    config.gridDim = dim3((unsigned)grid.x, (unsigned)grid.y);
+    config.blockDim = dim3((unsigned)grid.threads);
+    config.stream = (cudaStream_t)call->stream;
+    return nn_cuda_error(cudaLaunchKernelEx(&config, kernel, (P)args...));
+}
+
+/* Whether memory that starts here may be read 16 bytes at a time; NULL may. */
+NN_API bool nn_aligned(const void *data) {
+    return ((uintptr_t)data & 15) == 0;
+}
+
+/* Adding to a gradient is never fused with what made the contribution: the same bits as adding it
+   later. */
+__device__ __forceinline__ float nn_d_sum(float a, float b) {
+    return __fadd_rn(a, b);
+}
+
+// ---- element by element
+
+/* What a kernel does to each element, given its operands; start is told the first of a few elements
+   of one chunk, and i counts from the chunk's begin. */
+struct nn_op {
+    __device__ void start(int64_t first) {
+        (void)first;
+    }
+};
+
+struct nn_op_pass : nn_op {
+    __device__ float operator()(int64_t i, float a, float b) const {
+        (void)i;
+        (void)b;
+        return a;
+    }
+};
+
+struct nn_op_add : nn_op {
+    __device__ float operator()(int64_t i, float a, float b) const {
+        (void)i;
+        return nn_d_sum(a, b);
+    }
+};
+
+struct nn_op_gelu : nn_op {
+    bool erf_form;
+    __device__ float operator()(int64_t i, float a, float b) const {
+        (void)i;
+        (void)b;
+        return erf_form ? nn_gelu_erf_value(a) : nn_gelu_tanh_value(a);
+    }
+};
+
+/* a is dy, b is x. */
+struct nn_op_gelu_backward : nn_op {
+    bool erf_form;
+    __device__ float operator()(int64_t i, float a, float b) const {
+        (void)i;
+        return __fmul_rn(erf_form ? nn_gelu_erf_slope(b) : nn_gelu_tanh_slope(b), a);
+    }
+};
+
+/* dropout(a), or a where nothing is dropped, and b, a residual, added where there is one. */
+struct nn_op_dropout : nn_op {
+    nn_seed seed;
+    uint64_t key;
+    float scale;
+    uint32_t threshold;
+    bool adds;
+    __device__ void start(int64_t first) {
+        key = threshold != 0 ? nn_chunk_key(nn_seed_value(seed), first - first % NN_CHUNK) : 0;
+    }
+    __device__ float operator()(int64_t i, float a, float b) const {
+        const bool kept = threshold == 0 || nn_random(key, (uint32_t)(i % NN_CHUNK)) >= threshold;
+        const float value = kept ? __fmul_rn(a, scale) : 0.0f;
+        return adds ? nn_d_sum(b, value) : value;
+    }
+};
+
+static nn_op_dropout nn_op_dropout_of(float probability, nn_seed seed, bool adds) {
+    nn_op_dropout op;
+    op.seed = seed;
+    op.key = 0;
+    op.scale = 1.0f / (1.0f - probability);
+    op.threshold = nn_threshold(probability);
+    op.adds = adds;
+    return op;
+}
+
+/* out = op(a, b), or out += that; b may be NULL. Four elements a thread, each of which is read
+   before it is written: out may be a or b. */
+template <typename F>
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_map(F op, float *out, const float *a, const float *b, int64_t count, bool adds,
+             bool aligned) {
+    const int64_t first = 4 * ((int64_t)blockIdx.x * NN_THREADS + threadIdx.x);
+    if (first >= count) {
+        return;
+    }
+    op.start(first);
+    if (aligned && first + 4 <= count) {
+        const float4 x = *(const float4 *)(a + first);
+        const float4 y = b != NULL ? *(const float4 *)(b + first) : make_float4(0, 0, 0, 0);
+        float4 z = make_float4(op(first, x.x, y.x), op(first + 1, x.y, y.y),
+                               op(first + 2, x.z, y.z), op(first + 3, x.w, y.w));
+        if (adds) {
+            const float4 old = *(const float4 *)(out + first);
+            z = make_float4(nn_d_sum(old.x, z.x), nn_d_sum(old.y, z.y), nn_d_sum(old.z, z.z),
+                            nn_d_sum(old.w, z.w));
+        }
+        *(float4 *)(out + first) = z;
+        return;
+    }
+    for (int64_t i = first; i < count && i < first + 4; i++) {
+        const float value = op(i, a[i], b != NULL ? b[i] : 0.0f);
+        out[i] = adds ? nn_d_sum(out[i], value) : value;
+    }
+}
+
+/* The kernel above; y.data NULL: nobody wants it. */
+template <typename F>
+static int nn_cuda_map(const ms_call *call, F op, nn_target y, const float *a, const float *b,
+                       int64_t count) {
+    if (y.data == NULL) {
+        return 0;
+    }
+    const bool aligned = nn_aligned(y.data) && nn_aligned(a) && nn_aligned(b);
+    return nn_launch(call, nn_grid_of(nn_divide_up(count, 4 * NN_THREADS), 1, NN_THREADS),
+                     nn_k_map<F>, op, y.data, a, b, count, y.beta != 0.0f, aligned);
+}
+
+static int nn_cuda_pass(const ms_call *call, nn_target y, const float *x, int64_t count) {
+    if (y.data == x && y.beta == 0.0f) {
+        return 0;
+    }
+    return nn_cuda_map(call, nn_op_pass(), y, x, NULL, count);
+}
+
+static int nn_cuda_add(const ms_call *call, float *y, const float *a, const float *b,
+                       int64_t count) {
+    return nn_cuda_map(call, nn_op_add(), nn_target_of(y, 0.0f), a, b, count);
+}
+
+static int nn_cuda_dropout(const ms_call *call, nn_target y, const float *x, int64_t count,
+                           float probability, nn_seed seed) {
+    return nn_cuda_map(call, nn_op_dropout_of(probability, seed, false), y, x, NULL, count);
+}
+
+static int nn_cuda_gelu(const ms_call *call, float *y, const float *x, int64_t count,
+                        bool erf_form) {
+    nn_op_gelu op;
+    op.erf_form = erf_form;
+    return nn_cuda_map(call, op, nn_target_of(y, 0.0f), x, NULL, count);
+}
+
+static int nn_cuda_gelu_backward(const ms_call *call, nn_target dx, const float *dy, const float *x,
+                                 int64_t count, bool erf_form) {
+    nn_op_gelu_backward op;
+    op.erf_form = erf_form;
+    return nn_cuda_map(call, op, dx, dy, x, count);
+}
+
+// ---- rows and columns
+
+/* So many floats at once: four, at a multiple of 16 bytes, or one. */
+template <unsigned WIDE> struct nn_wide {
+    static __device__ __forceinline__ void load(float *to, const float *from) {
+        to[0] = from[0];
+    }
+    static __device__ __forceinline__ void store(float *to, const float *from) {
+        to[0] = from[0];
+    }
+};
+
+template <> struct nn_wide<4> {
+    static __device__ __forceinline__ void load(float *to, const float *from) {
+        const float4 four = *(const float4 *)from;
+        to[0] = four.x;
+        to[1] = four.y;
+        to[2] = four.z;
+        to[3] = four.w;
+    }
+    static __device__ __forceinline__ void store(float *to, const float *from) {
+        *(float4 *)to = make_float4(from[0], from[1], from[2], from[3]);
+    }
+};
+
+__device__ __forceinline__ int64_t nn_d_least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+/* Tiles of so many columns in a row. 32 bits, as blocks are counted: the remainder by it, that each
+   thread takes, is much faster than one of 64. */
+__device__ __forceinline__ unsigned nn_d_tiles(int64_t columns, unsigned width) {
+    return (unsigned)((columns + width - 1) / width);
+}
+
+/* What nn_k_column_sums adds up: dy (rows, columns), and beside it dy times (x - mean) * rstd where
+   x is not NULL; of the rows whose index is entry alone, where index is not NULL. */
+typedef struct nn_sums {
+    const float *dy, *x, *mean, *rstd;
+    const int32_t *index;
+    int32_t entry;
+    int64_t rows, columns;
+    int64_t chunk_rows; // rows that a block adds up
+    float *partial;     // (chunks, columns), and behind it the same of the products
+    int64_t chunks;
+} nn_sums;
+
+/* The rows of a chunk are dealt out to NN_SUM_ROWS warps, the columns of a tile to their lanes. */
+template <unsigned WIDE>
+__device__ __forceinline__ void nn_d_column_sums(const nn_sums &s, float *shared) {
+    const unsigned tiles = nn_d_tiles(s.columns, NN_WARP * WIDE);
+    const int64_t chunk = blockIdx.x / tiles;
+    const unsigned lane = threadIdx.x % NN_WARP;
+    const unsigned warp = threadIdx.x / NN_WARP;
+    const int64_t c = ((int64_t)(blockIdx.x % tiles) * NN_WARP + lane) * WIDE;
+    const int64_t end = nn_d_least((chunk + 1) * s.chunk_rows, s.rows);
+    float total[WIDE] = {0};
+    float product[WIDE] = {0};
+    if (c < s.columns) {
+        NN_UNROLL_FOUR
+        for (int64_t r = chunk * s.chunk_rows + warp; r < end; r += NN_SUM_ROWS) {
+            const bool counts = s.index == NULL || s.index[r] == s.entry;
+            float slope[WIDE] = {0};
+            float value[WIDE] = {0};
+            if (counts) {
+                nn_wide<WIDE>::load(slope, s.dy + r * s.columns + c);
+            }
+            if (s.x != NULL) {
+                nn_wide<WIDE>::load(value, s.x + r * s.columns + c);
+            }
+            const float mean = s.x != NULL ? s.mean[r] : 0.0f;
+            const float rstd = s.x != NULL ? s.rstd[r] : 0.0f;
+            NN_UNROLL
+            for (unsigned k = 0; k < WIDE; k++) {
+                total[k] += slope[k];
+                product[k] += slope[k] * ((value[k] - mean) * rstd);
+            }
+        }
+    }
+    NN_UNROLL
+    for (unsigned k = 0; k < WIDE; k++) {
+        shared[(warp * WIDE + k) * NN_WARP + lane] = total[k];
+        shared[(warp * WIDE + k + NN_SUM_ROWS * WIDE) * NN_WARP + lane] = product[k];
+    }
+    __syncthreads();
+    if (warp >= 2 * WIDE) {
+        return;
+    }
+    const unsigned part = warp / WIDE; // warps: each one a k of the sums, or of the products
+    const int64_t column = c + warp % WIDE;
+    float sum = 0.0f;
+    for (unsigned i = 0; i < NN_SUM_ROWS; i++) {
+        sum += shared[((i + part * NN_SUM_ROWS) * WIDE + warp % WIDE) * NN_WARP + lane];
+    }
+    if (column < s.columns && (part == 0 || s.x != NULL)) {
+        s.partial[(part * s.chunks + chunk) * s.columns + column] = sum;
+    }
+}
+
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_column_sums_4(nn_sums s) {
+    __shared__ float shared[2 * NN_SUM_ROWS * NN_WARP * 4];
+    nn_d_column_sums<4>(s, shared);
+}
+
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_column_sums_1(nn_sums s) {
+    __shared__ float shared[2 * NN_SUM_ROWS * NN_WARP];
+    nn_d_column_sums<1>(s, shared);
+}
+
+/* out (columns) gets the sum of partial (chunks, columns). */
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_fold(float *out, const float *partial, int64_t chunks, int64_t columns, bool adds) {
+    const int64_t c = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
+    if (c >= columns) {
+        return;
+    }
+    float sum = 0.0f;
+    NN_UNROLL_FOUR
+    for (int64_t i = 0; i < chunks; i++) {
+        sum += partial[i * columns + c];
+    }
+    out[c] = adds ? nn_d_sum(out[c], sum) : sum;
+}
+
+/* Chunks of rows: enough blocks for a large GPU, of 64 rows at least, and not more than
+   NN_SUM_FLOATS partial sums. */
+NN_API int64_t nn_cuda_chunks(int64_t rows, int64_t columns) {
+    const int64_t tiles = nn_divide_up(columns, 4 * NN_WARP);
+    return nn_most(1, nn_least(nn_divide_up(rows, 64), NN_SUM_FLOATS / (4 * NN_WARP) / tiles));
+}
+
+/* The second stage: the sums and the products get their chunks. */
+typedef struct nn_fold {
+    float *out[2]; // NULL: nobody wants them
+    bool adds[2];
+    const float *partial;
+    int64_t chunks, columns;
+} nn_fold;
+
+/* The chunks of 32 columns are dealt out to NN_SUM_ROWS warps. */
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_fold_sums(nn_fold f) {
+    __shared__ float shared[NN_SUM_ROWS * NN_WARP];
+    const unsigned tiles = nn_d_tiles(f.columns, NN_WARP);
+    const int64_t part = blockIdx.x / tiles;
+    const unsigned lane = threadIdx.x % NN_WARP;
+    const unsigned warp = threadIdx.x / NN_WARP;
+    const int64_t c = (int64_t)(blockIdx.x % tiles) * NN_WARP + lane;
+    const float *from = f.partial + part * f.chunks * f.columns + c;
+    float *out = f.out[part];
+    float sum = 0.0f;
+    NN_UNROLL_FOUR
+    for (int64_t i = warp; i < f.chunks; i += NN_SUM_ROWS) {
+        sum += c < f.columns && out != NULL ? from[i * f.columns] : 0.0f;
+    }
+    shared[threadIdx.x] = sum;
+    __syncthreads();
+    if (warp > 0 || c >= f.columns || out == NULL) {
+        return;
+    }
+    for (unsigned i = 1; i < NN_SUM_ROWS; i++) {
+        sum += shared[i * NN_WARP + lane];
+    }
+    out[c] = f.adds[part] ? nn_d_sum(out[c], sum) : sum;
+}
+
+static int nn_cuda_fold(const ms_call *call, nn_target sums, nn_target products, const nn_sums *s) {
+    nn_fold f;
+    f.out[0] = sums.data;
+    f.out[1] = products.data;
+    f.adds[0] = sums.beta != 0.0f;
+    f.adds[1] = products.beta != 0.0f;
+    f.partial = s->partial;
+    f.chunks = s->chunks;
+    f.columns = s->columns;
+    const int64_t tiles = nn_divide_up(s->columns, NN_WARP);
+    return nn_launch(call, nn_grid_of(products.data != NULL ? 2 * tiles : tiles, 1, NN_THREADS),
+                     nn_k_fold_sums, f);
+}
+
+/* sums and products (columns each) get what s adds up. work: nn_cuda_column_floats, twice that
+   where there are products. */
+static int nn_cuda_column_sums(const ms_call *call, nn_target sums, nn_target products, nn_sums s,
+                               float *work) {
+    if (sums.data == NULL && products.data == NULL) {
+        return 0;
+    }
+    const bool wide = s.columns % 4 == 0 && nn_aligned(s.dy) && nn_aligned(s.x);
+    const int64_t tiles = nn_divide_up(s.columns, NN_WARP * (wide ? 4 : 1));
+    s.chunk_rows = nn_divide_up(s.rows, nn_cuda_chunks(s.rows, s.columns));
+    s.chunks = nn_divide_up(s.rows, s.chunk_rows);
+    s.partial = work;
+    s.x = products.data != NULL ? s.x : NULL;
+    const int result = nn_launch(call, nn_grid_of(tiles * s.chunks, 1, NN_THREADS),
+                                 wide ? nn_k_column_sums_4 : nn_k_column_sums_1, s);
+    return nn_first(result, nn_cuda_fold(call, sums, products, &s));
+}
+
+/* Sums of dy alone. */
+static nn_sums nn_sums_of(const float *dy, int64_t rows, int64_t columns) {
+    nn_sums s;
+    memset(&s, 0, sizeof s);
+    s.dy = dy;
+    s.rows = rows;
+    s.columns = columns;
+    return s;
+}
+
+// ---- linear
+
+/* x (rows, columns) is a product: h = x + bias, y = op(h, residual). h NULL: nobody keeps it; bias
+   and residual may be NULL. y may be x. WIDE columns and NN_BIAS_ROWS rows a thread. */
+typedef struct nn_bias {
+    float *y, *h;
+    const float *x, *bias, *residual;
+    int64_t rows, columns;
+} nn_bias;
+
+template <typename F, unsigned WIDE>
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_bias(F op, nn_bias n) {
+    const unsigned tiles = nn_d_tiles(n.columns, NN_THREADS * WIDE);
+    const int64_t c = ((int64_t)(blockIdx.x % tiles) * NN_THREADS + threadIdx.x) * WIDE;
+    const int64_t begin = (int64_t)(blockIdx.x / tiles) * NN_BIAS_ROWS;
+    float shift[WIDE] = {0};
+    float value[NN_BIAS_ROWS][WIDE];
+    float other[NN_BIAS_ROWS][WIDE] = {{0}};
+    if (c >= n.columns) {
+        return;
+    }
+    if (n.bias != NULL) {
+        nn_wide<WIDE>::load(shift, n.bias + c);
+    }
+    NN_UNROLL
+    for (int r = 0; r < NN_BIAS_ROWS; r++) {
+        if (begin + r < n.rows) {
+            nn_wide<WIDE>::load(value[r], n.x + (begin + r) * n.columns + c);
+        }
+        if (begin + r < n.rows && n.residual != NULL) {
+            nn_wide<WIDE>::load(other[r], n.residual + (begin + r) * n.columns + c);
+        }
+    }
+    NN_UNROLL
+    for (int r = 0; r < NN_BIAS_ROWS; r++) {
+        const int64_t i = (begin + r) * n.columns + c;
+        if (begin + r >= n.rows) {
+            break;
+        }
+        NN_UNROLL
+        for (unsigned k = 0; k < WIDE; k++) {
+            value[r][k] = nn_d_sum(value[r][k], shift[k]);
+        }
+        if (n.h != NULL) {
+            nn_wide<WIDE>::store(n.h + i, value[r]);
+        }
+        op.start(i);
+        NN_UNROLL
+        for (unsigned k = 0; k < WIDE; k++) {
+            value[r][k] = op(i + k, value[r][k], other[r][k]);
+        }
+        nn_wide<WIDE>::store(n.y + i, value[r]);
+    }
+}
+
+/* y = op(product + bias, residual), with the product in x. */
+template <typename F> static int nn_cuda_bias(const ms_call *call, F op, nn_bias n) {
+    const bool wide = n.columns % 4 == 0 && nn_aligned(n.y) && nn_aligned(n.h) && nn_aligned(n.x) &&
+                      nn_aligned(n.bias) && nn_aligned(n.residual);
+    const int64_t tiles = nn_divide_up(n.columns, NN_THREADS * (wide ? 4 : 1));
+    const int64_t blocks = tiles * nn_divide_up(n.rows, NN_BIAS_ROWS);
+    return nn_launch(call, nn_grid_of(blocks, 1, NN_THREADS),
+                     wide ? nn_k_bias<F, 4> : nn_k_bias<F, 1>, op, n);
+}
+
+/* y = x * transpose(weight). */
+static int nn_cuda_product(const ms_call *call, float *y, const float *x, const float *weight,
+                           nn_linear_size n) {
+    return (int)ms_gemm(call, 1.0f, nn_matrix(x, n.rows, n.in, n.in),
+                        ms_transpose(nn_matrix(weight, n.out, n.in, n.in)), 0.0f,
+                        nn_matrix(y, n.rows, n.out, n.out));
+}
+
+static nn_bias nn_bias_of(float *y, float *x, const float *bias, nn_linear_size n) {
+    nn_bias b;
+    memset(&b, 0, sizeof b);
+    b.y = y;
+    b.x = x;
+    b.bias = bias;
+    b.rows = n.rows;
+    b.columns = n.out;
+    return b;
+}
+
+/* The bias is added by a pass over the product, and not put there first, so that the blocks' passes
+   can take it along: the same bits, and the same bytes moved. */
+static int nn_cuda_linear(const ms_call *call, float *y, const float *x, const float *weight,
+                          const float *bias, nn_linear_size n) {
+    const int result = nn_cuda_product(call, y, x, weight, n);
+    if (result != 0 || bias == NULL) {
+        return result;
+    }
+    return nn_cuda_bias(call, nn_op_pass(), nn_bias_of(y, y, bias, n));
+}
+
+static int nn_cuda_linear_gelu(const ms_call *call, float *y, float *h, const float *x,
+                               const float *weight, const float *bias, nn_linear_size n,
+                               bool erf_form) {
+    nn_op_gelu op;
+    nn_bias b = nn_bias_of(y, h, bias, n);
+    op.erf_form = erf_form;
+    b.h = h;
+    const int result = nn_cuda_product(call, h, x, weight, n);
+    return result != 0 ? result : nn_cuda_bias(call, op, b);
+}
+
+static int nn_cuda_linear_add(const ms_call *call, float *y, const float *residual, const float *x,
+                              const float *weight, const float *bias, nn_linear_size n,
+                              const nn_drop *drop) {
+    nn_bias b = nn_bias_of(y, y, bias, n);
+    b.residual = residual;
+    const int result = nn_cuda_product(call, y, x, weight, n);
+    return result != 0
+               ? result
+               : nn_cuda_bias(call, nn_op_dropout_of(drop->probability, drop->seed, true), b);
+}
+
+static int nn_cuda_linear_backward(const ms_call *call, nn_target dx, nn_target dweight,
+                                   nn_target dbias, const float *dy, const float *x,
+                                   const float *weight, nn_linear_size n, float *work) {
+    const int result = nn_linear_slopes(call, dx, dweight, dy, x, weight, n);
+    return nn_first(result, nn_cuda_column_sums(call, dbias, nn_target_of(NULL, 0.0f),
+                                                nn_sums_of(dy, n.rows, n.out), work));
+}
+
+// ---- embedding
+
+/* The tables that an embedding adds up. */
+typedef struct nn_lookups {
+    nn_lookup table[3];
+    int count;
+} nn_lookups;
+
+/* The entry of a row; below 0: it is none of the table's. */
+__device__ __forceinline__ int64_t nn_d_entry(const nn_lookup &lookup, int64_t row) {
+    const int64_t entry = lookup.index != NULL ? lookup.index[row] : row % lookup.period;
+    return entry < lookup.entries ? entry : -1;
+}
+
+/* y (rows, channels), WIDE channels a thread: the tables' rows added up, NaN where one is none. */
+template <unsigned WIDE>
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_embedding(float *y, nn_lookups lookups, int64_t channels) {
+    const unsigned tiles = nn_d_tiles(channels, NN_THREADS * WIDE);
+    const int64_t row = blockIdx.x / tiles;
+    const int64_t c = ((int64_t)(blockIdx.x % tiles) * NN_THREADS + threadIdx.x) * WIDE;
+    float sum[WIDE] = {0};
+    if (c >= channels) {
+        return;
+    }
+    for (int l = 0; l < lookups.count; l++) {
+        if (lookups.table[l].table == NULL) {
+            continue;
+        }
+        const int64_t entry = nn_d_entry(lookups.table[l], row);
+        float value[WIDE];
+        NN_UNROLL
+        for (unsigned k = 0; k < WIDE; k++) {
+            value[k] = NAN;
+        }
+        if (entry >= 0) {
+            nn_wide<WIDE>::load(value, lookups.table[l].table + entry * channels + c);
+        }
+        NN_UNROLL
+        for (unsigned k = 0; k < WIDE; k++) {
+            sum[k] = l == 0 ? value[k] : sum[k] + value[k];
+        }
+    }
+    nn_wide<WIDE>::store(y + row * channels + c, sum);
+}
+
+static int nn_cuda_embedding(const ms_call *call, float *y, const nn_lookup *lookups,
+                             int lookup_count, int64_t rows, int64_t channels) {
+    nn_lookups all;
+    bool wide = channels % 4 == 0 && nn_aligned(y);
+    memset(&all, 0, sizeof all);
+    all.count = lookup_count;
+    for (int l = 0; l < lookup_count; l++) {
+        all.table[l] = lookups[l];
+        wide = wide && nn_aligned(lookups[l].table);
+    }
+    const int64_t tiles = nn_divide_up(channels, NN_THREADS * (wide ? 4 : 1));
+    return nn_launch(call, nn_grid_of(rows * tiles, 1, NN_THREADS),
+                     wide ? nn_k_embedding<4> : nn_k_embedding<1>, y, all, channels);
+}
+
+/* The rows of dy that took an entry of a table. */
+typedef struct nn_scatter {
+    float *out; // (entries, channels)
+    const float *dy;
+    const int32_t *index;
+    int64_t rows, entries, channels, period;
+    bool adds;
+} nn_scatter;
+
+/* Which of the rows first ... first + NN_THREADS - 1 took this token: their numbers, in order. */
+__device__ __forceinline__ int nn_d_matches(int *match, unsigned *votes, const nn_scatter &s,
+                                            int64_t first, int32_t token) {
+    const int64_t i = first + threadIdx.x;
+    const int lane = (int)threadIdx.x % NN_WARP;
+    const int warp = (int)threadIdx.x / NN_WARP;
+    const bool hit = i < s.rows && s.index[i] == token;
+    const unsigned vote = __ballot_sync(NN_EVERY_LANE, hit);
+    if (lane == 0) {
+        votes[warp] = vote;
+    }
+    __syncthreads();
+    int before = 0;
+    int count = 0;
+    for (int w = 0; w < NN_THREADS / NN_WARP; w++) {
+        before += w < warp ? __popc(votes[w]) : 0;
+        count += __popc(votes[w]);
+    }
+    if (hit) {
+        match[before + __popc(vote & ((1u << lane) - 1))] = (int)threadIdx.x;
+    }
+    __syncthreads();
+    return count;
+}
+
+/* A block per row and NN_SCATTER_COLUMNS columns. If its row is the first that took its token, it
+   adds up all the rows that did, in their order; else another block does. */
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_scatter(nn_scatter s) {
+    __shared__ int match[NN_THREADS];
+    __shared__ unsigned votes[NN_THREADS / NN_WARP];
+    const unsigned tiles = nn_d_tiles(s.channels, NN_SCATTER_COLUMNS);
+    const int64_t row = blockIdx.x / tiles;
+    const int64_t c = (int64_t)(blockIdx.x % tiles) * NN_SCATTER_COLUMNS + threadIdx.x;
+    const int32_t token = s.index[row];
+    bool found = false;
+    float sum[NN_SCATTER_WIDTH] = {0};
+    if (token < 0 || token >= s.entries) {
+        return;
+    }
+    for (int64_t first = 0; first < s.rows; first += NN_THREADS) {
+        const int count = nn_d_matches(match, votes, s, first, token);
+        if (!found && count > 0 && first + match[0] != row) {
+            return;
+        }
+        found = found || count > 0;
+        for (int m = 0; m < count; m += 4) {
+            float value[4][NN_SCATTER_WIDTH];
+            NN_UNROLL
+            for (int j = 0; j < 4 * NN_SCATTER_WIDTH; j++) {
+                const int64_t column = c + j % NN_SCATTER_WIDTH * NN_THREADS;
+                const int64_t from =
+                    first + match[m + j / NN_SCATTER_WIDTH < count ? m + j / NN_SCATTER_WIDTH : m];
+                const bool counts = m + j / NN_SCATTER_WIDTH < count && column < s.channels;
+                value[j / NN_SCATTER_WIDTH][j % NN_SCATTER_WIDTH] =
+                    counts ? s.dy[from * s.channels + column] : 0.0f;
+            }
+            NN_UNROLL
+            for (int j = 0; j < 4 * NN_SCATTER_WIDTH; j++) {
+                sum[j % NN_SCATTER_WIDTH] += value[j / NN_SCATTER_WIDTH][j % NN_SCATTER_WIDTH];
+            }
+        }
+    }
+    NN_UNROLL
+    for (int k = 0; k < NN_SCATTER_WIDTH; k++) {
+        const int64_t column = c + (int64_t)k * NN_THREADS;
+        if (column < s.channels) {
+            float *to = s.out + token * s.channels + column;
+            *to = s.adds ? nn_d_sum(*to, sum[k]) : sum[k];
+        }
+    }
+}
+
+/* The same for entries that are the row's number modulo period, an element a thread. */
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_scatter_periodic(nn_scatter s) {
+    const int64_t i = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
+    float sum = 0.0f;
+    if (i >= s.entries * s.channels) {
+        return;
+    }
+    for (int64_t r = i / s.channels; r < s.rows && i / s.channels < s.period; r += s.period) {
+        sum += s.dy[r * s.channels + i % s.channels];
+    }
+    s.out[i] = s.adds ? nn_d_sum(s.out[i], sum) : sum;
+}
+
+/* A table of few entries has many rows on each: their sums are those of columns. */
+static int nn_cuda_scatter_few(const ms_call *call, nn_target dtable, const nn_lookup *lookup,
+                               const float *dy, int64_t rows, int64_t channels, float *work) {
+    int result = 0;
+    for (int32_t entry = 0; entry < lookup->entries; entry++) {
+        nn_sums s = nn_sums_of(dy, rows, channels);
+        s.index = lookup->index;
+        s.entry = entry;
+        const nn_target row = nn_target_of(dtable.data + entry * channels, dtable.beta);
+        result =
+            nn_first(result, nn_cuda_column_sums(call, row, nn_target_of(NULL, 0.0f), s, work));
+    }
+    return result;
+}
+
+static int nn_cuda_embedding_backward(const ms_call *call, nn_target dtable,
+                                      const nn_lookup *lookup, const float *dy, int64_t rows,
+                                      int64_t channels, float *work) {
+    nn_scatter s;
+    int result = 0;
+    if (dtable.data == NULL) {
+        return 0;
+    }
+    if (lookup->index != NULL && lookup->entries <= NN_FEW_ENTRIES) {
+        return nn_cuda_scatter_few(call, dtable, lookup, dy, rows, channels, work);
+    }
+    s.out = dtable.data;
+    s.dy = dy;
+    s.index = lookup->index;
+    s.rows = rows;
+    s.entries = lookup->entries;
+    s.channels = channels;
+    s.period = lookup->period;
+    s.adds = dtable.beta != 0.0f;
+    if (lookup->index == NULL) {
+        const int64_t blocks = nn_divide_up(s.entries * channels, NN_THREADS);
+        return nn_launch(call, nn_grid_of(blocks, 1, NN_THREADS), nn_k_scatter_periodic, s);
+    }
+    if (!s.adds) {
+        result = nn_cuda_error(cudaMemsetAsync(
+            s.out, 0, (size_t)(s.entries * channels) * sizeof(float), (cudaStream_t)call->stream));
+    }
+    const int64_t blocks = rows * nn_divide_up(channels, NN_SCATTER_COLUMNS);
+    return nn_first(result, nn_launch(call, nn_grid_of(blocks, 1, NN_THREADS), nn_k_scatter, s));
+}
+
+// ---- rows: layer normalization, softmax
+
+template <typename T> __device__ __forceinline__ T nn_d_warp_sum(T value) {
+    NN_UNROLL
+    for (int apart = NN_WARP / 2; apart > 0; apart /= 2) {
+        value += __shfl_xor_sync(NN_EVERY_LANE, value, apart);
+    }
+    return value;
+}
+
+__device__ __forceinline__ float nn_d_warp_most(float value) {
+    NN_UNROLL
+    for (int apart = NN_WARP / 2; apart > 0; apart /= 2) {
+        value = fmaxf(value, __shfl_xor_sync(NN_EVERY_LANE, value, apart));
+    }
+    return value;
+}
+
+/* Over the warps of a block, each of which gives one value; shared holds a float per warp. */
+__device__ __forceinline__ float nn_d_block_sum(float value, float *shared) {
+    float total = 0.0f;
+    if (threadIdx.x % NN_WARP == 0) {
+        shared[threadIdx.x / NN_WARP] = value;
+    }
+    __syncthreads();
+    for (unsigned i = 0; i < blockDim.x / NN_WARP; i++) {
+        total += shared[i];
+    }
+    __syncthreads(); // shared is free again
+    return total;
+}
+
+__device__ __forceinline__ float nn_d_block_most(float value, float *shared) {
+    float most = -FLT_MAX;
+    if (threadIdx.x % NN_WARP == 0) {
+        shared[threadIdx.x / NN_WARP] = value;
+    }
+    __syncthreads();
+    for (unsigned i = 0; i < blockDim.x / NN_WARP; i++) {
+        most = fmaxf(most, shared[i]);
+    }
+    __syncthreads();
+    return most;
+}
+
+/* A row is held by a team of threads, ITEMS floats each, WIDE of them side by side; teams are a warp
+   or, for long rows, a block. */
+template <unsigned TEAM, unsigned ITEMS, unsigned WIDE> struct nn_team {
+    unsigned lane;
+    float *shared; // of a team that is a block: a float per warp
+
+    /* The column of an item. */
+    __device__ __forceinline__ unsigned column(unsigned item) const {
+        return (item / WIDE * TEAM + lane) * WIDE + item % WIDE;
+    }
+
+    /* v gets the row's first count columns, and outside of them zeros. */
+    __device__ __forceinline__ void load(float *v, const float *row, int64_t count) const {
+        NN_UNROLL
+        for (unsigned i = 0; i < ITEMS; i += WIDE) {
+            if (column(i) < count) {
+                nn_wide<WIDE>::load(v + i, row + column(i));
+            }
+            NN_UNROLL
+            for (unsigned k = i; k < i + WIDE; k++) {
+                v[k] = column(k) < count ? v[k] : 0.0f;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(float *row, const float *v, int64_t count,
+                                          bool adds) const {
+        NN_UNROLL
+        for (unsigned i = 0; i < ITEMS; i += WIDE) {
+            if (column(i) < count) {
+                float value[WIDE] = {0};
+                if (adds) {
+                    nn_wide<WIDE>::load(value, row + column(i));
+                }
+                NN_UNROLL
+                for (unsigned k = 0; k < WIDE; k++) {
+                    value[k] = adds ? nn_d_sum(value[k], v[i + k]) : v[i + k];
+                }
+                nn_wide<WIDE>::store(row + column(i), value);
+            }
+        }
+    }
+
+    /* Over the threads of the team; all of them get the same bits. */
+    __device__ __forceinline__ float sum(float value) const {
+        value = nn_d_warp_sum(value);
+        return TEAM == NN_WARP ? value : nn_d_block_sum(value, shared);
+    }
+
+    __device__ __forceinline__ float most(float value) const {
+        value = nn_d_warp_most(value);
+        return TEAM == NN_WARP ? value : nn_d_block_most(value, shared);
+    }
+};
+
+/* What the kernels of rows are given: a is read, b too, and out is written; n counts rows and
+   columns. */
+typedef struct nn_rowwise {
+    float *out;
+    const float *a, *b;
+    nn_norm n;
+    float scale;
+    bool adds, causal;
+} nn_rowwise;
+
+/* out = (a - mean) * rstd * weight + bias; out may be a. */
+struct nn_row_layernorm {
+    template <unsigned TEAM, unsigned ITEMS, unsigned WIDE>
+    static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
+                                               const nn_rowwise &w, int64_t row) {
+        const int64_t width = w.n.width;
+        float v[ITEMS];
+        float total = 0.0f;
+        float squares = 0.0f;
+        team.load(v, w.a + row * width, width);
+        NN_UNROLL
+        for (unsigned i = 0; i < ITEMS; i++) {
+            total += v[i];
+        }
+        const float mean = team.sum(total) / (float)width;
+        NN_UNROLL
+        for (unsigned i = 0; i < ITEMS; i++) {
+            const float apart = team.column(i) < width ? v[i] - mean : 0.0f;
+            squares += apart * apart;
+        }
+        const float rstd = 1.0f / sqrtf(team.sum(squares) / (float)width + w.n.epsilon);
+        NN_UNROLL
+        for (unsigned i = 0; i < ITEMS; i += WIDE) {
+            float weight[WIDE] = {0};
+            float bias[WIDE] = {0};
+            if (team.column(i) < width) {
+                nn_wide<WIDE>::load(weight, w.n.weight + team.column(i));
+                nn_wide<WIDE>::load(bias, w.n.bias + team.column(i));
+            }
+            NN_UNROLL
+            for (unsigned k = 0; k < WIDE; k++) {
+                v[i + k] = (v[i + k] - mean) * rstd * weight[k] + bias[k];
+            }
+        }
+        team.store(w.out + row * width, v, width, false);
+        if (team.lane == 0) {
+            w.n.mean[row] = mean;
+            w.n.rstd[row] = rstd;
+        }
+    }
+};
+
+/* a is dy, b is x; out, the gradient of x, may be either. */
+struct nn_row_layernorm_backward {
+    template <unsigned TEAM, unsigned ITEMS, unsigned WIDE>
+    static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
+                                               const nn_rowwise &w, int64_t row) {
+        const int64_t width = w.n.width;
+        const float mean = w.n.mean[row];
+        const float rstd = w.n.rstd[row];
+        float slope[ITEMS];  // dy * weight
+        float normal[ITEMS]; // (x - mean) * rstd
+        float slopes = 0.0f;
+        float products = 0.0f;
+        team.load(slope, w.a + row * width, width);
+        team.load(normal, w.b + row * width, width);
+        NN_UNROLL
+        for (unsigned i = 0; i < ITEMS; i += WIDE) {
+            float weight[WIDE] = {0};
+            if (team.column(i) < width) {
+                nn_wide<WIDE>::load(weight, w.n.weight + team.column(i));
+            }
+            NN_UNROLL
+            for (unsigned k = i; k < i + WIDE; k++) {
+                slope[k] *= weight[k - i];
+                normal[k] = (normal[k] - mean) * rstd;
+                slopes += slope[k];
+                products += slope[k] * normal[k]; // slope is 0 outside of the row
+            }
+        }
+        slopes = team.sum(slopes) / (float)width;
+        products = team.sum(products) / (float)width;
+        NN_UNROLL
+        for (unsigned i = 0; i < ITEMS; i++) {
+            slope[i] = __fmul_rn(slope[i] - slopes - normal[i] * products, rstd);
+        }
+        team.store(w.out + row * width, slope, width, w.adds);
+    }
+};
+
+/* Scores (..., T, T): of row t the columns that it sees. Rows of a group fit 32 bits, of which a
+   remainder is much faster than of 64. */
+__device__ __forceinline__ int64_t nn_d_seen(const nn_rowwise &w, int64_t row) {
+    return w.causal ? (uint32_t)row % (uint32_t)w.n.width + 1 : w.n.width;
+}
+
+/* out = softmax(a) over the columns that are seen, and 0 for those that come later, which are not
+   read; out may be a. */
+struct nn_row_softmax {
+    template <unsigned TEAM, unsigned ITEMS, unsigned WIDE>
+    static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
+                                               const nn_rowwise &w, int64_t row) {
+        const int64_t seen = nn_d_seen(w, row);
+        float v[ITEMS];
+        float most = -FLT_MAX;
+        float total = 0.0f;
+        team.load(v, w.a + row * w.n.width, seen);
+        NN_UNROLL
+        for (unsigned i = 0; i < ITEMS; i++) {
+            most = team.column(i) < seen ? fmaxf(most, v[i]) : most;
+        }
+        most = team.most(most);
+        NN_UNROLL
+        for (unsigned i = 0; i < ITEMS; i++) {
+            v[i] = team.column(i) < seen ? nn_exp(v[i] - most) : 0.0f;
+            total += v[i];
+        }
+        const float share = 1.0f / team.sum(total);
+        NN_UNROLL
+        for (unsigned i = 0; i < ITEMS; i++) {
+            v[i] *= share;
+        }
+        team.store(w.out + row * w.n.width, v, w.n.width, false);
+    }
+};
+
+/* a is the gradient of probabilities b: out = b * (a - sum(a * b)) * scale; out may be a. */
+struct nn_row_softmax_backward {
+    template <unsigned TEAM, unsigned ITEMS, unsigned WIDE>
+    static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
+                                               const nn_rowwise &w, int64_t row) {
+        const int64_t seen = nn_d_seen(w, row);
+        float slope[ITEMS];
+        float p[ITEMS];
+        float total = 0.0f;
+        team.load(slope, w.a + row * w.n.width, seen);
+        team.load(p, w.b + row * w.n.width, seen);
+        NN_UNROLL
+        for (unsigned i = 0; i < ITEMS; i++) {
+            total += slope[i] * p[i];
+        }
+        total = team.sum(total);
+        NN_UNROLL
+        for (unsigned i = 0; i < ITEMS; i++) {
+            slope[i] = p[i] * (slope[i] - total) * w.scale;
+        }
+        team.store(w.out + row * w.n.width, slope, w.n.width, false);
+    }
+};
+
+template <typename F, unsigned ITEMS, unsigned WIDE>
+static __global__ void __launch_bounds__(NN_ROW_WARPS *NN_WARP) nn_k_rows(nn_rowwise w) {
+    const int64_t row = (int64_t)blockIdx.x * NN_ROW_WARPS + threadIdx.x / NN_WARP;
+    nn_team<NN_WARP, ITEMS, WIDE> team;
+    team.lane = threadIdx.x % NN_WARP;
+    team.shared = NULL;
+    if (row < w.n.rows) {
+        F::run(team, w, row);
+    }
+}
+
+/* A block per row; WIDE is 4 or 1. Macros, for a template has no shared memory of its own here. */
+#define NN_LONG_ROWS(name, operation, wide)                                                        \
+    static __global__ void __launch_bounds__(NN_THREADS) name(nn_rowwise w) {                      \
+        __shared__ float shared[NN_THREADS / NN_WARP];                                             \
+        nn_team<NN_THREADS, NN_WIDEST / NN_THREADS, wide> team;                                    \
+        team.lane = threadIdx.x;                                                                   \
+        team.shared = shared;                                                                      \
+        operation::run(team, w, (int64_t)blockIdx.x);                                              \
+    }
+
+NN_LONG_ROWS(nn_k_layernorm_4, nn_row_layernorm, 4)
+NN_LONG_ROWS(nn_k_layernorm_1, nn_row_layernorm, 1)
+NN_LONG_ROWS(nn_k_layernorm_backward_4, nn_row_layernorm_backward, 4)
+NN_LONG_ROWS(nn_k_layernorm_backward_1, nn_row_layernorm_backward, 1)
+NN_LONG_ROWS(nn_k_softmax_4, nn_row_softmax, 4)
+NN_LONG_ROWS(nn_k_softmax_1, nn_row_softmax, 1)
+NN_LONG_ROWS(nn_k_softmax_backward_4, nn_row_softmax_backward, 4)
+NN_LONG_ROWS(nn_k_softmax_backward_1, nn_row_softmax_backward, 1)
+
+typedef void (*nn_rows_kernel)(nn_rowwise w);
+
+/* The kernel for rows of this width: as few registers as hold them. */
+template <typename F>
+static int nn_cuda_rows(const ms_call *call, nn_rowwise w, nn_rows_kernel long_4,
+                        nn_rows_kernel long_1) {
+    static const nn_rows_kernel kernels[2][4] = {
+        {nn_k_rows<F, 8, 4>, nn_k_rows<F, 16, 4>, nn_k_rows<F, 32, 4>, nn_k_rows<F, 64, 4>},
+        {nn_k_rows<F, 8, 1>, NULL, nn_k_rows<F, 32, 1>, NULL},
+    };
+    const bool narrow = w.n.width % 4 != 0 || !nn_aligned(w.out) || !nn_aligned(w.a) ||
+                        !nn_aligned(w.b) || !nn_aligned(w.n.weight) || !nn_aligned(w.n.bias);
+    if (w.n.width > NN_WIDEST) {
+        return NN_ERROR_WIDTH;
+    }
+    for (int i = 0; i < 4; i++) {
+        if (kernels[narrow][i] != NULL && w.n.width <= (8 << i) * NN_WARP) {
+            const int64_t blocks = nn_divide_up(w.n.rows, NN_ROW_WARPS);
+            return nn_launch(call, nn_grid_of(blocks, 1, NN_ROW_WARPS * NN_WARP),
+                             kernels[narrow][i], w);
+        }
+    }
+    return nn_launch(call, nn_grid_of(w.n.rows, 1, NN_THREADS), narrow ? long_1 : long_4, w);
+}
+
+static int nn_cuda_layernorm(const ms_call *call, float *y, const float *x, const nn_norm *n) {
+    nn_rowwise w;
+    memset(&w, 0, sizeof w);
+    w.out = y;
+    w.a = x;
+    w.n = *n;
+    return nn_cuda_rows<nn_row_layernorm>(call, w, nn_k_layernorm_4, nn_k_layernorm_1);
+}
+
+static int nn_cuda_layernorm_backward(const ms_call *call, nn_target dx, nn_target dweight,
+                                      nn_target dbias, const float *dy, const float *x,
+                                      const nn_norm *n, float *work) {
+    nn_sums s = nn_sums_of(dy, n->rows, n->width);
+    nn_rowwise w;
+    s.x = x;
+    s.mean = n->mean;
+    s.rstd = n->rstd;
+    const int result = nn_cuda_column_sums(call, dbias, dweight, s, work);
+    if (result != 0 || dx.data == NULL) {
+        return result;
+    }
+    memset(&w, 0, sizeof w);
+    w.out = dx.data;
+    w.a = dy;
+    w.b = x;
+    w.n = *n;
+    w.adds = dx.beta != 0.0f;
+    return nn_cuda_rows<nn_row_layernorm_backward>(call, w, nn_k_layernorm_backward_4,
+                                                   nn_k_layernorm_backward_1);
+}
+
+// ---- cross-entropy
+
+/* logits (rows, classes), a block per row, one read: each thread keeps the largest of its logits and
+   the sum of exponentials relative to it. Milakov and Gimelshein, "Online Normalizer Calculation for
+   Softmax", 2018, algorithm 3. Rows of any alignment: neighbours read neighbouring floats, four
+   loads in flight. */
+typedef struct nn_entropy {
+    float *losses, *stats, *dlogits;
+    const float *dlosses, *known, *logits; // known: the stats, in backward
+    const int32_t *targets;
+    int64_t classes;
+    bool adds;
+} nn_entropy;
+
+static __global__ void __launch_bounds__(NN_LONG_THREADS) nn_k_cross_entropy(nn_entropy e) {
+    __shared__ float shared[NN_LONG_THREADS / NN_WARP];
+    const int64_t row = blockIdx.x;
+    const float *x = e.logits + row * e.classes;
+    const int32_t target = e.targets[row];
+    float most = -FLT_MAX;
+    float total = 0.0f;
+    // a NaN in an ignored row too, for gradients would be NaN with it: so a wrong token is told
+    float loss = target < e.classes && x[0] == x[0] ? 0.0f : NAN;
+    float log_sum = loss;
+    if (target >= 0 && target < e.classes) {
+        for (int64_t i = threadIdx.x; i < e.classes; i += 4 * NN_LONG_THREADS) {
+            float value[4];
+            float larger = most;
+            NN_UNROLL
+            for (int k = 0; k < 4; k++) {
+                const int64_t at = i + k * NN_LONG_THREADS;
+                value[k] = at < e.classes ? x[at] : -FLT_MAX;
+                larger = fmaxf(larger, value[k]);
+            }
+            total = larger > most ? total * nn_exp(most - larger) : total;
+            most = larger;
+            NN_UNROLL
+            for (int k = 0; k < 4; k++) {
+                const bool inside = i + k * NN_LONG_THREADS < e.classes;
+                total += inside ? nn_exp(value[k] - most) : 0.0f;
+            }
+        }
+        const float own = most;
+        most = nn_d_block_most(nn_d_warp_most(own), shared);
+        total = total * nn_exp(own - most);
+        total = nn_d_block_sum(nn_d_warp_sum(total), shared);
+        log_sum = logf(total);
+        loss = log_sum - (x[target] - most);
+    } else {
+        most = loss;
+    }
+    if (threadIdx.x == 0) {
+        e.losses[row] = loss;
+        e.stats[2 * row] = most;
+        e.stats[2 * row + 1] = log_sum;
+    }
+}
+
+/* dlogits = dlosses * (softmax(logits) - onehot(target)); dlogits may be logits. */
+static __global__ void __launch_bounds__(NN_LONG_THREADS)
+    nn_k_cross_entropy_backward(nn_entropy e) {
+    const int64_t row = blockIdx.x;
+    const float *x = e.logits + row * e.classes;
+    float *to = e.dlogits + row * e.classes;
+    const int32_t target = e.targets[row];
+    const float slope = e.dlosses[row];
+    const float most = e.known[2 * row];
+    const float log_sum = e.known[2 * row + 1];
+    if (target < 0 && e.adds) {
+        return;
+    }
+    for (int64_t i = threadIdx.x; i < e.classes; i += 4 * NN_LONG_THREADS) {
+        float value[4];
+        NN_UNROLL
+        for (int k = 0; k < 4; k++) {
+            const int64_t at = i + k * NN_LONG_THREADS;
+            value[k] = at < e.classes && target >= 0 ? x[at] : 0.0f;
+        }
+        NN_UNROLL
+        for (int k = 0; k < 4; k++) {
+            const int64_t at = i + k * NN_LONG_THREADS;
+            const float share = __fmul_rn(slope, nn_exp(value[k] - most - log_sum));
+            const float own = target < 0 ? 0.0f : nn_d_sum(share, at == target ? -slope : 0.0f);
+            if (at < e.classes) {
+                to[at] = e.adds ? nn_d_sum(to[at], own) : own;
+            }
+        }
+    }
+}
+
+static int nn_cuda_cross_entropy(const ms_call *call, float *losses, float *stats,
+                                 const float *logits, const int32_t *targets, int64_t rows,
+                                 int64_t classes) {
+    nn_entropy e;
+    memset(&e, 0, sizeof e);
+    e.losses = losses;
+    e.stats = stats;
+    e.logits = logits;
+    e.targets = targets;
+    e.classes = classes;
+    return nn_launch(call, nn_grid_of(rows, 1, NN_LONG_THREADS), nn_k_cross_entropy, e);
+}
+
+static int nn_cuda_cross_entropy_backward(const ms_call *call, nn_target dlogits,
+                                          const float *dlosses, const float *stats,
+                                          const float *logits, const int32_t *targets, int64_t rows,
+                                          int64_t classes) {
+    nn_entropy e;
+    if (dlogits.data == NULL) {
+        return 0;
+    }
+    memset(&e, 0, sizeof e);
+    e.dlogits = dlogits.data;
+    e.dlosses = dlosses;
+    e.known = stats;
+    e.logits = logits;
+    e.targets = targets;
+    e.classes = classes;
+    e.adds = dlogits.beta != 0.0f;
+    return nn_launch(call, nn_grid_of(rows, 1, NN_LONG_THREADS), nn_k_cross_entropy_backward, e);
+}
+
+// ---- attention
+
+/* Heads go through the products in groups, whose probabilities are in the workspace at once: about
+   NN_GROUP_FLOATS, which also stay in the cache of a large GPU.
+   In place: a group is some heads of one sequence, whose queries, keys and values are read where
+   they stand. Packed: where the heads of one sequence are too small to keep a GPU busy, a group is
+   all heads of some sequences; their queries, keys and values are copied head by head first, so
+   that one batched product takes them all. Which of the two depends on sizes alone. */
+typedef struct nn_groups {
+    bool packed;
+    int64_t count, size; // groups, and heads or sequences in each but the last
+} nn_groups;
+
+/* Square tiles of probabilities that a batched product of one sequence's heads deals out. */
+NN_API bool nn_cuda_packs(nn_attention_size n) {
+    const int64_t tiles = nn_divide_up(n.sequence, NN_TILE);
+    return n.batch > 1 && tiles * tiles * n.heads < NN_BUSY_TILES;
+}
+
+static nn_groups nn_cuda_groups(nn_attention_size n) {
+    nn_groups g;
+    g.packed = nn_cuda_packs(n);
+    const int64_t all = g.packed ? n.batch : n.heads;
+    const int64_t floats = g.packed ? nn_cuda_sequence_floats(n) : nn_cuda_head_floats(n);
+    const int64_t count = nn_divide_up(all, nn_most(1, nn_least(all, NN_GROUP_FLOATS / floats)));
+    g.size = nn_divide_up(all, count);
+    g.count = nn_divide_up(all, g.size) * (g.packed ? 1 : n.batch);
+    return g;
+}
+
+/* Copies between rows of channels, (count, sequence, parts, heads * size), rows of one token
+   row_stride apart, and heads, (heads of all sequences, sequence, size) for each part. */
+typedef struct nn_heads_copy {
+    float *rows;
+    float *part[3]; // as many as parts
+    int64_t sequences, sequence, parts, part_stride, row_stride, heads, size;
+    bool packs, adds;
+} nn_heads_copy;
+
+template <unsigned WIDE>
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_heads_copy(nn_heads_copy h) {
+    const unsigned parts = (unsigned)h.parts; // 32 bits, as blocks are counted
+    const unsigned part = blockIdx.x % parts;
+    const unsigned token = blockIdx.x / parts;
+    const unsigned sequence = token / (unsigned)h.sequence;
+    const unsigned time = token % (unsigned)h.sequence;
+    float *row = h.rows + token * h.row_stride + part * h.part_stride;
+    const unsigned columns = (unsigned)(h.heads * h.size); // 32 bits: divided for each element
+    const unsigned size = (unsigned)h.size;
+    for (unsigned c = threadIdx.x * WIDE; c < columns; c += NN_THREADS * WIDE) {
+        const unsigned head = c / size;
+        const int64_t place = ((int64_t)sequence * h.heads + head) * h.sequence + time;
+        float *own = h.part[part] + place * h.size + c % size;
+        float value[WIDE];
+        nn_wide<WIDE>::load(value, h.packs ? row + c : own);
+        if (h.adds) {
+            float old[WIDE];
+            nn_wide<WIDE>::load(old, h.packs ? own : row + c);
+            NN_UNROLL
+            for (unsigned k = 0; k < WIDE; k++) {
+                value[k] = nn_d_sum(old[k], value[k]);
+            }
+        }
+        nn_wide<WIDE>::store(h.packs ? own : row + c, value);
+    }
+}
+
+static int nn_cuda_heads_copy(const ms_call *call, nn_heads_copy h) {
+    bool wide = h.size % 4 == 0 && nn_aligned(h.rows);
+    for (int64_t p = 0; p < h.parts; p++) {
+        wide = wide && nn_aligned(h.part[p]);
+    }
+    return nn_launch(call, nn_grid_of(h.sequences * h.sequence * h.parts, 1, NN_THREADS),
+                     wide ? nn_k_heads_copy<4> : nn_k_heads_copy<1>, h);
+}
+
+/* Matrices (sequence, size), one per head. */
+typedef struct nn_heads {
+    float *data;
+    int64_t stride, step;
+} nn_heads;
+
+/* One group: where its operands are. q, k, v (and, in forward, o) are read and written by the
+   products; in backward dq, dk, dv get beta times what is there and the gradients. */
+typedef struct nn_group {
+    const ms_call *call;
+    nn_attention_size n;
+    bool packed;
+    int64_t heads;       // in the group
+    int64_t first, head; // sequence, and head within it, that it begins with
+    int64_t sequences;   // packed: how many
+    nn_heads q, k, v, o; // o: in backward its gradient
+    nn_heads dq, dk, dv; // backward
+    float *p, *dp;       // (heads, sequence, sequence); dp in backward
+    float *spare;        // behind all these
+} nn_group;
+
+static nn_heads nn_heads_of(const float *data, int64_t stride, int64_t step) {
+    nn_heads heads;
+    heads.data = (float *)(uintptr_t)data; // read only, where it is an input
+    heads.stride = stride;
+    heads.step = step;
+    return heads;
+}
+
+/* So many floats of the workspace, aligned as it is. */
+static float *nn_cuda_take(nn_group *g, int64_t floats) {
+    float *taken = g->spare;
+    g->spare += nn_divide_up(floats, 16) * 16;
+    return taken;
+}
+
+/* A group without its gradients. scores NULL: nobody keeps the probabilities. */
+static nn_group nn_cuda_group(const ms_call *call, int64_t index, nn_groups groups, float *scores,
+                              float *work, nn_attention_size n) {
+    nn_group g;
+    memset(&g, 0, sizeof g);
+    const int64_t per_sequence = groups.packed ? 1 : groups.count / n.batch;
+    const int64_t begin = index % (groups.packed ? groups.count : per_sequence) * groups.size;
+    g.call = call;
+    g.n = n;
+    g.packed = groups.packed;
+    g.spare = work;
+    g.first = groups.packed ? begin : index / per_sequence;
+    g.head = groups.packed ? 0 : begin;
+    g.sequences = groups.packed ? nn_least(groups.size, n.batch - begin) : 1;
+    g.heads = groups.packed ? g.sequences * n.heads : nn_least(groups.size, n.heads - begin);
+    const int64_t square = n.sequence * n.sequence;
+    g.p = scores != NULL ? scores + (g.first * n.heads + g.head) * square
+                         : nn_cuda_take(&g, g.heads * square);
+    return g;
+}
+
+/* q, k, v and o where they stand, in rows of 3 * heads * size and of heads * size. */
+static void nn_group_in_place(nn_group *g, const float *qkv, const float *out) {
+    const int64_t channels = g->n.heads * g->n.size;
+    const int64_t token = g->first * g->n.sequence;
+    const float *q = qkv + token * 3 * channels + g->head * g->n.size;
+    g->q = nn_heads_of(q, 3 * channels, g->n.size);
+    g->k = nn_heads_of(q + channels, 3 * channels, g->n.size);
+    g->v = nn_heads_of(q + 2 * channels, 3 * channels, g->n.size);
+    g->o = nn_heads_of(out + token * channels + g->head * g->n.size, channels, g->n.size);
+}
+
+/* Room for one packed operand. */
+static nn_heads nn_group_room(nn_group *g) {
+    const int64_t floats = g->n.sequence * g->n.size;
+    return nn_heads_of(nn_cuda_take(g, g->heads * floats), g->n.size, floats);
+}
+
+/* Moves the group's rows of x, (B, T, parts * C), to packed operands, or back. */
+static int nn_group_copy(const nn_group *g, const float *x, int64_t parts, const nn_heads *a,
+                         const nn_heads *b, const nn_heads *c, bool packs, float beta) {
+    const int64_t channels = g->n.heads * g->n.size;
+    nn_heads_copy h;
+    memset(&h, 0, sizeof h);
+    h.rows =
+        (float *)(uintptr_t)x + g->first * g->n.sequence * parts * channels + g->head * g->n.size;
+    h.part[0] = a->data;
+    h.part[1] = b != NULL ? b->data : NULL;
+    h.part[2] = c != NULL ? c->data : NULL;
+    h.sequences = g->sequences;
+    h.sequence = g->n.sequence;
+    h.parts = b != NULL ? 3 : 1;
+    h.part_stride = channels;
+    h.row_stride = parts * channels;
+    h.heads = g->packed ? g->n.heads : g->heads;
+    h.size = g->n.size;
+    h.packs = packs;
+    h.adds = beta != 0.0f;
+    return nn_cuda_heads_copy(g->call, h);
+}
+
+/* The operands of a product. */
+static ms_matrix nn_group_matrix(const nn_group *g, nn_heads heads) {
+    ms_matrix m = nn_matrix(heads.data, g->n.sequence, g->n.size, heads.stride);
+    m.count = g->heads;
+    m.step = heads.step;
+    return m;
+}
+
+static ms_matrix nn_group_square(const nn_group *g, const float *scores) {
+    ms_matrix m = nn_matrix(scores, g->n.sequence, g->n.sequence, g->n.sequence);
+    m.count = g->heads;
+    m.step = g->n.sequence * g->n.sequence;
+    return m;
+}
+
+static nn_rowwise nn_group_rows(const nn_group *g, float *out, const float *p) {
+    nn_rowwise w;
+    memset(&w, 0, sizeof w);
+    w.out = out;
+    w.a = out;
+    w.b = p;
+    w.n.rows = g->heads * g->n.sequence;
+    w.n.width = g->n.sequence;
+    w.scale = 1.0f / sqrtf((float)g->n.size);
+    w.causal = g->n.causal;
+    return w;
+}
+
+/* p = softmax(q k^T / sqrt(size)); the product takes the factor along. */
+static int nn_group_softmax(const nn_group *g) {
+    const nn_rowwise w = nn_group_rows(g, g->p, NULL);
+    const int result =
+        (int)ms_gemm(g->call, w.scale, nn_group_matrix(g, g->q),
+                     ms_transpose(nn_group_matrix(g, g->k)), 0.0f, nn_group_square(g, g->p));
+    return result != 0 ? result
+                       : nn_cuda_rows<nn_row_softmax>(g->call, w, nn_k_softmax_4, nn_k_softmax_1);
+}
+
+static int nn_group_forward(nn_group *g, float *out, const float *qkv) {
+    int result = 0;
+    if (g->packed) {
+        g->q = nn_group_room(g);
+        g->k = nn_group_room(g);
+        g->v = nn_group_room(g);
+        g->o = g->q; // no product reads both
+        result = nn_group_copy(g, qkv, 3, &g->q, &g->k, &g->v, true, 0.0f);
+    } else {
+        nn_group_in_place(g, qkv, out);
+    }
+    if (result == 0) {
+        result = nn_group_softmax(g);
+    }
+    if (result == 0) {
+        result = (int)ms_gemm(g->call, 1.0f, nn_group_square(g, g->p), nn_group_matrix(g, g->v),
+                              0.0f, nn_group_matrix(g, g->o));
+    }
+    return result != 0 || !g->packed ? result
+                                     : nn_group_copy(g, out, 1, &g->o, NULL, NULL, false, 0.0f);
+}
+
+static int nn_cuda_attention(const ms_call *call, float *out, float *scores, const float *qkv,
+                             float *work, nn_attention_size n) {
+    const nn_groups groups = nn_cuda_groups(n);
+    int result = 0;
+    for (int64_t i = 0; i < groups.count && result == 0; i++) {
+        nn_group g = nn_cuda_group(call, i, groups, scores, work, n);
+        result = nn_group_forward(&g, out, qkv);
+    }
+    return result;
+}
+
+/* Gradients take the place of what no product reads any more. In place the queries are copied
+   first, for dq may be written where they are and dk reads them: so dqkv may be qkv. */
+static int nn_group_operands(nn_group *g, nn_target dqkv, const float *dout, const float *qkv) {
+    nn_group gradient = *g;
+    g->dp = nn_cuda_take(g, g->heads * g->n.sequence * g->n.sequence);
+    if (!g->packed) {
+        nn_group_in_place(&gradient, dqkv.data, dout);
+        g->dq = gradient.q;
+        g->dk = gradient.k;
+        g->dv = gradient.v;
+        nn_group_in_place(g, qkv, dout);
+        g->q = nn_group_room(g);
+        return nn_group_copy(g, qkv, 3, &g->q, NULL, NULL, true, 0.0f);
+    }
+    g->q = nn_group_room(g);
+    g->k = nn_group_room(g);
+    g->v = nn_group_room(g);
+    g->o = nn_group_room(g);
+    g->dq = g->o;
+    g->dk = g->k;
+    g->dv = g->v;
+    return nn_first(nn_group_copy(g, qkv, 3, &g->q, &g->k, &g->v, true, 0.0f),
+                    nn_group_copy(g, dout, 1, &g->o, NULL, NULL, true, 0.0f));
+}
+
+/* dp = do v^T, dv = p^T do, ds from dp, dq = ds k, dk = ds^T q, in this order. */
+static int nn_group_backward(nn_group *g, float beta) {
+    const ms_matrix p = nn_group_square(g, g->p);
+    const ms_matrix dp = nn_group_square(g, g->dp);
+    const ms_matrix slope = nn_group_matrix(g, g->o);
+    int result =
+        (int)ms_gemm(g->call, 1.0f, slope, ms_transpose(nn_group_matrix(g, g->v)), 0.0f, dp);
+    if (result == 0) {
+        result =
+            (int)ms_gemm(g->call, 1.0f, ms_transpose(p), slope, beta, nn_group_matrix(g, g->dv));
+    }
+    if (result == 0) {
+        result =
+            nn_cuda_rows<nn_row_softmax_backward>(g->call, nn_group_rows(g, g->dp, g->p),
+                                                  nn_k_softmax_backward_4, nn_k_softmax_backward_1);
+    }
+    if (result == 0) {
+        result = (int)ms_gemm(g->call, 1.0f, dp, nn_group_matrix(g, g->k), beta,
+                              nn_group_matrix(g, g->dq));
+    }
+    return result != 0 ? result
+                       : (int)ms_gemm(g->call, 1.0f, ms_transpose(dp), nn_group_matrix(g, g->q),
+                                      beta, nn_group_matrix(g, g->dk));
+}
+
+static int nn_cuda_attention_backward(const ms_call *call, nn_target dqkv, const float *dout,
+                                      const float *scores, const float *qkv, float *work,
+                                      nn_attention_size n) {
+    const nn_groups groups = nn_cuda_groups(n);
+    int result = 0;
+    if (dqkv.data == NULL) {
+        return 0;
+    }
+    for (int64_t i = 0; i < groups.count && result == 0; i++) {
+        nn_group g = nn_cuda_group(call, i, groups, (float *)(uintptr_t)scores, work, n);
+        result = nn_group_operands(&g, dqkv, dout, qkv);
+        if (result == 0 && scores == NULL) {
+            result = nn_group_softmax(&g);
+        }
+        if (result == 0) {
+            result = nn_group_backward(&g, g.packed ? 0.0f : dqkv.beta);
+        }
+        if (result == 0 && g.packed) {
+            result = nn_group_copy(&g, dqkv.data, 3, &g.dq, &g.dk, &g.dv, false, dqkv.beta);
+        }
+    }
+    return result;
+}
+
+// ---- images: element by element
+
+struct nn_op_relu : nn_op {
+    __device__ float operator()(int64_t i, float a, float b) const {
+        (void)i;
+        (void)b;
+        return a < 0.0f ? 0.0f : a;
+    }
+};
+
+/* a is dy, b is y. */
+struct nn_op_relu_backward : nn_op {
+    __device__ float operator()(int64_t i, float a, float b) const {
+        (void)i;
+        return b > 0.0f ? a : 0.0f;
+    }
+};
+
+static int nn_cuda_relu(const ms_call *call, float *y, const float *x, int64_t count) {
+    return nn_cuda_map(call, nn_op_relu(), nn_target_of(y, 0.0f), x, NULL, count);
+}
+
+static int nn_cuda_relu_backward(const ms_call *call, nn_target dx, const float *dy, const float *y,
+                                 int64_t count) {
+    return nn_cuda_map(call, nn_op_relu_backward(), dx, dy, y, count);
+}
+
+/* out = op(a, b), or out += that, where op is told which plane the elements stand in that come
+   next, of `cycle` planes, after which it counts anew. a and b may be NULL. */
+typedef struct nn_plane_map {
+    float *out;
+    const float *a, *b;
+    int64_t count, plane, cycle;
+    bool adds, aligned;
+} nn_plane_map;
+
+/* Four floats that begin with element first, or those of them that there are, and else zeros. */
+__device__ __forceinline__ void nn_d_load_four(float *to, const float *from, int64_t first,
+                                               int64_t count, bool aligned) {
+    if (from != NULL && aligned && first + 4 <= count) {
+        nn_wide<4>::load(to, from + first);
+        return;
+    }
+    NN_UNROLL
+    for (int k = 0; k < 4; k++) {
+        to[k] = from != NULL && first + k < count ? from[first + k] : 0.0f;
+    }
+}
+
+__device__ __forceinline__ void nn_d_store_four(float *to, const float *from, int64_t first,
+                                                int64_t count, bool aligned) {
+    if (aligned && first + 4 <= count) {
+        nn_wide<4>::store(to + first, from);
+        return;
+    }
+    NN_UNROLL
+    for (int k = 0; k < 4; k++) {
+        if (first + k < count) {
+            to[first + k] = from[k];
+        }
+    }
+}
+
+/* Four elements a thread, all of which are read before one is written: out may be a or b. */
+template <typename F>
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_planes(F op, nn_plane_map m) {
+    const int64_t first = 4 * ((int64_t)blockIdx.x * NN_THREADS + threadIdx.x);
+    float a[4];
+    float b[4];
+    float old[4];
+    if (first >= m.count) {
+        return;
+    }
+    nn_d_load_four(a, m.a, first, m.count, m.aligned);
+    nn_d_load_four(b, m.b, first, m.count, m.aligned);
+    nn_d_load_four(old, m.adds ? m.out : NULL, first, m.count, m.aligned);
+    int64_t plane = first / m.plane;
+    int64_t inside = first - plane * m.plane;
+    plane %= m.cycle;
+    op.start(plane);
+    NN_UNROLL
+    for (int k = 0; k < 4; k++) {
+        if (inside == m.plane) {
+            inside = 0;
+            plane = plane + 1 == m.cycle ? 0 : plane + 1;
+            op.start(plane);
+        }
+        inside++;
+        a[k] = op(a[k], b[k]);
+        a[k] = m.adds ? nn_d_sum(old[k], a[k]) : a[k];
+    }
+    nn_d_store_four(m.out, a, first, m.count, m.aligned);
+}
+
+/* The kernel above, for elements (..., cycle, plane). */
+template <typename F>
+static int nn_cuda_planes(const ms_call *call, F op, nn_target out, const float *a, const float *b,
+                          nn_planes n, int64_t cycle) {
+    nn_plane_map m;
+    if (out.data == NULL) {
+        return 0;
+    }
+    m.out = out.data;
+    m.a = a;
+    m.b = b;
+    m.count = nn_planes_count(n);
+    m.plane = n.plane;
+    m.cycle = cycle;
+    m.adds = out.beta != 0.0f;
+    m.aligned = nn_aligned(out.data) && nn_aligned(a) && nn_aligned(b);
+    return nn_launch(call, nn_grid_of(nn_divide_up(m.count, 4 * NN_THREADS), 1, NN_THREADS),
+                     nn_k_planes<F>, op, m);
+}
+
+/* means (images * channels) of the planes of x; a warp takes a plane. */
+template <unsigned WIDE>
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_average(float *means, const float *x, int64_t planes, int64_t plane) {
+    const unsigned lane = threadIdx.x % NN_WARP;
+    const int64_t p = (int64_t)blockIdx.x * (NN_THREADS / NN_WARP) + threadIdx.x / NN_WARP;
+    float sum[WIDE] = {0};
+    if (p >= planes) {
+        return;
+    }
+    NN_UNROLL_FOUR
+    for (int64_t i = lane * WIDE; i < plane; i += NN_WARP * WIDE) {
+        float value[WIDE];
+        nn_wide<WIDE>::load(value, x + p * plane + i);
+        NN_UNROLL
+        for (unsigned k = 0; k < WIDE; k++) {
+            sum[k] += value[k];
+        }
+    }
+    NN_UNROLL
+    for (unsigned k = 1; k < WIDE; k++) {
+        sum[0] += sum[k];
+    }
+    const float total = nn_d_warp_sum(sum[0]);
+    if (lane == 0) {
+        means[p] = total / (float)plane;
+    }
+}
+
+static int nn_cuda_average(const ms_call *call, float *means, const float *x, nn_planes n) {
+    const bool wide = n.plane % 4 == 0 && nn_aligned(x);
+    const int64_t planes = n.images * n.channels;
+    return nn_launch(call, nn_grid_of(nn_divide_up(planes, NN_THREADS / NN_WARP), 1, NN_THREADS),
+                     wide ? nn_k_average<4> : nn_k_average<1>, means, x, planes, n.plane);
+}
+
+struct nn_op_average_backward {
+    const float *dmeans;
+    float plane, slope;
+    __device__ void start(int64_t p) {
+        slope = dmeans[p] / plane;
+    }
+    __device__ float operator()(float a, float b) const {
+        (void)a;
+        (void)b;
+        return slope;
+    }
+};
+
+static int nn_cuda_average_backward(const ms_call *call, nn_target dx, const float *dmeans,
+                                    nn_planes n) {
+    nn_op_average_backward op;
+    op.dmeans = dmeans;
+    op.plane = (float)n.plane;
+    op.slope = 0.0f;
+    return nn_cuda_planes(call, op, dx, NULL, NULL, n, n.images * n.channels);
+}
+
+// ---- images: sums over a channel
+
+/* The values of a channel, those of one image behind those of another, are dealt out in chunks.
+   x NULL: sums of dy. dy NULL: sums of x, and of the squares about the chunk's mean. Else sums of
+   dy, and of dy times (x - mean) * rstd. */
+typedef struct nn_channel_sums {
+    const float *dy, *x, *mean, *rstd;
+    nn_planes n;
+    int64_t chunks;
+    float *sums, *products; // (channels, chunks)
+} nn_channel_sums;
+
+/* NN_CHANNEL_ITEMS floats of a thread's own, of this chunk of a channel; zeros behind the end. */
+template <unsigned WIDE>
+__device__ __forceinline__ void nn_d_channel_load(float *v, const float *x, int64_t channel,
+                                                  int64_t chunk, nn_planes n) {
+    const int64_t count = n.images * n.plane;
+    NN_UNROLL
+    for (unsigned i = 0; i < NN_CHANNEL_ITEMS; i += WIDE) {
+        const int64_t at = chunk * NN_CHANNEL_CHUNK + i * NN_THREADS + threadIdx.x * WIDE;
+        const int64_t image = at / n.plane;
+        NN_UNROLL
+        for (unsigned k = i; k < i + WIDE; k++) {
+            v[k] = 0.0f;
+        }
+        if (at < count) { // the whole of WIDE then, as count and plane are multiples of it
+            nn_wide<WIDE>::load(v + i, x + (image * n.channels + channel) * n.plane +
+                                           (at - image * n.plane));
+        }
+    }
+}
+
+/* A chunk is read once and stays in registers. */
+template <unsigned WIDE>
+__device__ __forceinline__ void nn_d_channel_moments(const nn_channel_sums &s, float *shared) {
+    const int64_t channel = blockIdx.x / s.chunks;
+    const int64_t chunk = blockIdx.x % s.chunks;
+    const int64_t size =
+        nn_d_least(NN_CHANNEL_CHUNK, s.n.images * s.n.plane - chunk * NN_CHANNEL_CHUNK);
+    float v[NN_CHANNEL_ITEMS];
+    float total = 0.0f;
+    float squares = 0.0f;
+    nn_d_channel_load<WIDE>(v, s.x, channel, chunk, s.n);
+    NN_UNROLL
+    for (unsigned i = 0; i < NN_CHANNEL_ITEMS; i++) {
+        total += v[i];
+    }
+    total = nn_d_block_sum(nn_d_warp_sum(total), shared);
+    const float mean = total / (float)size;
+    NN_UNROLL
+    for (unsigned i = 0; i < NN_CHANNEL_ITEMS; i++) {
+        const unsigned at = i / WIDE * WIDE * NN_THREADS + threadIdx.x * WIDE + i % WIDE;
+        const float off = at < size ? v[i] - mean : 0.0f;
+        squares += off * off;
+    }
+    squares = nn_d_block_sum(nn_d_warp_sum(squares), shared);
+    if (threadIdx.x == 0) {
+        s.sums[blockIdx.x] = total;
+        s.products[blockIdx.x] = squares;
+    }
+}
+
+template <unsigned WIDE>
+__device__ __forceinline__ void nn_d_channel_slopes(const nn_channel_sums &s, float *shared) {
+    const int64_t channel = blockIdx.x / s.chunks;
+    const int64_t chunk = blockIdx.x % s.chunks;
+    float slope[NN_CHANNEL_ITEMS];
+    float x[NN_CHANNEL_ITEMS] = {0};
+    float total = 0.0f;
+    float product = 0.0f;
+    nn_d_channel_load<WIDE>(slope, s.dy, channel, chunk, s.n);
+    if (s.x != NULL) {
+        nn_d_channel_load<WIDE>(x, s.x, channel, chunk, s.n);
+    }
+    const float mean = s.x != NULL ? s.mean[channel] : 0.0f;
+    const float rstd = s.x != NULL ? s.rstd[channel] : 0.0f;
+    NN_UNROLL
+    for (unsigned i = 0; i < NN_CHANNEL_ITEMS; i++) {
+        total += slope[i];
+        product += slope[i] * ((x[i] - mean) * rstd);
+    }
+    total = nn_d_block_sum(nn_d_warp_sum(total), shared);
+    product = nn_d_block_sum(nn_d_warp_sum(product), shared);
+    if (threadIdx.x == 0) {
+        s.sums[blockIdx.x] = total;
+        s.products[blockIdx.x] = product;
+    }
+}
+
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_channel_moments_4(nn_channel_sums s) {
+    __shared__ float shared[NN_THREADS / NN_WARP];
+    nn_d_channel_moments<4>(s, shared);
+}
+
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_channel_moments_1(nn_channel_sums s) {
+    __shared__ float shared[NN_THREADS / NN_WARP];
+    nn_d_channel_moments<1>(s, shared);
+}
+
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_channel_slopes_4(nn_channel_sums s) {
+    __shared__ float shared[NN_THREADS / NN_WARP];
+    nn_d_channel_slopes<4>(s, shared);
+}
+
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_channel_slopes_1(nn_channel_sums s) {
+    __shared__ float shared[NN_THREADS / NN_WARP];
+    nn_d_channel_slopes<1>(s, shared);
+}
+
+/* The warp's channel, for kernels that fold chunks; the same for all its threads. */
+__device__ __forceinline__ int64_t nn_d_warp_channel(void) {
+    return (int64_t)blockIdx.x * (NN_THREADS / NN_WARP) + threadIdx.x / NN_WARP;
+}
+
+/* In double, the sum of a channel's chunks; all threads of the warp get it. */
+__device__ __forceinline__ double nn_d_fold_chunks(const float *sums, int64_t channel,
+                                                   int64_t chunks) {
+    double total = 0.0;
+    for (int64_t i = threadIdx.x % NN_WARP; i < chunks; i += NN_WARP) {
+        total += (double)sums[channel * chunks + i];
+    }
+    return nn_d_warp_sum(total);
+}
+
+/* dbias and dweight (channels each) get the sums and products; means (2, channels) gets both over
+   the number of values. Each may be NULL. */
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_channel_fold(nn_channel_sums s, nn_target dbias, nn_target dweight, float *means) {
+    const int64_t channel = nn_d_warp_channel();
+    if (channel >= s.n.channels) {
+        return;
+    }
+    const double count = (double)(s.n.images * s.n.plane);
+    const double total = nn_d_fold_chunks(s.sums, channel, s.chunks);
+    const double product = s.x != NULL ? nn_d_fold_chunks(s.products, channel, s.chunks) : 0.0;
+    if (threadIdx.x % NN_WARP != 0) {
+        return;
+    }
+    if (dbias.data != NULL) {
+        const float old = dbias.beta != 0.0f ? dbias.data[channel] : 0.0f;
+        dbias.data[channel] = nn_d_sum(old, (float)total);
+    }
+    if (dweight.data != NULL) {
+        const float old = dweight.beta != 0.0f ? dweight.data[channel] : 0.0f;
+        dweight.data[channel] = nn_d_sum(old, (float)product);
+    }
+    if (means != NULL) {
+        means[channel] = (float)(total / count);
+        means[s.n.channels + channel] = (float)(product / count);
+    }
+}
+
+/* Mean and rstd of a channel, from its chunks or from the running statistics, which the former
+   move. The squares of a chunk are about its own mean: Chan, Golub and LeVeque, "Updating Formulae
+   and a Pairwise Algorithm for Computing Sample Variances", 1979, equation 2.1. */
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_channel_norm(nn_channel_sums s, nn_batch_norm_values v, float *mean, float *rstd) {
+    const int64_t channel = nn_d_warp_channel();
+    const int64_t count = s.n.images * s.n.plane;
+    if (channel >= s.n.channels) {
+        return;
+    }
+    float m = 0.0f;
+    float variance = 0.0f;
+    if (v.moments == NN_MOMENTS_RUNNING) {
+        m = v.running_mean[channel];
+        variance = v.running_variance[channel];
+    } else {
+        const double middle = nn_d_fold_chunks(s.sums, channel, s.chunks) / (double)count;
+        double squares = 0.0;
+        for (int64_t i = threadIdx.x % NN_WARP; i < s.chunks; i += NN_WARP) {
+            const double size = (double)nn_d_least(NN_CHANNEL_CHUNK, count - i * NN_CHANNEL_CHUNK);
+            const double off = (double)s.sums[channel * s.chunks + i] / size - middle;
+            squares += (double)s.products[channel * s.chunks + i] + size * off * off;
+        }
+        m = (float)middle;
+        variance = (float)(nn_d_warp_sum(squares) / (double)count);
+    }
+    if (threadIdx.x % NN_WARP != 0) {
+        return;
+    }
+    if (v.moments == NN_MOMENTS_OF_BATCH && v.running_mean != NULL) {
+        nn_move_running(&v, channel, m, variance, count);
+    }
+    mean[channel] = m;
+    rstd[channel] = 1.0f / sqrtf(variance + v.epsilon);
+    if (v.mean != NULL) {
+        v.mean[channel] = mean[channel];
+    }
+    if (v.rstd != NULL) {
+        v.rstd[channel] = rstd[channel];
+    }
+}
+
+/* The first stage. work: nn_cuda_channel_floats, of which the last two per channel stay free. */
+static int nn_cuda_channel_sums(const ms_call *call, nn_channel_sums *s, float *work) {
+    const bool wide = s->n.plane % 4 == 0 && nn_aligned(s->dy) && nn_aligned(s->x);
+    s->chunks = nn_cuda_channel_chunks(s->n);
+    s->sums = work;
+    s->products = work + s->n.channels * s->chunks;
+    const nn_grid grid = nn_grid_of(s->n.channels * s->chunks, 1, NN_THREADS);
+    if (s->dy == NULL) {
+        return nn_launch(call, grid, wide ? nn_k_channel_moments_4 : nn_k_channel_moments_1, *s);
+    }
+    return nn_launch(call, grid, wide ? nn_k_channel_slopes_4 : nn_k_channel_slopes_1, *s);
+}
+
+static nn_grid nn_channel_grid(nn_planes n) {
+    return nn_grid_of(nn_divide_up(n.channels, NN_THREADS / NN_WARP), 1, NN_THREADS);
+}
+
+/* dbias (channels): the sums of dy over images and planes. */
+static int nn_cuda_channel_bias(const ms_call *call, nn_target dbias, const float *dy, nn_planes n,
+                                float *work) {
+    nn_channel_sums s;
+    float *const means = NULL;
+    if (dbias.data == NULL) {
+        return 0;
+    }
+    memset(&s, 0, sizeof s);
+    s.dy = dy;
+    s.n = n;
+    const int result = nn_cuda_channel_sums(call, &s, work);
+    return nn_first(result, nn_launch(call, nn_channel_grid(n), nn_k_channel_fold, s, dbias,
+                                      nn_target_of(NULL, 0.0f), means));
+}
+
+// ---- images: batch normalization
+
+/* a is x. */
+struct nn_op_batch_norm {
+    const float *mean, *rstd, *weight, *bias;
+    float m, r, w, b;
+    __device__ void start(int64_t channel) {
+        m = mean[channel];
+        r = rstd[channel];
+        w = weight[channel];
+        b = bias[channel];
+    }
+    __device__ float operator()(float x, float nothing) const {
+        (void)nothing;
+        return (x - m) * r * w + b;
+    }
+};
+
+/* means (2, channels): of dy, and of dy times (x - mean) * rstd. */
+struct nn_op_batch_norm_backward {
+    const float *mean, *rstd, *weight, *means;
+    int64_t channels;
+    float m, r, scale, slope, product;
+    __device__ void start(int64_t channel) {
+        m = mean[channel];
+        r = rstd[channel];
+        scale = r * weight[channel];
+        slope = means[channel];
+        product = means[channels + channel];
+    }
+    __device__ float operator()(float dy, float x) const {
+        return (dy - slope - (x - m) * r * product) * scale;
+    }
+};
+
+/* The same kernel and the same mean and rstd in forward and in a recomputation: the same bits. */
+static int nn_cuda_batch_norm(const ms_call *call, float *y, const float *x,
+                              const nn_batch_norm_values *v, nn_planes n, float *work) {
+    nn_op_batch_norm op;
+    nn_channel_sums s;
+    memset(&op, 0, sizeof op);
+    memset(&s, 0, sizeof s);
+    s.x = x;
+    s.n = n;
+    op.weight = v->weight;
+    op.bias = v->bias;
+    op.mean = v->mean;
+    op.rstd = v->rstd;
+    int result = v->moments == NN_MOMENTS_OF_BATCH ? nn_cuda_channel_sums(call, &s, work) : 0;
+    if (v->moments != NN_MOMENTS_SAVED) {
+        float *mean = work + nn_cuda_channel_floats(n) - 2 * n.channels;
+        float *rstd = mean + n.channels;
+        op.mean = mean;
+        op.rstd = rstd;
+        result = nn_first(
+            result, nn_launch(call, nn_channel_grid(n), nn_k_channel_norm, s, *v, mean, rstd));
+    }
+    return nn_first(result,
+                    nn_cuda_planes(call, op, nn_target_of(y, 0.0f), x, NULL, n, n.channels));
+}
+
+static int nn_cuda_batch_norm_backward(const ms_call *call, nn_target dx, nn_target dweight,
+                                       nn_target dbias, const float *dy, const float *x,
+                                       const nn_batch_norm_values *v, nn_planes n, float *work) {
+    float *means = work + nn_cuda_channel_floats(n) - 2 * n.channels;
+    nn_op_batch_norm_backward op;
+    nn_channel_sums s;
+    memset(&op, 0, sizeof op);
+    memset(&s, 0, sizeof s);
+    op.mean = v->mean;
+    op.rstd = v->rstd;
+    op.weight = v->weight;
+    op.means = means;
+    op.channels = n.channels;
+    s.dy = dy;
+    s.x = x;
+    s.mean = v->mean;
+    s.rstd = v->rstd;
+    s.n = n;
+    int result = nn_cuda_channel_sums(call, &s, work);
+    result = nn_first(
+        result, nn_launch(call, nn_channel_grid(n), nn_k_channel_fold, s, dbias, dweight, means));
+    return nn_first(result, nn_cuda_planes(call, op, dx, dy, x, n, n.channels));
+}
+
+// ---- images: squares that slide over them
+
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_max_pool(float *y, int32_t *places, const float *x, nn_window w) {
+    const int64_t i = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
+    if (i >= w.images * w.channels * w.out_height * w.out_width) {
+        return;
+    }
+    const int64_t line = i / w.out_width;
+    const int64_t plane = line / w.out_height;
+    const float *from = x + plane * (w.height * w.width);
+    const int64_t place =
+        nn_largest_place(from, &w, line - plane * w.out_height, i - line * w.out_width);
+    y[i] = from[place];
+    if (places != NULL) {
+        places[i] = (int32_t)place;
+    }
+}
+
+static int nn_cuda_max_pool(const ms_call *call, float *y, int32_t *places, const float *x,
+                            const nn_window *w) {
+    const int64_t count = w->images * w->channels * w->out_height * w->out_width;
+    return nn_launch(call, nn_grid_of(nn_divide_up(count, NN_THREADS), 1, NN_THREADS),
+                     nn_k_max_pool, y, places, x, *w);
+}
+
+/* dx (planes, height, width): every pixel gathers from the squares that cover it, of the rows
+   `squares`. Visited are the rows begin ... end - 1 of each plane, of which those before fresh are
+   added to in any case. */
+typedef struct nn_gather {
+    float *dx;
+    int64_t planes, begin, end, fresh;
+    nn_rows_of_squares squares;
+    nn_window w;
+    int64_t kernel_whole, kernel_rest;   // kernel / stride, kernel % stride
+    int64_t padding_whole, padding_rest; // the same of padding: where pixel 0 stands
+    bool adds, aligned;
+} nn_gather;
+
+/* The squares begin ... end - 1 that cover whole * stride + rest, counted from where the first one
+   begins; there are count. */
+__device__ __forceinline__ nn_span nn_d_covering(int64_t whole, int64_t rest, const nn_gather &g,
+                                                 int64_t count) {
+    nn_span span;
+    span.end = nn_d_least(whole + 1, count);
+    span.begin = whole + 1 - g.kernel_whole - (rest < g.kernel_rest ? 1 : 0);
+    span.begin = span.begin < 0 ? 0 : span.begin;
+    return span;
+}
+
+/* The same for a row of pixels, of the squares at hand. */
+__device__ __forceinline__ nn_span nn_d_covering_row(int64_t y, const nn_gather &g) {
+    const int64_t at = y + g.w.padding;
+    const int64_t whole = at / g.w.stride;
+    nn_span span = nn_d_covering(whole, at - whole * g.w.stride, g, g.w.out_height);
+    span.end = nn_d_least(span.end, g.squares.begin + g.squares.count);
+    span.begin = span.begin < g.squares.begin ? g.squares.begin : span.begin;
+    return span;
+}
+
+/* A walk over pixels in their order, with the squares that cover each. */
+struct nn_walk {
+    int64_t plane, y, x, whole, rest; // x + padding is whole * stride + rest
+    nn_span down;
+
+    __device__ __forceinline__ nn_walk(int64_t first, const nn_gather &g) {
+        const int64_t line = first / g.w.width;
+        x = first - line * g.w.width;
+        plane = line / (g.end - g.begin);
+        y = g.begin + line - plane * (g.end - g.begin);
+        whole = (x + g.w.padding) / g.w.stride;
+        rest = x + g.w.padding - whole * g.w.stride;
+        down = nn_d_covering_row(y, g);
+    }
+
+    /* On to the next pixel; true: it is the first of a plane. */
+    __device__ __forceinline__ bool step(const nn_gather &g) {
+        rest = rest + 1 == g.w.stride ? 0 : rest + 1;
+        whole += rest == 0 ? 1 : 0;
+        if (++x < g.w.width) {
+            return false;
+        }
+        x = 0;
+        whole = g.padding_whole;
+        rest = g.padding_rest;
+        const bool last = y + 1 == g.end;
+        y = last ? g.begin : y + 1;
+        plane += last ? 1 : 0;
+        down = nn_d_covering_row(y, g);
+        return last;
+    }
+};
+
+/* Four pixels a thread. op is told the plane of the pixels that come next. */
+template <typename F>
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_gather(F op, nn_gather g) {
+    const int64_t first = 4 * ((int64_t)blockIdx.x * NN_THREADS + threadIdx.x);
+    const int64_t count = g.planes * (g.end - g.begin) * g.w.width;
+    const bool wide = g.aligned && first + 4 <= count;
+    float sum[4] = {0};
+    float *to[4] = {NULL};
+    if (first >= count) {
+        return;
+    }
+    nn_walk walk(first, g);
+    op.start(walk.plane);
+    NN_UNROLL
+    for (int k = 0; k < 4; k++) {
+        if (first + k < count) {
+            to[k] = g.dx + (walk.plane * g.w.height + walk.y) * g.w.width + walk.x;
+            sum[k] = op(walk.y, walk.x, walk.down,
+                        nn_d_covering(walk.whole, walk.rest, g, g.w.out_width));
+            if (g.adds || walk.y < g.fresh) {
+                sum[k] = nn_d_sum(*to[k], sum[k]);
+            }
+        }
+        if (first + k + 1 < count && walk.step(g)) {
+            op.start(walk.plane);
+        }
+    }
+    if (wide) {
+        nn_wide<4>::store(to[0], sum);
+        return;
+    }
+    NN_UNROLL
+    for (int k = 0; k < 4; k++) {
+        if (first + k < count) {
+            *to[k] = sum[k];
+        }
+    }
+}
+
+/* All pixels of all planes, from all squares. */
+static nn_gather nn_gather_of(nn_target dx, int64_t planes, const nn_window *w) {
+    nn_gather g;
+    memset(&g, 0, sizeof g);
+    g.dx = dx.data;
+    g.planes = planes;
+    g.end = w->height;
+    g.squares.count = w->out_height;
+    g.w = *w;
+    g.kernel_whole = w->kernel / w->stride;
+    g.kernel_rest = w->kernel % w->stride;
+    g.padding_whole = w->padding / w->stride;
+    g.padding_rest = w->padding % w->stride;
+    g.adds = dx.beta != 0.0f;
+    return g;
+}
+
+template <typename F> static int nn_cuda_gather(const ms_call *call, F op, nn_gather g) {
+    const int64_t count = g.planes * (g.end - g.begin) * g.w.width;
+    g.aligned = g.end - g.begin == g.w.height && nn_aligned(g.dx);
+    return nn_launch(call, nn_grid_of(nn_divide_up(count, 4 * NN_THREADS), 1, NN_THREADS),
+                     nn_k_gather<F>, op, g);
+}
+
+/* The slopes of the squares whose largest value stood in the pixel. */
+struct nn_op_max_pool_backward {
+    const float *dy;
+    const int32_t *places;
+    int64_t width, out_width, out_plane, begin;
+    __device__ void start(int64_t plane) {
+        begin = plane * out_plane;
+    }
+    __device__ float operator()(int64_t y, int64_t x, nn_span down, nn_span across) const {
+        const int32_t place = (int32_t)(y * width + x);
+        float sum = 0.0f;
+        for (int64_t i = down.begin; i < down.end; i++) {
+            for (int64_t k = across.begin; k < across.end; k++) {
+                const int64_t at = begin + i * out_width + k;
+                sum += places[at] == place ? dy[at] : 0.0f;
+            }
+        }
+        return sum;
+    }
+};
+
+static int nn_cuda_max_pool_backward(const ms_call *call, nn_target dx, const float *dy,
+                                     const int32_t *places, const nn_window *w) {
+    nn_op_max_pool_backward op;
+    if (dx.data == NULL) {
+        return 0;
+    }
+    op.dy = dy;
+    op.places = places;
+    op.width = w->width;
+    op.out_width = w->out_width;
+    op.out_plane = w->out_height * w->out_width;
+    op.begin = 0;
+    return nn_cuda_gather(call, op, nn_gather_of(dx, w->images * w->channels, w));
+}
+
+// ---- images: convolution
+
+/* What is worked on at once: whole images, or some rows of squares of one image. */
+typedef struct nn_part {
+    int64_t image, images;
+    nn_rows_of_squares rows;
+} nn_part;
+
+typedef struct nn_parts {
+    int64_t images, rows; // in each but the last
+    int64_t bands;        // parts of an image
+    int64_t count;        // of all parts
+} nn_parts;
+
+/* Parts of so many squares at most, or of one row of them. */
+static nn_parts nn_parts_of(const nn_window *w, int64_t squares) {
+    nn_parts parts;
+    parts.images = nn_most(1, nn_least(w->images, squares / nn_window_places(w)));
+    parts.rows = nn_most(1, nn_least(w->out_height, squares / w->out_width));
+    const int64_t groups = nn_divide_up(w->images, parts.images);
+    parts.images = nn_divide_up(w->images, groups);
+    parts.rows = nn_divide_up(w->out_height, nn_divide_up(w->out_height, parts.rows));
+    parts.bands = nn_divide_up(w->out_height, parts.rows);
+    parts.count = nn_divide_up(w->images, parts.images) * parts.bands;
+    return parts;
+}
+
+static nn_part nn_part_at(const nn_parts *parts, int64_t index, const nn_window *w) {
+    nn_part part;
+    part.image = index / parts->bands * parts->images;
+    part.images = nn_least(parts->images, w->images - part.image);
+    part.rows.begin = index % parts->bands * parts->rows;
+    part.rows.count = nn_least(parts->rows, w->out_height - part.rows.begin);
+    return part;
+}
+
+/* Squares of a part, in each of its images. */
+static int64_t nn_part_places(const nn_part *part, const nn_window *w) {
+    return part->rows.count * w->out_width;
+}
+
+/* Columns of forward, or their gradients. */
+static nn_parts nn_cuda_column_parts(const nn_window *w, int64_t out) {
+    const int64_t squares = nn_cuda_conv2d_limit(w, out) / nn_window_depth(w);
+    return nn_parts_of(w, nn_is_pointwise(w) ? w->images * nn_window_places(w) : squares);
+}
+
+/* Where nn_k_columns writes: element (i, j) of square p of channel c of the part's image number g
+   to columns[g * image_step + ((c * kernel + i) * kernel + j) * row_step + p]. The squares count
+   on over the images, and behind the last of them, up to `squares`, are zeros. */
+typedef struct nn_columns {
+    float *columns;
+    const float *x; // the part's first image
+    nn_window w;
+    nn_part part;
+    int64_t squares, image_step, row_step;
+} nn_columns;
+
+/* A thread takes one square of one channel; its neighbours in the warp take the next squares. */
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_columns(nn_columns n) {
+    const int64_t index = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
+    const int64_t channel = index / n.squares;
+    if (channel >= n.w.channels) {
+        return;
+    }
+    const int64_t square = index - channel * n.squares;
+    const int64_t places = n.part.rows.count * n.w.out_width;
+    const int64_t image = square / places;
+    const int64_t place = square - image * places;
+    const int64_t line = place / n.w.out_width;
+    const int64_t top = (n.part.rows.begin + line) * n.w.stride - n.w.padding;
+    const int64_t left = (place - line * n.w.out_width) * n.w.stride - n.w.padding;
+    const int64_t plane = (image * n.w.channels + channel) * n.w.height;
+    float *to =
+        n.columns + image * n.image_step + channel * n.w.kernel * n.w.kernel * n.row_step + place;
+    for (int64_t y = top; y < top + n.w.kernel; y++) {
+        const bool inside = image < n.part.images && y >= 0 && y < n.w.height;
+        const int64_t begin = (plane + y) * n.w.width;
+        NN_UNROLL_FOUR
+        for (int64_t x = left; x < left + n.w.kernel; x++) {
+            *to = inside && x >= 0 && x < n.w.width ? __ldg(n.x + (begin + x)) : 0.0f;
+            to += n.row_step;
+        }
+    }
+}
+
+static int nn_cuda_columns(const ms_call *call, nn_columns n) {
+    return nn_launch(call,
+                     nn_grid_of(nn_divide_up(n.w.channels * n.squares, NN_THREADS), 1, NN_THREADS),
+                     nn_k_columns, n);
+}
+
+static nn_columns nn_columns_in(float *work, const float *x, const nn_part *part,
+                                const nn_window *w) {
+    nn_columns n;
+    n.columns = work;
+    n.x = x + part->image * (w->channels * w->height * w->width);
+    n.w = *w;
+    n.part = *part;
+    n.squares = part->images * nn_part_places(part, w);
+    n.row_step = nn_part_places(part, w);
+    n.image_step = nn_window_depth(w) * n.row_step;
+    return n;
+}
+
+/* The part's squares of planes (images, count, places). */
+static ms_matrix nn_part_squares(const float *planes, int64_t count, const nn_part *part,
+                                 const nn_window *w) {
+    const int64_t image = count * nn_window_places(w);
+    ms_matrix m = nn_squares(planes + part->image * image, count, part->rows, w);
+    m.count = part->images;
+    m.step = image;
+    return m;
+}
+
+/* The part's columns (images, depth, places), made in work or where they stand. */
+static ms_matrix nn_part_columns(const float *work, const float *x, const nn_part *part,
+                                 const nn_window *w) {
+    const int64_t depth = nn_window_depth(w);
+    const int64_t places = nn_part_places(part, w);
+    if (nn_is_pointwise(w)) {
+        return nn_part_squares(x, w->channels, part, w);
+    }
+    ms_matrix m = nn_matrix(work, depth, places, places);
+    m.count = part->images;
+    m.step = depth * places;
+    return m;
+}
+
+/* a is a product. */
+struct nn_op_channel_bias {
+    const float *bias;
+    float shift;
+    __device__ void start(int64_t channel) {
+        shift = bias[channel];
+    }
+    __device__ float operator()(float a, float b) const {
+        (void)b;
+        return nn_d_sum(a, shift);
+    }
+};
+
+static int nn_cuda_conv2d(const ms_call *call, float *y, const float *x, const float *weight,
+                          const float *bias, int64_t out, const nn_window *w, float *work) {
+    const nn_parts parts = nn_cuda_column_parts(w, out);
+    const int64_t depth = nn_window_depth(w);
+    const nn_planes planes = {w->images, out, nn_window_places(w)};
+    nn_op_channel_bias op;
+    int result = 0;
+    for (int64_t i = 0; i < parts.count && result == 0; i++) {
+        const nn_part part = nn_part_at(&parts, i, w);
+        if (!nn_is_pointwise(w)) {
+            result = nn_cuda_columns(call, nn_columns_in(work, x, &part, w));
+        }
+        if (result == 0) {
+            result = (int)ms_gemm(call, 1.0f, nn_matrix(weight, out, depth, depth),
+                                  nn_part_columns(work, x, &part, w), 0.0f,
+                                  nn_part_squares(y, out, &part, w));
+        }
+    }
+    if (result != 0 || bias == NULL) {
+        return result;
+    }
+    op.bias = bias;
+    op.shift = 0.0f;
+    return nn_cuda_planes(call, op, nn_target_of(y, 0.0f), y, NULL, planes, out);
+}
+
+/* A pixel's places in the columns (images, depth, places) of a part. */
+struct nn_op_columns_backward {
+    const float *columns, *channel;
+    int64_t channels, kernel, stride, padding;
+    int64_t out_width, row_begin, row_step, image_step;
+    __device__ void start(int64_t plane) {
+        const int64_t image = plane / channels;
+        channel =
+            columns + image * image_step + (plane - image * channels) * kernel * kernel * row_step;
+    }
+    __device__ float operator()(int64_t y, int64_t x, nn_span down, nn_span across) const {
+        float sum = 0.0f;
+        for (int64_t i = down.begin; i < down.end; i++) {
+            const int64_t row = (y + padding - i * stride) * kernel + x + padding;
+            const float *from = channel + (i - row_begin) * out_width;
+            for (int64_t k = across.begin; k < across.end; k++) {
+                sum += from[(row - k * stride) * row_step + k];
+            }
+        }
+        return sum;
+    }
+};
+
+/* Where the squares of row `row` begin among the rows of pixels, and `beyond` rows more; 0 for the
+   first. */
+static int64_t nn_row_behind(int64_t row, int64_t beyond, const nn_window *w) {
+    const int64_t y = row * w->stride - w->padding + beyond;
+    return row == 0 ? 0 : nn_least(nn_most(y, 0), w->height);
+}
+
+/* dx gets the columns' gradients, in work, of a part. Rows of pixels that two parts cover are added
+   to by the second; those between the squares belong to the part before them. */
+static int nn_cuda_columns_backward(const ms_call *call, nn_target dx, const float *work,
+                                    const nn_part *part, const nn_window *w) {
+    const int64_t end = part->rows.begin + part->rows.count;
+    const int64_t beyond = nn_most(w->kernel - w->stride, 0);
+    const int64_t image = w->channels * w->height * w->width;
+    nn_gather g = nn_gather_of(dx, part->images * w->channels, w);
+    nn_op_columns_backward op;
+    g.dx = dx.data + part->image * image;
+    g.squares = part->rows;
+    g.begin = nn_row_behind(part->rows.begin, 0, w);
+    g.fresh = nn_row_behind(part->rows.begin, beyond, w);
+    g.end = end == w->out_height ? w->height : nn_row_behind(end, beyond, w);
+    op.columns = work;
+    op.channel = work;
+    op.channels = w->channels;
+    op.kernel = w->kernel;
+    op.stride = w->stride;
+    op.padding = w->padding;
+    op.out_width = w->out_width;
+    op.row_begin = part->rows.begin;
+    op.row_step = nn_part_places(part, w);
+    op.image_step = nn_window_depth(w) * op.row_step;
+    return nn_cuda_gather(call, op, g);
+}
+
+/* dx = transpose(weight) * dy, folded back. */
+static int nn_cuda_conv2d_images(const ms_call *call, nn_target dx, const float *dy,
+                                 const float *weight, int64_t out, const nn_window *w,
+                                 float *work) {
+    const nn_parts parts = nn_cuda_column_parts(w, out);
+    const int64_t depth = nn_window_depth(w);
+    const bool direct = nn_is_pointwise(w);
+    int result = 0;
+    for (int64_t i = 0; i < parts.count && result == 0; i++) {
+        const nn_part part = nn_part_at(&parts, i, w);
+        result = (int)ms_gemm(call, 1.0f, ms_transpose(nn_matrix(weight, out, depth, depth)),
+                              nn_part_squares(dy, out, &part, w), direct ? dx.beta : 0.0f,
+                              nn_part_columns(work, dx.data, &part, w));
+        if (result == 0 && !direct) {
+            result = nn_cuda_columns_backward(call, dx, work, &part, w);
+        }
+    }
+    return result;
+}
+
+/* target gets the sum of the products a * b of all a.count pairs, which go to partial first where
+   they are several. */
+static int nn_cuda_sum_of_products(const ms_call *call, nn_target target, ms_matrix a, ms_matrix b,
+                                   float *partial) {
+    const bool single = a.count == 1;
+    const int64_t cols = b.transposed ? b.rows : b.cols;
+    ms_matrix c = nn_matrix(single ? target.data : partial, a.rows, cols, cols);
+    c.count = a.count;
+    c.step = a.rows * cols;
+    const int result = (int)ms_gemm(call, 1.0f, a, b, single ? target.beta : 0.0f, c);
+    if (result != 0 || single) {
+        return result;
+    }
+    return nn_launch(call, nn_grid_of(nn_divide_up(c.step, NN_THREADS), 1, NN_THREADS), nn_k_fold,
+                     target.data, (const float *)partial, c.count, c.step, target.beta != 0.0f);
+}
+
+/* Segments of so many squares: few enough that their products take no more than what they are made
+   from, and enough to keep a GPU busy. */
+typedef struct nn_segments {
+    int64_t count, size, squares; // squares: count * size
+} nn_segments;
+
+static nn_segments nn_segments_of(int64_t squares, int64_t out, int64_t depth) {
+    nn_segments s;
+    const int64_t tiles = nn_divide_up(out, NN_TILE) * nn_divide_up(depth, NN_TILE);
+    s.count = nn_least(NN_BUSY_TILES / tiles, squares / NN_SEGMENT);
+    s.count = nn_most(1, nn_least(s.count, squares * (out + depth) / (out * depth)));
+    s.size = nn_divide_up(nn_divide_up(squares, s.count), 4) * 4;
+    s.count = nn_divide_up(squares, s.size);
+    s.squares = s.count * s.size;
+    return s;
+}
+
+static nn_parts nn_cuda_segment_parts(const nn_window *w, int64_t out) {
+    const int64_t most = nn_cuda_conv2d_limit(w, out) / (2 * (nn_window_depth(w) + out)) - 4;
+    return nn_parts_of(w, nn_most(0, most - most / (NN_SEGMENT / 4)));
+}
+
+/* dweight, image by image. */
+static int nn_cuda_weight_of_images(const ms_call *call, nn_target dweight, const float *dy,
+                                    const float *x, int64_t out, const nn_window *w, float *work) {
+    const int64_t most = nn_cuda_conv2d_limit(w, out) / (out * w->channels);
+    const nn_parts parts = nn_parts_of(w, nn_most(1, most) * nn_window_places(w));
+    int result = 0;
+    for (int64_t i = 0; i < parts.count && result == 0; i++) {
+        const nn_part part = nn_part_at(&parts, i, w);
+        result =
+            nn_cuda_sum_of_products(call, nn_target_of(dweight.data, i == 0 ? dweight.beta : 1.0f),
+                                    nn_part_squares(dy, out, &part, w),
+                                    ms_transpose(nn_part_squares(x, w->channels, &part, w)), work);
+    }
+    return result;
+}
+
+/* The part's squares of x, side by side (depth, squares), cut into segments. */
+static int nn_cuda_segments(const ms_call *call, ms_matrix *m, float *work, const float *x,
+                            const nn_part *part, const nn_window *w, nn_segments s) {
+    nn_columns n = nn_columns_in(work, x, part, w);
+    n.squares = s.squares;
+    n.row_step = s.squares;
+    n.image_step = nn_part_places(part, w);
+    *m = nn_matrix(work, nn_window_depth(w), s.size, s.squares);
+    m->count = s.count;
+    m->step = s.size;
+    return nn_cuda_columns(call, n);
+}
+
+/* dweight, segment by segment. The squares of dy are columns too, of a kernel of one. */
+static int nn_cuda_weight_of_segments(const ms_call *call, nn_target dweight, const float *dy,
+                                      const float *x, int64_t out, const nn_window *w,
+                                      float *work) {
+    const nn_parts parts = nn_cuda_segment_parts(w, out);
+    const int64_t depth = nn_window_depth(w);
+    const nn_window slopes =
+        nn_window_of(ms_shape4(w->images, out, w->out_height, w->out_width), 1, 1, 0);
+    int result = 0;
+    for (int64_t i = 0; i < parts.count && result == 0; i++) {
+        const nn_part part = nn_part_at(&parts, i, w);
+        const nn_segments s = nn_segments_of(part.images * nn_part_places(&part, w), out, depth);
+        float *own = work + depth * s.squares;
+        ms_matrix a;
+        ms_matrix b;
+        result = nn_first(nn_cuda_segments(call, &b, work, x, &part, w, s),
+                          nn_cuda_segments(call, &a, own, dy, &part, &slopes, s));
+        if (result == 0) {
+            result = nn_cuda_sum_of_products(
+                call, nn_target_of(dweight.data, i == 0 ? dweight.beta : 1.0f), a, ms_transpose(b),
+                own + out * s.squares);
+        }
+    }
+    return result;
+}
+
+/* All images are read before the gradient of one is written, so dx may be x. */
+static int nn_cuda_conv2d_backward(const ms_call *call, nn_target dx, nn_target dweight,
+                                   nn_target dbias, const float *dy, const float *x,
+                                   const float *weight, int64_t out, const nn_window *w,
+                                   float *work) {
+    const nn_planes slopes = {w->images, out, nn_window_places(w)};
+    int result = nn_cuda_channel_bias(call, dbias, dy, slopes, work);
+    if (result == 0 && dweight.data != NULL) {
+        result = nn_cuda_sums_images(w, out)
+                     ? nn_cuda_weight_of_images(call, dweight, dy, x, out, w, work)
+                     : nn_cuda_weight_of_segments(call, dweight, dy, x, out, w, work);
+    }
+    if (result == 0 && dx.data != NULL) {
+        result = nn_cuda_conv2d_images(call, dx, dy, weight, out, w, work);
+    }
+    return result;
+}
+
+const nn_device *nn_cuda(void) {
+    static const nn_device cuda = {
+        "cuda",
+        false,
+        nn_cuda_column_floats,
+        nn_cuda_layernorm_floats,
+        nn_cuda_attention_floats,
+        nn_cuda_conv2d_floats,
+        nn_cuda_channel_floats,
+        nn_cuda_pass,
+        nn_cuda_add,
+        nn_cuda_dropout,
+        nn_cuda_gelu,
+        nn_cuda_gelu_backward,
+        nn_cuda_embedding,
+        nn_cuda_embedding_backward,
+        nn_cuda_linear,
+        nn_cuda_linear_gelu,
+        nn_cuda_linear_add,
+        nn_cuda_linear_backward,
+        nn_cuda_layernorm,
+        nn_cuda_layernorm_backward,
+        nn_cuda_attention,
+        nn_cuda_attention_backward,
+        nn_cuda_cross_entropy,
+        nn_cuda_cross_entropy_backward,
+        nn_cuda_relu,
+        nn_cuda_relu_backward,
+        nn_cuda_conv2d,
+        nn_cuda_conv2d_backward,
+        nn_cuda_max_pool,
+        nn_cuda_max_pool_backward,
+        nn_cuda_batch_norm,
+        nn_cuda_batch_norm_backward,
+        nn_cuda_average,
+        nn_cuda_average_backward,
+    };
+    return &cuda;
+}
+
+#endif // NN_CUDA_IMPLEMENTATION
+
+#endif // MEMSCALE_NN_CUDA_H
