@@ -148,10 +148,10 @@
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
     shared by both  >>shared >>formats >>arithmetic
-    implementation  >>base >>structs >>log >>memory >>backend cpu >>hardware >>graph >>validate
-                    >>profile >>rules >>lower >>layout >>simulate >>ladder >>chain >>solve
-                    >>policy >>optimizer >>call >>debug >>timing >>execute >>state >>verify
-                    >>report >>trace >>api
+    implementation  >>base >>structs >>names >>log >>memory >>backend cpu >>hardware >>graph
+                    >>validate >>profile >>rules >>lower >>layout >>simulate >>ladder >>chain
+                    >>solve >>policy >>optimizer >>call >>debug >>timing >>execute >>state
+                    >>verify >>report >>trace >>api
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -246,18 +246,21 @@ enum {
     MS_ALL_SLOTS = 0xffff // in a mask: every slot that the layer uses
 };
 
-typedef enum ms_dtype {
-    MS_DTYPE_F32,
-    MS_DTYPE_F64,
-    MS_DTYPE_F16,
-    MS_DTYPE_BF16,
-    MS_DTYPE_I64,
-    MS_DTYPE_I32,
-    MS_DTYPE_I16,
-    MS_DTYPE_I8,
-    MS_DTYPE_U8,
-    MS_DTYPE_COUNT
-} ms_dtype;
+/* Name, and bytes of one element. */
+#define MEMSCALE_DTYPES(X)                                                                         \
+    X(MS_DTYPE_F32, "f32", 4)                                                                      \
+    X(MS_DTYPE_F64, "f64", 8)                                                                      \
+    X(MS_DTYPE_F16, "f16", 2)                                                                      \
+    X(MS_DTYPE_BF16, "bf16", 2)                                                                    \
+    X(MS_DTYPE_I64, "i64", 8)                                                                      \
+    X(MS_DTYPE_I32, "i32", 4)                                                                      \
+    X(MS_DTYPE_I16, "i16", 2)                                                                      \
+    X(MS_DTYPE_I8, "i8", 1)                                                                        \
+    X(MS_DTYPE_U8, "u8", 1)
+
+#define MEMSCALE_X(dtype, name, bytes) dtype,
+typedef enum ms_dtype { MEMSCALE_DTYPES(MEMSCALE_X) MS_DTYPE_COUNT } ms_dtype;
+#undef MEMSCALE_X
 
 /* Row-major extents, the last one contiguous. Rank 0 is a scalar: one element. axes, set by
    ms_along, says which dims are multiples of which axes; a shape that is copied from an input keeps
@@ -546,12 +549,14 @@ typedef enum ms_technique {
 
 /* Which techniques a plan may use where their switch is at DEFAULT: CONSERVATIVE checkpointing and
    early updates; BALANCED offloading too; AGGRESSIVE all. */
-typedef enum ms_mode {
-    MS_MODE_BALANCED,
-    MS_MODE_CONSERVATIVE,
-    MS_MODE_AGGRESSIVE,
-    MS_MODE_COUNT
-} ms_mode;
+#define MEMSCALE_MODES(X)                                                                          \
+    X(MS_MODE_BALANCED, "BALANCED")                                                                \
+    X(MS_MODE_CONSERVATIVE, "CONSERVATIVE")                                                        \
+    X(MS_MODE_AGGRESSIVE, "AGGRESSIVE")
+
+#define MEMSCALE_X(mode, name) mode,
+typedef enum ms_mode { MEMSCALE_MODES(MEMSCALE_X) MS_MODE_COUNT } ms_mode;
+#undef MEMSCALE_X
 
 /* What a policy chooses from: a mode with all that it allows, planned for the budget. */
 typedef struct ms_strategy {
@@ -727,12 +732,18 @@ typedef struct ms_optimizer_desc {
 // ------------------------------------------------------------------------------------------------
 // >>reports
 
-/* Who has chosen what the plan may use. */
+/* Who has chosen what the plan may use: the defaults of the rules; the user, by a mode, a switch,
+   force_optimize or a forced technique; or the policy of ms_config.auto_policy. */
+#define MEMSCALE_DECISION_SOURCES(X)                                                               \
+    X(MS_DECISION_SOURCE_RULE, "rule")                                                             \
+    X(MS_DECISION_SOURCE_USER_CONFIG, "user_config")                                               \
+    X(MS_DECISION_SOURCE_POLICY, "policy")
+
+#define MEMSCALE_X(source, name) source,
 typedef enum ms_decision_source {
-    MS_DECISION_SOURCE_RULE,        // the defaults of the rules
-    MS_DECISION_SOURCE_USER_CONFIG, // a mode, a switch, force_optimize, or a forced technique
-    MS_DECISION_SOURCE_POLICY       // ms_config.auto_policy
+    MEMSCALE_DECISION_SOURCES(MEMSCALE_X) MS_DECISION_SOURCE_COUNT
 } ms_decision_source;
+#undef MEMSCALE_X
 
 /* A line of the table of rules. All rules are in docs/decision-engine.md. */
 typedef struct ms_rule {
@@ -780,18 +791,21 @@ typedef struct ms_verify_report {
     double plain_loss, wrapped_loss;
 } ms_verify_report;
 
-typedef enum ms_category {
-    MS_CATEGORY_INPUT,
-    MS_CATEGORY_PARAM,
-    MS_CATEGORY_BUFFER,
-    MS_CATEGORY_OPTIMIZER,
-    MS_CATEGORY_GRADIENT, // of params
-    MS_CATEGORY_ACTIVATION,
-    MS_CATEGORY_ACTIVATION_GRADIENT,
-    MS_CATEGORY_SAVED,
-    MS_CATEGORY_WORKSPACE,
-    MS_CATEGORY_COUNT
-} ms_category;
+/* What memory is used for. GRADIENT is that of params. */
+#define MEMSCALE_CATEGORIES(X)                                                                     \
+    X(MS_CATEGORY_INPUT, "inputs")                                                                 \
+    X(MS_CATEGORY_PARAM, "params")                                                                 \
+    X(MS_CATEGORY_BUFFER, "buffers")                                                               \
+    X(MS_CATEGORY_OPTIMIZER, "optimizer state")                                                    \
+    X(MS_CATEGORY_GRADIENT, "gradients")                                                           \
+    X(MS_CATEGORY_ACTIVATION, "activations")                                                       \
+    X(MS_CATEGORY_ACTIVATION_GRADIENT, "activation gradients")                                     \
+    X(MS_CATEGORY_SAVED, "saved")                                                                  \
+    X(MS_CATEGORY_WORKSPACE, "workspace")
+
+#define MEMSCALE_X(category, name) category,
+typedef enum ms_category { MEMSCALE_CATEGORIES(MEMSCALE_X) MS_CATEGORY_COUNT } ms_category;
+#undef MEMSCALE_X
 
 /* Sizes are those of the arena: every tensor rounded up to 64 bytes. */
 typedef struct ms_memory_report {
@@ -1823,13 +1837,16 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
 // ------------------------------------------------------------------------------------------------
 // >>structs  graph, program, plan, model
 
-typedef enum msi_kind {
-    MSI_KIND_INPUT,
-    MSI_KIND_PARAM,
-    MSI_KIND_BUFFER,
-    MSI_KIND_ACTIVATION,
-    MSI_KIND_SAVED
-} msi_kind;
+#define MSI_KINDS(X)                                                                               \
+    X(MSI_KIND_INPUT, "input")                                                                     \
+    X(MSI_KIND_PARAM, "param")                                                                     \
+    X(MSI_KIND_BUFFER, "buffer")                                                                   \
+    X(MSI_KIND_ACTIVATION, "activation")                                                           \
+    X(MSI_KIND_SAVED, "saved tensor")
+
+#define MSI_X(kind, name) kind,
+typedef enum msi_kind { MSI_KINDS(MSI_X) MSI_KIND_COUNT } msi_kind;
+#undef MSI_X
 
 /* What of a tensor a life or a handle means. The first six are those of handles. */
 typedef enum msi_role {
@@ -1870,15 +1887,26 @@ typedef struct msi_tensor {
 
 enum { MSI_WORKSPACE_FORWARD, MSI_WORKSPACE_BACKWARD, MSI_WORKSPACE_RECOMPUTE };
 
-/* The operands of a layer by group, in their order in graph.operands and in instructions. */
-enum {
-    MSI_GROUP_IN,
-    MSI_GROUP_OUT,
-    MSI_GROUP_SAVED,
-    MSI_GROUP_PARAM,
-    MSI_GROUP_STATE,
-    MSI_GROUP_COUNT
-};
+/* The values of a layer by group, in their order in graph.operands and in instructions: the array
+   of ms_layer_desc, and how long it is. */
+#define MSI_GROUPS(X)                                                                              \
+    X(MSI_GROUP_IN, in, MS_LIMIT_IN)                                                               \
+    X(MSI_GROUP_OUT, out, MS_LIMIT_OUT)                                                            \
+    X(MSI_GROUP_SAVED, saved, MS_LIMIT_SAVED)                                                      \
+    X(MSI_GROUP_PARAM, param, MS_LIMIT_PARAM)                                                      \
+    X(MSI_GROUP_STATE, state, MS_LIMIT_STATE)
+
+/* The groups of the operands of an instruction: those of the values, and what follows them. */
+#define MSI_X(group, field, limit) group,
+typedef enum msi_group_kind {
+    MSI_GROUPS(MSI_X) MSI_GROUP_COUNT,
+    MSI_GROUP_GRAD_OUT = MSI_GROUP_COUNT,
+    MSI_GROUP_GRAD_IN,
+    MSI_GROUP_GRAD_PARAM,
+    MSI_GROUP_WORKSPACE,
+    MSI_GROUP_END
+} msi_group_kind;
+#undef MSI_X
 
 typedef struct msi_layer {
     ms_layer_fn forward, backward, recompute, bind;
@@ -2209,6 +2237,154 @@ struct ms_model {
     msi_run run;
     msi_errors errors;
 };
+
+// ------------------------------------------------------------------------------------------------
+// >>names  of what is enumerated; shapes and matrices
+
+MEMSCALE_API const char *ms_result_name(ms_result result) {
+#define MEMSCALE_X(name, text) #name,
+    static const char *const names[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
+#undef MEMSCALE_X
+    return (unsigned)result < MS_RESULT_COUNT ? names[result] : "?";
+}
+
+MEMSCALE_API const char *ms_result_text(ms_result result) {
+#define MEMSCALE_X(name, text) text,
+    static const char *const texts[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
+#undef MEMSCALE_X
+    return (unsigned)result < MS_RESULT_COUNT ? texts[result] : "?";
+}
+
+static const char *const msi_kind_names[] = {
+#define MSI_X(kind, name) name,
+    MSI_KINDS(MSI_X)
+#undef MSI_X
+};
+
+static const char *const msi_group_names[] = {
+#define MSI_X(group, field, limit) #field,
+    MSI_GROUPS(MSI_X)
+#undef MSI_X
+};
+
+static const char *const msi_mode_names[] = {
+#define MEMSCALE_X(mode, name) name,
+    MEMSCALE_MODES(MEMSCALE_X)
+#undef MEMSCALE_X
+};
+
+static const char *const msi_source_names[] = {
+#define MEMSCALE_X(source, name) name,
+    MEMSCALE_DECISION_SOURCES(MEMSCALE_X)
+#undef MEMSCALE_X
+};
+
+MEMSCALE_API const char *ms_mode_name(ms_mode mode) {
+    return (unsigned)mode < MS_MODE_COUNT ? msi_mode_names[mode] : "?";
+}
+
+MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source) {
+    return (unsigned)source < MS_DECISION_SOURCE_COUNT ? msi_source_names[source] : "?";
+}
+
+MEMSCALE_API const char *ms_category_name(ms_category category) {
+#define MEMSCALE_X(category, name) name,
+    static const char *const names[] = {MEMSCALE_CATEGORIES(MEMSCALE_X)};
+#undef MEMSCALE_X
+    return (unsigned)category < MS_CATEGORY_COUNT ? names[category] : "?";
+}
+
+MEMSCALE_API const char *ms_dtype_name(ms_dtype dtype) {
+#define MEMSCALE_X(dtype, name, bytes) name,
+    static const char *const names[] = {MEMSCALE_DTYPES(MEMSCALE_X)};
+#undef MEMSCALE_X
+    return (unsigned)dtype < MS_DTYPE_COUNT ? names[dtype] : "?";
+}
+
+MEMSCALE_API uint64_t ms_dtype_bytes(ms_dtype dtype) {
+#define MEMSCALE_X(dtype, name, bytes) bytes,
+    static const uint8_t all[] = {MEMSCALE_DTYPES(MEMSCALE_X)};
+#undef MEMSCALE_X
+    return (unsigned)dtype < MS_DTYPE_COUNT ? all[dtype] : 0;
+}
+
+static const char *msi_phase_name(ms_phase phase) {
+    switch (phase) {
+    case MS_PHASE_FORWARD:
+        return "forward";
+    case MS_PHASE_RECOMPUTE:
+        return "recompute";
+    case MS_PHASE_BACKWARD:
+        return "backward";
+    case MS_PHASE_EVAL:
+        return "eval";
+    case MS_PHASE_COUNT:
+        break;
+    }
+    return "?";
+}
+
+MEMSCALE_API ms_shape ms_shape1(int64_t d0) {
+    ms_shape shape = {{d0, 0, 0, 0, 0, 0}, 1, {0, 0, 0, 0, 0, 0}};
+    return shape;
+}
+
+MEMSCALE_API ms_shape ms_shape2(int64_t d0, int64_t d1) {
+    ms_shape shape = {{d0, d1, 0, 0, 0, 0}, 2, {0, 0, 0, 0, 0, 0}};
+    return shape;
+}
+
+MEMSCALE_API ms_shape ms_shape3(int64_t d0, int64_t d1, int64_t d2) {
+    ms_shape shape = {{d0, d1, d2, 0, 0, 0}, 3, {0, 0, 0, 0, 0, 0}};
+    return shape;
+}
+
+MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2, int64_t d3) {
+    ms_shape shape = {{d0, d1, d2, d3, 0, 0}, 4, {0, 0, 0, 0, 0, 0}};
+    return shape;
+}
+
+MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape) {
+    uint64_t count = 1;
+    if (!shape || shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
+        return 0;
+    }
+    for (int i = 0; i < shape->rank; i++) {
+        if (shape->dim[i] < 1 || !msi_multiply(count, (uint64_t)shape->dim[i], &count)) {
+            return 0;
+        }
+    }
+    return count;
+}
+
+MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis) {
+    if (dim < 0 || dim >= shape.rank || dim >= MS_LIMIT_RANK || axis.id - 1 >= MS_LIMIT_AXES) {
+        shape.rank = -1;
+        return shape;
+    }
+    shape.axes[dim] = (uint8_t)(shape.axes[dim] | 1u << (axis.id - 1));
+    return shape;
+}
+
+MEMSCALE_API ms_matrix ms_matrix_of(const ms_view *view) {
+    ms_matrix matrix;
+    memset(&matrix, 0, sizeof matrix);
+    const uint64_t count = view ? ms_shape_count(&view->shape) : 0;
+    if (count == 0) {
+        return matrix;
+    }
+    matrix.data = view->data;
+    matrix.dtype = view->dtype;
+    matrix.cols = view->shape.rank > 0 ? view->shape.dim[view->shape.rank - 1] : 1;
+    matrix.rows = (int64_t)count / matrix.cols;
+    matrix.stride = matrix.cols;
+    return matrix;
+}
+
+MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix) {
+    matrix.transposed = !matrix.transposed;
+    return matrix;
+}
 
 // ------------------------------------------------------------------------------------------------
 // >>log  errors and messages
@@ -3433,9 +3609,6 @@ static bool msi_shape_bytes(const ms_shape *shape, ms_dtype dtype, uint64_t *byt
     return msi_multiply(ms_shape_count(shape), ms_dtype_bytes(dtype), bytes) && *bytes != 0;
 }
 
-static const char *const msi_kind_names[] = {"input", "param", "buffer", "activation",
-                                             "saved tensor"};
-
 static ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
                                 const ms_shape *shape) {
     const ms_tensor none = {0};
@@ -3593,12 +3766,18 @@ static uint8_t msi_used_slots(const ms_tensor *slots, int limit) {
     return (uint8_t)limit;
 }
 
+/* The slots of a group in a desc. */
+static const ms_tensor *msi_slots_of(const ms_layer_desc *desc, int group) {
+#define MSI_X(group, field, limit) desc->field,
+    const ms_tensor *const all[] = {MSI_GROUPS(MSI_X)};
+#undef MSI_X
+    return all[group];
+}
+
 static void msi_count_slots(const ms_layer_desc *desc, uint8_t *count) {
-    count[MSI_GROUP_IN] = msi_used_slots(desc->in, MS_LIMIT_IN);
-    count[MSI_GROUP_OUT] = msi_used_slots(desc->out, MS_LIMIT_OUT);
-    count[MSI_GROUP_SAVED] = msi_used_slots(desc->saved, MS_LIMIT_SAVED);
-    count[MSI_GROUP_PARAM] = msi_used_slots(desc->param, MS_LIMIT_PARAM);
-    count[MSI_GROUP_STATE] = msi_used_slots(desc->state, MS_LIMIT_STATE);
+#define MSI_X(group, field, limit) count[group] = msi_used_slots(desc->field, limit);
+    MSI_GROUPS(MSI_X)
+#undef MSI_X
 }
 
 /* MS_ALL_SLOTS becomes the mask of the used slots. */
@@ -3705,9 +3884,8 @@ static ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc
     if (!msi_add_name(m, name, &l.name)) {
         return none;
     }
-    const ms_tensor *const slots[] = {desc->in, desc->out, desc->saved, desc->param, desc->state};
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        msi_add_operands(m, index, group, slots[group], l.count[group]);
+        msi_add_operands(m, index, group, msi_slots_of(desc, group), l.count[group]);
     }
     for (int i = 0; i < 3; i++) {
         const ms_workspace *w = &l.workspace[i];
@@ -3871,8 +4049,6 @@ static void msi_analyze_backward(msi_graph *g) {
 // ------------------------------------------------------------------------------------------------
 // >>validate  what a trainer can get wrong, each with its own text
 
-static const char *const msi_group_names[] = {"in", "out", "saved", "param", "state"};
-
 /* An error of a layer that sticks; false, for use in conditions. */
 MEMSCALE_PRINTF(3, 4)
 static bool msi_refuse_layer(ms_model *m, const char *name, const char *format, ...) {
@@ -3980,14 +4156,14 @@ static const char *msi_handle_name(const ms_model *m, ms_tensor handle) {
 /* Every slot by itself, and no output, saved tensor or state twice. */
 static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *d,
                             const uint8_t *count) {
-    const ms_tensor *const slots[] = {d->in, d->out, d->saved, d->param, d->state};
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        const ms_tensor *slots = msi_slots_of(d, group);
         const bool single = group != MSI_GROUP_IN && group != MSI_GROUP_PARAM;
         for (uint32_t i = 0; i < count[group]; i++) {
-            const ms_tensor slot = slots[group][i];
+            const ms_tensor slot = slots[i];
             const char *fault = slot.id ? msi_operand_fault(m, group, slot) : NULL;
             for (uint32_t k = 0; k < i && !fault && single && slot.id; k++) {
-                fault = slots[group][k].id == slot.id ? "stands in two slots" : NULL;
+                fault = slots[k].id == slot.id ? "stands in two slots" : NULL;
             }
             for (uint32_t k = 0; k < count[MSI_GROUP_IN] && group == MSI_GROUP_STATE && !fault;
                  k++) {
@@ -4996,10 +5172,6 @@ static const uint32_t msi_mode_techniques[MS_MODE_COUNT] = {
     MSI_CHECKPOINTING | MSI_EARLY_UPDATE,                  // CONSERVATIVE
     MSI_ANY                                                // AGGRESSIVE
 };
-
-static const char *const msi_mode_names[] = {"BALANCED", "CONSERVATIVE", "AGGRESSIVE"};
-
-static const char *const msi_source_names[] = {"rule", "user_config", "policy"};
 
 static const char *const msi_technique_names[] = {
     "checkpointing", "early update", "offloading", "tiling", "mixed precision", "8-bit optimizer"};
@@ -10259,15 +10431,6 @@ static void msi_fill_views(ms_model *m, const msi_program *p, ms_view *views,
     }
 }
 
-/* What an operand of a layer's instruction is: a group of values, or what follows these. */
-enum {
-    MSI_GROUP_GRAD_OUT = MSI_GROUP_COUNT,
-    MSI_GROUP_GRAD_IN,
-    MSI_GROUP_GRAD_PARAM,
-    MSI_GROUP_WORKSPACE,
-    MSI_GROUP_END
-};
-
 /* The part that operand k of a layer's instruction belongs to, and its slot there. */
 static int msi_operand_group(const msi_layer *l, const msi_instruction *i, uint32_t k,
                              uint32_t *slot) {
@@ -10320,9 +10483,6 @@ static bool msi_is_written(const msi_layer *l, const msi_instruction *i, int gro
                                                             : 0;
     return group == MSI_GROUP_WORKSPACE || (clobbers >> slot & 1) || msi_is_made(l, i, group, slot);
 }
-
-/* By ms_phase. */
-static const char *const msi_phase_names[] = {"forward", "recompute", "backward", "eval"};
 
 /* The mask of the operands of a group that are there to be written. */
 static uint16_t msi_wanted(const msi_layer *l, const msi_instruction *i,
@@ -10397,7 +10557,7 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
                                                                                : l->forward;
     m->run.busy = true;
     int error = l->bind ? l->bind(call) : 0;
-    const char *what = error ? "bind" : msi_phase_names[call->phase];
+    const char *what = error ? "bind" : msi_phase_name(call->phase);
     error = error ? error : fn(call);
     m->run.busy = false;
     if (m->run.recording && m->config.backend.recording_check(m->device) != 0) {
@@ -10644,8 +10804,8 @@ static ms_result msi_fail_contract(const msi_trial *t, uint32_t operand, const c
                            ? "gradient of"
                            : msi_role_name((msi_role)range->role);
     return msi_fail(m, MS_RESULT_CONTRACT, "layer \"%s\": its %s callback %s the %s \"%s\": %s",
-                    msi_layer_name(m, t->instruction->target), msi_phase_names[t->instruction->op],
-                    what, role,
+                    msi_layer_name(m, t->instruction->target),
+                    msi_phase_name((ms_phase)t->instruction->op), what, role,
                     range->role == MSI_ROLE_WORKSPACE ? msi_layer_name(m, range->tensor)
                                                       : msi_tensor_name(m, range->tensor),
                     cure);
@@ -13374,96 +13534,8 @@ static void msi_write_bounded(const char *text, size_t length, void *user) {
 // ------------------------------------------------------------------------------------------------
 // >>api  public functions: thin
 
-MEMSCALE_API const char *ms_result_name(ms_result result) {
-#define MEMSCALE_X(name, text) #name,
-    static const char *const names[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
-#undef MEMSCALE_X
-    return (unsigned)result < MS_RESULT_COUNT ? names[result] : "?";
-}
-
-MEMSCALE_API const char *ms_result_text(ms_result result) {
-#define MEMSCALE_X(name, text) text,
-    static const char *const texts[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
-#undef MEMSCALE_X
-    return (unsigned)result < MS_RESULT_COUNT ? texts[result] : "?";
-}
-
-MEMSCALE_API const char *ms_dtype_name(ms_dtype dtype) {
-    static const char *const names[] = {"f32", "f64", "f16", "bf16", "i64",
-                                        "i32", "i16", "i8",  "u8"};
-    return (unsigned)dtype < MS_DTYPE_COUNT ? names[dtype] : "?";
-}
-
-MEMSCALE_API uint64_t ms_dtype_bytes(ms_dtype dtype) {
-    static const uint8_t bytes[] = {4, 8, 2, 2, 8, 4, 2, 1, 1};
-    return (unsigned)dtype < MS_DTYPE_COUNT ? bytes[dtype] : 0;
-}
-
-MEMSCALE_API const char *ms_category_name(ms_category category) {
-    static const char *const names[] = {"inputs",
-                                        "params",
-                                        "buffers",
-                                        "optimizer state",
-                                        "gradients",
-                                        "activations",
-                                        "activation gradients",
-                                        "saved",
-                                        "workspace"};
-    return (unsigned)category < MS_CATEGORY_COUNT ? names[category] : "?";
-}
-
-MEMSCALE_API const char *ms_mode_name(ms_mode mode) {
-    return (unsigned)mode < MS_MODE_COUNT ? msi_mode_names[mode] : "?";
-}
-
 MEMSCALE_API const char *ms_technique_name(ms_technique technique) {
     return (unsigned)technique < MS_TECHNIQUE_COUNT ? msi_technique_names[technique] : "?";
-}
-
-MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source) {
-    return (unsigned)source <= MS_DECISION_SOURCE_POLICY ? msi_source_names[source] : "?";
-}
-
-MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2, int64_t d3) {
-    ms_shape shape = {{d0, d1, d2, d3, 0, 0}, 4, {0, 0, 0, 0, 0, 0}};
-    return shape;
-}
-
-MEMSCALE_API ms_shape ms_shape3(int64_t d0, int64_t d1, int64_t d2) {
-    ms_shape shape = {{d0, d1, d2, 0, 0, 0}, 3, {0, 0, 0, 0, 0, 0}};
-    return shape;
-}
-
-MEMSCALE_API ms_shape ms_shape2(int64_t d0, int64_t d1) {
-    ms_shape shape = {{d0, d1, 0, 0, 0, 0}, 2, {0, 0, 0, 0, 0, 0}};
-    return shape;
-}
-
-MEMSCALE_API ms_shape ms_shape1(int64_t d0) {
-    ms_shape shape = {{d0, 0, 0, 0, 0, 0}, 1, {0, 0, 0, 0, 0, 0}};
-    return shape;
-}
-
-MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape) {
-    uint64_t count = 1;
-    if (!shape || shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
-        return 0;
-    }
-    for (int i = 0; i < shape->rank; i++) {
-        if (shape->dim[i] < 1 || !msi_multiply(count, (uint64_t)shape->dim[i], &count)) {
-            return 0;
-        }
-    }
-    return count;
-}
-
-MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis) {
-    if (dim < 0 || dim >= shape.rank || dim >= MS_LIMIT_RANK || axis.id - 1 >= MS_LIMIT_AXES) {
-        shape.rank = -1;
-        return shape;
-    }
-    shape.axes[dim] = (uint8_t)(shape.axes[dim] | 1u << (axis.id - 1));
-    return shape;
 }
 
 MEMSCALE_API ms_backend ms_backend_cpu(void) {
@@ -14574,26 +14646,6 @@ MEMSCALE_API ms_result ms_gradient_norm(ms_model *model, double *norm) {
         *norm = sqrt(sum);
     }
     return result;
-}
-
-MEMSCALE_API ms_matrix ms_matrix_of(const ms_view *view) {
-    ms_matrix matrix;
-    memset(&matrix, 0, sizeof matrix);
-    const uint64_t count = view ? ms_shape_count(&view->shape) : 0;
-    if (count == 0) {
-        return matrix;
-    }
-    matrix.data = view->data;
-    matrix.dtype = view->dtype;
-    matrix.cols = view->shape.rank > 0 ? view->shape.dim[view->shape.rank - 1] : 1;
-    matrix.rows = (int64_t)count / matrix.cols;
-    matrix.stride = matrix.cols;
-    return matrix;
-}
-
-MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix) {
-    matrix.transposed = !matrix.transposed;
-    return matrix;
 }
 
 /* What is wrong with a matrix product, or NULL. */
