@@ -1797,19 +1797,8 @@ static void *msi_alloc_zeroed(const ms_allocator *allocator, uint64_t bytes) {
     return memory;
 }
 
-/* A growing array. MSI_RESERVE is false, and changes nothing, where there is no memory. */
-#define MSI_LIST(type)                                                                             \
-    struct {                                                                                       \
-        type *items;                                                                               \
-        uint32_t count, capacity;                                                                  \
-    }
-#define MSI_RESERVE(type, allocator, list, needed)                                                 \
-    ((list).items = (type *)msi_regrow(allocator, (list).items, &(list).capacity,                  \
-                                       (uint64_t)(needed), sizeof(type)),                          \
-     (uint64_t)(needed) <= (list).capacity)
-#define MSI_LIST_FREE(type, allocator, list)                                                       \
-    msi_release(allocator, (list).items, (uint64_t)(list).capacity * sizeof(type))
-
+/* The items of a growing array with room for `needed` of them, or, where there is no memory, as they
+   were. */
 static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *capacity,
                         uint64_t needed, size_t item_bytes) {
     if (needed <= *capacity) {
@@ -1833,6 +1822,19 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
     *capacity = (uint32_t)grown;
     return moved;
 }
+
+/* A growing array. MSI_RESERVE is false, and changes nothing, where there is no memory. */
+#define MSI_LIST(type)                                                                             \
+    struct {                                                                                       \
+        type *items;                                                                               \
+        uint32_t count, capacity;                                                                  \
+    }
+#define MSI_RESERVE(type, allocator, list, needed)                                                 \
+    ((list).items = (type *)msi_regrow(allocator, (list).items, &(list).capacity,                  \
+                                       (uint64_t)(needed), sizeof(type)),                          \
+     (uint64_t)(needed) <= (list).capacity)
+#define MSI_LIST_FREE(type, allocator, list)                                                       \
+    msi_release(allocator, (list).items, (uint64_t)(list).capacity * sizeof(type))
 
 // ------------------------------------------------------------------------------------------------
 // >>structs  graph, program, plan, model
@@ -2322,6 +2324,77 @@ static const char *msi_phase_name(ms_phase phase) {
         break;
     }
     return "?";
+}
+
+/* All that there is to know of a technique, in the order of ms_technique: its switch in ms_config,
+   its name, the tensors that it can be set on (kinds, and as what another one is not), the modes
+   whose plans may use it while its switch is at DEFAULT, and whether this version has it. */
+#define MSI_TECHNIQUES(X)                                                                          \
+    X(MS_TECHNIQUE_CHECKPOINTING, checkpointing, "checkpointing", MSI_MADE_KINDS,                  \
+      "activation or saved tensor, which alone are recomputed", MSI_ALL_MODES, true)               \
+    X(MS_TECHNIQUE_EARLY_UPDATE, early_update, "early update", MSI_PARAM_KIND,                     \
+      "param, which alone are updated", MSI_ALL_MODES, true)                                       \
+    X(MS_TECHNIQUE_OFFLOADING, offloading, "offloading", MSI_MADE_KINDS | MSI_PARAM_KIND,          \
+      "param, activation or saved tensor", MSI_BOLDER_MODES, false)                                \
+    X(MS_TECHNIQUE_TILING, tiling, "tiling", MSI_MADE_KINDS, "activation or saved tensor",         \
+      MSI_BOLDEST_MODE, false)                                                                     \
+    X(MS_TECHNIQUE_MIXED_PRECISION, mixed_precision, "mixed precision",                            \
+      MSI_MADE_KINDS | MSI_PARAM_KIND, "param, activation or saved tensor", MSI_BOLDEST_MODE,      \
+      false)                                                                                       \
+    X(MS_TECHNIQUE_OPTIMIZER_8BIT, optimizer_8bit, "8-bit optimizer", MSI_PARAM_KIND,              \
+      "param, which alone have optimizer state", MSI_BOLDEST_MODE, false)
+
+enum {
+    MSI_MADE_KINDS = 1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED,
+    MSI_PARAM_KIND = 1 << MSI_KIND_PARAM,
+    MSI_BOLDEST_MODE = 1 << MS_MODE_AGGRESSIVE,
+    MSI_BOLDER_MODES = MSI_BOLDEST_MODE | 1 << MS_MODE_BALANCED,
+    MSI_ALL_MODES = MSI_BOLDER_MODES | 1 << MS_MODE_CONSERVATIVE
+};
+
+/* Every technique has a row, and the rows have the order of ms_technique; or this does not compile.
+   */
+#define MSI_X(technique, ...) technique##_ROW,
+enum { MSI_TECHNIQUES(MSI_X) MSI_TECHNIQUE_ROWS };
+#undef MSI_X
+#define MSI_X(technique, ...) &&(int)technique == (int)technique##_ROW
+typedef char msi_technique_rows_match
+    [(int)MSI_TECHNIQUE_ROWS == (int)MS_TECHNIQUE_COUNT MSI_TECHNIQUES(MSI_X) ? 1 : -1];
+#undef MSI_X
+
+typedef struct msi_technique {
+    const char *name;
+    const char *needed; // what a tensor is that it can be set on
+    uint32_t kinds;     // of these: a mask of 1 << msi_kind
+    uint32_t modes;     // a mask of 1 << ms_mode
+} msi_technique;
+
+static const msi_technique msi_techniques[MS_TECHNIQUE_COUNT] = {
+#define MSI_X(technique, field, name, kinds, needed, modes, built) {name, needed, kinds, modes},
+    MSI_TECHNIQUES(MSI_X)
+#undef MSI_X
+};
+
+#define MSI_CHECKPOINTING (1u << MS_TECHNIQUE_CHECKPOINTING)
+#define MSI_EARLY_UPDATE  (1u << MS_TECHNIQUE_EARLY_UPDATE)
+#define MSI_OFFLOADING    (1u << MS_TECHNIQUE_OFFLOADING)
+#define MSI_MIXED         (1u << MS_TECHNIQUE_MIXED_PRECISION)
+#define MSI_ANY           ((1u << MS_TECHNIQUE_COUNT) - 1)
+
+/* The techniques that this version has. */
+#define MSI_X(technique, field, name, kinds, needed, modes, built) | (built ? 1 << technique : 0)
+enum { MSI_BUILT = 0 MSI_TECHNIQUES(MSI_X) };
+#undef MSI_X
+
+static ms_switch msi_switch_of(const ms_config *c, ms_technique technique) {
+#define MSI_X(technique, field, name, kinds, needed, modes, built) c->field,
+    const ms_switch all[] = {MSI_TECHNIQUES(MSI_X)};
+#undef MSI_X
+    return all[technique];
+}
+
+MEMSCALE_API const char *ms_technique_name(ms_technique technique) {
+    return (unsigned)technique < MS_TECHNIQUE_COUNT ? msi_techniques[technique].name : "?";
 }
 
 MEMSCALE_API ms_shape ms_shape1(int64_t d0) {
@@ -3559,9 +3632,9 @@ static uint32_t msi_state_count(const ms_optimizer_desc *o) {
     case MS_OPTIMIZER_CUSTOM:
         return o->state_count;
     case MS_OPTIMIZER_NONE:
-    default:
-        return 0;
+        break;
     }
+    return 0;
 }
 
 static bool msi_is_borrowed(const msi_tensor *t, msi_role role) {
@@ -4113,7 +4186,7 @@ static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dty
 }
 
 /* Whether a tensor may stand in a slot of this group; the reason if not. */
-static const char *msi_operand_fault(const ms_model *m, int group, ms_tensor handle) {
+static const char *msi_operand_fault(const ms_model *m, msi_group_kind group, ms_tensor handle) {
     const uint32_t index = msi_value_index(m, handle);
     if (index == MSI_NONE) {
         return msi_index(m, handle) == MSI_NONE
@@ -4141,11 +4214,18 @@ static const char *msi_operand_fault(const ms_model *m, int group, ms_tensor han
                : t->producer != MSI_NONE      ? "is written by a layer already: an output needs an "
                                                 "activation of its own, and in_place shares memory"
                                               : NULL;
-    default:
+    case MSI_GROUP_SAVED:
         return t->kind != MSI_KIND_SAVED ? "is not a saved tensor"
                : t->producer != MSI_NONE ? "is written by a layer already"
                                          : NULL;
+    case MSI_GROUP_GRAD_OUT: // no desc names these
+    case MSI_GROUP_GRAD_IN:
+    case MSI_GROUP_GRAD_PARAM:
+    case MSI_GROUP_WORKSPACE:
+    case MSI_GROUP_END:
+        break;
     }
+    return NULL;
 }
 
 static const char *msi_handle_name(const ms_model *m, ms_tensor handle) {
@@ -4161,7 +4241,7 @@ static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *
         const bool single = group != MSI_GROUP_IN && group != MSI_GROUP_PARAM;
         for (uint32_t i = 0; i < count[group]; i++) {
             const ms_tensor slot = slots[i];
-            const char *fault = slot.id ? msi_operand_fault(m, group, slot) : NULL;
+            const char *fault = slot.id ? msi_operand_fault(m, (msi_group_kind)group, slot) : NULL;
             for (uint32_t k = 0; k < i && !fault && single && slot.id; k++) {
                 fault = slots[k].id == slot.id ? "stands in two slots" : NULL;
             }
@@ -5160,43 +5240,19 @@ static ms_result msi_read_profile(ms_model *m, const char *text, size_t length, 
 // ------------------------------------------------------------------------------------------------
 // >>rules  what a mode and the switches allow; why a plan does what it does
 
-#define MSI_CHECKPOINTING (1u << MS_TECHNIQUE_CHECKPOINTING)
-#define MSI_EARLY_UPDATE  (1u << MS_TECHNIQUE_EARLY_UPDATE)
-#define MSI_OFFLOADING    (1u << MS_TECHNIQUE_OFFLOADING)
-#define MSI_MIXED         (1u << MS_TECHNIQUE_MIXED_PRECISION)
-#define MSI_ANY           ((1u << MS_TECHNIQUE_COUNT) - 1)
-#define MSI_BUILT         (MSI_CHECKPOINTING | MSI_EARLY_UPDATE)
-
-static const uint32_t msi_mode_techniques[MS_MODE_COUNT] = {
-    MSI_CHECKPOINTING | MSI_EARLY_UPDATE | MSI_OFFLOADING, // BALANCED
-    MSI_CHECKPOINTING | MSI_EARLY_UPDATE,                  // CONSERVATIVE
-    MSI_ANY                                                // AGGRESSIVE
-};
-
-static const char *const msi_technique_names[] = {
-    "checkpointing", "early update", "offloading", "tiling", "mixed precision", "8-bit optimizer"};
-
-/* The kinds of tensors that a technique can be set on: a mask of 1 << msi_kind. */
-static const uint8_t msi_technique_kinds[] = {
-    1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED,
-    1 << MSI_KIND_PARAM,
-    1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED | 1 << MSI_KIND_PARAM,
-    1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED,
-    1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED | 1 << MSI_KIND_PARAM,
-    1 << MSI_KIND_PARAM};
-
-static ms_switch msi_switch_of(const ms_config *c, ms_technique technique) {
-    const ms_switch switches[] = {c->checkpointing, c->early_update,    c->offloading,
-                                  c->tiling,        c->mixed_precision, c->optimizer_8bit};
-    return switches[technique];
+/* Whether plans in a mode may use a technique whose switch is at DEFAULT. */
+static bool msi_mode_has(ms_mode mode, ms_technique technique) {
+    return msi_techniques[technique].modes >> mode & 1;
 }
 
 /* The techniques that plans in a mode may use: a mask. */
 static uint32_t msi_allowed(const ms_model *m, ms_mode mode) {
-    uint32_t mask = msi_mode_techniques[mode];
+    uint32_t mask = 0;
     for (int t = 0; t < MS_TECHNIQUE_COUNT; t++) {
         const ms_switch is = msi_switch_of(&m->config, (ms_technique)t);
-        mask = is == MS_SWITCH_ON ? mask | 1u << t : is == MS_SWITCH_OFF ? mask & ~(1u << t) : mask;
+        const bool may =
+            is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_mode_has(mode, (ms_technique)t));
+        mask |= (uint32_t)may << t;
     }
     return mask & MSI_BUILT & ~(msi_early_fault(m) ? MSI_EARLY_UPDATE : 0u);
 }
@@ -5234,7 +5290,7 @@ static ms_result msi_check_built(ms_model *m) {
         if (MSI_BUILT >> k & 1) {
             continue;
         }
-        const char *name = msi_technique_names[k];
+        const char *name = msi_techniques[k].name;
         if (msi_switch_of(&m->config, (ms_technique)k) == MS_SWITCH_ON) {
             return msi_fail(m, MS_RESULT_UNSUPPORTED,
                             "%s is switched ON, but %s: set it to DEFAULT or OFF", name, cure);
@@ -5422,18 +5478,12 @@ static bool msi_review_init(msi_review *r, const ms_model *m, const msi_plan *pl
     }
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
-        switch (i->op) {
-        case MSI_OP_FORWARD:
+        if (i->op == MSI_OP_FORWARD) {
             r->forward[i->target] = now;
-            break;
-        case MSI_OP_RECOMPUTE:
+        } else if (i->op == MSI_OP_RECOMPUTE) {
             r->again[i->target]++;
-            break;
-        case MSI_OP_UPDATE:
+        } else if (i->op == MSI_OP_UPDATE) {
             r->update[i->target] = now;
-            break;
-        default:
-            break;
         }
     }
     return true;
@@ -5452,9 +5502,14 @@ static bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique tec
         return r->plan->dropped[tensor] && t->last_reader != MSI_NONE;
     case MS_TECHNIQUE_EARLY_UPDATE:
         return r->update[tensor] < r->plan->train.backward_end && t->last_gradient == layer;
-    default:
-        return false;
+    case MS_TECHNIQUE_OFFLOADING: // not built
+    case MS_TECHNIQUE_TILING:
+    case MS_TECHNIQUE_MIXED_PRECISION:
+    case MS_TECHNIQUE_OPTIMIZER_8BIT:
+    case MS_TECHNIQUE_COUNT:
+        break;
     }
+    return false;
 }
 
 /* Whether a technique could matter for a tensor that it is not applied to. */
@@ -5462,10 +5517,19 @@ static bool msi_matters(const msi_review *r, uint32_t layer, ms_technique techni
                         uint32_t tensor) {
     const msi_graph *g = &r->model->graph;
     const msi_tensor *t = &g->tensors.items[tensor];
-    return technique == MS_TECHNIQUE_CHECKPOINTING
-               ? t->last_reader != MSI_NONE || t->is_output || tensor == g->loss || t->must_stay
-           : technique == MS_TECHNIQUE_EARLY_UPDATE ? msi_is_trained(t) && t->last_gradient == layer
-                                                    : true;
+    switch (technique) {
+    case MS_TECHNIQUE_CHECKPOINTING:
+        return t->last_reader != MSI_NONE || t->is_output || tensor == g->loss || t->must_stay;
+    case MS_TECHNIQUE_EARLY_UPDATE:
+        return msi_is_trained(t) && t->last_gradient == layer;
+    case MS_TECHNIQUE_OFFLOADING: // not built
+    case MS_TECHNIQUE_TILING:
+    case MS_TECHNIQUE_MIXED_PRECISION:
+    case MS_TECHNIQUE_OPTIMIZER_8BIT:
+    case MS_TECHNIQUE_COUNT:
+        break;
+    }
+    return true;
 }
 
 /* Between its uses in forward and in backward a value lies idle while layers run. */
@@ -5499,8 +5563,7 @@ static uint32_t msi_common_facts(const msi_review *r, ms_technique technique) {
     const ms_switch is = msi_switch_of(&m->config, technique);
     const bool plain_fits = m->wrapped.goal == MSI_GOAL_BUDGET && is != MS_SWITCH_ON &&
                             r->plan->plain_bytes <= r->plan->budget_bytes;
-    const bool beyond =
-        is == MS_SWITCH_DEFAULT && !(msi_mode_techniques[m->wrapped.choice.mode] >> technique & 1);
+    const bool beyond = is == MS_SWITCH_DEFAULT && !msi_mode_has(m->wrapped.choice.mode, technique);
     return msi_fact(MSI_FACT_ON, is == MS_SWITCH_ON) | msi_fact(MSI_FACT_OFF, is == MS_SWITCH_OFF) |
            msi_fact(MSI_FACT_SMALLEST, m->wrapped.goal == MSI_GOAL_SMALLEST) |
            msi_fact(MSI_FACT_DETACHED, m->wrapped.goal == MSI_GOAL_PLAIN) |
@@ -5575,7 +5638,7 @@ static uint32_t msi_gather(const msi_review *r, ms_decision *d, uint32_t *facts)
         for (uint32_t j = l->count[MSI_GROUP_IN]; j < k; j++) {
             listed |= operands[j] == index;
         }
-        if (!t || listed || !(msi_technique_kinds[d->technique] >> t->kind & 1)) {
+        if (!t || listed || !(msi_techniques[d->technique].kinds >> t->kind & 1)) {
             continue;
         }
         if (msi_is_applied(r, layer, d->technique, index)) {
@@ -6784,9 +6847,9 @@ static uint64_t msi_layout_key(const msi_layout_work *w, uint32_t block, msi_lay
     case MSI_ORDER_SPAN_CLASS:
         return ~(msi_layout_class(span) / width);
     case MSI_ORDER_LOAD:
-    default:
-        return ~msi_skyline_max(&w->bottom, w->first[block], w->last[block]);
+        break;
     }
+    return ~msi_skyline_max(&w->bottom, w->first[block], w->last[block]);
 }
 
 static void msi_layout_sort_by(msi_layout_work *w, msi_layout_order order, uint64_t width) {
@@ -10457,7 +10520,7 @@ static int msi_operand_group(const msi_layer *l, const msi_instruction *i, uint3
 
 /* Whether a layer's instruction makes this operand. */
 static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int group, uint32_t slot) {
-    switch (group) {
+    switch ((msi_group_kind)group) {
     case MSI_GROUP_OUT:
     case MSI_GROUP_SAVED:
         return i->op != MSI_OP_BACKWARD && !(i->op == MSI_OP_RECOMPUTE && l->recompute &&
@@ -10467,9 +10530,14 @@ static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int group,
     case MSI_GROUP_GRAD_IN:
     case MSI_GROUP_GRAD_PARAM:
         return true;
-    default:
-        return false;
+    case MSI_GROUP_IN:
+    case MSI_GROUP_PARAM:
+    case MSI_GROUP_GRAD_OUT:
+    case MSI_GROUP_WORKSPACE:
+    case MSI_GROUP_END:
+        break;
     }
+    return false;
 }
 
 /* Whether it is allowed to write it: what it makes, and what it destroys. */
@@ -11511,10 +11579,14 @@ static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t
     case MSI_OP_UPDATE:
         result = msi_run_update(m, p, i);
         break;
-    case MSI_OP_NOTHING:
-        break;
-    default:
+    case MSI_OP_FORWARD:
+    case MSI_OP_RECOMPUTE:
+    case MSI_OP_BACKWARD:
+    case MSI_OP_EVAL:
         result = msi_run_layer(m, p, now);
+        break;
+    case MSI_OP_NOTHING:
+    case MSI_OP_COUNT:
         break;
     }
     if (i->op == MSI_OP_RESTORE && result == MS_RESULT_OK) {
@@ -12072,7 +12144,7 @@ static void msi_log_decisions(const ms_model *m, const msi_review *r) {
     for (int technique = 0; technique < MS_TECHNIQUE_COUNT; technique++) {
         const msi_technique_total total = msi_technique_total_of(r, (ms_technique)technique);
         msi_log(m, MS_LOG_INFO, "rules", "%s: %u of %u layers, %s held no longer, %s added%s%s",
-                msi_technique_names[technique], (unsigned)total.layers,
+                msi_techniques[technique].name, (unsigned)total.layers,
                 (unsigned)m->graph.layers.count, msi_size(total.saved_bytes).text,
                 msi_time(total.added_us).text, total.differs ? "" : "; rule ",
                 total.differs ? "" : total.rule->id);
@@ -12082,7 +12154,7 @@ static void msi_log_decisions(const ms_model *m, const msi_review *r) {
                 msi_log(m, MS_LOG_DEBUG, "rules",
                         "%s of layer \"%s\": %s held no longer, %s added; "
                         "rule %s",
-                        msi_technique_names[technique], msi_layer_name(m, i),
+                        msi_techniques[technique].name, msi_layer_name(m, i),
                         msi_size(d.saved_bytes).text, msi_time(d.added_us).text, d.rule->id);
             }
         }
@@ -12484,9 +12556,13 @@ static double msi_number(const void *data, ms_dtype dtype, uint64_t i) {
         return (double)((const int8_t *)data)[i];
     case MS_DTYPE_U8:
         return (double)((const uint8_t *)data)[i];
-    default:
-        return (double)msi_load(data, dtype, i);
+    case MS_DTYPE_F32:
+    case MS_DTYPE_F16:
+    case MS_DTYPE_BF16:
+    case MS_DTYPE_COUNT:
+        break;
     }
+    return (double)msi_load(data, dtype, i);
 }
 
 /* Two elements whose bits are not equal. Two NaN do not differ as numbers, nor do 0 and -0. */
@@ -13074,8 +13150,8 @@ static void msi_print_techniques(const msi_printer *out, const msi_technique_tot
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         const msi_technique_total *t = &totals[k];
         const bool said = strcmp(t->rule->id, "not-built") == 0;
-        msi_print(out, "%-16s %7u %14s %10s  %s%s\n", msi_technique_names[k], (unsigned)t->layers,
-                  t->saved_bytes ? msi_size(t->saved_bytes).text : "-",
+        msi_print(out, "%-16s %7u %14s %10s  %s%s\n", ms_technique_name((ms_technique)k),
+                  (unsigned)t->layers, t->saved_bytes ? msi_size(t->saved_bytes).text : "-",
                   t->added_us > 0.0 ? msi_time(t->added_us).text : "-",
                   t->differs ? "by layer" : t->rule->id,
                   MSI_BUILT >> k & 1 || said ? "" : ", not built in this version");
@@ -13150,7 +13226,7 @@ static void msi_print_layers(const msi_printer *out, const msi_review *r,
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         if (msi_is_by_layer(&totals[k])) {
             c.missing += 2;
-            msi_print_column(&c, 17, msi_technique_names[k]);
+            msi_print_column(&c, 17, ms_technique_name((ms_technique)k));
             c.missing += totals[k].added_us > 0.0 ? 21 : 12;
         }
     }
@@ -13533,10 +13609,6 @@ static void msi_write_bounded(const char *text, size_t length, void *user) {
 
 // ------------------------------------------------------------------------------------------------
 // >>api  public functions: thin
-
-MEMSCALE_API const char *ms_technique_name(ms_technique technique) {
-    return (unsigned)technique < MS_TECHNIQUE_COUNT ? msi_technique_names[technique] : "?";
-}
 
 MEMSCALE_API ms_backend ms_backend_cpu(void) {
     ms_backend b;
@@ -14208,7 +14280,7 @@ MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_tec
         const uint32_t *operands = msi_group(g, l, group);
         for (uint32_t k = 0; k < l->count[group]; k++) {
             msi_tensor *t = operands[k] == MSI_NONE ? NULL : &g->tensors.items[operands[k]];
-            if (t && (msi_technique_kinds[technique] >> t->kind & 1)) {
+            if (t && (msi_techniques[technique].kinds >> t->kind & 1)) {
                 t->technique[technique] = (uint8_t)force;
             }
         }
@@ -14222,17 +14294,12 @@ MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_
     if (!model || !msi_check_technique(model, function, technique, force)) {
         return;
     }
-    static const char *const needed[] = {"activation or saved tensor, which alone are recomputed",
-                                         "param, which alone are updated",
-                                         "param, activation or saved tensor",
-                                         "activation or saved tensor",
-                                         "param, activation or saved tensor",
-                                         "param, which alone have optimizer state"};
     const uint32_t t = msi_value_index(model, tensor);
     const msi_kind kind = t == MSI_NONE ? MSI_KIND_INPUT : model->graph.tensors.items[t].kind;
-    if (!(msi_technique_kinds[technique] >> kind & 1)) {
+    if (!(msi_techniques[technique].kinds >> kind & 1)) {
         MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is no %s", function,
-                  t == MSI_NONE ? "?" : msi_tensor_name(model, t), needed[technique]);
+                  t == MSI_NONE ? "?" : msi_tensor_name(model, t),
+                  msi_techniques[technique].needed);
         return;
     }
     model->graph.tensors.items[t].technique[technique] = (uint8_t)force;
