@@ -1,9 +1,10 @@
 /*  nn.h - layers for memscale.h, on the CPU and with CUDA: those of transformers, with GPT-2 and
     BERT of any size, and those of convolutional nets.
 
-    A single header for the examples, tests and benchmarks; every function is static. It needs the
-    declarations of memscale.h, which it includes, and C99 or C++11. With OpenMP the loops run in
-    parallel; all matrix products go through ms_gemm.
+    For the examples, tests and benchmarks. Include this header alone: it includes memscale.h, for
+    its declarations, and the two headers that hold the kernels, nn_cpu.h and nn_cuda.h. Every
+    function is static, and all of it is C99 and C++11. With OpenMP the loops run in parallel; all
+    matrix products go through ms_gemm.
 
         ms_model *model;
         ms_create(&config, &model);
@@ -16,37 +17,63 @@
         ms_wrap(model);
         nn_init(net, 1);                                   // initial values of all params
         ms_write(model, gpt2.tokens, tokens);              // int32 (B, T)
-        ms_write(model, gpt2.targets, targets);            // int32 (B, T); below 0: does not count
+        ms_write(model, gpt2.targets, targets);            // int32 (B, T); below 0: ignored
         ms_step(model, &loss);
         ms_destroy(model);
         nn_destroy(net);
 
-    DEVICES. The layers call kernels through a table, nn_device: nn_cpu() of this header, or nn_cuda()
-    where a program is linked with cuda.cu, which nvcc compiles from the end of this header. Then
-    config.backend = ms_backend_cuda(0) and nn_create_on(model, nn_cuda()) are all that changes. A
-    kernel cannot report a token or target that is outside its table: it makes the values of that
-    row NaN, so that the step ends with MS_RESULT_NONFINITE, where the CPU returns NN_ERROR_INDEX.
+    DEVICES. The layers call kernels through a table, nn_device: nn_cpu() or nn_cuda(). A program
+    that trains with CUDA is linked with cuda.cu, which nvcc compiles: it includes this header with
+    NN_CUDA_IMPLEMENTATION defined. The program sets config.backend = ms_backend_cuda(0) and calls
+    nn_create_on(model, nn_cuda()); nothing else changes. For a token or target outside its table
+    the CPU returns NN_ERROR_INDEX. A CUDA kernel cannot return an error: it makes the values of
+    that row NaN, so that the step ends with MS_RESULT_NONFINITE.
 
     LAYERS. A layer function registers the layer and its params and returns its output, so that
-    calls chain. Where memscale.h lets a mistake stick, nn.h does too: an impossible size or a
-    lack of memory returns the handle 0 and comes back as the error of ms_wrap.
+    calls chain. Errors are sticky, as in memscale.h: an impossible size or a lack of memory returns
+    the handle 0, and ms_wrap returns the error.
 
     LETTERS. B batch, T sequence, C channels, V vocabulary, H heads, rows = B * T. All shapes are
     row-major; a weight is (out, in). Images are (B, C, height, width).
 
-    AXES. A dim of an input that lies along an axis (ms_along) stays along it in all that is made of
-    it, so that ms_reshape can change the batch of any net and the sequence of a transformer. Make
-    axes with nn_axis, and before the layers.
+    AXES. If a dim of an input lies along an axis (ms_along), so do the dims of all that is computed
+    from it, and ms_reshape can change the batch of any net and the sequence of a transformer. Make
+    axes with nn_axis, before the layers.
 
     NUMERICS. float32. On the CPU no sum depends on the number of threads: sums over rows (gradients
     of bias, weight of a normalization, embedding) are parallel over columns, each column in the
     order of its rows. On the GPU no sum depends on the order in which blocks run: there are no
-    atomics, and partial sums are added up in a second pass. So both give the same bits again, in
-    another run and in a recomputation; they differ from each other by rounding, and masks of dropout
-    not at all. A block layer has the arithmetic of the operator layers, so without dropout both
-    granularities give the same bits. Dropout stands on the embedding and on the two branches of
-    each block; attention probabilities have none. Sums over the images of a batch are in double, with
-    CUDA those over chunks of 4096 values.
+    atomics, and partial sums are added up by a second kernel. So each device gives the same bits
+    again in another run and in a recomputation. The two devices differ from each other by rounding,
+    but their dropout masks are equal. A block layer has the arithmetic of the operator layers, so
+    without dropout both granularities give the same bits. Dropout is applied to the embedding and
+    to the two branches of each block, not to attention probabilities. Sums over the images of a
+    batch are in double; with CUDA, the values that are added in double are sums of 4096 each.
+
+    FILES, each of which uses only what comes before it:
+
+        nn.h       >>nn public       the declarations of all that a program calls
+                   >>nn shared       what both devices use: operands of kernels, geometry, products
+                   >>nn functions    of one element, the same on the CPU and in CUDA kernels
+                   >>nn device       nn_device, the table of a device's kernels
+        nn_cpu.h   >>nn cpu ...      loops, kernels and table of the CPU
+        nn_cuda.h  >>nn cuda ...     scratch sizes, kernels and table of CUDA
+        nn.h       >>nn options      of layers, and the net that owns them and lists the params
+                   >>nn callbacks    forward and backward of each layer: from views to kernels
+                   >>nn layers       the functions that register them
+                   >>nn block        a whole transformer block as one layer
+                   >>nn models       GPT-2 and BERT
+
+    A NEW KERNEL is a function pointer in nn_device; a function in nn_cpu.h and a row of nn_cpu(),
+    the table at the end of that file; a function in nn_cuda.h and a row of nn_cuda(), the table at
+    the end of that file, and a NULL in nn_cuda_dry(). The rows have the order of nn_device. If the
+    kernel needs scratch memory, nn_device has a function for its size too, and that of CUDA is
+    under ">>nn cuda scratch". A formula that both devices evaluate goes to ">>nn functions", a
+    struct that both receive to ">>nn shared".
+
+    A NEW LAYER is a declaration under ">>nn public", two callbacks under ">>nn callbacks", which
+    call kernels of the table, and a function under ">>nn layers", which registers them. If the
+    kernels exist, it needs nothing else, and it runs on both devices.
 */
 #ifndef MEMSCALE_NN_H
 #define MEMSCALE_NN_H
@@ -59,7 +86,7 @@
 #include <stdlib.h>
 #include <string.h>
 #if defined(NN_CUDA_IMPLEMENTATION)
-#include <cuda_runtime.h>
+#include <cuda_runtime.h> // NN_HD needs its __host__ and __device__
 #endif
 
 #if defined(__GNUC__)
@@ -74,7 +101,7 @@
 #define NN_EXTERN extern
 #endif
 
-/* On the host and, where nvcc compiles, on the device: the same text for both. */
+/* A function that CUDA kernels call too: it is compiled for the host and, by nvcc, for the GPU. */
 #if defined(__CUDACC__)
 #define NN_HD NN_API __host__ __device__ inline
 #else
@@ -84,13 +111,13 @@
 // ------------------------------------------------------------------------------------------------
 // >>nn public
 
-/* The params and buffers of a net with their initial distributions, and the options of its
-   layers. */
+/* Lists the params and buffers of a model with their initial distributions, and owns the options of
+   its layers. */
 typedef struct nn_net nn_net;
 
 typedef enum nn_init_kind { NN_INIT_ZEROS, NN_INIT_ONES, NN_INIT_NORMAL } nn_init_kind;
 
-/* A param or buffer as it was registered; deviation is that of NN_INIT_NORMAL. */
+/* A param or buffer as it was registered; deviation is the standard deviation of NN_INIT_NORMAL. */
 typedef struct nn_param_info {
     char name[64]; // such as "h0.qkv.weight", "norm1.mean"
     ms_tensor tensor;
@@ -101,7 +128,7 @@ typedef struct nn_param_info {
 
 typedef enum nn_granularity {
     NN_OPERATORS, // every operator is a layer
-    NN_BLOCKS     // every transformer block is one layer, its inner values are saved tensors
+    NN_BLOCKS     // every transformer block is one layer; its inner values are saved tensors
 } nn_granularity;
 
 typedef struct nn_transformer_config {
@@ -109,37 +136,37 @@ typedef struct nn_transformer_config {
     int64_t context; // rows of the position table; at least the (largest) sequence
     int64_t layers, heads, channels;
     int64_t batch, sequence;
-    /* An axis for ms_reshape, up to this size; 0: none, the size is fixed. The axes stand in the
-       order batch, sequence. */
+    /* The largest size for ms_reshape, along an axis of its own; 0: no axis, the size is fixed. The
+       axes are added in the order batch, sequence. */
     int64_t largest_batch, largest_sequence;
     float dropout; // 0: no dropout layers are registered
     nn_granularity granularity;
-    bool save_scores; // attention probabilities are kept for backward; else computed again
+    bool save_scores; // keep the attention probabilities for backward; else compute them again
 } nn_transformer_config;
 
 typedef struct nn_transformer {
     ms_tensor tokens;   // I32 (B, T)
-    ms_tensor segments; // I32 (B, T), 0 or 1; BERT alone
+    ms_tensor segments; // I32 (B, T), 0 or 1; only BERT has it
     ms_tensor targets;  // I32 (B, T), below 0: ignored
     ms_tensor logits;   // (B, T, V)
     ms_tensor losses;   // (B, T)
 } nn_transformer;
 
-/* What callbacks of this file return beside the results of ms_gemm, and of the CUDA runtime. */
+/* Callbacks of layers return this error, those of ms_gemm or those of the CUDA runtime. */
 enum { NN_ERROR_INDEX = 1001 /* a token or target is outside its table */ };
 
-/* The kernels of a device, and the scratch memory that they ask for. nn_cuda is there where a
-   program is linked with examples/cuda.cu; a program that never names it needs no CUDA. */
+/* The kernels of a device, and the sizes of the scratch memory that they need. A program that calls
+   nn_cuda is linked with examples/cuda.cu, which defines it; others need no CUDA. */
 typedef struct nn_device nn_device;
 
 NN_API const nn_device *nn_cpu(void);
 NN_EXTERN const nn_device *nn_cuda(void);
 
-/* nn_cuda without its kernels, but with the scratch memory that they ask for: for dry runs
-   (ms_config.dry_run) of what a GPU would train, on machines without one. */
+/* nn_cuda without its kernels, but with the sizes of their scratch memory: for dry runs
+   (ms_config.dry_run), on a machine without a GPU, of what a GPU would train. */
 NN_API const nn_device *nn_cuda_dry(void);
 
-/* Makes a net for model; NULL: no memory. nn_create: on the CPU. The device must be that of the
+/* Makes a net for model; NULL: no memory. nn_create uses nn_cpu(). The device must be that of the
    model's backend. */
 NN_API nn_net *nn_create(ms_model *model);
 NN_API nn_net *nn_create_on(ms_model *model, const nn_device *device);
@@ -147,11 +174,11 @@ NN_API nn_net *nn_create_on(ms_model *model, const nn_device *device);
 /* Frees the net; call it after ms_destroy, since the layers use its options. NULL is fine. */
 NN_API void nn_destroy(nn_net *net);
 
-/* Writes initial values into all params and buffers, the same for the same seed on any number of
-   threads. Errors: OUT_OF_MEMORY, and those of ms_write. */
+/* Writes initial values into all params and buffers; they depend on the seed alone, not on the
+   number of threads. Errors: OUT_OF_MEMORY, and those of ms_write. */
 NN_API ms_result nn_init(nn_net *net, uint64_t seed);
 
-/* The params in the order of their registration, and one by name (NULL: there is none). */
+/* The params in the order of their registration, or by name; NULL: there is none. */
 NN_API int64_t nn_param_count(const nn_net *net);
 NN_API const nn_param_info *nn_param_at(const nn_net *net, int64_t index);
 NN_API const nn_param_info *nn_find_param(const nn_net *net, const char *name);
@@ -161,16 +188,16 @@ NN_API int64_t nn_buffer_count(const nn_net *net);
 NN_API const nn_param_info *nn_buffer_at(const nn_net *net, int64_t index);
 NN_API const nn_param_info *nn_find_buffer(const nn_net *net, const char *name);
 
-/* ms_add_axis, noted in the net: layers that are registered afterwards have workspace for the
-   largest size. */
+/* ms_add_axis; the net remembers the axis, so that layers registered afterwards ask for workspace
+   for its largest size. */
 NN_API ms_axis nn_axis(nn_net *net, const char *name, int64_t size, int64_t largest);
 
-/* ms_param, with the initial distribution noted in the net. A param of rank 1 (bias, weight of a
+/* ms_param; the net remembers the initial distribution. A param of rank 1 (bias, weight of a
    normalization) has no weight decay. */
 NN_API ms_tensor nn_param(nn_net *net, const char *name, ms_shape shape, nn_init_kind init,
                           float deviation);
 
-/* ms_buffer, F32, with initial values. */
+/* ms_buffer, F32; the net remembers the initial values. */
 NN_API ms_tensor nn_buffer(nn_net *net, const char *name, ms_shape shape, nn_init_kind init);
 
 /* out (B, T, C) = table[tokens] + positions[t] + segment_table[segments].
@@ -185,15 +212,15 @@ NN_API ms_tensor nn_embedding(nn_net *net, const char *name, ms_tensor tokens, m
 NN_API ms_tensor nn_linear(nn_net *net, const char *name, ms_tensor x, int64_t out_features,
                            float deviation);
 
-/* The same with params that exist, such as the embedding's table (Press and Wolf, "Using the
+/* The same with existing params, such as the embedding's table (Press and Wolf, "Using the
    Output Embedding to Improve Language Models", 2017). bias may be the handle 0. */
 NN_API ms_tensor nn_linear_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
                                 ms_tensor bias);
 
 /* Over the last axis: (x - mean) / sqrt(variance + 1e-5) * weight + bias, with new params
    "<name>.weight", ones, and "<name>.bias", zeros. Saves mean and 1 / sqrt(...) per row.
-   Ba et al., "Layer Normalization", 2016, equation 4. nn_layernorm_tied: with params that exist
-   and another epsilon (BERT: 1e-12). */
+   Ba et al., "Layer Normalization", 2016, equation 4. nn_layernorm_tied takes existing params and
+   another epsilon (BERT: 1e-12). */
 NN_API ms_tensor nn_layernorm(nn_net *net, const char *name, ms_tensor x);
 NN_API ms_tensor nn_layernorm_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
                                    ms_tensor bias, float epsilon);
@@ -207,15 +234,17 @@ NN_API ms_tensor nn_gelu_erf(nn_net *net, const char *name, ms_tensor x);
 /* a + b, of one shape. */
 NN_API ms_tensor nn_add(nn_net *net, const char *name, ms_tensor a, ms_tensor b);
 
-/* Each element is 0 with this probability, and else divided by 1 - probability; the identity in
-   MS_PHASE_EVAL. The mask is drawn from ms_call.seed each time and never stored. Probability 0
-   registers nothing and returns x. Srivastava et al., "Dropout", 2014, section 10. */
+/* Each element becomes 0 with this probability and is divided by 1 - probability otherwise; in
+   MS_PHASE_EVAL out is x. The mask is drawn again from the layer's and the step's seed wherever it
+   is needed, and never stored. Probability 0 registers nothing and returns x. Srivastava et al.,
+   "Dropout", 2014, section 10. */
 NN_API ms_tensor nn_dropout(nn_net *net, const char *name, ms_tensor x, float probability);
 
 /* Multi-head self-attention: qkv (B, T, 3C) holds queries, keys and values side by side; out is
    (B, T, C). softmax(Q K^T / sqrt(C / H)) V per head; causal: row t sees the keys 0 ... t.
    save_scores keeps the probabilities (B, H, T, T) for backward; otherwise backward computes them
-   again, on the CPU 64 rows at a time, on the GPU some heads at a time. Vaswani et al., "Attention Is All You Need", 2017, equation 1. */
+   again, on the CPU 64 rows at a time, on the GPU some heads at a time. Vaswani et al., "Attention
+   Is All You Need", 2017, equation 1. */
 NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int64_t heads,
                               bool causal, bool save_scores);
 
@@ -229,36 +258,37 @@ NN_API ms_tensor nn_cross_entropy(nn_net *net, const char *name, ms_tensor logit
    2010, section 2. */
 NN_API ms_tensor nn_relu(nn_net *net, const char *name, ms_tensor x);
 
-/* sqrt(2 / fan_in): the deviation of weights that read fan_in values and lead to a relu. He et
-   al., "Delving Deep into Rectifiers", 2015, equation 10. */
+/* sqrt(2 / fan_in): the deviation for weights that read fan_in values and whose output a relu
+   reads. He et al., "Delving Deep into Rectifiers", 2015, equation 10. */
 NN_API float nn_kaiming(int64_t fan_in);
 
-/* Images (B, in, height, width) become (B, out, ...): each output is the sum of weight times the
-   kernel * kernel square around it in all inputs, plus bias; squares are stride apart, and there
-   are `padding` zeros around the image. LeCun et al., "Gradient-Based Learning Applied to Document
-   Recognition", 1998, section II; as a matrix product: Chellapilla, Puri and Simard, "High
-   Performance Convolutional Neural Networks for Document Processing", 2006, section 3. New params
-   "<name>.weight" (out, in * kernel * kernel), normal(0, nn_kaiming), and "<name>.bias" (out),
-   zeros. nn_conv2d_tied: with params that exist; bias may be the handle 0. */
+/* Images (B, in, height, width) become (B, out, ...): each output is the sum of weight times a
+   patch of kernel * kernel pixels in all input channels, plus bias; patches begin `stride` pixels
+   apart, and there are `padding` zeros around the image. LeCun et al., "Gradient-Based Learning
+   Applied to Document Recognition", 1998, section II; as a matrix product: Chellapilla, Puri and
+   Simard, "High Performance Convolutional Neural Networks for Document Processing", 2006, section
+   3. New params "<name>.weight" (out, in * kernel * kernel), normal(0, nn_kaiming), and
+   "<name>.bias" (out), zeros. nn_conv2d_tied takes existing params; bias may be the handle 0. */
 NN_API ms_tensor nn_conv2d(nn_net *net, const char *name, ms_tensor x, int64_t out_channels,
                            int64_t kernel, int64_t stride, int64_t padding);
 NN_API ms_tensor nn_conv2d_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
                                 ms_tensor bias, int64_t kernel, int64_t stride, int64_t padding);
 
-/* The largest value of each kernel * kernel square of each channel, with the geometry of
-   nn_conv2d; padding, of at most kernel / 2, is never the largest. Saves where the value stood, in
-   I32. Scherer et al., "Evaluation of Pooling Operations in Convolutional Architectures for Object
-   Recognition", 2010, section 3. */
+/* The largest value of each kernel * kernel patch of each channel, with the geometry of nn_conv2d;
+   padding, of at most kernel / 2, is never the largest. Saves the place of each largest value in
+   its channel's plane (height, width), in I32. Scherer et al., "Evaluation of Pooling Operations in
+   Convolutional Architectures for Object Recognition", 2010, section 3. */
 NN_API ms_tensor nn_max_pool(nn_net *net, const char *name, ms_tensor x, int64_t kernel,
                              int64_t stride, int64_t padding);
 
-/* Per channel of images, or of (B, C): (x - mean) / sqrt(variance + 1e-5) * weight + bias, by mean
-   and variance of the batch. Each forward also moves the buffers "<name>.mean" and
-   "<name>.variance", zeros and ones at first, a tenth of the way to those of the batch, the
-   variance times n / (n - 1); ms_eval normalises by them. New params "<name>.weight", ones, and
-   "<name>.bias", zeros. Saves mean and 1 / sqrt(...) per channel, from which a recomputation makes
-   the output without summing anything. Ioffe and Szegedy, "Batch Normalization", 2015, algorithms
-   1 and 2. nn_batch_norm_tied: with params that exist, and statistics of its own. */
+/* Per channel of images, or of (B, C): (x - mean) / sqrt(variance + 1e-5) * weight + bias, with
+   mean and variance of the batch. Each forward also moves the buffers "<name>.mean" and
+   "<name>.variance", zeros and ones at first, a tenth of the way to the batch's mean and to its
+   variance times n / (n - 1); ms_eval normalizes by these buffers. New params "<name>.weight",
+   ones, and "<name>.bias", zeros. Saves mean and 1 / sqrt(...) per channel, from which a
+   recomputation makes the output without summing anything. Ioffe and Szegedy, "Batch
+   Normalization", 2015, algorithms 1 and 2. nn_batch_norm_tied takes existing params; its
+   statistics are its own. */
 NN_API ms_tensor nn_batch_norm(nn_net *net, const char *name, ms_tensor x);
 NN_API ms_tensor nn_batch_norm_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
                                     ms_tensor bias);
@@ -267,17 +297,18 @@ NN_API ms_tensor nn_batch_norm_tied(nn_net *net, const char *name, ms_tensor x, 
    section 3.2. */
 NN_API ms_tensor nn_average_pool(nn_net *net, const char *name, ms_tensor x);
 
-/* (B, ...) as (B, the rest). */
+/* x (B, ...) as a matrix (B, n); the values stay in their order. */
 NN_API ms_tensor nn_flatten(nn_net *net, const char *name, ms_tensor x);
 
 /* Sizes of a published model: "gpt2-124M", "gpt2-355M", "gpt2-774M", "gpt2-1558M", "bert-base",
-   "bert-large". Sets vocabulary, context, layers, heads and channels alone; false: unknown name. */
+   "bert-large". Sets vocabulary, context, layers, heads and channels, nothing else; false: unknown
+   name. */
 NN_API bool nn_preset(const char *name, nn_transformer_config *config);
 
 /* GPT-2: token and position embedding, pre-norm blocks, a last normalization, and a head tied to
    the token table. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019,
-   section 2.3: projections into the residual stream start with 0.02 / sqrt(2 * layers). Registers
-   inputs, params, layers and losses, and calls ms_set_loss. */
+   section 2.3: initial weights of the projections into the residual stream have the deviation
+   0.02 / sqrt(2 * layers). Registers inputs, params, layers and losses, and calls ms_set_loss. */
 NN_API nn_transformer nn_gpt2(nn_net *net, const nn_transformer_config *config);
 
 /* BERT with its masked-language-model head: token, position and segment embedding, normalization,
@@ -286,9 +317,11 @@ NN_API nn_transformer nn_gpt2(nn_net *net, const nn_transformer_config *config);
 NN_API nn_transformer nn_bert(nn_net *net, const nn_transformer_config *config);
 
 // ------------------------------------------------------------------------------------------------
-// >>nn shared  by the devices: what kernels are given
+// >>nn shared  what both devices use: operands of kernels, geometry, products
 
-enum { NN_CHUNK = 4096 /* elements that one thread takes at a time */ };
+/* Elements that one CPU thread works on at a time; on every device, also those whose random numbers
+   have one key (nn_chunk_key). */
+enum { NN_CHUNK = 4096 };
 
 NN_HD int64_t nn_least(int64_t a, int64_t b) {
     return a < b ? a : b;
@@ -298,47 +331,48 @@ NN_API int64_t nn_most(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
-/* The error of two calls, where there is one. */
+/* The first error of two results, 0 if there is none. */
 NN_API int nn_first(int a, int b) {
     return a != 0 ? a : b;
 }
 
-/* Where a gradient goes: data = beta * data + contribution; data NULL: nobody wants it. */
-typedef struct nn_target {
+/* Where a kernel writes: data = beta * data + what it computes, beta 0 or 1; data NULL: nowhere, as
+   the result is not needed. */
+typedef struct nn_dest {
     float *data;
     float beta;
-} nn_target;
+} nn_dest;
 
-NN_API nn_target nn_target_of(float *data, float beta) {
-    nn_target target;
-    target.data = data;
-    target.beta = beta;
-    return target;
+NN_API nn_dest nn_dest_of(float *data, float beta) {
+    nn_dest dest;
+    dest.data = data;
+    dest.beta = beta;
+    return dest;
 }
 
-/* Where the random numbers of a layer come from: `step` is in the memory of the device and is read
-   when the kernel runs, so that a recorded step draws anew each time it is replayed. */
+/* Where the random numbers of a layer come from. `step` points to the step's seed in the memory of
+   the device; kernels read it when they run, so that a replayed recording draws new numbers. */
 typedef struct nn_seed {
     uint64_t layer;
     const uint64_t *step;
-    int branch; // of a layer with several draws; below 0: the only one
+    int branch; // which dropout of a layer that has several; below 0: it has one
 } nn_seed;
 
-/* A dropout on the way; probability 0: none. */
+/* The dropout that a kernel applies to a value before it goes on; probability 0: none. */
 typedef struct nn_drop {
     float probability;
     nn_seed seed;
 } nn_drop;
 
-/* One of the tables that an embedding adds up: row r takes table row index[r], or r % period
-   where index is NULL. table NULL: none. */
+/* One of the tables whose rows an embedding adds up: output row r takes row index[r] of the table,
+   or row r % period if index is NULL. table NULL: there is none. */
 typedef struct nn_lookup {
     const float *table;
     const int32_t *index;
     int64_t entries, period;
 } nn_lookup;
 
-/* A layer normalization of rows of this width; mean and rstd (rows) are what it saves. */
+/* A layer normalization of rows of this width. It saves mean and rstd (rows). */
 typedef struct nn_norm {
     int64_t rows, width;
     const float *weight, *bias;
@@ -358,16 +392,18 @@ NN_API int64_t nn_planes_count(nn_planes n) {
 /* Where a batch normalization takes mean and variance from. */
 typedef enum nn_moments { NN_MOMENTS_OF_BATCH, NN_MOMENTS_RUNNING, NN_MOMENTS_SAVED } nn_moments;
 
+/* The operands of a batch normalization. */
 typedef struct nn_batch_norm_values {
     nn_moments moments;
     const float *weight, *bias;
-    float *mean, *rstd; // the saved ones; may be NULL unless they are the source
-    float *running_mean, *running_variance; // moved where they are not the source and not NULL
+    float *mean, *rstd; // saved by forward; may be NULL, except with NN_MOMENTS_SAVED
+    float *running_mean, *running_variance; // NN_MOMENTS_OF_BATCH updates them; NULL: it does not
     float epsilon, momentum;
 } nn_batch_norm_values;
 
-/* Squares of kernel * kernel values that slide over images (images, channels, height, width) with
-   padding around them. */
+/* A window of kernel * kernel pixels that slides over images (images, channels, height, width) with
+   padding around them, `stride` pixels at a time. Each of its positions is a patch: there are
+   out_height rows of out_width patches. */
 typedef struct nn_window {
     int64_t images, channels, height, width;
     int64_t kernel, stride, padding;
@@ -390,47 +426,48 @@ NN_API nn_window nn_window_of(ms_shape x, int64_t kernel, int64_t stride, int64_
     return w;
 }
 
-/* Such a convolution reads each pixel once, and in order: the image itself is the columns. */
+/* Whether each patch is one pixel, and the patches are all pixels in order. A convolution then
+   needs no copies of its patches (nn_columns_kernel): the image itself is the matrix of columns. */
 NN_API bool nn_is_pointwise(const nn_window *w) {
     return w->kernel == 1 && w->stride == 1 && w->padding == 0;
 }
 
-/* Rows and columns of nn_columns_kernel. */
+/* Rows of the matrix of columns: values of a patch in all channels. */
 NN_API int64_t nn_window_depth(const nn_window *w) {
     return w->channels * w->kernel * w->kernel;
 }
 
-NN_API int64_t nn_window_places(const nn_window *w) {
+/* Patches of an image, which are the columns of that matrix. */
+NN_API int64_t nn_window_patches(const nn_window *w) {
     return w->out_height * w->out_width;
 }
 
-/* Squares begin ... end - 1 are those whose element at this offset (from the first pixel, in the
-   first square) lies inside an image of this extent; count: how many squares there are. */
+/* The patches begin ... end - 1 of a row, or the rows of patches begin ... end - 1. */
 typedef struct nn_span {
     int64_t begin, end;
 } nn_span;
 
-/* Rows of squares, begin ... begin + count - 1, out of out_height. */
-typedef struct nn_rows_of_squares {
+/* The rows of patches begin ... begin + count - 1, out of out_height. */
+typedef struct nn_patch_rows {
     int64_t begin, count;
-} nn_rows_of_squares;
+} nn_patch_rows;
 
 /* x is (rows, in), y is (rows, out), weight is (out, in). */
 typedef struct nn_linear_size {
     int64_t rows, in, out;
 } nn_linear_size;
 
-/* Sizes of an attention; channels are heads * size. */
+/* Sizes of an attention; there are heads * size channels. */
 typedef struct nn_attention_size {
     int64_t batch, sequence, heads, size;
     bool causal;
 } nn_attention_size;
 
-/* A matrix of floats that ms_gemm only reads or that it writes. */
+/* A matrix of floats for ms_gemm, to read or to write. */
 NN_API ms_matrix nn_matrix(const float *data, int64_t rows, int64_t cols, int64_t stride) {
     ms_matrix matrix;
     memset(&matrix, 0, sizeof matrix);
-    matrix.data = (void *)(uintptr_t)data; // ms_matrix knows no const
+    matrix.data = (void *)(uintptr_t)data; // ms_matrix has no const
     matrix.rows = rows;
     matrix.cols = cols;
     matrix.stride = stride;
@@ -438,16 +475,16 @@ NN_API ms_matrix nn_matrix(const float *data, int64_t rows, int64_t cols, int64_
     return matrix;
 }
 
-/* These squares of the planes of one image (depth or out, places). */
-NN_API ms_matrix nn_squares(const float *planes, int64_t count, nn_rows_of_squares rows,
-                            const nn_window *w) {
+/* The values at these rows of patches, in `count` planes (patches) of one image. */
+NN_API ms_matrix nn_patch_matrix(const float *planes, int64_t count, nn_patch_rows rows,
+                                 const nn_window *w) {
     return nn_matrix(planes + rows.begin * w->out_width, count, rows.count * w->out_width,
-                     nn_window_places(w));
+                     nn_window_patches(w));
 }
 
-/* The two products of a linear layer's backward: on every device the same calls. */
-NN_API int nn_linear_slopes(const ms_call *call, nn_target dx, nn_target dweight, const float *dy,
-                            const float *x, const float *weight, nn_linear_size n) {
+/* The two products of a linear layer's backward: the same calls on every device. */
+NN_API int nn_linear_products(const ms_call *call, nn_dest dx, nn_dest dweight, const float *dy,
+                              const float *x, const float *weight, nn_linear_size n) {
     const ms_matrix slope = nn_matrix(dy, n.rows, n.out, n.out);
     int result = 0;
     if (dx.data != NULL) {
@@ -462,10 +499,10 @@ NN_API int nn_linear_slopes(const ms_call *call, nn_target dx, nn_target dweight
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>nn functions  of one element; free of branches and calls, so that loops over them vectorise
+// >>nn functions  of one element, without branches and calls, so that loops over them vectorize
 
-/* e^x for x clamped to [-87, 88], relative error about 2e-7: x = n ln 2 + r, a polynomial for e^r
-   (fitted at Chebyshev nodes), and n put into the exponent. NaN stays NaN. */
+/* e^x for x clamped to [-87, 88], relative error about 2e-7: x = n ln 2 + r; a polynomial, fitted
+   at Chebyshev nodes, gives e^r, and n is added to the exponent. NaN stays NaN. */
 NN_HD float nn_exp(float x) {
     const float rounder = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
     x = x < -87.0f ? -87.0f : x;
@@ -547,22 +584,24 @@ NN_HD uint32_t nn_random(uint64_t key, uint32_t counter) {
     return x ^ (x >> 15);
 }
 
+/* The seed of one dropout of a layer in the current step. */
 NN_HD uint64_t nn_seed_value(nn_seed seed) {
     const uint64_t value = seed.layer ^ *seed.step;
     return seed.branch < 0 ? value : nn_mix(value + (uint64_t)seed.branch);
 }
 
-/* Below this, random bits drop an element. */
+/* An element whose random bits are below this is dropped. */
 NN_HD uint32_t nn_threshold(float probability) {
     return (uint32_t)((double)probability * 4294967296.0);
 }
 
-/* The key of the elements of one chunk, which begins with element `begin`. */
+/* The key of the chunk that begins with element `begin`. */
 NN_HD uint64_t nn_chunk_key(uint64_t seed, int64_t begin) {
     return nn_mix(seed ^ nn_mix((uint64_t)begin));
 }
 
-/* The variance of a batch of n values is that of all values times (n - 1) / n, on average. */
+/* Moves the running statistics of a channel towards mean and variance of a batch of n values. On
+   average the variance of n values is (n - 1) / n times the variance of all. */
 NN_HD void nn_move_running(const nn_batch_norm_values *v, int64_t channel, float mean,
                            float variance, int64_t n) {
     const float keep = 1.0f - v->momentum;
@@ -571,8 +610,8 @@ NN_HD void nn_move_running(const nn_batch_norm_values *v, int64_t channel, float
     v->running_variance[channel] = keep * v->running_variance[channel] + v->momentum * unbiased;
 }
 
-/* The place of the largest of the square (y, x) in its plane; of equal ones the first, and of NaN
-   and a number NaN. */
+/* The place in its plane of the largest value of patch (y, x): the first of equal ones, and a NaN
+   if there is one. */
 NN_HD int64_t nn_largest_place(const float *plane, const nn_window *w, int64_t y, int64_t x) {
     const int64_t top = y * w->stride - w->padding;
     const int64_t left = x * w->stride - w->padding;
@@ -596,27 +635,29 @@ NN_HD int64_t nn_largest_place(const float *plane, const nn_window *w, int64_t y
 // >>nn device  the table between callbacks and kernels
 
 /* What the layers are made of. A kernel enqueues its work on call->stream (on the CPU: does it) and
-   returns 0 or an error number. Pointers, but for those to structs, are memory of the device.
-   work is scratch memory of as many floats as the function of sizes returns; what it asks for never
-   shrinks as sizes grow, so that room for the largest size is room for all. */
+   returns 0 or an error number. Pointers to floats and integers are memory of the device, pointers
+   to structs are memory of the host. `work` is scratch memory of as many floats as the ..._floats
+   function returns. That number never shrinks as sizes grow, so that scratch memory for the largest
+   size is enough for all. */
 struct nn_device {
     const char *name;
-    bool skips_masked; // attention: the products leave out most of the keys that no query sees
+    bool skips_masked; // causal attention omits most of the products with keys that no query sees
     int64_t (*column_floats)(int64_t rows, int64_t columns);  // embedding and linear, backward
     int64_t (*layernorm_floats)(int64_t rows, int64_t width); // backward
     int64_t (*attention_floats)(nn_attention_size n, bool backward);
     int64_t (*conv2d_floats)(const nn_window *w, int64_t out, bool backward);
     int64_t (*batch_norm_floats)(nn_planes n); // forward and backward
-    int (*pass)(const ms_call *call, nn_target y, const float *x, int64_t count);
+    /* y = x, or y += x: also the gradient of a sum or of another shape */
+    int (*copy)(const ms_call *call, nn_dest y, const float *x, int64_t count);
     int (*add)(const ms_call *call, float *y, const float *a, const float *b, int64_t count);
-    int (*dropout)(const ms_call *call, nn_target y, const float *x, int64_t count,
-                   float probability, nn_seed seed);
+    int (*dropout)(const ms_call *call, nn_dest y, const float *x, int64_t count, float probability,
+                   nn_seed seed);
     int (*gelu)(const ms_call *call, float *y, const float *x, int64_t count, bool erf_form);
-    int (*gelu_backward)(const ms_call *call, nn_target dx, const float *dy, const float *x,
+    int (*gelu_backward)(const ms_call *call, nn_dest dx, const float *dy, const float *x,
                          int64_t count, bool erf_form);
     int (*embedding)(const ms_call *call, float *y, const nn_lookup *lookups, int lookup_count,
                      int64_t rows, int64_t channels);
-    int (*embedding_backward)(const ms_call *call, nn_target dtable, const nn_lookup *lookup,
+    int (*embedding_backward)(const ms_call *call, nn_dest dtable, const nn_lookup *lookup,
                               const float *dy, int64_t rows, int64_t channels, float *work);
     int (*linear)(const ms_call *call, float *y, const float *x, const float *weight,
                   const float *bias, nn_linear_size n);
@@ -627,48 +668,48 @@ struct nn_device {
     int (*linear_add)(const ms_call *call, float *y, const float *residual, const float *x,
                       const float *weight, const float *bias, nn_linear_size n,
                       const nn_drop *drop);
-    int (*linear_backward)(const ms_call *call, nn_target dx, nn_target dweight, nn_target dbias,
+    int (*linear_backward)(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
                            const float *dy, const float *x, const float *weight, nn_linear_size n,
                            float *work);
     int (*layernorm)(const ms_call *call, float *y, const float *x, const nn_norm *n);
-    int (*layernorm_backward)(const ms_call *call, nn_target dx, nn_target dweight, nn_target dbias,
+    int (*layernorm_backward)(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
                               const float *dy, const float *x, const nn_norm *n, float *work);
     int (*attention)(const ms_call *call, float *out, float *scores, const float *qkv, float *work,
                      nn_attention_size n);
-    int (*attention_backward)(const ms_call *call, nn_target dqkv, const float *dout,
+    int (*attention_backward)(const ms_call *call, nn_dest dqkv, const float *dout,
                               const float *scores, const float *qkv, float *work,
                               nn_attention_size n);
     int (*cross_entropy)(const ms_call *call, float *losses, float *stats, const float *logits,
                          const int32_t *targets, int64_t rows, int64_t classes);
-    int (*cross_entropy_backward)(const ms_call *call, nn_target dlogits, const float *dlosses,
+    int (*cross_entropy_backward)(const ms_call *call, nn_dest dlogits, const float *dlosses,
                                   const float *stats, const float *logits, const int32_t *targets,
                                   int64_t rows, int64_t classes);
     int (*relu)(const ms_call *call, float *y, const float *x, int64_t count);
-    int (*relu_backward)(const ms_call *call, nn_target dx, const float *dy, const float *y,
+    int (*relu_backward)(const ms_call *call, nn_dest dx, const float *dy, const float *y,
                          int64_t count);
     int (*conv2d)(const ms_call *call, float *y, const float *x, const float *weight,
                   const float *bias, int64_t out, const nn_window *w, float *work);
-    int (*conv2d_backward)(const ms_call *call, nn_target dx, nn_target dweight, nn_target dbias,
+    int (*conv2d_backward)(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
                            const float *dy, const float *x, const float *weight, int64_t out,
                            const nn_window *w, float *work);
     int (*max_pool)(const ms_call *call, float *y, int32_t *places, const float *x,
                     const nn_window *w);
-    int (*max_pool_backward)(const ms_call *call, nn_target dx, const float *dy,
+    int (*max_pool_backward)(const ms_call *call, nn_dest dx, const float *dy,
                              const int32_t *places, const nn_window *w);
     int (*batch_norm)(const ms_call *call, float *y, const float *x, const nn_batch_norm_values *v,
                       nn_planes n, float *work);
-    int (*batch_norm_backward)(const ms_call *call, nn_target dx, nn_target dweight,
-                               nn_target dbias, const float *dy, const float *x,
-                               const nn_batch_norm_values *v, nn_planes n, float *work);
+    int (*batch_norm_backward)(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
+                               const float *dy, const float *x, const nn_batch_norm_values *v,
+                               nn_planes n, float *work);
     int (*average)(const ms_call *call, float *means, const float *x, nn_planes n);
-    int (*average_backward)(const ms_call *call, nn_target dx, const float *dmeans, nn_planes n);
+    int (*average_backward)(const ms_call *call, nn_dest dx, const float *dmeans, nn_planes n);
 };
 
 #include "nn_cpu.h"
 #include "nn_cuda.h"
 
 // ------------------------------------------------------------------------------------------------
-// >>nn options and net
+// >>nn options  of layers, and the net
 
 enum {
     NN_CAUSAL = 1,
@@ -680,7 +721,7 @@ enum {
     NN_POST_NORM = 64
 };
 
-/* What a layer cannot see from its views. Layers with equal options share one. */
+/* What the callbacks of a layer cannot see from its views. Layers with equal options share one. */
 typedef struct nn_options {
     struct nn_options *next;
     const nn_device *device; // that of the net
@@ -689,17 +730,18 @@ typedef struct nn_options {
     uint32_t flags;
 } nn_options;
 
-typedef struct nn_table {
+/* Params or buffers in the order of their registration. */
+typedef struct nn_list {
     nn_param_info *infos;
     int64_t count, capacity;
-} nn_table;
+} nn_list;
 
 struct nn_net {
     ms_model *model;
     const nn_device *device;
     nn_options *options;
-    nn_table params, buffers;
-    int64_t axis_size[MS_LIMIT_AXES], axis_largest[MS_LIMIT_AXES]; // 0: not made by nn_axis
+    nn_list params, buffers;
+    int64_t axis_size[MS_LIMIT_AXES], axis_largest[MS_LIMIT_AXES]; // 0: not an axis of nn_axis
 };
 
 typedef struct nn_name {
@@ -739,14 +781,14 @@ NN_API void nn_destroy(nn_net *net) {
     free(net);
 }
 
-/* An error that sticks in the model; the handle 0, for the caller to return. */
+/* Refuses with a sticky error of the model; returns the handle 0, for the caller to return. */
 NN_API ms_tensor nn_refuse(nn_net *net, const char *reason) {
     const ms_tensor none = {0};
     ms_refuse(net->model, reason);
     return none;
 }
 
-/* Room for one more element; false: no memory. */
+/* Makes room for one more element; false: no memory. */
 NN_API bool nn_reserve(void **array, size_t element_bytes, int64_t count, int64_t *capacity) {
     if (count < *capacity) {
         return true;
@@ -768,7 +810,7 @@ NN_API bool nn_options_equal(const nn_options *a, const nn_options *b) {
            a->padding == b->padding && a->flags == b->flags && memcmp(of_a, of_b, sizeof of_a) == 0;
 }
 
-/* Options like these that live as long as the net. */
+/* Options equal to these, owned by the net; NULL: no memory. */
 NN_API nn_options *nn_options_like(nn_net *net, const nn_options *wanted) {
     for (nn_options *o = net->options; o != NULL; o = o->next) {
         if (nn_options_equal(o, wanted)) {
@@ -821,17 +863,17 @@ NN_API ms_axis nn_axis(nn_net *net, const char *name, int64_t size, int64_t larg
     return axis;
 }
 
-/* A new entry of a table, without its tensor; NULL: no memory. */
-NN_API nn_param_info *nn_note(nn_net *net, nn_table *table, const char *name, ms_shape shape,
-                              nn_init_kind init, float deviation) {
-    void *array = table->infos;
-    const bool room = nn_reserve(&array, sizeof *table->infos, table->count, &table->capacity);
-    table->infos = (nn_param_info *)array;
+/* Appends an entry to a list, without its tensor; NULL: no memory. */
+NN_API nn_param_info *nn_append(nn_net *net, nn_list *list, const char *name, ms_shape shape,
+                                nn_init_kind init, float deviation) {
+    void *array = list->infos;
+    const bool room = nn_reserve(&array, sizeof *list->infos, list->count, &list->capacity);
+    list->infos = (nn_param_info *)array;
     if (!room) {
         nn_refuse(net, "nn: no memory for a param or buffer");
         return NULL;
     }
-    nn_param_info *info = &table->infos[table->count++];
+    nn_param_info *info = &list->infos[list->count++];
     memset(info, 0, sizeof *info);
     snprintf(info->name, sizeof info->name, "%s", name);
     info->shape = shape;
@@ -843,7 +885,7 @@ NN_API nn_param_info *nn_note(nn_net *net, nn_table *table, const char *name, ms
 NN_API ms_tensor nn_param(nn_net *net, const char *name, ms_shape shape, nn_init_kind init,
                           float deviation) {
     const ms_tensor none = {0};
-    nn_param_info *info = nn_note(net, &net->params, name, shape, init, deviation);
+    nn_param_info *info = nn_append(net, &net->params, name, shape, init, deviation);
     if (info == NULL) {
         return none;
     }
@@ -856,7 +898,7 @@ NN_API ms_tensor nn_param(nn_net *net, const char *name, ms_shape shape, nn_init
 
 NN_API ms_tensor nn_buffer(nn_net *net, const char *name, ms_shape shape, nn_init_kind init) {
     const ms_tensor none = {0};
-    nn_param_info *info = nn_note(net, &net->buffers, name, shape, init, 0.0f);
+    nn_param_info *info = nn_append(net, &net->buffers, name, shape, init, 0.0f);
     if (info == NULL) {
         return none;
     }
@@ -864,14 +906,14 @@ NN_API ms_tensor nn_buffer(nn_net *net, const char *name, ms_shape shape, nn_ini
     return info->tensor;
 }
 
-NN_API const nn_param_info *nn_table_at(const nn_table *table, int64_t index) {
-    return index >= 0 && index < table->count ? &table->infos[index] : NULL;
+NN_API const nn_param_info *nn_list_at(const nn_list *list, int64_t index) {
+    return index >= 0 && index < list->count ? &list->infos[index] : NULL;
 }
 
-NN_API const nn_param_info *nn_table_find(const nn_table *table, const char *name) {
-    for (int64_t i = 0; i < table->count; i++) {
-        if (strcmp(table->infos[i].name, name) == 0) {
-            return &table->infos[i];
+NN_API const nn_param_info *nn_list_find(const nn_list *list, const char *name) {
+    for (int64_t i = 0; i < list->count; i++) {
+        if (strcmp(list->infos[i].name, name) == 0) {
+            return &list->infos[i];
         }
     }
     return NULL;
@@ -882,11 +924,11 @@ NN_API int64_t nn_param_count(const nn_net *net) {
 }
 
 NN_API const nn_param_info *nn_param_at(const nn_net *net, int64_t index) {
-    return nn_table_at(&net->params, index);
+    return nn_list_at(&net->params, index);
 }
 
 NN_API const nn_param_info *nn_find_param(const nn_net *net, const char *name) {
-    return nn_table_find(&net->params, name);
+    return nn_list_find(&net->params, name);
 }
 
 NN_API int64_t nn_buffer_count(const nn_net *net) {
@@ -894,27 +936,27 @@ NN_API int64_t nn_buffer_count(const nn_net *net) {
 }
 
 NN_API const nn_param_info *nn_buffer_at(const nn_net *net, int64_t index) {
-    return nn_table_at(&net->buffers, index);
+    return nn_list_at(&net->buffers, index);
 }
 
 NN_API const nn_param_info *nn_find_buffer(const nn_net *net, const char *name) {
-    return nn_table_find(&net->buffers, name);
+    return nn_list_find(&net->buffers, name);
 }
 
-NN_API uint64_t nn_table_largest(const nn_table *table) {
+NN_API uint64_t nn_list_largest(const nn_list *list) {
     uint64_t largest = 0;
-    for (int64_t i = 0; i < table->count; i++) {
-        const uint64_t count = ms_shape_count(&table->infos[i].shape);
+    for (int64_t i = 0; i < list->count; i++) {
+        const uint64_t count = ms_shape_count(&list->infos[i].shape);
         largest = count > largest ? count : largest;
     }
     return largest;
 }
 
-/* values has room for the largest of the table. */
-NN_API ms_result nn_init_table(nn_net *net, const nn_table *table, float *values, uint64_t seed) {
+/* values has room for the largest tensor of the list. */
+NN_API ms_result nn_init_list(nn_net *net, const nn_list *list, float *values, uint64_t seed) {
     ms_result result = MS_RESULT_OK;
-    for (int64_t i = 0; i < table->count && result == MS_RESULT_OK; i++) {
-        const nn_param_info *info = &table->infos[i];
+    for (int64_t i = 0; i < list->count && result == MS_RESULT_OK; i++) {
+        const nn_param_info *info = &list->infos[i];
         const int64_t count = (int64_t)ms_shape_count(&info->shape);
         if (info->init == NN_INIT_NORMAL) {
             nn_normal_kernel(values, count, info->deviation, nn_mix(seed ^ nn_mix((uint64_t)i)));
@@ -927,8 +969,8 @@ NN_API ms_result nn_init_table(nn_net *net, const nn_table *table, float *values
 }
 
 NN_API ms_result nn_init(nn_net *net, uint64_t seed) {
-    const uint64_t params = nn_table_largest(&net->params);
-    const uint64_t buffers = nn_table_largest(&net->buffers);
+    const uint64_t params = nn_list_largest(&net->params);
+    const uint64_t buffers = nn_list_largest(&net->buffers);
     const uint64_t largest = params > buffers ? params : buffers;
     if (largest > SIZE_MAX / sizeof(float)) {
         return MS_RESULT_OUT_OF_MEMORY;
@@ -937,9 +979,9 @@ NN_API ms_result nn_init(nn_net *net, uint64_t seed) {
     if (values == NULL) {
         return MS_RESULT_OUT_OF_MEMORY;
     }
-    ms_result result = nn_init_table(net, &net->params, values, seed);
+    ms_result result = nn_init_list(net, &net->params, values, seed);
     if (result == MS_RESULT_OK) {
-        result = nn_init_table(net, &net->buffers, values, nn_mix(seed));
+        result = nn_init_list(net, &net->buffers, values, nn_mix(seed));
     }
     free(values);
     return result;
@@ -956,8 +998,8 @@ NN_API int32_t *nn_integers(const ms_view *view) {
     return (int32_t *)view->data;
 }
 
-NN_API nn_target nn_gradient_of(const ms_view *view) {
-    return nn_target_of((float *)view->data, view->beta);
+NN_API nn_dest nn_gradient_of(const ms_view *view) {
+    return nn_dest_of((float *)view->data, view->beta);
 }
 
 NN_API int64_t nn_count(const ms_view *view) {
@@ -968,7 +1010,7 @@ NN_API int64_t nn_last(ms_shape shape) {
     return shape.rank > 0 ? shape.dim[shape.rank - 1] : 1;
 }
 
-/* All axes but the last. */
+/* The product of all dims except the last. */
 NN_API int64_t nn_rows(ms_shape shape) {
     return (int64_t)ms_shape_count(&shape) / nn_last(shape);
 }
@@ -989,7 +1031,7 @@ NN_API nn_seed nn_seed_of(const ms_call *call, int branch) {
     return seed;
 }
 
-/* Up to three lookups: tokens, positions, segments; those that the layer lacks have no entries. */
+/* Three lookups: tokens, positions, segments; one that the layer does not have has no entries. */
 NN_API void nn_lookups_of(const ms_call *call, nn_lookup lookups[3]) {
     const uint32_t flags = nn_options_in(call)->flags;
     const bool used[3] = {true, (flags & NN_POSITIONS) != 0, (flags & NN_SEGMENTS) != 0};
@@ -1046,7 +1088,7 @@ NN_API int nn_linear_backward(const ms_call *call) {
     const bool biased = (nn_options_in(call)->flags & NN_BIAS) != 0;
     return nn_device_in(call)->linear_backward(
         call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]),
-        biased ? nn_gradient_of(&call->grad_param[1]) : nn_target_of(NULL, 0.0f),
+        biased ? nn_gradient_of(&call->grad_param[1]) : nn_dest_of(NULL, 0.0f),
         nn_floats(&call->grad_out[0]), nn_floats(&call->in[0]), nn_floats(&call->param[0]),
         nn_linear_size_of(call), (float *)call->workspace);
 }
@@ -1098,7 +1140,7 @@ NN_API int nn_add_forward(const ms_call *call) {
 NN_API int nn_add_backward(const ms_call *call) {
     int result = 0;
     for (int i = 0; i < 2; i++) {
-        result = nn_first(result, nn_device_in(call)->pass(call, nn_gradient_of(&call->grad_in[i]),
+        result = nn_first(result, nn_device_in(call)->copy(call, nn_gradient_of(&call->grad_in[i]),
                                                            nn_floats(&call->grad_out[0]),
                                                            nn_count(&call->grad_out[0])));
     }
@@ -1106,10 +1148,10 @@ NN_API int nn_add_backward(const ms_call *call) {
 }
 
 NN_API int nn_dropout_forward(const ms_call *call) {
-    const nn_target out = nn_target_of(nn_floats(&call->out[0]), 0.0f);
+    const nn_dest out = nn_dest_of(nn_floats(&call->out[0]), 0.0f);
     const float *x = nn_floats(&call->in[0]);
     if (call->phase == MS_PHASE_EVAL) {
-        return nn_device_in(call)->pass(call, out, x, nn_count(&call->in[0]));
+        return nn_device_in(call)->copy(call, out, x, nn_count(&call->in[0]));
     }
     return nn_device_in(call)->dropout(call, out, x, nn_count(&call->in[0]),
                                        nn_options_in(call)->dropout, nn_seed_of(call, -1));
@@ -1174,7 +1216,7 @@ NN_API int nn_relu_backward(const ms_call *call) {
                                              nn_floats(&call->out[0]), nn_count(&call->out[0]));
 }
 
-/* (B, C, ...): all dims behind the channels are one plane. */
+/* (B, C, ...): all dims after the channels make up the plane. */
 NN_API nn_planes nn_planes_of(ms_shape shape) {
     nn_planes n;
     n.images = shape.dim[0];
@@ -1202,7 +1244,7 @@ NN_API int nn_conv2d_backward(const ms_call *call) {
     const nn_window w = nn_window_in(call);
     return nn_device_in(call)->conv2d_backward(
         call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]),
-        biased ? nn_gradient_of(&call->grad_param[1]) : nn_target_of(NULL, 0.0f),
+        biased ? nn_gradient_of(&call->grad_param[1]) : nn_dest_of(NULL, 0.0f),
         nn_floats(&call->grad_out[0]), nn_floats(&call->in[0]), nn_floats(&call->param[0]),
         call->param[0].shape.dim[0], &w, (float *)call->workspace);
 }
@@ -1272,17 +1314,17 @@ NN_API int nn_average_pool_backward(const ms_call *call) {
 }
 
 NN_API int nn_flatten_forward(const ms_call *call) {
-    return nn_device_in(call)->pass(call, nn_target_of(nn_floats(&call->out[0]), 0.0f),
+    return nn_device_in(call)->copy(call, nn_dest_of(nn_floats(&call->out[0]), 0.0f),
                                     nn_floats(&call->in[0]), nn_count(&call->in[0]));
 }
 
 NN_API int nn_flatten_backward(const ms_call *call) {
-    return nn_device_in(call)->pass(call, nn_gradient_of(&call->grad_in[0]),
+    return nn_device_in(call)->copy(call, nn_gradient_of(&call->grad_in[0]),
                                     nn_floats(&call->grad_out[0]), nn_count(&call->grad_out[0]));
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>nn layers
+// >>nn layers  the functions that register them
 
 NN_API ms_layer_desc nn_desc(const char *name, ms_layer_fn forward, ms_layer_fn backward,
                              nn_options *options) {
@@ -1295,7 +1337,7 @@ NN_API ms_layer_desc nn_desc(const char *name, ms_layer_fn forward, ms_layer_fn 
     return desc;
 }
 
-/* Registers desc, with a new activation of this shape as its only output. */
+/* Registers desc with a new activation of this shape as its only output. */
 NN_API ms_tensor nn_register(nn_net *net, ms_layer_desc *desc, ms_shape shape) {
     desc->out[0] = ms_activation(net->model, desc->name, MS_DTYPE_F32, shape);
     if (desc->user != NULL) {
@@ -1304,7 +1346,7 @@ NN_API ms_tensor nn_register(nn_net *net, ms_layer_desc *desc, ms_shape shape) {
     return desc->out[0];
 }
 
-/* A workspace of so many floats; the shape is that of the rows of a layer. */
+/* A workspace of this many floats. */
 NN_API ms_workspace nn_workspace(int64_t floats) {
     ms_workspace workspace;
     memset(&workspace, 0, sizeof workspace);
@@ -1316,7 +1358,7 @@ NN_API double nn_elements(ms_shape shape) {
     return (double)ms_shape_count(&shape);
 }
 
-/* The shape with another last dim, of a size that no axis changes. */
+/* The shape with another last dim, along no axis. */
 NN_API ms_shape nn_with_last(ms_shape shape, int64_t last) {
     if (shape.rank > 0) {
         shape.dim[shape.rank - 1] = last;
@@ -1334,14 +1376,14 @@ NN_API uint8_t nn_axes(ms_shape shape, int32_t begin, int32_t end) {
     return (uint8_t)axes;
 }
 
-/* (rows, columns) for the rows of a shape, along the axes that these lie along. */
+/* (rows, columns) with the rows of a shape, along all axes of its dims except the last. */
 NN_API ms_shape nn_per_row(ms_shape shape, int64_t columns) {
     ms_shape rows = ms_shape2(nn_rows(shape), columns);
     rows.axes[0] = nn_axes(shape, 0, shape.rank - 1);
     return rows;
 }
 
-/* Of one size, and of one for every size of the axes. */
+/* Whether both have the same count of elements, and keep it when an axis changes its size. */
 NN_API bool nn_counts_match(ms_shape a, ms_shape b) {
     return ms_shape_count(&a) == ms_shape_count(&b) &&
            nn_axes(a, 0, a.rank) == nn_axes(b, 0, b.rank);
@@ -1537,9 +1579,9 @@ NN_API ms_tensor nn_dropout(nn_net *net, const char *name, ms_tensor x, float pr
     return nn_register(net, &desc, shape);
 }
 
-/* The products of an attention, and its softmax: two of each pair of a query and a key; in backward
-   four, and one more where the probabilities are computed again. A causal one may take its queries
-   in bands of NN_QUERIES, each with the keys up to its last query. */
+/* For each pair of a query and a key: two products in forward, four in backward and one more if the
+   probabilities are computed again, and the softmax. A device that skips masked keys works on bands
+   of NN_QUERIES queries, each with the keys up to its last query. */
 NN_API double nn_attention_flops(const nn_device *device, nn_attention_size n, bool keeps_scores,
                                  bool backward) {
     const double products = backward ? (keeps_scores ? 4.0 : 5.0) : 2.0;
@@ -1588,7 +1630,7 @@ NN_API ms_tensor nn_cross_entropy(nn_net *net, const char *name, ms_tensor logit
     const ms_shape shape = ms_tensor_shape(net->model, logits);
     const ms_shape rows = ms_tensor_shape(net->model, targets);
     if (shape.rank < 1 || !nn_counts_match(nn_per_row(shape, 1), rows)) {
-        return nn_refuse(net, "nn_cross_entropy: one target per row of the logits");
+        return nn_refuse(net, "nn_cross_entropy: there must be one target per row of the logits");
     }
     ms_layer_desc desc = nn_desc(name, nn_cross_entropy_forward, nn_cross_entropy_backward,
                                  nn_options_of(net, 0, 0.0f, 0.0f, 0));
@@ -1621,15 +1663,15 @@ NN_API float nn_kaiming(int64_t fan_in) {
     return sqrtf(2.0f / (float)fan_in);
 }
 
-/* The shape of images behind a window; false, after an error that sticks, where it does not fit. */
+/* The shape of the images that a window gives; false after a sticky error, if it does not fit. */
 NN_API bool nn_window_shape(nn_net *net, ms_shape x, int64_t channels, int64_t kernel,
                             int64_t stride, int64_t padding, ms_shape *out) {
     if (x.rank != 4 || nn_axes(x, 1, 4) != 0) {
-        nn_refuse(net, "nn: images must be (B, C, height, width), and only B along an axis");
+        nn_refuse(net, "nn: images must be (B, C, height, width), with only B along an axis");
         return false;
     }
     if (kernel < 1 || stride < 1 || padding < 0 || kernel > INT32_MAX || padding > INT32_MAX) {
-        nn_refuse(net, "nn: kernel and stride must be 1 at least, padding 0");
+        nn_refuse(net, "nn: kernel and stride must be at least 1, padding at least 0");
         return false;
     }
     const nn_window w = nn_window_of(x, kernel, stride, padding);
@@ -1688,7 +1730,8 @@ NN_API ms_tensor nn_max_pool(nn_net *net, const char *name, ms_tensor x, int64_t
         return none;
     }
     if (2 * padding > kernel || from.dim[2] > INT32_MAX / from.dim[3]) {
-        return nn_refuse(net, "nn_max_pool: more padding than half the kernel, or large images");
+        return nn_refuse(net, "nn_max_pool: padding is above kernel / 2, or an image has over 2^31 "
+                              "pixels");
     }
     ms_layer_desc desc = nn_desc(name, nn_max_pool_forward, nn_max_pool_backward,
                                  nn_window_options(net, kernel, stride, padding, 0));
@@ -1706,7 +1749,7 @@ NN_API ms_tensor nn_batch_norm_tied(nn_net *net, const char *name, ms_tensor x, 
     const ms_shape shape = ms_tensor_shape(net->model, x);
     if (shape.rank < 2 || shape.axes[1] != 0 ||
         nn_last(ms_tensor_shape(net->model, weight)) != shape.dim[1]) {
-        return nn_refuse(net, "nn_batch_norm: x must be (B, C, ...), with C fixed, the weight (C)");
+        return nn_refuse(net, "nn_batch_norm: x must be (B, C, ...), C along no axis, weight (C)");
     }
     const ms_shape channels = ms_shape1(shape.dim[1]);
     nn_options wanted;
@@ -1788,7 +1831,7 @@ NN_API ms_tensor nn_flatten(nn_net *net, const char *name, ms_tensor x) {
 // ------------------------------------------------------------------------------------------------
 // >>nn block  a whole transformer block as one layer
 
-/* Slots of the params and saved tensors of a block, the same for both orders of normalization.
+/* The slots of a block's params and saved tensors, the same for both orders of normalization.
    Pre-norm: sum1 = x + attend(norm1(x)), out = sum1 + mlp(norm2(sum1)).
    Post-norm: sum1 = x + attend(x), sum2 = norm1(sum1) + mlp(norm1(sum1)), out = norm2(sum2). */
 enum {
@@ -1812,13 +1855,13 @@ enum {
     NN_S_RSTD2,
     NN_S_FCH,
     NN_S_GELU,
-    NN_S_SCORES, // with NN_SAVE_SCORES
-    NN_S_NORM2,  // pre-norm
-    NN_S_SUM2,   // post-norm
+    NN_S_SCORES, // only with NN_SAVE_SCORES
+    NN_S_NORM2,  // only pre-norm
+    NN_S_SUM2,   // only post-norm
     NN_S_COUNT
 };
 
-/* A block during one call: its operands under their names. */
+/* The operands of a block in one call. */
 typedef struct nn_block {
     const ms_call *call;
     const nn_options *options;
@@ -1828,7 +1871,7 @@ typedef struct nn_block {
     bool erf_form, drops;
     float *saved[NN_S_COUNT];
     const float *param[NN_P_COUNT];
-    nn_target grad[NN_P_COUNT];
+    nn_dest grad[NN_P_COUNT];
 } nn_block;
 
 NN_API nn_block nn_block_of(const ms_call *call) {
@@ -1872,7 +1915,7 @@ NN_API nn_linear_size nn_block_size(const nn_block *b, int64_t in, int64_t out) 
     return n;
 }
 
-NN_API int nn_block_linear_backward(const nn_block *b, int param, nn_target dx, const float *dy,
+NN_API int nn_block_linear_backward(const nn_block *b, int param, nn_dest dx, const float *dy,
                                     const float *x, nn_linear_size n, float *work) {
     return b->device->linear_backward(b->call, dx, b->grad[param], b->grad[param + 1], dy, x,
                                       b->param[param], n, work);
@@ -1895,14 +1938,14 @@ NN_API int nn_block_norm(const nn_block *b, int param, int mean, float *y, const
     return b->device->layernorm(b->call, y, x, &n);
 }
 
-NN_API int nn_block_norm_backward(const nn_block *b, int param, int mean, nn_target dx,
+NN_API int nn_block_norm_backward(const nn_block *b, int param, int mean, nn_dest dx,
                                   const float *dy, const float *x, float *work) {
     const nn_norm n = nn_block_norm_of(b, param, mean);
     return b->device->layernorm_backward(b->call, dx, b->grad[param], b->grad[param + 1], dy, x, &n,
                                          work);
 }
 
-/* Dropout of branch 0 or 1; each draws from a seed of its own. */
+/* The dropout of branch 0 (attention) or 1 (MLP), each of which has a seed of its own. */
 NN_API nn_drop nn_block_drop(const nn_block *b, int branch) {
     nn_drop drop;
     drop.probability = b->call->phase != MS_PHASE_EVAL ? b->options->dropout : 0.0f;
@@ -1910,13 +1953,14 @@ NN_API nn_drop nn_block_drop(const nn_block *b, int branch) {
     return drop;
 }
 
-/* The gradient in front of the dropout: that behind it, or masked in a copy. */
+/* *dy, the gradient of the dropout's output, becomes that of its input: a masked copy, if the block
+   drops at all. */
 NN_API int nn_block_drop_backward(const nn_block *b, int branch, const float **dy, float *copy) {
     if (!b->drops) {
         return 0;
     }
     const int result =
-        b->device->dropout(b->call, nn_target_of(copy, 0.0f), *dy, b->rows * b->channels,
+        b->device->dropout(b->call, nn_dest_of(copy, 0.0f), *dy, b->rows * b->channels,
                            b->options->dropout, nn_seed_of(b->call, branch));
     *dy = copy;
     return result;
@@ -1956,21 +2000,21 @@ NN_API int nn_block_mlp(const nn_block *b, float *y, const float *residual, cons
     return result;
 }
 
-/* Scratch of a block's backward, cut out of its workspace. */
+/* The parts of the workspace of a block's backward. */
 typedef struct nn_block_scratch {
-    float *work;     // that of the kernels
+    float *work;     // scratch memory of the kernels
     float *wide;     // (rows, hidden), then (rows, 3C)
     float *narrow;   // (rows, C)
-    float *residual; // (rows, C): the gradient of the stream that the branches are added to
-    float *masked;   // (rows, C), with dropout
+    float *residual; // (rows, C): the gradient of the residual stream
+    float *masked;   // (rows, C), only with dropout
 } nn_block_scratch;
 
 NN_API int64_t nn_block_wide(int64_t channels, int64_t hidden) {
     return nn_most(hidden, 3 * channels);
 }
 
-/* What the kernels ask for in the backward of a block; whole cache lines, so that what follows
-   stays aligned. */
+/* Floats of scratch memory of the kernels in a block's backward: whole cache lines, so that what
+   follows stays aligned. */
 NN_API int64_t nn_block_floats(const nn_device *device, nn_attention_size n, int64_t hidden) {
     const int64_t rows = n.batch * n.sequence;
     const int64_t channels = n.heads * n.size;
@@ -1990,24 +2034,25 @@ NN_API nn_block_scratch nn_block_scratch_of(const nn_block *b) {
     return s;
 }
 
-/* Of this scratch without that of the kernels, for one sequence. */
+/* Bytes of the other parts for one sequence. */
 NN_API uint64_t nn_block_row_bytes(int64_t sequence, int64_t channels, int64_t hidden, bool drops) {
     const int64_t floats = nn_block_wide(channels, hidden) + channels * (drops ? 3 : 2);
     return (uint64_t)(sequence * floats) * sizeof(float);
 }
 
-/* dx gets the gradient of x, the input of nn_block_attend, from dy, that of its branch. */
-NN_API int nn_block_attend_backward(const nn_block *b, const nn_block_scratch *s, nn_target dx,
+/* Backward of nn_block_attend without its residual: dx is for the gradient of x, dy is that of
+   y. */
+NN_API int nn_block_attend_backward(const nn_block *b, const nn_block_scratch *s, nn_dest dx,
                                     const float *dy, const float *x) {
     const int64_t channels = b->channels;
     int result = nn_block_drop_backward(b, 0, &dy, s->masked);
     if (result == 0) {
-        result = nn_block_linear_backward(b, NN_P_PROJ, nn_target_of(s->narrow, 0.0f), dy,
+        result = nn_block_linear_backward(b, NN_P_PROJ, nn_dest_of(s->narrow, 0.0f), dy,
                                           b->saved[NN_S_ATTENTION],
                                           nn_block_size(b, channels, channels), s->work);
     }
     if (result == 0) {
-        result = b->device->attention_backward(b->call, nn_target_of(s->wide, 0.0f), s->narrow,
+        result = b->device->attention_backward(b->call, nn_dest_of(s->wide, 0.0f), s->narrow,
                                                b->saved[NN_S_SCORES], b->saved[NN_S_QKV], s->work,
                                                b->attention);
     }
@@ -2019,9 +2064,9 @@ NN_API int nn_block_attend_backward(const nn_block *b, const nn_block_scratch *s
 }
 
 /* The same for nn_block_mlp. */
-NN_API int nn_block_mlp_backward(const nn_block *b, const nn_block_scratch *s, nn_target dx,
+NN_API int nn_block_mlp_backward(const nn_block *b, const nn_block_scratch *s, nn_dest dx,
                                  const float *dy, const float *x) {
-    const nn_target wide = nn_target_of(s->wide, 0.0f);
+    const nn_dest wide = nn_dest_of(s->wide, 0.0f);
     int result = nn_block_drop_backward(b, 1, &dy, s->masked);
     if (result == 0) {
         result = nn_block_linear_backward(b, NN_P_FCPROJ, wide, dy, b->saved[NN_S_GELU],
@@ -2059,9 +2104,9 @@ NN_API int nn_block_pre_backward(const ms_call *call) {
     const nn_block_scratch s = nn_block_scratch_of(&b);
     const int64_t count = b.rows * b.channels;
     const float *dout = nn_floats(&call->grad_out[0]);
-    const nn_target narrow = nn_target_of(s.narrow, 0.0f);
-    const nn_target stream = nn_target_of(s.residual, 1.0f);
-    int result = b.device->pass(call, nn_target_of(s.residual, 0.0f), dout, count);
+    const nn_dest narrow = nn_dest_of(s.narrow, 0.0f);
+    const nn_dest stream = nn_dest_of(s.residual, 1.0f);
+    int result = b.device->copy(call, nn_dest_of(s.residual, 0.0f), dout, count);
     if (result == 0) {
         result = nn_block_mlp_backward(&b, &s, narrow, dout, b.saved[NN_S_NORM2]);
     }
@@ -2077,7 +2122,7 @@ NN_API int nn_block_pre_backward(const ms_call *call) {
                                         nn_floats(&call->in[0]), s.work);
     }
     return result != 0 ? result
-                       : b.device->pass(call, nn_gradient_of(&call->grad_in[0]), s.residual, count);
+                       : b.device->copy(call, nn_gradient_of(&call->grad_in[0]), s.residual, count);
 }
 
 NN_API int nn_block_post_forward(const ms_call *call) {
@@ -2100,8 +2145,8 @@ NN_API int nn_block_post_forward(const ms_call *call) {
 NN_API int nn_block_post_backward(const ms_call *call) {
     const nn_block b = nn_block_of(call);
     const nn_block_scratch s = nn_block_scratch_of(&b);
-    const nn_target set = nn_target_of(s.residual, 0.0f);
-    const nn_target stream = nn_target_of(s.residual, 1.0f);
+    const nn_dest set = nn_dest_of(s.residual, 0.0f);
+    const nn_dest stream = nn_dest_of(s.residual, 1.0f);
     int result = nn_block_norm_backward(&b, NN_P_NORM2, NN_S_MEAN2, set,
                                         nn_floats(&call->grad_out[0]), b.saved[NN_S_SUM2], s.work);
     if (result == 0) {
@@ -2115,7 +2160,7 @@ NN_API int nn_block_post_backward(const ms_call *call) {
         result = nn_block_attend_backward(&b, &s, stream, s.residual, nn_floats(&call->in[0]));
     }
     return result != 0 ? result
-                       : b.device->pass(call, nn_gradient_of(&call->grad_in[0]), s.residual,
+                       : b.device->copy(call, nn_gradient_of(&call->grad_in[0]), s.residual,
                                         b.rows * b.channels);
 }
 
@@ -2153,7 +2198,7 @@ NN_API void nn_block_params(nn_net *net, const char *prefix, const nn_transforme
     }
 }
 
-/* The operators of a block under construction. */
+/* A block under construction. */
 typedef struct nn_builder {
     nn_net *net;
     const char *prefix;
@@ -2204,7 +2249,8 @@ NN_API ms_tensor nn_build_operators(const nn_builder *b, ms_tensor x) {
     return nn_add(b->net, add2.text, sum1, nn_build_mlp(b, norm2));
 }
 
-/* Name and width (columns per row of the input) of each saved tensor; backward reads all. */
+/* Registers the saved tensors of a block, width columns per row of the input; backward reads
+   all. */
 NN_API void nn_build_saved(const nn_builder *b, ms_shape x, ms_layer_desc *desc) {
     const int64_t channels = b->config->channels;
     const struct {
@@ -2318,7 +2364,7 @@ NN_API bool nn_preset(const char *name, nn_transformer_config *config) {
     return false;
 }
 
-/* (B, T), along the axes that are asked for. */
+/* (B, T), along the axes that the config has a largest size for. */
 NN_API ms_shape nn_ids_shape(nn_net *net, const nn_transformer_config *config) {
     ms_shape ids = ms_shape2(config->batch, config->sequence);
     if (config->largest_batch != 0) {

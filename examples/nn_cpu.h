@@ -1,34 +1,49 @@
-/*  nn_cpu.h - the kernels of nn.h on the CPU. A part of nn.h, which includes it. */
+/*  nn_cpu.h - the kernels of nn.h on the CPU, and nn_cpu(), the table of them.
+
+    A part of nn.h, which includes it after ">>nn device": it uses what is declared up to there. A
+    kernel takes raw pointers and sizes, in elements. It does its work before it returns, in as many
+    threads as OpenMP gives it.
+
+        >>nn cpu loops       loops over threads and over vector registers; sums
+        >>nn cpu kernels     those without matrix products
+        >>nn cpu products    those that call ms_gemm: linear, attention, convolution
+        >>nn cpu table       nn_cpu()
+
+    A new kernel goes to the second or third section, and a row for it to nn_cpu(). */
 #ifndef MEMSCALE_NN_CPU_H
 #define MEMSCALE_NN_CPU_H
 
-// ------------------------------------------------------------------------------------------------
-// >>nn loops
+#ifndef MEMSCALE_NN_H
+#error "include nn.h, which includes nn_cpu.h"
+#endif
 
-/* NN_PARALLEL: iterations may run on several threads, where work, in elements, is worth waking
-   them; each iteration writes its own memory.
-   NN_SIMD: iterations are independent, though an output may be the very memory of an input. */
+// ------------------------------------------------------------------------------------------------
+// >>nn cpu loops
+
+/* NN_PARALLEL: iterations may run on several threads, if the loop's cost, in elements, is worth
+   waking them; each iteration writes its own memory.
+   NN_SIMD: iterations are independent, although an output may be the same memory as an input. */
 #if defined(_OPENMP)
 #define NN_PRAGMA(text) _Pragma(#text)
-#define NN_PARALLEL(work) NN_PRAGMA(omp parallel for schedule(static) if ((work) >= NN_WORTH))
+#define NN_PARALLEL(cost) NN_PRAGMA(omp parallel for schedule(static) if ((cost) >= NN_WORTH))
 #define NN_SIMD NN_PRAGMA(omp simd)
 #elif defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
-#define NN_PARALLEL(work)
+#define NN_PARALLEL(cost)
 #define NN_SIMD _Pragma("GCC ivdep")
 #else
-#define NN_PARALLEL(work)
+#define NN_PARALLEL(cost)
 #define NN_SIMD
 #endif
 
 enum {
-    NN_WORTH = 16384,   // elements that are worth a second thread
-    NN_PRODUCTS = 16,   // multiplications of a matrix product that are as much work as one
-    NN_COLUMNS = 64,    // columns summed together
-    NN_LANES = 16,      // partial sums
-    NN_QUERIES = 64,    // rows of the attention matrix that are in memory at once
-    NN_HEAD_SLOTS = 16, // heads of attention that may run at once
-    NN_IMAGE_SLOTS = 4, // images of a convolution that may run at once
-    NN_PLACES = 256     // squares of an image that are in memory at once
+    NN_WORTH = 16384,     // elements from which on a loop uses several threads
+    NN_PRODUCTS = 16,     // multiplications of a matrix product that cost as much as an element
+    NN_COLUMNS = 64,      // columns summed together
+    NN_LANES = 16,        // partial sums of a row
+    NN_QUERIES = 64,      // queries of a band: rows of probabilities that are in memory at once
+    NN_HEAD_WORKERS = 16, // heads of attention that may run at once
+    NN_IMAGE_WORKERS = 4, // images of a convolution that may run at once
+    NN_PATCHES = 256      // patches of an image that are in memory at once, about
 };
 
 NN_API float nn_lanes_sum(const float *lane) {
@@ -40,7 +55,8 @@ NN_API float nn_lanes_sum(const float *lane) {
            ((pair[2] + pair[6]) + (pair[3] + pair[7]));
 }
 
-/* Compilers must not reorder a float sum, so it would be scalar: it is written out in lanes. */
+/* total = the sum of term over i = 0 ... count - 1. Compilers may not reorder a float sum, so a
+   plain loop would be scalar. This one has NN_LANES sums, which are added up at the end. */
 #define NN_SUM(total, i, count, term)                                                              \
     do {                                                                                           \
         float nn_lane[NN_LANES] = {0};                                                             \
@@ -91,7 +107,7 @@ NN_API float nn_max(const float *x, int64_t count) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>nn kernels  raw pointers and sizes; count is in elements
+// >>nn cpu kernels
 
 NN_API void nn_constant_kernel(float *values, int64_t count, float constant) {
     for (int64_t i = 0; i < count; i++) {
@@ -114,8 +130,8 @@ NN_API int nn_add_kernel(const ms_call *call, float *y, const float *a, const fl
     return 0;
 }
 
-/* Passes a gradient on: y = x or y += x; nothing to do where y is x. */
-NN_API int nn_pass_kernel(const ms_call *call, nn_target y, const float *x, int64_t count) {
+/* y = x or y += x; nothing to do if y is x. */
+NN_API int nn_copy_kernel(const ms_call *call, nn_dest y, const float *x, int64_t count) {
     if (y.data == NULL || (y.data == x && y.beta == 0.0f)) {
         return 0;
     }
@@ -128,7 +144,7 @@ NN_API int nn_pass_kernel(const ms_call *call, nn_target y, const float *x, int6
 }
 
 /* y = mask * x / (1 - probability), or y += that; y may be x. */
-NN_API int nn_dropout_kernel(const ms_call *call, nn_target y, const float *x, int64_t count,
+NN_API int nn_dropout_kernel(const ms_call *call, nn_dest y, const float *x, int64_t count,
                              float probability, nn_seed seeds) {
     (void)call;
     if (y.data == NULL) {
@@ -177,8 +193,8 @@ NN_API int nn_gelu_kernel(const ms_call *call, float *y, const float *x, int64_t
 }
 
 /* dx = gelu'(x) * dy, or dx += that; dx may be x or dy. */
-NN_API int nn_gelu_backward_kernel(const ms_call *call, nn_target dx, const float *dy,
-                                   const float *x, int64_t count, bool erf_form) {
+NN_API int nn_gelu_backward_kernel(const ms_call *call, nn_dest dx, const float *dy, const float *x,
+                                   int64_t count, bool erf_form) {
     (void)call;
     if (dx.data == NULL) {
         return 0;
@@ -209,8 +225,8 @@ NN_API inline int64_t nn_lookup_entry(const nn_lookup *lookup, int64_t row) {
     return lookup->index != NULL ? (int64_t)lookup->index[row] : row % lookup->period;
 }
 
-/* 0, or NN_ERROR_INDEX if one of count indices is not below entries, or below 0 and not
-   ignorable. */
+/* NN_ERROR_INDEX if one of the `count` indices is not below entries, or if one is below 0 and this
+   does not mean that it is ignored; otherwise 0. */
 NN_API int nn_index_check(const int32_t *index, int64_t count, int64_t entries, bool ignorable) {
     for (int64_t i = 0; i < count; i++) {
         if (index[i] >= entries || (index[i] < 0 && !ignorable)) {
@@ -220,7 +236,7 @@ NN_API int nn_index_check(const int32_t *index, int64_t count, int64_t entries, 
     return 0;
 }
 
-/* y (rows, channels): the sum of the rows that the lookups name, of which the first is a table. */
+/* y (rows, channels): the sum of the table rows that the lookups name; the first has a table. */
 NN_API int nn_embedding_kernel(const ms_call *call, float *y, const nn_lookup *lookups,
                                int lookup_count, int64_t rows, int64_t channels) {
     (void)call;
@@ -251,8 +267,9 @@ NN_API int nn_embedding_kernel(const ms_call *call, float *y, const nn_lookup *l
     return 0;
 }
 
-/* dtable (entries, channels) gets the rows of dy (rows, channels) that took each entry. */
-NN_API int nn_embedding_backward_kernel(const ms_call *call, nn_target dtable,
+/* dtable (entries, channels): for each entry the sum of the rows of dy (rows, channels) that took
+   it, or += that. */
+NN_API int nn_embedding_backward_kernel(const ms_call *call, nn_dest dtable,
                                         const nn_lookup *lookup, const float *dy, int64_t rows,
                                         int64_t channels, float *work) {
     (void)call;
@@ -287,16 +304,16 @@ NN_API void nn_fill_rows_kernel(float *y, const float *row, int64_t rows, int64_
     }
 }
 
-/* target[begin + c] gets sum[c]. */
-NN_API void nn_store_columns(nn_target target, int64_t begin, const float *sum, int64_t count) {
+/* dest[begin + c] = sum[c], or += that. */
+NN_API void nn_store_columns(nn_dest dest, int64_t begin, const float *sum, int64_t count) {
     for (int64_t c = 0; c < count; c++) {
-        float *to = target.data + begin + c;
-        *to = target.beta != 0.0f ? *to + sum[c] : sum[c];
+        float *to = dest.data + begin + c;
+        *to = dest.beta != 0.0f ? *to + sum[c] : sum[c];
     }
 }
 
-/* sums (columns): over the rows of x (rows, columns). */
-NN_API void nn_column_sums_kernel(nn_target sums, const float *x, int64_t rows, int64_t columns) {
+/* sums (columns): of each column of x (rows, columns). */
+NN_API void nn_column_sums_kernel(nn_dest sums, const float *x, int64_t rows, int64_t columns) {
     if (sums.data == NULL) {
         return;
     }
@@ -340,7 +357,7 @@ NN_API int nn_layernorm_kernel(const ms_call *call, float *y, const float *x, co
 }
 
 /* Gradients of weight and bias (width each), from x, dy (rows, width). */
-NN_API void nn_layernorm_param_kernel(nn_target dweight, nn_target dbias, const float *dy,
+NN_API void nn_layernorm_param_kernel(nn_dest dweight, nn_dest dbias, const float *dy,
                                       const float *x, const nn_norm *n) {
     const int64_t rows = n->rows;
     const int64_t width = n->width;
@@ -366,9 +383,9 @@ NN_API void nn_layernorm_param_kernel(nn_target dweight, nn_target dbias, const 
     }
 }
 
-/* Gradients from x, dy (rows, width). That of x comes last, for dx may be dy or x. */
-NN_API int nn_layernorm_backward_kernel(const ms_call *call, nn_target dx, nn_target dweight,
-                                        nn_target dbias, const float *dy, const float *x,
+/* Gradients from x, dy (rows, width). That of x comes last, as dx may be dy or x. */
+NN_API int nn_layernorm_backward_kernel(const ms_call *call, nn_dest dx, nn_dest dweight,
+                                        nn_dest dbias, const float *dy, const float *x,
                                         const nn_norm *n, float *work) {
     (void)call;
     (void)work;
@@ -453,7 +470,7 @@ NN_API int nn_cross_entropy_kernel(const ms_call *call, float *losses, float *st
 }
 
 /* dlogits (rows, classes) from dlosses (rows); dlogits may be logits. */
-NN_API int nn_cross_entropy_backward_kernel(const ms_call *call, nn_target dlogits,
+NN_API int nn_cross_entropy_backward_kernel(const ms_call *call, nn_dest dlogits,
                                             const float *dlosses, const float *stats,
                                             const float *logits, const int32_t *targets,
                                             int64_t rows, int64_t classes) {
@@ -501,8 +518,8 @@ NN_API int nn_relu_kernel(const ms_call *call, float *y, const float *x, int64_t
 }
 
 /* dx = dy where y, the output, is above 0, or dx += that; dx may be y or dy. */
-NN_API int nn_relu_backward_kernel(const ms_call *call, nn_target dx, const float *dy,
-                                   const float *y, int64_t count) {
+NN_API int nn_relu_backward_kernel(const ms_call *call, nn_dest dx, const float *dy, const float *y,
+                                   int64_t count) {
     (void)call;
     if (dx.data == NULL) {
         return 0;
@@ -522,7 +539,7 @@ NN_API int nn_relu_backward_kernel(const ms_call *call, nn_target dx, const floa
 }
 
 /* sums (channels): over images and plane of x. */
-NN_API void nn_channel_sums_kernel(nn_target sums, const float *x, nn_planes n) {
+NN_API void nn_channel_sums_kernel(nn_dest sums, const float *x, nn_planes n) {
     if (sums.data == NULL) {
         return;
     }
@@ -547,7 +564,7 @@ NN_API int nn_average_kernel(const ms_call *call, float *means, const float *x, 
     return 0;
 }
 
-NN_API int nn_average_backward_kernel(const ms_call *call, nn_target dx, const float *dmeans,
+NN_API int nn_average_backward_kernel(const ms_call *call, nn_dest dx, const float *dmeans,
                                       nn_planes n) {
     (void)call;
     if (dx.data == NULL) {
@@ -585,7 +602,7 @@ NN_API void nn_channel_moments(const float *x, int64_t channel, nn_planes n, flo
     *variance = (float)(total / count);
 }
 
-/* Mean and 1 / sqrt(variance + epsilon) of a channel, from where v says. */
+/* Mean and 1 / sqrt(variance + epsilon) of a channel, from where v->moments says. */
 NN_API void nn_batch_norm_moments(const nn_batch_norm_values *v, const float *x, int64_t channel,
                                   nn_planes n, float *mean, float *rstd) {
     float variance;
@@ -612,7 +629,8 @@ NN_API void nn_batch_norm_moments(const nn_batch_norm_values *v, const float *x,
     }
 }
 
-/* y may be x. One loop for all sources, so that a recomputation gives the same bits. */
+/* y may be x. The loop is the same for all v->moments, so that a recomputation gives the same
+   bits as forward. */
 NN_API int nn_batch_norm_kernel(const ms_call *call, float *y, const float *x,
                                 const nn_batch_norm_values *v, nn_planes n, float *work) {
     (void)call;
@@ -637,8 +655,8 @@ NN_API int nn_batch_norm_kernel(const ms_call *call, float *y, const float *x,
 }
 
 /* One channel of the gradient of x; slope and product are the channel's gradients of bias and
-   weight over the number of its values. */
-NN_API void nn_batch_norm_backward_channel(nn_target dx, const float *dy, const float *x,
+   weight divided by the number of its values. */
+NN_API void nn_batch_norm_backward_channel(nn_dest dx, const float *dy, const float *x,
                                            const nn_batch_norm_values *v, int64_t channel,
                                            nn_planes n, float slope, float product) {
     const bool adds = dx.beta != 0.0f;
@@ -660,8 +678,8 @@ NN_API void nn_batch_norm_backward_channel(nn_target dx, const float *dy, const 
 }
 
 /* Gradients from x, dy and the saved mean and rstd; dx may be dy or x. */
-NN_API int nn_batch_norm_backward_kernel(const ms_call *call, nn_target dx, nn_target dweight,
-                                         nn_target dbias, const float *dy, const float *x,
+NN_API int nn_batch_norm_backward_kernel(const ms_call *call, nn_dest dx, nn_dest dweight,
+                                         nn_dest dbias, const float *dy, const float *x,
                                          const nn_batch_norm_values *v, nn_planes n, float *work) {
     (void)call;
     (void)work;
@@ -695,6 +713,8 @@ NN_API int nn_batch_norm_backward_kernel(const ms_call *call, nn_target dx, nn_t
     return 0;
 }
 
+/* The patches of a row of `count` whose element at this offset lies inside an image of this extent;
+   offset is from the image's first pixel to that element of the first patch. */
 NN_API nn_span nn_span_of(int64_t offset, int64_t stride, int64_t extent, int64_t count) {
     nn_span span;
     span.end = extent > offset ? nn_least((extent - 1 - offset) / stride + 1, count) : 0;
@@ -702,7 +722,8 @@ NN_API nn_span nn_span_of(int64_t offset, int64_t stride, int64_t extent, int64_
     return span;
 }
 
-/* One row of columns: element (top, left) of the squares of a row, of which across are inside. */
+/* Copies one element of each patch of a row of patches. `from` is the row of pixels that holds it,
+   left its pixel in the first patch; only the patches `across` have it inside the image. */
 NN_API void nn_column_row(float *to, const float *from, int64_t left, nn_span across,
                           const nn_window *w) {
     for (int64_t x = 0; x < across.begin; x++) {
@@ -721,9 +742,9 @@ NN_API void nn_column_row(float *to, const float *from, int64_t left, nn_span ac
     }
 }
 
-/* columns (channels * kernel * kernel, rows.count * out_width): row (c, i, j) has the element
-   (i, j) of these squares of channel c of one image. */
-NN_API void nn_columns_kernel(float *columns, const float *image, nn_rows_of_squares rows,
+/* columns (channels * kernel * kernel, rows.count * out_width) of one image: row (c, i, j) has
+   element (i, j) of each of these patches in channel c. */
+NN_API void nn_columns_kernel(float *columns, const float *image, nn_patch_rows rows,
                               const nn_window *w) {
     const int64_t area = w->kernel * w->kernel;
     for (int64_t row = 0; row < w->channels * area; row++) {
@@ -744,8 +765,8 @@ NN_API void nn_columns_kernel(float *columns, const float *image, nn_rows_of_squ
     }
 }
 
-/* The way back: every pixel of one image is added its places in columns. */
-NN_API void nn_columns_backward_kernel(float *image, const float *columns, nn_rows_of_squares rows,
+/* The reverse, for gradients: adds to each pixel of one image all of its copies in columns. */
+NN_API void nn_columns_backward_kernel(float *image, const float *columns, nn_patch_rows rows,
                                        const nn_window *w) {
     const int64_t area = w->kernel * w->kernel;
     for (int64_t row = 0; row < w->channels * area; row++) {
@@ -768,7 +789,7 @@ NN_API void nn_columns_backward_kernel(float *image, const float *columns, nn_ro
     }
 }
 
-/* y (images, channels, out_height, out_width) and the places of its values in the planes of x;
+/* y (images, channels, out_height, out_width), and the places of its values in the planes of x;
    places may be NULL. */
 NN_API int nn_max_pool_kernel(const ms_call *call, float *y, int32_t *places, const float *x,
                               const nn_window *w) {
@@ -791,7 +812,7 @@ NN_API int nn_max_pool_kernel(const ms_call *call, float *y, int32_t *places, co
     return 0;
 }
 
-NN_API int nn_max_pool_backward_kernel(const ms_call *call, nn_target dx, const float *dy,
+NN_API int nn_max_pool_backward_kernel(const ms_call *call, nn_dest dx, const float *dy,
                                        const int32_t *places, const nn_window *w) {
     (void)call;
     if (dx.data == NULL) {
@@ -812,7 +833,8 @@ NN_API int nn_max_pool_backward_kernel(const ms_call *call, nn_target dx, const 
     return 0;
 }
 
-/* Box and Muller, "A Note on the Generation of Random Normal Deviates", 1958: two a time. */
+/* Normally distributed values. Box and Muller, "A Note on the Generation of Random Normal
+   Deviates", 1958: two at a time. */
 NN_API void nn_normal_kernel(float *values, int64_t count, float deviation, uint64_t seed) {
     NN_PARALLEL(count)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
@@ -833,7 +855,7 @@ NN_API void nn_normal_kernel(float *values, int64_t count, float deviation, uint
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>nn products  kernels on top of ms_gemm; they return its result
+// >>nn cpu products  return the result of ms_gemm
 
 /* y = x * transpose(weight) + bias; bias may be NULL. */
 NN_API int nn_linear_kernel(const ms_call *call, float *y, const float *x, const float *weight,
@@ -858,47 +880,47 @@ NN_API int nn_linear_add_kernel(const ms_call *call, float *y, const float *resi
                                 nn_linear_size n, const nn_drop *drop) {
     int result = nn_linear_kernel(call, y, x, weight, bias, n);
     if (result == 0 && drop->probability > 0.0f) {
-        result = nn_dropout_kernel(call, nn_target_of(y, 0.0f), y, n.rows * n.out,
-                                   drop->probability, drop->seed);
+        result = nn_dropout_kernel(call, nn_dest_of(y, 0.0f), y, n.rows * n.out, drop->probability,
+                                   drop->seed);
     }
     return result != 0 ? result : nn_add_kernel(call, y, residual, y, n.rows * n.out);
 }
 
 /* dx = dy * weight, dweight = transpose(dy) * x, dbias = column sums of dy. */
-NN_API int nn_linear_backward_kernel(const ms_call *call, nn_target dx, nn_target dweight,
-                                     nn_target dbias, const float *dy, const float *x,
+NN_API int nn_linear_backward_kernel(const ms_call *call, nn_dest dx, nn_dest dweight,
+                                     nn_dest dbias, const float *dy, const float *x,
                                      const float *weight, nn_linear_size n, float *work) {
     (void)work;
-    const int result = nn_linear_slopes(call, dx, dweight, dy, x, weight, n);
+    const int result = nn_linear_products(call, dx, dweight, dy, x, weight, n);
     nn_column_sums_kernel(dbias, dy, n.rows, n.out);
     return result;
 }
 
-/* Heads that run at once, each with a workspace of its own: a number that does not depend on the
-   machine, so that the plan does not either. */
-NN_API int64_t nn_attention_slots(nn_attention_size n) {
-    return nn_least(NN_HEAD_SLOTS, n.batch * n.heads);
+/* Heads that may run at once, each with scratch memory of its own: a number that does not depend on
+   the machine, so that the plan does not either. A worker takes every workers-th head. */
+NN_API int64_t nn_attention_workers(nn_attention_size n) {
+    return nn_least(NN_HEAD_WORKERS, n.batch * n.heads);
 }
 
-/* Floats of workspace per slot: a band of probabilities; in backward one of their gradients too,
-   and the gradients of keys and values. */
-NN_API int64_t nn_attention_slot_floats(nn_attention_size n, bool backward) {
+/* Floats of scratch memory per worker: a band of probabilities; in backward also the gradients of
+   these, and those of keys and values. */
+NN_API int64_t nn_attention_worker_floats(nn_attention_size n, bool backward) {
     const int64_t band = nn_least(NN_QUERIES, n.sequence) * n.sequence;
     return backward ? 2 * band + 2 * n.sequence * n.size : band;
 }
 
-NN_API int64_t nn_attention_work(nn_attention_size n) {
+NN_API int64_t nn_attention_cost(nn_attention_size n) {
     return n.batch * n.heads * n.sequence * n.sequence * n.size;
 }
 
-/* Floats of workspace. */
+/* Floats of scratch memory. */
 NN_API int64_t nn_attention_floats(nn_attention_size n, bool backward) {
-    return nn_attention_slots(n) * nn_attention_slot_floats(n, backward);
+    return nn_attention_workers(n) * nn_attention_worker_floats(n, backward);
 }
 
-/* One band of one head: queries begin ... begin + rows - 1, and the keys 0 ... keys - 1 that at
-   least one of them sees. The offsets are in floats, of the first element of q (k and v lie C and
-   2C behind) in qkv, of o in the output, of the band in saved probabilities. */
+/* A band of a head: queries begin ... begin + rows - 1, and the keys 0 ... keys - 1 that at least
+   one of them sees. Offsets, in floats: of the band's queries and of the head's keys and values in
+   qkv, of the band in the output and in saved probabilities. */
 typedef struct nn_band {
     int64_t begin, rows, keys;
     int64_t q, k, v, o, scores;
@@ -923,7 +945,7 @@ NN_API nn_band nn_band_of(nn_attention_size n, int64_t head, int64_t begin) {
     return band;
 }
 
-/* p (rows of the band, sequence) = softmax(q k^T / sqrt(size)), 0 for keys that come later. */
+/* p (rows of the band, sequence) = softmax(q k^T / sqrt(size)), 0 for keys after the query. */
 NN_API int nn_scores_kernel(const ms_call *call, float *p, const float *qkv, const nn_band *band,
                             nn_attention_size n) {
     const float scale = 1.0f / sqrtf((float)n.size);
@@ -961,7 +983,8 @@ NN_API void nn_scores_backward_kernel(float *dp, const float *p, const nn_band *
     }
 }
 
-/* out (B, T, C) from qkv (B, T, 3C). scores (B, H, T, T) keeps the probabilities, or is NULL. */
+/* One head of out (B, T, C) from qkv (B, T, 3C). scores (B, H, T, T) keeps the probabilities, or is
+   NULL. */
 NN_API int nn_attention_head(const ms_call *call, float *out, float *scores, const float *qkv,
                              float *work, int64_t head, nn_attention_size n) {
     int result = 0;
@@ -969,7 +992,7 @@ NN_API int nn_attention_head(const ms_call *call, float *out, float *scores, con
         const nn_band band = nn_band_of(n, head, begin);
         float *p = scores != NULL ? scores + band.scores : work;
         result = nn_scores_kernel(call, p, qkv, &band, n);
-        for (int64_t r = 0; scores != NULL && r < band.rows; r++) { // no key of the band's queries
+        for (int64_t r = 0; scores != NULL && r < band.rows; r++) { // keys after the band
             memset(p + r * n.sequence + band.keys, 0, (size_t)(n.sequence - band.keys) * sizeof *p);
         }
         if (result == 0) {
@@ -983,25 +1006,25 @@ NN_API int nn_attention_head(const ms_call *call, float *out, float *scores, con
 
 NN_API int nn_attention_kernel(const ms_call *call, float *out, float *scores, const float *qkv,
                                float *work, nn_attention_size n) {
-    const int64_t slots = nn_attention_slots(n);
-    const int64_t floats = nn_attention_slot_floats(n, false);
-    int results[NN_HEAD_SLOTS] = {0};
-    NN_PARALLEL(nn_attention_work(n))
-    for (int64_t slot = 0; slot < slots; slot++) {
-        for (int64_t head = slot; head < n.batch * n.heads; head += slots) {
-            results[slot] |=
-                nn_attention_head(call, out, scores, qkv, work + slot * floats, head, n);
+    const int64_t workers = nn_attention_workers(n);
+    const int64_t floats = nn_attention_worker_floats(n, false);
+    int results[NN_HEAD_WORKERS] = {0};
+    NN_PARALLEL(nn_attention_cost(n))
+    for (int64_t worker = 0; worker < workers; worker++) {
+        for (int64_t head = worker; head < n.batch * n.heads; head += workers) {
+            results[worker] |=
+                nn_attention_head(call, out, scores, qkv, work + worker * floats, head, n);
         }
     }
-    for (int64_t slot = 1; slot < slots; slot++) {
-        results[0] |= results[slot];
+    for (int64_t worker = 1; worker < workers; worker++) {
+        results[0] |= results[worker];
     }
     return results[0];
 }
 
-/* Gradients of keys and values are gathered in the workspace, and those of a band's queries are
-   written when nobody needs these queries any more: so dqkv may be qkv. */
-NN_API int nn_attention_backward_band(const ms_call *call, nn_target dqkv, const float *dout,
+/* Gradients of keys and values are summed in the scratch memory, and those of a band's queries are
+   written after the last read of these queries: so dqkv may be qkv. */
+NN_API int nn_attention_backward_band(const ms_call *call, nn_dest dqkv, const float *dout,
                                       const float *scores, const float *qkv, float *work,
                                       const nn_band *band, nn_attention_size n) {
     const int64_t size = nn_least(NN_QUERIES, n.sequence) * n.sequence;
@@ -1032,16 +1055,16 @@ NN_API int nn_attention_backward_band(const ms_call *call, nn_target dqkv, const
     return result;
 }
 
-/* Rows of from (rows, size), contiguous, go to rows that are stride apart. */
-NN_API void nn_store_rows(nn_target to, const float *from, int64_t rows, int64_t size,
+/* Stores the rows of `from` (rows, size) in rows that are `stride` floats apart. */
+NN_API void nn_store_rows(nn_dest to, const float *from, int64_t rows, int64_t size,
                           int64_t stride) {
     for (int64_t r = 0; r < rows; r++) {
-        nn_target row = nn_target_of(to.data + r * stride, to.beta);
+        nn_dest row = nn_dest_of(to.data + r * stride, to.beta);
         nn_store_columns(row, 0, from + r * size, size);
     }
 }
 
-NN_API int nn_attention_backward_head(const ms_call *call, nn_target dqkv, const float *dout,
+NN_API int nn_attention_backward_head(const ms_call *call, nn_dest dqkv, const float *dout,
                                       const float *scores, const float *qkv, float *work,
                                       int64_t head, nn_attention_size n) {
     const nn_band first = nn_band_of(n, head, 0);
@@ -1053,167 +1076,173 @@ NN_API int nn_attention_backward_head(const ms_call *call, nn_target dqkv, const
         const nn_band band = nn_band_of(n, head, begin);
         result |= nn_attention_backward_band(call, dqkv, dout, scores, qkv, work, &band, n);
     }
-    nn_store_rows(nn_target_of(dqkv.data + first.k, dqkv.beta), dk, n.sequence, n.size,
+    nn_store_rows(nn_dest_of(dqkv.data + first.k, dqkv.beta), dk, n.sequence, n.size,
                   first.qkv_stride);
-    nn_store_rows(nn_target_of(dqkv.data + first.v, dqkv.beta), dv, n.sequence, n.size,
+    nn_store_rows(nn_dest_of(dqkv.data + first.v, dqkv.beta), dv, n.sequence, n.size,
                   first.qkv_stride);
     return result;
 }
 
 /* dqkv (B, T, 3C) from dout (B, T, C); scores NULL: the probabilities are computed again. */
-NN_API int nn_attention_backward_kernel(const ms_call *call, nn_target dqkv, const float *dout,
+NN_API int nn_attention_backward_kernel(const ms_call *call, nn_dest dqkv, const float *dout,
                                         const float *scores, const float *qkv, float *work,
                                         nn_attention_size n) {
     if (dqkv.data == NULL) {
         return 0;
     }
-    const int64_t slots = nn_attention_slots(n);
-    const int64_t floats = nn_attention_slot_floats(n, true);
-    int results[NN_HEAD_SLOTS] = {0};
-    NN_PARALLEL(nn_attention_work(n))
-    for (int64_t slot = 0; slot < slots; slot++) {
-        for (int64_t head = slot; head < n.batch * n.heads; head += slots) {
-            results[slot] |= nn_attention_backward_head(call, dqkv, dout, scores, qkv,
-                                                        work + slot * floats, head, n);
+    const int64_t workers = nn_attention_workers(n);
+    const int64_t floats = nn_attention_worker_floats(n, true);
+    int results[NN_HEAD_WORKERS] = {0};
+    NN_PARALLEL(nn_attention_cost(n))
+    for (int64_t worker = 0; worker < workers; worker++) {
+        for (int64_t head = worker; head < n.batch * n.heads; head += workers) {
+            results[worker] |= nn_attention_backward_head(call, dqkv, dout, scores, qkv,
+                                                          work + worker * floats, head, n);
         }
     }
-    for (int64_t slot = 1; slot < slots; slot++) {
-        results[0] |= results[slot];
+    for (int64_t worker = 1; worker < workers; worker++) {
+        results[0] |= results[worker];
     }
     return results[0];
 }
 
-/* Images that a convolution works on at once, each with a workspace of its own: a number that does
-   not depend on the machine, so that neither the plan nor a sum does. */
-NN_API int64_t nn_image_slots(const nn_window *w) {
-    return nn_least(NN_IMAGE_SLOTS, w->images);
+/* Images that a convolution may work on at once, each with scratch memory of its own: a number that
+   does not depend on the machine, so that neither the plan nor a sum does. */
+NN_API int64_t nn_image_workers(const nn_window *w) {
+    return nn_least(NN_IMAGE_WORKERS, w->images);
 }
 
-/* Rows of squares whose columns are in memory at once: about NN_PLACES squares. */
-NN_API int64_t nn_square_rows(const nn_window *w) {
-    const int64_t rows = w->out_width < NN_PLACES ? NN_PLACES / w->out_width : 1;
+/* Rows of patches whose columns are in memory at once: about NN_PATCHES patches. */
+NN_API int64_t nn_patch_rows_at_once(const nn_window *w) {
+    const int64_t rows = w->out_width < NN_PATCHES ? NN_PATCHES / w->out_width : 1;
     return nn_is_pointwise(w) ? w->out_height : nn_least(rows, w->out_height);
 }
 
-/* Floats of workspace per slot: columns; in backward a gradient of the weight too. */
-NN_API int64_t nn_image_slot_floats(const nn_window *w, int64_t out, bool backward) {
-    const int64_t places = nn_is_pointwise(w) ? 0 : nn_square_rows(w) * w->out_width;
-    return nn_window_depth(w) * (places + (backward ? out : 0));
+/* Floats of scratch memory per worker: columns; in backward also a gradient of the weight. */
+NN_API int64_t nn_image_worker_floats(const nn_window *w, int64_t out, bool backward) {
+    const int64_t patches = nn_is_pointwise(w) ? 0 : nn_patch_rows_at_once(w) * w->out_width;
+    return nn_window_depth(w) * (patches + (backward ? out : 0));
 }
 
 NN_API int64_t nn_conv2d_floats(const nn_window *w, int64_t out, bool backward) {
-    return nn_image_slots(w) * nn_image_slot_floats(w, out, backward);
+    return nn_image_workers(w) * nn_image_worker_floats(w, out, backward);
 }
 
-NN_API int64_t nn_conv2d_work(const nn_window *w, int64_t out) {
-    return w->images * nn_window_places(w) * nn_window_depth(w) * out / NN_PRODUCTS;
+NN_API int64_t nn_conv2d_cost(const nn_window *w, int64_t out) {
+    return w->images * nn_window_patches(w) * nn_window_depth(w) * out / NN_PRODUCTS;
 }
 
-NN_API nn_rows_of_squares nn_squares_from(const nn_window *w, int64_t begin) {
-    nn_rows_of_squares rows;
+NN_API nn_patch_rows nn_patch_rows_from(const nn_window *w, int64_t begin) {
+    nn_patch_rows rows;
     rows.begin = begin;
-    rows.count = nn_least(nn_square_rows(w), w->out_height - begin);
+    rows.count = nn_least(nn_patch_rows_at_once(w), w->out_height - begin);
     return rows;
 }
 
-/* The columns of these squares of an image: made in work, or where they stand. */
-NN_API ms_matrix nn_columns_of(float *work, const float *image, nn_rows_of_squares rows,
+/* The columns of these rows of patches of an image: copied to work, or, if the convolution is
+   pointwise, the image itself. */
+NN_API ms_matrix nn_columns_of(float *work, const float *image, nn_patch_rows rows,
                                const nn_window *w) {
     if (nn_is_pointwise(w)) {
-        return nn_squares(image, w->channels, rows, w);
+        return nn_patch_matrix(image, w->channels, rows, w);
     }
     nn_columns_kernel(work, image, rows, w);
-    const int64_t places = rows.count * w->out_width;
-    return nn_matrix(work, nn_window_depth(w), places, places);
+    const int64_t patches = rows.count * w->out_width;
+    return nn_matrix(work, nn_window_depth(w), patches, patches);
 }
 
-/* One image: y (out, places) from x. */
+/* One image: y (out, patches) from x. */
 NN_API int nn_conv2d_image(const ms_call *call, float *y, const float *x, const float *weight,
                            const float *bias, float *work, int64_t out, const nn_window *w) {
     const ms_matrix matrix = nn_matrix(weight, out, nn_window_depth(w), nn_window_depth(w));
-    const int64_t places = nn_window_places(w);
+    const int64_t patches = nn_window_patches(w);
     int result = 0;
     for (int64_t o = 0; bias != NULL && o < out; o++) {
-        nn_constant_kernel(y + o * places, places, bias[o]);
+        nn_constant_kernel(y + o * patches, patches, bias[o]);
     }
-    for (int64_t begin = 0; begin < w->out_height && result == 0; begin += nn_square_rows(w)) {
-        const nn_rows_of_squares rows = nn_squares_from(w, begin);
+    for (int64_t begin = 0; begin < w->out_height && result == 0;
+         begin += nn_patch_rows_at_once(w)) {
+        const nn_patch_rows rows = nn_patch_rows_from(w, begin);
         result = (int)ms_gemm(call, 1.0f, matrix, nn_columns_of(work, x, rows, w),
-                              bias != NULL ? 1.0f : 0.0f, nn_squares(y, out, rows, w));
+                              bias != NULL ? 1.0f : 0.0f, nn_patch_matrix(y, out, rows, w));
     }
     return result;
 }
 
-/* y (images, out, places) = weight (out, depth) * columns of x + bias; bias may be NULL. */
+/* y (images, out, patches) = weight (out, depth) * columns of x + bias; bias may be NULL. */
 NN_API int nn_conv2d_kernel(const ms_call *call, float *y, const float *x, const float *weight,
                             const float *bias, int64_t out, const nn_window *w, float *work) {
-    const int64_t slots = nn_image_slots(w);
-    const int64_t floats = nn_image_slot_floats(w, out, false);
+    const int64_t workers = nn_image_workers(w);
+    const int64_t floats = nn_image_worker_floats(w, out, false);
     const int64_t image = w->channels * w->height * w->width;
-    int results[NN_IMAGE_SLOTS] = {0};
-    NN_PARALLEL(nn_conv2d_work(w, out))
-    for (int64_t slot = 0; slot < slots; slot++) {
-        for (int64_t b = slot; b < w->images; b += slots) {
-            results[slot] |= nn_conv2d_image(call, y + b * out * nn_window_places(w), x + b * image,
-                                             weight, bias, work + slot * floats, out, w);
+    int results[NN_IMAGE_WORKERS] = {0};
+    NN_PARALLEL(nn_conv2d_cost(w, out))
+    for (int64_t worker = 0; worker < workers; worker++) {
+        for (int64_t b = worker; b < w->images; b += workers) {
+            results[worker] |=
+                nn_conv2d_image(call, y + b * out * nn_window_patches(w), x + b * image, weight,
+                                bias, work + worker * floats, out, w);
         }
     }
-    for (int64_t slot = 1; slot < slots; slot++) {
-        results[0] |= results[slot];
+    for (int64_t worker = 1; worker < workers; worker++) {
+        results[0] |= results[worker];
     }
     return results[0];
 }
 
-/* dweight (out, depth) gets dy * transpose(columns) of one image. */
-NN_API int nn_conv2d_weight_image(const ms_call *call, nn_target dweight, const float *dy,
+/* dweight (out, depth): dy * transpose(columns) of one image. */
+NN_API int nn_conv2d_weight_image(const ms_call *call, nn_dest dweight, const float *dy,
                                   const float *x, float *work, int64_t out, const nn_window *w) {
     const int64_t depth = nn_window_depth(w);
     int result = 0;
-    for (int64_t begin = 0; begin < w->out_height && result == 0; begin += nn_square_rows(w)) {
-        const nn_rows_of_squares rows = nn_squares_from(w, begin);
-        result = (int)ms_gemm(
-            call, 1.0f, nn_squares(dy, out, rows, w), ms_transpose(nn_columns_of(work, x, rows, w)),
-            begin == 0 ? dweight.beta : 1.0f, nn_matrix(dweight.data, out, depth, depth));
+    for (int64_t begin = 0; begin < w->out_height && result == 0;
+         begin += nn_patch_rows_at_once(w)) {
+        const nn_patch_rows rows = nn_patch_rows_from(w, begin);
+        result = (int)ms_gemm(call, 1.0f, nn_patch_matrix(dy, out, rows, w),
+                              ms_transpose(nn_columns_of(work, x, rows, w)),
+                              begin == 0 ? dweight.beta : 1.0f,
+                              nn_matrix(dweight.data, out, depth, depth));
     }
     return result;
 }
 
-/* dx gets transpose(weight) * dy of one image, folded back. */
-NN_API int nn_conv2d_backward_image(const ms_call *call, nn_target dx, const float *dy,
+/* dx of one image: the columns transpose(weight) * dy, added to the pixels they are copies of. */
+NN_API int nn_conv2d_backward_image(const ms_call *call, nn_dest dx, const float *dy,
                                     const float *weight, float *work, int64_t out,
                                     const nn_window *w) {
     const int64_t depth = nn_window_depth(w);
     const ms_matrix turned = ms_transpose(nn_matrix(weight, out, depth, depth));
     int result = 0;
     if (nn_is_pointwise(w)) {
-        const nn_rows_of_squares all = nn_squares_from(w, 0);
-        return (int)ms_gemm(call, 1.0f, turned, nn_squares(dy, out, all, w), dx.beta,
-                            nn_squares(dx.data, depth, all, w));
+        const nn_patch_rows all = nn_patch_rows_from(w, 0);
+        return (int)ms_gemm(call, 1.0f, turned, nn_patch_matrix(dy, out, all, w), dx.beta,
+                            nn_patch_matrix(dx.data, depth, all, w));
     }
     if (dx.beta == 0.0f) {
         memset(dx.data, 0, (size_t)(w->channels * w->height * w->width) * sizeof *dx.data);
     }
-    for (int64_t begin = 0; begin < w->out_height && result == 0; begin += nn_square_rows(w)) {
-        const nn_rows_of_squares rows = nn_squares_from(w, begin);
-        const int64_t places = rows.count * w->out_width;
-        result = (int)ms_gemm(call, 1.0f, turned, nn_squares(dy, out, rows, w), 0.0f,
-                              nn_matrix(work, depth, places, places));
+    for (int64_t begin = 0; begin < w->out_height && result == 0;
+         begin += nn_patch_rows_at_once(w)) {
+        const nn_patch_rows rows = nn_patch_rows_from(w, begin);
+        const int64_t patches = rows.count * w->out_width;
+        result = (int)ms_gemm(call, 1.0f, turned, nn_patch_matrix(dy, out, rows, w), 0.0f,
+                              nn_matrix(work, depth, patches, patches));
         nn_columns_backward_kernel(dx.data, work, rows, w);
     }
     return result;
 }
 
-/* sums (count) gets the slots of parts, each count floats and stride floats from the next. */
-NN_API void nn_slot_sums_kernel(nn_target sums, const float *parts, int64_t slots, int64_t stride,
-                                int64_t count) {
+/* sums (count): over the parts of all workers, which are `stride` floats apart. */
+NN_API void nn_worker_sums_kernel(nn_dest sums, const float *parts, int64_t workers, int64_t stride,
+                                  int64_t count) {
     float *out = sums.data;
     const bool adds = sums.beta != 0.0f;
-    NN_PARALLEL(count * slots)
+    NN_PARALLEL(count * workers)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
         const int64_t end = nn_least(begin + NN_CHUNK, count);
-        for (int64_t slot = 0; slot < slots; slot++) {
-            const float *part = parts + slot * stride;
-            const bool first = slot == 0 && !adds;
+        for (int64_t worker = 0; worker < workers; worker++) {
+            const float *part = parts + worker * stride;
+            const bool first = worker == 0 && !adds;
             NN_SIMD
             for (int64_t i = begin; i < end; i++) {
                 out[i] = first ? part[i] : out[i] + part[i];
@@ -1222,46 +1251,46 @@ NN_API void nn_slot_sums_kernel(nn_target sums, const float *parts, int64_t slot
     }
 }
 
-/* Each slot adds up the gradient of the weight over its own images. An image is read before its
+/* Each worker sums the gradient of the weight over its own images. An image is read before its
    gradient is written, so dx may be x. */
-NN_API int nn_conv2d_backward_kernel(const ms_call *call, nn_target dx, nn_target dweight,
-                                     nn_target dbias, const float *dy, const float *x,
+NN_API int nn_conv2d_backward_kernel(const ms_call *call, nn_dest dx, nn_dest dweight,
+                                     nn_dest dbias, const float *dy, const float *x,
                                      const float *weight, int64_t out, const nn_window *w,
                                      float *work) {
-    const int64_t slots = nn_image_slots(w);
-    const int64_t floats = nn_image_slot_floats(w, out, true);
-    const int64_t columns = nn_image_slot_floats(w, out, false);
+    const int64_t workers = nn_image_workers(w);
+    const int64_t floats = nn_image_worker_floats(w, out, true);
+    const int64_t columns = nn_image_worker_floats(w, out, false);
     const int64_t image = w->channels * w->height * w->width;
-    int results[NN_IMAGE_SLOTS] = {0};
-    const nn_planes slopes = {w->images, out, nn_window_places(w)};
+    int results[NN_IMAGE_WORKERS] = {0};
+    const nn_planes slopes = {w->images, out, nn_window_patches(w)};
     nn_channel_sums_kernel(dbias, dy, slopes);
-    NN_PARALLEL(nn_conv2d_work(w, out))
-    for (int64_t slot = 0; slot < slots; slot++) {
-        float *own = work + slot * floats;
-        for (int64_t b = slot; b < w->images; b += slots) {
-            const float *slope = dy + b * out * nn_window_places(w);
+    NN_PARALLEL(nn_conv2d_cost(w, out))
+    for (int64_t worker = 0; worker < workers; worker++) {
+        float *own = work + worker * floats;
+        for (int64_t b = worker; b < w->images; b += workers) {
+            const float *slope = dy + b * out * nn_window_patches(w);
             if (dweight.data != NULL) {
-                results[slot] |= nn_conv2d_weight_image(
-                    call, nn_target_of(own + columns, b == slot ? 0.0f : 1.0f), slope,
+                results[worker] |= nn_conv2d_weight_image(
+                    call, nn_dest_of(own + columns, b == worker ? 0.0f : 1.0f), slope,
                     x + b * image, own, out, w);
             }
             if (dx.data != NULL) {
-                results[slot] |= nn_conv2d_backward_image(
-                    call, nn_target_of(dx.data + b * image, dx.beta), slope, weight, own, out, w);
+                results[worker] |= nn_conv2d_backward_image(
+                    call, nn_dest_of(dx.data + b * image, dx.beta), slope, weight, own, out, w);
             }
         }
     }
-    for (int64_t slot = 1; slot < slots; slot++) {
-        results[0] |= results[slot];
+    for (int64_t worker = 1; worker < workers; worker++) {
+        results[0] |= results[worker];
     }
     if (dweight.data != NULL) {
-        nn_slot_sums_kernel(dweight, work + columns, slots, floats, out * nn_window_depth(w));
+        nn_worker_sums_kernel(dweight, work + columns, workers, floats, out * nn_window_depth(w));
     }
     return results[0];
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>nn cpu  the table of the CPU
+// >>nn cpu table
 
 NN_API int64_t nn_no_floats(int64_t rows, int64_t columns) {
     (void)rows;
@@ -1283,7 +1312,7 @@ NN_API const nn_device *nn_cpu(void) {
         nn_attention_floats,
         nn_conv2d_floats,
         nn_no_floats_of_planes,
-        nn_pass_kernel,
+        nn_copy_kernel,
         nn_add_kernel,
         nn_dropout_kernel,
         nn_gelu_kernel,

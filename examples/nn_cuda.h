@@ -1,25 +1,53 @@
-/*  nn_cuda.h - the kernels of nn.h for CUDA. A part of nn.h, which includes it. */
+/*  nn_cuda.h - the kernels of nn.h for CUDA, and nn_cuda(), the table of them.
+
+    A part of nn.h, which includes it: it uses what is declared up to ">>nn device", and nothing of
+    nn_cpu.h. All programs get the first section, in C: the sizes of scratch memory, and
+    nn_cuda_dry(), the table without kernels. The rest is CUDA C++. It is compiled if
+    NN_CUDA_IMPLEMENTATION is defined before nn.h is included, as in cuda.cu.
+
+        >>nn cuda scratch          sizes of scratch memory; nn_cuda_dry()
+        >>nn cuda launch           constants, launches, errors
+        >>nn cuda elements         copy, add, dropout, gelu
+        >>nn cuda columns          sums over rows
+        >>nn cuda linear
+        >>nn cuda embedding
+        >>nn cuda rows             layer normalization, softmax
+        >>nn cuda cross-entropy
+        >>nn cuda attention
+        >>nn cuda images           relu, average pooling
+        >>nn cuda channels         sums over the channels of images
+        >>nn cuda batch norm
+        >>nn cuda patches          max pooling, and sums over the patches that cover a pixel
+        >>nn cuda convolution
+        >>nn cuda table            nn_cuda()
+
+    A new kernel goes to the section of its kind or to a new one before the table, and its row to
+    nn_cuda() and, as NULL, to nn_cuda_dry(). */
 #ifndef MEMSCALE_NN_CUDA_H
 #define MEMSCALE_NN_CUDA_H
 
-// ------------------------------------------------------------------------------------------------
-// >>nn scratch  of the kernels for a GPU: sizes alone, which a dry run needs where no GPU is
+#ifndef MEMSCALE_NN_H
+#error "include nn.h, which includes nn_cuda.h"
+#endif
 
-/* Floats of workspace of attention and of convolution, about; for tests, which have small sizes, to
-   set lower. */
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda scratch  sizes alone, which a dry run needs on a machine without a GPU
+
+/* Floats of scratch memory of attention and of convolution, about. Tests, whose sizes are small,
+   set it lower. */
 #ifndef NN_GROUP_FLOATS
 #define NN_GROUP_FLOATS (9 << 20)
 #endif
 
 enum {
-    NN_THREADS = 256,          // of a block of most kernels
-    NN_SUM_FLOATS = 64 * 1024, // of partial sums, about
+    NN_THREADS = 256,          // threads of a block, in most kernels
+    NN_SUM_FLOATS = 64 * 1024, // partial sums in scratch memory, about
     NN_TILE = 128,             // rows of a product's tile
     NN_BUSY_TILES = 128,       // tiles that keep a GPU busy
     NN_GROUP_PADDING = 128,    // floats that the alignment of a group of heads may take
     NN_CHANNEL_ITEMS = 16,     // values of a channel that a thread sums
     NN_CHANNEL_CHUNK = NN_CHANNEL_ITEMS * NN_THREADS,
-    NN_SEGMENT = 256 // squares, at least, of one of several products
+    NN_SEGMENT = 256 // patches of a segment, at least, if there are several
 };
 
 NN_API int64_t nn_divide_up(int64_t a, int64_t b) {
@@ -34,7 +62,8 @@ NN_API int64_t nn_cuda_layernorm_floats(int64_t rows, int64_t width) {
     return 2 * nn_cuda_column_floats(rows, width);
 }
 
-/* Floats of workspace, in backward, for one head in place and for one sequence packed. */
+/* Floats of scratch memory in backward, of one head in place and of one sequence packed (">>nn cuda
+   attention" has what these two are). */
 NN_API int64_t nn_cuda_head_floats(nn_attention_size n) {
     return n.sequence * (2 * n.sequence + n.size);
 }
@@ -43,8 +72,8 @@ NN_API int64_t nn_cuda_sequence_floats(nn_attention_size n) {
     return n.heads * n.sequence * (2 * n.sequence + 4 * n.size);
 }
 
-/* What is enough for these sizes and for all smaller ones: in place, and packed for the longest
-   sequence that would be. Forward needs three quarters at most. */
+/* Enough for these sizes and for all smaller ones: for the heads in place, and for the longest
+   sequence that would be packed. Forward needs at most three quarters of it. */
 NN_API int64_t nn_cuda_attention_floats(nn_attention_size n, bool backward) {
     int64_t floats = nn_most(nn_cuda_head_floats(n),
                              nn_least(NN_GROUP_FLOATS, n.heads * nn_cuda_head_floats(n)));
@@ -64,15 +93,15 @@ NN_API int64_t nn_cuda_channel_chunks(nn_planes n) {
     return nn_divide_up(n.images * n.plane, NN_CHANNEL_CHUNK);
 }
 
-/* Partial sums and products, and two floats more per channel. */
+/* Partial sums and partial sums of products, and two more floats per channel. */
 NN_API int64_t nn_cuda_channel_floats(nn_planes n) {
     return n.channels * (2 * nn_cuda_channel_chunks(n) + 2);
 }
 
 /* Floats that the columns of a convolution may take, about: enough to keep a GPU busy, but no more
-   than the layer reads and writes, of which the columns are many times. */
+   than the layer reads and writes. All columns would be many times that. */
 NN_API int64_t nn_cuda_conv2d_limit(const nn_window *w, int64_t out) {
-    const int64_t image = w->channels * w->height * w->width + out * nn_window_places(w);
+    const int64_t image = w->channels * w->height * w->width + out * nn_window_patches(w);
     const int64_t tiles = nn_divide_up(NN_BUSY_TILES, nn_divide_up(out, NN_TILE));
     return nn_least(NN_GROUP_FLOATS,
                     nn_least(w->images * image, nn_window_depth(w) * NN_TILE * tiles));
@@ -82,37 +111,37 @@ NN_API int64_t nn_cuda_columns_floats(const nn_window *w, int64_t out) {
     const int64_t depth = nn_window_depth(w);
     return nn_is_pointwise(w)
                ? 0
-               : nn_least(w->images * nn_window_places(w) * depth,
+               : nn_least(w->images * nn_window_patches(w) * depth,
                           nn_most(nn_cuda_conv2d_limit(w, out), depth * w->out_width));
 }
 
-/* The gradient of a weight sums over all squares of all images. Either each image gives a product,
-   of images as they stand; or columns and slopes of many images are copied, so that their squares
-   are side by side, and cut into segments, which do not heed images. The first where it needs no
-   more memory than the second. */
+/* The gradient of a weight is a sum over all patches of all images, in one of two ways. Image by
+   image: each gives a product of its planes, which are not copied. Segment by segment: columns and
+   gradients of many images are copied side by side and cut into segments of equal length, each of
+   which gives a product. True: image by image, which is chosen if it needs no more memory. */
 NN_API bool nn_cuda_sums_images(const nn_window *w, int64_t out) {
-    return nn_is_pointwise(w) && out * w->channels <= (out + w->channels) * nn_window_places(w);
+    return nn_is_pointwise(w) && out * w->channels <= (out + w->channels) * nn_window_patches(w);
 }
 
-/* At least nn_segments.squares, of so many squares and of all fewer. */
-NN_API int64_t nn_cuda_padded(int64_t squares) {
-    return squares + squares / (NN_SEGMENT / 4) + 4;
+/* At least nn_segments.patches, for this many patches and for any smaller number. */
+NN_API int64_t nn_cuda_padded(int64_t patches) {
+    return patches + patches / (NN_SEGMENT / 4) + 4;
 }
 
 NN_API int64_t nn_cuda_weight_floats(const nn_window *w, int64_t out) {
     const int64_t limit = nn_cuda_conv2d_limit(w, out);
     const int64_t product = out * nn_window_depth(w);
-    const int64_t square = 2 * (nn_window_depth(w) + out);
+    const int64_t per_patch = 2 * (nn_window_depth(w) + out);
     if (nn_cuda_sums_images(w, out)) {
         return nn_least(w->images * product, nn_most(limit, product));
     }
-    return nn_least(square * nn_cuda_padded(w->images * nn_window_places(w)),
-                    nn_most(limit, square * nn_cuda_padded(w->out_width)));
+    return nn_least(per_patch * nn_cuda_padded(w->images * nn_window_patches(w)),
+                    nn_most(limit, per_patch * nn_cuda_padded(w->out_width)));
 }
 
 NN_API int64_t nn_cuda_conv2d_floats(const nn_window *w, int64_t out, bool backward) {
     const int64_t columns = nn_cuda_columns_floats(w, out);
-    const nn_planes slopes = {w->images, out, nn_window_places(w)};
+    const nn_planes slopes = {w->images, out, nn_window_patches(w)};
     return backward ? nn_most(nn_cuda_channel_floats(slopes),
                               nn_most(columns, nn_cuda_weight_floats(w, out)))
                     : columns;
@@ -131,13 +160,13 @@ NN_API const nn_device *nn_cuda_dry(void) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>nn cuda  the table of the GPU; compiled where NN_CUDA_IMPLEMENTATION is defined (cuda.cu)
+// >>nn cuda launch  from here on for nvcc
 
 #if defined(NN_CUDA_IMPLEMENTATION)
 
-/* nn_k_...: kernels. nn_d_...: functions that they share. nn_cuda_...: functions of the table; they
-   only launch, on call->stream. Sums are taken in an order that depends on sizes and alignment
-   alone, so that a recomputation, and another run, give the same bits. */
+/* nn_k_...: kernels. nn_d_...: functions that kernels call. nn_cuda_...: functions of the table,
+   and what they call; they only launch, on call->stream. The order of a sum depends on sizes and
+   alignment alone, so that a recomputation, and another run, give the same bits. */
 #if defined(__NVCC__)
 #define NN_UNROLL      _Pragma("unroll")
 #define NN_UNROLL_FOUR _Pragma("unroll 4")
@@ -151,14 +180,14 @@ NN_API const nn_device *nn_cuda_dry(void) {
 
 enum {
     NN_WARP = 32,
-    NN_LONG_THREADS = 512, // of a block that takes a row of logits
-    NN_ROW_WARPS = 4,      // rows that a block takes where a warp takes a row
-    NN_WIDEST = 64 * 256,  // columns of a row that fit the registers of a block
+    NN_LONG_THREADS = 512, // threads of a block that works on a row of logits
+    NN_ROW_WARPS = 4,      // rows of a block, if each warp works on a row
+    NN_WIDEST = 64 * 256,  // columns of the longest row that fits the registers of a block
     NN_SUM_ROWS = 8,       // warps of a block of nn_k_column_sums
-    NN_BIAS_ROWS = 4,      // rows that a thread of nn_k_bias takes
+    NN_BIAS_ROWS = 4,      // rows of a thread of nn_k_bias
     NN_SCATTER_WIDTH = 4,  // columns of a thread of nn_k_scatter
     NN_SCATTER_COLUMNS = NN_SCATTER_WIDTH * NN_THREADS,
-    NN_FEW_ENTRIES = 4 // of a table whose gradient is summed entry by entry
+    NN_FEW_ENTRIES = 4 // entries of a table, at most, whose gradient is summed entry by entry
 };
 
 enum { NN_ERROR_WIDTH = 1002 /* a row has more than NN_WIDEST columns */ };
@@ -177,7 +206,8 @@ NN_API nn_grid nn_grid_of(int64_t x, int64_t y, int threads) {
     return grid;
 }
 
-/* The error of a call of the runtime, after which the host's next call finds none. */
+/* The error of a call of the CUDA runtime, which is cleared, so that the next call does not report
+   it again. */
 NN_API int nn_cuda_error(cudaError_t error) {
     if (error != cudaSuccess) {
         (void)cudaGetLastError();
@@ -185,8 +215,7 @@ NN_API int nn_cuda_error(cudaError_t error) {
     return (int)error;
 }
 
-/* Enqueues a kernel; 0, or the error of the runtime, which is cleared. An empty grid does
-   nothing. */
+/* Enqueues a kernel; returns 0 or the error of the CUDA runtime. An empty grid does nothing. */
 template <typename... P, typename... A>
 static int nn_launch(const ms_call *call, nn_grid grid, void (*kernel)(P...), A... args) {
     if (grid.x == 0 || grid.y == 0) {
@@ -199,28 +228,29 @@ static int nn_launch(const ms_call *call, nn_grid grid, void (*kernel)(P...), A.
     return nn_cuda_error(cudaLaunchKernelEx(&config, kernel, (P)args...));
 }
 
-/* Whether memory that starts here may be read 16 bytes at a time; NULL may. */
+/* Whether memory that starts here may be read 16 bytes at a time; true for NULL. */
 NN_API bool nn_aligned(const void *data) {
     return ((uintptr_t)data & 15) == 0;
 }
 
-/* Adding to a gradient is never fused with what made the contribution: the same bits as adding it
-   later. */
+/* An addition that the compiler never fuses with the multiplication before it: adding to a gradient
+   at once gives the same bits as adding later. */
 __device__ __forceinline__ float nn_d_sum(float a, float b) {
     return __fadd_rn(a, b);
 }
 
-// ---- element by element
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda elements
 
-/* What a kernel does to each element, given its operands; start is told the first of a few elements
-   of one chunk, and i counts from the chunk's begin. */
+/* What a kernel computes for each element i from its operands a and b. A thread calls start with
+   the first of its elements, which are all in one chunk. */
 struct nn_op {
     __device__ void start(int64_t first) {
         (void)first;
     }
 };
 
-struct nn_op_pass : nn_op {
+struct nn_op_copy : nn_op {
     __device__ float operator()(int64_t i, float a, float b) const {
         (void)i;
         (void)b;
@@ -253,7 +283,7 @@ struct nn_op_gelu_backward : nn_op {
     }
 };
 
-/* dropout(a), or a where nothing is dropped, and b, a residual, added where there is one. */
+/* dropout(a), or a if threshold is 0; plus b, a residual, if adds. */
 struct nn_op_dropout : nn_op {
     nn_seed seed;
     uint64_t key;
@@ -280,7 +310,7 @@ static nn_op_dropout nn_op_dropout_of(float probability, nn_seed seed, bool adds
     return op;
 }
 
-/* out = op(a, b), or out += that; b may be NULL. Four elements a thread, each of which is read
+/* out = op(a, b), or out += that; b may be NULL. Four elements per thread, each of which is read
    before it is written: out may be a or b. */
 template <typename F>
 static __global__ void __launch_bounds__(NN_THREADS)
@@ -310,9 +340,9 @@ static __global__ void __launch_bounds__(NN_THREADS)
     }
 }
 
-/* The kernel above; y.data NULL: nobody wants it. */
+/* Launches the kernel above, unless y.data is NULL. */
 template <typename F>
-static int nn_cuda_map(const ms_call *call, F op, nn_target y, const float *a, const float *b,
+static int nn_cuda_map(const ms_call *call, F op, nn_dest y, const float *a, const float *b,
                        int64_t count) {
     if (y.data == NULL) {
         return 0;
@@ -322,19 +352,19 @@ static int nn_cuda_map(const ms_call *call, F op, nn_target y, const float *a, c
                      nn_k_map<F>, op, y.data, a, b, count, y.beta != 0.0f, aligned);
 }
 
-static int nn_cuda_pass(const ms_call *call, nn_target y, const float *x, int64_t count) {
+static int nn_cuda_copy(const ms_call *call, nn_dest y, const float *x, int64_t count) {
     if (y.data == x && y.beta == 0.0f) {
         return 0;
     }
-    return nn_cuda_map(call, nn_op_pass(), y, x, NULL, count);
+    return nn_cuda_map(call, nn_op_copy(), y, x, NULL, count);
 }
 
 static int nn_cuda_add(const ms_call *call, float *y, const float *a, const float *b,
                        int64_t count) {
-    return nn_cuda_map(call, nn_op_add(), nn_target_of(y, 0.0f), a, b, count);
+    return nn_cuda_map(call, nn_op_add(), nn_dest_of(y, 0.0f), a, b, count);
 }
 
-static int nn_cuda_dropout(const ms_call *call, nn_target y, const float *x, int64_t count,
+static int nn_cuda_dropout(const ms_call *call, nn_dest y, const float *x, int64_t count,
                            float probability, nn_seed seed) {
     return nn_cuda_map(call, nn_op_dropout_of(probability, seed, false), y, x, NULL, count);
 }
@@ -343,19 +373,20 @@ static int nn_cuda_gelu(const ms_call *call, float *y, const float *x, int64_t c
                         bool erf_form) {
     nn_op_gelu op;
     op.erf_form = erf_form;
-    return nn_cuda_map(call, op, nn_target_of(y, 0.0f), x, NULL, count);
+    return nn_cuda_map(call, op, nn_dest_of(y, 0.0f), x, NULL, count);
 }
 
-static int nn_cuda_gelu_backward(const ms_call *call, nn_target dx, const float *dy, const float *x,
+static int nn_cuda_gelu_backward(const ms_call *call, nn_dest dx, const float *dy, const float *x,
                                  int64_t count, bool erf_form) {
     nn_op_gelu_backward op;
     op.erf_form = erf_form;
     return nn_cuda_map(call, op, dx, dy, x, count);
 }
 
-// ---- rows and columns
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda columns  sums over rows
 
-/* So many floats at once: four, at a multiple of 16 bytes, or one. */
+/* WIDE floats at once: four, at an address that is a multiple of 16, or one. */
 template <unsigned WIDE> struct nn_wide {
     static __device__ __forceinline__ void load(float *to, const float *from) {
         to[0] = from[0];
@@ -382,25 +413,25 @@ __device__ __forceinline__ int64_t nn_d_least(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
-/* Tiles of so many columns in a row. 32 bits, as blocks are counted: the remainder by it, that each
-   thread takes, is much faster than one of 64. */
+/* Tiles of `width` columns in a row. It has 32 bits, like the number of a block: each thread takes
+   the remainder of one by the other, which is much faster than with 64 bits. */
 __device__ __forceinline__ unsigned nn_d_tiles(int64_t columns, unsigned width) {
     return (unsigned)((columns + width - 1) / width);
 }
 
-/* What nn_k_column_sums adds up: dy (rows, columns), and beside it dy times (x - mean) * rstd where
-   x is not NULL; of the rows whose index is entry alone, where index is not NULL. */
+/* What nn_k_column_sums adds up: the rows of dy (rows, columns) and, if x is not NULL, also those
+   of dy times (x - mean) * rstd. If index is not NULL, only the rows whose index is entry. */
 typedef struct nn_sums {
     const float *dy, *x, *mean, *rstd;
     const int32_t *index;
     int32_t entry;
     int64_t rows, columns;
     int64_t chunk_rows; // rows that a block adds up
-    float *partial;     // (chunks, columns), and behind it the same of the products
+    float *partial;     // (chunks, columns), followed by as many for the products
     int64_t chunks;
 } nn_sums;
 
-/* The rows of a chunk are dealt out to NN_SUM_ROWS warps, the columns of a tile to their lanes. */
+/* The rows of a chunk are distributed over NN_SUM_ROWS warps, the columns of a tile over lanes. */
 template <unsigned WIDE>
 __device__ __forceinline__ void nn_d_column_sums(const nn_sums &s, float *shared) {
     const unsigned tiles = nn_d_tiles(s.columns, NN_WARP * WIDE);
@@ -441,7 +472,7 @@ __device__ __forceinline__ void nn_d_column_sums(const nn_sums &s, float *shared
     if (warp >= 2 * WIDE) {
         return;
     }
-    const unsigned part = warp / WIDE; // warps: each one a k of the sums, or of the products
+    const unsigned part = warp / WIDE; // 0: the warp adds up the sums; 1: the products
     const int64_t column = c + warp % WIDE;
     float sum = 0.0f;
     for (unsigned i = 0; i < NN_SUM_ROWS; i++) {
@@ -462,7 +493,7 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_column_sums_1(nn_sums 
     nn_d_column_sums<1>(s, shared);
 }
 
-/* out (columns) gets the sum of partial (chunks, columns). */
+/* out (columns) = the sums of partial (chunks, columns) over the chunks, or += them. */
 static __global__ void __launch_bounds__(NN_THREADS)
     nn_k_fold(float *out, const float *partial, int64_t chunks, int64_t columns, bool adds) {
     const int64_t c = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
@@ -477,22 +508,22 @@ static __global__ void __launch_bounds__(NN_THREADS)
     out[c] = adds ? nn_d_sum(out[c], sum) : sum;
 }
 
-/* Chunks of rows: enough blocks for a large GPU, of 64 rows at least, and not more than
+/* Chunks of rows: enough blocks for a large GPU, but each of at least 64 rows, and no more than
    NN_SUM_FLOATS partial sums. */
 NN_API int64_t nn_cuda_chunks(int64_t rows, int64_t columns) {
     const int64_t tiles = nn_divide_up(columns, 4 * NN_WARP);
     return nn_most(1, nn_least(nn_divide_up(rows, 64), NN_SUM_FLOATS / (4 * NN_WARP) / tiles));
 }
 
-/* The second stage: the sums and the products get their chunks. */
+/* The second stage: adds up the partial sums of all chunks. */
 typedef struct nn_fold {
-    float *out[2]; // NULL: nobody wants them
+    float *out[2]; // sums, products; NULL: they are not needed
     bool adds[2];
     const float *partial;
     int64_t chunks, columns;
 } nn_fold;
 
-/* The chunks of 32 columns are dealt out to NN_SUM_ROWS warps. */
+/* The chunks of 32 columns are distributed over NN_SUM_ROWS warps. */
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_fold_sums(nn_fold f) {
     __shared__ float shared[NN_SUM_ROWS * NN_WARP];
     const unsigned tiles = nn_d_tiles(f.columns, NN_WARP);
@@ -518,7 +549,7 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_fold_sums(nn_fold f) {
     out[c] = f.adds[part] ? nn_d_sum(out[c], sum) : sum;
 }
 
-static int nn_cuda_fold(const ms_call *call, nn_target sums, nn_target products, const nn_sums *s) {
+static int nn_cuda_fold(const ms_call *call, nn_dest sums, nn_dest products, const nn_sums *s) {
     nn_fold f;
     f.out[0] = sums.data;
     f.out[1] = products.data;
@@ -532,9 +563,9 @@ static int nn_cuda_fold(const ms_call *call, nn_target sums, nn_target products,
                      nn_k_fold_sums, f);
 }
 
-/* sums and products (columns each) get what s adds up. work: nn_cuda_column_floats, twice that
-   where there are products. */
-static int nn_cuda_column_sums(const ms_call *call, nn_target sums, nn_target products, nn_sums s,
+/* sums and products (columns each): what s adds up. work has nn_cuda_column_floats, or twice that
+   if there are products. */
+static int nn_cuda_column_sums(const ms_call *call, nn_dest sums, nn_dest products, nn_sums s,
                                float *work) {
     if (sums.data == NULL && products.data == NULL) {
         return 0;
@@ -550,7 +581,7 @@ static int nn_cuda_column_sums(const ms_call *call, nn_target sums, nn_target pr
     return nn_first(result, nn_cuda_fold(call, sums, products, &s));
 }
 
-/* Sums of dy alone. */
+/* The sums of dy, without products. */
 static nn_sums nn_sums_of(const float *dy, int64_t rows, int64_t columns) {
     nn_sums s;
     memset(&s, 0, sizeof s);
@@ -560,10 +591,12 @@ static nn_sums nn_sums_of(const float *dy, int64_t rows, int64_t columns) {
     return s;
 }
 
-// ---- linear
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda linear
 
-/* x (rows, columns) is a product: h = x + bias, y = op(h, residual). h NULL: nobody keeps it; bias
-   and residual may be NULL. y may be x. WIDE columns and NN_BIAS_ROWS rows a thread. */
+/* x (rows, columns) is a product of matrices: h = x + bias, y = op(h, residual). h NULL: it is not
+   kept; bias and residual may be NULL. y may be x. Each thread has WIDE columns and NN_BIAS_ROWS
+   rows. */
 typedef struct nn_bias {
     float *y, *h;
     const float *x, *bias, *residual;
@@ -615,7 +648,7 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_bias(F op, nn_bias n) 
     }
 }
 
-/* y = op(product + bias, residual), with the product in x. */
+/* Launches the kernel above. */
 template <typename F> static int nn_cuda_bias(const ms_call *call, F op, nn_bias n) {
     const bool wide = n.columns % 4 == 0 && nn_aligned(n.y) && nn_aligned(n.h) && nn_aligned(n.x) &&
                       nn_aligned(n.bias) && nn_aligned(n.residual);
@@ -644,15 +677,15 @@ static nn_bias nn_bias_of(float *y, float *x, const float *bias, nn_linear_size 
     return b;
 }
 
-/* The bias is added by a pass over the product, and not put there first, so that the blocks' passes
-   can take it along: the same bits, and the same bytes moved. */
+/* The bias is added to the product afterwards, as in linear_gelu and linear_add, where the same
+   kernel also evaluates gelu or adds the residual: so a block layer gives the same bits. */
 static int nn_cuda_linear(const ms_call *call, float *y, const float *x, const float *weight,
                           const float *bias, nn_linear_size n) {
     const int result = nn_cuda_product(call, y, x, weight, n);
     if (result != 0 || bias == NULL) {
         return result;
     }
-    return nn_cuda_bias(call, nn_op_pass(), nn_bias_of(y, y, bias, n));
+    return nn_cuda_bias(call, nn_op_copy(), nn_bias_of(y, y, bias, n));
 }
 
 static int nn_cuda_linear_gelu(const ms_call *call, float *y, float *h, const float *x,
@@ -677,15 +710,16 @@ static int nn_cuda_linear_add(const ms_call *call, float *y, const float *residu
                : nn_cuda_bias(call, nn_op_dropout_of(drop->probability, drop->seed, true), b);
 }
 
-static int nn_cuda_linear_backward(const ms_call *call, nn_target dx, nn_target dweight,
-                                   nn_target dbias, const float *dy, const float *x,
-                                   const float *weight, nn_linear_size n, float *work) {
-    const int result = nn_linear_slopes(call, dx, dweight, dy, x, weight, n);
-    return nn_first(result, nn_cuda_column_sums(call, dbias, nn_target_of(NULL, 0.0f),
+static int nn_cuda_linear_backward(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
+                                   const float *dy, const float *x, const float *weight,
+                                   nn_linear_size n, float *work) {
+    const int result = nn_linear_products(call, dx, dweight, dy, x, weight, n);
+    return nn_first(result, nn_cuda_column_sums(call, dbias, nn_dest_of(NULL, 0.0f),
                                                 nn_sums_of(dy, n.rows, n.out), work));
 }
 
-// ---- embedding
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda embedding
 
 /* The tables that an embedding adds up. */
 typedef struct nn_lookups {
@@ -693,13 +727,14 @@ typedef struct nn_lookups {
     int count;
 } nn_lookups;
 
-/* The entry of a row; below 0: it is none of the table's. */
+/* The entry that a row takes; below 0: the table has no such entry. */
 __device__ __forceinline__ int64_t nn_d_entry(const nn_lookup &lookup, int64_t row) {
     const int64_t entry = lookup.index != NULL ? lookup.index[row] : row % lookup.period;
     return entry < lookup.entries ? entry : -1;
 }
 
-/* y (rows, channels), WIDE channels a thread: the tables' rows added up, NaN where one is none. */
+/* y (rows, channels) = the sum of the tables' rows, NaN if a table has no such entry. Each thread
+   has WIDE channels. */
 template <unsigned WIDE>
 static __global__ void __launch_bounds__(NN_THREADS)
     nn_k_embedding(float *y, nn_lookups lookups, int64_t channels) {
@@ -746,7 +781,7 @@ static int nn_cuda_embedding(const ms_call *call, float *y, const nn_lookup *loo
                      wide ? nn_k_embedding<4> : nn_k_embedding<1>, y, all, channels);
 }
 
-/* The rows of dy that took an entry of a table. */
+/* Adds up the rows of dy that took the same entry of a table. */
 typedef struct nn_scatter {
     float *out; // (entries, channels)
     const float *dy;
@@ -755,7 +790,8 @@ typedef struct nn_scatter {
     bool adds;
 } nn_scatter;
 
-/* Which of the rows first ... first + NN_THREADS - 1 took this token: their numbers, in order. */
+/* Writes to match, in order, which of the rows first ... first + NN_THREADS - 1 took this token,
+   and returns how many did. */
 __device__ __forceinline__ int nn_d_matches(int *match, unsigned *votes, const nn_scatter &s,
                                             int64_t first, int32_t token) {
     const int64_t i = first + threadIdx.x;
@@ -780,8 +816,8 @@ __device__ __forceinline__ int nn_d_matches(int *match, unsigned *votes, const n
     return count;
 }
 
-/* A block per row and NN_SCATTER_COLUMNS columns. If its row is the first that took its token, it
-   adds up all the rows that did, in their order; else another block does. */
+/* A block per row and NN_SCATTER_COLUMNS columns. If its row is the first that took its token, the
+   block adds up all rows that did, in their order; otherwise the block of that first row does. */
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_scatter(nn_scatter s) {
     __shared__ int match[NN_THREADS];
     __shared__ unsigned votes[NN_THREADS / NN_WARP];
@@ -827,7 +863,7 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_scatter(nn_scatter s) 
     }
 }
 
-/* The same for entries that are the row's number modulo period, an element a thread. */
+/* The same for a table without index, where row r takes entry r % period. A thread per element. */
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_scatter_periodic(nn_scatter s) {
     const int64_t i = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
     float sum = 0.0f;
@@ -840,24 +876,23 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_scatter_periodic(nn_sc
     s.out[i] = s.adds ? nn_d_sum(s.out[i], sum) : sum;
 }
 
-/* A table of few entries has many rows on each: their sums are those of columns. */
-static int nn_cuda_scatter_few(const ms_call *call, nn_target dtable, const nn_lookup *lookup,
+/* In a table of few entries many rows take each: they are added up by nn_k_column_sums. */
+static int nn_cuda_scatter_few(const ms_call *call, nn_dest dtable, const nn_lookup *lookup,
                                const float *dy, int64_t rows, int64_t channels, float *work) {
     int result = 0;
     for (int32_t entry = 0; entry < lookup->entries; entry++) {
         nn_sums s = nn_sums_of(dy, rows, channels);
         s.index = lookup->index;
         s.entry = entry;
-        const nn_target row = nn_target_of(dtable.data + entry * channels, dtable.beta);
-        result =
-            nn_first(result, nn_cuda_column_sums(call, row, nn_target_of(NULL, 0.0f), s, work));
+        const nn_dest row = nn_dest_of(dtable.data + entry * channels, dtable.beta);
+        result = nn_first(result, nn_cuda_column_sums(call, row, nn_dest_of(NULL, 0.0f), s, work));
     }
     return result;
 }
 
-static int nn_cuda_embedding_backward(const ms_call *call, nn_target dtable,
-                                      const nn_lookup *lookup, const float *dy, int64_t rows,
-                                      int64_t channels, float *work) {
+static int nn_cuda_embedding_backward(const ms_call *call, nn_dest dtable, const nn_lookup *lookup,
+                                      const float *dy, int64_t rows, int64_t channels,
+                                      float *work) {
     nn_scatter s;
     int result = 0;
     if (dtable.data == NULL) {
@@ -886,7 +921,8 @@ static int nn_cuda_embedding_backward(const ms_call *call, nn_target dtable,
     return nn_first(result, nn_launch(call, nn_grid_of(blocks, 1, NN_THREADS), nn_k_scatter, s));
 }
 
-// ---- rows: layer normalization, softmax
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda rows  layer normalization, softmax
 
 template <typename T> __device__ __forceinline__ T nn_d_warp_sum(T value) {
     NN_UNROLL
@@ -904,7 +940,7 @@ __device__ __forceinline__ float nn_d_warp_most(float value) {
     return value;
 }
 
-/* Over the warps of a block, each of which gives one value; shared holds a float per warp. */
+/* The sum over a block, of one value per warp; shared has a float per warp. */
 __device__ __forceinline__ float nn_d_block_sum(float value, float *shared) {
     float total = 0.0f;
     if (threadIdx.x % NN_WARP == 0) {
@@ -914,7 +950,7 @@ __device__ __forceinline__ float nn_d_block_sum(float value, float *shared) {
     for (unsigned i = 0; i < blockDim.x / NN_WARP; i++) {
         total += shared[i];
     }
-    __syncthreads(); // shared is free again
+    __syncthreads(); // shared may be written again
     return total;
 }
 
@@ -931,18 +967,18 @@ __device__ __forceinline__ float nn_d_block_most(float value, float *shared) {
     return most;
 }
 
-/* A row is held by a team of threads, ITEMS floats each, WIDE of them side by side; teams are a warp
-   or, for long rows, a block. */
+/* A team of threads holds a row in registers: ITEMS floats per thread, WIDE of them side by side. A
+   team is a warp or, for long rows, a block. */
 template <unsigned TEAM, unsigned ITEMS, unsigned WIDE> struct nn_team {
     unsigned lane;
-    float *shared; // of a team that is a block: a float per warp
+    float *shared; // a float per warp, if the team is a block
 
     /* The column of an item. */
     __device__ __forceinline__ unsigned column(unsigned item) const {
         return (item / WIDE * TEAM + lane) * WIDE + item % WIDE;
     }
 
-    /* v gets the row's first count columns, and outside of them zeros. */
+    /* v = the row's first count columns, and zeros for the others. */
     __device__ __forceinline__ void load(float *v, const float *row, int64_t count) const {
         NN_UNROLL
         for (unsigned i = 0; i < ITEMS; i += WIDE) {
@@ -974,7 +1010,7 @@ template <unsigned TEAM, unsigned ITEMS, unsigned WIDE> struct nn_team {
         }
     }
 
-    /* Over the threads of the team; all of them get the same bits. */
+    /* The sum over the team; all its threads get the same bits. */
     __device__ __forceinline__ float sum(float value) const {
         value = nn_d_warp_sum(value);
         return TEAM == NN_WARP ? value : nn_d_block_sum(value, shared);
@@ -986,8 +1022,8 @@ template <unsigned TEAM, unsigned ITEMS, unsigned WIDE> struct nn_team {
     }
 };
 
-/* What the kernels of rows are given: a is read, b too, and out is written; n counts rows and
-   columns. */
+/* The operands of kernels on rows: a and b are read, out is written. n has the numbers of rows and
+   columns, and the operands of a layer normalization. */
 typedef struct nn_rowwise {
     float *out;
     const float *a, *b;
@@ -1063,7 +1099,7 @@ struct nn_row_layernorm_backward {
                 slope[k] *= weight[k - i];
                 normal[k] = (normal[k] - mean) * rstd;
                 slopes += slope[k];
-                products += slope[k] * normal[k]; // slope is 0 outside of the row
+                products += slope[k] * normal[k]; // slope is 0 beyond the row
             }
         }
         slopes = team.sum(slopes) / (float)width;
@@ -1076,14 +1112,14 @@ struct nn_row_layernorm_backward {
     }
 };
 
-/* Scores (..., T, T): of row t the columns that it sees. Rows of a group fit 32 bits, of which a
-   remainder is much faster than of 64. */
+/* How many columns a row of probabilities (..., T, T) sees. The number of a row in its group fits
+   32 bits, whose remainder is much faster than that of 64. */
 __device__ __forceinline__ int64_t nn_d_seen(const nn_rowwise &w, int64_t row) {
     return w.causal ? (uint32_t)row % (uint32_t)w.n.width + 1 : w.n.width;
 }
 
-/* out = softmax(a) over the columns that are seen, and 0 for those that come later, which are not
-   read; out may be a. */
+/* out = softmax(a) over the columns that the row sees, and 0 for the others, which are not read;
+   out may be a. */
 struct nn_row_softmax {
     template <unsigned TEAM, unsigned ITEMS, unsigned WIDE>
     static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
@@ -1147,7 +1183,8 @@ static __global__ void __launch_bounds__(NN_ROW_WARPS *NN_WARP) nn_k_rows(nn_row
     }
 }
 
-/* A block per row; WIDE is 4 or 1. Macros, for a template has no shared memory of its own here. */
+/* A block per row; WIDE is 4 or 1. A macro, since in the tests' emulation a template cannot have
+   shared memory of its own. */
 #define NN_LONG_ROWS(name, operation, wide)                                                        \
     static __global__ void __launch_bounds__(NN_THREADS) name(nn_rowwise w) {                      \
         __shared__ float shared[NN_THREADS / NN_WARP];                                             \
@@ -1168,7 +1205,7 @@ NN_LONG_ROWS(nn_k_softmax_backward_1, nn_row_softmax_backward, 1)
 
 typedef void (*nn_rows_kernel)(nn_rowwise w);
 
-/* The kernel for rows of this width: as few registers as hold them. */
+/* Launches the kernel that holds rows of this width in the fewest registers. */
 template <typename F>
 static int nn_cuda_rows(const ms_call *call, nn_rowwise w, nn_rows_kernel long_4,
                         nn_rows_kernel long_1) {
@@ -1200,8 +1237,8 @@ static int nn_cuda_layernorm(const ms_call *call, float *y, const float *x, cons
     return nn_cuda_rows<nn_row_layernorm>(call, w, nn_k_layernorm_4, nn_k_layernorm_1);
 }
 
-static int nn_cuda_layernorm_backward(const ms_call *call, nn_target dx, nn_target dweight,
-                                      nn_target dbias, const float *dy, const float *x,
+static int nn_cuda_layernorm_backward(const ms_call *call, nn_dest dx, nn_dest dweight,
+                                      nn_dest dbias, const float *dy, const float *x,
                                       const nn_norm *n, float *work) {
     nn_sums s = nn_sums_of(dy, n->rows, n->width);
     nn_rowwise w;
@@ -1222,15 +1259,16 @@ static int nn_cuda_layernorm_backward(const ms_call *call, nn_target dx, nn_targ
                                                    nn_k_layernorm_backward_1);
 }
 
-// ---- cross-entropy
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda cross-entropy
 
-/* logits (rows, classes), a block per row, one read: each thread keeps the largest of its logits and
-   the sum of exponentials relative to it. Milakov and Gimelshein, "Online Normalizer Calculation for
-   Softmax", 2018, algorithm 3. Rows of any alignment: neighbours read neighbouring floats, four
-   loads in flight. */
+/* logits (rows, classes), a block per row, read once: each thread keeps the largest of its logits
+   and the sum of exponentials relative to it. Milakov and Gimelshein, "Online Normalizer
+   Calculation for Softmax", 2018, algorithm 3. Rows may have any alignment: neighbouring threads
+   read neighbouring floats, and each has four loads in flight. */
 typedef struct nn_entropy {
     float *losses, *stats, *dlogits;
-    const float *dlosses, *known, *logits; // known: the stats, in backward
+    const float *dlosses, *saved_stats, *logits; // saved_stats: the stats that forward saved
     const int32_t *targets;
     int64_t classes;
     bool adds;
@@ -1243,7 +1281,7 @@ static __global__ void __launch_bounds__(NN_LONG_THREADS) nn_k_cross_entropy(nn_
     const int32_t target = e.targets[row];
     float most = -FLT_MAX;
     float total = 0.0f;
-    // a NaN in an ignored row too, for gradients would be NaN with it: so a wrong token is told
+    // an ignored row of NaN has the loss NaN, so that a token outside its table shows up here too
     float loss = target < e.classes && x[0] == x[0] ? 0.0f : NAN;
     float log_sum = loss;
     if (target >= 0 && target < e.classes) {
@@ -1288,8 +1326,8 @@ static __global__ void __launch_bounds__(NN_LONG_THREADS)
     float *to = e.dlogits + row * e.classes;
     const int32_t target = e.targets[row];
     const float slope = e.dlosses[row];
-    const float most = e.known[2 * row];
-    const float log_sum = e.known[2 * row + 1];
+    const float most = e.saved_stats[2 * row];
+    const float log_sum = e.saved_stats[2 * row + 1];
     if (target < 0 && e.adds) {
         return;
     }
@@ -1325,7 +1363,7 @@ static int nn_cuda_cross_entropy(const ms_call *call, float *losses, float *stat
     return nn_launch(call, nn_grid_of(rows, 1, NN_LONG_THREADS), nn_k_cross_entropy, e);
 }
 
-static int nn_cuda_cross_entropy_backward(const ms_call *call, nn_target dlogits,
+static int nn_cuda_cross_entropy_backward(const ms_call *call, nn_dest dlogits,
                                           const float *dlosses, const float *stats,
                                           const float *logits, const int32_t *targets, int64_t rows,
                                           int64_t classes) {
@@ -1336,7 +1374,7 @@ static int nn_cuda_cross_entropy_backward(const ms_call *call, nn_target dlogits
     memset(&e, 0, sizeof e);
     e.dlogits = dlogits.data;
     e.dlosses = dlosses;
-    e.known = stats;
+    e.saved_stats = stats;
     e.logits = logits;
     e.targets = targets;
     e.classes = classes;
@@ -1344,20 +1382,22 @@ static int nn_cuda_cross_entropy_backward(const ms_call *call, nn_target dlogits
     return nn_launch(call, nn_grid_of(rows, 1, NN_LONG_THREADS), nn_k_cross_entropy_backward, e);
 }
 
-// ---- attention
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda attention
 
-/* Heads go through the products in groups, whose probabilities are in the workspace at once: about
-   NN_GROUP_FLOATS, which also stay in the cache of a large GPU.
-   In place: a group is some heads of one sequence, whose queries, keys and values are read where
-   they stand. Packed: where the heads of one sequence are too small to keep a GPU busy, a group is
-   all heads of some sequences; their queries, keys and values are copied head by head first, so
-   that one batched product takes them all. Which of the two depends on sizes alone. */
+/* The products are computed for one group of heads after another. The probabilities of a group,
+   about NN_GROUP_FLOATS, are in scratch memory at once; they also stay in the cache of a large GPU.
+   In place: a group is some heads of one sequence; products read its queries, keys and values in
+   qkv.
+   Packed: if the heads of one sequence are too small to keep a GPU busy, a group is all heads of
+   some sequences; their queries, keys and values are first copied head by head, so that one batched
+   product computes them all. Which of the two it is depends on sizes alone. */
 typedef struct nn_groups {
     bool packed;
     int64_t count, size; // groups, and heads or sequences in each but the last
 } nn_groups;
 
-/* Square tiles of probabilities that a batched product of one sequence's heads deals out. */
+/* Whether groups are packed: the products of one sequence's heads have too few tiles. */
 NN_API bool nn_cuda_packs(nn_attention_size n) {
     const int64_t tiles = nn_divide_up(n.sequence, NN_TILE);
     return n.batch > 1 && tiles * tiles * n.heads < NN_BUSY_TILES;
@@ -1374,13 +1414,15 @@ static nn_groups nn_cuda_groups(nn_attention_size n) {
     return g;
 }
 
-/* Copies between rows of channels, (count, sequence, parts, heads * size), rows of one token
-   row_stride apart, and heads, (heads of all sequences, sequence, size) for each part. */
+/* Copies between the rows of tokens, (sequences, sequence, parts, heads * size), row_stride apart,
+   and the matrices of heads, (sequences * heads, sequence, size) for each part. The parts are q, k
+   and v, or there is one. */
 typedef struct nn_heads_copy {
     float *rows;
     float *part[3]; // as many as parts
     int64_t sequences, sequence, parts, part_stride, row_stride, heads, size;
-    bool packs, adds;
+    bool packs; // from rows to matrices; otherwise back
+    bool adds;
 } nn_heads_copy;
 
 template <unsigned WIDE>
@@ -1395,8 +1437,8 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_heads_copy(nn_heads_co
     const unsigned size = (unsigned)h.size;
     for (unsigned c = threadIdx.x * WIDE; c < columns; c += NN_THREADS * WIDE) {
         const unsigned head = c / size;
-        const int64_t place = ((int64_t)sequence * h.heads + head) * h.sequence + time;
-        float *own = h.part[part] + place * h.size + c % size;
+        const int64_t matrix_row = ((int64_t)sequence * h.heads + head) * h.sequence + time;
+        float *own = h.part[part] + matrix_row * h.size + c % size;
         float value[WIDE];
         nn_wide<WIDE>::load(value, h.packs ? row + c : own);
         if (h.adds) {
@@ -1420,43 +1462,44 @@ static int nn_cuda_heads_copy(const ms_call *call, nn_heads_copy h) {
                      wide ? nn_k_heads_copy<4> : nn_k_heads_copy<1>, h);
 }
 
-/* Matrices (sequence, size), one per head. */
+/* Matrices (sequence, size), one per head, head_stride apart; their rows are stride apart. */
 typedef struct nn_heads {
     float *data;
-    int64_t stride, step;
+    int64_t stride, head_stride;
 } nn_heads;
 
-/* One group: where its operands are. q, k, v (and, in forward, o) are read and written by the
-   products; in backward dq, dk, dv get beta times what is there and the gradients. */
+/* A group, and where its operands are. The products of forward read q, k and v and write o; those
+   of backward read q, k, v and o, and write dq, dk and dv: beta times the old values, plus
+   gradients. */
 typedef struct nn_group {
     const ms_call *call;
     nn_attention_size n;
     bool packed;
     int64_t heads;       // in the group
-    int64_t first, head; // sequence, and head within it, that it begins with
-    int64_t sequences;   // packed: how many
-    nn_heads q, k, v, o; // o: in backward its gradient
+    int64_t first, head; // the sequence, and the head of it, that it begins with
+    int64_t sequences;   // in the group; 1 unless it is packed
+    nn_heads q, k, v, o; // o: the output, or in backward its gradient
     nn_heads dq, dk, dv; // backward
     float *p, *dp;       // (heads, sequence, sequence); dp in backward
-    float *spare;        // behind all these
+    float *spare;        // scratch memory that is not in use yet
 } nn_group;
 
-static nn_heads nn_heads_of(const float *data, int64_t stride, int64_t step) {
+static nn_heads nn_heads_of(const float *data, int64_t stride, int64_t head_stride) {
     nn_heads heads;
-    heads.data = (float *)(uintptr_t)data; // read only, where it is an input
+    heads.data = (float *)(uintptr_t)data; // an input is only read
     heads.stride = stride;
-    heads.step = step;
+    heads.head_stride = head_stride;
     return heads;
 }
 
-/* So many floats of the workspace, aligned as it is. */
+/* Takes floats of the scratch memory, aligned as it is. */
 static float *nn_cuda_take(nn_group *g, int64_t floats) {
     float *taken = g->spare;
     g->spare += nn_divide_up(floats, 16) * 16;
     return taken;
 }
 
-/* A group without its gradients. scores NULL: nobody keeps the probabilities. */
+/* A group without its gradients. scores NULL: the probabilities are not kept. */
 static nn_group nn_cuda_group(const ms_call *call, int64_t index, nn_groups groups, float *scores,
                               float *work, nn_attention_size n) {
     nn_group g;
@@ -1477,7 +1520,7 @@ static nn_group nn_cuda_group(const ms_call *call, int64_t index, nn_groups grou
     return g;
 }
 
-/* q, k, v and o where they stand, in rows of 3 * heads * size and of heads * size. */
+/* Sets q, k, v and o to their places in qkv (B, T, 3C) and out (B, T, C). */
 static void nn_group_in_place(nn_group *g, const float *qkv, const float *out) {
     const int64_t channels = g->n.heads * g->n.size;
     const int64_t token = g->first * g->n.sequence;
@@ -1488,13 +1531,13 @@ static void nn_group_in_place(nn_group *g, const float *qkv, const float *out) {
     g->o = nn_heads_of(out + token * channels + g->head * g->n.size, channels, g->n.size);
 }
 
-/* Room for one packed operand. */
+/* Scratch memory for one packed operand. */
 static nn_heads nn_group_room(nn_group *g) {
     const int64_t floats = g->n.sequence * g->n.size;
     return nn_heads_of(nn_cuda_take(g, g->heads * floats), g->n.size, floats);
 }
 
-/* Moves the group's rows of x, (B, T, parts * C), to packed operands, or back. */
+/* Copies the group's rows of x, (B, T, parts * C), to packed operands, or back. */
 static int nn_group_copy(const nn_group *g, const float *x, int64_t parts, const nn_heads *a,
                          const nn_heads *b, const nn_heads *c, bool packs, float beta) {
     const int64_t channels = g->n.heads * g->n.size;
@@ -1521,7 +1564,7 @@ static int nn_group_copy(const nn_group *g, const float *x, int64_t parts, const
 static ms_matrix nn_group_matrix(const nn_group *g, nn_heads heads) {
     ms_matrix m = nn_matrix(heads.data, g->n.sequence, g->n.size, heads.stride);
     m.count = g->heads;
-    m.step = heads.step;
+    m.step = heads.head_stride;
     return m;
 }
 
@@ -1545,7 +1588,7 @@ static nn_rowwise nn_group_rows(const nn_group *g, float *out, const float *p) {
     return w;
 }
 
-/* p = softmax(q k^T / sqrt(size)); the product takes the factor along. */
+/* p = softmax(q k^T / sqrt(size)); the product also multiplies by the factor. */
 static int nn_group_softmax(const nn_group *g) {
     const nn_rowwise w = nn_group_rows(g, g->p, NULL);
     const int result =
@@ -1588,9 +1631,10 @@ static int nn_cuda_attention(const ms_call *call, float *out, float *scores, con
     return result;
 }
 
-/* Gradients take the place of what no product reads any more. In place the queries are copied
-   first, for dq may be written where they are and dk reads them: so dqkv may be qkv. */
-static int nn_group_operands(nn_group *g, nn_target dqkv, const float *dout, const float *qkv) {
+/* Scratch memory of the gradients, in place of operands that no later product reads. If the group
+   is not packed, the queries are copied first, as dqkv may be qkv: dq is then written over the
+   queries, which the product for dk still reads. */
+static int nn_group_operands(nn_group *g, nn_dest dqkv, const float *dout, const float *qkv) {
     nn_group gradient = *g;
     g->dp = nn_cuda_take(g, g->heads * g->n.sequence * g->n.sequence);
     if (!g->packed) {
@@ -1638,7 +1682,7 @@ static int nn_group_backward(nn_group *g, float beta) {
                                       beta, nn_group_matrix(g, g->dk));
 }
 
-static int nn_cuda_attention_backward(const ms_call *call, nn_target dqkv, const float *dout,
+static int nn_cuda_attention_backward(const ms_call *call, nn_dest dqkv, const float *dout,
                                       const float *scores, const float *qkv, float *work,
                                       nn_attention_size n) {
     const nn_groups groups = nn_cuda_groups(n);
@@ -1662,7 +1706,8 @@ static int nn_cuda_attention_backward(const ms_call *call, nn_target dqkv, const
     return result;
 }
 
-// ---- images: element by element
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda images  element by element, averages
 
 struct nn_op_relu : nn_op {
     __device__ float operator()(int64_t i, float a, float b) const {
@@ -1681,16 +1726,16 @@ struct nn_op_relu_backward : nn_op {
 };
 
 static int nn_cuda_relu(const ms_call *call, float *y, const float *x, int64_t count) {
-    return nn_cuda_map(call, nn_op_relu(), nn_target_of(y, 0.0f), x, NULL, count);
+    return nn_cuda_map(call, nn_op_relu(), nn_dest_of(y, 0.0f), x, NULL, count);
 }
 
-static int nn_cuda_relu_backward(const ms_call *call, nn_target dx, const float *dy, const float *y,
+static int nn_cuda_relu_backward(const ms_call *call, nn_dest dx, const float *dy, const float *y,
                                  int64_t count) {
     return nn_cuda_map(call, nn_op_relu_backward(), dx, dy, y, count);
 }
 
-/* out = op(a, b), or out += that, where op is told which plane the elements stand in that come
-   next, of `cycle` planes, after which it counts anew. a and b may be NULL. */
+/* out = op(a, b), or out += that. op.start receives the plane of the elements that come next,
+   counted modulo cycle: with cycle = channels it is the channel. a and b may be NULL. */
 typedef struct nn_plane_map {
     float *out;
     const float *a, *b;
@@ -1698,7 +1743,7 @@ typedef struct nn_plane_map {
     bool adds, aligned;
 } nn_plane_map;
 
-/* Four floats that begin with element first, or those of them that there are, and else zeros. */
+/* The four floats from element first on, zeros for those at count and beyond. */
 __device__ __forceinline__ void nn_d_load_four(float *to, const float *from, int64_t first,
                                                int64_t count, bool aligned) {
     if (from != NULL && aligned && first + 4 <= count) {
@@ -1725,7 +1770,7 @@ __device__ __forceinline__ void nn_d_store_four(float *to, const float *from, in
     }
 }
 
-/* Four elements a thread, all of which are read before one is written: out may be a or b. */
+/* Four elements per thread, all of which are read before one is written: out may be a or b. */
 template <typename F>
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_planes(F op, nn_plane_map m) {
     const int64_t first = 4 * ((int64_t)blockIdx.x * NN_THREADS + threadIdx.x);
@@ -1756,9 +1801,9 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_planes(F op, nn_plane_
     nn_d_store_four(m.out, a, first, m.count, m.aligned);
 }
 
-/* The kernel above, for elements (..., cycle, plane). */
+/* Launches the kernel above, for elements (..., cycle, plane). */
 template <typename F>
-static int nn_cuda_planes(const ms_call *call, F op, nn_target out, const float *a, const float *b,
+static int nn_cuda_planes(const ms_call *call, F op, nn_dest out, const float *a, const float *b,
                           nn_planes n, int64_t cycle) {
     nn_plane_map m;
     if (out.data == NULL) {
@@ -1776,7 +1821,7 @@ static int nn_cuda_planes(const ms_call *call, F op, nn_target out, const float 
                      nn_k_planes<F>, op, m);
 }
 
-/* means (images * channels) of the planes of x; a warp takes a plane. */
+/* means (images * channels) of the planes of x; a warp per plane. */
 template <unsigned WIDE>
 static __global__ void __launch_bounds__(NN_THREADS)
     nn_k_average(float *means, const float *x, int64_t planes, int64_t plane) {
@@ -1825,7 +1870,7 @@ struct nn_op_average_backward {
     }
 };
 
-static int nn_cuda_average_backward(const ms_call *call, nn_target dx, const float *dmeans,
+static int nn_cuda_average_backward(const ms_call *call, nn_dest dx, const float *dmeans,
                                     nn_planes n) {
     nn_op_average_backward op;
     op.dmeans = dmeans;
@@ -1834,11 +1879,12 @@ static int nn_cuda_average_backward(const ms_call *call, nn_target dx, const flo
     return nn_cuda_planes(call, op, dx, NULL, NULL, n, n.images * n.channels);
 }
 
-// ---- images: sums over a channel
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda channels  sums over the channels of images
 
-/* The values of a channel, those of one image behind those of another, are dealt out in chunks.
-   x NULL: sums of dy. dy NULL: sums of x, and of the squares about the chunk's mean. Else sums of
-   dy, and of dy times (x - mean) * rstd. */
+/* The values of a channel, image after image, are cut into chunks, and a block adds up a chunk.
+   x NULL: sums of dy. dy NULL: sums of x, and of the squares of (x - the chunk's mean). Otherwise:
+   sums of dy, and of dy times (x - mean) * rstd. */
 typedef struct nn_channel_sums {
     const float *dy, *x, *mean, *rstd;
     nn_planes n;
@@ -1846,7 +1892,7 @@ typedef struct nn_channel_sums {
     float *sums, *products; // (channels, chunks)
 } nn_channel_sums;
 
-/* NN_CHANNEL_ITEMS floats of a thread's own, of this chunk of a channel; zeros behind the end. */
+/* v = the thread's NN_CHANNEL_ITEMS floats of this chunk of a channel, zeros after the end. */
 template <unsigned WIDE>
 __device__ __forceinline__ void nn_d_channel_load(float *v, const float *x, int64_t channel,
                                                   int64_t chunk, nn_planes n) {
@@ -1859,7 +1905,7 @@ __device__ __forceinline__ void nn_d_channel_load(float *v, const float *x, int6
         for (unsigned k = i; k < i + WIDE; k++) {
             v[k] = 0.0f;
         }
-        if (at < count) { // the whole of WIDE then, as count and plane are multiples of it
+        if (at < count) { // then all WIDE are, as count and plane are multiples of WIDE
             nn_wide<WIDE>::load(v + i, x + (image * n.channels + channel) * n.plane +
                                            (at - image * n.plane));
         }
@@ -1943,12 +1989,12 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_channel_slopes_1(nn_ch
     nn_d_channel_slopes<1>(s, shared);
 }
 
-/* The warp's channel, for kernels that fold chunks; the same for all its threads. */
+/* The channel of a warp, in kernels that add up the chunks of a channel per warp. */
 __device__ __forceinline__ int64_t nn_d_warp_channel(void) {
     return (int64_t)blockIdx.x * (NN_THREADS / NN_WARP) + threadIdx.x / NN_WARP;
 }
 
-/* In double, the sum of a channel's chunks; all threads of the warp get it. */
+/* The sum over a channel's chunks, in double; all threads of the warp get it. */
 __device__ __forceinline__ double nn_d_fold_chunks(const float *sums, int64_t channel,
                                                    int64_t chunks) {
     double total = 0.0;
@@ -1958,10 +2004,10 @@ __device__ __forceinline__ double nn_d_fold_chunks(const float *sums, int64_t ch
     return nn_d_warp_sum(total);
 }
 
-/* dbias and dweight (channels each) get the sums and products; means (2, channels) gets both over
-   the number of values. Each may be NULL. */
+/* dbias and dweight (channels each): the sums and the products; means (2, channels): both, divided
+   by the number of values. Each may be NULL. */
 static __global__ void __launch_bounds__(NN_THREADS)
-    nn_k_channel_fold(nn_channel_sums s, nn_target dbias, nn_target dweight, float *means) {
+    nn_k_channel_fold(nn_channel_sums s, nn_dest dbias, nn_dest dweight, float *means) {
     const int64_t channel = nn_d_warp_channel();
     if (channel >= s.n.channels) {
         return;
@@ -1986,9 +2032,10 @@ static __global__ void __launch_bounds__(NN_THREADS)
     }
 }
 
-/* Mean and rstd of a channel, from its chunks or from the running statistics, which the former
-   move. The squares of a chunk are about its own mean: Chan, Golub and LeVeque, "Updating Formulae
-   and a Pairwise Algorithm for Computing Sample Variances", 1979, equation 2.1. */
+/* Mean and rstd of each channel, from the running statistics or from its chunks, which also update
+   the running statistics. The squares of a chunk are relative to its own mean: Chan, Golub and
+   LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979,
+   equation 2.1. */
 static __global__ void __launch_bounds__(NN_THREADS)
     nn_k_channel_norm(nn_channel_sums s, nn_batch_norm_values v, float *mean, float *rstd) {
     const int64_t channel = nn_d_warp_channel();
@@ -2028,7 +2075,7 @@ static __global__ void __launch_bounds__(NN_THREADS)
     }
 }
 
-/* The first stage. work: nn_cuda_channel_floats, of which the last two per channel stay free. */
+/* The first stage. work has nn_cuda_channel_floats; the last two per channel stay unused. */
 static int nn_cuda_channel_sums(const ms_call *call, nn_channel_sums *s, float *work) {
     const bool wide = s->n.plane % 4 == 0 && nn_aligned(s->dy) && nn_aligned(s->x);
     s->chunks = nn_cuda_channel_chunks(s->n);
@@ -2046,7 +2093,7 @@ static nn_grid nn_channel_grid(nn_planes n) {
 }
 
 /* dbias (channels): the sums of dy over images and planes. */
-static int nn_cuda_channel_bias(const ms_call *call, nn_target dbias, const float *dy, nn_planes n,
+static int nn_cuda_channel_bias(const ms_call *call, nn_dest dbias, const float *dy, nn_planes n,
                                 float *work) {
     nn_channel_sums s;
     float *const means = NULL;
@@ -2058,10 +2105,11 @@ static int nn_cuda_channel_bias(const ms_call *call, nn_target dbias, const floa
     s.n = n;
     const int result = nn_cuda_channel_sums(call, &s, work);
     return nn_first(result, nn_launch(call, nn_channel_grid(n), nn_k_channel_fold, s, dbias,
-                                      nn_target_of(NULL, 0.0f), means));
+                                      nn_dest_of(NULL, 0.0f), means));
 }
 
-// ---- images: batch normalization
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda batch norm
 
 /* a is x. */
 struct nn_op_batch_norm {
@@ -2096,7 +2144,7 @@ struct nn_op_batch_norm_backward {
     }
 };
 
-/* The same kernel and the same mean and rstd in forward and in a recomputation: the same bits. */
+/* Forward and a recomputation run the same kernel with the same mean and rstd: the same bits. */
 static int nn_cuda_batch_norm(const ms_call *call, float *y, const float *x,
                               const nn_batch_norm_values *v, nn_planes n, float *work) {
     nn_op_batch_norm op;
@@ -2118,12 +2166,11 @@ static int nn_cuda_batch_norm(const ms_call *call, float *y, const float *x,
         result = nn_first(
             result, nn_launch(call, nn_channel_grid(n), nn_k_channel_norm, s, *v, mean, rstd));
     }
-    return nn_first(result,
-                    nn_cuda_planes(call, op, nn_target_of(y, 0.0f), x, NULL, n, n.channels));
+    return nn_first(result, nn_cuda_planes(call, op, nn_dest_of(y, 0.0f), x, NULL, n, n.channels));
 }
 
-static int nn_cuda_batch_norm_backward(const ms_call *call, nn_target dx, nn_target dweight,
-                                       nn_target dbias, const float *dy, const float *x,
+static int nn_cuda_batch_norm_backward(const ms_call *call, nn_dest dx, nn_dest dweight,
+                                       nn_dest dbias, const float *dy, const float *x,
                                        const nn_batch_norm_values *v, nn_planes n, float *work) {
     float *means = work + nn_cuda_channel_floats(n) - 2 * n.channels;
     nn_op_batch_norm_backward op;
@@ -2146,7 +2193,8 @@ static int nn_cuda_batch_norm_backward(const ms_call *call, nn_target dx, nn_tar
     return nn_first(result, nn_cuda_planes(call, op, dx, dy, x, n, n.channels));
 }
 
-// ---- images: squares that slide over them
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda patches  max pooling, and what gathers the patches of a pixel
 
 static __global__ void __launch_bounds__(NN_THREADS)
     nn_k_max_pool(float *y, int32_t *places, const float *x, nn_window w) {
@@ -2172,21 +2220,21 @@ static int nn_cuda_max_pool(const ms_call *call, float *y, int32_t *places, cons
                      nn_k_max_pool, y, places, x, *w);
 }
 
-/* dx (planes, height, width): every pixel gathers from the squares that cover it, of the rows
-   `squares`. Visited are the rows begin ... end - 1 of each plane, of which those before fresh are
-   added to in any case. */
+/* dx (planes, height, width): each pixel adds up values of the patches that cover it, of these rows
+   of patches. Only the pixel rows begin ... end - 1 of each plane are written; those before fresh
+   are added to, even if adds is false. */
 typedef struct nn_gather {
     float *dx;
     int64_t planes, begin, end, fresh;
-    nn_rows_of_squares squares;
+    nn_patch_rows patches;
     nn_window w;
     int64_t kernel_whole, kernel_rest;   // kernel / stride, kernel % stride
-    int64_t padding_whole, padding_rest; // the same of padding: where pixel 0 stands
+    int64_t padding_whole, padding_rest; // the same of padding, which is where pixel 0 is
     bool adds, aligned;
 } nn_gather;
 
-/* The squares begin ... end - 1 that cover whole * stride + rest, counted from where the first one
-   begins; there are count. */
+/* Which of `count` patches in a row cover the pixel whole * stride + rest, counted from the first
+   pixel of the first patch. */
 __device__ __forceinline__ nn_span nn_d_covering(int64_t whole, int64_t rest, const nn_gather &g,
                                                  int64_t count) {
     nn_span span;
@@ -2196,17 +2244,17 @@ __device__ __forceinline__ nn_span nn_d_covering(int64_t whole, int64_t rest, co
     return span;
 }
 
-/* The same for a row of pixels, of the squares at hand. */
+/* Which of the rows of patches g.patches cover the row of pixels y. */
 __device__ __forceinline__ nn_span nn_d_covering_row(int64_t y, const nn_gather &g) {
     const int64_t at = y + g.w.padding;
     const int64_t whole = at / g.w.stride;
     nn_span span = nn_d_covering(whole, at - whole * g.w.stride, g, g.w.out_height);
-    span.end = nn_d_least(span.end, g.squares.begin + g.squares.count);
-    span.begin = span.begin < g.squares.begin ? g.squares.begin : span.begin;
+    span.end = nn_d_least(span.end, g.patches.begin + g.patches.count);
+    span.begin = span.begin < g.patches.begin ? g.patches.begin : span.begin;
     return span;
 }
 
-/* A walk over pixels in their order, with the squares that cover each. */
+/* Visits pixels in their order, with the patches that cover each. */
 struct nn_walk {
     int64_t plane, y, x, whole, rest; // x + padding is whole * stride + rest
     nn_span down;
@@ -2221,8 +2269,8 @@ struct nn_walk {
         down = nn_d_covering_row(y, g);
     }
 
-    /* On to the next pixel; true: it is the first of a plane. */
-    __device__ __forceinline__ bool step(const nn_gather &g) {
+    /* Goes to the next pixel; true: it is the first of a plane. */
+    __device__ __forceinline__ bool advance(const nn_gather &g) {
         rest = rest + 1 == g.w.stride ? 0 : rest + 1;
         whole += rest == 0 ? 1 : 0;
         if (++x < g.w.width) {
@@ -2239,7 +2287,7 @@ struct nn_walk {
     }
 };
 
-/* Four pixels a thread. op is told the plane of the pixels that come next. */
+/* Four pixels per thread. op.start receives the plane of the pixels that come next. */
 template <typename F>
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_gather(F op, nn_gather g) {
     const int64_t first = 4 * ((int64_t)blockIdx.x * NN_THREADS + threadIdx.x);
@@ -2262,7 +2310,7 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_gather(F op, nn_gather
                 sum[k] = nn_d_sum(*to[k], sum[k]);
             }
         }
-        if (first + k + 1 < count && walk.step(g)) {
+        if (first + k + 1 < count && walk.advance(g)) {
             op.start(walk.plane);
         }
     }
@@ -2278,14 +2326,14 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_gather(F op, nn_gather
     }
 }
 
-/* All pixels of all planes, from all squares. */
-static nn_gather nn_gather_of(nn_target dx, int64_t planes, const nn_window *w) {
+/* For all pixels of all planes, from all patches. */
+static nn_gather nn_gather_of(nn_dest dx, int64_t planes, const nn_window *w) {
     nn_gather g;
     memset(&g, 0, sizeof g);
     g.dx = dx.data;
     g.planes = planes;
     g.end = w->height;
-    g.squares.count = w->out_height;
+    g.patches.count = w->out_height;
     g.w = *w;
     g.kernel_whole = w->kernel / w->stride;
     g.kernel_rest = w->kernel % w->stride;
@@ -2302,7 +2350,7 @@ template <typename F> static int nn_cuda_gather(const ms_call *call, F op, nn_ga
                      nn_k_gather<F>, op, g);
 }
 
-/* The slopes of the squares whose largest value stood in the pixel. */
+/* The sum of the gradients of all patches whose largest value is the pixel. */
 struct nn_op_max_pool_backward {
     const float *dy;
     const int32_t *places;
@@ -2323,7 +2371,7 @@ struct nn_op_max_pool_backward {
     }
 };
 
-static int nn_cuda_max_pool_backward(const ms_call *call, nn_target dx, const float *dy,
+static int nn_cuda_max_pool_backward(const ms_call *call, nn_dest dx, const float *dy,
                                      const int32_t *places, const nn_window *w) {
     nn_op_max_pool_backward op;
     if (dx.data == NULL) {
@@ -2338,12 +2386,13 @@ static int nn_cuda_max_pool_backward(const ms_call *call, nn_target dx, const fl
     return nn_cuda_gather(call, op, nn_gather_of(dx, w->images * w->channels, w));
 }
 
-// ---- images: convolution
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda convolution
 
-/* What is worked on at once: whole images, or some rows of squares of one image. */
+/* What is worked on at once in a convolution: some images, or some rows of patches of one. */
 typedef struct nn_part {
     int64_t image, images;
-    nn_rows_of_squares rows;
+    nn_patch_rows rows;
 } nn_part;
 
 typedef struct nn_parts {
@@ -2352,11 +2401,11 @@ typedef struct nn_parts {
     int64_t count;        // of all parts
 } nn_parts;
 
-/* Parts of so many squares at most, or of one row of them. */
-static nn_parts nn_parts_of(const nn_window *w, int64_t squares) {
+/* Parts of at most this many patches, but of at least one row of patches. */
+static nn_parts nn_parts_of(const nn_window *w, int64_t patches) {
     nn_parts parts;
-    parts.images = nn_most(1, nn_least(w->images, squares / nn_window_places(w)));
-    parts.rows = nn_most(1, nn_least(w->out_height, squares / w->out_width));
+    parts.images = nn_most(1, nn_least(w->images, patches / nn_window_patches(w)));
+    parts.rows = nn_most(1, nn_least(w->out_height, patches / w->out_width));
     const int64_t groups = nn_divide_up(w->images, parts.images);
     parts.images = nn_divide_up(w->images, groups);
     parts.rows = nn_divide_up(w->out_height, nn_divide_up(w->out_height, parts.rows));
@@ -2374,59 +2423,60 @@ static nn_part nn_part_at(const nn_parts *parts, int64_t index, const nn_window 
     return part;
 }
 
-/* Squares of a part, in each of its images. */
-static int64_t nn_part_places(const nn_part *part, const nn_window *w) {
+/* Patches of a part in each of its images. */
+static int64_t nn_part_patches(const nn_part *part, const nn_window *w) {
     return part->rows.count * w->out_width;
 }
 
-/* Columns of forward, or their gradients. */
+/* The parts for the columns of forward, or for their gradients. */
 static nn_parts nn_cuda_column_parts(const nn_window *w, int64_t out) {
-    const int64_t squares = nn_cuda_conv2d_limit(w, out) / nn_window_depth(w);
-    return nn_parts_of(w, nn_is_pointwise(w) ? w->images * nn_window_places(w) : squares);
+    const int64_t patches = nn_cuda_conv2d_limit(w, out) / nn_window_depth(w);
+    return nn_parts_of(w, nn_is_pointwise(w) ? w->images * nn_window_patches(w) : patches);
 }
 
-/* Where nn_k_columns writes: element (i, j) of square p of channel c of the part's image number g
-   to columns[g * image_step + ((c * kernel + i) * kernel + j) * row_step + p]. The squares count
-   on over the images, and behind the last of them, up to `squares`, are zeros. */
+/* What nn_k_columns writes: element (i, j) of patch p in channel c of image g of the part goes
+   to columns[g * image_stride + ((c * kernel + i) * kernel + j) * row_stride + p]. Threads count
+   the patches of all images in one sequence; those after the last patch, up to `patches`, write
+   zeros. */
 typedef struct nn_columns {
     float *columns;
     const float *x; // the part's first image
     nn_window w;
     nn_part part;
-    int64_t squares, image_step, row_step;
+    int64_t patches, image_stride, row_stride;
 } nn_columns;
 
-/* A thread takes one square of one channel; its neighbours in the warp take the next squares. */
+/* A thread copies one patch of one channel; its neighbours in the warp copy the next patches. */
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_columns(nn_columns n) {
     const int64_t index = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
-    const int64_t channel = index / n.squares;
+    const int64_t channel = index / n.patches;
     if (channel >= n.w.channels) {
         return;
     }
-    const int64_t square = index - channel * n.squares;
-    const int64_t places = n.part.rows.count * n.w.out_width;
-    const int64_t image = square / places;
-    const int64_t place = square - image * places;
+    const int64_t patch = index - channel * n.patches;
+    const int64_t image_patches = n.part.rows.count * n.w.out_width;
+    const int64_t image = patch / image_patches;
+    const int64_t place = patch - image * image_patches;
     const int64_t line = place / n.w.out_width;
     const int64_t top = (n.part.rows.begin + line) * n.w.stride - n.w.padding;
     const int64_t left = (place - line * n.w.out_width) * n.w.stride - n.w.padding;
     const int64_t plane = (image * n.w.channels + channel) * n.w.height;
-    float *to =
-        n.columns + image * n.image_step + channel * n.w.kernel * n.w.kernel * n.row_step + place;
+    float *to = n.columns + image * n.image_stride +
+                channel * n.w.kernel * n.w.kernel * n.row_stride + place;
     for (int64_t y = top; y < top + n.w.kernel; y++) {
         const bool inside = image < n.part.images && y >= 0 && y < n.w.height;
         const int64_t begin = (plane + y) * n.w.width;
         NN_UNROLL_FOUR
         for (int64_t x = left; x < left + n.w.kernel; x++) {
             *to = inside && x >= 0 && x < n.w.width ? __ldg(n.x + (begin + x)) : 0.0f;
-            to += n.row_step;
+            to += n.row_stride;
         }
     }
 }
 
 static int nn_cuda_columns(const ms_call *call, nn_columns n) {
     return nn_launch(call,
-                     nn_grid_of(nn_divide_up(n.w.channels * n.squares, NN_THREADS), 1, NN_THREADS),
+                     nn_grid_of(nn_divide_up(n.w.channels * n.patches, NN_THREADS), 1, NN_THREADS),
                      nn_k_columns, n);
 }
 
@@ -2437,37 +2487,37 @@ static nn_columns nn_columns_in(float *work, const float *x, const nn_part *part
     n.x = x + part->image * (w->channels * w->height * w->width);
     n.w = *w;
     n.part = *part;
-    n.squares = part->images * nn_part_places(part, w);
-    n.row_step = nn_part_places(part, w);
-    n.image_step = nn_window_depth(w) * n.row_step;
+    n.patches = part->images * nn_part_patches(part, w);
+    n.row_stride = nn_part_patches(part, w);
+    n.image_stride = nn_window_depth(w) * n.row_stride;
     return n;
 }
 
-/* The part's squares of planes (images, count, places). */
-static ms_matrix nn_part_squares(const float *planes, int64_t count, const nn_part *part,
-                                 const nn_window *w) {
-    const int64_t image = count * nn_window_places(w);
-    ms_matrix m = nn_squares(planes + part->image * image, count, part->rows, w);
+/* The values at the part's patches, in planes (images, count, patches). */
+static ms_matrix nn_part_matrix(const float *planes, int64_t count, const nn_part *part,
+                                const nn_window *w) {
+    const int64_t image = count * nn_window_patches(w);
+    ms_matrix m = nn_patch_matrix(planes + part->image * image, count, part->rows, w);
     m.count = part->images;
     m.step = image;
     return m;
 }
 
-/* The part's columns (images, depth, places), made in work or where they stand. */
+/* The part's columns (images, depth, patches): in work, or in x if the convolution is pointwise. */
 static ms_matrix nn_part_columns(const float *work, const float *x, const nn_part *part,
                                  const nn_window *w) {
     const int64_t depth = nn_window_depth(w);
-    const int64_t places = nn_part_places(part, w);
+    const int64_t patches = nn_part_patches(part, w);
     if (nn_is_pointwise(w)) {
-        return nn_part_squares(x, w->channels, part, w);
+        return nn_part_matrix(x, w->channels, part, w);
     }
-    ms_matrix m = nn_matrix(work, depth, places, places);
+    ms_matrix m = nn_matrix(work, depth, patches, patches);
     m.count = part->images;
-    m.step = depth * places;
+    m.step = depth * patches;
     return m;
 }
 
-/* a is a product. */
+/* a is a product of matrices. */
 struct nn_op_channel_bias {
     const float *bias;
     float shift;
@@ -2484,7 +2534,7 @@ static int nn_cuda_conv2d(const ms_call *call, float *y, const float *x, const f
                           const float *bias, int64_t out, const nn_window *w, float *work) {
     const nn_parts parts = nn_cuda_column_parts(w, out);
     const int64_t depth = nn_window_depth(w);
-    const nn_planes planes = {w->images, out, nn_window_places(w)};
+    const nn_planes planes = {w->images, out, nn_window_patches(w)};
     nn_op_channel_bias op;
     int result = 0;
     for (int64_t i = 0; i < parts.count && result == 0; i++) {
@@ -2495,7 +2545,7 @@ static int nn_cuda_conv2d(const ms_call *call, float *y, const float *x, const f
         if (result == 0) {
             result = (int)ms_gemm(call, 1.0f, nn_matrix(weight, out, depth, depth),
                                   nn_part_columns(work, x, &part, w), 0.0f,
-                                  nn_part_squares(y, out, &part, w));
+                                  nn_part_matrix(y, out, &part, w));
         }
     }
     if (result != 0 || bias == NULL) {
@@ -2503,18 +2553,18 @@ static int nn_cuda_conv2d(const ms_call *call, float *y, const float *x, const f
     }
     op.bias = bias;
     op.shift = 0.0f;
-    return nn_cuda_planes(call, op, nn_target_of(y, 0.0f), y, NULL, planes, out);
+    return nn_cuda_planes(call, op, nn_dest_of(y, 0.0f), y, NULL, planes, out);
 }
 
-/* A pixel's places in the columns (images, depth, places) of a part. */
+/* The sum of a pixel's copies in the columns (images, depth, patches) of a part. */
 struct nn_op_columns_backward {
     const float *columns, *channel;
     int64_t channels, kernel, stride, padding;
-    int64_t out_width, row_begin, row_step, image_step;
+    int64_t out_width, row_begin, row_stride, image_stride;
     __device__ void start(int64_t plane) {
         const int64_t image = plane / channels;
-        channel =
-            columns + image * image_step + (plane - image * channels) * kernel * kernel * row_step;
+        channel = columns + image * image_stride +
+                  (plane - image * channels) * kernel * kernel * row_stride;
     }
     __device__ float operator()(int64_t y, int64_t x, nn_span down, nn_span across) const {
         float sum = 0.0f;
@@ -2522,23 +2572,22 @@ struct nn_op_columns_backward {
             const int64_t row = (y + padding - i * stride) * kernel + x + padding;
             const float *from = channel + (i - row_begin) * out_width;
             for (int64_t k = across.begin; k < across.end; k++) {
-                sum += from[(row - k * stride) * row_step + k];
+                sum += from[(row - k * stride) * row_stride + k];
             }
         }
         return sum;
     }
 };
 
-/* Where the squares of row `row` begin among the rows of pixels, and `beyond` rows more; 0 for the
-   first. */
-static int64_t nn_row_behind(int64_t row, int64_t beyond, const nn_window *w) {
+/* The row of pixels where the patches of row `row` begin, plus `beyond` rows; 0 for row 0. */
+static int64_t nn_first_pixel_row(int64_t row, int64_t beyond, const nn_window *w) {
     const int64_t y = row * w->stride - w->padding + beyond;
     return row == 0 ? 0 : nn_least(nn_most(y, 0), w->height);
 }
 
-/* dx gets the columns' gradients, in work, of a part. Rows of pixels that two parts cover are added
-   to by the second; those between the squares belong to the part before them. */
-static int nn_cuda_columns_backward(const ms_call *call, nn_target dx, const float *work,
+/* dx of a part, from the gradients of its columns, in work. To rows of pixels that two parts cover
+   the second part adds; rows that no patch covers belong to the part before them. */
+static int nn_cuda_columns_backward(const ms_call *call, nn_dest dx, const float *work,
                                     const nn_part *part, const nn_window *w) {
     const int64_t end = part->rows.begin + part->rows.count;
     const int64_t beyond = nn_most(w->kernel - w->stride, 0);
@@ -2546,10 +2595,10 @@ static int nn_cuda_columns_backward(const ms_call *call, nn_target dx, const flo
     nn_gather g = nn_gather_of(dx, part->images * w->channels, w);
     nn_op_columns_backward op;
     g.dx = dx.data + part->image * image;
-    g.squares = part->rows;
-    g.begin = nn_row_behind(part->rows.begin, 0, w);
-    g.fresh = nn_row_behind(part->rows.begin, beyond, w);
-    g.end = end == w->out_height ? w->height : nn_row_behind(end, beyond, w);
+    g.patches = part->rows;
+    g.begin = nn_first_pixel_row(part->rows.begin, 0, w);
+    g.fresh = nn_first_pixel_row(part->rows.begin, beyond, w);
+    g.end = end == w->out_height ? w->height : nn_first_pixel_row(end, beyond, w);
     op.columns = work;
     op.channel = work;
     op.channels = w->channels;
@@ -2558,13 +2607,13 @@ static int nn_cuda_columns_backward(const ms_call *call, nn_target dx, const flo
     op.padding = w->padding;
     op.out_width = w->out_width;
     op.row_begin = part->rows.begin;
-    op.row_step = nn_part_places(part, w);
-    op.image_step = nn_window_depth(w) * op.row_step;
+    op.row_stride = nn_part_patches(part, w);
+    op.image_stride = nn_window_depth(w) * op.row_stride;
     return nn_cuda_gather(call, op, g);
 }
 
-/* dx = transpose(weight) * dy, folded back. */
-static int nn_cuda_conv2d_images(const ms_call *call, nn_target dx, const float *dy,
+/* dx: the columns transpose(weight) * dy, added to the pixels they are copies of. */
+static int nn_cuda_conv2d_images(const ms_call *call, nn_dest dx, const float *dy,
                                  const float *weight, int64_t out, const nn_window *w,
                                  float *work) {
     const nn_parts parts = nn_cuda_column_parts(w, out);
@@ -2574,7 +2623,7 @@ static int nn_cuda_conv2d_images(const ms_call *call, nn_target dx, const float 
     for (int64_t i = 0; i < parts.count && result == 0; i++) {
         const nn_part part = nn_part_at(&parts, i, w);
         result = (int)ms_gemm(call, 1.0f, ms_transpose(nn_matrix(weight, out, depth, depth)),
-                              nn_part_squares(dy, out, &part, w), direct ? dx.beta : 0.0f,
+                              nn_part_matrix(dy, out, &part, w), direct ? dx.beta : 0.0f,
                               nn_part_columns(work, dx.data, &part, w));
         if (result == 0 && !direct) {
             result = nn_cuda_columns_backward(call, dx, work, &part, w);
@@ -2583,37 +2632,37 @@ static int nn_cuda_conv2d_images(const ms_call *call, nn_target dx, const float 
     return result;
 }
 
-/* target gets the sum of the products a * b of all a.count pairs, which go to partial first where
-   they are several. */
-static int nn_cuda_sum_of_products(const ms_call *call, nn_target target, ms_matrix a, ms_matrix b,
+/* dest: the sum of the products a * b of all a.count pairs. If there are several, the products go
+   to partial first. */
+static int nn_cuda_sum_of_products(const ms_call *call, nn_dest dest, ms_matrix a, ms_matrix b,
                                    float *partial) {
     const bool single = a.count == 1;
     const int64_t cols = b.transposed ? b.rows : b.cols;
-    ms_matrix c = nn_matrix(single ? target.data : partial, a.rows, cols, cols);
+    ms_matrix c = nn_matrix(single ? dest.data : partial, a.rows, cols, cols);
     c.count = a.count;
     c.step = a.rows * cols;
-    const int result = (int)ms_gemm(call, 1.0f, a, b, single ? target.beta : 0.0f, c);
+    const int result = (int)ms_gemm(call, 1.0f, a, b, single ? dest.beta : 0.0f, c);
     if (result != 0 || single) {
         return result;
     }
     return nn_launch(call, nn_grid_of(nn_divide_up(c.step, NN_THREADS), 1, NN_THREADS), nn_k_fold,
-                     target.data, (const float *)partial, c.count, c.step, target.beta != 0.0f);
+                     dest.data, (const float *)partial, c.count, c.step, dest.beta != 0.0f);
 }
 
-/* Segments of so many squares: few enough that their products take no more than what they are made
-   from, and enough to keep a GPU busy. */
+/* Segments of the patches: enough to keep a GPU busy, but so few that their products take no more
+   memory than their operands. */
 typedef struct nn_segments {
-    int64_t count, size, squares; // squares: count * size
+    int64_t count, size, patches; // size: patches of a segment; patches: count * size
 } nn_segments;
 
-static nn_segments nn_segments_of(int64_t squares, int64_t out, int64_t depth) {
+static nn_segments nn_segments_of(int64_t patches, int64_t out, int64_t depth) {
     nn_segments s;
     const int64_t tiles = nn_divide_up(out, NN_TILE) * nn_divide_up(depth, NN_TILE);
-    s.count = nn_least(NN_BUSY_TILES / tiles, squares / NN_SEGMENT);
-    s.count = nn_most(1, nn_least(s.count, squares * (out + depth) / (out * depth)));
-    s.size = nn_divide_up(nn_divide_up(squares, s.count), 4) * 4;
-    s.count = nn_divide_up(squares, s.size);
-    s.squares = s.count * s.size;
+    s.count = nn_least(NN_BUSY_TILES / tiles, patches / NN_SEGMENT);
+    s.count = nn_most(1, nn_least(s.count, patches * (out + depth) / (out * depth)));
+    s.size = nn_divide_up(nn_divide_up(patches, s.count), 4) * 4;
+    s.count = nn_divide_up(patches, s.size);
+    s.patches = s.count * s.size;
     return s;
 }
 
@@ -2622,37 +2671,37 @@ static nn_parts nn_cuda_segment_parts(const nn_window *w, int64_t out) {
     return nn_parts_of(w, nn_most(0, most - most / (NN_SEGMENT / 4)));
 }
 
-/* dweight, image by image. */
-static int nn_cuda_weight_of_images(const ms_call *call, nn_target dweight, const float *dy,
+/* dweight, image by image (nn_cuda_sums_images). */
+static int nn_cuda_weight_of_images(const ms_call *call, nn_dest dweight, const float *dy,
                                     const float *x, int64_t out, const nn_window *w, float *work) {
     const int64_t most = nn_cuda_conv2d_limit(w, out) / (out * w->channels);
-    const nn_parts parts = nn_parts_of(w, nn_most(1, most) * nn_window_places(w));
+    const nn_parts parts = nn_parts_of(w, nn_most(1, most) * nn_window_patches(w));
     int result = 0;
     for (int64_t i = 0; i < parts.count && result == 0; i++) {
         const nn_part part = nn_part_at(&parts, i, w);
         result =
-            nn_cuda_sum_of_products(call, nn_target_of(dweight.data, i == 0 ? dweight.beta : 1.0f),
-                                    nn_part_squares(dy, out, &part, w),
-                                    ms_transpose(nn_part_squares(x, w->channels, &part, w)), work);
+            nn_cuda_sum_of_products(call, nn_dest_of(dweight.data, i == 0 ? dweight.beta : 1.0f),
+                                    nn_part_matrix(dy, out, &part, w),
+                                    ms_transpose(nn_part_matrix(x, w->channels, &part, w)), work);
     }
     return result;
 }
 
-/* The part's squares of x, side by side (depth, squares), cut into segments. */
+/* Copies the part's patches of x side by side (depth, patches); m is that, cut into segments. */
 static int nn_cuda_segments(const ms_call *call, ms_matrix *m, float *work, const float *x,
                             const nn_part *part, const nn_window *w, nn_segments s) {
     nn_columns n = nn_columns_in(work, x, part, w);
-    n.squares = s.squares;
-    n.row_step = s.squares;
-    n.image_step = nn_part_places(part, w);
-    *m = nn_matrix(work, nn_window_depth(w), s.size, s.squares);
+    n.patches = s.patches;
+    n.row_stride = s.patches;
+    n.image_stride = nn_part_patches(part, w);
+    *m = nn_matrix(work, nn_window_depth(w), s.size, s.patches);
     m->count = s.count;
     m->step = s.size;
     return nn_cuda_columns(call, n);
 }
 
-/* dweight, segment by segment. The squares of dy are columns too, of a kernel of one. */
-static int nn_cuda_weight_of_segments(const ms_call *call, nn_target dweight, const float *dy,
+/* dweight, segment by segment. dy is copied likewise, as columns of a 1 * 1 convolution. */
+static int nn_cuda_weight_of_segments(const ms_call *call, nn_dest dweight, const float *dy,
                                       const float *x, int64_t out, const nn_window *w,
                                       float *work) {
     const nn_parts parts = nn_cuda_segment_parts(w, out);
@@ -2662,27 +2711,26 @@ static int nn_cuda_weight_of_segments(const ms_call *call, nn_target dweight, co
     int result = 0;
     for (int64_t i = 0; i < parts.count && result == 0; i++) {
         const nn_part part = nn_part_at(&parts, i, w);
-        const nn_segments s = nn_segments_of(part.images * nn_part_places(&part, w), out, depth);
-        float *own = work + depth * s.squares;
+        const nn_segments s = nn_segments_of(part.images * nn_part_patches(&part, w), out, depth);
+        float *own = work + depth * s.patches;
         ms_matrix a;
         ms_matrix b;
         result = nn_first(nn_cuda_segments(call, &b, work, x, &part, w, s),
                           nn_cuda_segments(call, &a, own, dy, &part, &slopes, s));
         if (result == 0) {
-            result = nn_cuda_sum_of_products(
-                call, nn_target_of(dweight.data, i == 0 ? dweight.beta : 1.0f), a, ms_transpose(b),
-                own + out * s.squares);
+            result = nn_cuda_sum_of_products(call,
+                                             nn_dest_of(dweight.data, i == 0 ? dweight.beta : 1.0f),
+                                             a, ms_transpose(b), own + out * s.patches);
         }
     }
     return result;
 }
 
 /* All images are read before the gradient of one is written, so dx may be x. */
-static int nn_cuda_conv2d_backward(const ms_call *call, nn_target dx, nn_target dweight,
-                                   nn_target dbias, const float *dy, const float *x,
-                                   const float *weight, int64_t out, const nn_window *w,
-                                   float *work) {
-    const nn_planes slopes = {w->images, out, nn_window_places(w)};
+static int nn_cuda_conv2d_backward(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
+                                   const float *dy, const float *x, const float *weight,
+                                   int64_t out, const nn_window *w, float *work) {
+    const nn_planes slopes = {w->images, out, nn_window_patches(w)};
     int result = nn_cuda_channel_bias(call, dbias, dy, slopes, work);
     if (result == 0 && dweight.data != NULL) {
         result = nn_cuda_sums_images(w, out)
@@ -2695,6 +2743,9 @@ static int nn_cuda_conv2d_backward(const ms_call *call, nn_target dx, nn_target 
     return result;
 }
 
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda table
+
 const nn_device *nn_cuda(void) {
     static const nn_device cuda = {
         "cuda",
@@ -2704,7 +2755,7 @@ const nn_device *nn_cuda(void) {
         nn_cuda_attention_floats,
         nn_cuda_conv2d_floats,
         nn_cuda_channel_floats,
-        nn_cuda_pass,
+        nn_cuda_copy,
         nn_cuda_add,
         nn_cuda_dropout,
         nn_cuda_gelu,

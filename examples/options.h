@@ -1,7 +1,7 @@
 /*  options.h - what command lines share: those of the trainers, gpt2.c, bert.c and cnn.c, and of
     estimate.c.
 
-    OPTIONS_PROGRAM is the program's name, defined before the include; nn.h stands before it too. A
+    OPTIONS_PROGRAM is the program's name, defined before the include; include nn.h first too. A
     program that is compiled with NN_CUDA and linked with examples/cuda.cu also runs on a GPU. */
 #ifndef MEMSCALE_OPTIONS_H
 #define MEMSCALE_OPTIONS_H

@@ -11,8 +11,9 @@
 
 enum { MAX_SPACES = 12, BYTE_COUNT = 256, WARMUP_STEPS = 20, CUDA_READ_EVERY = 10 };
 
-static const char *const default_files[] = {"memscale.h", "README.md", "docs/getting-started.md",
-                                            "docs/internals.md", "examples/nn.h"};
+static const char *const default_files[] = {
+    "memscale.h",    "README.md",         "docs/getting-started.md", "docs/internals.md",
+    "examples/nn.h", "examples/nn_cpu.h", "examples/nn_cuda.h"};
 
 typedef struct settings {
     const char *preset, *device, *mode, *off;

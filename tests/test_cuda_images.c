@@ -1,4 +1,4 @@
-/*  test_cuda_images.c - the CUDA kernels of nn.h for convolutional nets, called one by one: against
+/*  test_cuda_images.c - the kernels of nn_cuda.h for convolutional nets, called one by one: against
     those of the CPU, in all the workspace they like and in the least there can be; that they write
     what they should and nothing beside it; the same bits each time. Compiled as C++, by nvcc or with
     the emulation. */
@@ -148,19 +148,19 @@ static float *add_work(side *s, const setting *o, int64_t floats) {
     return data;
 }
 
-static nn_target add_target(side *s, const setting *o, int64_t count) {
-    return nn_target_of(add_output(s, o, count, o->beta != 0.0f, false), o->beta);
+static nn_dest add_dest(side *s, const setting *o, int64_t count) {
+    return nn_dest_of(add_output(s, o, count, o->beta != 0.0f, false), o->beta);
 }
 
 /* The gradient of a, which may stand in its place. */
-static nn_target add_gradient(side *s, const setting *o, int alias, float *a, int64_t count) {
+static nn_dest add_gradient(side *s, const setting *o, int alias, float *a, int64_t count) {
     if (o->alias == 0 || o->alias != alias) {
-        return add_target(s, o, count);
+        return add_dest(s, o, count);
     }
     for (int i = 0; i < s->count; i++) {
         s->buffers[i].is_written |= s->buffers[i].memory + MARGIN + o->shift == a;
     }
-    return nn_target_of(a, o->beta);
+    return nn_dest_of(a, o->beta);
 }
 
 /* Fetches what the kernel wrote. */
@@ -206,7 +206,7 @@ static int64_t image_count(const nn_window *w) {
     return w->images * w->channels * w->height * w->width;
 }
 
-static int64_t square_count(const nn_window *w, int64_t channels) {
+static int64_t patch_count(const nn_window *w, int64_t channels) {
     return w->images * channels * w->out_height * w->out_width;
 }
 
@@ -238,7 +238,7 @@ static int run_relu_backward(side *s, const setting *o) {
     const int64_t count = nn_planes_count(o->planes);
     float *dy = add_input(s, o, count);
     float *y = add_input(s, o, count);
-    const nn_target dx = add_gradient(s, o, o->alias, o->alias == 1 ? dy : y, count);
+    const nn_dest dx = add_gradient(s, o, o->alias, o->alias == 1 ? dy : y, count);
     return s->device->relu_backward(&s->call, dx, dy, y, count);
 }
 
@@ -248,25 +248,25 @@ static int run_conv2d(side *s, const setting *o) {
     float *weight = add_input(s, o, o->out * nn_window_depth(w));
     float *bias = add_input(s, o, o->out);
     float *work = add_work(s, o, s->device->conv2d_floats(w, o->out, false));
-    float *y = add_output(s, o, square_count(w, o->out), false, false);
+    float *y = add_output(s, o, patch_count(w, o->out), false, false);
     return s->device->conv2d(&s->call, y, x, weight, o->has_bias ? bias : NULL, o->out, w, work);
 }
 
 static int run_conv2d_backward(side *s, const setting *o) {
     const nn_window *w = &o->window;
-    float *dy = add_input(s, o, square_count(w, o->out));
+    float *dy = add_input(s, o, patch_count(w, o->out));
     float *x = add_input(s, o, image_count(w));
     float *weight = add_input(s, o, o->out * nn_window_depth(w));
     float *work = add_work(s, o, s->device->conv2d_floats(w, o->out, true));
-    const nn_target nobody = nn_target_of(NULL, 0.0f);
-    const nn_target dweight = o->keeps ? add_target(s, o, o->out * nn_window_depth(w)) : nobody;
-    const nn_target dbias = o->has_bias ? add_target(s, o, o->out) : nobody;
-    const nn_target dx = add_gradient(s, o, 1, x, image_count(w));
+    const nn_dest nobody = nn_dest_of(NULL, 0.0f);
+    const nn_dest dweight = o->keeps ? add_dest(s, o, o->out * nn_window_depth(w)) : nobody;
+    const nn_dest dbias = o->has_bias ? add_dest(s, o, o->out) : nobody;
+    const nn_dest dx = add_gradient(s, o, 1, x, image_count(w));
     return s->device->conv2d_backward(&s->call, dx, dweight, dbias, dy, x, weight, o->out, w, work);
 }
 
 static int run_max_pool(side *s, const setting *o) {
-    const int64_t count = square_count(&o->window, o->window.channels);
+    const int64_t count = patch_count(&o->window, o->window.channels);
     float *x = add_ties(s, o, image_count(&o->window));
     float *y = add_output(s, o, count, false, true);
     int32_t *places = o->keeps ? (int32_t *)(void *)add_output(s, o, count, false, true) : NULL;
@@ -277,7 +277,7 @@ static int run_max_pool(side *s, const setting *o) {
 static int run_max_pool_backward(side *s, const setting *o) {
     side cpu;
     setting forward = *o;
-    const int64_t count = square_count(&o->window, o->window.channels);
+    const int64_t count = patch_count(&o->window, o->window.channels);
     memset(&cpu, 0, sizeof cpu);
     cpu.device = nn_cpu();
     forward.keeps = true;
@@ -287,7 +287,7 @@ static int run_max_pool_backward(side *s, const setting *o) {
     cpu.buffers[2].values = NULL;
     free_side(&cpu);
     float *dy = add_input(s, o, count);
-    const nn_target dx = add_target(s, o, image_count(&o->window));
+    const nn_dest dx = add_dest(s, o, image_count(&o->window));
     return s->device->max_pool_backward(&s->call, dx, dy, (const int32_t *)(const void *)places,
                                         &o->window);
 }
@@ -323,7 +323,7 @@ static int run_norm(side *s, const setting *o, nn_moments moments) {
         v.rstd = add_positive(s, o, channels);
     }
     float *work = add_work(s, o, s->device->batch_norm_floats(o->planes));
-    const nn_target y = add_gradient(s, o, 1, x, nn_planes_count(o->planes));
+    const nn_dest y = add_gradient(s, o, 1, x, nn_planes_count(o->planes));
     return s->device->batch_norm(&s->call, y.data, x, &v, o->planes, work);
 }
 
@@ -342,7 +342,7 @@ static int run_batch_norm_saved(side *s, const setting *o) {
 static int run_batch_norm_backward(side *s, const setting *o) {
     const int64_t count = nn_planes_count(o->planes);
     const int64_t channels = o->planes.channels;
-    const nn_target nobody = nn_target_of(NULL, 0.0f);
+    const nn_dest nobody = nn_dest_of(NULL, 0.0f);
     nn_batch_norm_values v;
     memset(&v, 0, sizeof v);
     float *dy = add_input(s, o, count);
@@ -352,9 +352,9 @@ static int run_batch_norm_backward(side *s, const setting *o) {
     v.mean = add_positive(s, o, channels);
     v.rstd = add_positive(s, o, channels);
     float *work = add_work(s, o, s->device->batch_norm_floats(o->planes));
-    const nn_target dx = add_gradient(s, o, o->alias, o->alias == 1 ? dy : x, count);
-    const nn_target dweight = o->keeps ? add_target(s, o, channels) : nobody;
-    const nn_target dbias = o->has_bias ? add_target(s, o, channels) : nobody;
+    const nn_dest dx = add_gradient(s, o, o->alias, o->alias == 1 ? dy : x, count);
+    const nn_dest dweight = o->keeps ? add_dest(s, o, channels) : nobody;
+    const nn_dest dbias = o->has_bias ? add_dest(s, o, channels) : nobody;
     return s->device->batch_norm_backward(&s->call, dx, dweight, dbias, dy, x, &v, o->planes, work);
 }
 
@@ -366,7 +366,7 @@ static int run_average(side *s, const setting *o) {
 
 static int run_average_backward(side *s, const setting *o) {
     float *dmeans = add_input(s, o, o->planes.images * o->planes.channels);
-    const nn_target dx = add_target(s, o, nn_planes_count(o->planes));
+    const nn_dest dx = add_dest(s, o, nn_planes_count(o->planes));
     return s->device->average_backward(&s->call, dx, dmeans, o->planes);
 }
 
@@ -551,7 +551,7 @@ static void test_offset(void **state) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// squares
+// patches
 
 typedef struct geometry {
     int64_t images, channels, height, width, out, kernel, stride, padding;
@@ -624,7 +624,7 @@ static void test_convolution(void **state) {
     in_rounds(convolution_cases);
 }
 
-/* The least workspace leaves one row of squares at a time; of all there may be, several images and
+/* The least workspace leaves one row of patches at a time; of all there may be, several images and
    several segments are taken at once. And what is asked for never shrinks as the batch grows. */
 static void test_groups(void **state) {
     (void)state;
@@ -687,10 +687,10 @@ static void test_room(void **state) {
         for (int64_t k = 0; k < parts.count; k++) {
             const nn_part part = nn_part_at(&parts, k, &w);
             const nn_segments s =
-                nn_segments_of(part.images * nn_part_places(&part, &w), g.out, depth);
+                nn_segments_of(part.images * nn_part_patches(&part, &w), g.out, depth);
             const int64_t products = s.count > 1 ? s.count * g.out * depth : 0;
-            assert_true(s.squares >= part.images * nn_part_places(&part, &w));
-            assert_true((depth + g.out) * s.squares + products <=
+            assert_true(s.patches >= part.images * nn_part_patches(&part, &w));
+            assert_true((depth + g.out) * s.patches + products <=
                         nn_cuda_conv2d_floats(&w, g.out, true));
         }
     }

@@ -53,12 +53,12 @@ static float c_weight(int j, int64_t i) {
 }
 
 static int c_lift_forward(const ms_call *call) {
-    return t_nn_device()->pass(call, nn_target_of(nn_floats(&call->out[0]), 0.0f),
+    return t_nn_device()->copy(call, nn_dest_of(nn_floats(&call->out[0]), 0.0f),
                                nn_floats(&call->param[0]), nn_count(&call->out[0]));
 }
 
 static int c_lift_backward(const ms_call *call) {
-    return t_nn_device()->pass(call, nn_gradient_of(&call->grad_param[0]),
+    return t_nn_device()->copy(call, nn_gradient_of(&call->grad_param[0]),
                                nn_floats(&call->grad_out[0]), nn_count(&call->grad_out[0]));
 }
 
@@ -665,7 +665,7 @@ static void a_reference(const c_case *c, const double *const *leaf, const float 
 static void test_add(void **state) {
     (void)state;
     float twice[] = {3.0f, -4.0f};
-    nn_pass_kernel(NULL, nn_target_of(twice, 1.0f), twice, 2);
+    nn_copy_kernel(NULL, nn_dest_of(twice, 1.0f), twice, 2);
     assert_true(twice[0] > 5.5f && twice[1] < -7.5f);
     for (uint32_t same = 0; same < 2; same++) {
         c_case c = c_make("add", a_build, a_reference, 91, 0, 0, 0, same);
@@ -903,7 +903,7 @@ static void test_relu(void **state) {
     float dx[] = {5.0f, 5.0f, 5.0f};
     nn_relu_kernel(NULL, y, x, 3);
     assert_true(t_is_nan(y[0]));
-    nn_relu_backward_kernel(NULL, nn_target_of(dx, 1.0f), dy, y, 3);
+    nn_relu_backward_kernel(NULL, nn_dest_of(dx, 1.0f), dy, y, 3);
     assert_true(dx[1] > 6.5f && dx[1] < 7.5f && dx[2] > 4.5f && dx[2] < 5.5f);
 }
 
@@ -1001,7 +1001,7 @@ static void v_check(ms_shape x, int64_t outputs, int64_t kernel, int64_t stride,
 }
 
 /* Squares, strips, strides that leave pixels out, padding wider than the image, one pixel; more
-   images than run at once, and more squares than are in memory at once. */
+   images than run at once, and more patches than are in memory at once. */
 static void test_conv2d(void **state) {
     (void)state;
     v_check(ms_shape4(2, 3, 6, 5), 4, 3, 1, 1);
@@ -1012,7 +1012,7 @@ static void test_conv2d(void **state) {
     v_check(ms_shape4(2, 3, 4, 5), 2, 1, 2, 0);
     v_check(ms_shape4(2, 4, 3, 3), 2, 3, 1, 0);
     v_check(ms_shape4(6, 1, 3, 4), 2, 3, 1, 1);
-    assert_true(2 * 100 < NN_PLACES && 5 * 100 > NN_PLACES);
+    assert_true(2 * 100 < NN_PATCHES && 5 * 100 > NN_PATCHES);
     v_check(ms_shape4(1, 1, 5, 100), 2, 3, 1, 1);
     v_check(ms_shape4(5, 1, 3, 258), 1, 2, 1, 1);
 }
@@ -1513,7 +1513,7 @@ static void test_reshape(void **state) {
     }
 }
 
-/* Large enough that every loop of nn.h is worth a second thread. */
+/* Large enough that every loop of nn_cpu.h is worth a second thread. */
 static void test_threads(void **state) {
     (void)state;
 #ifndef _OPENMP
@@ -1727,7 +1727,7 @@ static const char *m_refused_images(ms_model *model, nn_net *net, int mistake) {
         return "only B along an axis";
     case 4:
         nn_max_pool(net, "bad", x, 3, 1, 2);
-        return "more padding than half";
+        return "padding is above kernel / 2";
     case 5:
         nn_batch_norm(net, "bad", row);
         return "must be (B, C, ...)";
