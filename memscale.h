@@ -2760,7 +2760,7 @@ static bool msi_open(ms_model *m) {
     return result == MS_RESULT_OK;
 }
 
-/* A shared arena, without memory as yet, with its maker as the only holder. */
+/* A shared arena, without memory as yet; its maker is the only holder. */
 static ms_result msi_make_arena(const ms_backend *backend, const ms_allocator *allocator,
                                 ms_arena **arena) {
     ms_arena *made = (ms_arena *)msi_alloc_zeroed(allocator, sizeof *made);
@@ -2774,7 +2774,7 @@ static ms_result msi_make_arena(const ms_backend *backend, const ms_allocator *a
     return MS_RESULT_OK;
 }
 
-/* One holder less: the last one frees. */
+/* One holder fewer; the last one frees it. */
 static void msi_arena_leave(ms_arena *arena) {
     if (!arena || --arena->references > 0) {
         return;
@@ -4288,12 +4288,13 @@ static bool msi_switches_are_valid(const ms_config *c) {
 /* What is wrong with a config, its defaults filled in, or NULL. */
 static const char *msi_config_fault(const ms_config *c) {
     return c->cuda_graph && (!c->backend.recording_begin || !c->backend.is_asynchronous)
-               ? "cuda_graph: this backend has no graphs"
+               ? "cuda_graph: this backend cannot record"
            : c->cuda_graph && c->debug     ? "cuda_graph: debug mode runs callbacks several times"
            : !msi_is_complete(&c->backend) ? "backend: its size is not sizeof(ms_backend), or a "
                                              "function is missing"
-           : !c->allocator.alloc != !c->allocator.release ? "allocator: it has one function of two"
-           : !msi_arena_fits(c) ? "arena: it is of another backend than the model"
+           : !c->allocator.alloc != !c->allocator.release
+               ? "allocator: one of its two functions is missing"
+           : !msi_arena_fits(c) ? "arena: its backend is not that of the model"
            : !(c->target_utilization > 0.0 && c->target_utilization <= 1.0)
                ? "target_utilization: it must be above 0 and at most 1"
            : (unsigned)c->mode >= MS_MODE_COUNT ? "mode: there is no such mode"
@@ -4313,7 +4314,7 @@ static const char *msi_hardware_fault(const ms_hardware *hardware) {
         }
     }
     return (unsigned)h.kind > MS_DEVICE_INTEGRATED         ? "there is no such kind of device"
-           : !memchr(h.name, 0, sizeof h.name)             ? "its name has no end"
+           : !memchr(h.name, 0, sizeof h.name)             ? "its name is not terminated"
            : h.total_bytes && h.free_bytes > h.total_bytes ? "more memory is free than there is"
            : h.host_total_bytes && h.host_free_bytes > h.host_total_bytes
                ? "more host memory is free than there is"
@@ -4419,8 +4420,8 @@ static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dty
     }
     if (shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
         MSI_STICK(m, MS_RESULT_INVALID,
-                  "%s \"%s\": rank %d; it must be 0 to %d (and -1 comes of a wrong ms_along)", what,
-                  name, (int)shape->rank, MS_LIMIT_RANK);
+                  "%s \"%s\": rank %d; it must be 0 to %d (-1 is what a wrong ms_along returns)",
+                  what, name, (int)shape->rank, MS_LIMIT_RANK);
         return false;
     }
     for (int i = 0; i < shape->rank; i++) {
@@ -4446,7 +4447,7 @@ static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dty
                           name, i, (long long)shape->dim[i], msi_name(m, g->axes[a].name),
                           (long long)g->axes[a].size,
                           kind == MSI_KIND_PARAM ? "; params have fixed sizes"
-                                                 : " and is no multiple of it");
+                                                 : " and is not a multiple of it");
                 return false;
             }
             unit /= g->axes[a].size;
@@ -4507,7 +4508,7 @@ static const char *msi_operand_fault(const ms_model *m, msi_group_kind group, ms
     case MSI_GROUP_IN:
         if (t->kind == MSI_KIND_PARAM || t->kind == MSI_KIND_SAVED) {
             return t->kind == MSI_KIND_PARAM
-                       ? "is a param, which stands in `param`"
+                       ? "is a param; params belong in `param`"
                        : "is a saved tensor, which only its own layer can read: make it an output";
         }
         return t->kind == MSI_KIND_ACTIVATION && t->producer == MSI_NONE
@@ -4657,12 +4658,12 @@ static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *
             const ms_tensor slot = slots[i];
             const char *fault = slot.id ? msi_operand_fault(m, (msi_group_kind)group, slot) : NULL;
             for (uint32_t k = 0; k < i && !fault && single && slot.id; k++) {
-                fault = slots[k].id == slot.id ? "stands in two slots" : NULL;
+                fault = slots[k].id == slot.id ? "is named in two slots" : NULL;
             }
             for (uint32_t k = 0; k < count[MSI_GROUP_IN] && group == MSI_GROUP_STATE && !fault;
                  k++) {
                 fault = slot.id && d->in[k].id == slot.id
-                            ? "stands in `in` too; a layer reads its state through `state`"
+                            ? "is named in `in` too; a layer reads its state through `state`"
                             : NULL;
             }
             if (fault) {
@@ -4761,8 +4762,9 @@ static bool msi_check_must(ms_model *m, const char *name, const char *field, uin
                            uint32_t *claimed) {
     const uint32_t k = msi_lowest_bit(mask);
     const char *fault = !msi_is_single_bit(mask) ? "must name one operand and nothing else"
-                        : (*claimed >> k & 1)    ? "names an operand that another one takes over"
-                                                 : NULL;
+                        : (*claimed >> k & 1)
+                            ? "names an operand that another result is computed in"
+                            : NULL;
     if (fault) {
         return msi_refuse_layer(m, name, "\"%s\" must be computed in place, but %s[%u], 0x%x, %s",
                                 msi_handle_name(m, result), field, (unsigned)slot, (unsigned)mask,
@@ -4819,12 +4821,12 @@ static bool msi_check_edges(ms_model *m, const char *name, const ms_layer_desc *
             m->graph.tensors.items[t].kind == MSI_KIND_ACTIVATION &&
             msi_is_float(m->graph.tensors.items[t].view.dtype) &&
             m->graph.tensors.items[t].view.dtype != MS_DTYPE_F32) {
-            return msi_refuse_layer(
-                m, name,
-                "the gradient of in[%u] \"%s\" is %s; what is overwritten or made in "
-                "place may have to be added up, which is done in f32 alone: heed beta",
-                (unsigned)i, msi_tensor_name(m, t),
-                ms_dtype_name(m->graph.tensors.items[t].view.dtype));
+            return msi_refuse_layer(m, name,
+                                    "the gradient of in[%u] \"%s\" is %s; one that is overwritten "
+                                    "or computed in place may have to be summed by the library, "
+                                    "which sums f32 alone: follow ms_view.beta instead",
+                                    (unsigned)i, msi_tensor_name(m, t),
+                                    ms_dtype_name(m->graph.tensors.items[t].view.dtype));
         }
     }
     return true;
@@ -5041,7 +5043,7 @@ static ms_result msi_check_forced(ms_model *m) {
         }
         fault = early                                        ? early
                 : tensor->frozen                             ? "it is frozen"
-                : tensor->last_gradient == MSI_NONE          ? "it takes no part in the loss"
+                : tensor->last_gradient == MSI_NONE          ? "the loss does not depend on it"
                 : msi_is_borrowed(tensor, MSI_ROLE_GRADIENT) ? "its gradient is borrowed"
                 : !tensor->updates_early                     ? "a layer without a backward reads it"
                                                              : NULL;
@@ -5083,8 +5085,8 @@ static ms_result msi_check_ends(ms_model *m) {
                 return msi_fail(
                     m, MS_RESULT_INVALID,
                     "layer \"%s\" reads \"%s\" and has a backward, but layer \"%s\" has "
-                    "written its gradients in forward: ms_stop_gradient on it if it is "
-                    "meant as a constant",
+                    "written its gradients in forward: call ms_stop_gradient on it if it is meant "
+                    "as a constant",
                     msi_name(m, l->name), msi_tensor_name(m, in[k]), msi_layer_name(m, from));
             }
         }
@@ -5144,8 +5146,8 @@ static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     if (m->config.cuda_graph && m->optimizer.kind == MS_OPTIMIZER_CUSTOM) {
         return msi_fail(
             m, MS_RESULT_INVALID,
-            "cuda_graph: an update callback is told something else in every step, which "
-            "a graph cannot record: leave cuda_graph off, or take a built-in optimizer");
+            "cuda_graph: the arguments of an update callback differ from step to step, so it "
+            "cannot be recorded: leave cuda_graph off, or use a built-in optimizer");
     }
     return result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN ? msi_check_forced(m) : result;
 }
@@ -5510,11 +5512,10 @@ static bool msi_next_word_is(msi_reader *r, const char *expected) {
 /* The next line begins with this word. */
 static ms_result msi_expect_line(ms_model *m, msi_reader *r, const char *word) {
     if (!msi_next_line(r)) {
-        return msi_fail(
-            m, MS_RESULT_INVALID,
-            "ms_profile_load: the text ends behind line %u, where \"%s\" should follow: "
-            "it is cut off",
-            (unsigned)r->number, word);
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "ms_profile_load: the text ends after line %u, where \"%s\" should follow: "
+                        "it is cut off",
+                        (unsigned)r->number, word);
     }
     return msi_next_word_is(r, word)
                ? MS_RESULT_OK
@@ -5565,7 +5566,7 @@ static ms_result msi_read_head(ms_model *m, msi_reader *r) {
                ? MS_RESULT_OK
                : msi_fail(m, MS_RESULT_INVALID,
                           "ms_profile_load: line 2: the profile is of graph %.*s, and this model "
-                          "is graph %s: load it behind the same registrations, or save one of "
+                          "is graph %s: load it after the same registrations, or save one of "
                           "this model",
                           (int)(length < 16 ? length : 16), word, own);
 }
@@ -5607,7 +5608,7 @@ static ms_result msi_read_layers(ms_model *m, msi_reader *r, bool keep) {
                                            "elements of output"};
         if (!msi_next_line(r)) {
             return msi_fail(m, MS_RESULT_INVALID,
-                            "ms_profile_load: the text ends behind line %u, %u of %u layers are "
+                            "ms_profile_load: the text ends after line %u, %u of %u layers are "
                             "missing: it is cut off",
                             (unsigned)r->number, (unsigned)(m->graph.layers.count - i),
                             (unsigned)m->graph.layers.count);
@@ -5641,7 +5642,7 @@ static ms_result msi_read_profile(ms_model *m, const char *text, size_t length, 
     result = result == MS_RESULT_OK ? msi_expect_line(m, &r, "end") : result;
     if (result == MS_RESULT_OK && r.at != r.end) {
         return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_profile_load: there is text behind line %u, the end",
+                        "ms_profile_load: there is text after line %u, the end",
                         (unsigned)r.number);
     }
     if (keep && result == MS_RESULT_OK) {
@@ -5727,7 +5728,6 @@ static msi_choice msi_config_choice(const ms_model *m) {
 
 /* What the user asks for and this version cannot do. */
 static ms_result msi_check_built(ms_model *m) {
-    static const char *const cure = "this version plans checkpointing and early updates alone";
     const msi_graph *g = &m->graph;
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         if (MSI_BUILT >> k & 1) {
@@ -5735,14 +5735,19 @@ static ms_result msi_check_built(ms_model *m) {
         }
         const char *name = msi_techniques[k].name;
         if (msi_switch_of(&m->config, (ms_technique)k) == MS_SWITCH_ON) {
-            return msi_fail(m, MS_RESULT_UNSUPPORTED,
-                            "%s is switched ON, but %s: set it to DEFAULT or OFF", name, cure);
+            return msi_fail(
+                m, MS_RESULT_UNSUPPORTED,
+                "%s is switched ON, but this version does not have it: set it to DEFAULT or "
+                "OFF",
+                name);
         }
         for (uint32_t t = 0; t < g->tensors.count; t++) {
             if (g->tensors.items[t].technique[k] == MS_SWITCH_ON) {
-                return msi_fail(m, MS_RESULT_UNSUPPORTED,
-                                "%s is forced on \"%s\", but %s: leave it to the plan", name,
-                                msi_tensor_name(m, t), cure);
+                return msi_fail(
+                    m, MS_RESULT_UNSUPPORTED,
+                    "%s is forced on \"%s\", but this version does not have it: leave it to "
+                    "the plan",
+                    name, msi_tensor_name(m, t));
             }
         }
     }
@@ -5821,7 +5826,7 @@ static const msi_rule msi_rules[] = {
      MSI_ANY,
      MSI_FACT_OFF},
     {{"mode", "the mode does not have it, and its switch is at DEFAULT",
-      "a mode bounds what may be done to a model; a bolder one has it, and ON brings it to any"},
+      "a mode bounds what may be done to a model; a bolder one allows it, and ON allows it in any"},
      MSI_ANY,
      MSI_FACT_BEYOND_MODE},
     {{"shared-memory", "the device computes in the memory of the host",
@@ -5849,7 +5854,7 @@ static const msi_rule msi_rules[] = {
      MSI_CHECKPOINTING,
      MSI_FACT_RUNS_ONCE},
     {{"output", "what the layer makes is the loss, or kept by ms_add_output",
-      "the trainer may read it behind the step"},
+      "the trainer may read it after the step"},
      MSI_CHECKPOINTING,
      MSI_FACT_OUTPUT},
     {{"recompute-reads", "recompute_reads of the layer names it",
@@ -5871,7 +5876,7 @@ static const msi_rule msi_rules[] = {
      MSI_EARLY_UPDATE,
      MSI_FACT_BORROWED},
     {{"read-again", "a layer without a backward reads the param",
-      "that layer could be recomputed behind the update, and would see the new value"},
+      "that layer could be recomputed after the update, and would see the new value"},
      MSI_EARLY_UPDATE,
      MSI_FACT_READ_AGAIN},
     {{"shared", "an earlier layer uses the param too",
@@ -5879,7 +5884,7 @@ static const msi_rule msi_rules[] = {
      MSI_EARLY_UPDATE,
      MSI_FACT_SHARED_PARAM},
     {{"late", "the plan may update inside backward, and its arena is as small where this one waits",
-      "an update right behind the backward of its layer can be slow"},
+      "an update right after the backward of its layer can be slow"},
      MSI_EARLY_UPDATE,
      MSI_FACT_LATE},
     {{"no-gain", "force_optimize is set, and the arena would be no smaller with it",
@@ -6106,12 +6111,21 @@ static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_techniqu
     d.layer.id = layer + 1;
     d.technique = technique;
     const uint32_t left = msi_gather(r, &d, &facts);
-    if (technique == MS_TECHNIQUE_CHECKPOINTING) {
+    switch (technique) {
+    case MS_TECHNIQUE_CHECKPOINTING:
         d.added_us = r->again[layer] * g->layers.items[layer].time.recompute_us;
         facts |= msi_fact(MSI_FACT_APPLIED, r->again[layer] > 0);
         facts |= msi_checkpointing_facts(r, layer, left);
-    } else if (technique == MS_TECHNIQUE_EARLY_UPDATE) {
+        break;
+    case MS_TECHNIQUE_EARLY_UPDATE:
         facts |= msi_early_facts(r, layer, left);
+        break;
+    case MS_TECHNIQUE_OFFLOADING: // not built
+    case MS_TECHNIQUE_TILING:
+    case MS_TECHNIQUE_MIXED_PRECISION:
+    case MS_TECHNIQUE_OPTIMIZER_8BIT:
+    case MS_TECHNIQUE_COUNT:
+        break;
     }
     facts |=
         msi_fact(MSI_FACT_FORBIDDEN,
@@ -13039,7 +13053,7 @@ static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor 
     const bool is_state = msi_role_of(tensor) >= MSI_ROLE_STATE0;
     if (t == MSI_NONE || !data || (is_state && m->graph.tensors.items[t].kind != MSI_KIND_PARAM)) {
         if (m && data && m->errors.sticky != MS_RESULT_OK) {
-            (void)msi_fail(m, MS_RESULT_INVALID, "%s: a registration before has failed: %s",
+            (void)msi_fail(m, MS_RESULT_INVALID, "%s: an earlier registration has failed: %s",
                            function, m->errors.sticky_text);
             return MSI_NONE;
         }
@@ -14530,7 +14544,7 @@ MEMSCALE_API void ms_destroy(ms_model *model) {
 MEMSCALE_API const char *ms_last_error(const ms_model *model) {
     return model ? model->errors.text
                  : "there is no model: ms_create had no memory, its config is out of range, or its "
-                   "backend could not be opened; config.log is told which";
+                   "backend could not be opened; the reason went to config.log";
 }
 
 MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) {

@@ -300,12 +300,12 @@ check_switches() {
 # whether it is built to all that asks; and a case in each switch, which the compiler names.
 check_new_technique() {
     local copy text
-    compile $CC -DMEMSCALE_IMPLEMENTATION -fsyntax-only -x c memscale.h || return 1
+    compile $CC -Wall -DMEMSCALE_IMPLEMENTATION -fsyntax-only -x c memscale.h || return 1
     copy=$(plant '    MS_TECHNIQUE_EARLY_UPDATE,' '    MS_TECHNIQUE_PLANTED,') || return 1
-    ! text=$(compile $CC -DMEMSCALE_IMPLEMENTATION -fsyntax-only -x c "$copy" 2>&1) || return 1
+    ! text=$(compile $CC -Wall -DMEMSCALE_IMPLEMENTATION -fsyntax-only -x c "$copy" 2>&1) || return 1
     grep -q msi_technique_rows_match <<< "$text" || { echo "without a row: $text"; return 1; }
     sed -i 's/X(MS_TECHNIQUE_OFFLOADING,/X(MS_TECHNIQUE_PLANTED, tiling, "planted", 0, "", 0, false) &/' "$copy"
-    ! text=$(compile $CC -DMEMSCALE_IMPLEMENTATION -fsyntax-only -x c "$copy" 2>&1) || return 1
+    ! text=$(compile $CC -Wall -DMEMSCALE_IMPLEMENTATION -fsyntax-only -x c "$copy" 2>&1) || return 1
     ! grep -q msi_technique_rows_match <<< "$text" && grep -q "MS_TECHNIQUE_PLANTED.*switch" <<< "$text" ||
         { echo "with a row: $text"; return 1; }
 }
