@@ -284,14 +284,14 @@ typedef struct ms_view {
     float beta;
 } ms_view;
 
-/* A matrix for ms_gemm: rows by cols as stored, rows stride elements apart; or count of them, step
-   elements apart. */
+/* A matrix for ms_gemm: rows by cols as stored, rows `stride` elements apart. Or a batch of
+   batch_count such matrices, `batch_stride` elements apart. */
 typedef struct ms_matrix {
     void *data;
     int64_t rows, cols, stride;
     ms_dtype dtype;
     bool transposed;
-    int64_t count, step; // 0: one matrix
+    int64_t batch_count, batch_stride; // both 0: one matrix
 } ms_matrix;
 
 typedef enum ms_phase {
@@ -1190,8 +1190,8 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_eval(ms_model *model, double *loss)
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_gradient_norm(ms_model *model, double *norm);
 
 /* In a callback: c = alpha * a * b + beta * c, row-major; a beta of 0 does not read c. a and b are
-   both F32, F16 or BF16, c is F32 or like them; products are summed in F32. As many matrices as c
-   counts: a and b count as many, or are one matrix for all. Stream: on that of the call.
+   both F32, F16 or BF16, c is F32 or like them; products are summed in F32. Where c is a
+   batch, a and b are batches of as many matrices, or one matrix for all. Stream: on that of the call.
    Errors: INVALID (shapes do not match), UNSUPPORTED (dtype), BACKEND. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a,
                                                   ms_matrix b, float beta, ms_matrix c);
@@ -3049,11 +3049,11 @@ static void msi_gemm_target(float alpha, const ms_matrix *a, const ms_matrix *b,
     }
 }
 
-/* Matrix number `index` of those that x counts. */
+/* Matrix number `index` of a batch; of a single matrix, that one. */
 static ms_matrix msi_matrix_at(const ms_matrix *x, int64_t index) {
     ms_matrix one = *x;
-    const int64_t step = x->count > 1 ? x->step : 0;
-    one.data = (uint8_t *)x->data + index * step * (x->dtype == MS_DTYPE_F32 ? 4 : 2);
+    const int64_t stride = x->batch_count > 1 ? x->batch_stride : 0;
+    one.data = (uint8_t *)x->data + index * stride * (x->dtype == MS_DTYPE_F32 ? 4 : 2);
     return one;
 }
 
@@ -3063,11 +3063,11 @@ static int msi_builtin_gemm(float alpha, const ms_matrix *a, const ms_matrix *b,
     const int64_t across = (c->cols + MSI_GEMM_N - 1) / MSI_GEMM_N;
     const int64_t blocks = across * ((c->rows + MSI_GEMM_M - 1) / MSI_GEMM_M);
 #ifdef _OPENMP
-#pragma omp parallel for schedule(dynamic) if (blocks * c->count > 1 && depth > 8)
+#pragma omp parallel for schedule(dynamic) if (blocks * c->batch_count > 1 && depth > 8)
 #else
     (void)depth;
 #endif
-    for (int64_t i = 0; i < blocks * c->count; i++) {
+    for (int64_t i = 0; i < blocks * c->batch_count; i++) {
         const int64_t index = i / blocks, block = i % blocks;
         const ms_matrix a1 = msi_matrix_at(a, index), b1 = msi_matrix_at(b, index);
         const ms_matrix c1 = msi_matrix_at(c, index);
@@ -3090,7 +3090,7 @@ static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_ma
         b->stride > INT32_MAX || c->stride > INT32_MAX) {
         return 1;
     }
-    for (int64_t i = 0; i < c->count; i++) {
+    for (int64_t i = 0; i < c->batch_count; i++) {
         const ms_matrix a1 = msi_matrix_at(a, i), b1 = msi_matrix_at(b, i);
         cblas_sgemm(CblasRowMajor, a->transposed ? CblasTrans : CblasNoTrans,
                     b->transposed ? CblasTrans : CblasNoTrans, (int)c->rows, (int)c->cols, (int)k,
@@ -3300,7 +3300,7 @@ static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
         }
         t->a.rows = t->a.cols = t->a.stride = n;
         t->a.dtype = dtype;
-        t->a.count = 1;
+        t->a.batch_count = 1;
         t->b = t->c = t->a;
         t->a.data = t->device;
         t->b.data = (uint8_t *)t->device + bytes;
@@ -11126,17 +11126,19 @@ static const char *msi_gemm_fault(const ms_matrix *a, const ms_matrix *b, const 
             all[i]->stride < all[i]->cols) {
             return "a matrix has no data, no elements, or a stride below its columns";
         }
-        if (all[i]->count < 1 || all[i]->step < 0 || (i < 2 && all[i]->count > c->count) ||
-            (i < 2 && all[i]->count > 1 && all[i]->count < c->count)) {
-            return "a and b must count one, or as many as c";
+        if (all[i]->batch_count < 1 || all[i]->batch_stride < 0 ||
+            (i < 2 && all[i]->batch_count > c->batch_count) ||
+            (i < 2 && all[i]->batch_count > 1 && all[i]->batch_count < c->batch_count)) {
+            return "a and b must be one matrix, or batches of as many as c";
         }
     }
     if (k != (b->transposed ? b->cols : b->rows) || m != c->rows || n != c->cols || c->transposed) {
         return "the shapes do not match";
     }
-    const bool apart = c->step >= (c->rows - 1) * c->stride + c->cols;
-    const bool side_by_side = c->step >= c->cols && (c->count - 1) * c->step + c->cols <= c->stride;
-    return c->count > 1 && !apart && !side_by_side ? "the matrices of c overlap" : NULL;
+    const bool apart = c->batch_stride >= (c->rows - 1) * c->stride + c->cols;
+    const bool side_by_side =
+        c->batch_stride >= c->cols && (c->batch_count - 1) * c->batch_stride + c->cols <= c->stride;
+    return c->batch_count > 1 && !apart && !side_by_side ? "the matrices of c overlap" : NULL;
 }
 
 typedef struct msi_matrix_text {
@@ -11149,9 +11151,9 @@ static msi_matrix_text msi_matrix_name(const ms_matrix *x) {
     const int length =
         snprintf(t.text, sizeof t.text, "%lld x %lld%s, rows %lld apart", (long long)x->rows,
                  (long long)x->cols, x->transposed ? " transposed" : "", (long long)x->stride);
-    if (x->count != 1 && length > 0 && (size_t)length < sizeof t.text) {
+    if (x->batch_count != 1 && length > 0 && (size_t)length < sizeof t.text) {
         snprintf(t.text + length, sizeof t.text - (size_t)length, ", %lld of them %lld apart",
-                 (long long)x->count, (long long)x->step);
+                 (long long)x->batch_count, (long long)x->batch_stride);
     }
     return t;
 }
@@ -11162,9 +11164,9 @@ static bool msi_is_castable(ms_dtype dtype) {
 
 static ms_result msi_gemm(ms_model *m, float alpha, ms_matrix a, ms_matrix b, float beta,
                           ms_matrix c) {
-    a.count = a.count ? a.count : 1;
-    b.count = b.count ? b.count : 1;
-    c.count = c.count ? c.count : 1;
+    a.batch_count = a.batch_count ? a.batch_count : 1;
+    b.batch_count = b.batch_count ? b.batch_count : 1;
+    c.batch_count = c.batch_count ? c.batch_count : 1;
     const char *fault = msi_gemm_fault(&a, &b, &c);
     if (fault) {
         return msi_fail(m, MS_RESULT_INVALID, "ms_gemm: %s: a is %s, b is %s, c is %s", fault,
@@ -15410,7 +15412,7 @@ static cudaDataType_t msi_cuda_type(ms_dtype dtype) {
 
 static bool msi_cuda_fits_int(const ms_matrix *x) {
     return x->rows <= INT32_MAX && x->cols <= INT32_MAX && x->stride <= INT32_MAX &&
-           x->count <= INT32_MAX;
+           x->batch_count <= INT32_MAX;
 }
 
 static int msi_cuda_gemm(void *state, float alpha, const ms_matrix *a, const ms_matrix *b,
@@ -15427,7 +15429,7 @@ static int msi_cuda_gemm(void *state, float alpha, const ms_matrix *a, const ms_
     const cudaDataType_t type = msi_cuda_type(a->dtype), type_c = msi_cuda_type(c->dtype);
     const int m = (int)c->rows, n = (int)c->cols;
     const int k = (int)(a->transposed ? a->rows : a->cols);
-    if (c->count == 1) {
+    if (c->batch_count == 1) {
         return msi_cuda_blas_error(cublasGemmEx(cuda->blas, turn_b, turn_a, n, m, k, &alpha,
                                                 b->data, type, (int)b->stride, a->data, type,
                                                 (int)a->stride, &beta, c->data, type_c,
@@ -15435,9 +15437,9 @@ static int msi_cuda_gemm(void *state, float alpha, const ms_matrix *a, const ms_
     }
     return msi_cuda_blas_error(cublasGemmStridedBatchedEx(
         cuda->blas, turn_b, turn_a, n, m, k, &alpha, b->data, type, (int)b->stride,
-        b->count > 1 ? b->step : 0, a->data, type, (int)a->stride, a->count > 1 ? a->step : 0,
-        &beta, c->data, type_c, (int)c->stride, c->step, (int)c->count, compute,
-        CUBLAS_GEMM_DEFAULT));
+        b->batch_count > 1 ? b->batch_stride : 0, a->data, type, (int)a->stride,
+        a->batch_count > 1 ? a->batch_stride : 0, &beta, c->data, type_c, (int)c->stride,
+        c->batch_stride, (int)c->batch_count, compute, CUBLAS_GEMM_DEFAULT));
 }
 
 // ------------------------------------------------------------------------------------------------
