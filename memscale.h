@@ -148,10 +148,10 @@
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
     shared by both  >>shared >>formats >>arithmetic
-    implementation  >>base >>structs >>log >>memory >>backend cpu >>hardware >>graph >>validate
-                    >>profile >>rules >>lower >>layout >>simulate >>ladder >>chain >>solve
-                    >>policy >>optimizer >>call >>debug >>timing >>execute >>state >>verify
-                    >>report >>trace >>api
+    implementation  >>base >>structs >>names >>log >>memory >>backend cpu >>hardware >>graph
+                    >>validate >>profile >>rules >>lower >>layout >>simulate >>ladder >>chain
+                    >>solve >>policy >>optimizer >>call >>debug >>timing >>execute >>state
+                    >>verify >>report >>trace >>api
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -246,18 +246,21 @@ enum {
     MS_ALL_SLOTS = 0xffff // in a mask: every slot that the layer uses
 };
 
-typedef enum ms_dtype {
-    MS_DTYPE_F32,
-    MS_DTYPE_F64,
-    MS_DTYPE_F16,
-    MS_DTYPE_BF16,
-    MS_DTYPE_I64,
-    MS_DTYPE_I32,
-    MS_DTYPE_I16,
-    MS_DTYPE_I8,
-    MS_DTYPE_U8,
-    MS_DTYPE_COUNT
-} ms_dtype;
+/* Name, and bytes of one element. */
+#define MEMSCALE_DTYPES(X)                                                                         \
+    X(MS_DTYPE_F32, "f32", 4)                                                                      \
+    X(MS_DTYPE_F64, "f64", 8)                                                                      \
+    X(MS_DTYPE_F16, "f16", 2)                                                                      \
+    X(MS_DTYPE_BF16, "bf16", 2)                                                                    \
+    X(MS_DTYPE_I64, "i64", 8)                                                                      \
+    X(MS_DTYPE_I32, "i32", 4)                                                                      \
+    X(MS_DTYPE_I16, "i16", 2)                                                                      \
+    X(MS_DTYPE_I8, "i8", 1)                                                                        \
+    X(MS_DTYPE_U8, "u8", 1)
+
+#define MEMSCALE_X(dtype, name, bytes) dtype,
+typedef enum ms_dtype { MEMSCALE_DTYPES(MEMSCALE_X) MS_DTYPE_COUNT } ms_dtype;
+#undef MEMSCALE_X
 
 /* Row-major extents, the last one contiguous. Rank 0 is a scalar: one element. axes, set by
    ms_along, says which dims are multiples of which axes; a shape that is copied from an input keeps
@@ -281,14 +284,14 @@ typedef struct ms_view {
     float beta;
 } ms_view;
 
-/* A matrix for ms_gemm: rows by cols as stored, rows stride elements apart; or count of them, step
-   elements apart. */
+/* A matrix for ms_gemm: rows by cols as stored, rows `stride` elements apart. Or a batch of
+   batch_count such matrices, `batch_stride` elements apart. */
 typedef struct ms_matrix {
     void *data;
     int64_t rows, cols, stride;
     ms_dtype dtype;
     bool transposed;
-    int64_t count, step; // 0: one matrix
+    int64_t batch_count, batch_stride; // both 0: one matrix
 } ms_matrix;
 
 typedef enum ms_phase {
@@ -546,12 +549,14 @@ typedef enum ms_technique {
 
 /* Which techniques a plan may use where their switch is at DEFAULT: CONSERVATIVE checkpointing and
    early updates; BALANCED offloading too; AGGRESSIVE all. */
-typedef enum ms_mode {
-    MS_MODE_BALANCED,
-    MS_MODE_CONSERVATIVE,
-    MS_MODE_AGGRESSIVE,
-    MS_MODE_COUNT
-} ms_mode;
+#define MEMSCALE_MODES(X)                                                                          \
+    X(MS_MODE_BALANCED, "BALANCED")                                                                \
+    X(MS_MODE_CONSERVATIVE, "CONSERVATIVE")                                                        \
+    X(MS_MODE_AGGRESSIVE, "AGGRESSIVE")
+
+#define MEMSCALE_X(mode, name) mode,
+typedef enum ms_mode { MEMSCALE_MODES(MEMSCALE_X) MS_MODE_COUNT } ms_mode;
+#undef MEMSCALE_X
 
 /* What a policy chooses from: a mode with all that it allows, planned for the budget. */
 typedef struct ms_strategy {
@@ -727,12 +732,18 @@ typedef struct ms_optimizer_desc {
 // ------------------------------------------------------------------------------------------------
 // >>reports
 
-/* Who has chosen what the plan may use. */
+/* Who has chosen what the plan may use: the defaults of the rules; the user, by a mode, a switch,
+   force_optimize or a forced technique; or the policy of ms_config.auto_policy. */
+#define MEMSCALE_DECISION_SOURCES(X)                                                               \
+    X(MS_DECISION_SOURCE_RULE, "rule")                                                             \
+    X(MS_DECISION_SOURCE_USER_CONFIG, "user_config")                                               \
+    X(MS_DECISION_SOURCE_POLICY, "policy")
+
+#define MEMSCALE_X(source, name) source,
 typedef enum ms_decision_source {
-    MS_DECISION_SOURCE_RULE,        // the defaults of the rules
-    MS_DECISION_SOURCE_USER_CONFIG, // a mode, a switch, force_optimize, or a forced technique
-    MS_DECISION_SOURCE_POLICY       // ms_config.auto_policy
+    MEMSCALE_DECISION_SOURCES(MEMSCALE_X) MS_DECISION_SOURCE_COUNT
 } ms_decision_source;
+#undef MEMSCALE_X
 
 /* A line of the table of rules. All rules are in docs/decision-engine.md. */
 typedef struct ms_rule {
@@ -780,18 +791,21 @@ typedef struct ms_verify_report {
     double plain_loss, wrapped_loss;
 } ms_verify_report;
 
-typedef enum ms_category {
-    MS_CATEGORY_INPUT,
-    MS_CATEGORY_PARAM,
-    MS_CATEGORY_BUFFER,
-    MS_CATEGORY_OPTIMIZER,
-    MS_CATEGORY_GRADIENT, // of params
-    MS_CATEGORY_ACTIVATION,
-    MS_CATEGORY_ACTIVATION_GRADIENT,
-    MS_CATEGORY_SAVED,
-    MS_CATEGORY_WORKSPACE,
-    MS_CATEGORY_COUNT
-} ms_category;
+/* What memory is used for. GRADIENT is that of params. */
+#define MEMSCALE_CATEGORIES(X)                                                                     \
+    X(MS_CATEGORY_INPUT, "inputs")                                                                 \
+    X(MS_CATEGORY_PARAM, "params")                                                                 \
+    X(MS_CATEGORY_BUFFER, "buffers")                                                               \
+    X(MS_CATEGORY_OPTIMIZER, "optimizer state")                                                    \
+    X(MS_CATEGORY_GRADIENT, "gradients")                                                           \
+    X(MS_CATEGORY_ACTIVATION, "activations")                                                       \
+    X(MS_CATEGORY_ACTIVATION_GRADIENT, "activation gradients")                                     \
+    X(MS_CATEGORY_SAVED, "saved")                                                                  \
+    X(MS_CATEGORY_WORKSPACE, "workspace")
+
+#define MEMSCALE_X(category, name) category,
+typedef enum ms_category { MEMSCALE_CATEGORIES(MEMSCALE_X) MS_CATEGORY_COUNT } ms_category;
+#undef MEMSCALE_X
 
 /* Sizes are those of the arena: every tensor rounded up to 64 bytes. */
 typedef struct ms_memory_report {
@@ -1179,8 +1193,8 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_eval(ms_model *model, double *loss)
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_gradient_norm(ms_model *model, double *norm);
 
 /* In a callback: c = alpha * a * b + beta * c, row-major; a beta of 0 does not read c. a and b are
-   both F32, F16 or BF16, c is F32 or like them; products are summed in F32. As many matrices as c
-   counts: a and b count as many, or are one matrix for all. Stream: on that of the call.
+   both F32, F16 or BF16, c is F32 or like them; products are summed in F32. Where c is a
+   batch, a and b are batches of as many matrices, or one matrix for all. Stream: on that of the call.
    Errors: INVALID (shapes do not match), UNSUPPORTED (dtype), BACKEND. */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a,
                                                   ms_matrix b, float beta, ms_matrix c);
@@ -1786,19 +1800,8 @@ static void *msi_alloc_zeroed(const ms_allocator *allocator, uint64_t bytes) {
     return memory;
 }
 
-/* A growing array. MSI_RESERVE is false, and changes nothing, where there is no memory. */
-#define MSI_LIST(type)                                                                             \
-    struct {                                                                                       \
-        type *items;                                                                               \
-        uint32_t count, capacity;                                                                  \
-    }
-#define MSI_RESERVE(type, allocator, list, needed)                                                 \
-    ((list).items = (type *)msi_regrow(allocator, (list).items, &(list).capacity,                  \
-                                       (uint64_t)(needed), sizeof(type)),                          \
-     (uint64_t)(needed) <= (list).capacity)
-#define MSI_LIST_FREE(type, allocator, list)                                                       \
-    msi_release(allocator, (list).items, (uint64_t)(list).capacity * sizeof(type))
-
+/* The items of a growing array with room for `needed` of them, or, where there is no memory, as they
+   were. */
 static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *capacity,
                         uint64_t needed, size_t item_bytes) {
     if (needed <= *capacity) {
@@ -1823,16 +1826,32 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
     return moved;
 }
 
+/* A growing array. MSI_RESERVE is false, and changes nothing, where there is no memory. */
+#define MSI_LIST(type)                                                                             \
+    struct {                                                                                       \
+        type *items;                                                                               \
+        uint32_t count, capacity;                                                                  \
+    }
+#define MSI_RESERVE(type, allocator, list, needed)                                                 \
+    ((list).items = (type *)msi_regrow(allocator, (list).items, &(list).capacity,                  \
+                                       (uint64_t)(needed), sizeof(type)),                          \
+     (uint64_t)(needed) <= (list).capacity)
+#define MSI_LIST_FREE(type, allocator, list)                                                       \
+    msi_release(allocator, (list).items, (uint64_t)(list).capacity * sizeof(type))
+
 // ------------------------------------------------------------------------------------------------
 // >>structs  graph, program, plan, model
 
-typedef enum msi_kind {
-    MSI_KIND_INPUT,
-    MSI_KIND_PARAM,
-    MSI_KIND_BUFFER,
-    MSI_KIND_ACTIVATION,
-    MSI_KIND_SAVED
-} msi_kind;
+#define MSI_KINDS(X)                                                                               \
+    X(MSI_KIND_INPUT, "input")                                                                     \
+    X(MSI_KIND_PARAM, "param")                                                                     \
+    X(MSI_KIND_BUFFER, "buffer")                                                                   \
+    X(MSI_KIND_ACTIVATION, "activation")                                                           \
+    X(MSI_KIND_SAVED, "saved tensor")
+
+#define MSI_X(kind, name) kind,
+typedef enum msi_kind { MSI_KINDS(MSI_X) MSI_KIND_COUNT } msi_kind;
+#undef MSI_X
 
 /* What of a tensor a life or a handle means. The first six are those of handles. */
 typedef enum msi_role {
@@ -1873,15 +1892,26 @@ typedef struct msi_tensor {
 
 enum { MSI_WORKSPACE_FORWARD, MSI_WORKSPACE_BACKWARD, MSI_WORKSPACE_RECOMPUTE };
 
-/* The operands of a layer by group, in their order in graph.operands and in instructions. */
-enum {
-    MSI_GROUP_IN,
-    MSI_GROUP_OUT,
-    MSI_GROUP_SAVED,
-    MSI_GROUP_PARAM,
-    MSI_GROUP_STATE,
-    MSI_GROUP_COUNT
-};
+/* The values of a layer by group, in their order in graph.operands and in instructions: the array
+   of ms_layer_desc, and how long it is. */
+#define MSI_GROUPS(X)                                                                              \
+    X(MSI_GROUP_IN, in, MS_LIMIT_IN)                                                               \
+    X(MSI_GROUP_OUT, out, MS_LIMIT_OUT)                                                            \
+    X(MSI_GROUP_SAVED, saved, MS_LIMIT_SAVED)                                                      \
+    X(MSI_GROUP_PARAM, param, MS_LIMIT_PARAM)                                                      \
+    X(MSI_GROUP_STATE, state, MS_LIMIT_STATE)
+
+/* The groups of the operands of an instruction: those of the values, and what follows them. */
+#define MSI_X(group, field, limit) group,
+typedef enum msi_group_kind {
+    MSI_GROUPS(MSI_X) MSI_GROUP_COUNT,
+    MSI_GROUP_GRAD_OUT = MSI_GROUP_COUNT,
+    MSI_GROUP_GRAD_IN,
+    MSI_GROUP_GRAD_PARAM,
+    MSI_GROUP_WORKSPACE,
+    MSI_GROUP_END
+} msi_group_kind;
+#undef MSI_X
 
 typedef struct msi_layer {
     ms_layer_fn forward, backward, recompute, bind;
@@ -2255,6 +2285,225 @@ struct ms_model {
 };
 
 // ------------------------------------------------------------------------------------------------
+// >>names  of what is enumerated; shapes and matrices
+
+MEMSCALE_API const char *ms_result_name(ms_result result) {
+#define MEMSCALE_X(name, text) #name,
+    static const char *const names[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
+#undef MEMSCALE_X
+    return (unsigned)result < MS_RESULT_COUNT ? names[result] : "?";
+}
+
+MEMSCALE_API const char *ms_result_text(ms_result result) {
+#define MEMSCALE_X(name, text) text,
+    static const char *const texts[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
+#undef MEMSCALE_X
+    return (unsigned)result < MS_RESULT_COUNT ? texts[result] : "?";
+}
+
+static const char *const msi_kind_names[] = {
+#define MSI_X(kind, name) name,
+    MSI_KINDS(MSI_X)
+#undef MSI_X
+};
+
+static const char *const msi_group_names[] = {
+#define MSI_X(group, field, limit) #field,
+    MSI_GROUPS(MSI_X)
+#undef MSI_X
+};
+
+static const char *const msi_mode_names[] = {
+#define MEMSCALE_X(mode, name) name,
+    MEMSCALE_MODES(MEMSCALE_X)
+#undef MEMSCALE_X
+};
+
+static const char *const msi_source_names[] = {
+#define MEMSCALE_X(source, name) name,
+    MEMSCALE_DECISION_SOURCES(MEMSCALE_X)
+#undef MEMSCALE_X
+};
+
+MEMSCALE_API const char *ms_mode_name(ms_mode mode) {
+    return (unsigned)mode < MS_MODE_COUNT ? msi_mode_names[mode] : "?";
+}
+
+MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source) {
+    return (unsigned)source < MS_DECISION_SOURCE_COUNT ? msi_source_names[source] : "?";
+}
+
+MEMSCALE_API const char *ms_category_name(ms_category category) {
+#define MEMSCALE_X(category, name) name,
+    static const char *const names[] = {MEMSCALE_CATEGORIES(MEMSCALE_X)};
+#undef MEMSCALE_X
+    return (unsigned)category < MS_CATEGORY_COUNT ? names[category] : "?";
+}
+
+MEMSCALE_API const char *ms_dtype_name(ms_dtype dtype) {
+#define MEMSCALE_X(dtype, name, bytes) name,
+    static const char *const names[] = {MEMSCALE_DTYPES(MEMSCALE_X)};
+#undef MEMSCALE_X
+    return (unsigned)dtype < MS_DTYPE_COUNT ? names[dtype] : "?";
+}
+
+MEMSCALE_API uint64_t ms_dtype_bytes(ms_dtype dtype) {
+#define MEMSCALE_X(dtype, name, bytes) bytes,
+    static const uint8_t all[] = {MEMSCALE_DTYPES(MEMSCALE_X)};
+#undef MEMSCALE_X
+    return (unsigned)dtype < MS_DTYPE_COUNT ? all[dtype] : 0;
+}
+
+static const char *msi_phase_name(ms_phase phase) {
+    switch (phase) {
+    case MS_PHASE_FORWARD:
+        return "forward";
+    case MS_PHASE_RECOMPUTE:
+        return "recompute";
+    case MS_PHASE_BACKWARD:
+        return "backward";
+    case MS_PHASE_EVAL:
+        return "eval";
+    case MS_PHASE_COUNT:
+        break;
+    }
+    return "?";
+}
+
+/* What differs between techniques, in the order of ms_technique: the switch in ms_config; the name;
+   the tensors that it can be set on, as a mask of kinds and in words; the modes in which plans may
+   use it while its switch is at DEFAULT; and whether this version has it. */
+#define MSI_TECHNIQUES(X)                                                                          \
+    X(MS_TECHNIQUE_CHECKPOINTING, checkpointing, "checkpointing", MSI_MADE_KINDS,                  \
+      "an activation or a saved tensor: only these are recomputed", MSI_FROM_CONSERVATIVE, true)   \
+    X(MS_TECHNIQUE_EARLY_UPDATE, early_update, "early update", MSI_PARAM_KIND,                     \
+      "a param: only params are updated", MSI_FROM_CONSERVATIVE, true)                             \
+    X(MS_TECHNIQUE_OFFLOADING, offloading, "offloading", MSI_MADE_KINDS | MSI_PARAM_KIND,          \
+      "a param, an activation or a saved tensor", MSI_FROM_BALANCED, false)                        \
+    X(MS_TECHNIQUE_TILING, tiling, "tiling", MSI_MADE_KINDS, "an activation or a saved tensor",    \
+      MSI_FROM_AGGRESSIVE, false)                                                                  \
+    X(MS_TECHNIQUE_MIXED_PRECISION, mixed_precision, "mixed precision",                            \
+      MSI_MADE_KINDS | MSI_PARAM_KIND, "a param, an activation or a saved tensor",                 \
+      MSI_FROM_AGGRESSIVE, false)                                                                  \
+    X(MS_TECHNIQUE_OPTIMIZER_8BIT, optimizer_8bit, "8-bit optimizer", MSI_PARAM_KIND,              \
+      "a param: only params have optimizer state", MSI_FROM_AGGRESSIVE, false)
+
+enum {
+    MSI_MADE_KINDS = 1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED,
+    MSI_PARAM_KIND = 1 << MSI_KIND_PARAM,
+    MSI_FROM_AGGRESSIVE = 1 << MS_MODE_AGGRESSIVE,
+    MSI_FROM_BALANCED = MSI_FROM_AGGRESSIVE | 1 << MS_MODE_BALANCED,
+    MSI_FROM_CONSERVATIVE = MSI_FROM_BALANCED | 1 << MS_MODE_CONSERVATIVE
+};
+
+/* Every technique has a row, and the rows have the order of ms_technique; or this does not compile.
+   */
+#define MSI_X(technique, ...) technique##_ROW,
+enum { MSI_TECHNIQUES(MSI_X) MSI_TECHNIQUE_ROWS };
+#undef MSI_X
+#define MSI_X(technique, ...) &&(int)technique == (int)technique##_ROW
+typedef char msi_technique_rows_match
+    [(int)MSI_TECHNIQUE_ROWS == (int)MS_TECHNIQUE_COUNT MSI_TECHNIQUES(MSI_X) ? 1 : -1];
+#undef MSI_X
+
+typedef struct msi_technique {
+    const char *name;
+    const char *needed; // what a tensor is that it can be set on
+    uint32_t kinds;     // of these: a mask of 1 << msi_kind
+    uint32_t modes;     // a mask of 1 << ms_mode
+} msi_technique;
+
+static const msi_technique msi_techniques[MS_TECHNIQUE_COUNT] = {
+#define MSI_X(technique, field, name, kinds, needed, modes, built) {name, needed, kinds, modes},
+    MSI_TECHNIQUES(MSI_X)
+#undef MSI_X
+};
+
+#define MSI_CHECKPOINTING (1u << MS_TECHNIQUE_CHECKPOINTING)
+#define MSI_EARLY_UPDATE  (1u << MS_TECHNIQUE_EARLY_UPDATE)
+#define MSI_OFFLOADING    (1u << MS_TECHNIQUE_OFFLOADING)
+#define MSI_MIXED         (1u << MS_TECHNIQUE_MIXED_PRECISION)
+#define MSI_ANY           ((1u << MS_TECHNIQUE_COUNT) - 1)
+
+/* The techniques that this version has. */
+#define MSI_X(technique, field, name, kinds, needed, modes, built) | (built ? 1 << technique : 0)
+enum { MSI_BUILT = 0 MSI_TECHNIQUES(MSI_X) };
+#undef MSI_X
+
+static ms_switch msi_switch_of(const ms_config *c, ms_technique technique) {
+#define MSI_X(technique, field, name, kinds, needed, modes, built) c->field,
+    const ms_switch all[] = {MSI_TECHNIQUES(MSI_X)};
+#undef MSI_X
+    return all[technique];
+}
+
+MEMSCALE_API const char *ms_technique_name(ms_technique technique) {
+    return (unsigned)technique < MS_TECHNIQUE_COUNT ? msi_techniques[technique].name : "?";
+}
+
+MEMSCALE_API ms_shape ms_shape1(int64_t d0) {
+    ms_shape shape = {{d0, 0, 0, 0, 0, 0}, 1, {0, 0, 0, 0, 0, 0}};
+    return shape;
+}
+
+MEMSCALE_API ms_shape ms_shape2(int64_t d0, int64_t d1) {
+    ms_shape shape = {{d0, d1, 0, 0, 0, 0}, 2, {0, 0, 0, 0, 0, 0}};
+    return shape;
+}
+
+MEMSCALE_API ms_shape ms_shape3(int64_t d0, int64_t d1, int64_t d2) {
+    ms_shape shape = {{d0, d1, d2, 0, 0, 0}, 3, {0, 0, 0, 0, 0, 0}};
+    return shape;
+}
+
+MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2, int64_t d3) {
+    ms_shape shape = {{d0, d1, d2, d3, 0, 0}, 4, {0, 0, 0, 0, 0, 0}};
+    return shape;
+}
+
+MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape) {
+    uint64_t count = 1;
+    if (!shape || shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
+        return 0;
+    }
+    for (int i = 0; i < shape->rank; i++) {
+        if (shape->dim[i] < 1 || !msi_multiply(count, (uint64_t)shape->dim[i], &count)) {
+            return 0;
+        }
+    }
+    return count;
+}
+
+MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis) {
+    if (dim < 0 || dim >= shape.rank || dim >= MS_LIMIT_RANK || axis.id - 1 >= MS_LIMIT_AXES) {
+        shape.rank = -1;
+        return shape;
+    }
+    shape.axes[dim] = (uint8_t)(shape.axes[dim] | 1u << (axis.id - 1));
+    return shape;
+}
+
+MEMSCALE_API ms_matrix ms_matrix_of(const ms_view *view) {
+    ms_matrix matrix;
+    memset(&matrix, 0, sizeof matrix);
+    const uint64_t count = view ? ms_shape_count(&view->shape) : 0;
+    if (count == 0) {
+        return matrix;
+    }
+    matrix.data = view->data;
+    matrix.dtype = view->dtype;
+    matrix.cols = view->shape.rank > 0 ? view->shape.dim[view->shape.rank - 1] : 1;
+    matrix.rows = (int64_t)count / matrix.cols;
+    matrix.stride = matrix.cols;
+    return matrix;
+}
+
+MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix) {
+    matrix.transposed = !matrix.transposed;
+    return matrix;
+}
+
+// ------------------------------------------------------------------------------------------------
 // >>log  errors and messages
 
 MEMSCALE_PRINTF(4, 5)
@@ -2557,6 +2806,50 @@ static void msi_asan_unpoison(const void *memory, uint64_t bytes) {
 #endif
 }
 
+/* Opens the model's own state of its backend. The text of an error goes to the log alone. */
+static bool msi_open(ms_model *m) {
+    const ms_backend *b = &m->config.backend;
+    ms_open_args args;
+    memset(&args, 0, sizeof args);
+    args.host = &m->config.allocator;
+    args.stream = m->config.stream;
+    args.event_count = MSI_EVENT_COUNT;
+    args.tf32 = m->config.tf32;
+    void *device = NULL;
+    const ms_result result = msi_device(m, b->open(b->user, &args, &device), "opening");
+    m->device = device;
+    return result == MS_RESULT_OK;
+}
+
+/* A shared arena, without memory as yet; its maker is the only holder. */
+static ms_result msi_make_arena(const ms_backend *backend, const ms_allocator *allocator,
+                                ms_arena **arena) {
+    ms_arena *made = (ms_arena *)msi_alloc_zeroed(allocator, sizeof *made);
+    *arena = made;
+    if (!made) {
+        return MS_RESULT_OUT_OF_MEMORY;
+    }
+    made->backend = *backend;
+    made->allocator = *allocator;
+    made->references = 1;
+    return MS_RESULT_OK;
+}
+
+/* One holder fewer; the last one frees it. */
+static void msi_arena_leave(ms_arena *arena) {
+    if (!arena || --arena->references > 0) {
+        return;
+    }
+    const ms_allocator allocator = arena->allocator;
+    if (arena->memory) {
+        if (arena->backend.device_is_host) {
+            msi_asan_unpoison(arena->memory, arena->bytes);
+        }
+        arena->backend.memory_release(arena->backend.user, &allocator, arena->memory, arena->bytes);
+    }
+    msi_release(&allocator, arena, sizeof *arena);
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>backend cpu  the arena is host memory
 
@@ -2812,11 +3105,11 @@ static void msi_gemm_target(float alpha, const ms_matrix *a, const ms_matrix *b,
     }
 }
 
-/* Matrix number `index` of those that x counts. */
+/* Matrix number `index` of a batch; of a single matrix, that one. */
 static ms_matrix msi_matrix_at(const ms_matrix *x, int64_t index) {
     ms_matrix one = *x;
-    const int64_t step = x->count > 1 ? x->step : 0;
-    one.data = (uint8_t *)x->data + index * step * (x->dtype == MS_DTYPE_F32 ? 4 : 2);
+    const int64_t stride = x->batch_count > 1 ? x->batch_stride : 0;
+    one.data = (uint8_t *)x->data + index * stride * (x->dtype == MS_DTYPE_F32 ? 4 : 2);
     return one;
 }
 
@@ -2826,8 +3119,8 @@ static int msi_builtin_gemm(float alpha, const ms_matrix *a, const ms_matrix *b,
     const int64_t across = (c->cols + MSI_GEMM_N - 1) / MSI_GEMM_N;
     const int64_t blocks = across * ((c->rows + MSI_GEMM_M - 1) / MSI_GEMM_M);
     (void)depth; // without OpenMP
-    MSI_PARALLEL_FOR(dynamic, blocks * c->count > 1 && depth > 8)
-    for (int64_t i = 0; i < blocks * c->count; i++) {
+    MSI_PARALLEL_FOR(dynamic, blocks * c->batch_count > 1 && depth > 8)
+    for (int64_t i = 0; i < blocks * c->batch_count; i++) {
         const int64_t index = i / blocks, block = i % blocks;
         const ms_matrix a1 = msi_matrix_at(a, index), b1 = msi_matrix_at(b, index);
         const ms_matrix c1 = msi_matrix_at(c, index);
@@ -2850,7 +3143,7 @@ static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_ma
         b->stride > INT32_MAX || c->stride > INT32_MAX) {
         return 1;
     }
-    for (int64_t i = 0; i < c->count; i++) {
+    for (int64_t i = 0; i < c->batch_count; i++) {
         const ms_matrix a1 = msi_matrix_at(a, i), b1 = msi_matrix_at(b, i);
         cblas_sgemm(CblasRowMajor, a->transposed ? CblasTrans : CblasNoTrans,
                     b->transposed ? CblasTrans : CblasNoTrans, (int)c->rows, (int)c->cols, (int)k,
@@ -2869,9 +3162,6 @@ static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_ma
 }
 
 #endif // MEMSCALE_CBLAS
-
-// ------------------------------------------------------------------------------------------------
-// >>hardware  what the platform tells of the host, what is measured, and devices that are built in
 
 static void msi_cpu_hardware(void *user, ms_hardware *hardware) {
     (void)user;
@@ -2894,6 +3184,31 @@ static void msi_cpu_hardware(void *user, ms_hardware *hardware) {
     hardware->free_bytes = hardware->host_free_bytes;
 }
 
+MEMSCALE_API ms_backend ms_backend_cpu(void) {
+    ms_backend b;
+    memset(&b, 0, sizeof b);
+    b.size = sizeof b;
+    b.name = "cpu";
+    b.memory_alloc = msi_cpu_memory_alloc;
+    b.memory_release = msi_cpu_memory_release;
+    b.device_is_host = true;
+    b.copy_in = b.copy_out = b.copy = msi_cpu_copy;
+    b.fill_bytes = msi_cpu_fill_bytes;
+    b.fill_f32 = msi_cpu_fill_f32;
+    b.add_f32 = msi_cpu_add_f32;
+    b.cast = msi_cpu_cast;
+    b.loss = msi_cpu_loss;
+    b.add_squares_f32 = msi_cpu_add_squares_f32;
+    b.clip_scale = msi_cpu_clip_scale;
+    b.update = msi_cpu_update;
+    b.gemm = msi_cpu_gemm;
+    b.hardware = msi_cpu_hardware;
+    return b;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>hardware  what the platform tells of the host, what is measured, and devices that are built in
+
 enum { MSI_SPEED_COUNT = 7 };
 
 /* The speeds of a description, by number. */
@@ -2902,6 +3217,18 @@ static double *msi_speed(ms_hardware *h, int speed) {
         &h->memory_gb_per_s, &h->to_device_gb_per_s, &h->to_host_gb_per_s, &h->f32_tflops,
         &h->tf32_tflops,     &h->f16_tflops,         &h->launch_us};
     return all[speed];
+}
+
+static const double msi_most_us = 1e15, msi_least_speed = 1e-9, msi_most_speed = 1e15;
+
+/* Whether times can be added up, and speeds be divided by. */
+static bool msi_is_time(double us) {
+    return us >= 0.0 && us <= msi_most_us;
+}
+
+static bool msi_is_speed(int speed, double x) {
+    return speed == MSI_SPEED_COUNT - 1 ? msi_is_time(x)
+                                        : x == 0.0 || (x >= msi_least_speed && x <= msi_most_speed);
 }
 
 static void msi_take_speeds(ms_hardware *to, const ms_hardware *from) {
@@ -3026,7 +3353,7 @@ static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
         }
         t->a.rows = t->a.cols = t->a.stride = n;
         t->a.dtype = dtype;
-        t->a.count = 1;
+        t->a.batch_count = 1;
         t->b = t->c = t->a;
         t->a.data = t->device;
         t->b.data = (uint8_t *)t->device + bytes;
@@ -3162,6 +3489,29 @@ static ms_result msi_measure(ms_model *m, ms_hardware *h) {
     return msi_device(m, t.error, "measuring its speeds");
 }
 
+/* What the backend says of its device, with speeds that are measured once. */
+static ms_result msi_report_hardware(ms_model *m, ms_hardware *report) {
+    m->config.backend.hardware(m->config.backend.user, report);
+    if (m->sources.reported.is_measured) {
+        msi_take_speeds(report, &m->sources.reported);
+        return MS_RESULT_OK;
+    }
+    ms_result result = m->config.dry_run ? MS_RESULT_OK : msi_synchronize(m);
+    result = result == MS_RESULT_OK ? msi_measure(m, report) : result;
+    m->sources.reported = *report;
+    return result;
+}
+
+/* Plans are for this device from the next ms_wrap on; NULL: for the model's own. */
+static void msi_use_hardware(ms_model *m, const ms_hardware *hardware) {
+    memset(&m->sources.given, 0, sizeof m->sources.given);
+    if (hardware) {
+        m->sources.given = *hardware;
+    }
+    m->sources.is_given = hardware != NULL;
+    m->wrapped.changed = true;
+}
+
 /* Devices to plan for that are not there. Speeds are those that the maker states, products dense
    and summed in F32. Copies have the rate of the link one way, behind its encoding (PCI Express 3.0
    x16 15.75 GB/s, 4.0 31.5, 5.0 63); where both ends lie in one memory, half of what that has.
@@ -3235,6 +3585,20 @@ static bool msi_has_part(const char *name, const char *part) {
     return false;
 }
 
+MEMSCALE_API const ms_hardware *ms_hardware_at(uint32_t number) {
+    return number < sizeof msi_devices / sizeof msi_devices[0] ? &msi_devices[number] : NULL;
+}
+
+MEMSCALE_API const ms_hardware *ms_hardware_find(const char *name) {
+    const ms_hardware *device = NULL;
+    for (uint32_t i = 0; name && name[0] && (device = ms_hardware_at(i)) != NULL; i++) {
+        if (msi_has_part(device->name, name)) {
+            return device;
+        }
+    }
+    return NULL;
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>graph  registration, handles, and what follows from the graph alone
 
@@ -3301,6 +3665,11 @@ static bool msi_is_trained(const msi_tensor *t) {
     return t->kind == MSI_KIND_PARAM && !t->frozen;
 }
 
+static bool msi_has_gradient(const msi_tensor *t) {
+    return msi_is_float(t->view.dtype) &&
+           (t->kind == MSI_KIND_PARAM || t->kind == MSI_KIND_ACTIVATION);
+}
+
 static uint32_t msi_state_count(const ms_optimizer_desc *o) {
     switch (o->kind) {
     case MS_OPTIMIZER_ADAMW:
@@ -3310,9 +3679,9 @@ static uint32_t msi_state_count(const ms_optimizer_desc *o) {
     case MS_OPTIMIZER_CUSTOM:
         return o->state_count;
     case MS_OPTIMIZER_NONE:
-    default:
-        return 0;
+        break;
     }
+    return 0;
 }
 
 static bool msi_is_borrowed(const msi_tensor *t, msi_role role) {
@@ -3360,9 +3729,6 @@ static bool msi_shape_bytes(const ms_shape *shape, ms_dtype dtype, uint64_t *byt
     return msi_multiply(ms_shape_count(shape), ms_dtype_bytes(dtype), bytes) && *bytes != 0;
 }
 
-static const char *const msi_kind_names[] = {"input", "param", "buffer", "activation",
-                                             "saved tensor"};
-
 static ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
                                 const ms_shape *shape) {
     const ms_tensor none = {0};
@@ -3394,6 +3760,17 @@ static ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char *name, ms
     }
     g->tensors.items[g->tensors.count++] = t;
     return msi_handle(g->tensors.count - 1, MSI_ROLE_VALUE);
+}
+
+static ms_axis msi_add_axis(ms_model *m, const char *name, int64_t size, int64_t largest) {
+    msi_graph *g = &m->graph;
+    ms_axis axis = {0};
+    if (msi_add_name(m, name, &g->axes[g->axis_count].name)) {
+        g->axes[g->axis_count].size = size;
+        g->axes[g->axis_count].largest = largest;
+        axis.id = ++g->axis_count;
+    }
+    return axis;
 }
 
 static uint32_t msi_group_start(const msi_layer *l, int group) {
@@ -3520,12 +3897,18 @@ static uint8_t msi_used_slots(const ms_tensor *slots, int limit) {
     return (uint8_t)limit;
 }
 
+/* The slots of a group in a desc. */
+static const ms_tensor *msi_slots_of(const ms_layer_desc *desc, int group) {
+#define MSI_X(group, field, limit) desc->field,
+    const ms_tensor *const all[] = {MSI_GROUPS(MSI_X)};
+#undef MSI_X
+    return all[group];
+}
+
 static void msi_count_slots(const ms_layer_desc *desc, uint8_t *count) {
-    count[MSI_GROUP_IN] = msi_used_slots(desc->in, MS_LIMIT_IN);
-    count[MSI_GROUP_OUT] = msi_used_slots(desc->out, MS_LIMIT_OUT);
-    count[MSI_GROUP_SAVED] = msi_used_slots(desc->saved, MS_LIMIT_SAVED);
-    count[MSI_GROUP_PARAM] = msi_used_slots(desc->param, MS_LIMIT_PARAM);
-    count[MSI_GROUP_STATE] = msi_used_slots(desc->state, MS_LIMIT_STATE);
+#define MSI_X(group, field, limit) count[group] = msi_used_slots(desc->field, limit);
+    MSI_GROUPS(MSI_X)
+#undef MSI_X
 }
 
 /* MS_ALL_SLOTS becomes the mask of the used slots. */
@@ -3632,9 +4015,8 @@ static ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc
     if (!msi_add_name(m, name, &l.name)) {
         return none;
     }
-    const ms_tensor *const slots[] = {desc->in, desc->out, desc->saved, desc->param, desc->state};
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        msi_add_operands(m, index, group, slots[group], l.count[group]);
+        msi_add_operands(m, index, group, msi_slots_of(desc, group), l.count[group]);
     }
     for (int i = 0; i < 3; i++) {
         const ms_workspace *w = &l.workspace[i];
@@ -3798,7 +4180,145 @@ static void msi_analyze_backward(msi_graph *g) {
 // ------------------------------------------------------------------------------------------------
 // >>validate  what a trainer can get wrong, each with its own text
 
-static const char *const msi_group_names[] = {"in", "out", "saved", "param", "state"};
+/* Whether a table has every function that it must have, and, of functions that belong together, all
+   or none. */
+static bool msi_is_complete(const ms_backend *b) {
+    const bool needed = b->size == sizeof *b && b->name && b->memory_alloc && b->memory_release &&
+                        b->hardware && b->copy_in && b->copy_out && b->copy && b->fill_bytes &&
+                        b->fill_f32 && b->add_f32 && b->cast && b->loss && b->add_squares_f32 &&
+                        b->clip_scale && b->update && b->gemm;
+    const bool streams = b->synchronize && b->record && b->wait && b->wait_on_host;
+    const bool recordings = b->recording_check && b->recording_end && b->recording_launch &&
+                            b->recording_release && streams;
+    return needed && !b->open == !b->close && !b->host_alloc == !b->host_release &&
+           (streams || !b->is_asynchronous) && (recordings || !b->recording_begin);
+}
+
+/* Whether the shared arena is of the backend that the model is to run on. */
+static bool msi_arena_fits(const ms_config *c) {
+    return !c->arena ||
+           (c->arena->backend.memory_alloc == c->backend.memory_alloc &&
+            c->arena->backend.copy == c->backend.copy && c->arena->backend.user == c->backend.user);
+}
+
+enum { MSI_MAX_WARMUP = 1000 };
+
+static bool msi_switches_are_valid(const ms_config *c) {
+    bool valid = (unsigned)c->static_profiling <= MS_SWITCH_OFF &&
+                 (unsigned)c->empirical_profiling <= MS_SWITCH_OFF;
+    for (int t = 0; t < MS_TECHNIQUE_COUNT; t++) {
+        valid &= (unsigned)msi_switch_of(c, (ms_technique)t) <= MS_SWITCH_OFF;
+    }
+    return valid;
+}
+
+/* What is wrong with a config, its defaults filled in, or NULL. */
+static const char *msi_config_fault(const ms_config *c) {
+    return c->cuda_graph && (!c->backend.recording_begin || !c->backend.is_asynchronous)
+               ? "cuda_graph: this backend cannot record"
+           : c->cuda_graph && c->debug     ? "cuda_graph: debug mode runs callbacks several times"
+           : !msi_is_complete(&c->backend) ? "backend: its size is not sizeof(ms_backend), or a "
+                                             "function is missing"
+           : !c->allocator.alloc != !c->allocator.release
+               ? "allocator: one of its two functions is missing"
+           : !msi_arena_fits(c) ? "arena: its backend is not that of the model"
+           : !(c->target_utilization > 0.0 && c->target_utilization <= 1.0)
+               ? "target_utilization: it must be above 0 and at most 1"
+           : (unsigned)c->mode >= MS_MODE_COUNT ? "mode: there is no such mode"
+           : !msi_switches_are_valid(c) ? "checkpointing, offloading, tiling, mixed_precision, "
+                                          "optimizer_8bit, early_update, static_profiling or "
+                                          "empirical_profiling: there is no such switch"
+           : c->warmup_steps > MSI_MAX_WARMUP ? "warmup_steps: it must be at most 1000"
+                                              : NULL;
+}
+
+/* What is wrong with the description of a device, or NULL. */
+static const char *msi_hardware_fault(const ms_hardware *hardware) {
+    ms_hardware h = *hardware;
+    for (int i = 0; i < MSI_SPEED_COUNT; i++) {
+        if (!msi_is_speed(i, *msi_speed(&h, i))) {
+            return "a speed is negative, not finite, or beyond all machines";
+        }
+    }
+    return (unsigned)h.kind > MS_DEVICE_INTEGRATED         ? "there is no such kind of device"
+           : !memchr(h.name, 0, sizeof h.name)             ? "its name is not terminated"
+           : h.total_bytes && h.free_bytes > h.total_bytes ? "more memory is free than there is"
+           : h.host_total_bytes && h.host_free_bytes > h.host_total_bytes
+               ? "more host memory is free than there is"
+               : NULL;
+}
+
+static bool msi_check_hardware(ms_model *m, const ms_hardware *hardware) {
+    const char *fault = hardware ? msi_hardware_fault(hardware) : NULL;
+    if (fault) {
+        MSI_STICK(m, MS_RESULT_INVALID, "ms_set_hardware: %s", fault);
+    }
+    return !fault;
+}
+
+/* From 0 to below 1; a NaN is not. */
+static bool msi_is_share(float value) {
+    return value >= 0.0f && value < 1.0f;
+}
+
+/* What does not go together in an optimizer, or NULL. */
+static const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
+    if (!desc) {
+        return "desc is NULL";
+    }
+    if ((unsigned)desc->kind > MS_OPTIMIZER_NONE) {
+        return "no such kind";
+    }
+    const bool custom = desc->kind == MS_OPTIMIZER_CUSTOM;
+    if (custom != (desc->update != NULL)) {
+        return custom ? "MS_OPTIMIZER_CUSTOM needs an update callback"
+                      : "an update callback is for MS_OPTIMIZER_CUSTOM alone";
+    }
+    if (!custom && desc->state_count != 0) {
+        return "state_count is for MS_OPTIMIZER_CUSTOM alone";
+    }
+    return desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
+               ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
+               : NULL;
+}
+
+static bool msi_check_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
+    const char *fault = msi_optimizer_fault(desc);
+    if (fault) {
+        MSI_STICK(m, MS_RESULT_INVALID, "ms_set_optimizer: %s", fault);
+        return false;
+    }
+    if (desc->state_count > MS_LIMIT_OPTIMIZER_STATE) {
+        MSI_STICK(m, MS_RESULT_INVALID,
+                  "ms_set_optimizer: state_count is %u; a param has %d tensors of state at most",
+                  (unsigned)desc->state_count, MS_LIMIT_OPTIMIZER_STATE);
+        return false;
+    }
+    if (!msi_is_share(desc->beta1) || !msi_is_share(desc->beta2) || !msi_is_share(desc->momentum) ||
+        !(desc->epsilon >= 0.0f) || !isfinite(desc->learning_rate) ||
+        !isfinite(desc->weight_decay) || !(desc->grad_clip_norm >= 0.0f) ||
+        !isfinite(desc->grad_clip_norm)) {
+        MSI_STICK(
+            m, MS_RESULT_INVALID,
+            "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g, clip norm "
+            "%g: all must be finite, betas and momentum at least 0 and below 1, epsilon and norm "
+            "not negative",
+            (double)desc->learning_rate, (double)desc->weight_decay, (double)desc->beta1,
+            (double)desc->beta2, (double)desc->momentum, (double)desc->epsilon,
+            (double)desc->grad_clip_norm);
+        return false;
+    }
+    return true;
+}
+
+/* A number that a setter is given, for a tensor perhaps. */
+static bool msi_check_finite(ms_model *m, const char *function, const char *tensor, float value) {
+    if (m && !isfinite(value)) {
+        MSI_STICK(m, MS_RESULT_INVALID, "%s%s%s%s: %g; it must be a finite number", function,
+                  tensor ? " of \"" : "", tensor ? tensor : "", tensor ? "\"" : "", (double)value);
+    }
+    return m && isfinite(value);
+}
 
 /* An error of a layer that sticks; false, for use in conditions. */
 MEMSCALE_PRINTF(3, 4)
@@ -3827,8 +4347,8 @@ static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dty
     }
     if (shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
         MSI_STICK(m, MS_RESULT_INVALID,
-                  "%s \"%s\": rank %d; it must be 0 to %d (and -1 comes of a wrong ms_along)", what,
-                  name, (int)shape->rank, MS_LIMIT_RANK);
+                  "%s \"%s\": rank %d; it must be 0 to %d (-1 is what a wrong ms_along returns)",
+                  what, name, (int)shape->rank, MS_LIMIT_RANK);
         return false;
     }
     for (int i = 0; i < shape->rank; i++) {
@@ -3854,7 +4374,7 @@ static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dty
                           name, i, (long long)shape->dim[i], msi_name(m, g->axes[a].name),
                           (long long)g->axes[a].size,
                           kind == MSI_KIND_PARAM ? "; params have fixed sizes"
-                                                 : " and is no multiple of it");
+                                                 : " and is not a multiple of it");
                 return false;
             }
             unit /= g->axes[a].size;
@@ -3863,8 +4383,47 @@ static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dty
     return true;
 }
 
+static ms_tensor msi_register_tensor(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
+                                     const ms_shape *shape) {
+    const ms_tensor none = {0};
+    name = name ? name : "";
+    return msi_registering(m, msi_kind_names[kind], name) &&
+                   msi_check_shape(m, kind, name, dtype, shape)
+               ? msi_add_tensor(m, kind, name, dtype, shape)
+               : none;
+}
+
+static bool msi_check_axis(ms_model *m, const char *name, int64_t size, int64_t largest) {
+    const uint32_t count = m->graph.axis_count;
+    if (size >= 1 && largest >= size && count < MS_LIMIT_AXES) {
+        return true;
+    }
+    MSI_STICK(m, MS_RESULT_INVALID,
+              "axis \"%s\": size %lld, largest %lld, %u axes so far: the size must be at least 1, "
+              "the largest no smaller, and there are %d axes at most",
+              name, (long long)size, (long long)largest, (unsigned)count, MS_LIMIT_AXES);
+    return false;
+}
+
+/* The sizes that ms_reshape is given. */
+static ms_result msi_check_sizes(ms_model *m, const int64_t *sizes) {
+    const msi_graph *g = &m->graph;
+    if (g->axis_count == 0) {
+        return msi_fail_argument(m, "ms_reshape", "the model has no axes: see ms_add_axis");
+    }
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        if (sizes[a] < 1 || sizes[a] > g->axes[a].largest) {
+            return msi_fail(m, MS_RESULT_INVALID,
+                            "ms_reshape: axis \"%s\" cannot have size %lld: 1 to %lld was declared",
+                            msi_name(m, g->axes[a].name), (long long)sizes[a],
+                            (long long)g->axes[a].largest);
+        }
+    }
+    return MS_RESULT_OK;
+}
+
 /* Whether a tensor may stand in a slot of this group; the reason if not. */
-static const char *msi_operand_fault(const ms_model *m, int group, ms_tensor handle) {
+static const char *msi_operand_fault(const ms_model *m, msi_group_kind group, ms_tensor handle) {
     const uint32_t index = msi_value_index(m, handle);
     if (index == MSI_NONE) {
         return msi_index(m, handle) == MSI_NONE
@@ -3876,7 +4435,7 @@ static const char *msi_operand_fault(const ms_model *m, int group, ms_tensor han
     case MSI_GROUP_IN:
         if (t->kind == MSI_KIND_PARAM || t->kind == MSI_KIND_SAVED) {
             return t->kind == MSI_KIND_PARAM
-                       ? "is a param, which stands in `param`"
+                       ? "is a param; params belong in `param`"
                        : "is a saved tensor, which only its own layer can read: make it an output";
         }
         return t->kind == MSI_KIND_ACTIVATION && t->producer == MSI_NONE
@@ -3892,11 +4451,18 @@ static const char *msi_operand_fault(const ms_model *m, int group, ms_tensor han
                : t->producer != MSI_NONE      ? "is written by a layer already: an output needs an "
                                                 "activation of its own, and in_place shares memory"
                                               : NULL;
-    default:
+    case MSI_GROUP_SAVED:
         return t->kind != MSI_KIND_SAVED ? "is not a saved tensor"
                : t->producer != MSI_NONE ? "is written by a layer already"
                                          : NULL;
+    case MSI_GROUP_GRAD_OUT: // no desc names these
+    case MSI_GROUP_GRAD_IN:
+    case MSI_GROUP_GRAD_PARAM:
+    case MSI_GROUP_WORKSPACE:
+    case MSI_GROUP_END:
+        break;
     }
+    return NULL;
 }
 
 static const char *msi_handle_name(const ms_model *m, ms_tensor handle) {
@@ -3904,22 +4470,127 @@ static const char *msi_handle_name(const ms_model *m, ms_tensor handle) {
     return t == MSI_NONE ? "?" : msi_tensor_name(m, t);
 }
 
+/* The activation that a setter is given; MSI_NONE and an error that sticks if it is none. */
+static uint32_t msi_activation_index(ms_model *model, const char *function, ms_tensor tensor) {
+    if (!msi_registering(model, function, model ? msi_handle_name(model, tensor) : "")) {
+        return MSI_NONE;
+    }
+    const uint32_t t = msi_value_index(model, tensor);
+    if (t == MSI_NONE || model->graph.tensors.items[t].kind != MSI_KIND_ACTIVATION ||
+        model->graph.tensors.items[t].producer == MSI_NONE) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: tensor \"%s\" is not the output of a layer",
+                  function, t == MSI_NONE ? "?" : msi_tensor_name(model, t));
+        return MSI_NONE;
+    }
+    return t;
+}
+
+/* The tensor of one of two kinds that a setter is given, or NULL and an error that sticks. */
+static msi_tensor *msi_tensor_of(ms_model *model, const char *function, ms_tensor tensor,
+                                 msi_kind kind, msi_kind other) {
+    if (!msi_registering(model, function, model ? msi_handle_name(model, tensor) : "")) {
+        return NULL;
+    }
+    const uint32_t t = msi_value_index(model, tensor);
+    msi_tensor *found = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
+    if (!found || (found->kind != kind && found->kind != other)) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is %s, and no %s%s%s", function,
+                  found ? msi_name(model, found->name) : "?",
+                  found ? msi_kind_names[found->kind] : "no tensor of this model",
+                  msi_kind_names[kind], kind == other ? "" : " or ",
+                  kind == other ? "" : msi_kind_names[other]);
+        return NULL;
+    }
+    return found;
+}
+
+static msi_tensor *msi_param_of(ms_model *model, const char *function, ms_tensor param) {
+    const uint32_t t = model ? msi_value_index(model, param) : MSI_NONE;
+    if (t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM) {
+        return &model->graph.tensors.items[t];
+    }
+    if (model) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is not a param", function,
+                  t == MSI_NONE ? "?" : msi_tensor_name(model, t));
+    }
+    return NULL;
+}
+
+/* The layer that a setter is given, or NULL and an error that sticks. */
+static msi_layer *msi_layer_of(ms_model *m, const char *function, ms_layer layer) {
+    if (m && layer.id - 1 >= m->graph.layers.count) {
+        MSI_STICK(m, MS_RESULT_INVALID, "%s: layer %u is no layer of this model", function,
+                  (unsigned)layer.id);
+    }
+    return m && layer.id - 1 < m->graph.layers.count ? &m->graph.layers.items[layer.id - 1] : NULL;
+}
+
+/* The index of a loss, or MSI_NONE and an error that sticks. */
+static uint32_t msi_loss_index(ms_model *m, ms_tensor loss) {
+    const uint32_t t = msi_activation_index(m, "ms_set_loss", loss);
+    if (t != MSI_NONE && m->graph.tensors.items[t].view.dtype != MS_DTYPE_F32) {
+        MSI_STICK(m, MS_RESULT_INVALID, "loss \"%s\" has dtype %s; a loss is f32",
+                  msi_tensor_name(m, t), ms_dtype_name(m->graph.tensors.items[t].view.dtype));
+        return MSI_NONE;
+    }
+    return t;
+}
+
+/* Whether a technique and a switch are among those that there are. */
+static bool msi_check_technique(ms_model *m, const char *function, ms_technique technique,
+                                ms_switch force) {
+    if (!m) {
+        return false;
+    }
+    if ((unsigned)technique < MS_TECHNIQUE_COUNT && (unsigned)force <= MS_SWITCH_OFF) {
+        return true;
+    }
+    MSI_STICK(m, MS_RESULT_INVALID, "%s: there is no technique %d or no switch %d", function,
+              (int)technique, (int)force);
+    return false;
+}
+
+/* The index of a tensor that a technique can be set on, or MSI_NONE and an error that sticks. */
+static uint32_t msi_technique_index(ms_model *m, ms_tensor tensor, ms_technique technique) {
+    const uint32_t t = msi_value_index(m, tensor);
+    if (t != MSI_NONE && (msi_techniques[technique].kinds >> m->graph.tensors.items[t].kind & 1)) {
+        return t;
+    }
+    MSI_STICK(m, MS_RESULT_INVALID, "ms_set_tensor_technique: \"%s\" is not %s",
+              t == MSI_NONE ? "?" : msi_tensor_name(m, t), msi_techniques[technique].needed);
+    return MSI_NONE;
+}
+
+/* Forces or forbids a technique for those tensors of a layer that it can be set on. */
+static void msi_set_on_layer(ms_model *m, const msi_layer *l, ms_technique technique,
+                             ms_switch force) {
+    msi_graph *g = &m->graph;
+    const uint32_t *operands = msi_group(g, l, MSI_GROUP_IN);
+    for (uint32_t k = l->count[MSI_GROUP_IN]; k < msi_group_start(l, MSI_GROUP_STATE); k++) {
+        msi_tensor *t = operands[k] == MSI_NONE ? NULL : &g->tensors.items[operands[k]];
+        if (t && (msi_techniques[technique].kinds >> t->kind & 1)) {
+            t->technique[technique] = (uint8_t)force;
+        }
+    }
+    m->wrapped.changed = true;
+}
+
 /* Every slot by itself, and no output, saved tensor or state twice. */
 static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *d,
                             const uint8_t *count) {
-    const ms_tensor *const slots[] = {d->in, d->out, d->saved, d->param, d->state};
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        const ms_tensor *slots = msi_slots_of(d, group);
         const bool single = group != MSI_GROUP_IN && group != MSI_GROUP_PARAM;
         for (uint32_t i = 0; i < count[group]; i++) {
-            const ms_tensor slot = slots[group][i];
-            const char *fault = slot.id ? msi_operand_fault(m, group, slot) : NULL;
+            const ms_tensor slot = slots[i];
+            const char *fault = slot.id ? msi_operand_fault(m, (msi_group_kind)group, slot) : NULL;
             for (uint32_t k = 0; k < i && !fault && single && slot.id; k++) {
-                fault = slots[group][k].id == slot.id ? "stands in two slots" : NULL;
+                fault = slots[k].id == slot.id ? "is named in two slots" : NULL;
             }
             for (uint32_t k = 0; k < count[MSI_GROUP_IN] && group == MSI_GROUP_STATE && !fault;
                  k++) {
                 fault = slot.id && d->in[k].id == slot.id
-                            ? "stands in `in` too; a layer reads its state through `state`"
+                            ? "is named in `in` too; a layer reads its state through `state`"
                             : NULL;
             }
             if (fault) {
@@ -4018,8 +4689,9 @@ static bool msi_check_must(ms_model *m, const char *name, const char *field, uin
                            uint32_t *claimed) {
     const uint32_t k = msi_lowest_bit(mask);
     const char *fault = !msi_is_single_bit(mask) ? "must name one operand and nothing else"
-                        : (*claimed >> k & 1)    ? "names an operand that another one takes over"
-                                                 : NULL;
+                        : (*claimed >> k & 1)
+                            ? "names an operand that another result is computed in"
+                            : NULL;
     if (fault) {
         return msi_refuse_layer(m, name, "\"%s\" must be computed in place, but %s[%u], 0x%x, %s",
                                 msi_handle_name(m, result), field, (unsigned)slot, (unsigned)mask,
@@ -4076,12 +4748,12 @@ static bool msi_check_edges(ms_model *m, const char *name, const ms_layer_desc *
             m->graph.tensors.items[t].kind == MSI_KIND_ACTIVATION &&
             msi_is_float(m->graph.tensors.items[t].view.dtype) &&
             m->graph.tensors.items[t].view.dtype != MS_DTYPE_F32) {
-            return msi_refuse_layer(
-                m, name,
-                "the gradient of in[%u] \"%s\" is %s; what is overwritten or made in "
-                "place may have to be added up, which is done in f32 alone: heed beta",
-                (unsigned)i, msi_tensor_name(m, t),
-                ms_dtype_name(m->graph.tensors.items[t].view.dtype));
+            return msi_refuse_layer(m, name,
+                                    "the gradient of in[%u] \"%s\" is %s; one that is overwritten "
+                                    "or computed in place may have to be summed by the library, "
+                                    "which sums f32 alone: follow ms_view.beta instead",
+                                    (unsigned)i, msi_tensor_name(m, t),
+                                    ms_dtype_name(m->graph.tensors.items[t].view.dtype));
         }
     }
     return true;
@@ -4177,6 +4849,18 @@ static bool msi_check_layer(ms_model *m, const char *name, const ms_layer_desc *
     return msi_check_masks(m, name, d, count) && msi_check_slots(m, name, d, count) &&
            msi_check_in_place(m, name, d) && msi_check_edges(m, name, d) &&
            msi_check_clobbers(m, name, d);
+}
+
+static ms_layer msi_register_layer(ms_model *m, const ms_layer_desc *desc) {
+    const ms_layer none = {0};
+    char numbered[32];
+    snprintf(numbered, sizeof numbered, "layer %u", (unsigned)m->graph.layers.count);
+    const char *name = desc->name ? desc->name : numbered;
+    ms_layer_desc clipped = *desc;
+    uint8_t count[MSI_GROUP_COUNT];
+    msi_count_slots(desc, count);
+    msi_clip_masks(&clipped, count);
+    return msi_check_layer(m, name, &clipped, count) ? msi_add_layer(m, name, &clipped) : none;
 }
 
 /* A buffer that one layer reads as an input and a later one changes: backward and recomputation of
@@ -4286,7 +4970,7 @@ static ms_result msi_check_forced(ms_model *m) {
         }
         fault = early                                        ? early
                 : tensor->frozen                             ? "it is frozen"
-                : tensor->last_gradient == MSI_NONE          ? "it takes no part in the loss"
+                : tensor->last_gradient == MSI_NONE          ? "the loss does not depend on it"
                 : msi_is_borrowed(tensor, MSI_ROLE_GRADIENT) ? "its gradient is borrowed"
                 : !tensor->updates_early                     ? "a layer without a backward reads it"
                                                              : NULL;
@@ -4328,8 +5012,8 @@ static ms_result msi_check_ends(ms_model *m) {
                 return msi_fail(
                     m, MS_RESULT_INVALID,
                     "layer \"%s\" reads \"%s\" and has a backward, but layer \"%s\" has "
-                    "written its gradients in forward: ms_stop_gradient on it if it is "
-                    "meant as a constant",
+                    "written its gradients in forward: call ms_stop_gradient on it if it is meant "
+                    "as a constant",
                     msi_name(m, l->name), msi_tensor_name(m, in[k]), msi_layer_name(m, from));
             }
         }
@@ -4389,8 +5073,8 @@ static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     if (m->config.cuda_graph && m->optimizer.kind == MS_OPTIMIZER_CUSTOM) {
         return msi_fail(
             m, MS_RESULT_INVALID,
-            "cuda_graph: an update callback is told something else in every step, which "
-            "a graph cannot record: leave cuda_graph off, or take a built-in optimizer");
+            "cuda_graph: the arguments of an update callback differ from step to step, so it "
+            "cannot be recorded: leave cuda_graph off, or use a built-in optimizer");
     }
     return result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN ? msi_check_forced(m) : result;
 }
@@ -4566,18 +5250,7 @@ static ms_result msi_check_times(ms_model *m) {
 
 enum { MSI_PROFILE_VERSION = 1, MSI_PROFILE_COSTS = MSI_COST_MEASURED_END - MSI_COST_LAYER_END };
 
-static const double msi_most_us = 1e15, msi_most_elements = 1e18;
-static const double msi_least_speed = 1e-9, msi_most_speed = 1e15;
-
-/* Whether a time can be added up, and a speed be divided by. */
-static bool msi_is_time(double us) {
-    return us >= 0.0 && us <= msi_most_us;
-}
-
-static bool msi_is_speed(int speed, double x) {
-    return speed == MSI_SPEED_COUNT - 1 ? msi_is_time(x)
-                                        : x == 0.0 || (x >= msi_least_speed && x <= msi_most_speed);
-}
+static const double msi_most_elements = 1e18;
 
 static size_t msi_digits(const char *text, size_t length) {
     size_t count = 0;
@@ -4768,11 +5441,10 @@ static bool msi_next_word_is(msi_reader *r, const char *expected) {
 /* The next line begins with this word. */
 static ms_result msi_expect_line(ms_model *m, msi_reader *r, const char *word) {
     if (!msi_next_line(r)) {
-        return msi_fail(
-            m, MS_RESULT_INVALID,
-            "ms_profile_load: the text ends behind line %u, where \"%s\" should follow: "
-            "it is cut off",
-            (unsigned)r->number, word);
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "ms_profile_load: the text ends after line %u, where \"%s\" should follow: "
+                        "it is cut off",
+                        (unsigned)r->number, word);
     }
     return msi_next_word_is(r, word)
                ? MS_RESULT_OK
@@ -4823,7 +5495,7 @@ static ms_result msi_read_head(ms_model *m, msi_reader *r) {
                ? MS_RESULT_OK
                : msi_fail(m, MS_RESULT_INVALID,
                           "ms_profile_load: line 2: the profile is of graph %.*s, and this model "
-                          "is graph %s: load it behind the same registrations, or save one of "
+                          "is graph %s: load it after the same registrations, or save one of "
                           "this model",
                           (int)(length < 16 ? length : 16), word, own);
 }
@@ -4865,7 +5537,7 @@ static ms_result msi_read_layers(ms_model *m, msi_reader *r, bool keep) {
                                            "elements of output"};
         if (!msi_next_line(r)) {
             return msi_fail(m, MS_RESULT_INVALID,
-                            "ms_profile_load: the text ends behind line %u, %u of %u layers are "
+                            "ms_profile_load: the text ends after line %u, %u of %u layers are "
                             "missing: it is cut off",
                             (unsigned)r->number, (unsigned)(m->graph.layers.count - i),
                             (unsigned)m->graph.layers.count);
@@ -4899,7 +5571,7 @@ static ms_result msi_read_profile(ms_model *m, const char *text, size_t length, 
     result = result == MS_RESULT_OK ? msi_expect_line(m, &r, "end") : result;
     if (result == MS_RESULT_OK && r.at != r.end) {
         return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_profile_load: there is text behind line %u, the end",
+                        "ms_profile_load: there is text after line %u, the end",
                         (unsigned)r.number);
     }
     if (keep && result == MS_RESULT_OK) {
@@ -4910,50 +5582,50 @@ static ms_result msi_read_profile(ms_model *m, const char *text, size_t length, 
     return result;
 }
 
+static bool msi_check_layer_time(ms_model *m, const msi_layer *l, const ms_layer_time *time) {
+    if (!time || (msi_is_time(time->forward_us) && msi_is_time(time->backward_us) &&
+                  msi_is_time(time->recompute_us))) {
+        return true;
+    }
+    MSI_STICK(m, MS_RESULT_INVALID,
+              "ms_set_layer_time: layer \"%s\": a time is negative, not finite, or beyond %g",
+              msi_name(m, l->name), msi_most_us);
+    return false;
+}
+
+/* The known times of a layer, at the present sizes; NULL: none. */
+static void msi_set_layer_time(ms_model *m, msi_layer *l, const ms_layer_time *time) {
+    memset(&l->known, 0, sizeof l->known);
+    if (time) {
+        l->known = *time;
+    }
+    l->known_elements = msi_output_elements(&m->graph, l);
+    m->wrapped.changed = true;
+}
+
+/* All or nothing: read once to find faults, and once more to take it. */
+static ms_result msi_load_profile(ms_model *m, const char *text, size_t length) {
+    const ms_result result = msi_read_profile(m, text, length, false);
+    m->wrapped.changed |= result == MS_RESULT_OK;
+    return result == MS_RESULT_OK ? msi_read_profile(m, text, length, true) : result;
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>rules  what a mode and the switches allow; why a plan does what it does
 
-#define MSI_CHECKPOINTING (1u << MS_TECHNIQUE_CHECKPOINTING)
-#define MSI_EARLY_UPDATE  (1u << MS_TECHNIQUE_EARLY_UPDATE)
-#define MSI_OFFLOADING    (1u << MS_TECHNIQUE_OFFLOADING)
-#define MSI_MIXED         (1u << MS_TECHNIQUE_MIXED_PRECISION)
-#define MSI_ANY           ((1u << MS_TECHNIQUE_COUNT) - 1)
-#define MSI_BUILT         (MSI_CHECKPOINTING | MSI_EARLY_UPDATE)
-
-static const uint32_t msi_mode_techniques[MS_MODE_COUNT] = {
-    MSI_CHECKPOINTING | MSI_EARLY_UPDATE | MSI_OFFLOADING, // BALANCED
-    MSI_CHECKPOINTING | MSI_EARLY_UPDATE,                  // CONSERVATIVE
-    MSI_ANY                                                // AGGRESSIVE
-};
-
-static const char *const msi_mode_names[] = {"BALANCED", "CONSERVATIVE", "AGGRESSIVE"};
-
-static const char *const msi_source_names[] = {"rule", "user_config", "policy"};
-
-static const char *const msi_technique_names[] = {
-    "checkpointing", "early update", "offloading", "tiling", "mixed precision", "8-bit optimizer"};
-
-/* The kinds of tensors that a technique can be set on: a mask of 1 << msi_kind. */
-static const uint8_t msi_technique_kinds[] = {
-    1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED,
-    1 << MSI_KIND_PARAM,
-    1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED | 1 << MSI_KIND_PARAM,
-    1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED,
-    1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED | 1 << MSI_KIND_PARAM,
-    1 << MSI_KIND_PARAM};
-
-static ms_switch msi_switch_of(const ms_config *c, ms_technique technique) {
-    const ms_switch switches[] = {c->checkpointing, c->early_update,    c->offloading,
-                                  c->tiling,        c->mixed_precision, c->optimizer_8bit};
-    return switches[technique];
+/* Whether plans in a mode may use a technique whose switch is at DEFAULT. */
+static bool msi_mode_has(ms_mode mode, ms_technique technique) {
+    return msi_techniques[technique].modes >> mode & 1;
 }
 
 /* The techniques that plans in a mode may use: a mask. */
 static uint32_t msi_allowed(const ms_model *m, ms_mode mode) {
-    uint32_t mask = msi_mode_techniques[mode];
+    uint32_t mask = 0;
     for (int t = 0; t < MS_TECHNIQUE_COUNT; t++) {
         const ms_switch is = msi_switch_of(&m->config, (ms_technique)t);
-        mask = is == MS_SWITCH_ON ? mask | 1u << t : is == MS_SWITCH_OFF ? mask & ~(1u << t) : mask;
+        const bool may =
+            is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_mode_has(mode, (ms_technique)t));
+        mask |= (uint32_t)may << t;
     }
     return mask & MSI_BUILT & ~(msi_early_fault(m) ? MSI_EARLY_UPDATE : 0u);
 }
@@ -4981,22 +5653,26 @@ static msi_choice msi_config_choice(const ms_model *m) {
 
 /* What the user asks for and this version cannot do. */
 static ms_result msi_check_built(ms_model *m) {
-    static const char *const cure = "this version plans checkpointing and early updates alone";
     const msi_graph *g = &m->graph;
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         if (MSI_BUILT >> k & 1) {
             continue;
         }
-        const char *name = msi_technique_names[k];
+        const char *name = msi_techniques[k].name;
         if (msi_switch_of(&m->config, (ms_technique)k) == MS_SWITCH_ON) {
-            return msi_fail(m, MS_RESULT_UNSUPPORTED,
-                            "%s is switched ON, but %s: set it to DEFAULT or OFF", name, cure);
+            return msi_fail(
+                m, MS_RESULT_UNSUPPORTED,
+                "%s is switched ON, but this version does not have it: set it to DEFAULT or "
+                "OFF",
+                name);
         }
         for (uint32_t t = 0; t < g->tensors.count; t++) {
             if (g->tensors.items[t].technique[k] == MS_SWITCH_ON) {
-                return msi_fail(m, MS_RESULT_UNSUPPORTED,
-                                "%s is forced on \"%s\", but %s: leave it to the plan", name,
-                                msi_tensor_name(m, t), cure);
+                return msi_fail(
+                    m, MS_RESULT_UNSUPPORTED,
+                    "%s is forced on \"%s\", but this version does not have it: leave it to "
+                    "the plan",
+                    name, msi_tensor_name(m, t));
             }
         }
     }
@@ -5075,7 +5751,7 @@ static const msi_rule msi_rules[] = {
      MSI_ANY,
      MSI_FACT_OFF},
     {{"mode", "the mode does not have it, and its switch is at DEFAULT",
-      "a mode bounds what may be done to a model; a bolder one has it, and ON brings it to any"},
+      "a mode bounds what may be done to a model; a bolder one allows it, and ON allows it in any"},
      MSI_ANY,
      MSI_FACT_BEYOND_MODE},
     {{"shared-memory", "the device computes in the memory of the host",
@@ -5103,7 +5779,7 @@ static const msi_rule msi_rules[] = {
      MSI_CHECKPOINTING,
      MSI_FACT_RUNS_ONCE},
     {{"output", "what the layer makes is the loss, or kept by ms_add_output",
-      "the trainer may read it behind the step"},
+      "the trainer may read it after the step"},
      MSI_CHECKPOINTING,
      MSI_FACT_OUTPUT},
     {{"recompute-reads", "recompute_reads of the layer names it",
@@ -5125,7 +5801,7 @@ static const msi_rule msi_rules[] = {
      MSI_EARLY_UPDATE,
      MSI_FACT_BORROWED},
     {{"read-again", "a layer without a backward reads the param",
-      "that layer could be recomputed behind the update, and would see the new value"},
+      "that layer could be recomputed after the update, and would see the new value"},
      MSI_EARLY_UPDATE,
      MSI_FACT_READ_AGAIN},
     {{"shared", "an earlier layer uses the param too",
@@ -5133,7 +5809,7 @@ static const msi_rule msi_rules[] = {
      MSI_EARLY_UPDATE,
      MSI_FACT_SHARED_PARAM},
     {{"late", "the plan may update inside backward, and its arena is as small where this one waits",
-      "an update right behind the backward of its layer can be slow"},
+      "an update right after the backward of its layer can be slow"},
      MSI_EARLY_UPDATE,
      MSI_FACT_LATE},
     {{"no-gain", "force_optimize is set, and the arena would be no smaller with it",
@@ -5199,9 +5875,14 @@ static bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique tec
         return r->plan->decisions[tensor].pass > 0 && t->last_reader != MSI_NONE;
     case MS_TECHNIQUE_EARLY_UPDATE:
         return r->update[tensor] < r->plan->train.backward_end && t->last_gradient == layer;
-    default:
-        return false;
+    case MS_TECHNIQUE_OFFLOADING: // not built
+    case MS_TECHNIQUE_TILING:
+    case MS_TECHNIQUE_MIXED_PRECISION:
+    case MS_TECHNIQUE_OPTIMIZER_8BIT:
+    case MS_TECHNIQUE_COUNT:
+        break;
     }
+    return false;
 }
 
 /* Whether a technique could matter for a tensor that it is not applied to. */
@@ -5209,10 +5890,19 @@ static bool msi_matters(const msi_review *r, uint32_t layer, ms_technique techni
                         uint32_t tensor) {
     const msi_graph *g = &r->model->graph;
     const msi_tensor *t = &g->tensors.items[tensor];
-    return technique == MS_TECHNIQUE_CHECKPOINTING
-               ? t->last_reader != MSI_NONE || t->is_output || tensor == g->loss || t->must_stay
-           : technique == MS_TECHNIQUE_EARLY_UPDATE ? msi_is_trained(t) && t->last_gradient == layer
-                                                    : true;
+    switch (technique) {
+    case MS_TECHNIQUE_CHECKPOINTING:
+        return t->last_reader != MSI_NONE || t->is_output || tensor == g->loss || t->must_stay;
+    case MS_TECHNIQUE_EARLY_UPDATE:
+        return msi_is_trained(t) && t->last_gradient == layer;
+    case MS_TECHNIQUE_OFFLOADING: // not built
+    case MS_TECHNIQUE_TILING:
+    case MS_TECHNIQUE_MIXED_PRECISION:
+    case MS_TECHNIQUE_OPTIMIZER_8BIT:
+    case MS_TECHNIQUE_COUNT:
+        break;
+    }
+    return true;
 }
 
 /* Between its uses in forward and in backward a value lies idle while layers run. */
@@ -5246,8 +5936,7 @@ static uint32_t msi_common_facts(const msi_review *r, ms_technique technique) {
     const ms_switch is = msi_switch_of(&m->config, technique);
     const bool plain_fits = m->wrapped.goal == MSI_GOAL_BUDGET && is != MS_SWITCH_ON &&
                             r->plan->plain_bytes <= r->plan->budget_bytes;
-    const bool beyond =
-        is == MS_SWITCH_DEFAULT && !(msi_mode_techniques[m->wrapped.choice.mode] >> technique & 1);
+    const bool beyond = is == MS_SWITCH_DEFAULT && !msi_mode_has(m->wrapped.choice.mode, technique);
     return msi_fact(MSI_FACT_ON, is == MS_SWITCH_ON) | msi_fact(MSI_FACT_OFF, is == MS_SWITCH_OFF) |
            msi_fact(MSI_FACT_SMALLEST, m->wrapped.goal == MSI_GOAL_SMALLEST) |
            msi_fact(MSI_FACT_DETACHED, m->wrapped.goal == MSI_GOAL_PLAIN) |
@@ -5322,7 +6011,7 @@ static uint32_t msi_gather(const msi_review *r, ms_decision *d, uint32_t *facts)
         for (uint32_t j = l->count[MSI_GROUP_IN]; j < k; j++) {
             listed |= operands[j] == index;
         }
-        if (!t || listed || !(msi_technique_kinds[d->technique] >> t->kind & 1)) {
+        if (!t || listed || !(msi_techniques[d->technique].kinds >> t->kind & 1)) {
             continue;
         }
         if (msi_is_applied(r, layer, d->technique, index)) {
@@ -5347,12 +6036,21 @@ static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_techniqu
     d.layer.id = layer + 1;
     d.technique = technique;
     const uint32_t left = msi_gather(r, &d, &facts);
-    if (technique == MS_TECHNIQUE_CHECKPOINTING) {
+    switch (technique) {
+    case MS_TECHNIQUE_CHECKPOINTING:
         d.added_us = r->again[layer] * g->layers.items[layer].time.recompute_us;
         facts |= msi_fact(MSI_FACT_APPLIED, r->again[layer] > 0);
         facts |= msi_checkpointing_facts(r, layer, left);
-    } else if (technique == MS_TECHNIQUE_EARLY_UPDATE) {
+        break;
+    case MS_TECHNIQUE_EARLY_UPDATE:
         facts |= msi_early_facts(r, layer, left);
+        break;
+    case MS_TECHNIQUE_OFFLOADING: // not built
+    case MS_TECHNIQUE_TILING:
+    case MS_TECHNIQUE_MIXED_PRECISION:
+    case MS_TECHNIQUE_OPTIMIZER_8BIT:
+    case MS_TECHNIQUE_COUNT:
+        break;
     }
     facts |=
         msi_fact(MSI_FACT_FORBIDDEN,
@@ -6912,9 +7610,9 @@ static uint64_t msi_layout_key(const msi_layout_work *w, uint32_t block, msi_lay
     case MSI_ORDER_SPAN_CLASS:
         return ~(msi_layout_class(span) / width);
     case MSI_ORDER_LOAD:
-    default:
-        return ~msi_skyline_max(&w->bottom, w->first[block], w->last[block]);
+        break;
     }
+    return ~msi_skyline_max(&w->bottom, w->first[block], w->last[block]);
 }
 
 static void msi_layout_sort_by(msi_layout_work *w, msi_layout_order order, uint64_t width) {
@@ -10346,6 +11044,18 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
 // ------------------------------------------------------------------------------------------------
 // >>optimizer  state and update of params
 
+static float msi_or(float value, float otherwise) {
+    return value != 0.0f ? value : otherwise;
+}
+
+static void msi_use_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
+    m->optimizer = *desc;
+    m->optimizer.learning_rate = msi_or(desc->learning_rate, 0.001f);
+    m->optimizer.beta1 = msi_or(desc->beta1, 0.9f);
+    m->optimizer.beta2 = msi_or(desc->beta2, 0.999f);
+    m->optimizer.epsilon = msi_or(desc->epsilon, 1e-8f);
+}
+
 /* The step's own memory as the host sees it. */
 static uint8_t *msi_step_on_host(const ms_model *m) {
     return m->run.store->host + m->run.store->host_bytes;
@@ -10637,15 +11347,6 @@ static void msi_fill_views(ms_model *m, const msi_program *p, ms_view *views,
     }
 }
 
-/* What an operand of a layer's instruction is: a group of values, or what follows these. */
-enum {
-    MSI_GROUP_GRAD_OUT = MSI_GROUP_COUNT,
-    MSI_GROUP_GRAD_IN,
-    MSI_GROUP_GRAD_PARAM,
-    MSI_GROUP_WORKSPACE,
-    MSI_GROUP_END
-};
-
 /* The part that operand k of a layer's instruction belongs to, and its slot there. */
 static int msi_operand_group(const msi_layer *l, const msi_instruction *i, uint32_t k,
                              uint32_t *slot) {
@@ -10672,7 +11373,7 @@ static int msi_operand_group(const msi_layer *l, const msi_instruction *i, uint3
 
 /* Whether a layer's instruction makes this operand. */
 static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int group, uint32_t slot) {
-    switch (group) {
+    switch ((msi_group_kind)group) {
     case MSI_GROUP_OUT:
     case MSI_GROUP_SAVED:
         return i->op != MSI_OP_BACKWARD && !(i->op == MSI_OP_RECOMPUTE && l->recompute &&
@@ -10682,9 +11383,14 @@ static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int group,
     case MSI_GROUP_GRAD_IN:
     case MSI_GROUP_GRAD_PARAM:
         return true;
-    default:
-        return false;
+    case MSI_GROUP_IN:
+    case MSI_GROUP_PARAM:
+    case MSI_GROUP_GRAD_OUT:
+    case MSI_GROUP_WORKSPACE:
+    case MSI_GROUP_END:
+        break;
     }
+    return false;
 }
 
 /* Whether it is allowed to write it: what it makes, and what it destroys. */
@@ -10698,9 +11404,6 @@ static bool msi_is_written(const msi_layer *l, const msi_instruction *i, int gro
                                                             : 0;
     return group == MSI_GROUP_WORKSPACE || (clobbers >> slot & 1) || msi_is_made(l, i, group, slot);
 }
-
-/* By ms_phase. */
-static const char *const msi_phase_names[] = {"forward", "recompute", "backward", "eval"};
 
 /* The mask of the operands of a group that are there to be written. */
 static uint16_t msi_wanted(const msi_layer *l, const msi_instruction *i,
@@ -10802,7 +11505,7 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
                                                                                : l->forward;
     m->run.busy = true;
     int error = l->bind ? l->bind(call) : 0;
-    const char *what = error ? "bind" : msi_phase_names[call->phase];
+    const char *what = error ? "bind" : msi_phase_name(call->phase);
     error = error ? error : fn(call);
     m->run.busy = false;
     if (m->run.recording && m->config.backend.recording_check(m->device) != 0) {
@@ -10822,6 +11525,89 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
     }
     return msi_fail(m, MS_RESULT_CALLBACK, "layer \"%s\": its %s callback returned %d%s%s",
                     msi_name(m, l->name), what, error, inner[0] ? ": " : "", inner);
+}
+
+/* What is wrong with a matrix product, or NULL. */
+static const char *msi_gemm_fault(const ms_matrix *a, const ms_matrix *b, const ms_matrix *c) {
+    const ms_matrix *const all[] = {a, b, c};
+    const int64_t m = a->transposed ? a->cols : a->rows, k = a->transposed ? a->rows : a->cols;
+    const int64_t n = b->transposed ? b->rows : b->cols;
+    for (int i = 0; i < 3; i++) {
+        if (!all[i]->data || all[i]->rows < 1 || all[i]->cols < 1 ||
+            all[i]->stride < all[i]->cols) {
+            return "a matrix has no data, no elements, or a stride below its columns";
+        }
+        if (all[i]->batch_count < 1 || all[i]->batch_stride < 0 ||
+            (i < 2 && all[i]->batch_count > c->batch_count) ||
+            (i < 2 && all[i]->batch_count > 1 && all[i]->batch_count < c->batch_count)) {
+            return "a and b must be one matrix, or batches of as many as c";
+        }
+    }
+    if (k != (b->transposed ? b->cols : b->rows) || m != c->rows || n != c->cols || c->transposed) {
+        return "the shapes do not match";
+    }
+    const bool apart = c->batch_stride >= (c->rows - 1) * c->stride + c->cols;
+    const bool side_by_side =
+        c->batch_stride >= c->cols && (c->batch_count - 1) * c->batch_stride + c->cols <= c->stride;
+    return c->batch_count > 1 && !apart && !side_by_side ? "the matrices of c overlap" : NULL;
+}
+
+typedef struct msi_matrix_text {
+    char text[128];
+} msi_matrix_text;
+
+/* "64 x 32 transposed, rows 32 apart, 3 of them 2048 apart" */
+static msi_matrix_text msi_matrix_name(const ms_matrix *x) {
+    msi_matrix_text t;
+    const int length =
+        snprintf(t.text, sizeof t.text, "%lld x %lld%s, rows %lld apart", (long long)x->rows,
+                 (long long)x->cols, x->transposed ? " transposed" : "", (long long)x->stride);
+    if (x->batch_count != 1 && length > 0 && (size_t)length < sizeof t.text) {
+        snprintf(t.text + length, sizeof t.text - (size_t)length, ", %lld of them %lld apart",
+                 (long long)x->batch_count, (long long)x->batch_stride);
+    }
+    return t;
+}
+
+static bool msi_is_castable(ms_dtype dtype) {
+    return dtype == MS_DTYPE_F32 || dtype == MS_DTYPE_F16 || dtype == MS_DTYPE_BF16;
+}
+
+static ms_result msi_gemm(ms_model *m, float alpha, ms_matrix a, ms_matrix b, float beta,
+                          ms_matrix c) {
+    a.batch_count = a.batch_count ? a.batch_count : 1;
+    b.batch_count = b.batch_count ? b.batch_count : 1;
+    c.batch_count = c.batch_count ? c.batch_count : 1;
+    const char *fault = msi_gemm_fault(&a, &b, &c);
+    if (fault) {
+        return msi_fail(m, MS_RESULT_INVALID, "ms_gemm: %s: a is %s, b is %s, c is %s", fault,
+                        msi_matrix_name(&a).text, msi_matrix_name(&b).text,
+                        msi_matrix_name(&c).text);
+    }
+    if (!msi_is_castable(a.dtype) || a.dtype != b.dtype ||
+        (c.dtype != a.dtype && c.dtype != MS_DTYPE_F32)) {
+        return msi_fail(m, MS_RESULT_UNSUPPORTED,
+                        "ms_gemm: %s x %s -> %s; a and b must both be f32, f16 or bf16, and c f32 "
+                        "or like them",
+                        ms_dtype_name(a.dtype), ms_dtype_name(b.dtype), ms_dtype_name(c.dtype));
+    }
+    return msi_device(m, m->config.backend.gemm(m->device, alpha, &a, &b, beta, &c), "gemm");
+}
+
+static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
+    const ms_backend *b = &m->config.backend;
+    const uint64_t count = ms_shape_count(&to->shape), given = ms_shape_count(&from->shape);
+    if (count == 0 || count != given) {
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "ms_cast: %llu elements to %llu: both views must have as many",
+                        (unsigned long long)given, (unsigned long long)count);
+    }
+    if (!msi_is_castable(to->dtype) || !msi_is_castable(from->dtype)) {
+        return msi_fail(m, MS_RESULT_UNSUPPORTED, "ms_cast: %s to %s; it takes f32, f16 and bf16",
+                        ms_dtype_name(from->dtype), ms_dtype_name(to->dtype));
+    }
+    return msi_device(m, b->cast(m->device, to->data, to->dtype, from->data, from->dtype, count),
+                      "cast");
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -11050,7 +11836,7 @@ static ms_result msi_fail_contract(const msi_trial *t, uint32_t operand, const c
                            : msi_role_name((msi_role)range->role);
     return msi_fail(m, MS_RESULT_CONTRACT, "layer \"%s\": its %s callback %s the %s \"%s\": %s",
                     msi_layer_name(m, t->instruction->target),
-                    msi_phase_names[msi_phase_of((msi_op)t->instruction->op)], what, role,
+                    msi_phase_name(msi_phase_of((msi_op)t->instruction->op)), what, role,
                     range->role == MSI_ROLE_WORKSPACE ? msi_layer_name(m, range->tensor)
                                                       : msi_tensor_name(m, range->tensor),
                     cure);
@@ -11978,6 +12764,19 @@ static ms_result msi_settle_steps(ms_model *m) {
     return pending ? msi_doubt(m, result) : result;
 }
 
+/* As msi_settle_steps, and reports a step that was halted. */
+static ms_result msi_await_steps(ms_model *m) {
+    if (m->config.dry_run) {
+        return MS_RESULT_OK;
+    }
+    if (!m->run.store) {
+        return msi_synchronize(m);
+    }
+    const ms_result result =
+        m->run.verdict != MSI_VERDICT_NONE ? msi_conclude(m, NULL) : msi_report_halt(m);
+    return result == MS_RESULT_OK ? msi_settle_steps(m) : result;
+}
+
 /* Whether a step, an eval, or a change of plan may begin. */
 static ms_result msi_check_between_steps(ms_model *m, const char *function) {
     if (m->run.busy) {
@@ -12138,6 +12937,84 @@ static ms_result msi_replay(ms_model *m) {
         msi_note_update(m);
     }
     return msi_doubt(m, msi_copy_verdict(m));
+}
+
+/* Forward of a program. An asynchronous device is waited for only where the loss is asked for. */
+static ms_result msi_forward(ms_model *m, const msi_program *p, double *loss) {
+    const bool waits = loss || !m->config.backend.is_asynchronous;
+    ms_result result = msi_start(m, p);
+    result = result == MS_RESULT_OK ? msi_run_forward(m) : result;
+    result = result == MS_RESULT_OK && waits ? msi_conclude(m, loss) : result;
+    if (result == MS_RESULT_OK && p == &m->run.plan->train) {
+        m->run.stage = MSI_STAGE_FORWARD;
+    }
+    return result;
+}
+
+static ms_result msi_backward(ms_model *m) {
+    const ms_result result = msi_check_ready(m, "ms_backward");
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    if (m->run.stage != MSI_STAGE_FORWARD) {
+        return msi_fail(m, MS_RESULT_ORDER,
+                        "ms_backward: call ms_forward first (a ms_write after it ends the step)");
+    }
+    return msi_owns_arena(m)
+               ? msi_finish_backward(m)
+               : msi_fail(m, MS_RESULT_ORDER,
+                          "ms_backward: another model has used the shared arena since ms_forward: "
+                          "call ms_forward again");
+}
+
+static ms_result msi_update(ms_model *m) {
+    const bool begun = m->run.stage == MSI_STAGE_BACKWARD;
+    if (begun && !m->run.busy && msi_owns_arena(m)) {
+        return msi_finish_update(m);
+    }
+    const ms_result result = msi_check_ready(m, "ms_update");
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    return begun ? msi_fail(m, MS_RESULT_ORDER,
+                            "ms_update: another model has used the shared arena since ms_backward")
+                 : msi_fail(m, MS_RESULT_ORDER,
+                            "ms_update: call ms_backward first; %u of the %u micro-batches of this "
+                            "step are done",
+                            (unsigned)m->run.micro, (unsigned)m->run.store->micro_count);
+}
+
+static ms_result msi_step(ms_model *m, double *loss) {
+    ms_result result = msi_start(m, &m->run.plan->train);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    result = m->config.cuda_graph ? msi_replay(m) : msi_run_step(m);
+    if (result == MS_RESULT_OK && m->config.backend.is_asynchronous) {
+        return loss ? msi_conclude(m, loss) : result;
+    }
+    if (loss) {
+        *loss = msi_verdict(m, false)->loss;
+    }
+    return result;
+}
+
+/* The norm of the last update, while its sum of squares is in memory. */
+static ms_result msi_gradient_norm(ms_model *m, double *norm) {
+    const msi_program *p = m->run.plan ? &m->run.plan->train : NULL;
+    if (!p || p->norm == MSI_NONE || m->run.program != p || !msi_owns_arena(m) ||
+        m->run.position < p->instructions.count) {
+        return msi_fail(m, MS_RESULT_ORDER,
+                        "ms_gradient_norm: there is no norm now; it can be read from an update "
+                        "with grad_clip_norm to the next step or eval");
+    }
+    const msi_norm *at = (const msi_norm *)msi_address(m, p, p->norm);
+    double sum;
+    const ms_result result = msi_copy(m, &sum, true, &at->sum, false, sizeof sum);
+    if (result == MS_RESULT_OK) {
+        *norm = sqrt(sum);
+    }
+    return result;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -12364,7 +13241,7 @@ static void msi_log_decisions(const ms_model *m, const msi_review *r) {
     for (int technique = 0; technique < MS_TECHNIQUE_COUNT; technique++) {
         const msi_technique_total total = msi_technique_total_of(r, (ms_technique)technique);
         msi_log(m, MS_LOG_INFO, "rules", "%s: %u of %u layers, %s held no longer, %s added%s%s",
-                msi_technique_names[technique], (unsigned)total.layers,
+                msi_techniques[technique].name, (unsigned)total.layers,
                 (unsigned)m->graph.layers.count, msi_size(total.saved_bytes).text,
                 msi_time(total.added_us).text, total.differs ? "" : "; rule ",
                 total.differs ? "" : total.rule->id);
@@ -12374,7 +13251,7 @@ static void msi_log_decisions(const ms_model *m, const msi_review *r) {
                 msi_log(m, MS_LOG_DEBUG, "rules",
                         "%s of layer \"%s\": %s held no longer, %s added; "
                         "rule %s",
-                        msi_technique_names[technique], msi_layer_name(m, i),
+                        msi_techniques[technique].name, msi_layer_name(m, i),
                         msi_size(d.saved_bytes).text, msi_time(d.added_us).text, d.rule->id);
             }
         }
@@ -12568,6 +13445,238 @@ static void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role role)
         }
     }
     return NULL;
+}
+
+/* Notes an error of ms_borrow; before there is a plan it sticks. */
+static ms_result msi_refuse_loan(ms_model *m, ms_result result, const char *name,
+                                 const char *reason) {
+    (void)msi_fail(m, result, "ms_borrow: \"%s\" %s", name, reason);
+    if (m->errors.sticky == MS_RESULT_OK) {
+        msi_stick(m, result);
+    }
+    return result;
+}
+
+/* Why a value cannot be borrowed now, or MS_RESULT_OK. */
+static ms_result msi_check_loan(ms_model *m, uint32_t t, msi_role role) {
+    const msi_tensor *tensor = &m->graph.tensors.items[t];
+    const char *name = msi_name(m, tensor->name);
+    if (!msi_is_resident(tensor) || (role != MSI_ROLE_VALUE && tensor->kind != MSI_KIND_PARAM)) {
+        return msi_refuse_loan(m, MS_RESULT_INVALID, name,
+                               "does not live between steps; inputs, params, buffers, gradients of "
+                               "params and optimizer state can be borrowed");
+    }
+    if (m->run.stage == MSI_STAGE_BACKWARD) {
+        return msi_refuse_loan(
+            m, MS_RESULT_ORDER, name,
+            "is lent between ms_backward and ms_update; complete the step first");
+    }
+    if (m->run.busy) {
+        return msi_refuse_loan(m, MS_RESULT_ORDER, name,
+                               "is lent in a callback; lend it between steps");
+    }
+    return m->run.plan && !msi_is_borrowed(tensor, role)
+               ? msi_refuse_loan(m, MS_RESULT_ORDER, name,
+                                 "was not borrowed when the model was wrapped; lend it before "
+                                 "ms_wrap")
+               : MS_RESULT_OK;
+}
+
+/* The trainer's memory for a value, from now on. */
+static void msi_borrow(ms_model *m, uint32_t t, msi_role role, void *memory) {
+    msi_tensor *tensor = &m->graph.tensors.items[t];
+    if (!msi_is_borrowed(tensor, role)) {
+        msi_release(&m->config.allocator, tensor->memory[role], tensor->largest_bytes);
+        tensor->borrowed = (uint8_t)(tensor->borrowed | 1u << role);
+    }
+    m->run.epoch += tensor->memory[role] != memory;
+    tensor->memory[role] = memory;
+    for (uint32_t i = 0; m->run.store && i < m->run.store->residents.count; i++) {
+        msi_resident *resident = &m->run.store->residents.items[i];
+        if (resident->tensor == t && resident->role == role && resident->borrowed) {
+            resident->address = memory;
+        }
+    }
+    if (m->run.stage == MSI_STAGE_FORWARD) {
+        m->run.stage = MSI_STAGE_IDLE; // backward would see another value than forward did
+    }
+}
+
+/* Checks the arguments of ms_write and ms_read; the index of the tensor, or MSI_NONE. */
+static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor tensor,
+                                   const void *data) {
+    const uint32_t t = m ? msi_index(m, tensor) : MSI_NONE;
+    const bool is_state = msi_role_of(tensor) >= MSI_ROLE_STATE0;
+    if (t == MSI_NONE || !data || (is_state && m->graph.tensors.items[t].kind != MSI_KIND_PARAM)) {
+        if (m && data && m->errors.sticky != MS_RESULT_OK) {
+            (void)msi_fail(m, MS_RESULT_INVALID, "%s: an earlier registration has failed: %s",
+                           function, m->errors.sticky_text);
+            return MSI_NONE;
+        }
+        (void)msi_fail_argument(m, function,
+                                data ? "no such tensor in this model" : "data is NULL");
+        return MSI_NONE;
+    }
+    return t;
+}
+
+/* An input is staged, and goes to the device after what is enqueued. What is enqueued may still read
+   a tensor on the host. */
+static ms_result msi_write(ms_model *m, const msi_resident *resident, const void *data,
+                           uint64_t bytes) {
+    ms_result result = MS_RESULT_OK;
+    m->run.epoch += resident->on_host; // a callback may have read it for a recording
+    if (resident->event == MSI_NONE) {
+        result = resident->on_host ? msi_synchronize(m) : MS_RESULT_OK;
+        return result == MS_RESULT_OK
+                   ? msi_copy(m, resident->address, resident->on_host, data, true, bytes)
+                   : result;
+    }
+    uint8_t *staging = msi_step_on_host(m) + resident->staging;
+    result = msi_wait_on_host(m, resident->event);
+    if (result == MS_RESULT_OK) {
+        memcpy(staging, data, (size_t)bytes);
+        result = msi_copy_in(m, resident->address, staging, bytes, resident->event);
+    }
+    return result;
+}
+
+/* A value before there is a plan: kept until ms_wrap, or in the trainer's own memory. */
+static ms_result msi_write_unplanned(ms_model *m, msi_tensor *t, msi_role role, const void *data) {
+    void **memory = &t->memory[role];
+    const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
+    if (!*memory) {
+        *memory = msi_alloc_zeroed(&m->config.allocator, t->largest_bytes);
+    }
+    return *memory ? msi_copy(m, *memory, !on_device, data, true, t->bytes)
+                   : msi_fail_memory(m, msi_name(m, t->name), t->largest_bytes);
+}
+
+/* Whether a value can be written and read at any time. */
+static bool msi_is_kept(const msi_tensor *t, msi_role role) {
+    return msi_is_resident(t) && (role != MSI_ROLE_GRADIENT || msi_is_borrowed(t, role));
+}
+
+static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const void *data) {
+    msi_tensor *target = &m->graph.tensors.items[t];
+    const char *name = msi_name(m, target->name);
+    if (!msi_is_kept(target, role)) {
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "ms_write: the %s \"%s\" does not live between steps; inputs, params, "
+                        "buffers and optimizer state do, and what is borrowed",
+                        msi_role_name(role), name);
+    }
+    if (m->config.dry_run) {
+        return msi_fail(m, MS_RESULT_DRY_RUN, "ms_write: a dry run has no memory for \"%s\"", name);
+    }
+    if (m->run.busy) {
+        return msi_fail(m, MS_RESULT_ORDER, "ms_write: called from a callback of a layer");
+    }
+    if (!m->run.plan) {
+        return msi_write_unplanned(m, target, role, data);
+    }
+    const msi_resident *resident = msi_find_resident(m->run.store, t, role);
+    if (!resident) {
+        return msi_fail(m, MS_RESULT_INVALID, "ms_write: \"%s\" has no such state", name);
+    }
+    if (m->run.stage == MSI_STAGE_FORWARD) {
+        m->run.stage = MSI_STAGE_IDLE; // backward would see another value than forward did
+    }
+    return msi_write(m, resident, data, target->bytes);
+}
+
+static const char *msi_read_cure(const ms_model *m, uint32_t t, msi_role role) {
+    if (role == MSI_ROLE_GRADIENT) {
+        return "it is there from ms_backward to its update (early_update = MS_SWITCH_OFF: to "
+               "ms_update; MS_OPTIMIZER_NONE: to the next pass)";
+    }
+    if (role != MSI_ROLE_VALUE) {
+        return "a param that is frozen, or that the loss does not depend on, has none";
+    }
+    return t == m->graph.loss ? "run ms_step, ms_forward or ms_eval first"
+           : m->graph.tensors.items[t].kind == MSI_KIND_SAVED
+               ? "a saved tensor lives only between forward and backward"
+               : "ms_add_output keeps an activation";
+}
+
+/* A value before there is a plan: as it was written, or zeros. */
+static ms_result msi_read_unplanned(ms_model *m, const msi_tensor *t, msi_role role, void *data) {
+    if (t->memory[role]) {
+        const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
+        return msi_copy(m, data, true, t->memory[role], !on_device, t->bytes);
+    }
+    memset(data, 0, (size_t)t->bytes);
+    return MS_RESULT_OK;
+}
+
+static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *data) {
+    const msi_tensor *source = &m->graph.tensors.items[t];
+    const char *name = msi_name(m, source->name);
+    if (m->config.dry_run) {
+        return msi_fail(m, MS_RESULT_DRY_RUN, "ms_read: a dry run has no memory for \"%s\"", name);
+    }
+    if (!m->run.plan && msi_is_kept(source, role)) {
+        return msi_read_unplanned(m, source, role, data);
+    }
+    const void *address = m->run.plan ? msi_live_address(m, t, role) : NULL;
+    if (!address) {
+        return msi_fail(m, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory now; %s",
+                        msi_role_name(role), name, msi_read_cure(m, t, role));
+    }
+    const bool on_host = msi_is_resident(source) && source->on_host;
+    const ms_result result = on_host ? msi_synchronize(m) : MS_RESULT_OK; // it may be written
+    return result == MS_RESULT_OK ? msi_copy(m, data, true, address, on_host, source->bytes)
+                                  : result;
+}
+
+/* Makes a model with a config that is filled in and without fault. */
+static ms_result msi_make_model(const ms_config *c, ms_model **model) {
+    ms_model *m = (ms_model *)msi_alloc_zeroed(&c->allocator, sizeof *m);
+    if (!m) {
+        return MS_RESULT_OUT_OF_MEMORY;
+    }
+    m->config = *c;
+    m->device = c->backend.open ? NULL : c->backend.user;
+    if (c->backend.open && !c->dry_run && !msi_open(m)) {
+        msi_release(&c->allocator, m, sizeof *m);
+        return MS_RESULT_BACKEND;
+    }
+    m->graph.loss = MSI_NONE;
+    m->run.arena = c->arena;
+    if (c->arena) {
+        c->arena->references++;
+    }
+    ms_optimizer_desc defaults;
+    memset(&defaults, 0, sizeof defaults);
+    msi_use_optimizer(m, &defaults);
+    *model = m;
+    return MS_RESULT_OK;
+}
+
+static void msi_free_model(ms_model *m) {
+    const ms_allocator allocator = m->config.allocator;
+    msi_graph *g = &m->graph;
+    ms_arena *arena = m->run.arena;
+    if (!m->config.dry_run) {
+        (void)msi_synchronize(m);
+    }
+    if (arena && arena->user == m) {
+        arena->user = NULL;
+    }
+    msi_plans_free(m, m->run.plan);
+    msi_store_free(m, m->run.store);
+    msi_drop_staged(m);
+    msi_timing_free(&allocator, m->run.timing);
+    MSI_LIST_FREE(char, &allocator, g->names);
+    MSI_LIST_FREE(msi_tensor, &allocator, g->tensors);
+    MSI_LIST_FREE(msi_layer, &allocator, g->layers);
+    MSI_LIST_FREE(uint32_t, &allocator, g->operands);
+    MSI_LIST_FREE(uint16_t, &allocator, g->masks);
+    if (m->config.backend.close && !m->config.dry_run) {
+        m->config.backend.close(m->device);
+    }
+    msi_release(&allocator, m, sizeof *m);
+    msi_arena_leave(arena);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -12776,9 +13885,13 @@ static double msi_number(const void *data, ms_dtype dtype, uint64_t i) {
         return (double)((const int8_t *)data)[i];
     case MS_DTYPE_U8:
         return (double)((const uint8_t *)data)[i];
-    default:
-        return (double)msi_load(data, dtype, i);
+    case MS_DTYPE_F32:
+    case MS_DTYPE_F16:
+    case MS_DTYPE_BF16:
+    case MS_DTYPE_COUNT:
+        break;
     }
+    return (double)msi_load(data, dtype, i);
 }
 
 /* Two elements whose bits are not equal. Two NaN do not differ as numbers, nor do 0 and -0. */
@@ -12904,6 +14017,20 @@ static void msi_report_differences(const msi_verification *v, ms_difference_fn v
             visit(d, user);
         }
     }
+}
+
+static ms_result msi_check_verifiable(ms_model *m) {
+    const ms_result result = msi_check_ready(m, "ms_verify");
+    return result != MS_RESULT_OK ? result
+           : m->wrapped.changed
+               ? msi_fail(m, MS_RESULT_ORDER,
+                          "ms_verify: something was set since ms_wrap that asks for a new plan: "
+                          "call ms_wrap first")
+           : m->run.stage != MSI_STAGE_IDLE
+               ? msi_fail(m, MS_RESULT_ORDER,
+                          "ms_verify: a step is under way: complete it with ms_backward and "
+                          "ms_update first")
+               : MS_RESULT_OK;
 }
 
 static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
@@ -13362,8 +14489,8 @@ static void msi_print_techniques(const msi_printer *out, const msi_technique_tot
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         const msi_technique_total *t = &totals[k];
         const bool said = strcmp(t->rule->id, "not-built") == 0;
-        msi_print(out, "%-16s %7u %14s %10s  %s%s\n", msi_technique_names[k], (unsigned)t->layers,
-                  t->saved_bytes ? msi_size(t->saved_bytes).text : "-",
+        msi_print(out, "%-16s %7u %14s %10s  %s%s\n", ms_technique_name((ms_technique)k),
+                  (unsigned)t->layers, t->saved_bytes ? msi_size(t->saved_bytes).text : "-",
                   t->added_us > 0.0 ? msi_time(t->added_us).text : "-",
                   t->differs ? "by layer" : t->rule->id,
                   MSI_BUILT >> k & 1 || said ? "" : ", not built in this version");
@@ -13438,7 +14565,7 @@ static void msi_print_layers(const msi_printer *out, const msi_review *r,
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         if (msi_is_by_layer(&totals[k])) {
             c.missing += 2;
-            msi_print_column(&c, 17, msi_technique_names[k]);
+            msi_print_column(&c, 17, ms_technique_name((ms_technique)k));
             c.missing += totals[k].added_us > 0.0 ? 21 : 12;
         }
     }
@@ -13817,169 +14944,17 @@ static void msi_write_bounded(const char *text, size_t length, void *user) {
 // ------------------------------------------------------------------------------------------------
 // >>api  public functions: thin
 
-MEMSCALE_API const char *ms_result_name(ms_result result) {
-#define MEMSCALE_X(name, text) #name,
-    static const char *const names[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
-#undef MEMSCALE_X
-    return (unsigned)result < MS_RESULT_COUNT ? names[result] : "?";
-}
-
-MEMSCALE_API const char *ms_result_text(ms_result result) {
-#define MEMSCALE_X(name, text) text,
-    static const char *const texts[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
-#undef MEMSCALE_X
-    return (unsigned)result < MS_RESULT_COUNT ? texts[result] : "?";
-}
-
-MEMSCALE_API const char *ms_dtype_name(ms_dtype dtype) {
-    static const char *const names[] = {"f32", "f64", "f16", "bf16", "i64",
-                                        "i32", "i16", "i8",  "u8"};
-    return (unsigned)dtype < MS_DTYPE_COUNT ? names[dtype] : "?";
-}
-
-MEMSCALE_API uint64_t ms_dtype_bytes(ms_dtype dtype) {
-    static const uint8_t bytes[] = {4, 8, 2, 2, 8, 4, 2, 1, 1};
-    return (unsigned)dtype < MS_DTYPE_COUNT ? bytes[dtype] : 0;
-}
-
-MEMSCALE_API const char *ms_category_name(ms_category category) {
-    static const char *const names[] = {"inputs",
-                                        "params",
-                                        "buffers",
-                                        "optimizer state",
-                                        "gradients",
-                                        "activations",
-                                        "activation gradients",
-                                        "saved",
-                                        "workspace"};
-    return (unsigned)category < MS_CATEGORY_COUNT ? names[category] : "?";
-}
-
-MEMSCALE_API const char *ms_mode_name(ms_mode mode) {
-    return (unsigned)mode < MS_MODE_COUNT ? msi_mode_names[mode] : "?";
-}
-
-MEMSCALE_API const char *ms_technique_name(ms_technique technique) {
-    return (unsigned)technique < MS_TECHNIQUE_COUNT ? msi_technique_names[technique] : "?";
-}
-
-MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source) {
-    return (unsigned)source <= MS_DECISION_SOURCE_POLICY ? msi_source_names[source] : "?";
-}
-
-MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2, int64_t d3) {
-    ms_shape shape = {{d0, d1, d2, d3, 0, 0}, 4, {0, 0, 0, 0, 0, 0}};
-    return shape;
-}
-
-MEMSCALE_API ms_shape ms_shape3(int64_t d0, int64_t d1, int64_t d2) {
-    ms_shape shape = {{d0, d1, d2, 0, 0, 0}, 3, {0, 0, 0, 0, 0, 0}};
-    return shape;
-}
-
-MEMSCALE_API ms_shape ms_shape2(int64_t d0, int64_t d1) {
-    ms_shape shape = {{d0, d1, 0, 0, 0, 0}, 2, {0, 0, 0, 0, 0, 0}};
-    return shape;
-}
-
-MEMSCALE_API ms_shape ms_shape1(int64_t d0) {
-    ms_shape shape = {{d0, 0, 0, 0, 0, 0}, 1, {0, 0, 0, 0, 0, 0}};
-    return shape;
-}
-
-MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape) {
-    uint64_t count = 1;
-    if (!shape || shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
-        return 0;
-    }
-    for (int i = 0; i < shape->rank; i++) {
-        if (shape->dim[i] < 1 || !msi_multiply(count, (uint64_t)shape->dim[i], &count)) {
-            return 0;
-        }
-    }
-    return count;
-}
-
-MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis) {
-    if (dim < 0 || dim >= shape.rank || dim >= MS_LIMIT_RANK || axis.id - 1 >= MS_LIMIT_AXES) {
-        shape.rank = -1;
-        return shape;
-    }
-    shape.axes[dim] = (uint8_t)(shape.axes[dim] | 1u << (axis.id - 1));
-    return shape;
-}
-
-MEMSCALE_API ms_backend ms_backend_cpu(void) {
-    ms_backend b;
-    memset(&b, 0, sizeof b);
-    b.size = sizeof b;
-    b.name = "cpu";
-    b.memory_alloc = msi_cpu_memory_alloc;
-    b.memory_release = msi_cpu_memory_release;
-    b.device_is_host = true;
-    b.copy_in = b.copy_out = b.copy = msi_cpu_copy;
-    b.fill_bytes = msi_cpu_fill_bytes;
-    b.fill_f32 = msi_cpu_fill_f32;
-    b.add_f32 = msi_cpu_add_f32;
-    b.cast = msi_cpu_cast;
-    b.loss = msi_cpu_loss;
-    b.add_squares_f32 = msi_cpu_add_squares_f32;
-    b.clip_scale = msi_cpu_clip_scale;
-    b.update = msi_cpu_update;
-    b.gemm = msi_cpu_gemm;
-    b.hardware = msi_cpu_hardware;
-    return b;
-}
-
-/* Whether all that must be in a table is, and what belongs together is there together. */
-static bool msi_is_complete(const ms_backend *b) {
-    const bool needed = b->size == sizeof *b && b->name && b->memory_alloc && b->memory_release &&
-                        b->hardware && b->copy_in && b->copy_out && b->copy && b->fill_bytes &&
-                        b->fill_f32 && b->add_f32 && b->cast && b->loss && b->add_squares_f32 &&
-                        b->clip_scale && b->update && b->gemm;
-    const bool streams = b->synchronize && b->record && b->wait && b->wait_on_host;
-    const bool recordings = b->recording_check && b->recording_end && b->recording_launch &&
-                            b->recording_release && streams;
-    return needed && !b->open == !b->close && !b->host_alloc == !b->host_release &&
-           (streams || !b->is_asynchronous) && (recordings || !b->recording_begin);
-}
-
-/* One holder less: the last one frees. */
-static void msi_arena_leave(ms_arena *arena) {
-    if (!arena || --arena->references > 0) {
-        return;
-    }
-    const ms_allocator allocator = arena->allocator;
-    if (arena->memory) {
-        if (arena->backend.device_is_host) {
-            msi_asan_unpoison(arena->memory, arena->bytes);
-        }
-        arena->backend.memory_release(arena->backend.user, &allocator, arena->memory, arena->bytes);
-    }
-    msi_release(&allocator, arena, sizeof *arena);
-}
-
 MEMSCALE_API ms_result ms_arena_create(const ms_backend *backend, const ms_allocator *allocator,
                                        ms_arena **arena) {
     ms_allocator a;
     memset(&a, 0, sizeof a);
     a = allocator ? *allocator : a;
     const ms_backend b = backend && backend->size ? *backend : ms_backend_cpu();
-    if (!arena) {
-        return MS_RESULT_INVALID;
+    if (arena) {
+        *arena = NULL;
     }
-    *arena = NULL;
-    if (!msi_is_complete(&b) || !a.alloc != !a.release) {
-        return MS_RESULT_INVALID;
-    }
-    *arena = (ms_arena *)msi_alloc_zeroed(&a, sizeof **arena);
-    if (!*arena) {
-        return MS_RESULT_OUT_OF_MEMORY;
-    }
-    (*arena)->backend = b;
-    (*arena)->allocator = a;
-    (*arena)->references = 1;
-    return MS_RESULT_OK;
+    return arena && msi_is_complete(&b) && !a.alloc == !a.release ? msi_make_arena(&b, &a, arena)
+                                                                  : MS_RESULT_INVALID;
 }
 
 MEMSCALE_API void ms_arena_destroy(ms_arena *arena) {
@@ -13988,58 +14963,6 @@ MEMSCALE_API void ms_arena_destroy(ms_arena *arena) {
 
 MEMSCALE_API uint64_t ms_arena_bytes(const ms_arena *arena) {
     return arena ? arena->bytes : 0;
-}
-
-/* Whether the arena that a model is to share is of the backend that the model runs on. */
-static bool msi_arena_fits(const ms_config *c) {
-    return !c->arena ||
-           (c->arena->backend.memory_alloc == c->backend.memory_alloc &&
-            c->arena->backend.copy == c->backend.copy && c->arena->backend.user == c->backend.user);
-}
-
-enum { MSI_MAX_WARMUP = 1000 };
-
-static bool msi_switches_are_valid(const ms_config *c) {
-    bool valid = (unsigned)c->static_profiling <= MS_SWITCH_OFF &&
-                 (unsigned)c->empirical_profiling <= MS_SWITCH_OFF;
-    for (int t = 0; t < MS_TECHNIQUE_COUNT; t++) {
-        valid &= (unsigned)msi_switch_of(c, (ms_technique)t) <= MS_SWITCH_OFF;
-    }
-    return valid;
-}
-
-/* What is wrong with a config, its defaults filled in, or NULL. */
-static const char *msi_config_fault(const ms_config *c) {
-    return c->cuda_graph && (!c->backend.recording_begin || !c->backend.is_asynchronous)
-               ? "cuda_graph: this backend has no graphs"
-           : c->cuda_graph && c->debug     ? "cuda_graph: debug mode runs callbacks several times"
-           : !msi_is_complete(&c->backend) ? "backend: its size is not sizeof(ms_backend), or a "
-                                             "function is missing"
-           : !c->allocator.alloc != !c->allocator.release ? "allocator: it has one function of two"
-           : !msi_arena_fits(c) ? "arena: it is of another backend than the model"
-           : !(c->target_utilization > 0.0 && c->target_utilization <= 1.0)
-               ? "target_utilization: it must be above 0 and at most 1"
-           : (unsigned)c->mode >= MS_MODE_COUNT ? "mode: there is no such mode"
-           : !msi_switches_are_valid(c) ? "checkpointing, offloading, tiling, mixed_precision, "
-                                          "optimizer_8bit, early_update, static_profiling or "
-                                          "empirical_profiling: there is no such switch"
-           : c->warmup_steps > MSI_MAX_WARMUP ? "warmup_steps: it must be at most 1000"
-                                              : NULL;
-}
-
-/* The model's own state of its backend. An error is told to the log alone. */
-static bool msi_open(ms_model *m) {
-    const ms_backend *b = &m->config.backend;
-    ms_open_args args;
-    memset(&args, 0, sizeof args);
-    args.host = &m->config.allocator;
-    args.stream = m->config.stream;
-    args.event_count = MSI_EVENT_COUNT;
-    args.tf32 = m->config.tf32;
-    void *device = NULL;
-    const ms_result result = msi_device(m, b->open(b->user, &args, &device), "opening");
-    m->device = device;
-    return result == MS_RESULT_OK;
 }
 
 MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
@@ -14053,67 +14976,22 @@ MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
     c.backend = c.backend.size ? c.backend : ms_backend_cpu();
     c.target_utilization = c.target_utilization != 0.0 ? c.target_utilization : 0.85;
     const char *fault = msi_config_fault(&c);
-    if (fault) {
-        if (c.log) {
-            c.log(MS_LOG_ERROR, "create", fault, c.log_user);
-        }
-        return MS_RESULT_INVALID;
+    if (fault && c.log) {
+        c.log(MS_LOG_ERROR, "create", fault, c.log_user);
     }
-    ms_model *m = (ms_model *)msi_alloc_zeroed(&c.allocator, sizeof *m);
-    if (!m) {
-        return MS_RESULT_OUT_OF_MEMORY;
-    }
-    m->config = c;
-    m->device = c.backend.open ? NULL : c.backend.user;
-    if (c.backend.open && !c.dry_run && !msi_open(m)) {
-        msi_release(&c.allocator, m, sizeof *m);
-        return MS_RESULT_BACKEND;
-    }
-    m->graph.loss = MSI_NONE;
-    m->run.arena = c.arena;
-    if (c.arena) {
-        c.arena->references++;
-    }
-    ms_optimizer_desc defaults;
-    memset(&defaults, 0, sizeof defaults);
-    ms_set_optimizer(m, &defaults);
-    *model = m;
-    return MS_RESULT_OK;
+    return fault ? MS_RESULT_INVALID : msi_make_model(&c, model);
 }
 
 MEMSCALE_API void ms_destroy(ms_model *model) {
-    if (!model) {
-        return;
+    if (model) {
+        msi_free_model(model);
     }
-    const ms_allocator allocator = model->config.allocator;
-    msi_graph *g = &model->graph;
-    ms_arena *arena = model->run.arena;
-    if (!model->config.dry_run) {
-        (void)msi_synchronize(model);
-    }
-    if (arena && arena->user == model) {
-        arena->user = NULL;
-    }
-    msi_plans_free(model, model->run.plan);
-    msi_store_free(model, model->run.store);
-    msi_drop_staged(model);
-    msi_timing_free(&allocator, model->run.timing);
-    MSI_LIST_FREE(char, &allocator, g->names);
-    MSI_LIST_FREE(msi_tensor, &allocator, g->tensors);
-    MSI_LIST_FREE(msi_layer, &allocator, g->layers);
-    MSI_LIST_FREE(uint32_t, &allocator, g->operands);
-    MSI_LIST_FREE(uint16_t, &allocator, g->masks);
-    if (model->config.backend.close && !model->config.dry_run) {
-        model->config.backend.close(model->device);
-    }
-    msi_release(&allocator, model, sizeof *model);
-    msi_arena_leave(arena);
 }
 
 MEMSCALE_API const char *ms_last_error(const ms_model *model) {
     return model ? model->errors.text
                  : "there is no model: ms_create had no memory, its config is out of range, or its "
-                   "backend could not be opened; config.log is told which";
+                   "backend could not be opened; the reason went to config.log";
 }
 
 MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) {
@@ -14121,65 +14999,15 @@ MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) 
         return msi_fail_argument(model, "ms_hardware_report", "an argument is NULL");
     }
     memset(report, 0, sizeof *report);
-    if (model->run.busy || model->run.recording) {
-        return msi_fail(model, MS_RESULT_ORDER, "ms_hardware_report: called from a callback");
-    }
-    model->config.backend.hardware(model->config.backend.user, report);
-    if (!model->sources.reported.is_measured) {
-        ms_result result = model->config.dry_run ? MS_RESULT_OK : msi_synchronize(model);
-        result = result == MS_RESULT_OK ? msi_measure(model, report) : result;
-        model->sources.reported = *report;
-        return result;
-    }
-    msi_take_speeds(report, &model->sources.reported);
-    return MS_RESULT_OK;
-}
-
-MEMSCALE_API const ms_hardware *ms_hardware_at(uint32_t number) {
-    return number < sizeof msi_devices / sizeof msi_devices[0] ? &msi_devices[number] : NULL;
-}
-
-MEMSCALE_API const ms_hardware *ms_hardware_find(const char *name) {
-    const ms_hardware *device = NULL;
-    for (uint32_t i = 0; name && name[0] && (device = ms_hardware_at(i)) != NULL; i++) {
-        if (msi_has_part(device->name, name)) {
-            return device;
-        }
-    }
-    return NULL;
-}
-
-/* What is wrong with a description of a device, or NULL. */
-static const char *msi_hardware_fault(const ms_hardware *hardware) {
-    ms_hardware h = *hardware;
-    for (int i = 0; i < MSI_SPEED_COUNT; i++) {
-        if (!msi_is_speed(i, *msi_speed(&h, i))) {
-            return "a speed is negative, not finite, or beyond all machines";
-        }
-    }
-    return (unsigned)h.kind > MS_DEVICE_INTEGRATED         ? "there is no such kind of device"
-           : !memchr(h.name, 0, sizeof h.name)             ? "its name has no end"
-           : h.total_bytes && h.free_bytes > h.total_bytes ? "more memory is free than there is"
-           : h.host_total_bytes && h.host_free_bytes > h.host_total_bytes
-               ? "more host memory is free than there is"
-               : NULL;
+    return model->run.busy || model->run.recording
+               ? msi_fail(model, MS_RESULT_ORDER, "ms_hardware_report: called from a callback")
+               : msi_report_hardware(model, report);
 }
 
 MEMSCALE_API void ms_set_hardware(ms_model *model, const ms_hardware *hardware) {
-    if (!model) {
-        return;
+    if (model && msi_check_hardware(model, hardware)) {
+        msi_use_hardware(model, hardware);
     }
-    const char *fault = hardware ? msi_hardware_fault(hardware) : NULL;
-    if (fault) {
-        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_hardware: %s", fault);
-        return;
-    }
-    memset(&model->sources.given, 0, sizeof model->sources.given);
-    if (hardware) {
-        model->sources.given = *hardware;
-    }
-    model->sources.is_given = hardware != NULL;
-    model->wrapped.changed = true;
 }
 
 MEMSCALE_API void *ms_stream(const ms_model *model) {
@@ -14190,29 +15018,9 @@ MEMSCALE_API ms_result ms_synchronize(ms_model *model) {
     if (!model) {
         return MS_RESULT_INVALID;
     }
-    if (model->run.busy) {
-        return msi_fail(model, MS_RESULT_ORDER, "ms_synchronize: called from a callback");
-    }
-    if (model->config.dry_run) {
-        return MS_RESULT_OK;
-    }
-    if (!model->run.store) {
-        return msi_synchronize(model);
-    }
-    const ms_result result =
-        model->run.verdict != MSI_VERDICT_NONE ? msi_conclude(model, NULL) : msi_report_halt(model);
-    return result == MS_RESULT_OK ? msi_settle_steps(model) : result;
-}
-
-/* Checks and adds a tensor. */
-static ms_tensor msi_register_tensor(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
-                                     const ms_shape *shape) {
-    const ms_tensor none = {0};
-    name = name ? name : "";
-    return msi_registering(m, msi_kind_names[kind], name) &&
-                   msi_check_shape(m, kind, name, dtype, shape)
-               ? msi_add_tensor(m, kind, name, dtype, shape)
-               : none;
+    return model->run.busy
+               ? msi_fail(model, MS_RESULT_ORDER, "ms_synchronize: called from a callback")
+               : msi_await_steps(model);
 }
 
 MEMSCALE_API ms_tensor ms_input(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape) {
@@ -14240,86 +15048,27 @@ MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name, ms_dtype dtyp
 MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size, int64_t largest) {
     const ms_axis none = {0};
     name = name ? name : "";
-    if (!msi_registering(model, "axis", name)) {
-        return none;
-    }
-    msi_graph *g = &model->graph;
-    if (size < 1 || largest < size || g->axis_count == MS_LIMIT_AXES) {
-        MSI_STICK(model, MS_RESULT_INVALID,
-                  "axis \"%s\": size %lld, largest %lld, %u axes so far: the size must be at least "
-                  "1, the largest no smaller, and there are %d axes at most",
-                  name, (long long)size, (long long)largest, (unsigned)g->axis_count,
-                  MS_LIMIT_AXES);
-        return none;
-    }
-    if (!msi_add_name(model, name, &g->axes[g->axis_count].name)) {
-        return none;
-    }
-    g->axes[g->axis_count].size = size;
-    g->axes[g->axis_count].largest = largest;
-    const ms_axis axis = {++g->axis_count};
-    return axis;
+    return msi_registering(model, "axis", name) && msi_check_axis(model, name, size, largest)
+               ? msi_add_axis(model, name, size, largest)
+               : none;
 }
 
 MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc) {
     const ms_layer none = {0};
-    const char *name = desc && desc->name ? desc->name : "";
-    if (!msi_registering(model, "layer", name)) {
+    if (!msi_registering(model, "layer", desc && desc->name ? desc->name : "")) {
         return none;
     }
     if (!desc) {
         MSI_STICK(model, MS_RESULT_INVALID, "ms_register_layer: desc is NULL");
         return none;
     }
-    char numbered[32];
-    snprintf(numbered, sizeof numbered, "layer %u", (unsigned)model->graph.layers.count);
-    name = desc->name ? desc->name : numbered;
-    ms_layer_desc clipped = *desc;
-    uint8_t count[MSI_GROUP_COUNT];
-    msi_count_slots(desc, count);
-    msi_clip_masks(&clipped, count);
-    return msi_check_layer(model, name, &clipped, count) ? msi_add_layer(model, name, &clipped)
-                                                         : none;
+    return msi_register_layer(model, desc);
 }
 
 MEMSCALE_API void ms_refuse(ms_model *model, const char *reason) {
     if (model) {
         MSI_STICK(model, MS_RESULT_INVALID, "%s", reason ? reason : "refused");
     }
-}
-
-/* The activation that a setter is given; MSI_NONE and an error that sticks if it is none. */
-static uint32_t msi_activation_index(ms_model *model, const char *function, ms_tensor tensor) {
-    if (!msi_registering(model, function, model ? msi_handle_name(model, tensor) : "")) {
-        return MSI_NONE;
-    }
-    const uint32_t t = msi_value_index(model, tensor);
-    if (t == MSI_NONE || model->graph.tensors.items[t].kind != MSI_KIND_ACTIVATION ||
-        model->graph.tensors.items[t].producer == MSI_NONE) {
-        MSI_STICK(model, MS_RESULT_INVALID, "%s: tensor \"%s\" is not the output of a layer",
-                  function, t == MSI_NONE ? "?" : msi_tensor_name(model, t));
-        return MSI_NONE;
-    }
-    return t;
-}
-
-/* The tensor of one of two kinds that a setter is given, or NULL and an error that sticks. */
-static msi_tensor *msi_tensor_of(ms_model *model, const char *function, ms_tensor tensor,
-                                 msi_kind kind, msi_kind other) {
-    if (!msi_registering(model, function, model ? msi_handle_name(model, tensor) : "")) {
-        return NULL;
-    }
-    const uint32_t t = msi_value_index(model, tensor);
-    msi_tensor *found = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
-    if (!found || (found->kind != kind && found->kind != other)) {
-        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is %s, and no %s%s%s", function,
-                  found ? msi_name(model, found->name) : "?",
-                  found ? msi_kind_names[found->kind] : "no tensor of this model",
-                  msi_kind_names[kind], kind == other ? "" : " or ",
-                  kind == other ? "" : msi_kind_names[other]);
-        return NULL;
-    }
-    return found;
 }
 
 MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor) {
@@ -14337,84 +15086,33 @@ MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor) {
     }
 }
 
-/* Notes an error of ms_borrow; before there is a plan it sticks. */
-static ms_result msi_refuse_loan(ms_model *m, ms_result result, const char *name,
-                                 const char *reason) {
-    (void)msi_fail(m, result, "ms_borrow: \"%s\" %s", name, reason);
-    if (m->errors.sticky == MS_RESULT_OK) {
-        msi_stick(m, result);
-    }
-    return result;
-}
-
 MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory) {
     if (!model) {
         return MS_RESULT_INVALID;
     }
     const uint32_t t = msi_index(model, tensor);
-    const msi_role role = msi_role_of(tensor);
     if (t == MSI_NONE || !memory) {
-        return msi_refuse_loan(model, MS_RESULT_INVALID,
-                               t == MSI_NONE ? "?" : msi_tensor_name(model, t),
+        return msi_refuse_loan(model, MS_RESULT_INVALID, msi_handle_name(model, tensor),
                                memory ? "is no tensor of this model" : "is given no memory (NULL)");
     }
-    msi_tensor *found = &model->graph.tensors.items[t];
-    if (!msi_is_resident(found) || (role != MSI_ROLE_VALUE && found->kind != MSI_KIND_PARAM)) {
-        return msi_refuse_loan(model, MS_RESULT_INVALID, msi_tensor_name(model, t),
-                               "does not live between steps; inputs, params, buffers, gradients of "
-                               "params and optimizer state can be borrowed");
+    const ms_result result = msi_check_loan(model, t, msi_role_of(tensor));
+    if (result == MS_RESULT_OK) {
+        msi_borrow(model, t, msi_role_of(tensor), memory);
     }
-    if (model->run.stage == MSI_STAGE_BACKWARD) {
-        return msi_refuse_loan(
-            model, MS_RESULT_ORDER, msi_tensor_name(model, t),
-            "is lent between ms_backward and ms_update; complete the step first");
-    }
-    if (model->run.busy || (model->run.plan && !msi_is_borrowed(found, role))) {
-        return msi_refuse_loan(model, MS_RESULT_ORDER, msi_tensor_name(model, t),
-                               model->run.busy
-                                   ? "is lent in a callback; lend it between steps"
-                                   : "was not borrowed when the model was wrapped; lend it "
-                                     "before ms_wrap");
-    }
-    if (!msi_is_borrowed(found, role)) {
-        msi_release(&model->config.allocator, found->memory[role], found->largest_bytes);
-        found->borrowed = (uint8_t)(found->borrowed | 1u << role);
-    }
-    model->run.epoch += found->memory[role] != memory;
-    found->memory[role] = memory;
-    for (uint32_t i = 0; model->run.store && i < model->run.store->residents.count; i++) {
-        msi_resident *resident = &model->run.store->residents.items[i];
-        if (resident->tensor == t && resident->role == role && resident->borrowed) {
-            resident->address = memory;
-        }
-    }
-    if (model->run.stage == MSI_STAGE_FORWARD) {
-        model->run.stage = MSI_STAGE_IDLE; // backward would see another value than forward did
-    }
-    return MS_RESULT_OK;
+    return result;
 }
 
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
-    const uint32_t t = msi_activation_index(model, "ms_set_loss", loss);
-    if (t == MSI_NONE) {
-        return;
+    const uint32_t t = msi_loss_index(model, loss);
+    if (t != MSI_NONE) {
+        model->graph.loss = t;
     }
-    if (model->graph.tensors.items[t].view.dtype != MS_DTYPE_F32) {
-        MSI_STICK(model, MS_RESULT_INVALID, "loss \"%s\" has dtype %s; a loss is f32",
-                  msi_tensor_name(model, t),
-                  ms_dtype_name(model->graph.tensors.items[t].view.dtype));
-        return;
-    }
-    model->graph.loss = t;
 }
 
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor) {
-    if (model && isfinite(factor)) {
+    if (msi_check_finite(model, "ms_set_loss_factor", NULL, factor)) {
         model->run.epoch += model->loss_factor != factor;
         model->loss_factor = factor;
-    } else if (model) {
-        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_loss_factor: %g; it must be a finite number",
-                  (double)factor);
     }
 }
 
@@ -14432,101 +15130,23 @@ MEMSCALE_API void ms_add_eval_output(ms_model *model, ms_tensor tensor) {
     }
 }
 
-/* From 0 to below 1; a NaN is not. */
-static bool msi_is_share(float value) {
-    return value >= 0.0f && value < 1.0f;
-}
-
-static float msi_or(float value, float otherwise) {
-    return value != 0.0f ? value : otherwise;
-}
-
-/* What does not go together in an optimizer, or NULL. */
-static const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
-    if (!desc) {
-        return "desc is NULL";
-    }
-    if ((unsigned)desc->kind > MS_OPTIMIZER_NONE) {
-        return "no such kind";
-    }
-    const bool custom = desc->kind == MS_OPTIMIZER_CUSTOM;
-    if (custom != (desc->update != NULL)) {
-        return custom ? "MS_OPTIMIZER_CUSTOM needs an update callback"
-                      : "an update callback is for MS_OPTIMIZER_CUSTOM alone";
-    }
-    if (!custom && desc->state_count != 0) {
-        return "state_count is for MS_OPTIMIZER_CUSTOM alone";
-    }
-    return desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
-               ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
-               : NULL;
-}
-
 MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc) {
-    if (!msi_registering(model, "ms_set_optimizer", "")) {
-        return;
+    if (msi_registering(model, "ms_set_optimizer", "") && msi_check_optimizer(model, desc)) {
+        msi_use_optimizer(model, desc);
     }
-    const char *fault = msi_optimizer_fault(desc);
-    if (fault) {
-        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_optimizer: %s", fault);
-        return;
-    }
-    if (desc->state_count > MS_LIMIT_OPTIMIZER_STATE) {
-        MSI_STICK(model, MS_RESULT_INVALID,
-                  "ms_set_optimizer: state_count is %u; a param has %d tensors of state at most",
-                  (unsigned)desc->state_count, MS_LIMIT_OPTIMIZER_STATE);
-        return;
-    }
-    if (!msi_is_share(desc->beta1) || !msi_is_share(desc->beta2) || !msi_is_share(desc->momentum) ||
-        !(desc->epsilon >= 0.0f) || !isfinite(desc->learning_rate) ||
-        !isfinite(desc->weight_decay) || !(desc->grad_clip_norm >= 0.0f) ||
-        !isfinite(desc->grad_clip_norm)) {
-        MSI_STICK(
-            model, MS_RESULT_INVALID,
-            "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g, clip norm "
-            "%g: all must be finite, betas and momentum at least 0 and below 1, epsilon and norm "
-            "not negative",
-            (double)desc->learning_rate, (double)desc->weight_decay, (double)desc->beta1,
-            (double)desc->beta2, (double)desc->momentum, (double)desc->epsilon,
-            (double)desc->grad_clip_norm);
-        return;
-    }
-    model->optimizer = *desc;
-    model->optimizer.learning_rate = msi_or(desc->learning_rate, 0.001f);
-    model->optimizer.beta1 = msi_or(desc->beta1, 0.9f);
-    model->optimizer.beta2 = msi_or(desc->beta2, 0.999f);
-    model->optimizer.epsilon = msi_or(desc->epsilon, 1e-8f);
 }
 
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate) {
-    if (model && isfinite(learning_rate)) {
+    if (msi_check_finite(model, "ms_set_learning_rate", NULL, learning_rate)) {
         model->optimizer.learning_rate = learning_rate;
-    } else if (model) {
-        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_learning_rate: %g; it must be a finite number",
-                  (double)learning_rate);
     }
-}
-
-static msi_tensor *msi_param_of(ms_model *model, const char *function, ms_tensor param) {
-    const uint32_t t = model ? msi_value_index(model, param) : MSI_NONE;
-    if (t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM) {
-        return &model->graph.tensors.items[t];
-    }
-    if (model) {
-        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is not a param", function,
-                  t == MSI_NONE ? "?" : msi_tensor_name(model, t));
-    }
-    return NULL;
 }
 
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay) {
-    msi_tensor *t = msi_param_of(model, "ms_set_weight_decay", param);
-    if (t && isfinite(weight_decay)) {
+    static const char *const function = "ms_set_weight_decay";
+    msi_tensor *t = msi_param_of(model, function, param);
+    if (t && msi_check_finite(model, function, msi_name(model, t->name), weight_decay)) {
         t->weight_decay = weight_decay;
-    } else if (t) {
-        MSI_STICK(model, MS_RESULT_INVALID,
-                  "ms_set_weight_decay of \"%s\": %g; it must be a finite number",
-                  msi_name(model, t->name), (double)weight_decay);
     }
 }
 
@@ -14551,89 +15171,33 @@ MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count) {
     }
 }
 
-/* Whether a technique and a switch are among those that there are. */
-static bool msi_check_technique(ms_model *m, const char *function, ms_technique technique,
-                                ms_switch force) {
-    if ((unsigned)technique < MS_TECHNIQUE_COUNT && (unsigned)force <= MS_SWITCH_OFF) {
-        return true;
-    }
-    MSI_STICK(m, MS_RESULT_INVALID, "%s: there is no technique %d or no switch %d", function,
-              (int)technique, (int)force);
-    return false;
-}
-
 MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
                                          ms_switch force) {
     static const char *const function = "ms_set_layer_technique";
-    if (!model || !msi_check_technique(model, function, technique, force)) {
-        return;
+    const msi_layer *l = msi_check_technique(model, function, technique, force)
+                             ? msi_layer_of(model, function, layer)
+                             : NULL;
+    if (l) {
+        msi_set_on_layer(model, l, technique, force);
     }
-    msi_graph *g = &model->graph;
-    if (layer.id - 1 >= g->layers.count) {
-        MSI_STICK(model, MS_RESULT_INVALID, "%s: layer %u is no layer of this model", function,
-                  (unsigned)layer.id);
-        return;
-    }
-    const msi_layer *l = &g->layers.items[layer.id - 1];
-    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
-        const uint32_t *operands = msi_group(g, l, group);
-        for (uint32_t k = 0; k < l->count[group]; k++) {
-            msi_tensor *t = operands[k] == MSI_NONE ? NULL : &g->tensors.items[operands[k]];
-            if (t && (msi_technique_kinds[technique] >> t->kind & 1)) {
-                t->technique[technique] = (uint8_t)force;
-            }
-        }
-    }
-    model->wrapped.changed = true;
 }
 
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
                                           ms_switch force) {
-    static const char *const function = "ms_set_tensor_technique";
-    if (!model || !msi_check_technique(model, function, technique, force)) {
-        return;
+    const uint32_t t = msi_check_technique(model, "ms_set_tensor_technique", technique, force)
+                           ? msi_technique_index(model, tensor, technique)
+                           : MSI_NONE;
+    if (t != MSI_NONE) {
+        model->graph.tensors.items[t].technique[technique] = (uint8_t)force;
+        model->wrapped.changed = true;
     }
-    static const char *const needed[] = {"activation or saved tensor, which alone are recomputed",
-                                         "param, which alone are updated",
-                                         "param, activation or saved tensor",
-                                         "activation or saved tensor",
-                                         "param, activation or saved tensor",
-                                         "param, which alone have optimizer state"};
-    const uint32_t t = msi_value_index(model, tensor);
-    const msi_kind kind = t == MSI_NONE ? MSI_KIND_INPUT : model->graph.tensors.items[t].kind;
-    if (!(msi_technique_kinds[technique] >> kind & 1)) {
-        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is no %s", function,
-                  t == MSI_NONE ? "?" : msi_tensor_name(model, t), needed[technique]);
-        return;
-    }
-    model->graph.tensors.items[t].technique[technique] = (uint8_t)force;
-    model->wrapped.changed = true;
 }
 
 MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_layer_time *time) {
-    if (!model) {
-        return;
+    msi_layer *l = msi_layer_of(model, "ms_set_layer_time", layer);
+    if (l && msi_check_layer_time(model, l, time)) {
+        msi_set_layer_time(model, l, time);
     }
-    msi_graph *g = &model->graph;
-    if (layer.id - 1 >= g->layers.count) {
-        MSI_STICK(model, MS_RESULT_INVALID, "ms_set_layer_time: layer %u is no layer of this model",
-                  (unsigned)layer.id);
-        return;
-    }
-    if (time && (!msi_is_time(time->forward_us) || !msi_is_time(time->backward_us) ||
-                 !msi_is_time(time->recompute_us))) {
-        MSI_STICK(model, MS_RESULT_INVALID,
-                  "ms_set_layer_time: layer \"%s\": a time is negative, not finite, or beyond %g",
-                  msi_layer_name(model, layer.id - 1), msi_most_us);
-        return;
-    }
-    msi_layer *l = &g->layers.items[layer.id - 1];
-    memset(&l->known, 0, sizeof l->known);
-    if (time) {
-        l->known = *time;
-    }
-    l->known_elements = msi_output_elements(g, l);
-    model->wrapped.changed = true;
 }
 
 MEMSCALE_API ms_result ms_profile_save(const ms_model *model, ms_text_fn write, void *user) {
@@ -14652,12 +15216,7 @@ MEMSCALE_API ms_result ms_profile_load(ms_model *model, const char *text, size_t
     if (!model || (!text && length)) {
         return msi_fail_argument(model, "ms_profile_load", "an argument is NULL");
     }
-    const ms_result result = msi_read_profile(model, text ? text : "", length, false);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    model->wrapped.changed = true;
-    return msi_read_profile(model, text, length, true);
+    return msi_load_profile(model, text ? text : "", length);
 }
 
 MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
@@ -14684,19 +15243,8 @@ MEMSCALE_API ms_result ms_reshape(ms_model *model, const int64_t *sizes) {
     if (!model || !sizes) {
         return msi_fail_argument(model, "ms_reshape", "an argument is NULL");
     }
-    const msi_graph *g = &model->graph;
-    if (g->axis_count == 0) {
-        return msi_fail_argument(model, "ms_reshape", "the model has no axes: see ms_add_axis");
-    }
-    for (uint32_t a = 0; a < g->axis_count; a++) {
-        if (sizes[a] < 1 || sizes[a] > g->axes[a].largest) {
-            return msi_fail(model, MS_RESULT_INVALID,
-                            "ms_reshape: axis \"%s\" cannot have size %lld: 1 to %lld was declared",
-                            msi_name(model, g->axes[a].name), (long long)sizes[a],
-                            (long long)g->axes[a].largest);
-        }
-    }
-    const ms_result result = msi_check_between_steps(model, "ms_reshape");
+    ms_result result = msi_check_sizes(model, sizes);
+    result = result == MS_RESULT_OK ? msi_check_between_steps(model, "ms_reshape") : result;
     return result == MS_RESULT_OK ? msi_reshape(model, sizes) : result;
 }
 
@@ -14711,138 +15259,15 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage) {
     return false;
 }
 
-/* Checks the arguments of ms_write and ms_read; the index of the tensor, or MSI_NONE. */
-static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor tensor,
-                                   const void *data) {
-    const uint32_t t = m ? msi_index(m, tensor) : MSI_NONE;
-    const bool is_state = msi_role_of(tensor) >= MSI_ROLE_STATE0;
-    if (t == MSI_NONE || !data || (is_state && m->graph.tensors.items[t].kind != MSI_KIND_PARAM)) {
-        if (m && data && m->errors.sticky != MS_RESULT_OK) {
-            (void)msi_fail(m, MS_RESULT_INVALID, "%s: a registration before has failed: %s",
-                           function, m->errors.sticky_text);
-            return MSI_NONE;
-        }
-        (void)msi_fail_argument(m, function,
-                                data ? "no such tensor in this model" : "data is NULL");
-        return MSI_NONE;
-    }
-    return t;
-}
-
-/* An input is staged, and goes to the device behind what is enqueued. A tensor on the host may be
-   read by what is. */
-static ms_result msi_write(ms_model *m, const msi_resident *resident, const void *data,
-                           uint64_t bytes) {
-    ms_result result = MS_RESULT_OK;
-    m->run.epoch += resident->on_host; // a callback may have read it for a recording
-    if (resident->event == MSI_NONE) {
-        result = resident->on_host ? msi_synchronize(m) : MS_RESULT_OK;
-        return result == MS_RESULT_OK
-                   ? msi_copy(m, resident->address, resident->on_host, data, true, bytes)
-                   : result;
-    }
-    uint8_t *staging = msi_step_on_host(m) + resident->staging;
-    result = msi_wait_on_host(m, resident->event);
-    if (result == MS_RESULT_OK) {
-        memcpy(staging, data, (size_t)bytes);
-        result = msi_copy_in(m, resident->address, staging, bytes, resident->event);
-    }
-    return result;
-}
-
 MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data) {
     const uint32_t t = msi_transfer_index(model, "ms_write", tensor, data);
-    if (t == MSI_NONE) {
-        return MS_RESULT_INVALID;
-    }
-    msi_tensor *target = &model->graph.tensors.items[t];
-    const msi_role role = msi_role_of(tensor);
-    if (!msi_is_resident(target) || (role == MSI_ROLE_GRADIENT && !msi_is_borrowed(target, role))) {
-        return msi_fail(
-            model, MS_RESULT_INVALID,
-            "ms_write: the %s \"%s\" does not live between steps; inputs, params, buffers "
-            "and optimizer state do, and what is borrowed",
-            msi_role_name(role), msi_tensor_name(model, t));
-    }
-    if (model->config.dry_run) {
-        return msi_fail(model, MS_RESULT_DRY_RUN, "ms_write: a dry run has no memory for \"%s\"",
-                        msi_tensor_name(model, t));
-    }
-    if (model->run.busy) {
-        return msi_fail(model, MS_RESULT_ORDER, "ms_write: called from a callback of a layer");
-    }
-    if (model->run.plan) {
-        const msi_resident *resident = msi_find_resident(model->run.store, t, role);
-        if (!resident) {
-            return msi_fail(model, MS_RESULT_INVALID, "ms_write: \"%s\" has no such state",
-                            msi_tensor_name(model, t));
-        }
-        if (model->run.stage == MSI_STAGE_FORWARD) {
-            model->run.stage = MSI_STAGE_IDLE; // backward would see another value than forward did
-        }
-        return msi_write(model, resident, data, target->bytes);
-    }
-    void **memory = &target->memory[role];
-    const bool on_device = msi_is_borrowed(target, role) && !target->on_host;
-    if (!*memory) {
-        *memory = msi_alloc_zeroed(&model->config.allocator, target->largest_bytes);
-    }
-    if (!*memory) {
-        return msi_fail_memory(model, msi_tensor_name(model, t), target->largest_bytes);
-    }
-    return msi_copy(model, *memory, !on_device, data, true, target->bytes);
-}
-
-static const char *msi_read_cure(const ms_model *m, uint32_t t, msi_role role) {
-    if (role == MSI_ROLE_GRADIENT) {
-        return "it stands from ms_backward to its update (early_update = MS_SWITCH_OFF: to "
-               "ms_update; MS_OPTIMIZER_NONE: to the next pass)";
-    }
-    if (role != MSI_ROLE_VALUE) {
-        return "a param that is frozen, or that the loss does not depend on, has none";
-    }
-    return t == m->graph.loss ? "run ms_step, ms_forward or ms_eval first"
-           : m->graph.tensors.items[t].kind == MSI_KIND_SAVED
-               ? "a saved tensor is between forward and backward alone"
-               : "ms_add_output keeps an activation";
-}
-
-/* A value before there is a plan: as it was written, or zeros. */
-static ms_result msi_read_written(ms_model *m, const msi_tensor *t, msi_role role, void *data) {
-    if (t->memory[role]) {
-        const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
-        return msi_copy(m, data, true, t->memory[role], !on_device, t->bytes);
-    }
-    memset(data, 0, (size_t)t->bytes);
-    return MS_RESULT_OK;
+    return t == MSI_NONE ? MS_RESULT_INVALID
+                         : msi_write_tensor(model, t, msi_role_of(tensor), data);
 }
 
 MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
     const uint32_t t = msi_transfer_index(model, "ms_read", tensor, data);
-    if (t == MSI_NONE) {
-        return MS_RESULT_INVALID;
-    }
-    const msi_tensor *source = &model->graph.tensors.items[t];
-    const msi_role role = msi_role_of(tensor);
-    if (model->config.dry_run) {
-        return msi_fail(model, MS_RESULT_DRY_RUN, "ms_read: a dry run has no memory for \"%s\"",
-                        msi_tensor_name(model, t));
-    }
-    const bool fixed =
-        msi_is_resident(source) && (role != MSI_ROLE_GRADIENT || msi_is_borrowed(source, role));
-    if (fixed && !model->run.plan) {
-        return msi_read_written(model, source, role, data);
-    }
-    const void *address = model->run.plan ? msi_live_address(model, t, role) : NULL;
-    if (!address) {
-        return msi_fail(model, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory here; %s",
-                        msi_role_name(role), msi_tensor_name(model, t),
-                        msi_read_cure(model, t, role));
-    }
-    const bool on_host = msi_is_resident(source) && source->on_host;
-    const ms_result result = on_host ? msi_synchronize(model) : MS_RESULT_OK; // it may be written
-    return result == MS_RESULT_OK ? msi_copy(model, data, true, address, on_host, source->bytes)
-                                  : result;
+    return t == MSI_NONE ? MS_RESULT_INVALID : msi_read_tensor(model, t, msi_role_of(tensor), data);
 }
 
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
@@ -14856,12 +15281,9 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_value_index(model, tensor) : MSI_NONE;
     const ms_tensor none = {0};
-    if (t == MSI_NONE || !msi_is_float(model->graph.tensors.items[t].view.dtype)) {
-        return none;
-    }
-    const msi_kind kind = model->graph.tensors.items[t].kind;
-    return kind == MSI_KIND_PARAM || kind == MSI_KIND_ACTIVATION ? msi_handle(t, MSI_ROLE_GRADIENT)
-                                                                 : none;
+    return t != MSI_NONE && msi_has_gradient(&model->graph.tensors.items[t])
+               ? msi_handle(t, MSI_ROLE_GRADIENT)
+               : none;
 }
 
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index) {
@@ -14890,86 +15312,28 @@ MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor) {
     return t == MSI_NONE ? 0 : model->graph.tensors.items[t].bytes;
 }
 
-/* Forward of a program. Only who wants the loss of an asynchronous device waits for it. */
-static ms_result msi_forward(ms_model *m, const msi_program *p, double *loss) {
-    const bool asynchronous = m->config.backend.is_asynchronous;
-    ms_result result = msi_start(m, p);
-    result = result == MS_RESULT_OK ? msi_run_forward(m) : result;
-    if (result != MS_RESULT_OK || (asynchronous && !loss)) {
-        return result;
-    }
-    return msi_conclude(m, loss);
-}
-
 MEMSCALE_API ms_result ms_forward(ms_model *model, double *loss) {
     if (!model) {
         return MS_RESULT_INVALID;
     }
-    ms_result result = msi_begin_step(model, "ms_forward");
-    result = result == MS_RESULT_OK ? msi_forward(model, &model->run.plan->train, loss) : result;
-    model->run.stage = result == MS_RESULT_OK ? MSI_STAGE_FORWARD : model->run.stage;
-    return result;
+    const ms_result result = msi_begin_step(model, "ms_forward");
+    return result == MS_RESULT_OK ? msi_forward(model, &model->run.plan->train, loss) : result;
 }
 
 MEMSCALE_API ms_result ms_backward(ms_model *model) {
-    if (!model) {
-        return MS_RESULT_INVALID;
-    }
-    const ms_result result = msi_check_ready(model, "ms_backward");
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    if (model->run.stage == MSI_STAGE_FORWARD && !msi_owns_arena(model)) {
-        return msi_fail(model, MS_RESULT_ORDER,
-                        "ms_backward: another model has used the shared arena since ms_forward: "
-                        "call ms_forward again");
-    }
-    if (model->run.stage != MSI_STAGE_FORWARD) {
-        return msi_fail(model, MS_RESULT_ORDER,
-                        "ms_backward: call ms_forward first (a ms_write after it ends the step)");
-    }
-    return msi_finish_backward(model);
+    return model ? msi_backward(model) : MS_RESULT_INVALID;
 }
 
 MEMSCALE_API ms_result ms_update(ms_model *model) {
-    if (!model) {
-        return MS_RESULT_INVALID;
-    }
-    if (model->run.stage == MSI_STAGE_BACKWARD && !model->run.busy && msi_owns_arena(model)) {
-        return msi_finish_update(model);
-    }
-    const ms_result result = msi_check_ready(model, "ms_update");
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    if (model->run.stage == MSI_STAGE_BACKWARD) {
-        return msi_fail(model, MS_RESULT_ORDER,
-                        "ms_update: another model has used the shared arena since ms_backward");
-    }
-    return msi_fail(
-        model, MS_RESULT_ORDER,
-        "ms_update: call ms_backward first; %u of the %u micro-batches of this step are "
-        "done",
-        (unsigned)model->run.micro, (unsigned)model->run.store->micro_count);
+    return model ? msi_update(model) : MS_RESULT_INVALID;
 }
 
 MEMSCALE_API ms_result ms_step(ms_model *model, double *loss) {
     if (!model) {
         return MS_RESULT_INVALID;
     }
-    ms_result result = msi_begin_step(model, "ms_step");
-    result = result == MS_RESULT_OK ? msi_start(model, &model->run.plan->train) : result;
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    result = model->config.cuda_graph ? msi_replay(model) : msi_run_step(model);
-    if (result == MS_RESULT_OK && model->config.backend.is_asynchronous) {
-        return loss ? msi_conclude(model, loss) : result;
-    }
-    if (loss) {
-        *loss = msi_verdict(model, false)->loss;
-    }
-    return result;
+    const ms_result result = msi_begin_step(model, "ms_step");
+    return result == MS_RESULT_OK ? msi_step(model, loss) : result;
 }
 
 MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
@@ -14986,151 +15350,28 @@ MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *
         return msi_fail_argument(model, "ms_verify", "an argument is NULL");
     }
     memset(report, 0, sizeof *report);
-    ms_result result = msi_check_ready(model, "ms_verify");
-    if (result == MS_RESULT_OK && (model->run.stage != MSI_STAGE_IDLE || model->wrapped.changed)) {
-        return msi_fail(model, MS_RESULT_ORDER, "ms_verify: %s",
-                        model->wrapped.changed
-                            ? "something was set since ms_wrap that asks for a new "
-                              "plan: call ms_wrap first"
-                            : "a step is under way: complete it with ms_backward and "
-                              "ms_update first");
-    }
-    result = result == MS_RESULT_OK ? ms_synchronize(model) : result;
+    ms_result result = msi_check_verifiable(model);
+    result = result == MS_RESULT_OK ? msi_await_steps(model) : result;
     return result == MS_RESULT_OK ? msi_verify(model, visit, user, report) : result;
 }
 
 MEMSCALE_API ms_result ms_gradient_norm(ms_model *model, double *norm) {
-    if (!model || !norm) {
-        return msi_fail_argument(model, "ms_gradient_norm", "an argument is NULL");
-    }
-    const msi_program *p = model->run.plan ? &model->run.plan->train : NULL;
-    if (!p || p->norm == MSI_NONE || model->run.program != p || !msi_owns_arena(model) ||
-        model->run.position < p->instructions.count) {
-        return msi_fail(model, MS_RESULT_ORDER,
-                        "ms_gradient_norm: there is no norm here; it stands from an update with "
-                        "grad_clip_norm to the next step or eval");
-    }
-    const msi_norm *at = (const msi_norm *)msi_address(model, p, p->norm);
-    double sum;
-    const ms_result result = msi_copy(model, &sum, true, &at->sum, false, sizeof sum);
-    if (result == MS_RESULT_OK) {
-        *norm = sqrt(sum);
-    }
-    return result;
-}
-
-MEMSCALE_API ms_matrix ms_matrix_of(const ms_view *view) {
-    ms_matrix matrix;
-    memset(&matrix, 0, sizeof matrix);
-    const uint64_t count = view ? ms_shape_count(&view->shape) : 0;
-    if (count == 0) {
-        return matrix;
-    }
-    matrix.data = view->data;
-    matrix.dtype = view->dtype;
-    matrix.cols = view->shape.rank > 0 ? view->shape.dim[view->shape.rank - 1] : 1;
-    matrix.rows = (int64_t)count / matrix.cols;
-    matrix.stride = matrix.cols;
-    return matrix;
-}
-
-MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix) {
-    matrix.transposed = !matrix.transposed;
-    return matrix;
-}
-
-/* What is wrong with a matrix product, or NULL. */
-static const char *msi_gemm_fault(const ms_matrix *a, const ms_matrix *b, const ms_matrix *c) {
-    const ms_matrix *const all[] = {a, b, c};
-    const int64_t m = a->transposed ? a->cols : a->rows, k = a->transposed ? a->rows : a->cols;
-    const int64_t n = b->transposed ? b->rows : b->cols;
-    for (int i = 0; i < 3; i++) {
-        if (!all[i]->data || all[i]->rows < 1 || all[i]->cols < 1 ||
-            all[i]->stride < all[i]->cols) {
-            return "a matrix has no data, no elements, or a stride below its columns";
-        }
-        if (all[i]->count < 1 || all[i]->step < 0 || (i < 2 && all[i]->count > c->count) ||
-            (i < 2 && all[i]->count > 1 && all[i]->count < c->count)) {
-            return "a and b must count one, or as many as c";
-        }
-    }
-    if (k != (b->transposed ? b->cols : b->rows) || m != c->rows || n != c->cols || c->transposed) {
-        return "the shapes do not match";
-    }
-    const bool apart = c->step >= (c->rows - 1) * c->stride + c->cols;
-    const bool side_by_side = c->step >= c->cols && (c->count - 1) * c->step + c->cols <= c->stride;
-    return c->count > 1 && !apart && !side_by_side ? "the matrices of c overlap" : NULL;
-}
-
-typedef struct msi_matrix_text {
-    char text[128];
-} msi_matrix_text;
-
-/* "64 x 32 transposed, rows 32 apart, 3 of them 2048 apart" */
-static msi_matrix_text msi_matrix_name(const ms_matrix *x) {
-    msi_matrix_text t;
-    const int length =
-        snprintf(t.text, sizeof t.text, "%lld x %lld%s, rows %lld apart", (long long)x->rows,
-                 (long long)x->cols, x->transposed ? " transposed" : "", (long long)x->stride);
-    if (x->count != 1 && length > 0 && (size_t)length < sizeof t.text) {
-        snprintf(t.text + length, sizeof t.text - (size_t)length, ", %lld of them %lld apart",
-                 (long long)x->count, (long long)x->step);
-    }
-    return t;
-}
-
-static bool msi_is_castable(ms_dtype dtype) {
-    return dtype == MS_DTYPE_F32 || dtype == MS_DTYPE_F16 || dtype == MS_DTYPE_BF16;
+    return model && norm ? msi_gradient_norm(model, norm)
+                         : msi_fail_argument(model, "ms_gradient_norm", "an argument is NULL");
 }
 
 MEMSCALE_API ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a, ms_matrix b,
                                float beta, ms_matrix c) {
-    if (!call || !call->model) {
-        return MS_RESULT_INVALID;
-    }
-    ms_model *m = call->model;
-    a.count = a.count ? a.count : 1;
-    b.count = b.count ? b.count : 1;
-    c.count = c.count ? c.count : 1;
-    const char *fault = msi_gemm_fault(&a, &b, &c);
-    if (fault) {
-        return msi_fail(m, MS_RESULT_INVALID, "ms_gemm: %s: a is %s, b is %s, c is %s", fault,
-                        msi_matrix_name(&a).text, msi_matrix_name(&b).text,
-                        msi_matrix_name(&c).text);
-    }
-    if (!msi_is_castable(a.dtype) || a.dtype != b.dtype ||
-        (c.dtype != a.dtype && c.dtype != MS_DTYPE_F32)) {
-        return msi_fail(m, MS_RESULT_UNSUPPORTED,
-                        "ms_gemm: %s x %s -> %s; it takes two of f32, f16 or bf16 alike, and gives "
-                        "f32 or the same",
-                        ms_dtype_name(a.dtype), ms_dtype_name(b.dtype), ms_dtype_name(c.dtype));
-    }
-    const ms_backend *backend = &m->config.backend;
-    const int error = backend->gemm(m->device, alpha, &a, &b, beta, &c);
-    return error == 0 ? MS_RESULT_OK : msi_device(m, error, "gemm");
+    return call && call->model ? msi_gemm(call->model, alpha, a, b, beta, c) : MS_RESULT_INVALID;
 }
 
 MEMSCALE_API ms_result ms_cast(const ms_call *call, const ms_view *to, const ms_view *from) {
     if (!call || !call->model) {
         return MS_RESULT_INVALID;
     }
-    ms_model *m = call->model;
-    if (!to || !from || !to->data || !from->data) {
-        return msi_fail(m, MS_RESULT_INVALID, "ms_cast: a view is NULL or has no data");
-    }
-    const uint64_t count = ms_shape_count(&to->shape), given = ms_shape_count(&from->shape);
-    if (count == 0 || count != given) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_cast: %llu elements to %llu: they must be as many",
-                        (unsigned long long)given, (unsigned long long)count);
-    }
-    if (!msi_is_castable(to->dtype) || !msi_is_castable(from->dtype)) {
-        return msi_fail(m, MS_RESULT_UNSUPPORTED, "ms_cast: %s to %s; it takes f32, f16 and bf16",
-                        ms_dtype_name(from->dtype), ms_dtype_name(to->dtype));
-    }
-    const ms_backend *b = &m->config.backend;
-    return msi_device(m, b->cast(m->device, to->data, to->dtype, from->data, from->dtype, count),
-                      "cast");
+    return to && from && to->data && from->data
+               ? msi_cast(call->model, to, from)
+               : msi_fail_argument(call->model, "ms_cast", "a view is NULL or has no data");
 }
 
 /* Read-only functions cannot note an error text: the model is const. */
@@ -15621,7 +15862,7 @@ static cudaDataType_t msi_cuda_type(ms_dtype dtype) {
 
 static bool msi_cuda_fits_int(const ms_matrix *x) {
     return x->rows <= INT32_MAX && x->cols <= INT32_MAX && x->stride <= INT32_MAX &&
-           x->count <= INT32_MAX;
+           x->batch_count <= INT32_MAX;
 }
 
 static int msi_cuda_gemm(void *state, float alpha, const ms_matrix *a, const ms_matrix *b,
@@ -15638,7 +15879,7 @@ static int msi_cuda_gemm(void *state, float alpha, const ms_matrix *a, const ms_
     const cudaDataType_t type = msi_cuda_type(a->dtype), type_c = msi_cuda_type(c->dtype);
     const int m = (int)c->rows, n = (int)c->cols;
     const int k = (int)(a->transposed ? a->rows : a->cols);
-    if (c->count == 1) {
+    if (c->batch_count == 1) {
         return msi_cuda_blas_error(cublasGemmEx(cuda->blas, turn_b, turn_a, n, m, k, &alpha,
                                                 b->data, type, (int)b->stride, a->data, type,
                                                 (int)a->stride, &beta, c->data, type_c,
@@ -15646,9 +15887,9 @@ static int msi_cuda_gemm(void *state, float alpha, const ms_matrix *a, const ms_
     }
     return msi_cuda_blas_error(cublasGemmStridedBatchedEx(
         cuda->blas, turn_b, turn_a, n, m, k, &alpha, b->data, type, (int)b->stride,
-        b->count > 1 ? b->step : 0, a->data, type, (int)a->stride, a->count > 1 ? a->step : 0,
-        &beta, c->data, type_c, (int)c->stride, c->step, (int)c->count, compute,
-        CUBLAS_GEMM_DEFAULT));
+        b->batch_count > 1 ? b->batch_stride : 0, a->data, type, (int)a->stride,
+        a->batch_count > 1 ? a->batch_stride : 0, &beta, c->data, type_c, (int)c->stride,
+        c->batch_stride, (int)c->batch_count, compute, CUBLAS_GEMM_DEFAULT));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -16104,7 +16345,7 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     b.prepare = msi_cuda_prepare;
     b.copy_in = msi_cuda_copy_in;
     b.copy_out = msi_cuda_copy_out;
-    b.tell = msi_cuda_upload;
+    b.upload = msi_cuda_upload;
     b.copy = msi_cuda_copy;
     b.fill_bytes = msi_cuda_fill_bytes;
     b.fill_f32 = msi_cuda_fill_f32;

@@ -1563,15 +1563,15 @@ static int nn_group_copy(const nn_group *g, const float *x, int64_t parts, const
 /* The operands of a product. */
 static ms_matrix nn_group_matrix(const nn_group *g, nn_heads heads) {
     ms_matrix m = nn_matrix(heads.data, g->n.sequence, g->n.size, heads.stride);
-    m.count = g->heads;
-    m.step = heads.head_stride;
+    m.batch_count = g->heads;
+    m.batch_stride = heads.head_stride;
     return m;
 }
 
 static ms_matrix nn_group_square(const nn_group *g, const float *scores) {
     ms_matrix m = nn_matrix(scores, g->n.sequence, g->n.sequence, g->n.sequence);
-    m.count = g->heads;
-    m.step = g->n.sequence * g->n.sequence;
+    m.batch_count = g->heads;
+    m.batch_stride = g->n.sequence * g->n.sequence;
     return m;
 }
 
@@ -2498,8 +2498,8 @@ static ms_matrix nn_part_matrix(const float *planes, int64_t count, const nn_par
                                 const nn_window *w) {
     const int64_t image = count * nn_window_patches(w);
     ms_matrix m = nn_patch_matrix(planes + part->image * image, count, part->rows, w);
-    m.count = part->images;
-    m.step = image;
+    m.batch_count = part->images;
+    m.batch_stride = image;
     return m;
 }
 
@@ -2512,8 +2512,8 @@ static ms_matrix nn_part_columns(const float *work, const float *x, const nn_par
         return nn_part_matrix(x, w->channels, part, w);
     }
     ms_matrix m = nn_matrix(work, depth, patches, patches);
-    m.count = part->images;
-    m.step = depth * patches;
+    m.batch_count = part->images;
+    m.batch_stride = depth * patches;
     return m;
 }
 
@@ -2632,21 +2632,22 @@ static int nn_cuda_conv2d_images(const ms_call *call, nn_dest dx, const float *d
     return result;
 }
 
-/* dest: the sum of the products a * b of all a.count pairs. If there are several, the products go
+/* dest: the sum of the products a * b of all a.batch_count pairs. If there are several, the products go
    to partial first. */
 static int nn_cuda_sum_of_products(const ms_call *call, nn_dest dest, ms_matrix a, ms_matrix b,
                                    float *partial) {
-    const bool single = a.count == 1;
+    const bool single = a.batch_count == 1;
     const int64_t cols = b.transposed ? b.rows : b.cols;
     ms_matrix c = nn_matrix(single ? dest.data : partial, a.rows, cols, cols);
-    c.count = a.count;
-    c.step = a.rows * cols;
+    c.batch_count = a.batch_count;
+    c.batch_stride = a.rows * cols;
     const int result = (int)ms_gemm(call, 1.0f, a, b, single ? dest.beta : 0.0f, c);
     if (result != 0 || single) {
         return result;
     }
-    return nn_launch(call, nn_grid_of(nn_divide_up(c.step, NN_THREADS), 1, NN_THREADS), nn_k_fold,
-                     dest.data, (const float *)partial, c.count, c.step, dest.beta != 0.0f);
+    return nn_launch(call, nn_grid_of(nn_divide_up(c.batch_stride, NN_THREADS), 1, NN_THREADS),
+                     nn_k_fold, dest.data, (const float *)partial, c.batch_count, c.batch_stride,
+                     dest.beta != 0.0f);
 }
 
 /* Segments of the patches: enough to keep a GPU busy, but so few that their products take no more
@@ -2695,8 +2696,8 @@ static int nn_cuda_segments(const ms_call *call, ms_matrix *m, float *work, cons
     n.row_stride = s.patches;
     n.image_stride = nn_part_patches(part, w);
     *m = nn_matrix(work, nn_window_depth(w), s.size, s.patches);
-    m->count = s.count;
-    m->step = s.size;
+    m->batch_count = s.count;
+    m->batch_stride = s.size;
     return nn_cuda_columns(call, n);
 }
 

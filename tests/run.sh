@@ -213,6 +213,103 @@ macros() { # FLAGS PATTERN
     [ -s $checks/macros."${1:-public}" ] && ! grep -vxE "$2" $checks/macros."${1:-public}"
 }
 
+# A function calls only what is defined above it. Prints where a header names a function, public or
+# private, whose definition comes later, and where it declares a private function without a body. A
+# macro names what its text names.
+misplaced() { # HEADER
+    awk '
+        /^#endif \/\/ MEMSCALE_H/ { inside = 1; next }
+        !inside { next }
+        {
+            if (comment && !sub(/^.*\*\//, "")) { next }
+            comment = 0
+            gsub(/"([^"\\]|\\.)*"/, "0")
+            gsub(/\047([^\047\\]|\\.)\047/, "0")
+            gsub(/\/\*([^*]|\*+[^*\/])*\*+\//, " ")
+            sub(/\/\/.*/, "")
+            comment = sub(/\/\*.*/, "")
+            directive = continued || /^#/
+            continued = directive && /\\$/
+            gsub(/[^A-Za-z0-9_.>(){};]/, " ")
+            gsub(/[.>(){};]/, " & ")
+            count = split($0, words, " ")
+            for (i = 1; i <= count; i++) { word(words[i]) }
+        }
+        function word(w) {
+            if (w ~ /^msi?_[a-z0-9_]+$/ && last != "." && last != ">" && last != "struct") {
+                uses[++used] = w
+                line[used] = NR
+                if (!directive && !braces && !parens) { name = w; begins = NR }
+            }
+            last = w
+            if (directive) { return }
+            if (w == ";" && ends && name ~ /^msi_/) { print "line " NR " declares " name " without a body" }
+            if (w == "{" && ends && !(name in defined)) { defined[name] = begins }
+            if (w == "{") { braces++ }
+            if (w == "}") { braces-- }
+            if (w == "(") { parens++ }
+            if (w == ")") { parens-- }
+            ends = w == ")" && !parens && !braces && name != "" # of the parameters of a function
+            if (!braces && (w == ";" || w == "}")) { name = "" }
+        }
+        END {
+            for (i = 1; i <= used; i++) {
+                if (uses[i] in defined && line[i] < defined[uses[i]]) {
+                    print "line " line[i] " names " uses[i] ", which line " defined[uses[i]] " defines"
+                }
+            }
+        }' "$1"
+}
+
+# A copy of the header with a line after the one that has PATTERN.
+plant() { # PATTERN LINE: the path of the copy
+    local copy
+    copy=$(mktemp $checks/planted.XXXXXX)
+    awk -v pattern="$1" -v line="$2" '{ print } !done && index($0, pattern) { print line; done = 1 }
+        END { exit !done }' memscale.h > "$copy" && echo "$copy"
+}
+
+# Of planted copies, so that it is seen to find what it looks for: a call, an address, a macro, a
+# declaration.
+check_order() {
+    local line copy
+    for line in 'static void msi_planted(void) { ms_destroy(NULL); }' \
+        'static void (*const msi_planted)(ms_model *) = &msi_free_model;' \
+        '#define MSI_PLANTED(m) msi_free_model(m)' 'static void msi_free_model(ms_model *m);'; do
+        copy=$(plant '// >>names' "$line") || return 1
+        [ -n "$(misplaced "$copy")" ] || { echo "not found: $line"; return 1; }
+    done
+    ! misplaced memscale.h | grep .
+}
+
+# A switch over an enum of ours lists its cases, so that the compiler names one that is missing.
+# May stay for now: lower.
+defaults() { # HEADER
+    awk '/^\/\/ >>/ { section = $2 }
+        /^ *default:/ && section != ">>lower" { print "line " NR ", " section ": " $0 }' "$1"
+}
+
+check_switches() {
+    local copy
+    copy=$(plant '    switch (' '    default:') && [ -n "$(defaults "$copy")" ] || return 1
+    ! defaults memscale.h | grep .
+}
+
+# What a technique takes that is put in the middle of ms_technique: a row of MSI_TECHNIQUES at the
+# same place, without which nothing compiles, and which brings its name, switch, tensors, modes and
+# whether it is built to all that asks; and a case in each switch, which the compiler names.
+check_new_technique() {
+    local copy text
+    compile $CC -Wall -DMEMSCALE_IMPLEMENTATION -fsyntax-only -x c memscale.h || return 1
+    copy=$(plant '    MS_TECHNIQUE_EARLY_UPDATE,' '    MS_TECHNIQUE_PLANTED,') || return 1
+    ! text=$(compile $CC -Wall -DMEMSCALE_IMPLEMENTATION -fsyntax-only -x c "$copy" 2>&1) || return 1
+    grep -q msi_technique_rows_match <<< "$text" || { echo "without a row: $text"; return 1; }
+    sed -i 's/X(MS_TECHNIQUE_OFFLOADING,/X(MS_TECHNIQUE_PLANTED, tiling, "planted", 0, "", 0, false) &/' "$copy"
+    ! text=$(compile $CC -Wall -DMEMSCALE_IMPLEMENTATION -fsyntax-only -x c "$copy" 2>&1) || return 1
+    ! grep -q msi_technique_rows_match <<< "$text" && grep -q "MS_TECHNIQUE_PLANTED.*switch" <<< "$text" ||
+        { echo "with a row: $text"; return 1; }
+}
+
 # The command that the README gives and the one of .ci/run install the same.
 check_install() {
     local readme ci
@@ -236,6 +333,7 @@ export -f skip need build run_test run_threads run_corpus run_program compile
 export -f cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_mixed cell_sources
 export -f implementation same check_exports check_static_exports imports macros
+export -f misplaced plant check_order defaults check_switches check_new_technique
 export -f check_install check_readme_program
 
 # ---- what is checked -----------------------------------------------------------------------------
@@ -326,6 +424,9 @@ check 'imports with MEMSCALE_CBLAS' \
     '[ -n "$CBLAS" ] || skip "no CBLAS"; imports -DMEMSCALE_CBLAS "__assert_fail cblas_sgemm"'
 check 'macros of the public half' 'macros "" "MEMSCALE_[A-Z0-9_]+|MS_OPTIMIZE"'
 check 'macros of the implementation' "macros $body '(MEMSCALE|MSI)_[A-Z0-9_]+|MS_OPTIMIZE'"
+check 'a function calls only what is above it' check_order
+check 'no default in a switch over an enum' check_switches
+check 'a technique without its row or its case is an error' check_new_technique
 
 group 'documents'
 for document in memscale.h $(grep -lxE '```c(uda)?' README.md docs/*.md); do

@@ -9,7 +9,7 @@ enum { STEPS = 4 };
 
 static ms_result live(cn_net *net, const cn_how *how) {
     ms_result result = cn_create(net, how);
-    result = result == MS_RESULT_OK ? net->model->sticky : result;
+    result = result == MS_RESULT_OK ? net->model->errors.sticky : result;
     result = result == MS_RESULT_OK ? ms_wrap(net->model) : result;
     result = result == MS_RESULT_OK ? cn_write_params(net) : result;
     for (uint64_t i = 0; i < STEPS && result == MS_RESULT_OK; i++) {

@@ -118,7 +118,7 @@ static void put_checkpoint(cn_net *net, const cn_values *values) {
 static void recover(run *r, const cn_values *checkpoint) {
     cn_net *net = &r->net;
     cn_values now;
-    const bool failed = net->model->failed;
+    const bool failed = net->model->run.failed;
     take_checkpoint(net, &now);
     if (failed) {
         double loss = 0.0;
@@ -138,8 +138,8 @@ static void run_steps(run *r, uint64_t target, const char *where) {
     const uint64_t micros = net->how.micro_count ? net->how.micro_count : 1;
     cn_values checkpoint;
     enter_place(r, where);
-    while (net->model->step < target) {
-        const uint64_t step = net->model->step, micro = net->model->micro;
+    while (net->model->run.step < target) {
+        const uint64_t step = net->model->run.step, micro = net->model->run.micro;
         double loss = 0.0;
         if (micro == 0) {
             take_checkpoint(net, &checkpoint);
@@ -153,8 +153,8 @@ static void run_steps(run *r, uint64_t target, const char *where) {
         if (result != MS_RESULT_OK) {
             note_error(r, result);
         }
-        if (result != MS_RESULT_OK && net->model->step == step) {
-            assert_int_equal(net->model->micro, 0);
+        if (result != MS_RESULT_OK && net->model->run.step == step) {
+            assert_int_equal(net->model->run.micro, 0);
             recover(r, &checkpoint);
         }
     }
@@ -169,7 +169,7 @@ static ms_result create_again(run *r, const cn_how *how) {
     ms_destroy(r->net.model);
     r->net.model = NULL;
     const ms_result result = cn_create(&r->net, how);
-    return result == MS_RESULT_OK ? r->net.model->sticky : result;
+    return result == MS_RESULT_OK ? r->net.model->errors.sticky : result;
 }
 
 static ms_result make_arena(run *r, cn_how *how) {

@@ -199,7 +199,7 @@ static void wrong_devices_are_refused(void **state) {
     expect_refused(&device, "kind of device");
     device = plain_device();
     memset(device.name, 'x', sizeof device.name);
-    expect_refused(&device, "its name has no end");
+    expect_refused(&device, "its name is not terminated");
     device = plain_device();
     device.total_bytes = 5;
     device.free_bytes = 6;
@@ -851,8 +851,8 @@ static void errors_say_what_is_wrong_and_where(void **state) {
         {" 384 matmul0", "", "line 7: \"\" is no number, for elements of output"},
         {" 384 squash0", ",0 384 squash0", "line 8: "},
         {"end\n", "and\n", "line 12 does not begin with \"end\""},
-        {"end\n", "", "the text ends behind line 11, where \"end\" should follow: it is cut off"},
-        {"end\n", "end\n\n", "there is text behind line 12, the end"},
+        {"end\n", "", "the text ends after line 11, where \"end\" should follow: it is cut off"},
+        {"end\n", "end\n\n", "there is text after line 12, the end"},
         {"\nend\n", "\nend of it\n", NULL}, // a word that nobody asks for
         {"device ", "device another ", NULL},
         {"\nend\n", "\nend", NULL}};

@@ -187,8 +187,8 @@ typedef struct f_operand {
 
 /* Where element (row, col) of op(x) number `index` stands. */
 static inline int64_t f_at(const ms_matrix *x, int64_t index, int64_t row, int64_t col) {
-    const int64_t step = x->count > 1 ? x->step : 0;
-    return index * step + (x->transposed ? col * x->stride + row : row * x->stride + col);
+    const int64_t stride = x->batch_count > 1 ? x->batch_stride : 0;
+    return index * stride + (x->transposed ? col * x->stride + row : row * x->stride + col);
 }
 
 static inline ms_matrix f_matrix(const f_product *p, int which) {
@@ -200,11 +200,11 @@ static inline ms_matrix f_matrix(const f_product *p, int which) {
     x.cols = x.transposed ? rows : cols;
     x.dtype = which < 2 ? p->dtype : p->dtype_c;
     x.stride = x.cols + p->slack;
-    x.count = which < 2 && p->shared[which] ? p->slack % 2 : p->count;
-    x.step = x.rows * x.stride + 2 * p->slack;
+    x.batch_count = which < 2 && p->shared[which] ? p->slack % 2 : p->count;
+    x.batch_stride = x.rows * x.stride + 2 * p->slack;
     if (which == 2 && p->side_by_side) {
-        x.step = x.cols + p->slack;
-        x.stride = p->count * x.step;
+        x.batch_stride = x.cols + p->slack;
+        x.stride = p->count * x.batch_stride;
     }
     return x;
 }
@@ -214,7 +214,8 @@ static inline void f_make_operand(const f_product *p, int which, t_rng *rng, con
                                   f_operand *o) {
     o->matrix = f_matrix(p, which);
     const ms_matrix *x = &o->matrix;
-    o->elements = x->rows * x->stride + (x->count > 1 ? (x->count - 1) * x->step : 0) + 5;
+    o->elements =
+        x->rows * x->stride + (x->batch_count > 1 ? (x->batch_count - 1) * x->batch_stride : 0) + 5;
     assert_true(o->elements <= (int64_t)F_MOST);
     const size_t bytes = (size_t)o->elements * f_bytes(x->dtype);
     o->host = (uint8_t *)malloc(bytes);
@@ -447,13 +448,13 @@ static inline void f_check_refusals(const ms_backend *backend) {
     x[0].stride = 3;
     f_refused(m, x[0], b, c, MS_RESULT_INVALID, "stride below its columns");
     x[0] = a;
-    x[0].count = 3;
+    x[0].batch_count = 3;
     f_refused(m, x[0], b, c, MS_RESULT_INVALID, "as many as c");
     x[2] = c;
-    x[2].count = 3;
+    x[2].batch_count = 3;
     f_refused(m, a, b, x[2], MS_RESULT_INVALID, ", 3 of them");
     x[2] = c;
-    x[2].step = 5;
+    x[2].batch_stride = 5;
     f_refused(m, a, b, x[2], MS_RESULT_INVALID, "the matrices of c overlap");
     x[1] = b;
     x[1].dtype = MS_DTYPE_F16;
@@ -462,7 +463,7 @@ static inline void f_check_refusals(const ms_backend *backend) {
     x[2].dtype = MS_DTYPE_BF16;
     f_refused(m, a, b, x[2], MS_RESULT_UNSUPPORTED, "f32 x f32 -> bf16");
     x[0].dtype = x[1].dtype = MS_DTYPE_F64;
-    x[0].count = 2;
+    x[0].batch_count = 2;
     f_refused(m, x[0], x[1], c, MS_RESULT_UNSUPPORTED, "f64 x f64 -> f32");
     const ms_call call = f_call(m);
     ms_view to = f_view(some, MS_DTYPE_F16, 8), from = f_view(some, MS_DTYPE_F32, 9);
