@@ -15667,7 +15667,7 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     b.prepare = msi_cuda_prepare;
     b.copy_in = msi_cuda_copy_in;
     b.copy_out = msi_cuda_copy_out;
-    b.tell = msi_cuda_upload;
+    b.upload = msi_cuda_upload;
     b.copy = msi_cuda_copy;
     b.fill_bytes = msi_cuda_fill_bytes;
     b.fill_f32 = msi_cuda_fill_f32;
