@@ -148,7 +148,7 @@
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
     shared by both  >>shared >>formats >>arithmetic
-    implementation  >>base >>structs >>log >>memory >>backend cpu >>hardware >>graph >>validate
+    implementation  >>base >>structs >>log >>text >>memory >>backend cpu >>hardware >>graph >>validate
                     >>profile >>rules >>lower >>layout >>simulate >>ladder >>chain >>solve
                     >>policy >>optimizer >>call >>debug >>timing >>execute >>state >>verify
                     >>report >>trace >>api
@@ -2263,6 +2263,9 @@ static void msi_stick(ms_model *m, ms_result result) {
 #define MSI_STICK(m, ...)                                                                          \
     ((m)->errors.sticky == MS_RESULT_OK ? msi_stick(m, msi_fail(m, __VA_ARGS__)) : (void)0)
 
+// ------------------------------------------------------------------------------------------------
+// >>text  sizes, times and names as text, for the log and for listings
+
 typedef struct msi_size_text {
     char text[32];
 } msi_size_text;
@@ -2290,6 +2293,85 @@ static msi_size_text msi_time(double us) {
     }
     snprintf(s.text, sizeof s.text, "%.*f %s", us < 10.0 ? 2 : us < 100.0 ? 1 : 0, us, units[unit]);
     return s;
+}
+
+typedef struct msi_printer {
+    ms_text_fn write;
+    void *user;
+} msi_printer;
+
+MEMSCALE_PRINTF(2, 3)
+static void msi_print(const msi_printer *out, const char *format, ...) {
+    char text[256];
+    va_list args;
+    va_start(args, format);
+    const int length = vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (length > 0) {
+        const size_t full = (size_t)length;
+        out->write(text, full < sizeof text ? full : sizeof text - 1, out->user);
+    }
+}
+
+/* A name of any length, padded to a width. */
+static void msi_print_name(const msi_printer *out, const char *name, int width) {
+    const int length = (int)strlen(name);
+    out->write(name, (size_t)length, out->user);
+    msi_print(out, "%*s", length < width ? width - length : 0, "");
+}
+
+/* Bytes of the character of UTF-8 that starts here; 0: this is none (RFC 3629, section 4). */
+static int msi_utf8_length(const uint8_t *s) {
+    static const struct {
+        uint8_t first, last, low, high; // of the first byte, of the second
+        int length;
+    } forms[] = {
+        {0x00, 0x7f, 0, 0, 1},       {0xc2, 0xdf, 0x80, 0xbf, 2}, {0xe0, 0xe0, 0xa0, 0xbf, 3},
+        {0xe1, 0xec, 0x80, 0xbf, 3}, {0xed, 0xed, 0x80, 0x9f, 3}, {0xee, 0xef, 0x80, 0xbf, 3},
+        {0xf0, 0xf0, 0x90, 0xbf, 4}, {0xf1, 0xf3, 0x80, 0xbf, 4}, {0xf4, 0xf4, 0x80, 0x8f, 4}};
+    for (int i = 0; i < 9; i++) {
+        if (s[0] >= forms[i].first && s[0] <= forms[i].last) {
+            bool good = forms[i].length == 1 || (s[1] >= forms[i].low && s[1] <= forms[i].high);
+            for (int k = 2; k < forms[i].length && good; k++) {
+                good = (s[k] & 0xc0) == 0x80;
+            }
+            return good ? forms[i].length : 0;
+        }
+    }
+    return 0;
+}
+
+/* A name in quotes, for JSON or for Prometheus, which knows no \u and takes control characters as
+   they are. What is no UTF-8 becomes U+FFFD. */
+static void msi_print_quoted(const msi_printer *out, const char *text, bool json) {
+    out->write("\"", 1, out->user);
+    for (const char *c = text; *c; c++) {
+        const int length = msi_utf8_length((const uint8_t *)c);
+        if (length == 0) {
+            out->write("\xef\xbf\xbd", 3, out->user);
+        } else if (*c == '"' || *c == '\\' || *c == '\n') {
+            msi_print(out, "\\%c", *c == '\n' ? 'n' : *c);
+        } else if (json && length == 1 && ((uint8_t)*c < 0x20 || *c == 0x7f)) {
+            msi_print(out, "\\u%04x", (unsigned)(uint8_t)*c);
+        } else {
+            out->write(c, (size_t)length, out->user);
+            c += length - 1;
+        }
+    }
+    out->write("\"", 1, out->user);
+}
+
+/* A number from 0, with a point in every locale; NaN and what is out of range become 0. */
+static void msi_print_number(const msi_printer *out, double value, int digits) {
+    double scale = 1.0;
+    for (int i = 0; i < digits; i++) {
+        scale *= 10.0;
+    }
+    const double scaled = value * scale + 0.5;
+    const uint64_t units = scaled >= 0.0 && scaled < 1.8e19 ? (uint64_t)scaled : 0;
+    const uint64_t whole = (uint64_t)scale;
+    msi_print(out, "%llu.%0*llu", (unsigned long long)(units / whole), digits,
+              (unsigned long long)(units % whole));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4979,6 +5061,48 @@ static ms_result msi_read_profile(ms_model *m, const char *text, size_t length, 
         memcpy(m->costs.bytes_per_us + MSI_COST_LAYER_END, costs, sizeof costs);
     }
     return result;
+}
+
+/* A name as the end of a line. */
+static void msi_print_line(const msi_printer *out, const char *name) {
+    for (const char *at = name; *at;) {
+        size_t length = 0;
+        while ((unsigned char)at[length] >= ' ' && at[length] != 0x7f) {
+            length++;
+        }
+        out->write(at, length, out->user);
+        at += length;
+        if (*at) {
+            out->write("?", 1, out->user);
+            at++;
+        }
+    }
+    out->write("\n", 1, out->user);
+}
+
+static void msi_print_profile(const ms_model *m, const msi_printer *out) {
+    const msi_graph *g = &m->graph;
+    ms_hardware h = m->costs.hardware;
+    msi_print(out, "%s %d\ngraph %016llx\ndevice ", MSI_PROFILE, (int)MSI_PROFILE_VERSION,
+              (unsigned long long)msi_hash_graph(g));
+    msi_print_line(out, h.name);
+    msi_print(out, "speeds");
+    for (int i = 0; i < MSI_SPEED_COUNT; i++) {
+        msi_print(out, " %s", msi_decimal(*msi_speed(&h, i)).text);
+    }
+    msi_print(out, "\nbytes_per_us");
+    for (int i = 0; i < MSI_PROFILE_COSTS; i++) {
+        msi_print(out, " %s", msi_decimal(m->costs.bytes_per_us[MSI_COST_LAYER_END + i]).text);
+    }
+    msi_print(out, "\nlayers %u\n", (unsigned)g->layers.count);
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        msi_print(out, "%s %s %s %s ", msi_decimal(l->time.forward_us).text,
+                  msi_decimal(l->time.backward_us).text, msi_decimal(l->time.recompute_us).text,
+                  msi_decimal(msi_output_elements(g, l)).text);
+        msi_print_line(out, msi_layer_name(m, i));
+    }
+    msi_print(out, "end\n");
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -12572,85 +12696,6 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->staging_bytes = m->run.store->staging_bytes;
 }
 
-typedef struct msi_printer {
-    ms_text_fn write;
-    void *user;
-} msi_printer;
-
-MEMSCALE_PRINTF(2, 3)
-static void msi_print(const msi_printer *out, const char *format, ...) {
-    char text[256];
-    va_list args;
-    va_start(args, format);
-    const int length = vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    if (length > 0) {
-        const size_t full = (size_t)length;
-        out->write(text, full < sizeof text ? full : sizeof text - 1, out->user);
-    }
-}
-
-/* A name of any length, padded to a width. */
-static void msi_print_name(const msi_printer *out, const char *name, int width) {
-    const int length = (int)strlen(name);
-    out->write(name, (size_t)length, out->user);
-    msi_print(out, "%*s", length < width ? width - length : 0, "");
-}
-
-/* Bytes of the character of UTF-8 that starts here; 0: this is none (RFC 3629, section 4). */
-static int msi_utf8_length(const uint8_t *s) {
-    static const struct {
-        uint8_t first, last, low, high; // of the first byte, of the second
-        int length;
-    } forms[] = {
-        {0x00, 0x7f, 0, 0, 1},       {0xc2, 0xdf, 0x80, 0xbf, 2}, {0xe0, 0xe0, 0xa0, 0xbf, 3},
-        {0xe1, 0xec, 0x80, 0xbf, 3}, {0xed, 0xed, 0x80, 0x9f, 3}, {0xee, 0xef, 0x80, 0xbf, 3},
-        {0xf0, 0xf0, 0x90, 0xbf, 4}, {0xf1, 0xf3, 0x80, 0xbf, 4}, {0xf4, 0xf4, 0x80, 0x8f, 4}};
-    for (int i = 0; i < 9; i++) {
-        if (s[0] >= forms[i].first && s[0] <= forms[i].last) {
-            bool good = forms[i].length == 1 || (s[1] >= forms[i].low && s[1] <= forms[i].high);
-            for (int k = 2; k < forms[i].length && good; k++) {
-                good = (s[k] & 0xc0) == 0x80;
-            }
-            return good ? forms[i].length : 0;
-        }
-    }
-    return 0;
-}
-
-/* A name in quotes, for JSON or for Prometheus, which knows no \u and takes control characters as
-   they are. What is no UTF-8 becomes U+FFFD. */
-static void msi_print_quoted(const msi_printer *out, const char *text, bool json) {
-    out->write("\"", 1, out->user);
-    for (const char *c = text; *c; c++) {
-        const int length = msi_utf8_length((const uint8_t *)c);
-        if (length == 0) {
-            out->write("\xef\xbf\xbd", 3, out->user);
-        } else if (*c == '"' || *c == '\\' || *c == '\n') {
-            msi_print(out, "\\%c", *c == '\n' ? 'n' : *c);
-        } else if (json && length == 1 && ((uint8_t)*c < 0x20 || *c == 0x7f)) {
-            msi_print(out, "\\u%04x", (unsigned)(uint8_t)*c);
-        } else {
-            out->write(c, (size_t)length, out->user);
-            c += length - 1;
-        }
-    }
-    out->write("\"", 1, out->user);
-}
-
-/* A number from 0, with a point in every locale; NaN and what is out of range become 0. */
-static void msi_print_number(const msi_printer *out, double value, int digits) {
-    double scale = 1.0;
-    for (int i = 0; i < digits; i++) {
-        scale *= 10.0;
-    }
-    const double scaled = value * scale + 0.5;
-    const uint64_t units = scaled >= 0.0 && scaled < 1.8e19 ? (uint64_t)scaled : 0;
-    const uint64_t whole = (uint64_t)scale;
-    msi_print(out, "%llu.%0*llu", (unsigned long long)(units / whole), digits,
-              (unsigned long long)(units % whole));
-}
-
 /* The operand k of an instruction, as the public sees it. */
 static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *p, uint32_t now,
                                           uint32_t k) {
@@ -13020,48 +13065,6 @@ static void msi_print_rules(const msi_printer *out, const msi_review *r) {
             msi_print(out, "%s\n", msi_rules[at].text.reason);
         }
     }
-}
-
-/* A name as the end of a line. */
-static void msi_print_line(const msi_printer *out, const char *name) {
-    for (const char *at = name; *at;) {
-        size_t length = 0;
-        while ((unsigned char)at[length] >= ' ' && at[length] != 0x7f) {
-            length++;
-        }
-        out->write(at, length, out->user);
-        at += length;
-        if (*at) {
-            out->write("?", 1, out->user);
-            at++;
-        }
-    }
-    out->write("\n", 1, out->user);
-}
-
-static void msi_print_profile(const ms_model *m, const msi_printer *out) {
-    const msi_graph *g = &m->graph;
-    ms_hardware h = m->costs.hardware;
-    msi_print(out, "%s %d\ngraph %016llx\ndevice ", MSI_PROFILE, (int)MSI_PROFILE_VERSION,
-              (unsigned long long)msi_hash_graph(g));
-    msi_print_line(out, h.name);
-    msi_print(out, "speeds");
-    for (int i = 0; i < MSI_SPEED_COUNT; i++) {
-        msi_print(out, " %s", msi_decimal(*msi_speed(&h, i)).text);
-    }
-    msi_print(out, "\nbytes_per_us");
-    for (int i = 0; i < MSI_PROFILE_COSTS; i++) {
-        msi_print(out, " %s", msi_decimal(m->costs.bytes_per_us[MSI_COST_LAYER_END + i]).text);
-    }
-    msi_print(out, "\nlayers %u\n", (unsigned)g->layers.count);
-    for (uint32_t i = 0; i < g->layers.count; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        msi_print(out, "%s %s %s %s ", msi_decimal(l->time.forward_us).text,
-                  msi_decimal(l->time.backward_us).text, msi_decimal(l->time.recompute_us).text,
-                  msi_decimal(msi_output_elements(g, l)).text);
-        msi_print_line(out, msi_layer_name(m, i));
-    }
-    msi_print(out, "end\n");
 }
 
 // ------------------------------------------------------------------------------------------------
