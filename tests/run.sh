@@ -213,6 +213,20 @@ macros() { # FLAGS PATTERN
     [ -s $checks/macros."${1:-public}" ] && ! grep -vxE "$2" $checks/macros."${1:-public}"
 }
 
+# The listings, the trace and the metrics compile on the public half, where ms_model is opaque, and
+# the section of texts alone: they know nothing else of the implementation.
+check_listings() {
+    local source=$checks/listings.c tag
+    printf '%s\n' '#include "memscale.h"' '#include <stdarg.h>' '#include <stdio.h>' \
+        '#include <string.h>' > $source
+    for tag in text listing trace; do
+        awk -v tag=">>$tag" '/^\/\/ (>>|=====)/ || /^#endif \/\/ MEMSCALE/ { inside = $2 == tag }
+            inside { print; found = 1 }
+            END { exit !found }' memscale.h >> $source || { echo "no section $tag"; return 1; }
+    done
+    compile "$CC" -fsyntax-only $source
+}
+
 # The command that the README gives and the one of .ci/run install the same.
 check_install() {
     local readme ci
@@ -235,7 +249,7 @@ check_readme_program() {
 export -f skip need build run_test run_threads run_corpus run_program compile
 export -f cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_mixed cell_sources
-export -f implementation same check_exports check_static_exports imports macros
+export -f implementation same check_exports check_static_exports imports macros check_listings
 export -f check_install check_readme_program
 
 # ---- what is checked -----------------------------------------------------------------------------
@@ -326,6 +340,7 @@ check 'imports with MEMSCALE_CBLAS' \
     '[ -n "$CBLAS" ] || skip "no CBLAS"; imports -DMEMSCALE_CBLAS "__assert_fail cblas_sgemm"'
 check 'macros of the public half' 'macros "" "MEMSCALE_[A-Z0-9_]+|MS_OPTIMIZE"'
 check 'macros of the implementation' "macros $body '(MEMSCALE|MSI)_[A-Z0-9_]+|MS_OPTIMIZE'"
+check 'listings, trace and metrics know the public half alone' check_listings
 
 group 'documents'
 for document in memscale.h $(grep -lxE '```c(uda)?' README.md docs/*.md); do
