@@ -148,10 +148,11 @@
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
     shared by both  >>shared >>formats >>arithmetic
-    implementation  >>base >>structs >>names >>log >>memory >>backend cpu >>hardware >>graph
-                    >>validate >>profile >>rules >>lower >>layout >>simulate >>ladder >>chain
-                    >>solve >>policy >>optimizer >>call >>debug >>timing >>execute >>state
-                    >>verify >>report >>trace >>api
+    implementation  >>base >>structs >>names >>log >>text >>memory >>backend cpu >>hardware >>graph
+                    >>validate >>profile >>rules >>store >>lower >>schedule >>alias >>layout
+                    >>simulate >>score >>greedy >>chain >>exhaustive >>solve >>plan >>policy
+                    >>optimizer >>call >>debug >>timing >>execute >>state >>verify >>report >>api
+                    >>listing >>trace
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -347,7 +348,7 @@ typedef enum ms_log_level { MS_LOG_ERROR, MS_LOG_WARNING, MS_LOG_INFO, MS_LOG_DE
 /* tag is the section that speaks, such as "solve"; text has no line end. */
 typedef void (*ms_log_fn)(ms_log_level level, const char *tag, const char *text, void *user);
 
-/* Receives a piece of a listing. */
+/* Receives a piece of a text; it has no NUL at its end. */
 typedef void (*ms_text_fn)(const char *text, size_t length, void *user);
 
 typedef enum ms_device_kind {
@@ -757,9 +758,12 @@ typedef struct ms_decision {
     ms_layer layer;
     ms_technique technique;
     bool is_applied;
-    const ms_rule *rule;  // that decided
-    uint64_t saved_bytes; // not held between forward and backward (or behind it: gradients)
+    const ms_rule *rule;  // the rule that decided
+    uint64_t saved_bytes; // no longer held between forward and backward; of gradients, after it
     double added_us;      // predicted
+    /* Bytes of the layer's outputs and saved tensors that the plan does not drop, whatever the
+       technique. What nothing reads in backward is free again earlier. */
+    uint64_t kept_bytes;
 } ms_decision;
 
 /* decision is valid during the call alone. */
@@ -836,30 +840,43 @@ typedef struct ms_memory_report {
     uint64_t borrowed_bytes; // the trainer's own memory, not in the arena
     uint64_t host_bytes;     // of tensors that stay on the host, not in the arena
     uint64_t staging_bytes;  // host memory through which inputs and verdicts pass
+    uint64_t step_count;     // completed updates
+    /* The last step that was timed instruction by instruction, by this plan; 0: none was (see
+       ms_config.empirical_profiling). */
+    double measured_step_us;
+    const char *backend_name; // ms_backend.name
+    const char *device_name;  // of the device that the plan is for; valid until the next ms_wrap
 } ms_memory_report;
 
 typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
 
 /* With accumulation, the zero of a gradient that stays between micro-batches (is_new is false) is
-   for the first of them alone, and what stands behind the last backward for the last. */
-typedef enum ms_event_kind {
-    MS_EVENT_FORWARD, // the first four: a callback of event.layer
-    MS_EVENT_RECOMPUTE,
-    MS_EVENT_BACKWARD,
-    MS_EVENT_EVAL,
-    MS_EVENT_SEED, // the gradient of the loss is set to the loss factor
-    MS_EVENT_ZERO,
-    MS_EVENT_COPY,    // operands: target, source. Nothing to do where both lie at one offset inside
-    MS_EVENT_COPY_IN, // the same from host memory, on a stream of its own
-    MS_EVENT_COPY_OUT, // and to host memory
-    MS_EVENT_WAIT,     // for the copy that makes the operand
-    MS_EVENT_ADD,      // operands: target, source
-    MS_EVENT_NORM,     // squares of a gradient are added up; operands: gradient, sum (a double)
-    MS_EVENT_CLIP,     // the sum becomes the scale of all gradients, a float behind it
-    MS_EVENT_UPDATE,
-    MS_EVENT_DROP, // the operands are dead; their memory is free
-    MS_EVENT_COUNT
-} ms_event_kind;
+   for the first of them alone, and what follows the last backward is for the last. The kinds after
+   DROP are what a step does besides its instructions: they complete its times, and a framework that
+   runs the plan itself may ignore them. */
+#define MEMSCALE_EVENTS(X)                                                                         \
+    X(MS_EVENT_FORWARD, "forward") /* the first four: a callback of event.layer */                 \
+    X(MS_EVENT_RECOMPUTE, "recompute")                                                             \
+    X(MS_EVENT_BACKWARD, "backward")                                                               \
+    X(MS_EVENT_EVAL, "eval")                                                                       \
+    X(MS_EVENT_SEED, "seed") /* the gradient of the loss is set to the loss factor */              \
+    X(MS_EVENT_ZERO, "zero")                                                                       \
+    X(MS_EVENT_COPY, "copy") /* target, source; nothing to do where both have one offset inside */ \
+    X(MS_EVENT_COPY_IN, "copy in") /* target, source: from host memory, on a stream of its own */  \
+    X(MS_EVENT_COPY_OUT, "copy out") /* target, source: to host memory, on another */              \
+    X(MS_EVENT_WAIT, "wait")         /* for the copy that has these operands */                    \
+    X(MS_EVENT_ADD, "add")           /* target, source */                                          \
+    X(MS_EVENT_NORM, "norm")         /* squares are added up: gradient, sum (a double) */          \
+    X(MS_EVENT_CLIP, "clip") /* the sum becomes the scale of all gradients, a float after it */    \
+    X(MS_EVENT_UPDATE, "update")                                                                   \
+    X(MS_EVENT_DROP, "drop")        /* the operands are dead; their memory is free */              \
+    X(MS_EVENT_INPUT, "copy in")    /* of an input, before the first instruction */                \
+    X(MS_EVENT_LOSS, "loss")        /* after forward: the elements of the operand are summed */    \
+    X(MS_EVENT_VERDICT, "copy out") /* after that: of the sum, and whether it is finite */
+
+#define MEMSCALE_X(name, text) name,
+typedef enum ms_event_kind { MEMSCALE_EVENTS(MEMSCALE_X) MS_EVENT_COUNT } ms_event_kind;
+#undef MEMSCALE_X
 
 typedef enum ms_operand_kind {
     MS_OPERAND_IN,
@@ -888,10 +905,11 @@ typedef struct ms_event_operand {
     bool accumulate; // a gradient with beta 1
 } ms_event_operand;
 
-/* One instruction of a program. New fields may follow at the end; size tells. */
+/* One instruction of a program, what is dead after it, or what a step does besides. New fields may
+   follow at the end; size tells. */
 typedef struct ms_event {
-    uint32_t size; // sizeof(ms_event)
-    uint32_t index;
+    uint32_t size;  // sizeof(ms_event)
+    uint32_t index; // of the instruction, also in its DROP; UINT32_MAX in the kinds after DROP
     ms_event_kind kind;
     ms_layer layer;   // 0: of none
     ms_tensor tensor; // of an event without a layer
@@ -905,6 +923,7 @@ typedef struct ms_event {
     ms_stream_kind stream;
     double start_us, duration_us;
     double measured_start_us, measured_us;
+    bool is_restore; // a COPY that puts back the state which a recomputation has changed
 } ms_event;
 
 /* event is valid during the call alone. */
@@ -1167,6 +1186,15 @@ MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
 
+/* The tensor that a handle of ms_gradient or ms_optimizer_state belongs to; any other handle is
+   returned as it is, a wrong one as 0. */
+MEMSCALE_API ms_tensor ms_tensor_of(const ms_model *model, ms_tensor tensor);
+
+/* Name of a tensor (of a gradient or a state: that of its tensor) and of a layer; "?" for a wrong
+   handle. Valid until the next registration, and after ms_wrap as long as the model lives. */
+MEMSCALE_API const char *ms_tensor_name(const ms_model *model, ms_tensor tensor);
+MEMSCALE_API const char *ms_layer_name(const ms_model *model, ms_layer layer);
+
 /* One training step; *loss (may be NULL) is the loss before the update. With accumulation_steps = n
    it is one micro-batch, and every n-th call updates; the mean over all of them is minimised (with
    ms_set_loss_factor, the sum of all their rows times the factor). A failure gives up the micro-
@@ -1210,7 +1238,7 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_cast(const ms_call *call, const ms_
 MEMSCALE_API ms_matrix ms_matrix_of(const ms_view *view);
 MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix);
 
-/* Sizes of the present plan. Errors: INVALID, ORDER (no plan yet). */
+/* Sizes and times of the present plan, and what it is for. Errors: INVALID, ORDER (no plan yet). */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_report(const ms_model *model,
                                                     ms_memory_report *report);
 
@@ -1221,11 +1249,15 @@ MEMSCALE_API const char *ms_mode_name(ms_mode mode);
 MEMSCALE_API const char *ms_technique_name(ms_technique technique);
 MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source);
 
+/* Whether this version has the technique; false out of range. */
+MEMSCALE_API bool ms_technique_is_built(ms_technique technique);
+
 /* The rules, in the order in which they are asked; NULL behind the last. */
 MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number);
 
-/* For each layer, in order, what was decided about each technique, and by which rule. Errors:
-   INVALID, ORDER (no plan yet), OUT_OF_MEMORY. */
+/* Calls visit for each layer in the order of registration, and for each technique in the order of
+   ms_technique: what was decided, and by which rule. Errors: INVALID, ORDER (no plan yet),
+   OUT_OF_MEMORY (visit has not been called then). */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_visit_decisions(const ms_model *model,
                                                              ms_decision_fn visit, void *user);
 
@@ -1246,33 +1278,35 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_visit_decisions(const ms_model *mod
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_verify(ms_model *model, ms_difference_fn visit,
                                                     void *user, ms_verify_report *report);
 
-/* A training step as a Chrome trace (JSON; opens in Perfetto, ui.perfetto.dev): a process
-   "simulated" and, where steps were timed, one "measured", each with a track per stream and
-   counters of live bytes by category. A slice is an instruction, by the name of its layer or
-   tensor, or what is simulated beside the program: inputs that come in, the sum of the losses, the
-   verdict that goes out. Errors: INVALID, ORDER (no plan yet). */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_trace(const ms_model *model, ms_text_fn write,
-                                                         void *user);
-
-/* Sizes and times of the plan, and steps done, in the text format of Prometheus, with a NUL behind
-   it. All names begin with memscale_, units are bytes and seconds. *length (may be NULL): of the
-   whole text, without the NUL. Errors: INVALID (capacity is not above *length: the text is empty
-   then; it may be NULL where capacity is 0), ORDER (no plan yet). */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_metrics(const ms_model *model, char *text,
-                                                           size_t capacity, size_t *length);
-
-/* The program as a list of events, in order, for a framework that runs its own: what to compute
-   where, and what is dead afterwards. Errors: INVALID, ORDER (no plan yet). */
+/* Calls visit for the events of a program, in the order in which they are enqueued: for a framework
+   that runs the plan itself, what to compute where, and what is dead afterwards. Errors: INVALID,
+   ORDER (no plan yet). */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_visit_events(const ms_model *model, ms_program program,
                                                           ms_event_fn visit, void *user);
 
-/* Listings for people: the plan, with a line per layer and the rules that decided; and a program, a
-   line per instruction with its number, op, layer, operands with addresses, and live bytes. Errors:
-   INVALID, ORDER; OUT_OF_MEMORY (of ms_print_plan). */
+/* The functions below write text, piece by piece. All of them use nothing but the functions above.
+
+   Listings for people. ms_print_plan: sizes, a line for each layer, and the rules that decided.
+   ms_print_program: a line for each instruction with its number, kind, layer or tensor, operands
+   with their addresses, and the live bytes while it runs. Errors: INVALID, ORDER (no plan yet);
+   OUT_OF_MEMORY (of ms_print_plan; the text may end after the techniques then). */
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_plan(const ms_model *model, ms_text_fn write,
                                                         void *user);
 MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_program(const ms_model *model,
                                                            ms_program program, ms_text_fn write,
+                                                           void *user);
+
+/* A training step as a Chrome trace, in JSON, which ui.perfetto.dev opens: a process "simulated"
+   and, where steps were timed, one "measured", each with a track per stream and counters of the
+   live bytes by category. A slice is an instruction, with the name of its layer or tensor, or what
+   is simulated besides the instructions: the copies of inputs to the device, the sum of the losses,
+   and the copy of the verdict to the host. Errors: INVALID, ORDER (no plan yet). */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_trace(const ms_model *model, ms_text_fn write,
+                                                         void *user);
+
+/* What ms_report says, in the text format of Prometheus. All names begin with memscale_, and the
+   units are bytes and seconds. Errors: INVALID, ORDER (no plan yet). */
+MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_metrics(const ms_model *model, ms_text_fn write,
                                                            void *user);
 
 #endif // MEMSCALE_H
@@ -2556,6 +2590,9 @@ static void msi_stick(ms_model *m, ms_result result) {
 #define MSI_STICK(m, ...)                                                                          \
     ((m)->errors.sticky == MS_RESULT_OK ? msi_stick(m, msi_fail(m, __VA_ARGS__)) : (void)0)
 
+// ------------------------------------------------------------------------------------------------
+// >>text  what the log and the listings share: sizes, times and names as text, sums of decisions
+
 typedef struct msi_size_text {
     char text[32];
 } msi_size_text;
@@ -2583,6 +2620,102 @@ static msi_size_text msi_time(double us) {
     }
     snprintf(s.text, sizeof s.text, "%.*f %s", us < 10.0 ? 2 : us < 100.0 ? 1 : 0, us, units[unit]);
     return s;
+}
+
+/* What was decided about a technique, over all layers. */
+typedef struct msi_technique_total {
+    uint32_t layers; // that it is applied to
+    uint64_t saved_bytes;
+    double added_us;
+    const ms_rule *rule; // of the first layer
+    bool differs;        // other layers have other rules
+} msi_technique_total;
+
+static void msi_add_decision(msi_technique_total *total, const ms_decision *d) {
+    total->layers += d->is_applied;
+    total->saved_bytes += d->saved_bytes;
+    total->added_us += d->added_us;
+    total->rule = total->rule ? total->rule : d->rule;
+    total->differs |= d->rule != total->rule;
+}
+
+typedef struct msi_printer {
+    ms_text_fn write;
+    void *user;
+} msi_printer;
+
+MEMSCALE_PRINTF(2, 3)
+static void msi_print(const msi_printer *out, const char *format, ...) {
+    char text[256];
+    va_list args;
+    va_start(args, format);
+    const int length = vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (length > 0) {
+        const size_t full = (size_t)length;
+        out->write(text, full < sizeof text ? full : sizeof text - 1, out->user);
+    }
+}
+
+/* A name of any length, padded to a width. */
+static void msi_print_name(const msi_printer *out, const char *name, int width) {
+    const int length = (int)strlen(name);
+    out->write(name, (size_t)length, out->user);
+    msi_print(out, "%*s", length < width ? width - length : 0, "");
+}
+
+/* Bytes of the character of UTF-8 that starts here; 0: this is none (RFC 3629, section 4). */
+static int msi_utf8_length(const uint8_t *s) {
+    static const struct {
+        uint8_t first, last, low, high; // of the first byte, of the second
+        int length;
+    } forms[] = {
+        {0x00, 0x7f, 0, 0, 1},       {0xc2, 0xdf, 0x80, 0xbf, 2}, {0xe0, 0xe0, 0xa0, 0xbf, 3},
+        {0xe1, 0xec, 0x80, 0xbf, 3}, {0xed, 0xed, 0x80, 0x9f, 3}, {0xee, 0xef, 0x80, 0xbf, 3},
+        {0xf0, 0xf0, 0x90, 0xbf, 4}, {0xf1, 0xf3, 0x80, 0xbf, 4}, {0xf4, 0xf4, 0x80, 0x8f, 4}};
+    for (int i = 0; i < 9; i++) {
+        if (s[0] >= forms[i].first && s[0] <= forms[i].last) {
+            bool good = forms[i].length == 1 || (s[1] >= forms[i].low && s[1] <= forms[i].high);
+            for (int k = 2; k < forms[i].length && good; k++) {
+                good = (s[k] & 0xc0) == 0x80;
+            }
+            return good ? forms[i].length : 0;
+        }
+    }
+    return 0;
+}
+
+/* A name in quotes, for JSON or for Prometheus, which knows no \u and takes control characters as
+   they are. What is no UTF-8 becomes U+FFFD. */
+static void msi_print_quoted(const msi_printer *out, const char *text, bool json) {
+    out->write("\"", 1, out->user);
+    for (const char *c = text; *c; c++) {
+        const int length = msi_utf8_length((const uint8_t *)c);
+        if (length == 0) {
+            out->write("\xef\xbf\xbd", 3, out->user);
+        } else if (*c == '"' || *c == '\\' || *c == '\n') {
+            msi_print(out, "\\%c", *c == '\n' ? 'n' : *c);
+        } else if (json && length == 1 && ((uint8_t)*c < 0x20 || *c == 0x7f)) {
+            msi_print(out, "\\u%04x", (unsigned)(uint8_t)*c);
+        } else {
+            out->write(c, (size_t)length, out->user);
+            c += length - 1;
+        }
+    }
+    out->write("\"", 1, out->user);
+}
+
+/* A number from 0, with a point in every locale; NaN and what is out of range become 0. */
+static void msi_print_number(const msi_printer *out, double value, int digits) {
+    double scale = 1.0;
+    for (int i = 0; i < digits; i++) {
+        scale *= 10.0;
+    }
+    const double scaled = value * scale + 0.5;
+    const uint64_t units = scaled >= 0.0 && scaled < 1.8e19 ? (uint64_t)scaled : 0;
+    const uint64_t whole = (uint64_t)scale;
+    msi_print(out, "%llu.%0*llu", (unsigned long long)(units / whole), digits,
+              (unsigned long long)(units % whole));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -5610,6 +5743,48 @@ static ms_result msi_load_profile(ms_model *m, const char *text, size_t length) 
     return result == MS_RESULT_OK ? msi_read_profile(m, text, length, true) : result;
 }
 
+/* A name as the end of a line. */
+static void msi_print_line(const msi_printer *out, const char *name) {
+    for (const char *at = name; *at;) {
+        size_t length = 0;
+        while ((unsigned char)at[length] >= ' ' && at[length] != 0x7f) {
+            length++;
+        }
+        out->write(at, length, out->user);
+        at += length;
+        if (*at) {
+            out->write("?", 1, out->user);
+            at++;
+        }
+    }
+    out->write("\n", 1, out->user);
+}
+
+static void msi_print_profile(const ms_model *m, const msi_printer *out) {
+    const msi_graph *g = &m->graph;
+    ms_hardware h = m->costs.hardware;
+    msi_print(out, "%s %d\ngraph %016llx\ndevice ", MSI_PROFILE, (int)MSI_PROFILE_VERSION,
+              (unsigned long long)msi_hash_graph(g));
+    msi_print_line(out, h.name);
+    msi_print(out, "speeds");
+    for (int i = 0; i < MSI_SPEED_COUNT; i++) {
+        msi_print(out, " %s", msi_decimal(*msi_speed(&h, i)).text);
+    }
+    msi_print(out, "\nbytes_per_us");
+    for (int i = 0; i < MSI_PROFILE_COSTS; i++) {
+        msi_print(out, " %s", msi_decimal(m->costs.bytes_per_us[MSI_COST_LAYER_END + i]).text);
+    }
+    msi_print(out, "\nlayers %u\n", (unsigned)g->layers.count);
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        msi_print(out, "%s %s %s %s ", msi_decimal(l->time.forward_us).text,
+                  msi_decimal(l->time.backward_us).text, msi_decimal(l->time.recompute_us).text,
+                  msi_decimal(msi_output_elements(g, l)).text);
+        msi_print_line(out, msi_layer_name(m, i));
+    }
+    msi_print(out, "end\n");
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>rules  what a mode and the switches allow; why a plan does what it does
 
@@ -6026,6 +6201,19 @@ static uint32_t msi_gather(const msi_review *r, ms_decision *d, uint32_t *facts)
     return left;
 }
 
+/* Bytes of what a layer makes and the plan does not drop. */
+static uint64_t msi_kept_bytes(const msi_review *r, uint32_t layer) {
+    const msi_graph *g = &r->model->graph;
+    uint32_t count;
+    const uint32_t *made = msi_made_by(g, layer, &count);
+    uint64_t kept = 0;
+    for (uint32_t k = 0; k < count; k++) {
+        const bool keeps = made[k] != MSI_NONE && r->plan->decisions[made[k]].pass == 0;
+        kept += keeps ? g->tensors.items[made[k]].bytes : 0;
+    }
+    return kept;
+}
+
 /* What was decided about a technique for a layer: read from the plan, and explained by the first
    rule whose facts hold. */
 static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_technique technique) {
@@ -6057,28 +6245,16 @@ static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_techniqu
                  left != MSI_NONE && g->tensors.items[left].technique[technique] == MS_SWITCH_OFF);
     d.is_applied = facts & MSI_FACT_APPLIED;
     d.rule = msi_find_rule(technique, facts);
+    d.kept_bytes = msi_kept_bytes(r, layer);
     return d;
 }
-
-/* What was decided about a technique, over all layers. */
-typedef struct msi_technique_total {
-    uint32_t layers; // that it is applied to
-    uint64_t saved_bytes;
-    double added_us;
-    const ms_rule *rule; // of the first layer
-    bool differs;        // other layers have other rules
-} msi_technique_total;
 
 static msi_technique_total msi_technique_total_of(const msi_review *r, ms_technique technique) {
     msi_technique_total total;
     memset(&total, 0, sizeof total);
     for (uint32_t i = 0; i < r->model->graph.layers.count; i++) {
         const ms_decision d = msi_decision(r, i, technique);
-        total.layers += d.is_applied;
-        total.saved_bytes += d.saved_bytes;
-        total.added_us += d.added_us;
-        total.rule = i == 0 ? d.rule : total.rule;
-        total.differs |= d.rule != total.rule;
+        msi_add_decision(&total, &d);
     }
     return total;
 }
@@ -14062,7 +14238,7 @@ static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>report  sizes, and listings for people
+// >>report  what the public sees of a plan: sizes and times, and its programs as events
 
 /* The program whose live bytes decide the size of the arena. */
 static const msi_program *msi_widest(const msi_plan *plan) {
@@ -14116,6 +14292,15 @@ static uint64_t msi_hash_plan(const msi_store *store, const msi_plan *plan) {
     return msi_hash_program(hash, &plan->eval, store->residents.count);
 }
 
+/* When the last timed step by this program ended, from its beginning; 0: none was timed. */
+static double msi_measured_us(const msi_program *p) {
+    if (!p->is_measured) {
+        return 0.0;
+    }
+    const double *last = p->measured.items + 2ull * (p->instructions.count - 1);
+    return last[0] + last[1];
+}
+
 static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     const msi_graph *g = &m->graph;
     const msi_plan *plan = m->run.plan;
@@ -14149,85 +14334,37 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->borrowed_bytes = m->run.store->borrowed_bytes;
     r->host_bytes = m->run.store->host_bytes;
     r->staging_bytes = m->run.store->staging_bytes;
+    r->step_count = m->run.step;
+    r->measured_step_us = msi_measured_us(&plan->train);
+    r->backend_name = m->config.backend.name;
+    r->device_name = m->costs.hardware.name;
 }
 
-typedef struct msi_printer {
-    ms_text_fn write;
-    void *user;
-} msi_printer;
-
-MEMSCALE_PRINTF(2, 3)
-static void msi_print(const msi_printer *out, const char *format, ...) {
-    char text[256];
-    va_list args;
-    va_start(args, format);
-    const int length = vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    if (length > 0) {
-        const size_t full = (size_t)length;
-        out->write(text, full < sizeof text ? full : sizeof text - 1, out->user);
+/* Whether operand k of an instruction that calls no layer is read only. */
+static bool msi_is_source(msi_op op, uint32_t k) {
+    switch (op) {
+    case MSI_OP_UPDATE: // value, gradient, norm, states
+        return k == 1 || k == 2;
+    case MSI_OP_NORM:
+        return k == 0;
+    case MSI_OP_SEED:
+    case MSI_OP_ZERO:
+    case MSI_OP_COPY:
+    case MSI_OP_COPY_IN:
+    case MSI_OP_COPY_OUT:
+    case MSI_OP_WAIT:
+    case MSI_OP_ADD:
+    case MSI_OP_CLIP:
+        return k == 1;
+    case MSI_OP_FORWARD:
+    case MSI_OP_RECOMPUTE:
+    case MSI_OP_BACKWARD:
+    case MSI_OP_EVAL:
+    case MSI_OP_NOTHING:
+    case MSI_OP_COUNT:
+        break;
     }
-}
-
-/* A name of any length, padded to a width. */
-static void msi_print_name(const msi_printer *out, const char *name, int width) {
-    const int length = (int)strlen(name);
-    out->write(name, (size_t)length, out->user);
-    msi_print(out, "%*s", length < width ? width - length : 0, "");
-}
-
-/* Bytes of the character of UTF-8 that starts here; 0: this is none (RFC 3629, section 4). */
-static int msi_utf8_length(const uint8_t *s) {
-    static const struct {
-        uint8_t first, last, low, high; // of the first byte, of the second
-        int length;
-    } forms[] = {
-        {0x00, 0x7f, 0, 0, 1},       {0xc2, 0xdf, 0x80, 0xbf, 2}, {0xe0, 0xe0, 0xa0, 0xbf, 3},
-        {0xe1, 0xec, 0x80, 0xbf, 3}, {0xed, 0xed, 0x80, 0x9f, 3}, {0xee, 0xef, 0x80, 0xbf, 3},
-        {0xf0, 0xf0, 0x90, 0xbf, 4}, {0xf1, 0xf3, 0x80, 0xbf, 4}, {0xf4, 0xf4, 0x80, 0x8f, 4}};
-    for (int i = 0; i < 9; i++) {
-        if (s[0] >= forms[i].first && s[0] <= forms[i].last) {
-            bool good = forms[i].length == 1 || (s[1] >= forms[i].low && s[1] <= forms[i].high);
-            for (int k = 2; k < forms[i].length && good; k++) {
-                good = (s[k] & 0xc0) == 0x80;
-            }
-            return good ? forms[i].length : 0;
-        }
-    }
-    return 0;
-}
-
-/* A name in quotes, for JSON or for Prometheus, which knows no \u and takes control characters as
-   they are. What is no UTF-8 becomes U+FFFD. */
-static void msi_print_quoted(const msi_printer *out, const char *text, bool json) {
-    out->write("\"", 1, out->user);
-    for (const char *c = text; *c; c++) {
-        const int length = msi_utf8_length((const uint8_t *)c);
-        if (length == 0) {
-            out->write("\xef\xbf\xbd", 3, out->user);
-        } else if (*c == '"' || *c == '\\' || *c == '\n') {
-            msi_print(out, "\\%c", *c == '\n' ? 'n' : *c);
-        } else if (json && length == 1 && ((uint8_t)*c < 0x20 || *c == 0x7f)) {
-            msi_print(out, "\\u%04x", (unsigned)(uint8_t)*c);
-        } else {
-            out->write(c, (size_t)length, out->user);
-            c += length - 1;
-        }
-    }
-    out->write("\"", 1, out->user);
-}
-
-/* A number from 0, with a point in every locale; NaN and what is out of range become 0. */
-static void msi_print_number(const msi_printer *out, double value, int digits) {
-    double scale = 1.0;
-    for (int i = 0; i < digits; i++) {
-        scale *= 10.0;
-    }
-    const double scaled = value * scale + 0.5;
-    const uint64_t units = scaled >= 0.0 && scaled < 1.8e19 ? (uint64_t)scaled : 0;
-    const uint64_t whole = (uint64_t)scale;
-    msi_print(out, "%llu.%0*llu", (unsigned long long)(units / whole), digits,
-              (unsigned long long)(units % whole));
+    return false;
 }
 
 /* The operand k of an instruction, as the public sees it. */
@@ -14265,9 +14402,7 @@ static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *
         o.is_written = msi_is_written(l, i, group, o.slot);
         return o;
     }
-    const bool source = i->op == MSI_OP_UPDATE ? k == 1 || k == 2
-                        : i->op == MSI_OP_NORM ? k == 0
-                                               : k == 1;
+    const bool source = msi_is_source((msi_op)i->op, k);
     o.kind = source ? MS_OPERAND_SOURCE : MS_OPERAND_TARGET;
     o.is_written = !source;
     o.slot = k;
@@ -14363,6 +14498,7 @@ static void msi_emit_event(const msi_walk *w, ms_event_kind kind, const ms_event
     event.stream = msi_stream_of(&m->costs, (msi_op)i->op);
     event.start_us = drops ? w->start_us + w->duration_us : w->start_us;
     event.duration_us = drops ? 0.0 : w->duration_us;
+    event.is_restore = i->restores && !drops;
     if (w->program->is_measured) {
         const double *measured = w->program->measured.items + 2ull * w->now;
         event.measured_us = drops ? 0.0 : measured[1];
@@ -14371,7 +14507,7 @@ static void msi_emit_event(const msi_walk *w, ms_event_kind kind, const ms_event
     w->visit(&event, w->user);
 }
 
-/* The operands that are dead behind an instruction, in events of their own. */
+/* The operands that are dead after an instruction, in an event of their own. */
 static void msi_visit_drops(const msi_walk *w) {
     const ms_model *m = w->model;
     const msi_program *p = w->program;
@@ -14395,11 +14531,81 @@ static void msi_visit_drops(const msi_walk *w) {
     }
 }
 
+/* What a step does besides its instructions, with one operand. */
+static void msi_emit_besides(const msi_walk *w, ms_event_kind kind, ms_stream_kind stream,
+                             double start_us, double us, const ms_event_operand *operand) {
+    const ms_tensor t = operand->tensor;
+    ms_event event;
+    memset(&event, 0, sizeof event);
+    event.size = sizeof event;
+    event.index = UINT32_MAX;
+    event.kind = kind;
+    event.tensor = t;
+    event.name = t.id ? msi_tensor_name(w->model, msi_index(w->model, t)) : "";
+    event.operands = operand;
+    event.operand_count = 1;
+    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
+        event.live_bytes += event.live_bytes_of[c] = w->live_bytes_of[c];
+    }
+    event.stream = stream;
+    event.start_us = start_us;
+    event.duration_us = us;
+    w->visit(&event, w->user);
+}
+
+/* Inputs, which are copied to the device before the first instruction. */
+static void msi_visit_inputs(const msi_walk *w) {
+    const ms_model *m = w->model;
+    msi_clock c;
+    memset(&c, 0, sizeof c);
+    for (uint32_t k = 0; k < m->run.store->residents.count; k++) {
+        const msi_resident *resident = &m->run.store->residents.items[k];
+        const double us = msi_staging_us(&m->graph, &m->costs, resident);
+        if (us > 0.0) {
+            ms_event_operand input;
+            memset(&input, 0, sizeof input);
+            input.tensor = msi_handle(resident->tensor, MSI_ROLE_VALUE);
+            input.kind = MS_OPERAND_TARGET;
+            input.offset = resident->offset;
+            input.bytes = m->graph.tensors.items[resident->tensor].bytes;
+            input.is_written = true;
+            msi_emit_besides(w, MS_EVENT_INPUT, MS_STREAM_TO_DEVICE,
+                             msi_enqueue(&c, MS_STREAM_TO_DEVICE, 0.0, us), us, &input);
+        }
+    }
+}
+
+/* After forward: the sum of the losses, and the verdict, which is copied to the host while backward
+   runs. */
+static void msi_visit_verdict(const msi_walk *w) {
+    const ms_model *m = w->model;
+    const msi_range *range = &w->program->ranges.items[w->program->loss];
+    const double end_us = w->start_us + w->duration_us;
+    ms_event_operand loss, verdict;
+    memset(&loss, 0, sizeof loss);
+    loss.tensor = msi_handle(range->tensor, MSI_ROLE_VALUE);
+    loss.kind = MS_OPERAND_SOURCE;
+    loss.offset = m->run.store->resident_bytes + range->offset;
+    loss.bytes = range->bytes;
+    msi_emit_besides(w, MS_EVENT_LOSS, MS_STREAM_COMPUTE, end_us,
+                     w->clock.free_us[MS_STREAM_COMPUTE] - end_us, &loss);
+    if (m->costs.has_copies) {
+        const double us = msi_copy_us(&m->costs, MS_STREAM_TO_HOST, MSI_STATES_BYTES);
+        memset(&verdict, 0, sizeof verdict);
+        verdict.kind = MS_OPERAND_TARGET;
+        verdict.bytes = MSI_STATES_BYTES;
+        verdict.is_outside = verdict.is_written = true;
+        msi_emit_besides(w, MS_EVENT_VERDICT, MS_STREAM_TO_HOST,
+                         w->clock.free_us[MS_STREAM_TO_HOST] - us, us, &verdict);
+    }
+}
+
 static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit, void *user) {
     msi_walk w;
     msi_walk_start(&w, m, p);
     w.visit = visit;
     w.user = user;
+    msi_visit_inputs(&w);
     while (w.now < p->instructions.count) {
         const msi_instruction *i = &p->instructions.items[w.now];
         ms_event_operand operands[MSI_MAX_VIEWS + 1];
@@ -14415,530 +14621,10 @@ static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit
             msi_visit_drops(&w);
         }
         msi_walk_leave(&w);
-    }
-}
-
-/* A model and where its listing goes. */
-typedef struct msi_listing {
-    const ms_model *model;
-    msi_printer out;
-} msi_listing;
-
-static void msi_print_operand(const msi_listing *to, const ms_event_operand *operand) {
-    static const char *const prefixes[] = {"", "d.", "m.", "v.", "s2.", "s3."};
-    const ms_tensor t = operand->tensor;
-    msi_print(&to->out, " %s", t.id ? prefixes[msi_role_of(t)] : "");
-    msi_print_name(&to->out,
-                   t.id ? msi_tensor_name(to->model, msi_index(to->model, t)) : "workspace", 0);
-    if (operand->is_outside) {
-        msi_print(&to->out, "%s@outside", operand->accumulate ? "+" : "");
-    } else {
-        msi_print(&to->out, "%s@0x%llx", operand->accumulate ? "+" : "",
-                  (unsigned long long)operand->offset);
-    }
-}
-
-static void msi_print_event(const ms_event *event, void *user) {
-    static const char *const kinds[] = {"forward", "recompute", "backward", "eval",     "seed",
-                                        "zero",    "copy",      "copy in",  "copy out", "wait",
-                                        "add",     "norm",      "clip",     "update",   "drop"};
-    const msi_listing *to = (const msi_listing *)user;
-    if (event->kind == MS_EVENT_DROP) {
-        return;
-    }
-    msi_print(&to->out, "%5u  %-9s  ", (unsigned)event->index, kinds[event->kind]);
-    msi_print_name(&to->out, event->name, 12);
-    for (int written = 0; written < 2; written++) {
-        msi_print(&to->out, written ? " ->" : " ");
-        for (uint32_t k = 0; k < event->operand_count; k++) {
-            if (event->operands[k].is_written == (written == 1)) {
-                msi_print_operand(to, &event->operands[k]);
-            }
+        if (w.now == p->forward_end) {
+            msi_visit_verdict(&w);
         }
     }
-    msi_print(&to->out, "  | %llu\n", (unsigned long long)event->live_bytes);
-}
-
-static void msi_print_summary(const ms_model *m, const msi_printer *out) {
-    ms_memory_report r;
-    msi_fill_report(m, &r);
-    msi_print(out, "plain plan %s, budget %s, arena %s", msi_size(r.plain_bytes).text,
-              msi_size(r.budget_bytes).text, msi_size(r.arena_bytes).text);
-    msi_print(out, ", %s above the lower bound\n", msi_size(r.gap_bytes).text);
-    msi_print(out, "mode %s (%s), pressure %.3f; predicted: a step %s, a plain one %s\n",
-              msi_mode_names[r.mode], msi_source_names[r.decision_source], r.pressure,
-              msi_time(r.step_us).text, msi_time(r.plain_step_us).text);
-    msi_print(out, "layers: %u, instructions: %u, recomputations: %u (%.1f %% of a step's work), ",
-              (unsigned)r.layer_count, (unsigned)r.instruction_count, (unsigned)r.recompute_count,
-              100.0 * r.recompute_share);
-    msi_print(out, "updates %s backward\n", r.early_update ? "inside" : "after");
-    msi_print(out, "at the peak, instruction %u (%s):", (unsigned)r.peak_instruction, r.peak_layer);
-    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
-        if (r.peak_bytes[c]) {
-            msi_print(out, "  %s %s", ms_category_name((ms_category)c),
-                      msi_size(r.peak_bytes[c]).text);
-        }
-    }
-    msi_print(out, "\n");
-}
-
-/* A line for each technique, with its rule where all layers have the same. */
-static void msi_print_techniques(const msi_printer *out, const msi_technique_total *totals) {
-    msi_print(out, "\n%-16s %7s %14s %10s  %s\n", "technique", "layers", "held no longer", "added",
-              "rule");
-    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-        const msi_technique_total *t = &totals[k];
-        const bool said = strcmp(t->rule->id, "not-built") == 0;
-        msi_print(out, "%-16s %7u %14s %10s  %s%s\n", ms_technique_name((ms_technique)k),
-                  (unsigned)t->layers, t->saved_bytes ? msi_size(t->saved_bytes).text : "-",
-                  t->added_us > 0.0 ? msi_time(t->added_us).text : "-",
-                  t->differs ? "by layer" : t->rule->id,
-                  MSI_BUILT >> k & 1 || said ? "" : ", not built in this version");
-    }
-}
-
-static uint64_t msi_kept_bytes(const ms_model *m, uint32_t layer) {
-    uint32_t count;
-    const uint32_t *made = msi_made_by(&m->graph, layer, &count);
-    uint64_t kept = 0;
-    for (uint32_t k = 0; k < count; k++) {
-        const bool keeps = made[k] != MSI_NONE && m->run.plan->decisions[made[k]].pass == 0;
-        kept += keeps ? m->graph.tensors.items[made[k]].bytes : 0;
-    }
-    return kept;
-}
-
-/* Columns of the listing: a line ends with the last text in it. */
-typedef struct msi_columns {
-    const msi_printer *out;
-    int missing; // spaces
-} msi_columns;
-
-/* A text to the left, or to the right for a negative width. */
-static void msi_print_column(msi_columns *c, int width, const char *text) {
-    const int length = (int)strlen(text), room = width < 0 ? -width : width;
-    const int spaces = length < room ? room - length : 0;
-    c->missing += width < 0 ? spaces : 0;
-    if (length > 0) {
-        msi_print(c->out, "%*s", c->missing, "");
-        c->out->write(text, (size_t)length, c->out->user);
-        c->missing = 0;
-    }
-    c->missing += width < 0 ? 0 : spaces;
-}
-
-/* Whether the decisions on a technique stand in the lines of the layers. */
-static bool msi_is_by_layer(const msi_technique_total *total) {
-    return total->layers > 0 || total->differs;
-}
-
-/* One layer: what it keeps, and what was decided by layer. */
-static void msi_print_layer(const msi_printer *out, const msi_review *r,
-                            const msi_technique_total *totals, uint32_t layer) {
-    const ms_model *m = r->model;
-    const uint64_t kept = msi_kept_bytes(m, layer);
-    msi_columns c = {out, 2};
-    msi_print(out, "%5u", (unsigned)layer);
-    msi_print_column(&c, 24, msi_layer_name(m, layer));
-    msi_print_column(&c, -12, kept ? msi_size(kept).text : "-");
-    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-        if (msi_is_by_layer(&totals[k])) {
-            const ms_decision d = msi_decision(r, layer, (ms_technique)k);
-            msi_print_column(&c, -3, d.is_applied ? "+" : "-");
-            c.missing++;
-            msi_print_column(&c, 15, d.rule->id);
-            msi_print_column(&c, -12, d.saved_bytes ? msi_size(d.saved_bytes).text : "");
-            if (totals[k].added_us > 0.0) {
-                msi_print_column(&c, -9, d.added_us > 0.0 ? msi_time(d.added_us).text : "");
-            }
-        }
-    }
-    msi_print(out, "\n");
-}
-
-static void msi_print_layers(const msi_printer *out, const msi_review *r,
-                             const msi_technique_total *totals) {
-    msi_columns c = {out, 2};
-    msi_print(out, "\nlayer");
-    msi_print_column(&c, 24, "name");
-    msi_print_column(&c, -12, "kept");
-    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-        if (msi_is_by_layer(&totals[k])) {
-            c.missing += 2;
-            msi_print_column(&c, 17, ms_technique_name((ms_technique)k));
-            c.missing += totals[k].added_us > 0.0 ? 21 : 12;
-        }
-    }
-    msi_print(out, "\n");
-    for (uint32_t i = 0; i < r->model->graph.layers.count; i++) {
-        msi_print_layer(out, r, totals, i);
-    }
-}
-
-/* The rules that have decided something. */
-static void msi_print_rules(const msi_printer *out, const msi_review *r) {
-    bool met[MSI_RULE_COUNT];
-    memset(met, 0, sizeof met);
-    for (uint32_t i = 0; i < r->model->graph.layers.count; i++) {
-        for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-            const ms_rule *rule = msi_decision(r, i, (ms_technique)k).rule;
-            for (uint32_t at = 0; at < MSI_RULE_COUNT; at++) {
-                met[at] |= rule == &msi_rules[at].text;
-            }
-        }
-    }
-    msi_print(out, "\nrules (+: applied, -: not)\n");
-    for (uint32_t at = 0; at < MSI_RULE_COUNT; at++) {
-        if (met[at]) {
-            msi_print(out, "%-15s  ", msi_rules[at].text.id);
-            msi_print(out, "%s: ", msi_rules[at].text.condition);
-            msi_print(out, "%s\n", msi_rules[at].text.reason);
-        }
-    }
-}
-
-/* A name as the end of a line. */
-static void msi_print_line(const msi_printer *out, const char *name) {
-    for (const char *at = name; *at;) {
-        size_t length = 0;
-        while ((unsigned char)at[length] >= ' ' && at[length] != 0x7f) {
-            length++;
-        }
-        out->write(at, length, out->user);
-        at += length;
-        if (*at) {
-            out->write("?", 1, out->user);
-            at++;
-        }
-    }
-    out->write("\n", 1, out->user);
-}
-
-static void msi_print_profile(const ms_model *m, const msi_printer *out) {
-    const msi_graph *g = &m->graph;
-    ms_hardware h = m->costs.hardware;
-    msi_print(out, "%s %d\ngraph %016llx\ndevice ", MSI_PROFILE, (int)MSI_PROFILE_VERSION,
-              (unsigned long long)msi_hash_graph(g));
-    msi_print_line(out, h.name);
-    msi_print(out, "speeds");
-    for (int i = 0; i < MSI_SPEED_COUNT; i++) {
-        msi_print(out, " %s", msi_decimal(*msi_speed(&h, i)).text);
-    }
-    msi_print(out, "\nbytes_per_us");
-    for (int i = 0; i < MSI_PROFILE_COSTS; i++) {
-        msi_print(out, " %s", msi_decimal(m->costs.bytes_per_us[MSI_COST_LAYER_END + i]).text);
-    }
-    msi_print(out, "\nlayers %u\n", (unsigned)g->layers.count);
-    for (uint32_t i = 0; i < g->layers.count; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        msi_print(out, "%s %s %s %s ", msi_decimal(l->time.forward_us).text,
-                  msi_decimal(l->time.backward_us).text, msi_decimal(l->time.recompute_us).text,
-                  msi_decimal(msi_output_elements(g, l)).text);
-        msi_print_line(out, msi_layer_name(m, i));
-    }
-    msi_print(out, "end\n");
-}
-
-// ------------------------------------------------------------------------------------------------
-// >>trace  a step for Perfetto, a plan for Prometheus
-
-/* The processes of a trace. */
-enum { MSI_TRACE_SIMULATED = 1, MSI_TRACE_MEASURED = 2 };
-
-/* By ms_stream_kind. */
-static const char *const msi_stream_names[] = {"compute", "copies to the device",
-                                               "copies to the host"};
-
-/* One item of a trace: what, of which layer or tensor, when. */
-typedef struct msi_span {
-    const char *what, *name;
-    ms_stream_kind stream;
-    double start_us, us;
-    uint32_t instruction; // MSI_NONE: of none
-    uint64_t bytes;       // live, or copied
-} msi_span;
-
-static void msi_trace_span(const msi_printer *out, int process, const msi_span *s) {
-    msi_print(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"cat\":\"%s\",\"ts\":", process,
-              (int)s->stream, s->what);
-    msi_print_number(out, s->start_us, 3);
-    msi_print(out, ",\"dur\":");
-    msi_print_number(out, s->us, 3);
-    msi_print(out, ",\"name\":");
-    msi_print_quoted(out, s->name[0] ? s->name : s->what, true);
-    msi_print(out, ",\"args\":{\"op\":\"%s\"", s->what);
-    if (s->instruction != MSI_NONE) {
-        msi_print(out, ",\"instruction\":%u,\"live_bytes\":%llu}}", (unsigned)s->instruction,
-                  (unsigned long long)s->bytes);
-    } else {
-        msi_print(out, ",\"bytes\":%llu}}", (unsigned long long)s->bytes);
-    }
-}
-
-static void msi_trace_counters(const msi_printer *out, int process, double us,
-                               const uint64_t *bytes_of) {
-    msi_print(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"name\":\"live bytes\",\"ts\":", process);
-    msi_print_number(out, us, 3);
-    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
-        msi_print(out, "%s\"%s\":%llu", c == 0 ? ",\"args\":{" : ",",
-                  ms_category_name((ms_category)c), (unsigned long long)bytes_of[c]);
-    }
-    msi_print(out, "}}");
-}
-
-/* Names of a process and of its tracks. */
-static void msi_trace_process(const msi_printer *out, int process) {
-    static const char *const names[] = {"", "simulated", "measured"};
-    msi_print(out,
-              "%s{\"ph\":\"M\",\"pid\":%d,\"name\":\"process_name\",\"args\":{\"name\":\"%s\"}}",
-              process == MSI_TRACE_SIMULATED ? "" : ",\n", process, names[process]);
-    for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
-        msi_print(out,
-                  ",\n{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"thread_name\",\"args\":"
-                  "{\"name\":\"%s\"}}",
-                  process, stream, msi_stream_names[stream]);
-    }
-}
-
-/* Inputs, which come in before the first instruction. */
-static void msi_trace_inputs(const msi_printer *out, const ms_model *m) {
-    msi_clock c;
-    memset(&c, 0, sizeof c);
-    for (uint32_t k = 0; k < m->run.store->residents.count; k++) {
-        const msi_resident *resident = &m->run.store->residents.items[k];
-        const double us = msi_staging_us(&m->graph, &m->costs, resident);
-        if (us > 0.0) {
-            const msi_span span = {"copy in",
-                                   msi_tensor_name(m, resident->tensor),
-                                   MS_STREAM_TO_DEVICE,
-                                   msi_enqueue(&c, MS_STREAM_TO_DEVICE, 0.0, us),
-                                   us,
-                                   MSI_NONE,
-                                   m->graph.tensors.items[resident->tensor].bytes};
-            msi_trace_span(out, MSI_TRACE_SIMULATED, &span);
-        }
-    }
-}
-
-/* The sum of the losses behind forward, and the verdict that goes out beside backward. */
-static void msi_trace_verdict(const msi_printer *out, const msi_walk *w) {
-    const ms_model *m = w->model;
-    const double end_us = w->start_us + w->duration_us;
-    const msi_span sum = {"loss",
-                          "sum of the losses",
-                          MS_STREAM_COMPUTE,
-                          end_us,
-                          w->clock.free_us[MS_STREAM_COMPUTE] - end_us,
-                          MSI_NONE,
-                          w->program->ranges.items[w->program->loss].bytes};
-    msi_trace_span(out, MSI_TRACE_SIMULATED, &sum);
-    if (m->costs.has_copies) {
-        const double us = msi_copy_us(&m->costs, MS_STREAM_TO_HOST, MSI_STATES_BYTES);
-        const msi_span verdict = {
-            "copy out", "verdict", MS_STREAM_TO_HOST, w->clock.free_us[MS_STREAM_TO_HOST] - us,
-            us,         MSI_NONE,  MSI_STATES_BYTES};
-        msi_trace_span(out, MSI_TRACE_SIMULATED, &verdict);
-    }
-}
-
-/* One instruction, as simulated and as measured. */
-static void msi_trace_instruction(const msi_printer *out, const msi_walk *w, bool counts) {
-    const ms_model *m = w->model;
-    const msi_program *p = w->program;
-    const msi_instruction *i = &p->instructions.items[w->now];
-    const bool of_layer = msi_calls_layer((msi_op)i->op);
-    const bool of_tensor =
-        !of_layer && i->op != MSI_OP_CLIP &&
-        p->ranges.items[p->operands.items[i->operand_first].range].role < MSI_ROLE_WORKSPACE;
-    msi_span span = {msi_ops[i->op].name,
-                     of_layer    ? msi_layer_name(m, i->target)
-                     : of_tensor ? msi_tensor_name(m, i->target)
-                                 : "",
-                     msi_stream_of(&m->costs, (msi_op)i->op),
-                     w->start_us,
-                     w->duration_us,
-                     w->now,
-                     m->run.store->resident_bytes + p->live_bytes.items[w->now]};
-    msi_trace_span(out, MSI_TRACE_SIMULATED, &span);
-    if (counts) {
-        msi_trace_counters(out, MSI_TRACE_SIMULATED, span.start_us, w->live_bytes_of);
-    }
-    if (p->is_measured) {
-        span.start_us = p->measured.items[2ull * w->now];
-        span.us = p->measured.items[2ull * w->now + 1];
-        msi_trace_span(out, MSI_TRACE_MEASURED, &span);
-    }
-    if (p->is_measured && counts) {
-        msi_trace_counters(out, MSI_TRACE_MEASURED, span.start_us, w->live_bytes_of);
-    }
-}
-
-static void msi_trace(const ms_model *m, const msi_printer *out) {
-    const msi_program *p = &m->run.plan->train;
-    uint64_t counted[MS_CATEGORY_COUNT];
-    msi_walk w;
-    memset(counted, 0, sizeof counted);
-    msi_print(out, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
-    msi_trace_process(out, MSI_TRACE_SIMULATED);
-    if (p->is_measured) {
-        msi_trace_process(out, MSI_TRACE_MEASURED);
-    }
-    msi_trace_inputs(out, m);
-    for (msi_walk_start(&w, m, p); w.now < p->instructions.count; msi_walk_leave(&w)) {
-        msi_walk_enter(&w);
-        if (p->instructions.items[w.now].op != MSI_OP_NOTHING) {
-            const bool moved = memcmp(counted, w.live_bytes_of, sizeof counted) != 0;
-            memcpy(counted, w.live_bytes_of, sizeof counted);
-            msi_trace_instruction(out, &w, moved);
-        }
-        if (w.now + 1 == p->forward_end) {
-            msi_trace_verdict(out, &w);
-        }
-    }
-    msi_print(out, "\n]}\n");
-}
-
-/* A metric that a field of the report is. */
-typedef enum msi_metric_kind {
-    MSI_METRIC_U64,
-    MSI_METRIC_U32,
-    MSI_METRIC_RATIO,
-    MSI_METRIC_US, // exposed in seconds
-    MSI_METRIC_CATEGORIES
-} msi_metric_kind;
-
-typedef struct msi_metric {
-    const char *name, *help;
-    size_t offset; // in ms_memory_report
-    msi_metric_kind kind;
-} msi_metric;
-
-#define MSI_METRIC(name, field, kind, help)                                                        \
-    { name, help, offsetof(ms_memory_report, field), kind }
-
-static const msi_metric msi_metrics[] = {
-    MSI_METRIC("budget_bytes", budget_bytes, MSI_METRIC_U64,
-               "The arena is never larger than this."),
-    MSI_METRIC("arena_bytes", arena_bytes, MSI_METRIC_U64, "Memory of the model on the device."),
-    MSI_METRIC("plain_arena_bytes", plain_bytes, MSI_METRIC_U64, "Arena of the plain plan."),
-    MSI_METRIC("lower_bound_bytes", lower_bound_bytes, MSI_METRIC_U64,
-               "Largest sum of live bytes: no layout is smaller."),
-    MSI_METRIC("gap_bytes", gap_bytes, MSI_METRIC_U64, "Arena less lower bound."),
-    MSI_METRIC("peak_bytes", peak_bytes, MSI_METRIC_CATEGORIES,
-               "Live bytes at the peak of a step."),
-    MSI_METRIC("activation_peak_bytes", activation_peak_bytes, MSI_METRIC_U64,
-               "Largest sum of activations, their gradients and saved tensors."),
-    MSI_METRIC("borrowed_bytes", borrowed_bytes, MSI_METRIC_U64, "Memory of the trainer's own."),
-    MSI_METRIC("host_bytes", host_bytes, MSI_METRIC_U64, "Tensors that stay on the host."),
-    MSI_METRIC("staging_bytes", staging_bytes, MSI_METRIC_U64,
-               "Host memory through which inputs and verdicts pass."),
-    MSI_METRIC("step_predicted_seconds", step_us, MSI_METRIC_US, "Time of a step, as simulated."),
-    MSI_METRIC("step_predicted_plain_seconds", plain_step_us, MSI_METRIC_US,
-               "Time of a step of the plain plan, as simulated."),
-    MSI_METRIC("step_stall_seconds", stall_us, MSI_METRIC_US,
-               "Of a step, how long computing waits for copies, as simulated."),
-    MSI_METRIC("recompute_ratio", recompute_share, MSI_METRIC_RATIO,
-               "Time of recomputations over that of a plain step, as simulated."),
-    MSI_METRIC("pressure_ratio", pressure, MSI_METRIC_RATIO, "Plain arena over budget."),
-    MSI_METRIC("parameters", param_count, MSI_METRIC_U64, "Elements of all params."),
-    MSI_METRIC("layers", layer_count, MSI_METRIC_U32, "Layers of the graph."),
-    MSI_METRIC("tensors", tensor_count, MSI_METRIC_U32, "Tensors of the graph."),
-    MSI_METRIC("instructions", instruction_count, MSI_METRIC_U32, "Instructions of a step."),
-    MSI_METRIC("recomputations", recompute_count, MSI_METRIC_U32, "Of these, recomputations."),
-};
-
-static void msi_print_metric_head(const msi_printer *out, const char *name, const char *type,
-                                  const char *help) {
-    msi_print(out, "# HELP memscale_%s %s\n", name, help);
-    msi_print(out, "# TYPE memscale_%s %s\n", name, type);
-}
-
-static void msi_print_metric(const msi_printer *out, const msi_metric *metric,
-                             const ms_memory_report *report) {
-    const uint8_t *field = (const uint8_t *)report + metric->offset;
-    uint64_t bytes[MS_CATEGORY_COUNT] = {0, 0, 0, 0, 0, 0, 0, 0, 0};
-    uint32_t count = 0;
-    double value = 0.0;
-    const int values = metric->kind == MSI_METRIC_CATEGORIES ? MS_CATEGORY_COUNT : 1;
-    if (metric->kind == MSI_METRIC_U32) {
-        memcpy(&count, field, sizeof count);
-        bytes[0] = count;
-    } else if (metric->kind == MSI_METRIC_U64 || metric->kind == MSI_METRIC_CATEGORIES) {
-        memcpy(bytes, field, (size_t)values * sizeof *bytes);
-    } else {
-        memcpy(&value, field, sizeof value);
-    }
-    msi_print_metric_head(out, metric->name, "gauge", metric->help);
-    for (int k = 0; k < values; k++) {
-        msi_print(out, "memscale_%s", metric->name);
-        if (metric->kind == MSI_METRIC_CATEGORIES) {
-            msi_print(out, "{category=");
-            msi_print_quoted(out, ms_category_name((ms_category)k), false);
-            msi_print(out, "}");
-        }
-        if (metric->kind == MSI_METRIC_RATIO || metric->kind == MSI_METRIC_US) {
-            msi_print(out, " ");
-            msi_print_number(out, metric->kind == MSI_METRIC_US ? 1e-6 * value : value, 9);
-            msi_print(out, "\n");
-        } else {
-            msi_print(out, " %llu\n", (unsigned long long)bytes[k]);
-        }
-    }
-}
-
-/* What does not change, as labels of a 1. */
-static void msi_print_info(const ms_model *m, const msi_printer *out, const ms_memory_report *r) {
-    char version[32], hash[20];
-    const char *const labels[][2] = {
-        {"version", version},
-        {"backend", m->config.backend.name},
-        {"device", m->costs.hardware.name},
-        {"mode", ms_mode_name(r->mode)},
-        {"decision_source", ms_decision_source_name(r->decision_source)},
-        {"plan_hash", hash}};
-    snprintf(version, sizeof version, "%d.%d.%d", MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR,
-             MEMSCALE_VERSION_PATCH);
-    snprintf(hash, sizeof hash, "%016llx", (unsigned long long)r->plan_hash);
-    msi_print_metric_head(out, "info", "gauge", "What is planned, for what.");
-    for (size_t k = 0; k < sizeof labels / sizeof labels[0]; k++) {
-        msi_print(out, "%s%s=", k == 0 ? "memscale_info{" : ",", labels[k][0]);
-        msi_print_quoted(out, labels[k][1], false);
-    }
-    msi_print(out, "} 1\n");
-}
-
-static void msi_print_metrics(const ms_model *m, const msi_printer *out) {
-    const msi_program *p = &m->run.plan->train;
-    ms_memory_report report;
-    msi_fill_report(m, &report);
-    msi_print_info(m, out, &report);
-    for (size_t k = 0; k < sizeof msi_metrics / sizeof msi_metrics[0]; k++) {
-        msi_print_metric(out, &msi_metrics[k], &report);
-    }
-    if (p->is_measured) {
-        const double *last = p->measured.items + 2ull * (p->instructions.count - 1);
-        msi_print_metric_head(out, "step_measured_seconds", "gauge",
-                              "The last step that was timed, instruction by instruction.");
-        msi_print(out, "memscale_step_measured_seconds ");
-        msi_print_number(out, 1e-6 * (last[0] + last[1]), 9);
-        msi_print(out, "\n");
-    }
-    msi_print_metric_head(out, "steps_total", "counter", "Updates that are done.");
-    msi_print(out, "memscale_steps_total %llu\n", (unsigned long long)m->run.step);
-}
-
-/* A text that ends where the caller's memory does, and its length without that end. */
-typedef struct msi_bounded_text {
-    char *text;
-    size_t capacity, length;
-} msi_bounded_text;
-
-static void msi_write_bounded(const char *text, size_t length, void *user) {
-    msi_bounded_text *to = (msi_bounded_text *)user;
-    if (to->length + length < to->capacity) {
-        memcpy(to->text + to->length, text, length);
-    }
-    to->length += length;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -15427,80 +15113,494 @@ MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn 
     return MS_RESULT_OK;
 }
 
-MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_text_fn write, void *user) {
-    if (!model || !write) {
-        return MS_RESULT_INVALID;
+MEMSCALE_API ms_tensor ms_tensor_of(const ms_model *model, ms_tensor tensor) {
+    const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
+    const ms_tensor none = {0};
+    return t == MSI_NONE ? none : msi_handle(t, MSI_ROLE_VALUE);
+}
+
+MEMSCALE_API const char *ms_tensor_name(const ms_model *model, ms_tensor tensor) {
+    const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
+    return t == MSI_NONE ? "?" : msi_tensor_name(model, t);
+}
+
+MEMSCALE_API const char *ms_layer_name(const ms_model *model, ms_layer layer) {
+    const bool known = model && layer.id - 1 < model->graph.layers.count;
+    return known ? msi_layer_name(model, layer.id - 1) : "?";
+}
+
+MEMSCALE_API bool ms_technique_is_built(ms_technique technique) {
+    return (unsigned)technique < MS_TECHNIQUE_COUNT && (MSI_BUILT >> technique & 1);
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>listing  a plan and a program as text for people: by the public interface alone
+
+/* By ms_event_kind. */
+#define MEMSCALE_X(name, text) text,
+static const char *const msi_event_names[] = {MEMSCALE_EVENTS(MEMSCALE_X)};
+#undef MEMSCALE_X
+
+/* Columns of the listing: a line ends with the last text in it. */
+typedef struct msi_columns {
+    const msi_printer *out;
+    int missing; // spaces
+} msi_columns;
+
+/* A text to the left, or to the right for a negative width. */
+static void msi_print_column(msi_columns *c, int width, const char *text) {
+    const int length = (int)strlen(text), room = width < 0 ? -width : width;
+    const int spaces = length < room ? room - length : 0;
+    c->missing += width < 0 ? spaces : 0;
+    if (length > 0) {
+        msi_print(c->out, "%*s", c->missing, "");
+        c->out->write(text, (size_t)length, c->out->user);
+        c->missing = 0;
     }
-    if (!model->run.plan) {
-        return MS_RESULT_ORDER;
-    }
-    const msi_printer out = {write, user};
-    msi_review review;
+    c->missing += width < 0 ? 0 : spaces;
+}
+
+enum { MSI_MOST_RULES = 64 }; // there are fewer
+
+/* The listing of a plan. */
+typedef struct msi_plan_listing {
+    const ms_model *model;
+    msi_printer out;
+    msi_columns columns;
+    uint32_t line; // layers that are listed
     msi_technique_total totals[MS_TECHNIQUE_COUNT];
-    if (!msi_review_init(&review, model, model->run.plan)) {
-        return MS_RESULT_OUT_OF_MEMORY;
+    bool decided[MSI_MOST_RULES]; // by the number of a rule: it has decided something
+} msi_plan_listing;
+
+static void msi_add_to_listing(const ms_decision *d, void *user) {
+    msi_plan_listing *to = (msi_plan_listing *)user;
+    msi_add_decision(&to->totals[d->technique], d);
+    for (uint32_t at = 0; at < MSI_MOST_RULES && ms_rule_at(at); at++) {
+        to->decided[at] |= d->rule == ms_rule_at(at);
     }
+}
+
+static void msi_print_summary(const msi_printer *out, const ms_memory_report *r) {
+    msi_print(out, "plain plan %s, budget %s, arena %s", msi_size(r->plain_bytes).text,
+              msi_size(r->budget_bytes).text, msi_size(r->arena_bytes).text);
+    msi_print(out, ", %s above the lower bound\n", msi_size(r->gap_bytes).text);
+    msi_print(out, "mode %s (%s), pressure %.3f; predicted: a step %s, a plain one %s\n",
+              ms_mode_name(r->mode), ms_decision_source_name(r->decision_source), r->pressure,
+              msi_time(r->step_us).text, msi_time(r->plain_step_us).text);
+    msi_print(out, "layers: %u, instructions: %u, recomputations: %u (%.1f %% of a step's work), ",
+              (unsigned)r->layer_count, (unsigned)r->instruction_count,
+              (unsigned)r->recompute_count, 100.0 * r->recompute_share);
+    msi_print(out, "updates %s backward\n", r->early_update ? "inside" : "after");
+    msi_print(out, "at the peak, instruction %u (%s):", (unsigned)r->peak_instruction,
+              r->peak_layer);
+    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
+        if (r->peak_bytes[c]) {
+            msi_print(out, "  %s %s", ms_category_name((ms_category)c),
+                      msi_size(r->peak_bytes[c]).text);
+        }
+    }
+    msi_print(out, "\n");
+}
+
+/* A line for each technique, with its rule where all layers have the same. */
+static void msi_print_techniques(const msi_printer *out, const msi_technique_total *totals) {
+    msi_print(out, "\n%-16s %7s %14s %10s  %s\n", "technique", "layers", "held no longer", "added",
+              "rule");
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-        totals[k] = msi_technique_total_of(&review, (ms_technique)k);
+        const msi_technique_total *t = &totals[k];
+        const bool said = strcmp(t->rule->id, "not-built") == 0;
+        msi_print(out, "%-16s %7u %14s %10s  %s%s\n", ms_technique_name((ms_technique)k),
+                  (unsigned)t->layers, t->saved_bytes ? msi_size(t->saved_bytes).text : "-",
+                  t->added_us > 0.0 ? msi_time(t->added_us).text : "-",
+                  t->differs ? "by layer" : t->rule->id,
+                  ms_technique_is_built((ms_technique)k) || said ? ""
+                                                                 : ", not built in this version");
     }
-    msi_print_summary(model, &out);
-    msi_print_techniques(&out, totals);
-    msi_print_layers(&out, &review, totals);
-    msi_print_rules(&out, &review);
-    msi_review_free(&review);
-    return MS_RESULT_OK;
+}
+
+/* Whether the lines of the layers have columns for a technique. */
+static bool msi_is_by_layer(const msi_technique_total *total) {
+    return total->layers > 0 || total->differs;
+}
+
+static void msi_print_layer_head(msi_plan_listing *to) {
+    msi_columns *c = &to->columns;
+    msi_print(&to->out, "\nlayer");
+    c->missing = 2;
+    msi_print_column(c, 24, "name");
+    msi_print_column(c, -12, "kept");
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        if (msi_is_by_layer(&to->totals[k])) {
+            c->missing += 2;
+            msi_print_column(c, 17, ms_technique_name((ms_technique)k));
+            c->missing += to->totals[k].added_us > 0.0 ? 21 : 12;
+        }
+    }
+    msi_print(&to->out, "\n");
+}
+
+/* The line of a layer: what is kept of it, and the decisions, one call for each. */
+static void msi_print_decision(const ms_decision *d, void *user) {
+    msi_plan_listing *to = (msi_plan_listing *)user;
+    const msi_technique_total *total = &to->totals[d->technique];
+    msi_columns *c = &to->columns;
+    if (d->technique == 0) {
+        msi_print(&to->out, "%5u", (unsigned)to->line++);
+        c->missing = 2;
+        msi_print_column(c, 24, ms_layer_name(to->model, d->layer));
+        msi_print_column(c, -12, d->kept_bytes ? msi_size(d->kept_bytes).text : "-");
+    }
+    if (msi_is_by_layer(total)) {
+        msi_print_column(c, -3, d->is_applied ? "+" : "-");
+        c->missing++;
+        msi_print_column(c, 15, d->rule->id);
+        msi_print_column(c, -12, d->saved_bytes ? msi_size(d->saved_bytes).text : "");
+        if (total->added_us > 0.0) {
+            msi_print_column(c, -9, d->added_us > 0.0 ? msi_time(d->added_us).text : "");
+        }
+    }
+    if (d->technique + 1 == MS_TECHNIQUE_COUNT) {
+        msi_print(&to->out, "\n");
+    }
+}
+
+/* The rules that have decided something. */
+static void msi_print_rules(const msi_plan_listing *to) {
+    msi_print(&to->out, "\nrules (+: applied, -: not)\n");
+    for (uint32_t at = 0; at < MSI_MOST_RULES; at++) {
+        if (to->decided[at]) {
+            const ms_rule *rule = ms_rule_at(at);
+            msi_print(&to->out, "%-15s  ", rule->id);
+            msi_print(&to->out, "%s: ", rule->condition);
+            msi_print(&to->out, "%s\n", rule->reason);
+        }
+    }
+}
+
+MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_text_fn write, void *user) {
+    ms_memory_report report;
+    msi_plan_listing to;
+    ms_result result = write ? ms_report(model, &report) : MS_RESULT_INVALID;
+    memset(&to, 0, sizeof to);
+    to.model = model;
+    to.out.write = write;
+    to.out.user = user;
+    to.columns.out = &to.out;
+    result = result == MS_RESULT_OK ? ms_visit_decisions(model, msi_add_to_listing, &to) : result;
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    msi_print_summary(&to.out, &report);
+    msi_print_techniques(&to.out, to.totals);
+    msi_print_layer_head(&to);
+    result = ms_visit_decisions(model, msi_print_decision, &to);
+    if (result == MS_RESULT_OK) {
+        msi_print_rules(&to);
+    }
+    return result;
+}
+
+/* The listing of a program. */
+typedef struct msi_program_listing {
+    const ms_model *model;
+    msi_printer out;
+} msi_program_listing;
+
+/* What comes before the name of a tensor: nothing for its value, "d." for its gradient, others for
+   the state of its optimizer. */
+static const char *msi_handle_prefix(const ms_model *model, ms_tensor handle) {
+    static const char *const states[MS_LIMIT_OPTIMIZER_STATE] = {"m.", "v.", "s2.", "s3."};
+    const ms_tensor t = ms_tensor_of(model, handle);
+    for (int k = 0; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
+        if (ms_optimizer_state(model, t, k).id == handle.id) {
+            return states[k];
+        }
+    }
+    return handle.id == t.id ? "" : "d.";
+}
+
+static void msi_print_operand(const msi_program_listing *to, const ms_event_operand *operand) {
+    const ms_tensor t = operand->tensor;
+    msi_print(&to->out, " %s", t.id ? msi_handle_prefix(to->model, t) : "");
+    msi_print_name(&to->out, t.id ? ms_tensor_name(to->model, t) : "workspace", 0);
+    if (operand->is_outside) {
+        msi_print(&to->out, "%s@outside", operand->accumulate ? "+" : "");
+    } else {
+        msi_print(&to->out, "%s@0x%llx", operand->accumulate ? "+" : "",
+                  (unsigned long long)operand->offset);
+    }
+}
+
+/* Only instructions have a line. */
+static void msi_print_event(const ms_event *event, void *user) {
+    const msi_program_listing *to = (const msi_program_listing *)user;
+    if (event->kind >= MS_EVENT_DROP) {
+        return;
+    }
+    msi_print(&to->out, "%5u  %-9s  ", (unsigned)event->index, msi_event_names[event->kind]);
+    msi_print_name(&to->out, event->name, 12);
+    for (int written = 0; written < 2; written++) {
+        msi_print(&to->out, written ? " ->" : " ");
+        for (uint32_t k = 0; k < event->operand_count; k++) {
+            if (event->operands[k].is_written == (written == 1)) {
+                msi_print_operand(to, &event->operands[k]);
+            }
+        }
+    }
+    msi_print(&to->out, "  | %llu\n", (unsigned long long)event->live_bytes);
 }
 
 MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program program, ms_text_fn write,
                                         void *user) {
-    if (!model || !write || (unsigned)program > MS_PROGRAM_EVAL) {
-        return MS_RESULT_INVALID;
-    }
-    if (!model->run.plan) {
-        return MS_RESULT_ORDER;
-    }
-    msi_listing to;
+    msi_program_listing to;
     to.model = model;
     to.out.write = write;
     to.out.user = user;
-    msi_visit(model, msi_program_of(model, program), msi_print_event, &to);
-    return MS_RESULT_OK;
+    return write ? ms_visit_events(model, program, msi_print_event, &to) : MS_RESULT_INVALID;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>trace  a step for Perfetto, a plan for Prometheus: by the public interface alone
+
+/* The processes of a trace. */
+enum { MSI_TRACE_SIMULATED = 1, MSI_TRACE_MEASURED = 2 };
+
+/* By ms_stream_kind. */
+static const char *const msi_stream_names[] = {"compute", "copies to the device",
+                                               "copies to the host"};
+
+/* The trace of a step. */
+typedef struct msi_trace {
+    msi_printer out;
+    bool is_measured;
+    uint64_t counted[MS_CATEGORY_COUNT]; // live bytes, as the last counter has them
+} msi_trace;
+
+/* An event as a slice of a track. */
+static void msi_trace_slice(const msi_printer *out, int process, const ms_event *event) {
+    const bool measured = process == MSI_TRACE_MEASURED;
+    const char *what = event->is_restore ? "restore" : msi_event_names[event->kind];
+    const char *name = event->kind == MS_EVENT_LOSS      ? "sum of the losses"
+                       : event->kind == MS_EVENT_VERDICT ? "verdict"
+                       : event->name[0]                  ? event->name
+                                                         : what;
+    msi_print(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"cat\":\"%s\",\"ts\":", process,
+              (int)event->stream, what);
+    msi_print_number(out, measured ? event->measured_start_us : event->start_us, 3);
+    msi_print(out, ",\"dur\":");
+    msi_print_number(out, measured ? event->measured_us : event->duration_us, 3);
+    msi_print(out, ",\"name\":");
+    msi_print_quoted(out, name, true);
+    msi_print(out, ",\"args\":{\"op\":\"%s\"", what);
+    if (event->kind < MS_EVENT_DROP) {
+        msi_print(out, ",\"instruction\":%u,\"live_bytes\":%llu}}", (unsigned)event->index,
+                  (unsigned long long)event->live_bytes);
+    } else {
+        msi_print(out, ",\"bytes\":%llu}}", (unsigned long long)event->operands[0].bytes);
+    }
+}
+
+static void msi_trace_counters(const msi_printer *out, int process, double us,
+                               const uint64_t *bytes_of) {
+    msi_print(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"name\":\"live bytes\",\"ts\":", process);
+    msi_print_number(out, us, 3);
+    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
+        msi_print(out, "%s\"%s\":%llu", c == 0 ? ",\"args\":{" : ",",
+                  ms_category_name((ms_category)c), (unsigned long long)bytes_of[c]);
+    }
+    msi_print(out, "}}");
+}
+
+/* Names of a process and of its tracks. */
+static void msi_trace_process(const msi_printer *out, int process) {
+    static const char *const names[] = {"", "simulated", "measured"};
+    msi_print(out,
+              "%s{\"ph\":\"M\",\"pid\":%d,\"name\":\"process_name\",\"args\":{\"name\":\"%s\"}}",
+              process == MSI_TRACE_SIMULATED ? "" : ",\n", process, names[process]);
+    for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
+        msi_print(out,
+                  ",\n{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"thread_name\",\"args\":"
+                  "{\"name\":\"%s\"}}",
+                  process, stream, msi_stream_names[stream]);
+    }
+}
+
+/* An event as simulated and, if it is an instruction, as measured; each with a counter where other
+   bytes are live than before. */
+static void msi_trace_event(const ms_event *event, void *user) {
+    msi_trace *to = (msi_trace *)user;
+    if (event->kind == MS_EVENT_DROP) {
+        return;
+    }
+    const bool runs = event->kind < MS_EVENT_DROP;
+    const bool counts = runs && memcmp(to->counted, event->live_bytes_of, sizeof to->counted) != 0;
+    msi_trace_slice(&to->out, MSI_TRACE_SIMULATED, event);
+    if (counts) {
+        msi_trace_counters(&to->out, MSI_TRACE_SIMULATED, event->start_us, event->live_bytes_of);
+    }
+    if (runs && to->is_measured) {
+        msi_trace_slice(&to->out, MSI_TRACE_MEASURED, event);
+    }
+    if (counts && to->is_measured) {
+        msi_trace_counters(&to->out, MSI_TRACE_MEASURED, event->measured_start_us,
+                           event->live_bytes_of);
+    }
+    if (counts) {
+        memcpy(to->counted, event->live_bytes_of, sizeof to->counted);
+    }
 }
 
 MEMSCALE_API ms_result ms_print_trace(const ms_model *model, ms_text_fn write, void *user) {
-    if (!model || !write) {
-        return MS_RESULT_INVALID;
+    ms_memory_report report;
+    msi_trace to;
+    ms_result result = write ? ms_report(model, &report) : MS_RESULT_INVALID;
+    if (result != MS_RESULT_OK) {
+        return result;
     }
-    if (!model->run.plan) {
-        return MS_RESULT_ORDER;
+    memset(&to, 0, sizeof to);
+    to.out.write = write;
+    to.out.user = user;
+    to.is_measured = report.measured_step_us > 0.0;
+    msi_print(&to.out, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
+    msi_trace_process(&to.out, MSI_TRACE_SIMULATED);
+    if (to.is_measured) {
+        msi_trace_process(&to.out, MSI_TRACE_MEASURED);
     }
-    const msi_printer out = {write, user};
-    msi_trace(model, &out);
-    return MS_RESULT_OK;
+    result = ms_visit_events(model, MS_PROGRAM_TRAIN, msi_trace_event, &to);
+    msi_print(&to.out, "\n]}\n");
+    return result;
 }
 
-MEMSCALE_API ms_result ms_print_metrics(const ms_model *model, char *text, size_t capacity,
-                                        size_t *length) {
-    msi_bounded_text to;
-    if (!model || (!text && capacity > 0)) {
-        return MS_RESULT_INVALID;
+/* A metric that a field of the report is. */
+typedef enum msi_metric_kind {
+    MSI_METRIC_U64,
+    MSI_METRIC_U32,
+    MSI_METRIC_RATIO,
+    MSI_METRIC_US, // exposed in seconds
+    MSI_METRIC_CATEGORIES
+} msi_metric_kind;
+
+typedef struct msi_metric {
+    const char *name, *help;
+    size_t offset; // in ms_memory_report
+    msi_metric_kind kind;
+} msi_metric;
+
+#define MSI_METRIC(name, field, kind, help)                                                        \
+    { name, help, offsetof(ms_memory_report, field), kind }
+
+static const msi_metric msi_metrics[] = {
+    MSI_METRIC("budget_bytes", budget_bytes, MSI_METRIC_U64,
+               "The arena is never larger than this."),
+    MSI_METRIC("arena_bytes", arena_bytes, MSI_METRIC_U64, "Memory of the model on the device."),
+    MSI_METRIC("plain_arena_bytes", plain_bytes, MSI_METRIC_U64, "Arena of the plain plan."),
+    MSI_METRIC("lower_bound_bytes", lower_bound_bytes, MSI_METRIC_U64,
+               "Largest sum of live bytes: no layout is smaller."),
+    MSI_METRIC("gap_bytes", gap_bytes, MSI_METRIC_U64, "Arena less lower bound."),
+    MSI_METRIC("peak_bytes", peak_bytes, MSI_METRIC_CATEGORIES,
+               "Live bytes at the peak of a step."),
+    MSI_METRIC("activation_peak_bytes", activation_peak_bytes, MSI_METRIC_U64,
+               "Largest sum of activations, their gradients and saved tensors."),
+    MSI_METRIC("borrowed_bytes", borrowed_bytes, MSI_METRIC_U64, "Memory of the trainer's own."),
+    MSI_METRIC("host_bytes", host_bytes, MSI_METRIC_U64, "Tensors that stay on the host."),
+    MSI_METRIC("staging_bytes", staging_bytes, MSI_METRIC_U64,
+               "Host memory through which inputs and verdicts pass."),
+    MSI_METRIC("step_predicted_seconds", step_us, MSI_METRIC_US, "Time of a step, as simulated."),
+    MSI_METRIC("step_predicted_plain_seconds", plain_step_us, MSI_METRIC_US,
+               "Time of a step of the plain plan, as simulated."),
+    MSI_METRIC("step_stall_seconds", stall_us, MSI_METRIC_US,
+               "Of a step, how long computing waits for copies, as simulated."),
+    MSI_METRIC("recompute_ratio", recompute_share, MSI_METRIC_RATIO,
+               "Time of recomputations over that of a plain step, as simulated."),
+    MSI_METRIC("pressure_ratio", pressure, MSI_METRIC_RATIO, "Plain arena over budget."),
+    MSI_METRIC("parameters", param_count, MSI_METRIC_U64, "Elements of all params."),
+    MSI_METRIC("layers", layer_count, MSI_METRIC_U32, "Layers of the graph."),
+    MSI_METRIC("tensors", tensor_count, MSI_METRIC_U32, "Tensors of the graph."),
+    MSI_METRIC("instructions", instruction_count, MSI_METRIC_U32, "Instructions of a step."),
+    MSI_METRIC("recomputations", recompute_count, MSI_METRIC_U32, "Of these, recomputations."),
+};
+
+static void msi_print_metric_head(const msi_printer *out, const char *name, const char *type,
+                                  const char *help) {
+    msi_print(out, "# HELP memscale_%s %s\n", name, help);
+    msi_print(out, "# TYPE memscale_%s %s\n", name, type);
+}
+
+static void msi_print_metric(const msi_printer *out, const msi_metric *metric,
+                             const ms_memory_report *report) {
+    const uint8_t *field = (const uint8_t *)report + metric->offset;
+    uint64_t bytes[MS_CATEGORY_COUNT] = {0, 0, 0, 0, 0, 0, 0, 0, 0};
+    uint32_t count = 0;
+    double value = 0.0;
+    const int values = metric->kind == MSI_METRIC_CATEGORIES ? MS_CATEGORY_COUNT : 1;
+    if (metric->kind == MSI_METRIC_U32) {
+        memcpy(&count, field, sizeof count);
+        bytes[0] = count;
+    } else if (metric->kind == MSI_METRIC_U64 || metric->kind == MSI_METRIC_CATEGORIES) {
+        memcpy(bytes, field, (size_t)values * sizeof *bytes);
+    } else {
+        memcpy(&value, field, sizeof value);
     }
-    if (!model->run.plan) {
-        return MS_RESULT_ORDER;
+    msi_print_metric_head(out, metric->name, "gauge", metric->help);
+    for (int k = 0; k < values; k++) {
+        msi_print(out, "memscale_%s", metric->name);
+        if (metric->kind == MSI_METRIC_CATEGORIES) {
+            msi_print(out, "{category=");
+            msi_print_quoted(out, ms_category_name((ms_category)k), false);
+            msi_print(out, "}");
+        }
+        if (metric->kind == MSI_METRIC_RATIO || metric->kind == MSI_METRIC_US) {
+            msi_print(out, " ");
+            msi_print_number(out, metric->kind == MSI_METRIC_US ? 1e-6 * value : value, 9);
+            msi_print(out, "\n");
+        } else {
+            msi_print(out, " %llu\n", (unsigned long long)bytes[k]);
+        }
     }
-    to.text = text;
-    to.capacity = capacity;
-    to.length = 0;
-    const msi_printer out = {msi_write_bounded, &to};
-    msi_print_metrics(model, &out);
-    const bool fits = to.length < capacity;
-    if (capacity > 0) {
-        text[fits ? to.length : 0] = 0;
+}
+
+/* What does not change, as labels of a 1. */
+static void msi_print_info(const msi_printer *out, const ms_memory_report *r) {
+    char version[32], hash[20];
+    const char *const labels[][2] = {
+        {"version", version},
+        {"backend", r->backend_name},
+        {"device", r->device_name},
+        {"mode", ms_mode_name(r->mode)},
+        {"decision_source", ms_decision_source_name(r->decision_source)},
+        {"plan_hash", hash}};
+    snprintf(version, sizeof version, "%d.%d.%d", MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR,
+             MEMSCALE_VERSION_PATCH);
+    snprintf(hash, sizeof hash, "%016llx", (unsigned long long)r->plan_hash);
+    msi_print_metric_head(out, "info", "gauge", "What is planned, for what.");
+    for (size_t k = 0; k < sizeof labels / sizeof labels[0]; k++) {
+        msi_print(out, "%s%s=", k == 0 ? "memscale_info{" : ",", labels[k][0]);
+        msi_print_quoted(out, labels[k][1], false);
     }
-    if (length) {
-        *length = to.length;
+    msi_print(out, "} 1\n");
+}
+
+MEMSCALE_API ms_result ms_print_metrics(const ms_model *model, ms_text_fn write, void *user) {
+    ms_memory_report report;
+    const ms_result result = write ? ms_report(model, &report) : MS_RESULT_INVALID;
+    if (result != MS_RESULT_OK) {
+        return result;
     }
-    return fits ? MS_RESULT_OK : MS_RESULT_INVALID;
+    const msi_printer out = {write, user};
+    msi_print_info(&out, &report);
+    for (size_t k = 0; k < sizeof msi_metrics / sizeof msi_metrics[0]; k++) {
+        msi_print_metric(&out, &msi_metrics[k], &report);
+    }
+    if (report.measured_step_us > 0.0) {
+        msi_print_metric_head(&out, "step_measured_seconds", "gauge",
+                              "The last step that was timed, instruction by instruction.");
+        msi_print(&out, "memscale_step_measured_seconds ");
+        msi_print_number(&out, 1e-6 * report.measured_step_us, 9);
+        msi_print(&out, "\n");
+    }
+    msi_print_metric_head(&out, "steps_total", "counter", "Updates that are done.");
+    msi_print(&out, "memscale_steps_total %llu\n", (unsigned long long)report.step_count);
+    return MS_RESULT_OK;
 }
 
 #endif // MEMSCALE_IMPLEMENTATION

@@ -90,7 +90,7 @@ static void add_event(const ms_event *event, void *user) {
                                                  "the library's work"};
     half *h = (half *)user;
     const double end_us = event->start_us + event->duration_us;
-    if (event->kind == MS_EVENT_DROP) {
+    if (event->kind >= MS_EVENT_DROP) { // instructions only
         return;
     }
     const int run = run_of(event->kind);

@@ -403,13 +403,7 @@ static int write_trace(const trainer *t, FILE *file) {
 }
 
 static int write_metrics(const trainer *t, FILE *file) {
-    size_t length = 0;
-    ms_result result = ms_print_metrics(t->model, NULL, 0, &length); // which learns the length
-    char *text = (char *)malloc(length + 1);
-    result = text ? ms_print_metrics(t->model, text, length + 1, NULL) : result;
-    const bool written = result == MS_RESULT_OK && fwrite(text, 1, length, file) == length;
-    free(text);
-    return !written;
+    return ms_print_metrics(t->model, print_text, file) != MS_RESULT_OK;
 }
 
 static int write_file(const trainer *t, const char *path,

@@ -283,10 +283,9 @@ check_order() {
 }
 
 # A switch over an enum of ours lists its cases, so that the compiler names one that is missing.
-# May stay for now: lower.
 defaults() { # HEADER
     awk '/^\/\/ >>/ { section = $2 }
-        /^ *default:/ && section != ">>lower" { print "line " NR ", " section ": " $0 }' "$1"
+        /^ *default:/ { print "line " NR ", " section ": " $0 }' "$1"
 }
 
 check_switches() {
@@ -308,6 +307,32 @@ check_new_technique() {
     ! text=$(compile $CC -Wall -DMEMSCALE_IMPLEMENTATION -fsyntax-only -x c "$copy" 2>&1) || return 1
     ! grep -q msi_technique_rows_match <<< "$text" && grep -q "MS_TECHNIQUE_PLANTED.*switch" <<< "$text" ||
         { echo "with a row: $text"; return 1; }
+}
+
+# What an op takes that is put in the middle of MSI_OPS: its row says what it is called, costs and
+# runs on, and every switch over ops asks for a case.
+check_new_op() {
+    local copy text function
+    copy=$(plant '    X(ZERO, ' '    X(PLANTED, "planted", MS_EVENT_ZERO, MSI_COST_FILL, 1, MS_STREAM_COMPUTE, TENSOR) \\') || return 1
+    ! text=$(compile $CC -Wall -DMEMSCALE_IMPLEMENTATION -fsyntax-only -x c "$copy" 2>&1) || return 1
+    for function in msi_phase_of msi_run_instruction msi_is_source; do
+        grep -A2 "In function .$function." <<< "$text" | grep -q "MSI_OP_PLANTED.*switch" ||
+            { echo "$function does not ask: $text"; return 1; }
+    done
+}
+
+# The listings, the trace and the metrics compile on the public half, where ms_model is opaque, and
+# the section of texts alone: they know nothing else of the implementation.
+check_listings() {
+    local source=$checks/listings.c tag
+    printf '%s\n' '#include "memscale.h"' '#include <stdarg.h>' '#include <stdio.h>' \
+        '#include <string.h>' > $source
+    for tag in text listing trace; do
+        awk -v tag=">>$tag" '/^\/\/ (>>|=====)/ || /^#endif \/\/ MEMSCALE/ { inside = $2 == tag }
+            inside { print; found = 1 }
+            END { exit !found }' memscale.h >> $source || { echo "no section $tag"; return 1; }
+    done
+    compile "$CC" -fsyntax-only $source
 }
 
 # The command that the README gives and the one of .ci/run install the same.
@@ -333,7 +358,8 @@ export -f skip need build run_test run_threads run_corpus run_program compile
 export -f cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_mixed cell_sources
 export -f implementation same check_exports check_static_exports imports macros
-export -f misplaced plant check_order defaults check_switches check_new_technique
+export -f misplaced plant check_order defaults check_switches check_new_technique check_new_op
+export -f implementation same check_exports check_static_exports imports macros check_listings
 export -f check_install check_readme_program
 
 # ---- what is checked -----------------------------------------------------------------------------
@@ -427,6 +453,8 @@ check 'macros of the implementation' "macros $body '(MEMSCALE|MSI)_[A-Z0-9_]+|MS
 check 'a function calls only what is above it' check_order
 check 'no default in a switch over an enum' check_switches
 check 'a technique without its row or its case is an error' check_new_technique
+check 'an op without a case is an error' check_new_op
+check 'listings, trace and metrics know the public half alone' check_listings
 
 group 'documents'
 for document in memscale.h $(grep -lxE '```c(uda)?' README.md docs/*.md); do

@@ -81,6 +81,7 @@ static void null_arguments(void **state) {
     ms_model *m = NULL;
     float x = 0.0f;
     ms_tensor none = {0};
+    const ms_layer no_layer = {0};
     ms_memory_report report;
     ms_hardware hardware;
     uint64_t bytes = 0;
@@ -112,6 +113,9 @@ static void null_arguments(void **state) {
     assert_int_equal(ms_gradient(NULL, none).id, 0);
     assert_int_equal(ms_optimizer_state(NULL, none, 0).id, 0);
     assert_true(ms_tensor_count(NULL, none) == 0 && ms_tensor_bytes(NULL, none) == 0);
+    assert_int_equal(ms_tensor_of(NULL, none).id, 0);
+    assert_string_equal(ms_tensor_name(NULL, none), "?");
+    assert_string_equal(ms_layer_name(NULL, no_layer), "?");
     assert_true(strlen(ms_last_error(NULL)) > 0);
     ms_destroy(NULL);
 }
@@ -771,6 +775,41 @@ static void everything_that_lives_is_read(void **state) {
     t_ok(m, ms_wrap(m));
     t_ok(m, ms_read(m, moment, data));
     assert_memory_equal(data, state_in, sizeof state_in);
+    ms_destroy(m);
+}
+
+/* What a handle is of, and its name: before ms_wrap and after it. */
+static void names_of_handles(void **state) {
+    (void)state;
+    t_chain chain;
+    ms_config config = t_config();
+    assert_int_equal(t_chain_create(&chain, &config, 3, T_CHAIN_ROWS, T_CHAIN_COLS), MS_RESULT_OK);
+    ms_model *m = chain.model;
+    for (int round = 0; round < 2; ++round) {
+        const ms_tensor weight = chain.weight[1], state_of = ms_optimizer_state(m, weight, 1);
+        const ms_tensor gradient = ms_gradient(m, weight),
+                        of_hidden = ms_gradient(m, chain.hidden[2]);
+        assert_int_equal(ms_tensor_of(m, weight).id, weight.id);
+        assert_int_equal(ms_tensor_of(m, gradient).id, weight.id);
+        assert_int_equal(ms_tensor_of(m, state_of).id, weight.id);
+        assert_int_equal(ms_tensor_of(m, of_hidden).id, chain.hidden[2].id);
+        assert_string_equal(ms_tensor_name(m, chain.x), "x");
+        assert_string_equal(ms_tensor_name(m, gradient), ms_tensor_name(m, weight));
+        assert_string_equal(ms_tensor_name(m, state_of), ms_tensor_name(m, weight));
+        assert_string_not_equal(ms_tensor_name(m, weight), ms_tensor_name(m, chain.weight[0]));
+        const ms_layer first = {1}, beyond = {m->graph.layers.count + 1}, none = {0};
+        assert_string_equal(ms_layer_name(m, first), "matmul0");
+        assert_string_equal(ms_layer_name(m, beyond), "?");
+        assert_string_equal(ms_layer_name(m, none), "?");
+        const uint32_t wrong[] = {0, m->graph.tensors.count + 1, UINT32_MAX,
+                                  (uint32_t)MSI_ROLE_RESIDENT_COUNT << MSI_ROLE_BITS | 1};
+        for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; ++i) {
+            const ms_tensor handle = {wrong[i]};
+            assert_int_equal(ms_tensor_of(m, handle).id, 0);
+            assert_string_equal(ms_tensor_name(m, handle), "?");
+        }
+        t_ok(m, ms_wrap(m));
+    }
     ms_destroy(m);
 }
 
@@ -1546,6 +1585,7 @@ int main(void) {
         cmocka_unit_test(writes_name_the_registration_that_failed),
         cmocka_unit_test(values_survive_wrap_and_detach),
         cmocka_unit_test(everything_that_lives_is_read),
+        cmocka_unit_test(names_of_handles),
         cmocka_unit_test(sizes_of_tensors),
         cmocka_unit_test(optimizers_follow_their_formulas),
         cmocka_unit_test(sgd_without_momentum_has_no_state),

@@ -774,6 +774,10 @@ static void replay_event(const ms_event *event, void *user) {
         r->fine = replay_drop(r, event);
         return;
     }
+    if (event->kind > MS_EVENT_DROP) { // nothing to do; what it reads or writes is live
+        r->fine = event->kind == MS_EVENT_VERDICT || replay_check(r, event);
+        return;
+    }
     r->fine = replay_check(r, event) &&
               (r->dry ||
                (event->kind <= MS_EVENT_EVAL ? replay_layer(r, event) : replay_other(r, event)));

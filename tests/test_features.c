@@ -3388,6 +3388,10 @@ static void plan_event(const ms_event *event, void *user) {
     plan_net *p = (plan_net *)user;
     const ms_event_operand *o = event->operands;
     bool drops = event->kind == MS_EVENT_DROP; // behind the instruction after which they are dead
+    if (event->kind > MS_EVENT_DROP) {
+        p->faults += event->index != UINT32_MAX || event->layer.id != 0;
+        return;
+    }
     p->faults += event->index != p->index - drops || event->size != sizeof *event ||
                  event->name == NULL || event->live_bytes > p->arena_bytes ||
                  (event->kind <= MS_EVENT_EVAL && event->layer.id == 0);

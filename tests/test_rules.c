@@ -502,6 +502,11 @@ static void names_of_enums(void **state) {
     assert_string_equal(ms_technique_name(MS_TECHNIQUE_EARLY_UPDATE), "early update");
     assert_string_equal(ms_technique_name(MS_TECHNIQUE_OPTIMIZER_8BIT), "8-bit optimizer");
     assert_string_equal(ms_technique_name(MS_TECHNIQUE_COUNT), "?");
+    assert_true(ms_technique_is_built(MS_TECHNIQUE_CHECKPOINTING));
+    assert_true(ms_technique_is_built(MS_TECHNIQUE_EARLY_UPDATE));
+    assert_false(ms_technique_is_built(MS_TECHNIQUE_TILING));
+    assert_false(ms_technique_is_built(MS_TECHNIQUE_COUNT));
+    assert_false(ms_technique_is_built((ms_technique)-1));
     assert_string_equal(ms_decision_source_name(MS_DECISION_SOURCE_RULE), "rule");
     assert_string_equal(ms_decision_source_name(MS_DECISION_SOURCE_USER_CONFIG), "user_config");
     assert_string_equal(ms_decision_source_name(MS_DECISION_SOURCE_POLICY), "policy");
@@ -553,7 +558,8 @@ typedef struct walked {
     uint32_t recomputed[MAX_LAYERS];
     double recompute_us[MAX_LAYERS];
     uint64_t not_held[MAX_LAYERS];
-    uint32_t written_by[RD_VALUES]; // per tensor: its layer + 1
+    uint32_t written_by[RD_VALUES];                    // per tensor: its layer + 1
+    uint64_t offset[RD_VALUES], held_bytes[RD_VALUES]; // of what forward made; 0: it is free again
     bool backward, freed[RD_VALUES];
 } walked;
 
@@ -572,9 +578,15 @@ static void walk(const ms_event *event, void *user) {
         }
         if (event->kind == MS_EVENT_FORWARD && o->is_written) {
             w->written_by[o->tensor.id] = event->layer.id;
+            for (uint32_t t = 0; t < RD_VALUES && o->is_new; ++t) { // in place of another
+                w->held_bytes[t] = w->offset[t] == o->offset ? 0 : w->held_bytes[t];
+            }
+            w->offset[o->tensor.id] = o->offset;
+            w->held_bytes[o->tensor.id] = o->bytes;
         }
         if (event->kind == MS_EVENT_DROP && !w->backward) {
             w->freed[o->tensor.id] = true;
+            w->held_bytes[o->tensor.id] = 0;
         }
         if (event->kind == MS_EVENT_BACKWARD && !o->is_written && w->freed[o->tensor.id] &&
             w->written_by[o->tensor.id] != 0) {
@@ -582,6 +594,15 @@ static void walk(const ms_event *event, void *user) {
             w->freed[o->tensor.id] = false; // once
         }
     }
+}
+
+/* What a layer made and backward still finds. */
+static uint64_t held_bytes_of(const walked *w, uint32_t layer) {
+    uint64_t held = 0;
+    for (uint32_t t = 0; t < RD_VALUES; ++t) {
+        held += w->written_by[t] == layer ? w->held_bytes[t] : 0;
+    }
+    return held;
 }
 
 static void check_against_events(ms_model *m) {
@@ -598,6 +619,9 @@ static void check_against_events(ms_model *m) {
         assert_true(c->is_applied == (w.recomputed[i] > 0));
         assert_true(fabs(c->added_us - w.recompute_us[i]) <= 1e-9 * (1.0 + c->added_us));
         assert_true(c->saved_bytes == w.not_held[i]);
+        const uint64_t held = held_bytes_of(&w, i + 1); // what backward does not read may be free
+        assert_true(c->kept_bytes == held ||
+                    (c->kept_bytes > held && strcmp(c->rule->id, "unread") == 0));
         added_us += c->added_us;
     }
     assert_true(fabs(added_us - report.recompute_share * report.plain_step_us) <=
@@ -667,6 +691,7 @@ static void check_decisions(const ms_model *m) {
             assert_true(c->is_applied == is_rule_of_applied(c->rule));
             assert_true(c->is_applied || (c->saved_bytes == 0 && !(c->added_us > 0.0)));
             assert_true(!c->is_applied || k <= EARLY_UPDATE);
+            assert_true(c->kept_bytes == d.at[i][0].kept_bytes);
         }
         assert_true(d.at[i][CHECKPOINTING].is_applied == (again.of[i] > 0));
         added_us += d.at[i][CHECKPOINTING].added_us;
@@ -778,6 +803,7 @@ static void the_listing_explains(void **state) {
         zoo_wrap(&z, percents[at]);
         get_decisions(z.m, &d);
         t_ok(z.m, ms_print_plan(z.m, t_append, &text));
+        assert_in_range(MSI_RULE_COUNT, 1, MSI_MOST_RULES);
         char *table = strstr(text.data, "\nlayer "), *rules = strstr(text.data, "\nrules");
         assert_true(table != NULL && rules != NULL && table < rules);
         for (uint32_t number = 0; ms_rule_at(number) != NULL; ++number) { // the legend

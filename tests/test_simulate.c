@@ -95,17 +95,39 @@ static t_chain wrap_dry(uint32_t depth) {
     return chain;
 }
 
+/* Instructions, and the events besides, which have places of their own by kind. */
 typedef struct timeline {
     uint32_t count;
     ms_event_kind kind[400];
     double start_us[400], us[400];
+    uint32_t besides[MS_EVENT_COUNT];
+    double besides_start_us[MS_EVENT_COUNT], besides_us[MS_EVENT_COUNT];
 } timeline;
+
+static void note_besides(const ms_event *event, timeline *t) {
+    const ms_stream_kind stream = event->kind == MS_EVENT_INPUT  ? MS_STREAM_TO_DEVICE
+                                  : event->kind == MS_EVENT_LOSS ? MS_STREAM_COMPUTE
+                                                                 : MS_STREAM_TO_HOST;
+    assert_true(event->stream == stream && event->index == UINT32_MAX && event->layer.id == 0);
+    assert_true((event->kind == MS_EVENT_INPUT) == (t->count == 0)); // before all instructions
+    assert_int_equal(event->operand_count, 1);
+    assert_true(event->operands[0].tensor.id == event->tensor.id);
+    assert_true(event->operands[0].is_outside == (event->kind == MS_EVENT_VERDICT));
+    assert_true(event->operands[0].is_written == (event->kind != MS_EVENT_LOSS));
+    t->besides[event->kind] += 1;
+    t->besides_start_us[event->kind] = event->start_us;
+    t->besides_us[event->kind] = event->duration_us;
+}
 
 static void note_event(const ms_event *event, void *user) {
     timeline *t = (timeline *)user;
     if (event->kind == MS_EVENT_DROP) {
         near(event->duration_us, 0.0);
         near(event->start_us, t->start_us[t->count - 1] + t->us[t->count - 1]);
+        return;
+    }
+    if (event->kind > MS_EVENT_DROP) {
+        note_besides(event, t);
         return;
     }
     assert_true(t->count < 400 && event->stream == MS_STREAM_COMPUTE);
@@ -146,6 +168,10 @@ static void a_step_by_hand(void **state) {
         near(t.us[i], expected[i].us);
         now += expected[i].us;
     }
+    assert_true(t.besides[MS_EVENT_LOSS] == 1 && t.besides[MS_EVENT_INPUT] == 0 &&
+                t.besides[MS_EVENT_VERDICT] == 0); // a CPU copies nothing
+    near(t.besides_start_us[MS_EVENT_LOSS], 33.0);
+    near(t.besides_us[MS_EVENT_LOSS], 1.0 + 0.192);
     t_report(chain.model, &report);
     near(report.step_us, now);
     near(report.plain_step_us, now);
@@ -165,6 +191,11 @@ static void copies_in_are_waited_for(void **state) {
     t_ok(chain.model, ms_visit_events(chain.model, MS_PROGRAM_TRAIN, note_event, &t));
     const double copy_us = 1.0 + 1.536 / 0.5;
     near(t.start_us[0], copy_us);
+    assert_true(t.besides[MS_EVENT_INPUT] == 1 && t.besides[MS_EVENT_VERDICT] == 1);
+    near(t.besides_start_us[MS_EVENT_INPUT], 0.0);
+    near(t.besides_us[MS_EVENT_INPUT], copy_us);
+    near(t.besides_start_us[MS_EVENT_VERDICT], copy_us + 33.0 + (1.0 + 0.192));
+    near(t.besides_us[MS_EVENT_VERDICT], 1.0 + 0.128 / 0.25);
     t_report(chain.model, &report);
     near(report.stall_us, copy_us);
     near(report.step_us, t.start_us[t.count - 1] + t.us[t.count - 1]);
@@ -294,12 +325,13 @@ static void check_event(const ms_event *event, void *user) {
     category_check *check = (category_check *)user;
     uint64_t sum = 0;
     for (int c = 0; c < MS_CATEGORY_COUNT; ++c) {
-        const uint64_t live = live_of(check->model, check->program, event->index, (ms_category)c);
-        assert_true(event->live_bytes_of[c] == live);
-        sum += live;
+        sum += event->live_bytes_of[c];
+        assert_true(event->kind > MS_EVENT_DROP ||
+                    event->live_bytes_of[c] ==
+                        live_of(check->model, check->program, event->index, (ms_category)c));
     }
     assert_true(sum == event->live_bytes);
-    check->events += 1;
+    check->events += event->kind <= MS_EVENT_DROP;
 }
 
 static void categories_add_up(void **state) {
@@ -1292,6 +1324,61 @@ static void traces_show_copies(void **state) {
     ms_destroy(chain.model);
 }
 
+/* The slices of a trace are the events, each with the numbers that the event has. */
+typedef struct slices {
+    const char *at; // after the slice of the last event
+    uint32_t count;
+} slices;
+
+static void find_slice(const ms_event *event, void *user) {
+    slices *s = (slices *)user;
+    if (event->kind == MS_EVENT_DROP) {
+        return;
+    }
+    int stream = -1;
+    double start_us = -1.0, us = -1.0;
+    const char *slice = strstr(s->at, "{\"ph\":\"X\"");
+    assert_non_null(slice);
+    const char *name = strstr(slice, "\"name\":"), *end = strstr(slice, "}}");
+    assert_int_equal(sscanf(strstr(slice, "\"tid\":"), "\"tid\":%d", &stream), 1);
+    assert_int_equal(sscanf(strstr(slice, "\"ts\":"), "\"ts\":%lf,\"dur\":%lf", &start_us, &us), 2);
+    assert_true(name != NULL && end != NULL && stream == (int)event->stream);
+    assert_true(fabs(start_us - event->start_us) < 1e-3 && fabs(us - event->duration_us) < 1e-3);
+    unsigned long long number = 0;
+    if (event->index == UINT32_MAX) {
+        assert_int_equal(sscanf(strstr(name, "\"bytes\":"), "\"bytes\":%llu", &number), 1);
+        assert_true(number == event->operands[0].bytes);
+    } else {
+        assert_int_equal(sscanf(strstr(name, "\"live_bytes\":"), "\"live_bytes\":%llu", &number),
+                         1);
+        assert_true(number == event->live_bytes);
+    }
+    s->at = end;
+    s->count += 1;
+}
+
+static void traces_show_the_events(void **state) {
+    (void)state;
+    for (uint64_t seed = 1; seed <= 20; ++seed) {
+        char failure[RD_TEXT] = "";
+        const ms_hardware hardware = round_hardware(MS_DEVICE_DISCRETE);
+        ms_config config = t_config();
+        config.dry_run = true;
+        config.force_optimize = seed % 2 == 0;
+        rd_graph *g = rd_generate(seed);
+        rd_net *n = rd_net_create(g, &config, "traced", failure, true);
+        ms_set_hardware(n->model, &hardware);
+        t_ok(n->model, ms_wrap(n->model));
+        t_text text = trace_of(n->model);
+        slices s = {text.data, 0};
+        t_ok(n->model, ms_visit_events(n->model, MS_PROGRAM_TRAIN, find_slice, &s));
+        assert_int_equal(s.count, count_of(text.data, "\"ph\":\"X\""));
+        free(text.data);
+        rd_net_destroy(n);
+        free(g);
+    }
+}
+
 /* Names of any bytes. */
 static void odd_names_are_escaped(void **state) {
     (void)state;
@@ -1321,13 +1408,14 @@ static void odd_names_are_escaped(void **state) {
         t_text text = trace_of(m);
         t_text_has(text.data, found[i]);
         free(text.data);
-        char metrics[8192];
-        t_ok(m, ms_print_metrics(m, metrics, sizeof metrics, NULL));
-        assert_true(is_utf8(metrics));
-        t_text_has(metrics, i == 0   ? "backend=\"quote\\\" back\\\\slash\""
-                            : i == 1 ? "backend=\"line\\nend\ttab\x01\x7f\""
-                            : i == 4 ? "backend=\"\""
-                                     : "memscale_info");
+        t_text metrics = {NULL, 0};
+        t_ok(m, ms_print_metrics(m, t_append, &metrics));
+        assert_true(is_utf8(metrics.data));
+        t_text_has(metrics.data, i == 0   ? "backend=\"quote\\\" back\\\\slash\""
+                                 : i == 1 ? "backend=\"line\\nend\ttab\x01\x7f\""
+                                 : i == 4 ? "backend=\"\""
+                                          : "memscale_info");
+        free(metrics.data);
         ms_destroy(m);
     }
 }
@@ -1397,33 +1485,29 @@ static void check_metrics(char *text, const ms_memory_report *r, uint64_t steps)
     assert_true(metrics > 15 && seen == 6 && (uint64_t)peak == r->lower_bound_bytes);
 }
 
-static void metrics_fit_or_say_so(void **state) {
+static void metrics_say_what_the_report_says(void **state) {
     (void)state;
     clocked_net n;
     ms_config config = clocked_config(&n, NULL);
     ms_memory_report report;
-    size_t length = 0, again = 0;
+    t_text text = {NULL, 0};
     clocked_start(&n, &config);
     for (uint64_t i = 0; i < 5; ++i) {
+        t_report(n.model, &report);
+        assert_true(report.step_count == i && (i > 0 || report.measured_step_us <= 0.0));
         t_ok(n.model, clocked_step(&n, i, 1.0, NULL));
     }
     t_report(n.model, &report);
-    assert_int_equal(ms_print_metrics(n.model, NULL, 0, &length), MS_RESULT_INVALID);
-    assert_true(length > 1000);
-    char *text = (char *)malloc(length + 1);
-    assert_non_null(text);
-    for (size_t capacity = 1; capacity <= length; capacity += capacity == 1 ? length - 2 : 1) {
-        memset(text, 'x', length + 1);
-        assert_int_equal(ms_print_metrics(n.model, text, capacity, &again), MS_RESULT_INVALID);
-        assert_true(again == length && text[0] == 0 && text[length] == 'x');
-    }
-    t_ok(n.model, ms_print_metrics(n.model, text, length + 1, &again));
-    assert_true(again == length && strlen(text) == length && is_utf8(text));
-    t_text_has(text, "\nmemscale_peak_bytes{category=\"activation gradients\"} ");
-    t_text_has(text, "mode=\"BALANCED\"");
-    t_text_has(text, "\nmemscale_step_measured_seconds 0.007442000\n");
-    check_metrics(text, &report, 5);
-    free(text);
+    near(report.measured_step_us, 7442.0);
+    assert_true(report.step_count == 5 && report.device_name[0] != 0);
+    assert_string_equal(report.backend_name, n.model->config.backend.name);
+    t_ok(n.model, ms_print_metrics(n.model, t_append, &text));
+    assert_true(text.length > 1000 && strlen(text.data) == text.length && is_utf8(text.data));
+    t_text_has(text.data, "\nmemscale_peak_bytes{category=\"activation gradients\"} ");
+    t_text_has(text.data, "mode=\"BALANCED\"");
+    t_text_has(text.data, "\nmemscale_step_measured_seconds 0.007442000\n");
+    check_metrics(text.data, &report, 5);
+    free(text.data);
     clocked_end(&n);
 }
 
@@ -1431,18 +1515,16 @@ static void wrong_arguments_are_refused(void **state) {
     (void)state;
     clocked_net n;
     ms_config config = clocked_config(&n, NULL);
-    char text[8];
-    size_t length = 7;
-    t_text trace = {NULL, 0};
+    t_text text = {NULL, 0};
     assert_int_equal(clocked_create(&n, &config), MS_RESULT_OK);
-    assert_int_equal(ms_print_trace(n.model, t_append, &trace), MS_RESULT_ORDER);
-    assert_int_equal(ms_print_metrics(n.model, text, sizeof text, &length), MS_RESULT_ORDER);
+    assert_int_equal(ms_print_trace(n.model, t_append, &text), MS_RESULT_ORDER);
+    assert_int_equal(ms_print_metrics(n.model, t_append, &text), MS_RESULT_ORDER);
     t_ok(n.model, ms_wrap(n.model));
-    assert_int_equal(ms_print_trace(NULL, t_append, &trace), MS_RESULT_INVALID);
-    assert_int_equal(ms_print_trace(n.model, NULL, &trace), MS_RESULT_INVALID);
-    assert_int_equal(ms_print_metrics(NULL, text, sizeof text, &length), MS_RESULT_INVALID);
-    assert_int_equal(ms_print_metrics(n.model, NULL, 1, &length), MS_RESULT_INVALID);
-    assert_true(length == 7 && trace.data == NULL);
+    assert_int_equal(ms_print_trace(NULL, t_append, &text), MS_RESULT_INVALID);
+    assert_int_equal(ms_print_trace(n.model, NULL, &text), MS_RESULT_INVALID);
+    assert_int_equal(ms_print_metrics(NULL, t_append, &text), MS_RESULT_INVALID);
+    assert_int_equal(ms_print_metrics(n.model, NULL, &text), MS_RESULT_INVALID);
+    assert_true(text.data == NULL);
     clocked_end(&n);
 }
 
@@ -1473,8 +1555,9 @@ int main(void) {
         cmocka_unit_test(the_checkers_check),
         cmocka_unit_test(traces_are_json),
         cmocka_unit_test(traces_show_copies),
+        cmocka_unit_test(traces_show_the_events),
         cmocka_unit_test(odd_names_are_escaped),
-        cmocka_unit_test(metrics_fit_or_say_so),
+        cmocka_unit_test(metrics_say_what_the_report_says),
         cmocka_unit_test(wrong_arguments_are_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
