@@ -849,10 +849,13 @@ typedef enum ms_event_kind {
     MS_EVENT_EVAL,
     MS_EVENT_SEED, // the gradient of the loss is set to the loss factor
     MS_EVENT_ZERO,
-    MS_EVENT_COPY, // operands: target, source. Nothing to do where both lie at one offset inside
-    MS_EVENT_ADD,  // operands: target, source
-    MS_EVENT_NORM, // squares of a gradient are added up; operands: gradient, sum (a double)
-    MS_EVENT_CLIP, // the sum becomes the scale of all gradients, a float behind it
+    MS_EVENT_COPY,    // operands: target, source. Nothing to do where both lie at one offset inside
+    MS_EVENT_COPY_IN, // the same from host memory, on a stream of its own
+    MS_EVENT_COPY_OUT, // and to host memory
+    MS_EVENT_WAIT,     // for the copy that makes the operand
+    MS_EVENT_ADD,      // operands: target, source
+    MS_EVENT_NORM,     // squares of a gradient are added up; operands: gradient, sum (a double)
+    MS_EVENT_CLIP,     // the sum becomes the scale of all gradients, a float behind it
     MS_EVENT_UPDATE,
     MS_EVENT_DROP, // the operands are dead; their memory is free
     MS_EVENT_COUNT
@@ -1952,23 +1955,6 @@ typedef struct msi_graph {
     uint32_t loss;
 } msi_graph;
 
-typedef enum msi_op {
-    MSI_OP_FORWARD,
-    MSI_OP_RECOMPUTE,
-    MSI_OP_BACKWARD,
-    MSI_OP_EVAL,
-    MSI_OP_SEED,    // write the gradient of the loss
-    MSI_OP_ZERO,    // of a slot: in the first micro-batch alone
-    MSI_OP_COPY,    // target, source
-    MSI_OP_RESTORE, // a copy that puts state back behind a recomputation
-    MSI_OP_ADD,
-    MSI_OP_NORM,
-    MSI_OP_CLIP,
-    MSI_OP_UPDATE,
-    MSI_OP_NOTHING, // a copy that turned out not to be needed
-    MSI_OP_COUNT
-} msi_op;
-
 /* What the time of an instruction follows from: the time of its layer, or the bytes that it moves,
    at a speed that may have been measured. */
 typedef enum msi_cost {
@@ -1982,22 +1968,69 @@ typedef enum msi_cost {
     MSI_COST_ADD,
     MSI_COST_SUM,
     MSI_COST_UPDATE,
+    MSI_COST_MEASURED_END, // those before are measured; of those from here on the speed is stated
+    MSI_COST_LINK = MSI_COST_MEASURED_END, // between the host and the device
     MSI_COST_COUNT
 } msi_cost;
 
-/* One value in memory, from the instruction that makes it to the last that uses it. Lives with
-   fixed addresses (params, buffers, inputs, optimizer state) come first, one per slot. */
+/* What msi_instruction.target is the number of. */
+typedef enum msi_target { MSI_TARGET_LAYER, MSI_TARGET_TENSOR, MSI_TARGET_SCRATCH } msi_target;
+
+/* All that there is to know of an op: its name; the kind of its events; what its time follows from;
+   how often it passes over the bytes of its first operand, reads and writes together; the stream
+   that it runs on; and what msi_instruction.target is. An op on a stream for copies makes its first
+   operand, and whatever has that operand later waits for it. NOTHING is no event. */
+#define MSI_OPS(X)                                                                                 \
+    X(FORWARD, "forward", MS_EVENT_FORWARD, MSI_COST_FORWARD, 0, MS_STREAM_COMPUTE, LAYER)         \
+    X(RECOMPUTE, "recompute", MS_EVENT_RECOMPUTE, MSI_COST_RECOMPUTE, 0, MS_STREAM_COMPUTE, LAYER) \
+    X(BACKWARD, "backward", MS_EVENT_BACKWARD, MSI_COST_BACKWARD, 0, MS_STREAM_COMPUTE, LAYER)     \
+    X(EVAL, "eval", MS_EVENT_EVAL, MSI_COST_FORWARD, 0, MS_STREAM_COMPUTE, LAYER)                  \
+    X(SEED, "seed", MS_EVENT_SEED, MSI_COST_FILL, 1, MS_STREAM_COMPUTE, TENSOR)                    \
+    X(ZERO, "zero", MS_EVENT_ZERO, MSI_COST_FILL, 1, MS_STREAM_COMPUTE, TENSOR)                    \
+    X(COPY, "copy", MS_EVENT_COPY, MSI_COST_COPY, 2, MS_STREAM_COMPUTE, TENSOR)                    \
+    X(COPY_IN, "copy in", MS_EVENT_COPY_IN, MSI_COST_LINK, 1, MS_STREAM_TO_DEVICE, TENSOR)         \
+    X(COPY_OUT, "copy out", MS_EVENT_COPY_OUT, MSI_COST_LINK, 1, MS_STREAM_TO_HOST, TENSOR)        \
+    X(WAIT, "wait", MS_EVENT_WAIT, MSI_COST_NONE, 0, MS_STREAM_COMPUTE, TENSOR)                    \
+    X(ADD, "add", MS_EVENT_ADD, MSI_COST_ADD, 3, MS_STREAM_COMPUTE, TENSOR)                        \
+    X(NORM, "norm", MS_EVENT_NORM, MSI_COST_SUM, 1, MS_STREAM_COMPUTE, TENSOR)                     \
+    X(CLIP, "clip", MS_EVENT_CLIP, MSI_COST_SUM, 0, MS_STREAM_COMPUTE, SCRATCH)                    \
+    X(UPDATE, "update", MS_EVENT_UPDATE, MSI_COST_UPDATE, 0, MS_STREAM_COMPUTE, TENSOR)            \
+    X(NOTHING, "nothing", MS_EVENT_COUNT, MSI_COST_NONE, 0, MS_STREAM_COMPUTE, TENSOR)
+
+#define MSI_X(op, name, event, cost, passes, stream, target) MSI_OP_##op,
+typedef enum msi_op { MSI_OPS(MSI_X) MSI_OP_COUNT } msi_op;
+#undef MSI_X
+
+#define MSI_X(op, name, event, cost, passes, stream, target)                                       \
+    {name, event, cost, passes, stream, MSI_TARGET_##target},
+static const struct {
+    const char *name;
+    ms_event_kind event;
+    msi_cost cost;
+    uint8_t passes;
+    ms_stream_kind stream;
+    msi_target target;
+} msi_ops[MSI_OP_COUNT] = {MSI_OPS(MSI_X)};
+#undef MSI_X
+
+/* Whether an op calls back a layer. */
+static bool msi_calls_layer(msi_op op) {
+    return msi_ops[op].target == MSI_TARGET_LAYER;
+}
+
+/* A live range: one value in memory, from the instruction that makes it to the last that uses it.
+   Those of residents (params, buffers, inputs, optimizer state) come first, one each. */
 typedef struct msi_range {
-    uint64_t bytes, offset; // offset behind the slots
+    uint64_t bytes, offset; // offset after the residents
     uint32_t tensor;        // a layer, for workspace
     uint32_t first, last;
     uint32_t idle_first, idle_last; // the uses around the gap from forward to backward, or none
-    uint32_t alias_of;              // the life whose memory this one goes on using
+    uint32_t alias_of;              // the range whose memory this one goes on using
     double ready_us;                // simulated: a copy on another stream makes it until then
     uint32_t block;
     uint8_t role, category;
-    bool aliased;  // another life takes over this one's memory at its last instruction
-    bool outlives; // to the end of the program and beyond, for ms_read
+    bool aliased;  // another range goes on using this one's memory at its last instruction
+    bool outlives; // it lasts to the end of the program and beyond, for ms_read
 } msi_range;
 
 typedef struct msi_operand {
@@ -2006,10 +2039,11 @@ typedef struct msi_operand {
 } msi_operand;
 
 typedef struct msi_instruction {
-    uint32_t target; // layer; for ops that call none: tensor
+    uint32_t target; // of msi_target
     uint32_t operand_first;
     uint16_t operand_count;
     uint8_t op;
+    bool restores; // a copy that puts state back after a recomputation
 } msi_instruction;
 
 /* What clipping computes, in device memory. */
@@ -2018,7 +2052,7 @@ typedef struct msi_norm {
     float scale;
 } msi_norm;
 
-/* A range of memory: one life, or several that hand it on in place. */
+/* A block of memory: that of one live range, or of several that alias one another. */
 typedef struct msi_block {
     uint64_t bytes;
     uint64_t offset;
@@ -2030,12 +2064,12 @@ typedef struct msi_program {
     MSI_LIST(msi_instruction) instructions;
     MSI_LIST(msi_operand) operands;
     MSI_LIST(msi_range) ranges;
-    MSI_LIST(msi_block) blocks;    // offsets count from the end of the slots
-    MSI_LIST(uint64_t) live_bytes; // per instruction, slots not counted
+    MSI_LIST(msi_block) blocks;    // offsets count from the end of the residents
+    MSI_LIST(uint64_t) live_bytes; // per instruction, residents not counted
     MSI_LIST(double) measured;     // start and duration of each, in the last timed step
     bool is_measured;              // there was one
     uint32_t forward_end, backward_end;
-    uint32_t loss, norm;         // lives of the loss, and of the norm or MSI_NONE
+    uint32_t loss, norm;         // ranges of the loss, and of the norm or MSI_NONE
     uint32_t peak;               // the instruction with most live bytes
     uint64_t peak_bytes, height; // live bytes there; bytes that the layout takes
     uint64_t activation_peak_bytes;
@@ -2061,6 +2095,8 @@ typedef struct msi_resident {
 enum {
     MSI_EVENT_COMPUTE, // the end of what was enqueued before a copy
     MSI_EVENT_COPY,    // the end of a copy for which the host waits
+    MSI_EVENT_IN,      // the end of the last COPY_IN
+    MSI_EVENT_OUT,     // the end of the last COPY_OUT
     MSI_EVENT_VERDICT, // the verdict on a step was copied out
     MSI_EVENT_COUNT
 };
@@ -2099,21 +2135,28 @@ typedef struct msi_store {
     uint32_t micro_count;
 } msi_store;
 
+/* What a plan does with one tensor. A plan is an array of these, one per tensor, and nothing else:
+   plans with equal decisions are equal. */
+typedef struct msi_tensor_decision {
+    /* Of a value: 0: it is kept for backward. n: it is not; recomputations bring it back in their
+       n-th pass, after those of smaller numbers, and it stays then. In earlier passes it is made
+       where it leads to others, and does not stay. */
+    uint32_t pass;
+    /* Of a param: MSI_NONE: it is updated after backward. Otherwise inside backward, after that of
+       this layer; MSI_AT_END: it might be, but waits for the end. */
+    uint32_t update_after;
+} msi_tensor_decision;
+
+static const uint32_t MSI_AT_END = UINT32_MAX - 1;
+
 typedef struct msi_plan {
     struct msi_plan *next;        // of the plans for other sizes, the last used first
     int64_t sizes[MS_LIMIT_AXES]; // that it was made for
-    /* Per tensor: 0: kept for backward. n: not kept; recomputations bring it back in their n-th
-       pass, after those of smaller numbers, and it stays then. In earlier passes it is made where
-       it leads to others, and does not stay. */
-    uint8_t *dropped;
-    uint8_t *recomputed; // per layer: runs again in backward
+    msi_tensor_decision *decisions;
     uint64_t budget_bytes, plain_bytes, arena_bytes;
     msi_program train, eval;
     double plain_step_us;
     msi_recording recordings[MSI_RECORDING_COUNT];
-    bool forces; // heeds the techniques that are forced
-    bool early_update;
-    uint64_t update_lag_bytes; // early updates: gradients that may wait for theirs
 } msi_plan;
 
 struct ms_arena {
@@ -2168,7 +2211,8 @@ typedef struct msi_timing {
    on it. */
 typedef struct msi_costs {
     ms_hardware hardware;                // its speeds filled in
-    bool is_foreign;                     // it is not the model's own device
+    bool has_copies;                     // inputs and verdicts are copied on streams of their own
+    bool tf32;                           // ms_config.tf32
     double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs that have bytes; 0: was not
 } msi_costs;
 
@@ -2652,15 +2696,32 @@ static int msi_order(ms_model *m, ms_stream_kind from, uint32_t event, ms_stream
     return error ? error : b->wait(m->device, to, event);
 }
 
-/* Copies in between what was enqueued before and what will be. The source must stay as it is until
-   the event. */
-static ms_result msi_copy_in(ms_model *m, void *device, const void *host, uint64_t bytes,
-                             uint32_t event) {
+/* Issues a copy to the device after what was enqueued before. The source must stay as it is until
+   the event; what is enqueued next runs beside the copy. */
+static ms_result msi_issue_copy_in(ms_model *m, void *device, const void *host, uint64_t bytes,
+                                   uint32_t event) {
     const ms_backend *b = &m->config.backend;
     int error = msi_order(m, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE, MS_STREAM_TO_DEVICE);
     error = error ? error : b->copy_in(m->device, device, host, bytes);
-    error = error ? error : msi_order(m, MS_STREAM_TO_DEVICE, event, MS_STREAM_COMPUTE);
+    if (b->is_asynchronous && !error) {
+        error = b->record(m->device, MS_STREAM_TO_DEVICE, event);
+    }
     return msi_device(m, error, "copy to the device");
+}
+
+/* What is enqueued from now on runs after the last record of an event. */
+static ms_result msi_wait_on_device(ms_model *m, uint32_t event) {
+    const ms_backend *b = &m->config.backend;
+    return b->is_asynchronous
+               ? msi_device(m, b->wait(m->device, MS_STREAM_COMPUTE, event), "waiting for a copy")
+               : MS_RESULT_OK;
+}
+
+/* A copy to the device between what was enqueued before and what will be. */
+static ms_result msi_copy_in(ms_model *m, void *device, const void *host, uint64_t bytes,
+                             uint32_t event) {
+    const ms_result result = msi_issue_copy_in(m, device, host, bytes, event);
+    return result == MS_RESULT_OK ? msi_wait_on_device(m, event) : result;
 }
 
 /* Copies out what was enqueued before; it is there at the event. What is enqueued next runs beside
@@ -2693,8 +2754,8 @@ static void *msi_address(const ms_model *m, const msi_program *p, uint32_t range
                                                  : msi_transient(m) + p->ranges.items[range].offset;
 }
 
-static bool msi_is_on_host(const ms_model *m, uint32_t range) {
-    return range < m->run.store->residents.count && m->run.store->residents.items[range].on_host;
+static bool msi_is_on_host(const msi_store *store, uint32_t range) {
+    return range < store->residents.count && store->residents.items[range].on_host;
 }
 
 /* Between any two of host memory and device memory. It is done on return, but for a copy from
@@ -2792,6 +2853,13 @@ static void msi_arena_leave(ms_arena *arena) {
 // ------------------------------------------------------------------------------------------------
 // >>backend cpu  the arena is host memory
 
+#ifdef _OPENMP
+#define MSI_PRAGMA(text) _Pragma(#text)
+#define MSI_PARALLEL_FOR(schedule_by, when) MSI_PRAGMA(omp parallel for schedule(schedule_by) if (when))
+#else
+#define MSI_PARALLEL_FOR(schedule_by, when)
+#endif
+
 enum { MSI_GEMM_M = 64, MSI_GEMM_N = 128, MSI_GEMM_K = 64, MSI_TILE_M = 4, MSI_TILE_N = 32 };
 
 /* Threads take equal parts from one end to the other, as those of a trainer's loops do, so that
@@ -2810,9 +2878,7 @@ static int64_t msi_chunk_count(uint64_t bytes) {
 static int msi_cpu_copy(void *user, void *target, const void *source, uint64_t bytes) {
     (void)user;
     const int64_t chunks = msi_chunk_count(bytes);
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) if (chunks > 4)
-#endif
+    MSI_PARALLEL_FOR(static, chunks > 4)
     for (int64_t i = 0; i < chunks; i++) {
         memcpy((uint8_t *)target + i * MSI_CHUNK_BYTES,
                (const uint8_t *)source + i * MSI_CHUNK_BYTES, (size_t)msi_chunk_bytes(bytes, i));
@@ -2823,9 +2889,7 @@ static int msi_cpu_copy(void *user, void *target, const void *source, uint64_t b
 static int msi_cpu_fill_bytes(void *user, void *device, uint8_t value, uint64_t bytes) {
     (void)user;
     const int64_t chunks = msi_chunk_count(bytes);
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) if (chunks > 4)
-#endif
+    MSI_PARALLEL_FOR(static, chunks > 4)
     for (int64_t i = 0; i < chunks; i++) {
         memset((uint8_t *)device + i * MSI_CHUNK_BYTES, value, (size_t)msi_chunk_bytes(bytes, i));
     }
@@ -2846,9 +2910,7 @@ static int msi_cpu_add_f32(void *user, void *device, const void *source, uint64_
     float *items = (float *)device;
     const float *more = (const float *)source;
     const int64_t end = (int64_t)count;
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) if (end > 16384)
-#endif
+    MSI_PARALLEL_FOR(static, end > 16384)
     for (int64_t i = 0; i < end; i++) {
         items[i] += more[i];
     }
@@ -2896,9 +2958,7 @@ static int msi_cpu_cast(void *user, void *target, ms_dtype to, const void *sourc
                         uint64_t count) {
     (void)user;
     const int64_t end = (int64_t)count;
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) if (end > 16384)
-#endif
+    MSI_PARALLEL_FOR(static, end > 16384)
     for (int64_t i = 0; i < end; i++) {
         msi_store_as(target, to, (uint64_t)i, msi_load(source, from, (uint64_t)i));
     }
@@ -2916,17 +2976,13 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
         return 0;
     }
     if (args->kind == MS_OPTIMIZER_ADAMW) {
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) if (count > 16384)
-#endif
+        MSI_PARALLEL_FOR(static, count > 16384)
         for (int64_t i = 0; i < count; i++) {
             value[i] = msi_adamw_element(&f, value[i], scale * gradient[i], &state0[i], &state1[i]);
         }
         return 0;
     }
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) if (count > 16384)
-#endif
+    MSI_PARALLEL_FOR(static, count > 16384)
     for (int64_t i = 0; i < count; i++) {
         value[i] = msi_sgd_element(&f, value[i], scale * gradient[i], state0 ? &state0[i] : NULL);
     }
@@ -3062,11 +3118,8 @@ static int msi_builtin_gemm(float alpha, const ms_matrix *a, const ms_matrix *b,
     const int64_t depth = a->transposed ? a->rows : a->cols;
     const int64_t across = (c->cols + MSI_GEMM_N - 1) / MSI_GEMM_N;
     const int64_t blocks = across * ((c->rows + MSI_GEMM_M - 1) / MSI_GEMM_M);
-#ifdef _OPENMP
-#pragma omp parallel for schedule(dynamic) if (blocks * c->batch_count > 1 && depth > 8)
-#else
-    (void)depth;
-#endif
+    (void)depth; // without OpenMP
+    MSI_PARALLEL_FOR(dynamic, blocks * c->batch_count > 1 && depth > 8)
     for (int64_t i = 0; i < blocks * c->batch_count; i++) {
         const int64_t index = i / blocks, block = i % blocks;
         const ms_matrix a1 = msi_matrix_at(a, index), b1 = msi_matrix_at(b, index);
@@ -3474,171 +3527,45 @@ static void msi_use_hardware(ms_model *m, const ms_hardware *hardware) {
      A100 80GB: "NVIDIA A100 Tensor Core GPU Architecture", and the data sheet of the SXM module
      T4: its data sheet; it has no TF32
      Jetson AGX Orin 64GB: the technical brief above; free memory is an estimate too */
-static const ms_hardware msi_devices[] = {{"NVIDIA GeForce RTX 3090",
-                                           MS_DEVICE_DISCRETE,
-                                           82,
-                                           (uint64_t)24 << 30,
-                                           0,
-                                           0,
-                                           0,
-                                           8,
-                                           6,
-                                           true,
-                                           true,
-                                           true,
-                                           0,
-                                           0,
-                                           936.0,
-                                           31.5,
-                                           31.5,
-                                           35.6,
-                                           35.6,
-                                           71.0,
-                                           0.0,
-                                           false},
-                                          {"NVIDIA H200",
-                                           MS_DEVICE_DISCRETE,
-                                           132,
-                                           (uint64_t)141 << 30,
-                                           0,
-                                           0,
-                                           0,
-                                           9,
-                                           0,
-                                           true,
-                                           true,
-                                           true,
-                                           0,
-                                           0,
-                                           4800.0,
-                                           63.0,
-                                           63.0,
-                                           67.0,
-                                           494.5,
-                                           989.5,
-                                           0.0,
-                                           false},
-                                          {"Jetson Orin Nano 8GB",
-                                           MS_DEVICE_INTEGRATED,
-                                           8,
-                                           (uint64_t)8 << 30,
-                                           (uint64_t)6 << 30,
-                                           (uint64_t)8 << 30,
-                                           (uint64_t)6 << 30,
-                                           8,
-                                           7,
-                                           true,
-                                           true,
-                                           true,
-                                           0,
-                                           0,
-                                           68.0,
-                                           34.0,
-                                           34.0,
-                                           1.28,
-                                           5.0,
-                                           10.0,
-                                           0.0,
-                                           false},
-                                          {"NVIDIA GeForce RTX 4090",
-                                           MS_DEVICE_DISCRETE,
-                                           128,
-                                           (uint64_t)24 << 30,
-                                           0,
-                                           0,
-                                           0,
-                                           8,
-                                           9,
-                                           true,
-                                           true,
-                                           true,
-                                           0,
-                                           0,
-                                           1008.0,
-                                           31.5,
-                                           31.5,
-                                           82.6,
-                                           82.6,
-                                           165.2,
-                                           0.0,
-                                           false},
-                                          {"NVIDIA A100 80GB",
-                                           MS_DEVICE_DISCRETE,
-                                           108,
-                                           (uint64_t)80 << 30,
-                                           0,
-                                           0,
-                                           0,
-                                           8,
-                                           0,
-                                           true,
-                                           true,
-                                           true,
-                                           0,
-                                           0,
-                                           2039.0,
-                                           31.5,
-                                           31.5,
-                                           19.5,
-                                           156.0,
-                                           312.0,
-                                           0.0,
-                                           false},
-                                          {"NVIDIA H100 80GB",
-                                           MS_DEVICE_DISCRETE,
-                                           132,
-                                           (uint64_t)80 << 30,
-                                           0,
-                                           0,
-                                           0,
-                                           9,
-                                           0,
-                                           true,
-                                           true,
-                                           true,
-                                           0,
-                                           0,
-                                           3350.0,
-                                           63.0,
-                                           63.0,
-                                           67.0,
-                                           494.5,
-                                           989.5,
-                                           0.0,
-                                           false},
-                                          {"NVIDIA T4", MS_DEVICE_DISCRETE,
-                                           40,          (uint64_t)16 << 30,
-                                           0,           0,
-                                           0,           7,
-                                           5,           false,
-                                           true,        false,
-                                           0,           0,
-                                           320.0,       15.75,
-                                           15.75,       8.1,
-                                           0.0,         65.0,
-                                           0.0,         false},
-                                          {"Jetson AGX Orin 64GB",
-                                           MS_DEVICE_INTEGRATED,
-                                           16,
-                                           (uint64_t)64 << 30,
-                                           (uint64_t)60 << 30,
-                                           (uint64_t)64 << 30,
-                                           (uint64_t)60 << 30,
-                                           8,
-                                           7,
-                                           true,
-                                           true,
-                                           true,
-                                           0,
-                                           0,
-                                           204.8,
-                                           102.4,
-                                           102.4,
-                                           5.3,
-                                           21.25,
-                                           42.5,
-                                           0.0,
-                                           false}};
+/* Name, kind, multiprocessors, GiB, of these free (0: all), compute capability, GB/s of memory and of
+   the link, and TFLOP/s of F32, TF32 and F16. */
+#define MSI_DEVICES(X)                                                                             \
+    X("NVIDIA GeForce RTX 3090", DISCRETE, 82, 24, 0, 8, 6, 936.0, 31.5, 35.6, 35.6, 71.0)         \
+    X("NVIDIA H200", DISCRETE, 132, 141, 0, 9, 0, 4800.0, 63.0, 67.0, 494.5, 989.5)                \
+    X("Jetson Orin Nano 8GB", INTEGRATED, 8, 8, 6, 8, 7, 68.0, 34.0, 1.28, 5.0, 10.0)              \
+    X("NVIDIA GeForce RTX 4090", DISCRETE, 128, 24, 0, 8, 9, 1008.0, 31.5, 82.6, 82.6, 165.2)      \
+    X("NVIDIA A100 80GB", DISCRETE, 108, 80, 0, 8, 0, 2039.0, 31.5, 19.5, 156.0, 312.0)            \
+    X("NVIDIA H100 80GB", DISCRETE, 132, 80, 0, 9, 0, 3350.0, 63.0, 67.0, 494.5, 989.5)            \
+    X("NVIDIA T4", DISCRETE, 40, 16, 0, 7, 5, 320.0, 15.75, 8.1, 0.0, 65.0)                        \
+    X("Jetson AGX Orin 64GB", INTEGRATED, 16, 64, 60, 8, 7, 204.8, 102.4, 5.3, 21.25, 42.5)
+
+/* An integrated GPU has the host's memory; BF16 and TF32 begin with compute capability 8.0. */
+#define MSI_GIB(gib, kind, only) ((MS_DEVICE_##kind == (only)) ? (uint64_t)(gib) << 30 : 0)
+#define MSI_X(name, kind, processors, gib, of_these, major, minor, memory, link, f32, tf32, f16)   \
+    {name,                                                                                         \
+     MS_DEVICE_##kind,                                                                             \
+     processors,                                                                                   \
+     (uint64_t)(gib) << 30,                                                                        \
+     MSI_GIB(of_these, kind, MS_DEVICE_INTEGRATED),                                                \
+     MSI_GIB(gib, kind, MS_DEVICE_INTEGRATED),                                                     \
+     MSI_GIB(of_these, kind, MS_DEVICE_INTEGRATED),                                                \
+     major,                                                                                        \
+     minor,                                                                                        \
+     (major) >= 8,                                                                                 \
+     true,                                                                                         \
+     (major) >= 8,                                                                                 \
+     0,                                                                                            \
+     0,                                                                                            \
+     memory,                                                                                       \
+     link,                                                                                         \
+     link,                                                                                         \
+     f32,                                                                                          \
+     tf32,                                                                                         \
+     f16,                                                                                          \
+     0.0,                                                                                          \
+     false},
+static const ms_hardware msi_devices[] = {MSI_DEVICES(MSI_X)};
+#undef MSI_X
 
 static char msi_lower_case(char c) {
     return c >= 'A' && c <= 'Z' ? (char)(c - 'A' + 'a') : c;
@@ -5177,23 +5104,26 @@ static void msi_fill_speeds(ms_hardware *h) {
 /* The device that the next plan is for: as set, or the model's own, with the speeds of the profile
    or those that its backend states. */
 static void msi_get_hardware(ms_model *m) {
-    m->costs.is_foreign = m->sources.is_given;
-    m->costs.hardware = m->sources.given;
+    ms_hardware *h = &m->costs.hardware;
+    *h = m->sources.given;
     if (!m->sources.is_given) {
-        memset(&m->costs.hardware, 0, sizeof m->costs.hardware);
-        m->config.backend.hardware(m->config.backend.user, &m->costs.hardware);
+        memset(h, 0, sizeof *h);
+        m->config.backend.hardware(m->config.backend.user, h);
         if (m->sources.has_profile) {
-            msi_take_speeds(&m->costs.hardware, &m->sources.profile);
+            msi_take_speeds(h, &m->sources.profile);
         }
     }
-    msi_fill_speeds(&m->costs.hardware);
+    msi_fill_speeds(h);
+    m->costs.tf32 = m->config.tf32;
+    m->costs.has_copies =
+        m->config.backend.is_asynchronous || (m->sources.is_given && h->kind != MS_DEVICE_CPU);
 }
 
 /* Roofline (Williams, Waterman and Patterson, "Roofline", 2009): what takes longer, arithmetic or
    memory. */
-static double msi_roofline_us(const ms_model *m, double flops, double bytes) {
-    const ms_hardware *h = &m->costs.hardware;
-    const double tflops = m->config.tf32 ? h->tf32_tflops : h->f32_tflops;
+static double msi_roofline_us(const msi_costs *c, double flops, double bytes) {
+    const ms_hardware *h = &c->hardware;
+    const double tflops = c->tf32 ? h->tf32_tflops : h->f32_tflops;
     const double compute_us = flops / (tflops * 1e6),
                  memory_us = bytes / (h->memory_gb_per_s * 1e3);
     return h->launch_us + (compute_us > memory_us ? compute_us : memory_us);
@@ -5237,8 +5167,7 @@ static double msi_growth(double elements, double before) {
 }
 
 /* Every operand counts once, and so does every gradient. */
-static ms_layer_time msi_static_time(const ms_model *m, const msi_layer *l) {
-    const msi_graph *g = &m->graph;
+static ms_layer_time msi_static_time(const msi_graph *g, const msi_costs *c, const msi_layer *l) {
     const double elements = msi_output_elements(g, l);
     const double grown = msi_growth(elements, l->elements);
     const double flops = l->flops > 0.0 ? l->flops * grown : msi_derived_flops(g, l);
@@ -5252,13 +5181,13 @@ static ms_layer_time msi_static_time(const ms_model *m, const msi_layer *l) {
         recompute += made ? all : msi_group_bytes(g, l, group, msi_recompute_reads_of(l, group));
     }
     ms_layer_time time;
-    time.forward_us = msi_roofline_us(m, flops, forward);
+    time.forward_us = msi_roofline_us(c, flops, forward);
     time.backward_us = msi_roofline_us(
-        m, l->backward_flops > 0.0 ? l->backward_flops * grown : 2.0 * flops, backward);
+        c, l->backward_flops > 0.0 ? l->backward_flops * grown : 2.0 * flops, backward);
     time.recompute_us = time.forward_us;
     if (l->recompute) {
         time.recompute_us = msi_roofline_us(
-            m, l->recompute_flops > 0.0 ? l->recompute_flops * grown : elements, recompute);
+            c, l->recompute_flops > 0.0 ? l->recompute_flops * grown : elements, recompute);
     }
     return time;
 }
@@ -5280,7 +5209,7 @@ static void msi_find_times(ms_model *m) {
         const double a = msi_growth(elements, l->known_elements);
         const double b = msi_growth(elements, l->measured_elements);
         const ms_layer_time *known = &l->known, *measured = &l->measured;
-        const ms_layer_time guess = msi_static_time(m, l);
+        const ms_layer_time guess = msi_static_time(&m->graph, &m->costs, l);
         ms_layer_time *time = &l->time;
         time->forward_us =
             msi_choose_time(a * known->forward_us, b * measured->forward_us, guess.forward_us);
@@ -5319,7 +5248,7 @@ static ms_result msi_check_times(ms_model *m) {
 
 #define MSI_PROFILE "memscale-profile"
 
-enum { MSI_PROFILE_VERSION = 1, MSI_PROFILE_COSTS = MSI_COST_COUNT - MSI_COST_LAYER_END };
+enum { MSI_PROFILE_VERSION = 1, MSI_PROFILE_COSTS = MSI_COST_MEASURED_END - MSI_COST_LAYER_END };
 
 static const double msi_most_elements = 1e18;
 
@@ -5705,10 +5634,6 @@ static double msi_pressure(const msi_plan *plan) {
     return (double)plan->plain_bytes / (double)plan->budget_bytes;
 }
 
-static bool msi_may_use(const ms_model *m, ms_technique technique) {
-    return m->wrapped.choice.techniques >> technique & 1;
-}
-
 /* The choice of the config, without a policy. */
 static msi_choice msi_config_choice(const ms_model *m) {
     const msi_graph *g = &m->graph;
@@ -5947,7 +5872,7 @@ static bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique tec
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
     switch (technique) {
     case MS_TECHNIQUE_CHECKPOINTING:
-        return r->plan->dropped[tensor] && t->last_reader != MSI_NONE;
+        return r->plan->decisions[tensor].pass > 0 && t->last_reader != MSI_NONE;
     case MS_TECHNIQUE_EARLY_UPDATE:
         return r->update[tensor] < r->plan->train.backward_end && t->last_gradient == layer;
     case MS_TECHNIQUE_OFFLOADING: // not built
@@ -5993,7 +5918,7 @@ static bool msi_lies_idle(const msi_review *r, uint32_t tensor) {
             continue;
         }
         for (uint32_t now = range->idle_first + 1; now < range->idle_last; now++) {
-            if (p->instructions.items[now].op <= MSI_OP_EVAL) {
+            if (msi_calls_layer((msi_op)p->instructions.items[now].op)) {
                 return true;
             }
         }
@@ -6045,7 +5970,7 @@ static uint32_t msi_early_facts(const msi_review *r, uint32_t layer, uint32_t te
            msi_fact(MSI_FACT_BORROWED, msi_is_borrowed(t, MSI_ROLE_GRADIENT)) |
            msi_fact(MSI_FACT_READ_AGAIN, !t->updates_early) |
            msi_fact(MSI_FACT_SHARED_PARAM, t->last_gradient != layer) |
-           msi_fact(MSI_FACT_LATE, r->plan->early_update);
+           msi_fact(MSI_FACT_LATE, r->plan->decisions[tensor].update_after != MSI_NONE);
 }
 
 static const ms_rule *msi_find_rule(ms_technique technique, uint32_t facts) {
@@ -6159,7 +6084,155 @@ static msi_technique_total msi_technique_total_of(const msi_review *r, ms_techni
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>lower  from graph and plan to a program: instructions with operands, and the lives of values
+// >>store  where values are: params, state, buffers and inputs have their places for good
+
+static void msi_store_free(ms_model *m, msi_store *store) {
+    const ms_allocator *a = &m->config.allocator;
+    const ms_backend *b = &m->config.backend;
+    if (!store) {
+        return;
+    }
+    if (store->memory) {
+        const uint64_t bytes = store->resident_bytes + (m->run.arena ? 0 : store->transient_bytes);
+        if (m->config.backend.device_is_host) {
+            msi_asan_unpoison(store->memory, bytes);
+        }
+        b->memory_release(b->user, a, store->memory, bytes);
+    }
+    msi_host_release(m, store->host, store->host_bytes + store->staging_bytes);
+    msi_release(a, store->shadow, store->shadow_bytes);
+    msi_release(a, store->results, store->shadow_bytes);
+    msi_release(a, store->fingerprint, m->graph.tensors.count * sizeof(uint64_t));
+    MSI_LIST_FREE(msi_resident, a, store->residents);
+    msi_release(a, store->resident_of, m->graph.tensors.count * sizeof(uint32_t));
+    msi_release(a, store, sizeof *store);
+}
+
+/* Gives a slot its place behind those of its kind: in the arena, on the host, or elsewhere. */
+static void msi_place_resident(msi_store *store, msi_resident *resident) {
+    uint64_t *const room = resident->borrowed  ? &store->borrowed_bytes
+                           : resident->on_host ? &store->host_bytes
+                                               : &store->resident_bytes;
+    resident->offset = *room;
+    *room += msi_align(resident->bytes);
+}
+
+static void msi_add_resident(const ms_model *m, msi_store *store, uint32_t t,
+                             const msi_tensor *tensor, msi_role role) {
+    msi_resident *resident = &store->residents.items[store->residents.count++];
+    memset(resident, 0, sizeof *resident);
+    resident->tensor = t;
+    resident->role = role;
+    resident->bytes = tensor->largest_bytes;
+    resident->on_host = tensor->on_host;
+    resident->borrowed = msi_is_borrowed(tensor, role);
+    msi_place_resident(store, resident);
+    resident->event = MSI_NONE;
+    resident->factors = MSI_NONE;
+    if (tensor->kind == MSI_KIND_INPUT && !resident->on_host && m->config.backend.is_asynchronous) {
+        resident->event = store->event_count++;
+        resident->staging = store->staging_bytes;
+        store->staging_bytes += msi_align(resident->bytes);
+    }
+}
+
+static bool msi_learns(const msi_tensor *t) {
+    return msi_is_trained(t) && t->last_gradient != MSI_NONE;
+}
+
+/* What comes first: in the arena the workspace of the backend and the step's own memory, in host
+   memory that once more, with its verdict; or there alone, where nothing has to be copied. */
+static void msi_reserve(const ms_model *m, msi_store *store) {
+    const ms_backend *b = &m->config.backend;
+    uint64_t count = 0;
+    for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
+        count += msi_learns(&m->graph.tensors.items[t]);
+    }
+    store->step_bytes = MSI_STATES_BYTES + msi_align(count * sizeof(ms_update_factors));
+    store->staging_bytes = store->step_bytes;
+    store->reserved_bytes = (b->workspace_bytes + 255) & ~(uint64_t)255;
+    if (!msi_is_direct(m)) {
+        store->staging_bytes += MSI_STATES_BYTES;
+        store->reserved_bytes += store->step_bytes;
+    }
+    store->resident_bytes = store->reserved_bytes;
+    store->event_count = MSI_EVENT_COUNT;
+}
+
+/* Every value that lives between steps gets a slot: params with their optimizer state, and with
+   their gradients where these do too. */
+static bool msi_list_residents(ms_model *m, msi_store *store) {
+    const msi_graph *g = &m->graph;
+    const uint32_t states = msi_state_count(&m->optimizer);
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        store->resident_of[t] = MSI_NONE;
+        if (!msi_is_resident(tensor)) {
+            continue;
+        }
+        if (!MSI_RESERVE(msi_resident, &m->config.allocator, store->residents,
+                         store->residents.count + (uint64_t)MSI_ROLE_RESIDENT_COUNT)) {
+            return false;
+        }
+        store->resident_of[t] = store->residents.count;
+        msi_add_resident(m, store, t, tensor, MSI_ROLE_VALUE);
+        const bool learns = msi_learns(tensor);
+        if (learns) {
+            store->residents.items[store->residents.count - 1].factors = store->factor_count++;
+        }
+        if (learns && (store->micro_count > 1 || msi_is_borrowed(tensor, MSI_ROLE_GRADIENT))) {
+            msi_add_resident(m, store, t, tensor, MSI_ROLE_GRADIENT);
+        }
+        for (uint32_t k = 0; k < states && learns; k++) {
+            msi_add_resident(m, store, t, tensor, (msi_role)(MSI_ROLE_STATE0 + k));
+        }
+    }
+    return true;
+}
+
+/* A store without memory yet. */
+static ms_result msi_make_store(ms_model *m, msi_store **made) {
+    const ms_allocator *a = &m->config.allocator;
+    const uint64_t bytes = m->graph.tensors.count * (uint64_t)sizeof(uint32_t);
+    msi_store *store = (msi_store *)msi_alloc_zeroed(a, sizeof *store);
+    *made = store;
+    if (store) {
+        store->micro_count = m->config.accumulation_steps ? m->config.accumulation_steps : 1;
+        store->resident_of = (uint32_t *)msi_alloc_zeroed(a, bytes);
+        msi_reserve(m, store);
+    }
+    if (store && store->resident_of && msi_list_residents(m, store)) {
+        return MS_RESULT_OK;
+    }
+    msi_store_free(m, store);
+    *made = NULL;
+    return msi_fail_memory(m, "the slots", bytes);
+}
+
+static const msi_resident *msi_find_resident(const msi_store *store, uint32_t tensor,
+                                             msi_role role) {
+    if (!store || store->resident_of[tensor] == MSI_NONE) {
+        return NULL;
+    }
+    for (uint32_t i = store->resident_of[tensor]; i < store->residents.count; i++) {
+        const msi_resident *resident = &store->residents.items[i];
+        if (resident->tensor != tensor) {
+            break;
+        }
+        if (resident->role == role) {
+            return resident;
+        }
+    }
+    return NULL;
+}
+
+/* Bytes of device memory that a store takes. */
+static uint64_t msi_room_of(const msi_store *store) {
+    return store->resident_bytes + store->transient_bytes;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>lower  from graph and decisions to a program: instructions with operands, and live ranges
 
 /* One edge of a backward (or of a loss layer's forward) under way: where its gradient goes. */
 typedef struct msi_edge {
@@ -6174,7 +6247,7 @@ typedef struct msi_lowering {
     const msi_graph *graph;
     const ms_allocator *allocator;
     const msi_store *store;
-    const msi_plan *plan;
+    const msi_tensor_decision *decisions;
     const ms_optimizer_desc *optimizer;
     msi_program *program;
     uint32_t *value;    // per tensor: the life that holds its value now, or MSI_NONE
@@ -6185,11 +6258,10 @@ typedef struct msi_lowering {
     uint32_t *met;       // per tensor: number of the last recomputation that has it in `missing`
     uint32_t *wanted;    // per tensor: number of the last pass that makes it on purpose
     uint32_t pass_only_count, recomputation, pass;
-    uint8_t depth;      // of the pass
+    uint32_t depth;     // of the pass
     uint32_t *queue;    // params whose gradient is complete, to be updated in this order
     uint32_t *snapshot; // per operand of the graph: a copy of that state, or MSI_NONE
     uint32_t queue_first, queue_end;
-    uint64_t queue_bytes;
     bool backward;
     uint32_t slots[MSI_MAX_VALUES + MS_LIMIT_OUT]; // of the instruction to come: lives, MSI_UNSET
     msi_edge edges[MSI_MAX_EDGES];
@@ -6202,14 +6274,13 @@ static uint64_t msi_lowering_bytes(const msi_graph *g) {
     return (8ull * g->tensors.count + g->operands.count) * sizeof(uint32_t);
 }
 
-static bool msi_lowering_init(msi_lowering *w, const ms_model *m, const msi_store *store,
-                              const msi_plan *plan) {
+static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_store *store,
+                              const ms_optimizer_desc *optimizer, const ms_allocator *allocator) {
     memset(w, 0, sizeof *w);
-    w->graph = &m->graph;
-    w->allocator = &m->config.allocator;
+    w->graph = g;
+    w->allocator = allocator;
     w->store = store;
-    w->plan = plan;
-    w->optimizer = &m->optimizer;
+    w->optimizer = optimizer;
     w->value = (uint32_t *)msi_alloc(w->allocator, msi_lowering_bytes(w->graph));
     if (!w->value) {
         return false;
@@ -6253,6 +6324,7 @@ static uint32_t msi_emit(msi_lowering *w, msi_op op, uint32_t target) {
     i->target = target;
     i->operand_first = p->operands.count;
     i->operand_count = 0;
+    i->restores = false;
     return p->instructions.count++;
 }
 
@@ -6271,9 +6343,10 @@ static ms_category msi_category(const msi_graph *g, uint32_t tensor, msi_role ro
     case MSI_ROLE_CONTRIBUTION:
         return g->tensors.items[tensor].kind == MSI_KIND_PARAM ? MS_CATEGORY_GRADIENT
                                                                : MS_CATEGORY_ACTIVATION_GRADIENT;
-    default:
-        return MS_CATEGORY_OPTIMIZER;
+    case MSI_ROLE_STATE0:
+        break; // and those that follow it
     }
+    return MS_CATEGORY_OPTIMIZER;
 }
 
 static uint32_t msi_new_range(msi_lowering *w, uint32_t target, msi_role role, uint64_t bytes) {
@@ -6318,15 +6391,23 @@ static void msi_use(msi_lowering *w, uint32_t range, bool accumulate) {
     l->last = now;
 }
 
-static uint32_t msi_emit_copy(msi_lowering *w, msi_op op, uint32_t target, msi_role role,
-                              uint32_t range, uint32_t source) {
-    msi_emit(w, op, target);
+static uint32_t msi_emit_copy(msi_lowering *w, uint32_t target, msi_role role, uint32_t range,
+                              uint32_t source) {
+    msi_emit(w, MSI_OP_COPY, target);
     if (range == MSI_NONE) {
         range = msi_new_range(w, target, role, w->graph->tensors.items[target].bytes);
     }
     msi_use(w, range, false);
     msi_use(w, source, false);
     return range;
+}
+
+/* The copy that was emitted last puts state back after a recomputation. */
+static void msi_mark_restore(msi_lowering *w) {
+    msi_program *p = w->program;
+    if (!p->out_of_memory) {
+        p->instructions.items[p->instructions.count - 1].restores = true;
+    }
 }
 
 static uint32_t msi_emit_zero(msi_lowering *w, uint32_t target, msi_role role, uint64_t bytes) {
@@ -6356,7 +6437,8 @@ static void msi_use_workspace(msi_lowering *w, uint32_t layer, int which, uint32
     msi_use(w, range, false);
 }
 
-static void msi_start_program(msi_lowering *w, msi_program *p) {
+static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisions,
+                              msi_program *p) {
     const msi_store *store = w->store;
     p->instructions.count = p->operands.count = p->ranges.count = 0;
     p->forward_end = p->backward_end = UINT32_MAX;
@@ -6365,8 +6447,8 @@ static void msi_start_program(msi_lowering *w, msi_program *p) {
     p->norm = MSI_NONE;
     p->out_of_memory = false;
     w->program = p;
+    w->decisions = decisions;
     w->queue_first = w->queue_end = 0;
-    w->queue_bytes = 0;
     w->backward = false;
     w->pass_only_count = w->recomputation = w->pass = 0;
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
@@ -6444,9 +6526,8 @@ static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t 
     const uint32_t source = w->gradient[msi_group(g, l, MSI_GROUP_OUT)[out]];
     const msi_role role = edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT;
     const uint32_t t = edge->tensor;
-    const uint32_t range = source == MSI_NONE
-                               ? msi_emit_zero(w, t, role, g->tensors.items[t].bytes)
-                               : msi_emit_copy(w, MSI_OP_COPY, t, role, MSI_NONE, source);
+    const uint32_t range = source == MSI_NONE ? msi_emit_zero(w, t, role, g->tensors.items[t].bytes)
+                                              : msi_emit_copy(w, t, role, MSI_NONE, source);
     grad_out[out] = range;
     return range;
 }
@@ -6505,7 +6586,7 @@ static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     return tensor->is_output || t == w->graph->loss || (w->pass && w->wanted[t] == w->pass) ||
            (tensor->last_reader != MSI_NONE && tensor->last_reader <= reader &&
-            w->plan->dropped[t] <= w->depth);
+            w->decisions[t].pass <= w->depth);
 }
 
 /* Whether a saved tensor is for anything: its layer's backward, or its recompute callback. */
@@ -6527,9 +6608,9 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
     if (own && there) { // what was kept, for it to read or to leave alone
         return tensor->must_stay ? w->value[t] : MSI_NONE;
     }
-    if (again
-            ? (own || optional) && (there || !msi_is_needed(w, t, reader))
-            : optional && (op == MSI_OP_EVAL || w->plan->dropped[t] || !msi_is_read_again(g, t))) {
+    if (again ? (own || optional) && (there || !msi_is_needed(w, t, reader))
+              : optional &&
+                    (op == MSI_OP_EVAL || w->decisions[t].pass > 0 || !msi_is_read_again(g, t))) {
         return MSI_NONE;
     }
     if (there && (tensor->is_output || t == g->loss)) {
@@ -6538,7 +6619,7 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
     /* A recomputation by forward writes values that are still there once more, with the same bits.
        From here on the new ones are read: nothing needs the old ones in between. */
     const uint32_t range = msi_new_range(w, t, MSI_ROLE_VALUE, tensor->bytes);
-    if (again && !there && w->plan->dropped[t] > w->depth) {
+    if (again && !there && w->decisions[t].pass > w->depth) {
         w->pass_only[w->pass_only_count++] = t;
     }
     w->value[t] = range;
@@ -6557,14 +6638,12 @@ static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint
     for (uint32_t k = 0; k < MS_LIMIT_STATE; k++) {
         aside[k] = MSI_NONE;
         if (k < count && state[k] != MSI_NONE) {
-            aside[k] = msi_emit_copy(w, MSI_OP_COPY, state[k], MSI_ROLE_SNAPSHOT, MSI_NONE,
-                                     w->value[state[k]]);
+            aside[k] = msi_emit_copy(w, state[k], MSI_ROLE_SNAPSHOT, MSI_NONE, w->value[state[k]]);
         }
     }
     for (uint32_t k = 0; k < count; k++) {
         if (op == MSI_OP_RECOMPUTE && state[k] != MSI_NONE) {
-            msi_emit_copy(w, MSI_OP_COPY, state[k], MSI_ROLE_VALUE, w->value[state[k]],
-                          snapshot[k]);
+            msi_emit_copy(w, state[k], MSI_ROLE_VALUE, w->value[state[k]], snapshot[k]);
         } else {
             snapshot[k] = aside[k];
         }
@@ -6648,8 +6727,8 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
     }
     for (uint32_t k = 0; k < MS_LIMIT_STATE; k++) {
         if (op == MSI_OP_RECOMPUTE && aside[k] != MSI_NONE) {
-            msi_emit_copy(w, MSI_OP_RESTORE, state[k], MSI_ROLE_VALUE, w->value[state[k]],
-                          aside[k]);
+            msi_emit_copy(w, state[k], MSI_ROLE_VALUE, w->value[state[k]], aside[k]);
+            msi_mark_restore(w);
         }
     }
 }
@@ -6694,7 +6773,7 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
     for (uint32_t i = count; i-- > 0;) {
         const uint32_t t = w->missing[i];
         if (w->value[t] != MSI_NONE ||
-            (w->plan->dropped[t] > w->depth && w->wanted[t] != w->pass)) {
+            (w->decisions[t].pass > w->depth && w->wanted[t] != w->pass)) {
             continue;
         }
         uint32_t in_count, mask;
@@ -6724,9 +6803,9 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
 static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reader) {
     while (w->value[tensor] == MSI_NONE && !w->program->out_of_memory) {
         const uint32_t count = msi_list_missing(w, tensor);
-        w->depth = UINT8_MAX;
+        w->depth = UINT32_MAX;
         for (uint32_t i = 0; i < count; i++) {
-            const uint8_t depth = w->plan->dropped[w->missing[i]];
+            const uint32_t depth = w->decisions[w->missing[i]].pass;
             w->depth = depth < w->depth ? depth : w->depth;
         }
         msi_lower_pass(w, count, reader);
@@ -6774,34 +6853,79 @@ static void msi_lower_update(msi_lowering *w, uint32_t param) {
     }
 }
 
-/* Whether this plan updates a param inside backward. */
-static bool msi_is_early(const msi_plan *plan, const msi_tensor *t) {
-    return t->updates_early &&
-           (plan->early_update ||
-            (plan->forces && t->technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_ON));
+/* The param in a slot of a layer if its gradient is complete after the backward of that layer, and
+   if it is not in an earlier slot too; otherwise MSI_NONE. */
+static uint32_t msi_completed_param(const msi_graph *g, uint32_t layer, uint32_t slot) {
+    const uint32_t *param = msi_group(g, &g->layers.items[layer], MSI_GROUP_PARAM);
+    const uint32_t t = param[slot];
+    bool completed = t != MSI_NONE && g->tensors.items[t].last_gradient == layer;
+    for (uint32_t k = 0; k < slot; k++) {
+        completed &= param[k] != t;
+    }
+    return completed ? t : MSI_NONE;
 }
 
-/* Early updates: params whose last gradient came from this layer queue up, and those at the head
-   are updated as far as the gradients in the queue exceed the plan's lag. */
+/* Updates inside backward. Params whose last gradient came from this layer queue up, and those at
+   the head whose time has come are updated. */
 static void msi_lower_early_updates(msi_lowering *w, uint32_t layer) {
-    const msi_graph *g = w->graph;
-    const msi_layer *l = &g->layers.items[layer];
-    const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM]; k++) {
-        const msi_tensor *t = param[k] == MSI_NONE ? NULL : &g->tensors.items[param[k]];
-        for (uint32_t j = 0; t && j < k; j++) {
-            t = param[j] == param[k] ? NULL : t; // queued from an earlier slot
-        }
-        if (t && msi_is_early(w->plan, t) && t->last_gradient == layer &&
-            w->gradient[param[k]] != MSI_NONE) {
-            w->queue[w->queue_end++] = param[k];
-            w->queue_bytes += t->bytes;
+    const msi_tensor_decision *d = w->decisions;
+    for (uint32_t k = 0; k < w->graph->layers.items[layer].count[MSI_GROUP_PARAM]; k++) {
+        const uint32_t t = msi_completed_param(w->graph, layer, k);
+        if (t != MSI_NONE && d[t].update_after != MSI_NONE && w->gradient[t] != MSI_NONE) {
+            w->queue[w->queue_end++] = t;
         }
     }
-    while (w->queue_bytes > w->plan->update_lag_bytes) {
-        const uint32_t next = w->queue[w->queue_first++];
-        w->queue_bytes -= g->tensors.items[next].bytes;
-        msi_lower_update(w, next);
+    while (w->queue_first < w->queue_end &&
+           d[w->queue[w->queue_first]].update_after != MSI_AT_END &&
+           d[w->queue[w->queue_first]].update_after >= layer) {
+        msi_lower_update(w, w->queue[w->queue_first++]);
+    }
+}
+
+/* Params in the order in which their gradients are complete. */
+typedef struct msi_param_cursor {
+    const msi_graph *graph;
+    uint32_t layer, slot; // of the next one; all layers from `layer` on are done
+} msi_param_cursor;
+
+/* The next param that is updated inside backward, at a layer from `end` on; or MSI_NONE. */
+static uint32_t msi_next_early(msi_param_cursor *c, const msi_tensor_decision *d, uint32_t end) {
+    const msi_graph *g = c->graph;
+    while (c->layer > end) {
+        const uint32_t layer = c->layer - 1;
+        while (c->slot < g->layers.items[layer].count[MSI_GROUP_PARAM]) {
+            const uint32_t t = msi_completed_param(g, layer, c->slot++);
+            if (t != MSI_NONE && d[t].update_after != MSI_NONE) {
+                return t;
+            }
+        }
+        c->layer--;
+        c->slot = 0;
+    }
+    return MSI_NONE;
+}
+
+/* Decides on updates. Inside backward are those that are forced and, where `early`, all that may
+   be. They begin as soon as the gradients that wait for one exceed lag_bytes, in the order in which
+   these were complete. */
+static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool early,
+                              uint64_t lag_bytes) {
+    msi_param_cursor head = {g, g->layers.count, 0}, tail = head;
+    uint64_t waiting_bytes = 0;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const bool forced = tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_ON;
+        d[t].update_after = tensor->updates_early && (early || forced) ? MSI_AT_END : MSI_NONE;
+    }
+    for (uint32_t i = g->layers.count; i-- > 0;) {
+        for (uint32_t t; (t = msi_next_early(&tail, d, i)) != MSI_NONE;) {
+            waiting_bytes += g->tensors.items[t].bytes;
+        }
+        while (waiting_bytes > lag_bytes) {
+            const uint32_t t = msi_next_early(&head, d, i);
+            waiting_bytes -= g->tensors.items[t].bytes;
+            d[t].update_after = i;
+        }
     }
 }
 
@@ -6837,8 +6961,8 @@ static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
         const uint32_t mask = masks[group] & msi_reads_of(l, group);
         for (uint32_t k = 0; k < l->count[group]; k++) {
             if ((mask >> k & 1) && operands[k] != MSI_NONE) {
-                w->slots[msi_group_start(l, group) + k] = msi_emit_copy(
-                    w, MSI_OP_COPY, operands[k], MSI_ROLE_VALUE, MSI_NONE, w->value[operands[k]]);
+                w->slots[msi_group_start(l, group) + k] =
+                    msi_emit_copy(w, operands[k], MSI_ROLE_VALUE, MSI_NONE, w->value[operands[k]]);
             }
         }
     }
@@ -6893,7 +7017,7 @@ static void msi_lower_all_backward(msi_lowering *w) {
     const msi_graph *g = w->graph;
     w->backward = true;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (w->plan->dropped[t]) {
+        if (w->decisions[t].pass > 0) {
             w->value[t] = MSI_NONE;
         }
     }
@@ -6945,9 +7069,9 @@ static void msi_drop_unused_copies(const msi_lowering *w) {
 }
 
 /* The training program: forward; what is dropped ends there; backward; update. */
-static void msi_lower_train(msi_lowering *w, msi_program *p) {
+static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
     const msi_graph *g = w->graph;
-    msi_start_program(w, p);
+    msi_start_program(w, decisions, p);
     msi_lower_first_micro(w);
     for (uint32_t i = 0; i < g->layers.count && !p->out_of_memory; i++) {
         msi_lower_forward(w, MSI_OP_FORWARD, i, MSI_NONE);
@@ -6972,9 +7096,9 @@ static void msi_lower_train(msi_lowering *w, msi_program *p) {
     }
 }
 
-static void msi_lower_eval(msi_lowering *w, msi_program *p) {
+static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
     const msi_graph *g = w->graph;
-    msi_start_program(w, p);
+    msi_start_program(w, decisions, p);
     for (uint32_t i = 0; i < g->layers.count && !p->out_of_memory; i++) {
         msi_lower_forward(w, MSI_OP_EVAL, i, MSI_NONE);
     }
@@ -6987,15 +7111,197 @@ static void msi_lower_eval(msi_lowering *w, msi_program *p) {
     }
 }
 
-/* Whether a life fits into the memory of another: with axes, at all their sizes or at none. */
+// ------------------------------------------------------------------------------------------------
+// >>schedule  copies between host and device: on streams of their own, and awaited before anyone
+//             looks at them
+
+/* A copy that was issued and not awaited yet. */
+typedef struct msi_pending {
+    uint32_t instruction; // in the new list
+    uint32_t target, source;
+} msi_pending;
+
+enum { MSI_MAX_PENDING = 2 * MS_LIMIT_STATE };
+
+typedef struct msi_scheduling {
+    const ms_allocator *allocator;
+    const msi_store *store;
+    msi_program *program;
+    MSI_LIST(msi_instruction) instructions; // the new list
+    uint32_t *moved;                        // per instruction of the old one: its new number
+    msi_pending pending[MSI_MAX_PENDING];
+    uint32_t pending_count;
+} msi_scheduling;
+
+/* A copy on the stream of its direction, by where its ends lie. */
+static msi_op msi_direction(const msi_store *store, const msi_program *p,
+                            const msi_instruction *i) {
+    const msi_operand *operands = p->operands.items + i->operand_first;
+    return (msi_op)i->op != MSI_OP_COPY               ? (msi_op)i->op
+           : msi_is_on_host(store, operands[0].range) ? MSI_OP_COPY_OUT
+           : msi_is_on_host(store, operands[1].range) ? MSI_OP_COPY_IN
+                                                      : MSI_OP_COPY;
+}
+
+/* Whether a program copies from or to the host; most do not. */
+static bool msi_crosses_link(const msi_store *store, const msi_program *p) {
+    bool crosses = false;
+    for (uint32_t now = 0; now < p->instructions.count && store->host_bytes > 0; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        crosses |= msi_direction(store, p, i) != (msi_op)i->op;
+    }
+    return crosses;
+}
+
+/* Appends to the new list; its number. */
+static uint32_t msi_place(msi_scheduling *s, const msi_instruction *i) {
+    if (!MSI_RESERVE(msi_instruction, s->allocator, s->instructions,
+                     s->instructions.count + 1ull)) {
+        s->program->out_of_memory = true;
+        return 0;
+    }
+    s->instructions.items[s->instructions.count] = *i;
+    return s->instructions.count++;
+}
+
+/* Awaits a copy: an instruction with both its ends, which therefore live until here. */
+static void msi_place_wait(msi_scheduling *s, const msi_pending *copy) {
+    msi_program *p = s->program;
+    msi_instruction wait = s->instructions.items[copy->instruction];
+    const uint32_t ends[2] = {copy->target, copy->source};
+    if (p->out_of_memory ||
+        !MSI_RESERVE(msi_operand, s->allocator, p->operands, p->operands.count + 2ull)) {
+        p->out_of_memory = true;
+        return;
+    }
+    wait.op = (uint8_t)MSI_OP_WAIT;
+    wait.operand_first = p->operands.count;
+    wait.restores = false;
+    for (int k = 0; k < 2; k++) {
+        p->operands.items[p->operands.count].range = ends[k];
+        p->operands.items[p->operands.count++].accumulate = false;
+    }
+    msi_place(s, &wait);
+}
+
+/* Whether a copy must have come to its end before an instruction: one that has either end as an
+   operand, and for a copy to the host, of which callbacks may hold the address, any that is no copy
+   itself. */
+static bool msi_must_await(const msi_scheduling *s, const msi_pending *copy,
+                           const msi_instruction *i) {
+    const msi_op op = msi_direction(s->store, s->program, i);
+    const bool is_copy = op == MSI_OP_COPY || op == MSI_OP_COPY_IN || op == MSI_OP_COPY_OUT;
+    bool awaits = s->instructions.items[copy->instruction].op == MSI_OP_COPY_OUT && !is_copy;
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const uint32_t range = s->program->operands.items[i->operand_first + k].range;
+        awaits |= range == copy->target || range == copy->source;
+    }
+    return awaits;
+}
+
+/* Awaits the copies that have to be, before an instruction; all of them for NULL, or where there is
+   no room for one more. */
+static void msi_await_copies(msi_scheduling *s, const msi_instruction *i) {
+    const bool full = s->pending_count == MSI_MAX_PENDING;
+    uint32_t left = 0;
+    for (uint32_t k = 0; k < s->pending_count; k++) {
+        if (full || !i || msi_must_await(s, &s->pending[k], i)) {
+            msi_place_wait(s, &s->pending[k]);
+        } else {
+            s->pending[left++] = s->pending[k];
+        }
+    }
+    s->pending_count = left;
+}
+
+/* The new list, with a wait for each copy; `moved` gets the numbers of the old instructions. */
+static void msi_place_all(msi_scheduling *s) {
+    msi_program *p = s->program;
+    for (uint32_t now = 0; now < p->instructions.count && !p->out_of_memory; now++) {
+        msi_instruction i = p->instructions.items[now];
+        const msi_op op = msi_direction(s->store, p, &i);
+        const bool crosses = op != (msi_op)i.op;
+        msi_await_copies(s, &i);
+        if (now == p->forward_end) { // all of forward is awaited in forward
+            msi_await_copies(s, NULL);
+        }
+        i.op = (uint8_t)op;
+        s->moved[now] = msi_place(s, &i);
+        if (crosses && !p->out_of_memory) {
+            msi_pending *copy = &s->pending[s->pending_count++];
+            copy->instruction = s->moved[now];
+            copy->target = p->operands.items[i.operand_first].range;
+            copy->source = p->operands.items[i.operand_first + 1].range;
+        }
+    }
+    msi_await_copies(s, NULL);
+}
+
+/* Counts live ranges in the numbers of the new list; the ends of a copy live until it is awaited. */
+static void msi_renumber(msi_scheduling *s) {
+    msi_program *p = s->program;
+    const uint32_t residents = s->store->residents.count, end = p->instructions.count;
+    for (uint32_t k = residents; k < p->ranges.count; k++) {
+        msi_range *range = &p->ranges.items[k];
+        range->first = s->moved[range->first];
+        range->last = s->moved[range->last];
+        if (range->idle_last != MSI_NONE) {
+            range->idle_first = s->moved[range->idle_first];
+            range->idle_last = s->moved[range->idle_last];
+        }
+    }
+    p->backward_end = p->backward_end < end ? s->moved[p->backward_end] : s->instructions.count;
+    p->forward_end = p->forward_end < end ? s->moved[p->forward_end] : s->instructions.count;
+    for (uint32_t now = 0; now < s->instructions.count; now++) {
+        const msi_instruction *i = &s->instructions.items[now];
+        for (uint32_t k = 0; i->op == MSI_OP_WAIT && k < i->operand_count; k++) {
+            const uint32_t end_of_copy = p->operands.items[i->operand_first + k].range;
+            msi_range *range = &p->ranges.items[end_of_copy];
+            range->last = end_of_copy >= residents && range->last < now ? now : range->last;
+        }
+    }
+}
+
+/* Places the copies of a program. The order of all other instructions stays as it is. */
+static void msi_schedule(const msi_store *store, const ms_allocator *allocator, msi_program *p) {
+    msi_scheduling s;
+    if (p->out_of_memory || !msi_crosses_link(store, p)) {
+        return;
+    }
+    const uint64_t bytes = p->instructions.count * (uint64_t)sizeof(uint32_t);
+    memset(&s, 0, sizeof s);
+    s.allocator = allocator;
+    s.store = store;
+    s.program = p;
+    s.moved = (uint32_t *)msi_alloc(allocator, bytes);
+    p->out_of_memory = !s.moved;
+    if (s.moved) {
+        msi_place_all(&s);
+    }
+    if (!p->out_of_memory) {
+        msi_renumber(&s);
+        MSI_LIST_FREE(msi_instruction, allocator, p->instructions);
+        p->instructions.items = s.instructions.items;
+        p->instructions.count = s.instructions.count;
+        p->instructions.capacity = s.instructions.capacity;
+    } else {
+        MSI_LIST_FREE(msi_instruction, allocator, s.instructions);
+    }
+    msi_release(allocator, s.moved, bytes);
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>alias  which live ranges go on using the memory of others: copies, and results made in place
+
+/* Whether a value fits into the memory of another: with axes, at all their sizes or at none. */
 static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_range *old) {
     return g->axis_count == 0
                ? msi_align(range->bytes) == msi_align(old->bytes)
                : range->bytes == old->bytes && msi_scales_alike(g, range->tensor, old->tensor);
 }
 
-/* The operand's life that `life` can take over: it ends at this instruction, has the same size, and
-   no operand that is not allowed touches it. `allowed` has a flag per operand. */
+/* The operand whose memory `range` can go on using: its live range ends at this instruction, it has
+   the same size, and no operand that is not allowed touches it. `allowed` has a flag per operand. */
 static uint32_t msi_find_alias(const msi_graph *g, const msi_program *p, uint32_t now,
                                uint32_t range, const uint8_t *allowed) {
     const msi_instruction *i = &p->instructions.items[now];
@@ -7057,7 +7363,7 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
             allowed[1] = 1;
             msi_try_alias(g, p, now, 0, allowed);
         }
-        if (i->op > MSI_OP_EVAL) {
+        if (!msi_calls_layer((msi_op)i->op)) {
             continue;
         }
         const msi_layer *l = &g->layers.items[i->target];
@@ -7863,7 +8169,7 @@ static bool msi_layout_is_valid(const msi_block *blocks, uint32_t count) {
 // >>simulate  what a program needs: live bytes at every instruction, and its peak; and time, over
 //            the streams of the device
 
-/* A life counts up to the instruction before the one where its memory is taken over. */
+/* A live range counts up to the instruction before the one where another goes on using its memory. */
 static uint32_t msi_counts_to(const msi_range *range) {
     return range->aliased ? range->last - 1 : range->last;
 }
@@ -7873,7 +8179,7 @@ static bool msi_is_activation(ms_category category) {
            category == MS_CATEGORY_SAVED;
 }
 
-/* Sums the sizes of the lives, of all or of activations only, into live_bytes; returns the first
+/* Sums the sizes of the live ranges, of all or of activations only, into live_bytes; returns the first
    instruction with the largest sum. Differences first, then their running sum: unsigned, so that
    an intermediate that wraps comes back. */
 static uint32_t msi_sum_live(msi_program *p, uint32_t resident_count, bool activations_only) {
@@ -7895,70 +8201,80 @@ static uint32_t msi_sum_live(msi_program *p, uint32_t resident_count, bool activ
     return peak;
 }
 
-/* What an op costs, and on which stream. An op on a stream for copies waits for all computing that
-   is enqueued before it, and makes its first operand; whatever has that operand waits for it. */
-static const struct {
-    uint8_t cost;
-    uint8_t passes; // over the bytes of its tensor, reads and writes; of an update: see below
-    uint8_t stream; // ms_stream_kind
-} msi_op_costs[MSI_OP_COUNT] = {
-    {MSI_COST_FORWARD, 0, MS_STREAM_COMPUTE},   // FORWARD
-    {MSI_COST_RECOMPUTE, 0, MS_STREAM_COMPUTE}, // RECOMPUTE
-    {MSI_COST_BACKWARD, 0, MS_STREAM_COMPUTE},  // BACKWARD
-    {MSI_COST_FORWARD, 0, MS_STREAM_COMPUTE},   // EVAL
-    {MSI_COST_FILL, 1, MS_STREAM_COMPUTE},      // SEED
-    {MSI_COST_FILL, 1, MS_STREAM_COMPUTE},      // ZERO
-    {MSI_COST_COPY, 2, MS_STREAM_COMPUTE},      // COPY
-    {MSI_COST_COPY, 2, MS_STREAM_COMPUTE},      // RESTORE
-    {MSI_COST_ADD, 3, MS_STREAM_COMPUTE},       // ADD
-    {MSI_COST_SUM, 1, MS_STREAM_COMPUTE},       // NORM
-    {MSI_COST_SUM, 0, MS_STREAM_COMPUTE},       // CLIP
-    {MSI_COST_UPDATE, 0, MS_STREAM_COMPUTE},    // UPDATE
-    {MSI_COST_NONE, 0, MS_STREAM_COMPUTE},      // NOTHING
-};
-
 /* Bytes that an instruction of the library's own moves. An update reads the param, its gradient and
    its state, and writes all but the gradient. */
 static double msi_moved_bytes(const msi_program *p, const msi_instruction *i) {
     const msi_operand *operands = p->operands.items + i->operand_first;
     const double bytes = (double)p->ranges.items[operands[0].range].bytes;
     const uint32_t states = i->op == MSI_OP_UPDATE ? i->operand_count - 3u : 0;
-    return bytes * (i->op == MSI_OP_UPDATE ? 3.0 + 2.0 * states : msi_op_costs[i->op].passes);
+    return bytes * (i->op == MSI_OP_UPDATE ? 3.0 + 2.0 * states : msi_ops[i->op].passes);
 }
 
-/* Whether nothing is left to do, since the memory has changed hands. */
+/* Whether nothing is left to do, since the target of a copy goes on using the memory of its source. */
 static bool msi_is_free(const msi_program *p, const msi_instruction *i) {
     return i->op == MSI_OP_NOTHING ||
            (i->op == MSI_OP_COPY &&
             p->ranges.items[p->operands.items[i->operand_first].range].alias_of != MSI_NONE);
 }
 
-static double msi_bytes_us(const ms_model *m, msi_cost cost, double bytes) {
-    const double measured = m->costs.bytes_per_us[cost];
-    return m->costs.hardware.launch_us +
-           bytes / (measured > 0.0 ? measured : m->costs.hardware.memory_gb_per_s * 1e3);
+static double msi_bytes_us(const msi_costs *c, msi_cost cost, double bytes) {
+    const double measured = c->bytes_per_us[cost];
+    return c->hardware.launch_us +
+           bytes / (measured > 0.0 ? measured : c->hardware.memory_gb_per_s * 1e3);
 }
 
-static double msi_duration_us(const ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const msi_cost cost = (msi_cost)msi_op_costs[i->op].cost;
-    if (cost >= MSI_COST_LAYER_END) {
-        return msi_is_free(p, i) ? 0.0 : msi_bytes_us(m, cost, msi_moved_bytes(p, i));
-    }
-    const ms_layer_time *time = &m->graph.layers.items[i->target].time;
-    return cost == MSI_COST_FORWARD     ? time->forward_us
-           : cost == MSI_COST_BACKWARD  ? time->backward_us
-           : cost == MSI_COST_RECOMPUTE ? time->recompute_us
-                                        : 0.0;
+static double msi_copy_us(const msi_costs *c, ms_stream_kind stream, uint64_t bytes) {
+    const double gb_per_s = stream == MS_STREAM_TO_DEVICE ? c->hardware.to_device_gb_per_s
+                                                          : c->hardware.to_host_gb_per_s;
+    return c->hardware.launch_us + (double)bytes / (gb_per_s * 1e3);
 }
 
 /* A discrete-event simulation of a program. What is enqueued on a stream runs in that order, so
    that each instruction starts when its stream is free and what it waits for is done, and one pass
    over the program finds all starts. */
 typedef struct msi_clock {
+    const msi_graph *graph;
+    const msi_costs *costs;
+    const msi_program *program;
     double free_us[MS_STREAM_COUNT]; // when all that is enqueued there is done
     double copied_us;                // when the copies are that instructions wait for
     double stall_us;
 } msi_clock;
+
+/* The stream that an op runs on: without copies of its own, a device has one. */
+static ms_stream_kind msi_stream_of(const msi_costs *c, msi_op op) {
+    return c->has_copies ? msi_ops[op].stream : MS_STREAM_COMPUTE;
+}
+
+static double msi_duration_us(const msi_clock *c, const msi_instruction *i) {
+    const msi_op op = (msi_op)i->op;
+    const msi_cost cost = msi_ops[op].cost;
+    const double bytes = msi_calls_layer(op) ? 0.0 : msi_moved_bytes(c->program, i);
+    const ms_layer_time *time =
+        msi_calls_layer(op) ? &c->graph->layers.items[i->target].time : NULL;
+    switch (cost) {
+    case MSI_COST_NONE:
+        return 0.0;
+    case MSI_COST_FORWARD:
+        return time->forward_us;
+    case MSI_COST_BACKWARD:
+        return time->backward_us;
+    case MSI_COST_RECOMPUTE:
+        return time->recompute_us;
+    case MSI_COST_LINK:
+        return c->costs->has_copies ? msi_copy_us(c->costs, msi_ops[op].stream, (uint64_t)bytes)
+                                    : msi_bytes_us(c->costs, MSI_COST_COPY, 2.0 * bytes);
+    case MSI_COST_FILL:
+    case MSI_COST_COPY:
+    case MSI_COST_ADD:
+    case MSI_COST_SUM:
+    case MSI_COST_UPDATE:
+        return msi_is_free(c->program, i) ? 0.0 : msi_bytes_us(c->costs, cost, bytes);
+    case MSI_COST_COUNT:
+        break;
+    }
+    return 0.0;
+}
 
 /* Work that begins no sooner than `ready_us`. Returns its start. */
 static double msi_enqueue(msi_clock *c, ms_stream_kind stream, double ready_us, double us) {
@@ -7969,55 +8285,43 @@ static double msi_enqueue(msi_clock *c, ms_stream_kind stream, double ready_us, 
     return start_us;
 }
 
-/* Whether inputs and verdicts are copied on streams of their own, on the device that the plan is
-   for. */
-static bool msi_has_copies(const ms_model *m) {
-    return m->config.backend.is_asynchronous ||
-           (m->costs.is_foreign && m->costs.hardware.kind != MS_DEVICE_CPU);
-}
-
-static double msi_copy_us(const ms_model *m, ms_stream_kind stream, uint64_t bytes) {
-    const double gb_per_s = stream == MS_STREAM_TO_DEVICE ? m->costs.hardware.to_device_gb_per_s
-                                                          : m->costs.hardware.to_host_gb_per_s;
-    return m->costs.hardware.launch_us + (double)bytes / (gb_per_s * 1e3);
-}
-
-static bool msi_is_staged(const ms_model *m, const msi_resident *resident) {
-    return msi_has_copies(m) && !resident->on_host && !resident->borrowed &&
-           m->graph.tensors.items[resident->tensor].kind == MSI_KIND_INPUT;
-}
-
-/* How long the copy of an input takes; 0 for a slot that is not copied in. */
-static double msi_staging_us(const ms_model *m, const msi_resident *resident) {
-    return msi_is_staged(m, resident)
-               ? msi_copy_us(m, MS_STREAM_TO_DEVICE, m->graph.tensors.items[resident->tensor].bytes)
-               : 0.0;
+/* How long the copy of an input takes; 0 for a resident that is not copied in. */
+static double msi_staging_us(const msi_graph *g, const msi_costs *c, const msi_resident *resident) {
+    const msi_tensor *t = &g->tensors.items[resident->tensor];
+    const bool staged =
+        c->has_copies && !resident->on_host && !resident->borrowed && t->kind == MSI_KIND_INPUT;
+    return staged ? msi_copy_us(c, MS_STREAM_TO_DEVICE, t->bytes) : 0.0;
 }
 
 /* The beginning of a step: inputs are copied in, each in full, and as in msi_write all computing
-   comes behind them. */
-static void msi_clock_start(msi_clock *c, const ms_model *m, const msi_store *store) {
+   comes after them. */
+static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *costs,
+                            const msi_store *store, const msi_program *p) {
     memset(c, 0, sizeof *c);
-    for (uint32_t k = 0; k < store->residents.count && msi_has_copies(m); k++) {
-        msi_enqueue(c, MS_STREAM_TO_DEVICE, 0.0, msi_staging_us(m, &store->residents.items[k]));
+    c->graph = g;
+    c->costs = costs;
+    c->program = p;
+    for (uint32_t k = 0; k < store->residents.count && costs->has_copies; k++) {
+        msi_enqueue(c, MS_STREAM_TO_DEVICE, 0.0,
+                    msi_staging_us(g, costs, &store->residents.items[k]));
     }
     msi_enqueue(c, MS_STREAM_COMPUTE, c->free_us[MS_STREAM_TO_DEVICE], 0.0);
 }
 
-/* The losses are summed up behind the last forward, and the verdict is copied out beside backward.
- */
-static void msi_clock_judge(msi_clock *c, const ms_model *m, const msi_program *p) {
-    const double bytes = (double)p->ranges.items[p->loss].bytes;
-    msi_enqueue(c, MS_STREAM_COMPUTE, 0.0, msi_bytes_us(m, MSI_COST_SUM, bytes));
-    if (msi_has_copies(m)) {
+/* The losses are summed up after the last forward, and the verdict is copied out beside backward. */
+static void msi_clock_judge(msi_clock *c) {
+    const double bytes = (double)c->program->ranges.items[c->program->loss].bytes;
+    msi_enqueue(c, MS_STREAM_COMPUTE, 0.0, msi_bytes_us(c->costs, MSI_COST_SUM, bytes));
+    if (c->costs->has_copies) {
         msi_enqueue(c, MS_STREAM_TO_HOST, c->free_us[MS_STREAM_COMPUTE],
-                    msi_copy_us(m, MS_STREAM_TO_HOST, MSI_STATES_BYTES));
+                    msi_copy_us(c->costs, MS_STREAM_TO_HOST, MSI_STATES_BYTES));
     }
 }
 
 /* When an instruction may start, as far as other streams are concerned. */
-static double msi_ready_us(const msi_clock *c, const msi_program *p, const msi_instruction *i) {
-    const ms_stream_kind stream = (ms_stream_kind)msi_op_costs[i->op].stream;
+static double msi_ready_us(const msi_clock *c, const msi_instruction *i) {
+    const msi_program *p = c->program;
+    const ms_stream_kind stream = msi_stream_of(c->costs, (msi_op)i->op);
     double ready_us = stream == MS_STREAM_COMPUTE ? 0.0 : c->free_us[MS_STREAM_COMPUTE];
     for (uint32_t k = 0; k < i->operand_count && c->copied_us > c->free_us[stream]; k++) {
         const uint32_t range = p->operands.items[i->operand_first + k].range;
@@ -8029,31 +8333,31 @@ static double msi_ready_us(const msi_clock *c, const msi_program *p, const msi_i
 }
 
 /* The next instruction of the program. Returns its start. */
-static double msi_clock_run(msi_clock *c, const ms_model *m, const msi_program *p, uint32_t now,
-                            double us) {
-    const msi_instruction *i = &p->instructions.items[now];
-    const ms_stream_kind stream = (ms_stream_kind)msi_op_costs[i->op].stream;
-    const double start_us = msi_enqueue(c, stream, msi_ready_us(c, p, i), us);
+static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
+    const msi_instruction *i = &c->program->instructions.items[now];
+    const ms_stream_kind stream = msi_stream_of(c->costs, (msi_op)i->op);
+    const double start_us = msi_enqueue(c, stream, msi_ready_us(c, i), us);
     if (stream != MS_STREAM_COMPUTE && c->free_us[stream] > c->copied_us) {
         c->copied_us = c->free_us[stream];
     }
-    if (now + 1 == p->forward_end) {
-        msi_clock_judge(c, m, p);
+    if (now + 1 == c->program->forward_end) {
+        msi_clock_judge(c);
     }
     return start_us;
 }
 
-/* The score of a program: how long a step takes. */
-static void msi_time_program(const ms_model *m, const msi_store *store, msi_program *p) {
+/* How long a step takes. */
+static void msi_time_program(const msi_graph *g, const msi_costs *costs, const msi_store *store,
+                             msi_program *p) {
     msi_clock c;
-    msi_clock_start(&c, m, store);
+    msi_clock_start(&c, g, costs, store, p);
     p->recompute_us = 0.0;
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
-        const double us = msi_duration_us(m, p, i);
-        const double start_us = msi_clock_run(&c, m, p, now, us);
+        const double us = msi_duration_us(&c, i);
+        const double start_us = msi_clock_run(&c, now, us);
         p->recompute_us += i->op == MSI_OP_RECOMPUTE ? us : 0.0;
-        if (msi_op_costs[i->op].stream != MS_STREAM_COMPUTE) {
+        if (msi_stream_of(costs, (msi_op)i->op) != MS_STREAM_COMPUTE) {
             p->ranges.items[p->operands.items[i->operand_first].range].ready_us = start_us + us;
         }
     }
@@ -8064,18 +8368,20 @@ static void msi_time_program(const ms_model *m, const msi_store *store, msi_prog
     p->stall_us = c.stall_us;
 }
 
-static bool msi_simulate(const ms_model *m, const msi_store *store, msi_program *p) {
-    const ms_allocator *a = &m->config.allocator;
-    const uint32_t resident_count = store->residents.count;
-    if (!MSI_RESERVE(uint64_t, a, p->live_bytes, p->instructions.count + 1ull)) {
-        return false;
+/* Live bytes and time of a program; without memory for that, p->out_of_memory. */
+static void msi_simulate(const msi_graph *g, const msi_costs *costs, const msi_store *store,
+                         const ms_allocator *allocator, msi_program *p) {
+    const uint32_t residents = store->residents.count;
+    if (p->out_of_memory ||
+        !MSI_RESERVE(uint64_t, allocator, p->live_bytes, p->instructions.count + 1ull)) {
+        p->out_of_memory = true;
+        return;
     }
     p->live_bytes.count = p->instructions.count;
-    p->activation_peak_bytes = p->live_bytes.items[msi_sum_live(p, resident_count, true)];
-    p->peak = msi_sum_live(p, resident_count, false);
+    p->activation_peak_bytes = p->live_bytes.items[msi_sum_live(p, residents, true)];
+    p->peak = msi_sum_live(p, residents, false);
     p->peak_bytes = p->live_bytes.items[p->peak];
-    msi_time_program(m, store, p);
-    return true;
+    msi_time_program(g, costs, store, p);
 }
 
 /* Whether some param is updated inside backward. */
@@ -8089,242 +8395,306 @@ static bool msi_updates_inside(const msi_program *p) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>ladder  plans in one fixed order, each with a little more recomputation than the one before
+// >>score  what decisions come to: the one way to judge them
 
-/* A solver goes through lists of plans whose order does not depend on the budget, which only says
-   where to stop: at the first that fits. So a smaller budget never gives a larger peak, and a
-   larger one never a slower step. The first list is the ladder, for graphs of any shape: with
-   early_update at its default rung 0 is the plain plan, rung 1 updates early, and each after these
-   drops one more group of values and has no more live bytes. */
-typedef struct msi_candidate {
-    double bytes_per_cost;
-    uint64_t merged; // bytes that would come back together: of this and of what it is joined to
-    uint32_t key;    // tensor, for the saved tensors of a layer the first of them
-    uint32_t member; // range in solver.members
-    uint32_t member_count;
-} msi_candidate;
+/* The first thing for which the planner had no memory. */
+typedef struct msi_shortage {
+    const char *what; // NULL: there was enough
+    uint64_t bytes;
+} msi_shortage;
 
-typedef struct msi_rung {
-    uint64_t peak_bytes;
-    uint32_t drop_count; // dropped values up to here
-    double step_us;
-    bool early_update;
-} msi_rung;
-
-typedef struct msi_solver {
-    ms_model *model;
-    const ms_allocator *allocator;
+/* Judges decisions by what they come to: bytes and time of the real program. */
+typedef struct msi_scorer {
+    const msi_graph *graph;
+    const msi_costs *costs;
     const msi_store *store;
-    msi_plan *plan;
-    const msi_plan *largest; // the plan at the largest sizes, for which there is room; or NULL
-    uint64_t room;
-    msi_lowering lowering;
-    uint32_t *visited; // per layer: number of the last price query that met it
-    uint32_t query;
-    uint32_t *segment; // per layer: one of the layers that are recomputed together with it
-    uint64_t *weight;  // per segment: bytes that come back together
-    uint64_t *below;   // per tensor: weight of the segments that start from it
-    uint64_t enough;   // bytes of the arena: no layout needs to take less
-    uint8_t *base;     // plan->dropped before any choice
-    uint8_t *best;     // plan->dropped of the best plan so far, if found
-    bool found, fits, best_early;
-    double best_us, plain_us; // the latter of a step that recomputes nothing
-    uint64_t best_bytes, best_peak;
-    MSI_LIST(uint32_t) drops; // in the order of the ladder
-    MSI_LIST(msi_rung) rungs;
-    MSI_LIST(msi_candidate) candidates;
-    MSI_LIST(uint32_t) members;
-} msi_solver;
+    const ms_allocator *allocator;
+    bool checks_layouts;     // debug mode
+    msi_lowering *lowering;  // scratch memory of its own
+    msi_program *program;    // of the decisions that were scored last
+    const msi_program *eval; // the eval program, which is the same for all decisions
+    msi_shortage *shortage;  // sticks: from then on nothing is scored, and nothing fits
+} msi_scorer;
 
-enum {
-    MSI_PRICE_LIMIT = 64,
-    MSI_BATCH_SHARE = 64,
-    MSI_TRY_LIMIT = 128,
-    MSI_TRIM_STEPS = 8,
-    MSI_POLISH_LIMIT = 64,   // values
-    MSI_POLISH_LAYERS = 1000 // of a graph
-};
+typedef struct msi_score {
+    uint64_t live_bytes; // largest sum of live bytes in training, residents included
+    uint64_t bytes;      // the arena: UINT64_MAX before it is laid out
+    uint64_t host_bytes; // of values on the host
+    double us;           // a step, simulated
+} msi_score;
+
+static const uint64_t MSI_NO_BUDGET = UINT64_MAX;
 
 /* Operations for a layout: so many, and more for each live range, up to a limit. */
 static const uint64_t MSI_LAYOUT_EFFORT = 40u * 1000u * 1000u;
 static const uint64_t MSI_LAYOUT_EFFORT_LEAST = 1000u * 1000u;
 static const uint64_t MSI_LAYOUT_EFFORT_EACH = 3000;
 
-/* Lowers the plan as it stands; result in plan->train, without a layout. */
-static ms_result msi_try(msi_solver *s) {
-    msi_program *p = &s->plan->train;
-    msi_lower_train(&s->lowering, p);
+static void msi_run_short(const msi_scorer *s, const char *what, uint64_t bytes) {
+    if (!s->shortage->what) {
+        s->shortage->what = what;
+        s->shortage->bytes = bytes;
+    }
+}
+
+static bool msi_is_short(const msi_scorer *s) {
+    return s->shortage->what != NULL;
+}
+
+/* Schedules, aliases and simulates a program that was lowered. */
+static void msi_complete(const msi_scorer *s, msi_program *p) {
+    msi_schedule(s->store, s->allocator, p);
     if (!p->out_of_memory) {
-        msi_share_memory(&s->model->graph, p);
+        msi_share_memory(s->graph, p);
     }
-    if (p->out_of_memory || !msi_simulate(s->model, s->store, p)) {
-        return msi_fail_memory(s->model, "the program", p->ranges.count * sizeof(msi_range));
+    msi_simulate(s->graph, s->costs, s->store, s->allocator, p);
+    if (p->out_of_memory) {
+        msi_run_short(s, "the program", p->ranges.count * sizeof(msi_range));
     }
-    return MS_RESULT_OK;
 }
 
 /* Debug mode: a layout that overlaps, or whose bound is not what was simulated, is our own bug. */
-static ms_result msi_check_layout(msi_solver *s, const msi_program *p) {
+static bool msi_check_layout(const msi_scorer *s, const msi_program *p) {
     uint64_t bound;
-    const ms_result result =
-        msi_layout_lower_bound(s->allocator, p->blocks.items, p->blocks.count, &bound);
-    if (result == MS_RESULT_OK) {
-        const bool valid = msi_layout_is_valid(p->blocks.items, p->blocks.count);
-        MEMSCALE_ASSERT(valid && bound == p->peak_bytes);
-        (void)valid;
+    if (msi_layout_lower_bound(s->allocator, p->blocks.items, p->blocks.count, &bound) !=
+        MS_RESULT_OK) {
+        return false;
     }
-    return result;
+    const bool valid = msi_layout_is_valid(p->blocks.items, p->blocks.count);
+    MEMSCALE_ASSERT(valid && bound == p->peak_bytes);
+    (void)valid;
+    return true;
 }
 
-static ms_result msi_lay_out(msi_solver *s, msi_program *p) {
+/* Lays out a program; an arena of `enough` bytes need not be made smaller. */
+static void msi_lay_out(const msi_scorer *s, msi_program *p, uint64_t enough) {
     const uint64_t most = MSI_LAYOUT_EFFORT_LEAST + p->ranges.count * MSI_LAYOUT_EFFORT_EACH;
     const uint64_t effort = most < MSI_LAYOUT_EFFORT ? most : MSI_LAYOUT_EFFORT;
-    const uint64_t slots = s->store->resident_bytes;
-    const uint64_t enough = s->enough > slots ? s->enough - slots : 0;
-    if (!msi_make_blocks(s->allocator, p, s->store->residents.count) ||
-        msi_layout_within(s->allocator, p->blocks.items, p->blocks.count, effort, enough,
-                          &p->height) != MS_RESULT_OK ||
-        (s->model->config.debug && msi_check_layout(s, p) != MS_RESULT_OK)) {
-        return msi_fail_memory(s->model, "the layout", p->ranges.count * sizeof(msi_block));
+    const uint64_t residents = s->store->resident_bytes;
+    enough = enough > residents ? enough - residents : 0;
+    if (!msi_is_short(s) && (!msi_make_blocks(s->allocator, p, s->store->residents.count) ||
+                             msi_layout_within(s->allocator, p->blocks.items, p->blocks.count,
+                                               effort, enough, &p->height) != MS_RESULT_OK ||
+                             (s->checks_layouts && !msi_check_layout(s, p)))) {
+        msi_run_short(s, "the layout", p->ranges.count * sizeof(msi_block));
     }
-    return MS_RESULT_OK;
 }
 
-static uint64_t msi_arena_of(const msi_store *store, const msi_plan *plan) {
-    return store->resident_bytes + msi_max_u64(plan->train.height, plan->eval.height);
+/* The arena that holds two programs, one at a time. */
+static uint64_t msi_arena_of(const msi_store *store, const msi_program *train,
+                             const msi_program *eval) {
+    return store->resident_bytes + msi_max_u64(train->height, eval->height);
 }
 
-/* Whether the plan fits a budget: by live bytes, and if these do, by its layout. */
-static ms_result msi_fits(msi_solver *s, uint64_t budget, bool *fits) {
-    *fits = s->store->resident_bytes + s->plan->train.peak_bytes <= budget;
-    if (!*fits) {
-        return MS_RESULT_OK;
+/* Lowers, schedules and simulates: live bytes and time, which cost less to find than a layout. */
+static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *decisions) {
+    msi_score score = {UINT64_MAX, UINT64_MAX, 0, 1e300};
+    if (!msi_is_short(s)) {
+        msi_lower_train(s->lowering, decisions, s->program);
+        msi_complete(s, s->program);
     }
-    const ms_result result = msi_lay_out(s, &s->plan->train);
-    s->plan->arena_bytes = msi_arena_of(s->store, s->plan);
-    *fits = s->plan->arena_bytes <= budget;
-    return result;
+    if (!msi_is_short(s)) {
+        score.live_bytes = s->store->resident_bytes + s->program->peak_bytes;
+        score.host_bytes = s->store->host_bytes;
+        score.us = s->program->step_us;
+    }
+    return score;
 }
 
-static void msi_mark_recomputed(msi_solver *s) {
-    const msi_program *p = &s->plan->train;
-    memset(s->plan->recomputed, 0, s->model->graph.layers.count);
+/* Lays out what was estimated last, if its live bytes are within a budget: whether its arena is. */
+static bool msi_fits(const msi_scorer *s, msi_score *score, uint64_t budget, uint64_t enough) {
+    if (score->live_bytes > budget || msi_is_short(s)) {
+        return false;
+    }
+    msi_lay_out(s, s->program, enough);
+    score->bytes = msi_is_short(s) ? UINT64_MAX : msi_arena_of(s->store, s->program, s->eval);
+    return score->bytes <= budget && !msi_is_short(s);
+}
+
+/* What decisions come to. */
+static msi_score msi_score_of(const msi_scorer *s, const msi_tensor_decision *decisions) {
+    msi_score score = msi_estimate(s, decisions);
+    (void)msi_fits(s, &score, MSI_NO_BUDGET, 0);
+    return score;
+}
+
+/* What all searches start from, and what they have found. */
+typedef struct msi_search {
+    const msi_scorer *scorer;
+    const msi_tensor_decision *base; // without any choice
+    uint64_t budget, enough;         // no layout need be smaller than the latter
+    bool early;                      // what is proposed updates params inside backward
+    msi_tensor_decision *best;       // the best plan so far, if there is one
+    bool found, fits, best_early;
+    msi_score best_score;
+} msi_search;
+
+/* Whether what was estimated may be better than the best so far: what is not is not laid out. */
+static bool msi_may_be_best(const msi_search *s, const msi_score *score) {
+    const uint64_t most = s->fits ? s->budget : msi_max_u64(s->budget, s->best_score.bytes);
+    return !s->found || (score->live_bytes <= most && (!s->fits || score->us <= s->best_score.us));
+}
+
+/* Keeps decisions, laid out, if they are better than the best so far: those that fit before those
+   that do not, then the faster ones, then the smaller. */
+static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
+                        const msi_score *score) {
+    const msi_score *best = &s->best_score;
+    const bool fits = score->bytes <= s->budget;
+    /* By live bytes, since a layout may end early where it fits. */
+    const bool faster =
+        score->us < best->us || (score->us <= best->us && score->live_bytes < best->live_bytes);
+    const bool smaller =
+        score->bytes < best->bytes || (score->bytes == best->bytes && score->us < best->us);
+    if (!msi_is_short(s->scorer) &&
+        (!s->found || (fits && !s->fits) || (fits == s->fits && (fits ? faster : smaller)))) {
+        s->found = true;
+        s->fits = fits;
+        s->best_score = *score;
+        s->best_early = s->early;
+        memcpy(s->best, decisions, s->scorer->graph->tensors.count * sizeof *decisions);
+    }
+}
+
+/* Scores decisions, as far as that may matter, and proposes them. Returns their time. */
+static double msi_try(msi_search *s, const msi_tensor_decision *decisions) {
+    msi_score score = msi_estimate(s->scorer, decisions);
+    if (msi_may_be_best(s, &score)) {
+        (void)msi_fits(s->scorer, &score, MSI_NO_BUDGET, s->enough);
+        msi_propose(s, decisions, &score);
+    }
+    return score.us;
+}
+
+/* Whether the plan may drop a value to recompute it. */
+static bool msi_is_droppable(const msi_graph *g, uint32_t t) {
+    const msi_tensor *tensor = &g->tensors.items[t];
+    return !msi_is_resident(tensor) && !tensor->is_output && t != g->loss && !tensor->must_stay &&
+           tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
+}
+
+/* The decisions of the plain plan: what no backward reads is dropped, and nothing else; all params
+   are updated after backward. */
+static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions) {
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        decisions[t].pass =
+            g->tensors.items[t].last_reader == MSI_NONE && msi_is_droppable(g, t) ? 1 : 0;
+        decisions[t].update_after = MSI_NONE;
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>greedy  graphs of any shape: one more value dropped at a time, that which frees most for its time
+
+/* A search goes through lists of plans whose order does not depend on the budget, which only says
+   where to stop: at the first that fits. So a smaller budget never gives a larger peak, and a
+   larger one never a slower step. The list of the greedy search begins with the plain plan; then,
+   where that may be, params are updated inside backward; each plan after these drops some values
+   more than the one before, and has no more live bytes. */
+
+enum {
+    MSI_PRICE_LIMIT = 64,
+    MSI_BATCH_SHARE = 64,
+    MSI_TRY_LIMIT = 128,
+    MSI_TRIM_TRIES = 8,
+    MSI_POLISH_LIMIT = 64,   // values
+    MSI_POLISH_LAYERS = 1000 // of a graph
+};
+
+/* What it costs to run a layer again, under the decisions so far. */
+typedef struct msi_pricing {
+    const msi_graph *graph;
+    const ms_allocator *allocator;
+    uint8_t *recomputed; // per layer: runs again in backward
+    uint32_t *visited;   // per layer: number of the last query that met it
+    uint32_t *stack;     // of layers
+    uint32_t query;
+} msi_pricing;
+
+static uint64_t msi_pricing_bytes(const msi_graph *g) {
+    return (g->layers.count + (uint64_t)g->tensors.count) * sizeof(uint32_t) + g->layers.count;
+}
+
+static bool msi_pricing_init(msi_pricing *c, const msi_scorer *s) {
+    memset(c, 0, sizeof *c);
+    c->graph = s->graph;
+    c->allocator = s->allocator;
+    c->visited = (uint32_t *)msi_alloc_zeroed(c->allocator, msi_pricing_bytes(c->graph));
+    if (!c->visited) {
+        msi_run_short(s, "the solver", msi_pricing_bytes(c->graph));
+        return false;
+    }
+    c->stack = c->visited + c->graph->layers.count;
+    c->recomputed = (uint8_t *)(c->stack + c->graph->tensors.count);
+    return true;
+}
+
+static void msi_pricing_free(msi_pricing *c) {
+    msi_release(c->allocator, c->visited, c->visited ? msi_pricing_bytes(c->graph) : 0);
+}
+
+static void msi_note_recomputed(msi_pricing *c, const msi_program *p) {
+    memset(c->recomputed, 0, c->graph->layers.count);
     for (uint32_t i = 0; i < p->instructions.count; i++) {
         if (p->instructions.items[i].op == MSI_OP_RECOMPUTE) {
-            s->plan->recomputed[p->instructions.items[i].target] = 1;
+            c->recomputed[p->instructions.items[i].target] = 1;
         }
     }
 }
 
-/* Work that is added if this layer must run again: its own, and that of the layers before it whose
+/* Time that is added if this layer must run again: its own, and that of the layers before it whose
    outputs are not kept and are not recomputed already. */
-static double msi_price(msi_solver *s, uint32_t layer) {
-    const msi_graph *g = &s->model->graph;
-    uint32_t *stack = s->lowering.stack;
+static double msi_price_us(msi_pricing *c, const msi_tensor_decision *decisions, uint32_t layer) {
+    const msi_graph *g = c->graph;
     uint32_t depth = 0, met = 0;
-    double cost = 0.0;
-    s->query++;
-    stack[depth++] = layer;
+    double us = 0.0;
+    c->query++;
+    c->stack[depth++] = layer;
     while (depth > 0 && met < MSI_PRICE_LIMIT) {
-        const uint32_t top = stack[--depth];
-        if (s->plan->recomputed[top] || s->visited[top] == s->query) {
+        const uint32_t top = c->stack[--depth];
+        if (c->recomputed[top] || c->visited[top] == c->query) {
             continue;
         }
-        s->visited[top] = s->query;
+        c->visited[top] = c->query;
         met++;
         const msi_layer *l = &g->layers.items[top];
-        cost += l->time.recompute_us;
+        us += l->time.recompute_us;
         const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
         const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
         for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && depth < g->tensors.count; k++) {
-            if (in[k] != MSI_NONE && (reads >> k & 1) && s->plan->dropped[in[k]]) {
-                stack[depth++] = g->tensors.items[in[k]].producer;
+            if (in[k] != MSI_NONE && (reads >> k & 1) && decisions[in[k]].pass > 0) {
+                c->stack[depth++] = g->tensors.items[in[k]].producer;
             }
         }
     }
-    return cost;
+    return us;
 }
 
-static uint32_t msi_segment_of(msi_solver *s, uint32_t layer) {
-    while (s->segment[layer] != layer) {
-        layer = s->segment[layer] = s->segment[s->segment[layer]];
-    }
-    return layer;
-}
+/* What can be done next: values that are dropped together. */
+typedef struct msi_move {
+    double bytes_per_us;    // that it frees, for each microsecond that it costs
+    uint64_t segment_bytes; // that would come back together: of this and of what it is joined to
+    uint32_t key;           // tensor, for the saved tensors of a layer the first of them
+    uint32_t member;        // range in msi_greedy.members
+    uint32_t member_count;
+} msi_move;
 
-/* Segments: layers that are recomputed together, since each reads what another one brings back.
-   Their values are all in memory at once, so among drops of the same merit those that make short
-   segments come first. */
-static void msi_find_segments(msi_solver *s) {
-    const msi_graph *g = &s->model->graph;
-    for (uint32_t i = 0; i < g->layers.count; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint32_t *operands = msi_group(g, l, MSI_GROUP_IN);
-        s->segment[i] = i;
-        s->weight[i] = 0;
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && s->plan->recomputed[i]; k++) {
-            if (operands[k] != MSI_NONE && s->plan->dropped[operands[k]]) {
-                const uint32_t from = msi_segment_of(s, g->tensors.items[operands[k]].producer);
-                const uint32_t to = msi_segment_of(s, i);
-                s->weight[to] += from != to ? s->weight[from] : 0;
-                s->segment[from] = to;
-            }
-        }
-        uint32_t count;
-        const uint32_t *made = msi_made_by(g, i, &count);
-        for (uint32_t k = 0; k < count; k++) {
-            const uint32_t t = made[k];
-            if (t != MSI_NONE && s->plan->recomputed[i] && s->plan->dropped[t] &&
-                g->tensors.items[t].last_reader != MSI_NONE) {
-                s->weight[msi_segment_of(s, i)] += g->tensors.items[t].bytes;
-            }
-        }
+/* Best first: most bytes for the time, then short segments, then the order of registration. */
+static bool msi_is_better(const msi_move *a, const msi_move *b) {
+    if (a->bytes_per_us != b->bytes_per_us) {
+        return a->bytes_per_us > b->bytes_per_us;
     }
-    memset(s->below, 0, g->tensors.count * sizeof *s->below);
-    for (uint32_t i = 0; i < g->layers.count; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && s->plan->recomputed[i]; k++) {
-            if (in[k] != MSI_NONE && !s->plan->dropped[in[k]]) {
-                s->below[in[k]] = s->weight[msi_segment_of(s, i)];
-            }
-        }
-    }
-}
-
-/* Bytes of the segment that would hold the outputs of this layer, `tensor` among them. */
-static uint64_t msi_merged_bytes(msi_solver *s, uint32_t tensor) {
-    const msi_graph *g = &s->model->graph;
-    const uint32_t layer = g->tensors.items[tensor].producer;
-    const msi_layer *l = &g->layers.items[layer];
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-    uint64_t bytes = s->below[tensor];
-    if (s->plan->recomputed[layer]) {
-        return bytes + s->weight[msi_segment_of(s, layer)];
-    }
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
-        if (in[k] != MSI_NONE && s->plan->dropped[in[k]]) {
-            bytes += s->weight[msi_segment_of(s, g->tensors.items[in[k]].producer)];
-        }
-    }
-    return bytes;
-}
-
-/* Best first: most bytes for the work, then short segments, then the order of registration. */
-static bool msi_is_better(const msi_candidate *a, const msi_candidate *b) {
-    if (a->bytes_per_cost != b->bytes_per_cost) {
-        return a->bytes_per_cost > b->bytes_per_cost;
-    }
-    return a->merged != b->merged ? a->merged < b->merged : a->key < b->key;
+    return a->segment_bytes != b->segment_bytes ? a->segment_bytes < b->segment_bytes
+                                                : a->key < b->key;
 }
 
 /* Heap sort: in place, since qsort may allocate behind the host's hooks. */
-static void msi_sort_candidates(msi_candidate *items, uint32_t count) {
+static void msi_sort_moves(msi_move *items, uint32_t count) {
     for (uint32_t round = count / 2 + count; round-- > 1;) {
         const uint32_t end = round < count ? round : count; // below count: the worst goes there
         uint32_t top = round < count ? 0 : round - count;
         if (round < count) {
-            const msi_candidate worst = items[0];
+            const msi_move worst = items[0];
             items[0] = items[round];
             items[round] = worst;
         }
@@ -8335,7 +8705,7 @@ static void msi_sort_candidates(msi_candidate *items, uint32_t count) {
             if (!msi_is_better(&items[top], &items[child])) {
                 break;
             }
-            const msi_candidate parent = items[top];
+            const msi_move parent = items[top];
             items[top] = items[child];
             items[child] = parent;
             top = child;
@@ -8343,39 +8713,166 @@ static void msi_sort_candidates(msi_candidate *items, uint32_t count) {
     }
 }
 
-/* Whether the plan may drop a value to recompute it. */
-static bool msi_is_droppable(const msi_graph *g, uint32_t t) {
-    const msi_tensor *tensor = &g->tensors.items[t];
-    return !msi_is_resident(tensor) && !tensor->is_output && t != g->loss && !tensor->must_stay &&
-           tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
+/* A plan of the list: the first drop_count drops. */
+typedef struct msi_prefix {
+    uint64_t live_bytes;
+    uint32_t drop_count;
+    double us;
+    bool early; // params are updated inside backward
+} msi_prefix;
+
+typedef struct msi_greedy {
+    const msi_scorer *scorer;
+    const msi_graph *graph;
+    msi_tensor_decision *decisions; // of the plan at hand
+    msi_score score;                // of that plan
+    bool early;                     // that plan updates params inside backward
+    msi_pricing pricing;
+    /* Segments are layers that are recomputed together, since each reads what another brings back. */
+    uint32_t *segment;        // per layer: one of the layers of the same segment
+    uint64_t *segment_bytes;  // per segment: bytes that come back together
+    uint64_t *started_bytes;  // per tensor: bytes of the segments that start from it
+    MSI_LIST(uint32_t) drops; // in the order of the list
+    MSI_LIST(msi_prefix) prefixes;
+    MSI_LIST(msi_move) moves;
+    MSI_LIST(uint32_t) members;
+} msi_greedy;
+
+static uint64_t msi_greedy_bytes(const msi_graph *g) {
+    return g->tensors.count * (sizeof(uint64_t) + sizeof(msi_tensor_decision)) +
+           g->layers.count * (uint64_t)(sizeof(uint64_t) + sizeof(uint32_t));
 }
 
-/* A candidate of the last members; the room is reserved. */
-static void msi_add_candidate(msi_solver *s, uint32_t member_count) {
-    const msi_graph *g = &s->model->graph;
-    msi_candidate *c = &s->candidates.items[s->candidates.count++];
-    c->member = s->members.count - member_count;
-    c->member_count = member_count;
-    c->key = s->members.items[c->member];
-    c->bytes_per_cost = 0.0;
+/* Begins with the decisions of the base. False, and the scorer is short, without memory. */
+static bool msi_greedy_init(msi_greedy *w, const msi_scorer *s, const msi_tensor_decision *base) {
+    const msi_graph *g = s->graph;
+    memset(w, 0, sizeof *w);
+    w->scorer = s;
+    w->graph = g;
+    w->started_bytes = (uint64_t *)msi_alloc_zeroed(s->allocator, msi_greedy_bytes(g));
+    if (!w->started_bytes) {
+        msi_run_short(s, "the solver", msi_greedy_bytes(g));
+        return false;
+    }
+    w->segment_bytes = w->started_bytes + g->tensors.count;
+    w->decisions = (msi_tensor_decision *)(void *)(w->segment_bytes + g->layers.count);
+    w->segment = (uint32_t *)(void *)(w->decisions + g->tensors.count);
+    memcpy(w->decisions, base, g->tensors.count * sizeof *base);
+    return msi_pricing_init(&w->pricing, s);
+}
+
+static void msi_greedy_free(msi_greedy *w) {
+    const ms_allocator *a = w->scorer->allocator;
+    msi_release(a, w->started_bytes, w->started_bytes ? msi_greedy_bytes(w->graph) : 0);
+    if (w->started_bytes) {
+        msi_pricing_free(&w->pricing);
+    }
+    MSI_LIST_FREE(uint32_t, a, w->drops);
+    MSI_LIST_FREE(msi_prefix, a, w->prefixes);
+    MSI_LIST_FREE(msi_move, a, w->moves);
+    MSI_LIST_FREE(uint32_t, a, w->members);
+}
+
+static uint32_t msi_segment_of(msi_greedy *w, uint32_t layer) {
+    while (w->segment[layer] != layer) {
+        layer = w->segment[layer] = w->segment[w->segment[layer]];
+    }
+    return layer;
+}
+
+/* Joins a layer that runs again to the segments of what it reads, and counts what it brings back. */
+static void msi_join_segments(msi_greedy *w, uint32_t layer) {
+    const msi_graph *g = w->graph;
+    const msi_layer *l = &g->layers.items[layer];
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+    uint32_t count;
+    const uint32_t *made = msi_made_by(g, layer, &count);
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
+        if (in[k] != MSI_NONE && w->decisions[in[k]].pass > 0) {
+            const uint32_t from = msi_segment_of(w, g->tensors.items[in[k]].producer);
+            const uint32_t to = msi_segment_of(w, layer);
+            w->segment_bytes[to] += from != to ? w->segment_bytes[from] : 0;
+            w->segment[from] = to;
+        }
+    }
+    for (uint32_t k = 0; k < count; k++) {
+        const uint32_t t = made[k];
+        if (t != MSI_NONE && w->decisions[t].pass > 0 &&
+            g->tensors.items[t].last_reader != MSI_NONE) {
+            w->segment_bytes[msi_segment_of(w, layer)] += g->tensors.items[t].bytes;
+        }
+    }
+}
+
+/* The values of a segment are all in memory at once, so among moves of the same merit those that
+   make short segments come first. */
+static void msi_find_segments(msi_greedy *w) {
+    const msi_graph *g = w->graph;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        w->segment[i] = i;
+        w->segment_bytes[i] = 0;
+        if (w->pricing.recomputed[i]) {
+            msi_join_segments(w, i);
+        }
+    }
+    memset(w->started_bytes, 0, g->tensors.count * sizeof *w->started_bytes);
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && w->pricing.recomputed[i]; k++) {
+            if (in[k] != MSI_NONE && w->decisions[in[k]].pass == 0) {
+                w->started_bytes[in[k]] = w->segment_bytes[msi_segment_of(w, i)];
+            }
+        }
+    }
+}
+
+/* Bytes of the segment that would hold the outputs of this layer, `tensor` among them. */
+static uint64_t msi_joined_bytes(msi_greedy *w, uint32_t tensor) {
+    const msi_graph *g = w->graph;
+    const uint32_t layer = g->tensors.items[tensor].producer;
+    const msi_layer *l = &g->layers.items[layer];
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+    uint64_t bytes = w->started_bytes[tensor];
+    if (w->pricing.recomputed[layer]) {
+        return bytes + w->segment_bytes[msi_segment_of(w, layer)];
+    }
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
+        if (in[k] != MSI_NONE && w->decisions[in[k]].pass > 0) {
+            bytes += w->segment_bytes[msi_segment_of(w, g->tensors.items[in[k]].producer)];
+        }
+    }
+    return bytes;
+}
+
+/* A move of the last members; the room is reserved. */
+static void msi_add_move(msi_greedy *w, uint32_t member_count) {
+    msi_move *move = &w->moves.items[w->moves.count++];
+    move->member = w->members.count - member_count;
+    move->member_count = member_count;
+    move->key = w->members.items[move->member];
+    move->bytes_per_us = 0.0;
     for (uint32_t i = 0; i < member_count; i++) {
-        c->bytes_per_cost += (double)g->tensors.items[s->members.items[c->member + i]].bytes;
+        const uint32_t t = w->members.items[move->member + i];
+        move->bytes_per_us += (double)w->graph->tensors.items[t].bytes;
     }
 }
 
 /* Values that lie idle at the peak, between forward and backward. The saved tensors of a layer are
-   one candidate, since they come back together; where the layer can bring back one of them alone,
-   each is one as well. */
-static bool msi_find_candidates(msi_solver *s) {
-    const msi_graph *g = &s->model->graph;
-    const msi_program *p = &s->plan->train;
-    s->candidates.count = s->members.count = 0;
-    if (!MSI_RESERVE(msi_candidate, s->allocator, s->candidates, 2ull * p->ranges.count) ||
-        !MSI_RESERVE(uint32_t, s->allocator, s->members, p->ranges.count)) {
+   one move, since they come back together; where the layer can bring back one of them alone, each
+   is one as well. */
+static bool msi_list_moves(msi_greedy *w) {
+    const msi_graph *g = w->graph;
+    const ms_allocator *a = w->scorer->allocator;
+    const msi_program *p = w->scorer->program;
+    w->moves.count = w->members.count = 0;
+    if (!MSI_RESERVE(msi_move, a, w->moves, 2ull * p->ranges.count) ||
+        !MSI_RESERVE(uint32_t, a, w->members, p->ranges.count)) {
+        msi_run_short(w->scorer, "the solver", p->ranges.count * sizeof(msi_move));
         return false;
     }
     uint32_t saved_of = MSI_NONE, together = 0; // the layer of the saved tensors last met; how many
-    for (uint32_t i = s->store->residents.count; i <= p->ranges.count; i++) {
+    for (uint32_t i = w->scorer->store->residents.count; i <= p->ranges.count; i++) {
         const msi_range *range = i < p->ranges.count ? &p->ranges.items[i] : NULL;
         const bool idle = range && range->role == MSI_ROLE_VALUE && range->idle_last != MSI_NONE &&
                           range->idle_first < p->peak && range->idle_last > p->peak &&
@@ -8387,348 +8884,221 @@ static bool msi_find_candidates(msi_solver *s) {
         const bool joins = t && t->kind == MSI_KIND_SAVED && t->producer == saved_of;
         if (!joins && saved_of != MSI_NONE &&
             (together > 1 || !g->layers.items[saved_of].recompute)) {
-            msi_add_candidate(s, together);
+            msi_add_move(w, together);
         }
         if (!t) {
             break;
         }
         together = joins ? together + 1 : 1;
         saved_of = t->kind == MSI_KIND_SAVED ? t->producer : MSI_NONE;
-        s->members.items[s->members.count++] = range->tensor;
+        w->members.items[w->members.count++] = range->tensor;
         if (saved_of == MSI_NONE || g->layers.items[saved_of].recompute) {
-            msi_add_candidate(s, 1);
-        }
-    }
-    msi_find_segments(s);
-    for (uint32_t i = 0; i < s->candidates.count; i++) {
-        msi_candidate *c = &s->candidates.items[i];
-        c->merged = msi_merged_bytes(s, c->key);
-        c->bytes_per_cost /= 1e-3 + msi_price(s, g->tensors.items[c->key].producer);
-    }
-    msi_sort_candidates(s->candidates.items, s->candidates.count);
-    return true;
-}
-
-static bool msi_add_rung(msi_solver *s) {
-    if (!MSI_RESERVE(msi_rung, s->allocator, s->rungs, s->rungs.count + 1ull)) {
-        return false;
-    }
-    s->rungs.items[s->rungs.count].peak_bytes = s->plan->train.peak_bytes;
-    s->rungs.items[s->rungs.count].drop_count = s->drops.count;
-    s->rungs.items[s->rungs.count].step_us = s->plan->train.step_us;
-    s->rungs.items[s->rungs.count].early_update = s->plan->early_update;
-    s->rungs.count++;
-    return true;
-}
-
-static bool msi_drop(msi_solver *s, const msi_candidate *c) {
-    if (!MSI_RESERVE(uint32_t, s->allocator, s->drops, s->drops.count + c->member_count)) {
-        return false;
-    }
-    for (uint32_t i = 0; i < c->member_count; i++) {
-        const uint32_t tensor = s->members.items[c->member + i];
-        if (!s->plan->dropped[tensor]) { // by another candidate of this rung
-            s->plan->dropped[tensor] = 1;
-            s->drops.items[s->drops.count++] = tensor;
+            msi_add_move(w, 1);
         }
     }
     return true;
 }
 
-/* Puts the first `count` drops of the ladder into force, and no others: those that are taken back
-   stay in the list behind its end. */
-static void msi_set_drops(msi_solver *s, uint32_t count) {
-    while (s->drops.count > count) {
-        s->plan->dropped[s->drops.items[--s->drops.count]] = 0;
+/* The moves from the plan at hand, best first. */
+static bool msi_find_moves(msi_greedy *w) {
+    msi_note_recomputed(&w->pricing, w->scorer->program);
+    if (!msi_list_moves(w)) {
+        return false;
     }
-    while (s->drops.count < count) {
-        s->plan->dropped[s->drops.items[s->drops.count++]] = 1;
+    msi_find_segments(w);
+    for (uint32_t i = 0; i < w->moves.count; i++) {
+        msi_move *move = &w->moves.items[i];
+        const uint32_t layer = w->graph->tensors.items[move->key].producer;
+        move->segment_bytes = msi_joined_bytes(w, move->key);
+        move->bytes_per_us /= 1e-3 + msi_price_us(&w->pricing, w->decisions, layer);
+    }
+    msi_sort_moves(w->moves.items, w->moves.count);
+    return true;
+}
+
+static void msi_add_prefix(msi_greedy *w) {
+    if (!MSI_RESERVE(msi_prefix, w->scorer->allocator, w->prefixes, w->prefixes.count + 1ull)) {
+        msi_run_short(w->scorer, "the solver", w->prefixes.count * sizeof(msi_prefix));
+        return;
+    }
+    msi_prefix *prefix = &w->prefixes.items[w->prefixes.count++];
+    prefix->live_bytes = w->score.live_bytes;
+    prefix->drop_count = w->drops.count;
+    prefix->us = w->score.us;
+    prefix->early = w->early;
+}
+
+/* Drops a value; one that is dropped already, by another move of the same batch, is not counted. */
+static void msi_drop(msi_greedy *w, uint32_t tensor) {
+    if (w->decisions[tensor].pass > 0) {
+        return;
+    }
+    if (!MSI_RESERVE(uint32_t, w->scorer->allocator, w->drops, w->drops.count + 1ull)) {
+        msi_run_short(w->scorer, "the solver", w->drops.count * sizeof(uint32_t));
+        return;
+    }
+    w->decisions[tensor].pass = 1;
+    w->drops.items[w->drops.count++] = tensor;
+}
+
+/* Puts the first `count` drops of the list into force, and no others: those that are taken back
+   stay in the list after its end. */
+static void msi_set_drops(msi_greedy *w, uint32_t count) {
+    while (w->drops.count > count) {
+        w->decisions[w->drops.items[--w->drops.count]].pass = 0;
+    }
+    while (w->drops.count < count) {
+        w->decisions[w->drops.items[w->drops.count++]].pass = 1;
     }
 }
 
-/* Drops candidates [first, first + count) and sees whether that lowers the peak; takes them back if
+static void msi_estimate_drops(msi_greedy *w) {
+    w->score = msi_estimate(w->scorer, w->decisions);
+}
+
+/* Makes moves [first, first + count), and sees whether that lowers the peak; takes them back if
    not. */
-static ms_result msi_try_drops(msi_solver *s, uint32_t first, uint32_t count, uint64_t old_peak,
-                               uint32_t old_at, bool *lower) {
-    const uint32_t old_drops = s->drops.count;
-    for (uint32_t i = 0; i < count; i++) {
-        if (!msi_drop(s, &s->candidates.items[first + i])) {
-            return msi_fail_memory(s->model, "the solver", s->drops.count * sizeof(uint32_t));
+static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, uint64_t old_bytes,
+                           uint32_t old_peak) {
+    const uint32_t old_drops = w->drops.count;
+    for (uint32_t i = first; i < first + count; i++) {
+        for (uint32_t k = 0; k < w->moves.items[i].member_count; k++) {
+            msi_drop(w, w->members.items[w->moves.items[i].member + k]);
         }
     }
-    const ms_result result = msi_try(s);
-    const msi_program *p = &s->plan->train;
-    *lower = p->peak_bytes < old_peak || (p->peak_bytes == old_peak && p->peak != old_at);
-    if (!*lower) {
-        msi_set_drops(s, old_drops);
+    msi_estimate_drops(w);
+    const bool lower = w->score.live_bytes < old_bytes ||
+                       (w->score.live_bytes == old_bytes && w->scorer->program->peak != old_peak);
+    if (!lower) {
+        msi_set_drops(w, old_drops);
     }
-    return result;
+    return lower;
 }
 
-/* Climbs by one rung: drops the best candidates that lower the peak. On large graphs it takes
-   several at a time, and fewer where that does not help, so that the number of tries does not grow
-   with the graph. *moved is false at the end of the ladder. */
-static ms_result msi_climb(msi_solver *s, bool *moved) {
-    const uint64_t old_peak = s->plan->train.peak_bytes;
-    const uint32_t old_at = s->plan->train.peak;
-    *moved = false;
-    msi_mark_recomputed(s);
-    if (!msi_find_candidates(s)) {
-        return msi_fail_memory(s->model, "the solver", s->plan->train.ranges.count);
+/* Goes to the next plan of the list: makes the best moves that lower the peak. On large graphs it
+   makes several at a time, and fewer where that does not help, so that the number of tries does not
+   grow with the graph. False at the end of the list. */
+static bool msi_next_plan(msi_greedy *w) {
+    const uint64_t old_bytes = w->score.live_bytes;
+    const uint32_t old_peak = w->scorer->program->peak;
+    if (!msi_find_moves(w)) {
+        return false;
     }
-    uint32_t batch = 1 + s->candidates.count / MSI_BATCH_SHARE;
+    uint32_t batch = 1 + w->moves.count / MSI_BATCH_SHARE;
     uint32_t first = 0;
-    for (int tries = 0; tries < MSI_TRY_LIMIT && first < s->candidates.count; tries++) {
-        batch = batch < s->candidates.count - first ? batch : s->candidates.count - first;
-        const ms_result result = msi_try_drops(s, first, batch, old_peak, old_at, moved);
-        if (result != MS_RESULT_OK) {
-            return result;
-        }
-        if (*moved) {
-            return msi_add_rung(s) ? MS_RESULT_OK
-                                   : msi_fail_memory(s->model, "the solver", s->rungs.count);
+    for (int tries = 0; tries < MSI_TRY_LIMIT && first < w->moves.count; tries++) {
+        batch = batch < w->moves.count - first ? batch : w->moves.count - first;
+        if (msi_make_moves(w, first, batch, old_bytes, old_peak)) {
+            msi_add_prefix(w);
+            return !msi_is_short(w->scorer);
         }
         first += batch == 1;
         batch = batch > 1 ? batch / 2 : 1;
     }
-    return msi_try(s);
+    msi_estimate_drops(w);
+    return false;
 }
 
-/* Puts the plan back on a rung, laid out. */
-static ms_result msi_return_to(msi_solver *s, const msi_rung *rung) {
-    s->plan->early_update = rung->early_update;
-    msi_set_drops(s, rung->drop_count);
-    const ms_result result = msi_try(s);
-    bool fits;
-    return result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
+/* Goes back to a plan of the list, and lays it out. */
+static void msi_return_to(msi_greedy *w, const msi_prefix *prefix) {
+    w->early = prefix->early;
+    msi_place_updates(w->graph, w->decisions, w->early, 0);
+    msi_set_drops(w, prefix->drop_count);
+    w->score = msi_score_of(w->scorer, w->decisions);
 }
 
-/* The last rung took several drops at once: the first of them that fit the budget are enough, as
-   long as their arena is no smaller than that of the whole rung (else a smaller budget would get
-   the larger arena); a rung of one drop is in force already. On large graphs only some numbers of
-   drops are tried, the same for every budget. */
-static ms_result msi_trim_rung(msi_solver *s, uint64_t budget) {
-    const uint32_t end = s->drops.count;
-    const uint32_t begin = s->rungs.count > 1 ? s->rungs.items[s->rungs.count - 2].drop_count : 0;
-    const uint64_t whole = s->plan->arena_bytes;
-    ms_result result = MS_RESULT_OK;
-    bool fits = false;
-    const uint32_t most = MSI_TRIM_STEPS, steps = end - begin < most ? end - begin : most;
-    for (uint32_t k = 1; steps > 1 && k <= steps && result == MS_RESULT_OK; k++) {
-        msi_set_drops(s, begin + (uint32_t)((uint64_t)k * (end - begin) / steps));
-        result = msi_try(s);
-        result = result == MS_RESULT_OK ? msi_fits(s, budget, &fits) : result;
-        if (fits && s->plan->arena_bytes >= whole) {
+/* The last plan of the list dropped several values at once: the first of them that fit the budget
+   are enough, as long as their arena is no smaller than with all of them (else a smaller budget
+   would get the larger arena); where it dropped one, that is in force already. On large graphs only
+   some numbers of drops are tried, the same for every budget. */
+static void msi_trim_last(msi_greedy *w, uint64_t budget) {
+    const uint32_t end = w->drops.count, count = w->prefixes.count, most = MSI_TRIM_TRIES;
+    const uint32_t begin = count > 1 ? w->prefixes.items[count - 2].drop_count : 0;
+    const uint64_t whole = w->score.bytes;
+    const uint32_t tries = end - begin < most ? end - begin : most;
+    for (uint32_t k = 1; tries > 1 && k <= tries && !msi_is_short(w->scorer); k++) {
+        msi_set_drops(w, begin + (uint32_t)((uint64_t)k * (end - begin) / tries));
+        msi_estimate_drops(w);
+        if (msi_fits(w->scorer, &w->score, budget, 0) && w->score.bytes >= whole) {
             break;
         }
     }
-    return result;
 }
 
-/* At the end of the ladder: back to the first rung with the smallest arena. That is the last one,
+/* At the end of the list: back to the first plan with the smallest arena. That is the last one,
    unless an earlier one has the same peak, or a layout that wastes less. */
-static ms_result msi_smallest(msi_solver *s) {
-    uint32_t k = s->rungs.count - 1, best = k;
-    ms_result result = msi_return_to(s, &s->rungs.items[k]);
-    uint64_t best_bytes = s->plan->arena_bytes;
-    while (result == MS_RESULT_OK && k-- > 0 &&
-           s->store->resident_bytes + s->rungs.items[k].peak_bytes <= best_bytes) {
-        result = msi_return_to(s, &s->rungs.items[k]);
-        if (s->plan->arena_bytes <= best_bytes) {
+static void msi_take_smallest(msi_greedy *w) {
+    uint32_t k = w->prefixes.count - 1, best = k;
+    msi_return_to(w, &w->prefixes.items[k]);
+    uint64_t best_bytes = w->score.bytes;
+    while (k-- > 0 && w->prefixes.items[k].live_bytes <= best_bytes && !msi_is_short(w->scorer)) {
+        msi_return_to(w, &w->prefixes.items[k]);
+        if (w->score.bytes <= best_bytes) {
             best = k;
-            best_bytes = s->plan->arena_bytes;
+            best_bytes = w->score.bytes;
         }
     }
-    return result == MS_RESULT_OK ? msi_return_to(s, &s->rungs.items[best]) : result;
+    msi_return_to(w, &w->prefixes.items[best]);
 }
 
-/* Climbs until the budget is met, or to the end. */
-static ms_result msi_climb_to(msi_solver *s, uint64_t budget, bool *fits) {
-    bool moved = msi_may_use(s->model, MS_TECHNIQUE_CHECKPOINTING);
-    ms_result result = MS_RESULT_OK;
-    while (result == MS_RESULT_OK && !*fits && moved) {
-        result = msi_climb(s, &moved);
-        if (result == MS_RESULT_OK && moved) {
-            result = msi_fits(s, budget, fits);
-        }
-    }
-    return result == MS_RESULT_OK && *fits ? msi_trim_rung(s, budget) : result;
-}
-
-/* What is forced is, on every rung: drops, and early updates. Lowers again where there is any. */
-static ms_result msi_add_forced(msi_solver *s) {
-    const msi_graph *g = &s->model->graph;
-    bool any = false;
-    s->plan->forces = true;
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const uint8_t *technique = g->tensors.items[t].technique;
-        any |= technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_ON;
-        if (technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_ON || s->plan->dropped[t]) {
-            continue;
-        }
-        if (!MSI_RESERVE(uint32_t, s->allocator, s->drops, s->drops.count + 1ull)) {
-            return msi_fail_memory(s->model, "the solver", s->drops.count * sizeof(uint32_t));
-        }
-        s->plan->dropped[t] = 1;
-        s->drops.items[s->drops.count++] = t;
-        any = true;
-    }
-    bool fits;
-    const ms_result result = any ? msi_try(s) : MS_RESULT_OK;
-    return any && result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
-}
-
-/* Starts the ladder: the plain plan first, for its size; then, where that may be and the budget
-   asks for it, updates inside backward. */
-static ms_result msi_first_rungs(msi_solver *s, msi_goal goal, uint64_t budget, bool *fits) {
-    const ms_switch early = !msi_may_use(s->model, MS_TECHNIQUE_EARLY_UPDATE) ? MS_SWITCH_OFF
-                            : s->model->config.early_update == MS_SWITCH_ON   ? MS_SWITCH_ON
-                                                                              : MS_SWITCH_DEFAULT;
-    ms_result result = msi_try(s);
-    result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, fits) : result;
-    s->plan->plain_bytes = s->plan->arena_bytes;
-    s->plan->plain_step_us = s->plan->train.step_us;
-    if (result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN) {
-        result = msi_add_forced(s);
-    }
-    *fits = goal == MSI_GOAL_PLAIN || (s->plan->arena_bytes <= budget && early != MS_SWITCH_ON);
-    if (result != MS_RESULT_OK || *fits) {
-        return result;
-    }
-    if (early != MS_SWITCH_ON && !msi_add_rung(s)) {
-        return msi_fail_memory(s->model, "the solver", sizeof(msi_rung));
-    }
-    if (early == MS_SWITCH_OFF) {
-        return MS_RESULT_OK;
-    }
-    s->plan->early_update = true;
-    result = msi_try(s);
-    if (result == MS_RESULT_OK && !msi_add_rung(s)) {
-        return msi_fail_memory(s->model, "the solver", sizeof(msi_rung));
-    }
-    return result == MS_RESULT_OK ? msi_fits(s, budget, fits) : result;
-}
-
-/* Keeps or drops what the ladder dropped of one layer. */
-static void msi_set_drops_of(msi_solver *s, uint32_t layer, uint8_t dropped) {
-    for (uint32_t i = 0; i < s->drops.count; i++) {
-        if (s->model->graph.tensors.items[s->drops.items[i]].producer == layer) {
-            s->plan->dropped[s->drops.items[i]] = dropped;
+/* Keeps or drops what the list dropped of one layer. */
+static void msi_set_drops_of(msi_greedy *w, uint32_t layer, uint32_t pass) {
+    for (uint32_t i = 0; i < w->drops.count; i++) {
+        if (w->graph->tensors.items[w->drops.items[i]].producer == layer) {
+            w->decisions[w->drops.items[i]].pass = pass;
         }
     }
 }
 
-/* Polishes the rung that fits: takes back, layer by layer, what earlier rungs dropped and later
+/* Polishes the plan that fits: takes back, layer by layer, what earlier moves dropped and later
    ones have made needless. Neither live bytes nor arena may grow, and the step is not to be faster
-   than that of the rung before, or a larger budget would get a slower one. */
-static ms_result msi_polish(msi_solver *s) {
-    const msi_graph *g = &s->model->graph;
-    const uint32_t rungs = s->rungs.count, limit = MSI_POLISH_LIMIT;
-    const uint64_t peak = s->plan->train.peak_bytes, arena = s->plan->arena_bytes;
-    uint64_t polished = arena;
-    const bool whole = rungs > 1 && s->rungs.items[rungs - 1].drop_count == s->drops.count;
-    const uint32_t end = whole ? s->rungs.items[rungs - 2].drop_count : 0;
-    double us = s->plan->train.step_us;
-    ms_result result = MS_RESULT_OK;
-    bool fits = true;
-    if (g->layers.count > MSI_POLISH_LAYERS || end == 0) {
-        return MS_RESULT_OK;
+   than that of the plan before, or a larger budget would get a slower one. */
+static void msi_polish(msi_greedy *w) {
+    const uint32_t count = w->prefixes.count, limit = MSI_POLISH_LIMIT;
+    const bool whole = count > 1 && w->prefixes.items[count - 1].drop_count == w->drops.count;
+    const msi_prefix *before = whole ? &w->prefixes.items[count - 2] : NULL;
+    const msi_score first = w->score;
+    uint64_t bytes = first.bytes;
+    double us = first.us;
+    if (w->graph->layers.count > MSI_POLISH_LAYERS || !whole || before->drop_count == 0) {
+        return;
     }
-    s->enough = arena;
-    for (uint32_t i = 0; i < end && i < limit && result == MS_RESULT_OK; i++) {
-        const uint32_t layer = g->tensors.items[s->drops.items[i]].producer;
-        msi_set_drops_of(s, layer, 0);
-        result = msi_try(s);
-        const double now = s->plan->train.step_us;
-        fits = now < us && now >= s->rungs.items[rungs - 2].step_us &&
-               s->plan->train.peak_bytes <= peak;
-        result = result == MS_RESULT_OK && fits ? msi_fits(s, arena, &fits) : result;
-        if (fits) {
-            us = now;
-            polished = s->plan->arena_bytes;
+    for (uint32_t i = 0; i < before->drop_count && i < limit && !msi_is_short(w->scorer); i++) {
+        const uint32_t layer = w->graph->tensors.items[w->drops.items[i]].producer;
+        msi_set_drops_of(w, layer, 0);
+        msi_estimate_drops(w);
+        if (w->score.us < us && w->score.us >= before->us &&
+            w->score.live_bytes <= first.live_bytes &&
+            msi_fits(w->scorer, &w->score, first.bytes, first.bytes)) {
+            us = w->score.us;
+            bytes = w->score.bytes;
         } else {
-            msi_set_drops_of(s, layer, 1);
+            msi_set_drops_of(w, layer, 1);
         }
     }
-    s->enough = 0;
-    result = result == MS_RESULT_OK ? msi_try(s) : result;
-    s->plan->arena_bytes = polished;
-    return result;
+    msi_estimate_drops(w);
+    w->score.bytes = bytes;
 }
 
-/* Lets early updates lag behind as far as the arena does not grow for it. The weights that a
-   layer's backward has just read lie in the caches of several cores, where writing them is slow:
-   measured on two cores, AdamW ran at 15 GB/s right after the layer, and at 90 GB/s some 30 MB of
-   traffic later. */
-static ms_result msi_relax_updates(msi_solver *s) {
-    static const uint64_t lags[] = {64u << 20, 32u << 20, 16u << 20, 8u << 20, 0};
-    const uint64_t arena_bytes = s->plan->arena_bytes;
-    ms_result result = MS_RESULT_OK;
-    for (int i = 0; i < 5 && result == MS_RESULT_OK; i++) {
-        bool fits;
-        s->plan->update_lag_bytes = lags[i];
-        result = msi_try(s);
-        result = result == MS_RESULT_OK ? msi_fits(s, arena_bytes, &fits) : result;
-        if (result == MS_RESULT_OK && fits && s->plan->arena_bytes == arena_bytes) {
-            break;
-        }
+/* Goes on through the list until the budget is met, or to its end; the plan at hand is then the one
+   that was found, laid out. */
+static void msi_search_greedy(msi_greedy *w, uint64_t budget, bool may_drop) {
+    const bool forced = w->drops.count > 0;
+    bool fits = false, more = may_drop;
+    while (!fits && more && !msi_is_short(w->scorer)) {
+        more = msi_next_plan(w);
+        fits = more && msi_fits(w->scorer, &w->score, budget, 0);
     }
-    return result;
-}
-
-/* The offsets of the program at the largest sizes: it has the same lives, handed on alike, and none
-   is smaller. */
-static void msi_copy_offsets(msi_program *p, const msi_program *from) {
-    MEMSCALE_ASSERT(p->ranges.count == from->ranges.count && p->blocks.count == from->blocks.count);
-    for (uint32_t i = 0; i < p->blocks.count; i++) {
-        p->blocks.items[i].offset = from->blocks.items[i].offset;
+    if (msi_is_short(w->scorer)) {
+        return;
     }
-    p->height = from->height;
-}
-
-/* Decides as the plan at the largest sizes did, which fits: no live range is longer then and none
-   larger, and should the layout waste more, that plan's offsets do. */
-static ms_result msi_follow(msi_solver *s) {
-    msi_plan *plan = s->plan;
-    memcpy(plan->dropped, s->largest->dropped, s->model->graph.tensors.count);
-    plan->forces = s->largest->forces;
-    plan->early_update = s->largest->early_update;
-    plan->update_lag_bytes = s->largest->update_lag_bytes;
-    bool fits;
-    ms_result result = msi_try(s);
-    result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
-    if (result == MS_RESULT_OK && plan->arena_bytes > s->room) {
-        msi_copy_offsets(&plan->train, &s->largest->train);
-        msi_copy_offsets(&plan->eval, &s->largest->eval);
-        plan->arena_bytes = msi_arena_of(s->store, plan);
+    if (!fits) {
+        msi_take_smallest(w);
+        return;
     }
-    return result;
-}
-
-/* Whether the plan as it stands may be better than the best so far: what is not is not laid out. */
-static bool msi_may_be_best(const msi_solver *s, uint64_t budget) {
-    const uint64_t least = s->store->resident_bytes + s->plan->train.peak_bytes;
-    const uint64_t most = s->fits ? budget : msi_max_u64(budget, s->best_bytes);
-    return !s->found || (least <= most && (!s->fits || s->plan->train.step_us <= s->best_us));
-}
-
-/* Keeps the plan as it stands, laid out, if it is better than the best so far: one that fits before
-   one that does not, then the faster one, then the smaller. */
-static void msi_keep_best(msi_solver *s, uint64_t budget) {
-    const uint64_t bytes = s->plan->arena_bytes;
-    const double us = s->plan->train.step_us;
-    const bool fits = bytes <= budget;
-    const uint64_t peak = s->plan->train.peak_bytes; // a layout may end early where it fits
-    const bool faster = us < s->best_us || (us <= s->best_us && peak < s->best_peak);
-    const bool smaller = bytes < s->best_bytes || (bytes == s->best_bytes && us < s->best_us);
-    if (!s->found || (fits && !s->fits) || (fits == s->fits && (fits ? faster : smaller))) {
-        s->found = true;
-        s->fits = fits;
-        s->best_early = s->plan->early_update;
-        s->best_us = us;
-        s->best_bytes = bytes;
-        s->best_peak = peak;
-        memcpy(s->best, s->plan->dropped, s->model->graph.tensors.count);
+    msi_trim_last(w, budget);
+    if (!forced) {
+        msi_polish(w);
     }
 }
 
@@ -8737,9 +9107,9 @@ static void msi_keep_best(msi_solver *s, uint64_t budget) {
 
 /* A graph is cut into stages where at most one of the values that can be dropped passes
    from what was computed to what will be; on such a chain the best plans follow from those of its
-   parts. This is the dynamic program of Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova,
+   subchains. This is the dynamic program of Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova,
    "Optimal checkpointing for heterogeneous chains: how to train deep neural networks with limited
-   memory", 2019, with three differences. Memory is not cut into slots: each part has its best
+   memory", 2019, with three differences. Memory is not cut into slots: each subchain has its best
    plans as a list of (bytes, time), from which close ones are left out. A stage has several
    options, of what it keeps. And a stage may be kept although its input is not. */
 
@@ -8747,10 +9117,10 @@ enum {
     MSI_CHAIN_STAGES = 104,
     MSI_CHAIN_OPTIONS = 8,
     MSI_CHAIN_SOURCES = MSI_CHAIN_OPTIONS + 2 * MSI_CHAIN_STAGES,
-    MSI_CHAIN_CHUNK = 1 << 15, // points
-    MSI_CHAIN_CHUNKS = 64,
-    MSI_CHAIN_WIDTH = 48,    // points of a part, at least
-    MSI_CHAIN_WIDEST = 2048, // of a part up to the end
+    MSI_CHAIN_POOL = 1 << 15, // points
+    MSI_CHAIN_POOLS = 64,
+    MSI_CHAIN_WIDTH = 48,    // points of a subchain, at least
+    MSI_CHAIN_WIDEST = 2048, // of a subchain up to the end
     MSI_CHAIN_WORK = 3 * 1000 * 1000,
     MSI_CHAIN_TRIES = 16,
     MSI_CHAIN_LARGE = 1000 // layers
@@ -8772,7 +9142,7 @@ typedef struct msi_chain_stage {
     uint32_t input;      // the tensor that passes from the stage before, or MSI_NONE
     uint64_t input_bytes;
     uint32_t forward, forward_end, backward, backward_end; // instructions
-    uint64_t carried_bytes; // there when its backward begins, but for values that can be dropped
+    uint64_t carried_bytes; // there when its backward begins, except values that can be dropped
     double pass_us;         // to make its output once more
     double full_us;         // and all that it can keep
     double last_us;         // without its output
@@ -8781,7 +9151,7 @@ typedef struct msi_chain_stage {
     msi_option options[MSI_CHAIN_OPTIONS];
 } msi_chain_stage;
 
-/* How a part of the chain is trained, from its first stage s to its last one t, input given. */
+/* How a subchain of the chain is trained, from its first stage s to its last one t, input given. */
 typedef enum msi_way {
     MSI_WAY_KEEP,       // s keeps what its option says, then s + 1 to t; number: option
     MSI_WAY_CHECKPOINT, // forward to k, k to t, then s to k - 1 once more; number: k
@@ -8790,22 +9160,23 @@ typedef enum msi_way {
 
 #define MSI_CHAIN_NEVER (UINT64_MAX / 4) // more bytes than any plan takes
 
-typedef struct msi_point {
+typedef struct msi_pareto_point {
     uint64_t bytes;
     float us; // of recomputations
     uint8_t way, number;
-} msi_point;
+} msi_pareto_point;
 
-typedef struct msi_part {
-    const msi_point *points; // bytes ascend, time descends; behind the last, one that never fits
+typedef struct msi_subchain {
+    const msi_pareto_point
+        *points; // bytes ascend, time descends; behind the last, one that never fits
     uint32_t count;
-} msi_part;
+} msi_subchain;
 
-/* One way to train a part: at least `floor` bytes; the part `a` with a_bytes beside it, and `b`
+/* One way to train a subchain: at least `floor` bytes; the subchain `a` with a_bytes beside it, and `b`
    after it. Either may be missing. */
 typedef struct msi_source {
     uint64_t floor, a_bytes;
-    const msi_part *a, *b;
+    const msi_subchain *a, *b;
     float us;
     uint8_t way, number;
     uint64_t low, high; // bytes where it begins, and from where on it is no faster
@@ -8813,48 +9184,60 @@ typedef struct msi_source {
 } msi_source;
 
 typedef struct msi_chain {
-    msi_solver *solver;
+    msi_search *search;
+    const msi_scorer *scorer;
+    const msi_graph *graph;
+    msi_tensor_decision *decisions; // of the plan at hand
     uint32_t count;
-    uint32_t width; // points of a part at most
-    bool out_of_memory;
-    uint8_t *base;                       // plan->dropped, where the chain leaves it alone
-    uint8_t *round;                      // per tensor: the first option that drops it
-    uint32_t *stage_of;                  // per layer
-    MSI_LIST(uint32_t) at;               // per instruction: its stage
-    MSI_LIST(uint64_t) own;              // per instruction: bytes of its stage
-    MSI_LIST(uint64_t) carried;          // and of what is there all the time
-    msi_point *chunks[MSI_CHAIN_CHUNKS]; // of points
-    uint32_t chunk_count, chunk_used;    // points of the last one
-    MSI_LIST(msi_point) buckets;         // the best point of a range of bytes
-    MSI_LIST(float) reach;               // and the best up to there
-    msi_part *parts; // [0]: all of it is to be done; [1]: forward of t is done, and all of it kept
-    /* The part under way. */
+    uint32_t width;     // points of a subchain at most
+    uint8_t *option_of; // per tensor: the first option that drops it
+    uint32_t *stage_of; // per layer
+    msi_pricing pricing;
+    MSI_LIST(msi_move) moves;                 // values of a stage that are still kept
+    MSI_LIST(uint32_t) at;                    // per instruction: its stage
+    MSI_LIST(uint64_t) own;                   // per instruction: bytes of its stage
+    MSI_LIST(uint64_t) carried;               // and of what is there all the time
+    msi_pareto_point *pools[MSI_CHAIN_POOLS]; // memory of points
+    uint32_t pool_count, pool_used;           // points of the last one
+    MSI_LIST(msi_pareto_point) buckets;       // the best point of a range of bytes
+    MSI_LIST(float) reach;                    // and the best up to there
+    /* [0]: all of it is to be done; [1]: forward of t is done, and all of it kept. */
+    msi_subchain *subchains;
+    /* The subchain at hand. */
     uint32_t source_count;
     uint64_t low, high;
     double scale; // from bytes to the square of a bucket's number
     float fastest_us;
-    msi_point lowest;
+    msi_pareto_point lowest;
     msi_source sources[MSI_CHAIN_SOURCES];
     msi_chain_stage stages[MSI_CHAIN_STAGES];
 } msi_chain;
 
-static msi_part *msi_part_of(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
-    return &c->parts[((kept ? c->count : 0u) + s) * c->count + t];
+static msi_subchain *msi_subchain_of(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
+    return &c->subchains[((kept ? c->count : 0u) + s) * c->count + t];
 }
 
-/* Where the graph can be cut: weight[i] gets 1 + the tensor that passes from the layers before i to
-   those from i on, segment[i] how many do. */
-static void msi_find_crossings(msi_solver *s) {
-    const msi_graph *g = &s->model->graph;
+/* What passes from the layers before each layer to those from it on, of the values that can be
+   dropped: how many, and the sum of 1 + their tensors, which names the tensor where it is one. */
+typedef struct msi_crossings {
+    uint64_t *sum;
+    uint32_t *count;
+    uint32_t *last_use; // per tensor: the last layer that reads it in forward
+} msi_crossings;
+
+static uint64_t msi_crossings_bytes(const msi_graph *g) {
+    return g->layers.count * (uint64_t)(sizeof(uint64_t) + sizeof(uint32_t)) +
+           g->tensors.count * (uint64_t)sizeof(uint32_t);
+}
+
+static void msi_find_crossings(msi_crossings *x, const msi_graph *g) {
     const uint32_t layers = g->layers.count;
-    memset(s->weight, 0, layers * sizeof *s->weight);
-    memset(s->segment, 0, layers * sizeof *s->segment);
     for (uint32_t i = 0; i < layers; i++) {
         const msi_layer *l = &g->layers.items[i];
         const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
         for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
             if (in[k] != MSI_NONE) {
-                s->below[in[k]] = i;
+                x->last_use[in[k]] = i;
             }
         }
     }
@@ -8863,17 +9246,17 @@ static void msi_find_crossings(msi_solver *s) {
         if (tensor->kind != MSI_KIND_ACTIVATION || !msi_is_droppable(g, t)) {
             continue;
         }
-        for (uint64_t k = 0; k < 2; k++) { // differences: of 1 + t, and of 1
-            const uint64_t i = k ? s->below[t] + 1 : tensor->producer + 1ull;
-            if (s->below[t] > tensor->producer && i < layers) {
-                s->weight[i] += k ? 0 - (t + 1ull) : t + 1ull;
-                s->segment[i] += k ? 0u - 1u : 1u;
+        for (uint32_t k = 0; k < 2; k++) { // differences: of 1 + t, and of 1
+            const uint64_t i = k ? x->last_use[t] + 1ull : tensor->producer + 1ull;
+            if (x->last_use[t] > tensor->producer && i < layers) {
+                x->sum[i] += k ? 0 - (t + 1ull) : t + 1ull;
+                x->count[i] += k ? 0u - 1u : 1u;
             }
         }
     }
     for (uint32_t i = 1; i < layers; i++) {
-        s->weight[i] += s->weight[i - 1];
-        s->segment[i] += s->segment[i - 1];
+        x->sum[i] += x->sum[i - 1];
+        x->count[i] += x->count[i - 1];
     }
 }
 
@@ -8889,26 +9272,25 @@ static uint64_t msi_droppable_bytes(const msi_graph *g, uint32_t layer) {
     return bytes;
 }
 
-/* Cuts the graph: everywhere, or, where that would be too often, into stages of about one size. */
-static void msi_cut_stages(msi_chain *c) {
-    msi_solver *s = c->solver;
-    const msi_graph *g = &s->model->graph;
+/* Cuts the graph at the crossings of at most one value: at all of them, or, where that would be too
+   often, into stages of about one size. */
+static void msi_cut_stages(msi_chain *c, const msi_crossings *x) {
+    const msi_graph *g = c->graph;
     const uint32_t layers = g->layers.count;
     uint64_t all = 0, bytes = 0, least = 0;
     uint32_t cuts = 1;
-    msi_find_crossings(s);
     for (uint32_t i = 0; i < layers; i++) {
         all += msi_droppable_bytes(g, i);
-        cuts += i > 0 && s->segment[i] <= 1;
+        cuts += i > 0 && x->count[i] <= 1;
     }
     least = cuts > MSI_CHAIN_STAGES ? all / (MSI_CHAIN_STAGES - 1) + 1 : 0;
     c->count = 0;
     for (uint32_t i = 0; i < layers; i++) {
-        if (i == 0 || (s->segment[i] <= 1 && bytes >= least)) {
+        if (i == 0 || (x->count[i] <= 1 && bytes >= least)) {
             msi_chain_stage *stage = &c->stages[c->count++];
             memset(stage, 0, sizeof *stage);
             stage->first = i;
-            stage->input = i > 0 && s->segment[i] ? (uint32_t)s->weight[i] - 1 : MSI_NONE;
+            stage->input = i > 0 && x->count[i] ? (uint32_t)x->sum[i] - 1 : MSI_NONE;
             stage->input_bytes =
                 stage->input == MSI_NONE ? 0 : msi_align(g->tensors.items[stage->input].bytes);
             bytes = 0;
@@ -8919,68 +9301,88 @@ static void msi_cut_stages(msi_chain *c) {
     }
 }
 
-/* What the stage `number` has to be told of: its own values, apart from its output. */
+/* Finds the stages. */
+static void msi_find_stages(msi_chain *c) {
+    const msi_graph *g = c->graph;
+    const ms_allocator *a = c->scorer->allocator;
+    msi_crossings x;
+    x.sum = (uint64_t *)msi_alloc_zeroed(a, msi_crossings_bytes(g));
+    if (!x.sum) {
+        msi_run_short(c->scorer, "the solver", msi_crossings_bytes(g));
+        return;
+    }
+    x.count = (uint32_t *)(void *)(x.sum + g->layers.count);
+    x.last_use = x.count + g->layers.count;
+    msi_find_crossings(&x, g);
+    msi_cut_stages(c, &x);
+    msi_release(a, x.sum, msi_crossings_bytes(g));
+}
+
+/* Whether a stage may drop a value by an option: one of its own, apart from its output. */
 static bool msi_is_inner(const msi_chain *c, uint32_t number, uint32_t t) {
-    return t != MSI_NONE && msi_is_droppable(&c->solver->model->graph, t) &&
+    return t != MSI_NONE && msi_is_droppable(c->graph, t) &&
            (number + 1 == c->count || c->stages[number + 1].input != t);
 }
 
 /* Drops a value of a stage, and the saved tensors with it that a forward makes together. */
 static void msi_drop_in_stage(msi_chain *c, uint32_t number, uint32_t tensor, uint32_t option) {
-    msi_solver *s = c->solver;
-    const msi_graph *g = &s->model->graph;
+    const msi_graph *g = c->graph;
     const uint32_t layer = g->tensors.items[tensor].producer;
     const msi_layer *l = &g->layers.items[layer];
     const bool together = g->tensors.items[tensor].kind == MSI_KIND_SAVED && !l->recompute;
     const uint32_t *saved = msi_group(g, l, MSI_GROUP_SAVED);
-    s->plan->dropped[tensor] = 1;
-    s->plan->recomputed[layer] = 1;
-    c->round[tensor] = (uint8_t)option;
+    c->decisions[tensor].pass = 1;
+    c->pricing.recomputed[layer] = 1;
+    c->option_of[tensor] = (uint8_t)option;
     for (uint32_t k = 0; k < l->count[MSI_GROUP_SAVED] && together; k++) {
-        if (msi_is_inner(c, number, saved[k]) && !s->plan->dropped[saved[k]]) {
-            s->plan->dropped[saved[k]] = 1;
-            c->round[saved[k]] = (uint8_t)option;
+        if (msi_is_inner(c, number, saved[k]) && c->decisions[saved[k]].pass == 0) {
+            c->decisions[saved[k]].pass = 1;
+            c->option_of[saved[k]] = (uint8_t)option;
         }
     }
 }
 
-/* Drops so many values of a stage more: those that free most bytes for the time that recomputing
-   them adds. */
-static bool msi_drop_best(msi_chain *c, uint32_t number, uint32_t count, uint32_t option) {
-    msi_solver *s = c->solver;
-    const msi_graph *g = &s->model->graph;
+/* The values of a stage that are still kept, with what they free for the time that recomputing them
+   adds. */
+static void msi_list_kept(msi_chain *c, uint32_t number) {
+    const msi_graph *g = c->graph;
     const msi_chain_stage *stage = &c->stages[number];
-    s->candidates.count = 0;
+    c->moves.count = 0;
     for (uint32_t i = stage->first; i < stage->end; i++) {
         uint32_t made_count;
         const uint32_t *made = msi_made_by(g, i, &made_count);
-        if (!MSI_RESERVE(msi_candidate, s->allocator, s->candidates,
-                         s->candidates.count + (uint64_t)made_count)) {
-            return false;
+        if (!MSI_RESERVE(msi_move, c->scorer->allocator, c->moves,
+                         c->moves.count + (uint64_t)made_count)) {
+            msi_run_short(c->scorer, "the solver", c->moves.count * sizeof(msi_move));
+            return;
         }
         for (uint32_t k = 0; k < made_count; k++) {
-            if (msi_is_inner(c, number, made[k]) && !s->plan->dropped[made[k]]) {
-                msi_candidate *candidate = &s->candidates.items[s->candidates.count++];
-                memset(candidate, 0, sizeof *candidate);
-                candidate->key = made[k];
-                candidate->bytes_per_cost =
-                    (double)g->tensors.items[made[k]].bytes / (1e-3 + msi_price(s, i));
+            if (msi_is_inner(c, number, made[k]) && c->decisions[made[k]].pass == 0) {
+                msi_move *move = &c->moves.items[c->moves.count++];
+                memset(move, 0, sizeof *move);
+                move->key = made[k];
+                move->bytes_per_us = (double)g->tensors.items[made[k]].bytes /
+                                     (1e-3 + msi_price_us(&c->pricing, c->decisions, i));
             }
         }
     }
-    msi_sort_candidates(s->candidates.items, s->candidates.count);
-    for (uint32_t k = 0; k < s->candidates.count && count > 0; k++) {
-        if (!s->plan->dropped[s->candidates.items[k].key]) {
-            msi_drop_in_stage(c, number, s->candidates.items[k].key, option);
+}
+
+/* Drops so many values of a stage more, those that free most first. */
+static void msi_drop_best(msi_chain *c, uint32_t number, uint32_t count, uint32_t option) {
+    msi_list_kept(c, number);
+    msi_sort_moves(c->moves.items, c->moves.count);
+    for (uint32_t k = 0; k < c->moves.count && count > 0; k++) {
+        if (c->decisions[c->moves.items[k].key].pass == 0) {
+            msi_drop_in_stage(c, number, c->moves.items[k].key, option);
             count--;
         }
     }
-    return true;
 }
 
 /* Values of a stage that options drop, one after the other. */
 static uint32_t msi_count_drops(const msi_chain *c, uint32_t number) {
-    const msi_graph *g = &c->solver->model->graph;
+    const msi_graph *g = c->graph;
     const msi_chain_stage *stage = &c->stages[number];
     uint32_t count = 0;
     for (uint32_t i = stage->first; i < stage->end; i++) {
@@ -8989,7 +9391,8 @@ static uint32_t msi_count_drops(const msi_chain *c, uint32_t number) {
         const uint32_t *made = msi_made_by(g, i, &made_count);
         bool joined = false;
         for (uint32_t k = 0; k < made_count; k++) {
-            const bool inner = msi_is_inner(c, number, made[k]) && !c->base[made[k]];
+            const bool inner =
+                msi_is_inner(c, number, made[k]) && c->search->base[made[k]].pass == 0;
             const bool saved = k >= l->count[MSI_GROUP_OUT];
             count += inner && (!saved || l->recompute || !joined);
             joined |= inner && saved;
@@ -9040,17 +9443,18 @@ static void msi_add_range(uint64_t *differences, uint64_t first, uint64_t last, 
     }
 }
 
-/* Sums the lives of a program: values that can be dropped, and scratch memory, in the instructions
-   of their own stage; all others wherever they live. */
-static bool msi_sum_stages(msi_chain *c, uint32_t option) {
-    msi_solver *s = c->solver;
-    const msi_graph *g = &s->model->graph;
-    const msi_program *p = &s->plan->train;
+/* Sums the live ranges of a program: of values that can be dropped, and of scratch memory, in the
+   instructions of their own stage; of all others everywhere. */
+static void msi_sum_stages(msi_chain *c, uint32_t option) {
+    const msi_graph *g = c->graph;
+    const msi_program *p = c->scorer->program;
+    const ms_allocator *a = c->scorer->allocator;
     const uint32_t count = p->instructions.count;
-    if (!MSI_RESERVE(uint32_t, s->allocator, c->at, count + 2ull) ||
-        !MSI_RESERVE(uint64_t, s->allocator, c->own, count + 2ull) ||
-        !MSI_RESERVE(uint64_t, s->allocator, c->carried, count + 2ull)) {
-        return false;
+    if (!MSI_RESERVE(uint32_t, a, c->at, count + 2ull) ||
+        !MSI_RESERVE(uint64_t, a, c->own, count + 2ull) ||
+        !MSI_RESERVE(uint64_t, a, c->carried, count + 2ull)) {
+        msi_run_short(c->scorer, "the solver", count * sizeof(uint64_t));
+        return;
     }
     msi_mark_stages(c, p);
     memset(c->own.items, 0, (count + 2ull) * sizeof(uint64_t));
@@ -9059,7 +9463,7 @@ static bool msi_sum_stages(msi_chain *c, uint32_t option) {
         memset(&c->stages[k].options[option], 0, sizeof(msi_option));
         c->stages[k].carried_bytes = 0;
     }
-    for (uint32_t i = s->store->residents.count; i < p->ranges.count; i++) {
+    for (uint32_t i = c->scorer->store->residents.count; i < p->ranges.count; i++) {
         const msi_range *range = &p->ranges.items[i];
         const uint64_t bytes = msi_align(range->bytes), first = range->first,
                        last = msi_counts_to(range);
@@ -9097,17 +9501,14 @@ static bool msi_sum_stages(msi_chain *c, uint32_t option) {
         c->own.items[i] += c->own.items[i - 1];
         c->carried.items[i] += c->carried.items[i - 1];
     }
-    return true;
 }
 
 /* Fills in one option of all stages, from the program that has it everywhere. */
-static bool msi_measure_option(msi_chain *c, uint32_t option) {
-    const msi_program *p = &c->solver->plan->train;
-    const msi_graph *g = &c->solver->model->graph;
-    if (!msi_sum_stages(c, option)) {
-        return false;
-    }
-    for (uint32_t k = 0; k < c->count; k++) {
+static void msi_measure_option(msi_chain *c, uint32_t option) {
+    const msi_program *p = c->scorer->program;
+    const msi_graph *g = c->graph;
+    msi_sum_stages(c, option);
+    for (uint32_t k = 0; k < c->count && !msi_is_short(c->scorer); k++) {
         msi_chain_stage *stage = &c->stages[k];
         msi_option *o = &stage->options[option];
         stage->carried_bytes += c->carried.items[stage->backward];
@@ -9124,81 +9525,76 @@ static bool msi_measure_option(msi_chain *c, uint32_t option) {
                 at->op == MSI_OP_RECOMPUTE ? g->layers.items[at->target].time.recompute_us : 0.0;
         }
     }
-    return true;
 }
 
 /* Times of a pass over a stage; the program that drops everything is lowered. */
 static void msi_time_stage(msi_chain *c, uint32_t number) {
-    msi_solver *s = c->solver;
-    const msi_graph *g = &s->model->graph;
+    const msi_graph *g = c->graph;
     msi_chain_stage *stage = &c->stages[number];
+    msi_pricing *met = &c->pricing;
     const uint32_t output = number + 1 < c->count ? c->stages[number + 1].input : MSI_NONE;
-    s->query++;
+    met->query++;
     if (output != MSI_NONE) {
-        s->visited[g->tensors.items[output].producer] = s->query;
+        met->visited[g->tensors.items[output].producer] = met->query;
     }
     for (uint32_t i = stage->end; i-- > stage->first;) {
         const msi_layer *l = &g->layers.items[i];
         const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
         const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
-        const bool leads = s->visited[i] == s->query;
+        const bool leads = met->visited[i] == met->query;
         stage->pass_us += leads ? l->time.recompute_us : 0.0;
-        stage->full_us += leads || s->plan->recomputed[i] ? l->time.recompute_us : 0.0;
+        stage->full_us += leads || met->recomputed[i] ? l->time.recompute_us : 0.0;
         for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && leads; k++) {
             if (in[k] != MSI_NONE && (reads >> k & 1) && msi_is_droppable(g, in[k]) &&
                 g->tensors.items[in[k]].producer >= stage->first) {
-                s->visited[g->tensors.items[in[k]].producer] = s->query;
+                met->visited[g->tensors.items[in[k]].producer] = met->query;
             }
         }
     }
     stage->last_us = stage->options[stage->option_count - 1].recompute_us;
 }
 
-/* Measures what stages take with each of their options: first nothing is dropped but what nobody
+/* How many values of a stage an option drops: one more than the option before or, where there are
+   more values than options, some more. */
+static uint32_t msi_drops_of_option(uint32_t drops, uint32_t option, uint32_t options) {
+    const uint32_t one_by_one = option < drops ? option : drops;
+    return drops < options ? one_by_one : drops * option / (options - 1);
+}
+
+/* Measures what stages take with each of their options: first nothing is dropped except what nobody
    reads, in the end everything that does not pass to the next stage. */
-static ms_result msi_find_options(msi_chain *c) {
-    msi_solver *s = c->solver;
-    const uint32_t tensors = s->model->graph.tensors.count;
+static void msi_find_options(msi_chain *c) {
+    const msi_tensor_decision *base = c->search->base;
+    const uint32_t tensors = c->graph->tensors.count;
     uint32_t drops[MSI_CHAIN_STAGES], most = 0;
-    memcpy(s->plan->dropped, c->base, tensors);
+    memcpy(c->decisions, base, tensors * sizeof *base);
     for (uint32_t t = 0; t < tensors; t++) {
-        c->round[t] = c->base[t] ? 0 : UINT8_MAX;
+        c->option_of[t] = base[t].pass > 0 ? 0 : UINT8_MAX;
     }
     for (uint32_t k = 0; k < c->count; k++) {
         if (c->stages[k].input != MSI_NONE) {
-            s->plan->dropped[c->stages[k].input] = 0;
+            c->decisions[c->stages[k].input].pass = 0;
         }
         drops[k] = msi_count_drops(c, k);
         most = drops[k] > most ? drops[k] : most;
         c->stages[k].option_count = 1;
     }
     const uint32_t limit = MSI_CHAIN_OPTIONS, options = most < limit ? most + 1 : limit;
-    for (uint32_t option = 0; option < options; option++) {
+    for (uint32_t option = 0; option < options && !msi_is_short(c->scorer); option++) {
         for (uint32_t k = 0; k < c->count && option > 0; k++) {
-            /* One at a time, or, where there are more than options, some. */
-            const uint32_t end = drops[k] < options ? option : drops[k] * option / (options - 1);
-            const uint32_t done =
-                drops[k] < options ? option - 1 : drops[k] * (option - 1) / (options - 1);
+            const uint32_t done = msi_drops_of_option(drops[k], option - 1, options);
             if (done < drops[k]) {
                 c->stages[k].option_count = option + 1;
-                if (!msi_drop_best(c, k, end - done, option)) {
-                    return msi_fail_memory(s->model, "the solver", drops[k]);
-                }
+                msi_drop_best(c, k, msi_drops_of_option(drops[k], option, options) - done, option);
             }
         }
-        const ms_result result = msi_try(s);
-        if (result != MS_RESULT_OK) {
-            return result;
-        }
-        msi_mark_recomputed(s);
-        if (!msi_measure_option(c, option)) {
-            return msi_fail_memory(s->model, "the solver", s->plan->train.instructions.count);
-        }
+        (void)msi_estimate(c->scorer, c->decisions);
+        msi_note_recomputed(&c->pricing, c->scorer->program);
+        msi_measure_option(c, option);
     }
     for (uint32_t k = 0; k < c->count; k++) {
         msi_time_stage(c, k);
     }
-    return MS_RESULT_OK;
 }
 
 static uint32_t msi_bucket_of(const msi_chain *c, uint64_t bytes) {
@@ -9207,7 +9603,7 @@ static uint32_t msi_bucket_of(const msi_chain *c, uint64_t bytes) {
 }
 
 static void msi_offer(msi_chain *c, const msi_source *from, uint64_t bytes, float us) {
-    msi_point *bucket = &c->buckets.items[msi_bucket_of(c, bytes)];
+    msi_pareto_point *bucket = &c->buckets.items[msi_bucket_of(c, bytes)];
     if (us < bucket->us || (us <= bucket->us && bytes < bucket->bytes)) {
         bucket->bytes = bytes;
         bucket->us = us;
@@ -9222,18 +9618,18 @@ static void msi_offer(msi_chain *c, const msi_source *from, uint64_t bytes, floa
     }
 }
 
-/* The points of a part, or of none: it takes nothing. */
-static const msi_point *msi_points_of(const msi_part *part, uint32_t *count) {
-    static const msi_point nothing[2] = {{0, 0.0f, 0, 0}, {MSI_CHAIN_NEVER, 0.0f, 0, 0}};
-    *count = part ? part->count : 1;
-    return part ? part->points : nothing;
+/* The points of a subchain, or of none: it takes nothing. */
+static const msi_pareto_point *msi_points_of(const msi_subchain *subchain, uint32_t *count) {
+    static const msi_pareto_point nothing[2] = {{0, 0.0f, 0, 0}, {MSI_CHAIN_NEVER, 0.0f, 0, 0}};
+    *count = subchain ? subchain->count : 1;
+    return subchain ? subchain->points : nothing;
 }
 
-/* Adds a way to those of the part under way. */
+/* Adds a way to those of the subchain under way. */
 static void msi_add_source(msi_chain *c, const msi_source *way) {
     uint32_t a_count, b_count;
-    const msi_point *a = msi_points_of(way->a, &a_count);
-    const msi_point *b = msi_points_of(way->b, &b_count);
+    const msi_pareto_point *a = msi_points_of(way->a, &a_count);
+    const msi_pareto_point *b = msi_points_of(way->b, &b_count);
     msi_source *s = &c->sources[c->source_count++];
     *s = *way;
     s->low = msi_max_u64(s->floor, msi_max_u64(s->a_bytes + a[0].bytes, b[0].bytes));
@@ -9266,8 +9662,8 @@ static uint64_t msi_useful_bytes(const msi_chain *c, const msi_source *s) {
 /* Walks the steps of a way: all numbers of bytes where it gets faster. */
 static void msi_walk_source(msi_chain *c, const msi_source *s) {
     uint32_t count;
-    const msi_point *a = msi_points_of(s->a, &count);
-    const msi_point *b = msi_points_of(s->b, &count);
+    const msi_pareto_point *a = msi_points_of(s->a, &count);
+    const msi_pareto_point *b = msi_points_of(s->b, &count);
     const uint64_t useful = msi_useful_bytes(c, s), a_bytes = s->a_bytes;
     uint64_t bytes = s->low;
     if (bytes > useful) {
@@ -9329,7 +9725,7 @@ static void msi_list_keep(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
         const double again = first || done ? 0.0 : s == t ? stage->last_us : stage->full_us;
         from.us = (float)(done ? 0.0 : option->recompute_us + again);
         if (s < t) {
-            from.a = msi_part_of(c, kept, s + 1, t);
+            from.a = msi_subchain_of(c, kept, s + 1, t);
             from.a_bytes = input + option->kept_bytes;
         }
         msi_add_source(c, &from);
@@ -9354,42 +9750,42 @@ static void msi_list_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
         from.us = (float)us;
         from.number = (uint8_t)k;
         from.way = MSI_WAY_CHECKPOINT;
-        from.a = msi_part_of(c, kept, k, t);
+        from.a = msi_subchain_of(c, kept, k, t);
         from.a_bytes = start;
-        from.b = msi_part_of(c, false, s, k - 1);
+        from.b = msi_subchain_of(c, false, s, k - 1);
         msi_add_source(c, &from);
         if (k < t) {
             const uint64_t forward = held + stage->input_bytes + msi_forward_bytes(c, k, 0, t);
             from.way = MSI_WAY_INNER;
             from.floor = msi_max_u64(floor, forward);
             from.us = (float)(us + (first ? 0.0 : stage->full_us));
-            from.a = msi_part_of(c, kept, k + 1, t);
+            from.a = msi_subchain_of(c, kept, k + 1, t);
             from.a_bytes = start + stage->options[0].kept_bytes;
-            from.b = msi_part_of(c, true, s, k);
+            from.b = msi_subchain_of(c, true, s, k);
             msi_add_source(c, &from);
         }
     }
 }
 
 /* Room for some points, in one piece. */
-static msi_point *msi_reserve_points(msi_chain *c, uint32_t count) {
-    const uint64_t bytes = MSI_CHAIN_CHUNK * sizeof(msi_point);
-    if (c->chunk_count == 0 || c->chunk_used + count > MSI_CHAIN_CHUNK) {
-        if (c->chunk_count == MSI_CHAIN_CHUNKS) {
+static msi_pareto_point *msi_reserve_points(msi_chain *c, uint32_t count) {
+    const uint64_t bytes = MSI_CHAIN_POOL * sizeof(msi_pareto_point);
+    if (c->pool_count == 0 || c->pool_used + count > MSI_CHAIN_POOL) {
+        if (c->pool_count == MSI_CHAIN_POOLS) {
             return NULL;
         }
-        msi_point *chunk = (msi_point *)msi_alloc(c->solver->allocator, bytes);
-        if (!chunk) {
+        msi_pareto_point *pool = (msi_pareto_point *)msi_alloc(c->scorer->allocator, bytes);
+        if (!pool) {
             return NULL;
         }
-        c->chunks[c->chunk_count++] = chunk;
-        c->chunk_used = 0;
+        c->pools[c->pool_count++] = pool;
+        c->pool_used = 0;
     }
-    return c->chunks[c->chunk_count - 1] + c->chunk_used;
+    return c->pools[c->pool_count - 1] + c->pool_used;
 }
 
 /* The best ways to train stages s to t: those that are faster than all that take less. */
-static bool msi_fill_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint32_t width) {
+static bool msi_fill_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint32_t width) {
     c->low = c->high = MSI_CHAIN_NEVER - 1;
     c->fastest_us = c->lowest.us = INFINITY;
     c->source_count = 0;
@@ -9402,43 +9798,43 @@ static bool msi_fill_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint3
         c->buckets.items[i].bytes = UINT64_MAX;
     }
     msi_walk_sources(c);
-    msi_point *points = msi_reserve_points(c, width + 2);
+    msi_pareto_point *points = msi_reserve_points(c, width + 2);
     if (!points) {
         return false;
     }
-    msi_part *part = msi_part_of(c, kept, s, t);
-    part->points = points;
-    part->count = 1;
+    msi_subchain *subchain = msi_subchain_of(c, kept, s, t);
+    subchain->points = points;
+    subchain->count = 1;
     points[0] = c->lowest;
     for (uint32_t i = 0; i < width; i++) {
-        const msi_point *point = &c->buckets.items[i];
-        const float best = points[part->count - 1].us;
+        const msi_pareto_point *point = &c->buckets.items[i];
+        const float best = points[subchain->count - 1].us;
         if (point->us < best - 1e-6f * best) {
-            points[part->count++] = *point;
+            points[subchain->count++] = *point;
         }
     }
-    memset(&points[part->count], 0, sizeof *points);
-    points[part->count].bytes = MSI_CHAIN_NEVER;
-    c->chunk_used += part->count + 1;
+    memset(&points[subchain->count], 0, sizeof *points);
+    points[subchain->count].bytes = MSI_CHAIN_NEVER;
+    c->pool_used += subchain->count + 1;
     return true;
 }
 
-/* Parts up to the end of the chain are few, and what is lost in them is lost for the whole. */
-static bool msi_fill_parts(msi_chain *c) {
+/* Subchains up to the end of the chain are few, and what is lost in them is lost for the whole. */
+static bool msi_fill_subchains(msi_chain *c) {
     const uint32_t n = c->count;
     const uint64_t most = MSI_CHAIN_WORK / (1 + (uint64_t)n * n * n);
     const uint32_t least = MSI_CHAIN_WIDTH, greatest = 512;
     const uint32_t width = most < least ? least : most > greatest ? greatest : (uint32_t)most;
-    if (!MSI_RESERVE(msi_point, c->solver->allocator, c->buckets, MSI_CHAIN_WIDEST) ||
-        !MSI_RESERVE(float, c->solver->allocator, c->reach, MSI_CHAIN_WIDEST)) {
+    if (!MSI_RESERVE(msi_pareto_point, c->scorer->allocator, c->buckets, MSI_CHAIN_WIDEST) ||
+        !MSI_RESERVE(float, c->scorer->allocator, c->reach, MSI_CHAIN_WIDEST)) {
         return false;
     }
     for (uint32_t length = 1; length <= n; length++) {
         for (uint32_t s = 0; s + length <= n; s++) {
             const uint32_t t = s + length - 1;
             const bool last = t + 1 == n;
-            if ((!last && !msi_fill_part(c, true, s, t, width)) ||
-                !msi_fill_part(c, false, s, t, last ? (uint32_t)MSI_CHAIN_WIDEST : width)) {
+            if ((!last && !msi_fill_subchain(c, true, s, t, width)) ||
+                !msi_fill_subchain(c, false, s, t, last ? (uint32_t)MSI_CHAIN_WIDEST : width)) {
                 return false;
             }
         }
@@ -9448,15 +9844,13 @@ static bool msi_fill_parts(msi_chain *c) {
 
 /* Which values stage k keeps in the pass `depth`. */
 static void msi_assign_stage(msi_chain *c, uint32_t k, uint32_t option, uint32_t depth) {
-    const msi_graph *g = &c->solver->model->graph;
     const msi_chain_stage *stage = &c->stages[k];
     for (uint32_t i = stage->first; i < stage->end; i++) {
         uint32_t count;
-        const uint32_t *made = msi_made_by(g, i, &count);
+        const uint32_t *made = msi_made_by(c->graph, i, &count);
         for (uint32_t j = 0; j < count; j++) {
             if (msi_is_inner(c, k, made[j])) {
-                const bool drops = c->round[made[j]] <= option;
-                c->solver->plan->dropped[made[j]] = (uint8_t)(depth + drops);
+                c->decisions[made[j]].pass = depth + (c->option_of[made[j]] <= option);
             }
         }
     }
@@ -9464,18 +9858,18 @@ static void msi_assign_stage(msi_chain *c, uint32_t k, uint32_t option, uint32_t
 
 static void msi_assign_output(msi_chain *c, uint32_t k, uint32_t depth) {
     if (c->stages[k + 1].input != MSI_NONE) {
-        c->solver->plan->dropped[c->stages[k + 1].input] = (uint8_t)depth;
+        c->decisions[c->stages[k + 1].input].pass = depth;
     }
 }
 
-/* Writes the best plan of a part for so many bytes into plan->dropped. */
-static void msi_assign_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint64_t bytes,
-                            uint32_t depth) {
+/* Decides as the best plan of a subchain for so many bytes does. */
+static void msi_assign_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint64_t bytes,
+                                uint32_t depth) {
     for (;;) {
-        const msi_part *part = msi_part_of(c, kept, s, t);
-        const msi_point *point = part->points;
+        const msi_subchain *subchain = msi_subchain_of(c, kept, s, t);
+        const msi_pareto_point *point = subchain->points;
         const uint64_t input = c->stages[s].input_bytes;
-        for (uint32_t i = 1; i < part->count && point[1].bytes <= bytes; i++) {
+        for (uint32_t i = 1; i < subchain->count && point[1].bytes <= bytes; i++) {
             point++;
         }
         const uint32_t k = point->way == MSI_WAY_KEEP ? s : point->number;
@@ -9483,7 +9877,7 @@ static void msi_assign_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uin
         const msi_option *keeps = &c->stages[k].options[option];
         if (point->way == MSI_WAY_CHECKPOINT) {
             msi_assign_output(c, k - 1, depth);
-            msi_assign_part(c, false, s, k - 1, bytes, depth + 1);
+            msi_assign_subchain(c, false, s, k - 1, bytes, depth + 1);
             bytes -= input;
             s = k;
             continue;
@@ -9492,7 +9886,7 @@ static void msi_assign_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uin
             msi_assign_stage(c, k, option, depth);
         }
         if (point->way == MSI_WAY_INNER) {
-            msi_assign_part(c, true, s, k, bytes, depth + 1);
+            msi_assign_subchain(c, true, s, k, bytes, depth + 1);
         }
         if (k == t) {
             return;
@@ -9506,139 +9900,154 @@ static void msi_assign_part(msi_chain *c, bool kept, uint32_t s, uint32_t t, uin
 
 /* The fastest point that should fit. */
 static uint32_t msi_find_point(const msi_chain *c, uint64_t budget) {
-    const msi_part *all = &c->parts[c->count - 1];
+    const msi_subchain *all = &c->subchains[c->count - 1];
     uint32_t k = 0;
     while (k + 1 < all->count &&
-           c->solver->store->resident_bytes + all->points[k + 1].bytes <= budget) {
+           c->scorer->store->resident_bytes + all->points[k + 1].bytes <= budget) {
         k++;
     }
     return k;
 }
 
-/* Tries the plan of a point of the whole chain. *done: it fits, or is no faster than one that does;
+/* Tries the plan of a point of the whole chain. True: it fits, or is no faster than one that does;
    then slower points are not worth a try. */
-static ms_result msi_try_point(msi_chain *c, uint32_t number, uint64_t budget, bool *done) {
-    msi_solver *s = c->solver;
-    const msi_part *all = msi_part_of(c, false, 0, c->count - 1);
-    memcpy(s->plan->dropped, c->base, s->model->graph.tensors.count);
-    msi_assign_part(c, false, 0, c->count - 1, all->points[number].bytes, 0);
-    ms_result result = msi_try(s);
-    if (result == MS_RESULT_OK && msi_may_be_best(s, budget)) {
-        bool fits;
-        result = msi_fits(s, UINT64_MAX, &fits);
-        if (result == MS_RESULT_OK) {
-            msi_keep_best(s, budget);
-        }
-    }
-    *done = s->fits && s->plan->train.step_us >= s->best_us;
-    return result;
+static bool msi_try_point(msi_chain *c, uint32_t number) {
+    msi_search *s = c->search;
+    const msi_subchain *all = msi_subchain_of(c, false, 0, c->count - 1);
+    memcpy(c->decisions, s->base, c->graph->tensors.count * sizeof *s->base);
+    msi_assign_subchain(c, false, 0, c->count - 1, all->points[number].bytes, 0);
+    const double us = msi_try(s, c->decisions);
+    return (s->fits && us >= s->best_score.us) || msi_is_short(c->scorer);
 }
 
 /* Tries points of the chain from the fastest that should fit on. The first one shows how much less
-   the real program needs than the sum of its parts; a layout may waste some of that. */
-static ms_result msi_search_points(msi_chain *c, uint64_t budget) {
-    msi_solver *s = c->solver;
-    const msi_part *all = &c->parts[c->count - 1];
-    uint32_t k = msi_find_point(c, budget), step = 1;
-    bool done;
-    ms_result result = msi_try_point(c, k, budget, &done);
-    const uint64_t sum = all->points[k].bytes, real = s->plan->train.peak_bytes;
+   the real program needs than the sum of its subchains; a layout may waste some of that. */
+static void msi_search_points(msi_chain *c) {
+    const msi_search *s = c->search;
+    const uint64_t budget = s->budget;
+    const msi_subchain *all = &c->subchains[c->count - 1];
+    uint32_t k = msi_find_point(c, budget), jump = 1;
+    bool done = msi_try_point(c, k);
+    const uint64_t sum = all->points[k].bytes, real = c->scorer->program->peak_bytes;
     const uint32_t faster = real < sum && budget > 0 ? msi_find_point(c, budget + (sum - real)) : k;
-    done = done && faster == k;
+    done = (done && faster == k) || msi_is_short(c->scorer);
     k = faster > k ? faster + 1 : k;
-    for (int tries = 0; result == MS_RESULT_OK && !done && k > 0 && tries < MSI_CHAIN_TRIES;
-         tries++) {
-        step = tries < MSI_CHAIN_TRIES / 4 ? 1 : step * 2;
-        k = k > step ? k - step : 0;
-        result = msi_try_point(c, k, budget, &done);
+    for (int tries = 0; !done && k > 0 && tries < MSI_CHAIN_TRIES; tries++) {
+        jump = tries < MSI_CHAIN_TRIES / 4 ? 1 : jump * 2;
+        k = k > jump ? k - jump : 0;
+        done = msi_try_point(c, k);
     }
-    for (k = 0; !s->fits && result == MS_RESULT_OK && k < all->count; k += 1 + k / 2) {
-        result = msi_try_point(c, k, budget, &done);
+    for (k = 0; !s->fits && k < all->count && !msi_is_short(c->scorer); k += 1 + k / 2) {
+        (void)msi_try_point(c, k);
     }
-    return result;
+}
+
+static uint64_t msi_chain_bytes(const msi_graph *g) {
+    return g->tensors.count * (uint64_t)(sizeof(msi_tensor_decision) + sizeof(uint8_t)) +
+           g->layers.count * (uint64_t)sizeof(uint32_t);
+}
+
+static uint64_t msi_subchains_bytes(const msi_chain *c) {
+    return 2ull * c->count * c->count * sizeof *c->subchains;
+}
+
+/* Cuts the graph into stages. False, and the scorer is short, without memory. */
+static bool msi_chain_init(msi_chain *c, msi_search *search) {
+    const msi_scorer *s = search->scorer;
+    const msi_graph *g = s->graph;
+    c->search = search;
+    c->scorer = s;
+    c->graph = g;
+    c->decisions = (msi_tensor_decision *)msi_alloc_zeroed(s->allocator, msi_chain_bytes(g));
+    if (!c->decisions) {
+        msi_run_short(s, "the solver", msi_chain_bytes(g));
+        return false;
+    }
+    c->stage_of = (uint32_t *)(void *)(c->decisions + g->tensors.count);
+    c->option_of = (uint8_t *)(void *)(c->stage_of + g->layers.count);
+    msi_find_stages(c);
+    c->subchains = (msi_subchain *)msi_alloc_zeroed(s->allocator, msi_subchains_bytes(c));
+    if (!c->subchains) {
+        msi_run_short(s, "the solver", msi_subchains_bytes(c));
+    }
+    return msi_pricing_init(&c->pricing, s) && !msi_is_short(s);
 }
 
 static void msi_chain_free(msi_chain *c) {
-    const ms_allocator *a = c->solver->allocator;
-    const msi_graph *g = &c->solver->model->graph;
+    const ms_allocator *a = c->scorer->allocator;
+    if (c->decisions) {
+        msi_pricing_free(&c->pricing);
+    }
+    MSI_LIST_FREE(msi_move, a, c->moves);
     MSI_LIST_FREE(uint32_t, a, c->at);
     MSI_LIST_FREE(uint64_t, a, c->own);
     MSI_LIST_FREE(uint64_t, a, c->carried);
-    for (uint32_t i = 0; i < c->chunk_count; i++) {
-        msi_release(a, c->chunks[i], MSI_CHAIN_CHUNK * sizeof(msi_point));
+    for (uint32_t i = 0; i < c->pool_count; i++) {
+        msi_release(a, c->pools[i], MSI_CHAIN_POOL * sizeof(msi_pareto_point));
     }
-    MSI_LIST_FREE(msi_point, a, c->buckets);
+    MSI_LIST_FREE(msi_pareto_point, a, c->buckets);
     MSI_LIST_FREE(float, a, c->reach);
-    msi_release(a, c->parts, 2ull * c->count * c->count * sizeof *c->parts);
-    msi_release(a, c->stage_of, g->layers.count * sizeof(uint32_t));
-    msi_release(a, c->round, g->tensors.count);
+    msi_release(a, c->subchains, msi_subchains_bytes(c));
+    msi_release(a, c->decisions, msi_chain_bytes(c->graph));
     msi_release(a, c, sizeof *c);
 }
 
 /* Whether there are stages to choose from: on a large graph, where that takes its time, no stage
    has most of the bytes. */
 static bool msi_is_chain(const msi_chain *c) {
-    const msi_graph *g = &c->solver->model->graph;
     uint64_t all = 0, most = 0;
     for (uint32_t k = 0; k < c->count; k++) {
         uint64_t bytes = 0;
         for (uint32_t i = c->stages[k].first; i < c->stages[k].end; i++) {
-            bytes += msi_droppable_bytes(g, i);
+            bytes += msi_droppable_bytes(c->graph, i);
         }
         all += bytes;
         most = msi_max_u64(most, bytes);
     }
-    return c->count > 1 && (g->layers.count <= MSI_CHAIN_LARGE || most < all / 2);
+    return c->count > 1 && (c->graph->layers.count <= MSI_CHAIN_LARGE || most < all / 2);
 }
 
-/* Plans the graph as a chain, if it is one: the best plan is kept. */
-static ms_result msi_search_chain(msi_solver *s, uint64_t budget) {
-    const msi_graph *g = &s->model->graph;
-    msi_chain *c = (msi_chain *)msi_alloc_zeroed(s->allocator, sizeof *c);
+/* Plans the graph as a chain, if it is one, and proposes the best plans. */
+static void msi_search_chain(msi_search *s) {
+    msi_chain *c = (msi_chain *)msi_alloc_zeroed(s->scorer->allocator, sizeof *c);
     if (!c) {
-        return msi_fail_memory(s->model, "the solver", sizeof *c);
+        msi_run_short(s->scorer, "the solver", sizeof *c);
+        return;
     }
-    c->solver = s;
-    c->base = s->base;
-    c->round = (uint8_t *)msi_alloc(s->allocator, g->tensors.count);
-    c->stage_of = (uint32_t *)msi_alloc(s->allocator, g->layers.count * sizeof(uint32_t));
-    ms_result result = MS_RESULT_OK;
-    bool enough = c->round && c->stage_of;
-    if (enough) {
-        msi_cut_stages(c);
-        const uint64_t bytes = 2ull * c->count * c->count * sizeof *c->parts;
-        c->parts = (msi_part *)msi_alloc_zeroed(s->allocator, bytes);
-        enough = c->parts != NULL;
-    }
-    if (enough && msi_is_chain(c)) {
-        result = msi_find_options(c);
-        enough = result != MS_RESULT_OK || msi_fill_parts(c);
-        result = enough && result == MS_RESULT_OK ? msi_search_points(c, budget) : result;
+    if (msi_chain_init(c, s) && msi_is_chain(c)) {
+        msi_find_options(c);
+        if (!msi_is_short(s->scorer) && !msi_fill_subchains(c)) {
+            msi_run_short(s->scorer, "the solver", MSI_CHAIN_POOL * sizeof(msi_pareto_point));
+        }
+        if (!msi_is_short(s->scorer)) {
+            msi_search_points(c);
+        }
     }
     msi_chain_free(c);
-    return enough ? result : msi_fail_memory(s->model, "the solver", sizeof(msi_point));
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>solve  from a budget to a plan, and to plans for other sizes
+// >>exhaustive  small graphs: every choice of what is dropped
 
-/* Small graphs: every choice of what is dropped, in the order of their time, or, where none fits,
-   of their size. Each value is chosen by itself, or, where these are too many, those of a layer
-   together. */
+/* Choices are laid out in the order of their time, or, where none fits, of their size. Each value is
+   chosen by itself, or, where these are too many, those of a layer together. */
 enum { MSI_ALL_GROUPS = 12, MSI_ALL_LAYERS = 16, MSI_ALL_TRIES = 32 };
 
-typedef struct msi_all {
-    uint32_t count;                     // groups
+typedef struct msi_exhaustive {
+    msi_search *search;
+    const msi_graph *graph;
+    double plain_us;                    // of a step that recomputes nothing
+    uint32_t count;                     // groups of values
     uint32_t first[MSI_ALL_GROUPS + 1]; // in members
     uint32_t members[MSI_ALL_LAYERS * (MS_LIMIT_OUT + MS_LIMIT_SAVED)];
-    double us[1 << MSI_ALL_GROUPS];
-    uint64_t bytes[1 << MSI_ALL_GROUPS];
+    msi_tensor_decision *decisions; // of the choice at hand
+    msi_score scores[1 << MSI_ALL_GROUPS];
     bool tried[1 << MSI_ALL_GROUPS]; // or no better than what there is
-} msi_all;
+} msi_exhaustive;
 
 /* Lists the groups; false: there are too many. */
-static bool msi_list_groups(msi_all *all, const msi_solver *s, bool by_layer) {
-    const msi_graph *g = &s->model->graph;
+static bool msi_list_groups(msi_exhaustive *all, bool by_layer) {
+    const msi_graph *g = all->graph;
     uint32_t member = 0;
     all->count = 0;
     for (uint32_t i = 0; i < g->layers.count; i++) {
@@ -9646,7 +10055,8 @@ static bool msi_list_groups(msi_all *all, const msi_solver *s, bool by_layer) {
         const uint32_t *made = msi_made_by(g, i, &count);
         bool open = false;
         for (uint32_t k = 0; k < count; k++) {
-            if (made[k] == MSI_NONE || !msi_is_droppable(g, made[k]) || s->base[made[k]]) {
+            if (made[k] == MSI_NONE || !msi_is_droppable(g, made[k]) ||
+                all->search->base[made[k]].pass > 0) {
                 continue;
             }
             if (!open || !by_layer) {
@@ -9663,20 +10073,19 @@ static bool msi_list_groups(msi_all *all, const msi_solver *s, bool by_layer) {
     return true;
 }
 
-static ms_result msi_try_groups(msi_solver *s, const msi_all *all, uint32_t mask) {
-    memcpy(s->plan->dropped, s->base, s->model->graph.tensors.count);
+static void msi_decide_groups(msi_exhaustive *all, uint32_t mask) {
+    memcpy(all->decisions, all->search->base, all->graph->tensors.count * sizeof *all->decisions);
     for (uint32_t k = 0; k < all->count; k++) {
         for (uint32_t i = all->first[k]; (mask >> k & 1) && i < all->first[k + 1]; i++) {
-            s->plan->dropped[all->members[i]] = 1;
+            all->decisions[all->members[i]].pass = 1;
         }
     }
-    return msi_try(s);
 }
 
 /* A step with these dropped is no faster than this: each layer of them runs again at least once. */
-static double msi_least_us(const msi_solver *s, const msi_all *all, uint32_t mask) {
-    const msi_graph *g = &s->model->graph;
-    double us = s->plain_us;
+static double msi_least_us(const msi_exhaustive *all, uint32_t mask) {
+    const msi_graph *g = all->graph;
+    double us = all->plain_us;
     uint32_t last = MSI_NONE;
     for (uint32_t k = 0; k < all->count; k++) {
         const uint32_t layer = g->tensors.items[all->members[all->first[k]]].producer;
@@ -9687,153 +10096,261 @@ static double msi_least_us(const msi_solver *s, const msi_all *all, uint32_t mas
 }
 
 /* The next choice to lay out: the fastest that may fit, or the smallest of all. */
-static uint32_t msi_next_choice(const msi_solver *s, const msi_all *all, uint64_t budget,
-                                bool smallest) {
+static uint32_t msi_next_choice(const msi_exhaustive *all, bool smallest) {
+    const msi_score *scores = all->scores;
     uint32_t best = MSI_NONE;
     for (uint32_t mask = 0; mask < 1u << all->count; mask++) {
-        const bool allowed = smallest || s->store->resident_bytes + all->bytes[mask] <= budget;
+        const bool allowed = smallest || scores[mask].live_bytes <= all->search->budget;
         if (all->tried[mask] || !allowed) {
             continue;
         }
-        if (best == MSI_NONE ||
-            (smallest ? all->bytes[mask] < all->bytes[best] : all->us[mask] < all->us[best])) {
+        if (best == MSI_NONE || (smallest ? scores[mask].live_bytes < scores[best].live_bytes
+                                          : scores[mask].us < scores[best].us)) {
             best = mask;
         }
     }
     return best;
 }
 
-static ms_result msi_search_choices(msi_solver *s, msi_all *all, uint64_t budget) {
-    ms_result result = MS_RESULT_OK;
-    for (uint32_t mask = 0; mask < 1u << all->count && result == MS_RESULT_OK; mask++) {
-        all->tried[mask] = s->fits && msi_least_us(s, all, mask) >= s->best_us;
+static void msi_search_choices(msi_exhaustive *all) {
+    msi_search *s = all->search;
+    for (uint32_t mask = 0; mask < 1u << all->count && !msi_is_short(s->scorer); mask++) {
+        all->tried[mask] = s->fits && msi_least_us(all, mask) >= s->best_score.us;
         if (!all->tried[mask]) {
-            result = msi_try_groups(s, all, mask);
-            all->us[mask] = s->plan->train.step_us;
-            all->bytes[mask] = s->plan->train.peak_bytes;
+            msi_decide_groups(all, mask);
+            all->scores[mask] = msi_estimate(s->scorer, all->decisions);
         }
     }
-    for (int tries = 0; tries < MSI_ALL_TRIES && result == MS_RESULT_OK; tries++) {
-        const uint32_t mask = msi_next_choice(s, all, budget, !s->fits);
-        if (mask == MSI_NONE || (s->fits && all->us[mask] >= s->best_us)) {
+    for (int tries = 0; tries < MSI_ALL_TRIES && !msi_is_short(s->scorer); tries++) {
+        const uint32_t mask = msi_next_choice(all, !s->fits);
+        if (mask == MSI_NONE || (s->fits && all->scores[mask].us >= s->best_score.us)) {
             break;
         }
-        bool fits;
         all->tried[mask] = true;
-        result = msi_try_groups(s, all, mask);
-        result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
-        if (result == MS_RESULT_OK) {
-            msi_keep_best(s, budget);
+        msi_decide_groups(all, mask);
+        msi_score score = msi_estimate(s->scorer, all->decisions);
+        (void)msi_fits(s->scorer, &score, MSI_NO_BUDGET, s->enough);
+        msi_propose(s, all->decisions, &score);
+    }
+}
+
+/* Tries all choices of a small graph, and proposes the best. */
+static void msi_search_exhaustive(msi_search *s, double plain_us) {
+    const msi_graph *g = s->scorer->graph;
+    if (g->layers.count > MSI_ALL_LAYERS || msi_is_short(s->scorer)) {
+        return;
+    }
+    const uint64_t bytes = sizeof(msi_exhaustive) + g->tensors.count * sizeof(msi_tensor_decision);
+    msi_exhaustive *all = (msi_exhaustive *)msi_alloc_zeroed(s->scorer->allocator, bytes);
+    if (!all) {
+        msi_run_short(s->scorer, "the solver", bytes);
+        return;
+    }
+    all->search = s;
+    all->graph = g;
+    all->plain_us = plain_us;
+    all->decisions = (msi_tensor_decision *)(void *)(all + 1);
+    if (msi_list_groups(all, false) || msi_list_groups(all, true)) {
+        msi_search_choices(all);
+    }
+    msi_release(s->scorer->allocator, all, bytes);
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>solve  from a budget to decisions: the best of all searches
+
+/* What a plan is to be made for. */
+typedef struct msi_request {
+    msi_goal goal;
+    uint64_t budget;
+    uint32_t techniques; // mask of those that may be used
+    ms_switch early_update;
+    const msi_plan
+        *largest;  // the plan at the largest sizes, in whose room this one must fit; or NULL
+    uint64_t room; // of the arena of that plan
+} msi_request;
+
+typedef struct msi_solver {
+    const msi_request *request;
+    const msi_scorer *scorer;
+    msi_plan *plan;
+    msi_tensor_decision *base; // without any choice
+    msi_score score;           // of plan->decisions
+    bool early;                // params are updated inside backward
+} msi_solver;
+
+static bool msi_request_allows(const msi_request *r, ms_technique technique) {
+    return r->techniques >> technique & 1;
+}
+
+/* The offsets of the program at the largest sizes: it has the same live ranges, with the same
+   aliases, and none is smaller. */
+static void msi_copy_offsets(msi_program *p, const msi_program *from) {
+    MEMSCALE_ASSERT(p->ranges.count == from->ranges.count && p->blocks.count == from->blocks.count);
+    for (uint32_t i = 0; i < p->blocks.count; i++) {
+        p->blocks.items[i].offset = from->blocks.items[i].offset;
+    }
+    p->height = from->height;
+}
+
+/* Decides as the plan at the largest sizes did, which fits: no live range is longer then and none
+   larger, and should the layout waste more, that plan's offsets do. */
+static void msi_follow(msi_solver *s) {
+    const msi_plan *largest = s->request->largest;
+    msi_plan *plan = s->plan;
+    memcpy(plan->decisions, largest->decisions,
+           s->scorer->graph->tensors.count * sizeof *plan->decisions);
+    s->score = msi_score_of(s->scorer, plan->decisions);
+    s->early = false; // nothing is left to be relaxed
+    if (s->score.bytes > s->request->room && !msi_is_short(s->scorer)) {
+        msi_copy_offsets(&plan->train, &largest->train);
+        msi_copy_offsets(&plan->eval, &largest->eval);
+        s->score.bytes = msi_arena_of(s->scorer->store, &plan->train, &plan->eval);
+    }
+}
+
+/* Drops what is forced to be, in every plan of the list. */
+static void msi_drop_forced(msi_greedy *w) {
+    for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
+        if (w->graph->tensors.items[t].technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON) {
+            msi_drop(w, t);
         }
     }
-    return result;
 }
 
-static ms_result msi_search_all(msi_solver *s, uint64_t budget) {
-    if (s->model->graph.layers.count > MSI_ALL_LAYERS) {
-        return MS_RESULT_OK;
-    }
-    msi_all *all = (msi_all *)msi_alloc_zeroed(s->allocator, sizeof *all);
-    if (!all) {
-        return msi_fail_memory(s->model, "the solver", sizeof *all);
-    }
-    const bool few = msi_list_groups(all, s, false) || msi_list_groups(all, s, true);
-    const ms_result result = few ? msi_search_choices(s, all, budget) : MS_RESULT_OK;
-    msi_release(s->allocator, all, sizeof *all);
-    return result;
-}
-
-/* Chooses plan->dropped and plan->early_update, and leaves the program lowered and laid out: by the
-   ladder, as a chain, or, where that can be, by trying all; whichever is best. */
-static ms_result msi_choose_plan(msi_solver *s, msi_goal goal, uint64_t budget) {
-    const uint32_t tensors = s->model->graph.tensors.count;
-    bool fits;
-    budget = goal == MSI_GOAL_SMALLEST ? 0 : budget; // which no plan meets
-    memcpy(s->base, s->plan->dropped, tensors);
-    ms_result result = msi_first_rungs(s, goal, budget, &fits);
-    if (result != MS_RESULT_OK || fits) {
-        return result;
-    }
-    const bool forced = s->drops.count > 0, early = s->plan->early_update;
-    s->plain_us = s->plan->train.step_us;
-    result = msi_climb_to(s, budget, &fits);
-    if (result == MS_RESULT_OK) {
-        result = !fits ? msi_smallest(s) : forced ? result : msi_polish(s);
-    }
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    msi_keep_best(s, budget);
-    if (msi_may_use(s->model, MS_TECHNIQUE_CHECKPOINTING) && !forced) {
-        s->plan->early_update = early;
-        s->enough = budget; // to see what fits; in the end, the arena is that of the plan alone
-        result = msi_search_chain(s, budget);
-        result = result == MS_RESULT_OK ? msi_search_all(s, budget) : result;
-    }
-    s->enough = 0;
-    if (result == MS_RESULT_OK) {
-        s->plan->early_update = s->best_early;
-        memcpy(s->plan->dropped, s->best, tensors);
-        result = msi_try(s);
-    }
-    result = result == MS_RESULT_OK ? msi_fits(s, UINT64_MAX, &fits) : result;
-    const bool follow = s->largest && goal != MSI_GOAL_SMALLEST && !s->fits;
-    return result == MS_RESULT_OK && follow ? msi_follow(s) : result;
-}
-
-static ms_result msi_solve(msi_solver *s, msi_goal goal, uint64_t budget) {
-    if (goal == MSI_GOAL_FOLLOW) {
-        return msi_follow(s);
-    }
-    ms_result result = msi_choose_plan(s, goal, budget);
-    const bool relax = s->plan->early_update && s->model->config.early_update != MS_SWITCH_ON;
-    result = result == MS_RESULT_OK && relax ? msi_relax_updates(s) : result;
-    const bool exceeds = s->largest && s->plan->arena_bytes > s->room;
-    return result == MS_RESULT_OK && exceeds ? msi_follow(s) : result;
-}
-
-static uint64_t msi_solver_bytes(const msi_graph *g) {
-    return g->tensors.count * (uint64_t)(sizeof(uint64_t) + 2 * sizeof(uint8_t)) +
-           g->layers.count * (uint64_t)(sizeof(uint64_t) + 2 * sizeof(uint32_t));
-}
-
-static bool msi_solver_init(msi_solver *s, ms_model *m, const msi_store *store, msi_plan *plan) {
-    const msi_graph *g = &m->graph;
-    const uint64_t layers = g->layers.count;
-    memset(s, 0, sizeof *s);
-    s->model = m;
-    s->allocator = &m->config.allocator;
-    s->store = store;
-    s->plan = plan;
-    s->below = (uint64_t *)msi_alloc_zeroed(s->allocator, msi_solver_bytes(g));
-    if (!s->below) {
-        return false;
-    }
-    s->weight = s->below + g->tensors.count;
-    s->visited = (uint32_t *)(s->weight + layers);
-    s->segment = s->visited + layers;
-    s->base = (uint8_t *)(s->segment + layers);
-    s->best = s->base + g->tensors.count;
-    if (msi_lowering_init(&s->lowering, m, store, plan)) {
+/* The first plans of the greedy list. The plain plan comes before all, for its size; then what is
+   forced is added; then, where that may be and the budget asks for it, updates inside backward.
+   True: the plan at hand is the one to take. */
+static bool msi_begin_list(msi_solver *s, msi_greedy *w, uint64_t budget) {
+    const msi_request *r = s->request;
+    const bool may_be_early = msi_request_allows(r, MS_TECHNIQUE_EARLY_UPDATE);
+    const bool always_early = may_be_early && r->early_update == MS_SWITCH_ON;
+    w->score = msi_score_of(w->scorer, w->decisions);
+    s->plan->plain_bytes = w->score.bytes;
+    s->plan->plain_step_us = w->score.us;
+    if (r->goal == MSI_GOAL_PLAIN) {
         return true;
     }
-    msi_release(s->allocator, s->below, msi_solver_bytes(g));
-    return false;
+    msi_drop_forced(w);
+    msi_place_updates(w->graph, w->decisions, false, 0);
+    if (memcmp(w->decisions, s->base, w->graph->tensors.count * sizeof *s->base) != 0) {
+        w->score = msi_score_of(w->scorer, w->decisions);
+    }
+    if (w->score.bytes <= budget && !always_early) {
+        return true;
+    }
+    if (!always_early) {
+        msi_add_prefix(w);
+    }
+    if (!may_be_early) {
+        return false;
+    }
+    w->early = true;
+    msi_place_updates(w->graph, w->decisions, true, 0);
+    w->score = msi_estimate(w->scorer, w->decisions);
+    msi_add_prefix(w);
+    return msi_fits(w->scorer, &w->score, budget, 0);
 }
 
-static void msi_solver_free(msi_solver *s) {
-    const ms_allocator *a = s->allocator;
-    msi_release(a, s->below, msi_solver_bytes(&s->model->graph));
-    msi_lowering_free(&s->lowering);
-    MSI_LIST_FREE(uint32_t, a, s->drops);
-    MSI_LIST_FREE(msi_rung, a, s->rungs);
-    MSI_LIST_FREE(msi_candidate, a, s->candidates);
-    MSI_LIST_FREE(uint32_t, a, s->members);
+/* Goes on from the first plans: by the greedy search, as a chain, and, where that can be, by trying
+   all; takes what is best. */
+static void msi_search_all(msi_solver *s, msi_greedy *w, uint64_t budget) {
+    const msi_request *r = s->request;
+    const bool may_drop = msi_request_allows(r, MS_TECHNIQUE_CHECKPOINTING);
+    const bool forced = w->drops.count > 0, early = w->early;
+    const double plain_us = w->score.us;
+    msi_search search;
+    memset(&search, 0, sizeof search);
+    search.scorer = s->scorer;
+    search.base = s->base;
+    search.budget = budget;
+    search.best = s->plan->decisions;
+    msi_search_greedy(w, budget, may_drop);
+    search.early = w->early;
+    msi_propose(&search, w->decisions, &w->score);
+    if (may_drop && !forced) {
+        search.early = early;
+        search.enough = budget; // to see what fits; in the end, the arena is that of the plan alone
+        msi_place_updates(w->graph, s->base, early, 0);
+        msi_search_chain(&search);
+        msi_search_exhaustive(&search, plain_us);
+    }
+    s->early = search.best_early;
+    s->score = msi_score_of(s->scorer, s->plan->decisions);
+    if (r->largest && r->goal != MSI_GOAL_SMALLEST && !search.fits) {
+        msi_follow(s);
+    }
 }
 
-/* Size of the arrays per tensor and per layer of a plan. */
-static uint64_t msi_decision_bytes(const msi_graph *g) {
-    return g->tensors.count + (uint64_t)g->layers.count;
+/* Lets updates inside backward wait as far as the arena does not grow for it. The weights that a
+   layer's backward has just read lie in the caches of several cores, where writing them is slow:
+   measured on two cores, AdamW ran at 15 GB/s right after the layer, and at 90 GB/s some 30 MB of
+   traffic later. */
+static void msi_relax_updates(msi_solver *s) {
+    static const uint64_t lags[] = {64u << 20, 32u << 20, 16u << 20, 8u << 20, 0};
+    const uint64_t arena_bytes = s->score.bytes;
+    for (int i = 0; i < 5 && !msi_is_short(s->scorer); i++) {
+        msi_place_updates(s->scorer->graph, s->plan->decisions, true, lags[i]);
+        s->score = msi_estimate(s->scorer, s->plan->decisions);
+        if (msi_fits(s->scorer, &s->score, arena_bytes, 0) && s->score.bytes == arena_bytes) {
+            break;
+        }
+    }
+}
+
+/* Chooses the decisions, and leaves the program lowered and laid out. */
+static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
+    const msi_request *r = s->request;
+    const uint64_t budget = r->goal == MSI_GOAL_SMALLEST ? 0 : r->budget; // which no plan meets
+    if (msi_begin_list(s, w, budget)) {
+        memcpy(s->plan->decisions, w->decisions, w->graph->tensors.count * sizeof *w->decisions);
+        s->score = w->score;
+        s->early = w->early;
+    } else {
+        msi_search_all(s, w, budget);
+    }
+    if (s->early && r->early_update != MS_SWITCH_ON) {
+        msi_relax_updates(s);
+    }
+    if (r->largest && s->score.bytes > r->room) {
+        msi_follow(s);
+    }
+}
+
+/* Solves into a plan whose eval program is there: decisions, the training program, and sizes. */
+static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_plan *plan) {
+    const msi_graph *g = scorer->graph;
+    const uint64_t bytes = g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
+    msi_greedy greedy;
+    msi_solver s;
+    memset(&s, 0, sizeof s);
+    s.scorer = scorer;
+    s.request = request;
+    s.plan = plan;
+    if (request->goal == MSI_GOAL_FOLLOW) {
+        msi_follow(&s);
+        plan->arena_bytes = s.score.bytes;
+        return;
+    }
+    s.base = (msi_tensor_decision *)msi_alloc(scorer->allocator, bytes);
+    if (!s.base) {
+        msi_run_short(scorer, "the solver", bytes);
+        return;
+    }
+    msi_decide_plain(g, s.base);
+    if (msi_greedy_init(&greedy, scorer, s.base)) {
+        msi_choose_plan(&s, &greedy);
+    }
+    msi_greedy_free(&greedy);
+    msi_release(scorer->allocator, s.base, bytes);
+    plan->arena_bytes = s.score.bytes;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>plan  the life cycle of plans: for the largest sizes, and for others in the same arena
+
+static uint64_t msi_decisions_bytes(const msi_graph *g) {
+    return g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
 }
 
 static void msi_plan_free(const ms_model *m, msi_plan *plan) {
@@ -9847,7 +10364,7 @@ static void msi_plan_free(const ms_model *m, msi_plan *plan) {
     if (plan) {
         msi_program_free(a, &plan->train);
         msi_program_free(a, &plan->eval);
-        msi_release(a, plan->dropped, msi_decision_bytes(&m->graph));
+        msi_release(a, plan->decisions, msi_decisions_bytes(&m->graph));
         msi_release(a, plan, sizeof *plan);
     }
 }
@@ -9858,146 +10375,6 @@ static void msi_plans_free(const ms_model *m, msi_plan *plans) {
         msi_plan_free(m, plans);
         plans = next;
     }
-}
-
-static void msi_store_free(ms_model *m, msi_store *store) {
-    const ms_allocator *a = &m->config.allocator;
-    const ms_backend *b = &m->config.backend;
-    if (!store) {
-        return;
-    }
-    if (store->memory) {
-        const uint64_t bytes = store->resident_bytes + (m->run.arena ? 0 : store->transient_bytes);
-        if (m->config.backend.device_is_host) {
-            msi_asan_unpoison(store->memory, bytes);
-        }
-        b->memory_release(b->user, a, store->memory, bytes);
-    }
-    msi_host_release(m, store->host, store->host_bytes + store->staging_bytes);
-    msi_release(a, store->shadow, store->shadow_bytes);
-    msi_release(a, store->results, store->shadow_bytes);
-    msi_release(a, store->fingerprint, m->graph.tensors.count * sizeof(uint64_t));
-    MSI_LIST_FREE(msi_resident, a, store->residents);
-    msi_release(a, store->resident_of, m->graph.tensors.count * sizeof(uint32_t));
-    msi_release(a, store, sizeof *store);
-}
-
-/* Gives a slot its place behind those of its kind: in the arena, on the host, or elsewhere. */
-static void msi_place_resident(msi_store *store, msi_resident *resident) {
-    uint64_t *const room = resident->borrowed  ? &store->borrowed_bytes
-                           : resident->on_host ? &store->host_bytes
-                                               : &store->resident_bytes;
-    resident->offset = *room;
-    *room += msi_align(resident->bytes);
-}
-
-static void msi_add_resident(const ms_model *m, msi_store *store, uint32_t t,
-                             const msi_tensor *tensor, msi_role role) {
-    msi_resident *resident = &store->residents.items[store->residents.count++];
-    memset(resident, 0, sizeof *resident);
-    resident->tensor = t;
-    resident->role = role;
-    resident->bytes = tensor->largest_bytes;
-    resident->on_host = tensor->on_host;
-    resident->borrowed = msi_is_borrowed(tensor, role);
-    msi_place_resident(store, resident);
-    resident->event = MSI_NONE;
-    resident->factors = MSI_NONE;
-    if (tensor->kind == MSI_KIND_INPUT && !resident->on_host && m->config.backend.is_asynchronous) {
-        resident->event = store->event_count++;
-        resident->staging = store->staging_bytes;
-        store->staging_bytes += msi_align(resident->bytes);
-    }
-}
-
-static bool msi_learns(const msi_tensor *t) {
-    return msi_is_trained(t) && t->last_gradient != MSI_NONE;
-}
-
-/* What comes first: in the arena the workspace of the backend and the step's own memory, in host
-   memory that once more, with its verdict; or there alone, where nothing has to be copied. */
-static void msi_reserve(const ms_model *m, msi_store *store) {
-    const ms_backend *b = &m->config.backend;
-    uint64_t count = 0;
-    for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
-        count += msi_learns(&m->graph.tensors.items[t]);
-    }
-    store->step_bytes = MSI_STATES_BYTES + msi_align(count * sizeof(ms_update_factors));
-    store->staging_bytes = store->step_bytes;
-    store->reserved_bytes = (b->workspace_bytes + 255) & ~(uint64_t)255;
-    if (!msi_is_direct(m)) {
-        store->staging_bytes += MSI_STATES_BYTES;
-        store->reserved_bytes += store->step_bytes;
-    }
-    store->resident_bytes = store->reserved_bytes;
-    store->event_count = MSI_EVENT_COUNT;
-}
-
-/* Every value that lives between steps gets a slot: params with their optimizer state, and with
-   their gradients where these do too. */
-static bool msi_list_residents(ms_model *m, msi_store *store) {
-    const msi_graph *g = &m->graph;
-    const uint32_t states = msi_state_count(&m->optimizer);
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
-        store->resident_of[t] = MSI_NONE;
-        if (!msi_is_resident(tensor)) {
-            continue;
-        }
-        if (!MSI_RESERVE(msi_resident, &m->config.allocator, store->residents,
-                         store->residents.count + (uint64_t)MSI_ROLE_RESIDENT_COUNT)) {
-            return false;
-        }
-        store->resident_of[t] = store->residents.count;
-        msi_add_resident(m, store, t, tensor, MSI_ROLE_VALUE);
-        const bool learns = msi_learns(tensor);
-        if (learns) {
-            store->residents.items[store->residents.count - 1].factors = store->factor_count++;
-        }
-        if (learns && (store->micro_count > 1 || msi_is_borrowed(tensor, MSI_ROLE_GRADIENT))) {
-            msi_add_resident(m, store, t, tensor, MSI_ROLE_GRADIENT);
-        }
-        for (uint32_t k = 0; k < states && learns; k++) {
-            msi_add_resident(m, store, t, tensor, (msi_role)(MSI_ROLE_STATE0 + k));
-        }
-    }
-    return true;
-}
-
-/* A store without memory yet. */
-static ms_result msi_make_store(ms_model *m, msi_store **made) {
-    const ms_allocator *a = &m->config.allocator;
-    const uint64_t bytes = m->graph.tensors.count * (uint64_t)sizeof(uint32_t);
-    msi_store *store = (msi_store *)msi_alloc_zeroed(a, sizeof *store);
-    *made = store;
-    if (store) {
-        store->micro_count = m->config.accumulation_steps ? m->config.accumulation_steps : 1;
-        store->resident_of = (uint32_t *)msi_alloc_zeroed(a, bytes);
-        msi_reserve(m, store);
-    }
-    if (store && store->resident_of && msi_list_residents(m, store)) {
-        return MS_RESULT_OK;
-    }
-    msi_store_free(m, store);
-    *made = NULL;
-    return msi_fail_memory(m, "the slots", bytes);
-}
-
-static const msi_resident *msi_find_resident(const msi_store *store, uint32_t tensor,
-                                             msi_role role) {
-    if (!store || store->resident_of[tensor] == MSI_NONE) {
-        return NULL;
-    }
-    for (uint32_t i = store->resident_of[tensor]; i < store->residents.count; i++) {
-        const msi_resident *resident = &store->residents.items[i];
-        if (resident->tensor != tensor) {
-            break;
-        }
-        if (resident->role == role) {
-            return resident;
-        }
-    }
-    return NULL;
 }
 
 /* The budget in force: as configured, or a share of what the device has left: that of
@@ -10025,49 +10402,6 @@ static uint64_t msi_budget(const ms_model *m) {
     return share < 9e18 ? (uint64_t)share : UINT64_MAX;
 }
 
-/* The plain plan drops what no backward reads, and nothing else. */
-static void msi_drop_unread(const msi_graph *g, msi_plan *plan) {
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        plan->dropped[t] = g->tensors.items[t].last_reader == MSI_NONE && msi_is_droppable(g, t);
-    }
-}
-
-/* Solves into an empty plan: eval program, then the training program on its rung. */
-static ms_result msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *plan, msi_goal goal,
-                               const msi_plan *largest) {
-    msi_solver solver;
-    ms_result result = MS_RESULT_OK;
-    if (!msi_solver_init(&solver, m, store, plan)) {
-        return msi_fail_memory(m, "the plan", msi_solver_bytes(&m->graph));
-    }
-    msi_drop_unread(&m->graph, plan);
-    msi_find_times(m);
-    msi_lower_eval(&solver.lowering, &plan->eval);
-    if (!plan->eval.out_of_memory) {
-        msi_share_memory(&m->graph, &plan->eval);
-    }
-    if (plan->eval.out_of_memory || !msi_simulate(m, store, &plan->eval)) {
-        result = msi_fail_memory(m, "the eval program", plan->eval.ranges.count);
-    } else {
-        result = msi_lay_out(&solver, &plan->eval);
-    }
-    solver.largest = largest;
-    solver.room = store->resident_bytes + store->transient_bytes;
-    result = result == MS_RESULT_OK
-                 ? msi_solve(&solver, goal, largest ? solver.room : plan->budget_bytes)
-                 : result;
-    msi_mark_recomputed(&solver);
-    msi_solver_free(&solver);
-    return result;
-}
-
-/* Addresses of the lives, from those of their blocks. */
-static void msi_resolve(const msi_store *store, msi_program *p) {
-    for (uint32_t i = store->residents.count; i < p->ranges.count; i++) {
-        p->ranges.items[i].offset = p->blocks.items[p->ranges.items[i].block].offset;
-    }
-}
-
 /* An empty plan, or NULL. */
 static msi_plan *msi_new_plan(const ms_model *m) {
     const ms_allocator *a = &m->config.allocator;
@@ -10075,13 +10409,71 @@ static msi_plan *msi_new_plan(const ms_model *m) {
     if (!plan) {
         return NULL;
     }
-    plan->dropped = (uint8_t *)msi_alloc_zeroed(a, msi_decision_bytes(&m->graph));
-    if (!plan->dropped) {
+    plan->decisions = (msi_tensor_decision *)msi_alloc_zeroed(a, msi_decisions_bytes(&m->graph));
+    if (!plan->decisions) {
         msi_release(a, plan, sizeof *plan);
         return NULL;
     }
-    plan->recomputed = plan->dropped + m->graph.tensors.count;
     return plan;
+}
+
+/* Lowers and lays out the eval program, which does not depend on decisions: nothing is kept. */
+static void msi_make_eval(const msi_scorer *s, msi_plan *plan) {
+    msi_decide_plain(s->graph, plan->decisions);
+    msi_lower_eval(s->lowering, plan->decisions, &plan->eval);
+    msi_complete(s, &plan->eval);
+    msi_lay_out(s, &plan->eval, 0);
+}
+
+/* Addresses of the live ranges, from those of their blocks. */
+static void msi_resolve(const msi_store *store, msi_program *p) {
+    for (uint32_t i = store->residents.count; i < p->ranges.count; i++) {
+        p->ranges.items[i].offset = p->blocks.items[p->ranges.items[i].block].offset;
+    }
+}
+
+/* What scores the decisions of a plan of a model; `lowering` and `shortage` are its own. False without
+   memory. */
+static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *store,
+                            msi_plan *plan, msi_lowering *lowering, msi_shortage *shortage) {
+    s->graph = &m->graph;
+    s->costs = &m->costs;
+    s->store = store;
+    s->allocator = &m->config.allocator;
+    s->checks_layouts = m->config.debug;
+    s->lowering = lowering;
+    s->program = &plan->train;
+    s->eval = &plan->eval;
+    s->shortage = shortage;
+    shortage->what = NULL;
+    if (!msi_lowering_init(lowering, s->graph, store, &m->optimizer, s->allocator)) {
+        msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
+    }
+    return !msi_is_short(s);
+}
+
+/* Solves into an empty plan; what there was no memory for, if any. */
+static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *plan,
+                                  const msi_request *request) {
+    msi_shortage shortage;
+    msi_lowering lowering;
+    msi_scorer s;
+    if (!msi_scorer_init(&s, m, store, plan, &lowering, &shortage)) {
+        return shortage;
+    }
+    msi_find_times(m);
+    msi_make_eval(&s, plan);
+    msi_solve(&s, request, plan);
+    msi_lowering_free(&lowering);
+    const uint64_t moments = 2ull * plan->train.instructions.count;
+    if (m->run.timing && !MSI_RESERVE(double, s.allocator, plan->train.measured, moments)) {
+        msi_run_short(&s, "the times of the plan", moments * sizeof(double));
+    }
+    if (!msi_is_short(&s)) {
+        msi_resolve(store, &plan->train);
+        msi_resolve(store, &plan->eval);
+    }
+    return shortage;
 }
 
 /* A new plan for the graph as it is, which has been checked; in the room of that for the largest
@@ -10089,24 +10481,24 @@ static msi_plan *msi_new_plan(const ms_model *m) {
 static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goal, uint64_t budget,
                                const msi_plan *largest, msi_plan **made) {
     msi_plan *plan = msi_new_plan(m);
+    msi_request request;
     *made = NULL;
     if (!plan) {
-        return msi_fail_memory(m, "the plan", sizeof *plan + msi_decision_bytes(&m->graph));
+        return msi_fail_memory(m, "the plan", sizeof *plan + msi_decisions_bytes(&m->graph));
     }
     plan->budget_bytes = budget;
     msi_get_sizes(&m->graph, plan->sizes);
-    ms_result result = msi_fill_plan(m, store, plan, goal, largest);
-    const uint64_t moments = 2ull * plan->train.instructions.count;
-    if (result == MS_RESULT_OK && m->run.timing &&
-        !MSI_RESERVE(double, &m->config.allocator, plan->train.measured, moments)) {
-        result = msi_fail_memory(m, "the times of the plan", moments * sizeof(double));
-    }
-    if (result != MS_RESULT_OK) {
+    request.goal = goal;
+    request.techniques = m->wrapped.choice.techniques;
+    request.early_update = m->config.early_update;
+    request.largest = largest;
+    request.room = msi_room_of(store);
+    request.budget = largest ? request.room : budget;
+    const msi_shortage shortage = msi_fill_plan(m, store, plan, &request);
+    if (shortage.what) {
         msi_plan_free(m, plan);
-        return result;
+        return msi_fail_memory(m, shortage.what, shortage.bytes);
     }
-    msi_resolve(store, &plan->train);
-    msi_resolve(store, &plan->eval);
     *made = plan;
     return MS_RESULT_OK;
 }
@@ -10151,10 +10543,6 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
 
 // ------------------------------------------------------------------------------------------------
 // >>policy  which mode to plan for, and what helps where nothing fits
-
-static uint64_t msi_room_of(const msi_store *store) {
-    return store->resident_bytes + store->transient_bytes;
-}
 
 static void msi_plans_and_store_free(ms_model *m, msi_store *store, msi_plan *plans) {
     msi_plans_free(m, plans);
@@ -10604,8 +10992,7 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
     if (result != MS_RESULT_OK) {
         return result;
     }
-    const ms_hardware hardware = m->costs.hardware;
-    const bool has_hardware = m->costs.is_foreign;
+    const msi_costs costs = m->costs;
     msi_get_hardware(m);
     m->wrapped.choice = msi_config_choice(m);
     result = m->config.auto_policy && goal != MSI_GOAL_PLAIN
@@ -10620,8 +11007,7 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
     }
     if (result != MS_RESULT_OK) {
         m->wrapped.choice = old;
-        m->costs.hardware = hardware;
-        m->costs.is_foreign = has_hardware;
+        m->costs = costs;
     }
     if (result != MS_RESULT_OK && m->run.plan) {
         msi_find_times(m); // at the present sizes, for the plan that stays in force
@@ -10635,8 +11021,7 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     ms_result result = msi_check_graph(m, MSI_GOAL_SMALLEST);
     result = result == MS_RESULT_OK ? msi_check_built(m) : result;
     result = result == MS_RESULT_OK ? msi_check_times(m) : result;
-    const ms_hardware hardware = m->costs.hardware;
-    const bool has_hardware = m->costs.is_foreign;
+    const msi_costs costs = m->costs;
     msi_get_hardware(m);
     *bytes = UINT64_MAX;
     for (int i = 0; i < MS_MODE_COUNT && result == MS_RESULT_OK; i++) {
@@ -10649,8 +11034,7 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
         result = known ? result : msi_least_arena(m, met[i], &least);
         *bytes = least < *bytes ? least : *bytes;
     }
-    m->costs.hardware = hardware;
-    m->costs.is_foreign = has_hardware;
+    m->costs = costs;
     if (m->run.plan) {
         msi_find_times(m);
     }
@@ -11034,6 +11418,33 @@ static uint16_t msi_wanted(const msi_layer *l, const msi_instruction *i,
     return (uint16_t)mask;
 }
 
+static ms_phase msi_phase_of(msi_op op) {
+    switch (op) {
+    case MSI_OP_FORWARD:
+        return MS_PHASE_FORWARD;
+    case MSI_OP_RECOMPUTE:
+        return MS_PHASE_RECOMPUTE;
+    case MSI_OP_BACKWARD:
+        return MS_PHASE_BACKWARD;
+    case MSI_OP_EVAL:
+        return MS_PHASE_EVAL;
+    case MSI_OP_SEED:
+    case MSI_OP_ZERO:
+    case MSI_OP_COPY:
+    case MSI_OP_COPY_IN:
+    case MSI_OP_COPY_OUT:
+    case MSI_OP_WAIT:
+    case MSI_OP_ADD:
+    case MSI_OP_NORM:
+    case MSI_OP_CLIP:
+    case MSI_OP_UPDATE:
+    case MSI_OP_NOTHING:
+    case MSI_OP_COUNT:
+        break;
+    }
+    return MS_PHASE_COUNT; // it calls no layer
+}
+
 /* Fills the call of a layer's callback. Its views stand in the order of the operands. */
 static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instruction *i,
                           ms_call *call) {
@@ -11046,7 +11457,7 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     memset(call, 0, sizeof *call);
     call->user = l->user;
     call->model = m;
-    call->phase = (ms_phase)i->op; // the first ops are the phases
+    call->phase = msi_phase_of((msi_op)i->op);
     call->in = m->run.views;
     call->out = call->in + l->count[MSI_GROUP_IN];
     call->saved = call->out + l->count[MSI_GROUP_OUT];
@@ -11264,8 +11675,8 @@ static ms_result msi_shadow_range(ms_model *m, const msi_program *p, uint32_t ra
     } else {
         offset += p->ranges.items[range].offset;
     }
-    return msi_move_shadow(m, msi_address(m, p, range), msi_is_on_host(m, range), offset, bytes,
-                           way, poison);
+    return msi_move_shadow(m, msi_address(m, p, range), msi_is_on_host(m->run.store, range), offset,
+                           bytes, way, poison);
 }
 
 /* A hash of memory; *uniform: all bytes are `value`. */
@@ -11306,7 +11717,7 @@ static ms_result msi_hash_operands(const msi_trial *t, uint64_t *hashes) {
         hashes[k] = 0;
         if (range != MSI_NONE) {
             result = msi_hash(t->model, msi_address(t->model, t->program, range),
-                              msi_is_on_host(t->model, range),
+                              msi_is_on_host(t->model->run.store, range),
                               t->program->ranges.items[range].bytes, 0, &hashes[k], &uniform);
         }
     }
@@ -11425,7 +11836,7 @@ static ms_result msi_fail_contract(const msi_trial *t, uint32_t operand, const c
                            : msi_role_name((msi_role)range->role);
     return msi_fail(m, MS_RESULT_CONTRACT, "layer \"%s\": its %s callback %s the %s \"%s\": %s",
                     msi_layer_name(m, t->instruction->target),
-                    msi_phase_name((ms_phase)t->instruction->op), what, role,
+                    msi_phase_name(msi_phase_of((msi_op)t->instruction->op)), what, role,
                     range->role == MSI_ROLE_WORKSPACE ? msi_layer_name(m, range->tensor)
                                                       : msi_tensor_name(m, range->tensor),
                     cure);
@@ -11500,7 +11911,7 @@ static ms_result msi_compare_results(const msi_trial *t, uint32_t operand, bool 
     for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
         const uint64_t part = bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
         const ms_result result =
-            msi_copy(m, chunk, true, last + done, msi_is_on_host(m, range), part);
+            msi_copy(m, chunk, true, last + done, msi_is_on_host(m->run.store, range), part);
         if (result != MS_RESULT_OK) {
             return result;
         }
@@ -11543,8 +11954,8 @@ static ms_result msi_find_number(const msi_trial *t, uint32_t operand, bool *num
     *number = false;
     for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
         const uint64_t part = bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
-        const ms_result result =
-            msi_copy(t->model, chunk, true, from + done, msi_is_on_host(t->model, range), part);
+        const ms_result result = msi_copy(t->model, chunk, true, from + done,
+                                          msi_is_on_host(t->model->run.store, range), part);
         if (result != MS_RESULT_OK) {
             return result;
         }
@@ -11563,7 +11974,7 @@ static ms_result msi_check_sums(msi_trial *t) {
     }
     t->spoil_sums = true;
     ms_result result =
-        any ? msi_try_layer(t, (ms_phase)t->instruction->op, MSI_POISON_FIRST, t->again)
+        any ? msi_try_layer(t, msi_phase_of((msi_op)t->instruction->op), MSI_POISON_FIRST, t->again)
             : MS_RESULT_OK;
     t->spoil_sums = false;
     for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
@@ -11614,7 +12025,7 @@ static ms_result msi_fail_unwritten(const msi_trial *t, uint32_t operand) {
 }
 
 static ms_result msi_last_run(msi_trial *t) {
-    const ms_phase phase = (ms_phase)t->instruction->op;
+    const ms_phase phase = msi_phase_of((msi_op)t->instruction->op);
     uint32_t k = MSI_NONE;
     ms_result result = msi_try_layer(t, phase, MSI_POISON_LAST, t->again);
     result = result == MS_RESULT_OK ? msi_find_difference(t, &k) : result;
@@ -11756,7 +12167,7 @@ static ms_result msi_run_trials(msi_trial *t) {
     const msi_op op = (msi_op)t->instruction->op;
     const bool once = op == MSI_OP_FORWARD && !msi_can_recompute(t->layer);
     const uint8_t poison = once ? MSI_POISON_LAST : MSI_POISON_FIRST;
-    ms_result result = msi_try_layer(t, (ms_phase)op, poison, t->after);
+    ms_result result = msi_try_layer(t, msi_phase_of(op), poison, t->after);
     result = result == MS_RESULT_OK ? msi_check_unchanged(t) : result;
     result = result == MS_RESULT_OK ? msi_check_fingerprint(t) : result;
     result = result == MS_RESULT_OK ? msi_keep_results(t, true) : result;
@@ -11815,7 +12226,7 @@ static ms_result msi_make_timing(ms_model *m) {
     msi_timing t;
     memset(&t, 0, sizeof t);
     t.wanted = c->warmup_steps ? c->warmup_steps : 2;
-    t.series_count = 3 * m->graph.layers.count + (MSI_COST_COUNT - MSI_COST_LAYER_END);
+    t.series_count = 3 * m->graph.layers.count + (MSI_COST_MEASURED_END - MSI_COST_LAYER_END);
     if (m->run.timing && m->run.timing->series_count != t.series_count) { // of a wrap that failed
         msi_timing_free(&c->allocator, m->run.timing);
         m->run.timing = NULL;
@@ -11880,10 +12291,11 @@ static ms_result msi_begin_timing(ms_model *m) {
 static void msi_add_time(ms_model *m, const msi_program *p, uint32_t now, double us) {
     msi_timing *t = m->run.timing;
     const msi_instruction *i = &p->instructions.items[now];
-    const int cost = msi_op_costs[i->op].cost;
-    const bool of_layer = cost < MSI_COST_LAYER_END;
+    const msi_cost cost = msi_ops[i->op].cost;
+    const bool of_layer = msi_calls_layer((msi_op)i->op);
     const uint32_t layers = m->graph.layers.count;
-    const bool skipped = msi_is_free(p, i) || (i->op == MSI_OP_ZERO && m->run.micro > 0);
+    const bool skipped = cost >= MSI_COST_MEASURED_END || cost == MSI_COST_NONE ||
+                         msi_is_free(p, i) || (i->op == MSI_OP_ZERO && m->run.micro > 0);
     if (skipped) {
         return;
     }
@@ -11904,7 +12316,7 @@ static void msi_note_time(ms_model *m, uint32_t now, double start_us, double end
     msi_program *p = &m->run.plan->train;
     double us = end_us - start_us - t->overhead_us;
     us = us > 0.0 ? us : 0.0;
-    if (msi_op_costs[p->instructions.items[now].op].cost < MSI_COST_LAYER_END && asynchronous) {
+    if (msi_calls_layer((msi_op)p->instructions.items[now].op) && asynchronous) {
         us += m->costs.hardware.launch_us;
     }
     p->measured.items[2 * now] = start_us - t->begin_us;
@@ -11956,7 +12368,7 @@ static double msi_median(const msi_timing *t, uint32_t series) {
 /* What a recomputation takes that was not seen: forward once more; or, by its own callback, as
    predicted, in the proportion in which the prediction of forward was right. */
 static double msi_infer_recompute_us(const ms_model *m, const msi_layer *l, double forward_us) {
-    const ms_layer_time guess = msi_static_time(m, l);
+    const ms_layer_time guess = msi_static_time(&m->graph, &m->costs, l);
     return l->recompute && guess.forward_us > 0.0
                ? guess.recompute_us * forward_us / guess.forward_us
                : forward_us;
@@ -11978,7 +12390,7 @@ static void msi_learn_times(ms_model *m) {
         }
         msi_set_measured(l, &time, elements);
     }
-    for (uint32_t cost = MSI_COST_LAYER_END; cost < MSI_COST_COUNT; cost++) {
+    for (uint32_t cost = MSI_COST_LAYER_END; cost < MSI_COST_MEASURED_END; cost++) {
         const double us = msi_median(t, 3 * layers + (cost - MSI_COST_LAYER_END));
         m->costs.bytes_per_us[cost] = us > 0.0 ? 1.0 / us : m->costs.bytes_per_us[cost];
     }
@@ -12035,30 +12447,69 @@ static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instr
     return later ? MS_RESULT_OK : msi_fill(m, memory, false, 0, bytes);
 }
 
-/* A copy, or a sum. */
-static ms_result msi_run_pair(ms_model *m, const msi_program *p, const msi_instruction *i) {
+/* The operands of an instruction that makes its first from its second. */
+typedef struct msi_pair {
+    uint32_t target_range, source_range;
+    void *target;
+    const void *source;
+    uint64_t bytes;
+} msi_pair;
+
+static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_instruction *i) {
+    msi_pair pair;
+    pair.target_range = p->operands.items[i->operand_first].range;
+    pair.source_range = p->operands.items[i->operand_first + 1u].range;
+    pair.target = msi_address(m, p, pair.target_range);
+    pair.source = msi_address(m, p, pair.source_range);
+    pair.bytes = m->graph.tensors.items[i->target].bytes;
+    return pair;
+}
+
+static ms_result msi_run_add(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const ms_backend *b = &m->config.backend;
-    const uint32_t to = p->operands.items[i->operand_first].range;
-    const uint32_t from = p->operands.items[i->operand_first + 1].range;
-    void *target = msi_address(m, p, to);
-    const void *source = msi_address(m, p, from);
-    const uint64_t bytes = m->graph.tensors.items[i->target].bytes;
-    if (i->op == MSI_OP_COPY && to < m->run.store->residents.count) {
-        m->run.state_is_old = true;
-    }
-    if (i->op == MSI_OP_ADD) {
-        return msi_device(m, b->add_f32(m->device, target, source, bytes / sizeof(float)), "add");
-    }
-    if (m->run.recording && target != source &&
-        (msi_is_on_host(m, to) || msi_is_on_host(m, from))) {
+    const msi_pair pair = msi_pair_of(m, p, i);
+    return msi_device(
+        m, b->add_f32(m->device, pair.target, pair.source, pair.bytes / sizeof(float)), "add");
+}
+
+/* Between the host and the device: issued here, and awaited by the wait that the schedule has. */
+static ms_result msi_cross_link(ms_model *m, const msi_pair *pair, const msi_instruction *i) {
+    if (m->run.recording) {
         return msi_fail(m, MS_RESULT_UNSUPPORTED,
-                        "\"%s\" is copied on the host within a step, which a graph cannot record: "
-                        "leave cuda_graph off",
+                        "\"%s\" is copied from or to the host within a step, which a CUDA graph "
+                        "cannot record: leave cuda_graph off",
                         msi_tensor_name(m, i->target));
     }
-    return target == source
-               ? MS_RESULT_OK // taken over
-               : msi_copy(m, target, msi_is_on_host(m, to), source, msi_is_on_host(m, from), bytes);
+    return i->op == MSI_OP_COPY_IN
+               ? msi_issue_copy_in(m, pair->target, pair->source, pair->bytes, MSI_EVENT_IN)
+               : msi_copy_out(m, pair->target, pair->source, pair->bytes, MSI_EVENT_OUT);
+}
+
+/* A copy; inside device memory nothing is left to do where the target goes on using the memory of the
+   source. Notes whether a recomputation has old state in place. */
+static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instruction *i) {
+    const ms_backend *b = &m->config.backend;
+    const msi_pair pair = msi_pair_of(m, p, i);
+    ms_result result = MS_RESULT_OK;
+    m->run.state_is_old |= pair.target_range < m->run.store->residents.count && !i->restores;
+    if (i->op != MSI_OP_COPY) {
+        result = msi_cross_link(m, &pair, i);
+    } else if (pair.target != pair.source) {
+        result = msi_device(m, b->copy(m->device, pair.target, pair.source, pair.bytes), "copy");
+    }
+    if (i->restores && result == MS_RESULT_OK) {
+        m->run.state_is_old = i[1].restores; // a backward follows in any case
+    }
+    return result;
+}
+
+/* Waits for a copy on the device and on the host, where callbacks may look at either end. */
+static ms_result msi_run_wait(ms_model *m, const msi_program *p, const msi_instruction *i) {
+    const msi_pair pair = msi_pair_of(m, p, i);
+    const uint32_t event =
+        msi_is_on_host(m->run.store, pair.target_range) ? MSI_EVENT_OUT : MSI_EVENT_IN;
+    const ms_result result = msi_wait_on_device(m, event);
+    return result == MS_RESULT_OK ? msi_wait_on_host(m, event) : result;
 }
 
 /* Under AddressSanitizer memory in which nothing lives is poisoned; not in debug mode, which moves
@@ -12113,14 +12564,26 @@ static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t
         msi_wake_operands(m, p, i, now);
     }
     switch ((msi_op)i->op) {
+    case MSI_OP_FORWARD:
+    case MSI_OP_RECOMPUTE:
+    case MSI_OP_BACKWARD:
+    case MSI_OP_EVAL:
+        result = msi_run_layer(m, p, now);
+        break;
     case MSI_OP_SEED:
     case MSI_OP_ZERO:
         result = msi_run_fill(m, p, i);
         break;
     case MSI_OP_COPY:
-    case MSI_OP_RESTORE:
+    case MSI_OP_COPY_IN:
+    case MSI_OP_COPY_OUT:
+        result = msi_run_copy(m, p, i);
+        break;
+    case MSI_OP_WAIT:
+        result = msi_run_wait(m, p, i);
+        break;
     case MSI_OP_ADD:
-        result = msi_run_pair(m, p, i);
+        result = msi_run_add(m, p, i);
         break;
     case MSI_OP_NORM:
         result = msi_run_norm(m, p, i);
@@ -12131,18 +12594,9 @@ static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t
     case MSI_OP_UPDATE:
         result = msi_run_update(m, p, i);
         break;
-    case MSI_OP_FORWARD:
-    case MSI_OP_RECOMPUTE:
-    case MSI_OP_BACKWARD:
-    case MSI_OP_EVAL:
-        result = msi_run_layer(m, p, now);
-        break;
     case MSI_OP_NOTHING:
     case MSI_OP_COUNT:
         break;
-    }
-    if (i->op == MSI_OP_RESTORE && result == MS_RESULT_OK) {
-        m->run.state_is_old = i[1].op == MSI_OP_RESTORE; // a backward follows in any case
     }
     if (result == MS_RESULT_OK && watch && now + 1 < p->instructions.count) {
         msi_kill_operands(m, p, i, now);
@@ -12168,18 +12622,18 @@ static ms_result msi_abandon(ms_model *m, ms_result result) {
 }
 
 /* A step failed while a recomputation had old state in place: puts back what was there. All of that
-   was set aside before the first copy to a slot. */
+   was set aside before the first copy to a resident. */
 static void msi_restore_state(ms_model *m, const msi_program *p, uint32_t failed) {
     const msi_instruction *i = p->instructions.items;
     const uint32_t count = p->instructions.count;
     const msi_errors errors = m->errors;
     uint32_t next = failed;
     m->run.state_is_old &= !m->run.recording;
-    while (m->run.state_is_old && next < count && i[next].op != MSI_OP_RESTORE) {
+    while (m->run.state_is_old && next < count && !i[next].restores) {
         next++;
     }
-    for (; m->run.state_is_old && next < count && i[next].op == MSI_OP_RESTORE; next++) {
-        (void)msi_run_pair(m, p, &i[next]);
+    for (; m->run.state_is_old && next < count && i[next].restores; next++) {
+        (void)msi_run_copy(m, p, &i[next]);
     }
     m->run.state_is_old = false;
     m->errors = errors;
@@ -12869,8 +13323,8 @@ static void msi_time_plans(ms_model *m) {
     for (msi_plan *plan = m->run.plan; plan; plan = plan->next) {
         msi_set_sizes(&m->graph, plan->sizes);
         msi_find_times(m);
-        msi_time_program(m, m->run.store, &plan->train);
-        msi_time_program(m, m->run.store, &plan->eval);
+        msi_time_program(&m->graph, &m->costs, m->run.store, &plan->train);
+        msi_time_program(&m->graph, &m->costs, m->run.store, &plan->eval);
         plan->plain_step_us = plan->train.step_us - plan->train.recompute_us;
     }
     msi_set_sizes(&m->graph, sizes);
@@ -13316,19 +13770,18 @@ static ms_result msi_make_pass(msi_verification *v, int pass) {
     msi_lowering w;
     none.kind = MS_OPTIMIZER_NONE;
     none.grad_clip_norm = 0.0f;
-    if (!plan || !msi_lowering_init(&w, m, v->store, plan)) {
+    if (!plan || !msi_lowering_init(&w, &m->graph, v->store, &none, a)) {
         return msi_fail_memory(m, "a plan of ms_verify", msi_lowering_bytes(&m->graph));
     }
-    if (pass == MSI_PASS_PLAIN) {
-        msi_drop_unread(&m->graph, plan);
-    } else {
-        memcpy(plan->dropped, m->run.plan->dropped, m->graph.tensors.count);
+    msi_decide_plain(&m->graph, plan->decisions);
+    for (uint32_t t = 0; t < m->graph.tensors.count && pass == MSI_PASS_WRAPPED; t++) {
+        plan->decisions[t].pass = m->run.plan->decisions[t].pass;
     }
     plan->plain_step_us = m->run.plan->plain_step_us;
     msi_program *p = &plan->train;
-    w.optimizer = &none;
-    msi_lower_train(&w, p);
+    msi_lower_train(&w, plan->decisions, p);
     msi_lowering_free(&w);
+    msi_schedule(v->store, a, p);
     if (!p->out_of_memory) {
         msi_share_memory(&m->graph, p);
     }
@@ -13392,7 +13845,8 @@ static ms_result msi_poison_new(ms_model *m, uint8_t poison) {
     ms_result result = MS_RESULT_OK;
     for (uint32_t k = 0; k < i->operand_count && result == MS_RESULT_OK; k++) {
         const uint32_t range = p->operands.items[i->operand_first + k].range;
-        if (i->op <= MSI_OP_EVAL && range != MSI_NONE && range >= m->run.store->residents.count &&
+        if (msi_calls_layer((msi_op)i->op) && range != MSI_NONE &&
+            range >= m->run.store->residents.count &&
             p->ranges.items[range].first == m->run.position &&
             p->ranges.items[range].alias_of == MSI_NONE) {
             if (m->config.backend.device_is_host) {
@@ -13471,7 +13925,7 @@ static ms_result msi_take_result(msi_verification *v, int pass, uint32_t t, uint
     ms_model *m = v->model;
     const msi_tensor *tensor = &m->graph.tensors.items[t];
     const uint8_t *from = (const uint8_t *)msi_address(m, m->run.program, v->range_of[t]);
-    const bool on_host = msi_is_on_host(m, v->range_of[t]);
+    const bool on_host = msi_is_on_host(m->run.store, v->range_of[t]);
     uint8_t *piece = v->results + v->result_bytes;
     if (pass == MSI_PASS_PLAIN) {
         return msi_copy(m, result, true, from, on_host, tensor->bytes);
@@ -13628,7 +14082,7 @@ static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
         }
     }
     r->peak_instruction = p->peak;
-    r->peak_layer = i->op <= MSI_OP_EVAL ? msi_layer_name(m, i->target) : "";
+    r->peak_layer = msi_calls_layer((msi_op)i->op) ? msi_layer_name(m, i->target) : "";
 }
 
 static uint64_t msi_hash_program(uint64_t hash, const msi_program *p, uint32_t resident_count) {
@@ -13804,7 +14258,7 @@ static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *
         o.is_outside = resident->borrowed || resident->on_host;
         o.offset = o.is_outside ? 0 : resident->offset;
     }
-    if (i->op <= MSI_OP_EVAL) {
+    if (msi_calls_layer((msi_op)i->op)) {
         const msi_layer *l = &m->graph.layers.items[i->target];
         const int group = msi_operand_group(l, i, k, &o.slot);
         o.kind = kinds[group];
@@ -13842,7 +14296,7 @@ static void msi_walk_start(msi_walk *w, const ms_model *m, const msi_program *p)
         const bool outside = resident->borrowed || resident->on_host;
         w->live_bytes_of[p->ranges.items[k].category] += outside ? 0 : msi_align(resident->bytes);
     }
-    msi_clock_start(&w->clock, m, m->run.store);
+    msi_clock_start(&w->clock, &m->graph, &m->costs, m->run.store, p);
 }
 
 /* Every life is an operand of the instruction where it begins and, unless it is kept, of that where
@@ -13873,8 +14327,8 @@ static void msi_walk_count(msi_walk *w, bool behind) {
 static void msi_walk_enter(msi_walk *w) {
     const msi_instruction *i = &w->program->instructions.items[w->now];
     msi_walk_count(w, false);
-    w->duration_us = msi_duration_us(w->model, w->program, i);
-    w->start_us = msi_clock_run(&w->clock, w->model, w->program, w->now, w->duration_us);
+    w->duration_us = msi_duration_us(&w->clock, i);
+    w->start_us = msi_clock_run(&w->clock, w->now, w->duration_us);
 }
 
 static void msi_walk_leave(msi_walk *w) {
@@ -13886,7 +14340,7 @@ static void msi_emit_event(const msi_walk *w, ms_event_kind kind, const ms_event
                            uint32_t count) {
     const ms_model *m = w->model;
     const msi_instruction *i = &w->program->instructions.items[w->now];
-    const bool of_layer = i->op <= MSI_OP_EVAL, drops = kind == MS_EVENT_DROP;
+    const bool of_layer = msi_calls_layer((msi_op)i->op), drops = kind == MS_EVENT_DROP;
     const bool of_scratch =
         i->op == MSI_OP_CLIP || (i->op == MSI_OP_ZERO && count == 1 && operands[0].tensor.id == 0);
     ms_event event;
@@ -13906,7 +14360,7 @@ static void msi_emit_event(const msi_walk *w, ms_event_kind kind, const ms_event
     event.operand_count = count;
     event.live_bytes = m->run.store->resident_bytes + w->program->live_bytes.items[w->now];
     memcpy(event.live_bytes_of, w->live_bytes_of, sizeof event.live_bytes_of);
-    event.stream = (ms_stream_kind)msi_op_costs[i->op].stream;
+    event.stream = msi_stream_of(&m->costs, (msi_op)i->op);
     event.start_us = drops ? w->start_us + w->duration_us : w->start_us;
     event.duration_us = drops ? 0.0 : w->duration_us;
     if (w->program->is_measured) {
@@ -13942,10 +14396,6 @@ static void msi_visit_drops(const msi_walk *w) {
 }
 
 static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit, void *user) {
-    static const ms_event_kind kinds[MSI_OP_COUNT] = {
-        MS_EVENT_FORWARD, MS_EVENT_RECOMPUTE, MS_EVENT_BACKWARD, MS_EVENT_EVAL, MS_EVENT_SEED,
-        MS_EVENT_ZERO,    MS_EVENT_COPY,      MS_EVENT_COPY,     MS_EVENT_ADD,  MS_EVENT_NORM,
-        MS_EVENT_CLIP,    MS_EVENT_UPDATE,    MS_EVENT_COUNT};
     msi_walk w;
     msi_walk_start(&w, m, p);
     w.visit = visit;
@@ -13961,7 +14411,7 @@ static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit
         }
         msi_walk_enter(&w);
         if (i->op != MSI_OP_NOTHING) {
-            msi_emit_event(&w, kinds[i->op], operands, count);
+            msi_emit_event(&w, msi_ops[i->op].event, operands, count);
             msi_visit_drops(&w);
         }
         msi_walk_leave(&w);
@@ -13989,9 +14439,9 @@ static void msi_print_operand(const msi_listing *to, const ms_event_operand *ope
 }
 
 static void msi_print_event(const ms_event *event, void *user) {
-    static const char *const kinds[] = {"forward", "recompute", "backward", "eval",
-                                        "seed",    "zero",      "copy",     "add",
-                                        "norm",    "clip",      "update",   "drop"};
+    static const char *const kinds[] = {"forward", "recompute", "backward", "eval",     "seed",
+                                        "zero",    "copy",      "copy in",  "copy out", "wait",
+                                        "add",     "norm",      "clip",     "update",   "drop"};
     const msi_listing *to = (const msi_listing *)user;
     if (event->kind == MS_EVENT_DROP) {
         return;
@@ -14052,7 +14502,7 @@ static uint64_t msi_kept_bytes(const ms_model *m, uint32_t layer) {
     const uint32_t *made = msi_made_by(&m->graph, layer, &count);
     uint64_t kept = 0;
     for (uint32_t k = 0; k < count; k++) {
-        const bool keeps = made[k] != MSI_NONE && !m->run.plan->dropped[made[k]];
+        const bool keeps = made[k] != MSI_NONE && m->run.plan->decisions[made[k]].pass == 0;
         kept += keeps ? m->graph.tensors.items[made[k]].bytes : 0;
     }
     return kept;
@@ -14195,11 +14645,6 @@ static void msi_print_profile(const ms_model *m, const msi_printer *out) {
 /* The processes of a trace. */
 enum { MSI_TRACE_SIMULATED = 1, MSI_TRACE_MEASURED = 2 };
 
-/* By msi_op. */
-static const char *const msi_op_names[MSI_OP_COUNT] = {
-    "forward", "recompute", "backward", "eval", "seed",   "zero",   "copy",
-    "restore", "add",       "norm",     "clip", "update", "nothing"};
-
 /* By ms_stream_kind. */
 static const char *const msi_stream_names[] = {"compute", "copies to the device",
                                                "copies to the host"};
@@ -14261,7 +14706,7 @@ static void msi_trace_inputs(const msi_printer *out, const ms_model *m) {
     memset(&c, 0, sizeof c);
     for (uint32_t k = 0; k < m->run.store->residents.count; k++) {
         const msi_resident *resident = &m->run.store->residents.items[k];
-        const double us = msi_staging_us(m, resident);
+        const double us = msi_staging_us(&m->graph, &m->costs, resident);
         if (us > 0.0) {
             const msi_span span = {"copy in",
                                    msi_tensor_name(m, resident->tensor),
@@ -14287,8 +14732,8 @@ static void msi_trace_verdict(const msi_printer *out, const msi_walk *w) {
                           MSI_NONE,
                           w->program->ranges.items[w->program->loss].bytes};
     msi_trace_span(out, MSI_TRACE_SIMULATED, &sum);
-    if (msi_has_copies(m)) {
-        const double us = msi_copy_us(m, MS_STREAM_TO_HOST, MSI_STATES_BYTES);
+    if (m->costs.has_copies) {
+        const double us = msi_copy_us(&m->costs, MS_STREAM_TO_HOST, MSI_STATES_BYTES);
         const msi_span verdict = {
             "copy out", "verdict", MS_STREAM_TO_HOST, w->clock.free_us[MS_STREAM_TO_HOST] - us,
             us,         MSI_NONE,  MSI_STATES_BYTES};
@@ -14301,15 +14746,15 @@ static void msi_trace_instruction(const msi_printer *out, const msi_walk *w, boo
     const ms_model *m = w->model;
     const msi_program *p = w->program;
     const msi_instruction *i = &p->instructions.items[w->now];
-    const bool of_layer = i->op <= MSI_OP_EVAL;
+    const bool of_layer = msi_calls_layer((msi_op)i->op);
     const bool of_tensor =
         !of_layer && i->op != MSI_OP_CLIP &&
         p->ranges.items[p->operands.items[i->operand_first].range].role < MSI_ROLE_WORKSPACE;
-    msi_span span = {msi_op_names[i->op],
+    msi_span span = {msi_ops[i->op].name,
                      of_layer    ? msi_layer_name(m, i->target)
                      : of_tensor ? msi_tensor_name(m, i->target)
                                  : "",
-                     (ms_stream_kind)msi_op_costs[i->op].stream,
+                     msi_stream_of(&m->costs, (msi_op)i->op),
                      w->start_us,
                      w->duration_us,
                      w->now,
@@ -15142,6 +15587,12 @@ struct msi_cuda_scope {
     msi_cuda_scope &operator=(const msi_cuda_scope &);
 };
 
+/* What a call of the runtime returns, made with a device as the current one. */
+template <typename Call> static int msi_cuda_on(int device, Call call) {
+    const msi_cuda_scope scope(device);
+    return scope.error ? scope.error : msi_cuda_error(call());
+}
+
 } // namespace
 
 static int msi_cuda_device(void *user) {
@@ -15161,10 +15612,9 @@ template <typename... Parameters, typename... Arguments>
 static int msi_cuda_launch(const msi_cuda *c, uint64_t blocks, void (*kernel)(Parameters...),
                            Arguments... arguments) {
     const cudaLaunchConfig_t config = msi_cuda_config(c, blocks, MSI_CUDA_THREADS);
-    const msi_cuda_scope scope(c->device);
-    return scope.error ? scope.error
-                       : msi_cuda_error(cudaLaunchKernelEx(&config, kernel,
-                                                           static_cast<Parameters>(arguments)...));
+    return msi_cuda_on(c->device, [&] {
+        return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+    });
 }
 
 static uint64_t msi_cuda_blocks(uint64_t threads) {
@@ -15448,8 +15898,7 @@ static int msi_cuda_gemm(void *state, float alpha, const ms_matrix *a, const ms_
 static int msi_cuda_memory_alloc(void *user, const ms_allocator *host, uint64_t bytes,
                                  void **device) {
     (void)host;
-    const msi_cuda_scope scope(msi_cuda_device(user));
-    return scope.error ? scope.error : msi_cuda_error(cudaMalloc(device, (size_t)bytes));
+    return msi_cuda_on(msi_cuda_device(user), [&] { return cudaMalloc(device, (size_t)bytes); });
 }
 
 static void msi_cuda_memory_release(void *user, const ms_allocator *host, void *device,
@@ -15462,10 +15911,8 @@ static void msi_cuda_memory_release(void *user, const ms_allocator *host, void *
 static int msi_cuda_host_alloc(void *user, const ms_allocator *host, uint64_t bytes,
                                void **memory) {
     (void)host;
-    const msi_cuda_scope scope(msi_cuda_device(user));
-    return scope.error
-               ? scope.error
-               : msi_cuda_error(cudaHostAlloc(memory, (size_t)bytes, cudaHostAllocPortable));
+    return msi_cuda_on(msi_cuda_device(user),
+                       [&] { return cudaHostAlloc(memory, (size_t)bytes, cudaHostAllocPortable); });
 }
 
 static void msi_cuda_host_release(void *user, const ms_allocator *host, void *memory,
@@ -15677,10 +16124,9 @@ static int msi_cuda_prepare(void *state, const ms_prepare_args *args) {
 static int msi_cuda_memcpy(void *state, ms_stream_kind stream, void *to, const void *from,
                            uint64_t bytes, cudaMemcpyKind kind) {
     const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_scope scope(c->device);
-    return scope.error
-               ? scope.error
-               : msi_cuda_error(cudaMemcpyAsync(to, from, (size_t)bytes, kind, c->streams[stream]));
+    return msi_cuda_on(c->device, [&] {
+        return cudaMemcpyAsync(to, from, (size_t)bytes, kind, c->streams[stream]);
+    });
 }
 
 static int msi_cuda_copy_in(void *state, void *device, const void *host, uint64_t bytes) {
@@ -15713,10 +16159,9 @@ static int msi_cuda_upload(void *state, void *device, const void *host, uint64_t
 
 static int msi_cuda_fill_bytes(void *state, void *device, uint8_t value, uint64_t bytes) {
     const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_scope scope(c->device);
-    return scope.error ? scope.error
-                       : msi_cuda_error(cudaMemsetAsync(device, value, (size_t)bytes,
-                                                        c->streams[MS_STREAM_COMPUTE]));
+    return msi_cuda_on(c->device, [&] {
+        return cudaMemsetAsync(device, value, (size_t)bytes, c->streams[MS_STREAM_COMPUTE]);
+    });
 }
 
 static int msi_cuda_fill_f32(void *state, void *device, float value, uint64_t count) {
@@ -15767,10 +16212,9 @@ static int msi_cuda_clip_scale(void *state, const double *sum, float limit, floa
                                ms_step_state *step) {
     const msi_cuda *c = (const msi_cuda *)state;
     const cudaLaunchConfig_t config = msi_cuda_config(c, 1, 1);
-    const msi_cuda_scope scope(c->device);
-    return scope.error
-               ? scope.error
-               : msi_cuda_error(cudaLaunchKernelEx(&config, msi_k_clip, sum, limit, scale, step));
+    return msi_cuda_on(c->device, [&] {
+        return cudaLaunchKernelEx(&config, msi_k_clip, sum, limit, scale, step);
+    });
 }
 
 static int msi_cuda_update(void *state, const ms_update_args *args) {
@@ -15802,23 +16246,19 @@ static int msi_cuda_synchronize(void *state) {
 
 static int msi_cuda_record(void *state, ms_stream_kind stream, uint32_t event) {
     const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_scope scope(c->device);
-    return scope.error ? scope.error
-                       : msi_cuda_error(cudaEventRecord(c->events[event], c->streams[stream]));
+    return msi_cuda_on(c->device,
+                       [&] { return cudaEventRecord(c->events[event], c->streams[stream]); });
 }
 
 static int msi_cuda_wait(void *state, ms_stream_kind stream, uint32_t event) {
     const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_scope scope(c->device);
-    return scope.error
-               ? scope.error
-               : msi_cuda_error(cudaStreamWaitEvent(c->streams[stream], c->events[event], 0));
+    return msi_cuda_on(
+        c->device, [&] { return cudaStreamWaitEvent(c->streams[stream], c->events[event], 0); });
 }
 
 static int msi_cuda_wait_on_host(void *state, uint32_t event) {
     const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_scope scope(c->device);
-    return scope.error ? scope.error : msi_cuda_error(cudaEventSynchronize(c->events[event]));
+    return msi_cuda_on(c->device, [&] { return cudaEventSynchronize(c->events[event]); });
 }
 
 static void *msi_cuda_stream(void *state) {
@@ -15828,10 +16268,10 @@ static void *msi_cuda_stream(void *state) {
 /* Calls of this thread that cannot be recorded spoil it; other threads are left alone. */
 static int msi_cuda_recording_begin(void *state) {
     const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_scope scope(c->device);
-    return scope.error ? scope.error
-                       : msi_cuda_error(cudaStreamBeginCapture(c->streams[MS_STREAM_COMPUTE],
-                                                               cudaStreamCaptureModeThreadLocal));
+    return msi_cuda_on(c->device, [&] {
+        return cudaStreamBeginCapture(c->streams[MS_STREAM_COMPUTE],
+                                      cudaStreamCaptureModeThreadLocal);
+    });
 }
 
 static int msi_cuda_recording_check(void *state) {
@@ -15866,10 +16306,9 @@ static int msi_cuda_recording_end(void *state, void **graph) {
 
 static int msi_cuda_recording_launch(void *state, void *graph) {
     const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_scope scope(c->device);
-    return scope.error ? scope.error
-                       : msi_cuda_error(cudaGraphLaunch((cudaGraphExec_t)graph,
-                                                        c->streams[MS_STREAM_COMPUTE]));
+    return msi_cuda_on(c->device, [&] {
+        return cudaGraphLaunch((cudaGraphExec_t)graph, c->streams[MS_STREAM_COMPUTE]);
+    });
 }
 
 static void msi_cuda_recording_release(void *state, void *graph) {

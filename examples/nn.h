@@ -2,9 +2,9 @@
     BERT of any size, and those of convolutional nets.
 
     For the examples, tests and benchmarks. Include this header alone: it includes memscale.h, for
-    its declarations, and the two headers that hold the kernels, nn_cpu.h and nn_cuda.h. Every
-    function is static, and all of it is C99 and C++11. With OpenMP the loops run in parallel; all
-    matrix products go through ms_gemm.
+    its declarations, and the two headers that hold the kernels, nn_cpu.h and nn_cuda.h. All of it
+    is C99 and C++11, except the CUDA kernels, and every function is static, except nn_cuda(). With
+    OpenMP the loops run in parallel; all matrix products go through ms_gemm.
 
         ms_model *model;
         ms_create(&config, &model);

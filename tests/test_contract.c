@@ -455,6 +455,13 @@ typedef struct replay {
     cell cells[CELLS];
     bool fine, dry;
     bool fills; // the first visit, which finds out where lasting values lie
+    /* Copies between host and device that were issued: every second one runs where it is awaited. */
+    struct {
+        void *target;
+        const void *source;
+        size_t bytes;
+    } pending[2 * RD_SLOTS];
+    uint32_t pending_count;
 } replay;
 
 static replay replayed;
@@ -647,6 +654,29 @@ static void replay_update(replay *r, const ms_event *event) {
     assert_int_equal(error, 0);
 }
 
+static void replay_issue(replay *r, void *target, const void *source, size_t bytes) {
+    assert_true(r->pending_count < 2 * RD_SLOTS);
+    r->pending[r->pending_count].target = target;
+    r->pending[r->pending_count].source = source;
+    r->pending[r->pending_count++].bytes = bytes;
+    if (r->pending_count % 2 == 1) { // at once; once more when it is awaited, which changes nothing
+        memmove(target, source, bytes);
+    }
+}
+
+/* All copies up to the one that makes `target`, which must be among them. */
+static bool replay_wait(replay *r, const void *target) {
+    uint32_t done = 0;
+    bool found = false;
+    while (done < r->pending_count && !found) {
+        memmove(r->pending[done].target, r->pending[done].source, r->pending[done].bytes);
+        found = r->pending[done++].target == target;
+    }
+    memmove(r->pending, r->pending + done, (r->pending_count - done) * sizeof r->pending[0]);
+    r->pending_count -= done;
+    return found;
+}
+
 static bool replay_other(replay *r, const ms_event *event) {
     const ms_event_operand *o = event->operands;
     void *data = replay_data(r, &o[0]);
@@ -663,6 +693,12 @@ static bool replay_other(replay *r, const ms_event *event) {
     case MS_EVENT_COPY:
         memmove(data, second, (size_t)o[0].bytes);
         return true;
+    case MS_EVENT_COPY_IN:
+    case MS_EVENT_COPY_OUT:
+        replay_issue(r, data, second, (size_t)o[0].bytes);
+        return true;
+    case MS_EVENT_WAIT:
+        return replay_wait(r, data) || replay_fail(r, "no copy is awaited", event, 0);
     case MS_EVENT_ADD:
         for (uint64_t i = 0; i < count; ++i) {
             floats[i] += ((const float *)second)[i];

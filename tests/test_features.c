@@ -342,7 +342,8 @@ static void count_event(const ms_event *event, void *user) {
     if (event->layer.id != 0 && event->layer.id <= MAX_OPS) {
         t->of_layer[event->kind][event->layer.id - 1] += 1;
     }
-    if (event->kind == MS_EVENT_COPY) {
+    if (event->kind == MS_EVENT_COPY || event->kind == MS_EVENT_COPY_IN ||
+        event->kind == MS_EVENT_COPY_OUT) {
         const ms_event_operand *o = event->operands;
         assert_int_equal(event->operand_count, 2);
         t->moves += o[0].offset != o[1].offset || o[0].is_outside || o[1].is_outside;

@@ -70,19 +70,26 @@ static ms_result lower_again(ms_model *m, const msi_store *store, msi_plan *plan
                              const depths *with) {
     const ms_allocator *a = &m->config.allocator;
     msi_program *p = &plan->train;
+    const msi_graph *g = &m->graph;
     msi_lowering w;
-    memcpy(plan->dropped, with->of, m->graph.tensors.count);
-    plan->early_update = with->early_update;
-    plan->update_lag_bytes = with->update_lag_bytes;
-    bool fine = msi_lowering_init(&w, m, store, plan);
+    for (uint32_t t = 0; t < g->tensors.count; ++t) {
+        plan->decisions[t].pass = with->of[t];
+        plan->decisions[t].update_after = MSI_NONE;
+    }
+    if (with->early_update) {
+        msi_place_updates(g, plan->decisions, true, with->update_lag_bytes);
+    }
+    bool fine = msi_lowering_init(&w, g, store, &m->optimizer, a);
     if (fine) {
-        msi_lower_train(&w, p);
+        msi_lower_train(&w, plan->decisions, p);
         msi_lowering_free(&w);
+        msi_schedule(store, a, p);
         fine = !p->out_of_memory;
     }
     if (fine) {
-        msi_share_memory(&m->graph, p);
-        fine = msi_simulate(m, store, p) && msi_make_blocks(a, p, store->residents.count) &&
+        msi_share_memory(g, p);
+        msi_simulate(g, &m->costs, store, a, p);
+        fine = !p->out_of_memory && msi_make_blocks(a, p, store->residents.count) &&
                msi_layout(a, p->blocks.items, p->blocks.count, MSI_LAYOUT_EFFORT, &p->height) ==
                    MS_RESULT_OK;
     }
@@ -90,7 +97,7 @@ static ms_result lower_again(ms_model *m, const msi_store *store, msi_plan *plan
         return msi_fail_memory(m, "the nested plan", p->ranges.count);
     }
     msi_resolve(store, p);
-    plan->arena_bytes = msi_arena_of(store, plan);
+    plan->arena_bytes = msi_arena_of(store, &plan->train, &plan->eval);
     return MS_RESULT_OK;
 }
 
@@ -337,7 +344,8 @@ static bool walk_other(walk *w, const msi_instruction *i) {
         *holds_at(w, 0) = HOLDS_NUMBERS;
         return true;
     case MSI_OP_COPY:
-    case MSI_OP_RESTORE:
+    case MSI_OP_COPY_IN:
+    case MSI_OP_COPY_OUT:
         if (*holds_at(w, 1) == HOLDS_NOTHING || *holds_at(w, 1) == HOLDS_RUBBISH) {
             return wrong(w, 1, "is copied, but holds nothing");
         }
@@ -365,7 +373,7 @@ static bool walk_instruction(walk *w) {
     if (!walk_lives(w)) {
         return false;
     }
-    if (i->op > MSI_OP_EVAL) {
+    if (!msi_calls_layer((msi_op)i->op)) {
         return walk_other(w, i);
     }
     const msi_layer *l = &w->g->layers.items[i->target];
@@ -483,7 +491,7 @@ static bool walk_program(const msi_graph *g, const msi_store *store, const msi_p
 
 typedef struct passes {
     const msi_graph *g;
-    const uint8_t *dropped;
+    const msi_tensor_decision *decisions;
     const msi_program *p;
     uint32_t *last_reader;          // per tensor, lowest layer + 1; 0: none
     bool *there, *missing, *wanted; // per tensor
@@ -520,7 +528,7 @@ static void close_over(const passes *s, uint32_t t, const bool *among, bool *mar
 static bool is_held_for_backward(const passes *s, uint32_t t, uint32_t depth, uint32_t reader) {
     const uint32_t last = s->last_reader[t];
     return s->g->tensors.items[t].is_output || t == s->g->loss ||
-           (last != 0 && last - 1 <= reader && s->dropped[t] <= depth);
+           (last != 0 && last - 1 <= reader && s->decisions[t].pass <= depth);
 }
 
 /* Whether a layer can run again without making this value. */
@@ -540,7 +548,7 @@ static void run_again(passes *s, uint32_t layer, uint32_t depth, uint32_t reader
                 (!may_be_left_out(l, group, k) || s->wanted[t] ||
                  is_held_for_backward(s, t, depth, reader))) {
                 s->there[t] = s->made[t] = true;
-                s->leaves[t] = s->dropped[t] > depth;
+                s->leaves[t] = s->decisions[t].pass > depth;
             }
         }
     }
@@ -619,7 +627,7 @@ static bool one_pass(passes *s, uint32_t depth, uint32_t reader) {
     memset(s->leaves, 0, tensors * sizeof *s->leaves);
     memset(s->ran, 0, layers * sizeof *s->ran);
     for (uint32_t t = 0; t < tensors; ++t) {
-        if (s->missing[t] && s->dropped[t] <= depth) {
+        if (s->missing[t] && s->decisions[t].pass <= depth) {
             close_over(s, t, s->missing, s->wanted);
         }
     }
@@ -647,7 +655,7 @@ static bool bring_back(passes *s, uint32_t t, uint32_t reader) {
         memset(s->missing, 0, s->g->tensors.count * sizeof *s->missing);
         close_over(s, t, NULL, s->missing);
         for (uint32_t k = 0; k < s->g->tensors.count; ++k) {
-            depth = s->missing[k] && s->dropped[k] < depth ? s->dropped[k] : depth;
+            depth = s->missing[k] && s->decisions[k].pass < depth ? s->decisions[k].pass : depth;
         }
         if (depth == 0) {
             return unlike(s, 0, "what is kept is missing");
@@ -706,12 +714,12 @@ static bool *flags(uint64_t count) {
 
 /* Whether a program recomputes as its depths say. *longest becomes the largest number of passes
    for one value. */
-static bool passes_agree(const msi_graph *g, const uint8_t *dropped, const msi_program *p,
-                         uint32_t *longest, char *text) {
+static bool passes_agree(const msi_graph *g, const msi_tensor_decision *decisions,
+                         const msi_program *p, uint32_t *longest, char *text) {
     passes s;
     memset(&s, 0, sizeof s);
     s.g = g;
-    s.dropped = dropped;
+    s.decisions = decisions;
     s.p = p;
     s.text = text;
     s.last_reader = counters(g->tensors.count);
@@ -723,7 +731,7 @@ static bool passes_agree(const msi_graph *g, const uint8_t *dropped, const msi_p
     s.ran = flags(g->layers.count);
     find_last_readers(&s);
     for (uint32_t t = 0; t < g->tensors.count; ++t) {
-        s.there[t] = dropped[t] == 0;
+        s.there[t] = decisions[t].pass == 0;
     }
     s.now = p->forward_end;
     bool fine = true;
@@ -745,7 +753,7 @@ static bool passes_agree(const msi_graph *g, const uint8_t *dropped, const msi_p
 static bool plan_is_sound(const ms_model *m, uint32_t *longest, char *text) {
     const msi_plan *plan = m->run.plan;
     return walk_program(&m->graph, m->run.store, &plan->train, text) &&
-           passes_agree(&m->graph, plan->dropped, &plan->train, longest, text);
+           passes_agree(&m->graph, plan->decisions, &plan->train, longest, text);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1097,7 +1105,9 @@ static bool same(trial *t, const char *what, uint32_t value, ms_tensor plain, ms
     const ms_result of_plain = ms_read(t->plain->model, plain, a);
     const ms_result of_nested = ms_read(t->nested->model, nested, b);
     const bool is_gradient = ms_gradient(t->plain->model, t->plain->handle[value]).id == plain.id;
-    const bool may_be_gone = is_gradient && t->nested->model->run.plan->early_update;
+    const msi_tensor_decision *decisions = t->nested->model->run.plan->decisions;
+    const bool may_be_gone =
+        is_gradient && decisions[msi_index(t->nested->model, nested)].update_after != MSI_NONE;
     if (of_plain != of_nested && !(of_nested == MS_RESULT_ORDER && may_be_gone)) {
         return rd_fail(&t->nested->run, "reading %s %u: %s, plain %s", what, (unsigned)value,
                        ms_result_name(of_nested), ms_result_name(of_plain));
@@ -1350,7 +1360,8 @@ typedef struct solved {
 static void note_plan(const ms_model *m, solved *to) {
     uint32_t deepest = 0;
     for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
-        deepest = m->run.plan->dropped[t] > deepest ? m->run.plan->dropped[t] : deepest;
+        const uint32_t pass = m->run.plan->decisions[t].pass;
+        deepest = pass > deepest ? pass : deepest;
     }
     to->plans += 1;
     to->nested += deepest > 1;

@@ -1407,7 +1407,7 @@ static ms_optimizer_desc z_optimizer(void) {
 static void z_start(m_net *n, bool bert, const nn_transformer_config *shape, bool smallest) {
     const ms_optimizer_desc sgd = z_optimizer();
     ms_config config = m_backend();
-    uint64_t budget;
+    uint64_t budget = 0;
     memset(n, 0, sizeof *n);
     n->config = *shape;
     assert_int_equal(ms_create(&config, &n->model), MS_RESULT_OK);
@@ -1721,7 +1721,7 @@ static const char *m_refused_images(ms_model *model, nn_net *net, int mistake) {
         return "larger than the image";
     case 2:
         nn_conv2d(net, "bad", x, 4, 3, 0, 0);
-        return "stride must be 1 at least";
+        return "stride must be at least 1";
     case 3:
         nn_max_pool(net, "bad", along, 2, 2, 0);
         return "only B along an axis";

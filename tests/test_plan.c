@@ -939,7 +939,8 @@ static void check_operands(const msi_program *p, uint32_t slot_count) {
         for (uint32_t k = 0; k < i->operand_count; ++k) {
             uint32_t range = p->operands.items[i->operand_first + k].range;
             if (range != MSI_NONE && range >= slot_count) {
-                assert_true(p->ranges.items[range].first <= now && now <= p->ranges.items[range].last);
+                assert_true(p->ranges.items[range].first <= now &&
+                            now <= p->ranges.items[range].last);
             }
         }
     }
@@ -1075,69 +1076,76 @@ static void planning_is_deterministic(void **state) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// the ladder against all plans
+// the greedy search against all plans
 
-enum { LADDER_DEPTH = 10 };
+enum { GREEDY_DEPTH = 10 };
 
 /* Least peak for each number of recomputations, over every set of drops of a chain. */
-static void best_of_all_plans(msi_solver *solver, const t_chain *chain, uint64_t *best) {
-    uint32_t droppable[LADDER_DEPTH + 2], count = 0;
+static void best_of_all_plans(const msi_scorer *scorer, msi_tensor_decision *decisions,
+                              const t_chain *chain, uint64_t *best) {
+    uint32_t droppable[GREEDY_DEPTH + 2], count = 0;
     const msi_graph *g = &chain->model->graph;
-    for (uint32_t t = 0; t < g->tensors.count && count < LADDER_DEPTH + 2; ++t) {
+    for (uint32_t t = 0; t < g->tensors.count && count < GREEDY_DEPTH + 2; ++t) {
         const msi_tensor *tensor = &g->tensors.items[t];
         if (!msi_is_resident(tensor) && tensor->last_reader != MSI_NONE && t != g->loss) {
             droppable[count++] = t;
         }
     }
-    for (uint32_t i = 0; i <= LADDER_DEPTH * 2; ++i) {
+    for (uint32_t i = 0; i <= GREEDY_DEPTH * 2; ++i) {
         best[i] = UINT64_MAX;
     }
     for (uint32_t mask = 0; mask >> count == 0; ++mask) {
         for (uint32_t k = 0; k < count; ++k) {
-            solver->plan->dropped[droppable[k]] = mask >> k & 1;
+            decisions[droppable[k]].pass = mask >> k & 1;
         }
-        assert_int_equal(msi_try(solver), MS_RESULT_OK);
-        const uint32_t again = solver->plan->train.recompute_count;
-        const uint64_t peak = solver->plan->train.peak_bytes;
-        if (again <= LADDER_DEPTH * 2 && peak < best[again]) {
+        (void)msi_estimate(scorer, decisions);
+        assert_false(msi_is_short(scorer));
+        const uint32_t again = scorer->program->recompute_count;
+        const uint64_t peak = scorer->program->peak_bytes;
+        if (again <= GREEDY_DEPTH * 2 && peak < best[again]) {
             best[again] = peak;
         }
     }
     for (uint32_t k = 0; k < count; ++k) {
-        solver->plan->dropped[droppable[k]] = 0;
+        decisions[droppable[k]].pass = 0;
     }
 }
 
-/* On a chain of equal layers no plan with two recomputations less needs less than a rung of the
-   ladder, and the last rung needs as little as any plan. */
-static void ladder_is_close_to_the_best(void **state) {
+/* On a chain of equal layers no plan with two recomputations less needs less than a plan of the
+   greedy list, and the last of the list needs as little as any plan. */
+static void greedy_is_close_to_the_best(void **state) {
     (void)state;
     t_chain chain;
     msi_store *store;
     msi_plan *plan;
-    msi_solver solver;
-    uint64_t best[LADDER_DEPTH * 2 + 1], least = UINT64_MAX;
+    msi_lowering lowering;
+    msi_shortage shortage;
+    msi_scorer scorer;
+    msi_greedy greedy;
+    uint64_t best[GREEDY_DEPTH * 2 + 1], least = UINT64_MAX;
     ms_config config = t_config();
     config.dry_run = true;
-    assert_int_equal(t_chain_create(&chain, &config, LADDER_DEPTH / 2, 64, 8), MS_RESULT_OK);
+    assert_int_equal(t_chain_create(&chain, &config, GREEDY_DEPTH / 2, 64, 8), MS_RESULT_OK);
     assert_int_equal(msi_make_plans(chain.model, MSI_GOAL_PLAIN, &store, &plan), MS_RESULT_OK);
-    assert_true(msi_solver_init(&solver, chain.model, store, plan));
-    plan->early_update = true;
-    best_of_all_plans(&solver, &chain, best);
-    bool moved = true;
-    assert_int_equal(msi_try(&solver), MS_RESULT_OK);
-    while (moved) {
-        assert_int_equal(msi_climb(&solver, &moved), MS_RESULT_OK);
+    assert_true(msi_scorer_init(&scorer, chain.model, store, plan, &lowering, &shortage));
+    msi_place_updates(&chain.model->graph, plan->decisions, true, 0);
+    best_of_all_plans(&scorer, plan->decisions, &chain, best);
+    assert_true(msi_greedy_init(&greedy, &scorer, plan->decisions));
+    greedy.score = msi_estimate(&scorer, greedy.decisions);
+    for (bool more = true; more;) {
+        more = msi_next_plan(&greedy);
         const uint32_t again = plan->train.recompute_count;
         for (uint32_t i = 0; i + 2 <= again; ++i) {
             assert_true(plan->train.peak_bytes <= best[i]);
         }
     }
-    for (uint32_t i = 0; i <= LADDER_DEPTH * 2; ++i) {
+    assert_false(msi_is_short(&scorer));
+    for (uint32_t i = 0; i <= GREEDY_DEPTH * 2; ++i) {
         least = best[i] < least ? best[i] : least;
     }
     assert_true(plan->train.peak_bytes == least);
-    msi_solver_free(&solver);
+    msi_greedy_free(&greedy);
+    msi_lowering_free(&lowering);
     msi_plans_free(chain.model, plan);
     msi_store_free(chain.model, store);
     ms_destroy(chain.model);
@@ -1157,7 +1165,7 @@ int main(void) {
         cmocka_unit_test_teardown(sweep_without_checkpointing, name_failing_graph),
         cmocka_unit_test(forced_plans_are_the_smallest),
         cmocka_unit_test_teardown(random_graphs_are_equal_bit_for_bit, name_failing_graph),
-        cmocka_unit_test(ladder_is_close_to_the_best),
+        cmocka_unit_test(greedy_is_close_to_the_best),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

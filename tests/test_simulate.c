@@ -190,16 +190,19 @@ static void operands_are_waited_for(void **state) {
         chain.model->run.store->resident_of[msi_index(chain.model, chain.weight[0])];
     msi_clock c;
     memset(&c, 0, sizeof c);
+    c.graph = &chain.model->graph;
+    c.costs = &chain.model->costs;
+    c.program = p;
     p->ranges.items[weight].ready_us = 50.0;
     c.copied_us = 80.0;
     c.free_us[MS_STREAM_COMPUTE] = 10.0;
-    near(msi_clock_run(&c, chain.model, p, 0, 5.0), 50.0);
+    near(msi_clock_run(&c, 0, 5.0), 50.0);
     near(c.stall_us, 40.0);
     assert_int_equal(i[1].op, MSI_OP_FORWARD); // squash0 does not
-    near(msi_clock_run(&c, chain.model, p, 1, 5.0), 55.0);
+    near(msi_clock_run(&c, 1, 5.0), 55.0);
     near(c.stall_us, 40.0);
     c.free_us[MS_STREAM_COMPUTE] = 90.0;
-    near(msi_clock_run(&c, chain.model, p, 0, 5.0), 90.0);
+    near(msi_clock_run(&c, 0, 5.0), 90.0);
     near(c.stall_us, 40.0);
     /* A copy begins behind the computing that is enqueued, on its own stream; that is no stall. */
     near(msi_enqueue(&c, MS_STREAM_TO_HOST, c.free_us[MS_STREAM_COMPUTE], 30.0), 95.0);
@@ -634,7 +637,7 @@ static void samples_become_times(void **state) {
         const msi_layer *l = &n.model->graph.layers.items[i];
         near(l->measured.forward_us, 200.0 * (i + 1));
         near(l->measured.backward_us, 500.0 * (i + 1));
-        const ms_layer_time guess = msi_static_time(n.model, l);
+        const ms_layer_time guess = msi_static_time(&n.model->graph, &n.model->costs, l);
         const double share = i == OWN ? guess.recompute_us / guess.forward_us : 1.0;
         near(l->measured.recompute_us, share * 200.0 * (i + 1)); // forward was measured
         assert_true((share < 1.0) == (i == OWN));

@@ -1136,7 +1136,10 @@ static void graph_create(graph *g, uint64_t seed, const ms_config *config) {
 typedef struct census {
     msi_store *store;
     msi_plan *plan;
-    msi_solver solver;
+    msi_lowering lowering;
+    msi_shortage shortage;
+    msi_scorer scorer;
+    msi_score score;                   // of the last choice
     uint32_t tensor[DROPPABLE], count; // that may be dropped
     uint64_t peak_bytes[1 << DROPPABLE];
     double time[1 << DROPPABLE];
@@ -1146,9 +1149,10 @@ typedef struct census {
 
 static void census_choose(census *c, uint32_t mask) {
     for (uint32_t k = 0; k < c->count; ++k) {
-        c->plan->dropped[c->tensor[k]] = mask >> k & 1;
+        c->plan->decisions[c->tensor[k]].pass = mask >> k & 1;
     }
-    assert_int_equal(msi_try(&c->solver), MS_RESULT_OK);
+    c->score = msi_estimate(&c->scorer, c->plan->decisions);
+    assert_false(msi_is_short(&c->scorer));
 }
 
 static const census *census_of_sort;
@@ -1172,7 +1176,7 @@ static bool census_take(census *c, ms_model *m) {
         }
     }
     t_ok(m, msi_make_plans(m, MSI_GOAL_PLAIN, &c->store, &c->plan));
-    assert_true(msi_solver_init(&c->solver, m, c->store, c->plan));
+    assert_true(msi_scorer_init(&c->scorer, m, c->store, c->plan, &c->lowering, &c->shortage));
     c->plain_us = c->plan->plain_step_us;
     for (uint32_t mask = 0; mask >> c->count == 0; ++mask) {
         census_choose(c, mask);
@@ -1187,7 +1191,7 @@ static bool census_take(census *c, ms_model *m) {
 
 static void census_free(census *c, ms_model *m) {
     if (c->store != NULL) {
-        msi_solver_free(&c->solver);
+        msi_lowering_free(&c->lowering);
         msi_plans_free(m, c->plan);
         msi_store_free(m, c->store);
     }
@@ -1195,13 +1199,13 @@ static void census_free(census *c, ms_model *m) {
 
 /* The least arena of a plan that needs no more than this much. */
 static uint64_t census_arena(census *c, uint32_t mask, uint64_t budget) {
-    bool fits = false;
     if (c->peak_bytes[mask] > budget) {
         return UINT64_MAX;
     }
     census_choose(c, mask);
-    assert_int_equal(msi_fits(&c->solver, budget, &fits), MS_RESULT_OK);
-    return fits ? c->plan->arena_bytes : UINT64_MAX;
+    const bool fits = msi_fits(&c->scorer, &c->score, budget, 0);
+    assert_false(msi_is_short(&c->scorer));
+    return fits ? c->score.bytes : UINT64_MAX;
 }
 
 static uint64_t census_smallest(census *c) {
