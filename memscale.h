@@ -1860,6 +1860,14 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
     return moved;
 }
 
+/* Goes on with a call if all went well so far. */
+#define MSI_THEN(result, call)                                                                     \
+    do {                                                                                           \
+        if ((result) == MS_RESULT_OK) {                                                            \
+            (result) = (call);                                                                     \
+        }                                                                                          \
+    } while (0)
+
 /* A growing array. MSI_RESERVE is false, and changes nothing, where there is no memory. */
 #define MSI_LIST(type)                                                                             \
     struct {                                                                                       \
@@ -2905,7 +2913,7 @@ static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const 
     }
     ms_result result = target_on_host ? msi_copy_out(m, target, source, bytes, MSI_EVENT_COPY)
                                       : msi_copy_in(m, target, source, bytes, MSI_EVENT_COPY);
-    result = result == MS_RESULT_OK ? msi_wait_on_host(m, MSI_EVENT_COPY) : result;
+    MSI_THEN(result, msi_wait_on_host(m, MSI_EVENT_COPY));
     if (result != MS_RESULT_OK) { // no copy may go on with memory that is the caller's again
         const msi_errors errors = m->errors;
         (void)msi_synchronize(m);
@@ -3630,7 +3638,7 @@ static ms_result msi_report_hardware(ms_model *m, ms_hardware *report) {
         return MS_RESULT_OK;
     }
     ms_result result = m->config.dry_run ? MS_RESULT_OK : msi_synchronize(m);
-    result = result == MS_RESULT_OK ? msi_measure(m, report) : result;
+    MSI_THEN(result, msi_measure(m, report));
     m->sources.reported = *report;
     return result;
 }
@@ -5191,8 +5199,8 @@ static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     }
     msi_analyze(g);
     ms_result result = msi_check_buffers(m);
-    result = result == MS_RESULT_OK ? msi_check_on_host(m) : result;
-    result = result == MS_RESULT_OK ? msi_check_loss(m) : result;
+    MSI_THEN(result, msi_check_on_host(m));
+    MSI_THEN(result, msi_check_loss(m));
     if (result != MS_RESULT_OK) {
         return result;
     }
@@ -5617,7 +5625,7 @@ static ms_result msi_read_head(ms_model *m, msi_reader *r) {
                         "reads version %d: save it anew",
                         version, (int)MSI_PROFILE_VERSION);
     }
-    result = result == MS_RESULT_OK ? msi_expect_line(m, r, "graph") : result;
+    MSI_THEN(result, msi_expect_line(m, r, "graph"));
     if (result != MS_RESULT_OK) {
         return result;
     }
@@ -5635,7 +5643,7 @@ static ms_result msi_read_head(ms_model *m, msi_reader *r) {
 
 static ms_result msi_read_speeds(ms_model *m, msi_reader *r, ms_hardware *h, double *costs) {
     ms_result result = msi_expect_line(m, r, "device"); // for people
-    result = result == MS_RESULT_OK ? msi_expect_line(m, r, "speeds") : result;
+    MSI_THEN(result, msi_expect_line(m, r, "speeds"));
     for (int i = 0; i < MSI_SPEED_COUNT && result == MS_RESULT_OK; i++) {
         double *speed = msi_speed(h, i);
         result = msi_expect_number(m, r, "a speed", msi_most_speed, speed);
@@ -5645,7 +5653,7 @@ static ms_result msi_read_speeds(ms_model *m, msi_reader *r, ms_hardware *h, dou
                          (unsigned)r->number);
         }
     }
-    result = result == MS_RESULT_OK ? msi_expect_line(m, r, "bytes_per_us") : result;
+    MSI_THEN(result, msi_expect_line(m, r, "bytes_per_us"));
     for (int i = 0; i < MSI_PROFILE_COSTS && result == MS_RESULT_OK; i++) {
         result = msi_expect_number(m, r, "bytes in a microsecond", msi_most_speed, &costs[i]);
         costs[i] = costs[i] < msi_least_speed ? 0.0 : costs[i];
@@ -5657,8 +5665,7 @@ static ms_result msi_read_speeds(ms_model *m, msi_reader *r, ms_hardware *h, dou
 static ms_result msi_read_layers(ms_model *m, msi_reader *r, bool keep) {
     double count = 0.0;
     ms_result result = msi_expect_line(m, r, "layers");
-    result = result == MS_RESULT_OK ? msi_expect_number(m, r, "the number of layers", 1e9, &count)
-                                    : result;
+    MSI_THEN(result, msi_expect_number(m, r, "the number of layers", 1e9, &count));
     if (result == MS_RESULT_OK && count != (double)m->graph.layers.count) {
         return msi_fail(m, MS_RESULT_INVALID,
                         "ms_profile_load: line %u: %.0f layers, and this model has %u",
@@ -5699,9 +5706,9 @@ static ms_result msi_read_profile(ms_model *m, const char *text, size_t length, 
     r.at = text;
     r.end = text + length;
     ms_result result = msi_read_head(m, &r);
-    result = result == MS_RESULT_OK ? msi_read_speeds(m, &r, &speeds, costs) : result;
-    result = result == MS_RESULT_OK ? msi_read_layers(m, &r, keep) : result;
-    result = result == MS_RESULT_OK ? msi_expect_line(m, &r, "end") : result;
+    MSI_THEN(result, msi_read_speeds(m, &r, &speeds, costs));
+    MSI_THEN(result, msi_read_layers(m, &r, keep));
+    MSI_THEN(result, msi_expect_line(m, &r, "end"));
     if (result == MS_RESULT_OK && r.at != r.end) {
         return msi_fail(m, MS_RESULT_INVALID,
                         "ms_profile_load: there is text after line %u, the end",
@@ -10697,7 +10704,7 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
     int64_t sizes[MS_LIMIT_AXES];
     *plans = NULL;
     ms_result result = msi_make_store(m, store);
-    result = result == MS_RESULT_OK ? msi_plan_at(m, *store, goal, NULL, NULL, plans) : result;
+    MSI_THEN(result, msi_plan_at(m, *store, goal, NULL, NULL, plans));
     if (result == MS_RESULT_OK) {
         (*store)->transient_bytes = (*plans)->arena_bytes - (*store)->resident_bytes;
     }
@@ -10908,7 +10915,7 @@ static ms_result msi_largest_size(msi_resizing *z, uint64_t budget, const msi_pl
             result = msi_raise_size(z, own ? own : smallest, budget, too_large, &next);
             next = next > fits ? next : fits + 1;
         }
-        result = result == MS_RESULT_OK ? msi_plan_resized(z, next, NULL, &plan) : result;
+        MSI_THEN(result, msi_plan_resized(z, next, NULL, &plan));
         if (result != MS_RESULT_OK) {
             break;
         }
@@ -11043,8 +11050,8 @@ static ms_result msi_no_fit(ms_model *m, const msi_store *store, const msi_plan 
     }
     msi_add_text(&text, ")");
     ms_result result = msi_add_modes(m, least, &text);
-    result = result == MS_RESULT_OK ? msi_add_size(m, smallest, &text) : result;
-    result = result == MS_RESULT_OK ? msi_add_cures(m, &text) : result;
+    MSI_THEN(result, msi_add_size(m, smallest, &text));
+    MSI_THEN(result, msi_add_cures(m, &text));
     return result == MS_RESULT_OK ? msi_fail(m, MS_RESULT_BUDGET, "%s", text.text) : result;
 }
 
@@ -11164,7 +11171,7 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
     const msi_choice old = m->wrapped.choice;
     ms_result result = msi_check_graph(m, goal);
     result = result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN ? msi_check_built(m) : result;
-    result = result == MS_RESULT_OK ? msi_check_times(m) : result;
+    MSI_THEN(result, msi_check_times(m));
     if (result != MS_RESULT_OK) {
         return result;
     }
@@ -11195,8 +11202,8 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
 static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     uint32_t met[MS_MODE_COUNT];
     ms_result result = msi_check_graph(m, MSI_GOAL_SMALLEST);
-    result = result == MS_RESULT_OK ? msi_check_built(m) : result;
-    result = result == MS_RESULT_OK ? msi_check_times(m) : result;
+    MSI_THEN(result, msi_check_built(m));
+    MSI_THEN(result, msi_check_times(m));
     const msi_costs costs = m->costs;
     msi_get_hardware(m);
     *bytes = UINT64_MAX;
@@ -11396,7 +11403,7 @@ static ms_result msi_report_halt(ms_model *m) {
 static ms_result msi_act_on_verdict(ms_model *m) {
     const bool eval = m->run.verdict == MSI_VERDICT_COPIED && msi_is_eval(m);
     ms_result result = msi_settle_verdict(m);
-    result = result == MS_RESULT_OK ? msi_report_halt(m) : result;
+    MSI_THEN(result, msi_report_halt(m));
     const ms_step_state *v = msi_verdict(m, true);
     return result == MS_RESULT_OK && eval && v->halted != (uint32_t)MS_HALT_NONE
                ? msi_fail_nonfinite(m, "loss", m->run.step, v->loss)
@@ -11407,7 +11414,7 @@ static ms_result msi_custom_update(ms_model *m, const ms_update_args *args, cons
     ms_result result = MS_RESULT_OK;
     if (m->config.backend.is_asynchronous && m->run.updates_done == 0) { // it cannot see a halt
         result = msi_copy_verdict(m);
-        result = result == MS_RESULT_OK ? msi_act_on_verdict(m) : result;
+        MSI_THEN(result, msi_act_on_verdict(m));
     }
     if (result != MS_RESULT_OK) {
         return result;
@@ -11837,7 +11844,7 @@ static ms_result msi_shadow_all(ms_model *m, msi_shadow_way way, uint8_t poison)
             msi_move_shadow(m, resident ? resident->address : msi_transient(m),
                             resident && resident->on_host, msi_shadow_offset(store, i),
                             resident ? resident->bytes : store->transient_bytes, way, poison);
-        result = result == MS_RESULT_OK ? moved : result;
+        MSI_THEN(result, moved);
     }
     return result;
 }
@@ -11992,12 +11999,12 @@ static ms_result msi_turn_into_recompute(const msi_trial *t, ms_call *call) {
 static ms_result msi_try_layer(msi_trial *t, ms_phase phase, uint8_t poison, uint64_t *hashes) {
     ms_call call;
     ms_result result = msi_set_scene(t, phase, poison);
-    result = result == MS_RESULT_OK ? msi_hash_operands(t, t->before) : result;
+    MSI_THEN(result, msi_hash_operands(t, t->before));
     if (result == MS_RESULT_OK) {
         msi_fill_call(t->model, t->program, t->instruction, &call);
         result = phase != call.phase ? msi_turn_into_recompute(t, &call) : result;
     }
-    result = result == MS_RESULT_OK ? msi_call_layer(t->model, t->layer, &call) : result;
+    MSI_THEN(result, msi_call_layer(t->model, t->layer, &call));
     return result == MS_RESULT_OK ? msi_hash_operands(t, hashes) : result;
 }
 
@@ -12204,7 +12211,7 @@ static ms_result msi_last_run(msi_trial *t) {
     const ms_phase phase = msi_phase_of((msi_op)t->instruction->op);
     uint32_t k = MSI_NONE;
     ms_result result = msi_try_layer(t, phase, MSI_POISON_LAST, t->again);
-    result = result == MS_RESULT_OK ? msi_find_difference(t, &k) : result;
+    MSI_THEN(result, msi_find_difference(t, &k));
     if (result != MS_RESULT_OK || k == MSI_NONE) {
         return result;
     }
@@ -12344,12 +12351,12 @@ static ms_result msi_run_trials(msi_trial *t) {
     const bool once = op == MSI_OP_FORWARD && !msi_can_recompute(t->layer);
     const uint8_t poison = once ? MSI_POISON_LAST : MSI_POISON_FIRST;
     ms_result result = msi_try_layer(t, msi_phase_of(op), poison, t->after);
-    result = result == MS_RESULT_OK ? msi_check_unchanged(t) : result;
-    result = result == MS_RESULT_OK ? msi_check_fingerprint(t) : result;
-    result = result == MS_RESULT_OK ? msi_keep_results(t, true) : result;
+    MSI_THEN(result, msi_check_unchanged(t));
+    MSI_THEN(result, msi_check_fingerprint(t));
+    MSI_THEN(result, msi_keep_results(t, true));
     if (!once && result == MS_RESULT_OK) {
         result = msi_check_outside(t, poison);
-        result = result == MS_RESULT_OK ? msi_check_sums(t) : result;
+        MSI_THEN(result, msi_check_sums(t));
     }
     if (op == MSI_OP_FORWARD && !once && msi_can_try_recompute(t) && result == MS_RESULT_OK) {
         result = msi_try_recompute(t);
@@ -12357,7 +12364,7 @@ static ms_result msi_run_trials(msi_trial *t) {
     if (!once && result == MS_RESULT_OK) {
         result = msi_last_run(t);
     }
-    result = result == MS_RESULT_OK ? msi_keep_results(t, false) : result;
+    MSI_THEN(result, msi_keep_results(t, false));
     return result == MS_RESULT_OK ? msi_check_outside(t, MSI_POISON_LAST) : result;
 }
 
@@ -12443,7 +12450,7 @@ static ms_result msi_measure_overhead(ms_model *m) {
     for (int i = 0; i < 3 && result == MS_RESULT_OK && m->config.backend.is_asynchronous; i++) {
         const double start_us = msi_now_us();
         result = msi_upload_step(m); // once more
-        result = result == MS_RESULT_OK ? msi_synchronize(m) : result;
+        MSI_THEN(result, msi_synchronize(m));
         const double us = msi_now_us() - start_us;
         t->overhead_us = i == 0 || us < t->overhead_us ? us : t->overhead_us;
     }
@@ -12503,7 +12510,7 @@ static void msi_note_time(ms_model *m, uint32_t now, double start_us, double end
 /* Whether the device, which has been waited for, has halted the step that is done. */
 static ms_result msi_was_halted(ms_model *m, bool *halted) {
     ms_result result = m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
-    result = result == MS_RESULT_OK ? msi_synchronize(m) : result;
+    MSI_THEN(result, msi_synchronize(m));
     *halted = m->run.verdict == MSI_VERDICT_COPIED &&
               msi_verdict(m, false)->halted != (uint32_t)MS_HALT_NONE;
     return result;
@@ -12863,7 +12870,7 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
         msi_asan_unpoison(msi_transient(m), m->run.store->transient_bytes);
     }
     result = msi_await_verdict(m);
-    result = result == MS_RESULT_OK ? msi_upload_step(m) : result;
+    MSI_THEN(result, msi_upload_step(m));
     result = result == MS_RESULT_OK && msi_is_timed(m) ? msi_begin_timing(m) : result;
     return result == MS_RESULT_OK ? MS_RESULT_OK : msi_abandon(m, result);
 }
@@ -12877,7 +12884,7 @@ static ms_result msi_run_to(ms_model *m, uint32_t end) {
     while (m->run.position < end) {
         ms_result result = timed ? msi_synchronize(m) : MS_RESULT_OK;
         start_us = timed ? msi_now_us() : 0.0;
-        result = result == MS_RESULT_OK ? msi_run_instruction(m, p, m->run.position) : result;
+        MSI_THEN(result, msi_run_instruction(m, p, m->run.position));
         if (timed && result == MS_RESULT_OK) {
             result = msi_synchronize(m);
             msi_note_time(m, m->run.position, start_us, msi_now_us());
@@ -12922,7 +12929,7 @@ static ms_result msi_doubt(ms_model *m, ms_result result) {
 static ms_result msi_conclude(ms_model *m, double *loss) {
     const bool eval = msi_is_eval(m);
     ms_result result = m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
-    result = result == MS_RESULT_OK ? msi_act_on_verdict(m) : result;
+    MSI_THEN(result, msi_act_on_verdict(m));
     if (loss) {
         *loss = msi_verdict(m, eval)->loss;
     }
@@ -12935,7 +12942,7 @@ static ms_result msi_settle_steps(ms_model *m) {
     ms_result result = msi_synchronize(m);
     if (result == MS_RESULT_OK && pending) {
         result = m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
-        result = result == MS_RESULT_OK ? msi_settle_verdict(m) : result;
+        MSI_THEN(result, msi_settle_verdict(m));
     }
     return pending ? msi_doubt(m, result) : result;
 }
@@ -13045,7 +13052,7 @@ static ms_result msi_run_step(ms_model *m) {
         result = asynchronous ? msi_copy_verdict(m) : msi_conclude(m, NULL);
         result = result == MS_RESULT_OK || !m->run.program ? result : msi_abandon(m, result);
     }
-    result = result == MS_RESULT_OK ? msi_finish_backward(m) : result;
+    MSI_THEN(result, msi_finish_backward(m));
     return result == MS_RESULT_OK && m->run.stage == MSI_STAGE_BACKWARD ? msi_finish_update(m)
                                                                         : result;
 }
@@ -13119,7 +13126,7 @@ static ms_result msi_replay(ms_model *m) {
 static ms_result msi_forward(ms_model *m, const msi_program *p, double *loss) {
     const bool waits = loss || !m->config.backend.is_asynchronous;
     ms_result result = msi_start(m, p);
-    result = result == MS_RESULT_OK ? msi_run_forward(m) : result;
+    MSI_THEN(result, msi_run_forward(m));
     result = result == MS_RESULT_OK && waits ? msi_conclude(m, loss) : result;
     if (result == MS_RESULT_OK && p == &m->run.plan->train) {
         m->run.stage = MSI_STAGE_FORWARD;
@@ -13292,11 +13299,9 @@ static ms_result msi_alloc_shadow(ms_model *m, msi_store *store) {
 static ms_result msi_alloc_store(ms_model *m, msi_store *store) {
     const uint64_t own = m->run.arena ? 0 : store->transient_bytes;
     ms_result result = msi_device_alloc(m, store->resident_bytes + own, &store->memory);
-    result = result == MS_RESULT_OK
-                 ? msi_host_alloc(m, store->host_bytes + store->staging_bytes, &store->host)
-                 : result;
-    result = result == MS_RESULT_OK ? msi_alloc_shadow(m, store) : result;
-    result = result == MS_RESULT_OK ? msi_grow_arena(m, store->transient_bytes) : result;
+    MSI_THEN(result, msi_host_alloc(m, store->host_bytes + store->staging_bytes, &store->host));
+    MSI_THEN(result, msi_alloc_shadow(m, store));
+    MSI_THEN(result, msi_grow_arena(m, store->transient_bytes));
     if (result != MS_RESULT_OK) {
         return result;
     }
@@ -13333,10 +13338,9 @@ static ms_result msi_settle(ms_model *m, msi_store *store) {
         return result;
     }
     result = msi_prepare(m, store);
-    result =
-        result == MS_RESULT_OK ? msi_fill(m, store->step, direct, 0, store->step_bytes) : result;
-    result = result == MS_RESULT_OK ? msi_move_values(m, store) : result;
-    result = result == MS_RESULT_OK ? msi_synchronize(m) : result;
+    MSI_THEN(result, msi_fill(m, store->step, direct, 0, store->step_bytes));
+    MSI_THEN(result, msi_move_values(m, store));
+    MSI_THEN(result, msi_synchronize(m));
     if (result == MS_RESULT_OK) {
         memset(store->host + store->host_bytes, 0, (size_t)store->staging_bytes);
         return result;
@@ -13463,9 +13467,9 @@ static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
     ms_result result = msi_check_between_steps(m, function);
     result =
         result == MS_RESULT_OK && m->run.store && !m->config.dry_run ? msi_settle_steps(m) : result;
-    result = result == MS_RESULT_OK ? msi_make_timing(m) : result;
-    result = result == MS_RESULT_OK ? msi_decide(m, goal, &store, &plans) : result;
-    result = result == MS_RESULT_OK ? msi_adopt_and_log(m, store, plans, goal) : result;
+    MSI_THEN(result, msi_make_timing(m));
+    MSI_THEN(result, msi_decide(m, goal, &store, &plans));
+    MSI_THEN(result, msi_adopt_and_log(m, store, plans, goal));
     m->wrapped.choice = result == MS_RESULT_OK ? m->wrapped.choice : choice;
     if (result == MS_RESULT_OK && m->run.timing) {
         msi_restart_timing(m->run.timing);
@@ -13487,7 +13491,7 @@ static ms_result msi_plan_within(ms_model *m, uint64_t budget) {
         msi_store_free(m, store); // its slots are those that there are
         store = m->run.store;
     }
-    result = result == MS_RESULT_OK ? msi_adopt_and_log(m, store, plans, goal) : result;
+    MSI_THEN(result, msi_adopt_and_log(m, store, plans, goal));
     m->wrapped.choice = result == MS_RESULT_OK ? m->wrapped.choice : choice;
     return result;
 }
@@ -13541,7 +13545,7 @@ static ms_result msi_begin_step(ms_model *m, const char *function) {
     if (result == MS_RESULT_OK && m->run.timing && m->run.timing->stage == MSI_WARMUP_PLAN &&
         m->run.micro == 0) {
         result = msi_plan_again(m);
-        result = result == MS_RESULT_OK ? msi_check_ready(m, function) : result;
+        MSI_THEN(result, msi_check_ready(m, function));
     }
     return result;
 }
@@ -14041,7 +14045,7 @@ static ms_result msi_run_poisoned(ms_model *m, uint32_t end, uint8_t poison) {
     ms_result result = MS_RESULT_OK;
     while (result == MS_RESULT_OK && m->run.position < end) {
         result = msi_poison_new(m, poison);
-        result = result == MS_RESULT_OK ? msi_run_to(m, m->run.position + 1) : result;
+        MSI_THEN(result, msi_run_to(m, m->run.position + 1));
     }
     return result;
 }
@@ -14151,10 +14155,10 @@ static ms_result msi_run_pass(msi_verification *v, int pass) {
     m->run.plan = v->plans[pass];
     ms_result result = msi_reset_store(v);
     const msi_program *p = &m->run.plan->train;
-    result = result == MS_RESULT_OK ? msi_start(m, p) : result;
-    result = result == MS_RESULT_OK ? msi_run_poisoned(m, p->forward_end, poison) : result;
+    MSI_THEN(result, msi_start(m, p));
+    MSI_THEN(result, msi_run_poisoned(m, p->forward_end, poison));
     result = result == MS_RESULT_OK ? msi_run_forward(m) : result; // its end, the loss
-    result = result == MS_RESULT_OK ? msi_run_poisoned(m, p->backward_end, poison) : result;
+    MSI_THEN(result, msi_run_poisoned(m, p->backward_end, poison));
     if (result == MS_RESULT_OK) {
         result = msi_copy(m, &state, true, msi_state_on_device(m, false), msi_is_direct(m),
                           sizeof state);
@@ -14219,11 +14223,11 @@ static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
     v.before = m->run;
     m->run.timing = NULL; // these are no steps
     ms_result result = msi_choose_compared(&v);
-    result = result == MS_RESULT_OK ? msi_make_own_store(&v) : result;
+    MSI_THEN(result, msi_make_own_store(&v));
     for (int pass = 0; pass < MSI_PASS_COUNT && result == MS_RESULT_OK; pass++) {
         result = msi_make_pass(&v, pass);
     }
-    result = result == MS_RESULT_OK ? msi_enter_store(&v) : result;
+    MSI_THEN(result, msi_enter_store(&v));
     for (int pass = 0; pass < MSI_PASS_COUNT && result == MS_RESULT_OK; pass++) {
         result = msi_run_pass(&v, pass);
     }
@@ -14911,7 +14915,7 @@ MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
     }
     uint64_t least = 0;
     ms_result result = msi_check_between_steps(model, "ms_smallest_budget");
-    result = result == MS_RESULT_OK ? msi_smallest_of_modes(model, &least) : result;
+    MSI_THEN(result, msi_smallest_of_modes(model, &least));
     *bytes = result == MS_RESULT_OK ? least : *bytes;
     return result;
 }
@@ -14930,7 +14934,7 @@ MEMSCALE_API ms_result ms_reshape(ms_model *model, const int64_t *sizes) {
         return msi_fail_argument(model, "ms_reshape", "an argument is NULL");
     }
     ms_result result = msi_check_sizes(model, sizes);
-    result = result == MS_RESULT_OK ? msi_check_between_steps(model, "ms_reshape") : result;
+    MSI_THEN(result, msi_check_between_steps(model, "ms_reshape"));
     return result == MS_RESULT_OK ? msi_reshape(model, sizes) : result;
 }
 
@@ -15037,7 +15041,7 @@ MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *
     }
     memset(report, 0, sizeof *report);
     ms_result result = msi_check_verifiable(model);
-    result = result == MS_RESULT_OK ? msi_await_steps(model) : result;
+    MSI_THEN(result, msi_await_steps(model));
     return result == MS_RESULT_OK ? msi_verify(model, visit, user, report) : result;
 }
 
@@ -15286,7 +15290,7 @@ MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_text_fn write, vo
     to.out.write = write;
     to.out.user = user;
     to.columns.out = &to.out;
-    result = result == MS_RESULT_OK ? ms_visit_decisions(model, msi_add_to_listing, &to) : result;
+    MSI_THEN(result, ms_visit_decisions(model, msi_add_to_listing, &to));
     if (result != MS_RESULT_OK) {
         return result;
     }

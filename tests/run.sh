@@ -284,8 +284,7 @@ check_order() {
 
 # A switch over an enum of ours lists its cases, so that the compiler names one that is missing.
 defaults() { # HEADER
-    awk '/^\/\/ >>/ { section = $2 }
-        /^ *default:/ { print "line " NR ", " section ": " $0 }' "$1"
+    awk '/^\/\/ >>/ { section = $2 } /^ *default:/ { print "line " NR ", " section ": " $0 }' "$1"
 }
 
 check_switches() {

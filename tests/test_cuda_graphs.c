@@ -409,7 +409,7 @@ static void test_refusals(void **state) {
     how.optimizer = MS_OPTIMIZER_CUSTOM;
     assert_int_equal(cn_create(&net, &how), MS_RESULT_OK);
     t_error(net.model, ms_wrap(net.model), MS_RESULT_INVALID);
-    t_text_has(ms_last_error(net.model), "cuda_graph: an update callback");
+    t_text_has(ms_last_error(net.model), "cuda_graph: the arguments of an update callback");
     cn_destroy(&net);
     cn_clean();
 }
