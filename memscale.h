@@ -1955,6 +1955,36 @@ typedef enum msi_group_kind {
 } msi_group_kind;
 #undef MSI_X
 
+/* What a desc declares by masks of slots, each with the group of these slots, and by flags. Whether
+   the masks of in_place and grad_in_place are there depends on the slots of the layer. */
+#define MSI_MASKS(X)                                                                               \
+    X(backward_reads.in, IN)                                                                       \
+    X(backward_reads.out, OUT)                                                                     \
+    X(backward_reads.saved, SAVED)                                                                 \
+    X(backward_reads.param, PARAM)                                                                 \
+    X(recompute_reads.in, IN)                                                                      \
+    X(recompute_reads.out, OUT)                                                                    \
+    X(recompute_reads.saved, SAVED)                                                                \
+    X(recompute_reads.param, PARAM)                                                                \
+    X(accumulates.in, IN)                                                                          \
+    X(accumulates.param, PARAM)                                                                    \
+    X(overwrites.in, IN)                                                                           \
+    X(overwrites.param, PARAM)                                                                     \
+    X(clobbers.in, IN)                                                                             \
+    X(clobbers.out, OUT)                                                                           \
+    X(clobbers.saved, SAVED)                                                                       \
+    X(clobbers.grad_out, OUT)                                                                      \
+    X(must_in_place, OUT)                                                                          \
+    X(must_grad_in_place, IN)                                                                      \
+    X(grads_in_forward, IN)                                                                        \
+    X(optional_saved, SAVED)
+#define MSI_FLAGS(X)                                                                               \
+    X(backward_reads.nothing)                                                                      \
+    X(recompute_reads.nothing)                                                                     \
+    X(no_recompute)                                                                                \
+    X(keeps_state)                                                                                 \
+    X(no_backward)
+
 typedef struct msi_layer {
     ms_layer_fn forward, backward, recompute, bind;
     void *user;
@@ -1969,12 +1999,12 @@ typedef struct msi_layer {
     uint32_t operand_first; // in graph.operands
     uint32_t mask_first;    // in graph.masks: in_place per out; four of grad_in_place per in
     uint8_t count[MSI_GROUP_COUNT];
-    ms_reads reads, recompute_reads;
+    /* As in ms_layer_desc: see MSI_MASKS and MSI_FLAGS. */
+    ms_reads backward_reads, recompute_reads;
     ms_edges accumulates, overwrites;
     ms_slot_masks clobbers;
     uint16_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved;
-    bool no_recompute, keeps_state;
-    bool no_backward;
+    bool no_recompute, keeps_state, no_backward;
     bool differentiable; // its desc has a backward
     bool has_backward;   // analysis: its backward runs
     bool ends_in_loss;   // analysis: its forward writes gradients
@@ -2015,49 +2045,48 @@ typedef enum msi_cost {
     MSI_COST_COUNT
 } msi_cost;
 
-/* What msi_instruction.target is the number of. */
-typedef enum msi_target { MSI_TARGET_LAYER, MSI_TARGET_TENSOR, MSI_TARGET_SCRATCH } msi_target;
-
 /* All that there is to know of an op: its name; the kind of its events; what its time follows from;
    how often it passes over the bytes of its first operand, reads and writes together; the stream
-   that it runs on; and what msi_instruction.target is. An op on a stream for copies makes its first
-   operand, and whatever has that operand later waits for it. NOTHING is no event. */
+   that it runs on; the phase of the callback that it calls, COUNT for none; and, for those, a mask
+   of the operands that it only reads. An op on a stream for copies makes its first operand, and
+   whatever has that operand later waits for it. NOTHING is no event. */
 #define MSI_OPS(X)                                                                                 \
-    X(FORWARD, "forward", MS_EVENT_FORWARD, MSI_COST_FORWARD, 0, MS_STREAM_COMPUTE, LAYER)         \
-    X(RECOMPUTE, "recompute", MS_EVENT_RECOMPUTE, MSI_COST_RECOMPUTE, 0, MS_STREAM_COMPUTE, LAYER) \
-    X(BACKWARD, "backward", MS_EVENT_BACKWARD, MSI_COST_BACKWARD, 0, MS_STREAM_COMPUTE, LAYER)     \
-    X(EVAL, "eval", MS_EVENT_EVAL, MSI_COST_FORWARD, 0, MS_STREAM_COMPUTE, LAYER)                  \
-    X(SEED, "seed", MS_EVENT_SEED, MSI_COST_FILL, 1, MS_STREAM_COMPUTE, TENSOR)                    \
-    X(ZERO, "zero", MS_EVENT_ZERO, MSI_COST_FILL, 1, MS_STREAM_COMPUTE, TENSOR)                    \
-    X(COPY, "copy", MS_EVENT_COPY, MSI_COST_COPY, 2, MS_STREAM_COMPUTE, TENSOR)                    \
-    X(COPY_IN, "copy in", MS_EVENT_COPY_IN, MSI_COST_LINK, 1, MS_STREAM_TO_DEVICE, TENSOR)         \
-    X(COPY_OUT, "copy out", MS_EVENT_COPY_OUT, MSI_COST_LINK, 1, MS_STREAM_TO_HOST, TENSOR)        \
-    X(WAIT, "wait", MS_EVENT_WAIT, MSI_COST_NONE, 0, MS_STREAM_COMPUTE, TENSOR)                    \
-    X(ADD, "add", MS_EVENT_ADD, MSI_COST_ADD, 3, MS_STREAM_COMPUTE, TENSOR)                        \
-    X(NORM, "norm", MS_EVENT_NORM, MSI_COST_SUM, 1, MS_STREAM_COMPUTE, TENSOR)                     \
-    X(CLIP, "clip", MS_EVENT_CLIP, MSI_COST_SUM, 0, MS_STREAM_COMPUTE, SCRATCH)                    \
-    X(UPDATE, "update", MS_EVENT_UPDATE, MSI_COST_UPDATE, 0, MS_STREAM_COMPUTE, TENSOR)            \
-    X(NOTHING, "nothing", MS_EVENT_COUNT, MSI_COST_NONE, 0, MS_STREAM_COMPUTE, TENSOR)
+    X(FORWARD, "forward", FORWARD, FORWARD, 0, COMPUTE, FORWARD, 0)                                \
+    X(RECOMPUTE, "recompute", RECOMPUTE, RECOMPUTE, 0, COMPUTE, RECOMPUTE, 0)                      \
+    X(BACKWARD, "backward", BACKWARD, BACKWARD, 0, COMPUTE, BACKWARD, 0)                           \
+    X(EVAL, "eval", EVAL, FORWARD, 0, COMPUTE, EVAL, 0)                                            \
+    X(SEED, "seed", SEED, FILL, 1, COMPUTE, COUNT, 0)                                              \
+    X(ZERO, "zero", ZERO, FILL, 1, COMPUTE, COUNT, 0)                                              \
+    X(COPY, "copy", COPY, COPY, 2, COMPUTE, COUNT, 1 << 1)                                         \
+    X(COPY_IN, "copy in", COPY_IN, LINK, 1, TO_DEVICE, COUNT, 1 << 1)                              \
+    X(COPY_OUT, "copy out", COPY_OUT, LINK, 1, TO_HOST, COUNT, 1 << 1)                             \
+    X(WAIT, "wait", WAIT, NONE, 0, COMPUTE, COUNT, 1 << 1)                                         \
+    X(ADD, "add", ADD, ADD, 3, COMPUTE, COUNT, 1 << 1)                                             \
+    X(NORM, "norm", NORM, SUM, 1, COMPUTE, COUNT, 1 << 0)                                          \
+    X(CLIP, "clip", CLIP, SUM, 0, COMPUTE, COUNT, 0)                                               \
+    X(UPDATE, "update", UPDATE, UPDATE, 0, COMPUTE, COUNT, 1 << 1 | 1 << 2)                        \
+    X(NOTHING, "nothing", COUNT, NONE, 0, COMPUTE, COUNT, 0)
 
-#define MSI_X(op, name, event, cost, passes, stream, target) MSI_OP_##op,
+#define MSI_X(op, name, event, cost, passes, stream, phase, sources) MSI_OP_##op,
 typedef enum msi_op { MSI_OPS(MSI_X) MSI_OP_COUNT } msi_op;
 #undef MSI_X
 
-#define MSI_X(op, name, event, cost, passes, stream, target)                                       \
-    {name, event, cost, passes, stream, MSI_TARGET_##target},
+#define MSI_X(op, name, event, cost, passes, stream, phase, sources)                               \
+    {name,   MS_EVENT_##event, MSI_COST_##cost, passes, MS_STREAM_##stream, MS_PHASE_##phase,      \
+     sources},
 static const struct {
     const char *name;
     ms_event_kind event;
     msi_cost cost;
     uint8_t passes;
     ms_stream_kind stream;
-    msi_target target;
+    ms_phase phase;
+    uint8_t sources;
 } msi_ops[MSI_OP_COUNT] = {MSI_OPS(MSI_X)};
 #undef MSI_X
 
-/* Whether an op calls back a layer. */
 static bool msi_calls_layer(msi_op op) {
-    return msi_ops[op].target == MSI_TARGET_LAYER;
+    return msi_ops[op].phase != MS_PHASE_COUNT;
 }
 
 /* A live range: one value in memory, from the instruction that makes it to the last that uses it.
@@ -2081,7 +2110,7 @@ typedef struct msi_operand {
 } msi_operand;
 
 typedef struct msi_instruction {
-    uint32_t target; // of msi_target
+    uint32_t target; // layer; for ops that call none: tensor
     uint32_t operand_first;
     uint16_t operand_count;
     uint8_t op;
@@ -3935,7 +3964,7 @@ static const uint32_t *msi_made_by(const msi_graph *g, uint32_t layer, uint32_t 
 
 /* The mask of what backward reads of a group. */
 static uint16_t msi_reads_of(const msi_layer *l, int group) {
-    const ms_reads *r = &l->reads;
+    const ms_reads *r = &l->backward_reads;
     const uint16_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param, 0};
     const bool all = !r->nothing && !(r->in | r->out | r->saved | r->param);
     return all && group != MSI_GROUP_STATE ? UINT16_MAX : masks[group];
@@ -4060,25 +4089,9 @@ static void msi_clip_mask(uint16_t *mask, uint32_t slot_count) {
 }
 
 static void msi_clip_masks(ms_layer_desc *d, const uint8_t *count) {
-    uint16_t *const of_in[] = {
-        &d->backward_reads.in, &d->recompute_reads.in, &d->accumulates.in,  &d->overwrites.in,
-        &d->clobbers.in,       &d->must_grad_in_place, &d->grads_in_forward};
-    uint16_t *const of_out[] = {&d->backward_reads.out, &d->recompute_reads.out, &d->clobbers.out,
-                                &d->clobbers.grad_out, &d->must_in_place};
-    uint16_t *const of_saved[] = {&d->backward_reads.saved, &d->recompute_reads.saved,
-                                  &d->clobbers.saved, &d->optional_saved};
-    uint16_t *const of_param[] = {&d->backward_reads.param, &d->recompute_reads.param,
-                                  &d->accumulates.param, &d->overwrites.param};
-    for (int i = 0; i < 7; i++) {
-        msi_clip_mask(of_in[i], count[MSI_GROUP_IN]);
-    }
-    for (int i = 0; i < 5; i++) {
-        msi_clip_mask(of_out[i], count[MSI_GROUP_OUT]);
-    }
-    for (int i = 0; i < 4; i++) {
-        msi_clip_mask(of_saved[i], count[MSI_GROUP_SAVED]);
-        msi_clip_mask(of_param[i], count[MSI_GROUP_PARAM]);
-    }
+#define MSI_X(field, group) msi_clip_mask(&d->field, count[MSI_GROUP_##group]);
+    MSI_MASKS(MSI_X)
+#undef MSI_X
     for (int j = 0; j < count[MSI_GROUP_OUT]; j++) {
         msi_clip_mask(&d->in_place[j], count[MSI_GROUP_IN]);
     }
@@ -4108,18 +4121,12 @@ static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
     l.operand_first = g->operands.count;
     l.mask_first = g->masks.count;
     msi_count_slots(desc, l.count);
-    l.reads = desc->backward_reads;
-    l.recompute_reads = desc->recompute_reads;
-    l.accumulates = desc->accumulates;
-    l.overwrites = desc->overwrites;
-    l.clobbers = desc->clobbers;
-    l.must_in_place = desc->must_in_place;
-    l.must_grad_in_place = desc->must_grad_in_place;
-    l.grads_in_forward = desc->grads_in_forward;
-    l.optional_saved = desc->optional_saved;
-    l.no_recompute = desc->no_recompute;
-    l.keeps_state = desc->keeps_state;
-    l.no_backward = desc->no_backward;
+#define MSI_X(field, group) l.field = desc->field;
+    MSI_MASKS(MSI_X)
+#undef MSI_X
+#define MSI_X(field) l.field = desc->field;
+    MSI_FLAGS(MSI_X)
+#undef MSI_X
     for (uint32_t j = 0; j < MS_LIMIT_OUT; j++) { // what is computed on in place is read
         const bool named = msi_recompute_reads_of(&l, MSI_GROUP_IN) != UINT16_MAX;
         if (named && (l.must_in_place >> j & 1)) {
@@ -4754,34 +4761,12 @@ static bool msi_check_mask(ms_model *m, const char *name, const char *field, uin
 static bool msi_check_masks(ms_model *m, const char *name, const ms_layer_desc *d,
                             const uint8_t *count) {
     const uint32_t in = count[MSI_GROUP_IN], out = count[MSI_GROUP_OUT];
-    const uint32_t saved = count[MSI_GROUP_SAVED], param = count[MSI_GROUP_PARAM];
-    const struct {
-        const char *field;
-        uint32_t mask, slots;
-    } masks[] = {{"backward_reads.in", d->backward_reads.in, in},
-                 {"backward_reads.out", d->backward_reads.out, out},
-                 {"backward_reads.saved", d->backward_reads.saved, saved},
-                 {"backward_reads.param", d->backward_reads.param, param},
-                 {"recompute_reads.in", d->recompute_reads.in, in},
-                 {"recompute_reads.out", d->recompute_reads.out, out},
-                 {"recompute_reads.saved", d->recompute_reads.saved, saved},
-                 {"recompute_reads.param", d->recompute_reads.param, param},
-                 {"accumulates.in", d->accumulates.in, in},
-                 {"accumulates.param", d->accumulates.param, param},
-                 {"overwrites.in", d->overwrites.in, in},
-                 {"overwrites.param", d->overwrites.param, param},
-                 {"clobbers.in", d->clobbers.in, in},
-                 {"clobbers.out", d->clobbers.out, out},
-                 {"clobbers.saved", d->clobbers.saved, saved},
-                 {"clobbers.grad_out", d->clobbers.grad_out, out},
-                 {"must_in_place", d->must_in_place, out},
-                 {"must_grad_in_place", d->must_grad_in_place, in},
-                 {"grads_in_forward", d->grads_in_forward, in},
-                 {"optional_saved", d->optional_saved, saved}};
+    const uint32_t saved = count[MSI_GROUP_SAVED];
     bool good = true;
-    for (size_t i = 0; i < sizeof masks / sizeof masks[0] && good; i++) {
-        good = msi_check_mask(m, name, masks[i].field, masks[i].mask, masks[i].slots);
-    }
+#define MSI_X(field, group)                                                                        \
+    good = good && msi_check_mask(m, name, #field, d->field, count[MSI_GROUP_##group]);
+    MSI_MASKS(MSI_X)
+#undef MSI_X
     for (uint32_t j = 0; j < MS_LIMIT_OUT && good; j++) {
         char field[24];
         snprintf(field, sizeof field, "in_place[%u]", (unsigned)j);
@@ -5465,38 +5450,13 @@ static msi_decimal_text msi_decimal(double x) {
 }
 
 static uint64_t msi_hash_masks(uint64_t hash, const msi_layer *l) {
-    const ms_reads *r = &l->reads, *c = &l->recompute_reads;
-    const uint16_t masks[] = {r->in,
-                              r->out,
-                              r->saved,
-                              r->param,
-                              r->nothing,
-                              c->in,
-                              c->out,
-                              c->saved,
-                              c->param,
-                              c->nothing,
-                              l->accumulates.in,
-                              l->accumulates.param,
-                              l->overwrites.in,
-                              l->overwrites.param,
-                              l->clobbers.in,
-                              l->clobbers.out,
-                              l->clobbers.saved,
-                              l->clobbers.grad_out,
-                              l->must_in_place,
-                              l->must_grad_in_place,
-                              l->grads_in_forward,
-                              l->optional_saved,
-                              l->no_recompute,
-                              l->keeps_state,
-                              l->no_backward,
-                              l->differentiable,
-                              l->recompute != NULL};
-    for (size_t i = 0; i < sizeof masks / sizeof masks[0]; i++) {
-        hash = msi_mix_in(hash, masks[i]);
-    }
-    return hash;
+#define MSI_X(field, group) hash = msi_mix_in(hash, l->field);
+    MSI_MASKS(MSI_X)
+#undef MSI_X
+#define MSI_X(field) hash = msi_mix_in(hash, l->field);
+    MSI_FLAGS(MSI_X)
+#undef MSI_X
+    return msi_mix_in(msi_mix_in(hash, l->differentiable), l->recompute != NULL);
 }
 
 static uint64_t msi_hash_layer(uint64_t hash, const msi_graph *g, const msi_layer *l) {
@@ -11601,33 +11561,6 @@ static uint16_t msi_wanted(const msi_layer *l, const msi_instruction *i,
     return (uint16_t)mask;
 }
 
-static ms_phase msi_phase_of(msi_op op) {
-    switch (op) {
-    case MSI_OP_FORWARD:
-        return MS_PHASE_FORWARD;
-    case MSI_OP_RECOMPUTE:
-        return MS_PHASE_RECOMPUTE;
-    case MSI_OP_BACKWARD:
-        return MS_PHASE_BACKWARD;
-    case MSI_OP_EVAL:
-        return MS_PHASE_EVAL;
-    case MSI_OP_SEED:
-    case MSI_OP_ZERO:
-    case MSI_OP_COPY:
-    case MSI_OP_COPY_IN:
-    case MSI_OP_COPY_OUT:
-    case MSI_OP_WAIT:
-    case MSI_OP_ADD:
-    case MSI_OP_NORM:
-    case MSI_OP_CLIP:
-    case MSI_OP_UPDATE:
-    case MSI_OP_NOTHING:
-    case MSI_OP_COUNT:
-        break;
-    }
-    return MS_PHASE_COUNT; // it calls no layer
-}
-
 /* Fills the call of a layer's callback. Its views stand in the order of the operands. */
 static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instruction *i,
                           ms_call *call) {
@@ -11640,7 +11573,7 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     memset(call, 0, sizeof *call);
     call->user = l->user;
     call->model = m;
-    call->phase = msi_phase_of((msi_op)i->op);
+    call->phase = msi_ops[i->op].phase;
     call->in = m->run.views;
     call->out = call->in + l->count[MSI_GROUP_IN];
     call->saved = call->out + l->count[MSI_GROUP_OUT];
@@ -12019,7 +11952,7 @@ static ms_result msi_fail_contract(const msi_trial *t, uint32_t operand, const c
                            : msi_role_name((msi_role)range->role);
     return msi_fail(m, MS_RESULT_CONTRACT, "layer \"%s\": its %s callback %s the %s \"%s\": %s",
                     msi_layer_name(m, t->instruction->target),
-                    msi_phase_name(msi_phase_of((msi_op)t->instruction->op)), what, role,
+                    msi_phase_name(msi_ops[t->instruction->op].phase), what, role,
                     range->role == MSI_ROLE_WORKSPACE ? msi_layer_name(m, range->tensor)
                                                       : msi_tensor_name(m, range->tensor),
                     cure);
@@ -12157,7 +12090,7 @@ static ms_result msi_check_sums(msi_trial *t) {
     }
     t->spoil_sums = true;
     ms_result result =
-        any ? msi_try_layer(t, msi_phase_of((msi_op)t->instruction->op), MSI_POISON_FIRST, t->again)
+        any ? msi_try_layer(t, msi_ops[t->instruction->op].phase, MSI_POISON_FIRST, t->again)
             : MS_RESULT_OK;
     t->spoil_sums = false;
     for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
@@ -12208,7 +12141,7 @@ static ms_result msi_fail_unwritten(const msi_trial *t, uint32_t operand) {
 }
 
 static ms_result msi_last_run(msi_trial *t) {
-    const ms_phase phase = msi_phase_of((msi_op)t->instruction->op);
+    const ms_phase phase = msi_ops[t->instruction->op].phase;
     uint32_t k = MSI_NONE;
     ms_result result = msi_try_layer(t, phase, MSI_POISON_LAST, t->again);
     MSI_THEN(result, msi_find_difference(t, &k));
@@ -12350,7 +12283,7 @@ static ms_result msi_run_trials(msi_trial *t) {
     const msi_op op = (msi_op)t->instruction->op;
     const bool once = op == MSI_OP_FORWARD && !msi_can_recompute(t->layer);
     const uint8_t poison = once ? MSI_POISON_LAST : MSI_POISON_FIRST;
-    ms_result result = msi_try_layer(t, msi_phase_of(op), poison, t->after);
+    ms_result result = msi_try_layer(t, msi_ops[op].phase, poison, t->after);
     MSI_THEN(result, msi_check_unchanged(t));
     MSI_THEN(result, msi_check_fingerprint(t));
     MSI_THEN(result, msi_keep_results(t, true));
@@ -14344,33 +14277,6 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->device_name = m->costs.hardware.name;
 }
 
-/* Whether operand k of an instruction that calls no layer is read only. */
-static bool msi_is_source(msi_op op, uint32_t k) {
-    switch (op) {
-    case MSI_OP_UPDATE: // value, gradient, norm, states
-        return k == 1 || k == 2;
-    case MSI_OP_NORM:
-        return k == 0;
-    case MSI_OP_SEED:
-    case MSI_OP_ZERO:
-    case MSI_OP_COPY:
-    case MSI_OP_COPY_IN:
-    case MSI_OP_COPY_OUT:
-    case MSI_OP_WAIT:
-    case MSI_OP_ADD:
-    case MSI_OP_CLIP:
-        return k == 1;
-    case MSI_OP_FORWARD:
-    case MSI_OP_RECOMPUTE:
-    case MSI_OP_BACKWARD:
-    case MSI_OP_EVAL:
-    case MSI_OP_NOTHING:
-    case MSI_OP_COUNT:
-        break;
-    }
-    return false;
-}
-
 /* The operand k of an instruction, as the public sees it. */
 static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *p, uint32_t now,
                                           uint32_t k) {
@@ -14406,7 +14312,7 @@ static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *
         o.is_written = msi_is_written(l, i, group, o.slot);
         return o;
     }
-    const bool source = msi_is_source((msi_op)i->op, k);
+    const bool source = msi_ops[i->op].sources >> k & 1;
     o.kind = source ? MS_OPERAND_SOURCE : MS_OPERAND_TARGET;
     o.is_written = !source;
     o.slot = k;
