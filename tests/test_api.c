@@ -2,7 +2,7 @@
     formulas, ms_gemm, names and listings. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 
 static ms_model *plain_model(void) {
     ms_model *m = NULL;

@@ -3,7 +3,7 @@
     every feature there is, is test_features.c, which runs each test with debug as well.) */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 
 /* A row is 64 bytes, so that what lies behind a tensor belongs to somebody else. */
 enum { ROWS = 4, COLS = 16, COUNT = ROWS * COLS };

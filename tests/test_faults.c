@@ -4,7 +4,7 @@
     be cured. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 
 // ------------------------------------------------------------------------------------------------
 // the model: twelve layers, one for every way in which operands are handed over

@@ -4,7 +4,7 @@
     ms_config.debug: the layers are honest, so it has to pass and to give the same numbers. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 
 enum { ROWS = 4, COLS = 16, COUNT = ROWS * COLS, MAX_OPS = 16, MAX_IN = 4 };
 

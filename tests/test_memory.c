@@ -2,7 +2,7 @@
     allocation and every call of the backend failing once. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #define T_ASAN 1

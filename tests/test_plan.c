@@ -3,7 +3,7 @@
     graphs are run. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 #include "../examples/nn.h"
 
 // ------------------------------------------------------------------------------------------------

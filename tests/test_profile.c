@@ -66,7 +66,7 @@ static double local_strtod(const char *text, char **end) {
 #undef snprintf
 #undef strtod
 
-#include "testing.h"
+#include "toy_layers.h"
 
 static void use_point(const char *point) {
     decimal_point = point;

@@ -2,7 +2,7 @@
     rule that did; the words where nothing fits; policies. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 #include "random_dag.h"
 
 // ------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ static inline int clock_as_timeval(struct timeval *now, void *zone) {
 
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 #include "random_dag.h"
 #include "virtual.h"
 

@@ -5,7 +5,7 @@
         TEXTS=1 build/tests/test_validate    prints every text, for people to read */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 
 // ------------------------------------------------------------------------------------------------
 // the world that is spoiled: six layers, one of them ("spoiled") with every kind of operand

@@ -3,7 +3,7 @@
     are those of cases made by hand; and nothing of a model is changed, nor by a failure. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 #include "random_dag.h"
 
 #if defined(T_CUDA) || defined(__SANITIZE_ADDRESS__)

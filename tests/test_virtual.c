@@ -3,7 +3,7 @@
     operation fails once. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 #include "virtual.h"
 
 enum { BLOCKS = 5, OPS = 4 * BLOCKS + 1, ROWS = 12, COLS = 8, STEPS = 5, SEEDS = 60 };
