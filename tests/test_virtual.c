@@ -45,11 +45,7 @@ static void add(net *n, ms_layer_desc desc) {
 }
 
 static ms_layer_desc layer(net *n, t_kind kind, ms_tensor in, ms_tensor out) {
-    n->op[n->op_count].kind = kind;
-    ms_layer_desc desc = t_describe(&n->op[n->op_count]);
-    desc.in[0] = in;
-    desc.out[0] = out;
-    return desc;
+    return t_layer(&n->op[n->op_count], kind, t_kinds[kind].name, in, out);
 }
 
 static ms_tensor activation(net *n) {
@@ -96,7 +92,7 @@ static void register_net(net *n) {
         n->weight[i] = ms_param(m, name, MS_DTYPE_F32, ms_shape2(COLS, COLS));
         last = add_block(n, last, i);
     }
-    n->loss = ms_activation(m, "losses", MS_DTYPE_F32, ms_shape1(ROWS));
+    n->loss = t_losses_of(m, last);
     add(n, layer(n, T_LOSS, last, n->loss));
     ms_set_loss(m, n->loss);
     ms_set_optimizer(m, &optimizer);
