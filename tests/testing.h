@@ -437,4 +437,12 @@ static inline ms_config t_config(void) {
     return config;
 }
 
+static inline ms_optimizer_desc t_optimizer(ms_optimizer_kind kind, float rate) {
+    ms_optimizer_desc optimizer;
+    memset(&optimizer, 0, sizeof optimizer);
+    optimizer.kind = kind;
+    optimizer.learning_rate = rate;
+    return optimizer;
+}
+
 #endif // TESTING_H

@@ -805,4 +805,262 @@ static inline void t_chain_same(const t_chain *a, const t_chain *b) {
     free(of_b);
 }
 
+// ------------------------------------------------------------------------------------------------
+// a net for numbers in closed form: rows along an axis, small whole numbers, no update unless a
+// test asks for one, so that the gradients stay
+
+enum { T_NET_ROWS = 4, T_NET_COLS = 16, T_NET_OPS = 16 };
+enum { T_NET_COUNT = T_NET_ROWS * T_NET_COLS, T_NET_MOST = 4 * T_NET_COUNT };
+
+typedef struct t_net {
+    ms_config config;
+    t_heap heap;
+    ms_model *m;
+    int64_t rows, largest; // of the axis
+    ms_axis batch;
+    ms_tensor x, loss;
+    t_op ops[T_NET_OPS];        // of the layers, in the order of their registration
+    ms_layer layers[T_NET_OPS]; // not of the loss
+    int count;
+} t_net;
+
+/* What a test may change before t_net_create: config, rows, largest. */
+static inline void t_net_begin(t_net *n) {
+    memset(n, 0, sizeof *n);
+    n->rows = n->largest = T_NET_ROWS;
+    n->config = t_config();
+    n->config.debug = t_debugging;
+    n->config.allocator = t_heap_allocator(&n->heap);
+}
+
+static inline void t_net_optimizer(t_net *n, ms_optimizer_kind kind, float rate) {
+    const ms_optimizer_desc optimizer = t_optimizer(kind, rate);
+    ms_set_optimizer(n->m, &optimizer);
+}
+
+static inline ms_shape t_net_shape(const t_net *n) {
+    return ms_along(ms_shape2(n->rows, T_NET_COLS), 0, n->batch);
+}
+
+static inline void t_net_create(t_net *n) {
+    assert_int_equal(ms_create(&n->config, &n->m), MS_RESULT_OK);
+    n->batch = ms_add_axis(n->m, "batch", n->rows, n->largest);
+    n->x = ms_input(n->m, "x", MS_DTYPE_F32, t_net_shape(n));
+    t_net_optimizer(n, MS_OPTIMIZER_NONE, 0.0f);
+}
+
+static inline ms_tensor t_net_activation(t_net *n, const char *name) {
+    return ms_activation(n->m, name, MS_DTYPE_F32, t_net_shape(n));
+}
+
+static inline ms_tensor t_net_saved(t_net *n, const char *name) {
+    return ms_saved(n->m, name, MS_DTYPE_F32, t_net_shape(n));
+}
+
+static inline ms_tensor t_net_param(t_net *n, const char *name) {
+    return ms_param(n->m, name, MS_DTYPE_F32, ms_shape1(T_NET_COLS));
+}
+
+/* The op of the next layer: its options come before the desc. */
+static inline t_op *t_net_op(t_net *n) {
+    assert_true(n->count < T_NET_OPS);
+    return &n->ops[n->count];
+}
+
+static inline ms_layer_desc t_net_layer(t_net *n, t_kind kind, const char *name, ms_tensor in,
+                                        ms_tensor out) {
+    return t_layer(t_net_op(n), kind, name, in, out);
+}
+
+/* A layer with callbacks of the test's own, which call t_enter, and no word of what they read. */
+static inline ms_layer_desc t_net_own(t_net *n, ms_layer_fn forward, ms_layer_fn backward,
+                                      const char *name, ms_tensor in, ms_tensor out) {
+    ms_layer_desc desc = t_net_layer(n, T_MIX, name, in, out);
+    desc.forward = forward;
+    desc.backward = backward;
+    return desc;
+}
+
+/* Returns the number of the op. */
+static inline int t_net_register(t_net *n, const ms_layer_desc *desc) {
+    n->layers[n->count] = t_register(n->m, &n->ops[n->count], desc);
+    return n->count++;
+}
+
+static inline ms_tensor t_net_like(t_net *n, const char *name, ms_tensor a) {
+    return ms_activation(n->m, name, MS_DTYPE_F32, ms_tensor_shape(n->m, a));
+}
+
+/* y = c a + a p; p may be none. */
+static inline ms_tensor t_net_scale(t_net *n, const char *name, ms_tensor a, float c, ms_tensor p) {
+    t_net_op(n)->c[0] = c;
+    ms_layer_desc desc = t_net_layer(n, T_MIX, name, a, t_net_like(n, name, a));
+    desc.param[0] = p;
+    desc.backward_reads.in = p.id != 0;
+    desc.backward_reads.param = p.id != 0;
+    desc.backward_reads.nothing = p.id == 0;
+    t_net_register(n, &desc);
+    return desc.out[0];
+}
+
+/* y = a + b */
+static inline ms_tensor t_net_sum(t_net *n, ms_tensor a, ms_tensor b) {
+    t_net_op(n)->c[0] = t_net_op(n)->c[1] = 1.0f;
+    ms_layer_desc desc = t_net_layer(n, T_MIX, "sum", a, t_net_like(n, "sum", a));
+    desc.in[1] = b;
+    desc.backward_reads.nothing = true;
+    t_net_register(n, &desc);
+    return desc.out[0];
+}
+
+/* y = a a / 2: reads a in backward. */
+static inline ms_tensor t_net_square(t_net *n, const char *name, ms_tensor a) {
+    const ms_layer_desc desc = t_net_layer(n, T_SQUARE, name, a, t_net_like(n, name, a));
+    t_net_register(n, &desc);
+    return desc.out[0];
+}
+
+/* A chain of a scale by p and a square, so many times. */
+static inline ms_tensor t_net_pairs(t_net *n, ms_tensor a, ms_tensor p, int count) {
+    for (int i = 0; i < count; ++i) {
+        a = t_net_square(n, "square", t_net_scale(n, "scale", a, 0.0f, p));
+    }
+    return a;
+}
+
+/* The loss is the sum of y y / 2, times the factor; returns the number of the op. */
+static inline int t_net_loss(t_net *n, ms_tensor y, float factor) {
+    n->loss = t_set_loss(n->m, t_net_op(n), T_SQUARES, y);
+    ms_set_loss_factor(n->m, factor);
+    return n->count++;
+}
+
+static inline float t_x_at(int i) {
+    return (float)(i * 7 % 5 - 2);
+}
+
+static inline float t_p_at(int i) {
+    return (float)(i % 3 - 1);
+}
+
+/* Element i is t_x_at(i). */
+static inline void t_net_write_x(t_net *n) {
+    const size_t count = (size_t)ms_tensor_count(n->m, n->x);
+    float *x = (float *)malloc(count * sizeof *x);
+    assert_non_null(x);
+    for (size_t i = 0; i < count; ++i) {
+        x[i] = t_x_at((int)i);
+    }
+    t_ok(n->m, ms_write(n->m, n->x, x));
+    free(x);
+}
+
+/* Element i is t_p_at(i) + shift. */
+static inline void t_net_write_param(t_net *n, ms_tensor p, float shift) {
+    float data[T_NET_COLS];
+    for (int i = 0; i < T_NET_COLS; ++i) {
+        data[i] = t_p_at(i) + shift;
+    }
+    t_ok(n->m, ms_write(n->m, p, data));
+}
+
+static inline void t_net_start(t_net *n) {
+    t_ok(n->m, ms_wrap(n->m));
+    t_net_write_x(n);
+}
+
+static inline void t_net_end(t_net *n) {
+    for (int i = 0; i < n->count; ++i) {
+        assert_int_equal(n->ops[i].faults, 0);
+    }
+    ms_destroy(n->m);
+    assert_true(n->heap.live_count == 0 && n->heap.wrong_releases == 0);
+}
+
+/* The first elements, within a tolerance relative to 1 and to what is expected. */
+static inline void t_net_expect_near(const t_net *n, ms_tensor tensor, const double *expected,
+                                     int count, double tolerance) {
+    float data[T_NET_MOST];
+    t_ok(n->m, ms_read(n->m, tensor, data));
+    for (int i = 0; i < count; ++i) {
+        const double most = tolerance * (1.0 + fabs(expected[i]));
+        if (!(fabs((double)data[i] - expected[i]) <= most)) {
+            fail_msg("element %d is %.9g, expected %.9g", i, (double)data[i], expected[i]);
+        }
+    }
+}
+
+static inline void t_net_expect(const t_net *n, ms_tensor tensor, const double *expected,
+                                int count) {
+    t_net_expect_near(n, tensor, expected, count, 0.0);
+}
+
+static inline void t_net_same(const t_net *a, ms_tensor of_a, const t_net *b, ms_tensor of_b) {
+    float left[T_NET_MOST], right[T_NET_MOST];
+    t_ok(a->m, ms_read(a->m, of_a, left));
+    t_ok(b->m, ms_read(b->m, of_b, right));
+    assert_memory_equal(left, right, (size_t)ms_tensor_bytes(a->m, of_a));
+}
+
+/* How often a callback has been called, in debug mode at least. */
+static inline void t_expect_calls(uint32_t got, uint32_t expected) {
+    if (t_debugging ? got < expected : got != expected) {
+        fail_msg("%u calls, expected %u", (unsigned)got, (unsigned)expected);
+    }
+}
+
+/* What the training program does, counted. */
+typedef struct t_tally {
+    uint32_t count[MS_EVENT_COUNT];
+    uint32_t of_layer[MS_EVENT_COUNT][T_NET_OPS];
+    uint32_t moves; // copies between two places
+    uint32_t last_backward, first_update, last_update;
+    ms_tensor updated; // the first param that is
+} t_tally;
+
+static inline void t_count_event(const ms_event *event, void *user) {
+    t_tally *t = (t_tally *)user;
+    assert_int_equal(event->size, sizeof *event);
+    t->count[event->kind] += 1;
+    if (event->layer.id != 0 && event->layer.id <= T_NET_OPS) {
+        t->of_layer[event->kind][event->layer.id - 1] += 1;
+    }
+    if (event->kind == MS_EVENT_COPY) {
+        const ms_event_operand *o = event->operands;
+        assert_int_equal(event->operand_count, 2);
+        t->moves += o[0].offset != o[1].offset || o[0].is_outside || o[1].is_outside;
+    }
+    if (event->kind == MS_EVENT_BACKWARD) {
+        t->last_backward = event->index;
+    }
+    if (event->kind == MS_EVENT_UPDATE) {
+        t->updated = t->count[MS_EVENT_UPDATE] == 1 ? event->tensor : t->updated;
+        t->first_update = t->count[MS_EVENT_UPDATE] == 1 ? event->index : t->first_update;
+        t->last_update = event->index;
+    }
+}
+
+static inline t_tally t_net_tally(const t_net *n) {
+    t_tally t;
+    memset(&t, 0, sizeof t);
+    t_ok(n->m, ms_visit_events(n->m, MS_PROGRAM_TRAIN, t_count_event, &t));
+    return t;
+}
+
+static inline int t_debug_on(void **state) {
+    (void)state;
+    t_debugging = true;
+    return 0;
+}
+
+static inline int t_debug_off(void **state) {
+    (void)state;
+    t_debugging = false;
+    return 0;
+}
+
+/* A test that runs twice, the second time in debug mode. */
+#define T_TWICE(test)                                                                              \
+    cmocka_unit_test(test), cmocka_unit_test_setup_teardown(test, t_debug_on, t_debug_off)
+
 #endif // TOY_LAYERS_H
