@@ -149,10 +149,7 @@ static void fault_register_tail(fault_net *net) {
 }
 
 static ms_optimizer_desc fault_optimizer(fault_net *net) {
-    ms_optimizer_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = net->how->optimizer;
-    desc.learning_rate = 0.01f;
+    ms_optimizer_desc desc = t_optimizer(net->how->optimizer, 0.01f);
     desc.grad_clip_norm = net->how->clip;
     desc.momentum = desc.kind == MS_OPTIMIZER_SGD ? 0.5f : 0.0f;
     if (desc.kind == MS_OPTIMIZER_CUSTOM) {

@@ -1099,12 +1099,10 @@ static void graph_add(graph *g) {
 /* A source with a param, up to seven layers, and a loss that reads what nobody else does. */
 static void graph_create(graph *g, uint64_t seed, const ms_config *config) {
     ms_layer_desc d;
-    ms_optimizer_desc optimizer;
+    const ms_optimizer_desc optimizer = t_optimizer(MS_OPTIMIZER_SGD, 0.0f);
     memset(g, 0, sizeof *g);
     memset(&d, 0, sizeof d);
-    memset(&optimizer, 0, sizeof optimizer);
     g->rng = t_seed(seed);
-    optimizer.kind = MS_OPTIMIZER_SGD;
     assert_int_equal(ms_create(config, &g->model), MS_RESULT_OK);
     ms_set_optimizer(g->model, &optimizer);
     d.in[0] = ms_input(g->model, "input", MS_DTYPE_F32, ms_shape1(16));

@@ -729,15 +729,13 @@ static void what_can_be_read_stays(void **state) {
     for (int kind = MS_OPTIMIZER_ADAMW; kind <= MS_OPTIMIZER_NONE; ++kind) {
         flawed_net n;
         ms_verify_report report;
-        ms_optimizer_desc optimizer;
         float losses[2][FLAW_ROWS], gradient[2][FLAW_COLS];
         double norm[2] = {0.0, 0.0};
         const ms_config config = t_config();
         if (kind == MS_OPTIMIZER_CUSTOM) {
             continue;
         }
-        memset(&optimizer, 0, sizeof optimizer);
-        optimizer.kind = (ms_optimizer_kind)kind;
+        ms_optimizer_desc optimizer = t_optimizer((ms_optimizer_kind)kind, 0.0f);
         optimizer.grad_clip_norm = kind == MS_OPTIMIZER_NONE ? 0.0f : 0.01f;
         flawed_start(&n, &config, FLAW_NONE, &optimizer);
         t_ok(n.model, ms_step(n.model, NULL));
@@ -770,12 +768,10 @@ static void a_gradient_that_is_off_by_so_much(void **state) {
     flawed_net n;
     seen s;
     ms_verify_report report;
-    ms_optimizer_desc optimizer;
     float plain[FLAW_COLS], wrapped[FLAW_COLS];
     double loss, largest = 0.0;
     const ms_config config = t_config();
-    memset(&optimizer, 0, sizeof optimizer);
-    optimizer.kind = MS_OPTIMIZER_NONE;
+    const ms_optimizer_desc optimizer = t_optimizer(MS_OPTIMIZER_NONE, 0.0f);
     flawed_start(&n, &config, FLAW_REDRAWS, &optimizer);
     t_ok(n.model, verify(n.model, &s, &report));
     const ms_tensor g = ms_gradient(n.model, n.r);

@@ -70,10 +70,7 @@ static ms_tensor add_block(net *n, ms_tensor last, int i) {
 }
 
 static ms_optimizer_desc optimizer_of(const net *n) {
-    ms_optimizer_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = n->how->optimizer;
-    desc.learning_rate = 0.05f;
+    ms_optimizer_desc desc = t_optimizer(n->how->optimizer, 0.05f);
     desc.grad_clip_norm = n->how->clip;
     desc.momentum = desc.kind == MS_OPTIMIZER_SGD ? 0.5f : 0.0f;
     return desc;
