@@ -1,5 +1,18 @@
 /*  toy_layers.h - small layers for tests, and small models of them. Include it after the
-    implementation of memscale.h. */
+    implementation of memscale.h.
+
+    - A layer is a t_op: its kind says what it computes, its options which freedoms it declares and
+      takes, or how it fails, and it notes how it was called. t_layer gives its desc, to which a test
+      adds what it likes; t_register registers it. t_add_layer and t_set_loss do all of that.
+    - Values are F32, rows by columns. A layer is right wherever its operands share memory, and reads
+      what it declares and nothing else. A test that wants more of a layer has callbacks of its own,
+      which call t_forward and t_backward (or t_enter) with a user that begins with a t_op.
+    - t_chain is a deep perceptron of matmuls and squashes, for plans and budgets.
+    - t_net is a graph of scales, sums and squares with small whole numbers, for results that are
+      known in closed form.
+
+    On a CUDA device (tests/emulation/on_cuda.h) these layers enqueue their work: options may change
+    between steps only once the model has been synchronized. */
 #ifndef TOY_LAYERS_H
 #define TOY_LAYERS_H
 
@@ -8,6 +21,8 @@
 // ------------------------------------------------------------------------------------------------
 // layers
 
+/* Gradients need not be true ones: what matters is that they depend on all that is declared. Values
+   stay bounded up to T_LOSS, so that no depth of network overflows. */
 typedef enum t_kind {
     T_SQUASH,  // y = x / (1 + |x|)                in: x                  reads y
     T_SCALE,   // y = scalar * x                   in: x                  reads nothing
@@ -27,8 +42,8 @@ typedef enum t_kind {
     T_SQUARES, // row sums of x * x / 2            in: x                  reads x
     T_SQUARE,  // y = x * x / 2                    in: x                  reads x
     T_RUNNING, // y = (x + state) / 2              in: x   state: 1       reads nothing
-    /* y = c0 a + c1 b + ... + a (p + q + ...) + shift: any inputs and params, and no word of what
-       backward reads, which are the inputs and params if there are params. */
+    /* y = c0 a + c1 b + ... + a (p + q + ...) + shift, of any inputs and params. Declares nothing
+       about what backward reads, which is a and the params if there are params. */
     T_MIX,
     T_KIND_COUNT
 } t_kind;
@@ -46,7 +61,8 @@ typedef struct t_op {
     float scalar;             // of T_SCALE
     float c[T_MIX_IN], shift; // of T_MIX
     /* What it declares beside what its kind does, and keeps to. */
-    ms_edges accumulates, overwrites; // gradients to which it only adds, or that it only sets
+    ms_edges accumulates, overwrites; // gradients to which it only adds, or that it only sets (of
+                                      // any kind but T_MATMUL and T_EMBED)
     ms_overwrites clobbers;           // backward fills these with NaN when it is done
     bool must_in_place;               // out[0] in the place of in[0], grad_in[0] of grad_out[0]
     /* What goes wrong. */
@@ -872,7 +888,7 @@ static inline ms_layer_desc t_net_layer(t_net *n, t_kind kind, const char *name,
     return t_layer(t_net_op(n), kind, name, in, out);
 }
 
-/* A layer with callbacks of the test's own, which call t_enter, and no word of what they read. */
+/* A layer with callbacks of the test's own, which call t_enter; it declares no reads. */
 static inline ms_layer_desc t_net_own(t_net *n, ms_layer_fn forward, ms_layer_fn backward,
                                       const char *name, ms_tensor in, ms_tensor out) {
     ms_layer_desc desc = t_net_layer(n, T_MIX, name, in, out);
@@ -970,6 +986,8 @@ static inline void t_net_start(t_net *n) {
 }
 
 static inline void t_net_end(t_net *n) {
+    const ms_result settled = ms_synchronize(n->m); // whatever it is: some tests leave an error
+    (void)settled;
     for (int i = 0; i < n->count; ++i) {
         assert_int_equal(n->ops[i].faults, 0);
     }
