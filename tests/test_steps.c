@@ -10,6 +10,13 @@ enum { ROWS = T_NET_ROWS, COLS = T_NET_COLS, COUNT = ROWS * COLS };
 // ------------------------------------------------------------------------------------------------
 // borrowed memory
 
+/* y = x p, and the loss. */
+static ms_tensor add_product(t_net *n) {
+    const ms_tensor p = t_net_param(n, "p");
+    t_net_loss(n, t_net_scale(n, "scale", n->x, 0.0f, p), 1.0f);
+    return p;
+}
+
 typedef struct lent {
     float x[COUNT], p[COLS], gradient[COLS], velocity[COLS], buffer[COLS];
 } lent;
@@ -105,9 +112,7 @@ static void a_borrowed_gradient_is_never_zeroed(void **state) {
         t_net_begin(&n);
         n.config.force_optimize = early != 0;
         t_net_create(&n);
-        ms_tensor p = t_net_param(&n, "p");
-        ms_tensor y = t_net_scale(&n, "scale", n.x, 0.0f, p);
-        t_net_loss(&n, y, 1.0f);
+        ms_tensor p = add_product(&n);
         t_ok(n.m, ms_borrow(n.m, ms_gradient(n.m, p), gradient));
         for (int c = 0; c < COLS; ++c) {
             gradient[c] = (float)c;
@@ -175,9 +180,7 @@ static void custom_updates(void **state) {
         optimizer.user = &own;
         optimizer.state_count = 2;
         ms_set_optimizer(n.m, &optimizer);
-        ms_tensor p = own.p = t_net_param(&n, "p");
-        ms_tensor y = t_net_scale(&n, "scale", n.x, 0.0f, p);
-        t_net_loss(&n, y, 1.0f);
+        ms_tensor p = own.p = add_product(&n);
         t_net_start(&n);
         t_net_write_param(&n, p, 2.0f);
         assert_true(ms_optimizer_state(n.m, p, 1).id != 0);
@@ -462,26 +465,32 @@ static void a_step_without_its_update_starts_again(void **state) {
     }
 }
 
+/* y = x p + x q, started. */
+static void two_products_start(t_net *n, bool is_q_frozen, ms_tensor *p, ms_tensor *q) {
+    *p = t_net_param(n, "p");
+    *q = t_net_param(n, "q");
+    ms_tensor a = t_net_scale(n, "p", n->x, 0.0f, *p);
+    ms_tensor b = t_net_scale(n, "q", n->x, 0.0f, *q);
+    t_net_loss(n, t_net_sum(n, a, b), 1.0f);
+    ms_set_frozen(n->m, *q, is_q_frozen);
+    t_net_start(n);
+    t_net_write_param(n, *p, 2.0f);
+    t_net_write_param(n, *q, 1.0f);
+}
+
 /* A param that begins to learn between two micro-batches has missed the first: the step starts
    again. A re-wrap that changes no gradient counts on. */
 static void a_rewrap_between_micro_batches(void **state) {
     (void)state;
     for (int thaws = 0; thaws < 2; ++thaws) {
         t_net n;
+        ms_tensor of_p, of_q;
         float before[COLS], after[COLS];
         t_net_begin(&n);
         n.config.accumulation_steps = 2;
         t_net_create(&n);
         t_net_optimizer(&n, MS_OPTIMIZER_SGD, 0.0f);
-        ms_tensor of_p = t_net_param(&n, "p"), of_q = t_net_param(&n, "q");
-        ms_tensor a = t_net_scale(&n, "p", n.x, 0.0f, of_p);
-        ms_tensor b = t_net_scale(&n, "q", n.x, 0.0f, of_q);
-        ms_tensor y = t_net_sum(&n, a, b);
-        t_net_loss(&n, y, 1.0f);
-        ms_set_frozen(n.m, of_q, true);
-        t_net_start(&n);
-        t_net_write_param(&n, of_p, 2.0f);
-        t_net_write_param(&n, of_q, 1.0f);
+        two_products_start(&n, true, &of_p, &of_q);
         t_ok(n.m, ms_read(n.m, of_p, before));
         t_ok(n.m, ms_step(n.m, NULL));
         ms_set_frozen(n.m, of_q, thaws == 0);
@@ -515,15 +524,9 @@ static void check_clipping(float limit, uint32_t micro_count, bool custom) {
     optimizer.state_count = custom ? 2 : 0;
     optimizer.grad_clip_norm = limit;
     ms_set_optimizer(n.m, &optimizer);
-    ms_tensor of_p = own.p = t_net_param(&n, "p"), of_q = t_net_param(&n, "q");
-    ms_tensor a = t_net_scale(&n, "p", n.x, 0.0f, of_p);
-    ms_tensor b = t_net_scale(&n, "q", n.x, 0.0f, of_q);
-    ms_tensor y = t_net_sum(&n, a, b);
-    t_net_loss(&n, y, 1.0f);
-    ms_set_frozen(n.m, of_q, custom);
-    t_net_start(&n);
-    t_net_write_param(&n, of_p, 2.0f);
-    t_net_write_param(&n, of_q, 1.0f);
+    ms_tensor of_p, of_q;
+    two_products_start(&n, custom, &of_p, &of_q);
+    own.p = of_p;
     assert_int_equal(ms_gradient_norm(n.m, &norm), MS_RESULT_ORDER); // no update yet
     for (int c = 0; c < COLS; ++c) {
         p[c] = (double)t_p_at(c) + 2.0;
@@ -611,9 +614,7 @@ static void a_norm_that_is_not_finite(void **state) {
         t_net_begin(nets[i]);
         t_net_create(nets[i]);
         ms_set_optimizer(nets[i]->m, &optimizer);
-        p[i] = t_net_param(nets[i], "p");
-        ms_tensor y = t_net_scale(nets[i], "scale", nets[i]->x, 0.0f, p[i]);
-        t_net_loss(nets[i], y, 1.0f);
+        p[i] = add_product(nets[i]);
         t_net_start(nets[i]);
         t_net_write_param(nets[i], p[i], 2.0f);
         t_ok(nets[i]->m, ms_step(nets[i]->m, NULL));
