@@ -1,8 +1,8 @@
-/*  test_features.c - each thing that a layer can declare alone, with toy layers and numbers known in
-    closed form. The values are small whole numbers wherever they can be, so that float32 is exact
+/*  test_features.c - each thing that a layer can declare alone, with toy layers and numbers known
+    in closed form. The values are small whole numbers wherever they can be, so that float32 is exact
     and sums may come in any order. Nearly every test runs twice, the second time with
-    ms_config.debug: the layers are honest, so it has to pass and to give the same numbers. What steps
-    do is in test_steps.c, other shapes are in test_shapes.c. */
+    ms_config.debug: the layers are honest, so it has to pass and to give the same numbers. What
+    steps do is in test_steps.c, other shapes are in test_shapes.c. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
 #include "toy_layers.h"
@@ -329,8 +329,8 @@ typedef struct stateful {
     ms_tensor y[3];
 } stateful;
 
-/* h = x p; y0 = counter(h), y1 = doubler(y0) of one buffer, y2 = promising(y1) = 2 y1 of another; the
-   square of each is read in backward. dropped: the three are recomputed. */
+/* h = x p; y0 = counter(h), y1 = doubler(y0) of one buffer, y2 = promising(y1) = 2 y1 of another;
+   the square of each is read in backward. dropped: the three are recomputed. */
 static void stateful_start(stateful *t, bool dropped) {
     static const ms_layer_fn forwards[] = {counter_forward, doubler_forward, promising_forward};
     static const char *const names[] = {"counter", "doubler", "promising"};
@@ -547,8 +547,8 @@ static void clobbered_values_are_copied_where_others_need_them(void **state) {
                 clobbers.out = (mask & 2) != 0;
                 clobbers.grad_out = (mask & 4) != 0;
                 uint32_t moves = check_clobbers((around)other, clobbers, smallest != 0);
-                /* h is read later by "before" alone (its backward comes after that of the layer that
-                   clobbers), or kept; y is read by the loss, before that layer. */
+                /* h is read later by "before" alone (its backward comes after that of the layer
+                   that clobbers), or kept; y is read by the loss, before that layer. */
                 uint32_t needed =
                     (uint32_t)((mask & 1) != 0 && (other == BEFORE || other == KEPT_IN)) +
                     (uint32_t)((mask & 2) != 0 && other == KEPT_OUT);
