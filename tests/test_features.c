@@ -1,8 +1,8 @@
-/*  test_features.c - each thing that a layer can declare alone, with toy layers and numbers known
-    in closed form. The values are small whole numbers wherever they can be, so that float32 is exact
-    and sums may come in any order. Nearly every test runs twice, the second time with
-    ms_config.debug: the layers are honest, so it has to pass and to give the same numbers. What
-    steps do is in test_steps.c, other shapes are in test_shapes.c. */
+/*  test_features.c - each thing that a layer can declare alone, with toy layers and numbers
+    known in closed form. The values are small whole numbers wherever they can be, so that
+    float32 is exact and sums may come in any order. Nearly every test runs twice, the second
+    time with ms_config.debug: the layers are honest, so it has to pass and to give the same
+    numbers. What steps do is in test_steps.c, other shapes are in test_shapes.c. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
 #include "toy_layers.h"

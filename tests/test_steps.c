@@ -1,6 +1,6 @@
 /*  test_steps.c - what a step does beside running the layers: updates, micro-batches, clipping,
-    memory that is borrowed or shared with other models, and steps that fail, with numbers known in closed
-    form. Nearly every test runs twice, the second time with ms_config.debug. */
+    memory that is borrowed or shared with other models, and steps that fail, with numbers known
+    in closed form. Nearly every test runs twice, the second time with ms_config.debug. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
 #include "toy_layers.h"

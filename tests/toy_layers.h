@@ -1,18 +1,20 @@
 /*  toy_layers.h - small layers for tests, and small models of them. Include it after the
     implementation of memscale.h.
 
-    - A layer is a t_op: its kind says what it computes, its options which freedoms it declares and
-      takes, or how it fails, and it notes how it was called. t_layer gives its desc, to which a
-      test adds what it likes; t_register registers it. t_add_layer and t_set_loss do all of that.
+    - A layer is a t_op: its kind says what it computes, its options which freedoms it declares
+      and takes, or how it fails, and it notes how it was called. t_layer gives its desc, to
+      which a test adds what it likes; t_register registers it. t_add_layer and t_set_loss do all
+      of that.
     - Values are F32, rows by columns. A layer is right wherever its operands share memory, and
-      reads what it declares and nothing else. A test that wants more of a layer has callbacks of its own,
-      which call t_forward and t_backward (or t_enter) with a user that begins with a t_op.
+      reads what it declares and nothing else. A test that wants more of a layer has callbacks of
+      its own, which call t_forward and t_backward (or t_enter) with a user that begins with a
+      t_op.
     - t_chain is a deep perceptron of matmuls and squashes, for plans and budgets.
     - t_net is a graph of scales, sums and squares with small whole numbers, for results that are
       known in closed form.
 
-    On a CUDA device (tests/emulation/on_cuda.h) these layers enqueue their work: options may change
-    between steps only once the model has been synchronized. */
+    On a CUDA device (tests/emulation/on_cuda.h) these layers enqueue their work: options may
+    change between steps only once the model has been synchronized. */
 #ifndef TOY_LAYERS_H
 #define TOY_LAYERS_H
 
