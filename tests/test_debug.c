@@ -412,7 +412,7 @@ static void net_create(net *n, lie tells, bool debug, bool smallest, bool keeps_
     const ms_tensor z = t_add_layer(m, &n->after, T_SQUASH, "after", n->y, none);
     n->loss = t_set_loss(m, &n->last, T_LOSS, z);
     if (keeps_y) {
-        ms_set_output(m, n->y);
+        ms_add_output(m, n->y);
     }
     if (infos[tells].recomputes) {
         ms_set_tensor_technique(m, n->y, MS_TECHNIQUE_CHECKPOINTING,

@@ -493,13 +493,13 @@ static void net_finish_around(t_net *n, around other, ms_tensor h, ms_tensor y, 
     }
     t_net_loss(n, last, 1.0f);
     if (other == KEPT_IN || other == KEPT_OUT) {
-        ms_set_output(n->m, other == KEPT_IN ? h : y);
+        ms_add_output(n->m, other == KEPT_IN ? h : y);
     }
 }
 
 /* h = x p; y = h h / 2 by a layer that clobbers, z = h h / 2 by another one before or after it. The
    number of real copies in a step. */
-static uint32_t check_clobbers(around other, ms_overwrites clobbers, bool smallest) {
+static uint32_t check_clobbers(around other, ms_slot_masks clobbers, bool smallest) {
     const ms_tensor none = {0};
     t_net n;
     t_net_begin(&n);
@@ -542,7 +542,7 @@ static void clobbered_values_are_copied_where_others_need_them(void **state) {
     for (int smallest = 0; smallest < 2; ++smallest) {
         for (int mask = 0; mask < 8; ++mask) {
             for (int other = NOBODY; other <= KEPT_OUT; ++other) {
-                ms_overwrites clobbers = {0, 0, 0, 0};
+                ms_slot_masks clobbers = {0, 0, 0, 0};
                 clobbers.in = (mask & 1) != 0;
                 clobbers.out = (mask & 2) != 0;
                 clobbers.grad_out = (mask & 4) != 0;
@@ -1637,7 +1637,7 @@ static void addresses(void **state) {
     float value[COLS];
     t_net_begin(&n);
     chain_create(&n, h, p);
-    ms_set_output(n.m, h[3]);
+    ms_add_output(n.m, h[3]);
     chain_start(&n, p);
     float *x = (float *)ms_data(n.m, n.x);
     float *of_p = (float *)ms_data(n.m, p[1]);

@@ -139,7 +139,7 @@ static machine machine_start(const chain *c) {
 
 static void machine_forward(machine *m, uint32_t i, bool keep) {
     const chain_stage *s = &m->c->stages[i];
-    assert_true(m->x[i] && i < m->left);
+    assert_true(m->x[i] && i < m->run.halt);
     m->live += m->x[i + 1] ? 0 : s->aout;
     m->live += keep && !m->saved[i] ? s->abar - s->aout : 0;
     m->x[i + 1] = true;
@@ -154,7 +154,7 @@ static void machine_forget(machine *m, uint32_t x) {
 }
 
 static void machine_backward(machine *m) {
-    const uint32_t i = m->left - 1;
+    const uint32_t i = m->run.halt - 1;
     const chain_stage *s = &m->c->stages[i];
     if (!m->lost) {
         assert_true(m->x[m->c->count]);
@@ -167,7 +167,7 @@ static void machine_backward(machine *m) {
     m->time += s->tb;
     m->live -= s->abar + s->aout;
     m->x[i + 1] = m->saved[i] = false;
-    m->left = i;
+    m->run.halt = i;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1169,7 +1169,7 @@ static bool census_take(census *c, ms_model *m) {
     c->plain_us = c->plan->plain_step_us;
     for (uint32_t mask = 0; mask >> c->count == 0; ++mask) {
         census_choose(c, mask);
-        c->peak_bytes[mask] = c->store->slot_bytes + c->plan->train.peak_bytes;
+        c->peak_bytes[mask] = c->store->resident_bytes + c->plan->train.peak_bytes;
         c->time[mask] = 1.0 + c->plan->train.recompute_us / c->plain_us;
         c->order[mask] = mask;
     }

@@ -65,7 +65,7 @@ typedef struct t_op {
     /* What it declares beside what its kind does, and keeps to. */
     ms_edges accumulates, overwrites; // gradients to which it only adds, or that it only sets (of
                                       // any kind but T_MATMUL and T_EMBED)
-    ms_overwrites clobbers;           // backward fills these with NaN when it is done
+    ms_slot_masks clobbers;           // backward fills these with NaN when it is done
     bool must_in_place;               // out[0] in the place of in[0], grad_in[0] of grad_out[0]
     /* What goes wrong. */
     uint32_t failing;   // mask of phases that return T_CALLBACK_ERROR
@@ -624,7 +624,7 @@ static inline int t_forward(const ms_call *call) {
 
 static inline int t_backward(const ms_call *call) {
     t_op *op = (t_op *)call->user;
-    const ms_overwrites *c = &op->clobbers;
+    const ms_slot_masks *c = &op->clobbers;
     int error = t_enter(call);
     op->faults += op->must_in_place && (call->grad_in[0].data != call->grad_out[0].data ||
                                         call->grad_in[0].beta != 0.0f);
