@@ -1,7 +1,7 @@
 /*  random_dag.h - random graphs that mix all that a layer can declare, with callbacks that do what
     they declare and check what they are given. A graph (rd_graph) is plain data: it is registered
     with any number of models (rd_net), and run by a reference that has no plan, one allocation for
-    each tensor (rd_reference). Include it behind testing.h. */
+    each tensor (rd_reference). Include it after toy_layers.h. */
 #ifndef RANDOM_DAG_H
 #define RANDOM_DAG_H
 

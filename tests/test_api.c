@@ -2,7 +2,7 @@
     formulas, ms_gemm, names and listings. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 
 static ms_model *plain_model(void) {
     ms_model *m = NULL;
@@ -11,11 +11,8 @@ static ms_model *plain_model(void) {
     return m;
 }
 
-static ms_layer add_layer(ms_model *m, t_op *op, const char *name, ms_tensor in, ms_tensor out) {
-    ms_layer_desc desc = t_describe(op);
-    desc.name = name;
-    desc.in[0] = in;
-    desc.out[0] = out;
+static ms_layer add_squash(ms_model *m, t_op *op, const char *name, ms_tensor in, ms_tensor out) {
+    const ms_layer_desc desc = t_layer(op, T_SQUASH, name, in, out);
     return ms_register_layer(m, &desc);
 }
 
@@ -241,8 +238,8 @@ static void a_tensor_is_written_by_one_layer(void **state) {
     ms_model *m = plain_model();
     ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(1, 4));
     ms_tensor y = vector(m, "y-twice", 4);
-    assert_true(add_layer(m, &op, "producer", x, y).id != 0);
-    assert_int_equal(add_layer(m, &op, "rival", x, y).id, 0);
+    assert_true(add_squash(m, &op, "producer", x, y).id != 0);
+    assert_int_equal(add_squash(m, &op, "rival", x, y).id, 0);
     t_text_has(ms_last_error(m), "rival");
     expect_sticking(m, "y-twice");
 }
@@ -254,7 +251,7 @@ static void inputs_come_before_their_readers(void **state) {
     ms_model *m = plain_model();
     ms_tensor later = vector(m, "later", 4);
     ms_tensor y = vector(m, "y", 4);
-    assert_int_equal(add_layer(m, &op, "eager", later, y).id, 0);
+    assert_int_equal(add_squash(m, &op, "eager", later, y).id, 0);
     t_text_has(ms_last_error(m), "eager");
     expect_sticking(m, "later");
 }
@@ -305,10 +302,8 @@ static void wrong_layers(void **state) {
         t_op op;
         memset(&op, 0, sizeof op);
         ms_model *m = plain_model();
-        ms_layer_desc desc = t_describe(&op);
-        desc.name = "spoiled";
-        desc.in[0] = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(1, 4));
-        desc.out[0] = vector(m, "y", 4);
+        const ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(1, 4));
+        ms_layer_desc desc = t_layer(&op, T_SQUASH, "spoiled", x, vector(m, "y", 4));
         ms_tensor param = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(4));
         ms_tensor saved = ms_saved(m, "s", MS_DTYPE_F32, ms_shape1(4));
         spoilers[i](&desc, param, saved);
@@ -329,9 +324,7 @@ static void wrong_losses(void **state) {
         ms_tensor y = vector(m, "y", 4);
         ms_tensor orphan = vector(m, "orphan", 4);
         ms_tensor counts = ms_activation(m, "counts", MS_DTYPE_I32, ms_shape1(4));
-        ms_layer_desc desc = t_describe(&op);
-        desc.in[0] = x;
-        desc.out[0] = y;
+        ms_layer_desc desc = t_layer(&op, T_SQUASH, "squash", x, y);
         desc.out[1] = counts;
         ms_register_layer(m, &desc);
         ms_tensor bad[4];
@@ -625,42 +618,25 @@ static void keep_error(ms_log_level level, const char *tag, const char *text, vo
 
 /* The warning of a net of x w, "side" of that, times v, and the loss. */
 static void warning_of(char *warning, bool has_backward, bool meant) {
-    t_chain chain;
+    t_op ops[4];
+    ms_model *m;
     ms_config config = t_config();
     warning[0] = 0;
     config.log = keep_warning;
     config.log_user = warning;
-    memset(&chain, 0, sizeof chain);
-    assert_int_equal(ms_create(&config, &chain.model), MS_RESULT_OK);
-    ms_model *m = chain.model;
+    memset(ops, 0, sizeof ops);
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
     const ms_shape shape = ms_shape2(4, 4);
-    chain.matmul[0].kind = T_MATMUL;
-    ms_layer_desc desc = t_describe(&chain.matmul[0]);
-    desc.in[0] = ms_input(m, "x", MS_DTYPE_F32, shape);
-    desc.param[0] = ms_param(m, "w", MS_DTYPE_F32, shape);
-    desc.out[0] = ms_activation(m, "product", MS_DTYPE_F32, shape);
-    ms_register_layer(m, &desc);
-    const ms_tensor product = desc.out[0];
-    chain.squash[0].kind = T_SQUASH;
-    desc = t_describe(&chain.squash[0]);
-    desc.name = "side";
-    desc.in[0] = product;
-    desc.out[0] = ms_activation(m, "squashed", MS_DTYPE_F32, shape);
-    desc.backward = has_backward ? desc.backward : NULL;
-    desc.no_backward = meant;
-    ms_register_layer(m, &desc);
-    chain.matmul[1].kind = T_MATMUL;
-    ms_layer_desc head = t_describe(&chain.matmul[1]);
-    head.in[0] = desc.out[0];
-    head.param[0] = ms_param(m, "v", MS_DTYPE_F32, shape);
-    head.out[0] = ms_activation(m, "head", MS_DTYPE_F32, shape);
-    ms_register_layer(m, &head);
-    chain.loss_op.kind = T_LOSS;
-    desc = t_describe(&chain.loss_op);
-    desc.in[0] = head.out[0];
-    desc.out[0] = ms_activation(m, "losses", MS_DTYPE_F32, ms_shape1(4));
-    ms_register_layer(m, &desc);
-    ms_set_loss(m, desc.out[0]);
+    const ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, shape);
+    const ms_tensor w = ms_param(m, "w", MS_DTYPE_F32, shape);
+    const ms_tensor v = ms_param(m, "v", MS_DTYPE_F32, shape);
+    const ms_tensor squashed = ms_activation(m, "squashed", MS_DTYPE_F32, shape);
+    const ms_tensor product = t_add_layer(m, &ops[0], T_MATMUL, "product", x, w);
+    ms_layer_desc side = t_layer(&ops[1], T_SQUASH, "side", product, squashed);
+    side.backward = has_backward ? side.backward : NULL;
+    side.no_backward = meant;
+    ms_register_layer(m, &side);
+    t_set_loss(m, &ops[3], T_LOSS, t_add_layer(m, &ops[2], T_MATMUL, "head", squashed, v));
     t_ok(m, ms_wrap(m));
     ms_destroy(m);
 }
@@ -1270,61 +1246,41 @@ static void the_plan_is_printed(void **state) {
 // ------------------------------------------------------------------------------------------------
 // found in review: each of these once went wrong
 
-/* out = in * sum of the params in all slots; a gradient per slot, in rising order. */
-static int times_forward(const ms_call *call) {
-    float sum = 0.0f;
-    for (int k = 0; k<MS_LIMIT_PARAM &&*(const int *)call->user> k; ++k) {
-        sum += t_data(&call->param[k])[0];
-    }
-    t_data(&call->out[0])[0] = t_data(&call->in[0])[0] * sum;
-    return 0;
-}
-
-static int times_backward(const ms_call *call) {
-    for (int k = 0; k < *(const int *)call->user; ++k) {
-        t_contribute(&call->grad_param[k], 0, t_grad_out(call, 0, 0) * t_data(&call->in[0])[0]);
-    }
-    return 0;
-}
-
-static int twice_forward(const ms_call *call) {
-    t_data(&call->out[0])[0] = 2.0f * t_data(&call->in[0])[0];
-    return 0;
-}
-
 typedef struct tiny {
+    t_op twice; // first, so that the user of its layer is the tiny
+    t_op times;
     ms_model *model;
-    ms_tensor x, p, loss, after;
-    int slots;
+    ms_tensor x, p, loss;
 } tiny;
+
+/* A layer after the loss that doubles it, without a backward; it may work in place. */
+static ms_layer_desc tiny_tail(tiny *t, const char *name) {
+    t->twice.scalar = 2.0f;
+    const ms_tensor after = ms_activation(t->model, "after", MS_DTYPE_F32, ms_shape1(1));
+    ms_layer_desc desc = t_layer(&t->twice, T_SCALE, name, t->loss, after);
+    desc.backward = NULL;
+    memset(desc.grad_in_place, 0, sizeof desc.grad_in_place);
+    memset(&desc.backward_reads, 0, sizeof desc.backward_reads);
+    return desc;
+}
 
 /* loss = x * (p in `slots` slots); with `tail`, a last layer that may work in place of the loss. */
 static void tiny_create(tiny *t, const ms_config *config, int slots, bool tail) {
-    ms_layer_desc d, last;
     const ms_shape one = ms_shape1(1);
-    memset(&d, 0, sizeof d);
-    memset(&last, 0, sizeof last);
-    t->slots = slots;
+    memset(t, 0, sizeof *t);
     assert_int_equal(ms_create(config, &t->model), MS_RESULT_OK);
-    t->x = d.in[0] = ms_input(t->model, "x", MS_DTYPE_F32, one);
+    t->x = ms_input(t->model, "x", MS_DTYPE_F32, one);
     t->p = ms_param(t->model, "p", MS_DTYPE_F32, one);
+    t->loss = ms_activation(t->model, "loss", MS_DTYPE_F32, one);
+    ms_layer_desc d = t_layer(&t->times, T_MIX, "times", t->x, t->loss);
     for (int k = 0; k < slots; ++k) {
         d.param[k] = t->p;
     }
-    t->loss = d.out[0] = ms_activation(t->model, "loss", MS_DTYPE_F32, one);
-    d.name = "times";
-    d.forward = times_forward;
-    d.backward = times_backward;
-    d.user = &t->slots;
-    ms_register_layer(t->model, &d);
+    t_register(t->model, &t->times, &d);
     ms_set_loss(t->model, t->loss);
     if (tail) {
-        last.name = "twice";
-        last.forward = twice_forward;
-        last.in[0] = t->loss;
-        t->after = last.out[0] = ms_activation(t->model, "after", MS_DTYPE_F32, one);
-        last.in_place[0] = 1;
-        ms_register_layer(t->model, &last);
+        d = tiny_tail(t, "twice");
+        ms_register_layer(t->model, &d);
     }
 }
 
@@ -1384,12 +1340,7 @@ static void sizes_never_wrap(void **state) {
     }
     expect_sticking(t.model, "2^58");
     tiny_create(&t, &config, 1, false);
-    ms_layer_desc d;
-    memset(&d, 0, sizeof d);
-    d.name = "spacious";
-    d.forward = twice_forward;
-    d.in[0] = t.loss;
-    d.out[0] = ms_activation(t.model, "out", MS_DTYPE_F32, ms_shape1(1));
+    ms_layer_desc d = tiny_tail(&t, "spacious");
     d.forward_workspace.bytes = UINT64_MAX;
     d.backward_workspace.bytes = UINT64_MAX;
     assert_int_equal(ms_register_layer(t.model, &d).id, 0);
@@ -1415,22 +1366,17 @@ static int reentering_forward(const ms_call *call) {
             return 100 + (int)i;
         }
     }
-    return twice_forward(call);
+    return t_forward(call);
 }
 
 static void callbacks_cannot_step(void **state) {
     (void)state;
     tiny t;
-    ms_layer_desc d;
     ms_config config = t_config();
     const float x = 3.0f;
-    memset(&d, 0, sizeof d);
     tiny_create(&t, &config, 1, false);
-    d.name = "reentering";
+    ms_layer_desc d = tiny_tail(&t, "reentering");
     d.forward = reentering_forward;
-    d.user = &t;
-    d.in[0] = t.loss;
-    d.out[0] = ms_activation(t.model, "out", MS_DTYPE_F32, ms_shape1(1));
     ms_register_layer(t.model, &d);
     t_ok(t.model, ms_wrap(t.model));
     t_ok(t.model, ms_write(t.model, t.x, &x));
@@ -1474,14 +1420,9 @@ static void masks_name_slots_that_are_used(void **state) {
     (void)state;
     for (int i = 0; i < 9; ++i) {
         tiny t;
-        ms_layer_desc d;
         ms_config config = t_config();
         tiny_create(&t, &config, 1, false);
-        memset(&d, 0, sizeof d);
-        d.name = "masked";
-        d.forward = twice_forward;
-        d.in[0] = t.loss;
-        d.out[0] = ms_activation(t.model, "out", MS_DTYPE_F32, ms_shape1(1));
+        ms_layer_desc d = tiny_tail(&t, "masked");
         d.backward_reads.in = i == 0 ? 2 : 1;
         d.backward_reads.saved = i == 1;
         d.in_place[0] = i == 2 ? 4 : 0;

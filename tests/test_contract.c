@@ -4,7 +4,7 @@
     graphs are run, MEMSCALE_TEST_SEED which is the first. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 #include "random_dag.h"
 
 #if defined(__SANITIZE_ADDRESS__)

@@ -3,7 +3,7 @@
     every feature there is, is test_features.c, which runs each test with debug as well.) */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 
 /* A row is 64 bytes, so that what lies behind a tensor belongs to somebody else. */
 enum { ROWS = 4, COLS = 16, COUNT = ROWS * COLS };
@@ -69,9 +69,9 @@ typedef struct liar {
 typedef struct net {
     ms_config config;
     ms_model *m;
-    ms_tensor x, weight, h, y, saved, q, buffer, state, z, loss;
+    ms_tensor x, weight, h, y, saved, q, buffer, state, loss;
     ms_layer of_liar;
-    t_op before, behind, last;
+    t_op before, after, last;
     liar of;
 } net;
 
@@ -356,17 +356,6 @@ static void find_place(const ms_event *event, void *user) {
     p->found = !is_given(event, offset);
 }
 
-static void t_layer(net *n, t_op *op, t_kind kind, const char *name, ms_tensor in, ms_tensor param,
-                    ms_tensor out) {
-    op->kind = kind;
-    ms_layer_desc desc = t_describe(op);
-    desc.name = name;
-    desc.in[0] = in;
-    desc.param[0] = param;
-    desc.out[0] = out;
-    ms_register_layer(n->m, &desc);
-}
-
 static void register_liar(net *n) {
     const lie_info *info = &infos[n->of.tells];
     ms_layer_desc desc;
@@ -415,14 +404,13 @@ static void net_create(net *n, lie tells, bool debug, bool smallest, bool keeps_
     n->state = ms_buffer(m, "running", MS_DTYPE_F32, ms_shape1(1));
     n->h = ms_activation(m, "hidden", MS_DTYPE_F32, shape);
     n->y = ms_activation(m, "y-out", MS_DTYPE_F32, shape);
-    n->z = ms_activation(m, "z-out", MS_DTYPE_F32, shape);
     n->saved = ms_saved(m, "s-saved", MS_DTYPE_F32, shape);
-    n->loss = ms_activation(m, "losses", MS_DTYPE_F32, ms_shape1(ROWS));
-    t_layer(n, &n->before, T_MATMUL, "before", n->x, n->weight, n->h);
+    ms_layer_desc before = t_layer(&n->before, T_MATMUL, "before", n->x, n->h);
+    before.param[0] = n->weight;
+    ms_register_layer(m, &before);
     register_liar(n);
-    t_layer(n, &n->behind, T_SQUASH, "behind", n->y, none, n->z);
-    t_layer(n, &n->last, T_LOSS, "last", n->z, none, n->loss);
-    ms_set_loss(m, n->loss);
+    const ms_tensor z = t_add_layer(m, &n->after, T_SQUASH, "after", n->y, none);
+    n->loss = t_set_loss(m, &n->last, T_LOSS, z);
     if (keeps_y) {
         ms_add_output(m, n->y);
     }
@@ -573,7 +561,7 @@ static void the_honest_pass(void **state) {
     ms_destroy(careless.m);
 }
 
-/* The kinds of testing.h, in one net: each kind declares exactly what it reads. */
+/* A chain of toy layers: each kind declares exactly what it reads. */
 static void the_kinds_of_testing_pass(void **state) {
     (void)state;
     for (int smallest = 0; smallest < 2; ++smallest) {
@@ -599,12 +587,12 @@ static void callbacks_still_fail(void **state) {
     net n;
     net_create(&n, HONEST, true, false, false);
     net_start(&n);
-    n.behind.failing = 1u << MS_PHASE_FORWARD;
+    n.after.failing = 1u << MS_PHASE_FORWARD;
     t_error(n.m, ms_step(n.m, NULL), MS_RESULT_CALLBACK);
-    t_text_has(ms_last_error(n.m), "behind");
-    n.behind.failing = 1u << MS_PHASE_BACKWARD;
+    t_text_has(ms_last_error(n.m), "after");
+    n.after.failing = 1u << MS_PHASE_BACKWARD;
     t_error(n.m, ms_step(n.m, NULL), MS_RESULT_CALLBACK);
-    n.behind.failing = 0;
+    n.after.failing = 0;
     t_ok(n.m, ms_step(n.m, NULL));
     ms_destroy(n.m);
 }

@@ -4,13 +4,12 @@
     be cured. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 
 // ------------------------------------------------------------------------------------------------
 // the model: twelve layers, one for every way in which operands are handed over
 
 enum { LAYERS = 12, ROWS = 12, MOST_ROWS = 16, COLS = 4, COMPANION_DEPTH = 2 };
-enum { FAULT_RUNNING = T_KIND_COUNT }; // y = (x + state) / 2, and the state moves
 enum { KEPT = 24, KEPT_FLOATS = 512, BORROWED = 4 };
 
 typedef struct fault_case {
@@ -37,14 +36,6 @@ static const fault_case fault_cases[] = {
 };
 enum { FAULT_CASES = sizeof fault_cases / sizeof fault_cases[0] };
 
-struct fault_net;
-
-typedef struct fault_op {
-    t_op op; // first, as the callbacks of testing.h take it
-    struct fault_net *net;
-    bool clobbers_in;
-} fault_op;
-
 typedef struct fault_net {
     const fault_case *how;
     t_heap heap;
@@ -54,75 +45,19 @@ typedef struct fault_net {
     ms_model *model;
     ms_axis axis;
     ms_tensor x, running, loss, matrix, scale, shift;
-    fault_op ops[LAYERS];
+    t_op ops[LAYERS];
     uint32_t layer_count;
     ms_tensor last;
-    uint64_t calls, fail_at; // of the callbacks; 0: none
+    t_callbacks callbacks;
     double loss_value;
     t_chain companion; // another model in the shared arena
     float *borrowed[BORROWED];
 } fault_net;
 
-static bool callback_fails(fault_net *net) {
-    net->calls += 1;
-    return net->calls == net->fail_at;
-}
-
-static int running_forward(const ms_call *call) {
-    float *moving = t_data(&call->state[0]);
-    int64_t cols = t_cols(&call->in[0]), rows = t_rows(&call->in[0]);
-    for (int64_t c = 0; c < cols; ++c) {
-        float mean = 0.0f;
-        for (int64_t r = 0; r < rows; ++r) {
-            float x = t_data(&call->in[0])[r * cols + c];
-            mean += x / (float)rows;
-            t_data(&call->out[0])[r * cols + c] = 0.5f * (x + moving[c]);
-        }
-        moving[c] = 0.75f * moving[c] + 0.25f * mean;
-    }
-    return 0;
-}
-
-static int running_backward(const ms_call *call) {
-    for (int64_t i = 0; i < t_rows(&call->in[0]) * t_cols(&call->in[0]); ++i) {
-        t_contribute(&call->grad_in[0], i, 0.5f * t_grad_out(call, 0, i));
-    }
-    return 0;
-}
-
-static int fault_forward(const ms_call *call) {
-    const fault_op *op = (const fault_op *)call->user;
-    if (callback_fails(op->net)) {
-        return T_CALLBACK_ERROR;
-    }
-    return (int)op->op.kind == FAULT_RUNNING ? running_forward(call)
-                                             : t_kinds[op->op.kind].forward(call);
-}
-
-static int fault_bind(const ms_call *call) {
-    const fault_op *op = (const fault_op *)call->user;
-    return callback_fails(op->net) ? T_CALLBACK_ERROR : 0;
-}
-
-static int fault_backward(const ms_call *call) {
-    const fault_op *op = (const fault_op *)call->user;
-    if (callback_fails(op->net)) {
-        return T_CALLBACK_ERROR;
-    }
-    int error = (int)op->op.kind == FAULT_RUNNING ? running_backward(call)
-                                                  : t_kinds[op->op.kind].backward(call);
-    if (op->clobbers_in) {
-        for (int64_t i = 0; i < t_rows(&call->in[0]) * t_cols(&call->in[0]); ++i) {
-            t_data(&call->in[0])[i] = NAN;
-        }
-    }
-    return error;
-}
-
 /* state[0] is a running mean of the gradients, state[1] counts. */
 static int fault_update(const ms_update_args *args) {
     float scale = args->gradient_scale != NULL ? *args->gradient_scale : 1.0f;
-    if (callback_fails((fault_net *)args->user)) {
+    if (t_count_callback(&((fault_net *)args->user)->callbacks) != 0) {
         return T_CALLBACK_ERROR;
     }
     for (uint64_t i = 0; i < args->count; ++i) {
@@ -139,24 +74,17 @@ static ms_tensor fault_activation(fault_net *net, const char *name) {
 }
 
 /* The start of a desc; `a` and `b` are the inputs, and the output is new. */
-static ms_layer_desc fault_layer(fault_net *net, int kind, const char *name, ms_tensor a,
+static ms_layer_desc fault_layer(fault_net *net, t_kind kind, const char *name, ms_tensor a,
                                  ms_tensor b) {
-    fault_op *op = &net->ops[net->layer_count];
-    op->op.kind = (t_kind)(kind == FAULT_RUNNING ? T_SCALE : kind);
-    op->op.scalar = 0.75f;
-    op->net = net;
-    ms_layer_desc desc = t_describe(&op->op);
-    op->op.kind = (t_kind)kind;
-    desc.name = name;
-    desc.forward = fault_forward;
-    desc.backward = fault_backward;
-    desc.bind = fault_bind;
-    desc.recompute = net->layer_count % 2 == 0 ? fault_forward : NULL;
-    desc.in[0] = a;
+    const ms_tensor none = {0};
+    t_op *op = &net->ops[net->layer_count];
+    op->scalar = 0.75f;
+    op->fails = &net->callbacks;
+    ms_layer_desc desc =
+        t_layer(op, kind, name, a, kind == T_LOSS ? none : fault_activation(net, name));
     desc.in[1] = b;
-    if (kind != T_LOSS) {
-        desc.out[0] = fault_activation(net, name);
-    }
+    desc.bind = t_bind;
+    desc.recompute = net->layer_count % 2 == 0 ? t_forward : NULL;
     return desc;
 }
 
@@ -172,10 +100,8 @@ static void fault_register_head(fault_net *net) {
     ms_layer_desc d = fault_layer(net, T_MATMUL, "matmul", net->x, none);
     d.param[0] = net->matrix;
     const ms_tensor a = fault_add(net, &d);
-    d = fault_layer(net, FAULT_RUNNING, "running", a, none);
+    d = fault_layer(net, T_RUNNING, "running", a, none);
     d.state[0] = net->running;
-    d.in_place[0] = 0;
-    memset(d.grad_in_place, 0, sizeof d.grad_in_place);
     d.overwrites.in = 1;
     const ms_tensor b = fault_add(net, &d);
     d = fault_layer(net, T_SCALE, "scale", b, none);
@@ -198,9 +124,8 @@ static void fault_register_tail(fault_net *net) {
     d.param[1] = net->shift;
     d.overwrites.param = 3;
     ms_tensor last = fault_add(net, &d);
+    net->ops[net->layer_count].clobbers.in = 1;
     d = fault_layer(net, T_PRODUCT, "spoiler", e, last);
-    d.clobbers.in = 1;
-    net->ops[net->layer_count].clobbers_in = true;
     last = fault_add(net, &d);
     d = fault_layer(net, T_AFFINE, "tied", last, none);
     d.param[0] = net->scale;
@@ -224,10 +149,7 @@ static void fault_register_tail(fault_net *net) {
 }
 
 static ms_optimizer_desc fault_optimizer(fault_net *net) {
-    ms_optimizer_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = net->how->optimizer;
-    desc.learning_rate = 0.01f;
+    ms_optimizer_desc desc = t_optimizer(net->how->optimizer, 0.01f);
     desc.grad_clip_norm = net->how->clip;
     desc.momentum = desc.kind == MS_OPTIMIZER_SGD ? 0.5f : 0.0f;
     if (desc.kind == MS_OPTIMIZER_CUSTOM) {
@@ -595,15 +517,16 @@ static void arm(fault_net *net, fault_kind kind, uint64_t fail_at) {
     net->heap.has_failed = false;
     net->heap.fail_at = kind == FAULT_HEAP ? net->heap.calls + fail_at : 0;
     net->device.fail_at = kind == FAULT_DEVICE ? net->device.calls + fail_at : 0;
-    net->fail_at = kind == FAULT_CALLBACK ? net->calls + fail_at : 0;
+    net->callbacks.fail_at = kind == FAULT_CALLBACK ? net->callbacks.calls + fail_at : 0;
 }
 
 /* Whether the fault came about. */
 static bool disarm(fault_net *net) {
-    const bool happened = net->heap.has_failed ||
-                          (net->device.fail_at != 0 && net->device.calls >= net->device.fail_at) ||
-                          (net->fail_at != 0 && net->calls >= net->fail_at);
-    net->heap.fail_at = net->device.fail_at = net->fail_at = 0;
+    const bool happened =
+        net->heap.has_failed ||
+        (net->device.fail_at != 0 && net->device.calls >= net->device.fail_at) ||
+        (net->callbacks.fail_at != 0 && net->callbacks.calls >= net->callbacks.fail_at);
+    net->heap.fail_at = net->device.fail_at = net->callbacks.fail_at = 0;
     return happened;
 }
 

@@ -2,7 +2,7 @@
     float64 arithmetic, casts, and products with sums in float32. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 #include "testing_formats.h"
 
 /* Every 16-bit number to float32, which is exact, and back. */

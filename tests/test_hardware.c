@@ -40,7 +40,7 @@ static int play_timespec(struct timespec *now, int base) {
 #undef gettimeofday
 #undef timespec_get
 
-#include "testing.h"
+#include "toy_layers.h"
 
 // ------------------------------------------------------------------------------------------------
 // a tree of files

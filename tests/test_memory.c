@@ -2,7 +2,7 @@
     allocation and every call of the backend failing once. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #define T_ASAN 1
@@ -27,8 +27,9 @@ enum { WIDE_ROWS = 4, WIDE_COLS = 512, NARROW_COLS = 4, WIDE_COUNT = WIDE_ROWS *
 /* x -> widen -> narrow -> probe -> loss: the wide value is dead when the probe runs, and nothing
    that lives then is large enough to cover it. */
 typedef struct wide_net {
+    t_op probe; // first: the user of every layer but the loss
     ms_model *model;
-    ms_tensor x, weight, loss;
+    ms_tensor x, weight;
     const float *stale;      // where widen wrote
     uint32_t nans[2];        // that the probe finds there, in forward and in backward
     uint32_t poisoned[2];    // of these
@@ -91,18 +92,12 @@ static int probe_forward(const ms_call *call) {
     for (int i = 0; i < 16; ++i) {
         net->workspace_nans += t_is_nan(workspace[i]);
     }
-    for (int i = 0; i < WIDE_ROWS * NARROW_COLS; ++i) {
-        t_data(&call->out[0])[i] = 2.0f * t_data(&call->in[0])[i];
-    }
-    return 0;
+    return t_forward(call);
 }
 
 static int probe_backward(const ms_call *call) {
     probe_stale((wide_net *)call->user, 1);
-    for (int i = 0; i < WIDE_ROWS * NARROW_COLS; ++i) {
-        t_contribute(&call->grad_in[0], i, 2.0f * t_grad_out(call, 0, i));
-    }
-    return 0;
+    return t_backward(call);
 }
 
 static ms_tensor wide_layer(wide_net *net, const char *name, ms_layer_fn forward,
@@ -128,6 +123,8 @@ static void wide_create(wide_net *net, bool debug, ms_layer_fn backward) {
     ms_config config = t_config();
     config.debug = debug;
     memset(net, 0, sizeof *net);
+    net->probe.kind = T_SCALE;
+    net->probe.scalar = 2.0f;
     assert_int_equal(ms_create(&config, &net->model), MS_RESULT_OK);
     ms_model *m = net->model;
     net->x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(WIDE_ROWS, NARROW_COLS));
@@ -135,12 +132,7 @@ static void wide_create(wide_net *net, bool debug, ms_layer_fn backward) {
     ms_tensor value = wide_layer(net, "widen", widen_forward, NULL, net->x, WIDE_COLS);
     value = wide_layer(net, "narrow", narrow_forward, backward, value, NARROW_COLS);
     value = wide_layer(net, "probe", probe_forward, probe_backward, value, NARROW_COLS);
-    net->loss_op.kind = T_LOSS;
-    ms_layer_desc desc = t_describe(&net->loss_op);
-    desc.in[0] = value;
-    desc.out[0] = net->loss = ms_activation(m, "losses", MS_DTYPE_F32, ms_shape1(WIDE_ROWS));
-    ms_register_layer(m, &desc);
-    ms_set_loss(m, net->loss);
+    t_set_loss(m, &net->loss_op, T_LOSS, value);
     t_ok(m, ms_wrap(m));
     t_ok(m, ms_write(m, net->x, ones));
     t_ok(m, ms_write(m, net->weight, ones));

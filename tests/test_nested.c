@@ -5,7 +5,7 @@
     are run, MEMSCALE_TEST_SEED which is the first. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 #include "random_dag.h"
 #include "virtual.h"
 

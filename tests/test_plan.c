@@ -3,7 +3,7 @@
     graphs are run. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 #include "../examples/nn.h"
 
 // ------------------------------------------------------------------------------------------------
@@ -472,10 +472,8 @@ typedef struct dag_totals {
 } dag_totals;
 
 static ms_optimizer_desc random_optimizer(t_rng *rng) {
-    ms_optimizer_desc optimizer;
-    memset(&optimizer, 0, sizeof optimizer);
-    optimizer.kind = t_chance(rng, 0.5) ? MS_OPTIMIZER_ADAMW : MS_OPTIMIZER_SGD;
-    optimizer.learning_rate = 0.02f;
+    ms_optimizer_desc optimizer =
+        t_optimizer(t_chance(rng, 0.5) ? MS_OPTIMIZER_ADAMW : MS_OPTIMIZER_SGD, 0.02f);
     optimizer.momentum = t_chance(rng, 0.5) ? 0.9f : 0.0f;
     optimizer.weight_decay = t_chance(rng, 0.5) ? 0.1f : 0.0f;
     return optimizer;

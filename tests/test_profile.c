@@ -66,7 +66,7 @@ static double local_strtod(const char *text, char **end) {
 #undef snprintf
 #undef strtod
 
-#include "testing.h"
+#include "toy_layers.h"
 
 static void use_point(const char *point) {
     decimal_point = point;
@@ -346,17 +346,9 @@ static void create_sized(sized *s, int64_t rows) {
     t_ok(NULL, ms_create(&config, &s->model));
     ms_model *m = s->model;
     const ms_axis axis = ms_add_axis(m, "rows", rows, 8);
-    s->matmul.kind = T_MATMUL;
-    s->loss.kind = T_LOSS;
-    ms_layer_desc d = t_describe(&s->matmul), e = t_describe(&s->loss);
-    d.in[0] = ms_input(m, "x", MS_DTYPE_F32, ms_along(ms_shape2(rows, 4), 0, axis));
-    d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape2(4, 4));
-    d.out[0] = ms_activation(m, "y", MS_DTYPE_F32, ms_along(ms_shape2(rows, 4), 0, axis));
-    ms_register_layer(m, &d);
-    e.in[0] = d.out[0];
-    e.out[0] = ms_activation(m, "z", MS_DTYPE_F32, ms_along(ms_shape1(rows), 0, axis));
-    ms_register_layer(m, &e);
-    ms_set_loss(m, e.out[0]);
+    const ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_along(ms_shape2(rows, 4), 0, axis));
+    const ms_tensor w = ms_param(m, "w", MS_DTYPE_F32, ms_shape2(4, 4));
+    t_set_loss(m, &s->loss, T_LOSS, t_add_layer(m, &s->matmul, T_MATMUL, "matmul", x, w));
 }
 
 static void expect_times(const ms_model *m, double forward_us, double backward_us) {
@@ -559,18 +551,10 @@ static void names_are_for_people(void **state) {
         t_ok(NULL, ms_create(NULL, &m[i]));
         memset(&op[i], 0, sizeof op[i]);
         memset(&loss[i], 0, sizeof loss[i]);
-        op[i].kind = T_MATMUL;
-        loss[i].kind = T_LOSS;
-        ms_layer_desc d = t_describe(&op[i]), e = t_describe(&loss[i]);
-        d.name = i == 0 ? "two\nlines, a tab\t and 100 %s" : "";
-        d.in[0] = ms_input(m[i], i == 0 ? "x" : "y", MS_DTYPE_F32, ms_shape2(2, 2));
-        d.param[0] = ms_param(m[i], "w", MS_DTYPE_F32, ms_shape2(2, 2));
-        d.out[0] = ms_activation(m[i], "y", MS_DTYPE_F32, ms_shape2(2, 2));
-        ms_register_layer(m[i], &d);
-        e.in[0] = d.out[0];
-        e.out[0] = ms_activation(m[i], "z", MS_DTYPE_F32, ms_shape1(2));
-        ms_register_layer(m[i], &e);
-        ms_set_loss(m[i], e.out[0]);
+        const char *const name = i == 0 ? "two\nlines, a tab\t and 100 %s" : "";
+        const ms_tensor x = ms_input(m[i], i == 0 ? "x" : "y", MS_DTYPE_F32, ms_shape2(2, 2));
+        const ms_tensor w = ms_param(m[i], "w", MS_DTYPE_F32, ms_shape2(2, 2));
+        t_set_loss(m[i], &loss[i], T_LOSS, t_add_layer(m[i], &op[i], T_MATMUL, name, x, w));
         t_ok(m[i], ms_wrap(m[i]));
         text = save(m[i]);
         if (i == 0) {
@@ -672,12 +656,7 @@ static void what_is_no_number(void **state) {
 
 enum { CHANGES = 30 };
 
-static int do_nothing(const ms_call *call) {
-    (void)call;
-    return 0;
-}
-
-static int do_nothing_else(const ms_call *call) {
+static int nothing_else(const ms_call *call) {
     (void)call;
     return 0;
 }
@@ -701,7 +680,7 @@ static uint64_t hash_of(int change, bool is_renamed) {
                                     : ms_param(m, "w", MS_DTYPE_F32, ms_shape1(3));
     const ms_tensor z = ms_activation(m, "z", MS_DTYPE_F32, ms_shape1(2));
     d.name = is_renamed ? "renamed" : "first";
-    d.forward = is_renamed ? do_nothing_else : do_nothing;
+    d.forward = is_renamed ? nothing_else : t_nothing;
     d.backward = change == 6 ? NULL : d.forward;
     d.recompute = change == 7 || change == 14 ? d.forward : NULL;
     d.user = is_renamed ? &d : NULL;
@@ -729,7 +708,7 @@ static uint64_t hash_of(int change, bool is_renamed) {
     d.backward_workspace.contents = change == 25 ? MS_CONTENTS_ZERO : MS_CONTENTS_ANY;
     ms_register_layer(m, &d);
     e.name = "second";
-    e.forward = e.backward = do_nothing;
+    e.forward = e.backward = t_nothing;
     e.in[0] = change == 26 ? y2 : y;
     e.out[0] = z;
     ms_register_layer(m, &e);

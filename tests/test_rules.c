@@ -2,7 +2,7 @@
     rule that did; the words where nothing fits; policies. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 #include "random_dag.h"
 
 // ------------------------------------------------------------------------------------------------
@@ -28,17 +28,12 @@ typedef struct zoo {
     float borrowed[64 * 64];
 } zoo;
 
-static int nothing(const ms_call *call) {
-    (void)call;
-    return 0;
-}
-
 static ms_layer_desc zoo_layer(const char *name, ms_tensor in, ms_tensor out) {
     ms_layer_desc d;
     memset(&d, 0, sizeof d);
     d.name = name;
-    d.forward = nothing;
-    d.backward = nothing;
+    d.forward = t_nothing;
+    d.backward = t_nothing;
     d.in[0] = in;
     d.out[0] = out;
     return d;
@@ -62,7 +57,7 @@ static void zoo_block(zoo *z, int i, ms_tensor in, ms_shape shape) {
     d.backward_reads.out = 1;
     d.no_recompute = i == ZOO_RUNS_ONCE;
     if (i == ZOO_RECOMPUTE_READS) {
-        d.recompute = nothing;
+        d.recompute = t_nothing;
         d.recompute_reads.out = 1;
     }
     z->act[i] = ms_register_layer(m, &d);

@@ -34,7 +34,7 @@ static inline int clock_as_timeval(struct timeval *now, void *zone) {
 
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 #include "random_dag.h"
 #include "virtual.h"
 
@@ -248,13 +248,11 @@ static void the_library_has_its_price(void **state) {
     (void)state;
     const ms_hardware hardware = round_hardware(MS_DEVICE_CPU);
     ms_config config = t_config();
-    ms_optimizer_desc optimizer;
+    ms_optimizer_desc optimizer = t_optimizer(MS_OPTIMIZER_SGD, 0.0f);
     ms_memory_report report;
     t_chain chain;
-    memset(&optimizer, 0, sizeof optimizer);
     config.dry_run = true;
     config.accumulation_steps = 2;
-    optimizer.kind = MS_OPTIMIZER_SGD;
     optimizer.grad_clip_norm = 1.0f;
     assert_int_equal(t_chain_create(&chain, &config, 1, 48, 8), MS_RESULT_OK);
     ms_set_hardware(chain.model, &hardware);

@@ -6,7 +6,7 @@
 #include "../bench/bench.h"
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 #include "../examples/nn.h"
 #include "../bench/models.h"
 #include "../bench/chains.h"
@@ -1035,11 +1035,6 @@ typedef struct graph {
     uint32_t value_count, readers[GRAPH_TENSORS];
 } graph;
 
-static int graph_call(const ms_call *call) {
-    (void)call;
-    return 0;
-}
-
 static ms_shape graph_shape(graph *g) {
     static const int64_t rows[] = {1, 2, 2, 3, 5, 8, 13, 40};
     return ms_shape2(rows[t_below(&g->rng, 8)], 16);
@@ -1063,12 +1058,12 @@ static ms_tensor graph_pick(graph *g) {
 
 static void graph_register(graph *g, ms_layer_desc *d) {
     ms_layer_time time;
-    d->forward = d->backward = graph_call;
+    d->forward = d->backward = t_nothing;
     time.forward_us = pow(100.0, t_unit(&g->rng));
     time.backward_us = time.forward_us * (1.0 + 2.0 * t_unit(&g->rng));
     time.recompute_us = time.forward_us;
     if (!d->no_recompute && t_chance(&g->rng, 0.15)) {
-        d->recompute = graph_call;
+        d->recompute = t_nothing;
         time.recompute_us *= t_unit(&g->rng);
     }
     ms_set_layer_time(g->model, ms_register_layer(g->model, d), &time);
@@ -1104,12 +1099,10 @@ static void graph_add(graph *g) {
 /* A source with a param, up to seven layers, and a loss that reads what nobody else does. */
 static void graph_create(graph *g, uint64_t seed, const ms_config *config) {
     ms_layer_desc d;
-    ms_optimizer_desc optimizer;
+    const ms_optimizer_desc optimizer = t_optimizer(MS_OPTIMIZER_SGD, 0.0f);
     memset(g, 0, sizeof *g);
     memset(&d, 0, sizeof d);
-    memset(&optimizer, 0, sizeof optimizer);
     g->rng = t_seed(seed);
-    optimizer.kind = MS_OPTIMIZER_SGD;
     assert_int_equal(ms_create(config, &g->model), MS_RESULT_OK);
     ms_set_optimizer(g->model, &optimizer);
     d.in[0] = ms_input(g->model, "input", MS_DTYPE_F32, ms_shape1(16));

@@ -4,7 +4,7 @@
 #define _POSIX_C_SOURCE 200809L
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 
 #include <pthread.h>
 

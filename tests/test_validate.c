@@ -5,7 +5,7 @@
         TEXTS=1 build/tests/test_validate    prints every text, for people to read */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 
 // ------------------------------------------------------------------------------------------------
 // the world that is spoiled: six layers, one of them ("spoiled") with every kind of operand
@@ -181,20 +181,13 @@ static ms_layer_desc w_describe(world *w, layer_of layer, const char *name) {
     return desc;
 }
 
-static int w_used(const ms_tensor *slots, int limit) {
-    while (limit > 0 && slots[limit - 1].id == 0) {
-        --limit;
-    }
-    return limit;
-}
-
 static void w_register(world *w, layer_of layer, const ms_layer_desc *desc) {
     w_op *op = &w->op[layer];
-    op->in = w_used(desc->in, MS_LIMIT_IN);
-    op->out = w_used(desc->out, MS_LIMIT_OUT);
-    op->saved = w_used(desc->saved, MS_LIMIT_SAVED);
-    op->param = w_used(desc->param, MS_LIMIT_PARAM);
-    op->state = w_used(desc->state, MS_LIMIT_STATE);
+    op->in = t_used_slots(desc->in, MS_LIMIT_IN);
+    op->out = t_used_slots(desc->out, MS_LIMIT_OUT);
+    op->saved = t_used_slots(desc->saved, MS_LIMIT_SAVED);
+    op->param = t_used_slots(desc->param, MS_LIMIT_PARAM);
+    op->state = t_used_slots(desc->state, MS_LIMIT_STATE);
     op->acts = layer == L_SPOILED;
     w->layer[layer] = ms_register_layer(w->m, desc);
 }

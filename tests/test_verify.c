@@ -3,7 +3,7 @@
     are those of cases made by hand; and nothing of a model is changed, nor by a failure. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 #include "random_dag.h"
 
 #if defined(T_CUDA) || defined(__SANITIZE_ADDRESS__)
@@ -338,13 +338,10 @@ static void flawed_register(flawed_net *n) {
     n->r = ms_param(m, "r", MS_DTYPE_F32, row);
     n->s = ms_param(m, "s", MS_DTYPE_F32, row);
     n->moves = ms_buffer(m, "moves", MS_DTYPE_F32, ms_shape1(1));
-    n->first.kind = n->last.kind = T_AFFINE;
-    n->loss_op.kind = T_LOSS;
-    ms_layer_desc d = t_describe(&n->first);
-    d.in[0] = n->x;
+    const ms_tensor a = ms_activation(m, "a", MS_DTYPE_F32, matrix);
+    ms_layer_desc d = t_layer(&n->first, T_AFFINE, "first", n->x, a);
     d.param[0] = n->p;
     d.param[1] = n->q;
-    d.out[0] = ms_activation(m, "a", MS_DTYPE_F32, matrix);
     ms_register_layer(m, &d);
     ms_layer_desc flawed;
     memset(&flawed, 0, sizeof flawed);
@@ -352,26 +349,21 @@ static void flawed_register(flawed_net *n) {
     flawed.forward = flawed_forward;
     flawed.backward = flawed_backward;
     flawed.user = n;
-    flawed.in[0] = d.out[0];
+    flawed.in[0] = a;
     flawed.param[0] = n->factor;
     flawed.state[0] = n->moves;
     flawed.keeps_state = true;
     flawed.backward_workspace.bytes = sizeof(float);
     flawed.out[0] = n->out = ms_activation(m, "b", MS_DTYPE_F32, matrix);
     ms_register_layer(m, &flawed);
-    d = t_describe(&n->last);
-    d.in[0] = n->out;
+    const ms_tensor c = ms_activation(m, "c", MS_DTYPE_F32, matrix);
+    d = t_layer(&n->last, T_AFFINE, "last", n->out, c);
     d.param[0] = n->r;
     d.param[1] = n->s;
     d.in_place[0] = 0;
     memset(d.grad_in_place, 0, sizeof d.grad_in_place);
-    d.out[0] = ms_activation(m, "c", MS_DTYPE_F32, matrix);
     ms_register_layer(m, &d);
-    ms_layer_desc loss = t_describe(&n->loss_op);
-    loss.in[0] = d.out[0];
-    loss.out[0] = n->loss = ms_activation(m, "losses", MS_DTYPE_F32, ms_shape1(FLAW_ROWS));
-    ms_register_layer(m, &loss);
-    ms_set_loss(m, n->loss);
+    n->loss = t_set_loss(m, &n->loss_op, T_LOSS, c);
 }
 
 static void flawed_write(flawed_net *n) {
@@ -737,15 +729,13 @@ static void what_can_be_read_stays(void **state) {
     for (int kind = MS_OPTIMIZER_ADAMW; kind <= MS_OPTIMIZER_NONE; ++kind) {
         flawed_net n;
         ms_verify_report report;
-        ms_optimizer_desc optimizer;
         float losses[2][FLAW_ROWS], gradient[2][FLAW_COLS];
         double norm[2] = {0.0, 0.0};
         const ms_config config = t_config();
         if (kind == MS_OPTIMIZER_CUSTOM) {
             continue;
         }
-        memset(&optimizer, 0, sizeof optimizer);
-        optimizer.kind = (ms_optimizer_kind)kind;
+        ms_optimizer_desc optimizer = t_optimizer((ms_optimizer_kind)kind, 0.0f);
         optimizer.grad_clip_norm = kind == MS_OPTIMIZER_NONE ? 0.0f : 0.01f;
         flawed_start(&n, &config, FLAW_NONE, &optimizer);
         t_ok(n.model, ms_step(n.model, NULL));
@@ -778,12 +768,10 @@ static void a_gradient_that_is_off_by_so_much(void **state) {
     flawed_net n;
     seen s;
     ms_verify_report report;
-    ms_optimizer_desc optimizer;
     float plain[FLAW_COLS], wrapped[FLAW_COLS];
     double loss, largest = 0.0;
     const ms_config config = t_config();
-    memset(&optimizer, 0, sizeof optimizer);
-    optimizer.kind = MS_OPTIMIZER_NONE;
+    const ms_optimizer_desc optimizer = t_optimizer(MS_OPTIMIZER_NONE, 0.0f);
     flawed_start(&n, &config, FLAW_REDRAWS, &optimizer);
     t_ok(n.model, verify(n.model, &s, &report));
     const ms_tensor g = ms_gradient(n.model, n.r);

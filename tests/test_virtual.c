@@ -3,7 +3,7 @@
     operation fails once. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 #include "virtual.h"
 
 enum { BLOCKS = 5, OPS = 4 * BLOCKS + 1, ROWS = 12, COLS = 8, STEPS = 5, SEEDS = 60 };
@@ -45,11 +45,7 @@ static void add(net *n, ms_layer_desc desc) {
 }
 
 static ms_layer_desc layer(net *n, t_kind kind, ms_tensor in, ms_tensor out) {
-    n->op[n->op_count].kind = kind;
-    ms_layer_desc desc = t_describe(&n->op[n->op_count]);
-    desc.in[0] = in;
-    desc.out[0] = out;
-    return desc;
+    return t_layer(&n->op[n->op_count], kind, t_kinds[kind].name, in, out);
 }
 
 static ms_tensor activation(net *n) {
@@ -74,10 +70,7 @@ static ms_tensor add_block(net *n, ms_tensor last, int i) {
 }
 
 static ms_optimizer_desc optimizer_of(const net *n) {
-    ms_optimizer_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = n->how->optimizer;
-    desc.learning_rate = 0.05f;
+    ms_optimizer_desc desc = t_optimizer(n->how->optimizer, 0.05f);
     desc.grad_clip_norm = n->how->clip;
     desc.momentum = desc.kind == MS_OPTIMIZER_SGD ? 0.5f : 0.0f;
     return desc;
@@ -96,7 +89,7 @@ static void register_net(net *n) {
         n->weight[i] = ms_param(m, name, MS_DTYPE_F32, ms_shape2(COLS, COLS));
         last = add_block(n, last, i);
     }
-    n->loss = ms_activation(m, "losses", MS_DTYPE_F32, ms_shape1(ROWS));
+    n->loss = t_losses_of(m, last);
     add(n, layer(n, T_LOSS, last, n->loss));
     ms_set_loss(m, n->loss);
     ms_set_optimizer(m, &optimizer);

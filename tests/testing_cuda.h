@@ -9,7 +9,7 @@
 
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
-#include "testing.h"
+#include "toy_layers.h"
 
 #ifdef CUDART_EMULATION
 #include "emulation.h"

@@ -1,5 +1,5 @@
 /*  testing_formats.h - 16-bit floats by float64 arithmetic, and products and casts of the library
-    against them, for any device. Include it behind testing.h. */
+    against them, for any device. Include it after toy_layers.h. */
 #ifndef TESTING_FORMATS_H
 #define TESTING_FORMATS_H
 
@@ -139,20 +139,9 @@ static inline ms_model *f_model(const ms_backend *backend) {
     ms_config config = t_config();
     config.backend = *backend;
     assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
-    product.kind = T_MATMUL;
-    op.kind = T_LOSS;
     const ms_tensor weight = ms_param(m, "w", MS_DTYPE_F32, ms_shape2(2, 2));
-    ms_layer_desc desc = t_describe(&product);
-    desc.in[0] = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(2, 2));
-    desc.param[0] = weight;
-    desc.out[0] = ms_activation(m, "y", MS_DTYPE_F32, ms_shape2(2, 2));
-    ms_register_layer(m, &desc);
-    const ms_tensor y = desc.out[0];
-    desc = t_describe(&op);
-    desc.in[0] = y;
-    desc.out[0] = ms_activation(m, "losses", MS_DTYPE_F32, ms_shape1(2));
-    ms_register_layer(m, &desc);
-    ms_set_loss(m, desc.out[0]);
+    const ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(2, 2));
+    t_set_loss(m, &op, T_LOSS, t_add_layer(m, &product, T_MATMUL, "product", x, weight));
     t_ok(m, ms_wrap(m));
     return m;
 }
