@@ -3955,6 +3955,32 @@ static const uint32_t *msi_group(const msi_graph *g, const msi_layer *l, int gro
     return g->operands.items + l->operand_first + msi_group_start(l, group);
 }
 
+/* The operands of a group of a layer, one after the other, without empty slots:
+   for (MSI_EACH(in, g, l, MSI_GROUP_IN)) { ... in.tensor, in.slot ... } */
+typedef struct msi_operand_cursor {
+    const uint32_t *tensors; // of all slots
+    uint32_t count, next;
+    uint32_t slot, tensor; // of this operand
+} msi_operand_cursor;
+
+static msi_operand_cursor msi_operands_of(const msi_graph *g, const msi_layer *l, int group) {
+    const msi_operand_cursor c = {msi_group(g, l, group), l->count[group], 0, 0, 0};
+    return c;
+}
+
+static bool msi_next_operand(msi_operand_cursor *c) {
+    while (c->next < c->count && c->tensors[c->next] == MSI_NONE) {
+        c->next++;
+    }
+    c->slot = c->next++;
+    c->tensor = c->slot < c->count ? c->tensors[c->slot] : MSI_NONE;
+    return c->slot < c->count;
+}
+
+#define MSI_EACH(operand, g, l, group)                                                             \
+    msi_operand_cursor operand = msi_operands_of(g, l, group);                                     \
+    msi_next_operand(&operand);
+
 /* What a layer makes, `count` in all: outputs, then saved tensors. */
 static const uint32_t *msi_made_by(const msi_graph *g, uint32_t layer, uint32_t *count) {
     const msi_layer *l = &g->layers.items[layer];
@@ -4026,12 +4052,9 @@ static bool msi_scales_alike(const msi_graph *g, uint32_t a, uint32_t b) {
 
 /* Elements of the outputs of a layer. */
 static double msi_output_elements(const msi_graph *g, const msi_layer *l) {
-    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
     double elements = 0.0;
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-        if (out[k] != MSI_NONE) {
-            elements += (double)ms_shape_count(&g->tensors.items[out[k]].view.shape);
-        }
+    for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
+        elements += (double)ms_shape_count(&g->tensors.items[out.tensor].view.shape);
     }
     return elements;
 }
@@ -4212,11 +4235,9 @@ static void msi_get_sizes(const msi_graph *g, int64_t *sizes) {
 
 /* Whether some operand of a group in this mask wants a gradient. */
 static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uint32_t mask) {
-    const uint32_t *operands = msi_group(g, l, group);
     bool wanted = false;
-    for (uint32_t k = 0; k < l->count[group]; k++) {
-        wanted |= (mask >> k & 1) && operands[k] != MSI_NONE &&
-                  g->tensors.items[operands[k]].wants_gradient;
+    for (MSI_EACH(operand, g, l, group)) {
+        wanted |= (mask >> operand.slot & 1) && g->tensors.items[operand.tensor].wants_gradient;
     }
     return wanted;
 }
@@ -4224,12 +4245,9 @@ static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uin
 /* Marks what cannot come back: outputs of layers that run once, and what recomputations read. */
 static void msi_mark_must_stay(msi_graph *g, const msi_layer *l) {
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
-        const uint32_t *operands = msi_group(g, l, group);
         const uint32_t read = msi_can_recompute(l) ? msi_recompute_reads_of(l, group) : UINT16_MAX;
-        for (uint32_t k = 0; k < l->count[group]; k++) {
-            if (operands[k] != MSI_NONE) {
-                g->tensors.items[operands[k]].must_stay = read >> k & 1;
-            }
+        for (MSI_EACH(made, g, l, group)) {
+            g->tensors.items[made.tensor].must_stay = read >> made.slot & 1;
         }
     }
 }
@@ -4246,16 +4264,13 @@ static void msi_analyze(msi_graph *g) {
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
         msi_layer *l = &g->layers.items[i];
-        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
         const bool wanted = msi_any_wants(g, l, MSI_GROUP_IN, UINT16_MAX) ||
                             msi_any_wants(g, l, MSI_GROUP_PARAM, UINT16_MAX);
         l->ends_in_loss = msi_any_wants(g, l, MSI_GROUP_IN, l->grads_in_forward);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-            if (out[k] != MSI_NONE) {
-                msi_tensor *t = &g->tensors.items[out[k]];
-                t->wants_gradient = wanted && l->differentiable && !l->grads_in_forward &&
-                                    !t->no_gradient && msi_is_float(t->view.dtype);
-            }
+        for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
+            msi_tensor *t = &g->tensors.items[out.tensor];
+            t->wants_gradient = wanted && l->differentiable && !l->grads_in_forward &&
+                                !t->no_gradient && msi_is_float(t->view.dtype);
         }
         msi_mark_must_stay(g, l);
     }
