@@ -149,6 +149,7 @@ typedef struct walk {
     uint32_t *after;              // per slot: what it held at the end of forward
     uint32_t *runs[MSI_OP_COUNT]; // per layer
     uint32_t versions, now;
+    uint32_t pending[4 * MS_LIMIT_STATE], pending_count; // both ends of copies not awaited yet
     char *text;
 } walk;
 
@@ -365,10 +366,39 @@ static bool walk_other(walk *w, const msi_instruction *i) {
     }
 }
 
+/* No instruction has an end of a copy between host and device as an operand before its wait. */
+static bool walk_pending(walk *w, const msi_instruction *i) {
+    uint32_t left = 0;
+    for (uint32_t k = 0; k < w->pending_count; k += 2) {
+        const uint32_t *ends = &w->pending[k];
+        bool awaited = false;
+        for (uint32_t j = 0; j < i->operand_count; ++j) {
+            const bool is_end = life_at(w, j) == ends[0] || life_at(w, j) == ends[1];
+            if (is_end && i->op != MSI_OP_WAIT) {
+                return wrong(w, j, "is an end of a copy that nobody has awaited");
+            }
+            awaited |= is_end;
+        }
+        if (!awaited) {
+            memmove(&w->pending[left], ends, 2 * sizeof *ends);
+            left += 2;
+        }
+    }
+    w->pending_count = left;
+    if (i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT) {
+        w->pending[w->pending_count++] = life_at(w, 0);
+        w->pending[w->pending_count++] = life_at(w, 1);
+    }
+    return true;
+}
+
 static bool walk_instruction(walk *w) {
     const msi_instruction *i = &w->p->instructions.items[w->now];
     if (i->op == MSI_OP_NOTHING) {
         return true;
+    }
+    if (!walk_pending(w, i)) {
+        return false;
     }
     if (!walk_lives(w)) {
         return false;
@@ -448,6 +478,10 @@ static bool walk_whole(walk *w) {
         if (!fine) {
             snprintf(w->text, TEXT, "layer %u does not run forward and backward", (unsigned)i);
         }
+    }
+    if (fine && w->pending_count > 0) {
+        snprintf(w->text, TEXT, "a copy is never awaited");
+        fine = false;
     }
     if (fine && w->holds[w->p->loss] != w->g->loss) {
         snprintf(w->text, TEXT, "the loss is lost");
