@@ -66,11 +66,11 @@ run_test() { # CONFIG PROGRAM [PERCENT OF THE FULL SWEEPS]
 }
 
 # The thread sanitizer cannot start where the kernel lays out memory in ways that it does not know.
-run_threads() { # PROGRAM
+run_threads() { # PROGRAM [PERCENT OF THE FULL SWEEPS]
     [ -n "$CMOCKA" ] || skip 'no cmocka'
     echo 'int main(void) { return 0; }' | $CC -fsanitize=thread -x c - -o "$checks/thread" -lm &&
         "$checks/thread" || skip 'no thread sanitizer'
-    build thread "$1" && "$1"
+    build thread "$1" && MEMSCALE_TEST_SWEEP=${2-} "$1"
 }
 
 run_corpus() { # PROGRAM
@@ -289,6 +289,7 @@ for source in tests/test_*.c; do
     check rest "$name, C++11" "run_test release build/tests/${name}_cpp"
 done
 check quick 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
+check rest 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thread/tests/test_threads 100'
 check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api'
 check quick 'all as C++11, without code' check_dialect
 
@@ -312,6 +313,7 @@ for source in tests/emulation/test_*.cpp; do
     name=$(basename "$source" .cpp)
     case $name in
     test_races) check rest "$name" "run_test release build/emulated/races/$name" ;;
+    test_nn_groups) check rest "$name" "run_test release build/emulated/tests/emulation/$name" ;;
     *) check quick "$name" "run_test release build/emulated/tests/emulation/$name" ;;
     esac
 done
