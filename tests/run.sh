@@ -269,8 +269,8 @@ sweeps() { # SOURCE: whether it asks how far to go
     grep -qE 't_sweep|t_stride|cn_seeds' "$1"
 }
 
-# Once in the quick tier, with sanitizers where memory and errors are what is tested. Full sweeps are
-# run in the same configuration, but for optimization.
+# Once in the quick tier, with sanitizers where memory and errors are what is tested. Their full sweeps
+# are run with sanitizers too, those of the others in the release configuration.
 sanitized=' test_api test_faults test_memory test_profile test_validate '
 group 'tests'
 for source in tests/test_*.c; do
@@ -332,16 +332,12 @@ for compiler in gcc clang g++ clang++; do
     *++) dialect=c++17 ;;
     *) dialect=c11 ;;
     esac
-    # The other three share the grammar of gcc or the diagnostics of clang.
-    case $compiler in
-    gcc) gcc=quick ;;
-    *) gcc=rest ;;
-    esac
+    [ $compiler = gcc ] && gcc=quick || gcc=rest
     group "compile, $compiler"
     check quick 'one translation unit' "cell $compiler $body $program"
     check rest "two translation units, ${dialect^^}" \
         "cell $compiler -std=$dialect $program tests/compile_implementation.c"
-    check $gcc 'amid the macros of other headers' \
+    check $gcc 'with the macros of other headers' \
         "cell $compiler $hostile $program tests/compile_implementation.c"
     check rest 'bodies at a second include' "cell $compiler -DCOMPILE_LATE $program"
     check rest 'MEMSCALE_STATIC' "cell $compiler $body -DMEMSCALE_STATIC $program"
@@ -361,7 +357,7 @@ group 'compile, nvcc'
 check rest 'CUDA, two translation units' "cell_nvcc -x cu $program tests/compile_implementation.c"
 check rest 'CUDA, MEMSCALE_STATIC, twice' \
     "cell_nvcc -x cu $body -DMEMSCALE_STATIC $program tests/compile_static.c"
-check rest 'CUDA, amid the macros of other headers' "cell_nvcc -x cu $hostile -DCOMPILE_LATE $program"
+check rest 'CUDA, with the macros of other headers' "cell_nvcc -x cu $hostile -DCOMPILE_LATE $program"
 check rest 'host code' "cell_nvcc -x c++ $body $program"
 check quick 'CUDA, one translation unit with the CUDA part' \
     "cell_nvcc -x cu $body -DMEMSCALE_CUDA_IMPLEMENTATION -DCOMPILE_CUDA $program -lcublas"
@@ -451,7 +447,7 @@ for number in $(seq "$count"); do
     [ $status -eq 77 ] || [ $s -eq 0 ] || verdict="$p passed, $s skipped"
     [ $f -eq 0 ] || verdict="FAILED"
     seconds=$(cat $checks/$number.seconds)
-    printf '  %-56s %-22s %6s s\n' "$(sed -n "${number}p" $checks/list | cut -f 1)" "$verdict" "$seconds"
+    printf '  %-56s %-20s %6s s\n' "$(sed -n "${number}p" $checks/list | cut -f 1)" "$verdict" "$seconds"
     [ $f -eq 0 ] || { explain $log; wrong+=("$number"); }
 done
 
@@ -467,8 +463,9 @@ for number in $(seq "$count"); do
     printf '%8s  %s\n' "$(cat $checks/$number.seconds)" "$(sed -n "${number}p" $checks/list | cut -f 1)"
 done | sort -rn | head -n 8
 wait $runner
-cpu_minutes=$(times | awk 'NR == 2 { for (i = 1; i <= 2; i++) { split($i, t, "m"); sum += 60 * t[1] + t[2] } print int(sum / 6) / 10 }')
-printf '%s minutes of processor time in %d:%02d\n' "$cpu_minutes" $((SECONDS / 60)) $((SECONDS % 60))
+times > $checks/times # of a subshell they would be its own
+minutes=$(awk 'NR == 2 { split($1 "m" $2, t, "m"); printf "%.1f", t[1] + t[3] + (t[2] + t[4]) / 60 }' $checks/times)
+printf 'processor time: %s minutes, in %d:%02d\n' "$minutes" $((SECONDS / 60)) $((SECONDS % 60))
 
 totals=$(printf '%d passed, %d failed, %d skipped' $passed $failed $skipped)
 if [ -n "${TOTALS-}" ]; then

@@ -717,9 +717,9 @@ static bool is_applicable(const fault_case *how, const act *a) {
 }
 
 /* The call that fails next: of a full sweep each, otherwise each of the first ones and then one in
-   eleven. */
+   twenty-three. */
 static uint64_t next_call(uint64_t at) {
-    return at + (at > 10 ? t_stride(11) : 1);
+    return at + (at > 10 ? t_stride(23) : 1);
 }
 
 /* Returns about the number of calls that can fail. Debug mode copies all memory around each

@@ -1273,7 +1273,8 @@ static void expect_trial(uint64_t seed, rd_graph *g, const ms_config *config) {
 
 static void for_all_graphs(bool debug, uint64_t share) {
     const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
-    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS) / share);
+    const uint64_t count =
+        t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS) / share);
     for (uint64_t seed = first; seed < first + count; ++seed) {
         ms_config config = t_config();
         config.debug = debug;
@@ -1314,7 +1315,8 @@ static void nested_plans_wait_for_all_they_need(void **state) {
     (void)state;
     static v_layer layers[RD_LAYERS];
     const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
-    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_LATE_GRAPHS, LATE_GRAPHS));
+    const uint64_t count =
+        t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_LATE_GRAPHS, LATE_GRAPHS));
     for (uint64_t seed = first; seed < first + count; ++seed) {
         v_device device;
         ms_config config = t_config();
@@ -1384,7 +1386,8 @@ static void plans_of_the_solver_change_no_bit(void **state) {
     static trial t;
     solved all = {0, 0, 0};
     const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
-    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_SOLVED_GRAPHS, SOLVED_GRAPHS));
+    const uint64_t count =
+        t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_SOLVED_GRAPHS, SOLVED_GRAPHS));
     for (uint64_t seed = first; seed < first + count; ++seed) {
         ms_config config = t_config();
         config.debug = seed % 16 == 0;
