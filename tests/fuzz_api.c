@@ -391,7 +391,7 @@ static bool may_share(const ms_layer_desc *d, const span *result, const span *op
         }
     }
     for (int i = 0; i < MS_LIMIT_IN && result->as == ROLE_GRAD_IN; ++i) {
-        const ms_overwrites *over = &d->grad_in_place[i];
+        const ms_slot_masks *over = &d->grad_in_place[i];
         if (d->in[i].id != result->tensor) {
             continue;
         }
@@ -1171,8 +1171,8 @@ static uint16_t a_mask(world *w) {
     return (uint16_t)(x == 255 ? MS_ALL_SLOTS : (x & 0x80) != 0 ? x << 8 | take(w) : x & 7);
 }
 
-static ms_overwrites some_overwrites(world *w) {
-    ms_overwrites o;
+static ms_slot_masks some_overwrites(world *w) {
+    ms_slot_masks o;
     o.in = a_mask(w);
     o.out = a_mask(w);
     o.saved = a_mask(w);
@@ -1321,10 +1321,10 @@ static void op_set_value(world *w, slot *s) {
         ms_set_loss_factor(s->model, a_rate(w));
         break;
     case 9:
-        ms_set_output(s->model, t);
+        ms_add_output(s->model, t);
         break;
     case 10:
-        ms_set_eval_output(s->model, t);
+        ms_add_eval_output(s->model, t);
         break;
     default:
         ms_set_loss(s->model, t);
@@ -1440,10 +1440,10 @@ static void op_look(world *w, slot *s) {
     CHECK((told_nothing(ms_profile_save(s->model, digest_text, &h)) == MS_RESULT_OK) ==
           s->has_plan);
     told_nothing(ms_print_program(s->model, program, digest_text, &h));
-    CHECK((told_nothing(ms_trace_write(s->model, digest_text, &h)) == MS_RESULT_OK) == s->has_plan);
+    CHECK((told_nothing(ms_print_trace(s->model, digest_text, &h)) == MS_RESULT_OK) == s->has_plan);
     char metrics[64];
     size_t length = 0;
-    CHECK(told_nothing(ms_metrics_write(s->model, metrics, s->answer % sizeof metrics, &length)) !=
+    CHECK(told_nothing(ms_print_metrics(s->model, metrics, s->answer % sizeof metrics, &length)) !=
           MS_RESULT_OK);
     CHECK((length > sizeof metrics) == s->has_plan);
     told_nothing(ms_visit_events(s->model, program, visit, &limit));

@@ -563,7 +563,7 @@ static inline void rd_random_grad_in_place(rd_graph *g, rd_layer *l) {
         if (v == NULL || rd_bit(l->desc.accumulates.in, i)) {
             continue;
         }
-        ms_overwrites *o = &l->desc.grad_in_place[i];
+        ms_slot_masks *o = &l->desc.grad_in_place[i];
         uint32_t alike = rd_alike(g, l, RD_GROUP_OUT, v);
         bool can_must = rd_is_differentiable(v) && !rd_bit(l->desc.overwrites.in, i);
         if (can_must && (alike & ~taken) != 0 && rd_spiced(g, 0.15)) {
@@ -579,7 +579,7 @@ static inline void rd_random_grad_in_place(rd_graph *g, rd_layer *l) {
     }
     for (int i = 0; i < l->count[RD_GROUP_IN]; ++i) {
         if (!rd_bit(l->desc.must_grad_in_place, i)) {
-            ms_overwrites *o = &l->desc.grad_in_place[i];
+            ms_slot_masks *o = &l->desc.grad_in_place[i];
             o->grad_out = (uint16_t)(o->grad_out & ~taken);
         }
     }
@@ -600,7 +600,7 @@ static inline void rd_random_styles(rd_graph *g, rd_layer *l) {
 
 static inline void rd_random_clobbers(rd_graph *g, rd_layer *l) {
     if (rd_spiced(g, 0.25)) {
-        ms_overwrites *c = &l->desc.clobbers;
+        ms_slot_masks *c = &l->desc.clobbers;
         c->in = rd_some(g, rd_backward_reads(l, RD_GROUP_IN), 0.4);
         c->out = rd_some(g, rd_backward_reads(l, RD_GROUP_OUT), 0.4);
         c->saved = rd_some(g, rd_backward_reads(l, RD_GROUP_SAVED), 0.5);
@@ -790,7 +790,7 @@ static inline void rd_count_layer(rd_graph *g, const rd_layer *l) {
         seen[RD_WORKSPACE_ROWS] |= spaces[i]->row_bytes > 0;
     }
     for (int i = 0; i < RD_SLOTS; ++i) {
-        const ms_overwrites *o = &d->grad_in_place[i];
+        const ms_slot_masks *o = &d->grad_in_place[i];
         seen[RD_IN_PLACE] |= d->in_place[i] != 0;
         seen[RD_GRAD_IN_PLACE] |= (o->in | o->out | o->saved | o->grad_out) != 0;
         for (int k = 0; k < i; ++k) {
@@ -1117,7 +1117,7 @@ static inline bool rd_may_share(const rd_op *op, const rd_range *a, const rd_ran
         return rd_bit(d->in_place[a->slot], b->slot);
     }
     if (a->group == RD_RANGE_GRAD_IN) {
-        const ms_overwrites *o = &d->grad_in_place[a->slot];
+        const ms_slot_masks *o = &d->grad_in_place[a->slot];
         const uint32_t masks[] = {o->in, o->out, o->saved, 0, 0, o->grad_out, 0, 0, 0};
         return rd_bit(masks[b->group], b->slot);
     }
@@ -1550,7 +1550,7 @@ static inline bool rd_is_result(const ms_call *call, const rd_layer *l, const vo
 
 static inline void rd_clobber(const rd_op *op, const ms_call *call) {
     const rd_layer *l = op->layer;
-    const ms_overwrites *c = &l->desc.clobbers;
+    const ms_slot_masks *c = &l->desc.clobbers;
     bool fault = op->run->fault == RD_FAULT_DESTROY;
     const uint32_t masks[] = {fault ? 0xffffu : c->in, c->out, c->saved, c->grad_out};
     const ms_view *const views[] = {call->in, call->out, call->saved, call->grad_out};
@@ -2069,7 +2069,7 @@ static inline bool rd_reference_backward_layer(rd_reference *r, uint32_t layer) 
     rd_frame f;
     float *parts[2][RD_SLOTS];
     const rd_layer *l = &r->run.graph->layer[layer];
-    const ms_overwrites *c = &l->desc.clobbers;
+    const ms_slot_masks *c = &l->desc.clobbers;
     bool any = false;
     rd_frame_init(&f, &r->run, layer, MS_PHASE_BACKWARD);
     for (int j = 0; j < l->count[RD_GROUP_OUT]; ++j) {
@@ -2310,10 +2310,10 @@ static inline rd_net *rd_net_create(rd_graph *g, const ms_config *config, const 
     ms_set_loss(n->model, n->handle[g->loss]);
     for (uint32_t i = 0; i < g->value_count; ++i) {
         if (g->value[i].kept) {
-            ms_set_output(n->model, n->handle[i]);
+            ms_add_output(n->model, n->handle[i]);
         }
         if (g->value[i].kept_in_eval) {
-            ms_set_eval_output(n->model, n->handle[i]);
+            ms_add_eval_output(n->model, n->handle[i]);
         }
     }
     ms_optimizer_desc optimizer = g->optimizer;
@@ -2425,7 +2425,7 @@ static inline void rd_print_layer(const rd_graph *g, uint32_t index) {
                 d->must_in_place, d->must_grad_in_place, d->grads_in_forward, d->optional_saved,
                 d->clobbers.in, d->clobbers.out, d->clobbers.saved, d->clobbers.grad_out);
     for (int i = 0; i < RD_SLOTS; ++i) {
-        const ms_overwrites *o = &d->grad_in_place[i];
+        const ms_slot_masks *o = &d->grad_in_place[i];
         if (d->in_place[i] != 0) {
             print_error(", out %d over in %x", i, d->in_place[i]);
         }

@@ -743,7 +743,7 @@ static void everything_that_lives_is_read(void **state) {
     ms_config config = t_config();
     assert_int_equal(t_chain_create(&chain, &config, 3, T_CHAIN_ROWS, T_CHAIN_COLS), MS_RESULT_OK);
     ms_model *m = chain.model;
-    ms_set_output(m, chain.hidden[0]);
+    ms_add_output(m, chain.hidden[0]);
     t_ok(m, ms_wrap(m));
     t_ok(m, t_chain_write(&chain, 1));
     ms_tensor gradient = ms_gradient(m, chain.weight[0]);
@@ -963,7 +963,7 @@ static void eval_outputs_are_kept_in_eval(void **state) {
     const ms_tensor kept = msi_handle(out, MSI_ROLE_VALUE);
     float *values = (float *)malloc((size_t)ms_tensor_bytes(m, kept));
     assert_non_null(values);
-    ms_set_eval_output(m, kept);
+    ms_add_eval_output(m, kept);
     t_ok(m, ms_wrap(m));
     t_ok(m, t_chain_write(&chain, 1));
     t_ok(m, ms_eval(m, NULL));

@@ -31,7 +31,7 @@ static void r_start(r_run *r) {
     assert_non_null(r->net);
     r->x = ms_input(r->model, "x", MS_DTYPE_F32, ms_shape4(R_BATCH, R_CHANNELS, 4, 6));
     r->y = nn_batch_norm(r->net, "norm", r->x);
-    ms_set_output(r->model, r->y);
+    ms_add_output(r->model, r->y);
     ms_set_loss(r->model, r->y);
     t_ok(r->model, ms_wrap(r->model));
     t_ok(r->model, nn_init(r->net, 1));

@@ -93,13 +93,13 @@ static void test_same_as_cpu(void **state) {
 
 enum { LIFE_LOSSES = 5 };
 
-typedef struct life {
+typedef struct range {
     cn_values values;
     double losses[LIFE_LOSSES];
     float output[CN_MOST_ROWS * CN_COLS];
-} life;
+} range;
 
-static void live_with_sizes(cn_net *net, life *of) {
+static void live_with_sizes(cn_net *net, range *of) {
     ms_model *m = net->model;
     const int64_t more = CN_MOST_ROWS, fewer = 4;
     ms_set_learning_rate(m, 0.05f);
@@ -120,7 +120,7 @@ static void live_with_sizes(cn_net *net, life *of) {
     cn_steps(net, 6, 1);
 }
 
-static void live_with_budgets(cn_net *net, life *of) {
+static void live_with_budgets(cn_net *net, range *of) {
     ms_model *m = net->model;
     uint64_t least = 0;
     t_ok(m, ms_smallest_budget(m, &least));
@@ -144,7 +144,7 @@ static void live_with_budgets(cn_net *net, life *of) {
     t_ok(m, ms_read(m, net->last, of->output));
 }
 
-static void live(const cn_how *how, life *of) {
+static void live(const cn_how *how, range *of) {
     cn_net net;
     memset(of, 0, sizeof *of);
     cn_start(&net, how);
@@ -162,7 +162,7 @@ static void live(const cn_how *how, life *of) {
 static void test_life(void **state) {
     (void)state;
     cn_how how;
-    life expected, found;
+    range expected, found;
     bool passed = true;
     memset(&how, 0, sizeof how);
     how.clip = 0.2f;
@@ -310,9 +310,9 @@ static void test_launches(void **state) {
     cn_start(&net, &how);
     cn_steps(&net, 0, 3);
     emulation_finish();
-    static const char *const kernels[] = {"msi_k_adamw", "msi_k_sum",  "msi_k_add_parts",
+    static const char *const kernels[] = {"msi_k_adamw", "msi_k_sum",  "msi_k_add_partials",
                                           "msi_k_loss",  "msi_k_clip", "msi_k_fill_f32",
-                                          "msi_k_tell",  "cn_k_layer", "msi_k_add_f32"};
+                                          "msi_k_upload",  "cn_k_layer", "msi_k_add_f32"};
     const uint64_t expected[] = {CN_PARAMS, CN_PARAMS + 1, CN_PARAMS, 1, 1, 1, 2, 2 * net.op_count};
     uint64_t sum = 0;
     for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++) {

@@ -395,11 +395,11 @@ static void test_refusals(void **state) {
     config.debug = true;
     check_refused(&config, "cuda_graph: debug mode");
     config.debug = false;
-    config.backend.graph_begin = NULL;
-    config.backend.graph_check = NULL;
-    config.backend.graph_end = NULL;
-    config.backend.graph_launch = NULL;
-    config.backend.graph_release = NULL;
+    config.backend.recording_begin = NULL;
+    config.backend.recording_check = NULL;
+    config.backend.recording_end = NULL;
+    config.backend.recording_launch = NULL;
+    config.backend.recording_release = NULL;
     check_refused(&config, "cuda_graph: this backend has no graphs");
     cn_how how;
     cn_net net;

@@ -215,7 +215,7 @@ static void test_copies(void **state) {
         assert_non_null(told);
         t_fill(&rng, told, count, 1.0f);
         memcpy(on_host(&y), told, bytes);
-        assert_int_equal(b.cuda.tell(b.state, on_device(&y), told, bytes), 0);
+        assert_int_equal(b.cuda.upload(b.state, on_device(&y), told, bytes), 0);
         memset(told, 0x55, bytes);
         bench_wait(&b);
         assert_true(pair_same(&y));

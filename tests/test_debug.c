@@ -424,7 +424,7 @@ static void net_create(net *n, lie tells, bool debug, bool smallest, bool keeps_
     t_layer(n, &n->last, T_LOSS, "last", n->z, none, n->loss);
     ms_set_loss(m, n->loss);
     if (keeps_y) {
-        ms_set_output(m, n->y);
+        ms_add_output(m, n->y);
     }
     if (infos[tells].recomputes) {
         ms_set_tensor_technique(m, n->y, MS_TECHNIQUE_CHECKPOINTING,

@@ -679,7 +679,7 @@ static void check_untouched(fault_net *net, const expectation *e, const float *l
                             const fault *where) {
     kept now;
     keep(net, &now);
-    expect(net->model->failed || memcmp(now.values, e->before.values, sizeof now.values) == 0,
+    expect(net->model->run.failed || memcmp(now.values, e->before.values, sizeof now.values) == 0,
            where, "a value has changed");
     expect(memcmp(net->borrowed[2], lent, sizeof now.values) == 0, where,
            "the gradient that is lent has changed");

@@ -915,7 +915,7 @@ static void net_finish_around(net *n, around other, ms_tensor h, ms_tensor y, ms
     }
     add_loss(n, last);
     if (other == KEPT_IN || other == KEPT_OUT) {
-        ms_set_output(n->m, other == KEPT_IN ? h : y);
+        ms_add_output(n->m, other == KEPT_IN ? h : y);
     }
 }
 
@@ -3599,7 +3599,7 @@ static void addresses(void **state) {
     float value[COLS];
     net_begin(&n);
     chain_create(&n, h, p);
-    ms_set_output(n.m, h[3]);
+    ms_add_output(n.m, h[3]);
     chain_start(&n, p);
     float *x = (float *)ms_data(n.m, n.x);
     float *of_p = (float *)ms_data(n.m, p[1]);

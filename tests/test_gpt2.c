@@ -480,7 +480,7 @@ static trained bit_create(int variant, const ms_config *config) {
     nn_transformer_config sizes = bit_sizes(variant);
     trained n = train_create(config, &sizes, (variant & VARIANT_BERT) != 0);
     if ((variant & VARIANT_LOGITS) != 0) {
-        ms_set_output(n.model, n.t.logits);
+        ms_add_output(n.model, n.t.logits);
     }
     return n;
 }

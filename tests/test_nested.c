@@ -71,12 +71,12 @@ static ms_result lower_again(ms_model *m, const msi_store *store, msi_plan *plan
     }
     if (fine) {
         msi_share_memory(&m->graph, p);
-        fine = msi_simulate(m, store, p) && msi_make_blocks(a, p, store->slots.count) &&
+        fine = msi_simulate(m, store, p) && msi_make_blocks(a, p, store->residents.count) &&
                msi_layout(a, p->blocks.items, p->blocks.count, MSI_LAYOUT_EFFORT, &p->height) ==
                    MS_RESULT_OK;
     }
     if (!fine) {
-        return msi_fail_memory(m, "the nested plan", p->lives.count);
+        return msi_fail_memory(m, "the nested plan", p->ranges.count);
     }
     msi_resolve(store, p);
     plan->arena_bytes = msi_arena_of(store, plan);
@@ -109,7 +109,7 @@ static ms_result make_nested(ms_model *m, t_rng *rng, depths *with, msi_store **
         msi_store_free(m, *store);
         return result;
     }
-    (*store)->transient_bytes = arena_bytes - (*store)->slot_bytes;
+    (*store)->transient_bytes = arena_bytes - (*store)->resident_bytes;
     return MS_RESULT_OK;
 }
 
@@ -143,15 +143,15 @@ static bool wrong(walk *w, uint32_t operand, const char *what) {
 
 static uint32_t life_at(const walk *w, uint32_t operand) {
     const msi_instruction *i = &w->p->instructions.items[w->now];
-    return w->p->operands.items[i->operand_first + operand].life;
+    return w->p->operands.items[i->operand_first + operand].range;
 }
 
 static uint32_t *holds_at(const walk *w, uint32_t operand) {
     return &w->holds[life_at(w, operand)];
 }
 
-static bool is_slot(const walk *w, uint32_t life) {
-    return life < w->store->slots.count;
+static bool is_slot(const walk *w, uint32_t range) {
+    return range < w->store->residents.count;
 }
 
 /* Every operand lives now, and lives no longer than to its last use. */
@@ -159,8 +159,8 @@ static bool walk_lives(walk *w) {
     const msi_instruction *i = &w->p->instructions.items[w->now];
     for (uint32_t k = 0; k < i->operand_count; ++k) {
         const uint32_t at = life_at(w, k);
-        const msi_life *life = at == MSI_NONE || is_slot(w, at) ? NULL : &w->p->lives.items[at];
-        if (life != NULL && (w->now < life->first || w->now > life->last)) {
+        const msi_range *range = at == MSI_NONE || is_slot(w, at) ? NULL : &w->p->ranges.items[at];
+        if (range != NULL && (w->now < range->first || w->now > range->last)) {
             return wrong(w, k, "is not alive");
         }
     }
@@ -205,9 +205,9 @@ static bool walk_state(walk *w, const msi_layer *l, msi_op op) {
         if (state[k] == MSI_NONE) {
             continue;
         }
-        const uint32_t slot = w->store->slot_of[state[k]];
-        const uint32_t life = op == MSI_OP_BACKWARD ? slot : life_at(w, start + k);
-        if (life != slot) {
+        const uint32_t slot = w->store->resident_of[state[k]];
+        const uint32_t range = op == MSI_OP_BACKWARD ? slot : life_at(w, start + k);
+        if (range != slot) {
             return wrong(w, start + k, "is not the buffer itself");
         }
         if (op == MSI_OP_FORWARD) {
@@ -227,10 +227,10 @@ static bool walk_state(walk *w, const msi_layer *l, msi_op op) {
 
 /* Whether a value lives in another place too. */
 static bool is_twice(const walk *w, uint32_t tensor, uint32_t here) {
-    for (uint32_t i = w->store->slots.count; i < w->p->lives.count; ++i) {
-        const msi_life *life = &w->p->lives.items[i];
-        if (i != here && life->tensor == tensor && life->role == MSI_ROLE_VALUE &&
-            life->first < w->now && w->now <= life->last) {
+    for (uint32_t i = w->store->residents.count; i < w->p->ranges.count; ++i) {
+        const msi_range *range = &w->p->ranges.items[i];
+        if (i != here && range->tensor == tensor && range->role == MSI_ROLE_VALUE &&
+            range->first < w->now && w->now <= range->last) {
             return true;
         }
     }
@@ -262,13 +262,13 @@ static bool walk_edges(walk *w, uint32_t first, uint32_t count) {
     const msi_instruction *i = &w->p->instructions.items[w->now];
     for (uint32_t k = first; k < first + count; ++k) {
         const msi_operand *o = &w->p->operands.items[i->operand_first + k];
-        if (o->life == MSI_NONE) {
+        if (o->range == MSI_NONE) {
             continue;
         }
         if (o->accumulate && !walk_read(w, k, HOLDS_NUMBERS)) {
             return false;
         }
-        w->holds[o->life] = HOLDS_NUMBERS;
+        w->holds[o->range] = HOLDS_NUMBERS;
     }
     return true;
 }
@@ -383,11 +383,11 @@ static bool walk_memory(walk *w) {
             }
         }
     }
-    for (uint32_t i = w->store->slots.count; i < p->lives.count; ++i) {
-        const msi_life *life = &p->lives.items[i];
-        const msi_life *old =
-            life->takes_over == MSI_NONE ? NULL : &p->lives.items[life->takes_over];
-        if (old != NULL && (old->last != life->first || old->kept || !old->taken)) {
+    for (uint32_t i = w->store->residents.count; i < p->ranges.count; ++i) {
+        const msi_range *range = &p->ranges.items[i];
+        const msi_range *old =
+            range->alias_of == MSI_NONE ? NULL : &p->ranges.items[range->alias_of];
+        if (old != NULL && (old->last != range->first || old->outlives || !old->aliased)) {
             snprintf(w->text, TEXT, "life %u takes over memory that is in use", (unsigned)i);
             return false;
         }
@@ -399,11 +399,11 @@ static bool walk_memory(walk *w) {
 static bool walk_bytes(walk *w) {
     const msi_program *p = w->p;
     uint64_t bytes = 0;
-    for (uint32_t i = w->store->slots.count; i < p->lives.count; ++i) {
-        const msi_life *life = &p->lives.items[i];
-        const bool is_given_on = life->taken && life->last == w->now;
-        bytes += life->first <= w->now && w->now <= life->last && !is_given_on
-                     ? (life->bytes + 63) & ~(uint64_t)63
+    for (uint32_t i = w->store->residents.count; i < p->ranges.count; ++i) {
+        const msi_range *range = &p->ranges.items[i];
+        const bool is_given_on = range->aliased && range->last == w->now;
+        bytes += range->first <= w->now && w->now <= range->last && !is_given_on
+                     ? (range->bytes + 63) & ~(uint64_t)63
                      : 0;
     }
     return bytes == p->live_bytes.items[w->now] || wrong(w, 0, "has other live bytes");
@@ -411,15 +411,15 @@ static bool walk_bytes(walk *w) {
 
 static bool walk_whole(walk *w) {
     bool fine = walk_memory(w);
-    for (uint32_t i = 0; i < w->p->lives.count; ++i) {
-        const msi_slot *slot = is_slot(w, i) ? &w->store->slots.items[i] : NULL;
+    for (uint32_t i = 0; i < w->p->ranges.count; ++i) {
+        const msi_resident *slot = is_slot(w, i) ? &w->store->residents.items[i] : NULL;
         w->holds[i] = slot == NULL                   ? HOLDS_NOTHING
                       : slot->role != MSI_ROLE_VALUE ? HOLDS_NUMBERS
                                                      : slot->tensor;
     }
     for (w->now = 0; w->now < w->p->instructions.count && fine; ++w->now) {
         if (w->now == w->p->forward_end) {
-            memcpy(w->after, w->holds, w->store->slots.count * sizeof *w->after);
+            memcpy(w->after, w->holds, w->store->residents.count * sizeof *w->after);
         }
         fine = walk_instruction(w) && walk_bytes(w);
     }
@@ -451,9 +451,9 @@ static bool walk_program(const msi_graph *g, const msi_store *store, const msi_p
     w.store = store;
     w.p = p;
     w.text = text;
-    w.holds = counters(p->lives.count);
+    w.holds = counters(p->ranges.count);
     w.seen = counters(g->operands.count);
-    w.after = counters(store->slots.count);
+    w.after = counters(store->residents.count);
     for (int op = 0; op < MSI_OP_COUNT; ++op) {
         w.runs[op] = counters(g->layers.count);
     }
@@ -484,7 +484,7 @@ typedef struct passes {
 } passes;
 
 static bool is_always_there(const passes *s, uint32_t t) {
-    return msi_is_fixed(&s->g->tensors.items[t]);
+    return msi_is_resident(&s->g->tensors.items[t]);
 }
 
 static const msi_layer *producer_of(const passes *s, uint32_t t) {
@@ -508,7 +508,7 @@ static void close_over(const passes *s, uint32_t t, const bool *among, bool *mar
 
 static bool is_held_for_backward(const passes *s, uint32_t t, uint32_t depth, uint32_t reader) {
     const uint32_t last = s->last_reader[t];
-    return s->g->tensors.items[t].kept || t == s->g->loss ||
+    return s->g->tensors.items[t].is_output || t == s->g->loss ||
            (last != 0 && last - 1 <= reader && s->dropped[t] <= depth);
 }
 
@@ -549,7 +549,7 @@ static bool made_for_something(const passes *s, const msi_instruction *i) {
         const uint32_t *operands = msi_group(s->g, l, group);
         for (uint32_t k = 0; k < l->count[group]; ++k) {
             const uint32_t operand = i->operand_first + msi_group_start(l, group) + k;
-            const bool is_given = s->p->operands.items[operand].life != MSI_NONE;
+            const bool is_given = s->p->operands.items[operand].range != MSI_NONE;
             const bool is_read = l->recompute && (msi_recompute_reads_of(l, group) >> k & 1);
             if (operands[k] != MSI_NONE && may_be_left_out(l, group, k) && !is_read &&
                 is_given != s->made[operands[k]]) {
@@ -587,13 +587,13 @@ static bool compare_pass(passes *s) {
     if (left > 0) {
         return unlike(s, 0, "something does not run again");
     }
-    for (uint32_t k = 0; k < p->lives.count; ++k) {
-        const msi_life *life = &p->lives.items[k];
+    for (uint32_t k = 0; k < p->ranges.count; ++k) {
+        const msi_range *range = &p->ranges.items[k];
         const bool is_of_pass =
-            life->role == MSI_ROLE_VALUE && life->first >= first && life->first < s->now;
-        if (is_of_pass && !is_always_there(s, life->tensor) && s->leaves[life->tensor] &&
-            life->last >= s->now) {
-            return unlike(s, s->g->tensors.items[life->tensor].producer,
+            range->role == MSI_ROLE_VALUE && range->first >= first && range->first < s->now;
+        if (is_of_pass && !is_always_there(s, range->tensor) && s->leaves[range->tensor] &&
+            range->last >= s->now) {
+            return unlike(s, s->g->tensors.items[range->tensor].producer,
                           "its value stays behind its pass");
         }
     }
@@ -732,8 +732,8 @@ static bool passes_agree(const msi_graph *g, const uint8_t *dropped, const msi_p
 
 /* Both checks, of the training program in force. */
 static bool plan_is_sound(const ms_model *m, uint32_t *longest, char *text) {
-    const msi_plan *plan = m->plan;
-    return walk_program(&m->graph, m->store, &plan->train, text) &&
+    const msi_plan *plan = m->run.plan;
+    return walk_program(&m->graph, m->run.store, &plan->train, text) &&
            passes_agree(&m->graph, plan->dropped, &plan->train, longest, text);
 }
 
@@ -797,7 +797,7 @@ static const msi_program *chain_nest(bare_chain *c) {
         fail_msg("%s", text);
     }
     free(with.of);
-    return &m->plan->train;
+    return &m->run.plan->train;
 }
 
 static uint32_t count_ops(const msi_program *p, msi_op op) {
@@ -1086,7 +1086,7 @@ static bool same(trial *t, const char *what, uint32_t value, ms_tensor plain, ms
     const ms_result of_plain = ms_read(t->plain->model, plain, a);
     const ms_result of_nested = ms_read(t->nested->model, nested, b);
     const bool is_gradient = ms_gradient(t->plain->model, t->plain->handle[value]).id == plain.id;
-    const bool may_be_gone = is_gradient && t->nested->model->plan->early_update;
+    const bool may_be_gone = is_gradient && t->nested->model->run.plan->early_update;
     if (of_plain != of_nested && !(of_nested == MS_RESULT_ORDER && may_be_gone)) {
         return rd_fail(&t->nested->run, "reading %s %u: %s, plain %s", what, (unsigned)value,
                        ms_result_name(of_nested), ms_result_name(of_plain));
@@ -1341,7 +1341,7 @@ typedef struct solved {
 static void note_plan(const ms_model *m, solved *to) {
     uint32_t deepest = 0;
     for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
-        deepest = m->plan->dropped[t] > deepest ? m->plan->dropped[t] : deepest;
+        deepest = m->run.plan->dropped[t] > deepest ? m->run.plan->dropped[t] : deepest;
     }
     to->plans += 1;
     to->nested += deepest > 1;
@@ -1353,7 +1353,7 @@ static bool solve_and_step(trial *t, uint64_t smallest, solved *to) {
     rd_net *n = t->nested;
     ms_memory_report report;
     memset(&report, 0, sizeof report);
-    const uint64_t span = t->plain->model->plan->arena_bytes - smallest + 1;
+    const uint64_t span = t->plain->model->run.plan->arena_bytes - smallest + 1;
     const uint64_t more = t_chance(&t->rng, 0.4) || span > smallest ? 0 : t_next(&t->rng) % span;
     ms_set_budget(n->model, smallest + more);
     if (!TRY(n, ms_wrap(n->model)) || !TRY(n, ms_report(n->model, &report)) || !is_sound(t)) {

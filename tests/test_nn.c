@@ -181,7 +181,7 @@ static void c_start(c_run *run, const c_case *c, bool shared, bool keep, int fro
         run->leaf[j] = nn_param(run->net, "leaf", c->leaf[j], NN_INIT_ZEROS, 0.0f);
         run->lifted[j] = j < c->lifted_count ? c_lift(run, j) : run->leaf[j];
         if (keep && j < c->lifted_count) {
-            ms_set_output(run->model, run->lifted[j]);
+            ms_add_output(run->model, run->lifted[j]);
         }
         if (frozen == j) {
             ms_set_frozen(run->model, run->leaf[j], true);
@@ -189,7 +189,7 @@ static void c_start(c_run *run, const c_case *c, bool shared, bool keep, int fro
     }
     run->out = c->build(run, c->d, c->flags);
     if (keep) {
-        ms_set_output(run->model, run->out);
+        ms_add_output(run->model, run->out);
     }
     c_sum(run);
     t_ok(run->model, ms_wrap(run->model));
@@ -1247,7 +1247,7 @@ static void m_start(m_net *n, bool bert, const nn_transformer_config *shape) {
     n->net = nn_create_on(n->model, t_nn_device());
     assert_non_null(n->net);
     n->t = bert ? nn_bert(n->net, shape) : nn_gpt2(n->net, shape);
-    ms_set_output(n->model, n->t.losses);
+    ms_add_output(n->model, n->t.losses);
     ms_set_optimizer(n->model, &adamw);
     t_ok(n->model, ms_wrap(n->model));
     t_ok(n->model, nn_init(n->net, 3));
@@ -1414,7 +1414,7 @@ static void z_start(m_net *n, bool bert, const nn_transformer_config *shape, boo
     n->net = nn_create_on(n->model, t_nn_device());
     assert_non_null(n->net);
     n->t = bert ? nn_bert(n->net, shape) : nn_gpt2(n->net, shape);
-    ms_set_output(n->model, n->t.losses);
+    ms_add_output(n->model, n->t.losses);
     ms_set_optimizer(n->model, &sgd);
     if (smallest) {
         t_ok(n->model, ms_smallest_budget(n->model, &budget));

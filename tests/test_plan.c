@@ -207,7 +207,7 @@ static dag *dag_create(uint64_t seed, const ms_config *config, const ms_optimize
     d->loss = d->layer[d->layer_count - 1].out[0];
     ms_set_loss(d->model, d->loss);
     if (d->output.id != 0) {
-        ms_set_output(d->model, d->output);
+        ms_add_output(d->model, d->output);
     }
     d->loss_factor = t_chance(&d->rng, 0.3) ? 0.37f : 0.0f;
     ms_set_loss_factor(d->model, d->loss_factor);
@@ -862,13 +862,13 @@ static void the_plain_peak_of_a_chain_is_what_one_counts(void **state) {
 // the program, from within: who lives where and when
 
 /* in_place and grad_in_place as they were registered. */
-static bool is_declared(dag *d, const msi_instruction *i, const msi_life *from,
-                        const msi_life *to) {
+static bool is_declared(dag *d, const msi_instruction *i, const msi_range *from,
+                        const msi_range *to) {
     const ms_layer_desc *desc = &d->layer[i->target];
     const bool backward = i->op == MSI_OP_BACKWARD;
     const int count = backward ? MS_LIMIT_IN : MS_LIMIT_OUT;
     for (int k = 0; k < count; ++k) {
-        const ms_overwrites *over = &desc->grad_in_place[backward ? k : 0];
+        const ms_slot_masks *over = &desc->grad_in_place[backward ? k : 0];
         const ms_tensor target = backward ? desc->in[k] : desc->out[k];
         if (target.id == 0 || msi_index(d->model, target) != to->tensor) {
             continue;
@@ -889,7 +889,7 @@ static bool is_declared(dag *d, const msi_instruction *i, const msi_life *from,
     return false;
 }
 
-static bool lives_meet(const msi_life *a, const msi_life *b, bool fixed) {
+static bool lives_meet(const msi_range *a, const msi_range *b, bool fixed) {
     bool in_time = fixed || (a->first <= b->last && b->first <= a->last);
     return in_time && a->offset < b->offset + b->bytes && b->offset < a->offset + a->bytes;
 }
@@ -897,19 +897,19 @@ static bool lives_meet(const msi_life *a, const msi_life *b, bool fixed) {
 /* Values that live at the same time have no byte in common, but where one takes over the memory of
    another at the very instruction that is its last, by declaration. */
 static uint32_t check_lives(dag *d, const msi_program *p) {
-    const msi_store *store = d->model->store;
+    const msi_store *store = d->model->run.store;
     uint32_t takeovers = 0;
-    for (uint32_t i = store->slots.count; i < p->lives.count; ++i) {
-        const msi_life *a = &p->lives.items[i];
+    for (uint32_t i = store->residents.count; i < p->ranges.count; ++i) {
+        const msi_range *a = &p->ranges.items[i];
         assert_true(a->offset % 64 == 0 && a->offset + a->bytes <= store->transient_bytes);
-        for (uint32_t k = store->slots.count; k < i; ++k) {
-            const msi_life *b = &p->lives.items[k];
+        for (uint32_t k = store->residents.count; k < i; ++k) {
+            const msi_range *b = &p->ranges.items[k];
             if (a->bytes == 0 || b->bytes == 0 || !lives_meet(a, b, false)) {
                 continue;
             }
-            const msi_life *to = a->takes_over == k ? a : b;
-            const msi_life *from = to == a ? b : a;
-            assert_true(to->takes_over == (to == a ? k : i));
+            const msi_range *to = a->alias_of == k ? a : b;
+            const msi_range *from = to == a ? b : a;
+            assert_true(to->alias_of == (to == a ? k : i));
             assert_true(from->taken && from->last == to->first && from->offset == to->offset);
             assert_true(is_declared(d, &p->instructions.items[to->first], from, to));
             takeovers += 1;
@@ -922,10 +922,10 @@ static void check_live_bytes(const msi_program *p, uint32_t slot_count) {
     uint64_t peak = 0;
     for (uint32_t now = 0; now < p->instructions.count; ++now) {
         uint64_t sum = 0;
-        for (uint32_t i = slot_count; i < p->lives.count; ++i) {
-            const msi_life *life = &p->lives.items[i];
-            const uint64_t rounded = (life->bytes + 63) / 64 * 64;
-            sum += life->first <= now && now + life->taken <= life->last ? rounded : 0;
+        for (uint32_t i = slot_count; i < p->ranges.count; ++i) {
+            const msi_range *range = &p->ranges.items[i];
+            const uint64_t rounded = (range->bytes + 63) / 64 * 64;
+            sum += range->first <= now && now + range->aliased <= range->last ? rounded : 0;
         }
         assert_true(sum == p->live_bytes.items[now]);
         peak = sum > peak ? sum : peak;
@@ -937,9 +937,9 @@ static void check_operands(const msi_program *p, uint32_t slot_count) {
     for (uint32_t now = 0; now < p->instructions.count; ++now) {
         const msi_instruction *i = &p->instructions.items[now];
         for (uint32_t k = 0; k < i->operand_count; ++k) {
-            uint32_t life = p->operands.items[i->operand_first + k].life;
-            if (life != MSI_NONE && life >= slot_count) {
-                assert_true(p->lives.items[life].first <= now && now <= p->lives.items[life].last);
+            uint32_t range = p->operands.items[i->operand_first + k].range;
+            if (range != MSI_NONE && range >= slot_count) {
+                assert_true(p->ranges.items[range].first <= now && now <= p->ranges.items[range].last);
             }
         }
     }
@@ -962,12 +962,12 @@ static void live_ranges_never_overlap(void **state) {
             t_ok(d->model, ms_wrap(d->model));
             t_report(d->model, &report);
             check_report(&report);
-            const msi_plan *plan = d->model->plan;
+            const msi_plan *plan = d->model->run.plan;
             const msi_program *programs[2] = {&plan->train, &plan->eval};
             for (int i = 0; i < 2; ++i) {
                 takeovers += check_lives(d, programs[i]);
-                check_live_bytes(programs[i], d->model->store->slots.count);
-                check_operands(programs[i], d->model->store->slots.count);
+                check_live_bytes(programs[i], d->model->run.store->residents.count);
+                check_operands(programs[i], d->model->run.store->residents.count);
                 assert_true(
                     msi_layout_is_valid(programs[i]->blocks.items, programs[i]->blocks.count));
             }
@@ -1085,7 +1085,7 @@ static void best_of_all_plans(msi_solver *solver, const t_chain *chain, uint64_t
     const msi_graph *g = &chain->model->graph;
     for (uint32_t t = 0; t < g->tensors.count && count < LADDER_DEPTH + 2; ++t) {
         const msi_tensor *tensor = &g->tensors.items[t];
-        if (!msi_is_fixed(tensor) && tensor->last_reader != MSI_NONE && t != g->loss) {
+        if (!msi_is_resident(tensor) && tensor->last_reader != MSI_NONE && t != g->loss) {
             droppable[count++] = t;
         }
     }

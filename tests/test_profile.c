@@ -145,9 +145,9 @@ static void times_are_those_of_the_device_that_is_set(void **state) {
         assert_true(same_bits(time->recompute_us, time->forward_us));
     }
     ms_set_hardware(chain.model, NULL); // the CPU again, from the next wrap on
-    assert_true(chain.model->hardware.launch_us == 3.0);
+    assert_true(chain.model->costs.hardware.launch_us == 3.0);
     t_ok(chain.model, ms_wrap(chain.model));
-    assert_int_equal(chain.model->hardware.kind, MS_DEVICE_CPU);
+    assert_int_equal(chain.model->costs.hardware.kind, MS_DEVICE_CPU);
     assert_true(layer_at(&chain, 0)->time.forward_us < 3.0);
     ms_destroy(chain.model);
 }
@@ -163,7 +163,7 @@ static void speeds_of_0_are_those_of_the_kind(void **state) {
         device.kind = (ms_device_kind)kind;
         ms_set_hardware(chain.model, &device);
         t_ok(chain.model, ms_wrap(chain.model));
-        ms_hardware in_force = chain.model->hardware;
+        ms_hardware in_force = chain.model->costs.hardware;
         for (int i = 0; i < MSI_SPEED_COUNT - 1; i++) {
             assert_true(*msi_speed(&in_force, i) > 0.0);
         }
@@ -217,7 +217,7 @@ static void wrong_devices_are_refused(void **state) {
     t_text_has(ms_last_error(chain.model), "more host memory is free");
     t_ok(chain.model, ms_wrap(chain.model));
     t_report(chain.model, &report);
-    assert_int_equal(chain.model->hardware.kind, MS_DEVICE_CPU);
+    assert_int_equal(chain.model->costs.hardware.kind, MS_DEVICE_CPU);
     ms_set_hardware(NULL, &device);
     ms_destroy(chain.model);
 }
@@ -261,15 +261,15 @@ static void a_wrap_that_fails_changes_no_time(void **state) {
     const ms_layer_time known = time_of(7.0, 8.0, 9.0);
     t_chain_start(&chain, &config, 4);
     const ms_layer_time before = layer_at(&chain, 0)->time;
-    const ms_hardware own = chain.model->hardware;
+    const ms_hardware own = chain.model->costs.hardware;
     uint64_t smallest = 0;
     ms_set_hardware(chain.model, &device);
     ms_set_budget(chain.model, 64);
     t_error(chain.model, ms_wrap(chain.model), MS_RESULT_BUDGET);
-    assert_memory_equal(&chain.model->hardware, &own, sizeof own);
+    assert_memory_equal(&chain.model->costs.hardware, &own, sizeof own);
     assert_memory_equal(&layer_at(&chain, 0)->time, &before, sizeof before);
     t_ok(chain.model, ms_smallest_budget(chain.model, &smallest));
-    assert_memory_equal(&chain.model->hardware, &own, sizeof own);
+    assert_memory_equal(&chain.model->costs.hardware, &own, sizeof own);
     ms_set_layer_time(chain.model, layer_of(0), &known);
     ms_set_budget(chain.model, smallest);
     t_ok(chain.model, ms_wrap(chain.model));
@@ -528,22 +528,22 @@ static void speeds_are_loaded(void **state) {
     create_chain(&b, &config, 2);
     ms_set_hardware(a.model, &device);
     t_ok(a.model, ms_wrap(a.model));
-    a.model->bytes_per_us[MSI_COST_COPY] = 1234.5;
+    a.model->costs.bytes_per_us[MSI_COST_COPY] = 1234.5;
     t_text text = save(a.model);
     t_ok(b.model, ms_profile_load(b.model, text.data, text.length));
     t_ok(b.model, ms_wrap(b.model));
-    assert_string_not_equal(b.model->hardware.name, "by hand");
+    assert_string_not_equal(b.model->costs.hardware.name, "by hand");
     for (int k = 0; k < MSI_SPEED_COUNT; k++) {
         assert_true(
-            same_bits(*msi_speed(&a.model->hardware, k), *msi_speed(&b.model->hardware, k)));
+            same_bits(*msi_speed(&a.model->costs.hardware, k), *msi_speed(&b.model->costs.hardware, k)));
     }
-    assert_memory_equal(a.model->bytes_per_us, b.model->bytes_per_us, sizeof a.model->bytes_per_us);
+    assert_memory_equal(a.model->costs.bytes_per_us, b.model->costs.bytes_per_us, sizeof a.model->costs.bytes_per_us);
     ms_set_hardware(b.model, &other);
     t_ok(b.model, ms_wrap(b.model));
-    assert_true(b.model->hardware.launch_us == 5.0);
+    assert_true(b.model->costs.hardware.launch_us == 5.0);
     ms_set_hardware(b.model, NULL);
     t_ok(b.model, ms_wrap(b.model));
-    assert_true(b.model->hardware.launch_us == 3.0);
+    assert_true(b.model->costs.hardware.launch_us == 3.0);
     free(text.data);
     ms_destroy(a.model);
     ms_destroy(b.model);
@@ -739,7 +739,7 @@ static uint64_t hash_of(int change, bool is_renamed) {
     if (change == 29) {
         ms_set_on_host(m, x);
     }
-    if (m->sticky != MS_RESULT_OK) {
+    if (m->errors.sticky != MS_RESULT_OK) {
         print_error("change %d: %s\n", change, ms_last_error(m));
         fail();
     }
@@ -798,8 +798,8 @@ static void expect_untouched(const victim *v) {
     const ms_model *m = v->chain.model;
     assert_memory_equal(m->graph.layers.items, v->layers,
                         m->graph.layers.count * sizeof *v->layers);
-    assert_memory_equal(&m->profile, &v->profile, sizeof m->profile);
-    assert_memory_equal(m->bytes_per_us, v->bytes_per_us, sizeof m->bytes_per_us);
+    assert_memory_equal(&m->sources.profile, &v->profile, sizeof m->sources.profile);
+    assert_memory_equal(m->costs.bytes_per_us, v->bytes_per_us, sizeof m->costs.bytes_per_us);
 }
 
 /* A chain with a profile, and that as text. */
@@ -815,8 +815,8 @@ static t_text start_victim(victim *v) {
     v->layers = (msi_layer *)malloc(bytes);
     assert_non_null(v->layers);
     memcpy(v->layers, m->graph.layers.items, bytes);
-    v->profile = m->profile;
-    memcpy(v->bytes_per_us, m->bytes_per_us, sizeof v->bytes_per_us);
+    v->profile = m->sources.profile;
+    memcpy(v->bytes_per_us, m->costs.bytes_per_us, sizeof v->bytes_per_us);
     return text;
 }
 

@@ -100,7 +100,7 @@ static void zoo_create_along(zoo *z, const ms_config *config, int64_t rows, int6
     d.backward_reads.in = 1;
     z->loss = ms_register_layer(z->m, &d);
     ms_set_loss(z->m, loss);
-    ms_set_output(z->m, z->hidden[ZOO_OUTPUT]);
+    ms_add_output(z->m, z->hidden[ZOO_OUTPUT]);
     ms_set_frozen(z->m, z->weight[ZOO_FROZEN], true);
     ms_tensor gradient = ms_gradient(z->m, z->weight[ZOO_BORROWED]);
     t_ok(z->m, ms_borrow(z->m, gradient, z->borrowed));
@@ -629,7 +629,7 @@ static void decisions_are_those_of_the_program(void **state) {
 
 /* Bytes of gradients that are used up before the end of backward. */
 static uint64_t early_bytes(const ms_model *m) {
-    const msi_program *p = &m->plan->train;
+    const msi_program *p = &m->run.plan->train;
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < p->backward_end; ++i) {
         const msi_instruction *instruction = &p->instructions.items[i];

@@ -184,12 +184,12 @@ static void copies_in_are_waited_for(void **state) {
 static void operands_are_waited_for(void **state) {
     (void)state;
     const t_chain chain = wrap_dry(1);
-    msi_program *p = &chain.model->plan->train;
+    msi_program *p = &chain.model->run.plan->train;
     const msi_instruction *i = p->instructions.items; // matmul0 reads x, and its weight
-    const uint32_t weight = chain.model->store->slot_of[msi_index(chain.model, chain.weight[0])];
+    const uint32_t weight = chain.model->run.store->resident_of[msi_index(chain.model, chain.weight[0])];
     msi_clock c;
     memset(&c, 0, sizeof c);
-    p->lives.items[weight].ready_us = 50.0;
+    p->ranges.items[weight].ready_us = 50.0;
     c.copied_us = 80.0;
     c.free_us[MS_STREAM_COMPUTE] = 10.0;
     near(msi_clock_run(&c, chain.model, p, 0, 5.0), 50.0);
@@ -248,7 +248,7 @@ static void recomputation_has_its_price(void **state) {
     t_ok(chain.model, ms_smallest_budget(chain.model, &smallest));
     ms_set_budget(chain.model, smallest);
     t_ok(chain.model, ms_wrap(chain.model));
-    const msi_program *p = &chain.model->plan->train;
+    const msi_program *p = &chain.model->run.plan->train;
     ms_memory_report report;
     double sum = 0.0;
     for (uint32_t i = 0; i < p->instructions.count; ++i) {
@@ -268,13 +268,13 @@ static void recomputation_has_its_price(void **state) {
 /* The bytes of a category that are live at an instruction: every slot in the arena, every life that
    spans it, and what is reserved. */
 static uint64_t live_of(const ms_model *m, const msi_program *p, uint32_t now, ms_category c) {
-    uint64_t sum = c == MS_CATEGORY_WORKSPACE ? m->store->reserved_bytes : 0;
-    for (uint32_t i = 0; i < p->lives.count; ++i) {
-        const msi_life *life = &p->lives.items[i];
-        const msi_slot *slot = i < m->store->slots.count ? &m->store->slots.items[i] : NULL;
+    uint64_t sum = c == MS_CATEGORY_WORKSPACE ? m->run.store->reserved_bytes : 0;
+    for (uint32_t i = 0; i < p->ranges.count; ++i) {
+        const msi_range *range = &p->ranges.items[i];
+        const msi_resident *slot = i < m->run.store->residents.count ? &m->run.store->residents.items[i] : NULL;
         const bool there = slot ? !slot->on_host && !slot->borrowed
-                                : life->first <= now && now + life->taken <= life->last;
-        sum += there && life->category == c ? (life->bytes + 63) / 64 * 64 : 0;
+                                : range->first <= now && now + range->aliased <= range->last;
+        sum += there && range->category == c ? (range->bytes + 63) / 64 * 64 : 0;
     }
     return sum;
 }
@@ -313,7 +313,7 @@ static void categories_add_up(void **state) {
             for (int program = 0; program < 2; ++program) {
                 category_check check;
                 check.model = n->model;
-                check.program = program ? &n->model->plan->eval : &n->model->plan->train;
+                check.program = program ? &n->model->run.plan->eval : &n->model->run.plan->train;
                 check.events = 0;
                 t_ok(n->model, ms_visit_events(n->model, (ms_program)program, check_event, &check));
                 assert_true(check.events >= n->model->graph.layers.count);
@@ -359,17 +359,17 @@ static void hashes_tell_plans_apart(void **state) {
 static void hashes_see_everything(void **state) {
     (void)state;
     const t_chain chain = wrap_dry(3);
-    msi_store *store = chain.model->store;
-    msi_plan *plan = chain.model->plan;
+    msi_store *store = chain.model->run.store;
+    msi_plan *plan = chain.model->run.plan;
     const uint64_t hash = msi_hash_plan(store, plan);
     msi_program *programs[] = {&plan->train, &plan->eval};
     for (int i = 0; i < 2; ++i) {
         msi_program *p = programs[i];
         msi_instruction *last = &p->instructions.items[p->instructions.count - 1];
-        msi_life *life = &p->lives.items[p->lives.count - 1];
+        msi_range *range = &p->ranges.items[p->ranges.count - 1];
         msi_operand *operand = &p->operands.items[p->operands.count - 1];
-        uint32_t *const words[] = {&last->target, &operand->life};
-        uint64_t *const longs[] = {&life->bytes, &life->offset};
+        uint32_t *const words[] = {&last->target, &operand->range};
+        uint64_t *const longs[] = {&range->bytes, &range->offset};
         for (int k = 0; k < 2; ++k) {
             *words[k] ^= 1u;
             assert_true(msi_hash_plan(store, plan) != hash);
@@ -385,7 +385,7 @@ static void hashes_see_everything(void **state) {
         assert_true(msi_hash_plan(store, plan) != hash);
         operand->accumulate = !operand->accumulate;
     }
-    msi_slot *slot = &store->slots.items[store->slots.count - 1];
+    msi_resident *slot = &store->residents.items[store->residents.count - 1];
     slot->offset += 64;
     assert_true(msi_hash_plan(store, plan) != hash);
     slot->offset -= 64;
@@ -598,7 +598,7 @@ static void clocked_end(clocked_net *n) {
 
 /* The plain step: forward, backward, the seed of the loss, its sum (which is not timed), updates. */
 static double clocked_step_us(const clocked_net *n) {
-    const ms_hardware *h = &n->model->hardware;
+    const ms_hardware *h = &n->model->costs.hardware;
     double us = 0.0;
     for (int i = 0; i < LAYERS; ++i) {
         us += n->layer[i].us[MS_PHASE_FORWARD] + n->layer[i].us[MS_PHASE_BACKWARD];
@@ -637,9 +637,9 @@ static void samples_become_times(void **state) {
         near(l->measured.recompute_us, share * 200.0 * (i + 1)); // forward was measured
         assert_true((share < 1.0) == (i == OWN));
     }
-    near(n.model->bytes_per_us[MSI_COST_UPDATE], 8.0);
-    near(n.model->bytes_per_us[MSI_COST_FILL], 8.0);
-    near(n.model->bytes_per_us[MSI_COST_COPY], 0.0);
+    near(n.model->costs.bytes_per_us[MSI_COST_UPDATE], 8.0);
+    near(n.model->costs.bytes_per_us[MSI_COST_FILL], 8.0);
+    near(n.model->costs.bytes_per_us[MSI_COST_COPY], 0.0);
     clocked_end(&n);
 }
 
@@ -695,7 +695,7 @@ static void without_it_no_clock_is_read(void **state) {
         for (uint64_t step = 0; step < 5; ++step) {
             t_ok(n.model, clocked_step(&n, step, 1.0, NULL));
         }
-        assert_true(clock_reads == reads && n.model->timing == NULL);
+        assert_true(clock_reads == reads && n.model->run.timing == NULL);
         ms_destroy(n.model);
     }
 }
@@ -768,11 +768,11 @@ static void every_way_of_a_step_counts(void **state) {
             clocked_start(&n, &config);
             t_ok(n.model, clocked_train(&n, way, micros, &found));
             assert_memory_equal(&found, &expected, sizeof found);
-            assert_int_equal(n.model->timing->stage, MSI_WARMUP_DONE);
+            assert_int_equal(n.model->run.timing->stage, MSI_WARMUP_DONE);
             near(n.model->graph.layers.items[1].measured.forward_us, 200.0);
             near(n.model->graph.layers.items[1].measured.backward_us, 500.0);
-            near(n.model->bytes_per_us[MSI_COST_UPDATE], 16.0);
-            near(n.model->bytes_per_us[MSI_COST_FILL], 16.0); // zeros, in the first of the batches
+            near(n.model->costs.bytes_per_us[MSI_COST_UPDATE], 16.0);
+            near(n.model->costs.bytes_per_us[MSI_COST_FILL], 16.0); // zeros, in the first of the batches
             assert_string_equal(n.log, "");
             clocked_end(&n);
         }
@@ -809,15 +809,15 @@ static void failing_steps_are_no_samples(void **state) {
     t_ok(n.model, clocked_step(&n, 0, 1.0, NULL));
     n.layer[3].fails_at = (int)n.layer[3].calls[MS_PHASE_FORWARD] + 1;
     t_error(n.model, clocked_step(&n, 1, 50.0, NULL), MS_RESULT_CALLBACK);
-    assert_int_equal(n.model->timing->taken, 0);
+    assert_int_equal(n.model->run.timing->sample_count, 0);
     t_ok(n.model, clocked_step(&n, 2, 1.0, NULL));
-    assert_int_equal(n.model->timing->taken, 1);
+    assert_int_equal(n.model->run.timing->sample_count, 1);
     n.layer[LAYERS - 1].is_nan = true;
     t_error(n.model, clocked_step(&n, 3, 50.0, NULL), MS_RESULT_NONFINITE);
     n.layer[LAYERS - 1].is_nan = false;
     t_ok(n.model, clocked_write(&n, 5));
     t_ok(n.model, ms_eval(n.model, NULL)); // is no step
-    assert_int_equal(n.model->timing->taken, 1);
+    assert_int_equal(n.model->run.timing->sample_count, 1);
     t_ok(n.model, clocked_step(&n, 4, 1.0, NULL));
     near(n.model->graph.layers.items[0].measured.forward_us, 100.0);
     clocked_end(&n);
@@ -836,7 +836,7 @@ static void verifications_are_no_samples(void **state) {
         time_factor = 50.0;
         t_ok(n.model, ms_verify(n.model, NULL, NULL, &report));
     }
-    assert_int_equal(n.model->timing->taken, 2);
+    assert_int_equal(n.model->run.timing->sample_count, 2);
     near(n.model->graph.layers.items[0].measured.forward_us, 100.0);
     near(n.model->graph.layers.items[0].measured.backward_us, 250.0);
     clocked_end(&n);
@@ -852,15 +852,15 @@ static void other_plans_in_between(void **state) {
     t_ok(n.model, clocked_step(&n, 0, 1.0, NULL));
     t_ok(n.model, clocked_step(&n, 1, 9.0, NULL));
     t_ok(n.model, ms_wrap(n.model));
-    assert_int_equal(n.model->timing->stage, MSI_WARMUP_COLD);
+    assert_int_equal(n.model->run.timing->stage, MSI_WARMUP_COLD);
     for (uint64_t i = 2; i < 5; ++i) {
         t_ok(n.model, clocked_step(&n, i, 1.0, NULL));
     }
-    assert_int_equal(n.model->timing->stage, MSI_WARMUP_PLAN);
+    assert_int_equal(n.model->run.timing->stage, MSI_WARMUP_PLAN);
     t_ok(n.model, ms_detach(n.model));
     t_report(n.model, &report);
     near(report.step_us, clocked_step_us(&n));
-    assert_int_equal(n.model->timing->stage, MSI_WARMUP_AGAIN);
+    assert_int_equal(n.model->run.timing->stage, MSI_WARMUP_AGAIN);
     t_ok(n.model, clocked_step(&n, 5, 1.0, NULL));
     t_ok(n.model, clocked_step(&n, 6, 1.0, NULL));
     assert_true(measured_sum(&n) > 0.0);
@@ -881,7 +881,7 @@ static void settings_wait_for_wrap(void **state) {
         t_ok(n.model, clocked_step(&n, i, 1.0, NULL));
         t_ok(n.model, ms_read(n.model, n.weight[1], after));
         assert_memory_not_equal(before, after, sizeof after);
-        n.model->changed = n.model->changed && i == 3; // frozen and thawed is as it was
+        n.model->wrapped.changed = n.model->wrapped.changed && i == 3; // frozen and thawed is as it was
     }
     t_ok(n.model, ms_wrap(n.model)); // by what was measured
     near(n.model->graph.layers.items[3].time.forward_us, 400.0);
@@ -1038,12 +1038,12 @@ static void devices_are_waited_for(void **state) {
         t_ok(n.model, ms_wrap(n.model));
         t_ok(n.model, clocked_train(&n, WAY_NO_LOSS, 1, &found));
         assert_memory_equal(&found, &expected, sizeof found);
-        assert_int_equal(n.model->timing->stage, MSI_WARMUP_DONE);
+        assert_int_equal(n.model->run.timing->stage, MSI_WARMUP_DONE);
         for (uint32_t i = 0; i < LAYERS; ++i) {
             near(n.model->graph.layers.items[i].measured.forward_us, 100.0 * (i + 1) + 3.0);
             near(n.model->graph.layers.items[i].measured.backward_us, 250.0 * (i + 1) + 3.0);
         }
-        assert_true(n.model->plan->train.is_measured);
+        assert_true(n.model->run.plan->train.is_measured);
         clocked_end(&n);
         v_close(&device);
     }
@@ -1060,12 +1060,12 @@ static void halted_steps_are_no_samples(void **state) {
     t_ok(n.model, clocked_step(&n, 0, 1.0, NULL));
     n.layer[LAYERS - 1].is_nan = true;
     t_ok(n.model, clocked_step(&n, 1, 50.0, NULL));
-    assert_int_equal(n.model->timing->taken, 0);
+    assert_int_equal(n.model->run.timing->sample_count, 0);
     n.layer[LAYERS - 1].is_nan = false;
     t_error(n.model, ms_synchronize(n.model), MS_RESULT_NONFINITE);
     t_ok(n.model, clocked_step(&n, 2, 1.0, NULL));
     t_ok(n.model, clocked_step(&n, 3, 1.0, NULL));
-    assert_int_equal(n.model->timing->taken, 2);
+    assert_int_equal(n.model->run.timing->sample_count, 2);
     near(n.model->graph.layers.items[0].measured.forward_us, 100.0);
     clocked_end(&n);
     v_close(&device);
@@ -1222,7 +1222,7 @@ static uint32_t count_of(const char *text, const char *part) {
 
 static t_text trace_of(const ms_model *m) {
     t_text text = {NULL, 0};
-    t_ok(m, ms_trace_write(m, t_append, &text));
+    t_ok(m, ms_print_trace(m, t_append, &text));
     assert_true(is_json(text.data) && is_utf8(text.data));
     return text;
 }
@@ -1246,7 +1246,7 @@ static void traces_are_json(void **state) {
     ms_config config = clocked_config(&n, NULL);
     clocked_start(&n, &config);
     t_text text = trace_of(n.model);
-    const uint32_t instructions = n.model->plan->train.instructions.count;
+    const uint32_t instructions = n.model->run.plan->train.instructions.count;
     assert_int_equal(count_of(text.data, "\"ph\":\"X\""),
                      instructions + 1); // and the sum of losses
     assert_int_equal(count_of(text.data, "\"process_name\""), 1);
@@ -1315,7 +1315,7 @@ static void odd_names_are_escaped(void **state) {
         t_text_has(text.data, found[i]);
         free(text.data);
         char metrics[8192];
-        t_ok(m, ms_metrics_write(m, metrics, sizeof metrics, NULL));
+        t_ok(m, ms_print_metrics(m, metrics, sizeof metrics, NULL));
         assert_true(is_utf8(metrics));
         t_text_has(metrics, i == 0   ? "backend=\"quote\\\" back\\\\slash\""
                             : i == 1 ? "backend=\"line\\nend\ttab\x01\x7f\""
@@ -1401,16 +1401,16 @@ static void metrics_fit_or_say_so(void **state) {
         t_ok(n.model, clocked_step(&n, i, 1.0, NULL));
     }
     t_report(n.model, &report);
-    assert_int_equal(ms_metrics_write(n.model, NULL, 0, &length), MS_RESULT_INVALID);
+    assert_int_equal(ms_print_metrics(n.model, NULL, 0, &length), MS_RESULT_INVALID);
     assert_true(length > 1000);
     char *text = (char *)malloc(length + 1);
     assert_non_null(text);
     for (size_t capacity = 1; capacity <= length; capacity += capacity == 1 ? length - 2 : 1) {
         memset(text, 'x', length + 1);
-        assert_int_equal(ms_metrics_write(n.model, text, capacity, &again), MS_RESULT_INVALID);
+        assert_int_equal(ms_print_metrics(n.model, text, capacity, &again), MS_RESULT_INVALID);
         assert_true(again == length && text[0] == 0 && text[length] == 'x');
     }
-    t_ok(n.model, ms_metrics_write(n.model, text, length + 1, &again));
+    t_ok(n.model, ms_print_metrics(n.model, text, length + 1, &again));
     assert_true(again == length && strlen(text) == length && is_utf8(text));
     t_text_has(text, "\nmemscale_peak_bytes{category=\"activation gradients\"} ");
     t_text_has(text, "mode=\"BALANCED\"");
@@ -1428,13 +1428,13 @@ static void wrong_arguments_are_refused(void **state) {
     size_t length = 7;
     t_text trace = {NULL, 0};
     assert_int_equal(clocked_create(&n, &config), MS_RESULT_OK);
-    assert_int_equal(ms_trace_write(n.model, t_append, &trace), MS_RESULT_ORDER);
-    assert_int_equal(ms_metrics_write(n.model, text, sizeof text, &length), MS_RESULT_ORDER);
+    assert_int_equal(ms_print_trace(n.model, t_append, &trace), MS_RESULT_ORDER);
+    assert_int_equal(ms_print_metrics(n.model, text, sizeof text, &length), MS_RESULT_ORDER);
     t_ok(n.model, ms_wrap(n.model));
-    assert_int_equal(ms_trace_write(NULL, t_append, &trace), MS_RESULT_INVALID);
-    assert_int_equal(ms_trace_write(n.model, NULL, &trace), MS_RESULT_INVALID);
-    assert_int_equal(ms_metrics_write(NULL, text, sizeof text, &length), MS_RESULT_INVALID);
-    assert_int_equal(ms_metrics_write(n.model, NULL, 1, &length), MS_RESULT_INVALID);
+    assert_int_equal(ms_print_trace(NULL, t_append, &trace), MS_RESULT_INVALID);
+    assert_int_equal(ms_print_trace(n.model, NULL, &trace), MS_RESULT_INVALID);
+    assert_int_equal(ms_print_metrics(NULL, text, sizeof text, &length), MS_RESULT_INVALID);
+    assert_int_equal(ms_print_metrics(n.model, NULL, 1, &length), MS_RESULT_INVALID);
     assert_true(length == 7 && trace.data == NULL);
     clocked_end(&n);
 }

@@ -1174,7 +1174,7 @@ static bool census_take(census *c, ms_model *m) {
     c->plain_us = c->plan->plain_step_us;
     for (uint32_t mask = 0; mask >> c->count == 0; ++mask) {
         census_choose(c, mask);
-        c->peak_bytes[mask] = c->store->slot_bytes + c->plan->train.peak_bytes;
+        c->peak_bytes[mask] = c->store->resident_bytes + c->plan->train.peak_bytes;
         c->time[mask] = 1.0 + c->plan->train.recompute_us / c->plain_us;
         c->order[mask] = mask;
     }

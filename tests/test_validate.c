@@ -1034,22 +1034,22 @@ static ms_result loss_without_backward(world *w) {
 }
 
 static ms_result output_of_a_param(world *w) {
-    ms_set_output(w->m, w->t[W_P]);
+    ms_add_output(w->m, w->t[W_P]);
     return MS_RESULT_OK;
 }
 
 static ms_result output_of_saved(world *w) {
-    ms_set_output(w->m, w->t[W_S]);
+    ms_add_output(w->m, w->t[W_S]);
     return MS_RESULT_OK;
 }
 
 static ms_result eval_output_of_an_input(world *w) {
-    ms_set_eval_output(w->m, w->t[W_X]);
+    ms_add_eval_output(w->m, w->t[W_X]);
     return MS_RESULT_OK;
 }
 
 static ms_result eval_output_of_an_orphan(world *w) {
-    ms_set_eval_output(w->m, w->t[W_ORPHAN]);
+    ms_add_eval_output(w->m, w->t[W_ORPHAN]);
     return MS_RESULT_OK;
 }
 
@@ -1243,7 +1243,7 @@ static ms_result force_the_layer_of_the_loss(world *w) {
 }
 
 static ms_result force_a_kept_output(world *w) {
-    ms_set_output(w->m, w->t[W_GATED]);
+    ms_add_output(w->m, w->t[W_GATED]);
     return tensor_technique(w, W_GATED, MS_TECHNIQUE_CHECKPOINTING, MS_SWITCH_ON);
 }
 
@@ -1483,18 +1483,18 @@ static const misuse registrations[] = {
      loss_without_backward,
      BAD,
      {"wide", "backward|param"}},
-    {"a param as output", BEFORE_WRAP, output_of_a_param, BAD, {"ms_set_output", "p-scale"}},
-    {"a saved tensor as output", BEFORE_WRAP, output_of_saved, BAD, {"ms_set_output", "s-saved"}},
+    {"a param as output", BEFORE_WRAP, output_of_a_param, BAD, {"ms_add_output", "p-scale"}},
+    {"a saved tensor as output", BEFORE_WRAP, output_of_saved, BAD, {"ms_add_output", "s-saved"}},
     {"an input as output",
      BEFORE_WRAP,
      eval_output_of_an_input,
      BAD,
-     {"ms_set_eval_output", "\"x\""}},
+     {"ms_add_eval_output", "\"x\""}},
     {"an orphan as output",
      BEFORE_WRAP,
      eval_output_of_an_orphan,
      BAD,
-     {"ms_set_eval_output", "orphan"}},
+     {"ms_add_eval_output", "orphan"}},
     {"optimizer of NULL", BEFORE_WRAP, optimizer_of_null, BAD, {"ms_set_optimizer", "NULL"}},
     {"optimizer out of range",
      BEFORE_WRAP,
@@ -1570,7 +1570,7 @@ static const misuse registrations[] = {
      BEFORE_WRAP,
      force_a_kept_output,
      BAD,
-     {"gated", "ms_set_output|kept|output"}},
+     {"gated", "ms_add_output|kept|output"}},
     {"early update by force, and clipping",
      BEFORE_WRAP,
      early_with_clipping,
@@ -2019,12 +2019,12 @@ static ms_result late_loss(world *w) {
 }
 
 static ms_result late_output(world *w) {
-    ms_set_output(w->m, w->t[W_HIDDEN]);
+    ms_add_output(w->m, w->t[W_HIDDEN]);
     return MS_RESULT_ORDER;
 }
 
 static ms_result late_eval_output(world *w) {
-    ms_set_eval_output(w->m, w->t[W_HIDDEN]);
+    ms_add_eval_output(w->m, w->t[W_HIDDEN]);
     return MS_RESULT_ORDER;
 }
 
@@ -2123,8 +2123,8 @@ static const call_case calls[] = {
     {"late on_host", WRAPPED, late_host, ORDER, {"ms_set_on_host", "ms_wrap"}},
     {"late stop_gradient", WRAPPED, late_stop, ORDER, {"ms_stop_gradient", "ms_wrap"}},
     {"late loss", WRAPPED, late_loss, ORDER, {"ms_set_loss", "ms_wrap"}},
-    {"late output", WRAPPED, late_output, ORDER, {"ms_set_output", "ms_wrap"}},
-    {"late eval output", WRAPPED, late_eval_output, ORDER, {"ms_set_eval_output", "ms_wrap"}},
+    {"late output", WRAPPED, late_output, ORDER, {"ms_add_output", "ms_wrap"}},
+    {"late eval output", WRAPPED, late_eval_output, ORDER, {"ms_add_eval_output", "ms_wrap"}},
     {"late optimizer", WRAPPED, late_optimizer, ORDER, {"ms_set_optimizer", "ms_wrap"}},
     // shapes
     {"reshape to NULL", WRAPPED, reshape_of_null, BAD, {"ms_reshape", "NULL"}},
@@ -2138,7 +2138,7 @@ static const call_case calls[] = {
     {"read the loss", WRAPPED, read_loss, ORDER, {"losses"}},
     {"backward after a step", STEPPED, backward, ORDER, {"ms_backward", "ms_forward"}},
     {"update after a step", STEPPED, update, ORDER, {"ms_update", "ms_backward"}},
-    {"read an activation", STEPPED, read_activation, ORDER, {"hidden", "ms_set_output"}},
+    {"read an activation", STEPPED, read_activation, ORDER, {"hidden", "ms_add_output"}},
     {"read saved", STEPPED, read_saved, ORDER, {"s-saved"}},
     {"read a gradient after a step", STEPPED, read_gradient, ORDER, {"gradient", "weight"}},
     {"read a gradient of an activation",
@@ -2374,8 +2374,8 @@ static void null_models(void **state) {
     ms_refuse(NULL, "no");
     ms_set_loss(NULL, none);
     ms_set_loss_factor(NULL, 1.0f);
-    ms_set_output(NULL, none);
-    ms_set_eval_output(NULL, none);
+    ms_add_output(NULL, none);
+    ms_add_eval_output(NULL, none);
     ms_set_optimizer(NULL, NULL);
     ms_set_learning_rate(NULL, 1.0f);
     ms_set_weight_decay(NULL, none, 1.0f);

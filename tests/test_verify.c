@@ -821,15 +821,15 @@ static void a_verification_is_not_timed(void **state) {
     config.warmup_steps = 2;
     flawed_start(&n, &config, FLAW_NONE, NULL);
     for (uint32_t step = 0; step < 5; ++step) {
-        const uint32_t taken = n.model->timing->taken;
-        const msi_warmup stage = n.model->timing->stage;
+        const uint32_t taken = n.model->run.timing->sample_count;
+        const msi_warmup stage = n.model->run.timing->stage;
         t_ok(n.model, ms_verify(n.model, NULL, NULL, &report));
         assert_int_equal(report.differ_count, 0);
-        assert_int_equal(n.model->timing->taken, taken);
-        assert_int_equal(n.model->timing->stage, stage);
+        assert_int_equal(n.model->run.timing->sample_count, taken);
+        assert_int_equal(n.model->run.timing->stage, stage);
         t_ok(n.model, t_settled(n.model, ms_step(n.model, NULL)));
     }
-    assert_int_equal(n.model->timing->taken, 2);
+    assert_int_equal(n.model->run.timing->sample_count, 2);
     ms_destroy(n.model);
 }
 

@@ -646,7 +646,7 @@ static inline void cn_layers(cn_net *net) {
         last = cn_unary(net, CN_SCALE, "scale", last);
     }
     net->last = last;
-    ms_set_output(net->model, last);
+    ms_add_output(net->model, last);
     cn_loss_layer(net, last);
 }
 

@@ -500,7 +500,7 @@ static inline ms_backend v_backend(v_device *d) {
     b.prepare = v_prepare;
     b.copy_in = v_copy_in;
     b.copy_out = v_copy_out;
-    b.tell = v_tell;
+    b.upload = v_tell;
     b.copy = v_copy;
     b.fill_bytes = v_fill_bytes;
     b.fill_f32 = v_fill_f32;

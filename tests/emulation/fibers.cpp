@@ -150,7 +150,7 @@ fiber *current;
 fiber *all, *idle, *single;
 bool is_abandoned, is_tame;
 uint64_t random_state;
-uint32_t rubbish;
+uint32_t poison;
 
 uint64_t draw() {
     random_state ^= random_state << 13;
@@ -511,7 +511,7 @@ size_t shared_size() {
 void fill_shared() {
     const size_t size = shared_size();
     for (size_t i = 0; i + 4 <= size; i += 4) {
-        memcpy(__start_emulation_shared + i, &rubbish, 4);
+        memcpy(__start_emulation_shared + i, &poison, 4);
     }
 }
 
@@ -670,7 +670,7 @@ void fibers_reset(uint64_t seed) {
     is_tame = !seed;
     random_state = seed * UINT64_C(0x9E3779B97F4A7C15) + 88172645463325252u;
     draw();
-    rubbish = coin() ? 0x7FC57FC5u : 0x7F7F7F7Fu;
+    poison = coin() ? 0x7FC57FC5u : 0x7F7F7F7Fu;
     idle = nullptr;
     for (fiber *f = all; f; f = f->next) {
 #if WITH_ASAN

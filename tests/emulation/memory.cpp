@@ -44,7 +44,7 @@ volatile sig_atomic_t is_kernel_mode;
 bool is_device_open; /* to the host as well */
 pthread_t kernel_thread;
 uint64_t random_state;
-uint32_t rubbish;
+uint32_t poison;
 
 volatile sig_atomic_t is_armed;
 pthread_t armed_thread;
@@ -236,8 +236,8 @@ void check(memory_kind kind, const allocation &a) {
 
 /* Each copy doubles what is there. */
 void fill_rubbish(char *at, size_t size) {
-    const size_t first = size < sizeof(rubbish) ? size : sizeof(rubbish);
-    memcpy(at, &rubbish, first);
+    const size_t first = size < sizeof(poison) ? size : sizeof(poison);
+    memcpy(at, &poison, first);
     for (size_t n = first; n < size;) {
         const size_t more = n < size - n ? n : size - n, piece = more < 16384 ? more : 16384;
         memcpy(at + n, at, piece);
@@ -315,7 +315,7 @@ void memory_reset(uint64_t seed) {
     install_handler();
     random_state = seed * 2 + 1;
     draw();
-    rubbish = patterns[draw() % 4];
+    poison = patterns[draw() % 4];
 }
 
 void *memory_allocate(memory_kind kind, size_t size, bool is_mapped) {
