@@ -2,15 +2,17 @@
 # benchmarks and tests. `make help` lists the targets. It asks for GNU make and a C compiler; OpenMP,
 # a CBLAS, (for the tests) cmocka and (for NVIDIA GPUs) nvcc are found and used where they are.
 #
-#   config=release|debug|sanitize|thread|coverage   release is the default and builds under build/,
-#                                                   the others under build/<config>/
+#   config=release|quick|debug|sanitize|thread|coverage
+#                                   release is the default and builds under build/, the others under
+#                                   build/<config>/; quick is for tests, which compile in a third of the time
 #   werror=1                                        warnings are errors
 #   V=1                                             show the commands
 #   CC, CXX, CFLAGS, LDFLAGS                        as usual; CFLAGS come last and win
 #   OPENMP= CBLAS=                                  build without what was found
 #   NVCC=/usr/local/cuda/bin/nvcc                   of make cuda, where it is not on the PATH
 #   CUDA_CODES="sm_90"                              the machine code that it makes; default: 7.5 to 9.0
-#   ONLY=emulated                                   of make test: the groups with that in the name
+#   ONLY=emulated                                   of make test, test-rest and test-all: the groups
+#                                                   with that in the name
 #   FUZZ_SECONDS=600 FUZZ_CC=clang                  of make fuzz
 
 config ?= release
@@ -21,12 +23,14 @@ export WARNINGS   := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Ws
 export WARNINGS_C := -Wstrict-prototypes -Wmissing-prototypes
 
 release  := -O3 -march=native -fno-math-errno
+quick    := -O1
 debug    := -O0 -g
-sanitize := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
-thread   := -O1 -g -fsanitize=thread
+# -g1: lines for stack traces; where variables are would take longer to compile than the checks.
+sanitize := -Og -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+thread   := -Og -g1 -fsanitize=thread
 coverage := -O0 -g --coverage
 ifeq ($($(config)),)
-$(error config=$(config) is none of release, debug, sanitize, thread, coverage)
+$(error config=$(config) is none of release, quick, debug, sanitize, thread, coverage)
 endif
 
 # ---- what this machine has -----------------------------------------------------------------------
@@ -85,7 +89,7 @@ sources  := $(filter-out tests/test_cuda%,$(wildcard tests/test_*.c))
 tests    := $(patsubst %.c,$(OUT)/%,$(sources))
 twins    := $(addsuffix _cpp,$(tests))
 
-.PHONY: all cuda run test test-gpu bench-gpu fuzz fuzz-corpus coverage clean format help FORCE
+.PHONY: all cuda run test test-rest test-all test-gpu bench-gpu fuzz fuzz-corpus coverage clean format help FORCE
 all: $(programs) $(if $(CMOCKA),$(tests))
 
 say = $(if $(V),,@echo '  $(1)' &&)
@@ -165,7 +169,9 @@ $(cuda)/flags: FORCE | need-nvcc
 # the built-in products for what is compared.
 
 emulated       := $(OUT)/emulated
-emulated_cpp    = $(CXX) -std=c++11 $(or $(filter-out -O3 -march=native -fno-math-errno,$($(config))),-O2) \
+# What is compiled once is faster for it; a test has more to compile than to do.
+emulated_release = $(if $(filter $(emulated_tests),$@),-O1,-O2)
+emulated_cpp    = $(CXX) -std=c++11 $(or $(filter-out $(release),$($(config))),$(emulated_release)) \
                   -ffp-contract=off $(WARNINGS) -Wno-missing-field-initializers -Itests/emulation -I. -Iexamples $(CFLAGS)
 emulated_test   = $(emulated_cpp) -x c++ -DT_CUDA -DNN_CUDA -D_POSIX_C_SOURCE=200809L \
                   $(if $(filter $(with_trampolines),$(@F)),-include tests/emulation/on_cuda.h)
@@ -195,7 +201,7 @@ $(emulated_tests): $(emulated)/%: %.c $(emulated)/cuda.a
 
 $(emulated_programs): $(emulated)/%: %.c $(emulated)/cuda.a
 	@mkdir -p $(@D)
-	$(call say,$(CC) $@) $(CC) -std=c99 $(WARNINGS_C) $(WARNINGS) -O2 -Itests/emulation -I. -Iexamples \
+	$(call say,$(CC) $@) $(CC) -std=c99 $(WARNINGS_C) $(WARNINGS) -O1 -Itests/emulation -I. -Iexamples \
 	 -DNN_CUDA $(CFLAGS) -MMD -MP -MF $@.d -o $@ $< $(emulated)/cuda.a $(LDFLAGS) -lstdc++ -lm -pthread
 
 $(emulated_own): $(emulated)/%: %.cpp $(emulated)/cuda.a
@@ -237,8 +243,11 @@ $(emulated)/flags: FORCE
 run: $(OUT)/examples/gpt2
 	@$<
 
-test:
-	@ONLY='$(ONLY)' tests/run.sh
+test: tiers := quick
+test-rest: tiers := rest
+test-all: tiers := quick rest
+test test-rest test-all:
+	@ONLY='$(ONLY)' tests/run.sh $(tiers)
 
 test-gpu: need-nvcc
 	@[ -n '$(CMOCKA)' ] || { echo 'make test-gpu needs cmocka (libcmocka-dev)'; exit 1; }
@@ -292,7 +301,8 @@ format:
 help:
 	@echo 'make            every program, at build/<folder>/<name>'
 	@echo 'make run        train a small GPT-2 inside a byte budget (about a minute)'
-	@echo 'make test       everything that is tested; the last line has the totals'
+	@echo 'make test       what a commit needs, in about five minutes; the last line has the totals'
+	@echo 'make test-all   everything that is tested; make test-rest leaves out what make test runs'
 	@echo 'make cuda       gpt2, bert, cnn and bench/gpu for NVIDIA GPUs, at build/cuda/<folder>/<name>'
 	@echo 'make test-gpu   the tests on a GPU, with compute-sanitizer where it is found'
 	@echo 'make bench-gpu  the published models on a GPU, beside PyTorch where it is found'

@@ -1,11 +1,18 @@
 #!/usr/bin/env bash
-# Everything that is tested: one line per check, in a fixed order, though as many run at a time as
-# there are processors. `make test` calls this with the compilers, warnings and libraries in the
-# environment; `make test ONLY=emulated` runs the groups with that in their names. The last line has
-# the totals; the exit status is 1 if anything failed.
+# run.sh TIERS: the checks of these tiers, one line each, in a fixed order, though as many run at a
+# time as there are processors. make calls this with the compilers, warnings and libraries in the
+# environment: `make test` with the tier `quick`, `make test-rest` with `rest`, `make test-all` with
+# both. ONLY=emulated runs the groups with that in their names. The last line has the totals, which
+# go to the end of the file TOTALS instead where that is given; the exit status is 1 if anything failed.
+#
+# quick: each test program once, in the configuration in which it finds most for its time, with short
+# sweeps; and one of each other kind of check.
+# rest: full sweeps in the release configuration, the tests as C++11, with sanitizers and on the
+# emulated device, the whole compile matrix, all programs.
 #
 # A check is a shell command: status 0 is a pass, 77 a skip (its last line says why). One that prints
-# cmocka's summary counts as many tests as that names.
+# cmocka's summary counts as many tests as that names. The line of a check ends with the seconds of
+# processor time that it took.
 set -u
 shopt -s nullglob
 cd "$(dirname "$0")/.."
@@ -14,8 +21,9 @@ unset MAKEFLAGS MFLAGS MAKEOVERRIDES
 export CC=${CC:-cc} CXX=${CXX:-g++} MAKE=${MAKE:-make}
 export WARNINGS=${WARNINGS-} WARNINGS_C=${WARNINGS_C-} OPENMP=${OPENMP-} CBLAS=${CBLAS-} CMOCKA=${CMOCKA-}
 export NVCC=${NVCC-}
+tiers=" ${*:-quick} "
 only=${ONLY-}
-export checks=build/check${only:+.${only//[^A-Za-z0-9]/_}}
+export checks=build/check$(tr ' ' . <<< "${tiers% }")${only:+.${only//[^A-Za-z0-9]/_}}
 # Two programs at a time share the processors: threads that wait must not spin.
 export OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive
 export UBSAN_OPTIONS=print_stacktrace=1
@@ -26,11 +34,14 @@ mkdir -p $checks
 
 group() {
     wanted=$([[ $1 == *${ONLY-}* ]] && echo yes)
-    [ -z "$wanted" ] || printf '%s\n' "$1" > "$checks/$(($(wc -l < $checks/list) + 1)).group"
+    title=$1
 }
 
-check() { # NAME COMMAND
-    [ -z "$wanted" ] || printf '%s\t%s\n' "$1" "$2" >> $checks/list
+check() { # TIER NAME COMMAND
+    [[ $wanted && $tiers == *" $1 "* ]] || return 0
+    [ -z "$title" ] || printf '%s\n' "$title" > "$checks/$(($(wc -l < $checks/list) + 1)).group"
+    title=
+    printf '%s\t%s\n' "$2" "$3" >> $checks/list
 }
 
 # ---- what checks are made of ---------------------------------------------------------------------
@@ -49,28 +60,29 @@ build() { # CONFIG PROGRAM: by one check at a time, others find it up to date
     flock "$checks/${2//\//_}.lock" $MAKE -s --no-print-directory werror=1 config="$1" "$2"
 }
 
-run_test() { # CONFIG PROGRAM
+run_test() { # CONFIG PROGRAM [PERCENT OF THE FULL SWEEPS]
     [ -n "$CMOCKA" ] || skip 'no cmocka'
-    build "$1" "$2" && "$2"
+    build "$1" "$2" && MEMSCALE_TEST_SWEEP=${3-} "$2"
 }
 
 # The thread sanitizer cannot start where the kernel lays out memory in ways that it does not know.
-run_threads() { # PROGRAM
+run_threads() { # PROGRAM [PERCENT OF THE FULL SWEEPS]
     [ -n "$CMOCKA" ] || skip 'no cmocka'
     echo 'int main(void) { return 0; }' | $CC -fsanitize=thread -x c - -o "$checks/thread" -lm &&
         "$checks/thread" || skip 'no thread sanitizer'
-    build thread "$1" && "$1"
+    build thread "$1" && MEMSCALE_TEST_SWEEP=${2-} "$1"
 }
 
 run_corpus() { # PROGRAM
     build sanitize "$1" && "$1" tests/corpus/*
 }
 
-run_program() { # "COMMAND [=> COLUMNS]": the table that it prints has these columns in every row
-    local command=${1%% =>*} output
+run_program() { # TIER "COMMAND [=> COLUMNS]": the table that it prints has these columns in every row
+    local config=release command=${2%% =>*} output
+    case "$1 $command" in "quick build/"[eb]*) config=quick command=build/quick/${command#build/} ;; esac
     output=$(mktemp $checks/output.XXXXXX)
-    build release "${1%% *}" && $command > "$output" || return 1
-    [ "$command" = "$1" ] || tr '\t' ' ' < "$output" | awk -v columns="${1##*=> }" '
+    build $config "${command%% *}" && $command > "$output" || return 1
+    [[ $2 != *" => "* ]] || tr '\t' ' ' < "$output" | awk -v columns="${2##*=> }" '
         NR == 1 { fields = NF; wrong = $0 != columns }
         NF != fields { wrong = 1 }
         wrong { print "unexpected: " $0; exit }
@@ -161,6 +173,17 @@ cell_sources() { # COMPILER: C++ would rather see {} than {0}, which C programs 
     for source in examples/*.c bench/*.c; do
         compile "$1" -Wno-missing-field-initializers -Wno-missing-braces -fsyntax-only "$source" ||
             status=1
+    done
+    return $status
+}
+
+# Every test in C++, without the time that code takes: make test runs them as C.
+check_dialect() {
+    need "$CXX"
+    local source status=0
+    for source in tests/test_*.c tests/fuzz_api.c; do
+        case $source in */test_cuda*) continue ;; esac
+        compile "$CXX" -Wno-missing-field-initializers -fsyntax-only "$source" || status=1
     done
     return $status
 }
@@ -355,7 +378,7 @@ check_readme_program() {
 
 export -f skip need build run_test run_threads run_corpus run_program compile
 export -f cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
-export -f cell_library cell_mixed cell_sources
+export -f cell_library cell_mixed cell_sources check_dialect
 export -f implementation same check_exports check_static_exports imports macros
 export -f misplaced plant check_order defaults check_switches check_new_technique check_new_op
 export -f implementation same check_exports check_static_exports imports macros check_listings
@@ -365,39 +388,64 @@ export -f check_install check_readme_program
 
 : > $checks/list
 
+sweeps() { # SOURCE: whether it asks how far to go
+    grep -qE 't_sweep|t_stride|cn_seeds' "$1"
+}
+
+# Once in the quick tier, with sanitizers where memory and errors are what is tested. Their full sweeps
+# are run with sanitizers too, those of the others in the release configuration.
+sanitized=' test_api test_faults test_memory test_profile test_validate '
 group 'tests'
 for source in tests/test_*.c; do
     name=$(basename "$source" .c)
     case $name in test_cuda*) continue ;; esac
-    check "$name, C99" "run_test release build/tests/$name"
-    check "$name, C++11" "run_test release build/tests/${name}_cpp"
-    check "$name, sanitizers" "run_test sanitize build/sanitize/tests/$name"
+    sanitize="run_test sanitize build/sanitize/tests/$name"
+    if [[ $sanitized == *" $name "* ]]; then
+        check quick "$name, sanitizers" "$sanitize"
+        ! sweeps "$source" || check rest "$name, sanitizers, full sweeps" "$sanitize 100"
+        check rest "$name, release" "run_test release build/tests/$name"
+    else
+        check quick "$name" "run_test quick build/quick/tests/$name"
+        check rest "$name, release, full sweeps" "run_test release build/tests/$name 100"
+        check rest "$name, sanitizers" "$sanitize 10"
+    fi
+    check rest "$name, C++11" "run_test release build/tests/${name}_cpp"
 done
-check 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
-check 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api'
+check quick 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
+check rest 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thread/tests/test_threads 100'
+check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api'
+check quick 'all as C++11, without code' check_dialect
 
-# Each test once more, on the CUDA backend and a GPU that is emulated. Not here: test_virtual,
-# test_formats and test_solver, which have no model on a device of CUDA's, and test_threads, since
-# host callbacks that share one emulated device would open its memory to one another.
+# The tests on the CUDA backend and a GPU that is emulated. Not here: test_virtual, test_formats and
+# test_solver, which have no model on a device of CUDA's, and test_threads, since host callbacks that
+# share one emulated device would open its memory to one another.
+emulated_first=' test_api test_contract test_faults test_memory test_nn test_verify '
 group 'tests, emulated CUDA'
 for source in tests/test_*.c; do
     name=$(basename "$source" .c)
     case $name in test_virtual | test_formats | test_solver | test_threads) continue ;; esac
-    check "$name" "run_test release build/emulated/tests/$name"
+    emulate="run_test release build/emulated/tests/$name"
+    if [[ $name == test_cuda* || $emulated_first == *" $name "* ]]; then
+        check quick "$name" "$emulate"
+        ! sweeps "$source" || check rest "$name, sweeps" "$emulate 100"
+    else
+        check rest "$name" "$emulate 100"
+    fi
 done
 for source in tests/emulation/test_*.cpp; do
     name=$(basename "$source" .cpp)
     case $name in
-    test_races) check "$name" "run_test release build/emulated/races/$name" ;;
-    *) check "$name" "run_test release build/emulated/tests/emulation/$name" ;;
+    test_races) check rest "$name" "run_test release build/emulated/races/$name" ;;
+    test_nn_groups) check rest "$name" "run_test release build/emulated/tests/emulation/$name" ;;
+    *) check quick "$name" "run_test release build/emulated/tests/emulation/$name" ;;
     esac
 done
 
 group 'emulated CUDA, sanitizers'
 for name in test_cuda_backend test_cuda_graphs test_cuda_kernels emulation/test_emulation; do
-    check "${name#*/}" "run_test sanitize build/sanitize/emulated/tests/$name"
+    check rest "${name#*/}" "run_test sanitize build/sanitize/emulated/tests/$name"
 done
-check 'test_nn, races in kernels' 'run_test release build/emulated/races/tests/test_nn'
+check rest 'test_nn, races in kernels' 'run_test release build/emulated/races/tests/test_nn'
 
 program=tests/compile_program.c
 body=-DMEMSCALE_IMPLEMENTATION
@@ -407,89 +455,90 @@ for compiler in gcc clang g++ clang++; do
     *++) dialect=c++17 ;;
     *) dialect=c11 ;;
     esac
+    [ $compiler = gcc ] && gcc=quick || gcc=rest
     group "compile, $compiler"
-    check 'one translation unit' "cell $compiler $body $program"
-    check "two translation units, ${dialect^^}" \
+    check quick 'one translation unit' "cell $compiler $body $program"
+    check rest "two translation units, ${dialect^^}" \
         "cell $compiler -std=$dialect $program tests/compile_implementation.c"
-    check 'amid the macros of other headers' \
+    check $gcc 'with the macros of other headers' \
         "cell $compiler $hostile $program tests/compile_implementation.c"
-    check 'bodies at a second include' "cell $compiler -DCOMPILE_LATE $program"
-    check 'MEMSCALE_STATIC' "cell $compiler $body -DMEMSCALE_STATIC $program"
-    check 'MEMSCALE_STATIC, twice' \
+    check rest 'bodies at a second include' "cell $compiler -DCOMPILE_LATE $program"
+    check rest 'MEMSCALE_STATIC' "cell $compiler $body -DMEMSCALE_STATIC $program"
+    check rest 'MEMSCALE_STATIC, twice' \
         "cell $compiler $body -DMEMSCALE_STATIC $program tests/compile_static.c"
-    check 'MEMSCALE_CBLAS' \
+    check rest 'MEMSCALE_CBLAS' \
         "cell_library $compiler CBLAS '$CBLAS' $body -DMEMSCALE_CBLAS $program -x none"
-    check 'OpenMP, -O2' "cell_library $compiler OpenMP '$OPENMP' $body -O2 $program"
-    check 'NDEBUG, -O3' "cell $compiler $body -DNDEBUG -O3 $program"
-    check 'examples and benchmarks' "cell_sources $compiler"
+    check rest 'OpenMP, -O2' "cell_library $compiler OpenMP '$OPENMP' $body -O2 $program"
+    check rest 'NDEBUG, -O3' "cell $compiler $body -DNDEBUG -O3 $program"
+    check quick 'examples and benchmarks' "cell_sources $compiler"
 done
 group 'compile, both languages'
-check 'g++ on an object of gcc' 'cell_mixed gcc g++'
-check 'clang++ on an object of clang' 'cell_mixed clang clang++'
+check rest 'g++ on an object of gcc' 'cell_mixed gcc g++'
+check rest 'clang++ on an object of clang' 'cell_mixed clang clang++'
 
 group 'compile, nvcc'
-check 'CUDA, two translation units' "cell_nvcc -x cu $program tests/compile_implementation.c"
-check 'CUDA, MEMSCALE_STATIC, twice' \
+check rest 'CUDA, two translation units' "cell_nvcc -x cu $program tests/compile_implementation.c"
+check rest 'CUDA, MEMSCALE_STATIC, twice' \
     "cell_nvcc -x cu $body -DMEMSCALE_STATIC $program tests/compile_static.c"
-check 'CUDA, amid the macros of other headers' "cell_nvcc -x cu $hostile -DCOMPILE_LATE $program"
-check 'host code' "cell_nvcc -x c++ $body $program"
-check 'CUDA, one translation unit with the CUDA part' \
+check rest 'CUDA, with the macros of other headers' "cell_nvcc -x cu $hostile -DCOMPILE_LATE $program"
+check rest 'host code' "cell_nvcc -x c++ $body $program"
+check quick 'CUDA, one translation unit with the CUDA part' \
     "cell_nvcc -x cu $body -DMEMSCALE_CUDA_IMPLEMENTATION -DCOMPILE_CUDA $program -lcublas"
-check 'CUDA, the CUDA part alone, a C program on it' cell_cuda_object
-check 'the CUDA part without nvcc is refused, with the cure' check_cuda_refusal
-check 'CUDA, tests with kernels' cell_cuda_tests
-check 'make cuda: 7.5 to 9.0, and C programs on it' build_cuda
+check rest 'CUDA, the CUDA part alone, a C program on it' cell_cuda_object
+check quick 'the CUDA part without nvcc is refused, with the cure' check_cuda_refusal
+check rest 'CUDA, tests with kernels' cell_cuda_tests
+check rest 'make cuda: 7.5 to 9.0, and C programs on it' build_cuda
 
 group 'symbols and macros'
-check 'exports what is declared' check_exports
-check 'exports nothing with MEMSCALE_STATIC' check_static_exports
-check 'imports' 'imports "" __assert_fail'
-check 'imports with NDEBUG' 'imports -DNDEBUG ""'
-check 'imports with MEMSCALE_CBLAS' \
+check quick 'exports what is declared' check_exports
+check quick 'exports nothing with MEMSCALE_STATIC' check_static_exports
+check quick 'imports' 'imports "" __assert_fail'
+check quick 'imports with NDEBUG' 'imports -DNDEBUG ""'
+check quick 'imports with MEMSCALE_CBLAS' \
     '[ -n "$CBLAS" ] || skip "no CBLAS"; imports -DMEMSCALE_CBLAS "__assert_fail cblas_sgemm"'
-check 'macros of the public half' 'macros "" "MEMSCALE_[A-Z0-9_]+|MS_OPTIMIZE"'
-check 'macros of the implementation' "macros $body '(MEMSCALE|MSI)_[A-Z0-9_]+|MS_OPTIMIZE'"
-check 'a function calls only what is above it' check_order
-check 'no default in a switch over an enum' check_switches
-check 'a technique without its row or its case is an error' check_new_technique
-check 'an op without a case is an error' check_new_op
-check 'listings, trace and metrics know the public half alone' check_listings
+check quick 'macros of the public half' 'macros "" "MEMSCALE_[A-Z0-9_]+|MS_OPTIMIZE"'
+check quick 'macros of the implementation' "macros $body '(MEMSCALE|MSI)_[A-Z0-9_]+|MS_OPTIMIZE'"
+check quick 'a function calls only what is above it' check_order
+check quick 'no default in a switch over an enum' check_switches
+check quick 'a technique without its row or its case is an error' check_new_technique
+check quick 'an op without a case is an error' check_new_op
+check quick 'listings, trace and metrics know the public half alone' check_listings
 
 group 'documents'
 for document in memscale.h $(grep -lxE '```c(uda)?' README.md docs/*.md); do
-    check "snippets of $document" "tests/snippets.sh $document"
+    check quick "snippets of $document" "tests/snippets.sh $document"
 done
-check 'README.md shows examples/minimal.c' check_readme_program
-check 'README.md and .ci/run install the same' check_install
+check quick 'README.md shows examples/minimal.c' check_readme_program
+check quick 'README.md and .ci/run install the same' check_install
 
 group 'programs'
-while read -r line; do
+while read -r tier line; do
     name=${line%% =>*}
-    check "${name#build/}" "run_program '$line'"
+    check $tier "${name#build/}" "run_program $tier '$line'"
 done < <(grep -v '^#' tests/programs.txt)
 
 # ---- run and report ------------------------------------------------------------------------------
 
 run_check() { # NUMBER
-    local log=$checks/$1.log
-    timeout 1200 bash -c "$(sed -n "$1p" $checks/list | cut -f 2)" > "$log" 2>&1
-    echo $? > "$checks/$1.tmp"
+    local log=$checks/$1.log status
+    TIMEFORMAT='%U %S'
+    { time timeout 1200 bash -c "$(sed -n "$1p" $checks/list | cut -f 2)" > "$log" 2>&1; } 2> $checks/$1.time
+    status=$?
+    awk '{ printf "%.1f\n", $1 + $2 }' $checks/$1.time > $checks/$1.seconds
+    echo $status > "$checks/$1.tmp"
     mv "$checks/$1.tmp" "$checks/$1.status"
 }
 export -f run_check
 
 count=$(wc -l < $checks/list)
 # What several checks would otherwise build at the same time.
-for config in release sanitize thread; do
+for config in release quick sanitize thread; do
     build $config "build$([ $config = release ] || echo /$config)/flags"
 done
-if grep -q 'emulated/\|cuda\.md' $checks/list; then
-    build release build/emulated/cuda.a
-fi
-if grep -q 'emulated/races' $checks/list; then
-    build release build/emulated/races/races.o
-    build sanitize build/sanitize/emulated/cuda.a
-fi
+needed() { grep -q "$1" $checks/list; }
+! needed 'build/emulated/\|cuda\.md' || build release build/emulated/cuda.a
+! needed 'emulated/races' || build release build/emulated/races/races.o
+! needed 'sanitize/emulated' || build sanitize build/sanitize/emulated/cuda.a
 seq "$count" | xargs -P "$(nproc)" -I{} bash -c 'run_check {}' &
 runner=$!
 trap 'kill $runner 2> /dev/null' EXIT
@@ -525,7 +574,8 @@ for number in $(seq "$count"); do
     [ $s -eq 0 ] || verdict="$s skipped: $(tail -n 1 $log)"
     [ $status -eq 77 ] || [ $s -eq 0 ] || verdict="$p passed, $s skipped"
     [ $f -eq 0 ] || verdict="FAILED"
-    printf '  %-56s %s\n' "$(sed -n "${number}p" $checks/list | cut -f 1)" "$verdict"
+    seconds=$(cat $checks/$number.seconds)
+    printf '  %-56s %-20s %6s s\n' "$(sed -n "${number}p" $checks/list | cut -f 1)" "$verdict" "$seconds"
     [ $f -eq 0 ] || { explain $log; wrong+=("$number"); }
 done
 
@@ -536,6 +586,19 @@ for number in ${wrong[@]+"${wrong[@]}"}; do
     explain $checks/$number.log
 done
 
-printf '%d passed, %d failed, %d skipped\n' $passed $failed $skipped > $checks/totals
-printf '\n%s\n' "$(cat $checks/totals)"
+printf '\nthe slowest, in seconds of processor time\n'
+for number in $(seq "$count"); do
+    printf '%8s  %s\n' "$(cat $checks/$number.seconds)" "$(sed -n "${number}p" $checks/list | cut -f 1)"
+done | sort -rn | head -n 8
+wait $runner
+times > $checks/times # of a subshell they would be its own
+minutes=$(awk 'NR == 2 { split($1 "m" $2, t, "m"); printf "%.1f", t[1] + t[3] + (t[2] + t[4]) / 60 }' $checks/times)
+printf 'processor time: %s minutes, in %d:%02d\n' "$minutes" $((SECONDS / 60)) $((SECONDS % 60))
+
+totals=$(printf '%d passed, %d failed, %d skipped' $passed $failed $skipped)
+if [ -n "${TOTALS-}" ]; then
+    printf '%s\n' "$totals" >> "$TOTALS"
+else
+    printf '\n%s\n' "$totals"
+fi
 [ $failed -eq 0 ]

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Compiles the C snippets of one document as C and as C++, and runs those that are whole programs.
+# Compiles the C snippets of one document as C, checks that they are C++ too, and runs those that are
+# whole programs.
 # A snippet is a block fenced by ```c or, in the manual of a header, lines indented by eight behind a
 # blank line. One with a main is a program; a block without a language right behind it is what it must
 # print. The others form one file: definitions stand first; of
@@ -77,7 +78,7 @@ for source in "$out"/*.c; do
     esac
     try "$CC -std=c99"
     if command -v "$CXX" > /dev/null; then
-        try "$CXX -x c++ -std=c++11"
+        $CXX -x c++ -std=c++11 $flags -fsyntax-only "$source" || status=1
     fi
 done
 for source in "$out"/*.cu; do

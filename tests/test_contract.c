@@ -7,21 +7,16 @@
 #include "toy_layers.h"
 #include "random_dag.h"
 
-#if defined(__SANITIZE_ADDRESS__)
-#define T_SLOW 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define T_SLOW 1
-#endif
+/* The emulated device is some ten times slower. */
+#ifdef T_CUDA
+enum { QUICK_GRAPHS = 100, GRAPHS = 500, QUICK_FAULTY_GRAPHS = 20, FAULTY_GRAPHS = 60 };
+#else
+enum { QUICK_GRAPHS = 500, GRAPHS = 10000, QUICK_FAULTY_GRAPHS = 40, FAULTY_GRAPHS = 150 };
 #endif
 
-#ifdef T_CUDA
-enum { GRAPHS = 500, FAULTY_GRAPHS = 60 };
-#elif defined(T_SLOW) || defined(__cplusplus)
-enum { GRAPHS = 1000, FAULTY_GRAPHS = 40 };
-#else
-enum { GRAPHS = 10000, FAULTY_GRAPHS = 150 };
-#endif
+static uint32_t faulty_graphs(void) {
+    return (uint32_t)t_sweep(QUICK_FAULTY_GRAPHS, FAULTY_GRAPHS);
+}
 
 // ------------------------------------------------------------------------------------------------
 // what can be seen of a model, as bytes
@@ -1169,7 +1164,7 @@ static void random_graphs_are_equal_bit_for_bit(void **state) {
     (void)state;
     static trial t;
     uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
-    uint64_t count = t_environment("MEMSCALE_TEST_DAGS", GRAPHS);
+    uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS));
     for (uint64_t seed = first; seed < first + count; ++seed) {
         if (!run_trial(&t, seed, RD_FAULT_NONE, false)) {
             print_error("%s\nfailed: MEMSCALE_TEST_SEED=%llu MEMSCALE_TEST_DAGS=1\n", t.failure,
@@ -1215,7 +1210,7 @@ static uint32_t count_failures(rd_fault fault, bool debug, uint32_t *named) {
     static trial t;
     uint32_t failures = 0;
     *named = 0;
-    for (uint64_t seed = 1; seed <= FAULTY_GRAPHS; ++seed) {
+    for (uint64_t seed = 1; seed <= faulty_graphs(); ++seed) {
         failures += !run_trial(&t, seed, fault, debug);
         *named += strstr(t.failure, "MS_RESULT_CONTRACT") != NULL;
         trial_end(&t);
@@ -1229,9 +1224,9 @@ static void planted_faults_are_seen(void **state) {
     assert_int_equal(count_failures(RD_FAULT_NONE, false, &named), 0);
     for (int fault = RD_FAULT_NONE + 1; fault < RD_FAULT_COUNT; ++fault) {
         uint32_t seen = count_failures((rd_fault)fault, false, &named);
-        if (seen < FAULTY_GRAPHS / 20) {
+        if (seen < faulty_graphs() / 20) {
             print_error("fault %d is seen in %u of %d graphs\n", fault, (unsigned)seen,
-                        (int)FAULTY_GRAPHS);
+                        (int)faulty_graphs());
             fail();
         }
     }
@@ -1245,7 +1240,7 @@ static void debug_mode_names_planted_faults(void **state) {
     assert_int_equal(count_failures(RD_FAULT_NONE, true, &named), 0);
     for (int fault = RD_FAULT_NONE + 1; fault < RD_FAULT_COUNT; ++fault) {
         uint32_t seen = count_failures((rd_fault)fault, true, &named);
-        if (fault != RD_FAULT_BETA && (named < FAULTY_GRAPHS / 20 || named * 10 < seen * 9)) {
+        if (fault != RD_FAULT_BETA && (named < faulty_graphs() / 20 || named * 10 < seen * 9)) {
             print_error("fault %d is seen in %u graphs, in %u of them by debug mode\n", fault,
                         (unsigned)seen, (unsigned)named);
             fail();
@@ -1294,7 +1289,7 @@ static bool dry_run(uint64_t seed, bool bare, char *failure) {
 static void dry_runs_hand_out_whole_plans(void **state) {
     (void)state;
     char failure[RD_TEXT];
-    for (uint64_t seed = 1; seed <= 4 * FAULTY_GRAPHS; ++seed) {
+    for (uint64_t seed = 1; seed <= 4 * faulty_graphs(); ++seed) {
         if (!dry_run(seed, seed % 3 == 0, failure)) {
             print_error("graph %llu: %s\n", (unsigned long long)seed, failure);
             fail();

@@ -9,19 +9,8 @@
 #include "random_dag.h"
 #include "virtual.h"
 
-#if defined(__SANITIZE_ADDRESS__)
-#define T_SLOW 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define T_SLOW 1
-#endif
-#endif
-
-#ifdef T_SLOW
-enum { GRAPHS = 300, LATE_GRAPHS = 60, SOLVED_GRAPHS = 300 };
-#else
+enum { QUICK_GRAPHS = 300, QUICK_LATE_GRAPHS = 60, QUICK_SOLVED_GRAPHS = 300 };
 enum { GRAPHS = 1500, LATE_GRAPHS = 200, SOLVED_GRAPHS = 1000 };
-#endif
 
 enum { MOST_DEPTH = 6, TEXT = 256 };
 
@@ -1328,7 +1317,8 @@ static void expect_trial(uint64_t seed, rd_graph *g, const ms_config *config) {
 
 static void for_all_graphs(bool debug, uint64_t share) {
     const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
-    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", GRAPHS / share);
+    const uint64_t count =
+        t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS) / share);
     for (uint64_t seed = first; seed < first + count; ++seed) {
         ms_config config = t_config();
         config.debug = debug;
@@ -1369,7 +1359,8 @@ static void nested_plans_wait_for_all_they_need(void **state) {
     (void)state;
     static v_layer layers[RD_LAYERS];
     const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
-    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", LATE_GRAPHS);
+    const uint64_t count =
+        t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_LATE_GRAPHS, LATE_GRAPHS));
     for (uint64_t seed = first; seed < first + count; ++seed) {
         v_device device;
         ms_config config = t_config();
@@ -1440,7 +1431,8 @@ static void plans_of_the_solver_change_no_bit(void **state) {
     static trial t;
     solved all = {0, 0, 0};
     const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
-    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", SOLVED_GRAPHS);
+    const uint64_t count =
+        t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_SOLVED_GRAPHS, SOLVED_GRAPHS));
     for (uint64_t seed = first; seed < first + count; ++seed) {
         ms_config config = t_config();
         config.debug = seed % 16 == 0;

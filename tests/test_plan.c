@@ -541,9 +541,9 @@ static void check_graph(uint64_t seed, dag_totals *totals) {
 
 static uint64_t graph_count(void) {
 #ifdef T_CUDA
-    return t_environment("MEMSCALE_TEST_DAGS", 150);
+    return t_environment("MEMSCALE_TEST_DAGS", t_sweep(50, 150));
 #else
-    return t_environment("MEMSCALE_TEST_DAGS", 2000);
+    return t_environment("MEMSCALE_TEST_DAGS", t_sweep(500, 2000));
 #endif
 }
 

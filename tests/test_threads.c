@@ -153,7 +153,7 @@ static void models_come_and_go(void **state) {
     static job jobs[THREADS];
     memset(jobs, 0, sizeof jobs);
     for (uint32_t i = 0; i < THREADS; ++i) {
-        jobs[i].rounds = ROUNDS;
+        jobs[i].rounds = (uint32_t)t_sweep(ROUNDS / 5, ROUNDS);
         jobs[i].seed = i;
         jobs[i].budget = i % 2 == 0 ? 0 : smallest_arena();
     }

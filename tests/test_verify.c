@@ -6,10 +6,11 @@
 #include "toy_layers.h"
 #include "random_dag.h"
 
-#if defined(T_CUDA) || defined(__SANITIZE_ADDRESS__)
-enum { GRAPHS = 150, FAULTY_GRAPHS = 60 };
+/* The emulated device is some ten times slower. */
+#ifdef T_CUDA
+enum { QUICK_GRAPHS = 60, GRAPHS = 150, QUICK_FAULTY_GRAPHS = 40, FAULTY_GRAPHS = 60 };
 #else
-enum { GRAPHS = 600, FAULTY_GRAPHS = 150 };
+enum { QUICK_GRAPHS = 150, GRAPHS = 600, QUICK_FAULTY_GRAPHS = 60, FAULTY_GRAPHS = 150 };
 #endif
 
 // ------------------------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ static void nothing_differs_and_nothing_changes(void **state) {
     uint8_t features[RD_FEATURE_COUNT];
     memset(features, 0, sizeof features);
     const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
-    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", GRAPHS);
+    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS));
     for (uint64_t seed = first; seed < first + count; ++seed) {
         pair p;
         if (!run_pair(&p, seed)) {
@@ -246,7 +247,7 @@ static void broken_promises_show(void **state) {
                  {RD_FAULT_SCRATCH, 8}, {RD_FAULT_RECOUNT, 3}, {RD_FAULT_NONE, 0}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
         uint32_t found = 0, tried = 0;
-        for (uint64_t seed = 1; seed <= FAULTY_GRAPHS; ++seed) {
+        for (uint64_t seed = 1; seed <= t_sweep(QUICK_FAULTY_GRAPHS, FAULTY_GRAPHS); ++seed) {
             pair p;
             seen s;
             ms_verify_report report;

@@ -77,6 +77,19 @@ static inline uint64_t t_environment(const char *name, uint64_t fallback) {
     return text != NULL && text[0] != 0 ? (uint64_t)strtoull(text, NULL, 10) : fallback;
 }
 
+/* How many cases of a sweep are run: `quick` of them by default and in `make test`, or
+   MEMSCALE_TEST_SWEEP percent of `full`, if that is more; `make test-rest` sets it. */
+static inline uint64_t t_sweep(uint64_t quick, uint64_t full) {
+    const uint64_t count = full * t_environment("MEMSCALE_TEST_SWEEP", 0) / 100;
+    return count > quick ? count : quick;
+}
+
+/* The distance between the cases of a sweep that is run: 1 in a full sweep, which is of all cases,
+   and otherwise `quick`. */
+static inline uint64_t t_stride(uint64_t quick) {
+    return t_environment("MEMSCALE_TEST_SWEEP", 0) < 100 ? quick : 1;
+}
+
 // ------------------------------------------------------------------------------------------------
 // checks
 

@@ -823,9 +823,9 @@ static inline void cn_clean(void) {
 #endif
 }
 
-/* Seeds of the emulation; on a GPU one run. */
+/* Seeds of the emulation, `count` in a full sweep; on a GPU one run. */
 static inline uint64_t cn_seeds(uint64_t count) {
-    return CN_IS_EMULATED ? t_environment("CUDA_TEST_SEEDS", count) : 1;
+    return CN_IS_EMULATED ? t_sweep((count + 4) / 5, count) : 1;
 }
 
 /* What `steps` steps leave, by the backend and the plan that `how` says. */
