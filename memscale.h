@@ -197,7 +197,8 @@
 #define MEMSCALE_NODISCARD
 #define MEMSCALE_PRINTF(text, first)
 #endif
-#define MEMSCALE_API_CHECKED MEMSCALE_API MEMSCALE_NODISCARD // a result that must not be ignored
+#define MEMSCALE_API_CHECKED       MEMSCALE_API MEMSCALE_NODISCARD
+#define MEMSCALE_FIRST(first, ...) first, // of a row of a table: the constant of an enum
 
 // ------------------------------------------------------------------------------------------------
 // >>results  one name, one text each
@@ -216,9 +217,7 @@
     X(MS_RESULT_UNSUPPORTED, "not supported by this backend or dtype")                             \
     X(MS_RESULT_CONTRACT, "debug mode: a layer does not do what it declared")
 
-#define MEMSCALE_X(name, text) name,
-typedef enum ms_result { MEMSCALE_RESULTS(MEMSCALE_X) MS_RESULT_COUNT } ms_result;
-#undef MEMSCALE_X
+typedef enum ms_result { MEMSCALE_RESULTS(MEMSCALE_FIRST) MS_RESULT_COUNT } ms_result;
 
 // ------------------------------------------------------------------------------------------------
 // >>tensors  handles, dtypes, shapes, views
@@ -263,9 +262,7 @@ enum {
     X(MS_DTYPE_I8, "i8", 1)                                                                        \
     X(MS_DTYPE_U8, "u8", 1)
 
-#define MEMSCALE_X(dtype, name, bytes) dtype,
-typedef enum ms_dtype { MEMSCALE_DTYPES(MEMSCALE_X) MS_DTYPE_COUNT } ms_dtype;
-#undef MEMSCALE_X
+typedef enum ms_dtype { MEMSCALE_DTYPES(MEMSCALE_FIRST) MS_DTYPE_COUNT } ms_dtype;
 
 /* Row-major extents, the last dim contiguous. Rank 0 is a scalar: one element. ms_along sets axes;
    a shape that is copied from another tensor keeps them. */
@@ -278,9 +275,9 @@ typedef struct ms_shape {
 /* A tensor as a callback sees it. data is NULL if the layer has no such operand, if nobody wants
    that gradient or output, or if the layer did not declare that it reads the value; shape and dtype
    are valid even then, unless the slot is empty. beta is for gradients: data = beta * data +
-   contribution. It is 0 (overwrite: data is not initialized and may hold NaN) or 1 (accumulate).
-   If one tensor is in several slots, their gradients share one memory, to be written slot by slot
-   in rising order; slots in ms_layer_desc.overwrites have memory of their own. */
+   contribution. It is 0 (overwrite: data is not initialized and may hold NaN) or 1 (accumulate). If
+   one tensor is in several slots, their gradients share one memory, to be written slot by slot in
+   rising order; slots in ms_layer_desc.overwrites have memory of their own. */
 typedef struct ms_view {
     void *data;
     ms_shape shape;
@@ -366,7 +363,7 @@ typedef struct ms_hardware {
     ms_device_kind kind;
     uint32_t processor_count; // multiprocessors of a GPU
     uint64_t total_bytes;
-    uint64_t free_bytes; // host_free_bytes, if this is a CPU or a GPU that shares its memory
+    uint64_t free_bytes; // host_free_bytes, on a CPU and on a GPU that shares the host's memory
     /* Linux: MemTotal and MemAvailable, or less where cgroups of the process allow less. */
     uint64_t host_total_bytes, host_free_bytes;
     /* CUDA devices only. The bools say what the hardware supports, by its compute capability; the
@@ -409,9 +406,9 @@ typedef enum ms_halt {
 } ms_halt;
 
 /* The factors of an update that are the same for all elements, rounded once, bias corrections
-   included. AdamW: m = beta1 * m + rest1 * g; v = beta2 * v + rest2 * g * g; p = decay * p +
-   rate * m / (scale2 * sqrt(v) + epsilon). SGD: v = beta1 * v + g; p = p + rate * (v + decay * p).
-   */
+   included. AdamW: m = beta1 * m + rest1 * g; v = beta2 * v + rest2 * g * g;
+   p = decay * p + rate * m / (scale2 * sqrt(v) + epsilon).
+   SGD: v = beta1 * v + g; p = p + rate * (v + decay * p). */
 typedef struct ms_update_factors {
     float rate, decay, beta1, beta2, rest1, rest2, scale2, epsilon;
 } ms_update_factors;
@@ -475,7 +472,7 @@ typedef struct ms_backend {
     const char *name;
     void *user;
     bool device_is_host;  // host code may access device memory, and the device host memory
-    bool is_asynchronous; // functions enqueue and return; synchronize to wait_on_host are needed
+    bool is_asynchronous; // functions enqueue and return; synchronize to wait_on_host are required
     uint64_t workspace_bytes; // device memory that the backend gets in each arena for its own use
 
     /* The result is aligned to 64 bytes, or to 256 if workspace_bytes is not 0. */
@@ -524,9 +521,9 @@ typedef struct ms_backend {
     int (*wait_on_host)(void *state, uint32_t event);
     void *(*stream)(void *state); // optional: the handle of MS_STREAM_COMPUTE, for ms_call.stream
 
-    /* Optional, all or none: what is enqueued on MS_STREAM_COMPUTE between begin and end is recorded
-       and does not run. check returns an error if something has invalidated the recording. end
-       discards it if its second argument is NULL. */
+    /* Optional, all or none: what is enqueued on MS_STREAM_COMPUTE between begin and end is
+       recorded and does not run. check returns an error if something has invalidated the recording.
+       end discards it if its second argument is NULL. */
     int (*recording_begin)(void *state);
     int (*recording_check)(void *state);
     int (*recording_end)(void *state, void **recording);
@@ -559,9 +556,7 @@ typedef enum ms_technique {
     X(MS_MODE_CONSERVATIVE, "CONSERVATIVE")                                                        \
     X(MS_MODE_AGGRESSIVE, "AGGRESSIVE")
 
-#define MEMSCALE_X(mode, name) mode,
-typedef enum ms_mode { MEMSCALE_MODES(MEMSCALE_X) MS_MODE_COUNT } ms_mode;
-#undef MEMSCALE_X
+typedef enum ms_mode { MEMSCALE_MODES(MEMSCALE_FIRST) MS_MODE_COUNT } ms_mode;
 
 /* What a policy chooses from: a mode, and the plan for the budget with all that it allows. */
 typedef struct ms_strategy {
@@ -608,24 +603,25 @@ typedef struct ms_config {
     bool auto_policy;
     ms_policy_fn policy;
     void *policy_user;
-    /* Where times come from; see PROFILES. static_profiling, DEFAULT or ON: what was not measured is
-       predicted from the flops and bytes of a layer; OFF: ms_wrap refuses a layer without a known
-       time (ms_set_layer_time, ms_profile_load). empirical_profiling, ON: the first step after
-       ms_wrap, which is often slower than usual, is skipped; the next warmup_steps steps are timed,
-       instruction by instruction. The step after these begins by planning again with the medians,
-       as ms_wrap would, but preferably in the existing arena; if that fails, the old plan stays and
-       the log says so. The second step of the new plan is timed once more, for ms_visit_events and
-       ms_print_trace. Failing steps are not counted, the micro-batches of a step form one sample,
-       and timing waits for the device around each instruction. Has no effect with debug. */
+    /* Where times come from; see PROFILES. static_profiling, DEFAULT or ON: what was not measured
+       is predicted from the flops and bytes of a layer; OFF: ms_wrap refuses a layer without a
+       known time (ms_set_layer_time, ms_profile_load). empirical_profiling, ON: the first step
+       after ms_wrap, which is often slower than usual, is skipped; the next warmup_steps steps are
+       timed, instruction by instruction. The step after these begins by planning again with the
+       medians, as ms_wrap would, but preferably in the existing arena; if that fails, the old plan
+       stays and the log says so. The second step of the new plan is timed once more, for
+       ms_visit_events and ms_print_trace. Failing steps are not counted, the micro-batches of a
+       step form one sample, and timing waits for the device around each instruction. Has no effect
+       with debug. */
     ms_switch static_profiling, empirical_profiling;
     uint32_t warmup_steps; // 0: 2; 1000 at most
     /* Plan and report, but allocate no arena; steps return MS_RESULT_DRY_RUN. Layers need no
        callbacks: a framework that runs its own gets the plan from ms_visit_events. */
     bool dry_run;
     /* Check that layers do what they declared: each callback runs several times, with poison in all
-       memory that it was not given, and must give the same bits each time. MS_RESULT_CONTRACT names
-       a layer that does not. Values outside its operands, by ms_read or ms_data, are then poison
-       too. Slow: copies the whole arena at every call. */
+       memory that it was not given, and must give the same bits each time. The error,
+       MS_RESULT_CONTRACT, names the layer. What ms_read and ms_data give a callback beyond its
+       operands is poison too. Slow: copies the whole arena at every call. */
     bool debug;
     uint64_t seed;               // ms_call.seed is derived from it
     uint32_t accumulation_steps; // micro-batches per step; 0: 1
@@ -634,9 +630,9 @@ typedef struct ms_config {
        default stream. NULL: a stream of the model's own, not synchronized with the default one. */
     void *stream;
     bool tf32; // ms_gemm may round F32 inputs to TF32, where that is faster
-    /* From the third step on, ms_step replays a recording (a CUDA graph) of the second; see STREAMS.
-       For callbacks that only enqueue kernels, with the same arguments in every step. Reading the
-       loss then waits for the end of the step. Not with debug or MS_OPTIMIZER_CUSTOM. */
+    /* From the third step on, ms_step replays a recording (a CUDA graph) of the second; see
+       STREAMS. For callbacks that only enqueue kernels, with the same arguments in every step.
+       ms_step then gets its loss at the end of the step. Not with debug or MS_OPTIMIZER_CUSTOM. */
     bool cuda_graph;
 } ms_config;
 
@@ -706,7 +702,7 @@ typedef struct ms_layer_desc {
     /* The layer does not change its state in MS_PHASE_RECOMPUTE, and its outputs do not depend on
        it. Otherwise the library saves the state before a recomputation and restores it after. */
     bool keeps_state;
-    bool no_backward;               // no gradient passes through, by intent: ms_wrap does not warn
+    bool no_backward;               // no gradient passes through, on purpose: ms_wrap does not warn
     ms_workspace forward_workspace; // also of a recomputation by forward
     ms_workspace backward_workspace;
     ms_workspace recompute_workspace; // of the callback recompute
@@ -742,11 +738,9 @@ typedef struct ms_optimizer_desc {
     X(MS_DECISION_SOURCE_USER_CONFIG, "user_config")                                               \
     X(MS_DECISION_SOURCE_POLICY, "policy")
 
-#define MEMSCALE_X(source, name) source,
 typedef enum ms_decision_source {
-    MEMSCALE_DECISION_SOURCES(MEMSCALE_X) MS_DECISION_SOURCE_COUNT
+    MEMSCALE_DECISION_SOURCES(MEMSCALE_FIRST) MS_DECISION_SOURCE_COUNT
 } ms_decision_source;
-#undef MEMSCALE_X
 
 /* A rule of the planner. docs/decision-engine.md lists them all. */
 typedef struct ms_rule {
@@ -780,8 +774,8 @@ typedef struct ms_layer_time {
 typedef struct ms_difference {
     ms_tensor tensor;
     const char *name; // of the param or buffer
-    /* Largest |a - b| and largest |a - b| / max(|a|, |b|) over all elements. Two NaN differ by 0, as
-       do 0 and -0; both are infinite if elements differ of which one is not finite. */
+    /* Largest |a - b| and largest |a - b| / max(|a|, |b|) over all elements. Two NaN differ by 0,
+       as do 0 and -0; both are infinite where elements differ and not both are finite. */
     double absolute, relative;
     uint64_t count;        // elements
     uint64_t differ_count; // elements whose bits are not equal
@@ -809,9 +803,7 @@ typedef struct ms_verify_report {
     X(MS_CATEGORY_SAVED, "saved")                                                                  \
     X(MS_CATEGORY_WORKSPACE, "workspace")
 
-#define MEMSCALE_X(category, name) category,
-typedef enum ms_category { MEMSCALE_CATEGORIES(MEMSCALE_X) MS_CATEGORY_COUNT } ms_category;
-#undef MEMSCALE_X
+typedef enum ms_category { MEMSCALE_CATEGORIES(MEMSCALE_FIRST) MS_CATEGORY_COUNT } ms_category;
 
 /* Sizes are those of the arena: every tensor rounded up to 64 bytes. */
 typedef struct ms_memory_report {
@@ -837,8 +829,8 @@ typedef struct ms_memory_report {
     double pressure; // plain_bytes / budget_bytes
     ms_mode mode;    // in force
     ms_decision_source decision_source;
-    uint64_t plan_hash; // equal for equal programs: the same instructions at the same addresses
-    bool early_update;  // at least one param is updated inside backward
+    uint64_t plan_hash;      // equal if the programs are: the same instructions, the same addresses
+    bool early_update;       // at least one param is updated inside backward
     uint64_t borrowed_bytes; // memory of the trainer (ms_borrow), not in the arena
     uint64_t host_bytes;     // tensors that stay on the host, not in the arena
     uint64_t staging_bytes;  // host memory through which inputs and verdicts are copied
@@ -863,7 +855,7 @@ typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
     X(MS_EVENT_EVAL, "eval")                                                                       \
     X(MS_EVENT_SEED, "seed") /* the gradient of the loss is set to the loss factor */              \
     X(MS_EVENT_ZERO, "zero")                                                                       \
-    X(MS_EVENT_COPY, "copy") /* target, source; if both have the same offset, nothing to do */     \
+    X(MS_EVENT_COPY, "copy") /* target, source; nothing to do if both are at one arena offset */   \
     X(MS_EVENT_COPY_IN, "copy in")   /* target, source: from host memory, on its own stream */     \
     X(MS_EVENT_COPY_OUT, "copy out") /* target, source: to host memory, on its own stream */       \
     X(MS_EVENT_WAIT, "wait")         /* for the copy that has these operands */                    \
@@ -876,9 +868,7 @@ typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
     X(MS_EVENT_LOSS, "loss")        /* after forward: the sum of the operand's elements */         \
     X(MS_EVENT_VERDICT, "copy out") /* then: that sum, and whether it is finite */
 
-#define MEMSCALE_X(name, text) name,
-typedef enum ms_event_kind { MEMSCALE_EVENTS(MEMSCALE_X) MS_EVENT_COUNT } ms_event_kind;
-#undef MEMSCALE_X
+typedef enum ms_event_kind { MEMSCALE_EVENTS(MEMSCALE_FIRST) MS_EVENT_COUNT } ms_event_kind;
 
 typedef enum ms_operand_kind {
     MS_OPERAND_IN,
@@ -907,12 +897,11 @@ typedef struct ms_event_operand {
     bool accumulate; // a gradient with beta 1
 } ms_event_operand;
 
-/* One instruction of a program, what can be freed after it, or what else a step does. New fields are
-   added at the end; size says which there are. */
+/* One instruction of a program, what can be freed after it, or what else a step does. New fields
+   are added at the end; size says which there are. */
 typedef struct ms_event {
-    uint32_t size; // sizeof(ms_event)
-    uint32_t
-        index; // of the instruction (of a DROP, the one before); UINT32_MAX after MS_EVENT_DROP
+    uint32_t size;  // sizeof(ms_event)
+    uint32_t index; // of the instruction, also in its DROP; UINT32_MAX in the kinds after DROP
     ms_event_kind kind;
     ms_layer layer;   // 0: none
     ms_tensor tensor; // of an event without a layer
@@ -948,8 +937,8 @@ MEMSCALE_API const char *ms_result_text(ms_result result);
 MEMSCALE_API const char *ms_dtype_name(ms_dtype dtype);
 MEMSCALE_API uint64_t ms_dtype_bytes(ms_dtype dtype);
 
-/* Shapes of rank 1 to 4, and the number of elements of a shape (0 if a dim is below 1 or the product
-   overflows). */
+/* Shapes of rank 1 to 4, and the number of elements of a shape (0 if a dim is below 1 or the
+   product overflows). */
 MEMSCALE_API ms_shape ms_shape1(int64_t d0);
 MEMSCALE_API ms_shape ms_shape2(int64_t d0, int64_t d1);
 MEMSCALE_API ms_shape ms_shape3(int64_t d0, int64_t d1, int64_t d2);
@@ -965,26 +954,25 @@ MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis);
 MEMSCALE_API ms_backend ms_backend_cpu(void);
 
 /* The backend of a CUDA device, by its number; defined where MEMSCALE_CUDA_IMPLEMENTATION is. If
-   there is no such device, ms_create fails. Make it the current device of the thread (cudaSetDevice)
-   before ms_create and before every step: callbacks launch on it. */
+   there is no such device, ms_create fails. Make it the current device of the thread
+   (cudaSetDevice) before ms_create and before every step: callbacks launch on it. */
 MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device);
 
-/* Memory for the transient values of several models, of which only one trains at a time: a generator
-   and its critic, a policy and its value function. It is as large as the largest of them needs. Each
-   model has its own params, optimizer state, buffers and inputs. A step, forward or eval of one model
-   ends whatever another had begun. backend and allocator may be NULL (the CPU; malloc).
-   ms_arena_destroy may be called before the models are destroyed: the memory is freed after the last
-   of them. ms_arena_bytes is the present size.
-   Threads: one at a time for all models that share the arena; they have the same backend.
-   Errors: INVALID, OUT_OF_MEMORY. */
+/* Memory for the transient values of several models, of which only one trains at a time: a
+   generator and its critic, a policy and its value function. It is as large as the largest of them
+   needs. Each model has its own params, optimizer state, buffers and inputs. A step, forward or
+   eval of one model ends whatever another had begun. backend and allocator may be NULL (the CPU;
+   malloc). ms_arena_destroy may be called before the models are destroyed: the memory is freed
+   after the last of them. ms_arena_bytes is the present size. Threads: one at a time for all models
+   that share the arena; they have the same backend. Errors: INVALID, OUT_OF_MEMORY. */
 MEMSCALE_API_CHECKED ms_result ms_arena_create(const ms_backend *backend,
                                                const ms_allocator *allocator, ms_arena **arena);
 MEMSCALE_API void ms_arena_destroy(ms_arena *arena);
 MEMSCALE_API uint64_t ms_arena_bytes(const ms_arena *arena);
 
-/* Makes a model. config is copied; NULL means all defaults. On error *model is NULL, and config->log
-   receives the reason. Errors: INVALID (a field out of range, half an allocator), BACKEND (no such
-   device), OUT_OF_MEMORY. */
+/* Makes a model. config is copied; NULL means all defaults. On error *model is NULL, and
+   config->log receives the reason. Errors: INVALID (a field out of range, half an allocator),
+   BACKEND (no such device), OUT_OF_MEMORY. */
 MEMSCALE_API_CHECKED ms_result ms_create(const ms_config *config, ms_model **model);
 
 /* Frees everything; NULL is allowed. Not from a callback. */
@@ -994,16 +982,16 @@ MEMSCALE_API void ms_destroy(ms_model *model);
    For NULL: a text for a model that could not be made. */
 MEMSCALE_API const char *ms_last_error(const ms_model *model);
 
-/* What the backend reports of its device now, with speeds that the first call measures, in a dry run
-   too. That takes some 50 ms, and memory and streams of its own (72 MiB on a CPU; on a GPU a 64th of
-   its memory, at most 256 MiB, and 8 MiB of pinned memory). If these are not available, the speeds
-   are those that the backend states, and the next call tries again.
+/* What the backend reports of its device now, with speeds that the first call measures, in a dry
+   run too. That takes some 50 ms, and memory and streams of its own (72 MiB on a CPU; on a GPU a
+   64th of its memory, at most 256 MiB, and 8 MiB of pinned memory). If these are not available, the
+   speeds are those that the backend states, and the next call tries again.
    Stream: waits. Errors: INVALID, ORDER (in a callback), BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_hardware_report(ms_model *model, ms_hardware *report);
 
 /* Built-in devices (RTX 3090, H200, Jetson Orin Nano 8GB and others), with the speeds that their
-   makers state, to plan for a device that is not there: the first whose name contains `name`, in any
-   case, or NULL; and by number, or NULL after the last. */
+   makers state, to plan for a device that is not there: the first whose name contains `name`, in
+   any case, or NULL; and by number, or NULL after the last. */
 MEMSCALE_API const ms_hardware *ms_hardware_find(const char *name);
 MEMSCALE_API const ms_hardware *ms_hardware_at(uint32_t number);
 
@@ -1016,10 +1004,10 @@ MEMSCALE_API const ms_hardware *ms_hardware_at(uint32_t number);
    sticks before ms_wrap. */
 MEMSCALE_API void ms_set_hardware(ms_model *model, const ms_hardware *hardware);
 
-/* ms_stream: the stream on which the model computes (cudaStream_t; NULL on the CPU), to enqueue other
-   work after that of a step or before that of the next. ms_synchronize: waits for all streams of the
-   model, and returns the error of steps without a loss pointer: NONFINITE (nothing has been updated
-   since), BACKEND; or ORDER (in a callback). */
+/* ms_stream: the stream on which the model computes (cudaStream_t; NULL on the CPU), to enqueue
+   other work after that of a step or before that of the next. ms_synchronize: waits for all streams
+   of the model, and returns the error of steps without a loss pointer: NONFINITE (nothing has been
+   updated since), BACKEND; or ORDER (in a callback). */
 MEMSCALE_API void *ms_stream(const ms_model *model);
 MEMSCALE_API_CHECKED ms_result ms_synchronize(ms_model *model);
 
@@ -1043,20 +1031,21 @@ MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name, ms_dtype dtyp
    axes), ORDER (after ms_wrap). */
 MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size, int64_t largest);
 
-/* ms_set_on_host: callbacks read and write this input or buffer in host memory.
-   ms_stop_gradient: nobody wants the gradient of this activation; none flows to or through it.
+/* ms_set_on_host: callbacks read and write this input or buffer in host memory. ms_stop_gradient:
+   nobody wants the gradient of this activation; none flows to or through it.
    Errors: INVALID, ORDER (after ms_wrap); both stick. */
 MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor);
 MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
 
 /* Lends the model the trainer's own memory for a value that is kept between steps: an input, a
-   param, a buffer, the optimizer state (ms_optimizer_state) or the gradient (ms_gradient) of a param.
-   It is device memory, or host memory for a tensor on the host; it is not in the arena, is never
-   filled or moved (what was written before is lost), and must be valid as long as the model. Along
-   axes there must be room for their largest sizes. A borrowed gradient is not zeroed either: every
-   step adds to what it holds, even a step that fails. After ms_wrap, what is borrowed already can be
-   given another address; steps that still run use the old one. Errors, which stick before ms_wrap:
-   INVALID, ORDER (not borrowed when wrapped; in a callback; between ms_backward and ms_update). */
+   param, a buffer, the optimizer state (ms_optimizer_state) or the gradient (ms_gradient) of a
+   param. It is device memory, or host memory for a tensor on the host; it is not in the arena, is
+   never filled or moved (what was written before is lost), and must be valid as long as the model.
+   Along axes there must be room for their largest sizes. A borrowed gradient is not zeroed either:
+   every step adds to what it holds, even a step that fails. After ms_wrap, what is borrowed already
+   can be given another address; steps that still run use the old one. Errors, which stick before
+   ms_wrap: INVALID, ORDER (not borrowed when wrapped; in a callback; between ms_backward and
+   ms_update). */
 MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory);
 
 /* Adds a layer after those registered so far; desc is copied. What it reads must be an input, a
@@ -1072,9 +1061,9 @@ MEMSCALE_API void ms_refuse(ms_model *model, const char *reason);
    Errors: INVALID, ORDER (after ms_wrap); both stick. */
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss);
 
-/* From the next step on, minimise factor * sum of the loss tensor instead of its mean: for rows that
-   do not count, 1 / (number of rows that do). 0: the mean again. With cuda_graph, a step with another
-   factor is recorded anew. Errors: INVALID (not finite); sticks before ms_wrap. */
+/* From the next step on, minimise factor * sum of the loss tensor instead of its mean: for rows
+   that do not count, 1 / (number of rows that do). 0: the mean again. With cuda_graph, a step with
+   another factor is recorded anew. Errors: INVALID (not finite); sticks before ms_wrap. */
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor);
 
 /* Keep this tensor until the next step, so that ms_read can read it: in ms_step and ms_eval, or in
@@ -1102,9 +1091,9 @@ MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
 
 /* Forces (ON), forbids (OFF) or leaves to the planner (DEFAULT) a technique for one tensor, or for
    those of a layer: its params, for EARLY_UPDATE and OPTIMIZER_8BIT; its outputs and saved tensors,
-   for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. Takes effect at the
-   next ms_wrap, which fails with the reason if it is impossible (UNSUPPORTED, if this version does
-   not have the technique). ms_detach ignores it. Errors: INVALID; sticks before ms_wrap. */
+   for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. Takes effect at
+   the next ms_wrap, which fails with the reason if it is impossible (UNSUPPORTED, if this version
+   does not have the technique). ms_detach ignores it. Errors: INVALID; sticks before ms_wrap. */
 MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
                                          ms_switch force);
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
@@ -1121,9 +1110,9 @@ MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_la
    speeds of the device that they are for. Numbers keep all their bits. ms_profile_load reads such a
    text, after all registrations and ms_set_loss, for the next ms_wrap; it replaces all times that
    were measured or loaded before and, unless ms_set_hardware has been called, the speeds that the
-   backend states. It loads everything or nothing. The hash ignores names, addresses and the sizes of
-   axes. Errors: INVALID (not a profile, of another version, of another graph, cut off; the text says
-   which line), ORDER (saved before ms_wrap). */
+   backend states. It loads everything or nothing. The hash ignores names, addresses and the sizes
+   of axes. Errors: INVALID (not a profile, of another version, of another graph, cut off; the text
+   says which line), ORDER (saved before ms_wrap). */
 MEMSCALE_API_CHECKED ms_result ms_profile_save(const ms_model *model, ms_text_fn write, void *user);
 MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text, size_t length);
 
@@ -1132,12 +1121,12 @@ MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text
 MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
 /* Decides, lowers, lays out and allocates. May be called again between steps or micro-batches, for
-   example after ms_set_budget or ms_set_frozen: every value that is kept between steps stays, and so
-   do the micro-batches done so far, unless a param is trained that was not before. The old and the
-   new arena exist side by side for a moment. A failing call leaves the model as it was, unless the
-   failure is that of the device in earlier steps that were not waited for. Stream: waits.
-   Errors: the first registration error; INVALID; UNSUPPORTED (a technique that this version does not
-   have is switched ON or forced); BUDGET (the text has the smallest budget that would do, the
+   example after ms_set_budget or ms_set_frozen: every value that is kept between steps stays, and
+   so do the micro-batches done so far, unless a param is trained that was not before. The old and
+   the new arena exist side by side for a moment. A failing call leaves the model as it was, unless
+   the failure is that of the device in earlier steps that were not waited for. Stream: waits.
+   Errors: the first registration error; INVALID; UNSUPPORTED (a technique that this version does
+   not have is switched ON or forced); BUDGET (the text has the smallest budget that would do, the
    largest size for which this one suffices, and what else helps); OUT_OF_MEMORY; BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_wrap(ms_model *model);
 
@@ -1146,16 +1135,17 @@ MEMSCALE_API_CHECKED ms_result ms_wrap(ms_model *model);
 MEMSCALE_API_CHECKED ms_result ms_detach(ms_model *model);
 
 /* Sets the sizes of all axes, in the order of ms_add_axis, between steps; the micro-batches of one
-   step may differ. The plan for these sizes is made, or reused if there was one; no device memory is
-   allocated, since the arena has room for the largest sizes. Params, their state and buffers keep
-   their values; inputs, and buffers along an axis, keep only their bytes and must be written anew.
-   Before ms_wrap it only sets the sizes. On error the model keeps the old ones.
+   step may differ. The plan for these sizes is made, or reused if there was one; no device memory
+   is allocated, since the arena has room for the largest sizes. Params, their state and buffers
+   keep their values; inputs, and buffers along an axis, keep only their bytes and must be written
+   anew. Before ms_wrap it only sets the sizes. On error the model keeps the old ones.
    Errors: INVALID (below 1, above the largest), ORDER, OUT_OF_MEMORY. */
 MEMSCALE_API_CHECKED ms_result ms_reshape(ms_model *model, const int64_t *sizes);
 
-/* MS_OPTIMIZE(m) { ... } calls ms_wrap before the block and ms_detach after it. If ms_wrap fails, the
-   block is skipped (see ms_last_error). Leaving it by break, goto or return leaves the model wrapped.
-   */
+/* MS_OPTIMIZE(m) { ... } calls ms_wrap before the block and ms_detach after it. If ms_wrap fails,
+   the block is skipped (see ms_last_error). Leaving it by break, goto or return leaves the model
+   wrapped.
+ */
 #define MS_OPTIMIZE(model) for (int memscale_stage = 0; ms_optimize_next((model), &memscale_stage);)
 MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage);
 
@@ -1172,18 +1162,19 @@ MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *
 /* The address of a value in device memory (host memory for a tensor on the host), or NULL where
    ms_read would fail. Use it to fill an input in place or to use params elsewhere, by work enqueued
    on ms_stream or after ms_synchronize. For what is kept between steps it is valid until the next
-   ms_wrap or ms_detach, or the step that plans again (ms_config.empirical_profiling); for everything
-   else until the next step. */
+   ms_wrap or ms_detach, or the step that plans again (ms_config.empirical_profiling); for
+   everything else until the next step. */
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
 /* Handles of the gradient of a param or activation, for ms_read, and of the optimizer state of a
-   param, for ms_read and ms_write (AdamW: 0 and 1 are the moments; SGD: 0 is the momentum). Handle 0
-   if the tensor cannot have one. A frozen param has a handle, but nothing to read. */
+   param, for ms_read and ms_write (AdamW: 0 and 1 are the moments; SGD: 0 is the momentum). Handle
+   0 if the tensor cannot have one. A frozen param has a handle, but nothing to read. */
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index);
 
-/* Present shape of a tensor, number of its elements, and bytes; rank -1, 0 and 0 for a wrong handle.
-   */
+/* Present shape of a tensor, number of its elements, and bytes; rank -1, 0 and 0 for a wrong
+   handle.
+ */
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
@@ -1192,45 +1183,46 @@ MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
    returned as it is, a wrong one as 0. */
 MEMSCALE_API ms_tensor ms_tensor_of(const ms_model *model, ms_tensor tensor);
 
-/* Name of a tensor (for a gradient or optimizer state, that of its tensor) and of a layer; "?" for a
-   wrong handle. Valid until the next registration, and after ms_wrap as long as the model. */
+/* Name of a tensor (for a gradient or optimizer state, that of its tensor) and of a layer; "?" for
+   a wrong handle. Valid until the next registration, and after ms_wrap as long as the model. */
 MEMSCALE_API const char *ms_tensor_name(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API const char *ms_layer_name(const ms_model *model, ms_layer layer);
 
-/* One training step; *loss (loss may be NULL) is the loss before the update. With accumulation_steps
-   = n it is one micro-batch, and every n-th call updates; minimised is the mean over all of them
-   (with ms_set_loss_factor, the sum of all their rows times the factor). A failure also discards the
-   earlier micro-batches of its step, which starts again. Stream: waits only for the loss and, if
-   gradients are clipped, for their norm; with NULL for nothing. A loss that is not finite is then the
-   error of the next ms_step, ms_forward, ms_eval or ms_synchronize that finds it.
-   Errors: CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped), DRY_RUN. */
+/* One training step; *loss (loss may be NULL) is the loss before the update. With
+   accumulation_steps = n it is one micro-batch, and every n-th call updates; minimised is the mean
+   over all of them (with ms_set_loss_factor, the sum of all their rows times the factor). A failure
+   also discards the earlier micro-batches of its step, which starts again. Stream: waits only for
+   the loss and, if gradients are clipped, for their norm; with NULL for nothing. A loss that is not
+   finite is then the error of the next ms_step, ms_forward, ms_eval or ms_synchronize that finds
+   it. Errors: CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped), DRY_RUN. */
 MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
 
 /* The same in three calls. With a plan that updates early (ms_memory_report.early_update),
-   ms_backward updates some params and ms_update completes the step. With accumulation, call ms_update
-   only after the last micro-batch. Errors: as ms_step; ORDER if called out of turn. */
+   ms_backward updates some params and ms_update completes the step. With accumulation, call
+   ms_update only after the last micro-batch. Errors: as ms_step; ORDER if called out of turn. */
 MEMSCALE_API_CHECKED ms_result ms_forward(ms_model *model, double *loss);
 MEMSCALE_API_CHECKED ms_result ms_backward(ms_model *model);
 MEMSCALE_API_CHECKED ms_result ms_update(ms_model *model);
 
-/* Forward alone, in MS_PHASE_EVAL, by a program of its own that keeps nothing for a backward. Ends a
-   step that ms_forward has begun. Errors: as ms_step. */
+/* Forward alone, in MS_PHASE_EVAL, by a program of its own that keeps nothing for a backward. Ends
+   a step that ms_forward has begun. Errors: as ms_step. */
 MEMSCALE_API_CHECKED ms_result ms_eval(ms_model *model, double *loss);
 
-/* The global norm of all gradients in the last update, before clipping; until the next step or eval.
+/* The global norm of all gradients in the last update, before clipping; until the next step or
+   eval.
    Errors: INVALID, ORDER (no update since ms_wrap or since that, or no grad_clip_norm), BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
 
-/* In a callback: c = alpha * a * b + beta * c, row-major; with beta 0, c is not read. a and b are both
-   F32, F16 or BF16, c is F32 or like them; products are summed in F32. If c is a batch, a and b are
-   each a batch of the same size or one matrix for all. Stream: ms_call.stream.
+/* In a callback: c = alpha * a * b + beta * c, row-major; with beta 0, c is not read. a and b are
+   both F32, F16 or BF16, c is F32 or like them; products are summed in F32. If c is a batch, a and
+   b are each a batch of the same size or one matrix for all. Stream: ms_call.stream.
    Errors: INVALID (shapes do not match), UNSUPPORTED (dtype), BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a, ms_matrix b,
                                        float beta, ms_matrix c);
 
-/* In a callback: converts the values of one view to the dtype of another of as many elements, to the
-   nearest, ties to even; F32, F16 and BF16. Stream: ms_call.stream. Errors: INVALID (counts differ, no
-   data), UNSUPPORTED (dtype), BACKEND. */
+/* In a callback: converts the values of one view to the dtype of another of as many elements, to
+   the nearest, ties to even; F32, F16 and BF16. Stream: ms_call.stream. Errors: INVALID (counts
+   differ, no data), UNSUPPORTED (dtype), BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_cast(const ms_call *call, const ms_view *to, const ms_view *from);
 
 /* A view as a matrix: its last dim is cols, all others together are rows; and the transpose of a
@@ -1255,48 +1247,49 @@ MEMSCALE_API bool ms_technique_is_built(ms_technique technique);
 MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number);
 
 /* Calls visit for each layer in the order of registration, and for each technique of ms_technique:
-   what was decided, and by which rule. Errors: INVALID, ORDER (no plan yet), OUT_OF_MEMORY (visit was
-   not called then). */
+   what was decided, and by which rule. Errors: INVALID, ORDER (no plan yet), OUT_OF_MEMORY (visit
+   was not called then). */
 MEMSCALE_API_CHECKED ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn visit,
                                                   void *user);
 
 /* Runs forward and backward by the plain plan and by the present plan, both from the present values
-   and inputs, with the seed of the next step (with accumulation, one micro-batch) and no update, and
-   compares the gradients of all trained params and the buffers that layers change. Afterwards visit
-   (may be NULL) receives each of them, in the order of registration. If all bits are equal, the plan
-   changes nothing. Memory that a callback is to write holds poison before, which also exposes a layer
-   that reads what nobody has written; a mistake that both passes make alike is found only by
-   ms_config.debug. A loss that is not finite is compared like any other. Afterwards, even on error,
-   the model is as before: values, readable gradients and outputs, counts, recordings. Temporary
-   memory: on the device one allocation beside the arena, for the transient values and gradients of
-   the plain plan and a copy of changing buffers; on the host a copy of these gradients and buffers,
-   one more of buffers that stay there, two programs and 1 MiB (in debug mode also what that takes).
+   and inputs, with the seed of the next step (with accumulation, one micro-batch) and no update,
+   and compares the gradients of all trained params and the buffers that layers change. Afterwards
+   visit (may be NULL) receives each of them, in the order of registration. If all bits are equal,
+   the plan changes nothing. Memory that a callback is to write holds poison before, which also
+   exposes a layer that reads what nobody has written; a mistake that both passes make alike is
+   found only by ms_config.debug. A loss that is not finite is compared like any other. Afterwards,
+   even on error, the model is as before: values, readable gradients and outputs, counts,
+   recordings. Temporary memory: on the device one allocation beside the arena, for the transient
+   values and gradients of the plain plan and a copy of changing buffers; on the host a copy of
+   these gradients and buffers, one more of buffers that stay there, two programs and 1 MiB (in
+   debug mode also what that takes).
    Stream: waits. Errors: as ms_step except NONFINITE; OUT_OF_MEMORY; ORDER (not wrapped; a step is
    under way; a setting waits for the next ms_wrap). *report is zeroed then, visit is not called. */
 MEMSCALE_API_CHECKED ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
                                          ms_verify_report *report);
 
-/* Calls visit for the events of a program, in the order in which they are enqueued. A framework that
-   runs the plan itself learns from them what to compute where, and what can be freed afterwards.
-   Errors: INVALID, ORDER (no plan yet). */
+/* Calls visit for the events of a program, in the order in which they are enqueued. A framework
+   that runs the plan itself learns from them what to compute where, and what can be freed
+   afterwards. Errors: INVALID, ORDER (no plan yet). */
 MEMSCALE_API_CHECKED ms_result ms_visit_events(const ms_model *model, ms_program program,
                                                ms_event_fn visit, void *user);
 
 /* The functions from here on write text, piece by piece, and use only the functions above.
 
    Listings for people. ms_print_plan: sizes, a line for each layer, and the rules that decided.
-   ms_print_program: a line for each instruction with its number, kind, layer or tensor, operands and
-   their addresses, and the live bytes while it runs. Errors: INVALID, ORDER (no plan yet), and of
-   ms_print_plan OUT_OF_MEMORY (the text may then end after the techniques). */
+   ms_print_program: a line for each instruction with its number, kind, layer or tensor, operands
+   and their addresses, and the live bytes while it runs. Errors: INVALID, ORDER (no plan yet), and
+   of ms_print_plan OUT_OF_MEMORY (the text may then end after the techniques). */
 MEMSCALE_API_CHECKED ms_result ms_print_plan(const ms_model *model, ms_text_fn write, void *user);
 MEMSCALE_API_CHECKED ms_result ms_print_program(const ms_model *model, ms_program program,
                                                 ms_text_fn write, void *user);
 
-/* A training step as a Chrome trace in JSON, for ui.perfetto.dev: a process "simulated" and, if steps
-   were timed, one "measured", each with a track per stream and counters of live bytes by category. A
-   slice is an instruction, with the name of its layer or tensor, or something else that a step does:
-   the copies of inputs to the device, the sum of the losses, the copy of the verdict to the host.
-   Errors: INVALID, ORDER (no plan yet). */
+/* A training step as a Chrome trace in JSON, for ui.perfetto.dev: a process "simulated" and, if
+   steps were timed, one "measured", each with a track per stream and counters of live bytes by
+   category. A slice is an instruction, with the name of its layer or tensor, or something else that
+   a step does: the copies of inputs to the device, the sum of the losses, the copy of the verdict
+   to the host. Errors: INVALID, ORDER (no plan yet). */
 MEMSCALE_API_CHECKED ms_result ms_print_trace(const ms_model *model, ms_text_fn write, void *user);
 
 /* The numbers of ms_report in the text format of Prometheus. All names begin with memscale_; units
