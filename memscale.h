@@ -61,19 +61,19 @@
     MEMORY MODEL. Everything that a step touches lies in one arena, except memory that the trainer
     lends (ms_borrow), tensors that stay on the host (ms_set_on_host), and the transient values of
     models that share an arena (ms_arena_create). Params, buffers, inputs and optimizer state are
-    resident: each keeps its address until the next ms_wrap or ms_detach. All other values are
-    transient: each has an address only during its live range, which for an activation goes from its
-    layer to its last reader, for a gradient from its first contribution to its last use. Forward
-    and backward see the same values, but not always at the same address. So a callback takes its
-    pointers from the ms_call that it is given, every time, and keeps none. Where operators read
-    pointers from structs of the trainer, the bind callback sets them.
+    resident: each keeps one address for the whole plan. All other values are transient: each has an
+    address only during its live range, which for an activation goes from its layer to its last
+    reader, for a gradient from its first contribution to its last use. Forward and backward see the
+    same values, but not always at the same address. So a callback takes its pointers from the
+    ms_call that it is given, every time, and keeps none. Where operators read pointers from structs
+    of the trainer, the bind callback sets them.
 
     CONTRACT. A layer declares what its callbacks do; anything else they must not do. It declares
     which values backward reads; which gradients backward can only add to or only overwrite; what
     the layer changes (state), destroys (clobbers) or computes in place. The library does the rest:
     it clears gradients, adds up contributions, copies what others still need, and restores state
-    after a recomputation. Where nobody else needs the original there is no copy: the result
-    aliases it. ms_config.debug checks all of this during training; start with it on a new trainer.
+    after a recomputation. Where nobody else needs the original there is no copy: the result aliases
+    it. ms_config.debug checks all of this during training; start with it on a new trainer.
 
     PLANS. The plain plan keeps what backward reads, and updates all params after backward. Where
     its arena exceeds the budget, params are updated inside backward, which frees their gradients
@@ -86,11 +86,10 @@
     PROFILES. The time of a layer comes from the first of these sources that has it: what was set by
     ms_set_layer_time; what was measured (ms_config.empirical_profiling) or loaded
     (ms_profile_load); a roofline over the layer's flops and bytes and the speeds of the device.
-    These speeds come from ms_set_hardware, else from the profile, else from the backend, else they
-    are typical of its kind of device. A plan depends on measurements only if the trainer brings
-    them in. The same graph, hardware, config and profile give the same plan, byte for byte;
-    compare ms_memory_report.plan_hash. A dry run with ms_set_hardware plans for a device that is
-    not there.
+    These speeds come from ms_set_hardware, else from the profile, else from the backend, else from
+    the kind of the device. A plan depends on measurements only if the trainer asks for them. The
+    same graph, hardware, config and profile give the same plan, byte for byte; compare
+    ms_memory_report.plan_hash. A dry run with ms_set_hardware plans for a device that is not there.
 
     ACCUMULATION, CLIPPING. Both need all gradients at once, so nothing is updated inside backward.
     With accumulation, the gradients are resident.
@@ -105,15 +104,14 @@
     STREAMS. On a CUDA device, all work of a step is enqueued on one stream, the model's own or
     ms_config.stream; two more streams, ordered by events, carry the copies to and from the host.
     Callbacks enqueue on ms_call.stream and wait for nothing; the model's device must be the current
-    one, as for any launch. No step waits for the whole device (ms_wrap, ms_detach and ms_destroy
-    do). ms_step waits for its loss, while backward still runs; without a loss pointer it waits for
+    one, as for any launch. No step waits for the whole device; ms_wrap, ms_detach and ms_destroy
+    do. ms_step waits for its loss, while backward still runs; without a loss pointer it waits for
     nothing. The device itself ensures that a step whose loss is not finite updates nothing, nor
     does any step after it. ms_write stages inputs in pinned memory, and waits until the previous
     write of the same input has left that. With ms_config.cuda_graph, the second step of each plan
-    is recorded and replayed from then on. Callbacks are not called any more, so everything in their
-    ms_call stays as it was, except *step_seed. The learning rate may change. A new recording is
-    made after ms_borrow, after ms_set_loss_factor, after ms_write to a tensor on the host, and when
-    a shared arena has grown.
+    is recorded and replayed from then on. Callbacks are then no longer called: everything in their
+    ms_call stays as it was, except *step_seed. The learning rate may change. It is made anew after
+    ms_borrow, ms_set_loss_factor, ms_write to a tensor on the host, or growth of a shared arena.
 
     ERRORS. Every fallible function returns an ms_result. A failing step leaves params and optimizer
     state as they were after the last completed update; buffers that its forward has changed as
@@ -133,16 +131,15 @@
     THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
     run on the thread that called ms_step. Of the functions that take the model, a callback may call
     only ms_gemm, ms_cast, ms_read (not while a step is recorded), ms_data, ms_report and those
-    about tensors. With OpenMP enabled at compile time, the update and the built-in ms_gemm use its
-    threads.
+    about tensors. Compiled with OpenMP, the update and the built-in ms_gemm use its threads.
 
     LIMITS. A layer has up to 16 inputs, 8 outputs, 16 saved tensors, 16 params and 8 state buffers.
-    Rank 6; 8 axes; fewer than 2^28 tensors; 2^58 bytes. A handle belongs to its model; one of
-    another model is not always recognised. The library's own arithmetic (updates, sums, ms_gemm) is
-    float32. An update on a GPU gives the bits of one on a CPU whose compiler may use fused
-    multiply-add; products and sums may differ. Debug mode does not see what a callback does outside
-    the model's memory, unless its results show it, nor a pointer kept from an earlier call if this
-    call was given the same one.
+    Rank 6; 8 axes; fewer than 2^28 tensors; 2^58 bytes. A handle belongs to one model; another's is
+    not always recognised. The library's own arithmetic (updates, sums, ms_gemm) is float32. An
+    update on a GPU gives the bits of one on a CPU whose compiler may use fused multiply-add;
+    products and sums may differ. Debug mode does not see what a callback does outside the model's
+    memory, unless its results show it, nor a pointer kept from an earlier call that has not
+    changed.
 
     HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend. 0.2.0 (2026): the
     contract with trainers as they are. 0.3.0 (2026): CUDA. 0.4.0 (2026): modes, rules, profiles,
@@ -423,8 +420,7 @@ typedef struct ms_update_args {
     ms_tensor param;
     ms_optimizer_kind kind;
     uint64_t count;
-    float *value;
-    float *gradient;
+    float *value, *gradient;
     const float *gradient_scale;
     float *state[MS_LIMIT_OPTIMIZER_STATE];
     float learning_rate, weight_decay;
@@ -669,8 +665,7 @@ typedef struct ms_layer_desc {
     ms_layer_fn recompute;
     ms_layer_fn bind; // called before each of the above, with the same call; NULL: nothing
     void *user;       // must live as long as the model
-    ms_tensor in[MS_LIMIT_IN];
-    ms_tensor out[MS_LIMIT_OUT];
+    ms_tensor in[MS_LIMIT_IN], out[MS_LIMIT_OUT];
     ms_tensor saved[MS_LIMIT_SAVED]; // written in forward, read only by this layer's backward
     ms_tensor param[MS_LIMIT_PARAM];
     ms_tensor state[MS_LIMIT_STATE]; // buffers that forward changes, such as running statistics
@@ -717,11 +712,9 @@ typedef struct ms_layer_desc {
 typedef struct ms_optimizer_desc {
     float learning_rate; // 0: 0.001; ms_set_learning_rate can set 0 itself
     ms_optimizer_kind kind;
-    float beta1;          // 0: 0.9
-    float beta2;          // 0: 0.999
-    float epsilon;        // 0: 1e-8
-    float momentum;       // SGD; 0: none, and no state
-    float weight_decay;   // of all params, unless ms_set_weight_decay says otherwise
+    float beta1, beta2, epsilon; // AdamW; 0: 0.9, 0.999, 1e-8
+    float momentum;              // SGD; 0: none, and no state
+    float weight_decay;          // of all params, unless ms_set_weight_decay says otherwise
     float grad_clip_norm; // scale all gradients down if their global norm exceeds this; 0: never
     ms_update_fn update;  // MS_OPTIMIZER_CUSTOM
     void *user;           // of update
@@ -970,9 +963,9 @@ MEMSCALE_API_CHECKED ms_result ms_arena_create(const ms_backend *backend,
 MEMSCALE_API void ms_arena_destroy(ms_arena *arena);
 MEMSCALE_API uint64_t ms_arena_bytes(const ms_arena *arena);
 
-/* Makes a model. config is copied; NULL means all defaults. On error *model is NULL, and
-   config->log receives the reason. Errors: INVALID (a field out of range, half an allocator),
-   BACKEND (no such device), OUT_OF_MEMORY. */
+/* Makes a model. config is copied; NULL means all defaults. On error *model is NULL. Errors:
+   INVALID (a field out of range, half an allocator) and BACKEND (no such device), with the reason
+   to config->log; OUT_OF_MEMORY. */
 MEMSCALE_API_CHECKED ms_result ms_create(const ms_config *config, ms_model **model);
 
 /* Frees everything; NULL is allowed. Not from a callback. */
@@ -1031,8 +1024,8 @@ MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name, ms_dtype dtyp
    axes), ORDER (after ms_wrap). */
 MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size, int64_t largest);
 
-/* ms_set_on_host: callbacks read and write this input or buffer in host memory. ms_stop_gradient:
-   nobody wants the gradient of this activation; none flows to or through it.
+/* ms_set_on_host: callbacks read and write this input or buffer in host memory.
+   ms_stop_gradient: nobody wants the gradient of this activation; none flows to or through it.
    Errors: INVALID, ORDER (after ms_wrap); both stick. */
 MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor);
 MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
@@ -1143,9 +1136,7 @@ MEMSCALE_API_CHECKED ms_result ms_detach(ms_model *model);
 MEMSCALE_API_CHECKED ms_result ms_reshape(ms_model *model, const int64_t *sizes);
 
 /* MS_OPTIMIZE(m) { ... } calls ms_wrap before the block and ms_detach after it. If ms_wrap fails,
-   the block is skipped (see ms_last_error). Leaving it by break, goto or return leaves the model
-   wrapped.
- */
+   the block is skipped (see ms_last_error). A break, goto or return leaves it wrapped. */
 #define MS_OPTIMIZE(model) for (int memscale_stage = 0; ms_optimize_next((model), &memscale_stage);)
 MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage);
 
@@ -1159,11 +1150,11 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage);
 MEMSCALE_API_CHECKED ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data);
 MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *data);
 
-/* The address of a value in device memory (host memory for a tensor on the host), or NULL where
-   ms_read would fail. Use it to fill an input in place or to use params elsewhere, by work enqueued
-   on ms_stream or after ms_synchronize. For what is kept between steps it is valid until the next
-   ms_wrap or ms_detach, or the step that plans again (ms_config.empirical_profiling); for
-   everything else until the next step. */
+/* The address of a value in device memory (host memory for a tensor on the host); NULL before
+   ms_wrap and where ms_read would fail. Use it to fill an input in place or to use params elsewhere,
+   by work enqueued on ms_stream or after ms_synchronize. For what is kept between steps it is valid
+   until the next ms_wrap or ms_detach, or the step that plans again
+   (ms_config.empirical_profiling); for everything else until the next step. */
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
 /* Handles of the gradient of a param or activation, for ms_read, and of the optimizer state of a
@@ -1172,9 +1163,7 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index);
 
-/* Present shape of a tensor, number of its elements, and bytes; rank -1, 0 and 0 for a wrong
-   handle.
- */
+/* Present shape, element count and bytes of a tensor; rank -1, 0 and 0 for a wrong handle. */
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
@@ -1208,9 +1197,8 @@ MEMSCALE_API_CHECKED ms_result ms_update(ms_model *model);
    a step that ms_forward has begun. Errors: as ms_step. */
 MEMSCALE_API_CHECKED ms_result ms_eval(ms_model *model, double *loss);
 
-/* The global norm of all gradients in the last update, before clipping; until the next step or
-   eval.
-   Errors: INVALID, ORDER (no update since ms_wrap or since that, or no grad_clip_norm), BACKEND. */
+/* The global norm of all gradients in the last update, before clipping. Errors: INVALID, ORDER (no
+   grad_clip_norm; no update since ms_wrap; another step or an eval has begun since), BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
 
 /* In a callback: c = alpha * a * b + beta * c, row-major; with beta 0, c is not read. a and b are
@@ -1256,14 +1244,13 @@ MEMSCALE_API_CHECKED ms_result ms_visit_decisions(const ms_model *model, ms_deci
    and inputs, with the seed of the next step (with accumulation, one micro-batch) and no update,
    and compares the gradients of all trained params and the buffers that layers change. Afterwards
    visit (may be NULL) receives each of them, in the order of registration. If all bits are equal,
-   the plan changes nothing. Memory that a callback is to write holds poison before, which also
-   exposes a layer that reads what nobody has written; a mistake that both passes make alike is
-   found only by ms_config.debug. A loss that is not finite is compared like any other. Afterwards,
-   even on error, the model is as before: values, readable gradients and outputs, counts,
-   recordings. Temporary memory: on the device one allocation beside the arena, for the transient
-   values and gradients of the plain plan and a copy of changing buffers; on the host a copy of
-   these gradients and buffers, one more of buffers that stay there, two programs and 1 MiB (in
-   debug mode also what that takes).
+   the plan changes nothing. Memory that a callback is to write holds poison, which also exposes a
+   layer that reads what nobody has written; only ms_config.debug finds a mistake that both passes
+   make. A loss that is not finite is compared like any other. Even after an error the model is as
+   before: values, readable gradients and outputs, counts, recordings. Temporary memory: on the
+   device one allocation beside the arena, for the transient values and gradients of the plain plan
+   and a copy of changing buffers; on the host a copy of these gradients and buffers, one more of
+   buffers that stay there, two programs and 1 MiB (in debug mode also what that takes).
    Stream: waits. Errors: as ms_step except NONFINITE; OUT_OF_MEMORY; ORDER (not wrapped; a step is
    under way; a setting waits for the next ms_wrap). *report is zeroed then, visit is not called. */
 MEMSCALE_API_CHECKED ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
