@@ -209,7 +209,7 @@
     X(MS_RESULT_CALLBACK, "a callback of a layer returned an error")                               \
     X(MS_RESULT_NONFINITE, "the loss or the norm of the gradients is not a finite number")         \
     X(MS_RESULT_BACKEND, "the backend reported an error")                                          \
-    X(MS_RESULT_FAILED, "an update was cut in two; write params and state again, then wrap")       \
+    X(MS_RESULT_FAILED, "an update failed halfway; write params and state again, then wrap")       \
     X(MS_RESULT_DRY_RUN, "the model is a dry run and has no memory")                               \
     X(MS_RESULT_UNSUPPORTED, "not supported by this backend or dtype")                             \
     X(MS_RESULT_CONTRACT, "debug mode: a layer does not do what it declared")
@@ -590,8 +590,8 @@ typedef struct ms_config {
     ms_switch checkpointing, offloading, tiling, mixed_precision, optimizer_8bit;
     /* Update a param inside backward, as soon as its gradient is complete, so that the gradient can
        be freed. DEFAULT: if the budget requires it, and no sooner than the arena gains from it; ON:
-       always, at once; OFF: always after backward. Cannot be ON with clipping, accumulation or
-       MS_OPTIMIZER_NONE. */
+       always, at once; OFF: after backward, unless it is forced. Cannot be ON with clipping,
+       accumulation or MS_OPTIMIZER_NONE. */
     ms_switch early_update;
     bool force_optimize; // plan for the smallest arena that the switches allow, not for the budget
     /* ms_wrap first plans for each mode, and the policy picks the mode to use in place of
@@ -1151,10 +1151,10 @@ MEMSCALE_API_CHECKED ms_result ms_write(ms_model *model, ms_tensor tensor, const
 MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *data);
 
 /* The address of a value in device memory (host memory for a tensor on the host); NULL before
-   ms_wrap and where ms_read would fail. Use it to fill an input in place or to use params elsewhere,
-   by work enqueued on ms_stream or after ms_synchronize. For what is kept between steps it is valid
-   until the next ms_wrap or ms_detach, or the step that plans again
-   (ms_config.empirical_profiling); for everything else until the next step. */
+   ms_wrap and where ms_read would fail. Use it to fill an input in place or to use params
+   elsewhere, by work enqueued on ms_stream or after ms_synchronize. What is kept between steps
+   stays there until the next ms_wrap or ms_detach, or the step that plans again
+   (ms_config.empirical_profiling); everything else until the next step. */
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
 /* Handles of the gradient of a param or activation, for ms_read, and of the optimizer state of a
