@@ -2,7 +2,7 @@
 
     One header that any C or C++ trainer drops in. The trainer registers its tensors and its layers
     (a forward and a backward callback each) and names a byte budget. memscale.h then owns the
-    memory: it chooses what to recompute, gives every tensor a fixed address in one arena that fits
+    memory: it chooses what to recompute, plans the address of every value in one arena that fits
     the budget, and runs the training step by calling the trainer back.
 
         #define MEMSCALE_IMPLEMENTATION            // in exactly one source file
@@ -21,125 +21,125 @@
         }
         ms_destroy(m);
 
-    Link with -lm. Without MEMSCALE_IMPLEMENTATION the header only declares. On an NVIDIA GPU:
-    config.backend = ms_backend_cuda(0), and one file more, for nvcc; link with -lcublas -lcudart.
+    Link with -lm. Without MEMSCALE_IMPLEMENTATION the header only declares. For an NVIDIA GPU, set
+    config.backend = ms_backend_cuda(0), add one source file for nvcc (CUDA 12 or newer), and link
+    with -lcublas -lcudart:
 
-        #define MEMSCALE_CUDA_IMPLEMENTATION       // CUDA 12 or newer
+        #define MEMSCALE_CUDA_IMPLEMENTATION
         #include "memscale.h"
 
   MACROS (define before the include)
     MEMSCALE_IMPLEMENTATION   emit the function bodies; works at a second include too
     MEMSCALE_CUDA_IMPLEMENTATION
-                              emit the CUDA backend: in a file for nvcc, alone or with the above
-    MEMSCALE_STATIC           make every function static, but for ms_backend_cuda: one private copy
+                              emit the CUDA backend, in a file for nvcc; alone or with the above
+    MEMSCALE_STATIC           make every function except ms_backend_cuda static: one private copy
                               per translation unit
     MEMSCALE_CBLAS            ms_gemm calls cblas_sgemm of <cblas.h>; default: a built-in kernel
     MEMSCALE_API              linkage of the public functions; default: extern, C linkage
     MEMSCALE_ASSERT(x)        checks of the library's own invariants; default: assert(x)
 
   WHAT IT DOES NOT DO
-    It is no tensor library and no autograd: the arithmetic of the layers is the trainer's.
+    It is neither a tensor library nor an autograd: the trainer does the arithmetic of its layers.
     It does not allocate during a step, print, abort, read the environment or keep global state.
     It does not change a number: a checkpointed plan gives the same bits as the plain plan.
-    In this version it plans recomputation and early updates, no other technique.
+    In this version it plans recomputation and early updates, and no other technique.
 
   STEP BY STEP
     1. ms_create             a model from a config; zero fields mean defaults
-    2. ms_input ... ms_saved name every tensor, with dtype and shape
-    3. ms_register_layer     in the order of execution: inputs before their readers
-    4. ms_set_loss           which tensor is minimised; ms_set_optimizer: how
+    2. ms_input ... ms_saved name every tensor, with its dtype and shape
+    3. ms_register_layer     in the order of execution: a value's producer before its readers
+    4. ms_set_loss           which tensor to minimise; ms_set_optimizer: how
     5. ms_wrap               everything is decided and allocated here
-    6. ms_write              initial weights, then one batch per step
+    6. ms_write              initial params once, then one batch per step
     7. ms_step               or ms_forward, ms_backward, ms_update; ms_eval for forward alone
-    8. ms_detach             back to the plain plan; ms_destroy: the end
+    8. ms_detach             back to the plain plan; ms_destroy frees everything
 
-    Registration errors stick: the first one is what ms_wrap returns, so that a trainer need not
-    check each call. ms_last_error has its text, with the numbers and the cure.
+    Registration errors stick: ms_wrap returns the first one, so that a trainer need not check each
+    call. ms_last_error has its text, with the numbers and the cure.
 
   CHAPTERS
-    MEMORY MODEL. Everything that a step touches lies in one arena, apart from what the trainer
-    lends (ms_borrow), tensors that stay on the host, and passing values in an arena that models
-    share. Params, buffers, inputs and optimizer state keep one address for good. All other values
-    have an address only while they live: an activation from its layer to its last reader, a
-    gradient from its first contribution to its last use. Forward and backward see the same values,
-    though not always at the same address, so a callback takes its pointers from the ms_call of that
-    very call and keeps none; bind is the place to set the fields of a trainer whose ops read them.
+    MEMORY MODEL. Everything that a step touches lies in one arena, except memory that the trainer
+    lends (ms_borrow), tensors that stay on the host (ms_set_on_host), and the transient values of
+    models that share an arena (ms_arena_create). Params, buffers, inputs and optimizer state are
+    resident: each keeps one address for the whole plan. All other values are transient: each has an
+    address only during its live range, which for an activation goes from its layer to its last
+    reader, for a gradient from its first contribution to its last use. Forward and backward see the
+    same values, but not always at the same address. So a callback takes its pointers from the
+    ms_call that it is given, every time, and keeps none. Where operators read pointers from structs
+    of the trainer, the bind callback sets them.
 
-    CONTRACT. A layer says what its callbacks do, and what it does not say it must not do: which
-    values backward reads; which gradients it can only add to or only overwrite; what it changes
-    (state), destroys (clobbers) or computes in place. The library then does what is missing: it
-    clears, adds up, copies what others still need, and puts state back around a recomputation. A
-    copy costs nothing where nobody else needs the original: then there is no copy, the memory
-    changes hands. ms_config.debug checks all of it while training; start there with a new trainer.
+    CONTRACT. A layer declares what its callbacks do; anything else they must not do. It declares
+    which values backward reads; which gradients backward can only add to or only overwrite; what
+    the layer changes (state), destroys (clobbers) or computes in place. The library does the rest:
+    it clears gradients, adds up contributions, copies what others still need, and restores state
+    after a recomputation. Where nobody else needs the original there is no copy: the result aliases
+    it. ms_config.debug checks all of this during training; start with it on a new trainer.
 
-    PLANS. The plain plan keeps what backward reads and updates all params after backward. Where the
-    plain arena exceeds the budget, params are updated inside backward, so that gradients die
-    sooner, and then activations are dropped in forward and recomputed in backward: once, or, where
-    the budget is small, in passes, the deeper of which start from what the others brought back.
-    What is dropped is chosen by the predicted time of the step, and every choice is scored by
-    building the real program. ms_config.mode and switches say what may be used; ms_print_plan and
-    ms_visit_decisions, what was, by which rule, and why not.
+    PLANS. The plain plan keeps what backward reads, and updates all params after backward. Where
+    its arena exceeds the budget, params are updated inside backward, which frees their gradients
+    sooner; then activations are dropped in forward and recomputed in backward: once, or, for small
+    budgets, in several passes, where deeper passes start from what earlier ones have recomputed.
+    The planner drops what keeps the predicted time of a step lowest, and scores every choice by
+    building the real program. ms_config.mode and the switches say what it may use; ms_print_plan
+    and ms_visit_decisions say what it did use, by which rule, and why not more.
 
-    PROFILES. The time of a layer is the first of these that there is: what ms_set_layer_time says;
-    what was measured (ms_config.empirical_profiling) or loaded (ms_profile_load); a roofline over
-    its flops and bytes and the speeds of the device: those of ms_set_hardware, else of the profile,
-    else those that the backend states, or its kind's. A plan depends on nothing measured unless
-    that is brought in. The same graph, hardware, config and profile give the same plan, byte for
-    byte; ms_memory_report.plan_hash shows it. A dry run with ms_set_hardware plans for a device
-    that is not there.
+    PROFILES. The time of a layer comes from the first of these sources that has it: what was set by
+    ms_set_layer_time; what was measured (ms_config.empirical_profiling) or loaded
+    (ms_profile_load); a roofline over the layer's flops and bytes and the speeds of the device.
+    These speeds come from ms_set_hardware, else from the profile, else from the backend, else from
+    the kind of the device. A plan depends on measurements only if the trainer asks for them. The
+    same graph, hardware, config and profile give the same plan, byte for byte; compare
+    ms_memory_report.plan_hash. A dry run with ms_set_hardware plans for a device that is not there.
 
-    ACCUMULATION, CLIPPING. Both need all gradients at once, so nothing is updated inside backward,
-    and with accumulation the gradients have addresses for good.
+    ACCUMULATION, CLIPPING. Both need all gradients at once, so nothing is updated inside backward.
+    With accumulation, the gradients are resident.
 
-    SIZES. Along axes (ms_add_axis, ms_along) shapes can change between steps. The arena is that of
-    the plan for the largest sizes; plans for others are made within it, and kept.
+    SIZES. Dims along axes (ms_add_axis, ms_along) can change between steps. The arena is allocated
+    for the plan of the largest sizes; plans for other sizes fit into it, and are kept.
 
     NUMERICS. A recomputation runs the same callback on the same inputs with the same seed, so it
     gives the same bits wherever the callback is deterministic. Gradients are summed in one fixed
-    order: those that loss layers wrote in forward, then those of the layers, last to first.
+    order: first those that loss layers wrote in forward, then those of the layers, last to first.
 
-    STREAMS. On a CUDA device, all that a step does is enqueued on one stream, the model's own or
-    ms_config.stream; two more carry the copies to and from the host, ordered by events. Callbacks
-    enqueue on ms_call.stream and wait for nothing; the model's device must be the current one, as
-    for any launch. No step waits for the whole device (ms_wrap, ms_detach and ms_destroy do).
-    ms_step waits for its loss, while backward still runs, or for nothing where none is asked for;
-    the device itself sees to it that a step whose loss is not finite updates nothing, nor any step
-    behind it. ms_write stages inputs in pinned memory, and waits until the last write of the same
-    input has left that. With ms_config.cuda_graph the second step of each plan is recorded, and
-    replayed from then on: callbacks are not called any more, so that everything in their ms_call
-    stands still but *step_seed. The learning rate may change; after ms_borrow, ms_set_loss_factor,
-    ms_write to a tensor on the host, or in a shared arena that grew, a new recording is made.
+    STREAMS. On a CUDA device, all work of a step is enqueued on one stream, the model's own or
+    ms_config.stream; two more streams, ordered by events, carry the copies to and from the host.
+    Callbacks enqueue on ms_call.stream and wait for nothing; the model's device must be the current
+    one, as for any launch. No step waits for the whole device; ms_wrap, ms_detach and ms_destroy
+    do. ms_step waits for its loss, while backward still runs; without a loss pointer it waits for
+    nothing. The device itself ensures that a step whose loss is not finite updates nothing, nor
+    does any step after it. ms_write stages inputs in pinned memory, and waits until the previous
+    write of the same input has left that. With ms_config.cuda_graph, the second step of each plan
+    is recorded and replayed from then on. Callbacks are then no longer called: everything in their
+    ms_call stays as it was, except *step_seed. The learning rate may change. It is made anew after
+    ms_borrow, ms_set_loss_factor, ms_write to a tensor on the host, or growth of a shared arena.
 
     ERRORS. Every fallible function returns an ms_result. A failing step leaves params and optimizer
-    state as they were after the last completed update (buffers that a forward has changed as its
-    state stay changed); where an update had begun, the model is
-    marked failed (MS_RESULT_FAILED): write params and optimizer state from your own copy, then call
-    ms_wrap, which takes your word for it. Registration errors stick up to ms_wrap; later ones do
-    not.
+    state as they were after the last completed update; buffers that its forward has changed as
+    state stay changed. If the failing step had begun to update, the model is marked failed
+    (MS_RESULT_FAILED): write params and optimizer state from your own copy, then call ms_wrap,
+    which trusts that you did. Registration errors stick up to ms_wrap; later ones do not.
 
     ALLOCATOR. All host memory comes from ms_config.allocator, device memory and pinned memory from
-    ms_config.backend. Nothing is allocated in a step, and no device memory behind ms_wrap, but for
-    what CUDA itself takes when a kernel is launched first, and for a recording. Host memory is, in
-    three cases: ms_reshape makes a plan for sizes that it meets first; ms_smallest_budget makes one
-    and frees it; the C library has a file buffer while a backend reads what Linux tells of its
-    host: /proc/cpuinfo, /proc/meminfo, /proc/self/cgroup, /proc/self/mountinfo, and memory.* of the
-    cgroups of the process. ms_hardware_report takes memory to measure in, and gives it back; so do
-    ms_verify and ms_print_plan. With empirical_profiling, the step that plans again allocates as
-    ms_wrap does.
+    ms_config.backend. A step allocates nothing, and after ms_wrap no device memory is allocated,
+    except what CUDA itself takes when a kernel is first launched, and for a recording. Host memory
+    is allocated after ms_wrap in three cases: ms_reshape makes a plan for sizes that are new to it;
+    ms_smallest_budget makes one and frees it; the C library has a file buffer while a backend reads
+    /proc/cpuinfo, /proc/meminfo, /proc/self/cgroup, /proc/self/mountinfo, and memory.* of the
+    cgroups of the process. ms_hardware_report, ms_verify and ms_print_plan take memory and give it
+    back. With empirical_profiling, the step that plans again allocates as ms_wrap does.
 
     THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
-    run on the thread that called ms_step; from inside them, of all functions that take the model,
-    only ms_gemm, ms_cast, ms_read (not where a graph is recorded), ms_data, ms_report and those
-    about tensors may be called. With OpenMP enabled at compile time, the update and the built-in
-    ms_gemm use its threads.
+    run on the thread that called ms_step. Of the functions that take the model, a callback may call
+    only ms_gemm, ms_cast, ms_read (not while a step is recorded), ms_data, ms_report and those
+    about tensors. Compiled with OpenMP, the update and the built-in ms_gemm use its threads.
 
-    LIMITS. 16 inputs, 8 outputs, 16 saved tensors, 16 params and 8 buffers of state a layer; rank
-    6; 8 axes; 2^28 tensors; 2^58 bytes. A handle belongs to its model; that of another model is not
-    always recognised. Arithmetic of the library's own (updates, sums, ms_gemm) is float32. An
-    update on a GPU gives the bits of one on a CPU where the host's compiler may use fused
-    multiply-add; products and sums may differ. Debug
-    mode does not see what a callback does outside the model's memory, unless its results show it,
-    nor an address kept from an earlier call where this call was given the same one.
+    LIMITS. A layer has up to 16 inputs, 8 outputs, 16 saved tensors, 16 params and 8 state buffers.
+    Rank 6; 8 axes; fewer than 2^28 tensors; 2^58 bytes. A handle belongs to one model; another's is
+    not always recognised. The library's own arithmetic (updates, sums, ms_gemm) is float32. An
+    update on a GPU gives the bits of one on a CPU whose compiler may use fused multiply-add;
+    products and sums may differ. Debug mode does not see what a callback does outside the model's
+    memory, unless its results show it, nor a pointer kept from an earlier call that has not
+    changed.
 
     HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend. 0.2.0 (2026): the
     contract with trainers as they are. 0.3.0 (2026): CUDA. 0.4.0 (2026): modes, rules, profiles,
@@ -177,7 +177,7 @@
 #ifdef MEMSCALE_API
 #define MEMSCALE_CUDA_API MEMSCALE_API
 #else
-#define MEMSCALE_CUDA_API MEMSCALE_EXTERN // of the other implementation, in another file perhaps
+#define MEMSCALE_CUDA_API MEMSCALE_EXTERN // even if static: nvcc may compile it in another file
 #ifndef MEMSCALE_STATIC
 #define MEMSCALE_API MEMSCALE_EXTERN
 #elif defined(__GNUC__)
@@ -194,6 +194,8 @@
 #define MEMSCALE_NODISCARD
 #define MEMSCALE_PRINTF(text, first)
 #endif
+#define MEMSCALE_API_CHECKED       MEMSCALE_API MEMSCALE_NODISCARD
+#define MEMSCALE_FIRST(first, ...) first, // of a row of a table: the constant of an enum
 
 // ------------------------------------------------------------------------------------------------
 // >>results  one name, one text each
@@ -207,21 +209,19 @@
     X(MS_RESULT_CALLBACK, "a callback of a layer returned an error")                               \
     X(MS_RESULT_NONFINITE, "the loss or the norm of the gradients is not a finite number")         \
     X(MS_RESULT_BACKEND, "the backend reported an error")                                          \
-    X(MS_RESULT_FAILED, "an update was cut in two; write params and state again, then wrap")       \
+    X(MS_RESULT_FAILED, "an update failed halfway; write params and state again, then wrap")       \
     X(MS_RESULT_DRY_RUN, "the model is a dry run and has no memory")                               \
     X(MS_RESULT_UNSUPPORTED, "not supported by this backend or dtype")                             \
     X(MS_RESULT_CONTRACT, "debug mode: a layer does not do what it declared")
 
-#define MEMSCALE_X(name, text) name,
-typedef enum ms_result { MEMSCALE_RESULTS(MEMSCALE_X) MS_RESULT_COUNT } ms_result;
-#undef MEMSCALE_X
+typedef enum ms_result { MEMSCALE_RESULTS(MEMSCALE_FIRST) MS_RESULT_COUNT } ms_result;
 
 // ------------------------------------------------------------------------------------------------
 // >>tensors  handles, dtypes, shapes, views
 
 typedef struct ms_model ms_model; // opaque
 
-/* Typed handles. 0 is no tensor, no layer: a zeroed desc has empty slots. */
+/* Typed handles. An id of 0 is no tensor, no layer, no axis: a zeroed desc has empty slots. */
 typedef struct ms_tensor {
     uint32_t id;
 } ms_tensor;
@@ -259,25 +259,22 @@ enum {
     X(MS_DTYPE_I8, "i8", 1)                                                                        \
     X(MS_DTYPE_U8, "u8", 1)
 
-#define MEMSCALE_X(dtype, name, bytes) dtype,
-typedef enum ms_dtype { MEMSCALE_DTYPES(MEMSCALE_X) MS_DTYPE_COUNT } ms_dtype;
-#undef MEMSCALE_X
+typedef enum ms_dtype { MEMSCALE_DTYPES(MEMSCALE_FIRST) MS_DTYPE_COUNT } ms_dtype;
 
-/* Row-major extents, the last one contiguous. Rank 0 is a scalar: one element. axes, set by
-   ms_along, says which dims are multiples of which axes; a shape that is copied from an input keeps
-   it. */
+/* Row-major extents, the last dim contiguous. Rank 0 is a scalar: one element. ms_along sets axes;
+   a shape that is copied from another tensor keeps them. */
 typedef struct ms_shape {
     int64_t dim[MS_LIMIT_RANK];
     int32_t rank;
-    uint8_t axes[MS_LIMIT_RANK]; // bit i: a multiple of the size of axis i
+    uint8_t axes[MS_LIMIT_RANK]; // bit i: the dim is a multiple of the size of axis i
 } ms_shape;
 
-/* A tensor as a callback sees it. data is NULL where the layer has no such operand, where nobody
-   wants that gradient or that output, and for values that the layer did not say it reads; shape and
-   dtype stand even so, unless the slot is empty. beta, for gradients: data = beta * data +
-   contribution, with 0 (data holds rubbish, perhaps NaN: overwrite) or 1 (accumulate). Where one
-   tensor stands in several slots, their gradients are one memory, to be written slot by slot in
-   rising order (slots in ms_layer_desc.overwrites have their own). */
+/* A tensor as a callback sees it. data is NULL if the layer has no such operand, if nobody wants
+   that gradient or output, or if the layer did not declare that it reads the value; shape and dtype
+   are valid even then, unless the slot is empty. beta is for gradients: data = beta * data +
+   contribution. It is 0 (overwrite: data is not initialized and may hold NaN) or 1 (accumulate). If
+   one tensor is in several slots, their gradients share one memory, to be written slot by slot in
+   rising order; slots in ms_layer_desc.overwrites have memory of their own. */
 typedef struct ms_view {
     void *data;
     ms_shape shape;
@@ -285,49 +282,48 @@ typedef struct ms_view {
     float beta;
 } ms_view;
 
-/* A matrix for ms_gemm: rows by cols as stored, rows `stride` elements apart. Or a batch of
-   batch_count such matrices, `batch_stride` elements apart. */
+/* A matrix for ms_gemm: rows by cols as stored, with row starts `stride` elements apart; or a batch
+   of batch_count such matrices, `batch_stride` elements apart. */
 typedef struct ms_matrix {
     void *data;
     int64_t rows, cols, stride;
     ms_dtype dtype;
-    bool transposed;
+    bool transposed;                   // ms_gemm takes the transpose of what is stored
     int64_t batch_count, batch_stride; // both 0: one matrix
 } ms_matrix;
 
 typedef enum ms_phase {
     MS_PHASE_FORWARD,
-    MS_PHASE_RECOMPUTE, // forward once more, in the middle of backward
+    MS_PHASE_RECOMPUTE, // forward once more, during backward
     MS_PHASE_BACKWARD,
-    MS_PHASE_EVAL, // forward without a backward to come
+    MS_PHASE_EVAL, // forward, with no backward to follow
     MS_PHASE_COUNT
 } ms_phase;
 
-/* What a callback is given. The arrays end at the last slot that the layer uses. All of it is
-   valid during the call alone. ms_gemm may be called from several threads of a callback,
-   as long as it does not fail. */
+/* What a callback is given, valid only during the call. The arrays end at the last slot that the
+   layer uses. Several threads of a callback may call ms_gemm, as long as it does not fail. */
 typedef struct ms_call {
     void *user;      // ms_layer_desc.user
     ms_model *model; // for ms_gemm and ms_cast
     ms_phase phase;
     const ms_view *in, *out, *saved, *param;
-    const ms_view *state; // of forward, recompute and eval; without data in backward
-    /* In backward; NULL otherwise. grad_in too in the forward of a layer with grads_in_forward. */
+    const ms_view *state; // has no data in backward
+    /* Only in backward, else NULL; grad_in also in the forward of a layer with grads_in_forward. */
     const ms_view *grad_out, *grad_in, *grad_param;
-    void *workspace; // 64-byte aligned, contents as declared
+    void *workspace; // 64-byte aligned; contents as declared in the ms_workspace of the desc
     uint64_t workspace_bytes;
-    uint16_t wanted_out, wanted_saved; // those that have data, outside backward
-    float loss_factor;                 // what a loss layer with grads_in_forward multiplies by
-    /* Differs by layer, step and micro-batch; the same for a recomputation. It is layer_seed ^
-       *step_seed, of which the second lies in device memory: kernels that read it there draw anew
-       in every replay of a graph (ms_config.cuda_graph), where the rest of the call stands still.
-       */
+    uint16_t wanted_out, wanted_saved; // outside backward: masks of those to write, with data
+    float loss_factor; // a layer with grads_in_forward multiplies its gradients by this
+    /* For random numbers: seed differs by layer, step and micro-batch, and is the same when that
+       forward is recomputed. It is layer_seed ^ *step_seed. step_seed points to device memory:
+       kernels that read it there draw new numbers in every replay of a recording
+       (ms_config.cuda_graph), in which the rest of the call does not change. */
     uint64_t seed, layer_seed;
     const uint64_t *step_seed;
-    void *stream;  // cudaStream_t: a callback enqueues on it and does not wait; NULL on the CPU
+    void *stream;  // cudaStream_t: a callback enqueues on it and does not wait; NULL on a CPU
     uint64_t step; // completed updates before this one
-    uint32_t micro, micro_count; // number of this micro-batch, from 0; how many make a step
-    bool last_micro;
+    uint32_t micro, micro_count; // number of this micro-batch, from 0; how many make up a step
+    bool last_micro;             // micro is the last of them
 } ms_call;
 
 /* 0, or the caller's own error number, which ends the step. */
@@ -336,7 +332,8 @@ typedef int (*ms_layer_fn)(const ms_call *call);
 // ------------------------------------------------------------------------------------------------
 // >>backend  allocator, log, and the table of what runs on the device
 
-/* Both functions or neither (0: malloc and free). release is given the size that alloc was. */
+/* Both functions or neither (NULL: malloc and free). release receives the size that was passed to
+   alloc. */
 typedef struct ms_allocator {
     void *(*alloc)(uint64_t bytes, void *user);
     void (*release)(void *memory, uint64_t bytes, void *user);
@@ -345,10 +342,10 @@ typedef struct ms_allocator {
 
 typedef enum ms_log_level { MS_LOG_ERROR, MS_LOG_WARNING, MS_LOG_INFO, MS_LOG_DEBUG } ms_log_level;
 
-/* tag is the section that speaks, such as "solve"; text has no line end. */
+/* tag is the section that logs, such as "solve"; text is one line without its line end. */
 typedef void (*ms_log_fn)(ms_log_level level, const char *tag, const char *text, void *user);
 
-/* Receives a piece of a text; it has no NUL at its end. */
+/* Receives the next piece of a text: length bytes, without a NUL at the end. */
 typedef void (*ms_text_fn)(const char *text, size_t length, void *user);
 
 typedef enum ms_device_kind {
@@ -357,47 +354,46 @@ typedef enum ms_device_kind {
     MS_DEVICE_INTEGRATED
 } ms_device_kind;
 
-/* 0 where the platform does not tell. */
+/* A device and its host. A field is 0 if the platform does not report it. */
 typedef struct ms_hardware {
     char name[64];
     ms_device_kind kind;
     uint32_t processor_count; // multiprocessors of a GPU
     uint64_t total_bytes;
-    /* Of a CPU and of a GPU that shares the host's memory: as host_free_bytes. */
-    uint64_t free_bytes;
-    /* Of the host: MemTotal and MemAvailable, or what the cgroups of the process leave of them. */
+    uint64_t free_bytes; // host_free_bytes, on a CPU and on a GPU that shares the host's memory
+    /* Linux: MemTotal and MemAvailable, or less where cgroups of the process allow less. */
     uint64_t host_total_bytes, host_free_bytes;
-    /* CUDA devices; all 0 on others. What the device computes by itself, by its compute capability:
-       the compiler takes more than that. */
+    /* CUDA devices only. The bools say what the hardware supports, by its compute capability; the
+       compiler emulates more than that. */
     uint32_t compute_major, compute_minor;
     bool bf16;                                // from 8.0
-    bool fp16_tensor;                         // FP16 on tensor cores: from 7.0
+    bool fp16_tensor;                         // FP16 tensor cores: from 7.0
     bool tf32;                                // from 8.0
-    uint32_t driver_version, runtime_version; // 1000 * major + 10 * minor, as CUDA has it
-    /* Speeds, for predictions: 1e9 bytes a second, 1e12 flops a second of matrix products. */
+    uint32_t driver_version, runtime_version; // 1000 * major + 10 * minor, as in CUDA
+    /* Speeds, for predictions: 1e9 bytes per second; 1e12 flops per second in matrix products. */
     double memory_gb_per_s;                      // device memory, reads and writes together
     double to_device_gb_per_s, to_host_gb_per_s; // copies from and to pinned host memory
-    double f32_tflops, tf32_tflops, f16_tflops;  // f16 stands for BF16 too
+    double f32_tflops, tf32_tflops, f16_tflops;  // f16: BF16 too
     double launch_us;                            // the shortest time that a callback takes
-    bool is_measured;                            // the speeds, by ms_hardware_report
+    bool is_measured;                            // the speeds were measured by ms_hardware_report
 } ms_hardware;
 
 typedef enum ms_optimizer_kind {
     MS_OPTIMIZER_ADAMW,
     MS_OPTIMIZER_SGD,
     MS_OPTIMIZER_CUSTOM, // the trainer's own callback
-    MS_OPTIMIZER_NONE    // no update: the gradients stay for ms_read until the next step
+    MS_OPTIMIZER_NONE    // no update: ms_read can read the gradients until the next step
 } ms_optimizer_kind;
 
-/* What of a step lies in device memory: the verdict of the backend on it, and what the host tells
-   kernels before it. */
+/* The part of a step's state that lies in device memory: the backend's verdict on the step, and
+   what the host uploads for its kernels before it. */
 typedef struct ms_step_state {
-    double loss;          // sum of the losses times their factor
-    double norm;          // of the gradients, where they are clipped
-    uint64_t halted_step; // the step in which that happened
-    uint32_t halted;      // a ms_halt: not 0, and updates leave everything as it is
+    double loss;          // sum of the elements of the loss tensor, times the loss factor
+    double norm;          // of the gradients, if they are clipped
+    uint64_t halted_step; // the step that was halted
+    uint32_t halted;      // an ms_halt; if not 0, updates change nothing
     uint32_t reserved;
-    uint64_t step, seed; // from the host: number of the step; ms_call.step_seed
+    uint64_t step, seed; // uploaded: number of the step; *ms_call.step_seed
 } ms_step_state;
 
 typedef enum ms_halt {
@@ -406,25 +402,25 @@ typedef enum ms_halt {
     MS_HALT_NORM  // the norm of the gradients is not
 } ms_halt;
 
-/* The factors of an update that are the same for all elements, rounded once. AdamW: m = beta1 * m +
-   rest1 * g; v = beta2 * v + rest2 * g * g; p = decay * p + rate * m / (scale2 * sqrt(v) +
-   epsilon), bias corrections included. SGD: v = beta1 * v + g; p = p + rate * (v + decay * p). */
+/* The factors of an update that are the same for all elements, rounded once, bias corrections
+   included. AdamW: m = beta1 * m + rest1 * g; v = beta2 * v + rest2 * g * g;
+   p = decay * p + rate * m / (scale2 * sqrt(v) + epsilon).
+   SGD: v = beta1 * v + g; p = p + rate * (v + decay * p). */
 typedef struct ms_update_factors {
     float rate, decay, beta1, beta2, rest1, rest2, scale2, epsilon;
 } ms_update_factors;
 
-/* One update of one param, as the backend's kernel and the trainer's own callback take it. All
-   arrays have count floats in device memory. state[0] and state[1] are AdamW's first and second
-   moments, state[0] is SGD's momentum. The gradient counts times *gradient_scale (device memory;
-   NULL: 1). A custom update enqueues its work on stream, may write to the gradient (only a borrowed
-   one is seen again), and is not called in a step that was halted. */
+/* One update of one param, for the backend's kernel or the trainer's own callback. All arrays have
+   count floats in device memory. AdamW: state[0] and state[1] are the first and second moments;
+   SGD: state[0] is the momentum. The update uses the gradient times *gradient_scale (device memory;
+   NULL: 1). A custom update enqueues its work on stream and may overwrite the gradient (which
+   nobody reads again, unless it is borrowed); it is not called in a step that was halted. */
 typedef struct ms_update_args {
     void *user; // ms_optimizer_desc.user
     ms_tensor param;
     ms_optimizer_kind kind;
     uint64_t count;
-    float *value;
-    float *gradient;
+    float *value, *gradient;
     const float *gradient_scale;
     float *state[MS_LIMIT_OPTIMIZER_STATE];
     float learning_rate, weight_decay;
@@ -432,15 +428,15 @@ typedef struct ms_update_args {
     float momentum;              // SGD
     uint64_t t;                  // number of this update, from 1
     void *stream;                // as ms_call.stream
-    /* For the backend's kernel, in device memory. */
+    /* For the backend's kernel; in device memory. */
     const ms_update_factors *factors;
-    const ms_step_state *state_of_step; // halted: leave everything as it is
+    const ms_step_state *state_of_step; // if it is halted, change nothing
 } ms_update_args;
 
 /* 0, or the caller's own error number, which ends the step. */
 typedef int (*ms_update_fn)(const ms_update_args *args);
 
-/* Streams run side by side; work on one of them in the order in which it was enqueued. */
+/* Streams run concurrently; the work on each runs in the order in which it was enqueued. */
 typedef enum ms_stream_kind {
     MS_STREAM_COMPUTE, // callbacks, kernels, copies from device to device
     MS_STREAM_TO_DEVICE,
@@ -448,86 +444,87 @@ typedef enum ms_stream_kind {
     MS_STREAM_COUNT
 } ms_stream_kind;
 
-/* What a model asks of the state that a backend opens for it. */
+/* What a model wants of the state that a backend opens for it. */
 typedef struct ms_open_args {
     const ms_allocator *host; // for host memory that the backend needs; outlives the state
     void *stream;             // ms_config.stream
-    uint32_t event_count;     // events that there must be before prepare asks for more
+    uint32_t event_count;     // events that the state needs until prepare asks for more
     bool tf32;                // ms_config.tf32
 } ms_open_args;
 
-/* What ms_wrap gives a backend for its own use, until the next ms_wrap. */
+/* What ms_wrap gives to a backend for its own use, until the next ms_wrap. */
 typedef struct ms_prepare_args {
-    uint32_t event_count; // events have numbers below this
+    uint32_t event_count; // the numbers of events are below this
     void *workspace;      // ms_backend.workspace_bytes of device memory, 256-byte aligned
     uint64_t workspace_bytes;
 } ms_prepare_args;
 
 /* Everything that touches device memory. Functions return 0 or an error number of the backend's
-   own. Device pointers that the library makes are aligned to 64 bytes at least. user is passed
-   through to those functions that need no model; the others are given the state that open has made,
-   or user where there is no open. Slots marked optional may be NULL. */
+   own. Device pointers from the library are aligned to at least 64 bytes. Functions that need no
+   model receive user; the others receive the state that open has made, or user if there is no open.
+   Functions marked optional may be NULL. */
 typedef struct ms_backend {
     uint32_t size; // sizeof(ms_backend); 0: the CPU backend
     const char *name;
     void *user;
-    bool device_is_host;  // host code may read and write device memory, and the other way round
-    bool is_asynchronous; // functions enqueue and return; then all from synchronize on are there
-    uint64_t workspace_bytes; // device memory of its own that the backend is to have in each arena
+    bool device_is_host;  // host code may access device memory, and the device host memory
+    bool is_asynchronous; // functions enqueue and return; synchronize to wait_on_host are required
+    uint64_t workspace_bytes; // device memory that the backend gets in each arena for its own use
 
-    /* Aligned to 64 bytes; to 256, where there is a workspace. */
+    /* The result is aligned to 64 bytes, or to 256 if workspace_bytes is not 0. */
     int (*memory_alloc)(void *user, const ms_allocator *host, uint64_t bytes, void **device);
     void (*memory_release)(void *user, const ms_allocator *host, void *device, uint64_t bytes);
-    /* Host memory that copies can run from and to by themselves. Optional: the allocator's. */
+    /* Pinned memory, for asynchronous copies. Optional: memory of the allocator is used instead. */
     int (*host_alloc)(void *user, const ms_allocator *host, uint64_t bytes, void **memory);
     void (*host_release)(void *user, const ms_allocator *host, void *memory, uint64_t bytes);
     void (*hardware)(void *user, ms_hardware *hardware);
     const char *(*error_text)(void *user, int error); // optional; NULL for an unknown number
 
     int (*open)(void *user, const ms_open_args *args, void **state); // optional, with close
-    void (*close)(void *state);                                      // all work is done
+    void (*close)(void *state);                                      // called when all work is done
     int (*prepare)(void *state, const ms_prepare_args *args);        // optional; all or nothing
 
-    int (*copy_in)(void *state, void *device, const void *host, uint64_t bytes);  // TO_DEVICE
-    int (*copy_out)(void *state, void *host, const void *device, uint64_t bytes); // TO_HOST
-    /* As copy_in, on COMPUTE; a few KB, and the source may change as soon as it returns. Optional:
-       copy_in, for which the host then waits. */
+    /* On the streams MS_STREAM_TO_DEVICE and MS_STREAM_TO_HOST. */
+    int (*copy_in)(void *state, void *device, const void *host, uint64_t bytes);
+    int (*copy_out)(void *state, void *host, const void *device, uint64_t bytes);
+    /* All from here to gemm are on MS_STREAM_COMPUTE. upload copies a few KB from the host, which
+       may change them as soon as it returns. Optional: copy_in is used and waited for instead. */
     int (*upload)(void *state, void *device, const void *host, uint64_t bytes);
-    int (*copy)(void *state, void *device, const void *source, uint64_t bytes);  // from here on
-    int (*fill_bytes)(void *state, void *device, uint8_t value, uint64_t bytes); // COMPUTE
+    int (*copy)(void *state, void *device, const void *source, uint64_t bytes);
+    int (*fill_bytes)(void *state, void *device, uint8_t value, uint64_t bytes);
     int (*fill_f32)(void *state, void *device, float value, uint64_t count);
     int (*add_f32)(void *state, void *device, const void *source, uint64_t count); // +=
     int (*cast)(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
                 uint64_t count); // between F32, F16 and BF16, to the nearest, ties to even
-    /* Unless the step is halted: step->loss = factor * sum of the losses; where that is not finite,
-       halted = MS_HALT_LOSS and halted_step = step. */
+    /* Unless step->halted is set: step->loss = factor * sum of the losses; if that is not finite,
+       halted = MS_HALT_LOSS and halted_step = step->step. */
     int (*loss)(void *state, const void *losses, uint64_t count, double factor,
                 ms_step_state *step);
-    /* Clipping: *sum += sum of squares; then *scale = min(1, limit / square root of *sum), and as
-       above step->norm or MS_HALT_NORM. */
+    /* Clipping: *sum += sum of squares; then *scale = min(1, limit / sqrt(*sum)), step->norm =
+       sqrt(*sum), and halted = MS_HALT_NORM as above if that is not finite. */
     int (*add_squares_f32)(void *state, const void *device, uint64_t count, double *sum);
     int (*clip_scale)(void *state, const double *sum, float limit, float *scale,
                       ms_step_state *step);
     int (*update)(void *state, const ms_update_args *args);
     int (*gemm)(void *state, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
-                const ms_matrix *c); // shapes and dtypes are checked before; counts are filled in
+                const ms_matrix *c); // already checked; batch counts are at least 1
 
-    /* Of asynchronous backends. wait: what is enqueued on the stream from now on runs after the
-       last record of the event; without one there is nothing to wait for. */
+    /* For asynchronous backends. wait: what is enqueued on the stream from now on runs after the
+       last record of the event; if it was never recorded, there is nothing to wait for. */
     int (*synchronize)(void *state); // the host waits for all streams
     int (*record)(void *state, ms_stream_kind stream, uint32_t event);
     int (*wait)(void *state, ms_stream_kind stream, uint32_t event);
     int (*wait_on_host)(void *state, uint32_t event);
-    void *(*stream)(void *state); // optional: of MS_STREAM_COMPUTE, for ms_call.stream
+    void *(*stream)(void *state); // optional: the handle of MS_STREAM_COMPUTE, for ms_call.stream
 
-    /* Optional, all or none: what is enqueued on MS_STREAM_COMPUTE between begin and end becomes a
-       graph and does not run. check: not 0 where something in between has spoilt that. end with
-       graph NULL throws it away. */
+    /* Optional, all or none: what is enqueued on MS_STREAM_COMPUTE between begin and end is
+       recorded and does not run. check returns an error if something has invalidated the recording.
+       end discards it if its second argument is NULL. */
     int (*recording_begin)(void *state);
     int (*recording_check)(void *state);
-    int (*recording_end)(void *state, void **graph);
-    int (*recording_launch)(void *state, void *graph);
-    void (*recording_release)(void *state, void *graph);
+    int (*recording_end)(void *state, void **recording);
+    int (*recording_launch)(void *state, void *recording);
+    void (*recording_release)(void *state, void *recording);
 } ms_backend;
 
 // ------------------------------------------------------------------------------------------------
@@ -535,111 +532,110 @@ typedef struct ms_backend {
 
 typedef enum ms_switch { MS_SWITCH_DEFAULT, MS_SWITCH_ON, MS_SWITCH_OFF } ms_switch;
 
-/* What a plan can do to a layer or a tensor; see ms_set_layer_technique. In this version the first
-   two are built. The others have their place in modes, switches and explanations; no plan uses
-   them, and to switch one ON is an error of ms_wrap, UNSUPPORTED. */
+/* What a plan can do to a layer or a tensor; see ms_set_layer_technique. This version has the first
+   two. Modes, switches and explained plans know the others, but no plan uses them, and ms_wrap
+   refuses (UNSUPPORTED) to switch one ON. */
 typedef enum ms_technique {
-    MS_TECHNIQUE_CHECKPOINTING, // outputs and saved tensors: dropped, and recomputed
+    MS_TECHNIQUE_CHECKPOINTING, // outputs and saved tensors: dropped and recomputed
     MS_TECHNIQUE_EARLY_UPDATE,  // params: updated inside backward
     MS_TECHNIQUE_OFFLOADING,    // copied to host memory and back
-    MS_TECHNIQUE_TILING,        // computed by groups of rows
+    MS_TECHNIQUE_TILING,        // computed in groups of rows
     MS_TECHNIQUE_MIXED_PRECISION,
     MS_TECHNIQUE_OPTIMIZER_8BIT,
     MS_TECHNIQUE_COUNT
 } ms_technique;
 
-/* Which techniques a plan may use where their switch is at DEFAULT: CONSERVATIVE checkpointing and
-   early updates; BALANCED offloading too; AGGRESSIVE all. */
+/* Which techniques a plan may use if their switch is DEFAULT. CONSERVATIVE: checkpointing and early
+   updates; BALANCED: also offloading; AGGRESSIVE: all. */
 #define MEMSCALE_MODES(X)                                                                          \
     X(MS_MODE_BALANCED, "BALANCED")                                                                \
     X(MS_MODE_CONSERVATIVE, "CONSERVATIVE")                                                        \
     X(MS_MODE_AGGRESSIVE, "AGGRESSIVE")
 
-#define MEMSCALE_X(mode, name) mode,
-typedef enum ms_mode { MEMSCALE_MODES(MEMSCALE_X) MS_MODE_COUNT } ms_mode;
-#undef MEMSCALE_X
+typedef enum ms_mode { MEMSCALE_MODES(MEMSCALE_FIRST) MS_MODE_COUNT } ms_mode;
 
-/* What a policy chooses from: a mode with all that it allows, planned for the budget. */
+/* What a policy chooses from: a mode, and the plan for the budget with all that it allows. */
 typedef struct ms_strategy {
     ms_mode mode;
     uint32_t techniques;  // mask of 1 << ms_technique: those that the plan may use
-    uint64_t arena_bytes; // of the plan for the budget, or of the smallest there is
-    double step_us;       // predicted
-    bool fits;            // the budget
+    uint64_t arena_bytes; // of the plan for the budget; if none fits, of the smallest plan
+    double step_us;       // predicted time of a step
+    bool fits;            // the plan fits the budget
 } ms_strategy;
 
 typedef struct ms_policy_args {
     void *user;                  // ms_config.policy_user
-    const ms_hardware *hardware; // that the plan is for
+    const ms_hardware *hardware; // the device to plan for
     uint64_t budget_bytes, plain_bytes;
     const ms_strategy *strategies;
     uint32_t strategy_count;
 } ms_policy_args;
 
-/* Returns the number of the strategy to use; a number out of range leaves it to the config. */
+/* Returns the index of the strategy to use; an index out of range keeps ms_config.mode. */
 typedef uint32_t (*ms_policy_fn)(const ms_policy_args *args);
 
-/* Memory that several models take turns in; see ms_arena_create. */
+/* Memory that several models use in turn; see ms_arena_create. */
 typedef struct ms_arena ms_arena;
 
 typedef struct ms_config {
-    ms_backend backend;     // ms_backend_cpu(), ms_backend_cuda(), your own; zero: the CPU
+    ms_backend backend;     // ms_backend_cpu(), ms_backend_cuda(), or your own; zero: the CPU
     ms_allocator allocator; // zero: malloc and free
     ms_log_fn log;          // NULL: silent
     void *log_user;
-    uint64_t memory_budget_bytes; // size of the arena at most; 0: target_utilization of free memory
+    uint64_t memory_budget_bytes; // of the arena, at most; 0: target_utilization of free memory
     double target_utilization;    // 0 < x <= 1; 0: 0.85
     ms_mode mode;                 // 0: BALANCED
-    /* DEFAULT: as the mode has it; ON: the plan may use it, where the budget asks for it; OFF: it
-       never does. */
+    /* DEFAULT: as the mode says; ON: the plan uses it if the budget requires it; OFF: never, unless
+       it is forced for a layer or tensor. */
     ms_switch checkpointing, offloading, tiling, mixed_precision, optimizer_8bit;
-    /* Update a param inside backward, once its gradient is complete, so that the gradient dies.
-       DEFAULT: where the budget asks for it, and no sooner than the arena gains from it; ON:
-       always, at once; OFF: after backward, always. It cannot be with clipping or accumulation. */
+    /* Update a param inside backward, as soon as its gradient is complete, so that the gradient can
+       be freed. DEFAULT: if the budget requires it, and no sooner than the arena gains from it; ON:
+       always, at once; OFF: after backward, unless it is forced. Cannot be ON with clipping,
+       accumulation or MS_OPTIMIZER_NONE. */
     ms_switch early_update;
-    bool force_optimize; // the smallest arena that the switches allow, whatever the budget
-    /* Before the rules, ms_wrap plans for each mode, and a policy picks one of them: its mode takes
-       the place of ms_config.mode. NULL: the built-in policy, the fastest that fits. */
+    bool force_optimize; // plan for the smallest arena that the switches allow, not for the budget
+    /* ms_wrap first plans for each mode, and the policy picks the mode to use in place of
+       ms_config.mode. policy NULL: the built-in one, which picks the fastest plan that fits. */
     bool auto_policy;
     ms_policy_fn policy;
     void *policy_user;
-    /* Where times come from; see PROFILES. static_profiling, DEFAULT or ON: where nothing was
-       measured, from the flops and bytes of a layer; OFF: ms_wrap refuses a layer that has no time
-       (ms_set_layer_time, ms_profile_load). empirical_profiling, ON: behind the first step after
-       ms_wrap, which is often slow for once, warmup_steps steps are timed, instruction by
-       instruction. The step after them begins by planning again with the medians, as ms_wrap
-       would, though by preference in the arena that is there; should that fail, the old plan stays
-       and the log is told. The second step by the new plan is timed once more, for
-       ms_visit_events and ms_print_trace. Steps that fail are no samples, micro-batches are
-       samples of one step together, and a device is waited for around each instruction. Not with
-       debug. */
+    /* Where times come from; see PROFILES. static_profiling, DEFAULT or ON: what was not measured
+       is predicted from the flops and bytes of a layer; OFF: ms_wrap refuses a layer without a
+       known time (ms_set_layer_time, ms_profile_load). empirical_profiling, ON: the first step
+       after ms_wrap, which is often slower than usual, is skipped; the next warmup_steps steps are
+       timed, instruction by instruction. The step after these begins by planning again with the
+       medians, as ms_wrap would, but preferably in the existing arena; if that fails, the old plan
+       stays and the log says so. The second step of the new plan is timed once more, for
+       ms_visit_events and ms_print_trace. Failing steps are not counted, the micro-batches of a
+       step form one sample, and timing waits for the device around each instruction. Has no effect
+       with debug. */
     ms_switch static_profiling, empirical_profiling;
     uint32_t warmup_steps; // 0: 2; 1000 at most
-    /* Plan and report, allocate no arena; steps return MS_RESULT_DRY_RUN. Layers need no callbacks:
-       ms_visit_events hands the plan to a framework that runs its own. */
+    /* Plan and report, but allocate no arena; steps return MS_RESULT_DRY_RUN. Layers need no
+       callbacks: a framework that runs its own gets the plan from ms_visit_events. */
     bool dry_run;
-    /* Check that layers keep to what they declared: each callback runs several times, amid rubbish
-       in all memory that it was not given, and must give the same bits each time. An error,
+    /* Check that layers do what they declared: each callback runs several times, with poison in all
+       memory that it was not given, and must give the same bits each time. The error,
        MS_RESULT_CONTRACT, names the layer. What ms_read and ms_data give a callback beyond its
-       operands is rubbish then. Slow: copies the whole arena at every call. */
+       operands is poison too. Slow: copies the whole arena at every call. */
     bool debug;
-    uint64_t seed;               // of ms_call.seed
-    uint32_t accumulation_steps; // micro-batches to a step; 0: 1
-    ms_arena *arena;             // memory shared with other models; NULL: its own
-    /* cudaStream_t of the trainer's that all work goes to, as long as the model lives; for the
-       default stream cudaStreamLegacy. NULL: the model's own, which does not wait for that. */
+    uint64_t seed;               // ms_call.seed is derived from it
+    uint32_t accumulation_steps; // micro-batches per step; 0: 1
+    ms_arena *arena;             // shared with other models; NULL: the model's own
+    /* The trainer's cudaStream_t for all work, as long as the model lives; cudaStreamLegacy for the
+       default stream. NULL: a stream of the model's own, not synchronized with the default one. */
     void *stream;
-    bool tf32; // F32 products of ms_gemm may round their inputs to TF32, where that is faster
-    /* From the third step on, ms_step replays a recording of the second: for callbacks that only
-       enqueue kernels, with arguments that are the same in every step. The loss is then waited for
-       to the end of the step. See STREAMS. */
+    bool tf32; // ms_gemm may round F32 inputs to TF32, where that is faster
+    /* From the third step on, ms_step replays a recording (a CUDA graph) of the second; see
+       STREAMS. For callbacks that only enqueue kernels, with the same arguments in every step.
+       ms_step then gets its loss at the end of the step. Not with debug or MS_OPTIMIZER_CUSTOM. */
     bool cuda_graph;
 } ms_config;
 
-/* Masks of slots: bit i stands for slot i; MS_ALL_SLOTS for all. */
+/* Masks of slots: bit i is slot i, MS_ALL_SLOTS is all of them. */
 typedef struct ms_reads {
     uint16_t in, out, saved, param;
-    bool nothing; // reads none of these; all fields zero means that it may read all
+    bool nothing; // reads none of these; if all fields are zero, it may read everything
 } ms_reads;
 
 typedef struct ms_slot_masks {
@@ -655,59 +651,58 @@ typedef enum ms_contents { MS_CONTENTS_ANY, MS_CONTENTS_FINITE, MS_CONTENTS_ZERO
 /* Scratch memory of one call: bytes + row_bytes * (first dim of out[0]). */
 typedef struct ms_workspace {
     uint64_t bytes, row_bytes;
-    ms_contents contents; // what a callback finds in it
+    ms_contents contents; // what the callback finds in it
 } ms_workspace;
 
-/* A layer: as small as one operator, as large as a transformer block. Empty slots are allowed
-   anywhere, the callback sees them as views without data. */
+/* A layer: as small as one operator, as large as a transformer block. Slots may be empty anywhere;
+   the callback sees them as zeroed views. */
 typedef struct ms_layer_desc {
     const char *name; // copied; NULL: "layer <number>"
     ms_layer_fn forward;
     ms_layer_fn backward; // NULL: no gradient passes through
-    /* Makes the values of wanted_out and wanted_saved once more, in MS_PHASE_RECOMPUTE; NULL:
-       forward does, and makes all of them. */
+    /* Recomputes the values of wanted_out and wanted_saved, in MS_PHASE_RECOMPUTE; NULL: forward
+       does, and computes all of them. */
     ms_layer_fn recompute;
-    ms_layer_fn bind; // called before each of these, with the same call; NULL: nothing
+    ms_layer_fn bind; // called before each of the above, with the same call; NULL: nothing
     void *user;       // must live as long as the model
-    ms_tensor in[MS_LIMIT_IN];
-    ms_tensor out[MS_LIMIT_OUT];
-    ms_tensor saved[MS_LIMIT_SAVED]; // written in forward, read by this layer's backward alone
+    ms_tensor in[MS_LIMIT_IN], out[MS_LIMIT_OUT];
+    ms_tensor saved[MS_LIMIT_SAVED]; // written in forward, read only by this layer's backward
     ms_tensor param[MS_LIMIT_PARAM];
     ms_tensor state[MS_LIMIT_STATE]; // buffers that forward changes, such as running statistics
-    ms_reads backward_reads;         // what backward reads of the values; zero: all of them
-    /* What recompute reads; zero: every input and param. Outputs and saved tensors that stand here
-       are never dropped. */
+    ms_reads backward_reads;         // which values backward reads; zero: all of them
+    /* What recompute reads; zero: every input and param. Outputs and saved tensors that are listed
+       here are never dropped. */
     ms_reads recompute_reads;
-    /* Gradients that backward can only add to (it finds zeros, or what others contributed) or only
-       overwrite (the library adds up). All others heed ms_view.beta. */
+    /* Gradients that backward can only add to (it finds zeros or earlier contributions), or only
+       overwrite (the library adds the result to earlier ones). All others follow ms_view.beta. */
     ms_edges accumulates, overwrites;
-    /* in_place[j]: out[j] may take over the memory of one of these inputs. It does so where nothing
-       reads that input afterwards, so forward must be right both ways. */
+    /* in_place[j]: inputs that out[j] may alias. It does so if nobody reads that input afterwards,
+       so forward must be right both ways. */
     uint16_t in_place[MS_LIMIT_OUT];
-    /* grad_in_place[i]: grad_in[i], where its beta is 0, may take over the memory of one of these
-       operands of backward. Backward must be right both ways. */
+    /* grad_in_place[i]: operands of backward that grad_in[i] may alias, where its beta is 0.
+       Backward must be right both ways. */
     ms_slot_masks grad_in_place[MS_LIMIT_IN];
-    /* Outputs and gradients that can only be computed in place. Their in_place names one input,
-       their grad_in_place one grad_out and nothing else. The callback finds that operand's value in
-       the memory of the result, and both views have the same data; what others still need is copied
-       first. */
+    /* Outputs and gradients that can only be computed in place. The in_place of such an output
+       names exactly one input, the grad_in_place of such a gradient exactly one grad_out. The
+       callback finds that operand's value in the memory of the result, and both views have the same
+       data. The library first copies what others still need. */
     uint16_t must_in_place;      // mask of outputs
     uint16_t must_grad_in_place; // mask of inputs
-    ms_slot_masks clobbers;      // what backward destroys; what others still need is copied first
-    /* Inputs whose gradients forward writes, in a layer that ends in a loss: it runs once, it has
-       no backward, and nothing differentiates through its outputs. */
+    ms_slot_masks clobbers;      // what backward destroys; copied first if others still need it
+    /* Inputs whose gradients forward writes, in a layer that computes a loss: it runs once, has no
+       backward, and nothing differentiates through its outputs. */
     uint16_t grads_in_forward;
-    uint16_t optional_saved; // without data where nobody will read them
+    uint16_t optional_saved; // these have no data if nobody is going to read them
     bool no_recompute;       // forward can run only once in a step
-    /* The layer leaves its state as it is in MS_PHASE_RECOMPUTE, and its outputs do not depend on
-       it. Otherwise the state is kept aside and put back around a recomputation. */
+    /* The layer does not change its state in MS_PHASE_RECOMPUTE, and its outputs do not depend on
+       it. Otherwise the library saves the state before a recomputation and restores it after. */
     bool keeps_state;
-    bool no_backward;               // no gradient passes, and that is meant: ms_wrap does not warn
-    ms_workspace forward_workspace; // of recompute too, where that is forward
+    bool no_backward;               // no gradient passes through, on purpose: ms_wrap does not warn
+    ms_workspace forward_workspace; // also of a recomputation by forward
     ms_workspace backward_workspace;
-    ms_workspace recompute_workspace; // of ms_layer_desc.recompute
-    /* Work of one forward, of one backward and of one call of recompute, for predicted times. 0:
-       derived from the tensors; of backward, twice that of forward. */
+    ms_workspace recompute_workspace; // of the callback recompute
+    /* Work of one forward, one backward and one call of recompute, for predicted times. 0: derived
+       from the tensors; for backward, twice that of forward. */
     double flops, backward_flops, recompute_flops;
 } ms_layer_desc;
 
@@ -715,42 +710,36 @@ typedef struct ms_layer_desc {
    SGD: v = momentum * v + g; p = p - rate * (v + decay * p). Clipping: Pascanu, Mikolov and Bengio,
    "On the difficulty of training recurrent neural networks", 2013, algorithm 1. */
 typedef struct ms_optimizer_desc {
-    float learning_rate; // 0: 0.001; ms_set_learning_rate takes any value, zero too
+    float learning_rate; // 0: 0.001; ms_set_learning_rate can set 0 itself
     ms_optimizer_kind kind;
-    float beta1;        // 0: 0.9
-    float beta2;        // 0: 0.999
-    float epsilon;      // 0: 1e-8
-    float momentum;     // SGD; 0: none, and no state
-    float weight_decay; // of the params for which ms_set_weight_decay does not say otherwise
-    /* Scale all gradients down where their common norm exceeds this; 0: never. All of them must be
-       complete before the first update. */
-    float grad_clip_norm;
+    float beta1, beta2, epsilon; // AdamW; 0: 0.9, 0.999, 1e-8
+    float momentum;              // SGD; 0: none, and no state
+    float weight_decay;          // of all params, unless ms_set_weight_decay says otherwise
+    float grad_clip_norm; // scale all gradients down if their global norm exceeds this; 0: never
     ms_update_fn update;  // MS_OPTIMIZER_CUSTOM
     void *user;           // of update
-    uint32_t state_count; // MS_OPTIMIZER_CUSTOM: tensors like the param, zero at first
+    uint32_t state_count; // MS_OPTIMIZER_CUSTOM: tensors shaped like the param, initially zero
 } ms_optimizer_desc;
 
 // ------------------------------------------------------------------------------------------------
 // >>reports
 
-/* Who has chosen what the plan may use: the defaults of the rules; the user, by a mode, a switch,
+/* Who decided what the plan may use: the rules, by default; the user, by a mode, a switch,
    force_optimize or a forced technique; or the policy of ms_config.auto_policy. */
 #define MEMSCALE_DECISION_SOURCES(X)                                                               \
     X(MS_DECISION_SOURCE_RULE, "rule")                                                             \
     X(MS_DECISION_SOURCE_USER_CONFIG, "user_config")                                               \
     X(MS_DECISION_SOURCE_POLICY, "policy")
 
-#define MEMSCALE_X(source, name) source,
 typedef enum ms_decision_source {
-    MEMSCALE_DECISION_SOURCES(MEMSCALE_X) MS_DECISION_SOURCE_COUNT
+    MEMSCALE_DECISION_SOURCES(MEMSCALE_FIRST) MS_DECISION_SOURCE_COUNT
 } ms_decision_source;
-#undef MEMSCALE_X
 
-/* A line of the table of rules. All rules are in docs/decision-engine.md. */
+/* A rule of the planner. docs/decision-engine.md lists them all. */
 typedef struct ms_rule {
     const char *id;        // such as "checkpoint"
-    const char *condition; // when it fires
-    const char *reason;    // why it does what it does
+    const char *condition; // when it applies
+    const char *reason;    // why it decides as it does
 } ms_rule;
 
 /* What was decided about one technique for one layer. */
@@ -759,14 +748,14 @@ typedef struct ms_decision {
     ms_technique technique;
     bool is_applied;
     const ms_rule *rule;  // the rule that decided
-    uint64_t saved_bytes; // no longer held between forward and backward; of gradients, after it
-    double added_us;      // predicted
+    uint64_t saved_bytes; // not held between forward and backward (gradients: after backward)
+    double added_us;      // predicted time that it adds to a step
     /* Bytes of the layer's outputs and saved tensors that the plan does not drop, whatever the
-       technique. What nothing reads in backward is free again earlier. */
+       technique. Those that backward does not read are freed earlier all the same. */
     uint64_t kept_bytes;
 } ms_decision;
 
-/* decision is valid during the call alone. */
+/* decision is valid only during the call. */
 typedef void (*ms_decision_fn)(const ms_decision *decision, void *user);
 
 /* Times of one layer, in microseconds; 0: as predicted. */
@@ -774,28 +763,28 @@ typedef struct ms_layer_time {
     double forward_us, backward_us, recompute_us;
 } ms_layer_time;
 
-/* One tensor of ms_verify: a gradient (ms_gradient) or a buffer that layers change. */
+/* What ms_verify found for one tensor: a gradient (ms_gradient) or a buffer that layers change. */
 typedef struct ms_difference {
     ms_tensor tensor;
     const char *name; // of the param or buffer
-    /* Largest difference of two elements, and largest of |a - b| / max(|a|, |b|). Two NaN differ by
-       0, as do 0 and -0; both are infinite where unlike elements are not both finite. */
+    /* Largest |a - b| and largest |a - b| / max(|a|, |b|) over all elements. Two NaN differ by 0,
+       as do 0 and -0; both are infinite where elements differ and not both are finite. */
     double absolute, relative;
     uint64_t count;        // elements
-    uint64_t differ_count; // whose bits are not equal
+    uint64_t differ_count; // elements whose bits are not equal
 } ms_difference;
 
-/* difference is valid during the call alone. */
+/* difference is valid only during the call. */
 typedef void (*ms_difference_fn)(const ms_difference *difference, void *user);
 
-/* The largest of all. */
+/* Over all tensors of ms_verify. */
 typedef struct ms_verify_report {
-    uint32_t tensor_count, differ_count; // compared, and those that are not equal bit for bit
-    double absolute, relative;
-    double plain_loss, wrapped_loss;
+    uint32_t tensor_count, differ_count; // compared; of these, not equal bit for bit
+    double absolute, relative;           // the largest of all ms_difference
+    double plain_loss, wrapped_loss;     // by the plain plan, and by the present one
 } ms_verify_report;
 
-/* What memory is used for. GRADIENT is that of params. */
+/* What memory is used for. GRADIENT means gradients of params. */
 #define MEMSCALE_CATEGORIES(X)                                                                     \
     X(MS_CATEGORY_INPUT, "inputs")                                                                 \
     X(MS_CATEGORY_PARAM, "params")                                                                 \
@@ -807,53 +796,51 @@ typedef struct ms_verify_report {
     X(MS_CATEGORY_SAVED, "saved")                                                                  \
     X(MS_CATEGORY_WORKSPACE, "workspace")
 
-#define MEMSCALE_X(category, name) category,
-typedef enum ms_category { MEMSCALE_CATEGORIES(MEMSCALE_X) MS_CATEGORY_COUNT } ms_category;
-#undef MEMSCALE_X
+typedef enum ms_category { MEMSCALE_CATEGORIES(MEMSCALE_FIRST) MS_CATEGORY_COUNT } ms_category;
 
 /* Sizes are those of the arena: every tensor rounded up to 64 bytes. */
 typedef struct ms_memory_report {
     uint64_t budget_bytes;
     uint64_t plain_bytes;       // arena of the plain plan at the present sizes of the axes
-    uint64_t arena_bytes;       // arena of this plan: the sum of the next two
+    uint64_t arena_bytes;       // arena of this plan: lower_bound_bytes + gap_bytes
     uint64_t lower_bound_bytes; // largest sum of live bytes: no layout can be smaller
-    uint64_t gap_bytes;         // lost to the layout, or kept ready for larger sizes
-    /* Live bytes at the peak instruction, by category. They add up to lower_bound_bytes. */
+    uint64_t gap_bytes;         // lost to the layout, or reserved for larger sizes of the axes
+    /* Live bytes at the peak instruction, by category; their sum is lower_bound_bytes. */
     uint64_t peak_bytes[MS_CATEGORY_COUNT];
     uint32_t peak_instruction;
     const char *peak_layer; // name of the layer that runs there; "" for an update
-    /* Largest sum, over the step, of activations, activation gradients and saved tensors: what
-       training needs beside the params. Its moment need not be that of the peak. */
+    /* Largest sum, during the step, of activations, activation gradients and saved tensors. It need
+       not occur at the peak instruction. */
     uint64_t activation_peak_bytes;
     uint64_t param_count; // elements, not tensors
     uint32_t layer_count, tensor_count, instruction_count;
     uint32_t recompute_count; // recompute instructions in a step
-    double recompute_share;   // predicted time of the recomputations over that of a plain step
-    /* Predicted time of a step of this plan, of the plain plan, and how long computing waits for
-       copies in this one. With accumulation, of one micro-batch and the update. */
+    double recompute_share;   // predicted time of the recomputations / that of a plain step
+    /* Predicted times of a step of this plan, of a step of the plain plan, and of the waits for
+       copies in this one. With accumulation, a step here is one micro-batch and the update. */
     double step_us, plain_step_us, stall_us;
-    double pressure; // plain_bytes over budget_bytes
+    double pressure; // plain_bytes / budget_bytes
     ms_mode mode;    // in force
     ms_decision_source decision_source;
-    uint64_t plan_hash; // equal where the programs are, instruction by instruction, byte by byte
-    bool early_update;  // some params are updated inside backward
-    uint64_t borrowed_bytes; // the trainer's own memory, not in the arena
-    uint64_t host_bytes;     // of tensors that stay on the host, not in the arena
-    uint64_t staging_bytes;  // host memory through which inputs and verdicts pass
+    uint64_t plan_hash;      // equal if the programs are: the same instructions, the same addresses
+    bool early_update;       // at least one param is updated inside backward
+    uint64_t borrowed_bytes; // memory of the trainer (ms_borrow), not in the arena
+    uint64_t host_bytes;     // tensors that stay on the host, not in the arena
+    uint64_t staging_bytes;  // host memory through which inputs and verdicts are copied
     uint64_t step_count;     // completed updates
-    /* The last step that was timed instruction by instruction, by this plan; 0: none was (see
-       ms_config.empirical_profiling). */
+    /* Duration of the last step of this plan that was timed instruction by instruction; 0: none was
+       (see ms_config.empirical_profiling). */
     double measured_step_us;
     const char *backend_name; // ms_backend.name
-    const char *device_name;  // of the device that the plan is for; valid until the next ms_wrap
+    const char *device_name;  // the device that the plan is for; valid until the next ms_wrap
 } ms_memory_report;
 
 typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
 
-/* With accumulation, the zero of a gradient that stays between micro-batches (is_new is false) is
-   for the first of them alone, and what follows the last backward is for the last. The kinds after
-   DROP are what a step does besides its instructions: they complete its times, and a framework that
-   runs the plan itself may ignore them. */
+/* With accumulation, a ZERO of a gradient that is kept between micro-batches (is_new is false) is
+   for the first micro-batch only, and what follows the last backward is for the last one only. The
+   kinds after DROP are not instructions but what else a step does: they complete its times, and a
+   framework that runs the plan itself may ignore them. */
 #define MEMSCALE_EVENTS(X)                                                                         \
     X(MS_EVENT_FORWARD, "forward") /* the first four: a callback of event.layer */                 \
     X(MS_EVENT_RECOMPUTE, "recompute")                                                             \
@@ -861,22 +848,20 @@ typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
     X(MS_EVENT_EVAL, "eval")                                                                       \
     X(MS_EVENT_SEED, "seed") /* the gradient of the loss is set to the loss factor */              \
     X(MS_EVENT_ZERO, "zero")                                                                       \
-    X(MS_EVENT_COPY, "copy") /* target, source; nothing to do where both have one offset inside */ \
-    X(MS_EVENT_COPY_IN, "copy in") /* target, source: from host memory, on a stream of its own */  \
-    X(MS_EVENT_COPY_OUT, "copy out") /* target, source: to host memory, on another */              \
+    X(MS_EVENT_COPY, "copy") /* target, source; nothing to do if both are at one arena offset */   \
+    X(MS_EVENT_COPY_IN, "copy in")   /* target, source: from host memory, on its own stream */     \
+    X(MS_EVENT_COPY_OUT, "copy out") /* target, source: to host memory, on its own stream */       \
     X(MS_EVENT_WAIT, "wait")         /* for the copy that has these operands */                    \
     X(MS_EVENT_ADD, "add")           /* target, source */                                          \
-    X(MS_EVENT_NORM, "norm")         /* squares are added up: gradient, sum (a double) */          \
-    X(MS_EVENT_CLIP, "clip") /* the sum becomes the scale of all gradients, a float after it */    \
+    X(MS_EVENT_NORM, "norm")         /* gradient, sum of squares (a double) */                     \
+    X(MS_EVENT_CLIP, "clip") /* the sum gives the scale of all gradients, a float after it */      \
     X(MS_EVENT_UPDATE, "update")                                                                   \
-    X(MS_EVENT_DROP, "drop")        /* the operands are dead; their memory is free */              \
-    X(MS_EVENT_INPUT, "copy in")    /* of an input, before the first instruction */                \
-    X(MS_EVENT_LOSS, "loss")        /* after forward: the elements of the operand are summed */    \
-    X(MS_EVENT_VERDICT, "copy out") /* after that: of the sum, and whether it is finite */
+    X(MS_EVENT_DROP, "drop")        /* the live ranges of the operands end */                      \
+    X(MS_EVENT_INPUT, "copy in")    /* an input, before the first instruction */                   \
+    X(MS_EVENT_LOSS, "loss")        /* after forward: the sum of the operand's elements */         \
+    X(MS_EVENT_VERDICT, "copy out") /* then: that sum, and whether it is finite */
 
-#define MEMSCALE_X(name, text) name,
-typedef enum ms_event_kind { MEMSCALE_EVENTS(MEMSCALE_X) MS_EVENT_COUNT } ms_event_kind;
-#undef MEMSCALE_X
+typedef enum ms_event_kind { MEMSCALE_EVENTS(MEMSCALE_FIRST) MS_EVENT_COUNT } ms_event_kind;
 
 typedef enum ms_operand_kind {
     MS_OPERAND_IN,
@@ -895,136 +880,137 @@ typedef enum ms_operand_kind {
 
 /* One operand of an event. */
 typedef struct ms_event_operand {
-    ms_tensor tensor; // as ms_gradient and ms_optimizer_state make it for these; 0: scratch memory
+    ms_tensor tensor; // or a handle of ms_gradient or ms_optimizer_state; 0: scratch memory
     ms_operand_kind kind;
     uint32_t slot;
     uint64_t offset, bytes; // in the arena
-    bool is_outside;        // borrowed or on the host: no offset
+    bool is_outside;        // borrowed or on the host: not in the arena, offset is 0
     bool is_written;
-    bool is_new;     // nothing is in it yet, or what it takes over from another operand
+    bool is_new;     // its live range begins here: no value yet, or that of the operand it aliases
     bool accumulate; // a gradient with beta 1
 } ms_event_operand;
 
-/* One instruction of a program, what is dead after it, or what a step does besides. New fields may
-   follow at the end; size tells. */
+/* One instruction of a program, what can be freed after it, or what else a step does. New fields
+   are added at the end; size says which there are. */
 typedef struct ms_event {
     uint32_t size;  // sizeof(ms_event)
     uint32_t index; // of the instruction, also in its DROP; UINT32_MAX in the kinds after DROP
     ms_event_kind kind;
-    ms_layer layer;   // 0: of none
+    ms_layer layer;   // 0: none
     ms_tensor tensor; // of an event without a layer
     const char *name; // of the layer or the tensor
     const ms_event_operand *operands;
     uint32_t operand_count;
     uint64_t live_bytes;                       // while it runs
-    uint64_t live_bytes_of[MS_CATEGORY_COUNT]; // their sum
-    /* As simulated, from the beginning of the step; and as measured in the last timed step (both 0:
-       none was; see ms_config.empirical_profiling). */
+    uint64_t live_bytes_of[MS_CATEGORY_COUNT]; // the same by category
+    /* Times as simulated, from the start of the step, and as measured in the last timed step (both
+       0: none was; see ms_config.empirical_profiling). */
     ms_stream_kind stream;
     double start_us, duration_us;
     double measured_start_us, measured_us;
-    bool is_restore; // a COPY that puts back the state which a recomputation has changed
+    bool is_restore; // a COPY that restores state which a recomputation has changed
 } ms_event;
 
-/* event is valid during the call alone. */
+/* event is valid only during the call. */
 typedef void (*ms_event_fn)(const ms_event *event, void *user);
 
 // ------------------------------------------------------------------------------------------------
-// >>functions  in the order of a model's life
+// >>functions  in the order of a model's life cycle
 //
-// Unless a comment says otherwise. Threads: one at a time for each model; functions without a model
-// may be called from any thread. Stream: work on a device may still run when a function returns;
-// one that gives back what the device computes (a loss, ms_read) waits for it.
+// Where a comment does not say otherwise:
+// Threads: one at a time per model; functions without a model may be called from any thread.
+// Stream: work on a device may still be running when a function returns, except that a function
+// that returns what the device computes (a loss, the data of ms_read) waits for it.
 
 /* Name ("MS_RESULT_BUDGET") and text ("no plan fits the memory budget") of a result. */
 MEMSCALE_API const char *ms_result_name(ms_result result);
 MEMSCALE_API const char *ms_result_text(ms_result result);
 
-/* Name ("f32") and size in bytes of one element; "?" and 0 for a value out of range. */
+/* Name ("f32") and size in bytes of one element; "?" and 0 out of range. */
 MEMSCALE_API const char *ms_dtype_name(ms_dtype dtype);
 MEMSCALE_API uint64_t ms_dtype_bytes(ms_dtype dtype);
 
-/* Shapes, and the number of elements of one (0 if a dim is below 1 or the product overflows). */
+/* Shapes of rank 1 to 4, and the number of elements of a shape (0 if a dim is below 1 or the
+   product overflows). */
 MEMSCALE_API ms_shape ms_shape1(int64_t d0);
 MEMSCALE_API ms_shape ms_shape2(int64_t d0, int64_t d1);
 MEMSCALE_API ms_shape ms_shape3(int64_t d0, int64_t d1, int64_t d2);
 MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2, int64_t d3);
 MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape);
 
-/* The shape with dim number `dim` along an axis: it must be a multiple of the axis's size, and
-   grows and shrinks with it. A dim may lie along several axes (rows of batch times sequence). A
-   wrong dim or axis makes a shape that registration refuses. */
+/* The shape with its dim number `dim` along an axis: the dim must be a multiple of the axis's size,
+   and is scaled with it by ms_reshape. A dim may lie along several axes (rows of batch times
+   sequence). A wrong dim or axis gives a shape that registration refuses. */
 MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis);
 
 /* The backend that runs on the host: its arena comes from the model's allocator. */
 MEMSCALE_API ms_backend ms_backend_cpu(void);
 
-/* The backend of a CUDA device, by its number. It stands where MEMSCALE_CUDA_IMPLEMENTATION does. A
-   device that is not there is the error of ms_create. Make it the current device of the thread
-   (cudaSetDevice) before ms_create, and whenever steps are run: callbacks launch there. */
+/* The backend of a CUDA device, by its number; defined where MEMSCALE_CUDA_IMPLEMENTATION is. If
+   there is no such device, ms_create fails. Make it the current device of the thread
+   (cudaSetDevice) before ms_create and before every step: callbacks launch on it. */
 MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device);
 
-/* Memory for the passing values of several models, of which one at a time trains: a generator and
-   its critic, a policy and its value function. It is as large as the largest of them needs. Each
-   model keeps its params, state, buffers and inputs to itself; a step, forward or eval of one ends
-   what another had begun. Models that share an arena are used by one thread at a time, with one
-   backend. backend and allocator may be NULL (the CPU; malloc). ms_arena_destroy: may stand before
-   the last ms_destroy; the memory goes when both are done. ms_arena_bytes: its size now.
-   Errors: INVALID, OUT_OF_MEMORY. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_arena_create(const ms_backend *backend,
-                                                          const ms_allocator *allocator,
-                                                          ms_arena **arena);
+/* Memory for the transient values of several models, of which only one trains at a time: a
+   generator and its critic, a policy and its value function. It is as large as the largest of them
+   needs. Each model has its own params, optimizer state, buffers and inputs. A step, forward or
+   eval of one model ends whatever another had begun. backend and allocator may be NULL (the CPU;
+   malloc). ms_arena_destroy may be called before the models are destroyed: the memory is freed
+   after the last of them. ms_arena_bytes is the present size. Threads: one at a time for all models
+   that share the arena; they have the same backend. Errors: INVALID, OUT_OF_MEMORY. */
+MEMSCALE_API_CHECKED ms_result ms_arena_create(const ms_backend *backend,
+                                               const ms_allocator *allocator, ms_arena **arena);
 MEMSCALE_API void ms_arena_destroy(ms_arena *arena);
 MEMSCALE_API uint64_t ms_arena_bytes(const ms_arena *arena);
 
-/* Makes a model. config may be NULL (all defaults) and is copied. On error *model is NULL.
-   Errors: INVALID (a field out of range, half an allocator), BACKEND (no such device) - config->log
-   is told which -, OUT_OF_MEMORY. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_create(const ms_config *config, ms_model **model);
+/* Makes a model. config is copied; NULL means all defaults. On error *model is NULL. Errors:
+   INVALID (a field out of range, half an allocator) and BACKEND (no such device), with the reason
+   to config->log; OUT_OF_MEMORY. */
+MEMSCALE_API_CHECKED ms_result ms_create(const ms_config *config, ms_model **model);
 
-/* Frees everything; NULL is fine. Not from a callback. */
+/* Frees everything; NULL is allowed. Not from a callback. */
 MEMSCALE_API void ms_destroy(ms_model *model);
 
-/* Text of the last error of this model, "" if there was none; valid until the next call that
-   fails. For NULL: the text for a model that could not be made. */
+/* Text of the last error of this model, "" if there was none; valid until the next call that fails.
+   For NULL: a text for a model that could not be made. */
 MEMSCALE_API const char *ms_last_error(const ms_model *model);
 
-/* What the backend says of its device, now, with speeds that are measured at the first call: some
-   50 ms, and what the backend takes to set up, in memory and on streams of their own (72 MiB on a
-   CPU; of a GPU a 64th of its memory, 256 MiB at most, and 8 MiB of pinned memory). Where these are
-   not to be had, the speeds stay as the backend states them, and the next call tries again. A dry
-   run measures too. Stream: waits. Errors: INVALID, ORDER (in a callback), BACKEND. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_hardware_report(ms_model *model, ms_hardware *report);
+/* What the backend reports of its device now, with speeds that the first call measures, in a dry
+   run too. That takes some 50 ms, and memory and streams of its own (72 MiB on a CPU; on a GPU a
+   64th of its memory, at most 256 MiB, and 8 MiB of pinned memory). If these are not available, the
+   speeds are those that the backend states, and the next call tries again.
+   Stream: waits. Errors: INVALID, ORDER (in a callback), BACKEND. */
+MEMSCALE_API_CHECKED ms_result ms_hardware_report(ms_model *model, ms_hardware *report);
 
-/* Devices that are built in, for plans on paper: RTX 3090, H200, Jetson Orin Nano 8GB, each with
-   the speeds that its maker states. By a name in any case, or a part of one; NULL: unknown. By
-   number; NULL behind the last. */
+/* Built-in devices (RTX 3090, H200, Jetson Orin Nano 8GB and others), with the speeds that their
+   makers state, to plan for a device that is not there: the first whose name contains `name`, in
+   any case, or NULL; and by number, or NULL after the last. */
 MEMSCALE_API const ms_hardware *ms_hardware_find(const char *name);
 MEMSCALE_API const ms_hardware *ms_hardware_at(uint32_t number);
 
-/* Plan for this device from the next ms_wrap on (copied; NULL: the model's own, with the speeds
-   that its backend states, or those of its kind, but none that were measured): a report, to predict
-   times in earnest, a built-in device, or your own description. Speeds of 0 are those of its kind.
-   Its free memory is what target_utilization counts from, or, where that is 0, its total memory;
-   where both are, that of the model's own. Together with the graph, the config and the profile it
-   decides the plan. Errors: INVALID (a speed that is negative, not finite, or absurd; more free
-   memory than there is); sticks before ms_wrap. */
+/* Plan for this device from the next ms_wrap on (copied): a measured report, a built-in device, or
+   your own description. A speed of 0 means the one typical of its kind. target_utilization applies
+   to its free memory, else to its total memory, else (both 0) to that of the model's own device.
+   NULL: the model's own device, with the speeds that its backend states or its kind has, but none
+   that were measured. Graph, config, profile and this device together determine the plan.
+   Errors: INVALID (a speed that is negative, not finite or absurd; more free memory than there is);
+   sticks before ms_wrap. */
 MEMSCALE_API void ms_set_hardware(ms_model *model, const ms_hardware *hardware);
 
-/* The stream on which the model computes (cudaStream_t), to enqueue work of one's own behind that
-   of a step or before that of the next; NULL on the CPU. ms_synchronize: waits for all streams of
-   the model, and reports what steps without a loss have left: NONFINITE (nothing has been updated
-   since), BACKEND. */
+/* ms_stream: the stream on which the model computes (cudaStream_t; NULL on the CPU), to enqueue
+   other work after that of a step or before that of the next. ms_synchronize: waits for all streams
+   of the model, and returns the error of steps without a loss pointer: NONFINITE (nothing has been
+   updated since), BACKEND; or ORDER (in a callback). */
 MEMSCALE_API void *ms_stream(const ms_model *model);
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_synchronize(ms_model *model);
+MEMSCALE_API_CHECKED ms_result ms_synchronize(ms_model *model);
 
-/* Name a tensor. The name is copied, and need not be unique. A failure returns the handle 0, and
+/* Register a tensor. The name is copied and need not be unique. A failure returns the handle 0 and
    sticks. Errors: INVALID (dtype, shape), UNSUPPORTED (a param that is not F32), ORDER (after
    ms_wrap), OUT_OF_MEMORY.
-     input       fed with ms_write, keeps its value until written again
+     input       fed with ms_write, keeps its value until it is written again
      param       trained; F32
-     buffer      lives between steps, not trained; an input or the state of layers
-     activation  the output of exactly one layer
+     buffer      kept between steps, not trained; an input or the state of layers
+     activation  an output of exactly one layer
      saved       written by a layer's forward for its own backward */
 MEMSCALE_API ms_tensor ms_input(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
 MEMSCALE_API ms_tensor ms_param(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
@@ -1033,155 +1019,151 @@ MEMSCALE_API ms_tensor ms_activation(ms_model *model, const char *name, ms_dtype
                                      ms_shape shape);
 MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
 
-/* An axis for ms_along and ms_reshape: its size now, and the largest that there will be. A failure
-   returns the handle 0, and sticks. Errors: INVALID (sizes below 1, largest below size, more than
-   MS_LIMIT_AXES), ORDER. */
+/* An axis for ms_along and ms_reshape, with its present size and its largest. A failure returns the
+   handle 0 and sticks. Errors: INVALID (a size below 1, largest below size, more than MS_LIMIT_AXES
+   axes), ORDER (after ms_wrap). */
 MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size, int64_t largest);
 
-/* Marks a tensor. Errors: INVALID, ORDER (after ms_wrap); both stick.
-     on_host        an input or a buffer that callbacks read and write in host memory
-     stop_gradient  an activation whose gradient nobody wants: none flows to or through it */
+/* ms_set_on_host: callbacks read and write this input or buffer in host memory.
+   ms_stop_gradient: nobody wants the gradient of this activation; none flows to or through it.
+   Errors: INVALID, ORDER (after ms_wrap); both stick. */
 MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor);
 MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
 
-/* The trainer's own memory for a value that lives between steps: an input, param, buffer, the
-   state of a param (ms_optimizer_state) or its gradient (ms_gradient). It is not in the arena, is
-   never filled or moved (what was written before is forgotten), and must live as long as the model;
-   device memory, or host memory for a tensor on the host. A borrowed gradient is never zeroed
-   either: every step adds to what it holds, one that fails too. Along axes there must be room for
-   their largest sizes. After ms_wrap another address may be given for what is borrowed already;
-   steps that still run use the old one.
-   Errors, which stick before ms_wrap: INVALID, ORDER (not borrowed when wrapped; in a callback;
-   between ms_backward and ms_update). */
+/* Lends the model the trainer's own memory for a value that is kept between steps: an input, a
+   param, a buffer, the optimizer state (ms_optimizer_state) or the gradient (ms_gradient) of a
+   param. It is device memory, or host memory for a tensor on the host; it is not in the arena, is
+   never filled or moved (what was written before is lost), and must be valid as long as the model.
+   Along axes there must be room for their largest sizes. A borrowed gradient is not zeroed either:
+   every step adds to what it holds, even a step that fails. After ms_wrap, what is borrowed already
+   can be given another address; steps that still run use the old one. Errors, which stick before
+   ms_wrap: INVALID, ORDER (not borrowed when wrapped; in a callback; between ms_backward and
+   ms_update). */
 MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory);
 
-/* Adds a layer behind those that stand already; desc is copied. What it reads must be an input, a
-   buffer, or written by a layer before it. A failure returns the handle 0, and sticks.
-   Errors: INVALID (with the names of layer and tensor), ORDER, OUT_OF_MEMORY. */
+/* Adds a layer after those registered so far; desc is copied. What it reads must be an input, a
+   buffer, or written by an earlier layer. A failure returns the handle 0 and sticks.
+   Errors: INVALID (with the names of layer and tensor), ORDER (after ms_wrap), OUT_OF_MEMORY. */
 MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc);
 
-/* For code that registers on a trainer's behalf: makes ms_wrap fail with this text. Sticks, as an
-   INVALID, unless an error came first or the model is wrapped. */
+/* For code that registers on behalf of a trainer: makes ms_wrap fail with INVALID and this text.
+   Sticks, unless an earlier error does or the model is wrapped. */
 MEMSCALE_API void ms_refuse(ms_model *model, const char *reason);
 
-/* The tensor that is minimised, by the mean of its elements: F32, written by a layer. Sticks.
-   Errors: INVALID, ORDER (after ms_wrap). */
+/* The tensor of which training minimises the mean of all elements: F32, written by a layer.
+   Errors: INVALID, ORDER (after ms_wrap); both stick. */
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss);
 
-/* From the next step on, minimise factor * sum of the loss tensor instead of the mean: for rows
-   that do not count, 1 / (number of those that do). 0: the mean again. Not finite: refused. With
-   cuda_graph, a step with another factor is recorded anew. */
+/* From the next step on, minimise factor * sum of the loss tensor instead of its mean: for rows
+   that do not count, 1 / (number of rows that do). 0: the mean again. With cuda_graph, a step with
+   another factor is recorded anew. Errors: INVALID (not finite); sticks before ms_wrap. */
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor);
 
-/* Keep this tensor until the next step, in ms_step and in ms_eval or in ms_eval alone, so that
-   ms_read can see it. A kept tensor is never overwritten in place. Sticks.
-   Errors: INVALID, ORDER (after ms_wrap). */
+/* Keep this tensor until the next step, so that ms_read can read it: in ms_step and ms_eval, or in
+   ms_eval only. A kept tensor is never overwritten in place.
+   Errors: INVALID, ORDER (after ms_wrap); both stick. */
 MEMSCALE_API void ms_add_output(ms_model *model, ms_tensor tensor);
 MEMSCALE_API void ms_add_eval_output(ms_model *model, ms_tensor tensor);
 
-/* How params are updated; AdamW with its defaults if never called. Sticks.
-   Errors: INVALID, ORDER (after ms_wrap). */
+/* How params are updated; if never called, by AdamW with its defaults.
+   Errors: INVALID, ORDER (after ms_wrap); both stick. */
 MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc);
 
-/* Between steps, at any time. A wrong handle or a value that is not finite is refused, as INVALID;
-   before ms_wrap that sticks. */
+/* Change a rate between steps, at any time.
+   Errors: INVALID (a wrong handle, a value that is not finite); sticks before ms_wrap. */
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate);
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay);
 
-/* Take effect at the next ms_wrap. A frozen param takes no gradient and no optimizer state (the
-   state of a param that is frozen is dropped, and zero if it is ever trained again; borrowed state
-   stays as it is). The budget does not matter with force_optimize. */
+/* These take effect at the next ms_wrap. A frozen param has no gradient and no optimizer state: its
+   state is dropped, and starts from zero if the param is trained again; borrowed state is not
+   touched. With force_optimize, the budget does not matter.
+   Errors: INVALID (of ms_set_frozen: not a param); sticks before ms_wrap. */
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen);
 MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
 MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
 
-/* Forces (ON), forbids (OFF) or leaves to the plan (DEFAULT) a technique for one tensor, or for
+/* Forces (ON), forbids (OFF) or leaves to the planner (DEFAULT) a technique for one tensor, or for
    those of a layer: its params, for EARLY_UPDATE and OPTIMIZER_8BIT; its outputs and saved tensors,
    for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. Takes effect at
-   the next ms_wrap, which fails with the reason where it cannot be (UNSUPPORTED, where this version
-   does not have it). ms_detach heeds none of it. Errors: INVALID; sticks before ms_wrap. */
+   the next ms_wrap, which fails with the reason if it is impossible (UNSUPPORTED, if this version
+   does not have the technique). ms_detach ignores it. Errors: INVALID; sticks before ms_wrap. */
 MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
                                          ms_switch force);
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
                                           ms_switch force);
 
-/* Times of a layer that are known, at the present sizes of the axes: they come before those of a
-   profile or of steps that were timed, and these before predicted ones. 0 for one that is not
-   known, NULL to forget them. At other sizes they grow with the elements of the outputs; a
-   recomputation by forward is taken to last as long as that. Takes effect at the next ms_wrap.
-   Errors: INVALID (no such layer; a time that is negative, not finite or above 1e15); sticks before
-   ms_wrap. */
+/* Known times of a layer, at the present sizes of the axes. They override those of a profile or of
+   timed steps, which override predicted ones. 0: that time is not known; NULL: none is any more. At
+   other sizes they are scaled by the elements of the outputs; a recomputation by forward is assumed
+   to take as long as forward. Takes effect at the next ms_wrap. Errors: INVALID (no such layer; a
+   time that is negative, not finite or above 1e15); sticks before ms_wrap. */
 MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_layer_time *time);
 
-/* The times in force, as text with a version and a hash of the graph, and with the speeds of the
-   device that they are for; and such a text back, for the next ms_wrap, behind all registrations
-   and ms_set_loss. It takes the place of all times that were measured or loaded before, and, unless
-   ms_set_hardware has been called, of the speeds that the backend states. Numbers keep all their
-   bits. Names, addresses and the sizes of axes do not matter to the hash. Loading is all or
-   nothing. Errors: INVALID (not a profile, of another version, of another graph, cut off; the text
-   says which line), ORDER (save before ms_wrap). */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_profile_save(const ms_model *model, ms_text_fn write,
-                                                          void *user);
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_profile_load(ms_model *model, const char *text,
-                                                          size_t length);
+/* ms_profile_save writes the times in force as text, with a version, a hash of the graph, and the
+   speeds of the device that they are for. Numbers keep all their bits. ms_profile_load reads such a
+   text, after all registrations and ms_set_loss, for the next ms_wrap; it replaces all times that
+   were measured or loaded before and, unless ms_set_hardware has been called, the speeds that the
+   backend states. It loads everything or nothing. The hash ignores names, addresses and the sizes
+   of axes. Errors: INVALID (not a profile, of another version, of another graph, cut off; the text
+   says which line), ORDER (saved before ms_wrap). */
+MEMSCALE_API_CHECKED ms_result ms_profile_save(const ms_model *model, ms_text_fn write, void *user);
+MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text, size_t length);
 
 /* The smallest budget that ms_wrap would accept with the present switches (with auto_policy, in any
-   mode). Takes as long as the longest ms_wrap. Errors: as ms_wrap. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
+   mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap. */
+MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
-/* Decides, lowers, lays out and allocates. May be called again, between steps or micro-batches,
-   after ms_set_budget or ms_set_frozen: every value that lives between steps is kept, and so are
-   the micro-batches that are done, unless a param learns that did not before. The old arena and the
-   new one exist side by side for a moment, and the device is waited for. A failing call leaves the
-   model as it was, unless what fails is the device on steps that were not waited for before.
+/* Decides, lowers, lays out and allocates. May be called again between steps or micro-batches, for
+   example after ms_set_budget or ms_set_frozen: every value that is kept between steps stays, and
+   so do the micro-batches done so far, unless a param is trained that was not before. The old and
+   the new arena exist side by side for a moment. A failing call leaves the model as it was, unless
+   the failure is that of the device in earlier steps that were not waited for. Stream: waits.
    Errors: the first registration error; INVALID; UNSUPPORTED (a technique that this version does
    not have is switched ON or forced); BUDGET (the text has the smallest budget that would do, the
-   largest size that this one has room for, and what else helps); OUT_OF_MEMORY; BACKEND. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_wrap(ms_model *model);
+   largest size for which this one suffices, and what else helps); OUT_OF_MEMORY; BACKEND. */
+MEMSCALE_API_CHECKED ms_result ms_wrap(ms_model *model);
 
-/* Back to the plain plan, budget or not; values are kept. On error the model stays wrapped as it
-   was. Errors: as ms_wrap, without BUDGET. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_detach(ms_model *model);
+/* Back to the plain plan, whatever the budget; values are kept. On error the model stays wrapped as
+   it was. Errors: as ms_wrap, except BUDGET. */
+MEMSCALE_API_CHECKED ms_result ms_detach(ms_model *model);
 
-/* Gives the axes other sizes, one for each in the order of ms_add_axis, between steps; the micro-
-   batches of one step may have different ones. The arena was allocated for the largest sizes, so no
-   device memory is allocated; the plan for these sizes is made, or taken up again. Params, their
-   state and buffers keep their values; inputs, and buffers along an axis, keep their bytes, to be
-   written anew. Before ms_wrap it only sets sizes. Errors: INVALID (below 1, above the largest),
-   ORDER, OUT_OF_MEMORY; the model then keeps its sizes. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_reshape(ms_model *model, const int64_t *sizes);
+/* Sets the sizes of all axes, in the order of ms_add_axis, between steps; the micro-batches of one
+   step may differ. The plan for these sizes is made, or reused if there was one; no device memory
+   is allocated, since the arena has room for the largest sizes. Params, their state and buffers
+   keep their values; inputs, and buffers along an axis, keep only their bytes and must be written
+   anew. Before ms_wrap it only sets the sizes. On error the model keeps the old ones.
+   Errors: INVALID (below 1, above the largest), ORDER, OUT_OF_MEMORY. */
+MEMSCALE_API_CHECKED ms_result ms_reshape(ms_model *model, const int64_t *sizes);
 
-/* MS_OPTIMIZE(m) { ... } wraps before the block and detaches behind it. The block is skipped if
-   ms_wrap fails (see ms_last_error). Leaving it by break, goto or return leaves the model wrapped.
-   */
+/* MS_OPTIMIZE(m) { ... } calls ms_wrap before the block and ms_detach after it. If ms_wrap fails,
+   the block is skipped (see ms_last_error). A break, goto or return leaves it wrapped. */
 #define MS_OPTIMIZE(model) for (int memscale_stage = 0; ms_optimize_next((model), &memscale_stage);)
 MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage);
 
-/* Copies a whole tensor from or to host memory, in its dtype. ms_write: any tensor that lives
-   between steps (input, param, buffer, optimizer state), at any time, also before ms_wrap; after
-   ms_forward it ends that step, since backward would see other values. ms_read: these, and every
-   value that is live where the last step stopped: the loss, outputs, and between ms_backward and
-   ms_update the gradients. data may be used again at once. Stream: ms_read waits, and so does
-   ms_write, but for an input that is on the device: that is staged in pinned memory.
-   Errors: INVALID, ORDER (not live), DRY_RUN, OUT_OF_MEMORY, BACKEND. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_write(ms_model *model, ms_tensor tensor,
-                                                   const void *data);
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_read(ms_model *model, ms_tensor tensor, void *data);
+/* Copy a whole tensor from (ms_write) or to (ms_read) host memory, in its dtype. data may be reused
+   at once. ms_write: what is kept between steps (input, param, buffer, optimizer state, borrowed
+   gradient), at any time between calls, also before ms_wrap; after ms_forward it ends that step,
+   since backward would see other values. ms_read: the same, and every value that is live where the
+   last step stopped: the loss, outputs, and between ms_backward and ms_update the gradients.
+   Stream: both wait, except ms_write to an input on the device, which is staged in pinned memory.
+   Errors: INVALID, ORDER (not live; ms_write in a callback), DRY_RUN, OUT_OF_MEMORY, BACKEND. */
+MEMSCALE_API_CHECKED ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data);
+MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *data);
 
-/* The address of a value in device memory (host memory for a tensor on the host), or NULL where
-   ms_read would fail: to fill an input in place, or to use params elsewhere, by work that is
-   enqueued on ms_stream, or behind ms_synchronize. Valid for what lives between steps until the
-   next ms_wrap or ms_detach, or the step that plans again (ms_config.empirical_profiling); for the
-   rest until the next step. */
+/* The address of a value in device memory (host memory for a tensor on the host); NULL before
+   ms_wrap and where ms_read would fail. Use it to fill an input in place or to use params
+   elsewhere, by work enqueued on ms_stream or after ms_synchronize. What is kept between steps
+   stays there until the next ms_wrap or ms_detach, or the step that plans again
+   (ms_config.empirical_profiling); everything else until the next step. */
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
-/* Handles for ms_read: the gradient of a param or an activation; and for ms_read and ms_write: the
-   optimizer state of a param (AdamW: 0 and 1 are the moments; SGD: 0 is the momentum). Handle 0 for
-   tensors that cannot have one. A frozen param has a handle, but nothing to read. */
+/* Handles of the gradient of a param or activation, for ms_read, and of the optimizer state of a
+   param, for ms_read and ms_write (AdamW: 0 and 1 are the moments; SGD: 0 is the momentum). Handle
+   0 if the tensor cannot have one. A frozen param has a handle, but nothing to read. */
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index);
 
-/* Shape of a tensor (rank -1 for a wrong handle), number of its elements (0), and bytes (0). */
+/* Present shape, element count and bytes of a tensor; rank -1, 0 and 0 for a wrong handle. */
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
@@ -1190,57 +1172,54 @@ MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
    returned as it is, a wrong one as 0. */
 MEMSCALE_API ms_tensor ms_tensor_of(const ms_model *model, ms_tensor tensor);
 
-/* Name of a tensor (of a gradient or a state: that of its tensor) and of a layer; "?" for a wrong
-   handle. Valid until the next registration, and after ms_wrap as long as the model lives. */
+/* Name of a tensor (for a gradient or optimizer state, that of its tensor) and of a layer; "?" for
+   a wrong handle. Valid until the next registration, and after ms_wrap as long as the model. */
 MEMSCALE_API const char *ms_tensor_name(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API const char *ms_layer_name(const ms_model *model, ms_layer layer);
 
-/* One training step; *loss (may be NULL) is the loss before the update. With accumulation_steps = n
-   it is one micro-batch, and every n-th call updates; the mean over all of them is minimised (with
-   ms_set_loss_factor, the sum of all their rows times the factor). A failure gives up the micro-
-   batches before it too: the step starts again. Stream: waits for the loss alone, and for the norm
-   where gradients are clipped; with NULL for nothing; a loss that is not finite is then
-   the error of the next ms_step, ms_forward, ms_eval or ms_synchronize that finds it.
-   Errors: CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped), DRY_RUN. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_step(ms_model *model, double *loss);
+/* One training step; *loss (loss may be NULL) is the loss before the update. With
+   accumulation_steps = n it is one micro-batch, and every n-th call updates; minimised is the mean
+   over all of them (with ms_set_loss_factor, the sum of all their rows times the factor). A failure
+   also discards the earlier micro-batches of its step, which starts again. Stream: waits only for
+   the loss and, if gradients are clipped, for their norm; with NULL for nothing. A loss that is not
+   finite is then the error of the next ms_step, ms_forward, ms_eval or ms_synchronize that finds
+   it. Errors: CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped), DRY_RUN. */
+MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
 
 /* The same in three calls. With a plan that updates early (ms_memory_report.early_update),
-   ms_backward updates some params and ms_update completes the step. With accumulation, ms_update
-   stands behind the last micro-batch alone.
-   Errors: as ms_step; ORDER if called out of turn. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_forward(ms_model *model, double *loss);
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_backward(ms_model *model);
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_update(ms_model *model);
+   ms_backward updates some params and ms_update completes the step. With accumulation, call
+   ms_update only after the last micro-batch. Errors: as ms_step; ORDER if called out of turn. */
+MEMSCALE_API_CHECKED ms_result ms_forward(ms_model *model, double *loss);
+MEMSCALE_API_CHECKED ms_result ms_backward(ms_model *model);
+MEMSCALE_API_CHECKED ms_result ms_update(ms_model *model);
 
-/* Forward alone, in MS_PHASE_EVAL, by a program of its own that keeps nothing for a backward. It
-   ends a step that was begun with ms_forward. Errors: as ms_step. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_eval(ms_model *model, double *loss);
+/* Forward alone, in MS_PHASE_EVAL, by a program of its own that keeps nothing for a backward. Ends
+   a step that ms_forward has begun. Errors: as ms_step. */
+MEMSCALE_API_CHECKED ms_result ms_eval(ms_model *model, double *loss);
 
-/* The common norm of all gradients in the last update, before clipping. Errors: INVALID, ORDER (no
-   update yet since ms_wrap, or no grad_clip_norm), BACKEND. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_gradient_norm(ms_model *model, double *norm);
+/* The global norm of all gradients in the last update, before clipping. Errors: INVALID, ORDER (no
+   grad_clip_norm; no update since ms_wrap; another step or an eval has begun since), BACKEND. */
+MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
 
-/* In a callback: c = alpha * a * b + beta * c, row-major; a beta of 0 does not read c. a and b are
-   both F32, F16 or BF16, c is F32 or like them; products are summed in F32. Where c is a
-   batch, a and b are batches of as many matrices, or one matrix for all. Stream: on that of the call.
+/* In a callback: c = alpha * a * b + beta * c, row-major; with beta 0, c is not read. a and b are
+   both F32, F16 or BF16, c is F32 or like them; products are summed in F32. If c is a batch, a and
+   b are each a batch of the same size or one matrix for all. Stream: ms_call.stream.
    Errors: INVALID (shapes do not match), UNSUPPORTED (dtype), BACKEND. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a,
-                                                  ms_matrix b, float beta, ms_matrix c);
+MEMSCALE_API_CHECKED ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a, ms_matrix b,
+                                       float beta, ms_matrix c);
 
-/* In a callback: the values of one view in the dtype of another of as many elements, to the
-   nearest, ties to even; F32, F16 and BF16. Errors: INVALID (counts differ, no data), UNSUPPORTED
-   (dtype), BACKEND. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_cast(const ms_call *call, const ms_view *to,
-                                                  const ms_view *from);
+/* In a callback: converts the values of one view to the dtype of another of as many elements, to
+   the nearest, ties to even; F32, F16 and BF16. Stream: ms_call.stream. Errors: INVALID (counts
+   differ, no data), UNSUPPORTED (dtype), BACKEND. */
+MEMSCALE_API_CHECKED ms_result ms_cast(const ms_call *call, const ms_view *to, const ms_view *from);
 
-/* A view as a matrix: all leading dims are rows, the last is cols; and a matrix the other way
-   round (no data moves). */
+/* A view as a matrix: its last dim is cols, all others together are rows; and the transpose of a
+   matrix (no data moves). */
 MEMSCALE_API ms_matrix ms_matrix_of(const ms_view *view);
 MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix);
 
 /* Sizes and times of the present plan, and what it is for. Errors: INVALID, ORDER (no plan yet). */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_report(const ms_model *model,
-                                                    ms_memory_report *report);
+MEMSCALE_API_CHECKED ms_result ms_report(const ms_model *model, ms_memory_report *report);
 
 /* Names of a category ("activation gradients"), a mode ("BALANCED"), a technique ("early update")
    and a source ("user_config"); "?" out of range. */
@@ -1252,62 +1231,58 @@ MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source);
 /* Whether this version has the technique; false out of range. */
 MEMSCALE_API bool ms_technique_is_built(ms_technique technique);
 
-/* The rules, in the order in which they are asked; NULL behind the last. */
+/* The rules, in the order in which the planner applies them; NULL after the last. */
 MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number);
 
-/* Calls visit for each layer in the order of registration, and for each technique in the order of
-   ms_technique: what was decided, and by which rule. Errors: INVALID, ORDER (no plan yet),
-   OUT_OF_MEMORY (visit has not been called then). */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_visit_decisions(const ms_model *model,
-                                                             ms_decision_fn visit, void *user);
+/* Calls visit for each layer in the order of registration, and for each technique of ms_technique:
+   what was decided, and by which rule. Errors: INVALID, ORDER (no plan yet), OUT_OF_MEMORY (visit
+   was not called then). */
+MEMSCALE_API_CHECKED ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn visit,
+                                                  void *user);
 
-/* Runs forward and backward by the plain plan and by the present one, both from the present values
-   and inputs, with the seed of the next step (of one micro-batch, with accumulation) and without an
-   update, and compares the gradients of all params that learn and the buffers that layers change.
-   visit (may be NULL) sees each of them afterwards, in the order of registration. Equal bits mean
-   that the plan changes nothing. Memory that a callback is to write holds rubbish before, so a
-   layer is found out too that reads what nobody has written; a mistake that both passes make alike
-   is for ms_config.debug to find. A loss that is not finite is compared as any other. Afterwards,
-   and behind an error, the model is as before: values, gradients and outputs that can be read,
-   counts, recordings. Takes, for that time, one allocation on the device beside the arena: passing
-   values and gradients of the plain plan, and a copy of the buffers that change; and on the host a
-   copy of these gradients and buffers, 1 MiB, two programs, and another copy of changing buffers
-   that stay there (in debug mode what that takes too). Stream: waits.
-   Errors: as ms_step but NONFINITE; OUT_OF_MEMORY; ORDER (not wrapped; inside a step; something was
-   set that only the next ms_wrap heeds). *report is zeroed then, and visit not called. */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_verify(ms_model *model, ms_difference_fn visit,
-                                                    void *user, ms_verify_report *report);
+/* Runs forward and backward by the plain plan and by the present plan, both from the present values
+   and inputs, with the seed of the next step (with accumulation, one micro-batch) and no update,
+   and compares the gradients of all trained params and the buffers that layers change. Afterwards
+   visit (may be NULL) receives each of them, in the order of registration. If all bits are equal,
+   the plan changes nothing. Memory that a callback is to write holds poison, which also exposes a
+   layer that reads what nobody has written; only ms_config.debug finds a mistake that both passes
+   make. A loss that is not finite is compared like any other. Even after an error the model is as
+   before: values, readable gradients and outputs, counts, recordings. Temporary memory: on the
+   device one allocation beside the arena, for the transient values and gradients of the plain plan
+   and a copy of changing buffers; on the host a copy of these gradients and buffers, one more of
+   buffers that stay there, two programs and 1 MiB (in debug mode also what that takes).
+   Stream: waits. Errors: as ms_step except NONFINITE; OUT_OF_MEMORY; ORDER (not wrapped; a step is
+   under way; a setting waits for the next ms_wrap). *report is zeroed then, visit is not called. */
+MEMSCALE_API_CHECKED ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
+                                         ms_verify_report *report);
 
-/* Calls visit for the events of a program, in the order in which they are enqueued: for a framework
-   that runs the plan itself, what to compute where, and what is dead afterwards. Errors: INVALID,
-   ORDER (no plan yet). */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_visit_events(const ms_model *model, ms_program program,
-                                                          ms_event_fn visit, void *user);
+/* Calls visit for the events of a program, in the order in which they are enqueued. A framework
+   that runs the plan itself learns from them what to compute where, and what can be freed
+   afterwards. Errors: INVALID, ORDER (no plan yet). */
+MEMSCALE_API_CHECKED ms_result ms_visit_events(const ms_model *model, ms_program program,
+                                               ms_event_fn visit, void *user);
 
-/* The functions below write text, piece by piece. All of them use nothing but the functions above.
+/* The functions from here on write text, piece by piece, and use only the functions above.
 
    Listings for people. ms_print_plan: sizes, a line for each layer, and the rules that decided.
    ms_print_program: a line for each instruction with its number, kind, layer or tensor, operands
-   with their addresses, and the live bytes while it runs. Errors: INVALID, ORDER (no plan yet);
-   OUT_OF_MEMORY (of ms_print_plan; the text may end after the techniques then). */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_plan(const ms_model *model, ms_text_fn write,
-                                                        void *user);
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_program(const ms_model *model,
-                                                           ms_program program, ms_text_fn write,
-                                                           void *user);
+   and their addresses, and the live bytes while it runs. Errors: INVALID, ORDER (no plan yet), and
+   of ms_print_plan OUT_OF_MEMORY (the text may then end after the techniques). */
+MEMSCALE_API_CHECKED ms_result ms_print_plan(const ms_model *model, ms_text_fn write, void *user);
+MEMSCALE_API_CHECKED ms_result ms_print_program(const ms_model *model, ms_program program,
+                                                ms_text_fn write, void *user);
 
-/* A training step as a Chrome trace, in JSON, which ui.perfetto.dev opens: a process "simulated"
-   and, where steps were timed, one "measured", each with a track per stream and counters of the
-   live bytes by category. A slice is an instruction, with the name of its layer or tensor, or what
-   is simulated besides the instructions: the copies of inputs to the device, the sum of the losses,
-   and the copy of the verdict to the host. Errors: INVALID, ORDER (no plan yet). */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_trace(const ms_model *model, ms_text_fn write,
-                                                         void *user);
+/* A training step as a Chrome trace in JSON, for ui.perfetto.dev: a process "simulated" and, if
+   steps were timed, one "measured", each with a track per stream and counters of live bytes by
+   category. A slice is an instruction, with the name of its layer or tensor, or something else that
+   a step does: the copies of inputs to the device, the sum of the losses, the copy of the verdict
+   to the host. Errors: INVALID, ORDER (no plan yet). */
+MEMSCALE_API_CHECKED ms_result ms_print_trace(const ms_model *model, ms_text_fn write, void *user);
 
-/* What ms_report says, in the text format of Prometheus. All names begin with memscale_, and the
-   units are bytes and seconds. Errors: INVALID, ORDER (no plan yet). */
-MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_metrics(const ms_model *model, ms_text_fn write,
-                                                           void *user);
+/* The numbers of ms_report in the text format of Prometheus. All names begin with memscale_; units
+   are bytes and seconds. Errors: INVALID, ORDER (no plan yet). */
+MEMSCALE_API_CHECKED ms_result ms_print_metrics(const ms_model *model, ms_text_fn write,
+                                                void *user);
 
 #endif // MEMSCALE_H
 

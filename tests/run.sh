@@ -203,7 +203,7 @@ same() { # WHAT EXPECTED ACTUAL: files of sorted lines
 check_exports() {
     local object
     object=$(implementation) || return 1
-    sed '/^#endif \/\/ MEMSCALE_H/q' memscale.h | tr '\n' ' ' | grep -o 'MEMSCALE_API [^;(]*(' |
+    sed '/^#endif \/\/ MEMSCALE_H/q' memscale.h | tr '\n' ' ' | grep -o 'MEMSCALE_API[A-Z_]* [^;(]*(' |
         sed -n 's/.*[ *]\(ms_[a-z0-9_]*\)($/\1/p' | sort > $checks/declared
     nm -g --defined-only "$object" | awk '{ print $3 }' | sort > $checks/exported
     [ -s $checks/declared ] && same 'the object' $checks/declared $checks/exported
