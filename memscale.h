@@ -1335,7 +1335,7 @@ MEMSCALE_API MEMSCALE_NODISCARD ms_result ms_print_metrics(const ms_model *model
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// >>shared  allocation, sizes, and what the host tells of its memory
+// >>shared  allocation, sizes, and the memory of the host
 
 enum { MSI_ALIGNMENT = 64 };
 
@@ -1351,38 +1351,36 @@ static inline void *msi_alloc(const ms_allocator *allocator, uint64_t bytes) {
 }
 
 static inline void msi_release(const ms_allocator *allocator, void *memory, uint64_t bytes) {
-    if (!memory) {
-        return;
-    }
-    if (allocator->release) {
-        allocator->release(memory, bytes, allocator->user);
-    } else {
+    if (!allocator->release) {
         free(memory);
+    } else if (memory) {
+        allocator->release(memory, bytes, allocator->user);
     }
 }
 
-/* Value of a line such as "MemTotal:  24 kB" or "model name : x"; NULL if it is another line. */
+/* Value of a line such as "MemTotal:  24 kB" or "model name : x"; NULL if it begins otherwise. */
 static inline const char *msi_line_value(const char *line, const char *key) {
     const size_t length = strlen(key);
-    if (strncmp(line, key, length) != 0) {
-        return NULL;
-    }
-    return line + length + strspn(line + length, " \t:");
+    return strncmp(line, key, length) == 0 ? line + length + strspn(line + length, " \t:") : NULL;
 }
 
 enum { MSI_PATH_BYTES = 4096 };
 
-/* root is "" but for tests, which have a tree of their own. NULL where there is no such file. */
+/* root is "", except in tests, which write a tree of files of their own. NULL: no such file. */
 static inline FILE *msi_open_file(const char *root, const char *directory, const char *name) {
     char path[MSI_PATH_BYTES];
     const int length = snprintf(path, sizeof path, "%s%s/%s", root, directory, name);
     return length > 0 && length < (int)sizeof path ? fopen(path, "r") : NULL;
 }
 
-/* The next line, without its end; the rest of one that is too long is dropped. */
+/* Reads the next line, without its end, and drops what does not fit. False at the end of the file,
+   which is closed then, so callers read each file to its end; false too for NULL. */
 static inline bool msi_read_line(FILE *file, char *line, int bytes) {
     char rest[256];
     if (!file || !fgets(line, bytes, file)) {
+        if (file) {
+            fclose(file);
+        }
         return false;
     }
     const size_t length = strcspn(line, "\n");
@@ -1394,39 +1392,27 @@ static inline bool msi_read_line(FILE *file, char *line, int bytes) {
     return true;
 }
 
-/* The number of a file that has only that; UINT64_MAX where there is none, as for "max". */
-static inline uint64_t msi_read_number(const char *root, const char *directory, const char *name) {
-    char line[64];
-    uint64_t number = UINT64_MAX;
-    FILE *file = msi_open_file(root, directory, name);
-    if (msi_read_line(file, line, sizeof line) && line[0] >= '0' && line[0] <= '9') {
-        number = strtoull(line, NULL, 10);
-    }
-    if (file) {
-        fclose(file);
-    }
-    return number;
-}
-
-/* The number of the line that begins with key, or `otherwise`. */
+/* The number in the first line that begins with key and has one, or `otherwise`. */
 static inline uint64_t msi_read_key(const char *root, const char *directory, const char *name,
                                     const char *key, uint64_t otherwise) {
     char line[256];
-    const char *value;
     uint64_t number = otherwise;
     FILE *file = msi_open_file(root, directory, name);
-    while (number == otherwise && msi_read_line(file, line, sizeof line)) {
-        if ((value = msi_line_value(line, key)) != NULL) {
+    while (msi_read_line(file, line, sizeof line)) {
+        const char *value = msi_line_value(line, key);
+        if (number == otherwise && value && *value >= '0' && *value <= '9') {
             number = strtoull(value, NULL, 10);
         }
-    }
-    if (file) {
-        fclose(file);
     }
     return number;
 }
 
-/* Memory of the host as far as it is known: UINT64_MAX where it is not. */
+/* The number in a file that has nothing else; UINT64_MAX if it has none, as in "max". */
+static inline uint64_t msi_read_number(const char *root, const char *directory, const char *name) {
+    return msi_read_key(root, directory, name, "", UINT64_MAX);
+}
+
+/* Memory of the host; UINT64_MAX where it is not known. */
 typedef struct msi_host {
     const char *root;
     uint64_t total_bytes, free_bytes;
@@ -1436,9 +1422,9 @@ static inline uint64_t msi_smaller(uint64_t a, uint64_t b) {
     return a < b ? a : b;
 }
 
-/* The limits of one cgroup, and what it has left: Linux, Documentation/admin-guide/cgroup-v2.rst
-   and cgroup-v1/memory.rst. Pages of files that were not used of late give way. No limit is a
-   number that no machine has. */
+/* Lowers *h to the limits of one cgroup and to what it has left: Linux,
+   Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst. Inactive pages of files count as
+   free: the kernel reclaims them. Version 1 writes "no limit" as a number that no machine has. */
 static inline void msi_limit_by_group(msi_host *h, int version, const char *directory) {
     static const struct {
         const char *most, *high, *used, *pages;
@@ -1458,31 +1444,27 @@ static inline void msi_limit_by_group(msi_host *h, int version, const char *dire
     h->free_bytes = msi_smaller(h->free_bytes, limit - msi_smaller(limit, held));
 }
 
-/* The cgroup at mount/below, and all those above it up to the mount. */
+/* Lowers *h to the limits of the cgroup at mount/below and of its ancestors up to the mount. */
 static inline void msi_limit_by_groups(msi_host *h, int version, const char *mount,
                                        const char *below) {
     char directory[MSI_PATH_BYTES];
     const size_t base = strlen(mount);
     const int whole = snprintf(directory, sizeof directory, "%s%s", mount, below);
-    if (whole < 0 || whole >= (int)sizeof directory) {
-        return;
-    }
-    for (size_t length = (size_t)whole;;) {
+    size_t length = (size_t)whole;
+    for (bool more = whole >= 0 && whole < (int)sizeof directory; more;) {
         while (length > base && directory[length - 1] == '/') {
             length--;
         }
         directory[length] = 0;
         msi_limit_by_group(h, version, directory);
-        if (length <= base) {
-            return;
-        }
+        more = length > base;
         while (length > base && directory[length - 1] != '/') {
             length--;
         }
     }
 }
 
-/* Cuts the next field off a line of fields with blanks in between; "" behind the last. */
+/* Cuts the next field off a line of fields that blanks separate; "" after the last. */
 static inline char *msi_next_field(char **line) {
     char *field = *line + strspn(*line, " ");
     const size_t length = strcspn(field, " ");
@@ -1491,7 +1473,7 @@ static inline char *msi_next_field(char **line) {
     return field;
 }
 
-/* Whether a word is in a list with commas in between, of so many characters. */
+/* Whether a word is in a list of `length` characters that commas separate. */
 static inline bool msi_lists(const char *list, size_t length, const char *word) {
     const size_t word_length = strlen(word);
     for (size_t at = 0; at < length;) {
@@ -1505,7 +1487,7 @@ static inline bool msi_lists(const char *list, size_t length, const char *word) 
     return false;
 }
 
-/* Blanks and the like stand in mountinfo as a backslash and three octal digits. */
+/* mountinfo writes blanks and the like as a backslash and three octal digits. */
 static inline void msi_unescape(char *text) {
     char *to = text;
     for (const char *from = text; *from; from++, to++) {
@@ -1518,8 +1500,8 @@ static inline void msi_unescape(char *text) {
     *to = 0;
 }
 
-/* Whether a line of mountinfo (proc_pid_mountinfo(5)) mounts the cgroups of this version: the
-   cgroup at the mount point, and that point. */
+/* Whether a line of mountinfo (proc_pid_mountinfo(5)) mounts the cgroups of this version. Sets the
+   mount point, and *root to the cgroup that is mounted there. */
 static inline bool msi_mounts_groups(char *line, int version, char **root, char **point) {
     const char *field = "";
     for (int i = 0; i < 3; i++) {
@@ -1540,8 +1522,8 @@ static inline bool msi_mounts_groups(char *line, int version, char **root, char 
                : strcmp(type, "cgroup") == 0 && msi_lists(options, strlen(options), "memory");
 }
 
-/* Where a cgroup is below a mount of the cgroup `root`; "", the mount itself, where that cannot be
-   told, as in some containers. */
+/* The path of a cgroup below a mount of the cgroup `root`; "", the mount itself, where that is not
+   known, as in some containers. */
 static inline const char *msi_below_mount(const char *root, const char *path) {
     const size_t length = strcmp(root, "/") == 0 ? 0 : strlen(root);
     const bool inside =
@@ -1559,9 +1541,6 @@ static inline void msi_limit_by_version(msi_host *h, int version, const char *pa
             found = true;
             msi_limit_by_groups(h, version, point, msi_below_mount(root, path));
         }
-    }
-    if (file) {
-        fclose(file);
     }
     if (!found) {
         msi_limit_by_groups(h, version, version == 2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory",
@@ -1581,13 +1560,10 @@ static inline void msi_limit_by_cgroups(msi_host *h) {
             msi_limit_by_version(h, length == 0 ? 2 : 1, path + 1);
         }
     }
-    if (file) {
-        fclose(file);
-    }
 }
 
-/* MemTotal and MemAvailable, or what the cgroups of the process leave of them. 0 where the platform
-   does not tell, so that free memory is never less than a page. */
+/* MemTotal and MemAvailable, or less where cgroups limit the process. 0 means unknown, so free
+   memory that is known is at least a page. */
 static inline void msi_host_memory(const char *root, uint64_t *total_bytes, uint64_t *free_bytes) {
     const uint64_t page = 4096, none = UINT64_MAX >> 10;
     msi_host h;
@@ -1603,7 +1579,7 @@ static inline void msi_host_memory(const char *root, uint64_t *total_bytes, uint
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>formats  16-bit floats by their bits; to the nearest, ties to even
+// >>formats  16-bit floats by their bits, rounded to the nearest, ties to even
 
 MSI_HD uint32_t msi_bits_of_f32(float x) {
     uint32_t bits;
@@ -1629,8 +1605,8 @@ MSI_HD uint16_t msi_bf16_of_f32(float x) {
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-/* Shifts exponent and mantissa to their places and multiplies the bias away, which is exact, for
-   subnormal numbers too. */
+/* Shifts exponent and mantissa to their places, and corrects the bias of the exponent by a
+   multiplication, which is exact, for subnormal numbers too. */
 MSI_HD float msi_f32_of_f16(uint16_t bits16) {
     const uint32_t sign = (uint32_t)(bits16 & 0x8000u) << 16, rest = bits16 & 0x7fffu;
     if (rest >= 0x7c00u) { // infinity and NaN
@@ -1649,13 +1625,13 @@ MSI_HD uint16_t msi_f16_of_f32(float x) {
     if (rest >= 0x477ff000u) { // 65520 and above round to infinity
         return (uint16_t)(sign | 0x7c00u);
     }
-    if (rest < 0x38800000u) { // below 2^-14: the sum has the units of a subnormal as its last bits
+    if (rest < 0x38800000u) { // subnormal: the last bits of the sum with 0.5 count units of 2^-24
         return (uint16_t)(sign | (msi_bits_of_f32(msi_f32_of_bits(rest) + 0.5f) - 0x3f000000u));
     }
     return (uint16_t)(sign | (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13);
 }
 
-/* Element i of an array of F32, F16 or BF16. */
+/* Element i of an array of F32, F16 or BF16, as float. */
 MSI_HD float msi_load(const void *data, ms_dtype dtype, uint64_t i) {
     return dtype == MS_DTYPE_F32   ? ((const float *)data)[i]
            : dtype == MS_DTYPE_F16 ? msi_f32_of_f16(((const uint16_t *)data)[i])
@@ -1671,10 +1647,10 @@ MSI_HD void msi_store_as(void *data, ms_dtype dtype, uint64_t i, float x) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>arithmetic  one element of an update, for host and device, with its rounding spelled: compilers
+// >>arithmetic  one element of an update, for host and device, with explicit rounding: compilers
 //              differ in when they fuse a multiplication with an addition
 
-/* Fused on devices, and where the host has an instruction for it: there both give the same bits. */
+/* Fused on devices, and on hosts that have an instruction for it: these give the same bits. */
 #if defined(__CUDA_ARCH__)
 #define MSI_FMA(a, b, c) __fmaf_rn(a, b, c)
 #define MSI_DIVIDE(a, b) __fdiv_rn(a, b)
@@ -1711,8 +1687,7 @@ MSI_HD float msi_sgd_element(const ms_update_factors *f, float value, float grad
     return MSI_FMA(f->rate, MSI_FMA(f->decay, value, v), value);
 }
 
-/* The verdict on a loss, and on the sum of squares of all gradients; the first that is not finite
-   stands. */
+/* Halts the step if the loss is not finite. The first reason to halt stays. */
 MSI_HD void msi_judge_loss(ms_step_state *s, double loss) {
     if (s->halted == (uint32_t)MS_HALT_NONE) {
         s->loss = loss;
@@ -1721,7 +1696,8 @@ MSI_HD void msi_judge_loss(ms_step_state *s, double loss) {
     }
 }
 
-/* Returns the factor that brings the gradients down to a norm of `limit`. */
+/* The same for the norm, from the sum of the squares of all gradients. Returns the factor that
+   scales the gradients down to a norm of `limit`. */
 MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
     const double norm = sqrt(sum);
     if (s->halted == (uint32_t)MS_HALT_NONE) {
@@ -1777,7 +1753,7 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
     { 0 }
 #endif
 
-#define MSI_NONE UINT32_MAX // no tensor, no layer, no life, no instruction
+#define MSI_NONE UINT32_MAX // no tensor, no layer, no live range, no instruction
 
 enum {
     MSI_ROLE_BITS = 28, // a handle is role << 28 | index + 1
@@ -1788,12 +1764,10 @@ enum {
     MSI_MAX_VIEWS = MSI_MAX_VALUES + MS_LIMIT_OUT + MSI_MAX_EDGES
 };
 
+/* False if the product overflows. */
 static bool msi_multiply(uint64_t a, uint64_t b, uint64_t *product) {
-    if (b != 0 && a > UINT64_MAX / b) {
-        return false;
-    }
     *product = a * b;
-    return true;
+    return b == 0 || a <= UINT64_MAX / b;
 }
 
 /* Sebastiano Vigna's splitmix64, public domain: a good mix of 64 bits. */
@@ -1808,8 +1782,8 @@ static uint64_t msi_mix_in(uint64_t hash, uint64_t word) {
     return msi_mix(hash ^ word);
 }
 
-/* Microseconds of the platform's clock, for differences: since a day in 2023, so that a double
-   still has small parts of one. */
+/* Microseconds of the platform's clock, for differences. They count from a day in 2023, so that a
+   double resolves fractions of one. */
 static inline double msi_now_us(void) {
 #if defined(TIME_UTC)
     struct timespec now;
@@ -1834,21 +1808,13 @@ static void *msi_alloc_zeroed(const ms_allocator *allocator, uint64_t bytes) {
     return memory;
 }
 
-/* The items of a growing array with room for `needed` of them, or, where there is no memory, as they
-   were. */
+/* The items of a growing array with room for `needed` of them; the same items if memory is short. */
 static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *capacity,
                         uint64_t needed, size_t item_bytes) {
-    if (needed <= *capacity) {
-        return items;
-    }
     uint64_t grown = (uint64_t)*capacity + *capacity / 2 + 16;
-    if (grown < needed) {
-        grown = needed;
-    }
-    if (grown >= MSI_NONE) {
-        return items;
-    }
-    void *moved = msi_alloc(allocator, grown * item_bytes);
+    grown = grown < needed ? needed : grown;
+    void *moved =
+        needed > *capacity && grown < MSI_NONE ? msi_alloc(allocator, grown * item_bytes) : NULL;
     if (!moved) {
         return items;
     }
@@ -1860,7 +1826,7 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
     return moved;
 }
 
-/* Goes on with a call if all went well so far. */
+/* Makes a call if there has been no error so far. */
 #define MSI_THEN(result, call)                                                                     \
     do {                                                                                           \
         if ((result) == MS_RESULT_OK) {                                                            \
@@ -1868,7 +1834,7 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
         }                                                                                          \
     } while (0)
 
-/* A growing array. MSI_RESERVE is false, and changes nothing, where there is no memory. */
+/* A growing array. MSI_RESERVE is false, and changes nothing, if memory is short. */
 #define MSI_LIST(type)                                                                             \
     struct {                                                                                       \
         type *items;                                                                               \
@@ -1895,18 +1861,17 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
 typedef enum msi_kind { MSI_KINDS(MSI_X) MSI_KIND_COUNT } msi_kind;
 #undef MSI_X
 
-/* What of a tensor a life or a handle means. The first six are those of handles. */
+/* What a handle or a live range means by its tensor. A handle has a role below RESIDENT_COUNT; the
+   values of these roles can be resident. */
 typedef enum msi_role {
     MSI_ROLE_VALUE,
     MSI_ROLE_GRADIENT,
     MSI_ROLE_STATE0, // of the optimizer, MS_LIMIT_OPTIMIZER_STATE of them
-    MSI_ROLE_RESIDENT_COUNT =
-        MSI_ROLE_STATE0 + MS_LIMIT_OPTIMIZER_STATE, // roles up to here can be fixed
-    MSI_ROLE_CONTRIBUTION =
-        MSI_ROLE_RESIDENT_COUNT, // a contribution to a gradient, to be added to it
-    MSI_ROLE_SNAPSHOT,           // a copy of a buffer
-    MSI_ROLE_WORKSPACE,          // of a layer
-    MSI_ROLE_NORM                // a msi_norm, of no tensor
+    MSI_ROLE_RESIDENT_COUNT = MSI_ROLE_STATE0 + MS_LIMIT_OPTIMIZER_STATE,
+    MSI_ROLE_CONTRIBUTION = MSI_ROLE_RESIDENT_COUNT, // to a gradient, to be added to it
+    MSI_ROLE_SNAPSHOT,                               // a copy of a buffer
+    MSI_ROLE_WORKSPACE,                              // of a layer
+    MSI_ROLE_NORM                                    // a msi_norm, of no tensor
 } msi_role;
 
 typedef struct msi_tensor {
@@ -1916,26 +1881,26 @@ typedef struct msi_tensor {
     uint32_t producer;             // layer that writes it
     msi_kind kind;
     float weight_decay;     // NaN: the optimizer's
-    uint64_t trained_since; // completed updates when its optimizer state was made
+    uint64_t trained_since; // number of completed updates when its optimizer state was made
     bool frozen, is_output, is_eval_output, on_host, no_gradient;
     uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
-    /* Per role: the trainer's memory where the bit in `borrowed` is set, otherwise what was written
-       before ms_wrap. */
+    /* Per role: the trainer's memory if its bit in `borrowed` is set, otherwise a copy of what was
+       written before ms_wrap. */
     void *memory[MSI_ROLE_RESIDENT_COUNT];
     uint8_t borrowed;
-    /* analysis of the graph, made by ms_wrap */
+    /* analysis of the graph, by ms_wrap */
     bool wants_gradient;
     bool updates_early; // params: may be updated inside backward
-    bool must_stay;     // cannot be recomputed, or is what a recomputation reads
+    bool must_stay;     // cannot be recomputed, or a recomputation reads it
     bool leads_to_loss;
-    uint32_t last_reader;   // the last layer in backward whose backward reads the value
-    uint32_t last_gradient; // the last layer in backward that contributes a gradient
+    uint32_t last_reader;   // the last layer to run backward whose backward reads the value
+    uint32_t last_gradient; // the last layer to run backward that contributes to its gradient
 } msi_tensor;
 
 enum { MSI_WORKSPACE_FORWARD, MSI_WORKSPACE_BACKWARD, MSI_WORKSPACE_RECOMPUTE };
 
-/* The values of a layer by group, in their order in graph.operands and in instructions: the array
-   of ms_layer_desc, and how long it is. */
+/* The values of a layer by group, in the order of graph.operands and of the operands of an
+   instruction: the array in ms_layer_desc, and its length. */
 #define MSI_GROUPS(X)                                                                              \
     X(MSI_GROUP_IN, in, MS_LIMIT_IN)                                                               \
     X(MSI_GROUP_OUT, out, MS_LIMIT_OUT)                                                            \
@@ -1943,7 +1908,7 @@ enum { MSI_WORKSPACE_FORWARD, MSI_WORKSPACE_BACKWARD, MSI_WORKSPACE_RECOMPUTE };
     X(MSI_GROUP_PARAM, param, MS_LIMIT_PARAM)                                                      \
     X(MSI_GROUP_STATE, state, MS_LIMIT_STATE)
 
-/* The groups of the operands of an instruction: those of the values, and what follows them. */
+/* The groups of the operands of an instruction: those of the values, and others that follow them. */
 #define MSI_X(group, field, limit) group,
 typedef enum msi_group_kind {
     MSI_GROUPS(MSI_X) MSI_GROUP_COUNT,
@@ -1955,46 +1920,31 @@ typedef enum msi_group_kind {
 } msi_group_kind;
 #undef MSI_X
 
-/* What a desc declares by masks of slots, each with the group of these slots, and by flags. Whether
-   the masks of in_place and grad_in_place are there depends on the slots of the layer. */
+/* What a desc declares by masks of slots, each with the group of these slots, and by flags. The
+   masks of in_place and grad_in_place are not among them: a layer has as many as it has slots. */
 #define MSI_MASKS(X)                                                                               \
     X(backward_reads.in, IN)                                                                       \
-    X(backward_reads.out, OUT)                                                                     \
-    X(backward_reads.saved, SAVED)                                                                 \
-    X(backward_reads.param, PARAM)                                                                 \
-    X(recompute_reads.in, IN)                                                                      \
-    X(recompute_reads.out, OUT)                                                                    \
-    X(recompute_reads.saved, SAVED)                                                                \
-    X(recompute_reads.param, PARAM)                                                                \
-    X(accumulates.in, IN)                                                                          \
-    X(accumulates.param, PARAM)                                                                    \
-    X(overwrites.in, IN)                                                                           \
-    X(overwrites.param, PARAM)                                                                     \
-    X(clobbers.in, IN)                                                                             \
-    X(clobbers.out, OUT)                                                                           \
-    X(clobbers.saved, SAVED)                                                                       \
-    X(clobbers.grad_out, OUT)                                                                      \
-    X(must_in_place, OUT)                                                                          \
-    X(must_grad_in_place, IN)                                                                      \
-    X(grads_in_forward, IN)                                                                        \
-    X(optional_saved, SAVED)
+    X(backward_reads.out, OUT) X(backward_reads.saved, SAVED) X(backward_reads.param, PARAM)       \
+        X(recompute_reads.in, IN) X(recompute_reads.out, OUT) X(recompute_reads.saved, SAVED)      \
+            X(recompute_reads.param, PARAM) X(accumulates.in, IN) X(accumulates.param, PARAM)      \
+                X(overwrites.in, IN) X(overwrites.param, PARAM) X(clobbers.in, IN)                 \
+                    X(clobbers.out, OUT) X(clobbers.saved, SAVED) X(clobbers.grad_out, OUT)        \
+                        X(must_in_place, OUT) X(must_grad_in_place, IN) X(grads_in_forward, IN)    \
+                            X(optional_saved, SAVED)
 #define MSI_FLAGS(X)                                                                               \
     X(backward_reads.nothing)                                                                      \
-    X(recompute_reads.nothing)                                                                     \
-    X(no_recompute)                                                                                \
-    X(keeps_state)                                                                                 \
-    X(no_backward)
+    X(recompute_reads.nothing) X(no_recompute) X(keeps_state) X(no_backward)
 
 typedef struct msi_layer {
     ms_layer_fn forward, backward, recompute, bind;
     void *user;
     ms_workspace workspace[3];
-    /* As declared, with as many elements of output as there were. */
+    /* As declared, and the number of output elements then. */
     double flops, backward_flops, recompute_flops, elements;
     ms_layer_time known;    // by ms_set_layer_time
-    ms_layer_time measured; // by steps that were timed, or ms_profile_load; 0: was not
+    ms_layer_time measured; // by timed steps, or from ms_profile_load; 0: not measured
     ms_layer_time time;     // in force, at the present sizes
-    double known_elements, measured_elements; // of output, when these were found
+    double known_elements, measured_elements; // the number of output elements for these times
     uint32_t name;
     uint32_t operand_first; // in graph.operands
     uint32_t mask_first;    // in graph.masks: in_place per out; four of grad_in_place per in
@@ -2005,7 +1955,7 @@ typedef struct msi_layer {
     ms_slot_masks clobbers;
     uint16_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved;
     bool no_recompute, keeps_state, no_backward;
-    bool differentiable; // its desc has a backward
+    bool differentiable; // gradients pass through it: it has a backward, or no callback at all
     bool has_backward;   // analysis: its backward runs
     bool ends_in_loss;   // analysis: its forward writes gradients
 } msi_layer;
@@ -2027,29 +1977,29 @@ typedef struct msi_graph {
     uint32_t loss;
 } msi_graph;
 
-/* What the time of an instruction follows from: the time of its layer, or the bytes that it moves,
-   at a speed that may have been measured. */
+/* What determines the time of an instruction: the time of its layer, or the bytes that it moves and
+   their speed, which may have been measured. */
 typedef enum msi_cost {
     MSI_COST_NONE,
-    MSI_COST_FORWARD, // ms_layer_time, in the order of its fields
+    MSI_COST_FORWARD, // as in ms_layer_time, in the order of its fields
     MSI_COST_BACKWARD,
     MSI_COST_RECOMPUTE,
-    MSI_COST_LAYER_END, // bytes from here on
+    MSI_COST_LAYER_END, // from here on: by bytes
     MSI_COST_FILL = MSI_COST_LAYER_END,
     MSI_COST_COPY,
     MSI_COST_ADD,
     MSI_COST_SUM,
     MSI_COST_UPDATE,
-    MSI_COST_MEASURED_END, // those before are measured; of those from here on the speed is stated
+    MSI_COST_MEASURED_END, // from here on: by stated speeds, which timed steps do not measure
     MSI_COST_LINK = MSI_COST_MEASURED_END, // between the host and the device
     MSI_COST_COUNT
 } msi_cost;
 
-/* All that there is to know of an op: its name; the kind of its events; what its time follows from;
-   how often it passes over the bytes of its first operand, reads and writes together; the stream
-   that it runs on; the phase of the callback that it calls, COUNT for none; and, for those, a mask
-   of the operands that it only reads. An op on a stream for copies makes its first operand, and
-   whatever has that operand later waits for it. NOTHING is no event. */
+/* The properties of an op: its name; the kind of its events; what determines its time; how often it
+   passes over the bytes of its first operand, reads and writes together; the stream that it runs on;
+   the phase of the callback that it calls, or COUNT, and then a mask of the operands that it only
+   reads. An op on a stream for copies writes its first operand, and later users of that operand wait
+   for it. NOTHING is no event. */
 #define MSI_OPS(X)                                                                                 \
     X(FORWARD, "forward", FORWARD, FORWARD, 0, COMPUTE, FORWARD, 0)                                \
     X(RECOMPUTE, "recompute", RECOMPUTE, RECOMPUTE, 0, COMPUTE, RECOMPUTE, 0)                      \
@@ -2092,21 +2042,21 @@ static bool msi_calls_layer(msi_op op) {
 /* A live range: one value in memory, from the instruction that makes it to the last that uses it.
    Those of residents (params, buffers, inputs, optimizer state) come first, one each. */
 typedef struct msi_range {
-    uint64_t bytes, offset; // offset after the residents
-    uint32_t tensor;        // a layer, for workspace
+    uint64_t bytes, offset; // the offset counts from the end of the residents
+    uint32_t tensor;        // for workspace: a layer
     uint32_t first, last;
     uint32_t idle_first, idle_last; // the uses around the gap from forward to backward, or none
-    uint32_t alias_of;              // the range whose memory this one goes on using
-    double ready_us;                // simulated: a copy on another stream makes it until then
+    uint32_t alias_of;              // the range whose memory this one uses after it
+    double ready_us;                // simulated: the end of the copy that makes it, if one does
     uint32_t block;
     uint8_t role, category;
-    bool aliased;  // another range goes on using this one's memory at its last instruction
-    bool outlives; // it lasts to the end of the program and beyond, for ms_read
+    bool aliased;  // another range uses this one's memory from its last instruction on
+    bool outlives; // it stays valid after the program, for ms_read
 } msi_range;
 
 typedef struct msi_operand {
     uint32_t range;
-    bool accumulate; // a gradient that has a contribution already
+    bool accumulate; // a gradient that already holds a contribution
 } msi_operand;
 
 typedef struct msi_instruction {
@@ -2114,7 +2064,7 @@ typedef struct msi_instruction {
     uint32_t operand_first;
     uint16_t operand_count;
     uint8_t op;
-    bool restores; // a copy that puts state back after a recomputation
+    bool restores; // a copy that restores state after a recomputation
 } msi_instruction;
 
 /* What clipping computes, in device memory. */
@@ -2128,7 +2078,7 @@ typedef struct msi_block {
     uint64_t bytes;
     uint64_t offset;
     uint32_t first, last; // live range, both ends included
-    uint8_t from_top;     // hint: one of a group that grows while the others shrink
+    uint8_t from_top;     // a hint to place it from the top: its group grows while others shrink
 } msi_block;
 
 typedef struct msi_program {
@@ -2136,15 +2086,15 @@ typedef struct msi_program {
     MSI_LIST(msi_operand) operands;
     MSI_LIST(msi_range) ranges;
     MSI_LIST(msi_block) blocks;    // offsets count from the end of the residents
-    MSI_LIST(uint64_t) live_bytes; // per instruction, residents not counted
+    MSI_LIST(uint64_t) live_bytes; // per instruction, without the residents
     MSI_LIST(double) measured;     // start and duration of each, in the last timed step
-    bool is_measured;              // there was one
+    bool is_measured;              // there was a timed step
     uint32_t forward_end, backward_end;
     uint32_t loss, norm;         // ranges of the loss, and of the norm or MSI_NONE
-    uint32_t peak;               // the instruction with most live bytes
+    uint32_t peak;               // the instruction with the most live bytes
     uint64_t peak_bytes, height; // live bytes there; bytes that the layout takes
     uint64_t activation_peak_bytes;
-    double step_us, stall_us; // simulated: all of it, and how long computing waits for copies
+    double step_us, stall_us; // simulated: the whole step, and how long computing waits for copies
     double recompute_us;
     uint32_t recompute_count;
     bool out_of_memory;
@@ -2155,7 +2105,7 @@ typedef struct msi_resident {
     uint64_t bytes, offset;
     void *address;
     uint64_t staging; // of an input on the device: offset of its copy in the host memory
-    uint32_t event;   // recorded when that may be written again; MSI_NONE: it has none
+    uint32_t event;   // recorded when that copy may be written again; MSI_NONE: there is no copy
     uint32_t factors; // of a param that learns: its number among these
     uint32_t tensor;
     msi_role role;
@@ -2165,15 +2115,15 @@ typedef struct msi_resident {
 /* Events of a model; those of staged inputs follow. */
 enum {
     MSI_EVENT_COMPUTE, // the end of what was enqueued before a copy
-    MSI_EVENT_COPY,    // the end of a copy for which the host waits
+    MSI_EVENT_COPY,    // the end of a copy that the host waits for
     MSI_EVENT_IN,      // the end of the last COPY_IN
     MSI_EVENT_OUT,     // the end of the last COPY_OUT
-    MSI_EVENT_VERDICT, // the verdict on a step was copied out
+    MSI_EVENT_VERDICT, // the end of the copy of a verdict to the host
     MSI_EVENT_COUNT
 };
 
-/* What a step has of its own in device memory: the state of an eval, that of a step, each of a
-   size, and behind them the factors of the updates, one after the other. */
+/* Device memory that each step has: the state of an eval, then that of a step, MSI_STATE_BYTES each,
+   then the factors of the updates, one after the other. */
 enum { MSI_STATE_BYTES = 64, MSI_STATES_BYTES = 128 };
 
 /* A recording of a step: of the first micro-batch, one in the middle, the last, or all in one. */
@@ -2181,26 +2131,26 @@ enum { MSI_RECORDING_FIRST = 1, MSI_RECORDING_LAST = 2, MSI_RECORDING_COUNT = 4 
 
 typedef struct msi_recording {
     void *handle;
-    uint64_t made_for; // msi_recording_key then
-    bool warm;         // such a step has run without
+    uint64_t made_for; // msi_recording_key at that time
+    bool warm;         // such a step has run once without a recording
 } msi_recording;
 
 /* Where values are: one for all plans of a wrap. */
 typedef struct msi_store {
     MSI_LIST(msi_resident) residents;
-    uint32_t *resident_of; // per tensor: the slot of its value, its others behind; or MSI_NONE
-    uint64_t resident_bytes, transient_bytes; // of the arena: the sum
-    uint64_t reserved_bytes; // the first of them: the backend's workspace, the step
+    uint32_t *resident_of; // per tensor: index of its value, whose other roles follow; or MSI_NONE
+    uint64_t resident_bytes, transient_bytes; // their sum is the arena
+    uint64_t reserved_bytes; // the first of resident_bytes: the backend's workspace, the step
     uint64_t host_bytes, borrowed_bytes;
-    uint64_t staging_bytes; // behind host_bytes: the step, its verdict, inputs
-    uint64_t step_bytes;    // of a step of its own
+    uint64_t staging_bytes; // after host_bytes: the step, its verdict, inputs
+    uint64_t step_bytes;    // of one step
     uint32_t factor_count, event_count;
-    void *memory;          // of the slots; and of the rest, if that is not shared
-    void *transient;       // of the rest; in a shared arena, NULL
+    void *memory;          // of the residents; and of the transient values, if that is not shared
+    void *transient;       // memory of the transient values; NULL: a shared arena has them
     uint8_t *host;         // tensors on the host, then staging
     uint8_t *step;         // in device memory
     uint8_t *shadow;       // debug mode: a copy of everything, on the host
-    uint8_t *results;      // debug mode: and of what a callback made
+    uint8_t *results;      // debug mode: a copy of what a callback made
     uint64_t *fingerprint; // debug mode: per tensor, a hash of its value
     uint64_t shadow_bytes;
     uint32_t micro_count;
@@ -2209,12 +2159,11 @@ typedef struct msi_store {
 /* What a plan does with one tensor. A plan is an array of these, one per tensor, and nothing else:
    plans with equal decisions are equal. */
 typedef struct msi_tensor_decision {
-    /* Of a value: 0: it is kept for backward. n: it is not; recomputations bring it back in their
-       n-th pass, after those of smaller numbers, and it stays then. In earlier passes it is made
-       where it leads to others, and does not stay. */
+    /* Of a value. 0: it is kept for backward. n: it is not; the n-th pass of recomputations brings it
+       back to stay. Earlier passes may make it on the way to other values, and drop it again. */
     uint32_t pass;
-    /* Of a param: MSI_NONE: it is updated after backward. Otherwise inside backward, after that of
-       this layer; MSI_AT_END: it might be, but waits for the end. */
+    /* Of a param: the layer after whose backward it is updated; MSI_NONE: it is updated after the
+       whole backward; MSI_AT_END: so too, although it could be updated inside backward. */
     uint32_t update_after;
 } msi_tensor_decision;
 
@@ -2222,7 +2171,7 @@ static const uint32_t MSI_AT_END = UINT32_MAX - 1;
 
 typedef struct msi_plan {
     struct msi_plan *next;        // of the plans for other sizes, the last used first
-    int64_t sizes[MS_LIMIT_AXES]; // that it was made for
+    int64_t sizes[MS_LIMIT_AXES]; // of the axes that it was made for
     msi_tensor_decision *decisions;
     uint64_t budget_bytes, plain_bytes, arena_bytes;
     msi_program train, eval;
@@ -2235,80 +2184,80 @@ struct ms_arena {
     ms_allocator allocator;
     void *memory;
     uint64_t bytes;
-    const ms_model *user; // whose values are in it
+    const ms_model *user; // the model whose values it holds
     uint32_t references;
 };
 
 typedef enum msi_goal {
     MSI_GOAL_PLAIN,
-    MSI_GOAL_BUDGET, // or the smallest, where nothing fits
+    MSI_GOAL_BUDGET, // or the smallest, if nothing fits
     MSI_GOAL_SMALLEST,
-    MSI_GOAL_FOLLOW // as another plan does
+    MSI_GOAL_FOLLOW // the decisions of another plan
 } msi_goal;
 
-/* What plans may use, and who says so. */
+/* What plans may use, and who decided that. */
 typedef struct msi_choice {
     ms_mode mode;
     ms_decision_source source;
     uint32_t techniques; // mask
 } msi_choice;
 
-/* How far the step is that was begun with ms_forward. */
+/* How far a step has come that began with ms_forward. */
 typedef enum msi_stage { MSI_STAGE_IDLE, MSI_STAGE_FORWARD, MSI_STAGE_BACKWARD } msi_stage;
 
 /* Empirical profiling: what the steps after ms_wrap are for. */
 typedef enum msi_warmup {
-    MSI_WARMUP_COLD,                        // run as always: what is slow only once is no sample
+    MSI_WARMUP_COLD,                        // not timed: what is slow only once is no sample
     MSI_WARMUP_SAMPLE,                      // timed
-    MSI_WARMUP_PLAN,                        // plan again first
-    MSI_WARMUP_AGAIN = MSI_WARMUP_PLAN + 1, // by the new plan, as always
+    MSI_WARMUP_PLAN,                        // the model is planned again before this step
+    MSI_WARMUP_AGAIN = MSI_WARMUP_PLAN + 1, // by the new plan, not timed
     MSI_WARMUP_SHOW,                        // timed, as the timeline of that plan
     MSI_WARMUP_DONE
 } msi_warmup;
 
 /* Series of samples: three of each layer, and one for each way in which the library moves bytes. A
-   sample is time over weight, elements of output or bytes, of all that ran in one step. */
+   sample is the time of all that ran in one step, divided by its output elements or its bytes. */
 typedef struct msi_timing {
     msi_warmup stage;
     uint32_t wanted, sample_count; // samples
     uint32_t series_count;
     double *us, *amount; // per series, in the step under way
-    double *samples;     // per series: `wanted`, of which `taken` are there; 0: none
+    double *samples;     // per series: `wanted` of them, the first sample_count taken; 0: none
     double begin_us;     // of the step
     double overhead_us;  // of timing an instruction
 } msi_timing;
 
-/* What the times of instructions follow from: the device that plans are for, and what was measured
+/* What determines the times of instructions: the device that plans are for, and what was measured
    on it. */
 typedef struct msi_costs {
-    ms_hardware hardware;                // its speeds filled in
+    ms_hardware hardware;                // with speeds that are not known filled in
     bool has_copies;                     // inputs and verdicts are copied on streams of their own
     bool tf32;                           // ms_config.tf32
-    double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs that have bytes; 0: was not
+    double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs by bytes; 0: not measured
 } msi_costs;
 
 /* Where the description of that device comes from. */
 typedef struct msi_sources {
     ms_hardware given; // by ms_set_hardware, for the next ms_wrap
     bool is_given;
-    ms_hardware profile; // the speeds of one that was loaded
+    ms_hardware profile; // the speeds in the profile that was loaded
     bool has_profile;
     ms_hardware reported; // the speeds that ms_hardware_report measured
 } msi_sources;
 
-/* What the last ms_wrap was asked for; of the one that is planning, while it is. */
+/* What the last ms_wrap was asked for, or the one that is planning now. */
 typedef struct msi_wrapped {
-    msi_plan *largest; // the plan for the largest sizes, in the list of plans too
+    msi_plan *largest; // the plan for the largest sizes, which the list of plans has too
     msi_goal goal;
     msi_choice choice;
-    bool changed; // something was set since that only the next ms_wrap takes into account
+    bool changed; // something has been set since that takes effect with the next ms_wrap
 } msi_wrapped;
 
-/* What has become of the judgement of the device on the loss and on the norm of the gradients. */
+/* Where the verdict of the device on the loss and on the norm of the gradients is. */
 typedef enum msi_verdict_stage {
-    MSI_VERDICT_NONE,      // nothing that the host does not know
+    MSI_VERDICT_NONE,      // the host knows the last one
     MSI_VERDICT_ON_DEVICE, // there is one that the host has not asked for
-    MSI_VERDICT_COPIED     // it is being copied out, and the host has not looked at it
+    MSI_VERDICT_COPIED     // its copy to the host is enqueued, and the host has not read it yet
 } msi_verdict_stage;
 
 /* The step under way, or an eval, and all that it runs on. */
@@ -2325,19 +2274,19 @@ typedef struct msi_run {
     float step_factor;          // of the gradient of the loss, in this step
     msi_stage stage;
     msi_verdict_stage verdict;
-    ms_step_state halt; // of a step that was halted, which the trainer has not been told
-    uint64_t epoch;     // another one whenever what a recording holds changes
+    ms_step_state halt; // of a halted step that no function has returned to the trainer yet
+    uint64_t epoch;     // changes whenever recordings become invalid
     bool busy;          // inside a callback
     bool recording;     // what is enqueued is recorded, and does not run
-    bool state_is_old;  // what a recomputation needs is in place
+    bool state_is_old;  // buffers hold the older values that a recomputation needs
     bool failed;        // an update was cut in two
     ms_view views[MSI_MAX_VIEWS];
 } msi_run;
 
 /* What went wrong last. */
 typedef struct msi_errors {
-    ms_result sticky; // of the registration: the first
-    bool tolerant;    // errors are warnings
+    ms_result sticky; // the first error of the registration
+    bool tolerant;    // errors are logged as warnings
     uint32_t count;
     char text[MSI_ERROR_BYTES], sticky_text[MSI_ERROR_BYTES];
 } msi_errors;
@@ -3345,9 +3294,6 @@ static void msi_cpu_hardware(void *user, ms_hardware *hardware) {
             snprintf(hardware->name, sizeof hardware->name, "%.63s", value);
         }
         hardware->processor_count += msi_line_value(line, "processor\t") != NULL;
-    }
-    if (file) {
-        fclose(file);
     }
     msi_host_memory("", &hardware->host_total_bytes, &hardware->host_free_bytes);
     hardware->total_bytes = hardware->host_total_bytes;
