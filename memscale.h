@@ -1924,13 +1924,14 @@ typedef enum msi_group_kind {
    masks of in_place and grad_in_place are not among them: a layer has as many as it has slots. */
 #define MSI_MASKS(X)                                                                               \
     X(backward_reads.in, IN)                                                                       \
-    X(backward_reads.out, OUT) X(backward_reads.saved, SAVED) X(backward_reads.param, PARAM)       \
-        X(recompute_reads.in, IN) X(recompute_reads.out, OUT) X(recompute_reads.saved, SAVED)      \
-            X(recompute_reads.param, PARAM) X(accumulates.in, IN) X(accumulates.param, PARAM)      \
-                X(overwrites.in, IN) X(overwrites.param, PARAM) X(clobbers.in, IN)                 \
-                    X(clobbers.out, OUT) X(clobbers.saved, SAVED) X(clobbers.grad_out, OUT)        \
-                        X(must_in_place, OUT) X(must_grad_in_place, IN) X(grads_in_forward, IN)    \
-                            X(optional_saved, SAVED)
+    X(backward_reads.out, OUT)                                                                     \
+    X(backward_reads.saved, SAVED)                                                                 \
+    X(backward_reads.param, PARAM) X(recompute_reads.in, IN) X(recompute_reads.out, OUT)           \
+        X(recompute_reads.saved, SAVED) X(recompute_reads.param, PARAM) X(accumulates.in, IN)      \
+            X(accumulates.param, PARAM) X(overwrites.in, IN) X(overwrites.param, PARAM)            \
+                X(clobbers.in, IN) X(clobbers.out, OUT) X(clobbers.saved, SAVED)                   \
+                    X(clobbers.grad_out, OUT) X(must_in_place, OUT) X(must_grad_in_place, IN)      \
+                        X(grads_in_forward, IN) X(optional_saved, SAVED)
 #define MSI_FLAGS(X)                                                                               \
     X(backward_reads.nothing)                                                                      \
     X(recompute_reads.nothing) X(no_recompute) X(keeps_state) X(no_backward)
@@ -2307,6 +2308,18 @@ struct ms_model {
 // ------------------------------------------------------------------------------------------------
 // >>names  of what is enumerated; shapes and matrices
 
+#define MSI_X(constant, text) text,
+static const char *const msi_kind_names[] = {MSI_KINDS(MSI_X)};
+static const char *const msi_result_texts[] = {MEMSCALE_RESULTS(MSI_X)};
+static const char *const msi_mode_names[] = {MEMSCALE_MODES(MSI_X)};
+static const char *const msi_source_names[] = {MEMSCALE_DECISION_SOURCES(MSI_X)};
+static const char *const msi_category_names[] = {MEMSCALE_CATEGORIES(MSI_X)};
+#undef MSI_X
+
+#define MSI_X(group, field, limit) #field,
+static const char *const msi_group_names[] = {MSI_GROUPS(MSI_X)};
+#undef MSI_X
+
 MEMSCALE_API const char *ms_result_name(ms_result result) {
 #define MEMSCALE_X(name, text) #name,
     static const char *const names[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
@@ -2315,35 +2328,8 @@ MEMSCALE_API const char *ms_result_name(ms_result result) {
 }
 
 MEMSCALE_API const char *ms_result_text(ms_result result) {
-#define MEMSCALE_X(name, text) text,
-    static const char *const texts[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
-#undef MEMSCALE_X
-    return (unsigned)result < MS_RESULT_COUNT ? texts[result] : "?";
+    return (unsigned)result < MS_RESULT_COUNT ? msi_result_texts[result] : "?";
 }
-
-static const char *const msi_kind_names[] = {
-#define MSI_X(kind, name) name,
-    MSI_KINDS(MSI_X)
-#undef MSI_X
-};
-
-static const char *const msi_group_names[] = {
-#define MSI_X(group, field, limit) #field,
-    MSI_GROUPS(MSI_X)
-#undef MSI_X
-};
-
-static const char *const msi_mode_names[] = {
-#define MEMSCALE_X(mode, name) name,
-    MEMSCALE_MODES(MEMSCALE_X)
-#undef MEMSCALE_X
-};
-
-static const char *const msi_source_names[] = {
-#define MEMSCALE_X(source, name) name,
-    MEMSCALE_DECISION_SOURCES(MEMSCALE_X)
-#undef MEMSCALE_X
-};
 
 MEMSCALE_API const char *ms_mode_name(ms_mode mode) {
     return (unsigned)mode < MS_MODE_COUNT ? msi_mode_names[mode] : "?";
@@ -2354,10 +2340,7 @@ MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source) {
 }
 
 MEMSCALE_API const char *ms_category_name(ms_category category) {
-#define MEMSCALE_X(category, name) name,
-    static const char *const names[] = {MEMSCALE_CATEGORIES(MEMSCALE_X)};
-#undef MEMSCALE_X
-    return (unsigned)category < MS_CATEGORY_COUNT ? names[category] : "?";
+    return (unsigned)category < MS_CATEGORY_COUNT ? msi_category_names[category] : "?";
 }
 
 MEMSCALE_API const char *ms_dtype_name(ms_dtype dtype) {
@@ -2374,25 +2357,19 @@ MEMSCALE_API uint64_t ms_dtype_bytes(ms_dtype dtype) {
     return (unsigned)dtype < MS_DTYPE_COUNT ? all[dtype] : 0;
 }
 
+/* The name of the op that calls layers in this phase. */
 static const char *msi_phase_name(ms_phase phase) {
-    switch (phase) {
-    case MS_PHASE_FORWARD:
-        return "forward";
-    case MS_PHASE_RECOMPUTE:
-        return "recompute";
-    case MS_PHASE_BACKWARD:
-        return "backward";
-    case MS_PHASE_EVAL:
-        return "eval";
-    case MS_PHASE_COUNT:
-        break;
+    for (int op = 0; op < MSI_OP_COUNT && phase != MS_PHASE_COUNT; op++) {
+        if (msi_ops[op].phase == phase) {
+            return msi_ops[op].name;
+        }
     }
     return "?";
 }
 
 /* What differs between techniques, in the order of ms_technique: the switch in ms_config; the name;
    the tensors that it can be set on, as a mask of kinds and in words; the modes in which plans may
-   use it while its switch is at DEFAULT; and whether this version has it. */
+   use it while its switch is at DEFAULT; and whether this version implements it. */
 #define MSI_TECHNIQUES(X)                                                                          \
     X(MS_TECHNIQUE_CHECKPOINTING, checkpointing, "checkpointing", MSI_MADE_KINDS,                  \
       "an activation or a saved tensor: only these are recomputed", MSI_FROM_CONSERVATIVE, true)   \
@@ -2416,8 +2393,7 @@ enum {
     MSI_FROM_CONSERVATIVE = MSI_FROM_BALANCED | 1 << MS_MODE_CONSERVATIVE
 };
 
-/* Every technique has a row, and the rows have the order of ms_technique; or this does not compile.
-   */
+/* This compiles only if every technique has a row, in the order of ms_technique. */
 #define MSI_X(technique, ...) technique##_ROW,
 enum { MSI_TECHNIQUES(MSI_X) MSI_TECHNIQUE_ROWS };
 #undef MSI_X
@@ -2428,8 +2404,8 @@ typedef char msi_technique_rows_match
 
 typedef struct msi_technique {
     const char *name;
-    const char *needed; // what a tensor is that it can be set on
-    uint32_t kinds;     // of these: a mask of 1 << msi_kind
+    const char *needed; // the tensors that it can be set on, in words
+    uint32_t kinds;     // the same as a mask of 1 << msi_kind
     uint32_t modes;     // a mask of 1 << ms_mode
 } msi_technique;
 
@@ -2445,7 +2421,7 @@ static const msi_technique msi_techniques[MS_TECHNIQUE_COUNT] = {
 #define MSI_MIXED         (1u << MS_TECHNIQUE_MIXED_PRECISION)
 #define MSI_ANY           ((1u << MS_TECHNIQUE_COUNT) - 1)
 
-/* The techniques that this version has. */
+/* The techniques that this version implements. */
 #define MSI_X(technique, field, name, kinds, needed, modes, built) | (built ? 1 << technique : 0)
 enum { MSI_BUILT = 0 MSI_TECHNIQUES(MSI_X) };
 #undef MSI_X
@@ -2507,14 +2483,13 @@ MEMSCALE_API ms_matrix ms_matrix_of(const ms_view *view) {
     ms_matrix matrix;
     memset(&matrix, 0, sizeof matrix);
     const uint64_t count = view ? ms_shape_count(&view->shape) : 0;
-    if (count == 0) {
-        return matrix;
+    if (count > 0) {
+        matrix.data = view->data;
+        matrix.dtype = view->dtype;
+        matrix.cols = view->shape.rank > 0 ? view->shape.dim[view->shape.rank - 1] : 1;
+        matrix.rows = (int64_t)count / matrix.cols;
+        matrix.stride = matrix.cols;
     }
-    matrix.data = view->data;
-    matrix.dtype = view->dtype;
-    matrix.cols = view->shape.rank > 0 ? view->shape.dim[view->shape.rank - 1] : 1;
-    matrix.rows = (int64_t)count / matrix.cols;
-    matrix.stride = matrix.cols;
     return matrix;
 }
 
@@ -2542,7 +2517,7 @@ static void msi_log(const ms_model *m, ms_log_level level, const char *tag, cons
 
 MEMSCALE_PRINTF(3, 4)
 static ms_result msi_fail(ms_model *m, ms_result result, const char *format, ...) {
-    char text[MSI_ERROR_BYTES]; // the arguments may point into m->error
+    char text[MSI_ERROR_BYTES]; // the arguments may point into m->errors
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
@@ -2559,13 +2534,13 @@ static ms_result msi_fail_memory(ms_model *m, const char *what, uint64_t bytes) 
                     (unsigned long long)bytes);
 }
 
-/* A wrong argument of a function that must name itself. */
+/* A wrong argument of an API function, whose name the text begins with. */
 static ms_result msi_fail_argument(ms_model *m, const char *function, const char *what) {
     return m ? msi_fail(m, MS_RESULT_INVALID, "%s: %s", function, what) : MS_RESULT_INVALID;
 }
 
-/* For registration: the first error stays, and ms_wrap repeats its text. With a plan there is no
-   more registration, and nothing that must stay. */
+/* The first error of the registration stays, and ms_wrap returns it again. Once there is a plan, the
+   registration is over, and errors do not stay. */
 static void msi_stick(ms_model *m, ms_result result) {
     if (!m->run.plan) {
         m->errors.sticky = result;
@@ -2577,7 +2552,7 @@ static void msi_stick(ms_model *m, ms_result result) {
     ((m)->errors.sticky == MS_RESULT_OK ? msi_stick(m, msi_fail(m, __VA_ARGS__)) : (void)0)
 
 // ------------------------------------------------------------------------------------------------
-// >>text  what the log and the listings share: sizes, times and names as text, sums of decisions
+// >>text  for the log and the listings: sizes, times and names as text, sums of decisions
 
 typedef struct msi_size_text {
     char text[32];
@@ -2610,7 +2585,7 @@ static msi_size_text msi_time(double us) {
 
 /* What was decided about a technique, over all layers. */
 typedef struct msi_technique_total {
-    uint32_t layers; // that it is applied to
+    uint32_t layers; // the number of layers that it is applied to
     uint64_t saved_bytes;
     double added_us;
     const ms_rule *rule; // of the first layer
@@ -2650,10 +2625,10 @@ static void msi_print_name(const msi_printer *out, const char *name, int width) 
     msi_print(out, "%*s", length < width ? width - length : 0, "");
 }
 
-/* Bytes of the character of UTF-8 that starts here; 0: this is none (RFC 3629, section 4). */
+/* Bytes of the UTF-8 character that starts here; 0: it is not valid UTF-8 (RFC 3629, section 4). */
 static int msi_utf8_length(const uint8_t *s) {
     static const struct {
-        uint8_t first, last, low, high; // of the first byte, of the second
+        uint8_t first, last, low, high; // range of the first byte, range of the second
         int length;
     } forms[] = {
         {0x00, 0x7f, 0, 0, 1},       {0xc2, 0xdf, 0x80, 0xbf, 2}, {0xe0, 0xe0, 0xa0, 0xbf, 3},
@@ -2671,8 +2646,8 @@ static int msi_utf8_length(const uint8_t *s) {
     return 0;
 }
 
-/* A name in quotes, for JSON or for Prometheus, which knows no \u and takes control characters as
-   they are. What is no UTF-8 becomes U+FFFD. */
+/* A name in quotes, for JSON or for Prometheus, which has no \u and takes control characters as they
+   are. Bytes that are not valid UTF-8 become U+FFFD. */
 static void msi_print_quoted(const msi_printer *out, const char *text, bool json) {
     out->write("\"", 1, out->user);
     for (const char *c = text; *c; c++) {
@@ -2691,7 +2666,7 @@ static void msi_print_quoted(const msi_printer *out, const char *text, bool json
     out->write("\"", 1, out->user);
 }
 
-/* A number from 0, with a point in every locale; NaN and what is out of range become 0. */
+/* A number >= 0, with a point in every locale; NaN and what is out of range become 0. */
 static void msi_print_number(const msi_printer *out, double value, int digits) {
     double scale = 1.0;
     for (int i = 0; i < digits; i++) {
@@ -2710,18 +2685,15 @@ static void msi_print_number(const msi_printer *out, double value, int digits) {
 static int msi_cpu_memory_alloc(void *user, const ms_allocator *host, uint64_t bytes,
                                 void **device) {
     (void)user;
-    /* The pointer of the allocator is kept in front of the aligned one. */
+    const uint64_t whole = bytes + 2 * MSI_ALIGNMENT;
+    uint8_t *memory = whole > bytes ? (uint8_t *)msi_alloc(host, whole) : NULL;
     *device = NULL;
-    if (bytes > UINT64_MAX - 2 * MSI_ALIGNMENT) {
-        return 1;
-    }
-    uint8_t *memory = (uint8_t *)msi_alloc(host, bytes + 2 * MSI_ALIGNMENT);
     if (!memory) {
         return 1;
     }
     const uintptr_t start = (uintptr_t)memory + sizeof(void *);
     uint8_t *aligned = memory + (msi_align((uint64_t)start) - (uintptr_t)memory);
-    memcpy(aligned - sizeof(void *), &memory, sizeof(void *));
+    memcpy(aligned - sizeof(void *), &memory, sizeof(void *)); // for msi_cpu_memory_release
     *device = aligned;
     return 0;
 }
@@ -2734,6 +2706,23 @@ static void msi_cpu_memory_release(void *user, const ms_allocator *host, void *d
     msi_release(host, memory, bytes + 2 * MSI_ALIGNMENT);
 }
 
+/* Host memory for copies: the backend's, or the allocator's. */
+static int msi_backend_host_alloc(const ms_backend *b, const ms_allocator *allocator,
+                                  uint64_t bytes, void **memory) {
+    return b->host_alloc ? b->host_alloc(b->user, allocator, bytes, memory)
+                         : msi_cpu_memory_alloc(NULL, allocator, bytes, memory);
+}
+
+static void msi_backend_host_release(const ms_backend *b, const ms_allocator *allocator,
+                                     void *memory, uint64_t bytes) {
+    if (memory && b->host_release) {
+        b->host_release(b->user, allocator, memory, bytes);
+    } else if (memory) {
+        msi_cpu_memory_release(NULL, allocator, memory, bytes);
+    }
+}
+
+/* The result for an error number of the backend. */
 static ms_result msi_device(ms_model *m, int error, const char *what) {
     const ms_backend *b = &m->config.backend;
     if (error == 0) {
@@ -2759,26 +2748,19 @@ static ms_result msi_fail_device_memory(ms_model *m, uint64_t bytes, const char 
 static ms_result msi_device_alloc(ms_model *m, uint64_t bytes, void **memory) {
     const ms_backend *b = &m->config.backend;
     *memory = NULL;
-    if (bytes == 0) {
-        return MS_RESULT_OK;
-    }
-    const int error = b->memory_alloc(b->user, &m->config.allocator, bytes, memory);
-    if (error == 0 && *memory) {
+    const int error = bytes > 0 ? b->memory_alloc(b->user, &m->config.allocator, bytes, memory) : 0;
+    if (error == 0 && (*memory || bytes == 0)) {
         return MS_RESULT_OK;
     }
     *memory = NULL;
     return msi_fail_device_memory(m, bytes, "the arena", error);
 }
 
-/* Host memory for copies: the backend's, or the allocator's. */
 static ms_result msi_host_alloc(ms_model *m, uint64_t bytes, uint8_t **memory) {
-    const ms_backend *b = &m->config.backend;
     void *made = NULL;
-    int error = 0;
-    if (bytes > 0) {
-        error = b->host_alloc ? b->host_alloc(b->user, &m->config.allocator, bytes, &made)
-                              : msi_cpu_memory_alloc(NULL, &m->config.allocator, bytes, &made);
-    }
+    const int error =
+        bytes > 0 ? msi_backend_host_alloc(&m->config.backend, &m->config.allocator, bytes, &made)
+                  : 0;
     *memory = (uint8_t *)made;
     return error == 0 && (made || bytes == 0)
                ? MS_RESULT_OK
@@ -2786,15 +2768,10 @@ static ms_result msi_host_alloc(ms_model *m, uint64_t bytes, uint8_t **memory) {
 }
 
 static void msi_host_release(ms_model *m, uint8_t *memory, uint64_t bytes) {
-    const ms_backend *b = &m->config.backend;
-    if (memory && b->host_release) {
-        b->host_release(b->user, &m->config.allocator, memory, bytes);
-    } else if (memory) {
-        msi_cpu_memory_release(NULL, &m->config.allocator, memory, bytes);
-    }
+    msi_backend_host_release(&m->config.backend, &m->config.allocator, memory, bytes);
 }
 
-/* Whether the host sees at once what the device does, and the device what the host writes. */
+/* Whether host and device see each other's writes at once, without a copy or a wait. */
 static bool msi_is_direct(const ms_model *m) {
     return m->config.backend.device_is_host && !m->config.backend.is_asynchronous;
 }
@@ -2805,26 +2782,26 @@ static ms_result msi_synchronize(ms_model *m) {
                               : MS_RESULT_OK;
 }
 
-/* What is enqueued on `to` from now on runs behind all that is on `from`, by way of an event. */
-static int msi_order(ms_model *m, ms_stream_kind from, uint32_t event, ms_stream_kind to) {
+/* Issues a copy on its own stream, after what was enqueued to compute before; the event is the end of
+   the copy. What is enqueued next runs at the same time. */
+static int msi_issue_copy(ms_model *m, ms_stream_kind stream, void *target, const void *source,
+                          uint64_t bytes, uint32_t event) {
     const ms_backend *b = &m->config.backend;
-    if (!b->is_asynchronous) {
-        return 0;
+    int error = 0;
+    if (b->is_asynchronous) {
+        error = b->record(m->device, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE);
+        error = error ? error : b->wait(m->device, stream, MSI_EVENT_COMPUTE);
     }
-    const int error = b->record(m->device, from, event);
-    return error ? error : b->wait(m->device, to, event);
+    error = error                           ? error
+            : stream == MS_STREAM_TO_DEVICE ? b->copy_in(m->device, target, source, bytes)
+                                            : b->copy_out(m->device, target, source, bytes);
+    return error || !b->is_asynchronous ? error : b->record(m->device, stream, event);
 }
 
-/* Issues a copy to the device after what was enqueued before. The source must stay as it is until
-   the event; what is enqueued next runs beside the copy. */
+/* The source must stay as it is until the event. */
 static ms_result msi_issue_copy_in(ms_model *m, void *device, const void *host, uint64_t bytes,
                                    uint32_t event) {
-    const ms_backend *b = &m->config.backend;
-    int error = msi_order(m, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE, MS_STREAM_TO_DEVICE);
-    error = error ? error : b->copy_in(m->device, device, host, bytes);
-    if (b->is_asynchronous && !error) {
-        error = b->record(m->device, MS_STREAM_TO_DEVICE, event);
-    }
+    const int error = msi_issue_copy(m, MS_STREAM_TO_DEVICE, device, host, bytes, event);
     return msi_device(m, error, "copy to the device");
 }
 
@@ -2836,23 +2813,17 @@ static ms_result msi_wait_on_device(ms_model *m, uint32_t event) {
                : MS_RESULT_OK;
 }
 
-/* A copy to the device between what was enqueued before and what will be. */
+/* Copies to the device after what was enqueued before; what is enqueued next waits for the copy. */
 static ms_result msi_copy_in(ms_model *m, void *device, const void *host, uint64_t bytes,
                              uint32_t event) {
     const ms_result result = msi_issue_copy_in(m, device, host, bytes, event);
     return result == MS_RESULT_OK ? msi_wait_on_device(m, event) : result;
 }
 
-/* Copies out what was enqueued before; it is there at the event. What is enqueued next runs beside
-   the copy. */
+/* The host may read the copy after the event. */
 static ms_result msi_copy_out(ms_model *m, void *host, const void *device, uint64_t bytes,
                               uint32_t event) {
-    const ms_backend *b = &m->config.backend;
-    int error = msi_order(m, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE, MS_STREAM_TO_HOST);
-    error = error ? error : b->copy_out(m->device, host, device, bytes);
-    if (b->is_asynchronous && !error) {
-        error = b->record(m->device, MS_STREAM_TO_HOST, event);
-    }
+    const int error = msi_issue_copy(m, MS_STREAM_TO_HOST, host, device, bytes, event);
     return msi_device(m, error, "copy to the host");
 }
 
@@ -2863,7 +2834,7 @@ static ms_result msi_wait_on_host(ms_model *m, uint32_t event) {
                : MS_RESULT_OK;
 }
 
-/* Behind the slots. */
+/* Memory of the transient values. */
 static uint8_t *msi_transient(const ms_model *m) {
     return (uint8_t *)(m->run.arena ? m->run.arena->memory : m->run.store->transient);
 }
@@ -2877,8 +2848,8 @@ static bool msi_is_on_host(const msi_store *store, uint32_t range) {
     return range < store->residents.count && store->residents.items[range].on_host;
 }
 
-/* Between any two of host memory and device memory. It is done on return, but for a copy from
-   device to device, which is enqueued. */
+/* Copies between any two of host memory and device memory. A copy from device to device is enqueued;
+   others are complete on return. */
 static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const void *source,
                           bool source_on_host, uint64_t bytes) {
     const ms_backend *b = &m->config.backend;
@@ -2892,7 +2863,7 @@ static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const 
     ms_result result = target_on_host ? msi_copy_out(m, target, source, bytes, MSI_EVENT_COPY)
                                       : msi_copy_in(m, target, source, bytes, MSI_EVENT_COPY);
     MSI_THEN(result, msi_wait_on_host(m, MSI_EVENT_COPY));
-    if (result != MS_RESULT_OK) { // no copy may go on with memory that is the caller's again
+    if (result != MS_RESULT_OK) { // the caller may free its memory: no copy may still use it
         const msi_errors errors = m->errors;
         (void)msi_synchronize(m);
         m->errors = errors;
@@ -2925,7 +2896,7 @@ static void msi_asan_unpoison(const void *memory, uint64_t bytes) {
 #endif
 }
 
-/* Opens the model's own state of its backend. The text of an error goes to the log alone. */
+/* Opens the model's own state of its backend. An error text goes to the log only. */
 static bool msi_open(ms_model *m) {
     const ms_backend *b = &m->config.backend;
     ms_open_args args;
@@ -2934,13 +2905,11 @@ static bool msi_open(ms_model *m) {
     args.stream = m->config.stream;
     args.event_count = MSI_EVENT_COUNT;
     args.tf32 = m->config.tf32;
-    void *device = NULL;
-    const ms_result result = msi_device(m, b->open(b->user, &args, &device), "opening");
-    m->device = device;
-    return result == MS_RESULT_OK;
+    m->device = NULL;
+    return msi_device(m, b->open(b->user, &args, &m->device), "opening") == MS_RESULT_OK;
 }
 
-/* A shared arena, without memory as yet; its maker is the only holder. */
+/* A shared arena without memory, which its maker alone holds. */
 static ms_result msi_make_arena(const ms_backend *backend, const ms_allocator *allocator,
                                 ms_arena **arena) {
     ms_arena *made = (ms_arena *)msi_alloc_zeroed(allocator, sizeof *made);
@@ -2954,7 +2923,7 @@ static ms_result msi_make_arena(const ms_backend *backend, const ms_allocator *a
     return MS_RESULT_OK;
 }
 
-/* One holder fewer; the last one frees it. */
+/* Gives up one reference; the last one frees the arena. */
 static void msi_arena_leave(ms_arena *arena) {
     if (!arena || --arena->references > 0) {
         return;
@@ -2981,8 +2950,8 @@ static void msi_arena_leave(ms_arena *arena) {
 
 enum { MSI_GEMM_M = 64, MSI_GEMM_N = 128, MSI_GEMM_K = 64, MSI_TILE_M = 4, MSI_TILE_N = 32 };
 
-/* Threads take equal parts from one end to the other, as those of a trainer's loops do, so that
-   each finds in its cache what it is going to write. Parts of 16 KiB. */
+/* Copies and fills go in chunks. Each thread takes one contiguous range of them, as the loops of a
+   trainer do, so that it finds in its cache what it is about to write. */
 enum { MSI_CHUNK_BYTES = 16384 };
 
 static uint64_t msi_chunk_bytes(uint64_t bytes, int64_t chunk) {
@@ -3086,14 +3055,12 @@ static int msi_cpu_cast(void *user, void *target, ms_dtype to, const void *sourc
 
 static int msi_cpu_update(void *user, const ms_update_args *args) {
     (void)user;
-    const int64_t count = (int64_t)args->count;
+    const bool halted = args->state_of_step->halted != (uint32_t)MS_HALT_NONE;
+    const int64_t count = halted ? 0 : (int64_t)args->count;
     float *value = args->value, *state0 = args->state[0], *state1 = args->state[1];
     const float *gradient = args->gradient;
     const float scale = args->gradient_scale ? *args->gradient_scale : 1.0f; // times 1 is exact
     const ms_update_factors f = *args->factors;
-    if (args->state_of_step->halted != (uint32_t)MS_HALT_NONE) {
-        return 0;
-    }
     if (args->kind == MS_OPTIMIZER_ADAMW) {
         MSI_PARALLEL_FOR(static, count > 16384)
         for (int64_t i = 0; i < count; i++) {
@@ -3112,8 +3079,8 @@ static int64_t msi_least(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
-/* Copies rows [row, row + rows) and cols [col, col + cols) of op(x) into strips of `width` rows
-   (by_row) or cols, each strip contiguous and padded with zeros: what the inner loop reads. */
+/* Copies rows [row, row + rows) and cols [col, col + cols) of op(x) for the inner loop, into strips
+   of `width` rows (by_row) or cols, each strip contiguous and padded with zeros. */
 static void msi_gemm_pack(const ms_matrix *x, bool by_row, int64_t row, int64_t rows, int64_t col,
                           int64_t cols, int64_t width, float *packed) {
     const int64_t row_stride = x->transposed ? 1 : x->stride;
@@ -3123,7 +3090,7 @@ static void msi_gemm_pack(const ms_matrix *x, bool by_row, int64_t row, int64_t 
     const int64_t depth_stride = by_row ? col_stride : row_stride;
     const int64_t first = row * row_stride + col * col_stride;
     for (int64_t strip = 0; strip < outer; strip += width) {
-        const int64_t used = outer - strip < width ? outer - strip : width;
+        const int64_t used = msi_least(outer - strip, width);
         for (int64_t d = 0; d < depth; d++) {
             const int64_t at = first + strip * outer_stride + d * depth_stride;
             if (x->dtype == MS_DTYPE_F32) {
@@ -3142,7 +3109,7 @@ static void msi_gemm_pack(const ms_matrix *x, bool by_row, int64_t row, int64_t 
     }
 }
 
-/* sums = a strip of MSI_TILE_M rows times a strip of MSI_TILE_N columns. An array per row: so gcc
+/* sums = a strip of MSI_TILE_M rows times a strip of MSI_TILE_N columns. With one array per row, gcc
    and clang both keep all sums in vector registers. */
 static void msi_gemm_tile(const float *a, const float *b, int64_t depth,
                           float sums[MSI_TILE_M][MSI_TILE_N]) {
@@ -3175,8 +3142,8 @@ static void msi_gemm_store(const float sums[MSI_TILE_M][MSI_TILE_N], int64_t row
     }
 }
 
-/* One block of c, which is float: a strip of a and a strip of b at a time, packed, so that both
-   stay in cache. */
+/* One block of c, which is float. It takes MSI_GEMM_K of the depth of a and b at a time, packed, so
+   that both parts stay in cache. */
 static void msi_gemm_block(float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
                            float *c, int64_t stride, int64_t row, int64_t rows, int64_t col,
                            int64_t cols) {
@@ -3198,7 +3165,7 @@ static void msi_gemm_block(float alpha, const ms_matrix *a, const ms_matrix *b, 
     }
 }
 
-/* The block of c at (row, col). One of 16 bits is summed in float, and rounded once. */
+/* The block of c at (row, col). If c has 16 bits, the block is summed in float and rounded once. */
 static void msi_gemm_target(float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
                             const ms_matrix *c, int64_t row, int64_t col) {
     float block[MSI_GEMM_M * MSI_GEMM_N];
@@ -3224,7 +3191,7 @@ static void msi_gemm_target(float alpha, const ms_matrix *a, const ms_matrix *b,
     }
 }
 
-/* Matrix number `index` of a batch; of a single matrix, that one. */
+/* Matrix number `index` of a batch; a batch of one repeats its matrix. */
 static ms_matrix msi_matrix_at(const ms_matrix *x, int64_t index) {
     ms_matrix one = *x;
     const int64_t stride = x->batch_count > 1 ? x->batch_stride : 0;
@@ -3249,38 +3216,29 @@ static int msi_builtin_gemm(float alpha, const ms_matrix *a, const ms_matrix *b,
     return 0;
 }
 
+static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
+                        const ms_matrix *c) {
+    (void)user;
 #ifdef MEMSCALE_CBLAS
-
-static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
-                        const ms_matrix *c) {
-    (void)user;
-    const int64_t k = a->transposed ? a->rows : a->cols;
-    if (a->dtype != MS_DTYPE_F32) {
-        return msi_builtin_gemm(alpha, a, b, beta, c);
+    const int64_t k = a->transposed ? a->rows : a->cols, most = INT32_MAX;
+    if (a->dtype == MS_DTYPE_F32) {
+        if (c->rows > most || c->cols > most || k > most || a->stride > most || b->stride > most ||
+            c->stride > most) {
+            return 1;
+        }
+        for (int64_t i = 0; i < c->batch_count; i++) {
+            const ms_matrix a1 = msi_matrix_at(a, i), b1 = msi_matrix_at(b, i);
+            cblas_sgemm(CblasRowMajor, a->transposed ? CblasTrans : CblasNoTrans,
+                        b->transposed ? CblasTrans : CblasNoTrans, (int)c->rows, (int)c->cols,
+                        (int)k, alpha, (const float *)a1.data, (int)a->stride,
+                        (const float *)b1.data, (int)b->stride, beta,
+                        (float *)msi_matrix_at(c, i).data, (int)c->stride);
+        }
+        return 0;
     }
-    if (c->rows > INT32_MAX || c->cols > INT32_MAX || k > INT32_MAX || a->stride > INT32_MAX ||
-        b->stride > INT32_MAX || c->stride > INT32_MAX) {
-        return 1;
-    }
-    for (int64_t i = 0; i < c->batch_count; i++) {
-        const ms_matrix a1 = msi_matrix_at(a, i), b1 = msi_matrix_at(b, i);
-        cblas_sgemm(CblasRowMajor, a->transposed ? CblasTrans : CblasNoTrans,
-                    b->transposed ? CblasTrans : CblasNoTrans, (int)c->rows, (int)c->cols, (int)k,
-                    alpha, (const float *)a1.data, (int)a->stride, (const float *)b1.data,
-                    (int)b->stride, beta, (float *)msi_matrix_at(c, i).data, (int)c->stride);
-    }
-    return 0;
-}
-
-#else
-
-static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
-                        const ms_matrix *c) {
-    (void)user;
+#endif
     return msi_builtin_gemm(alpha, a, b, beta, c);
 }
-
-#endif // MEMSCALE_CBLAS
 
 static void msi_cpu_hardware(void *user, ms_hardware *hardware) {
     (void)user;
@@ -3323,7 +3281,7 @@ MEMSCALE_API ms_backend ms_backend_cpu(void) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>hardware  what the platform tells of the host, what is measured, and devices that are built in
+// >>hardware  speeds of a device, how they are measured, and devices that are built in
 
 enum { MSI_SPEED_COUNT = 7 };
 
@@ -3337,7 +3295,7 @@ static double *msi_speed(ms_hardware *h, int speed) {
 
 static const double msi_most_us = 1e15, msi_least_speed = 1e-9, msi_most_speed = 1e15;
 
-/* Whether times can be added up, and speeds be divided by. */
+/* Within these bounds times can be added up, and bytes be divided by speeds. */
 static bool msi_is_time(double us) {
     return us >= 0.0 && us <= msi_most_us;
 }
@@ -3364,8 +3322,8 @@ typedef enum msi_timed {
     MSI_TIMED_PRODUCT
 } msi_timed;
 
-/* Sizes: a copy should not fit in a cache, nor the whole take long; what goes through pinned memory
-   is smaller, since that takes long to get. */
+/* A copy should not fit in a cache, and the whole should not take long. Copies through pinned memory
+   are smaller, because pinning takes long. */
 enum {
     MSI_BENCH_HOST_BYTES = 64 << 20, // of device memory that is the host's
     MSI_BENCH_COPY_BYTES = 8 << 20,  // of one copy there, and of one from or to the host
@@ -3376,7 +3334,7 @@ enum {
     MSI_BENCH_MOST_CALLS = 32, // in a sample
     MSI_BENCH_SAMPLE_US = 400,
     MSI_BENCH_FIGURE_US = 5000, // for all samples of a figure
-    MSI_BENCH_WHOLE_US = 50000  // behind that, one call for each figure
+    MSI_BENCH_WHOLE_US = 50000  // for all figures; once it is over, each gets one call
 };
 
 /* A state of the backend for measuring, with memory of its own. */
@@ -3386,8 +3344,8 @@ typedef struct msi_bench {
     void *state, *device, *workspace, *host;
     uint64_t device_bytes, host_bytes;
     uint64_t copy_bytes; // of a copy inside device memory
-    uint32_t turn;       // copies take different parts of it
-    double end_us;       // of MSI_BENCH_WHOLE_US
+    uint32_t turn;       // number of calls: successive copies use different parts of memory
+    double end_us;       // the end of MSI_BENCH_WHOLE_US
     ms_matrix a, b, c;
     int error;
 } msi_bench;
@@ -3407,7 +3365,7 @@ static int msi_bench_call(msi_bench *t, msi_timed what) {
                                          : b->gemm(t->state, 1.0f, &t->a, &t->b, 0.0f, &t->c);
 }
 
-/* Microseconds of so many calls, until they are done. */
+/* The time of so many calls, until the device has done them. */
 static double msi_bench_calls_us(msi_bench *t, msi_timed what, int calls) {
     const double start = msi_now_us();
     for (int i = 0; i < calls && !t->error; i++) {
@@ -3420,16 +3378,14 @@ static double msi_bench_calls_us(msi_bench *t, msi_timed what, int calls) {
     return msi_now_us() - start;
 }
 
-/* Median of several samples, for one call that took about `one`, which it is where there is no time
-   left; 0 where nothing can be said. */
+/* Median time of a call, over several samples. `one` is what a call took before: it sets the number
+   of calls in a sample, and is the result if there is no time left. 0 if nothing is known. */
 static double msi_bench_median_us(msi_bench *t, msi_timed what, double one) {
-    double samples[MSI_BENCH_SAMPLES], end = msi_now_us() + (double)MSI_BENCH_FIGURE_US;
+    double samples[MSI_BENCH_SAMPLES];
     int count = 0;
-    end = end < t->end_us ? end : t->end_us;
-    const double fit = (double)MSI_BENCH_SAMPLE_US / (one > 1.0 ? one : 1.0);
-    const int calls = fit < 1.0                            ? 1
-                      : fit > (double)MSI_BENCH_MOST_CALLS ? MSI_BENCH_MOST_CALLS
-                                                           : (int)fit;
+    const double end = fmin(msi_now_us() + (double)MSI_BENCH_FIGURE_US, t->end_us);
+    const double fit = (double)MSI_BENCH_SAMPLE_US / fmax(one, 1.0);
+    const int calls = (int)fmin(fmax(fit, 1.0), (double)MSI_BENCH_MOST_CALLS);
     while (!t->error && count < MSI_BENCH_SAMPLES && msi_now_us() < end) {
         const double us = msi_bench_calls_us(t, what, calls);
         int at = count++;
@@ -3443,20 +3399,19 @@ static double msi_bench_median_us(msi_bench *t, msi_timed what, double one) {
 }
 
 static double msi_bench_us(msi_bench *t, msi_timed what) {
-    double one = msi_bench_calls_us(t, what, 1); // what is made at the first call is made there
+    double one = msi_bench_calls_us(t, what, 1); // includes what a backend sets up at a first call
     one = msi_now_us() < t->end_us ? msi_bench_calls_us(t, what, 1) : one;
     return msi_bench_median_us(t, what, one);
 }
 
-/* Side of the next product to try: twice that of the last, or four times where even that cannot
-   take long. */
+/* Side of the next product to try: twice that of the last, or four times if that cannot take long. */
 static int64_t msi_bench_next_side(int64_t side, double us) {
     return 64.0 * us > (double)MSI_BENCH_FIGURE_US || 4 * side > MSI_BENCH_MOST_SIDE ? 2 * side
                                                                                      : 4 * side;
 }
 
-/* 1e12 flops a second of a product of square matrices, as large as memory allows and as take some
-   time. */
+/* 1e12 flops a second of a product of square matrices: the smallest that takes MSI_BENCH_SAMPLE_US,
+   or the largest that memory allows. */
 static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
     const uint64_t item = dtype == MS_DTYPE_F32 ? 4 : 2;
     double us = 0.0, side = 0.0;
@@ -3475,9 +3430,8 @@ static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
         t->b.data = (uint8_t *)t->device + bytes;
         t->c.data = (uint8_t *)t->device + 2 * bytes;
         us = msi_bench_calls_us(t, MSI_TIMED_PRODUCT, 1);
-        /* A part of that may be what is made at the first call. */
         if (us > (double)MSI_BENCH_SAMPLE_US && msi_now_us() < t->end_us) {
-            us = msi_bench_calls_us(t, MSI_TIMED_PRODUCT, 1);
+            us = msi_bench_calls_us(t, MSI_TIMED_PRODUCT, 1); // without the set-up of a first call
         }
         side = (double)n;
     }
@@ -3485,7 +3439,7 @@ static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
     return us > 0.0 ? 2.0 * side * side * side / (us * 1e6) : 0.0;
 }
 
-/* Memory for measuring: less on a device that has little of it, or little left. */
+/* Memory for measuring: less on a device that has little memory, or little free. */
 static bool msi_bench_alloc(msi_bench *t, const ms_hardware *h) {
     const ms_backend *b = t->backend;
     const uint64_t mega = (uint64_t)1 << 20;
@@ -3506,19 +3460,12 @@ static bool msi_bench_alloc(msi_bench *t, const ms_hardware *h) {
            (!b->workspace_bytes ||
             (b->memory_alloc(b->user, t->allocator, b->workspace_bytes, &t->workspace) == 0 &&
              t->workspace)) &&
-           (b->host_alloc
-                ? b->host_alloc(b->user, t->allocator, t->host_bytes, &t->host)
-                : msi_cpu_memory_alloc(NULL, t->allocator, t->host_bytes, &t->host)) == 0 &&
-           t->host;
+           msi_backend_host_alloc(b, t->allocator, t->host_bytes, &t->host) == 0 && t->host;
 }
 
 static void msi_bench_release(msi_bench *t) {
     const ms_backend *b = t->backend;
-    if (t->host && b->host_release) {
-        b->host_release(b->user, t->allocator, t->host, t->host_bytes);
-    } else if (t->host) {
-        msi_cpu_memory_release(NULL, t->allocator, t->host, t->host_bytes);
-    }
+    msi_backend_host_release(b, t->allocator, t->host, t->host_bytes);
     if (t->workspace) {
         b->memory_release(b->user, t->allocator, t->workspace, b->workspace_bytes);
     }
@@ -3527,7 +3474,7 @@ static void msi_bench_release(msi_bench *t) {
     }
 }
 
-/* Opens a state. False where the backend has no more of what that takes. */
+/* Opens a state. False if the backend cannot open another one. */
 static bool msi_bench_open(msi_bench *t, bool tf32) {
     const ms_backend *b = t->backend;
     ms_open_args open;
@@ -3561,7 +3508,7 @@ static void msi_set_speed(double *speed, double amount, double us) {
     *speed = us > 0.0 && amount > 0.0 ? amount / us : *speed;
 }
 
-/* All but TF32. The pattern is a small number in every dtype. */
+/* All speeds except that of TF32. The pattern 0x3c is a small number in every dtype. */
 static void msi_bench_all(msi_bench *t, ms_hardware *h) {
     const double copied = (double)t->copy_bytes * 1e-3, passed = (double)t->host_bytes * 1e-3;
     memset(t->host, 0x3c, (size_t)t->host_bytes);
@@ -3579,8 +3526,8 @@ static void msi_bench_all(msi_bench *t, ms_hardware *h) {
     }
 }
 
-/* Measures through the functions of the backend alone, beside the model's own state, which may be
-   in the middle of anything. Where there is no memory for that, *h stays as it is. */
+/* Measures through the functions of the backend alone, with a state of its own, because the model's
+   state may be in the middle of a step. If there is no memory for that, *h stays as it is. */
 static ms_result msi_measure(ms_model *m, ms_hardware *h) {
     ms_hardware measured = *h;
     msi_bench t;
@@ -3605,7 +3552,7 @@ static ms_result msi_measure(ms_model *m, ms_hardware *h) {
     return msi_device(m, t.error, "measuring its speeds");
 }
 
-/* What the backend says of its device, with speeds that are measured once. */
+/* The backend's description of its device, with speeds that are measured once. */
 static ms_result msi_report_hardware(ms_model *m, ms_hardware *report) {
     m->config.backend.hardware(m->config.backend.user, report);
     if (m->sources.reported.is_measured) {
@@ -3618,27 +3565,25 @@ static ms_result msi_report_hardware(ms_model *m, ms_hardware *report) {
     return result;
 }
 
-/* Plans are for this device from the next ms_wrap on; NULL: for the model's own. */
+/* From the next ms_wrap on, plans are for this device; NULL: for the model's own. */
 static void msi_use_hardware(ms_model *m, const ms_hardware *hardware) {
-    memset(&m->sources.given, 0, sizeof m->sources.given);
-    if (hardware) {
-        m->sources.given = *hardware;
-    }
+    const ms_hardware none = MSI_ZERO_INIT;
+    m->sources.given = hardware ? *hardware : none;
     m->sources.is_given = hardware != NULL;
     m->wrapped.changed = true;
 }
 
-/* Devices to plan for that are not there. Speeds are those that the maker states, products dense
-   and summed in F32. Copies have the rate of the link one way, behind its encoding (PCI Express 3.0
-   x16 15.75 GB/s, 4.0 31.5, 5.0 63); where both ends lie in one memory, half of what that has.
-   Memory is what the name says; a runtime offers a percent or two less.
+/* Devices to plan for without having them. Speeds are those that the maker states, for dense products
+   summed in F32. Copies have the rate of the link in one direction, net of its encoding (PCI Express
+   3.0 x16 15.75 GB/s, 4.0 31.5, 5.0 63), or half the bandwidth of the memory that host and device
+   share. Memory is what the name says; a runtime offers a percent or two less.
    Sources, all of NVIDIA:
      RTX 3090: "NVIDIA Ampere GA102 GPU Architecture", V2.1, comparison of GeForce cards
      H200, H100 SXM: their data sheets, which state tensor cores with sparsity: half of that
      Jetson Orin Nano 8GB: its data sheet, at 15 W: 8 multiprocessors, 625 MHz, 68 GB/s, 40 TOPS of
        sparse INT8; FP16 is a quarter, TF32 an eighth of these (technical brief "NVIDIA Jetson AGX
-       Orin Series", HMMA and IMMA). Linux and what is set aside before it leave some 6 GB: an
-       estimate, for which the report of the board itself is better
+       Orin Series", HMMA and IMMA). Linux and what firmware reserves leave about 6 GB free: an
+       estimate, which the report of the board itself replaces
      RTX 4090: "NVIDIA Ada GPU Architecture", V2.02, appendix A
      A100 80GB: "NVIDIA A100 Tensor Core GPU Architecture", and the data sheet of the SXM module
      T4: its data sheet; it has no TF32
@@ -3655,31 +3600,21 @@ static void msi_use_hardware(ms_model *m, const ms_hardware *hardware) {
     X("NVIDIA T4", DISCRETE, 40, 16, 0, 7, 5, 320.0, 15.75, 8.1, 0.0, 65.0)                        \
     X("Jetson AGX Orin 64GB", INTEGRATED, 16, 64, 60, 8, 7, 204.8, 102.4, 5.3, 21.25, 42.5)
 
-/* An integrated GPU has the host's memory; BF16 and TF32 begin with compute capability 8.0. */
-#define MSI_GIB(gib, kind, only) ((MS_DEVICE_##kind == (only)) ? (uint64_t)(gib) << 30 : 0)
+/* The memory of an integrated GPU is the host's; BF16 and TF32 begin with compute capability 8.0. */
+#define MSI_SHARED_GIB(kind, gib)                                                                  \
+    (MS_DEVICE_##kind == MS_DEVICE_INTEGRATED ? (uint64_t)(gib) << 30 : 0)
+#define MSI_MEMORY(kind, gib, of_these)                                                            \
+    (uint64_t)(gib) << 30, MSI_SHARED_GIB(kind, of_these), MSI_SHARED_GIB(kind, gib),              \
+        MSI_SHARED_GIB(kind, of_these)
+#define MSI_COMPUTE(major, minor)                major, minor, (major) >= 8, true, (major) >= 8, 0, 0
+#define MSI_SPEEDS(memory, link, f32, tf32, f16) memory, link, link, f32, tf32, f16, 0.0, false
 #define MSI_X(name, kind, processors, gib, of_these, major, minor, memory, link, f32, tf32, f16)   \
     {name,                                                                                         \
      MS_DEVICE_##kind,                                                                             \
      processors,                                                                                   \
-     (uint64_t)(gib) << 30,                                                                        \
-     MSI_GIB(of_these, kind, MS_DEVICE_INTEGRATED),                                                \
-     MSI_GIB(gib, kind, MS_DEVICE_INTEGRATED),                                                     \
-     MSI_GIB(of_these, kind, MS_DEVICE_INTEGRATED),                                                \
-     major,                                                                                        \
-     minor,                                                                                        \
-     (major) >= 8,                                                                                 \
-     true,                                                                                         \
-     (major) >= 8,                                                                                 \
-     0,                                                                                            \
-     0,                                                                                            \
-     memory,                                                                                       \
-     link,                                                                                         \
-     link,                                                                                         \
-     f32,                                                                                          \
-     tf32,                                                                                         \
-     f16,                                                                                          \
-     0.0,                                                                                          \
-     false},
+     MSI_MEMORY(kind, gib, of_these),                                                              \
+     MSI_COMPUTE(major, minor),                                                                    \
+     MSI_SPEEDS(memory, link, f32, tf32, f16)},
 static const ms_hardware msi_devices[] = {MSI_DEVICES(MSI_X)};
 #undef MSI_X
 
@@ -3687,7 +3622,7 @@ static char msi_lower_case(char c) {
     return c >= 'A' && c <= 'Z' ? (char)(c - 'A' + 'a') : c;
 }
 
-/* Whether a name has a part, in any case. */
+/* Whether a name has this part, ignoring case. */
 static bool msi_has_part(const char *name, const char *part) {
     for (; *name; name++) {
         size_t same = 0;
@@ -3747,7 +3682,7 @@ static ms_tensor msi_handle(uint32_t tensor, msi_role role) {
     return handle;
 }
 
-/* Index of the tensor that a handle stands for; MSI_NONE if there is none. */
+/* Index of the tensor of a handle; MSI_NONE if there is none. */
 static uint32_t msi_index(const ms_model *m, ms_tensor handle) {
     const uint32_t index = (handle.id & (((uint32_t)1 << MSI_ROLE_BITS) - 1)) - 1;
     const bool known = handle.id >> MSI_ROLE_BITS < MSI_ROLE_RESIDENT_COUNT;
@@ -3763,7 +3698,7 @@ static const char *msi_role_name(msi_role role) {
     return names[role < MSI_ROLE_STATE0 ? role : MSI_ROLE_STATE0];
 }
 
-/* The tensor itself, not a gradient or a state of it. */
+/* Index of the tensor of a handle of its value; MSI_NONE for its gradient or its state. */
 static uint32_t msi_value_index(const ms_model *m, ms_tensor handle) {
     return msi_role_of(handle) == MSI_ROLE_VALUE ? msi_index(m, handle) : MSI_NONE;
 }
@@ -3772,7 +3707,7 @@ static bool msi_is_float(ms_dtype dtype) {
     return dtype <= MS_DTYPE_BF16;
 }
 
-/* Lives between steps, at a fixed address. */
+/* Keeps its value between steps, at a fixed address. */
 static bool msi_is_resident(const msi_tensor *t) {
     return t->kind <= MSI_KIND_BUFFER;
 }
@@ -3804,29 +3739,23 @@ static bool msi_is_borrowed(const msi_tensor *t, msi_role role) {
     return t->borrowed >> role & 1;
 }
 
-/* False, and an error that sticks, if the model takes no more registrations. */
+/* Whether the model accepts registrations; an error if it does not. */
 static bool msi_registering(ms_model *m, const char *what, const char *name) {
-    if (!m) {
-        return false;
-    }
-    if (m->run.plan) {
+    if (m && m->run.plan) {
         MSI_STICK(m, MS_RESULT_ORDER, "%s \"%s\": the graph is closed since ms_wrap", what, name);
-        return false;
     }
-    return true;
+    return m && !m->run.plan;
 }
 
 /* Adds to the bytes of the model; false if they become too many. */
 static bool msi_count_bytes(msi_graph *g, uint64_t bytes) {
     const uint64_t limit = (uint64_t)1 << 58;
-    if (bytes >= limit || g->bytes + bytes >= limit) {
-        return false;
-    }
-    g->bytes += bytes;
-    return true;
+    const bool good = bytes < limit && g->bytes + bytes < limit;
+    g->bytes += good ? bytes : 0;
+    return good;
 }
 
-/* A shape with the axes at other sizes. */
+/* A shape with the axes at these sizes, or at their largest. */
 static ms_shape msi_resized(const msi_graph *g, ms_shape shape, bool largest,
                             const int64_t *sizes) {
     for (int i = 0; i < shape.rank; i++) {
@@ -3901,12 +3830,12 @@ static const uint32_t *msi_group(const msi_graph *g, const msi_layer *l, int gro
     return g->operands.items + l->operand_first + msi_group_start(l, group);
 }
 
-/* The operands of a group of a layer, one after the other, without empty slots:
+/* Goes through the operands of a group of a layer, without empty slots:
    for (MSI_EACH(in, g, l, MSI_GROUP_IN)) { ... in.tensor, in.slot ... } */
 typedef struct msi_operand_cursor {
     const uint32_t *tensors; // of all slots
     uint32_t count, next;
-    uint32_t slot, tensor; // of this operand
+    uint32_t slot, tensor; // of the present operand
 } msi_operand_cursor;
 
 static msi_operand_cursor msi_operands_of(const msi_graph *g, const msi_layer *l, int group) {
@@ -3934,23 +3863,23 @@ static const uint32_t *msi_made_by(const msi_graph *g, uint32_t layer, uint32_t 
     return msi_group(g, l, MSI_GROUP_OUT);
 }
 
-/* The mask of what backward reads of a group. */
-static uint16_t msi_reads_of(const msi_layer *l, int group) {
-    const ms_reads *r = &l->backward_reads;
-    const uint16_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param, 0};
-    const bool all = !r->nothing && !(r->in | r->out | r->saved | r->param);
-    return all && group != MSI_GROUP_STATE ? UINT16_MAX : masks[group];
+/* The mask of a group in a declaration of reads, or `otherwise` if it declares nothing. */
+static uint16_t msi_declared_reads(const ms_reads *r, int group, uint16_t otherwise) {
+    const uint16_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param, otherwise};
+    return r->nothing || (r->in | r->out | r->saved | r->param) ? masks[group] : otherwise;
 }
 
-/* The mask of what a recomputation reads of a group. */
+/* The mask of the slots of a group that backward reads. */
+static uint16_t msi_reads_of(const msi_layer *l, int group) {
+    return msi_declared_reads(&l->backward_reads, group, group == MSI_GROUP_STATE ? 0 : UINT16_MAX);
+}
+
+/* The mask of the slots of a group that a recomputation reads. A call of forward reads every slot,
+   except those of what it makes. */
 static uint16_t msi_recompute_reads_of(const msi_layer *l, int group) {
-    const ms_reads *r = &l->recompute_reads;
-    const uint16_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param, UINT16_MAX};
-    const bool named = r->nothing || (r->in | r->out | r->saved | r->param);
-    if (l->recompute && named) {
-        return masks[group];
-    }
-    return group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED ? 0 : UINT16_MAX;
+    const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
+    const uint16_t by_forward = made ? 0 : UINT16_MAX;
+    return l->recompute ? msi_declared_reads(&l->recompute_reads, group, by_forward) : by_forward;
 }
 
 static bool msi_can_recompute(const msi_layer *l) {
@@ -3965,8 +3894,8 @@ static uint32_t msi_lowest_bit(uint32_t mask) {
     return bit;
 }
 
-/* Appends the slots of one group to the operands; marks the layer as the producer of what it
-   writes. The room is reserved, the slots are valid. */
+/* Appends the slots of one group, which are valid, to the operands, which have room, and marks the
+   layer as the producer of what it writes. */
 static void msi_add_operands(ms_model *m, uint32_t layer, int group, const ms_tensor *slots,
                              uint32_t count) {
     msi_graph *g = &m->graph;
@@ -3979,19 +3908,19 @@ static void msi_add_operands(ms_model *m, uint32_t layer, int group, const ms_te
     }
 }
 
-/* Whether two tensors that have one size now have so whatever the sizes of the axes. */
+/* Whether two tensors of the same size keep the same size at all sizes of the axes. */
 static bool msi_scales_alike(const msi_graph *g, uint32_t a, uint32_t b) {
     const ms_shape *x = &g->tensors.items[a].view.shape, *y = &g->tensors.items[b].view.shape;
-    int balance[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
     bool alike = true;
     for (uint32_t axis = 0; axis < g->axis_count; axis++) {
+        int balance = 0; // dims along this axis: of x, less those of y
         for (int i = 0; i < x->rank; i++) {
-            balance[axis] += x->axes[i] >> axis & 1;
+            balance += x->axes[i] >> axis & 1;
         }
         for (int i = 0; i < y->rank; i++) {
-            balance[axis] -= y->axes[i] >> axis & 1;
+            balance -= y->axes[i] >> axis & 1;
         }
-        alike &= balance[axis] == 0;
+        alike &= balance == 0;
     }
     return alike;
 }
@@ -4096,11 +4025,10 @@ static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
 #define MSI_X(field) l.field = desc->field;
     MSI_FLAGS(MSI_X)
 #undef MSI_X
-    for (uint32_t j = 0; j < MS_LIMIT_OUT; j++) { // what is computed on in place is read
-        const bool named = msi_recompute_reads_of(&l, MSI_GROUP_IN) != UINT16_MAX;
-        if (named && (l.must_in_place >> j & 1)) {
-            l.recompute_reads.in = (uint16_t)(l.recompute_reads.in | desc->in_place[j]);
-        }
+    const bool declared = msi_recompute_reads_of(&l, MSI_GROUP_IN) != UINT16_MAX;
+    for (uint32_t j = 0; j < MS_LIMIT_OUT && declared; j++) { // an in-place callback reads too
+        const uint32_t in_place = l.must_in_place >> j & 1 ? desc->in_place[j] : 0u;
+        l.recompute_reads.in = (uint16_t)(l.recompute_reads.in | in_place);
     }
     l.differentiable = desc->backward || (!desc->forward && !desc->no_backward);
     return l;
@@ -4108,15 +4036,13 @@ static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
 
 /* Rows of a layer: the first dim of its first output. */
 static uint64_t msi_layer_rows(const msi_graph *g, const msi_layer *l, bool largest) {
-    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-        if (out[k] != MSI_NONE) {
-            const ms_shape *shape = &g->tensors.items[out[k]].view.shape;
-            const ms_shape there = largest ? msi_resized(g, *shape, true, NULL) : *shape;
-            return there.rank > 0 ? (uint64_t)there.dim[0] : 1;
-        }
+    msi_operand_cursor out = msi_operands_of(g, l, MSI_GROUP_OUT);
+    if (!msi_next_operand(&out)) {
+        return 1;
     }
-    return 1;
+    const ms_shape *shape = &g->tensors.items[out.tensor].view.shape;
+    const ms_shape there = largest ? msi_resized(g, *shape, true, NULL) : *shape;
+    return there.rank > 0 ? (uint64_t)there.dim[0] : 1;
 }
 
 /* The desc is valid. */
@@ -4155,13 +4081,13 @@ static ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc
     return handle;
 }
 
-/* Bytes of scratch memory of a call of a layer. */
+/* Bytes of the workspace of a call. */
 static uint64_t msi_workspace_bytes(const msi_graph *g, const msi_layer *l, int which) {
     const ms_workspace *w = &l->workspace[which];
     return w->bytes + (w->row_bytes ? w->row_bytes * msi_layer_rows(g, l, false) : 0);
 }
 
-/* Gives the axes other sizes (the largest, for NULL). */
+/* Sets the sizes of the axes; NULL: the largest. */
 static void msi_set_sizes(msi_graph *g, const int64_t *sizes) {
     for (uint32_t i = 0; i < g->tensors.count && g->axis_count; i++) {
         msi_tensor *t = &g->tensors.items[i];
@@ -4179,7 +4105,7 @@ static void msi_get_sizes(const msi_graph *g, int64_t *sizes) {
     }
 }
 
-/* Whether some operand of a group in this mask wants a gradient. */
+/* Whether an operand of a group, in a slot of this mask, wants a gradient. */
 static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uint32_t mask) {
     bool wanted = false;
     for (MSI_EACH(operand, g, l, group)) {
@@ -4188,7 +4114,8 @@ static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uin
     return wanted;
 }
 
-/* Marks what cannot come back: outputs of layers that run once, and what recomputations read. */
+/* Marks what no recomputation can bring back: what layers make that run once, and what their own
+   recomputations read. */
 static void msi_mark_must_stay(msi_graph *g, const msi_layer *l) {
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
         const uint32_t read = msi_can_recompute(l) ? msi_recompute_reads_of(l, group) : UINT16_MAX;
@@ -4198,7 +4125,7 @@ static void msi_mark_must_stay(msi_graph *g, const msi_layer *l) {
     }
 }
 
-/* Forward sweep: what a gradient can reach. */
+/* In the order of forward: which tensors want a gradient. */
 static void msi_analyze(msi_graph *g) {
     for (uint32_t i = 0; i < g->tensors.count; i++) {
         msi_tensor *t = &g->tensors.items[i];
@@ -4226,62 +4153,44 @@ static void msi_analyze(msi_graph *g) {
 static void msi_mark_backward(msi_graph *g, uint32_t layer) {
     const msi_layer *l = &g->layers.items[layer];
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        const uint32_t *operands = msi_group(g, l, group);
-        const uint32_t reads = l->has_backward ? msi_reads_of(l, group) : 0;
-        for (uint32_t k = 0; k < l->count[group]; k++) {
-            if (operands[k] == MSI_NONE) {
-                continue;
-            }
-            msi_tensor *t = &g->tensors.items[operands[k]];
-            if (reads >> k & 1) {
+        const bool edges = group == MSI_GROUP_IN || group == MSI_GROUP_PARAM;
+        const uint32_t in_forward = group == MSI_GROUP_IN ? l->grads_in_forward : 0u;
+        const uint32_t reads = l->has_backward ? msi_reads_of(l, group) : 0u;
+        const uint32_t gives = l->has_backward && edges ? UINT16_MAX : in_forward;
+        for (MSI_EACH(operand, g, l, group)) {
+            msi_tensor *t = &g->tensors.items[operand.tensor];
+            if (reads >> operand.slot & 1) {
                 t->last_reader = layer;
             }
-            const bool gives = group == MSI_GROUP_PARAM ? l->has_backward
-                               : group == MSI_GROUP_IN
-                                   ? l->has_backward || (l->grads_in_forward >> k & 1)
-                                   : false;
-            if (gives && t->wants_gradient) {
+            if ((gives >> operand.slot & 1) && t->wants_gradient) {
                 t->last_gradient = layer;
             }
         }
     }
 }
 
-/* What a layer computes from leads to the loss if its outputs do. */
-static void msi_mark_way_to_loss(msi_graph *g, const msi_layer *l) {
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = msi_group(g, l, MSI_GROUP_OUT);
-    bool leads = false;
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-        leads |= out[k] != MSI_NONE && g->tensors.items[out[k]].leads_to_loss;
-    }
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && leads; k++) {
-        if (in[k] != MSI_NONE) {
-            g->tensors.items[in[k]].leads_to_loss = true;
-        }
-    }
-}
-
-/* From the loss back: a layer has a backward if one of its outputs is given a gradient. */
+/* From the loss back: a layer runs backward if one of its outputs has a gradient, and its inputs lead
+   to the loss if an output does. */
 static void msi_analyze_backward(msi_graph *g) {
     for (uint32_t i = g->layers.count; i-- > 0;) {
         msi_layer *l = &g->layers.items[i];
-        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+        bool leads = false;
         l->has_backward = false;
-        msi_mark_way_to_loss(g, l);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+        for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
+            const msi_tensor *t = &g->tensors.items[out.tensor];
+            leads |= t->leads_to_loss;
             l->has_backward |=
-                out[k] != MSI_NONE && g->tensors.items[out[k]].wants_gradient &&
-                (out[k] == g->loss || g->tensors.items[out[k]].last_gradient != MSI_NONE);
+                t->wants_gradient && (out.tensor == g->loss || t->last_gradient != MSI_NONE);
+        }
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            g->tensors.items[in.tensor].leads_to_loss |= leads;
         }
         if (l->has_backward || l->ends_in_loss) {
             msi_mark_backward(g, i);
         }
-        /* It could be recomputed after an update inside backward, and would see the new value. */
-        const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM] && !l->has_backward; k++) {
-            if (param[k] != MSI_NONE) {
-                g->tensors.items[param[k]].updates_early = false;
-            }
+        for (MSI_EACH(param, g, l, MSI_GROUP_PARAM)) {
+            /* A later recomputation of a layer without backward must not see an updated param. */
+            g->tensors.items[param.tensor].updates_early &= l->has_backward;
         }
     }
 }
