@@ -1476,15 +1476,13 @@ static inline char *msi_next_field(char **line) {
 /* Whether a word is in a list of `length` characters that commas separate. */
 static inline bool msi_lists(const char *list, size_t length, const char *word) {
     const size_t word_length = strlen(word);
-    for (size_t at = 0; at < length;) {
-        const size_t rest = strcspn(list + at, ",");
-        const size_t part = rest < length - at ? rest : length - at;
-        if (part == word_length && strncmp(list + at, word, part) == 0) {
-            return true;
-        }
-        at += part + 1;
+    bool found = false;
+    for (size_t at = 0, part; at < length && !found; at += part + 1) {
+        part = strcspn(list + at, ",");
+        part = part < length - at ? part : length - at;
+        found = part == word_length && strncmp(list + at, word, part) == 0;
     }
-    return false;
+    return found;
 }
 
 /* mountinfo writes blanks and the like as a backslash and three octal digits. */
@@ -1922,19 +1920,27 @@ typedef enum msi_group_kind {
 
 /* What a desc declares by masks of slots, each with the group of these slots, and by flags. The
    masks of in_place and grad_in_place are not among them: a layer has as many as it has slots. */
+#define MSI_READ_MASKS(X, f) X(f.in, IN) X(f.out, OUT) X(f.saved, SAVED) X(f.param, PARAM)
+#define MSI_EDGE_MASKS(X, f) X(f.in, IN) X(f.param, PARAM)
 #define MSI_MASKS(X)                                                                               \
-    X(backward_reads.in, IN)                                                                       \
-    X(backward_reads.out, OUT)                                                                     \
-    X(backward_reads.saved, SAVED)                                                                 \
-    X(backward_reads.param, PARAM) X(recompute_reads.in, IN) X(recompute_reads.out, OUT)           \
-        X(recompute_reads.saved, SAVED) X(recompute_reads.param, PARAM) X(accumulates.in, IN)      \
-            X(accumulates.param, PARAM) X(overwrites.in, IN) X(overwrites.param, PARAM)            \
-                X(clobbers.in, IN) X(clobbers.out, OUT) X(clobbers.saved, SAVED)                   \
-                    X(clobbers.grad_out, OUT) X(must_in_place, OUT) X(must_grad_in_place, IN)      \
-                        X(grads_in_forward, IN) X(optional_saved, SAVED)
+    MSI_READ_MASKS(X, backward_reads)                                                              \
+    MSI_READ_MASKS(X, recompute_reads)                                                             \
+    MSI_EDGE_MASKS(X, accumulates)                                                                 \
+    MSI_EDGE_MASKS(X, overwrites)                                                                  \
+    X(clobbers.in, IN)                                                                             \
+    X(clobbers.out, OUT)                                                                           \
+    X(clobbers.saved, SAVED)                                                                       \
+    X(clobbers.grad_out, OUT)                                                                      \
+    X(must_in_place, OUT)                                                                          \
+    X(must_grad_in_place, IN)                                                                      \
+    X(grads_in_forward, IN)                                                                        \
+    X(optional_saved, SAVED)
 #define MSI_FLAGS(X)                                                                               \
     X(backward_reads.nothing)                                                                      \
-    X(recompute_reads.nothing) X(no_recompute) X(keeps_state) X(no_backward)
+    X(recompute_reads.nothing)                                                                     \
+    X(no_recompute)                                                                                \
+    X(keeps_state)                                                                                 \
+    X(no_backward)
 
 typedef struct msi_layer {
     ms_layer_fn forward, backward, recompute, bind;
@@ -2208,11 +2214,11 @@ typedef enum msi_stage { MSI_STAGE_IDLE, MSI_STAGE_FORWARD, MSI_STAGE_BACKWARD }
 
 /* Empirical profiling: what the steps after ms_wrap are for. */
 typedef enum msi_warmup {
-    MSI_WARMUP_COLD,                        // not timed: what is slow only once is no sample
-    MSI_WARMUP_SAMPLE,                      // timed
-    MSI_WARMUP_PLAN,                        // the model is planned again before this step
-    MSI_WARMUP_AGAIN = MSI_WARMUP_PLAN + 1, // by the new plan, not timed
-    MSI_WARMUP_SHOW,                        // timed, as the timeline of that plan
+    MSI_WARMUP_COLD,   // not timed: what is slow only once is no sample
+    MSI_WARMUP_SAMPLE, // timed
+    MSI_WARMUP_PLAN,   // the model is planned again before this step
+    MSI_WARMUP_AGAIN,  // by the new plan, not timed
+    MSI_WARMUP_SHOW,   // timed, as the timeline of that plan
     MSI_WARMUP_DONE
 } msi_warmup;
 
@@ -2458,16 +2464,12 @@ MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2, int64_t d3) 
 }
 
 MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape) {
+    bool good = shape && shape->rank >= 0 && shape->rank <= MS_LIMIT_RANK;
     uint64_t count = 1;
-    if (!shape || shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
-        return 0;
+    for (int i = 0; good && i < shape->rank; i++) {
+        good = shape->dim[i] > 0 && msi_multiply(count, (uint64_t)shape->dim[i], &count);
     }
-    for (int i = 0; i < shape->rank; i++) {
-        if (shape->dim[i] < 1 || !msi_multiply(count, (uint64_t)shape->dim[i], &count)) {
-            return 0;
-        }
-    }
-    return count;
+    return good ? count : 0;
 }
 
 MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis) {
@@ -2792,13 +2794,14 @@ static int msi_issue_copy(ms_model *m, ms_stream_kind stream, void *target, cons
         error = b->record(m->device, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE);
         error = error ? error : b->wait(m->device, stream, MSI_EVENT_COMPUTE);
     }
-    error = error                           ? error
-            : stream == MS_STREAM_TO_DEVICE ? b->copy_in(m->device, target, source, bytes)
-                                            : b->copy_out(m->device, target, source, bytes);
+    if (!error) {
+        error = stream == MS_STREAM_TO_DEVICE ? b->copy_in(m->device, target, source, bytes)
+                                              : b->copy_out(m->device, target, source, bytes);
+    }
     return error || !b->is_asynchronous ? error : b->record(m->device, stream, event);
 }
 
-/* The source must stay as it is until the event. */
+/* The source must not change before the event. */
 static ms_result msi_issue_copy_in(ms_model *m, void *device, const void *host, uint64_t bytes,
                                    uint32_t event) {
     const int error = msi_issue_copy(m, MS_STREAM_TO_DEVICE, device, host, bytes, event);
@@ -2872,12 +2875,11 @@ static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const 
 }
 
 static ms_result msi_fill(ms_model *m, void *target, bool on_host, uint8_t value, uint64_t bytes) {
-    const ms_backend *b = &m->config.backend;
     if (on_host) {
         memset(target, value, (size_t)bytes);
         return MS_RESULT_OK;
     }
-    return msi_device(m, b->fill_bytes(m->device, target, value, bytes), "fill");
+    return msi_device(m, m->config.backend.fill_bytes(m->device, target, value, bytes), "fill");
 }
 
 static void msi_asan_poison(const void *memory, uint64_t bytes) {
@@ -2905,7 +2907,6 @@ static bool msi_open(ms_model *m) {
     args.stream = m->config.stream;
     args.event_count = MSI_EVENT_COUNT;
     args.tf32 = m->config.tf32;
-    m->device = NULL;
     return msi_device(m, b->open(b->user, &args, &m->device), "opening") == MS_RESULT_OK;
 }
 
@@ -2913,14 +2914,13 @@ static bool msi_open(ms_model *m) {
 static ms_result msi_make_arena(const ms_backend *backend, const ms_allocator *allocator,
                                 ms_arena **arena) {
     ms_arena *made = (ms_arena *)msi_alloc_zeroed(allocator, sizeof *made);
-    *arena = made;
-    if (!made) {
-        return MS_RESULT_OUT_OF_MEMORY;
+    if (made) {
+        made->backend = *backend;
+        made->allocator = *allocator;
+        made->references = 1;
     }
-    made->backend = *backend;
-    made->allocator = *allocator;
-    made->references = 1;
-    return MS_RESULT_OK;
+    *arena = made;
+    return made ? MS_RESULT_OK : MS_RESULT_OUT_OF_MEMORY;
 }
 
 /* Gives up one reference; the last one frees the arena. */
@@ -2950,36 +2950,31 @@ static void msi_arena_leave(ms_arena *arena) {
 
 enum { MSI_GEMM_M = 64, MSI_GEMM_N = 128, MSI_GEMM_K = 64, MSI_TILE_M = 4, MSI_TILE_N = 32 };
 
+static int64_t msi_least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
 /* Copies and fills go in chunks. Each thread takes one contiguous range of them, as the loops of a
    trainer do, so that it finds in its cache what it is about to write. */
 enum { MSI_CHUNK_BYTES = 16384 };
 
-static uint64_t msi_chunk_bytes(uint64_t bytes, int64_t chunk) {
-    const uint64_t rest = bytes - (uint64_t)chunk * MSI_CHUNK_BYTES;
-    return rest < (uint64_t)MSI_CHUNK_BYTES ? rest : (uint64_t)MSI_CHUNK_BYTES;
-}
-
-static int64_t msi_chunk_count(uint64_t bytes) {
-    return (int64_t)((bytes + MSI_CHUNK_BYTES - 1) / MSI_CHUNK_BYTES);
-}
-
 static int msi_cpu_copy(void *user, void *target, const void *source, uint64_t bytes) {
     (void)user;
-    const int64_t chunks = msi_chunk_count(bytes);
-    MSI_PARALLEL_FOR(static, chunks > 4)
-    for (int64_t i = 0; i < chunks; i++) {
-        memcpy((uint8_t *)target + i * MSI_CHUNK_BYTES,
-               (const uint8_t *)source + i * MSI_CHUNK_BYTES, (size_t)msi_chunk_bytes(bytes, i));
+    const int64_t end = (int64_t)bytes;
+    MSI_PARALLEL_FOR(static, end > 4 * MSI_CHUNK_BYTES)
+    for (int64_t i = 0; i < end; i += MSI_CHUNK_BYTES) {
+        memcpy((uint8_t *)target + i, (const uint8_t *)source + i,
+               (size_t)msi_least(end - i, MSI_CHUNK_BYTES));
     }
     return 0;
 }
 
 static int msi_cpu_fill_bytes(void *user, void *device, uint8_t value, uint64_t bytes) {
     (void)user;
-    const int64_t chunks = msi_chunk_count(bytes);
-    MSI_PARALLEL_FOR(static, chunks > 4)
-    for (int64_t i = 0; i < chunks; i++) {
-        memset((uint8_t *)device + i * MSI_CHUNK_BYTES, value, (size_t)msi_chunk_bytes(bytes, i));
+    const int64_t end = (int64_t)bytes;
+    MSI_PARALLEL_FOR(static, end > 4 * MSI_CHUNK_BYTES)
+    for (int64_t i = 0; i < end; i += MSI_CHUNK_BYTES) {
+        memset((uint8_t *)device + i, value, (size_t)msi_least(end - i, MSI_CHUNK_BYTES));
     }
     return 0;
 }
@@ -3073,10 +3068,6 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
         value[i] = msi_sgd_element(&f, value[i], scale * gradient[i], state0 ? &state0[i] : NULL);
     }
     return 0;
-}
-
-static int64_t msi_least(int64_t a, int64_t b) {
-    return a < b ? a : b;
 }
 
 /* Copies rows [row, row + rows) and cols [col, col + cols) of op(x) for the inner loop, into strips
@@ -3404,19 +3395,12 @@ static double msi_bench_us(msi_bench *t, msi_timed what) {
     return msi_bench_median_us(t, what, one);
 }
 
-/* Side of the next product to try: twice that of the last, or four times if that cannot take long. */
-static int64_t msi_bench_next_side(int64_t side, double us) {
-    return 64.0 * us > (double)MSI_BENCH_FIGURE_US || 4 * side > MSI_BENCH_MOST_SIDE ? 2 * side
-                                                                                     : 4 * side;
-}
-
 /* 1e12 flops a second of a product of square matrices: the smallest that takes MSI_BENCH_SAMPLE_US,
    or the largest that memory allows. */
 static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
     const uint64_t item = dtype == MS_DTYPE_F32 ? 4 : 2;
     double us = 0.0, side = 0.0;
-    for (int64_t n = MSI_BENCH_LEAST_SIDE; n <= MSI_BENCH_MOST_SIDE && !t->error;
-         n = msi_bench_next_side(n, us)) {
+    for (int64_t n = MSI_BENCH_LEAST_SIDE; n <= MSI_BENCH_MOST_SIDE && !t->error;) {
         const uint64_t bytes = (uint64_t)(n * n) * item;
         if (3 * bytes > t->device_bytes || us > (double)MSI_BENCH_SAMPLE_US ||
             (side > 0.0 && msi_now_us() > t->end_us)) {
@@ -3434,6 +3418,8 @@ static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
             us = msi_bench_calls_us(t, MSI_TIMED_PRODUCT, 1); // without the set-up of a first call
         }
         side = (double)n;
+        /* The next product has twice the side, or four times, if that cannot take long. */
+        n *= 64.0 * us > (double)MSI_BENCH_FIGURE_US || 4 * n > MSI_BENCH_MOST_SIDE ? 2 : 4;
     }
     us = side > 0.0 ? msi_bench_median_us(t, MSI_TIMED_PRODUCT, us) : 0.0;
     return us > 0.0 ? 2.0 * side * side * side / (us * 1e6) : 0.0;
@@ -3514,8 +3500,7 @@ static void msi_bench_all(msi_bench *t, ms_hardware *h) {
     memset(t->host, 0x3c, (size_t)t->host_bytes);
     t->error = t->backend->fill_bytes(t->state, t->device, 0x3c, t->device_bytes);
     t->end_us = msi_now_us() + (double)MSI_BENCH_WHOLE_US;
-    const double launch_us = msi_bench_us(t, MSI_TIMED_LAUNCH);
-    h->launch_us = launch_us > 0.0 ? launch_us : h->launch_us;
+    msi_set_speed(&h->launch_us, msi_bench_us(t, MSI_TIMED_LAUNCH), 1.0);
     msi_set_speed(&h->memory_gb_per_s, 2.0 * copied, msi_bench_us(t, MSI_TIMED_COPY));
     msi_set_speed(&h->to_device_gb_per_s, passed, msi_bench_us(t, MSI_TIMED_TO_DEVICE));
     msi_set_speed(&h->to_host_gb_per_s, passed, msi_bench_us(t, MSI_TIMED_TO_HOST));
