@@ -1825,12 +1825,7 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
 }
 
 /* Makes a call if there has been no error so far. */
-#define MSI_THEN(result, call)                                                                     \
-    do {                                                                                           \
-        if ((result) == MS_RESULT_OK) {                                                            \
-            (result) = (call);                                                                     \
-        }                                                                                          \
-    } while (0)
+#define MSI_THEN(result, call) ((result) = (result) == MS_RESULT_OK ? (call) : (result))
 
 /* A growing array. MSI_RESERVE is false, and changes nothing, if memory is short. */
 #define MSI_LIST(type)                                                                             \
@@ -2565,9 +2560,8 @@ static msi_size_text msi_size(uint64_t bytes) {
     msi_size_text s;
     double value = (double)bytes;
     int unit = 0;
-    while (value >= 1024.0 && unit < 6) {
+    for (; value >= 1024.0 && unit < 6; unit++) {
         value /= 1024.0;
-        unit++;
     }
     snprintf(s.text, sizeof s.text, unit ? "%.2f %s" : "%.0f %s", value, units[unit]);
     return s;
@@ -2577,9 +2571,8 @@ static msi_size_text msi_time(double us) {
     static const char *const units[] = {"us", "ms", "s"};
     msi_size_text s;
     int unit = 0;
-    while (us >= 1000.0 && unit < 2) {
+    for (; us >= 1000.0 && unit < 2; unit++) {
         us /= 1000.0;
-        unit++;
     }
     snprintf(s.text, sizeof s.text, "%.*f %s", us < 10.0 ? 2 : us < 100.0 ? 1 : 0, us, units[unit]);
     return s;
@@ -3437,10 +3430,8 @@ static bool msi_bench_alloc(msi_bench *t, const ms_hardware *h) {
     bytes = h->free_bytes ? msi_smaller(bytes, h->free_bytes / 4) : bytes;
     t->device_bytes = bytes / 256 * 256;
     t->host_bytes = msi_smaller(t->device_bytes, MSI_BENCH_COPY_BYTES);
-    t->copy_bytes = t->device_bytes / 2;
-    if (b->device_is_host) {
-        t->copy_bytes = msi_smaller(t->copy_bytes, MSI_BENCH_COPY_BYTES);
-    }
+    t->copy_bytes = b->device_is_host ? msi_smaller(t->device_bytes / 2, MSI_BENCH_COPY_BYTES)
+                                      : t->device_bytes / 2;
     return t->device_bytes >= (uint64_t)MSI_BENCH_LEAST_BYTES &&
            b->memory_alloc(b->user, t->allocator, t->device_bytes, &t->device) == 0 && t->device &&
            (!b->workspace_bytes ||
@@ -4030,7 +4021,7 @@ static uint64_t msi_layer_rows(const msi_graph *g, const msi_layer *l, bool larg
     return there.rank > 0 ? (uint64_t)there.dim[0] : 1;
 }
 
-/* The desc is valid. */
+/* The caller has checked the desc. */
 static ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc *desc) {
     const ms_layer none = {0};
     msi_graph *g = &m->graph;
@@ -4099,8 +4090,8 @@ static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uin
     return wanted;
 }
 
-/* Marks what no recomputation can bring back: what layers make that run once, and what their own
-   recomputations read. */
+/* Marks the tensors of a layer that cannot come back: all, if the layer runs only once, or those that
+   its own recomputation reads. */
 static void msi_mark_must_stay(msi_graph *g, const msi_layer *l) {
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
         const uint32_t read = msi_can_recompute(l) ? msi_recompute_reads_of(l, group) : UINT16_MAX;
@@ -4173,8 +4164,8 @@ static void msi_analyze_backward(msi_graph *g) {
         if (l->has_backward || l->ends_in_loss) {
             msi_mark_backward(g, i);
         }
+        /* Without backward, nothing keeps recomputations of the layer before such an update. */
         for (MSI_EACH(param, g, l, MSI_GROUP_PARAM)) {
-            /* A later recomputation of a layer without backward must not see an updated param. */
             g->tensors.items[param.tensor].updates_early &= l->has_backward;
         }
     }
