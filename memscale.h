@@ -2608,8 +2608,7 @@ static void msi_print(const msi_printer *out, const char *format, ...) {
     const int length = vsnprintf(text, sizeof text, format, args);
     va_end(args);
     if (length > 0) {
-        const size_t full = (size_t)length;
-        out->write(text, full < sizeof text ? full : sizeof text - 1, out->user);
+        out->write(text, (size_t)msi_smaller((uint64_t)length, sizeof text - 1), out->user);
     }
 }
 
@@ -2759,7 +2758,7 @@ static ms_result msi_host_alloc(ms_model *m, uint64_t bytes, uint8_t **memory) {
     *memory = (uint8_t *)made;
     return error == 0 && (made || bytes == 0)
                ? MS_RESULT_OK
-               : msi_fail_memory(m, "tensors on the host and what is copied from and to it", bytes);
+               : msi_fail_memory(m, "tensors on the host and the staging of copies", bytes);
 }
 
 static void msi_host_release(ms_model *m, uint8_t *memory, uint64_t bytes) {
@@ -3510,7 +3509,7 @@ static ms_result msi_measure(ms_model *m, ms_hardware *h) {
     memset(&t, 0, sizeof t);
     t.backend = &m->config.backend;
     t.allocator = &m->config.allocator;
-    bool done = msi_bench_alloc(&t, h) && msi_bench_open(&t, false);
+    const bool done = msi_bench_alloc(&t, h) && msi_bench_open(&t, false);
     if (done) {
         msi_bench_all(&t, &measured);
     }
@@ -4042,11 +4041,10 @@ static ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc
         uint64_t bytes;
         if (!msi_multiply(w->row_bytes, msi_layer_rows(g, &l, true), &bytes) ||
             !msi_count_bytes(g, bytes) || !msi_count_bytes(g, w->bytes)) {
-            MSI_STICK(
-                m, MS_RESULT_INVALID,
-                "layer \"%s\": with its workspace of %llu bytes and %llu per row the bytes of "
-                "the whole model are not below 2^58",
-                name, (unsigned long long)w->bytes, (unsigned long long)w->row_bytes);
+            MSI_STICK(m, MS_RESULT_INVALID,
+                      "layer \"%s\": its workspace of %llu bytes and %llu per row brings the whole "
+                      "model to 2^58 bytes or more",
+                      name, (unsigned long long)w->bytes, (unsigned long long)w->row_bytes);
             return none;
         }
     }
