@@ -2608,7 +2608,8 @@ static void msi_print(const msi_printer *out, const char *format, ...) {
     const int length = vsnprintf(text, sizeof text, format, args);
     va_end(args);
     if (length > 0) {
-        out->write(text, (size_t)msi_smaller((uint64_t)length, sizeof text - 1), out->user);
+        const size_t full = (size_t)length;
+        out->write(text, full < sizeof text ? full : sizeof text - 1, out->user);
     }
 }
 
@@ -3364,11 +3365,11 @@ static double msi_bench_calls_us(msi_bench *t, msi_timed what, int calls) {
 /* Median time of a call, over several samples. `one` is what a call took before: it sets the number
    of calls in a sample, and is the result if there is no time left. 0 if nothing is known. */
 static double msi_bench_median_us(msi_bench *t, msi_timed what, double one) {
-    double samples[MSI_BENCH_SAMPLES];
+    double samples[MSI_BENCH_SAMPLES], end = msi_now_us() + (double)MSI_BENCH_FIGURE_US;
     int count = 0;
-    const double end = fmin(msi_now_us() + (double)MSI_BENCH_FIGURE_US, t->end_us);
-    const double fit = (double)MSI_BENCH_SAMPLE_US / fmax(one, 1.0);
-    const int calls = (int)fmin(fmax(fit, 1.0), (double)MSI_BENCH_MOST_CALLS);
+    end = end < t->end_us ? end : t->end_us;
+    const double fit = (double)MSI_BENCH_SAMPLE_US / (one > 1.0 ? one : 1.0);
+    const int calls = fit < 1.0 ? 1 : (int)msi_smaller((uint64_t)fit, MSI_BENCH_MOST_CALLS);
     while (!t->error && count < MSI_BENCH_SAMPLES && msi_now_us() < end) {
         const double us = msi_bench_calls_us(t, what, calls);
         int at = count++;
