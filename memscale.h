@@ -1310,7 +1310,7 @@ MEMSCALE_API_CHECKED ms_result ms_print_metrics(const ms_model *model, ms_text_f
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// >>shared  allocation, sizes, and what the host tells of its memory
+// >>shared  allocation, sizes, and the memory of the host
 
 enum { MSI_ALIGNMENT = 64 };
 
@@ -1326,38 +1326,36 @@ static inline void *msi_alloc(const ms_allocator *allocator, uint64_t bytes) {
 }
 
 static inline void msi_release(const ms_allocator *allocator, void *memory, uint64_t bytes) {
-    if (!memory) {
-        return;
-    }
-    if (allocator->release) {
-        allocator->release(memory, bytes, allocator->user);
-    } else {
+    if (!allocator->release) {
         free(memory);
+    } else if (memory) {
+        allocator->release(memory, bytes, allocator->user);
     }
 }
 
-/* Value of a line such as "MemTotal:  24 kB" or "model name : x"; NULL if it is another line. */
+/* Value of a line such as "MemTotal:  24 kB" or "model name : x"; NULL if it begins otherwise. */
 static inline const char *msi_line_value(const char *line, const char *key) {
     const size_t length = strlen(key);
-    if (strncmp(line, key, length) != 0) {
-        return NULL;
-    }
-    return line + length + strspn(line + length, " \t:");
+    return strncmp(line, key, length) == 0 ? line + length + strspn(line + length, " \t:") : NULL;
 }
 
 enum { MSI_PATH_BYTES = 4096 };
 
-/* root is "" but for tests, which have a tree of their own. NULL where there is no such file. */
+/* root is "", except in tests, which write a tree of files of their own. NULL: no such file. */
 static inline FILE *msi_open_file(const char *root, const char *directory, const char *name) {
     char path[MSI_PATH_BYTES];
     const int length = snprintf(path, sizeof path, "%s%s/%s", root, directory, name);
     return length > 0 && length < (int)sizeof path ? fopen(path, "r") : NULL;
 }
 
-/* The next line, without its end; the rest of one that is too long is dropped. */
+/* Reads the next line, without its end, and drops what does not fit. False at the end of the file,
+   which is closed then, so callers read each file to its end; false too for NULL. */
 static inline bool msi_read_line(FILE *file, char *line, int bytes) {
     char rest[256];
     if (!file || !fgets(line, bytes, file)) {
+        if (file) {
+            fclose(file);
+        }
         return false;
     }
     const size_t length = strcspn(line, "\n");
@@ -1369,39 +1367,27 @@ static inline bool msi_read_line(FILE *file, char *line, int bytes) {
     return true;
 }
 
-/* The number of a file that has only that; UINT64_MAX where there is none, as for "max". */
-static inline uint64_t msi_read_number(const char *root, const char *directory, const char *name) {
-    char line[64];
-    uint64_t number = UINT64_MAX;
-    FILE *file = msi_open_file(root, directory, name);
-    if (msi_read_line(file, line, sizeof line) && line[0] >= '0' && line[0] <= '9') {
-        number = strtoull(line, NULL, 10);
-    }
-    if (file) {
-        fclose(file);
-    }
-    return number;
-}
-
-/* The number of the line that begins with key, or `otherwise`. */
+/* The number in the first line that begins with key and has one, or `otherwise`. */
 static inline uint64_t msi_read_key(const char *root, const char *directory, const char *name,
                                     const char *key, uint64_t otherwise) {
     char line[256];
-    const char *value;
     uint64_t number = otherwise;
     FILE *file = msi_open_file(root, directory, name);
-    while (number == otherwise && msi_read_line(file, line, sizeof line)) {
-        if ((value = msi_line_value(line, key)) != NULL) {
+    while (msi_read_line(file, line, sizeof line)) {
+        const char *value = msi_line_value(line, key);
+        if (number == otherwise && value && *value >= '0' && *value <= '9') {
             number = strtoull(value, NULL, 10);
         }
-    }
-    if (file) {
-        fclose(file);
     }
     return number;
 }
 
-/* Memory of the host as far as it is known: UINT64_MAX where it is not. */
+/* The number in a file that has nothing else; UINT64_MAX if it has none, as in "max". */
+static inline uint64_t msi_read_number(const char *root, const char *directory, const char *name) {
+    return msi_read_key(root, directory, name, "", UINT64_MAX);
+}
+
+/* Memory of the host; UINT64_MAX where it is not known. */
 typedef struct msi_host {
     const char *root;
     uint64_t total_bytes, free_bytes;
@@ -1411,9 +1397,9 @@ static inline uint64_t msi_smaller(uint64_t a, uint64_t b) {
     return a < b ? a : b;
 }
 
-/* The limits of one cgroup, and what it has left: Linux, Documentation/admin-guide/cgroup-v2.rst
-   and cgroup-v1/memory.rst. Pages of files that were not used of late give way. No limit is a
-   number that no machine has. */
+/* Lowers *h to the limits of one cgroup and to what it has left: Linux,
+   Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst. Inactive pages of files count as
+   free: the kernel reclaims them. Version 1 writes "no limit" as a number that no machine has. */
 static inline void msi_limit_by_group(msi_host *h, int version, const char *directory) {
     static const struct {
         const char *most, *high, *used, *pages;
@@ -1433,31 +1419,27 @@ static inline void msi_limit_by_group(msi_host *h, int version, const char *dire
     h->free_bytes = msi_smaller(h->free_bytes, limit - msi_smaller(limit, held));
 }
 
-/* The cgroup at mount/below, and all those above it up to the mount. */
+/* Lowers *h to the limits of the cgroup at mount/below and of its ancestors up to the mount. */
 static inline void msi_limit_by_groups(msi_host *h, int version, const char *mount,
                                        const char *below) {
     char directory[MSI_PATH_BYTES];
     const size_t base = strlen(mount);
     const int whole = snprintf(directory, sizeof directory, "%s%s", mount, below);
-    if (whole < 0 || whole >= (int)sizeof directory) {
-        return;
-    }
-    for (size_t length = (size_t)whole;;) {
+    size_t length = (size_t)whole;
+    for (bool more = whole >= 0 && whole < (int)sizeof directory; more;) {
         while (length > base && directory[length - 1] == '/') {
             length--;
         }
         directory[length] = 0;
         msi_limit_by_group(h, version, directory);
-        if (length <= base) {
-            return;
-        }
+        more = length > base;
         while (length > base && directory[length - 1] != '/') {
             length--;
         }
     }
 }
 
-/* Cuts the next field off a line of fields with blanks in between; "" behind the last. */
+/* Cuts the next field off a line of fields that blanks separate; "" after the last. */
 static inline char *msi_next_field(char **line) {
     char *field = *line + strspn(*line, " ");
     const size_t length = strcspn(field, " ");
@@ -1466,21 +1448,19 @@ static inline char *msi_next_field(char **line) {
     return field;
 }
 
-/* Whether a word is in a list with commas in between, of so many characters. */
+/* Whether a word is in a list of `length` characters that commas separate. */
 static inline bool msi_lists(const char *list, size_t length, const char *word) {
     const size_t word_length = strlen(word);
-    for (size_t at = 0; at < length;) {
-        const size_t rest = strcspn(list + at, ",");
-        const size_t part = rest < length - at ? rest : length - at;
-        if (part == word_length && strncmp(list + at, word, part) == 0) {
-            return true;
-        }
-        at += part + 1;
+    bool found = false;
+    for (size_t at = 0, part; at < length && !found; at += part + 1) {
+        part = strcspn(list + at, ",");
+        part = part < length - at ? part : length - at;
+        found = part == word_length && strncmp(list + at, word, part) == 0;
     }
-    return false;
+    return found;
 }
 
-/* Blanks and the like stand in mountinfo as a backslash and three octal digits. */
+/* mountinfo writes blanks and the like as a backslash and three octal digits. */
 static inline void msi_unescape(char *text) {
     char *to = text;
     for (const char *from = text; *from; from++, to++) {
@@ -1493,8 +1473,8 @@ static inline void msi_unescape(char *text) {
     *to = 0;
 }
 
-/* Whether a line of mountinfo (proc_pid_mountinfo(5)) mounts the cgroups of this version: the
-   cgroup at the mount point, and that point. */
+/* Whether a line of mountinfo (proc_pid_mountinfo(5)) mounts the cgroups of this version. Sets the
+   mount point, and *root to the cgroup that is mounted there. */
 static inline bool msi_mounts_groups(char *line, int version, char **root, char **point) {
     const char *field = "";
     for (int i = 0; i < 3; i++) {
@@ -1515,8 +1495,8 @@ static inline bool msi_mounts_groups(char *line, int version, char **root, char 
                : strcmp(type, "cgroup") == 0 && msi_lists(options, strlen(options), "memory");
 }
 
-/* Where a cgroup is below a mount of the cgroup `root`; "", the mount itself, where that cannot be
-   told, as in some containers. */
+/* The path of a cgroup below a mount of the cgroup `root`; "", the mount itself, where that is not
+   known, as in some containers. */
 static inline const char *msi_below_mount(const char *root, const char *path) {
     const size_t length = strcmp(root, "/") == 0 ? 0 : strlen(root);
     const bool inside =
@@ -1534,9 +1514,6 @@ static inline void msi_limit_by_version(msi_host *h, int version, const char *pa
             found = true;
             msi_limit_by_groups(h, version, point, msi_below_mount(root, path));
         }
-    }
-    if (file) {
-        fclose(file);
     }
     if (!found) {
         msi_limit_by_groups(h, version, version == 2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory",
@@ -1556,13 +1533,10 @@ static inline void msi_limit_by_cgroups(msi_host *h) {
             msi_limit_by_version(h, length == 0 ? 2 : 1, path + 1);
         }
     }
-    if (file) {
-        fclose(file);
-    }
 }
 
-/* MemTotal and MemAvailable, or what the cgroups of the process leave of them. 0 where the platform
-   does not tell, so that free memory is never less than a page. */
+/* MemTotal and MemAvailable, or less where cgroups limit the process. 0 means unknown, so free
+   memory that is known is at least a page. */
 static inline void msi_host_memory(const char *root, uint64_t *total_bytes, uint64_t *free_bytes) {
     const uint64_t page = 4096, none = UINT64_MAX >> 10;
     msi_host h;
@@ -1578,7 +1552,7 @@ static inline void msi_host_memory(const char *root, uint64_t *total_bytes, uint
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>formats  16-bit floats by their bits; to the nearest, ties to even
+// >>formats  16-bit floats by their bits, rounded to the nearest, ties to even
 
 MSI_HD uint32_t msi_bits_of_f32(float x) {
     uint32_t bits;
@@ -1604,8 +1578,8 @@ MSI_HD uint16_t msi_bf16_of_f32(float x) {
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-/* Shifts exponent and mantissa to their places and multiplies the bias away, which is exact, for
-   subnormal numbers too. */
+/* Shifts exponent and mantissa to their places, and corrects the bias of the exponent by a
+   multiplication, which is exact, for subnormal numbers too. */
 MSI_HD float msi_f32_of_f16(uint16_t bits16) {
     const uint32_t sign = (uint32_t)(bits16 & 0x8000u) << 16, rest = bits16 & 0x7fffu;
     if (rest >= 0x7c00u) { // infinity and NaN
@@ -1624,13 +1598,13 @@ MSI_HD uint16_t msi_f16_of_f32(float x) {
     if (rest >= 0x477ff000u) { // 65520 and above round to infinity
         return (uint16_t)(sign | 0x7c00u);
     }
-    if (rest < 0x38800000u) { // below 2^-14: the sum has the units of a subnormal as its last bits
+    if (rest < 0x38800000u) { // subnormal: the last bits of the sum with 0.5 count units of 2^-24
         return (uint16_t)(sign | (msi_bits_of_f32(msi_f32_of_bits(rest) + 0.5f) - 0x3f000000u));
     }
     return (uint16_t)(sign | (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13);
 }
 
-/* Element i of an array of F32, F16 or BF16. */
+/* Element i of an array of F32, F16 or BF16, as float. */
 MSI_HD float msi_load(const void *data, ms_dtype dtype, uint64_t i) {
     return dtype == MS_DTYPE_F32   ? ((const float *)data)[i]
            : dtype == MS_DTYPE_F16 ? msi_f32_of_f16(((const uint16_t *)data)[i])
@@ -1646,10 +1620,10 @@ MSI_HD void msi_store_as(void *data, ms_dtype dtype, uint64_t i, float x) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>arithmetic  one element of an update, for host and device, with its rounding spelled: compilers
+// >>arithmetic  one element of an update, for host and device, with explicit rounding: compilers
 //              differ in when they fuse a multiplication with an addition
 
-/* Fused on devices, and where the host has an instruction for it: there both give the same bits. */
+/* Fused on devices, and on hosts that have an instruction for it: these give the same bits. */
 #if defined(__CUDA_ARCH__)
 #define MSI_FMA(a, b, c) __fmaf_rn(a, b, c)
 #define MSI_DIVIDE(a, b) __fdiv_rn(a, b)
@@ -1686,8 +1660,7 @@ MSI_HD float msi_sgd_element(const ms_update_factors *f, float value, float grad
     return MSI_FMA(f->rate, MSI_FMA(f->decay, value, v), value);
 }
 
-/* The verdict on a loss, and on the sum of squares of all gradients; the first that is not finite
-   stands. */
+/* Halts the step if the loss is not finite. The first reason to halt stays. */
 MSI_HD void msi_judge_loss(ms_step_state *s, double loss) {
     if (s->halted == (uint32_t)MS_HALT_NONE) {
         s->loss = loss;
@@ -1696,7 +1669,8 @@ MSI_HD void msi_judge_loss(ms_step_state *s, double loss) {
     }
 }
 
-/* Returns the factor that brings the gradients down to a norm of `limit`. */
+/* The same for the norm, from the sum of the squares of all gradients. Returns the factor that
+   scales the gradients down to a norm of `limit`. */
 MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
     const double norm = sqrt(sum);
     if (s->halted == (uint32_t)MS_HALT_NONE) {
@@ -1752,7 +1726,7 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
     { 0 }
 #endif
 
-#define MSI_NONE UINT32_MAX // no tensor, no layer, no life, no instruction
+#define MSI_NONE UINT32_MAX // no tensor, no layer, no live range, no instruction
 
 enum {
     MSI_ROLE_BITS = 28, // a handle is role << 28 | index + 1
@@ -1763,12 +1737,10 @@ enum {
     MSI_MAX_VIEWS = MSI_MAX_VALUES + MS_LIMIT_OUT + MSI_MAX_EDGES
 };
 
+/* False if the product overflows. */
 static bool msi_multiply(uint64_t a, uint64_t b, uint64_t *product) {
-    if (b != 0 && a > UINT64_MAX / b) {
-        return false;
-    }
     *product = a * b;
-    return true;
+    return b == 0 || a <= UINT64_MAX / b;
 }
 
 /* Sebastiano Vigna's splitmix64, public domain: a good mix of 64 bits. */
@@ -1783,8 +1755,8 @@ static uint64_t msi_mix_in(uint64_t hash, uint64_t word) {
     return msi_mix(hash ^ word);
 }
 
-/* Microseconds of the platform's clock, for differences: since a day in 2023, so that a double
-   still has small parts of one. */
+/* Microseconds of the platform's clock, for differences. They count from a day in 2023, so that a
+   double resolves fractions of one. */
 static inline double msi_now_us(void) {
 #if defined(TIME_UTC)
     struct timespec now;
@@ -1809,21 +1781,13 @@ static void *msi_alloc_zeroed(const ms_allocator *allocator, uint64_t bytes) {
     return memory;
 }
 
-/* The items of a growing array with room for `needed` of them, or, where there is no memory, as they
-   were. */
+/* The items of a growing array with room for `needed` of them; the same items if memory is short. */
 static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *capacity,
                         uint64_t needed, size_t item_bytes) {
-    if (needed <= *capacity) {
-        return items;
-    }
     uint64_t grown = (uint64_t)*capacity + *capacity / 2 + 16;
-    if (grown < needed) {
-        grown = needed;
-    }
-    if (grown >= MSI_NONE) {
-        return items;
-    }
-    void *moved = msi_alloc(allocator, grown * item_bytes);
+    grown = grown < needed ? needed : grown;
+    void *moved =
+        needed > *capacity && grown < MSI_NONE ? msi_alloc(allocator, grown * item_bytes) : NULL;
     if (!moved) {
         return items;
     }
@@ -1835,15 +1799,10 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
     return moved;
 }
 
-/* Goes on with a call if all went well so far. */
-#define MSI_THEN(result, call)                                                                     \
-    do {                                                                                           \
-        if ((result) == MS_RESULT_OK) {                                                            \
-            (result) = (call);                                                                     \
-        }                                                                                          \
-    } while (0)
+/* Makes a call if there has been no error so far. */
+#define MSI_THEN(result, call) ((result) = (result) == MS_RESULT_OK ? (call) : (result))
 
-/* A growing array. MSI_RESERVE is false, and changes nothing, where there is no memory. */
+/* A growing array. MSI_RESERVE is false, and changes nothing, if memory is short. */
 #define MSI_LIST(type)                                                                             \
     struct {                                                                                       \
         type *items;                                                                               \
@@ -1870,18 +1829,17 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
 typedef enum msi_kind { MSI_KINDS(MSI_X) MSI_KIND_COUNT } msi_kind;
 #undef MSI_X
 
-/* What of a tensor a life or a handle means. The first six are those of handles. */
+/* What a handle or a live range means by its tensor. A handle has a role below RESIDENT_COUNT; the
+   values of these roles can be resident. */
 typedef enum msi_role {
     MSI_ROLE_VALUE,
     MSI_ROLE_GRADIENT,
     MSI_ROLE_STATE0, // of the optimizer, MS_LIMIT_OPTIMIZER_STATE of them
-    MSI_ROLE_RESIDENT_COUNT =
-        MSI_ROLE_STATE0 + MS_LIMIT_OPTIMIZER_STATE, // roles up to here can be fixed
-    MSI_ROLE_CONTRIBUTION =
-        MSI_ROLE_RESIDENT_COUNT, // a contribution to a gradient, to be added to it
-    MSI_ROLE_SNAPSHOT,           // a copy of a buffer
-    MSI_ROLE_WORKSPACE,          // of a layer
-    MSI_ROLE_NORM                // a msi_norm, of no tensor
+    MSI_ROLE_RESIDENT_COUNT = MSI_ROLE_STATE0 + MS_LIMIT_OPTIMIZER_STATE,
+    MSI_ROLE_CONTRIBUTION = MSI_ROLE_RESIDENT_COUNT, // to a gradient, to be added to it
+    MSI_ROLE_SNAPSHOT,                               // a copy of a buffer
+    MSI_ROLE_WORKSPACE,                              // of a layer
+    MSI_ROLE_NORM                                    // a msi_norm, of no tensor
 } msi_role;
 
 typedef struct msi_tensor {
@@ -1891,26 +1849,26 @@ typedef struct msi_tensor {
     uint32_t producer;             // layer that writes it
     msi_kind kind;
     float weight_decay;     // NaN: the optimizer's
-    uint64_t trained_since; // completed updates when its optimizer state was made
+    uint64_t trained_since; // number of completed updates when its optimizer state was made
     bool frozen, is_output, is_eval_output, on_host, no_gradient;
     uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
-    /* Per role: the trainer's memory where the bit in `borrowed` is set, otherwise what was written
-       before ms_wrap. */
+    /* Per role: the trainer's memory if its bit in `borrowed` is set, otherwise a copy of what was
+       written before ms_wrap. */
     void *memory[MSI_ROLE_RESIDENT_COUNT];
     uint8_t borrowed;
-    /* analysis of the graph, made by ms_wrap */
+    /* analysis of the graph, by ms_wrap */
     bool wants_gradient;
     bool updates_early; // params: may be updated inside backward
-    bool must_stay;     // cannot be recomputed, or is what a recomputation reads
+    bool must_stay;     // cannot be recomputed, or a recomputation reads it
     bool leads_to_loss;
-    uint32_t last_reader;   // the last layer in backward whose backward reads the value
-    uint32_t last_gradient; // the last layer in backward that contributes a gradient
+    uint32_t last_reader;   // the last layer to run backward whose backward reads the value
+    uint32_t last_gradient; // the last layer to run backward that contributes to its gradient
 } msi_tensor;
 
 enum { MSI_WORKSPACE_FORWARD, MSI_WORKSPACE_BACKWARD, MSI_WORKSPACE_RECOMPUTE };
 
-/* The values of a layer by group, in their order in graph.operands and in instructions: the array
-   of ms_layer_desc, and how long it is. */
+/* The values of a layer by group, in the order of graph.operands and of the operands of an
+   instruction: the array in ms_layer_desc, and its length. */
 #define MSI_GROUPS(X)                                                                              \
     X(MSI_GROUP_IN, in, MS_LIMIT_IN)                                                               \
     X(MSI_GROUP_OUT, out, MS_LIMIT_OUT)                                                            \
@@ -1918,7 +1876,7 @@ enum { MSI_WORKSPACE_FORWARD, MSI_WORKSPACE_BACKWARD, MSI_WORKSPACE_RECOMPUTE };
     X(MSI_GROUP_PARAM, param, MS_LIMIT_PARAM)                                                      \
     X(MSI_GROUP_STATE, state, MS_LIMIT_STATE)
 
-/* The groups of the operands of an instruction: those of the values, and what follows them. */
+/* The groups of the operands of an instruction: those of the values, and others that follow them. */
 #define MSI_X(group, field, limit) group,
 typedef enum msi_group_kind {
     MSI_GROUPS(MSI_X) MSI_GROUP_COUNT,
@@ -1930,21 +1888,15 @@ typedef enum msi_group_kind {
 } msi_group_kind;
 #undef MSI_X
 
-/* What a desc declares by masks of slots, each with the group of these slots, and by flags. Whether
-   the masks of in_place and grad_in_place are there depends on the slots of the layer. */
+/* What a desc declares by masks of slots, each with the group of these slots, and by flags. The
+   masks of in_place and grad_in_place are not among them: a layer has as many as it has slots. */
+#define MSI_READ_MASKS(X, f) X(f.in, IN) X(f.out, OUT) X(f.saved, SAVED) X(f.param, PARAM)
+#define MSI_EDGE_MASKS(X, f) X(f.in, IN) X(f.param, PARAM)
 #define MSI_MASKS(X)                                                                               \
-    X(backward_reads.in, IN)                                                                       \
-    X(backward_reads.out, OUT)                                                                     \
-    X(backward_reads.saved, SAVED)                                                                 \
-    X(backward_reads.param, PARAM)                                                                 \
-    X(recompute_reads.in, IN)                                                                      \
-    X(recompute_reads.out, OUT)                                                                    \
-    X(recompute_reads.saved, SAVED)                                                                \
-    X(recompute_reads.param, PARAM)                                                                \
-    X(accumulates.in, IN)                                                                          \
-    X(accumulates.param, PARAM)                                                                    \
-    X(overwrites.in, IN)                                                                           \
-    X(overwrites.param, PARAM)                                                                     \
+    MSI_READ_MASKS(X, backward_reads)                                                              \
+    MSI_READ_MASKS(X, recompute_reads)                                                             \
+    MSI_EDGE_MASKS(X, accumulates)                                                                 \
+    MSI_EDGE_MASKS(X, overwrites)                                                                  \
     X(clobbers.in, IN)                                                                             \
     X(clobbers.out, OUT)                                                                           \
     X(clobbers.saved, SAVED)                                                                       \
@@ -1964,12 +1916,12 @@ typedef struct msi_layer {
     ms_layer_fn forward, backward, recompute, bind;
     void *user;
     ms_workspace workspace[3];
-    /* As declared, with as many elements of output as there were. */
+    /* As declared, and the number of output elements then. */
     double flops, backward_flops, recompute_flops, elements;
     ms_layer_time known;    // by ms_set_layer_time
-    ms_layer_time measured; // by steps that were timed, or ms_profile_load; 0: was not
+    ms_layer_time measured; // by timed steps, or from ms_profile_load; 0: not measured
     ms_layer_time time;     // in force, at the present sizes
-    double known_elements, measured_elements; // of output, when these were found
+    double known_elements, measured_elements; // the number of output elements for these times
     uint32_t name;
     uint32_t operand_first; // in graph.operands
     uint32_t mask_first;    // in graph.masks: in_place per out; four of grad_in_place per in
@@ -1980,7 +1932,7 @@ typedef struct msi_layer {
     ms_slot_masks clobbers;
     uint16_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved;
     bool no_recompute, keeps_state, no_backward;
-    bool differentiable; // its desc has a backward
+    bool differentiable; // gradients pass through it: it has a backward, or no callback at all
     bool has_backward;   // analysis: its backward runs
     bool ends_in_loss;   // analysis: its forward writes gradients
 } msi_layer;
@@ -2002,29 +1954,29 @@ typedef struct msi_graph {
     uint32_t loss;
 } msi_graph;
 
-/* What the time of an instruction follows from: the time of its layer, or the bytes that it moves,
-   at a speed that may have been measured. */
+/* What determines the time of an instruction: the time of its layer, or the bytes that it moves and
+   their speed, which may have been measured. */
 typedef enum msi_cost {
     MSI_COST_NONE,
-    MSI_COST_FORWARD, // ms_layer_time, in the order of its fields
+    MSI_COST_FORWARD, // as in ms_layer_time, in the order of its fields
     MSI_COST_BACKWARD,
     MSI_COST_RECOMPUTE,
-    MSI_COST_LAYER_END, // bytes from here on
+    MSI_COST_LAYER_END, // from here on: by bytes
     MSI_COST_FILL = MSI_COST_LAYER_END,
     MSI_COST_COPY,
     MSI_COST_ADD,
     MSI_COST_SUM,
     MSI_COST_UPDATE,
-    MSI_COST_MEASURED_END, // those before are measured; of those from here on the speed is stated
+    MSI_COST_MEASURED_END, // from here on: by stated speeds, which timed steps do not measure
     MSI_COST_LINK = MSI_COST_MEASURED_END, // between the host and the device
     MSI_COST_COUNT
 } msi_cost;
 
-/* All that there is to know of an op: its name; the kind of its events; what its time follows from;
-   how often it passes over the bytes of its first operand, reads and writes together; the stream
-   that it runs on; the phase of the callback that it calls, COUNT for none; and, for those, a mask
-   of the operands that it only reads. An op on a stream for copies makes its first operand, and
-   whatever has that operand later waits for it. NOTHING is no event. */
+/* The properties of an op: its name; the kind of its events; what determines its time; how often it
+   passes over the bytes of its first operand, reads and writes together; the stream that it runs on;
+   the phase of the callback that it calls, or COUNT, and then a mask of the operands that it only
+   reads. An op on a stream for copies writes its first operand, and later users of that operand wait
+   for it. NOTHING is no event. */
 #define MSI_OPS(X)                                                                                 \
     X(FORWARD, "forward", FORWARD, FORWARD, 0, COMPUTE, FORWARD, 0)                                \
     X(RECOMPUTE, "recompute", RECOMPUTE, RECOMPUTE, 0, COMPUTE, RECOMPUTE, 0)                      \
@@ -2067,21 +2019,21 @@ static bool msi_calls_layer(msi_op op) {
 /* A live range: one value in memory, from the instruction that makes it to the last that uses it.
    Those of residents (params, buffers, inputs, optimizer state) come first, one each. */
 typedef struct msi_range {
-    uint64_t bytes, offset; // offset after the residents
-    uint32_t tensor;        // a layer, for workspace
+    uint64_t bytes, offset; // the offset counts from the end of the residents
+    uint32_t tensor;        // for workspace: a layer
     uint32_t first, last;
     uint32_t idle_first, idle_last; // the uses around the gap from forward to backward, or none
-    uint32_t alias_of;              // the range whose memory this one goes on using
-    double ready_us;                // simulated: a copy on another stream makes it until then
+    uint32_t alias_of;              // the range whose memory this one uses after it
+    double ready_us;                // simulated: the end of the copy that makes it, if one does
     uint32_t block;
     uint8_t role, category;
-    bool aliased;  // another range goes on using this one's memory at its last instruction
-    bool outlives; // it lasts to the end of the program and beyond, for ms_read
+    bool aliased;  // another range uses this one's memory from its last instruction on
+    bool outlives; // it stays valid after the program, for ms_read
 } msi_range;
 
 typedef struct msi_operand {
     uint32_t range;
-    bool accumulate; // a gradient that has a contribution already
+    bool accumulate; // a gradient that already holds a contribution
 } msi_operand;
 
 typedef struct msi_instruction {
@@ -2089,7 +2041,7 @@ typedef struct msi_instruction {
     uint32_t operand_first;
     uint16_t operand_count;
     uint8_t op;
-    bool restores; // a copy that puts state back after a recomputation
+    bool restores; // a copy that restores state after a recomputation
 } msi_instruction;
 
 /* What clipping computes, in device memory. */
@@ -2103,7 +2055,7 @@ typedef struct msi_block {
     uint64_t bytes;
     uint64_t offset;
     uint32_t first, last; // live range, both ends included
-    uint8_t from_top;     // hint: one of a group that grows while the others shrink
+    uint8_t from_top;     // a hint to place it from the top: its group grows while others shrink
 } msi_block;
 
 typedef struct msi_program {
@@ -2111,15 +2063,15 @@ typedef struct msi_program {
     MSI_LIST(msi_operand) operands;
     MSI_LIST(msi_range) ranges;
     MSI_LIST(msi_block) blocks;    // offsets count from the end of the residents
-    MSI_LIST(uint64_t) live_bytes; // per instruction, residents not counted
+    MSI_LIST(uint64_t) live_bytes; // per instruction, without the residents
     MSI_LIST(double) measured;     // start and duration of each, in the last timed step
-    bool is_measured;              // there was one
+    bool is_measured;              // there was a timed step
     uint32_t forward_end, backward_end;
     uint32_t loss, norm;         // ranges of the loss, and of the norm or MSI_NONE
-    uint32_t peak;               // the instruction with most live bytes
+    uint32_t peak;               // the instruction with the most live bytes
     uint64_t peak_bytes, height; // live bytes there; bytes that the layout takes
     uint64_t activation_peak_bytes;
-    double step_us, stall_us; // simulated: all of it, and how long computing waits for copies
+    double step_us, stall_us; // simulated: the whole step, and how long computing waits for copies
     double recompute_us;
     uint32_t recompute_count;
     bool out_of_memory;
@@ -2130,7 +2082,7 @@ typedef struct msi_resident {
     uint64_t bytes, offset;
     void *address;
     uint64_t staging; // of an input on the device: offset of its copy in the host memory
-    uint32_t event;   // recorded when that may be written again; MSI_NONE: it has none
+    uint32_t event;   // recorded when that copy may be written again; MSI_NONE: there is no copy
     uint32_t factors; // of a param that learns: its number among these
     uint32_t tensor;
     msi_role role;
@@ -2140,15 +2092,15 @@ typedef struct msi_resident {
 /* Events of a model; those of staged inputs follow. */
 enum {
     MSI_EVENT_COMPUTE, // the end of what was enqueued before a copy
-    MSI_EVENT_COPY,    // the end of a copy for which the host waits
+    MSI_EVENT_COPY,    // the end of a copy that the host waits for
     MSI_EVENT_IN,      // the end of the last COPY_IN
     MSI_EVENT_OUT,     // the end of the last COPY_OUT
-    MSI_EVENT_VERDICT, // the verdict on a step was copied out
+    MSI_EVENT_VERDICT, // the end of the copy of a verdict to the host
     MSI_EVENT_COUNT
 };
 
-/* What a step has of its own in device memory: the state of an eval, that of a step, each of a
-   size, and behind them the factors of the updates, one after the other. */
+/* Device memory that each step has: the state of an eval, then that of a step, MSI_STATE_BYTES each,
+   then the factors of the updates, one after the other. */
 enum { MSI_STATE_BYTES = 64, MSI_STATES_BYTES = 128 };
 
 /* A recording of a step: of the first micro-batch, one in the middle, the last, or all in one. */
@@ -2156,26 +2108,26 @@ enum { MSI_RECORDING_FIRST = 1, MSI_RECORDING_LAST = 2, MSI_RECORDING_COUNT = 4 
 
 typedef struct msi_recording {
     void *handle;
-    uint64_t made_for; // msi_recording_key then
-    bool warm;         // such a step has run without
+    uint64_t made_for; // msi_recording_key at that time
+    bool warm;         // such a step has run once without a recording
 } msi_recording;
 
 /* Where values are: one for all plans of a wrap. */
 typedef struct msi_store {
     MSI_LIST(msi_resident) residents;
-    uint32_t *resident_of; // per tensor: the slot of its value, its others behind; or MSI_NONE
-    uint64_t resident_bytes, transient_bytes; // of the arena: the sum
-    uint64_t reserved_bytes; // the first of them: the backend's workspace, the step
+    uint32_t *resident_of; // per tensor: index of its value, whose other roles follow; or MSI_NONE
+    uint64_t resident_bytes, transient_bytes; // their sum is the arena
+    uint64_t reserved_bytes; // the first of resident_bytes: the backend's workspace, the step
     uint64_t host_bytes, borrowed_bytes;
-    uint64_t staging_bytes; // behind host_bytes: the step, its verdict, inputs
-    uint64_t step_bytes;    // of a step of its own
+    uint64_t staging_bytes; // after host_bytes: the step, its verdict, inputs
+    uint64_t step_bytes;    // of one step
     uint32_t factor_count, event_count;
-    void *memory;          // of the slots; and of the rest, if that is not shared
-    void *transient;       // of the rest; in a shared arena, NULL
+    void *memory;          // of the residents; and of the transient values, if that is not shared
+    void *transient;       // memory of the transient values; NULL: a shared arena has them
     uint8_t *host;         // tensors on the host, then staging
     uint8_t *step;         // in device memory
     uint8_t *shadow;       // debug mode: a copy of everything, on the host
-    uint8_t *results;      // debug mode: and of what a callback made
+    uint8_t *results;      // debug mode: a copy of what a callback made
     uint64_t *fingerprint; // debug mode: per tensor, a hash of its value
     uint64_t shadow_bytes;
     uint32_t micro_count;
@@ -2184,12 +2136,11 @@ typedef struct msi_store {
 /* What a plan does with one tensor. A plan is an array of these, one per tensor, and nothing else:
    plans with equal decisions are equal. */
 typedef struct msi_tensor_decision {
-    /* Of a value: 0: it is kept for backward. n: it is not; recomputations bring it back in their
-       n-th pass, after those of smaller numbers, and it stays then. In earlier passes it is made
-       where it leads to others, and does not stay. */
+    /* Of a value. 0: it is kept for backward. n: it is not; the n-th pass of recomputations brings it
+       back to stay. Earlier passes may make it on the way to other values, and drop it again. */
     uint32_t pass;
-    /* Of a param: MSI_NONE: it is updated after backward. Otherwise inside backward, after that of
-       this layer; MSI_AT_END: it might be, but waits for the end. */
+    /* Of a param: the layer after whose backward it is updated; MSI_NONE: it is updated after the
+       whole backward; MSI_AT_END: so too, although it could be updated inside backward. */
     uint32_t update_after;
 } msi_tensor_decision;
 
@@ -2197,7 +2148,7 @@ static const uint32_t MSI_AT_END = UINT32_MAX - 1;
 
 typedef struct msi_plan {
     struct msi_plan *next;        // of the plans for other sizes, the last used first
-    int64_t sizes[MS_LIMIT_AXES]; // that it was made for
+    int64_t sizes[MS_LIMIT_AXES]; // of the axes that it was made for
     msi_tensor_decision *decisions;
     uint64_t budget_bytes, plain_bytes, arena_bytes;
     msi_program train, eval;
@@ -2210,80 +2161,80 @@ struct ms_arena {
     ms_allocator allocator;
     void *memory;
     uint64_t bytes;
-    const ms_model *user; // whose values are in it
+    const ms_model *user; // the model whose values it holds
     uint32_t references;
 };
 
 typedef enum msi_goal {
     MSI_GOAL_PLAIN,
-    MSI_GOAL_BUDGET, // or the smallest, where nothing fits
+    MSI_GOAL_BUDGET, // or the smallest, if nothing fits
     MSI_GOAL_SMALLEST,
-    MSI_GOAL_FOLLOW // as another plan does
+    MSI_GOAL_FOLLOW // the decisions of another plan
 } msi_goal;
 
-/* What plans may use, and who says so. */
+/* What plans may use, and who decided that. */
 typedef struct msi_choice {
     ms_mode mode;
     ms_decision_source source;
     uint32_t techniques; // mask
 } msi_choice;
 
-/* How far the step is that was begun with ms_forward. */
+/* How far a step has come that began with ms_forward. */
 typedef enum msi_stage { MSI_STAGE_IDLE, MSI_STAGE_FORWARD, MSI_STAGE_BACKWARD } msi_stage;
 
 /* Empirical profiling: what the steps after ms_wrap are for. */
 typedef enum msi_warmup {
-    MSI_WARMUP_COLD,                        // run as always: what is slow only once is no sample
-    MSI_WARMUP_SAMPLE,                      // timed
-    MSI_WARMUP_PLAN,                        // plan again first
-    MSI_WARMUP_AGAIN = MSI_WARMUP_PLAN + 1, // by the new plan, as always
-    MSI_WARMUP_SHOW,                        // timed, as the timeline of that plan
+    MSI_WARMUP_COLD,   // not timed: what is slow only once is no sample
+    MSI_WARMUP_SAMPLE, // timed
+    MSI_WARMUP_PLAN,   // the model is planned again before this step
+    MSI_WARMUP_AGAIN,  // by the new plan, not timed
+    MSI_WARMUP_SHOW,   // timed, as the timeline of that plan
     MSI_WARMUP_DONE
 } msi_warmup;
 
 /* Series of samples: three of each layer, and one for each way in which the library moves bytes. A
-   sample is time over weight, elements of output or bytes, of all that ran in one step. */
+   sample is the time of all that ran in one step, divided by its output elements or its bytes. */
 typedef struct msi_timing {
     msi_warmup stage;
     uint32_t wanted, sample_count; // samples
     uint32_t series_count;
     double *us, *amount; // per series, in the step under way
-    double *samples;     // per series: `wanted`, of which `taken` are there; 0: none
+    double *samples;     // per series: `wanted` of them, the first sample_count taken; 0: none
     double begin_us;     // of the step
     double overhead_us;  // of timing an instruction
 } msi_timing;
 
-/* What the times of instructions follow from: the device that plans are for, and what was measured
+/* What determines the times of instructions: the device that plans are for, and what was measured
    on it. */
 typedef struct msi_costs {
-    ms_hardware hardware;                // its speeds filled in
+    ms_hardware hardware;                // with speeds that are not known filled in
     bool has_copies;                     // inputs and verdicts are copied on streams of their own
     bool tf32;                           // ms_config.tf32
-    double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs that have bytes; 0: was not
+    double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs by bytes; 0: not measured
 } msi_costs;
 
 /* Where the description of that device comes from. */
 typedef struct msi_sources {
     ms_hardware given; // by ms_set_hardware, for the next ms_wrap
     bool is_given;
-    ms_hardware profile; // the speeds of one that was loaded
+    ms_hardware profile; // the speeds in the profile that was loaded
     bool has_profile;
     ms_hardware reported; // the speeds that ms_hardware_report measured
 } msi_sources;
 
-/* What the last ms_wrap was asked for; of the one that is planning, while it is. */
+/* What the last ms_wrap was asked for, or the one that is planning now. */
 typedef struct msi_wrapped {
-    msi_plan *largest; // the plan for the largest sizes, in the list of plans too
+    msi_plan *largest; // the plan for the largest sizes, which the list of plans has too
     msi_goal goal;
     msi_choice choice;
-    bool changed; // something was set since that only the next ms_wrap takes into account
+    bool changed; // something has been set since that takes effect with the next ms_wrap
 } msi_wrapped;
 
-/* What has become of the judgement of the device on the loss and on the norm of the gradients. */
+/* Where the verdict of the device on the loss and on the norm of the gradients is. */
 typedef enum msi_verdict_stage {
-    MSI_VERDICT_NONE,      // nothing that the host does not know
+    MSI_VERDICT_NONE,      // the host knows the last one
     MSI_VERDICT_ON_DEVICE, // there is one that the host has not asked for
-    MSI_VERDICT_COPIED     // it is being copied out, and the host has not looked at it
+    MSI_VERDICT_COPIED     // its copy to the host is enqueued, and the host has not read it yet
 } msi_verdict_stage;
 
 /* The step under way, or an eval, and all that it runs on. */
@@ -2300,19 +2251,19 @@ typedef struct msi_run {
     float step_factor;          // of the gradient of the loss, in this step
     msi_stage stage;
     msi_verdict_stage verdict;
-    ms_step_state halt; // of a step that was halted, which the trainer has not been told
-    uint64_t epoch;     // another one whenever what a recording holds changes
+    ms_step_state halt; // of a halted step that no function has returned to the trainer yet
+    uint64_t epoch;     // changes whenever recordings become invalid
     bool busy;          // inside a callback
     bool recording;     // what is enqueued is recorded, and does not run
-    bool state_is_old;  // what a recomputation needs is in place
+    bool state_is_old;  // buffers hold the older values that a recomputation needs
     bool failed;        // an update was cut in two
     ms_view views[MSI_MAX_VIEWS];
 } msi_run;
 
 /* What went wrong last. */
 typedef struct msi_errors {
-    ms_result sticky; // of the registration: the first
-    bool tolerant;    // errors are warnings
+    ms_result sticky; // the first error of the registration
+    bool tolerant;    // errors are logged as warnings
     uint32_t count;
     char text[MSI_ERROR_BYTES], sticky_text[MSI_ERROR_BYTES];
 } msi_errors;
@@ -2333,6 +2284,18 @@ struct ms_model {
 // ------------------------------------------------------------------------------------------------
 // >>names  of what is enumerated; shapes and matrices
 
+#define MSI_X(constant, text) text,
+static const char *const msi_kind_names[] = {MSI_KINDS(MSI_X)};
+static const char *const msi_result_texts[] = {MEMSCALE_RESULTS(MSI_X)};
+static const char *const msi_mode_names[] = {MEMSCALE_MODES(MSI_X)};
+static const char *const msi_source_names[] = {MEMSCALE_DECISION_SOURCES(MSI_X)};
+static const char *const msi_category_names[] = {MEMSCALE_CATEGORIES(MSI_X)};
+#undef MSI_X
+
+#define MSI_X(group, field, limit) #field,
+static const char *const msi_group_names[] = {MSI_GROUPS(MSI_X)};
+#undef MSI_X
+
 MEMSCALE_API const char *ms_result_name(ms_result result) {
 #define MEMSCALE_X(name, text) #name,
     static const char *const names[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
@@ -2341,35 +2304,8 @@ MEMSCALE_API const char *ms_result_name(ms_result result) {
 }
 
 MEMSCALE_API const char *ms_result_text(ms_result result) {
-#define MEMSCALE_X(name, text) text,
-    static const char *const texts[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
-#undef MEMSCALE_X
-    return (unsigned)result < MS_RESULT_COUNT ? texts[result] : "?";
+    return (unsigned)result < MS_RESULT_COUNT ? msi_result_texts[result] : "?";
 }
-
-static const char *const msi_kind_names[] = {
-#define MSI_X(kind, name) name,
-    MSI_KINDS(MSI_X)
-#undef MSI_X
-};
-
-static const char *const msi_group_names[] = {
-#define MSI_X(group, field, limit) #field,
-    MSI_GROUPS(MSI_X)
-#undef MSI_X
-};
-
-static const char *const msi_mode_names[] = {
-#define MEMSCALE_X(mode, name) name,
-    MEMSCALE_MODES(MEMSCALE_X)
-#undef MEMSCALE_X
-};
-
-static const char *const msi_source_names[] = {
-#define MEMSCALE_X(source, name) name,
-    MEMSCALE_DECISION_SOURCES(MEMSCALE_X)
-#undef MEMSCALE_X
-};
 
 MEMSCALE_API const char *ms_mode_name(ms_mode mode) {
     return (unsigned)mode < MS_MODE_COUNT ? msi_mode_names[mode] : "?";
@@ -2380,10 +2316,7 @@ MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source) {
 }
 
 MEMSCALE_API const char *ms_category_name(ms_category category) {
-#define MEMSCALE_X(category, name) name,
-    static const char *const names[] = {MEMSCALE_CATEGORIES(MEMSCALE_X)};
-#undef MEMSCALE_X
-    return (unsigned)category < MS_CATEGORY_COUNT ? names[category] : "?";
+    return (unsigned)category < MS_CATEGORY_COUNT ? msi_category_names[category] : "?";
 }
 
 MEMSCALE_API const char *ms_dtype_name(ms_dtype dtype) {
@@ -2400,25 +2333,19 @@ MEMSCALE_API uint64_t ms_dtype_bytes(ms_dtype dtype) {
     return (unsigned)dtype < MS_DTYPE_COUNT ? all[dtype] : 0;
 }
 
+/* The name of the op that calls layers in this phase. */
 static const char *msi_phase_name(ms_phase phase) {
-    switch (phase) {
-    case MS_PHASE_FORWARD:
-        return "forward";
-    case MS_PHASE_RECOMPUTE:
-        return "recompute";
-    case MS_PHASE_BACKWARD:
-        return "backward";
-    case MS_PHASE_EVAL:
-        return "eval";
-    case MS_PHASE_COUNT:
-        break;
+    for (int op = 0; op < MSI_OP_COUNT && phase != MS_PHASE_COUNT; op++) {
+        if (msi_ops[op].phase == phase) {
+            return msi_ops[op].name;
+        }
     }
     return "?";
 }
 
 /* What differs between techniques, in the order of ms_technique: the switch in ms_config; the name;
    the tensors that it can be set on, as a mask of kinds and in words; the modes in which plans may
-   use it while its switch is at DEFAULT; and whether this version has it. */
+   use it while its switch is at DEFAULT; and whether this version implements it. */
 #define MSI_TECHNIQUES(X)                                                                          \
     X(MS_TECHNIQUE_CHECKPOINTING, checkpointing, "checkpointing", MSI_MADE_KINDS,                  \
       "an activation or a saved tensor: only these are recomputed", MSI_FROM_CONSERVATIVE, true)   \
@@ -2442,8 +2369,7 @@ enum {
     MSI_FROM_CONSERVATIVE = MSI_FROM_BALANCED | 1 << MS_MODE_CONSERVATIVE
 };
 
-/* Every technique has a row, and the rows have the order of ms_technique; or this does not compile.
-   */
+/* This compiles only if every technique has a row, in the order of ms_technique. */
 #define MSI_X(technique, ...) technique##_ROW,
 enum { MSI_TECHNIQUES(MSI_X) MSI_TECHNIQUE_ROWS };
 #undef MSI_X
@@ -2454,8 +2380,8 @@ typedef char msi_technique_rows_match
 
 typedef struct msi_technique {
     const char *name;
-    const char *needed; // what a tensor is that it can be set on
-    uint32_t kinds;     // of these: a mask of 1 << msi_kind
+    const char *needed; // the tensors that it can be set on, in words
+    uint32_t kinds;     // the same as a mask of 1 << msi_kind
     uint32_t modes;     // a mask of 1 << ms_mode
 } msi_technique;
 
@@ -2471,7 +2397,7 @@ static const msi_technique msi_techniques[MS_TECHNIQUE_COUNT] = {
 #define MSI_MIXED         (1u << MS_TECHNIQUE_MIXED_PRECISION)
 #define MSI_ANY           ((1u << MS_TECHNIQUE_COUNT) - 1)
 
-/* The techniques that this version has. */
+/* The techniques that this version implements. */
 #define MSI_X(technique, field, name, kinds, needed, modes, built) | (built ? 1 << technique : 0)
 enum { MSI_BUILT = 0 MSI_TECHNIQUES(MSI_X) };
 #undef MSI_X
@@ -2508,16 +2434,12 @@ MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2, int64_t d3) 
 }
 
 MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape) {
+    bool good = shape && shape->rank >= 0 && shape->rank <= MS_LIMIT_RANK;
     uint64_t count = 1;
-    if (!shape || shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
-        return 0;
+    for (int i = 0; good && i < shape->rank; i++) {
+        good = shape->dim[i] > 0 && msi_multiply(count, (uint64_t)shape->dim[i], &count);
     }
-    for (int i = 0; i < shape->rank; i++) {
-        if (shape->dim[i] < 1 || !msi_multiply(count, (uint64_t)shape->dim[i], &count)) {
-            return 0;
-        }
-    }
-    return count;
+    return good ? count : 0;
 }
 
 MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis) {
@@ -2533,14 +2455,13 @@ MEMSCALE_API ms_matrix ms_matrix_of(const ms_view *view) {
     ms_matrix matrix;
     memset(&matrix, 0, sizeof matrix);
     const uint64_t count = view ? ms_shape_count(&view->shape) : 0;
-    if (count == 0) {
-        return matrix;
+    if (count > 0) {
+        matrix.data = view->data;
+        matrix.dtype = view->dtype;
+        matrix.cols = view->shape.rank > 0 ? view->shape.dim[view->shape.rank - 1] : 1;
+        matrix.rows = (int64_t)count / matrix.cols;
+        matrix.stride = matrix.cols;
     }
-    matrix.data = view->data;
-    matrix.dtype = view->dtype;
-    matrix.cols = view->shape.rank > 0 ? view->shape.dim[view->shape.rank - 1] : 1;
-    matrix.rows = (int64_t)count / matrix.cols;
-    matrix.stride = matrix.cols;
     return matrix;
 }
 
@@ -2568,7 +2489,7 @@ static void msi_log(const ms_model *m, ms_log_level level, const char *tag, cons
 
 MEMSCALE_PRINTF(3, 4)
 static ms_result msi_fail(ms_model *m, ms_result result, const char *format, ...) {
-    char text[MSI_ERROR_BYTES]; // the arguments may point into m->error
+    char text[MSI_ERROR_BYTES]; // the arguments may point into m->errors
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
@@ -2585,13 +2506,13 @@ static ms_result msi_fail_memory(ms_model *m, const char *what, uint64_t bytes) 
                     (unsigned long long)bytes);
 }
 
-/* A wrong argument of a function that must name itself. */
+/* A wrong argument of an API function, whose name the text begins with. */
 static ms_result msi_fail_argument(ms_model *m, const char *function, const char *what) {
     return m ? msi_fail(m, MS_RESULT_INVALID, "%s: %s", function, what) : MS_RESULT_INVALID;
 }
 
-/* For registration: the first error stays, and ms_wrap repeats its text. With a plan there is no
-   more registration, and nothing that must stay. */
+/* The first error of the registration stays, and ms_wrap returns it again. Once there is a plan, the
+   registration is over, and errors do not stay. */
 static void msi_stick(ms_model *m, ms_result result) {
     if (!m->run.plan) {
         m->errors.sticky = result;
@@ -2603,7 +2524,7 @@ static void msi_stick(ms_model *m, ms_result result) {
     ((m)->errors.sticky == MS_RESULT_OK ? msi_stick(m, msi_fail(m, __VA_ARGS__)) : (void)0)
 
 // ------------------------------------------------------------------------------------------------
-// >>text  what the log and the listings share: sizes, times and names as text, sums of decisions
+// >>text  for the log and the listings: sizes, times and names as text, sums of decisions
 
 typedef struct msi_size_text {
     char text[32];
@@ -2614,9 +2535,8 @@ static msi_size_text msi_size(uint64_t bytes) {
     msi_size_text s;
     double value = (double)bytes;
     int unit = 0;
-    while (value >= 1024.0 && unit < 6) {
+    for (; value >= 1024.0 && unit < 6; unit++) {
         value /= 1024.0;
-        unit++;
     }
     snprintf(s.text, sizeof s.text, unit ? "%.2f %s" : "%.0f %s", value, units[unit]);
     return s;
@@ -2626,9 +2546,8 @@ static msi_size_text msi_time(double us) {
     static const char *const units[] = {"us", "ms", "s"};
     msi_size_text s;
     int unit = 0;
-    while (us >= 1000.0 && unit < 2) {
+    for (; us >= 1000.0 && unit < 2; unit++) {
         us /= 1000.0;
-        unit++;
     }
     snprintf(s.text, sizeof s.text, "%.*f %s", us < 10.0 ? 2 : us < 100.0 ? 1 : 0, us, units[unit]);
     return s;
@@ -2636,7 +2555,7 @@ static msi_size_text msi_time(double us) {
 
 /* What was decided about a technique, over all layers. */
 typedef struct msi_technique_total {
-    uint32_t layers; // that it is applied to
+    uint32_t layers; // the number of layers that it is applied to
     uint64_t saved_bytes;
     double added_us;
     const ms_rule *rule; // of the first layer
@@ -2676,10 +2595,10 @@ static void msi_print_name(const msi_printer *out, const char *name, int width) 
     msi_print(out, "%*s", length < width ? width - length : 0, "");
 }
 
-/* Bytes of the character of UTF-8 that starts here; 0: this is none (RFC 3629, section 4). */
+/* Bytes of the UTF-8 character that starts here; 0: it is not valid UTF-8 (RFC 3629, section 4). */
 static int msi_utf8_length(const uint8_t *s) {
     static const struct {
-        uint8_t first, last, low, high; // of the first byte, of the second
+        uint8_t first, last, low, high; // range of the first byte, range of the second
         int length;
     } forms[] = {
         {0x00, 0x7f, 0, 0, 1},       {0xc2, 0xdf, 0x80, 0xbf, 2}, {0xe0, 0xe0, 0xa0, 0xbf, 3},
@@ -2697,8 +2616,8 @@ static int msi_utf8_length(const uint8_t *s) {
     return 0;
 }
 
-/* A name in quotes, for JSON or for Prometheus, which knows no \u and takes control characters as
-   they are. What is no UTF-8 becomes U+FFFD. */
+/* A name in quotes, for JSON or for Prometheus, which has no \u and takes control characters as they
+   are. Bytes that are not valid UTF-8 become U+FFFD. */
 static void msi_print_quoted(const msi_printer *out, const char *text, bool json) {
     out->write("\"", 1, out->user);
     for (const char *c = text; *c; c++) {
@@ -2717,7 +2636,7 @@ static void msi_print_quoted(const msi_printer *out, const char *text, bool json
     out->write("\"", 1, out->user);
 }
 
-/* A number from 0, with a point in every locale; NaN and what is out of range become 0. */
+/* A number >= 0, with a point in every locale; NaN and what is out of range become 0. */
 static void msi_print_number(const msi_printer *out, double value, int digits) {
     double scale = 1.0;
     for (int i = 0; i < digits; i++) {
@@ -2736,18 +2655,15 @@ static void msi_print_number(const msi_printer *out, double value, int digits) {
 static int msi_cpu_memory_alloc(void *user, const ms_allocator *host, uint64_t bytes,
                                 void **device) {
     (void)user;
-    /* The pointer of the allocator is kept in front of the aligned one. */
+    const uint64_t whole = bytes + 2 * MSI_ALIGNMENT;
+    uint8_t *memory = whole > bytes ? (uint8_t *)msi_alloc(host, whole) : NULL;
     *device = NULL;
-    if (bytes > UINT64_MAX - 2 * MSI_ALIGNMENT) {
-        return 1;
-    }
-    uint8_t *memory = (uint8_t *)msi_alloc(host, bytes + 2 * MSI_ALIGNMENT);
     if (!memory) {
         return 1;
     }
     const uintptr_t start = (uintptr_t)memory + sizeof(void *);
     uint8_t *aligned = memory + (msi_align((uint64_t)start) - (uintptr_t)memory);
-    memcpy(aligned - sizeof(void *), &memory, sizeof(void *));
+    memcpy(aligned - sizeof(void *), &memory, sizeof(void *)); // for msi_cpu_memory_release
     *device = aligned;
     return 0;
 }
@@ -2760,6 +2676,23 @@ static void msi_cpu_memory_release(void *user, const ms_allocator *host, void *d
     msi_release(host, memory, bytes + 2 * MSI_ALIGNMENT);
 }
 
+/* Host memory for copies: the backend's, or the allocator's. */
+static int msi_backend_host_alloc(const ms_backend *b, const ms_allocator *allocator,
+                                  uint64_t bytes, void **memory) {
+    return b->host_alloc ? b->host_alloc(b->user, allocator, bytes, memory)
+                         : msi_cpu_memory_alloc(NULL, allocator, bytes, memory);
+}
+
+static void msi_backend_host_release(const ms_backend *b, const ms_allocator *allocator,
+                                     void *memory, uint64_t bytes) {
+    if (memory && b->host_release) {
+        b->host_release(b->user, allocator, memory, bytes);
+    } else if (memory) {
+        msi_cpu_memory_release(NULL, allocator, memory, bytes);
+    }
+}
+
+/* The result for an error number of the backend. */
 static ms_result msi_device(ms_model *m, int error, const char *what) {
     const ms_backend *b = &m->config.backend;
     if (error == 0) {
@@ -2785,42 +2718,30 @@ static ms_result msi_fail_device_memory(ms_model *m, uint64_t bytes, const char 
 static ms_result msi_device_alloc(ms_model *m, uint64_t bytes, void **memory) {
     const ms_backend *b = &m->config.backend;
     *memory = NULL;
-    if (bytes == 0) {
-        return MS_RESULT_OK;
-    }
-    const int error = b->memory_alloc(b->user, &m->config.allocator, bytes, memory);
-    if (error == 0 && *memory) {
+    const int error = bytes > 0 ? b->memory_alloc(b->user, &m->config.allocator, bytes, memory) : 0;
+    if (error == 0 && (*memory || bytes == 0)) {
         return MS_RESULT_OK;
     }
     *memory = NULL;
     return msi_fail_device_memory(m, bytes, "the arena", error);
 }
 
-/* Host memory for copies: the backend's, or the allocator's. */
 static ms_result msi_host_alloc(ms_model *m, uint64_t bytes, uint8_t **memory) {
-    const ms_backend *b = &m->config.backend;
     void *made = NULL;
-    int error = 0;
-    if (bytes > 0) {
-        error = b->host_alloc ? b->host_alloc(b->user, &m->config.allocator, bytes, &made)
-                              : msi_cpu_memory_alloc(NULL, &m->config.allocator, bytes, &made);
-    }
+    const int error =
+        bytes > 0 ? msi_backend_host_alloc(&m->config.backend, &m->config.allocator, bytes, &made)
+                  : 0;
     *memory = (uint8_t *)made;
     return error == 0 && (made || bytes == 0)
                ? MS_RESULT_OK
-               : msi_fail_memory(m, "tensors on the host and what is copied from and to it", bytes);
+               : msi_fail_memory(m, "tensors on the host and the staging of copies", bytes);
 }
 
 static void msi_host_release(ms_model *m, uint8_t *memory, uint64_t bytes) {
-    const ms_backend *b = &m->config.backend;
-    if (memory && b->host_release) {
-        b->host_release(b->user, &m->config.allocator, memory, bytes);
-    } else if (memory) {
-        msi_cpu_memory_release(NULL, &m->config.allocator, memory, bytes);
-    }
+    msi_backend_host_release(&m->config.backend, &m->config.allocator, memory, bytes);
 }
 
-/* Whether the host sees at once what the device does, and the device what the host writes. */
+/* Whether host and device see each other's writes at once, without a copy or a wait. */
 static bool msi_is_direct(const ms_model *m) {
     return m->config.backend.device_is_host && !m->config.backend.is_asynchronous;
 }
@@ -2831,26 +2752,27 @@ static ms_result msi_synchronize(ms_model *m) {
                               : MS_RESULT_OK;
 }
 
-/* What is enqueued on `to` from now on runs behind all that is on `from`, by way of an event. */
-static int msi_order(ms_model *m, ms_stream_kind from, uint32_t event, ms_stream_kind to) {
+/* Issues a copy on its own stream, after what was enqueued to compute before; the event is the end of
+   the copy. What is enqueued next runs at the same time. */
+static int msi_issue_copy(ms_model *m, ms_stream_kind stream, void *target, const void *source,
+                          uint64_t bytes, uint32_t event) {
     const ms_backend *b = &m->config.backend;
-    if (!b->is_asynchronous) {
-        return 0;
+    int error = 0;
+    if (b->is_asynchronous) {
+        error = b->record(m->device, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE);
+        error = error ? error : b->wait(m->device, stream, MSI_EVENT_COMPUTE);
     }
-    const int error = b->record(m->device, from, event);
-    return error ? error : b->wait(m->device, to, event);
+    if (!error) {
+        error = stream == MS_STREAM_TO_DEVICE ? b->copy_in(m->device, target, source, bytes)
+                                              : b->copy_out(m->device, target, source, bytes);
+    }
+    return error || !b->is_asynchronous ? error : b->record(m->device, stream, event);
 }
 
-/* Issues a copy to the device after what was enqueued before. The source must stay as it is until
-   the event; what is enqueued next runs beside the copy. */
+/* The source must not change before the event. */
 static ms_result msi_issue_copy_in(ms_model *m, void *device, const void *host, uint64_t bytes,
                                    uint32_t event) {
-    const ms_backend *b = &m->config.backend;
-    int error = msi_order(m, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE, MS_STREAM_TO_DEVICE);
-    error = error ? error : b->copy_in(m->device, device, host, bytes);
-    if (b->is_asynchronous && !error) {
-        error = b->record(m->device, MS_STREAM_TO_DEVICE, event);
-    }
+    const int error = msi_issue_copy(m, MS_STREAM_TO_DEVICE, device, host, bytes, event);
     return msi_device(m, error, "copy to the device");
 }
 
@@ -2862,23 +2784,17 @@ static ms_result msi_wait_on_device(ms_model *m, uint32_t event) {
                : MS_RESULT_OK;
 }
 
-/* A copy to the device between what was enqueued before and what will be. */
+/* Copies to the device after what was enqueued before; what is enqueued next waits for the copy. */
 static ms_result msi_copy_in(ms_model *m, void *device, const void *host, uint64_t bytes,
                              uint32_t event) {
     const ms_result result = msi_issue_copy_in(m, device, host, bytes, event);
     return result == MS_RESULT_OK ? msi_wait_on_device(m, event) : result;
 }
 
-/* Copies out what was enqueued before; it is there at the event. What is enqueued next runs beside
-   the copy. */
+/* The host may read the copy after the event. */
 static ms_result msi_copy_out(ms_model *m, void *host, const void *device, uint64_t bytes,
                               uint32_t event) {
-    const ms_backend *b = &m->config.backend;
-    int error = msi_order(m, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE, MS_STREAM_TO_HOST);
-    error = error ? error : b->copy_out(m->device, host, device, bytes);
-    if (b->is_asynchronous && !error) {
-        error = b->record(m->device, MS_STREAM_TO_HOST, event);
-    }
+    const int error = msi_issue_copy(m, MS_STREAM_TO_HOST, host, device, bytes, event);
     return msi_device(m, error, "copy to the host");
 }
 
@@ -2889,7 +2805,7 @@ static ms_result msi_wait_on_host(ms_model *m, uint32_t event) {
                : MS_RESULT_OK;
 }
 
-/* Behind the slots. */
+/* Memory of the transient values. */
 static uint8_t *msi_transient(const ms_model *m) {
     return (uint8_t *)(m->run.arena ? m->run.arena->memory : m->run.store->transient);
 }
@@ -2903,8 +2819,8 @@ static bool msi_is_on_host(const msi_store *store, uint32_t range) {
     return range < store->residents.count && store->residents.items[range].on_host;
 }
 
-/* Between any two of host memory and device memory. It is done on return, but for a copy from
-   device to device, which is enqueued. */
+/* Copies between any two of host memory and device memory. A copy from device to device is enqueued;
+   others are complete on return. */
 static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const void *source,
                           bool source_on_host, uint64_t bytes) {
     const ms_backend *b = &m->config.backend;
@@ -2918,7 +2834,7 @@ static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const 
     ms_result result = target_on_host ? msi_copy_out(m, target, source, bytes, MSI_EVENT_COPY)
                                       : msi_copy_in(m, target, source, bytes, MSI_EVENT_COPY);
     MSI_THEN(result, msi_wait_on_host(m, MSI_EVENT_COPY));
-    if (result != MS_RESULT_OK) { // no copy may go on with memory that is the caller's again
+    if (result != MS_RESULT_OK) { // the caller may free its memory: no copy may still use it
         const msi_errors errors = m->errors;
         (void)msi_synchronize(m);
         m->errors = errors;
@@ -2927,12 +2843,11 @@ static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const 
 }
 
 static ms_result msi_fill(ms_model *m, void *target, bool on_host, uint8_t value, uint64_t bytes) {
-    const ms_backend *b = &m->config.backend;
     if (on_host) {
         memset(target, value, (size_t)bytes);
         return MS_RESULT_OK;
     }
-    return msi_device(m, b->fill_bytes(m->device, target, value, bytes), "fill");
+    return msi_device(m, m->config.backend.fill_bytes(m->device, target, value, bytes), "fill");
 }
 
 static void msi_asan_poison(const void *memory, uint64_t bytes) {
@@ -2951,7 +2866,7 @@ static void msi_asan_unpoison(const void *memory, uint64_t bytes) {
 #endif
 }
 
-/* Opens the model's own state of its backend. The text of an error goes to the log alone. */
+/* Opens the model's own state of its backend. An error text goes to the log only. */
 static bool msi_open(ms_model *m) {
     const ms_backend *b = &m->config.backend;
     ms_open_args args;
@@ -2960,27 +2875,23 @@ static bool msi_open(ms_model *m) {
     args.stream = m->config.stream;
     args.event_count = MSI_EVENT_COUNT;
     args.tf32 = m->config.tf32;
-    void *device = NULL;
-    const ms_result result = msi_device(m, b->open(b->user, &args, &device), "opening");
-    m->device = device;
-    return result == MS_RESULT_OK;
+    return msi_device(m, b->open(b->user, &args, &m->device), "opening") == MS_RESULT_OK;
 }
 
-/* A shared arena, without memory as yet; its maker is the only holder. */
+/* A shared arena without memory, which its maker alone holds. */
 static ms_result msi_make_arena(const ms_backend *backend, const ms_allocator *allocator,
                                 ms_arena **arena) {
     ms_arena *made = (ms_arena *)msi_alloc_zeroed(allocator, sizeof *made);
-    *arena = made;
-    if (!made) {
-        return MS_RESULT_OUT_OF_MEMORY;
+    if (made) {
+        made->backend = *backend;
+        made->allocator = *allocator;
+        made->references = 1;
     }
-    made->backend = *backend;
-    made->allocator = *allocator;
-    made->references = 1;
-    return MS_RESULT_OK;
+    *arena = made;
+    return made ? MS_RESULT_OK : MS_RESULT_OUT_OF_MEMORY;
 }
 
-/* One holder fewer; the last one frees it. */
+/* Gives up one reference; the last one frees the arena. */
 static void msi_arena_leave(ms_arena *arena) {
     if (!arena || --arena->references > 0) {
         return;
@@ -3007,36 +2918,31 @@ static void msi_arena_leave(ms_arena *arena) {
 
 enum { MSI_GEMM_M = 64, MSI_GEMM_N = 128, MSI_GEMM_K = 64, MSI_TILE_M = 4, MSI_TILE_N = 32 };
 
-/* Threads take equal parts from one end to the other, as those of a trainer's loops do, so that
-   each finds in its cache what it is going to write. Parts of 16 KiB. */
+static int64_t msi_least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+/* Copies and fills go in chunks. Each thread takes one contiguous range of them, as the loops of a
+   trainer do, so that it finds in its cache what it is about to write. */
 enum { MSI_CHUNK_BYTES = 16384 };
-
-static uint64_t msi_chunk_bytes(uint64_t bytes, int64_t chunk) {
-    const uint64_t rest = bytes - (uint64_t)chunk * MSI_CHUNK_BYTES;
-    return rest < (uint64_t)MSI_CHUNK_BYTES ? rest : (uint64_t)MSI_CHUNK_BYTES;
-}
-
-static int64_t msi_chunk_count(uint64_t bytes) {
-    return (int64_t)((bytes + MSI_CHUNK_BYTES - 1) / MSI_CHUNK_BYTES);
-}
 
 static int msi_cpu_copy(void *user, void *target, const void *source, uint64_t bytes) {
     (void)user;
-    const int64_t chunks = msi_chunk_count(bytes);
-    MSI_PARALLEL_FOR(static, chunks > 4)
-    for (int64_t i = 0; i < chunks; i++) {
-        memcpy((uint8_t *)target + i * MSI_CHUNK_BYTES,
-               (const uint8_t *)source + i * MSI_CHUNK_BYTES, (size_t)msi_chunk_bytes(bytes, i));
+    const int64_t end = (int64_t)bytes;
+    MSI_PARALLEL_FOR(static, end > 4 * MSI_CHUNK_BYTES)
+    for (int64_t i = 0; i < end; i += MSI_CHUNK_BYTES) {
+        memcpy((uint8_t *)target + i, (const uint8_t *)source + i,
+               (size_t)msi_least(end - i, MSI_CHUNK_BYTES));
     }
     return 0;
 }
 
 static int msi_cpu_fill_bytes(void *user, void *device, uint8_t value, uint64_t bytes) {
     (void)user;
-    const int64_t chunks = msi_chunk_count(bytes);
-    MSI_PARALLEL_FOR(static, chunks > 4)
-    for (int64_t i = 0; i < chunks; i++) {
-        memset((uint8_t *)device + i * MSI_CHUNK_BYTES, value, (size_t)msi_chunk_bytes(bytes, i));
+    const int64_t end = (int64_t)bytes;
+    MSI_PARALLEL_FOR(static, end > 4 * MSI_CHUNK_BYTES)
+    for (int64_t i = 0; i < end; i += MSI_CHUNK_BYTES) {
+        memset((uint8_t *)device + i, value, (size_t)msi_least(end - i, MSI_CHUNK_BYTES));
     }
     return 0;
 }
@@ -3112,14 +3018,12 @@ static int msi_cpu_cast(void *user, void *target, ms_dtype to, const void *sourc
 
 static int msi_cpu_update(void *user, const ms_update_args *args) {
     (void)user;
-    const int64_t count = (int64_t)args->count;
+    const bool halted = args->state_of_step->halted != (uint32_t)MS_HALT_NONE;
+    const int64_t count = halted ? 0 : (int64_t)args->count;
     float *value = args->value, *state0 = args->state[0], *state1 = args->state[1];
     const float *gradient = args->gradient;
     const float scale = args->gradient_scale ? *args->gradient_scale : 1.0f; // times 1 is exact
     const ms_update_factors f = *args->factors;
-    if (args->state_of_step->halted != (uint32_t)MS_HALT_NONE) {
-        return 0;
-    }
     if (args->kind == MS_OPTIMIZER_ADAMW) {
         MSI_PARALLEL_FOR(static, count > 16384)
         for (int64_t i = 0; i < count; i++) {
@@ -3134,12 +3038,8 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
     return 0;
 }
 
-static int64_t msi_least(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
-/* Copies rows [row, row + rows) and cols [col, col + cols) of op(x) into strips of `width` rows
-   (by_row) or cols, each strip contiguous and padded with zeros: what the inner loop reads. */
+/* Copies rows [row, row + rows) and cols [col, col + cols) of op(x) for the inner loop, into strips
+   of `width` rows (by_row) or cols, each strip contiguous and padded with zeros. */
 static void msi_gemm_pack(const ms_matrix *x, bool by_row, int64_t row, int64_t rows, int64_t col,
                           int64_t cols, int64_t width, float *packed) {
     const int64_t row_stride = x->transposed ? 1 : x->stride;
@@ -3149,7 +3049,7 @@ static void msi_gemm_pack(const ms_matrix *x, bool by_row, int64_t row, int64_t 
     const int64_t depth_stride = by_row ? col_stride : row_stride;
     const int64_t first = row * row_stride + col * col_stride;
     for (int64_t strip = 0; strip < outer; strip += width) {
-        const int64_t used = outer - strip < width ? outer - strip : width;
+        const int64_t used = msi_least(outer - strip, width);
         for (int64_t d = 0; d < depth; d++) {
             const int64_t at = first + strip * outer_stride + d * depth_stride;
             if (x->dtype == MS_DTYPE_F32) {
@@ -3168,7 +3068,7 @@ static void msi_gemm_pack(const ms_matrix *x, bool by_row, int64_t row, int64_t 
     }
 }
 
-/* sums = a strip of MSI_TILE_M rows times a strip of MSI_TILE_N columns. An array per row: so gcc
+/* sums = a strip of MSI_TILE_M rows times a strip of MSI_TILE_N columns. With one array per row, gcc
    and clang both keep all sums in vector registers. */
 static void msi_gemm_tile(const float *a, const float *b, int64_t depth,
                           float sums[MSI_TILE_M][MSI_TILE_N]) {
@@ -3201,8 +3101,8 @@ static void msi_gemm_store(const float sums[MSI_TILE_M][MSI_TILE_N], int64_t row
     }
 }
 
-/* One block of c, which is float: a strip of a and a strip of b at a time, packed, so that both
-   stay in cache. */
+/* One block of c, which is float. It takes MSI_GEMM_K of the depth of a and b at a time, packed, so
+   that both parts stay in cache. */
 static void msi_gemm_block(float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
                            float *c, int64_t stride, int64_t row, int64_t rows, int64_t col,
                            int64_t cols) {
@@ -3224,7 +3124,7 @@ static void msi_gemm_block(float alpha, const ms_matrix *a, const ms_matrix *b, 
     }
 }
 
-/* The block of c at (row, col). One of 16 bits is summed in float, and rounded once. */
+/* The block of c at (row, col). If c has 16 bits, the block is summed in float and rounded once. */
 static void msi_gemm_target(float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
                             const ms_matrix *c, int64_t row, int64_t col) {
     float block[MSI_GEMM_M * MSI_GEMM_N];
@@ -3250,7 +3150,7 @@ static void msi_gemm_target(float alpha, const ms_matrix *a, const ms_matrix *b,
     }
 }
 
-/* Matrix number `index` of a batch; of a single matrix, that one. */
+/* Matrix number `index` of a batch; a batch of one repeats its matrix. */
 static ms_matrix msi_matrix_at(const ms_matrix *x, int64_t index) {
     ms_matrix one = *x;
     const int64_t stride = x->batch_count > 1 ? x->batch_stride : 0;
@@ -3275,38 +3175,29 @@ static int msi_builtin_gemm(float alpha, const ms_matrix *a, const ms_matrix *b,
     return 0;
 }
 
+static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
+                        const ms_matrix *c) {
+    (void)user;
 #ifdef MEMSCALE_CBLAS
-
-static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
-                        const ms_matrix *c) {
-    (void)user;
-    const int64_t k = a->transposed ? a->rows : a->cols;
-    if (a->dtype != MS_DTYPE_F32) {
-        return msi_builtin_gemm(alpha, a, b, beta, c);
+    const int64_t k = a->transposed ? a->rows : a->cols, most = INT32_MAX;
+    if (a->dtype == MS_DTYPE_F32) {
+        if (c->rows > most || c->cols > most || k > most || a->stride > most || b->stride > most ||
+            c->stride > most) {
+            return 1;
+        }
+        for (int64_t i = 0; i < c->batch_count; i++) {
+            const ms_matrix a1 = msi_matrix_at(a, i), b1 = msi_matrix_at(b, i);
+            cblas_sgemm(CblasRowMajor, a->transposed ? CblasTrans : CblasNoTrans,
+                        b->transposed ? CblasTrans : CblasNoTrans, (int)c->rows, (int)c->cols,
+                        (int)k, alpha, (const float *)a1.data, (int)a->stride,
+                        (const float *)b1.data, (int)b->stride, beta,
+                        (float *)msi_matrix_at(c, i).data, (int)c->stride);
+        }
+        return 0;
     }
-    if (c->rows > INT32_MAX || c->cols > INT32_MAX || k > INT32_MAX || a->stride > INT32_MAX ||
-        b->stride > INT32_MAX || c->stride > INT32_MAX) {
-        return 1;
-    }
-    for (int64_t i = 0; i < c->batch_count; i++) {
-        const ms_matrix a1 = msi_matrix_at(a, i), b1 = msi_matrix_at(b, i);
-        cblas_sgemm(CblasRowMajor, a->transposed ? CblasTrans : CblasNoTrans,
-                    b->transposed ? CblasTrans : CblasNoTrans, (int)c->rows, (int)c->cols, (int)k,
-                    alpha, (const float *)a1.data, (int)a->stride, (const float *)b1.data,
-                    (int)b->stride, beta, (float *)msi_matrix_at(c, i).data, (int)c->stride);
-    }
-    return 0;
-}
-
-#else
-
-static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
-                        const ms_matrix *c) {
-    (void)user;
+#endif
     return msi_builtin_gemm(alpha, a, b, beta, c);
 }
-
-#endif // MEMSCALE_CBLAS
 
 static void msi_cpu_hardware(void *user, ms_hardware *hardware) {
     (void)user;
@@ -3320,9 +3211,6 @@ static void msi_cpu_hardware(void *user, ms_hardware *hardware) {
             snprintf(hardware->name, sizeof hardware->name, "%.63s", value);
         }
         hardware->processor_count += msi_line_value(line, "processor\t") != NULL;
-    }
-    if (file) {
-        fclose(file);
     }
     msi_host_memory("", &hardware->host_total_bytes, &hardware->host_free_bytes);
     hardware->total_bytes = hardware->host_total_bytes;
@@ -3352,7 +3240,7 @@ MEMSCALE_API ms_backend ms_backend_cpu(void) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>hardware  what the platform tells of the host, what is measured, and devices that are built in
+// >>hardware  speeds of a device, how they are measured, and devices that are built in
 
 enum { MSI_SPEED_COUNT = 7 };
 
@@ -3366,7 +3254,7 @@ static double *msi_speed(ms_hardware *h, int speed) {
 
 static const double msi_most_us = 1e15, msi_least_speed = 1e-9, msi_most_speed = 1e15;
 
-/* Whether times can be added up, and speeds be divided by. */
+/* Within these bounds times can be added up, and bytes be divided by speeds. */
 static bool msi_is_time(double us) {
     return us >= 0.0 && us <= msi_most_us;
 }
@@ -3393,8 +3281,8 @@ typedef enum msi_timed {
     MSI_TIMED_PRODUCT
 } msi_timed;
 
-/* Sizes: a copy should not fit in a cache, nor the whole take long; what goes through pinned memory
-   is smaller, since that takes long to get. */
+/* A copy should not fit in a cache, and the whole should not take long. Copies through pinned memory
+   are smaller, because pinning takes long. */
 enum {
     MSI_BENCH_HOST_BYTES = 64 << 20, // of device memory that is the host's
     MSI_BENCH_COPY_BYTES = 8 << 20,  // of one copy there, and of one from or to the host
@@ -3405,7 +3293,7 @@ enum {
     MSI_BENCH_MOST_CALLS = 32, // in a sample
     MSI_BENCH_SAMPLE_US = 400,
     MSI_BENCH_FIGURE_US = 5000, // for all samples of a figure
-    MSI_BENCH_WHOLE_US = 50000  // behind that, one call for each figure
+    MSI_BENCH_WHOLE_US = 50000  // for all figures; once it is over, each gets one call
 };
 
 /* A state of the backend for measuring, with memory of its own. */
@@ -3415,8 +3303,8 @@ typedef struct msi_bench {
     void *state, *device, *workspace, *host;
     uint64_t device_bytes, host_bytes;
     uint64_t copy_bytes; // of a copy inside device memory
-    uint32_t turn;       // copies take different parts of it
-    double end_us;       // of MSI_BENCH_WHOLE_US
+    uint32_t turn;       // number of calls: successive copies use different parts of memory
+    double end_us;       // the end of MSI_BENCH_WHOLE_US
     ms_matrix a, b, c;
     int error;
 } msi_bench;
@@ -3436,7 +3324,7 @@ static int msi_bench_call(msi_bench *t, msi_timed what) {
                                          : b->gemm(t->state, 1.0f, &t->a, &t->b, 0.0f, &t->c);
 }
 
-/* Microseconds of so many calls, until they are done. */
+/* The time of so many calls, until the device has done them. */
 static double msi_bench_calls_us(msi_bench *t, msi_timed what, int calls) {
     const double start = msi_now_us();
     for (int i = 0; i < calls && !t->error; i++) {
@@ -3449,16 +3337,14 @@ static double msi_bench_calls_us(msi_bench *t, msi_timed what, int calls) {
     return msi_now_us() - start;
 }
 
-/* Median of several samples, for one call that took about `one`, which it is where there is no time
-   left; 0 where nothing can be said. */
+/* Median time of a call, over several samples. `one` is what a call took before: it sets the number
+   of calls in a sample, and is the result if there is no time left. 0 if nothing is known. */
 static double msi_bench_median_us(msi_bench *t, msi_timed what, double one) {
     double samples[MSI_BENCH_SAMPLES], end = msi_now_us() + (double)MSI_BENCH_FIGURE_US;
     int count = 0;
     end = end < t->end_us ? end : t->end_us;
     const double fit = (double)MSI_BENCH_SAMPLE_US / (one > 1.0 ? one : 1.0);
-    const int calls = fit < 1.0                            ? 1
-                      : fit > (double)MSI_BENCH_MOST_CALLS ? MSI_BENCH_MOST_CALLS
-                                                           : (int)fit;
+    const int calls = fit < 1.0 ? 1 : (int)msi_smaller((uint64_t)fit, MSI_BENCH_MOST_CALLS);
     while (!t->error && count < MSI_BENCH_SAMPLES && msi_now_us() < end) {
         const double us = msi_bench_calls_us(t, what, calls);
         int at = count++;
@@ -3472,25 +3358,17 @@ static double msi_bench_median_us(msi_bench *t, msi_timed what, double one) {
 }
 
 static double msi_bench_us(msi_bench *t, msi_timed what) {
-    double one = msi_bench_calls_us(t, what, 1); // what is made at the first call is made there
+    double one = msi_bench_calls_us(t, what, 1); // includes what a backend sets up at a first call
     one = msi_now_us() < t->end_us ? msi_bench_calls_us(t, what, 1) : one;
     return msi_bench_median_us(t, what, one);
 }
 
-/* Side of the next product to try: twice that of the last, or four times where even that cannot
-   take long. */
-static int64_t msi_bench_next_side(int64_t side, double us) {
-    return 64.0 * us > (double)MSI_BENCH_FIGURE_US || 4 * side > MSI_BENCH_MOST_SIDE ? 2 * side
-                                                                                     : 4 * side;
-}
-
-/* 1e12 flops a second of a product of square matrices, as large as memory allows and as take some
-   time. */
+/* 1e12 flops a second of a product of square matrices: the smallest that takes MSI_BENCH_SAMPLE_US,
+   or the largest that memory allows. */
 static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
     const uint64_t item = dtype == MS_DTYPE_F32 ? 4 : 2;
     double us = 0.0, side = 0.0;
-    for (int64_t n = MSI_BENCH_LEAST_SIDE; n <= MSI_BENCH_MOST_SIDE && !t->error;
-         n = msi_bench_next_side(n, us)) {
+    for (int64_t n = MSI_BENCH_LEAST_SIDE; n <= MSI_BENCH_MOST_SIDE && !t->error;) {
         const uint64_t bytes = (uint64_t)(n * n) * item;
         if (3 * bytes > t->device_bytes || us > (double)MSI_BENCH_SAMPLE_US ||
             (side > 0.0 && msi_now_us() > t->end_us)) {
@@ -3504,17 +3382,18 @@ static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
         t->b.data = (uint8_t *)t->device + bytes;
         t->c.data = (uint8_t *)t->device + 2 * bytes;
         us = msi_bench_calls_us(t, MSI_TIMED_PRODUCT, 1);
-        /* A part of that may be what is made at the first call. */
         if (us > (double)MSI_BENCH_SAMPLE_US && msi_now_us() < t->end_us) {
-            us = msi_bench_calls_us(t, MSI_TIMED_PRODUCT, 1);
+            us = msi_bench_calls_us(t, MSI_TIMED_PRODUCT, 1); // without the set-up of a first call
         }
         side = (double)n;
+        /* The next product has twice the side, or four times, if that cannot take long. */
+        n *= 64.0 * us > (double)MSI_BENCH_FIGURE_US || 4 * n > MSI_BENCH_MOST_SIDE ? 2 : 4;
     }
     us = side > 0.0 ? msi_bench_median_us(t, MSI_TIMED_PRODUCT, us) : 0.0;
     return us > 0.0 ? 2.0 * side * side * side / (us * 1e6) : 0.0;
 }
 
-/* Memory for measuring: less on a device that has little of it, or little left. */
+/* Memory for measuring: less on a device that has little memory, or little free. */
 static bool msi_bench_alloc(msi_bench *t, const ms_hardware *h) {
     const ms_backend *b = t->backend;
     const uint64_t mega = (uint64_t)1 << 20;
@@ -3526,28 +3405,19 @@ static bool msi_bench_alloc(msi_bench *t, const ms_hardware *h) {
     bytes = h->free_bytes ? msi_smaller(bytes, h->free_bytes / 4) : bytes;
     t->device_bytes = bytes / 256 * 256;
     t->host_bytes = msi_smaller(t->device_bytes, MSI_BENCH_COPY_BYTES);
-    t->copy_bytes = t->device_bytes / 2;
-    if (b->device_is_host) {
-        t->copy_bytes = msi_smaller(t->copy_bytes, MSI_BENCH_COPY_BYTES);
-    }
+    t->copy_bytes = b->device_is_host ? msi_smaller(t->device_bytes / 2, MSI_BENCH_COPY_BYTES)
+                                      : t->device_bytes / 2;
     return t->device_bytes >= (uint64_t)MSI_BENCH_LEAST_BYTES &&
            b->memory_alloc(b->user, t->allocator, t->device_bytes, &t->device) == 0 && t->device &&
            (!b->workspace_bytes ||
             (b->memory_alloc(b->user, t->allocator, b->workspace_bytes, &t->workspace) == 0 &&
              t->workspace)) &&
-           (b->host_alloc
-                ? b->host_alloc(b->user, t->allocator, t->host_bytes, &t->host)
-                : msi_cpu_memory_alloc(NULL, t->allocator, t->host_bytes, &t->host)) == 0 &&
-           t->host;
+           msi_backend_host_alloc(b, t->allocator, t->host_bytes, &t->host) == 0 && t->host;
 }
 
 static void msi_bench_release(msi_bench *t) {
     const ms_backend *b = t->backend;
-    if (t->host && b->host_release) {
-        b->host_release(b->user, t->allocator, t->host, t->host_bytes);
-    } else if (t->host) {
-        msi_cpu_memory_release(NULL, t->allocator, t->host, t->host_bytes);
-    }
+    msi_backend_host_release(b, t->allocator, t->host, t->host_bytes);
     if (t->workspace) {
         b->memory_release(b->user, t->allocator, t->workspace, b->workspace_bytes);
     }
@@ -3556,7 +3426,7 @@ static void msi_bench_release(msi_bench *t) {
     }
 }
 
-/* Opens a state. False where the backend has no more of what that takes. */
+/* Opens a state. False if the backend cannot open another one. */
 static bool msi_bench_open(msi_bench *t, bool tf32) {
     const ms_backend *b = t->backend;
     ms_open_args open;
@@ -3590,14 +3460,13 @@ static void msi_set_speed(double *speed, double amount, double us) {
     *speed = us > 0.0 && amount > 0.0 ? amount / us : *speed;
 }
 
-/* All but TF32. The pattern is a small number in every dtype. */
+/* All speeds except that of TF32. The pattern 0x3c is a small number in every dtype. */
 static void msi_bench_all(msi_bench *t, ms_hardware *h) {
     const double copied = (double)t->copy_bytes * 1e-3, passed = (double)t->host_bytes * 1e-3;
     memset(t->host, 0x3c, (size_t)t->host_bytes);
     t->error = t->backend->fill_bytes(t->state, t->device, 0x3c, t->device_bytes);
     t->end_us = msi_now_us() + (double)MSI_BENCH_WHOLE_US;
-    const double launch_us = msi_bench_us(t, MSI_TIMED_LAUNCH);
-    h->launch_us = launch_us > 0.0 ? launch_us : h->launch_us;
+    msi_set_speed(&h->launch_us, msi_bench_us(t, MSI_TIMED_LAUNCH), 1.0);
     msi_set_speed(&h->memory_gb_per_s, 2.0 * copied, msi_bench_us(t, MSI_TIMED_COPY));
     msi_set_speed(&h->to_device_gb_per_s, passed, msi_bench_us(t, MSI_TIMED_TO_DEVICE));
     msi_set_speed(&h->to_host_gb_per_s, passed, msi_bench_us(t, MSI_TIMED_TO_HOST));
@@ -3608,15 +3477,15 @@ static void msi_bench_all(msi_bench *t, ms_hardware *h) {
     }
 }
 
-/* Measures through the functions of the backend alone, beside the model's own state, which may be
-   in the middle of anything. Where there is no memory for that, *h stays as it is. */
+/* Measures through the functions of the backend alone, with a state of its own, because the model's
+   state may be in the middle of a step. If there is no memory for that, *h stays as it is. */
 static ms_result msi_measure(ms_model *m, ms_hardware *h) {
     ms_hardware measured = *h;
     msi_bench t;
     memset(&t, 0, sizeof t);
     t.backend = &m->config.backend;
     t.allocator = &m->config.allocator;
-    bool done = msi_bench_alloc(&t, h) && msi_bench_open(&t, false);
+    const bool done = msi_bench_alloc(&t, h) && msi_bench_open(&t, false);
     if (done) {
         msi_bench_all(&t, &measured);
     }
@@ -3634,7 +3503,7 @@ static ms_result msi_measure(ms_model *m, ms_hardware *h) {
     return msi_device(m, t.error, "measuring its speeds");
 }
 
-/* What the backend says of its device, with speeds that are measured once. */
+/* The backend's description of its device, with speeds that are measured once. */
 static ms_result msi_report_hardware(ms_model *m, ms_hardware *report) {
     m->config.backend.hardware(m->config.backend.user, report);
     if (m->sources.reported.is_measured) {
@@ -3647,27 +3516,25 @@ static ms_result msi_report_hardware(ms_model *m, ms_hardware *report) {
     return result;
 }
 
-/* Plans are for this device from the next ms_wrap on; NULL: for the model's own. */
+/* From the next ms_wrap on, plans are for this device; NULL: for the model's own. */
 static void msi_use_hardware(ms_model *m, const ms_hardware *hardware) {
-    memset(&m->sources.given, 0, sizeof m->sources.given);
-    if (hardware) {
-        m->sources.given = *hardware;
-    }
+    const ms_hardware none = MSI_ZERO_INIT;
+    m->sources.given = hardware ? *hardware : none;
     m->sources.is_given = hardware != NULL;
     m->wrapped.changed = true;
 }
 
-/* Devices to plan for that are not there. Speeds are those that the maker states, products dense
-   and summed in F32. Copies have the rate of the link one way, behind its encoding (PCI Express 3.0
-   x16 15.75 GB/s, 4.0 31.5, 5.0 63); where both ends lie in one memory, half of what that has.
-   Memory is what the name says; a runtime offers a percent or two less.
+/* Devices to plan for without having them. Speeds are those that the maker states, for dense products
+   summed in F32. Copies have the rate of the link in one direction, net of its encoding (PCI Express
+   3.0 x16 15.75 GB/s, 4.0 31.5, 5.0 63), or half the bandwidth of the memory that host and device
+   share. Memory is what the name says; a runtime offers a percent or two less.
    Sources, all of NVIDIA:
      RTX 3090: "NVIDIA Ampere GA102 GPU Architecture", V2.1, comparison of GeForce cards
      H200, H100 SXM: their data sheets, which state tensor cores with sparsity: half of that
      Jetson Orin Nano 8GB: its data sheet, at 15 W: 8 multiprocessors, 625 MHz, 68 GB/s, 40 TOPS of
        sparse INT8; FP16 is a quarter, TF32 an eighth of these (technical brief "NVIDIA Jetson AGX
-       Orin Series", HMMA and IMMA). Linux and what is set aside before it leave some 6 GB: an
-       estimate, for which the report of the board itself is better
+       Orin Series", HMMA and IMMA). Linux and what firmware reserves leave about 6 GB free: an
+       estimate, which the report of the board itself replaces
      RTX 4090: "NVIDIA Ada GPU Architecture", V2.02, appendix A
      A100 80GB: "NVIDIA A100 Tensor Core GPU Architecture", and the data sheet of the SXM module
      T4: its data sheet; it has no TF32
@@ -3684,31 +3551,21 @@ static void msi_use_hardware(ms_model *m, const ms_hardware *hardware) {
     X("NVIDIA T4", DISCRETE, 40, 16, 0, 7, 5, 320.0, 15.75, 8.1, 0.0, 65.0)                        \
     X("Jetson AGX Orin 64GB", INTEGRATED, 16, 64, 60, 8, 7, 204.8, 102.4, 5.3, 21.25, 42.5)
 
-/* An integrated GPU has the host's memory; BF16 and TF32 begin with compute capability 8.0. */
-#define MSI_GIB(gib, kind, only) ((MS_DEVICE_##kind == (only)) ? (uint64_t)(gib) << 30 : 0)
+/* The memory of an integrated GPU is the host's; BF16 and TF32 begin with compute capability 8.0. */
+#define MSI_SHARED_GIB(kind, gib)                                                                  \
+    (MS_DEVICE_##kind == MS_DEVICE_INTEGRATED ? (uint64_t)(gib) << 30 : 0)
+#define MSI_MEMORY(kind, gib, of_these)                                                            \
+    (uint64_t)(gib) << 30, MSI_SHARED_GIB(kind, of_these), MSI_SHARED_GIB(kind, gib),              \
+        MSI_SHARED_GIB(kind, of_these)
+#define MSI_COMPUTE(major, minor)                major, minor, (major) >= 8, true, (major) >= 8, 0, 0
+#define MSI_SPEEDS(memory, link, f32, tf32, f16) memory, link, link, f32, tf32, f16, 0.0, false
 #define MSI_X(name, kind, processors, gib, of_these, major, minor, memory, link, f32, tf32, f16)   \
     {name,                                                                                         \
      MS_DEVICE_##kind,                                                                             \
      processors,                                                                                   \
-     (uint64_t)(gib) << 30,                                                                        \
-     MSI_GIB(of_these, kind, MS_DEVICE_INTEGRATED),                                                \
-     MSI_GIB(gib, kind, MS_DEVICE_INTEGRATED),                                                     \
-     MSI_GIB(of_these, kind, MS_DEVICE_INTEGRATED),                                                \
-     major,                                                                                        \
-     minor,                                                                                        \
-     (major) >= 8,                                                                                 \
-     true,                                                                                         \
-     (major) >= 8,                                                                                 \
-     0,                                                                                            \
-     0,                                                                                            \
-     memory,                                                                                       \
-     link,                                                                                         \
-     link,                                                                                         \
-     f32,                                                                                          \
-     tf32,                                                                                         \
-     f16,                                                                                          \
-     0.0,                                                                                          \
-     false},
+     MSI_MEMORY(kind, gib, of_these),                                                              \
+     MSI_COMPUTE(major, minor),                                                                    \
+     MSI_SPEEDS(memory, link, f32, tf32, f16)},
 static const ms_hardware msi_devices[] = {MSI_DEVICES(MSI_X)};
 #undef MSI_X
 
@@ -3716,7 +3573,7 @@ static char msi_lower_case(char c) {
     return c >= 'A' && c <= 'Z' ? (char)(c - 'A' + 'a') : c;
 }
 
-/* Whether a name has a part, in any case. */
+/* Whether a name has this part, ignoring case. */
 static bool msi_has_part(const char *name, const char *part) {
     for (; *name; name++) {
         size_t same = 0;
@@ -3776,7 +3633,7 @@ static ms_tensor msi_handle(uint32_t tensor, msi_role role) {
     return handle;
 }
 
-/* Index of the tensor that a handle stands for; MSI_NONE if there is none. */
+/* Index of the tensor of a handle; MSI_NONE if there is none. */
 static uint32_t msi_index(const ms_model *m, ms_tensor handle) {
     const uint32_t index = (handle.id & (((uint32_t)1 << MSI_ROLE_BITS) - 1)) - 1;
     const bool known = handle.id >> MSI_ROLE_BITS < MSI_ROLE_RESIDENT_COUNT;
@@ -3792,7 +3649,7 @@ static const char *msi_role_name(msi_role role) {
     return names[role < MSI_ROLE_STATE0 ? role : MSI_ROLE_STATE0];
 }
 
-/* The tensor itself, not a gradient or a state of it. */
+/* Index of the tensor of a handle of its value; MSI_NONE for its gradient or its state. */
 static uint32_t msi_value_index(const ms_model *m, ms_tensor handle) {
     return msi_role_of(handle) == MSI_ROLE_VALUE ? msi_index(m, handle) : MSI_NONE;
 }
@@ -3801,7 +3658,7 @@ static bool msi_is_float(ms_dtype dtype) {
     return dtype <= MS_DTYPE_BF16;
 }
 
-/* Lives between steps, at a fixed address. */
+/* Keeps its value between steps, at a fixed address. */
 static bool msi_is_resident(const msi_tensor *t) {
     return t->kind <= MSI_KIND_BUFFER;
 }
@@ -3833,29 +3690,23 @@ static bool msi_is_borrowed(const msi_tensor *t, msi_role role) {
     return t->borrowed >> role & 1;
 }
 
-/* False, and an error that sticks, if the model takes no more registrations. */
+/* Whether the model accepts registrations; an error if it does not. */
 static bool msi_registering(ms_model *m, const char *what, const char *name) {
-    if (!m) {
-        return false;
-    }
-    if (m->run.plan) {
+    if (m && m->run.plan) {
         MSI_STICK(m, MS_RESULT_ORDER, "%s \"%s\": the graph is closed since ms_wrap", what, name);
-        return false;
     }
-    return true;
+    return m && !m->run.plan;
 }
 
 /* Adds to the bytes of the model; false if they become too many. */
 static bool msi_count_bytes(msi_graph *g, uint64_t bytes) {
     const uint64_t limit = (uint64_t)1 << 58;
-    if (bytes >= limit || g->bytes + bytes >= limit) {
-        return false;
-    }
-    g->bytes += bytes;
-    return true;
+    const bool good = bytes < limit && g->bytes + bytes < limit;
+    g->bytes += good ? bytes : 0;
+    return good;
 }
 
-/* A shape with the axes at other sizes. */
+/* A shape with the axes at these sizes, or at their largest. */
 static ms_shape msi_resized(const msi_graph *g, ms_shape shape, bool largest,
                             const int64_t *sizes) {
     for (int i = 0; i < shape.rank; i++) {
@@ -3930,12 +3781,12 @@ static const uint32_t *msi_group(const msi_graph *g, const msi_layer *l, int gro
     return g->operands.items + l->operand_first + msi_group_start(l, group);
 }
 
-/* The operands of a group of a layer, one after the other, without empty slots:
+/* Goes through the operands of a group of a layer, without empty slots:
    for (MSI_EACH(in, g, l, MSI_GROUP_IN)) { ... in.tensor, in.slot ... } */
 typedef struct msi_operand_cursor {
     const uint32_t *tensors; // of all slots
     uint32_t count, next;
-    uint32_t slot, tensor; // of this operand
+    uint32_t slot, tensor; // of the present operand
 } msi_operand_cursor;
 
 static msi_operand_cursor msi_operands_of(const msi_graph *g, const msi_layer *l, int group) {
@@ -3963,23 +3814,23 @@ static const uint32_t *msi_made_by(const msi_graph *g, uint32_t layer, uint32_t 
     return msi_group(g, l, MSI_GROUP_OUT);
 }
 
-/* The mask of what backward reads of a group. */
-static uint16_t msi_reads_of(const msi_layer *l, int group) {
-    const ms_reads *r = &l->backward_reads;
-    const uint16_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param, 0};
-    const bool all = !r->nothing && !(r->in | r->out | r->saved | r->param);
-    return all && group != MSI_GROUP_STATE ? UINT16_MAX : masks[group];
+/* The mask of a group in a declaration of reads, or `otherwise` if it declares nothing. */
+static uint16_t msi_declared_reads(const ms_reads *r, int group, uint16_t otherwise) {
+    const uint16_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param, otherwise};
+    return r->nothing || (r->in | r->out | r->saved | r->param) ? masks[group] : otherwise;
 }
 
-/* The mask of what a recomputation reads of a group. */
+/* The mask of the slots of a group that backward reads. */
+static uint16_t msi_reads_of(const msi_layer *l, int group) {
+    return msi_declared_reads(&l->backward_reads, group, group == MSI_GROUP_STATE ? 0 : UINT16_MAX);
+}
+
+/* The mask of the slots of a group that a recomputation reads. A call of forward reads every slot,
+   except those of what it makes. */
 static uint16_t msi_recompute_reads_of(const msi_layer *l, int group) {
-    const ms_reads *r = &l->recompute_reads;
-    const uint16_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param, UINT16_MAX};
-    const bool named = r->nothing || (r->in | r->out | r->saved | r->param);
-    if (l->recompute && named) {
-        return masks[group];
-    }
-    return group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED ? 0 : UINT16_MAX;
+    const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
+    const uint16_t by_forward = made ? 0 : UINT16_MAX;
+    return l->recompute ? msi_declared_reads(&l->recompute_reads, group, by_forward) : by_forward;
 }
 
 static bool msi_can_recompute(const msi_layer *l) {
@@ -3994,8 +3845,8 @@ static uint32_t msi_lowest_bit(uint32_t mask) {
     return bit;
 }
 
-/* Appends the slots of one group to the operands; marks the layer as the producer of what it
-   writes. The room is reserved, the slots are valid. */
+/* Appends the slots of one group, which are valid, to the operands, which have room, and marks the
+   layer as the producer of what it writes. */
 static void msi_add_operands(ms_model *m, uint32_t layer, int group, const ms_tensor *slots,
                              uint32_t count) {
     msi_graph *g = &m->graph;
@@ -4008,19 +3859,19 @@ static void msi_add_operands(ms_model *m, uint32_t layer, int group, const ms_te
     }
 }
 
-/* Whether two tensors that have one size now have so whatever the sizes of the axes. */
+/* Whether two tensors of the same size keep the same size at all sizes of the axes. */
 static bool msi_scales_alike(const msi_graph *g, uint32_t a, uint32_t b) {
     const ms_shape *x = &g->tensors.items[a].view.shape, *y = &g->tensors.items[b].view.shape;
-    int balance[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
     bool alike = true;
     for (uint32_t axis = 0; axis < g->axis_count; axis++) {
+        int balance = 0; // dims along this axis: of x, less those of y
         for (int i = 0; i < x->rank; i++) {
-            balance[axis] += x->axes[i] >> axis & 1;
+            balance += x->axes[i] >> axis & 1;
         }
         for (int i = 0; i < y->rank; i++) {
-            balance[axis] -= y->axes[i] >> axis & 1;
+            balance -= y->axes[i] >> axis & 1;
         }
-        alike &= balance[axis] == 0;
+        alike &= balance == 0;
     }
     return alike;
 }
@@ -4125,11 +3976,10 @@ static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
 #define MSI_X(field) l.field = desc->field;
     MSI_FLAGS(MSI_X)
 #undef MSI_X
-    for (uint32_t j = 0; j < MS_LIMIT_OUT; j++) { // what is computed on in place is read
-        const bool named = msi_recompute_reads_of(&l, MSI_GROUP_IN) != UINT16_MAX;
-        if (named && (l.must_in_place >> j & 1)) {
-            l.recompute_reads.in = (uint16_t)(l.recompute_reads.in | desc->in_place[j]);
-        }
+    const bool declared = msi_recompute_reads_of(&l, MSI_GROUP_IN) != UINT16_MAX;
+    for (uint32_t j = 0; j < MS_LIMIT_OUT && declared; j++) { // an in-place callback reads too
+        const uint32_t in_place = l.must_in_place >> j & 1 ? desc->in_place[j] : 0u;
+        l.recompute_reads.in = (uint16_t)(l.recompute_reads.in | in_place);
     }
     l.differentiable = desc->backward || (!desc->forward && !desc->no_backward);
     return l;
@@ -4137,18 +3987,16 @@ static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
 
 /* Rows of a layer: the first dim of its first output. */
 static uint64_t msi_layer_rows(const msi_graph *g, const msi_layer *l, bool largest) {
-    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-        if (out[k] != MSI_NONE) {
-            const ms_shape *shape = &g->tensors.items[out[k]].view.shape;
-            const ms_shape there = largest ? msi_resized(g, *shape, true, NULL) : *shape;
-            return there.rank > 0 ? (uint64_t)there.dim[0] : 1;
-        }
+    msi_operand_cursor out = msi_operands_of(g, l, MSI_GROUP_OUT);
+    if (!msi_next_operand(&out)) {
+        return 1;
     }
-    return 1;
+    const ms_shape *shape = &g->tensors.items[out.tensor].view.shape;
+    const ms_shape there = largest ? msi_resized(g, *shape, true, NULL) : *shape;
+    return there.rank > 0 ? (uint64_t)there.dim[0] : 1;
 }
 
-/* The desc is valid. */
+/* The caller has checked the desc. */
 static ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc *desc) {
     const ms_layer none = {0};
     msi_graph *g = &m->graph;
@@ -4169,11 +4017,10 @@ static ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc
         uint64_t bytes;
         if (!msi_multiply(w->row_bytes, msi_layer_rows(g, &l, true), &bytes) ||
             !msi_count_bytes(g, bytes) || !msi_count_bytes(g, w->bytes)) {
-            MSI_STICK(
-                m, MS_RESULT_INVALID,
-                "layer \"%s\": with its workspace of %llu bytes and %llu per row the bytes of "
-                "the whole model are not below 2^58",
-                name, (unsigned long long)w->bytes, (unsigned long long)w->row_bytes);
+            MSI_STICK(m, MS_RESULT_INVALID,
+                      "layer \"%s\": its workspace of %llu bytes and %llu per row brings the whole "
+                      "model to 2^58 bytes or more",
+                      name, (unsigned long long)w->bytes, (unsigned long long)w->row_bytes);
             return none;
         }
     }
@@ -4184,13 +4031,13 @@ static ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc
     return handle;
 }
 
-/* Bytes of scratch memory of a call of a layer. */
+/* Bytes of the workspace of a call. */
 static uint64_t msi_workspace_bytes(const msi_graph *g, const msi_layer *l, int which) {
     const ms_workspace *w = &l->workspace[which];
     return w->bytes + (w->row_bytes ? w->row_bytes * msi_layer_rows(g, l, false) : 0);
 }
 
-/* Gives the axes other sizes (the largest, for NULL). */
+/* Sets the sizes of the axes; NULL: the largest. */
 static void msi_set_sizes(msi_graph *g, const int64_t *sizes) {
     for (uint32_t i = 0; i < g->tensors.count && g->axis_count; i++) {
         msi_tensor *t = &g->tensors.items[i];
@@ -4208,7 +4055,7 @@ static void msi_get_sizes(const msi_graph *g, int64_t *sizes) {
     }
 }
 
-/* Whether some operand of a group in this mask wants a gradient. */
+/* Whether an operand of a group, in a slot of this mask, wants a gradient. */
 static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uint32_t mask) {
     bool wanted = false;
     for (MSI_EACH(operand, g, l, group)) {
@@ -4217,7 +4064,8 @@ static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uin
     return wanted;
 }
 
-/* Marks what cannot come back: outputs of layers that run once, and what recomputations read. */
+/* Marks the tensors of a layer that cannot come back: all, if the layer runs only once, or those that
+   its own recomputation reads. */
 static void msi_mark_must_stay(msi_graph *g, const msi_layer *l) {
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
         const uint32_t read = msi_can_recompute(l) ? msi_recompute_reads_of(l, group) : UINT16_MAX;
@@ -4227,7 +4075,7 @@ static void msi_mark_must_stay(msi_graph *g, const msi_layer *l) {
     }
 }
 
-/* Forward sweep: what a gradient can reach. */
+/* In the order of forward: which tensors want a gradient. */
 static void msi_analyze(msi_graph *g) {
     for (uint32_t i = 0; i < g->tensors.count; i++) {
         msi_tensor *t = &g->tensors.items[i];
@@ -4255,62 +4103,44 @@ static void msi_analyze(msi_graph *g) {
 static void msi_mark_backward(msi_graph *g, uint32_t layer) {
     const msi_layer *l = &g->layers.items[layer];
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        const uint32_t *operands = msi_group(g, l, group);
-        const uint32_t reads = l->has_backward ? msi_reads_of(l, group) : 0;
-        for (uint32_t k = 0; k < l->count[group]; k++) {
-            if (operands[k] == MSI_NONE) {
-                continue;
-            }
-            msi_tensor *t = &g->tensors.items[operands[k]];
-            if (reads >> k & 1) {
+        const bool edges = group == MSI_GROUP_IN || group == MSI_GROUP_PARAM;
+        const uint32_t in_forward = group == MSI_GROUP_IN ? l->grads_in_forward : 0u;
+        const uint32_t reads = l->has_backward ? msi_reads_of(l, group) : 0u;
+        const uint32_t gives = l->has_backward && edges ? UINT16_MAX : in_forward;
+        for (MSI_EACH(operand, g, l, group)) {
+            msi_tensor *t = &g->tensors.items[operand.tensor];
+            if (reads >> operand.slot & 1) {
                 t->last_reader = layer;
             }
-            const bool gives = group == MSI_GROUP_PARAM ? l->has_backward
-                               : group == MSI_GROUP_IN
-                                   ? l->has_backward || (l->grads_in_forward >> k & 1)
-                                   : false;
-            if (gives && t->wants_gradient) {
+            if ((gives >> operand.slot & 1) && t->wants_gradient) {
                 t->last_gradient = layer;
             }
         }
     }
 }
 
-/* What a layer computes from leads to the loss if its outputs do. */
-static void msi_mark_way_to_loss(msi_graph *g, const msi_layer *l) {
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = msi_group(g, l, MSI_GROUP_OUT);
-    bool leads = false;
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-        leads |= out[k] != MSI_NONE && g->tensors.items[out[k]].leads_to_loss;
-    }
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && leads; k++) {
-        if (in[k] != MSI_NONE) {
-            g->tensors.items[in[k]].leads_to_loss = true;
-        }
-    }
-}
-
-/* From the loss back: a layer has a backward if one of its outputs is given a gradient. */
+/* From the loss back: a layer runs backward if one of its outputs has a gradient, and its inputs lead
+   to the loss if an output does. */
 static void msi_analyze_backward(msi_graph *g) {
     for (uint32_t i = g->layers.count; i-- > 0;) {
         msi_layer *l = &g->layers.items[i];
-        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+        bool leads = false;
         l->has_backward = false;
-        msi_mark_way_to_loss(g, l);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+        for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
+            const msi_tensor *t = &g->tensors.items[out.tensor];
+            leads |= t->leads_to_loss;
             l->has_backward |=
-                out[k] != MSI_NONE && g->tensors.items[out[k]].wants_gradient &&
-                (out[k] == g->loss || g->tensors.items[out[k]].last_gradient != MSI_NONE);
+                t->wants_gradient && (out.tensor == g->loss || t->last_gradient != MSI_NONE);
+        }
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            g->tensors.items[in.tensor].leads_to_loss |= leads;
         }
         if (l->has_backward || l->ends_in_loss) {
             msi_mark_backward(g, i);
         }
-        /* It could be recomputed after an update inside backward, and would see the new value. */
-        const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM] && !l->has_backward; k++) {
-            if (param[k] != MSI_NONE) {
-                g->tensors.items[param[k]].updates_early = false;
-            }
+        /* Without backward, nothing keeps recomputations of the layer before such an update. */
+        for (MSI_EACH(param, g, l, MSI_GROUP_PARAM)) {
+            g->tensors.items[param.tensor].updates_early &= l->has_backward;
         }
     }
 }
