@@ -400,13 +400,14 @@ for source in tests/test_*.c; do
     name=$(basename "$source" .c)
     case $name in test_cuda*) continue ;; esac
     sanitize="run_test sanitize build/sanitize/tests/$name"
+    sweeps "$source" && length=', full sweeps' || length=
     if [[ $sanitized == *" $name "* ]]; then
         check quick "$name, sanitizers" "$sanitize"
-        ! sweeps "$source" || check rest "$name, sanitizers, full sweeps" "$sanitize 100"
+        [ -z "$length" ] || check rest "$name, sanitizers$length" "$sanitize 100"
         check rest "$name, release" "run_test release build/tests/$name"
     else
         check quick "$name" "run_test quick build/quick/tests/$name"
-        check rest "$name, release, full sweeps" "run_test release build/tests/$name 100"
+        check rest "$name, release$length" "run_test release build/tests/$name 100"
         check rest "$name, sanitizers" "$sanitize 10"
     fi
     check rest "$name, C++11" "run_test release build/tests/${name}_cpp"
@@ -427,7 +428,7 @@ for source in tests/test_*.c; do
     emulate="run_test release build/emulated/tests/$name"
     if [[ $name == test_cuda* || $emulated_first == *" $name "* ]]; then
         check quick "$name" "$emulate"
-        ! sweeps "$source" || check rest "$name, sweeps" "$emulate 100"
+        ! sweeps "$source" || check rest "$name, full sweeps" "$emulate 100"
     else
         check rest "$name" "$emulate 100"
     fi
