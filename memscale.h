@@ -11742,602 +11742,539 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>debug  a layer is called several times, amid rubbish, and must give the same bits each time
+// >>debug  a layer runs several times over different poison, and must give the same bits each time
 
-/* How it works. Before a call everything that lives is copied to the shadow, on the host. Then all
-   memory is filled with one byte value, and what the layer is given is put back. What the layer
-   makes of it must not depend on that byte, unless it leaves it as it is, and everything else must
-   still have it afterwards. The last run is the one with NaN, so that what was left unwritten shows
-   where it is read. */
+/* How it works. All memory is saved to the shadow, a copy on the host. Then it is filled with one byte
+   value, the poison, and the operands that hold a value are restored. What the layer computes must
+   not depend on the poison, except for bytes that it leaves unwritten, and all memory that is not
+   an operand must still be poison afterwards. In the last run the poison is NaN, so that reads of
+   unwritten bytes show up later on. */
 
 enum { MSI_POISON_FIRST = 0x3c, MSI_POISON_LAST = 0xff }; // small numbers; NaN
+
+/* Memory that is saved, filled and restored as a whole. */
+typedef struct msi_extent {
+    uint8_t *memory;
+    bool on_host;
+    uint64_t bytes, room; // of the value; of its memory, for the largest sizes
+    uint64_t shadow;      // offset of its copy
+} msi_extent;
+
+/* When the operands were hashed: before a run, after the first one, after another one. */
+typedef enum msi_moment { MSI_BEFORE, MSI_AFTER, MSI_AGAIN, MSI_MOMENT_COUNT } msi_moment;
+
+typedef struct msi_trial_operand {
+    const msi_range *range;
+    msi_extent extent;
+    int group;
+    uint32_t slot;
+    bool is_resident, is_f32;
+    bool is_live_in; // it holds a value before the instruction
+    bool is_made;    // the layer computes it
+    bool is_sum;     // a gradient with a value to which the layer adds
+    uint64_t hash[MSI_MOMENT_COUNT];
+} msi_trial_operand;
 
 typedef struct msi_trial {
     ms_model *model;
     const msi_program *program;
     const msi_instruction *instruction;
     const msi_layer *layer;
-    uint32_t now;
-    uint64_t before[MSI_MAX_VIEWS + 1], after[MSI_MAX_VIEWS + 1]; // hashes, per operand
-    uint64_t again[MSI_MAX_VIEWS + 1];
-    bool spoil_sums; // gradients that are added to hold NaN
+    ms_phase phase; // of the instruction
+    msi_trial_operand operands[MSI_MAX_VIEWS + 1], *end;
+    bool spoil_sums;  // gradients that are added to hold NaN
+    ms_result result; // the first error: after it nothing is run or checked
+    uint8_t chunk[4096];
 } msi_trial;
 
-/* Where a slot stands in the shadow: one behind the other, the transient part last. */
-static uint64_t msi_shadow_offset(const msi_store *store, uint32_t resident) {
-    const msi_resident *s =
-        resident < store->residents.count ? &store->residents.items[resident] : NULL;
-    const uint64_t bases[] = {0, store->resident_bytes, store->resident_bytes + store->host_bytes};
-    return s ? bases[s->borrowed ? 2 : s->on_host] + s->offset : bases[2] + store->borrowed_bytes;
-}
-
-typedef enum msi_shadow_way { MSI_SHADOW_SAVE, MSI_SHADOW_RESTORE, MSI_SHADOW_FILL } msi_shadow_way;
-
-static ms_result msi_move_shadow(ms_model *m, void *memory, bool on_host, uint64_t offset,
-                                 uint64_t bytes, msi_shadow_way way, uint8_t poison) {
-    uint8_t *shadow = m->run.store->shadow + offset;
-    return way == MSI_SHADOW_SAVE      ? msi_copy(m, shadow, true, memory, on_host, bytes)
-           : way == MSI_SHADOW_RESTORE ? msi_copy(m, memory, on_host, shadow, true, bytes)
-                                       : msi_fill(m, memory, on_host, poison, bytes);
-}
-
-/* Everything that is in memory; goes on behind an error, so that as much as can be is restored. */
-static ms_result msi_shadow_all(ms_model *m, msi_shadow_way way, uint8_t poison) {
+/* Resident i, or after the last of them the transient values. The shadow has one place after the
+   other, and the transient values last. */
+static msi_extent msi_extent_at(const ms_model *m, uint32_t i) {
     const msi_store *store = m->run.store;
+    const uint64_t bases[] = {0, store->resident_bytes, store->resident_bytes + store->host_bytes};
+    const uint64_t end = bases[2] + store->borrowed_bytes, transient = store->transient_bytes;
+    const msi_extent rest = {msi_transient(m), false, transient, transient, end};
+    if (i >= store->residents.count) {
+        return rest;
+    }
+    const msi_resident *r = &store->residents.items[i];
+    const msi_extent extent = {(uint8_t *)r->address, r->on_host, r->bytes, r->bytes,
+                               bases[r->borrowed ? 2 : r->on_host] + r->offset};
+    return extent;
+}
+
+static msi_extent msi_extent_of_range(const ms_model *m, const msi_program *p, uint32_t range) {
+    const msi_range *r = &p->ranges.items[range];
+    msi_extent extent = msi_extent_at(m, range);
+    extent.bytes = r->bytes;
+    if (range >= m->run.store->residents.count) {
+        extent.memory += r->offset;
+        extent.shadow += r->offset;
+        extent.room = r->bytes;
+    }
+    return extent;
+}
+
+typedef enum msi_shadow_way {
+    MSI_SHADOW_SAVE,    // to the shadow
+    MSI_SHADOW_RESTORE, // from the shadow
+    MSI_SHADOW_KEEP,    // to the copy of the results of the first run
+    MSI_SHADOW_FILL     // with poison
+} msi_shadow_way;
+
+static ms_result msi_shadow_extent(ms_model *m, const msi_extent *p, msi_shadow_way way,
+                                   uint8_t poison) {
+    uint8_t *copy = way == MSI_SHADOW_KEEP ? m->run.store->results : m->run.store->shadow;
+    return way == MSI_SHADOW_FILL ? msi_fill(m, p->memory, p->on_host, poison, p->room)
+           : way == MSI_SHADOW_RESTORE
+               ? msi_copy(m, p->memory, p->on_host, copy + p->shadow, true, p->room)
+               : msi_copy(m, copy + p->shadow, true, p->memory, p->on_host, p->room);
+}
+
+/* Moves everything that is in memory. Goes on after an error, so that as much as possible is
+   restored. */
+static ms_result msi_shadow_all(ms_model *m, msi_shadow_way way, uint8_t poison) {
     ms_result result = MS_RESULT_OK;
-    for (uint32_t i = 0; i <= store->residents.count; i++) {
-        const msi_resident *resident =
-            i < store->residents.count ? &store->residents.items[i] : NULL;
-        const ms_result moved =
-            msi_move_shadow(m, resident ? resident->address : msi_transient(m),
-                            resident && resident->on_host, msi_shadow_offset(store, i),
-                            resident ? resident->bytes : store->transient_bytes, way, poison);
+    for (uint32_t i = 0; i <= m->run.store->residents.count; i++) {
+        const msi_extent extent = msi_extent_at(m, i);
+        const ms_result moved = msi_shadow_extent(m, &extent, way, poison);
         MSI_THEN(result, moved);
     }
     return result;
 }
 
-static ms_result msi_shadow_range(ms_model *m, const msi_program *p, uint32_t range,
-                                  msi_shadow_way way, uint8_t poison) {
-    uint64_t offset = msi_shadow_offset(m->run.store, range);
-    uint64_t bytes = p->ranges.items[range].bytes;
-    if (range < m->run.store->residents.count) {
-        bytes = m->run.store->residents.items[range].bytes;
-    } else {
-        offset += p->ranges.items[range].offset;
+static void msi_shadow_operands(msi_trial *t, msi_shadow_way way, uint8_t poison) {
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        MSI_THEN(t->result, msi_shadow_extent(t->model, &o->extent, way, poison));
     }
-    return msi_move_shadow(m, msi_address(m, p, range), msi_is_on_host(m->run.store, range), offset,
-                           bytes, way, poison);
 }
 
-/* A hash of memory; *uniform: all bytes are `value`. */
-static ms_result msi_hash(ms_model *m, const void *memory, bool on_host, uint64_t bytes,
-                          uint8_t value, uint64_t *hash, bool *uniform) {
-    uint8_t chunk[4096];
-    *hash = bytes;
-    *uniform = true;
-    for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
-        const uint64_t part = bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
-        const ms_result result =
-            msi_copy(m, chunk, true, (const uint8_t *)memory + done, on_host, part);
-        if (result != MS_RESULT_OK) {
-            return result;
+static void msi_begin_trial(msi_trial *t, ms_model *m, const msi_program *p, uint32_t now) {
+    const msi_instruction *i = &p->instructions.items[now];
+    memset(t, 0, sizeof *t);
+    t->model = m;
+    t->program = p;
+    t->instruction = i;
+    t->layer = &m->graph.layers.items[i->target];
+    t->phase = msi_ops[i->op].phase;
+    t->end = t->operands;
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const msi_operand *operand = &p->operands.items[i->operand_first + k];
+        if (operand->range == MSI_NONE) {
+            continue;
         }
-        for (uint64_t i = 0; i < part; i += 8) {
-            uint64_t word = 0;
-            memcpy(&word, chunk + i, (size_t)(part - i < 8 ? part - i : 8));
-            *hash = (*hash ^ word) * 0x9e3779b97f4a7c15u;
-            *hash ^= *hash >> 29;
+        msi_trial_operand *o = t->end++;
+        o->range = &p->ranges.items[operand->range];
+        o->extent = msi_extent_of_range(m, p, operand->range);
+        o->group = msi_operand_group(t->layer, i, k, &o->slot);
+        o->is_resident = operand->range < m->run.store->residents.count;
+        o->is_f32 = o->range->role != MSI_ROLE_WORKSPACE && o->range->role != MSI_ROLE_NORM &&
+                    m->graph.tensors.items[o->range->tensor].view.dtype == MS_DTYPE_F32;
+        o->is_live_in = o->is_resident || o->range->first < now;
+        o->is_made = msi_is_made(t->layer, i, o->group, o->slot);
+        o->is_sum = operand->accumulate && o->is_live_in && o->is_f32;
+    }
+}
+
+static bool msi_is_output(const msi_trial_operand *o) {
+    return o->group == MSI_GROUP_OUT || o->group == MSI_GROUP_SAVED;
+}
+
+/* Copies a piece of a value to t->chunk. Returns its bytes, 0 at the end and after an error. */
+static uint64_t msi_load_chunk(msi_trial *t, const msi_extent *from, uint64_t done) {
+    const uint64_t rest = from->bytes - done;
+    const uint64_t bytes = rest < sizeof t->chunk ? rest : sizeof t->chunk;
+    if (bytes > 0) {
+        MSI_THEN(t->result,
+                 msi_copy(t->model, t->chunk, true, from->memory + done, from->on_host, bytes));
+    }
+    return t->result == MS_RESULT_OK ? bytes : 0;
+}
+
+/* A loop over the chunks of an extent: `done` bytes lie before t->chunk, which holds `part` bytes. */
+#define MSI_CHUNKS(t, extent, done, part)                                                          \
+    uint64_t done = 0, part;                                                                       \
+    (part = msi_load_chunk(t, extent, done)) > 0;                                                  \
+    done += part
+
+static void msi_hash_operands(msi_trial *t, msi_moment moment) {
+    for (msi_trial_operand *o = t->operands; o < t->end; o++) {
+        uint64_t hash = o->extent.bytes;
+        for (MSI_CHUNKS(t, &o->extent, done, part)) {
+            for (uint64_t i = 0; i < part; i += 8) {
+                uint64_t word = 0;
+                memcpy(&word, t->chunk + i, (size_t)(part - i < 8 ? part - i : 8));
+                hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
+                hash ^= hash >> 29;
+            }
         }
+        o->hash[moment] = hash;
+    }
+}
+
+static bool msi_is_filled(msi_trial *t, const msi_extent *extent, uint8_t value) {
+    bool filled = true;
+    for (MSI_CHUNKS(t, extent, done, part)) {
         for (uint64_t i = 0; i < part; i++) {
-            *uniform &= chunk[i] == value;
+            filled &= t->chunk[i] == value;
         }
     }
-    return MS_RESULT_OK;
+    return filled;
 }
 
-static uint32_t msi_trial_range(const msi_trial *t, uint32_t operand) {
-    return t->program->operands.items[t->instruction->operand_first + operand].range;
+/* Whether a word of a value has all bits set, as no layer writes it where numbers are. */
+static bool msi_is_unwritten(const uint8_t *at) {
+    uint32_t word;
+    memcpy(&word, at, sizeof word);
+    return word == UINT32_MAX;
 }
 
-static ms_result msi_hash_operands(const msi_trial *t, uint64_t *hashes) {
-    ms_result result = MS_RESULT_OK;
-    bool uniform;
-    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-        const uint32_t range = msi_trial_range(t, k);
-        hashes[k] = 0;
-        if (range != MSI_NONE) {
-            result = msi_hash(t->model, msi_address(t->model, t->program, range),
-                              msi_is_on_host(t->model->run.store, range),
-                              t->program->ranges.items[range].bytes, 0, &hashes[k], &uniform);
-        }
+/* The copy of an operand in the shadow. */
+static msi_extent msi_saved_extent(const msi_trial *t, const msi_trial_operand *o) {
+    msi_extent saved = o->extent;
+    saved.memory = t->model->run.store->shadow + o->extent.shadow;
+    saved.on_host = true;
+    return saved;
+}
+
+/* Puts an operand back. Words that no layer has written become poison again, so that a layer which
+   reads them is found. */
+static void msi_restore_operand(msi_trial *t, const msi_trial_operand *o, uint8_t poison) {
+    const msi_extent saved = msi_saved_extent(t, o);
+    if (o->is_resident || !o->is_f32 || poison == MSI_POISON_LAST) {
+        MSI_THEN(t->result, msi_shadow_extent(t->model, &o->extent, MSI_SHADOW_RESTORE, 0));
+        return;
     }
-    return result;
-}
-
-/* Whether an operand holds something before the instruction. */
-static bool msi_is_live_in(const msi_trial *t, uint32_t range) {
-    return range != MSI_NONE && (range < t->model->run.store->residents.count ||
-                                 t->program->ranges.items[range].first < t->now);
-}
-
-/* Puts an operand back. Words that no layer has written, all bits set where numbers are, become
-   rubbish again: who reads them is found out. */
-static ms_result msi_give_operand(const msi_trial *t, uint32_t range, uint8_t poison) {
-    ms_model *m = t->model;
-    const msi_range *l = &t->program->ranges.items[range];
-    const bool number = l->role != MSI_ROLE_WORKSPACE && l->role != MSI_ROLE_NORM &&
-                        m->graph.tensors.items[l->tensor].view.dtype == MS_DTYPE_F32;
-    if (range < m->run.store->residents.count || !number || poison == MSI_POISON_LAST) {
-        return msi_shadow_range(m, t->program, range, MSI_SHADOW_RESTORE, 0);
-    }
-    const uint8_t *from = m->run.store->shadow + msi_shadow_offset(m->run.store, range) + l->offset;
-    uint8_t *to = (uint8_t *)msi_address(m, t->program, range);
-    uint8_t chunk[4096];
-    ms_result result = MS_RESULT_OK;
-    for (uint64_t done = 0; done < l->bytes && result == MS_RESULT_OK; done += sizeof chunk) {
-        const uint64_t part = l->bytes - done < sizeof chunk ? l->bytes - done : sizeof chunk;
-        memcpy(chunk, from + done, (size_t)part);
+    for (MSI_CHUNKS(t, &saved, done, part)) {
         for (uint64_t i = 0; i < part; i += 4) {
-            uint32_t word;
-            memcpy(&word, chunk + i, sizeof word);
-            memset(chunk + i, word == UINT32_MAX ? poison : chunk[i],
-                   word == UINT32_MAX ? sizeof word : 1);
+            if (msi_is_unwritten(t->chunk + i)) {
+                memset(t->chunk + i, poison, 4);
+            }
         }
-        result = msi_copy(m, to + done, false, chunk, true, part);
+        t->result = msi_copy(t->model, o->extent.memory + done, false, t->chunk, true, part);
     }
-    return result;
 }
 
-/* Whether an operand is a gradient that the layer adds to, and that holds something before. */
-static bool msi_is_sum(const msi_trial *t, uint32_t operand) {
-    const msi_operand *o = &t->program->operands.items[t->instruction->operand_first + operand];
-    return o->range != MSI_NONE && o->accumulate && msi_is_live_in(t, o->range) &&
-           t->model->graph.tensors.items[t->program->ranges.items[o->range].tensor].view.dtype ==
-               MS_DTYPE_F32;
-}
-
-/* Rubbish everywhere but in what the layer is given; a recomputation on trial is given outputs too
-   where its own callback reads them. */
-static ms_result msi_set_scene(const msi_trial *t, ms_phase phase, uint8_t poison) {
-    ms_result result = msi_shadow_all(t->model, MSI_SHADOW_FILL, poison);
-    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-        const uint32_t range = msi_trial_range(t, k);
-        uint32_t slot;
-        const int group = msi_operand_group(t->layer, t->instruction, k, &slot);
-        const bool output = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
-        const bool read = phase == MS_PHASE_RECOMPUTE && t->layer->recompute && output &&
-                          (msi_recompute_reads_of(t->layer, group) >> slot & 1);
-        if (t->spoil_sums && msi_is_sum(t, k)) {
-            result =
-                msi_shadow_range(t->model, t->program, range, MSI_SHADOW_FILL, MSI_POISON_LAST);
-        } else if (msi_is_live_in(t, range) || (read && range != MSI_NONE)) {
-            result = msi_give_operand(t, range, poison);
+/* Poison everywhere except in what the layer reads. A recomputation on trial also gets the outputs
+   that its own callback reads. */
+static void msi_set_scene(msi_trial *t, ms_phase phase, uint8_t poison) {
+    MSI_THEN(t->result, msi_shadow_all(t->model, MSI_SHADOW_FILL, poison));
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        const bool read = phase == MS_PHASE_RECOMPUTE && t->layer->recompute && msi_is_output(o) &&
+                          (msi_recompute_reads_of(t->layer, o->group) >> o->slot & 1);
+        if (t->spoil_sums && o->is_sum) {
+            MSI_THEN(t->result,
+                     msi_shadow_extent(t->model, &o->extent, MSI_SHADOW_FILL, MSI_POISON_LAST));
+        } else if (o->is_live_in || read) {
+            msi_restore_operand(t, o, poison);
         }
     }
-    return result;
 }
 
-/* Makes the call of a forward that of a recomputation by the layer's own callback. */
-static ms_result msi_turn_into_recompute(const msi_trial *t, ms_call *call) {
+/* Makes the call of a forward that of a recomputation. */
+static void msi_turn_into_recompute(msi_trial *t, ms_call *call) {
     const msi_layer *l = t->layer;
     ms_view *views = t->model->run.views;
-    for (int group = 0; group < MSI_GROUP_COUNT && l->recompute; group++) {
-        const uint32_t reads = msi_recompute_reads_of(l, group);
+    call->phase = MS_PHASE_RECOMPUTE;
+    if (!l->recompute) {
+        return;
+    }
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
         const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
         for (uint32_t k = 0; k < l->count[group]; k++, views++) {
-            views->data = made || (reads >> k & 1) ? views->data : NULL;
+            views->data = made || (msi_recompute_reads_of(l, group) >> k & 1) ? views->data : NULL;
         }
     }
-    if (l->recompute) {
-        call->wanted_out = (uint16_t)(call->wanted_out & ~msi_recompute_reads_of(l, MSI_GROUP_OUT));
-        call->wanted_saved =
-            (uint16_t)(call->wanted_saved & ~msi_recompute_reads_of(l, MSI_GROUP_SAVED));
-        call->workspace_bytes = msi_workspace_bytes(&t->model->graph, l, MSI_WORKSPACE_RECOMPUTE);
-        call->workspace = call->workspace_bytes ? call->workspace : NULL;
+    call->wanted_out = (uint16_t)(call->wanted_out & ~msi_recompute_reads_of(l, MSI_GROUP_OUT));
+    call->wanted_saved =
+        (uint16_t)(call->wanted_saved & ~msi_recompute_reads_of(l, MSI_GROUP_SAVED));
+    call->workspace_bytes = msi_workspace_bytes(&t->model->graph, l, MSI_WORKSPACE_RECOMPUTE);
+    call->workspace = call->workspace_bytes ? call->workspace : NULL;
+    if (call->workspace && l->workspace[MSI_WORKSPACE_RECOMPUTE].contents != MS_CONTENTS_ANY) {
+        t->result = msi_fill(t->model, call->workspace, false, 0, call->workspace_bytes);
     }
-    call->phase = MS_PHASE_RECOMPUTE;
-    const bool clear = l->recompute && call->workspace &&
-                       l->workspace[MSI_WORKSPACE_RECOMPUTE].contents != MS_CONTENTS_ANY;
-    return clear ? msi_fill(t->model, call->workspace, false, 0, call->workspace_bytes)
-                 : MS_RESULT_OK;
 }
 
-/* One run of the callback, and the hashes of the operands behind it. */
-static ms_result msi_try_layer(msi_trial *t, ms_phase phase, uint8_t poison, uint64_t *hashes) {
+/* Runs the callback once, and hashes the operands before and after. */
+static void msi_try_layer(msi_trial *t, ms_phase phase, uint8_t poison, msi_moment moment) {
     ms_call call;
-    ms_result result = msi_set_scene(t, phase, poison);
-    MSI_THEN(result, msi_hash_operands(t, t->before));
-    if (result == MS_RESULT_OK) {
-        msi_fill_call(t->model, t->program, t->instruction, &call);
-        result = phase != call.phase ? msi_turn_into_recompute(t, &call) : result;
+    msi_set_scene(t, phase, poison);
+    msi_hash_operands(t, MSI_BEFORE);
+    if (t->result != MS_RESULT_OK) {
+        return;
     }
-    MSI_THEN(result, msi_call_layer(t->model, t->layer, &call));
-    return result == MS_RESULT_OK ? msi_hash_operands(t, hashes) : result;
+    msi_fill_call(t->model, t->program, t->instruction, &call);
+    if (phase != call.phase) {
+        msi_turn_into_recompute(t, &call);
+    }
+    MSI_THEN(t->result, msi_call_layer(t->model, t->layer, &call));
+    msi_hash_operands(t, moment);
 }
 
 /* "layer L: its backward callback <what> the gradient of "x": <cure>" */
-static ms_result msi_fail_contract(const msi_trial *t, uint32_t operand, const char *what,
-                                   const char *cure) {
+static void msi_fail_contract(msi_trial *t, const msi_trial_operand *o, const char *what,
+                              const char *cure) {
     ms_model *m = t->model;
-    const msi_range *range = &t->program->ranges.items[msi_trial_range(t, operand)];
-    const char *role = range->role == MSI_ROLE_WORKSPACE ? "workspace of"
-                       : range->role == MSI_ROLE_CONTRIBUTION
+    const bool workspace = o->range->role == MSI_ROLE_WORKSPACE;
+    const char *role = workspace ? "workspace of"
+                       : o->range->role == MSI_ROLE_CONTRIBUTION
                            ? "gradient of"
-                           : msi_role_name((msi_role)range->role);
-    return msi_fail(m, MS_RESULT_CONTRACT, "layer \"%s\": its %s callback %s the %s \"%s\": %s",
-                    msi_layer_name(m, t->instruction->target),
-                    msi_phase_name(msi_ops[t->instruction->op].phase), what, role,
-                    range->role == MSI_ROLE_WORKSPACE ? msi_layer_name(m, range->tensor)
-                                                      : msi_tensor_name(m, range->tensor),
-                    cure);
+                           : msi_role_name((msi_role)o->range->role);
+    MSI_THEN(t->result,
+             msi_fail(m, MS_RESULT_CONTRACT, "layer \"%s\": its %s callback %s the %s \"%s\": %s",
+                      msi_layer_name(m, t->instruction->target), msi_phase_name(t->phase), what,
+                      role,
+                      workspace ? msi_layer_name(m, o->range->tensor)
+                                : msi_tensor_name(m, o->range->tensor),
+                      cure));
 }
 
-/* Whether another operand that the layer may write lies in the same memory. */
-static bool msi_is_shared(const msi_trial *t, uint32_t operand) {
-    const uint8_t *own =
-        (const uint8_t *)msi_address(t->model, t->program, msi_trial_range(t, operand));
-    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-        const uint32_t range = msi_trial_range(t, k);
-        uint32_t slot;
-        const int group = msi_operand_group(t->layer, t->instruction, k, &slot);
-        if (range != MSI_NONE && msi_is_written(t->layer, t->instruction, group, slot) &&
-            msi_address(t->model, t->program, range) == own) {
-            return true;
+/* Whether the layer may write to the memory of an operand, as this one or as another. */
+static bool msi_may_change(const msi_trial *t, const msi_trial_operand *operand) {
+    bool may = false;
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        may |= o->extent.memory == operand->extent.memory &&
+               msi_is_written(t->layer, t->instruction, o->group, o->slot);
+    }
+    return may;
+}
+
+static void msi_check_unchanged(msi_trial *t) {
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        if (o->is_live_in && o->hash[MSI_BEFORE] != o->hash[MSI_AFTER] && !msi_may_change(t, o)) {
+            msi_fail_contract(t, o, "changed",
+                              "declare that: in_place or state in forward, clobbers in backward");
         }
     }
-    return false;
 }
 
-/* What was only to be read must be as it was. */
-static ms_result msi_check_unchanged(const msi_trial *t) {
-    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-        if (msi_is_live_in(t, msi_trial_range(t, k)) && t->before[k] != t->after[k] &&
-            !msi_is_shared(t, k)) {
-            return msi_fail_contract(t, k, "changed",
-                                     "declare that: in_place or state in forward, clobbers in "
-                                     "backward");
-        }
-    }
-    return MS_RESULT_OK;
-}
-
-/* The first output or saved tensor in which a recomputation differs from forward, or MSI_NONE. */
-static uint32_t msi_first_difference(const msi_trial *t) {
-    const uint32_t first = msi_group_start(t->layer, MSI_GROUP_OUT);
-    const uint32_t end = msi_group_start(t->layer, MSI_GROUP_PARAM);
-    for (uint32_t k = first; k < end; k++) {
-        if (msi_trial_range(t, k) != MSI_NONE && t->after[k] != t->again[k]) {
-            return k;
-        }
-    }
-    return MSI_NONE;
-}
-
-/* Results go to the shadow, or come back from it. */
-static ms_result msi_shadow_results(const msi_trial *t, msi_shadow_way way, uint8_t poison) {
-    ms_result result = MS_RESULT_OK;
-    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-        if (msi_trial_range(t, k) != MSI_NONE) {
-            result = msi_shadow_range(t->model, t->program, msi_trial_range(t, k), way, poison);
-        }
-    }
-    return result;
-}
-
-/* Whether what the last run made differs from the first: in outputs and saved tensors, beyond bytes
-   that neither has written. */
-static ms_result msi_compare_results(const msi_trial *t, uint32_t operand, bool partial,
-                                     bool *differs) {
-    ms_model *m = t->model;
-    const uint32_t range = msi_trial_range(t, operand);
-    const uint64_t offset =
-        msi_shadow_offset(m->run.store, range) +
-        (range < m->run.store->residents.count ? 0 : t->program->ranges.items[range].offset);
-    const uint8_t *first = m->run.store->results + offset;
-    const uint8_t *last = (const uint8_t *)msi_address(m, t->program, range);
-    const uint64_t bytes = t->program->ranges.items[range].bytes;
-    uint8_t chunk[4096];
-    *differs = false;
-    for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
-        const uint64_t part = bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
-        const ms_result result =
-            msi_copy(m, chunk, true, last + done, msi_is_on_host(m->run.store, range), part);
-        if (result != MS_RESULT_OK) {
-            return result;
-        }
+/* Whether the last run has made other bits of an operand than the first. Bytes of outputs that
+   neither has written do not count. */
+static bool msi_results_differ(msi_trial *t, const msi_trial_operand *o) {
+    const uint8_t *first = t->model->run.store->results + o->extent.shadow;
+    bool differ = false;
+    for (MSI_CHUNKS(t, &o->extent, done, part)) {
         for (uint64_t i = 0; i < part; i++) {
-            const bool unwritten =
-                partial && first[done + i] == MSI_POISON_FIRST && chunk[i] == MSI_POISON_LAST;
-            *differs |= first[done + i] != chunk[i] && !unwritten;
+            const bool unwritten = msi_is_output(o) && first[done + i] == MSI_POISON_FIRST &&
+                                   t->chunk[i] == MSI_POISON_LAST;
+            differ |= first[done + i] != t->chunk[i] && !unwritten;
         }
     }
-    return MS_RESULT_OK;
+    return differ;
 }
 
-/* The first operand in which the two runs differ, or MSI_NONE. */
-static ms_result msi_find_difference(const msi_trial *t, uint32_t *operand) {
-    ms_result result = MS_RESULT_OK;
-    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-        uint32_t slot;
-        const int group = msi_operand_group(t->layer, t->instruction, k, &slot);
-        bool differs = false;
-        if (msi_is_made(t->layer, t->instruction, group, slot) &&
-            msi_trial_range(t, k) != MSI_NONE && t->after[k] != t->again[k]) {
-            result = msi_compare_results(t, k, group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED,
-                                         &differs);
-        }
-        if (differs) {
-            *operand = k;
-            return result;
+/* The first operand in which the two runs differ, or NULL. */
+static const msi_trial_operand *msi_find_difference(msi_trial *t) {
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        if (o->is_made && o->hash[MSI_AFTER] != o->hash[MSI_AGAIN] && msi_results_differ(t, o)) {
+            return o;
         }
     }
-    *operand = MSI_NONE;
-    return result;
+    return NULL;
 }
 
-/* *number: some word of an operand is not NaN. */
-static ms_result msi_find_number(const msi_trial *t, uint32_t operand, bool *number) {
-    const uint32_t range = msi_trial_range(t, operand);
-    const uint8_t *from = (const uint8_t *)msi_address(t->model, t->program, range);
-    const uint64_t bytes = t->program->ranges.items[range].bytes;
-    float chunk[1024];
-    *number = false;
-    for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
-        const uint64_t part = bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
-        const ms_result result = msi_copy(t->model, chunk, true, from + done,
-                                          msi_is_on_host(t->model->run.store, range), part);
-        if (result != MS_RESULT_OK) {
-            return result;
-        }
-        for (uint64_t i = 0; i < part / sizeof(float); i++) {
-            *number |= !isnan(chunk[i]);
+/* Whether a word of an operand is not NaN. */
+static bool msi_has_number(msi_trial *t, const msi_trial_operand *o) {
+    bool number = false;
+    for (MSI_CHUNKS(t, &o->extent, done, part)) {
+        for (uint64_t i = 0; i + 4 <= part; i += 4) {
+            float word;
+            memcpy(&word, t->chunk + i, sizeof word);
+            number |= !isnan(word);
         }
     }
-    return MS_RESULT_OK;
+    return number;
 }
 
-/* Where gradients that are added to hold NaN, all of them stay NaN; a number was written over. */
-static ms_result msi_check_sums(msi_trial *t) {
-    bool any = false, number = false;
-    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-        any |= msi_is_sum(t, k);
+/* Where gradients that are added to hold NaN, they stay NaN. A number shows that the layer has
+   written over them. */
+static void msi_check_sums(msi_trial *t) {
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        t->spoil_sums |= o->is_sum;
     }
-    t->spoil_sums = true;
-    ms_result result =
-        any ? msi_try_layer(t, msi_ops[t->instruction->op].phase, MSI_POISON_FIRST, t->again)
-            : MS_RESULT_OK;
+    if (!t->spoil_sums) {
+        return;
+    }
+    msi_try_layer(t, t->phase, MSI_POISON_FIRST, MSI_AGAIN);
     t->spoil_sums = false;
-    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-        if (msi_is_sum(t, k)) {
-            result = msi_find_number(t, k, &number);
-        }
-        if (number) {
-            return msi_fail_contract(
-                t, k, "writes over",
-                "others contribute to it too: heed beta, or declare the slot in "
-                "overwrites");
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        if (o->is_sum && msi_has_number(t, o)) {
+            msi_fail_contract(t, o, "writes over",
+                              "others contribute to it too: respect beta, or declare the slot in "
+                              "overwrites");
         }
     }
-    return result;
 }
 
-/* The operand of which a part was given that no layer has written, or MSI_NONE. */
-static uint32_t msi_find_unwritten(const msi_trial *t) {
-    const ms_model *m = t->model;
-    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-        const uint32_t range = msi_trial_range(t, k);
-        const msi_range *l = range == MSI_NONE ? NULL : &t->program->ranges.items[range];
-        if (!l || range < m->run.store->residents.count || !msi_is_live_in(t, range) ||
-            l->role != MSI_ROLE_VALUE ||
-            m->graph.tensors.items[l->tensor].view.dtype != MS_DTYPE_F32) {
-            continue;
-        }
-        const uint8_t *from =
-            m->run.store->shadow + msi_shadow_offset(m->run.store, range) + l->offset;
-        for (uint64_t i = 0; i < l->bytes; i += 4) {
-            uint32_t word;
-            memcpy(&word, from + i, sizeof word);
-            if (word == UINT32_MAX) {
-                return k;
+/* An operand with a part that no layer has written, or NULL. */
+static const msi_trial_operand *msi_find_unwritten(const msi_trial *t) {
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        const msi_extent saved = msi_saved_extent(t, o);
+        const bool candidate =
+            o->is_live_in && !o->is_resident && o->is_f32 && o->range->role == MSI_ROLE_VALUE;
+        for (uint64_t i = 0; i < saved.bytes && candidate; i += 4) {
+            if (msi_is_unwritten(saved.memory + i)) {
+                return o;
             }
         }
     }
-    return MSI_NONE;
+    return NULL;
 }
 
-static ms_result msi_fail_unwritten(const msi_trial *t, uint32_t operand) {
+static void msi_fail_unwritten(msi_trial *t, const msi_trial_operand *o) {
     ms_model *m = t->model;
-    const uint32_t tensor = t->program->ranges.items[msi_trial_range(t, operand)].tensor;
-    return msi_fail(m, MS_RESULT_CONTRACT,
-                    "layer \"%s\" reads a part of \"%s\" that layer \"%s\" has not written",
-                    msi_layer_name(m, t->instruction->target), msi_tensor_name(m, tensor),
-                    msi_layer_name(m, m->graph.tensors.items[tensor].producer));
+    MSI_THEN(t->result,
+             msi_fail(m, MS_RESULT_CONTRACT,
+                      "layer \"%s\" reads a part of \"%s\" that layer \"%s\" has not written",
+                      msi_layer_name(m, t->instruction->target),
+                      msi_tensor_name(m, o->range->tensor),
+                      msi_layer_name(m, m->graph.tensors.items[o->range->tensor].producer)));
 }
 
-static ms_result msi_last_run(msi_trial *t) {
-    const ms_phase phase = msi_ops[t->instruction->op].phase;
-    uint32_t k = MSI_NONE;
-    ms_result result = msi_try_layer(t, phase, MSI_POISON_LAST, t->again);
-    MSI_THEN(result, msi_find_difference(t, &k));
-    if (result != MS_RESULT_OK || k == MSI_NONE) {
-        return result;
+/* Runs the layer with the other poison. Where the results differ, it is run like that once more: if
+   they differ again the layer is not deterministic, otherwise the poison has made the difference. */
+static void msi_last_run(msi_trial *t) {
+    msi_try_layer(t, t->phase, MSI_POISON_LAST, MSI_AGAIN);
+    const msi_trial_operand *o = msi_find_difference(t);
+    if (!o) {
+        return;
     }
-    result = msi_try_layer(t, phase, MSI_POISON_LAST, t->after);
-    if (result != MS_RESULT_OK) {
-        return result;
+    msi_try_layer(t, t->phase, MSI_POISON_LAST, MSI_AFTER);
+    const msi_trial_operand *unwritten = msi_find_unwritten(t);
+    if (o->hash[MSI_AFTER] != o->hash[MSI_AGAIN]) {
+        msi_fail_contract(t, o, "gives other bits each time for",
+                          "draw random numbers from ms_call.seed alone, and declare what "
+                          "forward changes as state; or set no_recompute");
+    } else if (unwritten) {
+        msi_fail_unwritten(t, unwritten);
+    } else {
+        msi_fail_contract(t, o, "lets memory that it was not given decide on",
+                          "it adds (+=) to what it should write (accumulates), reads what "
+                          "it did not declare (backward_reads) or what no layer has "
+                          "written, leaves a part of a gradient unwritten, multiplies what it "
+                          "finds in a gradient "
+                          "by a beta of 0, or expects a cleared workspace");
     }
-    const uint32_t unwritten = msi_find_unwritten(t);
-    if (t->after[k] == t->again[k] && unwritten != MSI_NONE) {
-        return msi_fail_unwritten(t, unwritten);
-    }
-    return t->after[k] != t->again[k]
-               ? msi_fail_contract(t, k, "gives other bits each time for",
-                                   "draw random numbers from ms_call.seed alone, and declare what "
-                                   "forward changes as state; or set no_recompute")
-               : msi_fail_contract(t, k, "lets memory that it was not given decide on",
-                                   "it adds (+=) to what it should write (accumulates), reads what "
-                                   "it did not declare (backward_reads) or what no layer has "
-                                   "written, leaves a part of a gradient unwritten, "
-                                   "multiplies rubbish by a beta of 0, or expects a cleared "
-                                   "workspace");
 }
 
-/* A recomputation right behind forward: the same bits, and no change of state that it promised not
-   to make. */
-static ms_result msi_try_recompute(msi_trial *t) {
-    msi_store *store = t->model->run.store;
-    for (uint32_t k = 0; k < t->instruction->operand_count; k++) { // what forward made
-        const uint32_t range = msi_trial_range(t, k);
-        if (range != MSI_NONE && !msi_is_live_in(t, range) &&
-            t->program->ranges.items[range].alias_of == MSI_NONE) {
-            const uint64_t offset =
-                msi_shadow_offset(store, range) + t->program->ranges.items[range].offset;
-            memcpy(store->shadow + offset, store->results + offset,
-                   (size_t)t->program->ranges.items[range].bytes);
+/* A recomputation right after forward must make the same bits, and not change state if it promised
+   not to. */
+static void msi_try_recompute(msi_trial *t) {
+    const msi_store *store = t->model->run.store;
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) { // what forward made
+        if (!o->is_live_in && o->range->alias_of == MSI_NONE) {
+            memcpy(store->shadow + o->extent.shadow, store->results + o->extent.shadow,
+                   (size_t)o->extent.bytes);
         }
     }
-    const ms_result result = msi_try_layer(t, MS_PHASE_RECOMPUTE, MSI_POISON_FIRST, t->again);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    uint32_t k = msi_first_difference(t);
-    if (k != MSI_NONE) {
-        return msi_fail_contract(
-            t, k, "makes other bits in MS_PHASE_RECOMPUTE for",
-            "draw random numbers from ms_call.seed alone, declare what forward "
-            "changes as state, and write all that is wanted; or set "
-            "no_recompute");
-    }
-    const uint32_t first = msi_group_start(t->layer, MSI_GROUP_STATE);
-    for (k = first; k < first + t->layer->count[MSI_GROUP_STATE]; k++) {
-        if (t->layer->keeps_state && msi_trial_range(t, k) != MSI_NONE &&
-            t->before[k] != t->again[k]) {
-            return msi_fail_contract(t, k, "changes, in MS_PHASE_RECOMPUTE,",
-                                     "keeps_state promised that it would not");
+    msi_try_layer(t, MS_PHASE_RECOMPUTE, MSI_POISON_FIRST, MSI_AGAIN);
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        if (msi_is_output(o) && o->hash[MSI_AFTER] != o->hash[MSI_AGAIN]) {
+            msi_fail_contract(t, o, "makes other bits in MS_PHASE_RECOMPUTE for",
+                              "draw random numbers from ms_call.seed alone, declare what forward "
+                              "changes as state, and write all that is wanted; or set "
+                              "no_recompute");
+        }
+        if (o->group == MSI_GROUP_STATE && t->layer->keeps_state &&
+            o->hash[MSI_BEFORE] != o->hash[MSI_AGAIN]) {
+            msi_fail_contract(t, o, "changes, in MS_PHASE_RECOMPUTE,",
+                              "keeps_state promised that it would not");
         }
     }
-    return MS_RESULT_OK;
 }
 
-/* The hash of a tensor from forward stays, and a recomputation must reproduce it. */
-static ms_result msi_check_fingerprint(const msi_trial *t) {
-    const msi_op op = (msi_op)t->instruction->op;
-    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-        uint32_t slot;
-        const int group = msi_operand_group(t->layer, t->instruction, k, &slot);
-        const uint32_t range = msi_trial_range(t, k);
-        if ((group != MSI_GROUP_OUT && group != MSI_GROUP_SAVED) || range == MSI_NONE) {
+/* Keeps the hash of each output of forward, which a recomputation must reproduce. */
+static void msi_check_fingerprint(msi_trial *t) {
+    for (const msi_trial_operand *o = t->operands; o < t->end && t->result == MS_RESULT_OK; o++) {
+        if (!msi_is_output(o)) {
             continue;
         }
-        uint64_t *fingerprint =
-            &t->model->run.store->fingerprint[t->program->ranges.items[range].tensor];
-        if (op == MSI_OP_FORWARD) {
-            *fingerprint = t->after[k];
-        } else if (op == MSI_OP_RECOMPUTE && *fingerprint && *fingerprint != t->after[k]) {
-            return msi_fail_contract(t, k, "makes other bits than forward did for",
-                                     "what it computes from was changed in between: declare it as "
-                                     "state, or set no_recompute");
+        uint64_t *fingerprint = &t->model->run.store->fingerprint[o->range->tensor];
+        if (t->instruction->op == MSI_OP_FORWARD) {
+            *fingerprint = o->hash[MSI_AFTER];
+        } else if (t->instruction->op == MSI_OP_RECOMPUTE && *fingerprint &&
+                   *fingerprint != o->hash[MSI_AFTER]) {
+            msi_fail_contract(t, o, "makes other bits than forward did for",
+                              "what it computes from was changed in between: declare it as state, "
+                              "or set no_recompute");
         }
     }
-    return MS_RESULT_OK;
 }
 
-/* What a run has made and was given: set aside, to be compared, or put into the shadow to stay. */
-static ms_result msi_keep_results(const msi_trial *t, bool aside) {
-    msi_store *store = t->model->run.store;
-    uint8_t *shadow = store->shadow;
-    store->shadow = aside ? store->results : shadow;
-    const ms_result result = msi_shadow_results(t, MSI_SHADOW_SAVE, 0);
-    store->shadow = shadow;
-    return result;
-}
-
-/* Everything that the layer was not given must still be rubbish. What it was given is kept, and
-   becomes rubbish here. */
-static ms_result msi_check_outside(const msi_trial *t, uint8_t poison) {
+/* All memory that is not an operand must still be poison. Operands have been copied, and are poisoned
+   first. */
+static void msi_check_outside(msi_trial *t, uint8_t poison) {
     ms_model *m = t->model;
     const msi_store *store = m->run.store;
-    ms_result result = msi_shadow_results(t, MSI_SHADOW_FILL, poison);
-    uint64_t hash;
-    bool uniform = true;
-    for (uint32_t i = 0; i <= store->residents.count && result == MS_RESULT_OK && uniform; i++) {
-        const msi_resident *resident =
-            i < store->residents.count ? &store->residents.items[i] : NULL;
-        result = msi_hash(
-            m, resident ? resident->address : msi_transient(m), resident && resident->on_host,
-            resident ? resident->bytes : store->transient_bytes, poison, &hash, &uniform);
-        if (!uniform) {
-            result =
-                msi_fail(m, MS_RESULT_CONTRACT,
-                         "layer \"%s\": it wrote to memory that it was not given (%s%s%s): take "
-                         "all pointers from the call, and keep to the bytes of the views",
-                         msi_layer_name(m, t->instruction->target), resident ? "\"" : "",
-                         resident ? msi_tensor_name(m, resident->tensor) : "passing values",
-                         resident ? "\"" : "");
+    msi_shadow_operands(t, MSI_SHADOW_FILL, poison);
+    for (uint32_t i = 0; i <= store->residents.count; i++) {
+        const msi_extent extent = msi_extent_at(m, i);
+        if (!msi_is_filled(t, &extent, poison)) {
+            const bool resident = i < store->residents.count;
+            MSI_THEN(t->result,
+                     msi_fail(m, MS_RESULT_CONTRACT,
+                              "layer \"%s\": it wrote to memory that it was not given (%s%s%s): "
+                              "take all pointers from the call, and keep to the bytes of the views",
+                              msi_layer_name(m, t->instruction->target), resident ? "\"" : "",
+                              resident ? msi_tensor_name(m, store->residents.items[i].tensor)
+                                       : "transient values",
+                              resident ? "\"" : ""));
         }
     }
-    return result;
 }
 
-/* A recompute callback of its own needs its workspace, for which forward's must be large enough,
-   and all that forward read, of which nothing may have been taken over. */
+/* Whether a recomputation can run right after forward. A recompute callback of its own needs its
+   workspace, for which forward's must be large enough, and all that forward read: none of that may
+   lie in memory that an output has taken by now. */
 static bool msi_can_try_recompute(const msi_trial *t) {
     const msi_graph *g = &t->model->graph;
     bool can = msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_RECOMPUTE) <=
                msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_FORWARD);
-    for (uint32_t k = 0; k < t->instruction->operand_count && can; k++) {
-        const uint32_t range = msi_trial_range(t, k);
-        can = range == MSI_NONE || t->program->ranges.items[range].alias_of == MSI_NONE ||
-              t->program->ranges.items[range].first != t->now;
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        can &= o->range->alias_of == MSI_NONE || o->is_live_in;
     }
     return can || !t->layer->recompute;
 }
 
-static ms_result msi_run_trials(msi_trial *t) {
+static void msi_run_trials(msi_trial *t) {
     const msi_op op = (msi_op)t->instruction->op;
     const bool once = op == MSI_OP_FORWARD && !msi_can_recompute(t->layer);
     const uint8_t poison = once ? MSI_POISON_LAST : MSI_POISON_FIRST;
-    ms_result result = msi_try_layer(t, msi_ops[op].phase, poison, t->after);
-    MSI_THEN(result, msi_check_unchanged(t));
-    MSI_THEN(result, msi_check_fingerprint(t));
-    MSI_THEN(result, msi_keep_results(t, true));
-    if (!once && result == MS_RESULT_OK) {
-        result = msi_check_outside(t, poison);
-        MSI_THEN(result, msi_check_sums(t));
+    msi_try_layer(t, t->phase, poison, MSI_AFTER);
+    msi_check_unchanged(t);
+    msi_check_fingerprint(t);
+    msi_shadow_operands(t, MSI_SHADOW_KEEP, 0);
+    if (!once) {
+        msi_check_outside(t, poison);
+        msi_check_sums(t);
     }
-    if (op == MSI_OP_FORWARD && !once && msi_can_try_recompute(t) && result == MS_RESULT_OK) {
-        result = msi_try_recompute(t);
+    if (op == MSI_OP_FORWARD && !once && msi_can_try_recompute(t) && t->result == MS_RESULT_OK) {
+        msi_try_recompute(t);
     }
-    if (!once && result == MS_RESULT_OK) {
-        result = msi_last_run(t);
+    if (!once) {
+        msi_last_run(t);
     }
-    MSI_THEN(result, msi_keep_results(t, false));
-    return result == MS_RESULT_OK ? msi_check_outside(t, MSI_POISON_LAST) : result;
+    msi_shadow_operands(t, MSI_SHADOW_SAVE, 0);
+    msi_check_outside(t, MSI_POISON_LAST);
 }
 
 static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now) {
     msi_trial t;
-    memset(&t, 0, sizeof t);
-    t.model = m;
-    t.program = p;
-    t.now = now;
-    t.instruction = &p->instructions.items[now];
-    t.layer = &m->graph.layers.items[t.instruction->target];
-    ms_result result = msi_shadow_all(m, MSI_SHADOW_SAVE, 0);
-    if (result != MS_RESULT_OK) {
-        return result;
+    const ms_result saved = msi_shadow_all(m, MSI_SHADOW_SAVE, 0);
+    if (saved != MS_RESULT_OK) {
+        return saved;
     }
-    result = msi_run_trials(&t);
+    msi_begin_trial(&t, m, p, now);
+    msi_run_trials(&t);
     const msi_errors errors = m->errors;
     ms_result restored = msi_shadow_all(m, MSI_SHADOW_RESTORE, 0);
     if (restored != MS_RESULT_OK && msi_shadow_all(m, MSI_SHADOW_RESTORE, 0) != MS_RESULT_OK) {
-        m->run.updates_done++; // params are rubbish now: the model has failed
+        m->run.updates_done++; // params are lost: the model has failed
     }
-    if (result != MS_RESULT_OK) {
+    if (t.result != MS_RESULT_OK) {
         m->errors = errors;
     }
-    return result == MS_RESULT_OK ? restored : result;
+    return t.result == MS_RESULT_OK ? restored : t.result;
 }
 
 // ------------------------------------------------------------------------------------------------
