@@ -11214,7 +11214,7 @@ static void msi_use_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
     m->optimizer.epsilon = msi_or(desc->epsilon, 1e-8f);
 }
 
-/* The step's own memory as the host sees it. */
+/* The host's copy of the step's own memory; where the device is direct, that memory itself. */
 static uint8_t *msi_step_on_host(const ms_model *m) {
     return m->run.store->host + m->run.store->host_bytes;
 }
@@ -11223,7 +11223,7 @@ static bool msi_is_eval(const ms_model *m) {
     return m->run.program == &m->run.plan->eval;
 }
 
-/* Where the states come to when they are copied out; that of a step, or of an eval. */
+/* Where the states of an eval and of a step are copied out to. */
 static uint8_t *msi_verdicts(const ms_model *m) {
     return msi_step_on_host(m) + (msi_is_direct(m) ? 0 : m->run.store->step_bytes);
 }
@@ -11236,9 +11236,8 @@ static ms_step_state *msi_state_on_device(const ms_model *m, bool eval) {
     return (ms_step_state *)(void *)(m->run.store->step + (eval ? 0 : MSI_STATE_BYTES));
 }
 
-/* AdamW's factors at update number t, without what differs by param; those of SGD. */
+/* The factors of update number t by AdamW or SGD, without those that depend on the param. */
 static ms_update_factors msi_factors_at(const ms_optimizer_desc *o, uint64_t t) {
-    const double rate = (double)o->learning_rate;
     ms_update_factors f;
     memset(&f, 0, sizeof f);
     if (o->kind == MS_OPTIMIZER_SGD) {
@@ -11246,7 +11245,7 @@ static ms_update_factors msi_factors_at(const ms_optimizer_desc *o, uint64_t t) 
         f.beta1 = o->momentum;
         return f;
     }
-    f.rate = (float)(-rate / (1.0 - pow((double)o->beta1, (double)t)));
+    f.rate = (float)(-(double)o->learning_rate / (1.0 - pow((double)o->beta1, (double)t)));
     f.beta1 = o->beta1;
     f.beta2 = o->beta2;
     f.rest1 = (float)(1.0 - (double)o->beta1);
@@ -11288,7 +11287,7 @@ static void msi_fill_factors(ms_model *m) {
     }
 }
 
-/* A part of the step's own memory goes to the device, behind what is enqueued. */
+/* Uploads a part of the step's own memory, after what is enqueued. */
 static ms_result msi_upload(ms_model *m, uint64_t begin, uint64_t end) {
     const ms_backend *b = &m->config.backend;
     uint8_t *to = m->run.store->step + begin;
@@ -11296,12 +11295,11 @@ static ms_result msi_upload(ms_model *m, uint64_t begin, uint64_t end) {
     if (msi_is_direct(m) || begin == end) {
         return MS_RESULT_OK;
     }
-    return b->upload
-               ? msi_device(m, b->upload(m->device, to, from, end - begin), "telling the device")
-               : msi_copy(m, to, false, from, true, end - begin);
+    return b->upload ? msi_device(m, b->upload(m->device, to, from, end - begin), "upload")
+                     : msi_copy(m, to, false, from, true, end - begin);
 }
 
-/* What changes from step to step. */
+/* Uploads what changes from step to step. */
 static ms_result msi_upload_step(ms_model *m) {
     ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
     state->step = m->run.step;
@@ -11309,7 +11307,7 @@ static ms_result msi_upload_step(ms_model *m) {
     return msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, step), MSI_STATES_BYTES);
 }
 
-/* The factors of all updates of a step, before the first of them. */
+/* Uploads the factors of all updates of a step, before the first of them. */
 static ms_result msi_upload_factors(ms_model *m) {
     if (m->optimizer.kind > MS_OPTIMIZER_SGD) {
         return MS_RESULT_OK;
@@ -11322,7 +11320,7 @@ static uint64_t msi_seed_of_step(const ms_model *m) {
     return ((const ms_step_state *)(const void *)(msi_step_on_host(m) + MSI_STATE_BYTES))->seed;
 }
 
-/* Has the verdict as far as it is enqueued copied out. */
+/* Enqueues a copy of the verdict to the host. */
 static ms_result msi_copy_verdict(ms_model *m) {
     m->run.verdict = MSI_VERDICT_COPIED;
     return msi_is_direct(m) ? MS_RESULT_OK
@@ -11330,12 +11328,9 @@ static ms_result msi_copy_verdict(ms_model *m) {
                                            MSI_EVENT_VERDICT);
 }
 
-/* Kernels that write a verdict come behind the copy of the last one. */
-static ms_result msi_await_verdict(ms_model *m) {
-    const ms_backend *b = &m->config.backend;
-    return b->is_asynchronous
-               ? msi_device(m, b->wait(m->device, MS_STREAM_COMPUTE, MSI_EVENT_VERDICT), "wait")
-               : MS_RESULT_OK;
+/* As msi_copy_verdict, where the host does not have it yet. */
+static ms_result msi_fetch_verdict(ms_model *m) {
+    return m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
 }
 
 static ms_result msi_fail_nonfinite(ms_model *m, const char *what, uint64_t step, double value) {
@@ -11346,7 +11341,7 @@ static ms_result msi_fail_nonfinite(ms_model *m, const char *what, uint64_t step
 }
 
 /* Waits for the verdict that was asked for. A step that was halted has updated nothing, nor has any
-   behind it: the count of steps goes back to it. */
+   after it: the count of steps goes back to it. */
 static ms_result msi_settle_verdict(ms_model *m) {
     const bool copied = m->run.verdict == MSI_VERDICT_COPIED;
     ms_result result = copied ? msi_wait_on_host(m, MSI_EVENT_VERDICT) : MS_RESULT_OK;
@@ -11365,7 +11360,7 @@ static ms_result msi_settle_verdict(ms_model *m) {
     return result;
 }
 
-/* Tells the trainer of a halt, once. */
+/* Reports a halt to the trainer, once. */
 static ms_result msi_report_halt(ms_model *m) {
     const ms_step_state left = m->run.halt;
     memset(&m->run.halt, 0, sizeof m->run.halt);
@@ -11387,7 +11382,8 @@ static ms_result msi_act_on_verdict(ms_model *m) {
 
 static ms_result msi_custom_update(ms_model *m, const ms_update_args *args, const msi_tensor *t) {
     ms_result result = MS_RESULT_OK;
-    if (m->config.backend.is_asynchronous && m->run.updates_done == 0) { // it cannot see a halt
+    if (m->config.backend.is_asynchronous &&
+        m->run.updates_done == 0) { // it does not check for a halt
         result = msi_copy_verdict(m);
         MSI_THEN(result, msi_act_on_verdict(m));
     }
@@ -11418,23 +11414,21 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     const msi_tensor *t = &m->graph.tensors.items[i->target];
     const msi_resident *resident =
         &m->run.store->residents.items[m->run.store->resident_of[i->target]];
-    float *operands[3 + MS_LIMIT_OPTIMIZER_STATE] = {NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    void *operands[3 + MS_LIMIT_OPTIMIZER_STATE] = {NULL, NULL, NULL, NULL, NULL, NULL, NULL};
     for (uint32_t k = 0; k < i->operand_count; k++) { // value, gradient, norm, states
         const uint32_t range = p->operands.items[i->operand_first + k].range;
-        operands[k] = range == MSI_NONE ? NULL : (float *)msi_address(m, p, range);
+        operands[k] = range == MSI_NONE ? NULL : msi_address(m, p, range);
     }
+    const msi_norm *norm = (const msi_norm *)operands[2];
     ms_update_args args;
     memset(&args, 0, sizeof args);
     args.user = o->user;
     args.param = msi_handle(i->target, MSI_ROLE_VALUE);
     args.kind = o->kind;
     args.count = t->bytes / sizeof(float);
-    args.value = operands[0];
-    args.gradient = operands[1];
-    args.gradient_scale =
-        operands[2]
-            ? (const float *)(const void *)((uint8_t *)operands[2] + offsetof(msi_norm, scale))
-            : NULL;
+    args.value = (float *)operands[0];
+    args.gradient = (float *)operands[1];
+    args.gradient_scale = norm ? &norm->scale : NULL;
     memcpy(args.state, operands + 3, sizeof args.state);
     args.learning_rate = o->learning_rate;
     args.weight_decay = msi_weight_decay(m, t);
@@ -11452,46 +11446,44 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
         return msi_custom_update(m, &args, t);
     }
     const bool first = m->run.updates_done == 0 && !m->run.recording;
-    const ms_result result = first ? msi_upload_factors(m) : MS_RESULT_OK;
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    m->run.updates_done++;
-    return msi_device(m, b->update(m->device, &args), "update");
+    ms_result result = first ? msi_upload_factors(m) : MS_RESULT_OK;
+    m->run.updates_done += result == MS_RESULT_OK;
+    MSI_THEN(result, msi_device(m, b->update(m->device, &args), "update"));
+    return result;
 }
 
 static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const ms_backend *b = &m->config.backend;
     const uint32_t range = p->operands.items[i->operand_first].range;
-    double *sum = (double *)msi_address(m, p, p->norm);
-    return msi_device(m,
-                      b->add_squares_f32(m->device, msi_address(m, p, range),
-                                         p->ranges.items[range].bytes / sizeof(float), sum),
-                      "sum of squares");
+    const uint64_t count = p->ranges.items[range].bytes / sizeof(float);
+    const int error = m->config.backend.add_squares_f32(m->device, msi_address(m, p, range), count,
+                                                        (double *)msi_address(m, p, p->norm));
+    return msi_device(m, error, "sum of squares");
 }
 
-/* The norm is looked at before anything is updated: if it is not finite, nothing is. */
+/* The norm is checked before anything is updated: if it is not finite, nothing is. */
 static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     const ms_backend *b = &m->config.backend;
     msi_norm *norm = (msi_norm *)msi_address(m, p, p->norm);
-    ms_result result = m->run.recording ? MS_RESULT_OK : msi_await_verdict(m);
+    ms_result result = m->run.recording ? MS_RESULT_OK : msi_wait_on_device(m, MSI_EVENT_VERDICT);
     if (result == MS_RESULT_OK) {
-        result = msi_device(m,
-                            b->clip_scale(m->device, &norm->sum, m->optimizer.grad_clip_norm,
-                                          &norm->scale, msi_state_on_device(m, false)),
-                            "clip");
+        const int error = b->clip_scale(m->device, &norm->sum, m->optimizer.grad_clip_norm,
+                                        &norm->scale, msi_state_on_device(m, false));
+        result = msi_device(m, error, "clip");
         m->run.verdict = MSI_VERDICT_ON_DEVICE;
     }
-    result = result == MS_RESULT_OK && !m->run.recording ? msi_copy_verdict(m) : result;
-    return result == MS_RESULT_OK && !b->is_asynchronous ? msi_act_on_verdict(m) : result;
+    MSI_THEN(result, m->run.recording ? MS_RESULT_OK : msi_copy_verdict(m));
+    MSI_THEN(result, b->is_asynchronous ? MS_RESULT_OK : msi_act_on_verdict(m));
+    return result;
 }
 
 // ------------------------------------------------------------------------------------------------
 // >>call  views, and the callbacks of layers
 
-/* Views of `count` tensors, with the addresses of the operands that start at `operands`. */
-static void msi_fill_views(ms_model *m, const msi_program *p, ms_view *views,
-                           const uint32_t *tensors, const msi_operand *operands, uint32_t count) {
+/* Fills the views of operands from `first` on, which belong to `count` tensors. */
+static ms_view *msi_fill_views(ms_model *m, const msi_program *p, const msi_operand *operands,
+                               uint32_t first, const uint32_t *tensors, uint32_t count) {
+    ms_view *views = m->run.views + first;
+    operands += first;
     for (uint32_t k = 0; k < count; k++) {
         if (tensors[k] == MSI_NONE) {
             memset(&views[k], 0, sizeof views[k]);
@@ -11503,9 +11495,10 @@ static void msi_fill_views(ms_model *m, const msi_program *p, ms_view *views,
             views[k].beta = operands[k].accumulate ? 1.0f : 0.0f;
         }
     }
+    return views;
 }
 
-/* The part that operand k of a layer's instruction belongs to, and its slot there. */
+/* The group that operand k of a layer's instruction belongs to, and its slot there. */
 static int msi_operand_group(const msi_layer *l, const msi_instruction *i, uint32_t k,
                              uint32_t *slot) {
     const bool backward = i->op == MSI_OP_BACKWARD;
@@ -11551,7 +11544,8 @@ static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int group,
     return false;
 }
 
-/* Whether it is allowed to write it: what it makes, and what it destroys. */
+/* Whether a layer's instruction may write this operand: it makes it, or has declared that it
+   clobbers it. */
 static bool msi_is_written(const msi_layer *l, const msi_instruction *i, int group, uint32_t slot) {
     const bool backward = i->op == MSI_OP_BACKWARD;
     const uint32_t clobbers = !backward                     ? 0
@@ -11576,22 +11570,22 @@ static uint16_t msi_wanted(const msi_layer *l, const msi_instruction *i,
     return (uint16_t)mask;
 }
 
-/* Fills the call of a layer's callback. Its views stand in the order of the operands. */
+/* Fills the call of a layer's callback. Its views have the order of the operands. */
 static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instruction *i,
                           ms_call *call) {
     const msi_graph *g = &m->graph;
     const msi_layer *l = &g->layers.items[i->target];
     const msi_operand *operands = p->operands.items + i->operand_first;
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = in + l->count[MSI_GROUP_IN];
-    const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), in_count = l->count[MSI_GROUP_IN];
+    const uint32_t *out = in + in_count, out_count = l->count[MSI_GROUP_OUT];
     const uint32_t values = msi_group_start(l, MSI_GROUP_COUNT);
     memset(call, 0, sizeof *call);
     call->user = l->user;
     call->model = m;
     call->phase = msi_ops[i->op].phase;
-    call->in = m->run.views;
-    call->out = call->in + l->count[MSI_GROUP_IN];
-    call->saved = call->out + l->count[MSI_GROUP_OUT];
+    call->in = msi_fill_views(m, p, operands, 0, in, values);
+    call->out = call->in + in_count;
+    call->saved = call->out + out_count;
     call->param = call->saved + l->count[MSI_GROUP_SAVED];
     call->state = call->param + l->count[MSI_GROUP_PARAM];
     call->loss_factor = m->run.step_factor;
@@ -11603,24 +11597,19 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     call->seed = call->layer_seed ^ msi_seed_of_step(m);
     call->step_seed = &msi_state_on_device(m, false)->seed;
     call->stream = msi_stream(m);
-    msi_fill_views(m, p, m->run.views, in, operands, values);
-    ms_view *views = m->run.views + values;
-    const msi_operand *edges = operands + values;
     if (i->op == MSI_OP_BACKWARD) {
-        call->grad_out = views;
-        msi_fill_views(m, p, views, out, edges, l->count[MSI_GROUP_OUT]);
-        views += l->count[MSI_GROUP_OUT];
-        edges += l->count[MSI_GROUP_OUT];
-        call->grad_param = views + l->count[MSI_GROUP_IN];
-        msi_fill_views(m, p, views + l->count[MSI_GROUP_IN], param, edges + l->count[MSI_GROUP_IN],
-                       l->count[MSI_GROUP_PARAM]);
+        const uint32_t grad_in = values + out_count, grad_param = grad_in + in_count;
+        call->grad_out = msi_fill_views(m, p, operands, values, out, out_count);
+        call->grad_in = msi_fill_views(m, p, operands, grad_in, in, in_count);
+        call->grad_param =
+            msi_fill_views(m, p, operands, grad_param, msi_group(g, l, MSI_GROUP_PARAM),
+                           l->count[MSI_GROUP_PARAM]);
     } else {
         call->wanted_out = msi_wanted(l, i, operands, MSI_GROUP_OUT);
         call->wanted_saved = msi_wanted(l, i, operands, MSI_GROUP_SAVED);
     }
-    if (i->op == MSI_OP_BACKWARD || (i->op == MSI_OP_FORWARD && l->grads_in_forward != 0)) {
-        call->grad_in = views;
-        msi_fill_views(m, p, views, in, edges, l->count[MSI_GROUP_IN]);
+    if (i->op == MSI_OP_FORWARD && l->grads_in_forward != 0) {
+        call->grad_in = msi_fill_views(m, p, operands, values, in, in_count);
     }
     const uint32_t scratch = operands[i->operand_count - 1u].range;
     if (scratch != MSI_NONE) {
@@ -11642,7 +11631,7 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
     if (m->run.recording && m->config.backend.recording_check(m->device) != 0) {
         return msi_fail(
             m, MS_RESULT_CALLBACK,
-            "layer \"%s\": its %s callback did something that a graph cannot record: "
+            "layer \"%s\": its %s callback did something that a CUDA graph cannot record: "
             "it may only enqueue work on ms_call.stream, and wait for nothing; or leave "
             "cuda_graph off",
             msi_name(m, l->name), what);
@@ -11650,7 +11639,7 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
     if (error == 0) {
         return MS_RESULT_OK;
     }
-    char inner[MSI_ERROR_BYTES / 2] = ""; // what ms_gemm had to say
+    char inner[MSI_ERROR_BYTES / 2] = ""; // the error of ms_gemm, say
     if (m->errors.count != error_count) {
         snprintf(inner, sizeof inner, "%.*s", (int)sizeof inner - 1, m->errors.text);
     }
@@ -11730,7 +11719,7 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
     const uint64_t count = ms_shape_count(&to->shape), given = ms_shape_count(&from->shape);
     if (count == 0 || count != given) {
         return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_cast: %llu elements to %llu: both views must have as many",
+                        "ms_cast: %llu elements to %llu: both views must have the same number",
                         (unsigned long long)given, (unsigned long long)count);
     }
     if (!msi_is_castable(to->dtype) || !msi_is_castable(from->dtype)) {
@@ -12278,7 +12267,7 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>timing  empirical profiling: times of the first steps, and what is learnt from them
+// >>timing  empirical profiling: measures the first steps, and learns times from them
 
 static uint64_t msi_timing_bytes(const msi_timing *t) {
     return sizeof *t + (2ull + t->wanted) * t->series_count * sizeof(double);
@@ -12288,7 +12277,7 @@ static void msi_timing_free(const ms_allocator *a, msi_timing *t) {
     msi_release(a, t, t ? msi_timing_bytes(t) : 0);
 }
 
-/* The series of samples of a model that is to be timed, once. */
+/* Allocates the series of samples, once, if the steps of this model are to be timed. */
 static ms_result msi_make_timing(ms_model *m) {
     const ms_config *c = &m->config;
     msi_timing t;
@@ -12314,10 +12303,11 @@ static ms_result msi_make_timing(ms_model *m) {
     return MS_RESULT_OK;
 }
 
-/* A new plan: samples that are complete stay, others begin anew. */
+/* There is a new plan: complete samples stay, others are taken anew. */
 static void msi_restart_timing(msi_timing *t) {
-    t->stage = t->sample_count == t->wanted ? MSI_WARMUP_AGAIN : MSI_WARMUP_COLD;
-    t->sample_count = t->sample_count == t->wanted ? t->sample_count : 0;
+    const bool complete = t->sample_count == t->wanted;
+    t->stage = complete ? MSI_WARMUP_AGAIN : MSI_WARMUP_COLD;
+    t->sample_count = complete ? t->wanted : 0;
 }
 
 /* Whether the instructions that run now are timed. */
@@ -12327,7 +12317,7 @@ static bool msi_is_timed(const ms_model *m) {
            m->run.program == &m->run.plan->train;
 }
 
-/* On a device, what is between enqueuing next to nothing and hearing that it is done. */
+/* The overhead of timing on an asynchronous device: the time to enqueue next to nothing and wait. */
 static ms_result msi_measure_overhead(ms_model *m) {
     msi_timing *t = m->run.timing;
     ms_result result = msi_synchronize(m);
@@ -12342,7 +12332,7 @@ static ms_result msi_measure_overhead(ms_model *m) {
     return result;
 }
 
-/* The beginning of a step that is timed, or of one of its micro-batches. */
+/* At the beginning of a step that is timed, or of one of its micro-batches. */
 static ms_result msi_begin_timing(ms_model *m) {
     msi_timing *t = m->run.timing;
     const ms_result result = msi_measure_overhead(m);
@@ -12355,29 +12345,28 @@ static ms_result msi_begin_timing(ms_model *m) {
     return result;
 }
 
-/* Adds what an instruction took to its series. */
+/* Adds the time of an instruction to its series. */
 static void msi_add_time(ms_model *m, const msi_program *p, uint32_t now, double us) {
     msi_timing *t = m->run.timing;
     const msi_instruction *i = &p->instructions.items[now];
     const msi_cost cost = msi_ops[i->op].cost;
     const bool of_layer = msi_calls_layer((msi_op)i->op);
-    const uint32_t layers = m->graph.layers.count;
-    const bool skipped = cost >= MSI_COST_MEASURED_END || cost == MSI_COST_NONE ||
-                         msi_is_free(p, i) || (i->op == MSI_OP_ZERO && m->run.micro > 0);
-    if (skipped) {
+    if (cost >= MSI_COST_MEASURED_END || cost == MSI_COST_NONE || msi_is_free(p, i) ||
+        (i->op == MSI_OP_ZERO && m->run.micro > 0)) {
         return;
     }
     const double amount = of_layer
                               ? msi_output_elements(&m->graph, &m->graph.layers.items[i->target])
                               : msi_moved_bytes(p, i);
-    const uint32_t series = of_layer ? 3 * i->target + (uint32_t)(cost - MSI_COST_FORWARD)
-                                     : 3 * layers + (uint32_t)(cost - MSI_COST_LAYER_END);
+    const uint32_t series = of_layer
+                                ? 3 * i->target + (uint32_t)(cost - MSI_COST_FORWARD)
+                                : 3 * m->graph.layers.count + (uint32_t)(cost - MSI_COST_LAYER_END);
     t->us[series] += amount > 0.0 ? us : 0.0;
     t->amount[series] += amount;
 }
 
-/* What an instruction took: a device overlaps the enqueuing of one with the run of another, so that
-   only a launch remains of that. */
+/* Notes the time of an instruction. In a step that is not timed, an asynchronous device runs one
+   instruction while the next is enqueued, so of the overhead only the launch counts. */
 static void msi_note_time(ms_model *m, uint32_t now, double start_us, double end_us) {
     const msi_timing *t = m->run.timing;
     const bool asynchronous = m->config.backend.is_asynchronous;
@@ -12392,9 +12381,9 @@ static void msi_note_time(ms_model *m, uint32_t now, double start_us, double end
     msi_add_time(m, p, now, us);
 }
 
-/* Whether the device, which has been waited for, has halted the step that is done. */
+/* Whether the device has halted the step that is done. Waits for it. */
 static ms_result msi_was_halted(ms_model *m, bool *halted) {
-    ms_result result = m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
+    ms_result result = msi_fetch_verdict(m);
     MSI_THEN(result, msi_synchronize(m));
     *halted = m->run.verdict == MSI_VERDICT_COPIED &&
               msi_verdict(m, false)->halted != (uint32_t)MS_HALT_NONE;
@@ -12409,8 +12398,8 @@ static void msi_take_samples(msi_timing *t) {
     t->sample_count++;
 }
 
-/* Median of the samples of a series that are there, 0 without any. Sorts them (Shell, "A high-speed
-   sorting procedure", 1959). */
+/* Median of the samples of a series, those of 0 left out; 0 if there are none. Sorts them (Shell,
+   "A high-speed sorting procedure", 1959). */
 static double msi_median(const msi_timing *t, uint32_t series) {
     double *samples = t->samples + (uint64_t)series * t->wanted;
     const uint32_t count = t->sample_count;
@@ -12433,8 +12422,8 @@ static double msi_median(const msi_timing *t, uint32_t series) {
     return there == 0 ? 0.0 : there % 2 ? *high : 0.5 * (high[-1] + *high);
 }
 
-/* What a recomputation takes that was not seen: forward once more; or, by its own callback, as
-   predicted, in the proportion in which the prediction of forward was right. */
+/* The time of a recomputation that was not measured: that of forward; for a callback of its own its
+   prediction, corrected by the same factor as that of forward. */
 static double msi_infer_recompute_us(const ms_model *m, const msi_layer *l, double forward_us) {
     const ms_layer_time guess = msi_static_time(&m->graph, &m->costs, l);
     return l->recompute && guess.forward_us > 0.0
@@ -12442,7 +12431,7 @@ static double msi_infer_recompute_us(const ms_model *m, const msi_layer *l, doub
                : forward_us;
 }
 
-/* Puts the samples into force, for plans to come. */
+/* From now on plans use the samples. */
 static void msi_learn_times(ms_model *m) {
     const msi_timing *t = m->run.timing;
     const uint32_t layers = m->graph.layers.count;
@@ -12489,27 +12478,27 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
 // ------------------------------------------------------------------------------------------------
 // >>execute  run a program: no allocation, no lookup by name
 
-/* The factor of the loss in the figure that is reported, for a step that begins now. */
+/* The factor of the loss in the value that is reported, for a step that begins now. */
 static float msi_loss_factor(const ms_model *m) {
     return m->loss_factor != 0.0f
                ? m->loss_factor
                : 1.0f / (float)ms_shape_count(&m->graph.tensors.items[m->graph.loss].view.shape);
 }
 
-/* Its factor in the gradient: the mean over all micro-batches is minimised. */
+/* The factor of the loss in its gradient: the mean over all micro-batches is minimised. */
 static float msi_gradient_factor(const ms_model *m) {
     return m->loss_factor != 0.0f ? m->loss_factor
                                   : msi_loss_factor(m) / (float)m->run.store->micro_count;
 }
 
 static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const ms_backend *b = &m->config.backend;
     const uint32_t range = p->operands.items[i->operand_first].range;
     const uint64_t bytes = p->ranges.items[range].bytes;
     void *memory = msi_address(m, p, range);
     if (i->op == MSI_OP_SEED) {
-        return msi_device(
-            m, b->fill_f32(m->device, memory, m->run.step_factor, bytes / sizeof(float)), "fill");
+        const int error = m->config.backend.fill_f32(m->device, memory, m->run.step_factor,
+                                                     bytes / sizeof(float));
+        return msi_device(m, error, "fill");
     }
     const bool later = range < m->run.store->residents.count && m->run.micro > 0;
     return later ? MS_RESULT_OK : msi_fill(m, memory, false, 0, bytes);
@@ -12534,13 +12523,13 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
 }
 
 static ms_result msi_run_add(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const ms_backend *b = &m->config.backend;
     const msi_pair pair = msi_pair_of(m, p, i);
-    return msi_device(
-        m, b->add_f32(m->device, pair.target, pair.source, pair.bytes / sizeof(float)), "add");
+    const int error =
+        m->config.backend.add_f32(m->device, pair.target, pair.source, pair.bytes / sizeof(float));
+    return msi_device(m, error, "add");
 }
 
-/* Between the host and the device: issued here, and awaited by the wait that the schedule has. */
+/* Issues a copy between the host and the device. A WAIT of the schedule awaits it. */
 static ms_result msi_cross_link(ms_model *m, const msi_pair *pair, const msi_instruction *i) {
     if (m->run.recording) {
         return msi_fail(m, MS_RESULT_UNSUPPORTED,
@@ -12553,17 +12542,16 @@ static ms_result msi_cross_link(ms_model *m, const msi_pair *pair, const msi_ins
                : msi_copy_out(m, pair->target, pair->source, pair->bytes, MSI_EVENT_OUT);
 }
 
-/* A copy; inside device memory nothing is left to do where the target goes on using the memory of the
-   source. Notes whether a recomputation has old state in place. */
+/* Copies, unless the target aliases the source. Notes whether a recomputation has old state in
+   place. */
 static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const ms_backend *b = &m->config.backend;
     const msi_pair pair = msi_pair_of(m, p, i);
     ms_result result = MS_RESULT_OK;
     m->run.state_is_old |= pair.target_range < m->run.store->residents.count && !i->restores;
     if (i->op != MSI_OP_COPY) {
         result = msi_cross_link(m, &pair, i);
     } else if (pair.target != pair.source) {
-        result = msi_device(m, b->copy(m->device, pair.target, pair.source, pair.bytes), "copy");
+        result = msi_copy(m, pair.target, false, pair.source, false, pair.bytes);
     }
     if (i->restores && result == MS_RESULT_OK) {
         m->run.state_is_old = i[1].restores; // a backward follows in any case
@@ -12571,7 +12559,7 @@ static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instr
     return result;
 }
 
-/* Waits for a copy on the device and on the host, where callbacks may look at either end. */
+/* Waits for a copy, on the device and on the host, since callbacks may use either end. */
 static ms_result msi_run_wait(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const msi_pair pair = msi_pair_of(m, p, i);
     const uint32_t event =
@@ -12580,8 +12568,8 @@ static ms_result msi_run_wait(ms_model *m, const msi_program *p, const msi_instr
     return result == MS_RESULT_OK ? msi_wait_on_host(m, event) : result;
 }
 
-/* Under AddressSanitizer memory in which nothing lives is poisoned; not in debug mode, which moves
-   all of it. */
+/* Whether memory without live ranges is poisoned for AddressSanitizer. Not in debug mode, which
+   copies all of it. */
 static bool msi_watches_memory(const ms_model *m) {
 #ifdef MSI_ASAN
     return msi_is_direct(m) && !m->config.debug;
@@ -12591,25 +12579,21 @@ static bool msi_watches_memory(const ms_model *m) {
 #endif
 }
 
-static void msi_wake_operands(ms_model *m, const msi_program *p, const msi_instruction *i,
-                              uint32_t now) {
+/* For AddressSanitizer: before an instruction unpoisons the live ranges that begin with it, after it
+   poisons the blocks that end with it. */
+static void msi_mark_operands(ms_model *m, const msi_program *p, uint32_t now, bool after) {
+    const msi_instruction *i = &p->instructions.items[now];
     for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t range = p->operands.items[i->operand_first + k].range;
-        if (range != MSI_NONE && p->ranges.items[range].block != MSI_NONE &&
-            p->ranges.items[range].first == now) {
-            msi_asan_unpoison(msi_address(m, p, range), p->ranges.items[range].bytes);
+        const uint32_t index = p->operands.items[i->operand_first + k].range;
+        const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
+        if (!range || range->block == MSI_NONE) {
+            continue;
         }
-    }
-}
-
-static void msi_kill_operands(ms_model *m, const msi_program *p, const msi_instruction *i,
-                              uint32_t now) {
-    for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t range = p->operands.items[i->operand_first + k].range;
-        if (range != MSI_NONE && p->ranges.items[range].block != MSI_NONE &&
-            p->blocks.items[p->ranges.items[range].block].last == now) {
-            msi_asan_poison(msi_address(m, p, range),
-                            p->blocks.items[p->ranges.items[range].block].bytes);
+        const msi_block *block = &p->blocks.items[range->block];
+        if (after && block->last == now) {
+            msi_asan_poison(msi_address(m, p, index), block->bytes);
+        } else if (!after && range->first == now) {
+            msi_asan_unpoison(msi_address(m, p, index), range->bytes);
         }
     }
 }
@@ -12629,7 +12613,7 @@ static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t
     const bool watch = msi_watches_memory(m);
     ms_result result = MS_RESULT_OK;
     if (watch) {
-        msi_wake_operands(m, p, i, now);
+        msi_mark_operands(m, p, now, false);
     }
     switch ((msi_op)i->op) {
     case MSI_OP_FORWARD:
@@ -12667,21 +12651,27 @@ static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t
         break;
     }
     if (result == MS_RESULT_OK && watch && now + 1 < p->instructions.count) {
-        msi_kill_operands(m, p, i, now);
+        msi_mark_operands(m, p, now, true);
     }
     return result;
 }
 
-/* Gives the step up, micro-batches before this one included, or an eval, and waits for what is
-   enqueued. Where params have been updated already, the model has failed; what was only recorded
-   has not happened. */
+/* Ends a step that was begun. Micro-batches before this one count, unless all of them are done and
+   only the update is missing. */
+static void msi_drop_step(ms_model *m) {
+    m->run.micro = m->run.stage == MSI_STAGE_BACKWARD ? 0 : m->run.micro;
+    m->run.program = NULL;
+    m->run.updates_done = 0;
+    m->run.stage = MSI_STAGE_IDLE;
+}
+
+/* Gives the step up, earlier micro-batches included, or an eval, and waits for what is enqueued. Where
+   params have been updated already, the model has failed; what was only recorded has not run. */
 static ms_result msi_abandon(ms_model *m, ms_result result) {
     const msi_errors errors = m->errors;
     m->run.failed |= m->run.updates_done > 0 && !m->run.recording;
     m->run.micro = m->run.program == &m->run.plan->eval ? m->run.micro : 0;
-    m->run.program = NULL;
-    m->run.updates_done = 0;
-    m->run.stage = MSI_STAGE_IDLE;
+    msi_drop_step(m);
     if (!m->run.recording) {
         (void)msi_synchronize(m);
     }
@@ -12689,8 +12679,12 @@ static ms_result msi_abandon(ms_model *m, ms_result result) {
     return result;
 }
 
-/* A step failed while a recomputation had old state in place: puts back what was there. All of that
-   was set aside before the first copy to a resident. */
+static ms_result msi_abandon_on_error(ms_model *m, ms_result result) {
+    return result == MS_RESULT_OK ? result : msi_abandon(m, result);
+}
+
+/* After a step failed while a recomputation had old state in place: puts the new state back, all of
+   which was saved before the first copy to a resident. */
 static void msi_restore_state(ms_model *m, const msi_program *p, uint32_t failed) {
     const msi_instruction *i = p->instructions.items;
     const uint32_t count = p->instructions.count;
@@ -12707,28 +12701,18 @@ static void msi_restore_state(ms_model *m, const msi_program *p, uint32_t failed
     m->errors = errors;
 }
 
-/* Ends a step that was begun. Micro-batches before this one count, unless all of them are done and
-   only the update is missing. */
-static void msi_drop_step(ms_model *m) {
-    m->run.micro = m->run.stage == MSI_STAGE_BACKWARD ? 0 : m->run.micro;
-    m->run.program = NULL;
-    m->run.updates_done = 0;
-    m->run.stage = MSI_STAGE_IDLE;
-}
-
-/* Takes over the memory that models share: what another has enqueued there comes first. */
+/* Makes this model the user of the shared arena, after what another model has enqueued there. */
 static ms_result msi_enter_arena(ms_model *m) {
     ms_arena *arena = m->run.arena;
     ms_result result = MS_RESULT_OK;
-    if (arena && arena->user && arena->user != m) {
-        const ms_backend *b = &arena->backend;
-        result = b->is_asynchronous
-                     ? msi_device(m, b->synchronize(arena->user->device), "waiting for the device")
-                     : MS_RESULT_OK;
+    if (!arena || arena->user == m) {
+        return result;
     }
-    if (arena && result == MS_RESULT_OK) {
-        arena->user = m;
+    if (arena->user && arena->backend.is_asynchronous) {
+        const int error = arena->backend.synchronize(arena->user->device);
+        result = msi_device(m, error, "waiting for the device");
     }
+    arena->user = result == MS_RESULT_OK ? m : arena->user;
     return result;
 }
 
@@ -12751,17 +12735,17 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     }
     if (msi_watches_memory(m)) {
         msi_asan_poison(msi_transient(m), m->run.store->transient_bytes);
-    } else if (m->config.backend.device_is_host) { // another model may have left it poisoned
+    } else if (m->config.backend.device_is_host) { // in case another model has poisoned it
         msi_asan_unpoison(msi_transient(m), m->run.store->transient_bytes);
     }
-    result = msi_await_verdict(m);
+    result = msi_wait_on_device(m, MSI_EVENT_VERDICT); // before kernels write another one
     MSI_THEN(result, msi_upload_step(m));
-    result = result == MS_RESULT_OK && msi_is_timed(m) ? msi_begin_timing(m) : result;
-    return result == MS_RESULT_OK ? MS_RESULT_OK : msi_abandon(m, result);
+    MSI_THEN(result, msi_is_timed(m) ? msi_begin_timing(m) : MS_RESULT_OK);
+    return msi_abandon_on_error(m, result);
 }
 
-/* Runs the program up to an instruction. One loop for steps that are timed and for others, so that
-   msi_run_instruction, called in one place only, is compiled into it. */
+/* Runs the program up to an instruction. Steps that are timed share this loop with the others, so that
+   msi_run_instruction is called in one place only, and the compiler can inline it. */
 static ms_result msi_run_to(ms_model *m, uint32_t end) {
     const msi_program *p = m->run.program;
     const bool timed = msi_is_timed(m);
@@ -12783,7 +12767,7 @@ static ms_result msi_run_to(ms_model *m, uint32_t end) {
     return MS_RESULT_OK;
 }
 
-/* Forward of the program that was started, and its loss. */
+/* Runs forward of the program that was started, and sums its loss. */
 static ms_result msi_run_forward(ms_model *m) {
     const ms_backend *b = &m->config.backend;
     const msi_program *p = m->run.program;
@@ -12799,21 +12783,21 @@ static ms_result msi_run_forward(ms_model *m) {
                         state);
         m->run.verdict = MSI_VERDICT_ON_DEVICE;
     }
-    return error == 0 ? MS_RESULT_OK : msi_abandon(m, msi_device(m, error, "sum of the losses"));
+    return msi_abandon_on_error(m, msi_device(m, error, "sum of the losses"));
 }
 
-/* Where the device fails behind a whole step that was enqueued, nobody knows how much of its update
-   was done. */
+/* Gives the step up on an error. If the device fails after all of the step was enqueued, nobody knows
+   how much of its update has run, so the model has failed. */
 static ms_result msi_doubt(ms_model *m, ms_result result) {
     m->run.failed |= result == MS_RESULT_BACKEND && m->run.program == &m->run.plan->train &&
                      m->run.position == m->run.program->instructions.count;
-    return result == MS_RESULT_OK ? result : msi_abandon(m, result);
+    return msi_abandon_on_error(m, result);
 }
 
-/* The verdict on what ran, and its loss. */
+/* Waits for the verdict on what ran, acts on it, and reads the loss. */
 static ms_result msi_conclude(ms_model *m, double *loss) {
     const bool eval = msi_is_eval(m);
-    ms_result result = m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
+    ms_result result = msi_fetch_verdict(m);
     MSI_THEN(result, msi_act_on_verdict(m));
     if (loss) {
         *loss = msi_verdict(m, eval)->loss;
@@ -12821,28 +12805,27 @@ static ms_result msi_conclude(ms_model *m, double *loss) {
     return msi_doubt(m, result);
 }
 
-/* Waits for all that is enqueued, and learns what steps without a loss have left. */
+/* Waits for all that is enqueued, and looks at the verdict that a step without a loss has left. */
 static ms_result msi_settle_steps(ms_model *m) {
     const bool pending = m->run.verdict != MSI_VERDICT_NONE;
     ms_result result = msi_synchronize(m);
-    if (result == MS_RESULT_OK && pending) {
-        result = m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
-        MSI_THEN(result, msi_settle_verdict(m));
+    if (!pending) {
+        return result;
     }
-    return pending ? msi_doubt(m, result) : result;
+    MSI_THEN(result, msi_fetch_verdict(m));
+    MSI_THEN(result, msi_settle_verdict(m));
+    return msi_doubt(m, result);
 }
 
 /* As msi_settle_steps, and reports a step that was halted. */
 static ms_result msi_await_steps(ms_model *m) {
-    if (m->config.dry_run) {
-        return MS_RESULT_OK;
+    if (m->config.dry_run || !m->run.store) {
+        return m->config.dry_run ? MS_RESULT_OK : msi_synchronize(m);
     }
-    if (!m->run.store) {
-        return msi_synchronize(m);
-    }
-    const ms_result result =
+    ms_result result =
         m->run.verdict != MSI_VERDICT_NONE ? msi_conclude(m, NULL) : msi_report_halt(m);
-    return result == MS_RESULT_OK ? msi_settle_steps(m) : result;
+    MSI_THEN(result, msi_settle_steps(m));
+    return result;
 }
 
 /* Whether a step, an eval, or a change of plan may begin. */
@@ -12888,12 +12871,12 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
     return msi_check_between_steps(m, function);
 }
 
-/* Whether the passing values of this model are still in the arena. */
+/* Whether the transient values of this model are still in the arena. */
 static bool msi_owns_arena(const ms_model *m) {
     return !m->run.arena || m->run.arena->user == m;
 }
 
-/* With accumulation, all micro-batches but the last end here. */
+/* With accumulation, all micro-batches except the last end here. */
 static void msi_note_backward(ms_model *m) {
     const bool last = msi_is_last_micro(m);
     m->run.position = m->run.program->backward_end;
@@ -12927,8 +12910,8 @@ static ms_result msi_finish_update(ms_model *m) {
                                                    : result;
 }
 
-/* Everything that a step enqueues behind msi_start. A device that is not waited for judges the loss
-   by itself; its verdict comes while backward runs, unless clipping has one to come. */
+/* Everything that a step enqueues after msi_start. An asynchronous device judges the loss by itself,
+   and its verdict is copied out while backward runs, unless a verdict on the norm follows. */
 static ms_result msi_run_step(ms_model *m) {
     const bool asynchronous = m->config.backend.is_asynchronous;
     const bool clips = m->run.program->norm != MSI_NONE && msi_is_last_micro(m);
@@ -12942,12 +12925,13 @@ static ms_result msi_run_step(ms_model *m) {
                                                                         : result;
 }
 
-/* What a recording holds that stands still, beside its plan. */
+/* A recording is valid for its plan while this is unchanged: the address of the transient values, and
+   the epoch. */
 static uint64_t msi_recording_key(const ms_model *m) {
     return msi_mix((uint64_t)(uintptr_t)msi_transient(m)) ^ m->run.epoch;
 }
 
-/* Records the step that was started into g. Nothing of it runs. */
+/* Records the step that was started, without running any of it. */
 static ms_result msi_record(ms_model *m, msi_recording *g) {
     const ms_backend *b = &m->config.backend;
     if (g->handle) {
@@ -12964,16 +12948,14 @@ static ms_result msi_record(ms_model *m, msi_recording *g) {
     m->run.recording = true;
     result = msi_run_step(m);
     const int error = b->recording_end(m->device, result == MS_RESULT_OK ? &g->handle : NULL);
-    if (result == MS_RESULT_OK && error != 0) {
-        result = msi_abandon(m, msi_device(m, error, "the end of a graph"));
-    }
+    MSI_THEN(result, msi_abandon_on_error(m, msi_device(m, error, "the end of a recording")));
     m->run.recording = false;
     g->made_for = msi_recording_key(m);
     return result;
 }
 
-/* A step by its recording, which is made here where it is missing. The first step runs without, so
-   that what callbacks do once is done. */
+/* Runs a step by its recording, which is made here if it is missing. The first step runs without one,
+   so that callbacks have done what they do only once. */
 static ms_result msi_replay(ms_model *m) {
     const ms_backend *b = &m->config.backend;
     msi_recording *g = &m->run.plan->recordings[(m->run.micro == 0 ? MSI_RECORDING_FIRST : 0) |
@@ -12986,12 +12968,11 @@ static ms_result msi_replay(ms_model *m) {
     }
     const bool made = g->handle && g->made_for == msi_recording_key(m);
     ms_result result = msi_is_last_micro(m) ? msi_upload_factors(m) : MS_RESULT_OK;
-    result = result == MS_RESULT_OK ? MS_RESULT_OK : msi_abandon(m, result);
-    result = result == MS_RESULT_OK && !made ? msi_record(m, g) : result;
+    result = msi_abandon_on_error(m, result);
+    MSI_THEN(result, made ? MS_RESULT_OK : msi_record(m, g));
     if (result == MS_RESULT_OK) {
         const int error = b->recording_launch(m->device, g->handle);
-        result = error == 0 ? MS_RESULT_OK
-                            : msi_abandon(m, msi_device(m, error, "the start of a graph"));
+        result = msi_abandon_on_error(m, msi_device(m, error, "the launch of a recording"));
     }
     if (result != MS_RESULT_OK) {
         m->run.step = step; // nothing of it has run
@@ -13007,12 +12988,12 @@ static ms_result msi_replay(ms_model *m) {
     return msi_doubt(m, msi_copy_verdict(m));
 }
 
-/* Forward of a program. An asynchronous device is waited for only where the loss is asked for. */
+/* Runs forward of a program. Waits for an asynchronous device only if the loss is asked for. */
 static ms_result msi_forward(ms_model *m, const msi_program *p, double *loss) {
     const bool waits = loss || !m->config.backend.is_asynchronous;
     ms_result result = msi_start(m, p);
     MSI_THEN(result, msi_run_forward(m));
-    result = result == MS_RESULT_OK && waits ? msi_conclude(m, loss) : result;
+    MSI_THEN(result, waits ? msi_conclude(m, loss) : MS_RESULT_OK);
     if (result == MS_RESULT_OK && p == &m->run.plan->train) {
         m->run.stage = MSI_STAGE_FORWARD;
     }
@@ -13021,18 +13002,15 @@ static ms_result msi_forward(ms_model *m, const msi_program *p, double *loss) {
 
 static ms_result msi_backward(ms_model *m) {
     const ms_result result = msi_check_ready(m, "ms_backward");
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    if (m->run.stage != MSI_STAGE_FORWARD) {
-        return msi_fail(m, MS_RESULT_ORDER,
-                        "ms_backward: call ms_forward first (a ms_write after it ends the step)");
-    }
-    return msi_owns_arena(m)
-               ? msi_finish_backward(m)
-               : msi_fail(m, MS_RESULT_ORDER,
+    return result != MS_RESULT_OK ? result
+           : m->run.stage != MSI_STAGE_FORWARD
+               ? msi_fail(m, MS_RESULT_ORDER,
+                          "ms_backward: call ms_forward first (a ms_write after it ends the step)")
+           : !msi_owns_arena(m)
+               ? msi_fail(m, MS_RESULT_ORDER,
                           "ms_backward: another model has used the shared arena since ms_forward: "
-                          "call ms_forward again");
+                          "call ms_forward again")
+               : msi_finish_backward(m);
 }
 
 static ms_result msi_update(ms_model *m) {
@@ -13041,15 +13019,14 @@ static ms_result msi_update(ms_model *m) {
         return msi_finish_update(m);
     }
     const ms_result result = msi_check_ready(m, "ms_update");
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    return begun ? msi_fail(m, MS_RESULT_ORDER,
-                            "ms_update: another model has used the shared arena since ms_backward")
-                 : msi_fail(m, MS_RESULT_ORDER,
-                            "ms_update: call ms_backward first; %u of the %u micro-batches of this "
-                            "step are done",
-                            (unsigned)m->run.micro, (unsigned)m->run.store->micro_count);
+    return result != MS_RESULT_OK ? result
+           : begun
+               ? msi_fail(m, MS_RESULT_ORDER,
+                          "ms_update: another model has used the shared arena since ms_backward")
+               : msi_fail(m, MS_RESULT_ORDER,
+                          "ms_update: call ms_backward first; %u of the %u micro-batches of this "
+                          "step are done",
+                          (unsigned)m->run.micro, (unsigned)m->run.store->micro_count);
 }
 
 static ms_result msi_step(ms_model *m, double *loss) {
