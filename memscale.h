@@ -12098,19 +12098,10 @@ static const msi_trial_operand *msi_find_unwritten(const msi_trial *t) {
     return NULL;
 }
 
-static void msi_fail_unwritten(msi_trial *t, const msi_trial_operand *o) {
-    ms_model *m = t->model;
-    MSI_THEN(t->result,
-             msi_fail(m, MS_RESULT_CONTRACT,
-                      "layer \"%s\" reads a part of \"%s\" that layer \"%s\" has not written",
-                      msi_layer_name(m, t->instruction->target),
-                      msi_tensor_name(m, o->range->tensor),
-                      msi_layer_name(m, m->graph.tensors.items[o->range->tensor].producer)));
-}
-
 /* Runs the layer with the other poison. Where the results differ, it is run like that once more: if
    they differ again the layer is not deterministic, otherwise the poison has made the difference. */
 static void msi_last_run(msi_trial *t) {
+    ms_model *m = t->model;
     msi_try_layer(t, t->phase, MSI_POISON_LAST, MSI_AGAIN);
     const msi_trial_operand *o = msi_find_difference(t);
     if (!o) {
@@ -12123,7 +12114,12 @@ static void msi_last_run(msi_trial *t) {
                           "draw random numbers from ms_call.seed alone, and declare what "
                           "forward changes as state; or set no_recompute");
     } else if (unwritten) {
-        msi_fail_unwritten(t, unwritten);
+        const uint32_t tensor = unwritten->range->tensor;
+        MSI_THEN(t->result,
+                 msi_fail(m, MS_RESULT_CONTRACT,
+                          "layer \"%s\" reads a part of \"%s\" that layer \"%s\" has not written",
+                          msi_layer_name(m, t->instruction->target), msi_tensor_name(m, tensor),
+                          msi_layer_name(m, m->graph.tensors.items[tensor].producer)));
     } else {
         msi_fail_contract(t, o, "lets memory that it was not given decide on",
                           "it adds (+=) to what it should write (accumulates), reads what "
@@ -12291,13 +12287,6 @@ static ms_result msi_make_timing(ms_model *m) {
     return MS_RESULT_OK;
 }
 
-/* There is a new plan: complete samples stay, others are taken anew. */
-static void msi_restart_timing(msi_timing *t) {
-    const bool complete = t->sample_count == t->wanted;
-    t->stage = complete ? MSI_WARMUP_AGAIN : MSI_WARMUP_COLD;
-    t->sample_count = complete ? t->wanted : 0;
-}
-
 /* Whether the instructions that run now are timed. */
 static bool msi_is_timed(const ms_model *m) {
     const msi_timing *t = m->run.timing;
@@ -12357,11 +12346,11 @@ static void msi_add_time(ms_model *m, const msi_program *p, uint32_t now, double
    instruction while the next is enqueued, so of the overhead only the launch counts. */
 static void msi_note_time(ms_model *m, uint32_t now, double start_us, double end_us) {
     const msi_timing *t = m->run.timing;
-    const bool asynchronous = m->config.backend.is_asynchronous;
     msi_program *p = &m->run.plan->train;
     double us = end_us - start_us - t->overhead_us;
     us = us > 0.0 ? us : 0.0;
-    if (msi_calls_layer((msi_op)p->instructions.items[now].op) && asynchronous) {
+    if (msi_calls_layer((msi_op)p->instructions.items[now].op) &&
+        m->config.backend.is_asynchronous) {
         us += m->costs.hardware.launch_us;
     }
     p->measured.items[2 * now] = start_us - t->begin_us;
@@ -12376,14 +12365,6 @@ static ms_result msi_was_halted(ms_model *m, bool *halted) {
     *halted = m->run.verdict == MSI_VERDICT_COPIED &&
               msi_verdict(m, false)->halted != (uint32_t)MS_HALT_NONE;
     return result;
-}
-
-static void msi_take_samples(msi_timing *t) {
-    for (uint32_t k = 0; k < t->series_count; k++) {
-        const bool any = t->amount[k] > 0.0;
-        t->samples[(uint64_t)k * t->wanted + t->sample_count] = any ? t->us[k] / t->amount[k] : 0.0;
-    }
-    t->sample_count++;
 }
 
 /* Median of the samples of a series, those of 0 left out; 0 if there are none. Sorts them (Shell,
@@ -12405,9 +12386,8 @@ static double msi_median(const msi_timing *t, uint32_t series) {
     while (none < count && samples[none] <= 0.0) {
         none++;
     }
-    const uint32_t there = count - none;
-    const double *high = samples + none + there / 2;
-    return there == 0 ? 0.0 : there % 2 ? *high : 0.5 * (high[-1] + *high);
+    const double *high = samples + none + (count - none) / 2;
+    return none == count ? 0.0 : (count - none) % 2 ? *high : 0.5 * (high[-1] + *high);
 }
 
 /* The time of a recomputation that was not measured: that of forward; for a callback of its own its
@@ -12451,13 +12431,15 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
     }
     m->run.plan->train.is_measured |= timed;
     if (t->stage == MSI_WARMUP_SAMPLE) {
-        msi_take_samples(t);
-    }
-    if (t->stage == MSI_WARMUP_SAMPLE && t->sample_count == t->wanted) {
-        msi_learn_times(m);
-        t->stage = MSI_WARMUP_PLAN;
-    } else if (t->stage == MSI_WARMUP_COLD || t->stage == MSI_WARMUP_AGAIN ||
-               t->stage == MSI_WARMUP_SHOW) {
+        for (uint32_t k = 0; k < t->series_count; k++) {
+            t->samples[(uint64_t)k * t->wanted + t->sample_count] =
+                t->amount[k] > 0.0 ? t->us[k] / t->amount[k] : 0.0;
+        }
+        if (++t->sample_count == t->wanted) {
+            msi_learn_times(m);
+            t->stage = MSI_WARMUP_PLAN;
+        }
+    } else if (t->stage != MSI_WARMUP_PLAN && t->stage != MSI_WARMUP_DONE) {
         t->stage = (msi_warmup)((int)t->stage + 1);
     }
     return MS_RESULT_OK;
@@ -12517,29 +12499,25 @@ static ms_result msi_run_add(ms_model *m, const msi_program *p, const msi_instru
     return msi_device(m, error, "add");
 }
 
-/* Issues a copy between the host and the device. A WAIT of the schedule awaits it. */
-static ms_result msi_cross_link(ms_model *m, const msi_pair *pair, const msi_instruction *i) {
-    if (m->run.recording) {
-        return msi_fail(m, MS_RESULT_UNSUPPORTED,
-                        "\"%s\" is copied from or to the host within a step, which a CUDA graph "
-                        "cannot record: leave cuda_graph off",
-                        msi_tensor_name(m, i->target));
-    }
-    return i->op == MSI_OP_COPY_IN
-               ? msi_issue_copy_in(m, pair->target, pair->source, pair->bytes, MSI_EVENT_IN)
-               : msi_copy_out(m, pair->target, pair->source, pair->bytes, MSI_EVENT_OUT);
-}
-
-/* Copies, unless the target aliases the source. Notes whether a recomputation has old state in
-   place. */
+/* Copies, unless the target aliases the source; between the host and the device it issues the copy
+   only, and a WAIT follows. Notes whether a recomputation has old state in place. */
 static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const msi_pair pair = msi_pair_of(m, p, i);
     ms_result result = MS_RESULT_OK;
     m->run.state_is_old |= pair.target_range < m->run.store->residents.count && !i->restores;
-    if (i->op != MSI_OP_COPY) {
-        result = msi_cross_link(m, &pair, i);
-    } else if (pair.target != pair.source) {
-        result = msi_copy(m, pair.target, false, pair.source, false, pair.bytes);
+    if (i->op == MSI_OP_COPY) {
+        result = pair.target == pair.source
+                     ? MS_RESULT_OK
+                     : msi_copy(m, pair.target, false, pair.source, false, pair.bytes);
+    } else if (m->run.recording) {
+        result = msi_fail(m, MS_RESULT_UNSUPPORTED,
+                          "\"%s\" is copied from or to the host within a step, which a CUDA graph "
+                          "cannot record: leave cuda_graph off",
+                          msi_tensor_name(m, i->target));
+    } else if (i->op == MSI_OP_COPY_IN) {
+        result = msi_issue_copy_in(m, pair.target, pair.source, pair.bytes, MSI_EVENT_IN);
+    } else {
+        result = msi_copy_out(m, pair.target, pair.source, pair.bytes, MSI_EVENT_OUT);
     }
     if (i->restores && result == MS_RESULT_OK) {
         m->run.state_is_old = i[1].restores; // a backward follows in any case
@@ -13203,10 +13181,9 @@ static ms_result msi_settle(ms_model *m, msi_store *store) {
    done still count. */
 static bool msi_sums_alike(const msi_store *old, const msi_store *store) {
     bool alike = old && old->micro_count == store->micro_count;
-    for (uint32_t i = 0; i < store->residents.count && alike; i++) {
-        const msi_resident *resident = &store->residents.items[i];
-        alike = resident->role != MSI_ROLE_GRADIENT ||
-                msi_find_resident(old, resident->tensor, MSI_ROLE_GRADIENT);
+    for (uint32_t i = 0; i < store->residents.count; i++) {
+        const msi_resident *r = &store->residents.items[i];
+        alike &= r->role != MSI_ROLE_GRADIENT || msi_find_resident(old, r->tensor, r->role);
     }
     return alike;
 }
@@ -13312,8 +13289,10 @@ static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
     MSI_THEN(result, msi_decide(m, goal, &store, &plans));
     MSI_THEN(result, msi_adopt_and_log(m, store, plans, goal));
     m->wrapped.choice = result == MS_RESULT_OK ? m->wrapped.choice : choice;
-    if (result == MS_RESULT_OK && m->run.timing) {
-        msi_restart_timing(m->run.timing);
+    msi_timing *t = m->run.timing;
+    if (result == MS_RESULT_OK && t) { // complete samples stay, others are taken anew
+        t->stage = t->sample_count == t->wanted ? MSI_WARMUP_AGAIN : MSI_WARMUP_COLD;
+        t->sample_count = t->sample_count == t->wanted ? t->wanted : 0;
     }
     return result;
 }
@@ -13614,12 +13593,9 @@ static const char *msi_read_cure(const ms_model *m, uint32_t t, msi_role role) {
 
 /* Reads a value before there is a plan: as it was written, or zeros. */
 static ms_result msi_read_unplanned(ms_model *m, const msi_tensor *t, msi_role role, void *data) {
-    if (t->memory[role]) {
-        const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
-        return msi_copy(m, data, true, t->memory[role], !on_device, t->bytes);
-    }
-    memset(data, 0, (size_t)t->bytes);
-    return MS_RESULT_OK;
+    const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
+    return t->memory[role] ? msi_copy(m, data, true, t->memory[role], !on_device, t->bytes)
+                           : msi_fill(m, data, true, 0, t->bytes);
 }
 
 static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *data) {
@@ -13880,26 +13856,13 @@ static ms_result msi_run_poisoned(ms_model *m, uint32_t end, uint8_t poison) {
 
 /* Element i as a number. */
 static double msi_number(const void *data, ms_dtype dtype, uint64_t i) {
-    switch (dtype) {
-    case MS_DTYPE_F64:
-        return ((const double *)data)[i];
-    case MS_DTYPE_I64:
-        return (double)((const int64_t *)data)[i];
-    case MS_DTYPE_I32:
-        return (double)((const int32_t *)data)[i];
-    case MS_DTYPE_I16:
-        return (double)((const int16_t *)data)[i];
-    case MS_DTYPE_I8:
-        return (double)((const int8_t *)data)[i];
-    case MS_DTYPE_U8:
-        return (double)((const uint8_t *)data)[i];
-    case MS_DTYPE_F32:
-    case MS_DTYPE_F16:
-    case MS_DTYPE_BF16:
-    case MS_DTYPE_COUNT:
-        break;
-    }
-    return (double)msi_load(data, dtype, i);
+    return dtype == MS_DTYPE_F64   ? ((const double *)data)[i]
+           : dtype == MS_DTYPE_I64 ? (double)((const int64_t *)data)[i]
+           : dtype == MS_DTYPE_I32 ? (double)((const int32_t *)data)[i]
+           : dtype == MS_DTYPE_I16 ? (double)((const int16_t *)data)[i]
+           : dtype == MS_DTYPE_I8  ? (double)((const int8_t *)data)[i]
+           : dtype == MS_DTYPE_U8  ? (double)((const uint8_t *)data)[i]
+                                   : (double)msi_load(data, dtype, i); // F32, F16, BF16
 }
 
 /* Counts two elements with different bits. Two NaN do not differ as numbers, nor do 0 and -0. */
