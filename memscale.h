@@ -11359,9 +11359,7 @@ static ms_result msi_settle_verdict(ms_model *m) {
         m->run.updates_done = 0;
         m->run.micro = 0;
     }
-    if (result == MS_RESULT_OK) {
-        m->run.verdict = MSI_VERDICT_NONE;
-    }
+    m->run.verdict = result == MS_RESULT_OK ? MSI_VERDICT_NONE : m->run.verdict;
     return result;
 }
 
@@ -11382,8 +11380,7 @@ static ms_result msi_act_on_verdict(ms_model *m) {
 
 static ms_result msi_custom_update(ms_model *m, const ms_update_args *args, const msi_tensor *t) {
     ms_result result = MS_RESULT_OK;
-    if (m->config.backend.is_asynchronous &&
-        m->run.updates_done == 0) { // it does not check for a halt
+    if (m->config.backend.is_asynchronous && m->run.updates_done == 0) { // it ignores a halt
         result = msi_copy_verdict(m);
         MSI_THEN(result, msi_act_on_verdict(m));
     }
@@ -11394,13 +11391,11 @@ static ms_result msi_custom_update(ms_model *m, const ms_update_args *args, cons
     m->run.busy = true;
     const int error = m->optimizer.update(args);
     m->run.busy = false;
-    return error == 0
-               ? MS_RESULT_OK
-               : msi_fail(
-                     m, MS_RESULT_CALLBACK,
-                     "param \"%s\": the update callback returned %d; the model has failed: write "
-                     "params and state again, then wrap",
-                     msi_name(m, t->name), error);
+    return error == 0 ? MS_RESULT_OK
+                      : msi_fail(m, MS_RESULT_CALLBACK,
+                                 "param \"%s\": the update callback returned %d; the model has "
+                                 "failed: write params and state again, then wrap",
+                                 msi_name(m, t->name), error);
 }
 
 static void *msi_stream(const ms_model *m) {
@@ -11412,8 +11407,8 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     const ms_backend *b = &m->config.backend;
     const ms_optimizer_desc *o = &m->optimizer;
     const msi_tensor *t = &m->graph.tensors.items[i->target];
-    const msi_resident *resident =
-        &m->run.store->residents.items[m->run.store->resident_of[i->target]];
+    const msi_store *store = m->run.store;
+    const msi_resident *resident = &store->residents.items[store->resident_of[i->target]];
     void *operands[3 + MS_LIMIT_OPTIMIZER_STATE] = {NULL, NULL, NULL, NULL, NULL, NULL, NULL};
     for (uint32_t k = 0; k < i->operand_count; k++) { // value, gradient, norm, states
         const uint32_t range = p->operands.items[i->operand_first + k].range;
@@ -11438,9 +11433,8 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     args.momentum = o->momentum;
     args.t = msi_update_number(m, t);
     args.stream = msi_stream(m);
-    args.factors =
-        (const ms_update_factors *)(const void *)(m->run.store->step + MSI_STATES_BYTES) +
-        resident->factors;
+    args.factors = (const ms_update_factors *)(const void *)(store->step + MSI_STATES_BYTES) +
+                   resident->factors;
     args.state_of_step = msi_state_on_device(m, false);
     if (o->kind == MS_OPTIMIZER_CUSTOM) {
         return msi_custom_update(m, &args, t);
@@ -12891,8 +12885,7 @@ static ms_result msi_run_step(ms_model *m) {
                                                                         : result;
 }
 
-/* A recording is valid for its plan while this is unchanged: the address of the transient values, and
-   the epoch. */
+/* A recording is valid for its plan while this, of an address and the epoch, is unchanged. */
 static uint64_t msi_recording_key(const ms_model *m) {
     return msi_mix((uint64_t)(uintptr_t)msi_transient(m)) ^ m->run.epoch;
 }
@@ -13177,8 +13170,7 @@ static ms_result msi_settle(ms_model *m, msi_store *store) {
     return result;
 }
 
-/* Whether every gradient of a store has the sum of another one's, so that the micro-batches that are
-   done still count. */
+/* Whether a store keeps the sums of another one, so that micro-batches that are done still count. */
 static bool msi_sums_alike(const msi_store *old, const msi_store *store) {
     bool alike = old && old->micro_count == store->micro_count;
     for (uint32_t i = 0; i < store->residents.count; i++) {
@@ -13223,8 +13215,7 @@ static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_g
     msi_put_plans(m, plans, goal);
     m->run.micro = msi_sums_alike(old, store) ? m->run.micro : 0;
     msi_store_free(m, old);
-    m->run.failed &=
-        goal == MSI_GOAL_PLAIN; // ms_wrap assumes that the trainer has written values anew
+    m->run.failed &= goal == MSI_GOAL_PLAIN; // after ms_wrap values count as written again
     return MS_RESULT_OK;
 }
 
@@ -13799,9 +13790,8 @@ static ms_result msi_enter_store(msi_verification *v) {
     }
     memset(store->host + store->host_bytes, 0, (size_t)store->staging_bytes);
     for (uint32_t i = 0; i < store->residents.count; i++) {
-        if (store->residents.items[i].borrowed) {
-            store->residents.items[i].address = v->before.store->residents.items[i].address;
-        }
+        msi_resident *r = &store->residents.items[i];
+        r->address = r->borrowed ? v->before.store->residents.items[i].address : r->address;
     }
     m->run.store = store;
     return MS_RESULT_OK;
@@ -13813,12 +13803,12 @@ static ms_result msi_reset_store(msi_verification *v) {
     const msi_store *store = v->store, *from = v->before.store;
     ms_result result = msi_fill(m, store->step, msi_is_direct(m), 0, store->step_bytes);
     for (uint32_t i = 0; i < store->residents.count && result == MS_RESULT_OK; i++) {
-        const msi_resident *resident = &store->residents.items[i];
-        if (resident->role == MSI_ROLE_GRADIENT) {
-            result = msi_fill(m, resident->address, resident->on_host, 0, resident->bytes);
-        } else if (!resident->borrowed) {
-            result = msi_copy(m, resident->address, resident->on_host,
-                              from->residents.items[i].address, resident->on_host, resident->bytes);
+        const msi_resident *r = &store->residents.items[i];
+        if (r->role == MSI_ROLE_GRADIENT) {
+            result = msi_fill(m, r->address, r->on_host, 0, r->bytes);
+        } else if (!r->borrowed) {
+            const void *source = from->residents.items[i].address;
+            result = msi_copy(m, r->address, r->on_host, source, r->on_host, r->bytes);
         }
     }
     return result;
