@@ -11715,11 +11715,11 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
 // ------------------------------------------------------------------------------------------------
 // >>debug  a layer runs several times over different poison, and must give the same bits each time
 
-/* How it works. All memory is saved to the shadow, a copy on the host. Then it is filled with one byte
-   value, the poison, and the operands that hold a value are restored. What the layer computes must
-   not depend on the poison, except for bytes that it leaves unwritten, and all memory that is not
-   an operand must still be poison afterwards. In the last run the poison is NaN, so that reads of
-   unwritten bytes show up later on. */
+/* How it works. All memory is saved to the shadow, a copy on the host. Then it is filled with one
+   byte value, the poison, and the operands that hold a value are restored. What the layer computes
+   must not depend on the poison, except for bytes that it leaves unwritten, and all memory that is
+   not an operand must still be poison afterwards. In the last run the poison is NaN, so that reads
+   of unwritten bytes show up later on. */
 
 enum { MSI_POISON_FIRST = 0x3c, MSI_POISON_LAST = 0xff }; // small numbers; NaN
 
@@ -11862,7 +11862,7 @@ static uint64_t msi_load_chunk(msi_trial *t, const msi_extent *from, uint64_t do
     return t->result == MS_RESULT_OK ? bytes : 0;
 }
 
-/* A loop over the chunks of an extent: `done` bytes lie before t->chunk, which holds `part` bytes. */
+/* A loop over the chunks of an extent: t->chunk has `part` bytes, from byte `done` on. */
 #define MSI_CHUNKS(t, extent, done, part)                                                          \
     uint64_t done = 0, part;                                                                       \
     (part = msi_load_chunk(t, extent, done)) > 0;                                                  \
@@ -12092,8 +12092,8 @@ static const msi_trial_operand *msi_find_unwritten(const msi_trial *t) {
     return NULL;
 }
 
-/* Runs the layer with the other poison. Where the results differ, it is run like that once more: if
-   they differ again the layer is not deterministic, otherwise the poison has made the difference. */
+/* Runs the layer with the other poison. If the results differ, runs it like that once more: if they
+   differ again the layer is not deterministic, otherwise they depend on the poison. */
 static void msi_last_run(msi_trial *t) {
     ms_model *m = t->model;
     msi_try_layer(t, t->phase, MSI_POISON_LAST, MSI_AGAIN);
@@ -12168,8 +12168,8 @@ static void msi_check_fingerprint(msi_trial *t) {
     }
 }
 
-/* All memory that is not an operand must still be poison. Operands have been copied, and are poisoned
-   first. */
+/* All memory that is not an operand must still be poison. Operands have been copied, and are
+   poisoned first. */
 static void msi_check_outside(msi_trial *t, uint8_t poison) {
     ms_model *m = t->model;
     const msi_store *store = m->run.store;
@@ -12288,7 +12288,7 @@ static bool msi_is_timed(const ms_model *m) {
            m->run.program == &m->run.plan->train;
 }
 
-/* The overhead of timing on an asynchronous device: the time to enqueue next to nothing and wait. */
+/* What timing adds on an asynchronous device: the time to enqueue next to nothing and wait. */
 static ms_result msi_measure_overhead(ms_model *m) {
     msi_timing *t = m->run.timing;
     ms_result result = msi_synchronize(m);
@@ -12539,8 +12539,8 @@ static bool msi_watches_memory(const ms_model *m) {
 #endif
 }
 
-/* For AddressSanitizer: before an instruction unpoisons the live ranges that begin with it, after it
-   poisons the blocks that end with it. */
+/* For AddressSanitizer: before an instruction unpoisons the live ranges that begin with it, after
+   it poisons the blocks that end with it. */
 static void msi_mark_operands(ms_model *m, const msi_program *p, uint32_t now, bool after) {
     const msi_instruction *i = &p->instructions.items[now];
     for (uint32_t k = 0; k < i->operand_count; k++) {
@@ -12625,8 +12625,8 @@ static void msi_drop_step(ms_model *m) {
     m->run.stage = MSI_STAGE_IDLE;
 }
 
-/* Gives the step up, earlier micro-batches included, or an eval, and waits for what is enqueued. Where
-   params have been updated already, the model has failed; what was only recorded has not run. */
+/* Gives up the step, earlier micro-batches included, or an eval, and waits for what is enqueued.
+   If params have been updated already, and not only in a recording, the model has failed. */
 static ms_result msi_abandon(ms_model *m, ms_result result) {
     const msi_errors errors = m->errors;
     m->run.failed |= m->run.updates_done > 0 && !m->run.recording;
@@ -12704,8 +12704,8 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     return msi_abandon_on_error(m, result);
 }
 
-/* Runs the program up to an instruction. Steps that are timed share this loop with the others, so that
-   msi_run_instruction is called in one place only, and the compiler can inline it. */
+/* Runs the program up to an instruction. Steps that are timed share this loop with the others, so
+   that msi_run_instruction is called in one place only, and the compiler can inline it. */
 static ms_result msi_run_to(ms_model *m, uint32_t end) {
     const msi_program *p = m->run.program;
     const bool timed = msi_is_timed(m);
@@ -12746,8 +12746,8 @@ static ms_result msi_run_forward(ms_model *m) {
     return msi_abandon_on_error(m, msi_device(m, error, "sum of the losses"));
 }
 
-/* Gives the step up on an error. If the device fails after all of the step was enqueued, nobody knows
-   how much of its update has run, so the model has failed. */
+/* Gives the step up on an error. If the device fails after all of the step was enqueued, nobody
+   knows how much of its update has run, so the model has failed. */
 static ms_result msi_doubt(ms_model *m, ms_result result) {
     m->run.failed |= result == MS_RESULT_BACKEND && m->run.program == &m->run.plan->train &&
                      m->run.position == m->run.program->instructions.count;
@@ -12870,8 +12870,8 @@ static ms_result msi_finish_update(ms_model *m) {
                                                    : result;
 }
 
-/* Everything that a step enqueues after msi_start. An asynchronous device judges the loss by itself,
-   and its verdict is copied out while backward runs, unless a verdict on the norm follows. */
+/* Everything that a step enqueues after msi_start. An asynchronous device judges the loss by
+   itself; its verdict is copied out while backward runs, unless one on the norm follows. */
 static ms_result msi_run_step(ms_model *m) {
     const bool asynchronous = m->config.backend.is_asynchronous;
     const bool clips = m->run.program->norm != MSI_NONE && msi_is_last_micro(m);
@@ -12913,8 +12913,8 @@ static ms_result msi_record(ms_model *m, msi_recording *g) {
     return result;
 }
 
-/* Runs a step by its recording, which is made here if it is missing. The first step runs without one,
-   so that callbacks have done what they do only once. */
+/* Runs a step by its recording, which is made here if it is missing. The first step runs without
+   one, so that callbacks have done what they do only once. */
 static ms_result msi_replay(ms_model *m) {
     const ms_backend *b = &m->config.backend;
     msi_recording *g = &m->run.plan->recordings[(m->run.micro == 0 ? MSI_RECORDING_FIRST : 0) |
@@ -13170,7 +13170,7 @@ static ms_result msi_settle(ms_model *m, msi_store *store) {
     return result;
 }
 
-/* Whether a store keeps the sums of another one, so that micro-batches that are done still count. */
+/* Whether a store has all sums of another one, so that finished micro-batches still count. */
 static bool msi_sums_alike(const msi_store *old, const msi_store *store) {
     bool alike = old && old->micro_count == store->micro_count;
     for (uint32_t i = 0; i < store->residents.count; i++) {
@@ -13196,8 +13196,8 @@ static void msi_put_plans(ms_model *m, msi_plan *plans, msi_goal goal) {
             msi_updates_inside(&plans->train) ? "inside" : "after");
 }
 
-/* Replaces the plans of the model. Every value that outlasts a step moves to the new store, or stays
-   where it is if the store is the same. */
+/* Replaces the plans of the model. Every value that outlasts a step moves to the new store, or
+   stays where it is if the store is the same. */
 static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
     msi_store *old = m->run.store;
     if (store == old) {
@@ -13239,8 +13239,7 @@ static void msi_log_decisions(const ms_model *m, const msi_review *r) {
             const ms_decision d = msi_decision(r, i, (ms_technique)technique);
             if (d.is_applied) {
                 msi_log(m, MS_LOG_DEBUG, "rules",
-                        "%s of layer \"%s\": %s held no longer, %s added; "
-                        "rule %s",
+                        "%s of layer \"%s\": %s held no longer, %s added; rule %s",
                         msi_techniques[technique].name, msi_layer_name(m, i),
                         msi_size(d.saved_bytes).text, msi_time(d.added_us).text, d.rule->id);
             }
@@ -13322,8 +13321,9 @@ static void msi_time_plans(ms_model *m) {
     msi_find_times(m);
 }
 
-/* Plans again after the last sample. Where the device has no room for a second arena, the new plan uses
-   the first. If there is no new plan, the old one stays; only an error of the device is an error. */
+/* Plans again after the last sample. Where the device has no room for a second arena, the new plan
+   uses the first. If there is no new plan, the old one stays; only an error of the device is an
+   error. */
 static ms_result msi_plan_again(ms_model *m) {
     m->run.timing->stage = MSI_WARMUP_AGAIN;
     ms_result result = msi_settle_steps(m);
@@ -13396,7 +13396,6 @@ static void msi_add_plan(ms_model *m, msi_plan *plan) {
 static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
     int64_t all[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
     memcpy(all, sizes, m->graph.axis_count * sizeof *sizes);
-    ms_result result = MS_RESULT_OK;
     if (m->run.plan && !msi_find_plan(m, all)) {
         msi_plan *plan;
         if (m->wrapped.changed) {
@@ -13404,7 +13403,8 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
                             "ms_reshape: something was set since ms_wrap that asks for a new plan: "
                             "call ms_wrap first");
         }
-        result = msi_plan_at(m, m->run.store, m->wrapped.goal, all, m->wrapped.largest, &plan);
+        const ms_result result =
+            msi_plan_at(m, m->run.store, m->wrapped.goal, all, m->wrapped.largest, &plan);
         if (result != MS_RESULT_OK) {
             msi_find_times(m);
             return result;
@@ -13504,8 +13504,8 @@ static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor 
     return MSI_NONE;
 }
 
-/* Writes a resident after what is enqueued: an input by way of its staging memory, without waiting for
-   the device. A tensor on the host may still be read by the device, which is waited for. */
+/* Writes a resident after what is enqueued: an input by way of its staging memory, without waiting
+   for the device. A tensor on the host may still be read by the device, which is waited for. */
 static ms_result msi_write(ms_model *m, const msi_resident *resident, const void *data,
                            uint64_t bytes) {
     ms_result result = MS_RESULT_OK;
@@ -13524,7 +13524,7 @@ static ms_result msi_write(ms_model *m, const msi_resident *resident, const void
     return result;
 }
 
-/* Writes a value before there is a plan: to memory that is kept until ms_wrap, or to the trainer's. */
+/* Writes a value before there is a plan: to memory kept until ms_wrap, or to the trainer's. */
 static ms_result msi_write_unplanned(ms_model *m, msi_tensor *t, msi_role role, const void *data) {
     void **memory = &t->memory[role];
     const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
@@ -13685,8 +13685,8 @@ typedef struct msi_verification {
     double loss[MSI_PASS_COUNT];
 } msi_verification;
 
-/* Marks the params that learn and the buffers that layers change, and allocates for the results. The
-   live ranges of gradients are known only when a pass has been lowered. */
+/* Marks the params that learn and the buffers that layers change, and allocates for the results.
+   The live ranges of gradients are known only when a pass has been lowered. */
 static ms_result msi_choose_compared(msi_verification *v) {
     const ms_model *m = v->model;
     const msi_graph *g = &m->graph;
@@ -13947,7 +13947,7 @@ static ms_result msi_run_pass(msi_verification *v, int pass) {
     return result;
 }
 
-/* Puts back what the model ran before. If debug mode could not restore params, the model has failed. */
+/* Puts back what the model ran before. If debug mode has lost params, the model has failed. */
 static void msi_leave_store(msi_verification *v) {
     ms_model *m = v->model;
     const msi_errors errors = m->errors;
