@@ -11019,7 +11019,7 @@ static void msi_use_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
     m->optimizer.epsilon = msi_or(desc->epsilon, 1e-8f);
 }
 
-/* The step's own memory as the host sees it. */
+/* The host's copy of the step's own memory; where the device is direct, that memory itself. */
 static uint8_t *msi_step_on_host(const ms_model *m) {
     return m->run.store->host + m->run.store->host_bytes;
 }
@@ -11028,7 +11028,7 @@ static bool msi_is_eval(const ms_model *m) {
     return m->run.program == &m->run.plan->eval;
 }
 
-/* Where the states come to when they are copied out; that of a step, or of an eval. */
+/* Where the states of an eval and of a step are copied out to. */
 static uint8_t *msi_verdicts(const ms_model *m) {
     return msi_step_on_host(m) + (msi_is_direct(m) ? 0 : m->run.store->step_bytes);
 }
@@ -11041,9 +11041,8 @@ static ms_step_state *msi_state_on_device(const ms_model *m, bool eval) {
     return (ms_step_state *)(void *)(m->run.store->step + (eval ? 0 : MSI_STATE_BYTES));
 }
 
-/* AdamW's factors at update number t, without what differs by param; those of SGD. */
+/* The factors of update number t by AdamW or SGD, without those that depend on the param. */
 static ms_update_factors msi_factors_at(const ms_optimizer_desc *o, uint64_t t) {
-    const double rate = (double)o->learning_rate;
     ms_update_factors f;
     memset(&f, 0, sizeof f);
     if (o->kind == MS_OPTIMIZER_SGD) {
@@ -11051,7 +11050,7 @@ static ms_update_factors msi_factors_at(const ms_optimizer_desc *o, uint64_t t) 
         f.beta1 = o->momentum;
         return f;
     }
-    f.rate = (float)(-rate / (1.0 - pow((double)o->beta1, (double)t)));
+    f.rate = (float)(-(double)o->learning_rate / (1.0 - pow((double)o->beta1, (double)t)));
     f.beta1 = o->beta1;
     f.beta2 = o->beta2;
     f.rest1 = (float)(1.0 - (double)o->beta1);
@@ -11093,7 +11092,7 @@ static void msi_fill_factors(ms_model *m) {
     }
 }
 
-/* A part of the step's own memory goes to the device, behind what is enqueued. */
+/* Uploads a part of the step's own memory, after what is enqueued. */
 static ms_result msi_upload(ms_model *m, uint64_t begin, uint64_t end) {
     const ms_backend *b = &m->config.backend;
     uint8_t *to = m->run.store->step + begin;
@@ -11101,12 +11100,11 @@ static ms_result msi_upload(ms_model *m, uint64_t begin, uint64_t end) {
     if (msi_is_direct(m) || begin == end) {
         return MS_RESULT_OK;
     }
-    return b->upload
-               ? msi_device(m, b->upload(m->device, to, from, end - begin), "telling the device")
-               : msi_copy(m, to, false, from, true, end - begin);
+    return b->upload ? msi_device(m, b->upload(m->device, to, from, end - begin), "upload")
+                     : msi_copy(m, to, false, from, true, end - begin);
 }
 
-/* What changes from step to step. */
+/* Uploads what changes from step to step. */
 static ms_result msi_upload_step(ms_model *m) {
     ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
     state->step = m->run.step;
@@ -11114,7 +11112,7 @@ static ms_result msi_upload_step(ms_model *m) {
     return msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, step), MSI_STATES_BYTES);
 }
 
-/* The factors of all updates of a step, before the first of them. */
+/* Uploads the factors of all updates of a step, before the first of them. */
 static ms_result msi_upload_factors(ms_model *m) {
     if (m->optimizer.kind > MS_OPTIMIZER_SGD) {
         return MS_RESULT_OK;
@@ -11127,7 +11125,7 @@ static uint64_t msi_seed_of_step(const ms_model *m) {
     return ((const ms_step_state *)(const void *)(msi_step_on_host(m) + MSI_STATE_BYTES))->seed;
 }
 
-/* Has the verdict as far as it is enqueued copied out. */
+/* Enqueues a copy of the verdict to the host. */
 static ms_result msi_copy_verdict(ms_model *m) {
     m->run.verdict = MSI_VERDICT_COPIED;
     return msi_is_direct(m) ? MS_RESULT_OK
@@ -11135,23 +11133,25 @@ static ms_result msi_copy_verdict(ms_model *m) {
                                            MSI_EVENT_VERDICT);
 }
 
-/* Kernels that write a verdict come behind the copy of the last one. */
-static ms_result msi_await_verdict(ms_model *m) {
-    const ms_backend *b = &m->config.backend;
-    return b->is_asynchronous
-               ? msi_device(m, b->wait(m->device, MS_STREAM_COMPUTE, MSI_EVENT_VERDICT), "wait")
-               : MS_RESULT_OK;
+/* As msi_copy_verdict, where the host does not have it yet. */
+static ms_result msi_fetch_verdict(ms_model *m) {
+    return m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
 }
 
-static ms_result msi_fail_nonfinite(ms_model *m, const char *what, uint64_t step, double value) {
-    return msi_fail(m, MS_RESULT_NONFINITE,
-                    "the %s of step %llu is %g: nothing was updated; lower the learning rate or "
-                    "look for bad input",
-                    what, (unsigned long long)step, value);
+/* An error if a step or an eval was halted. */
+static ms_result msi_check_halt(ms_model *m, const ms_step_state *state, uint64_t step) {
+    const bool loss = state->halted == (uint32_t)MS_HALT_LOSS;
+    return state->halted == (uint32_t)MS_HALT_NONE
+               ? MS_RESULT_OK
+               : msi_fail(m, MS_RESULT_NONFINITE,
+                          "the %s of step %llu is %g: nothing was updated; lower the learning rate "
+                          "or look for bad input",
+                          loss ? "loss" : "norm of the gradients", (unsigned long long)step,
+                          loss ? state->loss : state->norm);
 }
 
 /* Waits for the verdict that was asked for. A step that was halted has updated nothing, nor has any
-   behind it: the count of steps goes back to it. */
+   after it: the count of steps goes back to it. */
 static ms_result msi_settle_verdict(ms_model *m) {
     const bool copied = m->run.verdict == MSI_VERDICT_COPIED;
     ms_result result = copied ? msi_wait_on_host(m, MSI_EVENT_VERDICT) : MS_RESULT_OK;
@@ -11164,35 +11164,28 @@ static ms_result msi_settle_verdict(ms_model *m) {
         m->run.updates_done = 0;
         m->run.micro = 0;
     }
-    if (result == MS_RESULT_OK) {
-        m->run.verdict = MSI_VERDICT_NONE;
-    }
+    m->run.verdict = result == MS_RESULT_OK ? MSI_VERDICT_NONE : m->run.verdict;
     return result;
 }
 
-/* Tells the trainer of a halt, once. */
+/* Reports a halt to the trainer, once. */
 static ms_result msi_report_halt(ms_model *m) {
     const ms_step_state left = m->run.halt;
     memset(&m->run.halt, 0, sizeof m->run.halt);
-    return left.halted == (uint32_t)MS_HALT_NONE ? MS_RESULT_OK
-           : left.halted == (uint32_t)MS_HALT_LOSS
-               ? msi_fail_nonfinite(m, "loss", left.halted_step, left.loss)
-               : msi_fail_nonfinite(m, "norm of the gradients", left.halted_step, left.norm);
+    return msi_check_halt(m, &left, left.halted_step);
 }
 
 static ms_result msi_act_on_verdict(ms_model *m) {
     const bool eval = m->run.verdict == MSI_VERDICT_COPIED && msi_is_eval(m);
     ms_result result = msi_settle_verdict(m);
     MSI_THEN(result, msi_report_halt(m));
-    const ms_step_state *v = msi_verdict(m, true);
-    return result == MS_RESULT_OK && eval && v->halted != (uint32_t)MS_HALT_NONE
-               ? msi_fail_nonfinite(m, "loss", m->run.step, v->loss)
-               : result;
+    MSI_THEN(result, eval ? msi_check_halt(m, msi_verdict(m, true), m->run.step) : MS_RESULT_OK);
+    return result;
 }
 
 static ms_result msi_custom_update(ms_model *m, const ms_update_args *args, const msi_tensor *t) {
     ms_result result = MS_RESULT_OK;
-    if (m->config.backend.is_asynchronous && m->run.updates_done == 0) { // it cannot see a halt
+    if (m->config.backend.is_asynchronous && m->run.updates_done == 0) { // it ignores a halt
         result = msi_copy_verdict(m);
         MSI_THEN(result, msi_act_on_verdict(m));
     }
@@ -11203,13 +11196,11 @@ static ms_result msi_custom_update(ms_model *m, const ms_update_args *args, cons
     m->run.busy = true;
     const int error = m->optimizer.update(args);
     m->run.busy = false;
-    return error == 0
-               ? MS_RESULT_OK
-               : msi_fail(
-                     m, MS_RESULT_CALLBACK,
-                     "param \"%s\": the update callback returned %d; the model has failed: write "
-                     "params and state again, then wrap",
-                     msi_name(m, t->name), error);
+    return error == 0 ? MS_RESULT_OK
+                      : msi_fail(m, MS_RESULT_CALLBACK,
+                                 "param \"%s\": the update callback returned %d; the model has "
+                                 "failed: write params and state again, then wrap",
+                                 msi_name(m, t->name), error);
 }
 
 static void *msi_stream(const ms_model *m) {
@@ -11221,25 +11212,23 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     const ms_backend *b = &m->config.backend;
     const ms_optimizer_desc *o = &m->optimizer;
     const msi_tensor *t = &m->graph.tensors.items[i->target];
-    const msi_resident *resident =
-        &m->run.store->residents.items[m->run.store->resident_of[i->target]];
-    float *operands[3 + MS_LIMIT_OPTIMIZER_STATE] = {NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    const msi_store *store = m->run.store;
+    const msi_resident *resident = &store->residents.items[store->resident_of[i->target]];
+    void *operands[3 + MS_LIMIT_OPTIMIZER_STATE] = {NULL, NULL, NULL, NULL, NULL, NULL, NULL};
     for (uint32_t k = 0; k < i->operand_count; k++) { // value, gradient, norm, states
         const uint32_t range = p->operands.items[i->operand_first + k].range;
-        operands[k] = range == MSI_NONE ? NULL : (float *)msi_address(m, p, range);
+        operands[k] = range == MSI_NONE ? NULL : msi_address(m, p, range);
     }
+    const msi_norm *norm = (const msi_norm *)operands[2];
     ms_update_args args;
     memset(&args, 0, sizeof args);
     args.user = o->user;
     args.param = msi_handle(i->target, MSI_ROLE_VALUE);
     args.kind = o->kind;
     args.count = t->bytes / sizeof(float);
-    args.value = operands[0];
-    args.gradient = operands[1];
-    args.gradient_scale =
-        operands[2]
-            ? (const float *)(const void *)((uint8_t *)operands[2] + offsetof(msi_norm, scale))
-            : NULL;
+    args.value = (float *)operands[0];
+    args.gradient = (float *)operands[1];
+    args.gradient_scale = norm ? &norm->scale : NULL;
     memcpy(args.state, operands + 3, sizeof args.state);
     args.learning_rate = o->learning_rate;
     args.weight_decay = msi_weight_decay(m, t);
@@ -11249,54 +11238,51 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     args.momentum = o->momentum;
     args.t = msi_update_number(m, t);
     args.stream = msi_stream(m);
-    args.factors =
-        (const ms_update_factors *)(const void *)(m->run.store->step + MSI_STATES_BYTES) +
-        resident->factors;
+    args.factors = (const ms_update_factors *)(const void *)(store->step + MSI_STATES_BYTES) +
+                   resident->factors;
     args.state_of_step = msi_state_on_device(m, false);
     if (o->kind == MS_OPTIMIZER_CUSTOM) {
         return msi_custom_update(m, &args, t);
     }
     const bool first = m->run.updates_done == 0 && !m->run.recording;
-    const ms_result result = first ? msi_upload_factors(m) : MS_RESULT_OK;
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    m->run.updates_done++;
-    return msi_device(m, b->update(m->device, &args), "update");
+    ms_result result = first ? msi_upload_factors(m) : MS_RESULT_OK;
+    m->run.updates_done += result == MS_RESULT_OK;
+    MSI_THEN(result, msi_device(m, b->update(m->device, &args), "update"));
+    return result;
 }
 
 static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const ms_backend *b = &m->config.backend;
     const uint32_t range = p->operands.items[i->operand_first].range;
-    double *sum = (double *)msi_address(m, p, p->norm);
-    return msi_device(m,
-                      b->add_squares_f32(m->device, msi_address(m, p, range),
-                                         p->ranges.items[range].bytes / sizeof(float), sum),
-                      "sum of squares");
+    const uint64_t count = p->ranges.items[range].bytes / sizeof(float);
+    const int error = m->config.backend.add_squares_f32(m->device, msi_address(m, p, range), count,
+                                                        (double *)msi_address(m, p, p->norm));
+    return msi_device(m, error, "sum of squares");
 }
 
-/* The norm is looked at before anything is updated: if it is not finite, nothing is. */
+/* The norm is checked before anything is updated: if it is not finite, nothing is. */
 static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     const ms_backend *b = &m->config.backend;
     msi_norm *norm = (msi_norm *)msi_address(m, p, p->norm);
-    ms_result result = m->run.recording ? MS_RESULT_OK : msi_await_verdict(m);
+    ms_result result = m->run.recording ? MS_RESULT_OK : msi_wait_on_device(m, MSI_EVENT_VERDICT);
     if (result == MS_RESULT_OK) {
-        result = msi_device(m,
-                            b->clip_scale(m->device, &norm->sum, m->optimizer.grad_clip_norm,
-                                          &norm->scale, msi_state_on_device(m, false)),
-                            "clip");
+        const int error = b->clip_scale(m->device, &norm->sum, m->optimizer.grad_clip_norm,
+                                        &norm->scale, msi_state_on_device(m, false));
+        result = msi_device(m, error, "clip");
         m->run.verdict = MSI_VERDICT_ON_DEVICE;
     }
-    result = result == MS_RESULT_OK && !m->run.recording ? msi_copy_verdict(m) : result;
-    return result == MS_RESULT_OK && !b->is_asynchronous ? msi_act_on_verdict(m) : result;
+    MSI_THEN(result, m->run.recording ? MS_RESULT_OK : msi_copy_verdict(m));
+    MSI_THEN(result, b->is_asynchronous ? MS_RESULT_OK : msi_act_on_verdict(m));
+    return result;
 }
 
 // ------------------------------------------------------------------------------------------------
 // >>call  views, and the callbacks of layers
 
-/* Views of `count` tensors, with the addresses of the operands that start at `operands`. */
-static void msi_fill_views(ms_model *m, const msi_program *p, ms_view *views,
-                           const uint32_t *tensors, const msi_operand *operands, uint32_t count) {
+/* Fills the views of operands from `first` on, which belong to `count` tensors. */
+static ms_view *msi_fill_views(ms_model *m, const msi_program *p, const msi_operand *operands,
+                               uint32_t first, const uint32_t *tensors, uint32_t count) {
+    ms_view *views = m->run.views + first;
+    operands += first;
     for (uint32_t k = 0; k < count; k++) {
         if (tensors[k] == MSI_NONE) {
             memset(&views[k], 0, sizeof views[k]);
@@ -11308,9 +11294,10 @@ static void msi_fill_views(ms_model *m, const msi_program *p, ms_view *views,
             views[k].beta = operands[k].accumulate ? 1.0f : 0.0f;
         }
     }
+    return views;
 }
 
-/* The part that operand k of a layer's instruction belongs to, and its slot there. */
+/* The group that operand k of a layer's instruction belongs to, and its slot there. */
 static int msi_operand_group(const msi_layer *l, const msi_instruction *i, uint32_t k,
                              uint32_t *slot) {
     const bool backward = i->op == MSI_OP_BACKWARD;
@@ -11336,36 +11323,25 @@ static int msi_operand_group(const msi_layer *l, const msi_instruction *i, uint3
 
 /* Whether a layer's instruction makes this operand. */
 static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int group, uint32_t slot) {
-    switch ((msi_group_kind)group) {
-    case MSI_GROUP_OUT:
-    case MSI_GROUP_SAVED:
-        return i->op != MSI_OP_BACKWARD && !(i->op == MSI_OP_RECOMPUTE && l->recompute &&
-                                             (msi_recompute_reads_of(l, group) >> slot & 1));
-    case MSI_GROUP_STATE:
-        return i->op != MSI_OP_RECOMPUTE || !l->keeps_state;
-    case MSI_GROUP_GRAD_IN:
-    case MSI_GROUP_GRAD_PARAM:
-        return true;
-    case MSI_GROUP_IN:
-    case MSI_GROUP_PARAM:
-    case MSI_GROUP_GRAD_OUT:
-    case MSI_GROUP_WORKSPACE:
-    case MSI_GROUP_END:
-        break;
+    const bool again = i->op == MSI_OP_RECOMPUTE;
+    if (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED) {
+        return i->op != MSI_OP_BACKWARD &&
+               !(again && l->recompute && (msi_recompute_reads_of(l, group) >> slot & 1));
     }
-    return false;
+    return group == MSI_GROUP_STATE ? !again || !l->keeps_state
+                                    : group == MSI_GROUP_GRAD_IN || group == MSI_GROUP_GRAD_PARAM;
 }
 
-/* Whether it is allowed to write it: what it makes, and what it destroys. */
+/* Whether a layer's instruction may write this operand: it makes it, or has declared that it
+   clobbers it. */
 static bool msi_is_written(const msi_layer *l, const msi_instruction *i, int group, uint32_t slot) {
-    const bool backward = i->op == MSI_OP_BACKWARD;
-    const uint32_t clobbers = !backward                     ? 0
-                              : group == MSI_GROUP_IN       ? l->clobbers.in
+    const uint32_t clobbers = group == MSI_GROUP_IN         ? l->clobbers.in
                               : group == MSI_GROUP_OUT      ? l->clobbers.out
                               : group == MSI_GROUP_SAVED    ? l->clobbers.saved
                               : group == MSI_GROUP_GRAD_OUT ? l->clobbers.grad_out
                                                             : 0;
-    return group == MSI_GROUP_WORKSPACE || (clobbers >> slot & 1) || msi_is_made(l, i, group, slot);
+    return group == MSI_GROUP_WORKSPACE || (i->op == MSI_OP_BACKWARD && (clobbers >> slot & 1)) ||
+           msi_is_made(l, i, group, slot);
 }
 
 /* The mask of the operands of a group that are there to be written. */
@@ -11381,22 +11357,22 @@ static uint16_t msi_wanted(const msi_layer *l, const msi_instruction *i,
     return (uint16_t)mask;
 }
 
-/* Fills the call of a layer's callback. Its views stand in the order of the operands. */
+/* Fills the call of a layer's callback. Its views have the order of the operands. */
 static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instruction *i,
                           ms_call *call) {
     const msi_graph *g = &m->graph;
     const msi_layer *l = &g->layers.items[i->target];
     const msi_operand *operands = p->operands.items + i->operand_first;
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = in + l->count[MSI_GROUP_IN];
-    const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), in_count = l->count[MSI_GROUP_IN];
+    const uint32_t *out = in + in_count, out_count = l->count[MSI_GROUP_OUT];
     const uint32_t values = msi_group_start(l, MSI_GROUP_COUNT);
     memset(call, 0, sizeof *call);
     call->user = l->user;
     call->model = m;
     call->phase = msi_ops[i->op].phase;
-    call->in = m->run.views;
-    call->out = call->in + l->count[MSI_GROUP_IN];
-    call->saved = call->out + l->count[MSI_GROUP_OUT];
+    call->in = msi_fill_views(m, p, operands, 0, in, values);
+    call->out = call->in + in_count;
+    call->saved = call->out + out_count;
     call->param = call->saved + l->count[MSI_GROUP_SAVED];
     call->state = call->param + l->count[MSI_GROUP_PARAM];
     call->loss_factor = m->run.step_factor;
@@ -11408,24 +11384,19 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     call->seed = call->layer_seed ^ msi_seed_of_step(m);
     call->step_seed = &msi_state_on_device(m, false)->seed;
     call->stream = msi_stream(m);
-    msi_fill_views(m, p, m->run.views, in, operands, values);
-    ms_view *views = m->run.views + values;
-    const msi_operand *edges = operands + values;
     if (i->op == MSI_OP_BACKWARD) {
-        call->grad_out = views;
-        msi_fill_views(m, p, views, out, edges, l->count[MSI_GROUP_OUT]);
-        views += l->count[MSI_GROUP_OUT];
-        edges += l->count[MSI_GROUP_OUT];
-        call->grad_param = views + l->count[MSI_GROUP_IN];
-        msi_fill_views(m, p, views + l->count[MSI_GROUP_IN], param, edges + l->count[MSI_GROUP_IN],
-                       l->count[MSI_GROUP_PARAM]);
+        const uint32_t grad_in = values + out_count, grad_param = grad_in + in_count;
+        call->grad_out = msi_fill_views(m, p, operands, values, out, out_count);
+        call->grad_in = msi_fill_views(m, p, operands, grad_in, in, in_count);
+        call->grad_param =
+            msi_fill_views(m, p, operands, grad_param, msi_group(g, l, MSI_GROUP_PARAM),
+                           l->count[MSI_GROUP_PARAM]);
     } else {
         call->wanted_out = msi_wanted(l, i, operands, MSI_GROUP_OUT);
         call->wanted_saved = msi_wanted(l, i, operands, MSI_GROUP_SAVED);
     }
-    if (i->op == MSI_OP_BACKWARD || (i->op == MSI_OP_FORWARD && l->grads_in_forward != 0)) {
-        call->grad_in = views;
-        msi_fill_views(m, p, views, in, edges, l->count[MSI_GROUP_IN]);
+    if (i->op == MSI_OP_FORWARD && l->grads_in_forward != 0) {
+        call->grad_in = msi_fill_views(m, p, operands, values, in, in_count);
     }
     const uint32_t scratch = operands[i->operand_count - 1u].range;
     if (scratch != MSI_NONE) {
@@ -11447,7 +11418,7 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
     if (m->run.recording && m->config.backend.recording_check(m->device) != 0) {
         return msi_fail(
             m, MS_RESULT_CALLBACK,
-            "layer \"%s\": its %s callback did something that a graph cannot record: "
+            "layer \"%s\": its %s callback did something that a CUDA graph cannot record: "
             "it may only enqueue work on ms_call.stream, and wait for nothing; or leave "
             "cuda_graph off",
             msi_name(m, l->name), what);
@@ -11455,7 +11426,7 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
     if (error == 0) {
         return MS_RESULT_OK;
     }
-    char inner[MSI_ERROR_BYTES / 2] = ""; // what ms_gemm had to say
+    char inner[MSI_ERROR_BYTES / 2] = ""; // the error of ms_gemm, say
     if (m->errors.count != error_count) {
         snprintf(inner, sizeof inner, "%.*s", (int)sizeof inner - 1, m->errors.text);
     }
@@ -11535,7 +11506,7 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
     const uint64_t count = ms_shape_count(&to->shape), given = ms_shape_count(&from->shape);
     if (count == 0 || count != given) {
         return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_cast: %llu elements to %llu: both views must have as many",
+                        "ms_cast: %llu elements to %llu: both views must have the same number",
                         (unsigned long long)given, (unsigned long long)count);
     }
     if (!msi_is_castable(to->dtype) || !msi_is_castable(from->dtype)) {
@@ -11547,606 +11518,539 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>debug  a layer is called several times, amid rubbish, and must give the same bits each time
+// >>debug  a layer runs several times over different poison, and must give the same bits each time
 
-/* How it works. Before a call everything that lives is copied to the shadow, on the host. Then all
-   memory is filled with one byte value, and what the layer is given is put back. What the layer
-   makes of it must not depend on that byte, unless it leaves it as it is, and everything else must
-   still have it afterwards. The last run is the one with NaN, so that what was left unwritten shows
-   where it is read. */
+/* How it works. All memory is saved to the shadow, a copy on the host. Then it is filled with one
+   byte value, the poison, and the operands that hold a value are restored. What the layer computes
+   must not depend on the poison, except for bytes that it leaves unwritten, and all memory that is
+   not an operand must still be poison afterwards. In the last run the poison is NaN, so that reads
+   of unwritten bytes show up later on. */
 
 enum { MSI_POISON_FIRST = 0x3c, MSI_POISON_LAST = 0xff }; // small numbers; NaN
+
+/* Memory that is saved, filled and restored as a whole. */
+typedef struct msi_extent {
+    uint8_t *memory;
+    bool on_host;
+    uint64_t bytes, room; // of the value; of its memory, for the largest sizes
+    uint64_t shadow;      // offset of its copy
+} msi_extent;
+
+/* When the operands were hashed: before a run, after the first one, after another one. */
+typedef enum msi_moment { MSI_BEFORE, MSI_AFTER, MSI_AGAIN, MSI_MOMENT_COUNT } msi_moment;
+
+typedef struct msi_trial_operand {
+    const msi_range *range;
+    msi_extent extent;
+    int group;
+    uint32_t slot;
+    bool is_resident, is_f32;
+    bool is_live_in; // it holds a value before the instruction
+    bool is_made;    // the layer computes it
+    bool is_sum;     // a gradient with a value to which the layer adds
+    uint64_t hash[MSI_MOMENT_COUNT];
+} msi_trial_operand;
 
 typedef struct msi_trial {
     ms_model *model;
     const msi_program *program;
     const msi_instruction *instruction;
     const msi_layer *layer;
-    uint32_t now;
-    uint64_t before[MSI_MAX_VIEWS + 1], after[MSI_MAX_VIEWS + 1]; // hashes, per operand
-    uint64_t again[MSI_MAX_VIEWS + 1];
-    bool spoil_sums; // gradients that are added to hold NaN
+    ms_phase phase; // of the instruction
+    msi_trial_operand operands[MSI_MAX_VIEWS + 1], *end;
+    bool spoil_sums;  // gradients that are added to hold NaN
+    ms_result result; // the first error: after it nothing is run or checked
+    uint8_t chunk[4096];
 } msi_trial;
 
-/* Where a slot stands in the shadow: one behind the other, the transient part last. */
-static uint64_t msi_shadow_offset(const msi_store *store, uint32_t resident) {
-    const msi_resident *s =
-        resident < store->residents.count ? &store->residents.items[resident] : NULL;
-    const uint64_t bases[] = {0, store->resident_bytes, store->resident_bytes + store->host_bytes};
-    return s ? bases[s->borrowed ? 2 : s->on_host] + s->offset : bases[2] + store->borrowed_bytes;
-}
-
-typedef enum msi_shadow_way { MSI_SHADOW_SAVE, MSI_SHADOW_RESTORE, MSI_SHADOW_FILL } msi_shadow_way;
-
-static ms_result msi_move_shadow(ms_model *m, void *memory, bool on_host, uint64_t offset,
-                                 uint64_t bytes, msi_shadow_way way, uint8_t poison) {
-    uint8_t *shadow = m->run.store->shadow + offset;
-    return way == MSI_SHADOW_SAVE      ? msi_copy(m, shadow, true, memory, on_host, bytes)
-           : way == MSI_SHADOW_RESTORE ? msi_copy(m, memory, on_host, shadow, true, bytes)
-                                       : msi_fill(m, memory, on_host, poison, bytes);
-}
-
-/* Everything that is in memory; goes on behind an error, so that as much as can be is restored. */
-static ms_result msi_shadow_all(ms_model *m, msi_shadow_way way, uint8_t poison) {
+/* Resident i, or after the last of them the transient values. The shadow has one place after the
+   other, and the transient values last. */
+static msi_extent msi_extent_at(const ms_model *m, uint32_t i) {
     const msi_store *store = m->run.store;
+    const uint64_t bases[] = {0, store->resident_bytes, store->resident_bytes + store->host_bytes};
+    const uint64_t end = bases[2] + store->borrowed_bytes, transient = store->transient_bytes;
+    const msi_extent rest = {msi_transient(m), false, transient, transient, end};
+    if (i >= store->residents.count) {
+        return rest;
+    }
+    const msi_resident *r = &store->residents.items[i];
+    const msi_extent extent = {(uint8_t *)r->address, r->on_host, r->bytes, r->bytes,
+                               bases[r->borrowed ? 2 : r->on_host] + r->offset};
+    return extent;
+}
+
+static msi_extent msi_extent_of_range(const ms_model *m, const msi_program *p, uint32_t range) {
+    const msi_range *r = &p->ranges.items[range];
+    msi_extent extent = msi_extent_at(m, range);
+    extent.bytes = r->bytes;
+    if (range >= m->run.store->residents.count) {
+        extent.memory += r->offset;
+        extent.shadow += r->offset;
+        extent.room = r->bytes;
+    }
+    return extent;
+}
+
+typedef enum msi_shadow_way {
+    MSI_SHADOW_SAVE,    // to the shadow
+    MSI_SHADOW_RESTORE, // from the shadow
+    MSI_SHADOW_KEEP,    // to the copy of the results of the first run
+    MSI_SHADOW_FILL     // with poison
+} msi_shadow_way;
+
+static ms_result msi_shadow_extent(ms_model *m, const msi_extent *p, msi_shadow_way way,
+                                   uint8_t poison) {
+    uint8_t *copy = way == MSI_SHADOW_KEEP ? m->run.store->results : m->run.store->shadow;
+    return way == MSI_SHADOW_FILL ? msi_fill(m, p->memory, p->on_host, poison, p->room)
+           : way == MSI_SHADOW_RESTORE
+               ? msi_copy(m, p->memory, p->on_host, copy + p->shadow, true, p->room)
+               : msi_copy(m, copy + p->shadow, true, p->memory, p->on_host, p->room);
+}
+
+/* Moves everything that is in memory. Goes on after an error, so that as much as possible is
+   restored. */
+static ms_result msi_shadow_all(ms_model *m, msi_shadow_way way, uint8_t poison) {
     ms_result result = MS_RESULT_OK;
-    for (uint32_t i = 0; i <= store->residents.count; i++) {
-        const msi_resident *resident =
-            i < store->residents.count ? &store->residents.items[i] : NULL;
-        const ms_result moved =
-            msi_move_shadow(m, resident ? resident->address : msi_transient(m),
-                            resident && resident->on_host, msi_shadow_offset(store, i),
-                            resident ? resident->bytes : store->transient_bytes, way, poison);
+    for (uint32_t i = 0; i <= m->run.store->residents.count; i++) {
+        const msi_extent extent = msi_extent_at(m, i);
+        const ms_result moved = msi_shadow_extent(m, &extent, way, poison);
         MSI_THEN(result, moved);
     }
     return result;
 }
 
-static ms_result msi_shadow_range(ms_model *m, const msi_program *p, uint32_t range,
-                                  msi_shadow_way way, uint8_t poison) {
-    uint64_t offset = msi_shadow_offset(m->run.store, range);
-    uint64_t bytes = p->ranges.items[range].bytes;
-    if (range < m->run.store->residents.count) {
-        bytes = m->run.store->residents.items[range].bytes;
-    } else {
-        offset += p->ranges.items[range].offset;
+static void msi_shadow_operands(msi_trial *t, msi_shadow_way way, uint8_t poison) {
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        MSI_THEN(t->result, msi_shadow_extent(t->model, &o->extent, way, poison));
     }
-    return msi_move_shadow(m, msi_address(m, p, range), msi_is_on_host(m->run.store, range), offset,
-                           bytes, way, poison);
 }
 
-/* A hash of memory; *uniform: all bytes are `value`. */
-static ms_result msi_hash(ms_model *m, const void *memory, bool on_host, uint64_t bytes,
-                          uint8_t value, uint64_t *hash, bool *uniform) {
-    uint8_t chunk[4096];
-    *hash = bytes;
-    *uniform = true;
-    for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
-        const uint64_t part = bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
-        const ms_result result =
-            msi_copy(m, chunk, true, (const uint8_t *)memory + done, on_host, part);
-        if (result != MS_RESULT_OK) {
-            return result;
+static void msi_begin_trial(msi_trial *t, ms_model *m, const msi_program *p, uint32_t now) {
+    const msi_instruction *i = &p->instructions.items[now];
+    memset(t, 0, sizeof *t);
+    t->model = m;
+    t->program = p;
+    t->instruction = i;
+    t->layer = &m->graph.layers.items[i->target];
+    t->phase = msi_ops[i->op].phase;
+    t->end = t->operands;
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const msi_operand *operand = &p->operands.items[i->operand_first + k];
+        if (operand->range == MSI_NONE) {
+            continue;
         }
-        for (uint64_t i = 0; i < part; i += 8) {
-            uint64_t word = 0;
-            memcpy(&word, chunk + i, (size_t)(part - i < 8 ? part - i : 8));
-            *hash = (*hash ^ word) * 0x9e3779b97f4a7c15u;
-            *hash ^= *hash >> 29;
+        msi_trial_operand *o = t->end++;
+        o->range = &p->ranges.items[operand->range];
+        o->extent = msi_extent_of_range(m, p, operand->range);
+        o->group = msi_operand_group(t->layer, i, k, &o->slot);
+        o->is_resident = operand->range < m->run.store->residents.count;
+        o->is_f32 = o->range->role != MSI_ROLE_WORKSPACE && o->range->role != MSI_ROLE_NORM &&
+                    m->graph.tensors.items[o->range->tensor].view.dtype == MS_DTYPE_F32;
+        o->is_live_in = o->is_resident || o->range->first < now;
+        o->is_made = msi_is_made(t->layer, i, o->group, o->slot);
+        o->is_sum = operand->accumulate && o->is_live_in && o->is_f32;
+    }
+}
+
+static bool msi_is_output(const msi_trial_operand *o) {
+    return o->group == MSI_GROUP_OUT || o->group == MSI_GROUP_SAVED;
+}
+
+/* Copies a piece of a value to t->chunk. Returns its bytes, 0 at the end and after an error. */
+static uint64_t msi_load_chunk(msi_trial *t, const msi_extent *from, uint64_t done) {
+    const uint64_t rest = from->bytes - done;
+    const uint64_t bytes = rest < sizeof t->chunk ? rest : sizeof t->chunk;
+    if (bytes > 0) {
+        MSI_THEN(t->result,
+                 msi_copy(t->model, t->chunk, true, from->memory + done, from->on_host, bytes));
+    }
+    return t->result == MS_RESULT_OK ? bytes : 0;
+}
+
+/* A loop over the chunks of an extent: t->chunk has `part` bytes, from byte `done` on. */
+#define MSI_CHUNKS(t, extent, done, part)                                                          \
+    uint64_t done = 0, part;                                                                       \
+    (part = msi_load_chunk(t, extent, done)) > 0;                                                  \
+    done += part
+
+static void msi_hash_operands(msi_trial *t, msi_moment moment) {
+    for (msi_trial_operand *o = t->operands; o < t->end; o++) {
+        uint64_t hash = o->extent.bytes;
+        for (MSI_CHUNKS(t, &o->extent, done, part)) {
+            for (uint64_t i = 0; i < part; i += 8) {
+                uint64_t word = 0;
+                memcpy(&word, t->chunk + i, (size_t)(part - i < 8 ? part - i : 8));
+                hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
+                hash ^= hash >> 29;
+            }
         }
+        o->hash[moment] = hash;
+    }
+}
+
+static bool msi_is_filled(msi_trial *t, const msi_extent *extent, uint8_t value) {
+    bool filled = true;
+    for (MSI_CHUNKS(t, extent, done, part)) {
         for (uint64_t i = 0; i < part; i++) {
-            *uniform &= chunk[i] == value;
+            filled &= t->chunk[i] == value;
         }
     }
-    return MS_RESULT_OK;
+    return filled;
 }
 
-static uint32_t msi_trial_range(const msi_trial *t, uint32_t operand) {
-    return t->program->operands.items[t->instruction->operand_first + operand].range;
+/* Whether a word of a value has all bits set, as no layer writes it where numbers are. */
+static bool msi_is_unwritten(const uint8_t *at) {
+    uint32_t word;
+    memcpy(&word, at, sizeof word);
+    return word == UINT32_MAX;
 }
 
-static ms_result msi_hash_operands(const msi_trial *t, uint64_t *hashes) {
-    ms_result result = MS_RESULT_OK;
-    bool uniform;
-    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-        const uint32_t range = msi_trial_range(t, k);
-        hashes[k] = 0;
-        if (range != MSI_NONE) {
-            result = msi_hash(t->model, msi_address(t->model, t->program, range),
-                              msi_is_on_host(t->model->run.store, range),
-                              t->program->ranges.items[range].bytes, 0, &hashes[k], &uniform);
-        }
+/* The copy of an operand in the shadow. */
+static msi_extent msi_saved_extent(const msi_trial *t, const msi_trial_operand *o) {
+    msi_extent saved = o->extent;
+    saved.memory = t->model->run.store->shadow + o->extent.shadow;
+    saved.on_host = true;
+    return saved;
+}
+
+/* Puts an operand back. Words that no layer has written become poison again, so that a layer which
+   reads them is found. */
+static void msi_restore_operand(msi_trial *t, const msi_trial_operand *o, uint8_t poison) {
+    const msi_extent saved = msi_saved_extent(t, o);
+    if (o->is_resident || !o->is_f32 || poison == MSI_POISON_LAST) {
+        MSI_THEN(t->result, msi_shadow_extent(t->model, &o->extent, MSI_SHADOW_RESTORE, 0));
+        return;
     }
-    return result;
-}
-
-/* Whether an operand holds something before the instruction. */
-static bool msi_is_live_in(const msi_trial *t, uint32_t range) {
-    return range != MSI_NONE && (range < t->model->run.store->residents.count ||
-                                 t->program->ranges.items[range].first < t->now);
-}
-
-/* Puts an operand back. Words that no layer has written, all bits set where numbers are, become
-   rubbish again: who reads them is found out. */
-static ms_result msi_give_operand(const msi_trial *t, uint32_t range, uint8_t poison) {
-    ms_model *m = t->model;
-    const msi_range *l = &t->program->ranges.items[range];
-    const bool number = l->role != MSI_ROLE_WORKSPACE && l->role != MSI_ROLE_NORM &&
-                        m->graph.tensors.items[l->tensor].view.dtype == MS_DTYPE_F32;
-    if (range < m->run.store->residents.count || !number || poison == MSI_POISON_LAST) {
-        return msi_shadow_range(m, t->program, range, MSI_SHADOW_RESTORE, 0);
-    }
-    const uint8_t *from = m->run.store->shadow + msi_shadow_offset(m->run.store, range) + l->offset;
-    uint8_t *to = (uint8_t *)msi_address(m, t->program, range);
-    uint8_t chunk[4096];
-    ms_result result = MS_RESULT_OK;
-    for (uint64_t done = 0; done < l->bytes && result == MS_RESULT_OK; done += sizeof chunk) {
-        const uint64_t part = l->bytes - done < sizeof chunk ? l->bytes - done : sizeof chunk;
-        memcpy(chunk, from + done, (size_t)part);
+    for (MSI_CHUNKS(t, &saved, done, part)) {
         for (uint64_t i = 0; i < part; i += 4) {
-            uint32_t word;
-            memcpy(&word, chunk + i, sizeof word);
-            memset(chunk + i, word == UINT32_MAX ? poison : chunk[i],
-                   word == UINT32_MAX ? sizeof word : 1);
+            if (msi_is_unwritten(t->chunk + i)) {
+                memset(t->chunk + i, poison, 4);
+            }
         }
-        result = msi_copy(m, to + done, false, chunk, true, part);
+        t->result = msi_copy(t->model, o->extent.memory + done, false, t->chunk, true, part);
     }
-    return result;
 }
 
-/* Whether an operand is a gradient that the layer adds to, and that holds something before. */
-static bool msi_is_sum(const msi_trial *t, uint32_t operand) {
-    const msi_operand *o = &t->program->operands.items[t->instruction->operand_first + operand];
-    return o->range != MSI_NONE && o->accumulate && msi_is_live_in(t, o->range) &&
-           t->model->graph.tensors.items[t->program->ranges.items[o->range].tensor].view.dtype ==
-               MS_DTYPE_F32;
-}
-
-/* Rubbish everywhere but in what the layer is given; a recomputation on trial is given outputs too
-   where its own callback reads them. */
-static ms_result msi_set_scene(const msi_trial *t, ms_phase phase, uint8_t poison) {
-    ms_result result = msi_shadow_all(t->model, MSI_SHADOW_FILL, poison);
-    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-        const uint32_t range = msi_trial_range(t, k);
-        uint32_t slot;
-        const int group = msi_operand_group(t->layer, t->instruction, k, &slot);
-        const bool output = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
-        const bool read = phase == MS_PHASE_RECOMPUTE && t->layer->recompute && output &&
-                          (msi_recompute_reads_of(t->layer, group) >> slot & 1);
-        if (t->spoil_sums && msi_is_sum(t, k)) {
-            result =
-                msi_shadow_range(t->model, t->program, range, MSI_SHADOW_FILL, MSI_POISON_LAST);
-        } else if (msi_is_live_in(t, range) || (read && range != MSI_NONE)) {
-            result = msi_give_operand(t, range, poison);
+/* Poison everywhere except in what the layer reads. A recomputation on trial also gets the outputs
+   that its own callback reads. */
+static void msi_set_scene(msi_trial *t, ms_phase phase, uint8_t poison) {
+    MSI_THEN(t->result, msi_shadow_all(t->model, MSI_SHADOW_FILL, poison));
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        const bool read = phase == MS_PHASE_RECOMPUTE && t->layer->recompute && msi_is_output(o) &&
+                          (msi_recompute_reads_of(t->layer, o->group) >> o->slot & 1);
+        if (t->spoil_sums && o->is_sum) {
+            MSI_THEN(t->result,
+                     msi_shadow_extent(t->model, &o->extent, MSI_SHADOW_FILL, MSI_POISON_LAST));
+        } else if (o->is_live_in || read) {
+            msi_restore_operand(t, o, poison);
         }
     }
-    return result;
 }
 
-/* Makes the call of a forward that of a recomputation by the layer's own callback. */
-static ms_result msi_turn_into_recompute(const msi_trial *t, ms_call *call) {
+/* Makes the call of a forward that of a recomputation. */
+static void msi_turn_into_recompute(msi_trial *t, ms_call *call) {
     const msi_layer *l = t->layer;
     ms_view *views = t->model->run.views;
-    for (int group = 0; group < MSI_GROUP_COUNT && l->recompute; group++) {
-        const uint32_t reads = msi_recompute_reads_of(l, group);
+    call->phase = MS_PHASE_RECOMPUTE;
+    if (!l->recompute) {
+        return;
+    }
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
         const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
         for (uint32_t k = 0; k < l->count[group]; k++, views++) {
-            views->data = made || (reads >> k & 1) ? views->data : NULL;
+            views->data = made || (msi_recompute_reads_of(l, group) >> k & 1) ? views->data : NULL;
         }
     }
-    if (l->recompute) {
-        call->wanted_out = (uint16_t)(call->wanted_out & ~msi_recompute_reads_of(l, MSI_GROUP_OUT));
-        call->wanted_saved =
-            (uint16_t)(call->wanted_saved & ~msi_recompute_reads_of(l, MSI_GROUP_SAVED));
-        call->workspace_bytes = msi_workspace_bytes(&t->model->graph, l, MSI_WORKSPACE_RECOMPUTE);
-        call->workspace = call->workspace_bytes ? call->workspace : NULL;
+    call->wanted_out = (uint16_t)(call->wanted_out & ~msi_recompute_reads_of(l, MSI_GROUP_OUT));
+    call->wanted_saved =
+        (uint16_t)(call->wanted_saved & ~msi_recompute_reads_of(l, MSI_GROUP_SAVED));
+    call->workspace_bytes = msi_workspace_bytes(&t->model->graph, l, MSI_WORKSPACE_RECOMPUTE);
+    call->workspace = call->workspace_bytes ? call->workspace : NULL;
+    if (call->workspace && l->workspace[MSI_WORKSPACE_RECOMPUTE].contents != MS_CONTENTS_ANY) {
+        t->result = msi_fill(t->model, call->workspace, false, 0, call->workspace_bytes);
     }
-    call->phase = MS_PHASE_RECOMPUTE;
-    const bool clear = l->recompute && call->workspace &&
-                       l->workspace[MSI_WORKSPACE_RECOMPUTE].contents != MS_CONTENTS_ANY;
-    return clear ? msi_fill(t->model, call->workspace, false, 0, call->workspace_bytes)
-                 : MS_RESULT_OK;
 }
 
-/* One run of the callback, and the hashes of the operands behind it. */
-static ms_result msi_try_layer(msi_trial *t, ms_phase phase, uint8_t poison, uint64_t *hashes) {
+/* Runs the callback once, and hashes the operands before and after. */
+static void msi_try_layer(msi_trial *t, ms_phase phase, uint8_t poison, msi_moment moment) {
     ms_call call;
-    ms_result result = msi_set_scene(t, phase, poison);
-    MSI_THEN(result, msi_hash_operands(t, t->before));
-    if (result == MS_RESULT_OK) {
-        msi_fill_call(t->model, t->program, t->instruction, &call);
-        result = phase != call.phase ? msi_turn_into_recompute(t, &call) : result;
+    msi_set_scene(t, phase, poison);
+    msi_hash_operands(t, MSI_BEFORE);
+    if (t->result != MS_RESULT_OK) {
+        return;
     }
-    MSI_THEN(result, msi_call_layer(t->model, t->layer, &call));
-    return result == MS_RESULT_OK ? msi_hash_operands(t, hashes) : result;
+    msi_fill_call(t->model, t->program, t->instruction, &call);
+    if (phase != call.phase) {
+        msi_turn_into_recompute(t, &call);
+    }
+    MSI_THEN(t->result, msi_call_layer(t->model, t->layer, &call));
+    msi_hash_operands(t, moment);
 }
 
 /* "layer L: its backward callback <what> the gradient of "x": <cure>" */
-static ms_result msi_fail_contract(const msi_trial *t, uint32_t operand, const char *what,
-                                   const char *cure) {
+static void msi_fail_contract(msi_trial *t, const msi_trial_operand *o, const char *what,
+                              const char *cure) {
     ms_model *m = t->model;
-    const msi_range *range = &t->program->ranges.items[msi_trial_range(t, operand)];
-    const char *role = range->role == MSI_ROLE_WORKSPACE ? "workspace of"
-                       : range->role == MSI_ROLE_CONTRIBUTION
+    const bool workspace = o->range->role == MSI_ROLE_WORKSPACE;
+    const char *role = workspace ? "workspace of"
+                       : o->range->role == MSI_ROLE_CONTRIBUTION
                            ? "gradient of"
-                           : msi_role_name((msi_role)range->role);
-    return msi_fail(m, MS_RESULT_CONTRACT, "layer \"%s\": its %s callback %s the %s \"%s\": %s",
-                    msi_layer_name(m, t->instruction->target),
-                    msi_phase_name(msi_ops[t->instruction->op].phase), what, role,
-                    range->role == MSI_ROLE_WORKSPACE ? msi_layer_name(m, range->tensor)
-                                                      : msi_tensor_name(m, range->tensor),
-                    cure);
+                           : msi_role_name((msi_role)o->range->role);
+    MSI_THEN(t->result,
+             msi_fail(m, MS_RESULT_CONTRACT, "layer \"%s\": its %s callback %s the %s \"%s\": %s",
+                      msi_layer_name(m, t->instruction->target), msi_phase_name(t->phase), what,
+                      role,
+                      workspace ? msi_layer_name(m, o->range->tensor)
+                                : msi_tensor_name(m, o->range->tensor),
+                      cure));
 }
 
-/* Whether another operand that the layer may write lies in the same memory. */
-static bool msi_is_shared(const msi_trial *t, uint32_t operand) {
-    const uint8_t *own =
-        (const uint8_t *)msi_address(t->model, t->program, msi_trial_range(t, operand));
-    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-        const uint32_t range = msi_trial_range(t, k);
-        uint32_t slot;
-        const int group = msi_operand_group(t->layer, t->instruction, k, &slot);
-        if (range != MSI_NONE && msi_is_written(t->layer, t->instruction, group, slot) &&
-            msi_address(t->model, t->program, range) == own) {
-            return true;
+/* Whether the layer may write to the memory of an operand, as this one or as another. */
+static bool msi_may_change(const msi_trial *t, const msi_trial_operand *operand) {
+    bool may = false;
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        may |= o->extent.memory == operand->extent.memory &&
+               msi_is_written(t->layer, t->instruction, o->group, o->slot);
+    }
+    return may;
+}
+
+static void msi_check_unchanged(msi_trial *t) {
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        if (o->is_live_in && o->hash[MSI_BEFORE] != o->hash[MSI_AFTER] && !msi_may_change(t, o)) {
+            msi_fail_contract(t, o, "changed",
+                              "declare that: in_place or state in forward, clobbers in backward");
         }
     }
-    return false;
 }
 
-/* What was only to be read must be as it was. */
-static ms_result msi_check_unchanged(const msi_trial *t) {
-    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-        if (msi_is_live_in(t, msi_trial_range(t, k)) && t->before[k] != t->after[k] &&
-            !msi_is_shared(t, k)) {
-            return msi_fail_contract(t, k, "changed",
-                                     "declare that: in_place or state in forward, clobbers in "
-                                     "backward");
-        }
-    }
-    return MS_RESULT_OK;
-}
-
-/* The first output or saved tensor in which a recomputation differs from forward, or MSI_NONE. */
-static uint32_t msi_first_difference(const msi_trial *t) {
-    const uint32_t first = msi_group_start(t->layer, MSI_GROUP_OUT);
-    const uint32_t end = msi_group_start(t->layer, MSI_GROUP_PARAM);
-    for (uint32_t k = first; k < end; k++) {
-        if (msi_trial_range(t, k) != MSI_NONE && t->after[k] != t->again[k]) {
-            return k;
-        }
-    }
-    return MSI_NONE;
-}
-
-/* Results go to the shadow, or come back from it. */
-static ms_result msi_shadow_results(const msi_trial *t, msi_shadow_way way, uint8_t poison) {
-    ms_result result = MS_RESULT_OK;
-    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-        if (msi_trial_range(t, k) != MSI_NONE) {
-            result = msi_shadow_range(t->model, t->program, msi_trial_range(t, k), way, poison);
-        }
-    }
-    return result;
-}
-
-/* Whether what the last run made differs from the first: in outputs and saved tensors, beyond bytes
-   that neither has written. */
-static ms_result msi_compare_results(const msi_trial *t, uint32_t operand, bool partial,
-                                     bool *differs) {
-    ms_model *m = t->model;
-    const uint32_t range = msi_trial_range(t, operand);
-    const uint64_t offset =
-        msi_shadow_offset(m->run.store, range) +
-        (range < m->run.store->residents.count ? 0 : t->program->ranges.items[range].offset);
-    const uint8_t *first = m->run.store->results + offset;
-    const uint8_t *last = (const uint8_t *)msi_address(m, t->program, range);
-    const uint64_t bytes = t->program->ranges.items[range].bytes;
-    uint8_t chunk[4096];
-    *differs = false;
-    for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
-        const uint64_t part = bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
-        const ms_result result =
-            msi_copy(m, chunk, true, last + done, msi_is_on_host(m->run.store, range), part);
-        if (result != MS_RESULT_OK) {
-            return result;
-        }
+/* Whether the last run has made other bits of an operand than the first. Bytes of outputs that
+   neither has written do not count. */
+static bool msi_results_differ(msi_trial *t, const msi_trial_operand *o) {
+    const uint8_t *first = t->model->run.store->results + o->extent.shadow;
+    bool differ = false;
+    for (MSI_CHUNKS(t, &o->extent, done, part)) {
         for (uint64_t i = 0; i < part; i++) {
-            const bool unwritten =
-                partial && first[done + i] == MSI_POISON_FIRST && chunk[i] == MSI_POISON_LAST;
-            *differs |= first[done + i] != chunk[i] && !unwritten;
+            const bool unwritten = msi_is_output(o) && first[done + i] == MSI_POISON_FIRST &&
+                                   t->chunk[i] == MSI_POISON_LAST;
+            differ |= first[done + i] != t->chunk[i] && !unwritten;
         }
     }
-    return MS_RESULT_OK;
+    return differ;
 }
 
-/* The first operand in which the two runs differ, or MSI_NONE. */
-static ms_result msi_find_difference(const msi_trial *t, uint32_t *operand) {
-    ms_result result = MS_RESULT_OK;
-    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-        uint32_t slot;
-        const int group = msi_operand_group(t->layer, t->instruction, k, &slot);
-        bool differs = false;
-        if (msi_is_made(t->layer, t->instruction, group, slot) &&
-            msi_trial_range(t, k) != MSI_NONE && t->after[k] != t->again[k]) {
-            result = msi_compare_results(t, k, group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED,
-                                         &differs);
-        }
-        if (differs) {
-            *operand = k;
-            return result;
+/* The first operand in which the two runs differ, or NULL. */
+static const msi_trial_operand *msi_find_difference(msi_trial *t) {
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        if (o->is_made && o->hash[MSI_AFTER] != o->hash[MSI_AGAIN] && msi_results_differ(t, o)) {
+            return o;
         }
     }
-    *operand = MSI_NONE;
-    return result;
+    return NULL;
 }
 
-/* *number: some word of an operand is not NaN. */
-static ms_result msi_find_number(const msi_trial *t, uint32_t operand, bool *number) {
-    const uint32_t range = msi_trial_range(t, operand);
-    const uint8_t *from = (const uint8_t *)msi_address(t->model, t->program, range);
-    const uint64_t bytes = t->program->ranges.items[range].bytes;
-    float chunk[1024];
-    *number = false;
-    for (uint64_t done = 0; done < bytes; done += sizeof chunk) {
-        const uint64_t part = bytes - done < sizeof chunk ? bytes - done : sizeof chunk;
-        const ms_result result = msi_copy(t->model, chunk, true, from + done,
-                                          msi_is_on_host(t->model->run.store, range), part);
-        if (result != MS_RESULT_OK) {
-            return result;
-        }
-        for (uint64_t i = 0; i < part / sizeof(float); i++) {
-            *number |= !isnan(chunk[i]);
+/* Whether a word of an operand is not NaN. */
+static bool msi_has_number(msi_trial *t, const msi_trial_operand *o) {
+    bool number = false;
+    for (MSI_CHUNKS(t, &o->extent, done, part)) {
+        for (uint64_t i = 0; i + 4 <= part; i += 4) {
+            float word;
+            memcpy(&word, t->chunk + i, sizeof word);
+            number |= !isnan(word);
         }
     }
-    return MS_RESULT_OK;
+    return number;
 }
 
-/* Where gradients that are added to hold NaN, all of them stay NaN; a number was written over. */
-static ms_result msi_check_sums(msi_trial *t) {
-    bool any = false, number = false;
-    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-        any |= msi_is_sum(t, k);
+/* Where gradients that are added to hold NaN, they stay NaN. A number shows that the layer has
+   written over them. */
+static void msi_check_sums(msi_trial *t) {
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        t->spoil_sums |= o->is_sum;
     }
-    t->spoil_sums = true;
-    ms_result result =
-        any ? msi_try_layer(t, msi_ops[t->instruction->op].phase, MSI_POISON_FIRST, t->again)
-            : MS_RESULT_OK;
+    if (!t->spoil_sums) {
+        return;
+    }
+    msi_try_layer(t, t->phase, MSI_POISON_FIRST, MSI_AGAIN);
     t->spoil_sums = false;
-    for (uint32_t k = 0; k < t->instruction->operand_count && result == MS_RESULT_OK; k++) {
-        if (msi_is_sum(t, k)) {
-            result = msi_find_number(t, k, &number);
-        }
-        if (number) {
-            return msi_fail_contract(
-                t, k, "writes over",
-                "others contribute to it too: heed beta, or declare the slot in "
-                "overwrites");
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        if (o->is_sum && msi_has_number(t, o)) {
+            msi_fail_contract(t, o, "writes over",
+                              "others contribute to it too: respect beta, or declare the slot in "
+                              "overwrites");
         }
     }
-    return result;
 }
 
-/* The operand of which a part was given that no layer has written, or MSI_NONE. */
-static uint32_t msi_find_unwritten(const msi_trial *t) {
-    const ms_model *m = t->model;
-    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-        const uint32_t range = msi_trial_range(t, k);
-        const msi_range *l = range == MSI_NONE ? NULL : &t->program->ranges.items[range];
-        if (!l || range < m->run.store->residents.count || !msi_is_live_in(t, range) ||
-            l->role != MSI_ROLE_VALUE ||
-            m->graph.tensors.items[l->tensor].view.dtype != MS_DTYPE_F32) {
-            continue;
-        }
-        const uint8_t *from =
-            m->run.store->shadow + msi_shadow_offset(m->run.store, range) + l->offset;
-        for (uint64_t i = 0; i < l->bytes; i += 4) {
-            uint32_t word;
-            memcpy(&word, from + i, sizeof word);
-            if (word == UINT32_MAX) {
-                return k;
+/* An operand with a part that no layer has written, or NULL. */
+static const msi_trial_operand *msi_find_unwritten(const msi_trial *t) {
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        const msi_extent saved = msi_saved_extent(t, o);
+        const bool candidate =
+            o->is_live_in && !o->is_resident && o->is_f32 && o->range->role == MSI_ROLE_VALUE;
+        for (uint64_t i = 0; i < saved.bytes && candidate; i += 4) {
+            if (msi_is_unwritten(saved.memory + i)) {
+                return o;
             }
         }
     }
-    return MSI_NONE;
+    return NULL;
 }
 
-static ms_result msi_fail_unwritten(const msi_trial *t, uint32_t operand) {
+/* Runs the layer with the other poison. If the results differ, runs it like that once more: if they
+   differ again the layer is not deterministic, otherwise they depend on the poison. */
+static void msi_last_run(msi_trial *t) {
     ms_model *m = t->model;
-    const uint32_t tensor = t->program->ranges.items[msi_trial_range(t, operand)].tensor;
-    return msi_fail(m, MS_RESULT_CONTRACT,
-                    "layer \"%s\" reads a part of \"%s\" that layer \"%s\" has not written",
-                    msi_layer_name(m, t->instruction->target), msi_tensor_name(m, tensor),
-                    msi_layer_name(m, m->graph.tensors.items[tensor].producer));
+    msi_try_layer(t, t->phase, MSI_POISON_LAST, MSI_AGAIN);
+    const msi_trial_operand *o = msi_find_difference(t);
+    if (!o) {
+        return;
+    }
+    msi_try_layer(t, t->phase, MSI_POISON_LAST, MSI_AFTER);
+    const msi_trial_operand *unwritten = msi_find_unwritten(t);
+    if (o->hash[MSI_AFTER] != o->hash[MSI_AGAIN]) {
+        msi_fail_contract(t, o, "gives other bits each time for",
+                          "draw random numbers from ms_call.seed alone, and declare what "
+                          "forward changes as state; or set no_recompute");
+    } else if (unwritten) {
+        const uint32_t tensor = unwritten->range->tensor;
+        MSI_THEN(t->result,
+                 msi_fail(m, MS_RESULT_CONTRACT,
+                          "layer \"%s\" reads a part of \"%s\" that layer \"%s\" has not written",
+                          msi_layer_name(m, t->instruction->target), msi_tensor_name(m, tensor),
+                          msi_layer_name(m, m->graph.tensors.items[tensor].producer)));
+    } else {
+        msi_fail_contract(t, o, "lets memory that it was not given decide on",
+                          "it adds (+=) to what it should write (accumulates), reads what "
+                          "it did not declare (backward_reads) or what no layer has "
+                          "written, leaves a part of a gradient unwritten, multiplies what it "
+                          "finds in a gradient "
+                          "by a beta of 0, or expects a cleared workspace");
+    }
 }
 
-static ms_result msi_last_run(msi_trial *t) {
-    const ms_phase phase = msi_ops[t->instruction->op].phase;
-    uint32_t k = MSI_NONE;
-    ms_result result = msi_try_layer(t, phase, MSI_POISON_LAST, t->again);
-    MSI_THEN(result, msi_find_difference(t, &k));
-    if (result != MS_RESULT_OK || k == MSI_NONE) {
-        return result;
-    }
-    result = msi_try_layer(t, phase, MSI_POISON_LAST, t->after);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    const uint32_t unwritten = msi_find_unwritten(t);
-    if (t->after[k] == t->again[k] && unwritten != MSI_NONE) {
-        return msi_fail_unwritten(t, unwritten);
-    }
-    return t->after[k] != t->again[k]
-               ? msi_fail_contract(t, k, "gives other bits each time for",
-                                   "draw random numbers from ms_call.seed alone, and declare what "
-                                   "forward changes as state; or set no_recompute")
-               : msi_fail_contract(t, k, "lets memory that it was not given decide on",
-                                   "it adds (+=) to what it should write (accumulates), reads what "
-                                   "it did not declare (backward_reads) or what no layer has "
-                                   "written, leaves a part of a gradient unwritten, "
-                                   "multiplies rubbish by a beta of 0, or expects a cleared "
-                                   "workspace");
-}
-
-/* A recomputation right behind forward: the same bits, and no change of state that it promised not
-   to make. */
-static ms_result msi_try_recompute(msi_trial *t) {
-    msi_store *store = t->model->run.store;
-    for (uint32_t k = 0; k < t->instruction->operand_count; k++) { // what forward made
-        const uint32_t range = msi_trial_range(t, k);
-        if (range != MSI_NONE && !msi_is_live_in(t, range) &&
-            t->program->ranges.items[range].alias_of == MSI_NONE) {
-            const uint64_t offset =
-                msi_shadow_offset(store, range) + t->program->ranges.items[range].offset;
-            memcpy(store->shadow + offset, store->results + offset,
-                   (size_t)t->program->ranges.items[range].bytes);
+/* A recomputation right after forward must make the same bits, and not change state if it promised
+   not to. */
+static void msi_try_recompute(msi_trial *t) {
+    const msi_store *store = t->model->run.store;
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) { // what forward made
+        if (!o->is_live_in && o->range->alias_of == MSI_NONE) {
+            memcpy(store->shadow + o->extent.shadow, store->results + o->extent.shadow,
+                   (size_t)o->extent.bytes);
         }
     }
-    const ms_result result = msi_try_layer(t, MS_PHASE_RECOMPUTE, MSI_POISON_FIRST, t->again);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    uint32_t k = msi_first_difference(t);
-    if (k != MSI_NONE) {
-        return msi_fail_contract(
-            t, k, "makes other bits in MS_PHASE_RECOMPUTE for",
-            "draw random numbers from ms_call.seed alone, declare what forward "
-            "changes as state, and write all that is wanted; or set "
-            "no_recompute");
-    }
-    const uint32_t first = msi_group_start(t->layer, MSI_GROUP_STATE);
-    for (k = first; k < first + t->layer->count[MSI_GROUP_STATE]; k++) {
-        if (t->layer->keeps_state && msi_trial_range(t, k) != MSI_NONE &&
-            t->before[k] != t->again[k]) {
-            return msi_fail_contract(t, k, "changes, in MS_PHASE_RECOMPUTE,",
-                                     "keeps_state promised that it would not");
+    msi_try_layer(t, MS_PHASE_RECOMPUTE, MSI_POISON_FIRST, MSI_AGAIN);
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        if (msi_is_output(o) && o->hash[MSI_AFTER] != o->hash[MSI_AGAIN]) {
+            msi_fail_contract(t, o, "makes other bits in MS_PHASE_RECOMPUTE for",
+                              "draw random numbers from ms_call.seed alone, declare what forward "
+                              "changes as state, and write all that is wanted; or set "
+                              "no_recompute");
+        }
+        if (o->group == MSI_GROUP_STATE && t->layer->keeps_state &&
+            o->hash[MSI_BEFORE] != o->hash[MSI_AGAIN]) {
+            msi_fail_contract(t, o, "changes, in MS_PHASE_RECOMPUTE,",
+                              "keeps_state promised that it would not");
         }
     }
-    return MS_RESULT_OK;
 }
 
-/* The hash of a tensor from forward stays, and a recomputation must reproduce it. */
-static ms_result msi_check_fingerprint(const msi_trial *t) {
-    const msi_op op = (msi_op)t->instruction->op;
-    for (uint32_t k = 0; k < t->instruction->operand_count; k++) {
-        uint32_t slot;
-        const int group = msi_operand_group(t->layer, t->instruction, k, &slot);
-        const uint32_t range = msi_trial_range(t, k);
-        if ((group != MSI_GROUP_OUT && group != MSI_GROUP_SAVED) || range == MSI_NONE) {
+/* Keeps the hash of each output of forward, which a recomputation must reproduce. */
+static void msi_check_fingerprint(msi_trial *t) {
+    for (const msi_trial_operand *o = t->operands; o < t->end && t->result == MS_RESULT_OK; o++) {
+        if (!msi_is_output(o)) {
             continue;
         }
-        uint64_t *fingerprint =
-            &t->model->run.store->fingerprint[t->program->ranges.items[range].tensor];
-        if (op == MSI_OP_FORWARD) {
-            *fingerprint = t->after[k];
-        } else if (op == MSI_OP_RECOMPUTE && *fingerprint && *fingerprint != t->after[k]) {
-            return msi_fail_contract(t, k, "makes other bits than forward did for",
-                                     "what it computes from was changed in between: declare it as "
-                                     "state, or set no_recompute");
+        uint64_t *fingerprint = &t->model->run.store->fingerprint[o->range->tensor];
+        if (t->instruction->op == MSI_OP_FORWARD) {
+            *fingerprint = o->hash[MSI_AFTER];
+        } else if (t->instruction->op == MSI_OP_RECOMPUTE && *fingerprint &&
+                   *fingerprint != o->hash[MSI_AFTER]) {
+            msi_fail_contract(t, o, "makes other bits than forward did for",
+                              "what it computes from was changed in between: declare it as state, "
+                              "or set no_recompute");
         }
     }
-    return MS_RESULT_OK;
 }
 
-/* What a run has made and was given: set aside, to be compared, or put into the shadow to stay. */
-static ms_result msi_keep_results(const msi_trial *t, bool aside) {
-    msi_store *store = t->model->run.store;
-    uint8_t *shadow = store->shadow;
-    store->shadow = aside ? store->results : shadow;
-    const ms_result result = msi_shadow_results(t, MSI_SHADOW_SAVE, 0);
-    store->shadow = shadow;
-    return result;
-}
-
-/* Everything that the layer was not given must still be rubbish. What it was given is kept, and
-   becomes rubbish here. */
-static ms_result msi_check_outside(const msi_trial *t, uint8_t poison) {
+/* All memory that is not an operand must still be poison. Operands have been copied, and are
+   poisoned first. */
+static void msi_check_outside(msi_trial *t, uint8_t poison) {
     ms_model *m = t->model;
     const msi_store *store = m->run.store;
-    ms_result result = msi_shadow_results(t, MSI_SHADOW_FILL, poison);
-    uint64_t hash;
-    bool uniform = true;
-    for (uint32_t i = 0; i <= store->residents.count && result == MS_RESULT_OK && uniform; i++) {
-        const msi_resident *resident =
-            i < store->residents.count ? &store->residents.items[i] : NULL;
-        result = msi_hash(
-            m, resident ? resident->address : msi_transient(m), resident && resident->on_host,
-            resident ? resident->bytes : store->transient_bytes, poison, &hash, &uniform);
-        if (!uniform) {
-            result =
-                msi_fail(m, MS_RESULT_CONTRACT,
-                         "layer \"%s\": it wrote to memory that it was not given (%s%s%s): take "
-                         "all pointers from the call, and keep to the bytes of the views",
-                         msi_layer_name(m, t->instruction->target), resident ? "\"" : "",
-                         resident ? msi_tensor_name(m, resident->tensor) : "passing values",
-                         resident ? "\"" : "");
+    msi_shadow_operands(t, MSI_SHADOW_FILL, poison);
+    for (uint32_t i = 0; i <= store->residents.count; i++) {
+        const msi_extent extent = msi_extent_at(m, i);
+        if (!msi_is_filled(t, &extent, poison)) {
+            const bool resident = i < store->residents.count;
+            MSI_THEN(t->result,
+                     msi_fail(m, MS_RESULT_CONTRACT,
+                              "layer \"%s\": it wrote to memory that it was not given (%s%s%s): "
+                              "take all pointers from the call, and keep to the bytes of the views",
+                              msi_layer_name(m, t->instruction->target), resident ? "\"" : "",
+                              resident ? msi_tensor_name(m, store->residents.items[i].tensor)
+                                       : "transient values",
+                              resident ? "\"" : ""));
         }
     }
-    return result;
 }
 
-/* A recompute callback of its own needs its workspace, for which forward's must be large enough,
-   and all that forward read, of which nothing may have been taken over. */
+/* Whether a recomputation can run right after forward. A recompute callback of its own needs its
+   workspace, for which forward's must be large enough, and all that forward read: none of that may
+   lie in memory that an output has taken by now. */
 static bool msi_can_try_recompute(const msi_trial *t) {
     const msi_graph *g = &t->model->graph;
     bool can = msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_RECOMPUTE) <=
                msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_FORWARD);
-    for (uint32_t k = 0; k < t->instruction->operand_count && can; k++) {
-        const uint32_t range = msi_trial_range(t, k);
-        can = range == MSI_NONE || t->program->ranges.items[range].alias_of == MSI_NONE ||
-              t->program->ranges.items[range].first != t->now;
+    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
+        can &= o->range->alias_of == MSI_NONE || o->is_live_in;
     }
     return can || !t->layer->recompute;
 }
 
-static ms_result msi_run_trials(msi_trial *t) {
+static void msi_run_trials(msi_trial *t) {
     const msi_op op = (msi_op)t->instruction->op;
     const bool once = op == MSI_OP_FORWARD && !msi_can_recompute(t->layer);
     const uint8_t poison = once ? MSI_POISON_LAST : MSI_POISON_FIRST;
-    ms_result result = msi_try_layer(t, msi_ops[op].phase, poison, t->after);
-    MSI_THEN(result, msi_check_unchanged(t));
-    MSI_THEN(result, msi_check_fingerprint(t));
-    MSI_THEN(result, msi_keep_results(t, true));
-    if (!once && result == MS_RESULT_OK) {
-        result = msi_check_outside(t, poison);
-        MSI_THEN(result, msi_check_sums(t));
+    msi_try_layer(t, t->phase, poison, MSI_AFTER);
+    msi_check_unchanged(t);
+    msi_check_fingerprint(t);
+    msi_shadow_operands(t, MSI_SHADOW_KEEP, 0);
+    if (!once) {
+        msi_check_outside(t, poison);
+        msi_check_sums(t);
     }
-    if (op == MSI_OP_FORWARD && !once && msi_can_try_recompute(t) && result == MS_RESULT_OK) {
-        result = msi_try_recompute(t);
+    if (op == MSI_OP_FORWARD && !once && msi_can_try_recompute(t) && t->result == MS_RESULT_OK) {
+        msi_try_recompute(t);
     }
-    if (!once && result == MS_RESULT_OK) {
-        result = msi_last_run(t);
+    if (!once) {
+        msi_last_run(t);
     }
-    MSI_THEN(result, msi_keep_results(t, false));
-    return result == MS_RESULT_OK ? msi_check_outside(t, MSI_POISON_LAST) : result;
+    msi_shadow_operands(t, MSI_SHADOW_SAVE, 0);
+    msi_check_outside(t, MSI_POISON_LAST);
 }
 
 static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now) {
     msi_trial t;
-    memset(&t, 0, sizeof t);
-    t.model = m;
-    t.program = p;
-    t.now = now;
-    t.instruction = &p->instructions.items[now];
-    t.layer = &m->graph.layers.items[t.instruction->target];
-    ms_result result = msi_shadow_all(m, MSI_SHADOW_SAVE, 0);
-    if (result != MS_RESULT_OK) {
-        return result;
+    const ms_result saved = msi_shadow_all(m, MSI_SHADOW_SAVE, 0);
+    if (saved != MS_RESULT_OK) {
+        return saved;
     }
-    result = msi_run_trials(&t);
+    msi_begin_trial(&t, m, p, now);
+    msi_run_trials(&t);
     const msi_errors errors = m->errors;
     ms_result restored = msi_shadow_all(m, MSI_SHADOW_RESTORE, 0);
     if (restored != MS_RESULT_OK && msi_shadow_all(m, MSI_SHADOW_RESTORE, 0) != MS_RESULT_OK) {
-        m->run.updates_done++; // params are rubbish now: the model has failed
+        m->run.updates_done++; // params are lost: the model has failed
     }
-    if (result != MS_RESULT_OK) {
+    if (t.result != MS_RESULT_OK) {
         m->errors = errors;
     }
-    return result == MS_RESULT_OK ? restored : result;
+    return t.result == MS_RESULT_OK ? restored : t.result;
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>timing  empirical profiling: times of the first steps, and what is learnt from them
+// >>timing  empirical profiling: measures the first steps, and learns times from them
 
 static uint64_t msi_timing_bytes(const msi_timing *t) {
     return sizeof *t + (2ull + t->wanted) * t->series_count * sizeof(double);
@@ -12156,7 +12060,7 @@ static void msi_timing_free(const ms_allocator *a, msi_timing *t) {
     msi_release(a, t, t ? msi_timing_bytes(t) : 0);
 }
 
-/* The series of samples of a model that is to be timed, once. */
+/* Allocates the series of samples, once, if the steps of this model are to be timed. */
 static ms_result msi_make_timing(ms_model *m) {
     const ms_config *c = &m->config;
     msi_timing t;
@@ -12182,12 +12086,6 @@ static ms_result msi_make_timing(ms_model *m) {
     return MS_RESULT_OK;
 }
 
-/* A new plan: samples that are complete stay, others begin anew. */
-static void msi_restart_timing(msi_timing *t) {
-    t->stage = t->sample_count == t->wanted ? MSI_WARMUP_AGAIN : MSI_WARMUP_COLD;
-    t->sample_count = t->sample_count == t->wanted ? t->sample_count : 0;
-}
-
 /* Whether the instructions that run now are timed. */
 static bool msi_is_timed(const ms_model *m) {
     const msi_timing *t = m->run.timing;
@@ -12195,7 +12093,7 @@ static bool msi_is_timed(const ms_model *m) {
            m->run.program == &m->run.plan->train;
 }
 
-/* On a device, what is between enqueuing next to nothing and hearing that it is done. */
+/* What timing adds on an asynchronous device: the time to enqueue next to nothing and wait. */
 static ms_result msi_measure_overhead(ms_model *m) {
     msi_timing *t = m->run.timing;
     ms_result result = msi_synchronize(m);
@@ -12210,7 +12108,7 @@ static ms_result msi_measure_overhead(ms_model *m) {
     return result;
 }
 
-/* The beginning of a step that is timed, or of one of its micro-batches. */
+/* At the beginning of a step that is timed, or of one of its micro-batches. */
 static ms_result msi_begin_timing(ms_model *m) {
     msi_timing *t = m->run.timing;
     const ms_result result = msi_measure_overhead(m);
@@ -12223,36 +12121,35 @@ static ms_result msi_begin_timing(ms_model *m) {
     return result;
 }
 
-/* Adds what an instruction took to its series. */
+/* Adds the time of an instruction to its series. */
 static void msi_add_time(ms_model *m, const msi_program *p, uint32_t now, double us) {
     msi_timing *t = m->run.timing;
     const msi_instruction *i = &p->instructions.items[now];
     const msi_cost cost = msi_ops[i->op].cost;
     const bool of_layer = msi_calls_layer((msi_op)i->op);
-    const uint32_t layers = m->graph.layers.count;
-    const bool skipped = cost >= MSI_COST_MEASURED_END || cost == MSI_COST_NONE ||
-                         msi_is_free(p, i) || (i->op == MSI_OP_ZERO && m->run.micro > 0);
-    if (skipped) {
+    if (cost >= MSI_COST_MEASURED_END || cost == MSI_COST_NONE || msi_is_free(p, i) ||
+        (i->op == MSI_OP_ZERO && m->run.micro > 0)) {
         return;
     }
     const double amount = of_layer
                               ? msi_output_elements(&m->graph, &m->graph.layers.items[i->target])
                               : msi_moved_bytes(p, i);
-    const uint32_t series = of_layer ? 3 * i->target + (uint32_t)(cost - MSI_COST_FORWARD)
-                                     : 3 * layers + (uint32_t)(cost - MSI_COST_LAYER_END);
+    const uint32_t series = of_layer
+                                ? 3 * i->target + (uint32_t)(cost - MSI_COST_FORWARD)
+                                : 3 * m->graph.layers.count + (uint32_t)(cost - MSI_COST_LAYER_END);
     t->us[series] += amount > 0.0 ? us : 0.0;
     t->amount[series] += amount;
 }
 
-/* What an instruction took: a device overlaps the enqueuing of one with the run of another, so that
-   only a launch remains of that. */
+/* Notes the time of an instruction. In a step that is not timed, an asynchronous device runs one
+   instruction while the next is enqueued, so of the overhead only the launch counts. */
 static void msi_note_time(ms_model *m, uint32_t now, double start_us, double end_us) {
     const msi_timing *t = m->run.timing;
-    const bool asynchronous = m->config.backend.is_asynchronous;
     msi_program *p = &m->run.plan->train;
     double us = end_us - start_us - t->overhead_us;
     us = us > 0.0 ? us : 0.0;
-    if (msi_calls_layer((msi_op)p->instructions.items[now].op) && asynchronous) {
+    if (msi_calls_layer((msi_op)p->instructions.items[now].op) &&
+        m->config.backend.is_asynchronous) {
         us += m->costs.hardware.launch_us;
     }
     p->measured.items[2 * now] = start_us - t->begin_us;
@@ -12260,25 +12157,17 @@ static void msi_note_time(ms_model *m, uint32_t now, double start_us, double end
     msi_add_time(m, p, now, us);
 }
 
-/* Whether the device, which has been waited for, has halted the step that is done. */
+/* Whether the device has halted the step that is done. Waits for it. */
 static ms_result msi_was_halted(ms_model *m, bool *halted) {
-    ms_result result = m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
+    ms_result result = msi_fetch_verdict(m);
     MSI_THEN(result, msi_synchronize(m));
     *halted = m->run.verdict == MSI_VERDICT_COPIED &&
               msi_verdict(m, false)->halted != (uint32_t)MS_HALT_NONE;
     return result;
 }
 
-static void msi_take_samples(msi_timing *t) {
-    for (uint32_t k = 0; k < t->series_count; k++) {
-        const bool any = t->amount[k] > 0.0;
-        t->samples[(uint64_t)k * t->wanted + t->sample_count] = any ? t->us[k] / t->amount[k] : 0.0;
-    }
-    t->sample_count++;
-}
-
-/* Median of the samples of a series that are there, 0 without any. Sorts them (Shell, "A high-speed
-   sorting procedure", 1959). */
+/* Median of the samples of a series, those of 0 left out; 0 if there are none. Sorts them (Shell,
+   "A high-speed sorting procedure", 1959). */
 static double msi_median(const msi_timing *t, uint32_t series) {
     double *samples = t->samples + (uint64_t)series * t->wanted;
     const uint32_t count = t->sample_count;
@@ -12296,13 +12185,12 @@ static double msi_median(const msi_timing *t, uint32_t series) {
     while (none < count && samples[none] <= 0.0) {
         none++;
     }
-    const uint32_t there = count - none;
-    const double *high = samples + none + there / 2;
-    return there == 0 ? 0.0 : there % 2 ? *high : 0.5 * (high[-1] + *high);
+    const double *high = samples + none + (count - none) / 2;
+    return none == count ? 0.0 : (count - none) % 2 ? *high : 0.5 * (high[-1] + *high);
 }
 
-/* What a recomputation takes that was not seen: forward once more; or, by its own callback, as
-   predicted, in the proportion in which the prediction of forward was right. */
+/* The time of a recomputation that was not measured: that of forward; for a callback of its own its
+   prediction, corrected by the same factor as that of forward. */
 static double msi_infer_recompute_us(const ms_model *m, const msi_layer *l, double forward_us) {
     const ms_layer_time guess = msi_static_time(&m->graph, &m->costs, l);
     return l->recompute && guess.forward_us > 0.0
@@ -12310,7 +12198,7 @@ static double msi_infer_recompute_us(const ms_model *m, const msi_layer *l, doub
                : forward_us;
 }
 
-/* Puts the samples into force, for plans to come. */
+/* From now on plans use the samples. */
 static void msi_learn_times(ms_model *m) {
     const msi_timing *t = m->run.timing;
     const uint32_t layers = m->graph.layers.count;
@@ -12342,13 +12230,15 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
     }
     m->run.plan->train.is_measured |= timed;
     if (t->stage == MSI_WARMUP_SAMPLE) {
-        msi_take_samples(t);
-    }
-    if (t->stage == MSI_WARMUP_SAMPLE && t->sample_count == t->wanted) {
-        msi_learn_times(m);
-        t->stage = MSI_WARMUP_PLAN;
-    } else if (t->stage == MSI_WARMUP_COLD || t->stage == MSI_WARMUP_AGAIN ||
-               t->stage == MSI_WARMUP_SHOW) {
+        for (uint32_t k = 0; k < t->series_count; k++) {
+            t->samples[(uint64_t)k * t->wanted + t->sample_count] =
+                t->amount[k] > 0.0 ? t->us[k] / t->amount[k] : 0.0;
+        }
+        if (++t->sample_count == t->wanted) {
+            msi_learn_times(m);
+            t->stage = MSI_WARMUP_PLAN;
+        }
+    } else if (t->stage != MSI_WARMUP_PLAN && t->stage != MSI_WARMUP_DONE) {
         t->stage = (msi_warmup)((int)t->stage + 1);
     }
     return MS_RESULT_OK;
@@ -12357,27 +12247,27 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
 // ------------------------------------------------------------------------------------------------
 // >>execute  run a program: no allocation, no lookup by name
 
-/* The factor of the loss in the figure that is reported, for a step that begins now. */
+/* The factor of the loss in the value that is reported, for a step that begins now. */
 static float msi_loss_factor(const ms_model *m) {
     return m->loss_factor != 0.0f
                ? m->loss_factor
                : 1.0f / (float)ms_shape_count(&m->graph.tensors.items[m->graph.loss].view.shape);
 }
 
-/* Its factor in the gradient: the mean over all micro-batches is minimised. */
+/* The factor of the loss in its gradient: the mean over all micro-batches is minimised. */
 static float msi_gradient_factor(const ms_model *m) {
     return m->loss_factor != 0.0f ? m->loss_factor
                                   : msi_loss_factor(m) / (float)m->run.store->micro_count;
 }
 
 static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const ms_backend *b = &m->config.backend;
     const uint32_t range = p->operands.items[i->operand_first].range;
     const uint64_t bytes = p->ranges.items[range].bytes;
     void *memory = msi_address(m, p, range);
     if (i->op == MSI_OP_SEED) {
-        return msi_device(
-            m, b->fill_f32(m->device, memory, m->run.step_factor, bytes / sizeof(float)), "fill");
+        const int error = m->config.backend.fill_f32(m->device, memory, m->run.step_factor,
+                                                     bytes / sizeof(float));
+        return msi_device(m, error, "fill");
     }
     const bool later = range < m->run.store->residents.count && m->run.micro > 0;
     return later ? MS_RESULT_OK : msi_fill(m, memory, false, 0, bytes);
@@ -12402,36 +12292,31 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
 }
 
 static ms_result msi_run_add(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const ms_backend *b = &m->config.backend;
     const msi_pair pair = msi_pair_of(m, p, i);
-    return msi_device(
-        m, b->add_f32(m->device, pair.target, pair.source, pair.bytes / sizeof(float)), "add");
+    const int error =
+        m->config.backend.add_f32(m->device, pair.target, pair.source, pair.bytes / sizeof(float));
+    return msi_device(m, error, "add");
 }
 
-/* Between the host and the device: issued here, and awaited by the wait that the schedule has. */
-static ms_result msi_cross_link(ms_model *m, const msi_pair *pair, const msi_instruction *i) {
-    if (m->run.recording) {
-        return msi_fail(m, MS_RESULT_UNSUPPORTED,
-                        "\"%s\" is copied from or to the host within a step, which a CUDA graph "
-                        "cannot record: leave cuda_graph off",
-                        msi_tensor_name(m, i->target));
-    }
-    return i->op == MSI_OP_COPY_IN
-               ? msi_issue_copy_in(m, pair->target, pair->source, pair->bytes, MSI_EVENT_IN)
-               : msi_copy_out(m, pair->target, pair->source, pair->bytes, MSI_EVENT_OUT);
-}
-
-/* A copy; inside device memory nothing is left to do where the target goes on using the memory of the
-   source. Notes whether a recomputation has old state in place. */
+/* Copies, unless the target aliases the source; between the host and the device it issues the copy
+   only, and a WAIT follows. Notes whether a recomputation has old state in place. */
 static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const ms_backend *b = &m->config.backend;
     const msi_pair pair = msi_pair_of(m, p, i);
     ms_result result = MS_RESULT_OK;
     m->run.state_is_old |= pair.target_range < m->run.store->residents.count && !i->restores;
-    if (i->op != MSI_OP_COPY) {
-        result = msi_cross_link(m, &pair, i);
-    } else if (pair.target != pair.source) {
-        result = msi_device(m, b->copy(m->device, pair.target, pair.source, pair.bytes), "copy");
+    if (i->op == MSI_OP_COPY) {
+        result = pair.target == pair.source
+                     ? MS_RESULT_OK
+                     : msi_copy(m, pair.target, false, pair.source, false, pair.bytes);
+    } else if (m->run.recording) {
+        result = msi_fail(m, MS_RESULT_UNSUPPORTED,
+                          "\"%s\" is copied from or to the host within a step, which a CUDA graph "
+                          "cannot record: leave cuda_graph off",
+                          msi_tensor_name(m, i->target));
+    } else if (i->op == MSI_OP_COPY_IN) {
+        result = msi_issue_copy_in(m, pair.target, pair.source, pair.bytes, MSI_EVENT_IN);
+    } else {
+        result = msi_copy_out(m, pair.target, pair.source, pair.bytes, MSI_EVENT_OUT);
     }
     if (i->restores && result == MS_RESULT_OK) {
         m->run.state_is_old = i[1].restores; // a backward follows in any case
@@ -12439,7 +12324,7 @@ static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instr
     return result;
 }
 
-/* Waits for a copy on the device and on the host, where callbacks may look at either end. */
+/* Waits for a copy, on the device and on the host, since callbacks may use either end. */
 static ms_result msi_run_wait(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const msi_pair pair = msi_pair_of(m, p, i);
     const uint32_t event =
@@ -12448,8 +12333,8 @@ static ms_result msi_run_wait(ms_model *m, const msi_program *p, const msi_instr
     return result == MS_RESULT_OK ? msi_wait_on_host(m, event) : result;
 }
 
-/* Under AddressSanitizer memory in which nothing lives is poisoned; not in debug mode, which moves
-   all of it. */
+/* Whether memory without live ranges is poisoned for AddressSanitizer. Not in debug mode, which
+   copies all of it. */
 static bool msi_watches_memory(const ms_model *m) {
 #ifdef MSI_ASAN
     return msi_is_direct(m) && !m->config.debug;
@@ -12459,25 +12344,21 @@ static bool msi_watches_memory(const ms_model *m) {
 #endif
 }
 
-static void msi_wake_operands(ms_model *m, const msi_program *p, const msi_instruction *i,
-                              uint32_t now) {
+/* For AddressSanitizer: before an instruction unpoisons the live ranges that begin with it, after
+   it poisons the blocks that end with it. */
+static void msi_mark_operands(ms_model *m, const msi_program *p, uint32_t now, bool after) {
+    const msi_instruction *i = &p->instructions.items[now];
     for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t range = p->operands.items[i->operand_first + k].range;
-        if (range != MSI_NONE && p->ranges.items[range].block != MSI_NONE &&
-            p->ranges.items[range].first == now) {
-            msi_asan_unpoison(msi_address(m, p, range), p->ranges.items[range].bytes);
+        const uint32_t index = p->operands.items[i->operand_first + k].range;
+        const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
+        if (!range || range->block == MSI_NONE) {
+            continue;
         }
-    }
-}
-
-static void msi_kill_operands(ms_model *m, const msi_program *p, const msi_instruction *i,
-                              uint32_t now) {
-    for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t range = p->operands.items[i->operand_first + k].range;
-        if (range != MSI_NONE && p->ranges.items[range].block != MSI_NONE &&
-            p->blocks.items[p->ranges.items[range].block].last == now) {
-            msi_asan_poison(msi_address(m, p, range),
-                            p->blocks.items[p->ranges.items[range].block].bytes);
+        const msi_block *block = &p->blocks.items[range->block];
+        if (after && block->last == now) {
+            msi_asan_poison(msi_address(m, p, index), block->bytes);
+        } else if (!after && range->first == now) {
+            msi_asan_unpoison(msi_address(m, p, index), range->bytes);
         }
     }
 }
@@ -12497,7 +12378,7 @@ static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t
     const bool watch = msi_watches_memory(m);
     ms_result result = MS_RESULT_OK;
     if (watch) {
-        msi_wake_operands(m, p, i, now);
+        msi_mark_operands(m, p, now, false);
     }
     switch ((msi_op)i->op) {
     case MSI_OP_FORWARD:
@@ -12535,21 +12416,27 @@ static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t
         break;
     }
     if (result == MS_RESULT_OK && watch && now + 1 < p->instructions.count) {
-        msi_kill_operands(m, p, i, now);
+        msi_mark_operands(m, p, now, true);
     }
     return result;
 }
 
-/* Gives the step up, micro-batches before this one included, or an eval, and waits for what is
-   enqueued. Where params have been updated already, the model has failed; what was only recorded
-   has not happened. */
+/* Ends a step that was begun. Micro-batches before this one count, unless all of them are done and
+   only the update is missing. */
+static void msi_drop_step(ms_model *m) {
+    m->run.micro = m->run.stage == MSI_STAGE_BACKWARD ? 0 : m->run.micro;
+    m->run.program = NULL;
+    m->run.updates_done = 0;
+    m->run.stage = MSI_STAGE_IDLE;
+}
+
+/* Gives up the step, earlier micro-batches included, or an eval, and waits for what is enqueued.
+   If params have been updated already, and not only in a recording, the model has failed. */
 static ms_result msi_abandon(ms_model *m, ms_result result) {
     const msi_errors errors = m->errors;
     m->run.failed |= m->run.updates_done > 0 && !m->run.recording;
     m->run.micro = m->run.program == &m->run.plan->eval ? m->run.micro : 0;
-    m->run.program = NULL;
-    m->run.updates_done = 0;
-    m->run.stage = MSI_STAGE_IDLE;
+    msi_drop_step(m);
     if (!m->run.recording) {
         (void)msi_synchronize(m);
     }
@@ -12557,8 +12444,12 @@ static ms_result msi_abandon(ms_model *m, ms_result result) {
     return result;
 }
 
-/* A step failed while a recomputation had old state in place: puts back what was there. All of that
-   was set aside before the first copy to a resident. */
+static ms_result msi_abandon_on_error(ms_model *m, ms_result result) {
+    return result == MS_RESULT_OK ? result : msi_abandon(m, result);
+}
+
+/* After a step failed while a recomputation had old state in place: puts the new state back, all of
+   which was saved before the first copy to a resident. */
 static void msi_restore_state(ms_model *m, const msi_program *p, uint32_t failed) {
     const msi_instruction *i = p->instructions.items;
     const uint32_t count = p->instructions.count;
@@ -12575,28 +12466,18 @@ static void msi_restore_state(ms_model *m, const msi_program *p, uint32_t failed
     m->errors = errors;
 }
 
-/* Ends a step that was begun. Micro-batches before this one count, unless all of them are done and
-   only the update is missing. */
-static void msi_drop_step(ms_model *m) {
-    m->run.micro = m->run.stage == MSI_STAGE_BACKWARD ? 0 : m->run.micro;
-    m->run.program = NULL;
-    m->run.updates_done = 0;
-    m->run.stage = MSI_STAGE_IDLE;
-}
-
-/* Takes over the memory that models share: what another has enqueued there comes first. */
+/* Makes this model the user of the shared arena, after what another model has enqueued there. */
 static ms_result msi_enter_arena(ms_model *m) {
     ms_arena *arena = m->run.arena;
     ms_result result = MS_RESULT_OK;
-    if (arena && arena->user && arena->user != m) {
-        const ms_backend *b = &arena->backend;
-        result = b->is_asynchronous
-                     ? msi_device(m, b->synchronize(arena->user->device), "waiting for the device")
-                     : MS_RESULT_OK;
+    if (!arena || arena->user == m) {
+        return result;
     }
-    if (arena && result == MS_RESULT_OK) {
-        arena->user = m;
+    if (arena->user && arena->backend.is_asynchronous) {
+        const int error = arena->backend.synchronize(arena->user->device);
+        result = msi_device(m, error, "waiting for the device");
     }
+    arena->user = result == MS_RESULT_OK ? m : arena->user;
     return result;
 }
 
@@ -12619,17 +12500,17 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     }
     if (msi_watches_memory(m)) {
         msi_asan_poison(msi_transient(m), m->run.store->transient_bytes);
-    } else if (m->config.backend.device_is_host) { // another model may have left it poisoned
+    } else if (m->config.backend.device_is_host) { // in case another model has poisoned it
         msi_asan_unpoison(msi_transient(m), m->run.store->transient_bytes);
     }
-    result = msi_await_verdict(m);
+    result = msi_wait_on_device(m, MSI_EVENT_VERDICT); // before kernels write another one
     MSI_THEN(result, msi_upload_step(m));
-    result = result == MS_RESULT_OK && msi_is_timed(m) ? msi_begin_timing(m) : result;
-    return result == MS_RESULT_OK ? MS_RESULT_OK : msi_abandon(m, result);
+    MSI_THEN(result, msi_is_timed(m) ? msi_begin_timing(m) : MS_RESULT_OK);
+    return msi_abandon_on_error(m, result);
 }
 
-/* Runs the program up to an instruction. One loop for steps that are timed and for others, so that
-   msi_run_instruction, called in one place only, is compiled into it. */
+/* Runs the program up to an instruction. Steps that are timed share this loop with the others, so
+   that msi_run_instruction is called in one place only, and the compiler can inline it. */
 static ms_result msi_run_to(ms_model *m, uint32_t end) {
     const msi_program *p = m->run.program;
     const bool timed = msi_is_timed(m);
@@ -12651,7 +12532,7 @@ static ms_result msi_run_to(ms_model *m, uint32_t end) {
     return MS_RESULT_OK;
 }
 
-/* Forward of the program that was started, and its loss. */
+/* Runs forward of the program that was started, and sums its loss. */
 static ms_result msi_run_forward(ms_model *m) {
     const ms_backend *b = &m->config.backend;
     const msi_program *p = m->run.program;
@@ -12667,21 +12548,21 @@ static ms_result msi_run_forward(ms_model *m) {
                         state);
         m->run.verdict = MSI_VERDICT_ON_DEVICE;
     }
-    return error == 0 ? MS_RESULT_OK : msi_abandon(m, msi_device(m, error, "sum of the losses"));
+    return msi_abandon_on_error(m, msi_device(m, error, "sum of the losses"));
 }
 
-/* Where the device fails behind a whole step that was enqueued, nobody knows how much of its update
-   was done. */
+/* Gives the step up on an error. If the device fails after all of the step was enqueued, nobody
+   knows how much of its update has run, so the model has failed. */
 static ms_result msi_doubt(ms_model *m, ms_result result) {
     m->run.failed |= result == MS_RESULT_BACKEND && m->run.program == &m->run.plan->train &&
                      m->run.position == m->run.program->instructions.count;
-    return result == MS_RESULT_OK ? result : msi_abandon(m, result);
+    return msi_abandon_on_error(m, result);
 }
 
-/* The verdict on what ran, and its loss. */
+/* Waits for the verdict on what ran, acts on it, and reads the loss. */
 static ms_result msi_conclude(ms_model *m, double *loss) {
     const bool eval = msi_is_eval(m);
-    ms_result result = m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
+    ms_result result = msi_fetch_verdict(m);
     MSI_THEN(result, msi_act_on_verdict(m));
     if (loss) {
         *loss = msi_verdict(m, eval)->loss;
@@ -12689,28 +12570,27 @@ static ms_result msi_conclude(ms_model *m, double *loss) {
     return msi_doubt(m, result);
 }
 
-/* Waits for all that is enqueued, and learns what steps without a loss have left. */
+/* Waits for all that is enqueued, and looks at the verdict that a step without a loss has left. */
 static ms_result msi_settle_steps(ms_model *m) {
     const bool pending = m->run.verdict != MSI_VERDICT_NONE;
     ms_result result = msi_synchronize(m);
-    if (result == MS_RESULT_OK && pending) {
-        result = m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
-        MSI_THEN(result, msi_settle_verdict(m));
+    if (!pending) {
+        return result;
     }
-    return pending ? msi_doubt(m, result) : result;
+    MSI_THEN(result, msi_fetch_verdict(m));
+    MSI_THEN(result, msi_settle_verdict(m));
+    return msi_doubt(m, result);
 }
 
 /* As msi_settle_steps, and reports a step that was halted. */
 static ms_result msi_await_steps(ms_model *m) {
-    if (m->config.dry_run) {
-        return MS_RESULT_OK;
+    if (m->config.dry_run || !m->run.store) {
+        return m->config.dry_run ? MS_RESULT_OK : msi_synchronize(m);
     }
-    if (!m->run.store) {
-        return msi_synchronize(m);
-    }
-    const ms_result result =
+    ms_result result =
         m->run.verdict != MSI_VERDICT_NONE ? msi_conclude(m, NULL) : msi_report_halt(m);
-    return result == MS_RESULT_OK ? msi_settle_steps(m) : result;
+    MSI_THEN(result, msi_settle_steps(m));
+    return result;
 }
 
 /* Whether a step, an eval, or a change of plan may begin. */
@@ -12756,12 +12636,12 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
     return msi_check_between_steps(m, function);
 }
 
-/* Whether the passing values of this model are still in the arena. */
+/* Whether the transient values of this model are still in the arena. */
 static bool msi_owns_arena(const ms_model *m) {
     return !m->run.arena || m->run.arena->user == m;
 }
 
-/* With accumulation, all micro-batches but the last end here. */
+/* With accumulation, all micro-batches except the last end here. */
 static void msi_note_backward(ms_model *m) {
     const bool last = msi_is_last_micro(m);
     m->run.position = m->run.program->backward_end;
@@ -12795,8 +12675,8 @@ static ms_result msi_finish_update(ms_model *m) {
                                                    : result;
 }
 
-/* Everything that a step enqueues behind msi_start. A device that is not waited for judges the loss
-   by itself; its verdict comes while backward runs, unless clipping has one to come. */
+/* Everything that a step enqueues after msi_start. An asynchronous device judges the loss by
+   itself; its verdict is copied out while backward runs, unless one on the norm follows. */
 static ms_result msi_run_step(ms_model *m) {
     const bool asynchronous = m->config.backend.is_asynchronous;
     const bool clips = m->run.program->norm != MSI_NONE && msi_is_last_micro(m);
@@ -12810,12 +12690,12 @@ static ms_result msi_run_step(ms_model *m) {
                                                                         : result;
 }
 
-/* What a recording holds that stands still, beside its plan. */
+/* A recording is valid for its plan while this, of an address and the epoch, is unchanged. */
 static uint64_t msi_recording_key(const ms_model *m) {
     return msi_mix((uint64_t)(uintptr_t)msi_transient(m)) ^ m->run.epoch;
 }
 
-/* Records the step that was started into g. Nothing of it runs. */
+/* Records the step that was started, without running any of it. */
 static ms_result msi_record(ms_model *m, msi_recording *g) {
     const ms_backend *b = &m->config.backend;
     if (g->handle) {
@@ -12832,16 +12712,14 @@ static ms_result msi_record(ms_model *m, msi_recording *g) {
     m->run.recording = true;
     result = msi_run_step(m);
     const int error = b->recording_end(m->device, result == MS_RESULT_OK ? &g->handle : NULL);
-    if (result == MS_RESULT_OK && error != 0) {
-        result = msi_abandon(m, msi_device(m, error, "the end of a graph"));
-    }
+    MSI_THEN(result, msi_abandon_on_error(m, msi_device(m, error, "the end of a recording")));
     m->run.recording = false;
     g->made_for = msi_recording_key(m);
     return result;
 }
 
-/* A step by its recording, which is made here where it is missing. The first step runs without, so
-   that what callbacks do once is done. */
+/* Runs a step by its recording, which is made here if it is missing. The first step runs without
+   one, so that callbacks have done what they do only once. */
 static ms_result msi_replay(ms_model *m) {
     const ms_backend *b = &m->config.backend;
     msi_recording *g = &m->run.plan->recordings[(m->run.micro == 0 ? MSI_RECORDING_FIRST : 0) |
@@ -12854,12 +12732,11 @@ static ms_result msi_replay(ms_model *m) {
     }
     const bool made = g->handle && g->made_for == msi_recording_key(m);
     ms_result result = msi_is_last_micro(m) ? msi_upload_factors(m) : MS_RESULT_OK;
-    result = result == MS_RESULT_OK ? MS_RESULT_OK : msi_abandon(m, result);
-    result = result == MS_RESULT_OK && !made ? msi_record(m, g) : result;
+    result = msi_abandon_on_error(m, result);
+    MSI_THEN(result, made ? MS_RESULT_OK : msi_record(m, g));
     if (result == MS_RESULT_OK) {
         const int error = b->recording_launch(m->device, g->handle);
-        result = error == 0 ? MS_RESULT_OK
-                            : msi_abandon(m, msi_device(m, error, "the start of a graph"));
+        result = msi_abandon_on_error(m, msi_device(m, error, "the launch of a recording"));
     }
     if (result != MS_RESULT_OK) {
         m->run.step = step; // nothing of it has run
@@ -12875,12 +12752,12 @@ static ms_result msi_replay(ms_model *m) {
     return msi_doubt(m, msi_copy_verdict(m));
 }
 
-/* Forward of a program. An asynchronous device is waited for only where the loss is asked for. */
+/* Runs forward of a program. Waits for an asynchronous device only if the loss is asked for. */
 static ms_result msi_forward(ms_model *m, const msi_program *p, double *loss) {
     const bool waits = loss || !m->config.backend.is_asynchronous;
     ms_result result = msi_start(m, p);
     MSI_THEN(result, msi_run_forward(m));
-    result = result == MS_RESULT_OK && waits ? msi_conclude(m, loss) : result;
+    MSI_THEN(result, waits ? msi_conclude(m, loss) : MS_RESULT_OK);
     if (result == MS_RESULT_OK && p == &m->run.plan->train) {
         m->run.stage = MSI_STAGE_FORWARD;
     }
@@ -12889,18 +12766,15 @@ static ms_result msi_forward(ms_model *m, const msi_program *p, double *loss) {
 
 static ms_result msi_backward(ms_model *m) {
     const ms_result result = msi_check_ready(m, "ms_backward");
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    if (m->run.stage != MSI_STAGE_FORWARD) {
-        return msi_fail(m, MS_RESULT_ORDER,
-                        "ms_backward: call ms_forward first (a ms_write after it ends the step)");
-    }
-    return msi_owns_arena(m)
-               ? msi_finish_backward(m)
-               : msi_fail(m, MS_RESULT_ORDER,
+    return result != MS_RESULT_OK ? result
+           : m->run.stage != MSI_STAGE_FORWARD
+               ? msi_fail(m, MS_RESULT_ORDER,
+                          "ms_backward: call ms_forward first (a ms_write after it ends the step)")
+           : !msi_owns_arena(m)
+               ? msi_fail(m, MS_RESULT_ORDER,
                           "ms_backward: another model has used the shared arena since ms_forward: "
-                          "call ms_forward again");
+                          "call ms_forward again")
+               : msi_finish_backward(m);
 }
 
 static ms_result msi_update(ms_model *m) {
@@ -12909,15 +12783,14 @@ static ms_result msi_update(ms_model *m) {
         return msi_finish_update(m);
     }
     const ms_result result = msi_check_ready(m, "ms_update");
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    return begun ? msi_fail(m, MS_RESULT_ORDER,
-                            "ms_update: another model has used the shared arena since ms_backward")
-                 : msi_fail(m, MS_RESULT_ORDER,
-                            "ms_update: call ms_backward first; %u of the %u micro-batches of this "
-                            "step are done",
-                            (unsigned)m->run.micro, (unsigned)m->run.store->micro_count);
+    return result != MS_RESULT_OK ? result
+           : begun
+               ? msi_fail(m, MS_RESULT_ORDER,
+                          "ms_update: another model has used the shared arena since ms_backward")
+               : msi_fail(m, MS_RESULT_ORDER,
+                          "ms_update: call ms_backward first; %u of the %u micro-batches of this "
+                          "step are done",
+                          (unsigned)m->run.micro, (unsigned)m->run.store->micro_count);
 }
 
 static ms_result msi_step(ms_model *m, double *loss) {
@@ -12954,28 +12827,24 @@ static ms_result msi_gradient_norm(ms_model *m, double *norm) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>state  values that live between steps: written, read, and moved from plan to plan
+// >>state  values that outlast a step: written, read, and moved from plan to plan
 
-/* Fills the slots of a new store: from the one before it, from what was written before the first,
-   or with zeros. What is borrowed stays as it is. */
+/* Gives the residents of a new store their values: from the store before it, from what was written
+   before the first, or zeros. Borrowed memory stays as it is. */
 static ms_result msi_move_values(ms_model *m, const msi_store *store) {
     ms_result result = MS_RESULT_OK;
     for (uint32_t i = 0; i < store->residents.count && result == MS_RESULT_OK; i++) {
-        const msi_resident *resident = &store->residents.items[i];
-        const msi_resident *old = msi_find_resident(m->run.store, resident->tensor, resident->role);
-        const msi_tensor *t = &m->graph.tensors.items[resident->tensor];
-        const void *written = t->memory[resident->role];
-        if (resident->borrowed) {
-            continue;
-        }
-        if (old && old->address) {
-            result = msi_copy(m, resident->address, resident->on_host, old->address, old->on_host,
-                              resident->bytes);
-            continue;
-        }
-        result = msi_fill(m, resident->address, resident->on_host, 0, resident->bytes);
-        if (result == MS_RESULT_OK && written) {
-            result = msi_copy(m, resident->address, resident->on_host, written, true, t->bytes);
+        const msi_resident *to = &store->residents.items[i];
+        const msi_resident *old = msi_find_resident(m->run.store, to->tensor, to->role);
+        const msi_tensor *t = &m->graph.tensors.items[to->tensor];
+        const void *written = t->memory[to->role];
+        if (!to->borrowed && old && old->address) {
+            result = msi_copy(m, to->address, to->on_host, old->address, old->on_host, to->bytes);
+        } else if (!to->borrowed) {
+            result = msi_fill(m, to->address, to->on_host, 0, to->bytes);
+            MSI_THEN(result, written
+                                 ? msi_copy(m, to->address, to->on_host, written, true, t->bytes)
+                                 : MS_RESULT_OK);
         }
     }
     return result;
@@ -12993,7 +12862,7 @@ static void msi_drop_staged(ms_model *m) {
     }
 }
 
-/* Params whose optimizer state is new count their updates from here; borrowed state never is. */
+/* Params with new optimizer state count their updates from now on. Borrowed state is never new. */
 static void msi_note_new_state(ms_model *m, const msi_store *store) {
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
         const msi_resident *state = msi_find_resident(store, t, MSI_ROLE_STATE0);
@@ -13003,7 +12872,7 @@ static void msi_note_new_state(ms_model *m, const msi_store *store) {
     }
 }
 
-/* Makes the shared arena at least as large; what it holds is lost. */
+/* Makes the shared arena at least this large. What it held is lost. */
 static ms_result msi_grow_arena(ms_model *m, uint64_t bytes) {
     ms_arena *arena = m->run.arena;
     if (!arena || arena->bytes >= bytes) {
@@ -13030,7 +12899,7 @@ static ms_result msi_grow_arena(ms_model *m, uint64_t bytes) {
     return MS_RESULT_OK;
 }
 
-/* Debug mode: a shadow of all that is in memory, and a hash per tensor. */
+/* Debug mode: two copies of everything in memory, and a hash per tensor. */
 static ms_result msi_alloc_shadow(ms_model *m, msi_store *store) {
     if (!m->config.debug) {
         return MS_RESULT_OK;
@@ -13048,7 +12917,7 @@ static ms_result msi_alloc_shadow(ms_model *m, msi_store *store) {
                                  store->shadow_bytes);
 }
 
-/* Allocates what a store needs, and gives its slots their addresses. */
+/* Allocates what a store needs, and gives its residents their addresses. */
 static ms_result msi_alloc_store(ms_model *m, msi_store *store) {
     const uint64_t own = m->run.arena ? 0 : store->transient_bytes;
     ms_result result = msi_device_alloc(m, store->resident_bytes + own, &store->memory);
@@ -13072,7 +12941,7 @@ static ms_result msi_alloc_store(ms_model *m, msi_store *store) {
     return MS_RESULT_OK;
 }
 
-/* Tells the backend what a store has for it. */
+/* Gives the backend its events and its workspace in a store. */
 static ms_result msi_prepare(ms_model *m, const msi_store *store) {
     const ms_backend *b = &m->config.backend;
     ms_prepare_args args;
@@ -13085,13 +12954,12 @@ static ms_result msi_prepare(ms_model *m, const msi_store *store) {
 
 /* Gives a store memory, and the values that it is to hold. */
 static ms_result msi_settle(ms_model *m, msi_store *store) {
-    const bool direct = msi_is_direct(m);
     ms_result result = msi_alloc_store(m, store);
     if (result != MS_RESULT_OK) {
         return result;
     }
     result = msi_prepare(m, store);
-    MSI_THEN(result, msi_fill(m, store->step, direct, 0, store->step_bytes));
+    MSI_THEN(result, msi_fill(m, store->step, msi_is_direct(m), 0, store->step_bytes));
     MSI_THEN(result, msi_move_values(m, store));
     MSI_THEN(result, msi_synchronize(m));
     if (result == MS_RESULT_OK) {
@@ -13107,18 +12975,17 @@ static ms_result msi_settle(ms_model *m, msi_store *store) {
     return result;
 }
 
-/* Whether the gradients of a store have the sums of another, so that its micro-batches count on. */
+/* Whether a store has all sums of another one, so that finished micro-batches still count. */
 static bool msi_sums_alike(const msi_store *old, const msi_store *store) {
     bool alike = old && old->micro_count == store->micro_count;
-    for (uint32_t i = 0; i < store->residents.count && alike; i++) {
-        const msi_resident *resident = &store->residents.items[i];
-        alike = resident->role != MSI_ROLE_GRADIENT ||
-                msi_find_resident(old, resident->tensor, MSI_ROLE_GRADIENT);
+    for (uint32_t i = 0; i < store->residents.count; i++) {
+        const msi_resident *r = &store->residents.items[i];
+        alike &= r->role != MSI_ROLE_GRADIENT || msi_find_resident(old, r->tensor, r->role);
     }
     return alike;
 }
 
-/* Puts plans into force for the store that there is now. */
+/* Makes these the plans of the model, for the store that it has now. */
 static void msi_put_plans(ms_model *m, msi_plan *plans, msi_goal goal) {
     msi_plans_free(m, m->run.plan);
     msi_drop_step(m);
@@ -13134,36 +13001,31 @@ static void msi_put_plans(ms_model *m, msi_plan *plans, msi_goal goal) {
             msi_updates_inside(&plans->train) ? "inside" : "after");
 }
 
-/* Replaces the plans of the model; every value that lives between steps moves over, or stays where
-   it is if `store` is the one that there is. */
+/* Replaces the plans of the model. Every value that outlasts a step moves to the new store, or
+   stays where it is if the store is the same. */
 static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
-    ms_result result = MS_RESULT_OK;
-    if (store == m->run.store) {
+    msi_store *old = m->run.store;
+    if (store == old) {
         msi_put_plans(m, plans, goal);
-        return result;
+        return MS_RESULT_OK;
     }
-    if (!m->config.dry_run) {
-        result = msi_settle(m, store);
-    }
+    const ms_result result = m->config.dry_run ? MS_RESULT_OK : msi_settle(m, store);
     if (result != MS_RESULT_OK) {
-        msi_plans_free(m, plans);
-        msi_store_free(m, store);
+        msi_plans_and_store_free(m, store, plans);
         return result;
     }
     msi_note_new_state(m, store);
     msi_drop_staged(m);
-    msi_store *old = m->run.store;
     m->run.store = store;
     msi_put_plans(m, plans, goal);
     m->run.micro = msi_sums_alike(old, store) ? m->run.micro : 0;
     msi_store_free(m, old);
-    m->run.failed =
-        m->run.failed && goal == MSI_GOAL_PLAIN; // ms_wrap alone takes the trainer's word
+    m->run.failed &= goal == MSI_GOAL_PLAIN; // after ms_wrap values count as written again
     return MS_RESULT_OK;
 }
 
-/* Tells the log what was decided: a line on all of it, and one on each layer that something is
-   applied to. */
+/* Logs what was decided: a line about the plan, one per technique, and one per layer to which a
+   technique is applied. */
 static void msi_log_decisions(const ms_model *m, const msi_review *r) {
     const msi_plan *plan = m->run.plan;
     msi_log(m, MS_LOG_INFO, "rules",
@@ -13182,8 +13044,7 @@ static void msi_log_decisions(const ms_model *m, const msi_review *r) {
             const ms_decision d = msi_decision(r, i, (ms_technique)technique);
             if (d.is_applied) {
                 msi_log(m, MS_LOG_DEBUG, "rules",
-                        "%s of layer \"%s\": %s held no longer, %s added; "
-                        "rule %s",
+                        "%s of layer \"%s\": %s held no longer, %s added; rule %s",
                         msi_techniques[technique].name, msi_layer_name(m, i),
                         msi_size(d.saved_bytes).text, msi_time(d.added_us).text, d.rule->id);
             }
@@ -13191,8 +13052,8 @@ static void msi_log_decisions(const ms_model *m, const msi_review *r) {
     }
 }
 
-/* As msi_adopt, and tells the log why. What that takes is allocated first, so that nothing can fail
-   behind the change. */
+/* As msi_adopt, and logs the reasons. Memory for that is allocated first, so that nothing can fail
+   after the change. */
 static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
     msi_review review;
     if (!m->config.log) {
@@ -13218,19 +13079,20 @@ static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
     }
     const msi_choice choice = m->wrapped.choice;
     ms_result result = msi_check_between_steps(m, function);
-    result =
-        result == MS_RESULT_OK && m->run.store && !m->config.dry_run ? msi_settle_steps(m) : result;
+    MSI_THEN(result, m->run.store && !m->config.dry_run ? msi_settle_steps(m) : MS_RESULT_OK);
     MSI_THEN(result, msi_make_timing(m));
     MSI_THEN(result, msi_decide(m, goal, &store, &plans));
     MSI_THEN(result, msi_adopt_and_log(m, store, plans, goal));
     m->wrapped.choice = result == MS_RESULT_OK ? m->wrapped.choice : choice;
-    if (result == MS_RESULT_OK && m->run.timing) {
-        msi_restart_timing(m->run.timing);
+    msi_timing *t = m->run.timing;
+    if (result == MS_RESULT_OK && t) { // complete samples stay, others are taken anew
+        t->stage = t->sample_count == t->wanted ? MSI_WARMUP_AGAIN : MSI_WARMUP_COLD;
+        t->sample_count = t->sample_count == t->wanted ? t->wanted : 0;
     }
     return result;
 }
 
-/* Plans by what was measured, for a budget: in the memory that there is, or in new memory. */
+/* Plans for a budget with the measured times: in the same memory if that suffices, else in new. */
 static ms_result msi_plan_within(ms_model *m, uint64_t budget) {
     const uint64_t configured = m->config.memory_budget_bytes;
     const msi_choice choice = m->wrapped.choice;
@@ -13241,7 +13103,7 @@ static ms_result msi_plan_within(ms_model *m, uint64_t budget) {
     ms_result result = msi_decide(m, goal, &store, &plans);
     m->config.memory_budget_bytes = configured;
     if (result == MS_RESULT_OK && msi_room_of(store) <= msi_room_of(m->run.store)) {
-        msi_store_free(m, store); // its slots are those that there are
+        msi_store_free(m, store); // the model's store has the same residents
         store = m->run.store;
     }
     MSI_THEN(result, msi_adopt_and_log(m, store, plans, goal));
@@ -13249,7 +13111,7 @@ static ms_result msi_plan_within(ms_model *m, uint64_t budget) {
     return result;
 }
 
-/* The plans that there are, with the times in force. A plain step is one without recomputation. */
+/* Predicts the times of the existing plans anew. A plain step is one without recomputation. */
 static void msi_time_plans(ms_model *m) {
     int64_t sizes[MS_LIMIT_AXES];
     msi_get_sizes(&m->graph, sizes);
@@ -13264,12 +13126,13 @@ static void msi_time_plans(ms_model *m) {
     msi_find_times(m);
 }
 
-/* Behind the last step that was a sample. Where the device has no room for a second arena, the plan
-   is one for the first. Fails only if the device does; otherwise there is a plan. */
+/* Plans again after the last sample. Where the device has no room for a second arena, the new plan
+   uses the first. If there is no new plan, the old one stays; only an error of the device is an
+   error. */
 static ms_result msi_plan_again(ms_model *m) {
     m->run.timing->stage = MSI_WARMUP_AGAIN;
     ms_result result = msi_settle_steps(m);
-    if (result != MS_RESULT_OK || m->wrapped.changed) { // that is for the trainer's ms_wrap
+    if (result != MS_RESULT_OK || m->wrapped.changed) { // then the trainer must call ms_wrap
         return result;
     }
     const uint64_t budget = m->wrapped.largest->budget_bytes;
@@ -13282,7 +13145,8 @@ static ms_result msi_plan_again(ms_model *m) {
     m->errors.tolerant = false;
     if (result != MS_RESULT_OK) {
         msi_log(m, MS_LOG_WARNING, "timing",
-                "no plan was made of the measured times, the one before stays: %s", m->errors.text);
+                "no plan was made from the measured times, the one before stays: %s",
+                m->errors.text);
         msi_time_plans(m);
     }
     m->errors = errors;
@@ -13292,7 +13156,7 @@ static ms_result msi_plan_again(ms_model *m) {
     return MS_RESULT_OK;
 }
 
-/* Whether a training step may begin; plans for it, where it is time to. */
+/* Checks whether a training step may begin. Plans again first, if the last sample was taken. */
 static ms_result msi_begin_step(ms_model *m, const char *function) {
     ms_result result = msi_check_ready(m, function);
     if (result == MS_RESULT_OK && m->run.timing && m->run.timing->stage == MSI_WARMUP_PLAN &&
@@ -13305,7 +13169,7 @@ static ms_result msi_begin_step(ms_model *m, const char *function) {
 
 enum { MSI_MAX_PLANS = 64 };
 
-/* Takes the plan for these sizes to the head of the list; false if there is none. */
+/* Moves the plan for these sizes to the head of the list; false if there is none. */
 static bool msi_find_plan(ms_model *m, const int64_t *sizes) {
     for (msi_plan **at = &m->run.plan; *at; at = &(*at)->next) {
         msi_plan *plan = *at;
@@ -13319,15 +13183,14 @@ static bool msi_find_plan(ms_model *m, const int64_t *sizes) {
     return false;
 }
 
-/* Puts a plan at the head of the list, and forgets the one that was not used for longest. */
+/* Puts a plan at the head of the list. Frees the least recently used one if there are too many. */
 static void msi_add_plan(ms_model *m, msi_plan *plan) {
     plan->next = m->run.plan;
     m->run.plan = plan;
     int count = 1;
     for (msi_plan *at = plan; at->next; at = at->next) {
         msi_plan *next = at->next;
-        count++;
-        if (count >= MSI_MAX_PLANS && next != m->wrapped.largest) {
+        if (++count >= MSI_MAX_PLANS && next != m->wrapped.largest) {
             at->next = next->next;
             msi_plan_free(m, next);
             break;
@@ -13338,7 +13201,6 @@ static void msi_add_plan(ms_model *m, msi_plan *plan) {
 static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
     int64_t all[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
     memcpy(all, sizes, m->graph.axis_count * sizeof *sizes);
-    ms_result result = MS_RESULT_OK;
     if (m->run.plan && !msi_find_plan(m, all)) {
         msi_plan *plan;
         if (m->wrapped.changed) {
@@ -13346,7 +13208,8 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
                             "ms_reshape: something was set since ms_wrap that asks for a new plan: "
                             "call ms_wrap first");
         }
-        result = msi_plan_at(m, m->run.store, m->wrapped.goal, all, m->wrapped.largest, &plan);
+        const ms_result result =
+            msi_plan_at(m, m->run.store, m->wrapped.goal, all, m->wrapped.largest, &plan);
         if (result != MS_RESULT_OK) {
             msi_find_times(m);
             return result;
@@ -13361,8 +13224,8 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
     return MS_RESULT_OK;
 }
 
-/* The address of a value that can be read now, or NULL: a slot, or a life that spans the place
-   where the program stopped. */
+/* The address of a value that can be read now, or NULL: that of a resident, or of a live range that
+   spans the instruction where the program stopped. */
 static void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role role) {
     const msi_resident *resident = msi_find_resident(m->run.store, tensor, role);
     const msi_program *p = msi_owns_arena(m) ? m->run.program : NULL;
@@ -13371,9 +13234,8 @@ static void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role role)
     }
     for (uint32_t i = p ? m->run.store->residents.count : MSI_NONE; p && i < p->ranges.count; i++) {
         const msi_range *range = &p->ranges.items[i];
-        const bool ahead = range->last >= m->run.position || range->outlives;
         if (range->tensor == tensor && range->role == role && range->first < m->run.position &&
-            ahead) {
+            (range->last >= m->run.position || range->outlives)) {
             return msi_address(m, p, i);
         }
     }
@@ -13390,32 +13252,26 @@ static ms_result msi_refuse_loan(ms_model *m, ms_result result, const char *name
     return result;
 }
 
-/* Why a value cannot be borrowed now, or MS_RESULT_OK. */
+/* An error if a value cannot be borrowed now. */
 static ms_result msi_check_loan(ms_model *m, uint32_t t, msi_role role) {
     const msi_tensor *tensor = &m->graph.tensors.items[t];
-    const char *name = msi_name(m, tensor->name);
-    if (!msi_is_resident(tensor) || (role != MSI_ROLE_VALUE && tensor->kind != MSI_KIND_PARAM)) {
-        return msi_refuse_loan(m, MS_RESULT_INVALID, name,
-                               "does not live between steps; inputs, params, buffers, gradients of "
-                               "params and optimizer state can be borrowed");
-    }
-    if (m->run.stage == MSI_STAGE_BACKWARD) {
-        return msi_refuse_loan(
-            m, MS_RESULT_ORDER, name,
-            "is lent between ms_backward and ms_update; complete the step first");
-    }
-    if (m->run.busy) {
-        return msi_refuse_loan(m, MS_RESULT_ORDER, name,
-                               "is lent in a callback; lend it between steps");
-    }
-    return m->run.plan && !msi_is_borrowed(tensor, role)
-               ? msi_refuse_loan(m, MS_RESULT_ORDER, name,
-                                 "was not borrowed when the model was wrapped; lend it before "
-                                 "ms_wrap")
-               : MS_RESULT_OK;
+    const bool lasts =
+        msi_is_resident(tensor) && (role == MSI_ROLE_VALUE || tensor->kind == MSI_KIND_PARAM);
+    const char *reason =
+        !lasts ? "does not live between steps; inputs, params, buffers, gradients of params and "
+                 "optimizer state can be borrowed"
+        : m->run.stage == MSI_STAGE_BACKWARD
+            ? "is lent between ms_backward and ms_update; complete the step first"
+        : m->run.busy ? "is lent in a callback; lend it between steps"
+        : m->run.plan && !msi_is_borrowed(tensor, role)
+            ? "was not borrowed when the model was wrapped; lend it before ms_wrap"
+            : NULL;
+    return reason ? msi_refuse_loan(m, lasts ? MS_RESULT_ORDER : MS_RESULT_INVALID,
+                                    msi_name(m, tensor->name), reason)
+                  : MS_RESULT_OK;
 }
 
-/* The trainer's memory for a value, from now on. */
+/* From now on a value is in the trainer's memory. */
 static void msi_borrow(ms_model *m, uint32_t t, msi_role role, void *memory) {
     msi_tensor *tensor = &m->graph.tensors.items[t];
     if (!msi_is_borrowed(tensor, role)) {
@@ -13440,30 +13296,29 @@ static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor 
                                    const void *data) {
     const uint32_t t = m ? msi_index(m, tensor) : MSI_NONE;
     const bool is_state = msi_role_of(tensor) >= MSI_ROLE_STATE0;
-    if (t == MSI_NONE || !data || (is_state && m->graph.tensors.items[t].kind != MSI_KIND_PARAM)) {
-        if (m && data && m->errors.sticky != MS_RESULT_OK) {
-            (void)msi_fail(m, MS_RESULT_INVALID, "%s: an earlier registration has failed: %s",
-                           function, m->errors.sticky_text);
-            return MSI_NONE;
-        }
+    if (t != MSI_NONE && data && (!is_state || m->graph.tensors.items[t].kind == MSI_KIND_PARAM)) {
+        return t;
+    }
+    if (m && data && m->errors.sticky != MS_RESULT_OK) {
+        (void)msi_fail(m, MS_RESULT_INVALID, "%s: an earlier registration has failed: %s", function,
+                       m->errors.sticky_text);
+    } else {
         (void)msi_fail_argument(m, function,
                                 data ? "no such tensor in this model" : "data is NULL");
-        return MSI_NONE;
     }
-    return t;
+    return MSI_NONE;
 }
 
-/* An input is staged, and goes to the device after what is enqueued. What is enqueued may still read
-   a tensor on the host. */
+/* Writes a resident after what is enqueued: an input by way of its staging memory, without waiting
+   for the device. A tensor on the host may still be read by the device, which is waited for. */
 static ms_result msi_write(ms_model *m, const msi_resident *resident, const void *data,
                            uint64_t bytes) {
     ms_result result = MS_RESULT_OK;
     m->run.epoch += resident->on_host; // a callback may have read it for a recording
     if (resident->event == MSI_NONE) {
         result = resident->on_host ? msi_synchronize(m) : MS_RESULT_OK;
-        return result == MS_RESULT_OK
-                   ? msi_copy(m, resident->address, resident->on_host, data, true, bytes)
-                   : result;
+        MSI_THEN(result, msi_copy(m, resident->address, resident->on_host, data, true, bytes));
+        return result;
     }
     uint8_t *staging = msi_step_on_host(m) + resident->staging;
     result = msi_wait_on_host(m, resident->event);
@@ -13474,7 +13329,7 @@ static ms_result msi_write(ms_model *m, const msi_resident *resident, const void
     return result;
 }
 
-/* A value before there is a plan: kept until ms_wrap, or in the trainer's own memory. */
+/* Writes a value before there is a plan: to memory kept until ms_wrap, or to the trainer's. */
 static ms_result msi_write_unplanned(ms_model *m, msi_tensor *t, msi_role role, const void *data) {
     void **memory = &t->memory[role];
     const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
@@ -13532,14 +13387,11 @@ static const char *msi_read_cure(const ms_model *m, uint32_t t, msi_role role) {
                : "ms_add_output keeps an activation";
 }
 
-/* A value before there is a plan: as it was written, or zeros. */
+/* Reads a value before there is a plan: as it was written, or zeros. */
 static ms_result msi_read_unplanned(ms_model *m, const msi_tensor *t, msi_role role, void *data) {
-    if (t->memory[role]) {
-        const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
-        return msi_copy(m, data, true, t->memory[role], !on_device, t->bytes);
-    }
-    memset(data, 0, (size_t)t->bytes);
-    return MS_RESULT_OK;
+    const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
+    return t->memory[role] ? msi_copy(m, data, true, t->memory[role], !on_device, t->bytes)
+                           : msi_fill(m, data, true, 0, t->bytes);
 }
 
 static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *data) {
@@ -13557,12 +13409,12 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
                         msi_role_name(role), name, msi_read_cure(m, t, role));
     }
     const bool on_host = msi_is_resident(source) && source->on_host;
-    const ms_result result = on_host ? msi_synchronize(m) : MS_RESULT_OK; // it may be written
-    return result == MS_RESULT_OK ? msi_copy(m, data, true, address, on_host, source->bytes)
-                                  : result;
+    ms_result result = on_host ? msi_synchronize(m) : MS_RESULT_OK; // a step may still write it
+    MSI_THEN(result, msi_copy(m, data, true, address, on_host, source->bytes));
+    return result;
 }
 
-/* Makes a model with a config that is filled in and without fault. */
+/* Makes a model from a valid config with its defaults resolved. */
 static ms_result msi_make_model(const ms_config *c, ms_model **model) {
     ms_model *m = (ms_model *)msi_alloc_zeroed(&c->allocator, sizeof *m);
     if (!m) {
@@ -13613,25 +13465,25 @@ static void msi_free_model(ms_model *m) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>verify  a plain pass and one by the present plan, from the same values, compared
+// >>verify  compares a plain pass with one by the present plan, both from the same values
 
-/* Both passes run on a store of their own, which has what they change: passing values, gradients,
-   and buffers that layers change. All other values are the model's, where they are. Store, plan and
-   arena of the model are exchanged for that time, and behind it the whole model is what it was. */
+/* Both passes run on a store of their own, with all that they change: transient values, gradients,
+   and buffers that layers change. All other values are used where the model has them. Meanwhile the
+   model has this store, plans of its own and no shared arena; afterwards it is as it was before. */
 
 enum { MSI_PASS_PLAIN, MSI_PASS_WRAPPED, MSI_PASS_COUNT };
 
-static const uint64_t MSI_PIECE_BYTES = 1u << 20; // what is compared at a time
+static const uint64_t MSI_PIECE_BYTES = 1u << 20; // compared at a time
 
 typedef struct msi_verification {
     ms_model *model;
-    msi_run before; // what the model runs, to be put back
+    msi_run before; // of the model, to be put back
     msi_store *store;
     msi_plan *plans[MSI_PASS_COUNT];
-    /* Per tensor that is compared, the life in question: of a param its gradient, of a buffer the
-       value. MSI_NONE for the others. */
+    /* Per tensor that is compared its live range: of a param the gradient, of a buffer the value.
+       MSI_NONE for the others. */
     uint32_t *range_of;
-    uint8_t *results;      // of the plain pass; behind them a piece of the other one's
+    uint8_t *results;      // of the plain pass; after them a piece of the other one's
     uint64_t result_bytes; // of one pass
     ms_difference *differences;
     uint32_t count;
@@ -13639,7 +13491,7 @@ typedef struct msi_verification {
 } msi_verification;
 
 /* Marks the params that learn and the buffers that layers change, and allocates for the results.
-   Lives of gradients are known once a pass has been lowered. */
+   The live ranges of gradients are known only when a pass has been lowered. */
 static ms_result msi_choose_compared(msi_verification *v) {
     const ms_model *m = v->model;
     const msi_graph *g = &m->graph;
@@ -13649,12 +13501,8 @@ static ms_result msi_choose_compared(msi_verification *v) {
         v->range_of[t] = msi_learns(&g->tensors.items[t]) ? m->run.store->resident_of[t] : MSI_NONE;
     }
     for (uint32_t i = 0; v->range_of && i < g->layers.count; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint32_t *state = msi_group(g, l, MSI_GROUP_STATE);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_STATE]; k++) {
-            if (state[k] != MSI_NONE) {
-                v->range_of[state[k]] = m->run.store->resident_of[state[k]];
-            }
+        for (MSI_EACH(state, g, &g->layers.items[i], MSI_GROUP_STATE)) {
+            v->range_of[state.tensor] = m->run.store->resident_of[state.tensor];
         }
     }
     for (uint32_t t = 0; v->range_of && t < g->tensors.count; t++) {
@@ -13672,7 +13520,7 @@ static ms_result msi_choose_compared(msi_verification *v) {
                                  v->result_bytes + MSI_PIECE_BYTES);
 }
 
-/* The same slots as the model's. Those that no pass changes are lent by it. */
+/* Makes a store with the same residents as the model's, which lends those that no pass changes. */
 static ms_result msi_make_own_store(msi_verification *v) {
     ms_model *m = v->model;
     const ms_result result = msi_make_store(m, &v->store);
@@ -13694,7 +13542,8 @@ static ms_result msi_make_own_store(msi_verification *v) {
     return result;
 }
 
-/* Forward and backward with the drops of the plan; gradients stay, as without an optimizer. */
+/* Plans a pass: forward and backward that drop what the plan drops. Gradients stay, as without an
+   optimizer. */
 static ms_result msi_make_pass(msi_verification *v, int pass) {
     ms_model *m = v->model;
     const ms_allocator *a = &m->config.allocator;
@@ -13728,7 +13577,7 @@ static ms_result msi_make_pass(msi_verification *v, int pass) {
     return MS_RESULT_OK;
 }
 
-/* Memory for the store, which takes the place of the model's. */
+/* Allocates the store, and replaces the model's with it. */
 static ms_result msi_enter_store(msi_verification *v) {
     ms_model *m = v->model;
     msi_store *store = v->store;
@@ -13736,7 +13585,7 @@ static ms_result msi_enter_store(msi_verification *v) {
     const ms_result result = msi_alloc_store(m, store);
     if (result == MS_RESULT_OUT_OF_MEMORY && !store->memory) {
         return msi_fail(m, result,
-                        "ms_verify: a plain pass takes %s beside the arena, which backend %s does "
+                        "ms_verify: a plain pass takes %s besides the arena, which backend %s does "
                         "not have: verify with a smaller batch, or free what else is on the device",
                         msi_size(store->resident_bytes + store->transient_bytes).text,
                         m->config.backend.name);
@@ -13746,9 +13595,8 @@ static ms_result msi_enter_store(msi_verification *v) {
     }
     memset(store->host + store->host_bytes, 0, (size_t)store->staging_bytes);
     for (uint32_t i = 0; i < store->residents.count; i++) {
-        if (store->residents.items[i].borrowed) {
-            store->residents.items[i].address = v->before.store->residents.items[i].address;
-        }
+        msi_resident *r = &store->residents.items[i];
+        r->address = r->borrowed ? v->before.store->residents.items[i].address : r->address;
     }
     m->run.store = store;
     return MS_RESULT_OK;
@@ -13760,40 +13608,38 @@ static ms_result msi_reset_store(msi_verification *v) {
     const msi_store *store = v->store, *from = v->before.store;
     ms_result result = msi_fill(m, store->step, msi_is_direct(m), 0, store->step_bytes);
     for (uint32_t i = 0; i < store->residents.count && result == MS_RESULT_OK; i++) {
-        const msi_resident *resident = &store->residents.items[i];
-        if (resident->role == MSI_ROLE_GRADIENT) {
-            result = msi_fill(m, resident->address, resident->on_host, 0, resident->bytes);
-        } else if (!resident->borrowed) {
-            result = msi_copy(m, resident->address, resident->on_host,
-                              from->residents.items[i].address, resident->on_host, resident->bytes);
+        const msi_resident *r = &store->residents.items[i];
+        if (r->role == MSI_ROLE_GRADIENT) {
+            result = msi_fill(m, r->address, r->on_host, 0, r->bytes);
+        } else if (!r->borrowed) {
+            const void *source = from->residents.items[i].address;
+            result = msi_copy(m, r->address, r->on_host, source, r->on_host, r->bytes);
         }
     }
     return result;
 }
 
-/* What the next instruction is to make, and its workspace, hold rubbish before. */
+/* Poisons what the next instruction makes, and its workspace. */
 static ms_result msi_poison_new(ms_model *m, uint8_t poison) {
     const msi_program *p = m->run.program;
     const msi_instruction *i = &p->instructions.items[m->run.position];
     ms_result result = MS_RESULT_OK;
-    for (uint32_t k = 0; k < i->operand_count && result == MS_RESULT_OK; k++) {
-        const uint32_t range = p->operands.items[i->operand_first + k].range;
-        if (msi_calls_layer((msi_op)i->op) && range != MSI_NONE &&
-            range >= m->run.store->residents.count &&
-            p->ranges.items[range].first == m->run.position &&
-            p->ranges.items[range].alias_of == MSI_NONE) {
+    for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
+        const uint32_t index = p->operands.items[i->operand_first + k].range;
+        const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
+        if (range && index >= m->run.store->residents.count && range->first == m->run.position &&
+            range->alias_of == MSI_NONE) {
             if (m->config.backend.device_is_host) {
-                msi_asan_unpoison(msi_address(m, p, range), p->ranges.items[range].bytes);
+                msi_asan_unpoison(msi_address(m, p, index), range->bytes);
             }
-            result =
-                msi_fill(m, msi_address(m, p, range), false, poison, p->ranges.items[range].bytes);
+            MSI_THEN(result, msi_fill(m, msi_address(m, p, index), false, poison, range->bytes));
         }
     }
     return result;
 }
 
-/* Runs amid rubbish, another one in each pass: so a layer is found out that reads what nobody has
-   written. */
+/* Fills what is new before each instruction, with another poison in each pass, so that reads of
+   uninitialized values make a difference. */
 static ms_result msi_run_poisoned(ms_model *m, uint32_t end, uint8_t poison) {
     ms_result result = MS_RESULT_OK;
     while (result == MS_RESULT_OK && m->run.position < end) {
@@ -13805,29 +13651,16 @@ static ms_result msi_run_poisoned(ms_model *m, uint32_t end, uint8_t poison) {
 
 /* Element i as a number. */
 static double msi_number(const void *data, ms_dtype dtype, uint64_t i) {
-    switch (dtype) {
-    case MS_DTYPE_F64:
-        return ((const double *)data)[i];
-    case MS_DTYPE_I64:
-        return (double)((const int64_t *)data)[i];
-    case MS_DTYPE_I32:
-        return (double)((const int32_t *)data)[i];
-    case MS_DTYPE_I16:
-        return (double)((const int16_t *)data)[i];
-    case MS_DTYPE_I8:
-        return (double)((const int8_t *)data)[i];
-    case MS_DTYPE_U8:
-        return (double)((const uint8_t *)data)[i];
-    case MS_DTYPE_F32:
-    case MS_DTYPE_F16:
-    case MS_DTYPE_BF16:
-    case MS_DTYPE_COUNT:
-        break;
-    }
-    return (double)msi_load(data, dtype, i);
+    return dtype == MS_DTYPE_F64   ? ((const double *)data)[i]
+           : dtype == MS_DTYPE_I64 ? (double)((const int64_t *)data)[i]
+           : dtype == MS_DTYPE_I32 ? (double)((const int32_t *)data)[i]
+           : dtype == MS_DTYPE_I16 ? (double)((const int16_t *)data)[i]
+           : dtype == MS_DTYPE_I8  ? (double)((const int8_t *)data)[i]
+           : dtype == MS_DTYPE_U8  ? (double)((const uint8_t *)data)[i]
+                                   : (double)msi_load(data, dtype, i); // F32, F16, BF16
 }
 
-/* Two elements whose bits are not equal. Two NaN do not differ as numbers, nor do 0 and -0. */
+/* Counts two elements with different bits. Two NaN do not differ as numbers, nor do 0 and -0. */
 static void msi_note_difference(ms_difference *d, double a, double b) {
     const double largest = fabs(a) > fabs(b) ? fabs(a) : fabs(b);
     const bool same = a == b || (isnan(a) && isnan(b));
@@ -13852,7 +13685,7 @@ static void msi_compare_piece(ms_difference *d, ms_dtype dtype, const uint8_t *a
     }
 }
 
-/* What the pass that has run made of a tensor: kept at `result`, or compared with what is there. */
+/* The result of the pass that has run for one tensor: kept at `result`, or compared with that. */
 static ms_result msi_take_result(msi_verification *v, int pass, uint32_t t, uint8_t *result,
                                  ms_difference *d) {
     ms_model *m = v->model;
@@ -13899,7 +13732,7 @@ static ms_result msi_take_results(msi_verification *v, int pass) {
     return result;
 }
 
-/* Forward and backward. A loss that is not finite halts nothing here. */
+/* Runs forward and backward. A loss that is not finite halts nothing here. */
 static ms_result msi_run_pass(msi_verification *v, int pass) {
     ms_model *m = v->model;
     ms_step_state state;
@@ -13910,17 +13743,16 @@ static ms_result msi_run_pass(msi_verification *v, int pass) {
     const msi_program *p = &m->run.plan->train;
     MSI_THEN(result, msi_start(m, p));
     MSI_THEN(result, msi_run_poisoned(m, p->forward_end, poison));
-    result = result == MS_RESULT_OK ? msi_run_forward(m) : result; // its end, the loss
+    MSI_THEN(result, msi_run_forward(m)); // nothing is left of it except the loss
     MSI_THEN(result, msi_run_poisoned(m, p->backward_end, poison));
-    if (result == MS_RESULT_OK) {
-        result = msi_copy(m, &state, true, msi_state_on_device(m, false), msi_is_direct(m),
-                          sizeof state);
-    }
+    MSI_THEN(result, msi_copy(m, &state, true, msi_state_on_device(m, false), msi_is_direct(m),
+                              sizeof state));
     v->loss[pass] = state.loss;
-    return result == MS_RESULT_OK ? msi_take_results(v, pass) : result;
+    MSI_THEN(result, msi_take_results(v, pass));
+    return result;
 }
 
-/* The model runs again what it ran before. Params that debug mode could not put back make it fail. */
+/* Puts back what the model ran before. If debug mode has lost params, the model has failed. */
 static void msi_leave_store(msi_verification *v) {
     ms_model *m = v->model;
     const msi_errors errors = m->errors;
@@ -13974,16 +13806,14 @@ static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
     memset(&v, 0, sizeof v);
     v.model = m;
     v.before = m->run;
-    m->run.timing = NULL; // these are no steps
+    m->run.timing = NULL; // passes are not steps
     ms_result result = msi_choose_compared(&v);
     MSI_THEN(result, msi_make_own_store(&v));
-    for (int pass = 0; pass < MSI_PASS_COUNT && result == MS_RESULT_OK; pass++) {
-        result = msi_make_pass(&v, pass);
-    }
+    MSI_THEN(result, msi_make_pass(&v, MSI_PASS_PLAIN));
+    MSI_THEN(result, msi_make_pass(&v, MSI_PASS_WRAPPED));
     MSI_THEN(result, msi_enter_store(&v));
-    for (int pass = 0; pass < MSI_PASS_COUNT && result == MS_RESULT_OK; pass++) {
-        result = msi_run_pass(&v, pass);
-    }
+    MSI_THEN(result, msi_run_pass(&v, MSI_PASS_PLAIN));
+    MSI_THEN(result, msi_run_pass(&v, MSI_PASS_WRAPPED));
     msi_leave_store(&v);
     if (result == MS_RESULT_OK) {
         msi_report_differences(&v, visit, user, report);
