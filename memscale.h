@@ -7581,10 +7581,10 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resi
 // ------------------------------------------------------------------------------------------------
 // >>layout  offsets for live ranges (dynamic storage allocation with all requests known)
 
-/* Four stages, each only while effort lasts, none once the layout is small enough; the best layout
-   is kept. Skylines in several orders (as Sekiyama et al. 2018 pack training memory) cost
-   O(n log n) each; first-fit in several orders, the usual greedy, also looks into the gaps, at
-   O(n^2); orders are then mended where first-fit fails; and ejection chains press the layout below
+/* The search has four stages and keeps the best layout. It ends when the effort is spent or the
+   layout is small enough. Skylines in several orders (as Sekiyama et al. 2018 pack training memory)
+   cost O(n log n) each. First-fit in several orders, the usual greedy method, also fills gaps, at
+   O(n^2). Then orders are mended where first-fit fails, and ejection chains press the layout below
    one target after another. */
 
 /* A placed block, with what is needed to compare it with others. */
@@ -7593,32 +7593,38 @@ typedef struct msi_spot {
     uint32_t first, last, block, penalty;
 } msi_spot;
 
-/* Heights over time, to which only maxima over ranges are applied: since a block comes to lie on
-   the highest point of its range, "becomes the new height" and "maximum with the new height" are
-   the same, and no node ever hands anything down. */
+/* A segment tree of heights over time. A block is placed on the highest point of its range, so to
+   set the height of the range is to take the maximum with the new height, and no node has to pass
+   a pending value down to its children. */
 typedef struct msi_skyline {
-    uint64_t *highest; // of what was applied in the subtree
-    uint64_t *applied; // to the whole node
+    uint64_t *highest; // height that was applied anywhere in the subtree
+    uint64_t *applied; // height that was applied to the whole node
     uint32_t leaves;
 } msi_skyline;
 
 typedef struct msi_layout_work {
     const msi_block *blocks;
-    uint32_t count, used, times; // used: those with bytes
-    uint32_t *first, *last;      // live ranges in compressed time
-    uint32_t *order, *scratch, *waiting, *penalty;
-    uint64_t *key, *load;
-    uint64_t *offset, *best;    // of the layout at work, of the best
-    msi_skyline bottom, top;    // stage 1; in the same memory as:
-    msi_spot *by_low, *by_high; // later stages: the same spots, sorted either way
+    uint32_t count, used, times; // used: blocks that have bytes
+    uint32_t *first, *last;      // per block: its live range in compressed time
+    uint32_t *starts;            // per compressed time: the instruction
+    uint32_t *order, *scratch;   // of the blocks in use; scratch memory to sort it
+    uint32_t *ranks;             // per block: its place in the order, while that is mended
+    uint32_t *best_order;        // of the best first-fit
+    uint32_t *waiting, *penalty; // blocks that were ejected; per block: how hard it is to place
+    uint64_t *key, *load;        // per block: what to sort by; per compressed time: live bytes
+    uint64_t *offset, *best;     // per block: in the layout at hand, in the best one
+    msi_skyline bottom, top;     // stage 1; they share their memory with
+    msi_spot *by_low, *by_high;  // the later stages: the same spots, sorted either way
     uint32_t spot_count, waiting_count;
-    uint64_t bound, enough, height, effort; // enough: the search ends there, never below the bound
+    uint64_t bound, enough, height,
+        effort; // the search ends at `enough`, which is never below bound
     uint64_t random;
 } msi_layout_work;
 
-/* By falling size of the thing, but START by rising start. LOAD is the largest sum of live bytes
-   that a block is part of; the classes are wider the larger the figure is, by the same factor. Ties
-   of both are by SPAN or, of classes of spans, by BYTES; then, of LOAD, by BYTES. */
+/* Largest first, except START, which is by rising start. LOAD is the largest sum of live bytes that
+   a block is part of. The classes grow in width with the figure, by a constant factor. Ties of
+   BYTES_CLASS are ordered by SPAN, those of SPAN_CLASS by BYTES, those of LOAD by SPAN and then by
+   BYTES. */
 typedef enum msi_layout_order {
     MSI_ORDER_LOAD,
     MSI_ORDER_BYTES,
@@ -7649,8 +7655,8 @@ static void msi_sort_indices(uint32_t *index, uint32_t *scratch, uint32_t count,
     }
 }
 
-/* Left and right climb from the ends of the range to the root; every node that the range fills
-   hangs on one of these two paths. */
+/* Walks from both ends of the range to the root: every node that lies within the range is a child
+   of one of these two paths. */
 static uint64_t msi_skyline_max(const msi_skyline *s, uint32_t first, uint32_t last) {
     uint32_t left = first + s->leaves, right = last + s->leaves;
     uint64_t height = 0;
@@ -7698,8 +7704,8 @@ static bool msi_layout_spend(msi_layout_work *w, uint64_t operations) {
     return enough;
 }
 
-/* Any two ranges that meet have the first instant of one of them in common, so the distinct firsts
-   are all the time that matters. */
+/* Two live ranges that meet share the first instant of one of them, so only the distinct first
+   instants matter. */
 static void msi_layout_compress_time(msi_layout_work *w) {
     for (uint32_t i = 0; i < w->count; i++) {
         w->key[i] = w->blocks[i].first;
@@ -7712,7 +7718,7 @@ static void msi_layout_compress_time(msi_layout_work *w) {
     for (uint32_t i = 0; i < w->used; i++) {
         uint32_t block = w->order[i];
         if (i == 0 || w->key[w->order[i - 1]] != w->key[block]) {
-            w->scratch[w->times++] = w->blocks[block].first;
+            w->starts[w->times++] = w->blocks[block].first;
         }
         w->first[block] = w->times - 1;
     }
@@ -7720,7 +7726,7 @@ static void msi_layout_compress_time(msi_layout_work *w) {
         uint32_t block = w->order[i], low = w->first[block], high = w->times;
         while (high - low > 1) {
             uint32_t middle = low + (high - low) / 2;
-            bool live = w->scratch[middle] <= w->blocks[block].last;
+            bool live = w->starts[middle] <= w->blocks[block].last;
             low = live ? middle : low;
             high = live ? high : middle;
         }
@@ -7781,11 +7787,11 @@ static void msi_layout_sort_by(msi_layout_work *w, msi_layout_order order, uint6
 }
 
 static void msi_layout_sort(msi_layout_work *w, msi_layout_order order, uint64_t width) {
-    if (order == MSI_ORDER_LOAD) {
+    if (order == MSI_ORDER_LOAD || order == MSI_ORDER_SPAN_CLASS) {
         msi_layout_sort_by(w, MSI_ORDER_BYTES, 1);
     }
-    if (order == MSI_ORDER_LOAD || order >= MSI_ORDER_BYTES_CLASS) {
-        msi_layout_sort_by(w, order == MSI_ORDER_SPAN_CLASS ? MSI_ORDER_BYTES : MSI_ORDER_SPAN, 1);
+    if (order == MSI_ORDER_LOAD || order == MSI_ORDER_BYTES_CLASS) {
+        msi_layout_sort_by(w, MSI_ORDER_SPAN, 1);
     }
     if (order == MSI_ORDER_LOAD) {
         msi_skyline_clear(&w->bottom);
@@ -7805,8 +7811,8 @@ static void msi_layout_keep_best(msi_layout_work *w, uint64_t height) {
     }
 }
 
-/* Each block on top of what is there; those from the top on a skyline of their own that hangs down.
-   What grows while the rest shrinks thus meets it in the middle. */
+/* Places each block on top of the blocks before it. Blocks from the top have a skyline of their own
+   that hangs down, so what grows while the rest shrinks meets the rest in the middle. */
 static void msi_layout_place_on_skylines(msi_layout_work *w, bool two_sided) {
     uint64_t height = 0;
     msi_skyline_clear(&w->bottom);
@@ -7833,7 +7839,7 @@ static void msi_layout_place_on_skylines(msi_layout_work *w, bool two_sided) {
 }
 
 static bool msi_spot_meets(const msi_spot *a, uint32_t first, uint32_t last) {
-    return (a->first <= last) & (first <= a->last); // without a jump: nobody can predict it
+    return (a->first <= last) & (first <= a->last); // no branch: it would be unpredictable
 }
 
 static msi_spot msi_layout_spot(const msi_layout_work *w, uint32_t block, uint64_t low) {
@@ -7842,7 +7848,7 @@ static msi_spot msi_layout_spot(const msi_layout_work *w, uint32_t block, uint64
     return spot;
 }
 
-/* Into spots sorted by low, or by high. */
+/* Inserts a spot into a list that is sorted by low or by high. */
 static void msi_spots_insert(msi_spot *spots, uint32_t count, msi_spot spot, bool by_high) {
     uint64_t key = by_high ? spot.high : spot.low;
     uint32_t i = count;
@@ -7869,8 +7875,13 @@ static void msi_layout_put(msi_layout_work *w, uint32_t block, uint64_t low) {
     msi_spots_insert(w->by_low, w->spot_count++, msi_layout_spot(w, block, low), false);
 }
 
-/* First-fit: each block into the lowest gap, in the given order. Gives up when the layout turns out
-   no better than the best; true if it is better. */
+static void msi_layout_put_in_both(msi_layout_work *w, uint32_t block, uint64_t low) {
+    msi_spots_insert(w->by_high, w->spot_count, msi_layout_spot(w, block, low), true);
+    msi_layout_put(w, block, low);
+}
+
+/* First-fit: places each block into the lowest gap, in the given order. Gives up once the layout can
+   no longer beat the best one; true if it does. */
 static bool msi_layout_first_fit(msi_layout_work *w) {
     uint64_t height = 0;
     w->spot_count = 0;
@@ -7887,8 +7898,8 @@ static bool msi_layout_first_fit(msi_layout_work *w) {
     return true;
 }
 
-/* As an allocator would place them: in the order of their starts, each into the lowest gap of what
-   lives then. For long programs in which most lives are short. */
+/* Places blocks as an allocator would: in the order of their starts, each into the lowest gap among
+   those that are live then. For long programs in which most live ranges are short. */
 static void msi_layout_fit_in_turn(msi_layout_work *w) {
     const uint64_t least = w->effort - w->effort / 4;
     uint64_t height = 0;
@@ -7928,8 +7939,8 @@ static bool msi_layout_highest_gap(msi_layout_work *w, uint32_t block, uint64_t 
     return high >= bytes;
 }
 
-/* First-fit from both ends, for programs whose values lie on each other like a stack: what lives
-   for a moment comes from above. */
+/* First-fit from both ends, for programs whose values lie on each other like a stack: blocks with
+   short live ranges are placed from above. */
 static void msi_layout_fit_both(msi_layout_work *w) {
     uint64_t height = 0, low = 0;
     w->spot_count = 0;
@@ -7940,9 +7951,7 @@ static void msi_layout_fit_both(msi_layout_work *w) {
             low = msi_layout_lowest_gap(w, block);
         }
         height = msi_max_u64(height, low + w->blocks[block].bytes);
-        w->offset[block] = low;
-        msi_spots_insert(w->by_low, w->spot_count, msi_layout_spot(w, block, low), false);
-        msi_spots_insert(w->by_high, w->spot_count++, msi_layout_spot(w, block, low), true);
+        msi_layout_put_in_both(w, block, low);
     }
     if (w->spot_count == w->used) {
         msi_layout_keep_best(w, height);
@@ -7957,11 +7966,11 @@ static uint32_t msi_layout_random(msi_layout_work *w, uint32_t below) {
     return (uint32_t)(w->random * UINT64_C(0x2545F4914F6CDD1D) >> 32) % below;
 }
 
-/* Takes up those blocks again that have `rank` or a higher one in the order. */
-static void msi_layout_take_up(msi_layout_work *w, const uint32_t *ranks, uint32_t rank) {
+/* Removes the blocks whose rank in the order is `rank` or higher from the layout. */
+static void msi_layout_take_up(msi_layout_work *w, uint32_t rank) {
     uint32_t kept = 0;
     for (uint32_t i = 0; i < w->spot_count; i++) {
-        if (ranks[w->by_low[i].block] < rank) {
+        if (w->ranks[w->by_low[i].block] < rank) {
             w->by_low[kept++] = w->by_low[i];
         }
     }
@@ -7969,8 +7978,8 @@ static void msi_layout_take_up(msi_layout_work *w, const uint32_t *ranks, uint32
     w->spot_count = kept;
 }
 
-/* All blocks have places, below the best height: a better layout. Goes on from the first block that
-   is to come lower yet. */
+/* Notes a better layout: all blocks have places below the best height. Returns where to go on in
+   the order: at the first block that has to come lower. */
 static uint32_t msi_layout_note_better(msi_layout_work *w) {
     uint64_t height = 0;
     uint32_t next = 0;
@@ -7985,14 +7994,15 @@ static uint32_t msi_layout_note_better(msi_layout_work *w) {
 }
 
 /* Squeaky wheel optimization (Joslin and Clements 1999): first-fit, where a block that finds no gap
-   below the best height moves forward in the order, and what it overtakes is placed again. It moves
-   half of the way, or at random, more often a little than far. */
+   below the best height moves forward in the order, and the blocks that it overtakes are placed
+   again. It moves halfway to the front, or by a random distance, which is short more often than
+   long. */
 static void msi_layout_mend(msi_layout_work *w, uint64_t effort, bool halfway) {
-    uint64_t stop = w->effort > effort ? w->effort - effort : 0;
-    uint32_t *ranks = w->scratch, next = 0;
+    uint64_t stop = w->effort - msi_smaller(w->effort, effort);
+    uint32_t next = 0;
     w->spot_count = 0;
     for (uint32_t i = 0; i < w->used; i++) {
-        ranks[w->order[i]] = i;
+        w->ranks[w->order[i]] = i;
     }
     while (w->effort > stop && w->height > w->enough) {
         uint32_t block = w->order[next];
@@ -8001,7 +8011,7 @@ static void msi_layout_mend(msi_layout_work *w, uint64_t effort, bool halfway) {
             msi_layout_put(w, block, low);
             if (++next == w->used) {
                 next = msi_layout_note_better(w);
-                msi_layout_take_up(w, ranks, next);
+                msi_layout_take_up(w, next);
             }
             continue;
         }
@@ -8011,15 +8021,15 @@ static void msi_layout_mend(msi_layout_work *w, uint64_t effort, bool halfway) {
         memmove(w->order + to + 1, w->order + to, back * sizeof *w->order);
         w->order[to] = block;
         for (uint32_t i = to; i <= next; i++) {
-            ranks[w->order[i]] = i;
+            w->ranks[w->order[i]] = i;
         }
         next = to;
-        msi_layout_take_up(w, ranks, next);
+        msi_layout_take_up(w, next);
     }
 }
 
-/* Removes what overlaps spot, and what reaches beyond target, from one of the two lists. Returns
-   how many stay; the others wait, if waiting is not NULL. */
+/* Removes the spots that overlap `spot` or reach beyond the target from one of the two lists. Returns
+   how many stay; the blocks of the others are written to `waiting`, if that is not NULL. */
 static uint32_t msi_spots_remove(msi_spot *spots, uint32_t count, const msi_spot *spot,
                                  uint64_t target, uint32_t *waiting) {
     uint32_t kept = 0, gone = 0;
@@ -8044,10 +8054,10 @@ static void msi_layout_eject(msi_layout_work *w, const msi_spot *spot, uint64_t 
     w->spot_count = kept;
 }
 
-/* Where the block does least harm below target: on the ground, or on another block. The lowest of
-   the free places, or a random one of those equally bad. Harm is the weight of the blocks that
-   overlap it there: that of those which begin below its high end, less that of those which end at
-   or below its low end. Both sums only grow as the place is moved up. */
+/* Finds where a block does least harm below the target: on the ground, or on another block. Of the
+   free places it is the lowest, of equally bad ones a random one. Harm is the penalty of the blocks
+   that overlap it there: of all that begin below its high end, less all that end at or below its
+   low end. Both sums only grow as the place moves up. */
 static uint64_t msi_layout_least_harm(msi_layout_work *w, uint32_t block, uint64_t target,
                                       uint64_t *least) {
     uint64_t bytes = w->blocks[block].bytes, low = 0, begun = 0, ended = 0, best = 0;
@@ -8080,7 +8090,7 @@ static uint64_t msi_layout_least_harm(msi_layout_work *w, uint32_t block, uint64
     return best;
 }
 
-/* Takes up the best layout again, as it was or upside down. */
+/* Goes back to the best layout, as it was or upside down. */
 static void msi_layout_restore(msi_layout_work *w, bool upside_down) {
     for (uint32_t by_high = 0; by_high < 2; ++by_high) {
         msi_spot *spots = by_high ? w->by_high : w->by_low;
@@ -8099,7 +8109,7 @@ static void msi_layout_restore(msi_layout_work *w, bool upside_down) {
     w->waiting_count = 0;
 }
 
-/* What was hard long ago counts less: halves the weights. */
+/* Halves the penalties, so that what was hard to place long ago counts less. */
 static void msi_layout_forget(msi_layout_work *w) {
     for (uint32_t i = 0; i < w->used; i++) {
         w->penalty[w->order[i]] = (w->penalty[w->order[i]] + 1) / 2;
@@ -8111,25 +8121,23 @@ static void msi_layout_forget(msi_layout_work *w) {
     msi_layout_spend(w, 4 * (uint64_t)w->used);
 }
 
-/* One link of a chain: a waiting block is placed, and those that it hits wait in its stead. */
+/* One link of a chain: places a waiting block, and ejects the blocks that it overlaps. */
 static void msi_layout_place_waiting(msi_layout_work *w, uint64_t target) {
     uint32_t pick = msi_layout_random(w, w->waiting_count), block = w->waiting[pick];
     uint64_t harm, low = msi_layout_least_harm(w, block, target, &harm);
     w->waiting[pick] = w->waiting[--w->waiting_count];
     w->penalty[block] += harm > 0;
-    w->offset[block] = low;
-    msi_spot spot = msi_layout_spot(w, block, low);
     if (harm) {
+        const msi_spot spot = msi_layout_spot(w, block, low);
         msi_layout_eject(w, &spot, target);
     }
-    msi_spots_insert(w->by_low, w->spot_count, spot, false);
-    msi_spots_insert(w->by_high, w->spot_count, spot, true);
-    ++w->spot_count;
+    msi_layout_put_in_both(w, block, low);
 }
 
-/* Ejection chains (Glover 1996) guided by how often a block found no free place (as in Nagata and
-   Braysy 2009): with a target below the best height, what sticks out is put where it does least
-   harm, what it hits waits to be placed again, and hard blocks gain weight until all fit. */
+/* Ejection chains (Glover 1996), guided by how often a block found no free place (as in Nagata and
+   Braysy 2009): below a target that is less than the best height, each block that sticks out is
+   placed where it does least harm, and the blocks that it overlaps are placed again. The penalty
+   of blocks that are hard to place grows until all fit. */
 static void msi_layout_press(msi_layout_work *w) {
     enum { PATIENCE = 4 };
     const msi_spot nothing = {0, 0, 0, 0, 0, 0};
@@ -8149,14 +8157,18 @@ static void msi_layout_press(msi_layout_work *w) {
         msi_layout_place_waiting(w, target);
         if (link % round == 0) {
             msi_layout_forget(w);
-            if (++rounds % PATIENCE == 0) { // trapped: begin again, from the other side
+            if (++rounds % PATIENCE == 0) { // stuck: start again from the best layout, turned over
                 msi_layout_restore(w, rounds / PATIENCE % 2 == 1);
             }
         }
     }
 }
 
-/* First-fit in several orders, then two of them mended: the best, and that by load. */
+static bool msi_layout_goes_on(const msi_layout_work *w) {
+    return w->height > w->enough && w->effort > 0;
+}
+
+/* First-fit in several orders, then two of these orders mended: the best one, and that by load. */
 static void msi_layout_fill_gaps(msi_layout_work *w) {
     static const struct {
         msi_layout_order order;
@@ -8165,33 +8177,27 @@ static void msi_layout_fill_gaps(msi_layout_work *w) {
                   {MSI_ORDER_BYTES_CLASS, 8}, {MSI_ORDER_SPAN_CLASS, 8},
                   {MSI_ORDER_BYTES_CLASS, 2}, {MSI_ORDER_SPAN_CLASS, 2},
                   {MSI_ORDER_LOAD, 1}};
-    uint32_t *best = w->waiting; // order
-    memcpy(best, w->order, w->used * sizeof *best);
-    if (w->height > w->enough && w->effort > 0) {
+    memcpy(w->best_order, w->order, w->used * sizeof *w->order);
+    if (msi_layout_goes_on(w)) {
         msi_layout_sort(w, MSI_ORDER_START, 1);
         msi_layout_fit_in_turn(w);
     }
-    if (w->height > w->enough && w->effort > 0) {
+    if (msi_layout_goes_on(w)) {
         msi_layout_sort(w, MSI_ORDER_LOAD, 1);
         msi_layout_fit_both(w);
     }
-    for (uint32_t i = 0; i < sizeof orders / sizeof orders[0]; i++) {
-        if (w->height <= w->enough || w->effort == 0) {
-            return;
-        }
+    for (uint32_t i = 0; i < sizeof orders / sizeof orders[0] && msi_layout_goes_on(w); i++) {
         msi_layout_sort(w, orders[i].order, orders[i].width);
         if (msi_layout_first_fit(w)) {
-            memcpy(best, w->order, w->used * sizeof *best);
+            memcpy(w->best_order, w->order, w->used * sizeof *w->order);
         }
     }
     const uint64_t effort = w->effort, pass = (uint64_t)w->used * w->used; // of first-fit, at most
-    if (w->height > w->enough) {
-        memcpy(w->order, best, w->used * sizeof *best);
-        msi_layout_mend(w, effort / 4 < 8 * pass ? effort / 4 : 8 * pass, true);
-    }
-    if (w->height > w->enough) {
+    memcpy(w->order, w->best_order, w->used * sizeof *w->order);
+    msi_layout_mend(w, msi_smaller(effort / 4, 8 * pass), true);
+    if (msi_layout_goes_on(w)) {
         msi_layout_sort(w, MSI_ORDER_LOAD, 1);
-        msi_layout_mend(w, effort / 2 < 32 * pass ? effort / 2 : 32 * pass, false);
+        msi_layout_mend(w, msi_smaller(effort / 2, 32 * pass), false);
     }
 }
 
@@ -8214,20 +8220,20 @@ static void msi_layout_search(msi_layout_work *w) {
     }
 }
 
-/* Divides memory among the arrays of w. Returns the bytes that this takes; with memory NULL that is
-   all it does. The spots lie over the skylines, which are at least as large. */
+/* Divides memory among the arrays of w, unless it is NULL. Returns the bytes that this takes. The
+   spots share the memory of the skylines, which are at least as large. */
 static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
-    uint64_t count = w->count, nodes = 2;
+    uint32_t **arrays[] = {&w->first,   &w->last,  &w->starts,     &w->order,  &w->penalty,
+                           &w->scratch, &w->ranks, &w->best_order, &w->waiting};
+    const uint64_t count = w->count, array_count = sizeof arrays / sizeof arrays[0];
+    uint64_t nodes = 2;
     while (nodes < 2 * count) {
         nodes *= 2;
     }
-    uint64_t words = 4 * nodes + 4 * count + 1;
+    const uint64_t words = 4 * nodes + 4 * count + 1;
     if (memory) {
-        uint32_t **arrays[] = {&w->first,   &w->last,    &w->order,
-                               &w->scratch, &w->waiting, &w->penalty};
-        uint32_t *next = (uint32_t *)(void *)(memory + words);
-        for (uint32_t i = 0; i < 6; i++) {
-            *arrays[i] = next + i * count;
+        for (uint32_t i = 0; i < array_count; i++) {
+            *arrays[i] = (uint32_t *)(void *)(memory + words) + i * count;
         }
         w->bottom.highest = memory;
         w->bottom.applied = memory + nodes;
@@ -8240,7 +8246,7 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
         w->best = w->offset + count;
         w->load = w->best + count;
     }
-    return words * sizeof(uint64_t) + 6 * count * sizeof(uint32_t);
+    return words * sizeof(uint64_t) + array_count * count * sizeof(uint32_t);
 }
 
 /* Allocates the memory of w, and finds the lower bound. */
@@ -8266,10 +8272,10 @@ static ms_result msi_layout_begin(msi_layout_work *w, const ms_allocator *alloca
     return MS_RESULT_OK;
 }
 
-/* Gives every block an offset, so that blocks whose ranges meet do not overlap, and stores the
-   height of the whole; the search for a smaller one ends at `enough`. effort is an upper limit of
-   elementary operations of about a nanosecond each; one skyline is made whatever it is. The same
-   input gives the same layout. The sum of all bytes must be below 2^64. Errors: OUT_OF_MEMORY. */
+/* Gives every block an offset, so that blocks whose live ranges meet do not overlap, and stores the
+   height of the whole; the search for a smaller one ends at `enough`. `effort` limits the elementary
+   operations, of about a nanosecond each, but one skyline is always made. The same input gives the
+   same layout. The sum of all bytes must be below 2^64. Errors: OUT_OF_MEMORY. */
 static ms_result msi_layout_within(const ms_allocator *allocator, msi_block *blocks, uint32_t count,
                                    uint64_t effort, uint64_t enough, uint64_t *height) {
     msi_layout_work work;
@@ -8311,9 +8317,8 @@ static ms_result msi_layout_lower_bound(const ms_allocator *allocator, const msi
 /* For debug builds and tests: no two blocks share a byte at an instant. O(n^2). */
 static bool msi_layout_is_valid(const msi_block *blocks, uint32_t count) {
     for (uint32_t i = 0; i < count; i++) {
-        const msi_block *a = &blocks[i];
         for (uint32_t k = i + 1; k < count; k++) {
-            const msi_block *b = &blocks[k];
+            const msi_block *a = &blocks[i], *b = &blocks[k];
             if (a->first <= b->last && b->first <= a->last && a->offset < b->offset + b->bytes &&
                 b->offset < a->offset + a->bytes) {
                 return false;
@@ -8327,7 +8332,8 @@ static bool msi_layout_is_valid(const msi_block *blocks, uint32_t count) {
 // >>simulate  what a program needs: live bytes at every instruction, and its peak; and time, over
 //            the streams of the device
 
-/* A live range counts up to the instruction before the one where another goes on using its memory. */
+/* The last instruction at which a live range counts: where another range goes on using its memory,
+   that is the one before. */
 static uint32_t msi_counts_to(const msi_range *range) {
     return range->aliased ? range->last - 1 : range->last;
 }
@@ -8337,9 +8343,9 @@ static bool msi_is_activation(ms_category category) {
            category == MS_CATEGORY_SAVED;
 }
 
-/* Sums the sizes of the live ranges, of all or of activations only, into live_bytes; returns the first
-   instruction with the largest sum. Differences first, then their running sum: unsigned, so that
-   an intermediate that wraps comes back. */
+/* Sums the sizes of the live ranges, of all or of activations only, into live_bytes, and returns the
+   first instruction with the largest sum. Differences first, then their running sum; they are
+   unsigned, so a difference that wraps wraps back in the sum. */
 static uint32_t msi_sum_live(msi_program *p, uint32_t resident_count, bool activations_only) {
     uint64_t *live = p->live_bytes.items;
     const uint32_t count = p->instructions.count;
@@ -8359,8 +8365,8 @@ static uint32_t msi_sum_live(msi_program *p, uint32_t resident_count, bool activ
     return peak;
 }
 
-/* Bytes that an instruction of the library's own moves. An update reads the param, its gradient and
-   its state, and writes all but the gradient. */
+/* Bytes that an instruction of the library itself moves. An update reads the param, its gradient and
+   its state, and writes all of these except the gradient. */
 static double msi_moved_bytes(const msi_program *p, const msi_instruction *i) {
     const msi_operand *operands = p->operands.items + i->operand_first;
     const double bytes = (double)p->ranges.items[operands[0].range].bytes;
@@ -8368,7 +8374,7 @@ static double msi_moved_bytes(const msi_program *p, const msi_instruction *i) {
     return bytes * (i->op == MSI_OP_UPDATE ? 3.0 + 2.0 * states : msi_ops[i->op].passes);
 }
 
-/* Whether nothing is left to do, since the target of a copy goes on using the memory of its source. */
+/* Whether an instruction does nothing: a copy is free if its target uses the memory of its source. */
 static bool msi_is_free(const msi_program *p, const msi_instruction *i) {
     return i->op == MSI_OP_NOTHING ||
            (i->op == MSI_OP_COPY &&
@@ -8407,9 +8413,9 @@ static ms_stream_kind msi_stream_of(const msi_costs *c, msi_op op) {
 static double msi_duration_us(const msi_clock *c, const msi_instruction *i) {
     const msi_op op = (msi_op)i->op;
     const msi_cost cost = msi_ops[op].cost;
-    const double bytes = msi_calls_layer(op) ? 0.0 : msi_moved_bytes(c->program, i);
-    const ms_layer_time *time =
-        msi_calls_layer(op) ? &c->graph->layers.items[i->target].time : NULL;
+    const bool layer = msi_calls_layer(op);
+    const double bytes = layer ? 0.0 : msi_moved_bytes(c->program, i);
+    const ms_layer_time *time = layer ? &c->graph->layers.items[i->target].time : NULL;
     switch (cost) {
     case MSI_COST_NONE:
         return 0.0;
@@ -8434,7 +8440,7 @@ static double msi_duration_us(const msi_clock *c, const msi_instruction *i) {
     return 0.0;
 }
 
-/* Work that begins no sooner than `ready_us`. Returns its start. */
+/* Enqueues work that starts no sooner than `ready_us`. Returns its start. */
 static double msi_enqueue(msi_clock *c, ms_stream_kind stream, double ready_us, double us) {
     const double free_us = c->free_us[stream];
     const double start_us = ready_us > free_us ? ready_us : free_us;
@@ -8451,8 +8457,8 @@ static double msi_staging_us(const msi_graph *g, const msi_costs *c, const msi_r
     return staged ? msi_copy_us(c, MS_STREAM_TO_DEVICE, t->bytes) : 0.0;
 }
 
-/* The beginning of a step: inputs are copied in, each in full, and as in msi_write all computing
-   comes after them. */
+/* The beginning of a step: each input is copied in full and, as msi_write does it, all computing
+   waits for these copies. */
 static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *costs,
                             const msi_store *store, const msi_program *p) {
     memset(c, 0, sizeof *c);
@@ -8466,7 +8472,7 @@ static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *c
     msi_enqueue(c, MS_STREAM_COMPUTE, c->free_us[MS_STREAM_TO_DEVICE], 0.0);
 }
 
-/* The losses are summed up after the last forward, and the verdict is copied out beside backward. */
+/* The losses are summed after the last forward, and the verdict is copied out during backward. */
 static void msi_clock_judge(msi_clock *c) {
     const double bytes = (double)c->program->ranges.items[c->program->loss].bytes;
     msi_enqueue(c, MS_STREAM_COMPUTE, 0.0, msi_bytes_us(c->costs, MSI_COST_SUM, bytes));
@@ -8476,7 +8482,7 @@ static void msi_clock_judge(msi_clock *c) {
     }
 }
 
-/* When an instruction may start, as far as other streams are concerned. */
+/* When the other streams are ready for an instruction to start. */
 static double msi_ready_us(const msi_clock *c, const msi_instruction *i) {
     const msi_program *p = c->program;
     const ms_stream_kind stream = msi_stream_of(c->costs, (msi_op)i->op);
@@ -8490,7 +8496,7 @@ static double msi_ready_us(const msi_clock *c, const msi_instruction *i) {
     return ready_us;
 }
 
-/* The next instruction of the program. Returns its start. */
+/* Runs the next instruction of the program, which takes `us`. Returns its start. */
 static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
     const msi_instruction *i = &c->program->instructions.items[now];
     const ms_stream_kind stream = msi_stream_of(c->costs, (msi_op)i->op);
@@ -8504,7 +8510,7 @@ static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
     return start_us;
 }
 
-/* How long a step takes. */
+/* Simulates a step: fills in the times of the program. */
 static void msi_time_program(const msi_graph *g, const msi_costs *costs, const msi_store *store,
                              msi_program *p) {
     msi_clock c;
@@ -8526,7 +8532,7 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
     p->stall_us = c.stall_us;
 }
 
-/* Live bytes and time of a program; without memory for that, p->out_of_memory. */
+/* Fills in live bytes and times of a program; without memory for that, sets p->out_of_memory. */
 static void msi_simulate(const msi_graph *g, const msi_costs *costs, const msi_store *store,
                          const ms_allocator *allocator, msi_program *p) {
     const uint32_t residents = store->residents.count;
