@@ -8559,7 +8559,7 @@ static bool msi_updates_inside(const msi_program *p) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>score  what decisions come to: the one way to judge them
+// >>score  bytes and time of the program that decisions lead to: the one way to judge them
 
 /* The first thing for which the planner had no memory. */
 typedef struct msi_shortage {
@@ -8567,17 +8567,17 @@ typedef struct msi_shortage {
     uint64_t bytes;
 } msi_shortage;
 
-/* Judges decisions by what they come to: bytes and time of the real program. */
+/* Judges decisions by the bytes and the time of the program that they lead to. */
 typedef struct msi_scorer {
     const msi_graph *graph;
     const msi_costs *costs;
     const msi_store *store;
     const ms_allocator *allocator;
     bool checks_layouts;     // debug mode
-    msi_lowering *lowering;  // scratch memory of its own
+    msi_lowering *lowering;  // its scratch memory
     msi_program *program;    // of the decisions that were scored last
     const msi_program *eval; // the eval program, which is the same for all decisions
-    msi_shortage *shortage;  // sticks: from then on nothing is scored, and nothing fits
+    msi_shortage *shortage;  // sticky: once it is set, nothing is scored and nothing fits
 } msi_scorer;
 
 typedef struct msi_score {
@@ -8589,21 +8589,35 @@ typedef struct msi_score {
 
 static const uint64_t MSI_NO_BUDGET = UINT64_MAX;
 
-/* Operations for a layout: so many, and more for each live range, up to a limit. */
+/* Operations for a layout: a number to start with and more for each live range, up to a limit. */
 static const uint64_t MSI_LAYOUT_EFFORT = 40u * 1000u * 1000u;
 static const uint64_t MSI_LAYOUT_EFFORT_LEAST = 1000u * 1000u;
 static const uint64_t MSI_LAYOUT_EFFORT_EACH = 3000;
 
-static void msi_run_short(const msi_scorer *s, const char *what, uint64_t bytes) {
+/* Notes a shortage. False, for callers to return. */
+static bool msi_run_short(const msi_scorer *s, const char *what, uint64_t bytes) {
     if (!s->shortage->what) {
         s->shortage->what = what;
         s->shortage->bytes = bytes;
     }
+    return false;
 }
 
 static bool msi_is_short(const msi_scorer *s) {
     return s->shortage->what != NULL;
 }
+
+/* Zeroed memory for a search, or NULL, and the scorer is short. */
+static void *msi_scratch(const msi_scorer *s, uint64_t bytes) {
+    void *memory = msi_alloc_zeroed(s->allocator, bytes);
+    (void)(memory || msi_run_short(s, "the solver", bytes));
+    return memory;
+}
+
+/* MSI_RESERVE for a list of a search: where it is false, the scorer is short. */
+#define MSI_SCRATCH_LIST(type, scorer, list, needed)                                               \
+    (MSI_RESERVE(type, (scorer)->allocator, list, needed) ||                                       \
+     msi_run_short(scorer, "the solver", (uint64_t)(needed) * sizeof(type)))
 
 /* Schedules, aliases and simulates a program that was lowered. */
 static void msi_complete(const msi_scorer *s, msi_program *p) {
@@ -8630,10 +8644,10 @@ static bool msi_check_layout(const msi_scorer *s, const msi_program *p) {
     return true;
 }
 
-/* Lays out a program; an arena of `enough` bytes need not be made smaller. */
+/* Lays out a program. The layout need not be smaller than an arena of `enough` bytes. */
 static void msi_lay_out(const msi_scorer *s, msi_program *p, uint64_t enough) {
-    const uint64_t most = MSI_LAYOUT_EFFORT_LEAST + p->ranges.count * MSI_LAYOUT_EFFORT_EACH;
-    const uint64_t effort = most < MSI_LAYOUT_EFFORT ? most : MSI_LAYOUT_EFFORT;
+    const uint64_t effort = msi_smaller(
+        MSI_LAYOUT_EFFORT, MSI_LAYOUT_EFFORT_LEAST + p->ranges.count * MSI_LAYOUT_EFFORT_EACH);
     const uint64_t residents = s->store->resident_bytes;
     enough = enough > residents ? enough - residents : 0;
     if (!msi_is_short(s) && (!msi_make_blocks(s->allocator, p, s->store->residents.count) ||
@@ -8650,7 +8664,7 @@ static uint64_t msi_arena_of(const msi_store *store, const msi_program *train,
     return store->resident_bytes + msi_max_u64(train->height, eval->height);
 }
 
-/* Lowers, schedules and simulates: live bytes and time, which cost less to find than a layout. */
+/* Lowers, schedules and simulates, for live bytes and time. This takes less time than a layout. */
 static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *decisions) {
     msi_score score = {UINT64_MAX, UINT64_MAX, 0, 1e300};
     if (!msi_is_short(s)) {
@@ -8665,7 +8679,7 @@ static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *de
     return score;
 }
 
-/* Lays out what was estimated last, if its live bytes are within a budget: whether its arena is. */
+/* Whether what was estimated last fits a budget. It is laid out if its live bytes do. */
 static bool msi_fits(const msi_scorer *s, msi_score *score, uint64_t budget, uint64_t enough) {
     if (score->live_bytes > budget || msi_is_short(s)) {
         return false;
@@ -8675,37 +8689,39 @@ static bool msi_fits(const msi_scorer *s, msi_score *score, uint64_t budget, uin
     return score->bytes <= budget && !msi_is_short(s);
 }
 
-/* What decisions come to. */
+/* Estimates and lays out. */
 static msi_score msi_score_of(const msi_scorer *s, const msi_tensor_decision *decisions) {
     msi_score score = msi_estimate(s, decisions);
     (void)msi_fits(s, &score, MSI_NO_BUDGET, 0);
     return score;
 }
 
-/* What all searches start from, and what they have found. */
+/* What all searches start from, and the best plan that they have found. */
 typedef struct msi_search {
     const msi_scorer *scorer;
-    const msi_tensor_decision *base; // without any choice
-    uint64_t budget, enough;         // no layout need be smaller than the latter
-    bool early;                      // what is proposed updates params inside backward
-    msi_tensor_decision *best;       // the best plan so far, if there is one
+    const msi_tensor_decision *base; // before any choice
+    uint64_t budget, enough;         // no layout need be smaller than `enough`
+    bool early;                      // the plans proposed update params inside backward
+    msi_tensor_decision *best;       // the best plan so far, if one was found
     bool found, fits, best_early;
     msi_score best_score;
 } msi_search;
 
-/* Whether what was estimated may be better than the best so far: what is not is not laid out. */
+/* Whether a plan that was estimated may be better than the best so far, so that it is worth laying
+   out. */
 static bool msi_may_be_best(const msi_search *s, const msi_score *score) {
     const uint64_t most = s->fits ? s->budget : msi_max_u64(s->budget, s->best_score.bytes);
     return !s->found || (score->live_bytes <= most && (!s->fits || score->us <= s->best_score.us));
 }
 
-/* Keeps decisions, laid out, if they are better than the best so far: those that fit before those
-   that do not, then the faster ones, then the smaller. */
+/* Keeps decisions that were laid out if they are better than the best so far. Decisions that fit are
+   better than decisions that do not; of those that fit the faster are better, of others the
+   smaller. */
 static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
                         const msi_score *score) {
     const msi_score *best = &s->best_score;
     const bool fits = score->bytes <= s->budget;
-    /* By live bytes, since a layout may end early where it fits. */
+    /* By live bytes, since a layout that fits may have ended early. */
     const bool faster =
         score->us < best->us || (score->us <= best->us && score->live_bytes < best->live_bytes);
     const bool smaller =
@@ -8720,7 +8736,7 @@ static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
     }
 }
 
-/* Scores decisions, as far as that may matter, and proposes them. Returns their time. */
+/* Scores decisions, and proposes them if they may be the best. Returns their time. */
 static double msi_try(msi_search *s, const msi_tensor_decision *decisions) {
     msi_score score = msi_estimate(s->scorer, decisions);
     if (msi_may_be_best(s, &score)) {
@@ -8730,6 +8746,18 @@ static double msi_try(msi_search *s, const msi_tensor_decision *decisions) {
     return score.us;
 }
 
+/* The values that a layer makes, outputs and then saved tensors:
+   for (MSI_EACH_MADE(made, g, layer)) { ... made.tensor ... } */
+static msi_operand_cursor msi_made_operands(const msi_graph *g, uint32_t layer) {
+    msi_operand_cursor c = msi_operands_of(g, &g->layers.items[layer], MSI_GROUP_OUT);
+    c.count += g->layers.items[layer].count[MSI_GROUP_SAVED];
+    return c;
+}
+
+#define MSI_EACH_MADE(operand, g, layer)                                                           \
+    msi_operand_cursor operand = msi_made_operands(g, layer);                                      \
+    msi_next_operand(&operand);
+
 /* Whether the plan may drop a value to recompute it. */
 static bool msi_is_droppable(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
@@ -8737,8 +8765,8 @@ static bool msi_is_droppable(const msi_graph *g, uint32_t t) {
            tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
 }
 
-/* The decisions of the plain plan: what no backward reads is dropped, and nothing else; all params
-   are updated after backward. */
+/* The decisions of the plain plan: it drops only the values that no backward reads, and updates all
+   params after backward. */
 static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions) {
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         decisions[t].pass =
@@ -8748,13 +8776,13 @@ static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions)
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>greedy  graphs of any shape: one more value dropped at a time, that which frees most for its time
+// >>greedy  graphs of any shape: drop one more value at a time, the one that frees most for its time
 
-/* A search goes through lists of plans whose order does not depend on the budget, which only says
-   where to stop: at the first that fits. So a smaller budget never gives a larger peak, and a
-   larger one never a slower step. The list of the greedy search begins with the plain plan; then,
-   where that may be, params are updated inside backward; each plan after these drops some values
-   more than the one before, and has no more live bytes. */
+/* The greedy search goes through a list of plans whose order does not depend on the budget. The
+   budget only says where to stop: at the first plan that fits. So a smaller budget never gives a
+   larger peak, and a larger one never a slower step. The list begins with the plain plan; next, if
+   that is allowed, is the plan that updates params inside backward; each plan after these drops
+   some more values than the one before, and has no more live bytes. */
 
 enum {
     MSI_PRICE_LIMIT = 64,
@@ -8765,12 +8793,12 @@ enum {
     MSI_POLISH_LAYERS = 1000 // of a graph
 };
 
-/* What it costs to run a layer again, under the decisions so far. */
+/* Finds the time that it costs to run a layer again, under the decisions so far. */
 typedef struct msi_pricing {
     const msi_graph *graph;
     const ms_allocator *allocator;
-    uint8_t *recomputed; // per layer: runs again in backward
-    uint32_t *visited;   // per layer: number of the last query that met it
+    uint8_t *recomputed; // per layer: whether it runs again in backward
+    uint32_t *visited;   // per layer: number of the last query that visited it
     uint32_t *stack;     // of layers
     uint32_t query;
 } msi_pricing;
@@ -8783,18 +8811,18 @@ static bool msi_pricing_init(msi_pricing *c, const msi_scorer *s) {
     memset(c, 0, sizeof *c);
     c->graph = s->graph;
     c->allocator = s->allocator;
-    c->visited = (uint32_t *)msi_alloc_zeroed(c->allocator, msi_pricing_bytes(c->graph));
-    if (!c->visited) {
-        msi_run_short(s, "the solver", msi_pricing_bytes(c->graph));
-        return false;
+    c->visited = (uint32_t *)msi_scratch(s, msi_pricing_bytes(c->graph));
+    if (c->visited) {
+        c->stack = c->visited + c->graph->layers.count;
+        c->recomputed = (uint8_t *)(c->stack + c->graph->tensors.count);
     }
-    c->stack = c->visited + c->graph->layers.count;
-    c->recomputed = (uint8_t *)(c->stack + c->graph->tensors.count);
-    return true;
+    return c->visited != NULL;
 }
 
-static void msi_pricing_free(msi_pricing *c) {
-    msi_release(c->allocator, c->visited, c->visited ? msi_pricing_bytes(c->graph) : 0);
+static void msi_pricing_free(const msi_pricing *c) {
+    if (c->visited) {
+        msi_release(c->allocator, c->visited, msi_pricing_bytes(c->graph));
+    }
 }
 
 static void msi_note_recomputed(msi_pricing *c, const msi_program *p) {
@@ -8806,8 +8834,8 @@ static void msi_note_recomputed(msi_pricing *c, const msi_program *p) {
     }
 }
 
-/* Time that is added if this layer must run again: its own, and that of the layers before it whose
-   outputs are not kept and are not recomputed already. */
+/* The time that a step grows by if this layer must run again: its own, and that of the layers before
+   it whose outputs are neither kept nor recomputed already. */
 static double msi_price_us(msi_pricing *c, const msi_tensor_decision *decisions, uint32_t layer) {
     const msi_graph *g = c->graph;
     uint32_t depth = 0, met = 0;
@@ -8823,27 +8851,27 @@ static double msi_price_us(msi_pricing *c, const msi_tensor_decision *decisions,
         met++;
         const msi_layer *l = &g->layers.items[top];
         us += l->time.recompute_us;
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
         const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && depth < g->tensors.count; k++) {
-            if (in[k] != MSI_NONE && (reads >> k & 1) && decisions[in[k]].pass > 0) {
-                c->stack[depth++] = g->tensors.items[in[k]].producer;
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            if ((reads >> in.slot & 1) && decisions[in.tensor].pass > 0 &&
+                depth < g->tensors.count) {
+                c->stack[depth++] = g->tensors.items[in.tensor].producer;
             }
         }
     }
     return us;
 }
 
-/* What can be done next: values that are dropped together. */
+/* A next step that a search may take: to drop some values together. */
 typedef struct msi_move {
-    double bytes_per_us;    // that it frees, for each microsecond that it costs
-    uint64_t segment_bytes; // that would come back together: of this and of what it is joined to
-    uint32_t key;           // tensor, for the saved tensors of a layer the first of them
-    uint32_t member;        // range in msi_greedy.members
+    double bytes_per_us;    // bytes that it frees for each microsecond that it costs
+    uint64_t segment_bytes; // of the segment that its values would join
+    uint32_t key;           // its first tensor
+    uint32_t member;        // the first of its values in msi_greedy.members
     uint32_t member_count;
 } msi_move;
 
-/* Best first: most bytes for the time, then short segments, then the order of registration. */
+/* Better: more bytes for the time, then a smaller segment, then registered earlier. */
 static bool msi_is_better(const msi_move *a, const msi_move *b) {
     if (a->bytes_per_us != b->bytes_per_us) {
         return a->bytes_per_us > b->bytes_per_us;
@@ -8852,7 +8880,7 @@ static bool msi_is_better(const msi_move *a, const msi_move *b) {
                                                 : a->key < b->key;
 }
 
-/* Heap sort: in place, since qsort may allocate behind the host's hooks. */
+/* Heap sort, best first. In place, since qsort may allocate memory past the allocator hooks. */
 static void msi_sort_moves(msi_move *items, uint32_t count) {
     for (uint32_t round = count / 2 + count; round-- > 1;) {
         const uint32_t end = round < count ? round : count; // below count: the worst goes there
@@ -8877,7 +8905,7 @@ static void msi_sort_moves(msi_move *items, uint32_t count) {
     }
 }
 
-/* A plan of the list: the first drop_count drops. */
+/* A plan of the list: it drops the first drop_count values of `drops`. */
 typedef struct msi_prefix {
     uint64_t live_bytes;
     uint32_t drop_count;
@@ -8892,14 +8920,15 @@ typedef struct msi_greedy {
     msi_score score;                // of that plan
     bool early;                     // that plan updates params inside backward
     msi_pricing pricing;
-    /* Segments are layers that are recomputed together, since each reads what another brings back. */
-    uint32_t *segment;        // per layer: one of the layers of the same segment
-    uint64_t *segment_bytes;  // per segment: bytes that come back together
-    uint64_t *started_bytes;  // per tensor: bytes of the segments that start from it
-    MSI_LIST(uint32_t) drops; // in the order of the list
-    MSI_LIST(msi_prefix) prefixes;
-    MSI_LIST(msi_move) moves;
-    MSI_LIST(uint32_t) members;
+    /* A segment is a set of layers that are recomputed together: each reads what another one of
+       them brings back. */
+    uint32_t *segment;             // per layer: one of the layers of the same segment
+    uint64_t *segment_bytes;       // per segment: bytes that it brings back
+    uint64_t *started_bytes;       // per tensor: bytes of the segments that start from it
+    MSI_LIST(uint32_t) drops;      // values, in the order in which they were dropped
+    MSI_LIST(msi_prefix) prefixes; // the list of plans
+    MSI_LIST(msi_move) moves;      // from the plan at hand
+    MSI_LIST(uint32_t) members;    // the values of the moves
 } msi_greedy;
 
 static uint64_t msi_greedy_bytes(const msi_graph *g) {
@@ -8907,15 +8936,14 @@ static uint64_t msi_greedy_bytes(const msi_graph *g) {
            g->layers.count * (uint64_t)(sizeof(uint64_t) + sizeof(uint32_t));
 }
 
-/* Begins with the decisions of the base. False, and the scorer is short, without memory. */
+/* Begins with the decisions `base`. False, and the scorer is short, without memory. */
 static bool msi_greedy_init(msi_greedy *w, const msi_scorer *s, const msi_tensor_decision *base) {
     const msi_graph *g = s->graph;
     memset(w, 0, sizeof *w);
     w->scorer = s;
     w->graph = g;
-    w->started_bytes = (uint64_t *)msi_alloc_zeroed(s->allocator, msi_greedy_bytes(g));
+    w->started_bytes = (uint64_t *)msi_scratch(s, msi_greedy_bytes(g));
     if (!w->started_bytes) {
-        msi_run_short(s, "the solver", msi_greedy_bytes(g));
         return false;
     }
     w->segment_bytes = w->started_bytes + g->tensors.count;
@@ -8927,10 +8955,8 @@ static bool msi_greedy_init(msi_greedy *w, const msi_scorer *s, const msi_tensor
 
 static void msi_greedy_free(msi_greedy *w) {
     const ms_allocator *a = w->scorer->allocator;
-    msi_release(a, w->started_bytes, w->started_bytes ? msi_greedy_bytes(w->graph) : 0);
-    if (w->started_bytes) {
-        msi_pricing_free(&w->pricing);
-    }
+    msi_release(a, w->started_bytes, msi_greedy_bytes(w->graph));
+    msi_pricing_free(&w->pricing);
     MSI_LIST_FREE(uint32_t, a, w->drops);
     MSI_LIST_FREE(msi_prefix, a, w->prefixes);
     MSI_LIST_FREE(msi_move, a, w->moves);
@@ -8944,32 +8970,28 @@ static uint32_t msi_segment_of(msi_greedy *w, uint32_t layer) {
     return layer;
 }
 
-/* Joins a layer that runs again to the segments of what it reads, and counts what it brings back. */
+/* Joins a layer that runs again to the segments whose values it reads, and counts what it brings
+   back. */
 static void msi_join_segments(msi_greedy *w, uint32_t layer) {
     const msi_graph *g = w->graph;
-    const msi_layer *l = &g->layers.items[layer];
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-    uint32_t count;
-    const uint32_t *made = msi_made_by(g, layer, &count);
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
-        if (in[k] != MSI_NONE && w->decisions[in[k]].pass > 0) {
-            const uint32_t from = msi_segment_of(w, g->tensors.items[in[k]].producer);
+    for (MSI_EACH(in, g, &g->layers.items[layer], MSI_GROUP_IN)) {
+        if (w->decisions[in.tensor].pass > 0) {
+            const uint32_t from = msi_segment_of(w, g->tensors.items[in.tensor].producer);
             const uint32_t to = msi_segment_of(w, layer);
             w->segment_bytes[to] += from != to ? w->segment_bytes[from] : 0;
             w->segment[from] = to;
         }
     }
-    for (uint32_t k = 0; k < count; k++) {
-        const uint32_t t = made[k];
-        if (t != MSI_NONE && w->decisions[t].pass > 0 &&
-            g->tensors.items[t].last_reader != MSI_NONE) {
-            w->segment_bytes[msi_segment_of(w, layer)] += g->tensors.items[t].bytes;
+    for (MSI_EACH_MADE(made, g, layer)) {
+        const msi_tensor *t = &g->tensors.items[made.tensor];
+        if (w->decisions[made.tensor].pass > 0 && t->last_reader != MSI_NONE) {
+            w->segment_bytes[msi_segment_of(w, layer)] += t->bytes;
         }
     }
 }
 
-/* The values of a segment are all in memory at once, so among moves of the same merit those that
-   make short segments come first. */
+/* The values of a segment are all in memory at once, so of moves with the same ratio those that
+   make small segments are better. */
 static void msi_find_segments(msi_greedy *w) {
     const msi_graph *g = w->graph;
     for (uint32_t i = 0; i < g->layers.count; i++) {
@@ -8981,35 +9003,31 @@ static void msi_find_segments(msi_greedy *w) {
     }
     memset(w->started_bytes, 0, g->tensors.count * sizeof *w->started_bytes);
     for (uint32_t i = 0; i < g->layers.count; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && w->pricing.recomputed[i]; k++) {
-            if (in[k] != MSI_NONE && w->decisions[in[k]].pass == 0) {
-                w->started_bytes[in[k]] = w->segment_bytes[msi_segment_of(w, i)];
+        for (MSI_EACH(in, g, &g->layers.items[i], MSI_GROUP_IN)) {
+            if (w->pricing.recomputed[i] && w->decisions[in.tensor].pass == 0) {
+                w->started_bytes[in.tensor] = w->segment_bytes[msi_segment_of(w, i)];
             }
         }
     }
 }
 
-/* Bytes of the segment that would hold the outputs of this layer, `tensor` among them. */
+/* Bytes of the segment that the outputs of a layer, `tensor` among them, would join. */
 static uint64_t msi_joined_bytes(msi_greedy *w, uint32_t tensor) {
     const msi_graph *g = w->graph;
     const uint32_t layer = g->tensors.items[tensor].producer;
-    const msi_layer *l = &g->layers.items[layer];
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
     uint64_t bytes = w->started_bytes[tensor];
     if (w->pricing.recomputed[layer]) {
         return bytes + w->segment_bytes[msi_segment_of(w, layer)];
     }
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
-        if (in[k] != MSI_NONE && w->decisions[in[k]].pass > 0) {
-            bytes += w->segment_bytes[msi_segment_of(w, g->tensors.items[in[k]].producer)];
+    for (MSI_EACH(in, g, &g->layers.items[layer], MSI_GROUP_IN)) {
+        if (w->decisions[in.tensor].pass > 0) {
+            bytes += w->segment_bytes[msi_segment_of(w, g->tensors.items[in.tensor].producer)];
         }
     }
     return bytes;
 }
 
-/* A move of the last members; the room is reserved. */
+/* Adds a move of the last members; the memory is reserved. */
 static void msi_add_move(msi_greedy *w, uint32_t member_count) {
     msi_move *move = &w->moves.items[w->moves.count++];
     move->member = w->members.count - member_count;
@@ -9022,53 +9040,58 @@ static void msi_add_move(msi_greedy *w, uint32_t member_count) {
     }
 }
 
-/* Values that lie idle at the peak, between forward and backward. The saved tensors of a layer are
-   one move, since they come back together; where the layer can bring back one of them alone, each
-   is one as well. */
-static bool msi_list_moves(msi_greedy *w) {
-    const msi_graph *g = w->graph;
-    const ms_allocator *a = w->scorer->allocator;
-    const msi_program *p = w->scorer->program;
-    w->moves.count = w->members.count = 0;
-    if (!MSI_RESERVE(msi_move, a, w->moves, 2ull * p->ranges.count) ||
-        !MSI_RESERVE(uint32_t, a, w->members, p->ranges.count)) {
-        msi_run_short(w->scorer, "the solver", p->ranges.count * sizeof(msi_move));
-        return false;
+/* Whether a live range is idle at the peak, between forward and backward, and its value can be
+   dropped. */
+static bool msi_is_move(const msi_greedy *w, const msi_range *range) {
+    const uint32_t peak = w->scorer->program->peak;
+    return range->role == MSI_ROLE_VALUE && range->idle_last != MSI_NONE &&
+           range->idle_first < peak && range->idle_last > peak &&
+           msi_is_droppable(w->graph, range->tensor);
+}
+
+/* Adds the move of the saved tensors of a layer, the last `count` members, unless each of them is a
+   move already and there is only one. */
+static void msi_add_saved(msi_greedy *w, uint32_t layer, uint32_t count) {
+    if (layer != MSI_NONE && (count > 1 || !w->graph->layers.items[layer].recompute)) {
+        msi_add_move(w, count);
     }
-    uint32_t saved_of = MSI_NONE, together = 0; // the layer of the saved tensors last met; how many
-    for (uint32_t i = w->scorer->store->residents.count; i <= p->ranges.count; i++) {
-        const msi_range *range = i < p->ranges.count ? &p->ranges.items[i] : NULL;
-        const bool idle = range && range->role == MSI_ROLE_VALUE && range->idle_last != MSI_NONE &&
-                          range->idle_first < p->peak && range->idle_last > p->peak &&
-                          msi_is_droppable(g, range->tensor);
-        const msi_tensor *t = idle ? &g->tensors.items[range->tensor] : NULL;
-        if (range && !idle) {
+}
+
+/* The saved tensors of a layer are one move, since they come back together; where the layer can
+   bring back one of them alone, each is a move as well. */
+static void msi_list_moves(msi_greedy *w) {
+    const msi_graph *g = w->graph;
+    const msi_program *p = w->scorer->program;
+    uint32_t saved_of = MSI_NONE, together = 0; // the layer of the saved tensors met last; how many
+    w->moves.count = w->members.count = 0;
+    if (!MSI_SCRATCH_LIST(msi_move, w->scorer, w->moves, 2ull * p->ranges.count) ||
+        !MSI_SCRATCH_LIST(uint32_t, w->scorer, w->members, p->ranges.count)) {
+        return;
+    }
+    for (uint32_t i = w->scorer->store->residents.count; i < p->ranges.count; i++) {
+        const uint32_t tensor = p->ranges.items[i].tensor;
+        if (!msi_is_move(w, &p->ranges.items[i])) {
             continue;
         }
-        const bool joins = t && t->kind == MSI_KIND_SAVED && t->producer == saved_of;
-        if (!joins && saved_of != MSI_NONE &&
-            (together > 1 || !g->layers.items[saved_of].recompute)) {
-            msi_add_move(w, together);
+        const msi_tensor *t = &g->tensors.items[tensor];
+        if (t->kind != MSI_KIND_SAVED || t->producer != saved_of) {
+            msi_add_saved(w, saved_of, together);
+            saved_of = t->kind == MSI_KIND_SAVED ? t->producer : MSI_NONE;
+            together = 0;
         }
-        if (!t) {
-            break;
-        }
-        together = joins ? together + 1 : 1;
-        saved_of = t->kind == MSI_KIND_SAVED ? t->producer : MSI_NONE;
-        w->members.items[w->members.count++] = range->tensor;
+        together++;
+        w->members.items[w->members.count++] = tensor;
         if (saved_of == MSI_NONE || g->layers.items[saved_of].recompute) {
             msi_add_move(w, 1);
         }
     }
-    return true;
+    msi_add_saved(w, saved_of, together);
 }
 
-/* The moves from the plan at hand, best first. */
-static bool msi_find_moves(msi_greedy *w) {
+/* Finds the moves from the plan at hand, best first; without memory, none. */
+static void msi_find_moves(msi_greedy *w) {
     msi_note_recomputed(&w->pricing, w->scorer->program);
-    if (!msi_list_moves(w)) {
-        return false;
-    }
+    msi_list_moves(w);
     msi_find_segments(w);
     for (uint32_t i = 0; i < w->moves.count; i++) {
         msi_move *move = &w->moves.items[i];
@@ -9077,36 +9100,27 @@ static bool msi_find_moves(msi_greedy *w) {
         move->bytes_per_us /= 1e-3 + msi_price_us(&w->pricing, w->decisions, layer);
     }
     msi_sort_moves(w->moves.items, w->moves.count);
-    return true;
 }
 
+/* Adds the plan at hand to the list. */
 static void msi_add_prefix(msi_greedy *w) {
-    if (!MSI_RESERVE(msi_prefix, w->scorer->allocator, w->prefixes, w->prefixes.count + 1ull)) {
-        msi_run_short(w->scorer, "the solver", w->prefixes.count * sizeof(msi_prefix));
-        return;
+    const msi_prefix prefix = {w->score.live_bytes, w->drops.count, w->score.us, w->early};
+    if (MSI_SCRATCH_LIST(msi_prefix, w->scorer, w->prefixes, w->prefixes.count + 1ull)) {
+        w->prefixes.items[w->prefixes.count++] = prefix;
     }
-    msi_prefix *prefix = &w->prefixes.items[w->prefixes.count++];
-    prefix->live_bytes = w->score.live_bytes;
-    prefix->drop_count = w->drops.count;
-    prefix->us = w->score.us;
-    prefix->early = w->early;
 }
 
-/* Drops a value; one that is dropped already, by another move of the same batch, is not counted. */
+/* Drops a value, unless another move of the same batch has dropped it. */
 static void msi_drop(msi_greedy *w, uint32_t tensor) {
-    if (w->decisions[tensor].pass > 0) {
-        return;
+    if (w->decisions[tensor].pass == 0 &&
+        MSI_SCRATCH_LIST(uint32_t, w->scorer, w->drops, w->drops.count + 1ull)) {
+        w->decisions[tensor].pass = 1;
+        w->drops.items[w->drops.count++] = tensor;
     }
-    if (!MSI_RESERVE(uint32_t, w->scorer->allocator, w->drops, w->drops.count + 1ull)) {
-        msi_run_short(w->scorer, "the solver", w->drops.count * sizeof(uint32_t));
-        return;
-    }
-    w->decisions[tensor].pass = 1;
-    w->drops.items[w->drops.count++] = tensor;
 }
 
-/* Puts the first `count` drops of the list into force, and no others: those that are taken back
-   stay in the list after its end. */
+/* Drops exactly the first `count` values of the list. Values that are taken back stay in memory after
+   the end of the list, so that a larger count can drop them again. */
 static void msi_set_drops(msi_greedy *w, uint32_t count) {
     while (w->drops.count > count) {
         w->decisions[w->drops.items[--w->drops.count]].pass = 0;
@@ -9120,8 +9134,7 @@ static void msi_estimate_drops(msi_greedy *w) {
     w->score = msi_estimate(w->scorer, w->decisions);
 }
 
-/* Makes moves [first, first + count), and sees whether that lowers the peak; takes them back if
-   not. */
+/* Makes `count` moves from `first` on, and takes them back unless they lower the peak. */
 static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, uint64_t old_bytes,
                            uint32_t old_peak) {
     const uint32_t old_drops = w->drops.count;
@@ -9145,16 +9158,14 @@ static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, uint64
 static bool msi_next_plan(msi_greedy *w) {
     const uint64_t old_bytes = w->score.live_bytes;
     const uint32_t old_peak = w->scorer->program->peak;
-    if (!msi_find_moves(w)) {
-        return false;
-    }
+    msi_find_moves(w);
     uint32_t batch = 1 + w->moves.count / MSI_BATCH_SHARE;
     uint32_t first = 0;
     for (int tries = 0; tries < MSI_TRY_LIMIT && first < w->moves.count; tries++) {
         batch = batch < w->moves.count - first ? batch : w->moves.count - first;
         if (msi_make_moves(w, first, batch, old_bytes, old_peak)) {
             msi_add_prefix(w);
-            return !msi_is_short(w->scorer);
+            return true;
         }
         first += batch == 1;
         batch = batch > 1 ? batch / 2 : 1;
@@ -9171,10 +9182,10 @@ static void msi_return_to(msi_greedy *w, const msi_prefix *prefix) {
     w->score = msi_score_of(w->scorer, w->decisions);
 }
 
-/* The last plan of the list dropped several values at once: the first of them that fit the budget
-   are enough, as long as their arena is no smaller than with all of them (else a smaller budget
-   would get the larger arena); where it dropped one, that is in force already. On large graphs only
-   some numbers of drops are tried, the same for every budget. */
+/* Takes back values that the last plan of the list need not drop. If it dropped several at once, the
+   fewest of them that fit the budget are enough, as long as the arena is no smaller than with all
+   of them (else a smaller budget would get the larger arena). On large graphs only some numbers of
+   drops are tried, the same for every budget. */
 static void msi_trim_last(msi_greedy *w, uint64_t budget) {
     const uint32_t end = w->drops.count, count = w->prefixes.count, most = MSI_TRIM_TRIES;
     const uint32_t begin = count > 1 ? w->prefixes.items[count - 2].drop_count : 0;
@@ -9189,7 +9200,7 @@ static void msi_trim_last(msi_greedy *w, uint64_t budget) {
     }
 }
 
-/* At the end of the list: back to the first plan with the smallest arena. That is the last one,
+/* At the end of the list, goes back to the first plan with the smallest arena. That is the last one,
    unless an earlier one has the same peak, or a layout that wastes less. */
 static void msi_take_smallest(msi_greedy *w) {
     uint32_t k = w->prefixes.count - 1, best = k;
@@ -9205,7 +9216,7 @@ static void msi_take_smallest(msi_greedy *w) {
     msi_return_to(w, &w->prefixes.items[best]);
 }
 
-/* Keeps or drops what the list dropped of one layer. */
+/* Keeps (pass 0) or drops (pass 1) the values of one layer that the list dropped. */
 static void msi_set_drops_of(msi_greedy *w, uint32_t layer, uint32_t pass) {
     for (uint32_t i = 0; i < w->drops.count; i++) {
         if (w->graph->tensors.items[w->drops.items[i]].producer == layer) {
@@ -9214,8 +9225,8 @@ static void msi_set_drops_of(msi_greedy *w, uint32_t layer, uint32_t pass) {
     }
 }
 
-/* Polishes the plan that fits: takes back, layer by layer, what earlier moves dropped and later
-   ones have made needless. Neither live bytes nor arena may grow, and the step is not to be faster
+/* Polishes the plan that fits: takes back, layer by layer, drops of earlier moves that later moves
+   have made needless. Neither live bytes nor arena may grow, and the step must not become faster
    than that of the plan before, or a larger budget would get a slower one. */
 static void msi_polish(msi_greedy *w) {
     const uint32_t count = w->prefixes.count, limit = MSI_POLISH_LIMIT;
@@ -9244,24 +9255,21 @@ static void msi_polish(msi_greedy *w) {
     w->score.bytes = bytes;
 }
 
-/* Goes on through the list until the budget is met, or to its end; the plan at hand is then the one
+/* Goes on through the list until the budget is met, or to its end. The plan at hand is then the one
    that was found, laid out. */
 static void msi_search_greedy(msi_greedy *w, uint64_t budget, bool may_drop) {
     const bool forced = w->drops.count > 0;
-    bool fits = false, more = may_drop;
-    while (!fits && more && !msi_is_short(w->scorer)) {
-        more = msi_next_plan(w);
-        fits = more && msi_fits(w->scorer, &w->score, budget, 0);
+    bool fits = false;
+    while (may_drop && !fits && !msi_is_short(w->scorer) && msi_next_plan(w)) {
+        fits = msi_fits(w->scorer, &w->score, budget, 0);
     }
-    if (msi_is_short(w->scorer)) {
-        return;
-    }
-    if (!fits) {
+    if (!fits && !msi_is_short(w->scorer)) {
         msi_take_smallest(w);
-        return;
     }
-    msi_trim_last(w, budget);
-    if (!forced) {
+    if (fits) {
+        msi_trim_last(w, budget);
+    }
+    if (fits && !forced) {
         msi_polish(w);
     }
 }
