@@ -9049,8 +9049,8 @@ static bool msi_is_move(const msi_greedy *w, const msi_range *range) {
            msi_is_droppable(w->graph, range->tensor);
 }
 
-/* Adds the move of the saved tensors of a layer, the last `count` members, unless each of them is a
-   move already and there is only one. */
+/* Adds the move of the saved tensors of a layer, the last `count` members, unless there is only one,
+   which is a move by itself. */
 static void msi_add_saved(msi_greedy *w, uint32_t layer, uint32_t count) {
     if (layer != MSI_NONE && (count > 1 || !w->graph->layers.items[layer].recompute)) {
         msi_add_move(w, count);
@@ -9277,13 +9277,14 @@ static void msi_search_greedy(msi_greedy *w, uint64_t budget, bool may_drop) {
 // ------------------------------------------------------------------------------------------------
 // >>chain  graphs that fall into stages: nested recomputation, by dynamic programming
 
-/* A graph is cut into stages where at most one of the values that can be dropped passes
-   from what was computed to what will be; on such a chain the best plans follow from those of its
-   subchains. This is the dynamic program of Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova,
-   "Optimal checkpointing for heterogeneous chains: how to train deep neural networks with limited
-   memory", 2019, with three differences. Memory is not cut into slots: each subchain has its best
-   plans as a list of (bytes, time), from which close ones are left out. A stage has several
-   options, of what it keeps. And a stage may be kept although its input is not. */
+/* A graph is cut into stages at each layer where at most one of the values that can be dropped
+   passes from the layers before to it and those after. On such a chain the best plans follow from
+   those of its subchains. This is the dynamic program of Beaumont, Eyraud-Dubois, Herrmann, Joly
+   and Shilova, "Optimal checkpointing for heterogeneous chains: how to train deep neural networks
+   with limited memory", 2019, with three differences. Memory is not divided into units: each
+   subchain has its best plans as a list of Pareto points (bytes, time), without those that are
+   close to others. A stage has several options for what it keeps. And a stage may be kept although
+   its input is not. */
 
 enum {
     MSI_CHAIN_STAGES = 104,
@@ -9298,36 +9299,37 @@ enum {
     MSI_CHAIN_LARGE = 1000 // layers
 };
 
-/* What a stage takes if it keeps some of its values; its input is not counted, and its output not
-   among what it keeps. */
+/* Bytes and time of a stage if it keeps some of its values. Its input is not counted, and kept_bytes
+   are without its output. Carried bytes are those of all live ranges that belong to no stage. */
 typedef struct msi_option {
     uint64_t kept_bytes;     // between its forward and its backward
-    uint64_t first_bytes;    // in forward, with what is there all the time
-    uint64_t pass_bytes;     // in a recomputation, without
-    uint64_t backward_bytes; // in its backward, with what is there all the time
-    double recompute_us;     // to bring back there what it does not keep
+    uint64_t first_bytes;    // at most during forward, with the carried bytes
+    uint64_t pass_bytes;     // at most during a recomputation, without them
+    uint64_t backward_bytes; // at most during its backward, with them
+    double recompute_us;     // to bring back in backward what it does not keep
     bool holds_input;        // to the end of its backward
 } msi_option;
 
 typedef struct msi_chain_stage {
     uint32_t first, end; // layers
-    uint32_t input;      // the tensor that passes from the stage before, or MSI_NONE
+    uint32_t input;      // the tensor that passes from the stages before, or MSI_NONE
     uint64_t input_bytes;
     uint32_t forward, forward_end, backward, backward_end; // instructions
-    uint64_t carried_bytes; // there when its backward begins, except values that can be dropped
-    double pass_us;         // to make its output once more
-    double full_us;         // and all that it can keep
-    double last_us;         // without its output
-    bool reads_output;      // in its backward
-    uint32_t option_count;  // the last one keeps nothing
+    uint64_t carried_bytes;                                // when its backward begins
+    double pass_us;                                        // to make its output again
+    double full_us;        // to make its output again, and all that it can keep
+    double last_us;        // to make all that it can keep again
+    bool reads_output;     // in its backward
+    uint32_t option_count; // the last one keeps nothing
     msi_option options[MSI_CHAIN_OPTIONS];
 } msi_chain_stage;
 
-/* How a subchain of the chain is trained, from its first stage s to its last one t, input given. */
+/* How to train a subchain, from its first stage s to its last one t, when its input is there. */
 typedef enum msi_way {
-    MSI_WAY_KEEP,       // s keeps what its option says, then s + 1 to t; number: option
-    MSI_WAY_CHECKPOINT, // forward to k, k to t, then s to k - 1 once more; number: k
-    MSI_WAY_INNER       // forward to k, which is kept though its input is not, k + 1 to t, s to k
+    MSI_WAY_KEEP,       // s keeps what an option says, then s + 1 to t; number: the option
+    MSI_WAY_CHECKPOINT, // forward from s to k - 1, train k to t, then s to k - 1; number: k
+    MSI_WAY_INNER // the same, but forward goes to k, which is kept though its input is not; then
+                  // k + 1 to t, and s to k; number: k
 } msi_way;
 
 #define MSI_CHAIN_NEVER (UINT64_MAX / 4) // more bytes than any plan takes
@@ -9339,19 +9341,18 @@ typedef struct msi_pareto_point {
 } msi_pareto_point;
 
 typedef struct msi_subchain {
-    const msi_pareto_point
-        *points; // bytes ascend, time descends; behind the last, one that never fits
+    const msi_pareto_point *points; // bytes rise, time falls; after the last, one that never fits
     uint32_t count;
 } msi_subchain;
 
-/* One way to train a subchain: at least `floor` bytes; the subchain `a` with a_bytes beside it, and `b`
-   after it. Either may be missing. */
+/* One way to train a subchain: it trains the subchain `a`, with a_bytes beside it, and then `b`; it
+   takes `floor` bytes at least. Either subchain may be missing. */
 typedef struct msi_source {
     uint64_t floor, a_bytes;
     const msi_subchain *a, *b;
     float us;
     uint8_t way, number;
-    uint64_t low, high; // bytes where it begins, and from where on it is no faster
+    uint64_t low, high; // the fewest bytes that it can do with; more than `high` make it no faster
     float fastest_us;
 } msi_source;
 
@@ -9360,27 +9361,30 @@ typedef struct msi_chain {
     const msi_scorer *scorer;
     const msi_graph *graph;
     msi_tensor_decision *decisions; // of the plan at hand
-    uint32_t count;
-    uint32_t width;     // points of a subchain at most
-    uint8_t *option_of; // per tensor: the first option that drops it
+    uint32_t count;                 // stages
+    uint32_t move_count;
+    msi_move *moves;    // values of a stage that are still kept
     uint32_t *stage_of; // per layer
+    uint8_t *option_of; // per tensor: the first option that drops it
+    uint8_t *leads;     // per layer: its outputs are needed to make the output of its stage
     msi_pricing pricing;
-    MSI_LIST(msi_move) moves;                 // values of a stage that are still kept
     MSI_LIST(uint32_t) at;                    // per instruction: its stage
-    MSI_LIST(uint64_t) own;                   // per instruction: bytes of its stage
-    MSI_LIST(uint64_t) carried;               // and of what is there all the time
-    msi_pareto_point *pools[MSI_CHAIN_POOLS]; // memory of points
-    uint32_t pool_count, pool_used;           // points of the last one
-    MSI_LIST(msi_pareto_point) buckets;       // the best point of a range of bytes
-    MSI_LIST(float) reach;                    // and the best up to there
-    /* [0]: all of it is to be done; [1]: forward of t is done, and all of it kept. */
+    MSI_LIST(uint64_t) bytes;                 // memory of the next two
+    uint64_t *own;                            // per instruction: bytes of its stage
+    uint64_t *carried;                        // per instruction: bytes of no stage
+    msi_pareto_point *pools[MSI_CHAIN_POOLS]; // memory of the points of subchains
+    uint32_t pool_count, pool_used;           // pools; points in use in the last one
+    /* [0]: all of it is to be done; [1]: forward of t is done, and all of it is kept. */
     msi_subchain *subchains;
     /* The subchain at hand. */
+    uint32_t width; // points that it may have
     uint32_t source_count;
     uint64_t low, high;
     double scale; // from bytes to the square of a bucket's number
     float fastest_us;
     msi_pareto_point lowest;
+    msi_pareto_point buckets[MSI_CHAIN_WIDEST]; // the best point of a range of bytes
+    float reach[MSI_CHAIN_WIDEST];              // the best time of the buckets up to this one
     msi_source sources[MSI_CHAIN_SOURCES];
     msi_chain_stage stages[MSI_CHAIN_STAGES];
 } msi_chain;
@@ -9389,78 +9393,69 @@ static msi_subchain *msi_subchain_of(msi_chain *c, bool kept, uint32_t s, uint32
     return &c->subchains[((kept ? c->count : 0u) + s) * c->count + t];
 }
 
-/* What passes from the layers before each layer to those from it on, of the values that can be
-   dropped: how many, and the sum of 1 + their tensors, which names the tensor where it is one. */
+/* Per layer: the values that can be dropped and pass from the layers before it to it or those after. */
 typedef struct msi_crossings {
-    uint64_t *sum;
-    uint32_t *count;
+    uint64_t *count;
+    uint64_t *sum;      // of 1 + tensor, which names the tensor where there is one
     uint32_t *last_use; // per tensor: the last layer that reads it in forward
 } msi_crossings;
 
 static uint64_t msi_crossings_bytes(const msi_graph *g) {
-    return g->layers.count * (uint64_t)(sizeof(uint64_t) + sizeof(uint32_t)) +
+    return (g->layers.count + 1ull) * 2 * sizeof(uint64_t) +
            g->tensors.count * (uint64_t)sizeof(uint32_t);
 }
 
-static void msi_find_crossings(msi_crossings *x, const msi_graph *g) {
-    const uint32_t layers = g->layers.count;
-    for (uint32_t i = 0; i < layers; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
-            if (in[k] != MSI_NONE) {
-                x->last_use[in[k]] = i;
-            }
+/* Adds a number to the elements from first to last: differences, to be summed. */
+static void msi_add_range(uint64_t *differences, uint64_t first, uint64_t last, uint64_t number) {
+    if (first <= last) {
+        differences[first] += number;
+        differences[last + 1] -= number;
+    }
+}
+
+static void msi_find_crossings(const msi_crossings *x, const msi_graph *g) {
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        for (MSI_EACH(in, g, &g->layers.items[i], MSI_GROUP_IN)) {
+            x->last_use[in.tensor] = i;
         }
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
-        if (tensor->kind != MSI_KIND_ACTIVATION || !msi_is_droppable(g, t)) {
-            continue;
-        }
-        for (uint32_t k = 0; k < 2; k++) { // differences: of 1 + t, and of 1
-            const uint64_t i = k ? x->last_use[t] + 1ull : tensor->producer + 1ull;
-            if (x->last_use[t] > tensor->producer && i < layers) {
-                x->sum[i] += k ? 0 - (t + 1ull) : t + 1ull;
-                x->count[i] += k ? 0u - 1u : 1u;
-            }
+        if (tensor->kind == MSI_KIND_ACTIVATION && msi_is_droppable(g, t)) {
+            msi_add_range(x->count, tensor->producer + 1ull, x->last_use[t], 1);
+            msi_add_range(x->sum, tensor->producer + 1ull, x->last_use[t], t + 1ull);
         }
     }
-    for (uint32_t i = 1; i < layers; i++) {
-        x->sum[i] += x->sum[i - 1];
+    for (uint32_t i = 1; i < g->layers.count; i++) {
         x->count[i] += x->count[i - 1];
+        x->sum[i] += x->sum[i - 1];
     }
 }
 
 /* Bytes of the values of a layer that can be dropped. */
 static uint64_t msi_droppable_bytes(const msi_graph *g, uint32_t layer) {
-    uint32_t count;
-    const uint32_t *made = msi_made_by(g, layer, &count);
     uint64_t bytes = 0;
-    for (uint32_t k = 0; k < count; k++) {
-        const bool droppable = made[k] != MSI_NONE && msi_is_droppable(g, made[k]);
-        bytes += droppable ? g->tensors.items[made[k]].bytes : 0;
+    for (MSI_EACH_MADE(made, g, layer)) {
+        bytes += msi_is_droppable(g, made.tensor) ? g->tensors.items[made.tensor].bytes : 0;
     }
     return bytes;
 }
 
-/* Cuts the graph at the crossings of at most one value: at all of them, or, where that would be too
-   often, into stages of about one size. */
+/* Cuts the graph where at most one value crosses: everywhere or, if these are too many places, into
+   stages of about one size. */
 static void msi_cut_stages(msi_chain *c, const msi_crossings *x) {
     const msi_graph *g = c->graph;
     const uint32_t layers = g->layers.count;
-    uint64_t all = 0, bytes = 0, least = 0;
+    uint64_t all = 0, bytes = 0;
     uint32_t cuts = 1;
     for (uint32_t i = 0; i < layers; i++) {
         all += msi_droppable_bytes(g, i);
         cuts += i > 0 && x->count[i] <= 1;
     }
-    least = cuts > MSI_CHAIN_STAGES ? all / (MSI_CHAIN_STAGES - 1) + 1 : 0;
-    c->count = 0;
+    const uint64_t least = cuts > MSI_CHAIN_STAGES ? all / (MSI_CHAIN_STAGES - 1) + 1 : 0;
     for (uint32_t i = 0; i < layers; i++) {
         if (i == 0 || (x->count[i] <= 1 && bytes >= least)) {
             msi_chain_stage *stage = &c->stages[c->count++];
-            memset(stage, 0, sizeof *stage);
             stage->first = i;
             stage->input = i > 0 && x->count[i] ? (uint32_t)x->sum[i] - 1 : MSI_NONE;
             stage->input_bytes =
@@ -9473,99 +9468,83 @@ static void msi_cut_stages(msi_chain *c, const msi_crossings *x) {
     }
 }
 
-/* Finds the stages. */
+/* Finds the stages; without memory, none. */
 static void msi_find_stages(msi_chain *c) {
-    const msi_graph *g = c->graph;
-    const ms_allocator *a = c->scorer->allocator;
+    const uint64_t bytes = msi_crossings_bytes(c->graph);
     msi_crossings x;
-    x.sum = (uint64_t *)msi_alloc_zeroed(a, msi_crossings_bytes(g));
-    if (!x.sum) {
-        msi_run_short(c->scorer, "the solver", msi_crossings_bytes(g));
-        return;
+    x.count = (uint64_t *)msi_scratch(c->scorer, bytes);
+    if (x.count) {
+        x.sum = x.count + c->graph->layers.count + 1;
+        x.last_use = (uint32_t *)(void *)(x.sum + c->graph->layers.count + 1);
+        msi_find_crossings(&x, c->graph);
+        msi_cut_stages(c, &x);
+        msi_release(c->scorer->allocator, x.count, bytes);
     }
-    x.count = (uint32_t *)(void *)(x.sum + g->layers.count);
-    x.last_use = x.count + g->layers.count;
-    msi_find_crossings(&x, g);
-    msi_cut_stages(c, &x);
-    msi_release(a, x.sum, msi_crossings_bytes(g));
 }
 
-/* Whether a stage may drop a value by an option: one of its own, apart from its output. */
+/* Whether an option of a stage may drop a value that the stage makes: it may not drop its output. */
 static bool msi_is_inner(const msi_chain *c, uint32_t number, uint32_t t) {
-    return t != MSI_NONE && msi_is_droppable(c->graph, t) &&
+    return msi_is_droppable(c->graph, t) &&
            (number + 1 == c->count || c->stages[number + 1].input != t);
 }
 
-/* Drops a value of a stage, and the saved tensors with it that a forward makes together. */
+/* Drops a value of a stage and, if it is a saved tensor, those that forward makes together with it. */
 static void msi_drop_in_stage(msi_chain *c, uint32_t number, uint32_t tensor, uint32_t option) {
     const msi_graph *g = c->graph;
     const uint32_t layer = g->tensors.items[tensor].producer;
     const msi_layer *l = &g->layers.items[layer];
     const bool together = g->tensors.items[tensor].kind == MSI_KIND_SAVED && !l->recompute;
-    const uint32_t *saved = msi_group(g, l, MSI_GROUP_SAVED);
-    c->decisions[tensor].pass = 1;
     c->pricing.recomputed[layer] = 1;
-    c->option_of[tensor] = (uint8_t)option;
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_SAVED] && together; k++) {
-        if (msi_is_inner(c, number, saved[k]) && c->decisions[saved[k]].pass == 0) {
-            c->decisions[saved[k]].pass = 1;
-            c->option_of[saved[k]] = (uint8_t)option;
+    for (MSI_EACH_MADE(made, g, layer)) {
+        const uint32_t t = made.tensor;
+        const bool joins = together && made.slot >= l->count[MSI_GROUP_OUT] &&
+                           msi_is_inner(c, number, t) && c->decisions[t].pass == 0;
+        if (t == tensor || joins) {
+            c->decisions[t].pass = 1;
+            c->option_of[t] = (uint8_t)option;
         }
     }
 }
 
-/* The values of a stage that are still kept, with what they free for the time that recomputing them
-   adds. */
+/* Lists the values of a stage that are still kept, each as a move. */
 static void msi_list_kept(msi_chain *c, uint32_t number) {
     const msi_graph *g = c->graph;
-    const msi_chain_stage *stage = &c->stages[number];
-    c->moves.count = 0;
-    for (uint32_t i = stage->first; i < stage->end; i++) {
-        uint32_t made_count;
-        const uint32_t *made = msi_made_by(g, i, &made_count);
-        if (!MSI_RESERVE(msi_move, c->scorer->allocator, c->moves,
-                         c->moves.count + (uint64_t)made_count)) {
-            msi_run_short(c->scorer, "the solver", c->moves.count * sizeof(msi_move));
-            return;
-        }
-        for (uint32_t k = 0; k < made_count; k++) {
-            if (msi_is_inner(c, number, made[k]) && c->decisions[made[k]].pass == 0) {
-                msi_move *move = &c->moves.items[c->moves.count++];
+    c->move_count = 0;
+    for (uint32_t i = c->stages[number].first; i < c->stages[number].end; i++) {
+        for (MSI_EACH_MADE(made, g, i)) {
+            if (msi_is_inner(c, number, made.tensor) && c->decisions[made.tensor].pass == 0) {
+                msi_move *move = &c->moves[c->move_count++];
                 memset(move, 0, sizeof *move);
-                move->key = made[k];
-                move->bytes_per_us = (double)g->tensors.items[made[k]].bytes /
+                move->key = made.tensor;
+                move->bytes_per_us = (double)g->tensors.items[made.tensor].bytes /
                                      (1e-3 + msi_price_us(&c->pricing, c->decisions, i));
             }
         }
     }
 }
 
-/* Drops so many values of a stage more, those that free most first. */
+/* Drops `count` more values of a stage: those that free most bytes for their time. */
 static void msi_drop_best(msi_chain *c, uint32_t number, uint32_t count, uint32_t option) {
     msi_list_kept(c, number);
-    msi_sort_moves(c->moves.items, c->moves.count);
-    for (uint32_t k = 0; k < c->moves.count && count > 0; k++) {
-        if (c->decisions[c->moves.items[k].key].pass == 0) {
-            msi_drop_in_stage(c, number, c->moves.items[k].key, option);
+    msi_sort_moves(c->moves, c->move_count);
+    for (uint32_t k = 0; k < c->move_count && count > 0; k++) {
+        if (c->decisions[c->moves[k].key].pass == 0) {
+            msi_drop_in_stage(c, number, c->moves[k].key, option);
             count--;
         }
     }
 }
 
-/* Values of a stage that options drop, one after the other. */
+/* How many times msi_drop_best can drop a value of a stage. */
 static uint32_t msi_count_drops(const msi_chain *c, uint32_t number) {
-    const msi_graph *g = c->graph;
-    const msi_chain_stage *stage = &c->stages[number];
     uint32_t count = 0;
-    for (uint32_t i = stage->first; i < stage->end; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        uint32_t made_count;
-        const uint32_t *made = msi_made_by(g, i, &made_count);
+    for (uint32_t i = c->stages[number].first; i < c->stages[number].end; i++) {
+        const msi_layer *l = &c->graph->layers.items[i];
         bool joined = false;
-        for (uint32_t k = 0; k < made_count; k++) {
+        for (MSI_EACH_MADE(made, c->graph, i)) {
             const bool inner =
-                msi_is_inner(c, number, made[k]) && c->search->base[made[k]].pass == 0;
-            const bool saved = k >= l->count[MSI_GROUP_OUT];
+                msi_is_inner(c, number, made.tensor) && c->search->base[made.tensor].pass == 0;
+            const bool saved = made.slot >= l->count[MSI_GROUP_OUT];
             count += inner && (!saved || l->recompute || !joined);
             joined |= inner && saved;
         }
@@ -9573,23 +9552,23 @@ static uint32_t msi_count_drops(const msi_chain *c, uint32_t number) {
     return count;
 }
 
-/* The stage of each instruction, and where each stage begins and ends. What stands before a layer
-   belongs to it, but for updates and sums. */
+/* Finds the stage of each instruction, and where each stage begins and ends. An instruction before
+   that of a layer belongs to this layer; updates and sums belong to the instruction before them. */
 static void msi_mark_stages(msi_chain *c, const msi_program *p) {
     const msi_instruction *items = p->instructions.items;
     uint32_t *at = c->at.items;
-    uint32_t stage = c->count - 1;
-    for (uint32_t i = p->backward_end; i-- > 0;) {
+    uint32_t stage = c->count - 1, i = 0;
+    for (i = p->backward_end; i-- > 0;) {
         const bool of_layer = items[i].op == MSI_OP_FORWARD || items[i].op == MSI_OP_BACKWARD;
         stage = of_layer ? c->stage_of[items[i].target] : stage;
         at[i] = stage;
         stage = i == p->forward_end ? c->count - 1 : stage;
     }
-    for (uint32_t i = 1; i < p->backward_end; i++) {
-        const bool behind = items[i].op == MSI_OP_ADD || items[i].op == MSI_OP_UPDATE;
-        at[i] = behind && i != p->forward_end ? at[i - 1] : at[i];
+    for (i = 1; i < p->backward_end; i++) {
+        const bool after = items[i].op == MSI_OP_ADD || items[i].op == MSI_OP_UPDATE;
+        at[i] = after && i != p->forward_end ? at[i - 1] : at[i];
     }
-    uint32_t i = 0;
+    i = 0;
     for (uint32_t k = 0; k < c->count; k++) {
         c->stages[k].forward = i;
         while (i < p->forward_end && at[i] == k) {
@@ -9607,134 +9586,127 @@ static void msi_mark_stages(msi_chain *c, const msi_program *p) {
     }
 }
 
-/* Adds bytes to the instructions from first to last: differences, to be summed up. */
-static void msi_add_range(uint64_t *differences, uint64_t first, uint64_t last, uint64_t bytes) {
-    if (first <= last) {
-        differences[first] += bytes;
-        differences[last + 1] -= bytes;
+/* Adds a live range to what one option of its stage takes: a value that can be dropped, or the
+   workspace of a layer. */
+static void msi_add_own(msi_chain *c, const msi_range *range, uint32_t home, uint32_t option) {
+    const uint64_t bytes = msi_align(range->bytes), first = range->first;
+    const uint64_t last = msi_counts_to(range);
+    const bool value = range->role == MSI_ROLE_VALUE;
+    msi_chain_stage *stage = &c->stages[home];
+    if (stage->backward_end > stage->backward) {
+        msi_add_range(c->own, msi_max_u64(first, stage->backward),
+                      msi_smaller(last, stage->backward_end - 1ull), bytes);
+    }
+    if (first >= stage->forward_end) {
+        return;
+    }
+    msi_add_range(c->own, first, msi_smaller(last, stage->forward_end - 1ull), bytes);
+    if (value && home + 1 < c->count && stage[1].input == range->tensor) {
+        stage[1].options[option].holds_input = range->last >= stage[1].backward;
+        stage->reads_output |= option == 0 && range->last >= stage->backward;
+    } else if (value && last >= stage->backward) {
+        stage->options[option].kept_bytes += bytes;
     }
 }
 
-/* Sums the live ranges of a program: of values that can be dropped, and of scratch memory, in the
-   instructions of their own stage; of all others everywhere. */
+/* Sums the live ranges of the program: the stage's own in its instructions, all others as carried.
+   Without memory, the scorer is short. */
 static void msi_sum_stages(msi_chain *c, uint32_t option) {
     const msi_graph *g = c->graph;
     const msi_program *p = c->scorer->program;
-    const ms_allocator *a = c->scorer->allocator;
     const uint32_t count = p->instructions.count;
-    if (!MSI_RESERVE(uint32_t, a, c->at, count + 2ull) ||
-        !MSI_RESERVE(uint64_t, a, c->own, count + 2ull) ||
-        !MSI_RESERVE(uint64_t, a, c->carried, count + 2ull)) {
-        msi_run_short(c->scorer, "the solver", count * sizeof(uint64_t));
+    if (msi_is_short(c->scorer) || !MSI_SCRATCH_LIST(uint32_t, c->scorer, c->at, count + 2ull) ||
+        !MSI_SCRATCH_LIST(uint64_t, c->scorer, c->bytes, 2 * (count + 2ull))) {
         return;
     }
+    c->own = c->bytes.items;
+    c->carried = c->own + count + 2;
+    memset(c->own, 0, 2 * (count + 2ull) * sizeof *c->own);
     msi_mark_stages(c, p);
-    memset(c->own.items, 0, (count + 2ull) * sizeof(uint64_t));
-    memset(c->carried.items, 0, (count + 2ull) * sizeof(uint64_t));
     for (uint32_t k = 0; k < c->count; k++) {
-        memset(&c->stages[k].options[option], 0, sizeof(msi_option));
         c->stages[k].carried_bytes = 0;
     }
     for (uint32_t i = c->scorer->store->residents.count; i < p->ranges.count; i++) {
         const msi_range *range = &p->ranges.items[i];
-        const uint64_t bytes = msi_align(range->bytes), first = range->first,
-                       last = msi_counts_to(range);
-        const bool value = range->role == MSI_ROLE_VALUE && msi_is_droppable(g, range->tensor);
-        if (!value && range->role != MSI_ROLE_WORKSPACE) {
-            msi_add_range(c->carried.items, first, last, bytes);
-            if (first < p->backward_end && c->stages[c->at.items[first]].backward == first) {
-                c->stages[c->at.items[first]].carried_bytes -= bytes; // it is not there before
+        if (range->role == MSI_ROLE_WORKSPACE) {
+            msi_add_own(c, range, c->stage_of[range->tensor], option);
+        } else if (range->role == MSI_ROLE_VALUE && msi_is_droppable(g, range->tensor)) {
+            const uint32_t layer = g->tensors.items[range->tensor].producer;
+            msi_add_own(c, range, c->stage_of[layer], option);
+        } else {
+            const uint64_t bytes = msi_align(range->bytes);
+            msi_add_range(c->carried, range->first, msi_counts_to(range), bytes);
+            if (range->first < p->backward_end &&
+                c->stages[c->at.items[range->first]].backward == range->first) {
+                c->stages[c->at.items[range->first]].carried_bytes -= bytes; // not there before
             }
-            continue;
-        }
-        const uint32_t home =
-            c->stage_of[value ? g->tensors.items[range->tensor].producer : range->tensor];
-        const msi_chain_stage *stage = &c->stages[home];
-        const uint64_t forward_last = last < stage->forward_end ? last : stage->forward_end - 1ull;
-        const uint64_t backward_first = first > stage->backward ? first : stage->backward;
-        const uint64_t backward_last =
-            last < stage->backward_end ? last : stage->backward_end - 1ull;
-        if (first < stage->forward_end) {
-            msi_add_range(c->own.items, first, forward_last, bytes);
-        }
-        if (stage->backward_end > stage->backward) {
-            msi_add_range(c->own.items, backward_first, backward_last, bytes);
-        }
-        const bool output =
-            value && home + 1 < c->count && c->stages[home + 1].input == range->tensor;
-        if (output && first < stage->forward_end) {
-            c->stages[home + 1].options[option].holds_input = range->last >= stage[1].backward;
-            c->stages[home].reads_output |= option == 0 && range->last >= stage->backward;
-        } else if (value && first < stage->forward_end && last >= stage->backward) {
-            c->stages[home].options[option].kept_bytes += bytes;
         }
     }
     for (uint32_t i = 1; i <= count; i++) {
-        c->own.items[i] += c->own.items[i - 1];
-        c->carried.items[i] += c->carried.items[i - 1];
+        c->own[i] += c->own[i - 1];
+        c->carried[i] += c->carried[i - 1];
     }
 }
 
-/* Fills in one option of all stages, from the program that has it everywhere. */
+/* Fills in one option of all stages, from the program in which all stages have it. */
 static void msi_measure_option(msi_chain *c, uint32_t option) {
     const msi_program *p = c->scorer->program;
-    const msi_graph *g = c->graph;
     msi_sum_stages(c, option);
     for (uint32_t k = 0; k < c->count && !msi_is_short(c->scorer); k++) {
         msi_chain_stage *stage = &c->stages[k];
         msi_option *o = &stage->options[option];
-        stage->carried_bytes += c->carried.items[stage->backward];
+        stage->carried_bytes += c->carried[stage->backward];
         for (uint32_t i = stage->forward; i < stage->forward_end; i++) {
-            const uint64_t own = c->own.items[i], both = own + c->carried.items[i];
-            o->pass_bytes = msi_max_u64(o->pass_bytes, own);
-            o->first_bytes = msi_max_u64(o->first_bytes, both);
+            o->pass_bytes = msi_max_u64(o->pass_bytes, c->own[i]);
+            o->first_bytes = msi_max_u64(o->first_bytes, c->own[i] + c->carried[i]);
         }
         for (uint32_t i = stage->backward; i < stage->backward_end; i++) {
             const msi_instruction *at = &p->instructions.items[i];
-            o->backward_bytes =
-                msi_max_u64(o->backward_bytes, c->own.items[i] + c->carried.items[i]);
-            o->recompute_us +=
-                at->op == MSI_OP_RECOMPUTE ? g->layers.items[at->target].time.recompute_us : 0.0;
+            const bool again = at->op == MSI_OP_RECOMPUTE;
+            o->backward_bytes = msi_max_u64(o->backward_bytes, c->own[i] + c->carried[i]);
+            o->recompute_us += again ? c->graph->layers.items[at->target].time.recompute_us : 0.0;
         }
     }
 }
 
-/* Times of a pass over a stage; the program that drops everything is lowered. */
+/* Times of a pass over a stage. The program at hand is the one that drops everything. Stages are
+   timed from the first on, so marks on layers before this stage do no harm. */
 static void msi_time_stage(msi_chain *c, uint32_t number) {
     const msi_graph *g = c->graph;
     msi_chain_stage *stage = &c->stages[number];
-    msi_pricing *met = &c->pricing;
     const uint32_t output = number + 1 < c->count ? c->stages[number + 1].input : MSI_NONE;
-    met->query++;
     if (output != MSI_NONE) {
-        met->visited[g->tensors.items[output].producer] = met->query;
+        c->leads[g->tensors.items[output].producer] = 1;
     }
     for (uint32_t i = stage->end; i-- > stage->first;) {
         const msi_layer *l = &g->layers.items[i];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
         const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
-        const bool leads = met->visited[i] == met->query;
-        stage->pass_us += leads ? l->time.recompute_us : 0.0;
-        stage->full_us += leads || met->recomputed[i] ? l->time.recompute_us : 0.0;
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && leads; k++) {
-            if (in[k] != MSI_NONE && (reads >> k & 1) && msi_is_droppable(g, in[k]) &&
-                g->tensors.items[in[k]].producer >= stage->first) {
-                met->visited[g->tensors.items[in[k]].producer] = met->query;
+        stage->pass_us += c->leads[i] ? l->time.recompute_us : 0.0;
+        stage->full_us += c->leads[i] || c->pricing.recomputed[i] ? l->time.recompute_us : 0.0;
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            if (c->leads[i] && (reads >> in.slot & 1) && msi_is_droppable(g, in.tensor)) {
+                c->leads[g->tensors.items[in.tensor].producer] = 1;
             }
         }
     }
     stage->last_us = stage->options[stage->option_count - 1].recompute_us;
 }
 
-/* How many values of a stage an option drops: one more than the option before or, where there are
-   more values than options, some more. */
+static void msi_assign_output(msi_chain *c, uint32_t k, uint32_t depth) {
+    if (k + 1 < c->count && c->stages[k + 1].input != MSI_NONE) {
+        c->decisions[c->stages[k + 1].input].pass = depth;
+    }
+}
+
+/* How many values of a stage an option drops: one more than the option before or, if there are more
+   values than options, several more. */
 static uint32_t msi_drops_of_option(uint32_t drops, uint32_t option, uint32_t options) {
     const uint32_t one_by_one = option < drops ? option : drops;
     return drops < options ? one_by_one : drops * option / (options - 1);
 }
 
-/* Measures what stages take with each of their options: first nothing is dropped except what nobody
-   reads, in the end everything that does not pass to the next stage. */
+/* Measures each option of all stages. The first drops only values that nothing reads, the last all
+   values that do not pass to the next stage. */
 static void msi_find_options(msi_chain *c) {
     const msi_tensor_decision *base = c->search->base;
     const uint32_t tensors = c->graph->tensors.count;
@@ -9744,9 +9716,7 @@ static void msi_find_options(msi_chain *c) {
         c->option_of[t] = base[t].pass > 0 ? 0 : UINT8_MAX;
     }
     for (uint32_t k = 0; k < c->count; k++) {
-        if (c->stages[k].input != MSI_NONE) {
-            c->decisions[c->stages[k].input].pass = 0;
-        }
+        msi_assign_output(c, k, 0);
         drops[k] = msi_count_drops(c, k);
         most = drops[k] > most ? drops[k] : most;
         c->stages[k].option_count = 1;
@@ -9769,35 +9739,27 @@ static void msi_find_options(msi_chain *c) {
     }
 }
 
-static uint32_t msi_bucket_of(const msi_chain *c, uint64_t bytes) {
-    const uint32_t bucket = (uint32_t)sqrt((double)(int64_t)(bytes - c->low) * c->scale);
-    return bucket < c->width ? bucket : c->width - 1; // petabytes are rounded
-}
-
+/* Offers a way to train the subchain at hand with so many bytes. */
 static void msi_offer(msi_chain *c, const msi_source *from, uint64_t bytes, float us) {
-    msi_pareto_point *bucket = &c->buckets.items[msi_bucket_of(c, bytes)];
+    const msi_pareto_point point = {bytes, us, from->way, from->number};
+    const uint32_t number = (uint32_t)sqrt((double)(int64_t)(bytes - c->low) * c->scale);
+    msi_pareto_point *bucket = &c->buckets[number < c->width ? number : c->width - 1]; // rounding
     if (us < bucket->us || (us <= bucket->us && bytes < bucket->bytes)) {
-        bucket->bytes = bytes;
-        bucket->us = us;
-        bucket->way = from->way;
-        bucket->number = from->number;
+        *bucket = point;
     }
     if (bytes == c->low && us < c->lowest.us) {
-        c->lowest.bytes = bytes;
-        c->lowest.us = us;
-        c->lowest.way = from->way;
-        c->lowest.number = from->number;
+        c->lowest = point;
     }
 }
 
-/* The points of a subchain, or of none: it takes nothing. */
+/* The points of a subchain; for NULL, one that takes neither bytes nor time. */
 static const msi_pareto_point *msi_points_of(const msi_subchain *subchain, uint32_t *count) {
     static const msi_pareto_point nothing[2] = {{0, 0.0f, 0, 0}, {MSI_CHAIN_NEVER, 0.0f, 0, 0}};
     *count = subchain ? subchain->count : 1;
     return subchain ? subchain->points : nothing;
 }
 
-/* Adds a way to those of the subchain under way. */
+/* Adds a way to those of the subchain at hand. */
 static void msi_add_source(msi_chain *c, const msi_source *way) {
     uint32_t a_count, b_count;
     const msi_pareto_point *a = msi_points_of(way->a, &a_count);
@@ -9815,13 +9777,13 @@ static void msi_add_source(msi_chain *c, const msi_source *way) {
     }
 }
 
-/* Bytes up to which a way may be faster than what was offered: up to the bucket where that is as
-   fast as the way ever gets. */
+/* Bytes up to which a way may be faster than the points offered so far: up to the first bucket whose
+   reach is as fast as the way ever gets. */
 static uint64_t msi_useful_bytes(const msi_chain *c, const msi_source *s) {
     uint32_t first = 0, end = c->width;
     while (first < end) {
         const uint32_t middle = (first + end) / 2;
-        if (c->reach.items[middle] <= s->fastest_us) {
+        if (c->reach[middle] <= s->fastest_us) {
             end = middle;
         } else {
             first = middle + 1;
@@ -9831,7 +9793,7 @@ static uint64_t msi_useful_bytes(const msi_chain *c, const msi_source *s) {
     return first == c->width ? c->high : msi_smaller(c->high, c->low + (uint64_t)bytes);
 }
 
-/* Walks the steps of a way: all numbers of bytes where it gets faster. */
+/* Offers a way at each number of bytes where it gets faster. */
 static void msi_walk_source(msi_chain *c, const msi_source *s) {
     uint32_t count;
     const msi_pareto_point *a = msi_points_of(s->a, &count);
@@ -9851,7 +9813,7 @@ static void msi_walk_source(msi_chain *c, const msi_source *s) {
         msi_offer(c, s, bytes, s->us + a->us + b->us);
         const uint64_t next_a = a_bytes + a[1].bytes, next_b = b[1].bytes;
         bytes = next_a < next_b ? next_a : next_b;
-        a += next_a == bytes; // without a branch: which it is cannot be foreseen
+        a += next_a == bytes; // no branch: it would be unpredictable
         b += next_b == bytes;
     }
 }
@@ -9860,27 +9822,27 @@ static void msi_walk_sources(msi_chain *c) {
     for (uint32_t k = 0; k < c->source_count; k++) {
         float best = INFINITY;
         for (uint32_t i = 0; i < c->width && k % 8 == 0; i++) {
-            best = c->buckets.items[i].us < best ? c->buckets.items[i].us : best;
-            c->reach.items[i] = best;
+            best = c->buckets[i].us < best ? c->buckets[i].us : best;
+            c->reach[i] = best;
         }
         msi_walk_source(c, &c->sources[k]);
     }
 }
 
-/* Bytes of a forward of stage k that keeps what its option says: in the first pass, or in one
-   before the backward of stage t. */
+/* Bytes of a forward of stage k that keeps what an option says: in the first pass if t is the last
+   stage of the chain, otherwise in a recomputation before the backward of stage t. */
 static uint64_t msi_forward_bytes(const msi_chain *c, uint32_t k, uint32_t option, uint32_t t) {
     const msi_option *o = &c->stages[k].options[option];
     return t + 1 == c->count ? o->first_bytes : o->pass_bytes + c->stages[t].carried_bytes;
 }
 
-/* Bytes of stage t while its backward is still to come, and all that it can keep is there. */
+/* Bytes that stage t holds until its backward, when it keeps all that it can. */
 static uint64_t msi_held_bytes(const msi_chain *c, uint32_t t) {
     const msi_chain_stage *stage = &c->stages[t];
     return stage->options[0].kept_bytes + (stage->reads_output ? stage[1].input_bytes : 0);
 }
 
-/* Ways that begin with keeping stage s. */
+/* Adds the ways in which stage s is kept. */
 static void msi_list_keep(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     const msi_chain_stage *stage = &c->stages[s];
     const bool first = t + 1 == c->count, done = kept && s == t; // its backward is left
@@ -9904,7 +9866,7 @@ static void msi_list_keep(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     }
 }
 
-/* Ways that begin with a pass from s to k that keeps nothing. */
+/* Adds the ways that begin with a pass from s to k that keeps nothing. */
 static void msi_list_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     const bool first = t + 1 == c->count;
     const uint64_t start = c->stages[s].input_bytes;
@@ -9917,7 +9879,7 @@ static void msi_list_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
         const uint64_t pass = msi_forward_bytes(c, k - 1, before->option_count - 1, t);
         floor = msi_max_u64(floor, held + input + pass);
         us += first ? 0.0 : before->pass_us;
-        msi_source from;
+        msi_source from = MSI_ZERO_INIT;
         from.floor = floor;
         from.us = (float)us;
         from.number = (uint8_t)k;
@@ -9939,25 +9901,28 @@ static void msi_list_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     }
 }
 
-/* Room for some points, in one piece. */
+/* Memory for some points in one piece; NULL, and the scorer is short, if there is none. */
 static msi_pareto_point *msi_reserve_points(msi_chain *c, uint32_t count) {
-    const uint64_t bytes = MSI_CHAIN_POOL * sizeof(msi_pareto_point);
     if (c->pool_count == 0 || c->pool_used + count > MSI_CHAIN_POOL) {
-        if (c->pool_count == MSI_CHAIN_POOLS) {
-            return NULL;
-        }
-        msi_pareto_point *pool = (msi_pareto_point *)msi_alloc(c->scorer->allocator, bytes);
+        const uint64_t bytes = MSI_CHAIN_POOL * sizeof(msi_pareto_point);
+        void *pool =
+            c->pool_count < MSI_CHAIN_POOLS ? msi_alloc(c->scorer->allocator, bytes) : NULL;
         if (!pool) {
+            (void)msi_run_short(c->scorer, "the solver", bytes);
             return NULL;
         }
-        c->pools[c->pool_count++] = pool;
+        c->pools[c->pool_count++] = (msi_pareto_point *)pool;
         c->pool_used = 0;
     }
     return c->pools[c->pool_count - 1] + c->pool_used;
 }
 
-/* The best ways to train stages s to t: those that are faster than all that take less. */
-static bool msi_fill_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint32_t width) {
+/* Finds the best ways to train stages s to t: those that are faster than all that take less. */
+static void msi_fill_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint32_t width) {
+    msi_pareto_point *points = msi_is_short(c->scorer) ? NULL : msi_reserve_points(c, width + 2);
+    if (!points) {
+        return;
+    }
     c->low = c->high = MSI_CHAIN_NEVER - 1;
     c->fastest_us = c->lowest.us = INFINITY;
     c->source_count = 0;
@@ -9966,75 +9931,51 @@ static bool msi_fill_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, u
     msi_list_passes(c, kept, s, t);
     c->scale = (double)width * (double)width / ((double)(c->high - c->low) + 1.0);
     for (uint32_t i = 0; i < width; i++) {
-        c->buckets.items[i].us = INFINITY;
-        c->buckets.items[i].bytes = UINT64_MAX;
+        c->buckets[i].us = INFINITY;
+        c->buckets[i].bytes = UINT64_MAX;
     }
     msi_walk_sources(c);
-    msi_pareto_point *points = msi_reserve_points(c, width + 2);
-    if (!points) {
-        return false;
-    }
     msi_subchain *subchain = msi_subchain_of(c, kept, s, t);
     subchain->points = points;
-    subchain->count = 1;
-    points[0] = c->lowest;
+    *points = c->lowest;
     for (uint32_t i = 0; i < width; i++) {
-        const msi_pareto_point *point = &c->buckets.items[i];
-        const float best = points[subchain->count - 1].us;
-        if (point->us < best - 1e-6f * best) {
-            points[subchain->count++] = *point;
+        if (c->buckets[i].us < points->us - 1e-6f * points->us) {
+            *++points = c->buckets[i];
         }
     }
-    memset(&points[subchain->count], 0, sizeof *points);
-    points[subchain->count].bytes = MSI_CHAIN_NEVER;
+    memset(++points, 0, sizeof *points);
+    points->bytes = MSI_CHAIN_NEVER;
+    subchain->count = (uint32_t)(points - subchain->points);
     c->pool_used += subchain->count + 1;
-    return true;
 }
 
-/* Subchains up to the end of the chain are few, and what is lost in them is lost for the whole. */
-static bool msi_fill_subchains(msi_chain *c) {
+/* Subchains up to the end of the chain are few and part of every plan, so they get more points. */
+static void msi_fill_subchains(msi_chain *c) {
     const uint32_t n = c->count;
     const uint64_t most = MSI_CHAIN_WORK / (1 + (uint64_t)n * n * n);
     const uint32_t least = MSI_CHAIN_WIDTH, greatest = 512;
     const uint32_t width = most < least ? least : most > greatest ? greatest : (uint32_t)most;
-    if (!MSI_RESERVE(msi_pareto_point, c->scorer->allocator, c->buckets, MSI_CHAIN_WIDEST) ||
-        !MSI_RESERVE(float, c->scorer->allocator, c->reach, MSI_CHAIN_WIDEST)) {
-        return false;
-    }
     for (uint32_t length = 1; length <= n; length++) {
-        for (uint32_t s = 0; s + length <= n; s++) {
-            const uint32_t t = s + length - 1;
-            const bool last = t + 1 == n;
-            if ((!last && !msi_fill_subchain(c, true, s, t, width)) ||
-                !msi_fill_subchain(c, false, s, t, last ? (uint32_t)MSI_CHAIN_WIDEST : width)) {
-                return false;
-            }
+        for (uint32_t s = 0; s + length < n; s++) {
+            msi_fill_subchain(c, true, s, s + length - 1, width);
+            msi_fill_subchain(c, false, s, s + length - 1, width);
         }
+        msi_fill_subchain(c, false, n - length, n - 1, MSI_CHAIN_WIDEST);
     }
-    return true;
 }
 
-/* Which values stage k keeps in the pass `depth`. */
+/* Decides what stage k keeps in the pass `depth`. */
 static void msi_assign_stage(msi_chain *c, uint32_t k, uint32_t option, uint32_t depth) {
-    const msi_chain_stage *stage = &c->stages[k];
-    for (uint32_t i = stage->first; i < stage->end; i++) {
-        uint32_t count;
-        const uint32_t *made = msi_made_by(c->graph, i, &count);
-        for (uint32_t j = 0; j < count; j++) {
-            if (msi_is_inner(c, k, made[j])) {
-                c->decisions[made[j]].pass = depth + (c->option_of[made[j]] <= option);
+    for (uint32_t i = c->stages[k].first; i < c->stages[k].end; i++) {
+        for (MSI_EACH_MADE(made, c->graph, i)) {
+            if (msi_is_inner(c, k, made.tensor)) {
+                c->decisions[made.tensor].pass = depth + (c->option_of[made.tensor] <= option);
             }
         }
     }
 }
 
-static void msi_assign_output(msi_chain *c, uint32_t k, uint32_t depth) {
-    if (c->stages[k + 1].input != MSI_NONE) {
-        c->decisions[c->stages[k + 1].input].pass = depth;
-    }
-}
-
-/* Decides as the best plan of a subchain for so many bytes does. */
+/* Decides as the best plan of a subchain with so many bytes does. */
 static void msi_assign_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint64_t bytes,
                                 uint32_t depth) {
     for (;;) {
@@ -10070,34 +10011,39 @@ static void msi_assign_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t,
     }
 }
 
+static const msi_subchain *msi_whole_chain(msi_chain *c) {
+    return msi_subchain_of(c, false, 0, c->count - 1);
+}
+
 /* The fastest point that should fit. */
-static uint32_t msi_find_point(const msi_chain *c, uint64_t budget) {
-    const msi_subchain *all = &c->subchains[c->count - 1];
+static uint32_t msi_find_point(msi_chain *c, uint64_t budget) {
+    const msi_subchain *all = msi_whole_chain(c);
+    const uint64_t residents = c->scorer->store->resident_bytes;
     uint32_t k = 0;
-    while (k + 1 < all->count &&
-           c->scorer->store->resident_bytes + all->points[k + 1].bytes <= budget) {
+    while (k + 1 < all->count && residents + all->points[k + 1].bytes <= budget) {
         k++;
     }
     return k;
 }
 
-/* Tries the plan of a point of the whole chain. True: it fits, or is no faster than one that does;
-   then slower points are not worth a try. */
+/* Tries the plan of a point of the whole chain. True: it fits, or is no faster than one that does, so
+   slower points are not worth a try. */
 static bool msi_try_point(msi_chain *c, uint32_t number) {
     msi_search *s = c->search;
-    const msi_subchain *all = msi_subchain_of(c, false, 0, c->count - 1);
+    const uint64_t bytes = msi_whole_chain(c)->points[number].bytes;
     memcpy(c->decisions, s->base, c->graph->tensors.count * sizeof *s->base);
-    msi_assign_subchain(c, false, 0, c->count - 1, all->points[number].bytes, 0);
+    msi_assign_subchain(c, false, 0, c->count - 1, bytes, 0);
     const double us = msi_try(s, c->decisions);
     return (s->fits && us >= s->best_score.us) || msi_is_short(c->scorer);
 }
 
-/* Tries points of the chain from the fastest that should fit on. The first one shows how much less
-   the real program needs than the sum of its subchains; a layout may waste some of that. */
+/* Tries points of the chain, starting with the fastest that should fit. The first one shows how much
+   less the real program needs than the sum of its subchains, so faster ones may fit; a layout may
+   waste some of that. */
 static void msi_search_points(msi_chain *c) {
     const msi_search *s = c->search;
     const uint64_t budget = s->budget;
-    const msi_subchain *all = &c->subchains[c->count - 1];
+    const msi_subchain *all = msi_whole_chain(c);
     uint32_t k = msi_find_point(c, budget), jump = 1;
     bool done = msi_try_point(c, k);
     const uint64_t sum = all->points[k].bytes, real = c->scorer->program->peak_bytes;
@@ -10115,8 +10061,8 @@ static void msi_search_points(msi_chain *c) {
 }
 
 static uint64_t msi_chain_bytes(const msi_graph *g) {
-    return g->tensors.count * (uint64_t)(sizeof(msi_tensor_decision) + sizeof(uint8_t)) +
-           g->layers.count * (uint64_t)sizeof(uint32_t);
+    return g->tensors.count * (uint64_t)(sizeof(msi_move) + sizeof(msi_tensor_decision) + 1) +
+           g->layers.count * (uint64_t)(sizeof(uint32_t) + 1);
 }
 
 static uint64_t msi_subchains_bytes(const msi_chain *c) {
@@ -10130,42 +10076,36 @@ static bool msi_chain_init(msi_chain *c, msi_search *search) {
     c->search = search;
     c->scorer = s;
     c->graph = g;
-    c->decisions = (msi_tensor_decision *)msi_alloc_zeroed(s->allocator, msi_chain_bytes(g));
-    if (!c->decisions) {
-        msi_run_short(s, "the solver", msi_chain_bytes(g));
+    c->moves = (msi_move *)msi_scratch(s, msi_chain_bytes(g));
+    if (!c->moves || !msi_pricing_init(&c->pricing, s)) {
         return false;
     }
+    c->decisions = (msi_tensor_decision *)(void *)(c->moves + g->tensors.count);
     c->stage_of = (uint32_t *)(void *)(c->decisions + g->tensors.count);
     c->option_of = (uint8_t *)(void *)(c->stage_of + g->layers.count);
+    c->leads = c->option_of + g->tensors.count;
     msi_find_stages(c);
-    c->subchains = (msi_subchain *)msi_alloc_zeroed(s->allocator, msi_subchains_bytes(c));
-    if (!c->subchains) {
-        msi_run_short(s, "the solver", msi_subchains_bytes(c));
+    if (!msi_is_short(s)) {
+        c->subchains = (msi_subchain *)msi_scratch(s, msi_subchains_bytes(c));
     }
-    return msi_pricing_init(&c->pricing, s) && !msi_is_short(s);
+    return !msi_is_short(s);
 }
 
 static void msi_chain_free(msi_chain *c) {
     const ms_allocator *a = c->scorer->allocator;
-    if (c->decisions) {
-        msi_pricing_free(&c->pricing);
-    }
-    MSI_LIST_FREE(msi_move, a, c->moves);
+    msi_pricing_free(&c->pricing);
     MSI_LIST_FREE(uint32_t, a, c->at);
-    MSI_LIST_FREE(uint64_t, a, c->own);
-    MSI_LIST_FREE(uint64_t, a, c->carried);
+    MSI_LIST_FREE(uint64_t, a, c->bytes);
     for (uint32_t i = 0; i < c->pool_count; i++) {
         msi_release(a, c->pools[i], MSI_CHAIN_POOL * sizeof(msi_pareto_point));
     }
-    MSI_LIST_FREE(msi_pareto_point, a, c->buckets);
-    MSI_LIST_FREE(float, a, c->reach);
     msi_release(a, c->subchains, msi_subchains_bytes(c));
-    msi_release(a, c->decisions, msi_chain_bytes(c->graph));
+    msi_release(a, c->moves, msi_chain_bytes(c->graph));
     msi_release(a, c, sizeof *c);
 }
 
-/* Whether there are stages to choose from: on a large graph, where that takes its time, no stage
-   has most of the bytes. */
+/* Whether there are stages to choose from. A large graph, for which the search takes long, must not
+   have most of its bytes in one stage. */
 static bool msi_is_chain(const msi_chain *c) {
     uint64_t all = 0, most = 0;
     for (uint32_t k = 0; k < c->count; k++) {
@@ -10181,16 +10121,13 @@ static bool msi_is_chain(const msi_chain *c) {
 
 /* Plans the graph as a chain, if it is one, and proposes the best plans. */
 static void msi_search_chain(msi_search *s) {
-    msi_chain *c = (msi_chain *)msi_alloc_zeroed(s->scorer->allocator, sizeof *c);
+    msi_chain *c = (msi_chain *)msi_scratch(s->scorer, sizeof *c);
     if (!c) {
-        msi_run_short(s->scorer, "the solver", sizeof *c);
         return;
     }
     if (msi_chain_init(c, s) && msi_is_chain(c)) {
         msi_find_options(c);
-        if (!msi_is_short(s->scorer) && !msi_fill_subchains(c)) {
-            msi_run_short(s->scorer, "the solver", MSI_CHAIN_POOL * sizeof(msi_pareto_point));
-        }
+        msi_fill_subchains(c);
         if (!msi_is_short(s->scorer)) {
             msi_search_points(c);
         }
