@@ -10136,22 +10136,22 @@ static void msi_search_chain(msi_search *s) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>exhaustive  small graphs: every choice of what is dropped
+// >>exhaustive  small graphs: every choice of values to drop
 
-/* Choices are laid out in the order of their time, or, where none fits, of their size. Each value is
-   chosen by itself, or, where these are too many, those of a layer together. */
+/* Choices are laid out in the order of their time or, if none fits, of their size. Each value is a
+   group of its own; if these are too many, the values of each layer are a group. */
 enum { MSI_ALL_GROUPS = 12, MSI_ALL_LAYERS = 16, MSI_ALL_TRIES = 32 };
 
 typedef struct msi_exhaustive {
     msi_search *search;
     const msi_graph *graph;
     double plain_us;                    // of a step that recomputes nothing
-    uint32_t count;                     // groups of values
-    uint32_t first[MSI_ALL_GROUPS + 1]; // in members
+    uint32_t count;                     // groups: a choice is a mask of those that are dropped
+    uint32_t first[MSI_ALL_GROUPS + 1]; // per group: its first value in members
     uint32_t members[MSI_ALL_LAYERS * (MS_LIMIT_OUT + MS_LIMIT_SAVED)];
     msi_tensor_decision *decisions; // of the choice at hand
     msi_score scores[1 << MSI_ALL_GROUPS];
-    bool tried[1 << MSI_ALL_GROUPS]; // or no better than what there is
+    bool tried[1 << MSI_ALL_GROUPS]; // laid out, or known to be no better than the best
 } msi_exhaustive;
 
 /* Lists the groups; false: there are too many. */
@@ -10160,12 +10160,9 @@ static bool msi_list_groups(msi_exhaustive *all, bool by_layer) {
     uint32_t member = 0;
     all->count = 0;
     for (uint32_t i = 0; i < g->layers.count; i++) {
-        uint32_t count;
-        const uint32_t *made = msi_made_by(g, i, &count);
         bool open = false;
-        for (uint32_t k = 0; k < count; k++) {
-            if (made[k] == MSI_NONE || !msi_is_droppable(g, made[k]) ||
-                all->search->base[made[k]].pass > 0) {
+        for (MSI_EACH_MADE(made, g, i)) {
+            if (!msi_is_droppable(g, made.tensor) || all->search->base[made.tensor].pass > 0) {
                 continue;
             }
             if (!open || !by_layer) {
@@ -10174,7 +10171,7 @@ static bool msi_list_groups(msi_exhaustive *all, bool by_layer) {
                 }
                 all->first[all->count++] = member;
             }
-            all->members[member++] = made[k];
+            all->members[member++] = made.tensor;
             open = true;
         }
     }
@@ -10191,7 +10188,8 @@ static void msi_decide_groups(msi_exhaustive *all, uint32_t mask) {
     }
 }
 
-/* A step with these dropped is no faster than this: each layer of them runs again at least once. */
+/* A lower bound on the time of a step with a choice: each layer of its groups runs again at least
+   once. */
 static double msi_least_us(const msi_exhaustive *all, uint32_t mask) {
     const msi_graph *g = all->graph;
     double us = all->plain_us;
@@ -10204,19 +10202,16 @@ static double msi_least_us(const msi_exhaustive *all, uint32_t mask) {
     return us;
 }
 
-/* The next choice to lay out: the fastest that may fit, or the smallest of all. */
+/* The next choice to lay out: the fastest that may fit, or the smallest of all; MSI_NONE at the end. */
 static uint32_t msi_next_choice(const msi_exhaustive *all, bool smallest) {
     const msi_score *scores = all->scores;
     uint32_t best = MSI_NONE;
     for (uint32_t mask = 0; mask < 1u << all->count; mask++) {
         const bool allowed = smallest || scores[mask].live_bytes <= all->search->budget;
-        if (all->tried[mask] || !allowed) {
-            continue;
-        }
-        if (best == MSI_NONE || (smallest ? scores[mask].live_bytes < scores[best].live_bytes
-                                          : scores[mask].us < scores[best].us)) {
-            best = mask;
-        }
+        const bool better =
+            best == MSI_NONE || (smallest ? scores[mask].live_bytes < scores[best].live_bytes
+                                          : scores[mask].us < scores[best].us);
+        best = allowed && better && !all->tried[mask] ? mask : best;
     }
     return best;
 }
@@ -10250,9 +10245,8 @@ static void msi_search_exhaustive(msi_search *s, double plain_us) {
         return;
     }
     const uint64_t bytes = sizeof(msi_exhaustive) + g->tensors.count * sizeof(msi_tensor_decision);
-    msi_exhaustive *all = (msi_exhaustive *)msi_alloc_zeroed(s->scorer->allocator, bytes);
+    msi_exhaustive *all = (msi_exhaustive *)msi_scratch(s->scorer, bytes);
     if (!all) {
-        msi_run_short(s->scorer, "the solver", bytes);
         return;
     }
     all->search = s;
@@ -10275,25 +10269,25 @@ typedef struct msi_request {
     uint32_t techniques; // mask of those that may be used
     ms_switch early_update;
     const msi_plan
-        *largest;  // the plan at the largest sizes, in whose room this one must fit; or NULL
-    uint64_t room; // of the arena of that plan
+        *largest;  // the plan at the largest sizes, in whose arena this one must fit; or NULL
+    uint64_t room; // bytes of that arena
 } msi_request;
 
 typedef struct msi_solver {
     const msi_request *request;
     const msi_scorer *scorer;
     msi_plan *plan;
-    msi_tensor_decision *base; // without any choice
+    msi_tensor_decision *base; // before any choice
     msi_score score;           // of plan->decisions
-    bool early;                // params are updated inside backward
+    bool early;                // plan->decisions update params inside backward
 } msi_solver;
 
 static bool msi_request_allows(const msi_request *r, ms_technique technique) {
     return r->techniques >> technique & 1;
 }
 
-/* The offsets of the program at the largest sizes: it has the same live ranges, with the same
-   aliases, and none is smaller. */
+/* Takes the offsets of the program at the largest sizes: it has the same live ranges with the same
+   aliases, and none of them is smaller. */
 static void msi_copy_offsets(msi_program *p, const msi_program *from) {
     MEMSCALE_ASSERT(p->ranges.count == from->ranges.count && p->blocks.count == from->blocks.count);
     for (uint32_t i = 0; i < p->blocks.count; i++) {
@@ -10302,15 +10296,16 @@ static void msi_copy_offsets(msi_program *p, const msi_program *from) {
     p->height = from->height;
 }
 
-/* Decides as the plan at the largest sizes did, which fits: no live range is longer then and none
-   larger, and should the layout waste more, that plan's offsets do. */
+/* Decides as the plan at the largest sizes did, which fits: with its decisions no live range is
+   longer or larger than in that plan. If the layout wastes more all the same, the offsets of that
+   plan are used. */
 static void msi_follow(msi_solver *s) {
     const msi_plan *largest = s->request->largest;
     msi_plan *plan = s->plan;
     memcpy(plan->decisions, largest->decisions,
            s->scorer->graph->tensors.count * sizeof *plan->decisions);
     s->score = msi_score_of(s->scorer, plan->decisions);
-    s->early = false; // nothing is left to be relaxed
+    s->early = false; // the updates stay where that plan has them
     if (s->score.bytes > s->request->room && !msi_is_short(s->scorer)) {
         msi_copy_offsets(&plan->train, &largest->train);
         msi_copy_offsets(&plan->eval, &largest->eval);
@@ -10318,7 +10313,7 @@ static void msi_follow(msi_solver *s) {
     }
 }
 
-/* Drops what is forced to be, in every plan of the list. */
+/* Drops the values for which checkpointing is forced: every plan of the list does. */
 static void msi_drop_forced(msi_greedy *w) {
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         if (w->graph->tensors.items[t].technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON) {
@@ -10327,9 +10322,9 @@ static void msi_drop_forced(msi_greedy *w) {
     }
 }
 
-/* The first plans of the greedy list. The plain plan comes before all, for its size; then what is
-   forced is added; then, where that may be and the budget asks for it, updates inside backward.
-   True: the plan at hand is the one to take. */
+/* The first plans of the greedy list. The plain plan is scored first, for its size and time. Then
+   forced drops are added, and then, if that is allowed and the budget requires it, updates inside
+   backward. True: the plan at hand is the one to take. */
 static bool msi_begin_list(msi_solver *s, msi_greedy *w, uint64_t budget) {
     const msi_request *r = s->request;
     const bool may_be_early = msi_request_allows(r, MS_TECHNIQUE_EARLY_UPDATE);
@@ -10345,10 +10340,10 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w, uint64_t budget) {
     if (memcmp(w->decisions, s->base, w->graph->tensors.count * sizeof *s->base) != 0) {
         w->score = msi_score_of(w->scorer, w->decisions);
     }
-    if (w->score.bytes <= budget && !always_early) {
-        return true;
-    }
     if (!always_early) {
+        if (w->score.bytes <= budget) {
+            return true;
+        }
         msi_add_prefix(w);
     }
     if (!may_be_early) {
@@ -10361,15 +10356,14 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w, uint64_t budget) {
     return msi_fits(w->scorer, &w->score, budget, 0);
 }
 
-/* Goes on from the first plans: by the greedy search, as a chain, and, where that can be, by trying
-   all; takes what is best. */
+/* Goes on from the first plans by the greedy search, as a chain and, on small graphs, by trying all
+   choices. Takes the best plan. */
 static void msi_search_all(msi_solver *s, msi_greedy *w, uint64_t budget) {
     const msi_request *r = s->request;
     const bool may_drop = msi_request_allows(r, MS_TECHNIQUE_CHECKPOINTING);
     const bool forced = w->drops.count > 0, early = w->early;
     const double plain_us = w->score.us;
-    msi_search search;
-    memset(&search, 0, sizeof search);
+    msi_search search = MSI_ZERO_INIT;
     search.scorer = s->scorer;
     search.base = s->base;
     search.budget = budget;
@@ -10379,7 +10373,7 @@ static void msi_search_all(msi_solver *s, msi_greedy *w, uint64_t budget) {
     msi_propose(&search, w->decisions, &w->score);
     if (may_drop && !forced) {
         search.early = early;
-        search.enough = budget; // to see what fits; in the end, the arena is that of the plan alone
+        search.enough = budget; // which plans fit is all that matters; the best is laid out again
         msi_place_updates(w->graph, s->base, early, 0);
         msi_search_chain(&search);
         msi_search_exhaustive(&search, plain_us);
@@ -10391,10 +10385,10 @@ static void msi_search_all(msi_solver *s, msi_greedy *w, uint64_t budget) {
     }
 }
 
-/* Lets updates inside backward wait as far as the arena does not grow for it. The weights that a
-   layer's backward has just read lie in the caches of several cores, where writing them is slow:
-   measured on two cores, AdamW ran at 15 GB/s right after the layer, and at 90 GB/s some 30 MB of
-   traffic later. */
+/* Delays updates inside backward as long as the arena does not grow. The weights that the backward of
+   a layer has just read lie in the caches of several cores, where writing them is slow: measured
+   on two cores, AdamW ran at 15 GB/s right after the layer, and at 90 GB/s some 30 MB of traffic
+   later. */
 static void msi_relax_updates(msi_solver *s) {
     static const uint64_t lags[] = {64u << 20, 32u << 20, 16u << 20, 8u << 20, 0};
     const uint64_t arena_bytes = s->score.bytes;
@@ -10407,7 +10401,7 @@ static void msi_relax_updates(msi_solver *s) {
     }
 }
 
-/* Chooses the decisions, and leaves the program lowered and laid out. */
+/* Chooses the decisions. The program is lowered and laid out afterwards. */
 static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
     const uint64_t budget = r->goal == MSI_GOAL_SMALLEST ? 0 : r->budget; // which no plan meets
@@ -10426,13 +10420,12 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     }
 }
 
-/* Solves into a plan whose eval program is there: decisions, the training program, and sizes. */
+/* Fills in the decisions, the training program and the sizes of a plan that has its eval program. */
 static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_plan *plan) {
     const msi_graph *g = scorer->graph;
     const uint64_t bytes = g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
     msi_greedy greedy;
-    msi_solver s;
-    memset(&s, 0, sizeof s);
+    msi_solver s = MSI_ZERO_INIT;
     s.scorer = scorer;
     s.request = request;
     s.plan = plan;
@@ -10441,9 +10434,8 @@ static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_
         plan->arena_bytes = s.score.bytes;
         return;
     }
-    s.base = (msi_tensor_decision *)msi_alloc(scorer->allocator, bytes);
+    s.base = (msi_tensor_decision *)msi_scratch(scorer, bytes);
     if (!s.base) {
-        msi_run_short(scorer, "the solver", bytes);
         return;
     }
     msi_decide_plain(g, s.base);
@@ -10464,18 +10456,18 @@ static uint64_t msi_decisions_bytes(const msi_graph *g) {
 
 static void msi_plan_free(const ms_model *m, msi_plan *plan) {
     const ms_allocator *a = &m->config.allocator;
-    const ms_backend *b = &m->config.backend;
-    for (int i = 0; plan && i < MSI_RECORDING_COUNT; i++) {
+    if (!plan) {
+        return;
+    }
+    for (int i = 0; i < MSI_RECORDING_COUNT; i++) {
         if (plan->recordings[i].handle) {
-            b->recording_release(m->device, plan->recordings[i].handle);
+            m->config.backend.recording_release(m->device, plan->recordings[i].handle);
         }
     }
-    if (plan) {
-        msi_program_free(a, &plan->train);
-        msi_program_free(a, &plan->eval);
-        msi_release(a, plan->decisions, msi_decisions_bytes(&m->graph));
-        msi_release(a, plan, sizeof *plan);
-    }
+    msi_program_free(a, &plan->train);
+    msi_program_free(a, &plan->eval);
+    msi_release(a, plan->decisions, msi_decisions_bytes(&m->graph));
+    msi_release(a, plan, sizeof *plan);
 }
 
 static void msi_plans_free(const ms_model *m, msi_plan *plans) {
@@ -10486,16 +10478,15 @@ static void msi_plans_free(const ms_model *m, msi_plan *plans) {
     }
 }
 
-/* The budget in force: as configured, or a share of what the device has left: that of
-   ms_set_hardware, or the model's own (what the present plan holds included). */
+/* The budget in force: as configured, or a share of what the device has left, by ms_set_hardware or
+   by its own account, which is then increased by what the model itself holds. */
 static uint64_t msi_budget(const ms_model *m) {
+    const ms_hardware *given = &m->sources.given;
+    double most = (double)(given->free_bytes ? given->free_bytes : given->total_bytes);
     if (m->config.memory_budget_bytes) {
         return m->config.memory_budget_bytes;
     }
-    const uint64_t given =
-        m->sources.given.free_bytes ? m->sources.given.free_bytes : m->sources.given.total_bytes;
-    double most = (double)given;
-    if (!m->sources.is_given || given == 0) {
+    if (!m->sources.is_given || !(most > 0.0)) {
         ms_hardware hardware;
         memset(&hardware, 0, sizeof hardware);
         m->config.backend.hardware(m->config.backend.user, &hardware);
@@ -10504,29 +10495,27 @@ static uint64_t msi_budget(const ms_model *m) {
             most += (double)m->run.store->resident_bytes + (double)m->run.store->transient_bytes;
         }
     }
-    if (most <= 0.0) {
-        return UINT64_MAX;
-    }
     const double share = most * m->config.target_utilization;
-    return share < 9e18 ? (uint64_t)share : UINT64_MAX;
+    return most > 0.0 && share < 9e18 ? (uint64_t)share : UINT64_MAX;
 }
 
 /* An empty plan, or NULL. */
 static msi_plan *msi_new_plan(const ms_model *m) {
     const ms_allocator *a = &m->config.allocator;
+    const uint64_t bytes = msi_decisions_bytes(&m->graph);
     msi_plan *plan = (msi_plan *)msi_alloc_zeroed(a, sizeof *plan);
-    if (!plan) {
-        return NULL;
+    if (plan) {
+        plan->decisions = (msi_tensor_decision *)msi_alloc_zeroed(a, bytes);
     }
-    plan->decisions = (msi_tensor_decision *)msi_alloc_zeroed(a, msi_decisions_bytes(&m->graph));
-    if (!plan->decisions) {
+    if (plan && !plan->decisions) {
         msi_release(a, plan, sizeof *plan);
         return NULL;
     }
     return plan;
 }
 
-/* Lowers and lays out the eval program, which does not depend on decisions: nothing is kept. */
+/* Lowers and lays out the eval program, which does not depend on the decisions, since it keeps
+   nothing for a backward. */
 static void msi_make_eval(const msi_scorer *s, msi_plan *plan) {
     msi_decide_plain(s->graph, plan->decisions);
     msi_lower_eval(s->lowering, plan->decisions, &plan->eval);
@@ -10534,15 +10523,15 @@ static void msi_make_eval(const msi_scorer *s, msi_plan *plan) {
     msi_lay_out(s, &plan->eval, 0);
 }
 
-/* Addresses of the live ranges, from those of their blocks. */
+/* Gives the live ranges the offsets of their blocks. */
 static void msi_resolve(const msi_store *store, msi_program *p) {
     for (uint32_t i = store->residents.count; i < p->ranges.count; i++) {
         p->ranges.items[i].offset = p->blocks.items[p->ranges.items[i].block].offset;
     }
 }
 
-/* What scores the decisions of a plan of a model; `lowering` and `shortage` are its own. False without
-   memory. */
+/* Prepares a scorer for the decisions of a plan; it uses the caller's `lowering` and `shortage`. False
+   without memory. */
 static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *store,
                             msi_plan *plan, msi_lowering *lowering, msi_shortage *shortage) {
     s->graph = &m->graph;
@@ -10555,13 +10544,11 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     s->eval = &plan->eval;
     s->shortage = shortage;
     shortage->what = NULL;
-    if (!msi_lowering_init(lowering, s->graph, store, &m->optimizer, s->allocator)) {
-        msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
-    }
-    return !msi_is_short(s);
+    return msi_lowering_init(lowering, s->graph, store, &m->optimizer, s->allocator) ||
+           msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
 }
 
-/* Solves into an empty plan; what there was no memory for, if any. */
+/* Solves into an empty plan. Returns what there was no memory for, if anything. */
 static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *plan,
                                   const msi_request *request) {
     msi_shortage shortage;
@@ -10585,8 +10572,8 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     return shortage;
 }
 
-/* A new plan for the graph as it is, which has been checked; in the room of that for the largest
-   sizes, or NULL. */
+/* Makes a new plan for the graph as it is, which has been checked. It must fit into the arena of the
+   plan for the largest sizes, if that is not NULL. */
 static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goal, uint64_t budget,
                                const msi_plan *largest, msi_plan **made) {
     msi_plan *plan = msi_new_plan(m);
@@ -10612,7 +10599,8 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
     return MS_RESULT_OK;
 }
 
-/* Plans at `sizes` (NULL: the largest), for a store whose room is that of `largest`. */
+/* Plans at `sizes` (NULL: the largest). The plan must fit into the arena of `largest`, if that is not
+   NULL. */
 static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
                              const int64_t *sizes, const msi_plan *largest, msi_plan **made) {
     int64_t old[MS_LIMIT_AXES];
@@ -10624,8 +10612,9 @@ static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
     return result;
 }
 
-/* A store, the plan at the largest sizes, and in front of it the plan at the present ones; of the
-   graph, which has been checked. Where no plan fits the budget it is the smallest. */
+/* Makes a store and the list of plans for the graph, which has been checked: the plan at the present
+   sizes, and the plan at the largest sizes after it, if these differ. If no plan fits the budget,
+   the smallest is made. */
 static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     int64_t sizes[MS_LIMIT_AXES];
     *plans = NULL;
@@ -10638,7 +10627,7 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
     if (result == MS_RESULT_OK && memcmp(sizes, (*plans)->sizes, sizeof sizes) != 0) {
         msi_plan *now;
         result = msi_plan_at(m, *store, goal, sizes, *plans, &now);
-        if (result == MS_RESULT_OK) {
+        if (now) {
             now->next = *plans;
             *plans = now;
         }
