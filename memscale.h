@@ -10666,22 +10666,23 @@ static ms_result msi_least_arena(ms_model *m, uint32_t techniques, uint64_t *byt
     return result;
 }
 
-/* Sizes of a model as they would be with another first dim of its first input: that dim, or the
-   axis along which it lies, and with it the first dims of all that is computed from it and is a
-   multiple of it. The graph is at the largest sizes of its axes meanwhile. */
+/* Gives the first dim of the first input another size. If an axis lies along this dim, it is the axis
+   that is resized; otherwise all inputs are whose first dim is a multiple of this one, and all
+   values computed from them whose first dim is. The graph is at the largest sizes of its axes
+   meanwhile. */
 typedef struct msi_resizing {
     ms_model *model;
-    uint32_t input, axis; // MSI_NONE: none
-    int64_t declared, now;
-    uint8_t *follows; // per tensor
-    int64_t sizes[MS_LIMIT_AXES];
+    ms_result result;             // sticky
+    uint32_t input, axis;         // MSI_NONE: there is no axis
+    int64_t declared, now;        // sizes
+    uint8_t *follows;             // per tensor: its first dim is resized
+    int64_t sizes[MS_LIMIT_AXES]; // of the axes before
 } msi_resizing;
 
 static bool msi_is_multiple(const msi_tensor *t, int64_t size) {
     return t->view.shape.rank > 0 && t->view.shape.dim[0] % size == 0;
 }
 
-/* Marks what follows the first dim of the input. */
 static void msi_mark_followers(msi_resizing *z) {
     const msi_graph *g = &z->model->graph;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -10689,18 +10690,13 @@ static void msi_mark_followers(msi_resizing *z) {
                         msi_is_multiple(&g->tensors.items[t], z->declared);
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-        uint32_t count;
-        const uint32_t *made = msi_made_by(g, i, &count);
         bool any = false;
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
-            any |= in[k] != MSI_NONE && z->follows[in[k]];
+        for (MSI_EACH(in, g, &g->layers.items[i], MSI_GROUP_IN)) {
+            any |= z->follows[in.tensor];
         }
-        for (uint32_t k = 0; k < count; k++) {
-            if (any && made[k] != MSI_NONE) {
-                z->follows[made[k]] = msi_is_multiple(&g->tensors.items[made[k]], z->declared);
-            }
+        for (MSI_EACH_MADE(made, g, i)) {
+            z->follows[made.tensor] =
+                any && msi_is_multiple(&g->tensors.items[made.tensor], z->declared);
         }
     }
 }
@@ -10722,10 +10718,11 @@ static void msi_resize(msi_resizing *z, int64_t size) {
     z->now = size;
 }
 
-/* False where there is nothing to resize, or no memory; then *result tells. */
-static bool msi_resizing_begin(msi_resizing *z, ms_model *m, ms_result *result) {
+/* False: there is nothing to resize, or no memory, which z->result says. */
+static bool msi_resizing_begin(msi_resizing *z, ms_model *m) {
     msi_graph *g = &m->graph;
     uint32_t t = 0;
+    memset(z, 0, sizeof *z);
     while (t < g->tensors.count && (g->tensors.items[t].kind != MSI_KIND_INPUT ||
                                     g->tensors.items[t].view.shape.rank == 0)) {
         t++;
@@ -10733,10 +10730,9 @@ static bool msi_resizing_begin(msi_resizing *z, ms_model *m, ms_result *result) 
     if (t == g->tensors.count) {
         return false;
     }
-    memset(z, 0, sizeof *z);
     z->follows = (uint8_t *)msi_alloc_zeroed(&m->config.allocator, g->tensors.count);
     if (!z->follows) {
-        *result = msi_fail_memory(m, "a search for a smaller size", g->tensors.count);
+        z->result = msi_fail_memory(m, "a search for a smaller size", g->tensors.count);
         return false;
     }
     const ms_shape *shape = &g->tensors.items[t].view.shape;
@@ -10753,7 +10749,7 @@ static bool msi_resizing_begin(msi_resizing *z, ms_model *m, ms_result *result) 
     return true;
 }
 
-/* Everything as it was declared. */
+/* Gives everything its declared size again. */
 static void msi_resizing_end(msi_resizing *z) {
     ms_model *m = z->model;
     msi_resize(z, z->declared);
@@ -10761,77 +10757,65 @@ static void msi_resizing_end(msi_resizing *z) {
     msi_release(&m->config.allocator, z->follows, m->graph.tensors.count);
 }
 
-/* The arena at a size: with the decisions of a plan, by one lowering and one layout, or for NULL of
-   the smallest plan. *made gets the plan. */
-static ms_result msi_plan_resized(msi_resizing *z, int64_t size, const msi_plan *decided,
-                                  msi_plan **made) {
-    ms_model *m = z->model;
+/* A plan at a size: with the decisions of another plan, by one lowering and one layout, or, for NULL,
+   the smallest plan. NULL after an error. */
+static msi_plan *msi_plan_resized(msi_resizing *z, int64_t size, const msi_plan *decided) {
+    const msi_goal goal = decided ? MSI_GOAL_FOLLOW : MSI_GOAL_SMALLEST;
     msi_store *store;
+    msi_plan *plan = NULL;
     msi_resize(z, size);
-    ms_result result = msi_make_store(m, &store);
-    if (result == MS_RESULT_OK) {
-        store->transient_bytes = UINT64_MAX >> 1; // any arena will do
-        result = msi_make_plan(m, store, decided ? MSI_GOAL_FOLLOW : MSI_GOAL_SMALLEST, UINT64_MAX,
-                               decided, made);
-        msi_store_free(m, store);
+    MSI_THEN(z->result, msi_make_store(z->model, &store));
+    if (z->result == MS_RESULT_OK) {
+        store->transient_bytes = UINT64_MAX >> 1; // any arena is small enough
+        z->result = msi_make_plan(z->model, store, goal, UINT64_MAX, decided, &plan);
+        msi_store_free(z->model, store);
     }
-    return result;
+    return plan;
 }
 
-static int64_t msi_clamp(int64_t x, int64_t least, int64_t most) {
-    return x < least ? least : x > most ? most : x;
-}
-
-/* Raises *size, which fits the budget (0: nothing is known), as far as it fits with the decisions
-   of a plan; `too_large` does not. Arenas grow with the size nearly by a straight line, so a few
-   guesses along that do. */
-static ms_result msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t budget,
-                                int64_t too_large, int64_t *size) {
+/* Raises a size that fits the budget (0: nothing is known) as far as it fits with the decisions of a
+   plan; `too_large` does not fit. Arenas grow almost linearly with the size, so a few guesses along
+   a straight line are enough. */
+static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t budget,
+                              int64_t size, int64_t too_large) {
     double low_bytes = 0.0, high_bytes = (double)budget;
-    for (int guesses = 0; too_large - *size > 1; guesses++) {
+    for (int guesses = 0; too_large - size > 1 && z->result == MS_RESULT_OK; guesses++) {
         const double share = ((double)budget - low_bytes) / (high_bytes - low_bytes);
-        int64_t guess = *size == 0 ? 1 : *size + (too_large - *size) / 2;
-        if (*size > 0 && guesses % 3 != 2 && share > 0.0 && share < 1.0) {
-            guess = *size + (int64_t)(share * (double)(too_large - *size));
+        int64_t guess = size == 0 ? 1 : size + (too_large - size) / 2;
+        if (size > 0 && guesses % 3 != 2 && share > 0.0 && share < 1.0) {
+            guess = size + (int64_t)(share * (double)(too_large - size));
         }
-        guess = msi_clamp(guess, *size + 1, too_large - 1);
-        msi_plan *plan;
-        const ms_result result = msi_plan_resized(z, guess, decided, &plan);
-        if (result != MS_RESULT_OK) {
-            return result;
-        }
-        const uint64_t bytes = plan->arena_bytes;
-        msi_plan_free(z->model, plan);
-        if (bytes <= budget) {
-            *size = guess;
-            low_bytes = (double)bytes;
-        } else {
+        guess = guess <= size ? size + 1 : guess >= too_large ? too_large - 1 : guess;
+        msi_plan *plan = msi_plan_resized(z, guess, decided);
+        if (plan && plan->arena_bytes <= budget) {
+            size = guess;
+            low_bytes = (double)plan->arena_bytes;
+        } else if (plan) {
             too_large = guess;
-            high_bytes = (double)bytes;
+            high_bytes = (double)plan->arena_bytes;
         }
+        msi_plan_free(z->model, plan);
     }
-    return MS_RESULT_OK;
+    return size;
 }
 
 enum { MSI_RESIZE_TRIES = 24, MSI_RESIZE_LAYERS = 1000 };
 
-/* The largest size that fits the budget, 0 for none, -1 where that is too hard to find. The
-   decisions of a plan carry to a size nearby; whether the solver comes as far is asked there, and,
-   for graphs that are not large, for the size behind it. */
-static ms_result msi_largest_size(msi_resizing *z, uint64_t budget, const msi_plan *smallest,
-                                  int64_t *size) {
-    msi_plan *own = NULL; // the smallest plan at the last size that was asked for and fits
+/* The largest size that fits the budget: 0 for none, -1 if it takes too long to find. The decisions
+   of a plan carry over to a size nearby. There the solver is asked whether it can do as well and,
+   if the graph is not large, for the next size too. */
+static int64_t msi_largest_size(msi_resizing *z, uint64_t budget, const msi_plan *smallest) {
+    const bool large = z->model->graph.layers.count > MSI_RESIZE_LAYERS;
+    msi_plan *own =
+        NULL; // the smallest plan at the last size that the solver was asked for and fits
     int64_t fits = 0, too_large = z->declared, next = 0;
-    ms_result result = MS_RESULT_OK;
     for (int tries = 0; tries < MSI_RESIZE_TRIES && too_large - fits > 1; tries++) {
-        msi_plan *plan;
         if (next <= fits) {
-            next = fits;
-            result = msi_raise_size(z, own ? own : smallest, budget, too_large, &next);
+            next = msi_raise_size(z, own ? own : smallest, budget, fits, too_large);
             next = next > fits ? next : fits + 1;
         }
-        MSI_THEN(result, msi_plan_resized(z, next, NULL, &plan));
-        if (result != MS_RESULT_OK) {
+        msi_plan *plan = msi_plan_resized(z, next, NULL);
+        if (!plan) {
             break;
         }
         if (plan->arena_bytes > budget) {
@@ -10839,20 +10823,21 @@ static ms_result msi_largest_size(msi_resizing *z, uint64_t budget, const msi_pl
             msi_plan_free(z->model, plan);
         } else {
             fits = next;
-            tries = z->model->graph.layers.count > MSI_RESIZE_LAYERS ? MSI_RESIZE_TRIES : tries;
+            tries = large ? MSI_RESIZE_TRIES : tries;
             msi_plan_free(z->model, own);
             own = plan;
         }
     }
     msi_plan_free(z->model, own);
-    *size = fits > 0 || too_large == 1 ? fits : -1;
-    return result;
+    return fits > 0 || too_large == 1 ? fits : -1;
 }
 
-/* An error text under way. */
+/* An error text that is being written, and the first error on the way. */
 typedef struct msi_text {
-    char text[MSI_ERROR_BYTES];
+    ms_model *model;
+    ms_result result; // sticky
     size_t length;
+    char text[MSI_ERROR_BYTES];
 } msi_text;
 
 MEMSCALE_PRINTF(2, 3)
@@ -10865,75 +10850,69 @@ static void msi_add_text(msi_text *to, const char *format, ...) {
     to->length += length < 0 ? 0 : (size_t)length < room ? (size_t)length : room - 1;
 }
 
-/* The smallest arenas of the other modes. */
-static ms_result msi_add_modes(ms_model *m, uint64_t least, msi_text *to) {
+/* Adds the smallest arenas of the other modes. */
+static void msi_add_modes(msi_text *to, uint64_t least) {
+    ms_model *m = to->model;
     bool alike = true;
     for (int mode = 0; mode < MS_MODE_COUNT; mode++) {
         const uint32_t techniques = msi_allowed(m, (ms_mode)mode);
         uint64_t bytes = least;
-        if (techniques == m->wrapped.choice.techniques) {
-            continue;
+        if (techniques != m->wrapped.choice.techniques) {
+            MSI_THEN(to->result, msi_least_arena(m, techniques, &bytes));
+            msi_add_text(to, ", %s in mode %s", msi_size(bytes).text, msi_mode_names[mode]);
+            alike = false;
         }
-        const ms_result result = msi_least_arena(m, techniques, &bytes);
-        if (result != MS_RESULT_OK) {
-            return result;
-        }
-        msi_add_text(to, ", %s in mode %s", msi_size(bytes).text, msi_mode_names[mode]);
-        alike = false;
     }
     msi_add_text(to, "%s", alike ? ", the same in every mode" : "");
-    return MS_RESULT_OK;
 }
 
-/* What would fit the budget that was asked for. */
-static ms_result msi_add_size(ms_model *m, const msi_plan *smallest, msi_text *to) {
+/* Adds the largest size that would fit the budget. */
+static void msi_add_size(msi_text *to, const msi_plan *smallest) {
+    ms_model *m = to->model;
     msi_resizing z;
-    ms_result result = MS_RESULT_OK;
-    int64_t size;
-    if (!msi_resizing_begin(&z, m, &result)) {
-        return result;
+    int64_t size = -1;
+    if (to->result != MS_RESULT_OK) {
+        return;
     }
-    result = msi_largest_size(&z, smallest->budget_bytes, smallest, &size);
-    msi_resizing_end(&z);
-    if (result != MS_RESULT_OK) {
-        return result;
+    if (msi_resizing_begin(&z, m)) {
+        size = msi_largest_size(&z, smallest->budget_bytes, smallest);
+        msi_resizing_end(&z);
     }
-    const char *name =
-        z.axis == MSI_NONE ? msi_tensor_name(m, z.input) : msi_name(m, m->graph.axes[z.axis].name);
-    const char *what = z.axis == MSI_NONE ? "first dim of input" : "axis";
+    to->result = z.result;
     if (size < 0) {
-        return result;
+        return;
     }
+    const bool axis = z.axis != MSI_NONE;
+    const char *name = axis ? msi_name(m, m->graph.axes[z.axis].name) : msi_tensor_name(m, z.input);
+    const char *what = axis ? "axis" : "first dim of input";
     if (size > 0) {
         msi_add_text(to, ". This budget has room for %lld in the %s \"%.40s\", now %lld",
                      (long long)size, what, name, (long long)z.declared);
     } else {
         msi_add_text(to, ". Even 1 in the %s \"%.40s\" is too much for this budget", what, name);
     }
-    return result;
 }
 
-/* What else would help. */
-static ms_result msi_add_cures(ms_model *m, msi_text *to) {
+/* Adds what else would help. */
+static void msi_add_cures(msi_text *to) {
+    ms_model *m = to->model;
     const msi_graph *g = &m->graph;
     const char *early = msi_early_fault(m);
-    uint32_t all = m->wrapped.choice.techniques, forbidden = 0;
+    const uint32_t allowed = m->wrapped.choice.techniques;
+    uint32_t added = 0, forbidden = 0;
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         const bool off = msi_switch_of(&m->config, (ms_technique)k) == MS_SWITCH_OFF;
-        all |= off && !(early && k == MS_TECHNIQUE_EARLY_UPDATE) ? MSI_BUILT & 1u << k : 0u;
+        const bool cure = off && !(early && k == MS_TECHNIQUE_EARLY_UPDATE);
+        added |= cure ? MSI_BUILT & ~allowed & 1u << k : 0u;
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const uint8_t *is = g->tensors.items[t].technique;
         forbidden += is[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_OFF ||
                      is[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_OFF;
     }
-    if (all != m->wrapped.choice.techniques) {
-        uint64_t bytes;
-        const ms_result result = msi_least_arena(m, all, &bytes);
-        if (result != MS_RESULT_OK) {
-            return result;
-        }
-        const uint32_t added = all & ~m->wrapped.choice.techniques;
+    if (added) {
+        uint64_t bytes = 0;
+        MSI_THEN(to->result, msi_least_arena(m, allowed | added, &bytes));
         msi_add_text(to, ". Without OFF for %s%s%s: %s",
                      added & MSI_CHECKPOINTING ? "checkpointing" : "",
                      added == MSI_BUILT ? " and " : "",
@@ -10945,14 +10924,14 @@ static ms_result msi_add_cures(ms_model *m, msi_text *to) {
     if (forbidden) {
         msi_add_text(to, ". %u tensors are forbidden a technique", (unsigned)forbidden);
     }
-    return MS_RESULT_OK;
 }
 
-/* No plan fits; `smallest` is the nearest. The model is as before afterwards. */
+/* The error where no plan fits; `smallest` comes nearest. Leaves the model as it is. */
 static ms_result msi_no_fit(ms_model *m, const msi_store *store, const msi_plan *smallest) {
     const uint64_t least = msi_room_of(store);
     msi_text text;
-    text.length = 0;
+    memset(&text, 0, sizeof text);
+    text.model = m;
     msi_add_text(&text,
                  "the budget is %s, the plain plan needs %s, and the smallest feasible budget in "
                  "mode %s is %s (%llu bytes",
@@ -10964,23 +10943,24 @@ static ms_result msi_no_fit(ms_model *m, const msi_store *store, const msi_plan 
                      msi_size(store->reserved_bytes).text);
     }
     msi_add_text(&text, ")");
-    ms_result result = msi_add_modes(m, least, &text);
-    MSI_THEN(result, msi_add_size(m, smallest, &text));
-    MSI_THEN(result, msi_add_cures(m, &text));
-    return result == MS_RESULT_OK ? msi_fail(m, MS_RESULT_BUDGET, "%s", text.text) : result;
+    msi_add_modes(&text, least);
+    msi_add_size(&text, smallest);
+    msi_add_cures(&text);
+    MSI_THEN(text.result, msi_fail(m, MS_RESULT_BUDGET, "%s", text.text));
+    return text.result;
 }
 
 /* The modes from the most careful one on. */
 static const ms_mode msi_modes[MS_MODE_COUNT] = {MS_MODE_CONSERVATIVE, MS_MODE_BALANCED,
                                                  MS_MODE_AGGRESSIVE};
 
-/* A mode, planned. Modes that allow the same share it all. */
+/* The plans for a mode. Modes that allow the same techniques share them. */
 typedef struct msi_contender {
     msi_store *store;
     msi_plan *plans;
 } msi_contender;
 
-/* Frees all contenders but that number `spared`, and those that share with it. */
+/* Frees all contenders except number `spared` and those that share its plans. */
 static void msi_contenders_free(ms_model *m, const msi_contender *contenders, uint32_t count,
                                 uint32_t spared) {
     for (uint32_t i = 0; i < count; i++) {
@@ -10994,7 +10974,7 @@ static void msi_contenders_free(ms_model *m, const msi_contender *contenders, ui
     }
 }
 
-/* Plans for each mode with all that it allows. */
+/* Plans for each mode with all techniques that it allows. */
 static ms_result msi_make_contenders(ms_model *m, msi_goal goal, msi_contender *contenders,
                                      ms_strategy *strategies) {
     for (uint32_t i = 0; i < MS_MODE_COUNT; i++) {
@@ -11022,7 +11002,7 @@ static ms_result msi_make_contenders(ms_model *m, msi_goal goal, msi_contender *
     return MS_RESULT_OK;
 }
 
-/* The built-in policy: the fastest that fits, or where none does the smallest; of equal ones the
+/* The built-in policy: the fastest strategy that fits or, if none does, the smallest; of equal ones the
    most careful. */
 static uint32_t msi_fastest(const ms_policy_args *args) {
     uint32_t best = 0;
@@ -11036,7 +11016,7 @@ static uint32_t msi_fastest(const ms_policy_args *args) {
     return best;
 }
 
-/* Lets the policy choose among the modes; the choice of the config is in force so far. */
+/* Lets the policy choose among the modes, instead of the choice of the config, which is in force. */
 static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     msi_contender contenders[MS_MODE_COUNT];
     ms_strategy strategies[MS_MODE_COUNT];
@@ -11080,22 +11060,34 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
     return MS_RESULT_OK;
 }
 
-/* Checks the graph, then plans for the mode of the config, or for that of the policy. The choice
-   stays in force; after a failure it is as before. */
+static ms_result msi_check_all(ms_model *m, msi_goal goal) {
+    ms_result result = msi_check_graph(m, goal);
+    MSI_THEN(result, goal == MSI_GOAL_PLAIN ? MS_RESULT_OK : msi_check_built(m));
+    MSI_THEN(result, msi_check_times(m));
+    return result;
+}
+
+/* Takes back msi_get_hardware. */
+static void msi_restore_costs(ms_model *m, const msi_costs *costs) {
+    m->costs = *costs;
+    if (m->run.plan) {
+        msi_find_times(m); // at the present sizes, for the plan that stays in force
+    }
+}
+
+/* Checks the graph, then plans for the mode of the config or of the policy. The choice stays in force;
+   after a failure it is as before. */
 static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     const msi_choice old = m->wrapped.choice;
-    ms_result result = msi_check_graph(m, goal);
-    result = result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN ? msi_check_built(m) : result;
-    MSI_THEN(result, msi_check_times(m));
+    const msi_costs costs = m->costs;
+    const bool asks = m->config.auto_policy && goal != MSI_GOAL_PLAIN;
+    ms_result result = msi_check_all(m, goal);
     if (result != MS_RESULT_OK) {
         return result;
     }
-    const msi_costs costs = m->costs;
     msi_get_hardware(m);
     m->wrapped.choice = msi_config_choice(m);
-    result = m->config.auto_policy && goal != MSI_GOAL_PLAIN
-                 ? msi_ask_policy(m, goal, store, plans)
-                 : msi_make_plans(m, goal, store, plans);
+    result = asks ? msi_ask_policy(m, goal, store, plans) : msi_make_plans(m, goal, store, plans);
     if (result == MS_RESULT_OK && goal == MSI_GOAL_BUDGET) {
         const msi_plan *largest = msi_plan_at_largest(*plans);
         if (msi_room_of(*store) > largest->budget_bytes) {
@@ -11105,37 +11097,29 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
     }
     if (result != MS_RESULT_OK) {
         m->wrapped.choice = old;
-        m->costs = costs;
-    }
-    if (result != MS_RESULT_OK && m->run.plan) {
-        msi_find_times(m); // at the present sizes, for the plan that stays in force
+        msi_restore_costs(m, &costs);
     }
     return result;
 }
 
-/* The smallest arena that ms_wrap can come to: in the mode of the config; with a policy in any. */
+/* The smallest arena that ms_wrap can arrive at: in the mode of the config or, with a policy, in any. */
 static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
-    uint32_t met[MS_MODE_COUNT];
-    ms_result result = msi_check_graph(m, MSI_GOAL_SMALLEST);
-    MSI_THEN(result, msi_check_built(m));
-    MSI_THEN(result, msi_check_times(m));
     const msi_costs costs = m->costs;
+    uint32_t met[MS_MODE_COUNT];
+    ms_result result = msi_check_all(m, MSI_GOAL_SMALLEST);
     msi_get_hardware(m);
     *bytes = UINT64_MAX;
-    for (int i = 0; i < MS_MODE_COUNT && result == MS_RESULT_OK; i++) {
+    for (int i = 0; i < MS_MODE_COUNT; i++) {
         bool known = !m->config.auto_policy && m->config.mode != msi_modes[i];
         met[i] = msi_allowed(m, msi_modes[i]);
         for (int k = 0; k < i && m->config.auto_policy; k++) {
             known |= met[k] == met[i];
         }
         uint64_t least = *bytes;
-        result = known ? result : msi_least_arena(m, met[i], &least);
-        *bytes = least < *bytes ? least : *bytes;
+        MSI_THEN(result, known ? MS_RESULT_OK : msi_least_arena(m, met[i], &least));
+        *bytes = msi_smaller(*bytes, least);
     }
-    m->costs = costs;
-    if (m->run.plan) {
-        msi_find_times(m);
-    }
+    msi_restore_costs(m, &costs);
     return result;
 }
 
