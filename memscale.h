@@ -8765,6 +8765,10 @@ static bool msi_is_droppable(const msi_graph *g, uint32_t t) {
            tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
 }
 
+static uint64_t msi_decisions_bytes(const msi_graph *g) {
+    return g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
+}
+
 /* The decisions of the plain plan: it drops only the values that no backward reads, and updates all
    params after backward. */
 static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions) {
@@ -9130,10 +9134,6 @@ static void msi_set_drops(msi_greedy *w, uint32_t count) {
     }
 }
 
-static void msi_estimate_drops(msi_greedy *w) {
-    w->score = msi_estimate(w->scorer, w->decisions);
-}
-
 /* Makes `count` moves from `first` on, and takes them back unless they lower the peak. */
 static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, uint64_t old_bytes,
                            uint32_t old_peak) {
@@ -9143,7 +9143,7 @@ static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, uint64
             msi_drop(w, w->members.items[w->moves.items[i].member + k]);
         }
     }
-    msi_estimate_drops(w);
+    w->score = msi_estimate(w->scorer, w->decisions);
     const bool lower = w->score.live_bytes < old_bytes ||
                        (w->score.live_bytes == old_bytes && w->scorer->program->peak != old_peak);
     if (!lower) {
@@ -9170,7 +9170,7 @@ static bool msi_next_plan(msi_greedy *w) {
         first += batch == 1;
         batch = batch > 1 ? batch / 2 : 1;
     }
-    msi_estimate_drops(w);
+    w->score = msi_estimate(w->scorer, w->decisions);
     return false;
 }
 
@@ -9193,7 +9193,7 @@ static void msi_trim_last(msi_greedy *w, uint64_t budget) {
     const uint32_t tries = end - begin < most ? end - begin : most;
     for (uint32_t k = 1; tries > 1 && k <= tries && !msi_is_short(w->scorer); k++) {
         msi_set_drops(w, begin + (uint32_t)((uint64_t)k * (end - begin) / tries));
-        msi_estimate_drops(w);
+        w->score = msi_estimate(w->scorer, w->decisions);
         if (msi_fits(w->scorer, &w->score, budget, 0) && w->score.bytes >= whole) {
             break;
         }
@@ -9241,7 +9241,7 @@ static void msi_polish(msi_greedy *w) {
     for (uint32_t i = 0; i < before->drop_count && i < limit && !msi_is_short(w->scorer); i++) {
         const uint32_t layer = w->graph->tensors.items[w->drops.items[i]].producer;
         msi_set_drops_of(w, layer, 0);
-        msi_estimate_drops(w);
+        w->score = msi_estimate(w->scorer, w->decisions);
         if (w->score.us < us && w->score.us >= before->us &&
             w->score.live_bytes <= first.live_bytes &&
             msi_fits(w->scorer, &w->score, first.bytes, first.bytes)) {
@@ -9251,7 +9251,7 @@ static void msi_polish(msi_greedy *w) {
             msi_set_drops_of(w, layer, 1);
         }
     }
-    msi_estimate_drops(w);
+    w->score = msi_estimate(w->scorer, w->decisions);
     w->score.bytes = bytes;
 }
 
@@ -9314,6 +9314,7 @@ typedef struct msi_chain_stage {
     uint32_t first, end; // layers
     uint32_t input;      // the tensor that passes from the stages before, or MSI_NONE
     uint64_t input_bytes;
+    uint64_t droppable_bytes;                              // of its values that can be dropped
     uint32_t forward, forward_end, backward, backward_end; // instructions
     uint64_t carried_bytes;                                // when its backward begins
     double pass_us;                                        // to make its output again
@@ -9346,7 +9347,7 @@ typedef struct msi_subchain {
 } msi_subchain;
 
 /* One way to train a subchain: it trains the subchain `a`, with a_bytes beside it, and then `b`; it
-   takes `floor` bytes at least. Either subchain may be missing. */
+   takes `floor` bytes at least. */
 typedef struct msi_source {
     uint64_t floor, a_bytes;
     const msi_subchain *a, *b;
@@ -9389,6 +9390,10 @@ typedef struct msi_chain {
     msi_chain_stage stages[MSI_CHAIN_STAGES];
 } msi_chain;
 
+/* What a way has for a subchain that is missing: it takes neither bytes nor time. */
+static const msi_pareto_point msi_no_points[2] = {{0, 0.0f, 0, 0}, {MSI_CHAIN_NEVER, 0.0f, 0, 0}};
+static const msi_subchain msi_no_subchain = {msi_no_points, 1};
+
 static msi_subchain *msi_subchain_of(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     return &c->subchains[((kept ? c->count : 0u) + s) * c->count + t];
 }
@@ -9399,11 +9404,6 @@ typedef struct msi_crossings {
     uint64_t *sum;      // of 1 + tensor, which names the tensor where there is one
     uint32_t *last_use; // per tensor: the last layer that reads it in forward
 } msi_crossings;
-
-static uint64_t msi_crossings_bytes(const msi_graph *g) {
-    return (g->layers.count + 1ull) * 2 * sizeof(uint64_t) +
-           g->tensors.count * (uint64_t)sizeof(uint32_t);
-}
 
 /* Adds a number to the elements from first to last: differences, to be summed. */
 static void msi_add_range(uint64_t *differences, uint64_t first, uint64_t last, uint64_t number) {
@@ -9446,7 +9446,7 @@ static uint64_t msi_droppable_bytes(const msi_graph *g, uint32_t layer) {
 static void msi_cut_stages(msi_chain *c, const msi_crossings *x) {
     const msi_graph *g = c->graph;
     const uint32_t layers = g->layers.count;
-    uint64_t all = 0, bytes = 0;
+    uint64_t all = 0;
     uint32_t cuts = 1;
     for (uint32_t i = 0; i < layers; i++) {
         all += msi_droppable_bytes(g, i);
@@ -9454,28 +9454,30 @@ static void msi_cut_stages(msi_chain *c, const msi_crossings *x) {
     }
     const uint64_t least = cuts > MSI_CHAIN_STAGES ? all / (MSI_CHAIN_STAGES - 1) + 1 : 0;
     for (uint32_t i = 0; i < layers; i++) {
-        if (i == 0 || (x->count[i] <= 1 && bytes >= least)) {
-            msi_chain_stage *stage = &c->stages[c->count++];
+        msi_chain_stage *stage = &c->stages[i > 0 ? c->count - 1 : 0];
+        if (i == 0 || (x->count[i] <= 1 && stage->droppable_bytes >= least)) {
+            stage = &c->stages[c->count++];
             stage->first = i;
             stage->input = i > 0 && x->count[i] ? (uint32_t)x->sum[i] - 1 : MSI_NONE;
             stage->input_bytes =
                 stage->input == MSI_NONE ? 0 : msi_align(g->tensors.items[stage->input].bytes);
-            bytes = 0;
         }
-        bytes += msi_droppable_bytes(g, i);
-        c->stages[c->count - 1].end = i + 1;
+        stage->droppable_bytes += msi_droppable_bytes(g, i);
+        stage->end = i + 1;
         c->stage_of[i] = c->count - 1;
     }
 }
 
 /* Finds the stages; without memory, none. */
 static void msi_find_stages(msi_chain *c) {
-    const uint64_t bytes = msi_crossings_bytes(c->graph);
+    const uint64_t layers = c->graph->layers.count + 1ull;
+    const uint64_t bytes =
+        layers * 2 * sizeof(uint64_t) + c->graph->tensors.count * (uint64_t)sizeof(uint32_t);
     msi_crossings x;
     x.count = (uint64_t *)msi_scratch(c->scorer, bytes);
     if (x.count) {
-        x.sum = x.count + c->graph->layers.count + 1;
-        x.last_use = (uint32_t *)(void *)(x.sum + c->graph->layers.count + 1);
+        x.sum = x.count + layers;
+        x.last_use = (uint32_t *)(void *)(x.sum + layers);
         msi_find_crossings(&x, c->graph);
         msi_cut_stages(c, &x);
         msi_release(c->scorer->allocator, x.count, bytes);
@@ -9752,25 +9754,16 @@ static void msi_offer(msi_chain *c, const msi_source *from, uint64_t bytes, floa
     }
 }
 
-/* The points of a subchain; for NULL, one that takes neither bytes nor time. */
-static const msi_pareto_point *msi_points_of(const msi_subchain *subchain, uint32_t *count) {
-    static const msi_pareto_point nothing[2] = {{0, 0.0f, 0, 0}, {MSI_CHAIN_NEVER, 0.0f, 0, 0}};
-    *count = subchain ? subchain->count : 1;
-    return subchain ? subchain->points : nothing;
-}
-
 /* Adds a way to those of the subchain at hand. */
 static void msi_add_source(msi_chain *c, const msi_source *way) {
-    uint32_t a_count, b_count;
-    const msi_pareto_point *a = msi_points_of(way->a, &a_count);
-    const msi_pareto_point *b = msi_points_of(way->b, &b_count);
+    const msi_pareto_point *a = way->a->points, *b = way->b->points;
+    const msi_pareto_point *last_a = a + way->a->count - 1, *last_b = b + way->b->count - 1;
     msi_source *s = &c->sources[c->source_count++];
     *s = *way;
-    s->low = msi_max_u64(s->floor, msi_max_u64(s->a_bytes + a[0].bytes, b[0].bytes));
-    s->high = msi_max_u64(s->low, s->a_bytes + a[a_count - 1].bytes);
-    s->high = msi_max_u64(s->high, b[b_count - 1].bytes);
-    s->fastest_us = s->us + a[a_count - 1].us + b[b_count - 1].us;
-    c->low = s->low < c->low ? s->low : c->low;
+    s->low = msi_max_u64(s->floor, msi_max_u64(s->a_bytes + a->bytes, b->bytes));
+    s->high = msi_max_u64(s->low, msi_max_u64(s->a_bytes + last_a->bytes, last_b->bytes));
+    s->fastest_us = s->us + last_a->us + last_b->us;
+    c->low = msi_smaller(c->low, s->low);
     if (s->fastest_us < c->fastest_us || (s->fastest_us <= c->fastest_us && s->high < c->high)) {
         c->fastest_us = s->fastest_us;
         c->high = s->high;
@@ -9795,9 +9788,7 @@ static uint64_t msi_useful_bytes(const msi_chain *c, const msi_source *s) {
 
 /* Offers a way at each number of bytes where it gets faster. */
 static void msi_walk_source(msi_chain *c, const msi_source *s) {
-    uint32_t count;
-    const msi_pareto_point *a = msi_points_of(s->a, &count);
-    const msi_pareto_point *b = msi_points_of(s->b, &count);
+    const msi_pareto_point *a = s->a->points, *b = s->b->points;
     const uint64_t useful = msi_useful_bytes(c, s), a_bytes = s->a_bytes;
     uint64_t bytes = s->low;
     if (bytes > useful) {
@@ -9847,9 +9838,10 @@ static void msi_list_keep(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     const msi_chain_stage *stage = &c->stages[s];
     const bool first = t + 1 == c->count, done = kept && s == t; // its backward is left
     const uint64_t held = kept ? msi_held_bytes(c, t) : 0;
-    msi_source from;
-    memset(&from, 0, sizeof from);
+    msi_source from = MSI_ZERO_INIT;
     from.way = MSI_WAY_KEEP;
+    from.a = s < t ? msi_subchain_of(c, kept, s + 1, t) : &msi_no_subchain;
+    from.b = &msi_no_subchain;
     for (uint32_t o = 0; o < (done ? 1 : stage->option_count); o++) {
         const msi_option *option = &stage->options[o];
         const uint64_t input = option->holds_input ? stage->input_bytes : 0;
@@ -9858,10 +9850,7 @@ static void msi_list_keep(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
         from.floor = msi_max_u64(input + option->backward_bytes, done ? 0 : forward);
         const double again = first || done ? 0.0 : s == t ? stage->last_us : stage->full_us;
         from.us = (float)(done ? 0.0 : option->recompute_us + again);
-        if (s < t) {
-            from.a = msi_subchain_of(c, kept, s + 1, t);
-            from.a_bytes = input + option->kept_bytes;
-        }
+        from.a_bytes = s < t ? input + option->kept_bytes : 0;
         msi_add_source(c, &from);
     }
 }
@@ -10109,12 +10098,8 @@ static void msi_chain_free(msi_chain *c) {
 static bool msi_is_chain(const msi_chain *c) {
     uint64_t all = 0, most = 0;
     for (uint32_t k = 0; k < c->count; k++) {
-        uint64_t bytes = 0;
-        for (uint32_t i = c->stages[k].first; i < c->stages[k].end; i++) {
-            bytes += msi_droppable_bytes(c->graph, i);
-        }
-        all += bytes;
-        most = msi_max_u64(most, bytes);
+        all += c->stages[k].droppable_bytes;
+        most = msi_max_u64(most, c->stages[k].droppable_bytes);
     }
     return c->count > 1 && (c->graph->layers.count <= MSI_CHAIN_LARGE || most < all / 2);
 }
@@ -10282,10 +10267,6 @@ typedef struct msi_solver {
     bool early;                // plan->decisions update params inside backward
 } msi_solver;
 
-static bool msi_request_allows(const msi_request *r, ms_technique technique) {
-    return r->techniques >> technique & 1;
-}
-
 /* Takes the offsets of the program at the largest sizes: it has the same live ranges with the same
    aliases, and none of them is smaller. */
 static void msi_copy_offsets(msi_program *p, const msi_program *from) {
@@ -10327,7 +10308,7 @@ static void msi_drop_forced(msi_greedy *w) {
    backward. True: the plan at hand is the one to take. */
 static bool msi_begin_list(msi_solver *s, msi_greedy *w, uint64_t budget) {
     const msi_request *r = s->request;
-    const bool may_be_early = msi_request_allows(r, MS_TECHNIQUE_EARLY_UPDATE);
+    const bool may_be_early = r->techniques & MSI_EARLY_UPDATE;
     const bool always_early = may_be_early && r->early_update == MS_SWITCH_ON;
     w->score = msi_score_of(w->scorer, w->decisions);
     s->plan->plain_bytes = w->score.bytes;
@@ -10360,7 +10341,7 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w, uint64_t budget) {
    choices. Takes the best plan. */
 static void msi_search_all(msi_solver *s, msi_greedy *w, uint64_t budget) {
     const msi_request *r = s->request;
-    const bool may_drop = msi_request_allows(r, MS_TECHNIQUE_CHECKPOINTING);
+    const bool may_drop = r->techniques & MSI_CHECKPOINTING;
     const bool forced = w->drops.count > 0, early = w->early;
     const double plain_us = w->score.us;
     msi_search search = MSI_ZERO_INIT;
@@ -10423,7 +10404,7 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
 /* Fills in the decisions, the training program and the sizes of a plan that has its eval program. */
 static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_plan *plan) {
     const msi_graph *g = scorer->graph;
-    const uint64_t bytes = g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
+    const uint64_t bytes = msi_decisions_bytes(g);
     msi_greedy greedy;
     msi_solver s = MSI_ZERO_INIT;
     s.scorer = scorer;
@@ -10449,10 +10430,6 @@ static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_
 
 // ------------------------------------------------------------------------------------------------
 // >>plan  the life cycle of plans: for the largest sizes, and for others in the same arena
-
-static uint64_t msi_decisions_bytes(const msi_graph *g) {
-    return g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
-}
 
 static void msi_plan_free(const ms_model *m, msi_plan *plan) {
     const ms_allocator *a = &m->config.allocator;
@@ -10576,20 +10553,17 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
    plan for the largest sizes, if that is not NULL. */
 static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goal, uint64_t budget,
                                const msi_plan *largest, msi_plan **made) {
+    const uint64_t room = msi_room_of(store);
+    const uint32_t techniques = m->wrapped.choice.techniques;
+    const msi_request request = {
+        goal, largest ? room : budget, techniques, m->config.early_update, largest, room};
     msi_plan *plan = msi_new_plan(m);
-    msi_request request;
     *made = NULL;
     if (!plan) {
         return msi_fail_memory(m, "the plan", sizeof *plan + msi_decisions_bytes(&m->graph));
     }
     plan->budget_bytes = budget;
     msi_get_sizes(&m->graph, plan->sizes);
-    request.goal = goal;
-    request.techniques = m->wrapped.choice.techniques;
-    request.early_update = m->config.early_update;
-    request.largest = largest;
-    request.room = msi_room_of(store);
-    request.budget = largest ? request.room : budget;
     const msi_shortage shortage = msi_fill_plan(m, store, plan, &request);
     if (shortage.what) {
         msi_plan_free(m, plan);
