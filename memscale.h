@@ -7880,8 +7880,8 @@ static void msi_layout_put_in_both(msi_layout_work *w, uint32_t block, uint64_t 
     msi_layout_put(w, block, low);
 }
 
-/* First-fit: places each block into the lowest gap, in the given order. Gives up once the layout can
-   no longer beat the best one; true if it does. */
+/* First-fit: places each block into the lowest gap, in the given order. Gives up once the layout
+   cannot beat the best one; true if it does. */
 static bool msi_layout_first_fit(msi_layout_work *w) {
     uint64_t height = 0;
     w->spot_count = 0;
@@ -8028,8 +8028,8 @@ static void msi_layout_mend(msi_layout_work *w, uint64_t effort, bool halfway) {
     }
 }
 
-/* Removes the spots that overlap `spot` or reach beyond the target from one of the two lists. Returns
-   how many stay; the blocks of the others are written to `waiting`, if that is not NULL. */
+/* Removes the spots that overlap `spot` or reach beyond the target from one of the two lists, and
+   writes their blocks to `waiting`, if that is not NULL. Returns how many spots stay. */
 static uint32_t msi_spots_remove(msi_spot *spots, uint32_t count, const msi_spot *spot,
                                  uint64_t target, uint32_t *waiting) {
     uint32_t kept = 0, gone = 0;
@@ -8273,9 +8273,9 @@ static ms_result msi_layout_begin(msi_layout_work *w, const ms_allocator *alloca
 }
 
 /* Gives every block an offset, so that blocks whose live ranges meet do not overlap, and stores the
-   height of the whole; the search for a smaller one ends at `enough`. `effort` limits the elementary
-   operations, of about a nanosecond each, but one skyline is always made. The same input gives the
-   same layout. The sum of all bytes must be below 2^64. Errors: OUT_OF_MEMORY. */
+   height of the whole; the search for a smaller one ends at `enough`. `effort` limits the
+   elementary operations, of about a nanosecond each; one skyline is always made. The same input
+   gives the same layout. The sum of all bytes must be below 2^64. Errors: OUT_OF_MEMORY. */
 static ms_result msi_layout_within(const ms_allocator *allocator, msi_block *blocks, uint32_t count,
                                    uint64_t effort, uint64_t enough, uint64_t *height) {
     msi_layout_work work;
@@ -8343,9 +8343,9 @@ static bool msi_is_activation(ms_category category) {
            category == MS_CATEGORY_SAVED;
 }
 
-/* Sums the sizes of the live ranges, of all or of activations only, into live_bytes, and returns the
-   first instruction with the largest sum. Differences first, then their running sum; they are
-   unsigned, so a difference that wraps wraps back in the sum. */
+/* Sums the sizes of the live ranges, of all or of activations only, into live_bytes; returns the
+   first instruction with the largest sum. Differences first, then their running sum: unsigned, so
+   a difference that wraps is undone by the sum. */
 static uint32_t msi_sum_live(msi_program *p, uint32_t resident_count, bool activations_only) {
     uint64_t *live = p->live_bytes.items;
     const uint32_t count = p->instructions.count;
@@ -8365,8 +8365,8 @@ static uint32_t msi_sum_live(msi_program *p, uint32_t resident_count, bool activ
     return peak;
 }
 
-/* Bytes that an instruction of the library itself moves. An update reads the param, its gradient and
-   its state, and writes all of these except the gradient. */
+/* Bytes that an instruction of the library itself moves. An update reads the param, its gradient
+   and its state, and writes all of these except the gradient. */
 static double msi_moved_bytes(const msi_program *p, const msi_instruction *i) {
     const msi_operand *operands = p->operands.items + i->operand_first;
     const double bytes = (double)p->ranges.items[operands[0].range].bytes;
@@ -8374,7 +8374,8 @@ static double msi_moved_bytes(const msi_program *p, const msi_instruction *i) {
     return bytes * (i->op == MSI_OP_UPDATE ? 3.0 + 2.0 * states : msi_ops[i->op].passes);
 }
 
-/* Whether an instruction does nothing: a copy is free if its target uses the memory of its source. */
+/* Whether an instruction does nothing: a copy is free if its target uses the memory of its
+   source. */
 static bool msi_is_free(const msi_program *p, const msi_instruction *i) {
     return i->op == MSI_OP_NOTHING ||
            (i->op == MSI_OP_COPY &&
@@ -8633,15 +8634,13 @@ static void msi_complete(const msi_scorer *s, msi_program *p) {
 
 /* Debug mode: a layout that overlaps, or whose bound is not what was simulated, is our own bug. */
 static bool msi_check_layout(const msi_scorer *s, const msi_program *p) {
-    uint64_t bound;
-    if (msi_layout_lower_bound(s->allocator, p->blocks.items, p->blocks.count, &bound) !=
-        MS_RESULT_OK) {
-        return false;
-    }
-    const bool valid = msi_layout_is_valid(p->blocks.items, p->blocks.count);
+    const msi_block *blocks = p->blocks.items;
+    const bool valid = msi_layout_is_valid(blocks, p->blocks.count);
+    uint64_t bound = p->peak_bytes;
+    const ms_result result = msi_layout_lower_bound(s->allocator, blocks, p->blocks.count, &bound);
     MEMSCALE_ASSERT(valid && bound == p->peak_bytes);
     (void)valid;
-    return true;
+    return result == MS_RESULT_OK;
 }
 
 /* Lays out a program. The layout need not be smaller than an arena of `enough` bytes. */
@@ -8707,16 +8706,14 @@ typedef struct msi_search {
     msi_score best_score;
 } msi_search;
 
-/* Whether a plan that was estimated may be better than the best so far, so that it is worth laying
-   out. */
+/* Whether decisions that were estimated may be the best so far, and so are worth a layout. */
 static bool msi_may_be_best(const msi_search *s, const msi_score *score) {
     const uint64_t most = s->fits ? s->budget : msi_max_u64(s->budget, s->best_score.bytes);
     return !s->found || (score->live_bytes <= most && (!s->fits || score->us <= s->best_score.us));
 }
 
-/* Keeps decisions that were laid out if they are better than the best so far. Decisions that fit are
-   better than decisions that do not; of those that fit the faster are better, of others the
-   smaller. */
+/* Keeps decisions that were laid out if they are better than the best so far: those that fit come
+   first, the faster before the slower; then the others, the smaller before the larger. */
 static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
                         const msi_score *score) {
     const msi_score *best = &s->best_score;
@@ -8780,7 +8777,8 @@ static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions)
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>greedy  graphs of any shape: drop one more value at a time, the one that frees most for its time
+// >>greedy  graphs of any shape: drop one value after another, each time the one that frees most
+//           for its time
 
 /* The greedy search goes through a list of plans whose order does not depend on the budget. The
    budget only says where to stop: at the first plan that fits. So a smaller budget never gives a
@@ -8838,8 +8836,8 @@ static void msi_note_recomputed(msi_pricing *c, const msi_program *p) {
     }
 }
 
-/* The time that a step grows by if this layer must run again: its own, and that of the layers before
-   it whose outputs are neither kept nor recomputed already. */
+/* The time that a step grows by if this layer must run again: its own, and that of the layers
+   before it whose outputs are neither kept nor recomputed already. */
 static double msi_price_us(msi_pricing *c, const msi_tensor_decision *decisions, uint32_t layer) {
     const msi_graph *g = c->graph;
     uint32_t depth = 0, met = 0;
@@ -8974,8 +8972,7 @@ static uint32_t msi_segment_of(msi_greedy *w, uint32_t layer) {
     return layer;
 }
 
-/* Joins a layer that runs again to the segments whose values it reads, and counts what it brings
-   back. */
+/* Joins a layer that runs again to the segments that it reads, and counts what it brings back. */
 static void msi_join_segments(msi_greedy *w, uint32_t layer) {
     const msi_graph *g = w->graph;
     for (MSI_EACH(in, g, &g->layers.items[layer], MSI_GROUP_IN)) {
@@ -9044,8 +9041,7 @@ static void msi_add_move(msi_greedy *w, uint32_t member_count) {
     }
 }
 
-/* Whether a live range is idle at the peak, between forward and backward, and its value can be
-   dropped. */
+/* Whether a live range can be dropped, and is idle at the peak, between forward and backward. */
 static bool msi_is_move(const msi_greedy *w, const msi_range *range) {
     const uint32_t peak = w->scorer->program->peak;
     return range->role == MSI_ROLE_VALUE && range->idle_last != MSI_NONE &&
@@ -9053,8 +9049,8 @@ static bool msi_is_move(const msi_greedy *w, const msi_range *range) {
            msi_is_droppable(w->graph, range->tensor);
 }
 
-/* Adds the move of the saved tensors of a layer, the last `count` members, unless there is only one,
-   which is a move by itself. */
+/* Adds the move of the saved tensors of a layer, the last `count` members, unless there is only
+   one, which is a move by itself. */
 static void msi_add_saved(msi_greedy *w, uint32_t layer, uint32_t count) {
     if (layer != MSI_NONE && (count > 1 || !w->graph->layers.items[layer].recompute)) {
         msi_add_move(w, count);
@@ -9123,8 +9119,8 @@ static void msi_drop(msi_greedy *w, uint32_t tensor) {
     }
 }
 
-/* Drops exactly the first `count` values of the list. Values that are taken back stay in memory after
-   the end of the list, so that a larger count can drop them again. */
+/* Drops exactly the first `count` values of the list. Those that are taken back stay in it after
+   its end, for a larger count later. */
 static void msi_set_drops(msi_greedy *w, uint32_t count) {
     while (w->drops.count > count) {
         w->decisions[w->drops.items[--w->drops.count]].pass = 0;
@@ -9182,10 +9178,10 @@ static void msi_return_to(msi_greedy *w, const msi_prefix *prefix) {
     w->score = msi_score_of(w->scorer, w->decisions);
 }
 
-/* Takes back values that the last plan of the list need not drop. If it dropped several at once, the
-   fewest of them that fit the budget are enough, as long as the arena is no smaller than with all
-   of them (else a smaller budget would get the larger arena). On large graphs only some numbers of
-   drops are tried, the same for every budget. */
+/* Takes back values that the last plan of the list need not drop. If it dropped several at once,
+   the fewest of them that fit the budget are enough, as long as the arena is no smaller than with
+   all of them (else a smaller budget would get the larger arena). On large graphs only some numbers
+   of drops are tried, the same for every budget. */
 static void msi_trim_last(msi_greedy *w, uint64_t budget) {
     const uint32_t end = w->drops.count, count = w->prefixes.count, most = MSI_TRIM_TRIES;
     const uint32_t begin = count > 1 ? w->prefixes.items[count - 2].drop_count : 0;
@@ -9200,20 +9196,18 @@ static void msi_trim_last(msi_greedy *w, uint64_t budget) {
     }
 }
 
-/* At the end of the list, goes back to the first plan with the smallest arena. That is the last one,
-   unless an earlier one has the same peak, or a layout that wastes less. */
+/* At the end of the list, goes back to the first plan with the smallest arena. That is the last
+   one, unless an earlier one has the same peak, or a layout that wastes less. */
 static void msi_take_smallest(msi_greedy *w) {
-    uint32_t k = w->prefixes.count - 1, best = k;
-    msi_return_to(w, &w->prefixes.items[k]);
-    uint64_t best_bytes = w->score.bytes;
-    while (k-- > 0 && w->prefixes.items[k].live_bytes <= best_bytes && !msi_is_short(w->scorer)) {
-        msi_return_to(w, &w->prefixes.items[k]);
-        if (w->score.bytes <= best_bytes) {
-            best = k;
-            best_bytes = w->score.bytes;
-        }
+    const msi_prefix *list = w->prefixes.items, *best = list;
+    uint64_t bytes = UINT64_MAX;
+    for (uint32_t k = w->prefixes.count;
+         k-- > 0 && list[k].live_bytes <= bytes && !msi_is_short(w->scorer);) {
+        msi_return_to(w, &list[k]);
+        best = w->score.bytes <= bytes ? &list[k] : best;
+        bytes = msi_smaller(bytes, w->score.bytes);
     }
-    msi_return_to(w, &w->prefixes.items[best]);
+    msi_return_to(w, best);
 }
 
 /* Keeps (pass 0) or drops (pass 1) the values of one layer that the list dropped. */
@@ -9299,8 +9293,9 @@ enum {
     MSI_CHAIN_LARGE = 1000 // layers
 };
 
-/* Bytes and time of a stage if it keeps some of its values. Its input is not counted, and kept_bytes
-   are without its output. Carried bytes are those of all live ranges that belong to no stage. */
+/* Bytes and time of a stage if it keeps some of its values. Its input is not counted, and
+   kept_bytes are without its output. Carried bytes are those of all live ranges that belong to no
+   stage. */
 typedef struct msi_option {
     uint64_t kept_bytes;     // between its forward and its backward
     uint64_t first_bytes;    // at most during forward, with the carried bytes
@@ -9314,14 +9309,14 @@ typedef struct msi_chain_stage {
     uint32_t first, end; // layers
     uint32_t input;      // the tensor that passes from the stages before, or MSI_NONE
     uint64_t input_bytes;
-    uint64_t droppable_bytes;                              // of its values that can be dropped
+    uint64_t droppable_bytes; // of its values that can be dropped
+    uint64_t carried_bytes;   // when its backward begins
+    double pass_us;           // to make its output again
+    double full_us;           // to make its output again, and all that it can keep
+    double last_us;           // to make all that it can keep again
+    bool reads_output;        // in its backward
+    uint32_t option_count;    // the last one keeps nothing
     uint32_t forward, forward_end, backward, backward_end; // instructions
-    uint64_t carried_bytes;                                // when its backward begins
-    double pass_us;                                        // to make its output again
-    double full_us;        // to make its output again, and all that it can keep
-    double last_us;        // to make all that it can keep again
-    bool reads_output;     // in its backward
-    uint32_t option_count; // the last one keeps nothing
     msi_option options[MSI_CHAIN_OPTIONS];
 } msi_chain_stage;
 
@@ -9329,8 +9324,7 @@ typedef struct msi_chain_stage {
 typedef enum msi_way {
     MSI_WAY_KEEP,       // s keeps what an option says, then s + 1 to t; number: the option
     MSI_WAY_CHECKPOINT, // forward from s to k - 1, train k to t, then s to k - 1; number: k
-    MSI_WAY_INNER // the same, but forward goes to k, which is kept though its input is not; then
-                  // k + 1 to t, and s to k; number: k
+    MSI_WAY_INNER       // forward to k, which is kept though its input is not, k + 1 to t, s to k
 } msi_way;
 
 #define MSI_CHAIN_NEVER (UINT64_MAX / 4) // more bytes than any plan takes
@@ -9346,14 +9340,14 @@ typedef struct msi_subchain {
     uint32_t count;
 } msi_subchain;
 
-/* One way to train a subchain: it trains the subchain `a`, with a_bytes beside it, and then `b`; it
-   takes `floor` bytes at least. */
+/* One way to train a subchain: train the subchain `a`, with a_bytes beside it, and then `b`, in at
+   least `floor` bytes. */
 typedef struct msi_source {
     uint64_t floor, a_bytes;
     const msi_subchain *a, *b;
     float us;
     uint8_t way, number;
-    uint64_t low, high; // the fewest bytes that it can do with; more than `high` make it no faster
+    uint64_t low, high; // the fewest bytes that it needs; more than `high` make it no faster
     float fastest_us;
 } msi_source;
 
@@ -9398,7 +9392,8 @@ static msi_subchain *msi_subchain_of(msi_chain *c, bool kept, uint32_t s, uint32
     return &c->subchains[((kept ? c->count : 0u) + s) * c->count + t];
 }
 
-/* Per layer: the values that can be dropped and pass from the layers before it to it or those after. */
+/* Per layer: the values that can be dropped and pass from the layers before to it or those
+   after. */
 typedef struct msi_crossings {
     uint64_t *count;
     uint64_t *sum;      // of 1 + tensor, which names the tensor where there is one
@@ -9484,13 +9479,15 @@ static void msi_find_stages(msi_chain *c) {
     }
 }
 
-/* Whether an option of a stage may drop a value that the stage makes: it may not drop its output. */
+/* Whether an option of a stage may drop a value that the stage makes: it may not drop its
+   output. */
 static bool msi_is_inner(const msi_chain *c, uint32_t number, uint32_t t) {
     return msi_is_droppable(c->graph, t) &&
            (number + 1 == c->count || c->stages[number + 1].input != t);
 }
 
-/* Drops a value of a stage and, if it is a saved tensor, those that forward makes together with it. */
+/* Drops a value of a stage and, if it is a saved tensor, those that forward makes together with
+   it. */
 static void msi_drop_in_stage(msi_chain *c, uint32_t number, uint32_t tensor, uint32_t option) {
     const msi_graph *g = c->graph;
     const uint32_t layer = g->tensors.items[tensor].producer;
@@ -9770,17 +9767,15 @@ static void msi_add_source(msi_chain *c, const msi_source *way) {
     }
 }
 
-/* Bytes up to which a way may be faster than the points offered so far: up to the first bucket whose
-   reach is as fast as the way ever gets. */
+/* Bytes up to which a way may be faster than the points offered so far: up to the first bucket
+   whose reach is as fast as the way ever gets. */
 static uint64_t msi_useful_bytes(const msi_chain *c, const msi_source *s) {
     uint32_t first = 0, end = c->width;
     while (first < end) {
         const uint32_t middle = (first + end) / 2;
-        if (c->reach[middle] <= s->fastest_us) {
-            end = middle;
-        } else {
-            first = middle + 1;
-        }
+        const bool reached = c->reach[middle] <= s->fastest_us;
+        end = reached ? middle : end;
+        first = reached ? first : middle + 1;
     }
     const double bytes = (first + 1.0) * (first + 1.0) / c->scale; // where the bucket ends
     return first == c->width ? c->high : msi_smaller(c->high, c->low + (uint64_t)bytes);
@@ -10015,8 +10010,8 @@ static uint32_t msi_find_point(msi_chain *c, uint64_t budget) {
     return k;
 }
 
-/* Tries the plan of a point of the whole chain. True: it fits, or is no faster than one that does, so
-   slower points are not worth a try. */
+/* Tries the plan of a point of the whole chain. True: it fits, or is no faster than one that does,
+   so slower points are not worth a try. */
 static bool msi_try_point(msi_chain *c, uint32_t number) {
     msi_search *s = c->search;
     const uint64_t bytes = msi_whole_chain(c)->points[number].bytes;
@@ -10026,9 +10021,9 @@ static bool msi_try_point(msi_chain *c, uint32_t number) {
     return (s->fits && us >= s->best_score.us) || msi_is_short(c->scorer);
 }
 
-/* Tries points of the chain, starting with the fastest that should fit. The first one shows how much
-   less the real program needs than the sum of its subchains, so faster ones may fit; a layout may
-   waste some of that. */
+/* Tries points of the chain, starting with the fastest that should fit. The first one shows how
+   much less the real program needs than the sum of its subchains, so faster ones may fit; a layout
+   may waste some of that. */
 static void msi_search_points(msi_chain *c) {
     const msi_search *s = c->search;
     const uint64_t budget = s->budget;
@@ -10147,17 +10142,18 @@ static bool msi_list_groups(msi_exhaustive *all, bool by_layer) {
     for (uint32_t i = 0; i < g->layers.count; i++) {
         bool open = false;
         for (MSI_EACH_MADE(made, g, i)) {
-            if (!msi_is_droppable(g, made.tensor) || all->search->base[made.tensor].pass > 0) {
-                continue;
-            }
-            if (!open || !by_layer) {
+            const uint32_t t = made.tensor;
+            const bool joins = msi_is_droppable(g, t) && all->search->base[t].pass == 0;
+            if (joins && (!open || !by_layer)) {
                 if (all->count == MSI_ALL_GROUPS) {
                     return false;
                 }
                 all->first[all->count++] = member;
             }
-            all->members[member++] = made.tensor;
-            open = true;
+            if (joins) {
+                all->members[member++] = t;
+                open = true;
+            }
         }
     }
     all->first[all->count] = member;
@@ -10187,7 +10183,8 @@ static double msi_least_us(const msi_exhaustive *all, uint32_t mask) {
     return us;
 }
 
-/* The next choice to lay out: the fastest that may fit, or the smallest of all; MSI_NONE at the end. */
+/* The next choice to lay out: the fastest that may fit, or the smallest of all; MSI_NONE at the
+   end. */
 static uint32_t msi_next_choice(const msi_exhaustive *all, bool smallest) {
     const msi_score *scores = all->scores;
     uint32_t best = MSI_NONE;
@@ -10366,8 +10363,8 @@ static void msi_search_all(msi_solver *s, msi_greedy *w, uint64_t budget) {
     }
 }
 
-/* Delays updates inside backward as long as the arena does not grow. The weights that the backward of
-   a layer has just read lie in the caches of several cores, where writing them is slow: measured
+/* Delays updates inside backward as long as the arena does not grow. The weights that the backward
+   of a layer has just read lie in the caches of several cores, where writing them is slow: measured
    on two cores, AdamW ran at 15 GB/s right after the layer, and at 90 GB/s some 30 MB of traffic
    later. */
 static void msi_relax_updates(msi_solver *s) {
@@ -10401,7 +10398,8 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     }
 }
 
-/* Fills in the decisions, the training program and the sizes of a plan that has its eval program. */
+/* Fills in the decisions, the training program and the sizes of a plan that has its eval
+   program. */
 static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_plan *plan) {
     const msi_graph *g = scorer->graph;
     const uint64_t bytes = msi_decisions_bytes(g);
@@ -10507,8 +10505,8 @@ static void msi_resolve(const msi_store *store, msi_program *p) {
     }
 }
 
-/* Prepares a scorer for the decisions of a plan; it uses the caller's `lowering` and `shortage`. False
-   without memory. */
+/* Prepares a scorer for the decisions of a plan; `lowering` and `shortage` are the caller's, for
+   its use. False without memory. */
 static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *store,
                             msi_plan *plan, msi_lowering *lowering, msi_shortage *shortage) {
     s->graph = &m->graph;
@@ -10549,8 +10547,8 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     return shortage;
 }
 
-/* Makes a new plan for the graph as it is, which has been checked. It must fit into the arena of the
-   plan for the largest sizes, if that is not NULL. */
+/* Makes a new plan for the graph as it is, which has been checked. It must fit into the arena of
+   the plan for the largest sizes, if that is not NULL. */
 static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goal, uint64_t budget,
                                const msi_plan *largest, msi_plan **made) {
     const uint64_t room = msi_room_of(store);
@@ -10573,8 +10571,8 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
     return MS_RESULT_OK;
 }
 
-/* Plans at `sizes` (NULL: the largest). The plan must fit into the arena of `largest`, if that is not
-   NULL. */
+/* Plans at `sizes` (NULL: the largest). The plan must fit into the arena of `largest`, if that is
+   not NULL. */
 static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
                              const int64_t *sizes, const msi_plan *largest, msi_plan **made) {
     int64_t old[MS_LIMIT_AXES];
@@ -10586,9 +10584,9 @@ static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
     return result;
 }
 
-/* Makes a store and the list of plans for the graph, which has been checked: the plan at the present
-   sizes, and the plan at the largest sizes after it, if these differ. If no plan fits the budget,
-   the smallest is made. */
+/* Makes a store and the list of plans for the graph, which has been checked: the plan at the
+   present sizes, and the plan at the largest sizes after it, if these differ. If no plan fits the
+   budget, the smallest is made. */
 static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     int64_t sizes[MS_LIMIT_AXES];
     *plans = NULL;
@@ -10640,10 +10638,9 @@ static ms_result msi_least_arena(ms_model *m, uint32_t techniques, uint64_t *byt
     return result;
 }
 
-/* Gives the first dim of the first input another size. If an axis lies along this dim, it is the axis
-   that is resized; otherwise all inputs are whose first dim is a multiple of this one, and all
-   values computed from them whose first dim is. The graph is at the largest sizes of its axes
-   meanwhile. */
+/* Gives the first dim of the first input another size: by its axis, if it has one, otherwise
+   together with the first dims of all inputs, and of all values computed from them, that are a
+   multiple of it. The graph has the largest sizes of its axes until msi_resizing_end. */
 typedef struct msi_resizing {
     ms_model *model;
     ms_result result;             // sticky
@@ -10731,8 +10728,8 @@ static void msi_resizing_end(msi_resizing *z) {
     msi_release(&m->config.allocator, z->follows, m->graph.tensors.count);
 }
 
-/* A plan at a size: with the decisions of another plan, by one lowering and one layout, or, for NULL,
-   the smallest plan. NULL after an error. */
+/* A plan at a size: with the decisions of another plan, by one lowering and one layout, or, for
+   NULL, the smallest plan. NULL after an error. */
 static msi_plan *msi_plan_resized(msi_resizing *z, int64_t size, const msi_plan *decided) {
     const msi_goal goal = decided ? MSI_GOAL_FOLLOW : MSI_GOAL_SMALLEST;
     msi_store *store;
@@ -10747,9 +10744,9 @@ static msi_plan *msi_plan_resized(msi_resizing *z, int64_t size, const msi_plan 
     return plan;
 }
 
-/* Raises a size that fits the budget (0: nothing is known) as far as it fits with the decisions of a
-   plan; `too_large` does not fit. Arenas grow almost linearly with the size, so a few guesses along
-   a straight line are enough. */
+/* Raises a size that fits the budget (0: nothing is known) as far as it fits with the decisions of
+   a plan; `too_large` does not fit. Arenas grow almost linearly with the size, so a few guesses
+   along a straight line are enough. */
 static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t budget,
                               int64_t size, int64_t too_large) {
     double low_bytes = 0.0, high_bytes = (double)budget;
@@ -10776,12 +10773,11 @@ static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t
 enum { MSI_RESIZE_TRIES = 24, MSI_RESIZE_LAYERS = 1000 };
 
 /* The largest size that fits the budget: 0 for none, -1 if it takes too long to find. The decisions
-   of a plan carry over to a size nearby. There the solver is asked whether it can do as well and,
-   if the graph is not large, for the next size too. */
+   of a plan carry over to sizes nearby. The solver then plans for the largest size that fits with
+   them and, if the graph is not large, for larger ones. */
 static int64_t msi_largest_size(msi_resizing *z, uint64_t budget, const msi_plan *smallest) {
     const bool large = z->model->graph.layers.count > MSI_RESIZE_LAYERS;
-    msi_plan *own =
-        NULL; // the smallest plan at the last size that the solver was asked for and fits
+    msi_plan *own = NULL; // the smallest plan at the size `fits`
     int64_t fits = 0, too_large = z->declared, next = 0;
     for (int tries = 0; tries < MSI_RESIZE_TRIES && too_large - fits > 1; tries++) {
         if (next <= fits) {
@@ -10976,8 +10972,8 @@ static ms_result msi_make_contenders(ms_model *m, msi_goal goal, msi_contender *
     return MS_RESULT_OK;
 }
 
-/* The built-in policy: the fastest strategy that fits or, if none does, the smallest; of equal ones the
-   most careful. */
+/* The built-in policy: the fastest strategy that fits or, if none does, the smallest; of equal ones
+   the most careful. */
 static uint32_t msi_fastest(const ms_policy_args *args) {
     uint32_t best = 0;
     for (uint32_t i = 1; i < args->strategy_count; i++) {
@@ -10990,7 +10986,8 @@ static uint32_t msi_fastest(const ms_policy_args *args) {
     return best;
 }
 
-/* Lets the policy choose among the modes, instead of the choice of the config, which is in force. */
+/* Lets the policy choose among the modes, instead of the choice of the config, which is in
+   force. */
 static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     msi_contender contenders[MS_MODE_COUNT];
     ms_strategy strategies[MS_MODE_COUNT];
@@ -11049,8 +11046,8 @@ static void msi_restore_costs(ms_model *m, const msi_costs *costs) {
     }
 }
 
-/* Checks the graph, then plans for the mode of the config or of the policy. The choice stays in force;
-   after a failure it is as before. */
+/* Checks the graph, then plans for the mode of the config or of the policy. The choice stays in
+   force; after a failure it is as before. */
 static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     const msi_choice old = m->wrapped.choice;
     const msi_costs costs = m->costs;
@@ -11076,21 +11073,22 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
     return result;
 }
 
-/* The smallest arena that ms_wrap can arrive at: in the mode of the config or, with a policy, in any. */
+/* The smallest arena that ms_wrap can reach: in the mode of the config or, with a policy, in
+   any. */
 static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     const msi_costs costs = m->costs;
-    uint32_t met[MS_MODE_COUNT];
+    const bool policy = m->config.auto_policy;
     ms_result result = msi_check_all(m, MSI_GOAL_SMALLEST);
     msi_get_hardware(m);
     *bytes = UINT64_MAX;
     for (int i = 0; i < MS_MODE_COUNT; i++) {
-        bool known = !m->config.auto_policy && m->config.mode != msi_modes[i];
-        met[i] = msi_allowed(m, msi_modes[i]);
-        for (int k = 0; k < i && m->config.auto_policy; k++) {
-            known |= met[k] == met[i];
+        const uint32_t techniques = msi_allowed(m, msi_modes[i]);
+        bool known = !policy && m->config.mode != msi_modes[i];
+        for (int k = 0; k < i && policy; k++) {
+            known |= msi_allowed(m, msi_modes[k]) == techniques;
         }
         uint64_t least = *bytes;
-        MSI_THEN(result, known ? MS_RESULT_OK : msi_least_arena(m, met[i], &least));
+        MSI_THEN(result, known ? MS_RESULT_OK : msi_least_arena(m, techniques, &least));
         *bytes = msi_smaller(*bytes, least);
     }
     msi_restore_costs(m, &costs);
