@@ -7623,8 +7623,7 @@ typedef struct msi_layout_work {
 
 /* Largest first, except START, which is by rising start. LOAD is the largest sum of live bytes that
    a block is part of. The classes grow in width with the figure, by a constant factor. Ties of
-   BYTES_CLASS are ordered by SPAN, those of SPAN_CLASS by BYTES, those of LOAD by SPAN and then by
-   BYTES. */
+   BYTES_CLASS are ordered by SPAN, of SPAN_CLASS by BYTES, of LOAD by SPAN and then by BYTES. */
 typedef enum msi_layout_order {
     MSI_ORDER_LOAD,
     MSI_ORDER_BYTES,
@@ -7704,8 +7703,8 @@ static bool msi_layout_spend(msi_layout_work *w, uint64_t operations) {
     return enough;
 }
 
-/* Two live ranges that meet share the first instant of one of them, so only the distinct first
-   instants matter. */
+/* Two live ranges that meet share the first instant of one of them, so only these instants
+   matter. */
 static void msi_layout_compress_time(msi_layout_work *w) {
     for (uint32_t i = 0; i < w->count; i++) {
         w->key[i] = w->blocks[i].first;
@@ -7995,8 +7994,7 @@ static uint32_t msi_layout_note_better(msi_layout_work *w) {
 
 /* Squeaky wheel optimization (Joslin and Clements 1999): first-fit, where a block that finds no gap
    below the best height moves forward in the order, and the blocks that it overtakes are placed
-   again. It moves halfway to the front, or by a random distance, which is short more often than
-   long. */
+   again. It moves halfway to the front, or by a random distance, more often a short one. */
 static void msi_layout_mend(msi_layout_work *w, uint64_t effort, bool halfway) {
     uint64_t stop = w->effort - msi_smaller(w->effort, effort);
     uint32_t next = 0;
@@ -8223,30 +8221,29 @@ static void msi_layout_search(msi_layout_work *w) {
 /* Divides memory among the arrays of w, unless it is NULL. Returns the bytes that this takes. The
    spots share the memory of the skylines, which are at least as large. */
 static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
-    uint32_t **arrays[] = {&w->first,   &w->last,  &w->starts,     &w->order,  &w->penalty,
-                           &w->scratch, &w->ranks, &w->best_order, &w->waiting};
-    const uint64_t count = w->count, array_count = sizeof arrays / sizeof arrays[0];
+    uint64_t **by_node[] = {&w->bottom.highest, &w->bottom.applied, &w->top.highest,
+                            &w->top.applied};
+    uint64_t **by_block[] = {&w->key, &w->offset, &w->best, &w->load};
+    uint32_t **numbers[] = {&w->first,   &w->last,  &w->starts,     &w->order,  &w->penalty,
+                            &w->scratch, &w->ranks, &w->best_order, &w->waiting};
+    const uint64_t count = w->count, number_count = sizeof numbers / sizeof numbers[0];
     uint64_t nodes = 2;
     while (nodes < 2 * count) {
         nodes *= 2;
     }
-    const uint64_t words = 4 * nodes + 4 * count + 1;
+    const uint64_t words = 4 * nodes + 4 * count + 1; // load has one more
+    for (uint32_t i = 0; memory && i < 4; i++) {
+        *by_node[i] = memory + i * nodes;
+        *by_block[i] = memory + 4 * nodes + i * count;
+    }
+    for (uint32_t i = 0; memory && i < number_count; i++) {
+        *numbers[i] = (uint32_t *)(void *)(memory + words) + i * count;
+    }
     if (memory) {
-        for (uint32_t i = 0; i < array_count; i++) {
-            *arrays[i] = (uint32_t *)(void *)(memory + words) + i * count;
-        }
-        w->bottom.highest = memory;
-        w->bottom.applied = memory + nodes;
-        w->top.highest = memory + 2 * nodes;
-        w->top.applied = memory + 3 * nodes;
         w->by_low = (msi_spot *)(void *)memory;
         w->by_high = w->by_low + count;
-        w->key = memory + 4 * nodes;
-        w->offset = w->key + count;
-        w->best = w->offset + count;
-        w->load = w->best + count;
     }
-    return words * sizeof(uint64_t) + array_count * count * sizeof(uint32_t);
+    return words * sizeof(uint64_t) + number_count * count * sizeof(uint32_t);
 }
 
 /* Allocates the memory of w, and finds the lower bound. */
@@ -8332,8 +8329,8 @@ static bool msi_layout_is_valid(const msi_block *blocks, uint32_t count) {
 // >>simulate  what a program needs: live bytes at every instruction, and its peak; and time, over
 //            the streams of the device
 
-/* The last instruction at which a live range counts: where another range goes on using its memory,
-   that is the one before. */
+/* The last instruction at which a live range counts: its last, or the one before if it is
+   aliased. */
 static uint32_t msi_counts_to(const msi_range *range) {
     return range->aliased ? range->last - 1 : range->last;
 }
@@ -8374,8 +8371,7 @@ static double msi_moved_bytes(const msi_program *p, const msi_instruction *i) {
     return bytes * (i->op == MSI_OP_UPDATE ? 3.0 + 2.0 * states : msi_ops[i->op].passes);
 }
 
-/* Whether an instruction does nothing: a copy is free if its target uses the memory of its
-   source. */
+/* Whether an instruction does nothing, such as a copy whose target aliases its source. */
 static bool msi_is_free(const msi_program *p, const msi_instruction *i) {
     return i->op == MSI_OP_NOTHING ||
            (i->op == MSI_OP_COPY &&
@@ -8766,8 +8762,8 @@ static uint64_t msi_decisions_bytes(const msi_graph *g) {
     return g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
 }
 
-/* The decisions of the plain plan: it drops only the values that no backward reads, and updates all
-   params after backward. */
+/* The plain plan drops only values that no backward reads, and updates all params after
+   backward. */
 static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions) {
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         decisions[t].pass =
@@ -8991,8 +8987,7 @@ static void msi_join_segments(msi_greedy *w, uint32_t layer) {
     }
 }
 
-/* The values of a segment are all in memory at once, so of moves with the same ratio those that
-   make small segments are better. */
+/* The values of a segment are all in memory at once, so small segments are better. */
 static void msi_find_segments(msi_greedy *w) {
     const msi_graph *g = w->graph;
     for (uint32_t i = 0; i < g->layers.count; i++) {
@@ -9049,8 +9044,8 @@ static bool msi_is_move(const msi_greedy *w, const msi_range *range) {
            msi_is_droppable(w->graph, range->tensor);
 }
 
-/* Adds the move of the saved tensors of a layer, the last `count` members, unless there is only
-   one, which is a move by itself. */
+/* Adds the last members, saved tensors of a layer, as one move; a single one may be a move
+   already. */
 static void msi_add_saved(msi_greedy *w, uint32_t layer, uint32_t count) {
     if (layer != MSI_NONE && (count > 1 || !w->graph->layers.items[layer].recompute)) {
         msi_add_move(w, count);
@@ -9249,8 +9244,7 @@ static void msi_polish(msi_greedy *w) {
     w->score.bytes = bytes;
 }
 
-/* Goes on through the list until the budget is met, or to its end. The plan at hand is then the one
-   that was found, laid out. */
+/* Goes through the list until the budget is met, or to its end, and leaves the plan laid out. */
 static void msi_search_greedy(msi_greedy *w, uint64_t budget, bool may_drop) {
     const bool forced = w->drops.count > 0;
     bool fits = false;
@@ -9277,8 +9271,8 @@ static void msi_search_greedy(msi_greedy *w, uint64_t budget, bool may_drop) {
    and Shilova, "Optimal checkpointing for heterogeneous chains: how to train deep neural networks
    with limited memory", 2019, with three differences. Memory is not divided into units: each
    subchain has its best plans as a list of Pareto points (bytes, time), without those that are
-   close to others. A stage has several options for what it keeps. And a stage may be kept although
-   its input is not. */
+   close to others. A stage has several options for what it keeps. It may be kept although its input
+   is not. */
 
 enum {
     MSI_CHAIN_STAGES = 104,
@@ -9294,8 +9288,7 @@ enum {
 };
 
 /* Bytes and time of a stage if it keeps some of its values. Its input is not counted, and
-   kept_bytes are without its output. Carried bytes are those of all live ranges that belong to no
-   stage. */
+   kept_bytes are without its output. Carried bytes are those of live ranges of no stage. */
 typedef struct msi_option {
     uint64_t kept_bytes;     // between its forward and its backward
     uint64_t first_bytes;    // at most during forward, with the carried bytes
@@ -9340,8 +9333,8 @@ typedef struct msi_subchain {
     uint32_t count;
 } msi_subchain;
 
-/* One way to train a subchain: train the subchain `a`, with a_bytes beside it, and then `b`, in at
-   least `floor` bytes. */
+/* One way to train a subchain: `a`, with a_bytes beside it, and then `b`, in `floor` bytes or
+   more. */
 typedef struct msi_source {
     uint64_t floor, a_bytes;
     const msi_subchain *a, *b;
@@ -9392,8 +9385,7 @@ static msi_subchain *msi_subchain_of(msi_chain *c, bool kept, uint32_t s, uint32
     return &c->subchains[((kept ? c->count : 0u) + s) * c->count + t];
 }
 
-/* Per layer: the values that can be dropped and pass from the layers before to it or those
-   after. */
+/* Per layer: the values that can be dropped and pass from earlier layers to it or later ones. */
 typedef struct msi_crossings {
     uint64_t *count;
     uint64_t *sum;      // of 1 + tensor, which names the tensor where there is one
@@ -9436,8 +9428,7 @@ static uint64_t msi_droppable_bytes(const msi_graph *g, uint32_t layer) {
     return bytes;
 }
 
-/* Cuts the graph where at most one value crosses: everywhere or, if these are too many places, into
-   stages of about one size. */
+/* Cuts the graph where at most one value crosses; if it would be too often, evenly by bytes. */
 static void msi_cut_stages(msi_chain *c, const msi_crossings *x) {
     const msi_graph *g = c->graph;
     const uint32_t layers = g->layers.count;
@@ -9479,15 +9470,13 @@ static void msi_find_stages(msi_chain *c) {
     }
 }
 
-/* Whether an option of a stage may drop a value that the stage makes: it may not drop its
-   output. */
+/* Whether an option may drop a value that its stage makes: any value except the output. */
 static bool msi_is_inner(const msi_chain *c, uint32_t number, uint32_t t) {
     return msi_is_droppable(c->graph, t) &&
            (number + 1 == c->count || c->stages[number + 1].input != t);
 }
 
-/* Drops a value of a stage and, if it is a saved tensor, those that forward makes together with
-   it. */
+/* Drops a value of a stage, and with it the saved tensors that come back only together with it. */
 static void msi_drop_in_stage(msi_chain *c, uint32_t number, uint32_t tensor, uint32_t option) {
     const msi_graph *g = c->graph;
     const uint32_t layer = g->tensors.items[tensor].producer;
@@ -9585,8 +9574,7 @@ static void msi_mark_stages(msi_chain *c, const msi_program *p) {
     }
 }
 
-/* Adds a live range to what one option of its stage takes: a value that can be dropped, or the
-   workspace of a layer. */
+/* Adds a live range to an option of its stage: a value that can be dropped, or a workspace. */
 static void msi_add_own(msi_chain *c, const msi_range *range, uint32_t home, uint32_t option) {
     const uint64_t bytes = msi_align(range->bytes), first = range->first;
     const uint64_t last = msi_counts_to(range);
@@ -10169,8 +10157,7 @@ static void msi_decide_groups(msi_exhaustive *all, uint32_t mask) {
     }
 }
 
-/* A lower bound on the time of a step with a choice: each layer of its groups runs again at least
-   once. */
+/* A lower bound on the time of a step: each layer whose values are dropped runs again once. */
 static double msi_least_us(const msi_exhaustive *all, uint32_t mask) {
     const msi_graph *g = all->graph;
     double us = all->plain_us;
@@ -10183,8 +10170,7 @@ static double msi_least_us(const msi_exhaustive *all, uint32_t mask) {
     return us;
 }
 
-/* The next choice to lay out: the fastest that may fit, or the smallest of all; MSI_NONE at the
-   end. */
+/* The next choice to lay out: the fastest that may fit, or the smallest of all; MSI_NONE: none. */
 static uint32_t msi_next_choice(const msi_exhaustive *all, bool smallest) {
     const msi_score *scores = all->scores;
     uint32_t best = MSI_NONE;
@@ -10334,8 +10320,7 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w, uint64_t budget) {
     return msi_fits(w->scorer, &w->score, budget, 0);
 }
 
-/* Goes on from the first plans by the greedy search, as a chain and, on small graphs, by trying all
-   choices. Takes the best plan. */
+/* Searches on from the first plans: greedily, as a chain, and exhaustively; takes the best plan. */
 static void msi_search_all(msi_solver *s, msi_greedy *w, uint64_t budget) {
     const msi_request *r = s->request;
     const bool may_drop = r->techniques & MSI_CHECKPOINTING;
@@ -10379,7 +10364,7 @@ static void msi_relax_updates(msi_solver *s) {
     }
 }
 
-/* Chooses the decisions. The program is lowered and laid out afterwards. */
+/* Chooses the decisions, and leaves the program lowered and laid out. */
 static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
     const uint64_t budget = r->goal == MSI_GOAL_SMALLEST ? 0 : r->budget; // which no plan meets
@@ -10398,8 +10383,7 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     }
 }
 
-/* Fills in the decisions, the training program and the sizes of a plan that has its eval
-   program. */
+/* Fills in a plan that has its eval program: decisions, training program and sizes. */
 static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_plan *plan) {
     const msi_graph *g = scorer->graph;
     const uint64_t bytes = msi_decisions_bytes(g);
@@ -10489,8 +10473,7 @@ static msi_plan *msi_new_plan(const ms_model *m) {
     return plan;
 }
 
-/* Lowers and lays out the eval program, which does not depend on the decisions, since it keeps
-   nothing for a backward. */
+/* Lowers and lays out the eval program. It keeps nothing, so it does not depend on decisions. */
 static void msi_make_eval(const msi_scorer *s, msi_plan *plan) {
     msi_decide_plain(s->graph, plan->decisions);
     msi_lower_eval(s->lowering, plan->decisions, &plan->eval);
@@ -10986,8 +10969,7 @@ static uint32_t msi_fastest(const ms_policy_args *args) {
     return best;
 }
 
-/* Lets the policy choose among the modes, instead of the choice of the config, which is in
-   force. */
+/* Lets the policy choose among the modes. Until then the choice of the config is in force. */
 static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     msi_contender contenders[MS_MODE_COUNT];
     ms_strategy strategies[MS_MODE_COUNT];
@@ -11073,8 +11055,7 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
     return result;
 }
 
-/* The smallest arena that ms_wrap can reach: in the mode of the config or, with a policy, in
-   any. */
+/* The smallest arena that ms_wrap can reach in the mode of the config or, with a policy, in any. */
 static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     const msi_costs costs = m->costs;
     const bool policy = m->config.auto_policy;
