@@ -7616,8 +7616,7 @@ typedef struct msi_layout_work {
     msi_skyline bottom, top;     // stage 1; they share their memory with
     msi_spot *by_low, *by_high;  // the later stages: the same spots, sorted either way
     uint32_t spot_count, waiting_count;
-    uint64_t bound, enough, height,
-        effort; // the search ends at `enough`, which is never below bound
+    uint64_t bound, enough, height, effort; // the search ends at `enough`, never below the bound
     uint64_t random;
 } msi_layout_work;
 
@@ -8329,8 +8328,7 @@ static bool msi_layout_is_valid(const msi_block *blocks, uint32_t count) {
 // >>simulate  what a program needs: live bytes at every instruction, and its peak; and time, over
 //            the streams of the device
 
-/* The last instruction at which a live range counts: its last, or the one before if it is
-   aliased. */
+/* The last instruction at which a live range counts: if it is aliased, the one before its last. */
 static uint32_t msi_counts_to(const msi_range *range) {
     return range->aliased ? range->last - 1 : range->last;
 }
@@ -8607,7 +8605,9 @@ static bool msi_is_short(const msi_scorer *s) {
 /* Zeroed memory for a search, or NULL, and the scorer is short. */
 static void *msi_scratch(const msi_scorer *s, uint64_t bytes) {
     void *memory = msi_alloc_zeroed(s->allocator, bytes);
-    (void)(memory || msi_run_short(s, "the solver", bytes));
+    if (!memory) {
+        (void)msi_run_short(s, "the solver", bytes);
+    }
     return memory;
 }
 
@@ -8762,8 +8762,7 @@ static uint64_t msi_decisions_bytes(const msi_graph *g) {
     return g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
 }
 
-/* The plain plan drops only values that no backward reads, and updates all params after
-   backward. */
+/* The plain plan drops only values that no backward reads, and updates params last. */
 static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions) {
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         decisions[t].pass =
@@ -9044,8 +9043,7 @@ static bool msi_is_move(const msi_greedy *w, const msi_range *range) {
            msi_is_droppable(w->graph, range->tensor);
 }
 
-/* Adds the last members, saved tensors of a layer, as one move; a single one may be a move
-   already. */
+/* Adds the last members, saved tensors of a layer, as one move. A single one may be one already. */
 static void msi_add_saved(msi_greedy *w, uint32_t layer, uint32_t count) {
     if (layer != MSI_NONE && (count > 1 || !w->graph->layers.items[layer].recompute)) {
         msi_add_move(w, count);
@@ -9333,8 +9331,7 @@ typedef struct msi_subchain {
     uint32_t count;
 } msi_subchain;
 
-/* One way to train a subchain: `a`, with a_bytes beside it, and then `b`, in `floor` bytes or
-   more. */
+/* One way to train a subchain: `a`, with a_bytes beside it, then `b`, in `floor` bytes or more. */
 typedef struct msi_source {
     uint64_t floor, a_bytes;
     const msi_subchain *a, *b;
