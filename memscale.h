@@ -7386,10 +7386,10 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resi
 // ------------------------------------------------------------------------------------------------
 // >>layout  offsets for live ranges (dynamic storage allocation with all requests known)
 
-/* Four stages, each only while effort lasts, none once the layout is small enough; the best layout
-   is kept. Skylines in several orders (as Sekiyama et al. 2018 pack training memory) cost
-   O(n log n) each; first-fit in several orders, the usual greedy, also looks into the gaps, at
-   O(n^2); orders are then mended where first-fit fails; and ejection chains press the layout below
+/* The search has four stages and keeps the best layout. It ends when the effort is spent or the
+   layout is small enough. Skylines in several orders (as Sekiyama et al. 2018 pack training memory)
+   cost O(n log n) each. First-fit in several orders, the usual greedy method, also fills gaps, at
+   O(n^2). Then orders are mended where first-fit fails, and ejection chains press the layout below
    one target after another. */
 
 /* A placed block, with what is needed to compare it with others. */
@@ -7398,32 +7398,36 @@ typedef struct msi_spot {
     uint32_t first, last, block, penalty;
 } msi_spot;
 
-/* Heights over time, to which only maxima over ranges are applied: since a block comes to lie on
-   the highest point of its range, "becomes the new height" and "maximum with the new height" are
-   the same, and no node ever hands anything down. */
+/* A segment tree of heights over time. A block is placed on the highest point of its range, so to
+   set the height of the range is to take the maximum with the new height, and no node has to pass
+   a pending value down to its children. */
 typedef struct msi_skyline {
-    uint64_t *highest; // of what was applied in the subtree
-    uint64_t *applied; // to the whole node
+    uint64_t *highest; // height that was applied anywhere in the subtree
+    uint64_t *applied; // height that was applied to the whole node
     uint32_t leaves;
 } msi_skyline;
 
 typedef struct msi_layout_work {
     const msi_block *blocks;
-    uint32_t count, used, times; // used: those with bytes
-    uint32_t *first, *last;      // live ranges in compressed time
-    uint32_t *order, *scratch, *waiting, *penalty;
-    uint64_t *key, *load;
-    uint64_t *offset, *best;    // of the layout at work, of the best
-    msi_skyline bottom, top;    // stage 1; in the same memory as:
-    msi_spot *by_low, *by_high; // later stages: the same spots, sorted either way
+    uint32_t count, used, times; // used: blocks that have bytes
+    uint32_t *first, *last;      // per block: its live range in compressed time
+    uint32_t *starts;            // per compressed time: the instruction
+    uint32_t *order, *scratch;   // of the blocks in use; scratch memory to sort it
+    uint32_t *ranks;             // per block: its place in the order, while that is mended
+    uint32_t *best_order;        // of the best first-fit
+    uint32_t *waiting, *penalty; // blocks that were ejected; per block: how hard it is to place
+    uint64_t *key, *load;        // per block: what to sort by; per compressed time: live bytes
+    uint64_t *offset, *best;     // per block: in the layout at hand, in the best one
+    msi_skyline bottom, top;     // stage 1; they share their memory with
+    msi_spot *by_low, *by_high;  // the later stages: the same spots, sorted either way
     uint32_t spot_count, waiting_count;
-    uint64_t bound, enough, height, effort; // enough: the search ends there, never below the bound
+    uint64_t bound, enough, height, effort; // the search ends at `enough`, never below the bound
     uint64_t random;
 } msi_layout_work;
 
-/* By falling size of the thing, but START by rising start. LOAD is the largest sum of live bytes
-   that a block is part of; the classes are wider the larger the figure is, by the same factor. Ties
-   of both are by SPAN or, of classes of spans, by BYTES; then, of LOAD, by BYTES. */
+/* Largest first, except START, which is by rising start. LOAD is the largest sum of live bytes that
+   a block is part of. The classes grow in width with the figure, by a constant factor. Ties of
+   BYTES_CLASS are ordered by SPAN, of SPAN_CLASS by BYTES, of LOAD by SPAN and then by BYTES. */
 typedef enum msi_layout_order {
     MSI_ORDER_LOAD,
     MSI_ORDER_BYTES,
@@ -7454,8 +7458,8 @@ static void msi_sort_indices(uint32_t *index, uint32_t *scratch, uint32_t count,
     }
 }
 
-/* Left and right climb from the ends of the range to the root; every node that the range fills
-   hangs on one of these two paths. */
+/* Walks from both ends of the range to the root: every node that lies within the range is a child
+   of one of these two paths. */
 static uint64_t msi_skyline_max(const msi_skyline *s, uint32_t first, uint32_t last) {
     uint32_t left = first + s->leaves, right = last + s->leaves;
     uint64_t height = 0;
@@ -7503,8 +7507,8 @@ static bool msi_layout_spend(msi_layout_work *w, uint64_t operations) {
     return enough;
 }
 
-/* Any two ranges that meet have the first instant of one of them in common, so the distinct firsts
-   are all the time that matters. */
+/* Two live ranges that meet share the first instant of one of them, so only these instants
+   matter. */
 static void msi_layout_compress_time(msi_layout_work *w) {
     for (uint32_t i = 0; i < w->count; i++) {
         w->key[i] = w->blocks[i].first;
@@ -7517,7 +7521,7 @@ static void msi_layout_compress_time(msi_layout_work *w) {
     for (uint32_t i = 0; i < w->used; i++) {
         uint32_t block = w->order[i];
         if (i == 0 || w->key[w->order[i - 1]] != w->key[block]) {
-            w->scratch[w->times++] = w->blocks[block].first;
+            w->starts[w->times++] = w->blocks[block].first;
         }
         w->first[block] = w->times - 1;
     }
@@ -7525,7 +7529,7 @@ static void msi_layout_compress_time(msi_layout_work *w) {
         uint32_t block = w->order[i], low = w->first[block], high = w->times;
         while (high - low > 1) {
             uint32_t middle = low + (high - low) / 2;
-            bool live = w->scratch[middle] <= w->blocks[block].last;
+            bool live = w->starts[middle] <= w->blocks[block].last;
             low = live ? middle : low;
             high = live ? high : middle;
         }
@@ -7586,11 +7590,11 @@ static void msi_layout_sort_by(msi_layout_work *w, msi_layout_order order, uint6
 }
 
 static void msi_layout_sort(msi_layout_work *w, msi_layout_order order, uint64_t width) {
-    if (order == MSI_ORDER_LOAD) {
+    if (order == MSI_ORDER_LOAD || order == MSI_ORDER_SPAN_CLASS) {
         msi_layout_sort_by(w, MSI_ORDER_BYTES, 1);
     }
-    if (order == MSI_ORDER_LOAD || order >= MSI_ORDER_BYTES_CLASS) {
-        msi_layout_sort_by(w, order == MSI_ORDER_SPAN_CLASS ? MSI_ORDER_BYTES : MSI_ORDER_SPAN, 1);
+    if (order == MSI_ORDER_LOAD || order == MSI_ORDER_BYTES_CLASS) {
+        msi_layout_sort_by(w, MSI_ORDER_SPAN, 1);
     }
     if (order == MSI_ORDER_LOAD) {
         msi_skyline_clear(&w->bottom);
@@ -7610,8 +7614,8 @@ static void msi_layout_keep_best(msi_layout_work *w, uint64_t height) {
     }
 }
 
-/* Each block on top of what is there; those from the top on a skyline of their own that hangs down.
-   What grows while the rest shrinks thus meets it in the middle. */
+/* Places each block on top of the blocks before it. Blocks from the top have a skyline of their own
+   that hangs down, so what grows while the rest shrinks meets the rest in the middle. */
 static void msi_layout_place_on_skylines(msi_layout_work *w, bool two_sided) {
     uint64_t height = 0;
     msi_skyline_clear(&w->bottom);
@@ -7638,7 +7642,7 @@ static void msi_layout_place_on_skylines(msi_layout_work *w, bool two_sided) {
 }
 
 static bool msi_spot_meets(const msi_spot *a, uint32_t first, uint32_t last) {
-    return (a->first <= last) & (first <= a->last); // without a jump: nobody can predict it
+    return (a->first <= last) & (first <= a->last); // no branch: it would be unpredictable
 }
 
 static msi_spot msi_layout_spot(const msi_layout_work *w, uint32_t block, uint64_t low) {
@@ -7647,7 +7651,7 @@ static msi_spot msi_layout_spot(const msi_layout_work *w, uint32_t block, uint64
     return spot;
 }
 
-/* Into spots sorted by low, or by high. */
+/* Inserts a spot into a list that is sorted by low or by high. */
 static void msi_spots_insert(msi_spot *spots, uint32_t count, msi_spot spot, bool by_high) {
     uint64_t key = by_high ? spot.high : spot.low;
     uint32_t i = count;
@@ -7674,8 +7678,13 @@ static void msi_layout_put(msi_layout_work *w, uint32_t block, uint64_t low) {
     msi_spots_insert(w->by_low, w->spot_count++, msi_layout_spot(w, block, low), false);
 }
 
-/* First-fit: each block into the lowest gap, in the given order. Gives up when the layout turns out
-   no better than the best; true if it is better. */
+static void msi_layout_put_in_both(msi_layout_work *w, uint32_t block, uint64_t low) {
+    msi_spots_insert(w->by_high, w->spot_count, msi_layout_spot(w, block, low), true);
+    msi_layout_put(w, block, low);
+}
+
+/* First-fit: places each block into the lowest gap, in the given order. Gives up once the layout
+   cannot beat the best one; true if it does. */
 static bool msi_layout_first_fit(msi_layout_work *w) {
     uint64_t height = 0;
     w->spot_count = 0;
@@ -7692,8 +7701,8 @@ static bool msi_layout_first_fit(msi_layout_work *w) {
     return true;
 }
 
-/* As an allocator would place them: in the order of their starts, each into the lowest gap of what
-   lives then. For long programs in which most lives are short. */
+/* Places blocks as an allocator would: in the order of their starts, each into the lowest gap among
+   those that are live then. For long programs in which most live ranges are short. */
 static void msi_layout_fit_in_turn(msi_layout_work *w) {
     const uint64_t least = w->effort - w->effort / 4;
     uint64_t height = 0;
@@ -7733,8 +7742,8 @@ static bool msi_layout_highest_gap(msi_layout_work *w, uint32_t block, uint64_t 
     return high >= bytes;
 }
 
-/* First-fit from both ends, for programs whose values lie on each other like a stack: what lives
-   for a moment comes from above. */
+/* First-fit from both ends, for programs whose values lie on each other like a stack: blocks with
+   short live ranges are placed from above. */
 static void msi_layout_fit_both(msi_layout_work *w) {
     uint64_t height = 0, low = 0;
     w->spot_count = 0;
@@ -7745,9 +7754,7 @@ static void msi_layout_fit_both(msi_layout_work *w) {
             low = msi_layout_lowest_gap(w, block);
         }
         height = msi_max_u64(height, low + w->blocks[block].bytes);
-        w->offset[block] = low;
-        msi_spots_insert(w->by_low, w->spot_count, msi_layout_spot(w, block, low), false);
-        msi_spots_insert(w->by_high, w->spot_count++, msi_layout_spot(w, block, low), true);
+        msi_layout_put_in_both(w, block, low);
     }
     if (w->spot_count == w->used) {
         msi_layout_keep_best(w, height);
@@ -7762,11 +7769,11 @@ static uint32_t msi_layout_random(msi_layout_work *w, uint32_t below) {
     return (uint32_t)(w->random * UINT64_C(0x2545F4914F6CDD1D) >> 32) % below;
 }
 
-/* Takes up those blocks again that have `rank` or a higher one in the order. */
-static void msi_layout_take_up(msi_layout_work *w, const uint32_t *ranks, uint32_t rank) {
+/* Removes the blocks whose rank in the order is `rank` or higher from the layout. */
+static void msi_layout_take_up(msi_layout_work *w, uint32_t rank) {
     uint32_t kept = 0;
     for (uint32_t i = 0; i < w->spot_count; i++) {
-        if (ranks[w->by_low[i].block] < rank) {
+        if (w->ranks[w->by_low[i].block] < rank) {
             w->by_low[kept++] = w->by_low[i];
         }
     }
@@ -7774,8 +7781,8 @@ static void msi_layout_take_up(msi_layout_work *w, const uint32_t *ranks, uint32
     w->spot_count = kept;
 }
 
-/* All blocks have places, below the best height: a better layout. Goes on from the first block that
-   is to come lower yet. */
+/* Notes a better layout: all blocks have places below the best height. Returns where to go on in
+   the order: at the first block that has to come lower. */
 static uint32_t msi_layout_note_better(msi_layout_work *w) {
     uint64_t height = 0;
     uint32_t next = 0;
@@ -7790,14 +7797,14 @@ static uint32_t msi_layout_note_better(msi_layout_work *w) {
 }
 
 /* Squeaky wheel optimization (Joslin and Clements 1999): first-fit, where a block that finds no gap
-   below the best height moves forward in the order, and what it overtakes is placed again. It moves
-   half of the way, or at random, more often a little than far. */
+   below the best height moves forward in the order, and the blocks that it overtakes are placed
+   again. It moves halfway to the front, or by a random distance, more often a short one. */
 static void msi_layout_mend(msi_layout_work *w, uint64_t effort, bool halfway) {
-    uint64_t stop = w->effort > effort ? w->effort - effort : 0;
-    uint32_t *ranks = w->scratch, next = 0;
+    uint64_t stop = w->effort - msi_smaller(w->effort, effort);
+    uint32_t next = 0;
     w->spot_count = 0;
     for (uint32_t i = 0; i < w->used; i++) {
-        ranks[w->order[i]] = i;
+        w->ranks[w->order[i]] = i;
     }
     while (w->effort > stop && w->height > w->enough) {
         uint32_t block = w->order[next];
@@ -7806,7 +7813,7 @@ static void msi_layout_mend(msi_layout_work *w, uint64_t effort, bool halfway) {
             msi_layout_put(w, block, low);
             if (++next == w->used) {
                 next = msi_layout_note_better(w);
-                msi_layout_take_up(w, ranks, next);
+                msi_layout_take_up(w, next);
             }
             continue;
         }
@@ -7816,15 +7823,15 @@ static void msi_layout_mend(msi_layout_work *w, uint64_t effort, bool halfway) {
         memmove(w->order + to + 1, w->order + to, back * sizeof *w->order);
         w->order[to] = block;
         for (uint32_t i = to; i <= next; i++) {
-            ranks[w->order[i]] = i;
+            w->ranks[w->order[i]] = i;
         }
         next = to;
-        msi_layout_take_up(w, ranks, next);
+        msi_layout_take_up(w, next);
     }
 }
 
-/* Removes what overlaps spot, and what reaches beyond target, from one of the two lists. Returns
-   how many stay; the others wait, if waiting is not NULL. */
+/* Removes the spots that overlap `spot` or reach beyond the target from one of the two lists, and
+   writes their blocks to `waiting`, if that is not NULL. Returns how many spots stay. */
 static uint32_t msi_spots_remove(msi_spot *spots, uint32_t count, const msi_spot *spot,
                                  uint64_t target, uint32_t *waiting) {
     uint32_t kept = 0, gone = 0;
@@ -7849,10 +7856,10 @@ static void msi_layout_eject(msi_layout_work *w, const msi_spot *spot, uint64_t 
     w->spot_count = kept;
 }
 
-/* Where the block does least harm below target: on the ground, or on another block. The lowest of
-   the free places, or a random one of those equally bad. Harm is the weight of the blocks that
-   overlap it there: that of those which begin below its high end, less that of those which end at
-   or below its low end. Both sums only grow as the place is moved up. */
+/* Finds where a block does least harm below the target: on the ground, or on another block. Of the
+   free places it is the lowest, of equally bad ones a random one. Harm is the penalty of the blocks
+   that overlap it there: of all that begin below its high end, less all that end at or below its
+   low end. Both sums only grow as the place moves up. */
 static uint64_t msi_layout_least_harm(msi_layout_work *w, uint32_t block, uint64_t target,
                                       uint64_t *least) {
     uint64_t bytes = w->blocks[block].bytes, low = 0, begun = 0, ended = 0, best = 0;
@@ -7885,7 +7892,7 @@ static uint64_t msi_layout_least_harm(msi_layout_work *w, uint32_t block, uint64
     return best;
 }
 
-/* Takes up the best layout again, as it was or upside down. */
+/* Goes back to the best layout, as it was or upside down. */
 static void msi_layout_restore(msi_layout_work *w, bool upside_down) {
     for (uint32_t by_high = 0; by_high < 2; ++by_high) {
         msi_spot *spots = by_high ? w->by_high : w->by_low;
@@ -7904,7 +7911,7 @@ static void msi_layout_restore(msi_layout_work *w, bool upside_down) {
     w->waiting_count = 0;
 }
 
-/* What was hard long ago counts less: halves the weights. */
+/* Halves the penalties, so that what was hard to place long ago counts less. */
 static void msi_layout_forget(msi_layout_work *w) {
     for (uint32_t i = 0; i < w->used; i++) {
         w->penalty[w->order[i]] = (w->penalty[w->order[i]] + 1) / 2;
@@ -7916,25 +7923,23 @@ static void msi_layout_forget(msi_layout_work *w) {
     msi_layout_spend(w, 4 * (uint64_t)w->used);
 }
 
-/* One link of a chain: a waiting block is placed, and those that it hits wait in its stead. */
+/* One link of a chain: places a waiting block, and ejects the blocks that it overlaps. */
 static void msi_layout_place_waiting(msi_layout_work *w, uint64_t target) {
     uint32_t pick = msi_layout_random(w, w->waiting_count), block = w->waiting[pick];
     uint64_t harm, low = msi_layout_least_harm(w, block, target, &harm);
     w->waiting[pick] = w->waiting[--w->waiting_count];
     w->penalty[block] += harm > 0;
-    w->offset[block] = low;
-    msi_spot spot = msi_layout_spot(w, block, low);
     if (harm) {
+        const msi_spot spot = msi_layout_spot(w, block, low);
         msi_layout_eject(w, &spot, target);
     }
-    msi_spots_insert(w->by_low, w->spot_count, spot, false);
-    msi_spots_insert(w->by_high, w->spot_count, spot, true);
-    ++w->spot_count;
+    msi_layout_put_in_both(w, block, low);
 }
 
-/* Ejection chains (Glover 1996) guided by how often a block found no free place (as in Nagata and
-   Braysy 2009): with a target below the best height, what sticks out is put where it does least
-   harm, what it hits waits to be placed again, and hard blocks gain weight until all fit. */
+/* Ejection chains (Glover 1996), guided by how often a block found no free place (as in Nagata and
+   Braysy 2009): below a target that is less than the best height, each block that sticks out is
+   placed where it does least harm, and the blocks that it overlaps are placed again. The penalty
+   of blocks that are hard to place grows until all fit. */
 static void msi_layout_press(msi_layout_work *w) {
     enum { PATIENCE = 4 };
     const msi_spot nothing = {0, 0, 0, 0, 0, 0};
@@ -7954,14 +7959,18 @@ static void msi_layout_press(msi_layout_work *w) {
         msi_layout_place_waiting(w, target);
         if (link % round == 0) {
             msi_layout_forget(w);
-            if (++rounds % PATIENCE == 0) { // trapped: begin again, from the other side
+            if (++rounds % PATIENCE == 0) { // stuck: start again from the best layout, turned over
                 msi_layout_restore(w, rounds / PATIENCE % 2 == 1);
             }
         }
     }
 }
 
-/* First-fit in several orders, then two of them mended: the best, and that by load. */
+static bool msi_layout_goes_on(const msi_layout_work *w) {
+    return w->height > w->enough && w->effort > 0;
+}
+
+/* First-fit in several orders, then two of these orders mended: the best one, and that by load. */
 static void msi_layout_fill_gaps(msi_layout_work *w) {
     static const struct {
         msi_layout_order order;
@@ -7970,33 +7979,27 @@ static void msi_layout_fill_gaps(msi_layout_work *w) {
                   {MSI_ORDER_BYTES_CLASS, 8}, {MSI_ORDER_SPAN_CLASS, 8},
                   {MSI_ORDER_BYTES_CLASS, 2}, {MSI_ORDER_SPAN_CLASS, 2},
                   {MSI_ORDER_LOAD, 1}};
-    uint32_t *best = w->waiting; // order
-    memcpy(best, w->order, w->used * sizeof *best);
-    if (w->height > w->enough && w->effort > 0) {
+    memcpy(w->best_order, w->order, w->used * sizeof *w->order);
+    if (msi_layout_goes_on(w)) {
         msi_layout_sort(w, MSI_ORDER_START, 1);
         msi_layout_fit_in_turn(w);
     }
-    if (w->height > w->enough && w->effort > 0) {
+    if (msi_layout_goes_on(w)) {
         msi_layout_sort(w, MSI_ORDER_LOAD, 1);
         msi_layout_fit_both(w);
     }
-    for (uint32_t i = 0; i < sizeof orders / sizeof orders[0]; i++) {
-        if (w->height <= w->enough || w->effort == 0) {
-            return;
-        }
+    for (uint32_t i = 0; i < sizeof orders / sizeof orders[0] && msi_layout_goes_on(w); i++) {
         msi_layout_sort(w, orders[i].order, orders[i].width);
         if (msi_layout_first_fit(w)) {
-            memcpy(best, w->order, w->used * sizeof *best);
+            memcpy(w->best_order, w->order, w->used * sizeof *w->order);
         }
     }
     const uint64_t effort = w->effort, pass = (uint64_t)w->used * w->used; // of first-fit, at most
-    if (w->height > w->enough) {
-        memcpy(w->order, best, w->used * sizeof *best);
-        msi_layout_mend(w, effort / 4 < 8 * pass ? effort / 4 : 8 * pass, true);
-    }
-    if (w->height > w->enough) {
+    memcpy(w->order, w->best_order, w->used * sizeof *w->order);
+    msi_layout_mend(w, msi_smaller(effort / 4, 8 * pass), true);
+    if (msi_layout_goes_on(w)) {
         msi_layout_sort(w, MSI_ORDER_LOAD, 1);
-        msi_layout_mend(w, effort / 2 < 32 * pass ? effort / 2 : 32 * pass, false);
+        msi_layout_mend(w, msi_smaller(effort / 2, 32 * pass), false);
     }
 }
 
@@ -8019,33 +8022,32 @@ static void msi_layout_search(msi_layout_work *w) {
     }
 }
 
-/* Divides memory among the arrays of w. Returns the bytes that this takes; with memory NULL that is
-   all it does. The spots lie over the skylines, which are at least as large. */
+/* Divides memory among the arrays of w, unless it is NULL. Returns the bytes that this takes. The
+   spots share the memory of the skylines, which are at least as large. */
 static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
-    uint64_t count = w->count, nodes = 2;
+    uint64_t **by_node[] = {&w->bottom.highest, &w->bottom.applied, &w->top.highest,
+                            &w->top.applied};
+    uint64_t **by_block[] = {&w->key, &w->offset, &w->best, &w->load};
+    uint32_t **numbers[] = {&w->first,   &w->last,  &w->starts,     &w->order,  &w->penalty,
+                            &w->scratch, &w->ranks, &w->best_order, &w->waiting};
+    const uint64_t count = w->count, number_count = sizeof numbers / sizeof numbers[0];
+    uint64_t nodes = 2;
     while (nodes < 2 * count) {
         nodes *= 2;
     }
-    uint64_t words = 4 * nodes + 4 * count + 1;
+    const uint64_t words = 4 * nodes + 4 * count + 1; // load has one more
+    for (uint32_t i = 0; memory && i < 4; i++) {
+        *by_node[i] = memory + i * nodes;
+        *by_block[i] = memory + 4 * nodes + i * count;
+    }
+    for (uint32_t i = 0; memory && i < number_count; i++) {
+        *numbers[i] = (uint32_t *)(void *)(memory + words) + i * count;
+    }
     if (memory) {
-        uint32_t **arrays[] = {&w->first,   &w->last,    &w->order,
-                               &w->scratch, &w->waiting, &w->penalty};
-        uint32_t *next = (uint32_t *)(void *)(memory + words);
-        for (uint32_t i = 0; i < 6; i++) {
-            *arrays[i] = next + i * count;
-        }
-        w->bottom.highest = memory;
-        w->bottom.applied = memory + nodes;
-        w->top.highest = memory + 2 * nodes;
-        w->top.applied = memory + 3 * nodes;
         w->by_low = (msi_spot *)(void *)memory;
         w->by_high = w->by_low + count;
-        w->key = memory + 4 * nodes;
-        w->offset = w->key + count;
-        w->best = w->offset + count;
-        w->load = w->best + count;
     }
-    return words * sizeof(uint64_t) + 6 * count * sizeof(uint32_t);
+    return words * sizeof(uint64_t) + number_count * count * sizeof(uint32_t);
 }
 
 /* Allocates the memory of w, and finds the lower bound. */
@@ -8071,10 +8073,10 @@ static ms_result msi_layout_begin(msi_layout_work *w, const ms_allocator *alloca
     return MS_RESULT_OK;
 }
 
-/* Gives every block an offset, so that blocks whose ranges meet do not overlap, and stores the
-   height of the whole; the search for a smaller one ends at `enough`. effort is an upper limit of
-   elementary operations of about a nanosecond each; one skyline is made whatever it is. The same
-   input gives the same layout. The sum of all bytes must be below 2^64. Errors: OUT_OF_MEMORY. */
+/* Gives every block an offset, so that blocks whose live ranges meet do not overlap, and stores the
+   height of the whole; the search for a smaller one ends at `enough`. `effort` limits the
+   elementary operations, of about a nanosecond each; one skyline is always made. The same input
+   gives the same layout. The sum of all bytes must be below 2^64. Errors: OUT_OF_MEMORY. */
 static ms_result msi_layout_within(const ms_allocator *allocator, msi_block *blocks, uint32_t count,
                                    uint64_t effort, uint64_t enough, uint64_t *height) {
     msi_layout_work work;
@@ -8116,9 +8118,8 @@ static ms_result msi_layout_lower_bound(const ms_allocator *allocator, const msi
 /* For debug builds and tests: no two blocks share a byte at an instant. O(n^2). */
 static bool msi_layout_is_valid(const msi_block *blocks, uint32_t count) {
     for (uint32_t i = 0; i < count; i++) {
-        const msi_block *a = &blocks[i];
         for (uint32_t k = i + 1; k < count; k++) {
-            const msi_block *b = &blocks[k];
+            const msi_block *a = &blocks[i], *b = &blocks[k];
             if (a->first <= b->last && b->first <= a->last && a->offset < b->offset + b->bytes &&
                 b->offset < a->offset + a->bytes) {
                 return false;
@@ -8132,7 +8133,7 @@ static bool msi_layout_is_valid(const msi_block *blocks, uint32_t count) {
 // >>simulate  what a program needs: live bytes at every instruction, and its peak; and time, over
 //            the streams of the device
 
-/* A live range counts up to the instruction before the one where another goes on using its memory. */
+/* The last instruction at which a live range counts: if it is aliased, the one before its last. */
 static uint32_t msi_counts_to(const msi_range *range) {
     return range->aliased ? range->last - 1 : range->last;
 }
@@ -8142,9 +8143,9 @@ static bool msi_is_activation(ms_category category) {
            category == MS_CATEGORY_SAVED;
 }
 
-/* Sums the sizes of the live ranges, of all or of activations only, into live_bytes; returns the first
-   instruction with the largest sum. Differences first, then their running sum: unsigned, so that
-   an intermediate that wraps comes back. */
+/* Sums the sizes of the live ranges, of all or of activations only, into live_bytes; returns the
+   first instruction with the largest sum. Differences first, then their running sum: unsigned, so
+   a difference that wraps is undone by the sum. */
 static uint32_t msi_sum_live(msi_program *p, uint32_t resident_count, bool activations_only) {
     uint64_t *live = p->live_bytes.items;
     const uint32_t count = p->instructions.count;
@@ -8164,8 +8165,8 @@ static uint32_t msi_sum_live(msi_program *p, uint32_t resident_count, bool activ
     return peak;
 }
 
-/* Bytes that an instruction of the library's own moves. An update reads the param, its gradient and
-   its state, and writes all but the gradient. */
+/* Bytes that an instruction of the library itself moves. An update reads the param, its gradient
+   and its state, and writes all of these except the gradient. */
 static double msi_moved_bytes(const msi_program *p, const msi_instruction *i) {
     const msi_operand *operands = p->operands.items + i->operand_first;
     const double bytes = (double)p->ranges.items[operands[0].range].bytes;
@@ -8173,7 +8174,7 @@ static double msi_moved_bytes(const msi_program *p, const msi_instruction *i) {
     return bytes * (i->op == MSI_OP_UPDATE ? 3.0 + 2.0 * states : msi_ops[i->op].passes);
 }
 
-/* Whether nothing is left to do, since the target of a copy goes on using the memory of its source. */
+/* Whether an instruction does nothing, such as a copy whose target aliases its source. */
 static bool msi_is_free(const msi_program *p, const msi_instruction *i) {
     return i->op == MSI_OP_NOTHING ||
            (i->op == MSI_OP_COPY &&
@@ -8212,9 +8213,9 @@ static ms_stream_kind msi_stream_of(const msi_costs *c, msi_op op) {
 static double msi_duration_us(const msi_clock *c, const msi_instruction *i) {
     const msi_op op = (msi_op)i->op;
     const msi_cost cost = msi_ops[op].cost;
-    const double bytes = msi_calls_layer(op) ? 0.0 : msi_moved_bytes(c->program, i);
-    const ms_layer_time *time =
-        msi_calls_layer(op) ? &c->graph->layers.items[i->target].time : NULL;
+    const bool layer = msi_calls_layer(op);
+    const double bytes = layer ? 0.0 : msi_moved_bytes(c->program, i);
+    const ms_layer_time *time = layer ? &c->graph->layers.items[i->target].time : NULL;
     switch (cost) {
     case MSI_COST_NONE:
         return 0.0;
@@ -8239,7 +8240,7 @@ static double msi_duration_us(const msi_clock *c, const msi_instruction *i) {
     return 0.0;
 }
 
-/* Work that begins no sooner than `ready_us`. Returns its start. */
+/* Enqueues work that starts no sooner than `ready_us`. Returns its start. */
 static double msi_enqueue(msi_clock *c, ms_stream_kind stream, double ready_us, double us) {
     const double free_us = c->free_us[stream];
     const double start_us = ready_us > free_us ? ready_us : free_us;
@@ -8256,8 +8257,8 @@ static double msi_staging_us(const msi_graph *g, const msi_costs *c, const msi_r
     return staged ? msi_copy_us(c, MS_STREAM_TO_DEVICE, t->bytes) : 0.0;
 }
 
-/* The beginning of a step: inputs are copied in, each in full, and as in msi_write all computing
-   comes after them. */
+/* The beginning of a step: each input is copied in full and, as msi_write does it, all computing
+   waits for these copies. */
 static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *costs,
                             const msi_store *store, const msi_program *p) {
     memset(c, 0, sizeof *c);
@@ -8271,7 +8272,7 @@ static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *c
     msi_enqueue(c, MS_STREAM_COMPUTE, c->free_us[MS_STREAM_TO_DEVICE], 0.0);
 }
 
-/* The losses are summed up after the last forward, and the verdict is copied out beside backward. */
+/* The losses are summed after the last forward, and the verdict is copied out during backward. */
 static void msi_clock_judge(msi_clock *c) {
     const double bytes = (double)c->program->ranges.items[c->program->loss].bytes;
     msi_enqueue(c, MS_STREAM_COMPUTE, 0.0, msi_bytes_us(c->costs, MSI_COST_SUM, bytes));
@@ -8281,7 +8282,7 @@ static void msi_clock_judge(msi_clock *c) {
     }
 }
 
-/* When an instruction may start, as far as other streams are concerned. */
+/* When the other streams are ready for an instruction to start. */
 static double msi_ready_us(const msi_clock *c, const msi_instruction *i) {
     const msi_program *p = c->program;
     const ms_stream_kind stream = msi_stream_of(c->costs, (msi_op)i->op);
@@ -8295,7 +8296,7 @@ static double msi_ready_us(const msi_clock *c, const msi_instruction *i) {
     return ready_us;
 }
 
-/* The next instruction of the program. Returns its start. */
+/* Runs the next instruction of the program, which takes `us`. Returns its start. */
 static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
     const msi_instruction *i = &c->program->instructions.items[now];
     const ms_stream_kind stream = msi_stream_of(c->costs, (msi_op)i->op);
@@ -8309,7 +8310,7 @@ static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
     return start_us;
 }
 
-/* How long a step takes. */
+/* Simulates a step: fills in the times of the program. */
 static void msi_time_program(const msi_graph *g, const msi_costs *costs, const msi_store *store,
                              msi_program *p) {
     msi_clock c;
@@ -8331,7 +8332,7 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
     p->stall_us = c.stall_us;
 }
 
-/* Live bytes and time of a program; without memory for that, p->out_of_memory. */
+/* Fills in live bytes and times of a program; without memory for that, sets p->out_of_memory. */
 static void msi_simulate(const msi_graph *g, const msi_costs *costs, const msi_store *store,
                          const ms_allocator *allocator, msi_program *p) {
     const uint32_t residents = store->residents.count;
@@ -8358,7 +8359,7 @@ static bool msi_updates_inside(const msi_program *p) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>score  what decisions come to: the one way to judge them
+// >>score  bytes and time of the program that decisions lead to: the one way to judge them
 
 /* The first thing for which the planner had no memory. */
 typedef struct msi_shortage {
@@ -8366,17 +8367,17 @@ typedef struct msi_shortage {
     uint64_t bytes;
 } msi_shortage;
 
-/* Judges decisions by what they come to: bytes and time of the real program. */
+/* Judges decisions by the bytes and the time of the program that they lead to. */
 typedef struct msi_scorer {
     const msi_graph *graph;
     const msi_costs *costs;
     const msi_store *store;
     const ms_allocator *allocator;
     bool checks_layouts;     // debug mode
-    msi_lowering *lowering;  // scratch memory of its own
+    msi_lowering *lowering;  // its scratch memory
     msi_program *program;    // of the decisions that were scored last
     const msi_program *eval; // the eval program, which is the same for all decisions
-    msi_shortage *shortage;  // sticks: from then on nothing is scored, and nothing fits
+    msi_shortage *shortage;  // sticky: once it is set, nothing is scored and nothing fits
 } msi_scorer;
 
 typedef struct msi_score {
@@ -8388,21 +8389,37 @@ typedef struct msi_score {
 
 static const uint64_t MSI_NO_BUDGET = UINT64_MAX;
 
-/* Operations for a layout: so many, and more for each live range, up to a limit. */
+/* Operations for a layout: a number to start with and more for each live range, up to a limit. */
 static const uint64_t MSI_LAYOUT_EFFORT = 40u * 1000u * 1000u;
 static const uint64_t MSI_LAYOUT_EFFORT_LEAST = 1000u * 1000u;
 static const uint64_t MSI_LAYOUT_EFFORT_EACH = 3000;
 
-static void msi_run_short(const msi_scorer *s, const char *what, uint64_t bytes) {
+/* Notes a shortage. False, for callers to return. */
+static bool msi_run_short(const msi_scorer *s, const char *what, uint64_t bytes) {
     if (!s->shortage->what) {
         s->shortage->what = what;
         s->shortage->bytes = bytes;
     }
+    return false;
 }
 
 static bool msi_is_short(const msi_scorer *s) {
     return s->shortage->what != NULL;
 }
+
+/* Zeroed memory for a search, or NULL, and the scorer is short. */
+static void *msi_scratch(const msi_scorer *s, uint64_t bytes) {
+    void *memory = msi_alloc_zeroed(s->allocator, bytes);
+    if (!memory) {
+        (void)msi_run_short(s, "the solver", bytes);
+    }
+    return memory;
+}
+
+/* MSI_RESERVE for a list of a search: where it is false, the scorer is short. */
+#define MSI_SCRATCH_LIST(type, scorer, list, needed)                                               \
+    (MSI_RESERVE(type, (scorer)->allocator, list, needed) ||                                       \
+     msi_run_short(scorer, "the solver", (uint64_t)(needed) * sizeof(type)))
 
 /* Schedules, aliases and simulates a program that was lowered. */
 static void msi_complete(const msi_scorer *s, msi_program *p) {
@@ -8418,21 +8435,19 @@ static void msi_complete(const msi_scorer *s, msi_program *p) {
 
 /* Debug mode: a layout that overlaps, or whose bound is not what was simulated, is our own bug. */
 static bool msi_check_layout(const msi_scorer *s, const msi_program *p) {
-    uint64_t bound;
-    if (msi_layout_lower_bound(s->allocator, p->blocks.items, p->blocks.count, &bound) !=
-        MS_RESULT_OK) {
-        return false;
-    }
-    const bool valid = msi_layout_is_valid(p->blocks.items, p->blocks.count);
+    const msi_block *blocks = p->blocks.items;
+    const bool valid = msi_layout_is_valid(blocks, p->blocks.count);
+    uint64_t bound = p->peak_bytes;
+    const ms_result result = msi_layout_lower_bound(s->allocator, blocks, p->blocks.count, &bound);
     MEMSCALE_ASSERT(valid && bound == p->peak_bytes);
     (void)valid;
-    return true;
+    return result == MS_RESULT_OK;
 }
 
-/* Lays out a program; an arena of `enough` bytes need not be made smaller. */
+/* Lays out a program. The layout need not be smaller than an arena of `enough` bytes. */
 static void msi_lay_out(const msi_scorer *s, msi_program *p, uint64_t enough) {
-    const uint64_t most = MSI_LAYOUT_EFFORT_LEAST + p->ranges.count * MSI_LAYOUT_EFFORT_EACH;
-    const uint64_t effort = most < MSI_LAYOUT_EFFORT ? most : MSI_LAYOUT_EFFORT;
+    const uint64_t effort = msi_smaller(
+        MSI_LAYOUT_EFFORT, MSI_LAYOUT_EFFORT_LEAST + p->ranges.count * MSI_LAYOUT_EFFORT_EACH);
     const uint64_t residents = s->store->resident_bytes;
     enough = enough > residents ? enough - residents : 0;
     if (!msi_is_short(s) && (!msi_make_blocks(s->allocator, p, s->store->residents.count) ||
@@ -8449,7 +8464,7 @@ static uint64_t msi_arena_of(const msi_store *store, const msi_program *train,
     return store->resident_bytes + msi_max_u64(train->height, eval->height);
 }
 
-/* Lowers, schedules and simulates: live bytes and time, which cost less to find than a layout. */
+/* Lowers, schedules and simulates, for live bytes and time. This takes less time than a layout. */
 static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *decisions) {
     msi_score score = {UINT64_MAX, UINT64_MAX, 0, 1e300};
     if (!msi_is_short(s)) {
@@ -8464,7 +8479,7 @@ static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *de
     return score;
 }
 
-/* Lays out what was estimated last, if its live bytes are within a budget: whether its arena is. */
+/* Whether what was estimated last fits a budget. It is laid out if its live bytes do. */
 static bool msi_fits(const msi_scorer *s, msi_score *score, uint64_t budget, uint64_t enough) {
     if (score->live_bytes > budget || msi_is_short(s)) {
         return false;
@@ -8474,37 +8489,37 @@ static bool msi_fits(const msi_scorer *s, msi_score *score, uint64_t budget, uin
     return score->bytes <= budget && !msi_is_short(s);
 }
 
-/* What decisions come to. */
+/* Estimates and lays out. */
 static msi_score msi_score_of(const msi_scorer *s, const msi_tensor_decision *decisions) {
     msi_score score = msi_estimate(s, decisions);
     (void)msi_fits(s, &score, MSI_NO_BUDGET, 0);
     return score;
 }
 
-/* What all searches start from, and what they have found. */
+/* What all searches start from, and the best plan that they have found. */
 typedef struct msi_search {
     const msi_scorer *scorer;
-    const msi_tensor_decision *base; // without any choice
-    uint64_t budget, enough;         // no layout need be smaller than the latter
-    bool early;                      // what is proposed updates params inside backward
-    msi_tensor_decision *best;       // the best plan so far, if there is one
+    const msi_tensor_decision *base; // before any choice
+    uint64_t budget, enough;         // no layout need be smaller than `enough`
+    bool early;                      // the plans proposed update params inside backward
+    msi_tensor_decision *best;       // the best plan so far, if one was found
     bool found, fits, best_early;
     msi_score best_score;
 } msi_search;
 
-/* Whether what was estimated may be better than the best so far: what is not is not laid out. */
+/* Whether decisions that were estimated may be the best so far, and so are worth a layout. */
 static bool msi_may_be_best(const msi_search *s, const msi_score *score) {
     const uint64_t most = s->fits ? s->budget : msi_max_u64(s->budget, s->best_score.bytes);
     return !s->found || (score->live_bytes <= most && (!s->fits || score->us <= s->best_score.us));
 }
 
-/* Keeps decisions, laid out, if they are better than the best so far: those that fit before those
-   that do not, then the faster ones, then the smaller. */
+/* Keeps decisions that were laid out if they are better than the best so far: those that fit come
+   first, the faster before the slower; then the others, the smaller before the larger. */
 static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
                         const msi_score *score) {
     const msi_score *best = &s->best_score;
     const bool fits = score->bytes <= s->budget;
-    /* By live bytes, since a layout may end early where it fits. */
+    /* By live bytes, since a layout that fits may have ended early. */
     const bool faster =
         score->us < best->us || (score->us <= best->us && score->live_bytes < best->live_bytes);
     const bool smaller =
@@ -8519,7 +8534,7 @@ static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
     }
 }
 
-/* Scores decisions, as far as that may matter, and proposes them. Returns their time. */
+/* Scores decisions, and proposes them if they may be the best. Returns their time. */
 static double msi_try(msi_search *s, const msi_tensor_decision *decisions) {
     msi_score score = msi_estimate(s->scorer, decisions);
     if (msi_may_be_best(s, &score)) {
@@ -8529,6 +8544,18 @@ static double msi_try(msi_search *s, const msi_tensor_decision *decisions) {
     return score.us;
 }
 
+/* The values that a layer makes, outputs and then saved tensors:
+   for (MSI_EACH_MADE(made, g, layer)) { ... made.tensor ... } */
+static msi_operand_cursor msi_made_operands(const msi_graph *g, uint32_t layer) {
+    msi_operand_cursor c = msi_operands_of(g, &g->layers.items[layer], MSI_GROUP_OUT);
+    c.count += g->layers.items[layer].count[MSI_GROUP_SAVED];
+    return c;
+}
+
+#define MSI_EACH_MADE(operand, g, layer)                                                           \
+    msi_operand_cursor operand = msi_made_operands(g, layer);                                      \
+    msi_next_operand(&operand);
+
 /* Whether the plan may drop a value to recompute it. */
 static bool msi_is_droppable(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
@@ -8536,8 +8563,11 @@ static bool msi_is_droppable(const msi_graph *g, uint32_t t) {
            tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
 }
 
-/* The decisions of the plain plan: what no backward reads is dropped, and nothing else; all params
-   are updated after backward. */
+static uint64_t msi_decisions_bytes(const msi_graph *g) {
+    return g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
+}
+
+/* The plain plan drops only values that no backward reads, and updates params last. */
 static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions) {
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         decisions[t].pass =
@@ -8547,13 +8577,14 @@ static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions)
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>greedy  graphs of any shape: one more value dropped at a time, that which frees most for its time
+// >>greedy  graphs of any shape: drop one value after another, each time the one that frees most
+//           for its time
 
-/* A search goes through lists of plans whose order does not depend on the budget, which only says
-   where to stop: at the first that fits. So a smaller budget never gives a larger peak, and a
-   larger one never a slower step. The list of the greedy search begins with the plain plan; then,
-   where that may be, params are updated inside backward; each plan after these drops some values
-   more than the one before, and has no more live bytes. */
+/* The greedy search goes through a list of plans whose order does not depend on the budget. The
+   budget only says where to stop: at the first plan that fits. So a smaller budget never gives a
+   larger peak, and a larger one never a slower step. The list begins with the plain plan; next, if
+   that is allowed, is the plan that updates params inside backward; each plan after these drops
+   some more values than the one before, and has no more live bytes. */
 
 enum {
     MSI_PRICE_LIMIT = 64,
@@ -8564,12 +8595,12 @@ enum {
     MSI_POLISH_LAYERS = 1000 // of a graph
 };
 
-/* What it costs to run a layer again, under the decisions so far. */
+/* Finds the time that it costs to run a layer again, under the decisions so far. */
 typedef struct msi_pricing {
     const msi_graph *graph;
     const ms_allocator *allocator;
-    uint8_t *recomputed; // per layer: runs again in backward
-    uint32_t *visited;   // per layer: number of the last query that met it
+    uint8_t *recomputed; // per layer: whether it runs again in backward
+    uint32_t *visited;   // per layer: number of the last query that visited it
     uint32_t *stack;     // of layers
     uint32_t query;
 } msi_pricing;
@@ -8582,18 +8613,18 @@ static bool msi_pricing_init(msi_pricing *c, const msi_scorer *s) {
     memset(c, 0, sizeof *c);
     c->graph = s->graph;
     c->allocator = s->allocator;
-    c->visited = (uint32_t *)msi_alloc_zeroed(c->allocator, msi_pricing_bytes(c->graph));
-    if (!c->visited) {
-        msi_run_short(s, "the solver", msi_pricing_bytes(c->graph));
-        return false;
+    c->visited = (uint32_t *)msi_scratch(s, msi_pricing_bytes(c->graph));
+    if (c->visited) {
+        c->stack = c->visited + c->graph->layers.count;
+        c->recomputed = (uint8_t *)(c->stack + c->graph->tensors.count);
     }
-    c->stack = c->visited + c->graph->layers.count;
-    c->recomputed = (uint8_t *)(c->stack + c->graph->tensors.count);
-    return true;
+    return c->visited != NULL;
 }
 
-static void msi_pricing_free(msi_pricing *c) {
-    msi_release(c->allocator, c->visited, c->visited ? msi_pricing_bytes(c->graph) : 0);
+static void msi_pricing_free(const msi_pricing *c) {
+    if (c->visited) {
+        msi_release(c->allocator, c->visited, msi_pricing_bytes(c->graph));
+    }
 }
 
 static void msi_note_recomputed(msi_pricing *c, const msi_program *p) {
@@ -8605,8 +8636,8 @@ static void msi_note_recomputed(msi_pricing *c, const msi_program *p) {
     }
 }
 
-/* Time that is added if this layer must run again: its own, and that of the layers before it whose
-   outputs are not kept and are not recomputed already. */
+/* The time that a step grows by if this layer must run again: its own, and that of the layers
+   before it whose outputs are neither kept nor recomputed already. */
 static double msi_price_us(msi_pricing *c, const msi_tensor_decision *decisions, uint32_t layer) {
     const msi_graph *g = c->graph;
     uint32_t depth = 0, met = 0;
@@ -8622,27 +8653,27 @@ static double msi_price_us(msi_pricing *c, const msi_tensor_decision *decisions,
         met++;
         const msi_layer *l = &g->layers.items[top];
         us += l->time.recompute_us;
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
         const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && depth < g->tensors.count; k++) {
-            if (in[k] != MSI_NONE && (reads >> k & 1) && decisions[in[k]].pass > 0) {
-                c->stack[depth++] = g->tensors.items[in[k]].producer;
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            if ((reads >> in.slot & 1) && decisions[in.tensor].pass > 0 &&
+                depth < g->tensors.count) {
+                c->stack[depth++] = g->tensors.items[in.tensor].producer;
             }
         }
     }
     return us;
 }
 
-/* What can be done next: values that are dropped together. */
+/* A next step that a search may take: to drop some values together. */
 typedef struct msi_move {
-    double bytes_per_us;    // that it frees, for each microsecond that it costs
-    uint64_t segment_bytes; // that would come back together: of this and of what it is joined to
-    uint32_t key;           // tensor, for the saved tensors of a layer the first of them
-    uint32_t member;        // range in msi_greedy.members
+    double bytes_per_us;    // bytes that it frees for each microsecond that it costs
+    uint64_t segment_bytes; // of the segment that its values would join
+    uint32_t key;           // its first tensor
+    uint32_t member;        // the first of its values in msi_greedy.members
     uint32_t member_count;
 } msi_move;
 
-/* Best first: most bytes for the time, then short segments, then the order of registration. */
+/* Better: more bytes for the time, then a smaller segment, then registered earlier. */
 static bool msi_is_better(const msi_move *a, const msi_move *b) {
     if (a->bytes_per_us != b->bytes_per_us) {
         return a->bytes_per_us > b->bytes_per_us;
@@ -8651,7 +8682,7 @@ static bool msi_is_better(const msi_move *a, const msi_move *b) {
                                                 : a->key < b->key;
 }
 
-/* Heap sort: in place, since qsort may allocate behind the host's hooks. */
+/* Heap sort, best first. In place, since qsort may allocate memory past the allocator hooks. */
 static void msi_sort_moves(msi_move *items, uint32_t count) {
     for (uint32_t round = count / 2 + count; round-- > 1;) {
         const uint32_t end = round < count ? round : count; // below count: the worst goes there
@@ -8676,7 +8707,7 @@ static void msi_sort_moves(msi_move *items, uint32_t count) {
     }
 }
 
-/* A plan of the list: the first drop_count drops. */
+/* A plan of the list: it drops the first drop_count values of `drops`. */
 typedef struct msi_prefix {
     uint64_t live_bytes;
     uint32_t drop_count;
@@ -8691,14 +8722,15 @@ typedef struct msi_greedy {
     msi_score score;                // of that plan
     bool early;                     // that plan updates params inside backward
     msi_pricing pricing;
-    /* Segments are layers that are recomputed together, since each reads what another brings back. */
-    uint32_t *segment;        // per layer: one of the layers of the same segment
-    uint64_t *segment_bytes;  // per segment: bytes that come back together
-    uint64_t *started_bytes;  // per tensor: bytes of the segments that start from it
-    MSI_LIST(uint32_t) drops; // in the order of the list
-    MSI_LIST(msi_prefix) prefixes;
-    MSI_LIST(msi_move) moves;
-    MSI_LIST(uint32_t) members;
+    /* A segment is a set of layers that are recomputed together: each reads what another one of
+       them brings back. */
+    uint32_t *segment;             // per layer: one of the layers of the same segment
+    uint64_t *segment_bytes;       // per segment: bytes that it brings back
+    uint64_t *started_bytes;       // per tensor: bytes of the segments that start from it
+    MSI_LIST(uint32_t) drops;      // values, in the order in which they were dropped
+    MSI_LIST(msi_prefix) prefixes; // the list of plans
+    MSI_LIST(msi_move) moves;      // from the plan at hand
+    MSI_LIST(uint32_t) members;    // the values of the moves
 } msi_greedy;
 
 static uint64_t msi_greedy_bytes(const msi_graph *g) {
@@ -8706,15 +8738,14 @@ static uint64_t msi_greedy_bytes(const msi_graph *g) {
            g->layers.count * (uint64_t)(sizeof(uint64_t) + sizeof(uint32_t));
 }
 
-/* Begins with the decisions of the base. False, and the scorer is short, without memory. */
+/* Begins with the decisions `base`. False, and the scorer is short, without memory. */
 static bool msi_greedy_init(msi_greedy *w, const msi_scorer *s, const msi_tensor_decision *base) {
     const msi_graph *g = s->graph;
     memset(w, 0, sizeof *w);
     w->scorer = s;
     w->graph = g;
-    w->started_bytes = (uint64_t *)msi_alloc_zeroed(s->allocator, msi_greedy_bytes(g));
+    w->started_bytes = (uint64_t *)msi_scratch(s, msi_greedy_bytes(g));
     if (!w->started_bytes) {
-        msi_run_short(s, "the solver", msi_greedy_bytes(g));
         return false;
     }
     w->segment_bytes = w->started_bytes + g->tensors.count;
@@ -8726,10 +8757,8 @@ static bool msi_greedy_init(msi_greedy *w, const msi_scorer *s, const msi_tensor
 
 static void msi_greedy_free(msi_greedy *w) {
     const ms_allocator *a = w->scorer->allocator;
-    msi_release(a, w->started_bytes, w->started_bytes ? msi_greedy_bytes(w->graph) : 0);
-    if (w->started_bytes) {
-        msi_pricing_free(&w->pricing);
-    }
+    msi_release(a, w->started_bytes, msi_greedy_bytes(w->graph));
+    msi_pricing_free(&w->pricing);
     MSI_LIST_FREE(uint32_t, a, w->drops);
     MSI_LIST_FREE(msi_prefix, a, w->prefixes);
     MSI_LIST_FREE(msi_move, a, w->moves);
@@ -8743,32 +8772,26 @@ static uint32_t msi_segment_of(msi_greedy *w, uint32_t layer) {
     return layer;
 }
 
-/* Joins a layer that runs again to the segments of what it reads, and counts what it brings back. */
+/* Joins a layer that runs again to the segments that it reads, and counts what it brings back. */
 static void msi_join_segments(msi_greedy *w, uint32_t layer) {
     const msi_graph *g = w->graph;
-    const msi_layer *l = &g->layers.items[layer];
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-    uint32_t count;
-    const uint32_t *made = msi_made_by(g, layer, &count);
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
-        if (in[k] != MSI_NONE && w->decisions[in[k]].pass > 0) {
-            const uint32_t from = msi_segment_of(w, g->tensors.items[in[k]].producer);
+    for (MSI_EACH(in, g, &g->layers.items[layer], MSI_GROUP_IN)) {
+        if (w->decisions[in.tensor].pass > 0) {
+            const uint32_t from = msi_segment_of(w, g->tensors.items[in.tensor].producer);
             const uint32_t to = msi_segment_of(w, layer);
             w->segment_bytes[to] += from != to ? w->segment_bytes[from] : 0;
             w->segment[from] = to;
         }
     }
-    for (uint32_t k = 0; k < count; k++) {
-        const uint32_t t = made[k];
-        if (t != MSI_NONE && w->decisions[t].pass > 0 &&
-            g->tensors.items[t].last_reader != MSI_NONE) {
-            w->segment_bytes[msi_segment_of(w, layer)] += g->tensors.items[t].bytes;
+    for (MSI_EACH_MADE(made, g, layer)) {
+        const msi_tensor *t = &g->tensors.items[made.tensor];
+        if (w->decisions[made.tensor].pass > 0 && t->last_reader != MSI_NONE) {
+            w->segment_bytes[msi_segment_of(w, layer)] += t->bytes;
         }
     }
 }
 
-/* The values of a segment are all in memory at once, so among moves of the same merit those that
-   make short segments come first. */
+/* The values of a segment are all in memory at once, so small segments are better. */
 static void msi_find_segments(msi_greedy *w) {
     const msi_graph *g = w->graph;
     for (uint32_t i = 0; i < g->layers.count; i++) {
@@ -8780,35 +8803,31 @@ static void msi_find_segments(msi_greedy *w) {
     }
     memset(w->started_bytes, 0, g->tensors.count * sizeof *w->started_bytes);
     for (uint32_t i = 0; i < g->layers.count; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && w->pricing.recomputed[i]; k++) {
-            if (in[k] != MSI_NONE && w->decisions[in[k]].pass == 0) {
-                w->started_bytes[in[k]] = w->segment_bytes[msi_segment_of(w, i)];
+        for (MSI_EACH(in, g, &g->layers.items[i], MSI_GROUP_IN)) {
+            if (w->pricing.recomputed[i] && w->decisions[in.tensor].pass == 0) {
+                w->started_bytes[in.tensor] = w->segment_bytes[msi_segment_of(w, i)];
             }
         }
     }
 }
 
-/* Bytes of the segment that would hold the outputs of this layer, `tensor` among them. */
+/* Bytes of the segment that the outputs of a layer, `tensor` among them, would join. */
 static uint64_t msi_joined_bytes(msi_greedy *w, uint32_t tensor) {
     const msi_graph *g = w->graph;
     const uint32_t layer = g->tensors.items[tensor].producer;
-    const msi_layer *l = &g->layers.items[layer];
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
     uint64_t bytes = w->started_bytes[tensor];
     if (w->pricing.recomputed[layer]) {
         return bytes + w->segment_bytes[msi_segment_of(w, layer)];
     }
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
-        if (in[k] != MSI_NONE && w->decisions[in[k]].pass > 0) {
-            bytes += w->segment_bytes[msi_segment_of(w, g->tensors.items[in[k]].producer)];
+    for (MSI_EACH(in, g, &g->layers.items[layer], MSI_GROUP_IN)) {
+        if (w->decisions[in.tensor].pass > 0) {
+            bytes += w->segment_bytes[msi_segment_of(w, g->tensors.items[in.tensor].producer)];
         }
     }
     return bytes;
 }
 
-/* A move of the last members; the room is reserved. */
+/* Adds a move of the last members; the memory is reserved. */
 static void msi_add_move(msi_greedy *w, uint32_t member_count) {
     msi_move *move = &w->moves.items[w->moves.count++];
     move->member = w->members.count - member_count;
@@ -8821,53 +8840,56 @@ static void msi_add_move(msi_greedy *w, uint32_t member_count) {
     }
 }
 
-/* Values that lie idle at the peak, between forward and backward. The saved tensors of a layer are
-   one move, since they come back together; where the layer can bring back one of them alone, each
-   is one as well. */
-static bool msi_list_moves(msi_greedy *w) {
-    const msi_graph *g = w->graph;
-    const ms_allocator *a = w->scorer->allocator;
-    const msi_program *p = w->scorer->program;
-    w->moves.count = w->members.count = 0;
-    if (!MSI_RESERVE(msi_move, a, w->moves, 2ull * p->ranges.count) ||
-        !MSI_RESERVE(uint32_t, a, w->members, p->ranges.count)) {
-        msi_run_short(w->scorer, "the solver", p->ranges.count * sizeof(msi_move));
-        return false;
+/* Whether a live range can be dropped, and is idle at the peak, between forward and backward. */
+static bool msi_is_move(const msi_greedy *w, const msi_range *range) {
+    const uint32_t peak = w->scorer->program->peak;
+    return range->role == MSI_ROLE_VALUE && range->idle_last != MSI_NONE &&
+           range->idle_first < peak && range->idle_last > peak &&
+           msi_is_droppable(w->graph, range->tensor);
+}
+
+/* Adds the last members, saved tensors of a layer, as one move. A single one may be one already. */
+static void msi_add_saved(msi_greedy *w, uint32_t layer, uint32_t count) {
+    if (layer != MSI_NONE && (count > 1 || !w->graph->layers.items[layer].recompute)) {
+        msi_add_move(w, count);
     }
-    uint32_t saved_of = MSI_NONE, together = 0; // the layer of the saved tensors last met; how many
-    for (uint32_t i = w->scorer->store->residents.count; i <= p->ranges.count; i++) {
-        const msi_range *range = i < p->ranges.count ? &p->ranges.items[i] : NULL;
-        const bool idle = range && range->role == MSI_ROLE_VALUE && range->idle_last != MSI_NONE &&
-                          range->idle_first < p->peak && range->idle_last > p->peak &&
-                          msi_is_droppable(g, range->tensor);
-        const msi_tensor *t = idle ? &g->tensors.items[range->tensor] : NULL;
-        if (range && !idle) {
+}
+
+/* The saved tensors of a layer are one move, since they come back together; where the layer can
+   bring back one of them alone, each is a move as well. */
+static void msi_list_moves(msi_greedy *w) {
+    const msi_graph *g = w->graph;
+    const msi_program *p = w->scorer->program;
+    uint32_t saved_of = MSI_NONE, together = 0; // the layer of the saved tensors met last; how many
+    w->moves.count = w->members.count = 0;
+    if (!MSI_SCRATCH_LIST(msi_move, w->scorer, w->moves, 2ull * p->ranges.count) ||
+        !MSI_SCRATCH_LIST(uint32_t, w->scorer, w->members, p->ranges.count)) {
+        return;
+    }
+    for (uint32_t i = w->scorer->store->residents.count; i < p->ranges.count; i++) {
+        const uint32_t tensor = p->ranges.items[i].tensor;
+        if (!msi_is_move(w, &p->ranges.items[i])) {
             continue;
         }
-        const bool joins = t && t->kind == MSI_KIND_SAVED && t->producer == saved_of;
-        if (!joins && saved_of != MSI_NONE &&
-            (together > 1 || !g->layers.items[saved_of].recompute)) {
-            msi_add_move(w, together);
+        const msi_tensor *t = &g->tensors.items[tensor];
+        if (t->kind != MSI_KIND_SAVED || t->producer != saved_of) {
+            msi_add_saved(w, saved_of, together);
+            saved_of = t->kind == MSI_KIND_SAVED ? t->producer : MSI_NONE;
+            together = 0;
         }
-        if (!t) {
-            break;
-        }
-        together = joins ? together + 1 : 1;
-        saved_of = t->kind == MSI_KIND_SAVED ? t->producer : MSI_NONE;
-        w->members.items[w->members.count++] = range->tensor;
+        together++;
+        w->members.items[w->members.count++] = tensor;
         if (saved_of == MSI_NONE || g->layers.items[saved_of].recompute) {
             msi_add_move(w, 1);
         }
     }
-    return true;
+    msi_add_saved(w, saved_of, together);
 }
 
-/* The moves from the plan at hand, best first. */
-static bool msi_find_moves(msi_greedy *w) {
+/* Finds the moves from the plan at hand, best first; without memory, none. */
+static void msi_find_moves(msi_greedy *w) {
     msi_note_recomputed(&w->pricing, w->scorer->program);
-    if (!msi_list_moves(w)) {
-        return false;
-    }
+    msi_list_moves(w);
     msi_find_segments(w);
     for (uint32_t i = 0; i < w->moves.count; i++) {
         msi_move *move = &w->moves.items[i];
@@ -8876,36 +8898,27 @@ static bool msi_find_moves(msi_greedy *w) {
         move->bytes_per_us /= 1e-3 + msi_price_us(&w->pricing, w->decisions, layer);
     }
     msi_sort_moves(w->moves.items, w->moves.count);
-    return true;
 }
 
+/* Adds the plan at hand to the list. */
 static void msi_add_prefix(msi_greedy *w) {
-    if (!MSI_RESERVE(msi_prefix, w->scorer->allocator, w->prefixes, w->prefixes.count + 1ull)) {
-        msi_run_short(w->scorer, "the solver", w->prefixes.count * sizeof(msi_prefix));
-        return;
+    const msi_prefix prefix = {w->score.live_bytes, w->drops.count, w->score.us, w->early};
+    if (MSI_SCRATCH_LIST(msi_prefix, w->scorer, w->prefixes, w->prefixes.count + 1ull)) {
+        w->prefixes.items[w->prefixes.count++] = prefix;
     }
-    msi_prefix *prefix = &w->prefixes.items[w->prefixes.count++];
-    prefix->live_bytes = w->score.live_bytes;
-    prefix->drop_count = w->drops.count;
-    prefix->us = w->score.us;
-    prefix->early = w->early;
 }
 
-/* Drops a value; one that is dropped already, by another move of the same batch, is not counted. */
+/* Drops a value, unless another move of the same batch has dropped it. */
 static void msi_drop(msi_greedy *w, uint32_t tensor) {
-    if (w->decisions[tensor].pass > 0) {
-        return;
+    if (w->decisions[tensor].pass == 0 &&
+        MSI_SCRATCH_LIST(uint32_t, w->scorer, w->drops, w->drops.count + 1ull)) {
+        w->decisions[tensor].pass = 1;
+        w->drops.items[w->drops.count++] = tensor;
     }
-    if (!MSI_RESERVE(uint32_t, w->scorer->allocator, w->drops, w->drops.count + 1ull)) {
-        msi_run_short(w->scorer, "the solver", w->drops.count * sizeof(uint32_t));
-        return;
-    }
-    w->decisions[tensor].pass = 1;
-    w->drops.items[w->drops.count++] = tensor;
 }
 
-/* Puts the first `count` drops of the list into force, and no others: those that are taken back
-   stay in the list after its end. */
+/* Drops exactly the first `count` values of the list. Those that are taken back stay in it after
+   its end, for a larger count later. */
 static void msi_set_drops(msi_greedy *w, uint32_t count) {
     while (w->drops.count > count) {
         w->decisions[w->drops.items[--w->drops.count]].pass = 0;
@@ -8915,12 +8928,7 @@ static void msi_set_drops(msi_greedy *w, uint32_t count) {
     }
 }
 
-static void msi_estimate_drops(msi_greedy *w) {
-    w->score = msi_estimate(w->scorer, w->decisions);
-}
-
-/* Makes moves [first, first + count), and sees whether that lowers the peak; takes them back if
-   not. */
+/* Makes `count` moves from `first` on, and takes them back unless they lower the peak. */
 static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, uint64_t old_bytes,
                            uint32_t old_peak) {
     const uint32_t old_drops = w->drops.count;
@@ -8929,7 +8937,7 @@ static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, uint64
             msi_drop(w, w->members.items[w->moves.items[i].member + k]);
         }
     }
-    msi_estimate_drops(w);
+    w->score = msi_estimate(w->scorer, w->decisions);
     const bool lower = w->score.live_bytes < old_bytes ||
                        (w->score.live_bytes == old_bytes && w->scorer->program->peak != old_peak);
     if (!lower) {
@@ -8944,21 +8952,19 @@ static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, uint64
 static bool msi_next_plan(msi_greedy *w) {
     const uint64_t old_bytes = w->score.live_bytes;
     const uint32_t old_peak = w->scorer->program->peak;
-    if (!msi_find_moves(w)) {
-        return false;
-    }
+    msi_find_moves(w);
     uint32_t batch = 1 + w->moves.count / MSI_BATCH_SHARE;
     uint32_t first = 0;
     for (int tries = 0; tries < MSI_TRY_LIMIT && first < w->moves.count; tries++) {
         batch = batch < w->moves.count - first ? batch : w->moves.count - first;
         if (msi_make_moves(w, first, batch, old_bytes, old_peak)) {
             msi_add_prefix(w);
-            return !msi_is_short(w->scorer);
+            return true;
         }
         first += batch == 1;
         batch = batch > 1 ? batch / 2 : 1;
     }
-    msi_estimate_drops(w);
+    w->score = msi_estimate(w->scorer, w->decisions);
     return false;
 }
 
@@ -8970,10 +8976,10 @@ static void msi_return_to(msi_greedy *w, const msi_prefix *prefix) {
     w->score = msi_score_of(w->scorer, w->decisions);
 }
 
-/* The last plan of the list dropped several values at once: the first of them that fit the budget
-   are enough, as long as their arena is no smaller than with all of them (else a smaller budget
-   would get the larger arena); where it dropped one, that is in force already. On large graphs only
-   some numbers of drops are tried, the same for every budget. */
+/* Takes back values that the last plan of the list need not drop. If it dropped several at once,
+   the fewest of them that fit the budget are enough, as long as the arena is no smaller than with
+   all of them (else a smaller budget would get the larger arena). On large graphs only some numbers
+   of drops are tried, the same for every budget. */
 static void msi_trim_last(msi_greedy *w, uint64_t budget) {
     const uint32_t end = w->drops.count, count = w->prefixes.count, most = MSI_TRIM_TRIES;
     const uint32_t begin = count > 1 ? w->prefixes.items[count - 2].drop_count : 0;
@@ -8981,30 +8987,28 @@ static void msi_trim_last(msi_greedy *w, uint64_t budget) {
     const uint32_t tries = end - begin < most ? end - begin : most;
     for (uint32_t k = 1; tries > 1 && k <= tries && !msi_is_short(w->scorer); k++) {
         msi_set_drops(w, begin + (uint32_t)((uint64_t)k * (end - begin) / tries));
-        msi_estimate_drops(w);
+        w->score = msi_estimate(w->scorer, w->decisions);
         if (msi_fits(w->scorer, &w->score, budget, 0) && w->score.bytes >= whole) {
             break;
         }
     }
 }
 
-/* At the end of the list: back to the first plan with the smallest arena. That is the last one,
-   unless an earlier one has the same peak, or a layout that wastes less. */
+/* At the end of the list, goes back to the first plan with the smallest arena. That is the last
+   one, unless an earlier one has the same peak, or a layout that wastes less. */
 static void msi_take_smallest(msi_greedy *w) {
-    uint32_t k = w->prefixes.count - 1, best = k;
-    msi_return_to(w, &w->prefixes.items[k]);
-    uint64_t best_bytes = w->score.bytes;
-    while (k-- > 0 && w->prefixes.items[k].live_bytes <= best_bytes && !msi_is_short(w->scorer)) {
-        msi_return_to(w, &w->prefixes.items[k]);
-        if (w->score.bytes <= best_bytes) {
-            best = k;
-            best_bytes = w->score.bytes;
-        }
+    const msi_prefix *list = w->prefixes.items, *best = list;
+    uint64_t bytes = UINT64_MAX;
+    for (uint32_t k = w->prefixes.count;
+         k-- > 0 && list[k].live_bytes <= bytes && !msi_is_short(w->scorer);) {
+        msi_return_to(w, &list[k]);
+        best = w->score.bytes <= bytes ? &list[k] : best;
+        bytes = msi_smaller(bytes, w->score.bytes);
     }
-    msi_return_to(w, &w->prefixes.items[best]);
+    msi_return_to(w, best);
 }
 
-/* Keeps or drops what the list dropped of one layer. */
+/* Keeps (pass 0) or drops (pass 1) the values of one layer that the list dropped. */
 static void msi_set_drops_of(msi_greedy *w, uint32_t layer, uint32_t pass) {
     for (uint32_t i = 0; i < w->drops.count; i++) {
         if (w->graph->tensors.items[w->drops.items[i]].producer == layer) {
@@ -9013,8 +9017,8 @@ static void msi_set_drops_of(msi_greedy *w, uint32_t layer, uint32_t pass) {
     }
 }
 
-/* Polishes the plan that fits: takes back, layer by layer, what earlier moves dropped and later
-   ones have made needless. Neither live bytes nor arena may grow, and the step is not to be faster
+/* Polishes the plan that fits: takes back, layer by layer, drops of earlier moves that later moves
+   have made needless. Neither live bytes nor arena may grow, and the step must not become faster
    than that of the plan before, or a larger budget would get a slower one. */
 static void msi_polish(msi_greedy *w) {
     const uint32_t count = w->prefixes.count, limit = MSI_POLISH_LIMIT;
@@ -9029,7 +9033,7 @@ static void msi_polish(msi_greedy *w) {
     for (uint32_t i = 0; i < before->drop_count && i < limit && !msi_is_short(w->scorer); i++) {
         const uint32_t layer = w->graph->tensors.items[w->drops.items[i]].producer;
         msi_set_drops_of(w, layer, 0);
-        msi_estimate_drops(w);
+        w->score = msi_estimate(w->scorer, w->decisions);
         if (w->score.us < us && w->score.us >= before->us &&
             w->score.live_bytes <= first.live_bytes &&
             msi_fits(w->scorer, &w->score, first.bytes, first.bytes)) {
@@ -9039,28 +9043,24 @@ static void msi_polish(msi_greedy *w) {
             msi_set_drops_of(w, layer, 1);
         }
     }
-    msi_estimate_drops(w);
+    w->score = msi_estimate(w->scorer, w->decisions);
     w->score.bytes = bytes;
 }
 
-/* Goes on through the list until the budget is met, or to its end; the plan at hand is then the one
-   that was found, laid out. */
+/* Goes through the list until the budget is met, or to its end, and leaves the plan laid out. */
 static void msi_search_greedy(msi_greedy *w, uint64_t budget, bool may_drop) {
     const bool forced = w->drops.count > 0;
-    bool fits = false, more = may_drop;
-    while (!fits && more && !msi_is_short(w->scorer)) {
-        more = msi_next_plan(w);
-        fits = more && msi_fits(w->scorer, &w->score, budget, 0);
+    bool fits = false;
+    while (may_drop && !fits && !msi_is_short(w->scorer) && msi_next_plan(w)) {
+        fits = msi_fits(w->scorer, &w->score, budget, 0);
     }
-    if (msi_is_short(w->scorer)) {
-        return;
-    }
-    if (!fits) {
+    if (!fits && !msi_is_short(w->scorer)) {
         msi_take_smallest(w);
-        return;
     }
-    msi_trim_last(w, budget);
-    if (!forced) {
+    if (fits) {
+        msi_trim_last(w, budget);
+    }
+    if (fits && !forced) {
         msi_polish(w);
     }
 }
@@ -9068,13 +9068,14 @@ static void msi_search_greedy(msi_greedy *w, uint64_t budget, bool may_drop) {
 // ------------------------------------------------------------------------------------------------
 // >>chain  graphs that fall into stages: nested recomputation, by dynamic programming
 
-/* A graph is cut into stages where at most one of the values that can be dropped passes
-   from what was computed to what will be; on such a chain the best plans follow from those of its
-   subchains. This is the dynamic program of Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova,
-   "Optimal checkpointing for heterogeneous chains: how to train deep neural networks with limited
-   memory", 2019, with three differences. Memory is not cut into slots: each subchain has its best
-   plans as a list of (bytes, time), from which close ones are left out. A stage has several
-   options, of what it keeps. And a stage may be kept although its input is not. */
+/* A graph is cut into stages at each layer where at most one of the values that can be dropped
+   passes from the layers before to it and those after. On such a chain the best plans follow from
+   those of its subchains. This is the dynamic program of Beaumont, Eyraud-Dubois, Herrmann, Joly
+   and Shilova, "Optimal checkpointing for heterogeneous chains: how to train deep neural networks
+   with limited memory", 2019, with three differences. Memory is not divided into units: each
+   subchain has its best plans as a list of Pareto points (bytes, time), without those that are
+   close to others. A stage has several options for what it keeps. It may be kept although its input
+   is not. */
 
 enum {
     MSI_CHAIN_STAGES = 104,
@@ -9089,35 +9090,36 @@ enum {
     MSI_CHAIN_LARGE = 1000 // layers
 };
 
-/* What a stage takes if it keeps some of its values; its input is not counted, and its output not
-   among what it keeps. */
+/* Bytes and time of a stage if it keeps some of its values. Its input is not counted, and
+   kept_bytes are without its output. Carried bytes are those of live ranges of no stage. */
 typedef struct msi_option {
     uint64_t kept_bytes;     // between its forward and its backward
-    uint64_t first_bytes;    // in forward, with what is there all the time
-    uint64_t pass_bytes;     // in a recomputation, without
-    uint64_t backward_bytes; // in its backward, with what is there all the time
-    double recompute_us;     // to bring back there what it does not keep
+    uint64_t first_bytes;    // at most during forward, with the carried bytes
+    uint64_t pass_bytes;     // at most during a recomputation, without them
+    uint64_t backward_bytes; // at most during its backward, with them
+    double recompute_us;     // to bring back in backward what it does not keep
     bool holds_input;        // to the end of its backward
 } msi_option;
 
 typedef struct msi_chain_stage {
     uint32_t first, end; // layers
-    uint32_t input;      // the tensor that passes from the stage before, or MSI_NONE
+    uint32_t input;      // the tensor that passes from the stages before, or MSI_NONE
     uint64_t input_bytes;
+    uint64_t droppable_bytes; // of its values that can be dropped
+    uint64_t carried_bytes;   // when its backward begins
+    double pass_us;           // to make its output again
+    double full_us;           // to make its output again, and all that it can keep
+    double last_us;           // to make all that it can keep again
+    bool reads_output;        // in its backward
+    uint32_t option_count;    // the last one keeps nothing
     uint32_t forward, forward_end, backward, backward_end; // instructions
-    uint64_t carried_bytes; // there when its backward begins, except values that can be dropped
-    double pass_us;         // to make its output once more
-    double full_us;         // and all that it can keep
-    double last_us;         // without its output
-    bool reads_output;      // in its backward
-    uint32_t option_count;  // the last one keeps nothing
     msi_option options[MSI_CHAIN_OPTIONS];
 } msi_chain_stage;
 
-/* How a subchain of the chain is trained, from its first stage s to its last one t, input given. */
+/* How to train a subchain, from its first stage s to its last one t, when its input is there. */
 typedef enum msi_way {
-    MSI_WAY_KEEP,       // s keeps what its option says, then s + 1 to t; number: option
-    MSI_WAY_CHECKPOINT, // forward to k, k to t, then s to k - 1 once more; number: k
+    MSI_WAY_KEEP,       // s keeps what an option says, then s + 1 to t; number: the option
+    MSI_WAY_CHECKPOINT, // forward from s to k - 1, train k to t, then s to k - 1; number: k
     MSI_WAY_INNER       // forward to k, which is kept though its input is not, k + 1 to t, s to k
 } msi_way;
 
@@ -9130,19 +9132,17 @@ typedef struct msi_pareto_point {
 } msi_pareto_point;
 
 typedef struct msi_subchain {
-    const msi_pareto_point
-        *points; // bytes ascend, time descends; behind the last, one that never fits
+    const msi_pareto_point *points; // bytes rise, time falls; after the last, one that never fits
     uint32_t count;
 } msi_subchain;
 
-/* One way to train a subchain: at least `floor` bytes; the subchain `a` with a_bytes beside it, and `b`
-   after it. Either may be missing. */
+/* One way to train a subchain: `a`, with a_bytes beside it, then `b`, in `floor` bytes or more. */
 typedef struct msi_source {
     uint64_t floor, a_bytes;
     const msi_subchain *a, *b;
     float us;
     uint8_t way, number;
-    uint64_t low, high; // bytes where it begins, and from where on it is no faster
+    uint64_t low, high; // the fewest bytes that it needs; more than `high` make it no faster
     float fastest_us;
 } msi_source;
 
@@ -9151,212 +9151,190 @@ typedef struct msi_chain {
     const msi_scorer *scorer;
     const msi_graph *graph;
     msi_tensor_decision *decisions; // of the plan at hand
-    uint32_t count;
-    uint32_t width;     // points of a subchain at most
-    uint8_t *option_of; // per tensor: the first option that drops it
+    uint32_t count;                 // stages
+    uint32_t move_count;
+    msi_move *moves;    // values of a stage that are still kept
     uint32_t *stage_of; // per layer
+    uint8_t *option_of; // per tensor: the first option that drops it
+    uint8_t *leads;     // per layer: its outputs are needed to make the output of its stage
     msi_pricing pricing;
-    MSI_LIST(msi_move) moves;                 // values of a stage that are still kept
     MSI_LIST(uint32_t) at;                    // per instruction: its stage
-    MSI_LIST(uint64_t) own;                   // per instruction: bytes of its stage
-    MSI_LIST(uint64_t) carried;               // and of what is there all the time
-    msi_pareto_point *pools[MSI_CHAIN_POOLS]; // memory of points
-    uint32_t pool_count, pool_used;           // points of the last one
-    MSI_LIST(msi_pareto_point) buckets;       // the best point of a range of bytes
-    MSI_LIST(float) reach;                    // and the best up to there
-    /* [0]: all of it is to be done; [1]: forward of t is done, and all of it kept. */
+    MSI_LIST(uint64_t) bytes;                 // memory of the next two
+    uint64_t *own;                            // per instruction: bytes of its stage
+    uint64_t *carried;                        // per instruction: bytes of no stage
+    msi_pareto_point *pools[MSI_CHAIN_POOLS]; // memory of the points of subchains
+    uint32_t pool_count, pool_used;           // pools; points in use in the last one
+    /* [0]: all of it is to be done; [1]: forward of t is done, and all of it is kept. */
     msi_subchain *subchains;
     /* The subchain at hand. */
+    uint32_t width; // points that it may have
     uint32_t source_count;
     uint64_t low, high;
     double scale; // from bytes to the square of a bucket's number
     float fastest_us;
     msi_pareto_point lowest;
+    msi_pareto_point buckets[MSI_CHAIN_WIDEST]; // the best point of a range of bytes
+    float reach[MSI_CHAIN_WIDEST];              // the best time of the buckets up to this one
     msi_source sources[MSI_CHAIN_SOURCES];
     msi_chain_stage stages[MSI_CHAIN_STAGES];
 } msi_chain;
+
+/* What a way has for a subchain that is missing: it takes neither bytes nor time. */
+static const msi_pareto_point msi_no_points[2] = {{0, 0.0f, 0, 0}, {MSI_CHAIN_NEVER, 0.0f, 0, 0}};
+static const msi_subchain msi_no_subchain = {msi_no_points, 1};
 
 static msi_subchain *msi_subchain_of(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     return &c->subchains[((kept ? c->count : 0u) + s) * c->count + t];
 }
 
-/* What passes from the layers before each layer to those from it on, of the values that can be
-   dropped: how many, and the sum of 1 + their tensors, which names the tensor where it is one. */
+/* Per layer: the values that can be dropped and pass from earlier layers to it or later ones. */
 typedef struct msi_crossings {
-    uint64_t *sum;
-    uint32_t *count;
+    uint64_t *count;
+    uint64_t *sum;      // of 1 + tensor, which names the tensor where there is one
     uint32_t *last_use; // per tensor: the last layer that reads it in forward
 } msi_crossings;
 
-static uint64_t msi_crossings_bytes(const msi_graph *g) {
-    return g->layers.count * (uint64_t)(sizeof(uint64_t) + sizeof(uint32_t)) +
-           g->tensors.count * (uint64_t)sizeof(uint32_t);
+/* Adds a number to the elements from first to last: differences, to be summed. */
+static void msi_add_range(uint64_t *differences, uint64_t first, uint64_t last, uint64_t number) {
+    if (first <= last) {
+        differences[first] += number;
+        differences[last + 1] -= number;
+    }
 }
 
-static void msi_find_crossings(msi_crossings *x, const msi_graph *g) {
-    const uint32_t layers = g->layers.count;
-    for (uint32_t i = 0; i < layers; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
-            if (in[k] != MSI_NONE) {
-                x->last_use[in[k]] = i;
-            }
+static void msi_find_crossings(const msi_crossings *x, const msi_graph *g) {
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        for (MSI_EACH(in, g, &g->layers.items[i], MSI_GROUP_IN)) {
+            x->last_use[in.tensor] = i;
         }
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
-        if (tensor->kind != MSI_KIND_ACTIVATION || !msi_is_droppable(g, t)) {
-            continue;
-        }
-        for (uint32_t k = 0; k < 2; k++) { // differences: of 1 + t, and of 1
-            const uint64_t i = k ? x->last_use[t] + 1ull : tensor->producer + 1ull;
-            if (x->last_use[t] > tensor->producer && i < layers) {
-                x->sum[i] += k ? 0 - (t + 1ull) : t + 1ull;
-                x->count[i] += k ? 0u - 1u : 1u;
-            }
+        if (tensor->kind == MSI_KIND_ACTIVATION && msi_is_droppable(g, t)) {
+            msi_add_range(x->count, tensor->producer + 1ull, x->last_use[t], 1);
+            msi_add_range(x->sum, tensor->producer + 1ull, x->last_use[t], t + 1ull);
         }
     }
-    for (uint32_t i = 1; i < layers; i++) {
-        x->sum[i] += x->sum[i - 1];
+    for (uint32_t i = 1; i < g->layers.count; i++) {
         x->count[i] += x->count[i - 1];
+        x->sum[i] += x->sum[i - 1];
     }
 }
 
 /* Bytes of the values of a layer that can be dropped. */
 static uint64_t msi_droppable_bytes(const msi_graph *g, uint32_t layer) {
-    uint32_t count;
-    const uint32_t *made = msi_made_by(g, layer, &count);
     uint64_t bytes = 0;
-    for (uint32_t k = 0; k < count; k++) {
-        const bool droppable = made[k] != MSI_NONE && msi_is_droppable(g, made[k]);
-        bytes += droppable ? g->tensors.items[made[k]].bytes : 0;
+    for (MSI_EACH_MADE(made, g, layer)) {
+        bytes += msi_is_droppable(g, made.tensor) ? g->tensors.items[made.tensor].bytes : 0;
     }
     return bytes;
 }
 
-/* Cuts the graph at the crossings of at most one value: at all of them, or, where that would be too
-   often, into stages of about one size. */
+/* Cuts the graph where at most one value crosses; if it would be too often, evenly by bytes. */
 static void msi_cut_stages(msi_chain *c, const msi_crossings *x) {
     const msi_graph *g = c->graph;
     const uint32_t layers = g->layers.count;
-    uint64_t all = 0, bytes = 0, least = 0;
+    uint64_t all = 0;
     uint32_t cuts = 1;
     for (uint32_t i = 0; i < layers; i++) {
         all += msi_droppable_bytes(g, i);
         cuts += i > 0 && x->count[i] <= 1;
     }
-    least = cuts > MSI_CHAIN_STAGES ? all / (MSI_CHAIN_STAGES - 1) + 1 : 0;
-    c->count = 0;
+    const uint64_t least = cuts > MSI_CHAIN_STAGES ? all / (MSI_CHAIN_STAGES - 1) + 1 : 0;
     for (uint32_t i = 0; i < layers; i++) {
-        if (i == 0 || (x->count[i] <= 1 && bytes >= least)) {
-            msi_chain_stage *stage = &c->stages[c->count++];
-            memset(stage, 0, sizeof *stage);
+        msi_chain_stage *stage = &c->stages[i > 0 ? c->count - 1 : 0];
+        if (i == 0 || (x->count[i] <= 1 && stage->droppable_bytes >= least)) {
+            stage = &c->stages[c->count++];
             stage->first = i;
             stage->input = i > 0 && x->count[i] ? (uint32_t)x->sum[i] - 1 : MSI_NONE;
             stage->input_bytes =
                 stage->input == MSI_NONE ? 0 : msi_align(g->tensors.items[stage->input].bytes);
-            bytes = 0;
         }
-        bytes += msi_droppable_bytes(g, i);
-        c->stages[c->count - 1].end = i + 1;
+        stage->droppable_bytes += msi_droppable_bytes(g, i);
+        stage->end = i + 1;
         c->stage_of[i] = c->count - 1;
     }
 }
 
-/* Finds the stages. */
+/* Finds the stages; without memory, none. */
 static void msi_find_stages(msi_chain *c) {
-    const msi_graph *g = c->graph;
-    const ms_allocator *a = c->scorer->allocator;
+    const uint64_t layers = c->graph->layers.count + 1ull;
+    const uint64_t bytes =
+        layers * 2 * sizeof(uint64_t) + c->graph->tensors.count * (uint64_t)sizeof(uint32_t);
     msi_crossings x;
-    x.sum = (uint64_t *)msi_alloc_zeroed(a, msi_crossings_bytes(g));
-    if (!x.sum) {
-        msi_run_short(c->scorer, "the solver", msi_crossings_bytes(g));
-        return;
+    x.count = (uint64_t *)msi_scratch(c->scorer, bytes);
+    if (x.count) {
+        x.sum = x.count + layers;
+        x.last_use = (uint32_t *)(void *)(x.sum + layers);
+        msi_find_crossings(&x, c->graph);
+        msi_cut_stages(c, &x);
+        msi_release(c->scorer->allocator, x.count, bytes);
     }
-    x.count = (uint32_t *)(void *)(x.sum + g->layers.count);
-    x.last_use = x.count + g->layers.count;
-    msi_find_crossings(&x, g);
-    msi_cut_stages(c, &x);
-    msi_release(a, x.sum, msi_crossings_bytes(g));
 }
 
-/* Whether a stage may drop a value by an option: one of its own, apart from its output. */
+/* Whether an option may drop a value that its stage makes: any value except the output. */
 static bool msi_is_inner(const msi_chain *c, uint32_t number, uint32_t t) {
-    return t != MSI_NONE && msi_is_droppable(c->graph, t) &&
+    return msi_is_droppable(c->graph, t) &&
            (number + 1 == c->count || c->stages[number + 1].input != t);
 }
 
-/* Drops a value of a stage, and the saved tensors with it that a forward makes together. */
+/* Drops a value of a stage, and with it the saved tensors that come back only together with it. */
 static void msi_drop_in_stage(msi_chain *c, uint32_t number, uint32_t tensor, uint32_t option) {
     const msi_graph *g = c->graph;
     const uint32_t layer = g->tensors.items[tensor].producer;
     const msi_layer *l = &g->layers.items[layer];
     const bool together = g->tensors.items[tensor].kind == MSI_KIND_SAVED && !l->recompute;
-    const uint32_t *saved = msi_group(g, l, MSI_GROUP_SAVED);
-    c->decisions[tensor].pass = 1;
     c->pricing.recomputed[layer] = 1;
-    c->option_of[tensor] = (uint8_t)option;
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_SAVED] && together; k++) {
-        if (msi_is_inner(c, number, saved[k]) && c->decisions[saved[k]].pass == 0) {
-            c->decisions[saved[k]].pass = 1;
-            c->option_of[saved[k]] = (uint8_t)option;
+    for (MSI_EACH_MADE(made, g, layer)) {
+        const uint32_t t = made.tensor;
+        const bool joins = together && made.slot >= l->count[MSI_GROUP_OUT] &&
+                           msi_is_inner(c, number, t) && c->decisions[t].pass == 0;
+        if (t == tensor || joins) {
+            c->decisions[t].pass = 1;
+            c->option_of[t] = (uint8_t)option;
         }
     }
 }
 
-/* The values of a stage that are still kept, with what they free for the time that recomputing them
-   adds. */
+/* Lists the values of a stage that are still kept, each as a move. */
 static void msi_list_kept(msi_chain *c, uint32_t number) {
     const msi_graph *g = c->graph;
-    const msi_chain_stage *stage = &c->stages[number];
-    c->moves.count = 0;
-    for (uint32_t i = stage->first; i < stage->end; i++) {
-        uint32_t made_count;
-        const uint32_t *made = msi_made_by(g, i, &made_count);
-        if (!MSI_RESERVE(msi_move, c->scorer->allocator, c->moves,
-                         c->moves.count + (uint64_t)made_count)) {
-            msi_run_short(c->scorer, "the solver", c->moves.count * sizeof(msi_move));
-            return;
-        }
-        for (uint32_t k = 0; k < made_count; k++) {
-            if (msi_is_inner(c, number, made[k]) && c->decisions[made[k]].pass == 0) {
-                msi_move *move = &c->moves.items[c->moves.count++];
+    c->move_count = 0;
+    for (uint32_t i = c->stages[number].first; i < c->stages[number].end; i++) {
+        for (MSI_EACH_MADE(made, g, i)) {
+            if (msi_is_inner(c, number, made.tensor) && c->decisions[made.tensor].pass == 0) {
+                msi_move *move = &c->moves[c->move_count++];
                 memset(move, 0, sizeof *move);
-                move->key = made[k];
-                move->bytes_per_us = (double)g->tensors.items[made[k]].bytes /
+                move->key = made.tensor;
+                move->bytes_per_us = (double)g->tensors.items[made.tensor].bytes /
                                      (1e-3 + msi_price_us(&c->pricing, c->decisions, i));
             }
         }
     }
 }
 
-/* Drops so many values of a stage more, those that free most first. */
+/* Drops `count` more values of a stage: those that free most bytes for their time. */
 static void msi_drop_best(msi_chain *c, uint32_t number, uint32_t count, uint32_t option) {
     msi_list_kept(c, number);
-    msi_sort_moves(c->moves.items, c->moves.count);
-    for (uint32_t k = 0; k < c->moves.count && count > 0; k++) {
-        if (c->decisions[c->moves.items[k].key].pass == 0) {
-            msi_drop_in_stage(c, number, c->moves.items[k].key, option);
+    msi_sort_moves(c->moves, c->move_count);
+    for (uint32_t k = 0; k < c->move_count && count > 0; k++) {
+        if (c->decisions[c->moves[k].key].pass == 0) {
+            msi_drop_in_stage(c, number, c->moves[k].key, option);
             count--;
         }
     }
 }
 
-/* Values of a stage that options drop, one after the other. */
+/* How many times msi_drop_best can drop a value of a stage. */
 static uint32_t msi_count_drops(const msi_chain *c, uint32_t number) {
-    const msi_graph *g = c->graph;
-    const msi_chain_stage *stage = &c->stages[number];
     uint32_t count = 0;
-    for (uint32_t i = stage->first; i < stage->end; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        uint32_t made_count;
-        const uint32_t *made = msi_made_by(g, i, &made_count);
+    for (uint32_t i = c->stages[number].first; i < c->stages[number].end; i++) {
+        const msi_layer *l = &c->graph->layers.items[i];
         bool joined = false;
-        for (uint32_t k = 0; k < made_count; k++) {
+        for (MSI_EACH_MADE(made, c->graph, i)) {
             const bool inner =
-                msi_is_inner(c, number, made[k]) && c->search->base[made[k]].pass == 0;
-            const bool saved = k >= l->count[MSI_GROUP_OUT];
+                msi_is_inner(c, number, made.tensor) && c->search->base[made.tensor].pass == 0;
+            const bool saved = made.slot >= l->count[MSI_GROUP_OUT];
             count += inner && (!saved || l->recompute || !joined);
             joined |= inner && saved;
         }
@@ -9364,23 +9342,23 @@ static uint32_t msi_count_drops(const msi_chain *c, uint32_t number) {
     return count;
 }
 
-/* The stage of each instruction, and where each stage begins and ends. What stands before a layer
-   belongs to it, but for updates and sums. */
+/* Finds the stage of each instruction, and where each stage begins and ends. An instruction before
+   that of a layer belongs to this layer; updates and sums belong to the instruction before them. */
 static void msi_mark_stages(msi_chain *c, const msi_program *p) {
     const msi_instruction *items = p->instructions.items;
     uint32_t *at = c->at.items;
-    uint32_t stage = c->count - 1;
-    for (uint32_t i = p->backward_end; i-- > 0;) {
+    uint32_t stage = c->count - 1, i = 0;
+    for (i = p->backward_end; i-- > 0;) {
         const bool of_layer = items[i].op == MSI_OP_FORWARD || items[i].op == MSI_OP_BACKWARD;
         stage = of_layer ? c->stage_of[items[i].target] : stage;
         at[i] = stage;
         stage = i == p->forward_end ? c->count - 1 : stage;
     }
-    for (uint32_t i = 1; i < p->backward_end; i++) {
-        const bool behind = items[i].op == MSI_OP_ADD || items[i].op == MSI_OP_UPDATE;
-        at[i] = behind && i != p->forward_end ? at[i - 1] : at[i];
+    for (i = 1; i < p->backward_end; i++) {
+        const bool after = items[i].op == MSI_OP_ADD || items[i].op == MSI_OP_UPDATE;
+        at[i] = after && i != p->forward_end ? at[i - 1] : at[i];
     }
-    uint32_t i = 0;
+    i = 0;
     for (uint32_t k = 0; k < c->count; k++) {
         c->stages[k].forward = i;
         while (i < p->forward_end && at[i] == k) {
@@ -9398,134 +9376,126 @@ static void msi_mark_stages(msi_chain *c, const msi_program *p) {
     }
 }
 
-/* Adds bytes to the instructions from first to last: differences, to be summed up. */
-static void msi_add_range(uint64_t *differences, uint64_t first, uint64_t last, uint64_t bytes) {
-    if (first <= last) {
-        differences[first] += bytes;
-        differences[last + 1] -= bytes;
+/* Adds a live range to an option of its stage: a value that can be dropped, or a workspace. */
+static void msi_add_own(msi_chain *c, const msi_range *range, uint32_t home, uint32_t option) {
+    const uint64_t bytes = msi_align(range->bytes), first = range->first;
+    const uint64_t last = msi_counts_to(range);
+    const bool value = range->role == MSI_ROLE_VALUE;
+    msi_chain_stage *stage = &c->stages[home];
+    if (stage->backward_end > stage->backward) {
+        msi_add_range(c->own, msi_max_u64(first, stage->backward),
+                      msi_smaller(last, stage->backward_end - 1ull), bytes);
+    }
+    if (first >= stage->forward_end) {
+        return;
+    }
+    msi_add_range(c->own, first, msi_smaller(last, stage->forward_end - 1ull), bytes);
+    if (value && home + 1 < c->count && stage[1].input == range->tensor) {
+        stage[1].options[option].holds_input = range->last >= stage[1].backward;
+        stage->reads_output |= option == 0 && range->last >= stage->backward;
+    } else if (value && last >= stage->backward) {
+        stage->options[option].kept_bytes += bytes;
     }
 }
 
-/* Sums the live ranges of a program: of values that can be dropped, and of scratch memory, in the
-   instructions of their own stage; of all others everywhere. */
+/* Sums the live ranges of the program: the stage's own in its instructions, all others as carried.
+   Without memory, the scorer is short. */
 static void msi_sum_stages(msi_chain *c, uint32_t option) {
     const msi_graph *g = c->graph;
     const msi_program *p = c->scorer->program;
-    const ms_allocator *a = c->scorer->allocator;
     const uint32_t count = p->instructions.count;
-    if (!MSI_RESERVE(uint32_t, a, c->at, count + 2ull) ||
-        !MSI_RESERVE(uint64_t, a, c->own, count + 2ull) ||
-        !MSI_RESERVE(uint64_t, a, c->carried, count + 2ull)) {
-        msi_run_short(c->scorer, "the solver", count * sizeof(uint64_t));
+    if (msi_is_short(c->scorer) || !MSI_SCRATCH_LIST(uint32_t, c->scorer, c->at, count + 2ull) ||
+        !MSI_SCRATCH_LIST(uint64_t, c->scorer, c->bytes, 2 * (count + 2ull))) {
         return;
     }
+    c->own = c->bytes.items;
+    c->carried = c->own + count + 2;
+    memset(c->own, 0, 2 * (count + 2ull) * sizeof *c->own);
     msi_mark_stages(c, p);
-    memset(c->own.items, 0, (count + 2ull) * sizeof(uint64_t));
-    memset(c->carried.items, 0, (count + 2ull) * sizeof(uint64_t));
     for (uint32_t k = 0; k < c->count; k++) {
-        memset(&c->stages[k].options[option], 0, sizeof(msi_option));
         c->stages[k].carried_bytes = 0;
     }
     for (uint32_t i = c->scorer->store->residents.count; i < p->ranges.count; i++) {
         const msi_range *range = &p->ranges.items[i];
-        const uint64_t bytes = msi_align(range->bytes), first = range->first,
-                       last = msi_counts_to(range);
-        const bool value = range->role == MSI_ROLE_VALUE && msi_is_droppable(g, range->tensor);
-        if (!value && range->role != MSI_ROLE_WORKSPACE) {
-            msi_add_range(c->carried.items, first, last, bytes);
-            if (first < p->backward_end && c->stages[c->at.items[first]].backward == first) {
-                c->stages[c->at.items[first]].carried_bytes -= bytes; // it is not there before
+        if (range->role == MSI_ROLE_WORKSPACE) {
+            msi_add_own(c, range, c->stage_of[range->tensor], option);
+        } else if (range->role == MSI_ROLE_VALUE && msi_is_droppable(g, range->tensor)) {
+            const uint32_t layer = g->tensors.items[range->tensor].producer;
+            msi_add_own(c, range, c->stage_of[layer], option);
+        } else {
+            const uint64_t bytes = msi_align(range->bytes);
+            msi_add_range(c->carried, range->first, msi_counts_to(range), bytes);
+            if (range->first < p->backward_end &&
+                c->stages[c->at.items[range->first]].backward == range->first) {
+                c->stages[c->at.items[range->first]].carried_bytes -= bytes; // not there before
             }
-            continue;
-        }
-        const uint32_t home =
-            c->stage_of[value ? g->tensors.items[range->tensor].producer : range->tensor];
-        const msi_chain_stage *stage = &c->stages[home];
-        const uint64_t forward_last = last < stage->forward_end ? last : stage->forward_end - 1ull;
-        const uint64_t backward_first = first > stage->backward ? first : stage->backward;
-        const uint64_t backward_last =
-            last < stage->backward_end ? last : stage->backward_end - 1ull;
-        if (first < stage->forward_end) {
-            msi_add_range(c->own.items, first, forward_last, bytes);
-        }
-        if (stage->backward_end > stage->backward) {
-            msi_add_range(c->own.items, backward_first, backward_last, bytes);
-        }
-        const bool output =
-            value && home + 1 < c->count && c->stages[home + 1].input == range->tensor;
-        if (output && first < stage->forward_end) {
-            c->stages[home + 1].options[option].holds_input = range->last >= stage[1].backward;
-            c->stages[home].reads_output |= option == 0 && range->last >= stage->backward;
-        } else if (value && first < stage->forward_end && last >= stage->backward) {
-            c->stages[home].options[option].kept_bytes += bytes;
         }
     }
     for (uint32_t i = 1; i <= count; i++) {
-        c->own.items[i] += c->own.items[i - 1];
-        c->carried.items[i] += c->carried.items[i - 1];
+        c->own[i] += c->own[i - 1];
+        c->carried[i] += c->carried[i - 1];
     }
 }
 
-/* Fills in one option of all stages, from the program that has it everywhere. */
+/* Fills in one option of all stages, from the program in which all stages have it. */
 static void msi_measure_option(msi_chain *c, uint32_t option) {
     const msi_program *p = c->scorer->program;
-    const msi_graph *g = c->graph;
     msi_sum_stages(c, option);
     for (uint32_t k = 0; k < c->count && !msi_is_short(c->scorer); k++) {
         msi_chain_stage *stage = &c->stages[k];
         msi_option *o = &stage->options[option];
-        stage->carried_bytes += c->carried.items[stage->backward];
+        stage->carried_bytes += c->carried[stage->backward];
         for (uint32_t i = stage->forward; i < stage->forward_end; i++) {
-            const uint64_t own = c->own.items[i], both = own + c->carried.items[i];
-            o->pass_bytes = msi_max_u64(o->pass_bytes, own);
-            o->first_bytes = msi_max_u64(o->first_bytes, both);
+            o->pass_bytes = msi_max_u64(o->pass_bytes, c->own[i]);
+            o->first_bytes = msi_max_u64(o->first_bytes, c->own[i] + c->carried[i]);
         }
         for (uint32_t i = stage->backward; i < stage->backward_end; i++) {
             const msi_instruction *at = &p->instructions.items[i];
-            o->backward_bytes =
-                msi_max_u64(o->backward_bytes, c->own.items[i] + c->carried.items[i]);
-            o->recompute_us +=
-                at->op == MSI_OP_RECOMPUTE ? g->layers.items[at->target].time.recompute_us : 0.0;
+            const bool again = at->op == MSI_OP_RECOMPUTE;
+            o->backward_bytes = msi_max_u64(o->backward_bytes, c->own[i] + c->carried[i]);
+            o->recompute_us += again ? c->graph->layers.items[at->target].time.recompute_us : 0.0;
         }
     }
 }
 
-/* Times of a pass over a stage; the program that drops everything is lowered. */
+/* Times of a pass over a stage. The program at hand is the one that drops everything. Stages are
+   timed from the first on, so marks on layers before this stage do no harm. */
 static void msi_time_stage(msi_chain *c, uint32_t number) {
     const msi_graph *g = c->graph;
     msi_chain_stage *stage = &c->stages[number];
-    msi_pricing *met = &c->pricing;
     const uint32_t output = number + 1 < c->count ? c->stages[number + 1].input : MSI_NONE;
-    met->query++;
     if (output != MSI_NONE) {
-        met->visited[g->tensors.items[output].producer] = met->query;
+        c->leads[g->tensors.items[output].producer] = 1;
     }
     for (uint32_t i = stage->end; i-- > stage->first;) {
         const msi_layer *l = &g->layers.items[i];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
         const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
-        const bool leads = met->visited[i] == met->query;
-        stage->pass_us += leads ? l->time.recompute_us : 0.0;
-        stage->full_us += leads || met->recomputed[i] ? l->time.recompute_us : 0.0;
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && leads; k++) {
-            if (in[k] != MSI_NONE && (reads >> k & 1) && msi_is_droppable(g, in[k]) &&
-                g->tensors.items[in[k]].producer >= stage->first) {
-                met->visited[g->tensors.items[in[k]].producer] = met->query;
+        stage->pass_us += c->leads[i] ? l->time.recompute_us : 0.0;
+        stage->full_us += c->leads[i] || c->pricing.recomputed[i] ? l->time.recompute_us : 0.0;
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            if (c->leads[i] && (reads >> in.slot & 1) && msi_is_droppable(g, in.tensor)) {
+                c->leads[g->tensors.items[in.tensor].producer] = 1;
             }
         }
     }
     stage->last_us = stage->options[stage->option_count - 1].recompute_us;
 }
 
-/* How many values of a stage an option drops: one more than the option before or, where there are
-   more values than options, some more. */
+static void msi_assign_output(msi_chain *c, uint32_t k, uint32_t depth) {
+    if (k + 1 < c->count && c->stages[k + 1].input != MSI_NONE) {
+        c->decisions[c->stages[k + 1].input].pass = depth;
+    }
+}
+
+/* How many values of a stage an option drops: one more than the option before or, if there are more
+   values than options, several more. */
 static uint32_t msi_drops_of_option(uint32_t drops, uint32_t option, uint32_t options) {
     const uint32_t one_by_one = option < drops ? option : drops;
     return drops < options ? one_by_one : drops * option / (options - 1);
 }
 
-/* Measures what stages take with each of their options: first nothing is dropped except what nobody
-   reads, in the end everything that does not pass to the next stage. */
+/* Measures each option of all stages. The first drops only values that nothing reads, the last all
+   values that do not pass to the next stage. */
 static void msi_find_options(msi_chain *c) {
     const msi_tensor_decision *base = c->search->base;
     const uint32_t tensors = c->graph->tensors.count;
@@ -9535,9 +9505,7 @@ static void msi_find_options(msi_chain *c) {
         c->option_of[t] = base[t].pass > 0 ? 0 : UINT8_MAX;
     }
     for (uint32_t k = 0; k < c->count; k++) {
-        if (c->stages[k].input != MSI_NONE) {
-            c->decisions[c->stages[k].input].pass = 0;
-        }
+        msi_assign_output(c, k, 0);
         drops[k] = msi_count_drops(c, k);
         most = drops[k] > most ? drops[k] : most;
         c->stages[k].option_count = 1;
@@ -9560,73 +9528,52 @@ static void msi_find_options(msi_chain *c) {
     }
 }
 
-static uint32_t msi_bucket_of(const msi_chain *c, uint64_t bytes) {
-    const uint32_t bucket = (uint32_t)sqrt((double)(int64_t)(bytes - c->low) * c->scale);
-    return bucket < c->width ? bucket : c->width - 1; // petabytes are rounded
-}
-
+/* Offers a way to train the subchain at hand with so many bytes. */
 static void msi_offer(msi_chain *c, const msi_source *from, uint64_t bytes, float us) {
-    msi_pareto_point *bucket = &c->buckets.items[msi_bucket_of(c, bytes)];
+    const msi_pareto_point point = {bytes, us, from->way, from->number};
+    const uint32_t number = (uint32_t)sqrt((double)(int64_t)(bytes - c->low) * c->scale);
+    msi_pareto_point *bucket = &c->buckets[number < c->width ? number : c->width - 1]; // rounding
     if (us < bucket->us || (us <= bucket->us && bytes < bucket->bytes)) {
-        bucket->bytes = bytes;
-        bucket->us = us;
-        bucket->way = from->way;
-        bucket->number = from->number;
+        *bucket = point;
     }
     if (bytes == c->low && us < c->lowest.us) {
-        c->lowest.bytes = bytes;
-        c->lowest.us = us;
-        c->lowest.way = from->way;
-        c->lowest.number = from->number;
+        c->lowest = point;
     }
 }
 
-/* The points of a subchain, or of none: it takes nothing. */
-static const msi_pareto_point *msi_points_of(const msi_subchain *subchain, uint32_t *count) {
-    static const msi_pareto_point nothing[2] = {{0, 0.0f, 0, 0}, {MSI_CHAIN_NEVER, 0.0f, 0, 0}};
-    *count = subchain ? subchain->count : 1;
-    return subchain ? subchain->points : nothing;
-}
-
-/* Adds a way to those of the subchain under way. */
+/* Adds a way to those of the subchain at hand. */
 static void msi_add_source(msi_chain *c, const msi_source *way) {
-    uint32_t a_count, b_count;
-    const msi_pareto_point *a = msi_points_of(way->a, &a_count);
-    const msi_pareto_point *b = msi_points_of(way->b, &b_count);
+    const msi_pareto_point *a = way->a->points, *b = way->b->points;
+    const msi_pareto_point *last_a = a + way->a->count - 1, *last_b = b + way->b->count - 1;
     msi_source *s = &c->sources[c->source_count++];
     *s = *way;
-    s->low = msi_max_u64(s->floor, msi_max_u64(s->a_bytes + a[0].bytes, b[0].bytes));
-    s->high = msi_max_u64(s->low, s->a_bytes + a[a_count - 1].bytes);
-    s->high = msi_max_u64(s->high, b[b_count - 1].bytes);
-    s->fastest_us = s->us + a[a_count - 1].us + b[b_count - 1].us;
-    c->low = s->low < c->low ? s->low : c->low;
+    s->low = msi_max_u64(s->floor, msi_max_u64(s->a_bytes + a->bytes, b->bytes));
+    s->high = msi_max_u64(s->low, msi_max_u64(s->a_bytes + last_a->bytes, last_b->bytes));
+    s->fastest_us = s->us + last_a->us + last_b->us;
+    c->low = msi_smaller(c->low, s->low);
     if (s->fastest_us < c->fastest_us || (s->fastest_us <= c->fastest_us && s->high < c->high)) {
         c->fastest_us = s->fastest_us;
         c->high = s->high;
     }
 }
 
-/* Bytes up to which a way may be faster than what was offered: up to the bucket where that is as
-   fast as the way ever gets. */
+/* Bytes up to which a way may be faster than the points offered so far: up to the first bucket
+   whose reach is as fast as the way ever gets. */
 static uint64_t msi_useful_bytes(const msi_chain *c, const msi_source *s) {
     uint32_t first = 0, end = c->width;
     while (first < end) {
         const uint32_t middle = (first + end) / 2;
-        if (c->reach.items[middle] <= s->fastest_us) {
-            end = middle;
-        } else {
-            first = middle + 1;
-        }
+        const bool reached = c->reach[middle] <= s->fastest_us;
+        end = reached ? middle : end;
+        first = reached ? first : middle + 1;
     }
     const double bytes = (first + 1.0) * (first + 1.0) / c->scale; // where the bucket ends
     return first == c->width ? c->high : msi_smaller(c->high, c->low + (uint64_t)bytes);
 }
 
-/* Walks the steps of a way: all numbers of bytes where it gets faster. */
+/* Offers a way at each number of bytes where it gets faster. */
 static void msi_walk_source(msi_chain *c, const msi_source *s) {
-    uint32_t count;
-    const msi_pareto_point *a = msi_points_of(s->a, &count);
-    const msi_pareto_point *b = msi_points_of(s->b, &count);
+    const msi_pareto_point *a = s->a->points, *b = s->b->points;
     const uint64_t useful = msi_useful_bytes(c, s), a_bytes = s->a_bytes;
     uint64_t bytes = s->low;
     if (bytes > useful) {
@@ -9642,7 +9589,7 @@ static void msi_walk_source(msi_chain *c, const msi_source *s) {
         msi_offer(c, s, bytes, s->us + a->us + b->us);
         const uint64_t next_a = a_bytes + a[1].bytes, next_b = b[1].bytes;
         bytes = next_a < next_b ? next_a : next_b;
-        a += next_a == bytes; // without a branch: which it is cannot be foreseen
+        a += next_a == bytes; // no branch: it would be unpredictable
         b += next_b == bytes;
     }
 }
@@ -9651,34 +9598,35 @@ static void msi_walk_sources(msi_chain *c) {
     for (uint32_t k = 0; k < c->source_count; k++) {
         float best = INFINITY;
         for (uint32_t i = 0; i < c->width && k % 8 == 0; i++) {
-            best = c->buckets.items[i].us < best ? c->buckets.items[i].us : best;
-            c->reach.items[i] = best;
+            best = c->buckets[i].us < best ? c->buckets[i].us : best;
+            c->reach[i] = best;
         }
         msi_walk_source(c, &c->sources[k]);
     }
 }
 
-/* Bytes of a forward of stage k that keeps what its option says: in the first pass, or in one
-   before the backward of stage t. */
+/* Bytes of a forward of stage k that keeps what an option says: in the first pass if t is the last
+   stage of the chain, otherwise in a recomputation before the backward of stage t. */
 static uint64_t msi_forward_bytes(const msi_chain *c, uint32_t k, uint32_t option, uint32_t t) {
     const msi_option *o = &c->stages[k].options[option];
     return t + 1 == c->count ? o->first_bytes : o->pass_bytes + c->stages[t].carried_bytes;
 }
 
-/* Bytes of stage t while its backward is still to come, and all that it can keep is there. */
+/* Bytes that stage t holds until its backward, when it keeps all that it can. */
 static uint64_t msi_held_bytes(const msi_chain *c, uint32_t t) {
     const msi_chain_stage *stage = &c->stages[t];
     return stage->options[0].kept_bytes + (stage->reads_output ? stage[1].input_bytes : 0);
 }
 
-/* Ways that begin with keeping stage s. */
+/* Adds the ways in which stage s is kept. */
 static void msi_list_keep(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     const msi_chain_stage *stage = &c->stages[s];
     const bool first = t + 1 == c->count, done = kept && s == t; // its backward is left
     const uint64_t held = kept ? msi_held_bytes(c, t) : 0;
-    msi_source from;
-    memset(&from, 0, sizeof from);
+    msi_source from = MSI_ZERO_INIT;
     from.way = MSI_WAY_KEEP;
+    from.a = s < t ? msi_subchain_of(c, kept, s + 1, t) : &msi_no_subchain;
+    from.b = &msi_no_subchain;
     for (uint32_t o = 0; o < (done ? 1 : stage->option_count); o++) {
         const msi_option *option = &stage->options[o];
         const uint64_t input = option->holds_input ? stage->input_bytes : 0;
@@ -9687,15 +9635,12 @@ static void msi_list_keep(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
         from.floor = msi_max_u64(input + option->backward_bytes, done ? 0 : forward);
         const double again = first || done ? 0.0 : s == t ? stage->last_us : stage->full_us;
         from.us = (float)(done ? 0.0 : option->recompute_us + again);
-        if (s < t) {
-            from.a = msi_subchain_of(c, kept, s + 1, t);
-            from.a_bytes = input + option->kept_bytes;
-        }
+        from.a_bytes = s < t ? input + option->kept_bytes : 0;
         msi_add_source(c, &from);
     }
 }
 
-/* Ways that begin with a pass from s to k that keeps nothing. */
+/* Adds the ways that begin with a pass from s to k that keeps nothing. */
 static void msi_list_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     const bool first = t + 1 == c->count;
     const uint64_t start = c->stages[s].input_bytes;
@@ -9708,7 +9653,7 @@ static void msi_list_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
         const uint64_t pass = msi_forward_bytes(c, k - 1, before->option_count - 1, t);
         floor = msi_max_u64(floor, held + input + pass);
         us += first ? 0.0 : before->pass_us;
-        msi_source from;
+        msi_source from = MSI_ZERO_INIT;
         from.floor = floor;
         from.us = (float)us;
         from.number = (uint8_t)k;
@@ -9730,25 +9675,28 @@ static void msi_list_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     }
 }
 
-/* Room for some points, in one piece. */
+/* Memory for some points in one piece; NULL, and the scorer is short, if there is none. */
 static msi_pareto_point *msi_reserve_points(msi_chain *c, uint32_t count) {
-    const uint64_t bytes = MSI_CHAIN_POOL * sizeof(msi_pareto_point);
     if (c->pool_count == 0 || c->pool_used + count > MSI_CHAIN_POOL) {
-        if (c->pool_count == MSI_CHAIN_POOLS) {
-            return NULL;
-        }
-        msi_pareto_point *pool = (msi_pareto_point *)msi_alloc(c->scorer->allocator, bytes);
+        const uint64_t bytes = MSI_CHAIN_POOL * sizeof(msi_pareto_point);
+        void *pool =
+            c->pool_count < MSI_CHAIN_POOLS ? msi_alloc(c->scorer->allocator, bytes) : NULL;
         if (!pool) {
+            (void)msi_run_short(c->scorer, "the solver", bytes);
             return NULL;
         }
-        c->pools[c->pool_count++] = pool;
+        c->pools[c->pool_count++] = (msi_pareto_point *)pool;
         c->pool_used = 0;
     }
     return c->pools[c->pool_count - 1] + c->pool_used;
 }
 
-/* The best ways to train stages s to t: those that are faster than all that take less. */
-static bool msi_fill_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint32_t width) {
+/* Finds the best ways to train stages s to t: those that are faster than all that take less. */
+static void msi_fill_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint32_t width) {
+    msi_pareto_point *points = msi_is_short(c->scorer) ? NULL : msi_reserve_points(c, width + 2);
+    if (!points) {
+        return;
+    }
     c->low = c->high = MSI_CHAIN_NEVER - 1;
     c->fastest_us = c->lowest.us = INFINITY;
     c->source_count = 0;
@@ -9757,75 +9705,51 @@ static bool msi_fill_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, u
     msi_list_passes(c, kept, s, t);
     c->scale = (double)width * (double)width / ((double)(c->high - c->low) + 1.0);
     for (uint32_t i = 0; i < width; i++) {
-        c->buckets.items[i].us = INFINITY;
-        c->buckets.items[i].bytes = UINT64_MAX;
+        c->buckets[i].us = INFINITY;
+        c->buckets[i].bytes = UINT64_MAX;
     }
     msi_walk_sources(c);
-    msi_pareto_point *points = msi_reserve_points(c, width + 2);
-    if (!points) {
-        return false;
-    }
     msi_subchain *subchain = msi_subchain_of(c, kept, s, t);
     subchain->points = points;
-    subchain->count = 1;
-    points[0] = c->lowest;
+    *points = c->lowest;
     for (uint32_t i = 0; i < width; i++) {
-        const msi_pareto_point *point = &c->buckets.items[i];
-        const float best = points[subchain->count - 1].us;
-        if (point->us < best - 1e-6f * best) {
-            points[subchain->count++] = *point;
+        if (c->buckets[i].us < points->us - 1e-6f * points->us) {
+            *++points = c->buckets[i];
         }
     }
-    memset(&points[subchain->count], 0, sizeof *points);
-    points[subchain->count].bytes = MSI_CHAIN_NEVER;
+    memset(++points, 0, sizeof *points);
+    points->bytes = MSI_CHAIN_NEVER;
+    subchain->count = (uint32_t)(points - subchain->points);
     c->pool_used += subchain->count + 1;
-    return true;
 }
 
-/* Subchains up to the end of the chain are few, and what is lost in them is lost for the whole. */
-static bool msi_fill_subchains(msi_chain *c) {
+/* Subchains up to the end of the chain are few and part of every plan, so they get more points. */
+static void msi_fill_subchains(msi_chain *c) {
     const uint32_t n = c->count;
     const uint64_t most = MSI_CHAIN_WORK / (1 + (uint64_t)n * n * n);
     const uint32_t least = MSI_CHAIN_WIDTH, greatest = 512;
     const uint32_t width = most < least ? least : most > greatest ? greatest : (uint32_t)most;
-    if (!MSI_RESERVE(msi_pareto_point, c->scorer->allocator, c->buckets, MSI_CHAIN_WIDEST) ||
-        !MSI_RESERVE(float, c->scorer->allocator, c->reach, MSI_CHAIN_WIDEST)) {
-        return false;
-    }
     for (uint32_t length = 1; length <= n; length++) {
-        for (uint32_t s = 0; s + length <= n; s++) {
-            const uint32_t t = s + length - 1;
-            const bool last = t + 1 == n;
-            if ((!last && !msi_fill_subchain(c, true, s, t, width)) ||
-                !msi_fill_subchain(c, false, s, t, last ? (uint32_t)MSI_CHAIN_WIDEST : width)) {
-                return false;
-            }
+        for (uint32_t s = 0; s + length < n; s++) {
+            msi_fill_subchain(c, true, s, s + length - 1, width);
+            msi_fill_subchain(c, false, s, s + length - 1, width);
         }
+        msi_fill_subchain(c, false, n - length, n - 1, MSI_CHAIN_WIDEST);
     }
-    return true;
 }
 
-/* Which values stage k keeps in the pass `depth`. */
+/* Decides what stage k keeps in the pass `depth`. */
 static void msi_assign_stage(msi_chain *c, uint32_t k, uint32_t option, uint32_t depth) {
-    const msi_chain_stage *stage = &c->stages[k];
-    for (uint32_t i = stage->first; i < stage->end; i++) {
-        uint32_t count;
-        const uint32_t *made = msi_made_by(c->graph, i, &count);
-        for (uint32_t j = 0; j < count; j++) {
-            if (msi_is_inner(c, k, made[j])) {
-                c->decisions[made[j]].pass = depth + (c->option_of[made[j]] <= option);
+    for (uint32_t i = c->stages[k].first; i < c->stages[k].end; i++) {
+        for (MSI_EACH_MADE(made, c->graph, i)) {
+            if (msi_is_inner(c, k, made.tensor)) {
+                c->decisions[made.tensor].pass = depth + (c->option_of[made.tensor] <= option);
             }
         }
     }
 }
 
-static void msi_assign_output(msi_chain *c, uint32_t k, uint32_t depth) {
-    if (c->stages[k + 1].input != MSI_NONE) {
-        c->decisions[c->stages[k + 1].input].pass = depth;
-    }
-}
-
-/* Decides as the best plan of a subchain for so many bytes does. */
+/* Decides as the best plan of a subchain with so many bytes does. */
 static void msi_assign_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint64_t bytes,
                                 uint32_t depth) {
     for (;;) {
@@ -9861,34 +9785,39 @@ static void msi_assign_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t,
     }
 }
 
+static const msi_subchain *msi_whole_chain(msi_chain *c) {
+    return msi_subchain_of(c, false, 0, c->count - 1);
+}
+
 /* The fastest point that should fit. */
-static uint32_t msi_find_point(const msi_chain *c, uint64_t budget) {
-    const msi_subchain *all = &c->subchains[c->count - 1];
+static uint32_t msi_find_point(msi_chain *c, uint64_t budget) {
+    const msi_subchain *all = msi_whole_chain(c);
+    const uint64_t residents = c->scorer->store->resident_bytes;
     uint32_t k = 0;
-    while (k + 1 < all->count &&
-           c->scorer->store->resident_bytes + all->points[k + 1].bytes <= budget) {
+    while (k + 1 < all->count && residents + all->points[k + 1].bytes <= budget) {
         k++;
     }
     return k;
 }
 
-/* Tries the plan of a point of the whole chain. True: it fits, or is no faster than one that does;
-   then slower points are not worth a try. */
+/* Tries the plan of a point of the whole chain. True: it fits, or is no faster than one that does,
+   so slower points are not worth a try. */
 static bool msi_try_point(msi_chain *c, uint32_t number) {
     msi_search *s = c->search;
-    const msi_subchain *all = msi_subchain_of(c, false, 0, c->count - 1);
+    const uint64_t bytes = msi_whole_chain(c)->points[number].bytes;
     memcpy(c->decisions, s->base, c->graph->tensors.count * sizeof *s->base);
-    msi_assign_subchain(c, false, 0, c->count - 1, all->points[number].bytes, 0);
+    msi_assign_subchain(c, false, 0, c->count - 1, bytes, 0);
     const double us = msi_try(s, c->decisions);
     return (s->fits && us >= s->best_score.us) || msi_is_short(c->scorer);
 }
 
-/* Tries points of the chain from the fastest that should fit on. The first one shows how much less
-   the real program needs than the sum of its subchains; a layout may waste some of that. */
+/* Tries points of the chain, starting with the fastest that should fit. The first one shows how
+   much less the real program needs than the sum of its subchains, so faster ones may fit; a layout
+   may waste some of that. */
 static void msi_search_points(msi_chain *c) {
     const msi_search *s = c->search;
     const uint64_t budget = s->budget;
-    const msi_subchain *all = &c->subchains[c->count - 1];
+    const msi_subchain *all = msi_whole_chain(c);
     uint32_t k = msi_find_point(c, budget), jump = 1;
     bool done = msi_try_point(c, k);
     const uint64_t sum = all->points[k].bytes, real = c->scorer->program->peak_bytes;
@@ -9906,8 +9835,8 @@ static void msi_search_points(msi_chain *c) {
 }
 
 static uint64_t msi_chain_bytes(const msi_graph *g) {
-    return g->tensors.count * (uint64_t)(sizeof(msi_tensor_decision) + sizeof(uint8_t)) +
-           g->layers.count * (uint64_t)sizeof(uint32_t);
+    return g->tensors.count * (uint64_t)(sizeof(msi_move) + sizeof(msi_tensor_decision) + 1) +
+           g->layers.count * (uint64_t)(sizeof(uint32_t) + 1);
 }
 
 static uint64_t msi_subchains_bytes(const msi_chain *c) {
@@ -9921,67 +9850,54 @@ static bool msi_chain_init(msi_chain *c, msi_search *search) {
     c->search = search;
     c->scorer = s;
     c->graph = g;
-    c->decisions = (msi_tensor_decision *)msi_alloc_zeroed(s->allocator, msi_chain_bytes(g));
-    if (!c->decisions) {
-        msi_run_short(s, "the solver", msi_chain_bytes(g));
+    c->moves = (msi_move *)msi_scratch(s, msi_chain_bytes(g));
+    if (!c->moves || !msi_pricing_init(&c->pricing, s)) {
         return false;
     }
+    c->decisions = (msi_tensor_decision *)(void *)(c->moves + g->tensors.count);
     c->stage_of = (uint32_t *)(void *)(c->decisions + g->tensors.count);
     c->option_of = (uint8_t *)(void *)(c->stage_of + g->layers.count);
+    c->leads = c->option_of + g->tensors.count;
     msi_find_stages(c);
-    c->subchains = (msi_subchain *)msi_alloc_zeroed(s->allocator, msi_subchains_bytes(c));
-    if (!c->subchains) {
-        msi_run_short(s, "the solver", msi_subchains_bytes(c));
+    if (!msi_is_short(s)) {
+        c->subchains = (msi_subchain *)msi_scratch(s, msi_subchains_bytes(c));
     }
-    return msi_pricing_init(&c->pricing, s) && !msi_is_short(s);
+    return !msi_is_short(s);
 }
 
 static void msi_chain_free(msi_chain *c) {
     const ms_allocator *a = c->scorer->allocator;
-    if (c->decisions) {
-        msi_pricing_free(&c->pricing);
-    }
-    MSI_LIST_FREE(msi_move, a, c->moves);
+    msi_pricing_free(&c->pricing);
     MSI_LIST_FREE(uint32_t, a, c->at);
-    MSI_LIST_FREE(uint64_t, a, c->own);
-    MSI_LIST_FREE(uint64_t, a, c->carried);
+    MSI_LIST_FREE(uint64_t, a, c->bytes);
     for (uint32_t i = 0; i < c->pool_count; i++) {
         msi_release(a, c->pools[i], MSI_CHAIN_POOL * sizeof(msi_pareto_point));
     }
-    MSI_LIST_FREE(msi_pareto_point, a, c->buckets);
-    MSI_LIST_FREE(float, a, c->reach);
     msi_release(a, c->subchains, msi_subchains_bytes(c));
-    msi_release(a, c->decisions, msi_chain_bytes(c->graph));
+    msi_release(a, c->moves, msi_chain_bytes(c->graph));
     msi_release(a, c, sizeof *c);
 }
 
-/* Whether there are stages to choose from: on a large graph, where that takes its time, no stage
-   has most of the bytes. */
+/* Whether there are stages to choose from. A large graph, for which the search takes long, must not
+   have most of its bytes in one stage. */
 static bool msi_is_chain(const msi_chain *c) {
     uint64_t all = 0, most = 0;
     for (uint32_t k = 0; k < c->count; k++) {
-        uint64_t bytes = 0;
-        for (uint32_t i = c->stages[k].first; i < c->stages[k].end; i++) {
-            bytes += msi_droppable_bytes(c->graph, i);
-        }
-        all += bytes;
-        most = msi_max_u64(most, bytes);
+        all += c->stages[k].droppable_bytes;
+        most = msi_max_u64(most, c->stages[k].droppable_bytes);
     }
     return c->count > 1 && (c->graph->layers.count <= MSI_CHAIN_LARGE || most < all / 2);
 }
 
 /* Plans the graph as a chain, if it is one, and proposes the best plans. */
 static void msi_search_chain(msi_search *s) {
-    msi_chain *c = (msi_chain *)msi_alloc_zeroed(s->scorer->allocator, sizeof *c);
+    msi_chain *c = (msi_chain *)msi_scratch(s->scorer, sizeof *c);
     if (!c) {
-        msi_run_short(s->scorer, "the solver", sizeof *c);
         return;
     }
     if (msi_chain_init(c, s) && msi_is_chain(c)) {
         msi_find_options(c);
-        if (!msi_is_short(s->scorer) && !msi_fill_subchains(c)) {
-            msi_run_short(s->scorer, "the solver", MSI_CHAIN_POOL * sizeof(msi_pareto_point));
-        }
+        msi_fill_subchains(c);
         if (!msi_is_short(s->scorer)) {
             msi_search_points(c);
         }
@@ -9990,22 +9906,22 @@ static void msi_search_chain(msi_search *s) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>exhaustive  small graphs: every choice of what is dropped
+// >>exhaustive  small graphs: every choice of values to drop
 
-/* Choices are laid out in the order of their time, or, where none fits, of their size. Each value is
-   chosen by itself, or, where these are too many, those of a layer together. */
+/* Choices are laid out in the order of their time or, if none fits, of their size. Each value is a
+   group of its own; if these are too many, the values of each layer are a group. */
 enum { MSI_ALL_GROUPS = 12, MSI_ALL_LAYERS = 16, MSI_ALL_TRIES = 32 };
 
 typedef struct msi_exhaustive {
     msi_search *search;
     const msi_graph *graph;
     double plain_us;                    // of a step that recomputes nothing
-    uint32_t count;                     // groups of values
-    uint32_t first[MSI_ALL_GROUPS + 1]; // in members
+    uint32_t count;                     // groups: a choice is a mask of those that are dropped
+    uint32_t first[MSI_ALL_GROUPS + 1]; // per group: its first value in members
     uint32_t members[MSI_ALL_LAYERS * (MS_LIMIT_OUT + MS_LIMIT_SAVED)];
     msi_tensor_decision *decisions; // of the choice at hand
     msi_score scores[1 << MSI_ALL_GROUPS];
-    bool tried[1 << MSI_ALL_GROUPS]; // or no better than what there is
+    bool tried[1 << MSI_ALL_GROUPS]; // laid out, or known to be no better than the best
 } msi_exhaustive;
 
 /* Lists the groups; false: there are too many. */
@@ -10014,22 +9930,20 @@ static bool msi_list_groups(msi_exhaustive *all, bool by_layer) {
     uint32_t member = 0;
     all->count = 0;
     for (uint32_t i = 0; i < g->layers.count; i++) {
-        uint32_t count;
-        const uint32_t *made = msi_made_by(g, i, &count);
         bool open = false;
-        for (uint32_t k = 0; k < count; k++) {
-            if (made[k] == MSI_NONE || !msi_is_droppable(g, made[k]) ||
-                all->search->base[made[k]].pass > 0) {
-                continue;
-            }
-            if (!open || !by_layer) {
+        for (MSI_EACH_MADE(made, g, i)) {
+            const uint32_t t = made.tensor;
+            const bool joins = msi_is_droppable(g, t) && all->search->base[t].pass == 0;
+            if (joins && (!open || !by_layer)) {
                 if (all->count == MSI_ALL_GROUPS) {
                     return false;
                 }
                 all->first[all->count++] = member;
             }
-            all->members[member++] = made[k];
-            open = true;
+            if (joins) {
+                all->members[member++] = t;
+                open = true;
+            }
         }
     }
     all->first[all->count] = member;
@@ -10045,7 +9959,7 @@ static void msi_decide_groups(msi_exhaustive *all, uint32_t mask) {
     }
 }
 
-/* A step with these dropped is no faster than this: each layer of them runs again at least once. */
+/* A lower bound on the time of a step: each layer whose values are dropped runs again once. */
 static double msi_least_us(const msi_exhaustive *all, uint32_t mask) {
     const msi_graph *g = all->graph;
     double us = all->plain_us;
@@ -10058,19 +9972,16 @@ static double msi_least_us(const msi_exhaustive *all, uint32_t mask) {
     return us;
 }
 
-/* The next choice to lay out: the fastest that may fit, or the smallest of all. */
+/* The next choice to lay out: the fastest that may fit, or the smallest of all; MSI_NONE: none. */
 static uint32_t msi_next_choice(const msi_exhaustive *all, bool smallest) {
     const msi_score *scores = all->scores;
     uint32_t best = MSI_NONE;
     for (uint32_t mask = 0; mask < 1u << all->count; mask++) {
         const bool allowed = smallest || scores[mask].live_bytes <= all->search->budget;
-        if (all->tried[mask] || !allowed) {
-            continue;
-        }
-        if (best == MSI_NONE || (smallest ? scores[mask].live_bytes < scores[best].live_bytes
-                                          : scores[mask].us < scores[best].us)) {
-            best = mask;
-        }
+        const bool better =
+            best == MSI_NONE || (smallest ? scores[mask].live_bytes < scores[best].live_bytes
+                                          : scores[mask].us < scores[best].us);
+        best = allowed && better && !all->tried[mask] ? mask : best;
     }
     return best;
 }
@@ -10104,9 +10015,8 @@ static void msi_search_exhaustive(msi_search *s, double plain_us) {
         return;
     }
     const uint64_t bytes = sizeof(msi_exhaustive) + g->tensors.count * sizeof(msi_tensor_decision);
-    msi_exhaustive *all = (msi_exhaustive *)msi_alloc_zeroed(s->scorer->allocator, bytes);
+    msi_exhaustive *all = (msi_exhaustive *)msi_scratch(s->scorer, bytes);
     if (!all) {
-        msi_run_short(s->scorer, "the solver", bytes);
         return;
     }
     all->search = s;
@@ -10129,25 +10039,21 @@ typedef struct msi_request {
     uint32_t techniques; // mask of those that may be used
     ms_switch early_update;
     const msi_plan
-        *largest;  // the plan at the largest sizes, in whose room this one must fit; or NULL
-    uint64_t room; // of the arena of that plan
+        *largest;  // the plan at the largest sizes, in whose arena this one must fit; or NULL
+    uint64_t room; // bytes of that arena
 } msi_request;
 
 typedef struct msi_solver {
     const msi_request *request;
     const msi_scorer *scorer;
     msi_plan *plan;
-    msi_tensor_decision *base; // without any choice
+    msi_tensor_decision *base; // before any choice
     msi_score score;           // of plan->decisions
-    bool early;                // params are updated inside backward
+    bool early;                // plan->decisions update params inside backward
 } msi_solver;
 
-static bool msi_request_allows(const msi_request *r, ms_technique technique) {
-    return r->techniques >> technique & 1;
-}
-
-/* The offsets of the program at the largest sizes: it has the same live ranges, with the same
-   aliases, and none is smaller. */
+/* Takes the offsets of the program at the largest sizes: it has the same live ranges with the same
+   aliases, and none of them is smaller. */
 static void msi_copy_offsets(msi_program *p, const msi_program *from) {
     MEMSCALE_ASSERT(p->ranges.count == from->ranges.count && p->blocks.count == from->blocks.count);
     for (uint32_t i = 0; i < p->blocks.count; i++) {
@@ -10156,15 +10062,16 @@ static void msi_copy_offsets(msi_program *p, const msi_program *from) {
     p->height = from->height;
 }
 
-/* Decides as the plan at the largest sizes did, which fits: no live range is longer then and none
-   larger, and should the layout waste more, that plan's offsets do. */
+/* Decides as the plan at the largest sizes did, which fits: with its decisions no live range is
+   longer or larger than in that plan. If the layout wastes more all the same, the offsets of that
+   plan are used. */
 static void msi_follow(msi_solver *s) {
     const msi_plan *largest = s->request->largest;
     msi_plan *plan = s->plan;
     memcpy(plan->decisions, largest->decisions,
            s->scorer->graph->tensors.count * sizeof *plan->decisions);
     s->score = msi_score_of(s->scorer, plan->decisions);
-    s->early = false; // nothing is left to be relaxed
+    s->early = false; // the updates stay where that plan has them
     if (s->score.bytes > s->request->room && !msi_is_short(s->scorer)) {
         msi_copy_offsets(&plan->train, &largest->train);
         msi_copy_offsets(&plan->eval, &largest->eval);
@@ -10172,7 +10079,7 @@ static void msi_follow(msi_solver *s) {
     }
 }
 
-/* Drops what is forced to be, in every plan of the list. */
+/* Drops the values for which checkpointing is forced: every plan of the list does. */
 static void msi_drop_forced(msi_greedy *w) {
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         if (w->graph->tensors.items[t].technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON) {
@@ -10181,12 +10088,12 @@ static void msi_drop_forced(msi_greedy *w) {
     }
 }
 
-/* The first plans of the greedy list. The plain plan comes before all, for its size; then what is
-   forced is added; then, where that may be and the budget asks for it, updates inside backward.
-   True: the plan at hand is the one to take. */
+/* The first plans of the greedy list. The plain plan is scored first, for its size and time. Then
+   forced drops are added, and then, if that is allowed and the budget requires it, updates inside
+   backward. True: the plan at hand is the one to take. */
 static bool msi_begin_list(msi_solver *s, msi_greedy *w, uint64_t budget) {
     const msi_request *r = s->request;
-    const bool may_be_early = msi_request_allows(r, MS_TECHNIQUE_EARLY_UPDATE);
+    const bool may_be_early = r->techniques & MSI_EARLY_UPDATE;
     const bool always_early = may_be_early && r->early_update == MS_SWITCH_ON;
     w->score = msi_score_of(w->scorer, w->decisions);
     s->plan->plain_bytes = w->score.bytes;
@@ -10199,10 +10106,10 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w, uint64_t budget) {
     if (memcmp(w->decisions, s->base, w->graph->tensors.count * sizeof *s->base) != 0) {
         w->score = msi_score_of(w->scorer, w->decisions);
     }
-    if (w->score.bytes <= budget && !always_early) {
-        return true;
-    }
     if (!always_early) {
+        if (w->score.bytes <= budget) {
+            return true;
+        }
         msi_add_prefix(w);
     }
     if (!may_be_early) {
@@ -10215,15 +10122,13 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w, uint64_t budget) {
     return msi_fits(w->scorer, &w->score, budget, 0);
 }
 
-/* Goes on from the first plans: by the greedy search, as a chain, and, where that can be, by trying
-   all; takes what is best. */
+/* Searches on from the first plans: greedily, as a chain, and exhaustively; takes the best plan. */
 static void msi_search_all(msi_solver *s, msi_greedy *w, uint64_t budget) {
     const msi_request *r = s->request;
-    const bool may_drop = msi_request_allows(r, MS_TECHNIQUE_CHECKPOINTING);
+    const bool may_drop = r->techniques & MSI_CHECKPOINTING;
     const bool forced = w->drops.count > 0, early = w->early;
     const double plain_us = w->score.us;
-    msi_search search;
-    memset(&search, 0, sizeof search);
+    msi_search search = MSI_ZERO_INIT;
     search.scorer = s->scorer;
     search.base = s->base;
     search.budget = budget;
@@ -10233,7 +10138,7 @@ static void msi_search_all(msi_solver *s, msi_greedy *w, uint64_t budget) {
     msi_propose(&search, w->decisions, &w->score);
     if (may_drop && !forced) {
         search.early = early;
-        search.enough = budget; // to see what fits; in the end, the arena is that of the plan alone
+        search.enough = budget; // which plans fit is all that matters; the best is laid out again
         msi_place_updates(w->graph, s->base, early, 0);
         msi_search_chain(&search);
         msi_search_exhaustive(&search, plain_us);
@@ -10245,10 +10150,10 @@ static void msi_search_all(msi_solver *s, msi_greedy *w, uint64_t budget) {
     }
 }
 
-/* Lets updates inside backward wait as far as the arena does not grow for it. The weights that a
-   layer's backward has just read lie in the caches of several cores, where writing them is slow:
-   measured on two cores, AdamW ran at 15 GB/s right after the layer, and at 90 GB/s some 30 MB of
-   traffic later. */
+/* Delays updates inside backward as long as the arena does not grow. The weights that the backward
+   of a layer has just read lie in the caches of several cores, where writing them is slow: measured
+   on two cores, AdamW ran at 15 GB/s right after the layer, and at 90 GB/s some 30 MB of traffic
+   later. */
 static void msi_relax_updates(msi_solver *s) {
     static const uint64_t lags[] = {64u << 20, 32u << 20, 16u << 20, 8u << 20, 0};
     const uint64_t arena_bytes = s->score.bytes;
@@ -10280,13 +10185,12 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     }
 }
 
-/* Solves into a plan whose eval program is there: decisions, the training program, and sizes. */
+/* Fills in a plan that has its eval program: decisions, training program and sizes. */
 static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_plan *plan) {
     const msi_graph *g = scorer->graph;
-    const uint64_t bytes = g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
+    const uint64_t bytes = msi_decisions_bytes(g);
     msi_greedy greedy;
-    msi_solver s;
-    memset(&s, 0, sizeof s);
+    msi_solver s = MSI_ZERO_INIT;
     s.scorer = scorer;
     s.request = request;
     s.plan = plan;
@@ -10295,9 +10199,8 @@ static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_
         plan->arena_bytes = s.score.bytes;
         return;
     }
-    s.base = (msi_tensor_decision *)msi_alloc(scorer->allocator, bytes);
+    s.base = (msi_tensor_decision *)msi_scratch(scorer, bytes);
     if (!s.base) {
-        msi_run_short(scorer, "the solver", bytes);
         return;
     }
     msi_decide_plain(g, s.base);
@@ -10312,24 +10215,20 @@ static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_
 // ------------------------------------------------------------------------------------------------
 // >>plan  the life cycle of plans: for the largest sizes, and for others in the same arena
 
-static uint64_t msi_decisions_bytes(const msi_graph *g) {
-    return g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
-}
-
 static void msi_plan_free(const ms_model *m, msi_plan *plan) {
     const ms_allocator *a = &m->config.allocator;
-    const ms_backend *b = &m->config.backend;
-    for (int i = 0; plan && i < MSI_RECORDING_COUNT; i++) {
+    if (!plan) {
+        return;
+    }
+    for (int i = 0; i < MSI_RECORDING_COUNT; i++) {
         if (plan->recordings[i].handle) {
-            b->recording_release(m->device, plan->recordings[i].handle);
+            m->config.backend.recording_release(m->device, plan->recordings[i].handle);
         }
     }
-    if (plan) {
-        msi_program_free(a, &plan->train);
-        msi_program_free(a, &plan->eval);
-        msi_release(a, plan->decisions, msi_decisions_bytes(&m->graph));
-        msi_release(a, plan, sizeof *plan);
-    }
+    msi_program_free(a, &plan->train);
+    msi_program_free(a, &plan->eval);
+    msi_release(a, plan->decisions, msi_decisions_bytes(&m->graph));
+    msi_release(a, plan, sizeof *plan);
 }
 
 static void msi_plans_free(const ms_model *m, msi_plan *plans) {
@@ -10340,16 +10239,15 @@ static void msi_plans_free(const ms_model *m, msi_plan *plans) {
     }
 }
 
-/* The budget in force: as configured, or a share of what the device has left: that of
-   ms_set_hardware, or the model's own (what the present plan holds included). */
+/* The budget in force: as configured, or a share of what the device has left, by ms_set_hardware or
+   by its own account, which is then increased by what the model itself holds. */
 static uint64_t msi_budget(const ms_model *m) {
+    const ms_hardware *given = &m->sources.given;
+    double most = (double)(given->free_bytes ? given->free_bytes : given->total_bytes);
     if (m->config.memory_budget_bytes) {
         return m->config.memory_budget_bytes;
     }
-    const uint64_t given =
-        m->sources.given.free_bytes ? m->sources.given.free_bytes : m->sources.given.total_bytes;
-    double most = (double)given;
-    if (!m->sources.is_given || given == 0) {
+    if (!m->sources.is_given || !(most > 0.0)) {
         ms_hardware hardware;
         memset(&hardware, 0, sizeof hardware);
         m->config.backend.hardware(m->config.backend.user, &hardware);
@@ -10358,29 +10256,26 @@ static uint64_t msi_budget(const ms_model *m) {
             most += (double)m->run.store->resident_bytes + (double)m->run.store->transient_bytes;
         }
     }
-    if (most <= 0.0) {
-        return UINT64_MAX;
-    }
     const double share = most * m->config.target_utilization;
-    return share < 9e18 ? (uint64_t)share : UINT64_MAX;
+    return most > 0.0 && share < 9e18 ? (uint64_t)share : UINT64_MAX;
 }
 
 /* An empty plan, or NULL. */
 static msi_plan *msi_new_plan(const ms_model *m) {
     const ms_allocator *a = &m->config.allocator;
+    const uint64_t bytes = msi_decisions_bytes(&m->graph);
     msi_plan *plan = (msi_plan *)msi_alloc_zeroed(a, sizeof *plan);
-    if (!plan) {
-        return NULL;
+    if (plan) {
+        plan->decisions = (msi_tensor_decision *)msi_alloc_zeroed(a, bytes);
     }
-    plan->decisions = (msi_tensor_decision *)msi_alloc_zeroed(a, msi_decisions_bytes(&m->graph));
-    if (!plan->decisions) {
+    if (plan && !plan->decisions) {
         msi_release(a, plan, sizeof *plan);
         return NULL;
     }
     return plan;
 }
 
-/* Lowers and lays out the eval program, which does not depend on decisions: nothing is kept. */
+/* Lowers and lays out the eval program. It keeps nothing, so it does not depend on decisions. */
 static void msi_make_eval(const msi_scorer *s, msi_plan *plan) {
     msi_decide_plain(s->graph, plan->decisions);
     msi_lower_eval(s->lowering, plan->decisions, &plan->eval);
@@ -10388,15 +10283,15 @@ static void msi_make_eval(const msi_scorer *s, msi_plan *plan) {
     msi_lay_out(s, &plan->eval, 0);
 }
 
-/* Addresses of the live ranges, from those of their blocks. */
+/* Gives the live ranges the offsets of their blocks. */
 static void msi_resolve(const msi_store *store, msi_program *p) {
     for (uint32_t i = store->residents.count; i < p->ranges.count; i++) {
         p->ranges.items[i].offset = p->blocks.items[p->ranges.items[i].block].offset;
     }
 }
 
-/* What scores the decisions of a plan of a model; `lowering` and `shortage` are its own. False without
-   memory. */
+/* Prepares a scorer for the decisions of a plan; `lowering` and `shortage` are the caller's, for
+   its use. False without memory. */
 static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *store,
                             msi_plan *plan, msi_lowering *lowering, msi_shortage *shortage) {
     s->graph = &m->graph;
@@ -10409,13 +10304,11 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     s->eval = &plan->eval;
     s->shortage = shortage;
     shortage->what = NULL;
-    if (!msi_lowering_init(lowering, s->graph, store, &m->optimizer, s->allocator)) {
-        msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
-    }
-    return !msi_is_short(s);
+    return msi_lowering_init(lowering, s->graph, store, &m->optimizer, s->allocator) ||
+           msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
 }
 
-/* Solves into an empty plan; what there was no memory for, if any. */
+/* Solves into an empty plan. Returns what there was no memory for, if anything. */
 static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan *plan,
                                   const msi_request *request) {
     msi_shortage shortage;
@@ -10439,24 +10332,21 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     return shortage;
 }
 
-/* A new plan for the graph as it is, which has been checked; in the room of that for the largest
-   sizes, or NULL. */
+/* Makes a new plan for the graph as it is, which has been checked. It must fit into the arena of
+   the plan for the largest sizes, if that is not NULL. */
 static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goal, uint64_t budget,
                                const msi_plan *largest, msi_plan **made) {
+    const uint64_t room = msi_room_of(store);
+    const uint32_t techniques = m->wrapped.choice.techniques;
+    const msi_request request = {
+        goal, largest ? room : budget, techniques, m->config.early_update, largest, room};
     msi_plan *plan = msi_new_plan(m);
-    msi_request request;
     *made = NULL;
     if (!plan) {
         return msi_fail_memory(m, "the plan", sizeof *plan + msi_decisions_bytes(&m->graph));
     }
     plan->budget_bytes = budget;
     msi_get_sizes(&m->graph, plan->sizes);
-    request.goal = goal;
-    request.techniques = m->wrapped.choice.techniques;
-    request.early_update = m->config.early_update;
-    request.largest = largest;
-    request.room = msi_room_of(store);
-    request.budget = largest ? request.room : budget;
     const msi_shortage shortage = msi_fill_plan(m, store, plan, &request);
     if (shortage.what) {
         msi_plan_free(m, plan);
@@ -10466,7 +10356,8 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
     return MS_RESULT_OK;
 }
 
-/* Plans at `sizes` (NULL: the largest), for a store whose room is that of `largest`. */
+/* Plans at `sizes` (NULL: the largest). The plan must fit into the arena of `largest`, if that is
+   not NULL. */
 static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
                              const int64_t *sizes, const msi_plan *largest, msi_plan **made) {
     int64_t old[MS_LIMIT_AXES];
@@ -10478,8 +10369,9 @@ static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
     return result;
 }
 
-/* A store, the plan at the largest sizes, and in front of it the plan at the present ones; of the
-   graph, which has been checked. Where no plan fits the budget it is the smallest. */
+/* Makes a store and the list of plans for the graph, which has been checked: the plan at the
+   present sizes, and the plan at the largest sizes after it, if these differ. If no plan fits the
+   budget, the smallest is made. */
 static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     int64_t sizes[MS_LIMIT_AXES];
     *plans = NULL;
@@ -10492,7 +10384,7 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
     if (result == MS_RESULT_OK && memcmp(sizes, (*plans)->sizes, sizeof sizes) != 0) {
         msi_plan *now;
         result = msi_plan_at(m, *store, goal, sizes, *plans, &now);
-        if (result == MS_RESULT_OK) {
+        if (now) {
             now->next = *plans;
             *plans = now;
         }
@@ -10531,22 +10423,22 @@ static ms_result msi_least_arena(ms_model *m, uint32_t techniques, uint64_t *byt
     return result;
 }
 
-/* Sizes of a model as they would be with another first dim of its first input: that dim, or the
-   axis along which it lies, and with it the first dims of all that is computed from it and is a
-   multiple of it. The graph is at the largest sizes of its axes meanwhile. */
+/* Gives the first dim of the first input another size: by its axis, if it has one, otherwise
+   together with the first dims of all inputs, and of all values computed from them, that are a
+   multiple of it. The graph has the largest sizes of its axes until msi_resizing_end. */
 typedef struct msi_resizing {
     ms_model *model;
-    uint32_t input, axis; // MSI_NONE: none
-    int64_t declared, now;
-    uint8_t *follows; // per tensor
-    int64_t sizes[MS_LIMIT_AXES];
+    ms_result result;             // sticky
+    uint32_t input, axis;         // MSI_NONE: there is no axis
+    int64_t declared, now;        // sizes
+    uint8_t *follows;             // per tensor: its first dim is resized
+    int64_t sizes[MS_LIMIT_AXES]; // of the axes before
 } msi_resizing;
 
 static bool msi_is_multiple(const msi_tensor *t, int64_t size) {
     return t->view.shape.rank > 0 && t->view.shape.dim[0] % size == 0;
 }
 
-/* Marks what follows the first dim of the input. */
 static void msi_mark_followers(msi_resizing *z) {
     const msi_graph *g = &z->model->graph;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -10554,18 +10446,13 @@ static void msi_mark_followers(msi_resizing *z) {
                         msi_is_multiple(&g->tensors.items[t], z->declared);
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-        uint32_t count;
-        const uint32_t *made = msi_made_by(g, i, &count);
         bool any = false;
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
-            any |= in[k] != MSI_NONE && z->follows[in[k]];
+        for (MSI_EACH(in, g, &g->layers.items[i], MSI_GROUP_IN)) {
+            any |= z->follows[in.tensor];
         }
-        for (uint32_t k = 0; k < count; k++) {
-            if (any && made[k] != MSI_NONE) {
-                z->follows[made[k]] = msi_is_multiple(&g->tensors.items[made[k]], z->declared);
-            }
+        for (MSI_EACH_MADE(made, g, i)) {
+            z->follows[made.tensor] =
+                any && msi_is_multiple(&g->tensors.items[made.tensor], z->declared);
         }
     }
 }
@@ -10587,10 +10474,11 @@ static void msi_resize(msi_resizing *z, int64_t size) {
     z->now = size;
 }
 
-/* False where there is nothing to resize, or no memory; then *result tells. */
-static bool msi_resizing_begin(msi_resizing *z, ms_model *m, ms_result *result) {
+/* False: there is nothing to resize, or no memory, which z->result says. */
+static bool msi_resizing_begin(msi_resizing *z, ms_model *m) {
     msi_graph *g = &m->graph;
     uint32_t t = 0;
+    memset(z, 0, sizeof *z);
     while (t < g->tensors.count && (g->tensors.items[t].kind != MSI_KIND_INPUT ||
                                     g->tensors.items[t].view.shape.rank == 0)) {
         t++;
@@ -10598,10 +10486,9 @@ static bool msi_resizing_begin(msi_resizing *z, ms_model *m, ms_result *result) 
     if (t == g->tensors.count) {
         return false;
     }
-    memset(z, 0, sizeof *z);
     z->follows = (uint8_t *)msi_alloc_zeroed(&m->config.allocator, g->tensors.count);
     if (!z->follows) {
-        *result = msi_fail_memory(m, "a search for a smaller size", g->tensors.count);
+        z->result = msi_fail_memory(m, "a search for a smaller size", g->tensors.count);
         return false;
     }
     const ms_shape *shape = &g->tensors.items[t].view.shape;
@@ -10618,7 +10505,7 @@ static bool msi_resizing_begin(msi_resizing *z, ms_model *m, ms_result *result) 
     return true;
 }
 
-/* Everything as it was declared. */
+/* Gives everything its declared size again. */
 static void msi_resizing_end(msi_resizing *z) {
     ms_model *m = z->model;
     msi_resize(z, z->declared);
@@ -10626,77 +10513,64 @@ static void msi_resizing_end(msi_resizing *z) {
     msi_release(&m->config.allocator, z->follows, m->graph.tensors.count);
 }
 
-/* The arena at a size: with the decisions of a plan, by one lowering and one layout, or for NULL of
-   the smallest plan. *made gets the plan. */
-static ms_result msi_plan_resized(msi_resizing *z, int64_t size, const msi_plan *decided,
-                                  msi_plan **made) {
-    ms_model *m = z->model;
+/* A plan at a size: with the decisions of another plan, by one lowering and one layout, or, for
+   NULL, the smallest plan. NULL after an error. */
+static msi_plan *msi_plan_resized(msi_resizing *z, int64_t size, const msi_plan *decided) {
+    const msi_goal goal = decided ? MSI_GOAL_FOLLOW : MSI_GOAL_SMALLEST;
     msi_store *store;
+    msi_plan *plan = NULL;
     msi_resize(z, size);
-    ms_result result = msi_make_store(m, &store);
-    if (result == MS_RESULT_OK) {
-        store->transient_bytes = UINT64_MAX >> 1; // any arena will do
-        result = msi_make_plan(m, store, decided ? MSI_GOAL_FOLLOW : MSI_GOAL_SMALLEST, UINT64_MAX,
-                               decided, made);
-        msi_store_free(m, store);
+    MSI_THEN(z->result, msi_make_store(z->model, &store));
+    if (z->result == MS_RESULT_OK) {
+        store->transient_bytes = UINT64_MAX >> 1; // any arena is small enough
+        z->result = msi_make_plan(z->model, store, goal, UINT64_MAX, decided, &plan);
+        msi_store_free(z->model, store);
     }
-    return result;
+    return plan;
 }
 
-static int64_t msi_clamp(int64_t x, int64_t least, int64_t most) {
-    return x < least ? least : x > most ? most : x;
-}
-
-/* Raises *size, which fits the budget (0: nothing is known), as far as it fits with the decisions
-   of a plan; `too_large` does not. Arenas grow with the size nearly by a straight line, so a few
-   guesses along that do. */
-static ms_result msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t budget,
-                                int64_t too_large, int64_t *size) {
+/* Raises a size that fits the budget (0: nothing is known) as far as it fits with the decisions of
+   a plan; `too_large` does not fit. Arenas grow almost linearly with the size, so a few guesses
+   along a straight line are enough. */
+static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t budget,
+                              int64_t size, int64_t too_large) {
     double low_bytes = 0.0, high_bytes = (double)budget;
-    for (int guesses = 0; too_large - *size > 1; guesses++) {
+    for (int guesses = 0; too_large - size > 1 && z->result == MS_RESULT_OK; guesses++) {
         const double share = ((double)budget - low_bytes) / (high_bytes - low_bytes);
-        int64_t guess = *size == 0 ? 1 : *size + (too_large - *size) / 2;
-        if (*size > 0 && guesses % 3 != 2 && share > 0.0 && share < 1.0) {
-            guess = *size + (int64_t)(share * (double)(too_large - *size));
+        int64_t guess = size == 0 ? 1 : size + (too_large - size) / 2;
+        if (size > 0 && guesses % 3 != 2 && share > 0.0 && share < 1.0) {
+            guess = size + (int64_t)(share * (double)(too_large - size));
         }
-        guess = msi_clamp(guess, *size + 1, too_large - 1);
-        msi_plan *plan;
-        const ms_result result = msi_plan_resized(z, guess, decided, &plan);
-        if (result != MS_RESULT_OK) {
-            return result;
-        }
-        const uint64_t bytes = plan->arena_bytes;
-        msi_plan_free(z->model, plan);
-        if (bytes <= budget) {
-            *size = guess;
-            low_bytes = (double)bytes;
-        } else {
+        guess = guess <= size ? size + 1 : guess >= too_large ? too_large - 1 : guess;
+        msi_plan *plan = msi_plan_resized(z, guess, decided);
+        if (plan && plan->arena_bytes <= budget) {
+            size = guess;
+            low_bytes = (double)plan->arena_bytes;
+        } else if (plan) {
             too_large = guess;
-            high_bytes = (double)bytes;
+            high_bytes = (double)plan->arena_bytes;
         }
+        msi_plan_free(z->model, plan);
     }
-    return MS_RESULT_OK;
+    return size;
 }
 
 enum { MSI_RESIZE_TRIES = 24, MSI_RESIZE_LAYERS = 1000 };
 
-/* The largest size that fits the budget, 0 for none, -1 where that is too hard to find. The
-   decisions of a plan carry to a size nearby; whether the solver comes as far is asked there, and,
-   for graphs that are not large, for the size behind it. */
-static ms_result msi_largest_size(msi_resizing *z, uint64_t budget, const msi_plan *smallest,
-                                  int64_t *size) {
-    msi_plan *own = NULL; // the smallest plan at the last size that was asked for and fits
+/* The largest size that fits the budget: 0 for none, -1 if it takes too long to find. The decisions
+   of a plan carry over to sizes nearby. The solver then plans for the largest size that fits with
+   them and, if the graph is not large, for larger ones. */
+static int64_t msi_largest_size(msi_resizing *z, uint64_t budget, const msi_plan *smallest) {
+    const bool large = z->model->graph.layers.count > MSI_RESIZE_LAYERS;
+    msi_plan *own = NULL; // the smallest plan at the size `fits`
     int64_t fits = 0, too_large = z->declared, next = 0;
-    ms_result result = MS_RESULT_OK;
     for (int tries = 0; tries < MSI_RESIZE_TRIES && too_large - fits > 1; tries++) {
-        msi_plan *plan;
         if (next <= fits) {
-            next = fits;
-            result = msi_raise_size(z, own ? own : smallest, budget, too_large, &next);
+            next = msi_raise_size(z, own ? own : smallest, budget, fits, too_large);
             next = next > fits ? next : fits + 1;
         }
-        MSI_THEN(result, msi_plan_resized(z, next, NULL, &plan));
-        if (result != MS_RESULT_OK) {
+        msi_plan *plan = msi_plan_resized(z, next, NULL);
+        if (!plan) {
             break;
         }
         if (plan->arena_bytes > budget) {
@@ -10704,20 +10578,21 @@ static ms_result msi_largest_size(msi_resizing *z, uint64_t budget, const msi_pl
             msi_plan_free(z->model, plan);
         } else {
             fits = next;
-            tries = z->model->graph.layers.count > MSI_RESIZE_LAYERS ? MSI_RESIZE_TRIES : tries;
+            tries = large ? MSI_RESIZE_TRIES : tries;
             msi_plan_free(z->model, own);
             own = plan;
         }
     }
     msi_plan_free(z->model, own);
-    *size = fits > 0 || too_large == 1 ? fits : -1;
-    return result;
+    return fits > 0 || too_large == 1 ? fits : -1;
 }
 
-/* An error text under way. */
+/* An error text that is being written, and the first error on the way. */
 typedef struct msi_text {
-    char text[MSI_ERROR_BYTES];
+    ms_model *model;
+    ms_result result; // sticky
     size_t length;
+    char text[MSI_ERROR_BYTES];
 } msi_text;
 
 MEMSCALE_PRINTF(2, 3)
@@ -10730,75 +10605,69 @@ static void msi_add_text(msi_text *to, const char *format, ...) {
     to->length += length < 0 ? 0 : (size_t)length < room ? (size_t)length : room - 1;
 }
 
-/* The smallest arenas of the other modes. */
-static ms_result msi_add_modes(ms_model *m, uint64_t least, msi_text *to) {
+/* Adds the smallest arenas of the other modes. */
+static void msi_add_modes(msi_text *to, uint64_t least) {
+    ms_model *m = to->model;
     bool alike = true;
     for (int mode = 0; mode < MS_MODE_COUNT; mode++) {
         const uint32_t techniques = msi_allowed(m, (ms_mode)mode);
         uint64_t bytes = least;
-        if (techniques == m->wrapped.choice.techniques) {
-            continue;
+        if (techniques != m->wrapped.choice.techniques) {
+            MSI_THEN(to->result, msi_least_arena(m, techniques, &bytes));
+            msi_add_text(to, ", %s in mode %s", msi_size(bytes).text, msi_mode_names[mode]);
+            alike = false;
         }
-        const ms_result result = msi_least_arena(m, techniques, &bytes);
-        if (result != MS_RESULT_OK) {
-            return result;
-        }
-        msi_add_text(to, ", %s in mode %s", msi_size(bytes).text, msi_mode_names[mode]);
-        alike = false;
     }
     msi_add_text(to, "%s", alike ? ", the same in every mode" : "");
-    return MS_RESULT_OK;
 }
 
-/* What would fit the budget that was asked for. */
-static ms_result msi_add_size(ms_model *m, const msi_plan *smallest, msi_text *to) {
+/* Adds the largest size that would fit the budget. */
+static void msi_add_size(msi_text *to, const msi_plan *smallest) {
+    ms_model *m = to->model;
     msi_resizing z;
-    ms_result result = MS_RESULT_OK;
-    int64_t size;
-    if (!msi_resizing_begin(&z, m, &result)) {
-        return result;
+    int64_t size = -1;
+    if (to->result != MS_RESULT_OK) {
+        return;
     }
-    result = msi_largest_size(&z, smallest->budget_bytes, smallest, &size);
-    msi_resizing_end(&z);
-    if (result != MS_RESULT_OK) {
-        return result;
+    if (msi_resizing_begin(&z, m)) {
+        size = msi_largest_size(&z, smallest->budget_bytes, smallest);
+        msi_resizing_end(&z);
     }
-    const char *name =
-        z.axis == MSI_NONE ? msi_tensor_name(m, z.input) : msi_name(m, m->graph.axes[z.axis].name);
-    const char *what = z.axis == MSI_NONE ? "first dim of input" : "axis";
+    to->result = z.result;
     if (size < 0) {
-        return result;
+        return;
     }
+    const bool axis = z.axis != MSI_NONE;
+    const char *name = axis ? msi_name(m, m->graph.axes[z.axis].name) : msi_tensor_name(m, z.input);
+    const char *what = axis ? "axis" : "first dim of input";
     if (size > 0) {
         msi_add_text(to, ". This budget has room for %lld in the %s \"%.40s\", now %lld",
                      (long long)size, what, name, (long long)z.declared);
     } else {
         msi_add_text(to, ". Even 1 in the %s \"%.40s\" is too much for this budget", what, name);
     }
-    return result;
 }
 
-/* What else would help. */
-static ms_result msi_add_cures(ms_model *m, msi_text *to) {
+/* Adds what else would help. */
+static void msi_add_cures(msi_text *to) {
+    ms_model *m = to->model;
     const msi_graph *g = &m->graph;
     const char *early = msi_early_fault(m);
-    uint32_t all = m->wrapped.choice.techniques, forbidden = 0;
+    const uint32_t allowed = m->wrapped.choice.techniques;
+    uint32_t added = 0, forbidden = 0;
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         const bool off = msi_switch_of(&m->config, (ms_technique)k) == MS_SWITCH_OFF;
-        all |= off && !(early && k == MS_TECHNIQUE_EARLY_UPDATE) ? MSI_BUILT & 1u << k : 0u;
+        const bool cure = off && !(early && k == MS_TECHNIQUE_EARLY_UPDATE);
+        added |= cure ? MSI_BUILT & ~allowed & 1u << k : 0u;
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const uint8_t *is = g->tensors.items[t].technique;
         forbidden += is[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_OFF ||
                      is[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_OFF;
     }
-    if (all != m->wrapped.choice.techniques) {
-        uint64_t bytes;
-        const ms_result result = msi_least_arena(m, all, &bytes);
-        if (result != MS_RESULT_OK) {
-            return result;
-        }
-        const uint32_t added = all & ~m->wrapped.choice.techniques;
+    if (added) {
+        uint64_t bytes = 0;
+        MSI_THEN(to->result, msi_least_arena(m, allowed | added, &bytes));
         msi_add_text(to, ". Without OFF for %s%s%s: %s",
                      added & MSI_CHECKPOINTING ? "checkpointing" : "",
                      added == MSI_BUILT ? " and " : "",
@@ -10810,14 +10679,14 @@ static ms_result msi_add_cures(ms_model *m, msi_text *to) {
     if (forbidden) {
         msi_add_text(to, ". %u tensors are forbidden a technique", (unsigned)forbidden);
     }
-    return MS_RESULT_OK;
 }
 
-/* No plan fits; `smallest` is the nearest. The model is as before afterwards. */
+/* The error where no plan fits; `smallest` comes nearest. Leaves the model as it is. */
 static ms_result msi_no_fit(ms_model *m, const msi_store *store, const msi_plan *smallest) {
     const uint64_t least = msi_room_of(store);
     msi_text text;
-    text.length = 0;
+    memset(&text, 0, sizeof text);
+    text.model = m;
     msi_add_text(&text,
                  "the budget is %s, the plain plan needs %s, and the smallest feasible budget in "
                  "mode %s is %s (%llu bytes",
@@ -10829,23 +10698,24 @@ static ms_result msi_no_fit(ms_model *m, const msi_store *store, const msi_plan 
                      msi_size(store->reserved_bytes).text);
     }
     msi_add_text(&text, ")");
-    ms_result result = msi_add_modes(m, least, &text);
-    MSI_THEN(result, msi_add_size(m, smallest, &text));
-    MSI_THEN(result, msi_add_cures(m, &text));
-    return result == MS_RESULT_OK ? msi_fail(m, MS_RESULT_BUDGET, "%s", text.text) : result;
+    msi_add_modes(&text, least);
+    msi_add_size(&text, smallest);
+    msi_add_cures(&text);
+    MSI_THEN(text.result, msi_fail(m, MS_RESULT_BUDGET, "%s", text.text));
+    return text.result;
 }
 
 /* The modes from the most careful one on. */
 static const ms_mode msi_modes[MS_MODE_COUNT] = {MS_MODE_CONSERVATIVE, MS_MODE_BALANCED,
                                                  MS_MODE_AGGRESSIVE};
 
-/* A mode, planned. Modes that allow the same share it all. */
+/* The plans for a mode. Modes that allow the same techniques share them. */
 typedef struct msi_contender {
     msi_store *store;
     msi_plan *plans;
 } msi_contender;
 
-/* Frees all contenders but that number `spared`, and those that share with it. */
+/* Frees all contenders except number `spared` and those that share its plans. */
 static void msi_contenders_free(ms_model *m, const msi_contender *contenders, uint32_t count,
                                 uint32_t spared) {
     for (uint32_t i = 0; i < count; i++) {
@@ -10859,7 +10729,7 @@ static void msi_contenders_free(ms_model *m, const msi_contender *contenders, ui
     }
 }
 
-/* Plans for each mode with all that it allows. */
+/* Plans for each mode with all techniques that it allows. */
 static ms_result msi_make_contenders(ms_model *m, msi_goal goal, msi_contender *contenders,
                                      ms_strategy *strategies) {
     for (uint32_t i = 0; i < MS_MODE_COUNT; i++) {
@@ -10887,8 +10757,8 @@ static ms_result msi_make_contenders(ms_model *m, msi_goal goal, msi_contender *
     return MS_RESULT_OK;
 }
 
-/* The built-in policy: the fastest that fits, or where none does the smallest; of equal ones the
-   most careful. */
+/* The built-in policy: the fastest strategy that fits or, if none does, the smallest; of equal ones
+   the most careful. */
 static uint32_t msi_fastest(const ms_policy_args *args) {
     uint32_t best = 0;
     for (uint32_t i = 1; i < args->strategy_count; i++) {
@@ -10901,7 +10771,7 @@ static uint32_t msi_fastest(const ms_policy_args *args) {
     return best;
 }
 
-/* Lets the policy choose among the modes; the choice of the config is in force so far. */
+/* Lets the policy choose among the modes. Until then the choice of the config is in force. */
 static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     msi_contender contenders[MS_MODE_COUNT];
     ms_strategy strategies[MS_MODE_COUNT];
@@ -10945,22 +10815,34 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
     return MS_RESULT_OK;
 }
 
-/* Checks the graph, then plans for the mode of the config, or for that of the policy. The choice
-   stays in force; after a failure it is as before. */
+static ms_result msi_check_all(ms_model *m, msi_goal goal) {
+    ms_result result = msi_check_graph(m, goal);
+    MSI_THEN(result, goal == MSI_GOAL_PLAIN ? MS_RESULT_OK : msi_check_built(m));
+    MSI_THEN(result, msi_check_times(m));
+    return result;
+}
+
+/* Takes back msi_get_hardware. */
+static void msi_restore_costs(ms_model *m, const msi_costs *costs) {
+    m->costs = *costs;
+    if (m->run.plan) {
+        msi_find_times(m); // at the present sizes, for the plan that stays in force
+    }
+}
+
+/* Checks the graph, then plans for the mode of the config or of the policy. The choice stays in
+   force; after a failure it is as before. */
 static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     const msi_choice old = m->wrapped.choice;
-    ms_result result = msi_check_graph(m, goal);
-    result = result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN ? msi_check_built(m) : result;
-    MSI_THEN(result, msi_check_times(m));
+    const msi_costs costs = m->costs;
+    const bool asks = m->config.auto_policy && goal != MSI_GOAL_PLAIN;
+    ms_result result = msi_check_all(m, goal);
     if (result != MS_RESULT_OK) {
         return result;
     }
-    const msi_costs costs = m->costs;
     msi_get_hardware(m);
     m->wrapped.choice = msi_config_choice(m);
-    result = m->config.auto_policy && goal != MSI_GOAL_PLAIN
-                 ? msi_ask_policy(m, goal, store, plans)
-                 : msi_make_plans(m, goal, store, plans);
+    result = asks ? msi_ask_policy(m, goal, store, plans) : msi_make_plans(m, goal, store, plans);
     if (result == MS_RESULT_OK && goal == MSI_GOAL_BUDGET) {
         const msi_plan *largest = msi_plan_at_largest(*plans);
         if (msi_room_of(*store) > largest->budget_bytes) {
@@ -10970,37 +10852,29 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
     }
     if (result != MS_RESULT_OK) {
         m->wrapped.choice = old;
-        m->costs = costs;
-    }
-    if (result != MS_RESULT_OK && m->run.plan) {
-        msi_find_times(m); // at the present sizes, for the plan that stays in force
+        msi_restore_costs(m, &costs);
     }
     return result;
 }
 
-/* The smallest arena that ms_wrap can come to: in the mode of the config; with a policy in any. */
+/* The smallest arena that ms_wrap can reach in the mode of the config or, with a policy, in any. */
 static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
-    uint32_t met[MS_MODE_COUNT];
-    ms_result result = msi_check_graph(m, MSI_GOAL_SMALLEST);
-    MSI_THEN(result, msi_check_built(m));
-    MSI_THEN(result, msi_check_times(m));
     const msi_costs costs = m->costs;
+    const bool policy = m->config.auto_policy;
+    ms_result result = msi_check_all(m, MSI_GOAL_SMALLEST);
     msi_get_hardware(m);
     *bytes = UINT64_MAX;
-    for (int i = 0; i < MS_MODE_COUNT && result == MS_RESULT_OK; i++) {
-        bool known = !m->config.auto_policy && m->config.mode != msi_modes[i];
-        met[i] = msi_allowed(m, msi_modes[i]);
-        for (int k = 0; k < i && m->config.auto_policy; k++) {
-            known |= met[k] == met[i];
+    for (int i = 0; i < MS_MODE_COUNT; i++) {
+        const uint32_t techniques = msi_allowed(m, msi_modes[i]);
+        bool known = !policy && m->config.mode != msi_modes[i];
+        for (int k = 0; k < i && policy; k++) {
+            known |= msi_allowed(m, msi_modes[k]) == techniques;
         }
         uint64_t least = *bytes;
-        result = known ? result : msi_least_arena(m, met[i], &least);
-        *bytes = least < *bytes ? least : *bytes;
+        MSI_THEN(result, known ? MS_RESULT_OK : msi_least_arena(m, techniques, &least));
+        *bytes = msi_smaller(*bytes, least);
     }
-    m->costs = costs;
-    if (m->run.plan) {
-        msi_find_times(m);
-    }
+    msi_restore_costs(m, &costs);
     return result;
 }
 
