@@ -14197,15 +14197,19 @@ static const msi_program *msi_widest(const msi_plan *plan) {
     return plan->eval.peak_bytes > plan->train.peak_bytes ? &plan->eval : &plan->train;
 }
 
+/* Whether a range is a resident that is not in the arena: on the host, or the trainer's own. */
+static bool msi_is_outside(const msi_store *store, uint32_t range) {
+    return range < store->residents.count &&
+           (store->residents.items[range].borrowed || store->residents.items[range].on_host);
+}
+
 static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
     const msi_program *p = msi_widest(m->run.plan);
     const msi_instruction *i = &p->instructions.items[p->peak];
     for (uint32_t k = 0; k < p->ranges.count; k++) {
         const msi_range *range = &p->ranges.items[k];
-        const bool outside =
-            k < m->run.store->residents.count &&
-            (m->run.store->residents.items[k].borrowed || m->run.store->residents.items[k].on_host);
-        if (range->first <= p->peak && p->peak <= msi_counts_to(range) && !outside) {
+        if (range->first <= p->peak && p->peak <= msi_counts_to(range) &&
+            !msi_is_outside(m->run.store, k)) {
             r->peak_bytes[range->category] += msi_align(range->bytes);
         }
     }
@@ -14230,7 +14234,7 @@ static uint64_t msi_hash_program(uint64_t hash, const msi_program *p, uint32_t r
     return hash;
 }
 
-/* By the numbers of the things and not by their addresses: the same in every process. */
+/* From indices, sizes and offsets, never from addresses, so that it is the same in every process. */
 static uint64_t msi_hash_plan(const msi_store *store, const msi_plan *plan) {
     uint64_t hash =
         msi_mix_in(store->reserved_bytes, store->resident_bytes + store->transient_bytes);
@@ -14244,7 +14248,7 @@ static uint64_t msi_hash_plan(const msi_store *store, const msi_plan *plan) {
     return msi_hash_program(hash, &plan->eval, store->residents.count);
 }
 
-/* When the last timed step by this program ended, from its beginning; 0: none was timed. */
+/* How long the last timed step of this program took; 0: no step has been timed. */
 static double msi_measured_us(const msi_program *p) {
     if (!p->is_measured) {
         return 0.0;
@@ -14292,17 +14296,14 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->device_name = m->costs.hardware.name;
 }
 
-/* The operand k of an instruction, as the public sees it. */
+/* Operand k of an instruction, as an event has it. */
 static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *p, uint32_t now,
                                           uint32_t k) {
-    static const ms_operand_kind kinds[] = {
-        MS_OPERAND_IN,      MS_OPERAND_OUT,        MS_OPERAND_SAVED,
-        MS_OPERAND_PARAM,   MS_OPERAND_STATE,      MS_OPERAND_GRAD_OUT,
-        MS_OPERAND_GRAD_IN, MS_OPERAND_GRAD_PARAM, MS_OPERAND_WORKSPACE};
+    const msi_store *store = m->run.store;
     const msi_instruction *i = &p->instructions.items[now];
     const msi_operand *operand = &p->operands.items[i->operand_first + k];
     const msi_range *range = &p->ranges.items[operand->range];
-    const bool fixed = operand->range < m->run.store->residents.count;
+    const bool fixed = operand->range < store->residents.count;
     const msi_role role = range->role == MSI_ROLE_CONTRIBUTION ? MSI_ROLE_GRADIENT
                           : range->role == MSI_ROLE_SNAPSHOT   ? MSI_ROLE_VALUE
                                                                : (msi_role)range->role;
@@ -14312,18 +14313,16 @@ static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *
         o.tensor = msi_handle(range->tensor, role);
     }
     o.bytes = range->bytes;
-    o.offset = m->run.store->resident_bytes + range->offset;
+    o.is_outside = msi_is_outside(store, operand->range);
+    o.offset = o.is_outside ? 0
+               : fixed      ? store->residents.items[operand->range].offset
+                            : store->resident_bytes + range->offset;
     o.is_new = !fixed && range->first == now;
     o.accumulate = operand->accumulate;
-    if (fixed) {
-        const msi_resident *resident = &m->run.store->residents.items[operand->range];
-        o.is_outside = resident->borrowed || resident->on_host;
-        o.offset = o.is_outside ? 0 : resident->offset;
-    }
     if (msi_calls_layer((msi_op)i->op)) {
         const msi_layer *l = &m->graph.layers.items[i->target];
         const int group = msi_operand_group(l, i, k, &o.slot);
-        o.kind = kinds[group];
+        o.kind = (ms_operand_kind)group; // both enums have the same order
         o.is_written = msi_is_written(l, i, group, o.slot);
         return o;
     }
@@ -14334,7 +14333,7 @@ static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *
     return o;
 }
 
-/* A walk through a program, with what is live and the time at each instruction. */
+/* A walk through a program: what is live at each instruction, and when that runs. */
 typedef struct msi_walk {
     const ms_model *model;
     const msi_program *program;
@@ -14346,80 +14345,82 @@ typedef struct msi_walk {
     double start_us, duration_us; // of the instruction
 } msi_walk;
 
-static void msi_walk_start(msi_walk *w, const ms_model *m, const msi_program *p) {
+static void msi_walk_start(msi_walk *w, const ms_model *m, const msi_program *p, ms_event_fn visit,
+                           void *user) {
+    const msi_store *store = m->run.store;
     memset(w, 0, sizeof *w);
     w->model = m;
     w->program = p;
-    w->live_bytes_of[MS_CATEGORY_WORKSPACE] = m->run.store->reserved_bytes;
-    for (uint32_t k = 0; k < m->run.store->residents.count; k++) {
-        const msi_resident *resident = &m->run.store->residents.items[k];
-        const bool outside = resident->borrowed || resident->on_host;
-        w->live_bytes_of[p->ranges.items[k].category] += outside ? 0 : msi_align(resident->bytes);
+    w->visit = visit;
+    w->user = user;
+    w->live_bytes_of[MS_CATEGORY_WORKSPACE] = store->reserved_bytes;
+    for (uint32_t k = 0; k < store->residents.count; k++) {
+        w->live_bytes_of[p->ranges.items[k].category] +=
+            msi_is_outside(store, k) ? 0 : msi_align(store->residents.items[k].bytes);
     }
-    msi_clock_start(&w->clock, &m->graph, &m->costs, m->run.store, p);
+    msi_clock_start(&w->clock, &m->graph, &m->costs, store, p);
 }
 
-/* Every life is an operand of the instruction where it begins and, unless it is kept, of that where
-   it ends. One whose memory is taken over there does not count there any more. */
-static void msi_walk_count(msi_walk *w, bool behind) {
+/* The transient range of operand k of the present instruction. NULL: the operand has none, or an
+   operand before it has the same one, so that a caller sees each range once. */
+static const msi_range *msi_walk_range(const msi_walk *w, uint32_t k) {
     const msi_program *p = w->program;
-    const msi_instruction *i = &p->instructions.items[w->now];
-    const msi_operand *operands = p->operands.items + i->operand_first;
-    for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t number = operands[k].range;
-        if (number == MSI_NONE || number < w->model->run.store->residents.count) {
-            continue;
-        }
-        const msi_range *range = &p->ranges.items[number];
-        const bool born = !behind && range->first == w->now;
-        const bool dies = range->last == w->now && !range->outlives && behind != range->aliased;
-        bool counted = !born && !dies;
-        for (uint32_t j = 0; j < k && !counted; j++) {
-            counted = operands[j].range == number;
-        }
-        if (!counted) {
-            uint64_t *const bytes = &w->live_bytes_of[range->category];
-            *bytes = born ? *bytes + msi_align(range->bytes) : *bytes - msi_align(range->bytes);
+    const msi_operand *operands =
+        p->operands.items + p->instructions.items[w->now].operand_first;
+    const uint32_t range = operands[k].range;
+    bool skipped = range == MSI_NONE || range < w->model->run.store->residents.count;
+    for (uint32_t j = 0; j < k && !skipped; j++) {
+        skipped = operands[j].range == range;
+    }
+    return skipped ? NULL : &p->ranges.items[range];
+}
+
+/* Brings live_bytes_of up to date, before an instruction or after it. A live range is an operand of
+   the instruction where it begins and, unless it outlives the program, of the one where it ends.
+   One whose memory is aliased there ends before that instruction already. */
+static void msi_walk_count(msi_walk *w, bool after) {
+    for (uint32_t k = 0; k < w->program->instructions.items[w->now].operand_count; k++) {
+        const msi_range *range = msi_walk_range(w, k);
+        if (range && !after && range->first == w->now) {
+            w->live_bytes_of[range->category] += msi_align(range->bytes);
+        } else if (range && range->last == w->now && !range->outlives && after != range->aliased) {
+            w->live_bytes_of[range->category] -= msi_align(range->bytes);
         }
     }
 }
 
-static void msi_walk_enter(msi_walk *w) {
-    const msi_instruction *i = &w->program->instructions.items[w->now];
-    msi_walk_count(w, false);
-    w->duration_us = msi_duration_us(&w->clock, i);
-    w->start_us = msi_clock_run(&w->clock, w->now, w->duration_us);
-}
-
-static void msi_walk_leave(msi_walk *w) {
-    msi_walk_count(w, true);
-    w->now++;
+static ms_event msi_event(const msi_walk *w, ms_event_kind kind, const ms_event_operand *operands,
+                          uint32_t count) {
+    ms_event event;
+    memset(&event, 0, sizeof event);
+    event.size = sizeof event;
+    event.index = kind > MS_EVENT_DROP ? UINT32_MAX : w->now;
+    event.kind = kind;
+    event.name = "";
+    event.operands = operands;
+    event.operand_count = count;
+    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
+        event.live_bytes += event.live_bytes_of[c] = w->live_bytes_of[c];
+    }
+    return event;
 }
 
 static void msi_emit_event(const msi_walk *w, ms_event_kind kind, const ms_event_operand *operands,
                            uint32_t count) {
     const ms_model *m = w->model;
     const msi_instruction *i = &w->program->instructions.items[w->now];
-    const bool of_layer = msi_calls_layer((msi_op)i->op), drops = kind == MS_EVENT_DROP;
+    const bool drops = kind == MS_EVENT_DROP;
     const bool of_scratch =
         i->op == MSI_OP_CLIP || (i->op == MSI_OP_ZERO && count == 1 && operands[0].tensor.id == 0);
-    ms_event event;
-    memset(&event, 0, sizeof event);
-    event.size = sizeof event;
-    event.index = w->now;
-    event.kind = kind;
-    event.name = "";
-    if (of_layer) {
+    ms_event event = msi_event(w, kind, operands, count);
+    if (msi_calls_layer((msi_op)i->op)) {
         event.layer.id = i->target + 1;
         event.name = msi_layer_name(m, i->target);
     } else if (!of_scratch) {
         event.tensor = msi_handle(i->target, MSI_ROLE_VALUE);
         event.name = msi_tensor_name(m, i->target);
     }
-    event.operands = operands;
-    event.operand_count = count;
     event.live_bytes = m->run.store->resident_bytes + w->program->live_bytes.items[w->now];
-    memcpy(event.live_bytes_of, w->live_bytes_of, sizeof event.live_bytes_of);
     event.stream = msi_stream_of(&m->costs, (msi_op)i->op);
     event.start_us = drops ? w->start_us + w->duration_us : w->start_us;
     event.duration_us = drops ? 0.0 : w->duration_us;
@@ -14434,21 +14435,12 @@ static void msi_emit_event(const msi_walk *w, ms_event_kind kind, const ms_event
 
 /* The operands that are dead after an instruction, in an event of their own. */
 static void msi_visit_drops(const msi_walk *w) {
-    const ms_model *m = w->model;
-    const msi_program *p = w->program;
-    const msi_instruction *i = &p->instructions.items[w->now];
     ms_event_operand dead[MSI_MAX_VIEWS + 1];
     uint32_t count = 0;
-    for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t range = p->operands.items[i->operand_first + k].range;
-        bool known = range == MSI_NONE || range < m->run.store->residents.count ||
-                     p->ranges.items[range].last != w->now || p->ranges.items[range].aliased ||
-                     p->ranges.items[range].outlives;
-        for (uint32_t j = 0; j < k && !known; j++) {
-            known = p->operands.items[i->operand_first + j].range == range;
-        }
-        if (!known) {
-            dead[count++] = msi_event_operand(m, p, w->now, k);
+    for (uint32_t k = 0; k < w->program->instructions.items[w->now].operand_count; k++) {
+        const msi_range *range = msi_walk_range(w, k);
+        if (range && range->last == w->now && !range->aliased && !range->outlives) {
+            dead[count++] = msi_event_operand(w->model, w->program, w->now, k);
         }
     }
     if (count) {
@@ -14456,29 +14448,20 @@ static void msi_visit_drops(const msi_walk *w) {
     }
 }
 
-/* What a step does besides its instructions, with one operand. */
+/* What a step does besides its instructions. */
 static void msi_emit_besides(const msi_walk *w, ms_event_kind kind, ms_stream_kind stream,
                              double start_us, double us, const ms_event_operand *operand) {
     const ms_tensor t = operand->tensor;
-    ms_event event;
-    memset(&event, 0, sizeof event);
-    event.size = sizeof event;
-    event.index = UINT32_MAX;
-    event.kind = kind;
+    ms_event event = msi_event(w, kind, operand, 1);
     event.tensor = t;
     event.name = t.id ? msi_tensor_name(w->model, msi_index(w->model, t)) : "";
-    event.operands = operand;
-    event.operand_count = 1;
-    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
-        event.live_bytes += event.live_bytes_of[c] = w->live_bytes_of[c];
-    }
     event.stream = stream;
     event.start_us = start_us;
     event.duration_us = us;
     w->visit(&event, w->user);
 }
 
-/* Inputs, which are copied to the device before the first instruction. */
+/* The inputs are copied to the device before the first instruction. */
 static void msi_visit_inputs(const msi_walk *w) {
     const ms_model *m = w->model;
     msi_clock c;
@@ -14500,8 +14483,7 @@ static void msi_visit_inputs(const msi_walk *w) {
     }
 }
 
-/* After forward: the sum of the losses, and the verdict, which is copied to the host while backward
-   runs. */
+/* After forward the losses are summed; the verdict is copied to the host while backward runs. */
 static void msi_visit_verdict(const msi_walk *w) {
     const ms_model *m = w->model;
     const msi_range *range = &w->program->ranges.items[w->program->loss];
@@ -14527,9 +14509,7 @@ static void msi_visit_verdict(const msi_walk *w) {
 
 static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit, void *user) {
     msi_walk w;
-    msi_walk_start(&w, m, p);
-    w.visit = visit;
-    w.user = user;
+    msi_walk_start(&w, m, p, visit, user);
     msi_visit_inputs(&w);
     while (w.now < p->instructions.count) {
         const msi_instruction *i = &p->instructions.items[w.now];
@@ -14540,12 +14520,15 @@ static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit
                 operands[count++] = msi_event_operand(m, p, w.now, k);
             }
         }
-        msi_walk_enter(&w);
+        msi_walk_count(&w, false);
+        w.duration_us = msi_duration_us(&w.clock, i);
+        w.start_us = msi_clock_run(&w.clock, w.now, w.duration_us);
         if (i->op != MSI_OP_NOTHING) {
             msi_emit_event(&w, msi_ops[i->op].event, operands, count);
             msi_visit_drops(&w);
         }
-        msi_walk_leave(&w);
+        msi_walk_count(&w, true);
+        w.now++;
         if (w.now == p->forward_end) {
             msi_visit_verdict(&w);
         }
@@ -14557,9 +14540,7 @@ static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit
 
 MEMSCALE_API ms_result ms_arena_create(const ms_backend *backend, const ms_allocator *allocator,
                                        ms_arena **arena) {
-    ms_allocator a;
-    memset(&a, 0, sizeof a);
-    a = allocator ? *allocator : a;
+    const ms_allocator none = {NULL, NULL, NULL}, a = allocator ? *allocator : none;
     const ms_backend b = backend && backend->size ? *backend : ms_backend_cpu();
     if (arena) {
         *arena = NULL;
@@ -14626,10 +14607,8 @@ MEMSCALE_API void *ms_stream(const ms_model *model) {
 }
 
 MEMSCALE_API ms_result ms_synchronize(ms_model *model) {
-    if (!model) {
-        return MS_RESULT_INVALID;
-    }
-    return model->run.busy
+    return !model ? MS_RESULT_INVALID
+           : model->run.busy
                ? msi_fail(model, MS_RESULT_ORDER, "ms_synchronize: called from a callback")
                : msi_await_steps(model);
 }
@@ -14811,16 +14790,20 @@ MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_la
     }
 }
 
+/* Read-only functions return their errors without a text: the model is const. */
+static ms_result msi_check_planned(const ms_model *m, bool has_arguments) {
+    return !m || !has_arguments ? MS_RESULT_INVALID
+           : m->run.plan        ? MS_RESULT_OK
+                                : MS_RESULT_ORDER;
+}
+
 MEMSCALE_API ms_result ms_profile_save(const ms_model *model, ms_text_fn write, void *user) {
-    if (!model || !write) {
-        return MS_RESULT_INVALID;
-    }
-    if (!model->run.plan) {
-        return MS_RESULT_ORDER;
-    }
     const msi_printer out = {write, user};
-    msi_print_profile(model, &out);
-    return MS_RESULT_OK;
+    const ms_result result = msi_check_planned(model, write != NULL);
+    if (result == MS_RESULT_OK) {
+        msi_print_profile(model, &out);
+    }
+    return result;
 }
 
 MEMSCALE_API ms_result ms_profile_load(ms_model *model, const char *text, size_t length) {
@@ -14856,7 +14839,8 @@ MEMSCALE_API ms_result ms_reshape(ms_model *model, const int64_t *sizes) {
     }
     ms_result result = msi_check_sizes(model, sizes);
     MSI_THEN(result, msi_check_between_steps(model, "ms_reshape"));
-    return result == MS_RESULT_OK ? msi_reshape(model, sizes) : result;
+    MSI_THEN(result, msi_reshape(model, sizes));
+    return result;
 }
 
 MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage) {
@@ -14924,11 +14908,9 @@ MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor) {
 }
 
 MEMSCALE_API ms_result ms_forward(ms_model *model, double *loss) {
-    if (!model) {
-        return MS_RESULT_INVALID;
-    }
-    const ms_result result = msi_begin_step(model, "ms_forward");
-    return result == MS_RESULT_OK ? msi_forward(model, &model->run.plan->train, loss) : result;
+    ms_result result = model ? msi_begin_step(model, "ms_forward") : MS_RESULT_INVALID;
+    MSI_THEN(result, msi_forward(model, &model->run.plan->train, loss));
+    return result;
 }
 
 MEMSCALE_API ms_result ms_backward(ms_model *model) {
@@ -14940,19 +14922,15 @@ MEMSCALE_API ms_result ms_update(ms_model *model) {
 }
 
 MEMSCALE_API ms_result ms_step(ms_model *model, double *loss) {
-    if (!model) {
-        return MS_RESULT_INVALID;
-    }
-    const ms_result result = msi_begin_step(model, "ms_step");
-    return result == MS_RESULT_OK ? msi_step(model, loss) : result;
+    ms_result result = model ? msi_begin_step(model, "ms_step") : MS_RESULT_INVALID;
+    MSI_THEN(result, msi_step(model, loss));
+    return result;
 }
 
 MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
-    if (!model) {
-        return MS_RESULT_INVALID;
-    }
-    const ms_result result = msi_check_ready(model, "ms_eval");
-    return result == MS_RESULT_OK ? msi_forward(model, &model->run.plan->eval, loss) : result;
+    ms_result result = model ? msi_check_ready(model, "ms_eval") : MS_RESULT_INVALID;
+    MSI_THEN(result, msi_forward(model, &model->run.plan->eval, loss));
+    return result;
 }
 
 MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
@@ -14963,7 +14941,8 @@ MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *
     memset(report, 0, sizeof *report);
     ms_result result = msi_check_verifiable(model);
     MSI_THEN(result, msi_await_steps(model));
-    return result == MS_RESULT_OK ? msi_verify(model, visit, user, report) : result;
+    MSI_THEN(result, msi_verify(model, visit, user, report));
+    return result;
 }
 
 MEMSCALE_API ms_result ms_gradient_norm(ms_model *model, double *norm) {
@@ -14985,32 +14964,23 @@ MEMSCALE_API ms_result ms_cast(const ms_call *call, const ms_view *to, const ms_
                : msi_fail_argument(call->model, "ms_cast", "a view is NULL or has no data");
 }
 
-/* Read-only functions cannot note an error text: the model is const. */
 MEMSCALE_API ms_result ms_report(const ms_model *model, ms_memory_report *report) {
-    if (!model || !report) {
-        return MS_RESULT_INVALID;
+    const ms_result result = msi_check_planned(model, report != NULL);
+    if (result == MS_RESULT_OK) {
+        msi_fill_report(model, report);
     }
-    if (!model->run.plan) {
-        return MS_RESULT_ORDER;
-    }
-    msi_fill_report(model, report);
-    return MS_RESULT_OK;
-}
-
-static const msi_program *msi_program_of(const ms_model *m, ms_program program) {
-    return program == MS_PROGRAM_TRAIN ? &m->run.plan->train : &m->run.plan->eval;
+    return result;
 }
 
 MEMSCALE_API ms_result ms_visit_events(const ms_model *model, ms_program program, ms_event_fn visit,
                                        void *user) {
-    if (!model || !visit || (unsigned)program > MS_PROGRAM_EVAL) {
-        return MS_RESULT_INVALID;
+    const ms_result result =
+        msi_check_planned(model, visit && (unsigned)program <= MS_PROGRAM_EVAL);
+    if (result == MS_RESULT_OK) {
+        const msi_plan *plan = model->run.plan;
+        msi_visit(model, program == MS_PROGRAM_TRAIN ? &plan->train : &plan->eval, visit, user);
     }
-    if (!model->run.plan) {
-        return MS_RESULT_ORDER;
-    }
-    msi_visit(model, msi_program_of(model, program), visit, user);
-    return MS_RESULT_OK;
+    return result;
 }
 
 MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number) {
@@ -15018,15 +14988,13 @@ MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number) {
 }
 
 MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn visit, void *user) {
-    if (!model || !visit) {
-        return MS_RESULT_INVALID;
-    }
-    if (!model->run.plan) {
-        return MS_RESULT_ORDER;
-    }
     msi_review review;
-    if (!msi_review_init(&review, model, model->run.plan)) {
-        return MS_RESULT_OUT_OF_MEMORY;
+    ms_result result = msi_check_planned(model, visit != NULL);
+    if (result == MS_RESULT_OK && !msi_review_init(&review, model, model->run.plan)) {
+        result = MS_RESULT_OUT_OF_MEMORY;
+    }
+    if (result != MS_RESULT_OK) {
+        return result;
     }
     for (uint32_t i = 0; i < model->graph.layers.count; i++) {
         for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
