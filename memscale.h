@@ -14365,8 +14365,7 @@ static void msi_walk_start(msi_walk *w, const ms_model *m, const msi_program *p,
    operand before it has the same one, so that a caller sees each range once. */
 static const msi_range *msi_walk_range(const msi_walk *w, uint32_t k) {
     const msi_program *p = w->program;
-    const msi_operand *operands =
-        p->operands.items + p->instructions.items[w->now].operand_first;
+    const msi_operand *operands = p->operands.items + p->instructions.items[w->now].operand_first;
     const uint32_t range = operands[k].range;
     bool skipped = range == MSI_NONE || range < w->model->run.store->residents.count;
     for (uint32_t j = 0; j < k && !skipped; j++) {
@@ -14645,14 +14644,11 @@ MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size
 
 MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc) {
     const ms_layer none = {0};
-    if (!msi_registering(model, "layer", desc && desc->name ? desc->name : "")) {
-        return none;
-    }
-    if (!desc) {
+    const bool open = msi_registering(model, "layer", desc && desc->name ? desc->name : "");
+    if (open && !desc) {
         MSI_STICK(model, MS_RESULT_INVALID, "ms_register_layer: desc is NULL");
-        return none;
     }
-    return msi_register_layer(model, desc);
+    return open && desc ? msi_register_layer(model, desc) : none;
 }
 
 MEMSCALE_API void ms_refuse(ms_model *model, const char *reason) {
@@ -14792,9 +14788,7 @@ MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_la
 
 /* Read-only functions return their errors without a text: the model is const. */
 static ms_result msi_check_planned(const ms_model *m, bool has_arguments) {
-    return !m || !has_arguments ? MS_RESULT_INVALID
-           : m->run.plan        ? MS_RESULT_OK
-                                : MS_RESULT_ORDER;
+    return !m || !has_arguments ? MS_RESULT_INVALID : m->run.plan ? MS_RESULT_OK : MS_RESULT_ORDER;
 }
 
 MEMSCALE_API ms_result ms_profile_save(const ms_model *model, ms_text_fn write, void *user) {
@@ -14990,9 +14984,8 @@ MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number) {
 MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn visit, void *user) {
     msi_review review;
     ms_result result = msi_check_planned(model, visit != NULL);
-    if (result == MS_RESULT_OK && !msi_review_init(&review, model, model->run.plan)) {
-        result = MS_RESULT_OUT_OF_MEMORY;
-    }
+    MSI_THEN(result, msi_review_init(&review, model, model->run.plan) ? MS_RESULT_OK
+                                                                      : MS_RESULT_OUT_OF_MEMORY);
     if (result != MS_RESULT_OK) {
         return result;
     }
@@ -15034,13 +15027,13 @@ MEMSCALE_API bool ms_technique_is_built(ms_technique technique) {
 static const char *const msi_event_names[] = {MEMSCALE_EVENTS(MEMSCALE_X)};
 #undef MEMSCALE_X
 
-/* Columns of the listing: a line ends with the last text in it. */
+/* Columns of a listing. Spaces are written only before a text, so that no line ends in spaces. */
 typedef struct msi_columns {
     const msi_printer *out;
-    int missing; // spaces
+    int missing; // spaces to write before the next text
 } msi_columns;
 
-/* A text to the left, or to the right for a negative width. */
+/* A text at the left of its column, or at the right for a negative width. */
 static void msi_print_column(msi_columns *c, int width, const char *text) {
     const int length = (int)strlen(text), room = width < 0 ? -width : width;
     const int spaces = length < room ? room - length : 0;
@@ -15053,16 +15046,15 @@ static void msi_print_column(msi_columns *c, int width, const char *text) {
     c->missing += width < 0 ? 0 : spaces;
 }
 
-enum { MSI_MOST_RULES = 64 }; // there are fewer
+enum { MSI_MOST_RULES = 64 }; // more than there are
 
-/* The listing of a plan. */
 typedef struct msi_plan_listing {
     const ms_model *model;
     msi_printer out;
     msi_columns columns;
-    uint32_t line; // layers that are listed
+    uint32_t line; // layers listed so far
     msi_technique_total totals[MS_TECHNIQUE_COUNT];
-    bool decided[MSI_MOST_RULES]; // by the number of a rule: it has decided something
+    bool decided[MSI_MOST_RULES]; // by the number of the rule: whether it has decided something
 } msi_plan_listing;
 
 static void msi_add_to_listing(const ms_decision *d, void *user) {
@@ -15095,7 +15087,7 @@ static void msi_print_summary(const msi_printer *out, const ms_memory_report *r)
     msi_print(out, "\n");
 }
 
-/* A line for each technique, with its rule where all layers have the same. */
+/* A line for each technique, with its rule if that is the same for all layers. */
 static void msi_print_techniques(const msi_printer *out, const msi_technique_total *totals) {
     msi_print(out, "\n%-16s %7s %14s %10s  %s\n", "technique", "layers", "held no longer", "added",
               "rule");
@@ -15132,7 +15124,7 @@ static void msi_print_layer_head(msi_plan_listing *to) {
     msi_print(&to->out, "\n");
 }
 
-/* The line of a layer: what is kept of it, and the decisions, one call for each. */
+/* The line of a layer, made by one call for each technique. */
 static void msi_print_decision(const ms_decision *d, void *user) {
     msi_plan_listing *to = (msi_plan_listing *)user;
     const msi_technique_total *total = &to->totals[d->technique];
@@ -15157,14 +15149,12 @@ static void msi_print_decision(const ms_decision *d, void *user) {
     }
 }
 
-/* The rules that have decided something. */
 static void msi_print_rules(const msi_plan_listing *to) {
     msi_print(&to->out, "\nrules (+: applied, -: not)\n");
     for (uint32_t at = 0; at < MSI_MOST_RULES; at++) {
         if (to->decided[at]) {
             const ms_rule *rule = ms_rule_at(at);
-            msi_print(&to->out, "%-15s  ", rule->id);
-            msi_print(&to->out, "%s: ", rule->condition);
+            msi_print(&to->out, "%-15s  %s: ", rule->id, rule->condition);
             msi_print(&to->out, "%s\n", rule->reason);
         }
     }
@@ -15174,10 +15164,10 @@ MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_text_fn write, vo
     ms_memory_report report;
     msi_plan_listing to;
     ms_result result = write ? ms_report(model, &report) : MS_RESULT_INVALID;
+    const msi_printer out = {write, user};
     memset(&to, 0, sizeof to);
     to.model = model;
-    to.out.write = write;
-    to.out.user = user;
+    to.out = out;
     to.columns.out = &to.out;
     MSI_THEN(result, ms_visit_decisions(model, msi_add_to_listing, &to));
     if (result != MS_RESULT_OK) {
@@ -15193,14 +15183,13 @@ MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_text_fn write, vo
     return result;
 }
 
-/* The listing of a program. */
 typedef struct msi_program_listing {
     const ms_model *model;
     msi_printer out;
 } msi_program_listing;
 
-/* What comes before the name of a tensor: nothing for its value, "d." for its gradient, others for
-   the state of its optimizer. */
+/* What is printed before the name of a tensor: nothing for its value, "d." for its gradient, and
+   other prefixes for its optimizer state. */
 static const char *msi_handle_prefix(const ms_model *model, ms_tensor handle) {
     static const char *const states[MS_LIMIT_OPTIMIZER_STATE] = {"m.", "v.", "s2.", "s3."};
     const ms_tensor t = ms_tensor_of(model, handle);
@@ -15224,7 +15213,7 @@ static void msi_print_operand(const msi_program_listing *to, const ms_event_oper
     }
 }
 
-/* Only instructions have a line. */
+/* Only instructions get a line. */
 static void msi_print_event(const ms_event *event, void *user) {
     const msi_program_listing *to = (const msi_program_listing *)user;
     if (event->kind >= MS_EVENT_DROP) {
@@ -15245,10 +15234,7 @@ static void msi_print_event(const ms_event *event, void *user) {
 
 MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program program, ms_text_fn write,
                                         void *user) {
-    msi_program_listing to;
-    to.model = model;
-    to.out.write = write;
-    to.out.user = user;
+    msi_program_listing to = {model, {write, user}};
     return write ? ms_visit_events(model, program, msi_print_event, &to) : MS_RESULT_INVALID;
 }
 
@@ -15262,14 +15248,13 @@ enum { MSI_TRACE_SIMULATED = 1, MSI_TRACE_MEASURED = 2 };
 static const char *const msi_stream_names[] = {"compute", "copies to the device",
                                                "copies to the host"};
 
-/* The trace of a step. */
 typedef struct msi_trace {
     msi_printer out;
-    bool is_measured;
-    uint64_t counted[MS_CATEGORY_COUNT]; // live bytes, as the last counter has them
+    int last_process;                    // MSI_TRACE_MEASURED if a step has been timed
+    uint64_t counted[MS_CATEGORY_COUNT]; // live bytes of the last counter
 } msi_trace;
 
-/* An event as a slice of a track. */
+/* An event as a slice of the track of its stream. */
 static void msi_trace_slice(const msi_printer *out, int process, const ms_event *event) {
     const bool measured = process == MSI_TRACE_MEASURED;
     const char *what = event->is_restore ? "restore" : msi_event_names[event->kind];
@@ -15293,13 +15278,13 @@ static void msi_trace_slice(const msi_printer *out, int process, const ms_event 
     }
 }
 
-static void msi_trace_counters(const msi_printer *out, int process, double us,
-                               const uint64_t *bytes_of) {
+static void msi_trace_counters(const msi_printer *out, int process, const ms_event *event) {
     msi_print(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"name\":\"live bytes\",\"ts\":", process);
-    msi_print_number(out, us, 3);
+    msi_print_number(out,
+                     process == MSI_TRACE_MEASURED ? event->measured_start_us : event->start_us, 3);
     for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
         msi_print(out, "%s\"%s\":%llu", c == 0 ? ",\"args\":{" : ",",
-                  ms_category_name((ms_category)c), (unsigned long long)bytes_of[c]);
+                  ms_category_name((ms_category)c), (unsigned long long)event->live_bytes_of[c]);
     }
     msi_print(out, "}}");
 }
@@ -15318,25 +15303,20 @@ static void msi_trace_process(const msi_printer *out, int process) {
     }
 }
 
-/* An event as simulated and, if it is an instruction, as measured; each with a counter where other
-   bytes are live than before. */
+/* An event as simulated and, if it is an instruction, as measured. A counter follows where the live
+   bytes have changed. */
 static void msi_trace_event(const ms_event *event, void *user) {
     msi_trace *to = (msi_trace *)user;
-    if (event->kind == MS_EVENT_DROP) {
-        return;
-    }
     const bool runs = event->kind < MS_EVENT_DROP;
     const bool counts = runs && memcmp(to->counted, event->live_bytes_of, sizeof to->counted) != 0;
-    msi_trace_slice(&to->out, MSI_TRACE_SIMULATED, event);
-    if (counts) {
-        msi_trace_counters(&to->out, MSI_TRACE_SIMULATED, event->start_us, event->live_bytes_of);
-    }
-    if (runs && to->is_measured) {
-        msi_trace_slice(&to->out, MSI_TRACE_MEASURED, event);
-    }
-    if (counts && to->is_measured) {
-        msi_trace_counters(&to->out, MSI_TRACE_MEASURED, event->measured_start_us,
-                           event->live_bytes_of);
+    const int last = event->kind == MS_EVENT_DROP ? 0
+                     : runs                       ? to->last_process
+                                                  : MSI_TRACE_SIMULATED;
+    for (int process = MSI_TRACE_SIMULATED; process <= last; process++) {
+        msi_trace_slice(&to->out, process, event);
+        if (counts) {
+            msi_trace_counters(&to->out, process, event);
+        }
     }
     if (counts) {
         memcpy(to->counted, event->live_bytes_of, sizeof to->counted);
@@ -15350,27 +15330,28 @@ MEMSCALE_API ms_result ms_print_trace(const ms_model *model, ms_text_fn write, v
     if (result != MS_RESULT_OK) {
         return result;
     }
+    const msi_printer out = {write, user};
     memset(&to, 0, sizeof to);
-    to.out.write = write;
-    to.out.user = user;
-    to.is_measured = report.measured_step_us > 0.0;
-    msi_print(&to.out, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
-    msi_trace_process(&to.out, MSI_TRACE_SIMULATED);
-    if (to.is_measured) {
-        msi_trace_process(&to.out, MSI_TRACE_MEASURED);
+    to.out = out;
+    to.last_process = report.measured_step_us > 0.0 ? MSI_TRACE_MEASURED : MSI_TRACE_SIMULATED;
+    msi_print(&out, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
+    for (int process = MSI_TRACE_SIMULATED; process <= to.last_process; process++) {
+        msi_trace_process(&out, process);
     }
     result = ms_visit_events(model, MS_PROGRAM_TRAIN, msi_trace_event, &to);
-    msi_print(&to.out, "\n]}\n");
+    msi_print(&out, "\n]}\n");
     return result;
 }
 
-/* A metric that a field of the report is. */
+/* How a field of the report becomes a metric. */
 typedef enum msi_metric_kind {
     MSI_METRIC_U64,
     MSI_METRIC_U32,
     MSI_METRIC_RATIO,
-    MSI_METRIC_US, // exposed in seconds
-    MSI_METRIC_CATEGORIES
+    MSI_METRIC_US,         // exposed in seconds
+    MSI_METRIC_MEASURED,   // likewise, and left out where the field is 0
+    MSI_METRIC_CATEGORIES, // a u64 for each category
+    MSI_METRIC_COUNTER     // a u64
 } msi_metric_kind;
 
 typedef struct msi_metric {
@@ -15379,38 +15360,39 @@ typedef struct msi_metric {
     msi_metric_kind kind;
 } msi_metric;
 
-#define MSI_METRIC(name, field, kind, help)                                                        \
-    { name, help, offsetof(ms_memory_report, field), kind }
+#define MSI_METRIC(kind, name, field, help)                                                        \
+    { #name, help, offsetof(ms_memory_report, field), MSI_METRIC_##kind }
 
 static const msi_metric msi_metrics[] = {
-    MSI_METRIC("budget_bytes", budget_bytes, MSI_METRIC_U64,
-               "The arena is never larger than this."),
-    MSI_METRIC("arena_bytes", arena_bytes, MSI_METRIC_U64, "Memory of the model on the device."),
-    MSI_METRIC("plain_arena_bytes", plain_bytes, MSI_METRIC_U64, "Arena of the plain plan."),
-    MSI_METRIC("lower_bound_bytes", lower_bound_bytes, MSI_METRIC_U64,
+    MSI_METRIC(U64, budget_bytes, budget_bytes, "The arena is never larger than this."),
+    MSI_METRIC(U64, arena_bytes, arena_bytes, "Memory of the model on the device."),
+    MSI_METRIC(U64, plain_arena_bytes, plain_bytes, "Arena of the plain plan."),
+    MSI_METRIC(U64, lower_bound_bytes, lower_bound_bytes,
                "Largest sum of live bytes: no layout is smaller."),
-    MSI_METRIC("gap_bytes", gap_bytes, MSI_METRIC_U64, "Arena less lower bound."),
-    MSI_METRIC("peak_bytes", peak_bytes, MSI_METRIC_CATEGORIES,
-               "Live bytes at the peak of a step."),
-    MSI_METRIC("activation_peak_bytes", activation_peak_bytes, MSI_METRIC_U64,
+    MSI_METRIC(U64, gap_bytes, gap_bytes, "Arena less lower bound."),
+    MSI_METRIC(CATEGORIES, peak_bytes, peak_bytes, "Live bytes at the peak of a step."),
+    MSI_METRIC(U64, activation_peak_bytes, activation_peak_bytes,
                "Largest sum of activations, their gradients and saved tensors."),
-    MSI_METRIC("borrowed_bytes", borrowed_bytes, MSI_METRIC_U64, "Memory of the trainer's own."),
-    MSI_METRIC("host_bytes", host_bytes, MSI_METRIC_U64, "Tensors that stay on the host."),
-    MSI_METRIC("staging_bytes", staging_bytes, MSI_METRIC_U64,
+    MSI_METRIC(U64, borrowed_bytes, borrowed_bytes, "Memory of the trainer's own."),
+    MSI_METRIC(U64, host_bytes, host_bytes, "Tensors that stay on the host."),
+    MSI_METRIC(U64, staging_bytes, staging_bytes,
                "Host memory through which inputs and verdicts pass."),
-    MSI_METRIC("step_predicted_seconds", step_us, MSI_METRIC_US, "Time of a step, as simulated."),
-    MSI_METRIC("step_predicted_plain_seconds", plain_step_us, MSI_METRIC_US,
+    MSI_METRIC(US, step_predicted_seconds, step_us, "Time of a step, as simulated."),
+    MSI_METRIC(US, step_predicted_plain_seconds, plain_step_us,
                "Time of a step of the plain plan, as simulated."),
-    MSI_METRIC("step_stall_seconds", stall_us, MSI_METRIC_US,
+    MSI_METRIC(US, step_stall_seconds, stall_us,
                "Of a step, how long computing waits for copies, as simulated."),
-    MSI_METRIC("recompute_ratio", recompute_share, MSI_METRIC_RATIO,
+    MSI_METRIC(RATIO, recompute_ratio, recompute_share,
                "Time of recomputations over that of a plain step, as simulated."),
-    MSI_METRIC("pressure_ratio", pressure, MSI_METRIC_RATIO, "Plain arena over budget."),
-    MSI_METRIC("parameters", param_count, MSI_METRIC_U64, "Elements of all params."),
-    MSI_METRIC("layers", layer_count, MSI_METRIC_U32, "Layers of the graph."),
-    MSI_METRIC("tensors", tensor_count, MSI_METRIC_U32, "Tensors of the graph."),
-    MSI_METRIC("instructions", instruction_count, MSI_METRIC_U32, "Instructions of a step."),
-    MSI_METRIC("recomputations", recompute_count, MSI_METRIC_U32, "Of these, recomputations."),
+    MSI_METRIC(RATIO, pressure_ratio, pressure, "Plain arena over budget."),
+    MSI_METRIC(U64, parameters, param_count, "Elements of all params."),
+    MSI_METRIC(U32, layers, layer_count, "Layers of the graph."),
+    MSI_METRIC(U32, tensors, tensor_count, "Tensors of the graph."),
+    MSI_METRIC(U32, instructions, instruction_count, "Instructions of a step."),
+    MSI_METRIC(U32, recomputations, recompute_count, "Of these, recomputations."),
+    MSI_METRIC(MEASURED, step_measured_seconds, measured_step_us,
+               "The last step that was timed, instruction by instruction."),
+    MSI_METRIC(COUNTER, steps_total, step_count, "Updates that are done."),
 };
 
 static void msi_print_metric_head(const msi_printer *out, const char *name, const char *type,
@@ -15419,40 +15401,51 @@ static void msi_print_metric_head(const msi_printer *out, const char *name, cons
     msi_print(out, "# TYPE memscale_%s %s\n", name, type);
 }
 
+/* The field k of an array of fields, or, for k = 0, a field. */
+static void msi_print_field(const msi_printer *out, msi_metric_kind kind, const void *field,
+                            int k) {
+    uint64_t number = 0;
+    switch (kind) {
+    case MSI_METRIC_RATIO:
+    case MSI_METRIC_US:
+    case MSI_METRIC_MEASURED:
+        msi_print(out, " ");
+        msi_print_number(out, *(const double *)field * (kind == MSI_METRIC_RATIO ? 1.0 : 1e-6), 9);
+        msi_print(out, "\n");
+        return;
+    case MSI_METRIC_U32:
+        number = *(const uint32_t *)field;
+        break;
+    case MSI_METRIC_U64:
+    case MSI_METRIC_CATEGORIES:
+    case MSI_METRIC_COUNTER:
+        number = ((const uint64_t *)field)[k];
+        break;
+    }
+    msi_print(out, " %llu\n", (unsigned long long)number);
+}
+
 static void msi_print_metric(const msi_printer *out, const msi_metric *metric,
                              const ms_memory_report *report) {
-    const uint8_t *field = (const uint8_t *)report + metric->offset;
-    uint64_t bytes[MS_CATEGORY_COUNT] = {0, 0, 0, 0, 0, 0, 0, 0, 0};
-    uint32_t count = 0;
-    double value = 0.0;
-    const int values = metric->kind == MSI_METRIC_CATEGORIES ? MS_CATEGORY_COUNT : 1;
-    if (metric->kind == MSI_METRIC_U32) {
-        memcpy(&count, field, sizeof count);
-        bytes[0] = count;
-    } else if (metric->kind == MSI_METRIC_U64 || metric->kind == MSI_METRIC_CATEGORIES) {
-        memcpy(bytes, field, (size_t)values * sizeof *bytes);
-    } else {
-        memcpy(&value, field, sizeof value);
+    const void *field = (const uint8_t *)report + metric->offset;
+    const bool by_category = metric->kind == MSI_METRIC_CATEGORIES;
+    if (metric->kind == MSI_METRIC_MEASURED && !(*(const double *)field > 0.0)) {
+        return;
     }
-    msi_print_metric_head(out, metric->name, "gauge", metric->help);
-    for (int k = 0; k < values; k++) {
+    msi_print_metric_head(out, metric->name,
+                          metric->kind == MSI_METRIC_COUNTER ? "counter" : "gauge", metric->help);
+    for (int k = 0; k < (by_category ? MS_CATEGORY_COUNT : 1); k++) {
         msi_print(out, "memscale_%s", metric->name);
-        if (metric->kind == MSI_METRIC_CATEGORIES) {
+        if (by_category) {
             msi_print(out, "{category=");
             msi_print_quoted(out, ms_category_name((ms_category)k), false);
             msi_print(out, "}");
         }
-        if (metric->kind == MSI_METRIC_RATIO || metric->kind == MSI_METRIC_US) {
-            msi_print(out, " ");
-            msi_print_number(out, metric->kind == MSI_METRIC_US ? 1e-6 * value : value, 9);
-            msi_print(out, "\n");
-        } else {
-            msi_print(out, " %llu\n", (unsigned long long)bytes[k]);
-        }
+        msi_print_field(out, metric->kind, field, k);
     }
 }
 
-/* What does not change, as labels of a 1. */
+/* Texts of the report, as labels of a metric that is always 1. */
 static void msi_print_info(const msi_printer *out, const ms_memory_report *r) {
     char version[32], hash[20];
     const char *const labels[][2] = {
@@ -15484,15 +15477,6 @@ MEMSCALE_API ms_result ms_print_metrics(const ms_model *model, ms_text_fn write,
     for (size_t k = 0; k < sizeof msi_metrics / sizeof msi_metrics[0]; k++) {
         msi_print_metric(&out, &msi_metrics[k], &report);
     }
-    if (report.measured_step_us > 0.0) {
-        msi_print_metric_head(&out, "step_measured_seconds", "gauge",
-                              "The last step that was timed, instruction by instruction.");
-        msi_print(&out, "memscale_step_measured_seconds ");
-        msi_print_number(&out, 1e-6 * report.measured_step_us, 9);
-        msi_print(&out, "\n");
-    }
-    msi_print_metric_head(&out, "steps_total", "counter", "Updates that are done.");
-    msi_print(&out, "memscale_steps_total %llu\n", (unsigned long long)report.step_count);
     return MS_RESULT_OK;
 }
 
