@@ -15499,8 +15499,9 @@ MEMSCALE_API ms_result ms_print_metrics(const ms_model *model, ms_text_fn write,
 
 enum {
     MSI_CUDA_THREADS = 256,
-    MSI_CUDA_PARTIALS = 1024, // partial sums of a sum
-    MSI_CUDA_PARTIALS_BYTES = MSI_CUDA_PARTIALS * 8
+    MSI_CUDA_PARTIALS = 1024, // at most as many partial sums of one sum
+    MSI_CUDA_PARTIALS_BYTES = MSI_CUDA_PARTIALS * 8,
+    MSI_CUDA_BLAS_ERROR = 10000 // error numbers of cuBLAS: its status, plus this
 };
 
 typedef struct msi_cuda {
@@ -15514,10 +15515,8 @@ typedef struct msi_cuda {
     bool owns_compute, tf32;
 } msi_cuda;
 
-enum { MSI_CUDA_BLAS_ERROR = 10000 }; // an error of cuBLAS: its status, plus this
-
-/* An error is the caller's to report; the runtime forgets it, so that the host's next launch does
-   not find it. */
+/* The error as a number for the caller, who reports it. It is cleared in the runtime, where the next
+   launch of the host program would find it. */
 static int msi_cuda_error(cudaError_t error) {
     if (error != cudaSuccess) {
         (void)cudaGetLastError();
@@ -15542,7 +15541,7 @@ static const char *msi_cuda_error_text(void *user, int error) {
 
 namespace {
 
-/* Makes a device the current one of this thread for the life of a scope. */
+/* Makes a device the current one of this thread until the end of a scope. */
 struct msi_cuda_scope {
     int device, before, error;
 
@@ -15564,10 +15563,16 @@ struct msi_cuda_scope {
     msi_cuda_scope &operator=(const msi_cuda_scope &);
 };
 
-/* What a call of the runtime returns, made with a device as the current one. */
+/* Calls the runtime while a device is the current one, and returns the error. */
 template <typename Call> static int msi_cuda_on(int device, Call call) {
     const msi_cuda_scope scope(device);
     return scope.error ? scope.error : msi_cuda_error(call());
+}
+
+/* The same for a state, which the call receives, on its device. */
+template <typename Call> static int msi_cuda_with(const void *state, Call call) {
+    const msi_cuda *c = (const msi_cuda *)state;
+    return msi_cuda_on(c->device, [&] { return call(c); });
 }
 
 } // namespace
@@ -15576,20 +15581,15 @@ static int msi_cuda_device(void *user) {
     return (int)(intptr_t)user;
 }
 
-static cudaLaunchConfig_t msi_cuda_config(const msi_cuda *c, uint64_t blocks, unsigned threads) {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)blocks);
-    config.blockDim = dim3(threads);
-    config.stream = c->streams[MS_STREAM_COMPUTE];
-    return config;
-}
-
 /* Every kernel is launched here. */
-template <typename... Parameters, typename... Arguments>
-static int msi_cuda_launch(const msi_cuda *c, uint64_t blocks, void (*kernel)(Parameters...),
+template <unsigned threads = MSI_CUDA_THREADS, typename... Parameters, typename... Arguments>
+static int msi_cuda_launch(const void *state, uint64_t blocks, void (*kernel)(Parameters...),
                            Arguments... arguments) {
-    const cudaLaunchConfig_t config = msi_cuda_config(c, blocks, MSI_CUDA_THREADS);
-    return msi_cuda_on(c->device, [&] {
+    return msi_cuda_with(state, [&](const msi_cuda *c) {
+        cudaLaunchConfig_t config = {};
+        config.gridDim = dim3((unsigned)blocks);
+        config.blockDim = dim3(threads);
+        config.stream = c->streams[MS_STREAM_COMPUTE];
         return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
     });
 }
@@ -15602,12 +15602,13 @@ static uint64_t msi_cuda_blocks(uint64_t threads) {
 // >>cuda kernels  each thread takes one group of elements, by 16-byte accesses; where an array is
 //                 not aligned to that, and at its end, one element
 
-/* How many threads an array takes: `groups` of whole groups, the rest of single elements. */
+/* How an array is split over threads: the first `groups` of them take a group each, the others one
+   element each. */
 typedef struct msi_cuda_split {
     uint64_t count, groups, threads;
 } msi_cuda_split;
 
-/* bits: the addresses of all arrays, or-ed. */
+/* bits: the addresses of all arrays, combined by or. */
 static msi_cuda_split msi_cuda_split_of(uint64_t count, uint64_t group, uintptr_t bits) {
     msi_cuda_split r;
     r.count = count;
@@ -15629,7 +15630,7 @@ static __global__ void msi_k_fill_f32(float *x, float value, msi_cuda_split r) {
     }
 }
 
-/* What the host tells travels as an argument of the kernel, of which there are 4 KB at most. */
+/* An upload travels as an argument of the kernel. All arguments together take 4 KB at most. */
 enum { MSI_CUDA_WORDS = 896 };
 
 typedef struct msi_cuda_words {
@@ -15700,7 +15701,7 @@ static __global__ void msi_k_cast(void *target, ms_dtype to, const void *source,
     }
 }
 
-/* The sum over all threads of a block, in a fixed order; for thread 0. */
+/* The sum over all threads of a block, in a fixed order. Only thread 0 may use the result. */
 static __device__ __forceinline__ double msi_cuda_block_sum(double *shared, double sum) {
     shared[threadIdx.x] = sum;
     for (unsigned width = MSI_CUDA_THREADS / 2; width > 0; width /= 2) {
@@ -15716,7 +15717,7 @@ static __device__ __forceinline__ double msi_cuda_square(float x) {
     return (double)x * (double)x;
 }
 
-/* parts[block] = sum of every gridDim-th stretch of x, or of its squares. */
+/* partials[b] = the sum of the elements that block b visits, or of their squares. */
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     msi_k_sum(const float *x, msi_cuda_split r, bool squares, double *partials) {
     __shared__ double shared[MSI_CUDA_THREADS];
@@ -15735,7 +15736,7 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
 }
 
-/* The sum of the parts, for thread 0. */
+/* The sum of all partial sums. Only thread 0 may use the result. */
 static __device__ __forceinline__ double
 msi_cuda_partials_sum(double *shared, const double *partials, uint32_t count) {
     double mine = 0.0;
@@ -15768,65 +15769,57 @@ static __global__ void msi_k_clip(const double *sum, float limit, float *scale,
     *scale = msi_judge_norm(step, *sum, limit);
 }
 
-/* What an update works on; the arrays are those of ms_update_args. */
-typedef struct msi_cuda_update_args {
-    float *value;
-    const float *gradient, *scale;
-    float *state0, *state1;
-    const ms_update_factors *factors;
-    const ms_step_state *step;
-    msi_cuda_split split;
-} msi_cuda_update_args;
-
-static __global__ void __launch_bounds__(MSI_CUDA_THREADS) msi_k_adamw(msi_cuda_update_args u) {
+static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
+    msi_k_adamw(ms_update_args u, msi_cuda_split r) {
     const uint64_t i = msi_cuda_index();
-    if (u.step->halted != (uint32_t)MS_HALT_NONE) {
+    if (u.state_of_step->halted != (uint32_t)MS_HALT_NONE) {
         return;
     }
     const ms_update_factors f = *u.factors;
-    const float s = u.scale ? *u.scale : 1.0f;
-    if (i < u.split.groups) {
+    const float s = u.gradient_scale ? *u.gradient_scale : 1.0f;
+    if (i < r.groups) {
         const float4 g = ((const float4 *)u.gradient)[i];
         float4 p = ((const float4 *)u.value)[i];
-        float4 m = ((const float4 *)u.state0)[i], v = ((const float4 *)u.state1)[i];
+        float4 m = ((const float4 *)u.state[0])[i], v = ((const float4 *)u.state[1])[i];
         p.x = msi_adamw_element(&f, p.x, s * g.x, &m.x, &v.x);
         p.y = msi_adamw_element(&f, p.y, s * g.y, &m.y, &v.y);
         p.z = msi_adamw_element(&f, p.z, s * g.z, &m.z, &v.z);
         p.w = msi_adamw_element(&f, p.w, s * g.w, &m.w, &v.w);
         ((float4 *)u.value)[i] = p;
-        ((float4 *)u.state0)[i] = m;
-        ((float4 *)u.state1)[i] = v;
-    } else if (i < u.split.threads) {
-        const uint64_t k = i + 3 * u.split.groups;
+        ((float4 *)u.state[0])[i] = m;
+        ((float4 *)u.state[1])[i] = v;
+    } else if (i < r.threads) {
+        const uint64_t k = i + 3 * r.groups;
         u.value[k] =
-            msi_adamw_element(&f, u.value[k], s * u.gradient[k], &u.state0[k], &u.state1[k]);
+            msi_adamw_element(&f, u.value[k], s * u.gradient[k], &u.state[0][k], &u.state[1][k]);
     }
 }
 
-static __global__ void __launch_bounds__(MSI_CUDA_THREADS) msi_k_sgd(msi_cuda_update_args u) {
+static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
+    msi_k_sgd(ms_update_args u, msi_cuda_split r) {
     const uint64_t i = msi_cuda_index();
-    if (u.step->halted != (uint32_t)MS_HALT_NONE) {
+    if (u.state_of_step->halted != (uint32_t)MS_HALT_NONE) {
         return;
     }
     const ms_update_factors f = *u.factors;
-    const float s = u.scale ? *u.scale : 1.0f;
-    if (i < u.split.groups) {
+    const float s = u.gradient_scale ? *u.gradient_scale : 1.0f;
+    if (i < r.groups) {
         const float4 g = ((const float4 *)u.gradient)[i];
         float4 p = ((const float4 *)u.value)[i], m = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        const bool moves = u.state0 != NULL;
-        m = moves ? ((const float4 *)u.state0)[i] : m;
+        const bool moves = u.state[0] != NULL;
+        m = moves ? ((const float4 *)u.state[0])[i] : m;
         p.x = msi_sgd_element(&f, p.x, s * g.x, moves ? &m.x : NULL);
         p.y = msi_sgd_element(&f, p.y, s * g.y, moves ? &m.y : NULL);
         p.z = msi_sgd_element(&f, p.z, s * g.z, moves ? &m.z : NULL);
         p.w = msi_sgd_element(&f, p.w, s * g.w, moves ? &m.w : NULL);
         ((float4 *)u.value)[i] = p;
         if (moves) {
-            ((float4 *)u.state0)[i] = m;
+            ((float4 *)u.state[0])[i] = m;
         }
-    } else if (i < u.split.threads) {
-        const uint64_t k = i + 3 * u.split.groups;
+    } else if (i < r.threads) {
+        const uint64_t k = i + 3 * r.groups;
         u.value[k] =
-            msi_sgd_element(&f, u.value[k], s * u.gradient[k], u.state0 ? &u.state0[k] : NULL);
+            msi_sgd_element(&f, u.value[k], s * u.gradient[k], u.state[0] ? &u.state[0][k] : NULL);
     }
 }
 
@@ -15905,12 +15898,12 @@ static double msi_cuda_attribute(int device, cudaDeviceAttr attribute) {
                                                                                   : 0.0;
 }
 
-/* What the clocks allow. Fused multiply-adds a clock and multiprocessor, by compute capability: f32
-   from the CUDA C++ Programming Guide, "Arithmetic instructions"; products on tensor cores that are
-   summed in F32 from NVIDIA's white papers (Volta, Turing, GA100, GA102, AD102, Hopper) or, for
-   8.7, 10.0 and 12.0, from the speeds that are stated for Jetson AGX Orin, B200 and RTX PRO 6000.
-   On a GeForce they run at half that rate; before 7.0 there are none. Memory moves data at both
-   edges of its clock. */
+/* The speeds that follow from the clocks. The table has fused multiply-adds per clock and
+   multiprocessor, by compute capability: f32 from the CUDA C++ Programming Guide, "Arithmetic
+   instructions"; products on tensor cores that are summed in F32 from NVIDIA's white papers (Volta,
+   Turing, GA100, GA102, AD102, Hopper) or, for 8.7, 10.0 and 12.0, from the speeds stated for Jetson
+   AGX Orin, B200 and RTX PRO 6000. A GeForce has half that rate; before 7.0 there are no tensor
+   cores. Memory moves data at both edges of its clock. */
 static void msi_cuda_speeds(int device, int multiprocessors, int capability,
                             ms_hardware *hardware) {
     static const struct {
@@ -15936,7 +15929,7 @@ static void msi_cuda_speeds(int device, int multiprocessors, int capability,
     hardware->f16_tflops = tensor * table[row].f16;
 }
 
-/* A field stays 0 where the runtime does not tell. */
+/* A field stays 0 if the runtime does not report it. */
 static void msi_cuda_hardware(void *user, ms_hardware *hardware) {
     const msi_cuda_scope scope(msi_cuda_device(user));
     cudaDeviceProp properties;
@@ -15958,7 +15951,7 @@ static void msi_cuda_hardware(void *user, ms_hardware *hardware) {
         hardware->free_bytes = free_bytes;
     }
     msi_host_memory("", &hardware->host_total_bytes, &hardware->host_free_bytes);
-    if (properties.integrated) { // it shares the host's memory, and the page cache gives way
+    if (properties.integrated) { // it shares the memory of the host, where caches make room
         hardware->kind = MS_DEVICE_INTEGRATED;
         hardware->free_bytes = hardware->host_free_bytes;
     }
@@ -15972,21 +15965,16 @@ static void msi_cuda_hardware(void *user, ms_hardware *hardware) {
     }
 }
 
-static void msi_cuda_destroy_events(msi_cuda *c, uint32_t first) {
-    while (c->event_count > first) {
-        (void)msi_cuda_error(cudaEventDestroy(c->events[--c->event_count]));
-    }
-}
-
 static void msi_cuda_close(void *state) {
     msi_cuda *c = (msi_cuda *)state;
     const msi_cuda_scope scope(c->device);
     if (c->blas) {
         (void)msi_cuda_blas_error(cublasDestroy(c->blas));
     }
-    const uint64_t bytes = c->event_count * (uint64_t)sizeof *c->events;
-    msi_cuda_destroy_events(c, 0);
-    msi_release(c->host, c->events, bytes);
+    for (uint32_t i = 0; i < c->event_count; i++) {
+        (void)msi_cuda_error(cudaEventDestroy(c->events[i]));
+    }
+    msi_release(c->host, c->events, c->event_count * (uint64_t)sizeof *c->events);
     for (int i = c->owns_compute ? 0 : 1; i < MS_STREAM_COUNT; i++) {
         if (c->streams[i]) {
             (void)msi_cuda_error(cudaStreamDestroy(c->streams[i]));
@@ -15995,7 +15983,7 @@ static void msi_cuda_close(void *state) {
     msi_release(c->host, c, sizeof *c);
 }
 
-/* Makes as many events as are wanted, all or none. */
+/* Makes the events that are missing, all or none. */
 static int msi_cuda_make_events(msi_cuda *c, uint32_t count) {
     const uint32_t before = c->event_count;
     if (count <= before) {
@@ -16037,16 +16025,12 @@ static int msi_cuda_open(void *user, const ms_open_args *args, void **state) {
     c->tf32 = args->tf32;
     c->streams[MS_STREAM_COMPUTE] = (cudaStream_t)args->stream;
     c->owns_compute = !args->stream;
-    for (int i = c->owns_compute ? 0 : 1; i < MS_STREAM_COUNT; i++) {
-        const int error =
-            msi_cuda_error(cudaStreamCreateWithFlags(&c->streams[i], cudaStreamNonBlocking));
-        if (error) {
-            c->streams[i] = NULL;
-            msi_cuda_close(c);
-            return error;
-        }
+    int error = 0;
+    for (int i = c->owns_compute ? 0 : 1; i < MS_STREAM_COUNT && error == 0; i++) {
+        error = msi_cuda_error(cudaStreamCreateWithFlags(&c->streams[i], cudaStreamNonBlocking));
+        c->streams[i] = error ? NULL : c->streams[i];
     }
-    const int error = msi_cuda_make_events(c, args->event_count);
+    error = error ? error : msi_cuda_make_events(c, args->event_count);
     if (error) {
         msi_cuda_close(c);
         return error;
@@ -16055,53 +16039,46 @@ static int msi_cuda_open(void *user, const ms_open_args *args, void **state) {
     return 0;
 }
 
-/* The handle goes to the stream first, for that takes its workspace away. */
+/* Makes a handle for the compute stream; 16-bit products are summed in float32 to the end. Setting
+   its stream resets its workspace, which msi_cuda_prepare sets after this. */
 static int msi_cuda_make_blas(msi_cuda *c) {
-    if (c->blas) {
-        return 0;
-    }
-    int error = msi_cuda_blas_error(cublasCreate(&c->blas));
+    const int math =
+        (int)CUBLAS_DEFAULT_MATH | (int)CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
+    cublasHandle_t blas = NULL;
+    int error = msi_cuda_blas_error(cublasCreate(&blas));
     if (error) {
-        c->blas = NULL;
         return error;
     }
-    error = msi_cuda_blas_error(cublasSetStream(c->blas, c->streams[MS_STREAM_COMPUTE]));
-    if (error == 0) { // 16-bit products are summed in float32 to the end
-        error = msi_cuda_blas_error(cublasSetMathMode(
-            c->blas, (cublasMath_t)((int)CUBLAS_DEFAULT_MATH |
-                                    (int)CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
-    }
+    error = msi_cuda_blas_error(cublasSetStream(blas, c->streams[MS_STREAM_COMPUTE]));
+    error = error ? error : msi_cuda_blas_error(cublasSetMathMode(blas, (cublasMath_t)math));
     if (error) {
-        (void)msi_cuda_blas_error(cublasDestroy(c->blas));
-        c->blas = NULL;
+        (void)msi_cuda_blas_error(cublasDestroy(blas));
+        return error;
     }
-    return error;
+    c->blas = blas;
+    return 0;
 }
 
 static int msi_cuda_prepare(void *state, const ms_prepare_args *args) {
     msi_cuda *c = (msi_cuda *)state;
     const msi_cuda_scope scope(c->device);
-    int error = scope.error;
-    if (error == 0 && args->workspace_bytes < (uint64_t)MSI_CUDA_PARTIALS_BYTES) {
-        error = (int)cudaErrorInvalidValue;
+    if (scope.error || args->workspace_bytes < (uint64_t)MSI_CUDA_PARTIALS_BYTES) {
+        return scope.error ? scope.error : (int)cudaErrorInvalidValue;
     }
-    error = error ? error : msi_cuda_make_events(c, args->event_count);
-    error = error ? error : msi_cuda_make_blas(c);
+    int error = msi_cuda_make_events(c, args->event_count);
+    error = error || c->blas ? error : msi_cuda_make_blas(c);
     if (error == 0) {
         error = msi_cuda_blas_error(
             cublasSetWorkspace(c->blas, (uint8_t *)args->workspace + MSI_CUDA_PARTIALS_BYTES,
                                (size_t)(args->workspace_bytes - MSI_CUDA_PARTIALS_BYTES)));
     }
-    if (error == 0) {
-        c->partials = (double *)args->workspace;
-    }
+    c->partials = error ? c->partials : (double *)args->workspace;
     return error;
 }
 
 static int msi_cuda_memcpy(void *state, ms_stream_kind stream, void *to, const void *from,
                            uint64_t bytes, cudaMemcpyKind kind) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_on(c->device, [&] {
+    return msi_cuda_with(state, [&](const msi_cuda *c) {
         return cudaMemcpyAsync(to, from, (size_t)bytes, kind, c->streams[stream]);
     });
 }
@@ -16127,40 +16104,38 @@ static int msi_cuda_upload(void *state, void *device, const void *host, uint64_t
         const uint64_t part = rest < sizeof(msi_cuda_words) ? rest : sizeof(msi_cuda_words);
         msi_cuda_words words;
         memcpy(&words, (const uint8_t *)host + done, (size_t)part);
-        error =
-            msi_cuda_launch((const msi_cuda *)state, 1, msi_k_upload,
-                            (uint32_t *)((uint8_t *)device + done), words, (uint32_t)(part / 4));
+        error = msi_cuda_launch(state, 1, msi_k_upload, (uint32_t *)((uint8_t *)device + done),
+                                words, (uint32_t)(part / 4));
     }
     return error;
 }
 
 static int msi_cuda_fill_bytes(void *state, void *device, uint8_t value, uint64_t bytes) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_on(c->device, [&] {
+    return msi_cuda_with(state, [&](const msi_cuda *c) {
         return cudaMemsetAsync(device, value, (size_t)bytes, c->streams[MS_STREAM_COMPUTE]);
     });
 }
 
 static int msi_cuda_fill_f32(void *state, void *device, float value, uint64_t count) {
     const msi_cuda_split r = msi_cuda_split_of(count, 4, (uintptr_t)device);
-    return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(r.threads), msi_k_fill_f32,
-                           (float *)device, value, r);
+    return msi_cuda_launch(state, msi_cuda_blocks(r.threads), msi_k_fill_f32, (float *)device,
+                           value, r);
 }
 
 static int msi_cuda_add_f32(void *state, void *device, const void *source, uint64_t count) {
     const msi_cuda_split r = msi_cuda_split_of(count, 4, (uintptr_t)device | (uintptr_t)source);
-    return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(r.threads), msi_k_add_f32,
-                           (float *)device, (const float *)source, r);
+    return msi_cuda_launch(state, msi_cuda_blocks(r.threads), msi_k_add_f32, (float *)device,
+                           (const float *)source, r);
 }
 
 static int msi_cuda_cast(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
                          uint64_t count) {
     const msi_cuda_split r = msi_cuda_split_of(count, 8, (uintptr_t)target | (uintptr_t)source);
-    return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(r.threads), msi_k_cast, target,
-                           to, source, from, r);
+    return msi_cuda_launch(state, msi_cuda_blocks(r.threads), msi_k_cast, target, to, source, from,
+                           r);
 }
 
-/* The partial sums of an array, or of its squares, to c->parts; *parts: how many. */
+/* Writes the partial sums of an array, or of its squares, to c->partials; *partials: how many. */
 static int msi_cuda_sum(const msi_cuda *c, const void *device, uint64_t count, bool squares,
                         uint32_t *partials) {
     const msi_cuda_split r = msi_cuda_split_of(count, 4, (uintptr_t)device);
@@ -16187,27 +16162,16 @@ static int msi_cuda_add_squares_f32(void *state, const void *device, uint64_t co
 
 static int msi_cuda_clip_scale(void *state, const double *sum, float limit, float *scale,
                                ms_step_state *step) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    const cudaLaunchConfig_t config = msi_cuda_config(c, 1, 1);
-    return msi_cuda_on(c->device, [&] {
-        return cudaLaunchKernelEx(&config, msi_k_clip, sum, limit, scale, step);
-    });
+    return msi_cuda_launch<1>(state, 1, msi_k_clip, sum, limit, scale, step);
 }
 
 static int msi_cuda_update(void *state, const ms_update_args *args) {
-    msi_cuda_update_args u;
-    uintptr_t bits = (uintptr_t)args->value | (uintptr_t)args->gradient;
-    bits |= (uintptr_t)args->state[0] | (uintptr_t)args->state[1];
-    u.value = args->value;
-    u.gradient = args->gradient;
-    u.scale = args->gradient_scale;
-    u.state0 = args->state[0];
-    u.state1 = args->state[1];
-    u.factors = args->factors;
-    u.step = args->state_of_step;
-    u.split = msi_cuda_split_of(args->count, 4, bits);
-    return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(u.split.threads),
-                           args->kind == MS_OPTIMIZER_ADAMW ? msi_k_adamw : msi_k_sgd, u);
+    const msi_cuda_split r =
+        msi_cuda_split_of(args->count, 4,
+                          (uintptr_t)args->value | (uintptr_t)args->gradient |
+                              (uintptr_t)args->state[0] | (uintptr_t)args->state[1]);
+    return msi_cuda_launch(state, msi_cuda_blocks(r.threads),
+                           args->kind == MS_OPTIMIZER_ADAMW ? msi_k_adamw : msi_k_sgd, *args, r);
 }
 
 static int msi_cuda_synchronize(void *state) {
@@ -16222,42 +16186,40 @@ static int msi_cuda_synchronize(void *state) {
 }
 
 static int msi_cuda_record(void *state, ms_stream_kind stream, uint32_t event) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_on(c->device,
-                       [&] { return cudaEventRecord(c->events[event], c->streams[stream]); });
+    return msi_cuda_with(state, [&](const msi_cuda *c) {
+        return cudaEventRecord(c->events[event], c->streams[stream]);
+    });
 }
 
 static int msi_cuda_wait(void *state, ms_stream_kind stream, uint32_t event) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_on(
-        c->device, [&] { return cudaStreamWaitEvent(c->streams[stream], c->events[event], 0); });
+    return msi_cuda_with(state, [&](const msi_cuda *c) {
+        return cudaStreamWaitEvent(c->streams[stream], c->events[event], 0);
+    });
 }
 
 static int msi_cuda_wait_on_host(void *state, uint32_t event) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_on(c->device, [&] { return cudaEventSynchronize(c->events[event]); });
+    return msi_cuda_with(state,
+                         [&](const msi_cuda *c) { return cudaEventSynchronize(c->events[event]); });
 }
 
 static void *msi_cuda_stream(void *state) {
     return ((const msi_cuda *)state)->streams[MS_STREAM_COMPUTE];
 }
 
-/* Calls of this thread that cannot be recorded spoil it; other threads are left alone. */
+/* A call of this thread that cannot be recorded invalidates the recording; other threads may call
+   what they like. */
 static int msi_cuda_recording_begin(void *state) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_on(c->device, [&] {
+    return msi_cuda_with(state, [&](const msi_cuda *c) {
         return cudaStreamBeginCapture(c->streams[MS_STREAM_COMPUTE],
                                       cudaStreamCaptureModeThreadLocal);
     });
 }
 
 static int msi_cuda_recording_check(void *state) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_scope scope(c->device);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    const int error =
-        scope.error ? scope.error
-                    : msi_cuda_error(cudaStreamIsCapturing(c->streams[MS_STREAM_COMPUTE], &status));
+    const int error = msi_cuda_with(state, [&](const msi_cuda *c) {
+        return cudaStreamIsCapturing(c->streams[MS_STREAM_COMPUTE], &status);
+    });
     return error                                     ? error
            : status == cudaStreamCaptureStatusActive ? 0
                                                      : (int)cudaErrorStreamCaptureInvalidated;
@@ -16282,8 +16244,7 @@ static int msi_cuda_recording_end(void *state, void **graph) {
 }
 
 static int msi_cuda_recording_launch(void *state, void *graph) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_on(c->device, [&] {
+    return msi_cuda_with(state, [&](const msi_cuda *c) {
         return cudaGraphLaunch((cudaGraphExec_t)graph, c->streams[MS_STREAM_COMPUTE]);
     });
 }
@@ -16291,12 +16252,12 @@ static int msi_cuda_recording_launch(void *state, void *graph) {
 static void msi_cuda_recording_release(void *state, void *graph) {
     const msi_cuda *c = (const msi_cuda *)state;
     const msi_cuda_scope scope(c->device);
-    (void)msi_cuda_error(cudaStreamSynchronize(c->streams[MS_STREAM_COMPUTE])); // it may run
+    (void)msi_cuda_error(cudaStreamSynchronize(c->streams[MS_STREAM_COMPUTE])); // it may be running
     (void)msi_cuda_error(cudaGraphExecDestroy((cudaGraphExec_t)graph));
 }
 
-/* What cuBLAS asks for: 32 MiB from compute capability 9.0 on, otherwise 4 (cuBLAS, "Results
-   reproducibility" and cublasSetWorkspace). */
+/* The workspace that cuBLAS recommends is 32 MiB from compute capability 9.0 on, otherwise 4 MiB
+   (cuBLAS, "Results reproducibility" and cublasSetWorkspace). */
 static uint64_t msi_cuda_workspace_bytes(int device) {
     int major = 0;
     (void)msi_cuda_error(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
@@ -16311,38 +16272,16 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     b.user = (void *)(intptr_t)device;
     b.is_asynchronous = true;
     b.workspace_bytes = msi_cuda_workspace_bytes(device);
-    b.memory_alloc = msi_cuda_memory_alloc;
-    b.memory_release = msi_cuda_memory_release;
-    b.host_alloc = msi_cuda_host_alloc;
-    b.host_release = msi_cuda_host_release;
-    b.hardware = msi_cuda_hardware;
-    b.error_text = msi_cuda_error_text;
-    b.open = msi_cuda_open;
-    b.close = msi_cuda_close;
-    b.prepare = msi_cuda_prepare;
-    b.copy_in = msi_cuda_copy_in;
-    b.copy_out = msi_cuda_copy_out;
-    b.upload = msi_cuda_upload;
-    b.copy = msi_cuda_copy;
-    b.fill_bytes = msi_cuda_fill_bytes;
-    b.fill_f32 = msi_cuda_fill_f32;
-    b.add_f32 = msi_cuda_add_f32;
-    b.cast = msi_cuda_cast;
-    b.loss = msi_cuda_loss;
-    b.add_squares_f32 = msi_cuda_add_squares_f32;
-    b.clip_scale = msi_cuda_clip_scale;
-    b.update = msi_cuda_update;
-    b.gemm = msi_cuda_gemm;
-    b.synchronize = msi_cuda_synchronize;
-    b.record = msi_cuda_record;
-    b.wait = msi_cuda_wait;
-    b.wait_on_host = msi_cuda_wait_on_host;
-    b.stream = msi_cuda_stream;
-    b.recording_begin = msi_cuda_recording_begin;
-    b.recording_check = msi_cuda_recording_check;
-    b.recording_end = msi_cuda_recording_end;
-    b.recording_launch = msi_cuda_recording_launch;
-    b.recording_release = msi_cuda_recording_release;
+#define MSI_USE(function) b.function = msi_cuda_##function
+    MSI_USE(memory_alloc), MSI_USE(memory_release), MSI_USE(host_alloc), MSI_USE(host_release);
+    MSI_USE(hardware), MSI_USE(error_text), MSI_USE(open), MSI_USE(close), MSI_USE(prepare);
+    MSI_USE(copy_in), MSI_USE(copy_out), MSI_USE(upload), MSI_USE(copy), MSI_USE(fill_bytes);
+    MSI_USE(fill_f32), MSI_USE(add_f32), MSI_USE(cast), MSI_USE(loss);
+    MSI_USE(add_squares_f32), MSI_USE(clip_scale), MSI_USE(update), MSI_USE(gemm);
+    MSI_USE(synchronize), MSI_USE(record), MSI_USE(wait), MSI_USE(wait_on_host), MSI_USE(stream);
+    MSI_USE(recording_begin), MSI_USE(recording_check), MSI_USE(recording_end);
+    MSI_USE(recording_launch), MSI_USE(recording_release);
+#undef MSI_USE
     return b;
 }
 
