@@ -14296,43 +14296,6 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->device_name = m->costs.hardware.name;
 }
 
-/* Operand k of an instruction, as an event has it. */
-static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *p, uint32_t now,
-                                          uint32_t k) {
-    const msi_store *store = m->run.store;
-    const msi_instruction *i = &p->instructions.items[now];
-    const msi_operand *operand = &p->operands.items[i->operand_first + k];
-    const msi_range *range = &p->ranges.items[operand->range];
-    const bool fixed = operand->range < store->residents.count;
-    const msi_role role = range->role == MSI_ROLE_CONTRIBUTION ? MSI_ROLE_GRADIENT
-                          : range->role == MSI_ROLE_SNAPSHOT   ? MSI_ROLE_VALUE
-                                                               : (msi_role)range->role;
-    ms_event_operand o;
-    memset(&o, 0, sizeof o);
-    if (role < MSI_ROLE_RESIDENT_COUNT) {
-        o.tensor = msi_handle(range->tensor, role);
-    }
-    o.bytes = range->bytes;
-    o.is_outside = msi_is_outside(store, operand->range);
-    o.offset = o.is_outside ? 0
-               : fixed      ? store->residents.items[operand->range].offset
-                            : store->resident_bytes + range->offset;
-    o.is_new = !fixed && range->first == now;
-    o.accumulate = operand->accumulate;
-    if (msi_calls_layer((msi_op)i->op)) {
-        const msi_layer *l = &m->graph.layers.items[i->target];
-        const int group = msi_operand_group(l, i, k, &o.slot);
-        o.kind = (ms_operand_kind)group; // both enums have the same order
-        o.is_written = msi_is_written(l, i, group, o.slot);
-        return o;
-    }
-    const bool source = msi_ops[i->op].sources >> k & 1;
-    o.kind = source ? MS_OPERAND_SOURCE : MS_OPERAND_TARGET;
-    o.is_written = !source;
-    o.slot = k;
-    return o;
-}
-
 /* A walk through a program: what is live at each instruction, and when that runs. */
 typedef struct msi_walk {
     const ms_model *model;
@@ -14388,6 +14351,59 @@ static void msi_walk_count(msi_walk *w, bool after) {
     }
 }
 
+/* Operand k of the present instruction, as an event has it. */
+static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k) {
+    const msi_program *p = w->program;
+    const msi_store *store = w->model->run.store;
+    const msi_instruction *i = &p->instructions.items[w->now];
+    const msi_operand *operand = &p->operands.items[i->operand_first + k];
+    const msi_range *range = &p->ranges.items[operand->range];
+    const bool fixed = operand->range < store->residents.count;
+    const msi_role role = range->role == MSI_ROLE_CONTRIBUTION ? MSI_ROLE_GRADIENT
+                          : range->role == MSI_ROLE_SNAPSHOT   ? MSI_ROLE_VALUE
+                                                               : (msi_role)range->role;
+    ms_event_operand o;
+    memset(&o, 0, sizeof o);
+    if (role < MSI_ROLE_RESIDENT_COUNT) {
+        o.tensor = msi_handle(range->tensor, role);
+    }
+    o.bytes = range->bytes;
+    o.is_outside = msi_is_outside(store, operand->range);
+    o.offset = o.is_outside ? 0
+               : fixed      ? store->residents.items[operand->range].offset
+                            : store->resident_bytes + range->offset;
+    o.is_new = !fixed && range->first == w->now;
+    o.accumulate = operand->accumulate;
+    if (msi_calls_layer((msi_op)i->op)) {
+        const msi_layer *l = &w->model->graph.layers.items[i->target];
+        const int group = msi_operand_group(l, i, k, &o.slot);
+        o.kind = (ms_operand_kind)group; // both enums have the same order
+        o.is_written = msi_is_written(l, i, group, o.slot);
+        return o;
+    }
+    const bool source = msi_ops[i->op].sources >> k & 1;
+    o.kind = source ? MS_OPERAND_SOURCE : MS_OPERAND_TARGET;
+    o.is_written = !source;
+    o.slot = k;
+    return o;
+}
+
+/* The operands of the present instruction, or only those that are dead after it. Returns their
+   count. */
+static uint32_t msi_event_operands(const msi_walk *w, bool dead_only, ms_event_operand *operands) {
+    const msi_program *p = w->program;
+    const msi_instruction *i = &p->instructions.items[w->now];
+    uint32_t count = 0;
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const msi_range *range = msi_walk_range(w, k);
+        if (dead_only ? range && range->last == w->now && !range->aliased && !range->outlives
+                      : p->operands.items[i->operand_first + k].range != MSI_NONE) {
+            operands[count++] = msi_event_operand(w, k);
+        }
+    }
+    return count;
+}
+
 static ms_event msi_event(const msi_walk *w, ms_event_kind kind, const ms_event_operand *operands,
                           uint32_t count) {
     ms_event event;
@@ -14404,11 +14420,16 @@ static ms_event msi_event(const msi_walk *w, ms_event_kind kind, const ms_event_
     return event;
 }
 
-static void msi_emit_event(const msi_walk *w, ms_event_kind kind, const ms_event_operand *operands,
-                           uint32_t count) {
+/* The event of the present instruction, or of what is dead after it. */
+static void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
     const ms_model *m = w->model;
     const msi_instruction *i = &w->program->instructions.items[w->now];
     const bool drops = kind == MS_EVENT_DROP;
+    ms_event_operand operands[MSI_MAX_VIEWS + 1];
+    const uint32_t count = msi_event_operands(w, drops, operands);
+    if (drops && count == 0) {
+        return;
+    }
     const bool of_scratch =
         i->op == MSI_OP_CLIP || (i->op == MSI_OP_ZERO && count == 1 && operands[0].tensor.id == 0);
     ms_event event = msi_event(w, kind, operands, count);
@@ -14430,21 +14451,6 @@ static void msi_emit_event(const msi_walk *w, ms_event_kind kind, const ms_event
         event.measured_start_us = drops ? measured[0] + measured[1] : measured[0];
     }
     w->visit(&event, w->user);
-}
-
-/* The operands that are dead after an instruction, in an event of their own. */
-static void msi_visit_drops(const msi_walk *w) {
-    ms_event_operand dead[MSI_MAX_VIEWS + 1];
-    uint32_t count = 0;
-    for (uint32_t k = 0; k < w->program->instructions.items[w->now].operand_count; k++) {
-        const msi_range *range = msi_walk_range(w, k);
-        if (range && range->last == w->now && !range->aliased && !range->outlives) {
-            dead[count++] = msi_event_operand(w->model, w->program, w->now, k);
-        }
-    }
-    if (count) {
-        msi_emit_event(w, MS_EVENT_DROP, dead, count);
-    }
 }
 
 /* What a step does besides its instructions. */
@@ -14512,19 +14518,12 @@ static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit
     msi_visit_inputs(&w);
     while (w.now < p->instructions.count) {
         const msi_instruction *i = &p->instructions.items[w.now];
-        ms_event_operand operands[MSI_MAX_VIEWS + 1];
-        uint32_t count = 0;
-        for (uint32_t k = 0; k < i->operand_count; k++) {
-            if (p->operands.items[i->operand_first + k].range != MSI_NONE) {
-                operands[count++] = msi_event_operand(m, p, w.now, k);
-            }
-        }
         msi_walk_count(&w, false);
         w.duration_us = msi_duration_us(&w.clock, i);
         w.start_us = msi_clock_run(&w.clock, w.now, w.duration_us);
         if (i->op != MSI_OP_NOTHING) {
-            msi_emit_event(&w, msi_ops[i->op].event, operands, count);
-            msi_visit_drops(&w);
+            msi_emit_event(&w, msi_ops[i->op].event);
+            msi_emit_event(&w, MS_EVENT_DROP);
         }
         msi_walk_count(&w, true);
         w.now++;
