@@ -14303,9 +14303,10 @@ typedef struct msi_walk {
     ms_event_fn visit;
     void *user;
     uint32_t now;
+    const msi_instruction *instruction; // the present one, at `now`
+    double start_us, duration_us;       // of the instruction
     uint64_t live_bytes_of[MS_CATEGORY_COUNT];
     msi_clock clock;
-    double start_us, duration_us; // of the instruction
 } msi_walk;
 
 static void msi_walk_start(msi_walk *w, const ms_model *m, const msi_program *p, ms_event_fn visit,
@@ -14327,21 +14328,20 @@ static void msi_walk_start(msi_walk *w, const ms_model *m, const msi_program *p,
 /* The transient range of operand k of the present instruction. NULL: the operand has none, or an
    operand before it has the same one, so that a caller sees each range once. */
 static const msi_range *msi_walk_range(const msi_walk *w, uint32_t k) {
-    const msi_program *p = w->program;
-    const msi_operand *operands = p->operands.items + p->instructions.items[w->now].operand_first;
+    const msi_operand *operands = w->program->operands.items + w->instruction->operand_first;
     const uint32_t range = operands[k].range;
     bool skipped = range == MSI_NONE || range < w->model->run.store->residents.count;
     for (uint32_t j = 0; j < k && !skipped; j++) {
         skipped = operands[j].range == range;
     }
-    return skipped ? NULL : &p->ranges.items[range];
+    return skipped ? NULL : &w->program->ranges.items[range];
 }
 
 /* Brings live_bytes_of up to date, before an instruction or after it. A live range is an operand of
    the instruction where it begins and, unless it outlives the program, of the one where it ends.
    One whose memory is aliased there ends before that instruction already. */
 static void msi_walk_count(msi_walk *w, bool after) {
-    for (uint32_t k = 0; k < w->program->instructions.items[w->now].operand_count; k++) {
+    for (uint32_t k = 0; k < w->instruction->operand_count; k++) {
         const msi_range *range = msi_walk_range(w, k);
         if (range && !after && range->first == w->now) {
             w->live_bytes_of[range->category] += msi_align(range->bytes);
@@ -14355,7 +14355,7 @@ static void msi_walk_count(msi_walk *w, bool after) {
 static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k) {
     const msi_program *p = w->program;
     const msi_store *store = w->model->run.store;
-    const msi_instruction *i = &p->instructions.items[w->now];
+    const msi_instruction *i = w->instruction;
     const msi_operand *operand = &p->operands.items[i->operand_first + k];
     const msi_range *range = &p->ranges.items[operand->range];
     const bool fixed = operand->range < store->residents.count;
@@ -14391,13 +14391,12 @@ static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k) {
 /* The operands of the present instruction, or only those that are dead after it. Returns their
    count. */
 static uint32_t msi_event_operands(const msi_walk *w, bool dead_only, ms_event_operand *operands) {
-    const msi_program *p = w->program;
-    const msi_instruction *i = &p->instructions.items[w->now];
+    const msi_operand *all = w->program->operands.items + w->instruction->operand_first;
     uint32_t count = 0;
-    for (uint32_t k = 0; k < i->operand_count; k++) {
+    for (uint32_t k = 0; k < w->instruction->operand_count; k++) {
         const msi_range *range = msi_walk_range(w, k);
         if (dead_only ? range && range->last == w->now && !range->aliased && !range->outlives
-                      : p->operands.items[i->operand_first + k].range != MSI_NONE) {
+                      : all[k].range != MSI_NONE) {
             operands[count++] = msi_event_operand(w, k);
         }
     }
@@ -14423,7 +14422,7 @@ static ms_event msi_event(const msi_walk *w, ms_event_kind kind, const ms_event_
 /* The event of the present instruction, or of what is dead after it. */
 static void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
     const ms_model *m = w->model;
-    const msi_instruction *i = &w->program->instructions.items[w->now];
+    const msi_instruction *i = w->instruction;
     const bool drops = kind == MS_EVENT_DROP;
     ms_event_operand operands[MSI_MAX_VIEWS + 1];
     const uint32_t count = msi_event_operands(w, drops, operands);
@@ -14516,18 +14515,17 @@ static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit
     msi_walk w;
     msi_walk_start(&w, m, p, visit, user);
     msi_visit_inputs(&w);
-    while (w.now < p->instructions.count) {
-        const msi_instruction *i = &p->instructions.items[w.now];
+    for (w.now = 0; w.now < p->instructions.count; w.now++) {
+        w.instruction = &p->instructions.items[w.now];
         msi_walk_count(&w, false);
-        w.duration_us = msi_duration_us(&w.clock, i);
+        w.duration_us = msi_duration_us(&w.clock, w.instruction);
         w.start_us = msi_clock_run(&w.clock, w.now, w.duration_us);
-        if (i->op != MSI_OP_NOTHING) {
-            msi_emit_event(&w, msi_ops[i->op].event);
+        if (w.instruction->op != MSI_OP_NOTHING) {
+            msi_emit_event(&w, msi_ops[w.instruction->op].event);
             msi_emit_event(&w, MS_EVENT_DROP);
         }
         msi_walk_count(&w, true);
-        w.now++;
-        if (w.now == p->forward_end) {
+        if (w.now + 1 == p->forward_end) {
             msi_visit_verdict(&w);
         }
     }
@@ -14860,10 +14858,9 @@ MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
 
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
-    if (t == MSI_NONE || !model->run.plan || model->config.dry_run) {
-        return NULL;
-    }
-    return msi_live_address(model, t, msi_role_of(tensor));
+    return t == MSI_NONE || !model->run.plan || model->config.dry_run
+               ? NULL
+               : msi_live_address(model, t, msi_role_of(tensor));
 }
 
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
@@ -14877,11 +14874,9 @@ MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index) {
     const uint32_t t = model ? msi_value_index(model, param) : MSI_NONE;
     const ms_tensor none = {0};
-    if (t == MSI_NONE || model->graph.tensors.items[t].kind != MSI_KIND_PARAM || index < 0 ||
-        (uint32_t)index >= msi_state_count(&model->optimizer)) {
-        return none;
-    }
-    return msi_handle(t, (msi_role)(MSI_ROLE_STATE0 + index));
+    const bool known = t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM &&
+                       index >= 0 && (uint32_t)index < msi_state_count(&model->optimizer);
+    return known ? msi_handle(t, (msi_role)(MSI_ROLE_STATE0 + index)) : none;
 }
 
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor) {
