@@ -14944,12 +14944,10 @@ MEMSCALE_API ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a, ms
 }
 
 MEMSCALE_API ms_result ms_cast(const ms_call *call, const ms_view *to, const ms_view *from) {
-    if (!call || !call->model) {
-        return MS_RESULT_INVALID;
-    }
-    return to && from && to->data && from->data
-               ? msi_cast(call->model, to, from)
-               : msi_fail_argument(call->model, "ms_cast", "a view is NULL or has no data");
+    ms_model *m = call ? call->model : NULL;
+    return m && to && from && to->data && from->data
+               ? msi_cast(m, to, from)
+               : msi_fail_argument(m, "ms_cast", "a view is NULL or has no data");
 }
 
 MEMSCALE_API ms_result ms_report(const ms_model *model, ms_memory_report *report) {
@@ -15044,7 +15042,6 @@ enum { MSI_MOST_RULES = 64 }; // more than there are
 
 typedef struct msi_plan_listing {
     const ms_model *model;
-    msi_printer out;
     msi_columns columns;
     uint32_t line; // layers listed so far
     msi_technique_total totals[MS_TECHNIQUE_COUNT];
@@ -15104,7 +15101,7 @@ static bool msi_is_by_layer(const msi_technique_total *total) {
 
 static void msi_print_layer_head(msi_plan_listing *to) {
     msi_columns *c = &to->columns;
-    msi_print(&to->out, "\nlayer");
+    msi_print(c->out, "\nlayer");
     c->missing = 2;
     msi_print_column(c, 24, "name");
     msi_print_column(c, -12, "kept");
@@ -15115,7 +15112,7 @@ static void msi_print_layer_head(msi_plan_listing *to) {
             c->missing += to->totals[k].added_us > 0.0 ? 21 : 12;
         }
     }
-    msi_print(&to->out, "\n");
+    msi_print(c->out, "\n");
 }
 
 /* The line of a layer, made by one call for each technique. */
@@ -15124,7 +15121,7 @@ static void msi_print_decision(const ms_decision *d, void *user) {
     const msi_technique_total *total = &to->totals[d->technique];
     msi_columns *c = &to->columns;
     if (d->technique == 0) {
-        msi_print(&to->out, "%5u", (unsigned)to->line++);
+        msi_print(c->out, "%5u", (unsigned)to->line++);
         c->missing = 2;
         msi_print_column(c, 24, ms_layer_name(to->model, d->layer));
         msi_print_column(c, -12, d->kept_bytes ? msi_size(d->kept_bytes).text : "-");
@@ -15139,17 +15136,17 @@ static void msi_print_decision(const ms_decision *d, void *user) {
         }
     }
     if (d->technique + 1 == MS_TECHNIQUE_COUNT) {
-        msi_print(&to->out, "\n");
+        msi_print(c->out, "\n");
     }
 }
 
 static void msi_print_rules(const msi_plan_listing *to) {
-    msi_print(&to->out, "\nrules (+: applied, -: not)\n");
+    msi_print(to->columns.out, "\nrules (+: applied, -: not)\n");
     for (uint32_t at = 0; at < MSI_MOST_RULES; at++) {
         if (to->decided[at]) {
             const ms_rule *rule = ms_rule_at(at);
-            msi_print(&to->out, "%-15s  %s: ", rule->id, rule->condition);
-            msi_print(&to->out, "%s\n", rule->reason);
+            msi_print(to->columns.out, "%-15s  %s: ", rule->id, rule->condition);
+            msi_print(to->columns.out, "%s\n", rule->reason);
         }
     }
 }
@@ -15161,14 +15158,13 @@ MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_text_fn write, vo
     const msi_printer out = {write, user};
     memset(&to, 0, sizeof to);
     to.model = model;
-    to.out = out;
-    to.columns.out = &to.out;
+    to.columns.out = &out;
     MSI_THEN(result, ms_visit_decisions(model, msi_add_to_listing, &to));
     if (result != MS_RESULT_OK) {
         return result;
     }
-    msi_print_summary(&to.out, &report);
-    msi_print_techniques(&to.out, to.totals);
+    msi_print_summary(&out, &report);
+    msi_print_techniques(&out, to.totals);
     msi_print_layer_head(&to);
     result = ms_visit_decisions(model, msi_print_decision, &to);
     if (result == MS_RESULT_OK) {
@@ -15395,28 +15391,24 @@ static void msi_print_metric_head(const msi_printer *out, const char *name, cons
     msi_print(out, "# TYPE memscale_%s %s\n", name, type);
 }
 
-/* The field k of an array of fields, or, for k = 0, a field. */
+/* The number in a field of the report, or in element k of one that is an array. */
 static void msi_print_field(const msi_printer *out, msi_metric_kind kind, const void *field,
                             int k) {
-    uint64_t number = 0;
     switch (kind) {
     case MSI_METRIC_RATIO:
     case MSI_METRIC_US:
     case MSI_METRIC_MEASURED:
-        msi_print(out, " ");
         msi_print_number(out, *(const double *)field * (kind == MSI_METRIC_RATIO ? 1.0 : 1e-6), 9);
-        msi_print(out, "\n");
-        return;
+        break;
     case MSI_METRIC_U32:
-        number = *(const uint32_t *)field;
+        msi_print(out, "%u", (unsigned)*(const uint32_t *)field);
         break;
     case MSI_METRIC_U64:
     case MSI_METRIC_CATEGORIES:
     case MSI_METRIC_COUNTER:
-        number = ((const uint64_t *)field)[k];
+        msi_print(out, "%llu", (unsigned long long)((const uint64_t *)field)[k]);
         break;
     }
-    msi_print(out, " %llu\n", (unsigned long long)number);
 }
 
 static void msi_print_metric(const msi_printer *out, const msi_metric *metric,
@@ -15435,7 +15427,9 @@ static void msi_print_metric(const msi_printer *out, const msi_metric *metric,
             msi_print_quoted(out, ms_category_name((ms_category)k), false);
             msi_print(out, "}");
         }
+        msi_print(out, " ");
         msi_print_field(out, metric->kind, field, k);
+        msi_print(out, "\n");
     }
 }
 
@@ -15799,9 +15793,9 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     const float s = u.gradient_scale ? *u.gradient_scale : 1.0f;
     if (i < r.groups) {
         const float4 g = ((const float4 *)u.gradient)[i];
-        float4 p = ((const float4 *)u.value)[i], m = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         const bool moves = u.state[0] != NULL;
-        m = moves ? ((const float4 *)u.state[0])[i] : m;
+        float4 p = ((const float4 *)u.value)[i];
+        float4 m = moves ? ((const float4 *)u.state[0])[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         p.x = msi_sgd_element(&f, p.x, s * g.x, moves ? &m.x : NULL);
         p.y = msi_sgd_element(&f, p.y, s * g.y, moves ? &m.y : NULL);
         p.z = msi_sgd_element(&f, p.z, s * g.z, moves ? &m.z : NULL);
@@ -15951,12 +15945,9 @@ static void msi_cuda_hardware(void *user, ms_hardware *hardware) {
     }
     msi_cuda_speeds(scope.device, properties.multiProcessorCount,
                     10 * properties.major + properties.minor, hardware);
-    if (msi_cuda_error(cudaDriverGetVersion(&driver)) == 0) {
-        hardware->driver_version = (uint32_t)driver;
-    }
-    if (msi_cuda_error(cudaRuntimeGetVersion(&runtime)) == 0) {
-        hardware->runtime_version = (uint32_t)runtime;
-    }
+    hardware->driver_version = msi_cuda_error(cudaDriverGetVersion(&driver)) ? 0 : (uint32_t)driver;
+    hardware->runtime_version =
+        msi_cuda_error(cudaRuntimeGetVersion(&runtime)) ? 0 : (uint32_t)runtime;
 }
 
 static void msi_cuda_close(void *state) {
@@ -16133,9 +16124,8 @@ static int msi_cuda_cast(void *state, void *target, ms_dtype to, const void *sou
 static int msi_cuda_sum(const msi_cuda *c, const void *device, uint64_t count, bool squares,
                         uint32_t *partials) {
     const msi_cuda_split r = msi_cuda_split_of(count, 4, (uintptr_t)device);
-    const uint64_t blocks = msi_cuda_blocks(r.threads);
-    *partials =
-        (uint32_t)(blocks < (uint64_t)MSI_CUDA_PARTIALS ? blocks : (uint64_t)MSI_CUDA_PARTIALS);
+    const uint64_t blocks = msi_cuda_blocks(r.threads), most = MSI_CUDA_PARTIALS;
+    *partials = (uint32_t)(blocks < most ? blocks : most);
     return msi_cuda_launch(c, *partials, msi_k_sum, (const float *)device, r, squares, c->partials);
 }
 
