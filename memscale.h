@@ -14190,7 +14190,7 @@ static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>report  what the public sees of a plan: sizes and times, and its programs as events
+// >>report  what users see of a plan: sizes and times, and its programs as events
 
 /* The program whose live bytes decide the size of the arena. */
 static const msi_program *msi_widest(const msi_plan *plan) {
@@ -14532,7 +14532,7 @@ static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>api  public functions: thin
+// >>api  public functions: they check their arguments and call what is above
 
 MEMSCALE_API ms_result ms_arena_create(const ms_backend *backend, const ms_allocator *allocator,
                                        ms_arena **arena) {
@@ -14676,7 +14676,7 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
     const uint32_t t = msi_index(model, tensor);
     if (t == MSI_NONE || !memory) {
         return msi_refuse_loan(model, MS_RESULT_INVALID, msi_handle_name(model, tensor),
-                               memory ? "is no tensor of this model" : "is given no memory (NULL)");
+                               memory ? "is no tensor of this model" : "cannot use NULL as its memory");
     }
     const ms_result result = msi_check_loan(model, t, msi_role_of(tensor));
     if (result == MS_RESULT_OK) {
@@ -15012,9 +15012,9 @@ MEMSCALE_API bool ms_technique_is_built(ms_technique technique) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>listing  a plan and a program as text for people: by the public interface alone
+// >>listing  a plan and a program as text for people, made by public functions only
 
-/* By ms_event_kind. */
+/* Indexed by ms_event_kind. */
 #define MEMSCALE_X(name, text) text,
 static const char *const msi_event_names[] = {MEMSCALE_EVENTS(MEMSCALE_X)};
 #undef MEMSCALE_X
@@ -15229,12 +15229,12 @@ MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program progra
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>trace  a step for Perfetto, a plan for Prometheus: by the public interface alone
+// >>trace  a step for Perfetto and a plan for Prometheus, made by public functions only
 
 /* The processes of a trace. */
 enum { MSI_TRACE_SIMULATED = 1, MSI_TRACE_MEASURED = 2 };
 
-/* By ms_stream_kind. */
+/* Indexed by ms_stream_kind. */
 static const char *const msi_stream_names[] = {"compute", "copies to the device",
                                                "copies to the host"};
 
@@ -15483,7 +15483,7 @@ MEMSCALE_API ms_result ms_print_metrics(const ms_model *model, ms_text_fn write,
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// >>cuda state  one per model: streams, events and a cuBLAS handle; errors, and launches
+// >>cuda state  one per model: streams, events and a cuBLAS handle; errors and launches
 
 enum {
     MSI_CUDA_THREADS = 256,
@@ -15587,8 +15587,8 @@ static uint64_t msi_cuda_blocks(uint64_t threads) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>cuda kernels  each thread takes one group of elements, by 16-byte accesses; where an array is
-//                 not aligned to that, and at its end, one element
+// >>cuda kernels  a thread takes a group of elements by 16-byte accesses, or a single element at the
+//                 end of an array and where an array is not aligned to 16 bytes
 
 /* How an array is split over threads: the first `groups` of them take a group each, the others one
    element each. */
@@ -15812,7 +15812,7 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>cuda blas  row-major products as column-major ones of the transposed matrices
+// >>cuda blas  row-major products as column-major products of the transposed matrices
 
 static cudaDataType_t msi_cuda_type(ms_dtype dtype) {
     return dtype == MS_DTYPE_F32 ? CUDA_R_32F : dtype == MS_DTYPE_F16 ? CUDA_R_16F : CUDA_R_16BF;
@@ -15851,7 +15851,7 @@ static int msi_cuda_gemm(void *state, float alpha, const ms_matrix *a, const ms_
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>backend cuda  the table
+// >>backend cuda  the functions of the table
 
 static int msi_cuda_memory_alloc(void *user, const ms_allocator *host, uint64_t bytes,
                                  void **device) {
@@ -15906,8 +15906,8 @@ static void msi_cuda_speeds(int device, int multiprocessors, int capability,
     while (row + 1 < sizeof table / sizeof table[0] && table[row + 1].capability <= capability) {
         row++;
     }
-    const double clock = msi_cuda_attribute(device, cudaDevAttrClockRate); // kHz, as of the memory
-    const double tflops = 2e-9 * clock * (double)multiprocessors; // of one multiply-add a clock
+    const double clock = msi_cuda_attribute(device, cudaDevAttrClockRate); // in kHz, also below
+    const double tflops = 2e-9 * clock * (double)multiprocessors;          // at one per clock
     const bool geforce = capability >= 70 && strstr(hardware->name, "GeForce");
     const double tensor = geforce ? 0.5 * tflops : tflops;
     hardware->memory_gb_per_s = 2.0 * msi_cuda_attribute(device, cudaDevAttrMemoryClockRate) *
