@@ -14676,7 +14676,7 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
     const uint32_t t = msi_index(model, tensor);
     if (t == MSI_NONE || !memory) {
         return msi_refuse_loan(model, MS_RESULT_INVALID, msi_handle_name(model, tensor),
-                               memory ? "is no tensor of this model" : "cannot use NULL as its memory");
+                               memory ? "is no tensor of this model" : "cannot use NULL as memory");
     }
     const ms_result result = msi_check_loan(model, t, msi_role_of(tensor));
     if (result == MS_RESULT_OK) {
