@@ -13699,11 +13699,17 @@ static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>report  what the public sees of a plan: sizes and times, and its programs as events
+// >>report  what users see of a plan: sizes and times, and its programs as events
 
 /* The program whose live bytes decide the size of the arena. */
 static const msi_program *msi_widest(const msi_plan *plan) {
     return plan->eval.peak_bytes > plan->train.peak_bytes ? &plan->eval : &plan->train;
+}
+
+/* Whether a range is a resident that is not in the arena: on the host, or the trainer's own. */
+static bool msi_is_outside(const msi_store *store, uint32_t range) {
+    return range < store->residents.count &&
+           (store->residents.items[range].borrowed || store->residents.items[range].on_host);
 }
 
 static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
@@ -13711,10 +13717,8 @@ static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
     const msi_instruction *i = &p->instructions.items[p->peak];
     for (uint32_t k = 0; k < p->ranges.count; k++) {
         const msi_range *range = &p->ranges.items[k];
-        const bool outside =
-            k < m->run.store->residents.count &&
-            (m->run.store->residents.items[k].borrowed || m->run.store->residents.items[k].on_host);
-        if (range->first <= p->peak && p->peak <= msi_counts_to(range) && !outside) {
+        if (range->first <= p->peak && p->peak <= msi_counts_to(range) &&
+            !msi_is_outside(m->run.store, k)) {
             r->peak_bytes[range->category] += msi_align(range->bytes);
         }
     }
@@ -13739,7 +13743,7 @@ static uint64_t msi_hash_program(uint64_t hash, const msi_program *p, uint32_t r
     return hash;
 }
 
-/* By the numbers of the things and not by their addresses: the same in every process. */
+/* From indices, sizes and offsets, never from addresses, so that it is the same in every process. */
 static uint64_t msi_hash_plan(const msi_store *store, const msi_plan *plan) {
     uint64_t hash =
         msi_mix_in(store->reserved_bytes, store->resident_bytes + store->transient_bytes);
@@ -13753,7 +13757,7 @@ static uint64_t msi_hash_plan(const msi_store *store, const msi_plan *plan) {
     return msi_hash_program(hash, &plan->eval, store->residents.count);
 }
 
-/* When the last timed step by this program ended, from its beginning; 0: none was timed. */
+/* How long the last timed step of this program took; 0: no step has been timed. */
 static double msi_measured_us(const msi_program *p) {
     if (!p->is_measured) {
         return 0.0;
@@ -13801,17 +13805,69 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->device_name = m->costs.hardware.name;
 }
 
-/* The operand k of an instruction, as the public sees it. */
-static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *p, uint32_t now,
-                                          uint32_t k) {
-    static const ms_operand_kind kinds[] = {
-        MS_OPERAND_IN,      MS_OPERAND_OUT,        MS_OPERAND_SAVED,
-        MS_OPERAND_PARAM,   MS_OPERAND_STATE,      MS_OPERAND_GRAD_OUT,
-        MS_OPERAND_GRAD_IN, MS_OPERAND_GRAD_PARAM, MS_OPERAND_WORKSPACE};
-    const msi_instruction *i = &p->instructions.items[now];
+/* A walk through a program: what is live at each instruction, and when that runs. */
+typedef struct msi_walk {
+    const ms_model *model;
+    const msi_program *program;
+    ms_event_fn visit;
+    void *user;
+    uint32_t now;
+    const msi_instruction *instruction; // the present one, at `now`
+    double start_us, duration_us;       // of the instruction
+    uint64_t live_bytes_of[MS_CATEGORY_COUNT];
+    msi_clock clock;
+} msi_walk;
+
+static void msi_walk_start(msi_walk *w, const ms_model *m, const msi_program *p, ms_event_fn visit,
+                           void *user) {
+    const msi_store *store = m->run.store;
+    memset(w, 0, sizeof *w);
+    w->model = m;
+    w->program = p;
+    w->visit = visit;
+    w->user = user;
+    w->live_bytes_of[MS_CATEGORY_WORKSPACE] = store->reserved_bytes;
+    for (uint32_t k = 0; k < store->residents.count; k++) {
+        w->live_bytes_of[p->ranges.items[k].category] +=
+            msi_is_outside(store, k) ? 0 : msi_align(store->residents.items[k].bytes);
+    }
+    msi_clock_start(&w->clock, &m->graph, &m->costs, store, p);
+}
+
+/* The transient range of operand k of the present instruction. NULL: the operand has none, or an
+   operand before it has the same one, so that a caller sees each range once. */
+static const msi_range *msi_walk_range(const msi_walk *w, uint32_t k) {
+    const msi_operand *operands = w->program->operands.items + w->instruction->operand_first;
+    const uint32_t range = operands[k].range;
+    bool skipped = range == MSI_NONE || range < w->model->run.store->residents.count;
+    for (uint32_t j = 0; j < k && !skipped; j++) {
+        skipped = operands[j].range == range;
+    }
+    return skipped ? NULL : &w->program->ranges.items[range];
+}
+
+/* Brings live_bytes_of up to date, before an instruction or after it. A live range is an operand of
+   the instruction where it begins and, unless it outlives the program, of the one where it ends.
+   One whose memory is aliased there ends before that instruction already. */
+static void msi_walk_count(msi_walk *w, bool after) {
+    for (uint32_t k = 0; k < w->instruction->operand_count; k++) {
+        const msi_range *range = msi_walk_range(w, k);
+        if (range && !after && range->first == w->now) {
+            w->live_bytes_of[range->category] += msi_align(range->bytes);
+        } else if (range && range->last == w->now && !range->outlives && after != range->aliased) {
+            w->live_bytes_of[range->category] -= msi_align(range->bytes);
+        }
+    }
+}
+
+/* Operand k of the present instruction, as an event has it. */
+static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k) {
+    const msi_program *p = w->program;
+    const msi_store *store = w->model->run.store;
+    const msi_instruction *i = w->instruction;
     const msi_operand *operand = &p->operands.items[i->operand_first + k];
     const msi_range *range = &p->ranges.items[operand->range];
-    const bool fixed = operand->range < m->run.store->residents.count;
+    const bool fixed = operand->range < store->residents.count;
     const msi_role role = range->role == MSI_ROLE_CONTRIBUTION ? MSI_ROLE_GRADIENT
                           : range->role == MSI_ROLE_SNAPSHOT   ? MSI_ROLE_VALUE
                                                                : (msi_role)range->role;
@@ -13821,18 +13877,16 @@ static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *
         o.tensor = msi_handle(range->tensor, role);
     }
     o.bytes = range->bytes;
-    o.offset = m->run.store->resident_bytes + range->offset;
-    o.is_new = !fixed && range->first == now;
+    o.is_outside = msi_is_outside(store, operand->range);
+    o.offset = o.is_outside ? 0
+               : fixed      ? store->residents.items[operand->range].offset
+                            : store->resident_bytes + range->offset;
+    o.is_new = !fixed && range->first == w->now;
     o.accumulate = operand->accumulate;
-    if (fixed) {
-        const msi_resident *resident = &m->run.store->residents.items[operand->range];
-        o.is_outside = resident->borrowed || resident->on_host;
-        o.offset = o.is_outside ? 0 : resident->offset;
-    }
     if (msi_calls_layer((msi_op)i->op)) {
-        const msi_layer *l = &m->graph.layers.items[i->target];
+        const msi_layer *l = &w->model->graph.layers.items[i->target];
         const int group = msi_operand_group(l, i, k, &o.slot);
-        o.kind = kinds[group];
+        o.kind = (ms_operand_kind)group; // both enums have the same order
         o.is_written = msi_is_written(l, i, group, o.slot);
         return o;
     }
@@ -13843,92 +13897,58 @@ static ms_event_operand msi_event_operand(const ms_model *m, const msi_program *
     return o;
 }
 
-/* A walk through a program, with what is live and the time at each instruction. */
-typedef struct msi_walk {
-    const ms_model *model;
-    const msi_program *program;
-    ms_event_fn visit;
-    void *user;
-    uint32_t now;
-    uint64_t live_bytes_of[MS_CATEGORY_COUNT];
-    msi_clock clock;
-    double start_us, duration_us; // of the instruction
-} msi_walk;
-
-static void msi_walk_start(msi_walk *w, const ms_model *m, const msi_program *p) {
-    memset(w, 0, sizeof *w);
-    w->model = m;
-    w->program = p;
-    w->live_bytes_of[MS_CATEGORY_WORKSPACE] = m->run.store->reserved_bytes;
-    for (uint32_t k = 0; k < m->run.store->residents.count; k++) {
-        const msi_resident *resident = &m->run.store->residents.items[k];
-        const bool outside = resident->borrowed || resident->on_host;
-        w->live_bytes_of[p->ranges.items[k].category] += outside ? 0 : msi_align(resident->bytes);
-    }
-    msi_clock_start(&w->clock, &m->graph, &m->costs, m->run.store, p);
-}
-
-/* Every life is an operand of the instruction where it begins and, unless it is kept, of that where
-   it ends. One whose memory is taken over there does not count there any more. */
-static void msi_walk_count(msi_walk *w, bool behind) {
-    const msi_program *p = w->program;
-    const msi_instruction *i = &p->instructions.items[w->now];
-    const msi_operand *operands = p->operands.items + i->operand_first;
-    for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t number = operands[k].range;
-        if (number == MSI_NONE || number < w->model->run.store->residents.count) {
-            continue;
-        }
-        const msi_range *range = &p->ranges.items[number];
-        const bool born = !behind && range->first == w->now;
-        const bool dies = range->last == w->now && !range->outlives && behind != range->aliased;
-        bool counted = !born && !dies;
-        for (uint32_t j = 0; j < k && !counted; j++) {
-            counted = operands[j].range == number;
-        }
-        if (!counted) {
-            uint64_t *const bytes = &w->live_bytes_of[range->category];
-            *bytes = born ? *bytes + msi_align(range->bytes) : *bytes - msi_align(range->bytes);
+/* The operands of the present instruction, or only those that are dead after it. Returns their
+   count. */
+static uint32_t msi_event_operands(const msi_walk *w, bool dead_only, ms_event_operand *operands) {
+    const msi_operand *all = w->program->operands.items + w->instruction->operand_first;
+    uint32_t count = 0;
+    for (uint32_t k = 0; k < w->instruction->operand_count; k++) {
+        const msi_range *range = msi_walk_range(w, k);
+        if (dead_only ? range && range->last == w->now && !range->aliased && !range->outlives
+                      : all[k].range != MSI_NONE) {
+            operands[count++] = msi_event_operand(w, k);
         }
     }
+    return count;
 }
 
-static void msi_walk_enter(msi_walk *w) {
-    const msi_instruction *i = &w->program->instructions.items[w->now];
-    msi_walk_count(w, false);
-    w->duration_us = msi_duration_us(&w->clock, i);
-    w->start_us = msi_clock_run(&w->clock, w->now, w->duration_us);
-}
-
-static void msi_walk_leave(msi_walk *w) {
-    msi_walk_count(w, true);
-    w->now++;
-}
-
-static void msi_emit_event(const msi_walk *w, ms_event_kind kind, const ms_event_operand *operands,
-                           uint32_t count) {
-    const ms_model *m = w->model;
-    const msi_instruction *i = &w->program->instructions.items[w->now];
-    const bool of_layer = msi_calls_layer((msi_op)i->op), drops = kind == MS_EVENT_DROP;
-    const bool of_scratch =
-        i->op == MSI_OP_CLIP || (i->op == MSI_OP_ZERO && count == 1 && operands[0].tensor.id == 0);
+static ms_event msi_event(const msi_walk *w, ms_event_kind kind, const ms_event_operand *operands,
+                          uint32_t count) {
     ms_event event;
     memset(&event, 0, sizeof event);
     event.size = sizeof event;
-    event.index = w->now;
+    event.index = kind > MS_EVENT_DROP ? UINT32_MAX : w->now;
     event.kind = kind;
     event.name = "";
-    if (of_layer) {
+    event.operands = operands;
+    event.operand_count = count;
+    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
+        event.live_bytes += event.live_bytes_of[c] = w->live_bytes_of[c];
+    }
+    return event;
+}
+
+/* The event of the present instruction, or of what is dead after it. */
+static void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
+    const ms_model *m = w->model;
+    const msi_instruction *i = w->instruction;
+    const bool drops = kind == MS_EVENT_DROP;
+    ms_event_operand operands[MSI_MAX_VIEWS + 1];
+    const uint32_t count = msi_event_operands(w, drops, operands);
+    if (drops && count == 0) {
+        return;
+    }
+    const bool of_scratch =
+        i->op == MSI_OP_CLIP || (i->op == MSI_OP_ZERO && count == 1 && operands[0].tensor.id == 0);
+    ms_event event = msi_event(w, kind, operands, count);
+    if (msi_calls_layer((msi_op)i->op)) {
         event.layer.id = i->target + 1;
         event.name = msi_layer_name(m, i->target);
     } else if (!of_scratch) {
         event.tensor = msi_handle(i->target, MSI_ROLE_VALUE);
         event.name = msi_tensor_name(m, i->target);
     }
-    event.operands = operands;
-    event.operand_count = count;
     event.live_bytes = m->run.store->resident_bytes + w->program->live_bytes.items[w->now];
-    memcpy(event.live_bytes_of, w->live_bytes_of, sizeof event.live_bytes_of);
     event.stream = msi_stream_of(&m->costs, (msi_op)i->op);
     event.start_us = drops ? w->start_us + w->duration_us : w->start_us;
     event.duration_us = drops ? 0.0 : w->duration_us;
@@ -13941,53 +13961,20 @@ static void msi_emit_event(const msi_walk *w, ms_event_kind kind, const ms_event
     w->visit(&event, w->user);
 }
 
-/* The operands that are dead after an instruction, in an event of their own. */
-static void msi_visit_drops(const msi_walk *w) {
-    const ms_model *m = w->model;
-    const msi_program *p = w->program;
-    const msi_instruction *i = &p->instructions.items[w->now];
-    ms_event_operand dead[MSI_MAX_VIEWS + 1];
-    uint32_t count = 0;
-    for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t range = p->operands.items[i->operand_first + k].range;
-        bool known = range == MSI_NONE || range < m->run.store->residents.count ||
-                     p->ranges.items[range].last != w->now || p->ranges.items[range].aliased ||
-                     p->ranges.items[range].outlives;
-        for (uint32_t j = 0; j < k && !known; j++) {
-            known = p->operands.items[i->operand_first + j].range == range;
-        }
-        if (!known) {
-            dead[count++] = msi_event_operand(m, p, w->now, k);
-        }
-    }
-    if (count) {
-        msi_emit_event(w, MS_EVENT_DROP, dead, count);
-    }
-}
-
-/* What a step does besides its instructions, with one operand. */
+/* What a step does besides its instructions. */
 static void msi_emit_besides(const msi_walk *w, ms_event_kind kind, ms_stream_kind stream,
                              double start_us, double us, const ms_event_operand *operand) {
     const ms_tensor t = operand->tensor;
-    ms_event event;
-    memset(&event, 0, sizeof event);
-    event.size = sizeof event;
-    event.index = UINT32_MAX;
-    event.kind = kind;
+    ms_event event = msi_event(w, kind, operand, 1);
     event.tensor = t;
     event.name = t.id ? msi_tensor_name(w->model, msi_index(w->model, t)) : "";
-    event.operands = operand;
-    event.operand_count = 1;
-    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
-        event.live_bytes += event.live_bytes_of[c] = w->live_bytes_of[c];
-    }
     event.stream = stream;
     event.start_us = start_us;
     event.duration_us = us;
     w->visit(&event, w->user);
 }
 
-/* Inputs, which are copied to the device before the first instruction. */
+/* The inputs are copied to the device before the first instruction. */
 static void msi_visit_inputs(const msi_walk *w) {
     const ms_model *m = w->model;
     msi_clock c;
@@ -14009,8 +13996,7 @@ static void msi_visit_inputs(const msi_walk *w) {
     }
 }
 
-/* After forward: the sum of the losses, and the verdict, which is copied to the host while backward
-   runs. */
+/* After forward the losses are summed; the verdict is copied to the host while backward runs. */
 static void msi_visit_verdict(const msi_walk *w) {
     const ms_model *m = w->model;
     const msi_range *range = &w->program->ranges.items[w->program->loss];
@@ -14036,39 +14022,30 @@ static void msi_visit_verdict(const msi_walk *w) {
 
 static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit, void *user) {
     msi_walk w;
-    msi_walk_start(&w, m, p);
-    w.visit = visit;
-    w.user = user;
+    msi_walk_start(&w, m, p, visit, user);
     msi_visit_inputs(&w);
-    while (w.now < p->instructions.count) {
-        const msi_instruction *i = &p->instructions.items[w.now];
-        ms_event_operand operands[MSI_MAX_VIEWS + 1];
-        uint32_t count = 0;
-        for (uint32_t k = 0; k < i->operand_count; k++) {
-            if (p->operands.items[i->operand_first + k].range != MSI_NONE) {
-                operands[count++] = msi_event_operand(m, p, w.now, k);
-            }
+    for (w.now = 0; w.now < p->instructions.count; w.now++) {
+        w.instruction = &p->instructions.items[w.now];
+        msi_walk_count(&w, false);
+        w.duration_us = msi_duration_us(&w.clock, w.instruction);
+        w.start_us = msi_clock_run(&w.clock, w.now, w.duration_us);
+        if (w.instruction->op != MSI_OP_NOTHING) {
+            msi_emit_event(&w, msi_ops[w.instruction->op].event);
+            msi_emit_event(&w, MS_EVENT_DROP);
         }
-        msi_walk_enter(&w);
-        if (i->op != MSI_OP_NOTHING) {
-            msi_emit_event(&w, msi_ops[i->op].event, operands, count);
-            msi_visit_drops(&w);
-        }
-        msi_walk_leave(&w);
-        if (w.now == p->forward_end) {
+        msi_walk_count(&w, true);
+        if (w.now + 1 == p->forward_end) {
             msi_visit_verdict(&w);
         }
     }
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>api  public functions: thin
+// >>api  public functions: they check their arguments and call what is above
 
 MEMSCALE_API ms_result ms_arena_create(const ms_backend *backend, const ms_allocator *allocator,
                                        ms_arena **arena) {
-    ms_allocator a;
-    memset(&a, 0, sizeof a);
-    a = allocator ? *allocator : a;
+    const ms_allocator none = {NULL, NULL, NULL}, a = allocator ? *allocator : none;
     const ms_backend b = backend && backend->size ? *backend : ms_backend_cpu();
     if (arena) {
         *arena = NULL;
@@ -14135,10 +14112,8 @@ MEMSCALE_API void *ms_stream(const ms_model *model) {
 }
 
 MEMSCALE_API ms_result ms_synchronize(ms_model *model) {
-    if (!model) {
-        return MS_RESULT_INVALID;
-    }
-    return model->run.busy
+    return !model ? MS_RESULT_INVALID
+           : model->run.busy
                ? msi_fail(model, MS_RESULT_ORDER, "ms_synchronize: called from a callback")
                : msi_await_steps(model);
 }
@@ -14175,14 +14150,11 @@ MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size
 
 MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc) {
     const ms_layer none = {0};
-    if (!msi_registering(model, "layer", desc && desc->name ? desc->name : "")) {
-        return none;
-    }
-    if (!desc) {
+    const bool open = msi_registering(model, "layer", desc && desc->name ? desc->name : "");
+    if (open && !desc) {
         MSI_STICK(model, MS_RESULT_INVALID, "ms_register_layer: desc is NULL");
-        return none;
     }
-    return msi_register_layer(model, desc);
+    return open && desc ? msi_register_layer(model, desc) : none;
 }
 
 MEMSCALE_API void ms_refuse(ms_model *model, const char *reason) {
@@ -14213,7 +14185,7 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
     const uint32_t t = msi_index(model, tensor);
     if (t == MSI_NONE || !memory) {
         return msi_refuse_loan(model, MS_RESULT_INVALID, msi_handle_name(model, tensor),
-                               memory ? "is no tensor of this model" : "is given no memory (NULL)");
+                               memory ? "is no tensor of this model" : "cannot use NULL as memory");
     }
     const ms_result result = msi_check_loan(model, t, msi_role_of(tensor));
     if (result == MS_RESULT_OK) {
@@ -14320,16 +14292,18 @@ MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_la
     }
 }
 
+/* Read-only functions return their errors without a text: the model is const. */
+static ms_result msi_check_planned(const ms_model *m, bool has_arguments) {
+    return !m || !has_arguments ? MS_RESULT_INVALID : m->run.plan ? MS_RESULT_OK : MS_RESULT_ORDER;
+}
+
 MEMSCALE_API ms_result ms_profile_save(const ms_model *model, ms_text_fn write, void *user) {
-    if (!model || !write) {
-        return MS_RESULT_INVALID;
-    }
-    if (!model->run.plan) {
-        return MS_RESULT_ORDER;
-    }
     const msi_printer out = {write, user};
-    msi_print_profile(model, &out);
-    return MS_RESULT_OK;
+    const ms_result result = msi_check_planned(model, write != NULL);
+    if (result == MS_RESULT_OK) {
+        msi_print_profile(model, &out);
+    }
+    return result;
 }
 
 MEMSCALE_API ms_result ms_profile_load(ms_model *model, const char *text, size_t length) {
@@ -14365,7 +14339,8 @@ MEMSCALE_API ms_result ms_reshape(ms_model *model, const int64_t *sizes) {
     }
     ms_result result = msi_check_sizes(model, sizes);
     MSI_THEN(result, msi_check_between_steps(model, "ms_reshape"));
-    return result == MS_RESULT_OK ? msi_reshape(model, sizes) : result;
+    MSI_THEN(result, msi_reshape(model, sizes));
+    return result;
 }
 
 MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage) {
@@ -14392,10 +14367,9 @@ MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
 
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
-    if (t == MSI_NONE || !model->run.plan || model->config.dry_run) {
-        return NULL;
-    }
-    return msi_live_address(model, t, msi_role_of(tensor));
+    return t == MSI_NONE || !model->run.plan || model->config.dry_run
+               ? NULL
+               : msi_live_address(model, t, msi_role_of(tensor));
 }
 
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
@@ -14409,11 +14383,9 @@ MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index) {
     const uint32_t t = model ? msi_value_index(model, param) : MSI_NONE;
     const ms_tensor none = {0};
-    if (t == MSI_NONE || model->graph.tensors.items[t].kind != MSI_KIND_PARAM || index < 0 ||
-        (uint32_t)index >= msi_state_count(&model->optimizer)) {
-        return none;
-    }
-    return msi_handle(t, (msi_role)(MSI_ROLE_STATE0 + index));
+    const bool known = t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM &&
+                       index >= 0 && (uint32_t)index < msi_state_count(&model->optimizer);
+    return known ? msi_handle(t, (msi_role)(MSI_ROLE_STATE0 + index)) : none;
 }
 
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor) {
@@ -14433,11 +14405,9 @@ MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor) {
 }
 
 MEMSCALE_API ms_result ms_forward(ms_model *model, double *loss) {
-    if (!model) {
-        return MS_RESULT_INVALID;
-    }
-    const ms_result result = msi_begin_step(model, "ms_forward");
-    return result == MS_RESULT_OK ? msi_forward(model, &model->run.plan->train, loss) : result;
+    ms_result result = model ? msi_begin_step(model, "ms_forward") : MS_RESULT_INVALID;
+    MSI_THEN(result, msi_forward(model, &model->run.plan->train, loss));
+    return result;
 }
 
 MEMSCALE_API ms_result ms_backward(ms_model *model) {
@@ -14449,19 +14419,15 @@ MEMSCALE_API ms_result ms_update(ms_model *model) {
 }
 
 MEMSCALE_API ms_result ms_step(ms_model *model, double *loss) {
-    if (!model) {
-        return MS_RESULT_INVALID;
-    }
-    const ms_result result = msi_begin_step(model, "ms_step");
-    return result == MS_RESULT_OK ? msi_step(model, loss) : result;
+    ms_result result = model ? msi_begin_step(model, "ms_step") : MS_RESULT_INVALID;
+    MSI_THEN(result, msi_step(model, loss));
+    return result;
 }
 
 MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
-    if (!model) {
-        return MS_RESULT_INVALID;
-    }
-    const ms_result result = msi_check_ready(model, "ms_eval");
-    return result == MS_RESULT_OK ? msi_forward(model, &model->run.plan->eval, loss) : result;
+    ms_result result = model ? msi_check_ready(model, "ms_eval") : MS_RESULT_INVALID;
+    MSI_THEN(result, msi_forward(model, &model->run.plan->eval, loss));
+    return result;
 }
 
 MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
@@ -14472,7 +14438,8 @@ MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *
     memset(report, 0, sizeof *report);
     ms_result result = msi_check_verifiable(model);
     MSI_THEN(result, msi_await_steps(model));
-    return result == MS_RESULT_OK ? msi_verify(model, visit, user, report) : result;
+    MSI_THEN(result, msi_verify(model, visit, user, report));
+    return result;
 }
 
 MEMSCALE_API ms_result ms_gradient_norm(ms_model *model, double *norm) {
@@ -14486,40 +14453,29 @@ MEMSCALE_API ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a, ms
 }
 
 MEMSCALE_API ms_result ms_cast(const ms_call *call, const ms_view *to, const ms_view *from) {
-    if (!call || !call->model) {
-        return MS_RESULT_INVALID;
-    }
-    return to && from && to->data && from->data
-               ? msi_cast(call->model, to, from)
-               : msi_fail_argument(call->model, "ms_cast", "a view is NULL or has no data");
+    ms_model *m = call ? call->model : NULL;
+    return m && to && from && to->data && from->data
+               ? msi_cast(m, to, from)
+               : msi_fail_argument(m, "ms_cast", "a view is NULL or has no data");
 }
 
-/* Read-only functions cannot note an error text: the model is const. */
 MEMSCALE_API ms_result ms_report(const ms_model *model, ms_memory_report *report) {
-    if (!model || !report) {
-        return MS_RESULT_INVALID;
+    const ms_result result = msi_check_planned(model, report != NULL);
+    if (result == MS_RESULT_OK) {
+        msi_fill_report(model, report);
     }
-    if (!model->run.plan) {
-        return MS_RESULT_ORDER;
-    }
-    msi_fill_report(model, report);
-    return MS_RESULT_OK;
-}
-
-static const msi_program *msi_program_of(const ms_model *m, ms_program program) {
-    return program == MS_PROGRAM_TRAIN ? &m->run.plan->train : &m->run.plan->eval;
+    return result;
 }
 
 MEMSCALE_API ms_result ms_visit_events(const ms_model *model, ms_program program, ms_event_fn visit,
                                        void *user) {
-    if (!model || !visit || (unsigned)program > MS_PROGRAM_EVAL) {
-        return MS_RESULT_INVALID;
+    const ms_result result =
+        msi_check_planned(model, visit && (unsigned)program <= MS_PROGRAM_EVAL);
+    if (result == MS_RESULT_OK) {
+        const msi_plan *plan = model->run.plan;
+        msi_visit(model, program == MS_PROGRAM_TRAIN ? &plan->train : &plan->eval, visit, user);
     }
-    if (!model->run.plan) {
-        return MS_RESULT_ORDER;
-    }
-    msi_visit(model, msi_program_of(model, program), visit, user);
-    return MS_RESULT_OK;
+    return result;
 }
 
 MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number) {
@@ -14527,15 +14483,12 @@ MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number) {
 }
 
 MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn visit, void *user) {
-    if (!model || !visit) {
-        return MS_RESULT_INVALID;
-    }
-    if (!model->run.plan) {
-        return MS_RESULT_ORDER;
-    }
     msi_review review;
-    if (!msi_review_init(&review, model, model->run.plan)) {
-        return MS_RESULT_OUT_OF_MEMORY;
+    ms_result result = msi_check_planned(model, visit != NULL);
+    MSI_THEN(result, msi_review_init(&review, model, model->run.plan) ? MS_RESULT_OK
+                                                                      : MS_RESULT_OUT_OF_MEMORY);
+    if (result != MS_RESULT_OK) {
+        return result;
     }
     for (uint32_t i = 0; i < model->graph.layers.count; i++) {
         for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
@@ -14568,20 +14521,20 @@ MEMSCALE_API bool ms_technique_is_built(ms_technique technique) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>listing  a plan and a program as text for people: by the public interface alone
+// >>listing  a plan and a program as text for people, made by public functions only
 
-/* By ms_event_kind. */
+/* Indexed by ms_event_kind. */
 #define MEMSCALE_X(name, text) text,
 static const char *const msi_event_names[] = {MEMSCALE_EVENTS(MEMSCALE_X)};
 #undef MEMSCALE_X
 
-/* Columns of the listing: a line ends with the last text in it. */
+/* Columns of a listing. Spaces are written only before a text, so that no line ends in spaces. */
 typedef struct msi_columns {
     const msi_printer *out;
-    int missing; // spaces
+    int missing; // spaces to write before the next text
 } msi_columns;
 
-/* A text to the left, or to the right for a negative width. */
+/* A text at the left of its column, or at the right for a negative width. */
 static void msi_print_column(msi_columns *c, int width, const char *text) {
     const int length = (int)strlen(text), room = width < 0 ? -width : width;
     const int spaces = length < room ? room - length : 0;
@@ -14594,16 +14547,14 @@ static void msi_print_column(msi_columns *c, int width, const char *text) {
     c->missing += width < 0 ? 0 : spaces;
 }
 
-enum { MSI_MOST_RULES = 64 }; // there are fewer
+enum { MSI_MOST_RULES = 64 }; // more than there are
 
-/* The listing of a plan. */
 typedef struct msi_plan_listing {
     const ms_model *model;
-    msi_printer out;
     msi_columns columns;
-    uint32_t line; // layers that are listed
+    uint32_t line; // layers listed so far
     msi_technique_total totals[MS_TECHNIQUE_COUNT];
-    bool decided[MSI_MOST_RULES]; // by the number of a rule: it has decided something
+    bool decided[MSI_MOST_RULES]; // by the number of the rule: whether it has decided something
 } msi_plan_listing;
 
 static void msi_add_to_listing(const ms_decision *d, void *user) {
@@ -14636,7 +14587,7 @@ static void msi_print_summary(const msi_printer *out, const ms_memory_report *r)
     msi_print(out, "\n");
 }
 
-/* A line for each technique, with its rule where all layers have the same. */
+/* A line for each technique, with its rule if that is the same for all layers. */
 static void msi_print_techniques(const msi_printer *out, const msi_technique_total *totals) {
     msi_print(out, "\n%-16s %7s %14s %10s  %s\n", "technique", "layers", "held no longer", "added",
               "rule");
@@ -14659,7 +14610,7 @@ static bool msi_is_by_layer(const msi_technique_total *total) {
 
 static void msi_print_layer_head(msi_plan_listing *to) {
     msi_columns *c = &to->columns;
-    msi_print(&to->out, "\nlayer");
+    msi_print(c->out, "\nlayer");
     c->missing = 2;
     msi_print_column(c, 24, "name");
     msi_print_column(c, -12, "kept");
@@ -14670,16 +14621,16 @@ static void msi_print_layer_head(msi_plan_listing *to) {
             c->missing += to->totals[k].added_us > 0.0 ? 21 : 12;
         }
     }
-    msi_print(&to->out, "\n");
+    msi_print(c->out, "\n");
 }
 
-/* The line of a layer: what is kept of it, and the decisions, one call for each. */
+/* The line of a layer, made by one call for each technique. */
 static void msi_print_decision(const ms_decision *d, void *user) {
     msi_plan_listing *to = (msi_plan_listing *)user;
     const msi_technique_total *total = &to->totals[d->technique];
     msi_columns *c = &to->columns;
     if (d->technique == 0) {
-        msi_print(&to->out, "%5u", (unsigned)to->line++);
+        msi_print(c->out, "%5u", (unsigned)to->line++);
         c->missing = 2;
         msi_print_column(c, 24, ms_layer_name(to->model, d->layer));
         msi_print_column(c, -12, d->kept_bytes ? msi_size(d->kept_bytes).text : "-");
@@ -14694,19 +14645,17 @@ static void msi_print_decision(const ms_decision *d, void *user) {
         }
     }
     if (d->technique + 1 == MS_TECHNIQUE_COUNT) {
-        msi_print(&to->out, "\n");
+        msi_print(c->out, "\n");
     }
 }
 
-/* The rules that have decided something. */
 static void msi_print_rules(const msi_plan_listing *to) {
-    msi_print(&to->out, "\nrules (+: applied, -: not)\n");
+    msi_print(to->columns.out, "\nrules (+: applied, -: not)\n");
     for (uint32_t at = 0; at < MSI_MOST_RULES; at++) {
         if (to->decided[at]) {
             const ms_rule *rule = ms_rule_at(at);
-            msi_print(&to->out, "%-15s  ", rule->id);
-            msi_print(&to->out, "%s: ", rule->condition);
-            msi_print(&to->out, "%s\n", rule->reason);
+            msi_print(to->columns.out, "%-15s  %s: ", rule->id, rule->condition);
+            msi_print(to->columns.out, "%s\n", rule->reason);
         }
     }
 }
@@ -14715,17 +14664,16 @@ MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_text_fn write, vo
     ms_memory_report report;
     msi_plan_listing to;
     ms_result result = write ? ms_report(model, &report) : MS_RESULT_INVALID;
+    const msi_printer out = {write, user};
     memset(&to, 0, sizeof to);
     to.model = model;
-    to.out.write = write;
-    to.out.user = user;
-    to.columns.out = &to.out;
+    to.columns.out = &out;
     MSI_THEN(result, ms_visit_decisions(model, msi_add_to_listing, &to));
     if (result != MS_RESULT_OK) {
         return result;
     }
-    msi_print_summary(&to.out, &report);
-    msi_print_techniques(&to.out, to.totals);
+    msi_print_summary(&out, &report);
+    msi_print_techniques(&out, to.totals);
     msi_print_layer_head(&to);
     result = ms_visit_decisions(model, msi_print_decision, &to);
     if (result == MS_RESULT_OK) {
@@ -14734,14 +14682,13 @@ MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_text_fn write, vo
     return result;
 }
 
-/* The listing of a program. */
 typedef struct msi_program_listing {
     const ms_model *model;
     msi_printer out;
 } msi_program_listing;
 
-/* What comes before the name of a tensor: nothing for its value, "d." for its gradient, others for
-   the state of its optimizer. */
+/* What is printed before the name of a tensor: nothing for its value, "d." for its gradient, and
+   other prefixes for its optimizer state. */
 static const char *msi_handle_prefix(const ms_model *model, ms_tensor handle) {
     static const char *const states[MS_LIMIT_OPTIMIZER_STATE] = {"m.", "v.", "s2.", "s3."};
     const ms_tensor t = ms_tensor_of(model, handle);
@@ -14765,7 +14712,7 @@ static void msi_print_operand(const msi_program_listing *to, const ms_event_oper
     }
 }
 
-/* Only instructions have a line. */
+/* Only instructions get a line. */
 static void msi_print_event(const ms_event *event, void *user) {
     const msi_program_listing *to = (const msi_program_listing *)user;
     if (event->kind >= MS_EVENT_DROP) {
@@ -14786,31 +14733,27 @@ static void msi_print_event(const ms_event *event, void *user) {
 
 MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program program, ms_text_fn write,
                                         void *user) {
-    msi_program_listing to;
-    to.model = model;
-    to.out.write = write;
-    to.out.user = user;
+    msi_program_listing to = {model, {write, user}};
     return write ? ms_visit_events(model, program, msi_print_event, &to) : MS_RESULT_INVALID;
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>trace  a step for Perfetto, a plan for Prometheus: by the public interface alone
+// >>trace  a step for Perfetto and a plan for Prometheus, made by public functions only
 
 /* The processes of a trace. */
 enum { MSI_TRACE_SIMULATED = 1, MSI_TRACE_MEASURED = 2 };
 
-/* By ms_stream_kind. */
+/* Indexed by ms_stream_kind. */
 static const char *const msi_stream_names[] = {"compute", "copies to the device",
                                                "copies to the host"};
 
-/* The trace of a step. */
 typedef struct msi_trace {
     msi_printer out;
-    bool is_measured;
-    uint64_t counted[MS_CATEGORY_COUNT]; // live bytes, as the last counter has them
+    int last_process;                    // MSI_TRACE_MEASURED if a step has been timed
+    uint64_t counted[MS_CATEGORY_COUNT]; // live bytes of the last counter
 } msi_trace;
 
-/* An event as a slice of a track. */
+/* An event as a slice of the track of its stream. */
 static void msi_trace_slice(const msi_printer *out, int process, const ms_event *event) {
     const bool measured = process == MSI_TRACE_MEASURED;
     const char *what = event->is_restore ? "restore" : msi_event_names[event->kind];
@@ -14834,13 +14777,13 @@ static void msi_trace_slice(const msi_printer *out, int process, const ms_event 
     }
 }
 
-static void msi_trace_counters(const msi_printer *out, int process, double us,
-                               const uint64_t *bytes_of) {
+static void msi_trace_counters(const msi_printer *out, int process, const ms_event *event) {
     msi_print(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"name\":\"live bytes\",\"ts\":", process);
-    msi_print_number(out, us, 3);
+    msi_print_number(out,
+                     process == MSI_TRACE_MEASURED ? event->measured_start_us : event->start_us, 3);
     for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
         msi_print(out, "%s\"%s\":%llu", c == 0 ? ",\"args\":{" : ",",
-                  ms_category_name((ms_category)c), (unsigned long long)bytes_of[c]);
+                  ms_category_name((ms_category)c), (unsigned long long)event->live_bytes_of[c]);
     }
     msi_print(out, "}}");
 }
@@ -14859,25 +14802,20 @@ static void msi_trace_process(const msi_printer *out, int process) {
     }
 }
 
-/* An event as simulated and, if it is an instruction, as measured; each with a counter where other
-   bytes are live than before. */
+/* An event as simulated and, if it is an instruction, as measured. A counter follows where the live
+   bytes have changed. */
 static void msi_trace_event(const ms_event *event, void *user) {
     msi_trace *to = (msi_trace *)user;
-    if (event->kind == MS_EVENT_DROP) {
-        return;
-    }
     const bool runs = event->kind < MS_EVENT_DROP;
     const bool counts = runs && memcmp(to->counted, event->live_bytes_of, sizeof to->counted) != 0;
-    msi_trace_slice(&to->out, MSI_TRACE_SIMULATED, event);
-    if (counts) {
-        msi_trace_counters(&to->out, MSI_TRACE_SIMULATED, event->start_us, event->live_bytes_of);
-    }
-    if (runs && to->is_measured) {
-        msi_trace_slice(&to->out, MSI_TRACE_MEASURED, event);
-    }
-    if (counts && to->is_measured) {
-        msi_trace_counters(&to->out, MSI_TRACE_MEASURED, event->measured_start_us,
-                           event->live_bytes_of);
+    const int last = event->kind == MS_EVENT_DROP ? 0
+                     : runs                       ? to->last_process
+                                                  : MSI_TRACE_SIMULATED;
+    for (int process = MSI_TRACE_SIMULATED; process <= last; process++) {
+        msi_trace_slice(&to->out, process, event);
+        if (counts) {
+            msi_trace_counters(&to->out, process, event);
+        }
     }
     if (counts) {
         memcpy(to->counted, event->live_bytes_of, sizeof to->counted);
@@ -14891,27 +14829,28 @@ MEMSCALE_API ms_result ms_print_trace(const ms_model *model, ms_text_fn write, v
     if (result != MS_RESULT_OK) {
         return result;
     }
+    const msi_printer out = {write, user};
     memset(&to, 0, sizeof to);
-    to.out.write = write;
-    to.out.user = user;
-    to.is_measured = report.measured_step_us > 0.0;
-    msi_print(&to.out, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
-    msi_trace_process(&to.out, MSI_TRACE_SIMULATED);
-    if (to.is_measured) {
-        msi_trace_process(&to.out, MSI_TRACE_MEASURED);
+    to.out = out;
+    to.last_process = report.measured_step_us > 0.0 ? MSI_TRACE_MEASURED : MSI_TRACE_SIMULATED;
+    msi_print(&out, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
+    for (int process = MSI_TRACE_SIMULATED; process <= to.last_process; process++) {
+        msi_trace_process(&out, process);
     }
     result = ms_visit_events(model, MS_PROGRAM_TRAIN, msi_trace_event, &to);
-    msi_print(&to.out, "\n]}\n");
+    msi_print(&out, "\n]}\n");
     return result;
 }
 
-/* A metric that a field of the report is. */
+/* How a field of the report becomes a metric. */
 typedef enum msi_metric_kind {
     MSI_METRIC_U64,
     MSI_METRIC_U32,
     MSI_METRIC_RATIO,
-    MSI_METRIC_US, // exposed in seconds
-    MSI_METRIC_CATEGORIES
+    MSI_METRIC_US,         // exposed in seconds
+    MSI_METRIC_MEASURED,   // likewise, and left out where the field is 0
+    MSI_METRIC_CATEGORIES, // a u64 for each category
+    MSI_METRIC_COUNTER     // a u64
 } msi_metric_kind;
 
 typedef struct msi_metric {
@@ -14920,38 +14859,39 @@ typedef struct msi_metric {
     msi_metric_kind kind;
 } msi_metric;
 
-#define MSI_METRIC(name, field, kind, help)                                                        \
-    { name, help, offsetof(ms_memory_report, field), kind }
+#define MSI_METRIC(kind, name, field, help)                                                        \
+    { #name, help, offsetof(ms_memory_report, field), MSI_METRIC_##kind }
 
 static const msi_metric msi_metrics[] = {
-    MSI_METRIC("budget_bytes", budget_bytes, MSI_METRIC_U64,
-               "The arena is never larger than this."),
-    MSI_METRIC("arena_bytes", arena_bytes, MSI_METRIC_U64, "Memory of the model on the device."),
-    MSI_METRIC("plain_arena_bytes", plain_bytes, MSI_METRIC_U64, "Arena of the plain plan."),
-    MSI_METRIC("lower_bound_bytes", lower_bound_bytes, MSI_METRIC_U64,
+    MSI_METRIC(U64, budget_bytes, budget_bytes, "The arena is never larger than this."),
+    MSI_METRIC(U64, arena_bytes, arena_bytes, "Memory of the model on the device."),
+    MSI_METRIC(U64, plain_arena_bytes, plain_bytes, "Arena of the plain plan."),
+    MSI_METRIC(U64, lower_bound_bytes, lower_bound_bytes,
                "Largest sum of live bytes: no layout is smaller."),
-    MSI_METRIC("gap_bytes", gap_bytes, MSI_METRIC_U64, "Arena less lower bound."),
-    MSI_METRIC("peak_bytes", peak_bytes, MSI_METRIC_CATEGORIES,
-               "Live bytes at the peak of a step."),
-    MSI_METRIC("activation_peak_bytes", activation_peak_bytes, MSI_METRIC_U64,
+    MSI_METRIC(U64, gap_bytes, gap_bytes, "Arena less lower bound."),
+    MSI_METRIC(CATEGORIES, peak_bytes, peak_bytes, "Live bytes at the peak of a step."),
+    MSI_METRIC(U64, activation_peak_bytes, activation_peak_bytes,
                "Largest sum of activations, their gradients and saved tensors."),
-    MSI_METRIC("borrowed_bytes", borrowed_bytes, MSI_METRIC_U64, "Memory of the trainer's own."),
-    MSI_METRIC("host_bytes", host_bytes, MSI_METRIC_U64, "Tensors that stay on the host."),
-    MSI_METRIC("staging_bytes", staging_bytes, MSI_METRIC_U64,
+    MSI_METRIC(U64, borrowed_bytes, borrowed_bytes, "Memory of the trainer's own."),
+    MSI_METRIC(U64, host_bytes, host_bytes, "Tensors that stay on the host."),
+    MSI_METRIC(U64, staging_bytes, staging_bytes,
                "Host memory through which inputs and verdicts pass."),
-    MSI_METRIC("step_predicted_seconds", step_us, MSI_METRIC_US, "Time of a step, as simulated."),
-    MSI_METRIC("step_predicted_plain_seconds", plain_step_us, MSI_METRIC_US,
+    MSI_METRIC(US, step_predicted_seconds, step_us, "Time of a step, as simulated."),
+    MSI_METRIC(US, step_predicted_plain_seconds, plain_step_us,
                "Time of a step of the plain plan, as simulated."),
-    MSI_METRIC("step_stall_seconds", stall_us, MSI_METRIC_US,
+    MSI_METRIC(US, step_stall_seconds, stall_us,
                "Of a step, how long computing waits for copies, as simulated."),
-    MSI_METRIC("recompute_ratio", recompute_share, MSI_METRIC_RATIO,
+    MSI_METRIC(RATIO, recompute_ratio, recompute_share,
                "Time of recomputations over that of a plain step, as simulated."),
-    MSI_METRIC("pressure_ratio", pressure, MSI_METRIC_RATIO, "Plain arena over budget."),
-    MSI_METRIC("parameters", param_count, MSI_METRIC_U64, "Elements of all params."),
-    MSI_METRIC("layers", layer_count, MSI_METRIC_U32, "Layers of the graph."),
-    MSI_METRIC("tensors", tensor_count, MSI_METRIC_U32, "Tensors of the graph."),
-    MSI_METRIC("instructions", instruction_count, MSI_METRIC_U32, "Instructions of a step."),
-    MSI_METRIC("recomputations", recompute_count, MSI_METRIC_U32, "Of these, recomputations."),
+    MSI_METRIC(RATIO, pressure_ratio, pressure, "Plain arena over budget."),
+    MSI_METRIC(U64, parameters, param_count, "Elements of all params."),
+    MSI_METRIC(U32, layers, layer_count, "Layers of the graph."),
+    MSI_METRIC(U32, tensors, tensor_count, "Tensors of the graph."),
+    MSI_METRIC(U32, instructions, instruction_count, "Instructions of a step."),
+    MSI_METRIC(U32, recomputations, recompute_count, "Of these, recomputations."),
+    MSI_METRIC(MEASURED, step_measured_seconds, measured_step_us,
+               "The last step that was timed, instruction by instruction."),
+    MSI_METRIC(COUNTER, steps_total, step_count, "Updates that are done."),
 };
 
 static void msi_print_metric_head(const msi_printer *out, const char *name, const char *type,
@@ -14960,40 +14900,49 @@ static void msi_print_metric_head(const msi_printer *out, const char *name, cons
     msi_print(out, "# TYPE memscale_%s %s\n", name, type);
 }
 
+/* The number in a field of the report, or in element k of one that is an array. */
+static void msi_print_field(const msi_printer *out, msi_metric_kind kind, const void *field,
+                            int k) {
+    switch (kind) {
+    case MSI_METRIC_RATIO:
+    case MSI_METRIC_US:
+    case MSI_METRIC_MEASURED:
+        msi_print_number(out, *(const double *)field * (kind == MSI_METRIC_RATIO ? 1.0 : 1e-6), 9);
+        break;
+    case MSI_METRIC_U32:
+        msi_print(out, "%u", (unsigned)*(const uint32_t *)field);
+        break;
+    case MSI_METRIC_U64:
+    case MSI_METRIC_CATEGORIES:
+    case MSI_METRIC_COUNTER:
+        msi_print(out, "%llu", (unsigned long long)((const uint64_t *)field)[k]);
+        break;
+    }
+}
+
 static void msi_print_metric(const msi_printer *out, const msi_metric *metric,
                              const ms_memory_report *report) {
-    const uint8_t *field = (const uint8_t *)report + metric->offset;
-    uint64_t bytes[MS_CATEGORY_COUNT] = {0, 0, 0, 0, 0, 0, 0, 0, 0};
-    uint32_t count = 0;
-    double value = 0.0;
-    const int values = metric->kind == MSI_METRIC_CATEGORIES ? MS_CATEGORY_COUNT : 1;
-    if (metric->kind == MSI_METRIC_U32) {
-        memcpy(&count, field, sizeof count);
-        bytes[0] = count;
-    } else if (metric->kind == MSI_METRIC_U64 || metric->kind == MSI_METRIC_CATEGORIES) {
-        memcpy(bytes, field, (size_t)values * sizeof *bytes);
-    } else {
-        memcpy(&value, field, sizeof value);
+    const void *field = (const uint8_t *)report + metric->offset;
+    const bool by_category = metric->kind == MSI_METRIC_CATEGORIES;
+    if (metric->kind == MSI_METRIC_MEASURED && !(*(const double *)field > 0.0)) {
+        return;
     }
-    msi_print_metric_head(out, metric->name, "gauge", metric->help);
-    for (int k = 0; k < values; k++) {
+    msi_print_metric_head(out, metric->name,
+                          metric->kind == MSI_METRIC_COUNTER ? "counter" : "gauge", metric->help);
+    for (int k = 0; k < (by_category ? MS_CATEGORY_COUNT : 1); k++) {
         msi_print(out, "memscale_%s", metric->name);
-        if (metric->kind == MSI_METRIC_CATEGORIES) {
+        if (by_category) {
             msi_print(out, "{category=");
             msi_print_quoted(out, ms_category_name((ms_category)k), false);
             msi_print(out, "}");
         }
-        if (metric->kind == MSI_METRIC_RATIO || metric->kind == MSI_METRIC_US) {
-            msi_print(out, " ");
-            msi_print_number(out, metric->kind == MSI_METRIC_US ? 1e-6 * value : value, 9);
-            msi_print(out, "\n");
-        } else {
-            msi_print(out, " %llu\n", (unsigned long long)bytes[k]);
-        }
+        msi_print(out, " ");
+        msi_print_field(out, metric->kind, field, k);
+        msi_print(out, "\n");
     }
 }
 
-/* What does not change, as labels of a 1. */
+/* Texts of the report, as labels of a metric that is always 1. */
 static void msi_print_info(const msi_printer *out, const ms_memory_report *r) {
     char version[32], hash[20];
     const char *const labels[][2] = {
@@ -15025,15 +14974,6 @@ MEMSCALE_API ms_result ms_print_metrics(const ms_model *model, ms_text_fn write,
     for (size_t k = 0; k < sizeof msi_metrics / sizeof msi_metrics[0]; k++) {
         msi_print_metric(&out, &msi_metrics[k], &report);
     }
-    if (report.measured_step_us > 0.0) {
-        msi_print_metric_head(&out, "step_measured_seconds", "gauge",
-                              "The last step that was timed, instruction by instruction.");
-        msi_print(&out, "memscale_step_measured_seconds ");
-        msi_print_number(&out, 1e-6 * report.measured_step_us, 9);
-        msi_print(&out, "\n");
-    }
-    msi_print_metric_head(&out, "steps_total", "counter", "Updates that are done.");
-    msi_print(&out, "memscale_steps_total %llu\n", (unsigned long long)report.step_count);
     return MS_RESULT_OK;
 }
 
@@ -15052,12 +14992,13 @@ MEMSCALE_API ms_result ms_print_metrics(const ms_model *model, ms_text_fn write,
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// >>cuda state  one per model: streams, events and a cuBLAS handle; errors, and launches
+// >>cuda state  one per model: streams, events and a cuBLAS handle; errors and launches
 
 enum {
     MSI_CUDA_THREADS = 256,
-    MSI_CUDA_PARTIALS = 1024, // partial sums of a sum
-    MSI_CUDA_PARTIALS_BYTES = MSI_CUDA_PARTIALS * 8
+    MSI_CUDA_PARTIALS = 1024, // at most as many partial sums of one sum
+    MSI_CUDA_PARTIALS_BYTES = MSI_CUDA_PARTIALS * 8,
+    MSI_CUDA_BLAS_ERROR = 10000 // error numbers of cuBLAS: its status, plus this
 };
 
 typedef struct msi_cuda {
@@ -15071,10 +15012,8 @@ typedef struct msi_cuda {
     bool owns_compute, tf32;
 } msi_cuda;
 
-enum { MSI_CUDA_BLAS_ERROR = 10000 }; // an error of cuBLAS: its status, plus this
-
-/* An error is the caller's to report; the runtime forgets it, so that the host's next launch does
-   not find it. */
+/* The error as a number for the caller, who reports it. It is cleared in the runtime, where the next
+   launch of the host program would find it. */
 static int msi_cuda_error(cudaError_t error) {
     if (error != cudaSuccess) {
         (void)cudaGetLastError();
@@ -15099,7 +15038,7 @@ static const char *msi_cuda_error_text(void *user, int error) {
 
 namespace {
 
-/* Makes a device the current one of this thread for the life of a scope. */
+/* Makes a device the current one of this thread until the end of a scope. */
 struct msi_cuda_scope {
     int device, before, error;
 
@@ -15121,10 +15060,16 @@ struct msi_cuda_scope {
     msi_cuda_scope &operator=(const msi_cuda_scope &);
 };
 
-/* What a call of the runtime returns, made with a device as the current one. */
+/* Calls the runtime while a device is the current one, and returns the error. */
 template <typename Call> static int msi_cuda_on(int device, Call call) {
     const msi_cuda_scope scope(device);
     return scope.error ? scope.error : msi_cuda_error(call());
+}
+
+/* The same for a state, which the call receives, on its device. */
+template <typename Call> static int msi_cuda_with(const void *state, Call call) {
+    const msi_cuda *c = (const msi_cuda *)state;
+    return msi_cuda_on(c->device, [&] { return call(c); });
 }
 
 } // namespace
@@ -15133,20 +15078,15 @@ static int msi_cuda_device(void *user) {
     return (int)(intptr_t)user;
 }
 
-static cudaLaunchConfig_t msi_cuda_config(const msi_cuda *c, uint64_t blocks, unsigned threads) {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)blocks);
-    config.blockDim = dim3(threads);
-    config.stream = c->streams[MS_STREAM_COMPUTE];
-    return config;
-}
-
 /* Every kernel is launched here. */
-template <typename... Parameters, typename... Arguments>
-static int msi_cuda_launch(const msi_cuda *c, uint64_t blocks, void (*kernel)(Parameters...),
+template <unsigned threads = MSI_CUDA_THREADS, typename... Parameters, typename... Arguments>
+static int msi_cuda_launch(const void *state, uint64_t blocks, void (*kernel)(Parameters...),
                            Arguments... arguments) {
-    const cudaLaunchConfig_t config = msi_cuda_config(c, blocks, MSI_CUDA_THREADS);
-    return msi_cuda_on(c->device, [&] {
+    return msi_cuda_with(state, [&](const msi_cuda *c) {
+        cudaLaunchConfig_t config = {};
+        config.gridDim = dim3((unsigned)blocks);
+        config.blockDim = dim3(threads);
+        config.stream = c->streams[MS_STREAM_COMPUTE];
         return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
     });
 }
@@ -15156,15 +15096,16 @@ static uint64_t msi_cuda_blocks(uint64_t threads) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>cuda kernels  each thread takes one group of elements, by 16-byte accesses; where an array is
-//                 not aligned to that, and at its end, one element
+// >>cuda kernels  a thread takes a group of elements by 16-byte accesses, or a single element at the
+//                 end of an array and where an array is not aligned to 16 bytes
 
-/* How many threads an array takes: `groups` of whole groups, the rest of single elements. */
+/* How an array is split over threads: the first `groups` of them take a group each, the others one
+   element each. */
 typedef struct msi_cuda_split {
     uint64_t count, groups, threads;
 } msi_cuda_split;
 
-/* bits: the addresses of all arrays, or-ed. */
+/* bits: the addresses of all arrays, combined by or. */
 static msi_cuda_split msi_cuda_split_of(uint64_t count, uint64_t group, uintptr_t bits) {
     msi_cuda_split r;
     r.count = count;
@@ -15186,7 +15127,7 @@ static __global__ void msi_k_fill_f32(float *x, float value, msi_cuda_split r) {
     }
 }
 
-/* What the host tells travels as an argument of the kernel, of which there are 4 KB at most. */
+/* An upload travels as an argument of the kernel. All arguments together take 4 KB at most. */
 enum { MSI_CUDA_WORDS = 896 };
 
 typedef struct msi_cuda_words {
@@ -15257,7 +15198,7 @@ static __global__ void msi_k_cast(void *target, ms_dtype to, const void *source,
     }
 }
 
-/* The sum over all threads of a block, in a fixed order; for thread 0. */
+/* The sum over all threads of a block, in a fixed order. Only thread 0 may use the result. */
 static __device__ __forceinline__ double msi_cuda_block_sum(double *shared, double sum) {
     shared[threadIdx.x] = sum;
     for (unsigned width = MSI_CUDA_THREADS / 2; width > 0; width /= 2) {
@@ -15273,7 +15214,7 @@ static __device__ __forceinline__ double msi_cuda_square(float x) {
     return (double)x * (double)x;
 }
 
-/* parts[block] = sum of every gridDim-th stretch of x, or of its squares. */
+/* partials[b] = the sum of the elements that block b visits, or of their squares. */
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     msi_k_sum(const float *x, msi_cuda_split r, bool squares, double *partials) {
     __shared__ double shared[MSI_CUDA_THREADS];
@@ -15292,7 +15233,7 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
 }
 
-/* The sum of the parts, for thread 0. */
+/* The sum of all partial sums. Only thread 0 may use the result. */
 static __device__ __forceinline__ double
 msi_cuda_partials_sum(double *shared, const double *partials, uint32_t count) {
     double mine = 0.0;
@@ -15325,70 +15266,62 @@ static __global__ void msi_k_clip(const double *sum, float limit, float *scale,
     *scale = msi_judge_norm(step, *sum, limit);
 }
 
-/* What an update works on; the arrays are those of ms_update_args. */
-typedef struct msi_cuda_update_args {
-    float *value;
-    const float *gradient, *scale;
-    float *state0, *state1;
-    const ms_update_factors *factors;
-    const ms_step_state *step;
-    msi_cuda_split split;
-} msi_cuda_update_args;
-
-static __global__ void __launch_bounds__(MSI_CUDA_THREADS) msi_k_adamw(msi_cuda_update_args u) {
+static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
+    msi_k_adamw(ms_update_args u, msi_cuda_split r) {
     const uint64_t i = msi_cuda_index();
-    if (u.step->halted != (uint32_t)MS_HALT_NONE) {
+    if (u.state_of_step->halted != (uint32_t)MS_HALT_NONE) {
         return;
     }
     const ms_update_factors f = *u.factors;
-    const float s = u.scale ? *u.scale : 1.0f;
-    if (i < u.split.groups) {
+    const float s = u.gradient_scale ? *u.gradient_scale : 1.0f;
+    if (i < r.groups) {
         const float4 g = ((const float4 *)u.gradient)[i];
         float4 p = ((const float4 *)u.value)[i];
-        float4 m = ((const float4 *)u.state0)[i], v = ((const float4 *)u.state1)[i];
+        float4 m = ((const float4 *)u.state[0])[i], v = ((const float4 *)u.state[1])[i];
         p.x = msi_adamw_element(&f, p.x, s * g.x, &m.x, &v.x);
         p.y = msi_adamw_element(&f, p.y, s * g.y, &m.y, &v.y);
         p.z = msi_adamw_element(&f, p.z, s * g.z, &m.z, &v.z);
         p.w = msi_adamw_element(&f, p.w, s * g.w, &m.w, &v.w);
         ((float4 *)u.value)[i] = p;
-        ((float4 *)u.state0)[i] = m;
-        ((float4 *)u.state1)[i] = v;
-    } else if (i < u.split.threads) {
-        const uint64_t k = i + 3 * u.split.groups;
+        ((float4 *)u.state[0])[i] = m;
+        ((float4 *)u.state[1])[i] = v;
+    } else if (i < r.threads) {
+        const uint64_t k = i + 3 * r.groups;
         u.value[k] =
-            msi_adamw_element(&f, u.value[k], s * u.gradient[k], &u.state0[k], &u.state1[k]);
+            msi_adamw_element(&f, u.value[k], s * u.gradient[k], &u.state[0][k], &u.state[1][k]);
     }
 }
 
-static __global__ void __launch_bounds__(MSI_CUDA_THREADS) msi_k_sgd(msi_cuda_update_args u) {
+static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
+    msi_k_sgd(ms_update_args u, msi_cuda_split r) {
     const uint64_t i = msi_cuda_index();
-    if (u.step->halted != (uint32_t)MS_HALT_NONE) {
+    if (u.state_of_step->halted != (uint32_t)MS_HALT_NONE) {
         return;
     }
     const ms_update_factors f = *u.factors;
-    const float s = u.scale ? *u.scale : 1.0f;
-    if (i < u.split.groups) {
+    const float s = u.gradient_scale ? *u.gradient_scale : 1.0f;
+    if (i < r.groups) {
         const float4 g = ((const float4 *)u.gradient)[i];
-        float4 p = ((const float4 *)u.value)[i], m = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        const bool moves = u.state0 != NULL;
-        m = moves ? ((const float4 *)u.state0)[i] : m;
+        const bool moves = u.state[0] != NULL;
+        float4 p = ((const float4 *)u.value)[i];
+        float4 m = moves ? ((const float4 *)u.state[0])[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         p.x = msi_sgd_element(&f, p.x, s * g.x, moves ? &m.x : NULL);
         p.y = msi_sgd_element(&f, p.y, s * g.y, moves ? &m.y : NULL);
         p.z = msi_sgd_element(&f, p.z, s * g.z, moves ? &m.z : NULL);
         p.w = msi_sgd_element(&f, p.w, s * g.w, moves ? &m.w : NULL);
         ((float4 *)u.value)[i] = p;
         if (moves) {
-            ((float4 *)u.state0)[i] = m;
+            ((float4 *)u.state[0])[i] = m;
         }
-    } else if (i < u.split.threads) {
-        const uint64_t k = i + 3 * u.split.groups;
+    } else if (i < r.threads) {
+        const uint64_t k = i + 3 * r.groups;
         u.value[k] =
-            msi_sgd_element(&f, u.value[k], s * u.gradient[k], u.state0 ? &u.state0[k] : NULL);
+            msi_sgd_element(&f, u.value[k], s * u.gradient[k], u.state[0] ? &u.state[0][k] : NULL);
     }
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>cuda blas  row-major products as column-major ones of the transposed matrices
+// >>cuda blas  row-major products as column-major products of the transposed matrices
 
 static cudaDataType_t msi_cuda_type(ms_dtype dtype) {
     return dtype == MS_DTYPE_F32 ? CUDA_R_32F : dtype == MS_DTYPE_F16 ? CUDA_R_16F : CUDA_R_16BF;
@@ -15427,7 +15360,7 @@ static int msi_cuda_gemm(void *state, float alpha, const ms_matrix *a, const ms_
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>backend cuda  the table
+// >>backend cuda  the functions of the table
 
 static int msi_cuda_memory_alloc(void *user, const ms_allocator *host, uint64_t bytes,
                                  void **device) {
@@ -15462,12 +15395,12 @@ static double msi_cuda_attribute(int device, cudaDeviceAttr attribute) {
                                                                                   : 0.0;
 }
 
-/* What the clocks allow. Fused multiply-adds a clock and multiprocessor, by compute capability: f32
-   from the CUDA C++ Programming Guide, "Arithmetic instructions"; products on tensor cores that are
-   summed in F32 from NVIDIA's white papers (Volta, Turing, GA100, GA102, AD102, Hopper) or, for
-   8.7, 10.0 and 12.0, from the speeds that are stated for Jetson AGX Orin, B200 and RTX PRO 6000.
-   On a GeForce they run at half that rate; before 7.0 there are none. Memory moves data at both
-   edges of its clock. */
+/* The speeds that follow from the clocks. The table has fused multiply-adds per clock and
+   multiprocessor, by compute capability: f32 from the CUDA C++ Programming Guide, "Arithmetic
+   instructions"; products on tensor cores that are summed in F32 from NVIDIA's white papers (Volta,
+   Turing, GA100, GA102, AD102, Hopper) or, for 8.7, 10.0 and 12.0, from the speeds stated for Jetson
+   AGX Orin, B200 and RTX PRO 6000. A GeForce has half that rate; before 7.0 there are no tensor
+   cores. Memory moves data at both edges of its clock. */
 static void msi_cuda_speeds(int device, int multiprocessors, int capability,
                             ms_hardware *hardware) {
     static const struct {
@@ -15482,8 +15415,8 @@ static void msi_cuda_speeds(int device, int multiprocessors, int capability,
     while (row + 1 < sizeof table / sizeof table[0] && table[row + 1].capability <= capability) {
         row++;
     }
-    const double clock = msi_cuda_attribute(device, cudaDevAttrClockRate); // kHz, as of the memory
-    const double tflops = 2e-9 * clock * (double)multiprocessors; // of one multiply-add a clock
+    const double clock = msi_cuda_attribute(device, cudaDevAttrClockRate); // in kHz, also below
+    const double tflops = 2e-9 * clock * (double)multiprocessors;          // at one per clock
     const bool geforce = capability >= 70 && strstr(hardware->name, "GeForce");
     const double tensor = geforce ? 0.5 * tflops : tflops;
     hardware->memory_gb_per_s = 2.0 * msi_cuda_attribute(device, cudaDevAttrMemoryClockRate) *
@@ -15493,7 +15426,7 @@ static void msi_cuda_speeds(int device, int multiprocessors, int capability,
     hardware->f16_tflops = tensor * table[row].f16;
 }
 
-/* A field stays 0 where the runtime does not tell. */
+/* A field stays 0 if the runtime does not report it. */
 static void msi_cuda_hardware(void *user, ms_hardware *hardware) {
     const msi_cuda_scope scope(msi_cuda_device(user));
     cudaDeviceProp properties;
@@ -15515,24 +15448,15 @@ static void msi_cuda_hardware(void *user, ms_hardware *hardware) {
         hardware->free_bytes = free_bytes;
     }
     msi_host_memory("", &hardware->host_total_bytes, &hardware->host_free_bytes);
-    if (properties.integrated) { // it shares the host's memory, and the page cache gives way
+    if (properties.integrated) { // it shares the memory of the host, where caches make room
         hardware->kind = MS_DEVICE_INTEGRATED;
         hardware->free_bytes = hardware->host_free_bytes;
     }
     msi_cuda_speeds(scope.device, properties.multiProcessorCount,
                     10 * properties.major + properties.minor, hardware);
-    if (msi_cuda_error(cudaDriverGetVersion(&driver)) == 0) {
-        hardware->driver_version = (uint32_t)driver;
-    }
-    if (msi_cuda_error(cudaRuntimeGetVersion(&runtime)) == 0) {
-        hardware->runtime_version = (uint32_t)runtime;
-    }
-}
-
-static void msi_cuda_destroy_events(msi_cuda *c, uint32_t first) {
-    while (c->event_count > first) {
-        (void)msi_cuda_error(cudaEventDestroy(c->events[--c->event_count]));
-    }
+    hardware->driver_version = msi_cuda_error(cudaDriverGetVersion(&driver)) ? 0 : (uint32_t)driver;
+    hardware->runtime_version =
+        msi_cuda_error(cudaRuntimeGetVersion(&runtime)) ? 0 : (uint32_t)runtime;
 }
 
 static void msi_cuda_close(void *state) {
@@ -15541,9 +15465,10 @@ static void msi_cuda_close(void *state) {
     if (c->blas) {
         (void)msi_cuda_blas_error(cublasDestroy(c->blas));
     }
-    const uint64_t bytes = c->event_count * (uint64_t)sizeof *c->events;
-    msi_cuda_destroy_events(c, 0);
-    msi_release(c->host, c->events, bytes);
+    for (uint32_t i = 0; i < c->event_count; i++) {
+        (void)msi_cuda_error(cudaEventDestroy(c->events[i]));
+    }
+    msi_release(c->host, c->events, c->event_count * (uint64_t)sizeof *c->events);
     for (int i = c->owns_compute ? 0 : 1; i < MS_STREAM_COUNT; i++) {
         if (c->streams[i]) {
             (void)msi_cuda_error(cudaStreamDestroy(c->streams[i]));
@@ -15552,7 +15477,7 @@ static void msi_cuda_close(void *state) {
     msi_release(c->host, c, sizeof *c);
 }
 
-/* Makes as many events as are wanted, all or none. */
+/* Makes the events that are missing, all or none. */
 static int msi_cuda_make_events(msi_cuda *c, uint32_t count) {
     const uint32_t before = c->event_count;
     if (count <= before) {
@@ -15594,16 +15519,12 @@ static int msi_cuda_open(void *user, const ms_open_args *args, void **state) {
     c->tf32 = args->tf32;
     c->streams[MS_STREAM_COMPUTE] = (cudaStream_t)args->stream;
     c->owns_compute = !args->stream;
-    for (int i = c->owns_compute ? 0 : 1; i < MS_STREAM_COUNT; i++) {
-        const int error =
-            msi_cuda_error(cudaStreamCreateWithFlags(&c->streams[i], cudaStreamNonBlocking));
-        if (error) {
-            c->streams[i] = NULL;
-            msi_cuda_close(c);
-            return error;
-        }
+    int error = 0;
+    for (int i = c->owns_compute ? 0 : 1; i < MS_STREAM_COUNT && error == 0; i++) {
+        error = msi_cuda_error(cudaStreamCreateWithFlags(&c->streams[i], cudaStreamNonBlocking));
+        c->streams[i] = error ? NULL : c->streams[i];
     }
-    const int error = msi_cuda_make_events(c, args->event_count);
+    error = error ? error : msi_cuda_make_events(c, args->event_count);
     if (error) {
         msi_cuda_close(c);
         return error;
@@ -15612,53 +15533,46 @@ static int msi_cuda_open(void *user, const ms_open_args *args, void **state) {
     return 0;
 }
 
-/* The handle goes to the stream first, for that takes its workspace away. */
+/* Makes a handle for the compute stream; 16-bit products are summed in float32 to the end. Setting
+   its stream resets its workspace, which msi_cuda_prepare sets after this. */
 static int msi_cuda_make_blas(msi_cuda *c) {
-    if (c->blas) {
-        return 0;
-    }
-    int error = msi_cuda_blas_error(cublasCreate(&c->blas));
+    const int math =
+        (int)CUBLAS_DEFAULT_MATH | (int)CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
+    cublasHandle_t blas = NULL;
+    int error = msi_cuda_blas_error(cublasCreate(&blas));
     if (error) {
-        c->blas = NULL;
         return error;
     }
-    error = msi_cuda_blas_error(cublasSetStream(c->blas, c->streams[MS_STREAM_COMPUTE]));
-    if (error == 0) { // 16-bit products are summed in float32 to the end
-        error = msi_cuda_blas_error(cublasSetMathMode(
-            c->blas, (cublasMath_t)((int)CUBLAS_DEFAULT_MATH |
-                                    (int)CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
-    }
+    error = msi_cuda_blas_error(cublasSetStream(blas, c->streams[MS_STREAM_COMPUTE]));
+    error = error ? error : msi_cuda_blas_error(cublasSetMathMode(blas, (cublasMath_t)math));
     if (error) {
-        (void)msi_cuda_blas_error(cublasDestroy(c->blas));
-        c->blas = NULL;
+        (void)msi_cuda_blas_error(cublasDestroy(blas));
+        return error;
     }
-    return error;
+    c->blas = blas;
+    return 0;
 }
 
 static int msi_cuda_prepare(void *state, const ms_prepare_args *args) {
     msi_cuda *c = (msi_cuda *)state;
     const msi_cuda_scope scope(c->device);
-    int error = scope.error;
-    if (error == 0 && args->workspace_bytes < (uint64_t)MSI_CUDA_PARTIALS_BYTES) {
-        error = (int)cudaErrorInvalidValue;
+    if (scope.error || args->workspace_bytes < (uint64_t)MSI_CUDA_PARTIALS_BYTES) {
+        return scope.error ? scope.error : (int)cudaErrorInvalidValue;
     }
-    error = error ? error : msi_cuda_make_events(c, args->event_count);
-    error = error ? error : msi_cuda_make_blas(c);
+    int error = msi_cuda_make_events(c, args->event_count);
+    error = error || c->blas ? error : msi_cuda_make_blas(c);
     if (error == 0) {
         error = msi_cuda_blas_error(
             cublasSetWorkspace(c->blas, (uint8_t *)args->workspace + MSI_CUDA_PARTIALS_BYTES,
                                (size_t)(args->workspace_bytes - MSI_CUDA_PARTIALS_BYTES)));
     }
-    if (error == 0) {
-        c->partials = (double *)args->workspace;
-    }
+    c->partials = error ? c->partials : (double *)args->workspace;
     return error;
 }
 
 static int msi_cuda_memcpy(void *state, ms_stream_kind stream, void *to, const void *from,
                            uint64_t bytes, cudaMemcpyKind kind) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_on(c->device, [&] {
+    return msi_cuda_with(state, [&](const msi_cuda *c) {
         return cudaMemcpyAsync(to, from, (size_t)bytes, kind, c->streams[stream]);
     });
 }
@@ -15684,46 +15598,43 @@ static int msi_cuda_upload(void *state, void *device, const void *host, uint64_t
         const uint64_t part = rest < sizeof(msi_cuda_words) ? rest : sizeof(msi_cuda_words);
         msi_cuda_words words;
         memcpy(&words, (const uint8_t *)host + done, (size_t)part);
-        error =
-            msi_cuda_launch((const msi_cuda *)state, 1, msi_k_upload,
-                            (uint32_t *)((uint8_t *)device + done), words, (uint32_t)(part / 4));
+        error = msi_cuda_launch(state, 1, msi_k_upload, (uint32_t *)((uint8_t *)device + done),
+                                words, (uint32_t)(part / 4));
     }
     return error;
 }
 
 static int msi_cuda_fill_bytes(void *state, void *device, uint8_t value, uint64_t bytes) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_on(c->device, [&] {
+    return msi_cuda_with(state, [&](const msi_cuda *c) {
         return cudaMemsetAsync(device, value, (size_t)bytes, c->streams[MS_STREAM_COMPUTE]);
     });
 }
 
 static int msi_cuda_fill_f32(void *state, void *device, float value, uint64_t count) {
     const msi_cuda_split r = msi_cuda_split_of(count, 4, (uintptr_t)device);
-    return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(r.threads), msi_k_fill_f32,
-                           (float *)device, value, r);
+    return msi_cuda_launch(state, msi_cuda_blocks(r.threads), msi_k_fill_f32, (float *)device,
+                           value, r);
 }
 
 static int msi_cuda_add_f32(void *state, void *device, const void *source, uint64_t count) {
     const msi_cuda_split r = msi_cuda_split_of(count, 4, (uintptr_t)device | (uintptr_t)source);
-    return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(r.threads), msi_k_add_f32,
-                           (float *)device, (const float *)source, r);
+    return msi_cuda_launch(state, msi_cuda_blocks(r.threads), msi_k_add_f32, (float *)device,
+                           (const float *)source, r);
 }
 
 static int msi_cuda_cast(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
                          uint64_t count) {
     const msi_cuda_split r = msi_cuda_split_of(count, 8, (uintptr_t)target | (uintptr_t)source);
-    return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(r.threads), msi_k_cast, target,
-                           to, source, from, r);
+    return msi_cuda_launch(state, msi_cuda_blocks(r.threads), msi_k_cast, target, to, source, from,
+                           r);
 }
 
-/* The partial sums of an array, or of its squares, to c->parts; *parts: how many. */
+/* Writes the partial sums of an array, or of its squares, to c->partials; *partials: how many. */
 static int msi_cuda_sum(const msi_cuda *c, const void *device, uint64_t count, bool squares,
                         uint32_t *partials) {
     const msi_cuda_split r = msi_cuda_split_of(count, 4, (uintptr_t)device);
-    const uint64_t blocks = msi_cuda_blocks(r.threads);
-    *partials =
-        (uint32_t)(blocks < (uint64_t)MSI_CUDA_PARTIALS ? blocks : (uint64_t)MSI_CUDA_PARTIALS);
+    const uint64_t blocks = msi_cuda_blocks(r.threads), most = MSI_CUDA_PARTIALS;
+    *partials = (uint32_t)(blocks < most ? blocks : most);
     return msi_cuda_launch(c, *partials, msi_k_sum, (const float *)device, r, squares, c->partials);
 }
 
@@ -15744,27 +15655,16 @@ static int msi_cuda_add_squares_f32(void *state, const void *device, uint64_t co
 
 static int msi_cuda_clip_scale(void *state, const double *sum, float limit, float *scale,
                                ms_step_state *step) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    const cudaLaunchConfig_t config = msi_cuda_config(c, 1, 1);
-    return msi_cuda_on(c->device, [&] {
-        return cudaLaunchKernelEx(&config, msi_k_clip, sum, limit, scale, step);
-    });
+    return msi_cuda_launch<1>(state, 1, msi_k_clip, sum, limit, scale, step);
 }
 
 static int msi_cuda_update(void *state, const ms_update_args *args) {
-    msi_cuda_update_args u;
-    uintptr_t bits = (uintptr_t)args->value | (uintptr_t)args->gradient;
-    bits |= (uintptr_t)args->state[0] | (uintptr_t)args->state[1];
-    u.value = args->value;
-    u.gradient = args->gradient;
-    u.scale = args->gradient_scale;
-    u.state0 = args->state[0];
-    u.state1 = args->state[1];
-    u.factors = args->factors;
-    u.step = args->state_of_step;
-    u.split = msi_cuda_split_of(args->count, 4, bits);
-    return msi_cuda_launch((const msi_cuda *)state, msi_cuda_blocks(u.split.threads),
-                           args->kind == MS_OPTIMIZER_ADAMW ? msi_k_adamw : msi_k_sgd, u);
+    const msi_cuda_split r =
+        msi_cuda_split_of(args->count, 4,
+                          (uintptr_t)args->value | (uintptr_t)args->gradient |
+                              (uintptr_t)args->state[0] | (uintptr_t)args->state[1]);
+    return msi_cuda_launch(state, msi_cuda_blocks(r.threads),
+                           args->kind == MS_OPTIMIZER_ADAMW ? msi_k_adamw : msi_k_sgd, *args, r);
 }
 
 static int msi_cuda_synchronize(void *state) {
@@ -15779,42 +15679,40 @@ static int msi_cuda_synchronize(void *state) {
 }
 
 static int msi_cuda_record(void *state, ms_stream_kind stream, uint32_t event) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_on(c->device,
-                       [&] { return cudaEventRecord(c->events[event], c->streams[stream]); });
+    return msi_cuda_with(state, [&](const msi_cuda *c) {
+        return cudaEventRecord(c->events[event], c->streams[stream]);
+    });
 }
 
 static int msi_cuda_wait(void *state, ms_stream_kind stream, uint32_t event) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_on(
-        c->device, [&] { return cudaStreamWaitEvent(c->streams[stream], c->events[event], 0); });
+    return msi_cuda_with(state, [&](const msi_cuda *c) {
+        return cudaStreamWaitEvent(c->streams[stream], c->events[event], 0);
+    });
 }
 
 static int msi_cuda_wait_on_host(void *state, uint32_t event) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_on(c->device, [&] { return cudaEventSynchronize(c->events[event]); });
+    return msi_cuda_with(state,
+                         [&](const msi_cuda *c) { return cudaEventSynchronize(c->events[event]); });
 }
 
 static void *msi_cuda_stream(void *state) {
     return ((const msi_cuda *)state)->streams[MS_STREAM_COMPUTE];
 }
 
-/* Calls of this thread that cannot be recorded spoil it; other threads are left alone. */
+/* A call of this thread that cannot be recorded invalidates the recording; other threads may call
+   what they like. */
 static int msi_cuda_recording_begin(void *state) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_on(c->device, [&] {
+    return msi_cuda_with(state, [&](const msi_cuda *c) {
         return cudaStreamBeginCapture(c->streams[MS_STREAM_COMPUTE],
                                       cudaStreamCaptureModeThreadLocal);
     });
 }
 
 static int msi_cuda_recording_check(void *state) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    const msi_cuda_scope scope(c->device);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    const int error =
-        scope.error ? scope.error
-                    : msi_cuda_error(cudaStreamIsCapturing(c->streams[MS_STREAM_COMPUTE], &status));
+    const int error = msi_cuda_with(state, [&](const msi_cuda *c) {
+        return cudaStreamIsCapturing(c->streams[MS_STREAM_COMPUTE], &status);
+    });
     return error                                     ? error
            : status == cudaStreamCaptureStatusActive ? 0
                                                      : (int)cudaErrorStreamCaptureInvalidated;
@@ -15839,8 +15737,7 @@ static int msi_cuda_recording_end(void *state, void **graph) {
 }
 
 static int msi_cuda_recording_launch(void *state, void *graph) {
-    const msi_cuda *c = (const msi_cuda *)state;
-    return msi_cuda_on(c->device, [&] {
+    return msi_cuda_with(state, [&](const msi_cuda *c) {
         return cudaGraphLaunch((cudaGraphExec_t)graph, c->streams[MS_STREAM_COMPUTE]);
     });
 }
@@ -15848,12 +15745,12 @@ static int msi_cuda_recording_launch(void *state, void *graph) {
 static void msi_cuda_recording_release(void *state, void *graph) {
     const msi_cuda *c = (const msi_cuda *)state;
     const msi_cuda_scope scope(c->device);
-    (void)msi_cuda_error(cudaStreamSynchronize(c->streams[MS_STREAM_COMPUTE])); // it may run
+    (void)msi_cuda_error(cudaStreamSynchronize(c->streams[MS_STREAM_COMPUTE])); // it may be running
     (void)msi_cuda_error(cudaGraphExecDestroy((cudaGraphExec_t)graph));
 }
 
-/* What cuBLAS asks for: 32 MiB from compute capability 9.0 on, otherwise 4 (cuBLAS, "Results
-   reproducibility" and cublasSetWorkspace). */
+/* The workspace that cuBLAS recommends is 32 MiB from compute capability 9.0 on, otherwise 4 MiB
+   (cuBLAS, "Results reproducibility" and cublasSetWorkspace). */
 static uint64_t msi_cuda_workspace_bytes(int device) {
     int major = 0;
     (void)msi_cuda_error(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
@@ -15868,38 +15765,16 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     b.user = (void *)(intptr_t)device;
     b.is_asynchronous = true;
     b.workspace_bytes = msi_cuda_workspace_bytes(device);
-    b.memory_alloc = msi_cuda_memory_alloc;
-    b.memory_release = msi_cuda_memory_release;
-    b.host_alloc = msi_cuda_host_alloc;
-    b.host_release = msi_cuda_host_release;
-    b.hardware = msi_cuda_hardware;
-    b.error_text = msi_cuda_error_text;
-    b.open = msi_cuda_open;
-    b.close = msi_cuda_close;
-    b.prepare = msi_cuda_prepare;
-    b.copy_in = msi_cuda_copy_in;
-    b.copy_out = msi_cuda_copy_out;
-    b.upload = msi_cuda_upload;
-    b.copy = msi_cuda_copy;
-    b.fill_bytes = msi_cuda_fill_bytes;
-    b.fill_f32 = msi_cuda_fill_f32;
-    b.add_f32 = msi_cuda_add_f32;
-    b.cast = msi_cuda_cast;
-    b.loss = msi_cuda_loss;
-    b.add_squares_f32 = msi_cuda_add_squares_f32;
-    b.clip_scale = msi_cuda_clip_scale;
-    b.update = msi_cuda_update;
-    b.gemm = msi_cuda_gemm;
-    b.synchronize = msi_cuda_synchronize;
-    b.record = msi_cuda_record;
-    b.wait = msi_cuda_wait;
-    b.wait_on_host = msi_cuda_wait_on_host;
-    b.stream = msi_cuda_stream;
-    b.recording_begin = msi_cuda_recording_begin;
-    b.recording_check = msi_cuda_recording_check;
-    b.recording_end = msi_cuda_recording_end;
-    b.recording_launch = msi_cuda_recording_launch;
-    b.recording_release = msi_cuda_recording_release;
+#define MSI_USE(function) b.function = msi_cuda_##function
+    MSI_USE(memory_alloc), MSI_USE(memory_release), MSI_USE(host_alloc), MSI_USE(host_release);
+    MSI_USE(hardware), MSI_USE(error_text), MSI_USE(open), MSI_USE(close), MSI_USE(prepare);
+    MSI_USE(copy_in), MSI_USE(copy_out), MSI_USE(upload), MSI_USE(copy), MSI_USE(fill_bytes);
+    MSI_USE(fill_f32), MSI_USE(add_f32), MSI_USE(cast), MSI_USE(loss);
+    MSI_USE(add_squares_f32), MSI_USE(clip_scale), MSI_USE(update), MSI_USE(gemm);
+    MSI_USE(synchronize), MSI_USE(record), MSI_USE(wait), MSI_USE(wait_on_host), MSI_USE(stream);
+    MSI_USE(recording_begin), MSI_USE(recording_check), MSI_USE(recording_end);
+    MSI_USE(recording_launch), MSI_USE(recording_release);
+#undef MSI_USE
     return b;
 }
 
