@@ -4375,7 +4375,7 @@ static bool msi_switches_are_valid(const ms_config *c) {
     return valid;
 }
 
-/* What is wrong with a config, its defaults filled in, or NULL. */
+/* What is wrong with a config whose defaults are filled in, or NULL. */
 static const char *msi_config_fault(const ms_config *c) {
     return c->cuda_graph && (!c->backend.recording_begin || !c->backend.is_asynchronous)
                ? "cuda_graph: this backend cannot record"
@@ -4411,36 +4411,30 @@ static const char *msi_hardware_fault(const ms_hardware *hardware) {
                : NULL;
 }
 
+/* Reports an error that sticks; false, so that a check can return it. */
+#define MSI_REFUSE(m, ...) (MSI_STICK(m, __VA_ARGS__), false)
+#define MSI_REFUSE_LAYER(m, name, format, ...)                                                     \
+    MSI_REFUSE(m, MS_RESULT_INVALID, "layer \"%s\": " format, name, __VA_ARGS__)
+
 static bool msi_check_hardware(ms_model *m, const ms_hardware *hardware) {
     const char *fault = hardware ? msi_hardware_fault(hardware) : NULL;
-    if (fault) {
-        MSI_STICK(m, MS_RESULT_INVALID, "ms_set_hardware: %s", fault);
-    }
-    return !fault;
+    return !fault || MSI_REFUSE(m, MS_RESULT_INVALID, "ms_set_hardware: %s", fault);
 }
 
-/* From 0 to below 1; a NaN is not. */
+/* Whether a value is from 0 to below 1; a NaN is not. */
 static bool msi_is_share(float value) {
     return value >= 0.0f && value < 1.0f;
 }
 
 /* What does not go together in an optimizer, or NULL. */
 static const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
-    if (!desc) {
-        return "desc is NULL";
-    }
-    if ((unsigned)desc->kind > MS_OPTIMIZER_NONE) {
-        return "no such kind";
-    }
-    const bool custom = desc->kind == MS_OPTIMIZER_CUSTOM;
-    if (custom != (desc->update != NULL)) {
-        return custom ? "MS_OPTIMIZER_CUSTOM needs an update callback"
-                      : "an update callback is for MS_OPTIMIZER_CUSTOM alone";
-    }
-    if (!custom && desc->state_count != 0) {
-        return "state_count is for MS_OPTIMIZER_CUSTOM alone";
-    }
-    return desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
+    const bool custom = desc && desc->kind == MS_OPTIMIZER_CUSTOM;
+    return !desc                                      ? "desc is NULL"
+           : (unsigned)desc->kind > MS_OPTIMIZER_NONE ? "there is no such kind"
+           : custom && !desc->update ? "MS_OPTIMIZER_CUSTOM needs an update callback"
+           : !custom && desc->update ? "an update callback is for MS_OPTIMIZER_CUSTOM alone"
+           : !custom && desc->state_count != 0 ? "state_count is for MS_OPTIMIZER_CUSTOM alone"
+           : desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
                ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
                : NULL;
 }
@@ -4448,51 +4442,35 @@ static const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
 static bool msi_check_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
     const char *fault = msi_optimizer_fault(desc);
     if (fault) {
-        MSI_STICK(m, MS_RESULT_INVALID, "ms_set_optimizer: %s", fault);
-        return false;
+        return MSI_REFUSE(m, MS_RESULT_INVALID, "ms_set_optimizer: %s", fault);
     }
     if (desc->state_count > MS_LIMIT_OPTIMIZER_STATE) {
-        MSI_STICK(m, MS_RESULT_INVALID,
-                  "ms_set_optimizer: state_count is %u; a param has %d tensors of state at most",
-                  (unsigned)desc->state_count, MS_LIMIT_OPTIMIZER_STATE);
-        return false;
-    }
-    if (!msi_is_share(desc->beta1) || !msi_is_share(desc->beta2) || !msi_is_share(desc->momentum) ||
-        !(desc->epsilon >= 0.0f) || !isfinite(desc->learning_rate) ||
-        !isfinite(desc->weight_decay) || !(desc->grad_clip_norm >= 0.0f) ||
-        !isfinite(desc->grad_clip_norm)) {
-        MSI_STICK(
+        return MSI_REFUSE(
             m, MS_RESULT_INVALID,
-            "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g, clip norm "
-            "%g: all must be finite, betas and momentum at least 0 and below 1, epsilon and norm "
-            "not negative",
-            (double)desc->learning_rate, (double)desc->weight_decay, (double)desc->beta1,
-            (double)desc->beta2, (double)desc->momentum, (double)desc->epsilon,
-            (double)desc->grad_clip_norm);
-        return false;
+            "ms_set_optimizer: state_count is %u; a param has %d tensors of state at most",
+            (unsigned)desc->state_count, MS_LIMIT_OPTIMIZER_STATE);
     }
-    return true;
+    return (msi_is_share(desc->beta1) && msi_is_share(desc->beta2) &&
+            msi_is_share(desc->momentum) && desc->epsilon >= 0.0f &&
+            isfinite(desc->learning_rate) && isfinite(desc->weight_decay) &&
+            desc->grad_clip_norm >= 0.0f && isfinite(desc->grad_clip_norm)) ||
+           MSI_REFUSE(m, MS_RESULT_INVALID,
+                      "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g, "
+                      "clip norm "
+                      "%g: all must be finite, betas and momentum at least 0 and below 1, epsilon "
+                      "and norm "
+                      "not negative",
+                      (double)desc->learning_rate, (double)desc->weight_decay, (double)desc->beta1,
+                      (double)desc->beta2, (double)desc->momentum, (double)desc->epsilon,
+                      (double)desc->grad_clip_norm);
 }
 
-/* A number that a setter is given, for a tensor perhaps. */
+/* Checks a number that a setter received, perhaps for a tensor. */
 static bool msi_check_finite(ms_model *m, const char *function, const char *tensor, float value) {
-    if (m && !isfinite(value)) {
-        MSI_STICK(m, MS_RESULT_INVALID, "%s%s%s%s: %g; it must be a finite number", function,
-                  tensor ? " of \"" : "", tensor ? tensor : "", tensor ? "\"" : "", (double)value);
-    }
-    return m && isfinite(value);
-}
-
-/* An error of a layer that sticks; false, for use in conditions. */
-MEMSCALE_PRINTF(3, 4)
-static bool msi_refuse_layer(ms_model *m, const char *name, const char *format, ...) {
-    char text[MSI_ERROR_BYTES];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    MSI_STICK(m, MS_RESULT_INVALID, "layer \"%s\": %s", name, text);
-    return false;
+    return m && (isfinite(value) ||
+                 MSI_REFUSE(m, MS_RESULT_INVALID, "%s%s%s%s: %g; it must be a finite number",
+                            function, tensor ? " of \"" : "", tensor ? tensor : "",
+                            tensor ? "\"" : "", (double)value));
 }
 
 static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
@@ -4500,45 +4478,43 @@ static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dty
     const msi_graph *g = &m->graph;
     const char *what = msi_kind_names[kind];
     if (ms_dtype_bytes(dtype) == 0) {
-        MSI_STICK(m, MS_RESULT_INVALID, "%s \"%s\": there is no dtype %d", what, name, (int)dtype);
-        return false;
+        return MSI_REFUSE(m, MS_RESULT_INVALID, "%s \"%s\": there is no dtype %d", what, name,
+                          (int)dtype);
     }
     if (kind == MSI_KIND_PARAM && dtype != MS_DTYPE_F32) {
-        MSI_STICK(m, MS_RESULT_UNSUPPORTED, "param \"%s\" has dtype %s; params are f32", name,
-                  ms_dtype_name(dtype));
-        return false;
+        return MSI_REFUSE(m, MS_RESULT_UNSUPPORTED, "param \"%s\" has dtype %s; params are f32",
+                          name, ms_dtype_name(dtype));
     }
     if (shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
-        MSI_STICK(m, MS_RESULT_INVALID,
-                  "%s \"%s\": rank %d; it must be 0 to %d (-1 is what a wrong ms_along returns)",
-                  what, name, (int)shape->rank, MS_LIMIT_RANK);
-        return false;
+        return MSI_REFUSE(
+            m, MS_RESULT_INVALID,
+            "%s \"%s\": rank %d; it must be 0 to %d (-1 is what a wrong ms_along returns)", what,
+            name, (int)shape->rank, MS_LIMIT_RANK);
     }
     for (int i = 0; i < shape->rank; i++) {
-        if (shape->dim[i] < 1) {
-            MSI_STICK(m, MS_RESULT_INVALID, "%s \"%s\": dim %d is %lld; dims must be at least 1",
-                      what, name, i, (long long)shape->dim[i]);
-            return false;
-        }
         int64_t unit = shape->dim[i];
+        if (unit < 1) {
+            return MSI_REFUSE(m, MS_RESULT_INVALID,
+                              "%s \"%s\": dim %d is %lld; dims must be at least 1", what, name, i,
+                              (long long)unit);
+        }
         for (uint32_t a = 0; a < MS_LIMIT_AXES; a++) {
             if (!(shape->axes[i] >> a & 1)) {
                 continue;
             }
             if (a >= g->axis_count) {
-                MSI_STICK(m, MS_RESULT_INVALID,
-                          "%s \"%s\": dim %d lies along axis %u, which this model does not have",
-                          what, name, i, (unsigned)a);
-                return false;
+                return MSI_REFUSE(
+                    m, MS_RESULT_INVALID,
+                    "%s \"%s\": dim %d lies along axis %u, which this model does not have", what,
+                    name, i, (unsigned)a);
             }
             if (kind == MSI_KIND_PARAM || unit % g->axes[a].size != 0) {
-                MSI_STICK(m, MS_RESULT_INVALID,
-                          "%s \"%s\": dim %d, %lld, lies along axis \"%s\" of size %lld%s", what,
-                          name, i, (long long)shape->dim[i], msi_name(m, g->axes[a].name),
-                          (long long)g->axes[a].size,
-                          kind == MSI_KIND_PARAM ? "; params have fixed sizes"
-                                                 : " and is not a multiple of it");
-                return false;
+                return MSI_REFUSE(m, MS_RESULT_INVALID,
+                                  "%s \"%s\": dim %d, %lld, lies along axis \"%s\" of size %lld%s",
+                                  what, name, i, (long long)shape->dim[i],
+                                  msi_name(m, g->axes[a].name), (long long)g->axes[a].size,
+                                  kind == MSI_KIND_PARAM ? "; params have fixed sizes"
+                                                         : " and is not a multiple of it");
             }
             unit /= g->axes[a].size;
         }
@@ -4558,17 +4534,15 @@ static ms_tensor msi_register_tensor(ms_model *m, msi_kind kind, const char *nam
 
 static bool msi_check_axis(ms_model *m, const char *name, int64_t size, int64_t largest) {
     const uint32_t count = m->graph.axis_count;
-    if (size >= 1 && largest >= size && count < MS_LIMIT_AXES) {
-        return true;
-    }
-    MSI_STICK(m, MS_RESULT_INVALID,
-              "axis \"%s\": size %lld, largest %lld, %u axes so far: the size must be at least 1, "
-              "the largest no smaller, and there are %d axes at most",
-              name, (long long)size, (long long)largest, (unsigned)count, MS_LIMIT_AXES);
-    return false;
+    return (size >= 1 && largest >= size && count < MS_LIMIT_AXES) ||
+           MSI_REFUSE(
+               m, MS_RESULT_INVALID,
+               "axis \"%s\": size %lld, largest %lld, %u axes so far: the size must be at least 1, "
+               "the largest no smaller, and there are %d axes at most",
+               name, (long long)size, (long long)largest, (unsigned)count, MS_LIMIT_AXES);
 }
 
-/* The sizes that ms_reshape is given. */
+/* Checks the sizes that ms_reshape received. */
 static ms_result msi_check_sizes(ms_model *m, const int64_t *sizes) {
     const msi_graph *g = &m->graph;
     if (g->axis_count == 0) {
@@ -4585,25 +4559,23 @@ static ms_result msi_check_sizes(ms_model *m, const int64_t *sizes) {
     return MS_RESULT_OK;
 }
 
-/* Whether a tensor may stand in a slot of this group; the reason if not. */
+/* Why a tensor cannot be in a slot of this group, or NULL. */
 static const char *msi_operand_fault(const ms_model *m, msi_group_kind group, ms_tensor handle) {
     const uint32_t index = msi_value_index(m, handle);
     if (index == MSI_NONE) {
         return msi_index(m, handle) == MSI_NONE
-                   ? "is no tensor of this model"
+                   ? "is not a tensor of this model"
                    : "is its gradient or optimizer state, not its value";
     }
     const msi_tensor *t = &m->graph.tensors.items[index];
+    const bool written = t->producer != MSI_NONE;
     switch (group) {
     case MSI_GROUP_IN:
-        if (t->kind == MSI_KIND_PARAM || t->kind == MSI_KIND_SAVED) {
-            return t->kind == MSI_KIND_PARAM
-                       ? "is a param; params belong in `param`"
-                       : "is a saved tensor, which only its own layer can read: make it an output";
-        }
-        return t->kind == MSI_KIND_ACTIVATION && t->producer == MSI_NONE
-                   ? "is not written by any layer before this one: "
-                     "register that one first"
+        return t->kind == MSI_KIND_PARAM   ? "is a param; params belong in `param`"
+               : t->kind == MSI_KIND_SAVED ? "is a saved tensor, which only its own layer can "
+                                             "read: make it an output"
+               : t->kind == MSI_KIND_ACTIVATION && !written
+                   ? "is not written by any layer before this one: register that one first"
                    : NULL;
     case MSI_GROUP_PARAM:
         return t->kind == MSI_KIND_PARAM ? NULL : "is not a param";
@@ -4611,12 +4583,12 @@ static const char *msi_operand_fault(const ms_model *m, msi_group_kind group, ms
         return t->kind == MSI_KIND_BUFFER ? NULL : "is not a buffer: ms_buffer makes state";
     case MSI_GROUP_OUT:
         return t->kind != MSI_KIND_ACTIVATION ? "is not an activation"
-               : t->producer != MSI_NONE      ? "is written by a layer already: an output needs an "
-                                                "activation of its own, and in_place shares memory"
-                                              : NULL;
+               : written ? "is written by a layer already: an output needs an activation of its "
+                           "own, and in_place shares memory"
+                         : NULL;
     case MSI_GROUP_SAVED:
         return t->kind != MSI_KIND_SAVED ? "is not a saved tensor"
-               : t->producer != MSI_NONE ? "is written by a layer already"
+               : written                 ? "is written by a layer already"
                                          : NULL;
     case MSI_GROUP_GRAD_OUT: // no desc names these
     case MSI_GROUP_GRAD_IN:
@@ -4633,7 +4605,7 @@ static const char *msi_handle_name(const ms_model *m, ms_tensor handle) {
     return t == MSI_NONE ? "?" : msi_tensor_name(m, t);
 }
 
-/* The activation that a setter is given; MSI_NONE and an error that sticks if it is none. */
+/* The output of a layer that a setter received; MSI_NONE and an error that sticks if it is none. */
 static uint32_t msi_activation_index(ms_model *model, const char *function, ms_tensor tensor) {
     if (!msi_registering(model, function, model ? msi_handle_name(model, tensor) : "")) {
         return MSI_NONE;
@@ -4648,7 +4620,7 @@ static uint32_t msi_activation_index(ms_model *model, const char *function, ms_t
     return t;
 }
 
-/* The tensor of one of two kinds that a setter is given, or NULL and an error that sticks. */
+/* The tensor, of one of two kinds, that a setter received, or NULL and an error that sticks. */
 static msi_tensor *msi_tensor_of(ms_model *model, const char *function, ms_tensor tensor,
                                  msi_kind kind, msi_kind other) {
     if (!msi_registering(model, function, model ? msi_handle_name(model, tensor) : "")) {
@@ -4657,9 +4629,9 @@ static msi_tensor *msi_tensor_of(ms_model *model, const char *function, ms_tenso
     const uint32_t t = msi_value_index(model, tensor);
     msi_tensor *found = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
     if (!found || (found->kind != kind && found->kind != other)) {
-        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is %s, and no %s%s%s", function,
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" (%s) is not an %s%s%s", function,
                   found ? msi_name(model, found->name) : "?",
-                  found ? msi_kind_names[found->kind] : "no tensor of this model",
+                  found ? msi_kind_names[found->kind] : "not a tensor of this model",
                   msi_kind_names[kind], kind == other ? "" : " or ",
                   kind == other ? "" : msi_kind_names[other]);
         return NULL;
@@ -4679,13 +4651,13 @@ static msi_tensor *msi_param_of(ms_model *model, const char *function, ms_tensor
     return NULL;
 }
 
-/* The layer that a setter is given, or NULL and an error that sticks. */
+/* The layer that a setter received, or NULL and an error that sticks. */
 static msi_layer *msi_layer_of(ms_model *m, const char *function, ms_layer layer) {
-    if (m && layer.id - 1 >= m->graph.layers.count) {
-        MSI_STICK(m, MS_RESULT_INVALID, "%s: layer %u is no layer of this model", function,
-                  (unsigned)layer.id);
-    }
-    return m && layer.id - 1 < m->graph.layers.count ? &m->graph.layers.items[layer.id - 1] : NULL;
+    const bool found =
+        m && (layer.id - 1 < m->graph.layers.count ||
+              MSI_REFUSE(m, MS_RESULT_INVALID, "%s: layer %u is not a layer of this model",
+                         function, (unsigned)layer.id));
+    return found ? &m->graph.layers.items[layer.id - 1] : NULL;
 }
 
 /* The index of a loss, or MSI_NONE and an error that sticks. */
@@ -4699,18 +4671,12 @@ static uint32_t msi_loss_index(ms_model *m, ms_tensor loss) {
     return t;
 }
 
-/* Whether a technique and a switch are among those that there are. */
+/* Whether there are such a technique and such a switch. */
 static bool msi_check_technique(ms_model *m, const char *function, ms_technique technique,
                                 ms_switch force) {
-    if (!m) {
-        return false;
-    }
-    if ((unsigned)technique < MS_TECHNIQUE_COUNT && (unsigned)force <= MS_SWITCH_OFF) {
-        return true;
-    }
-    MSI_STICK(m, MS_RESULT_INVALID, "%s: there is no technique %d or no switch %d", function,
-              (int)technique, (int)force);
-    return false;
+    return m && (((unsigned)technique < MS_TECHNIQUE_COUNT && (unsigned)force <= MS_SWITCH_OFF) ||
+                 MSI_REFUSE(m, MS_RESULT_INVALID, "%s: there is no technique %d or no switch %d",
+                            function, (int)technique, (int)force));
 }
 
 /* The index of a tensor that a technique can be set on, or MSI_NONE and an error that sticks. */
@@ -4728,11 +4694,12 @@ static uint32_t msi_technique_index(ms_model *m, ms_tensor tensor, ms_technique 
 static void msi_set_on_layer(ms_model *m, const msi_layer *l, ms_technique technique,
                              ms_switch force) {
     msi_graph *g = &m->graph;
-    const uint32_t *operands = msi_group(g, l, MSI_GROUP_IN);
-    for (uint32_t k = l->count[MSI_GROUP_IN]; k < msi_group_start(l, MSI_GROUP_STATE); k++) {
-        msi_tensor *t = operands[k] == MSI_NONE ? NULL : &g->tensors.items[operands[k]];
-        if (t && (msi_techniques[technique].kinds >> t->kind & 1)) {
-            t->technique[technique] = (uint8_t)force;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
+        for (MSI_EACH(operand, g, l, group)) {
+            msi_tensor *t = &g->tensors.items[operand.tensor];
+            if (msi_techniques[technique].kinds >> t->kind & 1) {
+                t->technique[technique] = (uint8_t)force;
+            }
         }
     }
     m->wrapped.changed = true;
@@ -4744,20 +4711,20 @@ static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
         const ms_tensor *slots = msi_slots_of(d, group);
         const bool single = group != MSI_GROUP_IN && group != MSI_GROUP_PARAM;
+        const uint32_t inputs = group == MSI_GROUP_STATE ? count[MSI_GROUP_IN] : 0;
         for (uint32_t i = 0; i < count[group]; i++) {
             const ms_tensor slot = slots[i];
             const char *fault = slot.id ? msi_operand_fault(m, (msi_group_kind)group, slot) : NULL;
             for (uint32_t k = 0; k < i && !fault && single && slot.id; k++) {
                 fault = slots[k].id == slot.id ? "is named in two slots" : NULL;
             }
-            for (uint32_t k = 0; k < count[MSI_GROUP_IN] && group == MSI_GROUP_STATE && !fault;
-                 k++) {
-                fault = slot.id && d->in[k].id == slot.id
+            for (uint32_t k = 0; k < inputs && !fault && slot.id; k++) {
+                fault = d->in[k].id == slot.id
                             ? "is named in `in` too; a layer reads its state through `state`"
                             : NULL;
             }
             if (fault) {
-                return msi_refuse_layer(m, name, "%s[%u] \"%s\" %s", msi_group_names[group],
+                return MSI_REFUSE_LAYER(m, name, "%s[%u] \"%s\" %s", msi_group_names[group],
                                         (unsigned)i, msi_handle_name(m, slot), fault);
             }
         }
@@ -4768,7 +4735,7 @@ static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *
 static bool msi_check_mask(ms_model *m, const char *name, const char *field, uint32_t mask,
                            uint32_t slot_count) {
     return mask >> slot_count == 0 ||
-           msi_refuse_layer(m, name,
+           MSI_REFUSE_LAYER(m, name,
                             "%s is 0x%x and names a slot that is not used; the layer has %u", field,
                             (unsigned)mask, (unsigned)slot_count);
 }
@@ -4808,7 +4775,7 @@ static const char *msi_handle_dtype(const ms_model *m, ms_tensor handle) {
     return t == MSI_NONE ? "?" : ms_dtype_name(m->graph.tensors.items[t].view.dtype);
 }
 
-/* Whether two handles have as many bytes of one dtype. */
+/* Whether two handles have as many bytes of one dtype, at all sizes of the axes. */
 static bool msi_same_size(const ms_model *m, ms_tensor a, ms_tensor b) {
     const uint32_t i = msi_index(m, a), k = msi_index(m, b);
     if (i == MSI_NONE || k == MSI_NONE) {
@@ -4819,36 +4786,32 @@ static bool msi_same_size(const ms_model *m, ms_tensor a, ms_tensor b) {
            msi_scales_alike(&m->graph, i, k);
 }
 
-static bool msi_is_single_bit(uint32_t mask) {
-    return mask != 0 && (mask & (mask - 1)) == 0;
-}
-
 /* One result that must be computed in place: its mask names one operand, of its size and dtype,
-   that no other result takes. */
+   in whose memory no other result is computed. */
 static bool msi_check_must(ms_model *m, const char *name, const char *field, uint32_t slot,
                            ms_tensor result, uint32_t mask, const ms_tensor *operands,
                            uint32_t *claimed) {
     const uint32_t k = msi_lowest_bit(mask);
-    const char *fault = !msi_is_single_bit(mask) ? "must name one operand and nothing else"
-                        : (*claimed >> k & 1)
-                            ? "names an operand that another result is computed in"
-                            : NULL;
+    const char *fault =
+        mask == 0 || (mask & (mask - 1)) != 0 ? "must name one operand and nothing else"
+        : (*claimed >> k & 1) ? "names an operand that another result is computed in"
+                              : NULL;
     if (fault) {
-        return msi_refuse_layer(m, name, "\"%s\" must be computed in place, but %s[%u], 0x%x, %s",
+        return MSI_REFUSE_LAYER(m, name, "\"%s\" must be computed in place, but %s[%u], 0x%x, %s",
                                 msi_handle_name(m, result), field, (unsigned)slot, (unsigned)mask,
                                 fault);
     }
-    if (!msi_same_size(m, operands[k], result)) {
-        return msi_refuse_layer(
-            m, name,
-            "\"%s\", %llu bytes of %s, must be computed in the place of \"%s\", %llu bytes of %s: "
-            "both must have one dtype, and one size along the same axes",
-            msi_handle_name(m, result), (unsigned long long)msi_handle_bytes(m, result),
-            msi_handle_dtype(m, result), msi_handle_name(m, operands[k]),
-            (unsigned long long)msi_handle_bytes(m, operands[k]), msi_handle_dtype(m, operands[k]));
-    }
     *claimed |= (uint32_t)1 << k;
-    return true;
+    return msi_same_size(m, operands[k], result) ||
+           MSI_REFUSE_LAYER(m, name,
+                            "\"%s\", %llu bytes of %s, must be computed in the place of \"%s\", "
+                            "%llu bytes of %s: "
+                            "both must have one dtype, and one size along the same axes",
+                            msi_handle_name(m, result),
+                            (unsigned long long)msi_handle_bytes(m, result),
+                            msi_handle_dtype(m, result), msi_handle_name(m, operands[k]),
+                            (unsigned long long)msi_handle_bytes(m, operands[k]),
+                            msi_handle_dtype(m, operands[k]));
 }
 
 static bool msi_check_in_place(ms_model *m, const char *name, const ms_layer_desc *d) {
@@ -4868,13 +4831,13 @@ static bool msi_check_in_place(ms_model *m, const char *name, const ms_layer_des
     return good;
 }
 
-/* Overwriting edges are added up by the library, which adds f32. */
+/* Gradients that overwrite are added up by the library, which adds f32. */
 static bool msi_check_edges(ms_model *m, const char *name, const ms_layer_desc *d) {
     const uint32_t both_in = d->accumulates.in & d->overwrites.in;
     const uint32_t both_param = d->accumulates.param & d->overwrites.param;
     const uint32_t must = d->must_grad_in_place & d->accumulates.in;
     if (both_in | both_param | must) {
-        return msi_refuse_layer(
+        return MSI_REFUSE_LAYER(
             m, name, "the gradient of %s[%u] is declared both to accumulate and to overwrite%s",
             both_in | must ? "in" : "param",
             (unsigned)msi_lowest_bit(both_in ? both_in
@@ -4884,105 +4847,89 @@ static bool msi_check_edges(ms_model *m, const char *name, const ms_layer_desc *
     }
     const uint32_t overwrites = (uint32_t)d->overwrites.in | d->must_grad_in_place;
     for (uint32_t i = 0; i < MS_LIMIT_IN; i++) {
-        const uint32_t t = msi_index(m, d->in[i]);
-        if ((overwrites >> i & 1) && t != MSI_NONE &&
-            m->graph.tensors.items[t].kind == MSI_KIND_ACTIVATION &&
-            msi_is_float(m->graph.tensors.items[t].view.dtype) &&
-            m->graph.tensors.items[t].view.dtype != MS_DTYPE_F32) {
-            return msi_refuse_layer(m, name,
+        const uint32_t index = overwrites >> i & 1 ? msi_index(m, d->in[i]) : MSI_NONE;
+        const msi_tensor *t = index == MSI_NONE ? NULL : &m->graph.tensors.items[index];
+        if (t && t->kind == MSI_KIND_ACTIVATION && msi_is_float(t->view.dtype) &&
+            t->view.dtype != MS_DTYPE_F32) {
+            return MSI_REFUSE_LAYER(m, name,
                                     "the gradient of in[%u] \"%s\" is %s; one that is overwritten "
                                     "or computed in place may have to be summed by the library, "
                                     "which sums f32 alone: follow ms_view.beta instead",
-                                    (unsigned)i, msi_tensor_name(m, t),
-                                    ms_dtype_name(m->graph.tensors.items[t].view.dtype));
+                                    (unsigned)i, msi_name(m, t->name),
+                                    ms_dtype_name(t->view.dtype));
         }
     }
     return true;
 }
 
-/* What backward destroys it must have been given. */
+static bool msi_names_slots(const ms_reads *r) {
+    return (r->in | r->out | r->saved | r->param) != 0;
+}
+
+/* Backward can destroy only what it receives. */
 static bool msi_check_clobbers(ms_model *m, const char *name, const ms_layer_desc *d) {
     const ms_reads *r = &d->backward_reads;
-    const bool all = !r->nothing && !(r->in | r->out | r->saved | r->param);
     const uint32_t in = d->clobbers.in & ~(uint32_t)r->in;
     const uint32_t out = d->clobbers.out & ~(uint32_t)r->out;
     const uint32_t saved = d->clobbers.saved & ~(uint32_t)r->saved;
-    if (all || !(in | out | saved)) {
-        return true;
-    }
-    const uint32_t mask = in ? in : out ? out : saved;
-    return msi_refuse_layer(
-        m, name, "clobbers names %s[%u], which backward_reads does not: backward is not given it",
-        in    ? "in"
-        : out ? "out"
-              : "saved",
-        (unsigned)msi_lowest_bit(mask));
+    const bool reads_all = !r->nothing && !msi_names_slots(r);
+    return reads_all || !(in | out | saved) ||
+           MSI_REFUSE_LAYER(m, name,
+                            "clobbers names %s[%u], but backward_reads does not, so backward does "
+                            "not receive it",
+                            in    ? "in"
+                            : out ? "out"
+                                  : "saved",
+                            (unsigned)msi_lowest_bit(in    ? in
+                                                     : out ? out
+                                                           : saved));
 }
 
-/* Callbacks and promises that do not go together, or NULL. */
+/* What does not go together in the callbacks and promises of a layer, or NULL. */
 static const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
                                       const uint8_t *count) {
     const ms_reads *r = &d->backward_reads, *p = &d->recompute_reads;
-    const bool reads = r->in | r->out | r->saved | r->param;
-    const bool recompute_reads = p->in | p->out | p->saved | p->param;
-    if (count[MSI_GROUP_OUT] == 0) {
-        return "a layer needs an output";
-    }
-    if (!d->forward && !m->config.dry_run) {
-        return "a layer needs a forward callback; only in a dry run it may be NULL";
-    }
-    if (!d->forward && (d->backward || d->recompute || d->bind)) {
-        return "it has callbacks, but no forward";
-    }
-    if (d->no_backward && d->backward) {
-        return "no_backward is set, but it has a backward callback";
-    }
-    if (r->nothing && reads) {
-        return "backward_reads says both \"nothing\" and what it reads";
-    }
-    if (p->nothing && recompute_reads) {
-        return "recompute_reads says both \"nothing\" and what it reads";
-    }
-    if ((recompute_reads || p->nothing) && !d->recompute) {
-        return "recompute_reads is given, but no recompute callback";
-    }
-    if (d->grads_in_forward && d->backward) {
-        return "grads_in_forward and a backward callback: it can have one of them";
-    }
-    if (d->grads_in_forward && d->must_grad_in_place) {
-        return "grads_in_forward and must_grad_in_place: there is no grad_out in forward";
-    }
-    if (d->recompute && (d->no_recompute || d->grads_in_forward)) {
-        return "it has a recompute callback, but runs once (no_recompute, grads_in_forward)";
-    }
-    if (d->recompute_reads.out & d->must_in_place) {
-        return "recompute_reads names an output that must_in_place fills with the input first";
-    }
-    if (d->keeps_state && count[MSI_GROUP_STATE] == 0) {
-        return "keeps_state is set, but it has no state: name its buffers in `state`";
-    }
-    if (!d->recompute && (d->recompute_workspace.bytes || d->recompute_workspace.row_bytes)) {
-        return "recompute_workspace is given, but no recompute callback";
-    }
-    return NULL;
+    const ms_workspace *w = &d->recompute_workspace;
+    return count[MSI_GROUP_OUT] == 0 ? "a layer needs an output"
+           : !d->forward && !m->config.dry_run
+               ? "a layer needs a forward callback; only in a dry run it may be NULL"
+           : !d->forward && (d->backward || d->recompute || d->bind)
+               ? "it has callbacks, but no forward"
+           : d->no_backward && d->backward ? "no_backward is set, but it has a backward callback"
+           : r->nothing && msi_names_slots(r)
+               ? "backward_reads says both \"nothing\" and what it reads"
+           : p->nothing && msi_names_slots(p)
+               ? "recompute_reads says both \"nothing\" and what it reads"
+           : (p->nothing || msi_names_slots(p)) && !d->recompute
+               ? "recompute_reads is given, but no recompute callback"
+           : d->grads_in_forward && d->backward
+               ? "grads_in_forward and a backward callback: it can have one of them"
+           : d->grads_in_forward && d->must_grad_in_place
+               ? "grads_in_forward and must_grad_in_place: there is no grad_out in forward"
+           : d->recompute && (d->no_recompute || d->grads_in_forward)
+               ? "it has a recompute callback, but runs once (no_recompute, grads_in_forward)"
+           : d->recompute_reads.out & d->must_in_place
+               ? "recompute_reads names an output that must_in_place fills with the input first"
+           : d->keeps_state && count[MSI_GROUP_STATE] == 0
+               ? "keeps_state is set, but it has no state: name its buffers in `state`"
+           : !d->recompute && (w->bytes || w->row_bytes)
+               ? "recompute_workspace is given, but no recompute callback"
+           : (unsigned)d->forward_workspace.contents > MS_CONTENTS_ZERO ||
+                   (unsigned)d->backward_workspace.contents > MS_CONTENTS_ZERO ||
+                   (unsigned)w->contents > MS_CONTENTS_ZERO
+               ? "the contents of a workspace are not one of ms_contents"
+               : NULL;
 }
 
 static bool msi_check_layer(ms_model *m, const char *name, const ms_layer_desc *d,
                             const uint8_t *count) {
     const char *fault = msi_callback_fault(m, d, count);
-    const ms_workspace *const workspaces[] = {&d->forward_workspace, &d->backward_workspace,
-                                              &d->recompute_workspace};
-    for (int i = 0; i < 3 && !fault; i++) {
-        fault = (unsigned)workspaces[i]->contents > MS_CONTENTS_ZERO
-                    ? "the contents of a workspace are none of ms_contents"
-                    : NULL;
-    }
     if (fault) {
-        return msi_refuse_layer(m, name, "%s", fault);
+        return MSI_REFUSE_LAYER(m, name, "%s", fault);
     }
     if (!isfinite(d->flops) || d->flops < 0.0 || !isfinite(d->backward_flops) ||
         d->backward_flops < 0.0 || !isfinite(d->recompute_flops) || d->recompute_flops < 0.0) {
-        return msi_refuse_layer(m, name,
+        return MSI_REFUSE_LAYER(m, name,
                                 "flops is %g, backward_flops %g and recompute_flops %g: they must "
                                 "be finite numbers, at least 0",
                                 d->flops, d->backward_flops, d->recompute_flops);
@@ -5005,32 +4952,25 @@ static ms_layer msi_register_layer(ms_model *m, const ms_layer_desc *desc) {
 }
 
 /* A buffer that one layer reads as an input and a later one changes: backward and recomputation of
-   the first would see what the second made of it. */
+   the first would see the changed value. */
 static ms_result msi_check_buffers(ms_model *m) {
     msi_graph *g = &m->graph;
     for (uint32_t i = g->layers.count; i-- > 0;) { // last_reader: a later layer that changes it
         const msi_layer *l = &g->layers.items[i];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-        const uint32_t *state = msi_group(g, l, MSI_GROUP_STATE);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
-            const uint32_t later =
-                in[k] != MSI_NONE && g->tensors.items[in[k]].kind == MSI_KIND_BUFFER
-                    ? g->tensors.items[in[k]].last_reader
-                    : MSI_NONE;
-            if (later != MSI_NONE) {
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            const msi_tensor *t = &g->tensors.items[in.tensor];
+            if (t->kind == MSI_KIND_BUFFER && t->last_reader != MSI_NONE) {
                 return msi_fail(
                     m, MS_RESULT_INVALID,
                     "layer \"%s\": in[%u] \"%s\" is changed as state by the later layer "
                     "\"%s\", so backward would see another value: make it state of "
                     "\"%s\" too, or copy it",
-                    msi_name(m, l->name), (unsigned)k, msi_tensor_name(m, in[k]),
-                    msi_layer_name(m, later), msi_name(m, l->name));
+                    msi_name(m, l->name), (unsigned)in.slot, msi_name(m, t->name),
+                    msi_layer_name(m, t->last_reader), msi_name(m, l->name));
             }
         }
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_STATE]; k++) {
-            if (state[k] != MSI_NONE) {
-                g->tensors.items[state[k]].last_reader = i;
-            }
+        for (MSI_EACH(state, g, l, MSI_GROUP_STATE)) {
+            g->tensors.items[state.tensor].last_reader = i;
         }
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -5039,23 +4979,22 @@ static ms_result msi_check_buffers(ms_model *m) {
     return MS_RESULT_OK;
 }
 
-/* What stays on the host cannot be computed on in the arena. */
+/* A tensor on the host has no memory in the arena in which a result could be computed. */
 static ms_result msi_check_on_host(ms_model *m) {
     const msi_graph *g = &m->graph;
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const msi_layer *l = &g->layers.items[i];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
         uint32_t changed = l->clobbers.in;
         for (uint32_t j = 0; j < l->count[MSI_GROUP_OUT]; j++) {
             changed |= l->must_in_place >> j & 1 ? g->masks.items[l->mask_first + j] : 0u;
         }
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
-            if ((changed >> k & 1) && in[k] != MSI_NONE && g->tensors.items[in[k]].on_host) {
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            if ((changed >> in.slot & 1) && g->tensors.items[in.tensor].on_host) {
                 return msi_fail(
                     m, MS_RESULT_INVALID,
                     "layer \"%s\": in[%u] \"%s\" stays on the host (ms_set_on_host), but "
                     "must_in_place or clobbers says that it is written to",
-                    msi_name(m, l->name), (unsigned)k, msi_tensor_name(m, in[k]));
+                    msi_name(m, l->name), (unsigned)in.slot, msi_tensor_name(m, in.tensor));
             }
         }
     }
@@ -5083,6 +5022,7 @@ static const char *msi_early_fault(const ms_model *m) {
                                                     : NULL;
 }
 
+/* What the user forces must be possible. */
 static ms_result msi_check_forced(ms_model *m) {
     const msi_graph *g = &m->graph;
     const char *early = msi_early_fault(m);
@@ -5095,9 +5035,8 @@ static ms_result msi_check_forced(ms_model *m) {
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
-        const char *fault = tensor->technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON
-                                ? msi_drop_fault(g, t)
-                                : NULL;
+        const bool drops = tensor->technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON;
+        const char *fault = drops ? msi_drop_fault(g, t) : NULL;
         if (fault) {
             return msi_fail(
                 m, MS_RESULT_INVALID,
@@ -5106,11 +5045,9 @@ static ms_result msi_check_forced(ms_model *m) {
                 msi_tensor_name(m, t),
                 tensor->producer == MSI_NONE ? "?" : msi_layer_name(m, tensor->producer), fault);
         }
-        if (tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_ON) {
-            continue;
-        }
-        fault = early                                        ? early
-                : tensor->frozen                             ? "it is frozen"
+        fault = tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_ON ? NULL
+                : early                                                      ? early
+                : tensor->frozen                                             ? "it is frozen"
                 : tensor->last_gradient == MSI_NONE          ? "the loss does not depend on it"
                 : msi_is_borrowed(tensor, MSI_ROLE_GRADIENT) ? "its gradient is borrowed"
                 : !tensor->updates_early                     ? "a layer without a backward reads it"
@@ -5140,29 +5077,29 @@ static ms_result msi_check_loss(ms_model *m) {
                              msi_tensor_name(m, g->loss));
 }
 
-/* Nothing differentiates through the outputs of a layer that has written its gradients already. */
+/* No backward can run through the outputs of a layer that has already written its gradients in
+   forward. */
 static ms_result msi_check_ends(ms_model *m) {
     const msi_graph *g = &m->graph;
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const msi_layer *l = &g->layers.items[i];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && l->has_backward; k++) {
-            const uint32_t from = in[k] == MSI_NONE ? MSI_NONE : g->tensors.items[in[k]].producer;
-            if (from != MSI_NONE && g->layers.items[from].ends_in_loss &&
-                !g->tensors.items[in[k]].no_gradient) {
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            const msi_tensor *t = &g->tensors.items[in.tensor];
+            if (l->has_backward && t->producer != MSI_NONE && !t->no_gradient &&
+                g->layers.items[t->producer].ends_in_loss) {
                 return msi_fail(
                     m, MS_RESULT_INVALID,
                     "layer \"%s\" reads \"%s\" and has a backward, but layer \"%s\" has "
                     "written its gradients in forward: call ms_stop_gradient on it if it is meant "
                     "as a constant",
-                    msi_name(m, l->name), msi_tensor_name(m, in[k]), msi_layer_name(m, from));
+                    msi_name(m, l->name), msi_name(m, t->name), msi_layer_name(m, t->producer));
             }
         }
     }
     return MS_RESULT_OK;
 }
 
-/* What is likely to be forgotten, though it may be meant. */
+/* Logs what is likely to have been forgotten, though it may be meant. */
 static void msi_warn(const ms_model *m) {
     const msi_graph *g = &m->graph;
     for (uint32_t i = 0; i < g->tensors.count; i++) {
@@ -5174,24 +5111,23 @@ static void msi_warn(const ms_model *m) {
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const msi_layer *l = &g->layers.items[i];
-        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
         const bool stops = !l->differentiable && !l->no_backward && !l->grads_in_forward &&
                            (msi_any_wants(g, l, MSI_GROUP_IN, UINT16_MAX) ||
                             msi_any_wants(g, l, MSI_GROUP_PARAM, UINT16_MAX));
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT] && stops; k++) {
-            if (out[k] != MSI_NONE && g->tensors.items[out[k]].leads_to_loss) {
+        for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
+            if (stops && g->tensors.items[out.tensor].leads_to_loss) {
                 msi_log(
                     m, MS_LOG_WARNING, "graph",
                     "layer \"%s\" has no backward, so no gradient passes from \"%s\" to what it "
                     "reads: give it one, or set no_backward if that is meant",
-                    msi_name(m, l->name), msi_tensor_name(m, out[k]));
+                    msi_name(m, l->name), msi_tensor_name(m, out.tensor));
                 break;
             }
         }
     }
 }
 
-/* The graph as a whole, analysed. */
+/* Analyses the graph, and checks it as a whole. */
 static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     msi_graph *g = &m->graph;
     if (m->errors.sticky != MS_RESULT_OK) {

@@ -326,7 +326,7 @@ static void wrong_times_are_refused(void **state) {
         create_chain(&chain, &config, 1);
         ms_set_layer_time(chain.model, layer_of(id - 1), &fine);
         t_error(chain.model, ms_wrap(chain.model), MS_RESULT_INVALID);
-        t_text_has(ms_last_error(chain.model), "is no layer of this model");
+        t_text_has(ms_last_error(chain.model), "is not a layer of this model");
         ms_destroy(chain.model);
     }
     ms_set_layer_time(NULL, layer_of(0), &fine);
