@@ -5159,27 +5159,23 @@ static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
 // ------------------------------------------------------------------------------------------------
 // >>profile  the time that each layer takes: known, measured, or by a roofline
 
-/* Speeds of a device of a kind that says nothing of itself. What matters for a plan is their
-   ratio, the flops a byte. */
+/* Fills in the speeds that a device does not state by typical ones of its kind. What matters for a
+   plan is the ratio of arithmetic to memory traffic, flops per byte. */
 static void msi_fill_speeds(ms_hardware *h) {
-    static const struct {
-        double memory, copy, f32, f16, launch_us;
-    } of_kind[] = {{20.0, 10.0, 0.32, 0.32, 0.0},  // CPU: a few cores
-                   {900.0, 20.0, 20.0, 80.0, 4.0}, // discrete GPU
-                   {100.0, 20.0, 2.0, 8.0, 10.0}}; // integrated GPU
+    static const double of_kind[][MSI_SPEED_COUNT] = {
+        {20.0, 10.0, 10.0, 0.32, 0.0, 0.32, 0.0},  // CPU: a few cores
+        {900.0, 20.0, 20.0, 20.0, 0.0, 80.0, 4.0}, // discrete GPU
+        {100.0, 20.0, 20.0, 2.0, 0.0, 8.0, 10.0}}; // integrated GPU
     const int kind = (unsigned)h->kind <= MS_DEVICE_INTEGRATED ? (int)h->kind : MS_DEVICE_CPU;
-    h->memory_gb_per_s = h->memory_gb_per_s > 0.0 ? h->memory_gb_per_s : of_kind[kind].memory;
-    h->to_device_gb_per_s =
-        h->to_device_gb_per_s > 0.0 ? h->to_device_gb_per_s : of_kind[kind].copy;
-    h->to_host_gb_per_s = h->to_host_gb_per_s > 0.0 ? h->to_host_gb_per_s : of_kind[kind].copy;
-    h->f32_tflops = h->f32_tflops > 0.0 ? h->f32_tflops : of_kind[kind].f32;
+    for (int i = 0; i < MSI_SPEED_COUNT; i++) {
+        double *speed = msi_speed(h, i);
+        *speed = *speed > 0.0 ? *speed : of_kind[kind][i];
+    }
     h->tf32_tflops = h->tf32_tflops > 0.0 ? h->tf32_tflops : h->f32_tflops;
-    h->f16_tflops = h->f16_tflops > 0.0 ? h->f16_tflops : of_kind[kind].f16;
-    h->launch_us = h->launch_us > 0.0 ? h->launch_us : of_kind[kind].launch_us;
 }
 
-/* The device that the next plan is for: as set, or the model's own, with the speeds of the profile
-   or those that its backend states. */
+/* The device that the next plan is for: the one that was set, or the model's own, with the speeds
+   of a loaded profile or those that its backend states. */
 static void msi_get_hardware(ms_model *m) {
     ms_hardware *h = &m->costs.hardware;
     *h = m->sources.given;
@@ -5209,32 +5205,24 @@ static double msi_roofline_us(const msi_costs *c, double flops, double bytes) {
 /* 2 flops per param element and row of the first output, as in a matrix product; without params, 1
    per element of output. */
 static double msi_derived_flops(const msi_graph *g, const msi_layer *l) {
-    const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
-    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
     double params = 0.0, rows = 0.0;
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM]; k++) {
-        params += param[k] == MSI_NONE
-                      ? 0.0
-                      : (double)ms_shape_count(&g->tensors.items[param[k]].view.shape);
+    for (MSI_EACH(param, g, l, MSI_GROUP_PARAM)) {
+        params += (double)ms_shape_count(&g->tensors.items[param.tensor].view.shape);
     }
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT] && rows <= 0.0; k++) {
-        if (out[k] != MSI_NONE) {
-            const ms_shape *shape = &g->tensors.items[out[k]].view.shape;
-            rows = (double)ms_shape_count(shape);
-            rows /= shape->rank ? (double)shape->dim[shape->rank - 1] : 1.0;
-        }
+    for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
+        const ms_shape *shape = &g->tensors.items[out.tensor].view.shape;
+        rows = (double)ms_shape_count(shape);
+        rows /= shape->rank ? (double)shape->dim[shape->rank - 1] : 1.0;
+        break;
     }
     return params > 0.0 ? 2.0 * params * rows : msi_output_elements(g, l);
 }
 
 /* Bytes of a group of operands that a mask lets through. */
 static double msi_group_bytes(const msi_graph *g, const msi_layer *l, int group, uint32_t mask) {
-    const uint32_t *operands = msi_group(g, l, group);
     double bytes = 0.0;
-    for (uint32_t k = 0; k < l->count[group]; k++) {
-        if ((mask >> k & 1) && operands[k] != MSI_NONE) {
-            bytes += (double)g->tensors.items[operands[k]].bytes;
-        }
+    for (MSI_EACH(operand, g, l, group)) {
+        bytes += mask >> operand.slot & 1 ? (double)g->tensors.items[operand.tensor].bytes : 0.0;
     }
     return bytes;
 }
@@ -5269,15 +5257,15 @@ static ms_layer_time msi_static_time(const msi_graph *g, const msi_costs *c, con
     return time;
 }
 
-/* The first that is there: known, measured, predicted; so long at most that no sum over a program
+/* The first time that there is: known, measured, predicted; limited, so that no sum over a program
    leaves the range of a float. */
 static double msi_choose_time(double known, double measured, double predicted) {
     const double us = known > 0.0 ? known : measured > 0.0 ? measured : predicted;
     return us < 1e27 ? us : 1e27;
 }
 
-/* Times of all layers at the present sizes. What is known or measured grows with the output. A
-   recomputation by forward takes as long as that. */
+/* Finds the times of all layers at the present sizes. Known and measured times grow with the
+   output. A recomputation by the forward callback takes as long as forward. */
 static void msi_find_times(ms_model *m) {
     const bool predicts = m->config.static_profiling != MS_SWITCH_OFF;
     for (uint32_t i = 0; i < m->graph.layers.count; i++) {
@@ -5298,7 +5286,7 @@ static void msi_find_times(ms_model *m) {
     }
 }
 
-/* What steps took, or what a profile says that they did, with so many elements of output. */
+/* Takes the times that steps took, or that a profile states, for so many elements of output. */
 static void msi_set_measured(msi_layer *l, const ms_layer_time *time, double elements) {
     l->measured = *time;
     l->measured_elements = elements;
@@ -5306,8 +5294,8 @@ static void msi_set_measured(msi_layer *l, const ms_layer_time *time, double ele
 
 /* Without static profiling every layer must have its times. */
 static ms_result msi_check_times(ms_model *m) {
-    for (uint32_t i = 0; m->config.static_profiling == MS_SWITCH_OFF && i < m->graph.layers.count;
-         i++) {
+    const bool predicts = m->config.static_profiling != MS_SWITCH_OFF;
+    for (uint32_t i = 0; !predicts && i < m->graph.layers.count; i++) {
         const msi_layer *l = &m->graph.layers.items[i];
         const bool forward = l->known.forward_us > 0.0 || l->measured.forward_us > 0.0;
         const bool backward = l->known.backward_us > 0.0 || l->measured.backward_us > 0.0;
@@ -5337,7 +5325,7 @@ static size_t msi_digits(const char *text, size_t length) {
     return count;
 }
 
-/* What the C library has between the digits of a half. */
+/* The decimal point of the current locale. */
 static size_t msi_decimal_point(char point[16]) {
     const int length = snprintf(point, 16, "%.1f", 0.5);
     const size_t count = length > 2 && length < 16 ? (size_t)length - 2 : 0;
@@ -5378,7 +5366,7 @@ typedef struct msi_decimal_text {
     char text[48];
 } msi_decimal_text;
 
-/* As few digits as read back to the same bits, of 15 and 17. */
+/* A number as the fewest digits, of 15 and 17, that are read back as the same bits. */
 static msi_decimal_text msi_decimal(double x) {
     msi_decimal_text t;
     char raw[48];
@@ -5431,7 +5419,7 @@ static uint64_t msi_hash_layer(uint64_t hash, const msi_graph *g, const msi_laye
     return msi_hash_masks(hash, l);
 }
 
-/* Of what layers compute from what, and of no address, name or present size of an axis. */
+/* A hash of what layers compute from what, without addresses, names and present sizes of axes. */
 static uint64_t msi_hash_graph(const msi_graph *g) {
     uint64_t hash = msi_mix_in(g->tensors.count, g->layers.count);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -5451,12 +5439,19 @@ static uint64_t msi_hash_graph(const msi_graph *g) {
     return msi_mix_in(hash, g->loss);
 }
 
-/* A text that is read line by line. */
+/* A profile that is read line by line. After the first fault nothing more is read. */
 typedef struct msi_reader {
-    const char *at, *end;    // of what follows
+    ms_model *model;
+    ms_result result;
+    const char *at, *end;    // of the lines that follow
     const char *line, *stop; // what is left of this line
     uint32_t number;         // of the line, from 1
 } msi_reader;
+
+#define MSI_REFUSE_PROFILE(r, ...)                                                                 \
+    ((r)->result == MS_RESULT_OK ? (void)((r)->result = msi_fail((r)->model, MS_RESULT_INVALID,    \
+                                                                 "ms_profile_load: " __VA_ARGS__)) \
+                                 : (void)0)
 
 static bool msi_next_line(msi_reader *r) {
     if (r->at == r->end) {
@@ -5473,7 +5468,7 @@ static bool msi_next_line(msi_reader *r) {
     return true;
 }
 
-/* Takes the next word of the line: up to a blank, which goes too. */
+/* Takes the next word of the line, and the blank after it. */
 static size_t msi_next_word(msi_reader *r, const char **word) {
     *word = r->line;
     while (r->line < r->stop && *r->line != ' ') {
@@ -5490,161 +5485,134 @@ static bool msi_next_word_is(msi_reader *r, const char *expected) {
     return length == strlen(expected) && memcmp(word, expected, length) == 0;
 }
 
-/* The next line begins with this word. */
-static ms_result msi_expect_line(ms_model *m, msi_reader *r, const char *word) {
-    if (!msi_next_line(r)) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_profile_load: the text ends after line %u, where \"%s\" should follow: "
-                        "it is cut off",
-                        (unsigned)r->number, word);
+/* Goes to the next line, which must begin with this word. */
+static void msi_expect_line(msi_reader *r, const char *word) {
+    if (r->result == MS_RESULT_OK && !msi_next_line(r)) {
+        MSI_REFUSE_PROFILE(r,
+                           "the text ends after line %u, where \"%s\" should follow: it is cut off",
+                           (unsigned)r->number, word);
+    } else if (r->result == MS_RESULT_OK && !msi_next_word_is(r, word)) {
+        MSI_REFUSE_PROFILE(r, "line %u does not begin with \"%s\"", (unsigned)r->number, word);
     }
-    return msi_next_word_is(r, word)
-               ? MS_RESULT_OK
-               : msi_fail(m, MS_RESULT_INVALID,
-                          "ms_profile_load: line %u does not begin with \"%s\"",
-                          (unsigned)r->number, word);
 }
 
-static ms_result msi_expect_number(ms_model *m, msi_reader *r, const char *what, double most,
-                                   double *number) {
+/* The next number of the line, at most `most`; 0 after a fault. */
+static double msi_next_number(msi_reader *r, const char *what, double most) {
     const char *word;
+    double number = 0.0;
     const size_t length = msi_next_word(r, &word);
-    if (!msi_parse_number(word, length, number)) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_profile_load: line %u: \"%.*s\" is no number, for %s",
-                        (unsigned)r->number, (int)(length < 40 ? length : 40), word, what);
+    if (!msi_parse_number(word, length, &number)) {
+        MSI_REFUSE_PROFILE(r, "line %u: \"%.*s\" is not a number, for %s", (unsigned)r->number,
+                           (int)(length < 40 ? length : 40), word, what);
+    } else if (!(number <= most)) {
+        MSI_REFUSE_PROFILE(r, "line %u: %.*s is out of range, for %s", (unsigned)r->number,
+                           (int)length, word, what);
     }
-    return *number <= most ? MS_RESULT_OK
-                           : msi_fail(m, MS_RESULT_INVALID,
-                                      "ms_profile_load: line %u: %.*s is out of range, for %s",
-                                      (unsigned)r->number, (int)length, word, what);
+    return r->result == MS_RESULT_OK ? number : 0.0;
 }
 
-/* Version and graph. */
-static ms_result msi_read_head(ms_model *m, msi_reader *r) {
+/* Reads the version and the graph. */
+static void msi_read_head(msi_reader *r) {
     const char *word;
-    double version = 0.0;
-    if (!msi_next_line(r) || !msi_next_word_is(r, MSI_PROFILE)) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_profile_load: this is no profile: its first line is not \"%s %d\"",
-                        MSI_PROFILE, (int)MSI_PROFILE_VERSION);
-    }
-    ms_result result = msi_expect_number(m, r, "the version", 1e9, &version);
-    if (result == MS_RESULT_OK && version != (double)MSI_PROFILE_VERSION) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_profile_load: line 1: the profile is of version %.0f, this library "
-                        "reads version %d: save it anew",
-                        version, (int)MSI_PROFILE_VERSION);
-    }
-    MSI_THEN(result, msi_expect_line(m, r, "graph"));
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
     char own[20];
+    if (!msi_next_line(r) || !msi_next_word_is(r, MSI_PROFILE)) {
+        MSI_REFUSE_PROFILE(r, "this is not a profile: its first line is not \"%s %d\"", MSI_PROFILE,
+                           (int)MSI_PROFILE_VERSION);
+    }
+    const double version = msi_next_number(r, "the version", 1e9);
+    if (version != (double)MSI_PROFILE_VERSION) {
+        MSI_REFUSE_PROFILE(r,
+                           "line 1: the profile is of version %.0f, but this library reads "
+                           "version %d: save it again",
+                           version, (int)MSI_PROFILE_VERSION);
+    }
+    msi_expect_line(r, "graph");
     const size_t length = msi_next_word(r, &word);
-    snprintf(own, sizeof own, "%016llx", (unsigned long long)msi_hash_graph(&m->graph));
-    return length == 16 && memcmp(word, own, 16) == 0
-               ? MS_RESULT_OK
-               : msi_fail(m, MS_RESULT_INVALID,
-                          "ms_profile_load: line 2: the profile is of graph %.*s, and this model "
-                          "is graph %s: load it after the same registrations, or save one of "
-                          "this model",
-                          (int)(length < 16 ? length : 16), word, own);
+    snprintf(own, sizeof own, "%016llx", (unsigned long long)msi_hash_graph(&r->model->graph));
+    if (length != 16 || memcmp(word, own, 16) != 0) {
+        MSI_REFUSE_PROFILE(r,
+                           "line 2: the profile is of graph %.*s, but this model is graph %s: load "
+                           "it after the same registrations, or save one of this model",
+                           (int)(length < 16 ? length : 16), word, own);
+    }
 }
 
-static ms_result msi_read_speeds(ms_model *m, msi_reader *r, ms_hardware *h, double *costs) {
-    ms_result result = msi_expect_line(m, r, "device"); // for people
-    MSI_THEN(result, msi_expect_line(m, r, "speeds"));
-    for (int i = 0; i < MSI_SPEED_COUNT && result == MS_RESULT_OK; i++) {
+static void msi_read_speeds(msi_reader *r, ms_hardware *h, double *costs) {
+    msi_expect_line(r, "device"); // for people
+    msi_expect_line(r, "speeds");
+    for (int i = 0; i < MSI_SPEED_COUNT; i++) {
         double *speed = msi_speed(h, i);
-        result = msi_expect_number(m, r, "a speed", msi_most_speed, speed);
-        if (result == MS_RESULT_OK && !msi_is_speed(i, *speed)) {
-            result =
-                msi_fail(m, MS_RESULT_INVALID, "ms_profile_load: line %u: a speed is out of range",
-                         (unsigned)r->number);
+        *speed = msi_next_number(r, "a speed", msi_most_speed);
+        if (!msi_is_speed(i, *speed)) {
+            MSI_REFUSE_PROFILE(r, "line %u: a speed is out of range", (unsigned)r->number);
         }
     }
-    MSI_THEN(result, msi_expect_line(m, r, "bytes_per_us"));
-    for (int i = 0; i < MSI_PROFILE_COSTS && result == MS_RESULT_OK; i++) {
-        result = msi_expect_number(m, r, "bytes in a microsecond", msi_most_speed, &costs[i]);
+    msi_expect_line(r, "bytes_per_us");
+    for (int i = 0; i < MSI_PROFILE_COSTS; i++) {
+        costs[i] = msi_next_number(r, "bytes in a microsecond", msi_most_speed);
         costs[i] = costs[i] < msi_least_speed ? 0.0 : costs[i];
     }
-    return result;
 }
 
-/* The lines of the layers; kept where `keep`. */
-static ms_result msi_read_layers(ms_model *m, msi_reader *r, bool keep) {
-    double count = 0.0;
-    ms_result result = msi_expect_line(m, r, "layers");
-    MSI_THEN(result, msi_expect_number(m, r, "the number of layers", 1e9, &count));
-    if (result == MS_RESULT_OK && count != (double)m->graph.layers.count) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_profile_load: line %u: %.0f layers, and this model has %u",
-                        (unsigned)r->number, count, (unsigned)m->graph.layers.count);
+/* Reads the lines of the layers; takes their times where `keep`. */
+static void msi_read_layers(msi_reader *r, bool keep) {
+    static const char *const what[] = {"a forward time", "a backward time", "a recompute time",
+                                       "elements of output"};
+    msi_graph *g = &r->model->graph;
+    msi_expect_line(r, "layers");
+    const double count = msi_next_number(r, "the number of layers", 1e9);
+    if (count != (double)g->layers.count) {
+        MSI_REFUSE_PROFILE(r, "line %u: %.0f layers, but this model has %u", (unsigned)r->number,
+                           count, (unsigned)g->layers.count);
     }
-    for (uint32_t i = 0; i < m->graph.layers.count && result == MS_RESULT_OK; i++) {
+    for (uint32_t i = 0; i < g->layers.count && r->result == MS_RESULT_OK; i++) {
         double numbers[4];
-        static const char *const what[] = {"a forward time", "a backward time", "a recompute time",
-                                           "elements of output"};
         if (!msi_next_line(r)) {
-            return msi_fail(m, MS_RESULT_INVALID,
-                            "ms_profile_load: the text ends after line %u, %u of %u layers are "
-                            "missing: it is cut off",
-                            (unsigned)r->number, (unsigned)(m->graph.layers.count - i),
-                            (unsigned)m->graph.layers.count);
+            MSI_REFUSE_PROFILE(
+                r, "the text ends after line %u, %u of %u layers are missing: it is cut off",
+                (unsigned)r->number, (unsigned)(g->layers.count - i), (unsigned)g->layers.count);
         }
-        for (int k = 0; k < 4 && result == MS_RESULT_OK; k++) {
-            result = msi_expect_number(m, r, what[k], k < 3 ? msi_most_us : msi_most_elements,
-                                       &numbers[k]);
+        for (int k = 0; k < 4; k++) {
+            numbers[k] = msi_next_number(r, what[k], k < 3 ? msi_most_us : msi_most_elements);
         }
-        if (keep && result == MS_RESULT_OK) {
-            ms_layer_time time;
-            time.forward_us = numbers[0];
-            time.backward_us = numbers[1];
-            time.recompute_us = numbers[2];
-            msi_set_measured(&m->graph.layers.items[i], &time, numbers[3]);
+        if (keep && r->result == MS_RESULT_OK) {
+            const ms_layer_time time = {numbers[0], numbers[1], numbers[2]};
+            msi_set_measured(&g->layers.items[i], &time, numbers[3]);
         }
     }
-    return result;
 }
 
 static ms_result msi_read_profile(ms_model *m, const char *text, size_t length, bool keep) {
     ms_hardware speeds;
     double costs[MSI_PROFILE_COSTS];
-    msi_reader r;
+    msi_reader r = {m, MS_RESULT_OK, text, text + length, text, text, 0};
     memset(&speeds, 0, sizeof speeds);
-    memset(&r, 0, sizeof r);
-    r.at = text;
-    r.end = text + length;
-    ms_result result = msi_read_head(m, &r);
-    MSI_THEN(result, msi_read_speeds(m, &r, &speeds, costs));
-    MSI_THEN(result, msi_read_layers(m, &r, keep));
-    MSI_THEN(result, msi_expect_line(m, &r, "end"));
-    if (result == MS_RESULT_OK && r.at != r.end) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_profile_load: there is text after line %u, the end",
-                        (unsigned)r.number);
+    msi_read_head(&r);
+    msi_read_speeds(&r, &speeds, costs);
+    msi_read_layers(&r, keep);
+    msi_expect_line(&r, "end");
+    if (r.at != r.end) {
+        MSI_REFUSE_PROFILE(&r, "there is text after line %u, the end", (unsigned)r.number);
     }
-    if (keep && result == MS_RESULT_OK) {
+    if (keep && r.result == MS_RESULT_OK) {
         m->sources.profile = speeds;
         m->sources.has_profile = true;
         memcpy(m->costs.bytes_per_us + MSI_COST_LAYER_END, costs, sizeof costs);
     }
-    return result;
+    return r.result;
 }
 
 static bool msi_check_layer_time(ms_model *m, const msi_layer *l, const ms_layer_time *time) {
-    if (!time || (msi_is_time(time->forward_us) && msi_is_time(time->backward_us) &&
-                  msi_is_time(time->recompute_us))) {
-        return true;
-    }
-    MSI_STICK(m, MS_RESULT_INVALID,
-              "ms_set_layer_time: layer \"%s\": a time is negative, not finite, or beyond %g",
-              msi_name(m, l->name), msi_most_us);
-    return false;
+    return !time ||
+           (msi_is_time(time->forward_us) && msi_is_time(time->backward_us) &&
+            msi_is_time(time->recompute_us)) ||
+           MSI_REFUSE(
+               m, MS_RESULT_INVALID,
+               "ms_set_layer_time: layer \"%s\": a time is negative, not finite, or beyond %g",
+               msi_name(m, l->name), msi_most_us);
 }
 
-/* The known times of a layer, at the present sizes; NULL: none. */
+/* Sets the known times of a layer, at the present sizes; NULL: they are not known. */
 static void msi_set_layer_time(ms_model *m, msi_layer *l, const ms_layer_time *time) {
     memset(&l->known, 0, sizeof l->known);
     if (time) {
@@ -5654,14 +5622,15 @@ static void msi_set_layer_time(ms_model *m, msi_layer *l, const ms_layer_time *t
     m->wrapped.changed = true;
 }
 
-/* All or nothing: read once to find faults, and once more to take it. */
+/* All or nothing: the text is read once to find faults, and once more to take what it says. */
 static ms_result msi_load_profile(ms_model *m, const char *text, size_t length) {
-    const ms_result result = msi_read_profile(m, text, length, false);
+    ms_result result = msi_read_profile(m, text, length, false);
     m->wrapped.changed |= result == MS_RESULT_OK;
-    return result == MS_RESULT_OK ? msi_read_profile(m, text, length, true) : result;
+    MSI_THEN(result, msi_read_profile(m, text, length, true));
+    return result;
 }
 
-/* A name as the end of a line. */
+/* Prints a name as the end of a line, with a question mark for each control character. */
 static void msi_print_line(const msi_printer *out, const char *name) {
     for (const char *at = name; *at;) {
         size_t length = 0;
