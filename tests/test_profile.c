@@ -814,7 +814,7 @@ static void errors_say_what_is_wrong_and_where(void **state) {
          "this is not a profile: its first line is not "
          "\"memscale-profile 1\""},
         {"memscale-profile 1", "memscale-profile 2",
-         "line 1: the profile is of version 2, this "
+         "line 1: the profile is of version 2, but this "
          "library reads version 1"},
         {"memscale-profile 1", "memscale-profile", "line 1: \"\" is not a number"},
         {"graph ", "graph 0", "line 2: the profile is of graph 0"},
