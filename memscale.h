@@ -5696,7 +5696,7 @@ static double msi_pressure(const msi_plan *plan) {
     return (double)plan->plain_bytes / (double)plan->budget_bytes;
 }
 
-/* The choice of the config, without a policy. */
+/* The mode and techniques that the config allows, without a policy. */
 static msi_choice msi_config_choice(const ms_model *m) {
     const msi_graph *g = &m->graph;
     msi_choice choice;
@@ -5713,7 +5713,7 @@ static msi_choice msi_config_choice(const ms_model *m) {
     return choice;
 }
 
-/* What the user asks for and this version cannot do. */
+/* An error if the user asks for a technique that this version does not have. */
 static ms_result msi_check_built(ms_model *m) {
     const msi_graph *g = &m->graph;
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
@@ -5741,13 +5741,13 @@ static ms_result msi_check_built(ms_model *m) {
     return MS_RESULT_OK;
 }
 
-/* What can hold for one technique on one layer, in the plan that is in force. */
+/* The facts about one technique on one layer, in the plan that is in force. */
 enum {
     MSI_FACT_APPLIED = 1 << 0,
-    MSI_FACT_FORCED = 1 << 1, // all that is applied
+    MSI_FACT_FORCED = 1 << 1, // on every tensor that it is applied to
     MSI_FACT_ON = 1 << 2,
     MSI_FACT_SMALLEST = 1 << 3,
-    MSI_FACT_FREES = 1 << 4, // something from forward to backward
+    MSI_FACT_FREES = 1 << 4, // memory, from forward to backward
     MSI_FACT_DETACHED = 1 << 5,
     MSI_FACT_FORBIDDEN = 1 << 6,
     MSI_FACT_OFF = 1 << 7,
@@ -5756,7 +5756,8 @@ enum {
     MSI_FACT_NOT_NATIVE = 1 << 10,
     MSI_FACT_NOT_BUILT = 1 << 11,
     MSI_FACT_PLAIN_FITS = 1 << 12,
-    /* Of the largest tensor of the layer that is left as it is. */
+    /* About the tensor that explains best why the technique is not applied: see
+       msi_explains_more. */
     MSI_FACT_UNREAD = 1 << 13,
     MSI_FACT_RUNS_ONCE = 1 << 14,
     MSI_FACT_OUTPUT = 1 << 15,
@@ -5772,119 +5773,93 @@ enum {
 
 typedef struct msi_rule {
     ms_rule text;
-    uint32_t techniques; // that it is asked for
-    uint32_t facts;      // it fires where all of these hold
+    uint32_t techniques; // that it can explain
+    uint32_t facts;      // it explains a decision where all of these hold
 } msi_rule;
 
-/* The first that fires has decided; the last always does. */
+/* The first rule whose facts hold explains a decision; the last rule always does. */
+#define MSI_RULE(techniques, facts, id, condition, reason)                                         \
+    { {id, condition, reason}, techniques, facts }
+
 static const msi_rule msi_rules[] = {
-    {{"forced", "it is forced on all that it is applied to",
-      "what is forced is part of every plan, whatever the budget"},
-     MSI_ANY,
-     MSI_FACT_APPLIED | MSI_FACT_FORCED},
-    {{"switched-on", "early_update is ON", "ON updates at once, whatever the budget"},
-     MSI_EARLY_UPDATE,
-     MSI_FACT_APPLIED | MSI_FACT_ON},
-    {{"smallest", "force_optimize is set, and the arena is smaller with it",
-      "the smallest arena is asked for, whatever the budget"},
-     MSI_ANY,
-     MSI_FACT_APPLIED | MSI_FACT_FREES | MSI_FACT_SMALLEST},
-    {{"checkpoint", "without it the arena would exceed the budget",
-      "the fastest plan found that meets the budget drops what the layer makes in forward, and "
-      "recomputes it in backward"},
-     MSI_CHECKPOINTING,
-     MSI_FACT_APPLIED | MSI_FACT_FREES},
-    {{"on-the-way", "a recomputation reads what the layer makes, and no backward does",
-      "no plan keeps that, so it is made again on the way to what comes back"},
-     MSI_CHECKPOINTING,
-     MSI_FACT_APPLIED},
-    {{"early-update", "without it the arena would exceed the budget",
-      "an update inside backward ends the life of the gradient, at no cost in time"},
-     MSI_EARLY_UPDATE,
-     MSI_FACT_APPLIED},
-    {{"detached", "the model is detached", "the plain plan uses nothing, whatever is forced"},
-     MSI_ANY,
-     MSI_FACT_DETACHED},
-    {{"forbidden", "it is forbidden for the layer, or for the tensor of it that matters most",
-      "what is forbidden is part of no plan"},
-     MSI_ANY,
-     MSI_FACT_FORBIDDEN},
-    {{"off", "its switch is OFF", "what is switched off is part of no plan"},
-     MSI_ANY,
-     MSI_FACT_OFF},
-    {{"mode", "the mode does not have it, and its switch is at DEFAULT",
-      "a mode bounds what may be done to a model; a bolder one allows it, and ON allows it in any"},
-     MSI_ANY,
-     MSI_FACT_BEYOND_MODE},
-    {{"shared-memory", "the device computes in the memory of the host",
-      "what is copied out takes as much of the same memory"},
-     MSI_OFFLOADING,
-     MSI_FACT_SHARED_MEMORY},
-    {{"not-native", "the device does not say that it computes in BF16 or FP16",
-      "arithmetic that is emulated is slower"},
-     MSI_MIXED,
-     MSI_FACT_NOT_NATIVE},
-    {{"not-built", "this version does not have it",
-      "it has its place in modes and switches, and no plan uses it yet"},
-     MSI_ANY,
-     MSI_FACT_NOT_BUILT},
-    {{"smart-skip", "the plain arena is within the budget",
-      "nothing has to be done, so nothing is"},
-     MSI_ANY,
-     MSI_FACT_PLAIN_FITS},
-    {{"unread", "no backward reads what the layer makes",
-      "its values end with their last reader in forward, as in the plain plan"},
-     MSI_CHECKPOINTING,
-     MSI_FACT_UNREAD},
-    {{"runs-once", "no_recompute is set, or the layer writes gradients in forward",
-      "a second run would not do what the first one did"},
-     MSI_CHECKPOINTING,
-     MSI_FACT_RUNS_ONCE},
-    {{"output", "what the layer makes is the loss, or kept by ms_add_output",
-      "the trainer may read it after the step"},
-     MSI_CHECKPOINTING,
-     MSI_FACT_OUTPUT},
-    {{"recompute-reads", "recompute_reads of the layer names it",
-      "what a layer is recomputed from cannot be dropped"},
-     MSI_CHECKPOINTING,
-     MSI_FACT_RECOMPUTE_READS},
-    {{"not-idle", "no layer runs between its last use in forward and its first in backward",
-      "there is no time in which its memory would be free"},
-     MSI_CHECKPOINTING,
-     MSI_FACT_NOT_IDLE},
-    {{"no-gradient", "the layer has no param that learns", "there is nothing to update"},
-     MSI_EARLY_UPDATE,
-     MSI_FACT_NO_GRADIENT},
-    {{"all-gradients", "accumulation, clipping, or an optimizer that leaves updates to the trainer",
-      "no gradient may be used up before all of them are complete"},
-     MSI_EARLY_UPDATE,
-     MSI_FACT_ALL_GRADIENTS},
-    {{"borrowed", "the gradient is borrowed", "its memory is the trainer's, not the arena's"},
-     MSI_EARLY_UPDATE,
-     MSI_FACT_BORROWED},
-    {{"read-again", "a layer without a backward reads the param",
-      "that layer could be recomputed after the update, and would see the new value"},
-     MSI_EARLY_UPDATE,
-     MSI_FACT_READ_AGAIN},
-    {{"shared", "an earlier layer uses the param too",
-      "backward comes to that layer last, and its line tells what became of the gradient"},
-     MSI_EARLY_UPDATE,
-     MSI_FACT_SHARED_PARAM},
-    {{"late", "the plan may update inside backward, and its arena is as small where this one waits",
-      "an update right after the backward of its layer can be slow"},
-     MSI_EARLY_UPDATE,
-     MSI_FACT_LATE},
-    {{"no-gain", "force_optimize is set, and the arena would be no smaller with it",
-      "it would cost time for nothing"},
-     MSI_ANY,
-     MSI_FACT_SMALLEST},
-    {{"fits", "none of the above", "the fastest plan found meets the budget without it"},
-     MSI_ANY,
-     0}};
+    MSI_RULE(MSI_ANY, MSI_FACT_APPLIED | MSI_FACT_FORCED, "forced",
+             "it is forced on all that it is applied to",
+             "what is forced is part of every plan, whatever the budget"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_APPLIED | MSI_FACT_ON, "switched-on", "early_update is ON",
+             "ON updates at once, whatever the budget"),
+    MSI_RULE(MSI_ANY, MSI_FACT_APPLIED | MSI_FACT_FREES | MSI_FACT_SMALLEST, "smallest",
+             "force_optimize is set, and the arena is smaller with it",
+             "the smallest arena is asked for, whatever the budget"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_APPLIED | MSI_FACT_FREES, "checkpoint",
+             "without it the arena would exceed the budget",
+             "the fastest plan found that meets the budget drops what the layer makes in forward, "
+             "and recomputes it in backward"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_APPLIED, "on-the-way",
+             "a recomputation reads what the layer makes, and no backward does",
+             "no plan keeps that, so it is made again on the way to what comes back"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_APPLIED, "early-update",
+             "without it the arena would exceed the budget",
+             "an update inside backward ends the live range of the gradient, at no cost in time"),
+    MSI_RULE(MSI_ANY, MSI_FACT_DETACHED, "detached", "the model is detached",
+             "the plain plan uses nothing, whatever is forced"),
+    MSI_RULE(MSI_ANY, MSI_FACT_FORBIDDEN, "forbidden",
+             "it is forbidden for the layer, or for the tensor of it that matters most",
+             "what is forbidden is part of no plan"),
+    MSI_RULE(MSI_ANY, MSI_FACT_OFF, "off", "its switch is OFF",
+             "what is switched off is part of no plan"),
+    MSI_RULE(MSI_ANY, MSI_FACT_BEYOND_MODE, "mode",
+             "the mode does not have it, and its switch is at DEFAULT",
+             "a mode bounds what may be done to a model; a bolder one allows it, and ON allows it "
+             "in any"),
+    MSI_RULE(MSI_OFFLOADING, MSI_FACT_SHARED_MEMORY, "shared-memory",
+             "the device computes in the memory of the host",
+             "what is copied out takes as much of the same memory"),
+    MSI_RULE(MSI_MIXED, MSI_FACT_NOT_NATIVE, "not-native",
+             "the device does not say that it computes in BF16 or FP16",
+             "arithmetic that is emulated is slower"),
+    MSI_RULE(MSI_ANY, MSI_FACT_NOT_BUILT, "not-built", "this version does not have it",
+             "it has its place in modes and switches, and no plan uses it yet"),
+    MSI_RULE(MSI_ANY, MSI_FACT_PLAIN_FITS, "smart-skip", "the plain arena is within the budget",
+             "nothing has to be done, so nothing is"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_UNREAD, "unread", "no backward reads what the layer makes",
+             "its values end with their last reader in forward, as in the plain plan"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_RUNS_ONCE, "runs-once",
+             "no_recompute is set, or the layer writes gradients in forward",
+             "a second run would not do what the first one did"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_OUTPUT, "output",
+             "what the layer makes is the loss, or kept by ms_add_output",
+             "the trainer may read it after the step"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_RECOMPUTE_READS, "recompute-reads",
+             "recompute_reads of the layer names it",
+             "what a layer is recomputed from cannot be dropped"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_NOT_IDLE, "not-idle",
+             "no layer runs between its last use in forward and its first in backward",
+             "there is no time in which its memory would be free"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_NO_GRADIENT, "no-gradient",
+             "the layer has no param that learns", "there is nothing to update"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_ALL_GRADIENTS, "all-gradients",
+             "accumulation, clipping, or an optimizer that leaves updates to the trainer",
+             "no gradient may be used up before all of them are complete"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_BORROWED, "borrowed", "the gradient is borrowed",
+             "its memory is the trainer's, not the arena's"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_READ_AGAIN, "read-again",
+             "a layer without a backward reads the param",
+             "that layer could be recomputed after the update, and would see the new value"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_SHARED_PARAM, "shared",
+             "an earlier layer uses the param too",
+             "backward comes to that layer last, and its line tells what became of the gradient"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_LATE, "late",
+             "the plan may update inside backward, and its arena is as small where this one waits",
+             "an update right after the backward of its layer can be slow"),
+    MSI_RULE(MSI_ANY, MSI_FACT_SMALLEST, "no-gain",
+             "force_optimize is set, and the arena would be no smaller with it",
+             "it would cost time for nothing"),
+    MSI_RULE(MSI_ANY, 0, "fits", "none of the above",
+             "the fastest plan found meets the budget without it")};
 
 enum { MSI_RULE_COUNT = sizeof msi_rules / sizeof msi_rules[0] };
 
-/* What a plan does, found by layer and by tensor, so that the rules can be asked. */
+/* What a plan does, indexed by layer and by tensor: what the rules are checked against. */
 typedef struct msi_review {
     const ms_model *model;
     const msi_plan *plan;
@@ -5932,19 +5907,10 @@ static void msi_review_free(msi_review *r) {
 static bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique technique,
                            uint32_t tensor) {
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
-    switch (technique) {
-    case MS_TECHNIQUE_CHECKPOINTING:
-        return r->plan->decisions[tensor].pass > 0 && t->last_reader != MSI_NONE;
-    case MS_TECHNIQUE_EARLY_UPDATE:
-        return r->update[tensor] < r->plan->train.backward_end && t->last_gradient == layer;
-    case MS_TECHNIQUE_OFFLOADING: // not built
-    case MS_TECHNIQUE_TILING:
-    case MS_TECHNIQUE_MIXED_PRECISION:
-    case MS_TECHNIQUE_OPTIMIZER_8BIT:
-    case MS_TECHNIQUE_COUNT:
-        break;
-    }
-    return false;
+    return technique == MS_TECHNIQUE_CHECKPOINTING
+               ? r->plan->decisions[tensor].pass > 0 && t->last_reader != MSI_NONE
+               : technique == MS_TECHNIQUE_EARLY_UPDATE &&
+                     r->update[tensor] < r->plan->train.backward_end && t->last_gradient == layer;
 }
 
 /* Whether a technique could matter for a tensor that it is not applied to. */
@@ -5952,26 +5918,19 @@ static bool msi_matters(const msi_review *r, uint32_t layer, ms_technique techni
                         uint32_t tensor) {
     const msi_graph *g = &r->model->graph;
     const msi_tensor *t = &g->tensors.items[tensor];
-    switch (technique) {
-    case MS_TECHNIQUE_CHECKPOINTING:
-        return t->last_reader != MSI_NONE || t->is_output || tensor == g->loss || t->must_stay;
-    case MS_TECHNIQUE_EARLY_UPDATE:
-        return msi_is_trained(t) && t->last_gradient == layer;
-    case MS_TECHNIQUE_OFFLOADING: // not built
-    case MS_TECHNIQUE_TILING:
-    case MS_TECHNIQUE_MIXED_PRECISION:
-    case MS_TECHNIQUE_OPTIMIZER_8BIT:
-    case MS_TECHNIQUE_COUNT:
-        break;
-    }
-    return true;
+    return technique == MS_TECHNIQUE_CHECKPOINTING
+               ? t->last_reader != MSI_NONE || t->is_output || tensor == g->loss || t->must_stay
+               : technique != MS_TECHNIQUE_EARLY_UPDATE ||
+                     (msi_is_trained(t) && t->last_gradient == layer);
 }
 
-/* Between its uses in forward and in backward a value lies idle while layers run. */
+/* Whether layers run while a value lies idle between its last use in forward and its first in
+   backward. */
 static bool msi_lies_idle(const msi_review *r, uint32_t tensor) {
     const msi_program *p = &r->plan->train;
     const uint32_t producer = r->model->graph.tensors.items[tensor].producer;
     const msi_instruction *i = &p->instructions.items[r->forward[producer]];
+    bool idle = false;
     for (uint32_t k = 0; k < i->operand_count; k++) {
         const uint32_t index = p->operands.items[i->operand_first + k].range;
         const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
@@ -5980,19 +5939,17 @@ static bool msi_lies_idle(const msi_review *r, uint32_t tensor) {
             continue;
         }
         for (uint32_t now = range->idle_first + 1; now < range->idle_last; now++) {
-            if (msi_calls_layer((msi_op)p->instructions.items[now].op)) {
-                return true;
-            }
+            idle |= msi_calls_layer((msi_op)p->instructions.items[now].op);
         }
     }
-    return false;
+    return idle;
 }
 
 static uint32_t msi_fact(uint32_t fact, bool holds) {
     return holds ? fact : 0;
 }
 
-/* Facts of a technique that hold for every layer. */
+/* The facts about a technique that hold for every layer. */
 static uint32_t msi_common_facts(const msi_review *r, ms_technique technique) {
     const ms_model *m = r->model;
     const ms_switch is = msi_switch_of(&m->config, technique);
@@ -6010,7 +5967,8 @@ static uint32_t msi_common_facts(const msi_review *r, ms_technique technique) {
            msi_fact(MSI_FACT_PLAIN_FITS, plain_fits);
 }
 
-/* Facts of the tensor of a layer that a technique is not applied to; MSI_NONE: there is none. */
+/* The facts about the tensor of a layer that a technique is not applied to; MSI_NONE: there is no
+   such tensor. */
 static uint32_t msi_checkpointing_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
     const msi_graph *g = &r->model->graph;
     if (tensor == MSI_NONE || !msi_matters(r, layer, MS_TECHNIQUE_CHECKPOINTING, tensor)) {
@@ -6044,8 +6002,8 @@ static const ms_rule *msi_find_rule(ms_technique technique, uint32_t facts) {
     return &msi_rules[k].text;
 }
 
-/* Whether a tensor tells more than another why a technique is not applied: one that matters, then
-   the larger one, then the first. */
+/* Whether tensor `a` explains better than `b` why a technique is not applied: one that matters does,
+   then the larger one, then the first. */
 static bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique technique,
                               uint32_t a, uint32_t b) {
     const msi_tensor *tensors = r->model->graph.tensors.items;
@@ -6058,7 +6016,7 @@ static bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique 
 }
 
 /* Adds up the tensors of a layer that a technique is applied to; returns, of the others, the one
-   that tells most. */
+   that explains most. */
 static uint32_t msi_gather(const msi_review *r, ms_decision *d, uint32_t *facts) {
     const msi_graph *g = &r->model->graph;
     const uint32_t layer = d->layer.id - 1;
@@ -6088,15 +6046,15 @@ static uint32_t msi_gather(const msi_review *r, ms_decision *d, uint32_t *facts)
     return left;
 }
 
-/* Bytes of what a layer makes and the plan does not drop. */
+/* Bytes of what a layer makes and the plan keeps. */
 static uint64_t msi_kept_bytes(const msi_review *r, uint32_t layer) {
     const msi_graph *g = &r->model->graph;
-    uint32_t count;
-    const uint32_t *made = msi_made_by(g, layer, &count);
     uint64_t kept = 0;
-    for (uint32_t k = 0; k < count; k++) {
-        const bool keeps = made[k] != MSI_NONE && r->plan->decisions[made[k]].pass == 0;
-        kept += keeps ? g->tensors.items[made[k]].bytes : 0;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
+        for (MSI_EACH(made, g, &g->layers.items[layer], group)) {
+            const bool keeps = r->plan->decisions[made.tensor].pass == 0;
+            kept += keeps ? g->tensors.items[made.tensor].bytes : 0;
+        }
     }
     return kept;
 }
