@@ -4379,18 +4379,18 @@ static bool msi_switches_are_valid(const ms_config *c) {
 static const char *msi_config_fault(const ms_config *c) {
     return c->cuda_graph && (!c->backend.recording_begin || !c->backend.is_asynchronous)
                ? "cuda_graph: this backend cannot record"
-           : c->cuda_graph && c->debug     ? "cuda_graph: debug mode runs callbacks several times"
-           : !msi_is_complete(&c->backend) ? "backend: its size is not sizeof(ms_backend), or a "
-                                             "function is missing"
+           : c->cuda_graph && c->debug ? "cuda_graph: debug mode runs callbacks several times"
+           : !msi_is_complete(&c->backend)
+               ? "backend: its size is not sizeof(ms_backend), or a function is missing"
            : !c->allocator.alloc != !c->allocator.release
                ? "allocator: one of its two functions is missing"
            : !msi_arena_fits(c) ? "arena: its backend is not that of the model"
            : !(c->target_utilization > 0.0 && c->target_utilization <= 1.0)
                ? "target_utilization: it must be above 0 and at most 1"
            : (unsigned)c->mode >= MS_MODE_COUNT ? "mode: there is no such mode"
-           : !msi_switches_are_valid(c) ? "checkpointing, offloading, tiling, mixed_precision, "
-                                          "optimizer_8bit, early_update, static_profiling or "
-                                          "empirical_profiling: there is no such switch"
+           : !msi_switches_are_valid(c)
+               ? "checkpointing, offloading, tiling, mixed_precision, optimizer_8bit, "
+                 "early_update, static_profiling or empirical_profiling: there is no such switch"
            : c->warmup_steps > MSI_MAX_WARMUP ? "warmup_steps: it must be at most 1000"
                                               : NULL;
 }
@@ -4411,14 +4411,14 @@ static const char *msi_hardware_fault(const ms_hardware *hardware) {
                : NULL;
 }
 
-/* Reports an error that sticks; false, so that a check can return it. */
-#define MSI_REFUSE(m, ...) (MSI_STICK(m, __VA_ARGS__), false)
+/* Reports a wrong argument, as an error that sticks; false, so that a check can return it. */
+#define MSI_REFUSE(m, ...) (MSI_STICK(m, MS_RESULT_INVALID, __VA_ARGS__), false)
 #define MSI_REFUSE_LAYER(m, name, format, ...)                                                     \
-    MSI_REFUSE(m, MS_RESULT_INVALID, "layer \"%s\": " format, name, __VA_ARGS__)
+    MSI_REFUSE(m, "layer \"%s\": " format, name, __VA_ARGS__)
 
 static bool msi_check_hardware(ms_model *m, const ms_hardware *hardware) {
     const char *fault = hardware ? msi_hardware_fault(hardware) : NULL;
-    return !fault || MSI_REFUSE(m, MS_RESULT_INVALID, "ms_set_hardware: %s", fault);
+    return !fault || MSI_REFUSE(m, "ms_set_hardware: %s", fault);
 }
 
 /* Whether a value is from 0 to below 1; a NaN is not. */
@@ -4442,24 +4442,21 @@ static const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
 static bool msi_check_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
     const char *fault = msi_optimizer_fault(desc);
     if (fault) {
-        return MSI_REFUSE(m, MS_RESULT_INVALID, "ms_set_optimizer: %s", fault);
+        return MSI_REFUSE(m, "ms_set_optimizer: %s", fault);
     }
     if (desc->state_count > MS_LIMIT_OPTIMIZER_STATE) {
         return MSI_REFUSE(
-            m, MS_RESULT_INVALID,
-            "ms_set_optimizer: state_count is %u; a param has %d tensors of state at most",
+            m, "ms_set_optimizer: state_count is %u; a param has %d tensors of state at most",
             (unsigned)desc->state_count, MS_LIMIT_OPTIMIZER_STATE);
     }
     return (msi_is_share(desc->beta1) && msi_is_share(desc->beta2) &&
             msi_is_share(desc->momentum) && desc->epsilon >= 0.0f &&
             isfinite(desc->learning_rate) && isfinite(desc->weight_decay) &&
             desc->grad_clip_norm >= 0.0f && isfinite(desc->grad_clip_norm)) ||
-           MSI_REFUSE(m, MS_RESULT_INVALID,
+           MSI_REFUSE(m,
                       "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g, "
-                      "clip norm "
-                      "%g: all must be finite, betas and momentum at least 0 and below 1, epsilon "
-                      "and norm "
-                      "not negative",
+                      "clip norm %g: all must be finite, betas and momentum at least 0 and below "
+                      "1, epsilon and norm not negative",
                       (double)desc->learning_rate, (double)desc->weight_decay, (double)desc->beta1,
                       (double)desc->beta2, (double)desc->momentum, (double)desc->epsilon,
                       (double)desc->grad_clip_norm);
@@ -4467,10 +4464,10 @@ static bool msi_check_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
 
 /* Checks a number that a setter received, perhaps for a tensor. */
 static bool msi_check_finite(ms_model *m, const char *function, const char *tensor, float value) {
-    return m && (isfinite(value) ||
-                 MSI_REFUSE(m, MS_RESULT_INVALID, "%s%s%s%s: %g; it must be a finite number",
-                            function, tensor ? " of \"" : "", tensor ? tensor : "",
-                            tensor ? "\"" : "", (double)value));
+    return m &&
+           (isfinite(value) || MSI_REFUSE(m, "%s%s%s%s: %g; it must be a finite number", function,
+                                          tensor ? " of \"" : "", tensor ? tensor : "",
+                                          tensor ? "\"" : "", (double)value));
 }
 
 static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
@@ -4478,25 +4475,23 @@ static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dty
     const msi_graph *g = &m->graph;
     const char *what = msi_kind_names[kind];
     if (ms_dtype_bytes(dtype) == 0) {
-        return MSI_REFUSE(m, MS_RESULT_INVALID, "%s \"%s\": there is no dtype %d", what, name,
-                          (int)dtype);
+        return MSI_REFUSE(m, "%s \"%s\": there is no dtype %d", what, name, (int)dtype);
     }
     if (kind == MSI_KIND_PARAM && dtype != MS_DTYPE_F32) {
-        return MSI_REFUSE(m, MS_RESULT_UNSUPPORTED, "param \"%s\" has dtype %s; params are f32",
-                          name, ms_dtype_name(dtype));
+        MSI_STICK(m, MS_RESULT_UNSUPPORTED, "param \"%s\" has dtype %s; params are f32", name,
+                  ms_dtype_name(dtype));
+        return false;
     }
     if (shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
         return MSI_REFUSE(
-            m, MS_RESULT_INVALID,
-            "%s \"%s\": rank %d; it must be 0 to %d (-1 is what a wrong ms_along returns)", what,
+            m, "%s \"%s\": rank %d; it must be 0 to %d (-1 is what a wrong ms_along returns)", what,
             name, (int)shape->rank, MS_LIMIT_RANK);
     }
     for (int i = 0; i < shape->rank; i++) {
         int64_t unit = shape->dim[i];
         if (unit < 1) {
-            return MSI_REFUSE(m, MS_RESULT_INVALID,
-                              "%s \"%s\": dim %d is %lld; dims must be at least 1", what, name, i,
-                              (long long)unit);
+            return MSI_REFUSE(m, "%s \"%s\": dim %d is %lld; dims must be at least 1", what, name,
+                              i, (long long)unit);
         }
         for (uint32_t a = 0; a < MS_LIMIT_AXES; a++) {
             if (!(shape->axes[i] >> a & 1)) {
@@ -4504,12 +4499,11 @@ static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dty
             }
             if (a >= g->axis_count) {
                 return MSI_REFUSE(
-                    m, MS_RESULT_INVALID,
-                    "%s \"%s\": dim %d lies along axis %u, which this model does not have", what,
+                    m, "%s \"%s\": dim %d lies along axis %u, which this model does not have", what,
                     name, i, (unsigned)a);
             }
             if (kind == MSI_KIND_PARAM || unit % g->axes[a].size != 0) {
-                return MSI_REFUSE(m, MS_RESULT_INVALID,
+                return MSI_REFUSE(m,
                                   "%s \"%s\": dim %d, %lld, lies along axis \"%s\" of size %lld%s",
                                   what, name, i, (long long)shape->dim[i],
                                   msi_name(m, g->axes[a].name), (long long)g->axes[a].size,
@@ -4535,11 +4529,10 @@ static ms_tensor msi_register_tensor(ms_model *m, msi_kind kind, const char *nam
 static bool msi_check_axis(ms_model *m, const char *name, int64_t size, int64_t largest) {
     const uint32_t count = m->graph.axis_count;
     return (size >= 1 && largest >= size && count < MS_LIMIT_AXES) ||
-           MSI_REFUSE(
-               m, MS_RESULT_INVALID,
-               "axis \"%s\": size %lld, largest %lld, %u axes so far: the size must be at least 1, "
-               "the largest no smaller, and there are %d axes at most",
-               name, (long long)size, (long long)largest, (unsigned)count, MS_LIMIT_AXES);
+           MSI_REFUSE(m,
+                      "axis \"%s\": size %lld, largest %lld, %u axes so far: the size must be at "
+                      "least 1, the largest no smaller, and there are %d axes at most",
+                      name, (long long)size, (long long)largest, (unsigned)count, MS_LIMIT_AXES);
 }
 
 /* Checks the sizes that ms_reshape received. */
@@ -4571,9 +4564,9 @@ static const char *msi_operand_fault(const ms_model *m, msi_group_kind group, ms
     const bool written = t->producer != MSI_NONE;
     switch (group) {
     case MSI_GROUP_IN:
-        return t->kind == MSI_KIND_PARAM   ? "is a param; params belong in `param`"
-               : t->kind == MSI_KIND_SAVED ? "is a saved tensor, which only its own layer can "
-                                             "read: make it an output"
+        return t->kind == MSI_KIND_PARAM ? "is a param; params belong in `param`"
+               : t->kind == MSI_KIND_SAVED
+                   ? "is a saved tensor, which only its own layer can read: make it an output"
                : t->kind == MSI_KIND_ACTIVATION && !written
                    ? "is not written by any layer before this one: register that one first"
                    : NULL;
@@ -4603,6 +4596,11 @@ static const char *msi_operand_fault(const ms_model *m, msi_group_kind group, ms
 static const char *msi_handle_name(const ms_model *m, ms_tensor handle) {
     const uint32_t t = msi_index(m, handle);
     return t == MSI_NONE ? "?" : msi_tensor_name(m, t);
+}
+
+static const msi_tensor *msi_tensor_at(const ms_model *m, ms_tensor handle) {
+    const uint32_t t = msi_index(m, handle);
+    return t == MSI_NONE ? NULL : &m->graph.tensors.items[t];
 }
 
 /* The output of a layer that a setter received; MSI_NONE and an error that sticks if it is none. */
@@ -4641,53 +4639,50 @@ static msi_tensor *msi_tensor_of(ms_model *model, const char *function, ms_tenso
 
 static msi_tensor *msi_param_of(ms_model *model, const char *function, ms_tensor param) {
     const uint32_t t = model ? msi_value_index(model, param) : MSI_NONE;
-    if (t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM) {
-        return &model->graph.tensors.items[t];
-    }
-    if (model) {
+    const bool found = t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM;
+    if (model && !found) {
         MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is not a param", function,
                   t == MSI_NONE ? "?" : msi_tensor_name(model, t));
     }
-    return NULL;
+    return found ? &model->graph.tensors.items[t] : NULL;
 }
 
 /* The layer that a setter received, or NULL and an error that sticks. */
 static msi_layer *msi_layer_of(ms_model *m, const char *function, ms_layer layer) {
-    const bool found =
-        m && (layer.id - 1 < m->graph.layers.count ||
-              MSI_REFUSE(m, MS_RESULT_INVALID, "%s: layer %u is not a layer of this model",
-                         function, (unsigned)layer.id));
+    const bool found = m && (layer.id - 1 < m->graph.layers.count ||
+                             MSI_REFUSE(m, "%s: layer %u is not a layer of this model", function,
+                                        (unsigned)layer.id));
     return found ? &m->graph.layers.items[layer.id - 1] : NULL;
 }
 
 /* The index of a loss, or MSI_NONE and an error that sticks. */
 static uint32_t msi_loss_index(ms_model *m, ms_tensor loss) {
     const uint32_t t = msi_activation_index(m, "ms_set_loss", loss);
-    if (t != MSI_NONE && m->graph.tensors.items[t].view.dtype != MS_DTYPE_F32) {
-        MSI_STICK(m, MS_RESULT_INVALID, "loss \"%s\" has dtype %s; a loss is f32",
-                  msi_tensor_name(m, t), ms_dtype_name(m->graph.tensors.items[t].view.dtype));
-        return MSI_NONE;
-    }
-    return t;
+    const ms_dtype dtype = t == MSI_NONE ? MS_DTYPE_F32 : m->graph.tensors.items[t].view.dtype;
+    return dtype == MS_DTYPE_F32 || MSI_REFUSE(m, "loss \"%s\" has dtype %s; a loss is f32",
+                                               msi_tensor_name(m, t), ms_dtype_name(dtype))
+               ? t
+               : MSI_NONE;
 }
 
 /* Whether there are such a technique and such a switch. */
 static bool msi_check_technique(ms_model *m, const char *function, ms_technique technique,
                                 ms_switch force) {
     return m && (((unsigned)technique < MS_TECHNIQUE_COUNT && (unsigned)force <= MS_SWITCH_OFF) ||
-                 MSI_REFUSE(m, MS_RESULT_INVALID, "%s: there is no technique %d or no switch %d",
-                            function, (int)technique, (int)force));
+                 MSI_REFUSE(m, "%s: there is no technique %d or no switch %d", function,
+                            (int)technique, (int)force));
 }
 
 /* The index of a tensor that a technique can be set on, or MSI_NONE and an error that sticks. */
 static uint32_t msi_technique_index(ms_model *m, ms_tensor tensor, ms_technique technique) {
     const uint32_t t = msi_value_index(m, tensor);
-    if (t != MSI_NONE && (msi_techniques[technique].kinds >> m->graph.tensors.items[t].kind & 1)) {
-        return t;
-    }
-    MSI_STICK(m, MS_RESULT_INVALID, "ms_set_tensor_technique: \"%s\" is not %s",
-              t == MSI_NONE ? "?" : msi_tensor_name(m, t), msi_techniques[technique].needed);
-    return MSI_NONE;
+    const bool fits =
+        t != MSI_NONE && (msi_techniques[technique].kinds >> m->graph.tensors.items[t].kind & 1);
+    return fits || MSI_REFUSE(m, "ms_set_tensor_technique: \"%s\" is not %s",
+                              t == MSI_NONE ? "?" : msi_tensor_name(m, t),
+                              msi_techniques[technique].needed)
+               ? t
+               : MSI_NONE;
 }
 
 /* Forces or forbids a technique for those tensors of a layer that it can be set on. */
@@ -4765,29 +4760,8 @@ static bool msi_check_masks(ms_model *m, const char *name, const ms_layer_desc *
     return good;
 }
 
-static uint64_t msi_handle_bytes(const ms_model *m, ms_tensor handle) {
-    const uint32_t t = msi_index(m, handle);
-    return t == MSI_NONE ? 0 : m->graph.tensors.items[t].bytes;
-}
-
-static const char *msi_handle_dtype(const ms_model *m, ms_tensor handle) {
-    const uint32_t t = msi_index(m, handle);
-    return t == MSI_NONE ? "?" : ms_dtype_name(m->graph.tensors.items[t].view.dtype);
-}
-
-/* Whether two handles have as many bytes of one dtype, at all sizes of the axes. */
-static bool msi_same_size(const ms_model *m, ms_tensor a, ms_tensor b) {
-    const uint32_t i = msi_index(m, a), k = msi_index(m, b);
-    if (i == MSI_NONE || k == MSI_NONE) {
-        return false;
-    }
-    const msi_tensor *x = &m->graph.tensors.items[i], *y = &m->graph.tensors.items[k];
-    return x->view.dtype == y->view.dtype && x->bytes == y->bytes &&
-           msi_scales_alike(&m->graph, i, k);
-}
-
-/* One result that must be computed in place: its mask names one operand, of its size and dtype,
-   in whose memory no other result is computed. */
+/* Checks one result that must be computed in place: its mask names one operand, of its size and
+   dtype, in whose memory no other result is computed. */
 static bool msi_check_must(ms_model *m, const char *name, const char *field, uint32_t slot,
                            ms_tensor result, uint32_t mask, const ms_tensor *operands,
                            uint32_t *claimed) {
@@ -4802,16 +4776,16 @@ static bool msi_check_must(ms_model *m, const char *name, const char *field, uin
                                 fault);
     }
     *claimed |= (uint32_t)1 << k;
-    return msi_same_size(m, operands[k], result) ||
-           MSI_REFUSE_LAYER(m, name,
-                            "\"%s\", %llu bytes of %s, must be computed in the place of \"%s\", "
-                            "%llu bytes of %s: "
-                            "both must have one dtype, and one size along the same axes",
-                            msi_handle_name(m, result),
-                            (unsigned long long)msi_handle_bytes(m, result),
-                            msi_handle_dtype(m, result), msi_handle_name(m, operands[k]),
-                            (unsigned long long)msi_handle_bytes(m, operands[k]),
-                            msi_handle_dtype(m, operands[k]));
+    const msi_tensor *x = msi_tensor_at(m, result), *y = msi_tensor_at(m, operands[k]);
+    return (x && y && x->view.dtype == y->view.dtype && x->bytes == y->bytes &&
+            msi_scales_alike(&m->graph, msi_index(m, result), msi_index(m, operands[k]))) ||
+           MSI_REFUSE_LAYER(
+               m, name,
+               "\"%s\", %llu bytes of %s, must be computed in the place of \"%s\", %llu bytes of "
+               "%s: both must have one dtype, and one size along the same axes",
+               msi_handle_name(m, result), (unsigned long long)(x ? x->bytes : 0),
+               x ? ms_dtype_name(x->view.dtype) : "?", msi_handle_name(m, operands[k]),
+               (unsigned long long)(y ? y->bytes : 0), y ? ms_dtype_name(y->view.dtype) : "?");
 }
 
 static bool msi_check_in_place(ms_model *m, const char *name, const ms_layer_desc *d) {
@@ -4962,9 +4936,8 @@ static ms_result msi_check_buffers(ms_model *m) {
             if (t->kind == MSI_KIND_BUFFER && t->last_reader != MSI_NONE) {
                 return msi_fail(
                     m, MS_RESULT_INVALID,
-                    "layer \"%s\": in[%u] \"%s\" is changed as state by the later layer "
-                    "\"%s\", so backward would see another value: make it state of "
-                    "\"%s\" too, or copy it",
+                    "layer \"%s\": in[%u] \"%s\" is changed as state by the later layer \"%s\", so "
+                    "backward would see another value: make it state of \"%s\" too, or copy it",
                     msi_name(m, l->name), (unsigned)in.slot, msi_name(m, t->name),
                     msi_layer_name(m, t->last_reader), msi_name(m, l->name));
             }
@@ -4990,11 +4963,11 @@ static ms_result msi_check_on_host(ms_model *m) {
         }
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
             if ((changed >> in.slot & 1) && g->tensors.items[in.tensor].on_host) {
-                return msi_fail(
-                    m, MS_RESULT_INVALID,
-                    "layer \"%s\": in[%u] \"%s\" stays on the host (ms_set_on_host), but "
-                    "must_in_place or clobbers says that it is written to",
-                    msi_name(m, l->name), (unsigned)in.slot, msi_tensor_name(m, in.tensor));
+                return msi_fail(m, MS_RESULT_INVALID,
+                                "layer \"%s\": in[%u] \"%s\" stays on the host (ms_set_on_host), "
+                                "but must_in_place or clobbers says that it is written to",
+                                msi_name(m, l->name), (unsigned)in.slot,
+                                msi_tensor_name(m, in.tensor));
             }
         }
     }
@@ -5027,11 +5000,11 @@ static ms_result msi_check_forced(ms_model *m) {
     const msi_graph *g = &m->graph;
     const char *early = msi_early_fault(m);
     if (early && m->config.early_update == MS_SWITCH_ON) {
-        return msi_fail(
-            m, MS_RESULT_INVALID,
-            "early_update is ON, but %s (accumulation_steps %u, grad_clip_norm %g): set "
-            "it to DEFAULT or OFF",
-            early, (unsigned)m->config.accumulation_steps, (double)m->optimizer.grad_clip_norm);
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "early_update is ON, but %s (accumulation_steps %u, grad_clip_norm %g): "
+                        "set it to DEFAULT or OFF",
+                        early, (unsigned)m->config.accumulation_steps,
+                        (double)m->optimizer.grad_clip_norm);
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
@@ -5040,8 +5013,7 @@ static ms_result msi_check_forced(ms_model *m) {
         if (fault) {
             return msi_fail(
                 m, MS_RESULT_INVALID,
-                "checkpointing is forced on \"%s\" of layer \"%s\", but %s: leave it to the "
-                "plan",
+                "checkpointing is forced on \"%s\" of layer \"%s\", but %s: leave it to the plan",
                 msi_tensor_name(m, t),
                 tensor->producer == MSI_NONE ? "?" : msi_layer_name(m, tensor->producer), fault);
         }
@@ -5087,12 +5059,12 @@ static ms_result msi_check_ends(ms_model *m) {
             const msi_tensor *t = &g->tensors.items[in.tensor];
             if (l->has_backward && t->producer != MSI_NONE && !t->no_gradient &&
                 g->layers.items[t->producer].ends_in_loss) {
-                return msi_fail(
-                    m, MS_RESULT_INVALID,
-                    "layer \"%s\" reads \"%s\" and has a backward, but layer \"%s\" has "
-                    "written its gradients in forward: call ms_stop_gradient on it if it is meant "
-                    "as a constant",
-                    msi_name(m, l->name), msi_name(m, t->name), msi_layer_name(m, t->producer));
+                return msi_fail(m, MS_RESULT_INVALID,
+                                "layer \"%s\" reads \"%s\" and has a backward, but layer \"%s\" "
+                                "has written its gradients in forward: call ms_stop_gradient on it "
+                                "if it is meant as a constant",
+                                msi_name(m, l->name), msi_name(m, t->name),
+                                msi_layer_name(m, t->producer));
             }
         }
     }
@@ -5116,11 +5088,10 @@ static void msi_warn(const ms_model *m) {
                             msi_any_wants(g, l, MSI_GROUP_PARAM, UINT16_MAX));
         for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
             if (stops && g->tensors.items[out.tensor].leads_to_loss) {
-                msi_log(
-                    m, MS_LOG_WARNING, "graph",
-                    "layer \"%s\" has no backward, so no gradient passes from \"%s\" to what it "
-                    "reads: give it one, or set no_backward if that is meant",
-                    msi_name(m, l->name), msi_tensor_name(m, out.tensor));
+                msi_log(m, MS_LOG_WARNING, "graph",
+                        "layer \"%s\" has no backward, so no gradient passes from \"%s\" to what "
+                        "it reads: give it one, or set no_backward if that is meant",
+                        msi_name(m, l->name), msi_tensor_name(m, out.tensor));
                 break;
             }
         }
@@ -5522,8 +5493,8 @@ static void msi_read_head(msi_reader *r) {
     const double version = msi_next_number(r, "the version", 1e9);
     if (version != (double)MSI_PROFILE_VERSION) {
         MSI_REFUSE_PROFILE(r,
-                           "line 1: the profile is of version %.0f, but this library reads "
-                           "version %d: save it again",
+                           "line 1: the profile is of version %.0f, but this library reads version "
+                           "%d: save it again",
                            version, (int)MSI_PROFILE_VERSION);
     }
     msi_expect_line(r, "graph");
@@ -5607,17 +5578,14 @@ static bool msi_check_layer_time(ms_model *m, const msi_layer *l, const ms_layer
            (msi_is_time(time->forward_us) && msi_is_time(time->backward_us) &&
             msi_is_time(time->recompute_us)) ||
            MSI_REFUSE(
-               m, MS_RESULT_INVALID,
-               "ms_set_layer_time: layer \"%s\": a time is negative, not finite, or beyond %g",
+               m, "ms_set_layer_time: layer \"%s\": a time is negative, not finite, or beyond %g",
                msi_name(m, l->name), msi_most_us);
 }
 
 /* Sets the known times of a layer, at the present sizes; NULL: they are not known. */
 static void msi_set_layer_time(ms_model *m, msi_layer *l, const ms_layer_time *time) {
-    memset(&l->known, 0, sizeof l->known);
-    if (time) {
-        l->known = *time;
-    }
+    const ms_layer_time unknown = {0.0, 0.0, 0.0};
+    l->known = time ? *time : unknown;
     l->known_elements = msi_output_elements(&m->graph, l);
     m->wrapped.changed = true;
 }
@@ -5724,17 +5692,15 @@ static ms_result msi_check_built(ms_model *m) {
         if (msi_switch_of(&m->config, (ms_technique)k) == MS_SWITCH_ON) {
             return msi_fail(
                 m, MS_RESULT_UNSUPPORTED,
-                "%s is switched ON, but this version does not have it: set it to DEFAULT or "
-                "OFF",
+                "%s is switched ON, but this version does not have it: set it to DEFAULT or OFF",
                 name);
         }
         for (uint32_t t = 0; t < g->tensors.count; t++) {
             if (g->tensors.items[t].technique[k] == MS_SWITCH_ON) {
-                return msi_fail(
-                    m, MS_RESULT_UNSUPPORTED,
-                    "%s is forced on \"%s\", but this version does not have it: leave it to "
-                    "the plan",
-                    name, msi_tensor_name(m, t));
+                return msi_fail(m, MS_RESULT_UNSUPPORTED,
+                                "%s is forced on \"%s\", but this version does not have it: leave "
+                                "it to the plan",
+                                name, msi_tensor_name(m, t));
             }
         }
     }
@@ -6002,8 +5968,8 @@ static const ms_rule *msi_find_rule(ms_technique technique, uint32_t facts) {
     return &msi_rules[k].text;
 }
 
-/* Whether tensor `a` explains better than `b` why a technique is not applied: one that matters does,
-   then the larger one, then the first. */
+/* Whether tensor `a` explains better than `b` why a technique is not applied: one that matters
+   does, then the larger one, then the first. */
 static bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique technique,
                               uint32_t a, uint32_t b) {
     const msi_tensor *tensors = r->model->graph.tensors.items;
@@ -6020,25 +5986,25 @@ static bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique 
 static uint32_t msi_gather(const msi_review *r, ms_decision *d, uint32_t *facts) {
     const msi_graph *g = &r->model->graph;
     const uint32_t layer = d->layer.id - 1;
-    const msi_layer *l = &g->layers.items[layer];
-    const uint32_t *operands = msi_group(g, l, MSI_GROUP_IN);
     uint32_t left = MSI_NONE;
     bool forced = true;
-    for (uint32_t k = l->count[MSI_GROUP_IN]; k < msi_group_start(l, MSI_GROUP_STATE); k++) {
-        const uint32_t index = operands[k];
-        const msi_tensor *t = index == MSI_NONE ? NULL : &g->tensors.items[index];
-        bool listed = false; // in an earlier slot
-        for (uint32_t j = l->count[MSI_GROUP_IN]; j < k; j++) {
-            listed |= operands[j] == index;
-        }
-        if (!t || listed || !(msi_techniques[d->technique].kinds >> t->kind & 1)) {
-            continue;
-        }
-        if (msi_is_applied(r, layer, d->technique, index)) {
-            d->saved_bytes += msi_align(t->bytes);
-            forced &= t->technique[d->technique] == MS_SWITCH_ON;
-        } else if (msi_explains_more(r, layer, d->technique, index, left)) {
-            left = index;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
+        for (MSI_EACH(operand, g, &g->layers.items[layer], group)) {
+            const uint32_t index = operand.tensor;
+            const msi_tensor *t = &g->tensors.items[index];
+            bool listed = false; // in an earlier slot
+            for (uint32_t k = 0; k < operand.slot; k++) {
+                listed |= operand.tensors[k] == index;
+            }
+            if (listed || !(msi_techniques[d->technique].kinds >> t->kind & 1)) {
+                continue;
+            }
+            if (msi_is_applied(r, layer, d->technique, index)) {
+                d->saved_bytes += msi_align(t->bytes);
+                forced &= t->technique[d->technique] == MS_SWITCH_ON;
+            } else if (msi_explains_more(r, layer, d->technique, index, left)) {
+                left = index;
+            }
         }
     }
     *facts |= msi_fact(MSI_FACT_APPLIED | MSI_FACT_FREES, d->saved_bytes > 0) |
@@ -6105,7 +6071,7 @@ static msi_technique_total msi_technique_total_of(const msi_review *r, ms_techni
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>store  where values are: params, state, buffers and inputs have their places for good
+// >>store  which values are resident, and their places: params, state, buffers and inputs
 
 static void msi_store_free(ms_model *m, msi_store *store) {
     const ms_allocator *a = &m->config.allocator;
@@ -6115,7 +6081,7 @@ static void msi_store_free(ms_model *m, msi_store *store) {
     }
     if (store->memory) {
         const uint64_t bytes = store->resident_bytes + (m->run.arena ? 0 : store->transient_bytes);
-        if (m->config.backend.device_is_host) {
+        if (b->device_is_host) {
             msi_asan_unpoison(store->memory, bytes);
         }
         b->memory_release(b->user, a, store->memory, bytes);
@@ -6129,7 +6095,7 @@ static void msi_store_free(ms_model *m, msi_store *store) {
     msi_release(a, store, sizeof *store);
 }
 
-/* Gives a slot its place behind those of its kind: in the arena, on the host, or elsewhere. */
+/* Gives a resident its place after those of its kind: in the arena, on the host, or elsewhere. */
 static void msi_place_resident(msi_store *store, msi_resident *resident) {
     uint64_t *const room = resident->borrowed  ? &store->borrowed_bytes
                            : resident->on_host ? &store->host_bytes
@@ -6138,8 +6104,9 @@ static void msi_place_resident(msi_store *store, msi_resident *resident) {
     *room += msi_align(resident->bytes);
 }
 
-static void msi_add_resident(const ms_model *m, msi_store *store, uint32_t t,
-                             const msi_tensor *tensor, msi_role role) {
+static msi_resident *msi_add_resident(const ms_model *m, msi_store *store, uint32_t t,
+                                      msi_role role) {
+    const msi_tensor *tensor = &m->graph.tensors.items[t];
     msi_resident *resident = &store->residents.items[store->residents.count++];
     memset(resident, 0, sizeof *resident);
     resident->tensor = t;
@@ -6155,14 +6122,16 @@ static void msi_add_resident(const ms_model *m, msi_store *store, uint32_t t,
         resident->staging = store->staging_bytes;
         store->staging_bytes += msi_align(resident->bytes);
     }
+    return resident;
 }
 
 static bool msi_learns(const msi_tensor *t) {
     return msi_is_trained(t) && t->last_gradient != MSI_NONE;
 }
 
-/* What comes first: in the arena the workspace of the backend and the step's own memory, in host
-   memory that once more, with its verdict; or there alone, where nothing has to be copied. */
+/* Reserves what comes before the residents. The arena begins with the workspace of the backend and
+   the memory of the step itself; host memory has the latter too, and room for the verdict that is
+   copied out. Where the device computes in host memory, the memory of the step is there alone. */
 static void msi_reserve(const ms_model *m, msi_store *store) {
     const ms_backend *b = &m->config.backend;
     uint64_t count = 0;
@@ -6180,8 +6149,8 @@ static void msi_reserve(const ms_model *m, msi_store *store) {
     store->event_count = MSI_EVENT_COUNT;
 }
 
-/* Every value that lives between steps gets a slot: params with their optimizer state, and with
-   their gradients where these do too. */
+/* Lists every value that is kept between steps: of a param also the optimizer state, and the
+   gradient if that is accumulated or borrowed. */
 static bool msi_list_residents(ms_model *m, msi_store *store) {
     const msi_graph *g = &m->graph;
     const uint32_t states = msi_state_count(&m->optimizer);
@@ -6196,22 +6165,22 @@ static bool msi_list_residents(ms_model *m, msi_store *store) {
             return false;
         }
         store->resident_of[t] = store->residents.count;
-        msi_add_resident(m, store, t, tensor, MSI_ROLE_VALUE);
-        const bool learns = msi_learns(tensor);
-        if (learns) {
-            store->residents.items[store->residents.count - 1].factors = store->factor_count++;
+        msi_resident *value = msi_add_resident(m, store, t, MSI_ROLE_VALUE);
+        if (!msi_learns(tensor)) {
+            continue;
         }
-        if (learns && (store->micro_count > 1 || msi_is_borrowed(tensor, MSI_ROLE_GRADIENT))) {
-            msi_add_resident(m, store, t, tensor, MSI_ROLE_GRADIENT);
+        value->factors = store->factor_count++;
+        if (store->micro_count > 1 || msi_is_borrowed(tensor, MSI_ROLE_GRADIENT)) {
+            msi_add_resident(m, store, t, MSI_ROLE_GRADIENT);
         }
-        for (uint32_t k = 0; k < states && learns; k++) {
-            msi_add_resident(m, store, t, tensor, (msi_role)(MSI_ROLE_STATE0 + k));
+        for (uint32_t k = 0; k < states; k++) {
+            msi_add_resident(m, store, t, (msi_role)(MSI_ROLE_STATE0 + k));
         }
     }
     return true;
 }
 
-/* A store without memory yet. */
+/* Makes a store that has no memory yet. */
 static ms_result msi_make_store(ms_model *m, msi_store **made) {
     const ms_allocator *a = &m->config.allocator;
     const uint64_t bytes = m->graph.tensors.count * (uint64_t)sizeof(uint32_t);
@@ -6227,15 +6196,13 @@ static ms_result msi_make_store(ms_model *m, msi_store **made) {
     }
     msi_store_free(m, store);
     *made = NULL;
-    return msi_fail_memory(m, "the slots", bytes);
+    return msi_fail_memory(m, "the list of residents", bytes);
 }
 
 static const msi_resident *msi_find_resident(const msi_store *store, uint32_t tensor,
                                              msi_role role) {
-    if (!store || store->resident_of[tensor] == MSI_NONE) {
-        return NULL;
-    }
-    for (uint32_t i = store->resident_of[tensor]; i < store->residents.count; i++) {
+    const uint32_t first = store ? store->resident_of[tensor] : MSI_NONE;
+    for (uint32_t i = first; first != MSI_NONE && i < store->residents.count; i++) {
         const msi_resident *resident = &store->residents.items[i];
         if (resident->tensor != tensor) {
             break;
@@ -6255,12 +6222,13 @@ static uint64_t msi_room_of(const msi_store *store) {
 // ------------------------------------------------------------------------------------------------
 // >>lower  from graph and decisions to a program: instructions with operands, and live ranges
 
-/* One edge of a backward (or of a loss layer's forward) under way: where its gradient goes. */
+/* One edge from a layer to an operand that gets a gradient from it, in its backward or in the
+   forward of a loss layer: where that gradient is written. */
 typedef struct msi_edge {
-    uint32_t tensor;
-    uint32_t range; // MSI_NONE: nobody wants it; or it is born with the instruction
+    uint32_t tensor; // MSI_NONE: the layer does not write this gradient
+    uint32_t range;  // MSI_NONE: not made yet, or w->gradient[tensor]
     bool overwrites;
-    bool separate;   // to memory of its own, to be added up
+    bool separate;   // it is written to memory of its own, and added to the gradient afterwards
     bool accumulate; // beta is 1
 } msi_edge;
 
@@ -6271,20 +6239,20 @@ typedef struct msi_lowering {
     const msi_tensor_decision *decisions;
     const ms_optimizer_desc *optimizer;
     msi_program *program;
-    uint32_t *value;    // per tensor: the life that holds its value now, or MSI_NONE
-    uint32_t *gradient; // and its gradient
-    uint32_t *stack;    // of tensors, for recomputation
-    uint32_t *missing;  // tensors that a recomputation may need, inputs before what is made of them
-    uint32_t *pass_only; // tensors that are there for the present pass only
+    uint32_t *value;     // per tensor: the live range that holds its value now, or MSI_NONE
+    uint32_t *gradient;  // per tensor: that of its gradient
+    uint32_t *queue;     // params whose gradient is complete, to be updated in this order
+    uint32_t *stack;     // of tensors, for recomputation
+    uint32_t *missing;   // tensors that a recomputation may need; what they are made of comes first
+    uint32_t *pass_only; // tensors that are in memory for the present pass only
     uint32_t *met;       // per tensor: number of the last recomputation that has it in `missing`
     uint32_t *wanted;    // per tensor: number of the last pass that makes it on purpose
-    uint32_t pass_only_count, recomputation, pass;
-    uint32_t depth;     // of the pass
-    uint32_t *queue;    // params whose gradient is complete, to be updated in this order
-    uint32_t *snapshot; // per operand of the graph: a copy of that state, or MSI_NONE
+    uint32_t *snapshot;  // per operand of the graph: a copy of that state, or MSI_NONE
     uint32_t queue_first, queue_end;
+    uint32_t pass_only_count, recomputation, pass;
+    uint32_t depth; // of the pass
     bool backward;
-    uint32_t slots[MSI_MAX_VALUES + MS_LIMIT_OUT]; // of the instruction to come: lives, MSI_UNSET
+    uint32_t slots[MSI_MAX_VALUES + MS_LIMIT_OUT]; // of the next instruction: ranges, or MSI_UNSET
     msi_edge edges[MSI_MAX_EDGES];
     uint32_t edge_count;
 } msi_lowering;
@@ -6302,25 +6270,17 @@ static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_sto
     w->allocator = allocator;
     w->store = store;
     w->optimizer = optimizer;
-    w->value = (uint32_t *)msi_alloc(w->allocator, msi_lowering_bytes(w->graph));
-    if (!w->value) {
-        return false;
+    w->value = (uint32_t *)msi_alloc(allocator, msi_lowering_bytes(g));
+    uint32_t **const others[] = {&w->gradient,  &w->queue, &w->stack,  &w->missing,
+                                 &w->pass_only, &w->met,   &w->wanted, &w->snapshot};
+    for (uint32_t k = 0; k < sizeof others / sizeof others[0] && w->value; k++) {
+        *others[k] = w->value + (k + 1) * (size_t)g->tensors.count;
     }
-    w->gradient = w->value + w->graph->tensors.count;
-    w->queue = w->gradient + w->graph->tensors.count;
-    w->stack = w->queue + w->graph->tensors.count;
-    w->missing = w->stack + w->graph->tensors.count;
-    w->pass_only = w->missing + w->graph->tensors.count;
-    w->met = w->pass_only + w->graph->tensors.count;
-    w->wanted = w->met + w->graph->tensors.count;
-    w->snapshot = w->wanted + w->graph->tensors.count;
-    return true;
+    return w->value != NULL;
 }
 
 static void msi_lowering_free(msi_lowering *w) {
-    if (w->value) {
-        msi_release(w->allocator, w->value, msi_lowering_bytes(w->graph));
-    }
+    msi_release(w->allocator, w->value, msi_lowering_bytes(w->graph));
 }
 
 static void msi_program_free(const ms_allocator *a, msi_program *p) {
@@ -6388,7 +6348,7 @@ static uint32_t msi_new_range(msi_lowering *w, uint32_t target, msi_role role, u
     return p->ranges.count++;
 }
 
-/* Appends an operand to the instruction under way; its life reaches to here. */
+/* Appends an operand to the last instruction, and extends its live range to there. */
 static void msi_use(msi_lowering *w, uint32_t range, bool accumulate) {
     msi_program *p = w->program;
     if (p->out_of_memory ||
@@ -6412,23 +6372,19 @@ static void msi_use(msi_lowering *w, uint32_t range, bool accumulate) {
     l->last = now;
 }
 
+static void msi_use_both(msi_lowering *w, uint32_t target, bool accumulate, uint32_t source) {
+    msi_use(w, target, accumulate);
+    msi_use(w, source, false);
+}
+
 static uint32_t msi_emit_copy(msi_lowering *w, uint32_t target, msi_role role, uint32_t range,
                               uint32_t source) {
     msi_emit(w, MSI_OP_COPY, target);
     if (range == MSI_NONE) {
         range = msi_new_range(w, target, role, w->graph->tensors.items[target].bytes);
     }
-    msi_use(w, range, false);
-    msi_use(w, source, false);
+    msi_use_both(w, range, false, source);
     return range;
-}
-
-/* The copy that was emitted last puts state back after a recomputation. */
-static void msi_mark_restore(msi_lowering *w) {
-    msi_program *p = w->program;
-    if (!p->out_of_memory) {
-        p->instructions.items[p->instructions.count - 1].restores = true;
-    }
 }
 
 static uint32_t msi_emit_zero(msi_lowering *w, uint32_t target, msi_role role, uint64_t bytes) {
@@ -6438,8 +6394,8 @@ static uint32_t msi_emit_zero(msi_lowering *w, uint32_t target, msi_role role, u
     return range;
 }
 
-/* Scratch memory that must be cleared is made before the instruction that it is for; the rest,
-   MSI_UNSET here, with it. */
+/* Scratch memory that must be cleared is made before the instruction that it is for. Any other is
+   made with the instruction: MSI_UNSET. */
 static uint32_t msi_prepare_workspace(msi_lowering *w, uint32_t layer, int which) {
     const msi_layer *l = &w->graph->layers.items[layer];
     const uint64_t bytes = msi_workspace_bytes(w->graph, l, which);
@@ -6450,12 +6406,10 @@ static uint32_t msi_prepare_workspace(msi_lowering *w, uint32_t layer, int which
 }
 
 static void msi_use_workspace(msi_lowering *w, uint32_t layer, int which, uint32_t range) {
-    if (range == MSI_UNSET) {
-        const msi_layer *l = &w->graph->layers.items[layer];
-        range =
-            msi_new_range(w, layer, MSI_ROLE_WORKSPACE, msi_workspace_bytes(w->graph, l, which));
-    }
-    msi_use(w, range, false);
+    const msi_layer *l = &w->graph->layers.items[layer];
+    const uint64_t bytes = msi_workspace_bytes(w->graph, l, which);
+    msi_use(w, range == MSI_UNSET ? msi_new_range(w, layer, MSI_ROLE_WORKSPACE, bytes) : range,
+            false);
 }
 
 static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisions,
@@ -6495,8 +6449,8 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     }
 }
 
-/* The edges of a layer whose gradients it writes, those in the masks. A gradient that a layer adds
-   to, and that is not there yet, is cleared here. */
+/* Lists the edges of a layer: the gradients of the slots in the masks. A gradient to which the
+   layer adds is cleared first if it does not exist yet. */
 static void msi_list_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask,
                            uint32_t param_mask) {
     const msi_graph *g = w->graph;
@@ -6523,8 +6477,8 @@ static void msi_list_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask
     }
 }
 
-/* Where an edge writes: to the gradient itself, as its first contribution or on top of what is
-   there; or, if it overwrites and others contribute too, to a part of its own. */
+/* Decides where an edge writes: to the gradient itself, as its first contribution or on top of what
+   is there; or, if it overwrites and others contribute too, to memory of its own. */
 static void msi_decide_edge(msi_lowering *w, msi_edge *edge) {
     bool first = w->gradient[edge->tensor] == MSI_NONE, mixed = false;
     for (uint32_t k = 0; k < w->edge_count; k++) {
@@ -6538,7 +6492,8 @@ static void msi_decide_edge(msi_lowering *w, msi_edge *edge) {
     edge->accumulate = !edge->overwrites && !first;
 }
 
-/* A gradient that is computed on in place of grad_out: copied there before. Returns the life. */
+/* Copies grad_out to where a gradient is to be computed in place of it; returns the live range of
+   the copy. */
 static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t in, msi_edge *edge,
                                   uint32_t *grad_out) {
     const msi_graph *g = w->graph;
@@ -6547,14 +6502,13 @@ static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t 
     const uint32_t source = w->gradient[msi_group(g, l, MSI_GROUP_OUT)[out]];
     const msi_role role = edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT;
     const uint32_t t = edge->tensor;
-    const uint32_t range = source == MSI_NONE ? msi_emit_zero(w, t, role, g->tensors.items[t].bytes)
-                                              : msi_emit_copy(w, t, role, MSI_NONE, source);
-    grad_out[out] = range;
-    return range;
+    grad_out[out] = source == MSI_NONE ? msi_emit_zero(w, t, role, g->tensors.items[t].bytes)
+                                       : msi_emit_copy(w, t, role, MSI_NONE, source);
+    return grad_out[out];
 }
 
-/* What must happen to the edges before their instruction. `grad_out` gets the lives that the layer
-   works on in place of the gradients of its outputs. */
+/* Prepares the edges before their instruction. `grad_out` gets the live ranges in which the layer
+   computes in place of the gradients of its outputs. */
 static void msi_prepare_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask,
                               uint32_t param_mask, uint32_t *grad_out) {
     msi_list_edges(w, l, in_mask, param_mask);
@@ -6571,33 +6525,31 @@ static void msi_prepare_edges(msi_lowering *w, const msi_layer *l, uint32_t in_m
     }
 }
 
-/* The operands of the edges, once their instruction is there. */
-static void msi_use_edges(msi_lowering *w, uint32_t first, uint32_t end) {
-    for (uint32_t e = first; e < end; e++) {
+/* Appends the edges before `end` as operands of their instruction. */
+static void msi_use_edges(msi_lowering *w, uint32_t end) {
+    for (uint32_t e = 0; e < end; e++) {
         msi_edge *edge = &w->edges[e];
         if (edge->tensor == MSI_NONE) {
             msi_use(w, MSI_NONE, false);
             continue;
         }
-        if (edge->range == MSI_NONE && (edge->separate || w->gradient[edge->tensor] == MSI_NONE)) {
+        uint32_t *gradient = &w->gradient[edge->tensor];
+        if (edge->range == MSI_NONE && (edge->separate || *gradient == MSI_NONE)) {
             edge->range = msi_new_range(w, edge->tensor,
                                         edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT,
                                         w->graph->tensors.items[edge->tensor].bytes);
-            if (!edge->separate) {
-                w->gradient[edge->tensor] = edge->range;
-            }
+            *gradient = edge->separate ? *gradient : edge->range;
         }
-        msi_use(w, edge->range == MSI_NONE ? w->gradient[edge->tensor] : edge->range,
-                edge->accumulate);
+        msi_use(w, edge->range == MSI_NONE ? *gradient : edge->range, edge->accumulate);
     }
 }
 
 static void msi_add_contributions(msi_lowering *w) {
     for (uint32_t e = 0; e < w->edge_count; e++) {
-        if (w->edges[e].tensor != MSI_NONE && w->edges[e].separate) {
-            msi_emit(w, MSI_OP_ADD, w->edges[e].tensor);
-            msi_use(w, w->gradient[w->edges[e].tensor], true);
-            msi_use(w, w->edges[e].range, false);
+        const msi_edge *edge = &w->edges[e];
+        if (edge->tensor != MSI_NONE && edge->separate) {
+            msi_emit(w, MSI_OP_ADD, edge->tensor);
+            msi_use_both(w, w->gradient[edge->tensor], true, edge->range);
         }
     }
 }
@@ -6610,15 +6562,15 @@ static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader) {
             w->decisions[t].pass <= w->depth);
 }
 
-/* Whether a saved tensor is for anything: its layer's backward, or its recompute callback. */
+/* Whether anything reads a saved tensor: the backward of its layer, or its recompute callback. */
 static bool msi_is_read_again(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
     return tensor->last_reader != MSI_NONE ||
            (tensor->must_stay && msi_can_recompute(&g->layers.items[tensor->producer]));
 }
 
-/* The life that a forward, eval or recomputation writes a tensor to, born with the last
-   instruction; MSI_NONE where nobody wants it. */
+/* The live range to which a forward, eval or recomputation writes a tensor; MSI_NONE where nobody
+   needs it. A new one begins with the last instruction. */
 static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool optional,
                                  uint32_t reader) {
     const msi_graph *g = w->graph;
@@ -6626,7 +6578,7 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
     const bool again = op == MSI_OP_RECOMPUTE;
     const bool there = w->value[t] != MSI_NONE;
     const bool own = again && g->layers.items[tensor->producer].recompute;
-    if (own && there) { // what was kept, for it to read or to leave alone
+    if (own && there) { // what was kept: the recompute callback reads it, or leaves it alone
         return tensor->must_stay ? w->value[t] : MSI_NONE;
     }
     if (again ? (own || optional) && (there || !msi_is_needed(w, t, reader))
@@ -6637,8 +6589,8 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
     if (there && (tensor->is_output || t == g->loss)) {
         return w->value[t];
     }
-    /* A recomputation by forward writes values that are still there once more, with the same bits.
-       From here on the new ones are read: nothing needs the old ones in between. */
+    /* A recomputation by forward also writes values that are still in memory once more, with the
+       same bits. From here on the new ones are read: nothing needs the old ones in between. */
     const uint32_t range = msi_new_range(w, t, MSI_ROLE_VALUE, tensor->bytes);
     if (again && !there && w->decisions[t].pass > w->depth) {
         w->pass_only[w->pass_only_count++] = t;
@@ -6647,9 +6599,9 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
     return range;
 }
 
-/* State that a recomputation would change a second time: a copy is made before forward, put in
-   place for the recomputation, and what was there in the meantime is put back behind it. A copy
-   that no recomputation uses is taken out in the end. */
+/* State that a recomputation would change a second time: it is copied before forward. The copy is
+   put in place for the recomputation, after which the value that was there in the meantime, set
+   aside here, is put back. A copy that no recomputation uses is dropped in the end. */
 static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t *aside) {
     const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
     uint32_t *snapshot = w->snapshot + (state - w->graph->operands.items);
@@ -6671,27 +6623,27 @@ static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint
     }
 }
 
-/* Inputs that are computed on in place: copied to where the output will be. The copy costs nothing
-   where the input's memory is taken over. */
+/* Copies inputs in whose place an output is computed to the memory of the output. The copy costs
+   nothing where the output is an alias of the input. */
 static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t reader) {
     const msi_graph *g = w->graph;
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = msi_group(g, l, MSI_GROUP_OUT);
-    for (uint32_t j = 0; j < l->count[MSI_GROUP_OUT]; j++) {
-        const bool own = op == MSI_OP_RECOMPUTE && l->recompute;
-        if ((l->must_in_place >> j & 1) &&
-            (!own || (w->value[out[j]] == MSI_NONE && msi_is_needed(w, out[j], reader)))) {
-            const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + j]);
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+    const bool own = op == MSI_OP_RECOMPUTE && l->recompute;
+    for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
+        const uint32_t t = out.tensor;
+        if ((l->must_in_place >> out.slot & 1) &&
+            (!own || (w->value[t] == MSI_NONE && msi_is_needed(w, t, reader)))) {
+            const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + out.slot]);
             const uint32_t source = w->value[in[i]];
-            msi_emit(w, MSI_OP_COPY, out[j]);
-            const uint32_t range = msi_output_range(w, op, out[j], false, reader);
-            msi_use(w, range, false);
-            msi_use(w, source, false);
-            w->slots[i] = w->slots[msi_group_start(l, MSI_GROUP_OUT) + j] = range;
+            msi_emit(w, MSI_OP_COPY, t);
+            const uint32_t range = msi_output_range(w, op, t, false, reader);
+            msi_use_both(w, range, false, source);
+            w->slots[i] = w->slots[msi_group_start(l, MSI_GROUP_OUT) + out.slot] = range;
         }
     }
 }
 
-/* The operands of a group of values. */
+/* Appends the values of a group as operands. */
 static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int group,
                            uint32_t reader) {
     const uint32_t *operands = msi_group(w->graph, l, group);
@@ -6721,12 +6673,12 @@ static void msi_unset_slots(msi_lowering *w) {
     }
 }
 
-/* Forward, eval or recompute of a layer: inputs and params are there. */
+/* Forward, eval or recomputation of a layer whose inputs and params are in memory. */
 static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32_t reader) {
     const msi_layer *l = &w->graph->layers.items[layer];
     const int which = op == MSI_OP_RECOMPUTE ? MSI_WORKSPACE_RECOMPUTE : MSI_WORKSPACE_FORWARD;
-    const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
     const bool ends_in_loss = op == MSI_OP_FORWARD && l->grads_in_forward != 0;
+    msi_program *p = w->program;
     uint32_t aside[MS_LIMIT_STATE];
     msi_unset_slots(w);
     msi_lower_state(w, op, l, aside);
@@ -6740,42 +6692,39 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
         msi_use_values(w, op, l, group, reader);
     }
     if (ends_in_loss) {
-        msi_use_edges(w, 0, l->count[MSI_GROUP_IN]);
+        msi_use_edges(w, l->count[MSI_GROUP_IN]);
     }
     msi_use_workspace(w, layer, which, workspace);
     if (ends_in_loss) {
         msi_add_contributions(w);
     }
-    for (uint32_t k = 0; k < MS_LIMIT_STATE; k++) {
-        if (op == MSI_OP_RECOMPUTE && aside[k] != MSI_NONE) {
-            msi_emit_copy(w, state[k], MSI_ROLE_VALUE, w->value[state[k]], aside[k]);
-            msi_mark_restore(w);
+    for (MSI_EACH(state, w->graph, l, MSI_GROUP_STATE)) {
+        const uint32_t t = state.tensor;
+        if (op == MSI_OP_RECOMPUTE && aside[state.slot] != MSI_NONE) {
+            msi_emit_copy(w, t, MSI_ROLE_VALUE, w->value[t], aside[state.slot]);
+            if (!p->out_of_memory) {
+                p->instructions.items[p->instructions.count - 1].restores = true;
+            }
         }
     }
 }
 
-/* The inputs of a recomputation of a tensor's layer; *count of them, and the mask of those read. */
-static const uint32_t *msi_recompute_inputs(const msi_lowering *w, uint32_t tensor, uint32_t *count,
-                                            uint32_t *mask) {
-    const msi_layer *l = &w->graph->layers.items[w->graph->tensors.items[tensor].producer];
-    *count = l->count[MSI_GROUP_IN];
-    *mask = msi_recompute_reads_of(l, MSI_GROUP_IN);
-    return msi_group(w->graph, l, MSI_GROUP_IN);
-}
-
-/* Lists what is missing to recompute a tensor, back to what is there. */
+/* Lists what is missing to recompute a tensor, back to what is in memory. */
 static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
+    const msi_graph *g = w->graph;
     uint32_t depth = 0, listed = 0;
     w->recomputation++;
     w->stack[depth++] = tensor;
     w->met[tensor] = w->recomputation;
     while (depth > 0) {
-        uint32_t count, mask, next = MSI_NONE;
-        const uint32_t *in = msi_recompute_inputs(w, w->stack[depth - 1], &count, &mask);
-        for (uint32_t k = 0; k < count && next == MSI_NONE; k++) {
-            if (in[k] != MSI_NONE && (mask >> k & 1) && w->value[in[k]] == MSI_NONE &&
-                w->met[in[k]] != w->recomputation) {
-                next = in[k];
+        const msi_layer *l = &g->layers.items[g->tensors.items[w->stack[depth - 1]].producer];
+        const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
+        uint32_t next = MSI_NONE;
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            if ((reads >> in.slot & 1) && w->value[in.tensor] == MSI_NONE &&
+                w->met[in.tensor] != w->recomputation) {
+                next = in.tensor;
+                break;
             }
         }
         if (next == MSI_NONE) {
@@ -6788,8 +6737,10 @@ static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
     return listed;
 }
 
-/* One pass: makes what it holds of the first `count` missing tensors, and what leads there. */
+/* One pass: makes those of the first `count` missing tensors that belong to it, and what they are
+   made of. */
 static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
+    const msi_graph *g = w->graph;
     w->pass++;
     for (uint32_t i = count; i-- > 0;) {
         const uint32_t t = w->missing[i];
@@ -6797,20 +6748,20 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
             (w->decisions[t].pass > w->depth && w->wanted[t] != w->pass)) {
             continue;
         }
-        uint32_t in_count, mask;
-        const uint32_t *in = msi_recompute_inputs(w, t, &in_count, &mask);
+        const msi_layer *l = &g->layers.items[g->tensors.items[t].producer];
+        const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
         w->wanted[t] = w->pass;
-        for (uint32_t k = 0; k < in_count; k++) {
-            if (in[k] != MSI_NONE && (mask >> k & 1) && w->value[in[k]] == MSI_NONE) {
-                w->wanted[in[k]] = w->pass;
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            if ((reads >> in.slot & 1) && w->value[in.tensor] == MSI_NONE) {
+                w->wanted[in.tensor] = w->pass;
             }
         }
     }
     for (uint32_t i = 0; i < count && !w->program->out_of_memory; i++) {
-        const uint32_t t = w->missing[i], layer = w->graph->tensors.items[t].producer;
+        const uint32_t t = w->missing[i], layer = g->tensors.items[t].producer;
         if (w->wanted[t] == w->pass && w->value[t] == MSI_NONE) {
             msi_lower_forward(w, MSI_OP_RECOMPUTE, layer, reader);
-            w->program->recompute_us += w->graph->layers.items[layer].time.recompute_us;
+            w->program->recompute_us += g->layers.items[layer].time.recompute_us;
             w->program->recompute_count++;
         }
     }
@@ -6820,7 +6771,7 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
 }
 
 /* Makes sure that the value of a tensor is in memory, for the backward of layer `reader`: runs its
-   producer again, after the producers of what that reads, and so on back to what is there. */
+   producer again, after the producers of what that reads, and so on back to what is in memory. */
 static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reader) {
     while (w->value[tensor] == MSI_NONE && !w->program->out_of_memory) {
         const uint32_t count = msi_list_missing(w, tensor);
@@ -6833,7 +6784,7 @@ static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reade
     }
 }
 
-/* The norm of all gradients, for clipping. */
+/* Computes the norm of all gradients, for clipping. */
 static void msi_lower_norm(msi_lowering *w) {
     const msi_graph *g = w->graph;
     msi_program *p = w->program;
@@ -6842,10 +6793,9 @@ static void msi_lower_norm(msi_lowering *w) {
     }
     p->norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, sizeof(msi_norm));
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (msi_is_trained(&g->tensors.items[t]) && g->tensors.items[t].last_gradient != MSI_NONE) {
+        if (msi_learns(&g->tensors.items[t])) {
             msi_emit(w, MSI_OP_NORM, t);
-            msi_use(w, w->gradient[t], false);
-            msi_use(w, p->norm, false);
+            msi_use_both(w, w->gradient[t], false, p->norm);
         }
     }
     msi_emit(w, MSI_OP_CLIP, 0);
@@ -6853,22 +6803,18 @@ static void msi_lower_norm(msi_lowering *w) {
 }
 
 static void msi_lower_update(msi_lowering *w, uint32_t param) {
-    const uint32_t gradient = w->gradient[param];
+    const msi_store *store = w->store;
+    const uint32_t gradient = w->gradient[param], resident = store->resident_of[param];
     if (gradient == MSI_NONE || w->graph->tensors.items[param].last_gradient == MSI_NONE) {
         return;
     }
     w->gradient[param] = MSI_NONE;
-    const uint32_t resident = w->store->resident_of[param];
     msi_emit(w, MSI_OP_UPDATE, param);
-    msi_use(w, resident, false);
-    msi_use(w, gradient, false);
+    msi_use_both(w, resident, false, gradient);
     msi_use(w, w->program->norm, false);
-    for (uint32_t i = resident + 1; i < w->store->residents.count; i++) {
-        const msi_resident *state = &w->store->residents.items[i];
-        if (state->tensor != param) {
-            break;
-        }
-        if (state->role >= MSI_ROLE_STATE0) {
+    for (uint32_t i = resident + 1;
+         i < store->residents.count && store->residents.items[i].tensor == param; i++) {
+        if (store->residents.items[i].role >= MSI_ROLE_STATE0) {
             msi_use(w, i, false);
         }
     }
@@ -6887,7 +6833,7 @@ static uint32_t msi_completed_param(const msi_graph *g, uint32_t layer, uint32_t
 }
 
 /* Updates inside backward. Params whose last gradient came from this layer queue up, and those at
-   the head whose time has come are updated. */
+   the head whose turn it is are updated. */
 static void msi_lower_early_updates(msi_lowering *w, uint32_t layer) {
     const msi_tensor_decision *d = w->decisions;
     for (uint32_t k = 0; k < w->graph->layers.items[layer].count[MSI_GROUP_PARAM]; k++) {
@@ -6926,9 +6872,9 @@ static uint32_t msi_next_early(msi_param_cursor *c, const msi_tensor_decision *d
     return MSI_NONE;
 }
 
-/* Decides on updates. Inside backward are those that are forced and, where `early`, all that may
-   be. They begin as soon as the gradients that wait for one exceed lag_bytes, in the order in which
-   these were complete. */
+/* Decides when params are updated: inside backward those that are forced, and if `early` all that
+   may be. Updates begin as soon as the gradients that wait for one exceed lag_bytes, in the order
+   in which these were complete. */
 static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool early,
                               uint64_t lag_bytes) {
     msi_param_cursor head = {g, g->layers.count, 0}, tail = head;
@@ -6950,40 +6896,36 @@ static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool e
     }
 }
 
-/* What must happen before the backward of a layer: dropped values come back, and outputs that
-   contribute nothing to the loss get a gradient of zero. */
+/* Makes ready for the backward of a layer: dropped values that it reads are recomputed, and outputs
+   that contribute nothing to the loss get a gradient of zero. */
 static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
     const msi_graph *g = w->graph;
     const msi_layer *l = &g->layers.items[layer];
     for (int group = 0; group < MSI_GROUP_PARAM; group++) {
-        const uint32_t *operands = msi_group(g, l, group);
-        for (uint32_t k = 0; k < l->count[group]; k++) {
-            if (operands[k] != MSI_NONE && (msi_reads_of(l, group) >> k & 1)) {
-                msi_lower_recompute(w, operands[k], layer);
+        for (MSI_EACH(operand, g, l, group)) {
+            if (msi_reads_of(l, group) >> operand.slot & 1) {
+                msi_lower_recompute(w, operand.tensor, layer);
             }
         }
     }
-    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-        if (out[k] != MSI_NONE && g->tensors.items[out[k]].wants_gradient &&
-            w->gradient[out[k]] == MSI_NONE) {
-            w->gradient[out[k]] =
-                msi_emit_zero(w, out[k], MSI_ROLE_GRADIENT, g->tensors.items[out[k]].bytes);
+    for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
+        const msi_tensor *t = &g->tensors.items[out.tensor];
+        if (t->wants_gradient && w->gradient[out.tensor] == MSI_NONE) {
+            w->gradient[out.tensor] = msi_emit_zero(w, out.tensor, MSI_ROLE_GRADIENT, t->bytes);
         }
     }
 }
 
-/* Values that backward destroys and that others may still need: copied. Where this is their last
-   use the copy takes over their memory and costs nothing. */
+/* Copies the values that backward destroys, because others may still need them. Where this is their
+   last use the copy is an alias and costs nothing. */
 static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
     const uint32_t masks[] = {l->clobbers.in, l->clobbers.out};
     for (int group = MSI_GROUP_IN; group <= MSI_GROUP_OUT; group++) {
-        const uint32_t *operands = msi_group(w->graph, l, group);
         const uint32_t mask = masks[group] & msi_reads_of(l, group);
-        for (uint32_t k = 0; k < l->count[group]; k++) {
-            if ((mask >> k & 1) && operands[k] != MSI_NONE) {
-                w->slots[msi_group_start(l, group) + k] =
-                    msi_emit_copy(w, operands[k], MSI_ROLE_VALUE, MSI_NONE, w->value[operands[k]]);
+        for (MSI_EACH(operand, w->graph, l, group)) {
+            if (mask >> operand.slot & 1) {
+                w->slots[msi_group_start(l, group) + operand.slot] = msi_emit_copy(
+                    w, operand.tensor, MSI_ROLE_VALUE, MSI_NONE, w->value[operand.tensor]);
             }
         }
     }
@@ -7010,16 +6952,17 @@ static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
                                            : grad_out[k],
                 false);
     }
-    msi_use_edges(w, 0, w->edge_count);
+    msi_use_edges(w, w->edge_count);
     msi_use_workspace(w, layer, MSI_WORKSPACE_BACKWARD, workspace);
     msi_add_contributions(w);
 }
 
-static void msi_keep_to_end(msi_lowering *w, uint32_t tensor) {
+/* Extends a live range to the end of the program and beyond; residents stay anyway. */
+static void msi_keep_to_end(msi_lowering *w, uint32_t range) {
     msi_program *p = w->program;
-    if (!p->out_of_memory && w->value[tensor] >= w->store->residents.count) {
-        p->ranges.items[w->value[tensor]].last = p->instructions.count - 1;
-        p->ranges.items[w->value[tensor]].outlives = true;
+    if (!p->out_of_memory && range != MSI_NONE && range >= w->store->residents.count) {
+        p->ranges.items[range].last = p->instructions.count - 1;
+        p->ranges.items[range].outlives = true;
     }
 }
 
@@ -7038,17 +6981,16 @@ static void msi_lower_all_backward(msi_lowering *w) {
     const msi_graph *g = w->graph;
     w->backward = true;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (w->decisions[t].pass > 0) {
-            w->value[t] = MSI_NONE;
-        }
+        w->value[t] = w->decisions[t].pass > 0 ? MSI_NONE : w->value[t];
     }
     if (g->tensors.items[g->loss].wants_gradient) {
+        uint32_t *gradient = &w->gradient[g->loss];
         msi_emit(w, MSI_OP_SEED, g->loss);
-        if (w->gradient[g->loss] == MSI_NONE) {
-            w->gradient[g->loss] =
+        if (*gradient == MSI_NONE) {
+            *gradient =
                 msi_new_range(w, g->loss, MSI_ROLE_GRADIENT, g->tensors.items[g->loss].bytes);
         }
-        msi_use(w, w->gradient[g->loss], false);
+        msi_use(w, *gradient, false);
     }
     for (uint32_t i = g->layers.count; i-- > 0 && !w->program->out_of_memory;) {
         if (g->layers.items[i].has_backward) {
@@ -7058,24 +7000,22 @@ static void msi_lower_all_backward(msi_lowering *w) {
     }
 }
 
-/* Updates, or gradients that stay for the trainer. */
+/* Updates; or, without an optimizer, gradients that are kept for the trainer. */
 static void msi_lower_updates(msi_lowering *w) {
     const msi_graph *g = w->graph;
-    msi_program *p = w->program;
-    for (uint32_t t = 0; t < g->tensors.count && !p->out_of_memory; t++) {
+    for (uint32_t t = 0; t < g->tensors.count && !w->program->out_of_memory; t++) {
         if (!msi_is_trained(&g->tensors.items[t])) {
             continue;
         }
         if (w->optimizer->kind != MS_OPTIMIZER_NONE) {
             msi_lower_update(w, t);
-        } else if (w->gradient[t] != MSI_NONE && w->gradient[t] >= w->store->residents.count) {
-            p->ranges.items[w->gradient[t]].last = p->instructions.count - 1;
-            p->ranges.items[w->gradient[t]].outlives = true;
+        } else {
+            msi_keep_to_end(w, w->gradient[t]);
         }
     }
 }
 
-/* Copies of state that no recomputation needed. */
+/* Drops the copies of state that no recomputation needed. */
 static void msi_drop_unused_copies(const msi_lowering *w) {
     msi_program *p = w->program;
     for (uint32_t now = 0; now < p->forward_end && now < p->instructions.count; now++) {
@@ -7089,7 +7029,7 @@ static void msi_drop_unused_copies(const msi_lowering *w) {
     }
 }
 
-/* The training program: forward; what is dropped ends there; backward; update. */
+/* The training program: forward, at whose end dropped values are forgotten; backward; updates. */
 static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
     const msi_graph *g = w->graph;
     msi_start_program(w, decisions, p);
@@ -7105,14 +7045,11 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
     msi_lower_updates(w);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         if (g->tensors.items[t].is_output || t == g->loss) {
-            msi_keep_to_end(w, t);
+            msi_keep_to_end(w, w->value[t]);
         }
     }
+    msi_keep_to_end(w, p->norm);
     if (!p->out_of_memory) {
-        if (p->norm != MSI_NONE) {
-            p->ranges.items[p->norm].last = p->instructions.count - 1;
-            p->ranges.items[p->norm].outlives = true;
-        }
         msi_drop_unused_copies(w);
     }
 }
@@ -7127,16 +7064,15 @@ static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions
     p->loss = w->value[g->loss];
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         if (g->tensors.items[t].is_output || g->tensors.items[t].is_eval_output || t == g->loss) {
-            msi_keep_to_end(w, t);
+            msi_keep_to_end(w, w->value[t]);
         }
     }
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>schedule  copies between host and device: on streams of their own, and awaited before anyone
-//             looks at them
+// >>schedule  copies between host and device: on streams of their own, and awaited before use
 
-/* A copy that was issued and not awaited yet. */
+/* A copy that has been issued, but not awaited yet. */
 typedef struct msi_pending {
     uint32_t instruction; // in the new list
     uint32_t target, source;
@@ -7154,7 +7090,7 @@ typedef struct msi_scheduling {
     uint32_t pending_count;
 } msi_scheduling;
 
-/* A copy on the stream of its direction, by where its ends lie. */
+/* The op of an instruction; a copy gets that of its direction, by where its ends are. */
 static msi_op msi_direction(const msi_store *store, const msi_program *p,
                             const msi_instruction *i) {
     const msi_operand *operands = p->operands.items + i->operand_first;
@@ -7174,7 +7110,7 @@ static bool msi_crosses_link(const msi_store *store, const msi_program *p) {
     return crosses;
 }
 
-/* Appends to the new list; its number. */
+/* Appends to the new list; returns the number there. */
 static uint32_t msi_place(msi_scheduling *s, const msi_instruction *i) {
     if (!MSI_RESERVE(msi_instruction, s->allocator, s->instructions,
                      s->instructions.count + 1ull)) {
@@ -7185,11 +7121,12 @@ static uint32_t msi_place(msi_scheduling *s, const msi_instruction *i) {
     return s->instructions.count++;
 }
 
-/* Awaits a copy: an instruction with both its ends, which therefore live until here. */
+/* Places a wait for a copy: an instruction with both its ends as operands, which therefore stay
+   live until then. */
 static void msi_place_wait(msi_scheduling *s, const msi_pending *copy) {
     msi_program *p = s->program;
     msi_instruction wait = s->instructions.items[copy->instruction];
-    const uint32_t ends[2] = {copy->target, copy->source};
+    const msi_operand ends[2] = {{copy->target, false}, {copy->source, false}};
     if (p->out_of_memory ||
         !MSI_RESERVE(msi_operand, s->allocator, p->operands, p->operands.count + 2ull)) {
         p->out_of_memory = true;
@@ -7198,15 +7135,13 @@ static void msi_place_wait(msi_scheduling *s, const msi_pending *copy) {
     wait.op = (uint8_t)MSI_OP_WAIT;
     wait.operand_first = p->operands.count;
     wait.restores = false;
-    for (int k = 0; k < 2; k++) {
-        p->operands.items[p->operands.count].range = ends[k];
-        p->operands.items[p->operands.count++].accumulate = false;
-    }
+    memcpy(p->operands.items + p->operands.count, ends, sizeof ends);
+    p->operands.count += 2;
     msi_place(s, &wait);
 }
 
-/* Whether a copy must have come to its end before an instruction: one that has either end as an
-   operand, and for a copy to the host, of which callbacks may hold the address, any that is no copy
+/* Whether an instruction must wait for a copy: if it has either end of the copy as an operand; and,
+   since callbacks may hold addresses in host memory, for a copy to the host unless it is a copy
    itself. */
 static bool msi_must_await(const msi_scheduling *s, const msi_pending *copy,
                            const msi_instruction *i) {
@@ -7220,8 +7155,8 @@ static bool msi_must_await(const msi_scheduling *s, const msi_pending *copy,
     return awaits;
 }
 
-/* Awaits the copies that have to be, before an instruction; all of them for NULL, or where there is
-   no room for one more. */
+/* Places waits for those pending copies that an instruction must wait for; for all of them if it is
+   NULL, or if there is no room for one more. */
 static void msi_await_copies(msi_scheduling *s, const msi_instruction *i) {
     const bool full = s->pending_count == MSI_MAX_PENDING;
     uint32_t left = 0;
@@ -7235,7 +7170,7 @@ static void msi_await_copies(msi_scheduling *s, const msi_instruction *i) {
     s->pending_count = left;
 }
 
-/* The new list, with a wait for each copy; `moved` gets the numbers of the old instructions. */
+/* Makes the new list, with a wait for each copy, and the new numbers of the old instructions. */
 static void msi_place_all(msi_scheduling *s) {
     msi_program *p = s->program;
     for (uint32_t now = 0; now < p->instructions.count && !p->out_of_memory; now++) {
@@ -7243,7 +7178,7 @@ static void msi_place_all(msi_scheduling *s) {
         const msi_op op = msi_direction(s->store, p, &i);
         const bool crosses = op != (msi_op)i.op;
         msi_await_copies(s, &i);
-        if (now == p->forward_end) { // all of forward is awaited in forward
+        if (now == p->forward_end) { // the copies of forward are awaited in forward
             msi_await_copies(s, NULL);
         }
         i.op = (uint8_t)op;
@@ -7258,7 +7193,8 @@ static void msi_place_all(msi_scheduling *s) {
     msi_await_copies(s, NULL);
 }
 
-/* Counts live ranges in the numbers of the new list; the ends of a copy live until it is awaited. */
+/* Converts live ranges to the numbers of the new list. Both ends of a copy stay live until it is
+   awaited. */
 static void msi_renumber(msi_scheduling *s) {
     msi_program *p = s->program;
     const uint32_t residents = s->store->residents.count, end = p->instructions.count;
@@ -7312,7 +7248,7 @@ static void msi_schedule(const msi_store *store, const ms_allocator *allocator, 
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>alias  which live ranges go on using the memory of others: copies, and results made in place
+// >>alias  live ranges that go on using the memory of others: copies, and results made in place
 
 /* Whether a value fits into the memory of another: with axes, at all their sizes or at none. */
 static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_range *old) {
@@ -7321,60 +7257,54 @@ static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_ra
                : range->bytes == old->bytes && msi_scales_alike(g, range->tensor, old->tensor);
 }
 
-/* The operand whose memory `range` can go on using: its live range ends at this instruction, it has
-   the same size, and no operand that is not allowed touches it. `allowed` has a flag per operand. */
+/* The live range whose memory `range` can go on using: one of an operand of this instruction that
+   ends here, has the same size, and is no operand that is not allowed. `allowed` has a flag per
+   operand. */
 static uint32_t msi_find_alias(const msi_graph *g, const msi_program *p, uint32_t now,
                                uint32_t range, const uint8_t *allowed) {
     const msi_instruction *i = &p->instructions.items[now];
     const msi_operand *operands = p->operands.items + i->operand_first;
     for (uint32_t k = 0; k < i->operand_count; k++) {
-        const msi_range *old =
-            operands[k].range == MSI_NONE ? NULL : &p->ranges.items[operands[k].range];
-        if (!allowed[k] || !old || old->last != now || old->aliased || old->outlives ||
-            old->first == now || !msi_fits_in(g, &p->ranges.items[range], old)) {
-            continue;
+        const uint32_t index = operands[k].range;
+        const msi_range *old = index == MSI_NONE ? NULL : &p->ranges.items[index];
+        bool usable = allowed[k] && old && old->last == now && !old->aliased && !old->outlives &&
+                      old->first != now && msi_fits_in(g, &p->ranges.items[range], old);
+        for (uint32_t j = 0; j < i->operand_count && usable; j++) {
+            usable = operands[j].range != index || allowed[j];
         }
-        bool free_to_take = true;
-        for (uint32_t j = 0; j < i->operand_count; j++) {
-            free_to_take &= operands[j].range != operands[k].range || allowed[j];
-        }
-        if (free_to_take) {
-            return operands[k].range;
+        if (usable) {
+            return index;
         }
     }
     return MSI_NONE;
 }
 
-/* The masks have no bits beyond the slots of the layer. */
+/* Allows operands from `first` on, by a mask that has no bits beyond the slots of the layer. */
 static void msi_allow(uint8_t *allowed, uint32_t first, uint32_t mask) {
     for (; mask != 0 && first < MSI_MAX_VIEWS; first++, mask >>= 1) {
         allowed[first] = mask & 1;
     }
 }
 
-/* Lets operand k of an instruction take over the memory of an allowed one, where it is new there
-   and stands in one slot only. */
+/* Makes operand k of an instruction an alias of an allowed operand, if its live range begins there
+   and it is in one slot only. */
 static void msi_try_alias(const msi_graph *g, msi_program *p, uint32_t now, uint32_t k,
                           const uint8_t *allowed) {
     const msi_instruction *i = &p->instructions.items[now];
     const msi_operand *operands = p->operands.items + i->operand_first;
     const uint32_t range = operands[k].range;
-    if (range == MSI_NONE || p->ranges.items[range].first != now) {
-        return;
+    bool single = range != MSI_NONE && p->ranges.items[range].first == now;
+    for (uint32_t j = 0; j < i->operand_count && single; j++) {
+        single = j == k || operands[j].range != range;
     }
-    for (uint32_t j = 0; j < i->operand_count; j++) {
-        if (j != k && operands[j].range == range) {
-            return;
-        }
-    }
-    const uint32_t old = msi_find_alias(g, p, now, range, allowed);
+    const uint32_t old = single ? msi_find_alias(g, p, now, range, allowed) : MSI_NONE;
     if (old != MSI_NONE) {
         p->ranges.items[old].aliased = true;
         p->ranges.items[range].alias_of = old;
     }
 }
 
-/* Which values are handed on in place: by copies, and by the masks of the layers. */
+/* Finds all aliases: by copies, and by what the layers allow in their masks. */
 static void msi_share_memory(const msi_graph *g, msi_program *p) {
     uint8_t allowed[MSI_MAX_VIEWS + 1]; // one per operand, workspace included
     for (uint32_t now = 0; now < p->instructions.count; now++) {
@@ -7417,7 +7347,7 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
     }
 }
 
-/* One block of memory per chain of lives; slots have addresses already. */
+/* Makes one block of memory for each chain of aliases; residents have their places already. */
 static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resident_count) {
     p->blocks.count = 0;
     if (!MSI_RESERVE(msi_block, a, p->blocks, p->ranges.count)) {
