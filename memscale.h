@@ -4700,7 +4700,7 @@ static void msi_set_on_layer(ms_model *m, const msi_layer *l, ms_technique techn
     m->wrapped.changed = true;
 }
 
-/* Every slot by itself, and no output, saved tensor or state twice. */
+/* Checks every slot by itself, and that no output, saved tensor or state is named twice. */
 static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *d,
                             const uint8_t *count) {
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
@@ -4974,7 +4974,7 @@ static ms_result msi_check_on_host(ms_model *m) {
     return MS_RESULT_OK;
 }
 
-/* Why a tensor that is forced to be dropped cannot be, or NULL. */
+/* Why a tensor cannot be dropped although checkpointing is forced on it, or NULL. */
 static const char *msi_drop_fault(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
     const msi_layer *l = tensor->producer == MSI_NONE ? NULL : &g->layers.items[tensor->producer];
@@ -5134,6 +5134,7 @@ static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
    plan is the ratio of arithmetic to memory traffic, flops per byte. */
 static void msi_fill_speeds(ms_hardware *h) {
     static const double of_kind[][MSI_SPEED_COUNT] = {
+        // as in msi_speed; TF32 is as fast as F32
         {20.0, 10.0, 10.0, 0.32, 0.0, 0.32, 0.0},  // CPU: a few cores
         {900.0, 20.0, 20.0, 20.0, 0.0, 80.0, 4.0}, // discrete GPU
         {100.0, 20.0, 20.0, 2.0, 0.0, 8.0, 10.0}}; // integrated GPU
@@ -5189,7 +5190,7 @@ static double msi_derived_flops(const msi_graph *g, const msi_layer *l) {
     return params > 0.0 ? 2.0 * params * rows : msi_output_elements(g, l);
 }
 
-/* Bytes of a group of operands that a mask lets through. */
+/* Bytes of those operands of a group whose slots are in a mask. */
 static double msi_group_bytes(const msi_graph *g, const msi_layer *l, int group, uint32_t mask) {
     double bytes = 0.0;
     for (MSI_EACH(operand, g, l, group)) {
@@ -5202,7 +5203,7 @@ static double msi_growth(double elements, double before) {
     return before > 0.0 ? elements / before : 1.0;
 }
 
-/* Every operand counts once, and so does every gradient. */
+/* Predicts the times of a layer. Every operand counts once, and so does every gradient. */
 static ms_layer_time msi_static_time(const msi_graph *g, const msi_costs *c, const msi_layer *l) {
     const double elements = msi_output_elements(g, l);
     const double grown = msi_growth(elements, l->elements);
@@ -7257,9 +7258,8 @@ static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_ra
                : range->bytes == old->bytes && msi_scales_alike(g, range->tensor, old->tensor);
 }
 
-/* The live range whose memory `range` can go on using: one of an operand of this instruction that
-   ends here, has the same size, and is no operand that is not allowed. `allowed` has a flag per
-   operand. */
+/* The live range whose memory `range` can go on using: it ends at this instruction, has the same
+   size, and every operand that has it is allowed. `allowed` has a flag per operand. */
 static uint32_t msi_find_alias(const msi_graph *g, const msi_program *p, uint32_t now,
                                uint32_t range, const uint8_t *allowed) {
     const msi_instruction *i = &p->instructions.items[now];
