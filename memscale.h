@@ -6203,13 +6203,11 @@ static ms_result msi_make_store(ms_model *m, msi_store **made) {
 static const msi_resident *msi_find_resident(const msi_store *store, uint32_t tensor,
                                              msi_role role) {
     const uint32_t first = store ? store->resident_of[tensor] : MSI_NONE;
-    for (uint32_t i = first; first != MSI_NONE && i < store->residents.count; i++) {
-        const msi_resident *resident = &store->residents.items[i];
-        if (resident->tensor != tensor) {
-            break;
-        }
-        if (resident->role == role) {
-            return resident;
+    for (uint32_t i = first; first != MSI_NONE && i < store->residents.count &&
+                             store->residents.items[i].tensor == tensor;
+         i++) {
+        if (store->residents.items[i].role == role) {
+            return &store->residents.items[i];
         }
     }
     return NULL;
