@@ -4180,22 +4180,22 @@ static bool msi_switches_are_valid(const ms_config *c) {
     return valid;
 }
 
-/* What is wrong with a config, its defaults filled in, or NULL. */
+/* What is wrong with a config whose defaults are filled in, or NULL. */
 static const char *msi_config_fault(const ms_config *c) {
     return c->cuda_graph && (!c->backend.recording_begin || !c->backend.is_asynchronous)
                ? "cuda_graph: this backend cannot record"
-           : c->cuda_graph && c->debug     ? "cuda_graph: debug mode runs callbacks several times"
-           : !msi_is_complete(&c->backend) ? "backend: its size is not sizeof(ms_backend), or a "
-                                             "function is missing"
+           : c->cuda_graph && c->debug ? "cuda_graph: debug mode runs callbacks several times"
+           : !msi_is_complete(&c->backend)
+               ? "backend: its size is not sizeof(ms_backend), or a function is missing"
            : !c->allocator.alloc != !c->allocator.release
                ? "allocator: one of its two functions is missing"
            : !msi_arena_fits(c) ? "arena: its backend is not that of the model"
            : !(c->target_utilization > 0.0 && c->target_utilization <= 1.0)
                ? "target_utilization: it must be above 0 and at most 1"
            : (unsigned)c->mode >= MS_MODE_COUNT ? "mode: there is no such mode"
-           : !msi_switches_are_valid(c) ? "checkpointing, offloading, tiling, mixed_precision, "
-                                          "optimizer_8bit, early_update, static_profiling or "
-                                          "empirical_profiling: there is no such switch"
+           : !msi_switches_are_valid(c)
+               ? "checkpointing, offloading, tiling, mixed_precision, optimizer_8bit, "
+                 "early_update, static_profiling or empirical_profiling: there is no such switch"
            : c->warmup_steps > MSI_MAX_WARMUP ? "warmup_steps: it must be at most 1000"
                                               : NULL;
 }
@@ -4216,36 +4216,30 @@ static const char *msi_hardware_fault(const ms_hardware *hardware) {
                : NULL;
 }
 
+/* Reports a wrong argument, as an error that sticks; false, so that a check can return it. */
+#define MSI_REFUSE(m, ...) (MSI_STICK(m, MS_RESULT_INVALID, __VA_ARGS__), false)
+#define MSI_REFUSE_LAYER(m, name, format, ...)                                                     \
+    MSI_REFUSE(m, "layer \"%s\": " format, name, __VA_ARGS__)
+
 static bool msi_check_hardware(ms_model *m, const ms_hardware *hardware) {
     const char *fault = hardware ? msi_hardware_fault(hardware) : NULL;
-    if (fault) {
-        MSI_STICK(m, MS_RESULT_INVALID, "ms_set_hardware: %s", fault);
-    }
-    return !fault;
+    return !fault || MSI_REFUSE(m, "ms_set_hardware: %s", fault);
 }
 
-/* From 0 to below 1; a NaN is not. */
+/* Whether a value is from 0 to below 1; a NaN is not. */
 static bool msi_is_share(float value) {
     return value >= 0.0f && value < 1.0f;
 }
 
 /* What does not go together in an optimizer, or NULL. */
 static const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
-    if (!desc) {
-        return "desc is NULL";
-    }
-    if ((unsigned)desc->kind > MS_OPTIMIZER_NONE) {
-        return "no such kind";
-    }
-    const bool custom = desc->kind == MS_OPTIMIZER_CUSTOM;
-    if (custom != (desc->update != NULL)) {
-        return custom ? "MS_OPTIMIZER_CUSTOM needs an update callback"
-                      : "an update callback is for MS_OPTIMIZER_CUSTOM alone";
-    }
-    if (!custom && desc->state_count != 0) {
-        return "state_count is for MS_OPTIMIZER_CUSTOM alone";
-    }
-    return desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
+    const bool custom = desc && desc->kind == MS_OPTIMIZER_CUSTOM;
+    return !desc                                      ? "desc is NULL"
+           : (unsigned)desc->kind > MS_OPTIMIZER_NONE ? "there is no such kind"
+           : custom && !desc->update ? "MS_OPTIMIZER_CUSTOM needs an update callback"
+           : !custom && desc->update ? "an update callback is for MS_OPTIMIZER_CUSTOM alone"
+           : !custom && desc->state_count != 0 ? "state_count is for MS_OPTIMIZER_CUSTOM alone"
+           : desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
                ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
                : NULL;
 }
@@ -4253,51 +4247,32 @@ static const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
 static bool msi_check_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
     const char *fault = msi_optimizer_fault(desc);
     if (fault) {
-        MSI_STICK(m, MS_RESULT_INVALID, "ms_set_optimizer: %s", fault);
-        return false;
+        return MSI_REFUSE(m, "ms_set_optimizer: %s", fault);
     }
     if (desc->state_count > MS_LIMIT_OPTIMIZER_STATE) {
-        MSI_STICK(m, MS_RESULT_INVALID,
-                  "ms_set_optimizer: state_count is %u; a param has %d tensors of state at most",
-                  (unsigned)desc->state_count, MS_LIMIT_OPTIMIZER_STATE);
-        return false;
+        return MSI_REFUSE(
+            m, "ms_set_optimizer: state_count is %u; a param has %d tensors of state at most",
+            (unsigned)desc->state_count, MS_LIMIT_OPTIMIZER_STATE);
     }
-    if (!msi_is_share(desc->beta1) || !msi_is_share(desc->beta2) || !msi_is_share(desc->momentum) ||
-        !(desc->epsilon >= 0.0f) || !isfinite(desc->learning_rate) ||
-        !isfinite(desc->weight_decay) || !(desc->grad_clip_norm >= 0.0f) ||
-        !isfinite(desc->grad_clip_norm)) {
-        MSI_STICK(
-            m, MS_RESULT_INVALID,
-            "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g, clip norm "
-            "%g: all must be finite, betas and momentum at least 0 and below 1, epsilon and norm "
-            "not negative",
-            (double)desc->learning_rate, (double)desc->weight_decay, (double)desc->beta1,
-            (double)desc->beta2, (double)desc->momentum, (double)desc->epsilon,
-            (double)desc->grad_clip_norm);
-        return false;
-    }
-    return true;
+    return (msi_is_share(desc->beta1) && msi_is_share(desc->beta2) &&
+            msi_is_share(desc->momentum) && desc->epsilon >= 0.0f &&
+            isfinite(desc->learning_rate) && isfinite(desc->weight_decay) &&
+            desc->grad_clip_norm >= 0.0f && isfinite(desc->grad_clip_norm)) ||
+           MSI_REFUSE(m,
+                      "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g, "
+                      "clip norm %g: all must be finite, betas and momentum at least 0 and below "
+                      "1, epsilon and norm not negative",
+                      (double)desc->learning_rate, (double)desc->weight_decay, (double)desc->beta1,
+                      (double)desc->beta2, (double)desc->momentum, (double)desc->epsilon,
+                      (double)desc->grad_clip_norm);
 }
 
-/* A number that a setter is given, for a tensor perhaps. */
+/* Checks a number that a setter received, perhaps for a tensor. */
 static bool msi_check_finite(ms_model *m, const char *function, const char *tensor, float value) {
-    if (m && !isfinite(value)) {
-        MSI_STICK(m, MS_RESULT_INVALID, "%s%s%s%s: %g; it must be a finite number", function,
-                  tensor ? " of \"" : "", tensor ? tensor : "", tensor ? "\"" : "", (double)value);
-    }
-    return m && isfinite(value);
-}
-
-/* An error of a layer that sticks; false, for use in conditions. */
-MEMSCALE_PRINTF(3, 4)
-static bool msi_refuse_layer(ms_model *m, const char *name, const char *format, ...) {
-    char text[MSI_ERROR_BYTES];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    MSI_STICK(m, MS_RESULT_INVALID, "layer \"%s\": %s", name, text);
-    return false;
+    return m &&
+           (isfinite(value) || MSI_REFUSE(m, "%s%s%s%s: %g; it must be a finite number", function,
+                                          tensor ? " of \"" : "", tensor ? tensor : "",
+                                          tensor ? "\"" : "", (double)value));
 }
 
 static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
@@ -4305,8 +4280,7 @@ static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dty
     const msi_graph *g = &m->graph;
     const char *what = msi_kind_names[kind];
     if (ms_dtype_bytes(dtype) == 0) {
-        MSI_STICK(m, MS_RESULT_INVALID, "%s \"%s\": there is no dtype %d", what, name, (int)dtype);
-        return false;
+        return MSI_REFUSE(m, "%s \"%s\": there is no dtype %d", what, name, (int)dtype);
     }
     if (kind == MSI_KIND_PARAM && dtype != MS_DTYPE_F32) {
         MSI_STICK(m, MS_RESULT_UNSUPPORTED, "param \"%s\" has dtype %s; params are f32", name,
@@ -4314,36 +4288,32 @@ static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dty
         return false;
     }
     if (shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
-        MSI_STICK(m, MS_RESULT_INVALID,
-                  "%s \"%s\": rank %d; it must be 0 to %d (-1 is what a wrong ms_along returns)",
-                  what, name, (int)shape->rank, MS_LIMIT_RANK);
-        return false;
+        return MSI_REFUSE(
+            m, "%s \"%s\": rank %d; it must be 0 to %d (-1 is what a wrong ms_along returns)", what,
+            name, (int)shape->rank, MS_LIMIT_RANK);
     }
     for (int i = 0; i < shape->rank; i++) {
-        if (shape->dim[i] < 1) {
-            MSI_STICK(m, MS_RESULT_INVALID, "%s \"%s\": dim %d is %lld; dims must be at least 1",
-                      what, name, i, (long long)shape->dim[i]);
-            return false;
-        }
         int64_t unit = shape->dim[i];
+        if (unit < 1) {
+            return MSI_REFUSE(m, "%s \"%s\": dim %d is %lld; dims must be at least 1", what, name,
+                              i, (long long)unit);
+        }
         for (uint32_t a = 0; a < MS_LIMIT_AXES; a++) {
             if (!(shape->axes[i] >> a & 1)) {
                 continue;
             }
             if (a >= g->axis_count) {
-                MSI_STICK(m, MS_RESULT_INVALID,
-                          "%s \"%s\": dim %d lies along axis %u, which this model does not have",
-                          what, name, i, (unsigned)a);
-                return false;
+                return MSI_REFUSE(
+                    m, "%s \"%s\": dim %d lies along axis %u, which this model does not have", what,
+                    name, i, (unsigned)a);
             }
             if (kind == MSI_KIND_PARAM || unit % g->axes[a].size != 0) {
-                MSI_STICK(m, MS_RESULT_INVALID,
-                          "%s \"%s\": dim %d, %lld, lies along axis \"%s\" of size %lld%s", what,
-                          name, i, (long long)shape->dim[i], msi_name(m, g->axes[a].name),
-                          (long long)g->axes[a].size,
-                          kind == MSI_KIND_PARAM ? "; params have fixed sizes"
-                                                 : " and is not a multiple of it");
-                return false;
+                return MSI_REFUSE(m,
+                                  "%s \"%s\": dim %d, %lld, lies along axis \"%s\" of size %lld%s",
+                                  what, name, i, (long long)shape->dim[i],
+                                  msi_name(m, g->axes[a].name), (long long)g->axes[a].size,
+                                  kind == MSI_KIND_PARAM ? "; params have fixed sizes"
+                                                         : " and is not a multiple of it");
             }
             unit /= g->axes[a].size;
         }
@@ -4363,17 +4333,14 @@ static ms_tensor msi_register_tensor(ms_model *m, msi_kind kind, const char *nam
 
 static bool msi_check_axis(ms_model *m, const char *name, int64_t size, int64_t largest) {
     const uint32_t count = m->graph.axis_count;
-    if (size >= 1 && largest >= size && count < MS_LIMIT_AXES) {
-        return true;
-    }
-    MSI_STICK(m, MS_RESULT_INVALID,
-              "axis \"%s\": size %lld, largest %lld, %u axes so far: the size must be at least 1, "
-              "the largest no smaller, and there are %d axes at most",
-              name, (long long)size, (long long)largest, (unsigned)count, MS_LIMIT_AXES);
-    return false;
+    return (size >= 1 && largest >= size && count < MS_LIMIT_AXES) ||
+           MSI_REFUSE(m,
+                      "axis \"%s\": size %lld, largest %lld, %u axes so far: the size must be at "
+                      "least 1, the largest no smaller, and there are %d axes at most",
+                      name, (long long)size, (long long)largest, (unsigned)count, MS_LIMIT_AXES);
 }
 
-/* The sizes that ms_reshape is given. */
+/* Checks the sizes that ms_reshape received. */
 static ms_result msi_check_sizes(ms_model *m, const int64_t *sizes) {
     const msi_graph *g = &m->graph;
     if (g->axis_count == 0) {
@@ -4390,25 +4357,23 @@ static ms_result msi_check_sizes(ms_model *m, const int64_t *sizes) {
     return MS_RESULT_OK;
 }
 
-/* Whether a tensor may stand in a slot of this group; the reason if not. */
+/* Why a tensor cannot be in a slot of this group, or NULL. */
 static const char *msi_operand_fault(const ms_model *m, msi_group_kind group, ms_tensor handle) {
     const uint32_t index = msi_value_index(m, handle);
     if (index == MSI_NONE) {
         return msi_index(m, handle) == MSI_NONE
-                   ? "is no tensor of this model"
+                   ? "is not a tensor of this model"
                    : "is its gradient or optimizer state, not its value";
     }
     const msi_tensor *t = &m->graph.tensors.items[index];
+    const bool written = t->producer != MSI_NONE;
     switch (group) {
     case MSI_GROUP_IN:
-        if (t->kind == MSI_KIND_PARAM || t->kind == MSI_KIND_SAVED) {
-            return t->kind == MSI_KIND_PARAM
-                       ? "is a param; params belong in `param`"
-                       : "is a saved tensor, which only its own layer can read: make it an output";
-        }
-        return t->kind == MSI_KIND_ACTIVATION && t->producer == MSI_NONE
-                   ? "is not written by any layer before this one: "
-                     "register that one first"
+        return t->kind == MSI_KIND_PARAM ? "is a param; params belong in `param`"
+               : t->kind == MSI_KIND_SAVED
+                   ? "is a saved tensor, which only its own layer can read: make it an output"
+               : t->kind == MSI_KIND_ACTIVATION && !written
+                   ? "is not written by any layer before this one: register that one first"
                    : NULL;
     case MSI_GROUP_PARAM:
         return t->kind == MSI_KIND_PARAM ? NULL : "is not a param";
@@ -4416,12 +4381,12 @@ static const char *msi_operand_fault(const ms_model *m, msi_group_kind group, ms
         return t->kind == MSI_KIND_BUFFER ? NULL : "is not a buffer: ms_buffer makes state";
     case MSI_GROUP_OUT:
         return t->kind != MSI_KIND_ACTIVATION ? "is not an activation"
-               : t->producer != MSI_NONE      ? "is written by a layer already: an output needs an "
-                                                "activation of its own, and in_place shares memory"
-                                              : NULL;
+               : written ? "is written by a layer already: an output needs an activation of its "
+                           "own, and in_place shares memory"
+                         : NULL;
     case MSI_GROUP_SAVED:
         return t->kind != MSI_KIND_SAVED ? "is not a saved tensor"
-               : t->producer != MSI_NONE ? "is written by a layer already"
+               : written                 ? "is written by a layer already"
                                          : NULL;
     case MSI_GROUP_GRAD_OUT: // no desc names these
     case MSI_GROUP_GRAD_IN:
@@ -4438,7 +4403,12 @@ static const char *msi_handle_name(const ms_model *m, ms_tensor handle) {
     return t == MSI_NONE ? "?" : msi_tensor_name(m, t);
 }
 
-/* The activation that a setter is given; MSI_NONE and an error that sticks if it is none. */
+static const msi_tensor *msi_tensor_at(const ms_model *m, ms_tensor handle) {
+    const uint32_t t = msi_index(m, handle);
+    return t == MSI_NONE ? NULL : &m->graph.tensors.items[t];
+}
+
+/* The output of a layer that a setter received; MSI_NONE and an error that sticks if it is none. */
 static uint32_t msi_activation_index(ms_model *model, const char *function, ms_tensor tensor) {
     if (!msi_registering(model, function, model ? msi_handle_name(model, tensor) : "")) {
         return MSI_NONE;
@@ -4453,7 +4423,7 @@ static uint32_t msi_activation_index(ms_model *model, const char *function, ms_t
     return t;
 }
 
-/* The tensor of one of two kinds that a setter is given, or NULL and an error that sticks. */
+/* The tensor, of one of two kinds, that a setter received, or NULL and an error that sticks. */
 static msi_tensor *msi_tensor_of(ms_model *model, const char *function, ms_tensor tensor,
                                  msi_kind kind, msi_kind other) {
     if (!msi_registering(model, function, model ? msi_handle_name(model, tensor) : "")) {
@@ -4462,9 +4432,9 @@ static msi_tensor *msi_tensor_of(ms_model *model, const char *function, ms_tenso
     const uint32_t t = msi_value_index(model, tensor);
     msi_tensor *found = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
     if (!found || (found->kind != kind && found->kind != other)) {
-        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is %s, and no %s%s%s", function,
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" (%s) is not an %s%s%s", function,
                   found ? msi_name(model, found->name) : "?",
-                  found ? msi_kind_names[found->kind] : "no tensor of this model",
+                  found ? msi_kind_names[found->kind] : "not a tensor of this model",
                   msi_kind_names[kind], kind == other ? "" : " or ",
                   kind == other ? "" : msi_kind_names[other]);
         return NULL;
@@ -4474,95 +4444,87 @@ static msi_tensor *msi_tensor_of(ms_model *model, const char *function, ms_tenso
 
 static msi_tensor *msi_param_of(ms_model *model, const char *function, ms_tensor param) {
     const uint32_t t = model ? msi_value_index(model, param) : MSI_NONE;
-    if (t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM) {
-        return &model->graph.tensors.items[t];
-    }
-    if (model) {
+    const bool found = t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM;
+    if (model && !found) {
         MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is not a param", function,
                   t == MSI_NONE ? "?" : msi_tensor_name(model, t));
     }
-    return NULL;
+    return found ? &model->graph.tensors.items[t] : NULL;
 }
 
-/* The layer that a setter is given, or NULL and an error that sticks. */
+/* The layer that a setter received, or NULL and an error that sticks. */
 static msi_layer *msi_layer_of(ms_model *m, const char *function, ms_layer layer) {
-    if (m && layer.id - 1 >= m->graph.layers.count) {
-        MSI_STICK(m, MS_RESULT_INVALID, "%s: layer %u is no layer of this model", function,
-                  (unsigned)layer.id);
-    }
-    return m && layer.id - 1 < m->graph.layers.count ? &m->graph.layers.items[layer.id - 1] : NULL;
+    const bool found = m && (layer.id - 1 < m->graph.layers.count ||
+                             MSI_REFUSE(m, "%s: layer %u is not a layer of this model", function,
+                                        (unsigned)layer.id));
+    return found ? &m->graph.layers.items[layer.id - 1] : NULL;
 }
 
 /* The index of a loss, or MSI_NONE and an error that sticks. */
 static uint32_t msi_loss_index(ms_model *m, ms_tensor loss) {
     const uint32_t t = msi_activation_index(m, "ms_set_loss", loss);
-    if (t != MSI_NONE && m->graph.tensors.items[t].view.dtype != MS_DTYPE_F32) {
-        MSI_STICK(m, MS_RESULT_INVALID, "loss \"%s\" has dtype %s; a loss is f32",
-                  msi_tensor_name(m, t), ms_dtype_name(m->graph.tensors.items[t].view.dtype));
-        return MSI_NONE;
-    }
-    return t;
+    const ms_dtype dtype = t == MSI_NONE ? MS_DTYPE_F32 : m->graph.tensors.items[t].view.dtype;
+    return dtype == MS_DTYPE_F32 || MSI_REFUSE(m, "loss \"%s\" has dtype %s; a loss is f32",
+                                               msi_tensor_name(m, t), ms_dtype_name(dtype))
+               ? t
+               : MSI_NONE;
 }
 
-/* Whether a technique and a switch are among those that there are. */
+/* Whether there are such a technique and such a switch. */
 static bool msi_check_technique(ms_model *m, const char *function, ms_technique technique,
                                 ms_switch force) {
-    if (!m) {
-        return false;
-    }
-    if ((unsigned)technique < MS_TECHNIQUE_COUNT && (unsigned)force <= MS_SWITCH_OFF) {
-        return true;
-    }
-    MSI_STICK(m, MS_RESULT_INVALID, "%s: there is no technique %d or no switch %d", function,
-              (int)technique, (int)force);
-    return false;
+    return m && (((unsigned)technique < MS_TECHNIQUE_COUNT && (unsigned)force <= MS_SWITCH_OFF) ||
+                 MSI_REFUSE(m, "%s: there is no technique %d or no switch %d", function,
+                            (int)technique, (int)force));
 }
 
 /* The index of a tensor that a technique can be set on, or MSI_NONE and an error that sticks. */
 static uint32_t msi_technique_index(ms_model *m, ms_tensor tensor, ms_technique technique) {
     const uint32_t t = msi_value_index(m, tensor);
-    if (t != MSI_NONE && (msi_techniques[technique].kinds >> m->graph.tensors.items[t].kind & 1)) {
-        return t;
-    }
-    MSI_STICK(m, MS_RESULT_INVALID, "ms_set_tensor_technique: \"%s\" is not %s",
-              t == MSI_NONE ? "?" : msi_tensor_name(m, t), msi_techniques[technique].needed);
-    return MSI_NONE;
+    const bool fits =
+        t != MSI_NONE && (msi_techniques[technique].kinds >> m->graph.tensors.items[t].kind & 1);
+    return fits || MSI_REFUSE(m, "ms_set_tensor_technique: \"%s\" is not %s",
+                              t == MSI_NONE ? "?" : msi_tensor_name(m, t),
+                              msi_techniques[technique].needed)
+               ? t
+               : MSI_NONE;
 }
 
 /* Forces or forbids a technique for those tensors of a layer that it can be set on. */
 static void msi_set_on_layer(ms_model *m, const msi_layer *l, ms_technique technique,
                              ms_switch force) {
     msi_graph *g = &m->graph;
-    const uint32_t *operands = msi_group(g, l, MSI_GROUP_IN);
-    for (uint32_t k = l->count[MSI_GROUP_IN]; k < msi_group_start(l, MSI_GROUP_STATE); k++) {
-        msi_tensor *t = operands[k] == MSI_NONE ? NULL : &g->tensors.items[operands[k]];
-        if (t && (msi_techniques[technique].kinds >> t->kind & 1)) {
-            t->technique[technique] = (uint8_t)force;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
+        for (MSI_EACH(operand, g, l, group)) {
+            msi_tensor *t = &g->tensors.items[operand.tensor];
+            if (msi_techniques[technique].kinds >> t->kind & 1) {
+                t->technique[technique] = (uint8_t)force;
+            }
         }
     }
     m->wrapped.changed = true;
 }
 
-/* Every slot by itself, and no output, saved tensor or state twice. */
+/* Checks every slot by itself, and that no output, saved tensor or state is named twice. */
 static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *d,
                             const uint8_t *count) {
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
         const ms_tensor *slots = msi_slots_of(d, group);
         const bool single = group != MSI_GROUP_IN && group != MSI_GROUP_PARAM;
+        const uint32_t inputs = group == MSI_GROUP_STATE ? count[MSI_GROUP_IN] : 0;
         for (uint32_t i = 0; i < count[group]; i++) {
             const ms_tensor slot = slots[i];
             const char *fault = slot.id ? msi_operand_fault(m, (msi_group_kind)group, slot) : NULL;
             for (uint32_t k = 0; k < i && !fault && single && slot.id; k++) {
                 fault = slots[k].id == slot.id ? "is named in two slots" : NULL;
             }
-            for (uint32_t k = 0; k < count[MSI_GROUP_IN] && group == MSI_GROUP_STATE && !fault;
-                 k++) {
-                fault = slot.id && d->in[k].id == slot.id
+            for (uint32_t k = 0; k < inputs && !fault && slot.id; k++) {
+                fault = d->in[k].id == slot.id
                             ? "is named in `in` too; a layer reads its state through `state`"
                             : NULL;
             }
             if (fault) {
-                return msi_refuse_layer(m, name, "%s[%u] \"%s\" %s", msi_group_names[group],
+                return MSI_REFUSE_LAYER(m, name, "%s[%u] \"%s\" %s", msi_group_names[group],
                                         (unsigned)i, msi_handle_name(m, slot), fault);
             }
         }
@@ -4573,7 +4535,7 @@ static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *
 static bool msi_check_mask(ms_model *m, const char *name, const char *field, uint32_t mask,
                            uint32_t slot_count) {
     return mask >> slot_count == 0 ||
-           msi_refuse_layer(m, name,
+           MSI_REFUSE_LAYER(m, name,
                             "%s is 0x%x and names a slot that is not used; the layer has %u", field,
                             (unsigned)mask, (unsigned)slot_count);
 }
@@ -4603,57 +4565,32 @@ static bool msi_check_masks(ms_model *m, const char *name, const ms_layer_desc *
     return good;
 }
 
-static uint64_t msi_handle_bytes(const ms_model *m, ms_tensor handle) {
-    const uint32_t t = msi_index(m, handle);
-    return t == MSI_NONE ? 0 : m->graph.tensors.items[t].bytes;
-}
-
-static const char *msi_handle_dtype(const ms_model *m, ms_tensor handle) {
-    const uint32_t t = msi_index(m, handle);
-    return t == MSI_NONE ? "?" : ms_dtype_name(m->graph.tensors.items[t].view.dtype);
-}
-
-/* Whether two handles have as many bytes of one dtype. */
-static bool msi_same_size(const ms_model *m, ms_tensor a, ms_tensor b) {
-    const uint32_t i = msi_index(m, a), k = msi_index(m, b);
-    if (i == MSI_NONE || k == MSI_NONE) {
-        return false;
-    }
-    const msi_tensor *x = &m->graph.tensors.items[i], *y = &m->graph.tensors.items[k];
-    return x->view.dtype == y->view.dtype && x->bytes == y->bytes &&
-           msi_scales_alike(&m->graph, i, k);
-}
-
-static bool msi_is_single_bit(uint32_t mask) {
-    return mask != 0 && (mask & (mask - 1)) == 0;
-}
-
-/* One result that must be computed in place: its mask names one operand, of its size and dtype,
-   that no other result takes. */
+/* Checks one result that must be computed in place: its mask names one operand, of its size and
+   dtype, in whose memory no other result is computed. */
 static bool msi_check_must(ms_model *m, const char *name, const char *field, uint32_t slot,
                            ms_tensor result, uint32_t mask, const ms_tensor *operands,
                            uint32_t *claimed) {
     const uint32_t k = msi_lowest_bit(mask);
-    const char *fault = !msi_is_single_bit(mask) ? "must name one operand and nothing else"
-                        : (*claimed >> k & 1)
-                            ? "names an operand that another result is computed in"
-                            : NULL;
+    const char *fault =
+        mask == 0 || (mask & (mask - 1)) != 0 ? "must name one operand and nothing else"
+        : (*claimed >> k & 1) ? "names an operand that another result is computed in"
+                              : NULL;
     if (fault) {
-        return msi_refuse_layer(m, name, "\"%s\" must be computed in place, but %s[%u], 0x%x, %s",
+        return MSI_REFUSE_LAYER(m, name, "\"%s\" must be computed in place, but %s[%u], 0x%x, %s",
                                 msi_handle_name(m, result), field, (unsigned)slot, (unsigned)mask,
                                 fault);
     }
-    if (!msi_same_size(m, operands[k], result)) {
-        return msi_refuse_layer(
-            m, name,
-            "\"%s\", %llu bytes of %s, must be computed in the place of \"%s\", %llu bytes of %s: "
-            "both must have one dtype, and one size along the same axes",
-            msi_handle_name(m, result), (unsigned long long)msi_handle_bytes(m, result),
-            msi_handle_dtype(m, result), msi_handle_name(m, operands[k]),
-            (unsigned long long)msi_handle_bytes(m, operands[k]), msi_handle_dtype(m, operands[k]));
-    }
     *claimed |= (uint32_t)1 << k;
-    return true;
+    const msi_tensor *x = msi_tensor_at(m, result), *y = msi_tensor_at(m, operands[k]);
+    return (x && y && x->view.dtype == y->view.dtype && x->bytes == y->bytes &&
+            msi_scales_alike(&m->graph, msi_index(m, result), msi_index(m, operands[k]))) ||
+           MSI_REFUSE_LAYER(
+               m, name,
+               "\"%s\", %llu bytes of %s, must be computed in the place of \"%s\", %llu bytes of "
+               "%s: both must have one dtype, and one size along the same axes",
+               msi_handle_name(m, result), (unsigned long long)(x ? x->bytes : 0),
+               x ? ms_dtype_name(x->view.dtype) : "?", msi_handle_name(m, operands[k]),
+               (unsigned long long)(y ? y->bytes : 0), y ? ms_dtype_name(y->view.dtype) : "?");
 }
 
 static bool msi_check_in_place(ms_model *m, const char *name, const ms_layer_desc *d) {
@@ -4673,13 +4610,13 @@ static bool msi_check_in_place(ms_model *m, const char *name, const ms_layer_des
     return good;
 }
 
-/* Overwriting edges are added up by the library, which adds f32. */
+/* Gradients that overwrite are added up by the library, which adds f32. */
 static bool msi_check_edges(ms_model *m, const char *name, const ms_layer_desc *d) {
     const uint32_t both_in = d->accumulates.in & d->overwrites.in;
     const uint32_t both_param = d->accumulates.param & d->overwrites.param;
     const uint32_t must = d->must_grad_in_place & d->accumulates.in;
     if (both_in | both_param | must) {
-        return msi_refuse_layer(
+        return MSI_REFUSE_LAYER(
             m, name, "the gradient of %s[%u] is declared both to accumulate and to overwrite%s",
             both_in | must ? "in" : "param",
             (unsigned)msi_lowest_bit(both_in ? both_in
@@ -4689,105 +4626,89 @@ static bool msi_check_edges(ms_model *m, const char *name, const ms_layer_desc *
     }
     const uint32_t overwrites = (uint32_t)d->overwrites.in | d->must_grad_in_place;
     for (uint32_t i = 0; i < MS_LIMIT_IN; i++) {
-        const uint32_t t = msi_index(m, d->in[i]);
-        if ((overwrites >> i & 1) && t != MSI_NONE &&
-            m->graph.tensors.items[t].kind == MSI_KIND_ACTIVATION &&
-            msi_is_float(m->graph.tensors.items[t].view.dtype) &&
-            m->graph.tensors.items[t].view.dtype != MS_DTYPE_F32) {
-            return msi_refuse_layer(m, name,
+        const uint32_t index = overwrites >> i & 1 ? msi_index(m, d->in[i]) : MSI_NONE;
+        const msi_tensor *t = index == MSI_NONE ? NULL : &m->graph.tensors.items[index];
+        if (t && t->kind == MSI_KIND_ACTIVATION && msi_is_float(t->view.dtype) &&
+            t->view.dtype != MS_DTYPE_F32) {
+            return MSI_REFUSE_LAYER(m, name,
                                     "the gradient of in[%u] \"%s\" is %s; one that is overwritten "
                                     "or computed in place may have to be summed by the library, "
                                     "which sums f32 alone: follow ms_view.beta instead",
-                                    (unsigned)i, msi_tensor_name(m, t),
-                                    ms_dtype_name(m->graph.tensors.items[t].view.dtype));
+                                    (unsigned)i, msi_name(m, t->name),
+                                    ms_dtype_name(t->view.dtype));
         }
     }
     return true;
 }
 
-/* What backward destroys it must have been given. */
+static bool msi_names_slots(const ms_reads *r) {
+    return (r->in | r->out | r->saved | r->param) != 0;
+}
+
+/* Backward can destroy only what it receives. */
 static bool msi_check_clobbers(ms_model *m, const char *name, const ms_layer_desc *d) {
     const ms_reads *r = &d->backward_reads;
-    const bool all = !r->nothing && !(r->in | r->out | r->saved | r->param);
     const uint32_t in = d->clobbers.in & ~(uint32_t)r->in;
     const uint32_t out = d->clobbers.out & ~(uint32_t)r->out;
     const uint32_t saved = d->clobbers.saved & ~(uint32_t)r->saved;
-    if (all || !(in | out | saved)) {
-        return true;
-    }
-    const uint32_t mask = in ? in : out ? out : saved;
-    return msi_refuse_layer(
-        m, name, "clobbers names %s[%u], which backward_reads does not: backward is not given it",
-        in    ? "in"
-        : out ? "out"
-              : "saved",
-        (unsigned)msi_lowest_bit(mask));
+    const bool reads_all = !r->nothing && !msi_names_slots(r);
+    return reads_all || !(in | out | saved) ||
+           MSI_REFUSE_LAYER(m, name,
+                            "clobbers names %s[%u], but backward_reads does not, so backward does "
+                            "not receive it",
+                            in    ? "in"
+                            : out ? "out"
+                                  : "saved",
+                            (unsigned)msi_lowest_bit(in    ? in
+                                                     : out ? out
+                                                           : saved));
 }
 
-/* Callbacks and promises that do not go together, or NULL. */
+/* What does not go together in the callbacks and promises of a layer, or NULL. */
 static const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
                                       const uint8_t *count) {
     const ms_reads *r = &d->backward_reads, *p = &d->recompute_reads;
-    const bool reads = r->in | r->out | r->saved | r->param;
-    const bool recompute_reads = p->in | p->out | p->saved | p->param;
-    if (count[MSI_GROUP_OUT] == 0) {
-        return "a layer needs an output";
-    }
-    if (!d->forward && !m->config.dry_run) {
-        return "a layer needs a forward callback; only in a dry run it may be NULL";
-    }
-    if (!d->forward && (d->backward || d->recompute || d->bind)) {
-        return "it has callbacks, but no forward";
-    }
-    if (d->no_backward && d->backward) {
-        return "no_backward is set, but it has a backward callback";
-    }
-    if (r->nothing && reads) {
-        return "backward_reads says both \"nothing\" and what it reads";
-    }
-    if (p->nothing && recompute_reads) {
-        return "recompute_reads says both \"nothing\" and what it reads";
-    }
-    if ((recompute_reads || p->nothing) && !d->recompute) {
-        return "recompute_reads is given, but no recompute callback";
-    }
-    if (d->grads_in_forward && d->backward) {
-        return "grads_in_forward and a backward callback: it can have one of them";
-    }
-    if (d->grads_in_forward && d->must_grad_in_place) {
-        return "grads_in_forward and must_grad_in_place: there is no grad_out in forward";
-    }
-    if (d->recompute && (d->no_recompute || d->grads_in_forward)) {
-        return "it has a recompute callback, but runs once (no_recompute, grads_in_forward)";
-    }
-    if (d->recompute_reads.out & d->must_in_place) {
-        return "recompute_reads names an output that must_in_place fills with the input first";
-    }
-    if (d->keeps_state && count[MSI_GROUP_STATE] == 0) {
-        return "keeps_state is set, but it has no state: name its buffers in `state`";
-    }
-    if (!d->recompute && (d->recompute_workspace.bytes || d->recompute_workspace.row_bytes)) {
-        return "recompute_workspace is given, but no recompute callback";
-    }
-    return NULL;
+    const ms_workspace *w = &d->recompute_workspace;
+    return count[MSI_GROUP_OUT] == 0 ? "a layer needs an output"
+           : !d->forward && !m->config.dry_run
+               ? "a layer needs a forward callback; only in a dry run it may be NULL"
+           : !d->forward && (d->backward || d->recompute || d->bind)
+               ? "it has callbacks, but no forward"
+           : d->no_backward && d->backward ? "no_backward is set, but it has a backward callback"
+           : r->nothing && msi_names_slots(r)
+               ? "backward_reads says both \"nothing\" and what it reads"
+           : p->nothing && msi_names_slots(p)
+               ? "recompute_reads says both \"nothing\" and what it reads"
+           : (p->nothing || msi_names_slots(p)) && !d->recompute
+               ? "recompute_reads is given, but no recompute callback"
+           : d->grads_in_forward && d->backward
+               ? "grads_in_forward and a backward callback: it can have one of them"
+           : d->grads_in_forward && d->must_grad_in_place
+               ? "grads_in_forward and must_grad_in_place: there is no grad_out in forward"
+           : d->recompute && (d->no_recompute || d->grads_in_forward)
+               ? "it has a recompute callback, but runs once (no_recompute, grads_in_forward)"
+           : d->recompute_reads.out & d->must_in_place
+               ? "recompute_reads names an output that must_in_place fills with the input first"
+           : d->keeps_state && count[MSI_GROUP_STATE] == 0
+               ? "keeps_state is set, but it has no state: name its buffers in `state`"
+           : !d->recompute && (w->bytes || w->row_bytes)
+               ? "recompute_workspace is given, but no recompute callback"
+           : (unsigned)d->forward_workspace.contents > MS_CONTENTS_ZERO ||
+                   (unsigned)d->backward_workspace.contents > MS_CONTENTS_ZERO ||
+                   (unsigned)w->contents > MS_CONTENTS_ZERO
+               ? "the contents of a workspace are not one of ms_contents"
+               : NULL;
 }
 
 static bool msi_check_layer(ms_model *m, const char *name, const ms_layer_desc *d,
                             const uint8_t *count) {
     const char *fault = msi_callback_fault(m, d, count);
-    const ms_workspace *const workspaces[] = {&d->forward_workspace, &d->backward_workspace,
-                                              &d->recompute_workspace};
-    for (int i = 0; i < 3 && !fault; i++) {
-        fault = (unsigned)workspaces[i]->contents > MS_CONTENTS_ZERO
-                    ? "the contents of a workspace are none of ms_contents"
-                    : NULL;
-    }
     if (fault) {
-        return msi_refuse_layer(m, name, "%s", fault);
+        return MSI_REFUSE_LAYER(m, name, "%s", fault);
     }
     if (!isfinite(d->flops) || d->flops < 0.0 || !isfinite(d->backward_flops) ||
         d->backward_flops < 0.0 || !isfinite(d->recompute_flops) || d->recompute_flops < 0.0) {
-        return msi_refuse_layer(m, name,
+        return MSI_REFUSE_LAYER(m, name,
                                 "flops is %g, backward_flops %g and recompute_flops %g: they must "
                                 "be finite numbers, at least 0",
                                 d->flops, d->backward_flops, d->recompute_flops);
@@ -4810,32 +4731,24 @@ static ms_layer msi_register_layer(ms_model *m, const ms_layer_desc *desc) {
 }
 
 /* A buffer that one layer reads as an input and a later one changes: backward and recomputation of
-   the first would see what the second made of it. */
+   the first would see the changed value. */
 static ms_result msi_check_buffers(ms_model *m) {
     msi_graph *g = &m->graph;
     for (uint32_t i = g->layers.count; i-- > 0;) { // last_reader: a later layer that changes it
         const msi_layer *l = &g->layers.items[i];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-        const uint32_t *state = msi_group(g, l, MSI_GROUP_STATE);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
-            const uint32_t later =
-                in[k] != MSI_NONE && g->tensors.items[in[k]].kind == MSI_KIND_BUFFER
-                    ? g->tensors.items[in[k]].last_reader
-                    : MSI_NONE;
-            if (later != MSI_NONE) {
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            const msi_tensor *t = &g->tensors.items[in.tensor];
+            if (t->kind == MSI_KIND_BUFFER && t->last_reader != MSI_NONE) {
                 return msi_fail(
                     m, MS_RESULT_INVALID,
-                    "layer \"%s\": in[%u] \"%s\" is changed as state by the later layer "
-                    "\"%s\", so backward would see another value: make it state of "
-                    "\"%s\" too, or copy it",
-                    msi_name(m, l->name), (unsigned)k, msi_tensor_name(m, in[k]),
-                    msi_layer_name(m, later), msi_name(m, l->name));
+                    "layer \"%s\": in[%u] \"%s\" is changed as state by the later layer \"%s\", so "
+                    "backward would see another value: make it state of \"%s\" too, or copy it",
+                    msi_name(m, l->name), (unsigned)in.slot, msi_name(m, t->name),
+                    msi_layer_name(m, t->last_reader), msi_name(m, l->name));
             }
         }
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_STATE]; k++) {
-            if (state[k] != MSI_NONE) {
-                g->tensors.items[state[k]].last_reader = i;
-            }
+        for (MSI_EACH(state, g, l, MSI_GROUP_STATE)) {
+            g->tensors.items[state.tensor].last_reader = i;
         }
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -4844,30 +4757,29 @@ static ms_result msi_check_buffers(ms_model *m) {
     return MS_RESULT_OK;
 }
 
-/* What stays on the host cannot be computed on in the arena. */
+/* A tensor on the host has no memory in the arena in which a result could be computed. */
 static ms_result msi_check_on_host(ms_model *m) {
     const msi_graph *g = &m->graph;
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const msi_layer *l = &g->layers.items[i];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
         uint32_t changed = l->clobbers.in;
         for (uint32_t j = 0; j < l->count[MSI_GROUP_OUT]; j++) {
             changed |= l->must_in_place >> j & 1 ? g->masks.items[l->mask_first + j] : 0u;
         }
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
-            if ((changed >> k & 1) && in[k] != MSI_NONE && g->tensors.items[in[k]].on_host) {
-                return msi_fail(
-                    m, MS_RESULT_INVALID,
-                    "layer \"%s\": in[%u] \"%s\" stays on the host (ms_set_on_host), but "
-                    "must_in_place or clobbers says that it is written to",
-                    msi_name(m, l->name), (unsigned)k, msi_tensor_name(m, in[k]));
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            if ((changed >> in.slot & 1) && g->tensors.items[in.tensor].on_host) {
+                return msi_fail(m, MS_RESULT_INVALID,
+                                "layer \"%s\": in[%u] \"%s\" stays on the host (ms_set_on_host), "
+                                "but must_in_place or clobbers says that it is written to",
+                                msi_name(m, l->name), (unsigned)in.slot,
+                                msi_tensor_name(m, in.tensor));
             }
         }
     }
     return MS_RESULT_OK;
 }
 
-/* Why a tensor that is forced to be dropped cannot be, or NULL. */
+/* Why a tensor cannot be dropped although checkpointing is forced on it, or NULL. */
 static const char *msi_drop_fault(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
     const msi_layer *l = tensor->producer == MSI_NONE ? NULL : &g->layers.items[tensor->producer];
@@ -4888,34 +4800,31 @@ static const char *msi_early_fault(const ms_model *m) {
                                                     : NULL;
 }
 
+/* What the user forces must be possible. */
 static ms_result msi_check_forced(ms_model *m) {
     const msi_graph *g = &m->graph;
     const char *early = msi_early_fault(m);
     if (early && m->config.early_update == MS_SWITCH_ON) {
-        return msi_fail(
-            m, MS_RESULT_INVALID,
-            "early_update is ON, but %s (accumulation_steps %u, grad_clip_norm %g): set "
-            "it to DEFAULT or OFF",
-            early, (unsigned)m->config.accumulation_steps, (double)m->optimizer.grad_clip_norm);
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "early_update is ON, but %s (accumulation_steps %u, grad_clip_norm %g): "
+                        "set it to DEFAULT or OFF",
+                        early, (unsigned)m->config.accumulation_steps,
+                        (double)m->optimizer.grad_clip_norm);
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
-        const char *fault = tensor->technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON
-                                ? msi_drop_fault(g, t)
-                                : NULL;
+        const bool drops = tensor->technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON;
+        const char *fault = drops ? msi_drop_fault(g, t) : NULL;
         if (fault) {
             return msi_fail(
                 m, MS_RESULT_INVALID,
-                "checkpointing is forced on \"%s\" of layer \"%s\", but %s: leave it to the "
-                "plan",
+                "checkpointing is forced on \"%s\" of layer \"%s\", but %s: leave it to the plan",
                 msi_tensor_name(m, t),
                 tensor->producer == MSI_NONE ? "?" : msi_layer_name(m, tensor->producer), fault);
         }
-        if (tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_ON) {
-            continue;
-        }
-        fault = early                                        ? early
-                : tensor->frozen                             ? "it is frozen"
+        fault = tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_ON ? NULL
+                : early                                                      ? early
+                : tensor->frozen                                             ? "it is frozen"
                 : tensor->last_gradient == MSI_NONE          ? "the loss does not depend on it"
                 : msi_is_borrowed(tensor, MSI_ROLE_GRADIENT) ? "its gradient is borrowed"
                 : !tensor->updates_early                     ? "a layer without a backward reads it"
@@ -4945,29 +4854,29 @@ static ms_result msi_check_loss(ms_model *m) {
                              msi_tensor_name(m, g->loss));
 }
 
-/* Nothing differentiates through the outputs of a layer that has written its gradients already. */
+/* No backward can run through the outputs of a layer that has already written its gradients in
+   forward. */
 static ms_result msi_check_ends(ms_model *m) {
     const msi_graph *g = &m->graph;
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const msi_layer *l = &g->layers.items[i];
-        const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN] && l->has_backward; k++) {
-            const uint32_t from = in[k] == MSI_NONE ? MSI_NONE : g->tensors.items[in[k]].producer;
-            if (from != MSI_NONE && g->layers.items[from].ends_in_loss &&
-                !g->tensors.items[in[k]].no_gradient) {
-                return msi_fail(
-                    m, MS_RESULT_INVALID,
-                    "layer \"%s\" reads \"%s\" and has a backward, but layer \"%s\" has "
-                    "written its gradients in forward: call ms_stop_gradient on it if it is meant "
-                    "as a constant",
-                    msi_name(m, l->name), msi_tensor_name(m, in[k]), msi_layer_name(m, from));
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            const msi_tensor *t = &g->tensors.items[in.tensor];
+            if (l->has_backward && t->producer != MSI_NONE && !t->no_gradient &&
+                g->layers.items[t->producer].ends_in_loss) {
+                return msi_fail(m, MS_RESULT_INVALID,
+                                "layer \"%s\" reads \"%s\" and has a backward, but layer \"%s\" "
+                                "has written its gradients in forward: call ms_stop_gradient on it "
+                                "if it is meant as a constant",
+                                msi_name(m, l->name), msi_name(m, t->name),
+                                msi_layer_name(m, t->producer));
             }
         }
     }
     return MS_RESULT_OK;
 }
 
-/* What is likely to be forgotten, though it may be meant. */
+/* Logs what is likely to have been forgotten, though it may be meant. */
 static void msi_warn(const ms_model *m) {
     const msi_graph *g = &m->graph;
     for (uint32_t i = 0; i < g->tensors.count; i++) {
@@ -4979,24 +4888,22 @@ static void msi_warn(const ms_model *m) {
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const msi_layer *l = &g->layers.items[i];
-        const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
         const bool stops = !l->differentiable && !l->no_backward && !l->grads_in_forward &&
                            (msi_any_wants(g, l, MSI_GROUP_IN, UINT16_MAX) ||
                             msi_any_wants(g, l, MSI_GROUP_PARAM, UINT16_MAX));
-        for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT] && stops; k++) {
-            if (out[k] != MSI_NONE && g->tensors.items[out[k]].leads_to_loss) {
-                msi_log(
-                    m, MS_LOG_WARNING, "graph",
-                    "layer \"%s\" has no backward, so no gradient passes from \"%s\" to what it "
-                    "reads: give it one, or set no_backward if that is meant",
-                    msi_name(m, l->name), msi_tensor_name(m, out[k]));
+        for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
+            if (stops && g->tensors.items[out.tensor].leads_to_loss) {
+                msi_log(m, MS_LOG_WARNING, "graph",
+                        "layer \"%s\" has no backward, so no gradient passes from \"%s\" to what "
+                        "it reads: give it one, or set no_backward if that is meant",
+                        msi_name(m, l->name), msi_tensor_name(m, out.tensor));
                 break;
             }
         }
     }
 }
 
-/* The graph as a whole, analysed. */
+/* Analyses the graph, and checks it as a whole. */
 static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     msi_graph *g = &m->graph;
     if (m->errors.sticky != MS_RESULT_OK) {
@@ -5028,27 +4935,24 @@ static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
 // ------------------------------------------------------------------------------------------------
 // >>profile  the time that each layer takes: known, measured, or by a roofline
 
-/* Speeds of a device of a kind that says nothing of itself. What matters for a plan is their
-   ratio, the flops a byte. */
+/* Fills in the speeds that a device does not state by typical ones of its kind. What matters for a
+   plan is the ratio of arithmetic to memory traffic, flops per byte. */
 static void msi_fill_speeds(ms_hardware *h) {
-    static const struct {
-        double memory, copy, f32, f16, launch_us;
-    } of_kind[] = {{20.0, 10.0, 0.32, 0.32, 0.0},  // CPU: a few cores
-                   {900.0, 20.0, 20.0, 80.0, 4.0}, // discrete GPU
-                   {100.0, 20.0, 2.0, 8.0, 10.0}}; // integrated GPU
+    static const double of_kind[][MSI_SPEED_COUNT] = {
+        // as in msi_speed; TF32 is as fast as F32
+        {20.0, 10.0, 10.0, 0.32, 0.0, 0.32, 0.0},  // CPU: a few cores
+        {900.0, 20.0, 20.0, 20.0, 0.0, 80.0, 4.0}, // discrete GPU
+        {100.0, 20.0, 20.0, 2.0, 0.0, 8.0, 10.0}}; // integrated GPU
     const int kind = (unsigned)h->kind <= MS_DEVICE_INTEGRATED ? (int)h->kind : MS_DEVICE_CPU;
-    h->memory_gb_per_s = h->memory_gb_per_s > 0.0 ? h->memory_gb_per_s : of_kind[kind].memory;
-    h->to_device_gb_per_s =
-        h->to_device_gb_per_s > 0.0 ? h->to_device_gb_per_s : of_kind[kind].copy;
-    h->to_host_gb_per_s = h->to_host_gb_per_s > 0.0 ? h->to_host_gb_per_s : of_kind[kind].copy;
-    h->f32_tflops = h->f32_tflops > 0.0 ? h->f32_tflops : of_kind[kind].f32;
+    for (int i = 0; i < MSI_SPEED_COUNT; i++) {
+        double *speed = msi_speed(h, i);
+        *speed = *speed > 0.0 ? *speed : of_kind[kind][i];
+    }
     h->tf32_tflops = h->tf32_tflops > 0.0 ? h->tf32_tflops : h->f32_tflops;
-    h->f16_tflops = h->f16_tflops > 0.0 ? h->f16_tflops : of_kind[kind].f16;
-    h->launch_us = h->launch_us > 0.0 ? h->launch_us : of_kind[kind].launch_us;
 }
 
-/* The device that the next plan is for: as set, or the model's own, with the speeds of the profile
-   or those that its backend states. */
+/* The device that the next plan is for: the one that was set, or the model's own, with the speeds
+   of a loaded profile or those that its backend states. */
 static void msi_get_hardware(ms_model *m) {
     ms_hardware *h = &m->costs.hardware;
     *h = m->sources.given;
@@ -5078,32 +4982,24 @@ static double msi_roofline_us(const msi_costs *c, double flops, double bytes) {
 /* 2 flops per param element and row of the first output, as in a matrix product; without params, 1
    per element of output. */
 static double msi_derived_flops(const msi_graph *g, const msi_layer *l) {
-    const uint32_t *param = msi_group(g, l, MSI_GROUP_PARAM);
-    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
     double params = 0.0, rows = 0.0;
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM]; k++) {
-        params += param[k] == MSI_NONE
-                      ? 0.0
-                      : (double)ms_shape_count(&g->tensors.items[param[k]].view.shape);
+    for (MSI_EACH(param, g, l, MSI_GROUP_PARAM)) {
+        params += (double)ms_shape_count(&g->tensors.items[param.tensor].view.shape);
     }
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT] && rows <= 0.0; k++) {
-        if (out[k] != MSI_NONE) {
-            const ms_shape *shape = &g->tensors.items[out[k]].view.shape;
-            rows = (double)ms_shape_count(shape);
-            rows /= shape->rank ? (double)shape->dim[shape->rank - 1] : 1.0;
-        }
+    for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
+        const ms_shape *shape = &g->tensors.items[out.tensor].view.shape;
+        rows = (double)ms_shape_count(shape);
+        rows /= shape->rank ? (double)shape->dim[shape->rank - 1] : 1.0;
+        break;
     }
     return params > 0.0 ? 2.0 * params * rows : msi_output_elements(g, l);
 }
 
-/* Bytes of a group of operands that a mask lets through. */
+/* Bytes of those operands of a group whose slots are in a mask. */
 static double msi_group_bytes(const msi_graph *g, const msi_layer *l, int group, uint32_t mask) {
-    const uint32_t *operands = msi_group(g, l, group);
     double bytes = 0.0;
-    for (uint32_t k = 0; k < l->count[group]; k++) {
-        if ((mask >> k & 1) && operands[k] != MSI_NONE) {
-            bytes += (double)g->tensors.items[operands[k]].bytes;
-        }
+    for (MSI_EACH(operand, g, l, group)) {
+        bytes += mask >> operand.slot & 1 ? (double)g->tensors.items[operand.tensor].bytes : 0.0;
     }
     return bytes;
 }
@@ -5112,7 +5008,7 @@ static double msi_growth(double elements, double before) {
     return before > 0.0 ? elements / before : 1.0;
 }
 
-/* Every operand counts once, and so does every gradient. */
+/* Predicts the times of a layer. Every operand counts once, and so does every gradient. */
 static ms_layer_time msi_static_time(const msi_graph *g, const msi_costs *c, const msi_layer *l) {
     const double elements = msi_output_elements(g, l);
     const double grown = msi_growth(elements, l->elements);
@@ -5138,15 +5034,15 @@ static ms_layer_time msi_static_time(const msi_graph *g, const msi_costs *c, con
     return time;
 }
 
-/* The first that is there: known, measured, predicted; so long at most that no sum over a program
+/* The first time that there is: known, measured, predicted; limited, so that no sum over a program
    leaves the range of a float. */
 static double msi_choose_time(double known, double measured, double predicted) {
     const double us = known > 0.0 ? known : measured > 0.0 ? measured : predicted;
     return us < 1e27 ? us : 1e27;
 }
 
-/* Times of all layers at the present sizes. What is known or measured grows with the output. A
-   recomputation by forward takes as long as that. */
+/* Finds the times of all layers at the present sizes. Known and measured times grow with the
+   output. A recomputation by the forward callback takes as long as forward. */
 static void msi_find_times(ms_model *m) {
     const bool predicts = m->config.static_profiling != MS_SWITCH_OFF;
     for (uint32_t i = 0; i < m->graph.layers.count; i++) {
@@ -5167,7 +5063,7 @@ static void msi_find_times(ms_model *m) {
     }
 }
 
-/* What steps took, or what a profile says that they did, with so many elements of output. */
+/* Takes the times that steps took, or that a profile states, for so many elements of output. */
 static void msi_set_measured(msi_layer *l, const ms_layer_time *time, double elements) {
     l->measured = *time;
     l->measured_elements = elements;
@@ -5175,8 +5071,8 @@ static void msi_set_measured(msi_layer *l, const ms_layer_time *time, double ele
 
 /* Without static profiling every layer must have its times. */
 static ms_result msi_check_times(ms_model *m) {
-    for (uint32_t i = 0; m->config.static_profiling == MS_SWITCH_OFF && i < m->graph.layers.count;
-         i++) {
+    const bool predicts = m->config.static_profiling != MS_SWITCH_OFF;
+    for (uint32_t i = 0; !predicts && i < m->graph.layers.count; i++) {
         const msi_layer *l = &m->graph.layers.items[i];
         const bool forward = l->known.forward_us > 0.0 || l->measured.forward_us > 0.0;
         const bool backward = l->known.backward_us > 0.0 || l->measured.backward_us > 0.0;
@@ -5206,7 +5102,7 @@ static size_t msi_digits(const char *text, size_t length) {
     return count;
 }
 
-/* What the C library has between the digits of a half. */
+/* The decimal point of the current locale. */
 static size_t msi_decimal_point(char point[16]) {
     const int length = snprintf(point, 16, "%.1f", 0.5);
     const size_t count = length > 2 && length < 16 ? (size_t)length - 2 : 0;
@@ -5247,7 +5143,7 @@ typedef struct msi_decimal_text {
     char text[48];
 } msi_decimal_text;
 
-/* As few digits as read back to the same bits, of 15 and 17. */
+/* A number as the fewest digits, of 15 and 17, that are read back as the same bits. */
 static msi_decimal_text msi_decimal(double x) {
     msi_decimal_text t;
     char raw[48];
@@ -5300,7 +5196,7 @@ static uint64_t msi_hash_layer(uint64_t hash, const msi_graph *g, const msi_laye
     return msi_hash_masks(hash, l);
 }
 
-/* Of what layers compute from what, and of no address, name or present size of an axis. */
+/* A hash of what layers compute from what, without addresses, names and present sizes of axes. */
 static uint64_t msi_hash_graph(const msi_graph *g) {
     uint64_t hash = msi_mix_in(g->tensors.count, g->layers.count);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -5320,12 +5216,19 @@ static uint64_t msi_hash_graph(const msi_graph *g) {
     return msi_mix_in(hash, g->loss);
 }
 
-/* A text that is read line by line. */
+/* A profile that is read line by line. After the first fault nothing more is read. */
 typedef struct msi_reader {
-    const char *at, *end;    // of what follows
+    ms_model *model;
+    ms_result result;
+    const char *at, *end;    // of the lines that follow
     const char *line, *stop; // what is left of this line
     uint32_t number;         // of the line, from 1
 } msi_reader;
+
+#define MSI_REFUSE_PROFILE(r, ...)                                                                 \
+    ((r)->result == MS_RESULT_OK ? (void)((r)->result = msi_fail((r)->model, MS_RESULT_INVALID,    \
+                                                                 "ms_profile_load: " __VA_ARGS__)) \
+                                 : (void)0)
 
 static bool msi_next_line(msi_reader *r) {
     if (r->at == r->end) {
@@ -5342,7 +5245,7 @@ static bool msi_next_line(msi_reader *r) {
     return true;
 }
 
-/* Takes the next word of the line: up to a blank, which goes too. */
+/* Takes the next word of the line, and the blank after it. */
 static size_t msi_next_word(msi_reader *r, const char **word) {
     *word = r->line;
     while (r->line < r->stop && *r->line != ' ') {
@@ -5359,178 +5262,149 @@ static bool msi_next_word_is(msi_reader *r, const char *expected) {
     return length == strlen(expected) && memcmp(word, expected, length) == 0;
 }
 
-/* The next line begins with this word. */
-static ms_result msi_expect_line(ms_model *m, msi_reader *r, const char *word) {
-    if (!msi_next_line(r)) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_profile_load: the text ends after line %u, where \"%s\" should follow: "
-                        "it is cut off",
-                        (unsigned)r->number, word);
+/* Goes to the next line, which must begin with this word. */
+static void msi_expect_line(msi_reader *r, const char *word) {
+    if (r->result == MS_RESULT_OK && !msi_next_line(r)) {
+        MSI_REFUSE_PROFILE(r,
+                           "the text ends after line %u, where \"%s\" should follow: it is cut off",
+                           (unsigned)r->number, word);
+    } else if (r->result == MS_RESULT_OK && !msi_next_word_is(r, word)) {
+        MSI_REFUSE_PROFILE(r, "line %u does not begin with \"%s\"", (unsigned)r->number, word);
     }
-    return msi_next_word_is(r, word)
-               ? MS_RESULT_OK
-               : msi_fail(m, MS_RESULT_INVALID,
-                          "ms_profile_load: line %u does not begin with \"%s\"",
-                          (unsigned)r->number, word);
 }
 
-static ms_result msi_expect_number(ms_model *m, msi_reader *r, const char *what, double most,
-                                   double *number) {
+/* The next number of the line, at most `most`; 0 after a fault. */
+static double msi_next_number(msi_reader *r, const char *what, double most) {
     const char *word;
+    double number = 0.0;
     const size_t length = msi_next_word(r, &word);
-    if (!msi_parse_number(word, length, number)) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_profile_load: line %u: \"%.*s\" is no number, for %s",
-                        (unsigned)r->number, (int)(length < 40 ? length : 40), word, what);
+    if (!msi_parse_number(word, length, &number)) {
+        MSI_REFUSE_PROFILE(r, "line %u: \"%.*s\" is not a number, for %s", (unsigned)r->number,
+                           (int)(length < 40 ? length : 40), word, what);
+    } else if (!(number <= most)) {
+        MSI_REFUSE_PROFILE(r, "line %u: %.*s is out of range, for %s", (unsigned)r->number,
+                           (int)length, word, what);
     }
-    return *number <= most ? MS_RESULT_OK
-                           : msi_fail(m, MS_RESULT_INVALID,
-                                      "ms_profile_load: line %u: %.*s is out of range, for %s",
-                                      (unsigned)r->number, (int)length, word, what);
+    return r->result == MS_RESULT_OK ? number : 0.0;
 }
 
-/* Version and graph. */
-static ms_result msi_read_head(ms_model *m, msi_reader *r) {
+/* Reads the version and the graph. */
+static void msi_read_head(msi_reader *r) {
     const char *word;
-    double version = 0.0;
-    if (!msi_next_line(r) || !msi_next_word_is(r, MSI_PROFILE)) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_profile_load: this is no profile: its first line is not \"%s %d\"",
-                        MSI_PROFILE, (int)MSI_PROFILE_VERSION);
-    }
-    ms_result result = msi_expect_number(m, r, "the version", 1e9, &version);
-    if (result == MS_RESULT_OK && version != (double)MSI_PROFILE_VERSION) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_profile_load: line 1: the profile is of version %.0f, this library "
-                        "reads version %d: save it anew",
-                        version, (int)MSI_PROFILE_VERSION);
-    }
-    MSI_THEN(result, msi_expect_line(m, r, "graph"));
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
     char own[20];
+    if (!msi_next_line(r) || !msi_next_word_is(r, MSI_PROFILE)) {
+        MSI_REFUSE_PROFILE(r, "this is not a profile: its first line is not \"%s %d\"", MSI_PROFILE,
+                           (int)MSI_PROFILE_VERSION);
+    }
+    const double version = msi_next_number(r, "the version", 1e9);
+    if (version != (double)MSI_PROFILE_VERSION) {
+        MSI_REFUSE_PROFILE(r,
+                           "line 1: the profile is of version %.0f, but this library reads version "
+                           "%d: save it again",
+                           version, (int)MSI_PROFILE_VERSION);
+    }
+    msi_expect_line(r, "graph");
     const size_t length = msi_next_word(r, &word);
-    snprintf(own, sizeof own, "%016llx", (unsigned long long)msi_hash_graph(&m->graph));
-    return length == 16 && memcmp(word, own, 16) == 0
-               ? MS_RESULT_OK
-               : msi_fail(m, MS_RESULT_INVALID,
-                          "ms_profile_load: line 2: the profile is of graph %.*s, and this model "
-                          "is graph %s: load it after the same registrations, or save one of "
-                          "this model",
-                          (int)(length < 16 ? length : 16), word, own);
+    snprintf(own, sizeof own, "%016llx", (unsigned long long)msi_hash_graph(&r->model->graph));
+    if (length != 16 || memcmp(word, own, 16) != 0) {
+        MSI_REFUSE_PROFILE(r,
+                           "line 2: the profile is of graph %.*s, but this model is graph %s: load "
+                           "it after the same registrations, or save one of this model",
+                           (int)(length < 16 ? length : 16), word, own);
+    }
 }
 
-static ms_result msi_read_speeds(ms_model *m, msi_reader *r, ms_hardware *h, double *costs) {
-    ms_result result = msi_expect_line(m, r, "device"); // for people
-    MSI_THEN(result, msi_expect_line(m, r, "speeds"));
-    for (int i = 0; i < MSI_SPEED_COUNT && result == MS_RESULT_OK; i++) {
+static void msi_read_speeds(msi_reader *r, ms_hardware *h, double *costs) {
+    msi_expect_line(r, "device"); // for people
+    msi_expect_line(r, "speeds");
+    for (int i = 0; i < MSI_SPEED_COUNT; i++) {
         double *speed = msi_speed(h, i);
-        result = msi_expect_number(m, r, "a speed", msi_most_speed, speed);
-        if (result == MS_RESULT_OK && !msi_is_speed(i, *speed)) {
-            result =
-                msi_fail(m, MS_RESULT_INVALID, "ms_profile_load: line %u: a speed is out of range",
-                         (unsigned)r->number);
+        *speed = msi_next_number(r, "a speed", msi_most_speed);
+        if (!msi_is_speed(i, *speed)) {
+            MSI_REFUSE_PROFILE(r, "line %u: a speed is out of range", (unsigned)r->number);
         }
     }
-    MSI_THEN(result, msi_expect_line(m, r, "bytes_per_us"));
-    for (int i = 0; i < MSI_PROFILE_COSTS && result == MS_RESULT_OK; i++) {
-        result = msi_expect_number(m, r, "bytes in a microsecond", msi_most_speed, &costs[i]);
+    msi_expect_line(r, "bytes_per_us");
+    for (int i = 0; i < MSI_PROFILE_COSTS; i++) {
+        costs[i] = msi_next_number(r, "bytes in a microsecond", msi_most_speed);
         costs[i] = costs[i] < msi_least_speed ? 0.0 : costs[i];
     }
-    return result;
 }
 
-/* The lines of the layers; kept where `keep`. */
-static ms_result msi_read_layers(ms_model *m, msi_reader *r, bool keep) {
-    double count = 0.0;
-    ms_result result = msi_expect_line(m, r, "layers");
-    MSI_THEN(result, msi_expect_number(m, r, "the number of layers", 1e9, &count));
-    if (result == MS_RESULT_OK && count != (double)m->graph.layers.count) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_profile_load: line %u: %.0f layers, and this model has %u",
-                        (unsigned)r->number, count, (unsigned)m->graph.layers.count);
+/* Reads the lines of the layers; takes their times where `keep`. */
+static void msi_read_layers(msi_reader *r, bool keep) {
+    static const char *const what[] = {"a forward time", "a backward time", "a recompute time",
+                                       "elements of output"};
+    msi_graph *g = &r->model->graph;
+    msi_expect_line(r, "layers");
+    const double count = msi_next_number(r, "the number of layers", 1e9);
+    if (count != (double)g->layers.count) {
+        MSI_REFUSE_PROFILE(r, "line %u: %.0f layers, but this model has %u", (unsigned)r->number,
+                           count, (unsigned)g->layers.count);
     }
-    for (uint32_t i = 0; i < m->graph.layers.count && result == MS_RESULT_OK; i++) {
+    for (uint32_t i = 0; i < g->layers.count && r->result == MS_RESULT_OK; i++) {
         double numbers[4];
-        static const char *const what[] = {"a forward time", "a backward time", "a recompute time",
-                                           "elements of output"};
         if (!msi_next_line(r)) {
-            return msi_fail(m, MS_RESULT_INVALID,
-                            "ms_profile_load: the text ends after line %u, %u of %u layers are "
-                            "missing: it is cut off",
-                            (unsigned)r->number, (unsigned)(m->graph.layers.count - i),
-                            (unsigned)m->graph.layers.count);
+            MSI_REFUSE_PROFILE(
+                r, "the text ends after line %u, %u of %u layers are missing: it is cut off",
+                (unsigned)r->number, (unsigned)(g->layers.count - i), (unsigned)g->layers.count);
         }
-        for (int k = 0; k < 4 && result == MS_RESULT_OK; k++) {
-            result = msi_expect_number(m, r, what[k], k < 3 ? msi_most_us : msi_most_elements,
-                                       &numbers[k]);
+        for (int k = 0; k < 4; k++) {
+            numbers[k] = msi_next_number(r, what[k], k < 3 ? msi_most_us : msi_most_elements);
         }
-        if (keep && result == MS_RESULT_OK) {
-            ms_layer_time time;
-            time.forward_us = numbers[0];
-            time.backward_us = numbers[1];
-            time.recompute_us = numbers[2];
-            msi_set_measured(&m->graph.layers.items[i], &time, numbers[3]);
+        if (keep && r->result == MS_RESULT_OK) {
+            const ms_layer_time time = {numbers[0], numbers[1], numbers[2]};
+            msi_set_measured(&g->layers.items[i], &time, numbers[3]);
         }
     }
-    return result;
 }
 
 static ms_result msi_read_profile(ms_model *m, const char *text, size_t length, bool keep) {
     ms_hardware speeds;
     double costs[MSI_PROFILE_COSTS];
-    msi_reader r;
+    msi_reader r = {m, MS_RESULT_OK, text, text + length, text, text, 0};
     memset(&speeds, 0, sizeof speeds);
-    memset(&r, 0, sizeof r);
-    r.at = text;
-    r.end = text + length;
-    ms_result result = msi_read_head(m, &r);
-    MSI_THEN(result, msi_read_speeds(m, &r, &speeds, costs));
-    MSI_THEN(result, msi_read_layers(m, &r, keep));
-    MSI_THEN(result, msi_expect_line(m, &r, "end"));
-    if (result == MS_RESULT_OK && r.at != r.end) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_profile_load: there is text after line %u, the end",
-                        (unsigned)r.number);
+    msi_read_head(&r);
+    msi_read_speeds(&r, &speeds, costs);
+    msi_read_layers(&r, keep);
+    msi_expect_line(&r, "end");
+    if (r.at != r.end) {
+        MSI_REFUSE_PROFILE(&r, "there is text after line %u, the end", (unsigned)r.number);
     }
-    if (keep && result == MS_RESULT_OK) {
+    if (keep && r.result == MS_RESULT_OK) {
         m->sources.profile = speeds;
         m->sources.has_profile = true;
         memcpy(m->costs.bytes_per_us + MSI_COST_LAYER_END, costs, sizeof costs);
     }
-    return result;
+    return r.result;
 }
 
 static bool msi_check_layer_time(ms_model *m, const msi_layer *l, const ms_layer_time *time) {
-    if (!time || (msi_is_time(time->forward_us) && msi_is_time(time->backward_us) &&
-                  msi_is_time(time->recompute_us))) {
-        return true;
-    }
-    MSI_STICK(m, MS_RESULT_INVALID,
-              "ms_set_layer_time: layer \"%s\": a time is negative, not finite, or beyond %g",
-              msi_name(m, l->name), msi_most_us);
-    return false;
+    return !time ||
+           (msi_is_time(time->forward_us) && msi_is_time(time->backward_us) &&
+            msi_is_time(time->recompute_us)) ||
+           MSI_REFUSE(
+               m, "ms_set_layer_time: layer \"%s\": a time is negative, not finite, or beyond %g",
+               msi_name(m, l->name), msi_most_us);
 }
 
-/* The known times of a layer, at the present sizes; NULL: none. */
+/* Sets the known times of a layer, at the present sizes; NULL: they are not known. */
 static void msi_set_layer_time(ms_model *m, msi_layer *l, const ms_layer_time *time) {
-    memset(&l->known, 0, sizeof l->known);
-    if (time) {
-        l->known = *time;
-    }
+    const ms_layer_time unknown = {0.0, 0.0, 0.0};
+    l->known = time ? *time : unknown;
     l->known_elements = msi_output_elements(&m->graph, l);
     m->wrapped.changed = true;
 }
 
-/* All or nothing: read once to find faults, and once more to take it. */
+/* All or nothing: the text is read once to find faults, and once more to take what it says. */
 static ms_result msi_load_profile(ms_model *m, const char *text, size_t length) {
-    const ms_result result = msi_read_profile(m, text, length, false);
+    ms_result result = msi_read_profile(m, text, length, false);
     m->wrapped.changed |= result == MS_RESULT_OK;
-    return result == MS_RESULT_OK ? msi_read_profile(m, text, length, true) : result;
+    MSI_THEN(result, msi_read_profile(m, text, length, true));
+    return result;
 }
 
-/* A name as the end of a line. */
+/* Prints a name as the end of a line, with a question mark for each control character. */
 static void msi_print_line(const msi_printer *out, const char *name) {
     for (const char *at = name; *at;) {
         size_t length = 0;
@@ -5596,7 +5470,7 @@ static double msi_pressure(const msi_plan *plan) {
     return (double)plan->plain_bytes / (double)plan->budget_bytes;
 }
 
-/* The choice of the config, without a policy. */
+/* The mode and techniques that the config allows, without a policy. */
 static msi_choice msi_config_choice(const ms_model *m) {
     const msi_graph *g = &m->graph;
     msi_choice choice;
@@ -5613,7 +5487,7 @@ static msi_choice msi_config_choice(const ms_model *m) {
     return choice;
 }
 
-/* What the user asks for and this version cannot do. */
+/* An error if the user asks for a technique that this version does not have. */
 static ms_result msi_check_built(ms_model *m) {
     const msi_graph *g = &m->graph;
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
@@ -5624,30 +5498,28 @@ static ms_result msi_check_built(ms_model *m) {
         if (msi_switch_of(&m->config, (ms_technique)k) == MS_SWITCH_ON) {
             return msi_fail(
                 m, MS_RESULT_UNSUPPORTED,
-                "%s is switched ON, but this version does not have it: set it to DEFAULT or "
-                "OFF",
+                "%s is switched ON, but this version does not have it: set it to DEFAULT or OFF",
                 name);
         }
         for (uint32_t t = 0; t < g->tensors.count; t++) {
             if (g->tensors.items[t].technique[k] == MS_SWITCH_ON) {
-                return msi_fail(
-                    m, MS_RESULT_UNSUPPORTED,
-                    "%s is forced on \"%s\", but this version does not have it: leave it to "
-                    "the plan",
-                    name, msi_tensor_name(m, t));
+                return msi_fail(m, MS_RESULT_UNSUPPORTED,
+                                "%s is forced on \"%s\", but this version does not have it: leave "
+                                "it to the plan",
+                                name, msi_tensor_name(m, t));
             }
         }
     }
     return MS_RESULT_OK;
 }
 
-/* What can hold for one technique on one layer, in the plan that is in force. */
+/* The facts about one technique on one layer, in the plan that is in force. */
 enum {
     MSI_FACT_APPLIED = 1 << 0,
-    MSI_FACT_FORCED = 1 << 1, // all that is applied
+    MSI_FACT_FORCED = 1 << 1, // on every tensor that it is applied to
     MSI_FACT_ON = 1 << 2,
     MSI_FACT_SMALLEST = 1 << 3,
-    MSI_FACT_FREES = 1 << 4, // something from forward to backward
+    MSI_FACT_FREES = 1 << 4, // memory, from forward to backward
     MSI_FACT_DETACHED = 1 << 5,
     MSI_FACT_FORBIDDEN = 1 << 6,
     MSI_FACT_OFF = 1 << 7,
@@ -5656,7 +5528,8 @@ enum {
     MSI_FACT_NOT_NATIVE = 1 << 10,
     MSI_FACT_NOT_BUILT = 1 << 11,
     MSI_FACT_PLAIN_FITS = 1 << 12,
-    /* Of the largest tensor of the layer that is left as it is. */
+    /* About the tensor that explains best why the technique is not applied: see
+       msi_explains_more. */
     MSI_FACT_UNREAD = 1 << 13,
     MSI_FACT_RUNS_ONCE = 1 << 14,
     MSI_FACT_OUTPUT = 1 << 15,
@@ -5672,119 +5545,93 @@ enum {
 
 typedef struct msi_rule {
     ms_rule text;
-    uint32_t techniques; // that it is asked for
-    uint32_t facts;      // it fires where all of these hold
+    uint32_t techniques; // that it can explain
+    uint32_t facts;      // it explains a decision where all of these hold
 } msi_rule;
 
-/* The first that fires has decided; the last always does. */
+/* The first rule whose facts hold explains a decision; the last rule always does. */
+#define MSI_RULE(techniques, facts, id, condition, reason)                                         \
+    { {id, condition, reason}, techniques, facts }
+
 static const msi_rule msi_rules[] = {
-    {{"forced", "it is forced on all that it is applied to",
-      "what is forced is part of every plan, whatever the budget"},
-     MSI_ANY,
-     MSI_FACT_APPLIED | MSI_FACT_FORCED},
-    {{"switched-on", "early_update is ON", "ON updates at once, whatever the budget"},
-     MSI_EARLY_UPDATE,
-     MSI_FACT_APPLIED | MSI_FACT_ON},
-    {{"smallest", "force_optimize is set, and the arena is smaller with it",
-      "the smallest arena is asked for, whatever the budget"},
-     MSI_ANY,
-     MSI_FACT_APPLIED | MSI_FACT_FREES | MSI_FACT_SMALLEST},
-    {{"checkpoint", "without it the arena would exceed the budget",
-      "the fastest plan found that meets the budget drops what the layer makes in forward, and "
-      "recomputes it in backward"},
-     MSI_CHECKPOINTING,
-     MSI_FACT_APPLIED | MSI_FACT_FREES},
-    {{"on-the-way", "a recomputation reads what the layer makes, and no backward does",
-      "no plan keeps that, so it is made again on the way to what comes back"},
-     MSI_CHECKPOINTING,
-     MSI_FACT_APPLIED},
-    {{"early-update", "without it the arena would exceed the budget",
-      "an update inside backward ends the life of the gradient, at no cost in time"},
-     MSI_EARLY_UPDATE,
-     MSI_FACT_APPLIED},
-    {{"detached", "the model is detached", "the plain plan uses nothing, whatever is forced"},
-     MSI_ANY,
-     MSI_FACT_DETACHED},
-    {{"forbidden", "it is forbidden for the layer, or for the tensor of it that matters most",
-      "what is forbidden is part of no plan"},
-     MSI_ANY,
-     MSI_FACT_FORBIDDEN},
-    {{"off", "its switch is OFF", "what is switched off is part of no plan"},
-     MSI_ANY,
-     MSI_FACT_OFF},
-    {{"mode", "the mode does not have it, and its switch is at DEFAULT",
-      "a mode bounds what may be done to a model; a bolder one allows it, and ON allows it in any"},
-     MSI_ANY,
-     MSI_FACT_BEYOND_MODE},
-    {{"shared-memory", "the device computes in the memory of the host",
-      "what is copied out takes as much of the same memory"},
-     MSI_OFFLOADING,
-     MSI_FACT_SHARED_MEMORY},
-    {{"not-native", "the device does not say that it computes in BF16 or FP16",
-      "arithmetic that is emulated is slower"},
-     MSI_MIXED,
-     MSI_FACT_NOT_NATIVE},
-    {{"not-built", "this version does not have it",
-      "it has its place in modes and switches, and no plan uses it yet"},
-     MSI_ANY,
-     MSI_FACT_NOT_BUILT},
-    {{"smart-skip", "the plain arena is within the budget",
-      "nothing has to be done, so nothing is"},
-     MSI_ANY,
-     MSI_FACT_PLAIN_FITS},
-    {{"unread", "no backward reads what the layer makes",
-      "its values end with their last reader in forward, as in the plain plan"},
-     MSI_CHECKPOINTING,
-     MSI_FACT_UNREAD},
-    {{"runs-once", "no_recompute is set, or the layer writes gradients in forward",
-      "a second run would not do what the first one did"},
-     MSI_CHECKPOINTING,
-     MSI_FACT_RUNS_ONCE},
-    {{"output", "what the layer makes is the loss, or kept by ms_add_output",
-      "the trainer may read it after the step"},
-     MSI_CHECKPOINTING,
-     MSI_FACT_OUTPUT},
-    {{"recompute-reads", "recompute_reads of the layer names it",
-      "what a layer is recomputed from cannot be dropped"},
-     MSI_CHECKPOINTING,
-     MSI_FACT_RECOMPUTE_READS},
-    {{"not-idle", "no layer runs between its last use in forward and its first in backward",
-      "there is no time in which its memory would be free"},
-     MSI_CHECKPOINTING,
-     MSI_FACT_NOT_IDLE},
-    {{"no-gradient", "the layer has no param that learns", "there is nothing to update"},
-     MSI_EARLY_UPDATE,
-     MSI_FACT_NO_GRADIENT},
-    {{"all-gradients", "accumulation, clipping, or an optimizer that leaves updates to the trainer",
-      "no gradient may be used up before all of them are complete"},
-     MSI_EARLY_UPDATE,
-     MSI_FACT_ALL_GRADIENTS},
-    {{"borrowed", "the gradient is borrowed", "its memory is the trainer's, not the arena's"},
-     MSI_EARLY_UPDATE,
-     MSI_FACT_BORROWED},
-    {{"read-again", "a layer without a backward reads the param",
-      "that layer could be recomputed after the update, and would see the new value"},
-     MSI_EARLY_UPDATE,
-     MSI_FACT_READ_AGAIN},
-    {{"shared", "an earlier layer uses the param too",
-      "backward comes to that layer last, and its line tells what became of the gradient"},
-     MSI_EARLY_UPDATE,
-     MSI_FACT_SHARED_PARAM},
-    {{"late", "the plan may update inside backward, and its arena is as small where this one waits",
-      "an update right after the backward of its layer can be slow"},
-     MSI_EARLY_UPDATE,
-     MSI_FACT_LATE},
-    {{"no-gain", "force_optimize is set, and the arena would be no smaller with it",
-      "it would cost time for nothing"},
-     MSI_ANY,
-     MSI_FACT_SMALLEST},
-    {{"fits", "none of the above", "the fastest plan found meets the budget without it"},
-     MSI_ANY,
-     0}};
+    MSI_RULE(MSI_ANY, MSI_FACT_APPLIED | MSI_FACT_FORCED, "forced",
+             "it is forced on all that it is applied to",
+             "what is forced is part of every plan, whatever the budget"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_APPLIED | MSI_FACT_ON, "switched-on", "early_update is ON",
+             "ON updates at once, whatever the budget"),
+    MSI_RULE(MSI_ANY, MSI_FACT_APPLIED | MSI_FACT_FREES | MSI_FACT_SMALLEST, "smallest",
+             "force_optimize is set, and the arena is smaller with it",
+             "the smallest arena is asked for, whatever the budget"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_APPLIED | MSI_FACT_FREES, "checkpoint",
+             "without it the arena would exceed the budget",
+             "the fastest plan found that meets the budget drops what the layer makes in forward, "
+             "and recomputes it in backward"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_APPLIED, "on-the-way",
+             "a recomputation reads what the layer makes, and no backward does",
+             "no plan keeps that, so it is made again on the way to what comes back"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_APPLIED, "early-update",
+             "without it the arena would exceed the budget",
+             "an update inside backward ends the live range of the gradient, at no cost in time"),
+    MSI_RULE(MSI_ANY, MSI_FACT_DETACHED, "detached", "the model is detached",
+             "the plain plan uses nothing, whatever is forced"),
+    MSI_RULE(MSI_ANY, MSI_FACT_FORBIDDEN, "forbidden",
+             "it is forbidden for the layer, or for the tensor of it that matters most",
+             "what is forbidden is part of no plan"),
+    MSI_RULE(MSI_ANY, MSI_FACT_OFF, "off", "its switch is OFF",
+             "what is switched off is part of no plan"),
+    MSI_RULE(MSI_ANY, MSI_FACT_BEYOND_MODE, "mode",
+             "the mode does not have it, and its switch is at DEFAULT",
+             "a mode bounds what may be done to a model; a bolder one allows it, and ON allows it "
+             "in any"),
+    MSI_RULE(MSI_OFFLOADING, MSI_FACT_SHARED_MEMORY, "shared-memory",
+             "the device computes in the memory of the host",
+             "what is copied out takes as much of the same memory"),
+    MSI_RULE(MSI_MIXED, MSI_FACT_NOT_NATIVE, "not-native",
+             "the device does not say that it computes in BF16 or FP16",
+             "arithmetic that is emulated is slower"),
+    MSI_RULE(MSI_ANY, MSI_FACT_NOT_BUILT, "not-built", "this version does not have it",
+             "it has its place in modes and switches, and no plan uses it yet"),
+    MSI_RULE(MSI_ANY, MSI_FACT_PLAIN_FITS, "smart-skip", "the plain arena is within the budget",
+             "nothing has to be done, so nothing is"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_UNREAD, "unread", "no backward reads what the layer makes",
+             "its values end with their last reader in forward, as in the plain plan"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_RUNS_ONCE, "runs-once",
+             "no_recompute is set, or the layer writes gradients in forward",
+             "a second run would not do what the first one did"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_OUTPUT, "output",
+             "what the layer makes is the loss, or kept by ms_add_output",
+             "the trainer may read it after the step"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_RECOMPUTE_READS, "recompute-reads",
+             "recompute_reads of the layer names it",
+             "what a layer is recomputed from cannot be dropped"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_NOT_IDLE, "not-idle",
+             "no layer runs between its last use in forward and its first in backward",
+             "there is no time in which its memory would be free"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_NO_GRADIENT, "no-gradient",
+             "the layer has no param that learns", "there is nothing to update"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_ALL_GRADIENTS, "all-gradients",
+             "accumulation, clipping, or an optimizer that leaves updates to the trainer",
+             "no gradient may be used up before all of them are complete"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_BORROWED, "borrowed", "the gradient is borrowed",
+             "its memory is the trainer's, not the arena's"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_READ_AGAIN, "read-again",
+             "a layer without a backward reads the param",
+             "that layer could be recomputed after the update, and would see the new value"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_SHARED_PARAM, "shared",
+             "an earlier layer uses the param too",
+             "backward comes to that layer last, and its line tells what became of the gradient"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_LATE, "late",
+             "the plan may update inside backward, and its arena is as small where this one waits",
+             "an update right after the backward of its layer can be slow"),
+    MSI_RULE(MSI_ANY, MSI_FACT_SMALLEST, "no-gain",
+             "force_optimize is set, and the arena would be no smaller with it",
+             "it would cost time for nothing"),
+    MSI_RULE(MSI_ANY, 0, "fits", "none of the above",
+             "the fastest plan found meets the budget without it")};
 
 enum { MSI_RULE_COUNT = sizeof msi_rules / sizeof msi_rules[0] };
 
-/* What a plan does, found by layer and by tensor, so that the rules can be asked. */
+/* What a plan does, indexed by layer and by tensor: what the rules are checked against. */
 typedef struct msi_review {
     const ms_model *model;
     const msi_plan *plan;
@@ -5832,19 +5679,10 @@ static void msi_review_free(msi_review *r) {
 static bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique technique,
                            uint32_t tensor) {
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
-    switch (technique) {
-    case MS_TECHNIQUE_CHECKPOINTING:
-        return r->plan->decisions[tensor].pass > 0 && t->last_reader != MSI_NONE;
-    case MS_TECHNIQUE_EARLY_UPDATE:
-        return r->update[tensor] < r->plan->train.backward_end && t->last_gradient == layer;
-    case MS_TECHNIQUE_OFFLOADING: // not built
-    case MS_TECHNIQUE_TILING:
-    case MS_TECHNIQUE_MIXED_PRECISION:
-    case MS_TECHNIQUE_OPTIMIZER_8BIT:
-    case MS_TECHNIQUE_COUNT:
-        break;
-    }
-    return false;
+    return technique == MS_TECHNIQUE_CHECKPOINTING
+               ? r->plan->decisions[tensor].pass > 0 && t->last_reader != MSI_NONE
+               : technique == MS_TECHNIQUE_EARLY_UPDATE &&
+                     r->update[tensor] < r->plan->train.backward_end && t->last_gradient == layer;
 }
 
 /* Whether a technique could matter for a tensor that it is not applied to. */
@@ -5852,26 +5690,19 @@ static bool msi_matters(const msi_review *r, uint32_t layer, ms_technique techni
                         uint32_t tensor) {
     const msi_graph *g = &r->model->graph;
     const msi_tensor *t = &g->tensors.items[tensor];
-    switch (technique) {
-    case MS_TECHNIQUE_CHECKPOINTING:
-        return t->last_reader != MSI_NONE || t->is_output || tensor == g->loss || t->must_stay;
-    case MS_TECHNIQUE_EARLY_UPDATE:
-        return msi_is_trained(t) && t->last_gradient == layer;
-    case MS_TECHNIQUE_OFFLOADING: // not built
-    case MS_TECHNIQUE_TILING:
-    case MS_TECHNIQUE_MIXED_PRECISION:
-    case MS_TECHNIQUE_OPTIMIZER_8BIT:
-    case MS_TECHNIQUE_COUNT:
-        break;
-    }
-    return true;
+    return technique == MS_TECHNIQUE_CHECKPOINTING
+               ? t->last_reader != MSI_NONE || t->is_output || tensor == g->loss || t->must_stay
+               : technique != MS_TECHNIQUE_EARLY_UPDATE ||
+                     (msi_is_trained(t) && t->last_gradient == layer);
 }
 
-/* Between its uses in forward and in backward a value lies idle while layers run. */
+/* Whether layers run while a value lies idle between its last use in forward and its first in
+   backward. */
 static bool msi_lies_idle(const msi_review *r, uint32_t tensor) {
     const msi_program *p = &r->plan->train;
     const uint32_t producer = r->model->graph.tensors.items[tensor].producer;
     const msi_instruction *i = &p->instructions.items[r->forward[producer]];
+    bool idle = false;
     for (uint32_t k = 0; k < i->operand_count; k++) {
         const uint32_t index = p->operands.items[i->operand_first + k].range;
         const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
@@ -5880,19 +5711,17 @@ static bool msi_lies_idle(const msi_review *r, uint32_t tensor) {
             continue;
         }
         for (uint32_t now = range->idle_first + 1; now < range->idle_last; now++) {
-            if (msi_calls_layer((msi_op)p->instructions.items[now].op)) {
-                return true;
-            }
+            idle |= msi_calls_layer((msi_op)p->instructions.items[now].op);
         }
     }
-    return false;
+    return idle;
 }
 
 static uint32_t msi_fact(uint32_t fact, bool holds) {
     return holds ? fact : 0;
 }
 
-/* Facts of a technique that hold for every layer. */
+/* The facts about a technique that hold for every layer. */
 static uint32_t msi_common_facts(const msi_review *r, ms_technique technique) {
     const ms_model *m = r->model;
     const ms_switch is = msi_switch_of(&m->config, technique);
@@ -5910,7 +5739,8 @@ static uint32_t msi_common_facts(const msi_review *r, ms_technique technique) {
            msi_fact(MSI_FACT_PLAIN_FITS, plain_fits);
 }
 
-/* Facts of the tensor of a layer that a technique is not applied to; MSI_NONE: there is none. */
+/* The facts about the tensor of a layer that a technique is not applied to; MSI_NONE: there is no
+   such tensor. */
 static uint32_t msi_checkpointing_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
     const msi_graph *g = &r->model->graph;
     if (tensor == MSI_NONE || !msi_matters(r, layer, MS_TECHNIQUE_CHECKPOINTING, tensor)) {
@@ -5944,8 +5774,8 @@ static const ms_rule *msi_find_rule(ms_technique technique, uint32_t facts) {
     return &msi_rules[k].text;
 }
 
-/* Whether a tensor tells more than another why a technique is not applied: one that matters, then
-   the larger one, then the first. */
+/* Whether tensor `a` explains better than `b` why a technique is not applied: one that matters
+   does, then the larger one, then the first. */
 static bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique technique,
                               uint32_t a, uint32_t b) {
     const msi_tensor *tensors = r->model->graph.tensors.items;
@@ -5958,29 +5788,29 @@ static bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique 
 }
 
 /* Adds up the tensors of a layer that a technique is applied to; returns, of the others, the one
-   that tells most. */
+   that explains most. */
 static uint32_t msi_gather(const msi_review *r, ms_decision *d, uint32_t *facts) {
     const msi_graph *g = &r->model->graph;
     const uint32_t layer = d->layer.id - 1;
-    const msi_layer *l = &g->layers.items[layer];
-    const uint32_t *operands = msi_group(g, l, MSI_GROUP_IN);
     uint32_t left = MSI_NONE;
     bool forced = true;
-    for (uint32_t k = l->count[MSI_GROUP_IN]; k < msi_group_start(l, MSI_GROUP_STATE); k++) {
-        const uint32_t index = operands[k];
-        const msi_tensor *t = index == MSI_NONE ? NULL : &g->tensors.items[index];
-        bool listed = false; // in an earlier slot
-        for (uint32_t j = l->count[MSI_GROUP_IN]; j < k; j++) {
-            listed |= operands[j] == index;
-        }
-        if (!t || listed || !(msi_techniques[d->technique].kinds >> t->kind & 1)) {
-            continue;
-        }
-        if (msi_is_applied(r, layer, d->technique, index)) {
-            d->saved_bytes += msi_align(t->bytes);
-            forced &= t->technique[d->technique] == MS_SWITCH_ON;
-        } else if (msi_explains_more(r, layer, d->technique, index, left)) {
-            left = index;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
+        for (MSI_EACH(operand, g, &g->layers.items[layer], group)) {
+            const uint32_t index = operand.tensor;
+            const msi_tensor *t = &g->tensors.items[index];
+            bool listed = false; // in an earlier slot
+            for (uint32_t k = 0; k < operand.slot; k++) {
+                listed |= operand.tensors[k] == index;
+            }
+            if (listed || !(msi_techniques[d->technique].kinds >> t->kind & 1)) {
+                continue;
+            }
+            if (msi_is_applied(r, layer, d->technique, index)) {
+                d->saved_bytes += msi_align(t->bytes);
+                forced &= t->technique[d->technique] == MS_SWITCH_ON;
+            } else if (msi_explains_more(r, layer, d->technique, index, left)) {
+                left = index;
+            }
         }
     }
     *facts |= msi_fact(MSI_FACT_APPLIED | MSI_FACT_FREES, d->saved_bytes > 0) |
@@ -5988,15 +5818,15 @@ static uint32_t msi_gather(const msi_review *r, ms_decision *d, uint32_t *facts)
     return left;
 }
 
-/* Bytes of what a layer makes and the plan does not drop. */
+/* Bytes of what a layer makes and the plan keeps. */
 static uint64_t msi_kept_bytes(const msi_review *r, uint32_t layer) {
     const msi_graph *g = &r->model->graph;
-    uint32_t count;
-    const uint32_t *made = msi_made_by(g, layer, &count);
     uint64_t kept = 0;
-    for (uint32_t k = 0; k < count; k++) {
-        const bool keeps = made[k] != MSI_NONE && r->plan->decisions[made[k]].pass == 0;
-        kept += keeps ? g->tensors.items[made[k]].bytes : 0;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
+        for (MSI_EACH(made, g, &g->layers.items[layer], group)) {
+            const bool keeps = r->plan->decisions[made.tensor].pass == 0;
+            kept += keeps ? g->tensors.items[made.tensor].bytes : 0;
+        }
     }
     return kept;
 }
@@ -6047,7 +5877,7 @@ static msi_technique_total msi_technique_total_of(const msi_review *r, ms_techni
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>store  where values are: params, state, buffers and inputs have their places for good
+// >>store  which values are resident, and their places: params, state, buffers and inputs
 
 static void msi_store_free(ms_model *m, msi_store *store) {
     const ms_allocator *a = &m->config.allocator;
@@ -6057,7 +5887,7 @@ static void msi_store_free(ms_model *m, msi_store *store) {
     }
     if (store->memory) {
         const uint64_t bytes = store->resident_bytes + (m->run.arena ? 0 : store->transient_bytes);
-        if (m->config.backend.device_is_host) {
+        if (b->device_is_host) {
             msi_asan_unpoison(store->memory, bytes);
         }
         b->memory_release(b->user, a, store->memory, bytes);
@@ -6071,7 +5901,7 @@ static void msi_store_free(ms_model *m, msi_store *store) {
     msi_release(a, store, sizeof *store);
 }
 
-/* Gives a slot its place behind those of its kind: in the arena, on the host, or elsewhere. */
+/* Gives a resident its place after those of its kind: in the arena, on the host, or elsewhere. */
 static void msi_place_resident(msi_store *store, msi_resident *resident) {
     uint64_t *const room = resident->borrowed  ? &store->borrowed_bytes
                            : resident->on_host ? &store->host_bytes
@@ -6080,8 +5910,9 @@ static void msi_place_resident(msi_store *store, msi_resident *resident) {
     *room += msi_align(resident->bytes);
 }
 
-static void msi_add_resident(const ms_model *m, msi_store *store, uint32_t t,
-                             const msi_tensor *tensor, msi_role role) {
+static msi_resident *msi_add_resident(const ms_model *m, msi_store *store, uint32_t t,
+                                      msi_role role) {
+    const msi_tensor *tensor = &m->graph.tensors.items[t];
     msi_resident *resident = &store->residents.items[store->residents.count++];
     memset(resident, 0, sizeof *resident);
     resident->tensor = t;
@@ -6097,14 +5928,16 @@ static void msi_add_resident(const ms_model *m, msi_store *store, uint32_t t,
         resident->staging = store->staging_bytes;
         store->staging_bytes += msi_align(resident->bytes);
     }
+    return resident;
 }
 
 static bool msi_learns(const msi_tensor *t) {
     return msi_is_trained(t) && t->last_gradient != MSI_NONE;
 }
 
-/* What comes first: in the arena the workspace of the backend and the step's own memory, in host
-   memory that once more, with its verdict; or there alone, where nothing has to be copied. */
+/* Reserves what comes before the residents. The arena begins with the workspace of the backend and
+   the memory of the step itself; host memory has the latter too, and room for the verdict that is
+   copied out. Where the device computes in host memory, the memory of the step is there alone. */
 static void msi_reserve(const ms_model *m, msi_store *store) {
     const ms_backend *b = &m->config.backend;
     uint64_t count = 0;
@@ -6122,8 +5955,8 @@ static void msi_reserve(const ms_model *m, msi_store *store) {
     store->event_count = MSI_EVENT_COUNT;
 }
 
-/* Every value that lives between steps gets a slot: params with their optimizer state, and with
-   their gradients where these do too. */
+/* Lists every value that is kept between steps: of a param also the optimizer state, and the
+   gradient if that is accumulated or borrowed. */
 static bool msi_list_residents(ms_model *m, msi_store *store) {
     const msi_graph *g = &m->graph;
     const uint32_t states = msi_state_count(&m->optimizer);
@@ -6138,22 +5971,22 @@ static bool msi_list_residents(ms_model *m, msi_store *store) {
             return false;
         }
         store->resident_of[t] = store->residents.count;
-        msi_add_resident(m, store, t, tensor, MSI_ROLE_VALUE);
-        const bool learns = msi_learns(tensor);
-        if (learns) {
-            store->residents.items[store->residents.count - 1].factors = store->factor_count++;
+        msi_resident *value = msi_add_resident(m, store, t, MSI_ROLE_VALUE);
+        if (!msi_learns(tensor)) {
+            continue;
         }
-        if (learns && (store->micro_count > 1 || msi_is_borrowed(tensor, MSI_ROLE_GRADIENT))) {
-            msi_add_resident(m, store, t, tensor, MSI_ROLE_GRADIENT);
+        value->factors = store->factor_count++;
+        if (store->micro_count > 1 || msi_is_borrowed(tensor, MSI_ROLE_GRADIENT)) {
+            msi_add_resident(m, store, t, MSI_ROLE_GRADIENT);
         }
-        for (uint32_t k = 0; k < states && learns; k++) {
-            msi_add_resident(m, store, t, tensor, (msi_role)(MSI_ROLE_STATE0 + k));
+        for (uint32_t k = 0; k < states; k++) {
+            msi_add_resident(m, store, t, (msi_role)(MSI_ROLE_STATE0 + k));
         }
     }
     return true;
 }
 
-/* A store without memory yet. */
+/* Makes a store that has no memory yet. */
 static ms_result msi_make_store(ms_model *m, msi_store **made) {
     const ms_allocator *a = &m->config.allocator;
     const uint64_t bytes = m->graph.tensors.count * (uint64_t)sizeof(uint32_t);
@@ -6169,21 +6002,17 @@ static ms_result msi_make_store(ms_model *m, msi_store **made) {
     }
     msi_store_free(m, store);
     *made = NULL;
-    return msi_fail_memory(m, "the slots", bytes);
+    return msi_fail_memory(m, "the list of residents", bytes);
 }
 
 static const msi_resident *msi_find_resident(const msi_store *store, uint32_t tensor,
                                              msi_role role) {
-    if (!store || store->resident_of[tensor] == MSI_NONE) {
-        return NULL;
-    }
-    for (uint32_t i = store->resident_of[tensor]; i < store->residents.count; i++) {
-        const msi_resident *resident = &store->residents.items[i];
-        if (resident->tensor != tensor) {
-            break;
-        }
-        if (resident->role == role) {
-            return resident;
+    const uint32_t first = store ? store->resident_of[tensor] : MSI_NONE;
+    for (uint32_t i = first; first != MSI_NONE && i < store->residents.count &&
+                             store->residents.items[i].tensor == tensor;
+         i++) {
+        if (store->residents.items[i].role == role) {
+            return &store->residents.items[i];
         }
     }
     return NULL;
@@ -6197,12 +6026,13 @@ static uint64_t msi_room_of(const msi_store *store) {
 // ------------------------------------------------------------------------------------------------
 // >>lower  from graph and decisions to a program: instructions with operands, and live ranges
 
-/* One edge of a backward (or of a loss layer's forward) under way: where its gradient goes. */
+/* One edge from a layer to an operand that gets a gradient from it, in its backward or in the
+   forward of a loss layer: where that gradient is written. */
 typedef struct msi_edge {
-    uint32_t tensor;
-    uint32_t range; // MSI_NONE: nobody wants it; or it is born with the instruction
+    uint32_t tensor; // MSI_NONE: the layer does not write this gradient
+    uint32_t range;  // MSI_NONE: not made yet, or w->gradient[tensor]
     bool overwrites;
-    bool separate;   // to memory of its own, to be added up
+    bool separate;   // it is written to memory of its own, and added to the gradient afterwards
     bool accumulate; // beta is 1
 } msi_edge;
 
@@ -6213,20 +6043,20 @@ typedef struct msi_lowering {
     const msi_tensor_decision *decisions;
     const ms_optimizer_desc *optimizer;
     msi_program *program;
-    uint32_t *value;    // per tensor: the life that holds its value now, or MSI_NONE
-    uint32_t *gradient; // and its gradient
-    uint32_t *stack;    // of tensors, for recomputation
-    uint32_t *missing;  // tensors that a recomputation may need, inputs before what is made of them
-    uint32_t *pass_only; // tensors that are there for the present pass only
+    uint32_t *value;     // per tensor: the live range that holds its value now, or MSI_NONE
+    uint32_t *gradient;  // per tensor: that of its gradient
+    uint32_t *queue;     // params whose gradient is complete, to be updated in this order
+    uint32_t *stack;     // of tensors, for recomputation
+    uint32_t *missing;   // tensors that a recomputation may need; what they are made of comes first
+    uint32_t *pass_only; // tensors that are in memory for the present pass only
     uint32_t *met;       // per tensor: number of the last recomputation that has it in `missing`
     uint32_t *wanted;    // per tensor: number of the last pass that makes it on purpose
-    uint32_t pass_only_count, recomputation, pass;
-    uint32_t depth;     // of the pass
-    uint32_t *queue;    // params whose gradient is complete, to be updated in this order
-    uint32_t *snapshot; // per operand of the graph: a copy of that state, or MSI_NONE
+    uint32_t *snapshot;  // per operand of the graph: a copy of that state, or MSI_NONE
     uint32_t queue_first, queue_end;
+    uint32_t pass_only_count, recomputation, pass;
+    uint32_t depth; // of the pass
     bool backward;
-    uint32_t slots[MSI_MAX_VALUES + MS_LIMIT_OUT]; // of the instruction to come: lives, MSI_UNSET
+    uint32_t slots[MSI_MAX_VALUES + MS_LIMIT_OUT]; // of the next instruction: ranges, or MSI_UNSET
     msi_edge edges[MSI_MAX_EDGES];
     uint32_t edge_count;
 } msi_lowering;
@@ -6244,25 +6074,17 @@ static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_sto
     w->allocator = allocator;
     w->store = store;
     w->optimizer = optimizer;
-    w->value = (uint32_t *)msi_alloc(w->allocator, msi_lowering_bytes(w->graph));
-    if (!w->value) {
-        return false;
+    w->value = (uint32_t *)msi_alloc(allocator, msi_lowering_bytes(g));
+    uint32_t **const others[] = {&w->gradient,  &w->queue, &w->stack,  &w->missing,
+                                 &w->pass_only, &w->met,   &w->wanted, &w->snapshot};
+    for (uint32_t k = 0; k < sizeof others / sizeof others[0] && w->value; k++) {
+        *others[k] = w->value + (k + 1) * (size_t)g->tensors.count;
     }
-    w->gradient = w->value + w->graph->tensors.count;
-    w->queue = w->gradient + w->graph->tensors.count;
-    w->stack = w->queue + w->graph->tensors.count;
-    w->missing = w->stack + w->graph->tensors.count;
-    w->pass_only = w->missing + w->graph->tensors.count;
-    w->met = w->pass_only + w->graph->tensors.count;
-    w->wanted = w->met + w->graph->tensors.count;
-    w->snapshot = w->wanted + w->graph->tensors.count;
-    return true;
+    return w->value != NULL;
 }
 
 static void msi_lowering_free(msi_lowering *w) {
-    if (w->value) {
-        msi_release(w->allocator, w->value, msi_lowering_bytes(w->graph));
-    }
+    msi_release(w->allocator, w->value, msi_lowering_bytes(w->graph));
 }
 
 static void msi_program_free(const ms_allocator *a, msi_program *p) {
@@ -6330,7 +6152,7 @@ static uint32_t msi_new_range(msi_lowering *w, uint32_t target, msi_role role, u
     return p->ranges.count++;
 }
 
-/* Appends an operand to the instruction under way; its life reaches to here. */
+/* Appends an operand to the last instruction, and extends its live range to there. */
 static void msi_use(msi_lowering *w, uint32_t range, bool accumulate) {
     msi_program *p = w->program;
     if (p->out_of_memory ||
@@ -6354,23 +6176,19 @@ static void msi_use(msi_lowering *w, uint32_t range, bool accumulate) {
     l->last = now;
 }
 
+static void msi_use_both(msi_lowering *w, uint32_t target, bool accumulate, uint32_t source) {
+    msi_use(w, target, accumulate);
+    msi_use(w, source, false);
+}
+
 static uint32_t msi_emit_copy(msi_lowering *w, uint32_t target, msi_role role, uint32_t range,
                               uint32_t source) {
     msi_emit(w, MSI_OP_COPY, target);
     if (range == MSI_NONE) {
         range = msi_new_range(w, target, role, w->graph->tensors.items[target].bytes);
     }
-    msi_use(w, range, false);
-    msi_use(w, source, false);
+    msi_use_both(w, range, false, source);
     return range;
-}
-
-/* The copy that was emitted last puts state back after a recomputation. */
-static void msi_mark_restore(msi_lowering *w) {
-    msi_program *p = w->program;
-    if (!p->out_of_memory) {
-        p->instructions.items[p->instructions.count - 1].restores = true;
-    }
 }
 
 static uint32_t msi_emit_zero(msi_lowering *w, uint32_t target, msi_role role, uint64_t bytes) {
@@ -6380,8 +6198,8 @@ static uint32_t msi_emit_zero(msi_lowering *w, uint32_t target, msi_role role, u
     return range;
 }
 
-/* Scratch memory that must be cleared is made before the instruction that it is for; the rest,
-   MSI_UNSET here, with it. */
+/* Scratch memory that must be cleared is made before the instruction that it is for. Any other is
+   made with the instruction: MSI_UNSET. */
 static uint32_t msi_prepare_workspace(msi_lowering *w, uint32_t layer, int which) {
     const msi_layer *l = &w->graph->layers.items[layer];
     const uint64_t bytes = msi_workspace_bytes(w->graph, l, which);
@@ -6392,12 +6210,10 @@ static uint32_t msi_prepare_workspace(msi_lowering *w, uint32_t layer, int which
 }
 
 static void msi_use_workspace(msi_lowering *w, uint32_t layer, int which, uint32_t range) {
-    if (range == MSI_UNSET) {
-        const msi_layer *l = &w->graph->layers.items[layer];
-        range =
-            msi_new_range(w, layer, MSI_ROLE_WORKSPACE, msi_workspace_bytes(w->graph, l, which));
-    }
-    msi_use(w, range, false);
+    const msi_layer *l = &w->graph->layers.items[layer];
+    const uint64_t bytes = msi_workspace_bytes(w->graph, l, which);
+    msi_use(w, range == MSI_UNSET ? msi_new_range(w, layer, MSI_ROLE_WORKSPACE, bytes) : range,
+            false);
 }
 
 static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisions,
@@ -6437,8 +6253,8 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     }
 }
 
-/* The edges of a layer whose gradients it writes, those in the masks. A gradient that a layer adds
-   to, and that is not there yet, is cleared here. */
+/* Lists the edges of a layer: the gradients of the slots in the masks. A gradient to which the
+   layer adds is cleared first if it does not exist yet. */
 static void msi_list_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask,
                            uint32_t param_mask) {
     const msi_graph *g = w->graph;
@@ -6465,8 +6281,8 @@ static void msi_list_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask
     }
 }
 
-/* Where an edge writes: to the gradient itself, as its first contribution or on top of what is
-   there; or, if it overwrites and others contribute too, to a part of its own. */
+/* Decides where an edge writes: to the gradient itself, as its first contribution or on top of what
+   is there; or, if it overwrites and others contribute too, to memory of its own. */
 static void msi_decide_edge(msi_lowering *w, msi_edge *edge) {
     bool first = w->gradient[edge->tensor] == MSI_NONE, mixed = false;
     for (uint32_t k = 0; k < w->edge_count; k++) {
@@ -6480,7 +6296,8 @@ static void msi_decide_edge(msi_lowering *w, msi_edge *edge) {
     edge->accumulate = !edge->overwrites && !first;
 }
 
-/* A gradient that is computed on in place of grad_out: copied there before. Returns the life. */
+/* Copies grad_out to where a gradient is to be computed in place of it; returns the live range of
+   the copy. */
 static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t in, msi_edge *edge,
                                   uint32_t *grad_out) {
     const msi_graph *g = w->graph;
@@ -6489,14 +6306,13 @@ static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t 
     const uint32_t source = w->gradient[msi_group(g, l, MSI_GROUP_OUT)[out]];
     const msi_role role = edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT;
     const uint32_t t = edge->tensor;
-    const uint32_t range = source == MSI_NONE ? msi_emit_zero(w, t, role, g->tensors.items[t].bytes)
-                                              : msi_emit_copy(w, t, role, MSI_NONE, source);
-    grad_out[out] = range;
-    return range;
+    grad_out[out] = source == MSI_NONE ? msi_emit_zero(w, t, role, g->tensors.items[t].bytes)
+                                       : msi_emit_copy(w, t, role, MSI_NONE, source);
+    return grad_out[out];
 }
 
-/* What must happen to the edges before their instruction. `grad_out` gets the lives that the layer
-   works on in place of the gradients of its outputs. */
+/* Prepares the edges before their instruction. `grad_out` gets the live ranges in which the layer
+   computes in place of the gradients of its outputs. */
 static void msi_prepare_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask,
                               uint32_t param_mask, uint32_t *grad_out) {
     msi_list_edges(w, l, in_mask, param_mask);
@@ -6513,33 +6329,31 @@ static void msi_prepare_edges(msi_lowering *w, const msi_layer *l, uint32_t in_m
     }
 }
 
-/* The operands of the edges, once their instruction is there. */
-static void msi_use_edges(msi_lowering *w, uint32_t first, uint32_t end) {
-    for (uint32_t e = first; e < end; e++) {
+/* Appends the edges before `end` as operands of their instruction. */
+static void msi_use_edges(msi_lowering *w, uint32_t end) {
+    for (uint32_t e = 0; e < end; e++) {
         msi_edge *edge = &w->edges[e];
         if (edge->tensor == MSI_NONE) {
             msi_use(w, MSI_NONE, false);
             continue;
         }
-        if (edge->range == MSI_NONE && (edge->separate || w->gradient[edge->tensor] == MSI_NONE)) {
+        uint32_t *gradient = &w->gradient[edge->tensor];
+        if (edge->range == MSI_NONE && (edge->separate || *gradient == MSI_NONE)) {
             edge->range = msi_new_range(w, edge->tensor,
                                         edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT,
                                         w->graph->tensors.items[edge->tensor].bytes);
-            if (!edge->separate) {
-                w->gradient[edge->tensor] = edge->range;
-            }
+            *gradient = edge->separate ? *gradient : edge->range;
         }
-        msi_use(w, edge->range == MSI_NONE ? w->gradient[edge->tensor] : edge->range,
-                edge->accumulate);
+        msi_use(w, edge->range == MSI_NONE ? *gradient : edge->range, edge->accumulate);
     }
 }
 
 static void msi_add_contributions(msi_lowering *w) {
     for (uint32_t e = 0; e < w->edge_count; e++) {
-        if (w->edges[e].tensor != MSI_NONE && w->edges[e].separate) {
-            msi_emit(w, MSI_OP_ADD, w->edges[e].tensor);
-            msi_use(w, w->gradient[w->edges[e].tensor], true);
-            msi_use(w, w->edges[e].range, false);
+        const msi_edge *edge = &w->edges[e];
+        if (edge->tensor != MSI_NONE && edge->separate) {
+            msi_emit(w, MSI_OP_ADD, edge->tensor);
+            msi_use_both(w, w->gradient[edge->tensor], true, edge->range);
         }
     }
 }
@@ -6552,15 +6366,15 @@ static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader) {
             w->decisions[t].pass <= w->depth);
 }
 
-/* Whether a saved tensor is for anything: its layer's backward, or its recompute callback. */
+/* Whether anything reads a saved tensor: the backward of its layer, or its recompute callback. */
 static bool msi_is_read_again(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
     return tensor->last_reader != MSI_NONE ||
            (tensor->must_stay && msi_can_recompute(&g->layers.items[tensor->producer]));
 }
 
-/* The life that a forward, eval or recomputation writes a tensor to, born with the last
-   instruction; MSI_NONE where nobody wants it. */
+/* The live range to which a forward, eval or recomputation writes a tensor; MSI_NONE where nobody
+   needs it. A new one begins with the last instruction. */
 static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool optional,
                                  uint32_t reader) {
     const msi_graph *g = w->graph;
@@ -6568,7 +6382,7 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
     const bool again = op == MSI_OP_RECOMPUTE;
     const bool there = w->value[t] != MSI_NONE;
     const bool own = again && g->layers.items[tensor->producer].recompute;
-    if (own && there) { // what was kept, for it to read or to leave alone
+    if (own && there) { // what was kept: the recompute callback reads it, or leaves it alone
         return tensor->must_stay ? w->value[t] : MSI_NONE;
     }
     if (again ? (own || optional) && (there || !msi_is_needed(w, t, reader))
@@ -6579,8 +6393,8 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
     if (there && (tensor->is_output || t == g->loss)) {
         return w->value[t];
     }
-    /* A recomputation by forward writes values that are still there once more, with the same bits.
-       From here on the new ones are read: nothing needs the old ones in between. */
+    /* A recomputation by forward also writes values that are still in memory once more, with the
+       same bits. From here on the new ones are read: nothing needs the old ones in between. */
     const uint32_t range = msi_new_range(w, t, MSI_ROLE_VALUE, tensor->bytes);
     if (again && !there && w->decisions[t].pass > w->depth) {
         w->pass_only[w->pass_only_count++] = t;
@@ -6589,9 +6403,9 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
     return range;
 }
 
-/* State that a recomputation would change a second time: a copy is made before forward, put in
-   place for the recomputation, and what was there in the meantime is put back behind it. A copy
-   that no recomputation uses is taken out in the end. */
+/* State that a recomputation would change a second time: it is copied before forward. The copy is
+   put in place for the recomputation, after which the value that was there in the meantime, set
+   aside here, is put back. A copy that no recomputation uses is dropped in the end. */
 static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t *aside) {
     const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
     uint32_t *snapshot = w->snapshot + (state - w->graph->operands.items);
@@ -6613,27 +6427,27 @@ static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint
     }
 }
 
-/* Inputs that are computed on in place: copied to where the output will be. The copy costs nothing
-   where the input's memory is taken over. */
+/* Copies inputs in whose place an output is computed to the memory of the output. The copy costs
+   nothing where the output is an alias of the input. */
 static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t reader) {
     const msi_graph *g = w->graph;
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), *out = msi_group(g, l, MSI_GROUP_OUT);
-    for (uint32_t j = 0; j < l->count[MSI_GROUP_OUT]; j++) {
-        const bool own = op == MSI_OP_RECOMPUTE && l->recompute;
-        if ((l->must_in_place >> j & 1) &&
-            (!own || (w->value[out[j]] == MSI_NONE && msi_is_needed(w, out[j], reader)))) {
-            const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + j]);
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+    const bool own = op == MSI_OP_RECOMPUTE && l->recompute;
+    for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
+        const uint32_t t = out.tensor;
+        if ((l->must_in_place >> out.slot & 1) &&
+            (!own || (w->value[t] == MSI_NONE && msi_is_needed(w, t, reader)))) {
+            const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + out.slot]);
             const uint32_t source = w->value[in[i]];
-            msi_emit(w, MSI_OP_COPY, out[j]);
-            const uint32_t range = msi_output_range(w, op, out[j], false, reader);
-            msi_use(w, range, false);
-            msi_use(w, source, false);
-            w->slots[i] = w->slots[msi_group_start(l, MSI_GROUP_OUT) + j] = range;
+            msi_emit(w, MSI_OP_COPY, t);
+            const uint32_t range = msi_output_range(w, op, t, false, reader);
+            msi_use_both(w, range, false, source);
+            w->slots[i] = w->slots[msi_group_start(l, MSI_GROUP_OUT) + out.slot] = range;
         }
     }
 }
 
-/* The operands of a group of values. */
+/* Appends the values of a group as operands. */
 static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int group,
                            uint32_t reader) {
     const uint32_t *operands = msi_group(w->graph, l, group);
@@ -6663,12 +6477,12 @@ static void msi_unset_slots(msi_lowering *w) {
     }
 }
 
-/* Forward, eval or recompute of a layer: inputs and params are there. */
+/* Forward, eval or recomputation of a layer whose inputs and params are in memory. */
 static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32_t reader) {
     const msi_layer *l = &w->graph->layers.items[layer];
     const int which = op == MSI_OP_RECOMPUTE ? MSI_WORKSPACE_RECOMPUTE : MSI_WORKSPACE_FORWARD;
-    const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
     const bool ends_in_loss = op == MSI_OP_FORWARD && l->grads_in_forward != 0;
+    msi_program *p = w->program;
     uint32_t aside[MS_LIMIT_STATE];
     msi_unset_slots(w);
     msi_lower_state(w, op, l, aside);
@@ -6682,42 +6496,39 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
         msi_use_values(w, op, l, group, reader);
     }
     if (ends_in_loss) {
-        msi_use_edges(w, 0, l->count[MSI_GROUP_IN]);
+        msi_use_edges(w, l->count[MSI_GROUP_IN]);
     }
     msi_use_workspace(w, layer, which, workspace);
     if (ends_in_loss) {
         msi_add_contributions(w);
     }
-    for (uint32_t k = 0; k < MS_LIMIT_STATE; k++) {
-        if (op == MSI_OP_RECOMPUTE && aside[k] != MSI_NONE) {
-            msi_emit_copy(w, state[k], MSI_ROLE_VALUE, w->value[state[k]], aside[k]);
-            msi_mark_restore(w);
+    for (MSI_EACH(state, w->graph, l, MSI_GROUP_STATE)) {
+        const uint32_t t = state.tensor;
+        if (op == MSI_OP_RECOMPUTE && aside[state.slot] != MSI_NONE) {
+            msi_emit_copy(w, t, MSI_ROLE_VALUE, w->value[t], aside[state.slot]);
+            if (!p->out_of_memory) {
+                p->instructions.items[p->instructions.count - 1].restores = true;
+            }
         }
     }
 }
 
-/* The inputs of a recomputation of a tensor's layer; *count of them, and the mask of those read. */
-static const uint32_t *msi_recompute_inputs(const msi_lowering *w, uint32_t tensor, uint32_t *count,
-                                            uint32_t *mask) {
-    const msi_layer *l = &w->graph->layers.items[w->graph->tensors.items[tensor].producer];
-    *count = l->count[MSI_GROUP_IN];
-    *mask = msi_recompute_reads_of(l, MSI_GROUP_IN);
-    return msi_group(w->graph, l, MSI_GROUP_IN);
-}
-
-/* Lists what is missing to recompute a tensor, back to what is there. */
+/* Lists what is missing to recompute a tensor, back to what is in memory. */
 static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
+    const msi_graph *g = w->graph;
     uint32_t depth = 0, listed = 0;
     w->recomputation++;
     w->stack[depth++] = tensor;
     w->met[tensor] = w->recomputation;
     while (depth > 0) {
-        uint32_t count, mask, next = MSI_NONE;
-        const uint32_t *in = msi_recompute_inputs(w, w->stack[depth - 1], &count, &mask);
-        for (uint32_t k = 0; k < count && next == MSI_NONE; k++) {
-            if (in[k] != MSI_NONE && (mask >> k & 1) && w->value[in[k]] == MSI_NONE &&
-                w->met[in[k]] != w->recomputation) {
-                next = in[k];
+        const msi_layer *l = &g->layers.items[g->tensors.items[w->stack[depth - 1]].producer];
+        const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
+        uint32_t next = MSI_NONE;
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            if ((reads >> in.slot & 1) && w->value[in.tensor] == MSI_NONE &&
+                w->met[in.tensor] != w->recomputation) {
+                next = in.tensor;
+                break;
             }
         }
         if (next == MSI_NONE) {
@@ -6730,8 +6541,10 @@ static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
     return listed;
 }
 
-/* One pass: makes what it holds of the first `count` missing tensors, and what leads there. */
+/* One pass: makes those of the first `count` missing tensors that belong to it, and what they are
+   made of. */
 static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
+    const msi_graph *g = w->graph;
     w->pass++;
     for (uint32_t i = count; i-- > 0;) {
         const uint32_t t = w->missing[i];
@@ -6739,20 +6552,20 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
             (w->decisions[t].pass > w->depth && w->wanted[t] != w->pass)) {
             continue;
         }
-        uint32_t in_count, mask;
-        const uint32_t *in = msi_recompute_inputs(w, t, &in_count, &mask);
+        const msi_layer *l = &g->layers.items[g->tensors.items[t].producer];
+        const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
         w->wanted[t] = w->pass;
-        for (uint32_t k = 0; k < in_count; k++) {
-            if (in[k] != MSI_NONE && (mask >> k & 1) && w->value[in[k]] == MSI_NONE) {
-                w->wanted[in[k]] = w->pass;
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            if ((reads >> in.slot & 1) && w->value[in.tensor] == MSI_NONE) {
+                w->wanted[in.tensor] = w->pass;
             }
         }
     }
     for (uint32_t i = 0; i < count && !w->program->out_of_memory; i++) {
-        const uint32_t t = w->missing[i], layer = w->graph->tensors.items[t].producer;
+        const uint32_t t = w->missing[i], layer = g->tensors.items[t].producer;
         if (w->wanted[t] == w->pass && w->value[t] == MSI_NONE) {
             msi_lower_forward(w, MSI_OP_RECOMPUTE, layer, reader);
-            w->program->recompute_us += w->graph->layers.items[layer].time.recompute_us;
+            w->program->recompute_us += g->layers.items[layer].time.recompute_us;
             w->program->recompute_count++;
         }
     }
@@ -6762,7 +6575,7 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
 }
 
 /* Makes sure that the value of a tensor is in memory, for the backward of layer `reader`: runs its
-   producer again, after the producers of what that reads, and so on back to what is there. */
+   producer again, after the producers of what that reads, and so on back to what is in memory. */
 static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reader) {
     while (w->value[tensor] == MSI_NONE && !w->program->out_of_memory) {
         const uint32_t count = msi_list_missing(w, tensor);
@@ -6775,7 +6588,7 @@ static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reade
     }
 }
 
-/* The norm of all gradients, for clipping. */
+/* Computes the norm of all gradients, for clipping. */
 static void msi_lower_norm(msi_lowering *w) {
     const msi_graph *g = w->graph;
     msi_program *p = w->program;
@@ -6784,10 +6597,9 @@ static void msi_lower_norm(msi_lowering *w) {
     }
     p->norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, sizeof(msi_norm));
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (msi_is_trained(&g->tensors.items[t]) && g->tensors.items[t].last_gradient != MSI_NONE) {
+        if (msi_learns(&g->tensors.items[t])) {
             msi_emit(w, MSI_OP_NORM, t);
-            msi_use(w, w->gradient[t], false);
-            msi_use(w, p->norm, false);
+            msi_use_both(w, w->gradient[t], false, p->norm);
         }
     }
     msi_emit(w, MSI_OP_CLIP, 0);
@@ -6795,22 +6607,18 @@ static void msi_lower_norm(msi_lowering *w) {
 }
 
 static void msi_lower_update(msi_lowering *w, uint32_t param) {
-    const uint32_t gradient = w->gradient[param];
+    const msi_store *store = w->store;
+    const uint32_t gradient = w->gradient[param], resident = store->resident_of[param];
     if (gradient == MSI_NONE || w->graph->tensors.items[param].last_gradient == MSI_NONE) {
         return;
     }
     w->gradient[param] = MSI_NONE;
-    const uint32_t resident = w->store->resident_of[param];
     msi_emit(w, MSI_OP_UPDATE, param);
-    msi_use(w, resident, false);
-    msi_use(w, gradient, false);
+    msi_use_both(w, resident, false, gradient);
     msi_use(w, w->program->norm, false);
-    for (uint32_t i = resident + 1; i < w->store->residents.count; i++) {
-        const msi_resident *state = &w->store->residents.items[i];
-        if (state->tensor != param) {
-            break;
-        }
-        if (state->role >= MSI_ROLE_STATE0) {
+    for (uint32_t i = resident + 1;
+         i < store->residents.count && store->residents.items[i].tensor == param; i++) {
+        if (store->residents.items[i].role >= MSI_ROLE_STATE0) {
             msi_use(w, i, false);
         }
     }
@@ -6829,7 +6637,7 @@ static uint32_t msi_completed_param(const msi_graph *g, uint32_t layer, uint32_t
 }
 
 /* Updates inside backward. Params whose last gradient came from this layer queue up, and those at
-   the head whose time has come are updated. */
+   the head whose turn it is are updated. */
 static void msi_lower_early_updates(msi_lowering *w, uint32_t layer) {
     const msi_tensor_decision *d = w->decisions;
     for (uint32_t k = 0; k < w->graph->layers.items[layer].count[MSI_GROUP_PARAM]; k++) {
@@ -6868,9 +6676,9 @@ static uint32_t msi_next_early(msi_param_cursor *c, const msi_tensor_decision *d
     return MSI_NONE;
 }
 
-/* Decides on updates. Inside backward are those that are forced and, where `early`, all that may
-   be. They begin as soon as the gradients that wait for one exceed lag_bytes, in the order in which
-   these were complete. */
+/* Decides when params are updated: inside backward those that are forced, and if `early` all that
+   may be. Updates begin as soon as the gradients that wait for one exceed lag_bytes, in the order
+   in which these were complete. */
 static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool early,
                               uint64_t lag_bytes) {
     msi_param_cursor head = {g, g->layers.count, 0}, tail = head;
@@ -6892,40 +6700,36 @@ static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool e
     }
 }
 
-/* What must happen before the backward of a layer: dropped values come back, and outputs that
-   contribute nothing to the loss get a gradient of zero. */
+/* Makes ready for the backward of a layer: dropped values that it reads are recomputed, and outputs
+   that contribute nothing to the loss get a gradient of zero. */
 static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
     const msi_graph *g = w->graph;
     const msi_layer *l = &g->layers.items[layer];
     for (int group = 0; group < MSI_GROUP_PARAM; group++) {
-        const uint32_t *operands = msi_group(g, l, group);
-        for (uint32_t k = 0; k < l->count[group]; k++) {
-            if (operands[k] != MSI_NONE && (msi_reads_of(l, group) >> k & 1)) {
-                msi_lower_recompute(w, operands[k], layer);
+        for (MSI_EACH(operand, g, l, group)) {
+            if (msi_reads_of(l, group) >> operand.slot & 1) {
+                msi_lower_recompute(w, operand.tensor, layer);
             }
         }
     }
-    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-        if (out[k] != MSI_NONE && g->tensors.items[out[k]].wants_gradient &&
-            w->gradient[out[k]] == MSI_NONE) {
-            w->gradient[out[k]] =
-                msi_emit_zero(w, out[k], MSI_ROLE_GRADIENT, g->tensors.items[out[k]].bytes);
+    for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
+        const msi_tensor *t = &g->tensors.items[out.tensor];
+        if (t->wants_gradient && w->gradient[out.tensor] == MSI_NONE) {
+            w->gradient[out.tensor] = msi_emit_zero(w, out.tensor, MSI_ROLE_GRADIENT, t->bytes);
         }
     }
 }
 
-/* Values that backward destroys and that others may still need: copied. Where this is their last
-   use the copy takes over their memory and costs nothing. */
+/* Copies the values that backward destroys, because others may still need them. Where this is their
+   last use the copy is an alias and costs nothing. */
 static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
     const uint32_t masks[] = {l->clobbers.in, l->clobbers.out};
     for (int group = MSI_GROUP_IN; group <= MSI_GROUP_OUT; group++) {
-        const uint32_t *operands = msi_group(w->graph, l, group);
         const uint32_t mask = masks[group] & msi_reads_of(l, group);
-        for (uint32_t k = 0; k < l->count[group]; k++) {
-            if ((mask >> k & 1) && operands[k] != MSI_NONE) {
-                w->slots[msi_group_start(l, group) + k] =
-                    msi_emit_copy(w, operands[k], MSI_ROLE_VALUE, MSI_NONE, w->value[operands[k]]);
+        for (MSI_EACH(operand, w->graph, l, group)) {
+            if (mask >> operand.slot & 1) {
+                w->slots[msi_group_start(l, group) + operand.slot] = msi_emit_copy(
+                    w, operand.tensor, MSI_ROLE_VALUE, MSI_NONE, w->value[operand.tensor]);
             }
         }
     }
@@ -6952,16 +6756,17 @@ static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
                                            : grad_out[k],
                 false);
     }
-    msi_use_edges(w, 0, w->edge_count);
+    msi_use_edges(w, w->edge_count);
     msi_use_workspace(w, layer, MSI_WORKSPACE_BACKWARD, workspace);
     msi_add_contributions(w);
 }
 
-static void msi_keep_to_end(msi_lowering *w, uint32_t tensor) {
+/* Extends a live range to the end of the program and beyond; residents stay anyway. */
+static void msi_keep_to_end(msi_lowering *w, uint32_t range) {
     msi_program *p = w->program;
-    if (!p->out_of_memory && w->value[tensor] >= w->store->residents.count) {
-        p->ranges.items[w->value[tensor]].last = p->instructions.count - 1;
-        p->ranges.items[w->value[tensor]].outlives = true;
+    if (!p->out_of_memory && range != MSI_NONE && range >= w->store->residents.count) {
+        p->ranges.items[range].last = p->instructions.count - 1;
+        p->ranges.items[range].outlives = true;
     }
 }
 
@@ -6980,17 +6785,16 @@ static void msi_lower_all_backward(msi_lowering *w) {
     const msi_graph *g = w->graph;
     w->backward = true;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (w->decisions[t].pass > 0) {
-            w->value[t] = MSI_NONE;
-        }
+        w->value[t] = w->decisions[t].pass > 0 ? MSI_NONE : w->value[t];
     }
     if (g->tensors.items[g->loss].wants_gradient) {
+        uint32_t *gradient = &w->gradient[g->loss];
         msi_emit(w, MSI_OP_SEED, g->loss);
-        if (w->gradient[g->loss] == MSI_NONE) {
-            w->gradient[g->loss] =
+        if (*gradient == MSI_NONE) {
+            *gradient =
                 msi_new_range(w, g->loss, MSI_ROLE_GRADIENT, g->tensors.items[g->loss].bytes);
         }
-        msi_use(w, w->gradient[g->loss], false);
+        msi_use(w, *gradient, false);
     }
     for (uint32_t i = g->layers.count; i-- > 0 && !w->program->out_of_memory;) {
         if (g->layers.items[i].has_backward) {
@@ -7000,24 +6804,22 @@ static void msi_lower_all_backward(msi_lowering *w) {
     }
 }
 
-/* Updates, or gradients that stay for the trainer. */
+/* Updates; or, without an optimizer, gradients that are kept for the trainer. */
 static void msi_lower_updates(msi_lowering *w) {
     const msi_graph *g = w->graph;
-    msi_program *p = w->program;
-    for (uint32_t t = 0; t < g->tensors.count && !p->out_of_memory; t++) {
+    for (uint32_t t = 0; t < g->tensors.count && !w->program->out_of_memory; t++) {
         if (!msi_is_trained(&g->tensors.items[t])) {
             continue;
         }
         if (w->optimizer->kind != MS_OPTIMIZER_NONE) {
             msi_lower_update(w, t);
-        } else if (w->gradient[t] != MSI_NONE && w->gradient[t] >= w->store->residents.count) {
-            p->ranges.items[w->gradient[t]].last = p->instructions.count - 1;
-            p->ranges.items[w->gradient[t]].outlives = true;
+        } else {
+            msi_keep_to_end(w, w->gradient[t]);
         }
     }
 }
 
-/* Copies of state that no recomputation needed. */
+/* Drops the copies of state that no recomputation needed. */
 static void msi_drop_unused_copies(const msi_lowering *w) {
     msi_program *p = w->program;
     for (uint32_t now = 0; now < p->forward_end && now < p->instructions.count; now++) {
@@ -7031,7 +6833,7 @@ static void msi_drop_unused_copies(const msi_lowering *w) {
     }
 }
 
-/* The training program: forward; what is dropped ends there; backward; update. */
+/* The training program: forward, at whose end dropped values are forgotten; backward; updates. */
 static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
     const msi_graph *g = w->graph;
     msi_start_program(w, decisions, p);
@@ -7047,14 +6849,11 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
     msi_lower_updates(w);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         if (g->tensors.items[t].is_output || t == g->loss) {
-            msi_keep_to_end(w, t);
+            msi_keep_to_end(w, w->value[t]);
         }
     }
+    msi_keep_to_end(w, p->norm);
     if (!p->out_of_memory) {
-        if (p->norm != MSI_NONE) {
-            p->ranges.items[p->norm].last = p->instructions.count - 1;
-            p->ranges.items[p->norm].outlives = true;
-        }
         msi_drop_unused_copies(w);
     }
 }
@@ -7069,16 +6868,15 @@ static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions
     p->loss = w->value[g->loss];
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         if (g->tensors.items[t].is_output || g->tensors.items[t].is_eval_output || t == g->loss) {
-            msi_keep_to_end(w, t);
+            msi_keep_to_end(w, w->value[t]);
         }
     }
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>schedule  copies between host and device: on streams of their own, and awaited before anyone
-//             looks at them
+// >>schedule  copies between host and device: on streams of their own, and awaited before use
 
-/* A copy that was issued and not awaited yet. */
+/* A copy that has been issued, but not awaited yet. */
 typedef struct msi_pending {
     uint32_t instruction; // in the new list
     uint32_t target, source;
@@ -7096,7 +6894,7 @@ typedef struct msi_scheduling {
     uint32_t pending_count;
 } msi_scheduling;
 
-/* A copy on the stream of its direction, by where its ends lie. */
+/* The op of an instruction; a copy gets that of its direction, by where its ends are. */
 static msi_op msi_direction(const msi_store *store, const msi_program *p,
                             const msi_instruction *i) {
     const msi_operand *operands = p->operands.items + i->operand_first;
@@ -7116,7 +6914,7 @@ static bool msi_crosses_link(const msi_store *store, const msi_program *p) {
     return crosses;
 }
 
-/* Appends to the new list; its number. */
+/* Appends to the new list; returns the number there. */
 static uint32_t msi_place(msi_scheduling *s, const msi_instruction *i) {
     if (!MSI_RESERVE(msi_instruction, s->allocator, s->instructions,
                      s->instructions.count + 1ull)) {
@@ -7127,11 +6925,12 @@ static uint32_t msi_place(msi_scheduling *s, const msi_instruction *i) {
     return s->instructions.count++;
 }
 
-/* Awaits a copy: an instruction with both its ends, which therefore live until here. */
+/* Places a wait for a copy: an instruction with both its ends as operands, which therefore stay
+   live until then. */
 static void msi_place_wait(msi_scheduling *s, const msi_pending *copy) {
     msi_program *p = s->program;
     msi_instruction wait = s->instructions.items[copy->instruction];
-    const uint32_t ends[2] = {copy->target, copy->source};
+    const msi_operand ends[2] = {{copy->target, false}, {copy->source, false}};
     if (p->out_of_memory ||
         !MSI_RESERVE(msi_operand, s->allocator, p->operands, p->operands.count + 2ull)) {
         p->out_of_memory = true;
@@ -7140,15 +6939,13 @@ static void msi_place_wait(msi_scheduling *s, const msi_pending *copy) {
     wait.op = (uint8_t)MSI_OP_WAIT;
     wait.operand_first = p->operands.count;
     wait.restores = false;
-    for (int k = 0; k < 2; k++) {
-        p->operands.items[p->operands.count].range = ends[k];
-        p->operands.items[p->operands.count++].accumulate = false;
-    }
+    memcpy(p->operands.items + p->operands.count, ends, sizeof ends);
+    p->operands.count += 2;
     msi_place(s, &wait);
 }
 
-/* Whether a copy must have come to its end before an instruction: one that has either end as an
-   operand, and for a copy to the host, of which callbacks may hold the address, any that is no copy
+/* Whether an instruction must wait for a copy: if it has either end of the copy as an operand; and,
+   since callbacks may hold addresses in host memory, for a copy to the host unless it is a copy
    itself. */
 static bool msi_must_await(const msi_scheduling *s, const msi_pending *copy,
                            const msi_instruction *i) {
@@ -7162,8 +6959,8 @@ static bool msi_must_await(const msi_scheduling *s, const msi_pending *copy,
     return awaits;
 }
 
-/* Awaits the copies that have to be, before an instruction; all of them for NULL, or where there is
-   no room for one more. */
+/* Places waits for those pending copies that an instruction must wait for; for all of them if it is
+   NULL, or if there is no room for one more. */
 static void msi_await_copies(msi_scheduling *s, const msi_instruction *i) {
     const bool full = s->pending_count == MSI_MAX_PENDING;
     uint32_t left = 0;
@@ -7177,7 +6974,7 @@ static void msi_await_copies(msi_scheduling *s, const msi_instruction *i) {
     s->pending_count = left;
 }
 
-/* The new list, with a wait for each copy; `moved` gets the numbers of the old instructions. */
+/* Makes the new list, with a wait for each copy, and the new numbers of the old instructions. */
 static void msi_place_all(msi_scheduling *s) {
     msi_program *p = s->program;
     for (uint32_t now = 0; now < p->instructions.count && !p->out_of_memory; now++) {
@@ -7185,7 +6982,7 @@ static void msi_place_all(msi_scheduling *s) {
         const msi_op op = msi_direction(s->store, p, &i);
         const bool crosses = op != (msi_op)i.op;
         msi_await_copies(s, &i);
-        if (now == p->forward_end) { // all of forward is awaited in forward
+        if (now == p->forward_end) { // the copies of forward are awaited in forward
             msi_await_copies(s, NULL);
         }
         i.op = (uint8_t)op;
@@ -7200,7 +6997,8 @@ static void msi_place_all(msi_scheduling *s) {
     msi_await_copies(s, NULL);
 }
 
-/* Counts live ranges in the numbers of the new list; the ends of a copy live until it is awaited. */
+/* Converts live ranges to the numbers of the new list. Both ends of a copy stay live until it is
+   awaited. */
 static void msi_renumber(msi_scheduling *s) {
     msi_program *p = s->program;
     const uint32_t residents = s->store->residents.count, end = p->instructions.count;
@@ -7254,7 +7052,7 @@ static void msi_schedule(const msi_store *store, const ms_allocator *allocator, 
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>alias  which live ranges go on using the memory of others: copies, and results made in place
+// >>alias  live ranges that go on using the memory of others: copies, and results made in place
 
 /* Whether a value fits into the memory of another: with axes, at all their sizes or at none. */
 static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_range *old) {
@@ -7263,60 +7061,53 @@ static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_ra
                : range->bytes == old->bytes && msi_scales_alike(g, range->tensor, old->tensor);
 }
 
-/* The operand whose memory `range` can go on using: its live range ends at this instruction, it has
-   the same size, and no operand that is not allowed touches it. `allowed` has a flag per operand. */
+/* The live range whose memory `range` can go on using: it ends at this instruction, has the same
+   size, and every operand that has it is allowed. `allowed` has a flag per operand. */
 static uint32_t msi_find_alias(const msi_graph *g, const msi_program *p, uint32_t now,
                                uint32_t range, const uint8_t *allowed) {
     const msi_instruction *i = &p->instructions.items[now];
     const msi_operand *operands = p->operands.items + i->operand_first;
     for (uint32_t k = 0; k < i->operand_count; k++) {
-        const msi_range *old =
-            operands[k].range == MSI_NONE ? NULL : &p->ranges.items[operands[k].range];
-        if (!allowed[k] || !old || old->last != now || old->aliased || old->outlives ||
-            old->first == now || !msi_fits_in(g, &p->ranges.items[range], old)) {
-            continue;
+        const uint32_t index = operands[k].range;
+        const msi_range *old = index == MSI_NONE ? NULL : &p->ranges.items[index];
+        bool usable = allowed[k] && old && old->last == now && !old->aliased && !old->outlives &&
+                      old->first != now && msi_fits_in(g, &p->ranges.items[range], old);
+        for (uint32_t j = 0; j < i->operand_count && usable; j++) {
+            usable = operands[j].range != index || allowed[j];
         }
-        bool free_to_take = true;
-        for (uint32_t j = 0; j < i->operand_count; j++) {
-            free_to_take &= operands[j].range != operands[k].range || allowed[j];
-        }
-        if (free_to_take) {
-            return operands[k].range;
+        if (usable) {
+            return index;
         }
     }
     return MSI_NONE;
 }
 
-/* The masks have no bits beyond the slots of the layer. */
+/* Allows operands from `first` on, by a mask that has no bits beyond the slots of the layer. */
 static void msi_allow(uint8_t *allowed, uint32_t first, uint32_t mask) {
     for (; mask != 0 && first < MSI_MAX_VIEWS; first++, mask >>= 1) {
         allowed[first] = mask & 1;
     }
 }
 
-/* Lets operand k of an instruction take over the memory of an allowed one, where it is new there
-   and stands in one slot only. */
+/* Makes operand k of an instruction an alias of an allowed operand, if its live range begins there
+   and it is in one slot only. */
 static void msi_try_alias(const msi_graph *g, msi_program *p, uint32_t now, uint32_t k,
                           const uint8_t *allowed) {
     const msi_instruction *i = &p->instructions.items[now];
     const msi_operand *operands = p->operands.items + i->operand_first;
     const uint32_t range = operands[k].range;
-    if (range == MSI_NONE || p->ranges.items[range].first != now) {
-        return;
+    bool single = range != MSI_NONE && p->ranges.items[range].first == now;
+    for (uint32_t j = 0; j < i->operand_count && single; j++) {
+        single = j == k || operands[j].range != range;
     }
-    for (uint32_t j = 0; j < i->operand_count; j++) {
-        if (j != k && operands[j].range == range) {
-            return;
-        }
-    }
-    const uint32_t old = msi_find_alias(g, p, now, range, allowed);
+    const uint32_t old = single ? msi_find_alias(g, p, now, range, allowed) : MSI_NONE;
     if (old != MSI_NONE) {
         p->ranges.items[old].aliased = true;
         p->ranges.items[range].alias_of = old;
     }
 }
 
-/* Which values are handed on in place: by copies, and by the masks of the layers. */
+/* Finds all aliases: by copies, and by what the layers allow in their masks. */
 static void msi_share_memory(const msi_graph *g, msi_program *p) {
     uint8_t allowed[MSI_MAX_VIEWS + 1]; // one per operand, workspace included
     for (uint32_t now = 0; now < p->instructions.count; now++) {
@@ -7359,7 +7150,7 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
     }
 }
 
-/* One block of memory per chain of lives; slots have addresses already. */
+/* Makes one block of memory for each chain of aliases; residents have their places already. */
 static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resident_count) {
     p->blocks.count = 0;
     if (!MSI_RESERVE(msi_block, a, p->blocks, p->ranges.count)) {

@@ -326,7 +326,7 @@ static void wrong_times_are_refused(void **state) {
         create_chain(&chain, &config, 1);
         ms_set_layer_time(chain.model, layer_of(id - 1), &fine);
         t_error(chain.model, ms_wrap(chain.model), MS_RESULT_INVALID);
-        t_text_has(ms_last_error(chain.model), "is no layer of this model");
+        t_text_has(ms_last_error(chain.model), "is not a layer of this model");
         ms_destroy(chain.model);
     }
     ms_set_layer_time(NULL, layer_of(0), &fine);
@@ -584,7 +584,7 @@ static void when_it_can_be_saved(void **state) {
     assert_int_equal(ms_profile_load(NULL, text.data, text.length), MS_RESULT_INVALID);
     t_error(chain.model, ms_profile_load(chain.model, NULL, 1), MS_RESULT_INVALID);
     t_error(chain.model, ms_profile_load(chain.model, NULL, 0), MS_RESULT_INVALID);
-    t_text_has(ms_last_error(chain.model), "this is no profile");
+    t_text_has(ms_last_error(chain.model), "this is not a profile");
     free(text.data);
     ms_destroy(chain.model);
 }
@@ -809,25 +809,25 @@ static void end_victim(victim *v, t_text *text) {
 static void errors_say_what_is_wrong_and_where(void **state) {
     (void)state;
     static const wrong_text wrong[] = {
-        {"memscale-profile 1", "memscale-profil 1", "this is no profile"},
+        {"memscale-profile 1", "memscale-profil 1", "this is not a profile"},
         {"memscale-profile 1", "{\"a\": 1}",
-         "this is no profile: its first line is not "
+         "this is not a profile: its first line is not "
          "\"memscale-profile 1\""},
         {"memscale-profile 1", "memscale-profile 2",
-         "line 1: the profile is of version 2, this "
+         "line 1: the profile is of version 2, but this "
          "library reads version 1"},
-        {"memscale-profile 1", "memscale-profile", "line 1: \"\" is no number"},
+        {"memscale-profile 1", "memscale-profile", "line 1: \"\" is not a number"},
         {"graph ", "graph 0", "line 2: the profile is of graph 0"},
         {"graph ", "graf ", "line 2 does not begin with \"graph\""},
         {"device ", "", "line 3 does not begin with \"device\""},
-        {"speeds ", "speeds x", "line 4: \"x20\" is no number, for a speed"},
+        {"speeds ", "speeds x", "line 4: \"x20\" is not a number, for a speed"},
         {"speeds 20", "speeds 2e16", "line 4: 2e16 is out of range, for a speed"},
         {"speeds 20", "speeds 1e-30", "line 4: a speed is out of range"},
         {"bytes_per_us", "bytes", "line 5 does not begin with \"bytes_per_us\""},
-        {"layers 5", "layers 6", "line 6: 6 layers, and this model has 5"},
-        {"layers 5", "layers", "line 6: \"\" is no number, for the number of layers"},
+        {"layers 5", "layers 6", "line 6: 6 layers, but this model has 5"},
+        {"layers 5", "layers", "line 6: \"\" is not a number, for the number of layers"},
         {"384 matmul0", "384e99 matmul0", "line 7: 384e99 is out of range, for elements of output"},
-        {" 384 matmul0", "", "line 7: \"\" is no number, for elements of output"},
+        {" 384 matmul0", "", "line 7: \"\" is not a number, for elements of output"},
         {" 384 squash0", ",0 384 squash0", "line 8: "},
         {"end\n", "and\n", "line 12 does not begin with \"end\""},
         {"end\n", "", "the text ends after line 11, where \"end\" should follow: it is cut off"},
