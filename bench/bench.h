@@ -51,7 +51,7 @@ BENCH_API void bench_usage(FILE *file, const char *program, const char *purpose,
     }
 }
 
-/* Takes the argument of an option; false if it has none or not a good one. */
+/* Reads the argument of an option; false if it is missing or wrong. */
 BENCH_API bool bench_option_take(const bench_option *option, const char *argument) {
     if (option->flag) {
         *option->flag = true;
@@ -69,7 +69,7 @@ BENCH_API bool bench_option_take(const bench_option *option, const char *argumen
     return *end == '\0' && *option->number >= 1;
 }
 
-/* Reads the command line. --help ends the program with 0, a mistake with 2. */
+/* Reads the command line. --help ends the program with status 0, a mistake with 2. */
 BENCH_API void bench_options(int argc, char **argv, const char *purpose,
                              const bench_option *options, int count) {
     for (int i = 1; i < argc; i++) {
@@ -96,7 +96,7 @@ BENCH_API void bench_options(int argc, char **argv, const char *purpose,
 
 typedef struct bench_table {
     bool tsv;
-    int columns, column; // column is the one to be printed next
+    int columns, column; // column: the next to be printed
 } bench_table;
 
 BENCH_API void bench_cell(bench_table *table, const char *text) {
@@ -112,7 +112,7 @@ BENCH_API void bench_cell(bench_table *table, const char *text) {
     }
 }
 
-/* names are separated by spaces; as many cells make a row. */
+/* names are separated by spaces; a row has as many cells. */
 BENCH_API bench_table bench_table_begin(bool tsv, const char *names) {
     bench_table table = {tsv, 1, 0};
     for (const char *c = names; *c; c++) {
@@ -144,7 +144,7 @@ BENCH_API void bench_bytes(bench_table *table, uint64_t bytes) {
     bench_cell(table, text);
 }
 
-/* A number with so many digits behind the point. */
+/* A number with so many digits after the point. */
 BENCH_API void bench_value(bench_table *table, double value, int digits) {
     char text[64];
     snprintf(text, sizeof text, "%.*f", digits, value);
@@ -154,7 +154,7 @@ BENCH_API void bench_value(bench_table *table, double value, int digits) {
 // ------------------------------------------------------------------------------------------------
 // >>time
 
-/* Since some moment in the past. */
+/* Seconds since some moment in the past. */
 BENCH_API double bench_seconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);

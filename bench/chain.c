@@ -1,4 +1,4 @@
-// Plans the checkpointing of a chain that a CSV file states, for one budget after the other: peak,
+// Plans the checkpointing of a chain from a CSV file, for one budget after the other: peak,
 // step time relative to that of keeping everything, and how long planning takes.
 #include "bench.h"
 
@@ -60,7 +60,7 @@ static outcome measure(const chain *c, uint64_t budget, int repeats) {
         ms_model *m;
         check(NULL, ms_create(&config, &m));
         chain_register(m, c);
-        const clock_t start = clock(); // processor time: what else runs here does not count
+        const clock_t start = clock(); // processor time, which other programs do not add to
         const ms_result result = ms_wrap(m);
         ms[i] = 1e3 * (double)(clock() - start) / CLOCKS_PER_SEC;
         o.fits = result == MS_RESULT_OK;
@@ -92,7 +92,7 @@ static void print_row(bench_table *table, const char *path, uint64_t budget, con
     bench_value(table, o->plan_ms, 3);
 }
 
-/* What the command line gives beside options: FILE, then budgets. */
+/* What the command line has beside options: FILE, then budgets. */
 typedef struct arguments {
     const char **words;
     int count;

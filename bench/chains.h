@@ -1,9 +1,9 @@
-/*  chains.h - chains of stages as benchmarks of checkpointing state them, read from CSV or made by
-    hand, registered as a model. Include memscale.h first.
+/*  chains.h - chains of stages, in the form that benchmarks of checkpointing use, read from CSV or
+    made by hand, and registered as a model. Include memscale.h first.
 
     Stage i reads x[i] (ain bytes) and writes x[i+1] (aout bytes). A forward that is kept leaves
-    abar bytes, its output included; one that is dropped leaves its output alone. Backward needs
-    input, output and all else of abar, the gradients of both, and tmpb bytes; forward needs tmpf
+    abar bytes, its output included; one that is dropped leaves only its output. Backward needs
+    input, output and the rest of abar, the gradients of both, and tmpb bytes; forward needs tmpf
     bytes.
 */
 #ifndef MEMSCALE_BENCH_CHAINS_H
@@ -36,13 +36,13 @@ static const char CHAIN_HEADER[] = "stage,ain,aout,abar,tf,tb,tmpf,tmpb";
    that nothing is lost. */
 enum { CHAIN_SCALE = 128 };
 
-/* In a model the chain stands behind a layer that makes x[0], whose param (one element) makes it
+/* In a model the chain comes after a layer that makes x[0], whose param (one element) makes it
    want a gradient, and before the loss (one element). Both are in memory while backwards run. While
-   forwards run the loss is not: 64 bytes that belong to nobody, less than a byte of the chain. */
+   forwards run the loss is not: 64 unused bytes, less than a byte of the chain. */
 enum { CHAIN_EXTRA_BYTES = 2 * 64 };
 
-/* Times are taken as seconds. The layers around the chain take this share of them, next to none,
-   and so does a stage of no time: to ms_set_layer_time zero is a time that is not known. */
+/* Times are seconds. The layers around the chain take this tiny share of them, and so does a stage
+   whose time is 0: for ms_set_layer_time, 0 is a time that is not known. */
 static const double CHAIN_US = 1e6, CHAIN_NO_TIME = 1e-12;
 
 // ------------------------------------------------------------------------------------------------
@@ -81,8 +81,8 @@ CHAIN_API void chain_free(chain *c) {
     memset(c, 0, sizeof *c);
 }
 
-/* The number at *text, which then stands behind it and the comma that follows; false if there is
-   none. Digits alone are a whole number; those of a time may have a point and an exponent. */
+/* Reads the number at *text, and moves *text after it and the comma that follows; false if there is
+   none. Sizes have only digits; a time may have a point and an exponent. */
 CHAIN_API bool chain_take(const char **text, uint64_t *whole, double *real) {
     char *end;
     if ((**text < '0' || **text > '9') && !(real && **text == '.')) {

@@ -1,6 +1,6 @@
 // Time of a training step and size of the arena of GPT-2 on the CPU: the plain plan, one that leaves
-// half of the plain activation bytes, and the smallest one. The plans take turns, so that a busy
-// machine disturbs all alike. Their losses must be equal bit for bit.
+// half of the plain activation bytes, and the smallest one. The plans take turns, so that other
+// work on the machine slows all of them alike. Their losses must be equal bit for bit.
 #include "bench.h"
 
 #define MEMSCALE_IMPLEMENTATION
@@ -93,7 +93,7 @@ int main(int argc, char **argv) {
         {"--batch", "sequences in a batch", NULL, &batch, NULL},
         {"--sequence", "tokens in a sequence", NULL, &sequence, NULL},
         {"--steps", "timed steps in a round; 32 at most", NULL, &steps, NULL},
-        {"--rounds", "turns of each plan; 32 at most", NULL, &rounds, NULL},
+        {"--rounds", "rounds of each plan; 32 at most", NULL, &rounds, NULL},
     };
     bench_options(argc, argv, "Step time and arena of GPT-2 on the CPU, plain and checkpointed.",
                   options, 6);

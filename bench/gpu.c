@@ -37,13 +37,13 @@ typedef enum plan_kind { PLAN_PLAIN, PLAN_HALF, PLAN_SMALLEST } plan_kind;
 
 static const char *const plan_names[] = {"plain", "half", "smallest"};
 
-/* A way to train one workload. The first of those with the same arithmetic is plain. */
+/* A way to train one workload. Of those with the same arithmetic, the first is the plain plan. */
 typedef struct variant {
     plan_kind plan;
     bool tf32, graph;
 } variant;
 
-/* Those without TF32 are run of one workload. */
+/* Those without TF32 are run for one workload only. */
 static const variant variants[] = {
     {PLAN_PLAIN, true, false},     {PLAN_HALF, true, false},    {PLAN_SMALLEST, true, false},
     {PLAN_PLAIN, true, true},      {PLAN_SMALLEST, true, true}, {PLAN_PLAIN, false, false},
@@ -96,7 +96,7 @@ static ms_config make_config(const variant *v, const bench_workload *work,
     config.memory_budget_bytes =
         v->plan == PLAN_HALF
             ? bench_half_budget(&config.backend, nn_cuda(), work->preset, shape)
-            : (uint64_t)1 << 50; // that of no machine: the plan does not depend on what is free
+            : (uint64_t)1 << 50; // not from the machine: the plan does not depend on what is free
     config.force_optimize = v->plan == PLAN_SMALLEST;
     return config;
 }
@@ -124,7 +124,7 @@ static void run_first_steps(outcome *o, const bench_model *m, const settings *s,
     }
 }
 
-/* Steps as a trainer makes them, one behind the other without waiting. */
+/* Steps as a trainer takes them, one after the other without waiting. */
 static void run_timed_steps(outcome *o, const bench_model *m, const settings *s) {
     static cudaEvent_t events[STEPS_MAX + 1];
     const int count = (int)s->steps;
@@ -151,7 +151,7 @@ static void run_timed_steps(outcome *o, const bench_model *m, const settings *s)
     }
 }
 
-/* Each with an idle GPU before it, so that the host never waits for room in a queue. */
+/* Before each step the GPU is idle, so that the host never waits for room in a queue. */
 static void run_enqueued_steps(outcome *o, const bench_model *m, const settings *s) {
     for (int i = 0; i < (int)s->steps; i++) {
         bench_check(m->model, ms_synchronize(m->model));
@@ -217,7 +217,7 @@ static void optional_bytes(bench_table *table, bool known, uint64_t bytes) {
     }
 }
 
-/* instruction_us: of the executor alone. */
+/* instruction_us: time of the executor alone for an instruction. */
 static void print_outcome(bench_table *table, outcome *o, const bench_workload *work,
                           const nn_transformer_config *shape, double instruction_us) {
     const int n = o->sample_count;
@@ -260,8 +260,8 @@ static void print_outcome(bench_table *table, outcome *o, const bench_workload *
     bench_cell(table, !o->fits ? "-" : o->same_bits ? "yes" : "NO");
 }
 
-/* Against the first outcome with the same arithmetic. False, and the reason, where the bits are
-   not equal or the arena is not as predicted. */
+/* Compares with the first outcome of the same arithmetic. Prints the reason and returns false if
+   the bits are not equal or the arena is not as predicted. */
 static bool judge(outcome *outcomes, int index, const bench_workload *work) {
     outcome *o = &outcomes[index];
     const outcome *first = o;
@@ -313,8 +313,8 @@ static bool run_workload(bench_table *table, const bench_workload *work, const s
     return good;
 }
 
-/* A step of two tiny models: the driver loads kernels when they are first used, and that memory is
-   not that of the models which follow. */
+/* A step of two tiny models: the driver loads kernels when they are first used, and that memory
+   must not count for the models which follow. */
 static void load_kernels(void) {
     static const char *const presets[] = {"gpt2-tiny", "bert-tiny"};
     for (int i = 0; i < 4; i++) {
@@ -538,7 +538,7 @@ static void run_kernels(const settings *s) {
 
 // ---- main ---------------------------------------------------------------------------------------
 
-/* What git says, where nothing was given. */
+/* The commit by git, unless one was given. */
 static void find_commit(const settings *s, char *commit, size_t length) {
     FILE *git = s->commit ? NULL : popen("git rev-parse --short HEAD 2> /dev/null", "r");
     snprintf(commit, length, "%s", s->commit ? s->commit : "unknown");
@@ -578,8 +578,8 @@ static void print_header(const settings *s) {
            (long long)s->warmup, (long long)s->repeats);
 }
 
-/* False where there is none. It has its context then, which does not count as memory of the
-   models. */
+/* False if there is no device. Otherwise this creates its context, which then does not count as
+   memory of the models. */
 static bool find_device(void) {
     int count = 0;
     return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
@@ -597,15 +597,15 @@ int main(int argc, char **argv) {
     const bench_option options[] = {
         {"--tsv", "tab-separated output", &s.tsv, NULL, NULL},
         {"--tiny", "two tiny models, which also run in the tests' emulation", &s.tiny, NULL, NULL},
-        {"--no-graph", "leave out the runs by CUDA graphs", &s.no_graph, NULL, NULL},
+        {"--no-graph", "leave out the runs by recordings (CUDA graphs)", &s.no_graph, NULL, NULL},
         {"--no-kernels", "leave out the kernels", &s.no_kernels, NULL, NULL},
         {"--no-models", "leave out the models", &s.no_models, NULL, NULL},
         {"--model", "one of the workloads", NULL, NULL, &s.only},
         {"--steps", "timed steps; 256 at most", NULL, &s.steps, NULL},
         {"--warmup", "steps before them; 64 at most", NULL, &s.warmup, NULL},
-        {"--repeats", "turns of all variants of a workload; 32 at most", NULL, &s.repeats, NULL},
+        {"--repeats", "rounds of all variants of a workload; 32 at most", NULL, &s.repeats, NULL},
         {"--elements", "of the arrays of the kernels", NULL, &s.elements, NULL},
-        {"--commit", "for the header; else git is asked", NULL, NULL, &s.commit},
+        {"--commit", "for the header; default: that of git", NULL, NULL, &s.commit},
     };
     bench_options(argc, argv, "Training on a GPU: memory, time, arithmetic, bits.", options,
                   (int)(sizeof options / sizeof options[0]));

@@ -1,5 +1,6 @@
-// How well the layout packs blocks of known live ranges: arena over lower bound, and the time that
-// it takes, for CSV files with the columns id,lower,upper,size and half-open ranges [lower, upper).
+// How well the layout packs blocks with known live ranges: arena over lower bound, and the time
+// that it takes, for CSV files with the columns id,lower,upper,size and half-open ranges
+// [lower, upper).
 #include "bench.h"
 
 #include <errno.h>
@@ -25,7 +26,7 @@ static void fail(const char *path, uint64_t line, const char *text) {
     exit(1);
 }
 
-/* The number behind the next comma; false if there is none. */
+/* The number after the next comma; false if there is none. */
 static bool take_number(const char **text, uint64_t *number) {
     const char *digits = strchr(*text, ',');
     if (!digits || digits[1] < '0' || digits[1] > '9') {
@@ -104,7 +105,7 @@ static buffers read_buffers(const char *path) {
     return b;
 }
 
-/* The usual choice: first-fit by falling size. */
+/* The usual method: first-fit by decreasing size. */
 static uint64_t greedy_height(const char *path, const buffers *b) {
     msi_layout_work work;
     uint64_t *memory;
@@ -130,7 +131,7 @@ static double measure(const char *path, uint64_t effort, bool greedy, bench_tabl
     if (msi_layout_lower_bound(&MALLOC, b.blocks, b.count, &bound) != MS_RESULT_OK) {
         fail(path, 0, "out of memory");
     }
-    const clock_t start = clock(); // processor time: what else runs here does not count
+    const clock_t start = clock(); // processor time, which other programs do not add to
     const ms_result result = msi_layout(&MALLOC, b.blocks, b.count, effort, &height);
     const double ms = 1e3 * (double)(clock() - start) / CLOCKS_PER_SEC;
     if (result != MS_RESULT_OK) {
@@ -160,8 +161,9 @@ int main(int argc, char **argv) {
     int64_t effort = 36000000;
     const bench_option options[] = {
         {"--tsv", "tab-separated output", &tsv, NULL, NULL},
-        {"--greedy", "beside it the usual choice: first-fit by falling size", &greedy, NULL, NULL},
-        {"--effort", "operations for each file, of about a nanosecond", NULL, &effort, NULL},
+        {"--greedy", "also the usual method: first-fit by decreasing size", &greedy, NULL, NULL},
+        {"--effort", "limit of operations for each file, of about a nanosecond each", NULL, &effort,
+         NULL},
     };
     const char *const purpose =
         "Give one FILE or more: CSV with the columns id,lower,upper,size, live in [lower, upper).";

@@ -7,7 +7,7 @@
 typedef struct bench_workload {
     const char *name, *preset;
     int64_t batch, sequence;
-    double published_plain, published_optimized; // GB; 0: does not fit 24 GB
+    double published_plain, published_optimized; // GB; 0: does not fit into 24 GB
 } bench_workload;
 
 static const bench_workload bench_workloads[] = {
@@ -47,7 +47,7 @@ BENCH_API bool bench_shape(const char *preset, nn_transformer_config *shape) {
     return nn_preset(preset, shape);
 }
 
-/* The same for programs that run a GPT-2 for so many steps and rounds, 32 of each at most; else it
+/* The same for programs that run a GPT-2 for at most 32 steps and 32 rounds; at a mistake it
    prints an error and ends the program with status 2. */
 enum { BENCH_STEPS = 32 };
 
@@ -90,7 +90,7 @@ BENCH_API void bench_model_destroy(bench_model *m) {
     nn_destroy(m->net);
 }
 
-/* The size of the early-update plan without recomputation, less half of its activations. */
+/* The arena with early updates and without recomputation, less half of its activations. */
 BENCH_API uint64_t bench_half_budget(const ms_backend *backend, const nn_device *device,
                                      const char *preset, const nn_transformer_config *shape) {
     ms_memory_report report;
@@ -133,8 +133,8 @@ BENCH_API int bench_nothing(const ms_call *call) {
     return 0;
 }
 
-/* A chain of layers that do nothing: x = f(x, w), x (64), w (64); without params x = f(x), but for
-   one in the first layer. The last one is given the loss to write, one float. */
+/* A chain of layers that do nothing: x = f(x, w), x (64), w (64); without params x = f(x), except
+   for one in the first layer. The output of the last layer is the loss, one float. */
 BENCH_API ms_model *bench_chain(const ms_config *config, int64_t layers, bool params,
                                 ms_layer_fn zero_loss) {
     ms_model *model;

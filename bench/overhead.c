@@ -1,6 +1,6 @@
 // The library's own time: the executor's per instruction, with callbacks that do nothing, and that
-// of ms_wrap against the number of layers, for plain plans and for those that need checkpointing:
-// chains, and an LSTM of two layers unrolled over 280 steps, with the planner's memory.
+// of ms_wrap over the number of layers, for plain plans and for those that need checkpointing:
+// chains, and an LSTM of two layers unrolled over 280 time steps, with the planner's memory.
 #include "bench.h"
 
 #define MEMSCALE_IMPLEMENTATION
@@ -35,7 +35,7 @@ static double time_plain_wrap(int64_t layers) {
     return time_wrap(NULL, layers, &report);
 }
 
-/* The budget leaves half of what the activations of an early-update plan take. */
+/* The budget leaves room for half of the activations of a plan with early updates. */
 static double time_checkpointed_wrap(int64_t layers) {
     ms_memory_report report;
     ms_config config;
@@ -47,7 +47,7 @@ static double time_checkpointed_wrap(int64_t layers) {
     config.memory_budget_bytes = report.arena_bytes - report.activation_peak_bytes / 2;
     const double milliseconds = time_wrap(&config, layers, &report);
     if (report.recompute_count == 0) {
-        fprintf(stderr, "the budget was to force checkpointing, but nothing is recomputed\n");
+        fprintf(stderr, "the budget should force checkpointing, but nothing is recomputed\n");
         exit(1);
     }
     return milliseconds;
@@ -148,7 +148,7 @@ typedef struct lstm_cost {
     uint64_t bytes, layers;
 } lstm_cost;
 
-/* ms_wrap at the budget that leaves this share of the activations of the plain plan. */
+/* ms_wrap at the budget that leaves room for this share of the activations of the plain plan. */
 static lstm_cost wrap_lstm(double share) {
     lstm_cost cost;
     heap h = {0, 0};

@@ -1,7 +1,7 @@
 // How well the time of a training step is predicted: GPT-2 on the CPU at four budgets, from the plain
 // arena down to the smallest. Each model times its own first steps (empirical profiling) and plans
-// with these times; what it then predicts is held against the steps that follow. The budgets take
-// turns, so that a busy machine disturbs all alike.
+// with these times; the predicted time is then compared with the steps that follow. The budgets
+// take turns, so that other work on the machine slows all of them alike.
 #include "bench.h"
 
 #define MEMSCALE_IMPLEMENTATION
@@ -19,7 +19,7 @@ typedef struct row {
     ms_config config;
     ms_memory_report report; // of the last round
     double predicted_ms[ROUNDS_MAX], measured_ms[ROUNDS_MAX], ratio[ROUNDS_MAX];
-    double roofline_ms; // what was predicted before anything was timed
+    double roofline_ms; // the prediction before anything was timed
 } row;
 
 static sizes find_sizes(const nn_transformer_config *shape) {
@@ -38,7 +38,7 @@ static sizes find_sizes(const nn_transformer_config *shape) {
     return found;
 }
 
-/* Milliseconds of a batch that is written and a step. */
+/* Milliseconds of writing a batch and a step. */
 static double time_step(const bench_model *m) {
     const double start = bench_seconds();
     bench_write_batch(m);
@@ -100,9 +100,9 @@ int main(int argc, char **argv) {
         {"--preset", "gpt2-124M, -355M, -774M, -1558M, or gpt2-tiny", NULL, NULL, &preset},
         {"--batch", "sequences in a batch", NULL, &batch, NULL},
         {"--sequence", "tokens in a sequence", NULL, &sequence, NULL},
-        {"--warmup", "steps that are samples, in each round", NULL, &warmup, NULL},
+        {"--warmup", "steps that are sampled, in each round", NULL, &warmup, NULL},
         {"--steps", "timed steps in a round; 32 at most", NULL, &steps, NULL},
-        {"--rounds", "turns of each budget; 32 at most", NULL, &rounds, NULL},
+        {"--rounds", "rounds of each budget; 32 at most", NULL, &rounds, NULL},
     };
     bench_options(argc, argv, "Predicted and measured time of a step of GPT-2 on the CPU.", options,
                   7);

@@ -1,6 +1,6 @@
-// The memory of one training step over time, as a picture (SVG): the plain plan beside that for a
-// budget, both on one scale, stacked by category, with their peaks; below them what runs when. All of
-// it is simulated, for a device that need not be there.
+// The memory of one training step over time, as a picture (SVG): the plain plan beside the plan for
+// a budget, both on one scale, stacked by category, with their peaks; below them what runs when. All
+// of it is simulated, for a device that need not be there.
 #include "bench.h"
 
 #include <math.h>
@@ -22,7 +22,7 @@ static const char *const categories[MS_CATEGORY_COUNT] = {
     "#2f7fc1", "#c2453d", "#45a17a", "#a5a5a5"  // activations, their gradients, saved, workspace
 };
 
-/* From the bottom up: what stays comes first. */
+/* From the bottom up: what is kept between steps comes first. */
 static const ms_category order[MS_CATEGORY_COUNT] = {
     MS_CATEGORY_PARAM,      MS_CATEGORY_OPTIMIZER,
     MS_CATEGORY_BUFFER,     MS_CATEGORY_INPUT,
@@ -44,7 +44,7 @@ static const struct {
 /* What is live at a moment, and what runs. */
 typedef struct column {
     uint64_t bytes, bytes_of[MS_CATEGORY_COUNT];
-    double us[RUN_COUNT]; // of the time that the column stands for
+    double us[RUN_COUNT]; // of the time that the column covers
 } column;
 
 /* The left or the right half of the picture. */
@@ -84,7 +84,7 @@ static int run_of(ms_event_kind kind) {
     }
 }
 
-/* A column shows the moment with the most bytes, so that none of the peaks gets lost. */
+/* A column shows its moment with the most bytes, so that no peak gets lost. */
 static void add_event(const ms_event *event, void *user) {
     static const char *const names[RUN_COUNT] = {"forward", "recomputation", "backward", "update",
                                                  "the library's work"};
@@ -306,7 +306,7 @@ static void draw_budget(FILE *file, const half *h, const scale *s) {
     svg_text(file, h->right - 6.0, y - 6.0, "class=\"red halo\" text-anchor=\"end\"", text);
 }
 
-/* The categories that there are, then what runs. */
+/* The categories that occur, then what runs. */
 static void draw_legend(FILE *file, const half *halves) {
     double x = left_end;
     for (int k = 0; k < MS_CATEGORY_COUNT; k++) {
@@ -361,7 +361,7 @@ static void draw(FILE *file, const half *halves, const scale *s, const char *tit
 
 // ---- the command line ---------------------------------------------------------------------------
 
-/* A share of the plain arena, such as 60%, or bytes, such as 6G (powers of 1024); 0: neither. */
+/* A share of the plain arena, such as 60%, or bytes, such as 6G (powers of 1024); 0 if neither. */
 static uint64_t parse_budget(const char *text, uint64_t plain_bytes) {
     static const char suffixes[] = "KMG";
     char *end;
@@ -385,7 +385,7 @@ static const bench_workload *find_workload(const char *name) {
     return NULL;
 }
 
-/* Both halves on one scale: as wide as they take long. */
+/* Both halves on one scale: their widths are their times. */
 static scale fit(half *halves) {
     scale s;
     const uint64_t plain = halves[0].report.lower_bound_bytes;
@@ -414,10 +414,10 @@ int main(int argc, char **argv) {
         {"--model", "bert-base, bert-large, gpt2-medium, gpt2-large or gpt2-xl", NULL, NULL,
          &model},
         {"--budget", "a share of the plain arena, or bytes such as 6G", NULL, NULL, &budget},
-        {"--device", "a device that is built in, or cpu", NULL, NULL, &device},
+        {"--device", "a built-in device, or cpu", NULL, NULL, &device},
         {"--batch", "sequences in a batch; 0: the workload's", NULL, &batch, NULL},
         {"--sequence", "tokens in a sequence; 0: the workload's", NULL, &sequence, NULL},
-        {"--out", "the picture; may stand last without --out", NULL, NULL, &path},
+        {"--out", "the picture; also as the last argument, without --out", NULL, NULL, &path},
     };
     const size_t last = argc > 1 ? strlen(argv[argc - 1]) : 0;
     if (last > 4 && strcmp(argv[argc - 1] + last - 4, ".svg") == 0 &&
@@ -429,7 +429,7 @@ int main(int argc, char **argv) {
     const bench_workload *w = find_workload(model);
     const ms_hardware *hardware = strcmp(device, "cpu") == 0 ? NULL : ms_hardware_find(device);
     if (!hardware && strcmp(device, "cpu") != 0) {
-        bench_stop("there is no such device: name one that is built in, such as H200, or cpu");
+        bench_stop("there is no such device: name a built-in one, such as H200, or cpu");
     }
     nn_transformer_config shape;
     bench_shape(w->preset, &shape);

@@ -1,5 +1,5 @@
-// Five published workloads by dry run: what training them takes in fp32 with AdamW, by the plain plan
-// and by the smallest checkpointed one. No arithmetic is done and no arena allocated.
+// Five published workloads by dry run: the memory of training them in fp32 with AdamW, by the plain
+// plan and by the smallest checkpointed one. No arithmetic is done and no arena allocated.
 #include "bench.h"
 
 #define MEMSCALE_IMPLEMENTATION
@@ -27,7 +27,8 @@ static plan make_plan(const bench_workload *work, nn_granularity granularity, bo
         bench_stop("a workload names no preset");
     }
     config.dry_run = true;
-    config.memory_budget_bytes = (uint64_t)1 << 50; // that of no machine: only the switches decide
+    config.memory_budget_bytes = (uint64_t)1
+                                 << 50; // not from the machine: only the switches decide
     config.force_optimize = smallest;
     config.checkpointing = smallest ? MS_SWITCH_ON : MS_SWITCH_OFF;
     shape.batch = work->batch;

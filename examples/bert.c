@@ -5,7 +5,7 @@
         build/examples/bert --preset large --batch 16 --sequence 128 --dry
         build/cuda/examples/bert --device cuda --preset base --batch 16 --sequence 128 --random
 
-    Devlin et al., "BERT", 2018, section 3.1, task #1: 15 % of the positions are to be guessed; 80 %
+    Devlin et al., "BERT", 2018, section 3.1, task #1: 15 % of the positions are to be guessed. 80 %
     of these hold the mask, 10 % a random token and 10 % the token itself. There are no pairs of
     sentences and no next-sentence head. */
 #ifndef _POSIX_C_SOURCE
@@ -20,12 +20,12 @@
 
 enum { MASK = BYTE_COUNT, MASKED_PERCENT = 15, SHOWN_BYTES = 64 };
 
-/* From 0 to below 1. */
+/* A random number from 0 to below 1. */
 static double draw_unit(trainer *t) {
     return (double)(next_random(t) >> 11) / 9007199254740992.0;
 }
 
-/* How many positions of a sequence are to be guessed: as many in each, so that the factor of the
+/* How many positions of a sequence are to be guessed: the same in each, so that the factor of the
    loss is the same in every step. */
 static int64_t masked_count(int64_t sequence) {
     const int64_t count = (sequence * MASKED_PERCENT + 50) / 100;
@@ -38,7 +38,8 @@ static int32_t masked_token(trainer *t, int32_t token) {
     return mark < 0.8 ? MASK : mark < 0.9 ? (int32_t)(next_random(t) % (uint64_t)others) : token;
 }
 
-/* Each set of positions is as likely (Knuth, "Seminumerical Algorithms", 3.4.2, algorithm S). */
+/* All sets of positions are equally likely (Knuth, "Seminumerical Algorithms", 3.4.2, algorithm
+   S). */
 static void mask_sequence(trainer *t, int32_t *tokens, int32_t *targets) {
     const int64_t sequence = t->shape.sequence;
     int64_t left = masked_count(sequence);
@@ -77,8 +78,8 @@ static void print_bytes(const char *title, const int32_t *tokens, int64_t count)
     printf("\n");
 }
 
-/* What it makes of one more batch: how many of the bytes it guesses right, and the start of the
-   first sequence. */
+/* Shows how many masked bytes of one more batch are guessed right, and the start of its first
+   sequence. */
 static int guess(trainer *t) {
     const int64_t rows = t->shape.batch * t->shape.sequence;
     const int64_t shown = nn_least(t->shape.sequence, SHOWN_BYTES);

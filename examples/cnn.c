@@ -1,7 +1,7 @@
 /*  cnn - trains a convolutional net on images that it draws itself, inside a byte budget.
 
         build/examples/cnn                              ten shapes, half a minute
-        build/examples/cnn --budget smallest --check    the same numbers as with all the memory
+        build/examples/cnn --budget smallest --check    the same numbers as without a budget
         build/examples/cnn --width 64 --batch 256 --dry
 
     An image is one of ten shapes, turned, scaled and moved at random, in noise. Training and test
@@ -35,7 +35,7 @@ typedef struct settings {
     bool check, dry, help;
 } settings;
 
-/* A model and what is written to and read from it. */
+/* A model, and its tensors that are written and read. */
 typedef struct classifier {
     ms_model *model;
     nn_net *net;
@@ -74,9 +74,9 @@ static int list_options(settings *o, option_spec *specs) {
         {"--steps", "N", OPTION_COUNT, &o->steps, "updates (300)"},
         {"--clip", "X", OPTION_REAL, &o->clip, "largest norm of the gradients (no limit)"},
         {"--test", "N", OPTION_COUNT, &o->test, "images of the test set (2000)"},
-        {"--seed", "N", OPTION_COUNT, &o->seed, "of weights and images (1)"},
+        {"--seed", "N", OPTION_COUNT, &o->seed, "of initial params and images (1)"},
         {"--check", NULL, OPTION_FLAG, &o->check,
-         "train a second net without a budget beside it, and compare: losses,\n"
+         "also train a second net without a budget, and compare: losses,\n"
          "params and running statistics must be equal bit for bit"},
         {"--dry", NULL, OPTION_FLAG, &o->dry, "plan only: allocate and train nothing"},
         {"--help", NULL, OPTION_FLAG, &o->help, "this text"},
@@ -95,7 +95,7 @@ static int check_budget(settings *o) {
     static const char *const names[] = {"plain", "half", "smallest"};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         if (strcmp(o->budget, names[i]) == 0) {
-            o->budget = names[i]; // the command line may be gone when it is read
+            o->budget = names[i]; // outlives the options
             return 0;
         }
     }
@@ -261,7 +261,7 @@ static void build_net(classifier *c, const settings *o) {
     ms_add_eval_output(c->model, c->logits);
 }
 
-/* Registers a net with memscale.h and plans it. A dry one plans without allocating. */
+/* Registers a net with memscale.h and plans it; `dry`: without allocating. */
 static int make_net(classifier *c, const settings *o, uint64_t budget_bytes, bool dry) {
     ms_config config = {0};
     config.backend = o->place.backend;
@@ -354,7 +354,7 @@ static int train_batch(const trainer *t, const classifier *c, float rate, double
     return 0;
 }
 
-/* One update: all of its batches, on one net or on both. */
+/* One update: all of its micro-batches, on one net or on both. */
 static int train_step(trainer *t, int64_t step) {
     const float rate = learning_rate(&t->options, step);
     t->loss = 0.0;
@@ -416,7 +416,7 @@ static int same_values(trainer *t, const nn_param_info *a, const nn_param_info *
     return result;
 }
 
-/* Params and running statistics of both nets; the losses were compared on the way. */
+/* Compares params and running statistics of both nets; losses are compared in each step. */
 static int check_values(trainer *t) {
     const nn_net *a = t->trained.net;
     const nn_net *b = t->plain.net;
@@ -463,7 +463,7 @@ static int test_batch(trainer *t, int64_t first, int64_t count, int64_t *right) 
     return 0;
 }
 
-/* The share of the test set whose largest logit is that of its class. */
+/* Prints the share of the test set for which the largest logit is that of the right class. */
 static int test(trainer *t) {
     const settings *o = &t->options;
     int64_t right = 0;

@@ -2,18 +2,18 @@
 
         build/examples/darknet_style                    trains, prints losses and test accuracy
         build/examples/darknet_style --wrap             the same inside memory that memscale.h plans
-        build/examples/darknet_style --wrap --budget 6M inside so many bytes
+        build/examples/darknet_style --wrap --budget 6M the same inside 6 MiB
         build/examples/darknet_style --compare          both, bit by bit: results, time and memory
 
     The shape: one `struct layer` per layer that owns all its buffers, function pointers forward,
     backward and update, and a `struct network` with a shared workspace and pointers to what the
-    running layer reads (input) and adds its gradient to (delta). Layers overwrite what they please:
+    running layer reads (input) and adds its gradient to (delta). Layers overwrite their operands:
     batch-norm and the activation work in place on the output, backward works in place on the delta,
-    dropout changes the layer before it, the loss writes its delta in forward, and the momentum
-    lives in the gradients. Nothing of this was written with memscale.h in mind; all that it takes
-    stands in one section near the end, the adapter.
+    dropout changes the output of the layer before it, the loss writes its delta in forward, and the
+    momentum is kept in the gradients. None of this was written with memscale.h in mind; everything
+    that a port needs is one section near the end, the adapter.
 
-    As in darknet, delta is the falling direction: minus the gradient. */
+    As in darknet, delta is the direction of descent: minus the gradient. */
 #ifndef _POSIX_C_SOURCE
 #define _POSIX_C_SOURCE 200809L
 #endif
@@ -123,8 +123,8 @@ struct layer {
     void (*forward)(layer l, network net);
     void (*backward)(layer l, network net);
     void (*update)(layer l, update_args args);
-    int batch, h, w, c, inputs;       // of one image: what comes in,
-    int out_h, out_w, out_c, outputs; // and what goes out
+    int batch, h, w, c, inputs;       // of one image: the input,
+    int out_h, out_w, out_c, outputs; // and the output
     int size, stride, pad;
     int from;          // shortcut: number of the layer that is added
     float probability; // dropout
@@ -150,7 +150,7 @@ struct network {
     float *workspace;     // as large as the layer that needs most
     size_t workspace_bytes;
     int train, index; // index: of the running layer
-    uint64_t *random; // state of the one generator, as that behind rand()
+    uint64_t *random; // state of the one generator, like that of rand()
     update_args args;
 };
 
@@ -167,7 +167,7 @@ static float *floats(int count) {
     return (float *)zeroed((size_t)count * sizeof(float));
 }
 
-/* A buffer for the passing values of one batch; they are what --compare counts. */
+/* A buffer for values of one batch; --compare counts these. */
 static float *activations(layer *l, int count) {
     l->activation_bytes += (size_t)count * sizeof(float);
     return floats(count);
@@ -231,7 +231,7 @@ static void sum_channels(layer l, const float *x, const float *y, const float *s
     }
 }
 
-// Batch-norm: Ioffe and Szegedy, "Batch normalization", 2015, algorithm 1 and the formulas behind.
+// Batch-norm: Ioffe and Szegedy, "Batch normalization", 2015, algorithm 1 and what follows it.
 
 static const float batchnorm_epsilon = 1e-5f, batchnorm_rolling = 0.1f;
 
@@ -300,7 +300,7 @@ static void backward_batchnorm(layer l) {
     }
 }
 
-/* What convolutional and connected layers do behind their product. */
+/* What convolutional and connected layers do after their product. */
 static void scale_and_activate(layer l) {
     if (l.scales != NULL) {
         copy(l.outputs * l.batch, l.x_norm, l.output);
@@ -325,7 +325,7 @@ static void backward_tail(layer l) {
     }
 }
 
-/* Momentum lives in the updates: what is left of them is what the next backward adds to. */
+/* The updates keep the momentum: the next backward adds to what is left in them. */
 static void sgd(int count, float *values, float *updates, float decay, update_args args) {
     axpy(count, -decay * (float)args.batch, values, updates);
     axpy(count, args.learning_rate / (float)args.batch, updates, values);
@@ -587,7 +587,7 @@ static network *make_network(const layer_spec *specs, int n, int batch, int size
     return net;
 }
 
-/* Once: what a layer points at later is not the network's. */
+/* To be called once, before layers point to memory that is not the network's. */
 static void free_activations(network *net) {
     for (int i = 0; net->workspace != NULL && i < net->n; ++i) {
         layer *l = &net->layers[i];
@@ -642,7 +642,7 @@ static void update_network(network *net) {
     }
 }
 
-/* Sum of the losses of the batch that was last run. */
+/* Sum of the losses of the last batch. */
 static float network_cost(const network *net) {
     return *net->layers[net->n - 1].cost;
 }
@@ -675,9 +675,10 @@ static int bind_layer(const ms_call *call) {
     return 0;
 }
 
-/* x_norm is not kept: backward finds it in the workspace, made again from x, until im2col comes. So
-   is an output made that was dropped, without its convolution. Dropout is the trap: forward would
-   draw other numbers, and shift those of all later layers; what it drew is kept and applied. */
+/* x_norm is not kept: it is made again from x, in the workspace, where backward finds it until
+   im2col overwrites it. A dropped output is made again in the same way, without its convolution. A
+   second forward of dropout would draw other numbers, and shift those of all later layers; so the
+   numbers that it drew are saved and applied again. */
 static int run_layer(const ms_call *call) {
     const network net = *(network *)call->user;
     const layer l = net.layers[net.index];
@@ -702,7 +703,7 @@ static int update_param(const ms_update_args *a) {
 
 static ms_tensor borrow(ms_model *m, ms_tensor tensor, void *memory) {
     const ms_result sticks = ms_borrow(m, tensor, memory);
-    (void)sticks; // ms_wrap returns it
+    (void)sticks; // errors stick until ms_wrap
     return tensor;
 }
 
@@ -758,7 +759,7 @@ static void add_layer(ms_model *m, network *net, ms_tensor *outputs, ms_tensor r
     ms_register_layer(m, &d);
 }
 
-/* copies: n of them, one for each layer to see; outputs: n + 2, with the input and the loss. */
+/* copies: n networks, one for each layer; outputs: n + 2, with the input and the loss. */
 static ms_result wrap_network(ms_model *m, network *net, network *copies, ms_tensor *outputs) {
     const ms_shape images = ms_shape2(net->batch, net->layers[0].inputs);
     ms_tensor random = borrow(m, ms_buffer(m, "random", MS_DTYPE_I64, ms_shape1(1)), net->random);
@@ -840,7 +841,7 @@ static void load_batch(network *net, uint64_t first) {
     }
 }
 
-/* Images of the batch whose largest output stands at the truth. */
+/* The number of images of the batch whose largest output is that of the right class. */
 static int count_right(const network *net, const float *outputs) {
     int right = 0;
     for (int b = 0; b < net->batch; ++b) {
@@ -891,7 +892,7 @@ static void open_run(run *r, const layer_spec *specs, int n, int batch, int size
     r->net = make_network(specs, n, batch, size, 1);
 }
 
-/* Hands the network of a run over to memscale.h. */
+/* Registers the network of a run with memscale.h. */
 static ms_result wrap_run(run *r, const ms_config *config) {
     const ms_result result = ms_create(config, &r->model);
     if (result != MS_RESULT_OK) {
@@ -914,7 +915,7 @@ static double now(void) {
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* One step on the batch that is loaded. */
+/* One step on the present batch. */
 static ms_result train_step(run *r) {
     ms_result result = MS_RESULT_OK;
     const double begin = now();
@@ -930,7 +931,7 @@ static ms_result train_step(run *r) {
     return result;
 }
 
-/* Adds to *right how many images of the batch that is loaded are told right. */
+/* Adds to *right how many images of the present batch are classified right. */
 static ms_result test_step(run *r, int *right) {
     network *net = r->net;
     if (r->model == NULL) {
@@ -962,12 +963,12 @@ static void print_help(void) {
            "  --wrap           train in memory that memscale.h plans\n"
            "  --budget SIZE    bytes that the activations, their gradients and scratch may take,\n"
            "                   such as 6M (powers of 1024); without it nothing is recomputed\n"
-           "  --compare        the trainer by itself against wrapped ones, bit by bit\n"
+           "  --compare        compare the trainer by itself with wrapped ones, bit by bit\n"
            "  --steps N        (150; with --compare: 20)\n"
            "  --batch N        images per step (32)\n");
 }
 
-/* A whole number from 1 on, or a size with a suffix K, M or G; 0 if it is neither. */
+/* A whole number from 1, or a size with a suffix K, M or G; 0 if it is neither. */
 static uint64_t parse_number(const char *text) {
     static const char suffixes[] = "KMG";
     char *end;
@@ -1004,8 +1005,10 @@ static bool parse_options(options *o, int argc, char **argv) {
         } else if (strcmp(argv[i], "--batch") == 0 && number > 0 && number <= 1024) {
             o->batch = (int)number;
         } else {
-            fprintf(stderr, "darknet_style: %s %s: --help lists what there is\n", argv[i],
-                    i + 1 < argc ? argv[i + 1] : "");
+            fprintf(stderr,
+                    "darknet_style: %s %s: there is no such option, or its value is wrong; see "
+                    "--help\n",
+                    argv[i], i + 1 < argc ? argv[i + 1] : "");
             return false;
         }
         ++i;
@@ -1022,7 +1025,7 @@ static int fail(const ms_model *model, ms_result result) {
 
 // ---- training -----------------------------------------------------------------------------------
 
-/* A short rise, then down to zero in a straight line. */
+/* A short linear rise, then a linear fall to zero. */
 static float rate_at(int step, int steps) {
     const float rate = 0.05f * (1.0f - (float)step / (float)steps);
     return step < 10 ? rate * (float)(step + 1) / 10.0f : rate;
@@ -1037,7 +1040,7 @@ static ms_result test(run *r, int batches) {
             return result;
         }
     }
-    printf("%d of %d images never seen are told right: %.1f %%\n", right, batches * r->net->batch,
+    printf("%d of %d unseen images are classified right: %.1f %%\n", right, batches * r->net->batch,
            100.0 * right / (batches * r->net->batch));
     return MS_RESULT_OK;
 }
@@ -1169,7 +1172,7 @@ static int compare(const options *o) {
             same[k] = same[k] && memcmp(&cost, &expected, sizeof cost) == 0;
         }
     }
-    printf("%d steps of %d images; bytes, and of what the trainer takes by itself\n\n"
+    printf("%d steps of %d images; bytes, and their ratio to those of the trainer by itself\n\n"
            "program      activations of plain +workspace of plain recomputed ms a step  losses, "
            "weights\n",
            o->steps, o->batch);

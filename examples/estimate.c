@@ -1,13 +1,14 @@
-/*  estimate - what training a model takes on a GPU, in bytes and in time, before there is one.
+/*  estimate - how much memory and time training a model takes on a GPU, before you have one.
 
         build/examples/estimate --model gpt2-1558M --batch 1 --sequence 512 --gpu "RTX 3090"
         build/examples/estimate --model llama3-8B --batch 4 --sequence 2048 --gpu H200 --json
         build/examples/estimate --family gpt2 --layers 48 --channels 2048 --heads 32 --gpu 16G
         build/examples/estimate --model bert-large --batch 16 --sequence 128 --sweep budgets.svg
 
-    Every number is the library's own: the model is registered as its trainer would, planned by a
-    dry run that allocates none of it, and asked with ms_report. GPT-2 and BERT are those of nn.h,
-    that examples/gpt2 and examples/bert train; Llama is llama_shape.h, which has no kernels. */
+    Every number comes from the library: the model is registered as its trainer would do it, planned
+    by a dry run, which does not allocate its memory, and described by ms_report. GPT-2 and BERT are
+    the nets of nn.h, which examples/gpt2 and examples/bert train; Llama is llama_shape.h, which has
+    no kernels. */
 #ifndef _POSIX_C_SOURCE
 #define _POSIX_C_SOURCE 200809L
 #endif
@@ -40,9 +41,10 @@ static void list_options(settings *s, option_spec *specs) {
          "gpt2, bert or llama: a model of your own, of the sizes below"},
         {"--layers", "N", OPTION_COUNT, &s->layers, "blocks"},
         {"--channels", "N", OPTION_COUNT, &s->channels, "width of the residual stream"},
-        {"--heads", "N", OPTION_COUNT, &s->heads, "heads of attention; they divide the channels"},
+        {"--heads", "N", OPTION_COUNT, &s->heads,
+         "heads of attention; channels must be a multiple"},
         {"--kv-heads", "N", OPTION_COUNT, &s->kv_heads,
-         "llama: heads of keys and values; they divide the heads (as many)"},
+         "llama: heads of keys and values; heads must be a multiple (all)"},
         {"--feed-forward", "N", OPTION_COUNT, &s->feed_forward,
          "llama: width of the feed-forward net (8/3 of the channels, up to a\n"
          "multiple of 256); gpt2 and bert have 4 times the channels"},
@@ -94,7 +96,7 @@ static void print_help(void) {
     option_spec specs[ESTIMATE_OPTIONS];
     list_options(&s, specs);
     print_options("[options]", specs, ESTIMATE_OPTIONS);
-    printf("\nModels (sizes that are given beside a name take the place of its own):\n  ");
+    printf("\nModels (sizes given beside a name replace those of the model):\n  ");
     print_models(stdout);
     printf("\nDevices:\n  ");
     print_devices(stdout);
@@ -114,7 +116,7 @@ typedef struct shape {
     bool tied;
 } shape;
 
-/* A published shape; false: there is none of that name. */
+/* A published shape; false if there is none of that name. */
 static bool find_model(const char *name, shape *s) {
     nn_transformer_config c;
     memset(&c, 0, sizeof c);
@@ -148,7 +150,7 @@ static bool find_model(const char *name, shape *s) {
     return false;
 }
 
-/* What a family has where nothing else is said; 0: it must be said. */
+/* Default sizes of a family; 0: there is no default. */
 static void start_family(shape *s, family kind) {
     static const int64_t vocabulary[FAMILY_COUNT] = {50257, 30522, 32000};
     static const int64_t positions[FAMILY_COUNT] = {1024, 512, 0};
@@ -179,14 +181,14 @@ static int start_shape(const settings *o, shape *s) {
     return 0;
 }
 
-/* A size that is given, and whether it is not what the model had. */
+/* Takes a given size; returns whether it differs from that of the model. */
 static bool take_size(int64_t given, int64_t *size) {
     const bool differs = given != 0 && given != *size;
     *size = given ? given : *size;
     return differs;
 }
 
-/* Sizes beyond these are no model, and their products would not fit 64 bits. */
+/* Larger sizes make no sense, and their products would not fit 64 bits. */
 static int check_sizes(const settings *o, const shape *s) {
     const struct {
         const char *name;
@@ -217,11 +219,11 @@ static int check_shape(const settings *o, const shape *s) {
         return 1;
     }
     if (s->channels % s->heads != 0) {
-        return fail("--heads %lld: they do not divide the %lld channels", (long long)s->heads,
+        return fail("--heads %lld: the %lld channels are not a multiple", (long long)s->heads,
                     (long long)s->channels);
     }
     if (s->heads % s->kv_heads != 0) {
-        return fail("--kv-heads %lld: they do not divide the %lld heads", (long long)s->kv_heads,
+        return fail("--kv-heads %lld: the %lld heads are not a multiple", (long long)s->kv_heads,
                     (long long)s->heads);
     }
     if (s->kind == FAMILY_LLAMA && s->channels / s->heads % 2 != 0) {
@@ -279,20 +281,20 @@ typedef struct destination {
     ms_hardware hardware;
     const nn_device *kernels;
     ms_backend backend;
-    uint64_t memory_bytes; // what is free of it, where that is known
+    uint64_t memory_bytes; // its free bytes, if known
     uint64_t budget_bytes;
-    bool is_named;     // its speeds are its own, not those of its kind
-    bool is_user_size; // the budget is the user's
+    bool is_named;     // it has its own speeds, not those of its kind
+    bool is_user_size; // the user gave the budget
 } destination;
 
-/* What ms_backend_cuda has in each arena for cuBLAS and for sums; the larger of both where the
-   compute capability is not known. */
+/* The workspace of ms_backend_cuda in each arena, for cuBLAS and for sums; the larger of its two
+   sizes if the compute capability is unknown. */
 static uint64_t cuda_workspace_bytes(const ms_hardware *h) {
     const bool is_older = h->compute_major != 0 && h->compute_major < 9;
     return ((uint64_t)(is_older ? 4 : 32) << 20) + 8192;
 }
 
-/* A device of this model of CPU; the backend stands for that of a GPU where a dry run needs one. */
+/* The dry run for a GPU uses the CPU's backend in place of that of CUDA. */
 static void prepare_target(destination *t) {
     const bool on_cpu = t->hardware.kind == MS_DEVICE_CPU;
     t->kernels = on_cpu ? nn_cpu() : nn_cuda_dry();
@@ -317,7 +319,7 @@ static int measure_cpu(destination *t) {
     return status;
 }
 
-/* A number with a suffix is a size. One without may be part of a name, such as 3090. */
+/* A number with a suffix is a size. One without may be a part of a name, such as 3090. */
 static int find_device(destination *t, const char *text) {
     const double bytes = parse_number(text, true);
     const bool has_suffix = bytes >= 0.0 && text[strcspn(text, "KMG")] != 0;
@@ -378,7 +380,7 @@ typedef struct plan {
     uint64_t largest[MS_CATEGORY_COUNT]; // of each category, each at its own moment
 } plan;
 
-/* A model that is not wrapped; NULL, after saying why. */
+/* A model that is not wrapped; on failure prints the reason and returns NULL. */
 static ms_model *register_model(const estimate *e, int64_t batch, ms_config *config, nn_net **net) {
     const shape *s = &e->model;
     ms_model *model;
@@ -421,7 +423,7 @@ static void keep_largest(const ms_event *event, void *user) {
     }
 }
 
-/* 0, with p->fits false where no plan fits the budget; or 1, and the reason. */
+/* Returns 0, with p->fits false if no plan fits the budget; or prints the reason and returns 1. */
 static int make_plan(const estimate *e, int64_t batch, ms_config *config, plan *p) {
     nn_net *net;
     char reason[256] = "no memory for a model";
@@ -452,7 +454,7 @@ static int make_plan(const estimate *e, int64_t batch, ms_config *config, plan *
     return status;
 }
 
-/* As trainers do it: everything is kept, and all params are updated behind backward. */
+/* As trainers do it: everything is kept, and all params are updated after backward. */
 static int plan_plain(const estimate *e, int64_t batch, plan *p) {
     ms_config config;
     memset(&config, 0, sizeof config);
@@ -489,8 +491,8 @@ static const ms_mode modes[] = {MS_MODE_CONSERVATIVE, MS_MODE_BALANCED, MS_MODE_
 enum { MODES = sizeof modes / sizeof modes[0], COLUMNS = MODES + 1 };
 
 typedef struct findings {
-    uint32_t techniques[MODES]; // masks: what plans in a mode may use
-    int same_as[MODES];         // the first mode that may use the same, so that its plans are equal
+    uint32_t techniques[MODES]; // masks of techniques: those that a mode allows
+    int same_as[MODES];         // the first mode with the same mask, and so with equal plans
     plan plain;
     plan at_budget[MODES]; // where none fits: the smallest
     plan smallest[MODES];
@@ -539,8 +541,7 @@ static int search_batch(const estimate *e, findings *f) {
     return plan_budget(e, low, mode, budget, &f->largest);
 }
 
-/* The rule of the memory budget guide, docs/memory-budget.md; a mode that the batch does not fit in
-   gives way to the next. */
+/* The rule of docs/memory-budget.md; where the batch does not fit in that mode, the next one. */
 static int advise(const estimate *e, findings *f) {
     const double memory =
         (double)(e->device.is_user_size ? e->device.budget_bytes : e->device.memory_bytes);
@@ -552,7 +553,7 @@ static int advise(const estimate *e, findings *f) {
     return f->smallest[f->advised].fits ? 0 : search_batch(e, f);
 }
 
-/* A policy that chooses nothing, but learns what the modes may use. */
+/* A policy that chooses nothing, but notes which techniques the modes allow. */
 static uint32_t keep_techniques(const ms_policy_args *args) {
     findings *f = (findings *)args->user;
     for (uint32_t k = 0; k < args->strategy_count; k++) {
@@ -565,7 +566,7 @@ static uint32_t keep_techniques(const ms_policy_args *args) {
     return UINT32_MAX;
 }
 
-/* Asks a small model, since that does not depend on the size. */
+/* Plans a small model for that, since it does not depend on the size. */
 static int compare_modes(const estimate *e, findings *f) {
     estimate small = *e;
     plan p;
@@ -662,7 +663,7 @@ static size_text show_time(double us) {
     return s;
 }
 
-/* What the table calls the categories of the library. */
+/* Names of the categories in the table. */
 static const struct {
     const char *name, *key;
     ms_category parts[3];
@@ -710,7 +711,7 @@ static void print_cells(const char *name, char cells[COLUMNS][32]) {
     printf("\n");
 }
 
-/* A row of the categories, or behind them: the gap of the layout, and the whole. */
+/* A row: a category, or after these the gaps of the layout, or the whole. */
 static void print_bytes(const char *name, const plans *p, int row, unit u) {
     char cells[COLUMNS][32];
     for (int c = 0; c < COLUMNS; c++) {
@@ -759,7 +760,7 @@ static void print_table(const findings *f) {
     print_ratios("its step over plain", &smallest);
 }
 
-/* The modes that plan as `first` does, behind one another; their number. */
+/* Lists the modes that plan as `first` does; returns their number. */
 static int print_followers(const findings *f, int first) {
     int count = 0;
     for (int i = first + 1; i < MODES; i++) {
@@ -770,7 +771,7 @@ static int print_followers(const findings *f, int first) {
     return count;
 }
 
-/* Why the columns of some modes are equal. */
+/* Says why the columns of some modes are equal. */
 static void print_same(const findings *f) {
     uint32_t used = 0;
     const char *before = "Not built yet: ";
@@ -809,7 +810,7 @@ static void print_head(const estimate *e, const findings *f) {
     if (h->free_bytes) {
         printf(", of which %s are free", show_bytes(h->free_bytes).text);
     }
-    printf("%s\n", e->device.is_named ? "" : ", with the speeds of a common one");
+    printf("%s\n", e->device.is_named ? "" : ", with the speeds of a common discrete GPU");
     printf("budget    %s%s\n", show_bytes(e->device.budget_bytes).text,
            e->device.is_user_size ? "" : ", 85 % of that");
 }
@@ -819,7 +820,7 @@ static void print_advice(const estimate *e, const findings *f) {
     const char *mode = ms_mode_name(modes[f->advised]);
     printf("\nadvice    plain takes %.2f of %s: ", f->pressure, of);
     if (f->plain.fits) {
-        printf("no mode is needed; CONSERVATIVE where there is to be more headroom\n");
+        printf("no mode is needed; CONSERVATIVE would give more headroom\n");
         return;
     }
     if (!f->searched) {
@@ -855,12 +856,12 @@ static void print_text(const estimate *e, const findings *f) {
 
 // ---- JSON ---------------------------------------------------------------------------------------
 
-/* Writes what RFC 8259 allows: commas where they belong, strings in ASCII, null for what is no
-   number. */
+/* Writes JSON by RFC 8259: commas where they belong, strings in ASCII, null for what is not a
+   finite number. */
 typedef struct json {
     FILE *file;
     int depth;
-    bool has_items; // something stands before, at this depth
+    bool has_items; // there is an element before, at this depth
 } json;
 
 static void json_string(json *j, const char *text) {
@@ -1018,7 +1019,7 @@ static void write_json(const estimate *e, const findings *f, FILE *file) {
 
 enum { SWEEP_POINTS = 33, SWEEP_WIDTH = 860, SWEEP_HEIGHT = 660 };
 
-/* One mode over budgets, from the smallest that it can do with to the peak of the plain plan. */
+/* One mode over budgets, from the smallest that fits to the peak of the plain plan. */
 typedef struct sweep {
     ms_mode mode;
     double budget[SWEEP_POINTS], peak[SWEEP_POINTS], ratio[SWEEP_POINTS]; // bytes; over plain
@@ -1103,7 +1104,7 @@ static void svg_line(FILE *file, double x1, double y1, double x2, double y2, con
             style);
 }
 
-/* Ticks of both axes with their numbers, and thin lines behind them. */
+/* Ticks of both axes with their numbers, and thin grid lines. */
 static void svg_grid(FILE *file, const panel *p) {
     char text[32];
     const double x_step = nice_step(p->x_high - p->x_low, 8);
@@ -1341,7 +1342,7 @@ int main(int argc, char **argv) {
         return 0;
     }
     if (e.options.sweep && *e.options.sweep == 0) {
-        fail("--sweep: give it the name of a file");
+        fail("--sweep needs the name of a file");
         return 2;
     }
     if (choose_precision(&e.options) != 0 || choose_shape(&e.options, &e.model) != 0 ||

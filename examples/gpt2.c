@@ -5,7 +5,8 @@
         build/examples/gpt2 --preset 1558M --batch 1 --sequence 512 --dry
         build/cuda/examples/gpt2 --device cuda --preset 355M --sequence 512 --tf32 --graph --random
 
-    The plan of a model of any size is known before a byte of it is allocated: --dry stops there. */
+    The plan of a model of any size is known before a byte of it is allocated: --dry prints it and
+    stops. */
 #ifndef _POSIX_C_SOURCE
 #define _POSIX_C_SOURCE 200809L
 #endif
@@ -18,7 +19,7 @@
 
 enum { SAMPLE_BYTES = 240 };
 
-/* Random windows; the target of each token is the one that follows. */
+/* Random windows of the text; the target of each token is the next one. */
 static void draw_batch(trainer *t) {
     const int64_t sequence = t->shape.sequence;
     for (int64_t b = 0; b < t->shape.batch; b++) {
@@ -54,7 +55,7 @@ static void print_byte(int32_t byte) {
     fflush(stdout);
 }
 
-/* Lets the model go on from a start, in the first row of the batch. */
+/* Lets the model continue a given start, in the first row of the batch. */
 static int sample(trainer *t) {
     const int64_t window = t->shape.sequence, vocabulary = t->shape.vocabulary;
     const int64_t rows = t->shape.batch * window;

@@ -1,5 +1,6 @@
 /*  llama_shape.h - the tensors and layers of models in the shape of Llama, for dry runs: every
-    operator as a layer that says what it reads, writes, saves and computes, but has no callbacks.
+    operator is a layer that declares what it reads, writes, saves and computes, but that has no
+    callbacks.
 
     Include nn.h first: the token table, products, sums and the loss are its layers. A model with
     ms_config.dry_run takes them; to train one, give the layers of this file kernels.
@@ -53,7 +54,7 @@ static ms_layer_desc llama_desc(const char *name, ms_tensor x) {
     return desc;
 }
 
-/* Registers desc with a new activation as its output, in the shape of x but for the last dim. */
+/* Registers desc with a new activation as its output, in the shape of x except for the last dim. */
 static ms_tensor llama_register(nn_net *net, ms_layer_desc *desc, int64_t width) {
     const ms_shape shape = nn_with_last(ms_tensor_shape(net->model, desc->in[0]), width);
     desc->out[0] = ms_activation(net->model, desc->name, MS_DTYPE_F32, shape);
@@ -114,8 +115,8 @@ enum { LLAMA_TILE = 128 };
 
 /* Causal attention in tiles: out (B, T, C) from qkv (B, T, (H + 2 K) D), H / K heads of queries to
    one of keys and values. Saves the logarithm of the sum of exponentials of each row, (B, H, T);
-   backward reads qkv, out and that, computes the probabilities again tile by tile, and has the row
-   sums of out times its gradient, (B, H, T), as workspace. Dao, "FlashAttention-2", 2023,
+   backward reads qkv, out and these, computes the probabilities again tile by tile, and needs the
+   row sums of out times its gradient, (B, H, T), as workspace. Dao, "FlashAttention-2", 2023,
    algorithms 1 and 2; a tile of keys that no query of its rows sees is left out (section 3.1).
    Ainslie et al., "GQA", 2023, section 2.2. */
 static ms_tensor llama_attention(nn_net *net, const char *name, ms_tensor qkv,
@@ -132,7 +133,7 @@ static ms_tensor llama_attention(nn_net *net, const char *name, ms_tensor qkv,
     desc.backward_reads.out = 1;
     desc.backward_reads.saved = 1;
     desc.backward_workspace = nn_workspace(rows);
-    /* Two products of each pair of a query and a key, in backward five, and the softmax. */
+    /* Flops: for each pair of a query and a key two products, in backward five, and the softmax. */
     desc.flops = (double)rows * (double)keys * (4.0 * (double)size + 10.0);
     desc.backward_flops = (double)rows * (double)keys * (10.0 * (double)size + 15.0);
     return llama_register(net, &desc, config->channels);

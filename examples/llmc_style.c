@@ -1,21 +1,21 @@
-/*  llmc_style - a GPT-2 trainer of plain C functions on raw pointers, and what it takes to run it
+/*  llmc_style - a GPT-2 trainer of plain C functions on raw pointers, and the adapter that runs it
     inside a byte budget.
 
         build/examples/llmc_style                      the plain program
         build/examples/llmc_style --wrap --budget 8M   the same functions, called by memscale.h
-        build/examples/llmc_style --compare            both, step by step in turn
+        build/examples/llmc_style --compare            both, step by step by turns
 
     The shape is that of Karpathy's llm.c: one block of params, one of activations, one of gradients
     for each, and a forward and a backward function per operation whose gradients are all +=. The
-    plain program knows nothing of memscale.h. The adapter is the marked section behind it, and its
+    plain program knows nothing of memscale.h. The adapter is the marked section after it. Its
     callbacks call the plain functions as they are: same data, same bits.
 
-    WHAT IS WHOSE. What lives between steps stays the trainer's: params and batch are borrowed, so
-    that its first values, batches and checkpoints go on as before, and so does its AdamW, one param
-    at a time, with moments that memscale.h need not know. What lives within a step is the plan's:
-    activations, which a small budget recomputes, and gradients, those of params too, which then die
-    as soon as their param is updated. The blocks that the plain program has for these, by far the
-    largest, are never allocated.
+    WHO OWNS WHAT. What is kept between steps stays the trainer's: params and batch are borrowed, so
+    that its initialization, batches and checkpoints work as before. So does its AdamW, which
+    updates one param at a time, with moments that memscale.h need not know. What exists within a
+    step is the plan's: activations, which are recomputed in a small budget, and gradients. Those of
+    params are then free as soon as their param is updated. The blocks that the plain program has
+    for these, by far the largest, are never allocated.
 
     LETTERS. B batch, T sequence, C channels, NH heads, L layers, V vocabulary. Row-major; a weight
     is (out, in). */
@@ -367,7 +367,7 @@ typedef struct gpt2_acts {
     float *atty, *attproj, *middle;   // (L, B, T, C): attention, its projection, the sum with it
     float *ln2, *ln2_mean, *ln2_rstd; // as ln1
     float *fc, *fc_gelu;              // (L, B, T, 4C)
-    float *fcproj, *residual;         // (L, B, T, C); residual is what a block hands on
+    float *fcproj, *residual;         // (L, B, T, C); residual is the output of a block
     float *lnf, *lnf_mean, *lnf_rstd; // (B, T, C), (B, T), (B, T)
     float *logits, *probs;            // (B, T, V)
     float *losses;                    // (B, T)
@@ -376,7 +376,7 @@ typedef struct gpt2_acts {
 typedef struct gpt2 {
     gpt2_config config;
     adamw_options adamw;
-    int64_t step; // updates that are done
+    int64_t step; // completed updates
     gpt2_params params, grads;
     float *params_memory, *grads_memory, *m_memory, *v_memory;
     int64_t param_count;
@@ -392,7 +392,7 @@ typedef struct part {
     int64_t count;
 } part;
 
-/* Deals a block out to the fields; memory NULL only counts. */
+/* Divides a block among the fields; with memory NULL it only counts. */
 static int64_t deal(const part *parts, size_t part_count, float *memory) {
     int64_t total = 0;
     for (size_t i = 0; i < part_count; i++) {
@@ -465,8 +465,8 @@ static void fill_ones(float *values, int64_t count) {
     }
 }
 
-/* Params with GPT-2's first values, moments of zero. What only a plain step needs, activations and
-   gradients, is allocated by the first one. */
+/* Params with GPT-2's initial values, moments of zero. What only a plain step needs, activations
+   and gradients, is allocated by the first such step. */
 static void gpt2_create(gpt2 *g, const gpt2_config *c, uint64_t seed) {
     const adamw_options adamw = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f};
     uint64_t random = seed * 0x9e3779b97f4a7c15u + 1;
@@ -598,7 +598,7 @@ static void block_backward(const gpt2 *g, int64_t l) {
                        a->ln1_rstd + r, B, T, C);
 }
 
-/* Behind gpt2_forward and gpt2_zero_grad. */
+/* To be called after gpt2_forward and gpt2_zero_grad. */
 static void gpt2_backward(gpt2 *g) {
     const gpt2_config *c = &g->config;
     const gpt2_params *p = &g->params, *dp = &g->grads;
@@ -634,7 +634,7 @@ static void gpt2_step(gpt2 *g) {
 
 enum { TEXT_BYTES = 1 << 16, SMALLEST_VOCABULARY = 128 };
 
-/* Sums in words, such as "seven and five make twelve.": easy to begin with, hard to finish. */
+/* Sums in words, such as "seven and five make twelve.": easy to begin, hard to complete. */
 static void write_text(char *text, uint64_t seed) {
     static const char *const numbers[] = {
         "zero",     "one",     "two",     "three",     "four",     "five",    "six",
@@ -653,7 +653,7 @@ static void write_text(char *text, uint64_t seed) {
     }
 }
 
-/* Random windows of the text; the target of each byte is the one that follows. */
+/* Random windows of the text; the target of each byte is the next one. */
 static void draw_batch(gpt2 *g, const char *text, uint64_t *random) {
     const int64_t T = g->config.T;
     for (int64_t b = 0; b < g->config.B; b++) {
@@ -666,7 +666,7 @@ static void draw_batch(gpt2 *g, const char *text, uint64_t *random) {
 }
 
 // ==== adapter, begin
-// The program above, registered with memscale.h: what is whose stands at the top of this file.
+// The program above, registered with memscale.h; see WHO OWNS WHAT at the top of this file.
 
 typedef struct kind { // of layer
     const char *name;
@@ -717,7 +717,7 @@ static ms_tensor layer(ms_model *m, gpt2 *g, const kind *k, ms_tensor in0, ms_te
     ms_layer_desc d = {0};
     d.name = k->name, d.forward = k->forward, d.backward = k->backward, d.user = &g->config;
     d.in[0] = in0, d.in[1] = in1;
-    d.param[0] = bias, d.param[1] = weight; // a view of an empty slot exists in front of a used one
+    d.param[0] = bias, d.param[1] = weight; // an empty slot before a used one has a view too
     d.out[0] = ms_activation(m, k->name, MS_DTYPE_F32, ms_shape3(c->B, c->T, width));
     for (int i = 0; k->saved >> i & 1; i++) {
         d.saved[i] = ms_saved(m, k->name, MS_DTYPE_F32, ms_shape3(c->B, c->T, saved));
@@ -737,7 +737,7 @@ static ms_tensor layer(ms_model *m, gpt2 *g, const kind *k, ms_tensor in0, ms_te
 }
 
 static ms_tensor borrow(ms_model *m, ms_tensor tensor, void *memory) {
-    const ms_result sticks = ms_borrow(m, tensor, memory); // until ms_wrap returns it
+    const ms_result sticks = ms_borrow(m, tensor, memory); // errors stick until ms_wrap
     return (void)sticks, tensor;
 }
 
@@ -809,20 +809,20 @@ static const preset presets[] = {{"tiny", {128, 32, 2, 2, 32, 4, 16}},
 enum { PRESET_COUNT = sizeof presets / sizeof presets[0] };
 
 static void print_help(void) {
-    printf(
-        "usage: llmc_style [options]\n\n"
-        "  --wrap         let memscale.h run the step\n"
-        "  --budget SIZE  of the arena, such as 8M (powers of 1024); implies --wrap\n"
-        "  --compare      the plain program, and wrapped with two plans, in turn: time and memory\n"
-        "  --size NAME    tiny, small (default), medium, 124M\n"
-        "  --steps N      (%d; with --compare %d)\n"
-        "  --batch N      sequences in a batch\n"
-        "  --sequence N   bytes in a sequence\n"
-        "  --help         this text\n",
-        DEFAULT_STEPS, COMPARE_STEPS);
+    printf("usage: llmc_style [options]\n\n"
+           "  --wrap         let memscale.h run the step\n"
+           "  --budget SIZE  of the arena, such as 8M (powers of 1024); implies --wrap\n"
+           "  --compare      the plain program, and wrapped with two plans, by turns: time and "
+           "memory\n"
+           "  --size NAME    tiny, small (default), medium, 124M\n"
+           "  --steps N      (%d; with --compare %d)\n"
+           "  --batch N      sequences in a batch\n"
+           "  --sequence N   bytes in a sequence\n"
+           "  --help         this text\n",
+           DEFAULT_STEPS, COMPARE_STEPS);
 }
 
-/* A whole number, with a suffix K, M or G where `scaled`; 0: none from 1 to most. */
+/* A whole number, with a suffix K, M or G if `scaled`; 0 if it is not from 1 to most. */
 static uint64_t parse_number(const char *text, bool scaled, double most) {
     static const char suffixes[] = "KMG";
     char *end;
@@ -869,7 +869,8 @@ static bool parse_options(settings *o, int argc, char **argv) {
         } else if (i + 1 < argc && parse_value(o, argv[i], argv[i + 1])) {
             i++;
         } else {
-            fprintf(stderr, "llmc_style: %s: no such option, or no good value; see --help\n",
+            fprintf(stderr,
+                    "llmc_style: %s: there is no such option, or its value is wrong; see --help\n",
                     argv[i]);
             return false;
         }
@@ -894,7 +895,7 @@ static bool choose_config(const settings *o, gpt2_config *config) {
             return false;
         }
     }
-    fprintf(stderr, "llmc_style: no size %s; see --help\n", o->size);
+    fprintf(stderr, "llmc_style: there is no size %s; see --help\n", o->size);
     return false;
 }
 
@@ -1060,7 +1061,7 @@ static bool compare_print(run *runs, int64_t steps) {
     return good;
 }
 
-/* The runs take turns, so that a busy machine disturbs all alike. */
+/* The runs take turns, so that other work on the machine slows all of them alike. */
 static int compare(const settings *o, const gpt2_config *config, const char *text) {
     run runs[RUN_COUNT];
     bool good = compare_create(runs, o, config);

@@ -59,7 +59,7 @@ static void check(ms_model *model, ms_result result) {
 }
 
 int main(void) {
-    static float numbers[COUNT]; // the rows to learn, and the first weights
+    static float numbers[COUNT]; // the rows to learn, and the initial weights
     for (int i = 0; i < COUNT; ++i) {
         numbers[i] = 0.4f * (float)rand() / (float)RAND_MAX - 0.2f;
     }

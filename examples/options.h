@@ -1,5 +1,4 @@
-/*  options.h - what command lines share: those of the trainers, gpt2.c, bert.c and cnn.c, and of
-    estimate.c.
+/*  options.h - what the command lines of gpt2.c, bert.c, cnn.c and estimate.c share.
 
     OPTIONS_PROGRAM is the program's name, defined before the include; include nn.h first too. A
     program that is compiled with NN_CUDA and linked with examples/cuda.cu also runs on a GPU. */
@@ -29,13 +28,13 @@ typedef struct option_spec {
     const char *help;
 } option_spec;
 
-/* The words of a command line that are no options. */
+/* The words of a command line that are not options. */
 typedef struct option_words {
     const char *items[64];
     int count;
 } option_words;
 
-/* Says what is wrong, behind what was printed so far. Returns 1. */
+/* Prints what is wrong, after what has been printed so far. Returns 1. */
 static int fail(const char *format, ...) {
     va_list args;
     va_start(args, format);
@@ -47,7 +46,7 @@ static int fail(const char *format, ...) {
     return 1;
 }
 
-/* A number from 0, with a suffix K, M or G (powers of 1024) where `scaled`; below 0 if it is none. */
+/* A number from 0, with a suffix K, M or G (powers of 1024) if `scaled`; below 0 at a mistake. */
 static double parse_number(const char *text, bool scaled) {
     static const char suffixes[] = "KMG";
     char *end;
@@ -60,7 +59,7 @@ static double parse_number(const char *text, bool scaled) {
     return end != text && *end == 0 && value >= 0.0 && value < 9e18 ? value : -1.0;
 }
 
-/* Takes the argument of an option; 1, and the reason, if it is not a good one. */
+/* Reads the argument of an option; prints the reason and returns 1 if it is wrong. */
 static int read_option(const option_spec *spec, const char *text) {
     const char *argument = text ? text : "(nothing)";
     const double value = parse_number(argument, spec->kind == OPTION_BYTES);
@@ -81,15 +80,15 @@ static int read_option(const option_spec *spec, const char *text) {
         return value >= 0.0 ? 0 : fail("%s %s: give a number from 0", spec->name, argument);
     case OPTION_TEXT:
         *(const char **)spec->value = argument;
-        return text ? 0 : fail("%s: give it a name", spec->name);
+        return text ? 0 : fail("%s needs a name", spec->name);
     default:
         *(bool *)spec->value = true;
         return 0;
     }
 }
 
-/* Reads a command line; words may be NULL where there are to be none. 1, and the reason, at a
-   mistake. */
+/* Reads a command line; words is NULL if only options are allowed. Prints the reason and returns 1
+   at a mistake. */
 static int read_options(const option_spec *specs, int count, int argc, char **argv,
                         option_words *words) {
     for (int i = 1; i < argc; i++) {
@@ -139,7 +138,7 @@ typedef struct option_device {
     const nn_device *kernels;
 } option_device;
 
-/* By its name; 1, and the reason, where this program does not have it. */
+/* Finds a device by its name; prints the reason and returns 1 if this program does not have it. */
 NN_API int choose_device(option_device *d, const char *name) {
     const bool on_gpu = strcmp(name, "cuda") == 0;
     if (!on_gpu && strcmp(name, "cpu") != 0) {
@@ -159,7 +158,7 @@ NN_API int choose_device(option_device *d, const char *name) {
     return 0;
 }
 
-/* ms_config.log of a model that ms_create refuses: user is a char[256] for the reason. */
+/* A log callback that keeps the last error: user is a char[256]. */
 NN_API void keep_reason(ms_log_level level, const char *tag, const char *text, void *user) {
     (void)tag;
     if (level == MS_LOG_ERROR) {
@@ -173,7 +172,7 @@ NN_API double mebibytes(uint64_t bytes) {
     return (double)bytes / 1048576.0;
 }
 
-/* Since some moment in the past. */
+/* Seconds since some moment in the past. */
 NN_API double seconds_now(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);

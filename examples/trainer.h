@@ -1,7 +1,8 @@
 /*  trainer.h - what gpt2.c and bert.c share: options, text, the model and its budget, the loop.
 
-    OPTIONS_PROGRAM is the program's name. The program is the table trainer_kind: what it builds, how
-    it draws a batch, and what it does behind the training. Include memscale.h and nn.h first. */
+    OPTIONS_PROGRAM is the program's name. A trainer_kind has what differs between the programs: how
+    to build the net, how to draw a batch, what to show after training. Include memscale.h and nn.h
+    first. */
 #ifndef MEMSCALE_TRAINER_H
 #define MEMSCALE_TRAINER_H
 
@@ -35,7 +36,7 @@ typedef struct trainer_kind {
     float beta2; // of AdamW
     nn_transformer (*build)(nn_net *net, const nn_transformer_config *shape);
     void (*draw_batch)(trainer *t); // fills tokens and targets
-    int (*show)(trainer *t);        // what it has learnt from a text; logits have memory
+    int (*show)(trainer *t);        // what it has learnt from a text, by t->logits
 } trainer_kind;
 
 struct trainer {
@@ -83,10 +84,11 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
          "stop after N seconds (45, unless --steps is given)"},
         {"--every", "N", OPTION_COUNT, &o->every,
          "read the loss every N steps (1; on cuda 10, since reading it waits)"},
-        {"--seed", "N", OPTION_COUNT, &o->seed, "of weights and batches (1)"},
+        {"--seed", "N", OPTION_COUNT, &o->seed, "of initial params and batches (1)"},
         {"--random", NULL, OPTION_FLAG, &o->random, "random tokens instead of text"},
         {"--tf32", NULL, OPTION_FLAG, &o->tf32, "cuda: matrix products in TF32"},
-        {"--graph", NULL, OPTION_FLAG, &o->graph, "cuda: replay the steps from a graph"},
+        {"--graph", NULL, OPTION_FLAG, &o->graph,
+         "cuda: replay the steps from a recording (a CUDA graph)"},
         {"--dry", NULL, OPTION_FLAG, &o->dry, "plan only: allocate and train nothing"},
         {"--plan", NULL, OPTION_FLAG, &o->plan, "list the plan layer by layer, and its program"},
         {"--profile", NULL, OPTION_FLAG, &o->profile,
@@ -169,7 +171,7 @@ static int choose_shape(trainer *t) {
 // ---- text ---------------------------------------------------------------------------------------
 
 /* Long runs of spaces, such as the right margin of a macro, are cut: they are easy to learn, and
-   would soon be all that it writes. There is room for the byte. */
+   the model would soon write nothing else. t->text has room for the byte. */
 static void append_byte(trainer *t, uint8_t byte) {
     t->spaces = byte == ' ' ? t->spaces + 1 : 0;
     if (t->spaces <= MAX_SPACES) {
@@ -230,7 +232,7 @@ static uint64_t next_random(trainer *t) {
     return t->random;
 }
 
-/* Fills the window with as many tokens: of a random place in the text, or random ones. */
+/* Fills the window with `count` tokens: from a random place in the text, or random ones. */
 static void draw_window(trainer *t, int64_t count) {
     if (t->options.random) {
         for (int64_t i = 0; i < count; i++) {
@@ -246,7 +248,7 @@ static void draw_window(trainer *t, int64_t count) {
 
 // ---- model --------------------------------------------------------------------------------------
 
-/* What --mode, --off and --auto say. */
+/* Applies --mode, --off and --auto. */
 static int choose_techniques(const settings *o, ms_config *config) {
     static const char *const modes[MS_MODE_COUNT] = {"balanced", "conservative", "aggressive"};
     int mode = 0;
@@ -268,7 +270,7 @@ static int choose_techniques(const settings *o, ms_config *config) {
     return 0;
 }
 
-/* Registers the model with memscale.h. A dry one plans without allocating. */
+/* Registers the model with memscale.h; `dry`: to plan without allocating. */
 static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     ms_config config;
     ms_optimizer_desc adamw;
@@ -317,7 +319,7 @@ static int print_machine(trainer *t) {
     }
     t->free_bytes = h.free_bytes;
     if (h.name[0] == 0) {
-        printf("machine   no such device here; a dry run is all that it can do\n");
+        printf("machine   there is no such device here, so only a dry run is possible\n");
         return 0;
     }
     printf("machine   %s, %u processors, %.1f GiB, %.1f GiB free\n", h.name, h.processor_count,
@@ -358,7 +360,7 @@ static int choose_budget(trainer *t, uint64_t *budget_bytes) {
            (long long)t->shape.sequence);
     printf("plain     %9.1f MiB, what training takes without a plan\n",
            mebibytes(plain.plain_bytes));
-    printf("smallest  %9.1f MiB, with all the recomputation that helps\n", mebibytes(smallest));
+    printf("smallest  %9.1f MiB, the smallest arena of any plan\n", mebibytes(smallest));
     free_model(t);
     return 0;
 }
@@ -373,11 +375,12 @@ static int print_plan(trainer *t) {
         return fail("the model has no plan");
     }
     printf("budget    %9.1f MiB%s\n", mebibytes(r.budget_bytes),
-           t->options.budget_bytes ? "" : ", half way between (choose with --budget)");
-    printf("arena     %9.1f MiB, all that it will ever use: %.0f %% of plain, for %.1f %% more "
-           "work\n",
-           mebibytes(r.arena_bytes), 100.0 * (double)r.arena_bytes / (double)r.plain_bytes,
-           100.0 * r.recompute_share);
+           t->options.budget_bytes ? "" : ", half way between these (choose with --budget)");
+    printf(
+        "arena     %9.1f MiB, all that training will ever use: %.0f %% of plain, for %.1f %% more "
+        "work\n",
+        mebibytes(r.arena_bytes), 100.0 * (double)r.arena_bytes / (double)r.plain_bytes,
+        100.0 * r.recompute_share);
     printf("  its peak");
     for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
         if (r.peak_bytes[c] >= r.arena_bytes / 500) {
@@ -417,26 +420,26 @@ static int write_file(const trainer *t, const char *path,
     return written && closed ? 0 : fail("cannot write %s", path);
 }
 
-/* What was asked for in files, and what the times say that were measured. */
+/* Prints the times by --profile, and writes the files of --trace and --metrics. */
 static int write_reports(trainer *t) {
     ms_memory_report r;
     if (t->options.profile && !t->options.dry && ms_report(t->model, &r) == MS_RESULT_OK) {
-        printf("a step    %9.1f ms, as predicted from the first ones; plain %.1f ms\n",
+        printf("a step    %9.1f ms, as predicted from the first steps; plain %.1f ms\n",
                1e-3 * r.step_us, 1e-3 * r.plain_step_us);
     }
     return write_file(t, t->options.trace, write_trace) != 0 ||
            write_file(t, t->options.metrics, write_metrics) != 0;
 }
 
-/* What a GPU lacks now, against what it had free before: the arena, and what the driver and cuBLAS
-   keep for themselves. */
+/* How much less memory of a GPU is free than before: the arena, and what the driver and cuBLAS keep
+   for themselves. */
 static int print_device_memory(trainer *t) {
     ms_hardware h;
     if (ms_hardware_report(t->model, &h) != MS_RESULT_OK) {
         return fail("%s", ms_last_error(t->model));
     }
     if (h.kind != MS_DEVICE_CPU && t->free_bytes > h.free_bytes) {
-        printf("device    %9.1f MiB taken in all, by its own count\n",
+        printf("device    %9.1f MiB taken in all, as the device reports it\n",
                mebibytes(t->free_bytes - h.free_bytes));
     }
     return 0;
@@ -458,7 +461,7 @@ static void advance(progress *p, const settings *o) {
     p->done = p->done < 1.0 ? p->done : 1.0;
 }
 
-/* On a terminal one line that moves; elsewhere a line for every tenth. */
+/* On a terminal one line that is rewritten; elsewhere a line for every tenth of the run. */
 static void print_progress(const trainer *t, progress *p, uint64_t arena_bytes) {
     char bar[25];
     const int filled = (int)(p->done * 24.0);
@@ -486,7 +489,7 @@ static float learning_rate(const trainer *t, const progress *p) {
     return (float)(top * warm * (0.55 + 0.45 * cos(3.14159265358979 * p->done)));
 }
 
-/* One step. Without a loss to read, a GPU goes on with it while the next batch is drawn. */
+/* One step. Where its loss is not read, a GPU computes it while the next batch is drawn. */
 static int train_step(trainer *t, progress *p, bool reads) {
     double loss = 0.0;
     t->kind->draw_batch(t);
@@ -539,7 +542,7 @@ typedef struct worst_row {
     ms_difference of;
 } worst_row;
 
-/* The worst first; as many as are shown. */
+/* The rows that are shown, the worst first. */
 typedef struct worst_table {
     worst_row rows[WORST];
     int count;
@@ -565,7 +568,7 @@ static void add_difference(const ms_difference *difference, void *user) {
     snprintf(t->rows[at].name, sizeof t->rows[at].name, "%s", difference->name);
 }
 
-/* One batch, by the plain plan and by the one in force. 1 where they do not agree. */
+/* Verifies the plan on one batch. Returns 1 if gradients differ from those of the plain plan. */
 static int verify(trainer *t) {
     worst_table table;
     ms_verify_report r;
@@ -599,7 +602,7 @@ static int verify(trainer *t) {
 
 // ---- main ---------------------------------------------------------------------------------------
 
-/* The inputs of one forward on the batch as it stands, and its logits. */
+/* Runs one forward on the present batch and reads its logits. */
 static int read_logits(trainer *t) {
     if (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
         ms_write(t->model, t->built.targets, t->targets) != MS_RESULT_OK ||
@@ -610,7 +613,7 @@ static int read_logits(trainer *t) {
     return 0;
 }
 
-/* Random tokens teach nothing that could be shown, and need no logits. */
+/* With random tokens nothing is shown after training, so that no logits are needed. */
 static int allocate_batch(trainer *t) {
     const size_t rows = (size_t)(t->shape.batch * t->shape.sequence);
     const size_t width = t->options.random ? 1 : (size_t)t->shape.vocabulary;
@@ -621,7 +624,7 @@ static int allocate_batch(trainer *t) {
     return t->tokens && t->targets && t->window && t->logits ? 0 : fail("no memory for a batch");
 }
 
-/* BERT's segments stay as they are: one sentence, number 0. */
+/* Writes initial params; and BERT's segments, once: one sentence, number 0. */
 static int start(trainer *t) {
     if (nn_init(t->net, (uint64_t)t->options.seed) != MS_RESULT_OK ||
         (t->built.segments.id &&
