@@ -2806,13 +2806,14 @@ static ms_result msi_wait_on_host(ms_model *m, uint32_t event) {
 }
 
 /* Memory of the transient values. */
-static uint8_t *msi_transient(const ms_model *m) {
-    return (uint8_t *)(m->run.arena ? m->run.arena->memory : m->run.store->transient);
+static uint8_t *msi_transient(const msi_run *r) {
+    return (uint8_t *)(r->arena ? r->arena->memory : r->store->transient);
 }
 
 static void *msi_address(const ms_model *m, const msi_program *p, uint32_t range) {
-    return range < m->run.store->residents.count ? m->run.store->residents.items[range].address
-                                                 : msi_transient(m) + p->ranges.items[range].offset;
+    return range < m->run.store->residents.count
+               ? m->run.store->residents.items[range].address
+               : msi_transient(&m->run) + p->ranges.items[range].offset;
 }
 
 static bool msi_is_on_host(const msi_store *store, uint32_t range) {
@@ -3604,16 +3605,16 @@ MEMSCALE_API const ms_hardware *ms_hardware_find(const char *name) {
 // ------------------------------------------------------------------------------------------------
 // >>graph  registration, handles, and what follows from the graph alone
 
-static const char *msi_name(const ms_model *m, uint32_t name) {
-    return m->graph.names.items + name;
+static const char *msi_name(const msi_graph *g, uint32_t name) {
+    return g->names.items + name;
 }
 
-static const char *msi_tensor_name(const ms_model *m, uint32_t tensor) {
-    return msi_name(m, m->graph.tensors.items[tensor].name);
+static const char *msi_tensor_name(const msi_graph *g, uint32_t tensor) {
+    return msi_name(g, g->tensors.items[tensor].name);
 }
 
-static const char *msi_layer_name(const ms_model *m, uint32_t layer) {
-    return msi_name(m, m->graph.layers.items[layer].name);
+static const char *msi_layer_name(const msi_graph *g, uint32_t layer) {
+    return msi_name(g, g->layers.items[layer].name);
 }
 
 static bool msi_add_name(ms_model *m, const char *name, uint32_t *offset) {
@@ -3634,10 +3635,10 @@ static ms_tensor msi_handle(uint32_t tensor, msi_role role) {
 }
 
 /* Index of the tensor of a handle; MSI_NONE if there is none. */
-static uint32_t msi_index(const ms_model *m, ms_tensor handle) {
+static uint32_t msi_index(const msi_graph *g, ms_tensor handle) {
     const uint32_t index = (handle.id & (((uint32_t)1 << MSI_ROLE_BITS) - 1)) - 1;
     const bool known = handle.id >> MSI_ROLE_BITS < MSI_ROLE_RESIDENT_COUNT;
-    return known && index < m->graph.tensors.count ? index : MSI_NONE;
+    return known && index < g->tensors.count ? index : MSI_NONE;
 }
 
 static msi_role msi_role_of(ms_tensor handle) {
@@ -3650,8 +3651,8 @@ static const char *msi_role_name(msi_role role) {
 }
 
 /* Index of the tensor of a handle of its value; MSI_NONE for its gradient or its state. */
-static uint32_t msi_value_index(const ms_model *m, ms_tensor handle) {
-    return msi_role_of(handle) == MSI_ROLE_VALUE ? msi_index(m, handle) : MSI_NONE;
+static uint32_t msi_value_index(const msi_graph *g, ms_tensor handle) {
+    return msi_role_of(handle) == MSI_ROLE_VALUE ? msi_index(g, handle) : MSI_NONE;
 }
 
 static bool msi_is_float(ms_dtype dtype) {
@@ -3851,7 +3852,7 @@ static void msi_add_operands(ms_model *m, uint32_t layer, int group, const ms_te
                              uint32_t count) {
     msi_graph *g = &m->graph;
     for (uint32_t i = 0; i < count; i++) {
-        const uint32_t t = slots[i].id ? msi_index(m, slots[i]) : MSI_NONE;
+        const uint32_t t = slots[i].id ? msi_index(&m->graph, slots[i]) : MSI_NONE;
         g->operands.items[g->operands.count++] = t;
         if (t != MSI_NONE && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED)) {
             g->tensors.items[t].producer = layer;
@@ -4311,7 +4312,7 @@ static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dty
                 return MSI_REFUSE(m,
                                   "%s \"%s\": dim %d, %lld, lies along axis \"%s\" of size %lld%s",
                                   what, name, i, (long long)shape->dim[i],
-                                  msi_name(m, g->axes[a].name), (long long)g->axes[a].size,
+                                  msi_name(&m->graph, g->axes[a].name), (long long)g->axes[a].size,
                                   kind == MSI_KIND_PARAM ? "; params have fixed sizes"
                                                          : " and is not a multiple of it");
             }
@@ -4350,7 +4351,7 @@ static ms_result msi_check_sizes(ms_model *m, const int64_t *sizes) {
         if (sizes[a] < 1 || sizes[a] > g->axes[a].largest) {
             return msi_fail(m, MS_RESULT_INVALID,
                             "ms_reshape: axis \"%s\" cannot have size %lld: 1 to %lld was declared",
-                            msi_name(m, g->axes[a].name), (long long)sizes[a],
+                            msi_name(&m->graph, g->axes[a].name), (long long)sizes[a],
                             (long long)g->axes[a].largest);
         }
     }
@@ -4358,14 +4359,14 @@ static ms_result msi_check_sizes(ms_model *m, const int64_t *sizes) {
 }
 
 /* Why a tensor cannot be in a slot of this group, or NULL. */
-static const char *msi_operand_fault(const ms_model *m, msi_group_kind group, ms_tensor handle) {
-    const uint32_t index = msi_value_index(m, handle);
+static const char *msi_operand_fault(const msi_graph *g, msi_group_kind group, ms_tensor handle) {
+    const uint32_t index = msi_value_index(g, handle);
     if (index == MSI_NONE) {
-        return msi_index(m, handle) == MSI_NONE
+        return msi_index(g, handle) == MSI_NONE
                    ? "is not a tensor of this model"
                    : "is its gradient or optimizer state, not its value";
     }
-    const msi_tensor *t = &m->graph.tensors.items[index];
+    const msi_tensor *t = &g->tensors.items[index];
     const bool written = t->producer != MSI_NONE;
     switch (group) {
     case MSI_GROUP_IN:
@@ -4398,26 +4399,26 @@ static const char *msi_operand_fault(const ms_model *m, msi_group_kind group, ms
     return NULL;
 }
 
-static const char *msi_handle_name(const ms_model *m, ms_tensor handle) {
-    const uint32_t t = msi_index(m, handle);
-    return t == MSI_NONE ? "?" : msi_tensor_name(m, t);
+static const char *msi_handle_name(const msi_graph *g, ms_tensor handle) {
+    const uint32_t t = msi_index(g, handle);
+    return t == MSI_NONE ? "?" : msi_tensor_name(g, t);
 }
 
 static const msi_tensor *msi_tensor_at(const ms_model *m, ms_tensor handle) {
-    const uint32_t t = msi_index(m, handle);
+    const uint32_t t = msi_index(&m->graph, handle);
     return t == MSI_NONE ? NULL : &m->graph.tensors.items[t];
 }
 
 /* The output of a layer that a setter received; MSI_NONE and an error that sticks if it is none. */
 static uint32_t msi_activation_index(ms_model *model, const char *function, ms_tensor tensor) {
-    if (!msi_registering(model, function, model ? msi_handle_name(model, tensor) : "")) {
+    if (!msi_registering(model, function, model ? msi_handle_name(&model->graph, tensor) : "")) {
         return MSI_NONE;
     }
-    const uint32_t t = msi_value_index(model, tensor);
+    const uint32_t t = msi_value_index(&model->graph, tensor);
     if (t == MSI_NONE || model->graph.tensors.items[t].kind != MSI_KIND_ACTIVATION ||
         model->graph.tensors.items[t].producer == MSI_NONE) {
         MSI_STICK(model, MS_RESULT_INVALID, "%s: tensor \"%s\" is not the output of a layer",
-                  function, t == MSI_NONE ? "?" : msi_tensor_name(model, t));
+                  function, t == MSI_NONE ? "?" : msi_tensor_name(&model->graph, t));
         return MSI_NONE;
     }
     return t;
@@ -4426,14 +4427,14 @@ static uint32_t msi_activation_index(ms_model *model, const char *function, ms_t
 /* The tensor, of one of two kinds, that a setter received, or NULL and an error that sticks. */
 static msi_tensor *msi_tensor_of(ms_model *model, const char *function, ms_tensor tensor,
                                  msi_kind kind, msi_kind other) {
-    if (!msi_registering(model, function, model ? msi_handle_name(model, tensor) : "")) {
+    if (!msi_registering(model, function, model ? msi_handle_name(&model->graph, tensor) : "")) {
         return NULL;
     }
-    const uint32_t t = msi_value_index(model, tensor);
+    const uint32_t t = msi_value_index(&model->graph, tensor);
     msi_tensor *found = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
     if (!found || (found->kind != kind && found->kind != other)) {
         MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" (%s) is not an %s%s%s", function,
-                  found ? msi_name(model, found->name) : "?",
+                  found ? msi_name(&model->graph, found->name) : "?",
                   found ? msi_kind_names[found->kind] : "not a tensor of this model",
                   msi_kind_names[kind], kind == other ? "" : " or ",
                   kind == other ? "" : msi_kind_names[other]);
@@ -4443,11 +4444,11 @@ static msi_tensor *msi_tensor_of(ms_model *model, const char *function, ms_tenso
 }
 
 static msi_tensor *msi_param_of(ms_model *model, const char *function, ms_tensor param) {
-    const uint32_t t = model ? msi_value_index(model, param) : MSI_NONE;
+    const uint32_t t = model ? msi_value_index(&model->graph, param) : MSI_NONE;
     const bool found = t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM;
     if (model && !found) {
         MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is not a param", function,
-                  t == MSI_NONE ? "?" : msi_tensor_name(model, t));
+                  t == MSI_NONE ? "?" : msi_tensor_name(&model->graph, t));
     }
     return found ? &model->graph.tensors.items[t] : NULL;
 }
@@ -4465,7 +4466,7 @@ static uint32_t msi_loss_index(ms_model *m, ms_tensor loss) {
     const uint32_t t = msi_activation_index(m, "ms_set_loss", loss);
     const ms_dtype dtype = t == MSI_NONE ? MS_DTYPE_F32 : m->graph.tensors.items[t].view.dtype;
     return dtype == MS_DTYPE_F32 || MSI_REFUSE(m, "loss \"%s\" has dtype %s; a loss is f32",
-                                               msi_tensor_name(m, t), ms_dtype_name(dtype))
+                                               msi_tensor_name(&m->graph, t), ms_dtype_name(dtype))
                ? t
                : MSI_NONE;
 }
@@ -4480,11 +4481,11 @@ static bool msi_check_technique(ms_model *m, const char *function, ms_technique 
 
 /* The index of a tensor that a technique can be set on, or MSI_NONE and an error that sticks. */
 static uint32_t msi_technique_index(ms_model *m, ms_tensor tensor, ms_technique technique) {
-    const uint32_t t = msi_value_index(m, tensor);
+    const uint32_t t = msi_value_index(&m->graph, tensor);
     const bool fits =
         t != MSI_NONE && (msi_techniques[technique].kinds >> m->graph.tensors.items[t].kind & 1);
     return fits || MSI_REFUSE(m, "ms_set_tensor_technique: \"%s\" is not %s",
-                              t == MSI_NONE ? "?" : msi_tensor_name(m, t),
+                              t == MSI_NONE ? "?" : msi_tensor_name(&m->graph, t),
                               msi_techniques[technique].needed)
                ? t
                : MSI_NONE;
@@ -4514,7 +4515,8 @@ static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *
         const uint32_t inputs = group == MSI_GROUP_STATE ? count[MSI_GROUP_IN] : 0;
         for (uint32_t i = 0; i < count[group]; i++) {
             const ms_tensor slot = slots[i];
-            const char *fault = slot.id ? msi_operand_fault(m, (msi_group_kind)group, slot) : NULL;
+            const char *fault =
+                slot.id ? msi_operand_fault(&m->graph, (msi_group_kind)group, slot) : NULL;
             for (uint32_t k = 0; k < i && !fault && single && slot.id; k++) {
                 fault = slots[k].id == slot.id ? "is named in two slots" : NULL;
             }
@@ -4525,7 +4527,7 @@ static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *
             }
             if (fault) {
                 return MSI_REFUSE_LAYER(m, name, "%s[%u] \"%s\" %s", msi_group_names[group],
-                                        (unsigned)i, msi_handle_name(m, slot), fault);
+                                        (unsigned)i, msi_handle_name(&m->graph, slot), fault);
             }
         }
     }
@@ -4577,19 +4579,20 @@ static bool msi_check_must(ms_model *m, const char *name, const char *field, uin
                               : NULL;
     if (fault) {
         return MSI_REFUSE_LAYER(m, name, "\"%s\" must be computed in place, but %s[%u], 0x%x, %s",
-                                msi_handle_name(m, result), field, (unsigned)slot, (unsigned)mask,
-                                fault);
+                                msi_handle_name(&m->graph, result), field, (unsigned)slot,
+                                (unsigned)mask, fault);
     }
     *claimed |= (uint32_t)1 << k;
     const msi_tensor *x = msi_tensor_at(m, result), *y = msi_tensor_at(m, operands[k]);
     return (x && y && x->view.dtype == y->view.dtype && x->bytes == y->bytes &&
-            msi_scales_alike(&m->graph, msi_index(m, result), msi_index(m, operands[k]))) ||
+            msi_scales_alike(&m->graph, msi_index(&m->graph, result),
+                             msi_index(&m->graph, operands[k]))) ||
            MSI_REFUSE_LAYER(
                m, name,
                "\"%s\", %llu bytes of %s, must be computed in the place of \"%s\", %llu bytes of "
                "%s: both must have one dtype, and one size along the same axes",
-               msi_handle_name(m, result), (unsigned long long)(x ? x->bytes : 0),
-               x ? ms_dtype_name(x->view.dtype) : "?", msi_handle_name(m, operands[k]),
+               msi_handle_name(&m->graph, result), (unsigned long long)(x ? x->bytes : 0),
+               x ? ms_dtype_name(x->view.dtype) : "?", msi_handle_name(&m->graph, operands[k]),
                (unsigned long long)(y ? y->bytes : 0), y ? ms_dtype_name(y->view.dtype) : "?");
 }
 
@@ -4626,7 +4629,7 @@ static bool msi_check_edges(ms_model *m, const char *name, const ms_layer_desc *
     }
     const uint32_t overwrites = (uint32_t)d->overwrites.in | d->must_grad_in_place;
     for (uint32_t i = 0; i < MS_LIMIT_IN; i++) {
-        const uint32_t index = overwrites >> i & 1 ? msi_index(m, d->in[i]) : MSI_NONE;
+        const uint32_t index = overwrites >> i & 1 ? msi_index(&m->graph, d->in[i]) : MSI_NONE;
         const msi_tensor *t = index == MSI_NONE ? NULL : &m->graph.tensors.items[index];
         if (t && t->kind == MSI_KIND_ACTIVATION && msi_is_float(t->view.dtype) &&
             t->view.dtype != MS_DTYPE_F32) {
@@ -4634,7 +4637,7 @@ static bool msi_check_edges(ms_model *m, const char *name, const ms_layer_desc *
                                     "the gradient of in[%u] \"%s\" is %s; one that is overwritten "
                                     "or computed in place may have to be summed by the library, "
                                     "which sums f32 alone: follow ms_view.beta instead",
-                                    (unsigned)i, msi_name(m, t->name),
+                                    (unsigned)i, msi_name(&m->graph, t->name),
                                     ms_dtype_name(t->view.dtype));
         }
     }
@@ -4743,8 +4746,8 @@ static ms_result msi_check_buffers(ms_model *m) {
                     m, MS_RESULT_INVALID,
                     "layer \"%s\": in[%u] \"%s\" is changed as state by the later layer \"%s\", so "
                     "backward would see another value: make it state of \"%s\" too, or copy it",
-                    msi_name(m, l->name), (unsigned)in.slot, msi_name(m, t->name),
-                    msi_layer_name(m, t->last_reader), msi_name(m, l->name));
+                    msi_name(&m->graph, l->name), (unsigned)in.slot, msi_name(&m->graph, t->name),
+                    msi_layer_name(&m->graph, t->last_reader), msi_name(&m->graph, l->name));
             }
         }
         for (MSI_EACH(state, g, l, MSI_GROUP_STATE)) {
@@ -4771,8 +4774,8 @@ static ms_result msi_check_on_host(ms_model *m) {
                 return msi_fail(m, MS_RESULT_INVALID,
                                 "layer \"%s\": in[%u] \"%s\" stays on the host (ms_set_on_host), "
                                 "but must_in_place or clobbers says that it is written to",
-                                msi_name(m, l->name), (unsigned)in.slot,
-                                msi_tensor_name(m, in.tensor));
+                                msi_name(&m->graph, l->name), (unsigned)in.slot,
+                                msi_tensor_name(&m->graph, in.tensor));
             }
         }
     }
@@ -4819,8 +4822,9 @@ static ms_result msi_check_forced(ms_model *m) {
             return msi_fail(
                 m, MS_RESULT_INVALID,
                 "checkpointing is forced on \"%s\" of layer \"%s\", but %s: leave it to the plan",
-                msi_tensor_name(m, t),
-                tensor->producer == MSI_NONE ? "?" : msi_layer_name(m, tensor->producer), fault);
+                msi_tensor_name(&m->graph, t),
+                tensor->producer == MSI_NONE ? "?" : msi_layer_name(&m->graph, tensor->producer),
+                fault);
         }
         fault = tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_ON ? NULL
                 : early                                                      ? early
@@ -4832,7 +4836,7 @@ static ms_result msi_check_forced(ms_model *m) {
         if (fault) {
             return msi_fail(m, MS_RESULT_INVALID,
                             "early update is forced on \"%s\", but %s: leave it to the plan",
-                            msi_tensor_name(m, t), fault);
+                            msi_tensor_name(&m->graph, t), fault);
         }
     }
     return MS_RESULT_OK;
@@ -4851,7 +4855,7 @@ static ms_result msi_check_loss(ms_model *m) {
                   : msi_fail(m, MS_RESULT_INVALID,
                              "loss \"%s\" depends on no trained param through layers that have a "
                              "backward, without ms_stop_gradient in between",
-                             msi_tensor_name(m, g->loss));
+                             msi_tensor_name(&m->graph, g->loss));
 }
 
 /* No backward can run through the outputs of a layer that has already written its gradients in
@@ -4868,8 +4872,8 @@ static ms_result msi_check_ends(ms_model *m) {
                                 "layer \"%s\" reads \"%s\" and has a backward, but layer \"%s\" "
                                 "has written its gradients in forward: call ms_stop_gradient on it "
                                 "if it is meant as a constant",
-                                msi_name(m, l->name), msi_name(m, t->name),
-                                msi_layer_name(m, t->producer));
+                                msi_name(&m->graph, l->name), msi_name(&m->graph, t->name),
+                                msi_layer_name(&m->graph, t->producer));
             }
         }
     }
@@ -4883,7 +4887,7 @@ static void msi_warn(const ms_model *m) {
         const msi_tensor *t = &g->tensors.items[i];
         if (msi_is_trained(t) && t->last_gradient == MSI_NONE) {
             msi_log(m, MS_LOG_WARNING, "graph", "param \"%s\" gets no gradient from the loss",
-                    msi_name(m, t->name));
+                    msi_name(&m->graph, t->name));
         }
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
@@ -4896,7 +4900,7 @@ static void msi_warn(const ms_model *m) {
                 msi_log(m, MS_LOG_WARNING, "graph",
                         "layer \"%s\" has no backward, so no gradient passes from \"%s\" to what "
                         "it reads: give it one, or set no_backward if that is meant",
-                        msi_name(m, l->name), msi_tensor_name(m, out.tensor));
+                        msi_name(&m->graph, l->name), msi_tensor_name(&m->graph, out.tensor));
                 break;
             }
         }
@@ -5080,7 +5084,7 @@ static ms_result msi_check_times(ms_model *m) {
             return msi_fail(m, MS_RESULT_INVALID,
                             "layer \"%s\": the time of its %s is not known, and static_profiling "
                             "is OFF: call ms_set_layer_time or ms_profile_load",
-                            msi_layer_name(m, i), forward ? "backward" : "forward");
+                            msi_layer_name(&m->graph, i), forward ? "backward" : "forward");
         }
     }
     return MS_RESULT_OK;
@@ -5385,7 +5389,7 @@ static bool msi_check_layer_time(ms_model *m, const msi_layer *l, const ms_layer
             msi_is_time(time->recompute_us)) ||
            MSI_REFUSE(
                m, "ms_set_layer_time: layer \"%s\": a time is negative, not finite, or beyond %g",
-               msi_name(m, l->name), msi_most_us);
+               msi_name(&m->graph, l->name), msi_most_us);
 }
 
 /* Sets the known times of a layer, at the present sizes; NULL: they are not known. */
@@ -5441,7 +5445,7 @@ static void msi_print_profile(const ms_model *m, const msi_printer *out) {
         msi_print(out, "%s %s %s %s ", msi_decimal(l->time.forward_us).text,
                   msi_decimal(l->time.backward_us).text, msi_decimal(l->time.recompute_us).text,
                   msi_decimal(msi_output_elements(g, l)).text);
-        msi_print_line(out, msi_layer_name(m, i));
+        msi_print_line(out, msi_layer_name(&m->graph, i));
     }
     msi_print(out, "end\n");
 }
@@ -5506,7 +5510,7 @@ static ms_result msi_check_built(ms_model *m) {
                 return msi_fail(m, MS_RESULT_UNSUPPORTED,
                                 "%s is forced on \"%s\", but this version does not have it: leave "
                                 "it to the plan",
-                                name, msi_tensor_name(m, t));
+                                name, msi_tensor_name(&m->graph, t));
             }
         }
     }
@@ -10429,7 +10433,8 @@ static void msi_add_size(msi_text *to, const msi_plan *smallest) {
         return;
     }
     const bool axis = z.axis != MSI_NONE;
-    const char *name = axis ? msi_name(m, m->graph.axes[z.axis].name) : msi_tensor_name(m, z.input);
+    const char *name = axis ? msi_name(&m->graph, m->graph.axes[z.axis].name)
+                            : msi_tensor_name(&m->graph, z.input);
     const char *what = axis ? "axis" : "first dim of input";
     if (size > 0) {
         msi_add_text(to, ". This budget has room for %lld in the %s \"%.40s\", now %lld",
@@ -10689,8 +10694,8 @@ static uint8_t *msi_step_on_host(const ms_model *m) {
     return m->run.store->host + m->run.store->host_bytes;
 }
 
-static bool msi_is_eval(const ms_model *m) {
-    return m->run.program == &m->run.plan->eval;
+static bool msi_is_eval(const msi_run *r) {
+    return r->program == &r->plan->eval;
 }
 
 /* Where the states of an eval and of a step are copied out to. */
@@ -10730,8 +10735,8 @@ static float msi_weight_decay(const ms_model *m, const msi_tensor *t) {
 }
 
 /* Number of the update of a param in this step, from 1. */
-static uint64_t msi_update_number(const ms_model *m, const msi_tensor *t) {
-    return m->run.step - t->trained_since + 1;
+static uint64_t msi_update_number(const msi_run *r, const msi_tensor *t) {
+    return r->step - t->trained_since + 1;
 }
 
 static void msi_fill_factors(ms_model *m) {
@@ -10745,8 +10750,8 @@ static void msi_fill_factors(ms_model *m) {
         if (resident->factors == MSI_NONE) {
             continue;
         }
-        if (number != msi_update_number(m, t)) {
-            number = msi_update_number(m, t);
+        if (number != msi_update_number(&m->run, t)) {
+            number = msi_update_number(&m->run, t);
             f = msi_factors_at(o, number);
         }
         to[resident->factors] = f;
@@ -10841,7 +10846,7 @@ static ms_result msi_report_halt(ms_model *m) {
 }
 
 static ms_result msi_act_on_verdict(ms_model *m) {
-    const bool eval = m->run.verdict == MSI_VERDICT_COPIED && msi_is_eval(m);
+    const bool eval = m->run.verdict == MSI_VERDICT_COPIED && msi_is_eval(&m->run);
     ms_result result = msi_settle_verdict(m);
     MSI_THEN(result, msi_report_halt(m));
     MSI_THEN(result, eval ? msi_check_halt(m, msi_verdict(m, true), m->run.step) : MS_RESULT_OK);
@@ -10865,7 +10870,7 @@ static ms_result msi_custom_update(ms_model *m, const ms_update_args *args, cons
                       : msi_fail(m, MS_RESULT_CALLBACK,
                                  "param \"%s\": the update callback returned %d; the model has "
                                  "failed: write params and state again, then wrap",
-                                 msi_name(m, t->name), error);
+                                 msi_name(&m->graph, t->name), error);
 }
 
 static void *msi_stream(const ms_model *m) {
@@ -10901,7 +10906,7 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     args.beta2 = o->beta2;
     args.epsilon = o->epsilon;
     args.momentum = o->momentum;
-    args.t = msi_update_number(m, t);
+    args.t = msi_update_number(&m->run, t);
     args.stream = msi_stream(m);
     args.factors = (const ms_update_factors *)(const void *)(store->step + MSI_STATES_BYTES) +
                    resident->factors;
@@ -11086,7 +11091,7 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
             "layer \"%s\": its %s callback did something that a CUDA graph cannot record: "
             "it may only enqueue work on ms_call.stream, and wait for nothing; or leave "
             "cuda_graph off",
-            msi_name(m, l->name), what);
+            msi_name(&m->graph, l->name), what);
     }
     if (error == 0) {
         return MS_RESULT_OK;
@@ -11096,7 +11101,7 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
         snprintf(inner, sizeof inner, "%.*s", (int)sizeof inner - 1, m->errors.text);
     }
     return msi_fail(m, MS_RESULT_CALLBACK, "layer \"%s\": its %s callback returned %d%s%s",
-                    msi_name(m, l->name), what, error, inner[0] ? ": " : "", inner);
+                    msi_name(&m->graph, l->name), what, error, inner[0] ? ": " : "", inner);
 }
 
 /* What is wrong with a matrix product, or NULL. */
@@ -11234,7 +11239,7 @@ static msi_extent msi_extent_at(const ms_model *m, uint32_t i) {
     const msi_store *store = m->run.store;
     const uint64_t bases[] = {0, store->resident_bytes, store->resident_bytes + store->host_bytes};
     const uint64_t end = bases[2] + store->borrowed_bytes, transient = store->transient_bytes;
-    const msi_extent rest = {msi_transient(m), false, transient, transient, end};
+    const msi_extent rest = {msi_transient(&m->run), false, transient, transient, end};
     if (i >= store->residents.count) {
         return rest;
     }
@@ -11463,10 +11468,10 @@ static void msi_fail_contract(msi_trial *t, const msi_trial_operand *o, const ch
                            : msi_role_name((msi_role)o->range->role);
     MSI_THEN(t->result,
              msi_fail(m, MS_RESULT_CONTRACT, "layer \"%s\": its %s callback %s the %s \"%s\": %s",
-                      msi_layer_name(m, t->instruction->target), msi_phase_name(t->phase), what,
-                      role,
-                      workspace ? msi_layer_name(m, o->range->tensor)
-                                : msi_tensor_name(m, o->range->tensor),
+                      msi_layer_name(&m->graph, t->instruction->target), msi_phase_name(t->phase),
+                      what, role,
+                      workspace ? msi_layer_name(&m->graph, o->range->tensor)
+                                : msi_tensor_name(&m->graph, o->range->tensor),
                       cure));
 }
 
@@ -11582,8 +11587,9 @@ static void msi_last_run(msi_trial *t) {
         MSI_THEN(t->result,
                  msi_fail(m, MS_RESULT_CONTRACT,
                           "layer \"%s\" reads a part of \"%s\" that layer \"%s\" has not written",
-                          msi_layer_name(m, t->instruction->target), msi_tensor_name(m, tensor),
-                          msi_layer_name(m, m->graph.tensors.items[tensor].producer)));
+                          msi_layer_name(&m->graph, t->instruction->target),
+                          msi_tensor_name(&m->graph, tensor),
+                          msi_layer_name(&m->graph, m->graph.tensors.items[tensor].producer)));
     } else {
         msi_fail_contract(t, o, "lets memory that it was not given decide on",
                           "it adds (+=) to what it should write (accumulates), reads what "
@@ -11648,14 +11654,15 @@ static void msi_check_outside(msi_trial *t, uint8_t poison) {
         const msi_extent extent = msi_extent_at(m, i);
         if (!msi_is_filled(t, &extent, poison)) {
             const bool resident = i < store->residents.count;
-            MSI_THEN(t->result,
-                     msi_fail(m, MS_RESULT_CONTRACT,
-                              "layer \"%s\": it wrote to memory that it was not given (%s%s%s): "
-                              "take all pointers from the call, and keep to the bytes of the views",
-                              msi_layer_name(m, t->instruction->target), resident ? "\"" : "",
-                              resident ? msi_tensor_name(m, store->residents.items[i].tensor)
-                                       : "transient values",
-                              resident ? "\"" : ""));
+            MSI_THEN(
+                t->result,
+                msi_fail(m, MS_RESULT_CONTRACT,
+                         "layer \"%s\": it wrote to memory that it was not given (%s%s%s): "
+                         "take all pointers from the call, and keep to the bytes of the views",
+                         msi_layer_name(&m->graph, t->instruction->target), resident ? "\"" : "",
+                         resident ? msi_tensor_name(&m->graph, store->residents.items[i].tensor)
+                                  : "transient values",
+                         resident ? "\"" : ""));
         }
     }
 }
@@ -11752,10 +11759,10 @@ static ms_result msi_make_timing(ms_model *m) {
 }
 
 /* Whether the instructions that run now are timed. */
-static bool msi_is_timed(const ms_model *m) {
-    const msi_timing *t = m->run.timing;
+static bool msi_is_timed(const msi_run *r) {
+    const msi_timing *t = r->timing;
     return t && (t->stage == MSI_WARMUP_SAMPLE || t->stage == MSI_WARMUP_SHOW) &&
-           m->run.program == &m->run.plan->train;
+           r->program == &r->plan->train;
 }
 
 /* What timing adds on an asynchronous device: the time to enqueue next to nothing and wait. */
@@ -11977,7 +11984,7 @@ static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instr
         result = msi_fail(m, MS_RESULT_UNSUPPORTED,
                           "\"%s\" is copied from or to the host within a step, which a CUDA graph "
                           "cannot record: leave cuda_graph off",
-                          msi_tensor_name(m, i->target));
+                          msi_tensor_name(&m->graph, i->target));
     } else if (i->op == MSI_OP_COPY_IN) {
         result = msi_issue_copy_in(m, pair.target, pair.source, pair.bytes, MSI_EVENT_IN);
     } else {
@@ -12088,11 +12095,11 @@ static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t
 
 /* Ends a step that was begun. Micro-batches before this one count, unless all of them are done and
    only the update is missing. */
-static void msi_drop_step(ms_model *m) {
-    m->run.micro = m->run.stage == MSI_STAGE_BACKWARD ? 0 : m->run.micro;
-    m->run.program = NULL;
-    m->run.updates_done = 0;
-    m->run.stage = MSI_STAGE_IDLE;
+static void msi_drop_step(msi_run *r) {
+    r->micro = r->stage == MSI_STAGE_BACKWARD ? 0 : r->micro;
+    r->program = NULL;
+    r->updates_done = 0;
+    r->stage = MSI_STAGE_IDLE;
 }
 
 /* Gives up the step, earlier micro-batches included, or an eval, and waits for what is enqueued.
@@ -12101,7 +12108,7 @@ static ms_result msi_abandon(ms_model *m, ms_result result) {
     const msi_errors errors = m->errors;
     m->run.failed |= m->run.updates_done > 0 && !m->run.recording;
     m->run.micro = m->run.program == &m->run.plan->eval ? m->run.micro : 0;
-    msi_drop_step(m);
+    msi_drop_step(&m->run);
     if (!m->run.recording) {
         (void)msi_synchronize(m);
     }
@@ -12146,12 +12153,12 @@ static ms_result msi_enter_arena(ms_model *m) {
     return result;
 }
 
-static bool msi_is_last_micro(const ms_model *m) {
-    return m->run.micro + 1 == m->run.store->micro_count;
+static bool msi_is_last_micro(const msi_run *r) {
+    return r->micro + 1 == r->store->micro_count;
 }
 
 static ms_result msi_start(ms_model *m, const msi_program *p) {
-    msi_drop_step(m);
+    msi_drop_step(&m->run);
     ms_result result = msi_enter_arena(m);
     if (result != MS_RESULT_OK) {
         return result;
@@ -12164,13 +12171,13 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
                m->graph.tensors.count * sizeof *m->run.store->fingerprint);
     }
     if (msi_watches_memory(m)) {
-        msi_asan_poison(msi_transient(m), m->run.store->transient_bytes);
+        msi_asan_poison(msi_transient(&m->run), m->run.store->transient_bytes);
     } else if (m->config.backend.device_is_host) { // in case another model has poisoned it
-        msi_asan_unpoison(msi_transient(m), m->run.store->transient_bytes);
+        msi_asan_unpoison(msi_transient(&m->run), m->run.store->transient_bytes);
     }
     result = msi_wait_on_device(m, MSI_EVENT_VERDICT); // before kernels write another one
     MSI_THEN(result, msi_upload_step(m));
-    MSI_THEN(result, msi_is_timed(m) ? msi_begin_timing(m) : MS_RESULT_OK);
+    MSI_THEN(result, msi_is_timed(&m->run) ? msi_begin_timing(m) : MS_RESULT_OK);
     return msi_abandon_on_error(m, result);
 }
 
@@ -12178,7 +12185,7 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
    that msi_run_instruction is called in one place only, and the compiler can inline it. */
 static ms_result msi_run_to(ms_model *m, uint32_t end) {
     const msi_program *p = m->run.program;
-    const bool timed = msi_is_timed(m);
+    const bool timed = msi_is_timed(&m->run);
     double start_us = 0.0;
     while (m->run.position < end) {
         ms_result result = timed ? msi_synchronize(m) : MS_RESULT_OK;
@@ -12201,12 +12208,12 @@ static ms_result msi_run_to(ms_model *m, uint32_t end) {
 static ms_result msi_run_forward(ms_model *m) {
     const ms_backend *b = &m->config.backend;
     const msi_program *p = m->run.program;
-    ms_step_state *state = msi_state_on_device(m, msi_is_eval(m));
+    ms_step_state *state = msi_state_on_device(m, msi_is_eval(&m->run));
     const ms_result result = msi_run_to(m, p->forward_end);
     if (result != MS_RESULT_OK) {
         return result;
     }
-    int error = msi_is_eval(m) ? b->fill_bytes(m->device, state, 0, sizeof *state) : 0;
+    int error = msi_is_eval(&m->run) ? b->fill_bytes(m->device, state, 0, sizeof *state) : 0;
     if (error == 0) {
         error = b->loss(m->device, msi_address(m, p, p->loss),
                         p->ranges.items[p->loss].bytes / sizeof(float), (double)msi_loss_factor(m),
@@ -12226,7 +12233,7 @@ static ms_result msi_doubt(ms_model *m, ms_result result) {
 
 /* Waits for the verdict on what ran, acts on it, and reads the loss. */
 static ms_result msi_conclude(ms_model *m, double *loss) {
-    const bool eval = msi_is_eval(m);
+    const bool eval = msi_is_eval(&m->run);
     ms_result result = msi_fetch_verdict(m);
     MSI_THEN(result, msi_act_on_verdict(m));
     if (loss) {
@@ -12307,34 +12314,34 @@ static bool msi_owns_arena(const ms_model *m) {
 }
 
 /* With accumulation, all micro-batches except the last end here. */
-static void msi_note_backward(ms_model *m) {
-    const bool last = msi_is_last_micro(m);
-    m->run.position = m->run.program->backward_end;
-    m->run.micro += !last;
-    m->run.stage = last ? MSI_STAGE_BACKWARD : MSI_STAGE_IDLE;
+static void msi_note_backward(msi_run *r) {
+    const bool last = msi_is_last_micro(r);
+    r->position = r->program->backward_end;
+    r->micro += !last;
+    r->stage = last ? MSI_STAGE_BACKWARD : MSI_STAGE_IDLE;
 }
 
 static ms_result msi_finish_backward(ms_model *m) {
     const ms_result result = msi_run_to(m, m->run.program->backward_end);
     if (result == MS_RESULT_OK) {
-        msi_note_backward(m);
+        msi_note_backward(&m->run);
     }
     return result;
 }
 
-static void msi_note_update(ms_model *m) {
-    m->run.position = m->run.program->instructions.count;
-    m->run.step++;
-    m->run.updates_done = 0;
-    m->run.micro = 0;
-    m->run.stage = MSI_STAGE_IDLE;
+static void msi_note_update(msi_run *r) {
+    r->position = r->program->instructions.count;
+    r->step++;
+    r->updates_done = 0;
+    r->micro = 0;
+    r->stage = MSI_STAGE_IDLE;
 }
 
 static ms_result msi_finish_update(ms_model *m) {
-    const bool timed = msi_is_timed(m);
+    const bool timed = msi_is_timed(&m->run);
     const ms_result result = msi_run_to(m, m->run.program->instructions.count);
     if (result == MS_RESULT_OK) {
-        msi_note_update(m);
+        msi_note_update(&m->run);
     }
     return result == MS_RESULT_OK && m->run.timing ? msi_doubt(m, msi_end_timing(m, timed))
                                                    : result;
@@ -12344,7 +12351,7 @@ static ms_result msi_finish_update(ms_model *m) {
    itself; its verdict is copied out while backward runs, unless one on the norm follows. */
 static ms_result msi_run_step(ms_model *m) {
     const bool asynchronous = m->config.backend.is_asynchronous;
-    const bool clips = m->run.program->norm != MSI_NONE && msi_is_last_micro(m);
+    const bool clips = m->run.program->norm != MSI_NONE && msi_is_last_micro(&m->run);
     ms_result result = msi_run_forward(m);
     if (result == MS_RESULT_OK && !m->run.recording && !(asynchronous && clips)) {
         result = asynchronous ? msi_copy_verdict(m) : msi_conclude(m, NULL);
@@ -12357,7 +12364,7 @@ static ms_result msi_run_step(ms_model *m) {
 
 /* A recording is valid for its plan while this, of an address and the epoch, is unchanged. */
 static uint64_t msi_recording_key(const ms_model *m) {
-    return msi_mix((uint64_t)(uintptr_t)msi_transient(m)) ^ m->run.epoch;
+    return msi_mix((uint64_t)(uintptr_t)msi_transient(&m->run)) ^ m->run.epoch;
 }
 
 /* Records the step that was started, without running any of it. */
@@ -12387,16 +12394,17 @@ static ms_result msi_record(ms_model *m, msi_recording *g) {
    one, so that callbacks have done what they do only once. */
 static ms_result msi_replay(ms_model *m) {
     const ms_backend *b = &m->config.backend;
-    msi_recording *g = &m->run.plan->recordings[(m->run.micro == 0 ? MSI_RECORDING_FIRST : 0) |
-                                                (msi_is_last_micro(m) ? MSI_RECORDING_LAST : 0)];
+    msi_recording *g =
+        &m->run.plan->recordings[(m->run.micro == 0 ? MSI_RECORDING_FIRST : 0) |
+                                 (msi_is_last_micro(&m->run) ? MSI_RECORDING_LAST : 0)];
     const uint64_t step = m->run.step;
-    if (!g->warm || msi_is_timed(m)) {
+    if (!g->warm || msi_is_timed(&m->run)) {
         const ms_result result = msi_run_step(m);
         g->warm = result == MS_RESULT_OK;
         return result;
     }
     const bool made = g->handle && g->made_for == msi_recording_key(m);
-    ms_result result = msi_is_last_micro(m) ? msi_upload_factors(m) : MS_RESULT_OK;
+    ms_result result = msi_is_last_micro(&m->run) ? msi_upload_factors(m) : MS_RESULT_OK;
     result = msi_abandon_on_error(m, result);
     MSI_THEN(result, made ? MS_RESULT_OK : msi_record(m, g));
     if (result == MS_RESULT_OK) {
@@ -12409,10 +12417,10 @@ static ms_result msi_replay(ms_model *m) {
     }
     m->run.verdict = MSI_VERDICT_ON_DEVICE;
     if (made) {
-        msi_note_backward(m);
+        msi_note_backward(&m->run);
     }
     if (made && m->run.stage == MSI_STAGE_BACKWARD) {
-        msi_note_update(m);
+        msi_note_update(&m->run);
     }
     return msi_doubt(m, msi_copy_verdict(m));
 }
@@ -12653,7 +12661,7 @@ static bool msi_sums_alike(const msi_store *old, const msi_store *store) {
 /* Makes these the plans of the model, for the store that it has now. */
 static void msi_put_plans(ms_model *m, msi_plan *plans, msi_goal goal) {
     msi_plans_free(m, m->run.plan);
-    msi_drop_step(m);
+    msi_drop_step(&m->run);
     m->run.verdict = MSI_VERDICT_NONE;
     m->run.plan = plans;
     m->wrapped.largest = plans->next ? plans->next : plans;
@@ -12710,7 +12718,7 @@ static void msi_log_decisions(const ms_model *m, const msi_review *r) {
             if (d.is_applied) {
                 msi_log(m, MS_LOG_DEBUG, "rules",
                         "%s of layer \"%s\": %s held no longer, %s added; rule %s",
-                        msi_techniques[technique].name, msi_layer_name(m, i),
+                        msi_techniques[technique].name, msi_layer_name(&m->graph, i),
                         msi_size(d.saved_bytes).text, msi_time(d.added_us).text, d.rule->id);
             }
         }
@@ -12885,7 +12893,7 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
     if (m->run.plan) {
         msi_find_times(m);
     }
-    msi_drop_step(m);
+    msi_drop_step(&m->run);
     return MS_RESULT_OK;
 }
 
@@ -12932,7 +12940,7 @@ static ms_result msi_check_loan(ms_model *m, uint32_t t, msi_role role) {
             ? "was not borrowed when the model was wrapped; lend it before ms_wrap"
             : NULL;
     return reason ? msi_refuse_loan(m, lasts ? MS_RESULT_ORDER : MS_RESULT_INVALID,
-                                    msi_name(m, tensor->name), reason)
+                                    msi_name(&m->graph, tensor->name), reason)
                   : MS_RESULT_OK;
 }
 
@@ -12959,7 +12967,7 @@ static void msi_borrow(ms_model *m, uint32_t t, msi_role role, void *memory) {
 /* Checks the arguments of ms_write and ms_read; the index of the tensor, or MSI_NONE. */
 static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor tensor,
                                    const void *data) {
-    const uint32_t t = m ? msi_index(m, tensor) : MSI_NONE;
+    const uint32_t t = m ? msi_index(&m->graph, tensor) : MSI_NONE;
     const bool is_state = msi_role_of(tensor) >= MSI_ROLE_STATE0;
     if (t != MSI_NONE && data && (!is_state || m->graph.tensors.items[t].kind == MSI_KIND_PARAM)) {
         return t;
@@ -13002,7 +13010,7 @@ static ms_result msi_write_unplanned(ms_model *m, msi_tensor *t, msi_role role, 
         *memory = msi_alloc_zeroed(&m->config.allocator, t->largest_bytes);
     }
     return *memory ? msi_copy(m, *memory, !on_device, data, true, t->bytes)
-                   : msi_fail_memory(m, msi_name(m, t->name), t->largest_bytes);
+                   : msi_fail_memory(m, msi_name(&m->graph, t->name), t->largest_bytes);
 }
 
 /* Whether a value can be written and read at any time. */
@@ -13012,7 +13020,7 @@ static bool msi_is_kept(const msi_tensor *t, msi_role role) {
 
 static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const void *data) {
     msi_tensor *target = &m->graph.tensors.items[t];
-    const char *name = msi_name(m, target->name);
+    const char *name = msi_name(&m->graph, target->name);
     if (!msi_is_kept(target, role)) {
         return msi_fail(m, MS_RESULT_INVALID,
                         "ms_write: the %s \"%s\" does not live between steps; inputs, params, "
@@ -13038,7 +13046,7 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
     return msi_write(m, resident, data, target->bytes);
 }
 
-static const char *msi_read_cure(const ms_model *m, uint32_t t, msi_role role) {
+static const char *msi_read_cure(const msi_graph *g, uint32_t t, msi_role role) {
     if (role == MSI_ROLE_GRADIENT) {
         return "it is there from ms_backward to its update (early_update = MS_SWITCH_OFF: to "
                "ms_update; MS_OPTIMIZER_NONE: to the next pass)";
@@ -13046,8 +13054,8 @@ static const char *msi_read_cure(const ms_model *m, uint32_t t, msi_role role) {
     if (role != MSI_ROLE_VALUE) {
         return "a param that is frozen, or that the loss does not depend on, has none";
     }
-    return t == m->graph.loss ? "run ms_step, ms_forward or ms_eval first"
-           : m->graph.tensors.items[t].kind == MSI_KIND_SAVED
+    return t == g->loss ? "run ms_step, ms_forward or ms_eval first"
+           : g->tensors.items[t].kind == MSI_KIND_SAVED
                ? "a saved tensor lives only between forward and backward"
                : "ms_add_output keeps an activation";
 }
@@ -13061,7 +13069,7 @@ static ms_result msi_read_unplanned(ms_model *m, const msi_tensor *t, msi_role r
 
 static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *data) {
     const msi_tensor *source = &m->graph.tensors.items[t];
-    const char *name = msi_name(m, source->name);
+    const char *name = msi_name(&m->graph, source->name);
     if (m->config.dry_run) {
         return msi_fail(m, MS_RESULT_DRY_RUN, "ms_read: a dry run has no memory for \"%s\"", name);
     }
@@ -13071,7 +13079,7 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
     const void *address = m->run.plan ? msi_live_address(m, t, role) : NULL;
     if (!address) {
         return msi_fail(m, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory now; %s",
-                        msi_role_name(role), name, msi_read_cure(m, t, role));
+                        msi_role_name(role), name, msi_read_cure(&m->graph, t, role));
     }
     const bool on_host = msi_is_resident(source) && source->on_host;
     ms_result result = on_host ? msi_synchronize(m) : MS_RESULT_OK; // a step may still write it
@@ -13362,7 +13370,7 @@ static ms_result msi_take_result(msi_verification *v, int pass, uint32_t t, uint
         return msi_copy(m, result, true, from, on_host, tensor->bytes);
     }
     d->tensor = msi_handle(t, tensor->kind == MSI_KIND_PARAM ? MSI_ROLE_GRADIENT : MSI_ROLE_VALUE);
-    d->name = msi_name(m, tensor->name);
+    d->name = msi_name(&m->graph, tensor->name);
     d->count = ms_shape_count(&tensor->view.shape);
     for (uint64_t done = 0; done < tensor->bytes; done += MSI_PIECE_BYTES) {
         const uint64_t rest = tensor->bytes - done;
@@ -13514,7 +13522,7 @@ static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
         }
     }
     r->peak_instruction = p->peak;
-    r->peak_layer = msi_calls_layer((msi_op)i->op) ? msi_layer_name(m, i->target) : "";
+    r->peak_layer = msi_calls_layer((msi_op)i->op) ? msi_layer_name(&m->graph, i->target) : "";
 }
 
 static uint64_t msi_hash_program(uint64_t hash, const msi_program *p, uint32_t resident_count) {
@@ -13734,10 +13742,10 @@ static void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
     ms_event event = msi_event(w, kind, operands, count);
     if (msi_calls_layer((msi_op)i->op)) {
         event.layer.id = i->target + 1;
-        event.name = msi_layer_name(m, i->target);
+        event.name = msi_layer_name(&m->graph, i->target);
     } else if (!of_scratch) {
         event.tensor = msi_handle(i->target, MSI_ROLE_VALUE);
-        event.name = msi_tensor_name(m, i->target);
+        event.name = msi_tensor_name(&m->graph, i->target);
     }
     event.live_bytes = m->run.store->resident_bytes + w->program->live_bytes.items[w->now];
     event.stream = msi_stream_of(&m->costs, (msi_op)i->op);
@@ -13758,7 +13766,7 @@ static void msi_emit_besides(const msi_walk *w, ms_event_kind kind, ms_stream_ki
     const ms_tensor t = operand->tensor;
     ms_event event = msi_event(w, kind, operand, 1);
     event.tensor = t;
-    event.name = t.id ? msi_tensor_name(w->model, msi_index(w->model, t)) : "";
+    event.name = t.id ? msi_tensor_name(&w->model->graph, msi_index(&w->model->graph, t)) : "";
     event.stream = stream;
     event.start_us = start_us;
     event.duration_us = us;
@@ -13973,9 +13981,9 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
     if (!model) {
         return MS_RESULT_INVALID;
     }
-    const uint32_t t = msi_index(model, tensor);
+    const uint32_t t = msi_index(&model->graph, tensor);
     if (t == MSI_NONE || !memory) {
-        return msi_refuse_loan(model, MS_RESULT_INVALID, msi_handle_name(model, tensor),
+        return msi_refuse_loan(model, MS_RESULT_INVALID, msi_handle_name(&model->graph, tensor),
                                memory ? "is no tensor of this model" : "cannot use NULL as memory");
     }
     const ms_result result = msi_check_loan(model, t, msi_role_of(tensor));
@@ -14028,7 +14036,7 @@ MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate) {
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay) {
     static const char *const function = "ms_set_weight_decay";
     msi_tensor *t = msi_param_of(model, function, param);
-    if (t && msi_check_finite(model, function, msi_name(model, t->name), weight_decay)) {
+    if (t && msi_check_finite(model, function, msi_name(&model->graph, t->name), weight_decay)) {
         t->weight_decay = weight_decay;
     }
 }
@@ -14157,14 +14165,14 @@ MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
 }
 
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
-    const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
+    const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
     return t == MSI_NONE || !model->run.plan || model->config.dry_run
                ? NULL
                : msi_live_address(model, t, msi_role_of(tensor));
 }
 
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
-    const uint32_t t = model ? msi_value_index(model, tensor) : MSI_NONE;
+    const uint32_t t = model ? msi_value_index(&model->graph, tensor) : MSI_NONE;
     const ms_tensor none = {0};
     return t != MSI_NONE && msi_has_gradient(&model->graph.tensors.items[t])
                ? msi_handle(t, MSI_ROLE_GRADIENT)
@@ -14172,7 +14180,7 @@ MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
 }
 
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index) {
-    const uint32_t t = model ? msi_value_index(model, param) : MSI_NONE;
+    const uint32_t t = model ? msi_value_index(&model->graph, param) : MSI_NONE;
     const ms_tensor none = {0};
     const bool known = t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM &&
                        index >= 0 && (uint32_t)index < msi_state_count(&model->optimizer);
@@ -14180,18 +14188,18 @@ MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param
 }
 
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor) {
-    const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
+    const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
     const ms_shape wrong = {{0, 0, 0, 0, 0, 0}, -1, {0, 0, 0, 0, 0, 0}};
     return t == MSI_NONE ? wrong : model->graph.tensors.items[t].view.shape;
 }
 
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor) {
-    const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
+    const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
     return t == MSI_NONE ? 0 : ms_shape_count(&model->graph.tensors.items[t].view.shape);
 }
 
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor) {
-    const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
+    const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
     return t == MSI_NONE ? 0 : model->graph.tensors.items[t].bytes;
 }
 
@@ -14292,19 +14300,19 @@ MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn 
 }
 
 MEMSCALE_API ms_tensor ms_tensor_of(const ms_model *model, ms_tensor tensor) {
-    const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
+    const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
     const ms_tensor none = {0};
     return t == MSI_NONE ? none : msi_handle(t, MSI_ROLE_VALUE);
 }
 
 MEMSCALE_API const char *ms_tensor_name(const ms_model *model, ms_tensor tensor) {
-    const uint32_t t = model ? msi_index(model, tensor) : MSI_NONE;
-    return t == MSI_NONE ? "?" : msi_tensor_name(model, t);
+    const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
+    return t == MSI_NONE ? "?" : msi_tensor_name(&model->graph, t);
 }
 
 MEMSCALE_API const char *ms_layer_name(const ms_model *model, ms_layer layer) {
     const bool known = model && layer.id - 1 < model->graph.layers.count;
-    return known ? msi_layer_name(model, layer.id - 1) : "?";
+    return known ? msi_layer_name(&model->graph, layer.id - 1) : "?";
 }
 
 MEMSCALE_API bool ms_technique_is_built(ms_technique technique) {

@@ -1130,7 +1130,8 @@ static bool same(trial *t, const char *what, uint32_t value, ms_tensor plain, ms
     const bool is_gradient = ms_gradient(t->plain->model, t->plain->handle[value]).id == plain.id;
     const msi_tensor_decision *decisions = t->nested->model->run.plan->decisions;
     const bool may_be_gone =
-        is_gradient && decisions[msi_index(t->nested->model, nested)].update_after != MSI_NONE;
+        is_gradient &&
+        decisions[msi_index(&t->nested->model->graph, nested)].update_after != MSI_NONE;
     if (of_plain != of_nested && !(of_nested == MS_RESULT_ORDER && may_be_gone)) {
         return rd_fail(&t->nested->run, "reading %s %u: %s, plain %s", what, (unsigned)value,
                        ms_result_name(of_nested), ms_result_name(of_plain));

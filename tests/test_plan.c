@@ -868,18 +868,18 @@ static bool is_declared(dag *d, const msi_instruction *i, const msi_range *from,
     for (int k = 0; k < count; ++k) {
         const ms_slot_masks *over = &desc->grad_in_place[backward ? k : 0];
         const ms_tensor target = backward ? desc->in[k] : desc->out[k];
-        if (target.id == 0 || msi_index(d->model, target) != to->tensor) {
+        if (target.id == 0 || msi_index(&d->model->graph, target) != to->tensor) {
             continue;
         }
         for (int j = 0; j < MS_LIMIT_IN; ++j) {
             bool value = from->role == MSI_ROLE_VALUE;
             uint32_t in = (uint32_t)(backward ? over->in : desc->in_place[k]) >> j & 1u;
-            if (in != 0 && value && msi_index(d->model, desc->in[j]) == from->tensor) {
+            if (in != 0 && value && msi_index(&d->model->graph, desc->in[j]) == from->tensor) {
                 return true;
             }
             bool out = backward && j < MS_LIMIT_OUT &&
                        ((uint32_t)(value ? over->out : over->grad_out) >> j & 1u) != 0;
-            if (out && msi_index(d->model, desc->out[j]) == from->tensor) {
+            if (out && msi_index(&d->model->graph, desc->out[j]) == from->tensor) {
                 return true;
             }
         }

@@ -218,7 +218,7 @@ static void operands_are_waited_for(void **state) {
     msi_program *p = &chain.model->run.plan->train;
     const msi_instruction *i = p->instructions.items; // matmul0 reads x, and its weight
     const uint32_t weight =
-        chain.model->run.store->resident_of[msi_index(chain.model, chain.weight[0])];
+        chain.model->run.store->resident_of[msi_index(&chain.model->graph, chain.weight[0])];
     msi_clock c;
     memset(&c, 0, sizeof c);
     c.graph = &chain.model->graph;
