@@ -95,7 +95,8 @@
     With accumulation, the gradients are resident.
 
     SIZES. Dims along axes (ms_add_axis, ms_along) can change between steps. The arena is allocated
-    for the plan of the largest sizes; plans for other sizes fit into it, and are kept.
+    for the plan of the largest sizes; plans for other sizes fit into it, and are kept. A callback
+    reads the sizes from its views; one that it keeps in user goes stale.
 
     NUMERICS. A recomputation runs the same callback on the same inputs with the same seed, so it
     gives the same bits wherever the callback is deterministic. Gradients are summed in one fixed
@@ -117,7 +118,9 @@
     state as they were after the last completed update; buffers that its forward has changed as
     state stay changed. If the failing step had begun to update, the model is marked failed
     (MS_RESULT_FAILED): write params and optimizer state from your own copy, then call ms_wrap,
-    which trusts that you did. Registration errors stick up to ms_wrap; later ones do not.
+    which trusts that you did. Registration errors stick up to ms_wrap, and the handle 0 of a failed
+    registration may be passed on; later errors do not stick. A setter that returns nothing notes
+    its error in ms_last_error.
 
     ALLOCATOR. All host memory comes from ms_config.allocator, device memory and pinned memory from
     ms_config.backend. A step allocates nothing, and after ms_wrap no device memory is allocated,
@@ -247,7 +250,7 @@ enum {
     MS_ALL_SLOTS = 0xffff // in a mask: every slot that the layer uses
 };
 
-/* Name, and bytes of one element. */
+/* Name, and bytes of one element. Activations may have any dtype; integer ones have no gradient. */
 #define MEMSCALE_DTYPES(X)                                                                         \
     X(MS_DTYPE_F32, "f32", 4)                                                                      \
     X(MS_DTYPE_F64, "f64", 8)                                                                      \
@@ -272,9 +275,10 @@ typedef struct ms_shape {
 /* A tensor as a callback sees it. data is NULL if the layer has no such operand, if nobody wants
    that gradient or output, or if the layer did not declare that it reads the value; shape and dtype
    are valid even then, unless the slot is empty. beta is for gradients: data = beta * data +
-   contribution. It is 0 (overwrite: data is not initialized and may hold NaN) or 1 (accumulate). If
-   one tensor is in several slots, their gradients share one memory, to be written slot by slot in
-   rising order; slots in ms_layer_desc.overwrites have memory of their own. */
+   contribution. It is 1 (accumulate) or 0: write every element, and do not multiply, since data is
+   not initialized and 0 times NaN is NaN. If one tensor is in several slots, their gradients share
+   one memory, to be written slot by slot in rising order; slots in ms_layer_desc.overwrites have
+   memory of their own. */
 typedef struct ms_view {
     void *data;
     ms_shape shape;
@@ -308,7 +312,9 @@ typedef struct ms_call {
     ms_phase phase;
     const ms_view *in, *out, *saved, *param;
     const ms_view *state; // has no data in backward
-    /* Only in backward, else NULL; grad_in also in the forward of a layer with grads_in_forward. */
+    /* Only in backward, else NULL; grad_in also in the forward, but not the eval, of a layer with
+       grads_in_forward. grad_out has data for every floating-point output (zeros if that
+       contributes nothing), except after ms_stop_gradient. */
     const ms_view *grad_out, *grad_in, *grad_param;
     void *workspace; // 64-byte aligned; contents as declared in the ms_workspace of the desc
     uint64_t workspace_bytes;
@@ -326,7 +332,8 @@ typedef struct ms_call {
     bool last_micro;             // micro is the last of them
 } ms_call;
 
-/* 0, or the caller's own error number, which ends the step. */
+/* 0, or the caller's own error number, which ends the step: MS_RESULT_CALLBACK, with the layer and
+   the number in its text. */
 typedef int (*ms_layer_fn)(const ms_call *call);
 
 // ------------------------------------------------------------------------------------------------
@@ -412,9 +419,9 @@ typedef struct ms_update_factors {
 
 /* One update of one param, for the backend's kernel or the trainer's own callback. All arrays have
    count floats in device memory. AdamW: state[0] and state[1] are the first and second moments;
-   SGD: state[0] is the momentum. The update uses the gradient times *gradient_scale (device memory;
-   NULL: 1). A custom update enqueues its work on stream and may overwrite the gradient (which
-   nobody reads again, unless it is borrowed); it is not called in a step that was halted. */
+   SGD: state[0] is the momentum. The update multiplies the gradient by *gradient_scale (device
+   memory; NULL: 1). A custom update does so too, enqueues its work on stream and may overwrite the
+   gradient (which nobody reads again, unless it is borrowed); no halted step calls it. */
 typedef struct ms_update_args {
     void *user; // ms_optimizer_desc.user
     ms_tensor param;
@@ -426,7 +433,7 @@ typedef struct ms_update_args {
     float learning_rate, weight_decay;
     float beta1, beta2, epsilon; // AdamW
     float momentum;              // SGD
-    uint64_t t;                  // number of this update, from 1
+    uint64_t t;                  // number of this update, from 1; again from 1 if the state is new
     void *stream;                // as ms_call.stream
     /* For the backend's kernel; in device memory. */
     const ms_update_factors *factors;
@@ -462,14 +469,15 @@ typedef struct ms_prepare_args {
 /* Everything that touches device memory. Functions return 0 or an error number of the backend's
    own. Device pointers from the library are aligned to at least 64 bytes. Functions that need no
    model receive user; the others receive the state that open has made, or user if there is no open.
-   Functions marked optional may be NULL. */
+   Several states can be open: ms_hardware_report opens its own. Without is_asynchronous, each call
+   is done, or ordered before what follows, when it returns. Optional functions may be NULL. */
 typedef struct ms_backend {
     uint32_t size; // sizeof(ms_backend); 0: the CPU backend
     const char *name;
     void *user;
     bool device_is_host;  // host code may access device memory, and the device host memory
     bool is_asynchronous; // functions enqueue and return; synchronize to wait_on_host are required
-    uint64_t workspace_bytes; // device memory that the backend gets in each arena for its own use
+    uint64_t workspace_bytes; // device memory for the backend in each arena; part of the budget
 
     /* The result is aligned to 64 bytes, or to 256 if workspace_bytes is not 0. */
     int (*memory_alloc)(void *user, const ms_allocator *host, uint64_t bytes, void **device);
@@ -477,8 +485,8 @@ typedef struct ms_backend {
     /* Pinned memory, for asynchronous copies. Optional: memory of the allocator is used instead. */
     int (*host_alloc)(void *user, const ms_allocator *host, uint64_t bytes, void **memory);
     void (*host_release)(void *user, const ms_allocator *host, void *memory, uint64_t bytes);
-    void (*hardware)(void *user, ms_hardware *hardware);
-    const char *(*error_text)(void *user, int error); // optional; NULL for an unknown number
+    void (*hardware)(void *user, ms_hardware *hardware); // comes zeroed; speeds may stay 0
+    const char *(*error_text)(void *user, int error);    // optional; NULL for an unknown number
 
     int (*open)(void *user, const ms_open_args *args, void **state); // optional, with close
     void (*close)(void *state);                                      // called when all work is done
@@ -612,7 +620,8 @@ typedef struct ms_config {
     ms_switch static_profiling, empirical_profiling;
     uint32_t warmup_steps; // 0: 2; 1000 at most
     /* Plan and report, but allocate no arena; steps return MS_RESULT_DRY_RUN. Layers need no
-       callbacks: a framework that runs its own gets the plan from ms_visit_events. */
+       callbacks: a framework that runs its own gets the plan from ms_visit_events. A layer without
+       any counts as one that has a backward, unless no_backward is set. */
     bool dry_run;
     /* Check that layers do what they declared: each callback runs several times, with poison in all
        memory that it was not given, and must give the same bits each time. The error,
@@ -628,11 +637,12 @@ typedef struct ms_config {
     bool tf32; // ms_gemm may round F32 inputs to TF32, where that is faster
     /* From the third step on, ms_step replays a recording (a CUDA graph) of the second; see
        STREAMS. For callbacks that only enqueue kernels, with the same arguments in every step.
-       ms_step then gets its loss at the end of the step. Not with debug or MS_OPTIMIZER_CUSTOM. */
+       ms_step then gets its loss at the end of the step. Refused with debug, MS_OPTIMIZER_CUSTOM,
+       cudaStreamLegacy, a backend that cannot record, or a step that copies state on the host. */
     bool cuda_graph;
 } ms_config;
 
-/* Masks of slots: bit i is slot i, MS_ALL_SLOTS is all of them. */
+/* Masks of slots: bit i is slot i, MS_ALL_SLOTS all. A bit past the last used slot is an error. */
 typedef struct ms_reads {
     uint16_t in, out, saved, param;
     bool nothing; // reads none of these; if all fields are zero, it may read everything
@@ -646,6 +656,7 @@ typedef struct ms_edges {
     uint16_t in, param;
 } ms_edges;
 
+/* FINITE is for kernels that multiply what they find by a beta of 0. Only ANY costs no time. */
 typedef enum ms_contents { MS_CONTENTS_ANY, MS_CONTENTS_FINITE, MS_CONTENTS_ZERO } ms_contents;
 
 /* Scratch memory of one call: bytes + row_bytes * (first dim of out[0]). */
@@ -660,21 +671,25 @@ typedef struct ms_layer_desc {
     const char *name; // copied; NULL: "layer <number>"
     ms_layer_fn forward;
     ms_layer_fn backward; // NULL: no gradient passes through
-    /* Recomputes the values of wanted_out and wanted_saved, in MS_PHASE_RECOMPUTE; NULL: forward
-       does, and computes all of them. */
+    /* Recomputes the values of wanted_out and wanted_saved, in MS_PHASE_RECOMPUTE: all of these,
+       with the bits of forward, and nothing else. NULL: forward does, and computes everything; what
+       is still in memory is written again with the same bits, or goes to scratch memory. */
     ms_layer_fn recompute;
     ms_layer_fn bind; // called before each of the above, with the same call; NULL: nothing
     void *user;       // must live as long as the model
     ms_tensor in[MS_LIMIT_IN], out[MS_LIMIT_OUT];
     ms_tensor saved[MS_LIMIT_SAVED]; // written in forward, read only by this layer's backward
     ms_tensor param[MS_LIMIT_PARAM];
-    ms_tensor state[MS_LIMIT_STATE]; // buffers that forward changes, such as running statistics
-    ms_reads backward_reads;         // which values backward reads; zero: all of them
-    /* What recompute reads; zero: every input and param. Outputs and saved tensors that are listed
-       here are never dropped. */
+    /* Buffers that forward changes, such as running statistics; MS_PHASE_EVAL is given them as they
+       are. What a layer reads as an input must not be state of a later layer. */
+    ms_tensor state[MS_LIMIT_STATE];
+    ms_reads backward_reads; // which values backward reads; zero: all of them
+    /* What recompute reads; zero: every input and param. Outputs (none in must_in_place) and saved
+       tensors that are listed here are never dropped. */
     ms_reads recompute_reads;
     /* Gradients that backward can only add to (it finds zeros or earlier contributions), or only
-       overwrite (the library adds the result to earlier ones). All others follow ms_view.beta. */
+       overwrite (F32 only; the library adds the result to earlier ones). All others follow
+       ms_view.beta. */
     ms_edges accumulates, overwrites;
     /* in_place[j]: inputs that out[j] may alias. It does so if nobody reads that input afterwards,
        so forward must be right both ways. */
@@ -683,26 +698,32 @@ typedef struct ms_layer_desc {
        Backward must be right both ways. */
     ms_slot_masks grad_in_place[MS_LIMIT_IN];
     /* Outputs and gradients that can only be computed in place. The in_place of such an output
-       names exactly one input, the grad_in_place of such a gradient exactly one grad_out. The
-       callback finds that operand's value in the memory of the result, and both views have the same
-       data. The library first copies what others still need. */
+       names exactly one input, the grad_in_place of such a gradient exactly one grad_out, each of
+       the size and dtype of the result. The callback finds that operand's value in the memory of
+       the result, and both views have the same data. The library first copies what others still
+       need. Such a gradient overwrites, and need not be in overwrites. */
     uint16_t must_in_place;      // mask of outputs
     uint16_t must_grad_in_place; // mask of inputs
-    ms_slot_masks clobbers;      // what backward destroys; copied first if others still need it
+    /* What backward destroys; copied first if others still need it. Values in it, other than
+       grad_out, must be in backward_reads too. Params cannot be clobbered, and forward destroys
+       nothing except by in_place and state. */
+    ms_slot_masks clobbers;
     /* Inputs whose gradients forward writes, in a layer that computes a loss: it runs once, has no
-       backward, and nothing differentiates through its outputs. */
+       backward, and nothing differentiates through its outputs: one that a layer with a backward
+       reads needs ms_stop_gradient. */
     uint16_t grads_in_forward;
-    uint16_t optional_saved; // these have no data if nobody is going to read them
+    uint16_t optional_saved; // no data if nobody is going to read them; the others always have it
     bool no_recompute;       // forward can run only once in a step
     /* The layer does not change its state in MS_PHASE_RECOMPUTE, and its outputs do not depend on
        it. Otherwise the library saves the state before a recomputation and restores it after. */
     bool keeps_state;
     bool no_backward;               // no gradient passes through, on purpose: ms_wrap does not warn
-    ms_workspace forward_workspace; // also of a recomputation by forward
+    ms_workspace forward_workspace; // also of eval and of a recomputation by forward
     ms_workspace backward_workspace;
     ms_workspace recompute_workspace; // of the callback recompute
-    /* Work of one forward, one backward and one call of recompute, for predicted times. 0: derived
-       from the tensors; for backward, twice that of forward. */
+    /* Work of one forward, one backward and one call of recompute, for predicted times. 0: for
+       forward 2 per param element and row of the first output (1 per output element without
+       params), for backward twice that of forward, for recompute 1 per output element. */
     double flops, backward_flops, recompute_flops;
 } ms_layer_desc;
 
@@ -940,7 +961,7 @@ MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape);
 
 /* The shape with its dim number `dim` along an axis: the dim must be a multiple of the axis's size,
    and is scaled with it by ms_reshape. A dim may lie along several axes (rows of batch times
-   sequence). A wrong dim or axis gives a shape that registration refuses. */
+   sequence). Registration refuses a param along an axis, and what a wrong dim or axis gives. */
 MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis);
 
 /* The backend that runs on the host: its arena comes from the model's allocator. */
@@ -954,25 +975,27 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device);
 /* Memory for the transient values of several models, of which only one trains at a time: a
    generator and its critic, a policy and its value function. It is as large as the largest of them
    needs. Each model has its own params, optimizer state, buffers and inputs. A step, forward or
-   eval of one model ends whatever another had begun. backend and allocator may be NULL (the CPU;
-   malloc). ms_arena_destroy may be called before the models are destroyed: the memory is freed
-   after the last of them. ms_arena_bytes is the present size. Threads: one at a time for all models
-   that share the arena; they have the same backend. Errors: INVALID, OUT_OF_MEMORY. */
+   eval of one model ends whatever another had begun: ms_backward and ms_update of that one return
+   ORDER, and its outputs cannot be read. Budgets and reports count a model's own memory and its
+   share. backend and allocator may be NULL (the CPU; malloc). ms_arena_destroy may be called before
+   the models are destroyed: the memory is freed after the last of them. ms_arena_bytes is the
+   present size. Threads: one at a time for all models that share the arena; they have the same
+   backend. Errors: INVALID, OUT_OF_MEMORY. */
 MEMSCALE_API_CHECKED ms_result ms_arena_create(const ms_backend *backend,
                                                const ms_allocator *allocator, ms_arena **arena);
 MEMSCALE_API void ms_arena_destroy(ms_arena *arena);
 MEMSCALE_API uint64_t ms_arena_bytes(const ms_arena *arena);
 
 /* Makes a model. config is copied; NULL means all defaults. On error *model is NULL. Errors:
-   INVALID (a field out of range, half an allocator) and BACKEND (no such device), with the reason
-   to config->log; OUT_OF_MEMORY. */
+   INVALID (a field out of range, half an allocator, an arena of another backend) and BACKEND (no
+   such device), with the reason to config->log; OUT_OF_MEMORY, which logs nothing. */
 MEMSCALE_API_CHECKED ms_result ms_create(const ms_config *config, ms_model **model);
 
 /* Frees everything; NULL is allowed. Not from a callback. */
 MEMSCALE_API void ms_destroy(ms_model *model);
 
 /* Text of the last error of this model, "" if there was none; valid until the next call that fails.
-   For NULL: a text for a model that could not be made. */
+   Functions of a const model leave no text. For NULL: a text for a model that could not be made. */
 MEMSCALE_API const char *ms_last_error(const ms_model *model);
 
 /* What the backend reports of its device now, with speeds that the first call measures, in a dry
@@ -1033,12 +1056,14 @@ MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
 /* Lends the model the trainer's own memory for a value that is kept between steps: an input, a
    param, a buffer, the optimizer state (ms_optimizer_state) or the gradient (ms_gradient) of a
    param. It is device memory, or host memory for a tensor on the host; it is not in the arena, is
-   never filled or moved (what was written before is lost), and must be valid as long as the model.
-   Along axes there must be room for their largest sizes. A borrowed gradient is not zeroed either:
-   every step adds to what it holds, even a step that fails. After ms_wrap, what is borrowed already
-   can be given another address; steps that still run use the old one. Errors, which stick before
-   ms_wrap: INVALID, ORDER (not borrowed when wrapped; in a callback; between ms_backward and
-   ms_update). */
+   never filled or moved (what was written before is lost; debug mode poisons it too, and puts it
+   back), and must be valid as long as the model. The trainer may change the values between steps;
+   ms_read and ms_write work on them. Along axes there must be room for their largest sizes. A
+   borrowed gradient is not zeroed either: every step adds to what it holds, even a step that fails,
+   and its param is not updated early. After ms_wrap, what is borrowed already can be given another
+   address, which ends a step between ms_forward and ms_backward; steps that still run use the old
+   one. Errors, which stick before ms_wrap: INVALID, ORDER (not borrowed when wrapped; in a
+   callback; between ms_backward and ms_update). */
 MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory);
 
 /* Adds a layer after those registered so far; desc is copied. What it reads must be an input, a
@@ -1050,13 +1075,13 @@ MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *de
    Sticks, unless an earlier error does or the model is wrapped. */
 MEMSCALE_API void ms_refuse(ms_model *model, const char *reason);
 
-/* The tensor of which training minimises the mean of all elements: F32, written by a layer.
-   Errors: INVALID, ORDER (after ms_wrap); both stick. */
+/* The tensor of which training minimises the mean of all elements: F32, written by a layer. It is
+   always kept for ms_read. Errors: INVALID, ORDER (after ms_wrap); both stick. */
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss);
 
-/* From the next step on, minimise factor * sum of the loss tensor instead of its mean: for rows
-   that do not count, 1 / (number of rows that do). 0: the mean again. With cuda_graph, a step with
-   another factor is recorded anew. Errors: INVALID (not finite); sticks before ms_wrap. */
+/* From the next step on, minimise and report factor * sum of the loss tensor instead of its mean:
+   for rows that do not count, 1 / (number of rows that do). 0: the mean again. With cuda_graph,
+   each change needs a new recording. Errors: INVALID (not finite); sticks before ms_wrap. */
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor);
 
 /* Keep this tensor until the next step, so that ms_read can read it: in ms_step and ms_eval, or in
@@ -1076,8 +1101,8 @@ MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float we
 
 /* These take effect at the next ms_wrap. A frozen param has no gradient and no optimizer state: its
    state is dropped, and starts from zero if the param is trained again; borrowed state is not
-   touched. With force_optimize, the budget does not matter.
-   Errors: INVALID (of ms_set_frozen: not a param); sticks before ms_wrap. */
+   touched. With force_optimize, the budget does not matter. Budget 0: a share of free memory;
+   micro_count 0: 1. Errors: INVALID (of ms_set_frozen: not a param); sticks before ms_wrap. */
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen);
 MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
 MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
@@ -1086,7 +1111,8 @@ MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
    those of a layer: its params, for EARLY_UPDATE and OPTIMIZER_8BIT; its outputs and saved tensors,
    for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. Takes effect at
    the next ms_wrap, which fails with the reason if it is impossible (UNSUPPORTED, if this version
-   does not have the technique). ms_detach ignores it. Errors: INVALID; sticks before ms_wrap. */
+   does not have the technique). What is forced holds in every plan except that of ms_detach, even
+   if the technique's switch is OFF. Errors: INVALID; sticks before ms_wrap. */
 MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
                                          ms_switch force);
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
@@ -1113,11 +1139,13 @@ MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text
    mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap. */
 MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
-/* Decides, lowers, lays out and allocates. May be called again between steps or micro-batches, for
-   example after ms_set_budget or ms_set_frozen: every value that is kept between steps stays, and
-   so do the micro-batches done so far, unless a param is trained that was not before. The old and
-   the new arena exist side by side for a moment. A failing call leaves the model as it was, unless
-   the failure is that of the device in earlier steps that were not waited for. Stream: waits.
+/* Decides, lowers, lays out and allocates. May be called again between steps or micro-batches,
+   after ms_set_budget, ms_set_frozen, ms_set_accumulation, ms_set_layer_technique,
+   ms_set_tensor_technique, ms_set_hardware, ms_set_layer_time or ms_profile_load: every value that
+   is kept between steps stays, and so do the micro-batches done so far, unless their number changes
+   or a param is trained that was not before. The old and the new arena exist side by side for a
+   moment. A failing call leaves the model as it was, unless the failure is that of the device in
+   earlier steps that were not waited for. Stream: waits.
    Errors: the first registration error; INVALID; UNSUPPORTED (a technique that this version does
    not have is switched ON or forced); BUDGET (the text has the smallest budget that would do, the
    largest size for which this one suffices, and what else helps); OUT_OF_MEMORY; BACKEND. */
@@ -1128,11 +1156,11 @@ MEMSCALE_API_CHECKED ms_result ms_wrap(ms_model *model);
 MEMSCALE_API_CHECKED ms_result ms_detach(ms_model *model);
 
 /* Sets the sizes of all axes, in the order of ms_add_axis, between steps; the micro-batches of one
-   step may differ. The plan for these sizes is made, or reused if there was one; no device memory
-   is allocated, since the arena has room for the largest sizes. Params, their state and buffers
-   keep their values; inputs, and buffers along an axis, keep only their bytes and must be written
-   anew. Before ms_wrap it only sets the sizes. On error the model keeps the old ones.
-   Errors: INVALID (below 1, above the largest), ORDER, OUT_OF_MEMORY. */
+   step may differ, and each counts 1/n, whatever its rows. The plan for these sizes is made, or is
+   among the last 64 and reused; no device memory is allocated: the arena has room for the largest.
+   Params, their state and buffers keep their values; inputs, and buffers along an axis, keep only
+   their bytes and must be written anew. Before ms_wrap it only sets the sizes. On error the model
+   keeps the old ones. Errors: INVALID (below 1, above the largest), ORDER, OUT_OF_MEMORY. */
 MEMSCALE_API_CHECKED ms_result ms_reshape(ms_model *model, const int64_t *sizes);
 
 /* MS_OPTIMIZE(m) { ... } calls ms_wrap before the block and ms_detach after it. If ms_wrap fails,
@@ -1143,8 +1171,9 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage);
 /* Copy a whole tensor from (ms_write) or to (ms_read) host memory, in its dtype. data may be reused
    at once. ms_write: what is kept between steps (input, param, buffer, optimizer state, borrowed
    gradient), at any time between calls, also before ms_wrap; after ms_forward it ends that step,
-   since backward would see other values. ms_read: the same, and every value that is live where the
-   last step stopped: the loss, outputs, and between ms_backward and ms_update the gradients.
+   since backward would see other values. What was never written or borrowed is zero. ms_read: the
+   same and accumulated gradients, at any time; also every value that is live where the last step
+   stopped: the loss, outputs, and between ms_backward and ms_update the gradients.
    Stream: both wait, except ms_write to an input on the device, which is staged in pinned memory.
    Errors: INVALID, ORDER (not live; ms_write in a callback), DRY_RUN, OUT_OF_MEMORY, BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data);
@@ -1159,7 +1188,8 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
 /* Handles of the gradient of a param or activation, for ms_read, and of the optimizer state of a
    param, for ms_read and ms_write (AdamW: 0 and 1 are the moments; SGD: 0 is the momentum). Handle
-   0 if the tensor cannot have one. A frozen param has a handle, but nothing to read. */
+   0 if there cannot be one. Call ms_optimizer_state after ms_set_optimizer. A frozen param has a
+   handle, but nothing to read. */
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index);
 
@@ -1178,12 +1208,13 @@ MEMSCALE_API const char *ms_tensor_name(const ms_model *model, ms_tensor tensor)
 MEMSCALE_API const char *ms_layer_name(const ms_model *model, ms_layer layer);
 
 /* One training step; *loss (loss may be NULL) is the loss before the update. With
-   accumulation_steps = n it is one micro-batch, and every n-th call updates; minimised is the mean
-   over all of them (with ms_set_loss_factor, the sum of all their rows times the factor). A failure
-   also discards the earlier micro-batches of its step, which starts again. Stream: waits only for
-   the loss and, if gradients are clipped, for their norm; with NULL for nothing. A loss that is not
-   finite is then the error of the next ms_step, ms_forward, ms_eval or ms_synchronize that finds
-   it. Errors: CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped), DRY_RUN. */
+   accumulation_steps = n it is one micro-batch with its own loss, and every n-th call updates;
+   minimised is the mean over all of them (with ms_set_loss_factor, the sum of all their rows times
+   the factor). A failure also discards the earlier micro-batches of its step, which starts again.
+   Stream: waits only for the loss and, if gradients are clipped, for their norm; with NULL for
+   nothing. A loss that is not finite is then the error of the next ms_step, ms_forward, ms_eval or
+   ms_synchronize that finds it. Errors: CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not
+   wrapped), DRY_RUN. */
 MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
 
 /* The same in three calls. With a plan that updates early (ms_memory_report.early_update),
@@ -1201,10 +1232,11 @@ MEMSCALE_API_CHECKED ms_result ms_eval(ms_model *model, double *loss);
    grad_clip_norm; no update since ms_wrap; another step or an eval has begun since), BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
 
-/* In a callback: c = alpha * a * b + beta * c, row-major; with beta 0, c is not read. a and b are
-   both F32, F16 or BF16, c is F32 or like them; products are summed in F32. If c is a batch, a and
-   b are each a batch of the same size or one matrix for all. Stream: ms_call.stream.
-   Errors: INVALID (shapes do not match), UNSUPPORTED (dtype), BACKEND. */
+/* In a callback: c = alpha * a * b + beta * c, row-major; with beta 0, c is not read; c cannot be
+   transposed. a and b are both F32, F16 or BF16, c is F32 or like them; products are summed in F32.
+   If c is a batch, a and b are each a batch of the same size or one matrix for all. Stream:
+   ms_call.stream. Return its error from the callback; the text reaches ms_last_error. Errors:
+   INVALID (shapes do not match), UNSUPPORTED (dtype), BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a, ms_matrix b,
                                        float beta, ms_matrix c);
 
@@ -1243,14 +1275,16 @@ MEMSCALE_API_CHECKED ms_result ms_visit_decisions(const ms_model *model, ms_deci
 /* Runs forward and backward by the plain plan and by the present plan, both from the present values
    and inputs, with the seed of the next step (with accumulation, one micro-batch) and no update,
    and compares the gradients of all trained params and the buffers that layers change. Afterwards
-   visit (may be NULL) receives each of them, in the order of registration. If all bits are equal,
-   the plan changes nothing. Memory that a callback is to write holds poison, which also exposes a
-   layer that reads what nobody has written; only ms_config.debug finds a mistake that both passes
-   make. A loss that is not finite is compared like any other. Even after an error the model is as
-   before: values, readable gradients and outputs, counts, recordings. Temporary memory: on the
-   device one allocation beside the arena, for the transient values and gradients of the plain plan
-   and a copy of changing buffers; on the host a copy of these gradients and buffers, one more of
-   buffers that stay there, two programs and 1 MiB (in debug mode also what that takes).
+   visit (may be NULL) receives each of them, in the order of registration; it may call any function
+   of the model except ms_destroy. If all bits are equal, the plan changes nothing. Memory that a
+   callback is to write holds poison, which also exposes a layer that reads what nobody has written;
+   only ms_config.debug finds a mistake that both passes make. A loss that is not finite is compared
+   like any other. Even after an error the model is as before: values, readable gradients and
+   outputs, counts, recordings. (In debug mode, a backend that fails twice in a row can leave
+   garbage in params; the model is then marked failed.) Temporary memory: on the device one
+   allocation beside the arena, for the transient values and gradients of the plain plan and a copy
+   of changing buffers; on the host a copy of these gradients and buffers, one more of buffers that
+   stay there, two programs and 1 MiB (in debug mode also what that takes).
    Stream: waits. Errors: as ms_step except NONFINITE; OUT_OF_MEMORY; ORDER (not wrapped; a step is
    under way; a setting waits for the next ms_wrap). *report is zeroed then, visit is not called. */
 MEMSCALE_API_CHECKED ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
