@@ -3842,13 +3842,6 @@ static bool msi_next_operand(msi_operand_cursor *c) {
     msi_operand_cursor operand = msi_operands_of(g, l, group);                                     \
     msi_next_operand(&operand);
 
-/* What a layer makes, `count` in all: outputs, then saved tensors. */
-static const uint32_t *msi_made_by(const msi_graph *g, uint32_t layer, uint32_t *count) {
-    const msi_layer *l = &g->layers.items[layer];
-    *count = (uint32_t)l->count[MSI_GROUP_OUT] + l->count[MSI_GROUP_SAVED];
-    return msi_group(g, l, MSI_GROUP_OUT);
-}
-
 /* The mask of a group in a declaration of reads, or `otherwise` if it declares nothing. */
 static uint16_t msi_declared_reads(const ms_reads *r, int group, uint16_t otherwise) {
     const uint16_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param, otherwise};
@@ -13919,9 +13912,10 @@ MEMSCALE_API void ms_destroy(ms_model *model) {
 }
 
 MEMSCALE_API const char *ms_last_error(const ms_model *model) {
-    return model ? model->errors.text
-                 : "there is no model: ms_create had no memory, its config is out of range, or its "
-                   "backend could not be opened; the reason went to config.log";
+    return model
+               ? model->errors.text
+               : "there is no model: ms_create had no memory, or refused its config, or could not "
+                 "open its backend; the latter two are explained in config.log";
 }
 
 MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) {
