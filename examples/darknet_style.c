@@ -675,10 +675,9 @@ static int bind_layer(const ms_call *call) {
     return 0;
 }
 
-/* x_norm is not kept: it is made again from x, in the workspace, where backward finds it until
-   im2col overwrites it. A dropped output is made again in the same way, without its convolution. A
-   second forward of dropout would draw other numbers, and shift those of all later layers; so the
-   numbers that it drew are saved and applied again. */
+/* x_norm is made again from x, in the workspace, where backward finds it until im2col overwrites
+   it; a dropped output likewise, without its convolution. A second forward of dropout would draw
+   other numbers, and shift those of all later layers: those of the first are saved and applied. */
 static int run_layer(const ms_call *call) {
     const network net = *(network *)call->user;
     const layer l = net.layers[net.index];
