@@ -13814,7 +13814,7 @@ static void msi_visit_inputs(const msi_walk *w) {
             input.tensor = msi_handle(resident->tensor, MSI_ROLE_VALUE);
             input.kind = MS_OPERAND_TARGET;
             input.offset = resident->offset;
-            input.bytes = m->graph.tensors.items[resident->tensor].bytes;
+            input.bytes = w->program->ranges.items[k].bytes;
             input.is_written = true;
             msi_emit_besides(w, MS_EVENT_INPUT, MS_STREAM_TO_DEVICE,
                              msi_enqueue(&c, MS_STREAM_TO_DEVICE, 0.0, us), us, &input);
