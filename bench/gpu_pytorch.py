@@ -7,7 +7,7 @@ The same models, shapes and tokens as nn.h builds, in float32 with TF32 matrix p
 with its defaults; plain, and with torch.utils.checkpoint around each block. Attention is
 F.scaled_dot_product_attention; with --math it is written out, which keeps the scores. The columns
 are those of bench/gpu --tsv: peak_bytes is torch.cuda.max_memory_allocated, taken_bytes what the
-device lacks behind the steps (cudaMemGetInfo), which includes what the caching allocator holds.
+device lacks after the steps (cudaMemGetInfo), which includes what the caching allocator holds.
 """
 
 import argparse
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Normalization before each branch (GPT-2) or behind each sum (BERT)."""
+    """Normalization before each branch (GPT-2) or after each sum (BERT)."""
 
     def __init__(self, channels, heads, is_bert, written_out):
         super().__init__()
@@ -169,7 +169,7 @@ def step_flops(size, params):
 
 
 def time_steps(step, count):
-    """Milliseconds of each step by events and on average by the clock, one behind the other."""
+    """Milliseconds of each step by events and on average by the clock, one after the other."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     torch.cuda.synchronize()
     start = time.perf_counter()

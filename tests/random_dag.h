@@ -1468,7 +1468,7 @@ static inline void rd_advance_state(rd_op *op, const ms_call *call) {
     }
 }
 
-/* Rubbish in memory whose value nobody is to use again. */
+/* Garbage in memory whose value nobody is to use again. */
 static inline void rd_destroy(void *data, uint64_t bytes) {
     memset(data, 0xff, (size_t)bytes);
 }
@@ -1751,7 +1751,7 @@ static inline void rd_initial(const rd_graph *g, uint32_t index, const int64_t *
     }
 }
 
-/* Memory at a multiple of 64 bytes, full of rubbish; what t_lend gave stands in front of it. */
+/* Memory at a multiple of 64 bytes, full of garbage; what t_lend gave stands in front of it. */
 static inline void *rd_alloc(uint64_t bytes) {
     enum { ALIGNMENT = 64 };
     char *base = (char *)t_lend((size_t)bytes + ALIGNMENT + sizeof(base));
@@ -1776,7 +1776,7 @@ static inline uint64_t rd_largest_bytes(const rd_graph *g, const rd_value *v) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// a call without a model behind it
+// a call without a model
 
 typedef struct rd_frame {
     ms_view view[RD_GROUP_COUNT][RD_SLOTS];
@@ -1954,7 +1954,7 @@ static inline void rd_frame_free(rd_frame *f) {
 }
 
 /* Edges of one call: those that add up themselves are given the sum, in the order of their slots;
-   the others memory of their own, which is added behind the call. */
+   the others memory of their own, which is added after the call. */
 static inline void rd_reference_edges(rd_reference *r, rd_frame *f, const rd_layer *l, int group,
                                       uint32_t mask, float **parts) {
     bool is_param = group == RD_GROUP_PARAM;

@@ -2,7 +2,7 @@
 # Compiles the C snippets of one document as C, checks that they are C++ too, and runs those that are
 # whole programs.
 # A snippet is a block fenced by ```c or, in the manual of a header, lines indented by eight behind a
-# blank line. One with a main is a program; a block without a language right behind it is what it must
+# blank line. One with a main is a program; a block without a language right after it is what it must
 # print. The others form one file: definitions stand first; of
 # statements, each snippet is a block inside the one before, so that it sees what that declared.
 # A block fenced by ```cuda is a program for nvcc, which the emulation of tests/emulation runs.

@@ -515,7 +515,7 @@ static void a_failing_eval_does_not_end_training(void **state) {
     ms_destroy(twin.model);
 }
 
-/* With early updates a failure behind the first of them leaves a model that must be written. */
+/* With early updates a failure after the first of them leaves a model that must be written. */
 static void an_update_cut_in_two_fails_the_model(void **state) {
     (void)state;
     t_chain chain, twin;
@@ -710,7 +710,7 @@ static void values_survive_wrap_and_detach(void **state) {
     ms_destroy(m);
 }
 
-/* There is no handle, or nothing behind it. */
+/* There is no handle, or no memory that belongs to it. */
 static void expect_unreadable(ms_model *m, ms_tensor tensor) {
     float data[T_CHAIN_INPUT];
     assert_true(ms_read(m, tensor, data) != MS_RESULT_OK);

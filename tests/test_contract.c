@@ -513,7 +513,7 @@ static bool replay_add(replay *r, const ms_event *event, uint32_t operand) {
                      (unsigned)c->tensor, (unsigned)c->bytes, (unsigned)c->offset);
             return replay_fail(r, what, event, operand);
         }
-        c->tensor = UINT32_MAX; // taken over; to be removed behind the event
+        c->tensor = UINT32_MAX; // taken over; to be removed after the event
     }
     assert_true(r->cell_count < CELLS);
     cell *c = &r->cells[r->cell_count++];
@@ -637,7 +637,7 @@ static void replay_update(replay *r, const ms_event *event) {
         } else if (o->tensor.id == ms_gradient(r->net->model, event->tensor).id) {
             args.gradient = data;
         } else if (o->tensor.id == 0) {
-            args.gradient_scale = data + 2; // behind the sum, see replay_other
+            args.gradient_scale = data + 2; // after the sum, see replay_other
         }
         for (int i = 0; i < RD_STATES; ++i) {
             ms_tensor state = ms_optimizer_state(r->net->model, event->tensor, i);
@@ -701,7 +701,7 @@ static bool replay_other(replay *r, const ms_event *event) {
         return true;
     case MS_EVENT_NORM:
         return r->cpu.add_squares_f32(r->cpu.user, data, count, sum) == 0;
-    case MS_EVENT_CLIP: { // the scale lies behind the sum
+    case MS_EVENT_CLIP: { // the scale lies after the sum
         ms_step_state state;
         memset(&state, 0, sizeof state);
         return r->cpu.clip_scale(r->cpu.user, sum, r->run.graph->optimizer.grad_clip_norm,
@@ -822,7 +822,7 @@ static bool replay_begin(const trial *t, rd_net *n, bool dry) {
     return fine;
 }
 
-/* What is left behind the program must be what the step leaves for ms_read, with the same bits. */
+/* What is left after the program must be what the step leaves for ms_read, with the same bits. */
 static bool replay_compare(replay *r, const view *seen) {
     bool keeps_gradients = r->run.graph->optimizer.kind == MS_OPTIMIZER_NONE;
     for (uint32_t i = 0; i < seen->count && r->fine; ++i) {

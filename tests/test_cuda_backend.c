@@ -384,7 +384,7 @@ static void run_micros(cn_net *net, uint64_t first, uint64_t steps) {
     }
 }
 
-/* Three good steps, a bad one, others behind it, and the report. later: how many are enqueued before
+/* Three good steps, a bad one, others after it, and the report. later: how many are enqueued before
    somebody looks; -1: ms_step(&loss) of the bad one is where it shows. */
 static void run_trouble(const trouble_case *c, int later, cn_values *before, cn_values *after) {
     cn_net net;
@@ -490,7 +490,7 @@ static ms_result bad_step_in_calls(cn_net *net, int what) {
     }
 }
 
-/* The report comes from what the host does, or from ms_synchronize behind it. */
+/* The report comes from what the host does, or from ms_synchronize after it. */
 static void test_nonfinite_in_calls(void **state) {
     (void)state;
     cn_how how;

@@ -64,7 +64,7 @@ static void device_release(void *device) {
     assert_int_equal(cudaFree(device), cudaSuccess);
 }
 
-/* The same bytes on the host and on the device, with some before and behind them. */
+/* The same bytes on the host and on the device, with some before and after them. */
 enum { MARGIN = 64 };
 
 typedef struct pair {
@@ -184,7 +184,7 @@ static void test_sums(void **state) {
     bench_close(&b);
 }
 
-/* The four ways of copying, and what is told; the host's memory changes behind the call where it
+/* The four ways of copying, and what is told; the host's memory changes after the call where it
    may. */
 static void test_copies(void **state) {
     (void)state;

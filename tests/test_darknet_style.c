@@ -34,7 +34,7 @@ static void open_small(run *r) {
 // ------------------------------------------------------------------------------------------------
 // the trainer by itself
 
-/* The loss of the batch that is loaded, in float64 behind the last connected layer, with the same
+/* The loss of the batch that is loaded, in float64 after the last connected layer, with the same
    random numbers each time. */
 static double loss_of(network *net) {
     const layer *last = &net->layers[net->n - 2];

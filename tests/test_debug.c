@@ -515,7 +515,7 @@ static void lies_are_caught(void **state) {
     }
 }
 
-/* An output that is kept, or that a layer behind it reads, lies there for all to read. */
+/* An output that is kept, or that a layer after it reads, lies there for all to read. */
 static void lies_about_what_still_lives(void **state) {
     (void)state;
     faults = 0;

@@ -287,7 +287,7 @@ static void test_largest_batch(void **state) {
 // ------------------------------------------------------------------------------------------------
 // JSON and XML
 
-/* One value of RFC 8259 and the space behind it; NULL where it is none. */
+/* One value of RFC 8259 and the space after it; NULL where it is none. */
 static const char *json_value(const char *c);
 
 static const char *json_space(const char *c) {

@@ -205,7 +205,7 @@ static ms_result fault_write(fault_net *net) {
 }
 
 /* The smallest budget where the plan shall be tight. It takes most of the time of a first plan: what
-   comes behind the plan uses the one that is known. */
+   comes after the plan uses the one that is known. */
 static ms_result fault_budget(fault_net *net, uint64_t *known) {
     ms_result result = MS_RESULT_OK;
     if (!net->how->tight) {

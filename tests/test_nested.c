@@ -204,7 +204,7 @@ static bool walk_values_read(walk *w, const msi_layer *l, int group, uint32_t ma
 }
 
 /* State: forward sees it and changes it; a recomputation sees what forward saw; backward what is
-   there behind the last forward. */
+   there after the last forward. */
 static bool walk_state(walk *w, const msi_layer *l, msi_op op) {
     const uint32_t *state = msi_group(w->g, l, MSI_GROUP_STATE);
     uint32_t *seen = w->seen + (state - w->g->operands.items);
@@ -602,7 +602,7 @@ static bool made_for_something(const passes *s, const msi_instruction *i) {
     return true;
 }
 
-/* The program has to run the same layers in this pass, and what leaves behind it lives no longer.
+/* The program has to run the same layers in this pass, and what leaves after it lives no longer.
    */
 static bool compare_pass(passes *s) {
     const msi_program *p = s->p;

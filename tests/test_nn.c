@@ -63,7 +63,7 @@ static int c_lift_backward(const ms_call *call) {
 }
 
 /* in[0] is the output under test, in[1 + j] the lifted leaf j, param[j] the leaf that is a param,
-   and C_WEIGHTS inputs behind them the weights of them all: products, which any device has. */
+   and C_WEIGHTS inputs after them the weights of them all: products, which any device has. */
 static ms_matrix c_column(const ms_view *view) {
     const int64_t count = nn_count(view);
     return nn_matrix(nn_floats(view), count, 1, 1);

@@ -596,7 +596,7 @@ typedef enum network_kind {
     NETWORK_GPT2,
     NETWORK_GPT2_BLOCKS,
     NETWORK_BERT,
-    NETWORK_DAG, // and those behind it: other seeds
+    NETWORK_DAG, // and those after it: other seeds
     NETWORK_COUNT = NETWORK_DAG + 40
 } network_kind;
 

@@ -147,7 +147,7 @@ static void a_step_by_hand(void **state) {
         {MS_EVENT_FORWARD, 10.0},                // matmul0
         {MS_EVENT_FORWARD, 11.0},                // squash0
         {MS_EVENT_FORWARD, 12.0},                // loss
-        {MS_EVENT_SEED, 1.0 + 0.192},            // behind the sum of the losses
+        {MS_EVENT_SEED, 1.0 + 0.192},            // after the sum of the losses
         {MS_EVENT_BACKWARD, 22.0},               // loss
         {MS_EVENT_BACKWARD, 21.0},               // squash0
         {MS_EVENT_BACKWARD, 20.0},               // matmul0
@@ -211,7 +211,7 @@ static void copies_in_are_waited_for(void **state) {
 }
 
 /* An instruction waits for a copy on another stream that makes one of its operands, and for no
-   other; computing that has got behind the copies meanwhile waits for nothing. */
+   other; computing that the copies have overtaken waits for nothing. */
 static void operands_are_waited_for(void **state) {
     (void)state;
     const t_chain chain = wrap_dry(1);
@@ -235,7 +235,7 @@ static void operands_are_waited_for(void **state) {
     c.free_us[MS_STREAM_COMPUTE] = 90.0;
     near(msi_clock_run(&c, 0, 5.0), 90.0);
     near(c.stall_us, 40.0);
-    /* A copy begins behind the computing that is enqueued, on its own stream; that is no stall. */
+    /* A copy begins after the computing that is enqueued, on its own stream; that is no stall. */
     near(msi_enqueue(&c, MS_STREAM_TO_HOST, c.free_us[MS_STREAM_COMPUTE], 30.0), 95.0);
     near(msi_enqueue(&c, MS_STREAM_TO_HOST, c.free_us[MS_STREAM_COMPUTE], 30.0), 125.0);
     near(c.free_us[MS_STREAM_COMPUTE], 95.0);
@@ -878,7 +878,7 @@ static void verifications_are_no_samples(void **state) {
     clocked_end(&n);
 }
 
-/* ms_wrap in the middle begins anew; behind the samples it uses them, and so does ms_detach. */
+/* ms_wrap in the middle begins anew; after the samples it uses them, and so does ms_detach. */
 static void other_plans_in_between(void **state) {
     (void)state;
     clocked_net n;
@@ -1187,7 +1187,7 @@ static const char *json_number(const char *c) {
     return c;
 }
 
-/* The items of an array or an object, behind its bracket. */
+/* The items of an array or an object, after its bracket. */
 static const char *json_items(const char *c, char end, int depth) {
     c = json_space(c);
     if (c != NULL && *c == end) {

@@ -171,7 +171,7 @@ static bool same_values(pair *p) {
     return same;
 }
 
-/* A micro-batch of both, and a verification before and behind that of the first. */
+/* A micro-batch of both, and a verification before and after that of the first. */
 static bool step_pair(pair *p, uint64_t round, uint32_t micro) {
     seen s;
     ms_verify_report report;

@@ -711,7 +711,7 @@ static inline void cn_start(cn_net *net, const cn_how *how) {
     t_ok(net->model, cn_write_params(net));
 }
 
-/* The inputs of a batch by its number; its host memory is rubbish afterwards. */
+/* The inputs of a batch by its number; its host memory is garbage afterwards. */
 static inline ms_result cn_feed(cn_net *net, uint64_t number) {
     t_rng rng = t_seed(1000 + number);
     float x[CN_MOST_ROWS * CN_COLS], one = 1.0f, scale = 0.75f + 0.125f * (float)(number % 3);

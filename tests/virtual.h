@@ -9,10 +9,10 @@
         ... ms_create to ms_destroy; layers through v_wrap, whose callbacks then run late too
         v_close(&device);
 
-    Device memory is filled with rubbish when it is allocated and when it is released. Copies read
+    Device memory is filled with poison when it is allocated and when it is released. Copies read
     and write host memory when they run, whichever memory it is. The n-th call can be made to fail
     (engine.fail_at), and the n-th operation (late_fail_at), which the host hears of when it waits
-    next. Include it behind the implementation of memscale.h. */
+    next. Include it after the implementation of memscale.h. */
 #ifndef VIRTUAL_H
 #define VIRTUAL_H
 

@@ -16,9 +16,9 @@
  * - A call only queues its work. The work runs when the host waits, in an adversarial order
  *   (streams.h). A kernel runs block by block in random order, the threads of a block one after
  *   the other in an order that changes, each until it ends or waits for others.
- * - Device memory is inaccessible to the host and filled with rubbish; an access past one of its
+ * - Device memory is inaccessible to the host and filled with poison; an access past one of its
  *   ends, or after cudaFree, faults, and a write past the other end is found at cudaFree. Kernels
- *   can touch neither pinned memory nor what emulation_host_alloc gives. Shared memory is rubbish
+ *   can touch neither pinned memory nor what emulation_host_alloc gives. Shared memory is garbage
  *   at the start of each block.
  * - Copies from and to pinned memory take place when their turn comes; pageable memory is read at
  *   the call, and what is copied to it is waited for.

@@ -17,7 +17,7 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
-/* A section of their own, so that all of them can be filled with rubbish before each block. */
+/* A section of their own, so that all of them can be filled with poison before each block. */
 #define __shared__ static __attribute__((section("emulation_shared")))
 
 /* Of the thread that runs. */

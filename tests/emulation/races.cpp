@@ -8,7 +8,7 @@
  *   g++ part.o runtime.o memory.o fibers.o cublas.o races.o ... (without -fsanitize=thread)
  *
  * What orders two accesses: the same thread; a __syncthreads between threads of a block; a __syncwarp
- * between lanes of a warp; between blocks, a __threadfence behind the first access, where the second
+ * between lanes of a warp; between blocks, a __threadfence after the first access, where the second
  * one's block has used an atomic. Two atomics need no order. Of the readers of a word two are
  * remembered, of the writers one: some races show only in other orders, so try several seeds.
  */
