@@ -8,7 +8,6 @@ int cnn_main(int argc, char **argv);
 #include "testing.h"
 #include "testing_nn.h"
 
-
 // ------------------------------------------------------------------------------------------------
 // running statistics: one batch normalization on an input
 

@@ -310,9 +310,9 @@ static void test_launches(void **state) {
     cn_start(&net, &how);
     cn_steps(&net, 0, 3);
     emulation_finish();
-    static const char *const kernels[] = {"msi_k_adamw", "msi_k_sum",  "msi_k_add_partials",
-                                          "msi_k_loss",  "msi_k_clip", "msi_k_fill_f32",
-                                          "msi_k_upload",  "cn_k_layer", "msi_k_add_f32"};
+    static const char *const kernels[] = {"msi_k_adamw",  "msi_k_sum",  "msi_k_add_partials",
+                                          "msi_k_loss",   "msi_k_clip", "msi_k_fill_f32",
+                                          "msi_k_upload", "cn_k_layer", "msi_k_add_f32"};
     const uint64_t expected[] = {CN_PARAMS, CN_PARAMS + 1, CN_PARAMS, 1, 1, 1, 2, 2 * net.op_count};
     uint64_t sum = 0;
     for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++) {

@@ -8,7 +8,6 @@
 #include "testing.h"
 #include "testing_nn.h"
 
-
 // ------------------------------------------------------------------------------------------------
 // the harness: leaves -> [lift] -> layer under test -> weighted sum
 
