@@ -1886,10 +1886,7 @@ typedef struct msi_tensor {
     uint64_t trained_since; // number of completed updates when its optimizer state was made
     bool frozen, is_output, is_eval_output, on_host, no_gradient;
     uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
-    /* Per role: the trainer's memory if its bit in `borrowed` is set, otherwise a copy of what was
-       written before ms_wrap. */
-    void *memory[MSI_ROLE_RESIDENT_COUNT];
-    uint8_t borrowed;
+    uint8_t borrowed;                      // mask of the roles whose memory is the trainer's
     /* analysis of the graph, by ms_wrap */
     bool wants_gradient;
     bool updates_early; // params: may be updated inside backward
@@ -1897,6 +1894,8 @@ typedef struct msi_tensor {
     bool leads_to_loss;
     uint32_t last_reader;   // the last layer to run backward whose backward reads the value
     uint32_t last_gradient; // the last layer to run backward that contributes to its gradient
+    /* Per role: the trainer's memory, or a copy of what was written before ms_wrap. */
+    void *memory[MSI_ROLE_RESIDENT_COUNT];
 } msi_tensor;
 
 enum { MSI_WORKSPACE_FORWARD, MSI_WORKSPACE_BACKWARD, MSI_WORKSPACE_RECOMPUTE };
@@ -1965,10 +1964,10 @@ typedef struct msi_layer {
     ms_edges accumulates, overwrites;
     ms_slot_masks clobbers;
     uint16_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved;
-    bool no_recompute, keeps_state, no_backward;
-    bool differentiable; // gradients pass through it: it has a backward, or no callback at all
-    bool has_backward;   // analysis: its backward runs
-    bool ends_in_loss;   // analysis: its forward writes gradients
+    bool no_recompute : 1, keeps_state : 1, no_backward : 1;
+    bool differentiable : 1; // gradients pass through it: it has a backward, or no callback at all
+    bool has_backward : 1;   // analysis: its backward runs
+    bool ends_in_loss : 1;   // analysis: its forward writes gradients
 } msi_layer;
 
 typedef struct msi_axis {
@@ -7233,15 +7232,17 @@ typedef struct msi_layout_work {
     const msi_block *blocks;
     uint32_t count, used, times; // used: blocks that have bytes
     uint32_t *first, *last;      // per block: its live range in compressed time
-    uint32_t *starts;            // per compressed time: the instruction
     uint32_t *order, *scratch;   // of the blocks in use; scratch memory to sort it
-    uint32_t *ranks;             // per block: its place in the order, while that is mended
-    uint32_t *best_order;        // of the best first-fit
-    uint32_t *waiting, *penalty; // blocks that were ejected; per block: how hard it is to place
-    uint64_t *key, *load;        // per block: what to sort by; per compressed time: live bytes
-    uint64_t *offset, *best;     // per block: in the layout at hand, in the best one
-    msi_skyline bottom, top;     // stage 1; they share their memory with
-    msi_spot *by_low, *by_high;  // the later stages: the same spots, sorted either way
+    uint32_t *penalty;           // per block: how hard it is to place
+    /* Each of one stage, so that they share their memory. */
+    uint32_t *starts;           // to compress time; per compressed time: the instruction
+    uint32_t *best_order;       // first-fit in several orders: the best one
+    uint32_t *ranks;            // to mend an order; per block: its place in it
+    uint32_t *waiting;          // ejection chains: the blocks without a place
+    uint64_t *key, *load;       // per block: what to sort by; per compressed time: live bytes
+    uint64_t *offset, *best;    // per block: in the layout at hand, in the best one
+    msi_skyline bottom, top;    // stage 1; they share their memory with
+    msi_spot *by_low, *by_high; // the later stages: the same spots, sorted either way
     uint32_t spot_count, waiting_count;
     uint64_t bound, enough, height, effort; // the search ends at `enough`, never below the bound
     uint64_t random;
@@ -7850,8 +7851,7 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
     uint64_t **by_node[] = {&w->bottom.highest, &w->bottom.applied, &w->top.highest,
                             &w->top.applied};
     uint64_t **by_block[] = {&w->key, &w->offset, &w->best, &w->load};
-    uint32_t **numbers[] = {&w->first,   &w->last,  &w->starts,     &w->order,  &w->penalty,
-                            &w->scratch, &w->ranks, &w->best_order, &w->waiting};
+    uint32_t **numbers[] = {&w->first, &w->last, &w->order, &w->scratch, &w->penalty, &w->starts};
     const uint64_t count = w->count, number_count = sizeof numbers / sizeof numbers[0];
     uint64_t nodes = 2;
     while (nodes < 2 * count) {
@@ -7868,6 +7868,7 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
     if (memory) {
         w->by_low = (msi_spot *)(void *)memory;
         w->by_high = w->by_low + count;
+        w->best_order = w->ranks = w->waiting = w->starts;
     }
     return words * sizeof(uint64_t) + number_count * count * sizeof(uint32_t);
 }
@@ -8321,10 +8322,9 @@ static msi_score msi_score_of(const msi_scorer *s, const msi_tensor_decision *de
 /* What all searches start from, and the best plan that they have found. */
 typedef struct msi_search {
     const msi_scorer *scorer;
-    const msi_tensor_decision *base; // before any choice
-    uint64_t budget, enough;         // no layout need be smaller than `enough`
-    bool early;                      // the plans proposed update params inside backward
-    msi_tensor_decision *best;       // the best plan so far, if one was found
+    uint64_t budget, enough;   // no layout need be smaller than `enough`
+    bool early;                // the plans proposed update params inside backward
+    msi_tensor_decision *best; // the best plan so far, if one was found
     bool found, fits, best_early;
     msi_score best_score;
 } msi_search;
@@ -8389,13 +8389,23 @@ static uint64_t msi_decisions_bytes(const msi_graph *g) {
     return g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
 }
 
-/* The plain plan drops only values that no backward reads, and updates params last. */
+/* Whether dropping a value is a choice: the plain plan drops those that no backward reads. */
+static bool msi_is_choice(const msi_graph *g, uint32_t t) {
+    return g->tensors.items[t].last_reader != MSI_NONE && msi_is_droppable(g, t);
+}
+
+/* The plain plan drops only what no backward reads, and updates params last. */
 static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions) {
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        decisions[t].pass =
-            g->tensors.items[t].last_reader == MSI_NONE && msi_is_droppable(g, t) ? 1 : 0;
+        decisions[t].pass = msi_is_droppable(g, t) && !msi_is_choice(g, t) ? 1 : 0;
         decisions[t].update_after = MSI_NONE;
     }
+}
+
+/* What a search begins with: nothing is dropped by choice. */
+static void msi_decide_base(const msi_search *s, msi_tensor_decision *decisions) {
+    msi_decide_plain(s->scorer->graph, decisions);
+    msi_place_updates(s->scorer->graph, decisions, s->early, 0);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -8560,8 +8570,8 @@ static uint64_t msi_greedy_bytes(const msi_graph *g) {
            g->layers.count * (uint64_t)(sizeof(uint64_t) + sizeof(uint32_t));
 }
 
-/* Begins with the decisions `base`. False, and the scorer is short, without memory. */
-static bool msi_greedy_init(msi_greedy *w, const msi_scorer *s, const msi_tensor_decision *base) {
+/* Begins with the plain plan. False, and the scorer is short, without memory. */
+static bool msi_greedy_init(msi_greedy *w, const msi_scorer *s) {
     const msi_graph *g = s->graph;
     memset(w, 0, sizeof *w);
     w->scorer = s;
@@ -8573,7 +8583,7 @@ static bool msi_greedy_init(msi_greedy *w, const msi_scorer *s, const msi_tensor
     w->segment_bytes = w->started_bytes + g->tensors.count;
     w->decisions = (msi_tensor_decision *)(void *)(w->segment_bytes + g->layers.count);
     w->segment = (uint32_t *)(void *)(w->decisions + g->tensors.count);
-    memcpy(w->decisions, base, g->tensors.count * sizeof *base);
+    msi_decide_plain(g, w->decisions);
     return msi_pricing_init(&w->pricing, s);
 }
 
@@ -9155,7 +9165,7 @@ static uint32_t msi_count_drops(const msi_chain *c, uint32_t number) {
         bool joined = false;
         for (MSI_EACH_MADE(made, c->graph, i)) {
             const bool inner =
-                msi_is_inner(c, number, made.tensor) && c->search->base[made.tensor].pass == 0;
+                msi_is_inner(c, number, made.tensor) && msi_is_choice(c->graph, made.tensor);
             const bool saved = made.slot >= l->count[MSI_GROUP_OUT];
             count += inner && (!saved || l->recompute || !joined);
             joined |= inner && saved;
@@ -9319,12 +9329,10 @@ static uint32_t msi_drops_of_option(uint32_t drops, uint32_t option, uint32_t op
 /* Measures each option of all stages. The first drops only values that nothing reads, the last all
    values that do not pass to the next stage. */
 static void msi_find_options(msi_chain *c) {
-    const msi_tensor_decision *base = c->search->base;
-    const uint32_t tensors = c->graph->tensors.count;
     uint32_t drops[MSI_CHAIN_STAGES], most = 0;
-    memcpy(c->decisions, base, tensors * sizeof *base);
-    for (uint32_t t = 0; t < tensors; t++) {
-        c->option_of[t] = base[t].pass > 0 ? 0 : UINT8_MAX;
+    msi_decide_base(c->search, c->decisions);
+    for (uint32_t t = 0; t < c->graph->tensors.count; t++) {
+        c->option_of[t] = c->decisions[t].pass > 0 ? 0 : UINT8_MAX;
     }
     for (uint32_t k = 0; k < c->count; k++) {
         msi_assign_output(c, k, 0);
@@ -9627,7 +9635,7 @@ static uint32_t msi_find_point(msi_chain *c, uint64_t budget) {
 static bool msi_try_point(msi_chain *c, uint32_t number) {
     msi_search *s = c->search;
     const uint64_t bytes = msi_whole_chain(c)->points[number].bytes;
-    memcpy(c->decisions, s->base, c->graph->tensors.count * sizeof *s->base);
+    msi_decide_base(s, c->decisions);
     msi_assign_subchain(c, false, 0, c->count - 1, bytes, 0);
     const double us = msi_try(s, c->decisions);
     return (s->fits && us >= s->best_score.us) || msi_is_short(c->scorer);
@@ -9755,7 +9763,7 @@ static bool msi_list_groups(msi_exhaustive *all, bool by_layer) {
         bool open = false;
         for (MSI_EACH_MADE(made, g, i)) {
             const uint32_t t = made.tensor;
-            const bool joins = msi_is_droppable(g, t) && all->search->base[t].pass == 0;
+            const bool joins = msi_is_choice(g, t);
             if (joins && (!open || !by_layer)) {
                 if (all->count == MSI_ALL_GROUPS) {
                     return false;
@@ -9773,7 +9781,7 @@ static bool msi_list_groups(msi_exhaustive *all, bool by_layer) {
 }
 
 static void msi_decide_groups(msi_exhaustive *all, uint32_t mask) {
-    memcpy(all->decisions, all->search->base, all->graph->tensors.count * sizeof *all->decisions);
+    msi_decide_base(all->search, all->decisions);
     for (uint32_t k = 0; k < all->count; k++) {
         for (uint32_t i = all->first[k]; (mask >> k & 1) && i < all->first[k + 1]; i++) {
             all->decisions[all->members[i]].pass = 1;
@@ -9869,9 +9877,8 @@ typedef struct msi_solver {
     const msi_request *request;
     const msi_scorer *scorer;
     msi_plan *plan;
-    msi_tensor_decision *base; // before any choice
-    msi_score score;           // of plan->decisions
-    bool early;                // plan->decisions update params inside backward
+    msi_score score; // of plan->decisions
+    bool early;      // plan->decisions update params inside backward
 } msi_solver;
 
 /* Takes the offsets of the program at the largest sizes: it has the same live ranges with the same
@@ -9925,7 +9932,7 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w, uint64_t budget) {
     }
     msi_drop_forced(w);
     msi_place_updates(w->graph, w->decisions, false, 0);
-    if (memcmp(w->decisions, s->base, w->graph->tensors.count * sizeof *s->base) != 0) {
+    if (memcmp(w->decisions, s->plan->decisions, msi_decisions_bytes(w->graph)) != 0) {
         w->score = msi_score_of(w->scorer, w->decisions);
     }
     if (!always_early) {
@@ -9952,7 +9959,6 @@ static void msi_search_all(msi_solver *s, msi_greedy *w, uint64_t budget) {
     const double plain_us = w->score.us;
     msi_search search = MSI_ZERO_INIT;
     search.scorer = s->scorer;
-    search.base = s->base;
     search.budget = budget;
     search.best = s->plan->decisions;
     msi_search_greedy(w, budget, may_drop);
@@ -9961,7 +9967,6 @@ static void msi_search_all(msi_solver *s, msi_greedy *w, uint64_t budget) {
     if (may_drop && !forced) {
         search.early = early;
         search.enough = budget; // which plans fit is all that matters; the best is laid out again
-        msi_place_updates(w->graph, s->base, early, 0);
         msi_search_chain(&search);
         msi_search_exhaustive(&search, plain_us);
     }
@@ -10007,10 +10012,9 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     }
 }
 
-/* Fills in a plan that has its eval program: decisions, training program and sizes. */
+/* Makes the decisions, the training program and the sizes of a plan that has its eval program, and
+   decides as the plain one. */
 static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_plan *plan) {
-    const msi_graph *g = scorer->graph;
-    const uint64_t bytes = msi_decisions_bytes(g);
     msi_greedy greedy;
     msi_solver s = MSI_ZERO_INIT;
     s.scorer = scorer;
@@ -10021,16 +10025,10 @@ static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_
         plan->arena_bytes = s.score.bytes;
         return;
     }
-    s.base = (msi_tensor_decision *)msi_scratch(scorer, bytes);
-    if (!s.base) {
-        return;
-    }
-    msi_decide_plain(g, s.base);
-    if (msi_greedy_init(&greedy, scorer, s.base)) {
+    if (msi_greedy_init(&greedy, scorer)) {
         msi_choose_plan(&s, &greedy);
     }
     msi_greedy_free(&greedy);
-    msi_release(scorer->allocator, s.base, bytes);
     plan->arena_bytes = s.score.bytes;
 }
 

@@ -7,8 +7,8 @@
 #
 # quick: each test program once, in the configuration in which it finds most for its time, with short
 # sweeps; and one of each other kind of check.
-# rest: full sweeps in the release configuration, the tests as C++11, with sanitizers and on the
-# emulated device, the whole compile matrix, all programs.
+# rest: full sweeps in the release configuration, the tests with sanitizers and, as C++11, on the
+# emulated device; the whole compile matrix; all programs.
 #
 # A check is a shell command: status 0 is a pass, 77 a skip (its last line says why). One that prints
 # cmocka's summary counts as many tests as that names. The line of a check ends with the seconds of
@@ -392,8 +392,13 @@ sweeps() { # SOURCE: whether it asks how far to go
     grep -qE 't_sweep|t_stride|cn_seeds' "$1"
 }
 
+# Tests that the emulated device does not run: they have no model on a device of CUDA's, or (test_threads)
+# host callbacks that share one emulated device, and would open its memory to one another.
+host_only=' test_formats test_solver test_threads test_virtual '
+
 # Once in the quick tier, with sanitizers where memory and errors are what is tested. Their full sweeps
-# are run with sanitizers too, those of the others in the release configuration.
+# are run with sanitizers too, those of the others in the release configuration. As C++11 they run on
+# the emulated device, or else here.
 sanitized=' test_api test_faults test_memory test_profile test_validate '
 group 'tests'
 for source in tests/test_*.c; do
@@ -410,21 +415,19 @@ for source in tests/test_*.c; do
         check rest "$name, release$length" "run_test release build/tests/$name 100"
         check rest "$name, sanitizers" "$sanitize 10"
     fi
-    check rest "$name, C++11" "run_test release build/tests/${name}_cpp"
+    [[ $host_only != *" $name "* ]] || check rest "$name, C++11" "run_test release build/tests/${name}_cpp"
 done
 check quick 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
 check rest 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thread/tests/test_threads 100'
 check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api'
 check quick 'all as C++11, without code' check_dialect
 
-# The tests on the CUDA backend and a GPU that is emulated. Not here: test_virtual, test_formats and
-# test_solver, which have no model on a device of CUDA's, and test_threads, since host callbacks that
-# share one emulated device would open its memory to one another.
+# The tests on the CUDA backend and a GPU that is emulated.
 emulated_first=' test_api test_contract test_faults test_memory test_nn test_verify '
 group 'tests, emulated CUDA'
 for source in tests/test_*.c; do
     name=$(basename "$source" .c)
-    case $name in test_virtual | test_formats | test_solver | test_threads) continue ;; esac
+    [[ $host_only != *" $name "* ]] || continue
     emulate="run_test release build/emulated/tests/$name"
     if [[ $name == test_cuda* || $emulated_first == *" $name "* ]]; then
         check quick "$name" "$emulate"

@@ -272,7 +272,7 @@ static void the_library_has_its_price(void **state) {
 static void recomputation_has_its_price(void **state) {
     (void)state;
     ms_config config = t_config();
-    uint64_t smallest;
+    uint64_t smallest = 0;
     t_chain chain;
     config.dry_run = true;
     config.early_update = MS_SWITCH_OFF;
