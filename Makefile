@@ -307,6 +307,7 @@ help:
 	@echo 'make test-gpu   the tests on a GPU, with compute-sanitizer where it is found'
 	@echo 'make bench-gpu  the published models on a GPU, beside PyTorch where it is found'
 	@echo 'make fuzz       random sequences of calls for ten minutes, by clang'"'"'s fuzzer'
+	@echo 'make fuzz-corpus  the small corpus of the tests anew, from what make fuzz has found'
 	@echo 'make coverage   line coverage of the tests'
 	@echo 'make format     clang-format all sources'
 	@echo 'make clean      remove build/'

@@ -106,13 +106,14 @@
     ms_config.stream; two more streams, ordered by events, carry the copies to and from the host.
     Callbacks enqueue on ms_call.stream and wait for nothing; the model's device must be the current
     one, as for any launch. No step waits for the whole device; ms_wrap, ms_detach and ms_destroy
-    do. ms_step waits for its loss, while backward still runs; without a loss pointer it waits for
-    nothing. The device itself ensures that a step whose loss is not finite updates nothing, nor
-    does any step after it. ms_write stages inputs in pinned memory, and waits until the previous
-    write of the same input has left that. With ms_config.cuda_graph, the second step of each plan
-    is recorded and replayed from then on. Callbacks are then no longer called: everything in their
-    ms_call stays as it was, except *step_seed. The learning rate may change. It is made anew after
-    ms_borrow, ms_set_loss_factor, ms_write to a tensor on the host, or growth of a shared arena.
+    do. ms_step waits for its loss, while backward still runs, and without a loss pointer for next
+    to nothing (see there). The device itself ensures that a step whose loss is not finite updates
+    nothing, nor does any step after it. ms_write stages inputs in pinned memory, and waits until
+    the previous write of the same input has left that. With ms_config.cuda_graph, the second step
+    of each plan is recorded and replayed from then on. Callbacks are then no longer called:
+    everything in their ms_call stays as it was, except *step_seed. The learning rate may change.
+    The recording is made anew after ms_borrow, ms_set_loss_factor, ms_write to a tensor on the
+    host, or growth of a shared arena.
 
     ERRORS. Every fallible function returns an ms_result. A failing step leaves params and optimizer
     state as they were after the last completed update; buffers that its forward has changed as
@@ -128,8 +129,9 @@
     is allocated after ms_wrap in three cases: ms_reshape makes a plan for sizes that are new to it;
     ms_smallest_budget makes one and frees it; the C library has a file buffer while a backend reads
     /proc/cpuinfo, /proc/meminfo, /proc/self/cgroup, /proc/self/mountinfo, and memory.* of the
-    cgroups of the process. ms_hardware_report, ms_verify and ms_print_plan take memory and give it
-    back. With empirical_profiling, the step that plans again allocates as ms_wrap does.
+    cgroups of the process. ms_hardware_report, ms_verify, ms_visit_decisions and ms_print_plan take
+    memory and give it back. With empirical_profiling, the step that plans again allocates as
+    ms_wrap does.
 
     THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
     run on the thread that called ms_step. Of the functions that take the model, a callback may call
@@ -209,12 +211,12 @@
     X(MS_RESULT_ORDER, "the call does not fit the state of the model")                             \
     X(MS_RESULT_OUT_OF_MEMORY, "the allocator or the backend has no memory left")                  \
     X(MS_RESULT_BUDGET, "no plan fits the memory budget")                                          \
-    X(MS_RESULT_CALLBACK, "a callback of a layer returned an error")                               \
+    X(MS_RESULT_CALLBACK, "a callback returned an error")                                          \
     X(MS_RESULT_NONFINITE, "the loss or the norm of the gradients is not a finite number")         \
     X(MS_RESULT_BACKEND, "the backend reported an error")                                          \
     X(MS_RESULT_FAILED, "an update failed halfway; write params and state again, then wrap")       \
     X(MS_RESULT_DRY_RUN, "the model is a dry run and has no memory")                               \
-    X(MS_RESULT_UNSUPPORTED, "not supported by this backend or dtype")                             \
+    X(MS_RESULT_UNSUPPORTED, "not supported by this version, backend or dtype")                    \
     X(MS_RESULT_CONTRACT, "debug mode: a layer does not do what it declared")
 
 typedef enum ms_result { MEMSCALE_RESULTS(MEMSCALE_FIRST) MS_RESULT_COUNT } ms_result;
@@ -319,7 +321,7 @@ typedef struct ms_call {
     void *workspace; // 64-byte aligned; contents as declared in the ms_workspace of the desc
     uint64_t workspace_bytes;
     uint16_t wanted_out, wanted_saved; // outside backward: masks of those to write, with data
-    float loss_factor; // a layer with grads_in_forward multiplies its gradients by this
+    float loss_factor; // what backward begins with: grads_in_forward layers multiply by it
     /* For random numbers: seed differs by layer, step and micro-batch, and is the same when that
        forward is recomputed. It is layer_seed ^ *step_seed. step_seed points to device memory:
        kernels that read it there draw new numbers in every replay of a recording
@@ -349,7 +351,7 @@ typedef struct ms_allocator {
 
 typedef enum ms_log_level { MS_LOG_ERROR, MS_LOG_WARNING, MS_LOG_INFO, MS_LOG_DEBUG } ms_log_level;
 
-/* tag is the section that logs, such as "solve"; text is one line without its line end. */
+/* tag: create, error, graph, plan, policy, rules or timing; text: one line without its line end. */
 typedef void (*ms_log_fn)(ms_log_level level, const char *tag, const char *text, void *user);
 
 /* Receives the next piece of a text: length bytes, without a NUL at the end. */
@@ -440,7 +442,7 @@ typedef struct ms_update_args {
     const ms_step_state *state_of_step; // if it is halted, change nothing
 } ms_update_args;
 
-/* 0, or the caller's own error number, which ends the step. */
+/* 0, or the caller's own error number, which ends the step with MS_RESULT_CALLBACK. */
 typedef int (*ms_update_fn)(const ms_update_args *args);
 
 /* Streams run concurrently; the work on each runs in the order in which it was enqueued. */
@@ -610,8 +612,8 @@ typedef struct ms_config {
     /* Where times come from; see PROFILES. static_profiling, DEFAULT or ON: what was not measured
        is predicted from the flops and bytes of a layer; OFF: ms_wrap refuses a layer without a
        known time (ms_set_layer_time, ms_profile_load). empirical_profiling, ON: the first step
-       after ms_wrap, which is often slower than usual, is skipped; the next warmup_steps steps are
-       timed, instruction by instruction. The step after these begins by planning again with the
+       after ms_wrap, which is often slower than usual, is not timed; the next warmup_steps steps
+       are timed, instruction by instruction. The step after these begins by planning again with the
        medians, as ms_wrap would, but preferably in the existing arena; if that fails, the old plan
        stays and the log says so. The second step of the new plan is timed once more, for
        ms_visit_events and ms_print_trace. Failing steps are not counted, the micro-batches of a
@@ -659,7 +661,7 @@ typedef struct ms_edges {
 /* FINITE is for kernels that multiply what they find by a beta of 0. Only ANY costs no time. */
 typedef enum ms_contents { MS_CONTENTS_ANY, MS_CONTENTS_FINITE, MS_CONTENTS_ZERO } ms_contents;
 
-/* Scratch memory of one call: bytes + row_bytes * (first dim of out[0]). */
+/* Scratch memory of one call: bytes + row_bytes * (first dim of the first output, or 1). */
 typedef struct ms_workspace {
     uint64_t bytes, row_bytes;
     ms_contents contents; // what the callback finds in it
@@ -722,8 +724,9 @@ typedef struct ms_layer_desc {
     ms_workspace backward_workspace;
     ms_workspace recompute_workspace; // of the callback recompute
     /* Work of one forward, one backward and one call of recompute, for predicted times. 0: for
-       forward 2 per param element and row of the first output (1 per output element without
-       params), for backward twice that of forward, for recompute 1 per output element. */
+       forward 2 per param element and vector of the first output, which has elements / last dim of
+       these (1 per output element without params), for backward twice that of forward, for
+       recompute 1 per output element. */
     double flops, backward_flops, recompute_flops;
 } ms_layer_desc;
 
@@ -779,7 +782,7 @@ typedef struct ms_decision {
 /* decision is valid only during the call. */
 typedef void (*ms_decision_fn)(const ms_decision *decision, void *user);
 
-/* Times of one layer, in microseconds; 0: as predicted. */
+/* Times of one layer, in microseconds; 0: not known. */
 typedef struct ms_layer_time {
     double forward_us, backward_us, recompute_us;
 } ms_layer_time;
@@ -828,8 +831,8 @@ typedef struct ms_memory_report {
     uint64_t gap_bytes;         // lost to the layout, or reserved for larger sizes of the axes
     /* Live bytes at the peak instruction, by category; their sum is lower_bound_bytes. */
     uint64_t peak_bytes[MS_CATEGORY_COUNT];
-    uint32_t peak_instruction;
-    const char *peak_layer; // name of the layer that runs there; "" for an update
+    uint32_t peak_instruction; // of the program with the larger peak, training or eval
+    const char *peak_layer;    // name of the layer that runs there; "" if none does
     /* Largest sum, during the step, of activations, activation gradients and saved tensors. It need
        not occur at the peak instruction. */
     uint64_t activation_peak_bytes;
@@ -867,7 +870,7 @@ typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
     X(MS_EVENT_RECOMPUTE, "recompute")                                                             \
     X(MS_EVENT_BACKWARD, "backward")                                                               \
     X(MS_EVENT_EVAL, "eval")                                                                       \
-    X(MS_EVENT_SEED, "seed") /* the gradient of the loss is set to the loss factor */              \
+    X(MS_EVENT_SEED, "seed") /* the gradient of the loss is set to ms_call.loss_factor */          \
     X(MS_EVENT_ZERO, "zero")                                                                       \
     X(MS_EVENT_COPY, "copy") /* target, source; nothing to do if both are at one arena offset */   \
     X(MS_EVENT_COPY_IN, "copy in")   /* target, source: from host memory, on its own stream */     \
@@ -876,8 +879,10 @@ typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
     X(MS_EVENT_ADD, "add")           /* target, source */                                          \
     X(MS_EVENT_NORM, "norm")         /* gradient, sum of squares (a double) */                     \
     X(MS_EVENT_CLIP, "clip") /* the sum gives the scale of all gradients, a float after it */      \
-    X(MS_EVENT_UPDATE, "update")                                                                   \
-    X(MS_EVENT_DROP, "drop")        /* the live ranges of the operands end */                      \
+    X(MS_EVENT_UPDATE,                                                                             \
+      "update")              /* slot 0 the param, 1 its gradient, 2 what CLIP left (if gradients \
+                                    are clipped), from 3 on the optimizer state */ \
+    X(MS_EVENT_DROP, "drop") /* the live ranges of the operands end */                             \
     X(MS_EVENT_INPUT, "copy in")    /* an input, before the first instruction */                   \
     X(MS_EVENT_LOSS, "loss")        /* after forward: the sum of the operand's elements */         \
     X(MS_EVENT_VERDICT, "copy out") /* then: that sum, and whether it is finite */
@@ -1014,10 +1019,10 @@ MEMSCALE_API const ms_hardware *ms_hardware_at(uint32_t number);
 /* Plan for this device from the next ms_wrap on (copied): a measured report, a built-in device, or
    your own description. A speed of 0 means the one typical of its kind. target_utilization applies
    to its free memory, else to its total memory, else (both 0) to that of the model's own device.
-   NULL: the model's own device, with the speeds that its backend states or its kind has, but none
-   that were measured. Graph, config, profile and this device together determine the plan.
-   Errors: INVALID (a speed that is negative, not finite or absurd; more free memory than there is);
-   sticks before ms_wrap. */
+   NULL: the model's own device, with the speeds of a loaded profile, or else those that its backend
+   states or its kind has; what ms_hardware_report measured is not used. Graph, config, profile and
+   this device together determine the plan. Errors: INVALID (a speed that is negative, not finite or
+   absurd; more free memory than there is); sticks before ms_wrap. */
 MEMSCALE_API void ms_set_hardware(ms_model *model, const ms_hardware *hardware);
 
 /* ms_stream: the stream on which the model computes (cudaStream_t; NULL on the CPU), to enqueue
@@ -1042,9 +1047,9 @@ MEMSCALE_API ms_tensor ms_activation(ms_model *model, const char *name, ms_dtype
                                      ms_shape shape);
 MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
 
-/* An axis for ms_along and ms_reshape, with its present size and its largest. A failure returns the
-   handle 0 and sticks. Errors: INVALID (a size below 1, largest below size, more than MS_LIMIT_AXES
-   axes), ORDER (after ms_wrap). */
+/* An axis for ms_along and ms_reshape, with its present size and its largest; name is copied. A
+   failure returns the handle 0 and sticks. Errors: INVALID (a size below 1, largest below size,
+   more than MS_LIMIT_AXES axes), ORDER (after ms_wrap), OUT_OF_MEMORY. */
 MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size, int64_t largest);
 
 /* ms_set_on_host: callbacks read and write this input or buffer in host memory.
@@ -1129,14 +1134,14 @@ MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_la
    speeds of the device that they are for. Numbers keep all their bits. ms_profile_load reads such a
    text, after all registrations and ms_set_loss, for the next ms_wrap; it replaces all times that
    were measured or loaded before and, unless ms_set_hardware has been called, the speeds that the
-   backend states. It loads everything or nothing. The hash ignores names, addresses and the sizes
-   of axes. Errors: INVALID (not a profile, of another version, of another graph, cut off; the text
-   says which line), ORDER (saved before ms_wrap). */
+   backend states. It loads everything or nothing. The hash ignores names, addresses and the present
+   sizes of axes. Errors: INVALID (not a profile, of another version, of another graph, cut off; the
+   text says which line), ORDER (saved before ms_wrap). */
 MEMSCALE_API_CHECKED ms_result ms_profile_save(const ms_model *model, ms_text_fn write, void *user);
 MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text, size_t length);
 
 /* The smallest budget that ms_wrap would accept with the present switches (with auto_policy, in any
-   mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap. */
+   mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap, except BUDGET. */
 MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
 /* Decides, lowers, lays out and allocates. May be called again between steps or micro-batches,
@@ -1145,9 +1150,10 @@ MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *byt
    is kept between steps stays, and so do the micro-batches done so far, unless their number changes
    or a param is trained that was not before. The old and the new arena exist side by side for a
    moment. A failing call leaves the model as it was, unless the failure is that of the device in
-   earlier steps that were not waited for. Stream: waits.
-   Errors: the first registration error; INVALID; UNSUPPORTED (a technique that this version does
-   not have is switched ON or forced); BUDGET (the text has the smallest budget that would do, the
+   earlier steps that were not waited for. Stream: waits. Errors: the first registration error;
+   INVALID; ORDER (in a callback; between ms_backward and ms_update where early updates have begun,
+   here or in a model that shares the arena); UNSUPPORTED (a technique that this version does not
+   have is switched ON or forced); BUDGET (the text has the smallest budget that would do, the
    largest size for which this one suffices, and what else helps); OUT_OF_MEMORY; BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_wrap(ms_model *model);
 
@@ -1212,9 +1218,12 @@ MEMSCALE_API const char *ms_layer_name(const ms_model *model, ms_layer layer);
    minimised is the mean over all of them (with ms_set_loss_factor, the sum of all their rows times
    the factor). A failure also discards the earlier micro-batches of its step, which starts again.
    Stream: waits only for the loss and, if gradients are clipped, for their norm; with NULL for
-   nothing. A loss that is not finite is then the error of the next ms_step, ms_forward, ms_eval or
-   ms_synchronize that finds it. Errors: CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not
-   wrapped), DRY_RUN. */
+   neither. A loss that is not finite is then the error of the next ms_step, ms_forward, ms_eval or
+   ms_synchronize that finds it. It also waits for the loss before an update by MS_OPTIMIZER_CUSTOM,
+   for copies of state on the host, and for another model that has used the shared arena. Errors:
+   CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped, in a callback, or between
+   ms_forward and ms_update where early updates have begun), UNSUPPORTED (a recording, with state on
+   the host that a recomputation changes), DRY_RUN. */
 MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
 
 /* The same in three calls. With a plan that updates early (ms_memory_report.early_update),
@@ -1263,7 +1272,8 @@ MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source);
 /* Whether this version has the technique; false out of range. */
 MEMSCALE_API bool ms_technique_is_built(ms_technique technique);
 
-/* The rules, in the order in which the planner applies them; NULL after the last. */
+/* The rules in the order in which they are tried (the first that holds explains a decision); NULL
+   after the last. */
 MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number);
 
 /* Calls visit for each layer in the order of registration, and for each technique of ms_technique:
@@ -1432,8 +1442,8 @@ static inline uint64_t msi_smaller(uint64_t a, uint64_t b) {
 }
 
 /* Lowers *h to the limits of one cgroup and to what it has left: Linux,
-   Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst. Inactive pages of files count as
-   free: the kernel reclaims them. Version 1 writes "no limit" as a number that no machine has. */
+   Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst. Inactive pages of files count
+   as free: the kernel reclaims them. Version 1 writes an impossible number for no limit. */
 static inline void msi_limit_by_group(msi_host *h, int version, const char *directory) {
     static const struct {
         const char *most, *high, *used, *pages;
@@ -1763,8 +1773,8 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
 #define MSI_NONE UINT32_MAX // no tensor, no layer, no live range, no instruction
 
 enum {
-    MSI_ROLE_BITS = 28, // a handle is role << 28 | index + 1
-    MSI_MAX_TENSORS = (1 << MSI_ROLE_BITS) - 2,
+    MSI_INDEX_BITS = 28, // a handle is role << 28 | index + 1
+    MSI_MAX_TENSORS = (1 << MSI_INDEX_BITS) - 2,
     MSI_ERROR_BYTES = 512,
     MSI_MAX_VALUES = MS_LIMIT_IN + MS_LIMIT_OUT + MS_LIMIT_SAVED + MS_LIMIT_PARAM + MS_LIMIT_STATE,
     MSI_MAX_EDGES = MS_LIMIT_IN + MS_LIMIT_PARAM,
@@ -1815,7 +1825,7 @@ static void *msi_alloc_zeroed(const ms_allocator *allocator, uint64_t bytes) {
     return memory;
 }
 
-/* The items of a growing array with room for `needed` of them; the same items if memory is short. */
+/* The items of a growing array with room for `needed` of them, or the same items. */
 static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *capacity,
                         uint64_t needed, size_t item_bytes) {
     uint64_t grown = (uint64_t)*capacity + *capacity / 2 + 16;
@@ -1860,7 +1870,7 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
     X(MSI_KIND_SAVED, "saved tensor")
 
 #define MSI_X(kind, name) kind,
-typedef enum msi_kind { MSI_KINDS(MSI_X) MSI_KIND_COUNT } msi_kind;
+typedef enum msi_kind { MSI_KINDS(MSI_X) } msi_kind;
 #undef MSI_X
 
 /* What a handle or a live range means by its tensor. A handle has a role below RESIDENT_COUNT; the
@@ -1873,7 +1883,7 @@ typedef enum msi_role {
     MSI_ROLE_CONTRIBUTION = MSI_ROLE_RESIDENT_COUNT, // to a gradient, to be added to it
     MSI_ROLE_SNAPSHOT,                               // a copy of a buffer
     MSI_ROLE_WORKSPACE,                              // of a layer
-    MSI_ROLE_NORM                                    // a msi_norm, of no tensor
+    MSI_ROLE_NORM                                    // an msi_norm, of no tensor
 } msi_role;
 
 typedef struct msi_tensor {
@@ -1890,7 +1900,7 @@ typedef struct msi_tensor {
     /* analysis of the graph, by ms_wrap */
     bool wants_gradient;
     bool updates_early; // params: may be updated inside backward
-    bool must_stay;     // cannot be recomputed, or a recomputation reads it
+    bool must_stay;     // its layer cannot recompute it, or reads it to recompute
     bool leads_to_loss;
     uint32_t last_reader;   // the last layer to run backward whose backward reads the value
     uint32_t last_gradient; // the last layer to run backward that contributes to its gradient
@@ -1909,7 +1919,7 @@ enum { MSI_WORKSPACE_FORWARD, MSI_WORKSPACE_BACKWARD, MSI_WORKSPACE_RECOMPUTE };
     X(MSI_GROUP_PARAM, param, MS_LIMIT_PARAM)                                                      \
     X(MSI_GROUP_STATE, state, MS_LIMIT_STATE)
 
-/* The groups of the operands of an instruction: those of the values, and others that follow them. */
+/* The groups of the operands of an instruction: those of the values, and then others. */
 #define MSI_X(group, field, limit) group,
 typedef enum msi_group_kind {
     MSI_GROUPS(MSI_X) MSI_GROUP_COUNT,
@@ -2006,10 +2016,10 @@ typedef enum msi_cost {
 } msi_cost;
 
 /* The properties of an op: its name; the kind of its events; what determines its time; how often it
-   passes over the bytes of its first operand, reads and writes together; the stream that it runs on;
-   the phase of the callback that it calls, or COUNT, and then a mask of the operands that it only
-   reads. An op on a stream for copies writes its first operand, and later users of that operand wait
-   for it. NOTHING is no event. */
+   passes over the bytes of its first operand, reads and writes together; the stream that it runs
+   on; the phase of the callback that it calls, or COUNT; a mask of the operands that it only reads,
+   of an op that calls none. Between a copy on its own stream and the next use of either operand is
+   a WAIT. NOTHING is no event. */
 #define MSI_OPS(X)                                                                                 \
     X(FORWARD, "forward", FORWARD, FORWARD, 0, COMPUTE, FORWARD, 0)                                \
     X(RECOMPUTE, "recompute", RECOMPUTE, RECOMPUTE, 0, COMPUTE, RECOMPUTE, 0)                      \
@@ -2057,7 +2067,6 @@ typedef struct msi_range {
     uint32_t first, last;
     uint32_t idle_first, idle_last; // the uses around the gap from forward to backward, or none
     uint32_t alias_of;              // the range whose memory this one uses after it
-    double ready_us;                // simulated: the end of the copy that makes it, if one does
     uint32_t block;
     uint8_t role, category;
     bool aliased;  // another range uses this one's memory from its last instruction on
@@ -2070,7 +2079,7 @@ typedef struct msi_operand {
 } msi_operand;
 
 typedef struct msi_instruction {
-    uint32_t target; // layer; for ops that call none: tensor
+    uint32_t target; // layer; for ops that call none the tensor, or 0 if it is of none
     uint32_t operand_first;
     uint16_t operand_count;
     uint8_t op;
@@ -2088,7 +2097,7 @@ typedef struct msi_block {
     uint64_t bytes;
     uint64_t offset;
     uint32_t first, last; // live range, both ends included
-    uint8_t from_top;     // a hint to place it from the top: its group grows while others shrink
+    uint8_t from_top;     // a hint to place it from the top, as gradients pile up while others end
 } msi_block;
 
 typedef struct msi_program {
@@ -2114,9 +2123,9 @@ typedef struct msi_program {
 typedef struct msi_resident {
     uint64_t bytes, offset;
     void *address;
-    uint64_t staging; // of an input on the device: offset of its copy in the host memory
+    uint64_t staging; // of an input on the device: offset of its copy in the staging memory
     uint32_t event;   // recorded when that copy may be written again; MSI_NONE: there is no copy
-    uint32_t factors; // of a param that learns: its number among these
+    uint32_t factors; // of a param that learns: index of its factors in the step's memory
     uint32_t tensor;
     msi_role role;
     bool on_host, borrowed;
@@ -2132,8 +2141,8 @@ enum {
     MSI_EVENT_COUNT
 };
 
-/* Device memory that each step has: the state of an eval, then that of a step, MSI_STATE_BYTES each,
-   then the factors of the updates, one after the other. */
+/* Device memory that each step has: the state of an eval, then that of a step, MSI_STATE_BYTES
+   each, then the factors of the updates, one after the other. */
 enum { MSI_STATE_BYTES = 64, MSI_STATES_BYTES = 128 };
 
 /* A recording of a step: of the first micro-batch, one in the middle, the last, or all in one. */
@@ -2141,7 +2150,7 @@ enum { MSI_RECORDING_FIRST = 1, MSI_RECORDING_LAST = 2, MSI_RECORDING_COUNT = 4 
 
 typedef struct msi_recording {
     void *handle;
-    uint64_t made_for; // msi_recording_key at that time
+    uint64_t made_for; // msi_recording_key when it was made
     bool warm;         // such a step has run once without a recording
 } msi_recording;
 
@@ -2153,7 +2162,7 @@ typedef struct msi_store {
     uint64_t reserved_bytes; // the first of resident_bytes: the backend's workspace, the step
     uint64_t host_bytes, borrowed_bytes;
     uint64_t staging_bytes; // after host_bytes: the step, its verdict, inputs
-    uint64_t step_bytes;    // of one step
+    uint64_t step_bytes;    // of the step's own memory: states and factors
     uint32_t factor_count, event_count;
     void *memory;          // of the residents; and of the transient values, if that is not shared
     void *transient;       // memory of the transient values; NULL: a shared arena has them
@@ -2169,8 +2178,8 @@ typedef struct msi_store {
 /* What a plan does with one tensor. A plan is an array of these, one per tensor, and nothing else:
    plans with equal decisions are equal. */
 typedef struct msi_tensor_decision {
-    /* Of a value. 0: it is kept for backward. n: it is not; the n-th pass of recomputations brings it
-       back to stay. Earlier passes may make it on the way to other values, and drop it again. */
+    /* Of a value. 0: it is kept for backward. n: it is not; the n-th pass of recomputations brings
+       it back to stay. Earlier passes may make it on the way to other values, and drop it again. */
     uint32_t pass;
     /* Of a param: the layer after whose backward it is updated; MSI_NONE: it is updated after the
        whole backward; MSI_AT_END: so too, although it could be updated inside backward. */
@@ -2212,7 +2221,7 @@ typedef struct msi_choice {
     uint32_t techniques; // mask
 } msi_choice;
 
-/* How far a step has come that began with ms_forward. */
+/* What the step under way has run: nothing, forward, or the backward of its last micro-batch. */
 typedef enum msi_stage { MSI_STAGE_IDLE, MSI_STAGE_FORWARD, MSI_STAGE_BACKWARD } msi_stage;
 
 /* Empirical profiling: what the steps after ms_wrap are for. */
@@ -2237,8 +2246,7 @@ typedef struct msi_timing {
     double overhead_us;  // of timing an instruction
 } msi_timing;
 
-/* What determines the times of instructions: the device that plans are for, and what was measured
-   on it. */
+/* What determines the times of instructions: the device to plan for, and what was measured. */
 typedef struct msi_costs {
     ms_hardware hardware;                // with speeds that are not known filled in
     bool has_copies;                     // inputs and verdicts are copied on streams of their own
@@ -2255,7 +2263,7 @@ typedef struct msi_sources {
     ms_hardware reported; // the speeds that ms_hardware_report measured
 } msi_sources;
 
-/* What the last ms_wrap was asked for, or the one that is planning now. */
+/* What the last ms_wrap or ms_detach was asked for, or the one that is planning now. */
 typedef struct msi_wrapped {
     msi_plan *largest; // the plan for the largest sizes, which the list of plans has too
     msi_goal goal;
@@ -2289,7 +2297,7 @@ typedef struct msi_run {
     bool busy;          // inside a callback
     bool recording;     // what is enqueued is recorded, and does not run
     bool state_is_old;  // buffers hold the older values that a recomputation needs
-    bool failed;        // an update was cut in two
+    bool failed;        // params may be wrong, or the device unusable: no step until ms_wrap
     ms_view views[MSI_MAX_VIEWS];
 } msi_run;
 
@@ -2544,8 +2552,8 @@ static ms_result msi_fail_argument(ms_model *m, const char *function, const char
     return m ? msi_fail(m, MS_RESULT_INVALID, "%s: %s", function, what) : MS_RESULT_INVALID;
 }
 
-/* The first error of the registration stays, and ms_wrap returns it again. Once there is a plan, the
-   registration is over, and errors do not stay. */
+/* The first error of the registration stays, and ms_wrap returns it again. Once there is a plan,
+   the registration is over, and errors do not stay. */
 static void msi_stick(ms_model *m, ms_result result) {
     if (!m->run.plan) {
         m->errors.sticky = result;
@@ -2649,8 +2657,8 @@ static int msi_utf8_length(const uint8_t *s) {
     return 0;
 }
 
-/* A name in quotes, for JSON or for Prometheus, which has no \u and takes control characters as they
-   are. Bytes that are not valid UTF-8 become U+FFFD. */
+/* A name in quotes, for JSON or for Prometheus, which has no \u and takes control characters as
+   they are. Bytes that are not valid UTF-8 become U+FFFD. */
 static void msi_print_quoted(const msi_printer *out, const char *text, bool json) {
     out->write("\"", 1, out->user);
     for (const char *c = text; *c; c++) {
@@ -2785,8 +2793,8 @@ static ms_result msi_synchronize(ms_model *m) {
                               : MS_RESULT_OK;
 }
 
-/* Issues a copy on its own stream, after what was enqueued to compute before; the event is the end of
-   the copy. What is enqueued next runs at the same time. */
+/* Issues a copy on its own stream, after what was enqueued to compute before; the event is the end
+   of the copy. What is enqueued next runs at the same time. */
 static int msi_issue_copy(ms_model *m, ms_stream_kind stream, void *target, const void *source,
                           uint64_t bytes, uint32_t event) {
     const ms_backend *b = &m->config.backend;
@@ -2853,8 +2861,8 @@ static bool msi_is_on_host(const msi_store *store, uint32_t range) {
     return range < store->residents.count && store->residents.items[range].on_host;
 }
 
-/* Copies between any two of host memory and device memory. A copy from device to device is enqueued;
-   others are complete on return. */
+/* Copies between any two of host memory and device memory. A copy from device to device is
+   enqueued; others are complete on return. */
 static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const void *source,
                           bool source_on_host, uint64_t bytes) {
     const ms_backend *b = &m->config.backend;
@@ -2945,7 +2953,7 @@ static void msi_arena_leave(ms_arena *arena) {
 
 #ifdef _OPENMP
 #define MSI_PRAGMA(text) _Pragma(#text)
-#define MSI_PARALLEL_FOR(schedule_by, when) MSI_PRAGMA(omp parallel for schedule(schedule_by) if (when))
+#define MSI_PARALLEL_FOR(by, when) MSI_PRAGMA(omp parallel for schedule(by) if (when))
 #else
 #define MSI_PARALLEL_FOR(schedule_by, when)
 #endif
@@ -3102,8 +3110,8 @@ static void msi_gemm_pack(const ms_matrix *x, bool by_row, int64_t row, int64_t 
     }
 }
 
-/* sums = a strip of MSI_TILE_M rows times a strip of MSI_TILE_N columns. With one array per row, gcc
-   and clang both keep all sums in vector registers. */
+/* sums = a strip of MSI_TILE_M rows times a strip of MSI_TILE_N columns. With one array per row,
+   gcc and clang both keep all sums in vector registers. */
 static void msi_gemm_tile(const float *a, const float *b, int64_t depth,
                           float sums[MSI_TILE_M][MSI_TILE_N]) {
     float t0[MSI_TILE_N], t1[MSI_TILE_N], t2[MSI_TILE_N], t3[MSI_TILE_N];
@@ -3315,8 +3323,8 @@ typedef enum msi_timed {
     MSI_TIMED_PRODUCT
 } msi_timed;
 
-/* A copy should not fit in a cache, and the whole should not take long. Copies through pinned memory
-   are smaller, because pinning takes long. */
+/* A copy should not fit in a cache, and the whole should not take long. Copies through pinned
+   memory are smaller, because pinning takes long. */
 enum {
     MSI_BENCH_HOST_BYTES = 64 << 20, // of device memory that is the host's
     MSI_BENCH_COPY_BYTES = 8 << 20,  // of one copy there, and of one from or to the host
@@ -3397,8 +3405,8 @@ static double msi_bench_us(msi_bench *t, msi_timed what) {
     return msi_bench_median_us(t, what, one);
 }
 
-/* 1e12 flops a second of a product of square matrices: the smallest that takes MSI_BENCH_SAMPLE_US,
-   or the largest that memory allows. */
+/* 1e12 flops a second of a product of square matrices: of the first size tried that takes longer
+   than MSI_BENCH_SAMPLE_US, or the last that memory, time and MSI_BENCH_MOST_SIDE allow. */
 static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
     const uint64_t item = dtype == MS_DTYPE_F32 ? 4 : 2;
     double us = 0.0, side = 0.0;
@@ -3558,10 +3566,10 @@ static void msi_use_hardware(ms_model *m, const ms_hardware *hardware) {
     m->wrapped.changed = true;
 }
 
-/* Devices to plan for without having them. Speeds are those that the maker states, for dense products
-   summed in F32. Copies have the rate of the link in one direction, net of its encoding (PCI Express
-   3.0 x16 15.75 GB/s, 4.0 31.5, 5.0 63), or half the bandwidth of the memory that host and device
-   share. Memory is what the name says; a runtime offers a percent or two less.
+/* Devices to plan for without having them. Speeds are those that the maker states, for dense
+   products summed in F32. Copies have the rate of the link in one direction, net of its encoding
+   (PCI Express 3.0 x16 15.75 GB/s, 4.0 31.5, 5.0 63), or half the bandwidth of the memory that host
+   and device share. Memory is what the name says; a runtime offers a percent or two less.
    Sources, all of NVIDIA:
      RTX 3090: "NVIDIA Ampere GA102 GPU Architecture", V2.1, comparison of GeForce cards
      H200, H100 SXM: their data sheets, which state tensor cores with sparsity: half of that
@@ -3573,8 +3581,8 @@ static void msi_use_hardware(ms_model *m, const ms_hardware *hardware) {
      A100 80GB: "NVIDIA A100 Tensor Core GPU Architecture", and the data sheet of the SXM module
      T4: its data sheet; it has no TF32
      Jetson AGX Orin 64GB: the technical brief above; free memory is an estimate too */
-/* Name, kind, multiprocessors, GiB, of these free (0: all), compute capability, GB/s of memory and of
-   the link, and TFLOP/s of F32, TF32 and F16. */
+/* Name, kind, multiprocessors, GiB, of these free (0: all), compute capability, GB/s of memory and
+   of the link, and TFLOP/s of F32, TF32 and F16. */
 #define MSI_DEVICES(X)                                                                             \
     X("NVIDIA GeForce RTX 3090", DISCRETE, 82, 24, 0, 8, 6, 936.0, 31.5, 35.6, 35.6, 71.0)         \
     X("NVIDIA H200", DISCRETE, 132, 141, 0, 9, 0, 4800.0, 63.0, 67.0, 494.5, 989.5)                \
@@ -3585,14 +3593,14 @@ static void msi_use_hardware(ms_model *m, const ms_hardware *hardware) {
     X("NVIDIA T4", DISCRETE, 40, 16, 0, 7, 5, 320.0, 15.75, 8.1, 0.0, 65.0)                        \
     X("Jetson AGX Orin 64GB", INTEGRATED, 16, 64, 60, 8, 7, 204.8, 102.4, 5.3, 21.25, 42.5)
 
-/* The memory of an integrated GPU is the host's; BF16 and TF32 begin with compute capability 8.0. */
+/* The memory of an integrated GPU is the host's; BF16 and TF32 need compute capability 8.0. */
 #define MSI_SHARED_GIB(kind, gib)                                                                  \
     (MS_DEVICE_##kind == MS_DEVICE_INTEGRATED ? (uint64_t)(gib) << 30 : 0)
 #define MSI_MEMORY(kind, gib, of_these)                                                            \
     (uint64_t)(gib) << 30, MSI_SHARED_GIB(kind, of_these), MSI_SHARED_GIB(kind, gib),              \
         MSI_SHARED_GIB(kind, of_these)
-#define MSI_COMPUTE(major, minor)                major, minor, (major) >= 8, true, (major) >= 8, 0, 0
-#define MSI_SPEEDS(memory, link, f32, tf32, f16) memory, link, link, f32, tf32, f16, 0.0, false
+#define MSI_COMPUTE(major, minor)            major, minor, (major) >= 8, true, (major) >= 8, 0, 0
+#define MSI_SPEEDS(gb, link, f32, tf32, f16) gb, link, link, f32, tf32, f16, 0.0, false
 #define MSI_X(name, kind, processors, gib, of_these, major, minor, memory, link, f32, tf32, f16)   \
     {name,                                                                                         \
      MS_DEVICE_##kind,                                                                             \
@@ -3663,19 +3671,19 @@ static bool msi_add_name(ms_model *m, const char *name, uint32_t *offset) {
 }
 
 static ms_tensor msi_handle(uint32_t tensor, msi_role role) {
-    ms_tensor handle = {(uint32_t)role << MSI_ROLE_BITS | (tensor + 1)};
+    ms_tensor handle = {(uint32_t)role << MSI_INDEX_BITS | (tensor + 1)};
     return handle;
 }
 
 /* Index of the tensor of a handle; MSI_NONE if there is none. */
 static uint32_t msi_index(const msi_graph *g, ms_tensor handle) {
-    const uint32_t index = (handle.id & (((uint32_t)1 << MSI_ROLE_BITS) - 1)) - 1;
-    const bool known = handle.id >> MSI_ROLE_BITS < MSI_ROLE_RESIDENT_COUNT;
+    const uint32_t index = (handle.id & (((uint32_t)1 << MSI_INDEX_BITS) - 1)) - 1;
+    const bool known = handle.id >> MSI_INDEX_BITS < MSI_ROLE_RESIDENT_COUNT;
     return known && index < g->tensors.count ? index : MSI_NONE;
 }
 
 static msi_role msi_role_of(ms_tensor handle) {
-    return (msi_role)(handle.id >> MSI_ROLE_BITS);
+    return (msi_role)(handle.id >> MSI_INDEX_BITS);
 }
 
 static const char *msi_role_name(msi_role role) {
@@ -4091,8 +4099,8 @@ static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uin
     return wanted;
 }
 
-/* Marks the tensors of a layer that cannot come back: all, if the layer runs only once, or those that
-   its own recomputation reads. */
+/* Marks the tensors of a layer that cannot come back: all, if the layer runs only once, or those
+   that its own recomputation reads. */
 static void msi_mark_must_stay(msi_graph *g, const msi_layer *l) {
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
         const uint32_t read = msi_can_recompute(l) ? msi_recompute_reads_of(l, group) : UINT16_MAX;
@@ -4146,8 +4154,8 @@ static void msi_mark_backward(msi_graph *g, uint32_t layer) {
     }
 }
 
-/* From the loss back: a layer runs backward if one of its outputs has a gradient, and its inputs lead
-   to the loss if an output does. */
+/* From the loss back: a layer runs backward if one of its outputs has a gradient, and its inputs
+   lead to the loss if an output does. */
 static void msi_analyze_backward(msi_graph *g) {
     for (uint32_t i = g->layers.count; i-- > 0;) {
         msi_layer *l = &g->layers.items[i];
@@ -4165,7 +4173,7 @@ static void msi_analyze_backward(msi_graph *g) {
         if (l->has_backward || l->ends_in_loss) {
             msi_mark_backward(g, i);
         }
-        /* Without backward, nothing keeps recomputations of the layer before such an update. */
+        /* A layer without backward could be recomputed after the update, and see new values. */
         for (MSI_EACH(param, g, l, MSI_GROUP_PARAM)) {
             g->tensors.items[param.tensor].updates_early &= l->has_backward;
         }
@@ -4821,7 +4829,7 @@ static const char *msi_drop_fault(const msi_graph *g, uint32_t t) {
                                  : NULL;
 }
 
-/* Why gradients cannot be used up inside backward, or NULL. */
+/* Why params cannot be updated inside backward, or NULL. */
 static const char *msi_early_fault(const ms_model *m) {
     return m->config.accumulation_steps > 1         ? "accumulation_steps is above 1"
            : m->optimizer.grad_clip_norm > 0.0f     ? "grad_clip_norm needs all gradients"
@@ -5009,8 +5017,8 @@ static double msi_roofline_us(const msi_costs *c, double flops, double bytes) {
     return h->launch_us + (compute_us > memory_us ? compute_us : memory_us);
 }
 
-/* 2 flops per param element and row of the first output, as in a matrix product; without params, 1
-   per element of output. */
+/* 2 flops per param element and vector of the first output, as in a matrix product; without params,
+   1 per element of output. */
 static double msi_derived_flops(const msi_graph *g, const msi_layer *l) {
     double params = 0.0, rows = 0.0;
     for (MSI_EACH(param, g, l, MSI_GROUP_PARAM)) {
@@ -5120,7 +5128,7 @@ static ms_result msi_check_times(ms_model *m) {
 
 #define MSI_PROFILE "memscale-profile"
 
-enum { MSI_PROFILE_VERSION = 1, MSI_PROFILE_COSTS = MSI_COST_MEASURED_END - MSI_COST_LAYER_END };
+enum { MSI_PROFILE_VERSION = 2, MSI_PROFILE_COSTS = MSI_COST_MEASURED_END - MSI_COST_LAYER_END };
 
 static const double msi_most_elements = 1e18;
 
@@ -5375,9 +5383,9 @@ static void msi_read_layers(msi_reader *r, bool keep) {
     for (uint32_t i = 0; i < g->layers.count && r->result == MS_RESULT_OK; i++) {
         double numbers[4];
         if (!msi_next_line(r)) {
-            MSI_REFUSE_PROFILE(
-                r, "the text ends after line %u, %u of %u layers are missing: it is cut off",
-                (unsigned)r->number, (unsigned)(g->layers.count - i), (unsigned)g->layers.count);
+            MSI_REFUSE_PROFILE(r, "the text is cut off after line %u: %u of %u layers are missing",
+                               (unsigned)r->number, (unsigned)(g->layers.count - i),
+                               (unsigned)g->layers.count);
         }
         for (int k = 0; k < 4; k++) {
             numbers[k] = msi_next_number(r, what[k], k < 3 ? msi_most_us : msi_most_elements);
@@ -5651,7 +5659,7 @@ static const msi_rule msi_rules[] = {
              "an earlier layer uses the param too",
              "backward comes to that layer last, and its line tells what became of the gradient"),
     MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_LATE, "late",
-             "the plan may update inside backward, and its arena is as small where this one waits",
+             "the plan may update inside backward, and its arena is no larger if this update waits",
              "an update right after the backward of its layer can be slow"),
     MSI_RULE(MSI_ANY, MSI_FACT_SMALLEST, "no-gain",
              "force_optimize is set, and the arena would be no smaller with it",
@@ -5733,15 +5741,15 @@ static bool msi_lies_idle(const msi_review *r, uint32_t tensor) {
     const uint32_t producer = r->model->graph.tensors.items[tensor].producer;
     const msi_instruction *i = &p->instructions.items[r->forward[producer]];
     bool idle = false;
-    for (uint32_t k = 0; k < i->operand_count; k++) {
+    for (uint32_t k = 0; k < i->operand_count && !idle; k++) {
         const uint32_t index = p->operands.items[i->operand_first + k].range;
         const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
         if (!range || range->tensor != tensor || range->role != MSI_ROLE_VALUE ||
             range->idle_last == MSI_NONE) {
             continue;
         }
-        for (uint32_t now = range->idle_first + 1; now < range->idle_last; now++) {
-            idle |= msi_calls_layer((msi_op)p->instructions.items[now].op);
+        for (uint32_t now = range->idle_first + 1; now < range->idle_last && !idle; now++) {
+            idle = msi_calls_layer((msi_op)p->instructions.items[now].op);
         }
     }
     return idle;
@@ -6083,8 +6091,9 @@ typedef struct msi_lowering {
     uint32_t *wanted;    // per tensor: number of the last pass that makes it on purpose
     uint32_t *snapshot;  // per operand of the graph: a copy of that state, or MSI_NONE
     uint32_t queue_first, queue_end;
-    uint32_t pass_only_count, recomputation, pass;
-    uint32_t depth; // of the pass
+    uint32_t pass_only_count, recomputation;
+    uint32_t pass_number; // of the present pass, from 1 on; 0: there was none
+    uint32_t depth;       // of the present pass, as in msi_tensor_decision.pass
     bool backward;
     uint32_t slots[MSI_MAX_VALUES + MS_LIMIT_OUT]; // of the next instruction: ranges, or MSI_UNSET
     msi_edge edges[MSI_MAX_EDGES];
@@ -6251,7 +6260,6 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     const msi_store *store = w->store;
     p->instructions.count = p->operands.count = p->ranges.count = 0;
     p->forward_end = p->backward_end = UINT32_MAX;
-    p->recompute_us = 0.0;
     p->recompute_count = 0;
     p->norm = MSI_NONE;
     p->out_of_memory = false;
@@ -6259,7 +6267,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     w->decisions = decisions;
     w->queue_first = w->queue_end = 0;
     w->backward = false;
-    w->pass_only_count = w->recomputation = w->pass = 0;
+    w->pass_only_count = w->recomputation = w->pass_number = 0;
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         w->value[t] = store->resident_of[t];
         w->gradient[t] = MSI_NONE;
@@ -6391,7 +6399,8 @@ static void msi_add_contributions(msi_lowering *w) {
 /* Whether a recomputation before the backward of `reader` is to make a tensor. */
 static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
-    return tensor->is_output || t == w->graph->loss || (w->pass && w->wanted[t] == w->pass) ||
+    return tensor->is_output || t == w->graph->loss ||
+           (w->pass_number && w->wanted[t] == w->pass_number) ||
            (tensor->last_reader != MSI_NONE && tensor->last_reader <= reader &&
             w->decisions[t].pass <= w->depth);
 }
@@ -6511,13 +6520,13 @@ static void msi_unset_slots(msi_lowering *w) {
 static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32_t reader) {
     const msi_layer *l = &w->graph->layers.items[layer];
     const int which = op == MSI_OP_RECOMPUTE ? MSI_WORKSPACE_RECOMPUTE : MSI_WORKSPACE_FORWARD;
-    const bool ends_in_loss = op == MSI_OP_FORWARD && l->grads_in_forward != 0;
+    const bool writes_gradients = op == MSI_OP_FORWARD && l->grads_in_forward != 0;
     msi_program *p = w->program;
     uint32_t aside[MS_LIMIT_STATE];
     msi_unset_slots(w);
     msi_lower_state(w, op, l, aside);
     msi_lower_in_place(w, op, l, reader);
-    if (ends_in_loss) {
+    if (writes_gradients) {
         msi_prepare_edges(w, l, l->grads_in_forward, 0, NULL);
     }
     const uint32_t workspace = msi_prepare_workspace(w, layer, which);
@@ -6525,11 +6534,11 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
         msi_use_values(w, op, l, group, reader);
     }
-    if (ends_in_loss) {
+    if (writes_gradients) {
         msi_use_edges(w, l->count[MSI_GROUP_IN]);
     }
     msi_use_workspace(w, layer, which, workspace);
-    if (ends_in_loss) {
+    if (writes_gradients) {
         msi_add_contributions(w);
     }
     for (MSI_EACH(state, w->graph, l, MSI_GROUP_STATE)) {
@@ -6575,27 +6584,26 @@ static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
    made of. */
 static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
     const msi_graph *g = w->graph;
-    w->pass++;
+    w->pass_number++;
     for (uint32_t i = count; i-- > 0;) {
         const uint32_t t = w->missing[i];
         if (w->value[t] != MSI_NONE ||
-            (w->decisions[t].pass > w->depth && w->wanted[t] != w->pass)) {
+            (w->decisions[t].pass > w->depth && w->wanted[t] != w->pass_number)) {
             continue;
         }
         const msi_layer *l = &g->layers.items[g->tensors.items[t].producer];
         const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
-        w->wanted[t] = w->pass;
+        w->wanted[t] = w->pass_number;
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
             if ((reads >> in.slot & 1) && w->value[in.tensor] == MSI_NONE) {
-                w->wanted[in.tensor] = w->pass;
+                w->wanted[in.tensor] = w->pass_number;
             }
         }
     }
     for (uint32_t i = 0; i < count && !w->program->out_of_memory; i++) {
         const uint32_t t = w->missing[i], layer = g->tensors.items[t].producer;
-        if (w->wanted[t] == w->pass && w->value[t] == MSI_NONE) {
+        if (w->wanted[t] == w->pass_number && w->value[t] == MSI_NONE) {
             msi_lower_forward(w, MSI_OP_RECOMPUTE, layer, reader);
-            w->program->recompute_us += g->layers.items[layer].time.recompute_us;
             w->program->recompute_count++;
         }
     }
@@ -6686,10 +6694,11 @@ static void msi_lower_early_updates(msi_lowering *w, uint32_t layer) {
 /* Params in the order in which their gradients are complete. */
 typedef struct msi_param_cursor {
     const msi_graph *graph;
-    uint32_t layer, slot; // of the next one; all layers from `layer` on are done
+    uint32_t layer, slot; // the next one is at a slot of layer - 1; all later layers are done
 } msi_param_cursor;
 
-/* The next param that is updated inside backward, at a layer from `end` on; or MSI_NONE. */
+/* The next param that may be updated inside backward, if its gradient is complete after the
+   backward of layer `end`; or MSI_NONE. */
 static uint32_t msi_next_early(msi_param_cursor *c, const msi_tensor_decision *d, uint32_t end) {
     const msi_graph *g = c->graph;
     while (c->layer > end) {
@@ -6888,9 +6897,9 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
     }
 }
 
-static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
+static void msi_lower_eval(msi_lowering *w, msi_program *p) {
     const msi_graph *g = w->graph;
-    msi_start_program(w, decisions, p);
+    msi_start_program(w, NULL, p); // nothing is recomputed
     for (uint32_t i = 0; i < g->layers.count && !p->out_of_memory; i++) {
         msi_lower_forward(w, MSI_OP_EVAL, i, MSI_NONE);
     }
@@ -7234,15 +7243,15 @@ typedef struct msi_layout_work {
     uint32_t *first, *last;      // per block: its live range in compressed time
     uint32_t *order, *scratch;   // of the blocks in use; scratch memory to sort it
     uint32_t *penalty;           // per block: how hard it is to place
-    /* Each of one stage, so that they share their memory. */
+    uint64_t *key, *load;        // per block: what to sort by; per compressed time: live bytes
+    uint64_t *offset, *best;     // per block: in the layout at hand, in the best one
+    /* Of one stage each, so that these four share their memory. */
     uint32_t *starts;           // to compress time; per compressed time: the instruction
     uint32_t *best_order;       // first-fit in several orders: the best one
     uint32_t *ranks;            // to mend an order; per block: its place in it
     uint32_t *waiting;          // ejection chains: the blocks without a place
-    uint64_t *key, *load;       // per block: what to sort by; per compressed time: live bytes
-    uint64_t *offset, *best;    // per block: in the layout at hand, in the best one
-    msi_skyline bottom, top;    // stage 1; they share their memory with
-    msi_spot *by_low, *by_high; // the later stages: the same spots, sorted either way
+    msi_skyline bottom, top;    // also to sort by load; in the memory of the spots
+    msi_spot *by_low, *by_high; // the same spots, sorted either way
     uint32_t spot_count, waiting_count;
     uint64_t bound, enough, height, effort; // the search ends at `enough`, never below the bound
     uint64_t random;
@@ -7330,8 +7339,7 @@ static bool msi_layout_spend(msi_layout_work *w, uint64_t operations) {
     return enough;
 }
 
-/* Two live ranges that meet share the first instant of one of them, so only these instants
-   matter. */
+/* Two live ranges that meet share the first instant of one of them: only these instants matter. */
 static void msi_layout_compress_time(msi_layout_work *w) {
     for (uint32_t i = 0; i < w->count; i++) {
         w->key[i] = w->blocks[i].first;
@@ -8023,8 +8031,8 @@ typedef struct msi_clock {
     const msi_graph *graph;
     const msi_costs *costs;
     const msi_program *program;
+    const msi_store *store;
     double free_us[MS_STREAM_COUNT]; // when all that is enqueued there is done
-    double copied_us;                // when the copies are that instructions wait for
     double stall_us;
 } msi_clock;
 
@@ -8088,6 +8096,7 @@ static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *c
     c->graph = g;
     c->costs = costs;
     c->program = p;
+    c->store = store;
     for (uint32_t k = 0; k < store->residents.count && costs->has_copies; k++) {
         msi_enqueue(c, MS_STREAM_TO_DEVICE, 0.0,
                     msi_staging_us(g, costs, &store->residents.items[k]));
@@ -8095,7 +8104,8 @@ static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *c
     msi_enqueue(c, MS_STREAM_COMPUTE, c->free_us[MS_STREAM_TO_DEVICE], 0.0);
 }
 
-/* The losses are summed after the last forward, and the verdict is copied out during backward. */
+/* The losses are summed after the last forward, and the verdict is copied out during backward.
+   (With clipping a step copies it after CLIP, which is not simulated.) */
 static void msi_clock_judge(msi_clock *c) {
     const double bytes = (double)c->program->ranges.items[c->program->loss].bytes;
     msi_enqueue(c, MS_STREAM_COMPUTE, 0.0, msi_bytes_us(c->costs, MSI_COST_SUM, bytes));
@@ -8105,18 +8115,16 @@ static void msi_clock_judge(msi_clock *c) {
     }
 }
 
-/* When the other streams are ready for an instruction to start. */
+/* When the other streams are ready for an instruction to start: a copy follows what is computed, a
+   wait the last copy in its direction. */
 static double msi_ready_us(const msi_clock *c, const msi_instruction *i) {
-    const msi_program *p = c->program;
-    const ms_stream_kind stream = msi_stream_of(c->costs, (msi_op)i->op);
-    double ready_us = stream == MS_STREAM_COMPUTE ? 0.0 : c->free_us[MS_STREAM_COMPUTE];
-    for (uint32_t k = 0; k < i->operand_count && c->copied_us > c->free_us[stream]; k++) {
-        const uint32_t range = p->operands.items[i->operand_first + k].range;
-        if (range != MSI_NONE && p->ranges.items[range].ready_us > ready_us) {
-            ready_us = p->ranges.items[range].ready_us;
-        }
+    const uint32_t target = c->program->operands.items[i->operand_first].range;
+    if (msi_stream_of(c->costs, (msi_op)i->op) != MS_STREAM_COMPUTE) {
+        return c->free_us[MS_STREAM_COMPUTE];
     }
-    return ready_us;
+    return i->op != MSI_OP_WAIT               ? 0.0
+           : msi_is_on_host(c->store, target) ? c->free_us[MS_STREAM_TO_HOST]
+                                              : c->free_us[MS_STREAM_TO_DEVICE];
 }
 
 /* Runs the next instruction of the program, which takes `us`. Returns its start. */
@@ -8124,9 +8132,6 @@ static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
     const msi_instruction *i = &c->program->instructions.items[now];
     const ms_stream_kind stream = msi_stream_of(c->costs, (msi_op)i->op);
     const double start_us = msi_enqueue(c, stream, msi_ready_us(c, i), us);
-    if (stream != MS_STREAM_COMPUTE && c->free_us[stream] > c->copied_us) {
-        c->copied_us = c->free_us[stream];
-    }
     if (now + 1 == c->program->forward_end) {
         msi_clock_judge(c);
     }
@@ -8142,11 +8147,8 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
         const double us = msi_duration_us(&c, i);
-        const double start_us = msi_clock_run(&c, now, us);
+        msi_clock_run(&c, now, us);
         p->recompute_us += i->op == MSI_OP_RECOMPUTE ? us : 0.0;
-        if (msi_stream_of(costs, (msi_op)i->op) != MS_STREAM_COMPUTE) {
-            p->ranges.items[p->operands.items[i->operand_first].range].ready_us = start_us + us;
-        }
     }
     p->step_us = 0.0;
     for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
@@ -8319,7 +8321,7 @@ static msi_score msi_score_of(const msi_scorer *s, const msi_tensor_decision *de
     return score;
 }
 
-/* What all searches start from, and the best plan that they have found. */
+/* What plans have to meet, and the best one that the searches have found so far. */
 typedef struct msi_search {
     const msi_scorer *scorer;
     uint64_t budget, enough;   // no layout need be smaller than `enough`
@@ -8389,7 +8391,7 @@ static uint64_t msi_decisions_bytes(const msi_graph *g) {
     return g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
 }
 
-/* Whether dropping a value is a choice: the plain plan drops those that no backward reads. */
+/* Whether dropping a value is a choice. What no backward reads, the plain plan drops already. */
 static bool msi_is_choice(const msi_graph *g, uint32_t t) {
     return g->tensors.items[t].last_reader != MSI_NONE && msi_is_droppable(g, t);
 }
@@ -8414,9 +8416,9 @@ static void msi_decide_base(const msi_search *s, msi_tensor_decision *decisions)
 
 /* The greedy search goes through a list of plans whose order does not depend on the budget. The
    budget only says where to stop: at the first plan that fits. So a smaller budget never gives a
-   larger peak, and a larger one never a slower step. The list begins with the plain plan; next, if
-   that is allowed, is the plan that updates params inside backward; each plan after these drops
-   some more values than the one before, and has no more live bytes. */
+   larger peak, and a larger one never a slower step. The list begins with the plain plan, plus what
+   is forced; next, if that is allowed, is the plan that updates params inside backward; each plan
+   after these drops some more values than the one before, and has no more live bytes. */
 
 enum {
     MSI_PRICE_LIMIT = 64,
@@ -8558,7 +8560,7 @@ typedef struct msi_greedy {
        them brings back. */
     uint32_t *segment;             // per layer: one of the layers of the same segment
     uint64_t *segment_bytes;       // per segment: bytes that it brings back
-    uint64_t *started_bytes;       // per tensor: bytes of the segments that start from it
+    uint64_t *started_bytes;       // per tensor: bytes of the last segment that starts from it
     MSI_LIST(uint32_t) drops;      // values, in the order in which they were dropped
     MSI_LIST(msi_prefix) prefixes; // the list of plans
     MSI_LIST(msi_move) moves;      // from the plan at hand
@@ -8680,7 +8682,7 @@ static bool msi_is_move(const msi_greedy *w, const msi_range *range) {
            msi_is_droppable(w->graph, range->tensor);
 }
 
-/* Adds the last members, saved tensors of a layer, as one move. A single one may be one already. */
+/* Adds the last members, saved tensors of a layer, as one move. One alone may be a move already. */
 static void msi_add_saved(msi_greedy *w, uint32_t layer, uint32_t count) {
     if (layer != MSI_NONE && (count > 1 || !w->graph->layers.items[layer].recompute)) {
         msi_add_move(w, count);
@@ -8879,7 +8881,7 @@ static void msi_polish(msi_greedy *w) {
     w->score.bytes = bytes;
 }
 
-/* Goes through the list until the budget is met, or to its end, and leaves the plan laid out. */
+/* Goes through the list until the budget is met, or to its end, and leaves the plan scored. */
 static void msi_search_greedy(msi_greedy *w, uint64_t budget, bool may_drop) {
     const bool forced = w->drops.count > 0;
     bool fits = false;
@@ -8912,7 +8914,7 @@ static void msi_search_greedy(msi_greedy *w, uint64_t budget, bool may_drop) {
 enum {
     MSI_CHAIN_STAGES = 104,
     MSI_CHAIN_OPTIONS = 8,
-    MSI_CHAIN_SOURCES = MSI_CHAIN_OPTIONS + 2 * MSI_CHAIN_STAGES,
+    MSI_CHAIN_WAYS = MSI_CHAIN_OPTIONS + 2 * MSI_CHAIN_STAGES,
     MSI_CHAIN_POOL = 1 << 15, // points
     MSI_CHAIN_POOLS = 64,
     MSI_CHAIN_WIDTH = 48,    // points of a subchain, at least
@@ -8949,18 +8951,18 @@ typedef struct msi_chain_stage {
 } msi_chain_stage;
 
 /* How to train a subchain, from its first stage s to its last one t, when its input is there. */
-typedef enum msi_way {
+typedef enum msi_way_kind {
     MSI_WAY_KEEP,       // s keeps what an option says, then s + 1 to t; number: the option
     MSI_WAY_CHECKPOINT, // forward from s to k - 1, train k to t, then s to k - 1; number: k
     MSI_WAY_INNER       // forward to k, which is kept though its input is not, k + 1 to t, s to k
-} msi_way;
+} msi_way_kind;
 
 #define MSI_CHAIN_NEVER (UINT64_MAX / 4) // more bytes than any plan takes
 
 typedef struct msi_pareto_point {
     uint64_t bytes;
     float us; // of recomputations
-    uint8_t way, number;
+    uint8_t kind, number;
 } msi_pareto_point;
 
 typedef struct msi_subchain {
@@ -8969,14 +8971,14 @@ typedef struct msi_subchain {
 } msi_subchain;
 
 /* One way to train a subchain: `a`, with a_bytes beside it, then `b`, in `floor` bytes or more. */
-typedef struct msi_source {
+typedef struct msi_way {
     uint64_t floor, a_bytes;
     const msi_subchain *a, *b;
     float us;
-    uint8_t way, number;
+    uint8_t kind, number;
     uint64_t low, high; // the fewest bytes that it needs; more than `high` make it no faster
     float fastest_us;
-} msi_source;
+} msi_way;
 
 typedef struct msi_chain {
     msi_search *search;
@@ -9000,14 +9002,14 @@ typedef struct msi_chain {
     msi_subchain *subchains;
     /* The subchain at hand. */
     uint32_t width; // points that it may have
-    uint32_t source_count;
+    uint32_t way_count;
     uint64_t low, high;
     double scale; // from bytes to the square of a bucket's number
     float fastest_us;
     msi_pareto_point lowest;
     msi_pareto_point buckets[MSI_CHAIN_WIDEST]; // the best point of a range of bytes
     float reach[MSI_CHAIN_WIDEST];              // the best time of the buckets up to this one
-    msi_source sources[MSI_CHAIN_SOURCES];
+    msi_way ways[MSI_CHAIN_WAYS];
     msi_chain_stage stages[MSI_CHAIN_STAGES];
 } msi_chain;
 
@@ -9062,7 +9064,8 @@ static uint64_t msi_droppable_bytes(const msi_graph *g, uint32_t layer) {
     return bytes;
 }
 
-/* Cuts the graph where at most one value crosses; if it would be too often, evenly by bytes. */
+/* Cuts the graph where at most one value crosses; if these are too many stages, only where enough
+   bytes lie between cuts. */
 static void msi_cut_stages(msi_chain *c, const msi_crossings *x) {
     const msi_graph *g = c->graph;
     const uint32_t layers = g->layers.count;
@@ -9326,8 +9329,8 @@ static uint32_t msi_drops_of_option(uint32_t drops, uint32_t option, uint32_t op
     return drops < options ? one_by_one : drops * option / (options - 1);
 }
 
-/* Measures each option of all stages. The first drops only values that nothing reads, the last all
-   values that do not pass to the next stage. */
+/* Measures each option of all stages. The first drops only values that no backward reads, the last
+   all values that do not pass to the next stage. */
 static void msi_find_options(msi_chain *c) {
     uint32_t drops[MSI_CHAIN_STAGES], most = 0;
     msi_decide_base(c->search, c->decisions);
@@ -9359,8 +9362,8 @@ static void msi_find_options(msi_chain *c) {
 }
 
 /* Offers a way to train the subchain at hand with so many bytes. */
-static void msi_offer(msi_chain *c, const msi_source *from, uint64_t bytes, float us) {
-    const msi_pareto_point point = {bytes, us, from->way, from->number};
+static void msi_offer(msi_chain *c, const msi_way *from, uint64_t bytes, float us) {
+    const msi_pareto_point point = {bytes, us, from->kind, from->number};
     const uint32_t number = (uint32_t)sqrt((double)(int64_t)(bytes - c->low) * c->scale);
     msi_pareto_point *bucket = &c->buckets[number < c->width ? number : c->width - 1]; // rounding
     if (us < bucket->us || (us <= bucket->us && bytes < bucket->bytes)) {
@@ -9372,10 +9375,10 @@ static void msi_offer(msi_chain *c, const msi_source *from, uint64_t bytes, floa
 }
 
 /* Adds a way to those of the subchain at hand. */
-static void msi_add_source(msi_chain *c, const msi_source *way) {
+static void msi_add_way(msi_chain *c, const msi_way *way) {
     const msi_pareto_point *a = way->a->points, *b = way->b->points;
     const msi_pareto_point *last_a = a + way->a->count - 1, *last_b = b + way->b->count - 1;
-    msi_source *s = &c->sources[c->source_count++];
+    msi_way *s = &c->ways[c->way_count++];
     *s = *way;
     s->low = msi_max_u64(s->floor, msi_max_u64(s->a_bytes + a->bytes, b->bytes));
     s->high = msi_max_u64(s->low, msi_max_u64(s->a_bytes + last_a->bytes, last_b->bytes));
@@ -9389,7 +9392,7 @@ static void msi_add_source(msi_chain *c, const msi_source *way) {
 
 /* Bytes up to which a way may be faster than the points offered so far: up to the first bucket
    whose reach is as fast as the way ever gets. */
-static uint64_t msi_useful_bytes(const msi_chain *c, const msi_source *s) {
+static uint64_t msi_useful_bytes(const msi_chain *c, const msi_way *s) {
     uint32_t first = 0, end = c->width;
     while (first < end) {
         const uint32_t middle = (first + end) / 2;
@@ -9402,7 +9405,7 @@ static uint64_t msi_useful_bytes(const msi_chain *c, const msi_source *s) {
 }
 
 /* Offers a way at each number of bytes where it gets faster. */
-static void msi_walk_source(msi_chain *c, const msi_source *s) {
+static void msi_walk_way(msi_chain *c, const msi_way *s) {
     const msi_pareto_point *a = s->a->points, *b = s->b->points;
     const uint64_t useful = msi_useful_bytes(c, s), a_bytes = s->a_bytes;
     uint64_t bytes = s->low;
@@ -9424,14 +9427,14 @@ static void msi_walk_source(msi_chain *c, const msi_source *s) {
     }
 }
 
-static void msi_walk_sources(msi_chain *c) {
-    for (uint32_t k = 0; k < c->source_count; k++) {
+static void msi_walk_ways(msi_chain *c) {
+    for (uint32_t k = 0; k < c->way_count; k++) {
         float best = INFINITY;
         for (uint32_t i = 0; i < c->width && k % 8 == 0; i++) {
             best = c->buckets[i].us < best ? c->buckets[i].us : best;
             c->reach[i] = best;
         }
-        msi_walk_source(c, &c->sources[k]);
+        msi_walk_way(c, &c->ways[k]);
     }
 }
 
@@ -9453,8 +9456,8 @@ static void msi_list_keep(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     const msi_chain_stage *stage = &c->stages[s];
     const bool first = t + 1 == c->count, done = kept && s == t; // its backward is left
     const uint64_t held = kept ? msi_held_bytes(c, t) : 0;
-    msi_source from = MSI_ZERO_INIT;
-    from.way = MSI_WAY_KEEP;
+    msi_way from = MSI_ZERO_INIT;
+    from.kind = MSI_WAY_KEEP;
     from.a = s < t ? msi_subchain_of(c, kept, s + 1, t) : &msi_no_subchain;
     from.b = &msi_no_subchain;
     for (uint32_t o = 0; o < (done ? 1 : stage->option_count); o++) {
@@ -9466,11 +9469,11 @@ static void msi_list_keep(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
         const double again = first || done ? 0.0 : s == t ? stage->last_us : stage->full_us;
         from.us = (float)(done ? 0.0 : option->recompute_us + again);
         from.a_bytes = s < t ? input + option->kept_bytes : 0;
-        msi_add_source(c, &from);
+        msi_add_way(c, &from);
     }
 }
 
-/* Adds the ways that begin with a pass from s to k that keeps nothing. */
+/* Adds the ways that begin with a pass from s to k - 1 that keeps nothing. */
 static void msi_list_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     const bool first = t + 1 == c->count;
     const uint64_t start = c->stages[s].input_bytes;
@@ -9483,24 +9486,24 @@ static void msi_list_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
         const uint64_t pass = msi_forward_bytes(c, k - 1, before->option_count - 1, t);
         floor = msi_max_u64(floor, held + input + pass);
         us += first ? 0.0 : before->pass_us;
-        msi_source from = MSI_ZERO_INIT;
+        msi_way from = MSI_ZERO_INIT;
         from.floor = floor;
         from.us = (float)us;
         from.number = (uint8_t)k;
-        from.way = MSI_WAY_CHECKPOINT;
+        from.kind = MSI_WAY_CHECKPOINT;
         from.a = msi_subchain_of(c, kept, k, t);
         from.a_bytes = start;
         from.b = msi_subchain_of(c, false, s, k - 1);
-        msi_add_source(c, &from);
+        msi_add_way(c, &from);
         if (k < t) {
             const uint64_t forward = held + stage->input_bytes + msi_forward_bytes(c, k, 0, t);
-            from.way = MSI_WAY_INNER;
+            from.kind = MSI_WAY_INNER;
             from.floor = msi_max_u64(floor, forward);
             from.us = (float)(us + (first ? 0.0 : stage->full_us));
             from.a = msi_subchain_of(c, kept, k + 1, t);
             from.a_bytes = start + stage->options[0].kept_bytes;
             from.b = msi_subchain_of(c, true, s, k);
-            msi_add_source(c, &from);
+            msi_add_way(c, &from);
         }
     }
 }
@@ -9529,7 +9532,7 @@ static void msi_fill_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, u
     }
     c->low = c->high = MSI_CHAIN_NEVER - 1;
     c->fastest_us = c->lowest.us = INFINITY;
-    c->source_count = 0;
+    c->way_count = 0;
     c->width = width;
     msi_list_keep(c, kept, s, t);
     msi_list_passes(c, kept, s, t);
@@ -9538,7 +9541,7 @@ static void msi_fill_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, u
         c->buckets[i].us = INFINITY;
         c->buckets[i].bytes = UINT64_MAX;
     }
-    msi_walk_sources(c);
+    msi_walk_ways(c);
     msi_subchain *subchain = msi_subchain_of(c, kept, s, t);
     subchain->points = points;
     *points = c->lowest;
@@ -9589,10 +9592,10 @@ static void msi_assign_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t,
         for (uint32_t i = 1; i < subchain->count && point[1].bytes <= bytes; i++) {
             point++;
         }
-        const uint32_t k = point->way == MSI_WAY_KEEP ? s : point->number;
-        const uint32_t option = point->way == MSI_WAY_KEEP ? point->number : 0;
+        const uint32_t k = point->kind == MSI_WAY_KEEP ? s : point->number;
+        const uint32_t option = point->kind == MSI_WAY_KEEP ? point->number : 0;
         const msi_option *keeps = &c->stages[k].options[option];
-        if (point->way == MSI_WAY_CHECKPOINT) {
+        if (point->kind == MSI_WAY_CHECKPOINT) {
             msi_assign_output(c, k - 1, depth);
             msi_assign_subchain(c, false, s, k - 1, bytes, depth + 1);
             bytes -= input;
@@ -9602,7 +9605,7 @@ static void msi_assign_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t,
         if (!kept || s != t) {
             msi_assign_stage(c, k, option, depth);
         }
-        if (point->way == MSI_WAY_INNER) {
+        if (point->kind == MSI_WAY_INNER) {
             msi_assign_subchain(c, true, s, k, bytes, depth + 1);
         }
         if (k == t) {
@@ -9610,7 +9613,7 @@ static void msi_assign_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t,
         }
         msi_assign_output(c, k, depth);
         bytes -= keeps->kept_bytes;
-        bytes -= point->way == MSI_WAY_INNER || keeps->holds_input ? input : 0;
+        bytes -= point->kind == MSI_WAY_INNER || keeps->holds_input ? input : 0;
         s = k + 1;
     }
 }
@@ -9868,9 +9871,9 @@ typedef struct msi_request {
     uint64_t budget;
     uint32_t techniques; // mask of those that may be used
     ms_switch early_update;
-    const msi_plan
-        *largest;  // the plan at the largest sizes, in whose arena this one must fit; or NULL
-    uint64_t room; // bytes of that arena
+    const msi_plan *largest; // the plan at the largest sizes, in whose arena this one must fit; for
+                             // GOAL_FOLLOW any plan, whose decisions are taken; or NULL
+    uint64_t room;           // bytes of that arena
 } msi_request;
 
 typedef struct msi_solver {
@@ -10012,8 +10015,7 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     }
 }
 
-/* Makes the decisions, the training program and the sizes of a plan that has its eval program, and
-   decides as the plain one. */
+/* Makes the decisions, the training program and the sizes of a plan that has its eval program. */
 static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_plan *plan) {
     msi_greedy greedy;
     msi_solver s = MSI_ZERO_INIT;
@@ -10025,6 +10027,7 @@ static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_
         plan->arena_bytes = s.score.bytes;
         return;
     }
+    msi_decide_plain(scorer->graph, plan->decisions);
     if (msi_greedy_init(&greedy, scorer)) {
         msi_choose_plan(&s, &greedy);
     }
@@ -10097,8 +10100,7 @@ static msi_plan *msi_new_plan(const ms_model *m) {
 
 /* Lowers and lays out the eval program. It keeps nothing, so it does not depend on decisions. */
 static void msi_make_eval(const msi_scorer *s, msi_plan *plan) {
-    msi_decide_plain(s->graph, plan->decisions);
-    msi_lower_eval(s->lowering, plan->decisions, &plan->eval);
+    msi_lower_eval(s->lowering, &plan->eval);
     msi_complete(s, &plan->eval);
     msi_lay_out(s, &plan->eval, 0);
 }
@@ -10643,18 +10645,19 @@ static ms_result msi_check_all(ms_model *m, msi_goal goal) {
     return result;
 }
 
-/* Takes back msi_get_hardware. */
-static void msi_restore_costs(ms_model *m, const msi_costs *costs) {
+/* The plan in force stays, with what it was decided by: takes back msi_get_hardware. */
+static void msi_stay_with(ms_model *m, const msi_choice *choice, const msi_costs *costs) {
+    m->wrapped.choice = *choice;
     m->costs = *costs;
     if (m->run.plan) {
-        msi_find_times(m); // at the present sizes, for the plan that stays in force
+        msi_find_times(m); // at the present sizes
     }
 }
 
 /* Checks the graph, then plans for the mode of the config or of the policy. The choice stays in
    force; after a failure it is as before. */
 static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
-    const msi_choice old = m->wrapped.choice;
+    const msi_choice choice = m->wrapped.choice;
     const msi_costs costs = m->costs;
     const bool asks = m->config.auto_policy && goal != MSI_GOAL_PLAIN;
     ms_result result = msi_check_all(m, goal);
@@ -10672,14 +10675,14 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
         }
     }
     if (result != MS_RESULT_OK) {
-        m->wrapped.choice = old;
-        msi_restore_costs(m, &costs);
+        msi_stay_with(m, &choice, &costs);
     }
     return result;
 }
 
 /* The smallest arena that ms_wrap can reach in the mode of the config or, with a policy, in any. */
 static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
+    const msi_choice choice = m->wrapped.choice;
     const msi_costs costs = m->costs;
     const bool policy = m->config.auto_policy;
     ms_result result = msi_check_all(m, MSI_GOAL_SMALLEST);
@@ -10695,7 +10698,7 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
         MSI_THEN(result, known ? MS_RESULT_OK : msi_least_arena(m, techniques, &least));
         *bytes = msi_smaller(*bytes, least);
     }
-    msi_restore_costs(m, &costs);
+    msi_stay_with(m, &choice, &costs);
     return result;
 }
 
@@ -10828,7 +10831,7 @@ static ms_result msi_copy_verdict(ms_model *m) {
                                            MSI_EVENT_VERDICT);
 }
 
-/* As msi_copy_verdict, where the host does not have it yet. */
+/* Enqueues that copy, unless it has been enqueued already. */
 static ms_result msi_fetch_verdict(ms_model *m) {
     return m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
 }
@@ -11027,8 +11030,7 @@ static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int group,
                                     : group == MSI_GROUP_GRAD_IN || group == MSI_GROUP_GRAD_PARAM;
 }
 
-/* Whether a layer's instruction may write this operand: it makes it, or has declared that it
-   clobbers it. */
+/* Whether a layer's instruction may write this operand: it makes or, as declared, clobbers it. */
 static bool msi_is_written(const msi_layer *l, const msi_instruction *i, int group, uint32_t slot) {
     const uint32_t clobbers = group == MSI_GROUP_IN         ? l->clobbers.in
                               : group == MSI_GROUP_OUT      ? l->clobbers.out
@@ -11258,8 +11260,8 @@ typedef struct msi_trial {
     uint8_t chunk[4096];
 } msi_trial;
 
-/* Resident i, or after the last of them the transient values. The shadow has one place after the
-   other, and the transient values last. */
+/* Resident i, or after the last of them the transient values. The shadow has the residents in the
+   arena first, then those on the host, borrowed ones, and the transient values last. */
 static msi_extent msi_extent_at(const ms_model *m, uint32_t i) {
     const msi_store *store = m->run.store;
     const uint64_t bases[] = {0, store->resident_bytes, store->resident_bytes + store->host_bytes};
@@ -11616,7 +11618,7 @@ static void msi_last_run(msi_trial *t) {
                           msi_tensor_name(&m->graph, tensor),
                           msi_layer_name(&m->graph, m->graph.tensors.items[tensor].producer)));
     } else {
-        msi_fail_contract(t, o, "lets memory that it was not given decide on",
+        msi_fail_contract(t, o, "lets memory that it was not given influence",
                           "it adds (+=) to what it should write (accumulates), reads what "
                           "it did not declare (backward_reads) or what no layer has "
                           "written, leaves a part of a gradient unwritten, multiplies what it "
@@ -12326,7 +12328,7 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
     if (m->run.failed) {
         return msi_fail(
             m, MS_RESULT_FAILED,
-            "%s: an earlier step failed between two updates; write params and optimizer "
+            "%s: an earlier step was cut short or its device failed; write params and optimizer "
             "state again, then call ms_wrap (a device that goes on failing needs a new process)",
             function);
     }
@@ -12467,7 +12469,7 @@ static ms_result msi_backward(ms_model *m) {
     return result != MS_RESULT_OK ? result
            : m->run.stage != MSI_STAGE_FORWARD
                ? msi_fail(m, MS_RESULT_ORDER,
-                          "ms_backward: call ms_forward first (a ms_write after it ends the step)")
+                          "ms_backward: call ms_forward first (an ms_write after it ends the step)")
            : !msi_owns_arena(m)
                ? msi_fail(m, MS_RESULT_ORDER,
                           "ms_backward: another model has used the shared arena since ms_forward: "
@@ -12528,7 +12530,7 @@ static ms_result msi_gradient_norm(ms_model *m, double *norm) {
 // >>state  values that outlast a step: written, read, and moved from plan to plan
 
 /* Gives the residents of a new store their values: from the store before it, from what was written
-   before the first, or zeros. Borrowed memory stays as it is. */
+   before there was one, or zeros. Borrowed memory stays as it is. */
 static ms_result msi_move_values(ms_model *m, const msi_store *store) {
     ms_result result = MS_RESULT_OK;
     for (uint32_t i = 0; i < store->residents.count && result == MS_RESULT_OK; i++) {
@@ -12548,7 +12550,7 @@ static ms_result msi_move_values(ms_model *m, const msi_store *store) {
     return result;
 }
 
-static void msi_drop_staged(ms_model *m) {
+static void msi_drop_written(ms_model *m) {
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
         msi_tensor *tensor = &m->graph.tensors.items[t];
         for (int role = 0; role < MSI_ROLE_RESIDENT_COUNT; role++) {
@@ -12713,7 +12715,7 @@ static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_g
         return result;
     }
     msi_note_new_state(m, store);
-    msi_drop_staged(m);
+    msi_drop_written(m);
     m->run.store = store;
     msi_put_plans(m, plans, goal);
     m->run.micro = msi_sums_alike(old, store) ? m->run.micro : 0;
@@ -12776,12 +12778,15 @@ static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
         return MS_RESULT_INVALID;
     }
     const msi_choice choice = m->wrapped.choice;
+    const msi_costs costs = m->costs;
     ms_result result = msi_check_between_steps(m, function);
     MSI_THEN(result, m->run.store && !m->config.dry_run ? msi_settle_steps(m) : MS_RESULT_OK);
     MSI_THEN(result, msi_make_timing(m));
     MSI_THEN(result, msi_decide(m, goal, &store, &plans));
     MSI_THEN(result, msi_adopt_and_log(m, store, plans, goal));
-    m->wrapped.choice = result == MS_RESULT_OK ? m->wrapped.choice : choice;
+    if (result != MS_RESULT_OK) {
+        msi_stay_with(m, &choice, &costs);
+    }
     msi_timing *t = m->run.timing;
     if (result == MS_RESULT_OK && t) { // complete samples stay, others are taken anew
         t->stage = t->sample_count == t->wanted ? MSI_WARMUP_AGAIN : MSI_WARMUP_COLD;
@@ -12794,6 +12799,7 @@ static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
 static ms_result msi_plan_within(ms_model *m, uint64_t budget) {
     const uint64_t configured = m->config.memory_budget_bytes;
     const msi_choice choice = m->wrapped.choice;
+    const msi_costs costs = m->costs;
     const msi_goal goal = m->wrapped.goal;
     msi_store *store;
     msi_plan *plans;
@@ -12805,7 +12811,9 @@ static ms_result msi_plan_within(ms_model *m, uint64_t budget) {
         store = m->run.store;
     }
     MSI_THEN(result, msi_adopt_and_log(m, store, plans, goal));
-    m->wrapped.choice = result == MS_RESULT_OK ? m->wrapped.choice : choice;
+    if (result != MS_RESULT_OK) {
+        msi_stay_with(m, &choice, &costs);
+    }
     return result;
 }
 
@@ -13007,8 +13015,8 @@ static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor 
     return MSI_NONE;
 }
 
-/* Writes a resident after what is enqueued: an input by way of its staging memory, without waiting
-   for the device. A tensor on the host may still be read by the device, which is waited for. */
+/* Writes a resident after what is enqueued: an input by way of its staging memory, once the copy
+   before is done; or a tensor on the host, once the device, which may still read it, is idle. */
 static ms_result msi_write(ms_model *m, const msi_resident *resident, const void *data,
                            uint64_t bytes) {
     ms_result result = MS_RESULT_OK;
@@ -13074,7 +13082,7 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
 static const char *msi_read_cure(const msi_graph *g, uint32_t t, msi_role role) {
     if (role == MSI_ROLE_GRADIENT) {
         return "it is there from ms_backward to its update (early_update = MS_SWITCH_OFF: to "
-               "ms_update; MS_OPTIMIZER_NONE: to the next pass)";
+               "ms_update; MS_OPTIMIZER_NONE: to the next step)";
     }
     if (role != MSI_ROLE_VALUE) {
         return "a param that is frozen, or that the loss does not depend on, has none";
@@ -13148,7 +13156,7 @@ static void msi_free_model(ms_model *m) {
     }
     msi_plans_free(m, m->run.plan);
     msi_store_free(m, m->run.store);
-    msi_drop_staged(m);
+    msi_drop_written(m);
     msi_timing_free(&allocator, m->run.timing);
     MSI_LIST_FREE(char, &allocator, g->names);
     MSI_LIST_FREE(msi_tensor, &allocator, g->tensors);
@@ -13567,7 +13575,7 @@ static uint64_t msi_hash_program(uint64_t hash, const msi_program *p, uint32_t r
     return hash;
 }
 
-/* From indices, sizes and offsets, never from addresses, so that it is the same in every process. */
+/* From indices, sizes and offsets, never from addresses, so that all processes agree. */
 static uint64_t msi_hash_plan(const msi_store *store, const msi_plan *plan) {
     uint64_t hash =
         msi_mix_in(store->reserved_bytes, store->resident_bytes + store->transient_bytes);
@@ -13820,7 +13828,7 @@ static void msi_visit_inputs(const msi_walk *w) {
     }
 }
 
-/* After forward the losses are summed; the verdict is copied to the host while backward runs. */
+/* After forward the losses are summed; the verdict is copied to the host: see msi_clock_judge. */
 static void msi_visit_verdict(const msi_walk *w) {
     const ms_model *m = w->model;
     const msi_range *range = &w->program->ranges.items[w->program->loss];
@@ -13913,7 +13921,7 @@ MEMSCALE_API const char *ms_last_error(const ms_model *model) {
     return model
                ? model->errors.text
                : "there is no model: ms_create had no memory, or refused its config, or could not "
-                 "open its backend; the latter two are explained in config.log";
+                 "open its backend; the last two are explained in config.log";
 }
 
 MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) {
@@ -14697,7 +14705,8 @@ static const msi_metric msi_metrics[] = {
     MSI_METRIC(CATEGORIES, peak_bytes, peak_bytes, "Live bytes at the peak of a step."),
     MSI_METRIC(U64, activation_peak_bytes, activation_peak_bytes,
                "Largest sum of activations, their gradients and saved tensors."),
-    MSI_METRIC(U64, borrowed_bytes, borrowed_bytes, "Memory of the trainer's own."),
+    MSI_METRIC(U64, borrowed_bytes, borrowed_bytes,
+               "Memory that the trainer lends, outside the arena."),
     MSI_METRIC(U64, host_bytes, host_bytes, "Tensors that stay on the host."),
     MSI_METRIC(U64, staging_bytes, staging_bytes,
                "Host memory through which inputs and verdicts pass."),
@@ -14780,7 +14789,8 @@ static void msi_print_info(const msi_printer *out, const ms_memory_report *r) {
     snprintf(version, sizeof version, "%d.%d.%d", MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR,
              MEMSCALE_VERSION_PATCH);
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)r->plan_hash);
-    msi_print_metric_head(out, "info", "gauge", "What is planned, for what.");
+    msi_print_metric_head(out, "info", "gauge",
+                          "Version, backend, device, mode and plan, as labels.");
     for (size_t k = 0; k < sizeof labels / sizeof labels[0]; k++) {
         msi_print(out, "%s%s=", k == 0 ? "memscale_info{" : ",", labels[k][0]);
         msi_print_quoted(out, labels[k][1], false);
@@ -14821,7 +14831,7 @@ MEMSCALE_API ms_result ms_print_metrics(const ms_model *model, ms_text_fn write,
 
 enum {
     MSI_CUDA_THREADS = 256,
-    MSI_CUDA_PARTIALS = 1024, // at most as many partial sums of one sum
+    MSI_CUDA_PARTIALS = 1024, // the most partial sums that one sum has
     MSI_CUDA_PARTIALS_BYTES = MSI_CUDA_PARTIALS * 8,
     MSI_CUDA_BLAS_ERROR = 10000 // error numbers of cuBLAS: its status, plus this
 };
@@ -14837,8 +14847,8 @@ typedef struct msi_cuda {
     bool owns_compute, tf32;
 } msi_cuda;
 
-/* The error as a number for the caller, who reports it. It is cleared in the runtime, where the next
-   launch of the host program would find it. */
+/* The error as a number for the caller, who reports it. It is cleared in the runtime, where the
+   next launch of the host program would find it. */
 static int msi_cuda_error(cudaError_t error) {
     if (error != cudaSuccess) {
         (void)cudaGetLastError();
@@ -14921,7 +14931,7 @@ static uint64_t msi_cuda_blocks(uint64_t threads) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>cuda kernels  a thread takes a group of elements by 16-byte accesses, or a single element at the
+// >>cuda kernels  a thread takes a group of elements by 16-byte accesses, or one element at the
 //                 end of an array and where an array is not aligned to 16 bytes
 
 /* How an array is split over threads: the first `groups` of them take a group each, the others one
@@ -15223,9 +15233,9 @@ static double msi_cuda_attribute(int device, cudaDeviceAttr attribute) {
 /* The speeds that follow from the clocks. The table has fused multiply-adds per clock and
    multiprocessor, by compute capability: f32 from the CUDA C++ Programming Guide, "Arithmetic
    instructions"; products on tensor cores that are summed in F32 from NVIDIA's white papers (Volta,
-   Turing, GA100, GA102, AD102, Hopper) or, for 8.7, 10.0 and 12.0, from the speeds stated for Jetson
-   AGX Orin, B200 and RTX PRO 6000. A GeForce has half that rate; before 7.0 there are no tensor
-   cores. Memory moves data at both edges of its clock. */
+   Turing, GA100, GA102, AD102, Hopper) or, for 8.7, 10.0 and 12.0, from the speeds stated for
+   Jetson AGX Orin, B200 and RTX PRO 6000. A GeForce has half that rate; before 7.0 there are no
+   tensor cores. Memory moves data at both edges of its clock. */
 static void msi_cuda_speeds(int device, int multiprocessors, int capability,
                             ms_hardware *hardware) {
     static const struct {
@@ -15240,8 +15250,9 @@ static void msi_cuda_speeds(int device, int multiprocessors, int capability,
     while (row + 1 < sizeof table / sizeof table[0] && table[row + 1].capability <= capability) {
         row++;
     }
-    const double clock = msi_cuda_attribute(device, cudaDevAttrClockRate); // in kHz, also below
-    const double tflops = 2e-9 * clock * (double)multiprocessors;          // at one per clock
+    const double clock =
+        msi_cuda_attribute(device, cudaDevAttrClockRate);         // in kHz, as the memory's below
+    const double tflops = 2e-9 * clock * (double)multiprocessors; // of one multiply-add per clock
     const bool geforce = capability >= 70 && strstr(hardware->name, "GeForce");
     const double tensor = geforce ? 0.5 * tflops : tflops;
     hardware->memory_gb_per_s = 2.0 * msi_cuda_attribute(device, cudaDevAttrMemoryClockRate) *
@@ -15273,7 +15284,8 @@ static void msi_cuda_hardware(void *user, ms_hardware *hardware) {
         hardware->free_bytes = free_bytes;
     }
     msi_host_memory("", &hardware->host_total_bytes, &hardware->host_free_bytes);
-    if (properties.integrated) { // it shares the memory of the host, where caches make room
+    if (properties
+            .integrated) { // it shares the host's memory, where Linux drops caches to make room
         hardware->kind = MS_DEVICE_INTEGRATED;
         hardware->free_bytes = hardware->host_free_bytes;
     }
@@ -15454,28 +15466,31 @@ static int msi_cuda_cast(void *state, void *target, ms_dtype to, const void *sou
                            r);
 }
 
-/* Writes the partial sums of an array, or of its squares, to c->partials; *partials: how many. */
+/* Writes the partial sums of an array, or of its squares, to c->partials, and their number. */
 static int msi_cuda_sum(const msi_cuda *c, const void *device, uint64_t count, bool squares,
-                        uint32_t *partials) {
+                        uint32_t *partial_count) {
     const msi_cuda_split r = msi_cuda_split_of(count, 4, (uintptr_t)device);
     const uint64_t blocks = msi_cuda_blocks(r.threads), most = MSI_CUDA_PARTIALS;
-    *partials = (uint32_t)(blocks < most ? blocks : most);
-    return msi_cuda_launch(c, *partials, msi_k_sum, (const float *)device, r, squares, c->partials);
+    *partial_count = (uint32_t)(blocks < most ? blocks : most);
+    return msi_cuda_launch(c, *partial_count, msi_k_sum, (const float *)device, r, squares,
+                           c->partials);
 }
 
 static int msi_cuda_loss(void *state, const void *losses, uint64_t count, double factor,
                          ms_step_state *step) {
     const msi_cuda *c = (const msi_cuda *)state;
-    uint32_t partials;
-    const int error = msi_cuda_sum(c, losses, count, false, &partials);
-    return error ? error : msi_cuda_launch(c, 1, msi_k_loss, c->partials, partials, factor, step);
+    uint32_t partial_count;
+    const int error = msi_cuda_sum(c, losses, count, false, &partial_count);
+    return error ? error
+                 : msi_cuda_launch(c, 1, msi_k_loss, c->partials, partial_count, factor, step);
 }
 
 static int msi_cuda_add_squares_f32(void *state, const void *device, uint64_t count, double *sum) {
     const msi_cuda *c = (const msi_cuda *)state;
-    uint32_t partials;
-    const int error = msi_cuda_sum(c, device, count, true, &partials);
-    return error ? error : msi_cuda_launch(c, 1, msi_k_add_partials, sum, c->partials, partials);
+    uint32_t partial_count;
+    const int error = msi_cuda_sum(c, device, count, true, &partial_count);
+    return error ? error
+                 : msi_cuda_launch(c, 1, msi_k_add_partials, sum, c->partials, partial_count);
 }
 
 static int msi_cuda_clip_scale(void *state, const double *sum, float limit, float *scale,
@@ -15543,35 +15558,35 @@ static int msi_cuda_recording_check(void *state) {
                                                      : (int)cudaErrorStreamCaptureInvalidated;
 }
 
-static int msi_cuda_recording_end(void *state, void **graph) {
+static int msi_cuda_recording_end(void *state, void **recording) {
     const msi_cuda *c = (const msi_cuda *)state;
     const msi_cuda_scope scope(c->device);
     cudaGraph_t recorded = NULL;
     cudaGraphExec_t exec = NULL;
     int error = msi_cuda_error(cudaStreamEndCapture(c->streams[MS_STREAM_COMPUTE], &recorded));
-    if (error == 0 && graph) {
+    if (error == 0 && recording) {
         error = msi_cuda_error(cudaGraphInstantiate(&exec, recorded, 0));
     }
     if (recorded) {
         (void)msi_cuda_error(cudaGraphDestroy(recorded));
     }
-    if (error == 0 && graph) {
-        *graph = exec;
+    if (error == 0 && recording) {
+        *recording = exec;
     }
     return error;
 }
 
-static int msi_cuda_recording_launch(void *state, void *graph) {
+static int msi_cuda_recording_launch(void *state, void *recording) {
     return msi_cuda_with(state, [&](const msi_cuda *c) {
-        return cudaGraphLaunch((cudaGraphExec_t)graph, c->streams[MS_STREAM_COMPUTE]);
+        return cudaGraphLaunch((cudaGraphExec_t)recording, c->streams[MS_STREAM_COMPUTE]);
     });
 }
 
-static void msi_cuda_recording_release(void *state, void *graph) {
+static void msi_cuda_recording_release(void *state, void *recording) {
     const msi_cuda *c = (const msi_cuda *)state;
     const msi_cuda_scope scope(c->device);
     (void)msi_cuda_error(cudaStreamSynchronize(c->streams[MS_STREAM_COMPUTE])); // it may be running
-    (void)msi_cuda_error(cudaGraphExecDestroy((cudaGraphExec_t)graph));
+    (void)msi_cuda_error(cudaGraphExecDestroy((cudaGraphExec_t)recording));
 }
 
 /* The workspace that cuBLAS recommends is 32 MiB from compute capability 9.0 on, otherwise 4 MiB

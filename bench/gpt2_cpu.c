@@ -1,6 +1,6 @@
-// Time of a training step and size of the arena of GPT-2 on the CPU: the plain plan, one that leaves
-// half of the plain activation bytes, and the smallest one. The plans take turns, so that other
-// work on the machine slows all of them alike. Their losses must be equal bit for bit.
+// Time of a training step and size of the arena of GPT-2 on the CPU: the plain plan, one that
+// leaves half of the plain activation bytes, and the smallest one. The plans take turns, so that
+// other work on the machine slows all of them alike. Their losses must be equal bit for bit.
 #include "bench.h"
 
 #define MEMSCALE_IMPLEMENTATION

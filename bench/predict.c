@@ -1,7 +1,7 @@
-// How well the time of a training step is predicted: GPT-2 on the CPU at four budgets, from the plain
-// arena down to the smallest. Each model times its own first steps (empirical profiling) and plans
-// with these times; the predicted time is then compared with the steps that follow. The budgets
-// take turns, so that other work on the machine slows all of them alike.
+// How well the time of a training step is predicted: GPT-2 on the CPU at four budgets, from the
+// plain arena down to the smallest. Each model times its own first steps (empirical profiling) and
+// plans with these times; the predicted time is then compared with the steps that follow. The
+// budgets take turns, so that other work on the machine slows all of them alike.
 #include "bench.h"
 
 #define MEMSCALE_IMPLEMENTATION

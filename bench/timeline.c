@@ -1,6 +1,6 @@
 // The memory of one training step over time, as a picture (SVG): the plain plan beside the plan for
-// a budget, both on one scale, stacked by category, with their peaks; below them what runs when. All
-// of it is simulated, for a device that need not be there.
+// a budget, both on one scale, stacked by category, with their peaks; below them what runs when.
+// All of it is simulated, for a device that need not be there.
 #include "bench.h"
 
 #include <math.h>

@@ -2632,8 +2632,8 @@ static int nn_cuda_conv2d_images(const ms_call *call, nn_dest dx, const float *d
     return result;
 }
 
-/* dest: the sum of the products a * b of all a.batch_count pairs. If there are several, the products go
-   to partial first. */
+/* dest: the sum of the products a * b of all a.batch_count pairs. If there are several, the
+   products go to partial first. */
 static int nn_cuda_sum_of_products(const ms_call *call, nn_dest dest, ms_matrix a, ms_matrix b,
                                    float *partial) {
     const bool single = a.batch_count == 1;

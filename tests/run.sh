@@ -379,7 +379,6 @@ check_readme_program() {
 export -f skip need build run_test run_threads run_corpus run_program compile
 export -f cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_mixed cell_sources check_dialect
-export -f implementation same check_exports check_static_exports imports macros
 export -f misplaced plant check_order defaults check_switches check_new_technique check_new_op
 export -f implementation same check_exports check_static_exports imports macros check_listings
 export -f check_install check_readme_program

@@ -778,7 +778,7 @@ static void names_of_handles(void **state) {
         assert_string_equal(ms_layer_name(m, beyond), "?");
         assert_string_equal(ms_layer_name(m, none), "?");
         const uint32_t wrong[] = {0, m->graph.tensors.count + 1, UINT32_MAX,
-                                  (uint32_t)MSI_ROLE_RESIDENT_COUNT << MSI_ROLE_BITS | 1};
+                                  (uint32_t)MSI_ROLE_RESIDENT_COUNT << MSI_INDEX_BITS | 1};
         for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; ++i) {
             const ms_tensor handle = {wrong[i]};
             assert_int_equal(ms_tensor_of(m, handle).id, 0);

@@ -450,7 +450,8 @@ typedef struct replay {
     cell cells[CELLS];
     bool fine, dry;
     bool fills; // the first visit, which finds out where lasting values lie
-    /* Copies between host and device that were issued: every second one runs where it is awaited. */
+    /* Copies between host and device that were issued: every second one runs where it is
+       awaited. */
     struct {
         void *target;
         const void *source;

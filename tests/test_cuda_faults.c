@@ -577,9 +577,10 @@ static void report_orders(void) {
     }
 }
 
-/* Of each class there are calls without which training goes wrong. Others order what their neighbours
-   order too, for copies in one direction keep their order: of several inputs the first waits for the
-   step before, and for the last the step waits. A verdict that is copied too late is a newer one. */
+/* Of each class there are calls without which training goes wrong. Others order what their
+   neighbours order too, for copies in one direction keep their order: of several inputs the first
+   waits for the step before, and for the last the step waits. A verdict that is copied too late is
+   a newer one. */
 static void test_orders(void **state) {
     (void)state;
     const uint64_t seeds = cn_seeds(20) < 8 ? 8 : cn_seeds(20);

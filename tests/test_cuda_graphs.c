@@ -90,8 +90,8 @@ static void test_same_bits(void **state) {
     }
 }
 
-/* Steps that are timed run by themselves: one that is slow for once, two samples, and two by the new
-   plan. Then comes the recording. */
+/* Steps that are timed run by themselves: one that is slow for once, two samples, and two by the
+   new plan. Then comes the recording. */
 static void test_profiles_first(void **state) {
     (void)state;
     for (int smallest = 0; smallest < 2; smallest++) {

@@ -739,8 +739,8 @@ static bool is_near(double a, double b, double tolerance) {
 }
 #endif
 
-/* What clocks, width and multiprocessors of real devices come to is what their maker states of them.
-   The tensor cores of the H200 are stated at a lower clock than the rest. */
+/* What clocks, width and multiprocessors of real devices come to is what their maker states of
+   them. The tensor cores of the H200 are stated at a lower clock than the rest. */
 static void test_speeds(void **state) {
     (void)state;
     CN_SKIP_ON_GPU();

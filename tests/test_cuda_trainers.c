@@ -160,7 +160,8 @@ static void test_losses_of_cpu(void **state) {
 }
 
 /* Recomputation, early updates, a graph and asynchronous steps change no bit: dropout draws anew in
-   each step and alike in its recomputation, and the learning rate and the batches differ by step. */
+   each step and alike in its recomputation, and the learning rate and the batches differ by
+   step. */
 static void test_bits(void **state) {
     (void)state;
     for (int bert_too = 0; bert_too < 2; bert_too++) {

@@ -204,8 +204,8 @@ static ms_result fault_write(fault_net *net) {
     return result;
 }
 
-/* The smallest budget where the plan shall be tight. It takes most of the time of a first plan: what
-   comes after the plan uses the one that is known. */
+/* The smallest budget where the plan shall be tight. It takes most of the time of a first plan:
+   what comes after the plan uses the one that is known. */
 static ms_result fault_budget(fault_net *net, uint64_t *known) {
     ms_result result = MS_RESULT_OK;
     if (!net->how->tight) {
@@ -812,6 +812,33 @@ static void every_callback_fails_once(void **state) {
     assert_true(cured > 0); // own updates, and backward behind an early update
 }
 
+/* Whether ms_wrap for another device fails: then all that is told of the plan is as before. */
+static bool wrap_for_another_device_fails(uint64_t fail_at) {
+    fault_net net;
+    ms_memory_report before, after;
+    fault_net_start(&net, &fault_cases[0]);
+    t_report(net.model, &before);
+    ms_set_hardware(net.model, ms_hardware_find("NVIDIA T4"));
+    arm(&net, FAULT_HEAP, fail_at);
+    const ms_result result = ms_wrap(net.model);
+    disarm(&net);
+    t_report(net.model, &after);
+    assert_int_equal(result, result == MS_RESULT_OK ? MS_RESULT_OK : MS_RESULT_OUT_OF_MEMORY);
+    assert_int_equal(strcmp(after.device_name, "NVIDIA T4") == 0, result == MS_RESULT_OK);
+    assert_true(result == MS_RESULT_OK || after.step_us == before.step_us);
+    fault_net_end(&net);
+    return result != MS_RESULT_OK;
+}
+
+static void a_failed_wrap_leaves_the_device(void **state) {
+    (void)state;
+    uint64_t fail_at = 1;
+    while (wrap_for_another_device_fails(fail_at)) {
+        ++fail_at;
+    }
+    assert_true(fail_at > 20);
+}
+
 /* A failure in the second micro-batch gives up the first: a step starts at micro-batch 0. */
 static void a_failing_micro_batch_gives_up_those_before(void **state) {
     (void)state;
@@ -847,6 +874,7 @@ int main(void) {
         cmocka_unit_test(every_allocation_fails_once),
         cmocka_unit_test(every_backend_call_fails_once),
         cmocka_unit_test(every_callback_fails_once),
+        cmocka_unit_test(a_failed_wrap_leaves_the_device),
         cmocka_unit_test(a_failing_micro_batch_gives_up_those_before),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1128,7 +1128,8 @@ static void greedy_is_close_to_the_best(void **state) {
     assert_true(msi_scorer_init(&scorer, chain.model, store, plan, &lowering, &shortage));
     msi_place_updates(&chain.model->graph, plan->decisions, true, 0);
     best_of_all_plans(&scorer, plan->decisions, &chain, best);
-    assert_true(msi_greedy_init(&greedy, &scorer, plan->decisions));
+    assert_true(msi_greedy_init(&greedy, &scorer));
+    memcpy(greedy.decisions, plan->decisions, msi_decisions_bytes(&chain.model->graph));
     greedy.score = msi_estimate(&scorer, greedy.decisions);
     for (bool more = true; more;) {
         more = msi_next_plan(&greedy);

@@ -17,8 +17,8 @@ static inline f_format f_format_of(ms_dtype dtype) {
     return dtype == MS_DTYPE_F16 ? of_f16 : dtype == MS_DTYPE_BF16 ? of_bf16 : of_f32;
 }
 
-/* Rounds to the nearest number of a format, ties to the even one; infinity where that is larger than
-   the largest. */
+/* Rounds to the nearest number of a format, ties to the even one; infinity where that is larger
+   than the largest. */
 static inline double f_round(ms_dtype dtype, double x) {
     const f_format f = f_format_of(dtype);
     int exponent = 0;
