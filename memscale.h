@@ -878,13 +878,11 @@ typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
     X(MS_EVENT_WAIT, "wait")         /* for the copy that has these operands */                    \
     X(MS_EVENT_ADD, "add")           /* target, source */                                          \
     X(MS_EVENT_NORM, "norm")         /* gradient, sum of squares (a double) */                     \
-    X(MS_EVENT_CLIP, "clip") /* the sum gives the scale of all gradients, a float after it */      \
-    X(MS_EVENT_UPDATE,                                                                             \
-      "update")              /* slot 0 the param, 1 its gradient, 2 what CLIP left (if gradients \
-                                    are clipped), from 3 on the optimizer state */ \
-    X(MS_EVENT_DROP, "drop") /* the live ranges of the operands end */                             \
-    X(MS_EVENT_INPUT, "copy in")    /* an input, before the first instruction */                   \
-    X(MS_EVENT_LOSS, "loss")        /* after forward: the sum of the operand's elements */         \
+    X(MS_EVENT_CLIP, "clip")     /* the sum gives the scale of all gradients, a float after it */  \
+    X(MS_EVENT_UPDATE, "update") /* param, gradient, what CLIP left; from slot 3 on the state */   \
+    X(MS_EVENT_DROP, "drop")     /* the live ranges of the operands end */                         \
+    X(MS_EVENT_INPUT, "copy in") /* an input, before the first instruction */                      \
+    X(MS_EVENT_LOSS, "loss")     /* after forward: the sum of the operand's elements */            \
     X(MS_EVENT_VERDICT, "copy out") /* then: that sum, and whether it is finite */
 
 typedef enum ms_event_kind { MEMSCALE_EVENTS(MEMSCALE_FIRST) MS_EVENT_COUNT } ms_event_kind;
@@ -15250,8 +15248,7 @@ static void msi_cuda_speeds(int device, int multiprocessors, int capability,
     while (row + 1 < sizeof table / sizeof table[0] && table[row + 1].capability <= capability) {
         row++;
     }
-    const double clock =
-        msi_cuda_attribute(device, cudaDevAttrClockRate);         // in kHz, as the memory's below
+    const double clock = msi_cuda_attribute(device, cudaDevAttrClockRate); // in kHz
     const double tflops = 2e-9 * clock * (double)multiprocessors; // of one multiply-add per clock
     const bool geforce = capability >= 70 && strstr(hardware->name, "GeForce");
     const double tensor = geforce ? 0.5 * tflops : tflops;
@@ -15284,8 +15281,7 @@ static void msi_cuda_hardware(void *user, ms_hardware *hardware) {
         hardware->free_bytes = free_bytes;
     }
     msi_host_memory("", &hardware->host_total_bytes, &hardware->host_free_bytes);
-    if (properties
-            .integrated) { // it shares the host's memory, where Linux drops caches to make room
+    if (properties.integrated) { // its memory is the host's: caches of Linux count as free
         hardware->kind = MS_DEVICE_INTEGRATED;
         hardware->free_bytes = hardware->host_free_bytes;
     }

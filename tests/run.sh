@@ -77,12 +77,12 @@ run_corpus() { # PROGRAM
     build sanitize "$1" && "$1" tests/corpus/*
 }
 
-run_program() { # TIER "COMMAND [=> COLUMNS]": the table that it prints has these columns in every row
-    local config=release command=${2%% =>*} output
-    case "$1 $command" in "quick build/"[eb]*) config=quick command=build/quick/${command#build/} ;; esac
+run_program() { # "COMMAND [=> COLUMNS]": the table that it prints has these columns in every row
+    local config=release command=${1%% =>*} output
+    [[ $command != build/quick/* ]] || config=quick
     output=$(mktemp $checks/output.XXXXXX)
     build $config "${command%% *}" && $command > "$output" || return 1
-    [[ $2 != *" => "* ]] || tr '\t' ' ' < "$output" | awk -v columns="${2##*=> }" '
+    [[ $1 != *" => "* ]] || tr '\t' ' ' < "$output" | awk -v columns="${1##*=> }" '
         NR == 1 { fields = NF; wrong = $0 != columns }
         NF != fields { wrong = 1 }
         wrong { print "unexpected: " $0; exit }
@@ -395,9 +395,9 @@ sweeps() { # SOURCE: whether it asks how far to go
 # host callbacks that share one emulated device, and would open its memory to one another.
 host_only=' test_formats test_solver test_threads test_virtual '
 
-# Once in the quick tier, with sanitizers where memory and errors are what is tested. Their full sweeps
-# are run with sanitizers too, those of the others in the release configuration. As C++11 they run on
-# the emulated device, or else here.
+# Once in the quick tier, with sanitizers where memory and errors are what is tested: their sweeps are
+# longer with sanitizers too. Full sweeps are of the release configuration. As C++11 the tests run on the
+# emulated device, or else here.
 sanitized=' test_api test_faults test_memory test_profile test_validate '
 group 'tests'
 for source in tests/test_*.c; do
@@ -407,13 +407,12 @@ for source in tests/test_*.c; do
     sweeps "$source" && length=', full sweeps' || length=
     if [[ $sanitized == *" $name "* ]]; then
         check quick "$name, sanitizers" "$sanitize"
-        [ -z "$length" ] || check rest "$name, sanitizers$length" "$sanitize 100"
-        check rest "$name, release" "run_test release build/tests/$name"
+        [ -z "$length" ] || check rest "$name, sanitizers, longer sweeps" "$sanitize 80"
     else
         check quick "$name" "run_test quick build/quick/tests/$name"
-        check rest "$name, release$length" "run_test release build/tests/$name 100"
-        check rest "$name, sanitizers" "$sanitize 10"
+        check rest "$name, sanitizers" "$sanitize"
     fi
+    check rest "$name, release$length" "run_test release build/tests/$name 100"
     [[ $host_only != *" $name "* ]] || check rest "$name, C++11" "run_test release build/tests/${name}_cpp"
 done
 check quick 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
@@ -517,7 +516,7 @@ check quick 'README.md and .ci/run install the same' check_install
 group 'programs'
 while read -r tier line; do
     name=${line%% =>*}
-    check $tier "${name#build/}" "run_program $tier '$line'"
+    check $tier "${name#build/}" "run_program '$line'"
 done < <(grep -v '^#' tests/programs.txt)
 
 # ---- run and report ------------------------------------------------------------------------------

@@ -84,10 +84,11 @@ static inline uint64_t t_sweep(uint64_t quick, uint64_t full) {
     return count > quick ? count : quick;
 }
 
-/* The distance between the cases of a sweep that is run: 1 in a full sweep, which is of all cases,
-   and otherwise `quick`. */
+/* The distance between the cases of a sweep that is run: `quick` with MEMSCALE_TEST_SWEEP at 0, 1 from
+   100 on, a full sweep, which is of all cases. */
 static inline uint64_t t_stride(uint64_t quick) {
-    return t_environment("MEMSCALE_TEST_SWEEP", 0) < 100 ? quick : 1;
+    const uint64_t percent = t_environment("MEMSCALE_TEST_SWEEP", 0);
+    return percent < 100 ? 1 + (quick - 1) * (100 - percent) / 100 : 1;
 }
 
 // ------------------------------------------------------------------------------------------------
