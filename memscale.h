@@ -1219,9 +1219,8 @@ MEMSCALE_API const char *ms_layer_name(const ms_model *model, ms_layer layer);
    neither. A loss that is not finite is then the error of the next ms_step, ms_forward, ms_eval or
    ms_synchronize that finds it. It also waits for the loss before an update by MS_OPTIMIZER_CUSTOM,
    for copies of state on the host, and for another model that has used the shared arena. Errors:
-   CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped, in a callback, or between
-   ms_forward and ms_update where early updates have begun), UNSUPPORTED (a recording, with state on
-   the host that a recomputation changes), DRY_RUN. */
+   CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped; else as ms_wrap), UNSUPPORTED
+   (a recording, with state on the host that a recomputation changes), DRY_RUN. */
 MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
 
 /* The same in three calls. With a plan that updates early (ms_memory_report.early_update),

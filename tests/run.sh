@@ -515,8 +515,8 @@ check quick 'README.md and .ci/run install the same' check_install
 
 group 'programs'
 while read -r tier line; do
-    name=${line%% =>*}
-    check $tier "${name#build/}" "run_program '$line'"
+    name=${line%% =>*} name=${name#build/}
+    check $tier "${name#quick/}" "run_program '$line'"
 done < <(grep -v '^#' tests/programs.txt)
 
 # ---- run and report ------------------------------------------------------------------------------
@@ -577,7 +577,9 @@ for number in $(seq "$count"); do
     [ $status -eq 77 ] || [ $s -eq 0 ] || verdict="$p passed, $s skipped"
     [ $f -eq 0 ] || verdict="FAILED"
     seconds=$(cat $checks/$number.seconds)
-    printf '  %-56s %-20s %6s s\n' "$(sed -n "${number}p" $checks/list | cut -f 1)" "$verdict" "$seconds"
+    name=$(sed -n "${number}p" $checks/list | cut -f 1)
+    [ ${#name} -le 56 ] || name="${name:0:53}..."
+    printf '  %-56s %-20s %6s s\n' "$name" "$verdict" "$seconds"
     [ $f -eq 0 ] || { explain $log; wrong+=("$number"); }
 done
 
