@@ -759,6 +759,17 @@ typedef enum ms_decision_source {
     MEMSCALE_DECISION_SOURCES(MEMSCALE_FIRST) MS_DECISION_SOURCE_COUNT
 } ms_decision_source;
 
+/* Where the times of layers come from, by which a step is predicted. Roofline: flops, bytes and the
+   speeds of the device. Measured: timed steps, a loaded profile or ms_set_layer_time. */
+#define MEMSCALE_TIME_SOURCES(X)                                                                   \
+    X(MS_TIME_SOURCE_ROOFLINE, "roofline")                                                         \
+    X(MS_TIME_SOURCE_MIXED, "partly measured")                                                     \
+    X(MS_TIME_SOURCE_MEASURED, "measured")
+
+typedef enum ms_time_source {
+    MEMSCALE_TIME_SOURCES(MEMSCALE_FIRST) MS_TIME_SOURCE_COUNT
+} ms_time_source;
+
 /* A rule of the planner. docs/decision-engine.md lists them all. */
 typedef struct ms_rule {
     const char *id;        // such as "checkpoint"
@@ -843,8 +854,9 @@ typedef struct ms_memory_report {
     /* Predicted times of a step of this plan, of a step of the plain plan, and of the waits for
        copies in this one. With accumulation, a step here is one micro-batch and the update. */
     double step_us, plain_step_us, stall_us;
-    double pressure; // plain_bytes / budget_bytes
-    ms_mode mode;    // in force
+    ms_time_source time_source; // of these three
+    double pressure;            // plain_bytes / budget_bytes
+    ms_mode mode;               // in force
     ms_decision_source decision_source;
     uint64_t plan_hash;      // equal if the programs are: the same instructions, the same addresses
     bool early_update;       // at least one param is updated inside backward
@@ -1259,12 +1271,13 @@ MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix);
 /* Sizes and times of the present plan, and what it is for. Errors: INVALID, ORDER (no plan yet). */
 MEMSCALE_API_CHECKED ms_result ms_report(const ms_model *model, ms_memory_report *report);
 
-/* Names of a category ("activation gradients"), a mode ("BALANCED"), a technique ("early update")
-   and a source ("user_config"); "?" out of range. */
+/* Names of a category ("activation gradients"), a mode ("BALANCED"), a technique ("early update"),
+   and of sources ("user_config", "roofline"); "?" out of range. */
 MEMSCALE_API const char *ms_category_name(ms_category category);
 MEMSCALE_API const char *ms_mode_name(ms_mode mode);
 MEMSCALE_API const char *ms_technique_name(ms_technique technique);
 MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source);
+MEMSCALE_API const char *ms_time_source_name(ms_time_source source);
 
 /* Whether this version has the technique; false out of range. */
 MEMSCALE_API bool ms_technique_is_built(ms_technique technique);
@@ -2249,6 +2262,7 @@ typedef struct msi_costs {
     bool has_copies;                     // inputs and verdicts are copied on streams of their own
     bool tf32;                           // ms_config.tf32
     double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs by bytes; 0: not measured
+    ms_time_source source;               // of the times of the layers
 } msi_costs;
 
 /* Where the description of that device comes from. */
@@ -2328,6 +2342,7 @@ static const char *const msi_result_texts[] = {MEMSCALE_RESULTS(MSI_X)};
 static const char *const msi_mode_names[] = {MEMSCALE_MODES(MSI_X)};
 static const char *const msi_source_names[] = {MEMSCALE_DECISION_SOURCES(MSI_X)};
 static const char *const msi_category_names[] = {MEMSCALE_CATEGORIES(MSI_X)};
+static const char *const msi_time_source_names[] = {MEMSCALE_TIME_SOURCES(MSI_X)};
 #undef MSI_X
 
 #define MSI_X(group, field, limit) #field,
@@ -2351,6 +2366,10 @@ MEMSCALE_API const char *ms_mode_name(ms_mode mode) {
 
 MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source) {
     return (unsigned)source < MS_DECISION_SOURCE_COUNT ? msi_source_names[source] : "?";
+}
+
+MEMSCALE_API const char *ms_time_source_name(ms_time_source source) {
+    return (unsigned)source < MS_TIME_SOURCE_COUNT ? msi_time_source_names[source] : "?";
 }
 
 MEMSCALE_API const char *ms_category_name(ms_category category) {
@@ -5076,10 +5095,34 @@ static double msi_choose_time(double known, double measured, double predicted) {
     return us < 1e27 ? us : 1e27;
 }
 
+/* Which of the times of forward and backward are known or were measured: mask of a bit for each. */
+static uint32_t msi_given_times(const msi_layer *l) {
+    const bool forward = l->known.forward_us > 0.0 || l->measured.forward_us > 0.0;
+    const bool backward = l->known.backward_us > 0.0 || l->measured.backward_us > 0.0;
+    return (uint32_t)forward | (uint32_t)backward << 1;
+}
+
+/* The times that a layer needs, as a mask as above. */
+static uint32_t msi_needed_times(const msi_layer *l) {
+    return 1u | (uint32_t)l->has_backward << 1;
+}
+
+static ms_time_source msi_time_source(const msi_graph *g) {
+    bool some = false, all = true;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const uint32_t needed = msi_needed_times(&g->layers.items[i]);
+        const uint32_t given = msi_given_times(&g->layers.items[i]) & needed;
+        some |= given != 0;
+        all &= given == needed;
+    }
+    return !some ? MS_TIME_SOURCE_ROOFLINE : all ? MS_TIME_SOURCE_MEASURED : MS_TIME_SOURCE_MIXED;
+}
+
 /* Finds the times of all layers at the present sizes. Known and measured times grow with the
    output. A recomputation by the forward callback takes as long as forward. */
 static void msi_find_times(ms_model *m) {
     const bool predicts = m->config.static_profiling != MS_SWITCH_OFF;
+    m->costs.source = msi_time_source(&m->graph);
     for (uint32_t i = 0; i < m->graph.layers.count; i++) {
         msi_layer *l = &m->graph.layers.items[i];
         const double elements = msi_output_elements(&m->graph, l);
@@ -5109,13 +5152,12 @@ static ms_result msi_check_times(ms_model *m) {
     const bool predicts = m->config.static_profiling != MS_SWITCH_OFF;
     for (uint32_t i = 0; !predicts && i < m->graph.layers.count; i++) {
         const msi_layer *l = &m->graph.layers.items[i];
-        const bool forward = l->known.forward_us > 0.0 || l->measured.forward_us > 0.0;
-        const bool backward = l->known.backward_us > 0.0 || l->measured.backward_us > 0.0;
-        if (!forward || (l->has_backward && !backward)) {
+        const uint32_t missing = msi_needed_times(l) & ~msi_given_times(l);
+        if (missing) {
             return msi_fail(m, MS_RESULT_INVALID,
                             "layer \"%s\": the time of its %s is not known, and static_profiling "
                             "is OFF: call ms_set_layer_time or ms_profile_load",
-                            msi_layer_name(&m->graph, i), forward ? "backward" : "forward");
+                            msi_layer_name(&m->graph, i), missing & 1 ? "forward" : "backward");
         }
     }
     return MS_RESULT_OK;
@@ -10609,9 +10651,10 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
     args.strategies = strategies;
     args.strategy_count = MS_MODE_COUNT;
     for (uint32_t i = 0; i < MS_MODE_COUNT; i++) {
-        msi_log(m, MS_LOG_INFO, "policy", "strategy %u, mode %s: arena %s, predicted step %s%s",
-                (unsigned)i, msi_mode_names[strategies[i].mode],
-                msi_size(strategies[i].arena_bytes).text, msi_time(strategies[i].step_us).text,
+        msi_log(m, MS_LOG_INFO, "policy",
+                "strategy %u, mode %s: arena %s, predicted step %s (%s)%s", (unsigned)i,
+                msi_mode_names[strategies[i].mode], msi_size(strategies[i].arena_bytes).text,
+                msi_time(strategies[i].step_us).text, msi_time_source_names[m->costs.source],
                 strategies[i].fits ? "" : ", does not fit");
     }
     const uint32_t chosen = m->config.policy ? m->config.policy(&args) : msi_fastest(&args);
@@ -12726,10 +12769,10 @@ static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_g
 static void msi_log_decisions(const ms_model *m, const msi_review *r) {
     const msi_plan *plan = m->run.plan;
     msi_log(m, MS_LOG_INFO, "rules",
-            "mode %s (%s), pressure %.3f; a step is predicted to take %s, a plain one %s",
+            "mode %s (%s), pressure %.3f; a step is predicted to take %s, a plain one %s (%s)",
             msi_mode_names[m->wrapped.choice.mode], msi_source_names[m->wrapped.choice.source],
             msi_pressure(plan), msi_time(plan->train.step_us).text,
-            msi_time(plan->plain_step_us).text);
+            msi_time(plan->plain_step_us).text, msi_time_source_names[m->costs.source]);
     for (int technique = 0; technique < MS_TECHNIQUE_COUNT; technique++) {
         const msi_technique_total total = msi_technique_total_of(r, (ms_technique)technique);
         msi_log(m, MS_LOG_INFO, "rules", "%s: %u of %u layers, %s held no longer, %s added%s%s",
@@ -13620,6 +13663,7 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->step_us = plan->train.step_us;
     r->plain_step_us = plan->plain_step_us;
     r->stall_us = plan->train.stall_us;
+    r->time_source = m->costs.source;
     r->plan_hash = msi_hash_plan(m->run.store, plan);
     r->pressure = msi_pressure(plan);
     r->mode = m->wrapped.choice.mode;

@@ -390,9 +390,9 @@ static int print_plan(trainer *t) {
     printf(" MiB\n");
     printf(
         "decided   mode %s (%s) at pressure %.2f: a step is predicted to take %.1f ms, a plain one "
-        "%.1f ms\n",
+        "%.1f ms (%s)\n",
         ms_mode_name(r.mode), ms_decision_source_name(r.decision_source), r.pressure,
-        r.step_us / 1e3, r.plain_step_us / 1e3);
+        r.step_us / 1e3, r.plain_step_us / 1e3, ms_time_source_name(r.time_source));
     if (t->options.plan &&
         (ms_print_plan(t->model, print_text, stdout) != MS_RESULT_OK ||
          ms_print_program(t->model, MS_PROGRAM_TRAIN, print_text, stdout) != MS_RESULT_OK)) {
@@ -424,8 +424,8 @@ static int write_file(const trainer *t, const char *path,
 static int write_reports(trainer *t) {
     ms_memory_report r;
     if (t->options.profile && !t->options.dry && ms_report(t->model, &r) == MS_RESULT_OK) {
-        printf("a step    %9.1f ms, as predicted from the first steps; plain %.1f ms\n",
-               1e-3 * r.step_us, 1e-3 * r.plain_step_us);
+        printf("a step    %9.1f ms, plain %.1f ms, as predicted now (%s)\n", 1e-3 * r.step_us,
+               1e-3 * r.plain_step_us, ms_time_source_name(r.time_source));
     }
     return write_file(t, t->options.trace, write_trace) != 0 ||
            write_file(t, t->options.metrics, write_metrics) != 0;

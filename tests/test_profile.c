@@ -303,6 +303,50 @@ static void known_times_come_first(void **state) {
     ms_destroy(chain.model);
 }
 
+static ms_time_source time_source(const ms_model *m) {
+    ms_memory_report report;
+    t_report(m, &report);
+    return report.time_source;
+}
+
+/* The report names the source of the times in force, after a reshape and a failing wrap too. */
+static void the_report_says_where_times_come_from(void **state) {
+    (void)state;
+    t_chain chain;
+    const ms_config config = t_config();
+    create_chain(&chain, &config, 3);
+    ms_model *m = chain.model;
+    const ms_layer_time known = time_of(10.0, 20.0, 0.0), half = time_of(10.0, 0.0, 0.0);
+    t_ok(m, ms_wrap(m));
+    assert_int_equal(time_source(m), MS_TIME_SOURCE_ROOFLINE);
+    for (uint32_t i = 0; i < layer_count(&chain); i++) {
+        ms_set_layer_time(m, layer_of(i), i == 1 ? &half : &known);
+    }
+    assert_int_equal(time_source(m), MS_TIME_SOURCE_ROOFLINE); // until the next wrap
+    t_ok(m, ms_wrap(m));
+    assert_int_equal(time_source(m), MS_TIME_SOURCE_MIXED);
+    t_text text = save(m);
+    ms_set_layer_time(m, layer_of(1), &known);
+    t_ok(m, ms_wrap(m));
+    assert_int_equal(time_source(m), MS_TIME_SOURCE_MEASURED);
+    for (uint32_t i = 0; i < layer_count(&chain); i++) {
+        ms_set_layer_time(m, layer_of(i), NULL);
+    }
+    ms_set_budget(m, 64);
+    t_error(m, ms_wrap(m), MS_RESULT_BUDGET);
+    assert_int_equal(time_source(m), MS_TIME_SOURCE_ROOFLINE); // of the times in force now
+    ms_set_budget(m, config.memory_budget_bytes);
+    t_ok(m, ms_profile_load(m, text.data, text.length));
+    t_ok(m, ms_wrap(m));
+    assert_int_equal(time_source(m), MS_TIME_SOURCE_MEASURED); // a profile has all times
+    free(text.data);
+    ms_destroy(m);
+    assert_string_equal(ms_time_source_name(MS_TIME_SOURCE_ROOFLINE), "roofline");
+    assert_string_equal(ms_time_source_name(MS_TIME_SOURCE_MIXED), "partly measured");
+    assert_string_equal(ms_time_source_name(MS_TIME_SOURCE_MEASURED), "measured");
+    assert_string_equal(ms_time_source_name(MS_TIME_SOURCE_COUNT), "?");
+}
+
 static void wrong_times_are_refused(void **state) {
     (void)state;
     static const double wrong[] = {-1.0, (double)INFINITY, (double)NAN, 1.1e15};
@@ -1059,6 +1103,7 @@ int main(void) {
         cmocka_unit_test(the_budget_is_a_part_of_that_device),
         cmocka_unit_test(a_wrap_that_fails_changes_no_time),
         cmocka_unit_test(known_times_come_first),
+        cmocka_unit_test(the_report_says_where_times_come_from),
         cmocka_unit_test(wrong_times_are_refused),
         cmocka_unit_test(times_grow_with_the_output),
         cmocka_unit_test(what_is_saved_is_loaded_to_the_bit),
