@@ -1299,12 +1299,14 @@ MEMSCALE_API_CHECKED ms_result ms_visit_decisions(const ms_model *model, ms_deci
    of the model except ms_destroy. If all bits are equal, the plan changes nothing. Memory that a
    callback is to write holds poison, which also exposes a layer that reads what nobody has written;
    only ms_config.debug finds a mistake that both passes make. A loss that is not finite is compared
-   like any other. Even after an error the model is as before: values, readable gradients and
-   outputs, counts, recordings. (In debug mode, a backend that fails twice in a row can leave
-   garbage in params; the model is then marked failed.) Temporary memory: on the device one
-   allocation beside the arena, for the transient values and gradients of the plain plan and a copy
-   of changing buffers; on the host a copy of these gradients and buffers, one more of buffers that
-   stay there, two programs and 1 MiB (in debug mode also what that takes).
+   like any other. Borrowed gradients and buffers are used where they are: each pass begins with
+   the values that they hold, which are put back bit for bit in the end. Even after an error the
+   model is as before: values, readable gradients and outputs, counts, recordings. (A backend that
+   fails twice in a row can leave borrowed memory changed, and in debug mode garbage in params; the
+   model is then marked failed.) Temporary memory: on the device one allocation beside the arena,
+   for the transient values and gradients of the plain plan and a copy of changing buffers; on the
+   host a copy of these gradients and buffers, one more of buffers that stay there and of what is
+   borrowed, two programs and 1 MiB (in debug mode also what that takes).
    Stream: waits. Errors: as ms_step except NONFINITE; OUT_OF_MEMORY; ORDER (not wrapped; a step is
    under way; a setting waits for the next ms_wrap). *report is zeroed then, visit is not called. */
 MEMSCALE_API_CHECKED ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
@@ -13214,8 +13216,10 @@ static void msi_free_model(ms_model *m) {
 // >>verify  compares a plain pass with one by the present plan, both from the same values
 
 /* Both passes run on a store of their own, with all that they change: transient values, gradients,
-   and buffers that layers change. All other values are used where the model has them. Meanwhile the
-   model has this store, plans of its own and no shared arena; afterwards it is as it was before. */
+   and buffers that layers change. All other values are used where the model has them, and so is
+   memory that the trainer lends, whose addresses its callbacks may know: what the passes change
+   there is saved before them and put back. Meanwhile the model has this store, plans of its own and
+   no shared arena; afterwards it is as it was before. */
 
 enum { MSI_PASS_PLAIN, MSI_PASS_WRAPPED, MSI_PASS_COUNT };
 
@@ -13231,6 +13235,9 @@ typedef struct msi_verification {
     uint32_t *range_of;
     uint8_t *results;      // of the plain pass; after them a piece of the other one's
     uint64_t result_bytes; // of one pass
+    uint8_t *saved;        // a copy of what the passes change in the trainer's memory
+    uint64_t saved_bytes;
+    bool is_saved;
     ms_difference *differences;
     uint32_t count;
     double loss[MSI_PASS_COUNT];
@@ -13266,7 +13273,15 @@ static ms_result msi_choose_compared(msi_verification *v) {
                                  v->result_bytes + MSI_PIECE_BYTES);
 }
 
-/* Makes a store with the same residents as the model's, which lends those that no pass changes. */
+/* Whether the passes write a resident: a gradient, or a buffer that a layer changes. */
+static bool msi_pass_changes(const msi_verification *v, const msi_resident *r) {
+    const msi_tensor *tensor = &v->model->graph.tensors.items[r->tensor];
+    return r->role == MSI_ROLE_GRADIENT ||
+           (tensor->kind == MSI_KIND_BUFFER && v->range_of[r->tensor] != MSI_NONE);
+}
+
+/* Makes a store with the same residents as the model's, which lends those that no pass changes.
+   What the trainer lends stays where it is. */
 static ms_result msi_make_own_store(msi_verification *v) {
     ms_model *m = v->model;
     const ms_result result = msi_make_store(m, &v->store);
@@ -13280,11 +13295,49 @@ static ms_result msi_make_own_store(msi_verification *v) {
     store->host_bytes = store->borrowed_bytes = 0;
     for (uint32_t i = 0; i < store->residents.count; i++) {
         msi_resident *resident = &store->residents.items[i];
-        const bool changes = m->graph.tensors.items[resident->tensor].kind == MSI_KIND_BUFFER &&
-                             v->range_of[resident->tensor] != MSI_NONE;
-        resident->borrowed = resident->role != MSI_ROLE_GRADIENT && !changes;
+        resident->borrowed |= !msi_pass_changes(v, resident);
         msi_place_resident(store, resident);
     }
+    return result;
+}
+
+/* Copies what the passes change in the trainer's memory to v->saved, or from there back. */
+static ms_result msi_move_saved(const msi_verification *v, bool back) {
+    ms_model *m = v->model;
+    const msi_store *store = v->before.store;
+    ms_result result = MS_RESULT_OK;
+    uint64_t at = 0;
+    for (uint32_t i = 0; i < store->residents.count; i++) {
+        const msi_resident *r = &store->residents.items[i];
+        if (r->borrowed && msi_pass_changes(v, r)) {
+            uint8_t *copy = v->saved + at;
+            const ms_result moved = back
+                                        ? msi_copy(m, r->address, r->on_host, copy, true, r->bytes)
+                                        : msi_copy(m, copy, true, r->address, r->on_host, r->bytes);
+            MSI_THEN(result, moved); // the others are moved even so
+            at += msi_align(r->bytes);
+        }
+    }
+    return result;
+}
+
+static ms_result msi_save_borrowed(msi_verification *v) {
+    const msi_store *store = v->before.store;
+    for (uint32_t i = 0; i < store->residents.count; i++) {
+        const msi_resident *r = &store->residents.items[i];
+        v->saved_bytes += r->borrowed && msi_pass_changes(v, r) ? msi_align(r->bytes) : 0;
+    }
+    if (v->saved_bytes == 0) {
+        return MS_RESULT_OK;
+    }
+    v->saved = (uint8_t *)msi_alloc(&v->model->config.allocator, v->saved_bytes);
+    if (!v->saved) {
+        return msi_fail_memory(
+            v->model, "the copy of borrowed gradients and buffers that ms_verify puts back",
+            v->saved_bytes);
+    }
+    const ms_result result = msi_move_saved(v, false);
+    v->is_saved = result == MS_RESULT_OK;
     return result;
 }
 
@@ -13348,14 +13401,16 @@ static ms_result msi_enter_store(msi_verification *v) {
     return MS_RESULT_OK;
 }
 
-/* A pass begins with the model's buffers, and without gradients. */
+/* A pass begins with the model's buffers, and without gradients, except borrowed ones, which are
+   never cleared. */
 static ms_result msi_reset_store(msi_verification *v) {
     ms_model *m = v->model;
     const msi_store *store = v->store, *from = v->before.store;
     ms_result result = msi_fill(m, store->step, msi_is_direct(m), 0, store->step_bytes);
+    MSI_THEN(result, msi_move_saved(v, true));
     for (uint32_t i = 0; i < store->residents.count && result == MS_RESULT_OK; i++) {
         const msi_resident *r = &store->residents.items[i];
-        if (r->role == MSI_ROLE_GRADIENT) {
+        if (r->role == MSI_ROLE_GRADIENT && !r->borrowed) {
             result = msi_fill(m, r->address, r->on_host, 0, r->bytes);
         } else if (!r->borrowed) {
             const void *source = from->residents.items[i].address;
@@ -13498,11 +13553,14 @@ static ms_result msi_run_pass(msi_verification *v, int pass) {
     return result;
 }
 
-/* Puts back what the model ran before. If debug mode has lost params, the model has failed. */
+/* Puts back what the model ran before. If the trainer's memory could not be restored, or debug mode
+   has lost params, the model has failed. */
 static void msi_leave_store(msi_verification *v) {
     ms_model *m = v->model;
     const msi_errors errors = m->errors;
-    v->before.failed |= m->run.failed;
+    const bool restored = !v->is_saved || msi_move_saved(v, true) == MS_RESULT_OK ||
+                          msi_move_saved(v, true) == MS_RESULT_OK;
+    v->before.failed |= m->run.failed || !restored;
     if (v->store && v->store->memory) {
         (void)msi_synchronize(m); // the memory is going to be released
     }
@@ -13557,6 +13615,7 @@ static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
     MSI_THEN(result, msi_make_own_store(&v));
     MSI_THEN(result, msi_make_pass(&v, MSI_PASS_PLAIN));
     MSI_THEN(result, msi_make_pass(&v, MSI_PASS_WRAPPED));
+    MSI_THEN(result, msi_save_borrowed(&v));
     MSI_THEN(result, msi_enter_store(&v));
     MSI_THEN(result, msi_run_pass(&v, MSI_PASS_PLAIN));
     MSI_THEN(result, msi_run_pass(&v, MSI_PASS_WRAPPED));
@@ -13566,6 +13625,7 @@ static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
     }
     msi_release(&a, v.range_of, tensors * sizeof(uint32_t));
     msi_release(&a, v.results, v.result_bytes + MSI_PIECE_BYTES);
+    msi_release(&a, v.saved, v.saved_bytes);
     msi_release(&a, v.differences, (v.count + 1ull) * sizeof(ms_difference));
     return result;
 }

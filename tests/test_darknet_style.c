@@ -128,7 +128,17 @@ static void test_trainer_learns(void **state) {
 // ------------------------------------------------------------------------------------------------
 // wrapped
 
-/* A trainer by itself and a wrapped one take the same steps, with tests between them. */
+/* Verification must see no difference, and leave nothing behind. */
+static void check_verified(run *r) {
+    ms_verify_report report;
+    t_ok(r->model, ms_verify(r->model, NULL, NULL, &report));
+    assert_true(report.tensor_count > 0);
+    assert_int_equal(report.differ_count, 0);
+    assert_true(report.plain_loss == report.wrapped_loss);
+}
+
+/* A trainer by itself and a wrapped one take the same steps, with tests between them; the latter is
+   verified before each step. */
 static void check_equal(run *plain, run *wrapped, int steps) {
     int right[2] = {0, 0};
     for (int step = 0; step < steps; ++step) {
@@ -136,6 +146,9 @@ static void check_equal(run *plain, run *wrapped, int steps) {
         for (int k = 0; k < 2; ++k) {
             load_batch(both[k]->net, (uint64_t)(step * plain->net->batch));
             both[k]->net->args.learning_rate = rate_at(step, steps);
+            if (k == 1) {
+                check_verified(wrapped);
+            }
             t_ok(both[k]->model, train_step(both[k]));
         }
         const float cost = network_cost(plain->net), other = network_cost(wrapped->net);

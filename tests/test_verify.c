@@ -916,6 +916,111 @@ static void too_little_memory_is_told(void **state) {
 #endif
 
 // ------------------------------------------------------------------------------------------------
+// a trainer that keeps its own pointers to what it lends: a gradient that holds the momentum, and a
+// buffer that forward changes
+
+enum { LENT = 8 };
+
+typedef struct lender {
+    ms_model *model;
+    t_heap heap;
+    float gradient[LENT], buffer[LENT], value[LENT]; // lent, and used by these names alone
+    uint32_t backwards;
+    bool fails, differs;
+} lender;
+
+static int lent_forward(const ms_call *call) {
+    lender *l = (lender *)call->user;
+    float sum = 0.0f;
+    for (int i = 0; i < LENT; ++i) {
+        sum += l->value[i] * l->value[i] + l->buffer[i];
+        l->buffer[i] = 0.75f * l->buffer[i] + 0.125f * l->value[i];
+    }
+    t_data(&call->out[0])[0] = sum;
+    return 0;
+}
+
+static int lent_backward(const ms_call *call) {
+    lender *l = (lender *)call->user;
+    l->backwards += 1;
+    for (int i = 0; i < LENT; ++i) {
+        l->gradient[i] += l->value[i] + l->buffer[i];
+    }
+    l->gradient[3] += l->differs && l->backwards % 2 == 0 ? 0.5f : 0.0f;
+    return l->fails && l->backwards % 2 == 0 ? T_CALLBACK_ERROR : t_grad_out(call, 0, 0) == 0.0f;
+}
+
+static void lender_start(lender *l) {
+    ms_config config = t_config();
+    memset(l, 0, sizeof *l);
+    config.allocator = t_heap_allocator(&l->heap);
+    assert_int_equal(ms_create(&config, &l->model), MS_RESULT_OK);
+    ms_model *m = l->model;
+    ms_layer_desc d;
+    memset(&d, 0, sizeof d);
+    d.name = "lender";
+    d.forward = lent_forward;
+    d.backward = lent_backward;
+    d.user = l;
+    d.param[0] = ms_param(m, "value", MS_DTYPE_F32, ms_shape1(LENT));
+    d.state[0] = ms_buffer(m, "buffer", MS_DTYPE_F32, ms_shape1(LENT));
+    d.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(1));
+    d.accumulates.param = 1;
+    ms_register_layer(m, &d);
+    ms_set_loss(m, d.out[0]);
+    t_ok(m, ms_borrow(m, d.param[0], l->value));
+    t_ok(m, ms_borrow(m, ms_gradient(m, d.param[0]), l->gradient));
+    t_ok(m, ms_borrow(m, d.state[0], l->buffer));
+    for (int i = 0; i < LENT; ++i) {
+        l->gradient[i] = 0.25f * (float)i;
+        l->buffer[i] = 1.0f - (float)i;
+        l->value[i] = 0.5f + (float)i;
+    }
+    t_ok(m, ms_wrap(m));
+}
+
+/* The passes run where the callbacks look, so that what they report is what was computed; and all
+   of it is put back, bit for bit, whatever happens. */
+static void lent_memory_is_used_and_put_back(void **state) {
+    (void)state;
+    lender l;
+    seen s;
+    ms_verify_report report;
+    lender_start(&l);
+    const lender before = l;
+    for (int what = 0; what < 3; ++what) { // equal, different, failing
+        l.differs = what == 1;
+        l.fails = what == 2;
+        l.backwards = 0;
+        const ms_result result = verify(l.model, &s, &report);
+        assert_int_equal(result, what == 2 ? MS_RESULT_CALLBACK : MS_RESULT_OK);
+        assert_int_equal(report.differ_count, what == 1);
+        if (what == 1) {
+            assert_true(difference_of(&s, "value")->absolute == 0.5);
+        }
+        assert_memory_equal(l.gradient, before.gradient, sizeof l.gradient);
+        assert_memory_equal(l.buffer, before.buffer, sizeof l.buffer);
+        assert_memory_equal(l.value, before.value, sizeof l.value);
+    }
+    const uint64_t calls = l.heap.calls;
+    l.fails = l.differs = false;
+    for (uint64_t at = 1; l.heap.calls < calls + 1000; ++at) { // no memory, each time elsewhere
+        l.backwards = 0;
+        l.heap.fail_at = l.heap.calls + at;
+        const ms_result result = ms_verify(l.model, NULL, NULL, &report);
+        l.heap.fail_at = 0;
+        assert_memory_equal(l.gradient, before.gradient, sizeof l.gradient);
+        assert_memory_equal(l.buffer, before.buffer, sizeof l.buffer);
+        if (result == MS_RESULT_OK) {
+            break;
+        }
+        assert_int_equal(result, MS_RESULT_OUT_OF_MEMORY);
+        assert_int_equal(l.backwards, 0); // nothing has run
+    }
+    ms_destroy(l.model);
+}
+
+// ------------------------------------------------------------------------------------------------
 // errors
 
 static void what_is_refused(void **state) {
@@ -1001,6 +1106,7 @@ int main(void) {
         cmocka_unit_test(memory_is_given_back),
         cmocka_unit_test(too_little_memory_is_told),
 #endif
+        cmocka_unit_test(lent_memory_is_used_and_put_back),
         cmocka_unit_test(what_is_refused),
         cmocka_unit_test(an_earlier_step_is_reported),
     };
