@@ -10286,38 +10286,48 @@ static ms_result msi_least_arena(ms_model *m, uint32_t techniques, uint64_t *byt
     return result;
 }
 
-/* Gives the first dim of the first input another size: by its axis, if it has one, otherwise
-   together with the first dims of all inputs, and of all values computed from them, that are a
-   multiple of it. The graph has the largest sizes of its axes until msi_resizing_end. */
+/* Gives the batch another size: the foremost axis of an input, if there is one. Otherwise the first
+   dim of the first input stands for it, and all that is computed from that input is assumed to
+   shrink in proportion, wherever its shape holds the batch: alone, as a factor of the first dim, or
+   later. The graph has the largest sizes of its axes until msi_resizing_end. */
 typedef struct msi_resizing {
     ms_model *model;
-    ms_result result;             // sticky
-    uint32_t input, axis;         // MSI_NONE: there is no axis
-    int64_t declared, now;        // sizes
-    uint8_t *follows;             // per tensor: its first dim is resized
+    ms_result result;     // sticky
+    uint32_t input, axis; // MSI_NONE: there is no axis
+    int64_t declared;     // size
+    int64_t *follows;     // per tensor: its declared first dim if it shrinks in proportion, else 0
     int64_t sizes[MS_LIMIT_AXES]; // of the axes before
 } msi_resizing;
 
-static bool msi_is_multiple(const msi_tensor *t, int64_t size) {
-    return t->view.shape.rank > 0 && t->view.shape.dim[0] % size == 0;
+/* The first dim of an input that shrinks with one of this size: it has the same factor. */
+static int64_t msi_common_dim(const msi_tensor *t, int64_t size) {
+    const int64_t dim =
+        t->kind == MSI_KIND_INPUT && t->view.shape.rank > 0 ? t->view.shape.dim[0] : 0;
+    return dim > 1 && (dim % size == 0 || size % dim == 0) ? dim : 0;
 }
 
 static void msi_mark_followers(msi_resizing *z) {
     const msi_graph *g = &z->model->graph;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        z->follows[t] = g->tensors.items[t].kind == MSI_KIND_INPUT &&
-                        msi_is_multiple(&g->tensors.items[t], z->declared);
+        z->follows[t] = msi_common_dim(&g->tensors.items[t], z->declared);
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
         bool any = false;
         for (MSI_EACH(in, g, &g->layers.items[i], MSI_GROUP_IN)) {
-            any |= z->follows[in.tensor];
+            any |= z->follows[in.tensor] > 0;
         }
         for (MSI_EACH_MADE(made, g, i)) {
-            z->follows[made.tensor] =
-                any && msi_is_multiple(&g->tensors.items[made.tensor], z->declared);
+            const ms_shape *shape = &g->tensors.items[made.tensor].view.shape;
+            z->follows[made.tensor] = any && shape->rank > 0 ? shape->dim[0] : 0;
         }
     }
+}
+
+/* The share size / whole of a count, rounded up. */
+static int64_t msi_share(int64_t count, int64_t size, int64_t whole) {
+    const double rest = (double)(count % whole) * (double)size / (double)whole;
+    const int64_t part = (int64_t)rest;
+    return count / whole * size + part + ((double)part < rest);
 }
 
 static void msi_resize(msi_resizing *z, int64_t size) {
@@ -10329,37 +10339,57 @@ static void msi_resize(msi_resizing *z, int64_t size) {
     for (uint32_t i = 0; i < g->tensors.count; i++) {
         msi_tensor *t = &g->tensors.items[i];
         if (z->axis == MSI_NONE && z->follows[i]) {
-            t->view.shape.dim[0] = t->view.shape.dim[0] / z->now * size;
-            t->bytes = ms_shape_count(&t->view.shape) * ms_dtype_bytes(t->view.dtype);
+            ms_shape *shape = &t->view.shape;
+            shape->dim[0] = z->follows[i];
+            const int64_t count = (int64_t)ms_shape_count(shape);
+            shape->dim[0] = msi_share(z->follows[i], size, z->declared);
+            t->bytes =
+                (uint64_t)msi_share(count, size, z->declared) * ms_dtype_bytes(t->view.dtype);
         }
         t->largest_bytes = t->bytes;
     }
-    z->now = size;
+}
+
+/* The input that tells the batch, or MSI_NONE: the first that has the foremost axis, otherwise the
+   first with a dim. */
+static uint32_t msi_find_batch(const msi_graph *g, uint32_t *axis) {
+    int foremost = MS_LIMIT_RANK;
+    uint32_t found = MSI_NONE;
+    *axis = MSI_NONE;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const ms_shape *shape = &g->tensors.items[t].view.shape;
+        if (g->tensors.items[t].kind != MSI_KIND_INPUT || shape->rank == 0) {
+            continue;
+        }
+        found = found == MSI_NONE ? t : found;
+        for (int dim = 0; dim < shape->rank && dim < foremost; dim++) {
+            if (shape->axes[dim]) {
+                found = t;
+                foremost = dim;
+                *axis = msi_lowest_bit(shape->axes[dim]);
+            }
+        }
+    }
+    return found;
 }
 
 /* False: there is nothing to resize, or no memory, which z->result says. */
 static bool msi_resizing_begin(msi_resizing *z, ms_model *m) {
     msi_graph *g = &m->graph;
-    uint32_t t = 0;
+    const size_t bytes = g->tensors.count * sizeof *z->follows;
     memset(z, 0, sizeof *z);
-    while (t < g->tensors.count && (g->tensors.items[t].kind != MSI_KIND_INPUT ||
-                                    g->tensors.items[t].view.shape.rank == 0)) {
-        t++;
-    }
-    if (t == g->tensors.count) {
+    z->input = msi_find_batch(g, &z->axis);
+    if (z->input == MSI_NONE) {
         return false;
     }
-    z->follows = (uint8_t *)msi_alloc_zeroed(&m->config.allocator, g->tensors.count);
+    z->follows = (int64_t *)msi_alloc_zeroed(&m->config.allocator, bytes);
     if (!z->follows) {
-        z->result = msi_fail_memory(m, "a search for a smaller size", g->tensors.count);
+        z->result = msi_fail_memory(m, "a search for a smaller size", bytes);
         return false;
     }
-    const ms_shape *shape = &g->tensors.items[t].view.shape;
     z->model = m;
-    z->input = t;
-    z->axis = shape->axes[0] ? msi_lowest_bit(shape->axes[0]) : MSI_NONE;
-    z->declared = z->axis == MSI_NONE ? shape->dim[0] : g->axes[z->axis].largest;
-    z->now = z->declared;
+    z->declared = z->axis == MSI_NONE ? g->tensors.items[z->input].view.shape.dim[0]
+                                      : g->axes[z->axis].largest;
     msi_get_sizes(g, z->sizes);
     msi_set_sizes(g, NULL);
     if (z->axis == MSI_NONE) {
@@ -10373,7 +10403,7 @@ static void msi_resizing_end(msi_resizing *z) {
     ms_model *m = z->model;
     msi_resize(z, z->declared);
     msi_set_sizes(&m->graph, z->sizes);
-    msi_release(&m->config.allocator, z->follows, m->graph.tensors.count);
+    msi_release(&m->config.allocator, z->follows, m->graph.tensors.count * sizeof *z->follows);
 }
 
 /* A plan at a size: with the decisions of another plan, by one lowering and one layout, or, for
@@ -10504,11 +10534,13 @@ static void msi_add_size(msi_text *to, const msi_plan *smallest) {
     const char *name = axis ? msi_name(&m->graph, m->graph.axes[z.axis].name)
                             : msi_tensor_name(&m->graph, z.input);
     const char *what = axis ? "axis" : "first dim of input";
+    const char *assumed = axis ? "" : ", if all that is computed from it shrinks in proportion";
     if (size > 0) {
-        msi_add_text(to, ". This budget has room for %lld in the %s \"%.40s\", now %lld",
-                     (long long)size, what, name, (long long)z.declared);
+        msi_add_text(to, ". This budget has room for %lld in the %s \"%.40s\", now %lld%s",
+                     (long long)size, what, name, (long long)z.declared, assumed);
     } else {
-        msi_add_text(to, ". Even 1 in the %s \"%.40s\" is too much for this budget", what, name);
+        msi_add_text(to, ". Even 1 in the %s \"%.40s\" is too much for this budget%s%s", what, name,
+                     axis ? "" : ", even", axis ? "" : assumed + 1);
     }
 }
 

@@ -958,6 +958,82 @@ static void the_size_that_fits(void **state) {
     assert_true(some > 10 && none > 0);
 }
 
+/* A perceptron whose shapes have the batch as a factor of their only dim. */
+static ms_result wrap_flat(int64_t batch, uint64_t budget, char *text) {
+    static const int64_t widths[] = {50, 300, 170, 400, 90, 130};
+    ms_config config = zoo_config();
+    ms_model *m = NULL;
+    config.memory_budget_bytes = budget;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    ms_tensor last = ms_input(m, "x", MS_DTYPE_F32, ms_shape1(batch * 70));
+    const ms_tensor truth = ms_input(m, "truth", MS_DTYPE_F32, ms_shape1(batch));
+    for (int i = 0; i < 6; ++i) {
+        const ms_tensor out = ms_activation(m, "h", MS_DTYPE_F32, ms_shape1(batch * widths[i]));
+        ms_layer_desc d = zoo_layer("connected", last, out);
+        d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape1(8));
+        ms_register_layer(m, &d);
+        last = out;
+    }
+    const ms_tensor loss = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(1));
+    ms_layer_desc d = zoo_layer("loss", last, loss);
+    d.in[1] = truth;
+    ms_register_layer(m, &d);
+    ms_set_loss(m, loss);
+    const ms_result result = ms_wrap(m);
+    snprintf(text, MSI_ERROR_BYTES, "%s", ms_last_error(m));
+    ms_destroy(m);
+    return result;
+}
+
+/* Where the first dim is batch * n, what is computed from it shrinks with it all the same: the text
+   says so, and the batch that it leaves room for fits. */
+static void the_batch_is_a_factor_of_the_first_dim(void **state) {
+    (void)state;
+    const int64_t batch = 64;
+    char text[MSI_ERROR_BYTES], other[MSI_ERROR_BYTES];
+    assert_int_equal(wrap_flat(batch, 1, text), MS_RESULT_BUDGET);
+    const uint64_t smallest = strtoull(strstr(text, "(") + 1, NULL, 10);
+    for (uint64_t percent = 1; percent < 100; percent += 14) {
+        const uint64_t budget = smallest * percent / 100;
+        assert_int_equal(wrap_flat(batch, budget, text), MS_RESULT_BUDGET);
+        t_text_has(text, "if all that is computed from it shrinks in proportion");
+        const int64_t fits = rows_said(text) / 70;
+        if (fits > 0) {
+            assert_int_equal(wrap_flat(fits, budget, other), MS_RESULT_OK);
+        }
+        assert_int_equal(wrap_flat(fits + 1, budget, other), MS_RESULT_BUDGET);
+    }
+    assert_int_equal(wrap_flat(batch, 10, text), MS_RESULT_BUDGET);
+    t_text_has(text, "is too much for this budget, even if all that is computed from it shrinks");
+}
+
+/* An axis of a later dim, or of a later input, says more than a first dim that has none. */
+static void advice_names_the_foremost_axis(void **state) {
+    (void)state;
+    for (int second = 0; second < 2; ++second) {
+        ms_config config = zoo_config();
+        ms_model *m = NULL;
+        config.memory_budget_bytes = 4096;
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        const ms_axis length = ms_add_axis(m, "length", 64, 64);
+        const ms_shape shape = ms_along(ms_shape2(8, 64), 1, length);
+        const ms_tensor mask = ms_input(m, "mask", MS_DTYPE_F32, second ? ms_shape2(8, 4) : shape);
+        const ms_tensor x = second ? ms_input(m, "x", MS_DTYPE_F32, shape) : mask;
+        const ms_tensor out = ms_activation(m, "out", MS_DTYPE_F32, shape);
+        ms_layer_desc d = zoo_layer("layer", x, out);
+        d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape1(8));
+        d.in[1] = mask;
+        ms_register_layer(m, &d);
+        const ms_tensor loss = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(1));
+        d = zoo_layer("loss", out, loss);
+        ms_register_layer(m, &d);
+        ms_set_loss(m, loss);
+        t_error(m, ms_wrap(m), MS_RESULT_BUDGET);
+        t_text_has(ms_last_error(m), "in the axis \"length\", now 64");
+        ms_destroy(m);
+    }
+}
+
 /* Neither the sizes nor the plan that was in force change by an error, nor does the next plan. */
 static void an_error_changes_nothing(void **state) {
     (void)state;
@@ -1287,6 +1363,8 @@ int main(void) {
                                        cmocka_unit_test(the_listing_explains),
                                        cmocka_unit_test(the_log_is_told_why),
                                        cmocka_unit_test(the_size_that_fits),
+                                       cmocka_unit_test(the_batch_is_a_factor_of_the_first_dim),
+                                       cmocka_unit_test(advice_names_the_foremost_axis),
                                        cmocka_unit_test(an_error_changes_nothing),
                                        cmocka_unit_test(what_else_would_help),
                                        cmocka_unit_test(a_policy_chooses_the_mode),
