@@ -3676,6 +3676,24 @@ static const char *msi_layer_name(const msi_graph *g, uint32_t layer) {
     return msi_name(g, g->layers.items[layer].name);
 }
 
+typedef struct msi_label {
+    char text[112];
+} msi_label;
+
+/* `layer 3 "ln1"`: many layers may have one name. */
+static msi_label msi_label_of(uint32_t number, const char *name) {
+    msi_label label;
+    const int length = snprintf(label.text, sizeof label.text, "layer %u", (unsigned)number);
+    if (length > 0 && strcmp(name, label.text) != 0) {
+        snprintf(label.text + length, sizeof label.text - (size_t)length, " \"%.80s\"", name);
+    }
+    return label;
+}
+
+static msi_label msi_layer_label(const msi_graph *g, uint32_t layer) {
+    return msi_label_of(layer, msi_layer_name(g, layer));
+}
+
 static bool msi_add_name(ms_model *m, const char *name, uint32_t *offset) {
     const uint64_t length = strlen(name) + 1;
     if (!MSI_RESERVE(char, &m->config.allocator, m->graph.names, m->graph.names.count + length)) {
@@ -3753,7 +3771,10 @@ static bool msi_is_borrowed(const msi_tensor *t, msi_role role) {
 /* Whether the model accepts registrations; an error if it does not. */
 static bool msi_registering(ms_model *m, const char *what, const char *name) {
     if (m && m->run.plan) {
-        MSI_STICK(m, MS_RESULT_ORDER, "%s \"%s\": the graph is closed since ms_wrap", what, name);
+        MSI_STICK(
+            m, MS_RESULT_ORDER,
+            "%s \"%s\": the graph is closed since ms_wrap: say that before, or make a new model",
+            what, name);
     }
     return m && !m->run.plan;
 }
@@ -4056,7 +4077,7 @@ static ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc
     const uint32_t index = g->layers.count;
     msi_layer l = msi_layer_from(g, desc);
     if (!msi_reserve_layer(m, &l)) {
-        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for layer \"%s\"", name);
+        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for %s", msi_label_of(index, name).text);
         return none;
     }
     if (!msi_add_name(m, name, &l.name)) {
@@ -4071,9 +4092,10 @@ static ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc
         if (!msi_multiply(w->row_bytes, msi_layer_rows(g, &l, true), &bytes) ||
             !msi_count_bytes(g, bytes) || !msi_count_bytes(g, w->bytes)) {
             MSI_STICK(m, MS_RESULT_INVALID,
-                      "layer \"%s\": its workspace of %llu bytes and %llu per row brings the whole "
-                      "model to 2^58 bytes or more",
-                      name, (unsigned long long)w->bytes, (unsigned long long)w->row_bytes);
+                      "%s: its workspace of %llu bytes and %llu per row brings the whole "
+                      "model to 2^58 bytes or more: it is counted in bytes",
+                      msi_label_of(index, name).text, (unsigned long long)w->bytes,
+                      (unsigned long long)w->row_bytes);
             return none;
         }
     }
@@ -4272,7 +4294,7 @@ static const char *msi_hardware_fault(const ms_hardware *hardware) {
 /* Reports a wrong argument, as an error that sticks; false, so that a check can return it. */
 #define MSI_REFUSE(m, ...) (MSI_STICK(m, MS_RESULT_INVALID, __VA_ARGS__), false)
 #define MSI_REFUSE_LAYER(m, name, format, ...)                                                     \
-    MSI_REFUSE(m, "layer \"%s\": " format, name, __VA_ARGS__)
+    MSI_REFUSE(m, "%s: " format, msi_label_of((m)->graph.layers.count, name).text, __VA_ARGS__)
 
 static bool msi_check_hardware(ms_model *m, const ms_hardware *hardware) {
     const char *fault = hardware ? msi_hardware_fault(hardware) : NULL;
@@ -4415,8 +4437,8 @@ static const char *msi_operand_fault(const msi_graph *g, msi_group_kind group, m
     const uint32_t index = msi_value_index(g, handle);
     if (index == MSI_NONE) {
         return msi_index(g, handle) == MSI_NONE
-                   ? "is not a tensor of this model"
-                   : "is its gradient or optimizer state, not its value";
+                   ? "is not a tensor of this model: register it before the layer"
+                   : "is its gradient or optimizer state: pass the handle of its value";
     }
     const msi_tensor *t = &g->tensors.items[index];
     const bool written = t->producer != MSI_NONE;
@@ -4429,17 +4451,19 @@ static const char *msi_operand_fault(const msi_graph *g, msi_group_kind group, m
                    ? "is not written by any layer before this one: register that one first"
                    : NULL;
     case MSI_GROUP_PARAM:
-        return t->kind == MSI_KIND_PARAM ? NULL : "is not a param";
+        return t->kind == MSI_KIND_PARAM ? NULL
+                                         : "is not a param: values that are not trained "
+                                           "belong in `in`";
     case MSI_GROUP_STATE:
         return t->kind == MSI_KIND_BUFFER ? NULL : "is not a buffer: ms_buffer makes state";
     case MSI_GROUP_OUT:
-        return t->kind != MSI_KIND_ACTIVATION ? "is not an activation"
+        return t->kind != MSI_KIND_ACTIVATION ? "is not an activation: ms_activation makes outputs"
                : written ? "is written by a layer already: an output needs an activation of its "
                            "own, and in_place shares memory"
                          : NULL;
     case MSI_GROUP_SAVED:
-        return t->kind != MSI_KIND_SAVED ? "is not a saved tensor"
-               : written                 ? "is written by a layer already"
+        return t->kind != MSI_KIND_SAVED ? "is not a saved tensor: ms_saved makes one"
+               : written                 ? "is written by a layer already: make one for each layer"
                                          : NULL;
     case MSI_GROUP_GRAD_OUT: // no desc names these
     case MSI_GROUP_GRAD_IN:
@@ -4469,7 +4493,9 @@ static uint32_t msi_activation_index(ms_model *model, const char *function, ms_t
     const uint32_t t = msi_value_index(&model->graph, tensor);
     if (t == MSI_NONE || model->graph.tensors.items[t].kind != MSI_KIND_ACTIVATION ||
         model->graph.tensors.items[t].producer == MSI_NONE) {
-        MSI_STICK(model, MS_RESULT_INVALID, "%s: tensor \"%s\" is not the output of a layer",
+        MSI_STICK(model, MS_RESULT_INVALID,
+                  "%s: tensor \"%s\" is not the output of a layer: register the layer that writes "
+                  "it first",
                   function, t == MSI_NONE ? "?" : msi_tensor_name(&model->graph, t));
         return MSI_NONE;
     }
@@ -4499,7 +4525,8 @@ static msi_tensor *msi_param_of(ms_model *model, const char *function, ms_tensor
     const uint32_t t = model ? msi_value_index(&model->graph, param) : MSI_NONE;
     const bool found = t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM;
     if (model && !found) {
-        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" is not a param", function,
+        MSI_STICK(model, MS_RESULT_INVALID,
+                  "%s: \"%s\" is not a param: pass what ms_param has returned", function,
                   t == MSI_NONE ? "?" : msi_tensor_name(&model->graph, t));
     }
     return found ? &model->graph.tensors.items[t] : NULL;
@@ -4507,9 +4534,12 @@ static msi_tensor *msi_param_of(ms_model *model, const char *function, ms_tensor
 
 /* The layer that a setter received, or NULL and an error that sticks. */
 static msi_layer *msi_layer_of(ms_model *m, const char *function, ms_layer layer) {
-    const bool found = m && (layer.id - 1 < m->graph.layers.count ||
-                             MSI_REFUSE(m, "%s: layer %u is not a layer of this model", function,
-                                        (unsigned)layer.id));
+    const bool found =
+        m && (layer.id - 1 < m->graph.layers.count ||
+              MSI_REFUSE(m,
+                         "%s: handle %u is not a layer of this model; it has %u: pass what "
+                         "ms_register_layer has returned",
+                         function, (unsigned)layer.id, (unsigned)m->graph.layers.count));
     return found ? &m->graph.layers.items[layer.id - 1] : NULL;
 }
 
@@ -4570,7 +4600,7 @@ static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *
             const char *fault =
                 slot.id ? msi_operand_fault(&m->graph, (msi_group_kind)group, slot) : NULL;
             for (uint32_t k = 0; k < i && !fault && single && slot.id; k++) {
-                fault = slots[k].id == slot.id ? "is named in two slots" : NULL;
+                fault = slots[k].id == slot.id ? "is named in two slots: name it once" : NULL;
             }
             for (uint32_t k = 0; k < inputs && !fault && slot.id; k++) {
                 fault = d->in[k].id == slot.id
@@ -4590,8 +4620,11 @@ static bool msi_check_mask(ms_model *m, const char *name, const char *field, uin
                            uint32_t slot_count) {
     return mask >> slot_count == 0 ||
            MSI_REFUSE_LAYER(m, name,
-                            "%s is 0x%x and names a slot that is not used; the layer has %u", field,
-                            (unsigned)mask, (unsigned)slot_count);
+                            "%s is 0x%x and names slot %u; the layer uses %u, from 0: bit i is "
+                            "slot i, and MS_ALL_SLOTS is all that are used",
+                            field, (unsigned)mask,
+                            (unsigned)(slot_count + msi_lowest_bit(mask >> slot_count)),
+                            (unsigned)slot_count);
 }
 
 static bool msi_check_masks(ms_model *m, const char *name, const ms_layer_desc *d,
@@ -4626,9 +4659,11 @@ static bool msi_check_must(ms_model *m, const char *name, const char *field, uin
                            uint32_t *claimed) {
     const uint32_t k = msi_lowest_bit(mask);
     const char *fault =
-        mask == 0 || (mask & (mask - 1)) != 0 ? "must name one operand and nothing else"
-        : (*claimed >> k & 1) ? "names an operand that another result is computed in"
-                              : NULL;
+        mask == 0 ? "names none: set the bit of the operand in whose memory it is computed"
+        : (mask & (mask - 1)) != 0 ? "names several: leave the one in whose memory it is computed"
+        : (*claimed >> k & 1)
+            ? "names an operand that another result is computed in: give each its own"
+            : NULL;
     if (fault) {
         return MSI_REFUSE_LAYER(m, name, "\"%s\" must be computed in place, but %s[%u], 0x%x, %s",
                                 msi_handle_name(&m->graph, result), field, (unsigned)slot,
@@ -4672,7 +4707,9 @@ static bool msi_check_edges(ms_model *m, const char *name, const ms_layer_desc *
     const uint32_t must = d->must_grad_in_place & d->accumulates.in;
     if (both_in | both_param | must) {
         return MSI_REFUSE_LAYER(
-            m, name, "the gradient of %s[%u] is declared both to accumulate and to overwrite%s",
+            m, name,
+            "the gradient of %s[%u] is declared both to accumulate and to overwrite%s: say one of "
+            "them, or neither, and follow ms_view.beta",
             both_in | must ? "in" : "param",
             (unsigned)msi_lowest_bit(both_in ? both_in
                                      : must  ? must
@@ -4710,7 +4747,7 @@ static bool msi_check_clobbers(ms_model *m, const char *name, const ms_layer_des
     return reads_all || !(in | out | saved) ||
            MSI_REFUSE_LAYER(m, name,
                             "clobbers names %s[%u], but backward_reads does not, so backward does "
-                            "not receive it",
+                            "not receive it: name it in both, or in neither",
                             in    ? "in"
                             : out ? "out"
                                   : "saved",
@@ -4724,34 +4761,38 @@ static const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
                                       const uint8_t *count) {
     const ms_reads *r = &d->backward_reads, *p = &d->recompute_reads;
     const ms_workspace *w = &d->recompute_workspace;
-    return count[MSI_GROUP_OUT] == 0 ? "a layer needs an output"
+    return count[MSI_GROUP_OUT] == 0 ? "a layer needs an output: set out[0] to an ms_activation"
            : !d->forward && !m->config.dry_run
                ? "a layer needs a forward callback; only in a dry run it may be NULL"
            : !d->forward && (d->backward || d->recompute || d->bind)
-               ? "it has callbacks, but no forward"
-           : d->no_backward && d->backward ? "no_backward is set, but it has a backward callback"
+               ? "it has callbacks, but no forward: set forward too, or none of them"
+           : d->no_backward && d->backward
+               ? "no_backward is set, but it has a backward callback: leave one of them out"
            : r->nothing && msi_names_slots(r)
-               ? "backward_reads says both \"nothing\" and what it reads"
+               ? "backward_reads says both \"nothing\" and what it reads: say one of them"
            : p->nothing && msi_names_slots(p)
-               ? "recompute_reads says both \"nothing\" and what it reads"
+               ? "recompute_reads says both \"nothing\" and what it reads: say one of them"
            : (p->nothing || msi_names_slots(p)) && !d->recompute
-               ? "recompute_reads is given, but no recompute callback"
+               ? "recompute_reads is given, but no recompute callback: forward reads all it reads"
            : d->grads_in_forward && d->backward
-               ? "grads_in_forward and a backward callback: it can have one of them"
+               ? "grads_in_forward and a backward callback: a layer can have one of them"
            : d->grads_in_forward && d->must_grad_in_place
-               ? "grads_in_forward and must_grad_in_place: there is no grad_out in forward"
+               ? "grads_in_forward and must_grad_in_place: there is no grad_out in forward; "
+                 "grad_in_place can name an input"
            : d->recompute && (d->no_recompute || d->grads_in_forward)
-               ? "it has a recompute callback, but runs once (no_recompute, grads_in_forward)"
+               ? "it has a recompute callback, but runs once (no_recompute, grads_in_forward): "
+                 "leave one of them out"
            : d->recompute_reads.out & d->must_in_place
-               ? "recompute_reads names an output that must_in_place fills with the input first"
+               ? "recompute_reads names an output that must_in_place fills with the input first: "
+                 "read the input instead"
            : d->keeps_state && count[MSI_GROUP_STATE] == 0
                ? "keeps_state is set, but it has no state: name its buffers in `state`"
            : !d->recompute && (w->bytes || w->row_bytes)
-               ? "recompute_workspace is given, but no recompute callback"
+               ? "recompute_workspace is given, but no recompute callback: forward uses its own"
            : (unsigned)d->forward_workspace.contents > MS_CONTENTS_ZERO ||
                    (unsigned)d->backward_workspace.contents > MS_CONTENTS_ZERO ||
                    (unsigned)w->contents > MS_CONTENTS_ZERO
-               ? "the contents of a workspace are not one of ms_contents"
+               ? "the contents of a workspace are not one of ms_contents: zero the desc first"
                : NULL;
 }
 
@@ -4765,7 +4806,7 @@ static bool msi_check_layer(ms_model *m, const char *name, const ms_layer_desc *
         d->backward_flops < 0.0 || !isfinite(d->recompute_flops) || d->recompute_flops < 0.0) {
         return MSI_REFUSE_LAYER(m, name,
                                 "flops is %g, backward_flops %g and recompute_flops %g: they must "
-                                "be finite numbers, at least 0",
+                                "be finite numbers, at least 0; 0 lets the library count",
                                 d->flops, d->backward_flops, d->recompute_flops);
     }
     return msi_check_masks(m, name, d, count) && msi_check_slots(m, name, d, count) &&
@@ -4796,10 +4837,10 @@ static ms_result msi_check_buffers(ms_model *m) {
             if (t->kind == MSI_KIND_BUFFER && t->last_reader != MSI_NONE) {
                 return msi_fail(
                     m, MS_RESULT_INVALID,
-                    "layer \"%s\": in[%u] \"%s\" is changed as state by the later layer \"%s\", so "
-                    "backward would see another value: make it state of \"%s\" too, or copy it",
-                    msi_name(&m->graph, l->name), (unsigned)in.slot, msi_name(&m->graph, t->name),
-                    msi_layer_name(&m->graph, t->last_reader), msi_name(&m->graph, l->name));
+                    "%s: in[%u] \"%s\" is changed as state by the later %s, so backward would see "
+                    "another value: make it state of %s too, or copy it",
+                    msi_layer_label(g, i).text, (unsigned)in.slot, msi_name(g, t->name),
+                    msi_layer_label(g, t->last_reader).text, msi_layer_label(g, i).text);
             }
         }
         for (MSI_EACH(state, g, l, MSI_GROUP_STATE)) {
@@ -4824,10 +4865,11 @@ static ms_result msi_check_on_host(ms_model *m) {
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
             if ((changed >> in.slot & 1) && g->tensors.items[in.tensor].on_host) {
                 return msi_fail(m, MS_RESULT_INVALID,
-                                "layer \"%s\": in[%u] \"%s\" stays on the host (ms_set_on_host), "
-                                "but must_in_place or clobbers says that it is written to",
-                                msi_name(&m->graph, l->name), (unsigned)in.slot,
-                                msi_tensor_name(&m->graph, in.tensor));
+                                "%s: in[%u] \"%s\" stays on the host (ms_set_on_host), but "
+                                "must_in_place or clobbers says that it is written to: leave it on "
+                                "the device, or give the layer a copy",
+                                msi_layer_label(g, i).text, (unsigned)in.slot,
+                                msi_tensor_name(g, in.tensor));
             }
         }
     }
@@ -4873,9 +4915,9 @@ static ms_result msi_check_forced(ms_model *m) {
         if (fault) {
             return msi_fail(
                 m, MS_RESULT_INVALID,
-                "checkpointing is forced on \"%s\" of layer \"%s\", but %s: leave it to the plan",
-                msi_tensor_name(&m->graph, t),
-                tensor->producer == MSI_NONE ? "?" : msi_layer_name(&m->graph, tensor->producer),
+                "checkpointing is forced on \"%s\"%s%s, but %s: leave it to the plan",
+                msi_tensor_name(g, t), tensor->producer == MSI_NONE ? "" : " of ",
+                tensor->producer == MSI_NONE ? "" : msi_layer_label(g, tensor->producer).text,
                 fault);
         }
         fault = tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_ON ? NULL
@@ -4904,10 +4946,12 @@ static ms_result msi_check_loss(ms_model *m) {
         learns = g->layers.items[i].ends_in_loss;
     }
     return learns ? MS_RESULT_OK
-                  : msi_fail(m, MS_RESULT_INVALID,
-                             "loss \"%s\" depends on no trained param through layers that have a "
-                             "backward, without ms_stop_gradient in between",
-                             msi_tensor_name(&m->graph, g->loss));
+                  : msi_fail(
+                        m, MS_RESULT_INVALID,
+                        "loss \"%s\" depends on no trained param through layers that have a "
+                        "backward, without ms_stop_gradient in between: give one of these layers a "
+                        "backward, or unfreeze a param",
+                        msi_tensor_name(&m->graph, g->loss));
 }
 
 /* No backward can run through the outputs of a layer that has already written its gradients in
@@ -4921,11 +4965,11 @@ static ms_result msi_check_ends(ms_model *m) {
             if (l->has_backward && t->producer != MSI_NONE && !t->no_gradient &&
                 g->layers.items[t->producer].ends_in_loss) {
                 return msi_fail(m, MS_RESULT_INVALID,
-                                "layer \"%s\" reads \"%s\" and has a backward, but layer \"%s\" "
-                                "has written its gradients in forward: call ms_stop_gradient on it "
-                                "if it is meant as a constant",
-                                msi_name(&m->graph, l->name), msi_name(&m->graph, t->name),
-                                msi_layer_name(&m->graph, t->producer));
+                                "%s reads \"%s\" and has a backward, but %s has written its "
+                                "gradients in forward: call ms_stop_gradient on it if it is meant "
+                                "as a constant",
+                                msi_layer_label(g, i).text, msi_name(g, t->name),
+                                msi_layer_label(g, t->producer).text);
             }
         }
     }
@@ -4950,9 +4994,9 @@ static void msi_warn(const ms_model *m) {
         for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
             if (stops && g->tensors.items[out.tensor].leads_to_loss) {
                 msi_log(m, MS_LOG_WARNING, "graph",
-                        "layer \"%s\" has no backward, so no gradient passes from \"%s\" to what "
-                        "it reads: give it one, or set no_backward if that is meant",
-                        msi_name(&m->graph, l->name), msi_tensor_name(&m->graph, out.tensor));
+                        "%s has no backward, so no gradient passes from \"%s\" to what it reads: "
+                        "give it one, or set no_backward if that is meant",
+                        msi_layer_label(g, i).text, msi_tensor_name(g, out.tensor));
                 break;
             }
         }
@@ -5156,10 +5200,11 @@ static ms_result msi_check_times(ms_model *m) {
         const msi_layer *l = &m->graph.layers.items[i];
         const uint32_t missing = msi_needed_times(l) & ~msi_given_times(l);
         if (missing) {
-            return msi_fail(m, MS_RESULT_INVALID,
-                            "layer \"%s\": the time of its %s is not known, and static_profiling "
-                            "is OFF: call ms_set_layer_time or ms_profile_load",
-                            msi_layer_name(&m->graph, i), missing & 1 ? "forward" : "backward");
+            return msi_fail(
+                m, MS_RESULT_INVALID,
+                "%s: the time of its %s is not known, and static_profiling is OFF: call "
+                "ms_set_layer_time or ms_profile_load",
+                msi_layer_label(&m->graph, i).text, missing & 1 ? "forward" : "backward");
         }
     }
     return MS_RESULT_OK;
@@ -5463,8 +5508,10 @@ static bool msi_check_layer_time(ms_model *m, const msi_layer *l, const ms_layer
            (msi_is_time(time->forward_us) && msi_is_time(time->backward_us) &&
             msi_is_time(time->recompute_us)) ||
            MSI_REFUSE(
-               m, "ms_set_layer_time: layer \"%s\": a time is negative, not finite, or beyond %g",
-               msi_name(&m->graph, l->name), msi_most_us);
+               m,
+               "ms_set_layer_time: %s: a time is negative, not finite, or beyond %g: give all in "
+               "microseconds, 0 for one that is not known",
+               msi_layer_label(&m->graph, (uint32_t)(l - m->graph.layers.items)).text, msi_most_us);
 }
 
 /* Sets the known times of a layer, at the present sizes; NULL: they are not known. */
@@ -11189,10 +11236,9 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
     if (m->run.recording && m->config.backend.recording_check(m->device) != 0) {
         return msi_fail(
             m, MS_RESULT_CALLBACK,
-            "layer \"%s\": its %s callback did something that a CUDA graph cannot record: "
-            "it may only enqueue work on ms_call.stream, and wait for nothing; or leave "
-            "cuda_graph off",
-            msi_name(&m->graph, l->name), what);
+            "%s: its %s callback did something that a CUDA graph cannot record: it may only "
+            "enqueue work on ms_call.stream, and wait for nothing; or leave cuda_graph off",
+            msi_layer_label(&m->graph, (uint32_t)(l - m->graph.layers.items)).text, what);
     }
     if (error == 0) {
         return MS_RESULT_OK;
@@ -11201,8 +11247,9 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
     if (m->errors.count != error_count) {
         snprintf(inner, sizeof inner, "%.*s", (int)sizeof inner - 1, m->errors.text);
     }
-    return msi_fail(m, MS_RESULT_CALLBACK, "layer \"%s\": its %s callback returned %d%s%s",
-                    msi_name(&m->graph, l->name), what, error, inner[0] ? ": " : "", inner);
+    return msi_fail(m, MS_RESULT_CALLBACK, "%s: its %s callback returned %d%s%s",
+                    msi_layer_label(&m->graph, (uint32_t)(l - m->graph.layers.items)).text, what,
+                    error, inner[0] ? ": " : "", inner);
 }
 
 /* What is wrong with a matrix product, or NULL. */
@@ -12369,7 +12416,8 @@ static ms_result msi_await_steps(ms_model *m) {
 /* Whether a step, an eval, or a change of plan may begin. */
 static ms_result msi_check_between_steps(ms_model *m, const char *function) {
     if (m->run.busy) {
-        return msi_fail(m, MS_RESULT_ORDER, "%s: called from a callback of a layer", function);
+        return msi_fail(m, MS_RESULT_ORDER,
+                        "%s: called from a callback of a layer: call it between steps", function);
     }
     if (m->run.stage == MSI_STAGE_BACKWARD && m->run.updates_done > 0) {
         return msi_fail(m, MS_RESULT_ORDER,
@@ -13138,7 +13186,8 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
         return msi_fail(m, MS_RESULT_DRY_RUN, "ms_write: a dry run has no memory for \"%s\"", name);
     }
     if (m->run.busy) {
-        return msi_fail(m, MS_RESULT_ORDER, "ms_write: called from a callback of a layer");
+        return msi_fail(m, MS_RESULT_ORDER,
+                        "ms_write: called from a callback of a layer: call it between steps");
     }
     if (!m->run.plan) {
         return msi_write_unplanned(m, target, role, data);

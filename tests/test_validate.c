@@ -330,6 +330,10 @@ static void check_refusal(world *w, const char *what, ms_result expected, const 
     if (layer != NULL && strstr(first, layer) == NULL) {
         complain(what, "the layer is not named", first);
     }
+    const char *named = layer != NULL ? strstr(first, "layer ") : NULL;
+    if (layer != NULL && (named == NULL || named[6] < '0' || named[6] > '9')) {
+        complain(what, "the layer has no number", first); // many may have that name
+    }
     if (ms_wrap(w->m) != result || strcmp(first, ms_last_error(w->m)) != 0) {
         complain(what, "another error at the second ms_wrap", ms_last_error(w->m));
     }
