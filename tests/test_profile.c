@@ -361,7 +361,8 @@ static void wrong_times_are_refused(void **state) {
                         which == 2 ? wrong[k] : 1.0);
             ms_set_layer_time(chain.model, layer_of(0), &time);
             t_error(chain.model, ms_wrap(chain.model), MS_RESULT_INVALID);
-            t_text_has(ms_last_error(chain.model), "ms_set_layer_time: layer 0 \"matmul0\": a time");
+            t_text_has(ms_last_error(chain.model),
+                       "ms_set_layer_time: layer 0 \"matmul0\": a time");
             ms_destroy(chain.model);
         }
     }
