@@ -1020,20 +1020,24 @@ MEMSCALE_API const char *ms_last_error(const ms_model *model);
    Stream: waits. Errors: INVALID, ORDER (in a callback), BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_hardware_report(ms_model *model, ms_hardware *report);
 
-/* Built-in devices (RTX 3090, H200, Jetson Orin Nano 8GB and others), with the speeds that their
-   makers state, to plan for a device that is not there: the first whose name contains `name`, in
-   any case, or NULL; and by number, or NULL after the last. */
+/* Built-in devices (GeForce RTX 30, 40 and 50, A100, H100, H200, Jetson Orin and others), with the
+   speeds that their makers state, to plan for a device that is not there. ms_hardware_find: the one
+   whose name ends with `name`, else the one that contains it, in any case and whatever is between
+   letters and digits ("rtx3090", "Orin NX 16GB"); NULL if there is none, or more than one.
+   ms_hardware_at: by number; NULL after the last. */
 MEMSCALE_API const ms_hardware *ms_hardware_find(const char *name);
 MEMSCALE_API const ms_hardware *ms_hardware_at(uint32_t number);
 
-/* Plan for this device from the next ms_wrap on (copied): a measured report, a built-in device, or
-   your own description. A speed of 0 means the one typical of its kind. target_utilization applies
-   to its free memory, else to its total memory, else (both 0) to that of the model's own device.
-   NULL: the model's own device, with the speeds of a loaded profile, or else those that its backend
-   states or its kind has; what ms_hardware_report measured is not used. Graph, config, profile and
-   this device together determine the plan. Errors: INVALID (a speed that is negative, not finite or
-   absurd; more free memory than there is); sticks before ms_wrap. */
+/* ms_set_hardware: plan for this device from the next ms_wrap on (copied): a measured report, a
+   built-in device, or your own description. A speed of 0 means the one typical of its kind.
+   target_utilization applies to its free memory, else to its total memory, else (both 0) to that of
+   the model's own device. Graph, config, profile and this device together determine the plan.
+   ms_clear_hardware: for the model's own device again, with the speeds of a loaded profile, or else
+   those that its backend states or its kind has; what ms_hardware_report measured is not used.
+   Errors: INVALID (NULL, as ms_hardware_find returns it; a speed that is negative, not finite or
+   absurd; more free memory than there is): ms_wrap refuses until one of the two is called again. */
 MEMSCALE_API void ms_set_hardware(ms_model *model, const ms_hardware *hardware);
+MEMSCALE_API void ms_clear_hardware(ms_model *model);
 
 /* ms_stream: the stream on which the model computes (cudaStream_t; NULL on the CPU), to enqueue
    other work after that of a step or before that of the next. ms_synchronize: waits for all streams
@@ -2271,7 +2275,8 @@ typedef struct msi_costs {
 typedef struct msi_sources {
     ms_hardware given; // by ms_set_hardware, for the next ms_wrap
     bool is_given;
-    ms_hardware profile; // the speeds in the profile that was loaded
+    const char *given_fault; // why ms_set_hardware refused what came last; NULL: it did not
+    ms_hardware profile;     // the speeds in the profile that was loaded
     bool has_profile;
     ms_hardware reported; // the speeds that ms_hardware_report measured
 } msi_sources;
@@ -3581,34 +3586,118 @@ static void msi_use_hardware(ms_model *m, const ms_hardware *hardware) {
     const ms_hardware none = MSI_ZERO_INIT;
     m->sources.given = hardware ? *hardware : none;
     m->sources.is_given = hardware != NULL;
+    m->sources.given_fault = NULL;
     m->wrapped.changed = true;
 }
 
 /* Devices to plan for without having them. Speeds are those that the maker states, for dense
-   products summed in F32. Copies have the rate of the link in one direction, net of its encoding
-   (PCI Express 3.0 x16 15.75 GB/s, 4.0 31.5, 5.0 63), or half the bandwidth of the memory that host
+   products summed in F32; where only a boost clock is stated, F32 is 2 flops per core and clock.
+   Copies have the rate of the link in one direction, net of its encoding (PCI Express 3.0 x16
+   15.75 GB/s, 4.0 31.5, 5.0 63; half of that for x8), or half the bandwidth of the memory that host
    and device share. Memory is what the name says; a runtime offers a percent or two less.
    Sources, all of NVIDIA:
-     RTX 3090: "NVIDIA Ampere GA102 GPU Architecture", V2.1, comparison of GeForce cards
-     H200, H100 SXM: their data sheets, which state tensor cores with sparsity: half of that
-     Jetson Orin Nano 8GB: its data sheet, at 15 W: 8 multiprocessors, 625 MHz, 68 GB/s, 40 TOPS of
-       sparse INT8; FP16 is a quarter, TF32 an eighth of these (technical brief "NVIDIA Jetson AGX
-       Orin Series", HMMA and IMMA). Linux and what firmware reserves leave about 6 GB free: an
-       estimate, which the report of the board itself replaces
-     RTX 4090: "NVIDIA Ada GPU Architecture", V2.02, appendix A
-     A100 80GB: "NVIDIA A100 Tensor Core GPU Architecture", and the data sheet of the SXM module
-     T4: its data sheet; it has no TF32
-     Jetson AGX Orin 64GB: the technical brief above; free memory is an estimate too */
+     GeForce RTX 30: "NVIDIA Ampere GA102 GPU Architecture", V2.1, and the product pages
+     GeForce RTX 40: "NVIDIA Ada GPU Architecture", V2.02, appendices, and the product pages
+     GeForce RTX 50: "NVIDIA RTX Blackwell GPU Architecture", V1.1, and the product pages
+     Laptop GPUs: cores, memory and the highest boost clock of the comparison pages of laptops, for
+       RTX 50 the AI TOPS (sparse FP4, 32 times the rate of F32); bandwidth is the width of the bus
+       times the data rate of the memory in use, and the link is taken as 4.0 x8, since both depend
+       on the laptop. Many run at lower clocks
+     V100: "NVIDIA Tesla V100 GPU Architecture" and its data sheet; T4: its data sheet
+     A100: "NVIDIA A100 Tensor Core GPU Architecture" and the data sheet
+     A10, A30, A40, RTX A4000, A5000, A6000, RTX 6000 Ada, RTX PRO 6000, L4, L40, L40S, H100, H200,
+       B200 (DGX B200): their data sheets. Where these state tensor cores with sparsity, it is half
+       of that
+     Jetson Orin: the data sheets of the modules, which state sparse INT8 for the GPU: FP16 is a
+       quarter, TF32 an eighth of that (technical brief "NVIDIA Jetson AGX Orin Series", HMMA and
+       IMMA). Nano at 15 W, and at 25 W as Super. What Linux and the firmware leave free is an
+       estimate, which the report of the board itself replaces */
 /* Name, kind, multiprocessors, GiB, of these free (0: all), compute capability, GB/s of memory and
-   of the link, and TFLOP/s of F32, TF32 and F16. */
+   of the link, and TFLOP/s of F32, TF32 and F16. The tensor cores of a GeForce do TF32 at the rate
+   of F32, and F16 at twice that, from 8.6 on. */
+#define MSI_GEFORCE(X, name, processors, gib, major, minor, memory, link, f32)                     \
+    X("NVIDIA GeForce RTX " name, DISCRETE, processors, gib, 0, major, minor, memory, link, f32,   \
+      f32, 2.0 * (f32))
 #define MSI_DEVICES(X)                                                                             \
-    X("NVIDIA GeForce RTX 3090", DISCRETE, 82, 24, 0, 8, 6, 936.0, 31.5, 35.6, 35.6, 71.0)         \
-    X("NVIDIA H200", DISCRETE, 132, 141, 0, 9, 0, 4800.0, 63.0, 67.0, 494.5, 989.5)                \
-    X("Jetson Orin Nano 8GB", INTEGRATED, 8, 8, 6, 8, 7, 68.0, 34.0, 1.28, 5.0, 10.0)              \
-    X("NVIDIA GeForce RTX 4090", DISCRETE, 128, 24, 0, 8, 9, 1008.0, 31.5, 82.6, 82.6, 165.2)      \
-    X("NVIDIA A100 80GB", DISCRETE, 108, 80, 0, 8, 0, 2039.0, 31.5, 19.5, 156.0, 312.0)            \
-    X("NVIDIA H100 80GB", DISCRETE, 132, 80, 0, 9, 0, 3350.0, 63.0, 67.0, 494.5, 989.5)            \
+    MSI_GEFORCE(X, "3050 6GB", 18, 6, 8, 6, 168.0, 15.75, 6.8)                                     \
+    MSI_GEFORCE(X, "3050 8GB", 20, 8, 8, 6, 224.0, 15.75, 9.1)                                     \
+    MSI_GEFORCE(X, "3060", 28, 12, 8, 6, 360.0, 31.5, 12.7)                                        \
+    MSI_GEFORCE(X, "3060 Ti", 38, 8, 8, 6, 448.0, 31.5, 16.2)                                      \
+    MSI_GEFORCE(X, "3070", 46, 8, 8, 6, 448.0, 31.5, 20.3)                                         \
+    MSI_GEFORCE(X, "3070 Ti", 48, 8, 8, 6, 608.0, 31.5, 21.7)                                      \
+    MSI_GEFORCE(X, "3080 10GB", 68, 10, 8, 6, 760.0, 31.5, 29.8)                                   \
+    MSI_GEFORCE(X, "3080 12GB", 70, 12, 8, 6, 912.0, 31.5, 30.6)                                   \
+    MSI_GEFORCE(X, "3080 Ti", 80, 12, 8, 6, 912.0, 31.5, 34.1)                                     \
+    MSI_GEFORCE(X, "3090", 82, 24, 8, 6, 936.0, 31.5, 35.6)                                        \
+    MSI_GEFORCE(X, "3090 Ti", 84, 24, 8, 6, 1008.0, 31.5, 40.0)                                    \
+    MSI_GEFORCE(X, "3050 Laptop GPU 4GB", 16, 4, 8, 6, 192.0, 15.75, 7.1)                          \
+    MSI_GEFORCE(X, "3050 Laptop GPU 6GB", 20, 6, 8, 6, 168.0, 15.75, 7.6)                          \
+    MSI_GEFORCE(X, "3050 Ti Laptop GPU", 20, 4, 8, 6, 192.0, 15.75, 8.7)                           \
+    MSI_GEFORCE(X, "3060 Laptop GPU", 30, 6, 8, 6, 336.0, 15.75, 13.1)                             \
+    MSI_GEFORCE(X, "3070 Laptop GPU", 40, 8, 8, 6, 448.0, 15.75, 16.6)                             \
+    MSI_GEFORCE(X, "3070 Ti Laptop GPU", 46, 8, 8, 6, 448.0, 15.75, 17.5)                          \
+    MSI_GEFORCE(X, "3080 Laptop GPU 8GB", 48, 8, 8, 6, 448.0, 15.75, 21.0)                         \
+    MSI_GEFORCE(X, "3080 Laptop GPU 16GB", 48, 16, 8, 6, 448.0, 15.75, 21.0)                       \
+    MSI_GEFORCE(X, "3080 Ti Laptop GPU", 58, 16, 8, 6, 512.0, 15.75, 23.6)                         \
+    MSI_GEFORCE(X, "4060", 24, 8, 8, 9, 272.0, 15.75, 15.1)                                        \
+    MSI_GEFORCE(X, "4060 Ti 8GB", 34, 8, 8, 9, 288.0, 15.75, 22.1)                                 \
+    MSI_GEFORCE(X, "4060 Ti 16GB", 34, 16, 8, 9, 288.0, 15.75, 22.1)                               \
+    MSI_GEFORCE(X, "4070", 46, 12, 8, 9, 504.0, 31.5, 29.1)                                        \
+    MSI_GEFORCE(X, "4070 SUPER", 56, 12, 8, 9, 504.0, 31.5, 35.5)                                  \
+    MSI_GEFORCE(X, "4070 Ti", 60, 12, 8, 9, 504.0, 31.5, 40.1)                                     \
+    MSI_GEFORCE(X, "4070 Ti SUPER", 66, 16, 8, 9, 672.0, 31.5, 44.1)                               \
+    MSI_GEFORCE(X, "4080", 76, 16, 8, 9, 716.8, 31.5, 48.7)                                        \
+    MSI_GEFORCE(X, "4080 SUPER", 80, 16, 8, 9, 736.3, 31.5, 52.2)                                  \
+    MSI_GEFORCE(X, "4090", 128, 24, 8, 9, 1008.0, 31.5, 82.6)                                      \
+    MSI_GEFORCE(X, "4050 Laptop GPU", 20, 6, 8, 9, 192.0, 15.75, 12.1)                             \
+    MSI_GEFORCE(X, "4060 Laptop GPU", 24, 8, 8, 9, 256.0, 15.75, 14.6)                             \
+    MSI_GEFORCE(X, "4070 Laptop GPU", 36, 8, 8, 9, 256.0, 15.75, 20.0)                             \
+    MSI_GEFORCE(X, "4080 Laptop GPU", 58, 12, 8, 9, 432.0, 15.75, 33.9)                            \
+    MSI_GEFORCE(X, "4090 Laptop GPU", 76, 16, 8, 9, 576.0, 15.75, 39.7)                            \
+    MSI_GEFORCE(X, "5050", 20, 8, 12, 0, 320.0, 31.5, 13.2)                                        \
+    MSI_GEFORCE(X, "5060", 30, 8, 12, 0, 448.0, 31.5, 19.2)                                        \
+    MSI_GEFORCE(X, "5060 Ti 8GB", 36, 8, 12, 0, 448.0, 31.5, 23.7)                                 \
+    MSI_GEFORCE(X, "5060 Ti 16GB", 36, 16, 12, 0, 448.0, 31.5, 23.7)                               \
+    MSI_GEFORCE(X, "5070", 48, 12, 12, 0, 672.0, 63.0, 30.9)                                       \
+    MSI_GEFORCE(X, "5070 Ti", 70, 16, 12, 0, 896.0, 63.0, 43.9)                                    \
+    MSI_GEFORCE(X, "5080", 84, 16, 12, 0, 960.0, 63.0, 56.3)                                       \
+    MSI_GEFORCE(X, "5090", 170, 32, 12, 0, 1792.0, 63.0, 104.8)                                    \
+    MSI_GEFORCE(X, "5050 Laptop GPU", 20, 8, 12, 0, 384.0, 15.75, 13.7)                            \
+    MSI_GEFORCE(X, "5060 Laptop GPU", 26, 8, 12, 0, 384.0, 15.75, 17.9)                            \
+    MSI_GEFORCE(X, "5070 Laptop GPU", 36, 8, 12, 0, 384.0, 15.75, 24.9)                            \
+    MSI_GEFORCE(X, "5070 Ti Laptop GPU", 46, 12, 12, 0, 672.0, 15.75, 31.0)                        \
+    MSI_GEFORCE(X, "5080 Laptop GPU", 60, 16, 12, 0, 896.0, 15.75, 41.7)                           \
+    MSI_GEFORCE(X, "5090 Laptop GPU", 82, 24, 12, 0, 896.0, 15.75, 57.0)                           \
+    X("NVIDIA V100 16GB SXM2", DISCRETE, 80, 16, 0, 7, 0, 900.0, 15.75, 15.7, 0.0, 125.0)          \
+    X("NVIDIA V100 32GB SXM2", DISCRETE, 80, 32, 0, 7, 0, 900.0, 15.75, 15.7, 0.0, 125.0)          \
+    X("NVIDIA V100 16GB PCIe", DISCRETE, 80, 16, 0, 7, 0, 900.0, 15.75, 14.0, 0.0, 112.0)          \
+    X("NVIDIA V100 32GB PCIe", DISCRETE, 80, 32, 0, 7, 0, 900.0, 15.75, 14.0, 0.0, 112.0)          \
     X("NVIDIA T4", DISCRETE, 40, 16, 0, 7, 5, 320.0, 15.75, 8.1, 0.0, 65.0)                        \
+    X("NVIDIA RTX A4000", DISCRETE, 48, 16, 0, 8, 6, 448.0, 31.5, 19.2, 38.3, 76.7)                \
+    X("NVIDIA RTX A5000", DISCRETE, 64, 24, 0, 8, 6, 768.0, 31.5, 27.8, 55.6, 111.1)               \
+    X("NVIDIA RTX A6000", DISCRETE, 84, 48, 0, 8, 6, 768.0, 31.5, 38.7, 77.4, 154.8)               \
+    X("NVIDIA RTX 6000 Ada", DISCRETE, 142, 48, 0, 8, 9, 960.0, 31.5, 91.1, 182.1, 364.2)          \
+    X("NVIDIA RTX PRO 6000", DISCRETE, 188, 96, 0, 12, 0, 1792.0, 63.0, 125.0, 251.9, 503.8)       \
+    X("NVIDIA A10", DISCRETE, 72, 24, 0, 8, 6, 600.0, 31.5, 31.2, 62.5, 125.0)                     \
+    X("NVIDIA A30", DISCRETE, 56, 24, 0, 8, 0, 933.0, 31.5, 10.3, 82.0, 165.0)                     \
+    X("NVIDIA A40", DISCRETE, 84, 48, 0, 8, 6, 696.0, 31.5, 37.4, 74.8, 149.7)                     \
+    X("NVIDIA A100 40GB", DISCRETE, 108, 40, 0, 8, 0, 1555.0, 31.5, 19.5, 156.0, 312.0)            \
+    X("NVIDIA A100 80GB PCIe", DISCRETE, 108, 80, 0, 8, 0, 1935.0, 31.5, 19.5, 156.0, 312.0)       \
+    X("NVIDIA A100 80GB SXM", DISCRETE, 108, 80, 0, 8, 0, 2039.0, 31.5, 19.5, 156.0, 312.0)        \
+    X("NVIDIA L4", DISCRETE, 58, 24, 0, 8, 9, 300.0, 31.5, 30.3, 60.0, 121.0)                      \
+    X("NVIDIA L40", DISCRETE, 142, 48, 0, 8, 9, 864.0, 31.5, 90.5, 90.5, 181.0)                    \
+    X("NVIDIA L40S", DISCRETE, 142, 48, 0, 8, 9, 864.0, 31.5, 91.6, 183.0, 362.0)                  \
+    X("NVIDIA H100 80GB PCIe", DISCRETE, 114, 80, 0, 9, 0, 2000.0, 63.0, 51.0, 378.0, 756.5)       \
+    X("NVIDIA H100 80GB SXM", DISCRETE, 132, 80, 0, 9, 0, 3350.0, 63.0, 67.0, 494.5, 989.5)        \
+    X("NVIDIA H100 94GB NVL", DISCRETE, 132, 94, 0, 9, 0, 3900.0, 63.0, 60.0, 417.5, 835.5)        \
+    X("NVIDIA H200", DISCRETE, 132, 141, 0, 9, 0, 4800.0, 63.0, 67.0, 494.5, 989.5)                \
+    X("NVIDIA B200", DISCRETE, 148, 180, 0, 10, 0, 8000.0, 63.0, 75.0, 1125.0, 2250.0)             \
+    X("Jetson Orin Nano 4GB", INTEGRATED, 4, 4, 3, 8, 7, 34.0, 17.0, 0.64, 2.5, 5.0)               \
+    X("Jetson Orin Nano 8GB", INTEGRATED, 8, 8, 6, 8, 7, 68.0, 34.0, 1.28, 5.0, 10.0)              \
+    X("Jetson Orin Nano 8GB Super", INTEGRATED, 8, 8, 6, 8, 7, 102.0, 51.0, 2.09, 8.35, 16.7)      \
+    X("Jetson Orin NX 8GB", INTEGRATED, 8, 8, 6, 8, 7, 102.4, 51.2, 1.57, 6.25, 12.5)              \
+    X("Jetson Orin NX 16GB", INTEGRATED, 8, 16, 14, 8, 7, 102.4, 51.2, 1.88, 7.5, 15.0)            \
+    X("Jetson AGX Orin 32GB", INTEGRATED, 14, 32, 29, 8, 7, 204.8, 102.4, 3.33, 13.5, 27.0)        \
     X("Jetson AGX Orin 64GB", INTEGRATED, 16, 64, 60, 8, 7, 204.8, 102.4, 5.3, 21.25, 42.5)
 
 /* The memory of an integrated GPU is the host's; BF16 and TF32 need compute capability 8.0. */
@@ -3629,22 +3718,20 @@ static void msi_use_hardware(ms_model *m, const ms_hardware *hardware) {
 static const ms_hardware msi_devices[] = {MSI_DEVICES(MSI_X)};
 #undef MSI_X
 
-static char msi_lower_case(char c) {
-    return c >= 'A' && c <= 'Z' ? (char)(c - 'A' + 'a') : c;
-}
+enum { MSI_NAME_BYTES = sizeof(((ms_hardware *)0)->name) };
 
-/* Whether a name has this part, ignoring case. */
-static bool msi_has_part(const char *name, const char *part) {
-    for (; *name; name++) {
-        size_t same = 0;
-        while (part[same] && msi_lower_case(part[same]) == msi_lower_case(name[same])) {
-            same++;
-        }
-        if (!part[same]) {
-            return true;
+/* The letters, in lower case, and digits of a name; false if they do not fit. */
+static bool msi_squeeze(const char *name, char *squeezed) {
+    size_t length = 0;
+    for (; *name && length < MSI_NAME_BYTES; name++) {
+        const bool is_upper = *name >= 'A' && *name <= 'Z';
+        const bool is_lower = *name >= 'a' && *name <= 'z';
+        if (is_upper || is_lower || (*name >= '0' && *name <= '9')) {
+            squeezed[length++] = is_upper ? (char)(*name - 'A' + 'a') : *name;
         }
     }
-    return false;
+    squeezed[length < MSI_NAME_BYTES ? length : MSI_NAME_BYTES - 1] = 0;
+    return length < MSI_NAME_BYTES;
 }
 
 MEMSCALE_API const ms_hardware *ms_hardware_at(uint32_t number) {
@@ -3652,13 +3739,21 @@ MEMSCALE_API const ms_hardware *ms_hardware_at(uint32_t number) {
 }
 
 MEMSCALE_API const ms_hardware *ms_hardware_find(const char *name) {
-    const ms_hardware *device = NULL;
-    for (uint32_t i = 0; name && name[0] && (device = ms_hardware_at(i)) != NULL; i++) {
-        if (msi_has_part(device->name, name)) {
-            return device;
+    char wanted[MSI_NAME_BYTES], has[MSI_NAME_BYTES];
+    const ms_hardware *device, *found[2] = {NULL, NULL}; // that contains name; that ends with it
+    uint32_t count[2] = {0, 0};
+    if (!name || !msi_squeeze(name, wanted) || !wanted[0]) {
+        return NULL;
+    }
+    for (uint32_t i = 0; (device = ms_hardware_at(i)) != NULL; i++) {
+        const char *at = msi_squeeze(device->name, has) ? strstr(has, wanted) : NULL;
+        const size_t before = strlen(has) - strlen(wanted); // of use only if it contains name
+        for (int k = 0; at && k < 1 + (strcmp(has + before, wanted) == 0); k++) {
+            found[k] = device;
+            count[k]++;
         }
     }
-    return NULL;
+    return count[1] == 1 ? found[1] : count[0] == 1 ? found[0] : NULL;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -4277,7 +4372,13 @@ static const char *msi_config_fault(const ms_config *c) {
 
 /* What is wrong with the description of a device, or NULL. */
 static const char *msi_hardware_fault(const ms_hardware *hardware) {
-    ms_hardware h = *hardware;
+    const ms_hardware none = MSI_ZERO_INIT;
+    ms_hardware h = hardware ? *hardware : none;
+    if (!hardware) {
+        return "the device is NULL, as ms_hardware_find returns it for a name that no built-in "
+               "device has, or several; ms_hardware_at lists them, and ms_clear_hardware plans for "
+               "the model's own";
+    }
     for (int i = 0; i < MSI_SPEED_COUNT; i++) {
         if (!msi_is_speed(i, *msi_speed(&h, i))) {
             return "a speed is negative, not finite, or beyond all machines";
@@ -4296,9 +4397,10 @@ static const char *msi_hardware_fault(const ms_hardware *hardware) {
 #define MSI_REFUSE_LAYER(m, name, format, ...)                                                     \
     MSI_REFUSE(m, "%s: " format, msi_label_of((m)->graph.layers.count, name).text, __VA_ARGS__)
 
-static bool msi_check_hardware(ms_model *m, const ms_hardware *hardware) {
-    const char *fault = hardware ? msi_hardware_fault(hardware) : NULL;
-    return !fault || MSI_REFUSE(m, "ms_set_hardware: %s", fault);
+/* Whether the device that was set last can be planned for. */
+static ms_result msi_check_hardware(ms_model *m) {
+    const char *fault = m->sources.given_fault;
+    return fault ? msi_fail(m, MS_RESULT_INVALID, "ms_set_hardware: %s", fault) : MS_RESULT_OK;
 }
 
 /* Whether a value is from 0 to below 1; a NaN is not. */
@@ -10760,7 +10862,8 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
 }
 
 static ms_result msi_check_all(ms_model *m, msi_goal goal) {
-    ms_result result = msi_check_graph(m, goal);
+    ms_result result = goal == MSI_GOAL_PLAIN ? MS_RESULT_OK : msi_check_hardware(m);
+    MSI_THEN(result, msi_check_graph(m, goal));
     MSI_THEN(result, goal == MSI_GOAL_PLAIN ? MS_RESULT_OK : msi_check_built(m));
     MSI_THEN(result, msi_check_times(m));
     return result;
@@ -14117,8 +14220,18 @@ MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) 
 }
 
 MEMSCALE_API void ms_set_hardware(ms_model *model, const ms_hardware *hardware) {
-    if (model && msi_check_hardware(model, hardware)) {
+    const char *fault = msi_hardware_fault(hardware);
+    if (model && fault) {
+        model->sources.given_fault = fault;
+        (void)msi_check_hardware(model);
+    } else if (model) {
         msi_use_hardware(model, hardware);
+    }
+}
+
+MEMSCALE_API void ms_clear_hardware(ms_model *model) {
+    if (model) {
+        msi_use_hardware(model, NULL);
     }
 }
 

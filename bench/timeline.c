@@ -429,7 +429,8 @@ int main(int argc, char **argv) {
     const bench_workload *w = find_workload(model);
     const ms_hardware *hardware = strcmp(device, "cpu") == 0 ? NULL : ms_hardware_find(device);
     if (!hardware && strcmp(device, "cpu") != 0) {
-        bench_stop("there is no such device: name a built-in one, such as H200, or cpu");
+        bench_stop(
+            "no built-in device has this name, or several have: name one, such as H200, or cpu");
     }
     nn_transformer_config shape;
     bench_shape(w->preset, &shape);

@@ -749,10 +749,11 @@ static void test_speeds(void **state) {
         const char *name;
         int clock_mhz, memory_mhz, bus_bits;
         double tensor_tolerance;
-    } devices[] = {{"RTX 3090", 1695, 9751, 384, 0.01}, {"RTX 4090", 2520, 10501, 384, 0.01},
-                   {"A100", 1410, 1593, 5120, 0.01},    {"T4", 1590, 5001, 256, 0.01},
-                   {"H200", 1980, 3201, 6144, 0.09},    {"H100", 1980, 2619, 5120, 0.09},
-                   {"Orin Nano", 625, 2133, 128, 0.03}, {"AGX Orin", 1300, 3200, 256, 0.01}};
+    } devices[] = {
+        {"RTX 3090", 1695, 9751, 384, 0.01},       {"RTX 4090", 2520, 10501, 384, 0.01},
+        {"A100 80GB SXM", 1410, 1593, 5120, 0.01}, {"T4", 1590, 5001, 256, 0.01},
+        {"H200", 1980, 3201, 6144, 0.09},          {"H100 80GB SXM", 1980, 2619, 5120, 0.09},
+        {"Orin Nano 8GB", 625, 2133, 128, 0.03},   {"AGX Orin 64GB", 1300, 3200, 256, 0.01}};
     for (size_t i = 0; i < sizeof devices / sizeof devices[0]; i++) {
         const ms_hardware *stated = ms_hardware_find(devices[i].name);
         emulation_reset(1);

@@ -682,17 +682,21 @@ static void built_in_devices(void **state) {
         assert_true(memchr(h->name, 0, sizeof h->name) != NULL && h->name[0]);
         assert_ptr_equal(ms_hardware_find(h->name), h);
         assert_true(h->kind == MS_DEVICE_DISCRETE || h->kind == MS_DEVICE_INTEGRATED);
-        assert_true(h->free_bytes <= h->total_bytes && h->total_bytes >= 8 * GIBI);
+        assert_true(h->free_bytes <= h->total_bytes && h->total_bytes >= 4 * GIBI);
         assert_true((h->kind == MS_DEVICE_INTEGRATED) == (h->host_total_bytes != 0));
         assert_true(h->compute_major >= 7 && h->fp16_tensor);
         assert_true(h->bf16 == (h->compute_major >= 8) && h->tf32 == h->bf16);
         assert_true(h->tf32 == (h->tf32_tflops > 0.0));
         assert_true(!h->is_measured);
         /* 64 or 128 multiply-adds a clock and multiprocessor: a clock of 0.6 to 3 GHz. */
-        const double adds = h->compute_major == 7 || h->compute_minor == 0 ? 64.0 : 128.0;
-        const double most = h->compute_major == 9 ? 128.0 : adds;
-        const double ghz = h->f32_tflops * 1e3 / (2.0 * most * (double)h->processor_count);
+        const uint32_t capability = 10 * h->compute_major + h->compute_minor;
+        const double adds = capability <= 80 ? 64.0 : 128.0;
+        const double ghz = h->f32_tflops * 1e3 / (2.0 * adds * (double)h->processor_count);
         assert_true(ghz > 0.6 && ghz < 3.0);
+        /* Tensor cores: the rate of F32 or twice that on a GeForce, more on all others. */
+        const bool is_geforce = strstr(h->name, "GeForce") != NULL;
+        assert_true(is_geforce == (h->tf32_tflops == h->f32_tflops) || strstr(h->name, "L40"));
+        assert_true(is_geforce == (h->f16_tflops == 2.0 * h->f32_tflops) || strstr(h->name, "L40"));
         assert_true(h->f16_tflops >= 1.9 * h->f32_tflops);
         assert_true(h->tf32_tflops <= h->f16_tflops);
         assert_true(h->memory_gb_per_s > 1.9 * h->to_device_gb_per_s);
@@ -704,16 +708,72 @@ static void built_in_devices(void **state) {
 
 static void devices_are_found_by_a_part_of_their_name(void **state) {
     (void)state;
-    assert_string_equal(ms_hardware_find("h200")->name, "NVIDIA H200");
-    assert_string_equal(ms_hardware_find("rtx 3090")->name, "NVIDIA GeForce RTX 3090");
-    assert_string_equal(ms_hardware_find("Orin Nano")->name, "Jetson Orin Nano 8GB");
-    assert_string_equal(ms_hardware_find("JETSON")->name, "Jetson Orin Nano 8GB"); // the first
-    assert_int_equal(ms_hardware_find("nano 8gb")->kind, MS_DEVICE_INTEGRATED);
-    assert_true(ms_hardware_find("rtx 3090")->memory_gb_per_s == 936.0);
-    assert_null(ms_hardware_find("RTX 3090 "));
-    assert_null(ms_hardware_find("H2000"));
-    assert_null(ms_hardware_find(""));
+    static const char *const found[][2] = {
+        {"h200", "NVIDIA H200"},
+        {"rtx 3090", "NVIDIA GeForce RTX 3090"}, // the Ti does not end with it
+        {"RTX 3090 ", "NVIDIA GeForce RTX 3090"},
+        {"rtx3090ti", "NVIDIA GeForce RTX 3090 Ti"},
+        {"rtx-5090", "NVIDIA GeForce RTX 5090"},
+        {"4070", "NVIDIA GeForce RTX 4070"},
+        {"4070 super", "NVIDIA GeForce RTX 4070 SUPER"},
+        {"4090 laptop", "NVIDIA GeForce RTX 4090 Laptop GPU"},
+        {"A10", "NVIDIA A10"},
+        {"l4", "NVIDIA L4"},
+        {"A100 40GB", "NVIDIA A100 40GB"},
+        {"Orin Nano 8GB", "Jetson Orin Nano 8GB"},
+        {"nano 8gb super", "Jetson Orin Nano 8GB Super"},
+    };
+    static const char *const missed[] = {"H2000", "", " - ", "Voodoo2",
+                                         "a name of more than 64 bytes, which "
+                                         "no device can have, although it ends with RTX 3090"};
+    static const char *const several[] = {"JETSON", "orin", "Orin Nano", "A100",   "A100 80GB",
+                                          "h100",   "3080", "SUPER",     "nvidia", "0"};
+    for (size_t i = 0; i < sizeof found / sizeof found[0]; i++) {
+        const ms_hardware *h = ms_hardware_find(found[i][0]);
+        assert_non_null(h);
+        assert_string_equal(h->name, found[i][1]);
+    }
+    for (size_t i = 0; i < sizeof missed / sizeof missed[0]; i++) {
+        assert_null(ms_hardware_find(missed[i]));
+    }
+    for (size_t i = 0; i < sizeof several / sizeof several[0]; i++) {
+        assert_null(ms_hardware_find(several[i]));
+    }
     assert_null(ms_hardware_find(NULL));
+    assert_true(ms_hardware_find("rtx 3090")->memory_gb_per_s == 936.0);
+    assert_int_equal(ms_hardware_find("nano 4gb")->kind, MS_DEVICE_INTEGRATED);
+}
+
+/* Where a name finds nothing, nothing is planned in silence for the device at hand. */
+static void a_device_that_is_not_found_is_an_error(void **state) {
+    (void)state;
+    t_chain chain;
+    ms_memory_report report;
+    uint64_t bytes;
+    const ms_config config = t_config();
+    t_chain_start(&chain, &config, 2);
+    for (int k = 0; k < 2; k++) { // the error lasts
+        ms_set_hardware(chain.model, ms_hardware_find("rtx 6090"));
+        t_text_has(ms_last_error(chain.model), "ms_hardware_at");
+        t_error(chain.model, ms_wrap(chain.model), MS_RESULT_INVALID);
+        t_error(chain.model, ms_wrap(chain.model), MS_RESULT_INVALID);
+        t_text_has(ms_last_error(chain.model), "ms_clear_hardware");
+        t_error(chain.model, ms_smallest_budget(chain.model, &bytes), MS_RESULT_INVALID);
+        ms_set_hardware(chain.model, ms_hardware_find("rtx 5090"));
+        t_ok(chain.model, ms_wrap(chain.model));
+        t_report(chain.model, &report);
+        assert_string_equal(report.device_name, "NVIDIA GeForce RTX 5090");
+    }
+    ms_set_hardware(chain.model, ms_hardware_find("orin")); // several
+    t_error(chain.model, ms_wrap(chain.model), MS_RESULT_INVALID);
+    t_ok(chain.model, ms_detach(chain.model));
+    ms_clear_hardware(chain.model);
+    t_ok(chain.model, ms_wrap(chain.model));
+    t_report(chain.model, &report);
+    assert_null(ms_hardware_find(report.device_name)); // the CPU again
+    ms_set_hardware(NULL, NULL);
+    ms_clear_hardware(NULL);
+    ms_destroy(chain.model);
 }
 
 int main(void) {
@@ -738,6 +798,7 @@ int main(void) {
         cmocka_unit_test(in_the_middle_of_a_step),
         cmocka_unit_test(built_in_devices),
         cmocka_unit_test(devices_are_found_by_a_part_of_their_name),
+        cmocka_unit_test(a_device_that_is_not_found_is_an_error),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -144,7 +144,7 @@ static void times_are_those_of_the_device_that_is_set(void **state) {
         assert_true(fabs(time->backward_us - (3.0 + 2.0 * us)) < 1e-6 * us);
         assert_true(same_bits(time->recompute_us, time->forward_us));
     }
-    ms_set_hardware(chain.model, NULL); // the CPU again, from the next wrap on
+    ms_clear_hardware(chain.model); // the CPU again, from the next wrap on
     assert_true(chain.model->costs.hardware.launch_us == 3.0);
     t_ok(chain.model, ms_wrap(chain.model));
     assert_int_equal(chain.model->costs.hardware.kind, MS_DEVICE_CPU);
@@ -209,13 +209,14 @@ static void wrong_devices_are_refused(void **state) {
     device.host_free_bytes = 6;
     expect_refused(&device, "more host memory is free");
 
-    t_chain chain; // behind ms_wrap it does not stick, and changes nothing
+    t_chain chain; // after ms_wrap too: the plan stays, and the next ms_wrap refuses
     const ms_config config = t_config();
     ms_memory_report report;
     t_chain_start(&chain, &config, 2);
     ms_set_hardware(chain.model, &device);
     t_text_has(ms_last_error(chain.model), "more host memory is free");
-    t_ok(chain.model, ms_wrap(chain.model));
+    t_error(chain.model, ms_wrap(chain.model), MS_RESULT_INVALID);
+    t_ok(chain.model, ms_step(chain.model, NULL));
     t_report(chain.model, &report);
     assert_int_equal(chain.model->costs.hardware.kind, MS_DEVICE_CPU);
     ms_set_hardware(NULL, &device);
@@ -579,7 +580,7 @@ static void speeds_are_loaded(void **state) {
     ms_set_hardware(b.model, &other);
     t_ok(b.model, ms_wrap(b.model));
     assert_true(b.model->costs.hardware.launch_us == 5.0);
-    ms_set_hardware(b.model, NULL);
+    ms_clear_hardware(b.model);
     t_ok(b.model, ms_wrap(b.model));
     assert_true(b.model->costs.hardware.launch_us == 3.0);
     free(text.data);
