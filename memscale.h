@@ -138,7 +138,7 @@
     only ms_gemm, ms_cast, ms_read (not while a step is recorded), ms_data, ms_report and those
     about tensors. Compiled with OpenMP, the update and the built-in ms_gemm use its threads.
 
-    LIMITS. A layer has up to 16 inputs, 8 outputs, 16 saved tensors, 16 params and 8 state buffers.
+    LIMITS. A layer has up to 32 inputs, outputs, saved tensors, params and state buffers each.
     Rank 6; 8 axes; fewer than 2^28 tensors; 2^58 bytes. A handle belongs to one model; another's is
     not always recognised. The library's own arithmetic (updates, sums, ms_gemm) is float32. An
     update on a GPU gives the bits of one on a CPU whose compiler may use fused multiply-add;
@@ -242,15 +242,16 @@ typedef struct ms_axis {
 
 enum {
     MS_LIMIT_RANK = 6,
-    MS_LIMIT_IN = 16,
-    MS_LIMIT_OUT = 8,
-    MS_LIMIT_SAVED = 16,
-    MS_LIMIT_PARAM = 16,
-    MS_LIMIT_STATE = 8,           // buffers that one layer changes
+    MS_LIMIT_IN = 32, // slots of a layer
+    MS_LIMIT_OUT = 32,
+    MS_LIMIT_SAVED = 32,
+    MS_LIMIT_PARAM = 32,
+    MS_LIMIT_STATE = 32,
     MS_LIMIT_OPTIMIZER_STATE = 4, // tensors of optimizer state of one param
-    MS_LIMIT_AXES = 8,
-    MS_ALL_SLOTS = 0xffff // in a mask: every slot that the layer uses
+    MS_LIMIT_AXES = 8
 };
+
+#define MS_ALL_SLOTS 0xffffffffu // in a mask: every slot that the layer uses
 
 /* Name, and bytes of one element. Activations may have any dtype; integer ones have no gradient. */
 #define MEMSCALE_DTYPES(X)                                                                         \
@@ -306,21 +307,22 @@ typedef enum ms_phase {
     MS_PHASE_COUNT
 } ms_phase;
 
-/* What a callback is given, valid only during the call. The arrays end at the last slot that the
-   layer uses. Several threads of a callback may call ms_gemm, as long as it does not fail. */
+/* What a callback is given, valid only during the call. Every array has a view for each slot up to
+   its MS_LIMIT, in every phase; those of slots that the layer does not use are zero. Several
+   threads of a callback may call ms_gemm, as long as it does not fail. */
 typedef struct ms_call {
     void *user;      // ms_layer_desc.user
     ms_model *model; // for ms_gemm and ms_cast
     ms_phase phase;
     const ms_view *in, *out, *saved, *param;
     const ms_view *state; // has no data in backward
-    /* Only in backward, else NULL; grad_in also in the forward, but not the eval, of a layer with
-       grads_in_forward. grad_out has data for every floating-point output (zeros if that
+    /* Zeroed views except in backward; grad_in also in the forward, but not the eval, of a layer
+       with grads_in_forward. grad_out has data for every floating-point output (zeros if that
        contributes nothing), except after ms_stop_gradient. */
     const ms_view *grad_out, *grad_in, *grad_param;
     void *workspace; // 64-byte aligned; contents as declared in the ms_workspace of the desc
     uint64_t workspace_bytes;
-    uint16_t wanted_out, wanted_saved; // outside backward: masks of those to write, with data
+    uint32_t wanted_out, wanted_saved; // outside backward: masks of those to write, with data
     float loss_factor; // what backward begins with: grads_in_forward layers multiply by it
     /* For random numbers: seed differs by layer, step and micro-batch, and is the same when that
        forward is recomputed. It is layer_seed ^ *step_seed. step_seed points to device memory:
@@ -646,16 +648,16 @@ typedef struct ms_config {
 
 /* Masks of slots: bit i is slot i, MS_ALL_SLOTS all. A bit past the last used slot is an error. */
 typedef struct ms_reads {
-    uint16_t in, out, saved, param;
+    uint32_t in, out, saved, param;
     bool nothing; // reads none of these; if all fields are zero, it may read everything
 } ms_reads;
 
 typedef struct ms_slot_masks {
-    uint16_t in, out, saved, grad_out;
+    uint32_t in, out, saved, grad_out;
 } ms_slot_masks;
 
 typedef struct ms_edges {
-    uint16_t in, param;
+    uint32_t in, param;
 } ms_edges;
 
 /* FINITE is for kernels that multiply what they find by a beta of 0. Only ANY costs no time. */
@@ -695,7 +697,7 @@ typedef struct ms_layer_desc {
     ms_edges accumulates, overwrites;
     /* in_place[j]: inputs that out[j] may alias. It does so if nobody reads that input afterwards,
        so forward must be right both ways. */
-    uint16_t in_place[MS_LIMIT_OUT];
+    uint32_t in_place[MS_LIMIT_OUT];
     /* grad_in_place[i]: operands of backward that grad_in[i] may alias, where its beta is 0.
        Backward must be right both ways. */
     ms_slot_masks grad_in_place[MS_LIMIT_IN];
@@ -704,8 +706,8 @@ typedef struct ms_layer_desc {
        the size and dtype of the result. The callback finds that operand's value in the memory of
        the result, and both views have the same data. The library first copies what others still
        need. Such a gradient overwrites, and need not be in overwrites. */
-    uint16_t must_in_place;      // mask of outputs
-    uint16_t must_grad_in_place; // mask of inputs
+    uint32_t must_in_place;      // mask of outputs
+    uint32_t must_grad_in_place; // mask of inputs
     /* What backward destroys; copied first if others still need it. Values in it, other than
        grad_out, must be in backward_reads too. Params cannot be clobbered, and forward destroys
        nothing except by in_place and state. */
@@ -713,8 +715,8 @@ typedef struct ms_layer_desc {
     /* Inputs whose gradients forward writes, in a layer that computes a loss: it runs once, has no
        backward, and nothing differentiates through its outputs: one that a layer with a backward
        reads needs ms_stop_gradient. */
-    uint16_t grads_in_forward;
-    uint16_t optional_saved; // no data if nobody is going to read them; the others always have it
+    uint32_t grads_in_forward;
+    uint32_t optional_saved; // no data if nobody is going to read them; the others always have it
     bool no_recompute;       // forward can run only once in a step
     /* The layer does not change its state in MS_PHASE_RECOMPUTE, and its outputs do not depend on
        it. Otherwise the library saves the state before a recomputation and restores it after. */
@@ -1792,9 +1794,10 @@ enum {
     MSI_INDEX_BITS = 28, // a handle is role << 28 | index + 1
     MSI_MAX_TENSORS = (1 << MSI_INDEX_BITS) - 2,
     MSI_ERROR_BYTES = 512,
-    MSI_MAX_VALUES = MS_LIMIT_IN + MS_LIMIT_OUT + MS_LIMIT_SAVED + MS_LIMIT_PARAM + MS_LIMIT_STATE,
-    MSI_MAX_EDGES = MS_LIMIT_IN + MS_LIMIT_PARAM,
-    MSI_MAX_VIEWS = MSI_MAX_VALUES + MS_LIMIT_OUT + MSI_MAX_EDGES
+    MSI_MAX_SLOTS = 32,                 // every MS_LIMIT of slots; one bit each in a mask
+    MSI_MAX_VALUES = 5 * MSI_MAX_SLOTS, // in, out, saved, param, state
+    MSI_MAX_EDGES = 2 * MSI_MAX_SLOTS,  // in, param
+    MSI_MAX_VIEWS = MSI_MAX_VALUES + MSI_MAX_SLOTS + MSI_MAX_EDGES
 };
 
 /* False if the product overflows. */
@@ -1989,7 +1992,7 @@ typedef struct msi_layer {
     ms_reads backward_reads, recompute_reads;
     ms_edges accumulates, overwrites;
     ms_slot_masks clobbers;
-    uint16_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved;
+    uint32_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved;
     bool no_recompute : 1, keeps_state : 1, no_backward : 1;
     bool differentiable : 1; // gradients pass through it: it has a backward, or no callback at all
     bool has_backward : 1;   // analysis: its backward runs
@@ -2006,7 +2009,7 @@ typedef struct msi_graph {
     MSI_LIST(msi_tensor) tensors;
     MSI_LIST(msi_layer) layers;
     MSI_LIST(uint32_t) operands; // tensors, MSI_NONE for empty slots
-    MSI_LIST(uint16_t) masks;
+    MSI_LIST(uint32_t) masks;
     msi_axis axes[MS_LIMIT_AXES];
     uint32_t axis_count;
     uint64_t bytes; // of all tensors and workspaces, below 2^58: no sum over a program overflows
@@ -2316,8 +2319,14 @@ typedef struct msi_run {
     bool recording;     // what is enqueued is recorded, and does not run
     bool state_is_old;  // buffers hold the older values that a recomputation needs
     bool failed;        // params may be wrong, or the device unusable: no step until ms_wrap
-    ms_view views[MSI_MAX_VIEWS];
 } msi_run;
+
+/* What callbacks see of the operands of a layer: by group a view for each slot that there can be.
+   Views beyond the count of a group are zero. */
+typedef struct msi_views {
+    ms_view of[MSI_GROUP_WORKSPACE][MSI_MAX_SLOTS];
+    uint8_t count[MSI_GROUP_WORKSPACE];
+} msi_views;
 
 /* What went wrong last. */
 typedef struct msi_errors {
@@ -2337,6 +2346,7 @@ struct ms_model {
     msi_sources sources;
     msi_wrapped wrapped;
     msi_run run;
+    msi_views views;
     msi_errors errors;
 };
 
@@ -3984,21 +3994,22 @@ static bool msi_next_operand(msi_operand_cursor *c) {
     msi_next_operand(&operand);
 
 /* The mask of a group in a declaration of reads, or `otherwise` if it declares nothing. */
-static uint16_t msi_declared_reads(const ms_reads *r, int group, uint16_t otherwise) {
-    const uint16_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param, otherwise};
+static uint32_t msi_declared_reads(const ms_reads *r, int group, uint32_t otherwise) {
+    const uint32_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param, otherwise};
     return r->nothing || (r->in | r->out | r->saved | r->param) ? masks[group] : otherwise;
 }
 
 /* The mask of the slots of a group that backward reads. */
-static uint16_t msi_reads_of(const msi_layer *l, int group) {
-    return msi_declared_reads(&l->backward_reads, group, group == MSI_GROUP_STATE ? 0 : UINT16_MAX);
+static uint32_t msi_reads_of(const msi_layer *l, int group) {
+    return msi_declared_reads(&l->backward_reads, group,
+                              group == MSI_GROUP_STATE ? 0 : MS_ALL_SLOTS);
 }
 
 /* The mask of the slots of a group that a recomputation reads. A call of forward reads every slot,
    except those of what it makes. */
-static uint16_t msi_recompute_reads_of(const msi_layer *l, int group) {
+static uint32_t msi_recompute_reads_of(const msi_layer *l, int group) {
     const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
-    const uint16_t by_forward = made ? 0 : UINT16_MAX;
+    const uint32_t by_forward = made ? 0 : MS_ALL_SLOTS;
     return l->recompute ? msi_declared_reads(&l->recompute_reads, group, by_forward) : by_forward;
 }
 
@@ -4061,11 +4072,11 @@ static bool msi_reserve_layer(ms_model *m, const msi_layer *l) {
     const uint32_t masks = l->count[MSI_GROUP_OUT] + 4u * l->count[MSI_GROUP_IN];
     return MSI_RESERVE(msi_layer, a, g->layers, g->layers.count + 1) &&
            MSI_RESERVE(uint32_t, a, g->operands, g->operands.count + operands) &&
-           MSI_RESERVE(uint16_t, a, g->masks, g->masks.count + masks);
+           MSI_RESERVE(uint32_t, a, g->masks, g->masks.count + masks);
 }
 
 static void msi_add_masks(msi_graph *g, const msi_layer *l, const ms_layer_desc *desc) {
-    uint16_t *mask = g->masks.items + g->masks.count;
+    uint32_t *mask = g->masks.items + g->masks.count;
     for (int i = 0; i < l->count[MSI_GROUP_OUT]; i++) {
         *mask++ = desc->in_place[i];
     }
@@ -4100,9 +4111,9 @@ static void msi_count_slots(const ms_layer_desc *desc, uint8_t *count) {
 }
 
 /* MS_ALL_SLOTS becomes the mask of the used slots. */
-static void msi_clip_mask(uint16_t *mask, uint32_t slot_count) {
-    if (*mask == MS_ALL_SLOTS) {
-        *mask = (uint16_t)(((uint32_t)1 << slot_count) - 1);
+static void msi_clip_mask(uint32_t *mask, uint32_t slot_count) {
+    if (*mask == MS_ALL_SLOTS && slot_count < 32) {
+        *mask = ((uint32_t)1 << slot_count) - 1;
     }
 }
 
@@ -4145,10 +4156,10 @@ static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
 #define MSI_X(field) l.field = desc->field;
     MSI_FLAGS(MSI_X)
 #undef MSI_X
-    const bool declared = msi_recompute_reads_of(&l, MSI_GROUP_IN) != UINT16_MAX;
+    const bool declared = msi_recompute_reads_of(&l, MSI_GROUP_IN) != MS_ALL_SLOTS;
     for (uint32_t j = 0; j < MS_LIMIT_OUT && declared; j++) { // an in-place callback reads too
         const uint32_t in_place = l.must_in_place >> j & 1 ? desc->in_place[j] : 0u;
-        l.recompute_reads.in = (uint16_t)(l.recompute_reads.in | in_place);
+        l.recompute_reads.in |= in_place;
     }
     l.differentiable = desc->backward || (!desc->forward && !desc->no_backward);
     return l;
@@ -4238,7 +4249,8 @@ static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uin
    that its own recomputation reads. */
 static void msi_mark_must_stay(msi_graph *g, const msi_layer *l) {
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
-        const uint32_t read = msi_can_recompute(l) ? msi_recompute_reads_of(l, group) : UINT16_MAX;
+        const uint32_t read =
+            msi_can_recompute(l) ? msi_recompute_reads_of(l, group) : MS_ALL_SLOTS;
         for (MSI_EACH(made, g, l, group)) {
             g->tensors.items[made.tensor].must_stay = read >> made.slot & 1;
         }
@@ -4257,8 +4269,8 @@ static void msi_analyze(msi_graph *g) {
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
         msi_layer *l = &g->layers.items[i];
-        const bool wanted = msi_any_wants(g, l, MSI_GROUP_IN, UINT16_MAX) ||
-                            msi_any_wants(g, l, MSI_GROUP_PARAM, UINT16_MAX);
+        const bool wanted = msi_any_wants(g, l, MSI_GROUP_IN, MS_ALL_SLOTS) ||
+                            msi_any_wants(g, l, MSI_GROUP_PARAM, MS_ALL_SLOTS);
         l->ends_in_loss = msi_any_wants(g, l, MSI_GROUP_IN, l->grads_in_forward);
         for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
             msi_tensor *t = &g->tensors.items[out.tensor];
@@ -4276,7 +4288,7 @@ static void msi_mark_backward(msi_graph *g, uint32_t layer) {
         const bool edges = group == MSI_GROUP_IN || group == MSI_GROUP_PARAM;
         const uint32_t in_forward = group == MSI_GROUP_IN ? l->grads_in_forward : 0u;
         const uint32_t reads = l->has_backward ? msi_reads_of(l, group) : 0u;
-        const uint32_t gives = l->has_backward && edges ? UINT16_MAX : in_forward;
+        const uint32_t gives = l->has_backward && edges ? MS_ALL_SLOTS : in_forward;
         for (MSI_EACH(operand, g, l, group)) {
             msi_tensor *t = &g->tensors.items[operand.tensor];
             if (reads >> operand.slot & 1) {
@@ -4720,7 +4732,7 @@ static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *
 
 static bool msi_check_mask(ms_model *m, const char *name, const char *field, uint32_t mask,
                            uint32_t slot_count) {
-    return mask >> slot_count == 0 ||
+    return slot_count >= 32 || mask >> slot_count == 0 ||
            MSI_REFUSE_LAYER(m, name,
                             "%s is 0x%x and names slot %u; the layer uses %u, from 0: bit i is "
                             "slot i, and MS_ALL_SLOTS is all that are used",
@@ -4818,7 +4830,7 @@ static bool msi_check_edges(ms_model *m, const char *name, const ms_layer_desc *
                                              : both_param),
             both_in | both_param ? "" : " (in place)");
     }
-    const uint32_t overwrites = (uint32_t)d->overwrites.in | d->must_grad_in_place;
+    const uint32_t overwrites = d->overwrites.in | d->must_grad_in_place;
     for (uint32_t i = 0; i < MS_LIMIT_IN; i++) {
         const uint32_t index = overwrites >> i & 1 ? msi_index(&m->graph, d->in[i]) : MSI_NONE;
         const msi_tensor *t = index == MSI_NONE ? NULL : &m->graph.tensors.items[index];
@@ -4842,9 +4854,9 @@ static bool msi_names_slots(const ms_reads *r) {
 /* Backward can destroy only what it receives. */
 static bool msi_check_clobbers(ms_model *m, const char *name, const ms_layer_desc *d) {
     const ms_reads *r = &d->backward_reads;
-    const uint32_t in = d->clobbers.in & ~(uint32_t)r->in;
-    const uint32_t out = d->clobbers.out & ~(uint32_t)r->out;
-    const uint32_t saved = d->clobbers.saved & ~(uint32_t)r->saved;
+    const uint32_t in = d->clobbers.in & ~r->in;
+    const uint32_t out = d->clobbers.out & ~r->out;
+    const uint32_t saved = d->clobbers.saved & ~r->saved;
     const bool reads_all = !r->nothing && !msi_names_slots(r);
     return reads_all || !(in | out | saved) ||
            MSI_REFUSE_LAYER(m, name,
@@ -5091,8 +5103,8 @@ static void msi_warn(const ms_model *m) {
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const msi_layer *l = &g->layers.items[i];
         const bool stops = !l->differentiable && !l->no_backward && !l->grads_in_forward &&
-                           (msi_any_wants(g, l, MSI_GROUP_IN, UINT16_MAX) ||
-                            msi_any_wants(g, l, MSI_GROUP_PARAM, UINT16_MAX));
+                           (msi_any_wants(g, l, MSI_GROUP_IN, MS_ALL_SLOTS) ||
+                            msi_any_wants(g, l, MSI_GROUP_PARAM, MS_ALL_SLOTS));
         for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
             if (stops && g->tensors.items[out.tensor].leads_to_loss) {
                 msi_log(m, MS_LOG_WARNING, "graph",
@@ -5217,7 +5229,7 @@ static ms_layer_time msi_static_time(const msi_graph *g, const msi_costs *c, con
     const double flops = l->flops > 0.0 ? l->flops * grown : msi_derived_flops(g, l);
     double forward = 0.0, backward = 0.0, recompute = 0.0;
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        const double all = msi_group_bytes(g, l, group, UINT16_MAX);
+        const double all = msi_group_bytes(g, l, group, MS_ALL_SLOTS);
         const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
         forward += all;
         backward += msi_group_bytes(g, l, group, msi_reads_of(l, group));
@@ -6285,7 +6297,8 @@ typedef struct msi_lowering {
     uint32_t pass_number; // of the present pass, from 1 on; 0: there was none
     uint32_t depth;       // of the present pass, as in msi_tensor_decision.pass
     bool backward;
-    uint32_t slots[MSI_MAX_VALUES + MS_LIMIT_OUT]; // of the next instruction: ranges, or MSI_UNSET
+    /* Of the next instruction: live ranges, or MSI_UNSET; those of its values, then grad_out. */
+    uint32_t slots[MSI_MAX_VALUES + MSI_MAX_SLOTS];
     msi_edge edges[MSI_MAX_EDGES];
     uint32_t edge_count;
 } msi_lowering;
@@ -6486,7 +6499,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
 static void msi_list_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask,
                            uint32_t param_mask) {
     const msi_graph *g = w->graph;
-    const uint32_t overwrites = (uint32_t)l->overwrites.in | l->must_grad_in_place;
+    const uint32_t overwrites = l->overwrites.in | l->must_grad_in_place;
     w->edge_count = 0;
     for (int group = MSI_GROUP_IN; group <= MSI_GROUP_PARAM; group += MSI_GROUP_PARAM) {
         const bool of_in = group == MSI_GROUP_IN;
@@ -6529,7 +6542,7 @@ static void msi_decide_edge(msi_lowering *w, msi_edge *edge) {
 static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t in, msi_edge *edge,
                                   uint32_t *grad_out) {
     const msi_graph *g = w->graph;
-    const uint16_t *masks = g->masks.items + l->mask_first + l->count[MSI_GROUP_OUT] + 4 * in;
+    const uint32_t *masks = g->masks.items + l->mask_first + l->count[MSI_GROUP_OUT] + 4 * in;
     const uint32_t out = msi_lowest_bit(masks[3]);
     const uint32_t source = w->gradient[msi_group(g, l, MSI_GROUP_OUT)[out]];
     const msi_role role = edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT;
@@ -6641,7 +6654,7 @@ static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint
     const uint32_t count = op == MSI_OP_EVAL || l->keeps_state || !msi_can_recompute(l)
                                ? 0
                                : l->count[MSI_GROUP_STATE];
-    for (uint32_t k = 0; k < MS_LIMIT_STATE; k++) {
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_STATE]; k++) {
         aside[k] = MSI_NONE;
         if (k < count && state[k] != MSI_NONE) {
             aside[k] = msi_emit_copy(w, state[k], MSI_ROLE_SNAPSHOT, MSI_NONE, w->value[state[k]]);
@@ -6683,7 +6696,7 @@ static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int g
     const uint32_t start = msi_group_start(l, group);
     const uint32_t reads = op == MSI_OP_BACKWARD    ? msi_reads_of(l, group)
                            : op == MSI_OP_RECOMPUTE ? msi_recompute_reads_of(l, group)
-                                                    : UINT16_MAX;
+                                                    : MS_ALL_SLOTS;
     const bool written =
         op != MSI_OP_BACKWARD && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED);
     for (uint32_t k = 0; k < l->count[group]; k++) {
@@ -6700,8 +6713,9 @@ static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int g
     }
 }
 
-static void msi_unset_slots(msi_lowering *w) {
-    for (uint32_t k = 0; k < MSI_MAX_VALUES + MS_LIMIT_OUT; k++) {
+static void msi_unset_slots(msi_lowering *w, const msi_layer *l) {
+    const uint32_t count = msi_group_start(l, MSI_GROUP_COUNT) + l->count[MSI_GROUP_OUT];
+    for (uint32_t k = 0; k < count; k++) {
         w->slots[k] = MSI_UNSET;
     }
 }
@@ -6713,7 +6727,7 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
     const bool writes_gradients = op == MSI_OP_FORWARD && l->grads_in_forward != 0;
     msi_program *p = w->program;
     uint32_t aside[MS_LIMIT_STATE];
-    msi_unset_slots(w);
+    msi_unset_slots(w, l);
     msi_lower_state(w, op, l, aside);
     msi_lower_in_place(w, op, l, reader);
     if (writes_gradients) {
@@ -6968,11 +6982,11 @@ static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
     const msi_graph *g = w->graph;
     const msi_layer *l = &g->layers.items[layer];
     const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-    uint32_t *grad_out = w->slots + MSI_MAX_VALUES;
+    uint32_t *grad_out = w->slots + msi_group_start(l, MSI_GROUP_COUNT);
     msi_lower_before_backward(w, layer);
-    msi_unset_slots(w);
+    msi_unset_slots(w, l);
     msi_lower_clobbers(w, l);
-    msi_prepare_edges(w, l, UINT16_MAX, UINT16_MAX, grad_out);
+    msi_prepare_edges(w, l, MS_ALL_SLOTS, MS_ALL_SLOTS, grad_out);
     const uint32_t workspace = msi_prepare_workspace(w, layer, MSI_WORKSPACE_BACKWARD);
     msi_emit(w, MSI_OP_BACKWARD, layer);
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
@@ -7350,12 +7364,12 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
             continue;
         }
         const msi_layer *l = &g->layers.items[i->target];
-        const uint16_t *mask = g->masks.items + l->mask_first;
+        const uint32_t *mask = g->masks.items + l->mask_first;
         const uint32_t in = l->count[MSI_GROUP_IN], out = l->count[MSI_GROUP_OUT];
         const uint32_t values = msi_group_start(l, MSI_GROUP_COUNT);
         const bool backward = i->op == MSI_OP_BACKWARD;
         for (uint32_t k = 0; k < out && !backward; k++) {
-            memset(allowed, 0, sizeof allowed);
+            memset(allowed, 0, i->operand_count);
             msi_allow(allowed, 0, mask[k]);
             if (mask[k]) {
                 msi_try_alias(g, p, now, in + k, allowed);
@@ -7365,7 +7379,7 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
         const bool writes_gradients =
             backward || (i->op == MSI_OP_FORWARD && l->grads_in_forward != 0);
         for (uint32_t k = 0; k < in && writes_gradients; k++, mask += 4) {
-            memset(allowed, 0, sizeof allowed);
+            memset(allowed, 0, i->operand_count);
             msi_allow(allowed, 0, mask[0]);
             if (backward) {
                 msi_allow(allowed, in, mask[1]);
@@ -11200,11 +11214,11 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
 // ------------------------------------------------------------------------------------------------
 // >>call  views, and the callbacks of layers
 
-/* Fills the views of operands from `first` on, which belong to `count` tensors. */
-static ms_view *msi_fill_views(ms_model *m, const msi_program *p, const msi_operand *operands,
-                               uint32_t first, const uint32_t *tensors, uint32_t count) {
-    ms_view *views = m->run.views + first;
-    operands += first;
+/* Fills the views of a group, whose `count` tensors have these operands, and clears those that an
+   earlier call has left beyond them. */
+static void msi_fill_views(ms_model *m, const msi_program *p, int group,
+                           const msi_operand *operands, const uint32_t *tensors, uint32_t count) {
+    ms_view *views = m->views.of[group];
     for (uint32_t k = 0; k < count; k++) {
         if (tensors[k] == MSI_NONE) {
             memset(&views[k], 0, sizeof views[k]);
@@ -11216,28 +11230,30 @@ static ms_view *msi_fill_views(ms_model *m, const msi_program *p, const msi_oper
             views[k].beta = operands[k].accumulate ? 1.0f : 0.0f;
         }
     }
-    return views;
+    for (uint32_t k = count; k < m->views.count[group]; k++) {
+        memset(&views[k], 0, sizeof views[k]);
+    }
+    m->views.count[group] = (uint8_t)count;
+}
+
+/* The number of operands of a group that a layer's instruction has. */
+static uint32_t msi_operands_in(const msi_layer *l, const msi_instruction *i, int group) {
+    const bool backward = i->op == MSI_OP_BACKWARD;
+    const bool in_forward = i->op == MSI_OP_FORWARD && l->grads_in_forward != 0;
+    return group < MSI_GROUP_COUNT        ? l->count[group]
+           : group == MSI_GROUP_WORKSPACE ? 1u
+           : group == MSI_GROUP_GRAD_IN   ? (backward || in_forward ? l->count[MSI_GROUP_IN] : 0u)
+           : !backward                    ? 0u
+           : group == MSI_GROUP_GRAD_OUT  ? l->count[MSI_GROUP_OUT]
+                                          : l->count[MSI_GROUP_PARAM];
 }
 
 /* The group that operand k of a layer's instruction belongs to, and its slot there. */
 static int msi_operand_group(const msi_layer *l, const msi_instruction *i, uint32_t k,
                              uint32_t *slot) {
-    const bool backward = i->op == MSI_OP_BACKWARD;
-    const bool in_forward = i->op == MSI_OP_FORWARD && l->grads_in_forward != 0;
-    const uint32_t counts[MSI_GROUP_END] = {
-        l->count[MSI_GROUP_IN],
-        l->count[MSI_GROUP_OUT],
-        l->count[MSI_GROUP_SAVED],
-        l->count[MSI_GROUP_PARAM],
-        l->count[MSI_GROUP_STATE],
-        backward ? l->count[MSI_GROUP_OUT] : 0u,
-        backward || in_forward ? l->count[MSI_GROUP_IN] : 0u,
-        backward ? l->count[MSI_GROUP_PARAM] : 0u,
-        1,
-    };
     int group = 0;
-    for (; group < MSI_GROUP_WORKSPACE && k >= counts[group]; group++) {
-        k -= counts[group];
+    for (; group < MSI_GROUP_WORKSPACE && k >= msi_operands_in(l, i, group); group++) {
+        k -= msi_operands_in(l, i, group);
     }
     *slot = k;
     return group;
@@ -11266,7 +11282,7 @@ static bool msi_is_written(const msi_layer *l, const msi_instruction *i, int gro
 }
 
 /* The mask of the operands of a group that are there to be written. */
-static uint16_t msi_wanted(const msi_layer *l, const msi_instruction *i,
+static uint32_t msi_wanted(const msi_layer *l, const msi_instruction *i,
                            const msi_operand *operands, int group) {
     const msi_operand *first = operands + msi_group_start(l, group);
     const uint32_t read =
@@ -11275,27 +11291,47 @@ static uint16_t msi_wanted(const msi_layer *l, const msi_instruction *i,
     for (uint32_t k = 0; k < l->count[group]; k++) {
         mask |= (uint32_t)(first[k].range != MSI_NONE && !(read >> k & 1)) << k;
     }
-    return (uint16_t)mask;
+    return mask;
 }
 
-/* Fills the call of a layer's callback. Its views have the order of the operands. */
+/* The group whose tensors the operands of a group belong to: gradients are those of values. */
+static int msi_group_of_values(int group) {
+    return group == MSI_GROUP_GRAD_OUT     ? MSI_GROUP_OUT
+           : group == MSI_GROUP_GRAD_IN    ? MSI_GROUP_IN
+           : group == MSI_GROUP_GRAD_PARAM ? MSI_GROUP_PARAM
+                                           : group;
+}
+
+/* Fills the views of all groups. Operands have the order of the groups. */
+static void msi_fill_all_views(ms_model *m, const msi_program *p, const msi_instruction *i) {
+    const msi_layer *l = &m->graph.layers.items[i->target];
+    const msi_operand *operands = p->operands.items + i->operand_first;
+    for (int group = 0; group < MSI_GROUP_WORKSPACE; group++) {
+        const uint32_t count = msi_operands_in(l, i, group);
+        msi_fill_views(m, p, group, operands, msi_group(&m->graph, l, msi_group_of_values(group)),
+                       count);
+        operands += count;
+    }
+}
+
+/* Fills the call of a layer's callback. */
 static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instruction *i,
                           ms_call *call) {
-    const msi_graph *g = &m->graph;
-    const msi_layer *l = &g->layers.items[i->target];
+    const msi_layer *l = &m->graph.layers.items[i->target];
     const msi_operand *operands = p->operands.items + i->operand_first;
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN), in_count = l->count[MSI_GROUP_IN];
-    const uint32_t *out = in + in_count, out_count = l->count[MSI_GROUP_OUT];
-    const uint32_t values = msi_group_start(l, MSI_GROUP_COUNT);
+    msi_fill_all_views(m, p, i);
     memset(call, 0, sizeof *call);
     call->user = l->user;
     call->model = m;
     call->phase = msi_ops[i->op].phase;
-    call->in = msi_fill_views(m, p, operands, 0, in, values);
-    call->out = call->in + in_count;
-    call->saved = call->out + out_count;
-    call->param = call->saved + l->count[MSI_GROUP_SAVED];
-    call->state = call->param + l->count[MSI_GROUP_PARAM];
+    call->in = m->views.of[MSI_GROUP_IN];
+    call->out = m->views.of[MSI_GROUP_OUT];
+    call->saved = m->views.of[MSI_GROUP_SAVED];
+    call->param = m->views.of[MSI_GROUP_PARAM];
+    call->state = m->views.of[MSI_GROUP_STATE];
+    call->grad_out = m->views.of[MSI_GROUP_GRAD_OUT];
+    call->grad_in = m->views.of[MSI_GROUP_GRAD_IN];
+    call->grad_param = m->views.of[MSI_GROUP_GRAD_PARAM];
     call->loss_factor = m->run.step_factor;
     call->step = m->run.step;
     call->micro = m->run.micro;
@@ -11305,19 +11341,9 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     call->seed = call->layer_seed ^ msi_seed_of_step(m);
     call->step_seed = &msi_state_on_device(m, false)->seed;
     call->stream = msi_stream(m);
-    if (i->op == MSI_OP_BACKWARD) {
-        const uint32_t grad_in = values + out_count, grad_param = grad_in + in_count;
-        call->grad_out = msi_fill_views(m, p, operands, values, out, out_count);
-        call->grad_in = msi_fill_views(m, p, operands, grad_in, in, in_count);
-        call->grad_param =
-            msi_fill_views(m, p, operands, grad_param, msi_group(g, l, MSI_GROUP_PARAM),
-                           l->count[MSI_GROUP_PARAM]);
-    } else {
+    if (i->op != MSI_OP_BACKWARD) {
         call->wanted_out = msi_wanted(l, i, operands, MSI_GROUP_OUT);
         call->wanted_saved = msi_wanted(l, i, operands, MSI_GROUP_SAVED);
-    }
-    if (i->op == MSI_OP_FORWARD && l->grads_in_forward != 0) {
-        call->grad_in = msi_fill_views(m, p, operands, values, in, in_count);
     }
     const uint32_t scratch = operands[i->operand_count - 1u].range;
     if (scratch != MSI_NONE) {
@@ -11671,20 +11697,19 @@ static void msi_set_scene(msi_trial *t, ms_phase phase, uint8_t poison) {
 /* Makes the call of a forward that of a recomputation. */
 static void msi_turn_into_recompute(msi_trial *t, ms_call *call) {
     const msi_layer *l = t->layer;
-    ms_view *views = t->model->run.views;
     call->phase = MS_PHASE_RECOMPUTE;
     if (!l->recompute) {
         return;
     }
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
         const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
-        for (uint32_t k = 0; k < l->count[group]; k++, views++) {
-            views->data = made || (msi_recompute_reads_of(l, group) >> k & 1) ? views->data : NULL;
+        for (uint32_t k = 0; k < l->count[group]; k++) {
+            ms_view *view = &t->model->views.of[group][k];
+            view->data = made || (msi_recompute_reads_of(l, group) >> k & 1) ? view->data : NULL;
         }
     }
-    call->wanted_out = (uint16_t)(call->wanted_out & ~msi_recompute_reads_of(l, MSI_GROUP_OUT));
-    call->wanted_saved =
-        (uint16_t)(call->wanted_saved & ~msi_recompute_reads_of(l, MSI_GROUP_SAVED));
+    call->wanted_out &= ~msi_recompute_reads_of(l, MSI_GROUP_OUT);
+    call->wanted_saved &= ~msi_recompute_reads_of(l, MSI_GROUP_SAVED);
     call->workspace_bytes = msi_workspace_bytes(&t->model->graph, l, MSI_WORKSPACE_RECOMPUTE);
     call->workspace = call->workspace_bytes ? call->workspace : NULL;
     if (call->workspace && l->workspace[MSI_WORKSPACE_RECOMPUTE].contents != MS_CONTENTS_ANY) {
@@ -13388,7 +13413,7 @@ static void msi_free_model(ms_model *m) {
     MSI_LIST_FREE(msi_tensor, &allocator, g->tensors);
     MSI_LIST_FREE(msi_layer, &allocator, g->layers);
     MSI_LIST_FREE(uint32_t, &allocator, g->operands);
-    MSI_LIST_FREE(uint16_t, &allocator, g->masks);
+    MSI_LIST_FREE(uint32_t, &allocator, g->masks);
     if (m->config.backend.close && !m->config.dry_run) {
         m->config.backend.close(m->device);
     }

@@ -83,8 +83,8 @@ static ms_tensor lstm_op(ms_model *model, ms_tensor a, ms_tensor b, ms_tensor pa
     layer.in[1] = b;
     layer.param[0] = param;
     layer.out[0] = ms_activation(model, "x", MS_DTYPE_F32, ms_shape2(LSTM_BATCH, LSTM_WIDTH));
-    layer.backward_reads.in = (uint16_t)(b.id ? 3 : 1);
-    layer.backward_reads.param = (uint16_t)(param.id ? 1 : 0);
+    layer.backward_reads.in = b.id ? 3 : 1;
+    layer.backward_reads.param = param.id ? 1 : 0;
     ms_register_layer(model, &layer);
     return layer.out[0];
 }

@@ -671,7 +671,7 @@ static void draw_batch(gpt2 *g, const char *text, uint64_t *random) {
 typedef struct kind { // of layer
     const char *name;
     ms_layer_fn forward, backward;
-    uint16_t in, saved, param; // masks of what backward reads
+    uint32_t in, saved, param; // masks of what backward reads
 } kind;
 
 /* A kind of layer whose callbacks call the plain functions with these arguments. */

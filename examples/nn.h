@@ -1900,9 +1900,7 @@ NN_API nn_block nn_block_of(const ms_call *call) {
     block.saved[last] = nn_floats(&call->saved[last]);
     for (int i = 0; i < NN_P_COUNT; i++) {
         block.param[i] = nn_floats(&call->param[i]);
-        if (call->grad_param != NULL) {
-            block.grad[i] = nn_gradient_of(&call->grad_param[i]);
-        }
+        block.grad[i] = nn_gradient_of(&call->grad_param[i]);
     }
     return block;
 }
@@ -2278,8 +2276,7 @@ NN_API void nn_build_saved(const nn_builder *b, ms_shape x, ms_layer_desc *desc)
             ms_shape shape = nn_with_last(x, rows[i].width);
             shape.axes[2] = rows[i].slot == NN_S_SCORES ? x.axes[1] : (uint8_t)0;
             desc->saved[rows[i].slot] = nn_saved(b->net, b->prefix, rows[i].name, shape);
-            desc->backward_reads.saved =
-                (uint16_t)(desc->backward_reads.saved | 1u << rows[i].slot);
+            desc->backward_reads.saved = desc->backward_reads.saved | 1u << rows[i].slot;
         }
     }
 }
@@ -2311,7 +2308,7 @@ NN_API ms_tensor nn_build_block(const nn_builder *b, ms_tensor x) {
     desc.in_place[0] = 1;
     desc.grad_in_place[0].in = 1;
     desc.grad_in_place[0].grad_out = 1;
-    desc.optional_saved = config->save_scores ? (uint16_t)(1u << NN_S_SCORES) : (uint16_t)0;
+    desc.optional_saved = config->save_scores ? (1u << NN_S_SCORES) : 0;
     desc.forward_workspace = nn_workspace(b->net->device->attention_floats(largest, false));
     desc.backward_workspace =
         nn_workspace(nn_block_floats(b->net->device, largest, 4 * config->channels));

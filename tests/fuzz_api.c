@@ -443,7 +443,7 @@ static void add_values(spans *s, role as, const ms_tensor *tensors, int limit, c
 static void add_gradients(spans *s, role as, const ms_tensor *tensors, int limit,
                           const ms_view *views, bool written) {
     if (views != NULL) {
-        add_values(s, as, tensors, limit, views, written ? 0xffff : 0);
+        add_values(s, as, tensors, limit, views, written ? MS_ALL_SLOTS : 0);
     }
 }
 
@@ -455,11 +455,11 @@ static void list_spans(spans *s, const ms_call *call, const layer_info *layer) {
     s->layer = layer;
     s->count = 0;
     add_values(s, ROLE_IN, d->in, MS_LIMIT_IN, call->in, back ? d->clobbers.in : 0);
-    add_values(s, ROLE_OUT, d->out, MS_LIMIT_OUT, call->out, back ? d->clobbers.out : 0xffff);
+    add_values(s, ROLE_OUT, d->out, MS_LIMIT_OUT, call->out, back ? d->clobbers.out : MS_ALL_SLOTS);
     add_values(s, ROLE_SAVED, d->saved, MS_LIMIT_SAVED, call->saved,
-               back ? d->clobbers.saved : 0xffff);
+               back ? d->clobbers.saved : MS_ALL_SLOTS);
     add_values(s, ROLE_PARAM, d->param, MS_LIMIT_PARAM, call->param, 0);
-    add_values(s, ROLE_STATE, d->state, MS_LIMIT_STATE, call->state, 0xffff);
+    add_values(s, ROLE_STATE, d->state, MS_LIMIT_STATE, call->state, MS_ALL_SLOTS);
     add_gradients(s, ROLE_GRAD_OUT, d->out, MS_LIMIT_OUT, call->grad_out, d->clobbers.grad_out);
     add_gradients(s, ROLE_GRAD_IN, d->in, MS_LIMIT_IN, call->grad_in, true);
     add_gradients(s, ROLE_GRAD_PARAM, d->param, MS_LIMIT_PARAM, call->grad_param, true);
@@ -592,9 +592,9 @@ static uint64_t digest_forward(const ms_call *call, const layer_info *layer) {
     const bool all =
         d->recompute == NULL || ((r->in | r->out | r->saved | r->param) == 0 && !r->nothing);
     uint64_t h = call->seed + 1;
-    h = read_all(h, d->in, MS_LIMIT_IN, call->in, all ? 0xffff : r->in);
-    h = read_all(h, d->param, MS_LIMIT_PARAM, call->param, all ? 0xffff : r->param);
-    return read_all(h, d->state, MS_LIMIT_STATE, call->state, d->keeps_state ? 0 : 0xffff);
+    h = read_all(h, d->in, MS_LIMIT_IN, call->in, all ? MS_ALL_SLOTS : r->in);
+    h = read_all(h, d->param, MS_LIMIT_PARAM, call->param, all ? MS_ALL_SLOTS : r->param);
+    return read_all(h, d->state, MS_LIMIT_STATE, call->state, d->keeps_state ? 0 : MS_ALL_SLOTS);
 }
 
 static void contribute(const ms_layer_desc *d, const ms_call *call, uint64_t h) {
@@ -664,7 +664,7 @@ static int fz_forward(const ms_call *call) {
     if (!again || !d->keeps_state) {
         write_all(h + 99, d->state, MS_LIMIT_STATE, call->state);
     }
-    if (call->grad_in != NULL && d->grads_in_forward != 0) {
+    if (call->phase == MS_PHASE_FORWARD && d->grads_in_forward != 0) {
         contribute(d, call, h);
     }
     return 0;
@@ -699,11 +699,11 @@ static int fz_backward(const ms_call *call) {
     }
     CHECK(call->phase == MS_PHASE_BACKWARD && d->grads_in_forward == 0);
     check_workspace(call, &d->backward_workspace);
-    h = read_all(h, d->in, MS_LIMIT_IN, call->in, all ? 0xffff : r->in);
-    h = read_all(h, d->out, MS_LIMIT_OUT, call->out, all ? 0xffff : r->out);
-    h = read_all(h, d->saved, MS_LIMIT_SAVED, call->saved, all ? 0xffff : r->saved);
-    h = read_all(h, d->param, MS_LIMIT_PARAM, call->param, all ? 0xffff : r->param);
-    h = read_all(h, d->out, MS_LIMIT_OUT, call->grad_out, 0xffff);
+    h = read_all(h, d->in, MS_LIMIT_IN, call->in, all ? MS_ALL_SLOTS : r->in);
+    h = read_all(h, d->out, MS_LIMIT_OUT, call->out, all ? MS_ALL_SLOTS : r->out);
+    h = read_all(h, d->saved, MS_LIMIT_SAVED, call->saved, all ? MS_ALL_SLOTS : r->saved);
+    h = read_all(h, d->param, MS_LIMIT_PARAM, call->param, all ? MS_ALL_SLOTS : r->param);
+    h = read_all(h, d->out, MS_LIMIT_OUT, call->grad_out, MS_ALL_SLOTS);
     trace("      layer %u, backward, seed %llx: %llx", (unsigned)layer->handle.id,
           (unsigned long long)call->seed, (unsigned long long)h);
     contribute(d, call, h);
@@ -1065,24 +1065,24 @@ static ms_tensor a_value(world *w, slot *s) {
 /* How backward treats memory. The masks fit a layer of these inputs and one output. */
 static void add_edges(world *w, ms_layer_desc *d, int ins) {
     const uint32_t bits = take(w), more = take(w);
-    const uint16_t all = (uint16_t)((1 << ins) - 1);
-    d->accumulates.in = (uint16_t)((bits & 3) == 1 ? all : 0);
-    d->overwrites.in = (uint16_t)((bits & 3) == 2 ? all : (bits & 3) == 3 ? 1 : 0);
-    d->in_place[0] = (uint16_t)((bits & 4) != 0 ? 1 : 0);
-    d->must_in_place = (uint16_t)((bits & 12) == 12 && d->recompute == NULL ? 1 : 0);
+    const uint32_t all = (1 << ins) - 1;
+    d->accumulates.in = (bits & 3) == 1 ? all : 0;
+    d->overwrites.in = (bits & 3) == 2 ? all : (bits & 3) == 3 ? 1 : 0;
+    d->in_place[0] = (bits & 4) != 0 ? 1 : 0;
+    d->must_in_place = (bits & 12) == 12 && d->recompute == NULL ? 1 : 0;
     if ((bits & 16) != 0 && d->accumulates.in == 0) {
         d->grad_in_place[0].grad_out = 1;
-        d->must_grad_in_place = (uint16_t)((bits & 32) != 0 && d->overwrites.in == 0 ? 1 : 0);
+        d->must_grad_in_place = (bits & 32) != 0 && d->overwrites.in == 0 ? 1 : 0;
     }
-    d->clobbers.in = (uint16_t)((bits & 64) != 0 ? 1 : 0);
-    d->clobbers.grad_out = (uint16_t)((bits & 128) != 0 && d->must_grad_in_place == 0 ? 1 : 0);
+    d->clobbers.in = (bits & 64) != 0 ? 1 : 0;
+    d->clobbers.grad_out = (bits & 128) != 0 && d->must_grad_in_place == 0 ? 1 : 0;
     if (d->param[0].id != 0) {
-        d->accumulates.param = (uint16_t)((more & 3) == 1 ? 1 : 0);
-        d->overwrites.param = (uint16_t)((more & 3) == 2 ? 1 : 0);
+        d->accumulates.param = (more & 3) == 1 ? 1 : 0;
+        d->overwrites.param = (more & 3) == 2 ? 1 : 0;
     }
     if ((more & 12) == 4) {
         d->backward_reads.in = 1;
-        d->backward_reads.out = (uint16_t)(d->clobbers.out != 0 || (more & 16) != 0 ? 1 : 0);
+        d->backward_reads.out = d->clobbers.out != 0 || (more & 16) != 0 ? 1 : 0;
     } else if ((more & 12) == 8 && d->clobbers.in == 0) {
         d->backward_reads.nothing = true;
     } else if ((more & 12) == 12 && d->saved[0].id != 0 && d->clobbers.in == 0) {
@@ -1108,7 +1108,7 @@ static void op_good_layer(world *w, slot *s) {
     }
     if ((bits & 24) == 24) {
         d->saved[0] = add_tensor(s, KIND_SAVED, MS_DTYPE_F32, s->shape);
-        d->optional_saved = (uint16_t)((more & 1) != 0 ? 1 : 0);
+        d->optional_saved = (more & 1) != 0 ? 1 : 0;
     }
     if ((bits & 96) == 96) {
         d->state[0] = add_tensor(s, KIND_BUFFER, MS_DTYPE_F32, ms_shape1(3));
@@ -1160,15 +1160,15 @@ static void op_loss(world *w, slot *s) {
     d->in[0] = s->values[s->value_count - 1];
     d->out[0] = add_tensor(s, KIND_ACTIVATION, MS_DTYPE_F32, rows);
     d->forward = fz_forward;
-    d->grads_in_forward = (uint16_t)((bits & 3) == 3 ? 1 : 0);
+    d->grads_in_forward = (bits & 3) == 3 ? 1 : 0;
     d->backward = d->grads_in_forward != 0 ? NULL : fz_backward;
     register_layer(s, layer, false);
     ms_set_loss(s->model, d->out[0]);
 }
 
-static uint16_t a_mask(world *w) {
+static uint32_t a_mask(world *w) {
     const uint8_t x = take(w);
-    return (uint16_t)(x == 255 ? MS_ALL_SLOTS : (x & 0x80) != 0 ? x << 8 | take(w) : x & 7);
+    return x == 255 ? MS_ALL_SLOTS : (x & 0x80) != 0 ? x << 8 | take(w) : x & 7;
 }
 
 static ms_slot_masks some_overwrites(world *w) {
@@ -1235,8 +1235,8 @@ static void fill_desc(world *w, slot *s, ms_layer_desc *d) {
     if ((more & 1) != 0) {
         d->clobbers = some_overwrites(w);
     }
-    d->grads_in_forward = (uint16_t)((more & 2) != 0 ? a_mask(w) : 0);
-    d->optional_saved = (uint16_t)((more & 4) != 0 ? a_mask(w) : 0);
+    d->grads_in_forward = (more & 2) != 0 ? a_mask(w) : 0;
+    d->optional_saved = (more & 4) != 0 ? a_mask(w) : 0;
     d->no_recompute = (more & 8) != 0;
     d->keeps_state = (more & 16) != 0;
     d->no_backward = (more & 32) != 0;

@@ -152,7 +152,7 @@ typedef struct rd_value {
 } rd_value;
 
 typedef struct rd_layer {
-    uint16_t slot[RD_GROUP_COUNT][RD_SLOTS]; // a value + 1; 0: empty
+    uint32_t slot[RD_GROUP_COUNT][RD_SLOTS]; // a value + 1; 0: empty
     uint8_t count[RD_GROUP_COUNT];
     ms_layer_desc desc; // without tensors and callbacks
     bool has_backward, has_recompute, has_bind, dropout, state_in_eval;
@@ -211,7 +211,7 @@ static inline bool rd_same_shape(const rd_value *a, const rd_value *b) {
 
 /* The value in a slot, or NULL. */
 static inline const rd_value *rd_at(const rd_graph *g, const rd_layer *l, int group, int slot) {
-    uint16_t value = l->slot[group][slot];
+    uint32_t value = l->slot[group][slot];
     return value == 0 ? NULL : &g->value[value - 1];
 }
 
@@ -228,7 +228,7 @@ static inline bool rd_reads_are_given(const ms_reads *r) {
 }
 
 static inline uint32_t rd_mask_of(const ms_reads *r, int group) {
-    const uint16_t masks[] = {r->in, r->out, r->saved, r->param, 0};
+    const uint32_t masks[] = {r->in, r->out, r->saved, r->param, 0};
     return masks[group];
 }
 
@@ -254,18 +254,18 @@ static inline bool rd_spiced(rd_graph *g, double probability) {
     return t_chance(&g->rng, probability * g->spice);
 }
 
-static inline uint16_t rd_some(rd_graph *g, uint32_t mask, double probability) {
+static inline uint32_t rd_some(rd_graph *g, uint32_t mask, double probability) {
     uint32_t some = 0;
     for (uint32_t bit = 1; bit <= mask; bit <<= 1) {
         some |= (mask & bit) != 0 && t_chance(&g->rng, probability) ? bit : 0;
     }
-    return (uint16_t)some;
+    return some;
 }
 
 /* The same mask, perhaps as "every slot". */
-static inline uint16_t rd_maybe_all(rd_graph *g, uint32_t mask, uint32_t used) {
+static inline uint32_t rd_maybe_all(rd_graph *g, uint32_t mask, uint32_t used) {
     bool all = mask != 0 && mask == used && t_chance(&g->rng, 0.5);
-    return (uint16_t)(all ? (uint32_t)MS_ALL_SLOTS : mask);
+    return all ? MS_ALL_SLOTS : mask;
 }
 
 static inline uint32_t rd_new(rd_graph *g, rd_role role, ms_dtype dtype) {
@@ -370,7 +370,7 @@ static inline uint32_t rd_pick_param(rd_graph *g) {
 
 static inline void rd_put(rd_graph *g, rd_layer *l, int group, uint32_t value) {
     assert_true(l->count[group] < RD_SLOTS);
-    l->slot[group][l->count[group]++] = (uint16_t)(value + 1);
+    l->slot[group][l->count[group]++] = value + 1;
     g->value[value].readers += group == RD_GROUP_IN;
 }
 
@@ -469,7 +469,7 @@ static inline void rd_random_reads(rd_graph *g, rd_layer *l) {
     if (t_chance(&g->rng, 0.12)) {
         return; // all of them
     }
-    uint16_t *masks[] = {&r->in, &r->out, &r->saved, &r->param};
+    uint32_t *masks[] = {&r->in, &r->out, &r->saved, &r->param};
     for (int group = 0; group < RD_GROUP_STATE; ++group) {
         uint32_t used = rd_used(l, group);
         double share = group == RD_GROUP_SAVED ? 0.9 : 0.4;
@@ -529,7 +529,7 @@ static inline void rd_keep_off_host(rd_graph *g, rd_layer *l) {
         written |= rd_bit(l->desc.must_in_place, j) ? l->desc.in_place[j] : 0u;
     }
     for (int i = 0; i < l->count[RD_GROUP_IN]; ++i) {
-        const uint16_t value = l->slot[RD_GROUP_IN][i];
+        const uint32_t value = l->slot[RD_GROUP_IN][i];
         if (rd_bit(written, i) && value != 0) {
             g->value[value - 1].on_host = false;
         }
@@ -541,8 +541,8 @@ static inline void rd_random_in_place(rd_graph *g, rd_layer *l) {
     for (int j = 0; j < l->count[RD_GROUP_OUT]; ++j) {
         uint32_t alike = rd_alike(g, l, RD_GROUP_IN, rd_at(g, l, RD_GROUP_OUT, j));
         if ((alike & ~taken) != 0 && rd_spiced(g, 0.15)) {
-            l->desc.must_in_place |= (uint16_t)(1u << j);
-            l->desc.in_place[j] = (uint16_t)rd_lowest(alike & ~taken);
+            l->desc.must_in_place |= 1u << j;
+            l->desc.in_place[j] = rd_lowest(alike & ~taken);
             taken |= l->desc.in_place[j];
         } else {
             l->desc.in_place[j] = rd_some(g, alike & ~taken, 0.6);
@@ -550,7 +550,7 @@ static inline void rd_random_in_place(rd_graph *g, rd_layer *l) {
     }
     for (int j = 0; j < l->count[RD_GROUP_OUT]; ++j) { // what one must have is not for others
         if (!rd_bit(l->desc.must_in_place, j)) {
-            l->desc.in_place[j] = (uint16_t)(l->desc.in_place[j] & ~taken);
+            l->desc.in_place[j] = l->desc.in_place[j] & ~taken;
         }
     }
     rd_keep_off_host(g, l);
@@ -567,9 +567,9 @@ static inline void rd_random_grad_in_place(rd_graph *g, rd_layer *l) {
         uint32_t alike = rd_alike(g, l, RD_GROUP_OUT, v);
         bool can_must = rd_is_differentiable(v) && !rd_bit(l->desc.overwrites.in, i);
         if (can_must && (alike & ~taken) != 0 && rd_spiced(g, 0.15)) {
-            o->grad_out = (uint16_t)rd_lowest(alike & ~taken);
+            o->grad_out = rd_lowest(alike & ~taken);
             taken |= o->grad_out;
-            l->desc.must_grad_in_place |= (uint16_t)(1u << i);
+            l->desc.must_grad_in_place |= 1u << i;
             continue;
         }
         o->grad_out = rd_some(g, alike, 0.5);
@@ -580,7 +580,7 @@ static inline void rd_random_grad_in_place(rd_graph *g, rd_layer *l) {
     for (int i = 0; i < l->count[RD_GROUP_IN]; ++i) {
         if (!rd_bit(l->desc.must_grad_in_place, i)) {
             ms_slot_masks *o = &l->desc.grad_in_place[i];
-            o->grad_out = (uint16_t)(o->grad_out & ~taken);
+            o->grad_out = o->grad_out & ~taken;
         }
     }
 }
@@ -698,15 +698,15 @@ static inline void rd_add_loss(rd_graph *g, bool auxiliary) {
     uint32_t slots = rd_loss_slots(g, l);
     if (auxiliary ? slots != 0 : rd_spiced(g, 0.35)) {
         l->desc.grads_in_forward = rd_some(g, slots, 0.8);
-        l->desc.grads_in_forward |= (uint16_t)rd_lowest(slots);
+        l->desc.grads_in_forward |= rd_lowest(slots);
         rd_random_styles(g, l);
         uint32_t written = l->desc.grads_in_forward;
         for (int i = 0; i < l->count[RD_GROUP_IN]; ++i) {
             uint32_t alike = rd_alike(g, l, RD_GROUP_IN, rd_at(g, l, RD_GROUP_IN, i));
             l->desc.grad_in_place[i].in = rd_some(g, alike, rd_bit(written, i) ? 0.5 : 0.0);
         }
-        l->desc.accumulates.in = (uint16_t)(l->desc.accumulates.in & written);
-        l->desc.overwrites.in = (uint16_t)(l->desc.overwrites.in & written);
+        l->desc.accumulates.in = l->desc.accumulates.in & written;
+        l->desc.overwrites.in = l->desc.overwrites.in & written;
     } else {
         l->has_backward = !auxiliary;
         rd_random_backward(g, l);
@@ -969,6 +969,21 @@ static inline const ms_view *rd_views(const ms_call *call, int group) {
     return views[group];
 }
 
+/* Views from a slot on are zero, up to the last one that there can be. */
+static inline bool rd_are_empty(const rd_op *op, const ms_view *views, int from) {
+    ms_view empty;
+    memset(&empty, 0, sizeof empty);
+    for (int i = from; i < MS_LIMIT_IN; ++i) {
+        if (views == NULL || views[i].data != NULL || views[i].beta != 0.0f ||
+            views[i].dtype != empty.dtype ||
+            memcmp(&views[i].shape, &empty.shape, sizeof empty.shape) != 0) {
+            return rd_fail(op->run, "layer %u: the view of unused slot %d is not zero",
+                           (unsigned)op->index, i);
+        }
+    }
+    return true;
+}
+
 /* Shape and dtype of one operand; data that is aligned, or absent as it must be. */
 static inline bool rd_check_view(rd_op *op, const ms_view *view, const rd_value *v,
                                  const char *what, int slot) {
@@ -1016,7 +1031,7 @@ static inline bool rd_check_group(rd_op *op, const ms_call *call, int group) {
                            names[group], i, expected != 0 ? "has no" : "has", (int)call->phase);
         }
     }
-    return true;
+    return rd_are_empty(op, views, op->layer->count[group]);
 }
 
 /* Whether a gradient must be computed in the memory of this grad_out, wanted or not. */
@@ -1051,13 +1066,10 @@ static inline bool rd_check_gradients(rd_op *op, const ms_call *call) {
     const rd_graph *g = op->run->graph;
     bool backward = call->phase == MS_PHASE_BACKWARD;
     bool early = call->phase == MS_PHASE_FORWARD && l->desc.grads_in_forward != 0;
-    if ((call->grad_out != NULL) != backward || (call->grad_param != NULL) != backward ||
-        (call->grad_in != NULL) != (backward || early)) {
-        return rd_fail(op->run, "layer %u: gradients in phase %d", (unsigned)op->index,
-                       (int)call->phase);
-    }
-    bool fine = true;
-    for (int i = 0; i < l->count[RD_GROUP_IN] && fine && call->grad_in != NULL; ++i) {
+    bool fine = rd_are_empty(op, call->grad_out, backward ? l->count[RD_GROUP_OUT] : 0) &&
+                rd_are_empty(op, call->grad_param, backward ? l->count[RD_GROUP_PARAM] : 0) &&
+                rd_are_empty(op, call->grad_in, backward || early ? l->count[RD_GROUP_IN] : 0);
+    for (int i = 0; i < l->count[RD_GROUP_IN] && fine && (backward || early); ++i) {
         fine = rd_check_gradient(op, &call->grad_in[i], rd_at(g, l, RD_GROUP_IN, i), "grad_in", i);
         bool not_its = early && !rd_bit(l->desc.grads_in_forward, i);
         if (fine && not_its && call->grad_in[i].data != NULL) {
@@ -1090,7 +1102,7 @@ enum { RD_RANGES = 9 * RD_SLOTS };
 static inline uint32_t rd_ranges_of(const rd_op *op, const ms_view *views, int group, int kind,
                                     rd_range *ranges) {
     uint32_t count = 0;
-    for (int i = 0; views != NULL && i < op->layer->count[group]; ++i) {
+    for (int i = 0; i < op->layer->count[group]; ++i) {
         if (views[i].data != NULL) {
             rd_range *r = &ranges[count++];
             r->data = (const char *)views[i].data;
@@ -1413,11 +1425,10 @@ static inline ms_reads rd_sources(const rd_layer *l, bool kept) {
     ms_reads r;
     memset(&r, 0, sizeof r);
     bool narrow = l->has_recompute && !kept;
-    r.in = (uint16_t)(narrow ? rd_recompute_reads(l, RD_GROUP_IN) : rd_used(l, RD_GROUP_IN));
-    r.param =
-        (uint16_t)(narrow ? rd_recompute_reads(l, RD_GROUP_PARAM) : rd_used(l, RD_GROUP_PARAM));
-    r.out = (uint16_t)(narrow ? rd_recompute_reads(l, RD_GROUP_OUT) : 0);
-    r.saved = (uint16_t)(narrow ? rd_recompute_reads(l, RD_GROUP_SAVED) : 0);
+    r.in = narrow ? rd_recompute_reads(l, RD_GROUP_IN) : rd_used(l, RD_GROUP_IN);
+    r.param = narrow ? rd_recompute_reads(l, RD_GROUP_PARAM) : rd_used(l, RD_GROUP_PARAM);
+    r.out = narrow ? rd_recompute_reads(l, RD_GROUP_OUT) : 0;
+    r.saved = narrow ? rd_recompute_reads(l, RD_GROUP_SAVED) : 0;
     return r;
 }
 
@@ -1526,7 +1537,7 @@ static inline void rd_contribution(rd_op *op, const ms_call *call, uint32_t targ
     }
     ms_reads all; // of what was declared, and therefore staged
     memset(&all, 0, sizeof all);
-    all.in = all.out = all.saved = all.param = 0xffff;
+    all.in = all.out = all.saved = all.param = MS_ALL_SLOTS;
     memset(slope, 0, count * sizeof *slope);
     rd_gather(s, l, &all, false, 300u + target, slope, count);
     rd_squash(slope, count);
@@ -1552,7 +1563,7 @@ static inline void rd_clobber(const rd_op *op, const ms_call *call) {
     const rd_layer *l = op->layer;
     const ms_slot_masks *c = &l->desc.clobbers;
     bool fault = op->run->fault == RD_FAULT_DESTROY;
-    const uint32_t masks[] = {fault ? 0xffffu : c->in, c->out, c->saved, c->grad_out};
+    const uint32_t masks[] = {fault ? MS_ALL_SLOTS : c->in, c->out, c->saved, c->grad_out};
     const ms_view *const views[] = {call->in, call->out, call->saved, call->grad_out};
     const int groups[] = {RD_GROUP_IN, RD_GROUP_OUT, RD_GROUP_SAVED, RD_GROUP_OUT};
     for (int k = 0; k < 4; ++k) {
@@ -1647,7 +1658,7 @@ static inline int rd_recompute(const ms_call *call) {
     rd_note_recompute(op, call);
     memset(s->count, 0, sizeof s->count);
     for (int group = 0; group < RD_GROUP_COUNT; ++group) {
-        uint32_t reads = group == RD_GROUP_STATE ? 0xffffu : rd_recompute_reads(l, group);
+        uint32_t reads = group == RD_GROUP_STATE ? MS_ALL_SLOTS : rd_recompute_reads(l, group);
         for (int i = 0; i < l->count[group]; ++i) {
             if (rd_bit(reads, i)) {
                 s->count[group][i] = rd_load(&rd_views(call, group)[i], s->value[group][i]);
@@ -1779,8 +1790,8 @@ static inline uint64_t rd_largest_bytes(const rd_graph *g, const rd_value *v) {
 // a call without a model
 
 typedef struct rd_frame {
-    ms_view view[RD_GROUP_COUNT][RD_SLOTS];
-    ms_view grad_out[RD_SLOTS], grad_in[RD_SLOTS], grad_param[RD_SLOTS];
+    ms_view view[RD_GROUP_COUNT][MS_LIMIT_IN];
+    ms_view grad_out[MS_LIMIT_OUT], grad_in[MS_LIMIT_IN], grad_param[MS_LIMIT_PARAM];
     ms_call call;
     bool copied[RD_GROUP_COUNT][RD_SLOTS]; // data are a copy, to be freed
 } rd_frame;
@@ -1806,9 +1817,14 @@ static inline void rd_frame_init(rd_frame *f, rd_run *run, uint32_t layer, ms_ph
             f->view[group][i] = rd_empty_view(run, rd_at(run->graph, op->layer, group, i));
         }
     }
-    memcpy(f->grad_in, f->view[RD_GROUP_IN], sizeof f->grad_in);
-    memcpy(f->grad_out, f->view[RD_GROUP_OUT], sizeof f->grad_out);
-    memcpy(f->grad_param, f->view[RD_GROUP_PARAM], sizeof f->grad_param);
+    const bool backward = phase == MS_PHASE_BACKWARD;
+    if (backward) {
+        memcpy(f->grad_out, f->view[RD_GROUP_OUT], sizeof f->grad_out);
+        memcpy(f->grad_param, f->view[RD_GROUP_PARAM], sizeof f->grad_param);
+    }
+    if (backward || (phase == MS_PHASE_FORWARD && op->layer->desc.grads_in_forward != 0)) {
+        memcpy(f->grad_in, f->view[RD_GROUP_IN], sizeof f->grad_in);
+    }
     ms_call *call = &f->call;
     call->user = op;
     call->phase = phase;
@@ -1817,13 +1833,9 @@ static inline void rd_frame_init(rd_frame *f, rd_run *run, uint32_t layer, ms_ph
     call->saved = f->view[RD_GROUP_SAVED];
     call->param = f->view[RD_GROUP_PARAM];
     call->state = f->view[RD_GROUP_STATE];
-    if (phase == MS_PHASE_BACKWARD) {
-        call->grad_in = f->grad_in;
-        call->grad_out = f->grad_out;
-        call->grad_param = f->grad_param;
-    } else if (phase == MS_PHASE_FORWARD && op->layer->desc.grads_in_forward != 0) {
-        call->grad_in = f->grad_in;
-    }
+    call->grad_in = f->grad_in;
+    call->grad_out = f->grad_out;
+    call->grad_param = f->grad_param;
     call->seed = op->seed;
     call->step = run->step;
     call->micro = run->micro;
@@ -1831,12 +1843,12 @@ static inline void rd_frame_init(rd_frame *f, rd_run *run, uint32_t layer, ms_ph
     call->last_micro = run->micro + 1 == run->graph->accumulation;
 }
 
-static inline uint16_t rd_with_data(const ms_view *views) {
+static inline uint32_t rd_with_data(const ms_view *views) {
     uint32_t mask = 0;
     for (int i = 0; i < RD_SLOTS; ++i) {
         mask |= views[i].data != NULL ? 1u << i : 0;
     }
-    return (uint16_t)mask;
+    return mask;
 }
 
 /* Calls what the phase asks for; false if the callback failed. */
@@ -1919,7 +1931,7 @@ static inline void *rd_copy_of(const void *data, uint64_t bytes) {
 static inline void rd_reference_give(rd_reference *r, rd_frame *f, const rd_layer *l, int group,
                                      uint32_t mask, bool copies) {
     for (int i = 0; i < l->count[group]; ++i) {
-        uint16_t value = l->slot[group][i];
+        uint32_t value = l->slot[group][i];
         if (value != 0 && rd_bit(mask, i)) {
             ms_view *view = &f->view[group][i];
             view->data = r->data[value - 1];
@@ -2073,7 +2085,7 @@ static inline bool rd_reference_backward_layer(rd_reference *r, uint32_t layer) 
     bool any = false;
     rd_frame_init(&f, &r->run, layer, MS_PHASE_BACKWARD);
     for (int j = 0; j < l->count[RD_GROUP_OUT]; ++j) {
-        uint16_t value = l->slot[RD_GROUP_OUT][j];
+        uint32_t value = l->slot[RD_GROUP_OUT][j];
         if (value != 0 && r->has_gradient[value - 1]) {
             f.grad_out[j].data = r->gradient[value - 1];
             any = true;
@@ -2229,7 +2241,7 @@ static inline void rd_register_layers(rd_net *n) {
         char name[32];
         for (int group = 0; group < RD_GROUP_COUNT; ++group) {
             for (int i = 0; i < l->count[group]; ++i) {
-                uint16_t value = l->slot[group][i];
+                uint32_t value = l->slot[group][i];
                 slots[group][i].id = value == 0 ? 0 : n->handle[value - 1].id;
             }
         }

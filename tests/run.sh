@@ -498,8 +498,8 @@ check quick 'imports' 'imports "" __assert_fail'
 check quick 'imports with NDEBUG' 'imports -DNDEBUG ""'
 check quick 'imports with MEMSCALE_CBLAS' \
     '[ -n "$CBLAS" ] || skip "no CBLAS"; imports -DMEMSCALE_CBLAS "__assert_fail cblas_sgemm"'
-check quick 'macros of the public half' 'macros "" "MEMSCALE_[A-Z0-9_]+|MS_OPTIMIZE"'
-check quick 'macros of the implementation' "macros $body '(MEMSCALE|MSI)_[A-Z0-9_]+|MS_OPTIMIZE'"
+check quick 'macros of the public half' 'macros "" "MEMSCALE_[A-Z0-9_]+|MS_OPTIMIZE|MS_ALL_SLOTS"'
+check quick 'macros of the implementation' "macros $body '(MEMSCALE|MSI)_[A-Z0-9_]+|MS_OPTIMIZE|MS_ALL_SLOTS'"
 check quick 'a function calls only what is above it' check_order
 check quick 'no default in a switch over an enum' check_switches
 check quick 'a technique without its row or its case is an error' check_new_technique

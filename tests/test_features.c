@@ -16,8 +16,8 @@ enum { FAN = 4 };
 
 typedef enum style { STYLE_BETA, STYLE_ADD, STYLE_SET } style;
 
-static uint16_t bit_if(bool holds, int slot) {
-    return (uint16_t)((holds ? 1u : 0u) << slot);
+static uint32_t bit_if(bool holds, int slot) {
+    return (holds ? 1u : 0u) << slot;
 }
 
 /* h = x p; y_k = c_k h + h q; z = y_0 + ... + y_3; loss z z / 2. */
@@ -134,7 +134,7 @@ static int many_make(const ms_call *call) {
     const float factor[4] = {1.0f, 2.0f, 3.0f, 1.0f}, shift[4] = {1.0f, 0.0f, 0.0f, -1.0f};
     for (int k = 0; k < 4; ++k) {
         const ms_view *view = k < 2 ? &call->out[k] : &call->saved[k - 2];
-        uint16_t wanted = k < 2 ? call->wanted_out : call->wanted_saved;
+        uint32_t wanted = k < 2 ? call->wanted_out : call->wanted_saved;
         o->faults += (wanted >> k % 2 & 1) != (view->data != NULL);
         for (int64_t i = 0; i < t_rows(view) * t_cols(view) && view->data != NULL; ++i) {
             t_data(view)[i] = factor[k] * t_data(&call->in[0])[i] + shift[k];
@@ -162,7 +162,7 @@ typedef struct many {
 } many;
 
 /* x p -> many -> a a / 2 + b b / 2 -> loss. force: mask of a, b, s, t that are dropped. */
-static void many_start(many *m, uint32_t force, uint16_t optional) {
+static void many_start(many *m, uint32_t force, uint32_t optional) {
     t_net *n = &m->n;
     t_net_create(n);
     m->p = t_net_param(n, "p");
@@ -221,7 +221,7 @@ static void recompute_makes_what_is_wanted(void **state) {
 static void optional_saved_tensors(void **state) {
     (void)state;
     for (uint32_t force = 0; force < 16; force += 4) {
-        for (uint16_t optional = 0; optional < 4; ++optional) {
+        for (uint32_t optional = 0; optional < 4; ++optional) {
             many m;
             t_net_begin(&m.n);
             many_start(&m, force, optional);
@@ -1378,8 +1378,8 @@ static void plan_call(plan_net *p, const ms_event *event, ms_phase phase) {
         v.of[o->kind][o->slot].data = memory;
         v.of[o->kind][o->slot].beta = o->accumulate ? 1.0f : 0.0f;
         if (phase != MS_PHASE_BACKWARD) {
-            call.wanted_out |= (uint16_t)((o->kind == MS_OPERAND_OUT) << o->slot);
-            call.wanted_saved |= (uint16_t)((o->kind == MS_OPERAND_SAVED) << o->slot);
+            call.wanted_out |= bit_if(o->kind == MS_OPERAND_OUT, (int)o->slot);
+            call.wanted_saved |= bit_if(o->kind == MS_OPERAND_SAVED, (int)o->slot);
         }
     }
     call.user = desc->user;
@@ -1671,6 +1671,169 @@ static void addresses(void **state) {
     t_net_end(&n);
 }
 
+// ------------------------------------------------------------------------------------------------
+// slots: as many as there can be, and those that are empty
+
+enum { SLOTS = MS_LIMIT_IN };
+
+static bool is_zero(const ms_view *view) {
+    ms_view zero;
+    memset(&zero, 0, sizeof zero);
+    return view->data == NULL && view->dtype == zero.dtype && view->beta == zero.beta &&
+           memcmp(&view->shape, &zero.shape, sizeof zero.shape) == 0;
+}
+
+/* Views beyond the first `used` of an array that are not zero. */
+static int count_leftovers(const ms_view *views, int used) {
+    int count = 0;
+    for (int k = used; k < SLOTS; ++k) {
+        count += !is_zero(&views[k]);
+    }
+    return count;
+}
+
+/* x * p + bias, where param[1] may be empty; in `used` slots of each group. */
+typedef struct slots_op {
+    int used, calls, leftovers;
+    bool has_bias;
+} slots_op;
+
+static void slots_enter(const ms_call *call, bool backward) {
+    slots_op *o = (slots_op *)call->user;
+    const ms_view *const all[] = {call->in,    call->out,      call->saved,   call->param,
+                                  call->state, call->grad_out, call->grad_in, call->grad_param};
+    o->calls++;
+    for (int k = 0; k < 8; ++k) {
+        const bool has_bias = o->has_bias && (k == 3 || k == 7);
+        const int used = k < 5 || backward ? has_bias ? 2 : o->used : 0;
+        o->leftovers += count_leftovers(all[k], used);
+    }
+}
+
+static int slots_forward(const ms_call *call) {
+    slots_op *o = (slots_op *)call->user;
+    slots_enter(call, false);
+    for (int k = 0; k < o->used; ++k) {
+        const float *bias = o->used == 1 ? (const float *)call->param[1].data : NULL;
+        *(float *)call->out[k].data =
+            *(const float *)call->in[k].data * *(const float *)call->param[k].data +
+            (bias != NULL ? *bias : 0.0f);
+        *(float *)call->saved[k].data = *(const float *)call->param[k].data;
+        *(float *)call->state[k].data += 1.0f;
+    }
+    return 0;
+}
+
+static int slots_backward(const ms_call *call) {
+    slots_op *o = (slots_op *)call->user;
+    slots_enter(call, true);
+    for (int k = 0; k < o->used; ++k) {
+        const float by = *(const float *)call->grad_out[k].data;
+        const float p = *(const float *)call->saved[k].data, x = *(const float *)call->in[k].data;
+        t_contribute(&call->grad_param[k], 0, by * x);
+        if (call->grad_in[k].data != NULL) {
+            t_contribute(&call->grad_in[k], 0, by * p);
+        }
+    }
+    if (o->used == 1 && call->grad_param[1].data != NULL) {
+        t_contribute(&call->grad_param[1], 0, *(const float *)call->grad_out[0].data);
+    }
+    return 0;
+}
+
+/* A layer in `used` slots of every group, from the tensors in `value`, which become its outputs. */
+static void slots_add(ms_model *m, slots_op *o, int used, bool has_bias, ms_tensor *value,
+                      ms_tensor *param) {
+    const float initial = 2.0f;
+    const ms_shape one = ms_shape1(1);
+    ms_layer_desc d;
+    memset(&d, 0, sizeof d);
+    o->used = used;
+    o->has_bias = has_bias;
+    d.forward = slots_forward;
+    d.backward = slots_backward;
+    d.user = o;
+    d.backward_reads.in = d.backward_reads.saved = MS_ALL_SLOTS;
+    for (int k = 0; k < used; ++k) {
+        d.in[k] = value[k];
+        d.param[k] = param[k] = ms_param(m, "p", MS_DTYPE_F32, one);
+        d.saved[k] = ms_saved(m, "saved", MS_DTYPE_F32, one);
+        d.state[k] = ms_buffer(m, "state", MS_DTYPE_F32, one);
+        d.out[k] = value[k] = ms_activation(m, "value", MS_DTYPE_F32, one);
+        t_ok(m, ms_write(m, param[k], &initial));
+    }
+    if (has_bias) {
+        d.param[1] = ms_param(m, "bias", MS_DTYPE_F32, one);
+    }
+    ms_register_layer(m, &d);
+}
+
+static int slots_sum(const ms_call *call) {
+    const bool backward = call->phase == MS_PHASE_BACKWARD;
+    float sum = 0.0f;
+    for (int k = 0; k < SLOTS; ++k) {
+        sum += backward ? 0.0f : *(const float *)call->in[k].data;
+        if (backward) {
+            t_contribute(&call->grad_in[k], 0, *(const float *)call->grad_out[0].data);
+        }
+    }
+    if (!backward) {
+        *(float *)call->out[0].data = sum;
+    }
+    return 0;
+}
+
+/* Two layers in all slots, a sum, one layer with a bias and one without: that one must not find what
+   the others have left behind them. */
+static void check_slots_in(const ms_config *config) {
+    slots_op ops[4];
+    ms_tensor value[SLOTS], first[SLOTS], param[SLOTS];
+    ms_layer_desc sum;
+    ms_model *m;
+    const float x = 3.0f;
+    float gradient = 0.0f;
+    double loss = 0.0;
+    memset(ops, 0, sizeof ops);
+    t_ok(NULL, ms_create(config, &m));
+    for (int k = 0; k < SLOTS; ++k) {
+        value[k] = ms_input(m, "x", MS_DTYPE_F32, ms_shape1(1));
+        t_ok(m, ms_write(m, value[k], &x));
+    }
+    slots_add(m, &ops[0], SLOTS, false, value, first);
+    slots_add(m, &ops[1], SLOTS, false, value, param);
+    memset(&sum, 0, sizeof sum);
+    sum.forward = sum.backward = slots_sum;
+    memcpy(sum.in, value, sizeof value);
+    sum.out[0] = value[0] = ms_activation(m, "sum", MS_DTYPE_F32, ms_shape1(1));
+    ms_register_layer(m, &sum);
+    slots_add(m, &ops[2], 1, true, value, param);
+    slots_add(m, &ops[3], 1, false, value, param);
+    ms_set_loss(m, value[0]);
+    t_ok(m, ms_wrap(m));
+    t_ok(m, ms_eval(m, &loss));
+    assert_true(loss == 4.0 * 4.0 * 3.0 * SLOTS);
+    t_ok(m, ms_forward(m, &loss));
+    t_ok(m, ms_backward(m));
+    assert_true(loss == 4.0 * 4.0 * 3.0 * SLOTS);
+    t_ok(m, ms_read(m, ms_gradient(m, first[SLOTS - 1]), &gradient));
+    assert_true(gradient == 8.0f * 3.0f);
+    t_ok(m, ms_update(m));
+    for (int k = 0; k < 4; ++k) {
+        assert_true(ops[k].calls >= 3);
+        assert_int_equal(ops[k].leftovers, 0);
+    }
+    ms_destroy(m);
+}
+
+static void empty_slots_are_zeroed_views(void **state) {
+    (void)state;
+    ms_config config = t_config();
+    config.early_update = MS_SWITCH_OFF;
+    check_slots_in(&config);
+    config.force_optimize = true;
+    check_slots_in(&config);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         T_TWICE(styles_mix_on_one_fan_out),
@@ -1695,6 +1858,7 @@ int main(void) {
         T_TWICE(a_plan_can_be_carried_out_elsewhere),
         T_TWICE(callbacks_may_be_bound),
         T_TWICE(addresses),
+        T_TWICE(empty_slots_are_zeroed_views),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -147,7 +147,7 @@ static void c_sum(c_run *run) {
         }
     }
     desc.out[0] = ms_activation(run->model, "sum", MS_DTYPE_F32, ms_shape1(1));
-    desc.backward_reads.in = (uint16_t)(((1u << (C_LEAVES + 1)) - 1) << C_WEIGHTS);
+    desc.backward_reads.in = ((1u << (C_LEAVES + 1)) - 1) << C_WEIGHTS;
     ms_register_layer(run->model, &desc);
     ms_set_loss(run->model, desc.out[0]);
 }

@@ -1077,15 +1077,15 @@ static void graph_add(graph *g) {
     for (uint32_t k = 0; k < out; ++k) {
         const bool like = t_chance(&g->rng, 0.3);
         d.out[k] = graph_value(g, like ? ms_tensor_shape(g->model, d.in[0]) : graph_shape(g));
-        d.in_place[0] = (uint16_t)(like && k == 0 && t_chance(&g->rng, 0.4));
+        d.in_place[0] = like && k == 0 && t_chance(&g->rng, 0.4);
     }
     for (uint32_t k = 0; k < 2 && t_chance(&g->rng, 0.4); ++k) {
         d.saved[k] = ms_saved(g->model, "saved", MS_DTYPE_F32, graph_shape(g));
-        d.optional_saved |= (uint16_t)(t_below(&g->rng, 2) << k);
+        d.optional_saved |= t_below(&g->rng, 2) << k;
     }
     if (t_chance(&g->rng, 0.6)) {
-        d.backward_reads.in = (uint16_t)t_below(&g->rng, 1u << in);
-        d.backward_reads.out = (uint16_t)t_below(&g->rng, 1u << out);
+        d.backward_reads.in = t_below(&g->rng, 1u << in);
+        d.backward_reads.out = t_below(&g->rng, 1u << out);
         d.backward_reads.saved = MS_ALL_SLOTS;
     }
     d.no_recompute = t_chance(&g->rng, 0.1);

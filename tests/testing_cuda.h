@@ -315,8 +315,8 @@ static inline cn_work cn_work_of(const ms_call *call) {
     w.state = op->kind == CN_RUNNING ? t_data(&call->state[0]) : NULL;
     w.scratch = (float *)call->workspace;
     w.grad_out = w.backward ? t_data(&call->grad_out[0]) : NULL;
-    w.grad0 = call->grad_in ? t_data(&call->grad_in[0]) : NULL;
-    w.beta0 = call->grad_in ? call->grad_in[0].beta : 0.0f;
+    w.grad0 = t_data(&call->grad_in[0]);
+    w.beta0 = call->grad_in[0].beta;
     w.grad1 = w.backward && op->kind == CN_ADD ? t_data(&call->grad_in[1]) : NULL;
     w.grad_param = w.backward && has_param ? t_data(&call->grad_param[0]) : NULL;
     w.beta_param = w.grad_param ? call->grad_param[0].beta : 0.0f;
@@ -330,7 +330,8 @@ static inline cn_work cn_work_of(const ms_call *call) {
 static inline int cn_do_sin(const cn_op *op, const ms_call *call) {
     static float pageable;
     void *memory = NULL;
-    void *data = call->grad_out ? call->grad_out[0].data : call->out[0].data;
+    const bool backward = call->phase == MS_PHASE_BACKWARD;
+    void *data = backward ? call->grad_out[0].data : call->out[0].data;
     cudaStream_t stream = (cudaStream_t)call->stream;
     if (op->sin == CN_SIN_NONE || op->sin_phase != call->phase) {
         return 0;

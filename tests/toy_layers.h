@@ -73,7 +73,7 @@ typedef struct t_op {
     bool poisons;       // T_MIX: the gradients of its params are NaN
     /* What it has seen. */
     uint32_t calls[MS_PHASE_COUNT];
-    uint16_t wanted_out[MS_PHASE_COUNT], wanted_saved[MS_PHASE_COUNT]; // of all calls together
+    uint32_t wanted_out[MS_PHASE_COUNT], wanted_saved[MS_PHASE_COUNT]; // of all calls together
     uint64_t seed;                                                     // of the last forward
     float loss_factor;                                                 // of the last forward
     uint32_t faults;           // operands that were not as it had declared them
@@ -540,9 +540,9 @@ static inline int t_loss_backward(const ms_call *call) {
 typedef struct t_kind_info {
     const char *name;
     ms_layer_fn forward, backward;
-    uint16_t reads_in, reads_out, reads_saved, reads_param;
-    uint16_t in_place;                    // of out[0]: mask of inputs
-    uint16_t grad_over_out, grad_over_in; // of grad_in[0]: over grad_out[0], over in[0]
+    uint32_t reads_in, reads_out, reads_saved, reads_param;
+    uint32_t in_place;                    // of out[0]: mask of inputs
+    uint32_t grad_over_out, grad_over_in; // of grad_in[0]: over grad_out[0], over in[0]
 } t_kind_info;
 
 static const t_kind_info t_kinds[T_KIND_COUNT] = {
