@@ -54,8 +54,8 @@
     7. ms_step               or ms_forward, ms_backward, ms_update; ms_eval for forward alone
     8. ms_detach             back to the plain plan; ms_destroy frees everything
 
-    Registration errors stick: ms_wrap returns the first one, so that a trainer need not check each
-    call. ms_last_error has its text, with the numbers and the cure.
+    Errors of these calls stick: ms_wrap returns the first one, so that a trainer need not check
+    each call. ms_last_error has its text, with the numbers and the cure.
 
   CHAPTERS
     MEMORY MODEL. Everything that a step touches lies in one arena, except memory that the trainer
@@ -119,9 +119,10 @@
     state as they were after the last completed update; buffers that its forward has changed as
     state stay changed. If the failing step had begun to update, the model is marked failed
     (MS_RESULT_FAILED): write params and optimizer state from your own copy, then call ms_wrap,
-    which trusts that you did. Registration errors stick up to ms_wrap, and the handle 0 of a failed
-    registration may be passed on; later errors do not stick. A setter that returns nothing notes
-    its error in ms_last_error.
+    which trusts that you did. The error of a function that returns no result sticks: ms_last_error
+    has it, and ms_wrap returns the first such error, every time before the model is wrapped, and
+    once afterwards, since the present plan is as good as before. The handle 0 of a failed
+    registration may be passed on.
 
     ALLOCATOR. All host memory comes from ms_config.allocator, device memory and pinned memory from
     ms_config.backend. A step allocates nothing, and after ms_wrap no device memory is allocated,
@@ -138,13 +139,15 @@
     only ms_gemm, ms_cast, ms_read (not while a step is recorded), ms_data, ms_report and those
     about tensors. Compiled with OpenMP, the update and the built-in ms_gemm use its threads.
 
-    LIMITS. A layer has up to 32 inputs, outputs, saved tensors, params and state buffers each.
-    Rank 6; 8 axes; fewer than 2^28 tensors; 2^58 bytes. A handle belongs to one model; another's is
-    not always recognised. The library's own arithmetic (updates, sums, ms_gemm) is float32. An
-    update on a GPU gives the bits of one on a CPU whose compiler may use fused multiply-add;
-    products and sums may differ. Debug mode does not see what a callback does outside the model's
-    memory, unless its results show it, nor a pointer kept from an earlier call that has not
-    changed.
+    LIMITS. A layer has up to 32 inputs, outputs, saved tensors, params and state buffers each. Rank
+    6; 8 axes; fewer than 2^28 tensors; 2^58 bytes. A handle belongs to one model. The ids of a
+    model begin at a number drawn from its address, and a tensor has six of them, so each of two
+    models with n tensors refuses the other's handles except with a probability of 3 n / 2^30 (one
+    in 350,000 for a thousand tensors). The library's own arithmetic (updates, sums, ms_gemm) is
+    float32. An update on a GPU gives the bits of one on a CPU whose compiler may use fused
+    multiply-add; products and sums may differ. Debug mode does not see what a callback does outside
+    the model's memory, unless its results show it, nor a pointer kept from an earlier call that has
+    not changed.
 
     HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend. 0.2.0 (2026): the
     contract with trainers as they are. 0.3.0 (2026): CUDA. 0.4.0 (2026): modes, rules, profiles,
@@ -226,7 +229,8 @@ typedef enum ms_result { MEMSCALE_RESULTS(MEMSCALE_FIRST) MS_RESULT_COUNT } ms_r
 
 typedef struct ms_model ms_model; // opaque
 
-/* Typed handles. An id of 0 is no tensor, no layer, no axis: a zeroed desc has empty slots. */
+/* Typed handles. An id of 0 is no tensor, no layer, no axis: a zeroed desc has empty slots. Other
+   ids have no meaning of their own, and differ from model to model and from run to run. */
 typedef struct ms_tensor {
     uint32_t id;
 } ms_tensor;
@@ -273,6 +277,7 @@ typedef struct ms_shape {
     int64_t dim[MS_LIMIT_RANK];
     int32_t rank;
     uint8_t axes[MS_LIMIT_RANK]; // bit i: the dim is a multiple of the size of axis i
+    uint32_t axes_of;            // the model of these axes, set by ms_along; 0: any
 } ms_shape;
 
 /* A tensor as a callback sees it. data is NULL if the layer has no such operand, if nobody wants
@@ -782,6 +787,7 @@ typedef struct ms_rule {
 /* What was decided about one technique for one layer. */
 typedef struct ms_decision {
     ms_layer layer;
+    uint32_t layer_index; // in the order of registration, from 0
     ms_technique technique;
     bool is_applied;
     const ms_rule *rule;  // the rule that decided
@@ -946,7 +952,8 @@ typedef struct ms_event {
     ms_stream_kind stream;
     double start_us, duration_us;
     double measured_start_us, measured_us;
-    bool is_restore; // a COPY that restores state which a recomputation has changed
+    bool is_restore;      // a COPY that restores state which a recomputation has changed
+    uint32_t layer_index; // in the order of registration, from 0; UINT32_MAX: no layer
 } ms_event;
 
 /* event is valid only during the call. */
@@ -1083,8 +1090,8 @@ MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
    borrowed gradient is not zeroed either: every step adds to what it holds, even a step that fails,
    and its param is not updated early. After ms_wrap, what is borrowed already can be given another
    address, which ends a step between ms_forward and ms_backward; steps that still run use the old
-   one. Errors, which stick before ms_wrap: INVALID, ORDER (not borrowed when wrapped; in a
-   callback; between ms_backward and ms_update). */
+   one. Errors, which stick until the first ms_wrap succeeds: INVALID, ORDER (not borrowed when
+   wrapped; in a callback; between ms_backward and ms_update). */
 MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory);
 
 /* Adds a layer after those registered so far; desc is copied. What it reads must be an input, a
@@ -1093,7 +1100,7 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
 MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc);
 
 /* For code that registers on behalf of a trainer: makes ms_wrap fail with INVALID and this text.
-   Sticks, unless an earlier error does or the model is wrapped. */
+   Sticks, unless an earlier error does. */
 MEMSCALE_API void ms_refuse(ms_model *model, const char *reason);
 
 /* The tensor of which training minimises the mean of all elements: F32, written by a layer. It is
@@ -1102,7 +1109,7 @@ MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss);
 
 /* From the next step on, minimise and report factor * sum of the loss tensor instead of its mean:
    for rows that do not count, 1 / (number of rows that do). 0: the mean again. With cuda_graph,
-   each change needs a new recording. Errors: INVALID (not finite); sticks before ms_wrap. */
+   each change needs a new recording. Errors: INVALID (not finite); sticks. */
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor);
 
 /* Keep this tensor until the next step, so that ms_read can read it: in ms_step and ms_eval, or in
@@ -1116,14 +1123,14 @@ MEMSCALE_API void ms_add_eval_output(ms_model *model, ms_tensor tensor);
 MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc);
 
 /* Change a rate between steps, at any time.
-   Errors: INVALID (a wrong handle, a value that is not finite); sticks before ms_wrap. */
+   Errors: INVALID (a wrong handle, a value that is not finite); sticks. */
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate);
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay);
 
 /* These take effect at the next ms_wrap. A frozen param has no gradient and no optimizer state: its
    state is dropped, and starts from zero if the param is trained again; borrowed state is not
    touched. With force_optimize, the budget does not matter. Budget 0: a share of free memory;
-   micro_count 0: 1. Errors: INVALID (of ms_set_frozen: not a param); sticks before ms_wrap. */
+   micro_count 0: 1. Errors: INVALID (of ms_set_frozen: not a param); sticks. */
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen);
 MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
 MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
@@ -1133,7 +1140,7 @@ MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
    for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. Takes effect at
    the next ms_wrap, which fails with the reason if it is impossible (UNSUPPORTED, if this version
    does not have the technique). What is forced holds in every plan except that of ms_detach, even
-   if the technique's switch is OFF. Errors: INVALID; sticks before ms_wrap. */
+   if the technique's switch is OFF. Errors: INVALID; sticks. */
 MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
                                          ms_switch force);
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
@@ -1143,7 +1150,7 @@ MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_
    timed steps, which override predicted ones. 0: that time is not known; NULL: none is any more. At
    other sizes they are scaled by the elements of the outputs; a recomputation by forward is assumed
    to take as long as forward. Takes effect at the next ms_wrap. Errors: INVALID (no such layer; a
-   time that is negative, not finite or above 1e15); sticks before ms_wrap. */
+   time that is negative, not finite or above 1e15); sticks. */
 MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_layer_time *time);
 
 /* ms_profile_save writes the times in force as text, with a version, a hash of the graph, and the
@@ -1166,7 +1173,7 @@ MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *byt
    is kept between steps stays, and so do the micro-batches done so far, unless their number changes
    or a param is trained that was not before. The old and the new arena exist side by side for a
    moment. A failing call leaves the model as it was, unless the failure is that of the device in
-   earlier steps that were not waited for. Stream: waits. Errors: the first registration error;
+   earlier steps that were not waited for. Stream: waits. Errors: the first that sticks;
    INVALID; ORDER (in a callback; between ms_backward and ms_update where early updates have begun,
    here or in a model that shares the arena); UNSUPPORTED (a technique that this version does not
    have is switched ON or forced); BUDGET (the text has the smallest budget that would do, the
@@ -1228,6 +1235,9 @@ MEMSCALE_API ms_tensor ms_tensor_of(const ms_model *model, ms_tensor tensor);
    a wrong handle. Valid until the next registration, and after ms_wrap as long as the model. */
 MEMSCALE_API const char *ms_tensor_name(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API const char *ms_layer_name(const ms_model *model, ms_layer layer);
+
+/* Position of a layer in the order of registration, from 0; UINT32_MAX for a wrong handle. */
+MEMSCALE_API uint32_t ms_layer_index(const ms_model *model, ms_layer layer);
 
 /* One training step; *loss (loss may be NULL) is the loss before the update. With
    accumulation_steps = n it is one micro-batch with its own loss, and every n-th call updates;
@@ -1791,8 +1801,8 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
 #define MSI_NONE UINT32_MAX // no tensor, no layer, no live range, no instruction
 
 enum {
-    MSI_INDEX_BITS = 28, // a handle is role << 28 | index + 1
-    MSI_MAX_TENSORS = (1 << MSI_INDEX_BITS) - 2,
+    MSI_MAX_TENSORS = (1 << 28) - 2,
+    MSI_AXIS_BITS = 4, // an axis is tag << 4 | index + 1
     MSI_ERROR_BYTES = 512,
     MSI_MAX_SLOTS = 32,                 // every MS_LIMIT of slots; one bit each in a mask
     MSI_MAX_VALUES = 5 * MSI_MAX_SLOTS, // in, out, saved, param, state
@@ -2005,6 +2015,7 @@ typedef struct msi_axis {
 } msi_axis;
 
 typedef struct msi_graph {
+    uint32_t tag; // where the ids of its handles begin
     MSI_LIST(char) names;
     MSI_LIST(msi_tensor) tensors;
     MSI_LIST(msi_layer) layers;
@@ -2330,7 +2341,7 @@ typedef struct msi_views {
 
 /* What went wrong last. */
 typedef struct msi_errors {
-    ms_result sticky; // the first error of the registration
+    ms_result sticky; // of functions that cannot return theirs: the first that ms_wrap has to
     bool tolerant;    // errors are logged as warnings
     uint32_t count;
     char text[MSI_ERROR_BYTES], sticky_text[MSI_ERROR_BYTES];
@@ -2488,22 +2499,22 @@ MEMSCALE_API const char *ms_technique_name(ms_technique technique) {
 }
 
 MEMSCALE_API ms_shape ms_shape1(int64_t d0) {
-    ms_shape shape = {{d0, 0, 0, 0, 0, 0}, 1, {0, 0, 0, 0, 0, 0}};
+    ms_shape shape = {{d0, 0, 0, 0, 0, 0}, 1, {0, 0, 0, 0, 0, 0}, 0};
     return shape;
 }
 
 MEMSCALE_API ms_shape ms_shape2(int64_t d0, int64_t d1) {
-    ms_shape shape = {{d0, d1, 0, 0, 0, 0}, 2, {0, 0, 0, 0, 0, 0}};
+    ms_shape shape = {{d0, d1, 0, 0, 0, 0}, 2, {0, 0, 0, 0, 0, 0}, 0};
     return shape;
 }
 
 MEMSCALE_API ms_shape ms_shape3(int64_t d0, int64_t d1, int64_t d2) {
-    ms_shape shape = {{d0, d1, d2, 0, 0, 0}, 3, {0, 0, 0, 0, 0, 0}};
+    ms_shape shape = {{d0, d1, d2, 0, 0, 0}, 3, {0, 0, 0, 0, 0, 0}, 0};
     return shape;
 }
 
 MEMSCALE_API ms_shape ms_shape4(int64_t d0, int64_t d1, int64_t d2, int64_t d3) {
-    ms_shape shape = {{d0, d1, d2, d3, 0, 0}, 4, {0, 0, 0, 0, 0, 0}};
+    ms_shape shape = {{d0, d1, d2, d3, 0, 0}, 4, {0, 0, 0, 0, 0, 0}, 0};
     return shape;
 }
 
@@ -2517,11 +2528,15 @@ MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape) {
 }
 
 MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis) {
-    if (dim < 0 || dim >= shape.rank || dim >= MS_LIMIT_RANK || axis.id - 1 >= MS_LIMIT_AXES) {
+    const uint32_t model = axis.id >> MSI_AXIS_BITS;
+    const uint32_t index = (axis.id & ((1u << MSI_AXIS_BITS) - 1)) - 1;
+    if (dim < 0 || dim >= shape.rank || dim >= MS_LIMIT_RANK || index >= MS_LIMIT_AXES ||
+        (shape.axes_of && shape.axes_of != model)) {
         shape.rank = -1;
         return shape;
     }
-    shape.axes[dim] = (uint8_t)(shape.axes[dim] | 1u << (axis.id - 1));
+    shape.axes[dim] = (uint8_t)(shape.axes[dim] | 1u << index);
+    shape.axes_of = model;
     return shape;
 }
 
@@ -2585,17 +2600,18 @@ static ms_result msi_fail_argument(ms_model *m, const char *function, const char
     return m ? msi_fail(m, MS_RESULT_INVALID, "%s: %s", function, what) : MS_RESULT_INVALID;
 }
 
-/* The first error of the registration stays, and ms_wrap returns it again. Once there is a plan,
-   the registration is over, and errors do not stay. */
+/* Notes the error of a function that cannot return it; the first one stays. Before there is a plan,
+   every ms_wrap returns it; afterwards the next one does. */
 static void msi_stick(ms_model *m, ms_result result) {
-    if (!m->run.plan) {
+    if (m->errors.sticky == MS_RESULT_OK) {
         m->errors.sticky = result;
         memcpy(m->errors.sticky_text, m->errors.text, sizeof m->errors.text);
     }
 }
 
 #define MSI_STICK(m, ...)                                                                          \
-    ((m)->errors.sticky == MS_RESULT_OK ? msi_stick(m, msi_fail(m, __VA_ARGS__)) : (void)0)
+    ((m)->errors.sticky == MS_RESULT_OK || (m)->run.plan ? msi_stick(m, msi_fail(m, __VA_ARGS__))  \
+                                                         : (void)0)
 
 // ------------------------------------------------------------------------------------------------
 // >>text  for the log and the listings: sizes, times and names as text, sums of decisions
@@ -3811,20 +3827,46 @@ static bool msi_add_name(ms_model *m, const char *name, uint32_t *offset) {
     return true;
 }
 
-static ms_tensor msi_handle(uint32_t tensor, msi_role role) {
-    ms_tensor handle = {(uint32_t)role << MSI_INDEX_BITS | (tensor + 1)};
+/* The id of handle number n of a graph, never 0: ids count from the tag, modulo 2^32 - 1. */
+static uint32_t msi_id(const msi_graph *g, uint32_t number) {
+    return (uint32_t)(((uint64_t)g->tag + number) % UINT32_MAX) + 1;
+}
+
+/* The number of the handle that has this id; most likely beyond all that there are if it is another
+   graph's; MSI_NONE for 0. */
+static uint32_t msi_id_number(const msi_graph *g, uint32_t id) {
+    return id ? (uint32_t)(((uint64_t)id - 1 + UINT32_MAX - g->tag) % UINT32_MAX) : MSI_NONE;
+}
+
+static ms_tensor msi_handle(const msi_graph *g, uint32_t tensor, msi_role role) {
+    ms_tensor handle = {msi_id(g, tensor * (uint32_t)MSI_ROLE_RESIDENT_COUNT + (uint32_t)role)};
     return handle;
 }
 
 /* Index of the tensor of a handle; MSI_NONE if there is none. */
 static uint32_t msi_index(const msi_graph *g, ms_tensor handle) {
-    const uint32_t index = (handle.id & (((uint32_t)1 << MSI_INDEX_BITS) - 1)) - 1;
-    const bool known = handle.id >> MSI_INDEX_BITS < MSI_ROLE_RESIDENT_COUNT;
-    return known && index < g->tensors.count ? index : MSI_NONE;
+    const uint32_t index = msi_id_number(g, handle.id) / (uint32_t)MSI_ROLE_RESIDENT_COUNT;
+    return index < g->tensors.count ? index : MSI_NONE;
 }
 
-static msi_role msi_role_of(ms_tensor handle) {
-    return (msi_role)(handle.id >> MSI_INDEX_BITS);
+static msi_role msi_role_of(const msi_graph *g, ms_tensor handle) {
+    return (msi_role)(msi_id_number(g, handle.id) % (uint32_t)MSI_ROLE_RESIDENT_COUNT);
+}
+
+static ms_layer msi_layer_handle(const msi_graph *g, uint32_t layer) {
+    ms_layer handle = {msi_id(g, layer)};
+    return handle;
+}
+
+/* Index of the layer of a handle; MSI_NONE if there is none. */
+static uint32_t msi_layer_index(const msi_graph *g, ms_layer handle) {
+    const uint32_t index = msi_id_number(g, handle.id);
+    return index < g->layers.count ? index : MSI_NONE;
+}
+
+/* The tag in the axes of a graph: not 0, which is that of a shape without axes. */
+static uint32_t msi_axes_tag(const msi_graph *g) {
+    return g->tag >> MSI_AXIS_BITS | 1;
 }
 
 static const char *msi_role_name(msi_role role) {
@@ -3834,7 +3876,7 @@ static const char *msi_role_name(msi_role role) {
 
 /* Index of the tensor of a handle of its value; MSI_NONE for its gradient or its state. */
 static uint32_t msi_value_index(const msi_graph *g, ms_tensor handle) {
-    return msi_role_of(handle) == MSI_ROLE_VALUE ? msi_index(g, handle) : MSI_NONE;
+    return msi_role_of(g, handle) == MSI_ROLE_VALUE ? msi_index(g, handle) : MSI_NONE;
 }
 
 static bool msi_is_float(ms_dtype dtype) {
@@ -3941,7 +3983,7 @@ static ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char *name, ms
         return none;
     }
     g->tensors.items[g->tensors.count++] = t;
-    return msi_handle(g->tensors.count - 1, MSI_ROLE_VALUE);
+    return msi_handle(g, g->tensors.count - 1, MSI_ROLE_VALUE);
 }
 
 static ms_axis msi_add_axis(ms_model *m, const char *name, int64_t size, int64_t largest) {
@@ -3950,7 +3992,7 @@ static ms_axis msi_add_axis(ms_model *m, const char *name, int64_t size, int64_t
     if (msi_add_name(m, name, &g->axes[g->axis_count].name)) {
         g->axes[g->axis_count].size = size;
         g->axes[g->axis_count].largest = largest;
-        axis.id = ++g->axis_count;
+        axis.id = msi_axes_tag(g) << MSI_AXIS_BITS | ++g->axis_count;
     }
     return axis;
 }
@@ -4208,8 +4250,7 @@ static ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc
     msi_add_masks(g, &l, desc);
     l.elements = msi_output_elements(g, &l);
     g->layers.items[g->layers.count++] = l;
-    const ms_layer handle = {index + 1};
-    return handle;
+    return msi_layer_handle(g, index);
 }
 
 /* Bytes of the workspace of a call. */
@@ -4487,6 +4528,13 @@ static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dty
             return MSI_REFUSE(m, "%s \"%s\": dim %d is %lld; dims must be at least 1", what, name,
                               i, (long long)unit);
         }
+        if (shape->axes[i] && shape->axes_of && shape->axes_of != msi_axes_tag(g)) {
+            return MSI_REFUSE(
+                m,
+                "%s \"%s\": dim %d lies along an axis of another model; ms_along takes "
+                "what ms_add_axis of this model has returned",
+                what, name, i);
+        }
         for (uint32_t a = 0; a < MS_LIMIT_AXES; a++) {
             if (!(shape->axes[i] >> a & 1)) {
                 continue;
@@ -4648,13 +4696,13 @@ static msi_tensor *msi_param_of(ms_model *model, const char *function, ms_tensor
 
 /* The layer that a setter received, or NULL and an error that sticks. */
 static msi_layer *msi_layer_of(ms_model *m, const char *function, ms_layer layer) {
-    const bool found =
-        m && (layer.id - 1 < m->graph.layers.count ||
-              MSI_REFUSE(m,
-                         "%s: handle %u is not a layer of this model; it has %u: pass what "
-                         "ms_register_layer has returned",
-                         function, (unsigned)layer.id, (unsigned)m->graph.layers.count));
-    return found ? &m->graph.layers.items[layer.id - 1] : NULL;
+    const uint32_t index = m ? msi_layer_index(&m->graph, layer) : MSI_NONE;
+    const bool found = m && (index != MSI_NONE ||
+                             MSI_REFUSE(m,
+                                        "%s: this is no layer of this model; take the handle that "
+                                        "ms_register_layer of this model has returned",
+                                        function));
+    return found ? &m->graph.layers.items[index] : NULL;
 }
 
 /* The index of a loss, or MSI_NONE and an error that sticks. */
@@ -5120,7 +5168,7 @@ static void msi_warn(const ms_model *m) {
 /* Analyses the graph, and checks it as a whole. */
 static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     msi_graph *g = &m->graph;
-    if (m->errors.sticky != MS_RESULT_OK) {
+    if (m->errors.sticky != MS_RESULT_OK && !m->run.plan) {
         return msi_fail(m, m->errors.sticky, "%s", m->errors.sticky_text);
     }
     msi_analyze(g);
@@ -6029,9 +6077,8 @@ static bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique 
 
 /* Adds up the tensors of a layer that a technique is applied to; returns, of the others, the one
    that explains most. */
-static uint32_t msi_gather(const msi_review *r, ms_decision *d, uint32_t *facts) {
+static uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_decision *d, uint32_t *facts) {
     const msi_graph *g = &r->model->graph;
-    const uint32_t layer = d->layer.id - 1;
     uint32_t left = MSI_NONE;
     bool forced = true;
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
@@ -6078,9 +6125,10 @@ static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_techniqu
     uint32_t facts = msi_common_facts(r, technique);
     ms_decision d;
     memset(&d, 0, sizeof d);
-    d.layer.id = layer + 1;
+    d.layer = msi_layer_handle(g, layer);
+    d.layer_index = layer;
     d.technique = technique;
-    const uint32_t left = msi_gather(r, &d, &facts);
+    const uint32_t left = msi_gather(r, layer, &d, &facts);
     switch (technique) {
     case MS_TECHNIQUE_CHECKPOINTING:
         d.added_us = r->again[layer] * g->layers.items[layer].time.recompute_us;
@@ -11159,7 +11207,7 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     ms_update_args args;
     memset(&args, 0, sizeof args);
     args.user = o->user;
-    args.param = msi_handle(i->target, MSI_ROLE_VALUE);
+    args.param = msi_handle(&m->graph, i->target, MSI_ROLE_VALUE);
     args.kind = o->kind;
     args.count = t->bytes / sizeof(float);
     args.value = (float *)operands[0];
@@ -13021,6 +13069,16 @@ static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plan
     return result;
 }
 
+/* What has been refused since the model was wrapped, by a function that could not return it. */
+static ms_result msi_take_refused(ms_model *m) {
+    const ms_result refused = m->run.plan ? m->errors.sticky : MS_RESULT_OK;
+    if (refused == MS_RESULT_OK) {
+        return MS_RESULT_OK;
+    }
+    m->errors.sticky = MS_RESULT_OK;
+    return msi_fail(m, refused, "refused since the last ms_wrap: %s", m->errors.sticky_text);
+}
+
 static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
     msi_store *store;
     msi_plan *plans;
@@ -13030,6 +13088,7 @@ static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
     const msi_choice choice = m->wrapped.choice;
     const msi_costs costs = m->costs;
     ms_result result = msi_check_between_steps(m, function);
+    MSI_THEN(result, goal == MSI_GOAL_PLAIN ? MS_RESULT_OK : msi_take_refused(m));
     MSI_THEN(result, m->run.store && !m->config.dry_run ? msi_settle_steps(m) : MS_RESULT_OK);
     MSI_THEN(result, msi_make_timing(m));
     MSI_THEN(result, msi_decide(m, goal, &store, &plans));
@@ -13202,7 +13261,7 @@ static void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role role)
 static ms_result msi_refuse_loan(ms_model *m, ms_result result, const char *name,
                                  const char *reason) {
     (void)msi_fail(m, result, "ms_borrow: \"%s\" %s", name, reason);
-    if (m->errors.sticky == MS_RESULT_OK) {
+    if (!m->run.plan) {
         msi_stick(m, result);
     }
     return result;
@@ -13251,16 +13310,16 @@ static void msi_borrow(ms_model *m, uint32_t t, msi_role role, void *memory) {
 static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor tensor,
                                    const void *data) {
     const uint32_t t = m ? msi_index(&m->graph, tensor) : MSI_NONE;
-    const bool is_state = msi_role_of(tensor) >= MSI_ROLE_STATE0;
+    const bool is_state = t != MSI_NONE && msi_role_of(&m->graph, tensor) >= MSI_ROLE_STATE0;
     if (t != MSI_NONE && data && (!is_state || m->graph.tensors.items[t].kind == MSI_KIND_PARAM)) {
         return t;
     }
-    if (m && data && m->errors.sticky != MS_RESULT_OK) {
+    if (m && data && t == MSI_NONE && m->errors.sticky != MS_RESULT_OK) {
         (void)msi_fail(m, MS_RESULT_INVALID, "%s: an earlier registration has failed: %s", function,
                        m->errors.sticky_text);
     } else {
         (void)msi_fail_argument(m, function,
-                                data ? "no such tensor in this model" : "data is NULL");
+                                data ? "this is no tensor of this model" : "data is NULL");
     }
     return MSI_NONE;
 }
@@ -13384,6 +13443,7 @@ static ms_result msi_make_model(const ms_config *c, ms_model **model) {
         return MS_RESULT_BACKEND;
     }
     m->graph.loss = MSI_NONE;
+    m->graph.tag = (uint32_t)(msi_mix((uint64_t)(uintptr_t)m) % UINT32_MAX);
     m->run.arena = c->arena;
     if (c->arena) {
         c->arena->references++;
@@ -13706,7 +13766,8 @@ static ms_result msi_take_result(msi_verification *v, int pass, uint32_t t, uint
     if (pass == MSI_PASS_PLAIN) {
         return msi_copy(m, result, true, from, on_host, tensor->bytes);
     }
-    d->tensor = msi_handle(t, tensor->kind == MSI_KIND_PARAM ? MSI_ROLE_GRADIENT : MSI_ROLE_VALUE);
+    d->tensor = msi_handle(&m->graph, t,
+                           tensor->kind == MSI_KIND_PARAM ? MSI_ROLE_GRADIENT : MSI_ROLE_VALUE);
     d->name = msi_name(&m->graph, tensor->name);
     d->count = ms_shape_count(&tensor->view.shape);
     for (uint64_t done = 0; done < tensor->bytes; done += MSI_PIECE_BYTES) {
@@ -14016,7 +14077,7 @@ static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k) {
     ms_event_operand o;
     memset(&o, 0, sizeof o);
     if (role < MSI_ROLE_RESIDENT_COUNT) {
-        o.tensor = msi_handle(range->tensor, role);
+        o.tensor = msi_handle(&w->model->graph, range->tensor, role);
     }
     o.bytes = range->bytes;
     o.is_outside = msi_is_outside(store, operand->range);
@@ -14060,6 +14121,7 @@ static ms_event msi_event(const msi_walk *w, ms_event_kind kind, const ms_event_
     memset(&event, 0, sizeof event);
     event.size = sizeof event;
     event.index = kind > MS_EVENT_DROP ? UINT32_MAX : w->now;
+    event.layer_index = UINT32_MAX;
     event.kind = kind;
     event.name = "";
     event.operands = operands;
@@ -14084,10 +14146,11 @@ static void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
         i->op == MSI_OP_CLIP || (i->op == MSI_OP_ZERO && count == 1 && operands[0].tensor.id == 0);
     ms_event event = msi_event(w, kind, operands, count);
     if (msi_calls_layer((msi_op)i->op)) {
-        event.layer.id = i->target + 1;
+        event.layer = msi_layer_handle(&m->graph, i->target);
+        event.layer_index = i->target;
         event.name = msi_layer_name(&m->graph, i->target);
     } else if (!of_scratch) {
-        event.tensor = msi_handle(i->target, MSI_ROLE_VALUE);
+        event.tensor = msi_handle(&m->graph, i->target, MSI_ROLE_VALUE);
         event.name = msi_tensor_name(&m->graph, i->target);
     }
     event.live_bytes = m->run.store->resident_bytes + w->program->live_bytes.items[w->now];
@@ -14127,7 +14190,7 @@ static void msi_visit_inputs(const msi_walk *w) {
         if (us > 0.0) {
             ms_event_operand input;
             memset(&input, 0, sizeof input);
-            input.tensor = msi_handle(resident->tensor, MSI_ROLE_VALUE);
+            input.tensor = msi_handle(&m->graph, resident->tensor, MSI_ROLE_VALUE);
             input.kind = MS_OPERAND_TARGET;
             input.offset = resident->offset;
             input.bytes = w->program->ranges.items[k].bytes;
@@ -14145,7 +14208,7 @@ static void msi_visit_verdict(const msi_walk *w) {
     const double end_us = w->start_us + w->duration_us;
     ms_event_operand loss, verdict;
     memset(&loss, 0, sizeof loss);
-    loss.tensor = msi_handle(range->tensor, MSI_ROLE_VALUE);
+    loss.tensor = msi_handle(&m->graph, range->tensor, MSI_ROLE_VALUE);
     loss.kind = MS_OPERAND_SOURCE;
     loss.offset = m->run.store->resident_bytes + range->offset;
     loss.bytes = range->bytes;
@@ -14340,9 +14403,9 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
         return msi_refuse_loan(model, MS_RESULT_INVALID, msi_handle_name(&model->graph, tensor),
                                memory ? "is no tensor of this model" : "cannot use NULL as memory");
     }
-    const ms_result result = msi_check_loan(model, t, msi_role_of(tensor));
+    const ms_result result = msi_check_loan(model, t, msi_role_of(&model->graph, tensor));
     if (result == MS_RESULT_OK) {
-        msi_borrow(model, t, msi_role_of(tensor), memory);
+        msi_borrow(model, t, msi_role_of(&model->graph, tensor), memory);
     }
     return result;
 }
@@ -14510,26 +14573,27 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage) {
 MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data) {
     const uint32_t t = msi_transfer_index(model, "ms_write", tensor, data);
     return t == MSI_NONE ? MS_RESULT_INVALID
-                         : msi_write_tensor(model, t, msi_role_of(tensor), data);
+                         : msi_write_tensor(model, t, msi_role_of(&model->graph, tensor), data);
 }
 
 MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
     const uint32_t t = msi_transfer_index(model, "ms_read", tensor, data);
-    return t == MSI_NONE ? MS_RESULT_INVALID : msi_read_tensor(model, t, msi_role_of(tensor), data);
+    return t == MSI_NONE ? MS_RESULT_INVALID
+                         : msi_read_tensor(model, t, msi_role_of(&model->graph, tensor), data);
 }
 
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
     return t == MSI_NONE || !model->run.plan || model->config.dry_run
                ? NULL
-               : msi_live_address(model, t, msi_role_of(tensor));
+               : msi_live_address(model, t, msi_role_of(&model->graph, tensor));
 }
 
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_value_index(&model->graph, tensor) : MSI_NONE;
     const ms_tensor none = {0};
     return t != MSI_NONE && msi_has_gradient(&model->graph.tensors.items[t])
-               ? msi_handle(t, MSI_ROLE_GRADIENT)
+               ? msi_handle(&model->graph, t, MSI_ROLE_GRADIENT)
                : none;
 }
 
@@ -14538,12 +14602,12 @@ MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param
     const ms_tensor none = {0};
     const bool known = t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM &&
                        index >= 0 && (uint32_t)index < msi_state_count(&model->optimizer);
-    return known ? msi_handle(t, (msi_role)(MSI_ROLE_STATE0 + index)) : none;
+    return known ? msi_handle(&model->graph, t, (msi_role)(MSI_ROLE_STATE0 + index)) : none;
 }
 
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
-    const ms_shape wrong = {{0, 0, 0, 0, 0, 0}, -1, {0, 0, 0, 0, 0, 0}};
+    const ms_shape wrong = {{0, 0, 0, 0, 0, 0}, -1, {0, 0, 0, 0, 0, 0}, 0};
     return t == MSI_NONE ? wrong : model->graph.tensors.items[t].view.shape;
 }
 
@@ -14656,7 +14720,7 @@ MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn 
 MEMSCALE_API ms_tensor ms_tensor_of(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
     const ms_tensor none = {0};
-    return t == MSI_NONE ? none : msi_handle(t, MSI_ROLE_VALUE);
+    return t == MSI_NONE ? none : msi_handle(&model->graph, t, MSI_ROLE_VALUE);
 }
 
 MEMSCALE_API const char *ms_tensor_name(const ms_model *model, ms_tensor tensor) {
@@ -14665,8 +14729,12 @@ MEMSCALE_API const char *ms_tensor_name(const ms_model *model, ms_tensor tensor)
 }
 
 MEMSCALE_API const char *ms_layer_name(const ms_model *model, ms_layer layer) {
-    const bool known = model && layer.id - 1 < model->graph.layers.count;
-    return known ? msi_layer_name(&model->graph, layer.id - 1) : "?";
+    const uint32_t index = model ? msi_layer_index(&model->graph, layer) : MSI_NONE;
+    return index == MSI_NONE ? "?" : msi_layer_name(&model->graph, index);
+}
+
+MEMSCALE_API uint32_t ms_layer_index(const ms_model *model, ms_layer layer) {
+    return model ? msi_layer_index(&model->graph, layer) : UINT32_MAX;
 }
 
 MEMSCALE_API bool ms_technique_is_built(ms_technique technique) {

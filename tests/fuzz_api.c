@@ -657,8 +657,8 @@ static int fz_forward(const ms_call *call) {
     check_workspace(call, again && d->recompute != NULL ? &d->recompute_workspace
                                                         : &d->forward_workspace);
     const uint64_t h = digest_forward(call, layer);
-    trace("      layer %u, phase %d, seed %llx: %llx", (unsigned)layer->handle.id, (int)call->phase,
-          (unsigned long long)call->seed, (unsigned long long)h);
+    trace("      layer %u, phase %d, seed %llx: %llx", (unsigned)(layer - layer->owner->layers),
+          (int)call->phase, (unsigned long long)call->seed, (unsigned long long)h);
     write_all(h, d->out, MS_LIMIT_OUT, call->out);
     write_all(h + 77, d->saved, MS_LIMIT_SAVED, call->saved);
     if (!again || !d->keeps_state) {
@@ -704,7 +704,7 @@ static int fz_backward(const ms_call *call) {
     h = read_all(h, d->saved, MS_LIMIT_SAVED, call->saved, all ? MS_ALL_SLOTS : r->saved);
     h = read_all(h, d->param, MS_LIMIT_PARAM, call->param, all ? MS_ALL_SLOTS : r->param);
     h = read_all(h, d->out, MS_LIMIT_OUT, call->grad_out, MS_ALL_SLOTS);
-    trace("      layer %u, backward, seed %llx: %llx", (unsigned)layer->handle.id,
+    trace("      layer %u, backward, seed %llx: %llx", (unsigned)(layer - layer->owner->layers),
           (unsigned long long)call->seed, (unsigned long long)h);
     contribute(d, call, h);
     contribute_params(d, call, h);
@@ -748,7 +748,7 @@ static ms_result told_nothing(ms_result result) {
 /* What is applied costs or saves something, what is not does neither. */
 static void check_decision(const ms_decision *d, void *user) {
     uint32_t *count = (uint32_t *)user;
-    CHECK(d->layer.id == *count / MS_TECHNIQUE_COUNT + 1 &&
+    CHECK(d->layer_index == *count / MS_TECHNIQUE_COUNT &&
           (uint32_t)d->technique == *count % MS_TECHNIQUE_COUNT && d->rule != NULL);
     CHECK(d->is_applied == (d->saved_bytes > 0 || d->added_us > 0.0));
     *count += 1;
@@ -945,6 +945,14 @@ static ms_tensor a_tensor(world *w, const slot *s) {
         t = from->tensors[x % from->tensor_count];
     }
     return t;
+}
+
+/* A layer, of another model at times, or a wrong handle. */
+static ms_layer a_layer(world *w, const slot *s) {
+    const uint32_t x = below(w, LAYERS + 4);
+    const slot *from = x >= LAYERS + 2 ? &w->slots[(w->current + 1) % MODELS] : s;
+    const ms_layer layer = {x};
+    return x % LAYERS < from->layer_count ? from->layers[x % LAYERS].handle : layer;
 }
 
 /* The n-th tensor of a kind, or any where there is none. */
@@ -1309,7 +1317,7 @@ static void op_set_value(world *w, slot *s) {
         ms_set_accumulation(s->model, below(w, 4));
         break;
     case 6:
-        layer.id = below(w, LAYERS + 2);
+        layer = a_layer(w, s);
         ms_set_layer_technique(s->model, layer, (ms_technique)below(w, MS_TECHNIQUE_COUNT + 1),
                                a_switch(w));
         break;
@@ -1387,7 +1395,10 @@ static void op_smallest(world *w, slot *s) {
         CHECK(told(s, ms_wrap(s->model)) != MS_RESULT_OK);
     }
     ms_set_budget(s->model, bytes == 0 ? 1 : bytes);
-    const ms_result result = told(s, ms_wrap(s->model));
+    ms_result result = told(s, ms_wrap(s->model));
+    if (result != MS_RESULT_OK && s->has_plan) { // it returns once what was refused before
+        result = told(s, ms_wrap(s->model));
+    }
     CHECK(result == MS_RESULT_OK || faults != w->faults);
     s->has_plan = s->has_plan || result == MS_RESULT_OK;
     check_report(s, result == MS_RESULT_OK);

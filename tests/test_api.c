@@ -773,12 +773,16 @@ static void names_of_handles(void **state) {
         assert_string_equal(ms_tensor_name(m, gradient), ms_tensor_name(m, weight));
         assert_string_equal(ms_tensor_name(m, state_of), ms_tensor_name(m, weight));
         assert_string_not_equal(ms_tensor_name(m, weight), ms_tensor_name(m, chain.weight[0]));
-        const ms_layer first = {1}, beyond = {m->graph.layers.count + 1}, none = {0};
+        const ms_layer first = msi_layer_handle(&m->graph, 0), none = {0};
+        const ms_layer beyond = msi_layer_handle(&m->graph, m->graph.layers.count);
         assert_string_equal(ms_layer_name(m, first), "matmul0");
         assert_string_equal(ms_layer_name(m, beyond), "?");
         assert_string_equal(ms_layer_name(m, none), "?");
-        const uint32_t wrong[] = {0, m->graph.tensors.count + 1, UINT32_MAX,
-                                  (uint32_t)MSI_ROLE_RESIDENT_COUNT << MSI_INDEX_BITS | 1};
+        assert_int_equal(ms_layer_index(m, first), 0);
+        assert_int_equal(ms_layer_index(m, beyond), UINT32_MAX);
+        const uint32_t wrong[] = {
+            0, msi_handle(&m->graph, m->graph.tensors.count, MSI_ROLE_VALUE).id,
+            msi_id(&m->graph, UINT32_MAX - 1), msi_id(&m->graph, UINT32_MAX / 2)};
         for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; ++i) {
             const ms_tensor handle = {wrong[i]};
             assert_int_equal(ms_tensor_of(m, handle).id, 0);
@@ -975,7 +979,7 @@ static void eval_outputs_are_kept_in_eval(void **state) {
     ms_model *m = chain.model;
     const msi_layer *first = &m->graph.layers.items[0];
     const uint32_t out = msi_group(&m->graph, first, MSI_GROUP_OUT)[0];
-    const ms_tensor kept = msi_handle(out, MSI_ROLE_VALUE);
+    const ms_tensor kept = msi_handle(&m->graph, out, MSI_ROLE_VALUE);
     float *values = (float *)malloc((size_t)ms_tensor_bytes(m, kept));
     assert_non_null(values);
     ms_add_eval_output(m, kept);
@@ -1460,22 +1464,162 @@ static void the_smallest_plan_is_a_rung_too(void **state) {
     }
 }
 
-/* With a plan there is nothing left to register, and a wrong call costs that call alone. */
-static void errors_behind_wrap_do_not_stick(void **state) {
+enum { LATE_CALLS = 9 };
+
+/* A call that comes too late, or that names something of another model: functions without a result
+   only. Returns what its text has. */
+static const char *late_call(ms_model *m, ms_tensor foreign, ms_layer layer, int which) {
+    switch (which) {
+    case 0:
+        assert_int_equal(ms_param(m, "late", MS_DTYPE_F32, ms_shape1(1)).id, 0);
+        return "param \"late\"";
+    case 1:
+        assert_int_equal(ms_register_layer(m, NULL).id, 0);
+        return "closed since ms_wrap";
+    case 2:
+        ms_add_output(m, foreign);
+        return "ms_add_output";
+    case 3:
+        ms_set_frozen(m, foreign, true);
+        return "ms_set_frozen";
+    case 4:
+        ms_set_learning_rate(m, (float)INFINITY);
+        return "ms_set_learning_rate";
+    case 5:
+        ms_set_layer_technique(m, layer, MS_TECHNIQUE_CHECKPOINTING, MS_SWITCH_ON);
+        return "ms_set_layer_technique";
+    case 6:
+        ms_set_tensor_technique(m, foreign, MS_TECHNIQUE_CHECKPOINTING, MS_SWITCH_ON);
+        return "ms_set_tensor_technique";
+    case 7:
+        ms_set_loss_factor(m, (float)INFINITY);
+        return "ms_set_loss_factor";
+    default:
+        ms_refuse(m, "not like this");
+        return "not like this";
+    }
+}
+
+/* The next ms_wrap returns what was refused since the last one, once: the plan is as good as
+   before, steps go on, and other changes of plan do not look at it. */
+static void wrap_returns_what_was_refused(void **state) {
     (void)state;
-    tiny t;
-    ms_tensor wrong = {12345};
+    for (int which = 0; which < LATE_CALLS; ++which) {
+        tiny t, other;
+        ms_config config = t_config();
+        tiny_start(&t, &config, 1, false);
+        tiny_start(&other, &config, 1, false);
+        const ms_layer layer = msi_layer_handle(&other.model->graph, 0);
+        const char *part = late_call(t.model, other.p, layer, which);
+        char first[MSI_ERROR_BYTES];
+        snprintf(first, sizeof first, "%s", ms_last_error(t.model));
+        t_text_has(first, part);
+        (void)late_call(t.model, other.p, layer, (which + 1) % LATE_CALLS);
+        assert_string_not_equal(ms_last_error(t.model), first); // each has a text, not only one
+        t_ok(t.model, ms_step(t.model, NULL));
+        t_ok(t.model, ms_detach(t.model));
+        assert_int_not_equal(ms_wrap(t.model), MS_RESULT_OK);
+        t_text_has(ms_last_error(t.model), "since the last ms_wrap");
+        t_text_has(ms_last_error(t.model), part);
+        t_ok(t.model, ms_step(t.model, NULL));
+        t_ok(t.model, ms_wrap(t.model));
+        t_ok(t.model, ms_step(t.model, NULL));
+        ms_destroy(t.model);
+        ms_destroy(other.model);
+    }
+}
+
+/* Handles of a twin, made by the same calls, are refused wherever a handle is taken. */
+static void another_models_handles_are_refused(void **state) {
+    (void)state;
+    float value[64] = {0};
     ms_config config = t_config();
-    tiny_start(&t, &config, 1, false);
-    ms_set_frozen(t.model, wrong, true);
-    ms_set_learning_rate(t.model, NAN);
-    ms_set_loss_factor(t.model, NAN);
-    ms_set_weight_decay(t.model, t.p, INFINITY);
-    assert_int_equal(ms_input(t.model, "late", MS_DTYPE_F32, ms_shape1(1)).id, 0);
-    t_text_has(ms_last_error(t.model), "late");
-    t_ok(t.model, ms_wrap(t.model));
-    t_ok(t.model, ms_step(t.model, NULL));
-    ms_destroy(t.model);
+    for (int wrapped = 0; wrapped < 2; ++wrapped) {
+        tiny t, twin;
+        tiny_create(&t, &config, 1, false);
+        tiny_create(&twin, &config, 1, false);
+        t_ok(twin.model, ms_wrap(twin.model));
+        if (wrapped != 0) {
+            t_ok(t.model, ms_wrap(t.model));
+        }
+        const ms_tensor gradient = ms_gradient(twin.model, twin.p);
+        const ms_tensor moment = ms_optimizer_state(twin.model, twin.p, 0);
+        const ms_tensor foreign[] = {twin.x, twin.p, gradient, moment};
+        assert_true(gradient.id != 0 && moment.id != 0);
+        for (size_t i = 0; i < sizeof foreign / sizeof foreign[0]; ++i) {
+            const ms_tensor f = foreign[i];
+            t_error(t.model, ms_write(t.model, f, value), MS_RESULT_INVALID);
+            t_text_has(ms_last_error(t.model), "of this model");
+            t_error(t.model, ms_read(t.model, f, value), MS_RESULT_INVALID);
+            assert_null(ms_data(t.model, f));
+            assert_int_equal(ms_gradient(t.model, f).id, 0);
+            assert_int_equal(ms_optimizer_state(t.model, f, 0).id, 0);
+            assert_int_equal(ms_tensor_of(t.model, f).id, 0);
+            assert_int_equal(ms_tensor_shape(t.model, f).rank, -1);
+            assert_true(ms_tensor_bytes(t.model, f) == 0 && ms_tensor_count(t.model, f) == 0);
+            assert_string_equal(ms_tensor_name(t.model, f), "?");
+            t_error(t.model, ms_borrow(t.model, f, value), MS_RESULT_INVALID);
+        }
+        const ms_layer layer = msi_layer_handle(&twin.model->graph, 0);
+        assert_string_equal(ms_layer_name(t.model, layer), "?");
+        assert_int_equal(ms_layer_index(t.model, layer), UINT32_MAX);
+        assert_int_equal(ms_layer_index(twin.model, layer), 0);
+        ms_destroy(t.model);
+        ms_destroy(twin.model);
+    }
+}
+
+/* The same for what registration is given: a tensor in a slot, a loss, an axis. */
+static void another_models_handles_are_no_operands(void **state) {
+    (void)state;
+    for (int which = 0; which < 4; ++which) {
+        ms_config config = t_config();
+        tiny t, twin;
+        tiny_create(&t, &config, 1, false);
+        tiny_create(&twin, &config, 1, false);
+        const ms_axis own = ms_add_axis(t.model, "rows", 2, 4);
+        const ms_axis axis = ms_add_axis(twin.model, "rows", 2, 4);
+        const ms_tensor y = ms_activation(t.model, "y", MS_DTYPE_F32,
+                                          ms_along(ms_shape1(2), 0, which == 3 ? axis : own));
+        ms_layer_desc d = t_layer(&t.twice, T_SCALE, "stranger", which == 0 ? twin.x : t.x, y);
+        d.backward = NULL;
+        assert_true((ms_register_layer(t.model, &d).id == 0) == (which == 0 || which == 3));
+        if (which == 1) {
+            ms_set_loss(t.model, twin.loss);
+        }
+        t_error(t.model, ms_wrap(t.model), which == 2 ? MS_RESULT_OK : MS_RESULT_INVALID);
+        if (which != 2) {
+            t_text_has(ms_last_error(t.model), which == 0   ? "is not a tensor of this model"
+                                               : which == 1 ? "ms_set_loss"
+                                                            : "axis of another model");
+        }
+        const ms_shape both = ms_along(ms_along(ms_shape2(2, 2), 0, own), 1, axis);
+        assert_int_equal(both.rank, -1);
+        ms_destroy(t.model);
+        ms_destroy(twin.model);
+    }
+}
+
+/* Ids wrap around below 2^32 and never become 0, wherever they begin. */
+static void ids_count_from_any_tag(void **state) {
+    (void)state;
+    static const uint32_t tags[] = {0, 1, 77, UINT32_MAX - 1, UINT32_MAX - 2, UINT32_MAX - 10};
+    for (size_t k = 0; k < sizeof tags / sizeof tags[0]; ++k) {
+        msi_graph g;
+        memset(&g, 0, sizeof g);
+        g.tag = tags[k];
+        g.tensors.count = MSI_MAX_TENSORS;
+        for (uint32_t i = 0; i < 40; ++i) {
+            const uint32_t t = i < 20 ? i : MSI_MAX_TENSORS - (40 - i);
+            for (uint32_t role = 0; role < (uint32_t)MSI_ROLE_RESIDENT_COUNT; ++role) {
+                const ms_tensor handle = msi_handle(&g, t, (msi_role)role);
+                assert_true(handle.id != 0 && msi_index(&g, handle) == t);
+                assert_int_equal(msi_role_of(&g, handle), role);
+            }
+        }
+        const ms_tensor none = {0}, beyond = msi_handle(&g, MSI_MAX_TENSORS, MSI_ROLE_VALUE);
+        assert_true(msi_index(&g, none) == MSI_NONE && msi_index(&g, beyond) == MSI_NONE);
+    }
 }
 
 static void forged_handles_are_refused(void **state) {
@@ -1485,8 +1629,8 @@ static void forged_handles_are_refused(void **state) {
     ms_config config = t_config();
     tiny_create(&t, &config, 1, false);
     ms_tensor odd = t.x, state_of_input = t.x;
-    odd.id |= 9u << 28;
-    state_of_input.id |= 2u << 28;
+    odd.id += 9u << 28;
+    state_of_input.id += (uint32_t)MSI_ROLE_STATE0;
     assert_int_equal(ms_tensor_shape(t.model, odd).rank, -1);
     assert_true(ms_tensor_bytes(t.model, odd) == 0);
     t_error(t.model, ms_write(t.model, state_of_input, &value), MS_RESULT_INVALID);
@@ -1548,7 +1692,10 @@ int main(void) {
         cmocka_unit_test(a_write_ends_the_step_that_it_would_spoil),
         cmocka_unit_test(masks_name_slots_that_are_used),
         cmocka_unit_test(the_smallest_plan_is_a_rung_too),
-        cmocka_unit_test(errors_behind_wrap_do_not_stick),
+        cmocka_unit_test(wrap_returns_what_was_refused),
+        cmocka_unit_test(another_models_handles_are_refused),
+        cmocka_unit_test(another_models_handles_are_no_operands),
+        cmocka_unit_test(ids_count_from_any_tag),
         cmocka_unit_test(forged_handles_are_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -613,7 +613,7 @@ static bool replay_layer(replay *r, const ms_event *event) {
     static const ms_phase phases[] = {MS_PHASE_FORWARD, MS_PHASE_RECOMPUTE, MS_PHASE_BACKWARD,
                                       MS_PHASE_EVAL};
     rd_frame f;
-    rd_frame_init(&f, &r->run, event->layer.id - 1, phases[event->kind]);
+    rd_frame_init(&f, &r->run, event->layer_index, phases[event->kind]);
     for (uint32_t k = 0; k < event->operand_count; ++k) {
         replay_place(r, &f, &event->operands[k]);
     }

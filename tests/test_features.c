@@ -1356,7 +1356,7 @@ static void plan_shapes(const plan_net *p, plan_views *v, ms_operand_kind kind,
 static void plan_call(plan_net *p, const ms_event *event, ms_phase phase) {
     static plan_views v;
     ms_call call;
-    const ms_layer_desc *desc = &p->desc[event->layer.id - 1];
+    const ms_layer_desc *desc = &p->desc[event->layer_index];
     memset(&v, 0, sizeof v);
     memset(&call, 0, sizeof call);
     plan_shapes(p, &v, MS_OPERAND_IN, MS_OPERAND_GRAD_IN, desc->in, MS_LIMIT_IN);

@@ -812,7 +812,7 @@ static void chain_make(bare_chain *c) {
             d.backward_reads.in = 1;
             ms_register_layer(c->model, &d);
         }
-        c->tensor[i] = x.id - 1;
+        c->tensor[i] = msi_index(&c->model->graph, x);
         last = x;
     }
     ms_set_loss(c->model, last);

@@ -140,7 +140,7 @@ typedef struct decisions {
 static void keep_decision(const ms_decision *decision, void *user) {
     decisions *d = (decisions *)user;
     uint32_t layer = d->count / MS_TECHNIQUE_COUNT;
-    assert_true(layer < MAX_LAYERS && decision->layer.id == layer + 1); // in order, all of them
+    assert_true(layer < MAX_LAYERS && decision->layer_index == layer); // in order, all of them
     assert_int_equal(decision->technique, d->count % MS_TECHNIQUE_COUNT);
     d->at[layer][decision->technique] = *decision;
     d->count += 1;
@@ -155,7 +155,11 @@ static void get_decisions(const ms_model *m, decisions *d) {
 }
 
 static const ms_decision *decision_of(const decisions *d, ms_layer layer, ms_technique technique) {
-    return &d->at[layer.id - 1][technique];
+    uint32_t i = 0;
+    while (i < MAX_LAYERS - 1 && d->at[i][technique].layer.id != layer.id) {
+        i++;
+    }
+    return &d->at[i][technique];
 }
 
 static void expect_rule(const ms_model *m, ms_layer layer, ms_technique technique,
@@ -165,7 +169,7 @@ static void expect_rule(const ms_model *m, ms_layer layer, ms_technique techniqu
     const ms_decision *decision = decision_of(&d, layer, technique);
     if (strcmp(decision->rule->id, rule) != 0) {
         print_error("%s of layer %u: rule %s, expected %s\n", ms_technique_name(technique),
-                    (unsigned)layer.id, decision->rule->id, rule);
+                    (unsigned)decision->layer_index, decision->rule->id, rule);
         fail();
     }
 }
@@ -549,6 +553,7 @@ static void who_has_decided(void **state) {
 // decisions against the events of the program
 
 typedef struct walked {
+    const ms_model *model;
     uint32_t recomputed[MAX_LAYERS];
     double recompute_us[MAX_LAYERS];
     uint64_t not_held[MAX_LAYERS];
@@ -562,30 +567,31 @@ static void walk(const ms_event *event, void *user) {
     walked *w = (walked *)user;
     w->backward |= event->kind == MS_EVENT_BACKWARD;
     if (event->kind == MS_EVENT_RECOMPUTE) {
-        w->recomputed[event->layer.id - 1] += 1;
-        w->recompute_us[event->layer.id - 1] += event->duration_us;
+        w->recomputed[event->layer_index] += 1;
+        w->recompute_us[event->layer_index] += event->duration_us;
     }
     for (uint32_t k = 0; k < event->operand_count; ++k) {
         const ms_event_operand *o = &event->operands[k];
-        if (o->tensor.id == 0 || o->tensor.id >= RD_VALUES) {
+        const uint32_t t = msi_value_index(&w->model->graph, o->tensor);
+        if (t == MSI_NONE) {
             continue;
         }
         if (event->kind == MS_EVENT_FORWARD && o->is_written) {
-            w->written_by[o->tensor.id] = event->layer.id;
-            for (uint32_t t = 0; t < RD_VALUES && o->is_new; ++t) { // in place of another
-                w->held_bytes[t] = w->offset[t] == o->offset ? 0 : w->held_bytes[t];
+            w->written_by[t] = event->layer_index + 1;
+            for (uint32_t i = 0; i < RD_VALUES && o->is_new; ++i) { // in place of another
+                w->held_bytes[i] = w->offset[i] == o->offset ? 0 : w->held_bytes[i];
             }
-            w->offset[o->tensor.id] = o->offset;
-            w->held_bytes[o->tensor.id] = o->bytes;
+            w->offset[t] = o->offset;
+            w->held_bytes[t] = o->bytes;
         }
         if (event->kind == MS_EVENT_DROP && !w->backward) {
-            w->freed[o->tensor.id] = true;
-            w->held_bytes[o->tensor.id] = 0;
+            w->freed[t] = true;
+            w->held_bytes[t] = 0;
         }
-        if (event->kind == MS_EVENT_BACKWARD && !o->is_written && w->freed[o->tensor.id] &&
-            w->written_by[o->tensor.id] != 0) {
-            w->not_held[w->written_by[o->tensor.id] - 1] += (o->bytes + 63) & ~(uint64_t)63;
-            w->freed[o->tensor.id] = false; // once
+        if (event->kind == MS_EVENT_BACKWARD && !o->is_written && w->freed[t] &&
+            w->written_by[t] != 0) {
+            w->not_held[w->written_by[t] - 1] += (o->bytes + 63) & ~(uint64_t)63;
+            w->freed[t] = false; // once
         }
     }
 }
@@ -605,6 +611,7 @@ static void check_against_events(ms_model *m) {
     ms_memory_report report;
     double added_us = 0.0;
     memset(&w, 0, sizeof w);
+    w.model = m;
     t_report(m, &report);
     get_decisions(m, &d);
     t_ok(m, ms_visit_events(m, MS_PROGRAM_TRAIN, walk, &w));
@@ -664,7 +671,7 @@ typedef struct recomputations {
 
 static void count_recomputations(const ms_event *event, void *user) {
     if (event->kind == MS_EVENT_RECOMPUTE) {
-        ((recomputations *)user)->of[event->layer.id - 1] += 1;
+        ((recomputations *)user)->of[event->layer_index] += 1;
     }
 }
 

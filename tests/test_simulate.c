@@ -63,7 +63,7 @@ static ms_hardware round_hardware(ms_device_kind kind) {
 
 static void set_times(ms_model *m, double forward_us, double backward_us, double recompute_us) {
     for (uint32_t i = 0; i < m->graph.layers.count; ++i) {
-        const ms_layer layer = {i + 1};
+        const ms_layer layer = msi_layer_handle(&m->graph, i);
         ms_layer_time time;
         time.forward_us = forward_us + i;
         time.backward_us = backward_us + i;

@@ -1042,8 +1042,8 @@ static inline void t_count_event(const ms_event *event, void *user) {
     t_tally *t = (t_tally *)user;
     assert_int_equal(event->size, sizeof *event);
     t->count[event->kind] += 1;
-    if (event->layer.id != 0 && event->layer.id <= T_NET_OPS) {
-        t->of_layer[event->kind][event->layer.id - 1] += 1;
+    if (event->layer_index < T_NET_OPS) {
+        t->of_layer[event->kind][event->layer_index] += 1;
     }
     if (event->kind == MS_EVENT_COPY || event->kind == MS_EVENT_COPY_IN ||
         event->kind == MS_EVENT_COPY_OUT) {
