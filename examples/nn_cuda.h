@@ -47,7 +47,16 @@ enum {
     NN_GROUP_PADDING = 128,    // floats that the alignment of a group of heads may take
     NN_CHANNEL_ITEMS = 16,     // values of a channel that a thread sums
     NN_CHANNEL_CHUNK = NN_CHANNEL_ITEMS * NN_THREADS,
-    NN_SEGMENT = 256 // patches of a segment, at least, if there are several
+    NN_SEGMENT = 256,      // patches of a segment, at least, if there are several
+    NN_WARP = 32,          // threads
+    NN_LONG_THREADS = 512, // threads of a block that works on a row of logits
+    NN_ROW_WARPS = 4,      // rows of a block, if each warp works on a row
+    NN_WIDEST = 64 * 256,  // columns of the longest row that fits the registers of a block
+    NN_SUM_ROWS = 8,       // warps of a block of nn_k_column_sums
+    NN_BIAS_ROWS = 4,      // rows of a thread of nn_k_bias
+    NN_SCATTER_WIDTH = 4,  // columns of a thread of nn_k_scatter
+    NN_SCATTER_COLUMNS = NN_SCATTER_WIDTH * NN_THREADS,
+    NN_FEW_ENTRIES = 4 // entries of a table, at most, whose gradient is summed entry by entry
 };
 
 NN_API int64_t nn_divide_up(int64_t a, int64_t b) {
@@ -177,18 +186,6 @@ NN_API const nn_device *nn_cuda_dry(void) {
 
 /* The mask of a whole warp. */
 #define NN_EVERY_LANE 0xffffffffu
-
-enum {
-    NN_WARP = 32,
-    NN_LONG_THREADS = 512, // threads of a block that works on a row of logits
-    NN_ROW_WARPS = 4,      // rows of a block, if each warp works on a row
-    NN_WIDEST = 64 * 256,  // columns of the longest row that fits the registers of a block
-    NN_SUM_ROWS = 8,       // warps of a block of nn_k_column_sums
-    NN_BIAS_ROWS = 4,      // rows of a thread of nn_k_bias
-    NN_SCATTER_WIDTH = 4,  // columns of a thread of nn_k_scatter
-    NN_SCATTER_COLUMNS = NN_SCATTER_WIDTH * NN_THREADS,
-    NN_FEW_ENTRIES = 4 // entries of a table, at most, whose gradient is summed entry by entry
-};
 
 enum { NN_ERROR_WIDTH = 1002 /* a row has more than NN_WIDEST columns */ };
 

@@ -113,7 +113,7 @@ compile_nvcc() { # ARGUMENTS
     local host
     [ -n "$NVCC" ] || skip 'no nvcc'
     host=$(printf ' -Xcompiler %s' $(sed -E 's/-W(pedantic|undef|error)( |$)/ /g' <<< "$WARNINGS"))
-    "$NVCC" -std=c++17 -Werror all-warnings -arch=sm_75 $host -I. -Iexamples -O1 "$@"
+    "$NVCC" -std=${CUDA_STD:-c++17} -Werror all-warnings -arch=sm_75 $host -I. -Iexamples -O1 "$@"
 }
 
 cell_nvcc() { # ARGUMENTS
@@ -158,6 +158,22 @@ build_cuda() {
 cell_library() { # COMPILER NAME FLAG ARGUMENTS
     [ -n "$3" ] || skip "no $2"
     cell "$1" "${@:4}" $3
+}
+
+# In the newest dialects what old ones let pass is deprecated, such as arithmetic between two enums.
+cell_newest() { # COMPILER DIALECT SOURCES
+    need "$1"
+    local source status=0
+    for source in "${@:3}"; do
+        case $source in
+        *.cu) set -- "$1" "$2" -Itests/emulation -D__CUDACC__=1 ;;
+        tests/*) set -- "$1" "$2" -DMEMSCALE_IMPLEMENTATION ;;
+        *) set -- "$1" "$2" ;;
+        esac
+        compile "$1" -std=$2 -Wno-missing-field-initializers -Wno-missing-braces "${@:3}" \
+            -fsyntax-only "$source" || status=1
+    done
+    return $status
 }
 
 cell_mixed() { # C_COMPILER CXX_COMPILER: a C++ program on an implementation that was compiled as C
@@ -378,7 +394,7 @@ check_readme_program() {
 
 export -f skip need build run_test run_threads run_corpus run_program compile
 export -f cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
-export -f cell_library cell_mixed cell_sources check_dialect
+export -f cell_library cell_newest cell_mixed cell_sources check_dialect
 export -f misplaced plant check_order defaults check_switches check_new_technique check_new_op
 export -f implementation same check_exports check_static_exports imports macros check_listings
 export -f check_install check_readme_program
@@ -454,8 +470,8 @@ body=-DMEMSCALE_IMPLEMENTATION
 hostile='-include tests/windows_macros.h'
 for compiler in gcc clang g++ clang++; do
     case $compiler in
-    *++) dialect=c++17 ;;
-    *) dialect=c11 ;;
+    *++) dialect=c++17 newest=c++20 cuda=examples/cuda.cu ;;
+    *) dialect=c11 newest=c2x cuda= ;;
     esac
     [ $compiler = gcc ] && gcc=quick || gcc=rest
     group "compile, $compiler"
@@ -473,6 +489,8 @@ for compiler in gcc clang g++ clang++; do
     check rest 'OpenMP, -O2' "cell_library $compiler OpenMP '$OPENMP' $body -O2 $program"
     check rest 'NDEBUG, -O3' "cell $compiler $body -DNDEBUG -O3 $program"
     check quick 'examples and benchmarks' "cell_sources $compiler"
+    check quick "one translation unit, ${newest^^}" "cell_newest $compiler $newest $program $cuda"
+    check rest "examples and benchmarks, ${newest^^}" "cell_newest $compiler $newest examples/*.c bench/*.c"
 done
 group 'compile, both languages'
 check rest 'g++ on an object of gcc' 'cell_mixed gcc g++'
@@ -482,6 +500,7 @@ group 'compile, nvcc'
 check rest 'CUDA, two translation units' "cell_nvcc -x cu $program tests/compile_implementation.c"
 check rest 'CUDA, MEMSCALE_STATIC, twice' \
     "cell_nvcc -x cu $body -DMEMSCALE_STATIC $program tests/compile_static.c"
+check rest 'CUDA, C++20' 'CUDA_STD=c++20 compile_nvcc -c examples/cuda.cu -o /dev/null'
 check rest 'CUDA, with the macros of other headers' "cell_nvcc -x cu $hostile -DCOMPILE_LATE $program"
 check rest 'host code' "cell_nvcc -x c++ $body $program"
 check quick 'CUDA, one translation unit with the CUDA part' \
