@@ -8323,12 +8323,19 @@ static double msi_duration_us(const msi_clock *c, const msi_instruction *i) {
     return 0.0;
 }
 
+/* Rounds to multiples of 2^-24 us, so that sums of up to minutes are exact: two programs with the
+   same instructions in another order take the same time to the bit. */
+static double msi_round_us(double us) {
+    const double ticks = 16777216.0;
+    return us < 1e9 ? (double)(uint64_t)(us * ticks + 0.5) / ticks : us;
+}
+
 /* Enqueues work that starts no sooner than `ready_us`. Returns its start. */
 static double msi_enqueue(msi_clock *c, ms_stream_kind stream, double ready_us, double us) {
     const double free_us = c->free_us[stream];
     const double start_us = ready_us > free_us ? ready_us : free_us;
     c->stall_us += stream == MS_STREAM_COMPUTE ? start_us - free_us : 0.0;
-    c->free_us[stream] = start_us + us;
+    c->free_us[stream] = start_us + msi_round_us(us);
     return start_us;
 }
 
@@ -8573,15 +8580,32 @@ static msi_score msi_score_of(const msi_scorer *s, const msi_tensor_decision *de
     return score;
 }
 
-/* What plans have to meet, and the best one that the searches have found so far. */
+/* What plans have to meet, and the best one that the searches have found so far.
+
+   A search is a function from a budget to a plan that fits it, or to none, with two properties:
+   - a larger budget gets no slower plan;
+   - if the plan for a budget fits a smaller one as well, then it is the plan for that one too.
+   The second implies that a smaller budget gets no larger arena: it gets the same plan, or one that
+   fits where that one does not. The fastest plan of a fixed list that fits, with ties broken by a
+   fixed order, has both properties, and so has the best of the plans of several searches. Nothing
+   else about plans needs to be known for ms_wrap to keep its promise; the order of tries, and what
+   is skipped because it cannot win, make no difference. */
 typedef struct msi_search {
     const msi_scorer *scorer;
     uint64_t budget, enough;   // no layout need be smaller than `enough`
+    double least_us;           // the time of the plain plan: none counts as faster
     bool early;                // the plans proposed update params inside backward
     msi_tensor_decision *best; // the best plan so far, if one was found
     bool found, fits, best_early;
     msi_score best_score;
 } msi_search;
+
+/* Estimates decisions for a search. */
+static msi_score msi_search_estimate(const msi_search *s, const msi_tensor_decision *decisions) {
+    msi_score score = msi_estimate(s->scorer, decisions);
+    score.us = score.us > s->least_us ? score.us : s->least_us;
+    return score;
+}
 
 /* Whether decisions that were estimated may be the best so far, and so are worth a layout. */
 static bool msi_may_be_best(const msi_search *s, const msi_score *score) {
@@ -8610,16 +8634,6 @@ static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
     }
 }
 
-/* Scores decisions, and proposes them if they may be the best. Returns their time. */
-static double msi_try(msi_search *s, const msi_tensor_decision *decisions) {
-    msi_score score = msi_estimate(s->scorer, decisions);
-    if (msi_may_be_best(s, &score)) {
-        (void)msi_fits(s->scorer, &score, MSI_NO_BUDGET, s->enough);
-        msi_propose(s, decisions, &score);
-    }
-    return score.us;
-}
-
 /* The values that a layer makes, outputs and then saved tensors:
    for (MSI_EACH_MADE(made, g, layer)) { ... made.tensor ... } */
 static msi_operand_cursor msi_made_operands(const msi_graph *g, uint32_t layer) {
@@ -8643,23 +8657,32 @@ static uint64_t msi_decisions_bytes(const msi_graph *g) {
     return g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
 }
 
+static bool msi_is_drop_forced(const msi_graph *g, uint32_t t) {
+    return g->tensors.items[t].technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON;
+}
+
 /* Whether dropping a value is a choice. What no backward reads, the plain plan drops already. */
 static bool msi_is_choice(const msi_graph *g, uint32_t t) {
-    return g->tensors.items[t].last_reader != MSI_NONE && msi_is_droppable(g, t);
+    return g->tensors.items[t].last_reader != MSI_NONE && msi_is_droppable(g, t) &&
+           !msi_is_drop_forced(g, t);
 }
 
 /* The plain plan drops only what no backward reads, and updates params last. */
 static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions) {
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        decisions[t].pass = msi_is_droppable(g, t) && !msi_is_choice(g, t) ? 1 : 0;
+        const bool unread = g->tensors.items[t].last_reader == MSI_NONE;
+        decisions[t].pass = unread && msi_is_droppable(g, t) ? 1 : 0;
         decisions[t].update_after = MSI_NONE;
     }
 }
 
-/* What a search begins with: nothing is dropped by choice. */
-static void msi_decide_base(const msi_search *s, msi_tensor_decision *decisions) {
-    msi_decide_plain(s->scorer->graph, decisions);
-    msi_place_updates(s->scorer->graph, decisions, s->early, 0);
+/* What a search begins with: nothing is dropped by choice, only what is forced. */
+static void msi_decide_base(const msi_graph *g, bool early, msi_tensor_decision *decisions) {
+    msi_decide_plain(g, decisions);
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        decisions[t].pass |= msi_is_drop_forced(g, t);
+    }
+    msi_place_updates(g, decisions, early, 0);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -8667,10 +8690,10 @@ static void msi_decide_base(const msi_search *s, msi_tensor_decision *decisions)
 //           for its time
 
 /* The greedy search goes through a list of plans whose order does not depend on the budget. The
-   budget only says where to stop: at the first plan that fits. So a smaller budget never gives a
-   larger peak, and a larger one never a slower step. The list begins with the plain plan, plus what
-   is forced; next, if that is allowed, is the plan that updates params inside backward; each plan
-   after these drops some more values than the one before, and has no more live bytes. */
+   budget only says where to stop: at the first plan that fits. A plan that is faster than one
+   before it does not count. The list begins with the plain plan, plus what is forced; next, if that
+   is allowed, is the plan that updates params inside backward; each plan after these drops some
+   more values than the one before, and has no more live bytes. */
 
 enum {
     MSI_PRICE_LIMIT = 64,
@@ -8797,11 +8820,13 @@ static void msi_sort_moves(msi_move *items, uint32_t count) {
 typedef struct msi_prefix {
     uint64_t live_bytes;
     uint32_t drop_count;
-    double us;
+    double us;  // of the slowest plan up to this one
     bool early; // params are updated inside backward
+    bool counts;
 } msi_prefix;
 
 typedef struct msi_greedy {
+    msi_search *search;
     const msi_scorer *scorer;
     const msi_graph *graph;
     msi_tensor_decision *decisions; // of the plan at hand
@@ -8825,9 +8850,11 @@ static uint64_t msi_greedy_bytes(const msi_graph *g) {
 }
 
 /* Begins with the plain plan. False, and the scorer is short, without memory. */
-static bool msi_greedy_init(msi_greedy *w, const msi_scorer *s) {
+static bool msi_greedy_init(msi_greedy *w, msi_search *search) {
+    const msi_scorer *s = search->scorer;
     const msi_graph *g = s->graph;
     memset(w, 0, sizeof *w);
+    w->search = search;
     w->scorer = s;
     w->graph = g;
     w->started_bytes = (uint64_t *)msi_scratch(s, msi_greedy_bytes(g));
@@ -8986,12 +9013,17 @@ static void msi_find_moves(msi_greedy *w) {
     msi_sort_moves(w->moves.items, w->moves.count);
 }
 
-/* Adds the plan at hand to the list. */
-static void msi_add_prefix(msi_greedy *w) {
-    const msi_prefix prefix = {w->score.live_bytes, w->drops.count, w->score.us, w->early};
-    if (MSI_SCRATCH_LIST(msi_prefix, w->scorer, w->prefixes, w->prefixes.count + 1ull)) {
+/* Adds the plan at hand to the list. Returns whether it counts. */
+static bool msi_add_prefix(msi_greedy *w) {
+    const uint32_t count = w->prefixes.count;
+    const double slowest = count > 0 ? w->prefixes.items[count - 1].us : 0.0;
+    const bool counts = w->score.us >= slowest;
+    const msi_prefix prefix = {w->score.live_bytes, w->drops.count, counts ? w->score.us : slowest,
+                               w->early, counts};
+    if (MSI_SCRATCH_LIST(msi_prefix, w->scorer, w->prefixes, count + 1ull)) {
         w->prefixes.items[w->prefixes.count++] = prefix;
     }
+    return counts;
 }
 
 /* Drops a value, unless another move of the same batch has dropped it. */
@@ -9023,7 +9055,7 @@ static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, uint64
             msi_drop(w, w->members.items[w->moves.items[i].member + k]);
         }
     }
-    w->score = msi_estimate(w->scorer, w->decisions);
+    w->score = msi_search_estimate(w->search, w->decisions);
     const bool lower = w->score.live_bytes < old_bytes ||
                        (w->score.live_bytes == old_bytes && w->scorer->program->peak != old_peak);
     if (!lower) {
@@ -9044,13 +9076,11 @@ static bool msi_next_plan(msi_greedy *w) {
     for (int tries = 0; tries < MSI_TRY_LIMIT && first < w->moves.count; tries++) {
         batch = batch < w->moves.count - first ? batch : w->moves.count - first;
         if (msi_make_moves(w, first, batch, old_bytes, old_peak)) {
-            msi_add_prefix(w);
             return true;
         }
         first += batch == 1;
         batch = batch > 1 ? batch / 2 : 1;
     }
-    w->score = msi_estimate(w->scorer, w->decisions);
     return false;
 }
 
@@ -9059,25 +9089,8 @@ static void msi_return_to(msi_greedy *w, const msi_prefix *prefix) {
     w->early = prefix->early;
     msi_place_updates(w->graph, w->decisions, w->early, 0);
     msi_set_drops(w, prefix->drop_count);
-    w->score = msi_score_of(w->scorer, w->decisions);
-}
-
-/* Takes back values that the last plan of the list need not drop. If it dropped several at once,
-   the fewest of them that fit the budget are enough, as long as the arena is no smaller than with
-   all of them (else a smaller budget would get the larger arena). On large graphs only some numbers
-   of drops are tried, the same for every budget. */
-static void msi_trim_last(msi_greedy *w, uint64_t budget) {
-    const uint32_t end = w->drops.count, count = w->prefixes.count, most = MSI_TRIM_TRIES;
-    const uint32_t begin = count > 1 ? w->prefixes.items[count - 2].drop_count : 0;
-    const uint64_t whole = w->score.bytes;
-    const uint32_t tries = end - begin < most ? end - begin : most;
-    for (uint32_t k = 1; tries > 1 && k <= tries && !msi_is_short(w->scorer); k++) {
-        msi_set_drops(w, begin + (uint32_t)((uint64_t)k * (end - begin) / tries));
-        w->score = msi_estimate(w->scorer, w->decisions);
-        if (msi_fits(w->scorer, &w->score, budget, 0) && w->score.bytes >= whole) {
-            break;
-        }
-    }
+    w->score = msi_search_estimate(w->search, w->decisions);
+    (void)msi_fits(w->scorer, &w->score, MSI_NO_BUDGET, 0);
 }
 
 /* At the end of the list, goes back to the first plan with the smallest arena. That is the last
@@ -9087,9 +9100,11 @@ static void msi_take_smallest(msi_greedy *w) {
     uint64_t bytes = UINT64_MAX;
     for (uint32_t k = w->prefixes.count;
          k-- > 0 && list[k].live_bytes <= bytes && !msi_is_short(w->scorer);) {
-        msi_return_to(w, &list[k]);
-        best = w->score.bytes <= bytes ? &list[k] : best;
-        bytes = msi_smaller(bytes, w->score.bytes);
+        if (list[k].counts) {
+            msi_return_to(w, &list[k]);
+            best = w->score.bytes <= bytes ? &list[k] : best;
+            bytes = msi_smaller(bytes, w->score.bytes);
+        }
     }
     msi_return_to(w, best);
 }
@@ -9104,50 +9119,68 @@ static void msi_set_drops_of(msi_greedy *w, uint32_t layer, uint32_t pass) {
 }
 
 /* Polishes the plan that fits: takes back, layer by layer, drops of earlier moves that later moves
-   have made needless. Neither live bytes nor arena may grow, and the step must not become faster
-   than that of the plan before, or a larger budget would get a slower one. */
-static void msi_polish(msi_greedy *w) {
-    const uint32_t count = w->prefixes.count, limit = MSI_POLISH_LIMIT;
-    const bool whole = count > 1 && w->prefixes.items[count - 1].drop_count == w->drops.count;
-    const msi_prefix *before = whole ? &w->prefixes.items[count - 2] : NULL;
+   have made needless. The arena must stay as it is, and the step must not become faster than that
+   of the plan before: so the result stands in the list where that plan stood. */
+static void msi_polish(msi_greedy *w, const msi_prefix *before) {
     const msi_score first = w->score;
-    uint64_t bytes = first.bytes;
-    double us = first.us;
-    if (w->graph->layers.count > MSI_POLISH_LAYERS || !whole || before->drop_count == 0) {
+    msi_score best = first;
+    if (w->graph->layers.count > MSI_POLISH_LAYERS || before->drop_count == 0) {
         return;
     }
-    for (uint32_t i = 0; i < before->drop_count && i < limit && !msi_is_short(w->scorer); i++) {
+    for (uint32_t i = 0; i < before->drop_count && i < MSI_POLISH_LIMIT && !msi_is_short(w->scorer);
+         i++) {
         const uint32_t layer = w->graph->tensors.items[w->drops.items[i]].producer;
         msi_set_drops_of(w, layer, 0);
-        w->score = msi_estimate(w->scorer, w->decisions);
-        if (w->score.us < us && w->score.us >= before->us &&
+        w->score = msi_search_estimate(w->search, w->decisions);
+        if (w->score.us < best.us && w->score.us >= before->us &&
             w->score.live_bytes <= first.live_bytes &&
-            msi_fits(w->scorer, &w->score, first.bytes, first.bytes)) {
-            us = w->score.us;
-            bytes = w->score.bytes;
+            msi_fits(w->scorer, &w->score, first.bytes, 0) && w->score.bytes == first.bytes) {
+            best = w->score;
         } else {
             msi_set_drops_of(w, layer, 1);
         }
     }
-    w->score = msi_estimate(w->scorer, w->decisions);
-    w->score.bytes = bytes;
+    w->score = best;
 }
 
-/* Goes through the list until the budget is met, or to its end, and leaves the plan scored. */
-static void msi_search_greedy(msi_greedy *w, uint64_t budget, bool may_drop) {
-    const bool forced = w->drops.count > 0;
+/* If the last plan of the list dropped several values at once, some of them may be enough: proposes
+   the fewest that fit. These plans stand between the last two of the list: none is smaller than the
+   last one, or slower, and none faster than the one before. On large graphs only some numbers of
+   drops are tried, the same for every budget. */
+static void msi_trim_last(msi_greedy *w, const msi_prefix *before, const msi_score *last) {
+    const uint32_t end = w->drops.count, begin = before->drop_count, most = MSI_TRIM_TRIES;
+    const uint32_t tries = end - begin < most ? end - begin : most;
+    double slowest = before->us;
+    for (uint32_t k = 1; k < tries && !msi_is_short(w->scorer); k++) {
+        msi_set_drops(w, begin + (uint32_t)((uint64_t)k * (end - begin) / tries));
+        w->score = msi_search_estimate(w->search, w->decisions);
+        const bool counts = w->score.us >= slowest && w->score.us < last->us;
+        slowest = counts ? w->score.us : slowest;
+        if (counts && msi_fits(w->scorer, &w->score, w->search->budget, 0) &&
+            w->score.bytes >= last->bytes) {
+            msi_propose(w->search, w->decisions, &w->score);
+            return;
+        }
+    }
+}
+
+/* Goes through the list until the budget is met, or to its end, and proposes the plan there. */
+static void msi_search_greedy(msi_greedy *w, bool may_drop) {
     bool fits = false;
     while (may_drop && !fits && !msi_is_short(w->scorer) && msi_next_plan(w)) {
-        fits = msi_fits(w->scorer, &w->score, budget, 0);
+        fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
     }
-    if (!fits && !msi_is_short(w->scorer)) {
+    w->search->early = w->early;
+    if (fits && w->prefixes.count > 1) {
+        const msi_prefix *before = &w->prefixes.items[w->prefixes.count - 2];
+        msi_polish(w, before);
+        msi_propose(w->search, w->decisions, &w->score);
+        const msi_score last = w->score;
+        msi_trim_last(w, before, &last);
+    } else if (!msi_is_short(w->scorer)) {
         msi_take_smallest(w);
-    }
-    if (fits) {
-        msi_trim_last(w, budget);
-    }
-    if (fits && !forced) {
-        msi_polish(w);
+        w->search->early = w->early;
+        msi_propose(w->search, w->decisions, &w->score);
     }
 }
 
@@ -9172,7 +9205,7 @@ enum {
     MSI_CHAIN_WIDTH = 48,    // points of a subchain, at least
     MSI_CHAIN_WIDEST = 2048, // of a subchain up to the end
     MSI_CHAIN_WORK = 3 * 1000 * 1000,
-    MSI_CHAIN_TRIES = 16,
+    MSI_CHAIN_LEAF = 6,    // points
     MSI_CHAIN_LARGE = 1000 // layers
 };
 
@@ -9316,6 +9349,12 @@ static uint64_t msi_droppable_bytes(const msi_graph *g, uint32_t layer) {
     return bytes;
 }
 
+/* Whether a stage may begin at a layer: at most one value crosses, and it may be kept. */
+static bool msi_is_cut(const msi_chain *c, const msi_crossings *x, uint32_t layer) {
+    return x->count[layer] == 0 ||
+           (x->count[layer] == 1 && !msi_is_drop_forced(c->graph, (uint32_t)x->sum[layer] - 1));
+}
+
 /* Cuts the graph where at most one value crosses; if these are too many stages, only where enough
    bytes lie between cuts. */
 static void msi_cut_stages(msi_chain *c, const msi_crossings *x) {
@@ -9325,12 +9364,12 @@ static void msi_cut_stages(msi_chain *c, const msi_crossings *x) {
     uint32_t cuts = 1;
     for (uint32_t i = 0; i < layers; i++) {
         all += msi_droppable_bytes(g, i);
-        cuts += i > 0 && x->count[i] <= 1;
+        cuts += i > 0 && msi_is_cut(c, x, i);
     }
     const uint64_t least = cuts > MSI_CHAIN_STAGES ? all / (MSI_CHAIN_STAGES - 1) + 1 : 0;
     for (uint32_t i = 0; i < layers; i++) {
         msi_chain_stage *stage = &c->stages[i > 0 ? c->count - 1 : 0];
-        if (i == 0 || (x->count[i] <= 1 && stage->droppable_bytes >= least)) {
+        if (i == 0 || (msi_is_cut(c, x, i) && stage->droppable_bytes >= least)) {
             stage = &c->stages[c->count++];
             stage->first = i;
             stage->input = i > 0 && x->count[i] ? (uint32_t)x->sum[i] - 1 : MSI_NONE;
@@ -9585,7 +9624,7 @@ static uint32_t msi_drops_of_option(uint32_t drops, uint32_t option, uint32_t op
    all values that do not pass to the next stage. */
 static void msi_find_options(msi_chain *c) {
     uint32_t drops[MSI_CHAIN_STAGES], most = 0;
-    msi_decide_base(c->search, c->decisions);
+    msi_decide_base(c->graph, c->search->early, c->decisions);
     for (uint32_t t = 0; t < c->graph->tensors.count; t++) {
         c->option_of[t] = c->decisions[t].pass > 0 ? 0 : UINT8_MAX;
     }
@@ -9874,48 +9913,61 @@ static const msi_subchain *msi_whole_chain(msi_chain *c) {
     return msi_subchain_of(c, false, 0, c->count - 1);
 }
 
-/* The fastest point that should fit. */
-static uint32_t msi_find_point(msi_chain *c, uint64_t budget) {
-    const msi_subchain *all = msi_whole_chain(c);
-    const uint64_t residents = c->scorer->store->resident_bytes;
-    uint32_t k = 0;
-    while (k + 1 < all->count && residents + all->points[k + 1].bytes <= budget) {
-        k++;
-    }
-    return k;
-}
-
-/* Tries the plan of a point of the whole chain. True: it fits, or is no faster than one that does,
-   so slower points are not worth a try. */
-static bool msi_try_point(msi_chain *c, uint32_t number) {
-    msi_search *s = c->search;
+/* Estimates the plan of a point of the whole chain. */
+static msi_score msi_estimate_point(msi_chain *c, uint32_t number) {
     const uint64_t bytes = msi_whole_chain(c)->points[number].bytes;
-    msi_decide_base(s, c->decisions);
+    msi_decide_base(c->graph, c->search->early, c->decisions);
     msi_assign_subchain(c, false, 0, c->count - 1, bytes, 0);
-    const double us = msi_try(s, c->decisions);
-    return (s->fits && us >= s->best_score.us) || msi_is_short(c->scorer);
+    return msi_search_estimate(c->search, c->decisions);
 }
 
-/* Tries points of the chain, starting with the fastest that should fit. The first one shows how
-   much less the real program needs than the sum of its subchains, so faster ones may fit; a layout
-   may waste some of that. */
-static void msi_search_points(msi_chain *c) {
-    const msi_search *s = c->search;
-    const uint64_t budget = s->budget;
-    const msi_subchain *all = msi_whole_chain(c);
-    uint32_t k = msi_find_point(c, budget), jump = 1;
-    bool done = msi_try_point(c, k);
-    const uint64_t sum = all->points[k].bytes, real = c->scorer->program->peak_bytes;
-    const uint32_t faster = real < sum && budget > 0 ? msi_find_point(c, budget + (sum - real)) : k;
-    done = (done && faster == k) || msi_is_short(c->scorer);
-    k = faster > k ? faster + 1 : k;
-    for (int tries = 0; !done && k > 0 && tries < MSI_CHAIN_TRIES; tries++) {
-        jump = tries < MSI_CHAIN_TRIES / 4 ? 1 : jump * 2;
-        k = k > jump ? k - jump : 0;
-        done = msi_try_point(c, k);
+/* Lays out a point that was estimated, if it may fit, and proposes it unless its arena is smaller
+   than that of a slower point. Returns whether it fits. */
+static bool msi_try_point(msi_chain *c, msi_score *score, uint64_t least_bytes) {
+    msi_search *s = c->search;
+    const bool fits = msi_fits(c->scorer, score, s->budget, 0);
+    if (score->bytes == UINT64_MAX && msi_may_be_best(s, score)) {
+        (void)msi_fits(c->scorer, score, MSI_NO_BUDGET, 0);
     }
-    for (k = 0; !s->fits && k < all->count && !msi_is_short(c->scorer); k += 1 + k / 2) {
-        (void)msi_try_point(c, k);
+    if (score->bytes == UINT64_MAX || score->bytes < least_bytes) {
+        return false;
+    }
+    msi_propose(s, c->decisions, score);
+    return fits;
+}
+
+/* Finds a point for the budget by bisection: faster points take more bytes. The real program of a
+   point takes less than the sum of its subchains, and its layout may waste some bytes, so the order
+   is not perfect. A point counts only if it is in order with those that led to it: neither slower
+   nor smaller than the one below, nor faster than the one above. Which points these are does not
+   depend on the budget, so the points that count are a sorted list, in which to bisect. */
+static void msi_search_points(msi_chain *c) {
+    uint32_t first = 0, end = msi_whole_chain(c)->count;
+    uint64_t least_bytes = 0;
+    double slowest_us = 1e300, fastest_us = 0.0;
+    while (end - first > MSI_CHAIN_LEAF && !msi_is_short(c->scorer)) {
+        const uint32_t middle = first + (end - first) / 2;
+        msi_score score = msi_estimate_point(c, middle);
+        const bool ordered = score.us <= slowest_us && score.us >= fastest_us;
+        const bool fits = ordered && msi_try_point(c, &score, least_bytes);
+        if (fits) {
+            least_bytes = score.bytes;
+            slowest_us = score.us;
+        }
+        if (fits || !ordered || score.bytes < least_bytes) {
+            first = middle + 1;
+        } else {
+            const bool too_slow = c->search->fits && score.us > c->search->best_score.us;
+            fastest_us = score.us;
+            end = too_slow ? first : middle;
+        }
+    }
+    for (bool fits = false; end > first && !fits && !msi_is_short(c->scorer);) {
+        msi_score score = msi_estimate_point(c, --end);
+        if (score.us <= slowest_us && score.us >= fastest_us) {
+            fastest_us = score.us;
+            fits = msi_try_point(c, &score, least_bytes);
+        }
     }
 }
 
@@ -9995,12 +10047,11 @@ static void msi_search_chain(msi_search *s) {
 
 /* Choices are laid out in the order of their time or, if none fits, of their size. Each value is a
    group of its own; if these are too many, the values of each layer are a group. */
-enum { MSI_ALL_GROUPS = 12, MSI_ALL_LAYERS = 16, MSI_ALL_TRIES = 32 };
+enum { MSI_ALL_GROUPS = 12, MSI_ALL_LAYERS = 16 };
 
 typedef struct msi_exhaustive {
     msi_search *search;
     const msi_graph *graph;
-    double plain_us;                    // of a step that recomputes nothing
     uint32_t count;                     // groups: a choice is a mask of those that are dropped
     uint32_t first[MSI_ALL_GROUPS + 1]; // per group: its first value in members
     uint32_t members[MSI_ALL_LAYERS * (MS_LIMIT_OUT + MS_LIMIT_SAVED)];
@@ -10036,7 +10087,7 @@ static bool msi_list_groups(msi_exhaustive *all, bool by_layer) {
 }
 
 static void msi_decide_groups(msi_exhaustive *all, uint32_t mask) {
-    msi_decide_base(all->search, all->decisions);
+    msi_decide_base(all->graph, all->search->early, all->decisions);
     for (uint32_t k = 0; k < all->count; k++) {
         for (uint32_t i = all->first[k]; (mask >> k & 1) && i < all->first[k + 1]; i++) {
             all->decisions[all->members[i]].pass = 1;
@@ -10047,7 +10098,7 @@ static void msi_decide_groups(msi_exhaustive *all, uint32_t mask) {
 /* A lower bound on the time of a step: each layer whose values are dropped runs again once. */
 static double msi_least_us(const msi_exhaustive *all, uint32_t mask) {
     const msi_graph *g = all->graph;
-    double us = all->plain_us;
+    double us = all->search->least_us;
     uint32_t last = MSI_NONE;
     for (uint32_t k = 0; k < all->count; k++) {
         const uint32_t layer = g->tensors.items[all->members[all->first[k]]].producer;
@@ -10074,27 +10125,27 @@ static uint32_t msi_next_choice(const msi_exhaustive *all, bool smallest) {
 static void msi_search_choices(msi_exhaustive *all) {
     msi_search *s = all->search;
     for (uint32_t mask = 0; mask < 1u << all->count && !msi_is_short(s->scorer); mask++) {
-        all->tried[mask] = s->fits && msi_least_us(all, mask) >= s->best_score.us;
+        all->tried[mask] = s->fits && msi_least_us(all, mask) > s->best_score.us;
         if (!all->tried[mask]) {
             msi_decide_groups(all, mask);
-            all->scores[mask] = msi_estimate(s->scorer, all->decisions);
+            all->scores[mask] = msi_search_estimate(s, all->decisions);
         }
     }
-    for (int tries = 0; tries < MSI_ALL_TRIES && !msi_is_short(s->scorer); tries++) {
+    while (!msi_is_short(s->scorer)) {
         const uint32_t mask = msi_next_choice(all, !s->fits);
-        if (mask == MSI_NONE || (s->fits && all->scores[mask].us >= s->best_score.us)) {
+        if (mask == MSI_NONE || !msi_may_be_best(s, &all->scores[mask])) {
             break;
         }
         all->tried[mask] = true;
         msi_decide_groups(all, mask);
-        msi_score score = msi_estimate(s->scorer, all->decisions);
+        msi_score score = msi_search_estimate(s, all->decisions);
         (void)msi_fits(s->scorer, &score, MSI_NO_BUDGET, s->enough);
         msi_propose(s, all->decisions, &score);
     }
 }
 
 /* Tries all choices of a small graph, and proposes the best. */
-static void msi_search_exhaustive(msi_search *s, double plain_us) {
+static void msi_search_exhaustive(msi_search *s) {
     const msi_graph *g = s->scorer->graph;
     if (g->layers.count > MSI_ALL_LAYERS || msi_is_short(s->scorer)) {
         return;
@@ -10106,7 +10157,6 @@ static void msi_search_exhaustive(msi_search *s, double plain_us) {
     }
     all->search = s;
     all->graph = g;
-    all->plain_us = plain_us;
     all->decisions = (msi_tensor_decision *)(void *)(all + 1);
     if (msi_list_groups(all, false) || msi_list_groups(all, true)) {
         msi_search_choices(all);
@@ -10163,71 +10213,52 @@ static void msi_follow(msi_solver *s) {
     }
 }
 
-/* Drops the values for which checkpointing is forced: every plan of the list does. */
-static void msi_drop_forced(msi_greedy *w) {
-    for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
-        if (w->graph->tensors.items[t].technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON) {
-            msi_drop(w, t);
-        }
-    }
-}
-
 /* The first plans of the greedy list. The plain plan is scored first, for its size and time. Then
    forced drops are added, and then, if that is allowed and the budget requires it, updates inside
    backward. True: the plan at hand is the one to take. */
-static bool msi_begin_list(msi_solver *s, msi_greedy *w, uint64_t budget) {
+static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
+    const uint64_t budget = w->search->budget;
     const bool may_be_early = r->techniques & MSI_EARLY_UPDATE;
     const bool always_early = may_be_early && r->early_update == MS_SWITCH_ON;
     w->score = msi_score_of(w->scorer, w->decisions);
     s->plan->plain_bytes = w->score.bytes;
-    s->plan->plain_step_us = w->score.us;
+    s->plan->plain_step_us = w->search->least_us = w->score.us;
     if (r->goal == MSI_GOAL_PLAIN) {
         return true;
     }
-    msi_drop_forced(w);
-    msi_place_updates(w->graph, w->decisions, false, 0);
+    msi_decide_base(w->graph, false, w->decisions);
     if (memcmp(w->decisions, s->plan->decisions, msi_decisions_bytes(w->graph)) != 0) {
-        w->score = msi_score_of(w->scorer, w->decisions);
+        w->score = msi_search_estimate(w->search, w->decisions);
+        (void)msi_fits(w->scorer, &w->score, MSI_NO_BUDGET, 0);
     }
-    if (!always_early) {
-        if (w->score.bytes <= budget) {
-            return true;
-        }
-        msi_add_prefix(w);
+    if (!always_early && msi_add_prefix(w) && w->score.bytes <= budget) {
+        return true;
     }
     if (!may_be_early) {
         return false;
     }
     w->early = true;
     msi_place_updates(w->graph, w->decisions, true, 0);
-    w->score = msi_estimate(w->scorer, w->decisions);
-    msi_add_prefix(w);
-    return msi_fits(w->scorer, &w->score, budget, 0);
+    w->score = msi_search_estimate(w->search, w->decisions);
+    return msi_add_prefix(w) && msi_fits(w->scorer, &w->score, budget, 0);
 }
 
 /* Searches on from the first plans: greedily, as a chain, and exhaustively; takes the best plan. */
-static void msi_search_all(msi_solver *s, msi_greedy *w, uint64_t budget) {
+static void msi_search_all(msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
-    const bool may_drop = r->techniques & MSI_CHECKPOINTING;
-    const bool forced = w->drops.count > 0, early = w->early;
-    const double plain_us = w->score.us;
-    msi_search search = MSI_ZERO_INIT;
-    search.scorer = s->scorer;
-    search.budget = budget;
-    search.best = s->plan->decisions;
-    msi_search_greedy(w, budget, may_drop);
-    search.early = w->early;
-    msi_propose(&search, w->decisions, &w->score);
-    if (may_drop && !forced) {
-        search.early = early;
-        search.enough = budget; // which plans fit is all that matters; the best is laid out again
-        msi_search_chain(&search);
-        msi_search_exhaustive(&search, plain_us);
+    const bool may_drop = r->techniques & MSI_CHECKPOINTING, early = w->early;
+    msi_search *search = w->search;
+    msi_search_greedy(w, may_drop);
+    if (may_drop) {
+        search->early = early;
+        search->enough = search->budget; // which plans fit is all that matters here
+        msi_search_chain(search);
+        msi_search_exhaustive(search);
     }
-    s->early = search.best_early;
+    s->early = search->best_early;
     s->score = msi_score_of(s->scorer, s->plan->decisions);
-    if (r->largest && r->goal != MSI_GOAL_SMALLEST && !search.fits) {
+    if (r->largest && r->goal != MSI_GOAL_SMALLEST && !search->fits) {
         msi_follow(s);
     }
 }
@@ -10235,14 +10266,16 @@ static void msi_search_all(msi_solver *s, msi_greedy *w, uint64_t budget) {
 /* Delays updates inside backward as long as the arena does not grow. The weights that the backward
    of a layer has just read lie in the caches of several cores, where writing them is slow: measured
    on two cores, AdamW ran at 15 GB/s right after the layer, and at 90 GB/s some 30 MB of traffic
-   later. */
+   later. The predicted time must stay as it is, too: plans were compared by it. */
 static void msi_relax_updates(msi_solver *s) {
     static const uint64_t lags[] = {64u << 20, 32u << 20, 16u << 20, 8u << 20, 0};
     const uint64_t arena_bytes = s->score.bytes;
+    const double us = s->score.us;
     for (int i = 0; i < 5 && !msi_is_short(s->scorer); i++) {
         msi_place_updates(s->scorer->graph, s->plan->decisions, true, lags[i]);
         s->score = msi_estimate(s->scorer, s->plan->decisions);
-        if (msi_fits(s->scorer, &s->score, arena_bytes, 0) && s->score.bytes == arena_bytes) {
+        if (msi_fits(s->scorer, &s->score, arena_bytes, 0) && s->score.bytes == arena_bytes &&
+            !(s->score.us < us) && !(s->score.us > us)) {
             break;
         }
     }
@@ -10251,13 +10284,12 @@ static void msi_relax_updates(msi_solver *s) {
 /* Chooses the decisions, and leaves the program lowered and laid out. */
 static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
-    const uint64_t budget = r->goal == MSI_GOAL_SMALLEST ? 0 : r->budget; // which no plan meets
-    if (msi_begin_list(s, w, budget)) {
+    if (msi_begin_list(s, w)) {
         memcpy(s->plan->decisions, w->decisions, w->graph->tensors.count * sizeof *w->decisions);
         s->score = w->score;
         s->early = w->early;
     } else {
-        msi_search_all(s, w, budget);
+        msi_search_all(s, w);
     }
     if (s->early && r->early_update != MS_SWITCH_ON) {
         msi_relax_updates(s);
@@ -10270,7 +10302,11 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
 /* Makes the decisions, the training program and the sizes of a plan that has its eval program. */
 static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_plan *plan) {
     msi_greedy greedy;
+    msi_search search = MSI_ZERO_INIT;
     msi_solver s = MSI_ZERO_INIT;
+    search.scorer = scorer;
+    search.budget = request->goal == MSI_GOAL_SMALLEST ? 0 : request->budget; // 0: no plan fits
+    search.best = plan->decisions;
     s.scorer = scorer;
     s.request = request;
     s.plan = plan;
@@ -10280,7 +10316,7 @@ static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_
         return;
     }
     msi_decide_plain(scorer->graph, plan->decisions);
-    if (msi_greedy_init(&greedy, scorer)) {
+    if (msi_greedy_init(&greedy, &search)) {
         msi_choose_plan(&s, &greedy);
     }
     msi_greedy_free(&greedy);

@@ -1119,6 +1119,7 @@ static void greedy_is_close_to_the_best(void **state) {
     msi_lowering lowering;
     msi_shortage shortage;
     msi_scorer scorer;
+    msi_search search = MSI_ZERO_INIT;
     msi_greedy greedy;
     uint64_t best[GREEDY_DEPTH * 2 + 1], least = UINT64_MAX;
     ms_config config = t_config();
@@ -1128,11 +1129,13 @@ static void greedy_is_close_to_the_best(void **state) {
     assert_true(msi_scorer_init(&scorer, chain.model, store, plan, &lowering, &shortage));
     msi_place_updates(&chain.model->graph, plan->decisions, true, 0);
     best_of_all_plans(&scorer, plan->decisions, &chain, best);
-    assert_true(msi_greedy_init(&greedy, &scorer));
+    search.scorer = &scorer;
+    assert_true(msi_greedy_init(&greedy, &search));
     memcpy(greedy.decisions, plan->decisions, msi_decisions_bytes(&chain.model->graph));
     greedy.score = msi_estimate(&scorer, greedy.decisions);
     for (bool more = true; more;) {
         more = msi_next_plan(&greedy);
+        (void)msi_estimate(&scorer, greedy.decisions);
         const uint32_t again = plan->train.recompute_count;
         for (uint32_t i = 0; i + 2 <= again; ++i) {
             assert_true(plan->train.peak_bytes <= best[i]);

@@ -38,8 +38,9 @@ static inline int clock_as_timeval(struct timeval *now, void *zone) {
 #include "random_dag.h"
 #include "virtual.h"
 
+/* The simulation rounds each time to a multiple of 2^-24. */
 static void near(double a, double b) {
-    if (!(fabs(a - b) <= 1e-9 * (1.0 + fabs(a)))) {
+    if (!(fabs(a - b) <= 1e-7 * (1.0 + fabs(a)))) {
         print_error("%.12g is not %.12g\n", a, b);
         fail();
     }

@@ -10,6 +10,7 @@
 #include "../examples/nn.h"
 #include "../bench/models.h"
 #include "../bench/chains.h"
+#include "../bench/nets.h"
 
 /* Sanitizers are some ten times slower. */
 #if defined(__SANITIZE_ADDRESS__)
@@ -1262,6 +1263,96 @@ static void plans_of_small_graphs_are_close_to_the_best(void **state) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// budgets of all kinds of graphs: a larger one never makes a step slower, a smaller one never makes
+// the arena larger, and the smallest is the smallest
+
+static void net_for_budgets(uint64_t seed, const ms_config *config, ms_model **m) {
+    t_rng rng = t_seed(seed);
+    const bool random = t_chance(&rng, 0.8);
+    const net_kind kind =
+        random ? (t_chance(&rng, 0.5) ? NET_RANDOM : NET_CHAIN) : (net_kind)t_below(&rng, 4);
+    const uint32_t layers = 5 + t_below(&rng, 56);
+    assert_int_equal(ms_create(config, m), MS_RESULT_OK);
+    net_register(*m, kind, layers, seed);
+    for (uint32_t t = 0; t < (*m)->graph.tensors.count; t++) { // some are forced, some forbidden
+        const bool made = (*m)->graph.tensors.items[t].kind == MSI_KIND_ACTIVATION;
+        if (made && t + 1 < (*m)->graph.tensors.count && seed % 4 == 0 && t_chance(&rng, 0.1)) {
+            ms_set_tensor_technique(*m, msi_handle(t, MSI_ROLE_VALUE), MS_TECHNIQUE_CHECKPOINTING,
+                                    t_chance(&rng, 0.5) ? MS_SWITCH_ON : MS_SWITCH_OFF);
+        }
+    }
+}
+
+typedef struct planned {
+    uint64_t bytes;
+    double us;
+} planned;
+
+static bool take_plan(ms_model *m, uint64_t budget, planned *p) {
+    ms_memory_report report;
+    ms_set_budget(m, budget);
+    const ms_result result = ms_wrap(m);
+    if (result != MS_RESULT_OK) {
+        t_error(m, result, MS_RESULT_BUDGET);
+        return false;
+    }
+    t_report(m, &report);
+    assert_true(report.arena_bytes <= budget);
+    p->bytes = report.arena_bytes;
+    p->us = m->run.plan->train.step_us;
+    return true;
+}
+
+/* Returns the number of violations. */
+static uint32_t check_budgets(uint64_t seed) {
+    enum { BUDGETS = 25 };
+    meter heap;
+    ms_model *m;
+    planned plain, last, now;
+    uint64_t least = 0;
+    uint32_t wrong = 0;
+    ms_config config = solver_config(&heap);
+    config.early_update = seed % 3 ? MS_SWITCH_DEFAULT : MS_SWITCH_OFF;
+    net_for_budgets(seed, &config, &m);
+    assert_true(take_plan(m, UINT64_MAX, &plain));
+    t_ok(m, ms_smallest_budget(m, &least));
+    last = plain;
+    for (uint64_t i = 1; i <= BUDGETS; ++i) {
+        const uint64_t even = plain.bytes - (plain.bytes - least) * i / BUDGETS;
+        const uint64_t budget = i % 4 == 0 && last.bytes > least ? last.bytes - 1 : even;
+        const bool fits = take_plan(m, budget, &now);
+        const bool good = fits && now.bytes <= last.bytes && now.us >= last.us;
+        if (!good && budget <= last.bytes) {
+            print_message("net %llu, budget %llu: %llu bytes, %.17g us after %llu, %.17g\n",
+                          (unsigned long long)seed, (unsigned long long)budget,
+                          (unsigned long long)(fits ? now.bytes : 0), fits ? now.us : 0.0,
+                          (unsigned long long)last.bytes, last.us);
+            wrong++;
+        }
+        last = fits && budget <= last.bytes ? now : last;
+    }
+    if (!take_plan(m, least, &now) || take_plan(m, least - 1, &now)) {
+        print_message("net %llu: %llu is not the smallest budget\n", (unsigned long long)seed,
+                      (unsigned long long)least);
+        wrong++;
+    }
+    ms_destroy(m);
+    assert_true(heap.live == 0);
+    return wrong;
+}
+
+static void budgets_are_monotone_and_the_smallest_is_exact(void **state) {
+    (void)state;
+    const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
+    const uint64_t count = t_environment("MEMSCALE_TEST_NETS", t_sweep(40, 2000));
+    uint32_t wrong = 0;
+    for (uint64_t seed = first; seed < first + count; ++seed) {
+        wrong += check_budgets(seed);
+    }
+    assert_int_equal(wrong, 0);
+}
+
+// ------------------------------------------------------------------------------------------------
 // published models
 
 static bench_model workload_create(int number, const ms_config *config) {
@@ -1361,6 +1452,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(plans_of_a_long_chain_are_as_fast_as_the_references),
         cmocka_unit_test_prestate(plans_of_files_are_as_fast_as_the_references, argv + 1),
         cmocka_unit_test(plans_of_small_graphs_are_close_to_the_best),
+        cmocka_unit_test(budgets_are_monotone_and_the_smallest_is_exact),
         cmocka_unit_test(sweeps_of_published_models_are_monotone),
         cmocka_unit_test(the_same_chain_gives_the_same_plan),
         cmocka_unit_test(the_same_model_gives_the_same_plan),
