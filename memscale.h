@@ -322,8 +322,8 @@ typedef struct ms_call {
     const ms_view *in, *out, *saved, *param;
     const ms_view *state; // has no data in backward
     /* Zeroed views except in backward; grad_in also in the forward, but not the eval, of a layer
-       with grads_in_forward. grad_out has data for every floating-point output (zeros if that
-       contributes nothing), except after ms_stop_gradient. */
+       with grads_in_forward. grad_out has data for an output that contributes to the loss; of any
+       other, such as probabilities that only a sampler reads, no gradient is made. */
     const ms_view *grad_out, *grad_in, *grad_param;
     void *workspace; // 64-byte aligned; contents as declared in the ms_workspace of the desc
     uint64_t workspace_bytes;
@@ -6991,8 +6991,7 @@ static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool e
     }
 }
 
-/* Makes ready for the backward of a layer: dropped values that it reads are recomputed, and outputs
-   that contribute nothing to the loss get a gradient of zero. */
+/* Makes ready for the backward of a layer: dropped values that it reads are recomputed. */
 static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
     const msi_graph *g = w->graph;
     const msi_layer *l = &g->layers.items[layer];
@@ -7001,12 +7000,6 @@ static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
             if (msi_reads_of(l, group) >> operand.slot & 1) {
                 msi_lower_recompute(w, operand.tensor, layer);
             }
-        }
-    }
-    for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
-        const msi_tensor *t = &g->tensors.items[out.tensor];
-        if (t->wants_gradient && w->gradient[out.tensor] == MSI_NONE) {
-            w->gradient[out.tensor] = msi_emit_zero(w, out.tensor, MSI_ROLE_GRADIENT, t->bytes);
         }
     }
 }

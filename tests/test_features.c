@@ -1672,6 +1672,81 @@ static void addresses(void **state) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// an output that does not lead to the loss
+
+/* y = 2 x, for the loss, and a wide copy of x that only a sampler reads. */
+static int sampled_forward(const ms_call *call) {
+    const int64_t cols = t_cols(&call->in[0]), wide = t_cols(&call->out[1]);
+    for (int64_t r = 0; r < t_rows(&call->in[0]); ++r) {
+        for (int64_t c = 0; c < wide; ++c) {
+            t_data(&call->out[1])[r * wide + c] = t_data(&call->in[0])[r * cols + c % cols];
+        }
+        for (int64_t c = 0; c < cols; ++c) {
+            t_data(&call->out[0])[r * cols + c] = 2.0f * t_data(&call->in[0])[r * cols + c];
+        }
+    }
+    return t_enter(call);
+}
+
+static int sampled_backward(const ms_call *call) {
+    t_op *o = (t_op *)call->user;
+    o->faults += call->grad_out[1].data != NULL || t_cols(&call->grad_out[1]) != 64 * COLS;
+    for (int64_t i = 0; i < t_rows(&call->in[0]) * t_cols(&call->in[0]); ++i) {
+        t_contribute(&call->grad_in[0], i, 2.0f * t_grad_out(call, 0, i));
+    }
+    return t_enter(call);
+}
+
+typedef struct sampled_events {
+    const ms_model *model;
+    ms_tensor wide;
+    int gradients;
+} sampled_events;
+
+static void count_gradients(const ms_event *event, void *user) {
+    sampled_events *e = (sampled_events *)user;
+    for (uint32_t k = 0; k < event->operand_count; ++k) {
+        e->gradients += event->operands[k].tensor.id == ms_gradient(e->model, e->wide).id;
+    }
+}
+
+static void no_gradient_without_a_path_to_the_loss(void **state) {
+    (void)state;
+    for (int sampled = 0; sampled < 2; ++sampled) {
+        t_net n;
+        double of_p[COLS] = {0};
+        t_net_begin(&n);
+        n.config.force_optimize = sampled == 1;
+        t_net_create(&n);
+        const ms_tensor p = t_net_param(&n, "p"), h = t_net_scale(&n, "scale", n.x, 0.0f, p);
+        ms_layer_desc desc =
+            t_net_own(&n, sampled_forward, sampled_backward, "head", h, t_net_activation(&n, "y"));
+        sampled_events events = {n.m, {0}, 0};
+        desc.out[1] = events.wide =
+            ms_activation(n.m, "wide", MS_DTYPE_F32, ms_shape2(ROWS, 64 * COLS));
+        desc.backward_reads.nothing = true;
+        const int head = t_net_register(&n, &desc);
+        if (sampled == 1) {
+            ms_add_output(n.m, events.wide);
+        }
+        t_net_loss(&n, desc.out[0], 1.0f);
+        t_net_start(&n);
+        t_net_write_param(&n, p, 2.0f);
+        for (int i = 0; i < COUNT; ++i) {
+            const double x = (double)t_x_at(i);
+            of_p[i % COLS] += 4.0 * x * x * ((double)t_p_at(i % COLS) + 2.0);
+        }
+        t_ok(n.m, ms_step(n.m, NULL));
+        t_net_expect(&n, ms_gradient(n.m, p), of_p, COLS);
+        t_ok(n.m, ms_visit_events(n.m, MS_PROGRAM_TRAIN, count_gradients, &events));
+        assert_int_equal(events.gradients, 0);
+        assert_int_equal(n.ops[head].faults, 0);
+        assert_true(n.ops[head].calls[MS_PHASE_BACKWARD] > 0);
+        t_net_end(&n);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
 // slots: as many as there can be, and those that are empty
 
 enum { SLOTS = MS_LIMIT_IN };
@@ -1858,6 +1933,7 @@ int main(void) {
         T_TWICE(a_plan_can_be_carried_out_elsewhere),
         T_TWICE(callbacks_may_be_bound),
         T_TWICE(addresses),
+        T_TWICE(no_gradient_without_a_path_to_the_loss),
         T_TWICE(empty_slots_are_zeroed_views),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
