@@ -133,13 +133,17 @@ static void print_people(const outcome *outcomes, int count) {
 
 static void print_tsv(const outcome *outcomes, int count) {
     bench_table table =
-        bench_table_begin(true, "name params plain_bytes checkpointed_bytes lower_bound_bytes");
+        bench_table_begin(true, "name params plain_bytes checkpointed_bytes lower_bound_bytes "
+                                "plain_activation_bytes activation_bytes recompute");
     for (int i = 0; i < count; i++) {
         bench_cell(&table, outcomes[i].work->name);
         bench_count(&table, outcomes[i].plain.report.param_count);
         bench_count(&table, outcomes[i].plain.report.arena_bytes);
         bench_count(&table, outcomes[i].smallest.report.arena_bytes);
         bench_count(&table, outcomes[i].smallest.report.lower_bound_bytes);
+        bench_count(&table, outcomes[i].plain.report.activation_peak_bytes);
+        bench_count(&table, outcomes[i].smallest.report.activation_peak_bytes);
+        bench_value(&table, outcomes[i].smallest.report.recompute_share, 3);
     }
 }
 

@@ -392,12 +392,20 @@ check_readme_program() {
     diff $checks/readme.c examples/minimal.c
 }
 
+check_figures() {
+    local program
+    for program in bench/workloads examples/estimate examples/gpt2; do
+        build quick build/quick/$program || return 1
+    done
+    tests/figures.sh build/quick
+}
+
 export -f skip need build run_test run_threads run_corpus run_program compile
 export -f cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_newest cell_mixed cell_sources check_dialect
 export -f misplaced plant check_order defaults check_switches check_new_technique check_new_op
 export -f implementation same check_exports check_static_exports imports macros check_listings
-export -f check_install check_readme_program
+export -f check_install check_readme_program check_figures
 
 # ---- what is checked -----------------------------------------------------------------------------
 
@@ -530,6 +538,7 @@ for document in memscale.h $(grep -lxE '```c(uda)?' README.md docs/*.md); do
     check quick "snippets of $document" "tests/snippets.sh $document"
 done
 check quick 'README.md shows examples/minimal.c' check_readme_program
+check quick 'figures of predictions are those that the programs print' check_figures
 check quick 'README.md and .ci/run install the same' check_install
 
 group 'programs'
