@@ -1277,7 +1277,8 @@ static void net_for_budgets(uint64_t seed, const ms_config *config, ms_model **m
     for (uint32_t t = 0; t < (*m)->graph.tensors.count; t++) { // some are forced, some forbidden
         const bool made = (*m)->graph.tensors.items[t].kind == MSI_KIND_ACTIVATION;
         if (made && t + 1 < (*m)->graph.tensors.count && seed % 4 == 0 && t_chance(&rng, 0.1)) {
-            ms_set_tensor_technique(*m, msi_handle(t, MSI_ROLE_VALUE), MS_TECHNIQUE_CHECKPOINTING,
+            ms_set_tensor_technique(*m, msi_handle(&(*m)->graph, t, MSI_ROLE_VALUE),
+                                    MS_TECHNIQUE_CHECKPOINTING,
                                     t_chance(&rng, 0.5) ? MS_SWITCH_ON : MS_SWITCH_OFF);
         }
     }
