@@ -7461,9 +7461,10 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resi
 // ------------------------------------------------------------------------------------------------
 // >>layout  offsets for live ranges (dynamic storage allocation with all requests known)
 
-/* The search has four stages and keeps the best layout. It ends when the effort is spent or the
-   layout is small enough. Skylines in several orders (as Sekiyama et al. 2018 pack training memory)
-   cost O(n log n) each. First-fit in several orders, the usual greedy method, also fills gaps, at
+/* The search has five stages and keeps the best layout. It ends when the effort is spent or the
+   layout is small enough. From the peak: first-fit around two stacks, near O(n log n) for what
+   training makes. Skylines in several orders (as Sekiyama et al. 2018 pack training memory) cost
+   O(n log n) each. First-fit in several orders, the usual greedy method, also fills gaps, at
    O(n^2). Then orders are mended where first-fit fails, and ejection chains press the layout below
    one target after another. */
 
@@ -7482,20 +7483,44 @@ typedef struct msi_skyline {
     uint32_t leaves;
 } msi_skyline;
 
+/* With more blocks than this, a layout is good that is a little above the bound. */
+enum { MSI_LAYOUT_MANY = 4096 };
+
+/* Two stacks of blocks, one standing on the ground and one hanging from the bound, and what finds a
+   gap between them. The trees have a leaf for each block in use. "Before" and "after" are the sides
+   of the peak: [0] and [1]. */
+typedef struct msi_stacks {
+    uint32_t peak;  // the compressed time of most live bytes: all that stand live then
+    uint32_t count; // of the blocks that stand: the first ones of the order
+    uint64_t bytes; // of these together
+    uint64_t *low;  // of each of these, upwards
+    uint32_t *reach[2],
+        *lack[2];          // trees over these: how far they live; what they lack of UINT32_MAX
+    uint32_t hung_at[2];   // a time at which all blocks that hang on this side live
+    uint64_t *floor;       // per compressed time: where what hangs begins
+    uint64_t *top;         // per compressed time: where what stands ends
+    uint32_t *hung, *rest; // trees over starts: when a block that was placed there ends, or 0
+    uint32_t leaves;
+} msi_stacks;
+
 typedef struct msi_layout_work {
     const msi_block *blocks;
     uint32_t count, used, times; // used: blocks that have bytes
+    uint32_t *by_start, *rank;   // the blocks in the order of their starts; per block: its place
+    uint32_t *begun;             // per compressed time: how many have started
     uint32_t *first, *last;      // per block: its live range in compressed time
     uint32_t *order, *scratch;   // of the blocks in use; scratch memory to sort it
     uint32_t *penalty;           // per block: how hard it is to place
     uint64_t *key, *load;        // per block: what to sort by; per compressed time: live bytes
     uint64_t *offset, *best;     // per block: in the layout at hand, in the best one
+    uint64_t *from_peak;         // per block: in the best one from the peak
     /* Of one stage each, so that these four share their memory. */
     uint32_t *starts;           // to compress time; per compressed time: the instruction
     uint32_t *best_order;       // first-fit in several orders: the best one
     uint32_t *ranks;            // to mend an order; per block: its place in it
     uint32_t *waiting;          // ejection chains: the blocks without a place
     msi_skyline bottom, top;    // also to sort by load; in the memory of the spots
+    msi_stacks stacks;          // in the same memory
     msi_spot *by_low, *by_high; // the same spots, sorted either way
     uint32_t spot_count, waiting_count;
     uint64_t bound, enough, height, effort; // the search ends at `enough`, never below the bound
@@ -7600,6 +7625,9 @@ static void msi_layout_compress_time(msi_layout_work *w) {
             w->starts[w->times++] = w->blocks[block].first;
         }
         w->first[block] = w->times - 1;
+        w->begun[w->times - 1] = i + 1;
+        w->by_start[i] = block;
+        w->rank[block] = i;
     }
     for (uint32_t i = 0; i < w->used; i++) {
         uint32_t block = w->order[i], low = w->first[block], high = w->times;
@@ -7623,7 +7651,10 @@ static void msi_layout_measure_load(msi_layout_work *w) {
     }
     for (uint32_t t = 0; t < w->times; ++t) {
         w->load[t] += t ? w->load[t - 1] : 0;
-        w->bound = msi_max_u64(w->bound, w->load[t]);
+        if (w->load[t] > w->bound) {
+            w->bound = w->load[t];
+            w->stacks.peak = t;
+        }
     }
 }
 
@@ -7715,6 +7746,313 @@ static void msi_layout_place_on_skylines(msi_layout_work *w, bool two_sided) {
         }
     }
     msi_layout_keep_best(w, height);
+}
+
+/* The leaf from `from` on, up to `end`, whose value is `least` or more; `end`: there is none. Each
+   node of the tree has the largest value below it. */
+static uint32_t msi_tree_next(const uint32_t *tree, uint32_t leaves, uint32_t from, uint32_t end,
+                              uint32_t least) {
+    uint32_t i = from + leaves;
+    if (from >= end) {
+        return end;
+    }
+    while (tree[i] < least) {
+        while (i & 1) { // a right child: nothing more below its parent
+            i /= 2;
+        }
+        if (i == 0) {
+            return end;
+        }
+        ++i;
+    }
+    while (i < leaves) {
+        i *= 2;
+        i += tree[i] < least;
+    }
+    return i - leaves < end ? i - leaves : end;
+}
+
+static void msi_tree_raise(uint32_t *tree, uint32_t leaves, uint32_t leaf, uint32_t value) {
+    for (uint32_t i = leaf + leaves; i > 0 && tree[i] < value; i /= 2) {
+        tree[i] = value;
+    }
+}
+
+static bool msi_layout_lives_at(const msi_layout_work *w, uint32_t block, uint32_t time) {
+    return w->first[block] <= time && time <= w->last[block];
+}
+
+static uint32_t msi_layout_span(const msi_layout_work *w, uint32_t block) {
+    return w->last[block] - w->first[block] + 1;
+}
+
+/* How layouts from the peak differ: the shortest span of a block that stands on the ground, whether
+   blocks hang from the bound, and the order of the rest. */
+typedef struct msi_stacking {
+    uint32_t least_span;
+    bool hang;
+    msi_layout_order rest;
+} msi_stacking;
+
+static bool msi_stacks_stands(const msi_layout_work *w, uint32_t block, const msi_stacking *how) {
+    return msi_layout_lives_at(w, block, w->stacks.peak) &&
+           msi_layout_span(w, block) >= how->least_span;
+}
+
+/* How far a block lives to either side of the peak, as a share of the time on that side. The larger
+   share counts: what is made late but lives long belongs near the ground, too. */
+static uint64_t msi_stacks_extent(const msi_layout_work *w, uint32_t block) {
+    const uint32_t peak = w->stacks.peak;
+    return msi_max_u64((uint64_t)(peak - w->first[block]) * (w->times - peak),
+                       (uint64_t)(w->last[block] - peak) * (peak + 1));
+}
+
+/* Orders the blocks that stand first, by falling extent, then the rest in an order of its own. */
+static void msi_stacks_sort(msi_layout_work *w, const msi_stacking *how) {
+    memcpy(w->order, w->by_start, w->used * sizeof *w->order);
+    msi_layout_sort(w, how->rest, 1);
+    for (uint32_t i = 0; i < w->used; i++) {
+        const uint32_t block = w->order[i];
+        w->key[block] =
+            msi_stacks_stands(w, block, how) ? ~msi_stacks_extent(w, block) - 1 : UINT64_MAX;
+    }
+    msi_sort_indices(w->order, w->scratch, w->used, w->key);
+}
+
+/* Where the blocks that stand end, at each time: on either side of the peak they only become
+   fewer. */
+static void msi_stacks_measure_top(msi_layout_work *w) {
+    const msi_stacks *s = &w->stacks;
+    memset(s->top, 0, w->times * sizeof *s->top);
+    for (uint32_t k = 0; k < s->count; k++) { // upwards: the highest of those that share a time
+        const uint32_t block = w->order[k];
+        s->top[w->first[block]] = s->top[w->last[block]] = s->low[k] + w->blocks[block].bytes;
+    }
+    for (uint32_t t = 1; t < s->peak; t++) {
+        s->top[t] = msi_max_u64(s->top[t], s->top[t - 1]);
+    }
+    for (uint32_t t = w->times - 1; t > s->peak + 1; t--) {
+        s->top[t - 1] = msi_max_u64(s->top[t - 1], s->top[t]);
+    }
+}
+
+/* The reach of a block that stands. On one side of the peak, those meet another block whose reach
+   is at least its distance. */
+static uint32_t msi_stacks_reach(const msi_layout_work *w, uint32_t block, bool after) {
+    return after ? w->last[block] + 1 : w->times - w->first[block];
+}
+
+static uint32_t msi_stacks_distance(const msi_layout_work *w, uint32_t block, bool after) {
+    return after ? w->first[block] + 1 : w->times - w->last[block];
+}
+
+/* Stacks the blocks that stand; nothing hangs yet. */
+static void msi_stacks_begin(msi_layout_work *w, const msi_stacking *how) {
+    msi_stacks *s = &w->stacks;
+    uint32_t *const trees[] = {s->reach[0], s->reach[1], s->lack[0], s->lack[1], s->hung, s->rest};
+    msi_stacks_sort(w, how);
+    for (uint32_t i = 0; i < sizeof trees / sizeof trees[0]; i++) {
+        memset(trees[i], 0, 2 * (size_t)s->leaves * sizeof *trees[i]);
+    }
+    s->bytes = 0;
+    s->count = 0;
+    while (s->count < w->used && msi_stacks_stands(w, w->order[s->count], how)) {
+        const uint32_t block = w->order[s->count];
+        for (uint32_t side = 0; side < 2; side++) {
+            const uint32_t reach = msi_stacks_reach(w, block, side == 1);
+            msi_tree_raise(s->reach[side], s->leaves, s->count, reach);
+            msi_tree_raise(s->lack[side], s->leaves, s->count, UINT32_MAX - reach);
+        }
+        w->offset[block] = s->low[s->count++] = s->bytes;
+        s->bytes += w->blocks[block].bytes;
+    }
+    for (uint32_t t = 0; t < w->times; t++) {
+        s->floor[t] = w->bound;
+    }
+    s->hung_at[0] = s->peak;
+    s->hung_at[1] = s->peak;
+    msi_stacks_measure_top(w);
+}
+
+/* The time between begin and end at which the rest has most live bytes. The floor is scratch memory
+   until it is set. */
+static uint32_t msi_stacks_heaviest(msi_layout_work *w, uint32_t begin, uint32_t end) {
+    uint64_t *change = w->stacks.floor, live = 0, most = 0;
+    uint32_t heaviest = begin;
+    memset(change + begin, 0, (end - begin) * sizeof *change);
+    for (uint32_t i = w->stacks.count; i < w->used; i++) {
+        const uint32_t block = w->order[i];
+        if (w->first[block] >= begin && w->last[block] < end) {
+            change[w->first[block]] += w->blocks[block].bytes;
+            if (w->last[block] + 1 < end) {
+                change[w->last[block] + 1] -= w->blocks[block].bytes; // wraps, and sums wrap back
+            }
+        }
+    }
+    for (uint32_t t = begin; t < end; t++) {
+        live += change[t];
+        heaviest = live > most ? t : heaviest;
+        most = msi_max_u64(most, live);
+        change[t] = w->bound;
+    }
+    return heaviest;
+}
+
+/* Lists the blocks between begin and end that live at a time and not only briefly, those nearest to
+   the peak first. Returns how many. */
+static uint32_t msi_stacks_list_hung(msi_layout_work *w, uint32_t begin, uint32_t end,
+                                     uint32_t time, bool after) {
+    enum { LEAST_SPAN = 9 };
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < w->used; i++) {
+        const uint32_t block = w->by_start[i];
+        if (w->first[block] >= begin && w->last[block] < end &&
+            msi_layout_lives_at(w, block, time) && msi_layout_span(w, block) >= LEAST_SPAN) {
+            w->waiting[count++] = block;
+            w->key[block] = w->times - w->last[block];
+        }
+    }
+    if (!after) {
+        msi_sort_indices(w->waiting, w->scratch, count, w->key);
+    }
+    return count;
+}
+
+/* Hangs blocks on one side of the peak: those that live when the rest has most live bytes. One that
+   would reach into the blocks that stand is left to be placed with the rest. */
+static void msi_stacks_hang(msi_layout_work *w, bool after) {
+    msi_stacks *s = &w->stacks;
+    const uint32_t begin = after ? s->peak + 1 : 0, end = after ? w->times : s->peak;
+    const uint32_t time = begin < end ? msi_stacks_heaviest(w, begin, end) : begin;
+    const uint32_t count = msi_stacks_list_hung(w, begin, end, time, after);
+    uint64_t low = w->bound;
+    s->hung_at[after] = time;
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t block = w->waiting[i], near = after ? w->first[block] : w->last[block];
+        const uint64_t bytes = w->blocks[block].bytes;
+        if (low >= bytes && low - bytes >= s->top[near]) {
+            low -= bytes;
+            w->offset[block] = s->floor[near] = low;
+            msi_tree_raise(s->hung, s->leaves, w->rank[block], w->last[block] + 1);
+        }
+    }
+    for (uint32_t t = begin + 1; t < end && after; t++) {
+        s->floor[t] = msi_smaller(s->floor[t], s->floor[t - 1]);
+    }
+    for (uint32_t t = end; t-- > 1 && !after;) {
+        s->floor[t - 1] = msi_smaller(s->floor[t - 1], s->floor[t]);
+    }
+}
+
+/* Adds the blocks of a tree that meet this one to the list in scratch memory. Returns its
+   length. */
+static uint32_t msi_stacks_meet(msi_layout_work *w, const uint32_t *tree, uint32_t block,
+                                uint32_t count) {
+    const uint32_t end = w->begun[w->last[block]], least = w->first[block] + 1;
+    const uint32_t leaves = w->stacks.leaves;
+    for (uint32_t i = msi_tree_next(tree, leaves, 0, end, least); i < end;
+         i = msi_tree_next(tree, leaves, i + 1, end, least)) {
+        w->scratch[count++] = w->by_start[i];
+    }
+    return count;
+}
+
+/* Sorts the list in scratch memory by rising offset. Shell sort, since it is short. */
+static void msi_stacks_sort_met(msi_layout_work *w, uint32_t count) {
+    uint32_t step = 1;
+    while (step < count / 3) {
+        step = 3 * step + 1;
+    }
+    for (; step > 0; step /= 3) {
+        for (uint32_t i = step; i < count; i++) {
+            const uint32_t block = w->scratch[i];
+            uint32_t k = i;
+            for (; k >= step && w->offset[w->scratch[k - step]] > w->offset[block]; k -= step) {
+                w->scratch[k] = w->scratch[k - step];
+            }
+            w->scratch[k] = block;
+        }
+    }
+}
+
+/* Lists the rest that meets a block in scratch memory, by rising offset, and finds where the blocks
+   that hang begin on its way, or UINT64_MAX. Where not all of these live, the list has them. */
+static uint32_t msi_stacks_list_met(msi_layout_work *w, uint32_t block, bool after,
+                                    uint64_t *ceiling) {
+    const msi_stacks *s = &w->stacks;
+    const uint32_t first = w->first[block], last = w->last[block], time = s->hung_at[after];
+    uint32_t count = msi_stacks_meet(w, s->rest, block, 0);
+    *ceiling = w->bound;
+    if (!msi_layout_lives_at(w, block, s->peak) && (after ? first <= time : last >= time)) {
+        *ceiling = s->floor[after ? (last < time ? last : time) : (first > time ? first : time)];
+    } else {
+        count = msi_stacks_meet(w, s->hung, block, count);
+    }
+    *ceiling = *ceiling < w->bound ? *ceiling : UINT64_MAX;
+    msi_stacks_sort_met(w, count);
+    msi_layout_spend(w, 16 * (uint64_t)count);
+    return count;
+}
+
+/* The lowest gap for a block beside both stacks and the rest that was placed: passes what is in its
+   way from the ground upwards. */
+static uint64_t msi_stacks_lowest_gap(msi_layout_work *w, uint32_t block) {
+    const msi_stacks *s = &w->stacks;
+    const bool after = w->first[block] > s->peak;
+    const uint32_t distance = msi_stacks_distance(w, block, after);
+    const uint32_t *reach = s->reach[after], *lack = s->lack[after];
+    const uint64_t bytes = w->blocks[block].bytes;
+    uint64_t low = 0, ceiling;
+    const uint32_t met = msi_stacks_list_met(w, block, after, &ceiling);
+    uint32_t i = 0, k = msi_tree_next(reach, s->leaves, 0, s->count, distance);
+    while (true) {
+        const uint64_t standing = k < s->count ? s->low[k] : UINT64_MAX;
+        const uint64_t spot = i < met ? w->offset[w->scratch[i]] : UINT64_MAX;
+        const uint64_t begin = msi_smaller(standing, msi_smaller(spot, ceiling));
+        uint64_t high = w->bound;
+        if (begin == UINT64_MAX || (begin >= low && begin - low >= bytes)) {
+            return low;
+        }
+        if (begin == standing) { // and all above it up to one that does not live so far
+            k = msi_tree_next(lack, s->leaves, k, s->count, UINT32_MAX - distance + 1);
+            high = k < s->count ? s->low[k] : s->bytes;
+            k = msi_tree_next(reach, s->leaves, k, s->count, distance);
+        } else if (begin == spot) {
+            high = spot + w->blocks[w->scratch[i++]].bytes;
+        } else {
+            ceiling = UINT64_MAX;
+        }
+        low = msi_max_u64(low, high);
+        msi_layout_spend(w, 16);
+    }
+}
+
+/* Training keeps most memory between forward and backward. The blocks that live at the peak stand
+   on each other and fill the bound without a gap. On either side they become fewer, and what
+   becomes more there, such as gradients, hangs from the bound. The rest, mostly brief, is placed by
+   first-fit between the two. Stops after so many operations of its own. */
+static void msi_layout_from_peak(msi_layout_work *w, const msi_stacking *how, uint64_t limit) {
+    msi_stacks *s = &w->stacks;
+    const uint64_t effort = w->effort;
+    uint64_t height = w->bound;
+    w->effort = limit;
+    msi_stacks_begin(w, how);
+    if (how->hang) {
+        msi_stacks_hang(w, false);
+        msi_stacks_hang(w, true);
+    }
+    for (uint32_t i = s->count; i < w->used && height < w->height && w->effort > 0; i++) {
+        const uint32_t block = w->order[i], rank = w->rank[block];
+        if (s->hung[rank + s->leaves] == 0) {
+            w->offset[block] = msi_stacks_lowest_gap(w, block);
+            height = msi_max_u64(height, w->offset[block] + w->blocks[block].bytes);
+            msi_tree_raise(s->rest, s->leaves, rank, w->last[block] + 1);
+        }
+    }
+    if (w->effort > 0) {
+        msi_layout_keep_best(w, height);
+    }
+    w->effort = effort;
 }
 
 static bool msi_spot_meets(const msi_spot *a, uint32_t first, uint32_t last) {
@@ -7839,6 +8177,8 @@ static void msi_layout_fit_both(msi_layout_work *w) {
 
 /* xorshift64*: the same numbers in every run. */
 static uint32_t msi_layout_random(msi_layout_work *w, uint32_t below) {
+    MEMSCALE_ASSERT(below > 0);
+    below += below == 0;
     w->random ^= w->random >> 12;
     w->random ^= w->random << 25;
     w->random ^= w->random >> 27;
@@ -8079,7 +8419,8 @@ static void msi_layout_fill_gaps(msi_layout_work *w) {
     }
 }
 
-static void msi_layout_search(msi_layout_work *w) {
+/* Skylines, then first-fit, mended orders and ejection chains while there is effort left. */
+static void msi_layout_search_orders(msi_layout_work *w) {
     static const struct {
         msi_layout_order order;
         bool two_sided;
@@ -8098,23 +8439,74 @@ static void msi_layout_search(msi_layout_work *w) {
     }
 }
 
+/* From the peak in several ways. Returns whether that will do: of many blocks, a layout that is a
+   little above the bound. */
+static bool msi_layout_search_from_peak(msi_layout_work *w) {
+    static const struct {
+        msi_stacking how;
+        uint64_t limit, limit_each; // operations, and more for each block
+    } ways[] = {{{0, true, MSI_ORDER_BYTES}, 1000000000, 100000},
+                {{64, false, MSI_ORDER_BYTES}, 200000000, 500},
+                {{0, false, MSI_ORDER_BYTES}, 200000000, 500},
+                {{0, true, MSI_ORDER_LOAD}, 200000000, 500}};
+    const bool many = w->used > MSI_LAYOUT_MANY;
+    const uint64_t close = many ? w->bound + w->bound / 1024 : w->bound;
+    const uint64_t enough = msi_max_u64(w->enough, close);
+    for (uint32_t i = 0; i < sizeof ways / sizeof ways[0] && w->height > enough; i++) {
+        msi_layout_from_peak(w, &ways[i].how, ways[i].limit + w->used * ways[i].limit_each);
+    }
+    return w->height <= enough || (many && w->height <= w->bound + w->bound / 128);
+}
+
+/* The orders are searched as if nothing were known, since what is good to start with does not
+   follow from what is good from the peak. */
+static void msi_layout_search(msi_layout_work *w) {
+    if (w->used == 0 || msi_layout_search_from_peak(w)) {
+        return;
+    }
+    const uint64_t height = w->height;
+    for (uint32_t i = 0; i < w->used; i++) {
+        w->from_peak[w->order[i]] = w->best[w->order[i]];
+    }
+    w->height = UINT64_MAX;
+    msi_layout_search_orders(w);
+    if (w->height > height) {
+        w->height = height;
+        for (uint32_t i = 0; i < w->used; i++) {
+            w->best[w->order[i]] = w->from_peak[w->order[i]];
+        }
+    }
+}
+
 /* Divides memory among the arrays of w, unless it is NULL. Returns the bytes that this takes. The
    spots share the memory of the skylines, which are at least as large. */
 static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
     uint64_t **by_node[] = {&w->bottom.highest, &w->bottom.applied, &w->top.highest,
                             &w->top.applied};
-    uint64_t **by_block[] = {&w->key, &w->offset, &w->best, &w->load};
-    uint32_t **numbers[] = {&w->first, &w->last, &w->order, &w->scratch, &w->penalty, &w->starts};
+    uint64_t **by_block[] = {&w->key,       &w->offset,       &w->best,
+                             &w->from_peak, &w->stacks.floor, &w->load};
+    uint32_t **numbers[] = {&w->first,  &w->last, &w->order,    &w->scratch, &w->penalty,
+                            &w->starts, &w->rank, &w->by_start, &w->begun};
+    msi_stacks *s = &w->stacks;
+    uint32_t **trees[] = {&s->reach[0], &s->reach[1], &s->lack[0], &s->lack[1], &s->hung, &s->rest};
     const uint64_t count = w->count, number_count = sizeof numbers / sizeof numbers[0];
     uint64_t nodes = 2;
     while (nodes < 2 * count) {
         nodes *= 2;
     }
-    const uint64_t words = 4 * nodes + 4 * count + 1; // load has one more
+    const uint64_t words = 4 * nodes + 6 * count + 1; // load has one more
     for (uint32_t i = 0; memory && i < 4; i++) {
         *by_node[i] = memory + i * nodes;
+    }
+    for (uint32_t i = 0; memory && i < 6; i++) {
         *by_block[i] = memory + 4 * nodes + i * count;
     }
+    for (uint32_t i = 0; memory && i < 6; i++) { // in the memory of three lists of nodes
+        *trees[i] = (uint32_t *)(void *)memory + i * nodes;
+    }
+    s->leaves = (uint32_t)(nodes / 2);
+    s->low = memory ? memory + 3 * nodes : NULL;
+    s->top = memory ? s->low + count : NULL;
     for (uint32_t i = 0; memory && i < number_count; i++) {
         *numbers[i] = (uint32_t *)(void *)(memory + words) + i * count;
     }
@@ -8191,18 +8583,29 @@ static ms_result msi_layout_lower_bound(const ms_allocator *allocator, const msi
     return result;
 }
 
-/* For debug builds and tests: no two blocks share a byte at an instant. O(n^2). */
-static bool msi_layout_is_valid(const msi_block *blocks, uint32_t count) {
-    for (uint32_t i = 0; i < count; i++) {
-        for (uint32_t k = i + 1; k < count; k++) {
-            const msi_block *a = &blocks[i], *b = &blocks[k];
-            if (a->first <= b->last && b->first <= a->last && a->offset < b->offset + b->bytes &&
-                b->offset < a->offset + a->bytes) {
-                return false;
-            }
-        }
+/* For debug mode and tests: whether no two blocks share a byte at an instant. From the ground
+   upwards, no block may begin below the skyline of those before it. Errors: OUT_OF_MEMORY. */
+static ms_result msi_layout_check(const ms_allocator *allocator, const msi_block *blocks,
+                                  uint32_t count, bool *valid) {
+    msi_layout_work work;
+    uint64_t *memory;
+    const ms_result result = msi_layout_begin(&work, allocator, blocks, count, &memory);
+    *valid = true;
+    if (result != MS_RESULT_OK) {
+        return result;
     }
-    return true;
+    for (uint32_t i = 0; i < work.used; i++) {
+        work.key[work.order[i]] = blocks[work.order[i]].offset;
+    }
+    msi_sort_indices(work.order, work.scratch, work.used, work.key);
+    msi_skyline_clear(&work.bottom);
+    for (uint32_t i = 0; i < work.used; i++) {
+        const uint32_t k = work.order[i], first = work.first[k], last = work.last[k];
+        *valid &= msi_skyline_max(&work.bottom, first, last) <= blocks[k].offset;
+        msi_skyline_raise(&work.bottom, first, last, blocks[k].offset + blocks[k].bytes);
+    }
+    msi_release(allocator, memory, msi_layout_bind(&work, NULL));
+    return MS_RESULT_OK;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -8513,12 +8916,14 @@ static void msi_complete(const msi_scorer *s, msi_program *p) {
 /* Debug mode: a layout that overlaps, or whose bound is not what was simulated, is our own bug. */
 static bool msi_check_layout(const msi_scorer *s, const msi_program *p) {
     const msi_block *blocks = p->blocks.items;
-    const bool valid = msi_layout_is_valid(blocks, p->blocks.count);
+    const uint32_t count = p->blocks.count;
+    bool valid = true;
     uint64_t bound = p->peak_bytes;
-    const ms_result result = msi_layout_lower_bound(s->allocator, blocks, p->blocks.count, &bound);
+    const bool checked =
+        msi_layout_check(s->allocator, blocks, count, &valid) == MS_RESULT_OK &&
+        msi_layout_lower_bound(s->allocator, blocks, count, &bound) == MS_RESULT_OK;
     MEMSCALE_ASSERT(valid && bound == p->peak_bytes);
-    (void)valid;
-    return result == MS_RESULT_OK;
+    return checked;
 }
 
 /* Lays out a program. The layout need not be smaller than an arena of `enough` bytes. */
@@ -9866,6 +10271,13 @@ static void msi_assign_stage(msi_chain *c, uint32_t k, uint32_t option, uint32_t
     }
 }
 
+/* The points of a subchain have room for what they keep. Should one not, the smallest plan of the
+   rest is taken. */
+static uint64_t msi_bytes_left(uint64_t bytes, uint64_t kept) {
+    MEMSCALE_ASSERT(kept <= bytes);
+    return bytes - msi_smaller(bytes, kept);
+}
+
 /* Decides as the best plan of a subchain with so many bytes does. */
 static void msi_assign_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint64_t bytes,
                                 uint32_t depth) {
@@ -9882,7 +10294,7 @@ static void msi_assign_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t,
         if (point->kind == MSI_WAY_CHECKPOINT) {
             msi_assign_output(c, k - 1, depth);
             msi_assign_subchain(c, false, s, k - 1, bytes, depth + 1);
-            bytes -= input;
+            bytes = msi_bytes_left(bytes, input);
             s = k;
             continue;
         }
@@ -9896,8 +10308,10 @@ static void msi_assign_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t,
             return;
         }
         msi_assign_output(c, k, depth);
-        bytes -= keeps->kept_bytes;
-        bytes -= point->kind == MSI_WAY_INNER || keeps->holds_input ? input : 0;
+        bytes = msi_bytes_left(bytes, keeps->kept_bytes);
+        if (point->kind == MSI_WAY_INNER || keeps->holds_input) {
+            bytes = msi_bytes_left(bytes, input);
+        }
         s = k + 1;
     }
 }

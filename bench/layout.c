@@ -137,7 +137,8 @@ static double measure(const char *path, uint64_t effort, bool greedy, bench_tabl
     if (result != MS_RESULT_OK) {
         fail(path, 0, ms_result_text(result));
     }
-    if (!msi_layout_is_valid(b.blocks, b.count)) {
+    bool valid = false;
+    if (msi_layout_check(&MALLOC, b.blocks, b.count, &valid) != MS_RESULT_OK || !valid) {
         fail(path, 0, "the layout is wrong: two buffers overlap");
     }
     const char *slash = strrchr(path, '/');

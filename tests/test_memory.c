@@ -551,6 +551,13 @@ static void check_layout(const msi_block *blocks, uint32_t count, uint64_t heigh
     }
 }
 
+static bool is_valid(const msi_block *blocks, uint32_t count) {
+    const ms_allocator none = {NULL, NULL, NULL};
+    bool valid = false;
+    assert_int_equal(msi_layout_check(&none, blocks, count, &valid), MS_RESULT_OK);
+    return valid;
+}
+
 static void random_layouts(void **state) {
     (void)state;
     t_heap heap;
@@ -567,7 +574,7 @@ static void random_layouts(void **state) {
         assert_true(height == again);
         assert_memory_equal(blocks, twins, count * sizeof *blocks);
         check_layout(blocks, count, height);
-        assert_true(msi_layout_is_valid(blocks, count));
+        assert_true(is_valid(blocks, count));
         assert_int_equal(msi_layout_lower_bound(&allocator, blocks, count, &bound), 0);
         assert_true(bound == load_bound(blocks, count) && height >= bound);
         ratios += bound == 0 ? 1.0 : (double)height / (double)bound;
@@ -641,6 +648,68 @@ static void layouts_of_recomputation(void **state) {
     assert_true(sum / 60.0 < 1.0005 && worst < 1.005);
 }
 
+enum { LARGE_BLOCKS = 20000 };
+
+/* A plain step of a chain: activations that live until their backward, gradients, and gradients of
+   params that live until the updates at the end. `spread`: of sizes, in powers of two. */
+static uint32_t large_chain(t_rng *rng, double spread, msi_block *blocks) {
+    const uint32_t layers = LARGE_BLOCKS / 4;
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < layers; ++i) {
+        const uint32_t back = 2 * layers - 1 - i;
+        const uint64_t bytes = 64 * (uint64_t)exp2(8.0 + spread * t_unit(rng));
+        add_block(blocks, &count, bytes, i, back);
+        add_block(blocks, &count, bytes, back - (i + 1 < layers), back);
+        add_block(blocks, &count, 64 * (1 + t_below(rng, 8)), back, 3 * layers - 1 - i);
+        if (spread > 0.0) {
+            add_block(blocks, &count, 64 * (uint64_t)exp2(6.0 + spread * t_unit(rng)), i, i);
+        }
+    }
+    return count;
+}
+
+/* The same net with skips to anywhere later, saved tensors, and activations that backward does not
+   read. */
+static uint32_t large_net(t_rng *rng, msi_block *blocks) {
+    const uint32_t layers = LARGE_BLOCKS / 5;
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < layers; ++i) {
+        const uint32_t back = 2 * layers - 1 - i, left = layers - i;
+        const uint32_t skip = t_chance(rng, 0.1) ? t_below(rng, left) : t_below(rng, 3);
+        const uint64_t bytes = 64 * (uint64_t)exp2(10.0 * t_unit(rng));
+        add_block(blocks, &count, bytes, i, t_chance(rng, 0.7) ? back : i + skip);
+        add_block(blocks, &count, 64 * (1 + t_below(rng, 20)), i, back);
+        add_block(blocks, &count, bytes, skip < left ? back - skip : back, back + 1);
+        add_block(blocks, &count, 64 * (1 + t_below(rng, 900)), back, back);
+        add_block(blocks, &count, 64 * (1 + t_below(rng, 90)), back,
+                  t_chance(rng, 0.3) ? 2 * layers : back + t_below(rng, 12));
+    }
+    return count;
+}
+
+/* With tens of thousands of blocks the layout still comes close to the bound. */
+static void layouts_of_large_graphs(void **state) {
+    (void)state;
+    t_heap heap;
+    ms_allocator allocator = plain_allocator(&heap);
+    msi_block *blocks = (msi_block *)malloc(LARGE_BLOCKS * sizeof *blocks);
+    assert_non_null(blocks);
+    for (uint64_t seed = 0; seed < 6; ++seed) {
+        t_rng rng = t_seed(seed);
+        uint64_t height = 0, bound = 0;
+        const uint32_t count =
+            seed < 3 ? large_chain(&rng, 3.0 * (double)seed, blocks) : large_net(&rng, blocks);
+        assert_true(count <= LARGE_BLOCKS);
+        assert_int_equal(msi_layout(&allocator, blocks, count, LAYOUT_EFFORT, &height), 0);
+        assert_int_equal(msi_layout_lower_bound(&allocator, blocks, count, &bound), 0);
+        assert_true(is_valid(blocks, count));
+        const double ratio = (double)height / (double)bound;
+        print_message("%u blocks: arena over lower bound %.5f\n", count, ratio);
+        assert_true(ratio <= (seed < 3 ? 1.001 : 1.02));
+    }
+    free(blocks);
+}
+
 /* Two blocks that overlap are no layout, whatever else stands there. */
 static void an_invalid_layout_is_told(void **state) {
     (void)state;
@@ -652,14 +721,14 @@ static void an_invalid_layout_is_told(void **state) {
         blocks[i].first = i;
         blocks[i].last = i + 1;
     }
-    assert_true(msi_layout_is_valid(blocks, 3));
+    assert_true(is_valid(blocks, 3));
     blocks[2].offset = 0; // over block 0, which is dead by then
-    assert_true(msi_layout_is_valid(blocks, 3));
+    assert_true(is_valid(blocks, 3));
     blocks[2].offset = 192;
-    assert_false(msi_layout_is_valid(blocks, 3));
+    assert_false(is_valid(blocks, 3));
     blocks[2].first = blocks[2].last = 1;
     blocks[2].offset = 64;
-    assert_false(msi_layout_is_valid(blocks, 3));
+    assert_false(is_valid(blocks, 3));
 }
 
 static void layouts_of_nothing_and_of_little(void **state) {
@@ -742,6 +811,7 @@ int main(void) {
         cmocka_unit_test(every_backend_call_of_a_step_fails_once),
         cmocka_unit_test(random_layouts),
         cmocka_unit_test(layouts_of_recomputation),
+        cmocka_unit_test(layouts_of_large_graphs),
         cmocka_unit_test(an_invalid_layout_is_told),
         cmocka_unit_test(layouts_of_nothing_and_of_little),
         cmocka_unit_test(a_layout_without_effort),

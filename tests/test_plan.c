@@ -967,8 +967,12 @@ static void live_ranges_never_overlap(void **state) {
                 takeovers += check_lives(d, programs[i]);
                 check_live_bytes(programs[i], d->model->run.store->residents.count);
                 check_operands(programs[i], d->model->run.store->residents.count);
-                assert_true(
-                    msi_layout_is_valid(programs[i]->blocks.items, programs[i]->blocks.count));
+                bool valid = false;
+                assert_int_equal(msi_layout_check(&d->model->config.allocator,
+                                                  programs[i]->blocks.items,
+                                                  programs[i]->blocks.count, &valid),
+                                 MS_RESULT_OK);
+                assert_true(valid);
             }
             ms_set_budget(d->model, random_budget(&rng, smallest, report.plain_bytes, true));
         }
