@@ -10,6 +10,7 @@
 
         ms_config config = {0};                    // all zero: sensible defaults ({} in C++)
         config.memory_budget_bytes = 300u << 20;   // the arena is never larger than this
+        config.log = my_log;                       // your function: errors, warnings, decisions
         ms_model *m;
         ms_create(&config, &m);
         //  ... ms_input, ms_param, ms_activation, ms_register_layer, ms_set_loss ...
@@ -55,7 +56,8 @@
     8. ms_detach             back to the plain plan; ms_destroy frees everything
 
     Errors of these calls stick: ms_wrap returns the first one, so that a trainer need not check
-    each call. ms_last_error has its text, with the numbers and the cure.
+    each call. ms_last_error has its text, with the numbers and the cure. So it is with ms_create:
+    where it fails, it gives a model that carries the error into every call.
 
   CHAPTERS
     MEMORY MODEL. Everything that a step touches lies in one arena, except memory that the trainer
@@ -358,7 +360,7 @@ typedef struct ms_allocator {
 
 typedef enum ms_log_level { MS_LOG_ERROR, MS_LOG_WARNING, MS_LOG_INFO, MS_LOG_DEBUG } ms_log_level;
 
-/* tag: create, error, graph, plan, policy, rules or timing; text: one line without its line end. */
+/* tag: error, graph, plan, policy, rules or timing; text: one line without its line end. */
 typedef void (*ms_log_fn)(ms_log_level level, const char *tag, const char *text, void *user);
 
 /* Receives the next piece of a text: length bytes, without a NUL at the end. */
@@ -1010,16 +1012,19 @@ MEMSCALE_API_CHECKED ms_result ms_arena_create(const ms_backend *backend,
 MEMSCALE_API void ms_arena_destroy(ms_arena *arena);
 MEMSCALE_API uint64_t ms_arena_bytes(const ms_arena *arena);
 
-/* Makes a model. config is copied; NULL means all defaults. On error *model is NULL. Errors:
-   INVALID (a field out of range, half an allocator, an arena of another backend) and BACKEND (no
-   such device), with the reason to config->log; OUT_OF_MEMORY, which logs nothing. */
+/* Makes a model. config is copied; NULL means all defaults. On error *model is a model that only
+   carries its error: ms_last_error has the text, every function that returns an ms_result returns
+   that of ms_create, the others do nothing, and ms_destroy frees it. Errors: INVALID (a field out
+   of range; half an allocator, in place of which this model uses malloc and free; an arena of
+   another backend), BACKEND (no such device); OUT_OF_MEMORY. Only where there is no memory, for a
+   model with an error either, *model is NULL. */
 MEMSCALE_API_CHECKED ms_result ms_create(const ms_config *config, ms_model **model);
 
 /* Frees everything; NULL is allowed. Not from a callback. */
 MEMSCALE_API void ms_destroy(ms_model *model);
 
 /* Text of the last error of this model, "" if there was none; valid until the next call that fails.
-   Functions of a const model leave no text. For NULL: a text for a model that could not be made. */
+   Functions of a const model leave no text. For NULL: a text for a model without memory. */
 MEMSCALE_API const char *ms_last_error(const ms_model *model);
 
 /* What the backend reports of its device now, with speeds that the first call measures, in a dry
@@ -2341,6 +2346,7 @@ typedef struct msi_views {
 
 /* What went wrong last. */
 typedef struct msi_errors {
+    ms_result broken; // of ms_create: the model only carries this error and its text
     ms_result sticky; // of functions that cannot return theirs: the first that ms_wrap has to
     bool tolerant;    // errors are logged as warnings
     uint32_t count;
@@ -2580,6 +2586,9 @@ MEMSCALE_PRINTF(3, 4)
 static ms_result msi_fail(ms_model *m, ms_result result, const char *format, ...) {
     char text[MSI_ERROR_BYTES]; // the arguments may point into m->errors
     va_list args;
+    if (m->errors.broken != MS_RESULT_OK) {
+        return m->errors.broken;
+    }
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
@@ -2593,6 +2602,16 @@ static ms_result msi_fail(ms_model *m, ms_result result, const char *format, ...
 static ms_result msi_fail_memory(ms_model *m, const char *what, uint64_t bytes) {
     return msi_fail(m, MS_RESULT_OUT_OF_MEMORY, "no memory for %s (%llu bytes)", what,
                     (unsigned long long)bytes);
+}
+
+/* The error of ms_create that a model carries, if any; and of one that is NULL. */
+static ms_result msi_made(const ms_model *m) {
+    return m ? m->errors.broken : MS_RESULT_INVALID;
+}
+
+/* The result for a wrong argument. */
+static ms_result msi_invalid(const ms_model *m) {
+    return msi_made(m) != MS_RESULT_OK ? msi_made(m) : MS_RESULT_INVALID;
 }
 
 /* A wrong argument of an API function, whose name the text begins with. */
@@ -2957,7 +2976,7 @@ static void msi_asan_unpoison(const void *memory, uint64_t bytes) {
 #endif
 }
 
-/* Opens the model's own state of its backend. An error text goes to the log only. */
+/* Opens the model's own state of its backend. */
 static bool msi_open(ms_model *m) {
     const ms_backend *b = &m->config.backend;
     ms_open_args args;
@@ -2966,7 +2985,8 @@ static bool msi_open(ms_model *m) {
     args.stream = m->config.stream;
     args.event_count = MSI_EVENT_COUNT;
     args.tf32 = m->config.tf32;
-    return msi_device(m, b->open(b->user, &args, &m->device), "opening") == MS_RESULT_OK;
+    return msi_device(m, b->open(b->user, &args, &m->device), "opening it for ms_create") ==
+           MS_RESULT_OK;
 }
 
 /* A shared arena without memory, which its maker alone holds. */
@@ -3923,7 +3943,7 @@ static bool msi_registering(ms_model *m, const char *what, const char *name) {
             "%s \"%s\": the graph is closed since ms_wrap: say that before, or make a new model",
             what, name);
     }
-    return m && !m->run.plan;
+    return m && !m->run.plan && m->errors.broken == MS_RESULT_OK;
 }
 
 /* Adds to the bytes of the model; false if they become too many. */
@@ -4403,24 +4423,43 @@ static bool msi_switches_are_valid(const ms_config *c) {
     return valid;
 }
 
-/* What is wrong with a config whose defaults are filled in, or NULL. */
-static const char *msi_config_fault(const ms_config *c) {
-    return c->cuda_graph && (!c->backend.recording_begin || !c->backend.is_asynchronous)
-               ? "cuda_graph: this backend cannot record"
-           : c->cuda_graph && c->debug ? "cuda_graph: debug mode runs callbacks several times"
-           : !msi_is_complete(&c->backend)
-               ? "backend: its size is not sizeof(ms_backend), or a function is missing"
-           : !c->allocator.alloc != !c->allocator.release
-               ? "allocator: one of its two functions is missing"
-           : !msi_arena_fits(c) ? "arena: its backend is not that of the model"
-           : !(c->target_utilization > 0.0 && c->target_utilization <= 1.0)
-               ? "target_utilization: it must be above 0 and at most 1"
-           : (unsigned)c->mode >= MS_MODE_COUNT ? "mode: there is no such mode"
-           : !msi_switches_are_valid(c)
-               ? "checkpointing, offloading, tiling, mixed_precision, optimizer_8bit, "
-                 "early_update, static_profiling or empirical_profiling: there is no such switch"
-           : c->warmup_steps > MSI_MAX_WARMUP ? "warmup_steps: it must be at most 1000"
-                                              : NULL;
+/* What is wrong with a config whose defaults are filled in, and the number that is wrong, or 0;
+   NULL: nothing is. */
+static const char *msi_config_fault(const ms_config *c, double *number) {
+    const struct {
+        bool wrong;
+        double number;
+        const char *text;
+    } checks[] = {
+        {c->cuda_graph && (!c->backend.recording_begin || !c->backend.is_asynchronous), 0.0,
+         "cuda_graph: this backend cannot record: leave it off"},
+        {c->cuda_graph && c->debug, 0.0,
+         "cuda_graph: debug mode runs callbacks several times: leave one of the two off"},
+        {!msi_is_complete(&c->backend), (double)c->backend.size,
+         "backend: its size is not sizeof(ms_backend), or a function is missing: begin with a copy "
+         "of ms_backend_cpu()"},
+        {c->allocator.alloc && !c->allocator.release, 0.0,
+         "allocator: release is missing: set both functions, or neither for malloc and free"},
+        {!c->allocator.alloc && c->allocator.release, 0.0,
+         "allocator: alloc is missing: set both functions, or neither for malloc and free"},
+        {!msi_arena_fits(c), 0.0,
+         "arena: its backend is not that of the model: give the same one to ms_arena_create"},
+        {!(c->target_utilization > 0.0 && c->target_utilization <= 1.0), c->target_utilization,
+         "target_utilization: it must be above 0 and at most 1, or 0 for 0.85"},
+        {(unsigned)c->mode >= MS_MODE_COUNT, (double)(int)c->mode,
+         "mode: there is no such mode: set one of ms_mode"},
+        {!msi_switches_are_valid(c), 0.0,
+         "checkpointing, offloading, tiling, mixed_precision, optimizer_8bit, early_update, "
+         "static_profiling or empirical_profiling: there is no such switch: set one of ms_switch"},
+        {c->warmup_steps > MSI_MAX_WARMUP, (double)c->warmup_steps,
+         "warmup_steps: it must be at most 1000"}};
+    for (uint32_t i = 0; i < sizeof checks / sizeof checks[0]; i++) {
+        if (checks[i].wrong) {
+            *number = checks[i].number;
+            return checks[i].text;
+        }
+    }
+    return NULL;
 }
 
 /* What is wrong with the description of a device, or NULL. */
@@ -13703,11 +13742,11 @@ static void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role role)
 /* Notes an error of ms_borrow; before there is a plan it sticks. */
 static ms_result msi_refuse_loan(ms_model *m, ms_result result, const char *name,
                                  const char *reason) {
-    (void)msi_fail(m, result, "ms_borrow: \"%s\" %s", name, reason);
+    const ms_result refused = msi_fail(m, result, "ms_borrow: \"%s\" %s", name, reason);
     if (!m->run.plan) {
-        msi_stick(m, result);
+        msi_stick(m, refused);
     }
-    return result;
+    return refused;
 }
 
 /* An error if a value cannot be borrowed now. */
@@ -13873,19 +13912,50 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
     return result;
 }
 
+/* From now on a model without a plan only carries its last error. It has a backend that needs no
+   device, and nothing that has to be closed. */
+static ms_result msi_break(ms_model *m, ms_result result) {
+    m->config.backend = ms_backend_cpu();
+    m->device = NULL;
+    msi_stick(m, result);
+    m->errors.broken = result;
+    return result;
+}
+
+/* Makes a model that only carries what is wrong with a config. */
+static ms_result msi_make_broken(const ms_config *c, const char *fault, double number,
+                                 ms_model **model) {
+    const ms_allocator none = {NULL, NULL, NULL};
+    const ms_allocator allocator = c->allocator.alloc && c->allocator.release ? c->allocator : none;
+    ms_model *m = (ms_model *)msi_alloc_zeroed(&allocator, sizeof *m);
+    char is[48] = "";
+    if (!m) {
+        return MS_RESULT_INVALID;
+    }
+    if (number < 0.0 || number > 0.0) {
+        snprintf(is, sizeof is, " (it is %g)", number);
+    }
+    m->config.allocator = allocator;
+    m->config.log = c->log;
+    m->config.log_user = c->log_user;
+    m->graph.loss = MSI_NONE;
+    *model = m;
+    return msi_break(m, msi_fail(m, MS_RESULT_INVALID, "ms_create: %s%s", fault, is));
+}
+
 /* Makes a model from a valid config with its defaults resolved. */
 static ms_result msi_make_model(const ms_config *c, ms_model **model) {
     ms_model *m = (ms_model *)msi_alloc_zeroed(&c->allocator, sizeof *m);
     if (!m) {
         return MS_RESULT_OUT_OF_MEMORY;
     }
+    *model = m;
     m->config = *c;
+    m->graph.loss = MSI_NONE;
     m->device = c->backend.open ? NULL : c->backend.user;
     if (c->backend.open && !c->dry_run && !msi_open(m)) {
-        msi_release(&c->allocator, m, sizeof *m);
-        return MS_RESULT_BACKEND;
+        return msi_break(m, MS_RESULT_BACKEND);
     }
-    m->graph.loss = MSI_NONE;
     m->graph.tag = (uint32_t)(msi_mix((uint64_t)(uintptr_t)m) % UINT32_MAX);
     m->run.arena = c->arena;
     if (c->arena) {
@@ -13894,7 +13964,6 @@ static ms_result msi_make_model(const ms_config *c, ms_model **model) {
     ms_optimizer_desc defaults;
     memset(&defaults, 0, sizeof defaults);
     msi_use_optimizer(m, &defaults);
-    *model = m;
     return MS_RESULT_OK;
 }
 
@@ -14720,11 +14789,9 @@ MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
     c = config ? *config : c;
     c.backend = c.backend.size ? c.backend : ms_backend_cpu();
     c.target_utilization = c.target_utilization != 0.0 ? c.target_utilization : 0.85;
-    const char *fault = msi_config_fault(&c);
-    if (fault && c.log) {
-        c.log(MS_LOG_ERROR, "create", fault, c.log_user);
-    }
-    return fault ? MS_RESULT_INVALID : msi_make_model(&c, model);
+    double number;
+    const char *fault = msi_config_fault(&c, &number);
+    return fault ? msi_make_broken(&c, fault, number, model) : msi_make_model(&c, model);
 }
 
 MEMSCALE_API void ms_destroy(ms_model *model) {
@@ -14734,10 +14801,7 @@ MEMSCALE_API void ms_destroy(ms_model *model) {
 }
 
 MEMSCALE_API const char *ms_last_error(const ms_model *model) {
-    return model
-               ? model->errors.text
-               : "there is no model: ms_create had no memory, or refused its config, or could not "
-                 "open its backend; the last two are explained in config.log";
+    return model ? model->errors.text : "there is no model: ms_create had no memory for one";
 }
 
 MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) {
@@ -14745,7 +14809,8 @@ MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) 
         return msi_fail_argument(model, "ms_hardware_report", "an argument is NULL");
     }
     memset(report, 0, sizeof *report);
-    return model->run.busy || model->run.recording
+    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
+           : model->run.busy || model->run.recording
                ? msi_fail(model, MS_RESULT_ORDER, "ms_hardware_report: called from a callback")
                : msi_report_hardware(model, report);
 }
@@ -14771,7 +14836,7 @@ MEMSCALE_API void *ms_stream(const ms_model *model) {
 }
 
 MEMSCALE_API ms_result ms_synchronize(ms_model *model) {
-    return !model ? MS_RESULT_INVALID
+    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
            : model->run.busy
                ? msi_fail(model, MS_RESULT_ORDER, "ms_synchronize: called from a callback")
                : msi_await_steps(model);
@@ -14953,7 +15018,10 @@ MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_la
 
 /* Read-only functions return their errors without a text: the model is const. */
 static ms_result msi_check_planned(const ms_model *m, bool has_arguments) {
-    return !m || !has_arguments ? MS_RESULT_INVALID : m->run.plan ? MS_RESULT_OK : MS_RESULT_ORDER;
+    return msi_made(m) != MS_RESULT_OK ? msi_made(m)
+           : !has_arguments            ? MS_RESULT_INVALID
+           : m->run.plan               ? MS_RESULT_OK
+                                       : MS_RESULT_ORDER;
 }
 
 MEMSCALE_API ms_result ms_profile_save(const ms_model *model, ms_text_fn write, void *user) {
@@ -14969,7 +15037,8 @@ MEMSCALE_API ms_result ms_profile_load(ms_model *model, const char *text, size_t
     if (!model || (!text && length)) {
         return msi_fail_argument(model, "ms_profile_load", "an argument is NULL");
     }
-    return msi_load_profile(model, text ? text : "", length);
+    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
+                                           : msi_load_profile(model, text ? text : "", length);
 }
 
 MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
@@ -15015,13 +15084,13 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage) {
 
 MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data) {
     const uint32_t t = msi_transfer_index(model, "ms_write", tensor, data);
-    return t == MSI_NONE ? MS_RESULT_INVALID
+    return t == MSI_NONE ? msi_invalid(model)
                          : msi_write_tensor(model, t, msi_role_of(&model->graph, tensor), data);
 }
 
 MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
     const uint32_t t = msi_transfer_index(model, "ms_read", tensor, data);
-    return t == MSI_NONE ? MS_RESULT_INVALID
+    return t == MSI_NONE ? msi_invalid(model)
                          : msi_read_tensor(model, t, msi_role_of(&model->graph, tensor), data);
 }
 

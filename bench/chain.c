@@ -58,7 +58,8 @@ static outcome measure(const chain *c, uint64_t budget, int repeats) {
     config.memory_budget_bytes = chain_budget(budget);
     for (int i = 0; i < repeats; i++) {
         ms_model *m;
-        check(NULL, ms_create(&config, &m));
+        const ms_result created = ms_create(&config, &m);
+        check(m, created);
         chain_register(m, c);
         const clock_t start = clock(); // processor time, which other programs do not add to
         const ms_result result = ms_wrap(m);

@@ -76,7 +76,8 @@ BENCH_API bench_model bench_model_create(const ms_config *config, const nn_devic
                                          const char *preset, const nn_transformer_config *shape) {
     bench_model m;
     m.shape = *shape;
-    bench_check(NULL, ms_create(config, &m.model));
+    const ms_result created = ms_create(config, &m.model);
+    bench_check(m.model, created);
     m.net = nn_create_on(m.model, device);
     if (!m.net) {
         bench_stop("no memory for a net");
@@ -138,7 +139,8 @@ BENCH_API int bench_nothing(const ms_call *call) {
 BENCH_API ms_model *bench_chain(const ms_config *config, int64_t layers, bool params,
                                 ms_layer_fn zero_loss) {
     ms_model *model;
-    bench_check(NULL, ms_create(config, &model));
+    const ms_result created = ms_create(config, &model);
+    bench_check(model, created);
     ms_layer_desc layer;
     memset(&layer, 0, sizeof layer);
     layer.backward = bench_nothing;

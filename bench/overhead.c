@@ -119,7 +119,8 @@ static ms_tensor lstm_cell(ms_model *model, ms_tensor x, ms_tensor *h, ms_tensor
 
 static ms_model *make_lstm(const ms_config *config) {
     ms_model *model;
-    bench_check(NULL, ms_create(config, &model));
+    const ms_result created = ms_create(config, &model);
+    bench_check(model, created);
     const ms_shape state = ms_shape2(LSTM_BATCH, LSTM_WIDTH);
     const ms_shape square = ms_shape2(LSTM_WIDTH, LSTM_WIDTH);
     ms_tensor weights[LSTM_LAYERS][3 * LSTM_GATES], h[LSTM_LAYERS], c[LSTM_LAYERS], x = {0};

@@ -42,7 +42,6 @@ typedef struct classifier {
     ms_tensor images; // (B, 1, height, width)
     ms_tensor labels; // I32 (B)
     ms_tensor logits; // (B, classes)
-    char reason[256]; // why ms_create failed
 } classifier;
 
 typedef struct trainer {
@@ -269,10 +268,8 @@ static int make_net(classifier *c, const settings *o, uint64_t budget_bytes, boo
     config.dry_run = dry;
     config.seed = (uint64_t)o->seed;
     config.accumulation_steps = (uint32_t)o->accumulate;
-    config.log = keep_reason;
-    config.log_user = c->reason;
     if (ms_create(&config, &c->model) != MS_RESULT_OK) {
-        return fail("%s", c->reason[0] ? c->reason : "no memory for a model");
+        return fail("%s", ms_last_error(c->model));
     }
     c->net = nn_create_on(c->model, o->place.kernels);
     if (!c->net) {

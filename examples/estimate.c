@@ -310,7 +310,9 @@ static int measure_cpu(destination *t) {
     ms_config config;
     memset(&config, 0, sizeof config);
     if (ms_create(&config, &model) != MS_RESULT_OK) {
-        return fail("%s", ms_last_error(NULL));
+        const int failed = fail("%s", ms_last_error(model));
+        ms_destroy(model);
+        return failed;
     }
     const ms_result result = ms_hardware_report(model, &t->hardware);
     const int status = result == MS_RESULT_OK ? 0 : fail("%s", ms_last_error(model));
@@ -385,7 +387,8 @@ static ms_model *register_model(const estimate *e, int64_t batch, ms_config *con
     const shape *s = &e->model;
     ms_model *model;
     if (ms_create(config, &model) != MS_RESULT_OK) {
-        fail("%s", (const char *)config->log_user);
+        fail("%s", ms_last_error(model));
+        ms_destroy(model);
         return NULL;
     }
     *net = nn_create_on(model, e->device.kernels);
@@ -426,10 +429,7 @@ static void keep_largest(const ms_event *event, void *user) {
 /* Returns 0, with p->fits false if no plan fits the budget; or prints the reason and returns 1. */
 static int make_plan(const estimate *e, int64_t batch, ms_config *config, plan *p) {
     nn_net *net;
-    char reason[256] = "no memory for a model";
     memset(p, 0, sizeof *p);
-    config->log = keep_reason;
-    config->log_user = reason;
     config->backend = e->device.backend;
     config->dry_run = true;
     config->tf32 = e->options.precision && strcmp(e->options.precision, "tf32") == 0;

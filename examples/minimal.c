@@ -51,10 +51,16 @@ static int loss_backward(const ms_call *call) {
     return 0;
 }
 
-static void check(ms_model *model, ms_result result) {
+static void print_log(ms_log_level level, const char *tag, const char *text, void *user) {
+    (void)user;
+    if (level <= MS_LOG_WARNING) {
+        fprintf(stderr, "%s: %s\n", tag, text);
+    }
+}
+
+static void check(ms_result result) {
     if (result != MS_RESULT_OK) {
-        fprintf(stderr, "%s\n", ms_last_error(model));
-        exit(1);
+        exit(1); // print_log has said why; ms_last_error(model) has it too
     }
 }
 
@@ -65,8 +71,9 @@ int main(void) {
     }
     ms_config config = {0};
     config.memory_budget_bytes = 2300000;
+    config.log = print_log;
     ms_model *model;
-    check(NULL, ms_create(&config, &model));
+    check(ms_create(&config, &model));
     ms_shape shape = ms_shape2(ROWS, WIDTH);
     ms_layer_desc dense = {0}, loss = {0};
     dense.forward = dense_forward, dense.backward = dense_backward;
@@ -77,22 +84,22 @@ int main(void) {
         dense.param[0] = ms_param(model, "W", MS_DTYPE_F32, ms_shape2(WIDTH, WIDTH));
         dense.out[0] = loss.in[0] = ms_activation(model, "x", MS_DTYPE_F32, shape);
         ms_register_layer(model, &dense);
-        check(model, ms_write(model, dense.param[0], numbers));
+        check(ms_write(model, dense.param[0], numbers));
     }
     loss.forward = loss_forward, loss.backward = loss_backward;
     loss.out[0] = ms_activation(model, "loss", MS_DTYPE_F32, shape);
     ms_register_layer(model, &loss);
     ms_set_loss(model, loss.out[0]);
-    check(model, ms_wrap(model));
-    check(model, ms_write(model, loss.in[1], numbers));
+    check(ms_wrap(model));
+    check(ms_write(model, loss.in[1], numbers));
     ms_memory_report report;
-    check(model, ms_report(model, &report));
+    check(ms_report(model, &report));
     printf("plain arena %.2f MB, budget %.2f MB, arena %.2f MB\n", (double)report.plain_bytes / 1e6,
            (double)report.budget_bytes / 1e6, (double)report.arena_bytes / 1e6);
     double first, last;
-    check(model, ms_step(model, &first));
+    check(ms_step(model, &first));
     for (int step = 1; step < STEPS; ++step) {
-        check(model, ms_step(model, &last));
+        check(ms_step(model, &last));
     }
     printf("loss %.5f, after %d steps %.5f\n", first, STEPS, last);
     ms_destroy(model);

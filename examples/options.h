@@ -158,14 +158,6 @@ NN_API int choose_device(option_device *d, const char *name) {
     return 0;
 }
 
-/* A log callback that keeps the last error: user is a char[256]. */
-NN_API void keep_reason(ms_log_level level, const char *tag, const char *text, void *user) {
-    (void)tag;
-    if (level == MS_LOG_ERROR) {
-        snprintf((char *)user, 256, "%s", text);
-    }
-}
-
 // ---- units ---------------------------------------------------------------------------------------
 
 NN_API double mebibytes(uint64_t bytes) {

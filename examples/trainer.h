@@ -57,7 +57,6 @@ struct trainer {
     uint64_t random;
     double loss; // running mean of those that were read
     bool has_loss;
-    char reason[256]; // why ms_create failed
 };
 
 // ---- options ------------------------------------------------------------------------------------
@@ -283,13 +282,11 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     config.tf32 = t->options.tf32;
     config.cuda_graph = t->options.graph;
     config.empirical_profiling = t->options.profile ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
-    config.log = keep_reason;
-    config.log_user = t->reason;
     if (choose_techniques(&t->options, &config) != 0) {
         return 1;
     }
     if (ms_create(&config, &t->model) != MS_RESULT_OK) {
-        return fail("%s", t->reason[0] ? t->reason : "no memory for a model");
+        return fail("%s", ms_last_error(t->model));
     }
     t->net = nn_create_on(t->model, t->device.kernels);
     if (!t->net) {

@@ -47,7 +47,9 @@ static bool refuses_a_missing_device(void) {
     ms_model *model;
     memset(&config, 0, sizeof config);
     config.backend = ms_backend_cuda(4096);
-    return ms_create(&config, &model) != MS_RESULT_OK && model == NULL;
+    const bool refuses = ms_create(&config, &model) != MS_RESULT_OK && model != NULL;
+    ms_destroy(model);
+    return refuses;
 }
 #else
 static bool refuses_a_missing_device(void) {

@@ -899,8 +899,12 @@ static void op_create(world *w, slot *s) {
         spoil_config(w, &s->config);
     }
     const ms_result result = ms_create(&s->config, &s->model);
+    if (result != MS_RESULT_OK && s->model != NULL) {
+        CHECK(ms_last_error(s->model)[0] != 0 && ms_wrap(s->model) == result);
+        ms_destroy(s->model);
+        s->model = NULL;
+    }
     CHECK((result == MS_RESULT_OK) == (s->model != NULL));
-    CHECK(result == MS_RESULT_OK || ms_last_error(NULL)[0] != 0);
 }
 
 static void op_arena(world *w, slot *s) {

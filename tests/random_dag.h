@@ -2311,7 +2311,7 @@ static inline rd_net *rd_net_create(rd_graph *g, const ms_config *config, const 
     with_steps.accumulation_steps = g->accumulation;
     with_steps.seed = g->seed;
     if (ms_create(&with_steps, &n->model) != MS_RESULT_OK) {
-        rd_fail(&n->run, "ms_create failed");
+        rd_fail(&n->run, "ms_create: %s", ms_last_error(n->model));
         return n;
     }
     for (uint32_t i = 0; i < g->axis_count; ++i) {

@@ -15,4 +15,9 @@ static float initial_values[16], initial[16];
 static int32_t batch[16];
 static double loss;
 
+static inline void my_log(ms_log_level level, const char *tag, const char *text, void *user) {
+    (void)user;
+    fprintf(stderr, "%d %s: %s\n", (int)level, tag, text);
+}
+
 #endif // SNIPPETS_H

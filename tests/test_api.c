@@ -120,7 +120,8 @@ static void null_arguments(void **state) {
 static void expect_bad_config(const ms_config *config) {
     ms_model *m = (ms_model *)&m;
     assert_int_equal(ms_create(config, &m), MS_RESULT_INVALID);
-    assert_null(m);
+    assert_non_null(m);
+    t_not_created(&m, MS_RESULT_INVALID);
 }
 
 static void bad_configs(void **state) {
@@ -664,6 +665,172 @@ static void a_wrong_config_is_explained(void **state) {
     config.target_utilization = 1.5;
     assert_int_equal(ms_create(&config, &m), MS_RESULT_INVALID);
     t_text_has(text, "target_utilization");
+    t_text_has(ms_last_error(m), "target_utilization");
+    t_text_has(ms_last_error(m), "(it is 1.5)");
+    ms_destroy(m);
+}
+
+static void ignore_text(const char *text, size_t length, void *user) {
+    (void)text;
+    *(size_t *)user += length;
+}
+
+static void ignore_event(const ms_event *event, void *user) {
+    (void)event;
+    *(size_t *)user += 1;
+}
+
+static void ignore_decision(const ms_decision *decision, void *user) {
+    (void)decision;
+    *(size_t *)user += 1;
+}
+
+static int opens_never(void *user, const ms_open_args *args, void **state) {
+    (void)args;
+    (void)user;
+    *state = NULL;
+    return 41;
+}
+
+static void closes_never(void *state) {
+    (void)state;
+    fail();
+}
+
+static const char *text_of_opening(void *user, int error) {
+    (void)user;
+    return error == 41 ? "no such device here" : NULL;
+}
+
+/* Every function that returns a result returns that of ms_create, and leaves the text. */
+static void every_function_returns(ms_model *m, ms_result expected, const char *part) {
+    size_t written = 0;
+    double value = 7.0;
+    float data[4] = {0};
+    uint64_t bytes = 7;
+    int stage = 0;
+    const int64_t sizes[MS_LIMIT_AXES] = {1};
+    ms_hardware hardware;
+    ms_memory_report report;
+    ms_verify_report verified;
+    ms_layer_desc layer;
+    memset(&layer, 0, sizeof layer);
+    memset(&hardware, 0, sizeof hardware);
+    const ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape1(4));
+    const ms_tensor p = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(4));
+    const ms_axis axis = ms_add_axis(m, "rows", 1, 2);
+    const ms_layer none = ms_register_layer(m, &layer);
+    const ms_optimizer_desc sgd = t_optimizer(MS_OPTIMIZER_SGD, 0.1f);
+    assert_true(x.id == 0 && p.id == 0 && axis.id == 0 && none.id == 0);
+    ms_set_hardware(m, &hardware);
+    ms_set_hardware(m, NULL);
+    ms_clear_hardware(m);
+    ms_set_on_host(m, x);
+    ms_stop_gradient(m, x);
+    ms_refuse(m, "another text");
+    ms_set_loss(m, x);
+    ms_set_loss_factor(m, 2.0f);
+    ms_add_output(m, x);
+    ms_add_eval_output(m, x);
+    ms_set_optimizer(m, &sgd);
+    ms_set_learning_rate(m, (float)INFINITY);
+    ms_set_weight_decay(m, p, 0.1f);
+    ms_set_frozen(m, p, true);
+    ms_set_budget(m, 1000);
+    ms_set_accumulation(m, 2);
+    ms_set_layer_technique(m, none, MS_TECHNIQUE_CHECKPOINTING, MS_SWITCH_ON);
+    ms_set_tensor_technique(m, x, MS_TECHNIQUE_CHECKPOINTING, MS_SWITCH_ON);
+    ms_set_layer_time(m, none, NULL);
+    const ms_result results[] = {ms_wrap(m),
+                                 ms_detach(m),
+                                 ms_hardware_report(m, &hardware),
+                                 ms_synchronize(m),
+                                 ms_borrow(m, x, data),
+                                 ms_borrow(m, x, NULL),
+                                 ms_profile_save(m, ignore_text, &written),
+                                 ms_profile_load(m, "", 0),
+                                 ms_profile_load(m, NULL, 1),
+                                 ms_smallest_budget(m, &bytes),
+                                 ms_reshape(m, sizes),
+                                 ms_write(m, x, data),
+                                 ms_read(m, x, data),
+                                 ms_write(m, x, NULL),
+                                 ms_step(m, &value),
+                                 ms_forward(m, &value),
+                                 ms_backward(m),
+                                 ms_update(m),
+                                 ms_eval(m, &value),
+                                 ms_gradient_norm(m, &value),
+                                 ms_report(m, &report),
+                                 ms_report(m, NULL),
+                                 ms_visit_decisions(m, ignore_decision, &written),
+                                 ms_verify(m, NULL, NULL, &verified),
+                                 ms_visit_events(m, MS_PROGRAM_TRAIN, ignore_event, &written),
+                                 ms_print_plan(m, ignore_text, &written),
+                                 ms_print_program(m, MS_PROGRAM_EVAL, ignore_text, &written),
+                                 ms_print_trace(m, ignore_text, &written),
+                                 ms_print_metrics(m, ignore_text, &written)};
+    for (size_t i = 0; i < sizeof results / sizeof results[0]; ++i) {
+        if (results[i] != expected) {
+            fail_msg("call %u returns %s", (unsigned)i, ms_result_name(results[i]));
+        }
+    }
+    assert_true(written == 0 && value == 7.0 && bytes == 7);
+    assert_false(ms_optimize_next(m, &stage));
+    assert_true(ms_data(m, x) == NULL && ms_stream(m) == NULL);
+    assert_true(ms_gradient(m, p).id == 0 && ms_optimizer_state(m, p, 0).id == 0);
+    assert_true(ms_tensor_bytes(m, x) == 0 && ms_tensor_shape(m, x).rank == -1);
+    assert_string_equal(ms_tensor_name(m, x), "?");
+    t_text_has(ms_last_error(m), "ms_create");
+    t_text_has(ms_last_error(m), part);
+}
+
+/* A failing ms_create leaves a model that only carries its error, without a log. Its memory comes
+   from the allocator of the config, unless that is the fault, and is returned to it. */
+static void a_model_carries_its_error(void **state) {
+    (void)state;
+    for (int which = 0; which < 5; ++which) {
+        t_heap heap;
+        memset(&heap, 0, sizeof heap);
+        ms_config config = t_config();
+        ms_model *m = NULL;
+        config.allocator = t_heap_allocator(&heap);
+        config.backend = ms_backend_cpu();
+        const char *part = "target_utilization: it must be above 0 and at most 1, or 0 for 0.85 "
+                           "(it is 2)";
+        if (which == 0) {
+            config.target_utilization = 2.0;
+        } else if (which == 1) {
+            config.mode = (ms_mode)9;
+            part = "mode: there is no such mode: set one of ms_mode (it is 9)";
+        } else if (which == 2) {
+            config.allocator.release = NULL;
+            part = "allocator: release is missing";
+        } else if (which == 3) {
+            config.allocator.alloc = NULL;
+            part = "allocator: alloc is missing";
+        } else {
+            config.backend.open = opens_never;
+            config.backend.close = closes_never;
+            config.backend.error_text = text_of_opening;
+            part = "no such device here";
+        }
+        const ms_result expected = which < 4 ? MS_RESULT_INVALID : MS_RESULT_BACKEND;
+        assert_int_equal(ms_create(&config, &m), expected);
+        assert_non_null(m);
+        assert_int_equal(heap.calls, which == 2 || which == 3 ? 0 : 1);
+        every_function_returns(m, expected, part);
+        ms_destroy(m);
+        assert_true(heap.live_count == 0 && heap.wrong_releases == 0);
+        if (heap.calls > 0) { // no memory for that either
+            heap.fail_at = heap.calls + 1;
+            m = (ms_model *)&m;
+            assert_int_equal(ms_create(&config, &m),
+                             which < 4 ? MS_RESULT_INVALID : MS_RESULT_OUT_OF_MEMORY);
+            assert_null(m);
+            assert_true(heap.has_failed && heap.live_count == 0);
+        }
+    }
 }
 
 /* Where a handle is 0 since its registration failed, that is what ms_write and ms_read say. */
@@ -1667,6 +1834,7 @@ int main(void) {
         cmocka_unit_test(the_log_receives_text),
         cmocka_unit_test(a_missing_backward_is_warned_of),
         cmocka_unit_test(a_wrong_config_is_explained),
+        cmocka_unit_test(a_model_carries_its_error),
         cmocka_unit_test(writes_name_the_registration_that_failed),
         cmocka_unit_test(values_survive_wrap_and_detach),
         cmocka_unit_test(everything_that_lives_is_read),

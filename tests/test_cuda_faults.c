@@ -445,8 +445,10 @@ static void check_no_device(int device, const char *part) {
     config.backend = ms_backend_cuda(device);
     config.log = keep_text;
     config.log_user = text;
-    assert_true(ms_create(&config, &model) != MS_RESULT_OK);
-    assert_null(model);
+    const ms_result result = ms_create(&config, &model);
+    assert_true(result != MS_RESULT_OK && model != NULL);
+    t_text_has(ms_last_error(model), part);
+    t_not_created(&model, result);
     t_text_has(text, part);
     assert_int_equal(cudaPeekAtLastError(), cudaSuccess);
 }

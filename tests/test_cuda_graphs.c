@@ -380,7 +380,8 @@ static void check_refused(const ms_config *config, const char *part) {
     logged.log = keep_text;
     logged.log_user = &heard;
     assert_int_equal(ms_create(&logged, &model), MS_RESULT_INVALID);
-    assert_null(model);
+    t_text_has(ms_last_error(model), part);
+    t_not_created(&model, MS_RESULT_INVALID);
     t_text_has(heard.text, part);
 }
 

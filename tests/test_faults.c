@@ -249,8 +249,7 @@ static ms_result fault_net_build(fault_net *net, uint64_t *known) {
     }
     result = ms_create(&net->config, &net->model);
     if (result != MS_RESULT_OK) {
-        assert_null(net->model);
-        return result;
+        return t_not_created(&net->model, result);
     }
     result = fault_register(net);
     result = first_error(result, fault_budget(net, known));

@@ -561,7 +561,7 @@ static ms_result clocked_create(clocked_net *n, const ms_config *config) {
     ms_tensor last;
     const ms_result result = ms_create(config, &n->model);
     if (result != MS_RESULT_OK) {
-        return result;
+        return t_not_created(&n->model, result);
     }
     last = n->x = ms_input(n->model, "x", MS_DTYPE_F32, ms_shape2(ROWS, COLS));
     for (uint32_t i = 0; i < LAYERS; ++i) {

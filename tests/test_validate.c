@@ -749,7 +749,8 @@ static void bad_configs(void **state) {
         if (ms_create(&w.config, &w.m) != MS_RESULT_INVALID) {
             fail_msg("config %u is accepted", (unsigned)i);
         }
-        assert_null(w.m);
+        assert_non_null(w.m);
+        t_not_created(&w.m, MS_RESULT_INVALID);
         assert_true(w.heap.live_count == 0);
     }
     assert_int_equal(ms_create(NULL, NULL), MS_RESULT_INVALID);

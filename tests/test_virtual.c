@@ -127,7 +127,7 @@ static ms_result create_net(net *n, const net_case *how, v_device *device) {
     }
     ms_result result = ms_create(&config, &n->model);
     if (result != MS_RESULT_OK) {
-        return result;
+        return t_not_created(&n->model, result);
     }
     register_net(n);
     uint64_t bytes = 0;

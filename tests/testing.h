@@ -107,6 +107,18 @@ static inline void t_check(const ms_model *model, ms_result result, ms_result ex
 #define t_error(model, call, expected)                                                             \
     t_check((model), (call), (expected), #call, __FILE__, __LINE__)
 
+/* Destroys what a failing ms_create has left: a model that carries the error and its text, or, for
+   want of memory, nothing. Returns the error. */
+static inline ms_result t_not_created(ms_model **model, ms_result result) {
+    if (*model != NULL) {
+        t_check(*model, ms_step(*model, NULL), result, "ms_step", __FILE__, __LINE__);
+        assert_true(ms_last_error(*model)[0] != 0);
+    }
+    ms_destroy(*model);
+    *model = NULL;
+    return result;
+}
+
 /* The result of a step: an asynchronous backend tells what became of it when it is waited for. */
 static inline ms_result t_settled(ms_model *model, ms_result result) {
     return result == MS_RESULT_OK ? ms_synchronize(model) : result;

@@ -662,7 +662,7 @@ static inline ms_result cn_create(cn_net *net, const cn_how *how) {
     const ms_config config = cn_config(net, how);
     const ms_result result = ms_create(&config, &net->model);
     if (result != MS_RESULT_OK) {
-        return result;
+        return t_not_created(&net->model, result);
     }
     net->op_count = net->param_count = 0;
     cn_inputs(net);
