@@ -331,18 +331,20 @@ static bool same_state(const fault_net *net, const kept *a, const kept *b) {
     return memcmp(a->values, b->values, (size_t)count * sizeof(float)) == 0;
 }
 
-/* Writes back what was kept from tensor `from` on, and the inputs. */
+/* Writes what was kept, of this net or of one like it, from tensor `from` on, and the inputs. */
 static void put_back(fault_net *net, const kept *k, uint32_t from) {
     float x[MOST_ROWS * COLS];
     uint64_t at = 0;
+    kept own;
+    kept_list(net, &own);
     t_rng rng = t_seed(7);
     t_fill(&rng, x, MOST_ROWS * COLS, 1.0f);
     t_ok(net->model, ms_write(net->model, net->x, x));
     for (uint32_t i = 0; i < k->count; ++i) {
         if (i >= from) {
-            t_ok(net->model, ms_write(net->model, k->tensors[i], k->values + at));
+            t_ok(net->model, ms_write(net->model, own.tensors[i], k->values + at));
         }
-        at += ms_tensor_count(net->model, k->tensors[i]);
+        at += ms_tensor_count(net->model, own.tensors[i]);
     }
 }
 
