@@ -1,6 +1,6 @@
 # memscale.h is one header and needs no build. This file builds what stands around it: examples,
 # benchmarks and tests. `make help` lists the targets. It asks for GNU make and a C compiler; OpenMP,
-# a CBLAS, (for the tests) cmocka and (for NVIDIA GPUs) nvcc are found and used where they are.
+# a CBLAS, cJSON, (for the tests) cmocka and (for NVIDIA GPUs) nvcc are found and used where they are.
 #
 #   config=release|quick|debug|sanitize|thread|coverage
 #                                   release is the default and builds under build/, the others under
@@ -8,7 +8,7 @@
 #   werror=1                                        warnings are errors
 #   V=1                                             show the commands
 #   CC, CXX, CFLAGS, LDFLAGS                        as usual; CFLAGS come last and win
-#   OPENMP= CBLAS=                                  build without what was found
+#   OPENMP= CBLAS= CJSON=                           build without what was found
 #   NVCC=/usr/local/cuda/bin/nvcc                   of make cuda, where it is not on the PATH
 #   CUDA_CODES="sm_90"                              the machine code that it makes; default: 7.5 to 9.0
 #   ONLY=emulated                                   of make test, test-rest and test-all: the groups
@@ -55,14 +55,18 @@ ifeq ($(origin CMOCKA),undefined)
 CMOCKA := $(call try,stdarg.h stddef.h setjmp.h stdint.h cmocka.h,\
             cmocka_set_message_output == 0,-lcmocka)
 endif
+ifeq ($(origin CJSON),undefined)
+CJSON := $(call try,cjson/cJSON.h,cJSON_Parse == 0,-DMODEL_SHAPE_CJSON -lcjson)
+endif
 ifeq ($(origin NVCC),undefined)
 NVCC := $(or $(shell command -v nvcc 2>/dev/null),$(lastword $(wildcard /usr/local/cuda*/bin/nvcc)))
 endif
-export OPENMP CBLAS CMOCKA NVCC
+export OPENMP CBLAS CMOCKA CJSON NVCC
 
 lacks := $(if $(OPENMP),,no OpenMP: one thread only.) \
          $(if $(CBLAS),,no CBLAS (libopenblas-openmp-dev): matrix products several times slower.) \
          $(if $(CMOCKA),,no cmocka (libcmocka-dev): most tests are skipped.) \
+         $(if $(CJSON),,no cJSON (libcjson-dev): estimate reads no config.json.) \
          $(if $(NVCC),,no nvcc (CUDA toolkit): nothing is built for a GPU.)
 ifeq ($(MAKELEVEL),0)
 ifneq ($(strip $(lacks)),)
@@ -95,6 +99,7 @@ all: $(programs) $(if $(CMOCKA),$(tests))
 say = $(if $(V),,@echo '  $(1)' &&)
 $(tests) $(twins): libs += $(CMOCKA)
 $(OUT)/tests/test_threads $(OUT)/tests/test_threads_cpp: libs += -pthread
+$(OUT)/examples/estimate $(OUT)/tests/test_estimate $(OUT)/tests/test_estimate_cpp: libs += $(CJSON)
 
 $(OUT)/%: %.c $(OUT)/flags
 	@mkdir -p $(@D)
@@ -107,8 +112,8 @@ $(OUT)/%_cpp: %.c $(OUT)/flags
 # Changes when the commands do, so that a new compiler, flag or library rebuilds everything.
 $(OUT)/flags: FORCE
 	@mkdir -p $(@D)
-	@echo '$(compile) $(twin) $(LDFLAGS) $(libs) $(CMOCKA)' | cmp -s - $@ || \
-	 echo '$(compile) $(twin) $(LDFLAGS) $(libs) $(CMOCKA)' > $@
+	@echo '$(compile) $(twin) $(LDFLAGS) $(libs) $(CMOCKA) $(CJSON)' | cmp -s - $@ || \
+	 echo '$(compile) $(twin) $(LDFLAGS) $(libs) $(CMOCKA) $(CJSON)' > $@
 
 -include $(wildcard $(OUT)/*/*.d)
 

@@ -2639,16 +2639,30 @@ typedef struct msi_size_text {
     char text[32];
 } msi_size_text;
 
-static msi_size_text msi_size(uint64_t bytes) {
+static msi_size_text msi_show_size(double value) {
     static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
     msi_size_text s;
-    double value = (double)bytes;
     int unit = 0;
     for (; value >= 1024.0 && unit < 6; unit++) {
         value /= 1024.0;
     }
     snprintf(s.text, sizeof s.text, unit ? "%.2f %s" : "%.0f %s", value, units[unit]);
     return s;
+}
+
+static msi_size_text msi_size(uint64_t bytes) {
+    return msi_show_size((double)bytes);
+}
+
+/* Rounded up, so that a budget that is typed in again is large enough. */
+static msi_size_text msi_size_up(uint64_t bytes) {
+    const double value = (double)bytes;
+    double unit = 1.0;
+    while (value / unit >= 1024.0) {
+        unit *= 1024.0;
+    }
+    const double hundredths = value * 100.0 / unit, whole = (double)(uint64_t)hundredths;
+    return msi_show_size((whole < hundredths ? whole + 1.0 : whole) * unit / 100.0);
 }
 
 static msi_size_text msi_time(double us) {
@@ -11200,7 +11214,7 @@ static void msi_add_modes(msi_text *to, uint64_t least) {
         uint64_t bytes = least;
         if (techniques != m->wrapped.choice.techniques) {
             MSI_THEN(to->result, msi_least_arena(m, techniques, &bytes));
-            msi_add_text(to, ", %s in mode %s", msi_size(bytes).text, msi_mode_names[mode]);
+            msi_add_text(to, ", %s in mode %s", msi_size_up(bytes).text, msi_mode_names[mode]);
             alike = false;
         }
     }
@@ -11260,7 +11274,7 @@ static void msi_add_cures(msi_text *to) {
         msi_add_text(to, ". Without OFF for %s%s%s: %s",
                      added & MSI_CHECKPOINTING ? "checkpointing" : "",
                      added == MSI_BUILT ? " and " : "",
-                     added & MSI_EARLY_UPDATE ? "early_update" : "", msi_size(bytes).text);
+                     added & MSI_EARLY_UPDATE ? "early_update" : "", msi_size_up(bytes).text);
     }
     if (early) {
         msi_add_text(to, ". No early updates, since %s", early);
@@ -11279,8 +11293,8 @@ static ms_result msi_no_fit(ms_model *m, const msi_store *store, const msi_plan 
     msi_add_text(&text,
                  "the budget is %s, the plain plan needs %s, and the smallest feasible budget in "
                  "mode %s is %s (%llu bytes",
-                 msi_size(smallest->budget_bytes).text, msi_size(smallest->plain_bytes).text,
-                 msi_mode_names[m->wrapped.choice.mode], msi_size(least).text,
+                 msi_size(smallest->budget_bytes).text, msi_size_up(smallest->plain_bytes).text,
+                 msi_mode_names[m->wrapped.choice.mode], msi_size_up(least).text,
                  (unsigned long long)least);
     if (store->reserved_bytes) {
         msi_add_text(&text, "; %s of it for the backend: ms_backend.workspace_bytes",
@@ -11380,7 +11394,7 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
     for (uint32_t i = 0; i < MS_MODE_COUNT; i++) {
         msi_log(m, MS_LOG_INFO, "policy",
                 "strategy %u, mode %s: arena %s, predicted step %s (%s)%s", (unsigned)i,
-                msi_mode_names[strategies[i].mode], msi_size(strategies[i].arena_bytes).text,
+                msi_mode_names[strategies[i].mode], msi_size_up(strategies[i].arena_bytes).text,
                 msi_time(strategies[i].step_us).text, msi_time_source_names[m->costs.source],
                 strategies[i].fits ? "" : ", does not fit");
     }
@@ -13477,7 +13491,7 @@ static void msi_put_plans(ms_model *m, msi_plan *plans, msi_goal goal) {
     msi_log(m, MS_LOG_INFO, "plan",
             "plain %s, budget %s, arena %s, recomputations: %u, updates %s backward",
             msi_size(plans->plain_bytes).text, msi_size(plans->budget_bytes).text,
-            msi_size(msi_room_of(m->run.store)).text, (unsigned)plans->train.recompute_count,
+            msi_size_up(msi_room_of(m->run.store)).text, (unsigned)plans->train.recompute_count,
             msi_updates_inside(&plans->train) ? "inside" : "after");
 }
 

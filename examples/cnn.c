@@ -318,7 +318,8 @@ static int choose_budget(trainer *t, uint64_t *budget_bytes) {
            (unsigned)plain.layer_count, (unsigned long long)plain.param_count,
            (long long)t->options.accumulate, (long long)t->options.batch, SIZE, SIZE);
     printf("memory    plain %.2f MiB, smallest %.2f MiB, budget %.2f MiB", // and arena, below
-           mebibytes(plain.plain_bytes), mebibytes(smallest), mebibytes(*budget_bytes));
+           rounded_up(mebibytes(plain.plain_bytes), 2), rounded_up(mebibytes(smallest), 2),
+           mebibytes(*budget_bytes));
     return 0;
 }
 
@@ -327,7 +328,8 @@ static int print_arena(const classifier *c) {
     if (ms_report(c->model, &r) != MS_RESULT_OK) {
         return fail("the model has no plan");
     }
-    printf(", arena %.2f MiB: %.0f %% of plain, for %.1f %% more work\n", mebibytes(r.arena_bytes),
+    printf(", arena %.2f MiB: %.0f %% of plain, for %.1f %% more work\n",
+           rounded_up(mebibytes(r.arena_bytes), 2),
            100.0 * (double)r.arena_bytes / (double)r.plain_bytes, 100.0 * r.recompute_share);
     return 0;
 }

@@ -2,6 +2,7 @@
 
         build/examples/estimate --model gpt2-1558M --batch 1 --sequence 512 --gpu "RTX 3090"
         build/examples/estimate --model llama3-8B --batch 4 --sequence 2048 --gpu H200 --json
+        build/examples/estimate path/to/config.json --gpu 24GB --clip --accumulate 8
         build/examples/estimate --family gpt2 --layers 48 --channels 2048 --heads 32 --gpu 16G
         build/examples/estimate --model bert-large --batch 16 --sequence 128 --sweep budgets.svg
 
@@ -20,25 +21,30 @@
 #define OPTIONS_PROGRAM "estimate"
 #include "options.h"
 
-#include <errno.h>
+#include "model_shape.h"
+
+/* What the program returns. */
+enum { STATUS_FITS, STATUS_FAILED, STATUS_USAGE, STATUS_NO_FIT };
 
 // ---- options ------------------------------------------------------------------------------------
 
 typedef struct settings {
-    const char *model, *family, *gpu, *precision, *sweep;
+    const char *model, *family, *gpu, *budget, *precision, *optimizer, *sweep;
     int64_t layers, channels, heads, kv_heads, feed_forward, vocabulary, positions;
-    int64_t batch, sequence;
-    uint64_t budget_bytes;
-    bool json, help;
+    int64_t batch, sequence, accumulate, rank;
+    float tflops, tf32_tflops, bandwidth, link;
+    bool clip, frozen, json, help;
+    option_words files;
 } settings;
 
-enum { ESTIMATE_OPTIONS = 17 };
+enum { ESTIMATE_OPTIONS = 26 };
 
 static void list_options(settings *s, option_spec *specs) {
     const option_spec all[ESTIMATE_OPTIONS] = {
         {"--model", "NAME", OPTION_TEXT, &s->model, "a published model (gpt2-124M); see below"},
         {"--family", "NAME", OPTION_TEXT, &s->family,
-         "gpt2, bert or llama: a model of your own, of the sizes below"},
+         "gpt2, bert or llama: a model of your own, of the sizes below; or what a\n"
+         "config.json is to be taken for"},
         {"--layers", "N", OPTION_COUNT, &s->layers, "blocks"},
         {"--channels", "N", OPTION_COUNT, &s->channels, "width of the residual stream"},
         {"--heads", "N", OPTION_COUNT, &s->heads,
@@ -52,15 +58,30 @@ static void list_options(settings *s, option_spec *specs) {
          "tokens (gpt2: 50257, bert: 30522, llama: 32000)"},
         {"--positions", "N", OPTION_COUNT, &s->positions,
          "gpt2, bert: rows of the position table (1024, 512)"},
-        {"--batch", "N", OPTION_COUNT, &s->batch, "sequences per step (4)"},
+        {"--batch", "N", OPTION_COUNT, &s->batch, "sequences at a time (4)"},
         {"--sequence", "N", OPTION_COUNT, &s->sequence, "tokens per sequence (512)"},
         {"--precision", "NAME", OPTION_TEXT, &s->precision,
          "f32 (default), or tf32: the same bytes, faster products"},
+        {"--optimizer", "NAME", OPTION_TEXT, &s->optimizer,
+         "adamw (default), sgd, or momentum: SGD with one moment"},
+        {"--clip", NULL, OPTION_FLAG, &s->clip,
+         "gradients are clipped by their global norm, for which all exist at once"},
+        {"--accumulate", "N", OPTION_COUNT, &s->accumulate,
+         "gradients are summed over N batches before each update (1)"},
+        {"--frozen", NULL, OPTION_FLAG, &s->frozen,
+         "train adapters beside the linear layers of the blocks; all else is frozen"},
+        {"--rank", "N", OPTION_COUNT, &s->rank, "of these adapters (8)"},
         {"--gpu", "NAME|SIZE", OPTION_TEXT, &s->gpu,
-         "a device by its name (RTX 3090), or bytes such as 24G, or cpu:\n"
-         "this machine"},
-        {"--budget", "SIZE", OPTION_BYTES, &s->budget_bytes,
-         "bytes that training may take (85 % of the device's memory)"},
+         "a device by its name (RTX 3090), or bytes such as 24GB, or cpu: this\n"
+         "machine"},
+        {"--tflops", "X", OPTION_REAL, &s->tflops,
+         "its F32 matrix products, 1e12 flops a second, if they are others"},
+        {"--tf32-tflops", "X", OPTION_REAL, &s->tf32_tflops, "those in TF32"},
+        {"--bandwidth", "X", OPTION_REAL, &s->bandwidth, "its memory, 1e9 bytes a second"},
+        {"--link", "X", OPTION_REAL, &s->link, "copies from and to the host, 1e9 bytes a second"},
+        {"--budget", "SIZE|%", OPTION_TEXT, &s->budget,
+         "what training may take: bytes such as 20G, or 90% of the device's\n"
+         "memory (85%)"},
         {"--json", NULL, OPTION_FLAG, &s->json, "the numbers for programs, on standard output"},
         {"--sweep", "FILE", OPTION_TEXT, &s->sweep,
          "draw peak and time over budgets, as SVG; takes a while longer"},
@@ -69,116 +90,55 @@ static void list_options(settings *s, option_spec *specs) {
     memcpy(specs, all, sizeof all);
 }
 
-static const char *const nn_models[] = {"gpt2-124M",  "gpt2-355M", "gpt2-774M",
-                                        "gpt2-1558M", "bert-base", "bert-large"};
-enum { NN_MODELS = sizeof nn_models / sizeof nn_models[0] };
+enum { MOST_DEVICES = 256 };
 
-static void print_models(FILE *file) {
-    for (int i = 0; i < NN_MODELS; i++) {
-        fprintf(file, "%s%s", i ? ", " : "", nn_models[i]);
+/* The names of the built-in devices; returns how many there are. */
+static int list_devices(const char *names[MOST_DEVICES]) {
+    int count = 0;
+    for (const ms_hardware *h; count < MOST_DEVICES; names[count++] = h->name) {
+        h = ms_hardware_at((uint32_t)count);
+        if (!h) {
+            break;
+        }
     }
-    for (int i = 0; i < LLAMA_PRESETS; i++) {
-        fprintf(file, "%s%s", i % 6 ? ", " : ",\n  ", llama_presets[i].name);
-    }
-    fprintf(file, "\n");
-}
-
-static void print_devices(FILE *file) {
-    const ms_hardware *h;
-    for (uint32_t i = 0; (h = ms_hardware_at(i)) != NULL; i++) {
-        fprintf(file, "%s%s", i ? ", " : "", h->name);
-    }
-    fprintf(file, "\n");
+    return count;
 }
 
 static void print_help(void) {
     settings s;
     option_spec specs[ESTIMATE_OPTIONS];
+    const char *models[PUBLISHED_MODELS], *devices[MOST_DEVICES];
     list_options(&s, specs);
-    print_options("[options]", specs, ESTIMATE_OPTIONS);
-    printf("\nModels (sizes given beside a name replace those of the model):\n  ");
-    print_models(stdout);
-    printf("\nDevices:\n  ");
-    print_devices(stdout);
+    list_models(models);
+    print_options("[options] [config.json]", specs, ESTIMATE_OPTIONS);
+    printf("\nA config.json as published with weights: of GPT-2, BERT, Llama or Mistral.\n"
+           "Models (sizes given beside a name or a file replace those of the model):\n");
+    print_names(stdout, models, PUBLISHED_MODELS, 0, "");
+    printf("\nDevices:\n");
+    print_names(stdout, devices, list_devices(devices), 0, "");
+    printf("\nThe exit status is %d if the batch fits the budget in some mode, %d if in none, %d\n"
+           "after an error, and %d after a mistake in the options.\n",
+           STATUS_FITS, STATUS_NO_FIT, STATUS_FAILED, STATUS_USAGE);
 }
 
 // ---- the model ----------------------------------------------------------------------------------
 
-typedef enum family { FAMILY_GPT2, FAMILY_BERT, FAMILY_LLAMA, FAMILY_COUNT } family;
-
-static const char *const family_names[FAMILY_COUNT] = {"gpt2", "bert", "llama"};
-
-typedef struct shape {
-    char name[32];
-    family kind;
-    int64_t layers, channels, heads, kv_heads, feed_forward, vocabulary;
-    int64_t positions; // llama: 0, no table
-    bool tied;
-} shape;
-
-/* A published shape; false if there is none of that name. */
-static bool find_model(const char *name, shape *s) {
-    nn_transformer_config c;
-    memset(&c, 0, sizeof c);
-    memset(s, 0, sizeof *s);
-    snprintf(s->name, sizeof s->name, "%s", name);
-    if (nn_preset(name, &c)) {
-        s->kind = strncmp(name, "bert", 4) == 0 ? FAMILY_BERT : FAMILY_GPT2;
-        s->layers = c.layers;
-        s->channels = c.channels;
-        s->heads = s->kv_heads = c.heads;
-        s->feed_forward = 4 * c.channels;
-        s->vocabulary = c.vocabulary;
-        s->positions = c.context;
-        s->tied = true;
-        return true;
-    }
-    for (int i = 0; i < LLAMA_PRESETS; i++) {
-        const llama_preset *p = &llama_presets[i];
-        if (strcmp(name, p->name) == 0) {
-            s->kind = FAMILY_LLAMA;
-            s->layers = p->layers;
-            s->channels = p->channels;
-            s->heads = p->heads;
-            s->kv_heads = p->kv_heads;
-            s->feed_forward = p->feed_forward;
-            s->vocabulary = p->vocabulary;
-            s->tied = p->tied;
-            return true;
-        }
-    }
-    return false;
-}
-
-/* Default sizes of a family; 0: there is no default. */
-static void start_family(shape *s, family kind) {
-    static const int64_t vocabulary[FAMILY_COUNT] = {50257, 30522, 32000};
-    static const int64_t positions[FAMILY_COUNT] = {1024, 512, 0};
-    memset(s, 0, sizeof *s);
-    snprintf(s->name, sizeof s->name, "%s of your own", family_names[kind]);
-    s->kind = kind;
-    s->vocabulary = vocabulary[kind];
-    s->positions = positions[kind];
-    s->tied = kind != FAMILY_LLAMA;
-}
-
 static int start_shape(const settings *o, shape *s) {
+    const bool has_file = o->files.count > 0;
+    if (o->files.count > 1 || (o->model && (o->family || has_file))) {
+        return fail("--model, --family and a file: give one of them, or a file and its family");
+    }
+    if (has_file) {
+        return read_model(o->files.items[0], o->family, s);
+    }
     if (o->family) {
-        for (int k = 0; k < FAMILY_COUNT; k++) {
-            if (strcmp(o->family, family_names[k]) == 0) {
-                start_family(s, (family)k);
-                return o->model ? fail("--model and --family: give one of them") : 0;
-            }
+        const family kind = find_family(o->family);
+        if (kind != FAMILY_COUNT) {
+            start_family(s, kind);
         }
-        return fail("--family %s: there are gpt2, bert and llama", o->family);
+        return kind == FAMILY_COUNT;
     }
-    if (!find_model(o->model ? o->model : "gpt2-124M", s)) {
-        fail("--model %s: there are", o->model);
-        fprintf(stderr, "  ");
-        print_models(stderr);
-        return 1;
-    }
-    return 0;
+    return find_model(o->model ? o->model : "gpt2-124M", s);
 }
 
 /* Takes a given size; returns whether it differs from that of the model. */
@@ -201,7 +161,9 @@ static int check_sizes(const settings *o, const shape *s) {
                  {"--vocabulary", s->vocabulary, 1 << 24},
                  {"--positions", s->positions, 1 << 24},
                  {"--batch", o->batch, 1 << 20},
-                 {"--sequence", o->sequence, 1 << 22}};
+                 {"--sequence", o->sequence, 1 << 22},
+                 {"--accumulate", o->accumulate, 1 << 20},
+                 {"--rank", o->rank, 1 << 16}};
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
         if (sizes[i].value > sizes[i].most) {
             return fail("%s %lld: at most %lld", sizes[i].name, (long long)sizes[i].value,
@@ -265,8 +227,9 @@ static int choose_shape(settings *o, shape *s) {
     }
     differs |= take_size(o->kv_heads, &s->kv_heads);
     differs |= take_size(o->feed_forward, &s->feed_forward);
-    if (differs && o->model) {
-        snprintf(s->name, sizeof s->name, "like %s", o->model);
+    if (differs && !(o->family && o->files.count == 0)) {
+        const shape named = *s;
+        snprintf(s->name, sizeof s->name, "like %.58s", named.name);
     }
     o->batch = o->batch ? o->batch : 4;
     if (o->sequence == 0) {
@@ -321,32 +284,52 @@ static int measure_cpu(destination *t) {
     return status;
 }
 
-/* A number with a suffix is a size. One without may be a part of a name, such as 3090. */
+/* A number with a unit is a size. One without may be a part of a name, such as 3090. */
 static int find_device(destination *t, const char *text) {
+    const char *names[MOST_DEVICES];
     const double bytes = parse_number(text, true);
-    const bool has_suffix = bytes >= 0.0 && text[strcspn(text, "KMG")] != 0;
-    const bool is_number = has_suffix || (bytes >= 0.0 && strlen(text) < 3);
-    const bool is_name = !is_number && strlen(text) > 1;
-    const ms_hardware *found = is_name ? ms_hardware_find(text) : NULL;
-    if (strcmp(text, "cpu") == 0) {
+    const bool has_unit = bytes >= 0.0 && isalpha((unsigned char)text[strlen(text) - 1]);
+    if (has_suffix(text, "cpu")) {
         return measure_cpu(t);
     }
-    if (found) {
-        t->hardware = *found;
-        t->is_named = true;
-    } else if (bytes >= 1048576.0) {
+    if (has_unit || (bytes >= 0.0 && strlen(text) < 3)) {
         t->hardware.kind = MS_DEVICE_DISCRETE;
         t->hardware.total_bytes = (uint64_t)bytes;
         snprintf(t->hardware.name, sizeof t->hardware.name, "a GPU");
-    } else if (bytes >= 0.0) {
-        return fail("--gpu %s: give its bytes, from 1M on, such as 24G", text);
-    } else {
-        fail("--gpu %s: give bytes such as 24G, or cpu, or one of", text);
-        fprintf(stderr, "  ");
-        print_devices(stderr);
-        return 1;
+        return bytes >= 1048576.0 ? 0
+                                  : fail("--gpu %s: give its bytes, from 1M on, such as 24G", text);
     }
-    return 0;
+    const int found = find_name("--gpu", text, names, list_devices(names),
+                                "give bytes such as 24G, or cpu, or one of");
+    if (found >= 0) {
+        t->hardware = *ms_hardware_at((uint32_t)found);
+        t->is_named = true;
+    }
+    return found < 0;
+}
+
+static void take_speed(float given, double *speed) {
+    *speed = given > 0.0f ? (double)given : *speed;
+}
+
+/* Bytes, or a share of the memory. */
+static int choose_budget(const char *text, destination *t) {
+    char *end;
+    const double share = text ? strtod(text, &end) : 85.0;
+    if (!text || (end != text && strcmp(end, "%") == 0)) {
+        t->budget_bytes = (uint64_t)((double)t->memory_bytes / 100.0 * share);
+        return share > 0.0 && share <= 100.0 ? 0 : fail("--budget %s: from 1%% to 100%%", text);
+    }
+    const double bytes = parse_number(text, true);
+    t->is_user_size = true;
+    t->budget_bytes = bytes >= 1.0 ? (uint64_t)bytes : 0;
+    if (bytes < 1.0) {
+        return fail("--budget %s: give a size such as 300M or 20GB, or a share such as 80%%", text);
+    }
+    return t->budget_bytes <= t->hardware.total_bytes
+               ? 0
+               : fail("--budget %s: more than the %llu bytes of %s", text,
+                      (unsigned long long)t->hardware.total_bytes, t->hardware.name);
 }
 
 static int choose_target(const settings *o, destination *t) {
@@ -354,18 +337,69 @@ static int choose_target(const settings *o, destination *t) {
     if (find_device(t, o->gpu ? o->gpu : "RTX 3090") != 0) {
         return 1;
     }
+    take_speed(o->tflops, &t->hardware.f32_tflops);
+    take_speed(o->tf32_tflops, &t->hardware.tf32_tflops);
+    take_speed(o->bandwidth, &t->hardware.memory_gb_per_s);
+    take_speed(o->link, &t->hardware.to_device_gb_per_s);
+    take_speed(o->link, &t->hardware.to_host_gb_per_s);
     prepare_target(t);
     t->memory_bytes = t->hardware.free_bytes ? t->hardware.free_bytes : t->hardware.total_bytes;
-    t->is_user_size = o->budget_bytes != 0;
-    t->budget_bytes = t->is_user_size ? o->budget_bytes : t->memory_bytes / 100 * 85;
     if (t->memory_bytes > (uint64_t)1 << 57) {
         return fail("--gpu %s: at most %lluG", o->gpu, 1ull << 27);
     }
-    if (t->budget_bytes > t->hardware.total_bytes) {
-        return fail("--budget: more than the %llu bytes of %s",
-                    (unsigned long long)t->hardware.total_bytes, t->hardware.name);
+    return choose_budget(o->budget, t);
+}
+
+// ---- the training -------------------------------------------------------------------------------
+
+static const struct {
+    const char *name, *title;
+    ms_optimizer_kind kind;
+    float momentum;
+} optimizers[] = {{"adamw", "AdamW", MS_OPTIMIZER_ADAMW, 0.0f},
+                  {"sgd", "SGD", MS_OPTIMIZER_SGD, 0.0f},
+                  {"momentum", "SGD with momentum", MS_OPTIMIZER_SGD, 0.9f}};
+enum { OPTIMIZERS = sizeof optimizers / sizeof optimizers[0] };
+
+/* The number of the optimizer; OPTIMIZERS: there is none of that name. */
+static int optimizer_of(const settings *o) {
+    int i = 0;
+    while (o->optimizer && i < OPTIMIZERS && !has_suffix(o->optimizer, optimizers[i].name)) {
+        i++;
     }
-    return 0;
+    return i;
+}
+
+static int choose_training(settings *o) {
+    o->precision = o->precision ? o->precision : "f32";
+    o->accumulate = o->accumulate ? o->accumulate : 1;
+    if (o->rank && !o->frozen) {
+        return fail("--rank: of the adapters that --frozen trains");
+    }
+    o->rank = o->frozen && !o->rank ? 8 : o->rank;
+    if (optimizer_of(o) == OPTIMIZERS) {
+        return fail("--optimizer %s: there are adamw, sgd and momentum", o->optimizer);
+    }
+    return strcmp(o->precision, "f32") == 0 || strcmp(o->precision, "tf32") == 0
+               ? 0
+               : fail("--precision %s: this version plans params, gradients and optimizer state in "
+                      "f32, and the layers of these models compute in it: f32, or tf32 for the "
+                      "products",
+                      o->precision);
+}
+
+/* Whether all gradients of params must exist at once, so that none is updated inside backward. */
+static bool needs_all_gradients(const settings *o) {
+    return o->clip || o->accumulate > 1;
+}
+
+static void set_optimizer(const settings *o, ms_model *model) {
+    ms_optimizer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = optimizers[optimizer_of(o)].kind;
+    desc.momentum = optimizers[optimizer_of(o)].momentum;
+    desc.grad_clip_norm = o->clip ? 1.0f : 0.0f;
+    ms_set_optimizer(model, &desc);
 }
 
 // ---- plans --------------------------------------------------------------------------------------
@@ -380,12 +414,38 @@ typedef struct plan {
     ms_memory_report report;
     bool fits;
     uint64_t largest[MS_CATEGORY_COUNT]; // of each category, each at its own moment
+    uint64_t trained_count;              // elements of the params that are not frozen
 } plan;
+
+static void register_layers(const estimate *e, int64_t batch, nn_net *net) {
+    const shape *s = &e->model;
+    const settings *o = &e->options;
+    if (s->kind == FAMILY_LLAMA) {
+        llama_config c = {s->vocabulary,   s->layers, s->channels, s->heads,    s->kv_heads,
+                          s->feed_forward, s->tied,   batch,       o->sequence, o->rank};
+        llama(net, &c);
+        return;
+    }
+    nn_transformer_config c;
+    memset(&c, 0, sizeof c);
+    c.vocabulary = s->vocabulary;
+    c.context = s->positions;
+    c.layers = s->layers;
+    c.heads = s->heads;
+    c.channels = s->channels;
+    c.batch = batch;
+    c.sequence = o->sequence;
+    c.adapter_rank = o->rank;
+    (void)(s->kind == FAMILY_BERT ? nn_bert(net, &c) : nn_gpt2(net, &c));
+}
 
 /* A model that is not wrapped; on failure prints the reason and returns NULL. */
 static ms_model *register_model(const estimate *e, int64_t batch, ms_config *config, nn_net **net) {
-    const shape *s = &e->model;
     ms_model *model;
+    config->backend = e->device.backend;
+    config->dry_run = true;
+    config->tf32 = strcmp(e->options.precision, "tf32") == 0;
+    config->accumulation_steps = (uint32_t)e->options.accumulate;
     if (ms_create(config, &model) != MS_RESULT_OK) {
         fail("%s", ms_last_error(model));
         ms_destroy(model);
@@ -398,23 +458,20 @@ static ms_model *register_model(const estimate *e, int64_t batch, ms_config *con
         return NULL;
     }
     ms_set_hardware(model, &e->device.hardware);
-    if (s->kind == FAMILY_LLAMA) {
-        llama_config c = {s->vocabulary,   s->layers, s->channels, s->heads,           s->kv_heads,
-                          s->feed_forward, s->tied,   batch,       e->options.sequence};
-        llama(*net, &c);
-        return model;
-    }
-    nn_transformer_config c;
-    memset(&c, 0, sizeof c);
-    c.vocabulary = s->vocabulary;
-    c.context = s->positions;
-    c.layers = s->layers;
-    c.heads = s->heads;
-    c.channels = s->channels;
-    c.batch = batch;
-    c.sequence = e->options.sequence;
-    (void)(s->kind == FAMILY_BERT ? nn_bert(*net, &c) : nn_gpt2(*net, &c));
+    register_layers(e, batch, *net);
+    set_optimizer(&e->options, model);
     return model;
+}
+
+/* All params, or those that nn_freeze leaves. */
+static uint64_t count_trained(const estimate *e, const nn_net *net) {
+    uint64_t count = 0;
+    for (int64_t i = 0; i < nn_param_count(net); i++) {
+        const nn_param_info *info = nn_param_at(net, i);
+        const bool is_trained = !e->options.frozen || strstr(info->name, nn_adapter_mark);
+        count += is_trained ? ms_shape_count(&info->shape) : 0;
+    }
+    return count;
 }
 
 static void keep_largest(const ms_event *event, void *user) {
@@ -430,9 +487,6 @@ static void keep_largest(const ms_event *event, void *user) {
 static int make_plan(const estimate *e, int64_t batch, ms_config *config, plan *p) {
     nn_net *net;
     memset(p, 0, sizeof *p);
-    config->backend = e->device.backend;
-    config->dry_run = true;
-    config->tf32 = e->options.precision && strcmp(e->options.precision, "tf32") == 0;
     ms_model *model = register_model(e, batch, config, &net);
     if (!model) {
         return 1;
@@ -440,6 +494,7 @@ static int make_plan(const estimate *e, int64_t batch, ms_config *config, plan *
     const ms_result result = ms_wrap(model);
     int status = 0;
     p->fits = result == MS_RESULT_OK;
+    p->trained_count = count_trained(e, net);
     if (p->fits) {
         if (ms_report(model, &p->report) != MS_RESULT_OK ||
             ms_visit_events(model, MS_PROGRAM_TRAIN, keep_largest, p) != MS_RESULT_OK) {
@@ -466,15 +521,21 @@ static int plan_plain(const estimate *e, int64_t batch, plan *p) {
     return status;
 }
 
-static int plan_smallest(const estimate *e, int64_t batch, ms_mode mode, plan *p) {
+static int plan_smallest_with(const estimate *e, int64_t batch, ms_mode mode, ms_switch early,
+                              plan *p) {
     ms_config config;
     memset(&config, 0, sizeof config);
     config.mode = mode;
+    config.early_update = early;
     config.force_optimize = true;
     config.memory_budget_bytes = (uint64_t)1 << 60;
     const int status = make_plan(e, batch, &config, p);
     p->fits = p->report.arena_bytes <= e->device.budget_bytes;
     return status;
+}
+
+static int plan_smallest(const estimate *e, int64_t batch, ms_mode mode, plan *p) {
+    return plan_smallest_with(e, batch, mode, MS_SWITCH_DEFAULT, p);
 }
 
 static int plan_budget(const estimate *e, int64_t batch, ms_mode mode, uint64_t budget, plan *p) {
@@ -496,6 +557,7 @@ typedef struct findings {
     plan plain;
     plan at_budget[MODES]; // where none fits: the smallest
     plan smallest[MODES];
+    plan late;             // the smallest without early updates, where the others have some
     double pressure;       // plain peak over the memory
     int advised;           // of modes
     bool searched;         // for the largest batch, since this one does not fit
@@ -541,16 +603,24 @@ static int search_batch(const estimate *e, findings *f) {
     return plan_budget(e, low, mode, budget, &f->largest);
 }
 
-/* The rule of docs/memory-budget.md; where the batch does not fit in that mode, the next one. */
+/* Of the modes that fit, the one with the fastest step; of equal ones the most careful. Where none
+   fits, the most careful that has the techniques of the last. */
 static int advise(const estimate *e, findings *f) {
     const double memory =
         (double)(e->device.is_user_size ? e->device.budget_bytes : e->device.memory_bytes);
     f->pressure = (double)f->plain.report.arena_bytes / memory;
-    f->advised = f->pressure <= 1.0 ? 0 : f->pressure <= 1.5 ? 1 : 2;
-    while (f->advised < MODES - 1 && !f->smallest[f->advised].fits) {
-        f->advised++;
+    f->advised = -1;
+    for (int i = 0; i < MODES; i++) {
+        const plan *p = &f->at_budget[i];
+        const plan *best = f->advised < 0 ? NULL : &f->at_budget[f->advised];
+        f->advised =
+            p->fits && (!best || p->report.step_us < best->report.step_us) ? i : f->advised;
     }
-    return f->smallest[f->advised].fits ? 0 : search_batch(e, f);
+    if (f->advised >= 0) {
+        return 0;
+    }
+    f->advised = f->same_as[MODES - 1];
+    return search_batch(e, f);
 }
 
 /* A policy that chooses nothing, but notes which techniques the modes allow. */
@@ -610,8 +680,9 @@ static int plan_mode(const estimate *e, findings *f, int mode) {
 }
 
 static int find_all(const estimate *e, findings *f) {
+    const int64_t batch = e->options.batch;
     memset(f, 0, sizeof *f);
-    if (compare_modes(e, f) != 0 || plan_plain(e, e->options.batch, &f->plain) != 0) {
+    if (compare_modes(e, f) != 0 || plan_plain(e, batch, &f->plain) != 0) {
         return 1;
     }
     for (int i = 0; i < MODES; i++) {
@@ -619,7 +690,16 @@ static int find_all(const estimate *e, findings *f) {
             return 1;
         }
     }
+    const plan *last = &f->smallest[MODES - 1];
+    if (last->report.early_update &&
+        plan_smallest_with(e, batch, modes[MODES - 1], MS_SWITCH_OFF, &f->late) != 0) {
+        return 1;
+    }
     return advise(e, f);
+}
+
+static bool is_fit(const findings *f) {
+    return f->plain.fits || !f->searched;
 }
 
 // ---- text ---------------------------------------------------------------------------------------
@@ -640,10 +720,12 @@ typedef struct size_text {
     char text[32];
 } size_text;
 
+/* Rounded up, so that a budget that is typed in again is large enough. */
 static size_text show_bytes(uint64_t bytes) {
     const unit u = unit_for(bytes);
     size_text s;
-    snprintf(s.text, sizeof s.text, "%.*f %s", u.digits, (double)bytes / u.bytes, u.name);
+    snprintf(s.text, sizeof s.text, "%.*f %s", u.digits,
+             rounded_up((double)bytes / u.bytes, u.digits), u.name);
     return s;
 }
 
@@ -711,7 +793,8 @@ static void print_cells(const char *name, char cells[COLUMNS][32]) {
     printf("\n");
 }
 
-/* A row: a category, or after these the gaps of the layout, or the whole. */
+/* A row: a category, or after these the gaps of the layout, or the whole, which is rounded up: it
+   may be typed in again as a budget. */
 static void print_bytes(const char *name, const plans *p, int row, unit u) {
     char cells[COLUMNS][32];
     for (int c = 0; c < COLUMNS; c++) {
@@ -719,7 +802,9 @@ static void print_bytes(const char *name, const plans *p, int row, unit u) {
         const uint64_t bytes = row < ROWS    ? row_bytes(r->peak_bytes, row)
                                : row == ROWS ? r->gap_bytes
                                              : r->arena_bytes;
-        snprintf(cells[c], sizeof cells[c], "%.*f", u.digits, (double)bytes / u.bytes);
+        const double value = (double)bytes / u.bytes;
+        snprintf(cells[c], sizeof cells[c], "%.*f", u.digits,
+                 row > ROWS ? rounded_up(value, u.digits) : value);
     }
     print_cells(name, cells);
 }
@@ -783,7 +868,7 @@ static void print_same(const findings *f) {
         }
     }
     for (int t = 0; t < MS_TECHNIQUE_COUNT; t++) {
-        if (!(used >> t & 1)) {
+        if (!(used >> t & 1) && !ms_technique_is_built((ms_technique)t)) {
             printf("%s%s", before, ms_technique_name((ms_technique)t));
             before = ", ";
         }
@@ -791,40 +876,109 @@ static void print_same(const findings *f) {
     printf("%s", *before == ',' ? ".\n" : "\n");
 }
 
-static void print_head(const estimate *e, const findings *f) {
+static void print_model(const estimate *e, const findings *f) {
     const shape *s = &e->model;
-    const ms_hardware *h = &e->device.hardware;
-    printf("memscale.h %d.%d.%d, what training takes: planned by a dry run\n\n",
-           MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR, MEMSCALE_VERSION_PATCH);
+    const uint64_t all = f->plain.report.param_count, trained = f->plain.trained_count;
     printf("model     %s: %lld layers, %lld channels, %lld heads", s->name, (long long)s->layers,
            (long long)s->channels, (long long)s->heads);
     if (s->kind == FAMILY_LLAMA) {
         printf(" (%lld of keys), feed-forward %lld", (long long)s->kv_heads,
                (long long)s->feed_forward);
     }
-    printf(", vocabulary %lld: %.2f M params\n", (long long)s->vocabulary,
-           (double)f->plain.report.param_count / 1e6);
-    printf("training  batch %lld x %lld tokens, %s, AdamW\n", (long long)e->options.batch,
-           (long long)e->options.sequence, e->options.precision);
+    printf(", vocabulary %lld: %.2f M params\n", (long long)s->vocabulary, (double)all / 1e6);
+    if (e->options.frozen) {
+        printf(
+            "          of these %.2f M are trained: adapters of rank %lld; all others are frozen\n",
+            (double)trained / 1e6, (long long)e->options.rank);
+    }
+}
+
+static void print_training(const settings *o) {
+    printf("training  ");
+    if (o->accumulate > 1) {
+        printf("%lld micro-batches of ", (long long)o->accumulate);
+    } else {
+        printf("batch ");
+    }
+    printf("%lld x %lld tokens, %s, %s%s%s\n", (long long)o->batch, (long long)o->sequence,
+           o->precision, optimizers[optimizer_of(o)].title,
+           o->clip ? ", clipped by the norm of all gradients" : "",
+           o->accumulate > 1 ? "; a step below is one of them and the update" : "");
+}
+
+/* What the figures depend on beside the sizes: when params are updated. */
+static void print_assumption(const estimate *e, const findings *f) {
+    const uint64_t late = f->late.report.arena_bytes;
+    if (needs_all_gradients(&e->options)) {
+        printf("assumes   all gradients are kept until the end of the step, as clipping and "
+               "accumulation need it\n");
+    } else if (late != 0) {
+        printf("assumes   no clipping and no accumulation, so that the modes update params inside "
+               "backward;\n          with --clip the smallest peak is %s, which %s\n",
+               show_bytes(late).text, f->late.fits ? "fits too" : "does not fit");
+    } else {
+        printf("assumes   no clipping and no accumulation\n");
+    }
+}
+
+static void print_speed(const char *name, double speed, const char *unit_name) {
+    if (speed > 0.0) {
+        printf("%s %g %s, ", name, speed, unit_name);
+    }
+}
+
+static void print_device(const destination *t) {
+    const ms_hardware *h = &t->hardware;
     printf("device    %s, %s", h->name, show_bytes(h->total_bytes).text);
     if (h->free_bytes) {
         printf(", of which %s are free", show_bytes(h->free_bytes).text);
     }
-    printf("%s\n", e->device.is_named ? "" : ", with the speeds of a common discrete GPU");
-    printf("budget    %s%s\n", show_bytes(e->device.budget_bytes).text,
-           e->device.is_user_size ? "" : ", 85 % of that");
+    printf("\nspeeds    ");
+    print_speed("F32", h->f32_tflops, "TFLOP/s");
+    print_speed("TF32", h->tf32_tflops, "TFLOP/s");
+    print_speed("memory", h->memory_gb_per_s, "GB/s");
+    print_speed("link", h->to_device_gb_per_s, "GB/s");
+    printf("%s\n", h->is_measured ? "measured here"
+                   : t->is_named  ? "as stated; kernels seldom reach them"
+                                  : "where not given, those of a common discrete GPU");
+}
+
+static void print_head(const estimate *e, const findings *f) {
+    printf("memscale.h %d.%d.%d, what training takes: planned by a dry run\n\n",
+           MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR, MEMSCALE_VERSION_PATCH);
+    print_model(e, f);
+    print_training(&e->options);
+    print_assumption(e, f);
+    print_device(&e->device);
+    printf("budget    %s", show_bytes(e->device.budget_bytes).text);
+    if (!e->device.is_user_size) {
+        printf(", %.0f %% of the memory",
+               100.0 * (double)e->device.budget_bytes / (double)e->device.memory_bytes);
+    }
+    printf("\n");
+}
+
+/* Why this mode: by the table alone. */
+static void print_advised(const findings *f) {
+    const ms_memory_report *r = &f->at_budget[f->advised].report;
+    int slower = 0;
+    printf("%s, which fits with %.3f of the plain step", ms_mode_name(modes[f->advised]),
+           r->step_us / r->plain_step_us);
+    for (int i = 0; i < MODES; i++) {
+        slower += f->at_budget[i].fits && f->at_budget[i].report.step_us > r->step_us;
+    }
+    printf("%s\n", slower ? ", the fastest" : f->advised == 0 ? "; no other mode is faster" : "");
 }
 
 static void print_advice(const estimate *e, const findings *f) {
     const char *of = e->device.is_user_size ? "the budget" : "the memory";
-    const char *mode = ms_mode_name(modes[f->advised]);
     printf("\nadvice    plain takes %.2f of %s: ", f->pressure, of);
     if (f->plain.fits) {
         printf("no mode is needed; CONSERVATIVE would give more headroom\n");
         return;
     }
     if (!f->searched) {
-        printf("%s%s\n", mode, f->pressure <= 1.0 ? ", for headroom" : "");
+        print_advised(f);
         return;
     }
     if (f->largest_batch == 0) {
@@ -836,7 +990,7 @@ static void print_advice(const estimate *e, const findings *f) {
                show_bytes(row_bytes(r->peak_bytes, 0) + row_bytes(r->peak_bytes, 2)).text);
         return;
     }
-    printf("%s, and a smaller batch\n", mode);
+    printf("%s, and a smaller batch\n", ms_mode_name(modes[f->advised]));
     const ms_memory_report *r = &f->largest.report;
     printf("          the largest batch that fits is %lld: %s, %s a step, %.3f of its plain step\n",
            (long long)f->largest_batch, show_bytes(r->arena_bytes).text, show_time(r->step_us).text,
@@ -963,7 +1117,11 @@ static void json_model(json *j, const estimate *e, const findings *f) {
     json_count(j, "batch", (uint64_t)e->options.batch);
     json_count(j, "sequence", (uint64_t)e->options.sequence);
     json_text(j, "precision", e->options.precision);
-    json_text(j, "optimizer", "AdamW");
+    json_text(j, "optimizer", optimizers[optimizer_of(&e->options)].title);
+    json_flag(j, "clip", e->options.clip);
+    json_count(j, "accumulation_steps", (uint64_t)e->options.accumulate);
+    json_count(j, "adapter_rank", (uint64_t)e->options.rank);
+    json_count(j, "trained_params", f->plain.trained_count);
     json_close(j, '}');
 }
 
@@ -973,6 +1131,10 @@ static void json_device(json *j, const destination *t) {
     json_text(j, "name", t->hardware.name);
     json_text(j, "kind", kinds[t->hardware.kind]);
     json_flag(j, "speeds_are_its_own", t->is_named);
+    json_real(j, "f32_tflops", t->hardware.f32_tflops);
+    json_real(j, "tf32_tflops", t->hardware.tf32_tflops);
+    json_real(j, "memory_gb_per_s", t->hardware.memory_gb_per_s);
+    json_real(j, "link_gb_per_s", t->hardware.to_device_gb_per_s);
     json_count(j, "memory_bytes", t->memory_bytes);
     json_count(j, "budget_bytes", t->budget_bytes);
     json_close(j, '}');
@@ -1002,6 +1164,9 @@ static void write_json(const estimate *e, const findings *f, FILE *file) {
     json_model(&j, e, f);
     json_device(&j, &e->device);
     json_plan(&j, "plain", &f->plain);
+    if (f->late.report.arena_bytes != 0) {
+        json_plan(&j, "smallest_with_clipping", &f->late);
+    }
     json_open(&j, "modes", '{');
     for (int i = 0; i < MODES; i++) {
         json_open(&j, ms_mode_name(modes[i]), '{');
@@ -1188,8 +1353,9 @@ static void svg_style(FILE *file) {
 
 static void svg_head(FILE *file, const estimate *e, const findings *f) {
     char text[256];
-    snprintf(text, sizeof text, "%s, batch %lld x %lld tokens, %s, AdamW", e->model.name,
-             (long long)e->options.batch, (long long)e->options.sequence, e->options.precision);
+    snprintf(text, sizeof text, "%s, batch %lld x %lld tokens, %s, %s", e->model.name,
+             (long long)e->options.batch, (long long)e->options.sequence, e->options.precision,
+             optimizers[optimizer_of(&e->options)].title);
     svg_text(file, 80.0, 30.0, "class=\"title\"", text);
     snprintf(text, sizeof text, "%.1f M params; predicted for %s, %s; the plain step takes %s",
              (double)f->plain.report.param_count / 1e6, e->device.hardware.name,
@@ -1318,14 +1484,20 @@ static int write_sweep(const estimate *e, const findings *f) {
 
 // ---- main ---------------------------------------------------------------------------------------
 
-static int choose_precision(settings *o) {
-    o->precision = o->precision ? o->precision : "f32";
-    return strcmp(o->precision, "f32") == 0 || strcmp(o->precision, "tf32") == 0
-               ? 0
-               : fail("--precision %s: this version plans params, gradients and optimizer state in "
-                      "f32, and the layers of these models compute in it: f32, or tf32 for the "
-                      "products",
-                      o->precision);
+/* Writes what was asked for; returns the exit status. */
+static int write_all(const estimate *e, const findings *f) {
+    if (e->options.json) {
+        write_json(e, f, stdout);
+    } else {
+        print_text(e, f);
+    }
+    if (fflush(stdout) != 0) {
+        return fail("cannot write: %s", strerror(errno));
+    }
+    if (e->options.sweep && is_fit(f) && write_sweep(e, f) != 0) {
+        return STATUS_FAILED;
+    }
+    return is_fit(f) ? STATUS_FITS : STATUS_NO_FIT;
 }
 
 int main(int argc, char **argv) {
@@ -1334,31 +1506,20 @@ int main(int argc, char **argv) {
     option_spec specs[ESTIMATE_OPTIONS];
     memset(&e, 0, sizeof e);
     list_options(&e.options, specs);
-    if (read_options(specs, ESTIMATE_OPTIONS, argc, argv, NULL) != 0) {
-        return 2;
+    if (read_options(specs, ESTIMATE_OPTIONS, argc, argv, &e.options.files) != 0) {
+        return STATUS_USAGE;
     }
     if (e.options.help) {
         print_help();
-        return 0;
+        return STATUS_FITS;
     }
     if (e.options.sweep && *e.options.sweep == 0) {
         fail("--sweep needs the name of a file");
-        return 2;
+        return STATUS_USAGE;
     }
-    if (choose_precision(&e.options) != 0 || choose_shape(&e.options, &e.model) != 0 ||
+    if (choose_training(&e.options) != 0 || choose_shape(&e.options, &e.model) != 0 ||
         choose_target(&e.options, &e.device) != 0) {
-        return 2;
+        return STATUS_USAGE;
     }
-    if (find_all(&e, &f) != 0) {
-        return 1;
-    }
-    if (e.options.json) {
-        write_json(&e, &f, stdout);
-    } else {
-        print_text(&e, &f);
-    }
-    if (fflush(stdout) != 0) {
-        return fail("cannot write: %s", strerror(errno));
-    }
-    return e.options.sweep ? write_sweep(&e, &f) : 0;
+    return find_all(&e, &f) != 0 ? STATUS_FAILED : write_all(&e, &f);
 }

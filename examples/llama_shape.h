@@ -19,6 +19,7 @@ typedef struct llama_config {
     int64_t vocabulary, layers, channels, heads, kv_heads, feed_forward;
     bool tied; // the head is the token table
     int64_t batch, sequence;
+    int64_t adapter_rank; // as in nn_transformer_config
 } llama_config;
 
 typedef struct llama_preset {
@@ -71,6 +72,15 @@ static ms_tensor llama_linear(nn_net *net, const char *name, ms_tensor x, int64_
     const ms_tensor none = {0};
     const int64_t in = nn_last(ms_tensor_shape(net->model, x));
     return nn_linear_tied(net, name, x, llama_weight(net, name, out, in), none);
+}
+
+/* A linear layer of a block, with an adapter if the model has them. */
+static ms_tensor llama_project(nn_net *net, const char *prefix, const char *name, ms_tensor x,
+                               int64_t out, const llama_config *config) {
+    const nn_name whole = nn_join(prefix, name);
+    const ms_tensor y = llama_linear(net, whole.text, x, out);
+    const int64_t rank = config->adapter_rank;
+    return rank > 0 ? nn_adapter(net, whole.text, x, y, rank) : y;
 }
 
 /* out (B, T, C) = x / sqrt(mean of x^2 over C) * weight (C). Saves 1 / sqrt(...), (B * T, 1);
@@ -161,19 +171,19 @@ static ms_tensor llama_swiglu(nn_net *net, const char *name, ms_tensor gate, ms_
 /* x (B, T, C) through one block. */
 static ms_tensor llama_block(nn_net *net, const char *prefix, ms_tensor x,
                              const llama_config *config) {
-    const int64_t size = config->channels / config->heads;
+    const int64_t size = config->channels / config->heads, width = config->feed_forward;
     const int64_t wide = (config->heads + 2 * config->kv_heads) * size;
     ms_tensor y = llama_norm(net, nn_join(prefix, "norm1").text, x);
-    y = llama_linear(net, nn_join(prefix, "qkv").text, y, wide);
+    y = llama_project(net, prefix, "qkv", y, wide, config);
     y = llama_rotate(net, nn_join(prefix, "rotate").text, y, config);
     y = llama_attention(net, nn_join(prefix, "attention").text, y, config);
-    y = llama_linear(net, nn_join(prefix, "proj").text, y, config->channels);
+    y = llama_project(net, prefix, "proj", y, config->channels, config);
     x = nn_add(net, nn_join(prefix, "add1").text, x, y);
     y = llama_norm(net, nn_join(prefix, "norm2").text, x);
-    const ms_tensor gate = llama_linear(net, nn_join(prefix, "gate").text, y, config->feed_forward);
-    const ms_tensor up = llama_linear(net, nn_join(prefix, "up").text, y, config->feed_forward);
+    const ms_tensor gate = llama_project(net, prefix, "gate", y, width, config);
+    const ms_tensor up = llama_project(net, prefix, "up", y, width, config);
     y = llama_swiglu(net, nn_join(prefix, "swiglu").text, gate, up);
-    y = llama_linear(net, nn_join(prefix, "down").text, y, config->channels);
+    y = llama_project(net, prefix, "down", y, config->channels, config);
     return nn_add(net, nn_join(prefix, "add2").text, x, y);
 }
 
@@ -198,6 +208,9 @@ static nn_transformer llama(nn_net *net, const llama_config *config) {
                             : llama_linear(net, "head", x, config->vocabulary);
     t.losses = nn_cross_entropy(net, "loss", t.logits, t.targets);
     ms_set_loss(net->model, t.losses);
+    if (config->adapter_rank > 0) {
+        nn_freeze(net);
+    }
     return t;
 }
 

@@ -142,6 +142,9 @@ typedef struct nn_transformer_config {
     float dropout; // 0: no dropout layers are registered
     nn_granularity granularity;
     bool save_scores; // keep the attention probabilities for backward; else compute them again
+    /* 0: none; else every linear layer of a block has an adapter of this rank, and all other params
+       are frozen. Not with NN_BLOCKS. */
+    int64_t adapter_rank;
 } nn_transformer_config;
 
 typedef struct nn_transformer {
@@ -216,6 +219,13 @@ NN_API ms_tensor nn_linear(nn_net *net, const char *name, ms_tensor x, int64_t o
    Output Embedding to Improve Language Models", 2017). bias may be the handle 0. */
 NN_API ms_tensor nn_linear_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
                                 ms_tensor bias);
+
+/* y (B, ..., out) + x (B, ..., in) times the transposes of two new weights (rank, in) and
+   (out, rank): a linear layer of x that gave y, with an adapter beside it. The second weight is
+   zero at first. Hu et al., "LoRA", 2021, section 4.1. nn_freeze: freezes all params except those
+   of adapters. */
+NN_API ms_tensor nn_adapter(nn_net *net, const char *name, ms_tensor x, ms_tensor y, int64_t rank);
+NN_API void nn_freeze(nn_net *net);
 
 /* Over the last axis: (x - mean) / sqrt(variance + 1e-5) * weight + bias, with new params
    "<name>.weight", ones, and "<name>.bias", zeros. Saves mean and 1 / sqrt(...) per row.
@@ -2165,6 +2175,31 @@ NN_API int nn_block_post_backward(const ms_call *call) {
 // ------------------------------------------------------------------------------------------------
 // >>nn models
 
+static const char nn_adapter_mark[] = ".adapter.";
+
+NN_API ms_tensor nn_adapter(nn_net *net, const char *name, ms_tensor x, ms_tensor y, int64_t rank) {
+    const int64_t in = nn_last(ms_tensor_shape(net->model, x));
+    const int64_t out = nn_last(ms_tensor_shape(net->model, y));
+    const nn_name down = nn_join(name, "adapter.down"), up = nn_join(name, "adapter.up");
+    const ms_tensor none = {0};
+    const ms_tensor first = nn_param(net, nn_join(down.text, "weight").text, ms_shape2(rank, in),
+                                     NN_INIT_NORMAL, 0.02f);
+    const ms_tensor second =
+        nn_param(net, nn_join(up.text, "weight").text, ms_shape2(out, rank), NN_INIT_ZEROS, 0.0f);
+    const ms_tensor inner = nn_linear_tied(net, down.text, x, first, none);
+    const ms_tensor change = nn_linear_tied(net, up.text, inner, second, none);
+    return nn_add(net, nn_join(name, "adapted").text, y, change);
+}
+
+NN_API void nn_freeze(nn_net *net) {
+    for (int64_t i = 0; i < nn_param_count(net); i++) {
+        const nn_param_info *info = nn_param_at(net, i);
+        if (!strstr(info->name, nn_adapter_mark)) {
+            ms_set_frozen(net->model, info->tensor, true);
+        }
+    }
+}
+
 /* What GPT-2 and BERT differ in within a block. */
 typedef struct nn_style {
     bool post_norm, causal, erf_form;
@@ -2206,8 +2241,10 @@ typedef struct nn_builder {
 } nn_builder;
 
 NN_API ms_tensor nn_build_linear(const nn_builder *b, const char *name, int param, ms_tensor x) {
-    return nn_linear_tied(b->net, nn_join(b->prefix, name).text, x, b->param[param],
-                          b->param[param + 1]);
+    const nn_name whole = nn_join(b->prefix, name);
+    const ms_tensor y = nn_linear_tied(b->net, whole.text, x, b->param[param], b->param[param + 1]);
+    const int64_t rank = b->config->adapter_rank;
+    return rank > 0 ? nn_adapter(b->net, whole.text, x, y, rank) : y;
 }
 
 NN_API ms_tensor nn_build_norm(const nn_builder *b, const char *name, int param, ms_tensor x) {
@@ -2287,6 +2324,9 @@ NN_API ms_tensor nn_build_block(const nn_builder *b, ms_tensor x) {
     const ms_shape shape = ms_tensor_shape(b->net->model, x);
     if (shape.rank != 3 || config->heads < 1 || config->channels % config->heads != 0) {
         return nn_refuse(b->net, "nn: channels must be a multiple of heads");
+    }
+    if (config->adapter_rank > 0) {
+        return nn_refuse(b->net, "nn: a block that is one layer has no adapters");
     }
     const ms_shape qkv = nn_with_last(shape, 3 * config->channels);
     const nn_attention_size attention = nn_attention_size_of(qkv, config->heads, style->causal);
@@ -2397,6 +2437,9 @@ NN_API nn_transformer nn_gpt2(nn_net *net, const nn_transformer_config *config) 
     t.logits = nn_linear_tied(net, "head", x, wte, none);
     t.losses = nn_cross_entropy(net, "loss", t.logits, t.targets);
     ms_set_loss(net->model, t.losses);
+    if (config->adapter_rank > 0) {
+        nn_freeze(net);
+    }
     return t;
 }
 
@@ -2433,6 +2476,9 @@ NN_API nn_transformer nn_bert(nn_net *net, const nn_transformer_config *config) 
     t.logits = nn_linear_tied(net, "mlm.decoder", x, wte, bias);
     t.losses = nn_cross_entropy(net, "loss", t.logits, t.targets);
     ms_set_loss(net->model, t.losses);
+    if (config->adapter_rank > 0) {
+        nn_freeze(net);
+    }
     return t;
 }
 

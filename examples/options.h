@@ -5,6 +5,8 @@
 #ifndef MEMSCALE_OPTIONS_H
 #define MEMSCALE_OPTIONS_H
 
+#include <ctype.h>
+#include <math.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -16,7 +18,7 @@
 typedef enum option_kind {
     OPTION_FLAG,  // bool; takes no argument
     OPTION_COUNT, // int64_t, from 1
-    OPTION_BYTES, // uint64_t, such as 300M or 1.5G (powers of 1024)
+    OPTION_BYTES, // uint64_t, such as 300M, 1.5G or 24GB (powers of 1024)
     OPTION_REAL,  // float, from 0
     OPTION_TEXT   // const char *
 } option_kind;
@@ -46,17 +48,30 @@ static int fail(const char *format, ...) {
     return 1;
 }
 
-/* A number from 0, with a suffix K, M or G (powers of 1024) if `scaled`; below 0 at a mistake. */
-static double parse_number(const char *text, bool scaled) {
-    static const char suffixes[] = "KMG";
-    char *end;
-    double value = strtod(text, &end);
-    const char *suffix = scaled && *end ? strchr(suffixes, *end) : NULL;
-    if (suffix) {
-        value *= (double)((uint64_t)1024 << (10 * (suffix - suffixes)));
-        end++;
+NN_API bool has_suffix(const char *text, const char *suffix) {
+    while (*text && tolower((unsigned char)*text) == tolower((unsigned char)*suffix)) {
+        text++;
+        suffix++;
     }
-    return end != text && *end == 0 && value >= 0.0 && value < 9e18 ? value : -1.0;
+    return *text == 0 && *suffix == 0;
+}
+
+/* A number from 0; below 0 at a mistake. If `scaled`, it may have a unit, in powers of 1024: K, M,
+   G or T, in any case, also as in GB or GiB. */
+static double parse_number(const char *text, bool scaled) {
+    static const char *const units[] = {"", "k", "m", "g", "t"};
+    char *end, unit[4];
+    double value = strtod(text, &end), scale = 1.0;
+    bool known = end != text && *end == 0;
+    end += strspn(end, " ");
+    for (int i = 0; i < 5 && scaled && !known; i++, scale *= 1024.0) {
+        snprintf(unit, sizeof unit, "%sb", units[i]);
+        known = (i > 0 && has_suffix(end, units[i])) || has_suffix(end, unit);
+        snprintf(unit, sizeof unit, "%sib", units[i]);
+        known = end != text && (known || (i > 0 && has_suffix(end, unit)));
+        value *= known ? scale : 1.0;
+    }
+    return known && value >= 0.0 && value < 9e18 ? value : -1.0;
 }
 
 /* Reads the argument of an option; prints the reason and returns 1 if it is wrong. */
@@ -73,8 +88,9 @@ static int read_option(const option_spec *spec, const char *text) {
         return 0;
     case OPTION_BYTES:
         *(uint64_t *)spec->value = value < 1.0 ? 0 : (uint64_t)value;
-        return value >= 1.0 ? 0
-                            : fail("%s %s: give a size such as 300M or 1.5G", spec->name, argument);
+        return value >= 1.0
+                   ? 0
+                   : fail("%s %s: give a size such as 300M, 1.5G or 24GB", spec->name, argument);
     case OPTION_REAL:
         *(float *)spec->value = (float)value;
         return value >= 0.0 ? 0 : fail("%s %s: give a number from 0", spec->name, argument);
@@ -85,6 +101,75 @@ static int read_option(const option_spec *spec, const char *text) {
         *(bool *)spec->value = true;
         return 0;
     }
+}
+
+// ---- names --------------------------------------------------------------------------------------
+
+enum { NAME_BYTES = 64 };
+
+/* The letters, in lower case, and digits of the first `length` characters. */
+NN_API void squeeze_name(const char *text, size_t length, char *squeezed) {
+    size_t count = 0;
+    for (size_t i = 0; i < length && text[i] && count + 1 < NAME_BYTES; i++) {
+        if (isalnum((unsigned char)text[i])) {
+            squeezed[count++] = (char)tolower((unsigned char)text[i]);
+        }
+    }
+    squeezed[count] = 0;
+}
+
+/* How well a name is what was asked for, in any case and whatever is between letters and digits: 4
+   if it ends with that, 3 if it contains it; 2 or 1 if it ends with or contains the words one after
+   another; 0 if not. */
+NN_API int score_name(const char *name, const char *wanted) {
+    char has[NAME_BYTES], all[NAME_BYTES], word[NAME_BYTES];
+    squeeze_name(name, strlen(name), has);
+    squeeze_name(wanted, strlen(wanted), all);
+    const char *at = has, *found = strstr(has, all);
+    const size_t before = found ? strlen(has) - strlen(all) : 0;
+    if (all[0] == 0 || found) {
+        return all[0] == 0 ? 0 : strcmp(has + before, all) == 0 ? 4 : 3;
+    }
+    for (const char *w = wanted; *w && at; w += strcspn(w, " -_./")) {
+        w += strspn(w, " -_./");
+        squeeze_name(w, strcspn(w, " -_./"), word);
+        at = strstr(at, word);
+        at += at ? strlen(word) : 0;
+    }
+    return !at ? 0 : *at == 0 ? 2 : 1;
+}
+
+NN_API void print_names(FILE *file, const char *const *names, int count, int score,
+                        const char *wanted) {
+    size_t column = 2;
+    const char *before = "  ";
+    for (int i = 0; i < count; i++) {
+        if (score == 0 || score_name(names[i], wanted) == score) {
+            column += strlen(names[i]) + 2;
+            fprintf(file, "%s%s", column > 98 ? ",\n  " : before, names[i]);
+            column = column > 98 ? strlen(names[i]) + 4 : column;
+            before = ", ";
+        }
+    }
+    fprintf(file, "\n");
+}
+
+/* The number of the name that was asked for; or -1, after an error that lists the candidates. */
+NN_API int find_name(const char *option, const char *wanted, const char *const *names, int count,
+                     const char *others) {
+    int best = 0, index = -1, same = 0;
+    for (int i = 0; i < count; i++) {
+        const int score = score_name(names[i], wanted);
+        same = score > best ? 1 : same + (score == best);
+        index = score > best ? i : index;
+        best = score > best ? score : best;
+    }
+    if (best > 0 && same == 1) {
+        return index;
+    }
+    fail("%s %s: %s", option, wanted, best > 0 ? "could be each of" : others);
+    print_names(stderr, names, count, best, wanted);
+    return -1;
 }
 
 /* Reads a command line; words is NULL if only options are allowed. Prints the reason and returns 1
@@ -129,7 +214,7 @@ static void print_options(const char *usage, const option_spec *specs, int count
     }
 }
 
-// ---- where it computes ---------------------------------------------------------------------------
+// ---- where it computes --------------------------------------------------------------------------
 
 #define OPTION_DEVICE_HELP "cpu (default) or cuda, the first GPU"
 
@@ -158,10 +243,17 @@ NN_API int choose_device(option_device *d, const char *name) {
     return 0;
 }
 
-// ---- units ---------------------------------------------------------------------------------------
+// ---- units --------------------------------------------------------------------------------------
 
 NN_API double mebibytes(uint64_t bytes) {
     return (double)bytes / 1048576.0;
+}
+
+/* A number to show with so many digits after the point, rounded up, so that a budget that is typed
+   in again is large enough. */
+NN_API double rounded_up(double value, int digits) {
+    const double scale = digits == 0 ? 1.0 : digits == 1 ? 10.0 : 100.0;
+    return ceil(value * scale) / scale;
 }
 
 /* Seconds since some moment in the past. */

@@ -356,8 +356,9 @@ static int choose_budget(trainer *t, uint64_t *budget_bytes) {
            (double)plain.param_count / 1e6, (long long)t->shape.batch,
            (long long)t->shape.sequence);
     printf("plain     %9.1f MiB, what training takes without a plan\n",
-           mebibytes(plain.plain_bytes));
-    printf("smallest  %9.1f MiB, the smallest arena of any plan\n", mebibytes(smallest));
+           rounded_up(mebibytes(plain.plain_bytes), 1));
+    printf("smallest  %9.1f MiB, the smallest arena of any plan\n",
+           rounded_up(mebibytes(smallest), 1));
     free_model(t);
     return 0;
 }
@@ -376,8 +377,8 @@ static int print_plan(trainer *t) {
     printf(
         "arena     %9.1f MiB, all that training will ever use: %.0f %% of plain, for %.1f %% more "
         "work\n",
-        mebibytes(r.arena_bytes), 100.0 * (double)r.arena_bytes / (double)r.plain_bytes,
-        100.0 * r.recompute_share);
+        rounded_up(mebibytes(r.arena_bytes), 1),
+        100.0 * (double)r.arena_bytes / (double)r.plain_bytes, 100.0 * r.recompute_share);
     printf("  its peak");
     for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
         if (r.peak_bytes[c] >= r.arena_bytes / 500) {

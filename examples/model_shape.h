@@ -1,0 +1,322 @@
+/*  model_shape.h - the sizes of a transformer: of a published model, by its name, or from the file
+    config.json that is published with its weights.
+
+    Include nn.h, llama_shape.h and options.h first. Compiled with MODEL_SHAPE_CJSON, and linked
+    with cJSON (-lcjson), it reads files. */
+#ifndef MEMSCALE_MODEL_SHAPE_H
+#define MEMSCALE_MODEL_SHAPE_H
+
+#ifdef MODEL_SHAPE_CJSON
+#include <cjson/cJSON.h>
+#endif
+#include <errno.h>
+#include <stddef.h>
+
+typedef enum family { FAMILY_GPT2, FAMILY_BERT, FAMILY_LLAMA, FAMILY_COUNT } family;
+
+static const char *const family_names[FAMILY_COUNT] = {"gpt2", "bert", "llama"};
+
+typedef struct shape {
+    char name[NAME_BYTES];
+    family kind;
+    int64_t layers, channels, heads, kv_heads, feed_forward, vocabulary;
+    int64_t positions; // llama: 0, no table
+    bool tied;
+} shape;
+
+// ---- by name ------------------------------------------------------------------------------------
+
+static const char *const nn_models[] = {"gpt2-124M",  "gpt2-355M", "gpt2-774M",
+                                        "gpt2-1558M", "bert-base", "bert-large"};
+enum {
+    NN_MODELS = sizeof nn_models / sizeof nn_models[0],
+    PUBLISHED_MODELS = (int)NN_MODELS + (int)LLAMA_PRESETS
+};
+
+/* The names of all published models: those of nn.h, then those of llama_shape.h. */
+static void list_models(const char *names[PUBLISHED_MODELS]) {
+    for (int i = 0; i < PUBLISHED_MODELS; i++) {
+        names[i] = i < NN_MODELS ? nn_models[i] : llama_presets[i - NN_MODELS].name;
+    }
+}
+
+/* The sizes of a published model, by its number. */
+static void get_model(int number, shape *s) {
+    const llama_preset *p = number < NN_MODELS ? NULL : &llama_presets[number - NN_MODELS];
+    nn_transformer_config c;
+    memset(&c, 0, sizeof c);
+    memset(s, 0, sizeof *s);
+    snprintf(s->name, sizeof s->name, "%s", p ? p->name : nn_models[number]);
+    if (!p && nn_preset(s->name, &c)) {
+        s->kind = strncmp(s->name, "bert", 4) == 0 ? FAMILY_BERT : FAMILY_GPT2;
+        s->layers = c.layers;
+        s->channels = c.channels;
+        s->heads = s->kv_heads = c.heads;
+        s->feed_forward = 4 * c.channels;
+        s->vocabulary = c.vocabulary;
+        s->positions = c.context;
+        s->tied = true;
+    } else if (p) {
+        s->kind = FAMILY_LLAMA;
+        s->layers = p->layers;
+        s->channels = p->channels;
+        s->heads = p->heads;
+        s->kv_heads = p->kv_heads;
+        s->feed_forward = p->feed_forward;
+        s->vocabulary = p->vocabulary;
+        s->tied = p->tied;
+    }
+}
+
+/* Finds a published model; prints the candidates and returns 1 if it is not one. */
+static int find_model(const char *name, shape *s) {
+    const char *names[PUBLISHED_MODELS];
+    list_models(names);
+    const int number = find_name("--model", name, names, PUBLISHED_MODELS, "there are");
+    if (number >= 0) {
+        get_model(number, s);
+    }
+    return number < 0;
+}
+
+/* Default sizes of a family; 0: there is no default. */
+static void start_family(shape *s, family kind) {
+    static const int64_t vocabulary[FAMILY_COUNT] = {50257, 30522, 32000};
+    static const int64_t positions[FAMILY_COUNT] = {1024, 512, 0};
+    memset(s, 0, sizeof *s);
+    snprintf(s->name, sizeof s->name, "%s of your own", family_names[kind]);
+    s->kind = kind;
+    s->vocabulary = vocabulary[kind];
+    s->positions = positions[kind];
+    s->tied = kind != FAMILY_LLAMA;
+}
+
+/* FAMILY_COUNT after an error. */
+static family find_family(const char *name) {
+    int k = 0;
+    while (k < FAMILY_COUNT && !has_suffix(name, family_names[k])) {
+        k++;
+    }
+    if (k == FAMILY_COUNT) {
+        fail("--family %s: there are gpt2, bert and llama", name);
+    }
+    return (family)k;
+}
+
+// ---- from a file --------------------------------------------------------------------------------
+
+#ifdef MODEL_SHAPE_CJSON
+
+enum { CONFIG_BYTES = 1 << 20 };
+
+/* Values of "model_type", and how the names in "architectures" begin. */
+static const struct {
+    const char *type, *architecture;
+    family kind;
+} config_types[] = {{"gpt2", "GPT2", FAMILY_GPT2},
+                    {"bert", "Bert", FAMILY_BERT},
+                    {"llama", "Llama", FAMILY_LLAMA},
+                    {"mistral", "Mistral", FAMILY_LLAMA}};
+enum { CONFIG_TYPES = sizeof config_types / sizeof config_types[0] };
+
+/* The keys of a family; where is_optional, a missing one or null leaves 0. */
+typedef struct config_key {
+    const char *name, *older; // older: another name, or NULL
+    size_t offset;            // in a shape
+    bool is_optional;
+} config_key;
+
+enum { CONFIG_KEYS = 6 };
+static const config_key config_keys[FAMILY_COUNT][CONFIG_KEYS] = {
+    {{"n_layer", NULL, offsetof(shape, layers), false},
+     {"n_embd", NULL, offsetof(shape, channels), false},
+     {"n_head", NULL, offsetof(shape, heads), false},
+     {"vocab_size", NULL, offsetof(shape, vocabulary), false},
+     {"n_positions", "n_ctx", offsetof(shape, positions), false},
+     {"n_inner", NULL, offsetof(shape, feed_forward), true}},
+    {{"num_hidden_layers", NULL, offsetof(shape, layers), false},
+     {"hidden_size", NULL, offsetof(shape, channels), false},
+     {"num_attention_heads", NULL, offsetof(shape, heads), false},
+     {"vocab_size", NULL, offsetof(shape, vocabulary), false},
+     {"max_position_embeddings", NULL, offsetof(shape, positions), false},
+     {"intermediate_size", NULL, offsetof(shape, feed_forward), false}},
+    {{"num_hidden_layers", NULL, offsetof(shape, layers), false},
+     {"hidden_size", NULL, offsetof(shape, channels), false},
+     {"num_attention_heads", NULL, offsetof(shape, heads), false},
+     {"vocab_size", NULL, offsetof(shape, vocabulary), false},
+     {"num_key_value_heads", NULL, offsetof(shape, kv_heads), true},
+     {"intermediate_size", NULL, offsetof(shape, feed_forward), false}}};
+
+/* Keys whose values the nets of nn.h and llama_shape.h have no choice of: what they must be where
+   they are given. */
+static const struct {
+    family kind;
+    const char *name;
+    double value; // 0 and 1 also as false and true
+} config_fixed[] = {{FAMILY_GPT2, "tie_word_embeddings", 1.0},
+                    {FAMILY_GPT2, "add_cross_attention", 0.0},
+                    {FAMILY_BERT, "tie_word_embeddings", 1.0},
+                    {FAMILY_BERT, "add_cross_attention", 0.0},
+                    {FAMILY_BERT, "type_vocab_size", 2.0},
+                    {FAMILY_LLAMA, "attention_bias", 0.0},
+                    {FAMILY_LLAMA, "mlp_bias", 0.0}};
+
+static const cJSON *config_item(const cJSON *config, const char *name) {
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(config, name);
+    return cJSON_IsNull(item) ? NULL : item;
+}
+
+static int read_count(const char *path, const cJSON *config, const config_key *key, shape *s) {
+    const cJSON *item = config_item(config, key->name);
+    item = item || !key->older ? item : config_item(config, key->older);
+    if (!item) {
+        return key->is_optional ? 0
+                                : fail("%s: \"%s\" is missing, which a model of the family %s has",
+                                       path, key->name, family_names[s->kind]);
+    }
+    const double value = cJSON_IsNumber(item) ? item->valuedouble : 0.0;
+    if (!(value >= 1.0 && value <= (double)INT32_MAX) || value - (double)(int64_t)value > 0.0) {
+        return fail("%s: \"%s\" is not a whole number from 1 to %ld", path, key->name,
+                    (long)INT32_MAX);
+    }
+    const int64_t count = (int64_t)value;
+    memcpy((char *)s + key->offset, &count, sizeof count);
+    return 0;
+}
+
+static int check_fixed(const char *path, const cJSON *config, family kind) {
+    for (size_t i = 0; i < sizeof config_fixed / sizeof config_fixed[0]; i++) {
+        const cJSON *item = config_item(config, config_fixed[i].name);
+        const double value = cJSON_IsNumber(item) ? item->valuedouble : (double)cJSON_IsTrue(item);
+        if (item && config_fixed[i].kind == kind &&
+            (value < config_fixed[i].value || value > config_fixed[i].value)) {
+            return fail("%s: \"%s\": this program plans %s models with %g only", path,
+                        config_fixed[i].name, family_names[kind], config_fixed[i].value);
+        }
+    }
+    return 0;
+}
+
+/* What the nets of this program cannot be. */
+static int check_config(const char *path, const cJSON *config, shape *s) {
+    const bool is_llama = s->kind == FAMILY_LLAMA;
+    const config_key key = {"head_dim", NULL, offsetof(shape, kv_heads), true};
+    shape head; // kv_heads: the size of a head
+    memset(&head, 0, sizeof head);
+    if (read_count(path, config, &key, &head) != 0 || check_fixed(path, config, s->kind) != 0) {
+        return 1;
+    }
+    if (head.kv_heads != 0 && head.kv_heads * s->heads != s->channels) {
+        return fail("%s: \"head_dim\" %lld times \"num_attention_heads\" %lld is not "
+                    "\"hidden_size\" %lld, and this program plans no other heads",
+                    path, (long long)head.kv_heads, (long long)s->heads, (long long)s->channels);
+    }
+    s->kv_heads = s->kv_heads ? s->kv_heads : s->heads;
+    s->feed_forward = s->feed_forward ? s->feed_forward : 4 * s->channels;
+    s->tied = !is_llama || cJSON_IsTrue(config_item(config, "tie_word_embeddings"));
+    return is_llama || s->feed_forward == 4 * s->channels
+               ? 0
+               : fail("%s: the feed-forward net is %lld wide: gpt2 and bert of nn.h have 4 times "
+                      "the %lld channels",
+                      path, (long long)s->feed_forward, (long long)s->channels);
+}
+
+/* The family that a file names; FAMILY_COUNT after an error. */
+static family config_family(const char *path, const cJSON *config) {
+    const cJSON *type = config_item(config, "model_type");
+    const cJSON *first = cJSON_GetArrayItem(config_item(config, "architectures"), 0);
+    const char *name = type ? cJSON_GetStringValue(type) : cJSON_GetStringValue(first);
+    for (int i = 0; i < CONFIG_TYPES && name; i++) {
+        const char *start = config_types[i].architecture;
+        if (type ? strcmp(name, config_types[i].type) == 0
+                 : strncmp(name, start, strlen(start)) == 0) {
+            return config_types[i].kind;
+        }
+    }
+    fail("%s: \"model_type\" is %s%s%s: there are gpt2, bert, llama and mistral; --family gpt2, "
+         "bert or llama takes it as one of these",
+         path, name ? "\"" : "", name ? name : "missing", name ? "\"" : "");
+    return FAMILY_COUNT;
+}
+
+static int read_config(const char *path, const cJSON *config, const char *family_name, shape *s) {
+    if (!cJSON_IsObject(config)) {
+        return fail("%s: no object of JSON, as a config.json is", path);
+    }
+    const family kind = family_name ? find_family(family_name) : config_family(path, config);
+    if (kind == FAMILY_COUNT) {
+        return 1;
+    }
+    memset(s, 0, sizeof *s);
+    const size_t length = strlen(path), most = sizeof s->name - 1;
+    snprintf(s->name, sizeof s->name, "%s", length > most ? path + (length - most) : path);
+    s->kind = kind;
+    for (int i = 0; i < CONFIG_KEYS; i++) {
+        if (read_count(path, config, &config_keys[kind][i], s) != 0) {
+            return 1;
+        }
+    }
+    return check_config(path, config, s);
+}
+
+/* The text of a file, to be freed; NULL after an error. */
+static char *read_text_file(const char *path, size_t *length) {
+    FILE *file = fopen(path, "rb");
+    char *text = file ? (char *)malloc((size_t)CONFIG_BYTES + 1) : NULL;
+    if (!file) {
+        fail("cannot read %s: %s", path, strerror(errno));
+        return NULL;
+    }
+    *length = text ? fread(text, 1, (size_t)CONFIG_BYTES + 1, file) : 0;
+    const bool is_read = text && !ferror(file);
+    const int error = errno;
+    fclose(file);
+    if (is_read && *length <= (size_t)CONFIG_BYTES) {
+        text[*length] = 0;
+        return text;
+    }
+    fail("cannot read %s: %s", path,
+         is_read ? "it is larger than 1 MiB"
+         : text  ? strerror(error)
+                 : "no memory");
+    free(text);
+    return NULL;
+}
+
+/* Reads a config.json as a model of the family it names, or of another one (NULL: it says). Prints
+   the reason and returns 1 if it cannot. */
+static int read_model(const char *path, const char *family_name, shape *s) {
+    size_t length = 0;
+    char *text = read_text_file(path, &length);
+    if (!text) {
+        return 1;
+    }
+    const char *end = text;
+    cJSON *config = cJSON_ParseWithLengthOpts(text, length, &end, false);
+    int line = 1, status = 1;
+    end += strspn(end, " \t\r\n");
+    const bool is_whole = config && end == text + length;
+    for (const char *c = text; c < end; c++) {
+        line += *c == '\n';
+    }
+    if (is_whole) {
+        status = read_config(path, config, family_name, s);
+    } else {
+        fail("%s: line %d is not JSON", path, line);
+    }
+    cJSON_Delete(config);
+    free(text);
+    return status;
+}
+
+#else
+
+static int read_model(const char *path, const char *family_name, shape *s) {
+    (void)family_name, (void)s;
+    return fail("%s: this program was built without cJSON (libcjson-dev), which reads it; give "
+                "--family and sizes",
+                path);
+}
+
+#endif
+#endif // MEMSCALE_MODEL_SHAPE_H
