@@ -839,7 +839,7 @@ static void print_table(const findings *f) {
     for (int c = 0; c < COLUMNS; c++) {
         snprintf(cells[c], sizeof cells[c], "%s", show_time(p.of[c]->report.step_us).text);
     }
-    print_cells("step", cells);
+    print_cells("step (roofline)", cells);
     print_ratios("step over plain", &p);
     print_bytes("smallest peak there is", &smallest, ROWS + 1, u);
     print_ratios("its step over plain", &smallest);
@@ -962,7 +962,7 @@ static void print_head(const estimate *e, const findings *f) {
 static void print_advised(const findings *f) {
     const ms_memory_report *r = &f->at_budget[f->advised].report;
     int slower = 0;
-    printf("%s, which fits with %.3f of the plain step", ms_mode_name(modes[f->advised]),
+    printf("%s, which fits in %.3f times the plain step", ms_mode_name(modes[f->advised]),
            r->step_us / r->plain_step_us);
     for (int i = 0; i < MODES; i++) {
         slower += f->at_budget[i].fits && f->at_budget[i].report.step_us > r->step_us;

@@ -1124,7 +1124,7 @@ static void what_else_would_help(void **state) {
                  off == 1   ? "checkpointing"
                  : off == 2 ? "early_update"
                             : "checkpointing and early_update",
-                 msi_size(least_with(MS_SWITCH_DEFAULT, MS_SWITCH_DEFAULT)).text);
+                 msi_size_up(least_with(MS_SWITCH_DEFAULT, MS_SWITCH_DEFAULT)).text);
         t_text_has(ms_last_error(z.m), text);
         ms_destroy(z.m);
     }
@@ -1139,6 +1139,48 @@ static void what_else_would_help(void **state) {
     t_text_has(ms_last_error(z.m), "No early updates, since grad_clip_norm");
     assert_true(strlen(ms_last_error(z.m)) < MSI_ERROR_BYTES - 1);
     ms_destroy(z.m);
+}
+
+/* The size after a part of a text, such as 1.59 GiB, in bytes. */
+static uint64_t size_after(const char *text, const char *part) {
+    static const char *const units[] = {"bytes", "KiB", "MiB", "GiB"};
+    const char *at = strstr(text, part);
+    char *end;
+    assert_non_null(at);
+    double value = strtod(at + strlen(part), &end);
+    for (int i = 0; i < 4; i++, value *= 1024.0) {
+        if (strncmp(end + 1, units[i], strlen(units[i])) == 0) {
+            return (uint64_t)value;
+        }
+    }
+    fail();
+    return 0;
+}
+
+/* Who types the sizes of the error in again, as budgets, has a plan. */
+static void sizes_of_the_error_are_enough(void **state) {
+    (void)state;
+    zoo z;
+    ms_memory_report report;
+    ms_config config = zoo_config();
+    uint64_t least;
+    uint32_t rounded = 0;
+    for (int64_t rows = 100; rows < 2000; rows += 190) {
+        zoo_create_along(&z, &config, rows, 48, 0);
+        ms_set_budget(z.m, 1000);
+        t_error(z.m, ms_wrap(z.m), MS_RESULT_BUDGET);
+        const uint64_t plain = size_after(ms_last_error(z.m), "the plain plan needs ");
+        const uint64_t said = size_after(ms_last_error(z.m), "in mode BALANCED is ");
+        t_ok(z.m, ms_smallest_budget(z.m, &least));
+        rounded += said > least;
+        assert_in_range(said, least, least + least / 100);
+        ms_set_budget(z.m, said);
+        t_ok(z.m, ms_wrap(z.m));
+        t_report(z.m, &report);
+        assert_true(plain >= report.plain_bytes);
+        ms_destroy(z.m);
+    }
+    assert_true(rounded >= 5);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1375,6 +1417,7 @@ int main(void) {
                                        cmocka_unit_test(advice_names_the_foremost_axis),
                                        cmocka_unit_test(an_error_changes_nothing),
                                        cmocka_unit_test(what_else_would_help),
+                                       cmocka_unit_test(sizes_of_the_error_are_enough),
                                        cmocka_unit_test(a_policy_chooses_the_mode),
                                        cmocka_unit_test(the_built_in_policy),
                                        cmocka_unit_test(every_allocation_fails_once)};
