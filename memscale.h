@@ -11926,32 +11926,8 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
 }
 
 /* What is wrong with a matrix product, or NULL. */
-static const char *msi_gemm_fault(const ms_matrix *a, const ms_matrix *b, const ms_matrix *c) {
-    const ms_matrix *const all[] = {a, b, c};
-    const int64_t m = a->transposed ? a->cols : a->rows, k = a->transposed ? a->rows : a->cols;
-    const int64_t n = b->transposed ? b->rows : b->cols;
-    for (int i = 0; i < 3; i++) {
-        if (!all[i]->data || all[i]->rows < 1 || all[i]->cols < 1 ||
-            all[i]->stride < all[i]->cols) {
-            return "a matrix has no data, no elements, or a stride below its columns";
-        }
-        if (all[i]->batch_count < 1 || all[i]->batch_stride < 0 ||
-            (i < 2 && all[i]->batch_count > c->batch_count) ||
-            (i < 2 && all[i]->batch_count > 1 && all[i]->batch_count < c->batch_count)) {
-            return "a and b must be one matrix, or batches of as many as c";
-        }
-    }
-    if (k != (b->transposed ? b->cols : b->rows) || m != c->rows || n != c->cols || c->transposed) {
-        return "the shapes do not match";
-    }
-    const bool apart = c->batch_stride >= (c->rows - 1) * c->stride + c->cols;
-    const bool side_by_side =
-        c->batch_stride >= c->cols && (c->batch_count - 1) * c->batch_stride + c->cols <= c->stride;
-    return c->batch_count > 1 && !apart && !side_by_side ? "the matrices of c overlap" : NULL;
-}
-
 typedef struct msi_matrix_text {
-    char text[128];
+    char text[144];
 } msi_matrix_text;
 
 /* "64 x 32 transposed, rows 32 apart, 3 of them 2048 apart" */
@@ -11967,6 +11943,48 @@ static msi_matrix_text msi_matrix_name(const ms_matrix *x) {
     return t;
 }
 
+/* What is wrong with one operand of ms_gemm, whose name is a letter; an empty text: nothing. */
+static msi_matrix_text msi_matrix_fault(const ms_matrix *x, char name) {
+    msi_matrix_text t;
+    t.text[0] = 0;
+    if (!x->data) {
+        snprintf(t.text, sizeof t.text, "%c has no data: %s", name,
+                 name == 'c' ? "nobody wants this gradient or output, so leave this product out"
+                             : "its slot is empty, or the layer does not declare that it reads "
+                               "this value (backward_reads, recompute_reads)");
+    } else if (x->rows < 1 || x->cols < 1) {
+        snprintf(t.text, sizeof t.text, "%c has no elements: give it rows and cols of at least 1",
+                 name);
+    } else if (x->stride < x->cols) {
+        snprintf(t.text, sizeof t.text,
+                 "%c has a stride below its columns: rows lie at least cols "
+                 "elements apart",
+                 name);
+    }
+    return t;
+}
+
+/* What does not fit together in a product of valid operands, or NULL. */
+static const char *msi_product_fault(const ms_matrix *a, const ms_matrix *b, const ms_matrix *c) {
+    const int64_t m = a->transposed ? a->cols : a->rows, k = a->transposed ? a->rows : a->cols;
+    const int64_t n = b->transposed ? b->rows : b->cols;
+    const ms_matrix *const all[] = {a, b, c};
+    for (int i = 0; i < 3; i++) {
+        if (all[i]->batch_count < 1 || all[i]->batch_stride < 0 ||
+            (i < 2 && all[i]->batch_count > c->batch_count) ||
+            (i < 2 && all[i]->batch_count > 1 && all[i]->batch_count < c->batch_count)) {
+            return "a and b must be one matrix, or batches of as many as c";
+        }
+    }
+    if (k != (b->transposed ? b->cols : b->rows) || m != c->rows || n != c->cols || c->transposed) {
+        return "the shapes do not match";
+    }
+    const bool apart = c->batch_stride >= (c->rows - 1) * c->stride + c->cols;
+    const bool side_by_side =
+        c->batch_stride >= c->cols && (c->batch_count - 1) * c->batch_stride + c->cols <= c->stride;
+    return c->batch_count > 1 && !apart && !side_by_side ? "the matrices of c overlap" : NULL;
+}
+
 static bool msi_is_castable(ms_dtype dtype) {
     return dtype == MS_DTYPE_F32 || dtype == MS_DTYPE_F16 || dtype == MS_DTYPE_BF16;
 }
@@ -11976,7 +11994,15 @@ static ms_result msi_gemm(ms_model *m, float alpha, ms_matrix a, ms_matrix b, fl
     a.batch_count = a.batch_count ? a.batch_count : 1;
     b.batch_count = b.batch_count ? b.batch_count : 1;
     c.batch_count = c.batch_count ? c.batch_count : 1;
-    const char *fault = msi_gemm_fault(&a, &b, &c);
+    const ms_matrix *const operands[] = {&a, &b, &c};
+    for (int i = 0; i < 3; i++) {
+        const msi_matrix_text wrong = msi_matrix_fault(operands[i], "abc"[i]);
+        if (wrong.text[0]) {
+            return msi_fail(m, MS_RESULT_INVALID, "ms_gemm: %s; it is %s", wrong.text,
+                            msi_matrix_name(operands[i]).text);
+        }
+    }
+    const char *fault = msi_product_fault(&a, &b, &c);
     if (fault) {
         return msi_fail(m, MS_RESULT_INVALID, "ms_gemm: %s: a is %s, b is %s, c is %s", fault,
                         msi_matrix_name(&a).text, msi_matrix_name(&b).text,

@@ -1320,6 +1320,59 @@ static void check_gemm(const ms_call *call, t_rng *rng, const gemm_case *g) {
     free(old.data);
 }
 
+/* A product by a layer that takes what it did not declare, or gives what nobody wants. */
+typedef struct careless {
+    bool gives; // into grad_in, which nobody wants
+} careless;
+
+static int careless_forward(const ms_call *call) {
+    return (int)ms_gemm(call, 1.0f, ms_matrix_of(&call->in[0]), ms_matrix_of(&call->param[0]), 0.0f,
+                        ms_matrix_of(&call->out[0]));
+}
+
+static int careless_backward(const ms_call *call) {
+    const careless *user = (const careless *)call->user;
+    const ms_matrix g = ms_matrix_of(&call->grad_out[0]), w = ms_matrix_of(&call->param[0]);
+    const ms_matrix x = ms_matrix_of(&call->in[0]), grad_w = ms_matrix_of(&call->grad_param[0]);
+    return user->gives ? (int)ms_gemm(call, 1.0f, g, ms_transpose(w), call->grad_in[0].beta,
+                                      ms_matrix_of(&call->grad_in[0]))
+                       : (int)ms_gemm(call, 1.0f, g, ms_transpose(x), 0.0f, grad_w);
+}
+
+static void products_without_data_are_explained(void **state) {
+    (void)state;
+    for (int gives = 0; gives < 2; ++gives) {
+        careless user = {gives != 0};
+        const ms_shape shape = ms_shape2(4, 4);
+        float values[16] = {0};
+        ms_model *m;
+        ms_layer_desc d;
+        memset(&d, 0, sizeof d);
+        assert_int_equal(ms_create(NULL, &m), MS_RESULT_OK);
+        d.name = "careless";
+        d.user = &user;
+        d.forward = careless_forward;
+        d.backward = careless_backward;
+        d.in[0] = ms_input(m, "x", MS_DTYPE_F32, shape);
+        d.param[0] = ms_param(m, "w", MS_DTYPE_F32, shape);
+        d.out[0] = ms_activation(m, "y", MS_DTYPE_F32, shape);
+        d.backward_reads.param = 1; // and not in[0]
+        ms_register_layer(m, &d);
+        ms_set_loss(m, d.out[0]);
+        t_ok(m, ms_wrap(m));
+        t_ok(m, ms_write(m, d.in[0], values));
+        t_ok(m, ms_write(m, d.param[0], values));
+        t_error(m, ms_step(m, NULL), MS_RESULT_CALLBACK);
+        t_text_has(ms_last_error(m), "layer 0 \"careless\": its backward callback returned");
+        t_text_has(ms_last_error(m), gives ? "ms_gemm: c has no data: nobody wants this gradient"
+                                           : "ms_gemm: b has no data: its slot is empty, or the "
+                                             "layer does not declare that it reads");
+        t_text_has(ms_last_error(m), gives ? "leave this product out" : "backward_reads");
+        t_text_has(ms_last_error(m), gives ? "it is 4 x 4" : "it is 4 x 4 transposed");
+        ms_destroy(m);
+    }
+}
+
 static void gemm_against_float64(void **state) {
     (void)state;
     static const int64_t sizes[] = {1, 2, 3, 7, 8, 17, 33, 64, 129};
@@ -1849,6 +1902,7 @@ int main(void) {
         cmocka_unit_test(frozen_params_stand_still),
         cmocka_unit_test(optimize_scopes_a_block),
         cmocka_unit_test(two_models_are_independent),
+        cmocka_unit_test(products_without_data_are_explained),
         cmocka_unit_test(gemm_against_float64),
         cmocka_unit_test(gemm_refuses_what_does_not_match),
         cmocka_unit_test(the_plan_is_printed),

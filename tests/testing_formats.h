@@ -431,12 +431,25 @@ static inline void f_check_refusals(const ms_backend *backend) {
     f_refused(m, a, a, c, MS_RESULT_INVALID,
               "the shapes do not match: a is 3 x 4, rows 4 apart, 2 of them 12 apart");
     f_refused(m, a, b, ms_transpose(c), MS_RESULT_INVALID, "the shapes do not match");
-    x[0].data = NULL;
-    f_refused(m, x[0], b, c, MS_RESULT_INVALID, "has no data");
-    x[0] = a;
-    x[0].stride = 3;
-    f_refused(m, x[0], b, c, MS_RESULT_INVALID, "stride below its columns");
-    x[0] = a;
+    for (int i = 0; i < F_OPERANDS; i++) { // which one, and the cure
+        static const char *const cures[] = {
+            "a has no data: its slot is empty, or the layer does not",
+            "b has no data: its slot is empty, or the layer does not",
+            "c has no data: nobody wants this gradient or output"};
+        const ms_matrix good = x[i];
+        char text[64];
+        x[i].data = NULL;
+        f_refused(m, x[0], x[1], x[2], MS_RESULT_INVALID, cures[i]);
+        x[i] = good;
+        x[i].stride = x[i].cols - 1;
+        snprintf(text, sizeof text, "%c has a stride below its columns", "abc"[i]);
+        f_refused(m, x[0], x[1], x[2], MS_RESULT_INVALID, text);
+        x[i] = good;
+        x[i].rows = 0;
+        snprintf(text, sizeof text, "%c has no elements", "abc"[i]);
+        f_refused(m, x[0], x[1], x[2], MS_RESULT_INVALID, text);
+        x[i] = good;
+    }
     x[0].batch_count = 3;
     f_refused(m, x[0], b, c, MS_RESULT_INVALID, "as many as c");
     x[2] = c;
