@@ -83,7 +83,8 @@
     budgets, in several passes, where deeper passes start from what earlier ones have recomputed.
     The planner drops what keeps the predicted time of a step lowest, and scores every choice by
     building the real program. ms_config.mode and the switches say what it may use; ms_print_plan
-    and ms_visit_decisions say what it did use, by which rule, and why not more.
+    and ms_visit_decisions say what it did use, by which rule, and why not more;
+    ms_visit_lifetimes says which values need the memory, and when.
 
     PROFILES. The time of a layer comes from the first of these sources that has it: what was set by
     ms_set_layer_time; what was measured (ms_config.empirical_profiling) or loaded
@@ -132,9 +133,9 @@
     is allocated after ms_wrap in three cases: ms_reshape makes a plan for sizes that are new to it;
     ms_smallest_budget makes one and frees it; the C library has a file buffer while a backend reads
     /proc/cpuinfo, /proc/meminfo, /proc/self/cgroup, /proc/self/mountinfo, and memory.* of the
-    cgroups of the process. ms_hardware_report, ms_verify, ms_visit_decisions and ms_print_plan take
-    memory and give it back. With empirical_profiling, the step that plans again allocates as
-    ms_wrap does.
+    cgroups of the process. ms_hardware_report, ms_verify, ms_visit_decisions and ms_print_plan (and
+    _full) take memory and give it back. With empirical_profiling, the step that plans again
+    allocates as ms_wrap does.
 
     THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
     run on the thread that called ms_step. Of the functions that take the model, a callback may call
@@ -795,9 +796,19 @@ typedef struct ms_decision {
     const ms_rule *rule;  // the rule that decided
     uint64_t saved_bytes; // not held between forward and backward (gradients: after backward)
     double added_us;      // predicted time that it adds to a step
+    /* Of the tensors that it is not applied to: the bytes that would not be held, and the time of
+       the layer's recomputation. (If that reads what has been dropped, more comes on top.) */
+    uint64_t refused_bytes;
+    double refused_us;
     /* Bytes of the layer's outputs and saved tensors that the plan does not drop, whatever the
        technique. Those that backward does not read are freed earlier all the same. */
     uint64_t kept_bytes;
+    /* Where successive blocks of layers are alike (in the decisions and bytes of each layer, in its
+       name but for the numbers, and roughly in its times), the layers of the first block stand for
+       those of all: how many layers this one stands for, itself included, and the last of them.
+       0: a layer of an earlier block stands for this one. */
+    uint32_t alike_count;
+    ms_layer alike_last;
 } ms_decision;
 
 /* decision is valid only during the call. */
@@ -854,6 +865,12 @@ typedef struct ms_memory_report {
     uint64_t peak_bytes[MS_CATEGORY_COUNT];
     uint32_t peak_instruction; // of the program with the larger peak, training or eval
     const char *peak_layer;    // name of the layer that runs there; "" if none does
+    /* What each technique takes off the peak of live bytes: the mean of what it takes off without
+       the other one, and of what it takes off with it (the value of Shapley, "A value for n-person
+       games", 1953), since often neither helps much alone. */
+    int64_t freed_bytes[MS_TECHNIQUE_COUNT];
+    int64_t layout_freed_bytes; // gap of the plain plan - gap_bytes; below 0: it has grown. All of
+                                // these sum up to plain_bytes - arena_bytes
     /* Largest sum, during the step, of activations, activation gradients and saved tensors. It need
        not occur at the peak instruction. */
     uint64_t activation_peak_bytes;
@@ -882,6 +899,25 @@ typedef struct ms_memory_report {
 } ms_memory_report;
 
 typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
+
+/* How long a value is in memory in a program. New fields are added at the end; size says which
+   there are. */
+typedef struct ms_lifetime {
+    uint32_t size;    // sizeof(ms_lifetime)
+    ms_tensor tensor; // or a handle of ms_gradient or ms_optimizer_state; 0: scratch memory
+    const char *name; // of the tensor, or of the layer that the scratch memory is for
+    ms_category category;
+    uint64_t bytes;                   // in the arena: rounded up to 64
+    uint32_t first, last;             // instructions: it is alive from the first through the last
+    ms_layer first_layer, last_layer; // that these run; 0: none
+    bool is_resident;                 // it lives between steps
+    bool is_outside;                  // borrowed or on the host: not in the arena
+    bool
+        is_at_peak; // in the arena and alive where the live bytes of this program are at their peak
+} ms_lifetime;
+
+/* lifetime is valid only during the call. */
+typedef void (*ms_lifetime_fn)(const ms_lifetime *lifetime, void *user);
 
 /* With accumulation, a ZERO of a gradient that is kept between micro-batches (is_new is false) is
    for the first micro-batch only, and what follows the last backward is for the last one only. The
@@ -1339,13 +1375,25 @@ MEMSCALE_API_CHECKED ms_result ms_verify(ms_model *model, ms_difference_fn visit
 MEMSCALE_API_CHECKED ms_result ms_visit_events(const ms_model *model, ms_program program,
                                                ms_event_fn visit, void *user);
 
-/* The functions from here on write text, piece by piece, and use only the functions above.
+/* Calls visit for every value that is in memory during a program: those that live between steps,
+   and then the others. The bytes of those in the arena that are alive at an instruction add up to
+   its ms_event.live_bytes. Errors: INVALID, ORDER (no plan yet). */
+MEMSCALE_API_CHECKED ms_result ms_visit_lifetimes(const ms_model *model, ms_program program,
+                                                  ms_lifetime_fn visit, void *user);
 
-   Listings for people. ms_print_plan: sizes, a line for each layer, and the rules that decided.
-   ms_print_program: a line for each instruction with its number, kind, layer or tensor, operands
-   and their addresses, and the live bytes while it runs. Errors: INVALID, ORDER (no plan yet), and
-   of ms_print_plan OUT_OF_MEMORY (the text may then end after the techniques). */
+/* The functions from here on write text, piece by piece, and use only the functions above. Sizes
+   that are needed are rounded up, so that a budget that is copied from a text suffices.
+
+   Listings for people. ms_print_plan: sizes; what each technique takes off the peak; the largest
+   values at the peak; a line for each layer, or one for all those that are alike
+   (ms_decision.alike_count); and the rules that decided. ms_print_plan_full: the same with a line
+   for every layer, and one for the lifetime of every value. ms_print_program: a line for each
+   instruction with its number, kind, layer or tensor, operands and their addresses, and the live
+   bytes while it runs. Errors: INVALID, ORDER (no plan yet), and of the first two OUT_OF_MEMORY
+   (the text may then end after the techniques). */
 MEMSCALE_API_CHECKED ms_result ms_print_plan(const ms_model *model, ms_text_fn write, void *user);
+MEMSCALE_API_CHECKED ms_result ms_print_plan_full(const ms_model *model, ms_text_fn write,
+                                                  void *user);
 MEMSCALE_API_CHECKED ms_result ms_print_program(const ms_model *model, ms_program program,
                                                 ms_text_fn write, void *user);
 
@@ -2228,6 +2276,10 @@ typedef struct msi_plan {
     int64_t sizes[MS_LIMIT_AXES]; // of the axes that it was made for
     msi_tensor_decision *decisions;
     uint64_t budget_bytes, plain_bytes, arena_bytes;
+    uint64_t plain_live_bytes; // largest sum of live bytes of the plain plan
+    int64_t early_freed_bytes; // by how much updates inside backward lower it, without new drops
+    uint64_t
+        drops_live_bytes; // largest sum with all drops, and all updates after backward; 0: none
     msi_program train, eval;
     double plain_step_us;
     msi_recording recordings[MSI_RECORDING_COUNT];
@@ -2639,30 +2691,35 @@ typedef struct msi_size_text {
     char text[32];
 } msi_size_text;
 
-static msi_size_text msi_show_size(double value) {
+/* A size in the unit that suits it, rounded up or down to hundredths. */
+static msi_size_text msi_round_size(const char *sign, uint64_t bytes, bool up) {
     static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
     msi_size_text s;
+    double value = (double)bytes;
     int unit = 0;
     for (; value >= 1024.0 && unit < 6; unit++) {
         value /= 1024.0;
     }
-    snprintf(s.text, sizeof s.text, unit ? "%.2f %s" : "%.0f %s", value, units[unit]);
+    const double exact = value * 100.0; // below 102400, or 1600 EiB
+    const double whole = (double)(uint32_t)exact;
+    value = unit ? (up && whole < exact ? whole + 1.0 : whole) / 100.0 : value;
+    snprintf(s.text, sizeof s.text, unit ? "%s%.2f %s" : "%s%.0f %s", sign, value, units[unit]);
     return s;
 }
 
+/* What is needed. Rounded up, so that a budget that is copied from a text suffices. */
 static msi_size_text msi_size(uint64_t bytes) {
-    return msi_show_size((double)bytes);
+    return msi_round_size("", bytes, true);
 }
 
-/* Rounded up, so that a budget that is typed in again is large enough. */
-static msi_size_text msi_size_up(uint64_t bytes) {
-    const double value = (double)bytes;
-    double unit = 1.0;
-    while (value / unit >= 1024.0) {
-        unit *= 1024.0;
-    }
-    const double hundredths = value * 100.0 / unit, whole = (double)(uint64_t)hundredths;
-    return msi_show_size((whole < hundredths ? whole + 1.0 : whole) * unit / 100.0);
+/* What there is. Rounded down, so that what is copied from a text does not ask for more. */
+static msi_size_text msi_size_down(uint64_t bytes) {
+    return msi_round_size("", bytes, false);
+}
+
+/* A difference of two sizes. */
+static msi_size_text msi_signed_size(int64_t bytes) {
+    return bytes < 0 ? msi_round_size("-", 0 - (uint64_t)bytes, true) : msi_size((uint64_t)bytes);
 }
 
 static msi_size_text msi_time(double us) {
@@ -2679,16 +2736,15 @@ static msi_size_text msi_time(double us) {
 /* What was decided about a technique, over all layers. */
 typedef struct msi_technique_total {
     uint32_t layers; // the number of layers that it is applied to
-    uint64_t saved_bytes;
-    double added_us;
+    double added_us, refused_us;
     const ms_rule *rule; // of the first layer
     bool differs;        // other layers have other rules
 } msi_technique_total;
 
 static void msi_add_decision(msi_technique_total *total, const ms_decision *d) {
     total->layers += d->is_applied;
-    total->saved_bytes += d->saved_bytes;
     total->added_us += d->added_us;
+    total->refused_us += d->refused_us;
     total->rule = total->rule ? total->rule : d->rule;
     total->differs |= d->rule != total->rule;
 }
@@ -2716,6 +2772,50 @@ static void msi_print_name(const msi_printer *out, const char *name, int width) 
     const int length = (int)strlen(name);
     out->write(name, (size_t)length, out->user);
     msi_print(out, "%*s", length < width ? width - length : 0, "");
+}
+
+static bool msi_is_digit(char c) {
+    return c >= '0' && c <= '9';
+}
+
+/* The length of the digits, or of all else up to the next digit, that a name starts with. */
+static size_t msi_name_piece(const char *name) {
+    size_t length = 0;
+    while (name[length] && msi_is_digit(name[length]) == msi_is_digit(name[0])) {
+        length++;
+    }
+    return length;
+}
+
+/* Mixes a name without its numbers into a hash (Fowler, Noll and Vo, FNV-1a). */
+static uint64_t msi_mix_name(uint64_t hash, const char *name) {
+    for (; *name; name += msi_name_piece(name)) {
+        const size_t length = msi_is_digit(*name) ? 1 : msi_name_piece(name);
+        for (size_t i = 0; i < length; i++) {
+            const uint8_t c = msi_is_digit(*name) ? (uint8_t)'0' : (uint8_t)name[i];
+            hash = (hash ^ c) * UINT64_C(0x100000001b3);
+        }
+    }
+    return (hash ^ 0xffu) * UINT64_C(0x100000001b3);
+}
+
+/* Prints two names that differ in their numbers alone as one: "h0..11.ln" of "h0.ln" and "h11.ln".
+   Returns its length, also without an `out`. */
+static size_t msi_print_names(const msi_printer *out, const char *first, const char *last) {
+    size_t length = 0;
+    while (*first) {
+        const size_t a = msi_name_piece(first), b = msi_name_piece(last);
+        const bool range = msi_is_digit(*first) && (a != b || memcmp(first, last, a) != 0);
+        if (out) {
+            out->write(first, a, out->user);
+            msi_print(out, "%s", range ? ".." : "");
+            out->write(last, range ? b : 0, out->user);
+        }
+        length += a + (range ? 2 + b : 0);
+        first += a;
+        last += b;
+    }
+    return length;
 }
 
 /* Bytes of the UTF-8 character that starts here; 0: it is not valid UTF-8 (RFC 3629, section 4). */
@@ -2834,8 +2934,9 @@ static ms_result msi_fail_device_memory(ms_model *m, uint64_t bytes, const char 
     return msi_fail(m, MS_RESULT_OUT_OF_MEMORY,
                     "backend %s has no %s for %s (error %d; %s of %s are free): ask for less with "
                     "ms_set_budget, or free what else is on the device",
-                    b->name, msi_size(bytes).text, what, error, msi_size(hardware.free_bytes).text,
-                    msi_size(hardware.total_bytes).text);
+                    b->name, msi_size(bytes).text, what, error,
+                    msi_size_down(hardware.free_bytes).text,
+                    msi_size_down(hardware.total_bytes).text);
 }
 
 static ms_result msi_device_alloc(ms_model *m, uint64_t bytes, void **memory) {
@@ -6128,8 +6229,20 @@ static bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique 
                                                         : tensors[a].bytes > tensors[b].bytes;
 }
 
-/* Adds up the tensors of a layer that a technique is applied to; returns, of the others, the one
-   that explains most. */
+/* What would not be held if a technique were applied to a tensor that it is not applied to. */
+static uint64_t msi_refused_bytes(const msi_review *r, uint32_t layer, ms_technique technique,
+                                  uint32_t tensor) {
+    const msi_tensor *t = &r->model->graph.tensors.items[tensor];
+    const bool frees = technique == MS_TECHNIQUE_CHECKPOINTING ? msi_lies_idle(r, tensor)
+                       : technique == MS_TECHNIQUE_EARLY_UPDATE
+                           ? msi_is_trained(t) && t->last_gradient == layer &&
+                                 !msi_is_borrowed(t, MSI_ROLE_GRADIENT)
+                           : false;
+    return frees ? msi_align(t->bytes) : 0;
+}
+
+/* Adds up the tensors of a layer that a technique is applied to, and the others; returns, of the
+   others, the one that explains most. */
 static uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_decision *d, uint32_t *facts) {
     const msi_graph *g = &r->model->graph;
     uint32_t left = MSI_NONE;
@@ -6148,9 +6261,10 @@ static uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_decision *d, 
             if (msi_is_applied(r, layer, d->technique, index)) {
                 d->saved_bytes += msi_align(t->bytes);
                 forced &= t->technique[d->technique] == MS_SWITCH_ON;
-            } else if (msi_explains_more(r, layer, d->technique, index, left)) {
-                left = index;
+                continue;
             }
+            d->refused_bytes += msi_refused_bytes(r, layer, d->technique, index);
+            left = msi_explains_more(r, layer, d->technique, index, left) ? index : left;
         }
     }
     *facts |= msi_fact(MSI_FACT_APPLIED | MSI_FACT_FREES, d->saved_bytes > 0) |
@@ -6185,6 +6299,9 @@ static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_techniqu
     switch (technique) {
     case MS_TECHNIQUE_CHECKPOINTING:
         d.added_us = r->again[layer] * g->layers.items[layer].time.recompute_us;
+        d.refused_us = d.refused_bytes > 0 && r->again[layer] == 0
+                           ? g->layers.items[layer].time.recompute_us
+                           : 0.0;
         facts |= msi_fact(MSI_FACT_APPLIED, r->again[layer] > 0);
         facts |= msi_checkpointing_facts(r, layer, left);
         break;
@@ -6215,6 +6332,67 @@ static msi_technique_total msi_technique_total_of(const msi_review *r, ms_techni
         msi_add_decision(&total, &d);
     }
     return total;
+}
+
+/* What is compared to find blocks of layers that are alike; and which layers stand for how many. */
+typedef struct msi_alike {
+    uint64_t key;   // of all that must be equal
+    double us;      // added, or what it would add
+    uint32_t count; // as ms_decision.alike_count
+    uint32_t last;
+} msi_alike;
+
+/* Layers of the longest block that is looked for. */
+enum { MSI_LONGEST_BLOCK = 256 };
+
+static msi_alike msi_alike_of(const msi_review *r, uint32_t layer) {
+    msi_alike row;
+    memset(&row, 0, sizeof row);
+    row.key = msi_mix_name(0, msi_layer_name(&r->model->graph, layer));
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        const ms_decision d = msi_decision(r, layer, (ms_technique)k);
+        row.key = msi_mix_name(msi_mix_in(row.key, d.is_applied), d.rule->id);
+        row.key = msi_mix_in(msi_mix_in(row.key, d.saved_bytes), d.refused_bytes);
+        row.key = msi_mix_in(row.key, d.kept_bytes);
+        row.us += d.added_us + d.refused_us;
+    }
+    return row;
+}
+
+static bool msi_is_alike(const msi_alike *a, const msi_alike *b) {
+    return a->key == b->key && a->us <= 2.0 * b->us && b->us <= 2.0 * a->us;
+}
+
+/* How many blocks of so many layers, from the first of `rows` on, are like the first one. */
+static uint32_t msi_count_blocks(const msi_alike *rows, uint32_t count, uint32_t layers) {
+    uint32_t end = layers;
+    while (end < count && msi_is_alike(&rows[end], &rows[end % layers])) {
+        end++;
+    }
+    return end / layers;
+}
+
+/* Finds the blocks, from the first layer on: each time those that cover most layers and, of these,
+   the shortest. This takes time in proportion to the layers times MSI_LONGEST_BLOCK: where many
+   lengths compare long stretches, the stretches have a short period, and are covered by it. */
+static void msi_find_alike(msi_alike *rows, uint32_t count) {
+    for (uint32_t at = 0; at < count;) {
+        const uint32_t left = count - at;
+        uint32_t layers = 1, blocks = 1;
+        for (uint32_t k = 1; k <= MSI_LONGEST_BLOCK && k <= left / 2 && blocks * layers < left;
+             k++) {
+            const uint32_t found = msi_count_blocks(rows + at, left, k);
+            if (found > 1 && found * k > blocks * layers) {
+                blocks = found;
+                layers = k;
+            }
+        }
+        for (uint32_t k = 0; k < layers; k++) {
+            rows[at + k].count = blocks;
+            rows[at + k].last = at + k + (blocks - 1) * layers;
+        }
+        at += blocks * layers;
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -10666,11 +10844,17 @@ static void msi_follow(msi_solver *s) {
            s->scorer->graph->tensors.count * sizeof *plan->decisions);
     s->score = msi_score_of(s->scorer, plan->decisions);
     s->early = false; // the updates stay where that plan has them
+    plan->drops_live_bytes = 0;
     if (s->score.bytes > s->request->room && !msi_is_short(s->scorer)) {
         msi_copy_offsets(&plan->train, &largest->train);
         msi_copy_offsets(&plan->eval, &largest->eval);
         s->score.bytes = msi_arena_of(s->scorer->store, &plan->train, &plan->eval);
     }
+}
+
+/* The largest sum of live bytes, in training or eval, of what was scored. */
+static uint64_t msi_live_of(const msi_scorer *s, const msi_score *score) {
+    return msi_max_u64(score->live_bytes, s->store->resident_bytes + s->eval->peak_bytes);
 }
 
 /* The first plans of the greedy list. The plain plan is scored first, for its size and time. Then
@@ -10683,6 +10867,7 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     const bool always_early = may_be_early && r->early_update == MS_SWITCH_ON;
     w->score = msi_score_of(w->scorer, w->decisions);
     s->plan->plain_bytes = w->score.bytes;
+    s->plan->plain_live_bytes = msi_live_of(s->scorer, &w->score);
     s->plan->plain_step_us = w->search->least_us = w->score.us;
     if (r->goal == MSI_GOAL_PLAIN) {
         return true;
@@ -10699,9 +10884,21 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
         return false;
     }
     w->early = true;
+    const uint64_t live_bytes = msi_live_of(s->scorer, &w->score);
     msi_place_updates(w->graph, w->decisions, true, 0);
     w->score = msi_search_estimate(w->search, w->decisions);
+    s->plan->early_freed_bytes = (int64_t)(live_bytes - msi_live_of(s->scorer, &w->score));
     return msi_add_prefix(w) && msi_fits(w->scorer, &w->score, budget, 0);
+}
+
+/* Scores the drops of a plan that updates params inside backward without these updates, to tell
+   which of both frees how much. */
+static void msi_score_drops(msi_solver *s) {
+    const msi_graph *g = s->scorer->graph;
+    msi_place_updates(g, s->plan->decisions, false, 0);
+    const msi_score score = msi_estimate(s->scorer, s->plan->decisions);
+    s->plan->drops_live_bytes = msi_live_of(s->scorer, &score);
+    msi_place_updates(g, s->plan->decisions, true, 0);
 }
 
 /* Searches on from the first plans: greedily, as a chain, and exhaustively; takes the best plan. */
@@ -10717,6 +10914,9 @@ static void msi_search_all(msi_solver *s, msi_greedy *w) {
         msi_search_exhaustive(search);
     }
     s->early = search->best_early;
+    if (s->early) {
+        msi_score_drops(s);
+    }
     s->score = msi_score_of(s->scorer, s->plan->decisions);
     if (r->largest && r->goal != MSI_GOAL_SMALLEST && !search->fits) {
         msi_follow(s);
@@ -10785,6 +10985,22 @@ static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_
 
 // ------------------------------------------------------------------------------------------------
 // >>plan  the life cycle of plans: for the largest sizes, and for others in the same arena
+
+/* What a technique takes off the peak of live bytes: see ms_memory_report.freed_bytes. */
+static int64_t msi_freed_bytes(const msi_store *store, const msi_plan *plan,
+                               ms_technique technique) {
+    const uint64_t peak = plan->train.peak_bytes > plan->eval.peak_bytes ? plan->train.peak_bytes
+                                                                         : plan->eval.peak_bytes;
+    const int64_t freed = (int64_t)(plan->plain_live_bytes - store->resident_bytes - peak);
+    const int64_t last = (int64_t)(plan->drops_live_bytes - store->resident_bytes - peak);
+    const int64_t early = !msi_updates_inside(&plan->train)  ? 0
+                          : plan->train.recompute_count == 0 ? freed // all of it
+                          : plan->drops_live_bytes == 0      ? plan->early_freed_bytes
+                                                             : (plan->early_freed_bytes + last) / 2;
+    return technique == MS_TECHNIQUE_EARLY_UPDATE    ? early
+           : technique == MS_TECHNIQUE_CHECKPOINTING ? freed - early
+                                                     : 0;
+}
 
 static void msi_plan_free(const ms_model *m, msi_plan *plan) {
     const ms_allocator *a = &m->config.allocator;
@@ -11214,7 +11430,7 @@ static void msi_add_modes(msi_text *to, uint64_t least) {
         uint64_t bytes = least;
         if (techniques != m->wrapped.choice.techniques) {
             MSI_THEN(to->result, msi_least_arena(m, techniques, &bytes));
-            msi_add_text(to, ", %s in mode %s", msi_size_up(bytes).text, msi_mode_names[mode]);
+            msi_add_text(to, ", %s in mode %s", msi_size(bytes).text, msi_mode_names[mode]);
             alike = false;
         }
     }
@@ -11274,7 +11490,7 @@ static void msi_add_cures(msi_text *to) {
         msi_add_text(to, ". Without OFF for %s%s%s: %s",
                      added & MSI_CHECKPOINTING ? "checkpointing" : "",
                      added == MSI_BUILT ? " and " : "",
-                     added & MSI_EARLY_UPDATE ? "early_update" : "", msi_size_up(bytes).text);
+                     added & MSI_EARLY_UPDATE ? "early_update" : "", msi_size(bytes).text);
     }
     if (early) {
         msi_add_text(to, ". No early updates, since %s", early);
@@ -11293,8 +11509,8 @@ static ms_result msi_no_fit(ms_model *m, const msi_store *store, const msi_plan 
     msi_add_text(&text,
                  "the budget is %s, the plain plan needs %s, and the smallest feasible budget in "
                  "mode %s is %s (%llu bytes",
-                 msi_size(smallest->budget_bytes).text, msi_size_up(smallest->plain_bytes).text,
-                 msi_mode_names[m->wrapped.choice.mode], msi_size_up(least).text,
+                 msi_size_down(smallest->budget_bytes).text, msi_size(smallest->plain_bytes).text,
+                 msi_mode_names[m->wrapped.choice.mode], msi_size(least).text,
                  (unsigned long long)least);
     if (store->reserved_bytes) {
         msi_add_text(&text, "; %s of it for the backend: ms_backend.workspace_bytes",
@@ -11394,7 +11610,7 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
     for (uint32_t i = 0; i < MS_MODE_COUNT; i++) {
         msi_log(m, MS_LOG_INFO, "policy",
                 "strategy %u, mode %s: arena %s, predicted step %s (%s)%s", (unsigned)i,
-                msi_mode_names[strategies[i].mode], msi_size_up(strategies[i].arena_bytes).text,
+                msi_mode_names[strategies[i].mode], msi_size(strategies[i].arena_bytes).text,
                 msi_time(strategies[i].step_us).text, msi_time_source_names[m->costs.source],
                 strategies[i].fits ? "" : ", does not fit");
     }
@@ -13517,7 +13733,7 @@ static void msi_put_plans(ms_model *m, msi_plan *plans, msi_goal goal) {
     msi_log(m, MS_LOG_INFO, "plan",
             "plain %s, budget %s, arena %s, recomputations: %u, updates %s backward",
             msi_size(plans->plain_bytes).text, msi_size(plans->budget_bytes).text,
-            msi_size_up(msi_room_of(m->run.store)).text, (unsigned)plans->train.recompute_count,
+            msi_size(msi_room_of(m->run.store)).text, (unsigned)plans->train.recompute_count,
             msi_updates_inside(&plans->train) ? "inside" : "after");
 }
 
@@ -13555,9 +13771,10 @@ static void msi_log_decisions(const ms_model *m, const msi_review *r) {
             msi_time(plan->plain_step_us).text, msi_time_source_names[m->costs.source]);
     for (int technique = 0; technique < MS_TECHNIQUE_COUNT; technique++) {
         const msi_technique_total total = msi_technique_total_of(r, (ms_technique)technique);
-        msi_log(m, MS_LOG_INFO, "rules", "%s: %u of %u layers, %s held no longer, %s added%s%s",
+        const int64_t freed = msi_freed_bytes(m->run.store, plan, (ms_technique)technique);
+        msi_log(m, MS_LOG_INFO, "rules", "%s: %u of %u layers, %s off the peak, %s added%s%s",
                 msi_techniques[technique].name, (unsigned)total.layers,
-                (unsigned)m->graph.layers.count, msi_size(total.saved_bytes).text,
+                (unsigned)m->graph.layers.count, msi_signed_size(freed).text,
                 msi_time(total.added_us).text, total.differs ? "" : "; rule ",
                 total.differs ? "" : total.rule->id);
         for (uint32_t i = 0; i < m->graph.layers.count && total.layers > 0; i++) {
@@ -14480,6 +14697,14 @@ static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
     r->peak_layer = msi_calls_layer((msi_op)i->op) ? msi_layer_name(&m->graph, i->target) : "";
 }
 
+static void msi_report_freed(const ms_model *m, ms_memory_report *r) {
+    r->layout_freed_bytes = (int64_t)(r->plain_bytes - r->arena_bytes);
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        r->freed_bytes[k] = msi_freed_bytes(m->run.store, m->run.plan, (ms_technique)k);
+        r->layout_freed_bytes -= r->freed_bytes[k];
+    }
+}
+
 static uint64_t msi_hash_program(uint64_t hash, const msi_program *p, uint32_t resident_count) {
     hash = msi_mix_in(hash, p->instructions.count);
     for (uint32_t now = 0; now < p->instructions.count; now++) {
@@ -14531,6 +14756,7 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->gap_bytes = r->arena_bytes - r->lower_bound_bytes;
     msi_report_peak(m, r);
     r->peak_bytes[MS_CATEGORY_WORKSPACE] += m->run.store->reserved_bytes;
+    msi_report_freed(m, r);
     r->activation_peak_bytes = plan->train.activation_peak_bytes;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         if (g->tensors.items[t].kind == MSI_KIND_PARAM) {
@@ -14615,6 +14841,13 @@ static void msi_walk_count(msi_walk *w, bool after) {
     }
 }
 
+/* The role of a live range as handles know it: a contribution is part of a gradient. */
+static msi_role msi_public_role(const msi_range *range) {
+    return range->role == MSI_ROLE_CONTRIBUTION ? MSI_ROLE_GRADIENT
+           : range->role == MSI_ROLE_SNAPSHOT   ? MSI_ROLE_VALUE
+                                                : (msi_role)range->role;
+}
+
 /* Operand k of the present instruction, as an event has it. */
 static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k) {
     const msi_program *p = w->program;
@@ -14623,9 +14856,7 @@ static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k) {
     const msi_operand *operand = &p->operands.items[i->operand_first + k];
     const msi_range *range = &p->ranges.items[operand->range];
     const bool fixed = operand->range < store->residents.count;
-    const msi_role role = range->role == MSI_ROLE_CONTRIBUTION ? MSI_ROLE_GRADIENT
-                          : range->role == MSI_ROLE_SNAPSHOT   ? MSI_ROLE_VALUE
-                                                               : (msi_role)range->role;
+    const msi_role role = msi_public_role(range);
     ms_event_operand o;
     memset(&o, 0, sizeof o);
     if (role < MSI_ROLE_RESIDENT_COUNT) {
@@ -14793,6 +15024,58 @@ static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit
         msi_walk_count(&w, true);
         if (w.now + 1 == p->forward_end) {
             msi_visit_verdict(&w);
+        }
+    }
+}
+
+/* The layer that an instruction runs, or none. */
+static ms_layer msi_layer_at(const msi_graph *g, const msi_program *p, uint32_t now) {
+    const msi_instruction *i = &p->instructions.items[now];
+    const ms_layer none = {0};
+    return msi_calls_layer((msi_op)i->op) ? msi_layer_handle(g, i->target) : none;
+}
+
+static ms_lifetime msi_lifetime(const msi_graph *g, const msi_program *p, ms_category category,
+                                uint64_t bytes, uint32_t first, uint32_t last) {
+    ms_lifetime l;
+    memset(&l, 0, sizeof l);
+    l.size = sizeof l;
+    l.name = "";
+    l.category = category;
+    l.bytes = msi_align(bytes);
+    l.first = first;
+    l.last = last;
+    l.first_layer = msi_layer_at(g, p, first);
+    l.last_layer = msi_layer_at(g, p, last);
+    return l;
+}
+
+static void msi_visit_lifetimes(const ms_model *m, const msi_program *p, ms_lifetime_fn visit,
+                                void *user) {
+    const uint32_t end = p->instructions.count - 1, residents = m->run.store->residents.count;
+    ms_lifetime l =
+        msi_lifetime(&m->graph, p, MS_CATEGORY_WORKSPACE, m->run.store->reserved_bytes, 0, end);
+    l.is_resident = l.is_at_peak = true;
+    if (l.bytes > 0) {
+        visit(&l, user);
+    }
+    for (uint32_t k = 0; k < p->ranges.count; k++) {
+        const msi_range *range = &p->ranges.items[k];
+        const msi_role role = msi_public_role(range);
+        const bool resident = k < residents;
+        l = msi_lifetime(&m->graph, p, (ms_category)range->category, range->bytes,
+                         resident ? 0 : range->first, resident ? end : msi_counts_to(range));
+        if (role < MSI_ROLE_RESIDENT_COUNT) {
+            l.tensor = msi_handle(&m->graph, range->tensor, role);
+            l.name = msi_tensor_name(&m->graph, range->tensor);
+        } else if (role == MSI_ROLE_WORKSPACE) {
+            l.name = msi_layer_name(&m->graph, range->tensor);
+        }
+        l.is_resident = resident;
+        l.is_outside = msi_is_outside(m->run.store, k);
+        l.is_at_peak = !l.is_outside && l.first <= p->peak && p->peak <= l.last;
+        if (l.first <= l.last) { // not aliased at once
+            visit(&l, user);
         }
     }
 }
@@ -15251,6 +15534,37 @@ MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number) {
     return number < MSI_RULE_COUNT ? &msi_rules[number].text : NULL;
 }
 
+MEMSCALE_API ms_result ms_visit_lifetimes(const ms_model *model, ms_program program,
+                                          ms_lifetime_fn visit, void *user) {
+    const ms_result result =
+        msi_check_planned(model, visit && (unsigned)program <= MS_PROGRAM_EVAL);
+    if (result == MS_RESULT_OK) {
+        const msi_plan *plan = model->run.plan;
+        msi_visit_lifetimes(model, program == MS_PROGRAM_TRAIN ? &plan->train : &plan->eval, visit,
+                            user);
+    }
+    return result;
+}
+
+static void msi_visit_decisions(const msi_review *r, msi_alike *rows, ms_decision_fn visit,
+                                void *user) {
+    const uint32_t count = r->model->graph.layers.count;
+    for (uint32_t i = 0; i < count; i++) {
+        rows[i] = msi_alike_of(r, i);
+    }
+    msi_find_alike(rows, count);
+    for (uint32_t i = 0; i < count; i++) {
+        for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+            ms_decision decision = msi_decision(r, i, (ms_technique)k);
+            decision.alike_count = rows[i].count;
+            if (rows[i].count > 0) {
+                decision.alike_last = msi_layer_handle(&r->model->graph, rows[i].last);
+            }
+            visit(&decision, user);
+        }
+    }
+}
+
 MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn visit, void *user) {
     msi_review review;
     ms_result result = msi_check_planned(model, visit != NULL);
@@ -15259,14 +15573,14 @@ MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn 
     if (result != MS_RESULT_OK) {
         return result;
     }
-    for (uint32_t i = 0; i < model->graph.layers.count; i++) {
-        for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-            const ms_decision decision = msi_decision(&review, i, (ms_technique)k);
-            visit(&decision, user);
-        }
+    const uint64_t bytes = model->graph.layers.count * (uint64_t)sizeof(msi_alike);
+    msi_alike *rows = (msi_alike *)msi_alloc_zeroed(&model->config.allocator, bytes);
+    if (rows) {
+        msi_visit_decisions(&review, rows, visit, user);
     }
+    msi_release(&model->config.allocator, rows, bytes);
     msi_review_free(&review);
-    return MS_RESULT_OK;
+    return rows ? MS_RESULT_OK : MS_RESULT_OUT_OF_MEMORY;
 }
 
 MEMSCALE_API ms_tensor ms_tensor_of(const ms_model *model, ms_tensor tensor) {
@@ -15307,17 +15621,31 @@ typedef struct msi_columns {
     int missing; // spaces to write before the next text
 } msi_columns;
 
-/* A text at the left of its column, or at the right for a negative width. */
-static void msi_print_column(msi_columns *c, int width, const char *text) {
-    const int length = (int)strlen(text), room = width < 0 ? -width : width;
-    const int spaces = length < room ? room - length : 0;
+/* Begins a text of this length at the left of its column, or at the right for a negative width. The
+   caller then writes that text. An empty one leaves its spaces for the next. */
+static void msi_begin_column(msi_columns *c, int width, size_t length) {
+    const int taken = length < 1000 ? (int)length : 1000, room = width < 0 ? -width : width;
+    const int spaces = taken < room ? room - taken : 0;
     c->missing += width < 0 ? spaces : 0;
     if (length > 0) {
         msi_print(c->out, "%*s", c->missing, "");
-        c->out->write(text, (size_t)length, c->out->user);
         c->missing = 0;
     }
     c->missing += width < 0 ? 0 : spaces;
+}
+
+static void msi_print_column(msi_columns *c, int width, const char *text) {
+    const size_t length = strlen(text);
+    msi_begin_column(c, width, length);
+    c->out->write(text, length, c->out->user);
+}
+
+/* The names of the first and the last of several things as one: see msi_print_names. */
+static void msi_print_name_column(msi_columns *c, int width, const char *prefix, const char *first,
+                                  const char *last) {
+    msi_begin_column(c, width, strlen(prefix) + msi_print_names(NULL, first, last));
+    c->out->write(prefix, strlen(prefix), c->out->user);
+    (void)msi_print_names(c->out, first, last);
 }
 
 enum { MSI_MOST_RULES = 64 }; // more than there are
@@ -15325,7 +15653,7 @@ enum { MSI_MOST_RULES = 64 }; // more than there are
 typedef struct msi_plan_listing {
     const ms_model *model;
     msi_columns columns;
-    uint32_t line; // layers listed so far
+    bool full; // a line for each layer
     msi_technique_total totals[MS_TECHNIQUE_COUNT];
     bool decided[MSI_MOST_RULES]; // by the number of the rule: whether it has decided something
 } msi_plan_listing;
@@ -15342,9 +15670,10 @@ static void msi_print_summary(const msi_printer *out, const ms_memory_report *r)
     msi_print(out, "plain plan %s, budget %s, arena %s", msi_size(r->plain_bytes).text,
               msi_size(r->budget_bytes).text, msi_size(r->arena_bytes).text);
     msi_print(out, ", %s above the lower bound\n", msi_size(r->gap_bytes).text);
-    msi_print(out, "mode %s (%s), pressure %.3f; predicted: a step %s, a plain one %s\n",
+    msi_print(out, "mode %s (%s), pressure %.3f; predicted (%s): a step %s, a plain one %s\n",
               ms_mode_name(r->mode), ms_decision_source_name(r->decision_source), r->pressure,
-              msi_time(r->step_us).text, msi_time(r->plain_step_us).text);
+              ms_time_source_name(r->time_source), msi_time(r->step_us).text,
+              msi_time(r->plain_step_us).text);
     msi_print(out, "layers: %u, instructions: %u, recomputations: %u (%.1f %% of a step's work), ",
               (unsigned)r->layer_count, (unsigned)r->instruction_count,
               (unsigned)r->recompute_count, 100.0 * r->recompute_share);
@@ -15361,19 +15690,212 @@ static void msi_print_summary(const msi_printer *out, const ms_memory_report *r)
 }
 
 /* A line for each technique, with its rule if that is the same for all layers. */
-static void msi_print_techniques(const msi_printer *out, const msi_technique_total *totals) {
-    msi_print(out, "\n%-16s %7s %14s %10s  %s\n", "technique", "layers", "held no longer", "added",
+static void msi_print_techniques(const msi_printer *out, const msi_technique_total *totals,
+                                 const ms_memory_report *r) {
+    msi_print(out, "\n%-16s %7s %14s %10s  %s\n", "technique", "layers", "off the peak", "added",
               "rule");
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         const msi_technique_total *t = &totals[k];
         const bool said = strcmp(t->rule->id, "not-built") == 0;
         msi_print(out, "%-16s %7u %14s %10s  %s%s\n", ms_technique_name((ms_technique)k),
-                  (unsigned)t->layers, t->saved_bytes ? msi_size(t->saved_bytes).text : "-",
+                  (unsigned)t->layers, t->layers ? msi_signed_size(r->freed_bytes[k]).text : "-",
                   t->added_us > 0.0 ? msi_time(t->added_us).text : "-",
                   t->differs ? "by layer" : t->rule->id,
                   ms_technique_is_built((ms_technique)k) || said ? ""
                                                                  : ", not built in this version");
     }
+    msi_print(out, "%-16s %7s %14s %10s  gaps, and what is reserved for larger sizes\n", "layout",
+              "", msi_signed_size(r->layout_freed_bytes).text, "");
+    msi_print(out, "%-16s %7s %14s %10s  plain plan - arena\n", "sum", "",
+              msi_signed_size((int64_t)(r->plain_bytes - r->arena_bytes)).text, "");
+}
+
+/* Values that are alike: of one size, category and role, their names equal except for numbers. */
+typedef struct msi_values {
+    uint64_t key; // of what they have in common
+    uint64_t bytes;
+    uint32_t count;
+    ms_lifetime first, last; // the one that was visited first; the one that was visited last
+} msi_values;
+
+enum { MSI_MOST_VALUES = 128, MSI_LISTED_VALUES = 8 };
+
+typedef struct msi_peak_listing {
+    const ms_model *model;
+    bool resident;  // of values that live between steps, or of the others
+    uint64_t bytes; // of all these
+    uint32_t count;
+    struct {
+        uint64_t key, bytes;
+    } found[MSI_MOST_VALUES];
+    uint32_t listed_count;
+    msi_values listed[MSI_LISTED_VALUES]; // the largest first
+} msi_peak_listing;
+
+/* What is printed before the name of a tensor: nothing for its value, "d." for its gradient, and
+   other prefixes for its optimizer state. */
+static const char *msi_handle_prefix(const ms_model *model, ms_tensor handle) {
+    static const char *const states[MS_LIMIT_OPTIMIZER_STATE] = {"m.", "v.", "s2.", "s3."};
+    const ms_tensor t = ms_tensor_of(model, handle);
+    for (int k = 0; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
+        if (t.id && ms_optimizer_state(model, t, k).id == handle.id) {
+            return states[k];
+        }
+    }
+    return handle.id == t.id ? "" : "d.";
+}
+
+static const char *msi_value_name(const ms_lifetime *l) {
+    return l->tensor.id || *l->name ? l->name : "of the library";
+}
+
+static uint64_t msi_value_key(const ms_model *model, const ms_lifetime *l) {
+    const uint64_t key = (l->bytes << 4 | (uint64_t)l->category) * UINT64_C(0x9e3779b97f4a7c15);
+    return msi_mix_name(msi_mix_name(key, msi_handle_prefix(model, l->tensor)), l->name);
+}
+
+/* Adds up what is alike. Where there are more kinds than places, the smallest makes room. */
+static void msi_find_values(const ms_lifetime *l, void *user) {
+    msi_peak_listing *to = (msi_peak_listing *)user;
+    if (!l->is_at_peak || l->is_resident != to->resident) {
+        return;
+    }
+    const uint64_t key = msi_value_key(to->model, l);
+    uint32_t at = 0, least = 0;
+    for (; at < to->count && to->found[at].key != key; at++) {
+        least = to->found[at].bytes < to->found[least].bytes ? at : least;
+    }
+    to->bytes += l->bytes;
+    if (at < to->count) {
+        to->found[at].bytes += l->bytes;
+        return;
+    }
+    at = to->count < MSI_MOST_VALUES ? to->count++ : least;
+    if (at + 1 == to->count || to->found[at].bytes < l->bytes) {
+        to->found[at].key = key;
+        to->found[at].bytes = l->bytes;
+    }
+}
+
+/* Lists the largest kinds, of equal ones the first; their sums are made anew. */
+static void msi_choose_values(msi_peak_listing *to) {
+    for (; to->listed_count < MSI_LISTED_VALUES && to->listed_count < to->count;
+         to->listed_count++) {
+        uint32_t most = 0;
+        for (uint32_t at = 1; at < to->count; at++) {
+            most = to->found[at].bytes > to->found[most].bytes ? at : most;
+        }
+        if (to->found[most].bytes == 0) {
+            return;
+        }
+        memset(&to->listed[to->listed_count], 0, sizeof to->listed[0]);
+        to->listed[to->listed_count].key = to->found[most].key;
+        to->found[most].bytes = 0;
+    }
+}
+
+static void msi_sum_values(const ms_lifetime *l, void *user) {
+    msi_peak_listing *to = (msi_peak_listing *)user;
+    const bool counts = l->is_at_peak && l->is_resident == to->resident;
+    const uint64_t key = counts ? msi_value_key(to->model, l) : 0;
+    for (uint32_t k = 0; k < to->listed_count && counts; k++) {
+        msi_values *v = &to->listed[k];
+        if (v->key == key) {
+            v->first = v->count == 0 ? *l : v->first;
+            v->last = *l;
+            v->bytes += l->bytes;
+            v->count++;
+        }
+    }
+}
+
+static void msi_print_moment(msi_columns *c, const ms_model *model, uint32_t instruction,
+                             ms_layer layer) {
+    char number[16];
+    snprintf(number, sizeof number, "%u", (unsigned)instruction);
+    msi_print_column(c, -8, number);
+    c->missing++;
+    msi_print_column(c, 15, layer.id ? ms_layer_name(model, layer) : "");
+}
+
+/* The line of a value, or of several that are alike. */
+static void msi_print_value(msi_columns *c, const ms_model *model, const msi_values *v) {
+    const ms_lifetime *l = &v->first;
+    char count[16];
+    snprintf(count, sizeof count, "%u", (unsigned)v->count);
+    msi_print_column(c, -12, msi_size(v->bytes).text);
+    msi_print_column(c, -7, v->count > 1 ? count : "");
+    c->missing += 2;
+    msi_print_column(c, 22, ms_category_name(l->category));
+    msi_print_name_column(c, 24, msi_handle_prefix(model, l->tensor), msi_value_name(l),
+                          msi_value_name(&v->last));
+    if (l->is_resident) {
+        c->missing++;
+        msi_print_column(c, 0, l->is_outside ? "always, outside the arena" : "always");
+    } else {
+        msi_print_moment(c, model, l->first, l->first_layer);
+        msi_print_moment(c, model, l->last, l->last_layer);
+    }
+    c->missing = 0;
+    msi_print(c->out, "\n");
+}
+
+static void msi_print_values_head(msi_columns *c, const char *title) {
+    msi_print(c->out, "\n%s\n       bytes  count  what                  name", title);
+    c->missing = 22;
+    msi_print_column(c, 22, "alive from");
+    msi_print_column(c, 0, "through");
+    msi_print(c->out, "\n");
+    c->missing = 0;
+}
+
+/* The largest values at the peak of a program: of those that live between steps, or of others. */
+static ms_result msi_print_largest_of(msi_columns *c, const ms_model *model, ms_program program,
+                                      bool resident) {
+    msi_peak_listing to;
+    char title[128];
+    memset(&to, 0, sizeof to);
+    to.model = model;
+    to.resident = resident;
+    ms_result result = ms_visit_lifetimes(model, program, msi_find_values, &to);
+    if (to.count == 0) {
+        return result;
+    }
+    msi_choose_values(&to);
+    MSI_THEN(result, ms_visit_lifetimes(model, program, msi_sum_values, &to));
+    snprintf(title, sizeof title, "the largest of what %s at the peak, in all %s%s",
+             resident ? "lives between steps" : "comes and goes", msi_size(to.bytes).text,
+             resident ? "" : "; a line has the times of its first");
+    msi_print_values_head(c, title);
+    for (uint32_t k = 0; k < to.listed_count && result == MS_RESULT_OK; k++) {
+        msi_print_value(c, model, &to.listed[k]);
+    }
+    return result;
+}
+
+static void msi_add_peak(const ms_lifetime *l, void *user) {
+    *(uint64_t *)user += l->is_at_peak ? l->bytes : 0;
+}
+
+/* The largest values at the peak: that of training, unless eval needs more. */
+static ms_result msi_print_largest(msi_columns *c, const ms_model *model,
+                                   const ms_memory_report *r) {
+    uint64_t bytes = 0;
+    ms_result result = ms_visit_lifetimes(model, MS_PROGRAM_TRAIN, msi_add_peak, &bytes);
+    const ms_program program = bytes == r->lower_bound_bytes ? MS_PROGRAM_TRAIN : MS_PROGRAM_EVAL;
+    MSI_THEN(result, msi_print_largest_of(c, model, program, false));
+    MSI_THEN(result, msi_print_largest_of(c, model, program, true));
+    return result;
+}
+
+static void msi_print_lifetime(const ms_lifetime *l, void *user) {
+    msi_plan_listing *to = (msi_plan_listing *)user;
+    msi_values v;
+    memset(&v, 0, sizeof v);
+    v.first = v.last = *l;
+    v.count = 1;
+    v.bytes = l->bytes;
+    msi_print_value(&to->columns, to->model, &v);
 }
 
 /* Whether the lines of the layers have columns for a technique. */
@@ -15381,43 +15903,73 @@ static bool msi_is_by_layer(const msi_technique_total *total) {
     return total->layers > 0 || total->differs;
 }
 
+/* Whether these columns have one for times. */
+static bool msi_has_times(const msi_technique_total *total) {
+    return total->added_us > 0.0 || total->refused_us > 0.0;
+}
+
 static void msi_print_layer_head(msi_plan_listing *to) {
     msi_columns *c = &to->columns;
+    msi_print(c->out,
+              "\nkept: what the layer holds for backward. +: applied, -: not; then the rule, "
+              "the bytes that are not\nheld from forward to backward (gradients: after "
+              "backward), and the time added to a step; after a -,\n");
+    msi_print(c->out,
+              "those that would not be held, and that would be added. These bytes are not all "
+              "alive at the peak: what\nthe arena saves is in the table of techniques.\n");
+    if (!to->full) {
+        msi_print(c->out,
+                  "count: the number of layers that a line stands for, in blocks of layers that "
+                  "are alike; the number of\nthe layer and its times are those of the first "
+                  "block.\n");
+    }
     msi_print(c->out, "\nlayer");
     c->missing = 2;
     msi_print_column(c, 24, "name");
+    msi_print_column(c, -6, to->full ? "" : "count");
     msi_print_column(c, -12, "kept");
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         if (msi_is_by_layer(&to->totals[k])) {
             c->missing += 2;
             msi_print_column(c, 17, ms_technique_name((ms_technique)k));
-            c->missing += to->totals[k].added_us > 0.0 ? 21 : 12;
+            c->missing += msi_has_times(&to->totals[k]) ? 21 : 12;
         }
     }
+    c->missing = 0;
     msi_print(c->out, "\n");
 }
 
-/* The line of a layer, made by one call for each technique. */
+/* The line of a layer, and of those that are like it, made by one call for each technique. */
 static void msi_print_decision(const ms_decision *d, void *user) {
     msi_plan_listing *to = (msi_plan_listing *)user;
     const msi_technique_total *total = &to->totals[d->technique];
+    const uint64_t bytes = d->is_applied ? d->saved_bytes : d->refused_bytes;
+    const double us = d->is_applied ? d->added_us : d->refused_us;
     msi_columns *c = &to->columns;
+    if (d->alike_count == 0 && !to->full) {
+        return;
+    }
     if (d->technique == 0) {
-        msi_print(c->out, "%5u", (unsigned)to->line++);
+        char count[16];
+        snprintf(count, sizeof count, "%u", (unsigned)d->alike_count);
+        msi_print(c->out, "%5u", (unsigned)d->layer_index);
         c->missing = 2;
-        msi_print_column(c, 24, ms_layer_name(to->model, d->layer));
+        msi_print_name_column(c, 24, "", ms_layer_name(to->model, d->layer),
+                              ms_layer_name(to->model, to->full ? d->layer : d->alike_last));
+        msi_print_column(c, -6, !to->full && d->alike_count > 1 ? count : "");
         msi_print_column(c, -12, d->kept_bytes ? msi_size(d->kept_bytes).text : "-");
     }
     if (msi_is_by_layer(total)) {
         msi_print_column(c, -3, d->is_applied ? "+" : "-");
         c->missing++;
         msi_print_column(c, 15, d->rule->id);
-        msi_print_column(c, -12, d->saved_bytes ? msi_size(d->saved_bytes).text : "");
-        if (total->added_us > 0.0) {
-            msi_print_column(c, -9, d->added_us > 0.0 ? msi_time(d->added_us).text : "");
+        msi_print_column(c, -12, bytes ? msi_size(bytes).text : "");
+        if (msi_has_times(total)) {
+            msi_print_column(c, -9, us > 0.0 ? msi_time(us).text : "");
         }
     }
     if (d->technique + 1 == MS_TECHNIQUE_COUNT) {
+        c->missing = 0;
         msi_print(c->out, "\n");
     }
 }
@@ -15433,7 +15985,7 @@ static void msi_print_rules(const msi_plan_listing *to) {
     }
 }
 
-MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_text_fn write, void *user) {
+static ms_result msi_list_plan(const ms_model *model, ms_text_fn write, void *user, bool full) {
     ms_memory_report report;
     msi_plan_listing to;
     ms_result result = write ? ms_report(model, &report) : MS_RESULT_INVALID;
@@ -15441,37 +15993,40 @@ MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_text_fn write, vo
     memset(&to, 0, sizeof to);
     to.model = model;
     to.columns.out = &out;
+    to.full = full;
     MSI_THEN(result, ms_visit_decisions(model, msi_add_to_listing, &to));
     if (result != MS_RESULT_OK) {
         return result;
     }
     msi_print_summary(&out, &report);
-    msi_print_techniques(&out, to.totals);
-    msi_print_layer_head(&to);
-    result = ms_visit_decisions(model, msi_print_decision, &to);
+    msi_print_techniques(&out, to.totals, &report);
+    result = msi_print_largest(&to.columns, model, &report);
+    if (result == MS_RESULT_OK) {
+        msi_print_layer_head(&to);
+        result = ms_visit_decisions(model, msi_print_decision, &to);
+    }
     if (result == MS_RESULT_OK) {
         msi_print_rules(&to);
     }
+    if (result == MS_RESULT_OK && full) {
+        msi_print_values_head(&to.columns, "every value of a training step");
+        result = ms_visit_lifetimes(model, MS_PROGRAM_TRAIN, msi_print_lifetime, &to);
+    }
     return result;
+}
+
+MEMSCALE_API ms_result ms_print_plan(const ms_model *model, ms_text_fn write, void *user) {
+    return msi_list_plan(model, write, user, false);
+}
+
+MEMSCALE_API ms_result ms_print_plan_full(const ms_model *model, ms_text_fn write, void *user) {
+    return msi_list_plan(model, write, user, true);
 }
 
 typedef struct msi_program_listing {
     const ms_model *model;
     msi_printer out;
 } msi_program_listing;
-
-/* What is printed before the name of a tensor: nothing for its value, "d." for its gradient, and
-   other prefixes for its optimizer state. */
-static const char *msi_handle_prefix(const ms_model *model, ms_tensor handle) {
-    static const char *const states[MS_LIMIT_OPTIMIZER_STATE] = {"m.", "v.", "s2.", "s3."};
-    const ms_tensor t = ms_tensor_of(model, handle);
-    for (int k = 0; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
-        if (ms_optimizer_state(model, t, k).id == handle.id) {
-            return states[k];
-        }
-    }
-    return handle.id == t.id ? "" : "d.";
-}
 
 static void msi_print_operand(const msi_program_listing *to, const ms_event_operand *operand) {
     const ms_tensor t = operand->tensor;
@@ -15623,6 +16178,7 @@ typedef enum msi_metric_kind {
     MSI_METRIC_US,         // exposed in seconds
     MSI_METRIC_MEASURED,   // likewise, and left out where the field is 0
     MSI_METRIC_CATEGORIES, // a u64 for each category
+    MSI_METRIC_TECHNIQUES, // an i64 for each technique
     MSI_METRIC_COUNTER     // a u64
 } msi_metric_kind;
 
@@ -15643,6 +16199,8 @@ static const msi_metric msi_metrics[] = {
                "Largest sum of live bytes: no layout is smaller."),
     MSI_METRIC(U64, gap_bytes, gap_bytes, "Arena less lower bound."),
     MSI_METRIC(CATEGORIES, peak_bytes, peak_bytes, "Live bytes at the peak of a step."),
+    MSI_METRIC(TECHNIQUES, freed_bytes, freed_bytes,
+               "What each technique takes off the peak of the plain plan."),
     MSI_METRIC(U64, activation_peak_bytes, activation_peak_bytes,
                "Largest sum of activations, their gradients and saved tensors."),
     MSI_METRIC(U64, borrowed_bytes, borrowed_bytes,
@@ -15686,6 +16244,9 @@ static void msi_print_field(const msi_printer *out, msi_metric_kind kind, const 
     case MSI_METRIC_U32:
         msi_print(out, "%u", (unsigned)*(const uint32_t *)field);
         break;
+    case MSI_METRIC_TECHNIQUES:
+        msi_print(out, "%lld", (long long)((const int64_t *)field)[k]);
+        break;
     case MSI_METRIC_U64:
     case MSI_METRIC_CATEGORIES:
     case MSI_METRIC_COUNTER:
@@ -15698,16 +16259,21 @@ static void msi_print_metric(const msi_printer *out, const msi_metric *metric,
                              const ms_memory_report *report) {
     const void *field = (const uint8_t *)report + metric->offset;
     const bool by_category = metric->kind == MSI_METRIC_CATEGORIES;
+    const bool by_technique = metric->kind == MSI_METRIC_TECHNIQUES;
+    const int count = by_category ? MS_CATEGORY_COUNT : by_technique ? MS_TECHNIQUE_COUNT : 1;
     if (metric->kind == MSI_METRIC_MEASURED && !(*(const double *)field > 0.0)) {
         return;
     }
     msi_print_metric_head(out, metric->name,
                           metric->kind == MSI_METRIC_COUNTER ? "counter" : "gauge", metric->help);
-    for (int k = 0; k < (by_category ? MS_CATEGORY_COUNT : 1); k++) {
+    for (int k = 0; k < count; k++) {
         msi_print(out, "memscale_%s", metric->name);
-        if (by_category) {
-            msi_print(out, "{category=");
-            msi_print_quoted(out, ms_category_name((ms_category)k), false);
+        if (count > 1) {
+            msi_print(out, by_category ? "{category=" : "{technique=");
+            msi_print_quoted(out,
+                             by_category ? ms_category_name((ms_category)k)
+                                         : ms_technique_name((ms_technique)k),
+                             false);
             msi_print(out, "}");
         }
         msi_print(out, " ");
@@ -15725,6 +16291,7 @@ static void msi_print_info(const msi_printer *out, const ms_memory_report *r) {
         {"device", r->device_name},
         {"mode", ms_mode_name(r->mode)},
         {"decision_source", ms_decision_source_name(r->decision_source)},
+        {"time_source", ms_time_source_name(r->time_source)},
         {"plan_hash", hash}};
     snprintf(version, sizeof version, "%d.%d.%d", MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR,
              MEMSCALE_VERSION_PATCH);

@@ -22,7 +22,7 @@ typedef struct settings {
     int64_t batch, sequence, steps, seconds, every, seed;
     uint64_t budget_bytes; // 0: half way between the smallest and the plain arena
     float dropout;
-    bool random, tf32, graph, automatic, dry, plan, profile, verify, help;
+    bool random, tf32, graph, automatic, dry, plan, full_plan, profile, verify, help;
     option_words files;
 } settings;
 
@@ -61,7 +61,7 @@ struct trainer {
 
 // ---- options ------------------------------------------------------------------------------------
 
-enum { TRAINER_OPTIONS = 23 };
+enum { TRAINER_OPTIONS = 24 };
 
 /* Fills specs with the options; returns how many there are. */
 static int list_options(const trainer_kind *kind, settings *o, option_spec *specs) {
@@ -89,7 +89,10 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--graph", NULL, OPTION_FLAG, &o->graph,
          "cuda: replay the steps from a recording (a CUDA graph)"},
         {"--dry", NULL, OPTION_FLAG, &o->dry, "plan only: allocate and train nothing"},
-        {"--plan", NULL, OPTION_FLAG, &o->plan, "list the plan layer by layer, and its program"},
+        {"--plan", NULL, OPTION_FLAG, &o->plan,
+         "list the plan, with equal blocks of layers as one"},
+        {"--plan=full", NULL, OPTION_FLAG, &o->full_plan,
+         "list every layer of it, every value, and its program"},
         {"--profile", NULL, OPTION_FLAG, &o->profile,
          "time the first steps, and plan again with these times"},
         {"--trace", "FILE", OPTION_TEXT, &o->trace,
@@ -391,12 +394,17 @@ static int print_plan(trainer *t) {
         "%.1f ms (%s)\n",
         ms_mode_name(r.mode), ms_decision_source_name(r.decision_source), r.pressure,
         r.step_us / 1e3, r.plain_step_us / 1e3, ms_time_source_name(r.time_source));
-    if (t->options.plan &&
-        (ms_print_plan(t->model, print_text, stdout) != MS_RESULT_OK ||
-         ms_print_program(t->model, MS_PROGRAM_TRAIN, print_text, stdout) != MS_RESULT_OK)) {
-        return fail("the plan cannot be printed");
+    const bool full = t->options.full_plan;
+    ms_result result = MS_RESULT_OK;
+    if (full) {
+        result = ms_print_plan_full(t->model, print_text, stdout);
+    } else if (t->options.plan) {
+        result = ms_print_plan(t->model, print_text, stdout);
     }
-    return 0;
+    if (result == MS_RESULT_OK && full) {
+        result = ms_print_program(t->model, MS_PROGRAM_TRAIN, print_text, stdout);
+    }
+    return result == MS_RESULT_OK ? 0 : fail("the plan cannot be printed");
 }
 
 static int write_trace(const trainer *t, FILE *file) {

@@ -776,6 +776,11 @@ static void check_report(const slot *s, bool has_budget) {
     }
     CHECK(sum == r.lower_bound_bytes && r.arena_bytes == r.lower_bound_bytes + r.gap_bytes);
     CHECK(r.peak_layer != NULL && r.layer_count <= LAYERS);
+    int64_t freed = r.layout_freed_bytes;
+    for (int i = 0; i < MS_TECHNIQUE_COUNT; ++i) {
+        freed += r.freed_bytes[i];
+    }
+    CHECK(freed == (int64_t)(r.plain_bytes - r.arena_bytes));
     CHECK(!has_budget || s->config.force_optimize || r.arena_bytes <= r.budget_bytes);
 }
 
@@ -786,7 +791,7 @@ static void show_text(const char *text, size_t length, void *user) {
 
 static void show_plan(const slot *s) {
     if (is_traced) {
-        told_nothing(ms_print_plan(s->model, show_text, NULL));
+        told_nothing(ms_print_plan_full(s->model, show_text, NULL));
         told_nothing(ms_print_program(s->model, MS_PROGRAM_TRAIN, show_text, NULL));
     }
 }
@@ -1448,6 +1453,7 @@ static void op_look(world *w, slot *s) {
     CHECK((result == MS_RESULT_OK) == s->has_plan);
     limit = r.arena_bytes;
     told_nothing(ms_print_plan(s->model, digest_text, &h));
+    told_nothing(ms_print_plan_full(s->model, digest_text, &h));
     uint32_t decisions = 0;
     const ms_result visited =
         told_nothing(ms_visit_decisions(s->model, check_decision, &decisions));

@@ -104,6 +104,7 @@ static void null_arguments(void **state) {
     assert_int_equal(ms_hardware_report(NULL, &hardware), MS_RESULT_INVALID);
     assert_int_equal(ms_smallest_budget(NULL, &bytes), MS_RESULT_INVALID);
     assert_int_equal(ms_print_plan(NULL, t_append, NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_print_plan_full(NULL, t_append, NULL), MS_RESULT_INVALID);
     assert_int_equal(ms_print_program(NULL, MS_PROGRAM_TRAIN, t_append, NULL), MS_RESULT_INVALID);
     assert_int_equal(ms_input(NULL, "x", MS_DTYPE_F32, ms_shape1(1)).id, 0);
     assert_int_equal(ms_register_layer(NULL, NULL).id, 0);
@@ -369,6 +370,7 @@ static void steps_need_a_wrap(void **state) {
     t_error(m, ms_eval(m, NULL), MS_RESULT_ORDER);
     t_error(m, ms_report(m, &report), MS_RESULT_ORDER);
     t_error(m, ms_print_plan(m, t_append, &text), MS_RESULT_ORDER);
+    t_error(m, ms_print_plan_full(m, t_append, &text), MS_RESULT_ORDER);
     t_ok(m, ms_wrap(m));
     t_ok(m, t_chain_write(&chain, 1));
     t_ok(m, ms_step(m, NULL));
@@ -1445,6 +1447,10 @@ static void gemm_refuses_what_does_not_match(void **state) {
 // ------------------------------------------------------------------------------------------------
 // listings
 
+static void ignore_lifetime(const ms_lifetime *l, void *user) {
+    (void)l, (void)user;
+}
+
 static void the_plan_is_printed(void **state) {
     (void)state;
     t_chain chain;
@@ -1452,7 +1458,7 @@ static void the_plan_is_printed(void **state) {
     ms_config config = t_config();
     tight_start(&chain, &config, 6);
     ms_model *m = chain.model;
-    t_ok(m, ms_print_plan(m, t_append, &text));
+    t_ok(m, ms_print_plan_full(m, t_append, &text));
     for (uint32_t i = 0; i < chain.depth; ++i) { // a line per layer
         char name[32];
         snprintf(name, sizeof name, "matmul%u", (unsigned)i);
@@ -1463,6 +1469,9 @@ static void the_plan_is_printed(void **state) {
     assert_int_equal(text.data[text.length - 1], '\n');
     free(text.data);
     t_error(m, ms_print_plan(m, NULL, NULL), MS_RESULT_INVALID);
+    t_error(m, ms_print_plan_full(m, NULL, NULL), MS_RESULT_INVALID);
+    t_error(m, ms_visit_lifetimes(m, MS_PROGRAM_TRAIN, NULL, NULL), MS_RESULT_INVALID);
+    t_error(m, ms_visit_lifetimes(m, (ms_program)2, ignore_lifetime, NULL), MS_RESULT_INVALID);
     t_error(m, ms_print_program(m, MS_PROGRAM_TRAIN, NULL, NULL), MS_RESULT_INVALID);
     ms_destroy(m);
 }

@@ -813,7 +813,7 @@ static void test_typed_in_again(void **state) {
     for (uint64_t i = 0; i < 3000; i++) {
         const uint64_t bytes = i * i * i * 7919 + i;
         assert_true(parse_number(show_bytes(bytes).text, true) >= (double)bytes);
-        assert_true(parse_number(msi_size_up(bytes).text, true) >= (double)bytes || bytes < 1024);
+        assert_true(parse_number(msi_size(bytes).text, true) >= (double)bytes || bytes < 1024);
     }
 }
 

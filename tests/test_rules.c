@@ -676,14 +676,69 @@ static void count_recomputations(const ms_event *event, void *user) {
     }
 }
 
+/* What the techniques and the layouts take off the peak is what the arena is smaller by. */
+static void check_freed(const ms_model *m) {
+    ms_memory_report r;
+    t_report(m, &r);
+    int64_t sum = r.layout_freed_bytes;
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; ++k) {
+        sum += r.freed_bytes[k];
+        assert_true(k <= EARLY_UPDATE || r.freed_bytes[k] == 0);
+    }
+    assert_true(sum == (int64_t)(r.plain_bytes - r.arena_bytes));
+    assert_true(r.early_update || r.freed_bytes[EARLY_UPDATE] == 0);
+    assert_true(r.recompute_count > 0 || r.freed_bytes[CHECKPOINTING] == 0);
+}
+
+typedef struct alive {
+    uint64_t bytes[4096]; // by instruction
+    uint64_t peak_bytes;
+    bool residents_end;
+} alive;
+
+static void add_lifetime(const ms_lifetime *l, void *user) {
+    alive *a = (alive *)user;
+    assert_true(l->size == sizeof *l && l->first <= l->last && l->last < 4096 && l->name != NULL);
+    assert_false(l->is_resident && a->residents_end); // they come first
+    a->residents_end = !l->is_resident;
+    for (uint32_t i = l->first; i <= l->last && !l->is_outside; ++i) {
+        a->bytes[i] += l->bytes;
+    }
+    a->peak_bytes += l->is_at_peak ? l->bytes : 0;
+}
+
+static void compare_alive(const ms_event *event, void *user) {
+    const alive *a = (const alive *)user;
+    assert_true(event->kind >= MS_EVENT_DROP || a->bytes[event->index] == event->live_bytes);
+}
+
+/* The lifetimes of values add up to the live bytes of every instruction. */
+static void check_lifetimes(const ms_model *m) {
+    uint64_t most = 0;
+    ms_memory_report r;
+    t_report(m, &r);
+    for (int program = MS_PROGRAM_TRAIN; program <= MS_PROGRAM_EVAL; ++program) {
+        alive *a = (alive *)calloc(1, sizeof *a);
+        assert_non_null(a);
+        t_ok(m, ms_visit_lifetimes(m, (ms_program)program, add_lifetime, a));
+        t_ok(m, ms_visit_events(m, (ms_program)program, compare_alive, a));
+        most = a->peak_bytes > most ? a->peak_bytes : most;
+        free(a);
+    }
+    assert_true(most == r.lower_bound_bytes);
+}
+
 /* What must hold of any graph, whatever is forced and whatever solver made the plan. */
 static void check_decisions(const ms_model *m) {
     decisions d;
     recomputations again;
     ms_memory_report report;
     uint64_t bytes = 0;
+    uint32_t stands_for = 0;
     double added_us = 0.0;
     memset(&again, 0, sizeof again);
+    check_freed(m);
+    check_lifetimes(m);
     t_report(m, &report);
     get_decisions(m, &d);
     t_ok(m, ms_visit_events(m, MS_PROGRAM_TRAIN, count_recomputations, &again));
@@ -694,12 +749,16 @@ static void check_decisions(const ms_model *m) {
             assert_true(c->is_applied || (c->saved_bytes == 0 && !(c->added_us > 0.0)));
             assert_true(!c->is_applied || k <= EARLY_UPDATE);
             assert_true(c->kept_bytes == d.at[i][0].kept_bytes);
+            assert_true(k <= EARLY_UPDATE || c->refused_bytes == 0);
+            assert_true(!(c->refused_us > 0.0) || c->refused_bytes > 0);
+            assert_true(c->alike_count == d.at[i][0].alike_count);
+            stands_for += k == 0 ? c->alike_count : 0;
         }
         assert_true(d.at[i][CHECKPOINTING].is_applied == (again.of[i] > 0));
         added_us += d.at[i][CHECKPOINTING].added_us;
         bytes += d.at[i][EARLY_UPDATE].saved_bytes;
     }
-    assert_true(bytes == early_bytes(m));
+    assert_true(bytes == early_bytes(m) && stands_for == report.layer_count);
     assert_true(fabs(added_us - report.recompute_share * report.plain_step_us) <=
                 1e-6 * (1.0 + added_us));
 }
@@ -804,7 +863,7 @@ static void the_listing_explains(void **state) {
         decisions d;
         zoo_wrap(&z, percents[at]);
         get_decisions(z.m, &d);
-        t_ok(z.m, ms_print_plan(z.m, t_append, &text));
+        t_ok(z.m, ms_print_plan_full(z.m, t_append, &text));
         assert_in_range(MSI_RULE_COUNT, 1, MSI_MOST_RULES);
         char *table = strstr(text.data, "\nlayer "), *rules = strstr(text.data, "\nrules");
         assert_true(table != NULL && rules != NULL && table < rules);
@@ -846,6 +905,297 @@ static void the_listing_explains(void **state) {
     memset(&none, 0, sizeof none);
     t_error(z.m, ms_visit_decisions(z.m, keep_decision, &none), MS_RESULT_ORDER);
     assert_int_equal(none.count, 0);
+    ms_destroy(z.m);
+}
+
+/* Live bytes at the peak with the drops of the plan in force, and all updates after backward. */
+static uint64_t without_early_updates(ms_model *m) {
+    msi_plan *plan = msi_new_plan(m);
+    msi_shortage shortage;
+    msi_lowering lowering;
+    msi_scorer s;
+    assert_non_null(plan);
+    assert_true(msi_scorer_init(&s, m, m->run.store, plan, &lowering, &shortage));
+    memcpy(plan->decisions, m->run.plan->decisions, msi_decisions_bytes(&m->graph));
+    for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
+        plan->decisions[t].update_after = MSI_NONE;
+    }
+    msi_make_eval(&s, plan);
+    const msi_score score = msi_estimate(&s, plan->decisions);
+    const uint64_t eval = m->run.store->resident_bytes + plan->eval.peak_bytes;
+    msi_lowering_free(&lowering);
+    msi_plan_free(m, plan);
+    return score.live_bytes > eval ? score.live_bytes : eval;
+}
+
+/* A technique has the mean of what it takes off alone, and of what it takes off last. */
+static void techniques_share_what_they_free(void **state) {
+    (void)state;
+    uint32_t both = 0;
+    for (int i = 0; i < 2; ++i) {
+        const int64_t rows = i == 0 ? 24 : 4, cols = i == 0 ? 32 : 64;
+        zoo early, z;
+        ms_config config = zoo_config();
+        ms_memory_report alone, r;
+        config.early_update = MS_SWITCH_ON; // at once, as the planner first tries them
+        zoo_create_along(&early, &config, rows, cols, 0);
+        t_ok(early.m, ms_wrap(early.m));
+        t_report(early.m, &alone);
+        assert_int_equal(alone.recompute_count, 0);
+        check_freed(early.m);
+        config.early_update = MS_SWITCH_DEFAULT;
+        zoo_create_along(&z, &config, rows, cols, 0);
+        for (uint64_t percent = 0; percent <= 100; percent += 20) {
+            zoo_wrap(&z, percent);
+            t_report(z.m, &r);
+            check_freed(z.m);
+            if (r.early_update && r.recompute_count > 0) {
+                const int64_t first = alone.freed_bytes[EARLY_UPDATE];
+                const int64_t last = (int64_t)(without_early_updates(z.m) - r.lower_bound_bytes);
+                assert_true(r.freed_bytes[EARLY_UPDATE] == (first + last) / 2);
+                both += r.freed_bytes[EARLY_UPDATE] > 0 && r.freed_bytes[CHECKPOINTING] > 0;
+            }
+        }
+        t_ok(z.m, ms_detach(z.m));
+        t_report(z.m, &r);
+        check_freed(z.m);
+        assert_true(r.freed_bytes[EARLY_UPDATE] == 0 && r.freed_bytes[CHECKPOINTING] == 0);
+        ms_destroy(early.m);
+        ms_destroy(z.m);
+    }
+    assert_true(both > 0);
+}
+
+/* The row of a layer in a listing. */
+static const char *row_of(const char *text, const char *name) {
+    const char *table = strstr(text, "\nlayer ");
+    const char *row = table ? strstr(table, name) : NULL;
+    assert_non_null(row);
+    return row;
+}
+
+/* What is refused has the bytes that it would save, and the time that it would cost. */
+static void refused_rows_have_numbers(void **state) {
+    (void)state;
+    zoo z;
+    decisions d;
+    t_text text = {NULL, 0};
+    ms_config config = zoo_config();
+    const uint64_t values = 256 * 16 * 4, weights = 16 * 16 * 4;
+    zoo_create(&z, &config);
+    zoo_wrap(&z, 100);
+    get_decisions(z.m, &d);
+    for (int i = 0; i < ZOO_BLOCKS - 1; ++i) {
+        const ms_decision *of_act = decision_of(&d, z.act[i], CHECKPOINTING);
+        assert_true(of_act->refused_bytes == values && of_act->refused_us > 0.0);
+        const ms_decision *of_linear = decision_of(&d, z.linear[i], EARLY_UPDATE);
+        const bool none = i == ZOO_SHARED || i == ZOO_FROZEN || i == ZOO_BORROWED;
+        assert_true(of_linear->refused_bytes == (none ? 0 : weights));
+        assert_true(decision_of(&d, z.linear[i], CHECKPOINTING)->refused_bytes == 0); // unread
+    }
+    assert_true(decision_of(&d, z.act[ZOO_BLOCKS - 1], CHECKPOINTING)->refused_bytes == 0);
+    zoo_wrap(&z, 80);
+    get_decisions(z.m, &d);
+    t_ok(z.m, ms_print_plan_full(z.m, t_append, &text));
+    uint32_t refused = 0;
+    for (int i = 0; i < ZOO_BLOCKS; ++i) {
+        const ms_decision *c = decision_of(&d, z.act[i], CHECKPOINTING);
+        if (strcmp(c->rule->id, "fits") == 0) {
+            char name[16], cell[64];
+            snprintf(name, sizeof name, " act%d ", i);
+            snprintf(cell, sizeof cell, "- %-15s%12s%9s", "fits", "16.00 KiB",
+                     msi_time(c->refused_us).text);
+            const char *row = row_of(text.data, name);
+            assert_true(strstr(row, cell) != NULL && strstr(row, cell) < strchr(row, '\n'));
+            refused++;
+        }
+    }
+    assert_true(refused > 0);
+    free(text.data);
+    ms_destroy(z.m);
+}
+
+/* A chain of `blocks` blocks of three layers, between two others. */
+static ms_model *blocks_create(const char *name, int blocks, uint64_t budget, double slower) {
+    static const char *const parts[] = {"norm", "product", "squash"};
+    ms_config config = zoo_config();
+    ms_model *m;
+    config.memory_budget_bytes = budget;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    const ms_shape shape = ms_shape2(64, 16);
+    ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, shape);
+    for (int i = 0; i < 3 * blocks + 2; ++i) {
+        const int part = (i + 2) % 3;
+        char text[64];
+        const bool inner = i > 0 && i <= 3 * blocks;
+        snprintf(text, sizeof text,
+                 inner    ? "%s%d.%s"
+                 : i == 0 ? "begin"
+                          : "end",
+                 name, (i - 1) / 3, parts[part]);
+        ms_tensor y = ms_activation(m, text, MS_DTYPE_F32, shape);
+        ms_layer_desc d = zoo_layer(text, x, y);
+        if (part == 1) {
+            d.param[0] = ms_param(m, text, MS_DTYPE_F32, ms_shape2(16, 16));
+            d.backward_reads.in = d.backward_reads.param = 1;
+        } else {
+            d.backward_reads.out = 1;
+        }
+        const ms_layer_time time = {1.0, 2.0, i == 3 * blocks - 2 ? slower : 1.0};
+        ms_set_layer_time(m, ms_register_layer(m, &d), &time);
+        x = y;
+    }
+    ms_set_loss(m, x);
+    t_ok(m, ms_wrap(m));
+    return m;
+}
+
+static void equal_blocks_are_one_entry(void **state) {
+    (void)state;
+    t_text folded = {NULL, 0}, full = {NULL, 0};
+    decisions d;
+    ms_model *m = blocks_create("h", 12, (uint64_t)1 << 40, 1.5);
+    get_decisions(m, &d);
+    for (uint32_t i = 0; i < 38; ++i) {
+        const bool first = i >= 1 && i <= 3;
+        assert_int_equal(d.at[i][0].alike_count, first ? 12 : i == 0 || i == 37 ? 1 : 0);
+        assert_true(!first || ms_layer_index(m, d.at[i][0].alike_last) == i + 33);
+    }
+    t_ok(m, ms_print_plan(m, t_append, &folded));
+    t_ok(m, ms_print_plan_full(m, t_append, &full));
+    t_text_has(folded.data, "\n    2  h0..11.product              12 ");
+    t_text_has(folded.data, "\n   37  end ");
+    t_text_has(folded.data, " 12  params                h0..11.product ");
+    t_text_has(folded.data, "\ncount: ");
+    t_text_has(folded.data, "\nkept: ");
+    assert_null(strstr(folded.data, "h1."));
+    assert_null(strstr(row_of(full.data, "name"), ".."));
+    t_text_has(full.data, "\n   20  h6.product ");
+    t_text_has(full.data, "\nevery value of a training step\n");
+    ms_destroy(m);
+    m = blocks_create("h", 12, (uint64_t)1 << 40, 3.0); // one layer takes much longer
+    get_decisions(m, &d);
+    assert_int_equal(d.at[1][0].alike_count, 11);
+    assert_int_equal(d.at[35][0].alike_count, 1);
+    ms_destroy(m);
+    free(folded.data);
+    free(full.data);
+}
+
+/* Rows of few kinds, with periods and without. Every row is one of its block, or of a block that
+   another stands for; and there is no chance for quadratic time. */
+static void blocks_are_found_anywhere(void **state) {
+    (void)state;
+    enum { MOST = 100000 };
+    msi_alike *rows = (msi_alike *)malloc(MOST * sizeof *rows);
+    assert_non_null(rows);
+    for (uint64_t seed = 0; seed < 60; ++seed) {
+        t_rng rng = t_seed(seed);
+        const uint32_t count = seed < 4 ? MOST : 1 + (uint32_t)(t_next(&rng) % 300);
+        const uint64_t kinds = seed == 0 ? 1 : 1 + t_next(&rng) % 3;
+        const uint32_t period = 1 + (uint32_t)(t_next(&rng) % 40);
+        uint32_t alone = 0, at = 0;
+        for (uint32_t i = 0; i < count; ++i) {
+            const bool again = i >= period && t_next(&rng) % 100 != 0;
+            rows[i].key = again ? rows[i - period].key : t_next(&rng) % kinds;
+            rows[i].us = 0.0;
+            rows[i].count = rows[i].last = 0;
+        }
+        msi_find_alike(rows, count);
+        while (at < count) {
+            const uint32_t blocks = rows[at].count;
+            uint32_t layers = 1;
+            assert_true(blocks > 0);
+            if (blocks > 1) {
+                layers = (rows[at].last - at) / (blocks - 1);
+            }
+            for (uint32_t i = at; i < at + layers * blocks; ++i) {
+                const uint32_t first = at + (i - at) % layers;
+                assert_true(rows[i].key == rows[first].key);
+                assert_int_equal(rows[i].count, i == first ? blocks : 0);
+                assert_true(i != first || rows[i].last == i + (blocks - 1) * layers);
+            }
+            alone += blocks == 1;
+            at += layers * blocks;
+        }
+        assert_true(at == count && (seed != 0 || rows[0].count == count));
+        assert_true(seed >= 4 || alone < count / 2);
+    }
+    free(rows);
+}
+
+static void names_are_joined(void **state) {
+    (void)state;
+    static const struct {
+        const char *first, *last, *joined;
+    } cases[] = {{"h0.ln1", "h11.ln1", "h0..11.ln1"},
+                 {"ln", "ln", "ln"},
+                 {"7", "12", "7..12"},
+                 {"", "", ""},
+                 {"a9b8c", "a9b10c", "a9b8..10c"},
+                 {"block 3", "block 03", "block 3..03"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        t_text text = {NULL, 0};
+        const msi_printer out = {t_append, &text};
+        t_append("", 0, &text);
+        assert_true(msi_mix_name(1, cases[i].first) == msi_mix_name(1, cases[i].last));
+        assert_true(msi_print_names(NULL, cases[i].first, cases[i].last) ==
+                    strlen(cases[i].joined));
+        (void)msi_print_names(&out, cases[i].first, cases[i].last);
+        assert_string_equal(text.data, cases[i].joined);
+        free(text.data);
+    }
+    assert_true(msi_mix_name(1, "h1.a") != msi_mix_name(1, "h1.b"));
+    assert_true(msi_mix_name(1, "h1") != msi_mix_name(1, "1h"));
+    assert_true(msi_mix_name(1, "h") != msi_mix_name(1, "h1"));
+}
+
+/* A size that is needed can be typed in again; one that is there does not ask for more. */
+static void sizes_can_be_typed_in_again(void **state) {
+    (void)state;
+    static const char units[] = "bKMGTPE";
+    t_rng rng = t_seed(7);
+    for (int i = 0; i < 20000; ++i) {
+        const uint64_t bytes = i < 4096 ? (uint64_t)i : t_next(&rng) >> (14 + t_next(&rng) % 50);
+        for (int up = 0; up < 2; ++up) {
+            char *end;
+            const msi_size_text text = up ? msi_size(bytes) : msi_size_down(bytes);
+            double value = strtod(text.text, &end);
+            const char *unit = strchr(units, end[1]);
+            assert_true(*end == ' ' && unit != NULL && strlen(text.text) < 14);
+            const double one = (double)((uint64_t)1 << 10 * (unit - units));
+            const uint64_t typed = (uint64_t)(value * one);
+            assert_true(up ? typed >= bytes : typed <= bytes);
+            assert_true(fabs(value * one - (double)bytes) <= 0.011 * one);
+        }
+    }
+    assert_string_equal(msi_size(2ull << 30).text, "2.00 GiB");
+    assert_string_equal(msi_size((2ull << 30) + 1).text, "2.01 GiB");
+    assert_string_equal(msi_size_down((2ull << 30) - 1).text, "1.99 GiB");
+    assert_string_equal(msi_signed_size(-1536).text, "-1.50 KiB");
+}
+
+/* Where a predicted time is, is what it is predicted from. */
+static void times_say_where_they_come_from(void **state) {
+    (void)state;
+    t_text text = {NULL, 0};
+    zoo z;
+    ms_config config = zoo_config();
+    zoo_create(&z, &config);
+    zoo_wrap(&z, 60);
+    t_ok(z.m, ms_print_plan(z.m, t_append, &text));
+    t_text_has(text.data, "predicted (roofline): a step ");
+    free(text.data);
+    text.data = NULL;
+    text.length = 0;
+    for (uint32_t i = 0; i < ZOO_LAYERS; ++i) {
+        const ms_layer_time time = {1.0, 2.0, 1.0};
+        ms_set_layer_time(z.m, msi_layer_handle(&z.m->graph, i), &time);
+    }
+    t_ok(z.m, ms_wrap(z.m));
+    t_ok(z.m, ms_print_plan(z.m, t_append, &text));
+    t_text_has(text.data, "predicted (measured): a step ");
+    free(text.data);
     ms_destroy(z.m);
 }
 
@@ -1124,7 +1474,7 @@ static void what_else_would_help(void **state) {
                  off == 1   ? "checkpointing"
                  : off == 2 ? "early_update"
                             : "checkpointing and early_update",
-                 msi_size_up(least_with(MS_SWITCH_DEFAULT, MS_SWITCH_DEFAULT)).text);
+                 msi_size(least_with(MS_SWITCH_DEFAULT, MS_SWITCH_DEFAULT)).text);
         t_text_has(ms_last_error(z.m), text);
         ms_destroy(z.m);
     }
@@ -1328,7 +1678,8 @@ static void ignore_text(const char *text, size_t length, void *user) {
 }
 
 static ms_result try_print(zoo *z) {
-    return ms_print_plan(z->m, ignore_text, NULL);
+    const ms_result result = ms_print_plan(z->m, ignore_text, NULL);
+    return result == MS_RESULT_OK ? ms_print_plan_full(z->m, ignore_text, NULL) : result;
 }
 
 static void ignore_decision(const ms_decision *decision, void *user) {
@@ -1411,6 +1762,13 @@ int main(void) {
                                        cmocka_unit_test(rules_are_listed_once_each),
                                        cmocka_unit_test(rules_are_documented),
                                        cmocka_unit_test(the_listing_explains),
+                                       cmocka_unit_test(techniques_share_what_they_free),
+                                       cmocka_unit_test(refused_rows_have_numbers),
+                                       cmocka_unit_test(equal_blocks_are_one_entry),
+                                       cmocka_unit_test(blocks_are_found_anywhere),
+                                       cmocka_unit_test(names_are_joined),
+                                       cmocka_unit_test(sizes_can_be_typed_in_again),
+                                       cmocka_unit_test(times_say_where_they_come_from),
                                        cmocka_unit_test(the_log_is_told_why),
                                        cmocka_unit_test(the_size_that_fits),
                                        cmocka_unit_test(the_batch_is_a_factor_of_the_first_dim),

@@ -1279,6 +1279,45 @@ static void the_checkers_check(void **state) {
                  is_utf8("\xf4\x90\x80\x80") || is_utf8("\xe2\x82"));
 }
 
+/* The slices of a trace are the events, each with the numbers that the event has. */
+typedef struct slices {
+    const char *at; // after the slice of the last event
+    uint32_t count;
+    bool measured;  // the slices of instructions as measured, or those of all events as simulated
+    double last_us; // the start of the last event
+} slices;
+
+static void find_slice(const ms_event *event, void *user) {
+    slices *s = (slices *)user;
+    if (event->kind == MS_EVENT_DROP || (s->measured && event->kind > MS_EVENT_DROP)) {
+        return;
+    }
+    int stream = -1;
+    double start_us = -1.0, us = -1.0;
+    const double expected_us = s->measured ? event->measured_start_us : event->start_us;
+    const double duration_us = s->measured ? event->measured_us : event->duration_us;
+    const char *slice =
+        strstr(s->at, s->measured ? "{\"ph\":\"X\",\"pid\":2," : "{\"ph\":\"X\",\"pid\":1,");
+    assert_non_null(slice);
+    const char *name = strstr(slice, "\"name\":"), *end = strstr(slice, "}}");
+    assert_int_equal(sscanf(strstr(slice, "\"tid\":"), "\"tid\":%d", &stream), 1);
+    assert_int_equal(sscanf(strstr(slice, "\"ts\":"), "\"ts\":%lf,\"dur\":%lf", &start_us, &us), 2);
+    assert_true(name != NULL && end != NULL && stream == (int)event->stream);
+    assert_true(fabs(start_us - expected_us) < 1e-3 && fabs(us - duration_us) < 1e-3);
+    unsigned long long number = 0;
+    if (event->index == UINT32_MAX) {
+        assert_int_equal(sscanf(strstr(name, "\"bytes\":"), "\"bytes\":%llu", &number), 1);
+        assert_true(number == event->operands[0].bytes);
+    } else {
+        assert_int_equal(sscanf(strstr(name, "\"live_bytes\":"), "\"live_bytes\":%llu", &number),
+                         1);
+        assert_true(number == event->live_bytes);
+    }
+    s->last_us = start_us;
+    s->at = end;
+    s->count += 1;
+}
+
 static void traces_are_json(void **state) {
     (void)state;
     clocked_net n;
@@ -1303,6 +1342,9 @@ static void traces_are_json(void **state) {
     assert_int_equal(count_of(text.data, "\"ph\":\"X\",\"pid\":1"), instructions + 1);
     t_text_has(text.data, "\"pid\":2,\"tid\":0,\"cat\":\"forward\",\"ts\":0.000,\"dur\":100.000,"
                           "\"name\":\"layer 0\",\"args\":{\"op\":\"forward\",\"instruction\":0,");
+    slices s = {text.data, 0, true, 0.0};
+    t_ok(n.model, ms_visit_events(n.model, MS_PROGRAM_TRAIN, find_slice, &s));
+    assert_true(s.count == instructions && s.last_us > 1000.0); // microseconds
     free(text.data);
     clocked_end(&n);
 }
@@ -1324,39 +1366,6 @@ static void traces_show_copies(void **state) {
     ms_destroy(chain.model);
 }
 
-/* The slices of a trace are the events, each with the numbers that the event has. */
-typedef struct slices {
-    const char *at; // after the slice of the last event
-    uint32_t count;
-} slices;
-
-static void find_slice(const ms_event *event, void *user) {
-    slices *s = (slices *)user;
-    if (event->kind == MS_EVENT_DROP) {
-        return;
-    }
-    int stream = -1;
-    double start_us = -1.0, us = -1.0;
-    const char *slice = strstr(s->at, "{\"ph\":\"X\"");
-    assert_non_null(slice);
-    const char *name = strstr(slice, "\"name\":"), *end = strstr(slice, "}}");
-    assert_int_equal(sscanf(strstr(slice, "\"tid\":"), "\"tid\":%d", &stream), 1);
-    assert_int_equal(sscanf(strstr(slice, "\"ts\":"), "\"ts\":%lf,\"dur\":%lf", &start_us, &us), 2);
-    assert_true(name != NULL && end != NULL && stream == (int)event->stream);
-    assert_true(fabs(start_us - event->start_us) < 1e-3 && fabs(us - event->duration_us) < 1e-3);
-    unsigned long long number = 0;
-    if (event->index == UINT32_MAX) {
-        assert_int_equal(sscanf(strstr(name, "\"bytes\":"), "\"bytes\":%llu", &number), 1);
-        assert_true(number == event->operands[0].bytes);
-    } else {
-        assert_int_equal(sscanf(strstr(name, "\"live_bytes\":"), "\"live_bytes\":%llu", &number),
-                         1);
-        assert_true(number == event->live_bytes);
-    }
-    s->at = end;
-    s->count += 1;
-}
-
 static void traces_show_the_events(void **state) {
     (void)state;
     for (uint64_t seed = 1; seed <= 20; ++seed) {
@@ -1370,7 +1379,7 @@ static void traces_show_the_events(void **state) {
         ms_set_hardware(n->model, &hardware);
         t_ok(n->model, ms_wrap(n->model));
         t_text text = trace_of(n->model);
-        slices s = {text.data, 0};
+        slices s = {text.data, 0, false, 0.0};
         t_ok(n->model, ms_visit_events(n->model, MS_PROGRAM_TRAIN, find_slice, &s));
         assert_int_equal(s.count, count_of(text.data, "\"ph\":\"X\""));
         free(text.data);
@@ -1504,7 +1513,9 @@ static void metrics_say_what_the_report_says(void **state) {
     t_ok(n.model, ms_print_metrics(n.model, t_append, &text));
     assert_true(text.length > 1000 && strlen(text.data) == text.length && is_utf8(text.data));
     t_text_has(text.data, "\nmemscale_peak_bytes{category=\"activation gradients\"} ");
+    t_text_has(text.data, "\nmemscale_freed_bytes{technique=\"early update\"} 0\n");
     t_text_has(text.data, "mode=\"BALANCED\"");
+    t_text_has(text.data, "time_source=\"measured\"");
     t_text_has(text.data, "\nmemscale_step_measured_seconds 0.007442000\n");
     check_metrics(text.data, &report, 5);
     free(text.data);
