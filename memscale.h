@@ -149,8 +149,7 @@
     in 350,000 for a thousand tensors). The library's own arithmetic (updates, sums, ms_gemm) is
     float32. An update on a GPU gives the bits of one on a CPU whose compiler may use fused
     multiply-add; products and sums may differ. Debug mode does not see what a callback does outside
-    the model's memory, unless its results show it, nor a pointer kept from an earlier call that has
-    not changed.
+    the model's memory, unless its results show it.
 
     HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend. 0.2.0 (2026): the
     contract with trainers as they are. 0.3.0 (2026): CUDA. 0.4.0 (2026): modes, rules, profiles,
@@ -284,8 +283,9 @@ typedef struct ms_shape {
 } ms_shape;
 
 /* A tensor as a callback sees it. data is NULL if the layer has no such operand, if nobody wants
-   that gradient or output, or if the layer did not declare that it reads the value; shape and dtype
-   are valid even then, unless the slot is empty. beta is for gradients: data = beta * data +
+   that gradient or output, or if the layer did not declare that it reads the value (in debug mode
+   such a value is poison, and asking whether it is there counts as reading it); shape and dtype are
+   valid even then, unless the slot is empty. beta is for gradients: data = beta * data +
    contribution. It is 1 (accumulate) or 0: write every element, and do not multiply, since data is
    not initialized and 0 times NaN is NaN. If one tensor is in several slots, their gradients share
    one memory, to be written slot by slot in rising order; slots in ms_layer_desc.overwrites have
@@ -635,10 +635,15 @@ typedef struct ms_config {
        callbacks: a framework that runs its own gets the plan from ms_visit_events. A layer without
        any counts as one that has a backward, unless no_backward is set. */
     bool dry_run;
-    /* Check that layers do what they declared: each callback runs several times, with poison in all
-       memory that it was not given, and must give the same bits each time. The error,
-       MS_RESULT_CONTRACT, names the layer. What ms_read and ms_data give a callback beyond its
-       operands is poison too. Slow: copies the whole arena at every call. */
+    /* Check that layers do what they declared: each callback runs several times, on copies of its
+       operands at addresses that change, with poison in all other memory, and in each of the ways
+       that the desc allows; it must give the same bits each time. The error, MS_RESULT_CONTRACT,
+       names the layer, the operand and the cure, and before it runs, each layer is logged (tag
+       debug, MS_LOG_DEBUG). What ms_read and ms_data give a callback beyond its operands is poison
+       too, also where the trainer lends the memory. Slow: copies the whole arena at every call.
+       Takes memory beside the arena: on the device two to three times what the largest layer uses,
+       on the host a copy of the arena and of all activations. What it cannot see is listed in
+       docs/porting.md. */
     bool debug;
     uint64_t seed;               // ms_call.seed is derived from it
     uint32_t accumulation_steps; // micro-batches per step; 0: 1
@@ -2237,6 +2242,24 @@ typedef struct msi_recording {
     bool warm;         // such a step has run once without a recording
 } msi_recording;
 
+/* Debug mode: memory beside a store. Callbacks run on the stage, which has two halves and a tail, in
+   device memory, and once more on the host for tensors that stay there. */
+enum { MSI_PLACE_COUNT = 2 };
+
+typedef struct msi_debug {
+    void *stage[MSI_PLACE_COUNT];
+    uint64_t half_bytes[MSI_PLACE_COUNT], tail_bytes[MSI_PLACE_COUNT], stage_bytes[MSI_PLACE_COUNT];
+    uint8_t *shadow; // a copy of everything that the store has, on the host
+    uint8_t *images; // copies of a half
+    uint8_t *made;   // what forward has made in this step: the values of the tensors,
+    uint64_t *made_at;
+    uint8_t *is_made;
+    struct msi_trial *trial; // of the callback that is checked
+    uint64_t shadow_bytes, image_bytes, images_bytes, made_bytes, trial_bytes;
+    uint32_t tensor_count;
+    uint32_t turn; // the half that was used last
+} msi_debug;
+
 /* Where values are: one for all plans of a wrap. */
 typedef struct msi_store {
     MSI_LIST(msi_resident) residents;
@@ -2247,14 +2270,11 @@ typedef struct msi_store {
     uint64_t staging_bytes; // after host_bytes: the step, its verdict, inputs
     uint64_t step_bytes;    // of the step's own memory: states and factors
     uint32_t factor_count, event_count;
-    void *memory;          // of the residents; and of the transient values, if that is not shared
-    void *transient;       // memory of the transient values; NULL: a shared arena has them
-    uint8_t *host;         // tensors on the host, then staging
-    uint8_t *step;         // in device memory
-    uint8_t *shadow;       // debug mode: a copy of everything, on the host
-    uint8_t *results;      // debug mode: a copy of what a callback made
-    uint64_t *fingerprint; // debug mode: per tensor, a hash of its value
-    uint64_t shadow_bytes;
+    void *memory;     // of the residents; and of the transient values, if that is not shared
+    void *transient;  // memory of the transient values; NULL: a shared arena has them
+    uint8_t *host;    // tensors on the host, then staging
+    uint8_t *step;    // in device memory
+    msi_debug *debug; // NULL: the model is not in debug mode
     uint32_t micro_count;
 } msi_store;
 
@@ -6398,6 +6418,25 @@ static void msi_find_alike(msi_alike *rows, uint32_t count) {
 // ------------------------------------------------------------------------------------------------
 // >>store  which values are resident, and their places: params, state, buffers and inputs
 
+static void msi_debug_free(ms_model *m, msi_debug *d) {
+    const ms_allocator *a = &m->config.allocator;
+    const ms_backend *b = &m->config.backend;
+    if (!d) {
+        return;
+    }
+    if (d->stage[0]) {
+        b->memory_release(b->user, a, d->stage[0], d->stage_bytes[0]);
+    }
+    msi_host_release(m, (uint8_t *)d->stage[1], d->stage_bytes[1]);
+    msi_release(a, d->shadow, d->shadow_bytes);
+    msi_release(a, d->images, d->images_bytes);
+    msi_release(a, d->made, d->made_bytes + 1);
+    msi_release(a, d->made_at, d->tensor_count * sizeof(uint64_t));
+    msi_release(a, d->is_made, d->tensor_count);
+    msi_release(a, d->trial, d->trial_bytes);
+    msi_release(a, d, sizeof *d);
+}
+
 static void msi_store_free(ms_model *m, msi_store *store) {
     const ms_allocator *a = &m->config.allocator;
     const ms_backend *b = &m->config.backend;
@@ -6412,9 +6451,7 @@ static void msi_store_free(ms_model *m, msi_store *store) {
         b->memory_release(b->user, a, store->memory, bytes);
     }
     msi_host_release(m, store->host, store->host_bytes + store->staging_bytes);
-    msi_release(a, store->shadow, store->shadow_bytes);
-    msi_release(a, store->results, store->shadow_bytes);
-    msi_release(a, store->fingerprint, m->graph.tensors.count * sizeof(uint64_t));
+    msi_debug_free(m, store->debug);
     MSI_LIST_FREE(msi_resident, a, store->residents);
     msi_release(a, store->resident_of, m->graph.tensors.count * sizeof(uint32_t));
     msi_release(a, store, sizeof *store);
@@ -12251,17 +12288,38 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>debug  a layer runs several times over different poison, and must give the same bits each time
+// >>debug  a layer runs several times, at other addresses and over other poison, with the same bits
 
-/* How it works. All memory is saved to the shadow, a copy on the host. Then it is filled with one
-   byte value, the poison, and the operands that hold a value are restored. What the layer computes
-   must not depend on the poison, except for bytes that it leaves unwritten, and all memory that is
-   not an operand must still be poison afterwards. In the last run the poison is NaN, so that reads
-   of unwritten bytes show up later on. */
+/* How it works. All memory of the model is saved to the shadow, a copy on the host, and filled with
+   one byte value, the poison. The layer runs on the stage, memory of its own in two halves that
+   take turns. There its operands lie apart, each followed by a gap; what a layer did not declare
+   is given as poison, not as NULL. Afterwards all that the layer may not write must be as before,
+   and what it computes must not depend on the poison, on the half, or on which of the declared
+   freedoms it was given. Then the model's memory is restored, with the results of the run in which
+   the poison was NaN, so that reads of unwritten bytes show up later on.
+
+   Red zones are checked after the call, and there are no guard pages: red zones work in every
+   memory, catch reads as well (the poison in them decides on the result), and leave a program that
+   can report what happened. */
 
 enum { MSI_POISON_FIRST = 0x3c, MSI_POISON_LAST = 0xff }; // small numbers; NaN
 
-/* Memory that is saved, filled and restored as a whole. */
+enum {
+    MSI_GAP_BYTES = 1024,     // after each operand
+    MSI_SLACK_BYTES = 16384,  // after the last one, at least: mostly the workspace
+    MSI_TAIL_BYTES = 1u << 20 // after the second half, at most
+};
+
+/* Copies of a half, on the host: as it was set, and as a run has left it. */
+typedef enum msi_image {
+    MSI_IMAGE_SCENE,
+    MSI_IMAGE_FIRST, // the first run, over the first poison
+    MSI_IMAGE_LAST,  // the run over the last poison, whose results count
+    MSI_IMAGE_NOW,   // any other
+    MSI_IMAGE_COUNT
+} msi_image;
+
+/* Memory of the model that is saved, filled and restored as a whole. */
 typedef struct msi_extent {
     uint8_t *memory;
     bool on_host;
@@ -12269,32 +12327,73 @@ typedef struct msi_extent {
     uint64_t shadow;      // offset of its copy
 } msi_extent;
 
-/* When the operands were hashed: before a run, after the first one, after another one. */
-typedef enum msi_moment { MSI_BEFORE, MSI_AFTER, MSI_AGAIN, MSI_MOMENT_COUNT } msi_moment;
-
-typedef struct msi_trial_operand {
-    const msi_range *range;
-    msi_extent extent;
-    int group;
+/* An operand on the stage. */
+typedef struct msi_staged {
+    int group; // an msi_group_kind
     uint32_t slot;
-    bool is_resident, is_f32;
-    bool is_live_in; // it holds a value before the instruction
-    bool is_made;    // the layer computes it
-    bool is_sum;     // a gradient with a value to which the layer adds
-    uint64_t hash[MSI_MOMENT_COUNT];
-} msi_trial_operand;
+    uint32_t tensor, range; // MSI_NONE: workspace; memory of the stage alone
+    uint32_t lies_in;       // the operand in whose memory it lies: mostly itself
+    int place;
+    uint64_t at, bytes, gap_end; // offsets in a half
+    const uint8_t *before;       // its value before the call; NULL: none
+    float beta;
+    bool is_f32, is_transient;
+    bool is_undeclared; // has no data outside debug mode
+    bool is_made;       // the layer computes it
+    bool is_written;    // or may destroy it
+    bool is_cleared;    // workspace that is zero before the call
+} msi_staged;
+
+/* Spots of the instruction that is checked, and of a recomputation of its layer. */
+typedef enum msi_staged_set { MSI_SET_OWN, MSI_SET_RECOMPUTE, MSI_SET_COUNT } msi_staged_set;
+
+/* What is in the gradients. */
+typedef enum msi_sums {
+    MSI_SUMS_PLANNED,
+    MSI_SUMS_ADDED, // all that can be added to hold a large number, with beta 1
+    MSI_SUMS_NEW    // all that can be written hold NaN, with beta 0
+} msi_sums;
+
+/* One way to run a layer. */
+typedef struct msi_variant {
+    msi_staged_set set;
+    msi_image into;
+    uint32_t reach; // regions below this one hold the last poison, the others the first
+    uint32_t round; // n: each result lies in the n-th operand that it may alias; 0: apart
+    bool reversed;  // where several results may lie in one operand, the last one does
+    msi_sums sums;
+    uint32_t omit_out, omit_saved; // masks of results without data
+} msi_variant;
+
+/* Regions with poison of their own, by the first index of each kind: of operands, what is not
+   declared, what has no value yet, words that nobody has written, the gap; residents where the
+   model has them; transient values; and the rest of the stage. */
+enum {
+    MSI_REGION_UNDECLARED,
+    MSI_REGION_NEW,
+    MSI_REGION_UNWRITTEN,
+    MSI_REGION_GAP,
+    MSI_REGION_KINDS
+};
 
 typedef struct msi_trial {
     ms_model *model;
+    msi_debug *debug;
     const msi_program *program;
     const msi_instruction *instruction;
     const msi_layer *layer;
-    ms_phase phase; // of the instruction
-    msi_trial_operand operands[MSI_MAX_VIEWS + 1], *end;
-    bool spoil_sums;  // gradients that are added to hold NaN
-    ms_result result; // the first error: after it nothing is run or checked
-    uint8_t chunk[4096];
+    msi_staged staged[MSI_SET_COUNT][MSI_MAX_VIEWS + 1];
+    uint32_t count[MSI_SET_COUNT];
+    msi_variant how; // the run under way
+    uint32_t lies_in[MSI_MAX_VIEWS + 1], half;
+    ms_phase phase;         // of that run
+    uint32_t outside_reach; // what the model's memory is filled for
+    bool has_rivals;        // several results could lie in one operand in that run
+    bool is_acting;         // the callback runs
+    ms_result result;       // the first error: after it nothing is run or checked
 } msi_trial;
+
+// the model's memory
 
 /* Resident i, or after the last of them the transient values. The shadow has the residents in the
    arena first, then those on the host, borrowed ones, and the transient values last. */
@@ -12324,111 +12423,242 @@ static msi_extent msi_extent_of_range(const ms_model *m, const msi_program *p, u
     return extent;
 }
 
-typedef enum msi_shadow_way {
-    MSI_SHADOW_SAVE,    // to the shadow
-    MSI_SHADOW_RESTORE, // from the shadow
-    MSI_SHADOW_KEEP,    // to the copy of the results of the first run
-    MSI_SHADOW_FILL     // with poison
-} msi_shadow_way;
-
-static ms_result msi_shadow_extent(ms_model *m, const msi_extent *p, msi_shadow_way way,
-                                   uint8_t poison) {
-    uint8_t *copy = way == MSI_SHADOW_KEEP ? m->run.store->results : m->run.store->shadow;
-    return way == MSI_SHADOW_FILL ? msi_fill(m, p->memory, p->on_host, poison, p->room)
-           : way == MSI_SHADOW_RESTORE
-               ? msi_copy(m, p->memory, p->on_host, copy + p->shadow, true, p->room)
-               : msi_copy(m, copy + p->shadow, true, p->memory, p->on_host, p->room);
-}
-
-/* Moves everything that is in memory. Goes on after an error, so that as much as possible is
-   restored. */
-static ms_result msi_shadow_all(ms_model *m, msi_shadow_way way, uint8_t poison) {
+/* Saves everything that is in memory to the shadow, or restores it. Goes on after an error, so that
+   as much as possible is restored. */
+static ms_result msi_shadow_all(ms_model *m, bool restore) {
     ms_result result = MS_RESULT_OK;
     for (uint32_t i = 0; i <= m->run.store->residents.count; i++) {
-        const msi_extent extent = msi_extent_at(m, i);
-        const ms_result moved = msi_shadow_extent(m, &extent, way, poison);
+        const msi_extent e = msi_extent_at(m, i);
+        uint8_t *copy = m->run.store->debug->shadow + e.shadow;
+        const ms_result moved = restore ? msi_copy(m, e.memory, e.on_host, copy, true, e.room)
+                                        : msi_copy(m, copy, true, e.memory, e.on_host, e.room);
         MSI_THEN(result, moved);
     }
     return result;
 }
 
-static void msi_shadow_operands(msi_trial *t, msi_shadow_way way, uint8_t poison) {
-    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
-        MSI_THEN(t->result, msi_shadow_extent(t->model, &o->extent, way, poison));
-    }
+static bool msi_is_filled_with(const uint8_t *data, uint64_t bytes, uint8_t value) {
+    return bytes == 0 || (data[0] == value && memcmp(data, data + 1, (size_t)bytes - 1) == 0);
 }
 
-static void msi_begin_trial(msi_trial *t, ms_model *m, const msi_program *p, uint32_t now) {
-    const msi_instruction *i = &p->instructions.items[now];
-    memset(t, 0, sizeof *t);
-    t->model = m;
-    t->program = p;
-    t->instruction = i;
-    t->layer = &m->graph.layers.items[i->target];
-    t->phase = msi_ops[i->op].phase;
-    t->end = t->operands;
-    for (uint32_t k = 0; k < i->operand_count; k++) {
-        const msi_operand *operand = &p->operands.items[i->operand_first + k];
-        if (operand->range == MSI_NONE) {
-            continue;
-        }
-        msi_trial_operand *o = t->end++;
-        o->range = &p->ranges.items[operand->range];
-        o->extent = msi_extent_of_range(m, p, operand->range);
-        o->group = msi_operand_group(t->layer, i, k, &o->slot);
-        o->is_resident = operand->range < m->run.store->residents.count;
-        o->is_f32 = o->range->role != MSI_ROLE_WORKSPACE && o->range->role != MSI_ROLE_NORM &&
-                    m->graph.tensors.items[o->range->tensor].view.dtype == MS_DTYPE_F32;
-        o->is_live_in = o->is_resident || o->range->first < now;
-        o->is_made = msi_is_made(t->layer, i, o->group, o->slot);
-        o->is_sum = operand->accumulate && o->is_live_in && o->is_f32;
-    }
-}
-
-static bool msi_is_output(const msi_trial_operand *o) {
-    return o->group == MSI_GROUP_OUT || o->group == MSI_GROUP_SAVED;
-}
-
-/* Copies a piece of a value to t->chunk. Returns its bytes, 0 at the end and after an error. */
-static uint64_t msi_load_chunk(msi_trial *t, const msi_extent *from, uint64_t done) {
-    const uint64_t rest = from->bytes - done;
-    const uint64_t bytes = rest < sizeof t->chunk ? rest : sizeof t->chunk;
-    if (bytes > 0) {
-        MSI_THEN(t->result,
-                 msi_copy(t->model, t->chunk, true, from->memory + done, from->on_host, bytes));
-    }
-    return t->result == MS_RESULT_OK ? bytes : 0;
-}
-
-/* A loop over the chunks of an extent: t->chunk has `part` bytes, from byte `done` on. */
-#define MSI_CHUNKS(t, extent, done, part)                                                          \
-    uint64_t done = 0, part;                                                                       \
-    (part = msi_load_chunk(t, extent, done)) > 0;                                                  \
-    done += part
-
-static void msi_hash_operands(msi_trial *t, msi_moment moment) {
-    for (msi_trial_operand *o = t->operands; o < t->end; o++) {
-        uint64_t hash = o->extent.bytes;
-        for (MSI_CHUNKS(t, &o->extent, done, part)) {
-            for (uint64_t i = 0; i < part; i += 8) {
-                uint64_t word = 0;
-                memcpy(&word, t->chunk + i, (size_t)(part - i < 8 ? part - i : 8));
-                hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
-                hash ^= hash >> 29;
-            }
-        }
-        o->hash[moment] = hash;
-    }
-}
-
-static bool msi_is_filled(msi_trial *t, const msi_extent *extent, uint8_t value) {
+/* Whether memory is still poison. The scene serves as a buffer. */
+static bool msi_is_poison(msi_trial *t, const uint8_t *memory, bool on_host, uint64_t bytes,
+                          uint8_t poison) {
+    const msi_debug *d = t->debug;
+    const uint64_t room = d->image_bytes;
     bool filled = true;
-    for (MSI_CHUNKS(t, extent, done, part)) {
-        for (uint64_t i = 0; i < part; i++) {
-            filled &= t->chunk[i] == value;
-        }
+    if (on_host || msi_is_direct(t->model)) {
+        return msi_is_filled_with(memory, bytes, poison);
+    }
+    for (uint64_t done = 0; done < bytes && filled && t->result == MS_RESULT_OK; done += room) {
+        const uint64_t part = bytes - done < room ? bytes - done : room;
+        t->result = msi_copy(t->model, d->images, true, memory + done, false, part);
+        filled = t->result != MS_RESULT_OK || msi_is_filled_with(d->images, part, poison);
     }
     return filled;
+}
+
+// the stage
+
+static uint8_t *msi_stage_at(const msi_trial *t, int place, uint32_t half) {
+    return (uint8_t *)t->debug->stage[place] + half * t->debug->half_bytes[place];
+}
+
+static uint8_t *msi_image_at(const msi_trial *t, msi_image image, int place) {
+    const msi_debug *d = t->debug;
+    return d->images + image * d->image_bytes + (place ? d->half_bytes[0] : 0);
+}
+
+/* The bytes of an operand in an image that was taken of the run under way. */
+static uint8_t *msi_bytes_in(const msi_trial *t, msi_image image, const msi_staged *s) {
+    const msi_staged *at = &t->staged[t->how.set][t->lies_in[s - t->staged[t->how.set]]];
+    return msi_image_at(t, image, at->place) + at->at;
+}
+
+/* The same where nothing is an alias of anything. */
+static uint8_t *msi_own_bytes_in(const msi_trial *t, msi_image image, const msi_staged *s) {
+    const msi_staged *at = &t->staged[MSI_SET_OWN][s->lies_in];
+    return msi_image_at(t, image, at->place) + at->at;
+}
+
+/* The loop over the operands of a set. */
+#define MSI_STAGED(s, t, set)                                                                      \
+    const msi_staged *s = (t)->staged[set];                                                        \
+    s < (t)->staged[set] + (t)->count[set];                                                        \
+    s++
+
+static bool msi_is_output(const msi_staged *s) {
+    return s->group == MSI_GROUP_OUT || s->group == MSI_GROUP_SAVED;
+}
+
+/* A new operand, in the memory of an earlier one of the same live range. */
+static msi_staged *msi_add_staged(msi_trial *t, msi_staged_set set, int group, uint32_t slot,
+                                  uint32_t tensor, uint32_t range) {
+    const ms_model *m = t->model;
+    const uint32_t index = t->count[set]++;
+    msi_staged *s = &t->staged[set][index];
+    memset(s, 0, sizeof *s);
+    s->group = group;
+    s->slot = slot;
+    s->tensor = tensor;
+    s->range = range;
+    s->lies_in = index;
+    for (uint32_t k = 0; k < index && range != MSI_NONE && s->lies_in == index; k++) {
+        s->lies_in = t->staged[set][k].range == range ? k : index;
+    }
+    const uint32_t residents = m->run.store->residents.count;
+    s->is_transient = range == MSI_NONE || range >= residents;
+    if (tensor != MSI_NONE) {
+        s->place = group < MSI_GROUP_COUNT && m->graph.tensors.items[tensor].on_host;
+        s->bytes = m->graph.tensors.items[tensor].bytes;
+        s->is_f32 = m->graph.tensors.items[tensor].view.dtype == MS_DTYPE_F32;
+    }
+    return s;
+}
+
+/* The tensor of an operand; MSI_NONE for workspace. */
+static uint32_t msi_tensor_in(const msi_graph *g, const msi_layer *l, int group, uint32_t slot) {
+    return group == MSI_GROUP_WORKSPACE ? MSI_NONE
+                                        : msi_group(g, l, msi_group_of_values(group))[slot];
+}
+
+/* Gives each operand its place in a half, one after the other. */
+static void msi_place_staged(msi_trial *t, msi_staged_set set) {
+    uint64_t end[MSI_PLACE_COUNT] = {MSI_GAP_BYTES, MSI_GAP_BYTES};
+    msi_staged *last[MSI_PLACE_COUNT] = {NULL, NULL};
+    for (uint32_t k = 0; k < t->count[set]; k++) {
+        msi_staged *s = &t->staged[set][k];
+        if (s->lies_in == k) {
+            s->at = end[s->place];
+            end[s->place] += msi_align(s->bytes) + MSI_GAP_BYTES;
+            s->gap_end = end[s->place];
+            last[s->place] = s;
+        }
+    }
+    for (int place = 0; place < MSI_PLACE_COUNT; place++) {
+        if (last[place]) {
+            last[place]->gap_end = t->debug->half_bytes[place];
+        }
+        MEMSCALE_ASSERT(!last[place] || end[place] <= t->debug->half_bytes[place]);
+    }
+}
+
+/* The operands of an instruction. What a layer did not declare to read is added as poison. */
+static void msi_stage_instruction(msi_trial *t, uint32_t now) {
+    const ms_model *m = t->model;
+    const msi_instruction *i = t->instruction;
+    const msi_operand *operands = t->program->operands.items + i->operand_first;
+    const bool again = i->op == MSI_OP_RECOMPUTE;
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        uint32_t slot;
+        const int group = msi_operand_group(t->layer, i, k, &slot);
+        const uint32_t tensor = msi_tensor_in(&m->graph, t->layer, group, slot);
+        const uint32_t range = operands[k].range;
+        const bool given = range != MSI_NONE || group == MSI_GROUP_WORKSPACE;
+        const bool value = group == MSI_GROUP_IN || group == MSI_GROUP_PARAM ||
+                           group == MSI_GROUP_STATE ||
+                           (i->op == MSI_OP_BACKWARD && group < MSI_GROUP_COUNT);
+        if (!given && (tensor == MSI_NONE || !value || !(again || i->op == MSI_OP_BACKWARD))) {
+            continue;
+        }
+        msi_staged *s = msi_add_staged(t, MSI_SET_OWN, group, slot, tensor, range);
+        s->is_undeclared = !given;
+        s->beta = operands[k].accumulate ? 1.0f : 0.0f;
+        s->is_made = given && msi_is_made(t->layer, i, group, slot);
+        s->is_written = given && msi_is_written(t->layer, i, group, slot);
+        if (range != MSI_NONE) {
+            const msi_range *r = &t->program->ranges.items[range];
+            s->bytes = r->bytes;
+            s->before = !s->is_transient || r->first < now
+                            ? t->debug->shadow + msi_extent_of_range(m, t->program, range).shadow
+                            : NULL;
+        }
+    }
+    msi_place_staged(t, MSI_SET_OWN);
+}
+
+/* The value of a tensor that a recomputation would read: what its layer has made in this step, or a
+   resident. NULL: there is none. */
+static const uint8_t *msi_value_of(const msi_trial *t, uint32_t tensor) {
+    const msi_debug *d = t->debug;
+    const uint32_t resident = t->model->run.store->resident_of[tensor];
+    return resident != MSI_NONE ? d->shadow + msi_extent_at(t->model, resident).shadow
+           : d->is_made[tensor] ? d->made + d->made_at[tensor]
+                                : NULL;
+}
+
+/* Whether an output can only be computed in the place of this input. */
+static bool msi_is_worked_in(const msi_graph *g, const msi_layer *l, int group, uint32_t slot) {
+    bool is = false;
+    for (uint32_t j = 0; j < l->count[MSI_GROUP_OUT] && group == MSI_GROUP_IN; j++) {
+        is |= (l->must_in_place >> j & 1) && (g->masks.items[l->mask_first + j] >> slot & 1);
+    }
+    return is;
+}
+
+/* The operands of a recomputation, whether or not the plan has one. False: a value is missing. */
+static bool msi_stage_recompute(msi_trial *t) {
+    const msi_graph *g = &t->model->graph;
+    const msi_layer *l = t->layer;
+    const msi_store *store = t->model->run.store;
+    bool complete = true;
+    t->count[MSI_SET_RECOMPUTE] = 0;
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        const bool output = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
+        const uint32_t reads = msi_recompute_reads_of(l, group);
+        for (MSI_EACH(operand, g, l, group)) {
+            const uint32_t resident = store->resident_of[operand.tensor];
+            const bool read = reads >> operand.slot & 1;
+            const bool apart = !read || msi_is_worked_in(g, l, group, operand.slot);
+            msi_staged *s = msi_add_staged( // else one tensor in several slots has one memory
+                t, MSI_SET_RECOMPUTE, group, operand.slot, operand.tensor,
+                apart                  ? MSI_NONE
+                : resident != MSI_NONE ? resident
+                                       : store->residents.count + operand.tensor);
+            s->is_made = s->is_written =
+                output ? !read : group == MSI_GROUP_STATE && !l->keeps_state;
+            s->is_undeclared = !output && !read;
+            s->before = read ? msi_value_of(t, operand.tensor) : NULL;
+            complete &= !read || s->before != NULL;
+            if (group == MSI_GROUP_OUT && (l->must_in_place >> operand.slot & 1)) {
+                const uint32_t in = msi_lowest_bit(g->masks.items[l->mask_first + operand.slot]);
+                for (MSI_STAGED(x, t, MSI_SET_RECOMPUTE)) {
+                    s->lies_in =
+                        x->group == MSI_GROUP_IN && x->slot == in ? x->lies_in : s->lies_in;
+                }
+            }
+        }
+    }
+    const int which = l->recompute ? MSI_WORKSPACE_RECOMPUTE : MSI_WORKSPACE_FORWARD;
+    msi_staged *s =
+        msi_add_staged(t, MSI_SET_RECOMPUTE, MSI_GROUP_WORKSPACE, 0, MSI_NONE, MSI_NONE);
+    s->bytes = msi_workspace_bytes(g, l, which);
+    s->is_cleared = l->workspace[which].contents != MS_CONTENTS_ANY;
+    s->is_written = true;
+    msi_place_staged(t, MSI_SET_RECOMPUTE);
+    return complete;
+}
+
+// one run
+
+/* The number of regions, and the first of what is not on the stage or is no operand. */
+static uint32_t msi_region_count(const msi_trial *t) {
+    const uint32_t staged = t->count[MSI_SET_OWN] * MSI_REGION_KINDS;
+    return staged + t->model->run.store->residents.count + 2;
+}
+
+static uint8_t msi_poison_of(const msi_trial *t, uint32_t region) {
+    return (uint8_t)(region < t->how.reach ? MSI_POISON_LAST : MSI_POISON_FIRST);
+}
+
+static uint8_t msi_poison_of_staged(const msi_trial *t, const msi_staged *s, uint32_t kind) {
+    const uint32_t index = (uint32_t)(s - t->staged[t->how.set]);
+    return t->how.set == MSI_SET_RECOMPUTE ? (uint8_t)MSI_POISON_LAST
+                                           : msi_poison_of(t, kind * t->count[MSI_SET_OWN] + index);
+}
+
+static uint8_t msi_poison_of_rest(const msi_trial *t) {
+    return msi_poison_of(t, msi_region_count(t) - 1);
 }
 
 /* Whether a word of a value has all bits set, as no layer writes it where numbers are. */
@@ -12438,349 +12668,934 @@ static bool msi_is_unwritten(const uint8_t *at) {
     return word == UINT32_MAX;
 }
 
-/* The copy of an operand in the shadow. */
-static msi_extent msi_saved_extent(const msi_trial *t, const msi_trial_operand *o) {
-    msi_extent saved = o->extent;
-    saved.memory = t->model->run.store->shadow + o->extent.shadow;
-    saved.on_host = true;
-    return saved;
-}
+/* A value that is finite and far from all gradients, so that adding to it changes it but little,
+   and its bits as a pattern of four bytes. */
+static const float msi_garbage = 1.2676506e30f; // 2^100
 
-/* Puts an operand back. Words that no layer has written become poison again, so that a layer which
-   reads them is found. */
-static void msi_restore_operand(msi_trial *t, const msi_trial_operand *o, uint8_t poison) {
-    const msi_extent saved = msi_saved_extent(t, o);
-    if (o->is_resident || !o->is_f32 || poison == MSI_POISON_LAST) {
-        MSI_THEN(t->result, msi_shadow_extent(t->model, &o->extent, MSI_SHADOW_RESTORE, 0));
-        return;
-    }
-    for (MSI_CHUNKS(t, &saved, done, part)) {
-        for (uint64_t i = 0; i < part; i += 4) {
-            if (msi_is_unwritten(t->chunk + i)) {
-                memset(t->chunk + i, poison, 4);
-            }
-        }
-        t->result = msi_copy(t->model, o->extent.memory + done, false, t->chunk, true, part);
+static void msi_fill_garbage(uint8_t *data, uint64_t bytes) {
+    for (uint64_t i = 0; i + 4 <= bytes; i += 4) {
+        memcpy(data + i, &msi_garbage, 4);
     }
 }
 
-/* Poison everywhere except in what the layer reads. A recomputation on trial also gets the outputs
-   that its own callback reads. */
-static void msi_set_scene(msi_trial *t, ms_phase phase, uint8_t poison) {
-    MSI_THEN(t->result, msi_shadow_all(t->model, MSI_SHADOW_FILL, poison));
-    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
-        const bool read = phase == MS_PHASE_RECOMPUTE && t->layer->recompute && msi_is_output(o) &&
-                          (msi_recompute_reads_of(t->layer, o->group) >> o->slot & 1);
-        if (t->spoil_sums && o->is_sum) {
-            MSI_THEN(t->result,
-                     msi_shadow_extent(t->model, &o->extent, MSI_SHADOW_FILL, MSI_POISON_LAST));
-        } else if (o->is_live_in || read) {
-            msi_restore_operand(t, o, poison);
-        }
-    }
-}
-
-/* Makes the call of a forward that of a recomputation. */
-static void msi_turn_into_recompute(msi_trial *t, ms_call *call) {
+/* Whether the gradient of an operand can be added to, or, with `anew`, can be written: by what the
+   layer declares. */
+static bool msi_takes_beta(const msi_trial *t, const msi_staged *s, bool anew) {
     const msi_layer *l = t->layer;
-    call->phase = MS_PHASE_RECOMPUTE;
-    if (!l->recompute) {
-        return;
+    const bool of_in = s->group == MSI_GROUP_GRAD_IN;
+    const uint32_t sets =
+        of_in ? (uint32_t)l->overwrites.in | l->must_grad_in_place : l->overwrites.param;
+    const uint32_t adds = of_in ? l->accumulates.in : l->accumulates.param;
+    return t->instruction->op == MSI_OP_BACKWARD && s->is_f32 &&
+           (of_in || s->group == MSI_GROUP_GRAD_PARAM) && !(sets >> s->slot & 1) &&
+           !(anew && (adds >> s->slot & 1));
+}
+
+/* The beta of a gradient in the run under way. The later slots of one tensor always add to what the
+   first has made. */
+static float msi_beta_of(const msi_trial *t, const msi_staged *s) {
+    const bool first = s->lies_in == (uint32_t)(s - t->staged[MSI_SET_OWN]);
+    return t->how.sums == MSI_SUMS_ADDED && msi_takes_beta(t, s, false)         ? 1.0f
+           : t->how.sums == MSI_SUMS_NEW && first && msi_takes_beta(t, s, true) ? 0.0f
+                                                                                : s->beta;
+}
+
+/* The operand that a result may alias in this round, or MSI_NONE. All that lie there must
+   be allowed, and none may be taken. */
+static uint32_t msi_alias_in_round(const msi_trial *t, const msi_staged *result) {
+    const msi_graph *g = &t->model->graph;
+    const msi_layer *l = t->layer;
+    const uint32_t *mask = g->masks.items + l->mask_first;
+    const uint32_t slot = result->slot, index = (uint32_t)(result - t->staged[MSI_SET_OWN]);
+    const bool forward = result->group == MSI_GROUP_OUT;
+    const uint32_t *grad = mask + l->count[MSI_GROUP_OUT] + 4 * slot;
+    const uint32_t allowed[MSI_GROUP_END] = {forward ? mask[slot] : grad[0],
+                                             forward ? 0u : grad[1],
+                                             forward ? 0u : grad[2],
+                                             0,
+                                             0,
+                                             forward ? 0u : grad[3],
+                                             0,
+                                             0,
+                                             0};
+    uint32_t left = t->how.round;
+    bool single = !result->before && result->beta == 0.0f;
+    for (uint32_t k = 0; k < t->count[MSI_SET_OWN]; k++) {
+        single &= (t->staged[MSI_SET_OWN][k].lies_in == index) == (k == index);
     }
-    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
-        for (uint32_t k = 0; k < l->count[group]; k++) {
-            ms_view *view = &t->model->views.of[group][k];
-            view->data = made || (msi_recompute_reads_of(l, group) >> k & 1) ? view->data : NULL;
+    if (!single) {
+        return MSI_NONE;
+    }
+    for (uint32_t k = 0; k < t->count[MSI_SET_OWN]; k++) {
+        const msi_staged *s = &t->staged[MSI_SET_OWN][k];
+        bool usable = s->lies_in == k && s->before && s->is_transient && s->place == 0 &&
+                      s->bytes == result->bytes;
+        for (MSI_STAGED(x, t, MSI_SET_OWN)) {
+            usable &= x->lies_in != k || (allowed[x->group] >> x->slot & 1);
+        }
+        left -= usable;
+        if (usable && left == 0) {
+            return k;
         }
     }
-    call->wanted_out &= ~msi_recompute_reads_of(l, MSI_GROUP_OUT);
-    call->wanted_saved &= ~msi_recompute_reads_of(l, MSI_GROUP_SAVED);
-    call->workspace_bytes = msi_workspace_bytes(&t->model->graph, l, MSI_WORKSPACE_RECOMPUTE);
-    call->workspace = call->workspace_bytes ? call->workspace : NULL;
-    if (call->workspace && l->workspace[MSI_WORKSPACE_RECOMPUTE].contents != MS_CONTENTS_ANY) {
-        t->result = msi_fill(t->model, call->workspace, false, 0, call->workspace_bytes);
-    }
+    return MSI_NONE;
 }
 
-/* Runs the callback once, and hashes the operands before and after. */
-static void msi_try_layer(msi_trial *t, ms_phase phase, uint8_t poison, msi_moment moment) {
-    ms_call call;
-    msi_set_scene(t, phase, poison);
-    msi_hash_operands(t, MSI_BEFORE);
-    if (t->result != MS_RESULT_OK) {
-        return;
+/* Sets in whose memory the operands lie: false if nothing is an alias in this round. */
+static bool msi_arrange(msi_trial *t) {
+    const msi_staged *staged = t->staged[t->how.set];
+    const uint32_t count = t->count[t->how.set];
+    bool any = false;
+    t->has_rivals = false;
+    for (uint32_t k = 0; k < count; k++) {
+        t->lies_in[k] = staged[k].lies_in;
     }
-    msi_fill_call(t->model, t->program, t->instruction, &call);
-    if (phase != call.phase) {
-        msi_turn_into_recompute(t, &call);
-    }
-    MSI_THEN(t->result, msi_call_layer(t->model, t->layer, &call));
-    msi_hash_operands(t, moment);
-}
-
-/* "layer L: its backward callback <what> the gradient of "x": <cure>" */
-static void msi_fail_contract(msi_trial *t, const msi_trial_operand *o, const char *what,
-                              const char *cure) {
-    ms_model *m = t->model;
-    const bool workspace = o->range->role == MSI_ROLE_WORKSPACE;
-    const char *role = workspace ? "workspace of"
-                       : o->range->role == MSI_ROLE_CONTRIBUTION
-                           ? "gradient of"
-                           : msi_role_name((msi_role)o->range->role);
-    MSI_THEN(t->result,
-             msi_fail(m, MS_RESULT_CONTRACT, "layer \"%s\": its %s callback %s the %s \"%s\": %s",
-                      msi_layer_name(&m->graph, t->instruction->target), msi_phase_name(t->phase),
-                      what, role,
-                      workspace ? msi_layer_name(&m->graph, o->range->tensor)
-                                : msi_tensor_name(&m->graph, o->range->tensor),
-                      cure));
-}
-
-/* Whether the layer may write to the memory of an operand, as this one or as another. */
-static bool msi_may_change(const msi_trial *t, const msi_trial_operand *operand) {
-    bool may = false;
-    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
-        may |= o->extent.memory == operand->extent.memory &&
-               msi_is_written(t->layer, t->instruction, o->group, o->slot);
-    }
-    return may;
-}
-
-static void msi_check_unchanged(msi_trial *t) {
-    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
-        if (o->is_live_in && o->hash[MSI_BEFORE] != o->hash[MSI_AFTER] && !msi_may_change(t, o)) {
-            msi_fail_contract(t, o, "changed",
-                              "declare that: in_place or state in forward, clobbers in backward");
+    for (uint32_t i = 0; i < count && t->how.round > 0; i++) {
+        const uint32_t k = t->how.reversed ? count - 1 - i : i;
+        const bool forward = t->instruction->op != MSI_OP_BACKWARD;
+        const bool result = staged[k].group == (forward ? MSI_GROUP_OUT : MSI_GROUP_GRAD_IN);
+        const uint32_t target =
+            result && staged[k].is_made ? msi_alias_in_round(t, &staged[k]) : MSI_NONE;
+        bool taken = target == MSI_NONE;
+        for (uint32_t j = 0; j < count && !taken; j++) {
+            taken = t->lies_in[j] == target && staged[j].lies_in != target;
+            t->has_rivals |= taken;
         }
+        t->lies_in[k] = taken ? t->lies_in[k] : target;
+        any |= !taken;
     }
+    return any;
 }
 
-/* Whether the last run has made other bits of an operand than the first. Bytes of outputs that
-   neither has written do not count. */
-static bool msi_results_differ(msi_trial *t, const msi_trial_operand *o) {
-    const uint8_t *first = t->model->run.store->results + o->extent.shadow;
-    bool differ = false;
-    for (MSI_CHUNKS(t, &o->extent, done, part)) {
-        for (uint64_t i = 0; i < part; i++) {
-            const bool unwritten = msi_is_output(o) && first[done + i] == MSI_POISON_FIRST &&
-                                   t->chunk[i] == MSI_POISON_LAST;
-            differ |= first[done + i] != t->chunk[i] && !unwritten;
-        }
-    }
-    return differ;
+/* Whether an operand has data in the run under way. */
+static bool msi_is_given(const msi_trial *t, const msi_staged *s) {
+    const uint32_t omitted = s->group == MSI_GROUP_OUT     ? t->how.omit_out
+                             : s->group == MSI_GROUP_SAVED ? t->how.omit_saved
+                                                           : 0;
+    return !(omitted >> s->slot & 1);
 }
 
-/* The first operand in which the two runs differ, or NULL. */
-static const msi_trial_operand *msi_find_difference(msi_trial *t) {
-    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
-        if (o->is_made && o->hash[MSI_AFTER] != o->hash[MSI_AGAIN] && msi_results_differ(t, o)) {
-            return o;
-        }
-    }
-    return NULL;
-}
-
-/* Whether a word of an operand is not NaN. */
-static bool msi_has_number(msi_trial *t, const msi_trial_operand *o) {
-    bool number = false;
-    for (MSI_CHUNKS(t, &o->extent, done, part)) {
-        for (uint64_t i = 0; i + 4 <= part; i += 4) {
-            float word;
-            memcpy(&word, t->chunk + i, sizeof word);
-            number |= !isnan(word);
-        }
-    }
-    return number;
-}
-
-/* Where gradients that are added to hold NaN, they stay NaN. A number shows that the layer has
-   written over them. */
-static void msi_check_sums(msi_trial *t) {
-    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
-        t->spoil_sums |= o->is_sum;
-    }
-    if (!t->spoil_sums) {
-        return;
-    }
-    msi_try_layer(t, t->phase, MSI_POISON_FIRST, MSI_AGAIN);
-    t->spoil_sums = false;
-    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
-        if (o->is_sum && msi_has_number(t, o)) {
-            msi_fail_contract(t, o, "writes over",
-                              "others contribute to it too: respect beta, or declare the slot in "
-                              "overwrites");
-        }
-    }
-}
-
-/* An operand with a part that no layer has written, or NULL. */
-static const msi_trial_operand *msi_find_unwritten(const msi_trial *t) {
-    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
-        const msi_extent saved = msi_saved_extent(t, o);
-        const bool candidate =
-            o->is_live_in && !o->is_resident && o->is_f32 && o->range->role == MSI_ROLE_VALUE;
-        for (uint64_t i = 0; i < saved.bytes && candidate; i += 4) {
-            if (msi_is_unwritten(saved.memory + i)) {
-                return o;
+/* The contents of an operand. Words of a value that no layer has written become poison, so that a layer
+   which reads them is found. */
+static void msi_set_staged(const msi_trial *t, const msi_staged *s) {
+    uint8_t *to = msi_bytes_in(t, MSI_IMAGE_SCENE, s);
+    const bool own = t->how.set == MSI_SET_OWN;
+    const uint8_t unwritten = msi_poison_of_staged(t, s, MSI_REGION_UNWRITTEN);
+    if (own && t->how.sums == MSI_SUMS_ADDED && msi_takes_beta(t, s, false)) {
+        msi_fill_garbage(to, s->bytes);
+    } else if (own && msi_beta_of(t, s) != s->beta) {
+        memset(to, MSI_POISON_LAST, (size_t)s->bytes);
+    } else if (s->is_cleared) {
+        memset(to, 0, (size_t)s->bytes);
+    } else if (!s->before || !msi_is_given(t, s)) {
+        const uint32_t kind = s->is_undeclared ? MSI_REGION_UNDECLARED : MSI_REGION_NEW;
+        memset(to, msi_poison_of_staged(t, s, kind), (size_t)s->bytes);
+    } else {
+        memcpy(to, s->before, (size_t)s->bytes);
+        for (uint64_t i = 0;
+             s->is_f32 && s->is_transient && unwritten != MSI_POISON_LAST && i + 4 <= s->bytes;
+             i += 4) {
+            if (msi_is_unwritten(to + i)) {
+                memset(to + i, unwritten, 4);
             }
         }
     }
-    return NULL;
 }
 
-/* Runs the layer with the other poison. If the results differ, runs it like that once more: if they
-   differ again the layer is not deterministic, otherwise they depend on the poison. */
-static void msi_last_run(msi_trial *t) {
-    ms_model *m = t->model;
-    msi_try_layer(t, t->phase, MSI_POISON_LAST, MSI_AGAIN);
-    const msi_trial_operand *o = msi_find_difference(t);
-    if (!o) {
+/* Fills the model's memory with poison, unless that was done for this reach before. */
+static void msi_set_outside(msi_trial *t) {
+    const uint32_t residents = t->model->run.store->residents.count;
+    if (t->outside_reach == t->how.reach) {
         return;
     }
-    msi_try_layer(t, t->phase, MSI_POISON_LAST, MSI_AFTER);
-    const msi_trial_operand *unwritten = msi_find_unwritten(t);
-    if (o->hash[MSI_AFTER] != o->hash[MSI_AGAIN]) {
-        msi_fail_contract(t, o, "gives other bits each time for",
-                          "draw random numbers from ms_call.seed alone, and declare what "
-                          "forward changes as state; or set no_recompute");
-    } else if (unwritten) {
-        const uint32_t tensor = unwritten->range->tensor;
-        MSI_THEN(t->result,
-                 msi_fail(m, MS_RESULT_CONTRACT,
-                          "layer \"%s\" reads a part of \"%s\" that layer \"%s\" has not written",
-                          msi_layer_name(&m->graph, t->instruction->target),
-                          msi_tensor_name(&m->graph, tensor),
-                          msi_layer_name(&m->graph, m->graph.tensors.items[tensor].producer)));
-    } else {
-        msi_fail_contract(t, o, "lets memory that it was not given influence",
-                          "it adds (+=) to what it should write (accumulates), reads what "
-                          "it did not declare (backward_reads) or what no layer has "
-                          "written, leaves a part of a gradient unwritten, multiplies what it "
-                          "finds in a gradient "
-                          "by a beta of 0, or expects a cleared workspace");
+    t->outside_reach = t->how.reach;
+    for (uint32_t i = 0; i <= residents; i++) {
+        const msi_extent e = msi_extent_at(t->model, i);
+        const uint8_t poison = msi_poison_of(t, t->count[MSI_SET_OWN] * MSI_REGION_KINDS + i);
+        MSI_THEN(t->result, msi_fill(t->model, e.memory, e.on_host, poison, e.room));
     }
 }
 
-/* A recomputation right after forward must make the same bits, and not change state if it promised
-   not to. */
-static void msi_try_recompute(msi_trial *t) {
-    const msi_store *store = t->model->run.store;
-    for (const msi_trial_operand *o = t->operands; o < t->end; o++) { // what forward made
-        if (!o->is_live_in && o->range->alias_of == MSI_NONE) {
-            memcpy(store->shadow + o->extent.shadow, store->results + o->extent.shadow,
-                   (size_t)o->extent.bytes);
+/* Sets the stage: the next half as the run needs it, the rest poison. */
+static void msi_set_scene(msi_trial *t) {
+    const msi_debug *d = t->debug;
+    const uint8_t rest = msi_poison_of_rest(t);
+    memset(msi_image_at(t, MSI_IMAGE_SCENE, 0), rest, (size_t)d->image_bytes);
+    for (MSI_STAGED(s, t, t->how.set)) {
+        if (s->lies_in == (uint32_t)(s - t->staged[t->how.set])) {
+            uint8_t *end = msi_image_at(t, MSI_IMAGE_SCENE, s->place) + s->at + s->bytes;
+            memset(end, msi_poison_of_staged(t, s, MSI_REGION_GAP),
+                   (size_t)(s->gap_end - s->at - s->bytes));
         }
     }
-    msi_try_layer(t, MS_PHASE_RECOMPUTE, MSI_POISON_FIRST, MSI_AGAIN);
-    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
-        if (msi_is_output(o) && o->hash[MSI_AFTER] != o->hash[MSI_AGAIN]) {
-            msi_fail_contract(t, o, "makes other bits in MS_PHASE_RECOMPUTE for",
-                              "draw random numbers from ms_call.seed alone, declare what forward "
-                              "changes as state, and write all that is wanted; or set "
-                              "no_recompute");
+    for (MSI_STAGED(s, t, t->how.set)) { // what gets its memory from another sets nothing
+        const uint32_t index = (uint32_t)(s - t->staged[t->how.set]);
+        if (t->lies_in[index] == index) {
+            msi_set_staged(t, s);
+        } else if (t->how.round > 0 && s->lies_in == index) { // its own place is empty
+            uint8_t *at = msi_image_at(t, MSI_IMAGE_SCENE, s->place) + s->at;
+            memset(at, msi_poison_of_staged(t, s, MSI_REGION_GAP), (size_t)s->bytes);
         }
-        if (o->group == MSI_GROUP_STATE && t->layer->keeps_state &&
-            o->hash[MSI_BEFORE] != o->hash[MSI_AGAIN]) {
-            msi_fail_contract(t, o, "changes, in MS_PHASE_RECOMPUTE,",
-                              "keeps_state promised that it would not");
+    }
+    msi_set_outside(t);
+    for (int place = 0; place < MSI_PLACE_COUNT; place++) {
+        const uint64_t half = d->half_bytes[place], tail = d->tail_bytes[place];
+        if (half > 0) {
+            MSI_THEN(t->result, msi_copy(t->model, msi_stage_at(t, place, t->half), place == 1,
+                                         msi_image_at(t, MSI_IMAGE_SCENE, place), true, half));
+            MSI_THEN(t->result,
+                     msi_fill(t->model, msi_stage_at(t, place, !t->half), place == 1, rest, half));
+            MSI_THEN(t->result,
+                     msi_fill(t->model, msi_stage_at(t, place, 2), place == 1, rest, tail));
         }
     }
 }
 
-/* Keeps the hash of each output of forward, which a recomputation must reproduce. */
-static void msi_check_fingerprint(msi_trial *t) {
-    for (const msi_trial_operand *o = t->operands; o < t->end && t->result == MS_RESULT_OK; o++) {
-        if (!msi_is_output(o)) {
+/* The call of a recomputation, made of that of another instruction of the layer. */
+static void msi_turn_into_recompute(msi_trial *t, ms_call *call) {
+    msi_views *views = &t->model->views;
+    call->phase = MS_PHASE_RECOMPUTE;
+    call->wanted_out = call->wanted_saved = UINT32_MAX;
+    for (int group = 0; group < MSI_GROUP_WORKSPACE; group++) {
+        for (uint32_t k = 0; k < views->count[group]; k++) {
+            if (group < MSI_GROUP_COUNT) {
+                views->of[group][k].data = NULL;
+            } else {
+                memset(&views->of[group][k], 0, sizeof views->of[group][k]);
+            }
+        }
+    }
+    call->workspace = NULL;
+    call->workspace_bytes = 0;
+}
+
+/* Points a call to the stage. */
+static void msi_aim_call(msi_trial *t, ms_call *call) {
+    uint32_t wanted[MSI_GROUP_COUNT] = {0, 0, 0, 0, 0};
+    for (MSI_STAGED(s, t, t->how.set)) {
+        const msi_staged *at = &t->staged[t->how.set][t->lies_in[s - t->staged[t->how.set]]];
+        uint8_t *data = msi_stage_at(t, at->place, t->half) + at->at;
+        if (s->group == MSI_GROUP_WORKSPACE) {
+            call->workspace = data;
+            call->workspace_bytes = s->bytes;
             continue;
         }
-        uint64_t *fingerprint = &t->model->run.store->fingerprint[o->range->tensor];
-        if (t->instruction->op == MSI_OP_FORWARD) {
-            *fingerprint = o->hash[MSI_AFTER];
-        } else if (t->instruction->op == MSI_OP_RECOMPUTE && *fingerprint &&
-                   *fingerprint != o->hash[MSI_AFTER]) {
-            msi_fail_contract(t, o, "makes other bits than forward did for",
-                              "what it computes from was changed in between: declare it as state, "
-                              "or set no_recompute");
+        ms_view *view = &t->model->views.of[s->group][s->slot];
+        view->data = msi_is_given(t, s) ? data : NULL;
+        view->beta = t->how.set == MSI_SET_OWN ? msi_beta_of(t, s) : 0.0f;
+        if (s->group < MSI_GROUP_COUNT && s->is_made && view->data) {
+            wanted[s->group] |= (uint32_t)1 << s->slot;
+        }
+    }
+    call->wanted_out &= wanted[MSI_GROUP_OUT];
+    call->wanted_saved &= wanted[MSI_GROUP_SAVED];
+}
+
+/* Copies what the run has left. */
+static void msi_take_image(msi_trial *t) {
+    for (int place = 0; place < MSI_PLACE_COUNT; place++) {
+        if (t->debug->half_bytes[place] > 0) {
+            MSI_THEN(t->result, msi_copy(t->model, msi_image_at(t, t->how.into, place), true,
+                                         msi_stage_at(t, place, t->half), place == 1,
+                                         t->debug->half_bytes[place]));
         }
     }
 }
 
-/* All memory that is not an operand must still be poison. Operands have been copied, and are
-   poisoned first. */
-static void msi_check_outside(msi_trial *t, uint8_t poison) {
+// what is found
+
+typedef struct msi_operand_text {
+    char text[160];
+} msi_operand_text;
+
+/* `in[0], the value of "x"`; `its workspace of 64 bytes` */
+static msi_operand_text msi_staged_name(const msi_trial *t, const msi_staged *s) {
+    static const char *const of_gradients[] = {"grad_out", "grad_in", "grad_param"};
+    const bool value = s->group < MSI_GROUP_COUNT;
+    msi_operand_text name;
+    if (s->group == MSI_GROUP_WORKSPACE) {
+        snprintf(name.text, sizeof name.text, "its workspace of %llu bytes",
+                 (unsigned long long)s->bytes);
+    } else {
+        snprintf(name.text, sizeof name.text, "%s[%u], the %s of \"%.100s\"",
+                 value ? msi_group_names[s->group] : of_gradients[s->group - MSI_GROUP_GRAD_OUT],
+                 (unsigned)s->slot, value ? "value" : "gradient",
+                 msi_tensor_name(&t->model->graph, s->tensor));
+    }
+    return name;
+}
+
+/* "layer 3 "ln1": its backward callback <what> <where>: <cure>" */
+static void msi_fail_contract(msi_trial *t, const char *what, const char *where, const char *cure) {
     ms_model *m = t->model;
-    const msi_store *store = m->run.store;
-    msi_shadow_operands(t, MSI_SHADOW_FILL, poison);
-    for (uint32_t i = 0; i <= store->residents.count; i++) {
-        const msi_extent extent = msi_extent_at(m, i);
-        if (!msi_is_filled(t, &extent, poison)) {
-            const bool resident = i < store->residents.count;
-            MSI_THEN(
-                t->result,
-                msi_fail(m, MS_RESULT_CONTRACT,
-                         "layer \"%s\": it wrote to memory that it was not given (%s%s%s): "
-                         "take all pointers from the call, and keep to the bytes of the views",
-                         msi_layer_name(&m->graph, t->instruction->target), resident ? "\"" : "",
-                         resident ? msi_tensor_name(&m->graph, store->residents.items[i].tensor)
-                                  : "transient values",
-                         resident ? "\"" : ""));
+    MSI_THEN(t->result, msi_fail(m, MS_RESULT_CONTRACT, "%s: its %s callback %s %s: %s",
+                                 msi_layer_label(&m->graph, t->instruction->target).text,
+                                 msi_phase_name(t->phase), what, where, cure));
+}
+
+static void msi_fail_operand(msi_trial *t, const char *what, const msi_staged *s,
+                             const char *cure) {
+    msi_fail_contract(t, what, msi_staged_name(t, s).text, cure);
+}
+
+/* What to do about an operand that was changed and may not be. */
+static const char *msi_change_cure(const msi_trial *t, const msi_staged *s) {
+    return s->is_undeclared              ? "it does not receive that: declare it, or leave it alone"
+           : s->group == MSI_GROUP_STATE ? "keeps_state promised that a recomputation would not"
+           : s->group == MSI_GROUP_PARAM
+               ? "params change in updates alone; declare a buffer as state"
+           : t->phase == MS_PHASE_BACKWARD
+               ? "name it in clobbers, or in the grad_in_place and must_grad_in_place of the "
+                 "gradient that is computed there"
+           : t->model->graph.tensors.items[s->tensor].kind == MSI_KIND_BUFFER
+               ? "name the buffer in state, not in in"
+               : "name it in the in_place of the output that is computed there, and that output in "
+                 "must_in_place if it cannot be computed elsewhere";
+}
+
+static const char *msi_overrun_cure(const msi_staged *s) {
+    return s->group != MSI_GROUP_WORKSPACE ? "keep to the bytes of the view"
+           : s->bytes == 0                 ? "declare it in the ms_workspace of this callback"
+                                           : "declare more in the ms_workspace of this callback";
+}
+
+/* All bytes of the half that the layer may not write must be as they were set: first what lies
+   between the operands, since who writes beyond one may hit the next too. */
+static void msi_check_half(msi_trial *t) {
+    bool written[MSI_MAX_VIEWS + 1];
+    const msi_staged_set set = t->how.set;
+    memset(written, 0, sizeof written);
+    for (uint32_t k = 0; k < t->count[set]; k++) {
+        written[t->lies_in[k]] |=
+            t->staged[set][k].is_written && msi_is_given(t, &t->staged[set][k]);
+    }
+    for (int gaps = 1; gaps >= 0; gaps--) {
+        for (MSI_STAGED(s, t, set)) {
+            const uint32_t index = (uint32_t)(s - t->staged[set]);
+            const uint64_t first = s->at + (gaps ? s->bytes : 0);
+            const uint64_t end = gaps ? s->gap_end : s->at + s->bytes;
+            const uint8_t *scene = msi_image_at(t, MSI_IMAGE_SCENE, s->place);
+            const uint8_t *now = msi_image_at(t, t->how.into, s->place);
+            if (s->lies_in == index && (gaps || !written[index]) && t->result == MS_RESULT_OK &&
+                memcmp(scene + first, now + first, (size_t)(end - first)) != 0) {
+                msi_fail_operand(t, gaps ? "writes beyond the end of" : "changes", s,
+                                 gaps ? msi_overrun_cure(s) : msi_change_cure(t, s));
+            }
+        }
+    }
+    for (int place = 0; place < MSI_PLACE_COUNT && t->debug->half_bytes[place] > 0; place++) {
+        const uint8_t *now = msi_image_at(t, t->how.into, place);
+        if (!msi_is_filled_with(now, MSI_GAP_BYTES, msi_poison_of_rest(t))) {
+            msi_fail_contract(t, "writes before the beginning of", "its first operand",
+                              "keep to the bytes of the views");
         }
     }
 }
 
-/* Whether a recomputation can run right after forward. A recompute callback of its own needs its
-   workspace, for which forward's must be large enough, and all that forward read: none of that may
-   lie in memory that an output has taken by now. */
-static bool msi_can_try_recompute(const msi_trial *t) {
-    const msi_graph *g = &t->model->graph;
-    bool can = msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_RECOMPUTE) <=
-               msi_workspace_bytes(g, t->layer, MSI_WORKSPACE_FORWARD);
-    for (const msi_trial_operand *o = t->operands; o < t->end; o++) {
-        can &= o->range->alias_of == MSI_NONE || o->is_live_in;
+/* The rest of the stage, where operands of earlier calls were, must be poison. */
+static void msi_check_rest(msi_trial *t) {
+    const msi_debug *d = t->debug;
+    const uint8_t rest = msi_poison_of_rest(t);
+    for (int place = 0; place < MSI_PLACE_COUNT; place++) {
+        if (!msi_is_poison(t, msi_stage_at(t, place, !t->half), place == 1, d->half_bytes[place],
+                           rest) ||
+            !msi_is_poison(t, msi_stage_at(t, place, 2), place == 1, d->tail_bytes[place], rest)) {
+            msi_fail_contract(t, "writes to", "memory of an earlier call",
+                              "take all pointers from the present call, workspace included, and "
+                              "keep none");
+        }
     }
-    return can || !t->layer->recompute;
 }
 
+/* Whether a resident is an operand of the call. */
+static bool msi_is_operand(const msi_trial *t, uint32_t resident) {
+    bool is = false;
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        is |= s->range == resident;
+    }
+    return is;
+}
+
+static msi_operand_text msi_resident_name(const msi_trial *t, uint32_t resident) {
+    const msi_store *store = t->model->run.store;
+    msi_operand_text name;
+    if (resident >= store->residents.count) {
+        snprintf(name.text, sizeof name.text, "transient values of the model");
+    } else {
+        const msi_resident *r = &store->residents.items[resident];
+        snprintf(name.text, sizeof name.text, "the %s \"%.80s\", where it lies between calls",
+                 msi_role_name(r->role), msi_tensor_name(&t->model->graph, r->tensor));
+    }
+    return name;
+}
+
+/* What to do about a resident that was written or read at its own address. */
+static const char *msi_resident_cure(const msi_trial *t, uint32_t resident) {
+    return msi_is_operand(t, resident)
+               ? "it is an operand of this call: take its pointer from the call, every time; keep "
+                 "none, not of borrowed memory either"
+               : "it is no operand of this call: name it in the desc, take all pointers from the "
+                 "call, and keep none";
+}
+
+/* The memory of the model must still be poison. */
+static void msi_check_outside(msi_trial *t) {
+    for (uint32_t i = 0; i <= t->model->run.store->residents.count; i++) {
+        const msi_extent e = msi_extent_at(t->model, i);
+        const uint32_t region = t->count[MSI_SET_OWN] * MSI_REGION_KINDS + i;
+        if (t->result == MS_RESULT_OK &&
+            !msi_is_poison(t, e.memory, e.on_host, e.room, msi_poison_of(t, region))) {
+            msi_fail_contract(t, "writes to", msi_resident_name(t, i).text,
+                              msi_resident_cure(t, i));
+        }
+    }
+}
+
+/* Runs the callback once, in one way; false if that way does not exist. All but the results must be
+   as before. */
+static bool msi_act(msi_trial *t, const msi_variant *how) {
+    ms_call call;
+    t->how = *how;
+    if ((!msi_arrange(t) && how->round > 0) || t->result != MS_RESULT_OK) {
+        return false;
+    }
+    t->half = t->debug->turn = !t->debug->turn;
+    t->phase =
+        how->set == MSI_SET_RECOMPUTE ? MS_PHASE_RECOMPUTE : msi_ops[t->instruction->op].phase;
+    msi_set_scene(t);
+    msi_fill_call(t->model, t->program, t->instruction, &call);
+    if (how->set == MSI_SET_RECOMPUTE) {
+        msi_turn_into_recompute(t, &call);
+    }
+    msi_aim_call(t, &call);
+    t->is_acting = true;
+    MSI_THEN(t->result, msi_call_layer(t->model, t->layer, &call));
+    t->is_acting = false;
+    msi_take_image(t);
+    if (t->result == MS_RESULT_OK) {
+        msi_check_half(t);
+        msi_check_rest(t);
+    }
+    return t->result == MS_RESULT_OK;
+}
+
+/* Whether two runs have made other bits of an operand. Bytes of outputs that neither has written do
+   not count: those that hold the poison of both. */
+static bool msi_results_differ(const msi_staged *s, const uint8_t *a, const uint8_t *b) {
+    if (memcmp(a, b, (size_t)s->bytes) == 0) {
+        return false;
+    }
+    for (uint64_t i = 0; i < s->bytes; i++) {
+        const bool unwritten =
+            msi_is_output(s) && a[i] == MSI_POISON_FIRST && b[i] == MSI_POISON_LAST;
+        if (a[i] != b[i] && !unwritten) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* The first result in which two runs differ, of which nothing was an alias, or NULL. */
+static const msi_staged *msi_find_difference(const msi_trial *t, msi_image a, msi_image b) {
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        if (s->is_made &&
+            msi_results_differ(s, msi_own_bytes_in(t, a, s), msi_own_bytes_in(t, b, s))) {
+            return s;
+        }
+    }
+    return NULL;
+}
+
+static msi_variant msi_plain_variant(uint32_t reach, msi_image into) {
+    msi_variant how;
+    memset(&how, 0, sizeof how);
+    how.reach = reach;
+    how.into = into;
+    return how;
+}
+
+/* Runs the layer with the poison of this reach, in the half of the last run that counts. Returns
+   whether that run made the same bits as `image`. */
+static bool msi_is_same_again(msi_trial *t, uint32_t reach, uint32_t half, msi_image image) {
+    const msi_variant how = msi_plain_variant(reach, MSI_IMAGE_NOW);
+    t->debug->turn = !half;
+    return msi_act(t, &how) && !msi_find_difference(t, image, MSI_IMAGE_NOW);
+}
+
+/* Says what it is that influences the results. */
+static void msi_blame_region(msi_trial *t, const msi_staged *result, uint32_t region) {
+    const ms_model *m = t->model;
+    const uint32_t count = t->count[MSI_SET_OWN], kind = region / (count ? count : 1);
+    const uint32_t outside = count * MSI_REGION_KINDS, residents = m->run.store->residents.count;
+    const msi_staged *s = region < outside ? &t->staged[MSI_SET_OWN][region % count] : result;
+    char cure[256];
+    if (region > outside + residents) {
+        msi_fail_contract(t, "reads", "memory of an earlier call, or before its first operand",
+                          "take all pointers from the present call, workspace included");
+    } else if (region >= outside) {
+        msi_fail_contract(t, "reads", msi_resident_name(t, region - outside).text,
+                          msi_resident_cure(t, region - outside));
+    } else if (kind == MSI_REGION_UNDECLARED) {
+        msi_fail_operand(
+            t, "reads, or asks whether there is,", s,
+            t->phase == MS_PHASE_BACKWARD
+                ? (s->group == MSI_GROUP_STATE
+                       ? "backward does not receive state: copy what it needs to a saved "
+                         "tensor"
+                       : "name it in backward_reads")
+                : "name it in recompute_reads");
+    } else if (kind == MSI_REGION_GAP) {
+        msi_fail_operand(t, "reads beyond the end of", s, msi_overrun_cure(s));
+    } else if (kind == MSI_REGION_UNWRITTEN) {
+        const uint32_t maker = m->graph.tensors.items[s->tensor].producer;
+        snprintf(cure, sizeof cure, "%s has left it out: let that write every element that is read",
+                 maker == MSI_NONE ? "its layer" : msi_layer_label(&m->graph, maker).text);
+        msi_fail_operand(t, "reads a part that nobody has written of", s, cure);
+    } else if (s->group == MSI_GROUP_WORKSPACE) {
+        msi_fail_operand(t, "reads, before it has written there,", s,
+                         "set its contents to MS_CONTENTS_ZERO, or clear it in the callback");
+    } else if (s->group == MSI_GROUP_GRAD_IN || s->group == MSI_GROUP_GRAD_PARAM) {
+        msi_fail_operand(t, "adds to, multiplies or leaves unwritten", s,
+                         "its beta is 0: write every element with =, or declare the slot in "
+                         "accumulates");
+    } else {
+        msi_fail_operand(t, "adds to, or reads before it has written there,", s,
+                         "write every element with =, or clear it first");
+    }
+}
+
+/* Finds out why two runs differ, over different poison and in different halves. */
+static void msi_explain_difference(msi_trial *t, const msi_staged *result) {
+    const uint32_t half = t->half, all = msi_region_count(t);
+    uint32_t same = 0, differs = all;
+    if (!msi_is_same_again(t, all, half, MSI_IMAGE_LAST)) {
+        msi_fail_operand(t, "gives other bits each time for", result,
+                         "draw random numbers from ms_call.seed alone, and declare what forward "
+                         "changes as state; or set no_recompute");
+        return;
+    }
+    if (!msi_is_same_again(t, 0, half, MSI_IMAGE_FIRST)) {
+        msi_fail_operand(
+            t, "uses what an earlier call has left behind for", result,
+            "take all pointers from the present call, and let forward hand on values to "
+            "backward in saved tensors, not in variables that a recomputation or another "
+            "layer overwrites");
+        return;
+    }
+    while (differs - same > 1 && t->result == MS_RESULT_OK) {
+        const uint32_t middle = same + (differs - same) / 2;
+        if (msi_is_same_again(t, middle, half, MSI_IMAGE_FIRST)) {
+            same = middle;
+        } else {
+            differs = middle;
+        }
+    }
+    msi_blame_region(t, result, differs - 1);
+}
+
+// the ways to run a layer
+
+/* Whether a recomputation has made other bits of an output than forward in this step. */
+static bool msi_is_made_otherwise(const msi_trial *t, const msi_staged *s) {
+    const msi_debug *d = t->debug;
+    return msi_is_output(s) && s->is_made && msi_is_given(t, s) && d->is_made[s->tensor] &&
+           memcmp(d->made + d->made_at[s->tensor], msi_bytes_in(t, MSI_IMAGE_NOW, s),
+                  (size_t)s->bytes) != 0;
+}
+
+/* Where a recomputation makes other bits: names an operand that it did not declare to read, if with
+   the value of that it would have made the right ones. */
+static void msi_blame_undeclared(msi_trial *t) {
+    const msi_variant how = t->how;
+    for (uint32_t k = 0; k < t->count[MSI_SET_RECOMPUTE]; k++) {
+        msi_staged *undeclared = &t->staged[MSI_SET_RECOMPUTE][k];
+        const uint8_t *value =
+            undeclared->is_undeclared ? msi_value_of(t, undeclared->tensor) : NULL;
+        undeclared->before = value ? value : undeclared->before;
+        if (!value || !msi_act(t, &how)) {
+            continue;
+        }
+        bool same = true;
+        for (MSI_STAGED(s, t, MSI_SET_RECOMPUTE)) {
+            same &= !msi_is_made_otherwise(t, s);
+        }
+        undeclared->before = NULL;
+        if (same) {
+            msi_fail_operand(t, "reads, or asks whether there is,", undeclared,
+                             "name it in recompute_reads");
+        }
+    }
+}
+
+/* As a recomputation, of all results or with some omitted, which must make the bits of forward. */
+static void msi_try_recompute(msi_trial *t, uint32_t omit_out, uint32_t omit_saved) {
+    msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
+    how.set = MSI_SET_RECOMPUTE;
+    how.omit_out = omit_out;
+    how.omit_saved = omit_saved;
+    if (!msi_act(t, &how)) {
+        return;
+    }
+    for (MSI_STAGED(s, t, MSI_SET_RECOMPUTE)) {
+        if (msi_is_made_otherwise(t, s)) {
+            msi_blame_undeclared(t);
+            msi_fail_operand(
+                t,
+                t->instruction->op == MSI_OP_FORWARD
+                    ? "makes other bits in MS_PHASE_RECOMPUTE for"
+                    : "makes, run again before backward, other bits than forward did for",
+                s,
+                "draw random numbers from ms_call.seed alone, declare what forward changes as "
+                "state, keep no value in variables that other layers overwrite, and write all "
+                "that is wanted; or set no_recompute");
+        }
+    }
+}
+
+/* A recomputation, whether the plan has one or not. Of a recompute callback also parts: the first
+   result that it can be asked for, and all others. */
+static void msi_try_recomputes(msi_trial *t) {
+    uint32_t out = 0, saved = 0;
+    if (!msi_can_recompute(t->layer) || !msi_stage_recompute(t)) {
+        return;
+    }
+    msi_try_recompute(t, 0, 0);
+    for (MSI_STAGED(s, t, MSI_SET_RECOMPUTE)) {
+        out |= (uint32_t)(s->group == MSI_GROUP_OUT && s->is_made) << s->slot;
+        saved |= (uint32_t)(s->group == MSI_GROUP_SAVED && s->is_made) << s->slot;
+    }
+    const uint32_t first_out = out & (~out + 1), first_saved = out ? 0 : saved & (~saved + 1);
+    if (t->layer->recompute && (out | saved) && ((out & (out - 1)) | saved)) {
+        msi_try_recompute(t, out & ~first_out, saved & ~first_saved);
+        msi_try_recompute(t, first_out, first_saved);
+    }
+}
+
+/* Keeps what forward has made, or compares a recomputation with that. */
+static void msi_log_made(msi_trial *t) {
+    msi_debug *d = t->debug;
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        if (!msi_is_output(s) || !s->is_made || t->result != MS_RESULT_OK) {
+            continue;
+        }
+        const uint8_t *made = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
+        if (t->instruction->op == MSI_OP_FORWARD) {
+            memcpy(d->made + d->made_at[s->tensor], made, (size_t)s->bytes);
+            d->is_made[s->tensor] = 1;
+        } else if (t->instruction->op == MSI_OP_RECOMPUTE && d->is_made[s->tensor] &&
+                   memcmp(d->made + d->made_at[s->tensor], made, (size_t)s->bytes) != 0) {
+            msi_fail_operand(
+                t, "makes other bits than forward did for", s,
+                "what it computes from was changed in between: declare it as state, or "
+                "set no_recompute");
+        }
+    }
+}
+
+/* A result that differs where it, or another one, lies in the place of an operand. */
+static void msi_blame_alias(msi_trial *t, const msi_staged *differs) {
+    const msi_staged *staged = t->staged[MSI_SET_OWN], *result = differs;
+    uint32_t k = (uint32_t)(differs - staged);
+    for (uint32_t i = 0; t->lies_in[k] == staged[k].lies_in && i < t->count[MSI_SET_OWN]; i++) {
+        k = t->lies_in[i] != staged[i].lies_in ? i : k;
+    }
+    char what[256];
+    result = &staged[k];
+    snprintf(what, sizeof what, "makes other bits for %s, when %s[%u] lies in the place of",
+             msi_staged_name(t, differs).text, result->group == MSI_GROUP_OUT ? "out" : "grad_in",
+             (unsigned)result->slot);
+    msi_fail_operand(
+        t, what, &staged[t->lies_in[k]],
+        result->group == MSI_GROUP_OUT
+            ? "in_place allows that: read all of the input before the output is written, "
+              "or take it out of in_place"
+            : "grad_in_place allows that: read all of it before the gradient is written, "
+              "or take it out of grad_in_place");
+}
+
+/* Compares a run with aliases with the one apart. Unwritten bytes of outputs do not count. */
+static void msi_compare_alias(msi_trial *t) {
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        const uint8_t *apart = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
+        const uint8_t *alias = msi_bytes_in(t, MSI_IMAGE_NOW, s);
+        bool differ = false;
+        for (uint64_t i = 0; s->is_made && i < s->bytes && !differ; i++) {
+            differ = apart[i] != alias[i] && !(msi_is_output(s) && apart[i] == MSI_POISON_LAST);
+        }
+        if (differ) {
+            msi_blame_alias(t, s);
+        }
+    }
+}
+
+/* Results in the place of operands, as the masks allow: as many rounds as there are candidates. */
+static void msi_try_aliases(msi_trial *t) {
+    msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
+    for (how.round = 1; msi_act(t, &how); how.round++) {
+        msi_compare_alias(t);
+        how.reversed = true;
+        if (t->has_rivals && msi_act(t, &how)) {
+            msi_compare_alias(t);
+        }
+        how.reversed = false;
+    }
+}
+
+/* Whether a word of a gradient is far from the number that it held, to which the layer should have
+   added; or not finite, where it is finite over other contents. */
+static bool msi_is_wrong_sum(const msi_trial *t, const uint8_t *now, const uint8_t *planned) {
+    float value, before;
+    memcpy(&value, now, 4);
+    memcpy(&before, planned, 4);
+    const bool finite = msi_is_finite((double)value);
+    return t->how.sums == MSI_SUMS_ADDED
+               ? finite && fabsf(value - msi_garbage) > msi_garbage * 1e-3f
+               : !finite && msi_is_finite((double)before);
+}
+
+/* Runs with gradients that others have contributed to, or that nobody has, where the plan has it
+   the other way round. */
+static void msi_try_sums(msi_trial *t, msi_sums sums) {
+    msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
+    bool any = false;
+    how.sums = t->how.sums = sums;
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        any |= sums == MSI_SUMS_ADDED ? msi_takes_beta(t, s, false) : msi_beta_of(t, s) != s->beta;
+    }
+    if (!any || !msi_act(t, &how)) {
+        return;
+    }
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        const uint8_t *now = msi_bytes_in(t, MSI_IMAGE_NOW, s);
+        const uint8_t *planned = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
+        const bool probed =
+            sums == MSI_SUMS_ADDED ? msi_takes_beta(t, s, false) : msi_beta_of(t, s) != s->beta;
+        bool wrong = false;
+        for (uint64_t i = 0; probed && i + 4 <= s->bytes && !wrong; i += 4) {
+            wrong = msi_is_wrong_sum(t, now + i, planned + i);
+        }
+        if (wrong && sums == MSI_SUMS_ADDED) {
+            msi_fail_operand(
+                t, "writes over, or multiplies, where others contribute to it,", s,
+                "add to what beta 1 says is there (+=; not *= 0 or a beta of 0 first), "
+                "or declare the slot in overwrites");
+        } else if (wrong) {
+            msi_fail_operand(t, "adds to, multiplies or leaves unwritten, where beta is 0,", s,
+                             "write every element with =, or declare the slot in accumulates");
+        }
+    }
+}
+
+/* Without the saved tensors that are optional. */
+static void msi_try_without_optional(msi_trial *t) {
+    msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
+    uint32_t given = 0;
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        given |= (uint32_t)(s->group == MSI_GROUP_SAVED && s->is_made) << s->slot;
+    }
+    how.omit_saved = given & t->layer->optional_saved;
+    if (how.omit_saved == 0 || !msi_act(t, &how)) {
+        return;
+    }
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        if (s->is_made && msi_is_given(t, s) &&
+            memcmp(msi_own_bytes_in(t, MSI_IMAGE_LAST, s), msi_bytes_in(t, MSI_IMAGE_NOW, s),
+                   (size_t)s->bytes) != 0) {
+            msi_fail_operand(t, "makes other bits, without its optional saved tensors, for", s,
+                             "compute it without them, or leave them out of optional_saved");
+        }
+    }
+}
+
+/* Runs the layer in all the ways that its declarations allow, and those that the plan has not chosen. */
 static void msi_run_trials(msi_trial *t) {
     const msi_op op = (msi_op)t->instruction->op;
     const bool once = op == MSI_OP_FORWARD && !msi_can_recompute(t->layer);
-    const uint8_t poison = once ? MSI_POISON_LAST : MSI_POISON_FIRST;
-    msi_try_layer(t, t->phase, poison, MSI_AFTER);
-    msi_check_unchanged(t);
-    msi_check_fingerprint(t);
-    msi_shadow_operands(t, MSI_SHADOW_KEEP, 0);
+    const msi_variant first = msi_plain_variant(0, MSI_IMAGE_FIRST);
+    const msi_variant last = msi_plain_variant(msi_region_count(t), MSI_IMAGE_LAST);
+    const bool keeps = t->layer->count[MSI_GROUP_STATE] == 0 || t->layer->keeps_state;
+    if (!once && msi_act(t, &first)) {
+        msi_check_outside(t);
+        if (op == MSI_OP_BACKWARD && keeps) { // others may have run since forward
+            msi_try_recomputes(t);
+        }
+    }
+    if (!msi_act(t, &last)) {
+        return;
+    }
+    const msi_staged *differs =
+        once ? NULL : msi_find_difference(t, MSI_IMAGE_FIRST, MSI_IMAGE_LAST);
+    if (differs) {
+        msi_explain_difference(t, differs);
+    }
+    msi_log_made(t);
     if (!once) {
-        msi_check_outside(t, poison);
-        msi_check_sums(t);
+        if (op == MSI_OP_FORWARD) {
+            msi_try_recomputes(t);
+            msi_try_without_optional(t);
+        }
+        msi_try_aliases(t);
+        msi_try_sums(t, MSI_SUMS_ADDED);
+        msi_try_sums(t, MSI_SUMS_NEW);
     }
-    if (op == MSI_OP_FORWARD && !once && msi_can_try_recompute(t) && t->result == MS_RESULT_OK) {
-        msi_try_recompute(t);
+    msi_check_outside(t);
+}
+
+/* Puts the results where the shadow has the operands, and poison where the layer may destroy. */
+static void msi_keep_results(msi_trial *t) {
+    uint8_t *shadow = t->debug->shadow;
+    for (int made = 0; made <= 1; made++) {
+        for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+            if (s->range == MSI_NONE || !s->is_written || s->is_made != (made == 1)) {
+                continue;
+            }
+            uint8_t *to = shadow + msi_extent_of_range(t->model, t->program, s->range).shadow;
+            if (made) {
+                memcpy(to, msi_own_bytes_in(t, MSI_IMAGE_LAST, s), (size_t)s->bytes);
+            } else {
+                memset(to, MSI_POISON_LAST, (size_t)s->bytes);
+            }
+        }
     }
-    if (!once) {
-        msi_last_run(t);
+}
+
+/* The address on the stage of an operand of the callback that runs; NULL: there is none. */
+static void *msi_staged_address(const ms_model *m, uint32_t tensor, msi_role role) {
+    const msi_debug *d = m->run.store ? m->run.store->debug : NULL;
+    const msi_trial *t = d ? d->trial : NULL;
+    const msi_staged_set set = t ? t->how.set : MSI_SET_OWN;
+    if (!t || !t->is_acting) {
+        return NULL;
     }
-    msi_shadow_operands(t, MSI_SHADOW_SAVE, 0);
-    msi_check_outside(t, MSI_POISON_LAST);
+    for (MSI_STAGED(s, t, set)) {
+        const bool value = s->group < MSI_GROUP_COUNT;
+        if (s->tensor == tensor && value == (role == MSI_ROLE_VALUE) &&
+            (value || role == MSI_ROLE_GRADIENT) && !s->is_undeclared && msi_is_given(t, s)) {
+            const msi_staged *at = &t->staged[set][t->lies_in[s - t->staged[set]]];
+            return msi_stage_at(t, at->place, t->half) + at->at;
+        }
+    }
+    return NULL;
 }
 
 static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now) {
-    msi_trial t;
-    const ms_result saved = msi_shadow_all(m, MSI_SHADOW_SAVE, 0);
-    if (saved != MS_RESULT_OK) {
-        return saved;
+    msi_debug *d = m->run.store->debug;
+    msi_trial *t = d->trial;
+    memset(t, 0, sizeof *t);
+    t->model = m;
+    t->debug = d;
+    t->program = p;
+    t->instruction = &p->instructions.items[now];
+    t->layer = &m->graph.layers.items[t->instruction->target];
+    t->phase = msi_ops[t->instruction->op].phase;
+    t->outside_reach = MSI_NONE;
+    msi_log(m, MS_LOG_DEBUG, "debug", "%s: %s", // so that even a crash has a name
+            msi_layer_label(&m->graph, t->instruction->target).text, msi_phase_name(t->phase));
+    t->result = msi_shadow_all(m, false);
+    if (t->result != MS_RESULT_OK) {
+        return t->result;
     }
-    msi_begin_trial(&t, m, p, now);
-    msi_run_trials(&t);
+    msi_stage_instruction(t, now);
+    msi_run_trials(t);
+    if (t->result == MS_RESULT_OK) {
+        msi_keep_results(t);
+    }
     const msi_errors errors = m->errors;
-    ms_result restored = msi_shadow_all(m, MSI_SHADOW_RESTORE, 0);
-    if (restored != MS_RESULT_OK && msi_shadow_all(m, MSI_SHADOW_RESTORE, 0) != MS_RESULT_OK) {
+    const ms_result restored = msi_shadow_all(m, true);
+    if (restored != MS_RESULT_OK && msi_shadow_all(m, true) != MS_RESULT_OK) {
         m->run.updates_done++; // params are lost: the model has failed
     }
-    if (t.result != MS_RESULT_OK) {
+    if (t->result != MS_RESULT_OK) {
         m->errors = errors;
     }
-    return t.result == MS_RESULT_OK ? restored : t.result;
+    return t->result == MS_RESULT_OK ? restored : t->result;
+}
+
+// memory
+
+/* The bytes of a half that a layer needs, on the device or the host: all that it could be given. */
+static uint64_t msi_half_bytes_of(const msi_graph *g, const msi_layer *l, int place) {
+    uint64_t bytes = MSI_GAP_BYTES + MSI_SLACK_BYTES, workspace = 0;
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        const bool twice =
+            group == MSI_GROUP_IN || group == MSI_GROUP_OUT || group == MSI_GROUP_PARAM;
+        for (MSI_EACH(operand, g, l, group)) {
+            const msi_tensor *x = &g->tensors.items[operand.tensor];
+            const uint64_t one = msi_align(x->largest_bytes) + MSI_GAP_BYTES;
+            bytes += x->on_host == (place == 1) ? one : 0;
+            bytes += twice && place == 0 ? one : 0;
+        }
+    }
+    for (int i = 0; i < 3 && place == 0; i++) {
+        const ms_workspace *w = &l->workspace[i];
+        const uint64_t all = w->bytes + w->row_bytes * msi_layer_rows(g, l, true);
+        workspace = all > workspace ? all : workspace;
+    }
+    return msi_align(bytes + msi_align(workspace) + MSI_GAP_BYTES);
+}
+
+/* Sets the sizes of what debug mode needs beside a store. */
+static void msi_size_debug(const ms_model *m, const msi_store *store, msi_debug *d) {
+    const msi_graph *g = &m->graph;
+    bool on_host = false;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *x = &g->tensors.items[t];
+        const bool made = x->kind == MSI_KIND_ACTIVATION || x->kind == MSI_KIND_SAVED;
+        d->made_bytes += made ? msi_align(x->largest_bytes) : 0;
+        on_host |= x->on_host;
+    }
+    for (int place = 0; place < (on_host ? 2 : 1); place++) {
+        for (uint32_t i = 0; i < g->layers.count; i++) {
+            d->half_bytes[place] =
+                msi_max_u64(d->half_bytes[place], msi_half_bytes_of(g, &g->layers.items[i], place));
+        }
+        d->tail_bytes[place] =
+            d->half_bytes[place] < MSI_TAIL_BYTES ? d->half_bytes[place] : MSI_TAIL_BYTES;
+    }
+    d->image_bytes = d->half_bytes[0] + d->half_bytes[1];
+    d->images_bytes = MSI_IMAGE_COUNT * d->image_bytes;
+    d->trial_bytes = sizeof(msi_trial);
+    for (int place = 0; place < MSI_PLACE_COUNT; place++) {
+        d->stage_bytes[place] = 2 * d->half_bytes[place] + d->tail_bytes[place];
+    }
+    d->shadow_bytes = store->resident_bytes + store->host_bytes + store->borrowed_bytes +
+                      store->transient_bytes + 1;
+    d->tensor_count = g->tensors.count;
+}
+
+/* Debug mode: the stage, a copy of everything in memory, and what forward makes. */
+static ms_result msi_alloc_debug(ms_model *m, msi_store *store) {
+    const ms_allocator *a = &m->config.allocator;
+    if (!m->config.debug) {
+        return MS_RESULT_OK;
+    }
+    msi_debug *d = store->debug = (msi_debug *)msi_alloc_zeroed(a, sizeof *d);
+    if (!d) {
+        return msi_fail_memory(m, "debug mode", sizeof *d);
+    }
+    msi_size_debug(m, store, d);
+    d->shadow = (uint8_t *)msi_alloc(a, d->shadow_bytes);
+    d->images = (uint8_t *)msi_alloc(a, d->images_bytes);
+    d->made = (uint8_t *)msi_alloc(a, d->made_bytes + 1);
+    d->made_at = (uint64_t *)msi_alloc(a, d->tensor_count * sizeof(uint64_t));
+    d->is_made = (uint8_t *)msi_alloc_zeroed(a, d->tensor_count);
+    d->trial = (msi_trial *)msi_alloc_zeroed(a, sizeof(msi_trial));
+    if (!d->shadow || !d->images || !d->made || !d->made_at || !d->is_made || !d->trial) {
+        return msi_fail_memory(m, "the copies that debug mode keeps: a smaller batch takes less",
+                               d->shadow_bytes + d->images_bytes + d->made_bytes);
+    }
+    uint64_t at = 0;
+    for (uint32_t t = 0; t < d->tensor_count; t++) {
+        const msi_tensor *x = &m->graph.tensors.items[t];
+        const bool made = x->kind == MSI_KIND_ACTIVATION || x->kind == MSI_KIND_SAVED;
+        d->made_at[t] = at;
+        at += made ? msi_align(x->largest_bytes) : 0;
+    }
+    ms_result result = msi_device_alloc(m, d->stage_bytes[0], &d->stage[0]);
+    uint8_t *host = NULL;
+    MSI_THEN(result, msi_host_alloc(m, d->stage_bytes[1], &host));
+    d->stage[1] = host;
+    return result;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -13228,9 +14043,8 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     m->run.program = p;
     m->run.position = 0;
     m->run.step_factor = msi_gradient_factor(m);
-    if (m->run.store->fingerprint) {
-        memset(m->run.store->fingerprint, 0,
-               m->graph.tensors.count * sizeof *m->run.store->fingerprint);
+    if (m->run.store->debug) {
+        memset(m->run.store->debug->is_made, 0, m->graph.tensors.count);
     }
     if (msi_watches_memory(m)) {
         msi_asan_poison(msi_transient(&m->run), m->run.store->transient_bytes);
@@ -13635,30 +14449,12 @@ static ms_result msi_grow_arena(ms_model *m, uint64_t bytes) {
     return MS_RESULT_OK;
 }
 
-/* Debug mode: two copies of everything in memory, and a hash per tensor. */
-static ms_result msi_alloc_shadow(ms_model *m, msi_store *store) {
-    if (!m->config.debug) {
-        return MS_RESULT_OK;
-    }
-    const ms_allocator *a = &m->config.allocator;
-    store->shadow_bytes = store->resident_bytes + store->host_bytes + store->borrowed_bytes +
-                          store->transient_bytes + 1;
-    store->shadow = (uint8_t *)msi_alloc(a, store->shadow_bytes);
-    store->results = (uint8_t *)msi_alloc(a, store->shadow_bytes);
-    store->fingerprint =
-        (uint64_t *)msi_alloc_zeroed(a, m->graph.tensors.count * (uint64_t)sizeof(uint64_t));
-    return store->shadow && store->results && store->fingerprint
-               ? MS_RESULT_OK
-               : msi_fail_memory(m, "the copy of the arena that debug mode keeps",
-                                 store->shadow_bytes);
-}
-
 /* Allocates what a store needs, and gives its residents their addresses. */
 static ms_result msi_alloc_store(ms_model *m, msi_store *store) {
     const uint64_t own = m->run.arena ? 0 : store->transient_bytes;
     ms_result result = msi_device_alloc(m, store->resident_bytes + own, &store->memory);
     MSI_THEN(result, msi_host_alloc(m, store->host_bytes + store->staging_bytes, &store->host));
-    MSI_THEN(result, msi_alloc_shadow(m, store));
+    MSI_THEN(result, msi_alloc_debug(m, store));
     MSI_THEN(result, msi_grow_arena(m, store->transient_bytes));
     if (result != MS_RESULT_OK) {
         return result;
@@ -13983,6 +14779,10 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
 static void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role role) {
     const msi_resident *resident = msi_find_resident(m->run.store, tensor, role);
     const msi_program *p = msi_owns_arena(m) ? m->run.program : NULL;
+    void *staged = msi_staged_address(m, tensor, role);
+    if (staged) {
+        return staged;
+    }
     if (resident) {
         return resident->address;
     }

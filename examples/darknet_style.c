@@ -679,8 +679,13 @@ static int bind_layer(const ms_call *call) {
    it; a dropped output likewise, without its convolution. A second forward of dropout would draw
    other numbers, and shift those of all later layers: those of the first are saved and applied. */
 static int run_layer(const ms_call *call) {
-    const network net = *(network *)call->user;
-    const layer l = net.layers[net.index];
+    network net = *(network *)call->user;
+    layer l = net.layers[net.index];
+    l.weights = data_of(call->param, 0), l.weight_updates = data_of(call->grad_param, 0);
+    l.biases = data_of(call->param, 1), l.bias_updates = data_of(call->grad_param, 1);
+    l.scales = data_of(call->param, 2), l.scale_updates = data_of(call->grad_param, 2);
+    l.rolling_mean = data_of(call->state, 0), l.rolling_variance = data_of(call->state, 1);
+    net.random = (uint64_t *)call->state[0].data;
     const bool back = call->phase == MS_PHASE_BACKWARD, again = call->phase == MS_PHASE_RECOMPUTE;
     if (l.scales != NULL && (back || again)) {
         normalize(l, l.mean, l.variance);

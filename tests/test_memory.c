@@ -144,8 +144,8 @@ static void undeclared_operands_have_no_data(void **state) {
         wide_net net;
         wide_create(&net, debug != 0, narrow_backward);
         t_ok(net.model, ms_step(net.model, NULL));
-        assert_int_equal(net.unlisted[0], debug ? 6 : 3); // debug mode calls twice
-        assert_int_equal(net.unlisted[1], 0);
+        assert_int_equal(net.unlisted[0], debug ? 0 : 3);
+        assert_true(debug ? net.unlisted[1] >= 6 : net.unlisted[1] == 0); // poison, in debug mode
         ms_destroy(net.model);
     }
 }

@@ -71,6 +71,7 @@ typedef struct t_op {
     uint32_t failing;   // mask of phases that return T_CALLBACK_ERROR
     t_callbacks *fails; // NULL: they are not counted
     bool poisons;       // T_MIX: the gradients of its params are NaN
+    bool skips_out;     // T_SQUARE: its backward_reads do not name its output
     /* What it has seen. */
     uint32_t calls[MS_PHASE_COUNT];
     uint32_t wanted_out[MS_PHASE_COUNT], wanted_saved[MS_PHASE_COUNT]; // of all calls together
@@ -184,12 +185,13 @@ static inline int t_unary_backward(const ms_call *call) {
     return 0;
 }
 
-/* Uses its output too, where that is given: the slope is x + (y - x x / 2). */
+/* Uses its output too, where it declares that: the slope is x + (y - x x / 2). */
 static inline int t_square_backward(const ms_call *call) {
+    const t_op *op = (const t_op *)call->user;
     const float *x = t_data(&call->in[0]), *y = t_data(&call->out[0]);
     const int64_t count = t_count(&call->in[0]);
     for (int64_t i = 0; i < count; ++i) {
-        const float slope = y == NULL ? x[i] : x[i] + (y[i] - 0.5f * x[i] * x[i]);
+        const float slope = op->skips_out ? x[i] : x[i] + (y[i] - 0.5f * x[i] * x[i]);
         t_give_in(call, 0, i, slope * t_grad_out(call, 0, i));
     }
     return 0;
@@ -689,6 +691,8 @@ static inline int t_used_slots(const ms_tensor *slots, int limit) {
 static inline ms_layer t_register(ms_model *m, t_op *op, const ms_layer_desc *desc) {
     op->in_count = t_used_slots(desc->in, MS_LIMIT_IN);
     op->param_count = t_used_slots(desc->param, MS_LIMIT_PARAM);
+    const ms_reads *r = &desc->backward_reads;
+    op->skips_out = r->nothing || ((r->in | r->saved | r->param) != 0 && (r->out & 1) == 0);
     return ms_register_layer(m, desc);
 }
 
