@@ -12304,11 +12304,9 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
 
 enum { MSI_POISON_FIRST = 0x3c, MSI_POISON_LAST = 0xff }; // small numbers; NaN
 
-enum {
-    MSI_GAP_BYTES = 1024,     // after each operand
-    MSI_SLACK_BYTES = 16384,  // after the last one, at least: mostly the workspace
-    MSI_TAIL_BYTES = 1u << 20 // after the second half, at most
-};
+static const uint64_t MSI_GAP_BYTES = 1024;      // after each operand
+static const uint64_t MSI_SLACK_BYTES = 16384;   // after the last one: mostly the workspace
+static const uint64_t MSI_TAIL_BYTES = 1u << 20; // after the second half, at most
 
 /* Copies of a half, on the host: as it was set, and as a run has left it. */
 typedef enum msi_image {
@@ -12466,7 +12464,7 @@ static uint8_t *msi_stage_at(const msi_trial *t, int place, uint32_t half) {
 
 static uint8_t *msi_image_at(const msi_trial *t, msi_image image, int place) {
     const msi_debug *d = t->debug;
-    return d->images + image * d->image_bytes + (place ? d->half_bytes[0] : 0);
+    return d->images + (uint64_t)image * d->image_bytes + (place ? d->half_bytes[0] : 0);
 }
 
 /* The bytes of an operand in an image that was taken of the run under way. */
