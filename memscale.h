@@ -2242,8 +2242,8 @@ typedef struct msi_recording {
     bool warm;         // such a step has run once without a recording
 } msi_recording;
 
-/* Debug mode: memory beside a store. Callbacks run on the stage, which has two halves and a tail, in
-   device memory, and once more on the host for tensors that stay there. */
+/* Debug mode: memory beside a store. Callbacks run on the stage, which has two halves and a tail,
+   in device memory, and once more on the host for tensors that stay there. */
 enum { MSI_PLACE_COUNT = 2 };
 
 typedef struct msi_debug {
@@ -12773,8 +12773,8 @@ static bool msi_is_given(const msi_trial *t, const msi_staged *s) {
     return !(omitted >> s->slot & 1);
 }
 
-/* The contents of an operand. Words of a value that no layer has written become poison, so that a layer
-   which reads them is found. */
+/* The contents of an operand. Words of a value that no layer has written become poison, so that a
+   layer which reads them is found. */
 static void msi_set_staged(const msi_trial *t, const msi_staged *s) {
     uint8_t *to = msi_bytes_in(t, MSI_IMAGE_SCENE, s);
     const bool own = t->how.set == MSI_SET_OWN;
@@ -13405,7 +13405,8 @@ static void msi_try_without_optional(msi_trial *t) {
     }
 }
 
-/* Runs the layer in all the ways that its declarations allow, and those that the plan has not chosen. */
+/* Runs the layer in all the ways that its declarations allow, also in those that the plan has not
+   chosen. */
 static void msi_run_trials(msi_trial *t) {
     const msi_op op = (msi_op)t->instruction->op;
     const bool once = op == MSI_OP_FORWARD && !msi_can_recompute(t->layer);
