@@ -33,11 +33,11 @@ typedef struct settings {
     int64_t layers, channels, heads, kv_heads, feed_forward, vocabulary, positions;
     int64_t batch, sequence, accumulate, rank;
     float tflops, tf32_tflops, bandwidth, link;
-    bool clip, frozen, json, help;
+    bool clip, frozen, plan, full_plan, json, help;
     option_words files;
 } settings;
 
-enum { ESTIMATE_OPTIONS = 26 };
+enum { ESTIMATE_OPTIONS = 28 };
 
 static void list_options(settings *s, option_spec *specs) {
     const option_spec all[ESTIMATE_OPTIONS] = {
@@ -82,6 +82,10 @@ static void list_options(settings *s, option_spec *specs) {
         {"--budget", "SIZE|%", OPTION_TEXT, &s->budget,
          "what training may take: bytes such as 20G, or 90% of the device's\n"
          "memory (85%)"},
+        {"--plan", NULL, OPTION_FLAG, &s->plan,
+         "list the advised plan: the largest values at its peak, and what was decided\n"
+         "for each layer and why, with equal blocks of layers as one"},
+        {"--plan=full", NULL, OPTION_FLAG, &s->full_plan, "list every layer and every value"},
         {"--json", NULL, OPTION_FLAG, &s->json, "the numbers for programs, on standard output"},
         {"--sweep", "FILE", OPTION_TEXT, &s->sweep,
          "draw peak and time over budgets, as SVG; takes a while longer"},
@@ -1485,11 +1489,44 @@ static int write_sweep(const estimate *e, const findings *f) {
 // ---- main ---------------------------------------------------------------------------------------
 
 /* Writes what was asked for; returns the exit status. */
+static void write_text(const char *text, size_t length, void *user) {
+    fwrite(text, 1, length, (FILE *)user);
+}
+
+/* Lists the plan of the advised mode; where none fits, the smallest. */
+static int list_plan(const estimate *e, const findings *f) {
+    nn_net *net;
+    ms_config config;
+    memset(&config, 0, sizeof config);
+    config.mode = modes[f->advised];
+    config.force_optimize = !f->smallest[f->advised].fits;
+    config.memory_budget_bytes = config.force_optimize ? (uint64_t)1 << 60 : e->device.budget_bytes;
+    ms_model *model = register_model(e, e->options.batch, &config, &net);
+    if (!model) {
+        return 1;
+    }
+    printf("\nplan      the %s of mode %s\n\n",
+           config.force_optimize ? "smallest" : "fastest found", ms_mode_name(config.mode));
+    ms_result result = ms_wrap(model);
+    if (result == MS_RESULT_OK) {
+        result = e->options.full_plan ? ms_print_plan_full(model, write_text, stdout)
+                                      : ms_print_plan(model, write_text, stdout);
+    }
+    const int status = result == MS_RESULT_OK ? 0 : fail("%s", ms_last_error(model));
+    ms_destroy(model);
+    nn_destroy(net);
+    return status;
+}
+
 static int write_all(const estimate *e, const findings *f) {
+    const bool lists = e->options.plan || e->options.full_plan;
     if (e->options.json) {
         write_json(e, f, stdout);
     } else {
         print_text(e, f);
+    }
+    if (lists && !e->options.json && list_plan(e, f) != 0) {
+        return STATUS_FAILED;
     }
     if (fflush(stdout) != 0) {
         return fail("cannot write: %s", strerror(errno));

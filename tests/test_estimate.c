@@ -13,7 +13,7 @@ int estimate_main(int argc, char **argv);
 // ------------------------------------------------------------------------------------------------
 // running it
 
-enum { MOST_WORDS = 24, TEXT_BYTES = 1 << 16 };
+enum { MOST_WORDS = 24, TEXT_BYTES = 1 << 18 };
 
 /* What a run printed. */
 typedef struct printed {
@@ -966,6 +966,31 @@ static void test_mistakes(void **state) {
     }
 }
 
+/* The listing of the advised plan, in which the blocks of a transformer are one entry. */
+static void test_plan(void **state) {
+    (void)state;
+    static const char *const full[] = {"", "=full"};
+    static printed p;
+    for (int k = 0; k < 2; k++) {
+        char words[128];
+        int lines = 0;
+        snprintf(words, sizeof words, "--model gpt2-124M --batch 1 --gpu 24G --plan%s", full[k]);
+        run_words(&p, words);
+        assert_int_equal(p.status, 0);
+        t_text_has(p.out, "\nplan      the fastest found of mode ");
+        t_text_has(p.out, "predicted (roofline): a step ");
+        t_text_has(p.out, "\nthe largest of what comes and goes at the peak, in all ");
+        for (const char *c = p.out; *c; c++) {
+            lines += *c == '\n';
+        }
+        assert_in_range(lines, k == 0 ? 50 : 180, k == 0 ? 110 : 5000);
+        t_text_has(p.out, k == 0 ? "  h0..11.fc                   12 " : "  h7.fc ");
+    }
+    run_words(&p, "--model gpt2-1558M --batch 1 --gpu 8G --plan");
+    assert_int_equal(p.status, 3);
+    t_text_has(p.out, "\nplan      the smallest of mode ");
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_params),
@@ -980,6 +1005,7 @@ int main(void) {
         cmocka_unit_test(test_sweep),
         cmocka_unit_test(test_sweep_is_monotone),
         cmocka_unit_test(test_text),
+        cmocka_unit_test(test_plan),
         cmocka_unit_test(test_typed_in_again),
         cmocka_unit_test(test_forgiving),
         cmocka_unit_test(test_speeds),
