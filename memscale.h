@@ -140,7 +140,10 @@
     THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
     run on the thread that called ms_step. Of the functions that take the model, a callback may call
     only ms_gemm, ms_cast, ms_read (not while a step is recorded), ms_data, ms_report and those
-    about tensors. Compiled with OpenMP, the update and the built-in ms_gemm use its threads.
+    about tensors. Other callbacks (of the functions that visit or print, of ms_config.log and of a
+    policy) may call everything except what changes the plan or destroys the model, which is an
+    error (ORDER): ms_wrap, ms_detach, ms_reshape, ms_verify, ms_smallest_budget, registration, the
+    steps, and ms_eval. Compiled with OpenMP, the update and the built-in ms_gemm use its threads.
 
     LIMITS. A layer has up to 32 inputs, outputs, saved tensors, params and state buffers each. Rank
     6; 8 axes; fewer than 2^28 tensors; 2^58 bytes. A handle belongs to one model. The ids of a
@@ -1061,7 +1064,8 @@ MEMSCALE_API uint64_t ms_arena_bytes(const ms_arena *arena);
    model with an error either, *model is NULL. */
 MEMSCALE_API_CHECKED ms_result ms_create(const ms_config *config, ms_model **model);
 
-/* Frees everything; NULL is allowed. Not from a callback. */
+/* Frees everything; NULL is allowed. In a callback of the model it frees nothing, and notes an error
+   (ORDER). */
 MEMSCALE_API void ms_destroy(ms_model *model);
 
 /* Text of the last error of this model, "" if there was none; valid until the next call that fails.
@@ -2403,7 +2407,8 @@ typedef struct msi_run {
     msi_verdict_stage verdict;
     ms_step_state halt; // of a halted step that no function has returned to the trainer yet
     uint64_t epoch;     // changes whenever recordings become invalid
-    bool busy;          // inside a callback
+    bool busy;          // inside a callback of a layer, or of an update
+    const char *visits; // the function whose callback, which is no layer's, runs; NULL: none does
     bool recording;     // what is enqueued is recorded, and does not run
     bool state_is_old;  // buffers hold the older values that a recomputation needs
     bool failed;        // params may be wrong, or the device unusable: no step until ms_wrap
@@ -2426,6 +2431,7 @@ typedef struct msi_errors {
 } msi_errors;
 
 struct ms_model {
+    ms_model *self;   // for msi_enter
     ms_config config; // defaults resolved
     void *device;     // state of the backend, or its user
     ms_optimizer_desc optimizer;
@@ -2640,10 +2646,25 @@ MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix) {
 // ------------------------------------------------------------------------------------------------
 // >>log  errors and messages
 
+/* Before and after a function calls back: meanwhile the plan, which it goes through, must stay. The
+   model may be const, since only this note changes. Returns what msi_leave takes. */
+static const char *msi_enter(const ms_model *m, const char *function) {
+    const char *outer = m->run.visits;
+    m->self->run.visits = function;
+    return outer;
+}
+
+static void msi_leave(const ms_model *m, const char *outer) {
+    m->self->run.visits = outer;
+}
+
+static const char *const msi_log_callback = "ms_config.log";
+
+/* What goes wrong inside the log callback is not logged. */
 MEMSCALE_PRINTF(4, 5)
 static void msi_log(const ms_model *m, ms_log_level level, const char *tag, const char *format,
                     ...) {
-    if (!m->config.log) {
+    if (!m->config.log || m->run.visits == msi_log_callback) {
         return;
     }
     char text[MSI_ERROR_BYTES];
@@ -2651,7 +2672,9 @@ static void msi_log(const ms_model *m, ms_log_level level, const char *tag, cons
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
+    const char *outer = msi_enter(m, msi_log_callback);
     m->config.log(level, tag, text, m->config.log_user);
+    msi_leave(m, outer);
 }
 
 MEMSCALE_PRINTF(3, 4)
@@ -2667,8 +2690,22 @@ static ms_result msi_fail(ms_model *m, ms_result result, const char *format, ...
     memcpy(m->errors.text, text, sizeof text);
     m->errors.count++;
     msi_log(m, m->errors.tolerant ? MS_LOG_WARNING : MS_LOG_ERROR, "error", "%s: %s",
-            ms_result_name(result), m->errors.text);
+            ms_result_name(result), text);
+    memcpy(m->errors.text, text, sizeof text); // the callback may have caused another one
     return result;
+}
+
+/* An error in a callback of the model: the function would change or free what its caller uses. */
+static ms_result msi_check_called(ms_model *m, const char *function) {
+    return m->run.busy
+               ? msi_fail(m, MS_RESULT_ORDER,
+                          "%s: called from a callback of a layer: call it between steps", function)
+           : m->run.visits
+               ? msi_fail(m, MS_RESULT_ORDER,
+                          "%s: called from the callback of %s, which needs the model as it is: "
+                          "call it after that has returned",
+                          function, m->run.visits)
+               : MS_RESULT_OK;
 }
 
 static ms_result msi_fail_memory(ms_model *m, const char *what, uint64_t bytes) {
@@ -4077,8 +4114,11 @@ static bool msi_registering(ms_model *m, const char *what, const char *name) {
             m, MS_RESULT_ORDER,
             "%s \"%s\": the graph is closed since ms_wrap: say that before, or make a new model",
             what, name);
+    } else if (m && m->run.visits) {
+        MSI_STICK(m, MS_RESULT_ORDER, "%s \"%s\" in the callback of %s: say that before", what,
+                  name, m->run.visits);
     }
-    return m && !m->run.plan && m->errors.broken == MS_RESULT_OK;
+    return m && !m->run.plan && !m->run.visits && m->errors.broken == MS_RESULT_OK;
 }
 
 /* Adds to the bytes of the model; false if they become too many. */
@@ -11651,7 +11691,9 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
                 msi_time(strategies[i].step_us).text, msi_time_source_names[m->costs.source],
                 strategies[i].fits ? "" : ", does not fit");
     }
+    const char *outer = msi_enter(m, "ms_config.policy");
     const uint32_t chosen = m->config.policy ? m->config.policy(&args) : msi_fastest(&args);
+    msi_leave(m, outer);
     uint32_t number = chosen;
     m->wrapped.choice = config;
     if (chosen < MS_MODE_COUNT) {
@@ -14142,9 +14184,9 @@ static ms_result msi_await_steps(ms_model *m) {
 
 /* Whether a step, an eval, or a change of plan may begin. */
 static ms_result msi_check_between_steps(ms_model *m, const char *function) {
-    if (m->run.busy) {
-        return msi_fail(m, MS_RESULT_ORDER,
-                        "%s: called from a callback of a layer: call it between steps", function);
+    const ms_result result = msi_check_called(m, function);
+    if (result != MS_RESULT_OK) {
+        return result;
     }
     if (m->run.stage == MSI_STAGE_BACKWARD && m->run.updates_done > 0) {
         return msi_fail(m, MS_RESULT_ORDER,
@@ -14328,7 +14370,7 @@ static ms_result msi_backward(ms_model *m) {
 
 static ms_result msi_update(ms_model *m) {
     const bool begun = m->run.stage == MSI_STAGE_BACKWARD;
-    if (begun && !m->run.busy && msi_owns_arena(m)) {
+    if (begun && !m->run.busy && !m->run.visits && msi_owns_arena(m)) {
         return msi_finish_update(m);
     }
     const ms_result result = msi_check_ready(m, "ms_update");
@@ -14991,6 +15033,7 @@ static ms_result msi_make_broken(const ms_config *c, const char *fault, double n
     if (number < 0.0 || number > 0.0) {
         snprintf(is, sizeof is, " (it is %g)", number);
     }
+    m->self = m;
     m->config.allocator = allocator;
     m->config.log = c->log;
     m->config.log_user = c->log_user;
@@ -15006,6 +15049,7 @@ static ms_result msi_make_model(const ms_config *c, ms_model **model) {
         return MS_RESULT_OUT_OF_MEMORY;
     }
     *model = m;
+    m->self = m;
     m->config = *c;
     m->graph.loss = MSI_NONE;
     m->device = c->backend.open ? NULL : c->backend.user;
@@ -15917,7 +15961,7 @@ MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
 }
 
 MEMSCALE_API void ms_destroy(ms_model *model) {
-    if (model) {
+    if (model && msi_check_called(model, "ms_destroy") == MS_RESULT_OK) {
         msi_free_model(model);
     }
 }
@@ -16150,7 +16194,9 @@ MEMSCALE_API ms_result ms_profile_save(const ms_model *model, ms_text_fn write, 
     const msi_printer out = {write, user};
     const ms_result result = msi_check_planned(model, write != NULL);
     if (result == MS_RESULT_OK) {
+        const char *outer = msi_enter(model, "ms_profile_save");
         msi_print_profile(model, &out);
+        msi_leave(model, outer);
     }
     return result;
 }
@@ -16324,7 +16370,9 @@ MEMSCALE_API ms_result ms_visit_events(const ms_model *model, ms_program program
         msi_check_planned(model, visit && (unsigned)program <= MS_PROGRAM_EVAL);
     if (result == MS_RESULT_OK) {
         const msi_plan *plan = model->run.plan;
+        const char *outer = msi_enter(model, "ms_visit_events");
         msi_visit(model, program == MS_PROGRAM_TRAIN ? &plan->train : &plan->eval, visit, user);
+        msi_leave(model, outer);
     }
     return result;
 }
@@ -16375,7 +16423,9 @@ MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn 
     const uint64_t bytes = model->graph.layers.count * (uint64_t)sizeof(msi_alike);
     msi_alike *rows = (msi_alike *)msi_alloc_zeroed(&model->config.allocator, bytes);
     if (rows) {
+        const char *outer = msi_enter(model, "ms_visit_decisions");
         msi_visit_decisions(&review, rows, visit, user);
+        msi_leave(model, outer);
     }
     msi_release(&model->config.allocator, rows, bytes);
     msi_review_free(&review);

@@ -1693,6 +1693,141 @@ static void the_smallest_plan_is_a_rung_too(void **state) {
     }
 }
 
+/* What a visitor has tried, and what it was told. */
+typedef struct visitor {
+    ms_model *model;
+    uint32_t calls;
+    bool logs; // the log callback tries too
+} visitor;
+
+/* Everything that would change or free the plan under the function that calls back. */
+static void disturb(visitor *v) {
+    ms_model *m = v->model;
+    const int64_t sizes[MS_LIMIT_AXES] = {2};
+    ms_verify_report verified;
+    uint64_t bytes;
+    v->model = NULL; // once, and not in the log of its own errors
+    v->calls += 1;
+    const ms_result results[] = {ms_wrap(m),
+                                 ms_detach(m),
+                                 ms_reshape(m, sizes),
+                                 ms_step(m, NULL),
+                                 ms_forward(m, NULL),
+                                 ms_backward(m),
+                                 ms_update(m),
+                                 ms_eval(m, NULL),
+                                 ms_verify(m, NULL, NULL, &verified),
+                                 ms_smallest_budget(m, &bytes)};
+    for (size_t i = 0; i < sizeof results / sizeof results[0]; ++i) {
+        if (results[i] != MS_RESULT_ORDER) {
+            fail_msg("call %u: %s", (unsigned)i, ms_result_name(results[i]));
+        }
+    }
+    t_text_has(ms_last_error(m), "ms_smallest_budget: called from the callback of ms_");
+    ms_destroy(m);
+    t_text_has(ms_last_error(m), "ms_destroy: called from the callback of ms_");
+    ms_memory_report report;
+    t_ok(m, ms_report(m, &report)); // reading is fine
+    v->model = m;
+}
+
+static void disturbing_event(const ms_event *event, void *user) {
+    (void)event;
+    disturb((visitor *)user);
+}
+
+static void disturbing_decision(const ms_decision *decision, void *user) {
+    (void)decision;
+    disturb((visitor *)user);
+}
+
+/* Between the visits of a listing the plan may change; within them it may not. */
+static void disturbing_text(const char *text, size_t length, void *user) {
+    visitor *v = (visitor *)user;
+    (void)text;
+    assert_true(length < 1 << 20);
+    if (v->model->run.visits != NULL) {
+        disturb(v);
+    }
+}
+
+static void disturbing_log(ms_log_level level, const char *tag, const char *text, void *user) {
+    visitor *v = (visitor *)user;
+    (void)level;
+    (void)tag;
+    (void)text;
+    if (v->logs && v->model != NULL && v->model->run.plan != NULL) {
+        disturb(v);
+    }
+}
+
+static uint32_t disturbing_policy(const ms_policy_args *args) {
+    visitor *v = (visitor *)args->user;
+    if (v->logs) {
+        disturb(v);
+    }
+    return 0;
+}
+
+/* No callback can free the plan that its caller goes through. */
+static void visitors_cannot_change_the_plan(void **state) {
+    (void)state;
+    for (int which = 0; which < 9; ++which) {
+        tiny t;
+        visitor v = {NULL, 0, false};
+        ms_config config = t_config();
+        config.log = which == 7 ? disturbing_log : NULL;
+        config.log_user = &v;
+        config.auto_policy = which == 8;
+        config.policy = disturbing_policy;
+        config.policy_user = &v;
+        tiny_create(&t, &config, 1, false);
+        ms_model *m = v.model = t.model;
+        ms_add_axis(m, "rows", 1, 2);
+        t_ok(m, ms_wrap(m));
+        v.logs = true;
+        const ms_result results[] = {
+            which == 0 ? ms_visit_events(m, MS_PROGRAM_TRAIN, disturbing_event, &v) : MS_RESULT_OK,
+            which == 1 ? ms_visit_events(m, MS_PROGRAM_EVAL, disturbing_event, &v) : MS_RESULT_OK,
+            which == 2 ? ms_visit_decisions(m, disturbing_decision, &v) : MS_RESULT_OK,
+            which == 3 ? ms_print_plan(m, disturbing_text, &v) : MS_RESULT_OK,
+            which == 4 ? ms_print_program(m, MS_PROGRAM_TRAIN, disturbing_text, &v) : MS_RESULT_OK,
+            which == 5 ? ms_print_trace(m, disturbing_text, &v) : MS_RESULT_OK,
+            which == 6 ? ms_profile_save(m, disturbing_text, &v) : MS_RESULT_OK,
+            which >= 7 ? ms_wrap(m) : MS_RESULT_OK};
+        assert_int_equal(results[which < 7 ? which : 7], MS_RESULT_OK);
+        assert_true(v.calls > 0);
+        v.logs = false;
+        t_ok(m, ms_step(m, NULL)); // afterwards all is allowed again
+        t_ok(m, ms_wrap(m));
+        ms_destroy(m);
+    }
+}
+
+/* An error inside the log callback does not replace the one that is being logged. */
+static void log_that_fails(ms_log_level level, const char *tag, const char *text, void *user) {
+    ms_model **m = (ms_model **)user;
+    (void)tag;
+    if (level == MS_LOG_ERROR && *m != NULL) {
+        t_text_has(text, "ms_backward");
+        t_error(*m, ms_wrap(*m), MS_RESULT_ORDER);
+    }
+}
+
+static void the_error_that_is_logged_stays(void **state) {
+    (void)state;
+    ms_model *m = NULL;
+    tiny t;
+    ms_config config = t_config();
+    config.log = log_that_fails;
+    config.log_user = &m;
+    tiny_start(&t, &config, 1, false);
+    m = t.model;
+    t_error(m, ms_backward(m), MS_RESULT_ORDER);
+    t_text_has(ms_last_error(m), "ms_backward: call ms_forward first");
+    ms_destroy(m);
+}
+
 enum { LATE_CALLS = 9 };
 
 /* A call that comes too late, or that names something of another model: functions without a result
@@ -1923,6 +2058,8 @@ int main(void) {
         cmocka_unit_test(a_write_ends_the_step_that_it_would_spoil),
         cmocka_unit_test(masks_name_slots_that_are_used),
         cmocka_unit_test(the_smallest_plan_is_a_rung_too),
+        cmocka_unit_test(visitors_cannot_change_the_plan),
+        cmocka_unit_test(the_error_that_is_logged_stays),
         cmocka_unit_test(wrap_returns_what_was_refused),
         cmocka_unit_test(another_models_handles_are_refused),
         cmocka_unit_test(another_models_handles_are_no_operands),
