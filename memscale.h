@@ -16387,8 +16387,10 @@ MEMSCALE_API ms_result ms_visit_lifetimes(const ms_model *model, ms_program prog
         msi_check_planned(model, visit && (unsigned)program <= MS_PROGRAM_EVAL);
     if (result == MS_RESULT_OK) {
         const msi_plan *plan = model->run.plan;
+        const char *outer = msi_enter(model, "ms_visit_lifetimes");
         msi_visit_lifetimes(model, program == MS_PROGRAM_TRAIN ? &plan->train : &plan->eval, visit,
                             user);
+        msi_leave(model, outer);
     }
     return result;
 }

@@ -1736,6 +1736,11 @@ static void disturbing_event(const ms_event *event, void *user) {
     disturb((visitor *)user);
 }
 
+static void disturbing_lifetime(const ms_lifetime *lifetime, void *user) {
+    (void)lifetime;
+    disturb((visitor *)user);
+}
+
 static void disturbing_decision(const ms_decision *decision, void *user) {
     (void)decision;
     disturb((visitor *)user);
@@ -1772,13 +1777,13 @@ static uint32_t disturbing_policy(const ms_policy_args *args) {
 /* No callback can free the plan that its caller goes through. */
 static void visitors_cannot_change_the_plan(void **state) {
     (void)state;
-    for (int which = 0; which < 9; ++which) {
+    for (int which = 0; which < 10; ++which) {
         tiny t;
         visitor v = {NULL, 0, false};
         ms_config config = t_config();
-        config.log = which == 7 ? disturbing_log : NULL;
+        config.log = which == 8 ? disturbing_log : NULL;
         config.log_user = &v;
-        config.auto_policy = which == 8;
+        config.auto_policy = which == 9;
         config.policy = disturbing_policy;
         config.policy_user = &v;
         tiny_create(&t, &config, 1, false);
@@ -1794,8 +1799,10 @@ static void visitors_cannot_change_the_plan(void **state) {
             which == 4 ? ms_print_program(m, MS_PROGRAM_TRAIN, disturbing_text, &v) : MS_RESULT_OK,
             which == 5 ? ms_print_trace(m, disturbing_text, &v) : MS_RESULT_OK,
             which == 6 ? ms_profile_save(m, disturbing_text, &v) : MS_RESULT_OK,
-            which >= 7 ? ms_wrap(m) : MS_RESULT_OK};
-        assert_int_equal(results[which < 7 ? which : 7], MS_RESULT_OK);
+            which == 7 ? ms_visit_lifetimes(m, MS_PROGRAM_TRAIN, disturbing_lifetime, &v)
+                       : MS_RESULT_OK,
+            which >= 8 ? ms_wrap(m) : MS_RESULT_OK};
+        assert_int_equal(results[which < 8 ? which : 8], MS_RESULT_OK);
         assert_true(v.calls > 0);
         v.logs = false;
         t_ok(m, ms_step(m, NULL)); // afterwards all is allowed again
