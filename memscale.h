@@ -1064,8 +1064,8 @@ MEMSCALE_API uint64_t ms_arena_bytes(const ms_arena *arena);
    model with an error either, *model is NULL. */
 MEMSCALE_API_CHECKED ms_result ms_create(const ms_config *config, ms_model **model);
 
-/* Frees everything; NULL is allowed. In a callback of the model it frees nothing, and notes an error
-   (ORDER). */
+/* Frees everything; NULL is allowed. In a callback of the model it frees nothing, and notes an
+   error (ORDER). */
 MEMSCALE_API void ms_destroy(ms_model *model);
 
 /* Text of the last error of this model, "" if there was none; valid until the next call that fails.
