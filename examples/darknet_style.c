@@ -1071,7 +1071,7 @@ static int train(const options *o) {
         ms_memory_report report;
         if (result == MS_RESULT_OK && ms_report(r.model, &report) == MS_RESULT_OK) {
             printf("wrapped: an arena of %.2f MiB for both; %u recomputations\n",
-                   (double)report.arena_bytes / 1048576.0, report.recompute_count);
+                   ceil((double)report.arena_bytes / 10485.76) / 100.0, report.recompute_count);
         }
     }
     for (int step = 0; step < o->steps && result == MS_RESULT_OK; ++step) {

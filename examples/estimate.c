@@ -414,11 +414,23 @@ typedef struct estimate {
     destination device;
 } estimate;
 
+/* Values of one category and size at the peak. */
+typedef struct value_group {
+    char name[NAME_BYTES]; // of the first
+    ms_category category;
+    uint64_t bytes, count;
+    bool is_resident; // between steps
+} value_group;
+
+enum { MOST_GROUPS = 64, SHOWN_GROUPS = 3 };
+
 typedef struct plan {
     ms_memory_report report;
     bool fits;
     uint64_t largest[MS_CATEGORY_COUNT]; // of each category, each at its own moment
     uint64_t trained_count;              // elements of the params that are not frozen
+    value_group groups[MOST_GROUPS];
+    int group_count;
 } plan;
 
 static void register_layers(const estimate *e, int64_t batch, nn_net *net) {
@@ -487,6 +499,41 @@ static void keep_largest(const ms_event *event, void *user) {
     }
 }
 
+static void keep_value(const ms_lifetime *l, void *user) {
+    plan *p = (plan *)user;
+    int i = 0;
+    while (i < p->group_count &&
+           (p->groups[i].bytes != l->bytes || p->groups[i].category != l->category ||
+            p->groups[i].is_resident != l->is_resident)) {
+        i++;
+    }
+    if (!l->is_at_peak || i == MOST_GROUPS) {
+        return;
+    }
+    value_group *g = &p->groups[i];
+    if (i == p->group_count) {
+        p->group_count++;
+        snprintf(g->name, sizeof g->name, "%s", l->name);
+        g->category = l->category;
+        g->bytes = l->bytes;
+        g->is_resident = l->is_resident;
+    }
+    g->count++;
+}
+
+/* What is to be known of a plan; prints the reason and returns 1 if it cannot be had. */
+static int look_at_plan(ms_model *model, plan *p) {
+    ms_result result = ms_report(model, &p->report);
+    p->report.peak_layer = ""; // belongs to the model
+    if (result == MS_RESULT_OK) {
+        result = ms_visit_events(model, MS_PROGRAM_TRAIN, keep_largest, p);
+    }
+    if (result == MS_RESULT_OK) {
+        result = ms_visit_lifetimes(model, MS_PROGRAM_TRAIN, keep_value, p);
+    }
+    return result == MS_RESULT_OK ? 0 : fail("%s", ms_last_error(model));
+}
+
 /* Returns 0, with p->fits false if no plan fits the budget; or prints the reason and returns 1. */
 static int make_plan(const estimate *e, int64_t batch, ms_config *config, plan *p) {
     nn_net *net;
@@ -500,11 +547,7 @@ static int make_plan(const estimate *e, int64_t batch, ms_config *config, plan *
     p->fits = result == MS_RESULT_OK;
     p->trained_count = count_trained(e, net);
     if (p->fits) {
-        if (ms_report(model, &p->report) != MS_RESULT_OK ||
-            ms_visit_events(model, MS_PROGRAM_TRAIN, keep_largest, p) != MS_RESULT_OK) {
-            status = fail("%s", ms_last_error(model));
-        }
-        p->report.peak_layer = ""; // belongs to the model
+        status = look_at_plan(model, p);
     } else if (result != MS_RESULT_BUDGET) {
         status = fail("%s", ms_last_error(model));
     }
@@ -1001,6 +1044,47 @@ static void print_advice(const estimate *e, const findings *f) {
            r->step_us / r->plain_step_us);
 }
 
+/* The plan that is advised; where none fits, the smallest. */
+static const plan *advised_plan(const findings *f) {
+    return f->plain.fits ? &f->plain : &f->at_budget[f->advised];
+}
+
+static uint64_t group_bytes(const value_group *g) {
+    return g->bytes * g->count;
+}
+
+/* The largest groups of those that are resident, or of the others. */
+static void print_groups(const plan *p, bool is_resident, const char *title) {
+    bool shown[MOST_GROUPS] = {false};
+    printf("  %s\n", title);
+    for (int k = 0; k < SHOWN_GROUPS; k++) {
+        int most = -1;
+        for (int i = 0; i < p->group_count; i++) {
+            const value_group *g = &p->groups[i];
+            const bool is_more = most < 0 || group_bytes(g) > group_bytes(&p->groups[most]);
+            most = g->is_resident == is_resident && !shown[i] && is_more ? i : most;
+        }
+        if (most >= 0) {
+            const value_group *g = &p->groups[most];
+            shown[most] = true;
+            printf("    %12s  %4llu x %-12s %-20s %s%s\n", show_bytes(group_bytes(g)).text,
+                   (unsigned long long)g->count, show_bytes(g->bytes).text,
+                   ms_category_name(g->category), g->name, g->count > 1 ? ", ..." : "");
+        }
+    }
+}
+
+/* Who needs most. */
+static void print_largest(const findings *f) {
+    const plan *p = advised_plan(f);
+    printf("\nThe largest values at the peak of %s (--plan=full lists all, and when they live):\n",
+           p == &f->plain ? "the plain plan"
+           : p->fits      ? ms_mode_name(modes[f->advised])
+                          : "the smallest plan");
+    print_groups(p, true, "between steps too");
+    print_groups(p, false, "within a step");
+}
+
 static void print_text(const estimate *e, const findings *f) {
     print_head(e, f);
     print_table(f);
@@ -1009,6 +1093,7 @@ static void print_text(const estimate *e, const findings *f) {
            show_bytes(row_bytes(f->plain.largest, 1)).text,
            show_bytes(f->plain.report.activation_peak_bytes).text);
     print_same(f);
+    print_largest(f);
     print_advice(e, f);
 }
 
@@ -1102,6 +1187,21 @@ static void json_plan(json *j, const char *key, const plan *p) {
     json_close(j, '}');
 }
 
+/* What is alive at the peak, values of one category and size together. */
+static void json_groups(json *j, const plan *p) {
+    json_open(j, "values_at_peak", '[');
+    for (int i = 0; i < p->group_count; i++) {
+        const value_group *g = &p->groups[i];
+        json_open(j, NULL, '{');
+        json_text(j, "first", g->name);
+        json_text(j, "category", ms_category_name(g->category));
+        json_count(j, "bytes", g->bytes);
+        json_count(j, "count", g->count);
+        json_close(j, '}');
+    }
+    json_close(j, ']');
+}
+
 static void json_model(json *j, const estimate *e, const findings *f) {
     const shape *s = &e->model;
     json_open(j, "model", '{');
@@ -1155,6 +1255,7 @@ static void json_advice(json *j, const findings *f) {
     if (f->largest_batch > 0) {
         json_plan(j, "largest_batch_plan", &f->largest);
     }
+    json_groups(j, advised_plan(f));
     json_close(j, '}');
 }
 
@@ -1488,7 +1589,6 @@ static int write_sweep(const estimate *e, const findings *f) {
 
 // ---- main ---------------------------------------------------------------------------------------
 
-/* Writes what was asked for; returns the exit status. */
 static void write_text(const char *text, size_t length, void *user) {
     fwrite(text, 1, length, (FILE *)user);
 }
@@ -1518,6 +1618,7 @@ static int list_plan(const estimate *e, const findings *f) {
     return status;
 }
 
+/* Writes what was asked for; returns the exit status. */
 static int write_all(const estimate *e, const findings *f) {
     const bool lists = e->options.plan || e->options.full_plan;
     if (e->options.json) {
@@ -1525,7 +1626,7 @@ static int write_all(const estimate *e, const findings *f) {
     } else {
         print_text(e, f);
     }
-    if (lists && !e->options.json && list_plan(e, f) != 0) {
+    if (lists && list_plan(e, f) != 0) {
         return STATUS_FAILED;
     }
     if (fflush(stdout) != 0) {
@@ -1549,6 +1650,10 @@ int main(int argc, char **argv) {
     if (e.options.help) {
         print_help();
         return STATUS_FITS;
+    }
+    if (e.options.json && (e.options.plan || e.options.full_plan)) {
+        fail("--plan is text: not with --json");
+        return STATUS_USAGE;
     }
     if (e.options.sweep && *e.options.sweep == 0) {
         fail("--sweep needs the name of a file");

@@ -785,6 +785,35 @@ static void test_text(void **state) {
     }
 }
 
+/* What is listed as alive at the peak is all of it, and the largest come first. */
+static void test_largest_values(void **state) {
+    (void)state;
+    static printed p;
+    estimate e;
+    findings f;
+    prepare(&e, "gpt2-124M", 8, 256);
+    e.device.budget_bytes = (uint64_t)2200 << 20;
+    assert_int_equal(find_all(&e, &f), 0);
+    assert_true(advised_plan(&f) == &f.at_budget[f.advised]);
+    const plan *const both[] = {advised_plan(&f), &f.plain};
+    for (int i = 0; i < 2; i++) {
+        uint64_t bytes[MS_CATEGORY_COUNT] = {0};
+        for (int k = 0; k < both[i]->group_count; k++) {
+            bytes[both[i]->groups[k].category] += group_bytes(&both[i]->groups[k]);
+        }
+        assert_memory_equal(bytes, both[i]->report.peak_bytes, sizeof bytes);
+    }
+    run_words(&p, "--batch 8 --sequence 256 --gpu 24G --budget 2200M");
+    assert_int_equal(p.status, STATUS_FITS);
+    t_text_has(p.out, "The largest values at the peak of CONSERVATIVE");
+    t_text_has(p.out, "48 x 9.0 MiB       optimizer state      h0.fc.weight, ...");
+    t_text_has(p.out, "1 x 147.3 MiB     params               wte");
+    run_words(&p, "--gpu 1G");
+    t_text_has(p.out, "at the peak of the smallest plan");
+    run_words(&p, "--gpu 24G");
+    t_text_has(p.out, "at the peak of the plain plan");
+}
+
 /* The smallest peak that is printed is accepted as a budget. */
 static void test_typed_in_again(void **state) {
     (void)state;
@@ -804,6 +833,9 @@ static void test_typed_in_again(void **state) {
         }
         const bool is_gibi = strstr(p.out, "GiB, live at the peak") != NULL;
         for (int c = 1; c < COLUMNS; c++) {
+            if (c > 1 && fabs(cells[c] - cells[c - 1]) < 0.001) {
+                continue;
+            }
             snprintf(words, sizeof words, "%s --budget %.*f%s", runs[i], is_gibi ? 2 : 1, cells[c],
                      is_gibi ? "G" : "M");
             run_words(&p, words);
@@ -916,6 +948,7 @@ static void test_mistakes(void **state) {
         {"--optimizer lion", "adamw, sgd and momentum"},
         {"--accumulate 0", "from 1"},
         {"--accumulate 2000000", "at most"},
+        {"--json --plan", "text"},
         {"--rank 4", "--frozen"},
         {"--tflops fast", "number"},
         {"--budget 0%", "100%"},
@@ -1006,6 +1039,7 @@ int main(void) {
         cmocka_unit_test(test_sweep_is_monotone),
         cmocka_unit_test(test_text),
         cmocka_unit_test(test_plan),
+        cmocka_unit_test(test_largest_values),
         cmocka_unit_test(test_typed_in_again),
         cmocka_unit_test(test_forgiving),
         cmocka_unit_test(test_speeds),
