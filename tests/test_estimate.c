@@ -806,8 +806,8 @@ static void test_largest_values(void **state) {
     run_words(&p, "--batch 8 --sequence 256 --gpu 24G --budget 2200M");
     assert_int_equal(p.status, STATUS_FITS);
     t_text_has(p.out, "The largest values at the peak of CONSERVATIVE");
-    t_text_has(p.out, "48 x 9.0 MiB       optimizer state      h0.fc.weight, ...");
-    t_text_has(p.out, "1 x 147.3 MiB     params               wte");
+    t_text_has(p.out, "48 x 9.0 MiB      optimizer state      h0.fc.weight, ...");
+    t_text_has(p.out, "2 x 147.3 MiB    optimizer state      wte, ...");
     run_words(&p, "--gpu 1G");
     t_text_has(p.out, "at the peak of the smallest plan");
     run_words(&p, "--gpu 24G");
