@@ -7794,6 +7794,12 @@ typedef struct msi_skyline {
 /* With more blocks than this, a layout is good that is a little above the bound. */
 enum { MSI_LAYOUT_MANY = 4096 };
 
+/* The place of a block, in memory and in time. */
+typedef struct msi_stretch {
+    uint64_t low, high;
+    uint32_t first, last;
+} msi_stretch;
+
 /* Two stacks of blocks, one standing on the ground and one hanging from the bound, and what finds a
    gap between them. The trees have a leaf for each block in use. "Before" and "after" are the sides
    of the peak: [0] and [1]. */
@@ -7803,12 +7809,15 @@ typedef struct msi_stacks {
     uint64_t bytes; // of these together
     uint64_t *low;  // of each of these, upwards
     uint32_t *reach[2],
-        *lack[2];          // trees over these: how far they live; what they lack of UINT32_MAX
-    uint32_t hung_at[2];   // a time at which all blocks that hang on this side live
-    uint64_t *floor;       // per compressed time: where what hangs begins
-    uint64_t *top;         // per compressed time: where what stands ends
-    uint32_t *hung, *rest; // trees over starts: when a block that was placed there ends, or 0
+        *lack[2];        // trees over these: how far they live; what they lack of UINT32_MAX
+    uint32_t hung_at[2]; // a time at which all blocks that hang on this side live
+    uint64_t *floor;     // per compressed time: where what hangs begins
+    uint64_t *top;       // per compressed time: where what stands ends
+    uint32_t *rest;      // tree over starts: when a block of the rest that lives briefly ends, or 0
+    uint32_t *hung;      // per block: whether it hangs
     uint32_t leaves;
+    msi_stretch *stretches[3]; // what hangs before and after, and the rest that lives long; upwards
+    uint32_t stretch_count[3];
 } msi_stacks;
 
 typedef struct msi_layout_work {
@@ -8107,22 +8116,26 @@ static bool msi_stacks_stands(const msi_layout_work *w, uint32_t block, const ms
            msi_layout_span(w, block) >= how->least_span;
 }
 
-/* How far a block lives to either side of the peak, as a share of the time on that side. The larger
-   share counts: what is made late but lives long belongs near the ground, too. */
-static uint64_t msi_stacks_extent(const msi_layout_work *w, uint32_t block) {
-    const uint32_t peak = w->stacks.peak;
-    return msi_max_u64((uint64_t)(peak - w->first[block]) * (w->times - peak),
-                       (uint64_t)(w->last[block] - peak) * (peak + 1));
+/* What stands lowest: what starts first, as nearly all that does ends last. If others hang, they
+   must not meet what stands high and lives long; so there it is what lives farthest to either side
+   of the peak, as a share of the time on that side. */
+static uint64_t msi_stacks_key(const msi_layout_work *w, uint32_t block, const msi_stacking *how) {
+    const uint32_t peak = w->stacks.peak, first = w->first[block], last = w->last[block];
+    if (!msi_stacks_stands(w, block, how)) {
+        return UINT64_MAX;
+    }
+    return how->hang ? UINT64_MAX - 1 -
+                           msi_max_u64((uint64_t)(peak - first) * (w->times - peak),
+                                       (uint64_t)(last - peak) * (peak + 1))
+                     : first;
 }
 
-/* Orders the blocks that stand first, by falling extent, then the rest in an order of its own. */
+/* Orders the blocks that stand first, upwards, then the rest in an order of its own. */
 static void msi_stacks_sort(msi_layout_work *w, const msi_stacking *how) {
     memcpy(w->order, w->by_start, w->used * sizeof *w->order);
     msi_layout_sort(w, how->rest, 1);
     for (uint32_t i = 0; i < w->used; i++) {
-        const uint32_t block = w->order[i];
-        w->key[block] =
-            msi_stacks_stands(w, block, how) ? ~msi_stacks_extent(w, block) - 1 : UINT64_MAX;
+        w->key[w->order[i]] = msi_stacks_key(w, w->order[i], how);
     }
     msi_sort_indices(w->order, w->scratch, w->used, w->key);
 }
@@ -8157,13 +8170,15 @@ static uint32_t msi_stacks_distance(const msi_layout_work *w, uint32_t block, bo
 /* Stacks the blocks that stand; nothing hangs yet. */
 static void msi_stacks_begin(msi_layout_work *w, const msi_stacking *how) {
     msi_stacks *s = &w->stacks;
-    uint32_t *const trees[] = {s->reach[0], s->reach[1], s->lack[0], s->lack[1], s->hung, s->rest};
+    uint32_t *const trees[] = {s->reach[0], s->reach[1], s->lack[0], s->lack[1], s->rest, s->hung};
     msi_stacks_sort(w, how);
     for (uint32_t i = 0; i < sizeof trees / sizeof trees[0]; i++) {
         memset(trees[i], 0, 2 * (size_t)s->leaves * sizeof *trees[i]);
     }
     s->bytes = 0;
     s->count = 0;
+    memset(s->stretch_count, 0, sizeof s->stretch_count);
+    s->stretches[1] = s->stretches[2] = s->stretches[0];
     while (s->count < w->used && msi_stacks_stands(w, w->order[s->count], how)) {
         const uint32_t block = w->order[s->count];
         for (uint32_t side = 0; side < 2; side++) {
@@ -8226,6 +8241,13 @@ static uint32_t msi_stacks_list_hung(msi_layout_work *w, uint32_t begin, uint32_
     return count;
 }
 
+static msi_stretch msi_layout_stretch(const msi_layout_work *w, uint32_t block) {
+    const uint64_t low = w->offset[block];
+    const msi_stretch stretch = {low, low + w->blocks[block].bytes, w->first[block],
+                                 w->last[block]};
+    return stretch;
+}
+
 /* Hangs blocks on one side of the peak: those that live when the rest has most live bytes. One that
    would reach into the blocks that stand is left to be placed with the rest. */
 static void msi_stacks_hang(msi_layout_work *w, bool after) {
@@ -8241,7 +8263,15 @@ static void msi_stacks_hang(msi_layout_work *w, bool after) {
         if (low >= bytes && low - bytes >= s->top[near]) {
             low -= bytes;
             w->offset[block] = s->floor[near] = low;
-            msi_tree_raise(s->hung, s->leaves, w->rank[block], w->last[block] + 1);
+            s->hung[block] = 1;
+            s->stretch_count[after]++;
+        }
+    }
+    msi_stretch *stretch = s->stretches[after] + s->stretch_count[after];
+    s->stretches[2] = stretch;
+    for (uint32_t i = 0; i < count; i++) { // downwards
+        if (s->hung[w->waiting[i]]) {
+            *--stretch = msi_layout_stretch(w, w->waiting[i]);
         }
     }
     for (uint32_t t = begin + 1; t < end && after; t++) {
@@ -8252,87 +8282,166 @@ static void msi_stacks_hang(msi_layout_work *w, bool after) {
     }
 }
 
-/* Adds the blocks of a tree that meet this one to the list in scratch memory. Returns its
-   length. */
-static uint32_t msi_stacks_meet(msi_layout_work *w, const uint32_t *tree, uint32_t block,
-                                uint32_t count) {
-    const uint32_t end = w->begun[w->last[block]], least = w->first[block] + 1;
-    const uint32_t leaves = w->stacks.leaves;
-    for (uint32_t i = msi_tree_next(tree, leaves, 0, end, least); i < end;
-         i = msi_tree_next(tree, leaves, i + 1, end, least)) {
-        w->scratch[count++] = w->by_start[i];
+/* Where the search for a gap is in each list of what may be in the way, all upwards. */
+typedef struct msi_gap {
+    uint32_t block, met, standing;
+    uint32_t stretch[3];
+    uint64_t low, bytes, ceiling; // the block goes to `low`, unless something is in the way there
+} msi_gap;
+
+/* Passes what hangs on one side, or the rest that lives long. */
+static void msi_gap_pass_stretches(msi_layout_work *w, msi_gap *gap, uint32_t list) {
+    const msi_stretch *stretches = w->stacks.stretches[list];
+    const uint32_t count = w->stacks.stretch_count[list], begin = gap->stretch[list];
+    const uint32_t first = w->first[gap->block], last = w->last[gap->block];
+    uint64_t low = gap->low;
+    uint32_t i = begin;
+    for (; i < count && stretches[i].low < low + gap->bytes; i++) {
+        const bool meets = (stretches[i].first <= last) & (first <= stretches[i].last);
+        low = meets ? msi_max_u64(low, stretches[i].high) : low;
     }
-    return count;
+    gap->stretch[list] = i;
+    gap->low = low;
+    msi_layout_spend(w, 2 * (uint64_t)(i - begin));
 }
 
-/* Sorts the list in scratch memory by rising offset. Shell sort, since it is short. */
-static void msi_stacks_sort_met(msi_layout_work *w, uint32_t count) {
-    uint32_t step = 1;
-    while (step < count / 3) {
-        step = 3 * step + 1;
+/* Passes the blocks that stand: each time, all up to one that does not live so far. */
+static void msi_gap_pass_standing(msi_layout_work *w, msi_gap *gap) {
+    const msi_stacks *s = &w->stacks;
+    const bool after = w->first[gap->block] > s->peak;
+    const uint32_t distance = msi_stacks_distance(w, gap->block, after);
+    uint32_t k = gap->standing;
+    while ((k = msi_tree_next(s->reach[after], s->leaves, k, s->count, distance)) < s->count &&
+           s->low[k] < gap->low + gap->bytes) {
+        k = msi_tree_next(s->lack[after], s->leaves, k, s->count, UINT32_MAX - distance + 1);
+        gap->low = msi_max_u64(gap->low, k < s->count ? s->low[k] : s->bytes);
+        msi_layout_spend(w, 32);
     }
-    for (; step > 0; step /= 3) {
-        for (uint32_t i = step; i < count; i++) {
-            const uint32_t block = w->scratch[i];
-            uint32_t k = i;
-            for (; k >= step && w->offset[w->scratch[k - step]] > w->offset[block]; k -= step) {
-                w->scratch[k] = w->scratch[k - step];
-            }
-            w->scratch[k] = block;
+    gap->standing = k;
+}
+
+/* Adds a placed block to the list of what is met, if it ends above `low`. */
+static void msi_gap_meet(msi_layout_work *w, msi_gap *gap, uint32_t block) {
+    if (w->offset[block] + w->blocks[block].bytes > gap->low) {
+        w->scratch[gap->met++] = block;
+    }
+}
+
+/* Lists the rest that lives briefly and meets the block: what was there before it and lives so
+   long, and what starts while it lives. */
+static void msi_gap_meet_all(msi_layout_work *w, msi_gap *gap) {
+    const uint32_t first = w->first[gap->block], last = w->last[gap->block];
+    const uint32_t leaves = w->stacks.leaves, before = first > 0 ? w->begun[first - 1] : 0;
+    const uint32_t *tree = w->stacks.rest;
+    uint32_t i = 0, steps = 0;
+    while ((i = msi_tree_next(tree, leaves, i, before, first + 1)) < before) {
+        msi_gap_meet(w, gap, w->by_start[i++]);
+        steps++;
+    }
+    for (; i < w->begun[last]; i++) {
+        if (tree[i + leaves] != 0) {
+            msi_gap_meet(w, gap, w->by_start[i]);
+        }
+    }
+    msi_layout_spend(w, 16 * (uint64_t)steps + 2 * (uint64_t)(i - before));
+}
+
+/* Restores the heap of what is met, lowest first, where only its item i may be out of place. */
+static void msi_gap_sift(const msi_layout_work *w, const msi_gap *gap, uint32_t i) {
+    uint32_t *heap = w->scratch;
+    const uint32_t block = heap[i];
+    for (uint64_t k = 2 * (uint64_t)i + 1; k < gap->met; k = 2 * k + 1) {
+        k += k + 1 < gap->met && w->offset[heap[k + 1]] < w->offset[heap[k]];
+        if (w->offset[heap[k]] >= w->offset[block]) {
+            break;
+        }
+        heap[i] = heap[k];
+        i = (uint32_t)k;
+    }
+    heap[i] = block;
+}
+
+/* Passes what is met. */
+static void msi_gap_pass_met(msi_layout_work *w, msi_gap *gap) {
+    uint32_t *heap = w->scratch;
+    while (gap->met > 0 && w->offset[heap[0]] < gap->low + gap->bytes) {
+        gap->low = msi_max_u64(gap->low, w->offset[heap[0]] + w->blocks[heap[0]].bytes);
+        heap[0] = heap[--gap->met];
+        msi_gap_sift(w, gap, 0);
+        msi_layout_spend(w, 32);
+    }
+}
+
+/* Passes the stacks and the rest that lives long. */
+static void msi_gap_pass(msi_layout_work *w, msi_gap *gap) {
+    uint64_t low = UINT64_MAX;
+    while (low != gap->low) {
+        low = gap->low;
+        msi_gap_pass_standing(w, gap);
+        for (uint32_t list = 0; list < 3; list++) {
+            msi_gap_pass_stretches(w, gap, list);
+        }
+        if (gap->ceiling < gap->low + gap->bytes) {
+            gap->low = msi_max_u64(gap->low, w->bound);
+            gap->ceiling = UINT64_MAX;
         }
     }
 }
 
-/* Lists the rest that meets a block in scratch memory, by rising offset, and finds where the blocks
-   that hang begin on its way, or UINT64_MAX. Where not all of these live, the list has them. */
-static uint32_t msi_stacks_list_met(msi_layout_work *w, uint32_t block, bool after,
-                                    uint64_t *ceiling) {
+/* A gap for a block, to begin with. On one side of the peak, what hangs on the other is not in its
+   way; and where all that hangs on its way lives at one time, the lowest of that is all to know. */
+static msi_gap msi_gap_begin(const msi_layout_work *w, uint32_t block) {
     const msi_stacks *s = &w->stacks;
-    const uint32_t first = w->first[block], last = w->last[block], time = s->hung_at[after];
-    uint32_t count = msi_stacks_meet(w, s->rest, block, 0);
-    *ceiling = w->bound;
-    if (!msi_layout_lives_at(w, block, s->peak) && (after ? first <= time : last >= time)) {
-        *ceiling = s->floor[after ? (last < time ? last : time) : (first > time ? first : time)];
-    } else {
-        count = msi_stacks_meet(w, s->hung, block, count);
+    const uint32_t first = w->first[block], last = w->last[block];
+    const bool after = first > s->peak;
+    const uint32_t time = s->hung_at[after];
+    msi_gap gap = {block, 0, 0, {0, 0, 0}, 0, w->blocks[block].bytes, UINT64_MAX};
+    if (msi_layout_lives_at(w, block, s->peak)) {
+        return gap;
     }
-    *ceiling = *ceiling < w->bound ? *ceiling : UINT64_MAX;
-    msi_stacks_sort_met(w, count);
-    msi_layout_spend(w, 16 * (uint64_t)count);
-    return count;
+    gap.stretch[!after] = s->stretch_count[!after];
+    if (after ? first <= time : last >= time) {
+        gap.stretch[after] = s->stretch_count[after];
+        gap.ceiling = s->floor[after ? (last < time ? last : time) : (first > time ? first : time)];
+        gap.ceiling = gap.ceiling < w->bound ? gap.ceiling : UINT64_MAX;
+    }
+    return gap;
 }
 
-/* The lowest gap for a block beside both stacks and the rest that was placed: passes what is in its
-   way from the ground upwards. */
+/* The lowest gap for a block beside both stacks and the rest that was placed. Whatever begins below
+   its upper end raises it, in whichever order. */
 static uint64_t msi_stacks_lowest_gap(msi_layout_work *w, uint32_t block) {
-    const msi_stacks *s = &w->stacks;
-    const bool after = w->first[block] > s->peak;
-    const uint32_t distance = msi_stacks_distance(w, block, after);
-    const uint32_t *reach = s->reach[after], *lack = s->lack[after];
-    const uint64_t bytes = w->blocks[block].bytes;
-    uint64_t low = 0, ceiling;
-    const uint32_t met = msi_stacks_list_met(w, block, after, &ceiling);
-    uint32_t i = 0, k = msi_tree_next(reach, s->leaves, 0, s->count, distance);
-    while (true) {
-        const uint64_t standing = k < s->count ? s->low[k] : UINT64_MAX;
-        const uint64_t spot = i < met ? w->offset[w->scratch[i]] : UINT64_MAX;
-        const uint64_t begin = msi_smaller(standing, msi_smaller(spot, ceiling));
-        uint64_t high = w->bound;
-        if (begin == UINT64_MAX || (begin >= low && begin - low >= bytes)) {
-            return low;
-        }
-        if (begin == standing) { // and all above it up to one that does not live so far
-            k = msi_tree_next(lack, s->leaves, k, s->count, UINT32_MAX - distance + 1);
-            high = k < s->count ? s->low[k] : s->bytes;
-            k = msi_tree_next(reach, s->leaves, k, s->count, distance);
-        } else if (begin == spot) {
-            high = spot + w->blocks[w->scratch[i++]].bytes;
-        } else {
-            ceiling = UINT64_MAX;
-        }
-        low = msi_max_u64(low, high);
-        msi_layout_spend(w, 16);
+    msi_gap gap = msi_gap_begin(w, block);
+    uint64_t low = UINT64_MAX;
+    msi_gap_pass(w, &gap);
+    msi_gap_meet_all(w, &gap);
+    for (uint32_t i = gap.met / 2; i-- > 0;) {
+        msi_gap_sift(w, &gap, i);
     }
+    msi_layout_spend(w, 8 * (uint64_t)gap.met);
+    while (low != gap.low) {
+        low = gap.low;
+        msi_gap_pass_met(w, &gap);
+        msi_gap_pass(w, &gap);
+    }
+    return low;
+}
+
+/* Places one of the rest. Few live long, but those meet many: they have a list of their own. */
+static void msi_stacks_put(msi_layout_work *w, uint32_t block, uint64_t low) {
+    enum { LONG_SPAN = 64 };
+    msi_stacks *s = &w->stacks;
+    w->offset[block] = low;
+    if (msi_layout_span(w, block) < LONG_SPAN) {
+        msi_tree_raise(s->rest, s->leaves, w->rank[block], w->last[block] + 1);
+        return;
+    }
+    uint32_t i = s->stretch_count[2]++;
+    for (; i > 0 && s->stretches[2][i - 1].low > low; i--) {
+        s->stretches[2][i] = s->stretches[2][i - 1];
+    }
+    s->stretches[2][i] = msi_layout_stretch(w, block);
+    msi_layout_spend(w, s->stretch_count[2] - i);
 }
 
 /* Training keeps most memory between forward and backward. The blocks that live at the peak stand
@@ -8347,14 +8456,15 @@ static void msi_layout_from_peak(msi_layout_work *w, const msi_stacking *how, ui
     msi_stacks_begin(w, how);
     if (how->hang) {
         msi_stacks_hang(w, false);
+        s->stretches[1] = s->stretches[2];
         msi_stacks_hang(w, true);
     }
     for (uint32_t i = s->count; i < w->used && height < w->height && w->effort > 0; i++) {
-        const uint32_t block = w->order[i], rank = w->rank[block];
-        if (s->hung[rank + s->leaves] == 0) {
-            w->offset[block] = msi_stacks_lowest_gap(w, block);
-            height = msi_max_u64(height, w->offset[block] + w->blocks[block].bytes);
-            msi_tree_raise(s->rest, s->leaves, rank, w->last[block] + 1);
+        const uint32_t block = w->order[i];
+        if (!s->hung[block]) {
+            const uint64_t low = msi_stacks_lowest_gap(w, block);
+            height = msi_max_u64(height, low + w->blocks[block].bytes);
+            msi_stacks_put(w, block, low);
         }
     }
     if (w->effort > 0) {
@@ -8753,7 +8863,7 @@ static bool msi_layout_search_from_peak(msi_layout_work *w) {
     static const struct {
         msi_stacking how;
         uint64_t limit, limit_each; // operations, and more for each block
-    } ways[] = {{{0, true, MSI_ORDER_BYTES}, 1000000000, 100000},
+    } ways[] = {{{0, true, MSI_ORDER_BYTES}, 1000000000, 10000},
                 {{64, false, MSI_ORDER_BYTES}, 200000000, 500},
                 {{0, false, MSI_ORDER_BYTES}, 200000000, 500},
                 {{0, true, MSI_ORDER_LOAD}, 200000000, 500}};
@@ -8786,8 +8896,19 @@ static void msi_layout_search(msi_layout_work *w) {
     }
 }
 
-/* Divides memory among the arrays of w, unless it is NULL. Returns the bytes that this takes. The
-   spots share the memory of the skylines, which are at least as large. */
+/* Divides the memory of four lists of nodes among the arrays of the stacks. */
+static void msi_stacks_bind(msi_stacks *s, uint64_t *memory, uint64_t nodes) {
+    uint32_t **trees[] = {&s->reach[0], &s->reach[1], &s->lack[0], &s->lack[1], &s->hung, &s->rest};
+    for (uint32_t i = 0; i < sizeof trees / sizeof trees[0]; i++) {
+        *trees[i] = (uint32_t *)(void *)memory + i * nodes; // two of these are as large as one list
+    }
+    s->low = memory + 3 * nodes;
+    s->top = s->low + nodes / 2;
+    s->leaves = (uint32_t)(nodes / 2);
+}
+
+/* Divides memory among the arrays of w, unless it is NULL. Returns the bytes that this takes. Spots
+   and stacks share the memory of the skylines, which are at least as large. */
 static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
     uint64_t **by_node[] = {&w->bottom.highest, &w->bottom.applied, &w->top.highest,
                             &w->top.applied};
@@ -8795,30 +8916,25 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
                              &w->from_peak, &w->stacks.floor, &w->load};
     uint32_t **numbers[] = {&w->first,  &w->last, &w->order,    &w->scratch, &w->penalty,
                             &w->starts, &w->rank, &w->by_start, &w->begun};
-    msi_stacks *s = &w->stacks;
-    uint32_t **trees[] = {&s->reach[0], &s->reach[1], &s->lack[0], &s->lack[1], &s->hung, &s->rest};
     const uint64_t count = w->count, number_count = sizeof numbers / sizeof numbers[0];
     uint64_t nodes = 2;
     while (nodes < 2 * count) {
         nodes *= 2;
     }
-    const uint64_t words = 4 * nodes + 6 * count + 1; // load has one more
+    const uint64_t lists = 4 * nodes + 6 * count + 1; // load has one more
+    const uint64_t words = lists + count * sizeof(msi_stretch) / sizeof(uint64_t);
     for (uint32_t i = 0; memory && i < 4; i++) {
         *by_node[i] = memory + i * nodes;
     }
     for (uint32_t i = 0; memory && i < 6; i++) {
         *by_block[i] = memory + 4 * nodes + i * count;
     }
-    for (uint32_t i = 0; memory && i < 6; i++) { // in the memory of three lists of nodes
-        *trees[i] = (uint32_t *)(void *)memory + i * nodes;
-    }
-    s->leaves = (uint32_t)(nodes / 2);
-    s->low = memory ? memory + 3 * nodes : NULL;
-    s->top = memory ? s->low + count : NULL;
     for (uint32_t i = 0; memory && i < number_count; i++) {
         *numbers[i] = (uint32_t *)(void *)(memory + words) + i * count;
     }
     if (memory) {
+        msi_stacks_bind(&w->stacks, memory, nodes);
+        w->stacks.stretches[0] = (msi_stretch *)(void *)(memory + lists);
         w->by_low = (msi_spot *)(void *)memory;
         w->by_high = w->by_low + count;
         w->best_order = w->ranks = w->waiting = w->starts;
