@@ -1091,7 +1091,7 @@ static void blocks_are_found_anywhere(void **state) {
     assert_non_null(rows);
     for (uint64_t seed = 0; seed < 60; ++seed) {
         t_rng rng = t_seed(seed);
-        const uint32_t count = seed < 4 ? MOST : 1 + (uint32_t)(t_next(&rng) % 300);
+        const uint32_t count = seed < 4 ? (uint32_t)MOST : 1 + t_below(&rng, 300);
         const uint64_t kinds = seed == 0 ? 1 : 1 + t_next(&rng) % 3;
         const uint32_t period = 1 + (uint32_t)(t_next(&rng) % 40);
         uint32_t alone = 0, at = 0;
