@@ -1471,7 +1471,10 @@ static void the_plan_is_printed(void **state) {
     t_error(m, ms_print_plan(m, NULL, NULL), MS_RESULT_INVALID);
     t_error(m, ms_print_plan_full(m, NULL, NULL), MS_RESULT_INVALID);
     t_error(m, ms_visit_lifetimes(m, MS_PROGRAM_TRAIN, NULL, NULL), MS_RESULT_INVALID);
-    t_error(m, ms_visit_lifetimes(m, (ms_program)2, ignore_lifetime, NULL), MS_RESULT_INVALID);
+    for (int beyond = -1; beyond <= 2; beyond += 3) {
+        t_error(m, ms_visit_lifetimes(m, (ms_program)beyond, ignore_lifetime, NULL),
+                MS_RESULT_INVALID);
+    }
     t_error(m, ms_print_program(m, MS_PROGRAM_TRAIN, NULL, NULL), MS_RESULT_INVALID);
     ms_destroy(m);
 }
