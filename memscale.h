@@ -693,7 +693,9 @@ typedef struct ms_layer_desc {
     ms_layer_fn backward; // NULL: no gradient passes through
     /* Recomputes the values of wanted_out and wanted_saved, in MS_PHASE_RECOMPUTE: all of these,
        with the bits of forward, and nothing else. NULL: forward does, and computes everything; what
-       is still in memory is written again with the same bits, or goes to scratch memory. */
+       is still in memory is written again with the same bits, or goes to scratch memory. With
+       no_recompute, what recompute reads of the layer's own values is never dropped; otherwise it
+       can be, and then forward brings everything back: the plan chooses what is faster. */
     ms_layer_fn recompute;
     ms_layer_fn bind; // called before each of the above, with the same call; NULL: nothing
     void *user;       // must live as long as the model
@@ -704,8 +706,7 @@ typedef struct ms_layer_desc {
        are. What a layer reads as an input must not be state of a later layer. */
     ms_tensor state[MS_LIMIT_STATE];
     ms_reads backward_reads; // which values backward reads; zero: all of them
-    /* What recompute reads; zero: every input and param. Outputs (none in must_in_place) and saved
-       tensors that are listed here are never dropped. */
+    /* What recompute reads; zero: every input and param. Not an output in must_in_place. */
     ms_reads recompute_reads;
     /* Gradients that backward can only add to (it finds zeros or earlier contributions), or only
        overwrite (F32 only; the library adds the result to earlier ones). All others follow
@@ -733,7 +734,7 @@ typedef struct ms_layer_desc {
        reads needs ms_stop_gradient. */
     uint32_t grads_in_forward;
     uint32_t optional_saved; // no data if nobody is going to read them; the others always have it
-    bool no_recompute;       // forward can run only once in a step
+    bool no_recompute;       // forward can run only once in a step; a recompute callback may run
     /* The layer does not change its state in MS_PHASE_RECOMPUTE, and its outputs do not depend on
        it. Otherwise the library saves the state before a recomputation and restores it after. */
     bool keeps_state;
@@ -1000,6 +1001,7 @@ typedef struct ms_event {
     double measured_start_us, measured_us;
     bool is_restore;      // a COPY that restores state which a recomputation has changed
     uint32_t layer_index; // in the order of registration, from 0; UINT32_MAX: no layer
+    bool by_forward; // a RECOMPUTE that runs forward although the layer has a recompute callback
 } ms_event;
 
 /* event is valid only during the call. */
@@ -1990,8 +1992,9 @@ typedef struct msi_tensor {
     uint8_t borrowed;                      // mask of the roles whose memory is the trainer's
     /* analysis of the graph, by ms_wrap */
     bool wants_gradient;
-    bool updates_early; // params: may be updated inside backward
-    bool must_stay;     // its layer cannot recompute it, or reads it to recompute
+    bool updates_early;    // params: may be updated inside backward
+    bool must_stay;        // nothing can bring it back
+    bool serves_recompute; // the recompute callback of its layer reads it
     bool leads_to_loss;
     uint32_t last_reader;   // the last layer to run backward whose backward reads the value
     uint32_t last_gradient; // the last layer to run backward that contributes to its gradient
@@ -2111,10 +2114,12 @@ typedef enum msi_cost {
    passes over the bytes of its first operand, reads and writes together; the stream that it runs
    on; the phase of the callback that it calls, or COUNT; a mask of the operands that it only reads,
    of an op that calls none. Between a copy on its own stream and the next use of either operand is
-   a WAIT. NOTHING is no event. */
+   a WAIT. RECOMPUTE calls the recompute callback of a layer or, without one, forward; REPEAT calls
+   forward although there is one, since what it reads has been dropped. NOTHING is no event. */
 #define MSI_OPS(X)                                                                                 \
     X(FORWARD, "forward", FORWARD, FORWARD, 0, COMPUTE, FORWARD, 0)                                \
     X(RECOMPUTE, "recompute", RECOMPUTE, RECOMPUTE, 0, COMPUTE, RECOMPUTE, 0)                      \
+    X(REPEAT, "recompute", RECOMPUTE, FORWARD, 0, COMPUTE, RECOMPUTE, 0)                           \
     X(BACKWARD, "backward", BACKWARD, BACKWARD, 0, COMPUTE, BACKWARD, 0)                           \
     X(EVAL, "eval", EVAL, FORWARD, 0, COMPUTE, EVAL, 0)                                            \
     X(SEED, "seed", SEED, FILL, 1, COMPUTE, COUNT, 0)                                              \
@@ -2146,6 +2151,10 @@ static const struct {
     uint8_t sources;
 } msi_ops[MSI_OP_COUNT] = {MSI_OPS(MSI_X)};
 #undef MSI_X
+
+static bool msi_is_again(msi_op op) {
+    return op == MSI_OP_RECOMPUTE || op == MSI_OP_REPEAT;
+}
 
 static bool msi_calls_layer(msi_op op) {
     return msi_ops[op].phase != MS_PHASE_COUNT;
@@ -4250,8 +4259,24 @@ static uint32_t msi_recompute_reads_of(const msi_layer *l, int group) {
     return l->recompute ? msi_declared_reads(&l->recompute_reads, group, by_forward) : by_forward;
 }
 
-static bool msi_can_recompute(const msi_layer *l) {
+/* Whether forward can run a second time. */
+static bool msi_can_repeat(const msi_layer *l) {
     return !l->no_recompute && l->grads_in_forward == 0;
+}
+
+static bool msi_can_recompute(const msi_layer *l) {
+    return l->recompute || msi_can_repeat(l);
+}
+
+/* The mask of the slots of a group that a forward or a recomputation reads. */
+static uint32_t msi_op_reads(const msi_layer *l, msi_op op, int group) {
+    const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
+    return op == MSI_OP_RECOMPUTE ? msi_recompute_reads_of(l, group) : made ? 0 : MS_ALL_SLOTS;
+}
+
+/* The time of a layer's recomputation. */
+static double msi_again_us(const msi_layer *l, msi_op op) {
+    return op == MSI_OP_REPEAT ? l->time.forward_us : l->time.recompute_us;
 }
 
 static uint32_t msi_lowest_bit(uint32_t mask) {
@@ -4481,16 +4506,22 @@ static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uin
     return wanted;
 }
 
-/* Marks the tensors of a layer that cannot come back: all, if the layer runs only once, or those
-   that its own recomputation reads. */
+/* Marks the tensors of a layer that its own recomputation reads, and those that cannot come back:
+   if forward runs only once, these ones, or all where there is no such recomputation. */
 static void msi_mark_must_stay(msi_graph *g, const msi_layer *l) {
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
-        const uint32_t read =
-            msi_can_recompute(l) ? msi_recompute_reads_of(l, group) : MS_ALL_SLOTS;
+        const uint32_t read = l->recompute ? msi_recompute_reads_of(l, group) : 0;
         for (MSI_EACH(made, g, l, group)) {
-            g->tensors.items[made.tensor].must_stay = read >> made.slot & 1;
+            msi_tensor *t = &g->tensors.items[made.tensor];
+            t->serves_recompute = read >> made.slot & 1;
+            t->must_stay = !msi_can_repeat(l) && (!l->recompute || t->serves_recompute);
         }
     }
+}
+
+/* Whether anything reads a value after forward: a backward, or its layer's recompute callback. */
+static bool msi_is_read_again(const msi_tensor *t) {
+    return t->last_reader != MSI_NONE || t->serves_recompute;
 }
 
 /* In the order of forward: which tensors want a gradient. */
@@ -5155,9 +5186,10 @@ static const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
            : d->grads_in_forward && d->must_grad_in_place
                ? "grads_in_forward and must_grad_in_place: there is no grad_out in forward; "
                  "grad_in_place can name an input"
-           : d->recompute && (d->no_recompute || d->grads_in_forward)
-               ? "it has a recompute callback, but runs once (no_recompute, grads_in_forward): "
-                 "leave one of them out"
+           : d->recompute && d->grads_in_forward
+               ? "it has a recompute callback, but grads_in_forward, and so runs once: leave one "
+                 "of "
+                 "them out"
            : d->recompute_reads.out & d->must_in_place
                ? "recompute_reads names an output that must_in_place fills with the input first: "
                  "read the input instead"
@@ -5259,10 +5291,10 @@ static const char *msi_drop_fault(const msi_graph *g, uint32_t t) {
     return !l                    ? "no layer writes it"
            : tensor->is_output   ? "ms_add_output keeps it"
            : t == g->loss        ? "it is the loss"
-           : l->no_recompute     ? "its layer has no_recompute"
            : l->grads_in_forward ? "its layer runs once (grads_in_forward)"
-           : tensor->must_stay   ? "its layer's recompute_reads names it"
-                                 : NULL;
+           : !tensor->must_stay  ? NULL
+           : l->recompute        ? "its layer has no_recompute, and recompute_reads names it"
+                                 : "its layer has no_recompute";
 }
 
 /* Why params cannot be updated inside backward, or NULL. */
@@ -6098,14 +6130,15 @@ static const msi_rule msi_rules[] = {
     MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_UNREAD, "unread", "no backward reads what the layer makes",
              "its values end with their last reader in forward, as in the plain plan"),
     MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_RUNS_ONCE, "runs-once",
-             "no_recompute is set, or the layer writes gradients in forward",
+             "no_recompute is set without a recompute callback, or the layer writes gradients in "
+             "forward",
              "a second run would not do what the first one did"),
     MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_OUTPUT, "output",
              "what the layer makes is the loss, or kept by ms_add_output",
              "the trainer may read it after the step"),
     MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_RECOMPUTE_READS, "recompute-reads",
-             "recompute_reads of the layer names it",
-             "what a layer is recomputed from cannot be dropped"),
+             "no_recompute is set, and recompute_reads of the layer names it",
+             "what a layer can only be recomputed from cannot be dropped"),
     MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_NOT_IDLE, "not-idle",
              "no layer runs between its last use in forward and its first in backward",
              "there is no time in which its memory would be free"),
@@ -6137,13 +6170,15 @@ enum { MSI_RULE_COUNT = sizeof msi_rules / sizeof msi_rules[0] };
 typedef struct msi_review {
     const ms_model *model;
     const msi_plan *plan;
+    double *again_us;  // per layer: the time of its recomputations
     uint32_t *forward; // per layer: its instruction in forward
     uint32_t *again;   // per layer: how often it is recomputed
     uint32_t *update;  // per tensor: the instruction that updates it, or MSI_NONE
 } msi_review;
 
 static uint64_t msi_review_bytes(const msi_graph *g) {
-    return (2ull * g->layers.count + g->tensors.count) * sizeof(uint32_t);
+    return g->layers.count * (uint64_t)(sizeof(double) + 2 * sizeof(uint32_t)) +
+           g->tensors.count * (uint64_t)sizeof(uint32_t);
 }
 
 static bool msi_review_init(msi_review *r, const ms_model *m, const msi_plan *plan) {
@@ -6151,10 +6186,11 @@ static bool msi_review_init(msi_review *r, const ms_model *m, const msi_plan *pl
     const msi_program *p = &plan->train;
     r->model = m;
     r->plan = plan;
-    r->forward = (uint32_t *)msi_alloc_zeroed(&m->config.allocator, msi_review_bytes(g));
-    if (!r->forward) {
+    r->again_us = (double *)msi_alloc_zeroed(&m->config.allocator, msi_review_bytes(g));
+    if (!r->again_us) {
         return false;
     }
+    r->forward = (uint32_t *)(void *)(r->again_us + g->layers.count);
     r->again = r->forward + g->layers.count;
     r->update = r->again + g->layers.count;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -6164,8 +6200,9 @@ static bool msi_review_init(msi_review *r, const ms_model *m, const msi_plan *pl
         const msi_instruction *i = &p->instructions.items[now];
         if (i->op == MSI_OP_FORWARD) {
             r->forward[i->target] = now;
-        } else if (i->op == MSI_OP_RECOMPUTE) {
+        } else if (msi_is_again((msi_op)i->op)) {
             r->again[i->target]++;
+            r->again_us[i->target] += msi_again_us(&g->layers.items[i->target], (msi_op)i->op);
         } else if (i->op == MSI_OP_UPDATE) {
             r->update[i->target] = now;
         }
@@ -6174,7 +6211,7 @@ static bool msi_review_init(msi_review *r, const ms_model *m, const msi_plan *pl
 }
 
 static void msi_review_free(msi_review *r) {
-    msi_release(&r->model->config.allocator, r->forward, msi_review_bytes(&r->model->graph));
+    msi_release(&r->model->config.allocator, r->again_us, msi_review_bytes(&r->model->graph));
 }
 
 /* Whether a technique is applied to a tensor, at this layer. */
@@ -6358,7 +6395,7 @@ static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_techniqu
     const uint32_t left = msi_gather(r, layer, &d, &facts);
     switch (technique) {
     case MS_TECHNIQUE_CHECKPOINTING:
-        d.added_us = r->again[layer] * g->layers.items[layer].time.recompute_us;
+        d.added_us = r->again_us[layer];
         d.refused_us = d.refused_bytes > 0 && r->again[layer] == 0
                            ? g->layers.items[layer].time.recompute_us
                            : 0.0;
@@ -6964,28 +7001,21 @@ static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader) {
             w->decisions[t].pass <= w->depth);
 }
 
-/* Whether anything reads a saved tensor: the backward of its layer, or its recompute callback. */
-static bool msi_is_read_again(const msi_graph *g, uint32_t t) {
-    const msi_tensor *tensor = &g->tensors.items[t];
-    return tensor->last_reader != MSI_NONE ||
-           (tensor->must_stay && msi_can_recompute(&g->layers.items[tensor->producer]));
-}
-
 /* The live range to which a forward, eval or recomputation writes a tensor; MSI_NONE where nobody
    needs it. A new one begins with the last instruction. */
 static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool optional,
                                  uint32_t reader) {
     const msi_graph *g = w->graph;
     const msi_tensor *tensor = &g->tensors.items[t];
-    const bool again = op == MSI_OP_RECOMPUTE;
+    const bool again = msi_is_again(op);
     const bool there = w->value[t] != MSI_NONE;
-    const bool own = again && g->layers.items[tensor->producer].recompute;
+    const bool own = op == MSI_OP_RECOMPUTE && g->layers.items[tensor->producer].recompute;
     if (own && there) { // what was kept: the recompute callback reads it, or leaves it alone
-        return tensor->must_stay ? w->value[t] : MSI_NONE;
+        return tensor->serves_recompute ? w->value[t] : MSI_NONE;
     }
     if (again ? (own || optional) && (there || !msi_is_needed(w, t, reader))
               : optional &&
-                    (op == MSI_OP_EVAL || w->decisions[t].pass > 0 || !msi_is_read_again(g, t))) {
+                    (op == MSI_OP_EVAL || w->decisions[t].pass > 0 || !msi_is_read_again(tensor))) {
         return MSI_NONE;
     }
     if (there && (tensor->is_output || t == g->loss)) {
@@ -7017,7 +7047,7 @@ static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint
         }
     }
     for (uint32_t k = 0; k < count; k++) {
-        if (op == MSI_OP_RECOMPUTE && state[k] != MSI_NONE) {
+        if (msi_is_again(op) && state[k] != MSI_NONE) {
             msi_emit_copy(w, state[k], MSI_ROLE_VALUE, w->value[state[k]], snapshot[k]);
         } else {
             snapshot[k] = aside[k];
@@ -7050,9 +7080,8 @@ static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int g
                            uint32_t reader) {
     const uint32_t *operands = msi_group(w->graph, l, group);
     const uint32_t start = msi_group_start(l, group);
-    const uint32_t reads = op == MSI_OP_BACKWARD    ? msi_reads_of(l, group)
-                           : op == MSI_OP_RECOMPUTE ? msi_recompute_reads_of(l, group)
-                                                    : MS_ALL_SLOTS;
+    const uint32_t reads =
+        op == MSI_OP_BACKWARD ? msi_reads_of(l, group) : msi_op_reads(l, op, group);
     const bool written =
         op != MSI_OP_BACKWARD && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED);
     for (uint32_t k = 0; k < l->count[group]; k++) {
@@ -7103,13 +7132,26 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
     }
     for (MSI_EACH(state, w->graph, l, MSI_GROUP_STATE)) {
         const uint32_t t = state.tensor;
-        if (op == MSI_OP_RECOMPUTE && aside[state.slot] != MSI_NONE) {
+        if (msi_is_again(op) && aside[state.slot] != MSI_NONE) {
             msi_emit_copy(w, t, MSI_ROLE_VALUE, w->value[t], aside[state.slot]);
             if (!p->out_of_memory) {
                 p->instructions.items[p->instructions.count - 1].restores = true;
             }
         }
     }
+}
+
+/* How the values of a layer come back: by its recompute callback, if all is in memory that this
+   reads of the layer's own values; by forward, if there is none or something is not. */
+static msi_op msi_way_back(const msi_lowering *w, const msi_layer *l) {
+    bool there = true;
+    for (int group = MSI_GROUP_OUT; l->recompute && group <= MSI_GROUP_SAVED; group++) {
+        const uint32_t reads = msi_op_reads(l, MSI_OP_RECOMPUTE, group);
+        for (MSI_EACH(made, w->graph, l, group)) {
+            there &= !(reads >> made.slot & 1) || w->value[made.tensor] != MSI_NONE;
+        }
+    }
+    return there ? MSI_OP_RECOMPUTE : MSI_OP_REPEAT;
 }
 
 /* Lists what is missing to recompute a tensor, back to what is in memory. */
@@ -7121,7 +7163,7 @@ static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
     w->met[tensor] = w->recomputation;
     while (depth > 0) {
         const msi_layer *l = &g->layers.items[g->tensors.items[w->stack[depth - 1]].producer];
-        const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
+        const uint32_t reads = msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN);
         uint32_t next = MSI_NONE;
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
             if ((reads >> in.slot & 1) && w->value[in.tensor] == MSI_NONE &&
@@ -7152,7 +7194,7 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
             continue;
         }
         const msi_layer *l = &g->layers.items[g->tensors.items[t].producer];
-        const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
+        const uint32_t reads = msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN);
         w->wanted[t] = w->pass_number;
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
             if ((reads >> in.slot & 1) && w->value[in.tensor] == MSI_NONE) {
@@ -7163,7 +7205,7 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
     for (uint32_t i = 0; i < count && !w->program->out_of_memory; i++) {
         const uint32_t t = w->missing[i], layer = g->tensors.items[t].producer;
         if (w->wanted[t] == w->pass_number && w->value[t] == MSI_NONE) {
-            msi_lower_forward(w, MSI_OP_RECOMPUTE, layer, reader);
+            msi_lower_forward(w, msi_way_back(w, &g->layers.items[layer]), layer, reader);
             w->program->recompute_count++;
         }
     }
@@ -9227,7 +9269,7 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
         const msi_instruction *i = &p->instructions.items[now];
         const double us = msi_duration_us(&c, i);
         msi_clock_run(&c, now, us);
-        p->recompute_us += i->op == MSI_OP_RECOMPUTE ? us : 0.0;
+        p->recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
     }
     p->step_us = 0.0;
     for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
@@ -9483,16 +9525,30 @@ static bool msi_is_drop_forced(const msi_graph *g, uint32_t t) {
     return g->tensors.items[t].technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON;
 }
 
-/* Whether dropping a value is a choice. What no backward reads, the plain plan drops already. */
+/* How the values of a layer come back under these decisions: as msi_way_back has it. */
+static msi_op msi_decided_way(const msi_graph *g, const msi_tensor_decision *decisions,
+                              uint32_t layer) {
+    bool there = true;
+    if (!g->layers.items[layer].recompute) {
+        return MSI_OP_RECOMPUTE;
+    }
+    for (MSI_EACH_MADE(made, g, layer)) {
+        there &=
+            !g->tensors.items[made.tensor].serves_recompute || decisions[made.tensor].pass == 0;
+    }
+    return there ? MSI_OP_RECOMPUTE : MSI_OP_REPEAT;
+}
+
+/* Whether dropping a value is a choice. What nothing reads again, the plain plan drops already. */
 static bool msi_is_choice(const msi_graph *g, uint32_t t) {
-    return g->tensors.items[t].last_reader != MSI_NONE && msi_is_droppable(g, t) &&
+    return msi_is_read_again(&g->tensors.items[t]) && msi_is_droppable(g, t) &&
            !msi_is_drop_forced(g, t);
 }
 
-/* The plain plan drops only what no backward reads, and updates params last. */
+/* The plain plan drops only what nothing reads again, and updates params last. */
 static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions) {
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const bool unread = g->tensors.items[t].last_reader == MSI_NONE;
+        const bool unread = !msi_is_read_again(&g->tensors.items[t]);
         decisions[t].pass = unread && msi_is_droppable(g, t) ? 1 : 0;
         decisions[t].update_after = MSI_NONE;
     }
@@ -9561,30 +9617,36 @@ static void msi_pricing_free(const msi_pricing *c) {
 static void msi_note_recomputed(msi_pricing *c, const msi_program *p) {
     memset(c->recomputed, 0, c->graph->layers.count);
     for (uint32_t i = 0; i < p->instructions.count; i++) {
-        if (p->instructions.items[i].op == MSI_OP_RECOMPUTE) {
+        if (msi_is_again((msi_op)p->instructions.items[i].op)) {
             c->recomputed[p->instructions.items[i].target] = 1;
         }
     }
 }
 
-/* The time that a step grows by if this layer must run again: its own, and that of the layers
-   before it whose outputs are neither kept nor recomputed already. */
-static double msi_price_us(msi_pricing *c, const msi_tensor_decision *decisions, uint32_t layer) {
+/* The time that a step grows by if this value is dropped: that of its layer, and of the layers
+   before it whose outputs are neither kept nor recomputed already. Without what the recompute
+   callback of the layer reads, forward takes the place of the callback. */
+static double msi_price_us(msi_pricing *c, const msi_tensor_decision *decisions, uint32_t tensor) {
     const msi_graph *g = c->graph;
+    const uint32_t layer = g->tensors.items[tensor].producer;
+    const bool turns = g->tensors.items[tensor].serves_recompute &&
+                       msi_decided_way(g, decisions, layer) == MSI_OP_RECOMPUTE;
     uint32_t depth = 0, met = 0;
-    double us = 0.0;
+    double us = turns && c->recomputed[layer] ? -g->layers.items[layer].time.recompute_us : 0.0;
     c->query++;
     c->stack[depth++] = layer;
     while (depth > 0 && met < MSI_PRICE_LIMIT) {
         const uint32_t top = c->stack[--depth];
-        if (c->recomputed[top] || c->visited[top] == c->query) {
+        const bool turned = turns && top == layer;
+        if ((c->recomputed[top] && !turned) || c->visited[top] == c->query) {
             continue;
         }
         c->visited[top] = c->query;
         met++;
         const msi_layer *l = &g->layers.items[top];
-        us += l->time.recompute_us;
-        const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
+        const msi_op way = turned ? MSI_OP_REPEAT : msi_decided_way(g, decisions, top);
+        const uint32_t reads = msi_op_reads(l, way, MSI_GROUP_IN);
+        us += msi_again_us(l, way);
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
             if ((reads >> in.slot & 1) && decisions[in.tensor].pass > 0 &&
                 depth < g->tensors.count) {
@@ -9592,7 +9654,7 @@ static double msi_price_us(msi_pricing *c, const msi_tensor_decision *decisions,
             }
         }
     }
-    return us;
+    return us > 0.0 ? us : 0.0;
 }
 
 /* A next step that a search may take: to drop some values together. */
@@ -9828,9 +9890,16 @@ static void msi_find_moves(msi_greedy *w) {
     msi_find_segments(w);
     for (uint32_t i = 0; i < w->moves.count; i++) {
         msi_move *move = &w->moves.items[i];
-        const uint32_t layer = w->graph->tensors.items[move->key].producer;
+        double us = 0.0;
+        for (uint32_t k = 0; k < move->member_count; k++) { // of one layer: the dearest counts
+            const uint32_t t = w->members.items[move->member + k];
+            const double price = k > 0 && !w->graph->tensors.items[t].serves_recompute
+                                     ? 0.0
+                                     : msi_price_us(&w->pricing, w->decisions, t);
+            us = price > us ? price : us;
+        }
         move->segment_bytes = msi_joined_bytes(w, move->key);
-        move->bytes_per_us /= 1e-3 + msi_price_us(&w->pricing, w->decisions, layer);
+        move->bytes_per_us /= 1e-3 + us;
     }
     msi_sort_moves(w->moves.items, w->moves.count);
 }
@@ -10255,7 +10324,7 @@ static void msi_list_kept(msi_chain *c, uint32_t number) {
                 memset(move, 0, sizeof *move);
                 move->key = made.tensor;
                 move->bytes_per_us = (double)g->tensors.items[made.tensor].bytes /
-                                     (1e-3 + msi_price_us(&c->pricing, c->decisions, i));
+                                     (1e-3 + msi_price_us(&c->pricing, c->decisions, made.tensor));
             }
         }
     }
@@ -10399,9 +10468,11 @@ static void msi_measure_option(msi_chain *c, uint32_t option) {
         }
         for (uint32_t i = stage->backward; i < stage->backward_end; i++) {
             const msi_instruction *at = &p->instructions.items[i];
-            const bool again = at->op == MSI_OP_RECOMPUTE;
             o->backward_bytes = msi_max_u64(o->backward_bytes, c->own[i] + c->carried[i]);
-            o->recompute_us += again ? c->graph->layers.items[at->target].time.recompute_us : 0.0;
+            if (msi_is_again((msi_op)at->op)) {
+                o->recompute_us +=
+                    msi_again_us(&c->graph->layers.items[at->target], (msi_op)at->op);
+            }
         }
     }
 }
@@ -10417,9 +10488,11 @@ static void msi_time_stage(msi_chain *c, uint32_t number) {
     }
     for (uint32_t i = stage->end; i-- > stage->first;) {
         const msi_layer *l = &g->layers.items[i];
-        const uint32_t reads = msi_recompute_reads_of(l, MSI_GROUP_IN);
-        stage->pass_us += c->leads[i] ? l->time.recompute_us : 0.0;
-        stage->full_us += c->leads[i] || c->pricing.recomputed[i] ? l->time.recompute_us : 0.0;
+        const msi_op way = msi_decided_way(g, c->decisions, i);
+        const uint32_t reads = msi_op_reads(l, way, MSI_GROUP_IN);
+        const double us = msi_again_us(l, way);
+        stage->pass_us += c->leads[i] ? us : 0.0;
+        stage->full_us += c->leads[i] || c->pricing.recomputed[i] ? us : 0.0;
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
             if (c->leads[i] && (reads >> in.slot & 1) && msi_is_droppable(g, in.tensor)) {
                 c->leads[g->tensors.items[in.tensor].producer] = 1;
@@ -10933,7 +11006,10 @@ static double msi_least_us(const msi_exhaustive *all, uint32_t mask) {
     uint32_t last = MSI_NONE;
     for (uint32_t k = 0; k < all->count; k++) {
         const uint32_t layer = g->tensors.items[all->members[all->first[k]]].producer;
-        us += (mask >> k & 1) && layer != last ? g->layers.items[layer].time.recompute_us : 0.0;
+        const ms_layer_time *time = &g->layers.items[layer].time;
+        const double least =
+            time->forward_us < time->recompute_us ? time->forward_us : time->recompute_us;
+        us += (mask >> k & 1) && layer != last ? least : 0.0;
         last = mask >> k & 1 ? layer : last;
     }
     return us;
@@ -12216,12 +12292,10 @@ static int msi_operand_group(const msi_layer *l, const msi_instruction *i, uint3
 
 /* Whether a layer's instruction makes this operand. */
 static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int group, uint32_t slot) {
-    const bool again = i->op == MSI_OP_RECOMPUTE;
     if (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED) {
-        return i->op != MSI_OP_BACKWARD &&
-               !(again && l->recompute && (msi_recompute_reads_of(l, group) >> slot & 1));
+        return i->op != MSI_OP_BACKWARD && !(msi_op_reads(l, (msi_op)i->op, group) >> slot & 1);
     }
-    return group == MSI_GROUP_STATE ? !again || !l->keeps_state
+    return group == MSI_GROUP_STATE ? !msi_is_again((msi_op)i->op) || !l->keeps_state
                                     : group == MSI_GROUP_GRAD_IN || group == MSI_GROUP_GRAD_PARAM;
 }
 
@@ -12240,8 +12314,7 @@ static bool msi_is_written(const msi_layer *l, const msi_instruction *i, int gro
 static uint32_t msi_wanted(const msi_layer *l, const msi_instruction *i,
                            const msi_operand *operands, int group) {
     const msi_operand *first = operands + msi_group_start(l, group);
-    const uint32_t read =
-        i->op == MSI_OP_RECOMPUTE && l->recompute ? msi_recompute_reads_of(l, group) : 0;
+    const uint32_t read = msi_op_reads(l, (msi_op)i->op, group);
     uint32_t mask = 0;
     for (uint32_t k = 0; k < l->count[group]; k++) {
         mask |= (uint32_t)(first[k].range != MSI_NONE && !(read >> k & 1)) << k;
@@ -12307,11 +12380,12 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     }
 }
 
-static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *call) {
+/* Calls a layer; `own`: its recompute callback, in MS_PHASE_RECOMPUTE, if it has one. */
+static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *call, bool own) {
     const uint32_t error_count = m->errors.count;
-    const ms_layer_fn fn = call->phase == MS_PHASE_BACKWARD                    ? l->backward
-                           : call->phase == MS_PHASE_RECOMPUTE && l->recompute ? l->recompute
-                                                                               : l->forward;
+    const ms_layer_fn fn = call->phase == MS_PHASE_BACKWARD                           ? l->backward
+                           : call->phase == MS_PHASE_RECOMPUTE && own && l->recompute ? l->recompute
+                                                                                      : l->forward;
     m->run.busy = true;
     int error = l->bind ? l->bind(call) : 0;
     const char *what = error ? "bind" : msi_phase_name(call->phase);
@@ -12543,6 +12617,7 @@ typedef struct msi_trial {
     msi_variant how; // the run under way
     uint32_t lies_in[MSI_MAX_VIEWS + 1], half;
     ms_phase phase;         // of that run
+    msi_op way;             // of a recomputation on trial: RECOMPUTE or REPEAT
     uint32_t outside_reach; // what the model's memory is filled for
     bool has_rivals;        // several results could lie in one operand in that run
     bool is_acting;         // the callback runs
@@ -12704,7 +12779,7 @@ static void msi_stage_instruction(msi_trial *t, uint32_t now) {
     const ms_model *m = t->model;
     const msi_instruction *i = t->instruction;
     const msi_operand *operands = t->program->operands.items + i->operand_first;
-    const bool again = i->op == MSI_OP_RECOMPUTE;
+    const bool again = msi_is_again((msi_op)i->op);
     for (uint32_t k = 0; k < i->operand_count; k++) {
         uint32_t slot;
         const int group = msi_operand_group(t->layer, i, k, &slot);
@@ -12761,7 +12836,7 @@ static bool msi_stage_recompute(msi_trial *t) {
     t->count[MSI_SET_RECOMPUTE] = 0;
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
         const bool output = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
-        const uint32_t reads = msi_recompute_reads_of(l, group);
+        const uint32_t reads = msi_op_reads(l, t->way, group);
         for (MSI_EACH(operand, g, l, group)) {
             const uint32_t resident = store->resident_of[operand.tensor];
             const bool read = reads >> operand.slot & 1;
@@ -12785,7 +12860,8 @@ static bool msi_stage_recompute(msi_trial *t) {
             }
         }
     }
-    const int which = l->recompute ? MSI_WORKSPACE_RECOMPUTE : MSI_WORKSPACE_FORWARD;
+    const bool own = t->way == MSI_OP_RECOMPUTE;
+    const int which = own ? MSI_WORKSPACE_RECOMPUTE : MSI_WORKSPACE_FORWARD;
     msi_staged *s =
         msi_add_staged(t, MSI_SET_RECOMPUTE, MSI_GROUP_WORKSPACE, 0, MSI_NONE, MSI_NONE);
     s->bytes = msi_workspace_bytes(g, l, which);
@@ -13225,7 +13301,8 @@ static bool msi_act(msi_trial *t, const msi_variant *how) {
     }
     msi_aim_call(t, &call);
     t->is_acting = true;
-    MSI_THEN(t->result, msi_call_layer(t->model, t->layer, &call));
+    const msi_op op = how->set == MSI_SET_RECOMPUTE ? t->way : (msi_op)t->instruction->op;
+    MSI_THEN(t->result, msi_call_layer(t->model, t->layer, &call, op == MSI_OP_RECOMPUTE));
     t->is_acting = false;
     msi_take_image(t);
     if (t->result == MS_RESULT_OK) {
@@ -13408,10 +13485,15 @@ static void msi_try_recompute(msi_trial *t, uint32_t omit_out, uint32_t omit_sav
     }
 }
 
-/* A recomputation, whether the plan has one or not. Of a recompute callback also parts: the first
-   result that it can be asked for, and all others. */
+/* A recomputation, whether the plan has one or not: both ways, if there is a recompute callback. Of
+   this also parts: the first result that it can be asked for, and all others. */
 static void msi_try_recomputes(msi_trial *t) {
     uint32_t out = 0, saved = 0;
+    t->way = MSI_OP_REPEAT;
+    if (t->layer->recompute && msi_can_repeat(t->layer) && msi_stage_recompute(t)) {
+        msi_try_recompute(t, 0, 0);
+    }
+    t->way = MSI_OP_RECOMPUTE;
     if (!msi_can_recompute(t->layer) || !msi_stage_recompute(t)) {
         return;
     }
@@ -13438,7 +13520,7 @@ static void msi_log_made(msi_trial *t) {
         if (t->instruction->op == MSI_OP_FORWARD) {
             memcpy(d->made + d->made_at[s->tensor], made, (size_t)s->bytes);
             d->is_made[s->tensor] = 1;
-        } else if (t->instruction->op == MSI_OP_RECOMPUTE && d->is_made[s->tensor] &&
+        } else if (msi_is_again((msi_op)t->instruction->op) && d->is_made[s->tensor] &&
                    memcmp(d->made + d->made_at[s->tensor], made, (size_t)s->bytes) != 0) {
             msi_fail_operand(
                 t, "makes other bits than forward did for", s,
@@ -13567,7 +13649,7 @@ static void msi_try_without_optional(msi_trial *t) {
    chosen. */
 static void msi_run_trials(msi_trial *t) {
     const msi_op op = (msi_op)t->instruction->op;
-    const bool once = op == MSI_OP_FORWARD && !msi_can_recompute(t->layer);
+    const bool once = op == MSI_OP_FORWARD && !msi_can_repeat(t->layer);
     const msi_variant first = msi_plain_variant(0, MSI_IMAGE_FIRST);
     const msi_variant last = msi_plain_variant(msi_region_count(t), MSI_IMAGE_LAST);
     const bool keeps = t->layer->count[MSI_GROUP_STATE] == 0 || t->layer->keeps_state;
@@ -13586,9 +13668,11 @@ static void msi_run_trials(msi_trial *t) {
         msi_explain_difference(t, differs);
     }
     msi_log_made(t);
+    if (op == MSI_OP_FORWARD) {
+        msi_try_recomputes(t);
+    }
     if (!once) {
         if (op == MSI_OP_FORWARD) {
-            msi_try_recomputes(t);
             msi_try_without_optional(t);
         }
         msi_try_aliases(t);
@@ -14076,7 +14160,7 @@ static ms_result msi_run_layer(ms_model *m, const msi_program *p, uint32_t now) 
     const msi_instruction *i = &p->instructions.items[now];
     ms_call call;
     msi_fill_call(m, p, i, &call);
-    return msi_call_layer(m, &m->graph.layers.items[i->target], &call);
+    return msi_call_layer(m, &m->graph.layers.items[i->target], &call, i->op == MSI_OP_RECOMPUTE);
 }
 
 static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t now) {
@@ -14089,6 +14173,7 @@ static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t
     switch ((msi_op)i->op) {
     case MSI_OP_FORWARD:
     case MSI_OP_RECOMPUTE:
+    case MSI_OP_REPEAT:
     case MSI_OP_BACKWARD:
     case MSI_OP_EVAL:
         result = msi_run_layer(m, p, now);
@@ -15900,6 +15985,7 @@ static void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
     event.start_us = drops ? w->start_us + w->duration_us : w->start_us;
     event.duration_us = drops ? 0.0 : w->duration_us;
     event.is_restore = i->restores && !drops;
+    event.by_forward = i->op == MSI_OP_REPEAT && !drops;
     if (w->program->is_measured) {
         const double *measured = w->program->measured.items + 2ull * w->now;
         event.measured_us = drops ? 0.0 : measured[1];

@@ -675,27 +675,40 @@ static int bind_layer(const ms_call *call) {
     return 0;
 }
 
-/* x_norm is made again from x, in the workspace, where backward finds it until im2col overwrites
-   it; a dropped output likewise, without its convolution. A second forward of dropout would draw
-   other numbers, and shift those of all later layers: those of the first are saved and applied. */
-static int run_layer(const ms_call *call) {
-    network net = *(network *)call->user;
-    layer l = net.layers[net.index];
+/* The layer, and in it what lies in borrowed memory. */
+static layer layer_of(const ms_call *call, network *net) {
+    *net = *(network *)call->user;
+    layer l = net->layers[net->index];
     l.weights = data_of(call->param, 0), l.weight_updates = data_of(call->grad_param, 0);
     l.biases = data_of(call->param, 1), l.bias_updates = data_of(call->grad_param, 1);
     l.scales = data_of(call->param, 2), l.scale_updates = data_of(call->grad_param, 2);
     l.rolling_mean = data_of(call->state, 0), l.rolling_variance = data_of(call->state, 1);
-    net.random = (uint64_t *)call->state[0].data;
-    const bool back = call->phase == MS_PHASE_BACKWARD, again = call->phase == MS_PHASE_RECOMPUTE;
-    if (l.scales != NULL && (back || again)) {
+    net->random = (uint64_t *)call->state[0].data;
+    return l;
+}
+
+/* x_norm is made again from x, in the workspace, where backward finds it until im2col overwrites
+   it. */
+static int run_layer(const ms_call *call) {
+    network net;
+    const layer l = layer_of(call, &net);
+    const bool back = call->phase == MS_PHASE_BACKWARD;
+    if (l.scales != NULL && back) {
         normalize(l, l.mean, l.variance);
     }
-    if (again && l.scales != NULL) {
+    (back ? l.backward : l.forward)(l, net);
+    return 0;
+}
+
+/* The output once more, from what forward has saved: without the convolution, or drawing nothing. */
+static int remake_layer(const ms_call *call) {
+    network net;
+    const layer l = layer_of(call, &net);
+    if (l.scales != NULL) {
+        normalize(l, l.mean, l.variance);
         scale_and_activate(l);
-    } else if (again && l.type == DROPOUT) {
-        drop(l, net.input);
     } else {
-        (back ? l.backward : l.forward)(l, net);
+        drop(l, net.input);
     }
     return 0;
 }
@@ -745,14 +758,14 @@ static void add_layer(ms_model *m, network *net, ms_tensor *outputs, ms_tensor r
         d.state[0] = borrow(m, ms_buffer(m, "mean", MS_DTYPE_F32, channels), l->rolling_mean);
         d.state[1] = borrow(m, ms_buffer(m, "var", MS_DTYPE_F32, channels), l->rolling_variance);
         d.recompute_reads.saved = d.recompute_reads.param = MS_ALL_SLOTS;
-        d.recompute = run_layer, d.keeps_state = true;
+        d.recompute = remake_layer;
     } else if (l->type == MAXPOOL) {
         d.saved[0] = ms_saved(m, "indexes", MS_DTYPE_I32, out);
     } else if (l->type == DROPOUT) { // in place, both ways
         d.in_place[0] = d.must_in_place = d.grad_in_place[0].grad_out = d.must_grad_in_place = 1;
         d.saved[0] = ms_saved(m, "rand", MS_DTYPE_F32, out);
-        d.state[0] = random, d.keeps_state = true, d.accumulates.in = 0;
-        d.recompute = run_layer, d.recompute_reads.in = d.recompute_reads.saved = 1;
+        d.state[0] = random, d.accumulates.in = 0;
+        d.recompute = remake_layer, d.recompute_reads.in = d.recompute_reads.saved = 1;
     } else if (l->type == SHORTCUT) {
         d.in[1] = outputs[l->from + 1], d.in_place[0] = 1;
     } else if (l->type == SOFTMAX) { // writes its delta in forward

@@ -643,7 +643,8 @@ static void check_operands(const ms_call *call, const ms_layer_desc *d) {
     }
 }
 
-static int fz_forward(const ms_call *call) {
+/* Forward, or what a recompute callback does. */
+static int fz_make(const ms_call *call, bool own) {
     layer_info *layer = (layer_info *)call->user;
     const ms_layer_desc *d = &layer->desc;
     const bool again = call->phase == MS_PHASE_RECOMPUTE;
@@ -652,10 +653,9 @@ static int fz_forward(const ms_call *call) {
         return error;
     }
     CHECK(call->phase != MS_PHASE_BACKWARD);
-    CHECK(!again || (!d->no_recompute && d->grads_in_forward == 0));
+    CHECK(!again || ((own || !d->no_recompute) && d->grads_in_forward == 0));
     check_operands(call, d);
-    check_workspace(call, again && d->recompute != NULL ? &d->recompute_workspace
-                                                        : &d->forward_workspace);
+    check_workspace(call, own ? &d->recompute_workspace : &d->forward_workspace);
     const uint64_t h = digest_forward(call, layer);
     trace("      layer %u, phase %d, seed %llx: %llx", (unsigned)(layer - layer->owner->layers),
           (int)call->phase, (unsigned long long)call->seed, (unsigned long long)h);
@@ -668,6 +668,14 @@ static int fz_forward(const ms_call *call) {
         contribute(d, call, h);
     }
     return 0;
+}
+
+static int fz_forward(const ms_call *call) {
+    return fz_make(call, false);
+}
+
+static int fz_recompute(const ms_call *call) {
+    return fz_make(call, true);
 }
 
 static void destroy_operands(const ms_call *call, const layer_info *layer) {
@@ -1134,7 +1142,7 @@ static void op_good_layer(world *w, slot *s) {
     d->out[0] = add_tensor(s, KIND_ACTIVATION, MS_DTYPE_F32, s->shape);
     d->forward = fz_forward;
     d->backward = (more & 4) != 0 && (bits & 128) != 0 ? NULL : fz_backward;
-    d->recompute = (more & 24) == 24 ? fz_forward : NULL;
+    d->recompute = (more & 24) == 24 ? fz_recompute : NULL;
     d->bind = (more & 32) != 0 ? fz_bind : NULL;
     d->no_recompute = (more & 192) == 192 && d->recompute == NULL;
     if (d->backward != NULL && (more & 192) == 64) {
@@ -1185,7 +1193,7 @@ static void op_loss(world *w, slot *s) {
 
 static uint32_t a_mask(world *w) {
     const uint8_t x = take(w);
-    return x == 255 ? MS_ALL_SLOTS : (x & 0x80) != 0 ? x << 8 | take(w) : x & 7;
+    return x == 255 ? MS_ALL_SLOTS : (x & 0x80) != 0 ? (uint32_t)x << 8 | take(w) : x & 7u;
 }
 
 static ms_slot_masks some_overwrites(world *w) {
@@ -1231,7 +1239,7 @@ static void fill_desc(world *w, slot *s, ms_layer_desc *d) {
     d->name = (bits & 1) != 0 ? "100% wild" : NULL;
     d->forward = (bits & 2) != 0 && s->config.dry_run ? NULL : fz_forward;
     d->backward = (bits & 4) != 0 ? NULL : fz_backward;
-    d->recompute = (bits & 8) != 0 ? fz_forward : NULL;
+    d->recompute = (bits & 8) != 0 ? fz_recompute : NULL;
     d->bind = (bits & 16) != 0 ? fz_bind : NULL;
     d->backward_reads = some_reads(w);
     if ((bits & 32) != 0) {

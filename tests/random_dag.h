@@ -85,6 +85,7 @@
     X(REPLAYED, 10)                                                                                \
     X(DID_RECOMPUTE, 40)                                                                           \
     X(DID_OWN_RECOMPUTE, 10)                                                                       \
+    X(DID_REPEAT, 2)                                                                               \
     X(DID_PARTIAL_RECOMPUTE, 3)                                                                    \
     X(DID_RESTORE_STATE, 3)                                                                        \
     X(DID_SKIP_STATE, 3)                                                                           \
@@ -480,7 +481,7 @@ static inline void rd_random_reads(rd_graph *g, rd_layer *l) {
 
 /* A recompute of its own, perhaps from fewer operands, or from what forward leaves. */
 static inline void rd_random_recompute(rd_graph *g, rd_layer *l) {
-    l->has_recompute = !l->desc.no_recompute && l->desc.must_in_place == 0 && rd_spiced(g, 0.25);
+    l->has_recompute = l->desc.must_in_place == 0 && rd_spiced(g, 0.25);
     if (!l->has_recompute || t_chance(&g->rng, 0.35)) {
         return;
     }
@@ -892,6 +893,7 @@ typedef struct rd_op {
     uint64_t drawn, drawn_step; // its seed once more, which step it was for, and which micro-batch
     uint32_t drawn_micro;
     uint32_t forwards, recomputes, backwards;
+    bool own; // the call under way, or the last one, is that of the recompute callback
     bool is_bound;
     ms_phase bound_phase;
 } rd_op;
@@ -953,12 +955,13 @@ static inline uint64_t rd_workspace_bytes(const rd_run *run, const rd_layer *l,
     return w->bytes + w->row_bytes * rows;
 }
 
-static inline const ms_workspace *rd_workspace_of(const rd_layer *l, ms_phase phase) {
+/* own: a recomputation is by the layer's recompute callback. */
+static inline const ms_workspace *rd_workspace_of(const rd_layer *l, ms_phase phase, bool own) {
     if (phase == MS_PHASE_BACKWARD) {
         return &l->desc.backward_workspace;
     }
-    return phase == MS_PHASE_RECOMPUTE && l->has_recompute ? &l->desc.recompute_workspace
-                                                           : &l->desc.forward_workspace;
+    return phase == MS_PHASE_RECOMPUTE && own ? &l->desc.recompute_workspace
+                                              : &l->desc.forward_workspace;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1010,7 +1013,7 @@ static inline int rd_expects(const rd_op *op, ms_phase phase, int group, int slo
     if (phase == MS_PHASE_BACKWARD) {
         return (rd_backward_reads(l, group) & bit) != 0;
     }
-    if (phase == MS_PHASE_RECOMPUTE && l->has_recompute && group != RD_GROUP_STATE) {
+    if (phase == MS_PHASE_RECOMPUTE && op->own && group != RD_GROUP_STATE) {
         bool read = (rd_recompute_reads(l, group) & bit) != 0;
         return written && !read ? -1 : read;
     }
@@ -1197,7 +1200,7 @@ static inline bool rd_check_must(rd_op *op, const ms_call *call) {
 }
 
 static inline bool rd_check_workspace(rd_op *op, const ms_call *call) {
-    const ms_workspace *w = rd_workspace_of(op->layer, call->phase);
+    const ms_workspace *w = rd_workspace_of(op->layer, call->phase, op->own);
     const unsigned char *bytes = (const unsigned char *)call->workspace;
     uint64_t expected = rd_workspace_bytes(op->run, op->layer, w);
     if (call->workspace_bytes != expected || (expected > 0 && bytes == NULL) ||
@@ -1262,7 +1265,7 @@ static inline bool rd_check_numbers(rd_op *op, const ms_call *call) {
         return rd_fail(run, "layer %u, phase %d: not the seed of its forward", (unsigned)op->index,
                        (int)call->phase);
     }
-    if (call->phase == MS_PHASE_RECOMPUTE && op->layer->desc.no_recompute) {
+    if (call->phase == MS_PHASE_RECOMPUTE && op->layer->desc.no_recompute && !op->own) {
         return rd_fail(run, "layer %u is recomputed", (unsigned)op->index);
     }
     if (call->phase == MS_PHASE_BACKWARD && !run->debug && op->backwards != 0) {
@@ -1280,7 +1283,7 @@ static inline bool rd_check_wanted(rd_op *op, const ms_call *call) {
         uint32_t wanted = group == RD_GROUP_OUT ? call->wanted_out : call->wanted_saved;
         for (int i = 0; i < op->layer->count[group]; ++i) {
             bool has_data = rd_views(call, group)[i].data != NULL;
-            bool kept = call->phase == MS_PHASE_RECOMPUTE && op->layer->has_recompute &&
+            bool kept = call->phase == MS_PHASE_RECOMPUTE && op->own &&
                         rd_bit(rd_recompute_reads(op->layer, group), i);
             if (!kept && has_data != (rd_bit(wanted, i))) {
                 return rd_fail(op->run, "layer %u, phase %d: group %d[%d] %s wanted",
@@ -1603,18 +1606,19 @@ static inline void rd_note_recompute(rd_op *op, const ms_call *call) {
     bool state = rd_used(l, RD_GROUP_STATE) != 0;
     op->recomputes += 1;
     seen[RD_DID_RECOMPUTE] = 1;
-    seen[RD_DID_OWN_RECOMPUTE] |= l->has_recompute;
+    seen[RD_DID_OWN_RECOMPUTE] |= op->own;
+    seen[RD_DID_REPEAT] |= l->has_recompute && !op->own;
     seen[RD_DID_SKIP_STATE] |= state && l->desc.keeps_state;
     seen[RD_DID_RESTORE_STATE] |= state && !l->desc.keeps_state;
     uint32_t droppable = rd_used(l, RD_GROUP_OUT) & ~rd_recompute_reads(l, RD_GROUP_OUT);
-    seen[RD_DID_PARTIAL_RECOMPUTE] |=
-        l->has_recompute && (droppable & ~(uint32_t)call->wanted_out) != 0;
+    seen[RD_DID_PARTIAL_RECOMPUTE] |= op->own && (droppable & ~(uint32_t)call->wanted_out) != 0;
 }
 
 static inline int rd_forward(const ms_call *call) {
     rd_op *op = (rd_op *)call->user;
     const rd_layer *l = op->layer;
     rd_stage *s = &op->run->stage;
+    op->own = false;
     if (!rd_check_call(op, call)) {
         return RD_CALLBACK_ERROR;
     }
@@ -1650,6 +1654,7 @@ static inline int rd_recompute(const ms_call *call) {
     rd_op *op = (rd_op *)call->user;
     const rd_layer *l = op->layer;
     rd_stage *s = &op->run->stage;
+    op->own = true;
     if (call->phase != MS_PHASE_RECOMPUTE) {
         rd_fail(op->run, "layer %u: recompute in phase %d", (unsigned)op->index, (int)call->phase);
     }
@@ -1799,6 +1804,7 @@ typedef struct rd_frame {
     ms_view view[RD_GROUP_COUNT][MS_LIMIT_IN];
     ms_view grad_out[MS_LIMIT_OUT], grad_in[MS_LIMIT_IN], grad_param[MS_LIMIT_PARAM];
     ms_call call;
+    bool repeats;                          // a recomputation calls forward, in any case
     bool copied[RD_GROUP_COUNT][RD_SLOTS]; // data are a copy, to be freed
 } rd_frame;
 
@@ -1867,7 +1873,7 @@ static inline bool rd_frame_call(rd_frame *f) {
     if (op->layer->has_bind) {
         rd_bind(&f->call);
     }
-    bool own = f->call.phase == MS_PHASE_RECOMPUTE && op->layer->has_recompute;
+    bool own = f->call.phase == MS_PHASE_RECOMPUTE && op->layer->has_recompute && !f->repeats;
     int error = f->call.phase == MS_PHASE_BACKWARD ? rd_backward(&f->call)
                 : own                              ? rd_recompute(&f->call)
                                                    : rd_forward(&f->call);
@@ -1950,7 +1956,7 @@ static inline void rd_reference_give(rd_reference *r, rd_frame *f, const rd_laye
 }
 
 static inline void rd_reference_space(rd_reference *r, rd_frame *f, const rd_layer *l) {
-    const ms_workspace *w = rd_workspace_of(l, f->call.phase);
+    const ms_workspace *w = rd_workspace_of(l, f->call.phase, l->has_recompute);
     f->call.workspace_bytes = rd_workspace_bytes(&r->run, l, w);
     if (f->call.workspace_bytes > 0) {
         f->call.workspace = rd_alloc(f->call.workspace_bytes);

@@ -618,6 +618,7 @@ static bool replay_layer(replay *r, const ms_event *event) {
         replay_place(r, &f, &event->operands[k]);
     }
     f.call.loss_factor = r->loss_factor;
+    f.repeats = event->by_forward;
     return rd_frame_call(&f) || replay_fail(r, "the callback failed", event, 0);
 }
 

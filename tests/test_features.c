@@ -652,15 +652,15 @@ static void what_must_be_in_place_is(void **state) {
 // workspace
 
 typedef struct scratch_op {
-    t_op base; // first, for the callbacks of toy_layers.h
-    ms_workspace expected[MS_PHASE_COUNT];
+    t_op base;                                  // first, for the callbacks of toy_layers.h
+    ms_workspace expected[MS_PHASE_COUNT], own; // that of the recompute callback
     int64_t rows;
     uint32_t checked;
 } scratch_op;
 
-static void check_workspace(const ms_call *call) {
+static void check_workspace(const ms_call *call, bool own) {
     scratch_op *s = (scratch_op *)call->user;
-    const ms_workspace *w = &s->expected[call->phase];
+    const ms_workspace *w = own ? &s->own : &s->expected[call->phase];
     uint64_t bytes = w->bytes + w->row_bytes * (uint64_t)s->rows;
     s->base.faults += call->workspace_bytes != bytes;
     s->base.faults += bytes != 0 && call->workspace == NULL;
@@ -682,12 +682,17 @@ static void check_workspace(const ms_call *call) {
 }
 
 static int scratch_forward(const ms_call *call) {
-    check_workspace(call);
+    check_workspace(call, false);
+    return t_forward(call);
+}
+
+static int scratch_recompute(const ms_call *call) {
+    check_workspace(call, true);
     return t_forward(call);
 }
 
 static int scratch_backward(const ms_call *call) {
-    check_workspace(call);
+    check_workspace(call, false);
     return t_backward(call);
 }
 
@@ -707,7 +712,7 @@ static void check_contents(ms_contents contents, bool own_recompute) {
         s[k].base.skips_out = true;
         desc.forward = scratch_forward;
         desc.backward = scratch_backward;
-        desc.recompute = own_recompute ? scratch_forward : NULL;
+        desc.recompute = own_recompute ? scratch_recompute : NULL;
         desc.forward_workspace.bytes = 100;
         desc.forward_workspace.row_bytes = 28;
         desc.forward_workspace.contents = contents;
@@ -720,8 +725,8 @@ static void check_contents(ms_contents contents, bool own_recompute) {
         s[k].rows = ROWS;
         s[k].expected[MS_PHASE_FORWARD] = s[k].expected[MS_PHASE_EVAL] = desc.forward_workspace;
         s[k].expected[MS_PHASE_BACKWARD] = desc.backward_workspace;
-        s[k].expected[MS_PHASE_RECOMPUTE] =
-            own_recompute ? desc.recompute_workspace : desc.forward_workspace;
+        s[k].expected[MS_PHASE_RECOMPUTE] = desc.forward_workspace;
+        s[k].own = desc.recompute_workspace;
         int layer = t_net_register(&n, &desc);
         if (k < 2) {
             ms_set_layer_technique(n.m, n.layers[layer], MS_TECHNIQUE_CHECKPOINTING, MS_SWITCH_ON);

@@ -25,7 +25,7 @@ typedef struct depths {
 } depths;
 
 static bool is_dropped_anyway(const msi_graph *g, uint32_t t) {
-    return g->tensors.items[t].last_reader == MSI_NONE;
+    return !msi_is_read_again(&g->tensors.items[t]);
 }
 
 /* A depth up to `most`: by chance, by halves, or rising with the layers. */
@@ -223,7 +223,7 @@ static bool walk_state(walk *w, const msi_layer *l, msi_op op) {
             w->holds[slot] = HOLDS_VERSION + w->versions++;
         } else if (op == MSI_OP_BACKWARD && w->holds[slot] != w->after[slot]) {
             return wrong(w, start + k, "is not restored");
-        } else if (op == MSI_OP_RECOMPUTE && !l->keeps_state) {
+        } else if (msi_is_again(op) && !l->keeps_state) {
             if (w->holds[slot] != seen[k]) {
                 return wrong(w, start + k, "is not the state that forward saw");
             }
@@ -257,7 +257,7 @@ static bool walk_written(walk *w, const msi_layer *l, msi_op op) {
                 continue;
             }
             *holds_at(w, start + k) = operands[k];
-            if (op == MSI_OP_RECOMPUTE && is_twice(w, operands[k], life_at(w, start + k))) {
+            if (msi_is_again(op) && is_twice(w, operands[k], life_at(w, start + k))) {
                 return wrong(w, start + k, "is in memory twice");
             }
         }
@@ -285,7 +285,7 @@ static bool walk_forward(walk *w, const msi_layer *l, msi_op op) {
     const bool own = op == MSI_OP_RECOMPUTE && l->recompute != NULL;
     for (int group = 0; group < MSI_GROUP_STATE; ++group) {
         const bool written = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
-        const uint32_t reads = own ? msi_recompute_reads_of(l, group) : written ? 0 : UINT16_MAX;
+        const uint32_t reads = own ? msi_recompute_reads_of(l, group) : written ? 0 : UINT32_MAX;
         if (!walk_values_read(w, l, group, reads)) {
             return false;
         }
@@ -396,9 +396,11 @@ static bool walk_instruction(walk *w) {
         return walk_other(w, i);
     }
     const msi_layer *l = &w->g->layers.items[i->target];
-    const bool once = i->op != MSI_OP_RECOMPUTE || l->no_recompute || l->grads_in_forward != 0;
+    const bool again = msi_is_again((msi_op)i->op);
+    const bool own = i->op == MSI_OP_RECOMPUTE && l->recompute != NULL;
+    const bool once = !again || (!own && l->no_recompute) || l->grads_in_forward != 0;
     const uint32_t runs = w->runs[i->op][i->target]++;
-    if (once && (runs > 0 || i->op == MSI_OP_RECOMPUTE)) {
+    if (once && (runs > 0 || again)) {
         return wrong(w, 0, "its layer runs once more");
     }
     return i->op == MSI_OP_BACKWARD ? walk_backward(w, l) : walk_forward(w, l, (msi_op)i->op);
@@ -519,7 +521,7 @@ typedef struct passes {
     uint32_t *last_reader;          // per tensor, lowest layer + 1; 0: none
     bool *there, *missing, *wanted; // per tensor
     bool *made, *leaves;            // per tensor, in this pass
-    bool *ran;                      // per layer, in this pass
+    msi_op *ran;                    // per layer, in this pass; or MSI_OP_COUNT
     uint32_t now;                   // in the program
     uint32_t pass_count, longest;   // passes for one value
     char *text;
@@ -533,6 +535,19 @@ static const msi_layer *producer_of(const passes *s, uint32_t t) {
     return &s->g->layers.items[s->g->tensors.items[t].producer];
 }
 
+/* Whether a layer comes back by its own callback: all is there that this reads of its values. */
+static bool comes_back_alone(const passes *s, const msi_layer *l) {
+    bool alone = l->recompute != NULL;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED && alone; ++group) {
+        const uint32_t *operands = msi_group(s->g, l, group);
+        for (uint32_t k = 0; k < l->count[group]; ++k) {
+            const bool is_read = msi_recompute_reads_of(l, group) >> k & 1;
+            alone = alone && (operands[k] == MSI_NONE || !is_read || s->there[operands[k]]);
+        }
+    }
+    return alone;
+}
+
 /* Marks a tensor and what of `among` (NULL: anything) leads to it and is not there. */
 static void close_over(const passes *s, uint32_t t, const bool *among, bool *marks) {
     if (is_always_there(s, t) || s->there[t] || marks[t] || (among != NULL && !among[t])) {
@@ -541,8 +556,10 @@ static void close_over(const passes *s, uint32_t t, const bool *among, bool *mar
     marks[t] = true;
     const msi_layer *l = producer_of(s, t);
     const uint32_t *in = msi_group(s->g, l, MSI_GROUP_IN);
+    const uint32_t reads =
+        comes_back_alone(s, l) ? msi_recompute_reads_of(l, MSI_GROUP_IN) : UINT32_MAX;
     for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; ++k) {
-        if (in[k] != MSI_NONE && (msi_recompute_reads_of(l, MSI_GROUP_IN) >> k & 1)) {
+        if (in[k] != MSI_NONE && (reads >> k & 1)) {
             close_over(s, in[k], among, marks);
         }
     }
@@ -555,20 +572,21 @@ static bool is_held_for_backward(const passes *s, uint32_t t, uint32_t depth, ui
 }
 
 /* Whether a layer can run again without making this value. */
-static bool may_be_left_out(const msi_layer *l, int group, uint32_t slot) {
-    return l->recompute != NULL ||
-           (group == MSI_GROUP_SAVED && (l->optional_saved >> slot & 1) != 0);
+static bool may_be_left_out(const msi_layer *l, bool own, int group, uint32_t slot) {
+    return own || (group == MSI_GROUP_SAVED && (l->optional_saved >> slot & 1) != 0);
 }
 
 /* What a layer makes when it runs again. */
 static void run_again(passes *s, uint32_t layer, uint32_t depth, uint32_t reader) {
     const msi_layer *l = &s->g->layers.items[layer];
+    const bool own = comes_back_alone(s, l);
+    s->ran[layer] = own || l->recompute == NULL ? MSI_OP_RECOMPUTE : MSI_OP_REPEAT;
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; ++group) {
         const uint32_t *operands = msi_group(s->g, l, group);
         for (uint32_t k = 0; k < l->count[group]; ++k) {
             const uint32_t t = operands[k];
             if (t != MSI_NONE && !s->there[t] &&
-                (!may_be_left_out(l, group, k) || s->wanted[t] ||
+                (!may_be_left_out(l, own, group, k) || s->wanted[t] ||
                  is_held_for_backward(s, t, depth, reader))) {
                 s->there[t] = s->made[t] = true;
                 s->leaves[t] = s->decisions[t].pass > depth;
@@ -587,13 +605,14 @@ static bool unlike(const passes *s, uint32_t layer, const char *what) {
    is there in any case. */
 static bool made_for_something(const passes *s, const msi_instruction *i) {
     const msi_layer *l = &s->g->layers.items[i->target];
+    const bool own = i->op == MSI_OP_RECOMPUTE && l->recompute != NULL;
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; ++group) {
         const uint32_t *operands = msi_group(s->g, l, group);
         for (uint32_t k = 0; k < l->count[group]; ++k) {
             const uint32_t operand = i->operand_first + msi_group_start(l, group) + k;
             const bool is_given = s->p->operands.items[operand].range != MSI_NONE;
-            const bool is_read = l->recompute && (msi_recompute_reads_of(l, group) >> k & 1);
-            if (operands[k] != MSI_NONE && may_be_left_out(l, group, k) && !is_read &&
+            const bool is_read = own && (msi_recompute_reads_of(l, group) >> k & 1);
+            if (operands[k] != MSI_NONE && may_be_left_out(l, own, group, k) && !is_read &&
                 is_given != s->made[operands[k]]) {
                 return false;
             }
@@ -608,21 +627,24 @@ static bool compare_pass(passes *s) {
     const msi_program *p = s->p;
     uint32_t left = 0, first = s->now;
     for (uint32_t i = 0; i < s->g->layers.count; ++i) {
-        left += s->ran[i];
+        left += s->ran[i] != MSI_OP_COUNT;
     }
     for (; left > 0 && s->now < p->backward_end; ++s->now) {
         const msi_instruction *i = &p->instructions.items[s->now];
         if (i->op == MSI_OP_BACKWARD) {
             break;
         }
-        if (i->op == MSI_OP_RECOMPUTE) {
-            if (!s->ran[i->target]) {
+        if (msi_is_again((msi_op)i->op)) {
+            if (s->ran[i->target] == MSI_OP_COUNT) {
                 return unlike(s, i->target, "runs again for nothing");
+            }
+            if (s->ran[i->target] != (msi_op)i->op) {
+                return unlike(s, i->target, "comes back the other way");
             }
             if (!made_for_something(s, i)) {
                 return unlike(s, i->target, "makes what nobody wants");
             }
-            s->ran[i->target] = false;
+            s->ran[i->target] = MSI_OP_COUNT;
             left--;
         }
     }
@@ -648,7 +670,9 @@ static bool one_pass(passes *s, uint32_t depth, uint32_t reader) {
     memset(s->wanted, 0, tensors * sizeof *s->wanted);
     memset(s->made, 0, tensors * sizeof *s->made);
     memset(s->leaves, 0, tensors * sizeof *s->leaves);
-    memset(s->ran, 0, layers * sizeof *s->ran);
+    for (uint32_t i = 0; i < layers; ++i) {
+        s->ran[i] = MSI_OP_COUNT;
+    }
     for (uint32_t t = 0; t < tensors; ++t) {
         if (s->missing[t] && s->decisions[t].pass <= depth) {
             close_over(s, t, s->missing, s->wanted);
@@ -656,11 +680,11 @@ static bool one_pass(passes *s, uint32_t depth, uint32_t reader) {
     }
     for (uint32_t t = 0; t < tensors; ++t) {
         if (s->wanted[t]) {
-            s->ran[s->g->tensors.items[t].producer] = true;
+            s->ran[s->g->tensors.items[t].producer] = MSI_OP_RECOMPUTE;
         }
     }
     for (uint32_t layer = 0; layer < layers; ++layer) {
-        if (s->ran[layer]) {
+        if (s->ran[layer] != MSI_OP_COUNT) {
             run_again(s, layer, depth, reader);
         }
     }
@@ -706,7 +730,7 @@ static bool before_backward(passes *s, uint32_t layer) {
     }
     while (s->p->instructions.items[s->now].op != MSI_OP_BACKWARD) {
         const msi_instruction *i = &s->p->instructions.items[s->now];
-        if (i->op == MSI_OP_RECOMPUTE) {
+        if (msi_is_again((msi_op)i->op)) {
             return unlike(s, i->target, "runs again once too often");
         }
         s->now++;
@@ -751,7 +775,8 @@ static bool passes_agree(const msi_graph *g, const msi_tensor_decision *decision
     s.wanted = flags(g->tensors.count);
     s.made = flags(g->tensors.count);
     s.leaves = flags(g->tensors.count);
-    s.ran = flags(g->layers.count);
+    s.ran = (msi_op *)calloc(g->layers.count + 1u, sizeof *s.ran);
+    assert_non_null(s.ran);
     find_last_readers(&s);
     for (uint32_t t = 0; t < g->tensors.count; ++t) {
         s.there[t] = decisions[t].pass == 0;

@@ -58,6 +58,7 @@ static void zoo_block(zoo *z, int i, ms_tensor in, ms_shape shape) {
     d.no_recompute = i == ZOO_RUNS_ONCE;
     if (i == ZOO_RECOMPUTE_READS) {
         d.recompute = t_nothing;
+        d.no_recompute = true;
         d.recompute_reads.out = 1;
     }
     z->act[i] = ms_register_layer(m, &d);
