@@ -319,7 +319,7 @@ static void take_speed(float given, double *speed) {
 /* Bytes, or a share of the memory. */
 static int choose_budget(const char *text, destination *t) {
     char *end;
-    const double share = text ? strtod(text, &end) : 85.0;
+    const double share = text ? read_digits(text, &end) : 85.0;
     if (!text || (end != text && strcmp(end, "%") == 0)) {
         t->budget_bytes = (uint64_t)((double)t->memory_bytes / 100.0 * share);
         return share > 0.0 && share <= 100.0 ? 0 : fail("--budget %s: from 1%% to 100%%", text);
@@ -1154,9 +1154,16 @@ static void json_count(json *j, const char *key, uint64_t count) {
     fprintf(j->file, "%llu", (unsigned long long)count);
 }
 
+/* By its bits, since -ffast-math lets compilers assume that every number is finite. */
+static bool is_finite(double value) {
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (bits >> 52 & 0x7ff) != 0x7ff;
+}
+
 static void json_real(json *j, const char *key, double value) {
     json_key(j, key);
-    if (value - value == 0.0) {
+    if (is_finite(value)) {
         fprintf(j->file, "%.9g", value);
     } else {
         fprintf(j->file, "null");

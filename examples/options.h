@@ -56,12 +56,23 @@ NN_API bool has_suffix(const char *text, const char *suffix) {
     return *text == 0 && *suffix == 0;
 }
 
+/* strtod for digits alone: no nan, no inf, no hexadecimal; *end is text if there are none. */
+NN_API double read_digits(const char *text, char **end) {
+    const char *start = text + strspn(text, " +");
+    const bool is_decimal = isdigit((unsigned char)*start) || *start == '.';
+    const double value = is_decimal ? strtod(start, end) : 0.0;
+    if (!is_decimal || strcspn(start, "xX") < (size_t)(*end - start)) {
+        *end = (char *)(uintptr_t)text;
+    }
+    return value;
+}
+
 /* A number from 0; below 0 at a mistake. If `scaled`, it may have a unit, in powers of 1024: K, M,
    G or T, in any case, also as in GB or GiB. */
 static double parse_number(const char *text, bool scaled) {
     static const char *const units[] = {"", "k", "m", "g", "t"};
     char *end, unit[4];
-    double value = strtod(text, &end), scale = 1.0;
+    double value = read_digits(text, &end), scale = 1.0;
     bool known = end != text && *end == 0;
     end += strspn(end, " ");
     for (int i = 0; i < 5 && scaled && !known; i++, scale *= 1024.0) {

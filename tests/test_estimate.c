@@ -858,7 +858,9 @@ static void test_forgiving(void **state) {
     } sizes[] = {{"24GB", 24.0},  {"24g", 24.0},    {"24G", 24.0},     {"24 GiB", 24.0},
                  {"24gb", 24.0},  {"1.5T", 1536.0}, {"24576MB", 24.0}, {"24X", -1.0},
                  {"24GBs", -1.0}, {"GB", -1.0},     {"", -1.0},        {"-1G", -1.0},
-                 {"24G B", -1.0}, {"1e999", -1.0},  {"24i", -1.0}};
+                 {"24G B", -1.0}, {"1e999", -1.0},  {"24i", -1.0},     {"nan", -1.0},
+                 {"inf", -1.0},   {"0x10G", -1.0},  {"NaNG", -1.0},    {" +24G", 24.0},
+                 {".5G", 0.5}};
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
         const double bytes = parse_number(sizes[i].text, true);
         const double wanted = sizes[i].bytes < 0.0 ? -1.0 : sizes[i].bytes * 1073741824.0;
@@ -952,6 +954,9 @@ static void test_mistakes(void **state) {
         {"--rank 4", "--frozen"},
         {"--tflops fast", "number"},
         {"--budget 0%", "100%"},
+        {"--budget nan%", "80%"},
+        {"--batch nan", "whole number"},
+        {"--tflops inf", "number"},
         {"--budget 101%", "100%"},
         {"--budget 24GBs", "80%"},
         {"--model gpt2-124M --family gpt2", "one of them"},
