@@ -2,9 +2,10 @@
 # benchmarks and tests. `make help` lists the targets. It asks for GNU make and a C compiler; OpenMP,
 # a CBLAS, cJSON, (for the tests) cmocka and (for NVIDIA GPUs) nvcc are found and used where they are.
 #
-#   config=release|quick|debug|sanitize|thread|coverage
+#   config=release|quick|debug|sanitize|thread|coverage|fast|fast_clang
 #                                   release is the default and builds under build/, the others under
-#                                   build/<config>/; quick is for tests, which compile in a third of the time
+#                                   build/<config>/; quick is for tests, which compile in a third of the time;
+#                                   fast is -Ofast, as many trainers are built
 #   werror=1                                        warnings are errors
 #   V=1                                             show the commands
 #   CC, CXX, CFLAGS, LDFLAGS                        as usual; CFLAGS come last and win
@@ -29,8 +30,14 @@ debug    := -O0 -g
 sanitize := -Og -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 thread   := -Og -g1 -fsanitize=thread
 coverage := -O0 -g --coverage
+fast     := -Ofast -march=native
+fast_clang := -O3 -ffast-math -march=native
+ifeq ($(config),fast_clang)
+CC  := clang
+CXX := clang++
+endif
 ifeq ($($(config)),)
-$(error config=$(config) is none of release, quick, debug, sanitize, thread, coverage)
+$(error config=$(config) is none of release, quick, debug, sanitize, thread, coverage, fast, fast_clang)
 endif
 
 # ---- what this machine has -----------------------------------------------------------------------

@@ -383,7 +383,8 @@ typedef struct ms_hardware {
     uint32_t processor_count; // multiprocessors of a GPU
     uint64_t total_bytes;
     uint64_t free_bytes; // host_free_bytes, on a CPU and on a GPU that shares the host's memory
-    /* Linux: MemTotal and MemAvailable, or less where cgroups of the process allow less. */
+    /* Linux: MemTotal and MemAvailable, or less where cgroups of the process allow less; without
+       /proc: sysinfo. Windows: GlobalMemoryStatusEx. macOS: hw.memsize, free and inactive pages. */
     uint64_t host_total_bytes, host_free_bytes;
     /* CUDA devices only. The bools say what the hardware supports, by its compute capability; the
        compiler emulates more than that. */
@@ -1433,10 +1434,27 @@ MEMSCALE_API_CHECKED ms_result ms_print_metrics(const ms_model *model, ms_text_f
     !defined(MEMSCALE_SHARED_DONE)
 #define MEMSCALE_SHARED_DONE
 
+#include <float.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#if defined(_WIN32)
+#ifndef NOMINMAX
+#define NOMINMAX
+#endif
+#ifndef WIN32_LEAN_AND_MEAN
+#define WIN32_LEAN_AND_MEAN
+#endif
+#include <windows.h> // GlobalMemoryStatusEx, QueryPerformanceCounter
+#elif defined(__APPLE__)
+#include <mach/mach.h>
+#include <sys/sysctl.h>
+#include <sys/types.h>
+#elif defined(__linux__)
+#include <sys/sysinfo.h>
+#endif
 
 #ifdef __CUDACC__
 #include <cuda_runtime.h>
@@ -1671,8 +1689,43 @@ static inline void msi_limit_by_cgroups(msi_host *h) {
     }
 }
 
-/* MemTotal and MemAvailable, or less where cgroups limit the process. 0 means unknown, so free
-   memory that is known is at least a page. */
+/* What the system says by a call, where it has no /proc. Free memory includes what is reclaimed on
+   demand: on macOS inactive pages, on Linux, which does not tell more here, buffers. */
+static inline void msi_ask_system(msi_host *h) {
+#if defined(_WIN32)
+    MEMORYSTATUSEX status;
+    status.dwLength = sizeof status;
+    if (GlobalMemoryStatusEx(&status)) {
+        h->total_bytes = status.ullTotalPhys;
+        h->free_bytes = status.ullAvailPhys;
+    }
+#elif defined(__APPLE__)
+    uint64_t total = 0;
+    size_t size = sizeof total;
+    vm_statistics64_data_t pages;
+    mach_msg_type_number_t count = HOST_VM_INFO64_COUNT;
+    const mach_port_t host = mach_host_self();
+    if (sysctlbyname("hw.memsize", &total, &size, NULL, 0) == 0 && total > 0) {
+        h->total_bytes = total;
+    }
+    if (host_statistics64(host, HOST_VM_INFO64, (host_info64_t)&pages, &count) == KERN_SUCCESS) {
+        h->free_bytes = ((uint64_t)pages.free_count + pages.inactive_count) * vm_kernel_page_size;
+        h->free_bytes = msi_smaller(h->free_bytes, h->total_bytes);
+    }
+    (void)mach_port_deallocate(mach_task_self(), host);
+#elif defined(__linux__)
+    struct sysinfo info;
+    if (sysinfo(&info) == 0) {
+        h->total_bytes = (uint64_t)info.totalram * info.mem_unit;
+        h->free_bytes = ((uint64_t)info.freeram + info.bufferram) * info.mem_unit;
+    }
+#else
+    (void)h;
+#endif
+}
+
+/* MemTotal and MemAvailable, or what the system says without these, or less where cgroups limit the
+   process. 0 means unknown, so free memory that is known is at least a page. */
 static inline void msi_host_memory(const char *root, uint64_t *total_bytes, uint64_t *free_bytes) {
     const uint64_t page = 4096, none = UINT64_MAX >> 10;
     msi_host h;
@@ -1681,6 +1734,9 @@ static inline void msi_host_memory(const char *root, uint64_t *total_bytes, uint
     h.free_bytes = msi_read_key(root, "/proc", "meminfo", "MemAvailable:", none);
     h.total_bytes = h.total_bytes >= none ? UINT64_MAX : h.total_bytes << 10;
     h.free_bytes = h.free_bytes >= none ? UINT64_MAX : h.free_bytes << 10;
+    if (h.total_bytes == UINT64_MAX && !root[0]) {
+        msi_ask_system(&h);
+    }
     msi_limit_by_cgroups(&h);
     h.free_bytes = h.free_bytes < page ? page : h.free_bytes;
     *total_bytes = h.total_bytes == UINT64_MAX ? 0 : h.total_bytes;
@@ -1706,6 +1762,32 @@ MSI_HD float msi_f32_of_bf16(uint16_t bits16) {
     return msi_f32_of_bits((uint32_t)bits16 << 16);
 }
 
+MSI_HD double msi_f64_of_bits(uint64_t bits) {
+    double x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+MSI_HD uint64_t msi_bits_of_f64(double x) {
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* What a number is must not be asked by comparisons: compilers that are told of finite numbers only
+   (-Ofast, -ffinite-math-only) fold x != x and x - x == 0. They may also conclude from the
+   arithmetic that has made x that its bits are those of a finite number, and what is volatile stops
+   that. */
+MSI_HD bool msi_is_finite(double x) {
+    volatile uint64_t bits = msi_bits_of_f64(x);
+    return (bits >> 52 & 0x7ff) != 0x7ff;
+}
+
+MSI_HD bool msi_is_nan(double x) {
+    volatile uint64_t bits = msi_bits_of_f64(x);
+    return bits << 1 > 0x7ffull << 53;
+}
+
 MSI_HD uint16_t msi_bf16_of_f32(float x) {
     const uint32_t bits = msi_bits_of_f32(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) {
@@ -1714,15 +1796,19 @@ MSI_HD uint16_t msi_bf16_of_f32(float x) {
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-/* Shifts exponent and mantissa to their places, and corrects the bias of the exponent by a
-   multiplication, which is exact, for subnormal numbers too. */
+/* Shifts exponent and mantissa to their places and corrects the bias of the exponent. A subnormal
+   number gets the exponent of 2^-14, which is then subtracted: exact, and without subnormal floats,
+   which -Ofast makes the processor flush to zero. */
 MSI_HD float msi_f32_of_f16(uint16_t bits16) {
     const uint32_t sign = (uint32_t)(bits16 & 0x8000u) << 16, rest = bits16 & 0x7fffu;
     if (rest >= 0x7c00u) { // infinity and NaN
         return msi_f32_of_bits(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
     }
-    const float scaled = msi_f32_of_bits(rest << 13) * 5.192296858534828e33f; // 2^112
-    return msi_f32_of_bits(sign | msi_bits_of_f32(scaled));
+    if (rest >= 0x400u) {
+        return msi_f32_of_bits(sign | ((rest << 13) + 0x38000000u));
+    }
+    const float above = msi_f32_of_bits(0x38800000u | rest << 13) - 6.103515625e-5f; // 2^-14
+    return msi_f32_of_bits(sign | msi_bits_of_f32(above));
 }
 
 MSI_HD uint16_t msi_f16_of_f32(float x) {
@@ -1774,10 +1860,6 @@ MSI_HD void msi_store_as(void *data, ms_dtype dtype, uint64_t i, float x) {
 #define MSI_SQRT(a)      sqrtf(a)
 #endif
 
-MSI_HD bool msi_is_finite(double x) {
-    return x - x == 0.0;
-}
-
 MSI_HD float msi_adamw_element(const ms_update_factors *f, float value, float gradient, float *m,
                                float *v) {
     *m = MSI_FMA(f->rest1, gradient, f->beta1 * *m);
@@ -1811,7 +1893,7 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
     const double norm = sqrt(sum);
     if (s->halted == (uint32_t)MS_HALT_NONE) {
         s->norm = norm;
-        s->halted = (uint32_t)(msi_is_finite(norm) ? MS_HALT_NONE : MS_HALT_NORM);
+        s->halted = (uint32_t)(msi_is_finite(sum) ? MS_HALT_NONE : MS_HALT_NORM);
         s->halted_step = s->step;
     }
     return norm > (double)limit ? (float)((double)limit / norm) : 1.0f;
@@ -1827,8 +1909,8 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
 
 #include <stdarg.h>
 #include <time.h>
-#if !defined(TIME_UTC) && !defined(_WIN32)
-#include <sys/time.h> // a clock for dialects before C11
+#if !defined(_WIN32) && !defined(CLOCK_MONOTONIC) && !defined(__linux__)
+#include <sys/time.h>
 #endif
 
 #ifndef MEMSCALE_ASSERT
@@ -1892,23 +1974,41 @@ static uint64_t msi_mix_in(uint64_t hash, uint64_t word) {
     return msi_mix(hash ^ word);
 }
 
-/* Microseconds of the platform's clock, for differences. They count from a day in 2023, so that a
-   double resolves fractions of one. */
+/* Strict dialects of C (-std=c99) hide the declaration of a function that every C library of Linux
+   has. Where long has 64 bits, so has time_t, and 1 is CLOCK_MONOTONIC. */
+#if defined(__linux__) && defined(__LP64__) && !defined(CLOCK_MONOTONIC)
+typedef struct msi_timespec {
+    time_t tv_sec;
+    long tv_nsec;
+} msi_timespec;
+extern int clock_gettime(int clock, msi_timespec *now);
+#define MSI_CLOCK 1
+#elif !defined(_WIN32) && defined(CLOCK_MONOTONIC)
+typedef struct timespec msi_timespec;
+#define MSI_CLOCK CLOCK_MONOTONIC
+#endif
+
+/* Microseconds of a clock that is not set back, for differences. Tests give one of their own. */
+#ifndef MSI_NOW_US
 static inline double msi_now_us(void) {
-#if defined(TIME_UTC)
-    struct timespec now;
-    return timespec_get(&now, TIME_UTC) == TIME_UTC
-               ? 1e6 * (double)(now.tv_sec - 1700000000) + 1e-3 * (double)now.tv_nsec
+#if defined(_WIN32)
+    LARGE_INTEGER now, per_second;
+    return QueryPerformanceFrequency(&per_second) && QueryPerformanceCounter(&now)
+               ? 1e6 * (double)now.QuadPart / (double)per_second.QuadPart
                : 0.0;
-#elif defined(_WIN32)
-    return (double)clock() * (1e6 / (double)CLOCKS_PER_SEC); // there it is not processor time
-#else
-    struct timeval now;
+#elif defined(MSI_CLOCK)
+    msi_timespec now;
+    return clock_gettime(MSI_CLOCK, &now) == 0
+               ? 1e6 * (double)now.tv_sec + 1e-3 * (double)now.tv_nsec
+               : 0.0;
+#else // may be set back
+    struct timeval now; // from a day in 2023, so that a double resolves fractions of a microsecond
     return gettimeofday(&now, NULL) == 0
                ? 1e6 * (double)(now.tv_sec - 1700000000) + (double)now.tv_usec
                : 0.0;
 #endif
 }
+#endif
 
 static void *msi_alloc_zeroed(const ms_allocator *allocator, uint64_t bytes) {
     void *memory = msi_alloc(allocator, bytes);
@@ -1985,9 +2085,9 @@ typedef struct msi_tensor {
     uint32_t name;                 // offset in graph.names
     uint32_t producer;             // layer that writes it
     msi_kind kind;
-    float weight_decay;     // NaN: the optimizer's
+    float weight_decay;     // if has_weight_decay; otherwise the optimizer's
     uint64_t trained_since; // number of completed updates when its optimizer state was made
-    bool frozen, is_output, is_eval_output, on_host, no_gradient;
+    bool has_weight_decay, frozen, is_output, is_eval_output, on_host, no_gradient;
     uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
     uint8_t borrowed;                      // mask of the roles whose memory is the trainer's
     /* analysis of the graph, by ms_wrap */
@@ -3548,12 +3648,13 @@ static const double msi_most_us = 1e15, msi_least_speed = 1e-9, msi_most_speed =
 
 /* Within these bounds times can be added up, and bytes be divided by speeds. */
 static bool msi_is_time(double us) {
-    return us >= 0.0 && us <= msi_most_us;
+    return msi_is_finite(us) && us >= 0.0 && us <= msi_most_us;
 }
 
 static bool msi_is_speed(int speed, double x) {
-    return speed == MSI_SPEED_COUNT - 1 ? msi_is_time(x)
-                                        : x == 0.0 || (x >= msi_least_speed && x <= msi_most_speed);
+    return speed == MSI_SPEED_COUNT - 1
+               ? msi_is_time(x)
+               : msi_is_finite(x) && (x == 0.0 || (x >= msi_least_speed && x <= msi_most_speed));
 }
 
 static void msi_take_speeds(ms_hardware *to, const ms_hardware *from) {
@@ -4167,7 +4268,6 @@ static ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char *name, ms
     t.view.shape = *shape;
     t.view.dtype = dtype;
     t.kind = kind;
-    t.weight_decay = NAN;
     t.producer = MSI_NONE;
     if (!msi_shape_bytes(shape, dtype, &t.bytes) ||
         !msi_shape_bytes(&largest, dtype, &t.largest_bytes) ||
@@ -4650,7 +4750,9 @@ static const char *msi_config_fault(const ms_config *c, double *number) {
          "allocator: alloc is missing: set both functions, or neither for malloc and free"},
         {!msi_arena_fits(c), 0.0,
          "arena: its backend is not that of the model: give the same one to ms_arena_create"},
-        {!(c->target_utilization > 0.0 && c->target_utilization <= 1.0), c->target_utilization,
+        {!(msi_is_finite(c->target_utilization) && c->target_utilization > 0.0 &&
+           c->target_utilization <= 1.0),
+         c->target_utilization,
          "target_utilization: it must be above 0 and at most 1, or 0 for 0.85"},
         {(unsigned)c->mode >= MS_MODE_COUNT, (double)(int)c->mode,
          "mode: there is no such mode: set one of ms_mode"},
@@ -4701,9 +4803,13 @@ static ms_result msi_check_hardware(ms_model *m) {
     return fault ? msi_fail(m, MS_RESULT_INVALID, "ms_set_hardware: %s", fault) : MS_RESULT_OK;
 }
 
-/* Whether a value is from 0 to below 1; a NaN is not. */
+/* Whether a value is a number from 0 to below 1. */
 static bool msi_is_share(float value) {
-    return value >= 0.0f && value < 1.0f;
+    return msi_is_finite((double)value) && value >= 0.0f && value < 1.0f;
+}
+
+static bool msi_is_positive_or_zero(double value) {
+    return msi_is_finite(value) && value >= 0.0;
 }
 
 /* What does not go together in an optimizer, or NULL. */
@@ -4730,9 +4836,10 @@ static bool msi_check_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
             (unsigned)desc->state_count, MS_LIMIT_OPTIMIZER_STATE);
     }
     return (msi_is_share(desc->beta1) && msi_is_share(desc->beta2) &&
-            msi_is_share(desc->momentum) && desc->epsilon >= 0.0f &&
-            isfinite(desc->learning_rate) && isfinite(desc->weight_decay) &&
-            desc->grad_clip_norm >= 0.0f && isfinite(desc->grad_clip_norm)) ||
+            msi_is_share(desc->momentum) && msi_is_positive_or_zero((double)desc->epsilon) &&
+            msi_is_finite((double)desc->learning_rate) &&
+            msi_is_finite((double)desc->weight_decay) &&
+            msi_is_positive_or_zero((double)desc->grad_clip_norm)) ||
            MSI_REFUSE(m,
                       "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g, "
                       "clip norm %g: all must be finite, betas and momentum at least 0 and below "
@@ -4744,10 +4851,10 @@ static bool msi_check_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
 
 /* Checks a number that a setter received, perhaps for a tensor. */
 static bool msi_check_finite(ms_model *m, const char *function, const char *tensor, float value) {
-    return m &&
-           (isfinite(value) || MSI_REFUSE(m, "%s%s%s%s: %g; it must be a finite number", function,
-                                          tensor ? " of \"" : "", tensor ? tensor : "",
-                                          tensor ? "\"" : "", (double)value));
+    return m && (msi_is_finite((double)value) ||
+                 MSI_REFUSE(m, "%s%s%s%s: %g; it must be a finite number", function,
+                            tensor ? " of \"" : "", tensor ? tensor : "", tensor ? "\"" : "",
+                            (double)value));
 }
 
 static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
@@ -5210,8 +5317,8 @@ static bool msi_check_layer(ms_model *m, const char *name, const ms_layer_desc *
     if (fault) {
         return MSI_REFUSE_LAYER(m, name, "%s", fault);
     }
-    if (!isfinite(d->flops) || d->flops < 0.0 || !isfinite(d->backward_flops) ||
-        d->backward_flops < 0.0 || !isfinite(d->recompute_flops) || d->recompute_flops < 0.0) {
+    if (!msi_is_positive_or_zero(d->flops) || !msi_is_positive_or_zero(d->backward_flops) ||
+        !msi_is_positive_or_zero(d->recompute_flops)) {
         return MSI_REFUSE_LAYER(m, name,
                                 "flops is %g, backward_flops %g and recompute_flops %g: they must "
                                 "be finite numbers, at least 0; 0 lets the library count",
@@ -8300,11 +8407,11 @@ static void msi_stacks_hang(msi_layout_work *w, bool after) {
     uint64_t low = w->bound;
     s->hung_at[after] = time;
     for (uint32_t i = 0; i < count; i++) {
-        const uint32_t block = w->waiting[i], near = after ? w->first[block] : w->last[block];
+        const uint32_t block = w->waiting[i], edge = after ? w->first[block] : w->last[block];
         const uint64_t bytes = w->blocks[block].bytes;
-        if (low >= bytes && low - bytes >= s->top[near]) {
+        if (low >= bytes && low - bytes >= s->top[edge]) {
             low -= bytes;
-            w->offset[block] = s->floor[near] = low;
+            w->offset[block] = s->floor[edge] = low;
             s->hung[block] = 1;
             s->stretch_count[after]++;
         }
@@ -10615,7 +10722,7 @@ static void msi_walk_way(msi_chain *c, const msi_way *s) {
 
 static void msi_walk_ways(msi_chain *c) {
     for (uint32_t k = 0; k < c->way_count; k++) {
-        float best = INFINITY;
+        float best = FLT_MAX;
         for (uint32_t i = 0; i < c->width && k % 8 == 0; i++) {
             best = c->buckets[i].us < best ? c->buckets[i].us : best;
             c->reach[i] = best;
@@ -10717,14 +10824,14 @@ static void msi_fill_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, u
         return;
     }
     c->low = c->high = MSI_CHAIN_NEVER - 1;
-    c->fastest_us = c->lowest.us = INFINITY;
+    c->fastest_us = c->lowest.us = FLT_MAX;
     c->way_count = 0;
     c->width = width;
     msi_list_keep(c, kept, s, t);
     msi_list_passes(c, kept, s, t);
     c->scale = (double)width * (double)width / ((double)(c->high - c->low) + 1.0);
     for (uint32_t i = 0; i < width; i++) {
-        c->buckets[i].us = INFINITY;
+        c->buckets[i].us = FLT_MAX;
         c->buckets[i].bytes = UINT64_MAX;
     }
     msi_walk_ways(c);
@@ -11314,6 +11421,18 @@ static uint64_t msi_budget(const ms_model *m) {
     }
     const double share = most * m->config.target_utilization;
     return most > 0.0 && share < 9e18 ? (uint64_t)share : UINT64_MAX;
+}
+
+/* A budget of 0 stands for a share of the free memory, which not every platform tells. */
+static ms_result msi_check_budget(ms_model *m) {
+    return m->config.memory_budget_bytes || msi_budget(m) < UINT64_MAX
+               ? MS_RESULT_OK
+               : msi_fail(
+                     m, MS_RESULT_INVALID,
+                     "the budget is 0, a share of the memory that is free, and backend %s does "
+                     "not know how much that is here: set ms_config.memory_budget_bytes or "
+                     "call ms_set_budget",
+                     m->config.backend.name);
 }
 
 /* An empty plan, or NULL. */
@@ -11911,6 +12030,7 @@ static ms_result msi_check_all(ms_model *m, msi_goal goal) {
     MSI_THEN(result, msi_check_graph(m, goal));
     MSI_THEN(result, goal == MSI_GOAL_PLAIN ? MS_RESULT_OK : msi_check_built(m));
     MSI_THEN(result, msi_check_times(m));
+    MSI_THEN(result, goal == MSI_GOAL_BUDGET ? msi_check_budget(m) : MS_RESULT_OK);
     return result;
 }
 
@@ -12028,7 +12148,7 @@ static ms_update_factors msi_factors_at(const ms_optimizer_desc *o, uint64_t t) 
 }
 
 static float msi_weight_decay(const ms_model *m, const msi_tensor *t) {
-    return isnan(t->weight_decay) ? m->optimizer.weight_decay : t->weight_decay;
+    return t->has_weight_decay ? t->weight_decay : m->optimizer.weight_decay;
 }
 
 /* Number of the update of a param in this step, from 1. */
@@ -15543,16 +15663,22 @@ static double msi_number(const void *data, ms_dtype dtype, uint64_t i) {
                                    : (double)msi_load(data, dtype, i); // F32, F16, BF16
 }
 
+static void msi_raise_to(double *most, double x) {
+    *most = msi_is_finite(*most) && (!msi_is_finite(x) || x > *most) ? x : *most;
+}
+
 /* Counts two elements with different bits. Two NaN do not differ as numbers, nor do 0 and -0. */
 static void msi_note_difference(ms_difference *d, double a, double b) {
-    const double largest = fabs(a) > fabs(b) ? fabs(a) : fabs(b);
-    const bool same = a == b || (isnan(a) && isnan(b));
-    const bool finite = isfinite(a) && isfinite(b);
-    const double absolute = same ? 0.0 : finite ? fabs(a - b) : (double)INFINITY;
-    const double relative = same ? 0.0 : finite ? absolute / largest : (double)INFINITY;
+    const double infinity = msi_f64_of_bits(0x7ffull << 52);
+    const bool finite = msi_is_finite(a) && msi_is_finite(b);
     d->differ_count++;
-    d->absolute = absolute > d->absolute ? absolute : d->absolute;
-    d->relative = relative > d->relative ? relative : d->relative;
+    if (finite && a != b) {
+        const double largest = fabs(a) > fabs(b) ? fabs(a) : fabs(b);
+        msi_raise_to(&d->absolute, fabs(a - b));
+        msi_raise_to(&d->relative, fabs(a - b) / largest);
+    } else if (!finite && !(msi_is_nan(a) && msi_is_nan(b))) {
+        d->absolute = d->relative = infinity;
+    }
 }
 
 static void msi_compare_piece(ms_difference *d, ms_dtype dtype, const uint8_t *a, const uint8_t *b,
@@ -15663,8 +15789,8 @@ static void msi_report_differences(const msi_verification *v, ms_difference_fn v
     for (uint32_t k = 0; k < v->count; k++) {
         const ms_difference *d = &v->differences[k];
         report->differ_count += d->differ_count > 0;
-        report->absolute = d->absolute > report->absolute ? d->absolute : report->absolute;
-        report->relative = d->relative > report->relative ? d->relative : report->relative;
+        msi_raise_to(&report->absolute, d->absolute);
+        msi_raise_to(&report->relative, d->relative);
         if (visit) {
             visit(d, user);
         }
@@ -16156,7 +16282,9 @@ MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
     *model = NULL;
     c = config ? *config : c;
     c.backend = c.backend.size ? c.backend : ms_backend_cpu();
-    c.target_utilization = c.target_utilization != 0.0 ? c.target_utilization : 0.85;
+    if (msi_is_finite(c.target_utilization) && c.target_utilization == 0.0) {
+        c.target_utilization = 0.85;
+    }
     double number;
     const char *fault = msi_config_fault(&c, &number);
     return fault ? msi_make_broken(&c, fault, number, model) : msi_make_model(&c, model);
@@ -16331,6 +16459,7 @@ MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float we
     msi_tensor *t = msi_param_of(model, function, param);
     if (t && msi_check_finite(model, function, msi_name(&model->graph, t->name), weight_decay)) {
         t->weight_decay = weight_decay;
+        t->has_weight_decay = true;
     }
 }
 

@@ -511,14 +511,41 @@ NN_API int nn_linear_products(const ms_call *call, nn_dest dx, nn_dest dweight, 
 // ------------------------------------------------------------------------------------------------
 // >>nn functions  of one element, without branches and calls, so that loops over them vectorize
 
+NN_HD uint32_t nn_bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+NN_HD float nn_of_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* By the bits, since -Ofast folds x != x. */
+NN_HD bool nn_is_nan(float x) {
+    return (nn_bits_of(x) & 0x7fffffffu) > 0x7f800000u;
+}
+
+NN_HD float nn_nan(void) {
+    return nn_of_bits(0x7fc00000u);
+}
+
+/* max(x, 0), and NaN stays NaN: what is below -0 up to minus infinity becomes 0. */
+NN_HD float nn_relu_value(float x) {
+    return nn_bits_of(x) - 0x80000001u < 0x7f800000u ? 0.0f : x;
+}
+
 /* e^x for x clamped to [-87, 88], relative error about 2e-7: x = n ln 2 + r; a polynomial, fitted
-   at Chebyshev nodes, gives e^r, and n is added to the exponent. NaN stays NaN. */
-NN_HD float nn_exp(float x) {
+   at Chebyshev nodes, gives e^r, and n is added to the exponent. n is the integer in the bits of
+   the shifted x, since -Ofast would cancel a subtraction of what was added. NaN stays NaN. */
+NN_HD float nn_exp(float any) {
     const float rounder = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
-    x = x < -87.0f ? -87.0f : x;
+    float x = any < -87.0f ? -87.0f : any;
     x = x > 88.0f ? 88.0f : x;
-    const float shifted = x * 1.44269504f + rounder;
-    const float n = shifted - rounder;
+    const uint32_t whole = nn_bits_of(x * 1.44269504f + rounder) - 0x4b400000u;
+    const float n = (float)(int32_t)whole;
     const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     float p = 1.392655075e-3f;
     p = p * r + 8.363472298e-3f;
@@ -526,12 +553,7 @@ NN_HD float nn_exp(float x) {
     p = p * r + 1.666657478e-1f;
     p = p * r + 0.5f;
     p = p * r * r + r + 1.0f;
-    uint32_t shifted_bits;
-    memcpy(&shifted_bits, &shifted, sizeof shifted_bits);
-    const uint32_t scale_bits = (shifted_bits - 0x4b400000u + 127u) << 23;
-    float scale;
-    memcpy(&scale, &scale_bits, sizeof scale);
-    return p * scale;
+    return nn_is_nan(any) ? any : p * nn_of_bits((whole + 127u) << 23);
 }
 
 /* The tanh form is x * s(x), s the logistic function of 2 sqrt(2 / pi) (x + 0.044715 x^3). */
@@ -632,7 +654,7 @@ NN_HD int64_t nn_largest_place(const float *plane, const nn_window *w, int64_t y
     for (int64_t i = top < 0 ? 0 : top; i < bottom; i++) {
         for (int64_t k = left < 0 ? 0 : left; k < right; k++) {
             const float value = plane[i * w->width + k];
-            if (place < 0 || value > largest || value != value) {
+            if (place < 0 || value > largest || nn_is_nan(value)) {
                 place = i * w->width + k;
                 largest = value;
             }

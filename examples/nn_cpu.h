@@ -503,7 +503,7 @@ NN_API int nn_cross_entropy_backward_kernel(const ms_call *call, nn_dest dlogits
     return 0;
 }
 
-/* y = max(x, 0), and NaN stays NaN; y may be x. */
+/* y may be x. */
 NN_API int nn_relu_kernel(const ms_call *call, float *y, const float *x, int64_t count) {
     (void)call;
     NN_PARALLEL(count)
@@ -511,7 +511,7 @@ NN_API int nn_relu_kernel(const ms_call *call, float *y, const float *x, int64_t
         const int64_t end = nn_least(begin + NN_CHUNK, count);
         NN_SIMD
         for (int64_t i = begin; i < end; i++) {
-            y[i] = x[i] < 0.0f ? 0.0f : x[i];
+            y[i] = nn_relu_value(x[i]);
         }
     }
     return 0;

@@ -750,7 +750,7 @@ static __global__ void __launch_bounds__(NN_THREADS)
         float value[WIDE];
         NN_UNROLL
         for (unsigned k = 0; k < WIDE; k++) {
-            value[k] = NAN;
+            value[k] = nn_nan();
         }
         if (entry >= 0) {
             nn_wide<WIDE>::load(value, lookups.table[l].table + entry * channels + c);
@@ -1279,7 +1279,7 @@ static __global__ void __launch_bounds__(NN_LONG_THREADS) nn_k_cross_entropy(nn_
     float most = -FLT_MAX;
     float total = 0.0f;
     // an ignored row of NaN has the loss NaN, so that a token outside its table shows up here too
-    float loss = target < e.classes && x[0] == x[0] ? 0.0f : NAN;
+    float loss = target < e.classes && !nn_is_nan(x[0]) ? 0.0f : nn_nan();
     float log_sum = loss;
     if (target >= 0 && target < e.classes) {
         for (int64_t i = threadIdx.x; i < e.classes; i += 4 * NN_LONG_THREADS) {
@@ -1710,7 +1710,7 @@ struct nn_op_relu : nn_op {
     __device__ float operator()(int64_t i, float a, float b) const {
         (void)i;
         (void)b;
-        return a < 0.0f ? 0.0f : a;
+        return nn_relu_value(a);
     }
 };
 

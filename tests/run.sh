@@ -57,6 +57,7 @@ need() {
 
 build() { # CONFIG PROGRAM: by one check at a time, others find it up to date
     case $2 in *_cpp) need "$CXX" ;; esac
+    [ "$1" != fast_clang ] || need clang
     flock "$checks/${2//\//_}.lock" $MAKE -s --no-print-directory werror=1 config="$1" "$2"
 }
 
@@ -444,6 +445,23 @@ check rest 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thre
 check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api'
 check quick 'all as C++11, without code' check_dialect
 
+# As trainers are often built: the compiler is told that no number is infinite or NaN, may regroup sums,
+# and the processor flushes subnormal numbers to zero.
+group 'tests, -Ofast'
+for source in tests/test_*.c; do
+    name=$(basename "$source" .c)
+    case $name in
+    test_cuda*) continue ;;
+    test_darknet_style | test_llmc_style)
+        check quick "$name" "run_test fast build/fast/tests/$name"
+        check rest "$name, C++11" "run_test fast build/fast/tests/${name}_cpp"
+        check rest "$name, clang" "run_test fast_clang build/fast_clang/tests/$name"
+        ;;
+    *) check rest "$name" "run_test fast build/fast/tests/$name" ;;
+    esac
+    check rest "$name, clang, C++11" "run_test fast_clang build/fast_clang/tests/${name}_cpp"
+done
+
 # The tests on the CUDA backend and a GPU that is emulated.
 emulated_first=' test_api test_contract test_faults test_memory test_nn test_verify '
 group 'tests, emulated CUDA'
@@ -562,7 +580,7 @@ export -f run_check
 
 count=$(wc -l < $checks/list)
 # What several checks would otherwise build at the same time.
-for config in release quick sanitize thread; do
+for config in release quick sanitize thread fast fast_clang; do
     build $config "build$([ $config = release ] || echo /$config)/flags"
 done
 needed() { grep -q "$1" $checks/list; }

@@ -907,7 +907,7 @@ static bool one_micro(trial *t, uint32_t k, uint32_t micro, bool in_three) {
                                (!last || TRY(n, ms_update(n->model)))
                          : TRY(n, ms_step(n->model, &loss));
     view_number(&seen_by[k], "loss", loss);
-    return fine && isfinite(loss) && check_forbidden(t, k);
+    return fine && msi_is_finite((double)loss) && check_forbidden(t, k);
 }
 
 static bool step_net(trial *t, uint32_t k, bool in_three) {

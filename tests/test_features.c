@@ -675,7 +675,7 @@ static void check_workspace(const ms_call *call, bool own) {
     for (uint64_t i = 0; i + 4 <= bytes && w->contents == MS_CONTENTS_FINITE; i += 4) {
         float value;
         memcpy(&value, memory + i, sizeof value);
-        s->base.faults += isfinite(value) ? 0u : 1u;
+        s->base.faults += msi_is_finite((double)value) ? 0u : 1u;
     }
     memset(memory, 0xff, (size_t)bytes); // NaN, for the next who finds it
     s->checked += 1;

@@ -13,7 +13,7 @@ static void every_number_there_and_back(void **state) {
         const float half = msi_f32_of_f16(bits), brain = msi_f32_of_bf16(bits);
         const double half_value = f_value(MS_DTYPE_F16, bits);
         const double brain_value = f_value(MS_DTYPE_BF16, bits);
-        if (half_value != half_value) {
+        if (msi_is_nan(half_value)) {
             assert_true(t_is_nan(half));
             assert_true((msi_f16_of_f32(half) & 0x7fff) > 0x7c00);
             assert_int_equal(msi_f16_of_f32(half) & 0x8000, bits & 0x8000);
@@ -21,22 +21,25 @@ static void every_number_there_and_back(void **state) {
             assert_int_equal(f_bits(half), f_bits((float)half_value));
             assert_int_equal(msi_f16_of_f32(half), bits);
         }
-        if (brain_value != brain_value) {
+        if (msi_is_nan(brain_value)) {
             assert_true(t_is_nan(brain));
             assert_true((msi_bf16_of_f32(brain) & 0x7fff) > 0x7f80);
             assert_int_equal(msi_bf16_of_f32(brain) & 0x8000, bits & 0x8000);
         } else {
-            assert_int_equal(f_bits(brain), f_bits((float)brain_value));
+            assert_true(f_bits(brain) == f_bits((float)brain_value) || f_is_flushed(f_bits(brain)));
             assert_int_equal(msi_bf16_of_f32(brain), bits);
         }
     }
 }
 
 static void check_rounding(float x) {
+    if (f_is_flushed(f_bits(x))) {
+        return;
+    }
     const double half = f_value(MS_DTYPE_F16, msi_f16_of_f32(x));
     const double brain = f_value(MS_DTYPE_BF16, msi_bf16_of_f32(x));
     if (t_is_nan(x)) {
-        assert_true(half != half && brain != brain);
+        assert_true(msi_is_nan(half) && msi_is_nan(brain));
         return;
     }
     const double half_expected = f_round(MS_DTYPE_F16, (double)x);

@@ -6,39 +6,22 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <sys/stat.h>
-#include <sys/time.h>
 #include <time.h>
 #include <unistd.h>
 
-/* The clock of the C library, or, while a test plays a device, one that the device alone moves. */
+/* The clock of the platform, or, while a test plays a device, one that the device alone moves. */
 static double played_us = -1.0;
 
-#ifndef TIME_UTC
-static int play_timeval(struct timeval *now) {
-    if (played_us < 0.0) {
-        return gettimeofday(now, NULL);
-    }
-    now->tv_sec = (time_t)(played_us / 1e6);
-    now->tv_usec = (suseconds_t)(played_us - 1e6 * (double)now->tv_sec);
-    return 0;
+static inline double msi_now_us(void) {
+    struct timespec now;
+    return played_us >= 0.0 || clock_gettime(CLOCK_MONOTONIC, &now) != 0
+               ? played_us
+               : 1e6 * (double)now.tv_sec + 1e-3 * (double)now.tv_nsec;
 }
-#else
-static int play_timespec(struct timespec *now, int base) {
-    if (played_us < 0.0) {
-        return timespec_get(now, base);
-    }
-    now->tv_sec = (time_t)(played_us / 1e6);
-    now->tv_nsec = (long)(1e3 * (played_us - 1e6 * (double)now->tv_sec));
-    return base;
-}
-#endif
 
-#define gettimeofday(now, zone) play_timeval(now)
-#define timespec_get(now, base) play_timespec(now, base)
+#define MSI_NOW_US
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
-#undef gettimeofday
-#undef timespec_get
 
 #include "toy_layers.h"
 
@@ -302,6 +285,61 @@ static void the_host_of_this_test(void **state) {
     fclose(file);
     assert_true(total > MEBI && available >= 4096);
     assert_true(hardware.processor_count >= 1);
+}
+
+/* Without /proc, as in a chroot, the system is asked: about what /proc says. */
+static void the_system_says_what_proc_says(void **state) {
+    (void)state;
+    uint64_t total = 0, available = 0;
+    msi_host asked;
+    asked.root = "";
+    asked.total_bytes = asked.free_bytes = UINT64_MAX;
+    msi_ask_system(&asked);
+    assert_true(asked.total_bytes > MEBI && asked.total_bytes < UINT64_MAX >> 4);
+    assert_true(asked.free_bytes <= asked.total_bytes);
+    total = msi_read_key("", "/proc", "meminfo", "MemTotal:", 0) << 10;
+    available = msi_read_key("", "/proc", "meminfo", "MemFree:", 0) << 10;
+    if (total == 0) {
+        print_message("no /proc here\n");
+        skip();
+    }
+    assert_true(asked.total_bytes / 64 <= total / 63 && total / 64 <= asked.total_bytes / 63);
+    assert_true(asked.free_bytes >= available / 2);
+}
+
+static void knows_nothing(void *user, ms_hardware *hardware) {
+    (void)user;
+    snprintf(hardware->name, sizeof hardware->name, "a device that keeps silent");
+}
+
+/* A budget of 0 is a share of free memory: where that is not known, an error tells what to set. */
+static void a_budget_of_unknown_memory_is_an_error(void **state) {
+    (void)state;
+    t_chain chain;
+    uint64_t smallest = 0;
+    ms_memory_report report;
+    ms_config config = t_config();
+    config.memory_budget_bytes = 0;
+    config.backend = ms_backend_cpu();
+    config.backend.hardware = knows_nothing;
+    assert_int_equal(t_chain_create(&chain, &config, 4, 8, 8), MS_RESULT_OK);
+    t_error(chain.model, ms_wrap(chain.model), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(chain.model), "memory that is free");
+    t_text_has(ms_last_error(chain.model),
+               "set ms_config.memory_budget_bytes or call ms_set_budget");
+    t_ok(chain.model, ms_smallest_budget(chain.model, &smallest));
+    ms_set_budget(chain.model, smallest);
+    t_ok(chain.model, ms_wrap(chain.model));
+    ms_set_budget(chain.model, 0);
+    t_error(chain.model, ms_wrap(chain.model), MS_RESULT_INVALID);
+    t_report(chain.model, &report); // the plan in force stays
+    assert_int_equal(report.budget_bytes, smallest);
+    ms_hardware device;
+    memset(&device, 0, sizeof device);
+    device.free_bytes = device.total_bytes = GIBI;
+    ms_set_hardware(chain.model, &device);
+    t_ok(chain.model, ms_wrap(chain.model));
+    ms_destroy(chain.model);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -787,6 +825,8 @@ int main(void) {
         cmocka_unit_test(the_usual_mount_points_where_none_is_told),
         cmocka_unit_test(files_that_are_not_as_they_should_be),
         cmocka_unit_test(the_host_of_this_test),
+        cmocka_unit_test(the_system_says_what_proc_says),
+        cmocka_unit_test(a_budget_of_unknown_memory_is_an_error),
         cmocka_unit_test(speeds_are_those_of_the_device),
         cmocka_unit_test(a_slow_device_is_not_waited_for),
         cmocka_unit_test(a_dry_run_measures_too),

@@ -379,6 +379,27 @@ static void test_debug(void **state) {
     check_plans(&odd, true);
 }
 
+/* A loss that is not finite ends the step and changes nothing, whatever the compiler has been told
+   of such numbers. */
+static void test_nan_loss(void **state) {
+    (void)state;
+    trainer t;
+    const ms_config options = t_config();
+    start(&t, &odd, &options);
+    step_wrapped(&t);
+    t.g.params_memory[0] = t.g.params_memory[1] =
+        msi_f32_of_bits(0x7fc00000); // wte, the LM head too
+    const size_t bytes = (size_t)t.g.param_count * sizeof(float);
+    float *before = (float *)malloc(bytes);
+    assert_non_null(before);
+    memcpy(before, t.g.params_memory, bytes);
+    draw_batch(&t.g, text, &t.random);
+    t_error(t.model, ms_step(t.model, &t.g.mean_loss), MS_RESULT_NONFINITE);
+    assert_memory_equal(before, t.g.params_memory, bytes);
+    free(before);
+    stop(&t);
+}
+
 /* Params are the trainer's, so it may step by itself in between, and change plans. */
 static void test_taking_turns(void **state) {
     (void)state;
@@ -487,15 +508,11 @@ static void test_adapter_is_short(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_gradients),
-        cmocka_unit_test(test_model_gradient),
-        cmocka_unit_test(test_learns),
-        cmocka_unit_test(test_same_bits),
-        cmocka_unit_test(test_debug),
-        cmocka_unit_test(test_taking_turns),
-        cmocka_unit_test(test_eval),
-        cmocka_unit_test(test_program),
-        cmocka_unit_test(test_adapter_is_short),
+        cmocka_unit_test(test_gradients),    cmocka_unit_test(test_model_gradient),
+        cmocka_unit_test(test_learns),       cmocka_unit_test(test_same_bits),
+        cmocka_unit_test(test_debug),        cmocka_unit_test(test_nan_loss),
+        cmocka_unit_test(test_taking_turns), cmocka_unit_test(test_eval),
+        cmocka_unit_test(test_program),      cmocka_unit_test(test_adapter_is_short),
     };
     return cmocka_run_group_tests_name("llmc_style", tests, NULL, NULL);
 }

@@ -3,35 +3,16 @@
     by a clock that moves only where a test says so. */
 #include <stdbool.h>
 #include <stdint.h>
-#include <time.h>
-#ifndef _WIN32
-#include <sys/time.h>
-#endif
 
 static double clock_us = 1e9; // the platform's, as the library sees it
 static uint64_t clock_reads;
 
-#ifdef TIME_UTC
-static inline int clock_as_timespec(struct timespec *now, int base) {
+static inline double msi_now_us(void) {
     clock_reads += 1;
-    now->tv_sec = (time_t)(clock_us / 1e6);
-    now->tv_nsec = (long)((clock_us - 1e6 * (double)now->tv_sec) * 1e3);
-    return base;
+    return clock_us;
 }
-#define timespec_get clock_as_timespec
-#endif
 
-#ifndef _WIN32
-static inline int clock_as_timeval(struct timeval *now, void *zone) {
-    (void)zone;
-    clock_reads += 1;
-    now->tv_sec = (time_t)(clock_us / 1e6);
-    now->tv_usec = (suseconds_t)(clock_us - 1e6 * (double)now->tv_sec);
-    return 0;
-}
-#define gettimeofday clock_as_timeval
-#endif
-
+#define MSI_NOW_US
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
 #include "toy_layers.h"

@@ -30,6 +30,9 @@ static uint64_t most(uint64_t a, uint64_t b) {
     return a > b ? a : b;
 }
 
+/* The time of what does not fit: no infinity, which -Ofast may take for a number that never occurs. */
+#define NEVER 1e300
+
 // ------------------------------------------------------------------------------------------------
 // chains of all shapes
 
@@ -258,7 +261,7 @@ static double front_time(const front *f, uint64_t bytes) {
             high = middle;
         }
     }
-    return low > 0 ? f->points[low - 1].time : INFINITY;
+    return low > 0 ? f->points[low - 1].time : NEVER;
 }
 
 /* Bytes while stage `first` of [first, last] runs forward and is kept, or runs backward. */
@@ -342,13 +345,13 @@ static void rotor_free(rotor *r) {
 /* Time of a step within a budget. */
 static double rotor_time(const rotor *r, uint64_t budget) {
     const uint64_t x = size_of_x(r->c, 0);
-    return budget < x ? INFINITY : front_time(rotor_front(r, 0, r->c->count - 1), budget - x);
+    return budget < x ? NEVER : front_time(rotor_front(r, 0, r->c->count - 1), budget - x);
 }
 
 /* The same by the recursion as it is written down; exponential. */
 static double rotor_plainly(const chain *c, uint32_t first, uint32_t last, uint64_t bytes) {
     const chain_stage *s = &c->stages[first];
-    double best = INFINITY, passed = 0.0;
+    double best = NEVER, passed = 0.0;
     if (rotor_keep_bytes(c, first, last) <= bytes) {
         best = s->tf + s->tb +
                (first < last ? rotor_plainly(c, first + 1, last, bytes - s->abar) : 0.0);
@@ -368,7 +371,8 @@ static double rotor_plainly(const chain *c, uint32_t first, uint32_t last, uint6
 }
 
 static bool same_time(double a, double b) {
-    return isinf(a) || isinf(b) ? isinf(a) && isinf(b) : fabs(a - b) <= 1e-9 * (1.0 + fabs(a));
+    return a >= NEVER || b >= NEVER ? a >= NEVER && b >= NEVER
+                                    : fabs(a - b) <= 1e-9 * (1.0 + fabs(a));
 }
 
 /* Runs the schedule that the fronts stand for. */
@@ -380,7 +384,7 @@ static void rotor_run(const rotor *r, machine *m, uint32_t first, uint32_t last,
     const bool room = rotor_keep_bytes(c, first, last) <= bytes;
     const double rest = first == last ? 0.0
                         : room        ? front_time(rotor_front(r, first + 1, last), bytes - s->abar)
-                                      : INFINITY;
+                                      : NEVER;
     if (room && same_time(time, s->tf + s->tb + rest)) {
         machine_forward(m, first, true);
         if (first < last) {
@@ -459,7 +463,7 @@ static double greedy_time(const chain *c, uint64_t budget, bool whole) {
             drops[best] = true;
         }
     }
-    return INFINITY;
+    return NEVER;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -526,13 +530,13 @@ static void search_from(search *s, uint32_t memory, uint32_t left) {
 static double search_time(const chain *c, uint64_t budget) {
     static search s;
     const uint32_t states = 1u << (2 * c->count + 1);
-    double best = INFINITY;
+    double best = NEVER;
     assert_true(c->count <= FEW);
     s.c = c;
     s.budget = budget;
     for (uint32_t left = 0; left < c->count + 2; ++left) {
         for (uint32_t memory = 0; memory < states; ++memory) {
-            s.time[left][memory] = INFINITY;
+            s.time[left][memory] = NEVER;
         }
     }
     search_reach(&s, 1, c->count + 1, size_of_x(c, 0), 0.0);
@@ -540,7 +544,7 @@ static double search_time(const chain *c, uint64_t budget) {
         do {
             s.changed = false;
             for (uint32_t memory = 0; memory < states; ++memory) {
-                if (!isinf(s.time[left][memory])) {
+                if (s.time[left][memory] < NEVER) {
                     search_from(&s, memory, left);
                 }
             }
@@ -584,7 +588,7 @@ static void rotor_schedules_run_as_promised(void **state) {
         for (uint64_t percent = 100; percent >= 5; percent -= 5) {
             const uint64_t budget = chain_peak(&c) * percent / 100;
             const double time = rotor_time(&r, budget);
-            if (!isinf(time)) {
+            if (time < NEVER) {
                 machine m = machine_start(&c);
                 rotor_run(&r, &m, 0, c.count - 1, budget - x);
                 assert_true(m.left == 0 && m.peak <= budget && same_time(m.time, time));
@@ -615,7 +619,7 @@ static void rotor_is_its_recursion_and_no_better_than_the_best(void **state) {
                 assert_true(budget < x ||
                             same_time(rotor_plainly(&small, 0, small.count - 1, budget - x),
                                       rotor_time(&r, budget)));
-                assert_true(isinf(time) || best <= time * (1.0 + 1e-12));
+                assert_true(time >= NEVER || best <= time * (1.0 + 1e-12));
                 above += !same_time(best, time);
             }
             rotor_free(&r);
@@ -869,12 +873,12 @@ static void judge(verdict *v, const char *name, uint64_t percent, const outcome 
     v->most_ms = o->plan_ms > v->most_ms ? o->plan_ms : v->most_ms;
     v->most_heap_bytes = most(v->most_heap_bytes, o->heap_bytes);
     if (!o->fits) {
-        if (!isinf(reference)) {
-            blame(v, name, percent, "nothing fits", INFINITY, reference);
+        if (reference < NEVER) {
+            blame(v, name, percent, "nothing fits", NEVER, reference);
         }
         return;
     }
-    if (!isinf(reference)) {
+    if (reference < NEVER) {
         v->referred += 1;
         v->worst = o->time / reference > v->worst ? o->time / reference : v->worst;
         v->sum += o->time / reference;
@@ -895,12 +899,12 @@ static void judge(verdict *v, const char *name, uint64_t percent, const outcome 
 /* The better of the references, or one of them alone. */
 static double reference_time(const chain *c, const rotor *r, uint64_t budget, bool greedy,
                              bool dynamic) {
-    double best = dynamic ? rotor_time(r, budget) : INFINITY;
+    double best = dynamic ? rotor_time(r, budget) : NEVER;
     for (int whole = 0; whole < 2 && greedy; ++whole) {
         const double time = greedy_time(c, budget, whole == 1);
         best = time < best ? time : best;
     }
-    return best / chain_time(c);
+    return best < NEVER ? best / chain_time(c) : NEVER;
 }
 
 /* Strict: the layout has to find room for what the references do. */
@@ -920,7 +924,7 @@ static void sweep_chain(const chain *c, const char *name, bool strict, verdict *
         }
         if (v->prints) {
             print_message("%3u %%: %.4f, rotor %.4f, greedy %.4f\n", (unsigned)percent,
-                          o.fits ? o.time : INFINITY, reference_time(c, &r, budget, false, true),
+                          o.fits ? o.time : NEVER, reference_time(c, &r, budget, false, true),
                           reference_time(c, &r, budget, true, false));
         }
         judge(v, name, percent, &o, &last, reference_time(c, &r, budget, true, true),
@@ -1216,7 +1220,7 @@ static double census_time(census *c, uint64_t budget) {
             return c->time[c->order[i]];
         }
     }
-    return INFINITY;
+    return NEVER;
 }
 
 enum { GRAPH_BUDGETS = 8, GRAPH_PER_CENT = 2 };
@@ -1378,14 +1382,14 @@ static void sweep_workload(int number, verdict *v) {
     t_ok(m.model, ms_smallest_budget(m.model, &smallest));
     for (uint64_t percent = 100; plain.peak_bytes * percent / 100 >= smallest; percent -= 5) {
         const outcome o = wrap_for(m.model, &heap, plain.peak_bytes * percent / 100);
-        judge(v, name, percent, &o, &last, INFINITY, INFINITY);
+        judge(v, name, percent, &o, &last, NEVER, NEVER);
         if (!o.fits) {
             blame(v, name, percent, "nothing fits", (double)smallest, (double)plain.peak_bytes);
         }
         last = o;
     }
     const outcome o = wrap_for(m.model, &heap, smallest);
-    judge(v, name, 0, &o, &last, INFINITY, INFINITY);
+    judge(v, name, 0, &o, &last, NEVER, NEVER);
     assert_true(o.fits && o.peak_bytes == smallest);
     assert_false(wrap_for(m.model, &heap, smallest - 1).fits);
     bench_model_destroy(&m);

@@ -16,8 +16,8 @@
 #include <time.h>
 
 #ifdef __has_include
-#if __has_include(<sys/time.h>)
-#include <sys/time.h>
+#if __has_include(<sys/sysinfo.h>)
+#include <sys/sysinfo.h>
 #endif
 #if __has_include(<sys/mman.h>)
 #include <sys/mman.h> // MS_SYNC, MS_ASYNC, MS_INVALIDATE
