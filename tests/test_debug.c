@@ -481,10 +481,25 @@ static void expect_caught(lie tells, bool smallest, bool keeps_y) {
     ms_destroy(n.m);
 }
 
+/* Whether all that a lie does with what it reads is to compare it with 0. Told of finite numbers alone,
+   compilers compare the poison, which is NaN, as they like: as if it were positive, say, as the other
+   poison is. */
+static bool asks_for_the_sign(lie tells) {
+#ifdef __FAST_MATH__
+    return tells == BACKWARD_READS_OUT_AS_MASK || tells == BACKWARD_READS_IN_AS_MASK;
+#else
+    (void)tells;
+    return false;
+#endif
+}
+
 static void lies_are_caught(void **state) {
     (void)state;
     faults = 0;
     for (int tells = HONEST + 1; tells < LIES; ++tells) {
+        if (asks_for_the_sign((lie)tells)) {
+            continue;
+        }
         expect_caught((lie)tells, false, false);
         expect_caught((lie)tells, true, false);
     }
@@ -498,8 +513,10 @@ static void lies_about_what_still_lives(void **state) {
     (void)state;
     faults = 0;
     expect_caught(BACKWARD_READS_OUT, false, true);
-    expect_caught(BACKWARD_READS_OUT_AS_MASK, false, true);
-    expect_caught(BACKWARD_READS_OUT_AS_MASK, true, true);
+    for (int smallest = 0; smallest < 2 && !asks_for_the_sign(BACKWARD_READS_OUT_AS_MASK);
+         ++smallest) {
+        expect_caught(BACKWARD_READS_OUT_AS_MASK, smallest == 1, true);
+    }
     assert_int_equal(faults, 0);
 }
 

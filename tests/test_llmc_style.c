@@ -390,13 +390,13 @@ static void test_nan_loss(void **state) {
     t.g.params_memory[0] = t.g.params_memory[1] =
         msi_f32_of_bits(0x7fc00000); // wte, the LM head too
     const size_t bytes = (size_t)t.g.param_count * sizeof(float);
-    float *before = (float *)malloc(bytes);
-    assert_non_null(before);
-    memcpy(before, t.g.params_memory, bytes);
+    float *params = (float *)malloc(bytes);
+    assert_non_null(params);
+    memcpy(params, t.g.params_memory, bytes);
     draw_batch(&t.g, text, &t.random);
     t_error(t.model, ms_step(t.model, &t.g.mean_loss), MS_RESULT_NONFINITE);
-    assert_memory_equal(before, t.g.params_memory, bytes);
-    free(before);
+    assert_memory_equal(params, t.g.params_memory, bytes);
+    free(params);
     stop(&t);
 }
 
