@@ -11048,13 +11048,16 @@ static bool msi_is_chain(const msi_chain *c) {
     return c->count > 1 && (c->graph->layers.count <= MSI_CHAIN_LARGE || most < all / 2);
 }
 
-/* Plans the graph as a chain, if it is one, and proposes the best plans. */
-static void msi_search_chain(msi_search *s) {
+/* Plans the graph as a chain, if it is one, and proposes the best plans. Returns whether most stages
+   are a layer or two, so that hardly anything is left to choose. */
+static bool msi_search_chain(msi_search *s) {
     msi_chain *c = (msi_chain *)msi_scratch(s->scorer, sizeof *c);
+    bool fine = false;
     if (!c) {
-        return;
+        return false;
     }
     if (msi_chain_init(c, s) && msi_is_chain(c)) {
+        fine = 2 * c->count >= c->graph->layers.count;
         msi_find_options(c);
         msi_fill_subchains(c);
         if (!msi_is_short(s->scorer)) {
@@ -11062,131 +11065,391 @@ static void msi_search_chain(msi_search *s) {
         }
     }
     msi_chain_free(c);
+    return fine;
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>exhaustive  small graphs: every choice of values to drop
+// >>exhaustive  small graphs: every choice of values to drop; larger ones: a local search among them
 
-/* Choices are laid out in the order of their time or, if none fits, of their size. Each value is a
-   group of its own; if these are too many, the values of each layer are a group. */
-enum { MSI_ALL_GROUPS = 12, MSI_ALL_LAYERS = 16 };
+/* Each value is a group of its own; if these are too many, the values of each layer are a group. A
+   choice is a set of groups that are dropped, all in pass 1. Where trying all of them would take too
+   much work, a local search tries some, the same for every budget: it keeps those than which no
+   other one is both smaller and faster, and goes from these to their neighbours. A peak is often
+   held up at several instructions at once, and a drop that helps at one of them shows no effect; so
+   the same is done with a smooth measure of the live bytes of all instructions in place of the
+   peak. Afterwards all choices that were tried are a list. They are laid out in the order of their
+   time or, if none fits, of their size. */
+enum {
+    MSI_ALL_GROUPS = 128,
+    MSI_ALL_WORDS = MSI_ALL_GROUPS / 64,
+    MSI_ALL_LAYERS = 128,
+    MSI_ALL_WORK = 1 << 15, // layers that are lowered
+    MSI_ALL_SEEDS = 8       // random choices at the start of a local search
+};
+
+typedef struct msi_groups {
+    uint64_t dropped[MSI_ALL_WORDS];
+} msi_groups;
+
+typedef struct msi_tried {
+    msi_groups groups;
+    uint64_t live_bytes;
+    double us;
+    bool done;     // it is laid out, or known to be no better than the best
+    bool explored; // its neighbours have been tried
+} msi_tried;
+
+/* Choices than which none is better in both respects. */
+typedef struct msi_front_point {
+    double size, us;
+    uint32_t choice;
+} msi_front_point;
+
+typedef struct msi_front {
+    msi_front_point *points; // size rises, time falls
+    uint32_t count;
+} msi_front;
 
 typedef struct msi_exhaustive {
     msi_search *search;
     const msi_graph *graph;
-    uint32_t count;                     // groups: a choice is a mask of those that are dropped
+    uint32_t group_count;
     uint32_t first[MSI_ALL_GROUPS + 1]; // per group: its first value in members
-    uint32_t members[MSI_ALL_LAYERS * (MS_LIMIT_OUT + MS_LIMIT_SAVED)];
-    msi_tensor_decision *decisions; // of the choice at hand
-    msi_score scores[1 << MSI_ALL_GROUPS];
-    bool tried[1 << MSI_ALL_GROUPS]; // laid out, or known to be no better than the best
+    uint32_t *members;                  // values by group
+    uint32_t *group_of;                 // per tensor: its group, or MSI_NONE
+    msi_tensor_decision *base;          // nothing is dropped by choice
+    msi_tensor_decision *decisions;     // of the choice at hand
+    uint32_t limit, count, tries_left;  // choices that may be tried, that were; estimates
+    msi_tried *tried;
+    uint32_t *index, index_mask; // a hash table of the choices that were tried, from 1 on
+    msi_front by_bytes, by_crowd;
+    double crowd_unit; // of bytes
+    uint64_t random;
 } msi_exhaustive;
+
+static uint32_t msi_random_below(msi_exhaustive *all, uint32_t limit) {
+    all->random = msi_mix(all->random + 1);
+    return (uint32_t)((all->random >> 32) * limit >> 32);
+}
+
+static bool msi_has_group(const msi_groups *s, uint32_t group) {
+    return s->dropped[group / 64] >> (group % 64) & 1;
+}
+
+static void msi_flip_group(msi_groups *s, uint32_t group) {
+    s->dropped[group / 64] ^= (uint64_t)1 << (group % 64);
+}
 
 /* Lists the groups; false: there are too many. */
 static bool msi_list_groups(msi_exhaustive *all, bool by_layer) {
     const msi_graph *g = all->graph;
     uint32_t member = 0;
-    all->count = 0;
+    all->group_count = 0;
+    memset(all->group_of, 0xff, g->tensors.count * sizeof *all->group_of);
     for (uint32_t i = 0; i < g->layers.count; i++) {
         bool open = false;
         for (MSI_EACH_MADE(made, g, i)) {
             const uint32_t t = made.tensor;
             const bool joins = msi_is_choice(g, t);
             if (joins && (!open || !by_layer)) {
-                if (all->count == MSI_ALL_GROUPS) {
+                if (all->group_count == MSI_ALL_GROUPS) {
                     return false;
                 }
-                all->first[all->count++] = member;
+                all->first[all->group_count++] = member;
             }
             if (joins) {
                 all->members[member++] = t;
+                all->group_of[t] = all->group_count - 1;
                 open = true;
             }
         }
     }
-    all->first[all->count] = member;
+    all->first[all->group_count] = member;
+    return all->group_count > 0;
+}
+
+static msi_score msi_estimate_groups(msi_exhaustive *all, const msi_groups *groups) {
+    memcpy(all->decisions, all->base, msi_decisions_bytes(all->graph));
+    for (uint32_t k = 0; k < all->group_count; k++) {
+        for (uint32_t i = all->first[k]; msi_has_group(groups, k) && i < all->first[k + 1]; i++) {
+            all->decisions[all->members[i]].pass = 1;
+        }
+    }
+    return msi_search_estimate(all->search, all->decisions);
+}
+
+/* A smooth measure of the live bytes of the program at hand, close to a power of the peak. */
+static double msi_crowd(const msi_exhaustive *all) {
+    const msi_program *p = all->search->scorer->program;
+    double sum = 0.0;
+    for (uint32_t i = 0; i < p->instructions.count; i++) {
+        double x = (double)p->live_bytes.items[i] * all->crowd_unit;
+        x *= x;
+        x *= x;
+        x *= x;
+        sum += x * x;
+    }
+    return sum;
+}
+
+/* Adds a choice to a front, and removes what it makes needless there. False: it does not belong
+   there. */
+static bool msi_join_front(msi_front *f, double size, double us, uint32_t choice) {
+    uint32_t first = 0, end = f->count;
+    while (first < end) {
+        const uint32_t middle = (first + end) / 2;
+        const bool before = f->points[middle].size <= size;
+        first = before ? middle + 1 : first;
+        end = before ? end : middle;
+    }
+    if (first > 0 && f->points[first - 1].us <= us) {
+        return false;
+    }
+    while (first > 0 && f->points[first - 1].size >= size) {
+        first--;
+    }
+    end = first;
+    while (end < f->count && f->points[end].us >= us) {
+        end++;
+    }
+    memmove(f->points + first + 1, f->points + end, (f->count - end) * sizeof *f->points);
+    f->count = f->count - (end - first) + 1;
+    f->points[first].size = size;
+    f->points[first].us = us;
+    f->points[first].choice = choice;
     return true;
 }
 
-static void msi_decide_groups(msi_exhaustive *all, uint32_t mask) {
-    msi_decide_base(all->graph, all->search->early, all->decisions);
-    for (uint32_t k = 0; k < all->count; k++) {
-        for (uint32_t i = all->first[k]; (mask >> k & 1) && i < all->first[k + 1]; i++) {
-            all->decisions[all->members[i]].pass = 1;
+/* Where a choice is in the hash table, or may be put. */
+static uint32_t *msi_find_tried(const msi_exhaustive *all, const msi_groups *groups) {
+    uint64_t hash = 0;
+    for (int k = 0; k < MSI_ALL_WORDS; k++) {
+        hash = msi_mix_in(hash, groups->dropped[k]);
+    }
+    uint32_t at = (uint32_t)hash & all->index_mask;
+    while (all->index[at] != 0 &&
+           memcmp(&all->tried[all->index[at] - 1].groups, groups, sizeof *groups) != 0) {
+        at = (at + 1) & all->index_mask;
+    }
+    return &all->index[at];
+}
+
+static bool msi_may_try(const msi_exhaustive *all) {
+    return all->count < all->limit && all->tries_left > 0 && !msi_is_short(all->search->scorer);
+}
+
+/* Tries a choice, unless it was tried before. */
+static void msi_try_groups(msi_exhaustive *all, const msi_groups *groups) {
+    uint32_t *at = msi_find_tried(all, groups);
+    all->tries_left--;
+    if (*at != 0) {
+        return;
+    }
+    const msi_score score = msi_estimate_groups(all, groups);
+    msi_tried *tried = &all->tried[all->count++];
+    tried->groups = *groups;
+    tried->live_bytes = score.live_bytes;
+    tried->us = score.us;
+    tried->done = tried->explored = false;
+    *at = all->count;
+    if (!msi_is_short(all->search->scorer)) {
+        (void)msi_join_front(&all->by_bytes, (double)score.live_bytes, score.us, all->count - 1);
+        (void)msi_join_front(&all->by_crowd, msi_crowd(all), score.us, all->count - 1);
+    }
+}
+
+/* The groups that may be dropped to lower the peak of the program at hand: those of a value that is
+   idle there. */
+static msi_groups msi_groups_at_peak(const msi_exhaustive *all) {
+    const msi_program *p = all->search->scorer->program;
+    msi_groups groups = MSI_ZERO_INIT;
+    for (uint32_t i = all->search->scorer->store->residents.count; i < p->ranges.count; i++) {
+        const msi_range *range = &p->ranges.items[i];
+        const bool idle = range->role == MSI_ROLE_VALUE && range->idle_last != MSI_NONE &&
+                          range->idle_first < p->peak && range->idle_last > p->peak;
+        const uint32_t group = idle ? all->group_of[range->tensor] : MSI_NONE;
+        if (group != MSI_NONE && !msi_has_group(&groups, group)) {
+            msi_flip_group(&groups, group);
+        }
+    }
+    return groups;
+}
+
+/* Tries the neighbours of a choice that may be better: with one group fewer dropped, or one more,
+   which must lower the peak if that is what counts. */
+static void msi_explore(msi_exhaustive *all, uint32_t choice, bool by_bytes) {
+    const msi_groups start = all->tried[choice].groups;
+    all->tried[choice].explored = true;
+    (void)msi_estimate_groups(all, &start);
+    const msi_groups helpful = msi_groups_at_peak(all);
+    for (uint32_t k = 0; k < all->group_count && msi_may_try(all); k++) {
+        msi_groups groups = start;
+        if (!by_bytes || msi_has_group(&start, k) || msi_has_group(&helpful, k)) {
+            msi_flip_group(&groups, k);
+            msi_try_groups(all, &groups);
         }
     }
 }
 
-/* A lower bound on the time of a step: each layer whose values are dropped runs again once. */
-static double msi_least_us(const msi_exhaustive *all, uint32_t mask) {
-    const msi_graph *g = all->graph;
-    double us = all->search->least_us;
-    uint32_t last = MSI_NONE;
-    for (uint32_t k = 0; k < all->count; k++) {
-        const uint32_t layer = g->tensors.items[all->members[all->first[k]]].producer;
-        const ms_layer_time *time = &g->layers.items[layer].time;
-        const double least =
-            time->forward_us < time->recompute_us ? time->forward_us : time->recompute_us;
-        us += (mask >> k & 1) && layer != last ? least : 0.0;
-        last = mask >> k & 1 ? layer : last;
+/* The next choice of a front to explore, beginning at the smallest or at a random one; or MSI_NONE. */
+static uint32_t msi_pick_unexplored(msi_exhaustive *all, const msi_front *f, bool smallest) {
+    const uint32_t start = smallest ? 0 : msi_random_below(all, f->count);
+    for (uint32_t i = 0; i < f->count; i++) {
+        const uint32_t choice = f->points[(start + i) % f->count].choice;
+        if (!all->tried[choice].explored) {
+            return choice;
+        }
     }
-    return us;
+    return MSI_NONE;
 }
 
-/* The next choice to lay out: the fastest that may fit, or the smallest of all; MSI_NONE: none. */
-static uint32_t msi_next_choice(const msi_exhaustive *all, bool smallest) {
-    const msi_score *scores = all->scores;
-    uint32_t best = MSI_NONE;
-    for (uint32_t mask = 0; mask < 1u << all->count; mask++) {
-        const bool allowed = smallest || scores[mask].live_bytes <= all->search->budget;
-        const bool better =
-            best == MSI_NONE || (smallest ? scores[mask].live_bytes < scores[best].live_bytes
-                                          : scores[mask].us < scores[best].us);
-        best = allowed && better && !all->tried[mask] ? mask : best;
+/* Tries a choice of a front with two or three random groups the other way. */
+static void msi_try_random(msi_exhaustive *all, const msi_front *f) {
+    const uint32_t choice = f->points[msi_random_below(all, f->count)].choice;
+    msi_groups groups = all->tried[choice].groups;
+    for (uint32_t k = 2 + msi_random_below(all, 2); k > 0; k--) {
+        msi_flip_group(&groups, msi_random_below(all, all->group_count));
+    }
+    msi_try_groups(all, &groups);
+}
+
+/* Tries the plans of the greedy list, all of it whatever the budget is. */
+static void msi_try_greedy(msi_exhaustive *all) {
+    msi_greedy w;
+    if (msi_greedy_init(&w, all->search)) {
+        memcpy(w.decisions, all->base, msi_decisions_bytes(all->graph));
+        w.score = msi_search_estimate(all->search, w.decisions);
+        while (msi_may_try(all) && msi_next_plan(&w)) {
+            msi_groups groups = MSI_ZERO_INIT;
+            for (uint32_t i = 0; i < w.drops.count; i++) {
+                const uint32_t group = all->group_of[w.drops.items[i]];
+                if (group != MSI_NONE && !msi_has_group(&groups, group)) {
+                    msi_flip_group(&groups, group);
+                }
+            }
+            msi_try_groups(all, &groups);
+            (void)msi_estimate(all->search->scorer, w.decisions); // of the next moves
+        }
+    }
+    msi_greedy_free(&w);
+}
+
+/* The local search: begins with the plain choice, with all dropped, with random ones, and with
+   those of the greedy list. */
+static void msi_search_locally(msi_exhaustive *all) {
+    msi_try_greedy(all);
+    for (uint32_t seed = 0; seed < MSI_ALL_SEEDS && msi_may_try(all); seed++) {
+        msi_groups groups = MSI_ZERO_INIT;
+        for (uint32_t k = 0; k < all->group_count; k++) {
+            if (msi_random_below(all, MSI_ALL_SEEDS - 1) < seed) {
+                msi_flip_group(&groups, k);
+            }
+        }
+        msi_try_groups(all, &groups);
+    }
+    for (uint32_t round = 0; msi_may_try(all); round++) {
+        const msi_front *f = round % 2 ? &all->by_crowd : &all->by_bytes;
+        const uint32_t choice = msi_pick_unexplored(all, f, round % 4 < 2);
+        if (choice != MSI_NONE) {
+            msi_explore(all, choice, f == &all->by_bytes);
+        } else {
+            msi_try_random(all, f);
+        }
+    }
+}
+
+static void msi_try_all(msi_exhaustive *all) {
+    for (uint64_t mask = 0; mask < (uint64_t)1 << all->group_count && msi_may_try(all); mask++) {
+        msi_groups groups = MSI_ZERO_INIT;
+        groups.dropped[0] = mask;
+        msi_try_groups(all, &groups);
+    }
+}
+
+/* The next choice to lay out: the fastest that may fit, or the smallest of all; NULL: none. */
+static msi_tried *msi_next_tried(const msi_exhaustive *all, bool smallest) {
+    msi_tried *best = NULL;
+    for (uint32_t i = 0; i < all->count; i++) {
+        msi_tried *t = &all->tried[i];
+        const bool allowed = !t->done && (smallest || t->live_bytes <= all->search->budget);
+        const bool faster =
+            best && (t->us < best->us || (t->us <= best->us && t->live_bytes < best->live_bytes));
+        const bool smaller = best && t->live_bytes < best->live_bytes;
+        best = allowed && (!best || (smallest ? smaller : faster)) ? t : best;
     }
     return best;
 }
 
-static void msi_search_choices(msi_exhaustive *all) {
+/* Lays out the choices that may be the best. */
+static void msi_propose_tried(msi_exhaustive *all) {
     msi_search *s = all->search;
-    for (uint32_t mask = 0; mask < 1u << all->count && !msi_is_short(s->scorer); mask++) {
-        all->tried[mask] = s->fits && msi_least_us(all, mask) > s->best_score.us;
-        if (!all->tried[mask]) {
-            msi_decide_groups(all, mask);
-            all->scores[mask] = msi_search_estimate(s, all->decisions);
-        }
-    }
     while (!msi_is_short(s->scorer)) {
-        const uint32_t mask = msi_next_choice(all, !s->fits);
-        if (mask == MSI_NONE || !msi_may_be_best(s, &all->scores[mask])) {
+        msi_tried *next = msi_next_tried(all, !s->fits);
+        msi_score score = {next ? next->live_bytes : 0, UINT64_MAX, 0, next ? next->us : 0.0};
+        if (!next || !msi_may_be_best(s, &score)) {
             break;
         }
-        all->tried[mask] = true;
-        msi_decide_groups(all, mask);
-        msi_score score = msi_search_estimate(s, all->decisions);
+        next->done = true;
+        score = msi_estimate_groups(all, &next->groups);
         (void)msi_fits(s->scorer, &score, MSI_NO_BUDGET, s->enough);
         msi_propose(s, all->decisions, &score);
     }
 }
 
-/* Tries all choices of a small graph, and proposes the best. */
-static void msi_search_exhaustive(msi_search *s) {
-    const msi_graph *g = s->scorer->graph;
-    if (g->layers.count > MSI_ALL_LAYERS || msi_is_short(s->scorer)) {
-        return;
-    }
-    const uint64_t bytes = sizeof(msi_exhaustive) + g->tensors.count * sizeof(msi_tensor_decision);
-    msi_exhaustive *all = (msi_exhaustive *)msi_scratch(s->scorer, bytes);
-    if (!all) {
-        return;
-    }
-    all->search = s;
+/* Memory for the choices, in one piece. */
+static uint64_t msi_exhaustive_bytes(const msi_exhaustive *all) {
+    return all->limit * (uint64_t)(sizeof(msi_tried) + 2 * sizeof(msi_front_point)) +
+           2 * msi_decisions_bytes(all->graph) +
+           (all->index_mask + 1ull + 2ull * all->graph->tensors.count) * sizeof(uint32_t);
+}
+
+static bool msi_exhaustive_init(msi_exhaustive *all, msi_search *search) {
+    const msi_graph *g = search->scorer->graph;
+    const uint32_t work = MSI_ALL_WORK, layers = g->layers.count;
+    all->search = search;
     all->graph = g;
-    all->decisions = (msi_tensor_decision *)(void *)(all + 1);
-    if (msi_list_groups(all, false) || msi_list_groups(all, true)) {
-        msi_search_choices(all);
+    all->limit = work / (layers < 16 ? 16 : layers);
+    all->tries_left = 4 * all->limit; // many are of choices that were tried before
+    all->index_mask = 1;
+    while (all->index_mask < 2 * all->limit) {
+        all->index_mask = 2 * all->index_mask + 1;
     }
-    msi_release(s->scorer->allocator, all, bytes);
+    all->tried = (msi_tried *)msi_scratch(search->scorer, msi_exhaustive_bytes(all));
+    if (!all->tried) {
+        return false;
+    }
+    all->by_bytes.points = (msi_front_point *)(void *)(all->tried + all->limit);
+    all->by_crowd.points = all->by_bytes.points + all->limit;
+    all->base = (msi_tensor_decision *)(void *)(all->by_crowd.points + all->limit);
+    all->decisions = all->base + g->tensors.count;
+    all->index = (uint32_t *)(void *)(all->decisions + g->tensors.count);
+    all->members = all->index + all->index_mask + 1;
+    all->group_of = all->members + g->tensors.count;
+    msi_decide_base(g, search->early, all->base);
+    (void)msi_estimate(search->scorer, all->base);
+    all->crowd_unit = 1.0 / (1.0 + (double)search->scorer->program->peak_bytes);
+    return !msi_is_short(search->scorer);
+}
+
+/* Tries choices of a graph that is not large, and proposes the best. A chain of layers is not
+   searched locally. */
+static void msi_search_exhaustive(msi_search *s, bool is_chain) {
+    msi_exhaustive all = MSI_ZERO_INIT;
+    if (s->scorer->graph->layers.count > MSI_ALL_LAYERS || msi_is_short(s->scorer)) {
+        return;
+    }
+    if (msi_exhaustive_init(&all, s) &&
+        (msi_list_groups(&all, false) || msi_list_groups(&all, true))) {
+        if (all.group_count < 32 && 1u << all.group_count <= all.limit) {
+            msi_try_all(&all);
+        } else if (!is_chain) {
+            msi_search_locally(&all);
+        }
+        msi_propose_tried(&all);
+    }
+    if (all.tried) {
+        msi_release(s->scorer->allocator, all.tried, msi_exhaustive_bytes(&all));
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -11297,8 +11560,8 @@ static void msi_search_all(msi_solver *s, msi_greedy *w) {
     if (may_drop) {
         search->early = early;
         search->enough = search->budget; // which plans fit is all that matters here
-        msi_search_chain(search);
-        msi_search_exhaustive(search);
+        const bool is_chain = msi_search_chain(search);
+        msi_search_exhaustive(search, is_chain);
     }
     s->early = search->best_early;
     if (s->early) {

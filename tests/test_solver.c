@@ -1029,7 +1029,7 @@ static void plans_of_short_chains_are_possible(void **state) {
 // ------------------------------------------------------------------------------------------------
 // small graphs against every plan
 
-enum { GRAPH_LAYERS = 9, GRAPH_TENSORS = 40, DROPPABLE = 12 };
+enum { GRAPH_LAYERS = 9, GRAPH_TENSORS = 80, DROPPABLE = 18 };
 
 typedef struct graph {
     t_rng rng;
@@ -1099,8 +1099,9 @@ static void graph_add(graph *g) {
     graph_register(g, &d);
 }
 
-/* A source with a param, up to seven layers, and a loss that reads what nobody else does. */
-static void graph_create(graph *g, uint64_t seed, const ms_config *config) {
+/* A source with a param, more layers, and a loss that reads what nobody else does. With `layers` 0
+   they are up to seven. */
+static void graph_create(graph *g, uint64_t seed, uint32_t layers, const ms_config *config) {
     ms_layer_desc d;
     const ms_optimizer_desc optimizer = t_optimizer(MS_OPTIMIZER_SGD, 0.0f);
     memset(g, 0, sizeof *g);
@@ -1112,8 +1113,8 @@ static void graph_create(graph *g, uint64_t seed, const ms_config *config) {
     d.param[0] = ms_param(g->model, "param", MS_DTYPE_F32, ms_shape1(16));
     d.out[0] = graph_value(g, graph_shape(g));
     graph_register(g, &d);
-    const uint32_t layers = 3 + t_below(&g->rng, GRAPH_LAYERS - 4);
-    for (uint32_t i = 0; i < layers; ++i) {
+    const uint32_t more = layers > 0 ? layers - 2 : 3 + t_below(&g->rng, GRAPH_LAYERS - 4);
+    for (uint32_t i = 0; i < more; ++i) {
         graph_add(g);
     }
     memset(&d, 0, sizeof d);
@@ -1160,12 +1161,13 @@ static int compare_times(const void *a, const void *b) {
 }
 
 /* False: too many values for a census. */
-static bool census_take(census *c, ms_model *m) {
+static bool census_take(census *c, ms_model *m, uint32_t limit) {
     const msi_graph *g = &m->graph;
-    memset(c, 0, sizeof *c);
+    c->store = NULL;
+    c->count = 0;
     for (uint32_t t = 0; t < g->tensors.count; ++t) {
         if (g->tensors.items[t].last_reader != MSI_NONE && msi_is_droppable(g, t)) {
-            if (c->count == DROPPABLE) {
+            if (c->count == limit) {
                 return false;
             }
             c->tensor[c->count++] = t;
@@ -1225,29 +1227,37 @@ static double census_time(census *c, uint64_t budget) {
 
 enum { GRAPH_BUDGETS = 8, GRAPH_PER_CENT = 2 };
 
-static void check_graph(uint64_t seed, verdict *v) {
+/* Holds the plans of a model that is wrapped to the census of its plans, at budgets from that of
+   the plain plan to the smallest. False: too many values for that. */
+static bool check_census(ms_model *m, meter *heap, const char *name, uint32_t limit, verdict *v) {
     static census c;
-    meter heap;
-    graph g;
-    char name[32];
     outcome last;
-    ms_config config = solver_config(&heap);
-    graph_create(&g, seed, &config);
-    snprintf(name, sizeof name, "graph %llu", (unsigned long long)seed);
-    t_ok(g.model, ms_wrap(g.model)); // analyses the graph
-    if (census_take(&c, g.model)) {
+    const bool taken = census_take(&c, m, limit);
+    if (taken) {
         const uint64_t least = census_smallest(&c), plain = census_arena(&c, 0, UINT64_MAX);
         for (uint64_t i = 0; i <= GRAPH_BUDGETS; ++i) {
             const uint64_t budget = plain - (plain - least) * i / GRAPH_BUDGETS;
             const double best = census_time(&c, budget);
-            const outcome o = wrap_for(g.model, &heap, budget);
+            const outcome o = wrap_for(m, heap, budget);
             last = i == 0 ? o : last;
-            const double limit = best * (1.0 + 0.01 * GRAPH_PER_CENT);
-            judge(v, name, 100 * budget / plain, &o, &last, limit, limit);
+            const double bound = best * (1.0 + 0.01 * GRAPH_PER_CENT);
+            judge(v, name, 100 * budget / plain, &o, &last, bound, bound);
             last = o;
         }
     }
-    census_free(&c, g.model);
+    census_free(&c, m);
+    return taken;
+}
+
+static void check_graph(uint64_t seed, verdict *v) {
+    meter heap;
+    graph g;
+    char name[32];
+    ms_config config = solver_config(&heap);
+    graph_create(&g, seed, 0, &config);
+    snprintf(name, sizeof name, "graph %llu", (unsigned long long)seed);
+    t_ok(g.model, ms_wrap(g.model)); // analyses the graph
+    (void)check_census(g.model, &heap, name, 12, v);
     ms_destroy(g.model);
     assert_true(heap.live == 0);
 }
@@ -1264,6 +1274,40 @@ static void plans_of_small_graphs_are_close_to_the_best(void **state) {
     }
     assert_true(count < 50 || v.plans > 5 * count);
     assert_true(sum_up(&v, "small graphs", 20.0, 16));
+}
+
+/* Graphs of 10 to 18 layers, of two generators. */
+static bool check_larger_graph(uint64_t seed, verdict *v) {
+    meter heap;
+    graph g;
+    char name[64];
+    t_rng rng = t_seed(seed);
+    const uint32_t values = (uint32_t)t_sweep(14, DROPPABLE), layers = 10 + t_below(&rng, 9);
+    ms_config config = solver_config(&heap);
+    memset(&g, 0, sizeof g);
+    if (seed % 2) {
+        graph_create(&g, seed, layers, &config);
+    } else {
+        assert_int_equal(ms_create(&config, &g.model), MS_RESULT_OK);
+        net_register(g.model, NET_RANDOM, layers - 1, seed);
+    }
+    snprintf(name, sizeof name, "graph %llu of %u layers", (unsigned long long)seed, layers);
+    t_ok(g.model, ms_wrap(g.model)); // analyses the graph
+    const bool taken = check_census(g.model, &heap, name, values, v);
+    ms_destroy(g.model);
+    assert_true(heap.live == 0);
+    return taken;
+}
+
+static void plans_of_larger_graphs_are_close_to_the_best(void **state) {
+    (void)state;
+    verdict v;
+    memset(&v, 0, sizeof v);
+    uint64_t wanted = t_environment("MEMSCALE_TEST_DAGS", t_sweep(16, 200));
+    for (uint64_t seed = t_environment("MEMSCALE_TEST_SEED", 1); wanted > 0; ++seed) {
+        wanted -= check_larger_graph(seed, &v);
+    }
+    assert_true(sum_up(&v, "larger graphs", 100.0, 4));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1349,7 +1393,7 @@ static uint32_t check_budgets(uint64_t seed) {
 static void budgets_are_monotone_and_the_smallest_is_exact(void **state) {
     (void)state;
     const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
-    const uint64_t count = t_environment("MEMSCALE_TEST_NETS", t_sweep(40, 2000));
+    const uint64_t count = t_environment("MEMSCALE_TEST_NETS", t_sweep(20, 2000));
     uint32_t wrong = 0;
     for (uint64_t seed = first; seed < first + count; ++seed) {
         wrong += check_budgets(seed);
@@ -1551,6 +1595,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(plans_of_a_long_chain_are_as_fast_as_the_references),
         cmocka_unit_test_prestate(plans_of_files_are_as_fast_as_the_references, argv + 1),
         cmocka_unit_test(plans_of_small_graphs_are_close_to_the_best),
+        cmocka_unit_test(plans_of_larger_graphs_are_close_to_the_best),
         cmocka_unit_test(budgets_are_monotone_and_the_smallest_is_exact),
         cmocka_unit_test(sweeps_of_published_models_are_monotone),
         cmocka_unit_test(the_same_chain_gives_the_same_plan),
