@@ -11069,11 +11069,11 @@ static bool msi_search_chain(msi_search *s) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>exhaustive  small graphs: every choice of values to drop; larger ones: a local search among them
+// >>exhaustive  small graphs: every choice of values to drop; larger ones: a local search
 
 /* Each value is a group of its own; if these are too many, the values of each layer are a group. A
-   choice is a set of groups that are dropped, all in pass 1. Where trying all of them would take too
-   much work, a local search tries some, the same for every budget: it keeps those than which no
+   choice is a set of groups that are dropped, all in pass 1. Where trying all of them would take
+   too long, a local search tries some, the same for every budget: it keeps those than which no
    other one is both smaller and faster, and goes from these to their neighbours. A peak is often
    held up at several instructions at once, and a drop that helps at one of them shows no effect; so
    the same is done with a smooth measure of the live bytes of all instructions in place of the
@@ -11291,7 +11291,7 @@ static void msi_explore(msi_exhaustive *all, uint32_t choice, bool by_bytes) {
     }
 }
 
-/* The next choice of a front to explore, beginning at the smallest or at a random one; or MSI_NONE. */
+/* The next choice of a front to explore, from the smallest or from a random one on; or MSI_NONE. */
 static uint32_t msi_pick_unexplored(msi_exhaustive *all, const msi_front *f, bool smallest) {
     const uint32_t start = smallest ? 0 : msi_random_below(all, f->count);
     for (uint32_t i = 0; i < f->count; i++) {
