@@ -11048,8 +11048,8 @@ static bool msi_is_chain(const msi_chain *c) {
     return c->count > 1 && (c->graph->layers.count <= MSI_CHAIN_LARGE || most < all / 2);
 }
 
-/* The next choice of a front to explore, from the smallest or a random one on; or MSI_NONE. */
-   are a layer or two, so that hardly anything is left to choose. */
+/* Plans the graph as a chain, if it is one, and proposes the best plans. Returns whether most
+   stages are a layer or two, so that hardly anything is left to choose. */
 static bool msi_search_chain(msi_search *s) {
     msi_chain *c = (msi_chain *)msi_scratch(s->scorer, sizeof *c);
     bool fine = false;
