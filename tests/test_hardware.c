@@ -761,9 +761,10 @@ static void devices_are_found_by_a_part_of_their_name(void **state) {
         {"Orin Nano 8GB", "Jetson Orin Nano 8GB"},
         {"nano 8gb super", "Jetson Orin Nano 8GB Super"},
     };
-    static const char *const missed[] = {"H2000", "", " - ", "Voodoo2",
-                                         "a name of more than 64 bytes, which "
-                                         "no device can have, although it ends with RTX 3090"};
+    static const char long_name[] =
+        "a name of more than 64 bytes, which no device can have, although "
+        "it ends with RTX 3090";
+    static const char *const missed[] = {"H2000", "", " - ", "Voodoo2", long_name};
     static const char *const several[] = {"JETSON", "orin", "Orin Nano", "A100",   "A100 80GB",
                                           "h100",   "3080", "SUPER",     "nvidia", "0"};
     for (size_t i = 0; i < sizeof found / sizeof found[0]; i++) {
