@@ -12928,7 +12928,9 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
    memory, catch reads as well (the poison in them decides on the result), and leave a program that
    can report what happened. */
 
-enum { MSI_POISON_FIRST = 0x3c, MSI_POISON_LAST = 0xff }; // small numbers; NaN
+/* Small numbers, and NaN. The first poison of what an output is before the call, and of words that
+   nobody has written, is found nowhere else: an output that has it afterwards was not written. */
+enum { MSI_POISON_OUTPUT = 0x3c, MSI_POISON_FIRST = 0x3d, MSI_POISON_LAST = 0xff };
 
 static const uint64_t MSI_GAP_BYTES = 1024;      // after each operand
 static const uint64_t MSI_SLACK_BYTES = 16384;   // after the last one: mostly the workspace
@@ -13179,7 +13181,9 @@ static void msi_stage_instruction(msi_trial *t, uint32_t now) {
         const int group = msi_operand_group(t->layer, i, k, &slot);
         const uint32_t tensor = msi_tensor_in(&m->graph, t->layer, group, slot);
         const uint32_t range = operands[k].range;
-        const bool given = range != MSI_NONE || group == MSI_GROUP_WORKSPACE;
+        const bool optional = i->op == MSI_OP_FORWARD && group == MSI_GROUP_SAVED &&
+                              tensor != MSI_NONE && (t->layer->optional_saved >> slot & 1);
+        const bool given = range != MSI_NONE || group == MSI_GROUP_WORKSPACE || optional;
         const bool value = group == MSI_GROUP_IN || group == MSI_GROUP_PARAM ||
                            group == MSI_GROUP_STATE ||
                            (i->op == MSI_OP_BACKWARD && group < MSI_GROUP_COUNT);
@@ -13193,7 +13197,7 @@ static void msi_stage_instruction(msi_trial *t, uint32_t now) {
         s->is_written = given && msi_is_written(t->layer, i, group, slot);
         if (range != MSI_NONE) {
             const msi_range *r = &t->program->ranges.items[range];
-            s->bytes = r->bytes;
+            s->bytes = tensor == MSI_NONE ? r->bytes : s->bytes; // a resident has room for more
             s->before = !s->is_transient || r->first < now
                             ? t->debug->shadow + msi_extent_of_range(m, t->program, range).shadow
                             : NULL;
@@ -13279,8 +13283,12 @@ static uint8_t msi_poison_of(const msi_trial *t, uint32_t region) {
 
 static uint8_t msi_poison_of_staged(const msi_trial *t, const msi_staged *s, uint32_t kind) {
     const uint32_t index = (uint32_t)(s - t->staged[t->how.set]);
-    return t->how.set == MSI_SET_RECOMPUTE ? (uint8_t)MSI_POISON_LAST
-                                           : msi_poison_of(t, kind * t->count[MSI_SET_OWN] + index);
+    const uint32_t region = kind * t->count[MSI_SET_OWN] + index;
+    const bool output =
+        kind == MSI_REGION_UNWRITTEN || (kind == MSI_REGION_NEW && msi_is_output(s));
+    return (uint8_t)(t->how.set == MSI_SET_RECOMPUTE || region < t->how.reach ? MSI_POISON_LAST
+                     : output                                                 ? MSI_POISON_OUTPUT
+                                                                              : MSI_POISON_FIRST);
 }
 
 static uint8_t msi_poison_of_rest(const msi_trial *t) {
@@ -13481,7 +13489,6 @@ static void msi_set_scene(msi_trial *t) {
 static void msi_turn_into_recompute(msi_trial *t, ms_call *call) {
     msi_views *views = &t->model->views;
     call->phase = MS_PHASE_RECOMPUTE;
-    call->wanted_out = call->wanted_saved = UINT32_MAX;
     for (int group = 0; group < MSI_GROUP_WORKSPACE; group++) {
         for (uint32_t k = 0; k < views->count[group]; k++) {
             if (group < MSI_GROUP_COUNT) {
@@ -13513,8 +13520,8 @@ static void msi_aim_call(msi_trial *t, ms_call *call) {
             wanted[s->group] |= (uint32_t)1 << s->slot;
         }
     }
-    call->wanted_out &= wanted[MSI_GROUP_OUT];
-    call->wanted_saved &= wanted[MSI_GROUP_SAVED];
+    call->wanted_out = wanted[MSI_GROUP_OUT];
+    call->wanted_saved = wanted[MSI_GROUP_SAVED];
 }
 
 /* Copies what the run has left. */
@@ -13714,7 +13721,7 @@ static bool msi_results_differ(const msi_staged *s, const uint8_t *a, const uint
     }
     for (uint64_t i = 0; i < s->bytes; i++) {
         const bool unwritten =
-            msi_is_output(s) && a[i] == MSI_POISON_FIRST && b[i] == MSI_POISON_LAST;
+            msi_is_output(s) && a[i] == MSI_POISON_OUTPUT && b[i] == MSI_POISON_LAST;
         if (a[i] != b[i] && !unwritten) {
             return true;
         }
@@ -14045,13 +14052,16 @@ static void msi_run_trials(msi_trial *t) {
     const msi_op op = (msi_op)t->instruction->op;
     const bool once = op == MSI_OP_FORWARD && !msi_can_repeat(t->layer);
     const msi_variant first = msi_plain_variant(0, MSI_IMAGE_FIRST);
-    const msi_variant last = msi_plain_variant(msi_region_count(t), MSI_IMAGE_LAST);
+    const uint32_t inner = MSI_REGION_GAP * t->count[MSI_SET_OWN]; // += 1 on NaN would not show
+    const msi_variant last = msi_plain_variant(once ? inner : msi_region_count(t), MSI_IMAGE_LAST);
     const bool keeps = t->layer->count[MSI_GROUP_STATE] == 0 || t->layer->keeps_state;
     if (!once && msi_act(t, &first)) {
+        const uint32_t half = t->half;
         msi_check_outside(t);
         if (op == MSI_OP_BACKWARD && keeps) { // others may have run since forward
             msi_try_recomputes(t);
         }
+        t->debug->turn = half; // the other half is next
     }
     if (!msi_act(t, &last)) {
         return;

@@ -228,7 +228,9 @@ static void optional_saved_tensors(void **state) {
             t_ok(m.n.m, ms_step(m.n.m, NULL));
             t_ok(m.n.m, ms_eval(m.n.m, NULL));
             const t_op *o = &m.n.ops[MANY];
-            assert_int_equal(o->wanted_saved[MS_PHASE_FORWARD], 3 & ~(optional & force >> 2));
+            if (!t_debugging) { // which tries both
+                assert_int_equal(o->wanted_saved[MS_PHASE_FORWARD], 3 & ~(optional & force >> 2));
+            }
             assert_int_equal(o->wanted_saved[MS_PHASE_EVAL], 3 & ~optional);
             assert_true(t_debugging || o->wanted_saved[MS_PHASE_RECOMPUTE] == force >> 2);
             t_net_end(&m.n);
