@@ -130,8 +130,8 @@
     host, or growth of a shared arena.
 
     ERRORS. Every fallible function returns an ms_result. A failing step leaves params and optimizer
-    state as they were after the last completed update; buffers that its forward has changed as
-    state stay changed. If the failing step had begun to update, the model is marked failed
+    state as they were after the last completed update; buffers that it has changed as state stay
+    changed. If the failing step had begun to update, the model is marked failed
     (MS_RESULT_FAILED): write params and optimizer state from your own copy, then call ms_wrap,
     which trusts that you did. The error of a function that returns no result sticks: ms_last_error
     has it, and ms_wrap returns the first such error, every time before the model is wrapped, and
@@ -337,7 +337,7 @@ typedef struct ms_call {
     ms_model *model; // for ms_gemm and ms_cast
     ms_phase phase;
     const ms_view *in, *out, *saved, *param;
-    const ms_view *state; // has no data in backward
+    const ms_view *state; // in backward only what backward_state names has data
     /* Zeroed views except in backward; grad_in also in the forward, but not the eval, of a layer
        with grads_in_forward. grad_out has data for an output that contributes to the loss; of any
        other, such as probabilities that only a sampler reads, no gradient is made. */
@@ -717,6 +717,9 @@ typedef struct ms_layer_desc {
     /* Buffers that forward changes, such as running statistics; MS_PHASE_EVAL is given them as they
        are. What a layer reads as an input must not be state of a later layer. */
     ms_tensor state[MS_LIMIT_STATE];
+    /* Mask of state that backward reads and changes too, such as what truncated backpropagation
+       through time carries from one batch to the next. The rest of state has no data there. */
+    uint32_t backward_state;
     ms_reads backward_reads; // which values backward reads; zero: all of them
     /* What recompute reads; zero: every input and param. Not an output in must_in_place. */
     ms_reads recompute_reads;
@@ -2152,6 +2155,7 @@ typedef enum msi_group_kind {
     X(must_in_place, OUT)                                                                          \
     X(must_grad_in_place, IN)                                                                      \
     X(grads_in_forward, IN)                                                                        \
+    X(backward_state, STATE)                                                                       \
     X(optional_saved, SAVED)
 #define MSI_FLAGS(X)                                                                               \
     X(backward_reads.nothing)                                                                      \
@@ -2178,7 +2182,7 @@ typedef struct msi_layer {
     ms_reads backward_reads, recompute_reads;
     ms_edges accumulates, overwrites;
     ms_slot_masks clobbers;
-    uint32_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved;
+    uint32_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved, backward_state;
     bool no_recompute : 1, keeps_state : 1, no_backward : 1;
     bool differentiable : 1; // gradients pass through it: it has a backward, or no callback at all
     bool has_backward : 1;   // analysis: its backward runs
@@ -4358,8 +4362,8 @@ static uint32_t msi_declared_reads(const ms_reads *r, int group, uint32_t otherw
 
 /* The mask of the slots of a group that backward reads. */
 static uint32_t msi_reads_of(const msi_layer *l, int group) {
-    return msi_declared_reads(&l->backward_reads, group,
-                              group == MSI_GROUP_STATE ? 0 : MS_ALL_SLOTS);
+    return group == MSI_GROUP_STATE ? l->backward_state
+                                    : msi_declared_reads(&l->backward_reads, group, MS_ALL_SLOTS);
 }
 
 /* The mask of the slots of a group that a recomputation reads. A call of forward reads every slot,
@@ -5311,6 +5315,9 @@ static const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
            : d->recompute_reads.out & d->must_in_place
                ? "recompute_reads names an output that must_in_place fills with the input first: "
                  "read the input instead"
+           : d->backward_state && !d->backward && d->forward
+               ? "backward_state is set, but it has no backward: leave one of them out, or add the "
+                 "other"
            : d->keeps_state && count[MSI_GROUP_STATE] == 0
                ? "keeps_state is set, but it has no state: name its buffers in `state`"
            : !d->recompute && (w->bytes || w->row_bytes)
@@ -12688,6 +12695,9 @@ static int msi_operand_group(const msi_layer *l, const msi_instruction *i, uint3
 static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int group, uint32_t slot) {
     if (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED) {
         return i->op != MSI_OP_BACKWARD && !(msi_op_reads(l, (msi_op)i->op, group) >> slot & 1);
+    }
+    if (group == MSI_GROUP_STATE && i->op == MSI_OP_BACKWARD) {
+        return l->backward_state >> slot & 1;
     }
     return group == MSI_GROUP_STATE ? !msi_is_again((msi_op)i->op) || !l->keeps_state
                                     : group == MSI_GROUP_GRAD_IN || group == MSI_GROUP_GRAD_PARAM;

@@ -1917,6 +1917,175 @@ static void empty_slots_are_zeroed_views(void **state) {
     check_slots_in(&config);
 }
 
+// ------------------------------------------------------------------------------------------------
+// truncated backpropagation: state that backward changes and carries to the next batch
+
+enum { CELLS = 6, UNITS = 256 };
+
+typedef struct recurrent {
+    ms_model *m;
+    ms_tensor x, w, h[CELLS], carry[CELLS];
+    uint32_t recomputed;
+} recurrent;
+
+/* y = x w / 2 + h; then h = y. */
+static int cell_forward(const ms_call *call) {
+    recurrent *r = (recurrent *)call->user;
+    const float *x = t_data(&call->in[0]), *w = t_data(&call->param[0]);
+    float *h = t_data(&call->state[0]), *y = t_data(&call->out[0]);
+    r->recomputed += call->phase == MS_PHASE_RECOMPUTE;
+    for (int i = 0; i < UNITS; ++i) {
+        y[i] = 0.5f * x[i] * w[i] + h[i];
+        h[i] = call->phase == MS_PHASE_EVAL ? h[i] : y[i];
+    }
+    return 0;
+}
+
+/* The gradient of y also has a quarter of what the batch before left in `carry`, and h is halved. */
+static int cell_backward(const ms_call *call) {
+    const float *x = t_data(&call->in[0]), *w = t_data(&call->param[0]);
+    float *h = t_data(&call->state[0]), *carry = t_data(&call->state[1]);
+    for (int i = 0; i < UNITS; ++i) {
+        const float g = t_grad_out(call, 0, i) + 0.25f * carry[i] + 0.001f * h[i];
+        carry[i] = g;
+        h[i] *= 0.5f;
+        t_contribute(&call->grad_param[0], i, 0.5f * g * x[i]);
+        if (call->grad_in[0].data != NULL) {
+            t_contribute(&call->grad_in[0], i, 0.5f * g * w[i]);
+        }
+    }
+    return 0;
+}
+
+/* As time steps of one cell (shared state), or as cells of their own; with outputs that are dropped
+   in any case, or as the budget requires. */
+static void recurrent_start(recurrent *r, bool shared, bool dropped, const ms_config *config) {
+    float values[UNITS];
+    const ms_shape shape = ms_shape2(1, UNITS);
+    ms_layer_desc d;
+    memset(r, 0, sizeof *r);
+    t_ok(NULL, ms_create(config, &r->m));
+    r->x = ms_input(r->m, "x", MS_DTYPE_F32, shape);
+    r->w = ms_param(r->m, "w", MS_DTYPE_F32, ms_shape1(UNITS));
+    ms_tensor last = r->x;
+    for (int k = 0; k < CELLS; ++k) {
+        const bool first = k == 0 || !shared;
+        memset(&d, 0, sizeof d);
+        d.forward = cell_forward;
+        d.backward = cell_backward;
+        d.user = r;
+        d.in[0] = last;
+        d.param[0] = r->w;
+        d.out[0] = last = ms_activation(r->m, "y", MS_DTYPE_F32, shape);
+        r->h[k] = first ? ms_buffer(r->m, "h", MS_DTYPE_F32, shape) : r->h[0];
+        r->carry[k] = first ? ms_buffer(r->m, "carry", MS_DTYPE_F32, shape) : r->carry[0];
+        d.state[0] = r->h[k];
+        d.state[1] = r->carry[k];
+        d.backward_state = 3;
+        d.backward_reads.in = d.backward_reads.param = 1;
+        const ms_layer layer = ms_register_layer(r->m, &d);
+        if (dropped && k < CELLS - 1) {
+            ms_set_layer_technique(r->m, layer, MS_TECHNIQUE_CHECKPOINTING, MS_SWITCH_ON);
+        }
+    }
+    ms_set_loss(r->m, last);
+    t_ok(r->m, ms_wrap(r->m));
+    for (int i = 0; i < UNITS; ++i) {
+        values[i] = 1.0f + (float)(i % 7) / 16.0f;
+    }
+    t_ok(r->m, ms_write(r->m, r->w, values));
+}
+
+/* Three steps, each verified first; then all values that last. */
+static void recurrent_train(recurrent *r, float *values) {
+    for (int step = 0; step < 3; ++step) {
+        float x[UNITS];
+        ms_verify_report report;
+        for (int i = 0; i < UNITS; ++i) {
+            x[i] = (float)((i * 5 + step * 3) % 11 - 5) / 8.0f;
+        }
+        t_ok(r->m, ms_write(r->m, r->x, x));
+        t_ok(r->m, ms_verify(r->m, NULL, NULL, &report));
+        assert_int_equal(report.differ_count, 0);
+        t_ok(r->m, ms_step(r->m, NULL));
+        t_ok(r->m, ms_eval(r->m, NULL));
+    }
+    t_ok(r->m, ms_read(r->m, r->w, values));
+    for (int k = 0; k < CELLS; ++k) {
+        t_ok(r->m, ms_read(r->m, r->h[k], values + (1 + 2 * k) * UNITS));
+        t_ok(r->m, ms_read(r->m, r->carry[k], values + (2 + 2 * k) * UNITS));
+    }
+}
+
+/* The first step, compared with loops. Gradients are those of a mean. */
+static void recurrent_first(recurrent *r, bool shared) {
+    static float h[CELLS][UNITS], carry[CELLS][UNITS], y[CELLS + 1][UNITS], g[UNITS];
+    float values[2][UNITS];
+    memset(h, 0, sizeof h);
+    memset(carry, 0, sizeof carry);
+    for (int i = 0; i < UNITS; ++i) {
+        y[0][i] = (float)(i % 11 - 5) / 8.0f;
+        g[i] = 1.0f / UNITS;
+    }
+    t_ok(r->m, ms_write(r->m, r->x, y[0]));
+    t_ok(r->m, ms_step(r->m, NULL));
+    for (int k = 0; k < CELLS; ++k) {
+        float *at = h[shared ? 0 : k];
+        for (int i = 0; i < UNITS; ++i) {
+            at[i] = y[k + 1][i] = 0.5f * y[k][i] * (1.0f + (float)(i % 7) / 16.0f) + at[i];
+        }
+    }
+    for (int k = CELLS; k-- > 0;) {
+        float *at = h[shared ? 0 : k], *to = carry[shared ? 0 : k];
+        for (int i = 0; i < UNITS; ++i) {
+            to[i] = g[i] + 0.25f * to[i] + 0.001f * at[i];
+            at[i] *= 0.5f;
+            g[i] = 0.5f * to[i] * (1.0f + (float)(i % 7) / 16.0f);
+        }
+    }
+    for (int k = 0; k < CELLS; ++k) {
+        t_ok(r->m, ms_read(r->m, r->h[k], values[0]));
+        t_ok(r->m, ms_read(r->m, r->carry[k], values[1]));
+        for (int i = 0; i < UNITS; ++i) {
+            assert_true(fabsf(values[0][i] - h[shared ? 0 : k][i]) <= 1e-5f);
+            assert_true(fabsf(values[1][i] - carry[shared ? 0 : k][i]) <= 1e-5f);
+        }
+    }
+}
+
+static void check_recurrent(bool shared) {
+    static float plain[(1 + 2 * CELLS) * UNITS], wrapped[(1 + 2 * CELLS) * UNITS];
+    ms_config config = t_config();
+    ms_memory_report report;
+    recurrent r;
+    uint64_t smallest = 0;
+    uint32_t recomputed = 0;
+    recurrent_start(&r, shared, false, &config);
+    t_report(r.m, &report);
+    t_ok(r.m, ms_smallest_budget(r.m, &smallest));
+    recurrent_first(&r, shared);
+    ms_destroy(r.m);
+    recurrent_start(&r, shared, false, &config);
+    recurrent_train(&r, plain);
+    ms_destroy(r.m);
+    for (int part = 0; part < 5; ++part) { // the last one has room, and drops all the same
+        const uint64_t more = (report.plain_bytes - smallest) * (uint64_t)part / 3;
+        config.memory_budget_bytes = part == 4 ? 1u << 20 : smallest + more;
+        recurrent_start(&r, shared, part == 4, &config);
+        recurrent_train(&r, wrapped);
+        assert_memory_equal(plain, wrapped, sizeof plain);
+        recomputed += r.recomputed;
+        ms_destroy(r.m);
+    }
+    assert_true(recomputed > 0);
+}
+
+static void backward_may_change_state(void **state) {
+    (void)state;
+    check_recurrent(false);
+    check_recurrent(true);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         T_TWICE(styles_mix_on_one_fan_out),
@@ -1942,6 +2111,7 @@ int main(void) {
         T_TWICE(callbacks_may_be_bound),
         T_TWICE(addresses),
         T_TWICE(no_gradient_without_a_path_to_the_loss),
+        T_TWICE(backward_may_change_state),
         T_TWICE(empty_slots_are_zeroed_views),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
