@@ -803,7 +803,8 @@ static void a_model_carries_its_error(void **state) {
         if (which == 0) {
             config.target_utilization = 2.0;
         } else if (which == 1) {
-            config.mode = (ms_mode)9;
+            int none = 9;
+            config.mode = (ms_mode)none;
             part = "mode: there is no such mode: set one of ms_mode (it is 9)";
         } else if (which == 2) {
             config.allocator.release = NULL;
