@@ -97,4 +97,40 @@ done << 'END'
 1558 1558M 1 512
 END
 
+# ---- sentences -----------------------------------------------------------------------------------
+
+sentence() { # DOCUMENT TEXT: line ends count as spaces
+    [[ $(tr -s ' \n' ' ' < "$1") == *"$2"* ]] || stale "$1" "$2"
+}
+
+# A number of the plain plan, or of the first mode's plan for the budget or smallest plan.
+estimated() { # PLAN KEY ARGUMENTS
+    local plan=$1 key=$2
+    shift 2
+    $folder/examples/estimate --json "$@" | awk -v plan="\"$plan\": {" -v key="\"$key\":" '
+        index($0, plan) { inside = 1 }
+        inside && index($0, key) { gsub(/.*: |,$/, ""); print; exit }'
+}
+
+xl='--model gpt2-1558M --batch 1 --sequence 512'
+sentence README.md "the smallest plan of XL is predicted to take $(
+    printf %.2f "$(estimated smallest step_over_plain $xl --gpu H200)") times the plain step"
+
+gibi() { # ARGUMENTS: the smallest plan, rounded up
+    estimated smallest peak_bytes "$@" | awk '{ g = 100 * $1 / 2 ^ 30; printf "%.2f", (int(g) + (int(g) < g)) / 100 }'
+}
+sentence docs/memory-budget.md "at least $(gibi $xl --gpu 3090) GiB with early updates, $(
+    gibi $xl --gpu 3090 --clip) with clipping, $(gibi $xl --gpu 3090 --accumulate 4) with accumulation"
+
+half() { # ARGUMENTS: the step over the plain one, at a budget half way between smallest and plain
+    local smallest=$(estimated smallest peak_bytes "$@" --gpu H200)
+    local plain=$(estimated plain peak_bytes "$@" --gpu H200)
+    estimated at_budget step_over_plain "$@" --gpu H200 --budget $(((smallest + plain) / 2))
+}
+sentence docs/memory-budget.md "is predicted to take $(
+    { half --model bert-base --batch 16 --sequence 128; half --model bert-large --batch 16 --sequence 128
+      half --model gpt2-355M --batch 4; half --model gpt2-774M --batch 2; } | sort -n |
+        awk 'NR == 1 { printf "%.2f", $1 } { last = $1 } END { printf " to %.2f", last }') times the plain one on an H200, and $(
+    printf %.2f "$(half $xl)") for XL"
+
 exit $status
