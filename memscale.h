@@ -864,6 +864,16 @@ typedef struct ms_verify_report {
     double plain_loss, wrapped_loss;     // by the plain plan, and by the present one
 } ms_verify_report;
 
+/* The first operand of a step that is not finite; see ms_find_nonfinite. */
+typedef struct ms_nonfinite {
+    ms_layer layer;   // handle 0: all are finite
+    ms_tensor tensor; // a value, or a gradient (ms_gradient)
+    ms_phase phase;
+    bool is_read;            // the layer finds it so, as an input, param or buffer
+    bool is_nan;             // the first element; otherwise it is infinite
+    uint64_t element, count; // the first element, and how many there are
+} ms_nonfinite;
+
 /* What memory is used for. GRADIENT means gradients of params. */
 #define MEMSCALE_CATEGORIES(X)                                                                     \
     X(MS_CATEGORY_INPUT, "inputs")                                                                 \
@@ -1394,6 +1404,14 @@ MEMSCALE_API_CHECKED ms_result ms_visit_decisions(const ms_model *model, ms_deci
    under way; a setting waits for the next ms_wrap). *report is zeroed then, visit is not called. */
 MEMSCALE_API_CHECKED ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
                                          ms_verify_report *report);
+
+/* Runs forward and backward by the present plan, from the present values and inputs, with the seed
+   of the next step and no update, and looks after each layer for a NaN or an infinity, by the bits:
+   first in what it reads of inputs, params and buffers, then in what it makes. Stops at the first;
+   ms_last_error has it as text then, though the result is OK. Call it after MS_RESULT_NONFINITE. In
+   debug mode each step does the same: the first is logged as a warning and told by the error. The
+   model is as before. Memory, stream and errors: as ms_verify. */
+MEMSCALE_API_CHECKED ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found);
 
 /* Calls visit for the events of a program, in the order in which they are enqueued. A framework
    that runs the plan itself learns from them what to compute where, and what can be freed
@@ -2536,6 +2554,7 @@ typedef struct msi_run {
     bool recording;     // what is enqueued is recorded, and does not run
     bool state_is_old;  // buffers hold the older values that a recomputation needs
     bool failed;        // params may be wrong, or the device unusable: no step until ms_wrap
+    ms_nonfinite nonfinite; // debug mode: the first in this step
 } msi_run;
 
 /* What callbacks see of the operands of a layer: by group a view for each slot that there can be.
@@ -12506,16 +12525,37 @@ static ms_result msi_fetch_verdict(ms_model *m) {
     return m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
 }
 
+typedef struct msi_nonfinite_text {
+    char text[256];
+} msi_nonfinite_text;
+
+/* `layer 3 "ln1": its forward callback makes element 5 of "x" nan, and 2 more` */
+static msi_nonfinite_text msi_nonfinite_name(const ms_model *m, const ms_nonfinite *n) {
+    msi_nonfinite_text t;
+    const bool gradient = msi_role_of(&m->graph, n->tensor) == MSI_ROLE_GRADIENT;
+    snprintf(t.text, sizeof t.text,
+             "%.100s: its %s callback %s element %llu of the %s of \"%.60s\" %s, and %llu more",
+             msi_layer_label(&m->graph, msi_layer_index(&m->graph, n->layer)).text,
+             msi_phase_name(n->phase), n->is_read ? "finds" : "makes",
+             (unsigned long long)n->element, gradient ? "gradient" : "value",
+             msi_tensor_name(&m->graph, msi_index(&m->graph, n->tensor)),
+             n->is_nan ? "nan" : "infinite", (unsigned long long)(n->count - 1));
+    return t;
+}
+
 /* An error if a step or an eval was halted. */
 static ms_result msi_check_halt(ms_model *m, const ms_step_state *state, uint64_t step) {
-    const bool loss = state->halted == (uint32_t)MS_HALT_LOSS;
+    const bool loss = state->halted == (uint32_t)MS_HALT_LOSS, noted = m->run.nonfinite.count > 0;
     return state->halted == (uint32_t)MS_HALT_NONE
                ? MS_RESULT_OK
                : msi_fail(m, MS_RESULT_NONFINITE,
-                          "the %s of step %llu is %g: nothing was updated; lower the learning rate "
-                          "or look for bad input",
+                          "the %s of step %llu is %g: nothing was updated; %s%s",
                           loss ? "loss" : "norm of the gradients", (unsigned long long)step,
-                          loss ? state->loss : state->norm);
+                          loss ? state->loss : state->norm,
+                          noted ? "the first that is not finite: "
+                                : "lower the learning rate or look for bad input; "
+                                  "ms_find_nonfinite names the first layer",
+                          noted ? msi_nonfinite_name(m, &m->run.nonfinite).text : "");
 }
 
 /* Waits for the verdict that was asked for. A step that was halted has updated nothing, nor has any
@@ -12872,6 +12912,51 @@ static const char *msi_product_fault(const ms_matrix *a, const ms_matrix *b, con
     const bool side_by_side =
         c->batch_stride >= c->cols && (c->batch_count - 1) * c->batch_stride + c->cols <= c->stride;
     return c->batch_count > 1 && !apart && !side_by_side ? "the matrices of c overlap" : NULL;
+}
+
+/* Whether an element has the bits of a NaN or an infinity. */
+static bool msi_is_nonfinite(const void *data, ms_dtype dtype, uint64_t i, bool *nan) {
+    const int mantissa = dtype == MS_DTYPE_F32    ? 23
+                         : dtype == MS_DTYPE_F16  ? 10
+                         : dtype == MS_DTYPE_BF16 ? 7
+                                                  : 52;
+    const uint64_t size = ms_dtype_bytes(dtype);
+    uint64_t bits = 0;
+    uint32_t word = 0;
+    uint16_t half = 0;
+    const uint8_t *at = (const uint8_t *)data + i * size;
+    if (size == 8) {
+        memcpy(&bits, at, 8);
+    } else if (size == 4) {
+        memcpy(&word, at, 4);
+    } else {
+        memcpy(&half, at, 2);
+    }
+    bits |= (uint64_t)word | half;
+    const uint64_t sign = (uint64_t)1 << (size * 8 - 1),
+                   exponent = sign - ((uint64_t)1 << mantissa);
+    *nan = (bits & (((uint64_t)1 << mantissa) - 1)) != 0;
+    return (bits & exponent) == exponent;
+}
+
+/* Counts what is not finite in a piece of a value, whose first element has this number. Words with
+   all bits set are poison that nobody has written over, if `poisoned`. */
+static void msi_scan_piece(ms_nonfinite *n, const void *data, ms_dtype dtype, uint64_t count,
+                           uint64_t first, bool poisoned) {
+    const bool scanned = dtype == MS_DTYPE_F32 || dtype == MS_DTYPE_F64 || dtype == MS_DTYPE_F16 ||
+                         dtype == MS_DTYPE_BF16;
+    for (uint64_t i = 0; i < count && scanned; i++) {
+        bool nan;
+        uint32_t word = 0;
+        memcpy(&word, (const uint8_t *)data + i * ms_dtype_bytes(dtype),
+               dtype == MS_DTYPE_F32 ? 4u : 0u);
+        if (!msi_is_nonfinite(data, dtype, i, &nan) || (poisoned && word == UINT32_MAX)) {
+            continue;
+        }
+        n->is_nan = n->count == 0 ? nan : n->is_nan;
+        n->element = n->count == 0 ? first + i : n->element;
+        n->count++;
+    }
 }
 
 static bool msi_is_castable(ms_dtype dtype) {
@@ -14096,6 +14181,28 @@ static void msi_run_trials(msi_trial *t) {
     msi_check_outside(t);
 }
 
+/* Notes the first result of a step that is not finite, if it is among these. */
+static void msi_note_nonfinite(msi_trial *t) {
+    ms_model *m = t->model;
+    const msi_graph *g = &m->graph;
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        if (!s->is_made || m->run.nonfinite.count > 0) {
+            continue;
+        }
+        const ms_dtype dtype = g->tensors.items[s->tensor].view.dtype;
+        ms_nonfinite *n = &m->run.nonfinite;
+        msi_scan_piece(n, msi_own_bytes_in(t, MSI_IMAGE_LAST, s), dtype,
+                       s->bytes / ms_dtype_bytes(dtype), 0, true);
+        if (n->count > 0) {
+            n->layer = msi_layer_handle(g, t->instruction->target);
+            n->tensor = msi_handle(g, s->tensor,
+                                   s->group < MSI_GROUP_COUNT ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
+            n->phase = msi_ops[t->instruction->op].phase;
+            msi_log(m, MS_LOG_WARNING, "debug", "not finite: %s", msi_nonfinite_name(m, n).text);
+        }
+    }
+}
+
 /* Puts the results where the shadow has the operands, and poison where the layer may destroy. */
 static void msi_keep_results(msi_trial *t) {
     uint8_t *shadow = t->debug->shadow;
@@ -14153,6 +14260,7 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
     msi_stage_instruction(t, now);
     msi_run_trials(t);
     if (t->result == MS_RESULT_OK) {
+        msi_note_nonfinite(t);
         msi_keep_results(t);
     }
     const msi_errors errors = m->errors;
@@ -14702,6 +14810,7 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     if (m->run.store->debug) {
         memset(m->run.store->debug->is_made, 0, m->graph.tensors.count);
     }
+    memset(&m->run.nonfinite, 0, sizeof m->run.nonfinite);
     if (msi_watches_memory(m)) {
         msi_asan_poison(msi_transient(&m->run), m->run.store->transient_bytes);
     } else if (m->config.backend.device_is_host) { // in case another model has poisoned it
@@ -16075,6 +16184,112 @@ static void msi_leave_store(msi_verification *v) {
     m->run = v->before;
 }
 
+static ms_result msi_begin_verification(msi_verification *v, ms_model *m) {
+    memset(v, 0, sizeof *v);
+    v->model = m;
+    v->before = m->run;
+    m->run.timing = NULL; // passes are not steps
+    const ms_result result = msi_choose_compared(v);
+    return result == MS_RESULT_OK ? msi_make_own_store(v) : result;
+}
+
+static void msi_end_verification(msi_verification *v) {
+    const ms_allocator *a = &v->model->config.allocator;
+    msi_release(a, v->range_of, v->model->graph.tensors.count * sizeof(uint32_t));
+    msi_release(a, v->results, v->result_bytes + MSI_PIECE_BYTES);
+    msi_release(a, v->saved, v->saved_bytes);
+    msi_release(a, v->differences, (v->count + 1ull) * sizeof(ms_difference));
+}
+
+/* Looks for what is not finite in an operand. */
+static ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n, uint32_t index) {
+    ms_model *m = v->model;
+    const msi_range *range = &m->run.program->ranges.items[index];
+    const msi_tensor *tensor = &m->graph.tensors.items[range->tensor];
+    const ms_dtype dtype = tensor->view.dtype;
+    const uint8_t *from = (const uint8_t *)msi_address(m, m->run.program, index);
+    const bool on_host = msi_is_on_host(m->run.store, index);
+    uint8_t *piece = v->results + v->result_bytes;
+    ms_result result = MS_RESULT_OK;
+    for (uint64_t done = 0; done < tensor->bytes && result == MS_RESULT_OK;
+         done += MSI_PIECE_BYTES) {
+        const uint64_t rest = tensor->bytes - done, size = ms_dtype_bytes(dtype);
+        const uint64_t part = rest < MSI_PIECE_BYTES ? rest : MSI_PIECE_BYTES;
+        result = msi_copy(m, piece, true, from + done, on_host, part);
+        if (result == MS_RESULT_OK) {
+            msi_scan_piece(n, piece, dtype, part / size, done / size, m->config.debug);
+        }
+    }
+    return result;
+}
+
+/* Looks at the operands of a layer's instruction: before it runs at what it reads of residents,
+   after it at what it has made. */
+static ms_result msi_scan_instruction(msi_verification *v, ms_nonfinite *n, uint32_t now,
+                                      bool after) {
+    const ms_model *m = v->model;
+    const msi_program *p = m->run.program;
+    const msi_instruction *i = &p->instructions.items[now];
+    const msi_layer *l = &m->graph.layers.items[msi_calls_layer((msi_op)i->op) ? i->target : 0];
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
+        uint32_t slot;
+        const uint32_t range = p->operands.items[i->operand_first + k].range;
+        const int group = msi_operand_group(l, i, k, &slot);
+        const bool value = group < MSI_GROUP_COUNT;
+        if (range == MSI_NONE || group == MSI_GROUP_WORKSPACE || n->count > 0 ||
+            result != MS_RESULT_OK ||
+            !(after ? msi_is_made(l, i, group, slot)
+                    : value && range < m->run.store->residents.count)) {
+            continue;
+        }
+        result = msi_scan_operand(v, n, range);
+        n->layer = msi_layer_handle(&m->graph, i->target);
+        n->tensor = msi_handle(&m->graph, p->ranges.items[range].tensor,
+                               value ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
+        n->phase = msi_ops[i->op].phase;
+        n->is_read = !after;
+    }
+    return result;
+}
+
+/* Runs forward and backward by the present plan up to the first layer that reads or makes what is
+   not finite. The poison is finite. */
+static ms_result msi_run_scanned(msi_verification *v, ms_nonfinite *n) {
+    ms_model *m = v->model;
+    m->run.plan = v->plans[MSI_PASS_WRAPPED];
+    const msi_program *p = &m->run.plan->train;
+    ms_result result = msi_reset_store(v);
+    MSI_THEN(result, msi_start(m, p));
+    while (result == MS_RESULT_OK && m->run.position < p->backward_end && n->count == 0) {
+        const uint32_t now = m->run.position;
+        result = msi_scan_instruction(v, n, now, false);
+        if (n->count == 0) {
+            MSI_THEN(result, msi_run_poisoned(m, now + 1, MSI_POISON_FIRST));
+            MSI_THEN(result, msi_scan_instruction(v, n, now, true));
+        }
+    }
+    if (result != MS_RESULT_OK || n->count == 0) {
+        memset(n, 0, sizeof *n);
+    }
+    return result;
+}
+
+static ms_result msi_find_nonfinite(ms_model *m, ms_nonfinite *found) {
+    msi_verification v;
+    ms_result result = msi_begin_verification(&v, m);
+    MSI_THEN(result, msi_make_pass(&v, MSI_PASS_WRAPPED));
+    MSI_THEN(result, msi_save_borrowed(&v));
+    MSI_THEN(result, msi_enter_store(&v));
+    MSI_THEN(result, msi_run_scanned(&v, found));
+    msi_leave_store(&v);
+    msi_end_verification(&v);
+    if (result == MS_RESULT_OK && found->count > 0) {
+        snprintf(m->errors.text, sizeof m->errors.text, "%s", msi_nonfinite_name(m, found).text);
+    }
+    return result;
+}
+
 static void msi_report_differences(const msi_verification *v, ms_difference_fn visit, void *user,
                                    ms_verify_report *report) {
     report->tensor_count = v->count;
@@ -16091,31 +16306,26 @@ static void msi_report_differences(const msi_verification *v, ms_difference_fn v
     }
 }
 
-static ms_result msi_check_verifiable(ms_model *m) {
-    const ms_result result = msi_check_ready(m, "ms_verify");
+static ms_result msi_check_verifiable(ms_model *m, const char *function) {
+    const ms_result result = msi_check_ready(m, function);
     return result != MS_RESULT_OK ? result
            : m->wrapped.changed
                ? msi_fail(m, MS_RESULT_ORDER,
-                          "ms_verify: something was set since ms_wrap that asks for a new plan: "
-                          "call ms_wrap first")
+                          "%s: something was set since ms_wrap that asks for a new plan: call "
+                          "ms_wrap first",
+                          function)
            : m->run.stage != MSI_STAGE_IDLE
                ? msi_fail(m, MS_RESULT_ORDER,
-                          "ms_verify: a step is under way: complete it with ms_backward and "
-                          "ms_update first")
+                          "%s: a step is under way: complete it with ms_backward and ms_update "
+                          "first",
+                          function)
                : MS_RESULT_OK;
 }
 
 static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
                             ms_verify_report *report) {
-    const ms_allocator a = m->config.allocator;
-    const uint64_t tensors = m->graph.tensors.count;
     msi_verification v;
-    memset(&v, 0, sizeof v);
-    v.model = m;
-    v.before = m->run;
-    m->run.timing = NULL; // passes are not steps
-    ms_result result = msi_choose_compared(&v);
-    MSI_THEN(result, msi_make_own_store(&v));
+    ms_result result = msi_begin_verification(&v, m);
     MSI_THEN(result, msi_make_pass(&v, MSI_PASS_PLAIN));
     MSI_THEN(result, msi_make_pass(&v, MSI_PASS_WRAPPED));
     MSI_THEN(result, msi_save_borrowed(&v));
@@ -16126,10 +16336,7 @@ static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
     if (result == MS_RESULT_OK) {
         msi_report_differences(&v, visit, user, report);
     }
-    msi_release(&a, v.range_of, tensors * sizeof(uint32_t));
-    msi_release(&a, v.results, v.result_bytes + MSI_PIECE_BYTES);
-    msi_release(&a, v.saved, v.saved_bytes);
-    msi_release(&a, v.differences, (v.count + 1ull) * sizeof(ms_difference));
+    msi_end_verification(&v);
     return result;
 }
 
@@ -16958,9 +17165,20 @@ MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *
         return msi_fail_argument(model, "ms_verify", "an argument is NULL");
     }
     memset(report, 0, sizeof *report);
-    ms_result result = msi_check_verifiable(model);
+    ms_result result = msi_check_verifiable(model, "ms_verify");
     MSI_THEN(result, msi_await_steps(model));
     MSI_THEN(result, msi_verify(model, visit, user, report));
+    return result;
+}
+
+MEMSCALE_API ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found) {
+    if (!model || !found) {
+        return msi_fail_argument(model, "ms_find_nonfinite", "an argument is NULL");
+    }
+    memset(found, 0, sizeof *found);
+    ms_result result = msi_check_verifiable(model, "ms_find_nonfinite");
+    MSI_THEN(result, msi_await_steps(model));
+    MSI_THEN(result, msi_find_nonfinite(model, found));
     return result;
 }
 

@@ -576,6 +576,58 @@ static void the_kinds_of_testing_pass(void **state) {
     }
 }
 
+/* A gradient larger than any buffer, of which one element is written over: the last but one. */
+enum { LONG = 5000 };
+
+static int long_forward(const ms_call *call) {
+    float sum = 0.0f;
+    for (int i = 0; i < LONG; ++i) {
+        sum += 0.001f * t_data(&call->param[0])[i];
+    }
+    t_data(&call->out[0])[0] = sum;
+    return 0;
+}
+
+static int long_backward(const ms_call *call) {
+    const bool lies = *(const bool *)call->user;
+    for (int i = 0; i < LONG; ++i) {
+        if (lies && i == LONG - 2) {
+            t_data(&call->grad_param[0])[i] = 0.001f;
+        } else {
+            t_contribute(&call->grad_param[0], i, 0.001f);
+        }
+    }
+    return 0;
+}
+
+static void a_sum_is_checked_to_its_end(void **state) {
+    (void)state;
+    bool lies = false;
+    ms_config config = t_config();
+    config.debug = true;
+    ms_model *m;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    ms_layer_desc d;
+    memset(&d, 0, sizeof d);
+    d.name = "long";
+    d.forward = long_forward;
+    d.backward = long_backward;
+    d.user = &lies;
+    d.param[0] = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(LONG));
+    d.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(1));
+    ms_register_layer(m, &d);
+    ms_set_loss(m, d.out[0]);
+    t_ok(m, ms_wrap(m));
+    float *zeros = (float *)calloc(LONG, sizeof *zeros);
+    t_ok(m, ms_write(m, d.param[0], zeros));
+    free(zeros);
+    t_ok(m, ms_step(m, NULL));
+    lies = true;
+    t_error(m, ms_step(m, NULL), MS_RESULT_CONTRACT);
+    t_text_has(ms_last_error(m), "layer 0 \"long\": its backward callback writes over");
+    ms_destroy(m);
+}
+
 /* A callback that fails while it is checked is a callback that fails. */
 static void callbacks_still_fail(void **state) {
     (void)state;
@@ -598,6 +650,7 @@ int main(void) {
         cmocka_unit_test(lies_are_caught),
         cmocka_unit_test(lies_about_what_still_lives),
         cmocka_unit_test(the_kinds_of_testing_pass),
+        cmocka_unit_test(a_sum_is_checked_to_its_end),
         cmocka_unit_test(callbacks_still_fail),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -287,6 +287,7 @@ typedef struct flawed_net {
     void *address;    // of p
     bool fails;       // backward
     float not_finite; // added to the output
+    float spoils;     // added to element 1 of the gradient of the factor
 } flawed_net;
 
 static int flawed_forward(const ms_call *call) {
@@ -324,7 +325,7 @@ static int flawed_backward(const ms_call *call) {
     }
     t_contribute(&call->grad_param[0], 0, sum);
     if (n->how != FLAW_SKIPS) {
-        t_contribute(&call->grad_param[0], 1, -sum);
+        t_contribute(&call->grad_param[0], 1, -sum + n->spoils);
     }
     return n->fails ? T_CALLBACK_ERROR : 0;
 }
@@ -1070,6 +1071,46 @@ static void what_is_refused(void **state) {
     ms_destroy(dry.model);
 }
 
+/* The first layer and operand that is not finite: nothing, an output, a gradient, a param; and the
+   model is as before. */
+static void what_is_not_finite_is_found(void **state) {
+    (void)state;
+    for (int debug = 0; debug < 2; ++debug) {
+        flawed_net n;
+        ms_nonfinite found;
+        float factor[2] = {1.0f, 2.0f};
+        ms_config config = t_config();
+        config.debug = debug != 0;
+        flawed_start(&n, &config, FLAW_NONE, NULL);
+        assert_int_equal(ms_find_nonfinite(NULL, &found), MS_RESULT_INVALID);
+        t_ok(n.model, ms_find_nonfinite(n.model, &found));
+        assert_int_equal(found.layer.id, 0);
+        n.spoils = INFINITY;
+        t_ok(n.model, ms_find_nonfinite(n.model, &found));
+        t_text_has(ms_last_error(n.model), "layer 1 \"flawed\": its backward callback makes");
+        assert_int_equal(found.tensor.id, ms_gradient(n.model, n.factor).id);
+        assert_true(found.phase == MS_PHASE_BACKWARD && !found.is_nan && !found.is_read);
+        assert_true(found.element == 1 && found.count == 1);
+        n.not_finite = NAN;
+        t_ok(n.model, ms_find_nonfinite(n.model, &found));
+        t_text_has(ms_last_error(n.model), "layer 1 \"flawed\": its forward callback makes");
+        assert_int_equal(found.tensor.id, n.out.id);
+        assert_true(found.phase == MS_PHASE_FORWARD && found.is_nan && found.count == FLAW_COUNT);
+        t_error(n.model, t_settled(n.model, ms_step(n.model, NULL)), MS_RESULT_NONFINITE);
+        t_text_has(ms_last_error(n.model), debug ? "layer 1 \"flawed\"" : "ms_find_nonfinite");
+        n.not_finite = n.spoils = 0.0f;
+        factor[1] = NAN;
+        t_ok(n.model, ms_write(n.model, n.factor, factor));
+        t_ok(n.model, ms_find_nonfinite(n.model, &found));
+        t_text_has(ms_last_error(n.model), "layer 1 \"flawed\": its forward callback finds");
+        assert_true(found.tensor.id == n.factor.id && found.is_read && found.element == 1);
+        factor[1] = 2.0f;
+        t_ok(n.model, ms_write(n.model, n.factor, factor));
+        t_ok(n.model, t_settled(n.model, ms_step(n.model, NULL)));
+        ms_destroy(n.model);
+    }
+}
+
 /* What a step without a loss has left behind is told, as by any other call. */
 static void an_earlier_step_is_reported(void **state) {
     (void)state;
@@ -1108,6 +1149,7 @@ int main(void) {
 #endif
         cmocka_unit_test(lent_memory_is_used_and_put_back),
         cmocka_unit_test(what_is_refused),
+        cmocka_unit_test(what_is_not_finite_is_found),
         cmocka_unit_test(an_earlier_step_is_reported),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
