@@ -9073,6 +9073,7 @@ static void msi_layout_search(msi_layout_work *w) {
         w->from_peak[w->order[i]] = w->best[w->order[i]];
     }
     w->height = UINT64_MAX;
+    memcpy(w->order, w->by_start, w->used * sizeof *w->order);
     msi_layout_search_orders(w);
     if (w->height > height) {
         w->height = height;
