@@ -8383,40 +8383,41 @@ static void msi_stacks_begin(msi_layout_work *w, const msi_stacking *how) {
     msi_stacks_measure_top(w);
 }
 
-/* The time between begin and end at which the rest has most live bytes. The floor is scratch memory
-   until it is set. */
-static uint32_t msi_stacks_heaviest(msi_layout_work *w, uint32_t begin, uint32_t end) {
+/* Brief blocks meet few others, and so need not hang. */
+enum { MSI_HUNG_SPAN = 9 };
+
+/* The time between begin and end at which most of the rest lives, apart from what is brief. The
+   floor is scratch memory until it is set. */
+static uint32_t msi_stacks_fullest(msi_layout_work *w, uint32_t begin, uint32_t end) {
     uint64_t *change = w->stacks.floor, live = 0, most = 0;
-    uint32_t heaviest = begin;
+    uint32_t fullest = begin;
     memset(change + begin, 0, (end - begin) * sizeof *change);
     for (uint32_t i = w->stacks.count; i < w->used; i++) {
         const uint32_t block = w->order[i];
-        if (w->first[block] >= begin && w->last[block] < end) {
-            change[w->first[block]] += w->blocks[block].bytes;
-            if (w->last[block] + 1 < end) {
-                change[w->last[block] + 1] -= w->blocks[block].bytes; // wraps, and sums wrap back
-            }
+        if (w->first[block] >= begin && w->last[block] < end &&
+            msi_layout_span(w, block) >= MSI_HUNG_SPAN) {
+            change[w->first[block]]++;
+            change[w->last[block]]--; // wraps, and sums wrap back
         }
     }
     for (uint32_t t = begin; t < end; t++) {
         live += change[t];
-        heaviest = live > most ? t : heaviest;
+        fullest = live > most ? t : fullest;
         most = msi_max_u64(most, live);
         change[t] = w->bound;
     }
-    return heaviest;
+    return fullest;
 }
 
 /* Lists the blocks between begin and end that live at a time and not only briefly, those nearest to
    the peak first. Returns how many. */
 static uint32_t msi_stacks_list_hung(msi_layout_work *w, uint32_t begin, uint32_t end,
                                      uint32_t time, bool after) {
-    enum { LEAST_SPAN = 9 };
     uint32_t count = 0;
     for (uint32_t i = 0; i < w->used; i++) {
         const uint32_t block = w->by_start[i];
         if (w->first[block] >= begin && w->last[block] < end &&
-            msi_layout_lives_at(w, block, time) && msi_layout_span(w, block) >= LEAST_SPAN) {
+            msi_layout_lives_at(w, block, time) && msi_layout_span(w, block) >= MSI_HUNG_SPAN) {
             w->waiting[count++] = block;
             w->key[block] = w->times - w->last[block];
         }
@@ -8434,12 +8435,12 @@ static msi_stretch msi_layout_stretch(const msi_layout_work *w, uint32_t block) 
     return stretch;
 }
 
-/* Hangs blocks on one side of the peak: those that live when the rest has most live bytes. One that
+/* Hangs blocks on one side of the peak: those that live when most of the rest does. One that
    would reach into the blocks that stand is left to be placed with the rest. */
 static void msi_stacks_hang(msi_layout_work *w, bool after) {
     msi_stacks *s = &w->stacks;
     const uint32_t begin = after ? s->peak + 1 : 0, end = after ? w->times : s->peak;
-    const uint32_t time = begin < end ? msi_stacks_heaviest(w, begin, end) : begin;
+    const uint32_t time = begin < end ? msi_stacks_fullest(w, begin, end) : begin;
     const uint32_t count = msi_stacks_list_hung(w, begin, end, time, after);
     uint64_t low = w->bound;
     s->hung_at[after] = time;
