@@ -88,7 +88,9 @@ features := $(OPENMP) $(if $(CBLAS),-DMEMSCALE_CBLAS)
 libs     := $(CBLAS)
 endif
 
-common  := $($(config)) $(features) $(WARNINGS) -I. -Iexamples
+# MEMSCALE_ASSERT is off unless it is defined: here it is, except in release and fast.
+asserts := $(if $(filter release fast fast_clang,$(config)),,-include tests/asserts.h)
+common  := $($(config)) $(features) $(WARNINGS) $(asserts) -I. -Iexamples
 compile := $(CC) -std=c99 $(WARNINGS_C) $(common) $(CFLAGS)
 twin    := $(CXX) -x c++ -std=c++11 $(subst -O3,-O1,$(common)) -Wno-missing-field-initializers $(CFLAGS)
 libs    += -lm

@@ -37,7 +37,12 @@
                               per translation unit
     MEMSCALE_CBLAS            ms_gemm calls cblas_sgemm of <cblas.h>; default: a built-in kernel
     MEMSCALE_API              linkage of the public functions; default: extern, C linkage
-    MEMSCALE_ASSERT(x)        checks of the library's own invariants; default: assert(x)
+    MEMSCALE_ASSERT(x)        checks of the library's own invariants, such as assert(x); default:
+                              none, and the object does not import abort
+    MEMSCALE_NO_STDIO         neither files nor the printf family: texts are formatted by functions
+                              of the library's own, to the same bytes, and /proc is not read, so
+                              that free memory on Linux does not count caches as free, nor obey
+                              cgroups
 
   WHAT IT DOES NOT DO
     It is neither a tensor library nor an autograd: the trainer does the arithmetic of its layers.
@@ -171,7 +176,7 @@
 
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
-    shared by both  >>shared >>formats >>arithmetic
+    shared by both  >>formats >>shared >>arithmetic
     implementation  >>base >>structs >>names >>log >>text >>memory >>backend cpu >>hardware >>graph
                     >>validate >>profile >>rules >>store >>lower >>schedule >>alias >>layout
                     >>simulate >>score >>greedy >>chain >>exhaustive >>solve >>plan >>policy
@@ -1468,7 +1473,10 @@ MEMSCALE_API_CHECKED ms_result ms_print_metrics(const ms_model *model, ms_text_f
 
 #include <float.h>
 #include <math.h>
+#include <stdarg.h>
+#ifndef MEMSCALE_NO_STDIO
 #include <stdio.h>
+#endif
 #include <stdlib.h>
 #include <string.h>
 
@@ -1494,286 +1502,6 @@ MEMSCALE_API_CHECKED ms_result ms_print_metrics(const ms_model *model, ms_text_f
 #else
 #define MSI_HD static inline
 #endif
-
-// ------------------------------------------------------------------------------------------------
-// >>shared  allocation, sizes, and the memory of the host
-
-enum { MSI_ALIGNMENT = 64 };
-
-static inline uint64_t msi_align(uint64_t bytes) {
-    return (bytes + MSI_ALIGNMENT - 1) & ~(uint64_t)(MSI_ALIGNMENT - 1);
-}
-
-static inline void *msi_alloc(const ms_allocator *allocator, uint64_t bytes) {
-    if (bytes > SIZE_MAX) {
-        return NULL;
-    }
-    return allocator->alloc ? allocator->alloc(bytes, allocator->user) : malloc((size_t)bytes);
-}
-
-static inline void msi_release(const ms_allocator *allocator, void *memory, uint64_t bytes) {
-    if (!allocator->release) {
-        free(memory);
-    } else if (memory) {
-        allocator->release(memory, bytes, allocator->user);
-    }
-}
-
-/* Value of a line such as "MemTotal:  24 kB" or "model name : x"; NULL if it begins otherwise. */
-static inline const char *msi_line_value(const char *line, const char *key) {
-    const size_t length = strlen(key);
-    return strncmp(line, key, length) == 0 ? line + length + strspn(line + length, " \t:") : NULL;
-}
-
-enum { MSI_PATH_BYTES = 4096 };
-
-/* root is "", except in tests, which write a tree of files of their own. NULL: no such file. */
-static inline FILE *msi_open_file(const char *root, const char *directory, const char *name) {
-    char path[MSI_PATH_BYTES];
-    const int length = snprintf(path, sizeof path, "%s%s/%s", root, directory, name);
-    return length > 0 && length < (int)sizeof path ? fopen(path, "r") : NULL;
-}
-
-/* Reads the next line, without its end, and drops what does not fit. False at the end of the file,
-   which is closed then, so callers read each file to its end; false too for NULL. */
-static inline bool msi_read_line(FILE *file, char *line, int bytes) {
-    char rest[256];
-    if (!file || !fgets(line, bytes, file)) {
-        if (file) {
-            fclose(file);
-        }
-        return false;
-    }
-    const size_t length = strcspn(line, "\n");
-    bool more = line[length] == 0;
-    line[length] = 0;
-    while (more && fgets(rest, sizeof rest, file)) {
-        more = !strchr(rest, '\n');
-    }
-    return true;
-}
-
-/* The number in the first line that begins with key and has one, or `otherwise`. */
-static inline uint64_t msi_read_key(const char *root, const char *directory, const char *name,
-                                    const char *key, uint64_t otherwise) {
-    char line[256];
-    uint64_t number = otherwise;
-    FILE *file = msi_open_file(root, directory, name);
-    while (msi_read_line(file, line, sizeof line)) {
-        const char *value = msi_line_value(line, key);
-        if (number == otherwise && value && *value >= '0' && *value <= '9') {
-            number = strtoull(value, NULL, 10);
-        }
-    }
-    return number;
-}
-
-/* The number in a file that has nothing else; UINT64_MAX if it has none, as in "max". */
-static inline uint64_t msi_read_number(const char *root, const char *directory, const char *name) {
-    return msi_read_key(root, directory, name, "", UINT64_MAX);
-}
-
-/* Memory of the host; UINT64_MAX where it is not known. */
-typedef struct msi_host {
-    const char *root;
-    uint64_t total_bytes, free_bytes;
-} msi_host;
-
-static inline uint64_t msi_smaller(uint64_t a, uint64_t b) {
-    return a < b ? a : b;
-}
-
-/* Lowers *h to the limits of one cgroup and to what it has left: Linux,
-   Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst. Inactive pages of files count
-   as free: the kernel reclaims them. Version 1 writes an impossible number for no limit. */
-static inline void msi_limit_by_group(msi_host *h, int version, const char *directory) {
-    static const struct {
-        const char *most, *high, *used, *pages;
-    } names[2] = {{"memory.limit_in_bytes", "memory.limit_in_bytes", "memory.usage_in_bytes",
-                   "total_inactive_file "},
-                  {"memory.max", "memory.high", "memory.current", "inactive_file "}};
-    const int v = version - 1;
-    const uint64_t limit = msi_smaller(msi_read_number(h->root, directory, names[v].most),
-                                       msi_read_number(h->root, directory, names[v].high));
-    if (limit >> 60) {
-        return;
-    }
-    const uint64_t used = msi_read_number(h->root, directory, names[v].used);
-    const uint64_t pages = msi_read_key(h->root, directory, "memory.stat", names[v].pages, 0);
-    const uint64_t held = used == UINT64_MAX ? 0 : used - msi_smaller(used, pages);
-    h->total_bytes = msi_smaller(h->total_bytes, limit);
-    h->free_bytes = msi_smaller(h->free_bytes, limit - msi_smaller(limit, held));
-}
-
-/* Lowers *h to the limits of the cgroup at mount/below and of its ancestors up to the mount. */
-static inline void msi_limit_by_groups(msi_host *h, int version, const char *mount,
-                                       const char *below) {
-    char directory[MSI_PATH_BYTES];
-    const size_t base = strlen(mount);
-    const int whole = snprintf(directory, sizeof directory, "%s%s", mount, below);
-    size_t length = (size_t)whole;
-    for (bool more = whole >= 0 && whole < (int)sizeof directory; more;) {
-        while (length > base && directory[length - 1] == '/') {
-            length--;
-        }
-        directory[length] = 0;
-        msi_limit_by_group(h, version, directory);
-        more = length > base;
-        while (length > base && directory[length - 1] != '/') {
-            length--;
-        }
-    }
-}
-
-/* Cuts the next field off a line of fields that blanks separate; "" after the last. */
-static inline char *msi_next_field(char **line) {
-    char *field = *line + strspn(*line, " ");
-    const size_t length = strcspn(field, " ");
-    *line = field + length + (field[length] != 0);
-    field[length] = 0;
-    return field;
-}
-
-/* Whether a word is in a list of `length` characters that commas separate. */
-static inline bool msi_lists(const char *list, size_t length, const char *word) {
-    const size_t word_length = strlen(word);
-    bool found = false;
-    for (size_t at = 0, part; at < length && !found; at += part + 1) {
-        part = strcspn(list + at, ",");
-        part = part < length - at ? part : length - at;
-        found = part == word_length && strncmp(list + at, word, part) == 0;
-    }
-    return found;
-}
-
-/* mountinfo writes blanks and the like as a backslash and three octal digits. */
-static inline void msi_unescape(char *text) {
-    char *to = text;
-    for (const char *from = text; *from; from++, to++) {
-        *to = *from;
-        if (from[0] == '\\' && strspn(from + 1, "01234567") >= 3) {
-            *to = (char)((from[1] - '0') * 64 + (from[2] - '0') * 8 + (from[3] - '0'));
-            from += 3;
-        }
-    }
-    *to = 0;
-}
-
-/* Whether a line of mountinfo (proc_pid_mountinfo(5)) mounts the cgroups of this version. Sets the
-   mount point, and *root to the cgroup that is mounted there. */
-static inline bool msi_mounts_groups(char *line, int version, char **root, char **point) {
-    const char *field = "";
-    for (int i = 0; i < 3; i++) {
-        (void)msi_next_field(&line);
-    }
-    *root = msi_next_field(&line);
-    *point = msi_next_field(&line);
-    do {
-        field = msi_next_field(&line);
-    } while (field[0] && strcmp(field, "-") != 0);
-    const char *type = msi_next_field(&line);
-    (void)msi_next_field(&line);
-    const char *options = msi_next_field(&line);
-    msi_unescape(*root);
-    msi_unescape(*point);
-    return version == 2
-               ? strcmp(type, "cgroup2") == 0
-               : strcmp(type, "cgroup") == 0 && msi_lists(options, strlen(options), "memory");
-}
-
-/* The path of a cgroup below a mount of the cgroup `root`; "", the mount itself, where that is not
-   known, as in some containers. */
-static inline const char *msi_below_mount(const char *root, const char *path) {
-    const size_t length = strcmp(root, "/") == 0 ? 0 : strlen(root);
-    const bool inside =
-        strncmp(path, root, length) == 0 && (path[length] == '/' || path[length] == 0);
-    return inside && !strstr(path + length, "/..") ? path + length : "";
-}
-
-static inline void msi_limit_by_version(msi_host *h, int version, const char *path) {
-    char line[MSI_PATH_BYTES];
-    char *root, *point;
-    bool found = false;
-    FILE *file = msi_open_file(h->root, "/proc/self", "mountinfo");
-    while (msi_read_line(file, line, sizeof line)) {
-        if (msi_mounts_groups(line, version, &root, &point)) {
-            found = true;
-            msi_limit_by_groups(h, version, point, msi_below_mount(root, path));
-        }
-    }
-    if (!found) {
-        msi_limit_by_groups(h, version, version == 2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory",
-                            msi_below_mount("/", path));
-    }
-}
-
-/* A line of /proc/self/cgroup is number:controllers:path; version 2 has no controllers. */
-static inline void msi_limit_by_cgroups(msi_host *h) {
-    char line[MSI_PATH_BYTES];
-    FILE *file = msi_open_file(h->root, "/proc/self", "cgroup");
-    while (msi_read_line(file, line, sizeof line)) {
-        const char *controllers = strchr(line, ':');
-        const char *path = controllers ? strchr(controllers + 1, ':') : NULL;
-        const size_t length = path ? (size_t)(path - controllers) - 1 : 0;
-        if (path && (length == 0 || msi_lists(controllers + 1, length, "memory"))) {
-            msi_limit_by_version(h, length == 0 ? 2 : 1, path + 1);
-        }
-    }
-}
-
-/* What the system says by a call, where it has no /proc. Free memory includes what is reclaimed on
-   demand: on macOS inactive pages, on Linux, which does not tell more here, buffers. */
-static inline void msi_ask_system(msi_host *h) {
-#if defined(_WIN32)
-    MEMORYSTATUSEX status;
-    status.dwLength = sizeof status;
-    if (GlobalMemoryStatusEx(&status)) {
-        h->total_bytes = status.ullTotalPhys;
-        h->free_bytes = status.ullAvailPhys;
-    }
-#elif defined(__APPLE__)
-    uint64_t total = 0;
-    size_t size = sizeof total;
-    vm_statistics64_data_t pages;
-    mach_msg_type_number_t count = HOST_VM_INFO64_COUNT;
-    const mach_port_t host = mach_host_self();
-    if (sysctlbyname("hw.memsize", &total, &size, NULL, 0) == 0 && total > 0) {
-        h->total_bytes = total;
-    }
-    if (host_statistics64(host, HOST_VM_INFO64, (host_info64_t)&pages, &count) == KERN_SUCCESS) {
-        h->free_bytes = ((uint64_t)pages.free_count + pages.inactive_count) * vm_kernel_page_size;
-        h->free_bytes = msi_smaller(h->free_bytes, h->total_bytes);
-    }
-    (void)mach_port_deallocate(mach_task_self(), host);
-#elif defined(__linux__)
-    struct sysinfo info;
-    if (sysinfo(&info) == 0) {
-        h->total_bytes = (uint64_t)info.totalram * info.mem_unit;
-        h->free_bytes = ((uint64_t)info.freeram + info.bufferram) * info.mem_unit;
-    }
-#else
-    (void)h;
-#endif
-}
-
-/* MemTotal and MemAvailable, or what the system says without these, or less where cgroups limit the
-   process. 0 means unknown, so free memory that is known is at least a page. */
-static inline void msi_host_memory(const char *root, uint64_t *total_bytes, uint64_t *free_bytes) {
-    const uint64_t page = 4096, none = UINT64_MAX >> 10;
-    msi_host h;
-    h.root = root;
-    h.total_bytes = msi_read_key(root, "/proc", "meminfo", "MemTotal:", none);
-    h.free_bytes = msi_read_key(root, "/proc", "meminfo", "MemAvailable:", none);
-    h.total_bytes = h.total_bytes >= none ? UINT64_MAX : h.total_bytes << 10;
-    h.free_bytes = h.free_bytes >= none ? UINT64_MAX : h.free_bytes << 10;
-    if (h.total_bytes == UINT64_MAX && !root[0]) {
-        msi_ask_system(&h);
-    }
-    msi_limit_by_cgroups(&h);
-    h.free_bytes = h.free_bytes < page ? page : h.free_bytes;
-    *total_bytes = h.total_bytes == UINT64_MAX ? 0 : h.total_bytes;
-    *free_bytes = h.free_bytes == UINT64_MAX ? 0 : h.free_bytes;
-}
 
 // ------------------------------------------------------------------------------------------------
 // >>formats  16-bit floats by their bits, rounded to the nearest, ties to even
@@ -1874,6 +1602,554 @@ MSI_HD void msi_store_as(void *data, ms_dtype dtype, uint64_t i, float x) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// >>shared  allocation, sizes, and the memory of the host
+
+enum { MSI_ALIGNMENT = 64 };
+
+static inline uint64_t msi_align(uint64_t bytes) {
+    return (bytes + MSI_ALIGNMENT - 1) & ~(uint64_t)(MSI_ALIGNMENT - 1);
+}
+
+static inline void *msi_alloc(const ms_allocator *allocator, uint64_t bytes) {
+    if (bytes > SIZE_MAX) {
+        return NULL;
+    }
+    return allocator->alloc ? allocator->alloc(bytes, allocator->user) : malloc((size_t)bytes);
+}
+
+static inline void msi_release(const ms_allocator *allocator, void *memory, uint64_t bytes) {
+    if (!allocator->release) {
+        free(memory);
+    } else if (memory) {
+        allocator->release(memory, bytes, allocator->user);
+    }
+}
+
+#ifndef MEMSCALE_NO_STDIO
+static inline int msi_vformat(char *text, size_t room, const char *format, va_list args) {
+    return vsnprintf(text, room, format, args);
+}
+#else
+/* Text that is being written; what does not fit is counted only. */
+typedef struct msi_formatted {
+    char *text;
+    size_t room, length;
+} msi_formatted;
+
+static inline void msi_put(msi_formatted *to, char c, int times) {
+    for (int i = 0; i < times; i++, to->length++) {
+        if (to->length + 1 < to->room) {
+            to->text[to->length] = c;
+        }
+    }
+}
+
+static inline void msi_put_text(msi_formatted *to, const char *from, int length) {
+    for (int i = 0; i < length; i++) {
+        msi_put(to, from[i], 1);
+    }
+}
+
+/* Between blanks or zeros up to a width; negative: to the left. */
+static inline void msi_put_padded(msi_formatted *to, const char *from, int length, int width,
+                                  bool zeros) {
+    const int sign = zeros && length > 0 && from[0] == '-';
+    msi_put_text(to, from, sign);
+    msi_put(to, zeros ? '0' : ' ', width - length);
+    msi_put_text(to, from + sign, length - sign);
+    msi_put(to, ' ', -width - length);
+}
+
+/* The digits of a whole number; returns where they begin, before `end`. */
+static inline char *msi_whole_digits(char *end, uint64_t x, uint32_t base) {
+    do {
+        *--end = "0123456789abcdef"[x % base];
+        x /= base;
+    } while (x);
+    return end;
+}
+
+enum { MSI_DECIMAL_WORDS = 90, MSI_DECIMAL_DIGITS = 9 * MSI_DECIMAL_WORDS };
+
+/* All decimal digits of a finite x > 0, which are those of mantissa * 2^e or of mantissa * 5^-e: a
+   whole number of words below 1e9, the lowest first. Returns how many digits; *point of them are
+   before the point. */
+static inline int msi_exact_digits(double x, char *digits, int *point) {
+    const uint64_t bits = msi_bits_of_f64(x), fraction = bits & 0xfffffffffffffu;
+    const int biased = (int)(bits >> 52 & 0x7ff), e = (biased ? biased : 1) - 1075;
+    uint64_t whole = biased ? fraction | (uint64_t)1 << 52 : fraction;
+    uint32_t words[MSI_DECIMAL_WORDS];
+    int count = 0, length = 0;
+    for (; whole; whole /= 1000000000u) {
+        words[count++] = (uint32_t)(whole % 1000000000u);
+    }
+    for (int i = 0; i < (e < 0 ? -e : e); i++) {
+        uint64_t carry = 0;
+        for (int k = 0; k < count; k++) {
+            carry += (uint64_t)words[k] * (e < 0 ? 5u : 2u);
+            words[k] = (uint32_t)(carry % 1000000000u);
+            carry /= 1000000000u;
+        }
+        if (carry) {
+            words[count++] = (uint32_t)carry;
+        }
+    }
+    for (int k = count; k-- > 0;) {
+        char part[9];
+        memset(part, '0', sizeof part);
+        (void)msi_whole_digits(part + sizeof part, words[k], 10);
+        const int zeros = k + 1 == count ? (int)strspn(part, "0") : 0;
+        memcpy(digits + length, part + zeros, sizeof part - (size_t)zeros);
+        length += 9 - zeros;
+    }
+    *point = length + (e < 0 ? e : 0);
+    return length;
+}
+
+/* Rounds to `kept` digits, ties to even; returns how many there are, without zeros at the end. */
+static inline int msi_round_digits(char *digits, int length, int kept, int *point) {
+    if (kept < length) {
+        const int last = kept > 0 ? digits[kept - 1] - '0' : 0;
+        int at = kept + 1;
+        bool up = kept >= 0 && digits[kept] > '5';
+        while (at > 0 && at < length && digits[at] == '0') {
+            at++;
+        }
+        up |= kept >= 0 && digits[kept] == '5' && (at < length || last % 2 == 1);
+        length = kept < 0 ? 0 : kept;
+        while (up && length > 0 && digits[length - 1] == '9') {
+            length--;
+        }
+        if (up && length > 0) {
+            digits[length - 1]++;
+        } else if (up) {
+            digits[length++] = '1';
+            ++*point;
+        }
+    }
+    while (length > 0 && digits[length - 1] == '0') {
+        length--;
+    }
+    return length;
+}
+
+static inline void msi_put_digits(msi_formatted *to, const char *digits, int length, int from,
+                                  int end) {
+    for (int i = from; i < end; i++) {
+        msi_put(to, i >= 0 && i < length ? digits[i] : '0', 1);
+    }
+}
+
+/* As %.*f or %.*g. */
+static inline void msi_put_number(msi_formatted *to, double x, char kind, int precision) {
+    char digits[MSI_DECIMAL_DIGITS + 1];
+    int point = 1, length = 0;
+    if (msi_bits_of_f64(x) >> 63 && !msi_is_nan(x)) {
+        msi_put(to, '-', 1);
+    }
+    if (!msi_is_finite(x)) {
+        msi_put_text(to, msi_is_nan(x) ? "nan" : "inf", 3);
+        return;
+    }
+    if (msi_bits_of_f64(x) << 1) {
+        length = msi_exact_digits(x, digits, &point);
+    }
+    const int most = precision > 0 ? precision : 1;
+    length = msi_round_digits(digits, length, kind == 'f' ? point + precision : most, &point);
+    const bool scientific = kind == 'g' && length > 0 && (point < -3 || point > most);
+    const int before = scientific ? 1 : point;
+    const int after = kind == 'f' ? precision : length > before ? length - before : 0;
+    msi_put(to, '0', before <= 0);
+    msi_put_digits(to, digits, length, 0, before);
+    msi_put(to, '.', after > 0);
+    msi_put_digits(to, digits, length, before, before + after);
+    if (scientific) {
+        const int power = point - 1, size = power < 0 ? -power : power;
+        char text[8];
+        const char *at = msi_whole_digits(text + sizeof text, (uint64_t)size, 10);
+        msi_put(to, 'e', 1);
+        msi_put(to, power < 0 ? '-' : '+', 1);
+        msi_put(to, '0', size < 10);
+        msi_put_text(to, at, (int)(text + sizeof text - at));
+    }
+}
+
+/* What is between % and the letter. */
+typedef struct msi_conversion {
+    bool zeros, left;
+    int width, precision, longs; // precision -1: none
+    char kind;
+} msi_conversion;
+
+static inline int msi_whole_in(const char **at) {
+    int x = 0;
+    for (; **at >= '0' && **at <= '9'; ++*at) {
+        x = 10 * x + (**at - '0');
+    }
+    return x;
+}
+
+static inline void msi_put_whole(msi_formatted *to, const msi_conversion *c, uint64_t x,
+                                 bool negative) {
+    char text[24];
+    char *at = msi_whole_digits(text + sizeof text, x, c->kind == 'x' ? 16 : 10);
+    if (negative) {
+        *--at = '-';
+    }
+    msi_put_padded(to, at, (int)(text + sizeof text - at), c->left ? -c->width : c->width,
+                   c->zeros && !c->left);
+}
+
+/* As vsnprintf, for %% c d u x s f g, the flags 0 and -, a width, a precision, l, ll and z. The
+   point is a point in every locale. */
+static inline int msi_vformat(char *text, size_t room, const char *format, va_list args) {
+    msi_formatted to = {text, room, 0};
+    for (const char *at = format; *at; at++) {
+        msi_conversion c = {false, false, 0, -1, 0, 0};
+        if (*at != '%') {
+            msi_put(&to, *at, 1);
+            continue;
+        }
+        for (at++; *at == '0' || *at == '-'; at++) {
+            c.zeros |= *at == '0';
+            c.left |= *at == '-';
+        }
+        if (*at == '*') {
+            c.width = va_arg(args, int);
+            at++;
+        } else {
+            c.width = msi_whole_in(&at);
+        }
+        if (*at == '.' && *++at == '*') {
+            c.precision = va_arg(args, int);
+            at++;
+        } else if (at[-1] == '.') {
+            c.precision = msi_whole_in(&at);
+        }
+        for (; *at == 'l' || *at == 'z'; at++) {
+            c.longs += *at == 'z' ? (int)(sizeof(size_t) / sizeof(long)) : 1;
+        }
+        c.kind = *at;
+        if (c.width < 0) {
+            c.left = true;
+            c.width = -c.width;
+        }
+        if (c.kind == 'd') {
+            const int64_t x = c.longs > 1    ? (int64_t)va_arg(args, long long)
+                              : c.longs == 1 ? (int64_t)va_arg(args, long)
+                                             : (int64_t)va_arg(args, int);
+            msi_put_whole(&to, &c, x < 0 ? 0 - (uint64_t)x : (uint64_t)x, x < 0);
+        } else if (c.kind == 'u' || c.kind == 'x') {
+            const uint64_t x = c.longs > 1    ? (uint64_t)va_arg(args, unsigned long long)
+                               : c.longs == 1 ? (uint64_t)va_arg(args, unsigned long)
+                                              : (uint64_t)va_arg(args, unsigned);
+            msi_put_whole(&to, &c, x, false);
+        } else if (c.kind == 's') {
+            const char *from = va_arg(args, const char *);
+            int length = 0;
+            while (length != c.precision && from[length]) {
+                length++;
+            }
+            msi_put_padded(&to, from, length, c.left ? -c.width : c.width, false);
+        } else if (c.kind == 'f' || c.kind == 'g') {
+            msi_put_number(&to, va_arg(args, double), c.kind, c.precision < 0 ? 6 : c.precision);
+        } else {
+            msi_put(&to, c.kind == 'c' ? (char)va_arg(args, int) : '%', 1);
+        }
+    }
+    if (room > 0) {
+        text[to.length < room ? to.length : room - 1] = 0;
+    }
+    return (int)to.length;
+}
+#endif
+
+MEMSCALE_PRINTF(3, 4)
+static inline int msi_format(char *text, size_t room, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    const int length = msi_vformat(text, room, format, args);
+    va_end(args);
+    return length;
+}
+
+/* Value of a line such as "MemTotal:  24 kB" or "model name : x"; NULL if it begins otherwise. */
+static inline const char *msi_line_value(const char *line, const char *key) {
+    const size_t length = strlen(key);
+    return strncmp(line, key, length) == 0 ? line + length + strspn(line + length, " \t:") : NULL;
+}
+
+enum { MSI_PATH_BYTES = 4096 };
+
+#ifndef MEMSCALE_NO_STDIO
+typedef FILE msi_file;
+
+/* root is "", except in tests, which write a tree of files of their own. NULL: no such file. */
+static inline msi_file *msi_open_file(const char *root, const char *directory, const char *name) {
+    char path[MSI_PATH_BYTES];
+    const int length = msi_format(path, sizeof path, "%s%s/%s", root, directory, name);
+    return length > 0 && length < (int)sizeof path ? fopen(path, "r") : NULL;
+}
+
+/* Reads the next line, without its end, and drops what does not fit. False at the end of the file,
+   which is closed then, so callers read each file to its end; false too for NULL. */
+static inline bool msi_read_line(msi_file *file, char *line, int bytes) {
+    char rest[256];
+    if (!file || !fgets(line, bytes, file)) {
+        if (file) {
+            fclose(file);
+        }
+        return false;
+    }
+    const size_t length = strcspn(line, "\n");
+    bool more = line[length] == 0;
+    line[length] = 0;
+    while (more && fgets(rest, sizeof rest, file)) {
+        more = !strchr(rest, '\n');
+    }
+    return true;
+}
+
+#else
+typedef struct msi_file {
+    bool is_open;
+} msi_file;
+
+/* No file is read. */
+static inline msi_file *msi_open_file(const char *root, const char *directory, const char *name) {
+    (void)root, (void)directory, (void)name;
+    return NULL;
+}
+
+static inline bool msi_read_line(msi_file *file, char *line, int bytes) {
+    (void)file, (void)line, (void)bytes;
+    return false;
+}
+#endif
+
+/* The number in the first line that begins with key and has one, or `otherwise`. */
+static inline uint64_t msi_read_key(const char *root, const char *directory, const char *name,
+                                    const char *key, uint64_t otherwise) {
+    char line[256];
+    uint64_t number = otherwise;
+    msi_file *file = msi_open_file(root, directory, name);
+    while (msi_read_line(file, line, sizeof line)) {
+        const char *value = msi_line_value(line, key);
+        if (number == otherwise && value && *value >= '0' && *value <= '9') {
+            number = strtoull(value, NULL, 10);
+        }
+    }
+    return number;
+}
+
+/* The number in a file that has nothing else; UINT64_MAX if it has none, as in "max". */
+static inline uint64_t msi_read_number(const char *root, const char *directory, const char *name) {
+    return msi_read_key(root, directory, name, "", UINT64_MAX);
+}
+
+/* Memory of the host; UINT64_MAX where it is not known. */
+typedef struct msi_host {
+    const char *root;
+    uint64_t total_bytes, free_bytes;
+} msi_host;
+
+static inline uint64_t msi_smaller(uint64_t a, uint64_t b) {
+    return a < b ? a : b;
+}
+
+/* Lowers *h to the limits of one cgroup and to what it has left: Linux,
+   Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst. Inactive pages of files count
+   as free: the kernel reclaims them. Version 1 writes an impossible number for no limit. */
+static inline void msi_limit_by_group(msi_host *h, int version, const char *directory) {
+    static const struct {
+        const char *most, *high, *used, *pages;
+    } names[2] = {{"memory.limit_in_bytes", "memory.limit_in_bytes", "memory.usage_in_bytes",
+                   "total_inactive_file "},
+                  {"memory.max", "memory.high", "memory.current", "inactive_file "}};
+    const int v = version - 1;
+    const uint64_t limit = msi_smaller(msi_read_number(h->root, directory, names[v].most),
+                                       msi_read_number(h->root, directory, names[v].high));
+    if (limit >> 60) {
+        return;
+    }
+    const uint64_t used = msi_read_number(h->root, directory, names[v].used);
+    const uint64_t pages = msi_read_key(h->root, directory, "memory.stat", names[v].pages, 0);
+    const uint64_t held = used == UINT64_MAX ? 0 : used - msi_smaller(used, pages);
+    h->total_bytes = msi_smaller(h->total_bytes, limit);
+    h->free_bytes = msi_smaller(h->free_bytes, limit - msi_smaller(limit, held));
+}
+
+/* Lowers *h to the limits of the cgroup at mount/below and of its ancestors up to the mount. */
+static inline void msi_limit_by_groups(msi_host *h, int version, const char *mount,
+                                       const char *below) {
+    char directory[MSI_PATH_BYTES];
+    const size_t base = strlen(mount);
+    const int whole = msi_format(directory, sizeof directory, "%s%s", mount, below);
+    size_t length = (size_t)whole;
+    for (bool more = whole >= 0 && whole < (int)sizeof directory; more;) {
+        while (length > base && directory[length - 1] == '/') {
+            length--;
+        }
+        directory[length] = 0;
+        msi_limit_by_group(h, version, directory);
+        more = length > base;
+        while (length > base && directory[length - 1] != '/') {
+            length--;
+        }
+    }
+}
+
+/* Cuts the next field off a line of fields that blanks separate; "" after the last. */
+static inline char *msi_next_field(char **line) {
+    char *field = *line + strspn(*line, " ");
+    const size_t length = strcspn(field, " ");
+    *line = field + length + (field[length] != 0);
+    field[length] = 0;
+    return field;
+}
+
+/* Whether a word is in a list of `length` characters that commas separate. */
+static inline bool msi_lists(const char *list, size_t length, const char *word) {
+    const size_t word_length = strlen(word);
+    bool found = false;
+    for (size_t at = 0, part; at < length && !found; at += part + 1) {
+        part = strcspn(list + at, ",");
+        part = part < length - at ? part : length - at;
+        found = part == word_length && strncmp(list + at, word, part) == 0;
+    }
+    return found;
+}
+
+/* mountinfo writes blanks and the like as a backslash and three octal digits. */
+static inline void msi_unescape(char *text) {
+    char *to = text;
+    for (const char *from = text; *from; from++, to++) {
+        *to = *from;
+        if (from[0] == '\\' && strspn(from + 1, "01234567") >= 3) {
+            *to = (char)((from[1] - '0') * 64 + (from[2] - '0') * 8 + (from[3] - '0'));
+            from += 3;
+        }
+    }
+    *to = 0;
+}
+
+/* Whether a line of mountinfo (proc_pid_mountinfo(5)) mounts the cgroups of this version. Sets the
+   mount point, and *root to the cgroup that is mounted there. */
+static inline bool msi_mounts_groups(char *line, int version, char **root, char **point) {
+    const char *field = "";
+    for (int i = 0; i < 3; i++) {
+        (void)msi_next_field(&line);
+    }
+    *root = msi_next_field(&line);
+    *point = msi_next_field(&line);
+    do {
+        field = msi_next_field(&line);
+    } while (field[0] && strcmp(field, "-") != 0);
+    const char *type = msi_next_field(&line);
+    (void)msi_next_field(&line);
+    const char *options = msi_next_field(&line);
+    msi_unescape(*root);
+    msi_unescape(*point);
+    return version == 2
+               ? strcmp(type, "cgroup2") == 0
+               : strcmp(type, "cgroup") == 0 && msi_lists(options, strlen(options), "memory");
+}
+
+/* The path of a cgroup below a mount of the cgroup `root`; "", the mount itself, where that is not
+   known, as in some containers. */
+static inline const char *msi_below_mount(const char *root, const char *path) {
+    const size_t length = strcmp(root, "/") == 0 ? 0 : strlen(root);
+    const bool inside =
+        strncmp(path, root, length) == 0 && (path[length] == '/' || path[length] == 0);
+    return inside && !strstr(path + length, "/..") ? path + length : "";
+}
+
+static inline void msi_limit_by_version(msi_host *h, int version, const char *path) {
+    char line[MSI_PATH_BYTES];
+    char *root, *point;
+    bool found = false;
+    msi_file *file = msi_open_file(h->root, "/proc/self", "mountinfo");
+    while (msi_read_line(file, line, sizeof line)) {
+        if (msi_mounts_groups(line, version, &root, &point)) {
+            found = true;
+            msi_limit_by_groups(h, version, point, msi_below_mount(root, path));
+        }
+    }
+    if (!found) {
+        msi_limit_by_groups(h, version, version == 2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory",
+                            msi_below_mount("/", path));
+    }
+}
+
+/* A line of /proc/self/cgroup is number:controllers:path; version 2 has no controllers. */
+static inline void msi_limit_by_cgroups(msi_host *h) {
+    char line[MSI_PATH_BYTES];
+    msi_file *file = msi_open_file(h->root, "/proc/self", "cgroup");
+    while (msi_read_line(file, line, sizeof line)) {
+        const char *controllers = strchr(line, ':');
+        const char *path = controllers ? strchr(controllers + 1, ':') : NULL;
+        const size_t length = path ? (size_t)(path - controllers) - 1 : 0;
+        if (path && (length == 0 || msi_lists(controllers + 1, length, "memory"))) {
+            msi_limit_by_version(h, length == 0 ? 2 : 1, path + 1);
+        }
+    }
+}
+
+/* What the system says by a call, where it has no /proc. Free memory includes what is reclaimed on
+   demand: on macOS inactive pages, on Linux, which does not tell more here, buffers. */
+static inline void msi_ask_system(msi_host *h) {
+#if defined(_WIN32)
+    MEMORYSTATUSEX status;
+    status.dwLength = sizeof status;
+    if (GlobalMemoryStatusEx(&status)) {
+        h->total_bytes = status.ullTotalPhys;
+        h->free_bytes = status.ullAvailPhys;
+    }
+#elif defined(__APPLE__)
+    uint64_t total = 0;
+    size_t size = sizeof total;
+    vm_statistics64_data_t pages;
+    mach_msg_type_number_t count = HOST_VM_INFO64_COUNT;
+    const mach_port_t host = mach_host_self();
+    if (sysctlbyname("hw.memsize", &total, &size, NULL, 0) == 0 && total > 0) {
+        h->total_bytes = total;
+    }
+    if (host_statistics64(host, HOST_VM_INFO64, (host_info64_t)&pages, &count) == KERN_SUCCESS) {
+        h->free_bytes = ((uint64_t)pages.free_count + pages.inactive_count) * vm_kernel_page_size;
+        h->free_bytes = msi_smaller(h->free_bytes, h->total_bytes);
+    }
+    (void)mach_port_deallocate(mach_task_self(), host);
+#elif defined(__linux__)
+    struct sysinfo info;
+    if (sysinfo(&info) == 0) {
+        h->total_bytes = (uint64_t)info.totalram * info.mem_unit;
+        h->free_bytes = ((uint64_t)info.freeram + info.bufferram) * info.mem_unit;
+    }
+#else
+    (void)h;
+#endif
+}
+
+/* MemTotal and MemAvailable, or what the system says without these, or less where cgroups limit the
+   process. 0 means unknown, so free memory that is known is at least a page. */
+static inline void msi_host_memory(const char *root, uint64_t *total_bytes, uint64_t *free_bytes) {
+    const uint64_t page = 4096, none = UINT64_MAX >> 10;
+    msi_host h;
+    h.root = root;
+    h.total_bytes = msi_read_key(root, "/proc", "meminfo", "MemTotal:", none);
+    h.free_bytes = msi_read_key(root, "/proc", "meminfo", "MemAvailable:", none);
+    h.total_bytes = h.total_bytes >= none ? UINT64_MAX : h.total_bytes << 10;
+    h.free_bytes = h.free_bytes >= none ? UINT64_MAX : h.free_bytes << 10;
+    if (h.total_bytes == UINT64_MAX && !root[0]) {
+        msi_ask_system(&h);
+    }
+    msi_limit_by_cgroups(&h);
+    h.free_bytes = h.free_bytes < page ? page : h.free_bytes;
+    *total_bytes = h.total_bytes == UINT64_MAX ? 0 : h.total_bytes;
+    *free_bytes = h.free_bytes == UINT64_MAX ? 0 : h.free_bytes;
+}
+
+// ------------------------------------------------------------------------------------------------
 // >>arithmetic  one element of an update, for host and device, with explicit rounding: compilers
 //              differ in when they fuse a multiplication with an addition
 
@@ -1946,8 +2222,7 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
 #endif
 
 #ifndef MEMSCALE_ASSERT
-#include <assert.h>
-#define MEMSCALE_ASSERT(x) assert(x)
+#define MEMSCALE_ASSERT(x) ((void)sizeof(x))
 #endif
 
 #ifdef MEMSCALE_CBLAS
@@ -2813,7 +3088,7 @@ static void msi_log(const ms_model *m, ms_log_level level, const char *tag, cons
     char text[MSI_ERROR_BYTES];
     va_list args;
     va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
+    msi_vformat(text, sizeof text, format, args);
     va_end(args);
     const char *outer = msi_enter(m, msi_log_callback);
     m->config.log(level, tag, text, m->config.log_user);
@@ -2828,7 +3103,7 @@ static ms_result msi_fail(ms_model *m, ms_result result, const char *format, ...
         return m->errors.broken;
     }
     va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
+    msi_vformat(text, sizeof text, format, args);
     va_end(args);
     memcpy(m->errors.text, text, sizeof text);
     m->errors.count++;
@@ -2903,7 +3178,7 @@ static msi_size_text msi_round_size(const char *sign, uint64_t bytes, bool up) {
     const double exact = value * 100.0; // below 102400, or 1600 EiB
     const double whole = (double)(uint32_t)exact;
     value = unit ? (up && whole < exact ? whole + 1.0 : whole) / 100.0 : value;
-    snprintf(s.text, sizeof s.text, unit ? "%s%.2f %s" : "%s%.0f %s", sign, value, units[unit]);
+    msi_format(s.text, sizeof s.text, unit ? "%s%.2f %s" : "%s%.0f %s", sign, value, units[unit]);
     return s;
 }
 
@@ -2929,7 +3204,11 @@ static msi_size_text msi_time(double us) {
     for (; us >= 1000.0 && unit < 2; unit++) {
         us /= 1000.0;
     }
-    snprintf(s.text, sizeof s.text, "%.*f %s", us < 10.0 ? 2 : us < 100.0 ? 1 : 0, us, units[unit]);
+    msi_format(s.text, sizeof s.text, "%.*f %s",
+               us < 10.0    ? 2
+               : us < 100.0 ? 1
+                            : 0,
+               us, units[unit]);
     return s;
 }
 
@@ -2959,7 +3238,7 @@ static void msi_print(const msi_printer *out, const char *format, ...) {
     char text[256];
     va_list args;
     va_start(args, format);
-    const int length = vsnprintf(text, sizeof text, format, args);
+    const int length = msi_vformat(text, sizeof text, format, args);
     va_end(args);
     if (length > 0) {
         const size_t full = (size_t)length;
@@ -3629,12 +3908,12 @@ static void msi_cpu_hardware(void *user, ms_hardware *hardware) {
     (void)user;
     char line[256];
     const char *value;
-    snprintf(hardware->name, sizeof hardware->name, "CPU");
+    msi_format(hardware->name, sizeof hardware->name, "CPU");
     hardware->kind = MS_DEVICE_CPU;
-    FILE *file = msi_open_file("", "/proc", "cpuinfo");
+    msi_file *file = msi_open_file("", "/proc", "cpuinfo");
     while (msi_read_line(file, line, sizeof line)) {
         if ((value = msi_line_value(line, "model name")) != NULL) {
-            snprintf(hardware->name, sizeof hardware->name, "%.63s", value);
+            msi_format(hardware->name, sizeof hardware->name, "%.63s", value);
         }
         hardware->processor_count += msi_line_value(line, "processor\t") != NULL;
     }
@@ -4140,9 +4419,9 @@ typedef struct msi_label {
 /* `layer 3 "ln1"`: many layers may have one name. */
 static msi_label msi_label_of(uint32_t number, const char *name) {
     msi_label label;
-    const int length = snprintf(label.text, sizeof label.text, "layer %u", (unsigned)number);
+    const int length = msi_format(label.text, sizeof label.text, "layer %u", (unsigned)number);
     if (length > 0 && strcmp(name, label.text) != 0) {
-        snprintf(label.text + length, sizeof label.text - (size_t)length, " \"%.80s\"", name);
+        msi_format(label.text + length, sizeof label.text - (size_t)length, " \"%.80s\"", name);
     }
     return label;
 }
@@ -5186,7 +5465,7 @@ static bool msi_check_masks(ms_model *m, const char *name, const ms_layer_desc *
 #undef MSI_X
     for (uint32_t j = 0; j < MS_LIMIT_OUT && good; j++) {
         char field[24];
-        snprintf(field, sizeof field, "in_place[%u]", (unsigned)j);
+        msi_format(field, sizeof field, "in_place[%u]", (unsigned)j);
         good = msi_check_mask(m, name, field, d->in_place[j], j < out ? in : 0);
     }
     for (uint32_t i = 0; i < MS_LIMIT_IN && good; i++) {
@@ -5369,7 +5648,7 @@ static bool msi_check_layer(ms_model *m, const char *name, const ms_layer_desc *
 static ms_layer msi_register_layer(ms_model *m, const ms_layer_desc *desc) {
     const ms_layer none = {0};
     char numbered[32];
-    snprintf(numbered, sizeof numbered, "layer %u", (unsigned)m->graph.layers.count);
+    msi_format(numbered, sizeof numbered, "layer %u", (unsigned)m->graph.layers.count);
     const char *name = desc->name ? desc->name : numbered;
     ms_layer_desc clipped = *desc;
     uint8_t count[MSI_GROUP_COUNT];
@@ -5778,39 +6057,35 @@ static size_t msi_digits(const char *text, size_t length) {
     return count;
 }
 
-/* The decimal point of the current locale. */
-static size_t msi_decimal_point(char point[16]) {
-    const int length = snprintf(point, 16, "%.1f", 0.5);
-    const size_t count = length > 2 && length < 16 ? (size_t)length - 2 : 0;
-    memmove(point, point + 1, count);
-    return count;
-}
-
-/* A number such as 12, 0.5 or 1.25e-05; false for anything else. */
+/* A number such as 12, 0.5 or 1.25e-05; false for anything else. The point is moved to the end,
+   since that of strtod depends on the locale. */
 static bool msi_parse_number(const char *text, size_t length, double *number) {
     char local[64];
     const size_t whole = msi_digits(text, length);
-    size_t at = whole, count = 0;
+    size_t at = whole, count = whole;
+    int power = 0;
     if (whole == 0 || length > 40) {
         return false;
     }
     memcpy(local, text, whole);
-    count = whole;
     if (at < length && text[at] == '.') {
         const size_t part = msi_digits(text + at + 1, length - at - 1);
-        count += msi_decimal_point(local + count);
         memcpy(local + count, text + at + 1, part);
         count += part;
+        power -= (int)part;
         at += part ? 1 + part : 0;
     }
     if (at < length && text[at] == 'e') {
         const size_t sign = at + 1 < length && (text[at + 1] == '+' || text[at + 1] == '-');
         const size_t part = msi_digits(text + at + 1 + sign, length - at - 1 - sign);
-        memcpy(local + count, text + at, 1 + sign + part);
-        count += 1 + sign + part;
+        int size = 0;
+        for (size_t i = 0; i < part; i++) {
+            size = size < 10000 ? 10 * size + (text[at + 1 + sign + i] - '0') : size;
+        }
+        power += sign && text[at + 1] == '-' ? -size : size;
         at += part ? 1 + sign + part : 0;
     }
-    local[count] = 0;
+    msi_format(local + count, sizeof local - count, "e%d", power);
     *number = at == length ? strtod(local, NULL) : 0.0;
     return at == length;
 }
@@ -5826,7 +6101,7 @@ static msi_decimal_text msi_decimal(double x) {
     double back = 0.0;
     for (int digits = 15; digits <= 17; digits += 2) {
         size_t count = 0;
-        snprintf(raw, sizeof raw, "%.*g", digits, x);
+        msi_format(raw, sizeof raw, "%.*g", digits, x);
         for (const char *at = raw; *at; at++) {
             const bool plain = (*at >= '0' && *at <= '9') || *at == 'e' || *at == '+' || *at == '-';
             if (plain || t.text[count - 1] != '.') {
@@ -5981,7 +6256,7 @@ static void msi_read_head(msi_reader *r) {
     }
     msi_expect_line(r, "graph");
     const size_t length = msi_next_word(r, &word);
-    snprintf(own, sizeof own, "%016llx", (unsigned long long)msi_hash_graph(&r->model->graph));
+    msi_format(own, sizeof own, "%016llx", (unsigned long long)msi_hash_graph(&r->model->graph));
     if (length != 16 || memcmp(word, own, 16) != 0) {
         MSI_REFUSE_PROFILE(r,
                            "line 2: the profile is of graph %.*s, but this model is graph %s: load "
@@ -12106,7 +12381,7 @@ static void msi_add_text(msi_text *to, const char *format, ...) {
     const size_t room = sizeof to->text - to->length;
     va_list args;
     va_start(args, format);
-    const int length = vsnprintf(to->text + to->length, room, format, args);
+    const int length = msi_vformat(to->text + to->length, room, format, args);
     va_end(args);
     to->length += length < 0 ? 0 : (size_t)length < room ? (size_t)length : room - 1;
 }
@@ -12849,7 +13124,7 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
     }
     char inner[MSI_ERROR_BYTES / 2] = ""; // the error of ms_gemm, say
     if (m->errors.count != error_count) {
-        snprintf(inner, sizeof inner, "%.*s", (int)sizeof inner - 1, m->errors.text);
+        msi_format(inner, sizeof inner, "%.*s", (int)sizeof inner - 1, m->errors.text);
     }
     return msi_fail(m, MS_RESULT_CALLBACK, "%s: its %s callback returned %d%s%s",
                     msi_layer_label(&m->graph, (uint32_t)(l - m->graph.layers.items)).text, what,
@@ -12865,11 +13140,11 @@ typedef struct msi_matrix_text {
 static msi_matrix_text msi_matrix_name(const ms_matrix *x) {
     msi_matrix_text t;
     const int length =
-        snprintf(t.text, sizeof t.text, "%lld x %lld%s, rows %lld apart", (long long)x->rows,
-                 (long long)x->cols, x->transposed ? " transposed" : "", (long long)x->stride);
+        msi_format(t.text, sizeof t.text, "%lld x %lld%s, rows %lld apart", (long long)x->rows,
+                   (long long)x->cols, x->transposed ? " transposed" : "", (long long)x->stride);
     if (x->batch_count != 1 && length > 0 && (size_t)length < sizeof t.text) {
-        snprintf(t.text + length, sizeof t.text - (size_t)length, ", %lld of them %lld apart",
-                 (long long)x->batch_count, (long long)x->batch_stride);
+        msi_format(t.text + length, sizeof t.text - (size_t)length, ", %lld of them %lld apart",
+                   (long long)x->batch_count, (long long)x->batch_stride);
     }
     return t;
 }
@@ -12879,18 +13154,18 @@ static msi_matrix_text msi_matrix_fault(const ms_matrix *x, char name) {
     msi_matrix_text t;
     t.text[0] = 0;
     if (!x->data) {
-        snprintf(t.text, sizeof t.text, "%c has no data: %s", name,
-                 name == 'c' ? "nobody wants this gradient or output, so leave this product out"
-                             : "its slot is empty, or the layer does not declare that it reads "
-                               "this value (backward_reads, recompute_reads)");
+        msi_format(t.text, sizeof t.text, "%c has no data: %s", name,
+                   name == 'c' ? "nobody wants this gradient or output, so leave this product out"
+                               : "its slot is empty, or the layer does not declare that it reads "
+                                 "this value (backward_reads, recompute_reads)");
     } else if (x->rows < 1 || x->cols < 1) {
-        snprintf(t.text, sizeof t.text, "%c has no elements: give it rows and cols of at least 1",
-                 name);
+        msi_format(t.text, sizeof t.text, "%c has no elements: give it rows and cols of at least 1",
+                   name);
     } else if (x->stride < x->cols) {
-        snprintf(t.text, sizeof t.text,
-                 "%c has a stride below its columns: rows lie at least cols "
-                 "elements apart",
-                 name);
+        msi_format(t.text, sizeof t.text,
+                   "%c has a stride below its columns: rows lie at least cols "
+                   "elements apart",
+                   name);
     }
     return t;
 }
@@ -13644,13 +13919,13 @@ static msi_operand_text msi_staged_name(const msi_trial *t, const msi_staged *s)
     const bool value = s->group < MSI_GROUP_COUNT;
     msi_operand_text name;
     if (s->group == MSI_GROUP_WORKSPACE) {
-        snprintf(name.text, sizeof name.text, "its workspace of %llu bytes",
-                 (unsigned long long)s->bytes);
+        msi_format(name.text, sizeof name.text, "its workspace of %llu bytes",
+                   (unsigned long long)s->bytes);
     } else {
-        snprintf(name.text, sizeof name.text, "%s[%u], the %s of \"%.100s\"",
-                 value ? msi_group_names[s->group] : of_gradients[s->group - MSI_GROUP_GRAD_OUT],
-                 (unsigned)s->slot, value ? "value" : "gradient",
-                 msi_tensor_name(&t->model->graph, s->tensor));
+        msi_format(name.text, sizeof name.text, "%s[%u], the %s of \"%.100s\"",
+                   value ? msi_group_names[s->group] : of_gradients[s->group - MSI_GROUP_GRAD_OUT],
+                   (unsigned)s->slot, value ? "value" : "gradient",
+                   msi_tensor_name(&t->model->graph, s->tensor));
     }
     return name;
 }
@@ -13750,11 +14025,11 @@ static msi_operand_text msi_resident_name(const msi_trial *t, uint32_t resident)
     const msi_store *store = t->model->run.store;
     msi_operand_text name;
     if (resident >= store->residents.count) {
-        snprintf(name.text, sizeof name.text, "transient values of the model");
+        msi_format(name.text, sizeof name.text, "transient values of the model");
     } else {
         const msi_resident *r = &store->residents.items[resident];
-        snprintf(name.text, sizeof name.text, "the %s \"%.80s\", where it lies between calls",
-                 msi_role_name(r->role), msi_tensor_name(&t->model->graph, r->tensor));
+        msi_format(name.text, sizeof name.text, "the %s \"%.80s\", where it lies between calls",
+                   msi_role_name(r->role), msi_tensor_name(&t->model->graph, r->tensor));
     }
     return name;
 }
@@ -13879,8 +14154,9 @@ static void msi_blame_region(msi_trial *t, const msi_staged *result, uint32_t re
         msi_fail_operand(t, "reads beyond the end of", s, msi_overrun_cure(s));
     } else if (kind == MSI_REGION_UNWRITTEN) {
         const uint32_t maker = m->graph.tensors.items[s->tensor].producer;
-        snprintf(cure, sizeof cure, "%s has left it out: let that write every element that is read",
-                 maker == MSI_NONE ? "its layer" : msi_layer_label(&m->graph, maker).text);
+        msi_format(cure, sizeof cure,
+                   "%s has left it out: let that write every element that is read",
+                   maker == MSI_NONE ? "its layer" : msi_layer_label(&m->graph, maker).text);
         msi_fail_operand(t, "reads a part that nobody has written of", s, cure);
     } else if (s->group == MSI_GROUP_WORKSPACE) {
         msi_fail_operand(t, "reads, before it has written there,", s,
@@ -14037,9 +14313,9 @@ static void msi_blame_alias(msi_trial *t, const msi_staged *differs) {
     }
     char what[256];
     result = &staged[k];
-    snprintf(what, sizeof what, "makes other bits for %s, when %s[%u] lies in the place of",
-             msi_staged_name(t, differs).text, result->group == MSI_GROUP_OUT ? "out" : "grad_in",
-             (unsigned)result->slot);
+    msi_format(what, sizeof what, "makes other bits for %s, when %s[%u] lies in the place of",
+               msi_staged_name(t, differs).text, result->group == MSI_GROUP_OUT ? "out" : "grad_in",
+               (unsigned)result->slot);
     msi_fail_operand(
         t, what, &staged[t->lies_in[k]],
         result->group == MSI_GROUP_OUT
@@ -15757,7 +16033,7 @@ static ms_result msi_make_broken(const ms_config *c, const char *fault, double n
         return MS_RESULT_INVALID;
     }
     if (number < 0.0 || number > 0.0) {
-        snprintf(is, sizeof is, " (it is %g)", number);
+        msi_format(is, sizeof is, " (it is %g)", number);
     }
     m->self = m;
     m->config.allocator = allocator;
@@ -17508,7 +17784,7 @@ static void msi_sum_values(const ms_lifetime *l, void *user) {
 static void msi_print_moment(msi_columns *c, const ms_model *model, uint32_t instruction,
                              ms_layer layer) {
     char number[16];
-    snprintf(number, sizeof number, "%u", (unsigned)instruction);
+    msi_format(number, sizeof number, "%u", (unsigned)instruction);
     msi_print_column(c, -8, number);
     c->missing++;
     msi_print_column(c, 15, layer.id ? ms_layer_name(model, layer) : "");
@@ -17518,7 +17794,7 @@ static void msi_print_moment(msi_columns *c, const ms_model *model, uint32_t ins
 static void msi_print_value(msi_columns *c, const ms_model *model, const msi_values *v) {
     const ms_lifetime *l = &v->first;
     char count[16];
-    snprintf(count, sizeof count, "%u", (unsigned)v->count);
+    msi_format(count, sizeof count, "%u", (unsigned)v->count);
     msi_print_column(c, -12, msi_size(v->bytes).text);
     msi_print_column(c, -7, v->count > 1 ? count : "");
     c->missing += 2;
@@ -17559,9 +17835,9 @@ static ms_result msi_print_largest_of(msi_columns *c, const ms_model *model, ms_
     }
     msi_choose_values(&to);
     MSI_THEN(result, ms_visit_lifetimes(model, program, msi_sum_values, &to));
-    snprintf(title, sizeof title, "the largest of what %s at the peak, in all %s%s",
-             resident ? "lives between steps" : "comes and goes", msi_size(to.bytes).text,
-             resident ? "" : "; a line has the times of its first");
+    msi_format(title, sizeof title, "the largest of what %s at the peak, in all %s%s",
+               resident ? "lives between steps" : "comes and goes", msi_size(to.bytes).text,
+               resident ? "" : "; a line has the times of its first");
     msi_print_values_head(c, title);
     for (uint32_t k = 0; k < to.listed_count && result == MS_RESULT_OK; k++) {
         msi_print_value(c, model, &to.listed[k]);
@@ -17647,7 +17923,7 @@ static void msi_print_decision(const ms_decision *d, void *user) {
     }
     if (d->technique == 0) {
         char count[16];
-        snprintf(count, sizeof count, "%u", (unsigned)d->alike_count);
+        msi_format(count, sizeof count, "%u", (unsigned)d->alike_count);
         msi_print(c->out, "%5u", (unsigned)d->layer_index);
         c->missing = 2;
         msi_print_name_column(c, 24, "", ms_layer_name(to->model, d->layer),
@@ -17989,9 +18265,9 @@ static void msi_print_info(const msi_printer *out, const ms_memory_report *r) {
         {"decision_source", ms_decision_source_name(r->decision_source)},
         {"time_source", ms_time_source_name(r->time_source)},
         {"plan_hash", hash}};
-    snprintf(version, sizeof version, "%d.%d.%d", MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR,
-             MEMSCALE_VERSION_PATCH);
-    snprintf(hash, sizeof hash, "%016llx", (unsigned long long)r->plan_hash);
+    msi_format(version, sizeof version, "%d.%d.%d", MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR,
+               MEMSCALE_VERSION_PATCH);
+    msi_format(hash, sizeof hash, "%016llx", (unsigned long long)r->plan_hash);
     msi_print_metric_head(out, "info", "gauge",
                           "Version, backend, device, mode and plan, as labels.");
     for (size_t k = 0; k < sizeof labels / sizeof labels[0]; k++) {
@@ -18474,7 +18750,7 @@ static void msi_cuda_hardware(void *user, ms_hardware *hardware) {
     if (scope.error || msi_cuda_error(cudaGetDeviceProperties(&properties, scope.device)) != 0) {
         return;
     }
-    snprintf(hardware->name, sizeof hardware->name, "%.63s", properties.name);
+    msi_format(hardware->name, sizeof hardware->name, "%.63s", properties.name);
     hardware->processor_count = (uint32_t)properties.multiProcessorCount;
     hardware->compute_major = (uint32_t)properties.major;
     hardware->compute_minor = (uint32_t)properties.minor;

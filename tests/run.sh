@@ -100,6 +100,13 @@ compile() { # COMPILER ARGUMENTS: the flags of the house
     "$compiler" $dialect $WARNINGS -Werror -O1 -I. -Iexamples "$@"
 }
 
+run_test_with() { # FLAGS SOURCE
+    local program
+    [ -n "$CMOCKA" ] || skip 'no cmocka'
+    program=$(mktemp $checks/test.XXXXXX)
+    compile $CC $1 "$2" -o "$program" $CMOCKA -lm && "$program"
+}
+
 # One cell of the compile matrix: a program builds without a warning, and does what it should.
 cell() { # COMPILER ARGUMENTS
     need "$1"
@@ -234,10 +241,11 @@ check_static_exports() {
 
 # Nothing beyond tests/allow_imports.txt and the arguments, and every argument indeed.
 imports() { # FLAGS NAMES
-    local object name
+    local object name stdio='s/ # stdio$//'
+    [[ $1 != *MEMSCALE_NO_STDIO* ]] || stdio='/# stdio$/d'
     object=$(implementation $1) || return 1
     nm -u "$object" | awk '$2 != "_GLOBAL_OFFSET_TABLE_" { print $2 }' | sort > "$object.imported"
-    { sed '/^#/d' tests/allow_imports.txt; printf '%s\n' $2; } | sort > "$object.allowed"
+    { sed "/^#/d; $stdio" tests/allow_imports.txt; printf '%s\n' $2; } | sort > "$object.allowed"
     for name in $2; do
         grep -qx "$name" "$object.imported" || { echo "$name is not used"; return 1; }
     done
@@ -364,7 +372,7 @@ check_new_op() {
 check_listings() {
     local source=$checks/listings.c tag
     printf '%s\n' '#include "memscale.h"' '#include <stdarg.h>' '#include <stdio.h>' \
-        '#include <string.h>' > $source
+        '#include <string.h>' '#define msi_format snprintf' '#define msi_vformat vsnprintf' > $source
     sed -n '/^#define MSI_THEN/,/[^\\]$/p' memscale.h >> $source
     for tag in text listing trace; do
         awk -v tag=">>$tag" '/^\/\/ (>>|=====)/ || /^#endif \/\/ MEMSCALE/ { inside = $2 == tag }
@@ -401,7 +409,7 @@ check_figures() {
     tests/figures.sh build/quick
 }
 
-export -f skip need build run_test run_threads run_corpus run_program compile
+export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_newest cell_mixed cell_sources check_dialect
 export -f misplaced plant check_order defaults check_switches check_new_technique check_new_op
@@ -440,6 +448,8 @@ for source in tests/test_*.c; do
     check rest "$name, release$length" "run_test release build/tests/$name 100"
     [[ $host_only != *" $name "* ]] || check rest "$name, C++11" "run_test release build/tests/${name}_cpp"
 done
+check quick 'test_formats, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO tests/test_formats.c'
+check rest 'test_profile, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO tests/test_profile.c'
 check quick 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
 check rest 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thread/tests/test_threads 100'
 check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api'
@@ -513,7 +523,8 @@ for compiler in gcc clang g++ clang++; do
     check rest 'MEMSCALE_CBLAS' \
         "cell_library $compiler CBLAS '$CBLAS' $body -DMEMSCALE_CBLAS $program -x none"
     check rest 'OpenMP, -O2' "cell_library $compiler OpenMP '$OPENMP' $body -O2 $program"
-    check rest 'NDEBUG, -O3' "cell $compiler $body -DNDEBUG -O3 $program"
+    check rest 'MEMSCALE_ASSERT, -O3' "cell $compiler $body -include tests/asserts.h -O3 $program"
+    check rest 'MEMSCALE_NO_STDIO' "cell $compiler $body -DMEMSCALE_NO_STDIO $program"
     check quick 'examples and benchmarks' "cell_sources $compiler"
     check quick "one translation unit, ${newest^^}" "cell_newest $compiler $newest $program $cuda"
     check rest "examples and benchmarks, ${newest^^}" "cell_newest $compiler $newest examples/*.c bench/*.c"
@@ -539,10 +550,11 @@ check rest 'make cuda: 7.5 to 9.0, and C programs on it' build_cuda
 group 'symbols and macros'
 check quick 'exports what is declared' check_exports
 check quick 'exports nothing with MEMSCALE_STATIC' check_static_exports
-check quick 'imports' 'imports "" "__assert_fail clock_gettime"'
-check quick 'imports with NDEBUG' 'imports -DNDEBUG ""'
+check quick 'imports' 'imports "" "clock_gettime fopen vsnprintf"'
+check quick 'imports with MEMSCALE_ASSERT' 'imports "-include tests/asserts.h" __assert_fail'
+check quick 'imports with MEMSCALE_NO_STDIO' 'imports -DMEMSCALE_NO_STDIO clock_gettime'
 check quick 'imports with MEMSCALE_CBLAS' \
-    '[ -n "$CBLAS" ] || skip "no CBLAS"; imports -DMEMSCALE_CBLAS "__assert_fail cblas_sgemm"'
+    '[ -n "$CBLAS" ] || skip "no CBLAS"; imports -DMEMSCALE_CBLAS cblas_sgemm'
 check quick 'macros of the public half' 'macros "" "MEMSCALE_[A-Z0-9_]+|MS_OPTIMIZE|MS_ALL_SLOTS"'
 check quick 'macros of the implementation' "macros $body '(MEMSCALE|MSI)_[A-Z0-9_]+|MS_OPTIMIZE|MS_ALL_SLOTS'"
 check quick 'a function calls only what is above it' check_order

@@ -109,6 +109,51 @@ static void products(void **state) {
     f_check_products(&cpu, &memory, 3000);
 }
 
+/* What the library formats, by printf or (MEMSCALE_NO_STDIO) by itself, reads the same. */
+static void check_text(const char *format, ...) {
+    char own[64], libc[64];
+    va_list args, again;
+    va_start(args, format);
+    va_copy(again, args);
+    const int length = msi_vformat(own, sizeof own, format, args);
+    const int expected = vsnprintf(libc, sizeof libc, format, again);
+    va_end(again);
+    va_end(args);
+    if (strcmp(own, libc) != 0 || length != expected) {
+        print_error("%s: \"%s\" (%d), not \"%s\" (%d)\n", format, own, length, libc, expected);
+        fail();
+    }
+}
+
+static void texts_are_those_of_printf(void **state) {
+    (void)state;
+    static const char *const reals[] = {"%g", "%.0f", "%.1f", "%.2f", "%.3f", "%.15g", "%.17g"};
+    static const double edges[] = {0.0,     0.5,    1.5,    2.5,     0.05,   0.25,   999999.5,
+                                   1e6,     9.5,    0.0001, 1e-5,    99.995, 5e-324, 1e22,
+                                   1e300,   9.9995, -1.25,  1e15,    1e-4,   0.999,  1024.0,
+                                   1.0 / 3, 1e-30,  123456, 1234567, 1e5,    0.1};
+    t_rng rng = t_seed(5);
+    for (uint32_t i = 0; i < 4000; i++) {
+        const uint32_t count = sizeof edges / sizeof edges[0];
+        const double size = ldexp(t_unit(&rng) - 0.5, (int)t_below(&rng, 160) - 80);
+        const double x = i < count ? edges[i] : i % 2 ? size : floor(1e5 * t_unit(&rng)) / 100.0;
+        for (size_t k = 0; k < sizeof reals / sizeof reals[0]; k++) {
+            if (i >= count || x < 1e40) { // what is longer than the texts is cut off alike
+                check_text(reals[k], x);
+            }
+        }
+    }
+    check_text("%g %g", -(double)INFINITY, (double)INFINITY);
+    check_text("%.*f|%.*g|%f", 3, 2.0 / 3.0, 9, 2.0 / 3.0, 12.5);
+    check_text("%d %d %u %x", -2147483647 - 1, 0, 4294967295u, 48879u);
+    check_text("%lld %llu %016llx", -9223372036854775807ll, 18446744073709551615ull, 255ull);
+    check_text("%5u|%7u|%0*llu|%04x|%-5d|%3d", 7u, 1234567u, 6, 42ull, 0xau, -3, -12345);
+    check_text("%s|%10s|%-16s|%.3s|%.*s|%*s|%*s", "a", "right", "left", "cut off", 2, "two", 6, "x",
+               -6, "y");
+    check_text("%zu %lu %ld %c %% %s", (size_t)99, 98ul, -97l, 'c', "end");
+    check_text("%s", "a text that is longer than the buffer by far, so that its end is cut off.");
+}
+
 static void refusals(void **state) {
     (void)state;
     const ms_backend cpu = ms_backend_cpu();
@@ -122,6 +167,7 @@ int main(void) {
         cmocka_unit_test(known_numbers),
         cmocka_unit_test(casts),
         cmocka_unit_test(products),
+        cmocka_unit_test(texts_are_those_of_printf),
         cmocka_unit_test(refusals),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -10,19 +10,16 @@
 
 static const char *decimal_point = ".";
 
-/* snprintf, with this decimal point for the full stop between two digits. */
-static int local_snprintf(char *text, size_t bytes, const char *format, ...) {
+/* vsnprintf, with this decimal point in numbers of the profile. */
+static inline int local_vsnprintf(char *text, size_t bytes, const char *format, va_list args) {
     char plain[1024], local[2048];
     size_t count = 0;
-    va_list args;
-    va_start(args, format);
-    const int length = vsnprintf(plain, sizeof plain, format, args);
-    va_end(args);
-    if (length < 0 || length >= (int)sizeof plain || strcmp(decimal_point, ".") == 0) {
-        va_start(args, format);
-        const int whole = vsnprintf(text, bytes, format, args);
-        va_end(args);
-        return whole;
+    va_list again;
+    va_copy(again, args);
+    const int length = vsnprintf(plain, sizeof plain, format, again);
+    va_end(again);
+    if (length < 0 || length >= (int)sizeof plain || strcmp(format, "%.*g") != 0) {
+        return vsnprintf(text, bytes, format, args);
     }
     for (int i = 0; i < length; i++) {
         const bool stop = plain[i] == '.' && i > 0 && plain[i - 1] >= '0' && plain[i - 1] <= '9';
@@ -59,11 +56,11 @@ static double local_strtod(const char *text, char **end) {
     return strtod(plain, NULL);
 }
 
-#define snprintf local_snprintf
-#define strtod   local_strtod
+#define vsnprintf local_vsnprintf
+#define strtod    local_strtod
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
-#undef snprintf
+#undef vsnprintf
 #undef strtod
 
 #include "toy_layers.h"
