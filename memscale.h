@@ -1282,11 +1282,14 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage);
 /* Copy a whole tensor from (ms_write) or to (ms_read) host memory, in its dtype. data may be reused
    at once. ms_write: what is kept between steps (input, param, buffer, optimizer state, borrowed
    gradient), at any time between calls, also before ms_wrap; after ms_forward it ends that step,
-   since backward would see other values. What was never written or borrowed is zero. ms_read: the
-   same and accumulated gradients, at any time; also every value that is live where the last step
-   stopped: the loss, outputs, and between ms_backward and ms_update the gradients.
-   Stream: both wait, except ms_write to an input on the device, which is staged in pinned memory.
-   Errors: INVALID, ORDER (not live; ms_write in a callback), DRY_RUN, OUT_OF_MEMORY, BACKEND. */
+   since backward would see other values. Inputs and params have no value, and steps return ORDER,
+   until they are written or borrowed, or ms_data has given their address; after ms_reshape the same
+   holds for inputs along an axis that has changed. Buffers and optimizer state begin with zeros.
+   ms_read: the same (zeros, if it was never written) and accumulated gradients, at any time; also
+   every value that is live where the last step stopped: the loss, outputs, and between ms_backward
+   and ms_update the gradients. Stream: both wait, except ms_write to an input on the device, which
+   is staged in pinned memory. Errors: INVALID, ORDER (not live; ms_write in a callback), DRY_RUN,
+   OUT_OF_MEMORY, BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data);
 MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *data);
 
@@ -2397,6 +2400,8 @@ typedef struct msi_tensor {
     bool has_weight_decay, frozen, is_output, is_eval_output, on_host, no_gradient;
     uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
     uint8_t borrowed;                      // mask of the roles whose memory is the trainer's
+    bool written;  // its value is the trainer's, at the present sizes of the axes
+    bool in_place; // ms_data has given its address away, so it is written without our knowing
     /* analysis of the graph, by ms_wrap */
     bool wants_gradient;
     bool updates_early;    // params: may be updated inside backward
@@ -2824,6 +2829,7 @@ typedef struct msi_run {
     msi_verdict_stage verdict;
     ms_step_state halt; // of a halted step that no function has returned to the trainer yet
     uint64_t epoch;     // changes whenever recordings become invalid
+    bool all_written;   // every input and param that layers read
     bool busy;          // inside a callback of a layer, or of an update
     const char *visits; // the function whose callback, which is no layer's, runs; NULL: none does
     bool recording;     // what is enqueued is recorded, and does not run
@@ -15208,6 +15214,33 @@ static ms_result msi_check_between_steps(ms_model *m, const char *function) {
     return MS_RESULT_OK;
 }
 
+/* The first step needs a value for everything that layers read and that only the trainer has:
+   inputs and params. Buffers and optimizer state begin with zeros. */
+static ms_result msi_check_written(ms_model *m, const char *function) {
+    const msi_graph *g = &m->graph;
+    static const msi_group_kind groups[] = {MSI_GROUP_IN, MSI_GROUP_PARAM};
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        for (int k = 0; k < 2; k++) {
+            for (MSI_EACH(read, g, &g->layers.items[i], groups[k])) {
+                const msi_tensor *t = &g->tensors.items[read.tensor];
+                const bool needed = t->kind == MSI_KIND_INPUT || t->kind == MSI_KIND_PARAM;
+                if (needed && !t->written && !t->in_place && !msi_is_borrowed(t, MSI_ROLE_VALUE)) {
+                    return msi_fail(m, MS_RESULT_ORDER,
+                                    "%s: %s \"%s\", which %s reads, has no value%s: write it with "
+                                    "ms_write before the step, or lend it with ms_borrow",
+                                    function, msi_kind_names[t->kind], msi_name(g, t->name),
+                                    msi_layer_label(g, i).text,
+                                    t->kind == MSI_KIND_INPUT && g->axis_count
+                                        ? " at the present sizes of the axes"
+                                        : "");
+                }
+            }
+        }
+    }
+    m->run.all_written = true;
+    return MS_RESULT_OK;
+}
+
 static ms_result msi_check_ready(ms_model *m, const char *function) {
     if (!m->run.plan) {
         return msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function);
@@ -15226,6 +15259,12 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
             function);
     }
     return msi_check_between_steps(m, function);
+}
+
+/* Whether a program may start from its beginning. */
+static ms_result msi_check_start(ms_model *m, const char *function) {
+    const ms_result result = msi_check_ready(m, function);
+    return result != MS_RESULT_OK || m->run.all_written ? result : msi_check_written(m, function);
 }
 
 /* Whether the transient values of this model are still in the arena. */
@@ -15751,7 +15790,7 @@ static ms_result msi_plan_again(ms_model *m) {
 
 /* Checks whether a training step may begin. Plans again first, if the last sample was taken. */
 static ms_result msi_begin_step(ms_model *m, const char *function) {
-    ms_result result = msi_check_ready(m, function);
+    ms_result result = msi_check_start(m, function);
     if (result == MS_RESULT_OK && m->run.timing && m->run.timing->stage == MSI_WARMUP_PLAN &&
         m->run.micro == 0) {
         result = msi_plan_again(m);
@@ -15791,6 +15830,22 @@ static void msi_add_plan(ms_model *m, msi_plan *plan) {
     }
 }
 
+/* Inputs along an axis that changes its size must be written again: their elements are others. */
+static void msi_forget_inputs(ms_model *m, const int64_t *sizes) {
+    msi_graph *g = &m->graph;
+    uint32_t changed = 0;
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        changed |= (uint32_t)(sizes[a] != g->axes[a].size) << a;
+    }
+    for (uint32_t i = 0; i < g->tensors.count && changed; i++) {
+        msi_tensor *t = &g->tensors.items[i];
+        for (int k = 0; k < t->view.shape.rank && t->kind == MSI_KIND_INPUT; k++) {
+            t->written &= !(t->view.shape.axes[k] & changed);
+        }
+    }
+    m->run.all_written &= !changed;
+}
+
 static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
     int64_t all[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
     memcpy(all, sizes, m->graph.axis_count * sizeof *sizes);
@@ -15809,6 +15864,7 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
         }
         msi_add_plan(m, plan);
     }
+    msi_forget_inputs(m, all);
     msi_set_sizes(&m->graph, all);
     if (m->run.plan) {
         msi_find_times(m);
@@ -15959,7 +16015,9 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
                         "ms_write: called from a callback of a layer: call it between steps");
     }
     if (!m->run.plan) {
-        return msi_write_unplanned(m, target, role, data);
+        const ms_result result = msi_write_unplanned(m, target, role, data);
+        target->written |= result == MS_RESULT_OK && role == MSI_ROLE_VALUE;
+        return result;
     }
     const msi_resident *resident = msi_find_resident(m->run.store, t, role);
     if (!resident) {
@@ -15968,7 +16026,9 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
     if (m->run.stage == MSI_STAGE_FORWARD) {
         m->run.stage = MSI_STAGE_IDLE; // backward would see another value than forward did
     }
-    return msi_write(m, resident, data, target->bytes);
+    const ms_result result = msi_write(m, resident, data, target->bytes);
+    target->written |= result == MS_RESULT_OK && role == MSI_ROLE_VALUE;
+    return result;
 }
 
 static const char *msi_read_cure(const msi_graph *g, uint32_t t, msi_role role) {
@@ -16585,7 +16645,7 @@ static void msi_report_differences(const msi_verification *v, ms_difference_fn v
 }
 
 static ms_result msi_check_verifiable(ms_model *m, const char *function) {
-    const ms_result result = msi_check_ready(m, function);
+    const ms_result result = msi_check_start(m, function);
     return result != MS_RESULT_OK ? result
            : m->wrapped.changed
                ? msi_fail(m, MS_RESULT_ORDER,
@@ -17374,9 +17434,12 @@ MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
 
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
-    return t == MSI_NONE || !model->run.plan || model->config.dry_run
-               ? NULL
-               : msi_live_address(model, t, msi_role_of(&model->graph, tensor));
+    if (t == MSI_NONE || !model->run.plan || model->config.dry_run) {
+        return NULL;
+    }
+    const msi_role role = msi_role_of(&model->graph, tensor);
+    model->graph.tensors.items[t].in_place |= role == MSI_ROLE_VALUE;
+    return msi_live_address(model, t, role);
 }
 
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
@@ -17432,7 +17495,7 @@ MEMSCALE_API ms_result ms_step(ms_model *model, double *loss) {
 }
 
 MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
-    ms_result result = model ? msi_check_ready(model, "ms_eval") : MS_RESULT_INVALID;
+    ms_result result = model ? msi_check_start(model, "ms_eval") : MS_RESULT_INVALID;
     MSI_THEN(result, msi_forward(model, &model->run.plan->eval, loss));
     return result;
 }

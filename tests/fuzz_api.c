@@ -1373,6 +1373,30 @@ static void op_mark(world *w, slot *s) {
 // ------------------------------------------------------------------------------------------------
 // operations: plans
 
+static void *exact_block(uint64_t bytes) {
+    void *memory = malloc(bytes == 0 ? 1 : (size_t)bytes);
+    CHECK(memory != NULL);
+    memset(memory, 0, bytes == 0 ? 1 : (size_t)bytes);
+    return memory;
+}
+
+/* Values for all inputs and params that have none: without them there is no step. */
+static void write_missing(const slot *s) {
+    const msi_graph *g = &s->model->graph;
+    for (uint32_t t = 0; t < g->tensors.count; ++t) {
+        const ms_tensor handle = msi_handle(g, t, MSI_ROLE_VALUE);
+        const bool given = g->tensors.items[t].kind == MSI_KIND_INPUT ||
+                           g->tensors.items[t].kind == MSI_KIND_PARAM;
+        if (given && !g->tensors.items[t].written && ms_tensor_bytes(s->model, handle) < 1u << 20) {
+            const uint64_t bytes = ms_tensor_bytes(s->model, handle);
+            void *data = exact_block(bytes);
+            memset(data, 0, (size_t)bytes);
+            told(s, ms_write(s->model, handle, data));
+            free(data);
+        }
+    }
+}
+
 static void op_wrap(world *w, slot *s) {
     const uint64_t faults = w->faults;
     const ms_result result = told(s, ms_wrap(s->model));
@@ -1382,6 +1406,7 @@ static void op_wrap(world *w, slot *s) {
     }
     CHECK(s->layer_count > 0);
     s->has_plan = true;
+    write_missing(s);
     check_report(s, true);
     const uint64_t plan = plan_digest(s);
     const ms_result again = told(s, ms_wrap(s->model));
@@ -1491,13 +1516,6 @@ static ms_tensor a_handle(world *w, slot *s) {
     default:
         return t;
     }
-}
-
-static void *exact_block(uint64_t bytes) {
-    void *memory = malloc(bytes == 0 ? 1 : (size_t)bytes);
-    CHECK(memory != NULL);
-    memset(memory, 0, bytes == 0 ? 1 : (size_t)bytes);
-    return memory;
 }
 
 static void op_write(world *w, slot *s) {

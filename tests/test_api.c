@@ -1617,6 +1617,7 @@ static void callbacks_cannot_step(void **state) {
     ms_register_layer(t.model, &d);
     t_ok(t.model, ms_wrap(t.model));
     t_ok(t.model, ms_write(t.model, t.x, &x));
+    t_write_zeros(t.model);
     t_ok(t.model, ms_step(t.model, NULL));
     t_ok(t.model, ms_step(t.model, NULL));
     ms_destroy(t.model);
@@ -1809,6 +1810,7 @@ static void visitors_cannot_change_the_plan(void **state) {
         assert_int_equal(results[which < 8 ? which : 8], MS_RESULT_OK);
         assert_true(v.calls > 0);
         v.logs = false;
+        t_write_zeros(m);
         t_ok(m, ms_step(m, NULL)); // afterwards all is allowed again
         t_ok(m, ms_wrap(m));
         ms_destroy(m);
@@ -1837,6 +1839,89 @@ static void the_error_that_is_logged_stays(void **state) {
     t_error(m, ms_backward(m), MS_RESULT_ORDER);
     t_text_has(ms_last_error(m), "ms_backward: call ms_forward first");
     ms_destroy(m);
+}
+
+/* Steps need values that only the trainer has: of inputs and params, not of buffers and state. */
+static void what_was_never_written_is_no_zero(void **state) {
+    (void)state;
+    for (int late = 0; late < 2; ++late) { // written after ms_wrap, or before
+        tiny t;
+        float value = 0.5f, read = 7.0f;
+        ms_verify_report report;
+        ms_config config = t_config();
+        tiny_create(&t, &config, 1, false);
+        ms_model *m = t.model;
+        if (!late) {
+            t_ok(m, ms_write(m, t.x, &value));
+        }
+        t_ok(m, ms_wrap(m));
+        const char *missing = late ? "input \"x\", which layer 0 \"times\" reads, has no value"
+                                   : "param \"p\", which layer 0 \"times\" reads, has no value";
+        t_error(m, ms_step(m, NULL), MS_RESULT_ORDER);
+        t_text_has(ms_last_error(m), missing);
+        t_text_has(ms_last_error(m), "ms_write");
+        t_error(m, ms_forward(m, NULL), MS_RESULT_ORDER);
+        t_error(m, ms_eval(m, NULL), MS_RESULT_ORDER);
+        t_error(m, ms_verify(m, NULL, NULL, &report), MS_RESULT_ORDER);
+        t_ok(m, ms_read(m, t.p, &read)); // which changes nothing
+        assert_true(read == 0.0f);
+        t_error(m, ms_eval(m, NULL), MS_RESULT_ORDER);
+        t_ok(m, ms_write(m, ms_optimizer_state(m, t.p, 0), &read)); // nor does state
+        t_ok(m, ms_write(m, late ? t.x : t.p, &value));
+        t_error(m, ms_eval(m, NULL), late ? MS_RESULT_ORDER : MS_RESULT_OK);
+        float *address = (float *)ms_data(m, t.p); // to be filled in place
+        assert_non_null(address);
+        t_ok(m, ms_step(m, NULL));
+        t_ok(m, ms_detach(m)); // values stay
+        t_ok(m, ms_step(m, NULL));
+        ms_destroy(m);
+    }
+}
+
+/* Inputs along an axis count as not written after their sizes have changed; others do, and so does
+   what is borrowed or filled in place. */
+static void a_reshape_forgets_inputs(void **state) {
+    (void)state;
+    for (int which = 0; which < 4; ++which) {
+        static float memory[4];
+        const float values[4] = {1.0f, 2.0f, 3.0f, 4.0f};
+        const int64_t same = 2, other = 3;
+        t_op op, sum;
+        ms_model *m;
+        ms_config config = t_config();
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        const ms_axis axis = ms_add_axis(m, "rows", 2, 4);
+        const ms_shape shape = which == 3 ? ms_shape1(4) : ms_along(ms_shape1(2), 0, axis);
+        const ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, shape);
+        const ms_tensor p = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(1));
+        const ms_tensor loss = ms_activation(m, "loss", MS_DTYPE_F32, shape);
+        memset(&op, 0, sizeof op);
+        memset(&sum, 0, sizeof sum);
+        ms_layer_desc d = t_layer(&op, T_SCALE, "scale", x, loss);
+        d.param[0] = p;
+        ms_register_layer(m, &d);
+        ms_set_loss(m, loss);
+        if (which == 1) {
+            t_ok(m, ms_borrow(m, x, memory));
+        }
+        t_ok(m, ms_wrap(m));
+        t_ok(m, ms_write(m, p, values));
+        t_ok(m, ms_write(m, x, values));
+        t_ok(m, ms_eval(m, NULL));
+        if (which == 2) {
+            assert_non_null(ms_data(m, x));
+        }
+        t_ok(m, ms_reshape(m, &same));
+        t_ok(m, ms_eval(m, NULL));
+        t_ok(m, ms_reshape(m, &other));
+        t_error(m, ms_eval(m, NULL), which == 0 ? MS_RESULT_ORDER : MS_RESULT_OK);
+        if (which == 0) {
+            t_text_has(ms_last_error(m), "at the present sizes of the axes");
+            t_ok(m, ms_write(m, x, values));
+            t_ok(m, ms_eval(m, NULL));
+        }
+        ms_destroy(m);
+    }
 }
 
 enum { LATE_CALLS = 9 };
@@ -2072,6 +2157,8 @@ int main(void) {
         cmocka_unit_test(visitors_cannot_change_the_plan),
         cmocka_unit_test(the_error_that_is_logged_stays),
         cmocka_unit_test(wrap_returns_what_was_refused),
+        cmocka_unit_test(what_was_never_written_is_no_zero),
+        cmocka_unit_test(a_reshape_forgets_inputs),
         cmocka_unit_test(another_models_handles_are_refused),
         cmocka_unit_test(another_models_handles_are_no_operands),
         cmocka_unit_test(ids_count_from_any_tag),

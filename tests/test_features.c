@@ -1893,6 +1893,7 @@ static void check_slots_in(const ms_config *config) {
     slots_add(m, &ops[3], 1, false, value, param);
     ms_set_loss(m, value[0]);
     t_ok(m, ms_wrap(m));
+    t_write_zeros(m);
     t_ok(m, ms_eval(m, &loss));
     assert_true(loss == 4.0 * 4.0 * 3.0 * SLOTS);
     t_ok(m, ms_forward(m, &loss));

@@ -313,6 +313,7 @@ static uint64_t waits_in_steps(bool with_loss, int steps) {
     v_open(&device, 5);
     assert_int_equal(create_net(&n, &cases[0], &device), MS_RESULT_OK);
     t_ok(n.model, write_params(&n));
+    t_write_zeros(n.model);
     t_ok(n.model, ms_step(n.model, &loss));
     const uint64_t before = device.waits_of_host;
     for (int i = 0; i < steps; ++i) {

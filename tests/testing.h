@@ -107,6 +107,21 @@ static inline void t_check(const ms_model *model, ms_result result, ms_result ex
 #define t_error(model, call, expected)                                                             \
     t_check((model), (call), (expected), #call, __FILE__, __LINE__)
 
+/* Writes zeros to all inputs and params that have no value yet, for tests that need none. */
+static inline void t_write_zeros(ms_model *model) {
+    for (uint32_t t = 0; t < model->graph.tensors.count; ++t) {
+        const ms_tensor handle = msi_handle(&model->graph, t, MSI_ROLE_VALUE);
+        const msi_tensor *tensor = &model->graph.tensors.items[t];
+        const bool given = tensor->kind == MSI_KIND_INPUT || tensor->kind == MSI_KIND_PARAM;
+        if (given && !tensor->written && !msi_is_borrowed(tensor, MSI_ROLE_VALUE)) {
+            void *zeros = calloc(1, (size_t)ms_tensor_bytes(model, handle));
+            assert_non_null(zeros);
+            t_ok(model, ms_write(model, handle, zeros));
+            free(zeros);
+        }
+    }
+}
+
 /* Destroys what a failing ms_create has left: a model that carries the error and its text, or, for
    want of memory, nothing. Returns the error. */
 static inline ms_result t_not_created(ms_model **model, ms_result result) {

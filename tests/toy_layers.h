@@ -988,6 +988,7 @@ static inline void t_net_write_param(t_net *n, ms_tensor p, float shift) {
 
 static inline void t_net_start(t_net *n) {
     t_ok(n->m, ms_wrap(n->m));
+    t_write_zeros(n->m);
     t_net_write_x(n);
 }
 
