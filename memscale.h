@@ -15218,7 +15218,7 @@ static ms_result msi_check_between_steps(ms_model *m, const char *function) {
    inputs and params. Buffers and optimizer state begin with zeros. */
 static ms_result msi_check_written(ms_model *m, const char *function) {
     const msi_graph *g = &m->graph;
-    static const msi_group_kind groups[] = {MSI_GROUP_IN, MSI_GROUP_PARAM};
+    static const int groups[] = {MSI_GROUP_IN, MSI_GROUP_PARAM};
     for (uint32_t i = 0; i < g->layers.count; i++) {
         for (int k = 0; k < 2; k++) {
             for (MSI_EACH(read, g, &g->layers.items[i], groups[k])) {
