@@ -8915,8 +8915,9 @@ static void msi_stacks_put(msi_layout_work *w, uint32_t block, uint64_t low) {
 /* Training keeps most memory between forward and backward. The blocks that live at the peak stand
    on each other and fill the bound without a gap. On either side they become fewer, and what
    becomes more there, such as gradients, hangs from the bound. The rest, mostly brief, is placed by
-   first-fit between the two. Stops after so many operations of its own. */
-static void msi_layout_from_peak(msi_layout_work *w, const msi_stacking *how, uint64_t limit) {
+   first-fit between the two. Stops after so many operations of its own; returns how many
+   are left. */
+static uint64_t msi_layout_from_peak(msi_layout_work *w, const msi_stacking *how, uint64_t limit) {
     msi_stacks *s = &w->stacks;
     const uint64_t effort = w->effort;
     uint64_t height = w->bound;
@@ -8935,10 +8936,12 @@ static void msi_layout_from_peak(msi_layout_work *w, const msi_stacking *how, ui
             msi_stacks_put(w, block, low);
         }
     }
-    if (w->effort > 0) {
+    limit = w->effort;
+    w->effort = effort;
+    if (limit > 0) {
         msi_layout_keep_best(w, height);
     }
-    w->effort = effort;
+    return limit;
 }
 
 static bool msi_spot_meets(const msi_spot *a, uint32_t first, uint32_t last) {
@@ -9325,23 +9328,23 @@ static void msi_layout_search_orders(msi_layout_work *w) {
     }
 }
 
-/* From the peak in several ways. Returns whether that will do: of many blocks, a layout that is a
-   little above the bound. */
+/* From the peak in several ways, the first of which takes near-linear time for what training makes;
+   the others share a limit. Returns whether that will do: of many blocks, a layout that is a little
+   above the bound. */
 static bool msi_layout_search_from_peak(msi_layout_work *w) {
-    static const struct {
-        msi_stacking how;
-        uint64_t limit, limit_each; // operations, and more for each block
-    } ways[] = {{{0, true, MSI_ORDER_BYTES}, 1000000000, 10000},
-                {{64, false, MSI_ORDER_BYTES}, 200000000, 500},
-                {{0, false, MSI_ORDER_BYTES}, 200000000, 500},
-                {{0, true, MSI_ORDER_LOAD}, 200000000, 500}};
+    static const msi_stacking ways[] = {{0, true, MSI_ORDER_BYTES},
+                                        {64, false, MSI_ORDER_BYTES},
+                                        {0, false, MSI_ORDER_BYTES},
+                                        {0, true, MSI_ORDER_LOAD}};
     const bool many = w->used > MSI_LAYOUT_MANY;
     const uint64_t close = many ? w->bound + w->bound / 1024 : w->bound;
     const uint64_t enough = msi_max_u64(w->enough, close);
-    for (uint32_t i = 0; i < sizeof ways / sizeof ways[0] && w->height > enough; i++) {
-        msi_layout_from_peak(w, &ways[i].how, ways[i].limit + w->used * ways[i].limit_each);
+    uint64_t limit = 50000000 + 1000 * (uint64_t)w->used;
+    (void)msi_layout_from_peak(w, &ways[0], 20 * limit);
+    for (uint32_t i = 1; i < sizeof ways / sizeof ways[0] && w->height > enough; i++) {
+        limit = msi_layout_from_peak(w, &ways[i], limit);
     }
-    return w->height <= enough || (many && w->height <= w->bound + w->bound / 128);
+    return w->height <= enough || (many && w->height <= w->bound + w->bound / 64);
 }
 
 /* The orders are searched as if nothing were known, since what is good to start with does not

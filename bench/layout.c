@@ -1,6 +1,6 @@
 // How well the layout packs blocks with known live ranges: arena over lower bound, and the time
 // that it takes, for CSV files with the columns id,lower,upper,size and half-open ranges
-// [lower, upper).
+// [lower, upper), or for generated traces like those of training.
 #include "bench.h"
 
 #include <errno.h>
@@ -105,6 +105,72 @@ static buffers read_buffers(const char *path) {
     return b;
 }
 
+// ---- traces --------------------------------------------------------------------------------------
+
+/* Numbers from 0 to below `below`, the same in every run (splitmix64). */
+static uint64_t draw(uint64_t *state, uint64_t below) {
+    uint64_t x = *state += UINT64_C(0x9e3779b97f4a7c15);
+    x = (x ^ (x >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return (x ^ (x >> 31)) % below;
+}
+
+/* 64 bytes to 64 KiB, small ones as often as large ones. */
+static uint64_t draw_bytes(uint64_t *state) {
+    const uint64_t least = (uint64_t)64 << draw(state, 10);
+    return least + 64 * draw(state, least / 64);
+}
+
+static void add_range(buffers *b, uint64_t bytes, uint64_t first, uint64_t last) {
+    msi_block *block = &b->blocks[b->count++];
+    memset(block, 0, sizeof *block);
+    block->bytes = bytes;
+    block->first = (uint32_t)first;
+    block->last = (uint32_t)last;
+    b->total_bytes += bytes;
+}
+
+/* A plain step of a net in which layer i makes an activation at i and goes backward at 2n - 1 - i.
+   Seven activations in ten are read in backward, the others by one of the next layers; one in ten
+   is also read by some layer far behind, which makes its gradient long-lived. Saved tensors,
+   scratch memory of backward, and gradients of params, three in ten of which live to the end. */
+static buffers make_trace(uint32_t count) {
+    const uint32_t layers = count / 5;
+    uint64_t state = count;
+    buffers b = {(msi_block *)calloc(count, sizeof(msi_block)), 0, count, 0};
+    if (!b.blocks) {
+        fail("trace", 0, "out of memory");
+    }
+    for (uint32_t i = 0; i < layers; i++) {
+        const uint32_t back = 2 * layers - 1 - i, left = layers - i;
+        const uint64_t bytes = draw_bytes(&state);
+        uint64_t skip = draw(&state, 10) == 0 ? draw(&state, left) : draw(&state, 3);
+        skip = skip < left ? skip : left - 1;
+        add_range(&b, bytes, i, draw(&state, 10) < 7 ? back : i + skip);
+        add_range(&b, 64 * (1 + draw(&state, 20)), i, back);
+        add_range(&b, bytes, back - skip, back + 1);
+        add_range(&b, 64 * (1 + draw(&state, 900)), back, back);
+        add_range(&b, 64 * (1 + draw(&state, 90)), back,
+                  draw(&state, 10) < 3 ? 2 * layers : back + draw(&state, 12));
+    }
+    return b;
+}
+
+/* A trace of so many ranges if `name` is "trace:20000"; else the file of that name. */
+static buffers take_buffers(const char *name) {
+    char *end;
+    if (strncmp(name, "trace:", 6) != 0) {
+        return read_buffers(name);
+    }
+    const unsigned long count = strtoul(name + 6, &end, 10);
+    if (*end || count < 5 || count > 10000000) {
+        fail(name, 0, "a trace has 5 to 10000000 ranges");
+    }
+    return make_trace((uint32_t)count);
+}
+
+// ---- measurements --------------------------------------------------------------------------------
+
 /* The usual method: first-fit by decreasing size. */
 static uint64_t greedy_height(const char *path, const buffers *b) {
     msi_layout_work work;
@@ -124,9 +190,9 @@ static double ratio_of(uint64_t height, uint64_t bound) {
     return bound ? (double)height / (double)bound : 1.0;
 }
 
-/* Prints the row of one file; returns its ratio. */
+/* Prints the row of one file or trace; returns its ratio. */
 static double measure(const char *path, uint64_t effort, bool greedy, bench_table *table) {
-    buffers b = read_buffers(path);
+    buffers b = take_buffers(path);
     uint64_t bound, height;
     if (msi_layout_lower_bound(&MALLOC, b.blocks, b.count, &bound) != MS_RESULT_OK) {
         fail(path, 0, "out of memory");
@@ -159,7 +225,7 @@ static double measure(const char *path, uint64_t effort, bool greedy, bench_tabl
 
 int main(int argc, char **argv) {
     bool tsv = false, greedy = false;
-    int64_t effort = 36000000;
+    int64_t effort = 100000000;
     const bench_option options[] = {
         {"--tsv", "tab-separated output", &tsv, NULL, NULL},
         {"--greedy", "also the usual method: first-fit by decreasing size", &greedy, NULL, NULL},
@@ -167,7 +233,8 @@ int main(int argc, char **argv) {
          NULL},
     };
     const char *const purpose =
-        "Give one FILE or more: CSV with the columns id,lower,upper,size, live in [lower, upper).";
+        "Give one FILE or more: CSV with the columns id,lower,upper,size, live in [lower, upper);\n"
+        "or trace:N, a generated step of training with about N buffers.";
     int files = 0, option_count = 1;
     const char **paths = (const char **)malloc((size_t)argc * sizeof *paths);
     char **rest = (char **)malloc(((size_t)argc + 1) * sizeof *rest);
