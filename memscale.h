@@ -12819,13 +12819,13 @@ typedef struct msi_nonfinite_text {
 static msi_nonfinite_text msi_nonfinite_name(const ms_model *m, const ms_nonfinite *n) {
     msi_nonfinite_text t;
     const bool gradient = msi_role_of(&m->graph, n->tensor) == MSI_ROLE_GRADIENT;
-    snprintf(t.text, sizeof t.text,
-             "%.100s: its %s callback %s element %llu of the %s of \"%.60s\" %s, and %llu more",
-             msi_layer_label(&m->graph, msi_layer_index(&m->graph, n->layer)).text,
-             msi_phase_name(n->phase), n->is_read ? "finds" : "makes",
-             (unsigned long long)n->element, gradient ? "gradient" : "value",
-             msi_tensor_name(&m->graph, msi_index(&m->graph, n->tensor)),
-             n->is_nan ? "nan" : "infinite", (unsigned long long)(n->count - 1));
+    msi_format(t.text, sizeof t.text,
+               "%.100s: its %s callback %s element %llu of the %s of \"%.60s\" %s, and %llu more",
+               msi_layer_label(&m->graph, msi_layer_index(&m->graph, n->layer)).text,
+               msi_phase_name(n->phase), n->is_read ? "finds" : "makes",
+               (unsigned long long)n->element, gradient ? "gradient" : "value",
+               msi_tensor_name(&m->graph, msi_index(&m->graph, n->tensor)),
+               n->is_nan ? "nan" : "infinite", (unsigned long long)(n->count - 1));
     return t;
 }
 
@@ -16626,7 +16626,7 @@ static ms_result msi_find_nonfinite(ms_model *m, ms_nonfinite *found) {
     msi_leave_store(&v);
     msi_end_verification(&v);
     if (result == MS_RESULT_OK && found->count > 0) {
-        snprintf(m->errors.text, sizeof m->errors.text, "%s", msi_nonfinite_name(m, found).text);
+        msi_format(m->errors.text, sizeof m->errors.text, "%s", msi_nonfinite_name(m, found).text);
     }
     return result;
 }

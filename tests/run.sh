@@ -184,6 +184,16 @@ cell_newest() { # COMPILER DIALECT SOURCES
     return $status
 }
 
+# A program for another machine: built by its compiler, then run by what stands in for the machine.
+cell_elsewhere() { # RUNNER COMPILER FLAGS SOURCE ARGUMENTS
+    need "$2"
+    local program
+    program=$(mktemp $checks/elsewhere.XXXXXX.exe)
+    compile "$2" $3 "$4" -static -o "$program" -lm || return 1
+    need "$1"
+    WINEDEBUG=-all WINEPREFIX=$PWD/$checks/wine "$1" "$program" "${@:5}"
+}
+
 cell_mixed() { # C_COMPILER CXX_COMPILER: a C++ program on an implementation that was compiled as C
     need "$1" && need "$2"
     local object=$checks/mixed.$1.o
@@ -411,7 +421,7 @@ check_figures() {
 
 export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
-export -f cell_library cell_newest cell_mixed cell_sources check_dialect
+export -f cell_library cell_newest cell_elsewhere cell_mixed cell_sources check_dialect
 export -f misplaced plant check_order defaults check_switches check_new_technique check_new_op
 export -f implementation same check_exports check_static_exports imports macros check_listings
 export -f check_install check_readme_program check_figures
@@ -532,6 +542,20 @@ done
 group 'compile, both languages'
 check rest 'g++ on an object of gcc' 'cell_mixed gcc g++'
 check rest 'clang++ on an object of clang' 'cell_mixed clang clang++'
+
+group 'other machines'
+windows='cell_elsewhere wine x86_64-w64-mingw32'
+arm='cell_elsewhere qemu-aarch64 aarch64-linux-gnu'
+check rest 'Windows, one translation unit' "$windows-gcc $body $program"
+check rest 'Windows, C++11' "$windows-g++ '$body -Wno-missing-field-initializers' $program"
+check rest 'Windows, examples/llmc_style' \
+    "$windows-gcc -O2 examples/llmc_style.c --size tiny --steps 2 --compare --budget 300K"
+check rest 'Windows, what the system tells' "$windows-gcc '' tests/compile_host.c"
+check rest 'aarch64, one translation unit' "$arm-gcc $body $program"
+check rest 'aarch64, examples/llmc_style' \
+    "$arm-gcc -O2 examples/llmc_style.c --size tiny --steps 2 --compare --budget 300K"
+check rest 'aarch64, what the system tells' "$arm-gcc '' tests/compile_host.c"
+check rest 'what the system tells' "cell gcc tests/compile_host.c"
 
 group 'compile, nvcc'
 check rest 'CUDA, two translation units' "cell_nvcc -x cu $program tests/compile_implementation.c"
