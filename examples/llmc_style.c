@@ -665,6 +665,24 @@ static void draw_batch(gpt2 *g, const char *text, uint64_t *random) {
     }
 }
 
+/* A byte, drawn by the probabilities of V. */
+static int32_t sample_byte(const float *probs, int64_t V, uint64_t *random) {
+    const float coin = (float)(next_random(random) >> 40) / 16777216.0f;
+    float below = 0.0f;
+    int32_t byte = 0;
+    while (byte < V - 1 && (below += probs[byte]) <= coin) {
+        byte++;
+    }
+    return byte;
+}
+
+/* Drops the first byte of the first row of inputs, and puts this one at its end. */
+static void append_byte(gpt2 *g, int32_t byte) {
+    const int64_t T = g->config.T;
+    memmove(g->inputs, g->inputs + 1, (size_t)(T - 1) * sizeof *g->inputs);
+    g->inputs[T - 1] = byte;
+}
+
 // ==== adapter, begin
 // The program above, registered with memscale.h; see WHO OWNS WHAT at the top of this file.
 
@@ -707,13 +725,13 @@ KIND(gelu, 1, 0, 0, (F(out, 0), F(in, 0), 4 * c->B * c->T * c->C),
      (F(grad_in, 0), F(grad_out, 0), F(in, 0), 4 * c->B * c->T * c->C))
 KIND(residual, 0, 0, 0, (F(out, 0), F(in, 0), F(in, 1), c->B * c->T * c->C),
      (F(grad_in, 0), F(grad_in, 1), F(grad_out, 0), c->B * c->T * c->C))
-KIND(classifier, 2, 1, 0, (F(out, 0), F(saved, 0), F(in, 0), IDS(1), c->B, c->T, c->V),
-     (F(grad_in, 0), F(grad_out, 0), F(saved, 0), IDS(1), c->B, c->T, c->V))
+KIND(classifier, 2, 0, 0, (F(out, 0), F(out, 1), F(in, 0), IDS(1), c->B, c->T, c->V),
+     (F(grad_in, 0), F(grad_out, 0), F(out, 1), IDS(1), c->B, c->T, c->V))
 
 static ms_tensor layer(ms_model *m, gpt2 *g, const kind *k, ms_tensor in0, ms_tensor in1,
                        ms_tensor weight, ms_tensor bias, int64_t width) {
     const gpt2_config *c = &g->config;
-    const int64_t saved = k == &attention ? c->NH * c->T : k == &classifier ? c->V : 1; // each
+    const int64_t saved = k == &attention ? c->NH * c->T : 1; // each
     ms_layer_desc d = {0};
     d.name = k->name, d.forward = k->forward, d.backward = k->backward, d.user = &g->config;
     d.in[0] = in0, d.in[1] = in1;
@@ -731,6 +749,9 @@ static ms_tensor layer(ms_model *m, gpt2 *g, const kind *k, ms_tensor in0, ms_te
         d.backward_workspace.bytes = 2 * ms_tensor_bytes(m, d.saved[0]);
         d.backward_workspace.contents = MS_CONTENTS_ZERO; // for gradients that are += too
         d.flops = 2.0 * (double)(c->B * c->T * c->T * c->C);
+    }
+    if (k == &classifier) { // "weight" is probs: an output, since the sampler reads it
+        d.out[1] = weight, d.param[1] = bias, d.backward_reads.out = 2;
     }
     ms_register_layer(m, &d);
     return d.out[0];
@@ -756,7 +777,8 @@ static int update(const ms_update_args *u) {
     (w = PARAM(l, weight, weight_count), b = PARAM(l, bias, width),                                \
      layer(m, g, &kind, x, none, w, b, width))
 
-static void register_gpt2(ms_model *m, gpt2 *g) {
+/* Returns the probabilities, for the sampler. */
+static ms_tensor register_gpt2(ms_model *m, gpt2 *g) {
     const gpt2_config *c = &g->config;
     const int64_t C = c->C;
     const ms_shape rows = ms_shape2(c->B, c->T);
@@ -779,10 +801,13 @@ static void register_gpt2(ms_model *m, gpt2 *g) {
     }
     x = AFFINE(layernorm, x, 0, lnfw, C, lnfb, C);
     x = layer(m, g, &matmul, x, none, wte, none, c->V);
-    ms_set_loss(m, layer(m, g, &classifier, x, targets, none, none, 1));
+    const ms_tensor probs = ms_activation(m, "probs", MS_DTYPE_F32, ms_shape3(c->B, c->T, c->V));
+    ms_set_loss(m, layer(m, g, &classifier, x, targets, probs, none, 1));
+    ms_add_eval_output(m, probs);
     ms_optimizer_desc adamw = {0};
     adamw.kind = MS_OPTIMIZER_CUSTOM, adamw.update = update, adamw.user = g;
     ms_set_optimizer(m, &adamw);
+    return probs;
 }
 // ==== adapter, end
 
@@ -900,10 +925,14 @@ static bool choose_config(const settings *o, gpt2_config *config) {
 }
 
 /* One way to train: the plain program, or a model of memscale.h around it. */
+enum { SAMPLED_BYTES = 16 };
+
 typedef struct run {
     const char *name;
     gpt2 g;
     ms_model *model; // NULL: plain
+    ms_tensor probs;
+    char sampled[SAMPLED_BYTES + 1];
     uint64_t random; // of its batches
     double *seconds, *losses;
 } run;
@@ -921,7 +950,7 @@ static bool run_create(run *r, const char *name, const gpt2_config *config, bool
     ms_config model_config = {0};
     model_config.memory_budget_bytes = budget_bytes;
     if (ms_create(&model_config, &r->model) == MS_RESULT_OK) {
-        register_gpt2(r->model, &r->g);
+        r->probs = register_gpt2(r->model, &r->g);
         if (ms_wrap(r->model) == MS_RESULT_OK) {
             return true;
         }
@@ -949,6 +978,28 @@ static bool run_step(run *r, const char *text) {
         return false;
     }
     r->g.step++;
+    return true;
+}
+
+/* Lets the net write: each byte by a forward pass over those before it. The plain program's pointer
+   to the probabilities is set to where they are after it. */
+static bool run_sample(run *r) {
+    const gpt2_config *c = &r->g.config;
+    uint64_t random = 1;
+    for (int i = 0; i < SAMPLED_BYTES; i++) {
+        if (!r->model) {
+            gpt2_forward(&r->g);
+        } else if (ms_eval(r->model, NULL) == MS_RESULT_OK) {
+            r->g.acts.probs = (float *)ms_data(r->model, r->probs);
+        } else {
+            fprintf(stderr, "llmc_style: %s\n", ms_last_error(r->model));
+            return false;
+        }
+        const float *last = r->g.acts.probs + (c->T - 1) * c->V;
+        const int32_t byte = sample_byte(last, c->V, &random);
+        r->sampled[i] = (char)(byte >= ' ' && byte < 127 ? byte : '.');
+        append_byte(&r->g, byte);
+    }
     return true;
 }
 
@@ -996,6 +1047,9 @@ static int train(const settings *o, const gpt2_config *config, const char *text)
             fflush(stdout);
         }
     }
+    if (good && run_sample(&r)) {
+        printf("the net writes: %s\n", r.sampled);
+    }
     run_free(&r);
     return good ? 0 : 1;
 }
@@ -1018,6 +1072,7 @@ static double median(double *values, int64_t count) {
 static bool same_bits(const run *a, const run *b, int64_t steps) {
     const size_t bytes = (size_t)a->g.param_count * sizeof(float);
     return memcmp(a->losses, b->losses, (size_t)steps * sizeof *a->losses) == 0 &&
+           memcmp(a->sampled, b->sampled, sizeof a->sampled) == 0 &&
            memcmp(a->g.params_memory, b->g.params_memory, bytes) == 0 &&
            memcmp(a->g.m_memory, b->g.m_memory, bytes) == 0 &&
            memcmp(a->g.v_memory, b->g.v_memory, bytes) == 0;
@@ -1077,6 +1132,9 @@ static int compare(const settings *o, const gpt2_config *config, const char *tex
             runs[i].seconds[step] = seconds_now() - start;
             runs[i].losses[step] = runs[i].g.mean_loss;
         }
+    }
+    for (int i = 0; good && i < RUN_COUNT; i++) {
+        good = run_sample(&runs[i]);
     }
     good = good && compare_print(runs, o->steps);
     for (int i = 0; i < RUN_COUNT; i++) {
