@@ -189,7 +189,7 @@ cell_elsewhere() { # RUNNER COMPILER FLAGS SOURCE ARGUMENTS
     need "$2"
     local program
     program=$(mktemp $checks/elsewhere.XXXXXX.exe)
-    compile "$2" $3 "$4" -static -o "$program" -lm || return 1
+    compile "$2" $3 "$4" -static -o "$program" -lm -pthread || return 1
     need "$1"
     WINEDEBUG=-all WINEPREFIX=$PWD/$checks/wine "$1" "$program" "${@:5}"
 }
