@@ -715,6 +715,7 @@ static void every_function_returns(ms_model *m, ms_result expected, const char *
     ms_hardware hardware;
     ms_memory_report report;
     ms_verify_report verified;
+    ms_nonfinite nonfinite;
     ms_layer_desc layer;
     memset(&layer, 0, sizeof layer);
     memset(&hardware, 0, sizeof hardware);
@@ -767,6 +768,7 @@ static void every_function_returns(ms_model *m, ms_result expected, const char *
                                  ms_report(m, NULL),
                                  ms_visit_decisions(m, ignore_decision, &written),
                                  ms_verify(m, NULL, NULL, &verified),
+                                 ms_find_nonfinite(m, &nonfinite),
                                  ms_visit_events(m, MS_PROGRAM_TRAIN, ignore_event, &written),
                                  ms_print_plan(m, ignore_text, &written),
                                  ms_print_program(m, MS_PROGRAM_EVAL, ignore_text, &written),
@@ -1924,6 +1926,57 @@ static void a_reshape_forgets_inputs(void **state) {
     }
 }
 
+static uint64_t steps_done(const ms_model *m) {
+    ms_memory_report report;
+    t_report(m, &report);
+    return report.step_count;
+}
+
+static int fails_in_eval(const ms_call *call) {
+    return call->phase == MS_PHASE_EVAL ? 5 : t_unary_forward(call);
+}
+
+/* An eval that fails, between two micro-batches, leaves the first one done. */
+static void a_failing_eval_keeps_micro_batches(void **state) {
+    (void)state;
+    tiny t;
+    ms_config config = t_config();
+    config.accumulation_steps = 3;
+    tiny_create(&t, &config, 1, false);
+    ms_layer_desc d = tiny_tail(&t, "moody");
+    d.forward = fails_in_eval;
+    ms_register_layer(t.model, &d);
+    t_ok(t.model, ms_wrap(t.model));
+    t_write_zeros(t.model);
+    for (int micro = 0; micro < 3; ++micro) {
+        assert_int_equal(steps_done(t.model), 0);
+        t_ok(t.model, ms_step(t.model, NULL));
+        t_error(t.model, ms_eval(t.model, NULL), MS_RESULT_CALLBACK);
+    }
+    assert_int_equal(steps_done(t.model), 1);
+    ms_destroy(t.model);
+}
+
+/* Micro-batches of another number are not counted: their sums are weighted otherwise. */
+static void another_micro_count_begins_anew(void **state) {
+    (void)state;
+    tiny t;
+    ms_config config = t_config();
+    config.accumulation_steps = 4;
+    tiny_start(&t, &config, 1, false);
+    t_ok(t.model, ms_step(t.model, NULL));
+    t_ok(t.model, ms_wrap(t.model)); // of the same number: one is done
+    t_ok(t.model, ms_step(t.model, NULL));
+    ms_set_accumulation(t.model, 3);
+    t_ok(t.model, ms_wrap(t.model));
+    for (int micro = 0; micro < 3; ++micro) {
+        assert_int_equal(steps_done(t.model), 0);
+        t_ok(t.model, ms_step(t.model, NULL));
+    }
+    assert_int_equal(steps_done(t.model), 1);
+    ms_destroy(t.model);
+}
+
 enum { LATE_CALLS = 9 };
 
 /* A call that comes too late, or that names something of another model: functions without a result
@@ -2157,6 +2210,8 @@ int main(void) {
         cmocka_unit_test(visitors_cannot_change_the_plan),
         cmocka_unit_test(the_error_that_is_logged_stays),
         cmocka_unit_test(wrap_returns_what_was_refused),
+        cmocka_unit_test(a_failing_eval_keeps_micro_batches),
+        cmocka_unit_test(another_micro_count_begins_anew),
         cmocka_unit_test(what_was_never_written_is_no_zero),
         cmocka_unit_test(a_reshape_forgets_inputs),
         cmocka_unit_test(another_models_handles_are_refused),

@@ -860,6 +860,7 @@ static void errors_say_what_is_wrong_and_where(void **state) {
         {"memscale-profile 2", "memscale-profile 1",
          "line 1: the profile is of version 1, but this "
          "library reads version 2"},
+        {"memscale-profile 2", "memscale-profile 0", "line 1: the profile is of version 0"},
         {"memscale-profile 2", "memscale-profile", "line 1: \"\" is not a number"},
         {"graph ", "graph 0", "line 2: the profile is of graph 0"},
         {"graph ", "graf ", "line 2 does not begin with \"graph\""},

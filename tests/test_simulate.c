@@ -1323,6 +1323,8 @@ static void traces_are_json(void **state) {
     assert_int_equal(count_of(text.data, "\"ph\":\"X\",\"pid\":1"), instructions + 1);
     t_text_has(text.data, "\"pid\":2,\"tid\":0,\"cat\":\"forward\",\"ts\":0.000,\"dur\":100.000,"
                           "\"name\":\"layer 0\",\"args\":{\"op\":\"forward\",\"instruction\":0,");
+    t_text_has(text.data,
+               "\"pid\":2,\"tid\":0,\"cat\":\"forward\",\"ts\":100.000,\"dur\":200.000,");
     slices s = {text.data, 0, true, 0.0};
     t_ok(n.model, ms_visit_events(n.model, MS_PROGRAM_TRAIN, find_slice, &s));
     assert_true(s.count == instructions && s.last_us > 1000.0); // microseconds
