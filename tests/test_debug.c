@@ -628,6 +628,66 @@ static void a_sum_is_checked_to_its_end(void **state) {
     ms_destroy(m);
 }
 
+/* The last layer that was logged, so that even a crash has a name. */
+typedef struct last_log {
+    char text[64];
+    uint32_t lines;
+} last_log;
+
+static void note_log(ms_log_level level, const char *tag, const char *text, void *user) {
+    last_log *log = (last_log *)user;
+    if (level == MS_LOG_DEBUG && strcmp(tag, "debug") == 0) {
+        snprintf(log->text, sizeof log->text, "%s", text);
+        log->lines += 1;
+    }
+}
+
+static int logged_forward(const ms_call *call) {
+    last_log *log = (last_log *)call->user;
+    if (call->phase == MS_PHASE_FORWARD) { // a recomputation is tried before backward too
+        assert_string_equal(log->text, "layer 0 \"logged\": forward");
+    }
+    t_data(&call->out[0])[0] = t_data(&call->param[0])[0];
+    return 0;
+}
+
+static int logged_backward(const ms_call *call) {
+    last_log *log = (last_log *)call->user;
+    if (call->phase == MS_PHASE_BACKWARD) {
+        assert_string_equal(log->text, "layer 0 \"logged\": backward");
+        t_contribute(&call->grad_param[0], 0, 1.0f);
+    }
+    return 0;
+}
+
+static void layers_are_logged_before_they_run(void **state) {
+    (void)state;
+    last_log log;
+    memset(&log, 0, sizeof log);
+    ms_config config = t_config();
+    config.debug = true;
+    config.log = note_log;
+    config.log_user = &log;
+    ms_model *m;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    ms_layer_desc d;
+    memset(&d, 0, sizeof d);
+    d.name = "logged";
+    d.forward = logged_forward;
+    d.backward = logged_backward;
+    d.user = &log;
+    d.param[0] = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(1));
+    d.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(1));
+    ms_register_layer(m, &d);
+    ms_set_loss(m, d.out[0]);
+    t_ok(m, ms_wrap(m));
+    const float one = 1.0f;
+    t_ok(m, ms_write(m, d.param[0], &one));
+    t_ok(m, ms_step(m, NULL));
+    assert_int_equal(log.lines, 2);
+    ms_destroy(m);
+}
+
 /* A callback that fails while it is checked is a callback that fails. */
 static void callbacks_still_fail(void **state) {
     (void)state;
@@ -651,6 +711,7 @@ int main(void) {
         cmocka_unit_test(lies_about_what_still_lives),
         cmocka_unit_test(the_kinds_of_testing_pass),
         cmocka_unit_test(a_sum_is_checked_to_its_end),
+        cmocka_unit_test(layers_are_logged_before_they_run),
         cmocka_unit_test(callbacks_still_fail),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
