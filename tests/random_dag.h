@@ -41,7 +41,7 @@
     X(IN_PLACE, 30)                                                                                \
     X(GRAD_IN_PLACE, 30)                                                                           \
     X(MUST_IN_PLACE, 10)                                                                           \
-    X(MUST_GRAD_IN_PLACE, 10)                                                                      \
+    X(MUST_GRAD_IN_PLACE, 9)                                                                       \
     X(WORKSPACE_ANY, 20)                                                                           \
     X(WORKSPACE_FINITE, 20)                                                                        \
     X(WORKSPACE_ZERO, 20)                                                                          \
