@@ -767,7 +767,8 @@ static void add_layer(ms_model *m, network *net, ms_tensor *outputs, ms_tensor r
         d.state[0] = random, d.accumulates.in = 0;
         d.recompute = remake_layer, d.recompute_reads.in = d.recompute_reads.saved = 1;
     } else if (l->type == SHORTCUT) {
-        d.in[1] = outputs[l->from + 1], d.in_place[0] = 1;
+        const int past = net->layers[l->from + 1].type == DROPOUT; // shares its output
+        d.in[1] = outputs[l->from + 1 + past], d.in_place[0] = 1;
     } else if (l->type == SOFTMAX) { // writes its delta in forward
         d.in[1] = borrow(m, ms_input(m, "truth", MS_DTYPE_F32, out), net->truth);
         d.out[1] = outputs[net->index + 2] = ms_activation(m, "loss", MS_DTYPE_F32, out);

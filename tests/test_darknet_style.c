@@ -188,6 +188,16 @@ static void test_equal_small(void **state) {
     check_kinds(small_layers, SMALL_LAYERS, SMALL_BATCH, SMALL_SIZE, 8, false);
 }
 
+/* A shortcut to the layer before a dropout: in the plain program both have one memory. */
+static void test_equal_aliased(void **state) {
+    (void)state;
+    layer_spec specs[SMALL_LAYERS];
+    memcpy(specs, small_layers, sizeof specs);
+    assert_true(specs[2].type == DROPOUT && specs[5].type == SHORTCUT && specs[5].from == 2);
+    specs[5].from = 1;
+    check_kinds(specs, SMALL_LAYERS, SMALL_BATCH, SMALL_SIZE, 8, false);
+}
+
 static void test_equal_default(void **state) {
     (void)state;
     check_kinds(default_layers, DEFAULT_LAYERS, 4, IMAGE_SIZE, 4, false);
@@ -298,11 +308,16 @@ static void test_program(void **state) {
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_gradients),          cmocka_unit_test(test_trainer_learns),
-        cmocka_unit_test(test_equal_small),        cmocka_unit_test(test_equal_default),
-        cmocka_unit_test(test_dropout_recomputed), cmocka_unit_test(test_debug),
-        cmocka_unit_test(test_comparison_sees),    cmocka_unit_test(test_activation_bytes),
-        cmocka_unit_test(test_adapter_lines),      cmocka_unit_test(test_program)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_gradients),
+                                       cmocka_unit_test(test_trainer_learns),
+                                       cmocka_unit_test(test_equal_small),
+                                       cmocka_unit_test(test_equal_aliased),
+                                       cmocka_unit_test(test_equal_default),
+                                       cmocka_unit_test(test_dropout_recomputed),
+                                       cmocka_unit_test(test_debug),
+                                       cmocka_unit_test(test_comparison_sees),
+                                       cmocka_unit_test(test_activation_bytes),
+                                       cmocka_unit_test(test_adapter_lines),
+                                       cmocka_unit_test(test_program)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
