@@ -476,14 +476,18 @@ static void e_reference(const c_case *c, const double *const *leaf, const float 
     }
 }
 
-/* More rows than are looked through at once, for a large and a small table. */
-static void e_check_many(int64_t entries) {
+/* More rows than are looked through at once, for a large and a small table; with some tokens, if
+   late, that first occur after these rows. */
+static void e_check_many(int64_t entries, bool late) {
     enum { ROWS = 2 * 140 };
     int32_t tokens[ROWS];
     t_rng rng = t_seed((uint64_t)entries);
     c_case c = c_make("embedding", e_build, e_reference, 2, ROWS / 2, entries, 3, 0);
     for (int i = 0; i < ROWS; i++) {
-        tokens[i] = (int32_t)t_below(&rng, (uint32_t)entries);
+        const uint32_t half = (uint32_t)entries / 2;
+        tokens[i] = (int32_t)(!late     ? t_below(&rng, (uint32_t)entries)
+                              : i < 258 ? t_below(&rng, half)
+                                        : half + t_below(&rng, half));
     }
     c_add_leaf(&c, ms_shape2(entries, 3), false);
     c.out_count = ROWS * 3;
@@ -511,8 +515,9 @@ static void test_embedding(void **state) {
         c.ids[1] = e_segments;
         c_check(&c);
     }
-    e_check_many(3);
-    e_check_many(30);
+    e_check_many(3, false);
+    e_check_many(30, false);
+    e_check_many(30, true);
 }
 
 // ------------------------------------------------------------------------------------------------
