@@ -950,7 +950,8 @@ static int lent_backward(const ms_call *call) {
         l->gradient[i] += l->value[i] + l->buffer[i];
     }
     l->gradient[3] += l->differs && l->backwards % 2 == 0 ? 0.5f : 0.0f;
-    return l->fails && l->backwards % 2 == 0 ? T_CALLBACK_ERROR : t_grad_out(call, 0, 0) == 0.0f;
+    const bool lost = t_grad_out(call, 0, 0) == 0.0f;
+    return l->fails && l->backwards % 2 == 0 ? (int)T_CALLBACK_ERROR : (int)lost;
 }
 
 static void lender_start(lender *l) {
