@@ -10005,8 +10005,12 @@ static void msi_decide_base(const msi_graph *g, bool early, msi_tensor_decision 
 
 enum {
     MSI_PRICE_LIMIT = 64,
-    MSI_BATCH_SHARE = 64,
-    MSI_TRY_LIMIT = 128,
+    MSI_BATCH_SHARE = 64, // of the moves are made at once; on very large graphs more, up to
+    MSI_BATCH_LEAST = 16, // this share
+    MSI_BATCH_LAYERS = 16384,
+    MSI_TRY_LIMIT = 128, // for a plan of the list; on large graphs fewer, down to the least
+    MSI_TRY_LEAST = 8,
+    MSI_LIST_WORK = 1 << 22, // layers that are lowered for the whole list
     MSI_TRIM_TRIES = 8,
     MSI_POLISH_LIMIT = 64,   // values
     MSI_POLISH_LAYERS = 1000 // of a graph
@@ -10156,6 +10160,9 @@ typedef struct msi_greedy {
     MSI_LIST(msi_prefix) prefixes; // the list of plans
     MSI_LIST(msi_move) moves;      // from the plan at hand
     MSI_LIST(uint32_t) members;    // the values of the moves
+    uint32_t batch_share;          // of the moves are made at once
+    uint32_t try_limit;            // for a plan of the list
+    uint32_t tries_left;           // for all of them
 } msi_greedy;
 
 static uint64_t msi_greedy_bytes(const msi_graph *g) {
@@ -10168,8 +10175,18 @@ static bool msi_greedy_init(msi_greedy *w, msi_search *search) {
     const msi_scorer *s = search->scorer;
     const msi_graph *g = s->graph;
     memset(w, 0, sizeof *w);
+    const uint32_t layers = 1 + g->layers.count, most = MSI_TRY_LIMIT, least = MSI_TRY_LEAST;
     w->search = search;
     w->scorer = s;
+    w->tries_left = MSI_LIST_WORK / layers;
+    w->try_limit = most * (uint64_t)1000 / layers < least ? least : most * 1000u / layers;
+    w->try_limit = w->try_limit < most ? w->try_limit : most;
+    w->batch_share = MSI_BATCH_SHARE;
+    if (layers > MSI_BATCH_LAYERS) {
+        const uint32_t share = (uint32_t)((uint64_t)MSI_BATCH_SHARE * MSI_BATCH_LAYERS / layers);
+        const uint32_t least_share = MSI_BATCH_LEAST;
+        w->batch_share = share > least_share ? share : least_share;
+    }
     w->graph = g;
     w->started_bytes = (uint64_t *)msi_scratch(s, msi_greedy_bytes(g));
     if (!w->started_bytes) {
@@ -10392,9 +10409,11 @@ static bool msi_next_plan(msi_greedy *w) {
     const uint64_t old_bytes = w->score.live_bytes;
     const uint32_t old_peak = w->scorer->program->peak;
     msi_find_moves(w);
-    uint32_t batch = 1 + w->moves.count / MSI_BATCH_SHARE;
+    uint32_t batch = 1 + w->moves.count / w->batch_share;
     uint32_t first = 0;
-    for (int tries = 0; tries < MSI_TRY_LIMIT && first < w->moves.count; tries++) {
+    for (uint32_t tries = 0; tries < w->try_limit && w->tries_left > 0 && first < w->moves.count;
+         tries++) {
+        w->tries_left--;
         batch = batch < w->moves.count - first ? batch : w->moves.count - first;
         if (msi_make_moves(w, first, batch, old_bytes, old_peak)) {
             return true;
@@ -10526,7 +10545,9 @@ enum {
     MSI_CHAIN_WIDTH = 48,    // points of a subchain, at least
     MSI_CHAIN_WIDEST = 2048, // of a subchain up to the end
     MSI_CHAIN_WORK = 3 * 1000 * 1000,
-    MSI_CHAIN_LEAF = 6,    // points
+    MSI_CHAIN_LEAF = 6, // points
+    MSI_CHAIN_FEW = 16, // points that are considered on very large graphs
+    MSI_CHAIN_VERY_LARGE = 16384,
     MSI_CHAIN_LARGE = 1000 // layers
 };
 
@@ -11276,12 +11297,14 @@ static bool msi_try_point(msi_chain *c, msi_score *score, uint64_t least_bytes) 
    nor smaller than the one below, nor faster than the one above. Which points these are does not
    depend on the budget, so the points that count are a sorted list, in which to bisect. */
 static void msi_search_points(msi_chain *c) {
-    uint32_t first = 0, end = msi_whole_chain(c)->count;
+    const bool few = c->graph->layers.count > MSI_CHAIN_VERY_LARGE;
+    const uint32_t count = msi_whole_chain(c)->count, stride = few ? 1 + count / MSI_CHAIN_FEW : 1;
+    uint32_t first = 0, end = 1 + (count - 1) / stride;
     uint64_t least_bytes = 0;
     double slowest_us = 1e300, fastest_us = 0.0;
     while (end - first > MSI_CHAIN_LEAF && !msi_is_short(c->scorer)) {
         const uint32_t middle = first + (end - first) / 2;
-        msi_score score = msi_estimate_point(c, middle);
+        msi_score score = msi_estimate_point(c, middle * stride);
         const bool ordered = score.us <= slowest_us && score.us >= fastest_us;
         const bool fits = ordered && msi_try_point(c, &score, least_bytes);
         if (fits) {
@@ -11297,7 +11320,7 @@ static void msi_search_points(msi_chain *c) {
         }
     }
     for (bool fits = false; end > first && !fits && !msi_is_short(c->scorer);) {
-        msi_score score = msi_estimate_point(c, --end);
+        msi_score score = msi_estimate_point(c, --end * stride);
         if (score.us <= slowest_us && score.us >= fastest_us) {
             fastest_us = score.us;
             fits = msi_try_point(c, &score, least_bytes);
@@ -12304,16 +12327,17 @@ static void msi_resizing_end(msi_resizing *z) {
 }
 
 /* A plan at a size: with the decisions of another plan, by one lowering and one layout, or, for
-   NULL, the smallest plan. NULL after an error. */
-static msi_plan *msi_plan_resized(msi_resizing *z, int64_t size, const msi_plan *decided) {
-    const msi_goal goal = decided ? MSI_GOAL_FOLLOW : MSI_GOAL_SMALLEST;
+   NULL, a plan for the budget. NULL after an error. */
+static msi_plan *msi_plan_resized(msi_resizing *z, uint64_t budget, int64_t size,
+                                  const msi_plan *decided) {
+    const msi_goal goal = decided ? MSI_GOAL_FOLLOW : MSI_GOAL_BUDGET;
     msi_store *store;
     msi_plan *plan = NULL;
     msi_resize(z, size);
     MSI_THEN(z->result, msi_make_store(z->model, &store));
     if (z->result == MS_RESULT_OK) {
         store->transient_bytes = UINT64_MAX >> 1; // any arena is small enough
-        z->result = msi_make_plan(z->model, store, goal, UINT64_MAX, decided, &plan);
+        z->result = msi_make_plan(z->model, store, goal, budget, decided, &plan);
         msi_store_free(z->model, store);
     }
     return plan;
@@ -12332,7 +12356,7 @@ static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t
             guess = size + (int64_t)(share * (double)(too_large - size));
         }
         guess = guess <= size ? size + 1 : guess >= too_large ? too_large - 1 : guess;
-        msi_plan *plan = msi_plan_resized(z, guess, decided);
+        msi_plan *plan = msi_plan_resized(z, budget, guess, decided);
         if (plan && plan->arena_bytes <= budget) {
             size = guess;
             low_bytes = (double)plan->arena_bytes;
@@ -12345,35 +12369,33 @@ static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t
     return size;
 }
 
-enum { MSI_RESIZE_TRIES = 24, MSI_RESIZE_LAYERS = 1000 };
+enum { MSI_RESIZE_TRIES = 24, MSI_RESIZE_LAYERS = 1000, MSI_RESIZE_LARGEST = 20000 };
 
 /* The largest size that fits the budget: 0 for none, -1 if it takes too long to find. The decisions
-   of a plan carry over to sizes nearby. The solver then plans for the largest size that fits with
-   them and, if the graph is not large, for larger ones. */
+   of the smallest plan carry over to sizes nearby. The solver then plans for the largest size that
+   fits with them and, if the graph is not large, for larger ones, of which mostly one is tried. */
 static int64_t msi_largest_size(msi_resizing *z, uint64_t budget, const msi_plan *smallest) {
-    const bool large = z->model->graph.layers.count > MSI_RESIZE_LAYERS;
-    msi_plan *own = NULL; // the smallest plan at the size `fits`
-    int64_t fits = 0, too_large = z->declared, next = 0;
-    for (int tries = 0; tries < MSI_RESIZE_TRIES && too_large - fits > 1; tries++) {
-        if (next <= fits) {
-            next = msi_raise_size(z, own ? own : smallest, budget, fits, too_large);
-            next = next > fits ? next : fits + 1;
-        }
-        msi_plan *plan = msi_plan_resized(z, next, NULL);
+    const uint32_t layers = z->model->graph.layers.count;
+    int64_t fits = 0, too_large = z->declared, next = 1;
+    if (layers <= MSI_RESIZE_LARGEST) {
+        next = msi_raise_size(z, smallest, budget, 0, too_large);
+        next = next > 0 ? next : 1;
+    }
+    for (int tries = 0;
+         tries < MSI_RESIZE_TRIES && too_large - fits > 1 && layers <= MSI_RESIZE_LARGEST;
+         tries++) {
+        msi_plan *plan = msi_plan_resized(z, budget, next, NULL);
         if (!plan) {
             break;
         }
         if (plan->arena_bytes > budget) {
             too_large = next--;
-            msi_plan_free(z->model, plan);
         } else {
-            fits = next;
-            tries = large ? MSI_RESIZE_TRIES : tries;
-            msi_plan_free(z->model, own);
-            own = plan;
+            fits = next++;
+            tries = layers > MSI_RESIZE_LAYERS ? MSI_RESIZE_TRIES : tries;
         }
+        msi_plan_free(z->model, plan);
     }
-    msi_plan_free(z->model, own);
     return fits > 0 || too_large == 1 ? fits : -1;
 }
 
