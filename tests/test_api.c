@@ -926,6 +926,37 @@ static void everything_that_lives_is_read(void **state) {
     ms_destroy(m);
 }
 
+/* Between the calls of a step a value can be read if its live range spans the place where the step
+   has stopped: neither if it ended with the last instruction that ran, nor if it begins with the
+   next one. No backward reads "ends", whose last use is the forward of the loss; and the gradient of
+   "lives" has its last use in the backward of the first layer. */
+static void only_what_still_lives_is_read(void **state) {
+    (void)state;
+    t_net n;
+    float data[T_NET_COUNT];
+    t_net_begin(&n);
+    t_net_create(&n);
+    const ms_tensor p = t_net_param(&n, "p");
+    const ms_tensor lives = t_net_scale(&n, "lives", n.x, 0.0f, p);
+    const ms_tensor ends = t_net_scale(&n, "ends", lives, 0.0f, p);
+    const ms_tensor none = {0}, loss = t_net_scale(&n, "loss", ends, 1.0f, none);
+    ms_set_loss(n.m, loss);
+    t_net_start(&n);
+    t_net_write_param(&n, p, 2.0f);
+    t_ok(n.m, ms_forward(n.m, NULL));
+    t_ok(n.m, ms_read(n.m, lives, data));
+    t_ok(n.m, ms_read(n.m, loss, data));
+    t_error(n.m, ms_read(n.m, ends, data), MS_RESULT_ORDER);
+    t_text_has(ms_last_error(n.m), "\"ends\"");
+    assert_null(ms_data(n.m, ends));
+    t_error(n.m, ms_read(n.m, ms_gradient(n.m, loss), data), MS_RESULT_ORDER);
+    t_ok(n.m, ms_backward(n.m));
+    t_ok(n.m, ms_read(n.m, ms_gradient(n.m, p), data));
+    t_error(n.m, ms_read(n.m, ms_gradient(n.m, lives), data), MS_RESULT_ORDER);
+    t_error(n.m, ms_read(n.m, lives, data), MS_RESULT_ORDER);
+    t_net_end(&n);
+}
+
 /* What a handle is of, and its name: before ms_wrap and after it. */
 static void names_of_handles(void **state) {
     (void)state;
@@ -2184,6 +2215,7 @@ int main(void) {
         cmocka_unit_test(writes_name_the_registration_that_failed),
         cmocka_unit_test(values_survive_wrap_and_detach),
         cmocka_unit_test(everything_that_lives_is_read),
+        T_TWICE(only_what_still_lives_is_read),
         cmocka_unit_test(names_of_handles),
         cmocka_unit_test(sizes_of_tensors),
         cmocka_unit_test(optimizers_follow_their_formulas),
