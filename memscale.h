@@ -1246,7 +1246,9 @@ MEMSCALE_API_CHECKED ms_result ms_profile_save(const ms_model *model, ms_text_fn
 MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text, size_t length);
 
 /* The smallest budget that ms_wrap would accept with the present switches (with auto_policy, in any
-   mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap, except BUDGET. */
+   mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap, except BUDGET.
+   One byte less is refused. A larger budget never makes the predicted step slower, and a smaller
+   one never makes the arena larger. */
 MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
 /* Decides, lowers, lays out and allocates. May be called again between steps or micro-batches,
@@ -10524,6 +10526,40 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
     }
 }
 
+/* Square-root checkpointing and its kin: cuts the layers into segments, and drops what is used
+   within one segment alone. A fixed list of numbers of segments. */
+static void msi_search_segments(msi_search *s) {
+    const msi_graph *g = s->scorer->graph;
+    const uint64_t decision_bytes = msi_decisions_bytes(g);
+    const uint64_t bytes = decision_bytes + g->tensors.count * (uint64_t)sizeof(uint32_t);
+    msi_tensor_decision *d =
+        msi_is_short(s->scorer) ? NULL : (msi_tensor_decision *)msi_scratch(s->scorer, bytes);
+    uint32_t *last_use = (uint32_t *)(void *)(d ? d + g->tensors.count : NULL);
+    if (!d) {
+        return;
+    }
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        for (MSI_EACH(in, g, &g->layers.items[i], MSI_GROUP_IN)) {
+            last_use[in.tensor] = i;
+        }
+    }
+    for (uint32_t count = 2; count <= g->layers.count / 2; count += 1 + count / 3) {
+        const uint32_t width = (g->layers.count + count - 1) / count;
+        msi_decide_base(g, s->early, d);
+        for (uint32_t t = 0; t < g->tensors.count; t++) {
+            const uint32_t from = g->tensors.items[t].producer;
+            const uint32_t to = last_use[t] > from ? last_use[t] : from;
+            d[t].pass = d[t].pass > 0 || (msi_is_choice(g, t) && from / width == to / width);
+        }
+        msi_score score = msi_search_estimate(s, d);
+        if (msi_may_be_best(s, &score)) {
+            (void)msi_fits(s->scorer, &score, MSI_NO_BUDGET, s->enough);
+            msi_propose(s, d, &score);
+        }
+    }
+    msi_release(s->scorer->allocator, d, bytes);
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>chain  graphs that fall into stages: nested recomputation, by dynamic programming
 
@@ -11895,6 +11931,7 @@ static void msi_search_all(msi_solver *s, msi_greedy *w) {
     if (may_drop) {
         search->early = early;
         search->enough = search->budget; // which plans fit is all that matters here
+        msi_search_segments(search);
         const bool is_chain = msi_search_chain(search);
         msi_search_exhaustive(search, is_chain);
     }
