@@ -316,6 +316,45 @@ static void wrapping_again_does_not_grow(void **state) {
     hooked_expect_empty(&h);
 }
 
+/* Has a page and no more, and notes what it was asked for last. */
+static void *alloc_a_page(uint64_t bytes, void *user) {
+    *(uint64_t *)user = bytes;
+    return bytes <= 4096 ? malloc((size_t)bytes) : NULL;
+}
+
+static void release_a_page(void *memory, uint64_t bytes, void *user) {
+    *(uint64_t *)user -= bytes;
+    free(memory);
+}
+
+/* The CPU's device memory is a little more than what is wanted, for the alignment: the sum does not
+   wrap around to a size that the allocator has. */
+static void sizes_of_device_memory_never_wrap(void **state) {
+    (void)state;
+    const ms_backend cpu = ms_backend_cpu();
+    uint64_t asked = 0;
+    ms_allocator host;
+    host.alloc = alloc_a_page;
+    host.release = release_a_page;
+    host.user = &asked;
+    for (uint64_t less = 0; less < 1024; ++less) {
+        const uint64_t bytes = UINT64_MAX - less;
+        void *memory = &asked;
+        asked = 0;
+        assert_int_not_equal(msi_cpu_memory_alloc(NULL, &host, bytes, &memory), 0);
+        assert_null(memory);
+        assert_true(asked == 0 || asked >= bytes);
+    }
+    for (uint64_t bytes = 0; bytes < 1024; bytes += 37) {
+        void *memory = NULL;
+        assert_int_equal(cpu.memory_alloc(cpu.user, &host, bytes, &memory), 0);
+        assert_true(memory != NULL && (uintptr_t)memory % MSI_ALIGNMENT == 0);
+        memset(memory, 0x5a, (size_t)bytes);
+        cpu.memory_release(cpu.user, &host, memory, bytes);
+        assert_true(asked == 0); // it was given back whole
+    }
+}
+
 static void destroy_accepts_every_stage(void **state) {
     (void)state;
     for (int stage = 0; stage < 4; ++stage) {
@@ -875,6 +914,7 @@ int main(void) {
         cmocka_unit_test(steps_allocate_nothing),
         cmocka_unit_test(every_byte_goes_through_the_hooks),
         cmocka_unit_test(wrapping_again_does_not_grow),
+        cmocka_unit_test(sizes_of_device_memory_never_wrap),
         cmocka_unit_test(destroy_accepts_every_stage),
         cmocka_unit_test(every_allocation_of_a_first_wrap_fails_once),
         cmocka_unit_test(failing_calls_leave_the_model_as_it_was),
