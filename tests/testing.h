@@ -421,14 +421,18 @@ static inline int t_device_cast(void *user, void *target, ms_dtype to, const voi
     return error != 0 ? error : device->cpu.cast(device->cpu.user, target, to, source, from, count);
 }
 
+/* An update that fails has updated half of the param: who goes on with it goes wrong. */
 static inline int t_device_update(void *user, const ms_update_args *args) {
     t_device *device = (t_device *)user;
+    ms_update_args part = *args;
     int error = t_device_fails(device);
     device->updates += 1;
     if (error != 0 || device->updates == device->fail_update_at) {
-        return 6;
+        part.count /= 2;
+        error = 6;
     }
-    return device->cpu.update(device->cpu.user, args);
+    const int of_cpu = device->cpu.update(device->cpu.user, &part);
+    return error != 0 ? error : of_cpu;
 }
 
 static inline int t_device_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b,
