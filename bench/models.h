@@ -135,16 +135,21 @@ BENCH_API int bench_nothing(const ms_call *call) {
 }
 
 /* A chain of layers that do nothing: x = f(x, w), x (64), w (64); without params x = f(x), except
-   for one in the first layer. The output of the last layer is the loss, one float. */
+   for one in the first layer, and ready to be trained. The output of the last layer is the loss, one
+   float. */
 BENCH_API ms_model *bench_chain(const ms_config *config, int64_t layers, bool params,
                                 ms_layer_fn zero_loss) {
     ms_model *model;
     const ms_result created = ms_create(config, &model);
     bench_check(model, created);
+    const float zeros[64] = {0.0f};
     ms_layer_desc layer;
     memset(&layer, 0, sizeof layer);
     layer.backward = bench_nothing;
     layer.out[0] = ms_input(model, "x", MS_DTYPE_F32, ms_shape1(64));
+    if (!params) {
+        bench_check(model, ms_write(model, layer.out[0], zeros));
+    }
     for (int64_t i = 0; i < layers; i++) {
         const bool last = i + 1 == layers;
         layer.forward = last ? zero_loss : bench_nothing;
@@ -152,6 +157,9 @@ BENCH_API ms_model *bench_chain(const ms_config *config, int64_t layers, bool pa
         layer.out[0] = ms_activation(model, "x", MS_DTYPE_F32, ms_shape1(last ? 1 : 64));
         if (params || i == 0) {
             layer.param[0] = ms_param(model, "w", MS_DTYPE_F32, ms_shape1(64));
+            if (!params) {
+                bench_check(model, ms_write(model, layer.param[0], zeros));
+            }
         } else {
             layer.param[0].id = 0;
         }
