@@ -820,6 +820,7 @@ static inline void cn_clean(void) {
     assert_int_equal(c.events, 0);
     assert_int_equal(c.graphs, 0);
     assert_int_equal(c.graph_execs, 0);
+    assert_int_equal(c.graphs_cut_off, 0);
     assert_int_equal(c.handles, 0);
 #endif
 }

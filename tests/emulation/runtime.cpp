@@ -1333,6 +1333,7 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t handle) {
     if (!x) {
         return fail(cudaErrorInvalidValue);
     }
+    the->counts.graphs_cut_off += !streams_is_done(&the->engine, x->last);
     release(x->body);
     the->executables.erase(key(handle));
     return cudaSuccess;

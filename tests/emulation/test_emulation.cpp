@@ -1212,6 +1212,7 @@ static void graphs_replay(void **) {
         assert_int_equal(emulation_launches("k_add"), 8);
         const emulation_counts n = emulation_count();
         assert_true(n.graphs == 0 && n.graph_execs == 0 && n.graph_launches == 4);
+        assert_int_equal(n.graphs_cut_off, 1);
     }
 }
 
