@@ -53,8 +53,8 @@ typedef struct emulation_counts {
         host_waits; /* calls that waited: synchronize, blocking copies, cudaFree with work left */
     uint64_t launches, graph_launches, copies, fills, products;
     uint64_t graphs_cut_off; /* executable graphs destroyed while they ran */
-    uint64_t threads; /* that ran in kernels */
-    uint64_t pending; /* operations queued, waits included */
+    uint64_t threads;        /* that ran in kernels */
+    uint64_t pending;        /* operations queued, waits included */
     uint64_t device_peak_bytes;
 } emulation_counts;
 
