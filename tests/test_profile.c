@@ -400,6 +400,66 @@ static void expect_times(const ms_model *m, double forward_us, double backward_u
     assert_true(fabs(time->backward_us - backward_us) < 1e-9);
 }
 
+/* The time that an instruction of a sample takes: another one for each layer and phase, 0 for what
+   is no call of a layer. */
+static double told_us(const msi_instruction *i) {
+    switch (i->op) {
+    case MSI_OP_FORWARD:
+        return 10.0 + i->target;
+    case MSI_OP_RECOMPUTE:
+    case MSI_OP_REPEAT:
+        return 200.0 + i->target;
+    case MSI_OP_BACKWARD:
+        return 3000.0 + i->target;
+    default:
+        return 0.0;
+    }
+}
+
+/* Tells one sample after another what each instruction took, without a clock: every layer learns
+   the median of its forwards, of its recomputations and of its backwards, and a layer that is never
+   recomputed has the time of its forward for that too. */
+static void samples_are_of_their_layer_and_phase(void **state) {
+    (void)state;
+    static const double factors[] = {1.0, 3.0, 2.0};
+    t_chain chain;
+    uint64_t smallest = 0;
+    uint32_t recomputed = 0;
+    ms_config config = t_config();
+    config.empirical_profiling = MS_SWITCH_ON;
+    config.warmup_steps = 3;
+    create_chain(&chain, &config, 6);
+    ms_model *m = chain.model;
+    t_ok(m, ms_smallest_budget(m, &smallest));
+    ms_set_budget(m, smallest);
+    t_ok(m, ms_wrap(m));
+    const msi_program *p = &m->run.plan->train;
+    msi_timing *t = m->run.timing;
+    t->stage = MSI_WARMUP_SAMPLE;
+    for (int sample = 0; sample < 3; sample++) {
+        memset(t->us, 0, t->series_count * sizeof *t->us);
+        memset(t->amount, 0, t->series_count * sizeof *t->amount);
+        for (uint32_t i = 0; i < p->instructions.count; i++) {
+            msi_add_time(m, p, i, factors[sample] * told_us(&p->instructions.items[i]));
+        }
+        t_ok(m, msi_end_timing(m, true));
+    }
+    for (uint32_t i = 0; i < layer_count(&chain); i++) {
+        const ms_layer_time *learnt = &layer_at(&chain, i)->measured;
+        bool again = false;
+        for (uint32_t k = 0; k < p->instructions.count; k++) {
+            const msi_instruction *at = &p->instructions.items[k];
+            again |= at->target == i && told_us(at) == 200.0 + i;
+        }
+        recomputed += again;
+        assert_true(fabs(learnt->forward_us - 2.0 * (10.0 + i)) < 1e-9);
+        assert_true(fabs(learnt->recompute_us - 2.0 * ((again ? 200.0 : 10.0) + i)) < 1e-9);
+        assert_true(fabs(learnt->backward_us - 2.0 * (3000.0 + i)) < 1e-9);
+    }
+    assert_true(recomputed > 0 && recomputed < layer_count(&chain));
+    ms_destroy(m);
+}
+
 static void times_grow_with_the_output(void **state) {
     (void)state;
     sized s, other;
@@ -1106,6 +1166,7 @@ int main(void) {
         cmocka_unit_test(known_times_come_first),
         cmocka_unit_test(the_report_says_where_times_come_from),
         cmocka_unit_test(wrong_times_are_refused),
+        cmocka_unit_test(samples_are_of_their_layer_and_phase),
         cmocka_unit_test(times_grow_with_the_output),
         cmocka_unit_test(what_is_saved_is_loaded_to_the_bit),
         cmocka_unit_test(loaded_times_decide),
