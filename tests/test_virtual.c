@@ -231,6 +231,7 @@ static void every_order_gives_the_same(void **state) {
             }
             assert_int_equal(device.engine.pending, 0);
             assert_int_equal(device.callback_error, 0);
+            assert_int_equal(device.overtaken, 0);
             v_close(&device);
         }
     }

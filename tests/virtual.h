@@ -26,21 +26,30 @@ enum {
     V_ERROR_EVENT = 14     // no such event
 };
 
-enum { V_ALLOCATIONS = 64, V_RUBBISH = 0x7f };
+enum { V_ALLOCATIONS = 64, V_READS = 64, V_RUBBISH = 0x7f };
 
 typedef struct v_range {
     uint8_t *start;
     uint64_t bytes;
 } v_range;
 
+/* What a copy to the host reads: of the latest ones. */
+typedef struct v_read {
+    v_range from; // start NULL: it has run
+    uint64_t number;
+} v_read;
+
 typedef struct v_device {
     streams engine;
     ms_backend cpu;
     v_range memory[V_ALLOCATIONS];
-    uint64_t states;          // open ones
-    uint64_t operations;      // that have run
-    uint64_t late_fail_at;    // the n-th operation from now on is left out; 0: none
-    uint64_t waits_of_host;   // that found work to wait for
+    uint64_t states;        // open ones
+    uint64_t operations;    // that have run
+    uint64_t late_fail_at;  // the n-th operation from now on is left out; 0: none
+    uint64_t waits_of_host; // that found work to wait for
+    uint64_t numbered;      // operations that were queued
+    v_read reads[V_READS];
+    uint64_t overtaken;       // copies to the host, by a later operation that writes what they read
     int late_error;           // for the next wait of the host
     int callback_error;       // the last one that a callback returned when it ran
     bool is_running;          // an operation
@@ -84,6 +93,7 @@ enum { V_TOLD_BYTES = 256 }; // that one operation carries
 
 typedef struct v_work {
     v_kind kind;
+    uint64_t number; // in the order of the calls, from 1
     void *target;
     const void *source;
     uint64_t count;
@@ -148,10 +158,36 @@ static inline bool v_runs(v_device *d) {
     return false;
 }
 
+/* The bytes that an operation writes, as far as copies to the host read such. */
+static inline v_range v_written(const v_work *w) {
+    const bool judges = w->kind == V_LOSS || w->kind == V_CLIP_SCALE;
+    const bool of_floats = w->kind == V_FILL_F32 || w->kind == V_ADD_F32;
+    v_range r;
+    r.start = (uint8_t *)(judges ? (void *)w->step : w->target);
+    r.bytes = judges ? sizeof *w->step : w->count * (of_floats ? sizeof(float) : 1);
+    return r;
+}
+
+/* Counts the copies to the host that this operation, which was queued after them, runs before. An
+   order that is seldom harmful, since both take effect at once here, and wrong all the same. */
+static inline void v_overtake(v_device *d, const v_work *w) {
+    const v_range r = v_written(w);
+    for (int i = 0; i < V_READS; ++i) {
+        const v_read *read = &d->reads[i];
+        const uintptr_t from = (uintptr_t)read->from.start, to = (uintptr_t)r.start;
+        d->overtaken += from != 0 && read->number < w->number && to < from + read->from.bytes &&
+                        from < to + r.bytes;
+    }
+}
+
 static inline void v_run_work(void *user, void *arguments) {
     v_device *d = (v_device *)user;
+    const v_work *w = (const v_work *)arguments;
+    v_read *read = &d->reads[w->number % V_READS];
+    v_overtake(d, w);
+    read->from.start = read->number == w->number ? NULL : read->from.start;
     if (v_runs(d)) {
-        const int error = v_compute(&d->cpu, (const v_work *)arguments);
+        const int error = v_compute(&d->cpu, w);
         d->late_error = error != 0 ? error : d->late_error;
     }
 }
@@ -165,8 +201,16 @@ static inline int v_put(v_state *state, ms_stream_kind stream, const v_work *w) 
     if (streams_fails(&d->engine)) {
         return V_ERROR_CALL;
     }
-    const bool queued = streams_enqueue(&d->engine, state->streams[stream].queue, v_run_work, d, w,
-                                        sizeof *w, 1000);
+    v_work numbered = *w;
+    numbered.number = ++d->numbered;
+    if (stream == MS_STREAM_TO_HOST) {
+        v_read *read = &d->reads[numbered.number % V_READS];
+        read->number = numbered.number;
+        read->from.start = (uint8_t *)(uintptr_t)w->source;
+        read->from.bytes = w->count;
+    }
+    const bool queued = streams_enqueue(&d->engine, state->streams[stream].queue, v_run_work, d,
+                                        &numbered, sizeof numbered, 1000);
     return queued ? 0 : V_ERROR_MEMORY;
 }
 
