@@ -841,6 +841,27 @@ static void an_invalid_layout_is_told(void **state) {
     assert_false(is_valid(blocks, 3));
 }
 
+/* Gradients are hinted to lie at the top, where they pile up while activations end below. The layout
+   is as good with all hints turned round, so its height does not show them. */
+static void gradients_come_from_the_top(void **state) {
+    (void)state;
+    t_chain chain;
+    ms_config config = t_config();
+    uint32_t count[2] = {0, 0};
+    t_chain_start(&chain, &config, 6);
+    const msi_program *p = &chain.model->run.plan->train;
+    for (uint32_t i = chain.model->run.store->residents.count; i < p->ranges.count; ++i) {
+        const msi_range *range = &p->ranges.items[i];
+        const bool gradient = range->category == MS_CATEGORY_GRADIENT;
+        if (range->alias_of == MSI_NONE) {
+            assert_true(p->blocks.items[range->block].from_top == (uint8_t)gradient);
+            count[gradient] += 1;
+        }
+    }
+    assert_true(count[0] > 0 && count[1] > 0);
+    ms_destroy(chain.model);
+}
+
 static void layouts_of_nothing_and_of_little(void **state) {
     (void)state;
     t_heap heap;
@@ -925,6 +946,7 @@ int main(void) {
         cmocka_unit_test(layouts_from_the_peak),
         cmocka_unit_test(layouts_of_large_graphs),
         cmocka_unit_test(an_invalid_layout_is_told),
+        cmocka_unit_test(gradients_come_from_the_top),
         cmocka_unit_test(layouts_of_nothing_and_of_little),
         cmocka_unit_test(a_layout_without_effort),
         cmocka_unit_test(a_layout_without_memory),
