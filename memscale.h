@@ -8260,7 +8260,8 @@ typedef struct msi_skyline {
     uint32_t leaves;
 } msi_skyline;
 
-/* With more blocks than this, a layout is good that is a little above the bound. */
+/* With more blocks than this, a layout is good that is a little above the bound: with many times as
+   many, one that is within 1 %. */
 enum { MSI_LAYOUT_MANY = 4096 };
 
 /* The place of a block, in memory and in time. */
@@ -8285,6 +8286,7 @@ typedef struct msi_stacks {
     uint32_t *rest;      // tree over starts: when a block of the rest that lives briefly ends, or 0
     uint32_t *hung;      // per block: whether it hangs
     uint32_t leaves;
+    uint32_t long_span;        // what lives so long, of the rest, lives long
     msi_stretch *stretches[3]; // what hangs before and after, and the rest that lives long; upwards
     uint32_t stretch_count[3];
 } msi_stacks;
@@ -8638,6 +8640,7 @@ static uint32_t msi_stacks_distance(const msi_layout_work *w, uint32_t block, bo
 
 /* Stacks the blocks that stand; nothing hangs yet. */
 static void msi_stacks_begin(msi_layout_work *w, const msi_stacking *how) {
+    enum { LONG_SPAN = 64, LONG_SHARE = 256 };
     msi_stacks *s = &w->stacks;
     uint32_t *const trees[] = {s->reach[0], s->reach[1], s->lack[0], s->lack[1], s->rest, s->hung};
     msi_stacks_sort(w, how);
@@ -8646,6 +8649,7 @@ static void msi_stacks_begin(msi_layout_work *w, const msi_stacking *how) {
     }
     s->bytes = 0;
     s->count = 0;
+    s->long_span = w->times / LONG_SHARE > LONG_SPAN ? w->times / LONG_SHARE : (uint32_t)LONG_SPAN;
     memset(s->stretch_count, 0, sizeof s->stretch_count);
     s->stretches[1] = s->stretches[2] = s->stretches[0];
     while (s->count < w->used && msi_stacks_stands(w, w->order[s->count], how)) {
@@ -8897,12 +8901,13 @@ static uint64_t msi_stacks_lowest_gap(msi_layout_work *w, uint32_t block) {
     return low;
 }
 
-/* Places one of the rest. Few live long, but those meet many: they have a list of their own. */
+/* Places one of the rest. Few live long, but those meet many: they have a list of their own. What a
+   recomputation brings back is most of the rest, and lives longer the larger the graph is, so what
+   counts as long is a share of the time. */
 static void msi_stacks_put(msi_layout_work *w, uint32_t block, uint64_t low) {
-    enum { LONG_SPAN = 64 };
     msi_stacks *s = &w->stacks;
     w->offset[block] = low;
-    if (msi_layout_span(w, block) < LONG_SPAN) {
+    if (msi_layout_span(w, block) < s->long_span) {
         msi_tree_raise(s->rest, s->leaves, w->rank[block], w->last[block] + 1);
         return;
     }
@@ -9339,7 +9344,8 @@ static bool msi_layout_search_from_peak(msi_layout_work *w) {
                                         {0, false, MSI_ORDER_BYTES},
                                         {0, true, MSI_ORDER_LOAD}};
     const bool many = w->used > MSI_LAYOUT_MANY;
-    const uint64_t close = many ? w->bound + w->bound / 1024 : w->bound;
+    const uint64_t share = w->used > 16u * MSI_LAYOUT_MANY ? 128 : 1024;
+    const uint64_t close = many ? w->bound + w->bound / share : w->bound;
     const uint64_t enough = msi_max_u64(w->enough, close);
     uint64_t limit = 50000000 + 1000 * (uint64_t)w->used;
     (void)msi_layout_from_peak(w, &ways[0], 20 * limit);
@@ -10014,8 +10020,9 @@ enum {
     MSI_TRY_LEAST = 8,
     MSI_LIST_WORK = 1 << 22, // layers that are lowered for the whole list
     MSI_TRIM_TRIES = 8,
-    MSI_POLISH_LIMIT = 64,   // values
-    MSI_POLISH_LAYERS = 1000 // of a graph
+    MSI_POLISH_LIMIT = 64,    // values
+    MSI_POLISH_LAYERS = 1000, // of a graph
+    MSI_CUTS = 80             // into segments: as many as 2^32 layers have
 };
 
 /* Finds the time that it costs to run a layer again, under the decisions so far. */
@@ -10528,36 +10535,76 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
 
 /* Square-root checkpointing and its kin: cuts the layers into segments, and drops what is used
    within one segment alone. A fixed list of numbers of segments. */
+typedef struct msi_segments {
+    msi_search *search;
+    const msi_graph *graph;
+    msi_tensor_decision *decisions;
+    uint32_t *last_use;               // per tensor: the last layer that reads it
+    msi_score scores[MSI_CUTS];       // of each plan of the list
+    bool done[MSI_CUTS];              // it was laid out
+    uint32_t segment_count[MSI_CUTS]; // of each plan
+    uint32_t count;                   // of plans
+} msi_segments;
+
+static msi_score msi_estimate_segments(const msi_segments *c, uint32_t number) {
+    const msi_graph *g = c->graph;
+    const uint32_t count = c->segment_count[number];
+    const uint32_t width = (g->layers.count + count - 1) / count;
+    msi_decide_base(g, c->search->early, c->decisions);
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const uint32_t from = g->tensors.items[t].producer;
+        const uint32_t to = c->last_use[t] > from ? c->last_use[t] : from;
+        const bool drops = msi_is_choice(g, t) && from / width == to / width;
+        c->decisions[t].pass = c->decisions[t].pass > 0 || drops;
+    }
+    return msi_search_estimate(c->search, c->decisions);
+}
+
+/* The plan of the list to lay out next: of those that may be the best, the fastest or, as long as
+   no plan fits, the smallest, after which few others may. MSI_CUTS: there is none. */
+static uint32_t msi_next_segments(const msi_segments *c) {
+    const bool fits = c->search->fits;
+    uint32_t best = MSI_CUTS;
+    for (uint32_t k = 0; k < c->count; k++) {
+        const msi_score *a = &c->scores[k], *b = &c->scores[best % MSI_CUTS];
+        const bool faster = a->us < b->us || (a->us <= b->us && a->live_bytes < b->live_bytes);
+        const bool first = best == MSI_CUTS || (fits ? faster : a->live_bytes < b->live_bytes);
+        best = !c->done[k] && msi_may_be_best(c->search, a) && first ? k : best;
+    }
+    return best;
+}
+
 static void msi_search_segments(msi_search *s) {
     const msi_graph *g = s->scorer->graph;
-    const uint64_t decision_bytes = msi_decisions_bytes(g);
-    const uint64_t bytes = decision_bytes + g->tensors.count * (uint64_t)sizeof(uint32_t);
-    msi_tensor_decision *d =
+    const uint64_t bytes = msi_decisions_bytes(g) + g->tensors.count * (uint64_t)sizeof(uint32_t);
+    msi_segments c = MSI_ZERO_INIT;
+    c.search = s;
+    c.graph = g;
+    c.decisions =
         msi_is_short(s->scorer) ? NULL : (msi_tensor_decision *)msi_scratch(s->scorer, bytes);
-    uint32_t *last_use = (uint32_t *)(void *)(d ? d + g->tensors.count : NULL);
-    if (!d) {
+    if (!c.decisions) {
         return;
     }
+    c.last_use = (uint32_t *)(void *)(c.decisions + g->tensors.count);
     for (uint32_t i = 0; i < g->layers.count; i++) {
         for (MSI_EACH(in, g, &g->layers.items[i], MSI_GROUP_IN)) {
-            last_use[in.tensor] = i;
+            c.last_use[in.tensor] = i;
         }
     }
-    for (uint32_t count = 2; count <= g->layers.count / 2; count += 1 + count / 3) {
-        const uint32_t width = (g->layers.count + count - 1) / count;
-        msi_decide_base(g, s->early, d);
-        for (uint32_t t = 0; t < g->tensors.count; t++) {
-            const uint32_t from = g->tensors.items[t].producer;
-            const uint32_t to = last_use[t] > from ? last_use[t] : from;
-            d[t].pass = d[t].pass > 0 || (msi_is_choice(g, t) && from / width == to / width);
-        }
-        msi_score score = msi_search_estimate(s, d);
-        if (msi_may_be_best(s, &score)) {
-            (void)msi_fits(s->scorer, &score, MSI_NO_BUDGET, s->enough);
-            msi_propose(s, d, &score);
-        }
+    for (uint32_t count = 2; count <= g->layers.count / 2 && c.count < MSI_CUTS;
+         count += 1 + count / 3) {
+        c.segment_count[c.count] = count;
+        c.scores[c.count] = msi_estimate_segments(&c, c.count);
+        c.count++;
     }
-    msi_release(s->scorer->allocator, d, bytes);
+    for (uint32_t k = msi_next_segments(&c); k < MSI_CUTS && !msi_is_short(s->scorer);
+         k = msi_next_segments(&c)) {
+        msi_score score = msi_estimate_segments(&c, k);
+        (void)msi_fits(s->scorer, &score, MSI_NO_BUDGET, s->enough);
+        msi_propose(s, c.decisions, &score);
+        c.done[k] = true;
+    }
+    msi_release(s->scorer->allocator, c.decisions, bytes);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -11939,7 +11986,13 @@ static void msi_search_all(msi_solver *s, msi_greedy *w) {
     if (s->early) {
         msi_score_drops(s);
     }
-    s->score = msi_score_of(s->scorer, s->plan->decisions);
+    if (s->early && !search->fits && r->early_update != MS_SWITCH_ON) {
+        /* It was laid out when it was found, and will be when its updates are delayed. */
+        s->score = msi_estimate(s->scorer, s->plan->decisions);
+        s->score.bytes = search->best_score.bytes;
+    } else {
+        s->score = msi_score_of(s->scorer, s->plan->decisions);
+    }
     if (r->largest && r->goal != MSI_GOAL_SMALLEST && !search->fits) {
         msi_follow(s);
     }

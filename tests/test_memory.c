@@ -820,6 +820,48 @@ static void layouts_of_large_graphs(void **state) {
     free(blocks);
 }
 
+/* A step of a chain of equal layers that makes its activations again in segments. */
+static uint32_t segmented_chain(uint32_t layers, uint32_t width, msi_block *blocks) {
+    uint32_t count = 0, now = layers;
+    for (uint32_t end = layers; end > 0; end -= width) { // layers [end - width, end) come back
+        const uint32_t made = now;
+        add_block(blocks, &count, 256, end - width, made + 2 * width);
+        for (uint32_t k = 1; k < width; ++k) {
+            const uint64_t bytes = 64 + 64 * (uint64_t)((end + k * k) % 97);
+            add_block(blocks, &count, 64, end - width + k, end - width + k + 1);
+            add_block(blocks, &count, bytes, made + k, made + 2 * width - k);
+        }
+        now += 2 * width;
+    }
+    return count;
+}
+
+/* What recomputation brings back lives longer, the larger the graph; its layout takes about as many
+   operations for each block all the same. */
+static void layouts_of_recomputation_take_near_linear_time(void **state) {
+    (void)state;
+    static const msi_stacking way = {0, true, MSI_ORDER_BYTES};
+    static const uint32_t widths[] = {50, 200}; // squares of these are layers
+    const ms_allocator none = {NULL, NULL, NULL};
+    double each[2];
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t layers = widths[i] * widths[i];
+        msi_block *blocks = (msi_block *)malloc(2 * (size_t)layers * sizeof *blocks);
+        assert_non_null(blocks);
+        const uint32_t count = segmented_chain(layers, widths[i], blocks);
+        msi_layout_work w;
+        uint64_t *memory;
+        assert_int_equal(msi_layout_begin(&w, &none, blocks, count, &memory), MS_RESULT_OK);
+        const uint64_t left = msi_layout_from_peak(&w, &way, UINT64_MAX);
+        each[i] = (double)(UINT64_MAX - left) / (double)count;
+        print_message("%u blocks: %.0f operations each, arena over lower bound %.5f\n", count,
+                      each[i], (double)w.height / (double)w.bound);
+        msi_release(&none, memory, msi_layout_bind(&w, NULL));
+        free(blocks);
+    }
+    assert_true(each[1] < 6.0 * each[0]);
+}
+
 /* Two blocks that overlap are no layout, whatever else stands there. */
 static void an_invalid_layout_is_told(void **state) {
     (void)state;
@@ -945,6 +987,7 @@ int main(void) {
         cmocka_unit_test(layouts_of_recomputation),
         cmocka_unit_test(layouts_from_the_peak),
         cmocka_unit_test(layouts_of_large_graphs),
+        cmocka_unit_test(layouts_of_recomputation_take_near_linear_time),
         cmocka_unit_test(an_invalid_layout_is_told),
         cmocka_unit_test(gradients_come_from_the_top),
         cmocka_unit_test(layouts_of_nothing_and_of_little),
