@@ -459,7 +459,8 @@ static void list_spans(spans *s, const ms_call *call, const layer_info *layer) {
     add_values(s, ROLE_SAVED, d->saved, MS_LIMIT_SAVED, call->saved,
                back ? d->clobbers.saved : MS_ALL_SLOTS);
     add_values(s, ROLE_PARAM, d->param, MS_LIMIT_PARAM, call->param, 0);
-    add_values(s, ROLE_STATE, d->state, MS_LIMIT_STATE, call->state, MS_ALL_SLOTS);
+    add_values(s, ROLE_STATE, d->state, MS_LIMIT_STATE, call->state,
+               back ? d->backward_state : MS_ALL_SLOTS);
     add_gradients(s, ROLE_GRAD_OUT, d->out, MS_LIMIT_OUT, call->grad_out, d->clobbers.grad_out);
     add_gradients(s, ROLE_GRAD_IN, d->in, MS_LIMIT_IN, call->grad_in, true);
     add_gradients(s, ROLE_GRAD_PARAM, d->param, MS_LIMIT_PARAM, call->grad_param, true);
@@ -1090,7 +1091,7 @@ static ms_tensor a_value(world *w, slot *s) {
 /* How backward treats memory. The masks fit a layer of these inputs and one output. */
 static void add_edges(world *w, ms_layer_desc *d, int ins) {
     const uint32_t bits = take(w), more = take(w);
-    const uint32_t all = (1 << ins) - 1;
+    const uint32_t all = (1u << ins) - 1u;
     d->accumulates.in = (bits & 3) == 1 ? all : 0;
     d->overwrites.in = (bits & 3) == 2 ? all : (bits & 3) == 3 ? 1 : 0;
     d->in_place[0] = (bits & 4) != 0 ? 1 : 0;
