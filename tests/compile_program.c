@@ -25,7 +25,9 @@ static int square_backward(const ms_call *call) {
     return 0;
 }
 
+/* Returns the target; the param begins at zero. */
 static ms_tensor register_square(ms_model *model) {
+    const float zero = 0.0f;
     ms_layer_desc desc;
     ms_shape scalar;
     memset(&desc, 0, sizeof desc);
@@ -38,6 +40,9 @@ static ms_tensor register_square(ms_model *model) {
     desc.out[0] = ms_activation(model, "loss", MS_DTYPE_F32, scalar);
     ms_register_layer(model, &desc);
     ms_set_loss(model, desc.out[0]);
+    if (ms_write(model, desc.param[0], &zero) != MS_RESULT_OK) {
+        desc.in[0].id = 0;
+    }
     return desc.in[0];
 }
 
