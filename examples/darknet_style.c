@@ -9,13 +9,14 @@
     backward and update, and a `struct network` with a shared workspace and pointers to what the
     running layer reads (input) and adds its gradient to (delta). Layers overwrite their operands:
     batch-norm and the activation work in place on the output, backward works in place on the delta,
-    dropout changes the output of the layer before it, the loss writes its delta in forward, and the
+    dropout draws from libc's rand() and changes the output of the layer before it, the product of a
+    1x1 convolution wipes the delta of its input, the loss writes its delta in forward, and the
     momentum is kept in the gradients. None of this was written with memscale.h in mind; everything
     that a port needs is one section near the end, the adapter.
 
     As in darknet, delta is the direction of descent: minus the gradient. */
-#ifndef _POSIX_C_SOURCE
-#define _POSIX_C_SOURCE 200809L
+#ifndef _XOPEN_SOURCE
+#define _XOPEN_SOURCE 700 // POSIX, and initstate and setstate with it
 #endif
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
@@ -150,7 +151,7 @@ struct network {
     float *workspace;     // as large as the layer that needs most
     size_t workspace_bytes;
     int train, index; // index: of the running layer
-    uint64_t *random; // state of the one generator, like that of rand()
+    char *random;     // memory of rand(), with the sequence of this network
     update_args args;
 };
 
@@ -184,6 +185,45 @@ static uint64_t draw(uint64_t *state) {
 /* Uniform in [low, high). */
 static float draw_uniform(uint64_t *state, float low, float high) {
     return low + (high - low) * ((float)(draw(state) >> 40) / 16777216.0f);
+}
+
+// Weights and dropout draw from rand(). As several networks are trained here by turns, each has a
+// sequence of its own: initstate and setstate choose the memory that rand() draws from. They do so
+// in the GNU C library. Others have no such functions, or a rand() that takes no notice of them, so
+// a generator with the same interface takes the place of theirs.
+
+enum { RANDOM_BYTES = 128 };
+
+#ifndef __GLIBC__
+static uint64_t *own_state;
+
+static char *own_setstate(char *state) {
+    char *previous = (char *)own_state;
+    own_state = (uint64_t *)(void *)state;
+    return previous;
+}
+
+static char *own_initstate(unsigned seed, char *state, size_t bytes) {
+    char *previous = own_setstate(state);
+    memset(state, 0, bytes);
+    *own_state = seed * 0x9e3779b97f4a7c15u | 1u;
+    return previous;
+}
+
+static int own_rand(void) {
+    return (int)(draw(own_state) >> 33);
+}
+
+#undef RAND_MAX
+#define RAND_MAX                      2147483647
+#define rand()                        own_rand()
+#define setstate(state)               own_setstate(state)
+#define initstate(seed, state, bytes) own_initstate(seed, state, bytes)
+#endif
+
+/* Uniform in [low, high]. */
+static float rand_uniform(float low, float high) {
+    return low + (high - low) * ((float)rand() / (float)RAND_MAX);
 }
 
 static void activate(layer l) {
@@ -358,27 +398,46 @@ static void im2col(layer l, float *image, float *columns, bool back) {
     }
 }
 
+/* Whether the columns of an image are the image itself. */
+static bool is_pointwise(layer l) {
+    return l.type == CONVOLUTIONAL && l.size == 1 && l.stride == 1;
+}
+
+static const float *columns_of(layer l, network net, int b) {
+    float *image = net.input + b * l.inputs;
+    if (is_pointwise(l)) {
+        return image;
+    }
+    im2col(l, image, net.workspace, false);
+    return net.workspace;
+}
+
 static void forward_convolutional(layer l, network net) {
     const int spatial = l.out_h * l.out_w, k = l.size * l.size * l.c;
     fill(l.outputs * l.batch, 0.0f, l.output);
     for (int b = 0; b < l.batch; ++b) {
-        im2col(l, net.input + b * l.inputs, net.workspace, false);
-        gemm_nn(l.out_c, spatial, k, l.weights, net.workspace, l.output + b * l.outputs);
+        const float *columns = columns_of(l, net, b);
+        gemm_nn(l.out_c, spatial, k, l.weights, columns, l.output + b * l.outputs);
     }
     forward_tail(l, net);
 }
 
+/* As in darknet, a 1x1 convolution writes its product to the delta of its input, and does not add
+   it: what a later layer that reads the same input has added there is lost. */
 static void backward_convolutional(layer l, network net) {
     const int spatial = l.out_h * l.out_w, k = l.size * l.size * l.c;
     backward_tail(l);
     for (int b = 0; b < l.batch; ++b) {
         const float *delta = l.delta + b * l.outputs;
-        im2col(l, net.input + b * l.inputs, net.workspace, false);
-        gemm_nt(l.out_c, k, spatial, delta, net.workspace, l.weight_updates);
+        gemm_nt(l.out_c, k, spatial, delta, columns_of(l, net, b), l.weight_updates);
         if (net.delta != NULL) {
-            fill(k * spatial, 0.0f, net.workspace);
-            gemm_tn(k, spatial, l.out_c, l.weights, delta, net.workspace);
-            im2col(l, net.delta + b * l.inputs, net.workspace, true);
+            float *image = net.delta + b * l.inputs;
+            float *product = is_pointwise(l) ? image : net.workspace;
+            fill(k * spatial, 0.0f, product);
+            gemm_tn(k, spatial, l.out_c, l.weights, delta, product);
+            if (product != image) {
+                im2col(l, image, product, true);
+            }
         }
     }
 }
@@ -429,7 +488,7 @@ static void drop(layer l, float *x) {
 static void forward_dropout(layer l, network net) {
     if (net.train) {
         for (int i = 0; i < l.outputs * l.batch; ++i) {
-            l.rand[i] = draw_uniform(net.random, 0.0f, 1.0f);
+            l.rand[i] = rand_uniform(0.0f, 1.0f);
         }
         drop(l, net.input);
     }
@@ -492,13 +551,13 @@ typedef struct layer_spec {
     float probability;
 } layer_spec;
 
-static void make_weights(layer *l, int inputs_per_output, uint64_t *random) {
+static void make_weights(layer *l, int inputs_per_output) {
     const float scale = sqrtf(6.0f / (float)inputs_per_output);
     l->nweights = inputs_per_output * l->out_c;
     l->weights = floats(l->nweights), l->weight_updates = floats(l->nweights);
     l->biases = floats(l->out_c), l->bias_updates = floats(l->out_c);
     for (int i = 0; i < l->nweights; ++i) {
-        l->weights[i] = draw_uniform(random, -scale, scale);
+        l->weights[i] = rand_uniform(-scale, scale);
     }
     l->update = update_weights;
 }
@@ -529,7 +588,7 @@ static void size_layer(layer *l, const layer_spec *spec) {
 }
 
 /* Fills in the buffers of one type; size and extents are set. */
-static void make_layer(layer *l, const layer *previous, uint64_t *random) {
+static void make_layer(layer *l, const layer *previous) {
     static void (*const passes[][2])(layer,
                                      network) = {{forward_convolutional, backward_convolutional},
                                                  {forward_connected, backward_connected},
@@ -546,10 +605,11 @@ static void make_layer(layer *l, const layer *previous, uint64_t *random) {
     }
     l->output = activations(l, count), l->delta = activations(l, count);
     if (l->type == CONVOLUTIONAL) {
-        make_weights(l, area * l->c, random);
-        l->workspace_bytes = (size_t)(area * l->c * l->out_h * l->out_w) * sizeof(float);
+        const int columns = is_pointwise(*l) ? 0 : area * l->c * l->out_h * l->out_w;
+        make_weights(l, area * l->c);
+        l->workspace_bytes = (size_t)columns * sizeof(float);
     } else if (l->type == CONNECTED) {
-        make_weights(l, l->inputs, random);
+        make_weights(l, l->inputs);
     } else if (l->type == MAXPOOL) {
         l->indexes = (int *)zeroed((size_t)count * sizeof(int));
         l->activation_bytes += (size_t)count * sizeof(int);
@@ -559,11 +619,11 @@ static void make_layer(layer *l, const layer *previous, uint64_t *random) {
 }
 
 /* A network for images of 3 colours, size by size; the last layer is a softmax. */
-static network *make_network(const layer_spec *specs, int n, int batch, int size, uint64_t seed) {
+static network *make_network(const layer_spec *specs, int n, int batch, int size, unsigned seed) {
     network *net = (network *)zeroed(sizeof *net);
     net->layers = (layer *)zeroed((size_t)n * sizeof(layer));
-    net->random = (uint64_t *)zeroed(sizeof *net->random);
-    *net->random = seed * 0x9e3779b97f4a7c15u | 1u;
+    net->random = (char *)zeroed(RANDOM_BYTES);
+    char *outer = initstate(seed, net->random, RANDOM_BYTES);
     net->n = n, net->batch = net->args.batch = batch, net->train = 1;
     net->args.momentum = 0.9f, net->args.decay = 0.0005f;
     net->h = net->w = size, net->c = 3;
@@ -574,13 +634,14 @@ static network *make_network(const layer_spec *specs, int n, int batch, int size
         l->h = previous ? previous->out_h : size, l->w = previous ? previous->out_w : size;
         l->c = previous ? previous->out_c : net->c;
         size_layer(l, &specs[i]);
-        make_layer(l, previous, net->random);
+        make_layer(l, previous);
         if (specs[i].normalize) {
             make_batchnorm(l);
         }
         net->workspace_bytes =
             l->workspace_bytes > net->workspace_bytes ? l->workspace_bytes : net->workspace_bytes;
     }
+    setstate(outer);
     net->classes = net->layers[n - 1].outputs;
     net->input = floats(batch * net->layers[0].inputs), net->truth = floats(batch * net->classes);
     net->workspace = (float *)zeroed(net->workspace_bytes);
@@ -614,6 +675,7 @@ static void free_network(network *net) {
 
 static void forward_network(network *netp) {
     network net = *netp;
+    char *outer = setstate(net.random);
     for (int i = 0; i < net.n; ++i) {
         layer l = net.layers[net.index = i];
         if (net.train && l.type != DROPOUT) {
@@ -622,6 +684,7 @@ static void forward_network(network *netp) {
         l.forward(l, net);
         net.input = l.output;
     }
+    setstate(outer);
 }
 
 static void backward_network(network *netp) {
@@ -654,6 +717,16 @@ static float *data_of(const ms_view *views, int i) {
     return views != NULL ? (float *)views[i].data : NULL;
 }
 
+/* The layer whose output a shortcut reads: a dropout shares that of the layer before it. */
+static int source_of(const network *net, const layer *l) {
+    return l->from + (net->layers[l->from + 1].type == DROPOUT);
+}
+
+/* Whether backward of the next layer wipes what a shortcut adds to the delta of its source. */
+static bool is_wiped(const network *net, const layer *l) {
+    return l->type == SHORTCUT && is_pointwise(net->layers[source_of(net, l) + 1]);
+}
+
 static int bind_layer(const ms_call *call) {
     network *net = (network *)call->user;
     layer *l = &net->layers[net->index];
@@ -668,7 +741,7 @@ static int bind_layer(const ms_call *call) {
         l->indexes = (int *)call->saved[0].data, l->rand = data_of(call->saved, 0);
     } else if (l->type == SHORTCUT) {
         net->layers[l->from].output = data_of(call->in, 1);
-        net->layers[l->from].delta = data_of(call->grad_in, 1);
+        net->layers[l->from].delta = is_wiped(net, l) ? l->delta : data_of(call->grad_in, 1);
     } else if (l->type == SOFTMAX) { // its delta is that of its input
         net->truth = data_of(call->in, 1), l->loss = data_of(call->out, 1), l->delta = net->delta;
     }
@@ -683,12 +756,10 @@ static layer layer_of(const ms_call *call, network *net) {
     l.biases = data_of(call->param, 1), l.bias_updates = data_of(call->grad_param, 1);
     l.scales = data_of(call->param, 2), l.scale_updates = data_of(call->grad_param, 2);
     l.rolling_mean = data_of(call->state, 0), l.rolling_variance = data_of(call->state, 1);
-    net->random = (uint64_t *)call->state[0].data;
     return l;
 }
 
-/* x_norm is made again from x, in the workspace, where backward finds it until im2col overwrites
-   it. */
+/* x_norm is made again from x, in the workspace, where im2col overwrites it when it is used up. */
 static int run_layer(const ms_call *call) {
     network net;
     const layer l = layer_of(call, &net);
@@ -696,11 +767,13 @@ static int run_layer(const ms_call *call) {
     if (l.scales != NULL && back) {
         normalize(l, l.mean, l.variance);
     }
+    char *outer = l.type == DROPOUT && !back ? setstate((char *)call->state[0].data) : NULL;
     (back ? l.backward : l.forward)(l, net);
+    (void)(outer != NULL ? setstate(outer) : NULL); // notes in state how far it has come
     return 0;
 }
 
-/* The output once more, from what forward has saved: without the convolution, or drawing nothing. */
+/* The output once more, from what forward saved: without the convolution, or drawing nothing. */
 static int remake_layer(const ms_call *call) {
     network net;
     const layer l = layer_of(call, &net);
@@ -743,8 +816,9 @@ static void add_layer(ms_model *m, network *net, ms_tensor *outputs, ms_tensor r
     d.forward_workspace.bytes = l->workspace_bytes;
     d.backward_workspace.bytes = x_norm > l->workspace_bytes ? x_norm : l->workspace_bytes;
     d.backward_reads.out = l->activation == LEAKY, d.backward_reads.saved = MS_ALL_SLOTS;
-    d.clobbers.grad_out = l->activation == LEAKY || l->scales != NULL;
-    d.accumulates.in = d.accumulates.param = MS_ALL_SLOTS;
+    d.clobbers.grad_out = l->activation == LEAKY || l->scales != NULL || is_wiped(net, l);
+    d.accumulates.param = MS_ALL_SLOTS, d.overwrites.in = is_pointwise(*l);
+    d.accumulates.in = is_pointwise(*l) ? 0 : MS_ALL_SLOTS;
     if (l->weights != NULL) {
         d.backward_reads.in = d.backward_reads.param = MS_ALL_SLOTS;
         d.param[0] = add_param(m, l->nweights, l->weights, l->weight_updates, net->args.decay);
@@ -767,8 +841,7 @@ static void add_layer(ms_model *m, network *net, ms_tensor *outputs, ms_tensor r
         d.state[0] = random, d.accumulates.in = 0;
         d.recompute = remake_layer, d.recompute_reads.in = d.recompute_reads.saved = 1;
     } else if (l->type == SHORTCUT) {
-        const int past = net->layers[l->from + 1].type == DROPOUT; // shares its output
-        d.in[1] = outputs[l->from + 1 + past], d.in_place[0] = 1;
+        d.in[1] = outputs[source_of(net, l) + 1], d.in_place[0] = 1;
     } else if (l->type == SOFTMAX) { // writes its delta in forward
         d.in[1] = borrow(m, ms_input(m, "truth", MS_DTYPE_F32, out), net->truth);
         d.out[1] = outputs[net->index + 2] = ms_activation(m, "loss", MS_DTYPE_F32, out);
@@ -780,7 +853,8 @@ static void add_layer(ms_model *m, network *net, ms_tensor *outputs, ms_tensor r
 /* copies: n networks, one for each layer; outputs: n + 2, with the input and the loss. */
 static ms_result wrap_network(ms_model *m, network *net, network *copies, ms_tensor *outputs) {
     const ms_shape images = ms_shape2(net->batch, net->layers[0].inputs);
-    ms_tensor random = borrow(m, ms_buffer(m, "random", MS_DTYPE_I64, ms_shape1(1)), net->random);
+    const ms_tensor random = ms_buffer(m, "random", MS_DTYPE_U8, ms_shape1(RANDOM_BYTES));
+    ms_set_on_host(m, borrow(m, random, net->random));
     ms_optimizer_desc own;
     memset(&own, 0, sizeof own);
     own.kind = MS_OPTIMIZER_CUSTOM, own.update = update_param, own.user = &net->args;
@@ -1114,9 +1188,9 @@ static bool same_floats(const float *a, const float *b, int count) {
     return a == NULL || memcmp(a, b, (size_t)count * sizeof(float)) == 0;
 }
 
-/* Params, gradients with their momentum, and statistics, bit by bit. */
+/* Params, gradients with their momentum, statistics and the generator, bit by bit. */
 static bool same_networks(const network *a, const network *b) {
-    bool same = *a->random == *b->random;
+    bool same = memcmp(a->random, b->random, RANDOM_BYTES) == 0;
     for (int i = 0; i < a->n; ++i) {
         const layer *x = &a->layers[i], *y = &b->layers[i];
         same = same && same_floats(x->weights, y->weights, x->nweights) &&
