@@ -58,6 +58,7 @@ document ~ /\.h$/ && !manual_over {
 }
 END {
     finish()
+    printf "#undef _XOPEN_SOURCE\n#define _XOPEN_SOURCE 700 // for initstate and setstate\n" > (out "/fragments.c")
     printf "%s#include \"tests/snippets.h\"\n%s", directives, definitions > (out "/fragments.c")
     print "void snippets(void);\nvoid snippets(void) {\n" statements closing "}" > (out "/fragments.c")
     print count + 0 > (out "/count")
