@@ -640,9 +640,9 @@ static bool is_applicable(const fault_case *how, const act *a) {
 }
 
 /* The call that fails next: of a full sweep each, otherwise each of the first ones and then one in
-   twenty-three, or in seven where there are few. */
+   forty-one, or in seven where there are few. */
 static uint64_t next_call(fault_kind kind, uint64_t at) {
-    return at + (at > 10 ? t_stride(kind == FAULT_CALLBACK ? 7 : 23) : 1);
+    return at + (at > 10 ? t_stride(kind == FAULT_CALLBACK ? 7 : 41) : 1);
 }
 
 /* Returns about the number of calls that can fail. Debug mode copies all memory around each
