@@ -114,12 +114,14 @@
     or a norm that is not finite still ends the step with MS_RESULT_NONFINITE, and subnormal numbers
     may be flushed to zero. Within one build, the bits of a wrapped step are those of a plain one.
     Builds may differ from each other: -Ofast regroups sums, takes reciprocals, and fuses or
-    approximates as it likes. Two things can differ within one build as well. A loop that the
+    approximates as it likes. Three things can differ within one build as well. A loop that the
     compiler duplicates for operands that overlap may round otherwise in place than not, and a sum
     otherwise at another alignment; the arena aligns every tensor to 64 bytes. Debug mode reports a
-    layer for which that matters: remove its in_place. And where a callback only compares what it
-    must not read with 0, debug mode may miss it, since NaN, with which it poisons memory, then
-    compares as the compiler likes.
+    layer for which that matters: remove its in_place. A function that is inlined where the trainer
+    calls it, and where a callback does, may round otherwise in each: keep it in a file of its own,
+    or do not let it be inlined. And where a callback only compares what it must not read with 0,
+    debug mode may miss it, since NaN, with which it poisons memory, then compares as the compiler
+    likes.
 
     STREAMS. On a CUDA device, all work of a step is enqueued on one stream, the model's own or
     ms_config.stream; two more streams, ordered by events, carry the copies to and from the host.

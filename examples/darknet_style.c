@@ -365,8 +365,19 @@ static void backward_tail(layer l) {
     }
 }
 
+/* Two callers, this trainer and the adapter: with -ffast-math a compiler may round otherwise in each
+   copy that it makes of a function, unless the function is in a file of its own, or is not inlined. */
+#if defined(__GNUC__)
+#define NOT_INLINED __attribute__((noinline))
+#elif defined(_MSC_VER)
+#define NOT_INLINED __declspec(noinline)
+#else
+#define NOT_INLINED
+#endif
+
 /* The updates keep the momentum: the next backward adds to what is left in them. */
-static void sgd(int count, float *values, float *updates, float decay, update_args args) {
+NOT_INLINED static void sgd(int count, float *values, float *updates, float decay,
+                            update_args args) {
     axpy(count, -decay * (float)args.batch, values, updates);
     axpy(count, args.learning_rate / (float)args.batch, updates, values);
     scal(count, args.momentum, updates);
