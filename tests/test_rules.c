@@ -1002,7 +1002,7 @@ static void refused_rows_have_numbers(void **state) {
     for (int i = 0; i < ZOO_BLOCKS; ++i) {
         const ms_decision *c = decision_of(&d, z.act[i], CHECKPOINTING);
         if (strcmp(c->rule->id, "fits") == 0) {
-            char name[16], cell[64];
+            char name[16], cell[96];
             snprintf(name, sizeof name, " act%d ", i);
             snprintf(cell, sizeof cell, "- %-15s%12s%9s", "fits", "16.00 KiB",
                      msi_time(c->refused_us).text);
@@ -1514,7 +1514,7 @@ static void sizes_of_the_error_are_enough(void **state) {
     zoo z;
     ms_memory_report report;
     ms_config config = zoo_config();
-    uint64_t least;
+    uint64_t least = 0;
     uint32_t rounded = 0;
     for (int64_t rows = 100; rows < 2000; rows += 190) {
         zoo_create_along(&z, &config, rows, 48, 0);
