@@ -1002,7 +1002,7 @@ static void refused_rows_have_numbers(void **state) {
     for (int i = 0; i < ZOO_BLOCKS; ++i) {
         const ms_decision *c = decision_of(&d, z.act[i], CHECKPOINTING);
         if (strcmp(c->rule->id, "fits") == 0) {
-            char name[16], cell[96];
+            char name[24], cell[96];
             snprintf(name, sizeof name, " act%d ", i);
             snprintf(cell, sizeof cell, "- %-15s%12s%9s", "fits", "16.00 KiB",
                      msi_time(c->refused_us).text);
