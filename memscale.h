@@ -835,7 +835,7 @@ typedef struct ms_decision {
        technique. Those that backward does not read are freed earlier all the same. */
     uint64_t kept_bytes;
     /* Where successive blocks of layers are alike (in the decisions and bytes of each layer, in its
-       name but for the numbers, and roughly in its times), the layers of the first block stand for
+       name except for the numbers, and roughly in its times), the layers of the first block stand for
        those of all: how many layers this one stands for, itself included, and the last of them.
        0: a layer of an earlier block stands for this one. */
     uint32_t alike_count;

@@ -132,7 +132,7 @@ static void add_range(buffers *b, uint64_t bytes, uint64_t first, uint64_t last)
 
 /* A plain step of a net in which layer i makes an activation at i and goes backward at 2n - 1 - i.
    Seven activations in ten are read in backward, the others by one of the next layers; one in ten
-   is also read by some layer far behind, which makes its gradient long-lived. Saved tensors,
+   is also read by a layer much later, which makes its gradient long-lived. Saved tensors,
    scratch memory of backward, and gradients of params, three in ten of which live to the end. */
 static buffers make_trace(uint32_t count) {
     const uint32_t layers = count / 5;
