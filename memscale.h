@@ -2747,6 +2747,7 @@ struct ms_arena {
 typedef enum msi_goal {
     MSI_GOAL_PLAIN,
     MSI_GOAL_BUDGET, // or the smallest, if nothing fits
+    MSI_GOAL_TRY,    // the same, but the smallest will not run, and is not laid out
     MSI_GOAL_SMALLEST,
     MSI_GOAL_FOLLOW // the decisions of another plan
 } msi_goal;
@@ -10445,19 +10446,25 @@ static void msi_return_to(msi_greedy *w, const msi_prefix *prefix) {
 }
 
 /* At the end of the list, goes back to the first plan with the smallest arena. That is the last
-   one, unless an earlier one has the same peak, or a layout that wastes less. */
-static void msi_take_smallest(msi_greedy *w) {
-    const msi_prefix *list = w->prefixes.items, *best = list;
-    uint64_t bytes = UINT64_MAX;
+   one, unless an earlier one has the same peak, or a layout that wastes less. False: all are larger
+   than what other searches have found. */
+static bool msi_take_smallest(msi_greedy *w) {
+    const msi_search *s = w->search;
+    const msi_prefix *list = w->prefixes.items, *best = NULL, *now = NULL;
+    uint64_t bytes = s->found ? s->best_score.bytes : UINT64_MAX;
     for (uint32_t k = w->prefixes.count;
          k-- > 0 && list[k].live_bytes <= bytes && !msi_is_short(w->scorer);) {
         if (list[k].counts) {
-            msi_return_to(w, &list[k]);
-            best = w->score.bytes <= bytes ? &list[k] : best;
+            now = &list[k];
+            msi_return_to(w, now);
+            best = w->score.bytes <= bytes ? now : best;
             bytes = msi_smaller(bytes, w->score.bytes);
         }
     }
-    msi_return_to(w, best);
+    if (best && best != now) {
+        msi_return_to(w, best);
+    }
+    return best != NULL;
 }
 
 /* Keeps (pass 0) or drops (pass 1) the values of one layer that the list dropped. */
@@ -10515,10 +10522,21 @@ static void msi_trim_last(msi_greedy *w, const msi_prefix *before, const msi_sco
     }
 }
 
+/* Whether the rest of the list is slower than a plan that fits: none of it is faster than the plan
+   before it. */
+static bool msi_is_beaten(const msi_greedy *w) {
+    const uint32_t count = w->prefixes.count;
+    return w->search->fits && count > 0 &&
+           w->prefixes.items[count - 1].us > w->search->best_score.us;
+}
+
 /* Goes through the list until the budget is met, or to its end, and proposes the plan there. */
 static void msi_search_greedy(msi_greedy *w, bool may_drop) {
     bool fits = false;
-    while (may_drop && !fits && !msi_is_short(w->scorer) && msi_next_plan(w)) {
+    if (may_drop && w->search->found) {
+        w->score = msi_search_estimate(w->search, w->decisions); // of the next moves
+    }
+    while (may_drop && !fits && !msi_is_short(w->scorer) && !msi_is_beaten(w) && msi_next_plan(w)) {
         fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
     }
     w->search->early = w->early;
@@ -10528,8 +10546,7 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
         msi_propose(w->search, w->decisions, &w->score);
         const msi_score last = w->score;
         msi_trim_last(w, before, &last);
-    } else if (!msi_is_short(w->scorer)) {
-        msi_take_smallest(w);
+    } else if (!w->search->fits && !msi_is_short(w->scorer) && msi_take_smallest(w)) {
         w->search->early = w->early;
         msi_propose(w->search, w->decisions, &w->score);
     }
@@ -10579,6 +10596,7 @@ static uint32_t msi_next_segments(const msi_segments *c) {
 static void msi_search_segments(msi_search *s) {
     const msi_graph *g = s->scorer->graph;
     const uint64_t bytes = msi_decisions_bytes(g) + g->tensors.count * (uint64_t)sizeof(uint32_t);
+    const uint32_t step = g->layers.count > MSI_BATCH_LAYERS ? 1 : 3;
     msi_segments c = MSI_ZERO_INIT;
     c.search = s;
     c.graph = g;
@@ -10594,7 +10612,7 @@ static void msi_search_segments(msi_search *s) {
         }
     }
     for (uint32_t count = 2; count <= g->layers.count / 2 && c.count < MSI_CUTS;
-         count += 1 + count / 3) {
+         count += 1 + count / step) {
         c.segment_count[c.count] = count;
         c.scores[c.count] = msi_estimate_segments(&c, c.count);
         c.count++;
@@ -10630,8 +10648,9 @@ enum {
     MSI_CHAIN_WIDTH = 48,    // points of a subchain, at least
     MSI_CHAIN_WIDEST = 2048, // of a subchain up to the end
     MSI_CHAIN_WORK = 3 * 1000 * 1000,
-    MSI_CHAIN_LEAF = 6, // points
-    MSI_CHAIN_FEW = 16, // points that are considered on very large graphs
+    MSI_CHAIN_LEAF = 6,   // points
+    MSI_CHAIN_UNFIT = 64, // points: more than a bisection meets
+    MSI_CHAIN_FEW = 16,   // points that are considered on very large graphs
     MSI_CHAIN_VERY_LARGE = 16384,
     MSI_CHAIN_LARGE = 1000 // layers
 };
@@ -10692,6 +10711,12 @@ typedef struct msi_way {
     float fastest_us;
 } msi_way;
 
+/* A point with too many live bytes for the budget. */
+typedef struct msi_unfit {
+    uint32_t number;
+    uint64_t live_bytes;
+} msi_unfit;
+
 typedef struct msi_chain {
     msi_search *search;
     const msi_scorer *scorer;
@@ -10723,6 +10748,8 @@ typedef struct msi_chain {
     float reach[MSI_CHAIN_WIDEST];              // the best time of the buckets up to this one
     msi_way ways[MSI_CHAIN_WAYS];
     msi_chain_stage stages[MSI_CHAIN_STAGES];
+    msi_unfit unfit[MSI_CHAIN_UNFIT]; // points that were met
+    uint32_t unfit_count;
 } msi_chain;
 
 /* What a way has for a subchain that is missing: it takes neither bytes nor time. */
@@ -11362,18 +11389,41 @@ static msi_score msi_estimate_point(msi_chain *c, uint32_t number) {
 }
 
 /* Lays out a point that was estimated, if it may fit, and proposes it unless its arena is smaller
-   than that of a slower point. Returns whether it fits. */
-static bool msi_try_point(msi_chain *c, msi_score *score, uint64_t least_bytes) {
-    msi_search *s = c->search;
-    const bool fits = msi_fits(c->scorer, score, s->budget, 0);
-    if (score->bytes == UINT64_MAX && msi_may_be_best(s, score)) {
-        (void)msi_fits(c->scorer, score, MSI_NO_BUDGET, 0);
-    }
-    if (score->bytes == UINT64_MAX || score->bytes < least_bytes) {
+   than that of a slower point. Notes a point with too many live bytes. Returns whether it fits. */
+static bool msi_try_point(msi_chain *c, uint32_t number, msi_score *score, uint64_t least_bytes) {
+    const bool fits = msi_fits(c->scorer, score, c->search->budget, 0);
+    if (score->bytes == UINT64_MAX) {
+        if (c->unfit_count < MSI_CHAIN_UNFIT) {
+            const msi_unfit unfit = {number, score->live_bytes};
+            c->unfit[c->unfit_count++] = unfit;
+        }
         return false;
     }
-    msi_propose(s, c->decisions, score);
+    if (score->bytes < least_bytes) {
+        return false;
+    }
+    msi_propose(c->search, c->decisions, score);
     return fits;
+}
+
+/* Where no plan fits, lays out the points with too many live bytes, the fewest first: after one of
+   these, few others may be the smallest. */
+static void msi_try_unfit(msi_chain *c) {
+    while (c->unfit_count > 0 && !c->search->fits && !msi_is_short(c->scorer)) {
+        msi_unfit *least = c->unfit;
+        for (uint32_t i = 1; i < c->unfit_count; i++) {
+            least = c->unfit[i].live_bytes < least->live_bytes ? &c->unfit[i] : least;
+        }
+        const uint32_t number = least->number;
+        msi_score score = {least->live_bytes, UINT64_MAX, 0, 0.0};
+        *least = c->unfit[--c->unfit_count];
+        if (!msi_may_be_best(c->search, &score)) {
+            return;
+        }
+        score = msi_estimate_point(c, number);
+        (void)msi_fits(c->scorer, &score, MSI_NO_BUDGET, 0);
+        msi_propose(c->search, c->decisions, &score);
+    }
 }
 
 /* Finds a point for the budget by bisection: faster points take more bytes. The real program of a
@@ -11391,7 +11441,7 @@ static void msi_search_points(msi_chain *c) {
         const uint32_t middle = first + (end - first) / 2;
         msi_score score = msi_estimate_point(c, middle * stride);
         const bool ordered = score.us <= slowest_us && score.us >= fastest_us;
-        const bool fits = ordered && msi_try_point(c, &score, least_bytes);
+        const bool fits = ordered && msi_try_point(c, middle * stride, &score, least_bytes);
         if (fits) {
             least_bytes = score.bytes;
             slowest_us = score.us;
@@ -11408,9 +11458,10 @@ static void msi_search_points(msi_chain *c) {
         msi_score score = msi_estimate_point(c, --end * stride);
         if (score.us <= slowest_us && score.us >= fastest_us) {
             fastest_us = score.us;
-            fits = msi_try_point(c, &score, least_bytes);
+            fits = msi_try_point(c, end * stride, &score, least_bytes);
         }
     }
+    msi_try_unfit(c);
 }
 
 static uint64_t msi_chain_bytes(const msi_graph *g) {
@@ -11971,24 +12022,31 @@ static void msi_score_drops(msi_solver *s) {
     msi_place_updates(g, s->plan->decisions, true, 0);
 }
 
-/* Searches on from the first plans: greedily, as a chain, and exhaustively; takes the best plan. */
+/* Whether updates may be delayed again: see msi_relax_updates. */
+static bool msi_may_relax(const msi_solver *s) {
+    return s->early && s->request->early_update != MS_SWITCH_ON;
+}
+
+/* Searches on from the first plans: as a chain, greedily, and exhaustively; takes the best plan.
+   What is mostly best comes first, since plans that cannot win are not laid out. */
 static void msi_search_all(msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
     const bool may_drop = r->techniques & MSI_CHECKPOINTING, early = w->early;
     msi_search *search = w->search;
+    search->early = early;
+    const bool is_chain = may_drop && msi_search_chain(search);
     msi_search_greedy(w, may_drop);
     if (may_drop) {
         search->early = early;
         search->enough = search->budget; // which plans fit is all that matters here
         msi_search_segments(search);
-        const bool is_chain = msi_search_chain(search);
         msi_search_exhaustive(search, is_chain);
     }
     s->early = search->best_early;
     if (s->early) {
         msi_score_drops(s);
     }
-    if (s->early && !search->fits && r->early_update != MS_SWITCH_ON) {
+    if (!search->fits && (r->goal == MSI_GOAL_TRY || msi_may_relax(s))) {
         /* It was laid out when it was found, and will be when its updates are delayed. */
         s->score = msi_estimate(s->scorer, s->plan->decisions);
         s->score.bytes = search->best_score.bytes;
@@ -12028,7 +12086,8 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     } else {
         msi_search_all(s, w);
     }
-    if (s->early && r->early_update != MS_SWITCH_ON) {
+    const bool runs = r->goal != MSI_GOAL_TRY || s->score.bytes <= r->budget;
+    if (runs && msi_may_relax(s)) {
         msi_relax_updates(s);
     }
     if (r->largest && s->score.bytes > r->room) {
@@ -12200,7 +12259,8 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     if (m->run.timing && !MSI_RESERVE(double, s.allocator, plan->train.measured, moments)) {
         msi_run_short(&s, "the times of the plan", moments * sizeof(double));
     }
-    if (!msi_is_short(&s)) {
+    const bool runs = request->goal != MSI_GOAL_TRY || plan->arena_bytes <= request->budget;
+    if (runs && !msi_is_short(&s)) {
         msi_resolve(store, &plan->train);
         msi_resolve(store, &plan->eval);
     }
@@ -12249,14 +12309,19 @@ static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
    budget, the smallest is made. */
 static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     int64_t sizes[MS_LIMIT_AXES];
+    bool alone = true; // no other plan follows this one
+    msi_get_sizes(&m->graph, sizes);
+    for (uint32_t a = 0; a < m->graph.axis_count; a++) {
+        alone &= sizes[a] == m->graph.axes[a].largest;
+    }
     *plans = NULL;
     ms_result result = msi_make_store(m, store);
-    MSI_THEN(result, msi_plan_at(m, *store, goal, NULL, NULL, plans));
+    MSI_THEN(result, msi_plan_at(m, *store, alone && goal == MSI_GOAL_BUDGET ? MSI_GOAL_TRY : goal,
+                                 NULL, NULL, plans));
     if (result == MS_RESULT_OK) {
         (*store)->transient_bytes = (*plans)->arena_bytes - (*store)->resident_bytes;
     }
-    msi_get_sizes(&m->graph, sizes);
-    if (result == MS_RESULT_OK && memcmp(sizes, (*plans)->sizes, sizeof sizes) != 0) {
+    if (result == MS_RESULT_OK && !alone) {
         msi_plan *now;
         result = msi_plan_at(m, *store, goal, sizes, *plans, &now);
         if (now) {
@@ -12422,7 +12487,7 @@ static void msi_resizing_end(msi_resizing *z) {
    NULL, a plan for the budget. NULL after an error. */
 static msi_plan *msi_plan_resized(msi_resizing *z, uint64_t budget, int64_t size,
                                   const msi_plan *decided) {
-    const msi_goal goal = decided ? MSI_GOAL_FOLLOW : MSI_GOAL_BUDGET;
+    const msi_goal goal = decided ? MSI_GOAL_FOLLOW : MSI_GOAL_TRY;
     msi_store *store;
     msi_plan *plan = NULL;
     msi_resize(z, size);
