@@ -10533,7 +10533,8 @@ static bool msi_is_beaten(const msi_greedy *w) {
 /* Goes through the list until the budget is met, or to its end, and proposes the plan there. */
 static void msi_search_greedy(msi_greedy *w, bool may_drop) {
     bool fits = false;
-    if (may_drop && w->search->found) {
+    if (may_drop && w->search->found) { // by the search of a chain, which leaves less to find
+        w->tries_left /= w->graph->layers.count > 4 * MSI_BATCH_LAYERS ? 2 : 1;
         w->score = msi_search_estimate(w->search, w->decisions); // of the next moves
     }
     while (may_drop && !fits && !msi_is_short(w->scorer) && !msi_is_beaten(w) && msi_next_plan(w)) {
@@ -10650,7 +10651,7 @@ enum {
     MSI_CHAIN_WORK = 3 * 1000 * 1000,
     MSI_CHAIN_LEAF = 6,   // points
     MSI_CHAIN_UNFIT = 64, // points: more than a bisection meets
-    MSI_CHAIN_FEW = 16,   // points that are considered on very large graphs
+    MSI_CHAIN_FEW = 64,   // points that are considered on very large graphs
     MSI_CHAIN_VERY_LARGE = 16384,
     MSI_CHAIN_LARGE = 1000 // layers
 };
@@ -12022,9 +12023,12 @@ static void msi_score_drops(msi_solver *s) {
     msi_place_updates(g, s->plan->decisions, true, 0);
 }
 
-/* Whether updates may be delayed again: see msi_relax_updates. */
+/* Whether updates may be delayed again: see msi_relax_updates. The large arena of a large graph, if
+   it has gaps, would hardly be met to the byte. */
 static bool msi_may_relax(const msi_solver *s) {
-    return s->early && s->request->early_update != MS_SWITCH_ON;
+    const bool may_be_met = s->scorer->graph->layers.count <= MSI_POLISH_LAYERS ||
+                            s->score.bytes == s->score.live_bytes;
+    return s->early && s->request->early_update != MS_SWITCH_ON && may_be_met;
 }
 
 /* Searches on from the first plans: as a chain, greedily, and exhaustively; takes the best plan.
@@ -12034,19 +12038,23 @@ static void msi_search_all(msi_solver *s, msi_greedy *w) {
     const bool may_drop = r->techniques & MSI_CHECKPOINTING, early = w->early;
     msi_search *search = w->search;
     search->early = early;
-    const bool is_chain = may_drop && msi_search_chain(search);
+    const bool is_chain = may_drop && msi_search_chain(search), cut = search->found;
     msi_search_greedy(w, may_drop);
     if (may_drop) {
         search->early = early;
         search->enough = search->budget; // which plans fit is all that matters here
-        msi_search_segments(search);
+        if (!cut || s->scorer->graph->layers.count <= MSI_CHAIN_VERY_LARGE) {
+            msi_search_segments(search);
+        }
         msi_search_exhaustive(search, is_chain);
     }
     s->early = search->best_early;
     if (s->early) {
         msi_score_drops(s);
     }
-    if (!search->fits && (r->goal == MSI_GOAL_TRY || msi_may_relax(s))) {
+    s->score = search->best_score;
+    const bool known = !search->fits || s->score.bytes == s->score.live_bytes; // not ended early
+    if ((r->goal == MSI_GOAL_TRY && !search->fits) || (known && msi_may_relax(s))) {
         /* It was laid out when it was found, and will be when its updates are delayed. */
         s->score = msi_estimate(s->scorer, s->plan->decisions);
         s->score.bytes = search->best_score.bytes;
