@@ -2748,6 +2748,7 @@ typedef enum msi_goal {
     MSI_GOAL_PLAIN,
     MSI_GOAL_BUDGET, // or the smallest, if nothing fits
     MSI_GOAL_TRY,    // the same, but the smallest will not run, and is not laid out
+    MSI_GOAL_ANY,    // whether something fits: the plan will not run
     MSI_GOAL_SMALLEST,
     MSI_GOAL_FOLLOW // the decisions of another plan
 } msi_goal;
@@ -9899,6 +9900,7 @@ typedef struct msi_search {
     const msi_scorer *scorer;
     uint64_t budget, enough;   // no layout need be smaller than `enough`
     double least_us;           // the time of the plain plan: none counts as faster
+    bool any;                  // one plan that fits is enough
     bool early;                // the plans proposed update params inside backward
     msi_tensor_decision *best; // the best plan so far, if one was found
     bool found, fits, best_early;
@@ -10541,7 +10543,9 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
         fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
     }
     w->search->early = w->early;
-    if (fits && w->prefixes.count > 1) {
+    if (fits && w->search->any) {
+        msi_propose(w->search, w->decisions, &w->score);
+    } else if (fits && w->prefixes.count > 1) {
         const msi_prefix *before = &w->prefixes.items[w->prefixes.count - 2];
         msi_polish(w, before);
         msi_propose(w->search, w->decisions, &w->score);
@@ -12031,6 +12035,16 @@ static bool msi_may_relax(const msi_solver *s) {
     return s->early && s->request->early_update != MS_SWITCH_ON && may_be_met;
 }
 
+/* Whether no search has to go on. */
+static bool msi_is_found(const msi_search *s) {
+    return s->any && s->fits;
+}
+
+/* Whether a plan will be executed. */
+static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
+    return r->goal != MSI_GOAL_ANY && (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
+}
+
 /* Searches on from the first plans: as a chain, greedily, and exhaustively; takes the best plan.
    What is mostly best comes first, since plans that cannot win are not laid out. */
 static void msi_search_all(msi_solver *s, msi_greedy *w) {
@@ -12039,13 +12053,16 @@ static void msi_search_all(msi_solver *s, msi_greedy *w) {
     msi_search *search = w->search;
     search->early = early;
     const bool is_chain = may_drop && msi_search_chain(search), cut = search->found;
-    msi_search_greedy(w, may_drop);
-    if (may_drop) {
-        search->early = early;
-        search->enough = search->budget; // which plans fit is all that matters here
-        if (!cut || s->scorer->graph->layers.count <= MSI_CHAIN_VERY_LARGE) {
-            msi_search_segments(search);
-        }
+    if (!msi_is_found(search)) {
+        msi_search_greedy(w, may_drop);
+    }
+    search->early = early;
+    search->enough = search->budget; // which plans fit is all that matters here
+    if (may_drop && !msi_is_found(search) &&
+        (!cut || s->scorer->graph->layers.count <= MSI_CHAIN_VERY_LARGE)) {
+        msi_search_segments(search);
+    }
+    if (may_drop && !msi_is_found(search)) {
         msi_search_exhaustive(search, is_chain);
     }
     s->early = search->best_early;
@@ -12054,7 +12071,7 @@ static void msi_search_all(msi_solver *s, msi_greedy *w) {
     }
     s->score = search->best_score;
     const bool known = !search->fits || s->score.bytes == s->score.live_bytes; // not ended early
-    if ((r->goal == MSI_GOAL_TRY && !search->fits) || (known && msi_may_relax(s))) {
+    if (!msi_is_to_run(r, s->score.bytes) || (known && msi_may_relax(s))) {
         /* It was laid out when it was found, and will be when its updates are delayed. */
         s->score = msi_estimate(s->scorer, s->plan->decisions);
         s->score.bytes = search->best_score.bytes;
@@ -12094,8 +12111,7 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     } else {
         msi_search_all(s, w);
     }
-    const bool runs = r->goal != MSI_GOAL_TRY || s->score.bytes <= r->budget;
-    if (runs && msi_may_relax(s)) {
+    if (msi_is_to_run(r, s->score.bytes) && msi_may_relax(s)) {
         msi_relax_updates(s);
     }
     if (r->largest && s->score.bytes > r->room) {
@@ -12110,6 +12126,7 @@ static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_
     msi_solver s = MSI_ZERO_INIT;
     search.scorer = scorer;
     search.budget = request->goal == MSI_GOAL_SMALLEST ? 0 : request->budget; // 0: no plan fits
+    search.any = request->goal == MSI_GOAL_ANY;
     search.best = plan->decisions;
     s.scorer = scorer;
     s.request = request;
@@ -12267,8 +12284,7 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     if (m->run.timing && !MSI_RESERVE(double, s.allocator, plan->train.measured, moments)) {
         msi_run_short(&s, "the times of the plan", moments * sizeof(double));
     }
-    const bool runs = request->goal != MSI_GOAL_TRY || plan->arena_bytes <= request->budget;
-    if (runs && !msi_is_short(&s)) {
+    if (msi_is_to_run(request, plan->arena_bytes) && !msi_is_short(&s)) {
         msi_resolve(store, &plan->train);
         msi_resolve(store, &plan->eval);
     }
@@ -12495,7 +12511,7 @@ static void msi_resizing_end(msi_resizing *z) {
    NULL, a plan for the budget. NULL after an error. */
 static msi_plan *msi_plan_resized(msi_resizing *z, uint64_t budget, int64_t size,
                                   const msi_plan *decided) {
-    const msi_goal goal = decided ? MSI_GOAL_FOLLOW : MSI_GOAL_TRY;
+    const msi_goal goal = decided ? MSI_GOAL_FOLLOW : MSI_GOAL_ANY;
     msi_store *store;
     msi_plan *plan = NULL;
     msi_resize(z, size);
@@ -12534,7 +12550,7 @@ static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t
     return size;
 }
 
-enum { MSI_RESIZE_TRIES = 24, MSI_RESIZE_LAYERS = 1000, MSI_RESIZE_LARGEST = 20000 };
+enum { MSI_RESIZE_TRIES = 24, MSI_RESIZE_LAYERS = 64, MSI_RESIZE_LARGEST = 20000 };
 
 /* The largest size that fits the budget: 0 for none, -1 if it takes too long to find. The decisions
    of the smallest plan carry over to sizes nearby. The solver then plans for the largest size that
