@@ -772,12 +772,15 @@ static void check_events(ms_model *m) {
 /* Host memory of a model, and most of it at once. */
 typedef struct meter {
     uint64_t live, peak;
+    uint64_t large_bytes; // an allocation of so many is a large one; 0: none is
+    uint32_t large_count;
 } meter;
 
 static void *meter_alloc(uint64_t bytes, void *user) {
     meter *heap = (meter *)user;
     heap->live += bytes;
     heap->peak = most(heap->peak, heap->live);
+    heap->large_count += heap->large_bytes && bytes >= heap->large_bytes;
     return malloc((size_t)bytes);
 }
 
@@ -1404,6 +1407,51 @@ static void budgets_are_monotone_and_the_smallest_is_exact(void **state) {
     assert_int_equal(wrong, 0);
 }
 
+enum { LONG_CHAIN = 3000 };
+
+/* A chain of layers whose activations have random sizes. */
+static void long_chain(const ms_config *config, ms_model **m) {
+    t_rng rng = t_seed(7);
+    assert_int_equal(ms_create(config, m), MS_RESULT_OK);
+    ms_tensor x = ms_input(*m, "x", MS_DTYPE_F32, ms_shape1(4096));
+    for (uint32_t i = 0; i < LONG_CHAIN; ++i) {
+        ms_layer_desc d;
+        memset(&d, 0, sizeof d);
+        d.name = "layer";
+        d.in[0] = x;
+        d.param[0] = ms_param(*m, "w", MS_DTYPE_F32, ms_shape1(64));
+        d.out[0] = x =
+            ms_activation(*m, "a", MS_DTYPE_F32, ms_shape1(64 + 64 * t_below(&rng, 256)));
+        d.backward_reads.in = d.backward_reads.param = 1;
+        ms_register_layer(*m, &d);
+    }
+    ms_set_loss(*m, x);
+}
+
+/* Layouts are most of the work of planning a large graph. What cannot win is not laid out, and what
+   is refused is not laid out again. */
+static void few_plans_of_large_graphs_are_laid_out(void **state) {
+    (void)state;
+    meter heap;
+    ms_model *m;
+    planned plain, half;
+    ms_config config = solver_config(&heap);
+    config.early_update = MS_SWITCH_DEFAULT;
+    long_chain(&config, &m);
+    assert_true(take_plan(m, UINT64_MAX, &plain));
+    heap.large_bytes = 500 * LONG_CHAIN; // the working memory of a layout, and of the search
+    heap.large_count = 0;
+    assert_true(take_plan(m, plain.bytes / 2, &half));
+    const uint32_t planned_count = heap.large_count;
+    heap.large_count = 0;
+    assert_false(take_plan(m, plain.bytes / 1000, &half));
+    print_message("large allocations: %u for a plan, %u for a refusal\n", planned_count,
+                  heap.large_count);
+    assert_true(planned_count <= 16 && heap.large_count <= 24);
+    ms_destroy(m);
+    assert_true(heap.live == 0);
+}
+
 // ------------------------------------------------------------------------------------------------
 // published models
 
@@ -1600,6 +1648,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(plans_of_small_graphs_are_close_to_the_best),
         cmocka_unit_test(plans_of_larger_graphs_are_close_to_the_best),
         cmocka_unit_test(budgets_are_monotone_and_the_smallest_is_exact),
+        cmocka_unit_test(few_plans_of_large_graphs_are_laid_out),
         cmocka_unit_test(sweeps_of_published_models_are_monotone),
         cmocka_unit_test(the_same_chain_gives_the_same_plan),
         cmocka_unit_test(the_same_model_gives_the_same_plan),
