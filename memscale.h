@@ -11595,7 +11595,8 @@ typedef struct msi_exhaustive {
     uint32_t *group_of;                 // per tensor: its group, or MSI_NONE
     msi_tensor_decision *base;          // nothing is dropped by choice
     msi_tensor_decision *decisions;     // of the choice at hand
-    uint32_t limit, count, tries_left;  // choices that may be tried, that were; estimates
+    uint32_t limit, count, tries_left;  // choices that may be tried, that were; tries
+    uint32_t room;                      // for choices
     msi_tried *tried;
     uint32_t *index, index_mask; // a hash table of the choices that were tried, from 1 on
     msi_front by_bytes, by_crowd;
@@ -11811,8 +11812,11 @@ static void msi_try_greedy(msi_exhaustive *all) {
 }
 
 /* The local search: begins with the plain choice, with all dropped, with random ones, and with
-   those of the greedy list. */
+   those of the greedy list. It may try half of what an exhaustive search may: with all of that, a
+   plan would take a quarter more time, for an arena that is a quarter of a percent smaller. */
 static void msi_search_locally(msi_exhaustive *all) {
+    all->limit /= 2;
+    all->tries_left /= 2;
     msi_try_greedy(all);
     for (uint32_t seed = 0; seed < MSI_ALL_SEEDS && msi_may_try(all); seed++) {
         msi_groups groups = MSI_ZERO_INIT;
@@ -11874,7 +11878,7 @@ static void msi_propose_tried(msi_exhaustive *all) {
 
 /* Memory for the choices, in one piece. */
 static uint64_t msi_exhaustive_bytes(const msi_exhaustive *all) {
-    return all->limit * (uint64_t)(sizeof(msi_tried) + 2 * sizeof(msi_front_point)) +
+    return all->room * (uint64_t)(sizeof(msi_tried) + 2 * sizeof(msi_front_point)) +
            2 * msi_decisions_bytes(all->graph) +
            (all->index_mask + 1ull + 2ull * all->graph->tensors.count) * sizeof(uint32_t);
 }
@@ -11884,7 +11888,7 @@ static bool msi_exhaustive_init(msi_exhaustive *all, msi_search *search) {
     const uint32_t work = MSI_ALL_WORK, layers = g->layers.count;
     all->search = search;
     all->graph = g;
-    all->limit = work / (layers < 16 ? 16 : layers);
+    all->limit = all->room = work / (layers < 16 ? 16 : layers);
     all->tries_left = 4 * all->limit; // many are of choices that were tried before
     all->index_mask = 1;
     while (all->index_mask < 2 * all->limit) {
