@@ -16713,14 +16713,17 @@ static ms_result msi_run_pass(msi_verification *v, int pass) {
     return result;
 }
 
-/* Puts back what the model ran before. If the trainer's memory could not be restored, or debug mode
-   has lost params, the model has failed. */
-static void msi_leave_store(msi_verification *v) {
+/* Puts back what the model ran before; a copy that fails is tried once more. If the trainer's memory
+   could not be restored, or debug mode has lost params, the model has failed. */
+static ms_result msi_leave_store(msi_verification *v) {
     ms_model *m = v->model;
-    const msi_errors errors = m->errors;
-    const bool restored = !v->is_saved || msi_move_saved(v, true) == MS_RESULT_OK ||
-                          msi_move_saved(v, true) == MS_RESULT_OK;
-    v->before.failed |= m->run.failed || !restored;
+    msi_errors errors = m->errors;
+    ms_result result = MS_RESULT_OK;
+    if (v->is_saved && msi_move_saved(v, true) != MS_RESULT_OK) {
+        result = msi_move_saved(v, true);
+        errors = result == MS_RESULT_OK ? errors : m->errors;
+    }
+    v->before.failed |= m->run.failed || result != MS_RESULT_OK;
     if (v->store && v->store->memory) {
         (void)msi_synchronize(m); // the memory is going to be released
     }
@@ -16730,6 +16733,7 @@ static void msi_leave_store(msi_verification *v) {
     msi_store_free(m, v->store);
     m->errors = errors;
     m->run = v->before;
+    return result;
 }
 
 static ms_result msi_begin_verification(msi_verification *v, ms_model *m) {
@@ -16830,7 +16834,8 @@ static ms_result msi_find_nonfinite(ms_model *m, ms_nonfinite *found) {
     MSI_THEN(result, msi_save_borrowed(&v));
     MSI_THEN(result, msi_enter_store(&v));
     MSI_THEN(result, msi_run_scanned(&v, found));
-    msi_leave_store(&v);
+    const ms_result left = msi_leave_store(&v);
+    result = left != MS_RESULT_OK ? left : result;
     msi_end_verification(&v);
     if (result == MS_RESULT_OK && found->count > 0) {
         msi_format(m->errors.text, sizeof m->errors.text, "%s", msi_nonfinite_name(m, found).text);
@@ -16880,7 +16885,8 @@ static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
     MSI_THEN(result, msi_enter_store(&v));
     MSI_THEN(result, msi_run_pass(&v, MSI_PASS_PLAIN));
     MSI_THEN(result, msi_run_pass(&v, MSI_PASS_WRAPPED));
-    msi_leave_store(&v);
+    const ms_result left = msi_leave_store(&v);
+    result = left != MS_RESULT_OK ? left : result;
     if (result == MS_RESULT_OK) {
         msi_report_differences(&v, visit, user, report);
     }

@@ -324,13 +324,15 @@ typedef struct t_device {
     uint64_t allocations, updates;
     uint64_t calls;   // of every function that can fail
     uint64_t fail_at; // the call that fails, from 1; 0: none
+    bool fails_on;    // as do all after it
     uint64_t wrong_releases;
     uint64_t fail_update_at; // the update that fails, from 1; 0: none
 } t_device;
 
 static inline int t_device_fails(t_device *device) {
     device->calls += 1;
-    return device->calls == device->fail_at ? 5 : 0;
+    const bool fails_on = device->fails_on && device->calls > device->fail_at;
+    return device->fail_at != 0 && (device->calls == device->fail_at || fails_on) ? 5 : 0;
 }
 
 static inline int t_device_memory_alloc(void *user, const ms_allocator *host, uint64_t bytes,
