@@ -835,8 +835,8 @@ typedef struct ms_decision {
        technique. Those that backward does not read are freed earlier all the same. */
     uint64_t kept_bytes;
     /* Where successive blocks of layers are alike (in the decisions and bytes of each layer, in its
-       name except for the numbers, and roughly in its times), the layers of the first block stand for
-       those of all: how many layers this one stands for, itself included, and the last of them.
+       name except for the numbers, and roughly in its times), the layers of the first block stand
+       for those of all: how many layers this one stands for, itself included, and the last of them.
        0: a layer of an earlier block stands for this one. */
     uint32_t alike_count;
     ms_layer alike_last;
@@ -16713,8 +16713,8 @@ static ms_result msi_run_pass(msi_verification *v, int pass) {
     return result;
 }
 
-/* Puts back what the model ran before; a copy that fails is tried once more. If the trainer's memory
-   could not be restored, or debug mode has lost params, the model has failed. */
+/* Puts back what the model ran before; a copy that fails is tried once more. If the trainer's
+   memory could not be restored, or debug mode has lost params, the model has failed. */
 static ms_result msi_leave_store(msi_verification *v) {
     ms_model *m = v->model;
     msi_errors errors = m->errors;
