@@ -11987,12 +11987,21 @@ static uint64_t msi_live_of(const msi_scorer *s, const msi_score *score) {
     return msi_max_u64(score->live_bytes, s->store->resident_bytes + s->eval->peak_bytes);
 }
 
+/* Places the updates of the plan at hand inside backward. */
+static void msi_begin_early(msi_solver *s, msi_greedy *w) {
+    const uint64_t live_bytes = msi_live_of(s->scorer, &w->score);
+    w->early = true;
+    msi_place_updates(w->graph, w->decisions, true, 0);
+    w->score = msi_search_estimate(w->search, w->decisions);
+    s->plan->early_freed_bytes = (int64_t)(live_bytes - msi_live_of(s->scorer, &w->score));
+}
+
 /* The first plans of the greedy list. The plain plan is scored first, for its size and time. Then
    forced drops are added, and then, if that is allowed and the budget requires it, updates inside
-   backward. True: the plan at hand is the one to take. */
+   backward. The first that fits is proposed. True: it is the one to take. With forced drops the
+   search goes on, since a plan that keeps what their recomputation reads may be faster. */
 static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
-    const uint64_t budget = w->search->budget;
     const bool may_be_early = r->techniques & MSI_EARLY_UPDATE;
     const bool always_early = may_be_early && r->early_update == MS_SWITCH_ON;
     w->score = msi_score_of(w->scorer, w->decisions);
@@ -12003,22 +12012,22 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
         return true;
     }
     msi_decide_base(w->graph, false, w->decisions);
-    if (memcmp(w->decisions, s->plan->decisions, msi_decisions_bytes(w->graph)) != 0) {
+    const bool forced =
+        memcmp(w->decisions, s->plan->decisions, msi_decisions_bytes(w->graph)) != 0;
+    if (forced) {
         w->score = msi_search_estimate(w->search, w->decisions);
         (void)msi_fits(w->scorer, &w->score, MSI_NO_BUDGET, 0);
     }
-    if (!always_early && msi_add_prefix(w) && w->score.bytes <= budget) {
-        return true;
+    bool fits = !always_early && msi_add_prefix(w) && w->score.bytes <= w->search->budget;
+    if (!fits && may_be_early) {
+        msi_begin_early(s, w);
+        fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
     }
-    if (!may_be_early) {
-        return false;
+    if (fits) {
+        w->search->early = w->early;
+        msi_propose(w->search, w->decisions, &w->score);
     }
-    w->early = true;
-    const uint64_t live_bytes = msi_live_of(s->scorer, &w->score);
-    msi_place_updates(w->graph, w->decisions, true, 0);
-    w->score = msi_search_estimate(w->search, w->decisions);
-    s->plan->early_freed_bytes = (int64_t)(live_bytes - msi_live_of(s->scorer, &w->score));
-    return msi_add_prefix(w) && msi_fits(w->scorer, &w->score, budget, 0);
+    return fits && !forced;
 }
 
 /* Scores the drops of a plan that updates params inside backward without these updates, to tell
