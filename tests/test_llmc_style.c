@@ -457,6 +457,9 @@ static int call_main(const char *arguments) {
 
 static void test_program(void **state) {
     (void)state;
+#ifdef T_CUDA
+    skip(); // its sampler takes the address of the probabilities, as programs of the CPU may
+#endif
     assert_int_equal(call_main("--size tiny --steps 2"), 0);
     assert_int_equal(call_main("--size tiny --steps 2 --wrap"), 0);
     assert_int_equal(call_main("--size tiny --steps 2 --budget 300K"), 0);
