@@ -92,7 +92,8 @@ endif
 asserts := $(if $(filter release fast fast_clang,$(config)),,-include tests/asserts.h)
 common  := $($(config)) $(features) $(WARNINGS) $(asserts) -I. -Iexamples
 compile := $(CC) -std=c99 $(WARNINGS_C) $(common) $(CFLAGS)
-twin    := $(CXX) -x c++ -std=c++11 $(subst -O3,-O1,$(common)) -Wno-missing-field-initializers $(CFLAGS)
+idioms  := -Wno-missing-field-initializers -Wno-missing-braces -Wno-enum-float-conversion # of C
+twin    := $(CXX) -x c++ -std=c++11 $(subst -O3,-O1,$(common)) $(idioms) $(CFLAGS)
 libs    += -lm
 
 # ---- programs ------------------------------------------------------------------------------------

@@ -168,6 +168,7 @@ static void test_trainer_learns(void **state) {
 /* Verification must see no difference, and leave nothing behind. */
 static void check_verified(run *r) {
     ms_verify_report report;
+    memset(&report, 0, sizeof report);
     t_ok(r->model, ms_verify(r->model, NULL, NULL, &report));
     assert_true(report.tensor_count > 0);
     assert_int_equal(report.differ_count, 0);

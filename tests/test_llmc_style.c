@@ -489,7 +489,7 @@ static void test_adapter_is_short(void **state) {
     static const char here[] = "tests/test_llmc_style.c", there[] = "examples/llmc_style.c";
     char path[512], line[256];
     const size_t root = strlen(__FILE__) - strlen(here);
-    assert_string_equal(__FILE__ + root, here);
+    assert_string_equal(&__FILE__[root], here);
     snprintf(path, sizeof path, "%.*s%s", (int)root, __FILE__, there);
     FILE *file = fopen(path, "r");
     assert_non_null(file);
