@@ -5878,8 +5878,9 @@ static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
 // ------------------------------------------------------------------------------------------------
 // >>profile  the time that each layer takes: known, measured, or by a roofline
 
-/* Fills in the speeds that a device does not state by typical ones of its kind. What matters for a
-   plan is the ratio of arithmetic to memory traffic, flops per byte. */
+/* Fills in the speeds that a device does not state, or that are out of range, by typical ones of
+   its kind. What matters for a plan is the ratio of arithmetic to memory traffic: flops per
+   byte. */
 static void msi_fill_speeds(ms_hardware *h) {
     static const double of_kind[][MSI_SPEED_COUNT] = {
         // as in msi_speed; TF32 is as fast as F32
@@ -5889,7 +5890,7 @@ static void msi_fill_speeds(ms_hardware *h) {
     const int kind = (unsigned)h->kind <= MS_DEVICE_INTEGRATED ? (int)h->kind : MS_DEVICE_CPU;
     for (int i = 0; i < MSI_SPEED_COUNT; i++) {
         double *speed = msi_speed(h, i);
-        *speed = *speed > 0.0 ? *speed : of_kind[kind][i];
+        *speed = msi_is_speed(i, *speed) && *speed > 0.0 ? *speed : of_kind[kind][i];
     }
     h->tf32_tflops = h->tf32_tflops > 0.0 ? h->tf32_tflops : h->f32_tflops;
 }
@@ -6116,7 +6117,7 @@ static msi_decimal_text msi_decimal(double x) {
         msi_format(raw, sizeof raw, "%.*g", digits, x);
         for (const char *at = raw; *at; at++) {
             const bool plain = (*at >= '0' && *at <= '9') || *at == 'e' || *at == '+' || *at == '-';
-            if (plain || t.text[count - 1] != '.') {
+            if (plain || count == 0 || t.text[count - 1] != '.') {
                 t.text[count++] = plain ? *at : '.';
             }
         }

@@ -177,6 +177,40 @@ static void expect_refused(const ms_hardware *device, const char *part) {
     ms_destroy(m);
 }
 
+static double reported_speed;
+
+static void report_one_speed(void *user, ms_hardware *hardware) {
+    (void)user;
+    for (int i = 0; i < MSI_SPEED_COUNT; i++) {
+        *msi_speed(hardware, i) = reported_speed;
+    }
+}
+
+/* What a backend reports, and cannot be, is not known: the speeds are those of the kind, and the
+   profile can be read. */
+static void a_backend_cannot_report_the_impossible(void **state) {
+    (void)state;
+    static const double wrong[] = {-1.0, (double)INFINITY, (double)NAN, 1e16, 1e-12};
+    for (size_t k = 0; k < sizeof wrong / sizeof wrong[0]; k++) {
+        t_chain chain;
+        t_text text = {NULL, 0};
+        ms_config config = t_config();
+        config.backend = ms_backend_cpu();
+        config.backend.hardware = report_one_speed;
+        reported_speed = wrong[k];
+        create_chain(&chain, &config, 2);
+        t_ok(chain.model, ms_wrap(chain.model));
+        const ms_hardware *h = &chain.model->costs.hardware;
+        assert_true(h->memory_gb_per_s == 20.0 && h->f32_tflops == 0.32);
+        assert_true(h->launch_us == 0.0 || wrong[k] == 1e-12); // a launch may be that short
+        t_ok(chain.model, ms_profile_save(chain.model, t_append, &text));
+        t_ok(chain.model, ms_profile_load(chain.model, text.data, text.length));
+        free(text.data);
+        ms_destroy(chain.model);
+    }
+    assert_string_equal(msi_decimal((double)INFINITY).text, "."); // no digit, and no harm
+}
+
 static void wrong_devices_are_refused(void **state) {
     (void)state;
     static const double wrong[] = {-1.0, -1e-30, (double)INFINITY, (double)NAN, 1e16, 1e-12};
@@ -1160,6 +1194,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(times_are_those_of_the_device_that_is_set),
         cmocka_unit_test(speeds_of_0_are_those_of_the_kind),
+        cmocka_unit_test(a_backend_cannot_report_the_impossible),
         cmocka_unit_test(wrong_devices_are_refused),
         cmocka_unit_test(the_budget_is_a_part_of_that_device),
         cmocka_unit_test(a_wrap_that_fails_changes_no_time),
