@@ -4019,6 +4019,7 @@ typedef struct msi_bench {
     const ms_backend *backend;
     const ms_allocator *allocator;
     void *state, *device, *workspace, *host;
+    bool is_open; // the state, which may be NULL
     uint64_t device_bytes, host_bytes;
     uint64_t copy_bytes; // of a copy inside device memory
     uint32_t turn;       // number of calls: successive copies use different parts of memory
@@ -4048,7 +4049,7 @@ static double msi_bench_calls_us(msi_bench *t, msi_timed what, int calls) {
     for (int i = 0; i < calls && !t->error; i++) {
         t->error = msi_bench_call(t, what);
     }
-    if (t->backend->is_asynchronous && t->state) {
+    if (t->backend->is_asynchronous) {
         const int error = t->backend->synchronize(t->state);
         t->error = t->error ? t->error : error;
     }
@@ -4157,21 +4158,18 @@ static bool msi_bench_open(msi_bench *t, bool tf32) {
     prepare.workspace = t->workspace;
     prepare.workspace_bytes = b->workspace_bytes;
     t->state = b->user;
-    if (b->open && b->open(b->user, &open, &t->state) != 0) {
-        t->state = NULL;
-        return false;
-    }
-    return !b->prepare || b->prepare(t->state, &prepare) == 0;
+    t->is_open = !b->open || b->open(b->user, &open, &t->state) == 0;
+    return t->is_open && (!b->prepare || b->prepare(t->state, &prepare) == 0);
 }
 
 static void msi_bench_close(msi_bench *t) {
-    if (t->backend->is_asynchronous && t->state) {
+    if (t->is_open && t->backend->is_asynchronous) {
         (void)t->backend->synchronize(t->state);
     }
-    if (t->backend->close && t->state) {
+    if (t->is_open && t->backend->close) {
         t->backend->close(t->state);
     }
-    t->state = NULL;
+    t->is_open = false;
 }
 
 static void msi_set_speed(double *speed, double amount, double us) {

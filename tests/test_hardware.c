@@ -568,6 +568,74 @@ static void speeds_stay_as_stated_without_memory(void **state) {
     assert_int_equal(heap.live_count, 0);
 }
 
+/* A device that only enqueues, of a backend whose functions all receive NULL. */
+static slow *queued;
+static double queued_us;
+
+static int queued_fill_f32(void *state, void *device, float value, uint64_t count) {
+    (void)device, (void)value, (void)count;
+    assert_null(state);
+    queued_us += queued->launch_us;
+    return 0;
+}
+
+static int queued_gemm(void *state, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
+                       const ms_matrix *c) {
+    const double before = played_us;
+    assert_null(state);
+    const int error = slow_gemm(queued, alpha, a, b, beta, c);
+    queued_us += played_us - before;
+    played_us = before;
+    return error;
+}
+
+static int queued_synchronize(void *state) {
+    assert_null(state);
+    spin(queued_us);
+    queued_us = 0.0;
+    return 0;
+}
+
+static int queued_record(void *state, ms_stream_kind stream, uint32_t event) {
+    (void)state, (void)stream, (void)event;
+    return 0;
+}
+
+static int queued_wait_on_host(void *state, uint32_t event) {
+    (void)event;
+    return queued_synchronize(state);
+}
+
+static void queued_hardware(void *user, ms_hardware *hardware) {
+    assert_null(user);
+    *hardware = queued->stated;
+}
+
+static void a_device_that_enqueues_is_waited_for(void **state) {
+    (void)state;
+    slow s;
+    ms_model *m;
+    ms_hardware hardware;
+    ms_config config = t_config();
+    (void)slow_backend(&s);
+    queued = &s;
+    config.backend = ms_backend_cpu();
+    config.backend.is_asynchronous = true;
+    config.backend.hardware = queued_hardware;
+    config.backend.fill_f32 = queued_fill_f32;
+    config.backend.gemm = queued_gemm;
+    config.backend.synchronize = queued_synchronize;
+    config.backend.record = config.backend.wait = queued_record;
+    config.backend.wait_on_host = queued_wait_on_host;
+    config.dry_run = true;
+    t_ok(NULL, ms_create(&config, &m));
+    t_ok(m, ms_hardware_report(m, &hardware));
+    assert_true(hardware.is_measured);
+    expect_speed(hardware.launch_us, 20.0);
+    expect_speed(hardware.f32_tflops, 0.1);
+    ms_destroy(m);
+}
+
 static void a_device_that_fails_is_an_error(void **state) {
     (void)state;
     slow s;
@@ -833,6 +901,7 @@ int main(void) {
         cmocka_unit_test(a_slow_device_is_not_waited_for),
         cmocka_unit_test(a_dry_run_measures_too),
         cmocka_unit_test(speeds_stay_as_stated_without_memory),
+        cmocka_unit_test(a_device_that_enqueues_is_waited_for),
         cmocka_unit_test(a_device_that_fails_is_an_error),
         cmocka_unit_test(every_call_fails_once),
         cmocka_unit_test(the_cpu_is_measured),
