@@ -17937,8 +17937,9 @@ static void msi_print_summary(const msi_printer *out, const ms_memory_report *r)
               (unsigned)r->layer_count, (unsigned)r->instruction_count,
               (unsigned)r->recompute_count, 100.0 * r->recompute_share);
     msi_print(out, "updates %s backward\n", r->early_update ? "inside" : "after");
-    msi_print(out, "at the peak, instruction %u (%s):", (unsigned)r->peak_instruction,
-              r->peak_layer);
+    msi_print(out, "at the peak, instruction %u (", (unsigned)r->peak_instruction);
+    msi_print_name(out, r->peak_layer, 0);
+    msi_print(out, "):");
     for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
         if (r->peak_bytes[c]) {
             msi_print(out, "  %s %s", ms_category_name((ms_category)c),

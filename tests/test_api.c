@@ -1481,6 +1481,36 @@ static void gemm_refuses_what_does_not_match(void **state) {
 // ------------------------------------------------------------------------------------------------
 // listings
 
+/* The line of the peak is whole, however long the name of its layer. */
+static void long_names_cut_no_line(void **state) {
+    (void)state;
+    char name[400], expected[440];
+    memset(name, 'n', sizeof name - 1);
+    name[sizeof name - 1] = 0;
+    snprintf(expected, sizeof expected, "(%s):", name);
+    t_op ops[2];
+    t_text text = {NULL, 0};
+    const ms_config config = t_config();
+    ms_model *m;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    const ms_shape shape = ms_shape2(4, 4);
+    memset(ops, 0, sizeof ops);
+    ms_layer_desc d = t_layer(&ops[0], T_AFFINE, name, ms_input(m, "x", MS_DTYPE_F32, shape),
+                              ms_activation(m, "y", MS_DTYPE_F32, shape));
+    d.param[0] = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(4));
+    d.param[1] = ms_param(m, "q", MS_DTYPE_F32, ms_shape1(4));
+    ms_register_layer(m, &d);
+    d = t_layer(&ops[1], T_LOSS, name, d.out[0],
+                ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(4)));
+    ms_register_layer(m, &d);
+    ms_set_loss(m, d.out[0]);
+    t_ok(m, ms_wrap(m));
+    t_ok(m, ms_print_plan(m, t_append, &text));
+    t_text_has(text.data, expected);
+    free(text.data);
+    ms_destroy(m);
+}
+
 static void ignore_lifetime(const ms_lifetime *l, void *user) {
     (void)l, (void)user;
 }
@@ -2231,6 +2261,7 @@ int main(void) {
         cmocka_unit_test(gemm_against_float64),
         cmocka_unit_test(gemm_refuses_what_does_not_match),
         cmocka_unit_test(the_plan_is_printed),
+        cmocka_unit_test(long_names_cut_no_line),
         cmocka_unit_test(a_param_may_stand_in_many_slots),
         cmocka_unit_test(the_loss_is_never_overwritten),
         cmocka_unit_test(sizes_never_wrap),
