@@ -1400,18 +1400,18 @@ MEMSCALE_API_CHECKED ms_result ms_visit_decisions(const ms_model *model, ms_deci
 /* Runs forward and backward by the plain plan and by the present plan, both from the present values
    and inputs, with the seed of the next step (with accumulation, one micro-batch) and no update,
    and compares the gradients of all trained params and the buffers that layers change. Afterwards
-   visit (may be NULL) receives each of them, in the order of registration; it may call any function
-   of the model except ms_destroy. If all bits are equal, the plan changes nothing. Memory that a
-   callback is to write holds poison, which also exposes a layer that reads what nobody has written;
-   only ms_config.debug finds a mistake that both passes make. A loss that is not finite is compared
-   like any other. Borrowed gradients and buffers are used where they are: each pass begins with
-   the values that they hold, which are put back bit for bit in the end. Even after an error the
-   model is as before: values, readable gradients and outputs, counts, recordings. (A backend that
-   fails twice in a row can leave borrowed memory changed, and in debug mode garbage in params; the
-   model is then marked failed.) Temporary memory: on the device one allocation beside the arena,
-   for the transient values and gradients of the plain plan and a copy of changing buffers; on the
-   host a copy of these gradients and buffers, one more of buffers that stay there and of what is
-   borrowed, two programs and 1 MiB (in debug mode also what that takes).
+   visit (may be NULL) receives each of them, in the order of registration. If all bits are equal,
+   the plan changes nothing. Memory that a callback is to write holds poison, which also exposes a
+   layer that reads what nobody has written; only ms_config.debug finds a mistake that both passes
+   make. A loss that is not finite is compared like any other. Borrowed gradients and buffers are
+   used where they are: each pass begins with the values that they hold, which are put back bit for
+   bit in the end. Even after an error the model is as before: values, readable gradients and
+   outputs, counts, recordings. (A backend that fails twice in a row can leave borrowed memory
+   changed, and in debug mode garbage in params; the model is then marked failed.) Temporary memory:
+   on the device one allocation beside the arena, for the transient values and gradients of the
+   plain plan and a copy of changing buffers; on the host a copy of these gradients and buffers, one
+   more of buffers that stay there and of what is borrowed, two programs and 1 MiB (in debug mode
+   also what that takes).
    Stream: waits. Errors: as ms_step except NONFINITE; OUT_OF_MEMORY; ORDER (not wrapped; a step is
    under way; a setting waits for the next ms_wrap). *report is zeroed then, visit is not called. */
 MEMSCALE_API_CHECKED ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
@@ -1422,7 +1422,8 @@ MEMSCALE_API_CHECKED ms_result ms_verify(ms_model *model, ms_difference_fn visit
    first in what it reads of inputs, params and buffers, then in what it makes. Stops at the first;
    ms_last_error has it as text then, though the result is OK. Call it after MS_RESULT_NONFINITE. In
    debug mode each step does the same: the first is logged as a warning and told by the error. The
-   model is as before. Memory, stream and errors: as ms_verify. */
+   model is as before. Memory: as ms_verify, for one pass, and without a copy of its results.
+   Stream and errors: as ms_verify. */
 MEMSCALE_API_CHECKED ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found);
 
 /* Calls visit for the events of a program, in the order in which they are enqueued. A framework
@@ -13409,55 +13410,14 @@ static const char *msi_product_fault(const ms_matrix *a, const ms_matrix *b, con
     if (k != (b->transposed ? b->cols : b->rows) || m != c->rows || n != c->cols || c->transposed) {
         return "the shapes do not match";
     }
-    const bool apart = c->batch_stride >= (c->rows - 1) * c->stride + c->cols;
-    const bool side_by_side =
-        c->batch_stride >= c->cols && (c->batch_count - 1) * c->batch_stride + c->cols <= c->stride;
-    return c->batch_count > 1 && !apart && !side_by_side ? "the matrices of c overlap" : NULL;
-}
-
-/* Whether an element has the bits of a NaN or an infinity. */
-static bool msi_is_nonfinite(const void *data, ms_dtype dtype, uint64_t i, bool *nan) {
-    const int mantissa = dtype == MS_DTYPE_F32    ? 23
-                         : dtype == MS_DTYPE_F16  ? 10
-                         : dtype == MS_DTYPE_BF16 ? 7
-                                                  : 52;
-    const uint64_t size = ms_dtype_bytes(dtype);
-    uint64_t bits = 0;
-    uint32_t word = 0;
-    uint16_t half = 0;
-    const uint8_t *at = (const uint8_t *)data + i * size;
-    if (size == 8) {
-        memcpy(&bits, at, 8);
-    } else if (size == 4) {
-        memcpy(&word, at, 4);
-    } else {
-        memcpy(&half, at, 2);
+    if (c->batch_count == 1) {
+        return NULL;
     }
-    bits |= (uint64_t)word | half;
-    const uint64_t sign = (uint64_t)1 << (size * 8 - 1),
-                   exponent = sign - ((uint64_t)1 << mantissa);
-    *nan = (bits & (((uint64_t)1 << mantissa) - 1)) != 0;
-    return (bits & exponent) == exponent;
-}
-
-/* Counts what is not finite in a piece of a value, whose first element has this number. Words with
-   all bits set are poison that nobody has written over, if `poisoned`. */
-static void msi_scan_piece(ms_nonfinite *n, const void *data, ms_dtype dtype, uint64_t count,
-                           uint64_t first, bool poisoned) {
-    const bool scanned = dtype == MS_DTYPE_F32 || dtype == MS_DTYPE_F64 || dtype == MS_DTYPE_F16 ||
-                         dtype == MS_DTYPE_BF16;
-    for (uint64_t i = 0; i < count && scanned; i++) {
-        bool nan;
-        uint32_t word = 0;
-        memcpy(&word, (const uint8_t *)data + i * ms_dtype_bytes(dtype),
-               dtype == MS_DTYPE_F32 ? 4u : 0u);
-        if (!msi_is_nonfinite(data, dtype, i, &nan) || (poisoned && word == UINT32_MAX)) {
-            continue;
-        }
-        n->is_nan = n->count == 0 ? nan : n->is_nan;
-        n->element = n->count == 0 ? first + i : n->element;
-        n->count++;
-    }
+    const double extent = (double)(c->rows - 1) * (double)c->stride + (double)c->cols;
+    const double row = (double)(c->batch_count - 1) * (double)c->batch_stride + (double)c->cols;
+    const bool apart = (double)c->batch_stride >= extent;
+    const bool side_by_side = c->batch_stride >= c->cols && row <= (double)c->stride;
+    return apart || side_by_side ? NULL : "the matrices of c overlap";
 }
 
 static bool msi_is_castable(ms_dtype dtype) {
@@ -13662,6 +13622,34 @@ static ms_result msi_shadow_all(ms_model *m, bool restore) {
 
 static bool msi_is_filled_with(const uint8_t *data, uint64_t bytes, uint8_t value) {
     return bytes == 0 || (data[0] == value && memcmp(data, data + 1, (size_t)bytes - 1) == 0);
+}
+
+/* Element i as a number. */
+static double msi_number(const void *data, ms_dtype dtype, uint64_t i) {
+    return dtype == MS_DTYPE_F64   ? ((const double *)data)[i]
+           : dtype == MS_DTYPE_I64 ? (double)((const int64_t *)data)[i]
+           : dtype == MS_DTYPE_I32 ? (double)((const int32_t *)data)[i]
+           : dtype == MS_DTYPE_I16 ? (double)((const int16_t *)data)[i]
+           : dtype == MS_DTYPE_I8  ? (double)((const int8_t *)data)[i]
+           : dtype == MS_DTYPE_U8  ? (double)((const uint8_t *)data)[i]
+                                   : (double)msi_load(data, dtype, i); // F32, F16, BF16
+}
+
+/* Counts what is not finite in a piece of a value, whose first element has this number. Elements
+   with all bits set are poison that nobody has written over, if `poisoned`. */
+static void msi_scan_piece(ms_nonfinite *n, const uint8_t *data, ms_dtype dtype, uint64_t count,
+                           uint64_t first, bool poisoned) {
+    const uint64_t size = ms_dtype_bytes(dtype);
+    for (uint64_t i = 0; i < count && msi_is_float(dtype); i++) {
+        const double x = msi_number(data, dtype, i);
+        if (msi_is_finite(x) ||
+            (poisoned && msi_is_filled_with(data + i * size, size, MSI_POISON_LAST))) {
+            continue;
+        }
+        n->is_nan = n->count == 0 ? msi_is_nan(x) : n->is_nan;
+        n->element = n->count == 0 ? first + i : n->element;
+        n->count++;
+    }
 }
 
 /* Whether memory is still poison. The scene serves as a buffer. */
@@ -16388,7 +16376,9 @@ static const uint64_t MSI_PIECE_BYTES = 1u << 20; // compared at a time
 
 typedef struct msi_verification {
     ms_model *model;
-    msi_run before; // of the model, to be put back
+    const char *function; // that runs the passes, for texts
+    bool compares;        // the results of two passes
+    msi_run before;       // of the model, to be put back
     msi_store *store;
     msi_plan *plans[MSI_PASS_COUNT];
     /* Per tensor that is compared its live range: of a param the gradient, of a buffer the value.
@@ -16404,7 +16394,8 @@ typedef struct msi_verification {
     double loss[MSI_PASS_COUNT];
 } msi_verification;
 
-/* Marks the params that learn and the buffers that layers change, and allocates for the results.
+/* Marks the params that learn and the buffers that layers change, and allocates for the results
+   that are compared, and a piece.
    The live ranges of gradients are known only when a pass has been lowered. */
 static ms_result msi_choose_compared(msi_verification *v) {
     const ms_model *m = v->model;
@@ -16421,8 +16412,8 @@ static ms_result msi_choose_compared(msi_verification *v) {
     }
     for (uint32_t t = 0; v->range_of && t < g->tensors.count; t++) {
         if (v->range_of[t] != MSI_NONE) {
-            v->count++;
-            v->result_bytes += msi_align(g->tensors.items[t].bytes);
+            v->count += v->compares;
+            v->result_bytes += v->compares ? msi_align(g->tensors.items[t].bytes) : 0;
         }
     }
     v->results = (uint8_t *)msi_alloc(a, v->result_bytes + MSI_PIECE_BYTES);
@@ -16430,7 +16421,7 @@ static ms_result msi_choose_compared(msi_verification *v) {
         (ms_difference *)msi_alloc_zeroed(a, (v->count + 1ull) * sizeof(ms_difference));
     return v->range_of && v->results && v->differences
                ? MS_RESULT_OK
-               : msi_fail_memory(v->model, "the gradients of ms_verify",
+               : msi_fail_memory(v->model, "the results of a pass",
                                  v->result_bytes + MSI_PIECE_BYTES);
 }
 
@@ -16494,7 +16485,7 @@ static ms_result msi_save_borrowed(msi_verification *v) {
     v->saved = (uint8_t *)msi_alloc(&v->model->config.allocator, v->saved_bytes);
     if (!v->saved) {
         return msi_fail_memory(
-            v->model, "the copy of borrowed gradients and buffers that ms_verify puts back",
+            v->model, "the copy of borrowed gradients and buffers that is put back after a pass",
             v->saved_bytes);
     }
     const ms_result result = msi_move_saved(v, false);
@@ -16513,7 +16504,7 @@ static ms_result msi_make_pass(msi_verification *v, int pass) {
     none.kind = MS_OPTIMIZER_NONE;
     none.grad_clip_norm = 0.0f;
     if (!plan || !msi_lowering_init(&w, &m->graph, v->store, &none, a)) {
-        return msi_fail_memory(m, "a plan of ms_verify", msi_lowering_bytes(&m->graph));
+        return msi_fail_memory(m, "the plan of a pass", msi_lowering_bytes(&m->graph));
     }
     msi_decide_plain(&m->graph, plan->decisions);
     for (uint32_t t = 0; t < m->graph.tensors.count && pass == MSI_PASS_WRAPPED; t++) {
@@ -16530,7 +16521,7 @@ static ms_result msi_make_pass(msi_verification *v, int pass) {
     if (p->out_of_memory || !msi_make_blocks(a, p, v->store->residents.count) ||
         msi_layout(a, p->blocks.items, p->blocks.count, MSI_LAYOUT_EFFORT, &p->height) !=
             MS_RESULT_OK) {
-        return msi_fail_memory(m, "a program of ms_verify", p->ranges.count * sizeof(msi_range));
+        return msi_fail_memory(m, "the program of a pass", p->ranges.count * sizeof(msi_range));
     }
     msi_resolve(v->store, p);
     v->store->transient_bytes = msi_max_u64(v->store->transient_bytes, p->height);
@@ -16545,9 +16536,9 @@ static ms_result msi_enter_store(msi_verification *v) {
     const ms_result result = msi_alloc_store(m, store);
     if (result == MS_RESULT_OUT_OF_MEMORY && !store->memory) {
         return msi_fail(m, result,
-                        "ms_verify: a plain pass takes %s besides the arena, which backend %s does "
-                        "not have: verify with a smaller batch, or free what else is on the device",
-                        msi_size(store->resident_bytes + store->transient_bytes).text,
+                        "%s: a pass takes %s besides the arena, which backend %s does not have: "
+                        "call it with a smaller batch, or free what else is on the device",
+                        v->function, msi_size(store->resident_bytes + store->transient_bytes).text,
                         m->config.backend.name);
     }
     if (result != MS_RESULT_OK) {
@@ -16609,17 +16600,6 @@ static ms_result msi_run_poisoned(ms_model *m, uint32_t end, uint8_t poison) {
         MSI_THEN(result, msi_run_to(m, m->run.position + 1));
     }
     return result;
-}
-
-/* Element i as a number. */
-static double msi_number(const void *data, ms_dtype dtype, uint64_t i) {
-    return dtype == MS_DTYPE_F64   ? ((const double *)data)[i]
-           : dtype == MS_DTYPE_I64 ? (double)((const int64_t *)data)[i]
-           : dtype == MS_DTYPE_I32 ? (double)((const int32_t *)data)[i]
-           : dtype == MS_DTYPE_I16 ? (double)((const int16_t *)data)[i]
-           : dtype == MS_DTYPE_I8  ? (double)((const int8_t *)data)[i]
-           : dtype == MS_DTYPE_U8  ? (double)((const uint8_t *)data)[i]
-                                   : (double)msi_load(data, dtype, i); // F32, F16, BF16
 }
 
 static void msi_raise_to(double *most, double x) {
@@ -16744,9 +16724,12 @@ static ms_result msi_leave_store(msi_verification *v) {
     return result;
 }
 
-static ms_result msi_begin_verification(msi_verification *v, ms_model *m) {
+static ms_result msi_begin_verification(msi_verification *v, ms_model *m, const char *function,
+                                        bool compares) {
     memset(v, 0, sizeof *v);
     v->model = m;
+    v->function = function;
+    v->compares = compares;
     v->before = m->run;
     m->run.timing = NULL; // passes are not steps
     const ms_result result = msi_choose_compared(v);
@@ -16837,7 +16820,7 @@ static ms_result msi_run_scanned(msi_verification *v, ms_nonfinite *n) {
 
 static ms_result msi_find_nonfinite(ms_model *m, ms_nonfinite *found) {
     msi_verification v;
-    ms_result result = msi_begin_verification(&v, m);
+    ms_result result = msi_begin_verification(&v, m, "ms_find_nonfinite", false);
     MSI_THEN(result, msi_make_pass(&v, MSI_PASS_WRAPPED));
     MSI_THEN(result, msi_save_borrowed(&v));
     MSI_THEN(result, msi_enter_store(&v));
@@ -16886,7 +16869,7 @@ static ms_result msi_check_verifiable(ms_model *m, const char *function) {
 static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
                             ms_verify_report *report) {
     msi_verification v;
-    ms_result result = msi_begin_verification(&v, m);
+    ms_result result = msi_begin_verification(&v, m, "ms_verify", true);
     MSI_THEN(result, msi_make_pass(&v, MSI_PASS_PLAIN));
     MSI_THEN(result, msi_make_pass(&v, MSI_PASS_WRAPPED));
     MSI_THEN(result, msi_save_borrowed(&v));
@@ -16896,7 +16879,9 @@ static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
     const ms_result left = msi_leave_store(&v);
     result = left != MS_RESULT_OK ? left : result;
     if (result == MS_RESULT_OK) {
+        const char *outer = msi_enter(m, v.function);
         msi_report_differences(&v, visit, user, report);
+        msi_leave(m, outer);
     }
     msi_end_verification(&v);
     return result;

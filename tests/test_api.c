@@ -1473,6 +1473,12 @@ static void gemm_refuses_what_does_not_match(void **state) {
     wrong.dtype = MS_DTYPE_F64;
     t_error(m, ms_gemm(&call, 1.0f, wrong, b, 0.0f, c), MS_RESULT_UNSUPPORTED);
     assert_int_equal(ms_gemm(NULL, 1.0f, a, b, 0.0f, c), MS_RESULT_INVALID);
+    ms_matrix far = c; // products of its numbers are beyond 64 bits
+    far.stride = INT64_MAX / 2;
+    far.batch_count = 3;
+    far.batch_stride = INT64_MAX;
+    t_error(m, ms_gemm(&call, 1.0f, a, b, 0.0f, far), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(m), "the matrices of c overlap");
     ms_matrix twice = ms_transpose(ms_transpose(a));
     assert_true(twice.rows == a.rows && twice.cols == a.cols && !twice.transposed);
     ms_destroy(m);
@@ -1814,6 +1820,11 @@ static void disturbing_decision(const ms_decision *decision, void *user) {
     disturb((visitor *)user);
 }
 
+static void disturbing_difference(const ms_difference *difference, void *user) {
+    (void)difference;
+    disturb((visitor *)user);
+}
+
 /* Between the visits of a listing the plan may change; within them it may not. */
 static void disturbing_text(const char *text, size_t length, void *user) {
     visitor *v = (visitor *)user;
@@ -1845,8 +1856,9 @@ static uint32_t disturbing_policy(const ms_policy_args *args) {
 /* No callback can free the plan that its caller goes through. */
 static void visitors_cannot_change_the_plan(void **state) {
     (void)state;
-    for (int which = 0; which < 10; ++which) {
+    for (int which = 0; which < 11; ++which) {
         tiny t;
+        ms_verify_report verified;
         visitor v = {NULL, 0, false};
         ms_config config = t_config();
         config.log = which == 8 ? disturbing_log : NULL;
@@ -1858,6 +1870,7 @@ static void visitors_cannot_change_the_plan(void **state) {
         ms_model *m = v.model = t.model;
         ms_add_axis(m, "rows", 1, 2);
         t_ok(m, ms_wrap(m));
+        t_write_zeros(m);
         v.logs = true;
         const ms_result results[] = {
             which == 0 ? ms_visit_events(m, MS_PROGRAM_TRAIN, disturbing_event, &v) : MS_RESULT_OK,
@@ -1869,11 +1882,13 @@ static void visitors_cannot_change_the_plan(void **state) {
             which == 6 ? ms_profile_save(m, disturbing_text, &v) : MS_RESULT_OK,
             which == 7 ? ms_visit_lifetimes(m, MS_PROGRAM_TRAIN, disturbing_lifetime, &v)
                        : MS_RESULT_OK,
-            which >= 8 ? ms_wrap(m) : MS_RESULT_OK};
-        assert_int_equal(results[which < 8 ? which : 8], MS_RESULT_OK);
+            which == 8 || which == 9 ? ms_wrap(m) : MS_RESULT_OK,
+            which == 10 ? ms_verify(m, disturbing_difference, &v, &verified) : MS_RESULT_OK};
+        for (size_t i = 0; i < sizeof results / sizeof results[0]; ++i) {
+            assert_int_equal(results[i], MS_RESULT_OK);
+        }
         assert_true(v.calls > 0);
         v.logs = false;
-        t_write_zeros(m);
         t_ok(m, ms_step(m, NULL)); // afterwards all is allowed again
         t_ok(m, ms_wrap(m));
         ms_destroy(m);

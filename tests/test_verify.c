@@ -870,6 +870,7 @@ static void memory_is_given_back(void **state) {
     t_device device;
     ms_memory_report sizes;
     ms_verify_report report;
+    ms_nonfinite found;
     ms_optimizer_desc none;
     memset(&none, 0, sizeof none);
     none.kind = MS_OPTIMIZER_NONE;
@@ -894,26 +895,47 @@ static void memory_is_given_back(void **state) {
     assert_int_equal(device.allocations, allocations + 1);
     assert_int_equal(last_bytes, sizes.arena_bytes - WEIGHT_BYTES - T_CHAIN_INPUT * 4);
     assert_int_equal(heap.largest_bytes, WEIGHT_BYTES + (1 << 20));
+    heap.largest_bytes = 0;
+    t_ok(chain.model, ms_find_nonfinite(chain.model, &found)); // which compares no gradients
+    assert_int_equal(heap.largest_bytes, 1 << 20);
     assert_int_equal(device.live_count, 1);
     assert_true(heap.live_bytes == before.live_bytes && heap.live_count == before.live_count);
     assert_true(heap.wrong_releases == 0 && device.wrong_releases == 0);
     ms_destroy(chain.model);
 }
 
-/* What is missing is named. */
+/* What is missing is named, and the function that needs it. */
 static void too_little_memory_is_told(void **state) {
     (void)state;
-    t_chain chain;
-    t_device device;
-    ms_verify_report report;
-    ms_config config = t_config();
-    config.backend = t_device_backend(&device);
-    t_chain_start(&chain, &config, 3);
-    device.fail_at = device.calls + 1;
-    t_error(chain.model, ms_verify(chain.model, NULL, NULL, &report), MS_RESULT_OUT_OF_MEMORY);
-    t_text_has(ms_last_error(chain.model), "smaller batch");
-    t_ok(chain.model, ms_verify(chain.model, NULL, NULL, &report));
-    ms_destroy(chain.model);
+    for (int which = 0; which < 2; ++which) {
+        t_chain chain;
+        t_heap heap;
+        t_device device;
+        ms_verify_report report;
+        ms_nonfinite found;
+        const char *function = which == 0 ? "ms_verify: " : "ms_find_nonfinite: ";
+        ms_config config = t_config();
+        memset(&heap, 0, sizeof heap);
+        config.backend = t_device_backend(&device);
+        config.allocator = t_heap_allocator(&heap);
+        t_chain_start(&chain, &config, 3);
+        ms_model *m = chain.model;
+        device.fail_at = device.calls + 1;
+        for (uint64_t at = 1;; ++at) { // of the device, then each of the host
+            const ms_result result =
+                which == 0 ? ms_verify(m, NULL, NULL, &report) : ms_find_nonfinite(m, &found);
+            if (result == MS_RESULT_OK) {
+                break;
+            }
+            assert_int_equal(result, MS_RESULT_OUT_OF_MEMORY);
+            t_text_has(ms_last_error(m), at == 1 ? function : "");
+            t_text_has(ms_last_error(m), at == 1 ? "smaller batch" : "");
+            assert_true(which == 0 || strstr(ms_last_error(m), "ms_verify") == NULL);
+            heap.fail_at = heap.calls + at;
+            assert_true(at < 1000);
+        }
+        ms_destroy(m);
+    }
 }
 
 #endif
@@ -1114,6 +1136,81 @@ static void what_is_not_finite_is_found(void **state) {
     }
 }
 
+/* Debug mode's own poison, where nobody writes, is none of a layer's results, in any dtype; a NaN
+   that the layer does write is. */
+typedef struct padded {
+    ms_dtype dtype;
+    bool spoils;
+} padded;
+
+enum { PADDED = 8 };
+
+static int padded_forward(const ms_call *call) {
+    static const uint16_t nan16 = 0x7fff;
+    static const uint32_t nan32 = 0x7fc00000u;
+    static const uint64_t nan64 = (uint64_t)0x7ff8 << 48;
+    const padded *p = (const padded *)call->user;
+    const size_t size = (size_t)ms_dtype_bytes(p->dtype);
+    t_data(&call->out[0])[0] = 1.0f;
+    if (call->saved[0].data != NULL) {
+        uint8_t *to = (uint8_t *)call->saved[0].data;
+        memset(to, 0, 5 * size); // three elements are padding
+        if (p->spoils) {
+            memcpy(to + 3 * size,
+                   size == 2   ? (const void *)&nan16
+                   : size == 4 ? (const void *)&nan32
+                               : (const void *)&nan64,
+                   size);
+        }
+    }
+    return 0;
+}
+
+static int padded_backward(const ms_call *call) {
+    for (int i = 0; i < PADDED; ++i) {
+        t_contribute(&call->grad_param[0], i, 1.0f);
+    }
+    return 0;
+}
+
+static void padding_is_not_found(void **state) {
+    (void)state;
+    static const ms_dtype dtypes[] = {MS_DTYPE_F32, MS_DTYPE_F64, MS_DTYPE_F16, MS_DTYPE_BF16};
+    for (size_t k = 0; k < sizeof dtypes / sizeof dtypes[0]; ++k) {
+        ms_model *m;
+        ms_nonfinite found;
+        ms_layer_desc d;
+        padded p = {dtypes[k], false};
+        ms_config config = t_config();
+        config.debug = true;
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        memset(&d, 0, sizeof d);
+        d.name = "padded";
+        d.forward = padded_forward;
+        d.backward = padded_backward;
+        d.backward_reads.saved = 1;
+        d.user = &p;
+        d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape1(PADDED));
+        d.saved[0] = ms_saved(m, "padding", p.dtype, ms_shape1(PADDED));
+        d.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(1));
+        ms_register_layer(m, &d);
+        ms_set_loss(m, d.out[0]);
+        t_ok(m, ms_wrap(m));
+        t_write_zeros(m);
+        t_ok(m, ms_find_nonfinite(m, &found));
+        assert_int_equal(found.layer.id, 0);
+        t_ok(m, ms_step(m, NULL));
+        assert_int_equal(m->run.nonfinite.count, 0);
+        p.spoils = true;
+        t_ok(m, ms_find_nonfinite(m, &found));
+        assert_int_equal(found.tensor.id, d.saved[0].id);
+        assert_true(found.is_nan && found.element == 3 && found.count == 1);
+        t_ok(m, ms_step(m, NULL));
+        assert_true(m->run.nonfinite.element == 3 && m->run.nonfinite.count == 1);
+        ms_destroy(m);
+    }
+}
+
 /* What a step without a loss has left behind is told, as by any other call. */
 static void an_earlier_step_is_reported(void **state) {
     (void)state;
@@ -1153,6 +1250,7 @@ int main(void) {
         cmocka_unit_test(lent_memory_is_used_and_put_back),
         cmocka_unit_test(what_is_refused),
         cmocka_unit_test(what_is_not_finite_is_found),
+        cmocka_unit_test(padding_is_not_found),
         cmocka_unit_test(an_earlier_step_is_reported),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
