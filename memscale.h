@@ -2413,6 +2413,7 @@ typedef struct msi_tensor {
     bool must_stay;        // nothing can bring it back
     bool serves_recompute; // the recompute callback of its layer reads it
     bool leads_to_loss;
+    uint32_t last_use;      // the last layer that reads it in forward, or its producer
     uint32_t last_reader;   // the last layer to run backward whose backward reads the value
     uint32_t last_gradient; // the last layer to run backward that contributes to its gradient
     /* Per role: the trainer's memory, or a copy of what was written before ms_wrap. */
@@ -4956,6 +4957,7 @@ static void msi_analyze(msi_graph *g) {
         t->updates_early =
             t->wants_gradient && t->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_OFF;
         t->last_reader = t->last_gradient = MSI_NONE;
+        t->last_use = t->producer;
         t->leads_to_loss = i == g->loss;
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
@@ -4963,6 +4965,9 @@ static void msi_analyze(msi_graph *g) {
         const bool wanted = msi_any_wants(g, l, MSI_GROUP_IN, MS_ALL_SLOTS) ||
                             msi_any_wants(g, l, MSI_GROUP_PARAM, MS_ALL_SLOTS);
         l->ends_in_loss = msi_any_wants(g, l, MSI_GROUP_IN, l->grads_in_forward);
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            g->tensors.items[in.tensor].last_use = i;
+        }
         for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
             msi_tensor *t = &g->tensors.items[out.tensor];
             t->wants_gradient = wanted && l->differentiable && !l->grads_in_forward &&
@@ -8268,12 +8273,6 @@ typedef struct msi_skyline {
    many, one that is within 1 %. */
 enum { MSI_LAYOUT_MANY = 4096 };
 
-/* The place of a block, in memory and in time. */
-typedef struct msi_stretch {
-    uint64_t low, high;
-    uint32_t first, last;
-} msi_stretch;
-
 /* Two stacks of blocks, one standing on the ground and one hanging from the bound, and what finds a
    gap between them. The trees have a leaf for each block in use. "Before" and "after" are the sides
    of the peak: [0] and [1]. */
@@ -8290,8 +8289,8 @@ typedef struct msi_stacks {
     uint32_t *rest;      // tree over starts: when a block of the rest that lives briefly ends, or 0
     uint32_t *hung;      // per block: whether it hangs
     uint32_t leaves;
-    uint32_t long_span;        // what lives so long, of the rest, lives long
-    msi_stretch *stretches[3]; // what hangs before and after, and the rest that lives long; upwards
+    uint32_t long_span;     // what lives so long, of the rest, lives long
+    msi_spot *stretches[3]; // what hangs before and after, and the rest that lives long; upwards
     uint32_t stretch_count[3];
 } msi_stacks;
 
@@ -8333,6 +8332,10 @@ typedef enum msi_layout_order {
 
 static uint64_t msi_max_u64(uint64_t a, uint64_t b) {
     return a > b ? a : b;
+}
+
+static uint32_t msi_clamp(uint64_t value, uint32_t least, uint32_t most) {
+    return (uint32_t)msi_smaller(msi_max_u64(value, least), most);
 }
 
 /* Stable merge sort of indices by rising key. */
@@ -8578,6 +8581,27 @@ static uint32_t msi_layout_span(const msi_layout_work *w, uint32_t block) {
     return w->last[block] - w->first[block] + 1;
 }
 
+static bool msi_spot_meets(const msi_spot *a, uint32_t first, uint32_t last) {
+    return (a->first <= last) & (first <= a->last); // no branch: it would be unpredictable
+}
+
+static msi_spot msi_layout_spot(const msi_layout_work *w, uint32_t block, uint64_t low) {
+    uint64_t high = low + w->blocks[block].bytes;
+    msi_spot spot = {low, high, w->first[block], w->last[block], block, w->penalty[block]};
+    return spot;
+}
+
+/* Inserts a spot into a list that is sorted by low or by high. Returns its place there. */
+static uint32_t msi_spots_insert(msi_spot *spots, uint32_t count, msi_spot spot, bool by_high) {
+    uint64_t key = by_high ? spot.high : spot.low;
+    uint32_t i = count;
+    for (; i > 0 && (by_high ? spots[i - 1].high : spots[i - 1].low) > key; --i) {
+        spots[i] = spots[i - 1];
+    }
+    spots[i] = spot;
+    return i;
+}
+
 /* How layouts from the peak differ: the shortest span of a block that stands on the ground, whether
    blocks hang from the bound, and the order of the rest. */
 typedef struct msi_stacking {
@@ -8719,13 +8743,6 @@ static uint32_t msi_stacks_list_hung(msi_layout_work *w, uint32_t begin, uint32_
     return count;
 }
 
-static msi_stretch msi_layout_stretch(const msi_layout_work *w, uint32_t block) {
-    const uint64_t low = w->offset[block];
-    const msi_stretch stretch = {low, low + w->blocks[block].bytes, w->first[block],
-                                 w->last[block]};
-    return stretch;
-}
-
 /* Hangs blocks on one side of the peak: those that live when most of the rest does. One that
    would reach into the blocks that stand is left to be placed with the rest. */
 static void msi_stacks_hang(msi_layout_work *w, bool after) {
@@ -8745,11 +8762,12 @@ static void msi_stacks_hang(msi_layout_work *w, bool after) {
             s->stretch_count[after]++;
         }
     }
-    msi_stretch *stretch = s->stretches[after] + s->stretch_count[after];
+    msi_spot *stretch = s->stretches[after] + s->stretch_count[after];
     s->stretches[2] = stretch;
     for (uint32_t i = 0; i < count; i++) { // downwards
-        if (s->hung[w->waiting[i]]) {
-            *--stretch = msi_layout_stretch(w, w->waiting[i]);
+        const uint32_t block = w->waiting[i];
+        if (s->hung[block]) {
+            *--stretch = msi_layout_spot(w, block, w->offset[block]);
         }
     }
     for (uint32_t t = begin + 1; t < end && after; t++) {
@@ -8769,13 +8787,13 @@ typedef struct msi_gap {
 
 /* Passes what hangs on one side, or the rest that lives long. */
 static void msi_gap_pass_stretches(msi_layout_work *w, msi_gap *gap, uint32_t list) {
-    const msi_stretch *stretches = w->stacks.stretches[list];
+    const msi_spot *stretches = w->stacks.stretches[list];
     const uint32_t count = w->stacks.stretch_count[list], begin = gap->stretch[list];
     const uint32_t first = w->first[gap->block], last = w->last[gap->block];
     uint64_t low = gap->low;
     uint32_t i = begin;
     for (; i < count && stretches[i].low < low + gap->bytes; i++) {
-        const bool meets = (stretches[i].first <= last) & (first <= stretches[i].last);
+        const bool meets = msi_spot_meets(&stretches[i], first, last);
         low = meets ? msi_max_u64(low, stretches[i].high) : low;
     }
     gap->stretch[list] = i;
@@ -8915,11 +8933,8 @@ static void msi_stacks_put(msi_layout_work *w, uint32_t block, uint64_t low) {
         msi_tree_raise(s->rest, s->leaves, w->rank[block], w->last[block] + 1);
         return;
     }
-    uint32_t i = s->stretch_count[2]++;
-    for (; i > 0 && s->stretches[2][i - 1].low > low; i--) {
-        s->stretches[2][i] = s->stretches[2][i - 1];
-    }
-    s->stretches[2][i] = msi_layout_stretch(w, block);
+    const uint32_t i = msi_spots_insert(s->stretches[2], s->stretch_count[2]++,
+                                        msi_layout_spot(w, block, low), false);
     msi_layout_spend(w, s->stretch_count[2] - i);
 }
 
@@ -8953,26 +8968,6 @@ static uint64_t msi_layout_from_peak(msi_layout_work *w, const msi_stacking *how
         msi_layout_keep_best(w, height);
     }
     return limit;
-}
-
-static bool msi_spot_meets(const msi_spot *a, uint32_t first, uint32_t last) {
-    return (a->first <= last) & (first <= a->last); // no branch: it would be unpredictable
-}
-
-static msi_spot msi_layout_spot(const msi_layout_work *w, uint32_t block, uint64_t low) {
-    uint64_t high = low + w->blocks[block].bytes;
-    msi_spot spot = {low, high, w->first[block], w->last[block], block, w->penalty[block]};
-    return spot;
-}
-
-/* Inserts a spot into a list that is sorted by low or by high. */
-static void msi_spots_insert(msi_spot *spots, uint32_t count, msi_spot spot, bool by_high) {
-    uint64_t key = by_high ? spot.high : spot.low;
-    uint32_t i = count;
-    for (; i > 0 && (by_high ? spots[i - 1].high : spots[i - 1].low) > key; --i) {
-        spots[i] = spots[i - 1];
-    }
-    spots[i] = spot;
 }
 
 /* The lowest gap among the spots that holds a block. */
@@ -9406,7 +9401,7 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
         nodes *= 2;
     }
     const uint64_t lists = 4 * nodes + 6 * count + 1; // load has one more
-    const uint64_t words = lists + count * sizeof(msi_stretch) / sizeof(uint64_t);
+    const uint64_t words = lists + count * sizeof(msi_spot) / sizeof(uint64_t);
     for (uint32_t i = 0; memory && i < 4; i++) {
         *by_node[i] = memory + i * nodes;
     }
@@ -9418,7 +9413,7 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
     }
     if (memory) {
         msi_stacks_bind(&w->stacks, memory, nodes);
-        w->stacks.stretches[0] = (msi_stretch *)(void *)(memory + lists);
+        w->stacks.stretches[0] = (msi_spot *)(void *)(memory + lists);
         w->by_low = (msi_spot *)(void *)memory;
         w->by_high = w->by_low + count;
         w->best_order = w->ranks = w->waiting = w->starts;
@@ -9771,7 +9766,6 @@ typedef struct msi_scorer {
 typedef struct msi_score {
     uint64_t live_bytes; // largest sum of live bytes in training, residents included
     uint64_t bytes;      // the arena: UINT64_MAX before it is laid out
-    uint64_t host_bytes; // of values on the host
     double us;           // a step, simulated
 } msi_score;
 
@@ -9856,14 +9850,13 @@ static uint64_t msi_arena_of(const msi_store *store, const msi_program *train,
 
 /* Lowers, schedules and simulates, for live bytes and time. This takes less time than a layout. */
 static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *decisions) {
-    msi_score score = {UINT64_MAX, UINT64_MAX, 0, 1e300};
+    msi_score score = {UINT64_MAX, UINT64_MAX, 1e300};
     if (!msi_is_short(s)) {
         msi_lower_train(s->lowering, decisions, s->program);
         msi_complete(s, s->program);
     }
     if (!msi_is_short(s)) {
         score.live_bytes = s->store->resident_bytes + s->program->peak_bytes;
-        score.host_bytes = s->store->host_bytes;
         score.us = s->program->step_us;
     }
     return score;
@@ -9920,25 +9913,56 @@ static bool msi_may_be_best(const msi_search *s, const msi_score *score) {
     return !s->found || (score->live_bytes <= most && (!s->fits || score->us <= s->best_score.us));
 }
 
+/* Whether decisions come before others: the faster, then the smaller by live bytes, since
+   a layout that fits may have ended early. */
+static bool msi_is_faster(const msi_score *a, const msi_score *b) {
+    return a->us < b->us || (a->us <= b->us && a->live_bytes < b->live_bytes);
+}
+
 /* Keeps decisions that were laid out if they are better than the best so far: those that fit come
    first, the faster before the slower; then the others, the smaller before the larger. */
 static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
                         const msi_score *score) {
     const msi_score *best = &s->best_score;
     const bool fits = score->bytes <= s->budget;
-    /* By live bytes, since a layout that fits may have ended early. */
-    const bool faster =
-        score->us < best->us || (score->us <= best->us && score->live_bytes < best->live_bytes);
     const bool smaller =
         score->bytes < best->bytes || (score->bytes == best->bytes && score->us < best->us);
     if (!msi_is_short(s->scorer) &&
-        (!s->found || (fits && !s->fits) || (fits == s->fits && (fits ? faster : smaller)))) {
+        (!s->found || (fits && !s->fits) ||
+         (fits == s->fits && (fits ? msi_is_faster(score, best) : smaller)))) {
         s->found = true;
         s->fits = fits;
         s->best_score = *score;
         s->best_early = s->early;
         memcpy(s->best, decisions, s->scorer->graph->tensors.count * sizeof *decisions);
     }
+}
+
+/* Decisions on a list, which were estimated. */
+typedef struct msi_candidate {
+    msi_score score;
+    bool done; // they were laid out
+} msi_candidate;
+
+/* The candidate to lay out next: of those that may be the best, the fastest or, as long as none
+   fits, the smallest, after which few others may. MSI_NONE: there is none. */
+static uint32_t msi_next_candidate(const msi_search *s, const msi_candidate *list, uint32_t count) {
+    uint32_t best = MSI_NONE;
+    for (uint32_t k = 0; k < count && !msi_is_short(s->scorer); k++) {
+        const msi_score *a = &list[k].score, *b = &list[best == MSI_NONE ? k : best].score;
+        const bool better = s->fits ? msi_is_faster(a, b) : a->live_bytes < b->live_bytes;
+        const bool first = best == MSI_NONE || better;
+        best = first && !list[k].done && msi_may_be_best(s, a) ? k : best;
+    }
+    return best;
+}
+
+/* Lays out and proposes a candidate that was estimated last. */
+static void msi_propose_candidate(msi_search *s, msi_candidate *c,
+                                  const msi_tensor_decision *decisions, msi_score score) {
+    (void)msi_fits(s->scorer, &score, MSI_NO_BUDGET, s->enough);
+    msi_propose(s, decisions, &score);
+    c->done = true;
 }
 
 /* The values that a layer makes, outputs and then saved tensors:
@@ -10189,18 +10213,13 @@ static bool msi_greedy_init(msi_greedy *w, msi_search *search) {
     const msi_scorer *s = search->scorer;
     const msi_graph *g = s->graph;
     memset(w, 0, sizeof *w);
-    const uint32_t layers = 1 + g->layers.count, most = MSI_TRY_LIMIT, least = MSI_TRY_LEAST;
+    const uint32_t layers = 1 + g->layers.count;
     w->search = search;
     w->scorer = s;
     w->tries_left = MSI_LIST_WORK / layers;
-    w->try_limit = most * (uint64_t)1000 / layers < least ? least : most * 1000u / layers;
-    w->try_limit = w->try_limit < most ? w->try_limit : most;
-    w->batch_share = MSI_BATCH_SHARE;
-    if (layers > MSI_BATCH_LAYERS) {
-        const uint32_t share = (uint32_t)((uint64_t)MSI_BATCH_SHARE * MSI_BATCH_LAYERS / layers);
-        const uint32_t least_share = MSI_BATCH_LEAST;
-        w->batch_share = share > least_share ? share : least_share;
-    }
+    w->try_limit = msi_clamp(MSI_TRY_LIMIT * 1000u / layers, MSI_TRY_LEAST, MSI_TRY_LIMIT);
+    w->batch_share = msi_clamp((uint32_t)MSI_BATCH_SHARE * MSI_BATCH_LAYERS / layers,
+                               MSI_BATCH_LEAST, MSI_BATCH_SHARE);
     w->graph = g;
     w->started_bytes = (uint64_t *)msi_scratch(s, msi_greedy_bytes(g));
     if (!w->started_bytes) {
@@ -10298,12 +10317,10 @@ static void msi_add_move(msi_greedy *w, uint32_t member_count) {
     }
 }
 
-/* Whether a live range can be dropped, and is idle at the peak, between forward and backward. */
-static bool msi_is_move(const msi_greedy *w, const msi_range *range) {
-    const uint32_t peak = w->scorer->program->peak;
+/* Whether a live range is a value that is idle at the peak, between forward and backward. */
+static bool msi_is_idle_at_peak(const msi_program *p, const msi_range *range) {
     return range->role == MSI_ROLE_VALUE && range->idle_last != MSI_NONE &&
-           range->idle_first < peak && range->idle_last > peak &&
-           msi_is_droppable(w->graph, range->tensor);
+           range->idle_first < p->peak && range->idle_last > p->peak;
 }
 
 /* Adds the last members, saved tensors of a layer, as one move. One alone may be a move already. */
@@ -10326,7 +10343,7 @@ static void msi_list_moves(msi_greedy *w) {
     }
     for (uint32_t i = w->scorer->store->residents.count; i < p->ranges.count; i++) {
         const uint32_t tensor = p->ranges.items[i].tensor;
-        if (!msi_is_move(w, &p->ranges.items[i])) {
+        if (!msi_is_idle_at_peak(p, &p->ranges.items[i]) || !msi_is_droppable(g, tensor)) {
             continue;
         }
         const msi_tensor *t = &g->tensors.items[tensor];
@@ -10563,9 +10580,7 @@ typedef struct msi_segments {
     msi_search *search;
     const msi_graph *graph;
     msi_tensor_decision *decisions;
-    uint32_t *last_use;               // per tensor: the last layer that reads it
-    msi_score scores[MSI_CUTS];       // of each plan of the list
-    bool done[MSI_CUTS];              // it was laid out
+    msi_candidate list[MSI_CUTS];
     uint32_t segment_count[MSI_CUTS]; // of each plan
     uint32_t count;                   // of plans
 } msi_segments;
@@ -10576,31 +10591,17 @@ static msi_score msi_estimate_segments(const msi_segments *c, uint32_t number) {
     const uint32_t width = (g->layers.count + count - 1) / count;
     msi_decide_base(g, c->search->early, c->decisions);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const uint32_t from = g->tensors.items[t].producer;
-        const uint32_t to = c->last_use[t] > from ? c->last_use[t] : from;
-        const bool drops = msi_is_choice(g, t) && from / width == to / width;
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const bool drops =
+            msi_is_choice(g, t) && tensor->producer / width == tensor->last_use / width;
         c->decisions[t].pass = c->decisions[t].pass > 0 || drops;
     }
     return msi_search_estimate(c->search, c->decisions);
 }
 
-/* The plan of the list to lay out next: of those that may be the best, the fastest or, as long as
-   no plan fits, the smallest, after which few others may. MSI_CUTS: there is none. */
-static uint32_t msi_next_segments(const msi_segments *c) {
-    const bool fits = c->search->fits;
-    uint32_t best = MSI_CUTS;
-    for (uint32_t k = 0; k < c->count; k++) {
-        const msi_score *a = &c->scores[k], *b = &c->scores[best % MSI_CUTS];
-        const bool faster = a->us < b->us || (a->us <= b->us && a->live_bytes < b->live_bytes);
-        const bool first = best == MSI_CUTS || (fits ? faster : a->live_bytes < b->live_bytes);
-        best = !c->done[k] && msi_may_be_best(c->search, a) && first ? k : best;
-    }
-    return best;
-}
-
 static void msi_search_segments(msi_search *s) {
     const msi_graph *g = s->scorer->graph;
-    const uint64_t bytes = msi_decisions_bytes(g) + g->tensors.count * (uint64_t)sizeof(uint32_t);
+    const uint64_t bytes = msi_decisions_bytes(g);
     const uint32_t step = g->layers.count > MSI_BATCH_LAYERS ? 1 : 3;
     msi_segments c = MSI_ZERO_INIT;
     c.search = s;
@@ -10610,24 +10611,14 @@ static void msi_search_segments(msi_search *s) {
     if (!c.decisions) {
         return;
     }
-    c.last_use = (uint32_t *)(void *)(c.decisions + g->tensors.count);
-    for (uint32_t i = 0; i < g->layers.count; i++) {
-        for (MSI_EACH(in, g, &g->layers.items[i], MSI_GROUP_IN)) {
-            c.last_use[in.tensor] = i;
-        }
-    }
     for (uint32_t count = 2; count <= g->layers.count / 2 && c.count < MSI_CUTS;
          count += 1 + count / step) {
         c.segment_count[c.count] = count;
-        c.scores[c.count] = msi_estimate_segments(&c, c.count);
+        c.list[c.count].score = msi_estimate_segments(&c, c.count);
         c.count++;
     }
-    for (uint32_t k = msi_next_segments(&c); k < MSI_CUTS && !msi_is_short(s->scorer);
-         k = msi_next_segments(&c)) {
-        msi_score score = msi_estimate_segments(&c, k);
-        (void)msi_fits(s->scorer, &score, MSI_NO_BUDGET, s->enough);
-        msi_propose(s, c.decisions, &score);
-        c.done[k] = true;
+    for (uint32_t k; (k = msi_next_candidate(s, c.list, c.count)) != MSI_NONE;) {
+        msi_propose_candidate(s, &c.list[k], c.decisions, msi_estimate_segments(&c, k));
     }
     msi_release(s->scorer->allocator, c.decisions, bytes);
 }
@@ -10716,12 +10707,6 @@ typedef struct msi_way {
     float fastest_us;
 } msi_way;
 
-/* A point with too many live bytes for the budget. */
-typedef struct msi_unfit {
-    uint32_t number;
-    uint64_t live_bytes;
-} msi_unfit;
-
 typedef struct msi_chain {
     msi_search *search;
     const msi_scorer *scorer;
@@ -10753,8 +10738,8 @@ typedef struct msi_chain {
     float reach[MSI_CHAIN_WIDEST];              // the best time of the buckets up to this one
     msi_way ways[MSI_CHAIN_WAYS];
     msi_chain_stage stages[MSI_CHAIN_STAGES];
-    msi_unfit unfit[MSI_CHAIN_UNFIT]; // points that were met
-    uint32_t unfit_count;
+    msi_candidate unfit[MSI_CHAIN_UNFIT]; // points that were met with too many live bytes
+    uint32_t unfit_number[MSI_CHAIN_UNFIT], unfit_count;
 } msi_chain;
 
 /* What a way has for a subchain that is missing: it takes neither bytes nor time. */
@@ -10768,8 +10753,7 @@ static msi_subchain *msi_subchain_of(msi_chain *c, bool kept, uint32_t s, uint32
 /* Per layer: the values that can be dropped and pass from earlier layers to it or later ones. */
 typedef struct msi_crossings {
     uint64_t *count;
-    uint64_t *sum;      // of 1 + tensor, which names the tensor where there is one
-    uint32_t *last_use; // per tensor: the last layer that reads it in forward
+    uint64_t *sum; // of 1 + tensor, which names the tensor where there is one
 } msi_crossings;
 
 /* Adds a number to the elements from first to last: differences, to be summed. */
@@ -10781,16 +10765,11 @@ static void msi_add_range(uint64_t *differences, uint64_t first, uint64_t last, 
 }
 
 static void msi_find_crossings(const msi_crossings *x, const msi_graph *g) {
-    for (uint32_t i = 0; i < g->layers.count; i++) {
-        for (MSI_EACH(in, g, &g->layers.items[i], MSI_GROUP_IN)) {
-            x->last_use[in.tensor] = i;
-        }
-    }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
         if (tensor->kind == MSI_KIND_ACTIVATION && msi_is_droppable(g, t)) {
-            msi_add_range(x->count, tensor->producer + 1ull, x->last_use[t], 1);
-            msi_add_range(x->sum, tensor->producer + 1ull, x->last_use[t], t + 1ull);
+            msi_add_range(x->count, tensor->producer + 1ull, tensor->last_use, 1);
+            msi_add_range(x->sum, tensor->producer + 1ull, tensor->last_use, t + 1ull);
         }
     }
     for (uint32_t i = 1; i < g->layers.count; i++) {
@@ -10844,13 +10823,11 @@ static void msi_cut_stages(msi_chain *c, const msi_crossings *x) {
 /* Finds the stages; without memory, none. */
 static void msi_find_stages(msi_chain *c) {
     const uint64_t layers = c->graph->layers.count + 1ull;
-    const uint64_t bytes =
-        layers * 2 * sizeof(uint64_t) + c->graph->tensors.count * (uint64_t)sizeof(uint32_t);
+    const uint64_t bytes = layers * 2 * sizeof(uint64_t);
     msi_crossings x;
     x.count = (uint64_t *)msi_scratch(c->scorer, bytes);
     if (x.count) {
         x.sum = x.count + layers;
-        x.last_use = (uint32_t *)(void *)(x.sum + layers);
         msi_find_crossings(&x, c->graph);
         msi_cut_stages(c, &x);
         msi_release(c->scorer->allocator, x.count, bytes);
@@ -11313,9 +11290,8 @@ static void msi_fill_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, u
 /* Subchains up to the end of the chain are few and part of every plan, so they get more points. */
 static void msi_fill_subchains(msi_chain *c) {
     const uint32_t n = c->count;
-    const uint64_t most = MSI_CHAIN_WORK / (1 + (uint64_t)n * n * n);
-    const uint32_t least = MSI_CHAIN_WIDTH, greatest = 512;
-    const uint32_t width = most < least ? least : most > greatest ? greatest : (uint32_t)most;
+    const uint32_t width =
+        msi_clamp(MSI_CHAIN_WORK / (1 + (uint64_t)n * n * n), MSI_CHAIN_WIDTH, 512);
     for (uint32_t length = 1; length <= n; length++) {
         for (uint32_t s = 0; s + length < n; s++) {
             msi_fill_subchain(c, true, s, s + length - 1, width);
@@ -11399,8 +11375,8 @@ static bool msi_try_point(msi_chain *c, uint32_t number, msi_score *score, uint6
     const bool fits = msi_fits(c->scorer, score, c->search->budget, 0);
     if (score->bytes == UINT64_MAX) {
         if (c->unfit_count < MSI_CHAIN_UNFIT) {
-            const msi_unfit unfit = {number, score->live_bytes};
-            c->unfit[c->unfit_count++] = unfit;
+            c->unfit_number[c->unfit_count] = number;
+            c->unfit[c->unfit_count++].score = *score;
         }
         return false;
     }
@@ -11414,20 +11390,11 @@ static bool msi_try_point(msi_chain *c, uint32_t number, msi_score *score, uint6
 /* Where no plan fits, lays out the points with too many live bytes, the fewest first: after one of
    these, few others may be the smallest. */
 static void msi_try_unfit(msi_chain *c) {
-    while (c->unfit_count > 0 && !c->search->fits && !msi_is_short(c->scorer)) {
-        msi_unfit *least = c->unfit;
-        for (uint32_t i = 1; i < c->unfit_count; i++) {
-            least = c->unfit[i].live_bytes < least->live_bytes ? &c->unfit[i] : least;
-        }
-        const uint32_t number = least->number;
-        msi_score score = {least->live_bytes, UINT64_MAX, 0, 0.0};
-        *least = c->unfit[--c->unfit_count];
-        if (!msi_may_be_best(c->search, &score)) {
-            return;
-        }
-        score = msi_estimate_point(c, number);
-        (void)msi_fits(c->scorer, &score, MSI_NO_BUDGET, 0);
-        msi_propose(c->search, c->decisions, &score);
+    msi_search *search = c->search;
+    for (uint32_t k;
+         !search->fits && (k = msi_next_candidate(search, c->unfit, c->unfit_count)) != MSI_NONE;) {
+        msi_propose_candidate(search, &c->unfit[k], c->decisions,
+                              msi_estimate_point(c, c->unfit_number[k]));
     }
 }
 
@@ -11569,9 +11536,6 @@ typedef struct msi_groups {
 
 typedef struct msi_tried {
     msi_groups groups;
-    uint64_t live_bytes;
-    double us;
-    bool done;     // it is laid out, or known to be no better than the best
     bool explored; // its neighbours have been tried
 } msi_tried;
 
@@ -11598,6 +11562,7 @@ typedef struct msi_exhaustive {
     uint32_t limit, count, tries_left;  // choices that may be tried, that were; tries
     uint32_t room;                      // for choices
     msi_tried *tried;
+    msi_candidate *list;         // the same choices
     uint32_t *index, index_mask; // a hash table of the choices that were tried, from 1 on
     msi_front by_bytes, by_crowd;
     double crowd_unit; // of bytes
@@ -11723,11 +11688,8 @@ static void msi_try_groups(msi_exhaustive *all, const msi_groups *groups) {
         return;
     }
     const msi_score score = msi_estimate_groups(all, groups);
-    msi_tried *tried = &all->tried[all->count++];
-    tried->groups = *groups;
-    tried->live_bytes = score.live_bytes;
-    tried->us = score.us;
-    tried->done = tried->explored = false;
+    all->tried[all->count].groups = *groups; // not explored: the memory is zeroed
+    all->list[all->count++].score = score;
     *at = all->count;
     if (!msi_is_short(all->search->scorer)) {
         (void)msi_join_front(&all->by_bytes, (double)score.live_bytes, score.us, all->count - 1);
@@ -11742,9 +11704,8 @@ static msi_groups msi_groups_at_peak(const msi_exhaustive *all) {
     msi_groups groups = MSI_ZERO_INIT;
     for (uint32_t i = all->search->scorer->store->residents.count; i < p->ranges.count; i++) {
         const msi_range *range = &p->ranges.items[i];
-        const bool idle = range->role == MSI_ROLE_VALUE && range->idle_last != MSI_NONE &&
-                          range->idle_first < p->peak && range->idle_last > p->peak;
-        const uint32_t group = idle ? all->group_of[range->tensor] : MSI_NONE;
+        const uint32_t group =
+            msi_is_idle_at_peak(p, range) ? all->group_of[range->tensor] : MSI_NONE;
         if (group != MSI_NONE && !msi_has_group(&groups, group)) {
             msi_flip_group(&groups, group);
         }
@@ -11846,39 +11807,18 @@ static void msi_try_all(msi_exhaustive *all) {
     }
 }
 
-/* The next choice to lay out: the fastest that may fit, or the smallest of all; NULL: none. */
-static msi_tried *msi_next_tried(const msi_exhaustive *all, bool smallest) {
-    msi_tried *best = NULL;
-    for (uint32_t i = 0; i < all->count; i++) {
-        msi_tried *t = &all->tried[i];
-        const bool allowed = !t->done && (smallest || t->live_bytes <= all->search->budget);
-        const bool faster =
-            best && (t->us < best->us || (t->us <= best->us && t->live_bytes < best->live_bytes));
-        const bool smaller = best && t->live_bytes < best->live_bytes;
-        best = allowed && (!best || (smallest ? smaller : faster)) ? t : best;
-    }
-    return best;
-}
-
 /* Lays out the choices that may be the best. */
 static void msi_propose_tried(msi_exhaustive *all) {
-    msi_search *s = all->search;
-    while (!msi_is_short(s->scorer)) {
-        msi_tried *next = msi_next_tried(all, !s->fits);
-        msi_score score = {next ? next->live_bytes : 0, UINT64_MAX, 0, next ? next->us : 0.0};
-        if (!next || !msi_may_be_best(s, &score)) {
-            break;
-        }
-        next->done = true;
-        score = msi_estimate_groups(all, &next->groups);
-        (void)msi_fits(s->scorer, &score, MSI_NO_BUDGET, s->enough);
-        msi_propose(s, all->decisions, &score);
+    for (uint32_t k; (k = msi_next_candidate(all->search, all->list, all->count)) != MSI_NONE;) {
+        msi_propose_candidate(all->search, &all->list[k], all->decisions,
+                              msi_estimate_groups(all, &all->tried[k].groups));
     }
 }
 
 /* Memory for the choices, in one piece. */
 static uint64_t msi_exhaustive_bytes(const msi_exhaustive *all) {
-    return all->room * (uint64_t)(sizeof(msi_tried) + 2 * sizeof(msi_front_point)) +
+    return all->room *
+               (uint64_t)(sizeof(msi_tried) + sizeof(msi_candidate) + 2 * sizeof(msi_front_point)) +
            2 * msi_decisions_bytes(all->graph) +
            (all->index_mask + 1ull + 2ull * all->graph->tensors.count) * sizeof(uint32_t);
 }
@@ -11898,7 +11838,8 @@ static bool msi_exhaustive_init(msi_exhaustive *all, msi_search *search) {
     if (!all->tried) {
         return false;
     }
-    all->by_bytes.points = (msi_front_point *)(void *)(all->tried + all->limit);
+    all->list = (msi_candidate *)(void *)(all->tried + all->limit);
+    all->by_bytes.points = (msi_front_point *)(void *)(all->list + all->limit);
     all->by_crowd.points = all->by_bytes.points + all->limit;
     all->base = (msi_tensor_decision *)(void *)(all->by_crowd.points + all->limit);
     all->decisions = all->base + g->tensors.count;
@@ -12091,9 +12032,6 @@ static void msi_search_all(msi_solver *s, msi_greedy *w) {
     } else {
         s->score = msi_score_of(s->scorer, s->plan->decisions);
     }
-    if (r->largest && r->goal != MSI_GOAL_SMALLEST && !search->fits) {
-        msi_follow(s);
-    }
 }
 
 /* Delays updates inside backward as long as the arena does not grow. The weights that the backward
@@ -12124,11 +12062,11 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     } else {
         msi_search_all(s, w);
     }
-    if (msi_is_to_run(r, s->score.bytes) && msi_may_relax(s)) {
-        msi_relax_updates(s);
-    }
     if (r->largest && s->score.bytes > r->room) {
         msi_follow(s);
+    }
+    if (msi_is_to_run(r, s->score.bytes) && msi_may_relax(s)) {
+        msi_relax_updates(s);
     }
 }
 
