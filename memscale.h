@@ -6489,7 +6489,7 @@ enum {
     MSI_FACT_FORCED = 1 << 1, // on every tensor that it is applied to
     MSI_FACT_ON = 1 << 2,
     MSI_FACT_SMALLEST = 1 << 3,
-    MSI_FACT_FREES = 1 << 4, // memory, from forward to backward
+    MSI_FACT_FREES = 1 << 4, // bytes
     MSI_FACT_DETACHED = 1 << 5,
     MSI_FACT_FORBIDDEN = 1 << 6,
     MSI_FACT_OFF = 1 << 7,
@@ -6538,7 +6538,7 @@ static const msi_rule msi_rules[] = {
              "and recomputes it in backward"),
     MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_APPLIED, "on-the-way",
              "a recomputation reads what the layer makes, and no backward does",
-             "no plan keeps that, so it is made again on the way to what comes back"),
+             "the plan does not keep that, but makes it again on the way to what comes back"),
     MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_APPLIED, "early-update",
              "without it the arena would exceed the budget",
              "an update inside backward ends the live range of the gradient, at no cost in time"),
@@ -8300,7 +8300,7 @@ typedef struct msi_layout_work {
     uint32_t *by_start, *rank;   // the blocks in the order of their starts; per block: its place
     uint32_t *begun;             // per compressed time: how many have started
     uint32_t *first, *last;      // per block: its live range in compressed time
-    uint32_t *order, *scratch;   // of the blocks in use; scratch memory to sort it
+    uint32_t *order, *scratch;   // of the blocks in use; to sort it, and a heap
     uint32_t *penalty;           // per block: how hard it is to place
     uint64_t *key, *load;        // per block: what to sort by; per compressed time: live bytes
     uint64_t *offset, *best;     // per block: in the layout at hand, in the best one
@@ -8309,7 +8309,7 @@ typedef struct msi_layout_work {
     uint32_t *starts;           // to compress time; per compressed time: the instruction
     uint32_t *best_order;       // first-fit in several orders: the best one
     uint32_t *ranks;            // to mend an order; per block: its place in it
-    uint32_t *waiting;          // ejection chains: the blocks without a place
+    uint32_t *waiting;          // from the peak: what may hang; ejection chains: what has no place
     msi_skyline bottom, top;    // also to sort by load; in the memory of the spots
     msi_stacks stacks;          // in the same memory
     msi_spot *by_low, *by_high; // the same spots, sorted either way
@@ -8330,12 +8330,12 @@ typedef enum msi_layout_order {
     MSI_ORDER_SPAN_CLASS
 } msi_layout_order;
 
-static uint64_t msi_max_u64(uint64_t a, uint64_t b) {
+static uint64_t msi_larger(uint64_t a, uint64_t b) {
     return a > b ? a : b;
 }
 
 static uint32_t msi_clamp(uint64_t value, uint32_t least, uint32_t most) {
-    return (uint32_t)msi_smaller(msi_max_u64(value, least), most);
+    return (uint32_t)msi_smaller(msi_larger(value, least), most);
 }
 
 /* Stable merge sort of indices by rising key. */
@@ -8362,14 +8362,14 @@ static uint64_t msi_skyline_max(const msi_skyline *s, uint32_t first, uint32_t l
     uint64_t height = 0;
     for (uint32_t l = left, r = right + 1; l < r; l /= 2, r /= 2) {
         if (l & 1) {
-            height = msi_max_u64(height, s->highest[l++]);
+            height = msi_larger(height, s->highest[l++]);
         }
         if (r & 1) {
-            height = msi_max_u64(height, s->highest[--r]);
+            height = msi_larger(height, s->highest[--r]);
         }
     }
     for (; left; left /= 2, right /= 2) {
-        height = msi_max_u64(height, msi_max_u64(s->applied[left], s->applied[right]));
+        height = msi_larger(height, msi_larger(s->applied[left], s->applied[right]));
     }
     return height;
 }
@@ -8379,17 +8379,17 @@ static void msi_skyline_raise(const msi_skyline *s, uint32_t first, uint32_t las
     uint32_t left = first + s->leaves, right = last + s->leaves;
     for (uint32_t l = left, r = right + 1; l < r; l = (l + 1) / 2, r /= 2) {
         if (l & 1) {
-            s->applied[l] = msi_max_u64(s->applied[l], height);
-            s->highest[l] = msi_max_u64(s->highest[l], height);
+            s->applied[l] = msi_larger(s->applied[l], height);
+            s->highest[l] = msi_larger(s->highest[l], height);
         }
         if (r & 1) {
-            s->applied[r - 1] = msi_max_u64(s->applied[r - 1], height);
-            s->highest[r - 1] = msi_max_u64(s->highest[r - 1], height);
+            s->applied[r - 1] = msi_larger(s->applied[r - 1], height);
+            s->highest[r - 1] = msi_larger(s->highest[r - 1], height);
         }
     }
     for (; left; left /= 2, right /= 2) {
-        s->highest[left] = msi_max_u64(s->highest[left], height);
-        s->highest[right] = msi_max_u64(s->highest[right], height);
+        s->highest[left] = msi_larger(s->highest[left], height);
+        s->highest[right] = msi_larger(s->highest[right], height);
     }
 }
 
@@ -8532,7 +8532,7 @@ static void msi_layout_place_on_skylines(msi_layout_work *w, bool two_sided) {
     }
     for (uint32_t t = 0; t < w->times; ++t) {
         height =
-            msi_max_u64(height, msi_skyline_max(&w->bottom, t, t) + msi_skyline_max(&w->top, t, t));
+            msi_larger(height, msi_skyline_max(&w->bottom, t, t) + msi_skyline_max(&w->top, t, t));
     }
     for (uint32_t i = 0; i < w->used && two_sided; i++) {
         uint32_t block = w->order[i];
@@ -8624,8 +8624,8 @@ static uint64_t msi_stacks_key(const msi_layout_work *w, uint32_t block, const m
         return UINT64_MAX;
     }
     return how->hang ? UINT64_MAX - 1 -
-                           msi_max_u64((uint64_t)(peak - first) * (w->times - peak),
-                                       (uint64_t)(last - peak) * (peak + 1))
+                           msi_larger((uint64_t)(peak - first) * (w->times - peak),
+                                      (uint64_t)(last - peak) * (peak + 1))
                      : first;
 }
 
@@ -8649,10 +8649,10 @@ static void msi_stacks_measure_top(msi_layout_work *w) {
         s->top[w->first[block]] = s->top[w->last[block]] = s->low[k] + w->blocks[block].bytes;
     }
     for (uint32_t t = 1; t < s->peak; t++) {
-        s->top[t] = msi_max_u64(s->top[t], s->top[t - 1]);
+        s->top[t] = msi_larger(s->top[t], s->top[t - 1]);
     }
     for (uint32_t t = w->times - 1; t > s->peak + 1; t--) {
-        s->top[t - 1] = msi_max_u64(s->top[t - 1], s->top[t]);
+        s->top[t - 1] = msi_larger(s->top[t - 1], s->top[t]);
     }
 }
 
@@ -8718,7 +8718,7 @@ static uint32_t msi_stacks_fullest(msi_layout_work *w, uint32_t begin, uint32_t 
     for (uint32_t t = begin; t < end; t++) {
         live += change[t];
         fullest = live > most ? t : fullest;
-        most = msi_max_u64(most, live);
+        most = msi_larger(most, live);
         change[t] = w->bound;
     }
     return fullest;
@@ -8794,7 +8794,7 @@ static void msi_gap_pass_stretches(msi_layout_work *w, msi_gap *gap, uint32_t li
     uint32_t i = begin;
     for (; i < count && stretches[i].low < low + gap->bytes; i++) {
         const bool meets = msi_spot_meets(&stretches[i], first, last);
-        low = meets ? msi_max_u64(low, stretches[i].high) : low;
+        low = meets ? msi_larger(low, stretches[i].high) : low;
     }
     gap->stretch[list] = i;
     gap->low = low;
@@ -8810,7 +8810,7 @@ static void msi_gap_pass_standing(msi_layout_work *w, msi_gap *gap) {
     while ((k = msi_tree_next(s->reach[after], s->leaves, k, s->count, distance)) < s->count &&
            s->low[k] < gap->low + gap->bytes) {
         k = msi_tree_next(s->lack[after], s->leaves, k, s->count, UINT32_MAX - distance + 1);
-        gap->low = msi_max_u64(gap->low, k < s->count ? s->low[k] : s->bytes);
+        gap->low = msi_larger(gap->low, k < s->count ? s->low[k] : s->bytes);
         msi_layout_spend(w, 32);
     }
     gap->standing = k;
@@ -8861,7 +8861,7 @@ static void msi_gap_sift(const msi_layout_work *w, const msi_gap *gap, uint32_t 
 static void msi_gap_pass_met(msi_layout_work *w, msi_gap *gap) {
     uint32_t *heap = w->scratch;
     while (gap->met > 0 && w->offset[heap[0]] < gap->low + gap->bytes) {
-        gap->low = msi_max_u64(gap->low, w->offset[heap[0]] + w->blocks[heap[0]].bytes);
+        gap->low = msi_larger(gap->low, w->offset[heap[0]] + w->blocks[heap[0]].bytes);
         heap[0] = heap[--gap->met];
         msi_gap_sift(w, gap, 0);
         msi_layout_spend(w, 32);
@@ -8878,7 +8878,7 @@ static void msi_gap_pass(msi_layout_work *w, msi_gap *gap) {
             msi_gap_pass_stretches(w, gap, list);
         }
         if (gap->ceiling < gap->low + gap->bytes) {
-            gap->low = msi_max_u64(gap->low, w->bound);
+            gap->low = msi_larger(gap->low, w->bound);
             gap->ceiling = UINT64_MAX;
         }
     }
@@ -8958,7 +8958,7 @@ static uint64_t msi_layout_from_peak(msi_layout_work *w, const msi_stacking *how
         const uint32_t block = w->order[i];
         if (!s->hung[block]) {
             const uint64_t low = msi_stacks_lowest_gap(w, block);
-            height = msi_max_u64(height, low + w->blocks[block].bytes);
+            height = msi_larger(height, low + w->blocks[block].bytes);
             msi_stacks_put(w, block, low);
         }
     }
@@ -8976,7 +8976,7 @@ static uint64_t msi_layout_lowest_gap(msi_layout_work *w, uint32_t block) {
     uint32_t k = 0;
     for (; k < w->spot_count && w->by_low[k].low < low + bytes; k++) {
         bool meets = msi_spot_meets(&w->by_low[k], w->first[block], w->last[block]);
-        low = meets ? msi_max_u64(low, w->by_low[k].high) : low;
+        low = meets ? msi_larger(low, w->by_low[k].high) : low;
     }
     msi_layout_spend(w, (uint64_t)w->spot_count + k + 1);
     return low;
@@ -9000,7 +9000,7 @@ static bool msi_layout_first_fit(msi_layout_work *w) {
     for (uint32_t i = 0; i < w->used; i++) {
         uint32_t block = w->order[i];
         uint64_t low = msi_layout_lowest_gap(w, block);
-        height = msi_max_u64(height, low + w->blocks[block].bytes);
+        height = msi_larger(height, low + w->blocks[block].bytes);
         if (height >= w->height || w->effort == 0) {
             return false;
         }
@@ -9028,7 +9028,7 @@ static void msi_layout_fit_in_turn(msi_layout_work *w) {
         msi_layout_spend(w, w->spot_count);
         w->spot_count = kept;
         const uint64_t low = msi_layout_lowest_gap(w, block);
-        height = msi_max_u64(height, low + w->blocks[block].bytes);
+        height = msi_larger(height, low + w->blocks[block].bytes);
         msi_layout_put(w, block, low);
     }
     if (i == w->used) {
@@ -9062,7 +9062,7 @@ static void msi_layout_fit_both(msi_layout_work *w) {
         if (!brief || !msi_layout_highest_gap(w, block, &low)) {
             low = msi_layout_lowest_gap(w, block);
         }
-        height = msi_max_u64(height, low + w->blocks[block].bytes);
+        height = msi_larger(height, low + w->blocks[block].bytes);
         msi_layout_put_in_both(w, block, low);
     }
     if (w->spot_count == w->used) {
@@ -9098,7 +9098,7 @@ static uint32_t msi_layout_note_better(msi_layout_work *w) {
     uint64_t height = 0;
     uint32_t next = 0;
     for (uint32_t i = 0; i < w->spot_count; i++) {
-        height = msi_max_u64(height, w->by_low[i].high);
+        height = msi_larger(height, w->by_low[i].high);
     }
     msi_layout_keep_best(w, height);
     while (w->offset[w->order[next]] + w->blocks[w->order[next]].bytes < height) {
@@ -9345,7 +9345,7 @@ static bool msi_layout_search_from_peak(msi_layout_work *w) {
     const bool many = w->used > MSI_LAYOUT_MANY;
     const uint64_t share = w->used > 16u * MSI_LAYOUT_MANY ? 128 : 1024;
     const uint64_t close = many ? w->bound + w->bound / share : w->bound;
-    const uint64_t enough = msi_max_u64(w->enough, close);
+    const uint64_t enough = msi_larger(w->enough, close);
     uint64_t limit = 50000000 + 1000 * (uint64_t)w->used;
     (void)msi_layout_from_peak(w, &ways[0], 20 * limit);
     for (uint32_t i = 1; i < sizeof ways / sizeof ways[0] && w->height > enough; i++) {
@@ -9446,8 +9446,8 @@ static ms_result msi_layout_begin(msi_layout_work *w, const ms_allocator *alloca
 
 /* Gives every block an offset, so that blocks whose live ranges meet do not overlap, and stores the
    height of the whole; the search for a smaller one ends at `enough`. `effort` limits the
-   elementary operations, of about a nanosecond each; one skyline is always made. The same input
-   gives the same layout. The sum of all bytes must be below 2^64. Errors: OUT_OF_MEMORY. */
+   elementary operations, of about a nanosecond each, that follow the layouts from the peak, which
+   have a limit of their own. The same input gives the same layout. The sum of all bytes must be below 2^64. Errors: OUT_OF_MEMORY. */
 static ms_result msi_layout_within(const ms_allocator *allocator, msi_block *blocks, uint32_t count,
                                    uint64_t effort, uint64_t enough, uint64_t *height) {
     msi_layout_work work;
@@ -9457,7 +9457,7 @@ static ms_result msi_layout_within(const ms_allocator *allocator, msi_block *blo
         return result;
     }
     work.effort = effort;
-    work.enough = msi_max_u64(work.bound, enough);
+    work.enough = msi_larger(work.bound, enough);
     msi_layout_search(&work);
     *height = work.used ? work.height : 0;
     for (uint32_t i = 0; i < count; i++) {
@@ -9473,30 +9473,19 @@ static ms_result msi_layout(const ms_allocator *allocator, msi_block *blocks, ui
     return msi_layout_within(allocator, blocks, count, effort, 0, height);
 }
 
-/* Largest sum of live bytes at any instant. Errors: OUT_OF_MEMORY. */
-static ms_result msi_layout_lower_bound(const ms_allocator *allocator, const msi_block *blocks,
-                                        uint32_t count, uint64_t *bytes) {
-    msi_layout_work work;
-    uint64_t *memory;
-    ms_result result = msi_layout_begin(&work, allocator, blocks, count, &memory);
-    if (result == MS_RESULT_OK) {
-        *bytes = work.bound;
-        msi_release(allocator, memory, msi_layout_bind(&work, NULL));
-    }
-    return result;
-}
-
-/* For debug mode and tests: whether no two blocks share a byte at an instant. From the ground
-   upwards, no block may begin below the skyline of those before it. Errors: OUT_OF_MEMORY. */
+/* For debug mode, tests and benchmarks: the largest sum of live bytes at any instant, and whether no
+   two blocks share a byte at an instant. From the ground upwards, no block may begin below the
+   skyline of those before it. Errors: OUT_OF_MEMORY. */
 static ms_result msi_layout_check(const ms_allocator *allocator, const msi_block *blocks,
-                                  uint32_t count, bool *valid) {
+                                  uint32_t count, bool *valid, uint64_t *bound) {
     msi_layout_work work;
     uint64_t *memory;
     const ms_result result = msi_layout_begin(&work, allocator, blocks, count, &memory);
-    *valid = true;
     if (result != MS_RESULT_OK) {
         return result;
     }
+    *valid = true;
+    *bound = work.bound;
     for (uint32_t i = 0; i < work.used; i++) {
         work.key[work.order[i]] = blocks[work.order[i]].offset;
     }
@@ -9822,8 +9811,7 @@ static bool msi_check_layout(const msi_scorer *s, const msi_program *p) {
     bool valid = true;
     uint64_t bound = p->peak_bytes;
     const bool checked =
-        msi_layout_check(s->allocator, blocks, count, &valid) == MS_RESULT_OK &&
-        msi_layout_lower_bound(s->allocator, blocks, count, &bound) == MS_RESULT_OK;
+        msi_layout_check(s->allocator, blocks, count, &valid, &bound) == MS_RESULT_OK;
     MEMSCALE_ASSERT(valid && bound == p->peak_bytes);
     return checked;
 }
@@ -9845,7 +9833,7 @@ static void msi_lay_out(const msi_scorer *s, msi_program *p, uint64_t enough) {
 /* The arena that holds two programs, one at a time. */
 static uint64_t msi_arena_of(const msi_store *store, const msi_program *train,
                              const msi_program *eval) {
-    return store->resident_bytes + msi_max_u64(train->height, eval->height);
+    return store->resident_bytes + msi_larger(train->height, eval->height);
 }
 
 /* Lowers, schedules and simulates, for live bytes and time. This takes less time than a layout. */
@@ -9909,8 +9897,12 @@ static msi_score msi_search_estimate(const msi_search *s, const msi_tensor_decis
 
 /* Whether decisions that were estimated may be the best so far, and so are worth a layout. */
 static bool msi_may_be_best(const msi_search *s, const msi_score *score) {
-    const uint64_t most = s->fits ? s->budget : msi_max_u64(s->budget, s->best_score.bytes);
+    const uint64_t most = s->fits ? s->budget : msi_larger(s->budget, s->best_score.bytes);
     return !s->found || (score->live_bytes <= most && (!s->fits || score->us <= s->best_score.us));
+}
+
+static uint64_t msi_decisions_bytes(const msi_graph *g) {
+    return g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
 }
 
 /* Whether decisions come before others: the faster, then the smaller by live bytes, since
@@ -9934,7 +9926,7 @@ static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
         s->fits = fits;
         s->best_score = *score;
         s->best_early = s->early;
-        memcpy(s->best, decisions, s->scorer->graph->tensors.count * sizeof *decisions);
+        memcpy(s->best, decisions, msi_decisions_bytes(s->scorer->graph));
     }
 }
 
@@ -9982,10 +9974,6 @@ static bool msi_is_droppable(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
     return !msi_is_resident(tensor) && !tensor->is_output && t != g->loss && !tensor->must_stay &&
            tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
-}
-
-static uint64_t msi_decisions_bytes(const msi_graph *g) {
-    return g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
 }
 
 static bool msi_is_drop_forced(const msi_graph *g, uint32_t t) {
@@ -10187,7 +10175,6 @@ typedef struct msi_greedy {
     const msi_graph *graph;
     msi_tensor_decision *decisions; // of the plan at hand
     msi_score score;                // of that plan
-    bool early;                     // that plan updates params inside backward
     msi_pricing pricing;
     /* A segment is a set of layers that are recomputed together: each reads what another one of
        them brings back. */
@@ -10388,7 +10375,7 @@ static bool msi_add_prefix(msi_greedy *w) {
     const double slowest = count > 0 ? w->prefixes.items[count - 1].us : 0.0;
     const bool counts = w->score.us >= slowest;
     const msi_prefix prefix = {w->score.live_bytes, w->drops.count, counts ? w->score.us : slowest,
-                               w->early, counts};
+                               w->search->early, counts};
     if (MSI_SCRATCH_LIST(msi_prefix, w->scorer, w->prefixes, count + 1ull)) {
         w->prefixes.items[w->prefixes.count++] = prefix;
     }
@@ -10457,8 +10444,8 @@ static bool msi_next_plan(msi_greedy *w) {
 
 /* Goes back to a plan of the list, and lays it out. */
 static void msi_return_to(msi_greedy *w, const msi_prefix *prefix) {
-    w->early = prefix->early;
-    msi_place_updates(w->graph, w->decisions, w->early, 0);
+    w->search->early = prefix->early;
+    msi_place_updates(w->graph, w->decisions, prefix->early, 0);
     msi_set_drops(w, prefix->drop_count);
     w->score = msi_search_estimate(w->search, w->decisions);
     (void)msi_fits(w->scorer, &w->score, MSI_NO_BUDGET, 0);
@@ -10559,7 +10546,6 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
     while (may_drop && !fits && !msi_is_short(w->scorer) && !msi_is_beaten(w) && msi_next_plan(w)) {
         fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
     }
-    w->search->early = w->early;
     if (fits && w->search->any) {
         msi_propose(w->search, w->decisions, &w->score);
     } else if (fits && w->prefixes.count > 1) {
@@ -10569,7 +10555,6 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
         const msi_score last = w->score;
         msi_trim_last(w, before, &last);
     } else if (!w->search->fits && !msi_is_short(w->scorer) && msi_take_smallest(w)) {
-        w->search->early = w->early;
         msi_propose(w->search, w->decisions, &w->score);
     }
 }
@@ -10945,7 +10930,7 @@ static void msi_add_own(msi_chain *c, const msi_range *range, uint32_t home, uin
     const bool value = range->role == MSI_ROLE_VALUE;
     msi_chain_stage *stage = &c->stages[home];
     if (stage->backward_end > stage->backward) {
-        msi_add_range(c->own, msi_max_u64(first, stage->backward),
+        msi_add_range(c->own, msi_larger(first, stage->backward),
                       msi_smaller(last, stage->backward_end - 1ull), bytes);
     }
     if (first >= stage->forward_end) {
@@ -11008,12 +10993,12 @@ static void msi_measure_option(msi_chain *c, uint32_t option) {
         msi_option *o = &stage->options[option];
         stage->carried_bytes += c->carried[stage->backward];
         for (uint32_t i = stage->forward; i < stage->forward_end; i++) {
-            o->pass_bytes = msi_max_u64(o->pass_bytes, c->own[i]);
-            o->first_bytes = msi_max_u64(o->first_bytes, c->own[i] + c->carried[i]);
+            o->pass_bytes = msi_larger(o->pass_bytes, c->own[i]);
+            o->first_bytes = msi_larger(o->first_bytes, c->own[i] + c->carried[i]);
         }
         for (uint32_t i = stage->backward; i < stage->backward_end; i++) {
             const msi_instruction *at = &p->instructions.items[i];
-            o->backward_bytes = msi_max_u64(o->backward_bytes, c->own[i] + c->carried[i]);
+            o->backward_bytes = msi_larger(o->backward_bytes, c->own[i] + c->carried[i]);
             if (msi_is_again((msi_op)at->op)) {
                 o->recompute_us +=
                     msi_again_us(&c->graph->layers.items[at->target], (msi_op)at->op);
@@ -11111,8 +11096,8 @@ static void msi_add_way(msi_chain *c, const msi_way *way) {
     const msi_pareto_point *last_a = a + way->a->count - 1, *last_b = b + way->b->count - 1;
     msi_way *s = &c->ways[c->way_count++];
     *s = *way;
-    s->low = msi_max_u64(s->floor, msi_max_u64(s->a_bytes + a->bytes, b->bytes));
-    s->high = msi_max_u64(s->low, msi_max_u64(s->a_bytes + last_a->bytes, last_b->bytes));
+    s->low = msi_larger(s->floor, msi_larger(s->a_bytes + a->bytes, b->bytes));
+    s->high = msi_larger(s->low, msi_larger(s->a_bytes + last_a->bytes, last_b->bytes));
     s->fastest_us = s->us + last_a->us + last_b->us;
     c->low = msi_smaller(c->low, s->low);
     if (s->fastest_us < c->fastest_us || (s->fastest_us <= c->fastest_us && s->high < c->high)) {
@@ -11196,7 +11181,7 @@ static void msi_list_keep(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
         const uint64_t input = option->holds_input ? stage->input_bytes : 0;
         const uint64_t forward = held + stage->input_bytes + msi_forward_bytes(c, s, o, t);
         from.number = (uint8_t)o;
-        from.floor = msi_max_u64(input + option->backward_bytes, done ? 0 : forward);
+        from.floor = msi_larger(input + option->backward_bytes, done ? 0 : forward);
         const double again = first || done ? 0.0 : s == t ? stage->last_us : stage->full_us;
         from.us = (float)(done ? 0.0 : option->recompute_us + again);
         from.a_bytes = s < t ? input + option->kept_bytes : 0;
@@ -11215,7 +11200,7 @@ static void msi_list_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
         const msi_chain_stage *before = &c->stages[k - 1], *stage = &c->stages[k];
         const uint64_t input = k - 1 > s ? before->input_bytes : 0;
         const uint64_t pass = msi_forward_bytes(c, k - 1, before->option_count - 1, t);
-        floor = msi_max_u64(floor, held + input + pass);
+        floor = msi_larger(floor, held + input + pass);
         us += first ? 0.0 : before->pass_us;
         msi_way from = MSI_ZERO_INIT;
         from.floor = floor;
@@ -11229,7 +11214,7 @@ static void msi_list_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
         if (k < t) {
             const uint64_t forward = held + stage->input_bytes + msi_forward_bytes(c, k, 0, t);
             from.kind = MSI_WAY_INNER;
-            from.floor = msi_max_u64(floor, forward);
+            from.floor = msi_larger(floor, forward);
             from.us = (float)(us + (first ? 0.0 : stage->full_us));
             from.a = msi_subchain_of(c, kept, k + 1, t);
             from.a_bytes = start + stage->options[0].kept_bytes;
@@ -11486,7 +11471,7 @@ static bool msi_is_chain(const msi_chain *c) {
     uint64_t all = 0, most = 0;
     for (uint32_t k = 0; k < c->count; k++) {
         all += c->stages[k].droppable_bytes;
-        most = msi_max_u64(most, c->stages[k].droppable_bytes);
+        most = msi_larger(most, c->stages[k].droppable_bytes);
     }
     return c->count > 1 && (c->graph->layers.count <= MSI_CHAIN_LARGE || most < all / 2);
 }
@@ -11868,9 +11853,7 @@ static void msi_search_exhaustive(msi_search *s, bool is_chain) {
         }
         msi_propose_tried(&all);
     }
-    if (all.tried) {
-        msi_release(s->scorer->allocator, all.tried, msi_exhaustive_bytes(&all));
-    }
+    msi_release(s->scorer->allocator, all.tried, msi_exhaustive_bytes(&all));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -11911,8 +11894,7 @@ static void msi_copy_offsets(msi_program *p, const msi_program *from) {
 static void msi_follow(msi_solver *s) {
     const msi_plan *largest = s->request->largest;
     msi_plan *plan = s->plan;
-    memcpy(plan->decisions, largest->decisions,
-           s->scorer->graph->tensors.count * sizeof *plan->decisions);
+    memcpy(plan->decisions, largest->decisions, msi_decisions_bytes(s->scorer->graph));
     s->score = msi_score_of(s->scorer, plan->decisions);
     s->early = false; // the updates stay where that plan has them
     plan->drops_live_bytes = 0;
@@ -11925,13 +11907,13 @@ static void msi_follow(msi_solver *s) {
 
 /* The largest sum of live bytes, in training or eval, of what was scored. */
 static uint64_t msi_live_of(const msi_scorer *s, const msi_score *score) {
-    return msi_max_u64(score->live_bytes, s->store->resident_bytes + s->eval->peak_bytes);
+    return msi_larger(score->live_bytes, s->store->resident_bytes + s->eval->peak_bytes);
 }
 
 /* Places the updates of the plan at hand inside backward. */
 static void msi_begin_early(msi_solver *s, msi_greedy *w) {
     const uint64_t live_bytes = msi_live_of(s->scorer, &w->score);
-    w->early = true;
+    w->search->early = true;
     msi_place_updates(w->graph, w->decisions, true, 0);
     w->score = msi_search_estimate(w->search, w->decisions);
     s->plan->early_freed_bytes = (int64_t)(live_bytes - msi_live_of(s->scorer, &w->score));
@@ -11965,7 +11947,6 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
         fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
     }
     if (fits) {
-        w->search->early = w->early;
         msi_propose(w->search, w->decisions, &w->score);
     }
     return fits && !forced;
@@ -12003,9 +11984,8 @@ static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
    What is mostly best comes first, since plans that cannot win are not laid out. */
 static void msi_search_all(msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
-    const bool may_drop = r->techniques & MSI_CHECKPOINTING, early = w->early;
     msi_search *search = w->search;
-    search->early = early;
+    const bool may_drop = r->techniques & MSI_CHECKPOINTING, early = search->early;
     const bool is_chain = may_drop && msi_search_chain(search), cut = search->found;
     if (!msi_is_found(search)) {
         msi_search_greedy(w, may_drop);
@@ -12042,7 +12022,7 @@ static void msi_relax_updates(msi_solver *s) {
     static const uint64_t lags[] = {64u << 20, 32u << 20, 16u << 20, 8u << 20, 0};
     const uint64_t arena_bytes = s->score.bytes;
     const double us = s->score.us;
-    for (int i = 0; i < 5 && !msi_is_short(s->scorer); i++) {
+    for (int i = 0; i < (int)(sizeof lags / sizeof lags[0]) && !msi_is_short(s->scorer); i++) {
         msi_place_updates(s->scorer->graph, s->plan->decisions, true, lags[i]);
         s->score = msi_estimate(s->scorer, s->plan->decisions);
         if (msi_fits(s->scorer, &s->score, arena_bytes, 0) && s->score.bytes == arena_bytes &&
@@ -12056,9 +12036,8 @@ static void msi_relax_updates(msi_solver *s) {
 static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
     if (msi_begin_list(s, w)) {
-        memcpy(s->plan->decisions, w->decisions, w->graph->tensors.count * sizeof *w->decisions);
-        s->score = w->score;
-        s->early = w->early;
+        s->score = w->score; // the decisions are in place
+        s->early = w->search->early;
     } else {
         msi_search_all(s, w);
     }
@@ -12101,8 +12080,7 @@ static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_
 /* What a technique takes off the peak of live bytes: see ms_memory_report.freed_bytes. */
 static int64_t msi_freed_bytes(const msi_store *store, const msi_plan *plan,
                                ms_technique technique) {
-    const uint64_t peak = plan->train.peak_bytes > plan->eval.peak_bytes ? plan->train.peak_bytes
-                                                                         : plan->eval.peak_bytes;
+    const uint64_t peak = msi_larger(plan->train.peak_bytes, plan->eval.peak_bytes);
     const int64_t freed = (int64_t)(plan->plain_live_bytes - store->resident_bytes - peak);
     const int64_t last = (int64_t)(plan->drops_live_bytes - store->resident_bytes - peak);
     const int64_t early = !msi_updates_inside(&plan->train)  ? 0
@@ -14738,7 +14716,7 @@ static void msi_size_debug(const ms_model *m, const msi_store *store, msi_debug 
     for (int place = 0; place < (on_host ? 2 : 1); place++) {
         for (uint32_t i = 0; i < g->layers.count; i++) {
             d->half_bytes[place] =
-                msi_max_u64(d->half_bytes[place], msi_half_bytes_of(g, &g->layers.items[i], place));
+                msi_larger(d->half_bytes[place], msi_half_bytes_of(g, &g->layers.items[i], place));
         }
         d->tail_bytes[place] =
             d->half_bytes[place] < MSI_TAIL_BYTES ? d->half_bytes[place] : MSI_TAIL_BYTES;
@@ -16462,7 +16440,7 @@ static ms_result msi_make_pass(msi_verification *v, int pass) {
         return msi_fail_memory(m, "the program of a pass", p->ranges.count * sizeof(msi_range));
     }
     msi_resolve(v->store, p);
-    v->store->transient_bytes = msi_max_u64(v->store->transient_bytes, p->height);
+    v->store->transient_bytes = msi_larger(v->store->transient_bytes, p->height);
     return MS_RESULT_OK;
 }
 

@@ -87,7 +87,7 @@ static msi_score greedy_alone(subject *s, uint64_t budget) {
     if (!msi_greedy_init(&w, &search)) {
         bench_stop("no memory");
     }
-    w.early = true;
+    search.early = true;
     msi_decide_base(&s->model->graph, true, w.decisions);
     w.score = msi_search_estimate(&search, w.decisions);
     if (!(msi_add_prefix(&w) && msi_fits(&s->scorer, &w.score, budget, 0))) {

@@ -108,7 +108,7 @@ static ms_result make_nested(ms_model *m, t_rng *rng, depths *with, msi_store **
     for (msi_plan *plan = *plans; plan != NULL && result == MS_RESULT_OK; plan = plan->next) {
         msi_set_sizes(&m->graph, plan->sizes);
         result = lower_again(m, *store, plan, with);
-        arena_bytes = msi_max_u64(arena_bytes, plan->arena_bytes);
+        arena_bytes = msi_larger(arena_bytes, plan->arena_bytes);
     }
     msi_set_sizes(&m->graph, sizes);
     if (result != MS_RESULT_OK) {

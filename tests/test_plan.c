@@ -968,11 +968,12 @@ static void live_ranges_never_overlap(void **state) {
                 check_live_bytes(programs[i], d->model->run.store->residents.count);
                 check_operands(programs[i], d->model->run.store->residents.count);
                 bool valid = false;
+                uint64_t bound = 0;
                 assert_int_equal(msi_layout_check(&d->model->config.allocator,
                                                   programs[i]->blocks.items,
-                                                  programs[i]->blocks.count, &valid),
+                                                  programs[i]->blocks.count, &valid, &bound),
                                  MS_RESULT_OK);
-                assert_true(valid);
+                assert_true(valid && bound == programs[i]->peak_bytes);
             }
             ms_set_budget(d->model, random_budget(&rng, smallest, report.plain_bytes, true));
         }

@@ -303,7 +303,7 @@ static void rules_of_the_user(void **state) {
     t_ok(z.m, ms_wrap(z.m));
     expect_rule(z.m, z.act[2], CHECKPOINTING, "forced");
     expect_rule(z.m, z.linear[2], EARLY_UPDATE, "forced");
-    expect_rule(z.m, z.linear[2], CHECKPOINTING, "on-the-way");
+    expect_rule(z.m, z.linear[2], CHECKPOINTING, "smart-skip");
     expect_rule(z.m, z.act[1], CHECKPOINTING, "smart-skip");
     t_ok(z.m, ms_detach(z.m));
     expect_rule(z.m, z.act[2], CHECKPOINTING, "detached");
