@@ -9447,7 +9447,8 @@ static ms_result msi_layout_begin(msi_layout_work *w, const ms_allocator *alloca
 /* Gives every block an offset, so that blocks whose live ranges meet do not overlap, and stores the
    height of the whole; the search for a smaller one ends at `enough`. `effort` limits the
    elementary operations, of about a nanosecond each, that follow the layouts from the peak, which
-   have a limit of their own. The same input gives the same layout. The sum of all bytes must be below 2^64. Errors: OUT_OF_MEMORY. */
+   have a limit of their own. The same input gives the same layout. The sum of all bytes must be
+   below 2^64. Errors: OUT_OF_MEMORY. */
 static ms_result msi_layout_within(const ms_allocator *allocator, msi_block *blocks, uint32_t count,
                                    uint64_t effort, uint64_t enough, uint64_t *height) {
     msi_layout_work work;
@@ -9473,8 +9474,8 @@ static ms_result msi_layout(const ms_allocator *allocator, msi_block *blocks, ui
     return msi_layout_within(allocator, blocks, count, effort, 0, height);
 }
 
-/* For debug mode, tests and benchmarks: the largest sum of live bytes at any instant, and whether no
-   two blocks share a byte at an instant. From the ground upwards, no block may begin below the
+/* For debug mode, tests and benchmarks: the largest sum of live bytes at any instant, and whether
+   no two blocks share a byte at an instant. From the ground upwards, no block may begin below the
    skyline of those before it. Errors: OUT_OF_MEMORY. */
 static ms_result msi_layout_check(const ms_allocator *allocator, const msi_block *blocks,
                                   uint32_t count, bool *valid, uint64_t *bound) {
