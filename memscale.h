@@ -1,4 +1,4 @@
-/*  memscale.h - v0.4.0 - train a bigger model on the device memory you already have. MIT licence.
+/*  memscale.h - v0.5.0 - train a bigger model on the device memory you already have. MIT licence.
 
     One header that any C or C++ trainer drops in. The trainer registers its tensors and its layers
     (a forward and a backward callback each) and names a byte budget. memscale.h then owns the
@@ -151,17 +151,18 @@
     is allocated after ms_wrap in three cases: ms_reshape makes a plan for sizes that are new to it;
     ms_smallest_budget makes one and frees it; the C library has a file buffer while a backend reads
     /proc/cpuinfo, /proc/meminfo, /proc/self/cgroup, /proc/self/mountinfo, and memory.* of the
-    cgroups of the process. ms_hardware_report, ms_verify, ms_visit_decisions and ms_print_plan (and
-    _full) take memory and give it back. With empirical_profiling, the step that plans again
-    allocates as ms_wrap does.
+    cgroups of the process. ms_hardware_report, ms_verify, ms_find_nonfinite, ms_visit_decisions and
+    ms_print_plan (and _full) take memory and give it back. With empirical_profiling, the step that
+    plans again allocates as ms_wrap does.
 
     THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
     run on the thread that called ms_step. Of the functions that take the model, a callback may call
     only ms_gemm, ms_cast, ms_read (not while a step is recorded), ms_data, ms_report and those
     about tensors. Other callbacks (of the functions that visit or print, of ms_config.log and of a
     policy) may call everything except what changes the plan or destroys the model, which is an
-    error (ORDER): ms_wrap, ms_detach, ms_reshape, ms_verify, ms_smallest_budget, registration, the
-    steps, and ms_eval. Compiled with OpenMP, the update and the built-in ms_gemm use its threads.
+    error (ORDER): ms_wrap, ms_detach, ms_reshape, ms_verify, ms_find_nonfinite, ms_smallest_budget,
+    registration, the steps, and ms_eval. Compiled with OpenMP, the update and the built-in ms_gemm
+    use its threads.
 
     LIMITS. A layer has up to 32 inputs, outputs, saved tensors, params and state buffers each. Rank
     6; 8 axes; fewer than 2^28 tensors; 2^58 bytes. A handle belongs to one model. The ids of a
@@ -174,7 +175,8 @@
 
     HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend. 0.2.0 (2026): the
     contract with trainers as they are. 0.3.0 (2026): CUDA. 0.4.0 (2026): modes, rules, profiles,
-    simulation, explained plans.
+    simulation, explained plans. 0.5.0 (2026): state in backward, up to 32 operands, lifetimes,
+    ms_find_nonfinite, -Ofast, near-linear planning of large graphs.
 
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
@@ -197,7 +199,7 @@
 // >>version  and linkage
 
 #define MEMSCALE_VERSION_MAJOR 0
-#define MEMSCALE_VERSION_MINOR 4
+#define MEMSCALE_VERSION_MINOR 5
 #define MEMSCALE_VERSION_PATCH 0
 
 #ifdef __cplusplus
@@ -382,7 +384,7 @@ typedef struct ms_allocator {
 
 typedef enum ms_log_level { MS_LOG_ERROR, MS_LOG_WARNING, MS_LOG_INFO, MS_LOG_DEBUG } ms_log_level;
 
-/* tag: error, graph, plan, policy, rules or timing; text: one line without its line end. */
+/* tag: debug, error, graph, plan, policy, rules or timing; text: one line without its line end. */
 typedef void (*ms_log_fn)(ms_log_level level, const char *tag, const char *text, void *user);
 
 /* Receives the next piece of a text: length bytes, without a NUL at the end. */
@@ -664,7 +666,8 @@ typedef struct ms_config {
        debug, MS_LOG_DEBUG). What ms_read and ms_data give a callback beyond its operands is poison
        too, also where the trainer lends the memory. Slow: copies the whole arena at every call.
        Takes memory beside the arena: on the device two to three times what the largest layer uses,
-       on the host a copy of the arena and of all activations. What it cannot see is listed in
+       on the host four times that layer, a copy of the arena, of tensors on the host and of what
+       the trainer lends, and one of all activations. What it cannot see is listed in
        docs/porting.md. */
     bool debug;
     uint64_t seed;               // ms_call.seed is derived from it
@@ -1255,15 +1258,16 @@ MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *byt
 
 /* Decides, lowers, lays out and allocates. May be called again between steps or micro-batches,
    after ms_set_budget, ms_set_frozen, ms_set_accumulation, ms_set_layer_technique,
-   ms_set_tensor_technique, ms_set_hardware, ms_set_layer_time or ms_profile_load: every value that
-   is kept between steps stays, and so do the micro-batches done so far, unless their number changes
-   or a param is trained that was not before. The old and the new arena exist side by side for a
-   moment. A failing call leaves the model as it was, unless the failure is that of the device in
-   earlier steps that were not waited for. Stream: waits. Errors: the first that sticks;
-   INVALID; ORDER (in a callback; between ms_backward and ms_update where early updates have begun,
-   here or in a model that shares the arena); UNSUPPORTED (a technique that this version does not
-   have is switched ON or forced); BUDGET (the text has the smallest budget that would do, the
-   largest size for which this one suffices, and what else helps); OUT_OF_MEMORY; BACKEND. */
+   ms_set_tensor_technique, ms_set_hardware, ms_clear_hardware, ms_set_layer_time or
+   ms_profile_load: every value that is kept between steps stays, and so do the micro-batches done
+   so far, unless their number changes or a param is trained that was not before. The old and the
+   new arena exist side by side for a moment. A failing call leaves the model as it was, unless the
+   failure is that of the device in earlier steps that were not waited for. Stream: waits. Errors:
+   the first that sticks; INVALID; ORDER (in a callback; between ms_backward and ms_update where
+   early updates have begun, here or in a model that shares the arena); UNSUPPORTED (a technique
+   that this version does not have is switched ON or forced); BUDGET (the text has the smallest
+   budget that would do, the largest size for which this one suffices, and what else helps);
+   OUT_OF_MEMORY; BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_wrap(ms_model *model);
 
 /* Back to the plain plan, whatever the budget; values are kept. On error the model stays wrapped as
@@ -1808,8 +1812,8 @@ static inline void msi_put_whole(msi_formatted *to, const msi_conversion *c, uin
                    c->zeros && !c->left);
 }
 
-/* As vsnprintf, for %% c d u x s f g, the flags 0 and -, a width, a precision, l, ll and z. The
-   point is a point in every locale. */
+/* As vsnprintf, for %% c d u x s f g, the flags 0 and -, a width (of d, u, x and s), a precision
+   (of s, f and g), l, ll and z. The point is a point in every locale. */
 static inline int msi_vformat(char *text, size_t room, const char *format, va_list args) {
     msi_formatted to = {text, room, 0};
     for (const char *at = format; *at; at++) {
@@ -13273,7 +13277,7 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
                     error, inner[0] ? ": " : "", inner);
 }
 
-/* What is wrong with a matrix product, or NULL. */
+/* A matrix, or what is wrong with it, as text. */
 typedef struct msi_matrix_text {
     char text[144];
 } msi_matrix_text;

@@ -1779,6 +1779,7 @@ static void disturb(visitor *v) {
     ms_model *m = v->model;
     const int64_t sizes[MS_LIMIT_AXES] = {2};
     ms_verify_report verified;
+    ms_nonfinite found;
     uint64_t bytes;
     v->model = NULL; // once, and not in the log of its own errors
     v->calls += 1;
@@ -1791,6 +1792,7 @@ static void disturb(visitor *v) {
                                  ms_update(m),
                                  ms_eval(m, NULL),
                                  ms_verify(m, NULL, NULL, &verified),
+                                 ms_find_nonfinite(m, &found),
                                  ms_smallest_budget(m, &bytes)};
     for (size_t i = 0; i < sizeof results / sizeof results[0]; ++i) {
         if (results[i] != MS_RESULT_ORDER) {
