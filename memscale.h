@@ -956,8 +956,7 @@ typedef struct ms_lifetime {
     ms_layer first_layer, last_layer; // that these run; 0: none
     bool is_resident;                 // it lives between steps
     bool is_outside;                  // borrowed or on the host: not in the arena
-    bool
-        is_at_peak; // in the arena and alive where the live bytes of this program are at their peak
+    bool is_at_peak;                  // in the arena, and alive at the peak of this program
 } ms_lifetime;
 
 /* lifetime is valid only during the call. */
@@ -2705,7 +2704,7 @@ typedef struct msi_store {
     uint64_t host_bytes, borrowed_bytes;
     uint64_t staging_bytes; // after host_bytes: the step, its verdict, inputs
     uint64_t step_bytes;    // of the step's own memory: states and factors
-    uint32_t factor_count, event_count;
+    uint32_t event_count;
     void *memory;     // of the residents; and of the transient values, if that is not shared
     void *transient;  // memory of the transient values; NULL: a shared arena has them
     uint8_t *host;    // tensors on the host, then staging
@@ -2734,8 +2733,7 @@ typedef struct msi_plan {
     uint64_t budget_bytes, plain_bytes, arena_bytes;
     uint64_t plain_live_bytes; // largest sum of live bytes of the plain plan
     int64_t early_freed_bytes; // by how much updates inside backward lower it, without new drops
-    uint64_t
-        drops_live_bytes; // largest sum with all drops, and all updates after backward; 0: none
+    uint64_t drops_live_bytes; // largest sum with all drops and late updates; 0: none
     msi_program train, eval;
     double plain_step_us;
     msi_recording recordings[MSI_RECORDING_COUNT];
@@ -2891,50 +2889,39 @@ static const char *const msi_mode_names[] = {MEMSCALE_MODES(MSI_X)};
 static const char *const msi_source_names[] = {MEMSCALE_DECISION_SOURCES(MSI_X)};
 static const char *const msi_category_names[] = {MEMSCALE_CATEGORIES(MSI_X)};
 static const char *const msi_time_source_names[] = {MEMSCALE_TIME_SOURCES(MSI_X)};
+static const char *const msi_event_names[] = {MEMSCALE_EVENTS(MSI_X)};
+#undef MSI_X
+
+#define MSI_X(dtype, name, bytes) name,
+static const char *const msi_dtype_names[] = {MEMSCALE_DTYPES(MSI_X)};
+#undef MSI_X
+
+#define MSI_X(constant, text) #constant,
+static const char *const msi_result_names[] = {MEMSCALE_RESULTS(MSI_X)};
 #undef MSI_X
 
 #define MSI_X(group, field, limit) #field,
 static const char *const msi_group_names[] = {MSI_GROUPS(MSI_X)};
 #undef MSI_X
 
-MEMSCALE_API const char *ms_result_name(ms_result result) {
-#define MEMSCALE_X(name, text) #name,
-    static const char *const names[] = {MEMSCALE_RESULTS(MEMSCALE_X)};
-#undef MEMSCALE_X
-    return (unsigned)result < MS_RESULT_COUNT ? names[result] : "?";
-}
+/* Defines a public function that looks up a value of an enum in one of these tables. */
+#define MSI_NAME_FUNCTION(function, type, names)                                                   \
+    MEMSCALE_API const char *function(type value) {                                                \
+        return (unsigned)value < sizeof names / sizeof *names ? names[value] : "?";                \
+    }
 
-MEMSCALE_API const char *ms_result_text(ms_result result) {
-    return (unsigned)result < MS_RESULT_COUNT ? msi_result_texts[result] : "?";
-}
-
-MEMSCALE_API const char *ms_mode_name(ms_mode mode) {
-    return (unsigned)mode < MS_MODE_COUNT ? msi_mode_names[mode] : "?";
-}
-
-MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source) {
-    return (unsigned)source < MS_DECISION_SOURCE_COUNT ? msi_source_names[source] : "?";
-}
-
-MEMSCALE_API const char *ms_time_source_name(ms_time_source source) {
-    return (unsigned)source < MS_TIME_SOURCE_COUNT ? msi_time_source_names[source] : "?";
-}
-
-MEMSCALE_API const char *ms_category_name(ms_category category) {
-    return (unsigned)category < MS_CATEGORY_COUNT ? msi_category_names[category] : "?";
-}
-
-MEMSCALE_API const char *ms_dtype_name(ms_dtype dtype) {
-#define MEMSCALE_X(dtype, name, bytes) name,
-    static const char *const names[] = {MEMSCALE_DTYPES(MEMSCALE_X)};
-#undef MEMSCALE_X
-    return (unsigned)dtype < MS_DTYPE_COUNT ? names[dtype] : "?";
-}
+MSI_NAME_FUNCTION(ms_result_name, ms_result, msi_result_names)
+MSI_NAME_FUNCTION(ms_result_text, ms_result, msi_result_texts)
+MSI_NAME_FUNCTION(ms_dtype_name, ms_dtype, msi_dtype_names)
+MSI_NAME_FUNCTION(ms_mode_name, ms_mode, msi_mode_names)
+MSI_NAME_FUNCTION(ms_decision_source_name, ms_decision_source, msi_source_names)
+MSI_NAME_FUNCTION(ms_time_source_name, ms_time_source, msi_time_source_names)
+MSI_NAME_FUNCTION(ms_category_name, ms_category, msi_category_names)
 
 MEMSCALE_API uint64_t ms_dtype_bytes(ms_dtype dtype) {
-#define MEMSCALE_X(dtype, name, bytes) bytes,
-    static const uint8_t all[] = {MEMSCALE_DTYPES(MEMSCALE_X)};
-#undef MEMSCALE_X
+#define MSI_X(dtype, name, bytes) bytes,
+    static const uint8_t all[] = {MEMSCALE_DTYPES(MSI_X)};
+#undef MSI_X
     return (unsigned)dtype < MS_DTYPE_COUNT ? all[dtype] : 0;
 }
 
@@ -4680,11 +4667,14 @@ static uint32_t msi_reads_of(const msi_layer *l, int group) {
                                     : msi_declared_reads(&l->backward_reads, group, MS_ALL_SLOTS);
 }
 
-/* The mask of the slots of a group that a recomputation reads. A call of forward reads every slot,
-   except those of what it makes. */
+/* The mask of the slots of a group that forward reads: all, except those of what it makes. */
+static uint32_t msi_forward_reads_of(int group) {
+    return group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED ? 0 : MS_ALL_SLOTS;
+}
+
+/* The mask of the slots of a group that a recomputation reads. */
 static uint32_t msi_recompute_reads_of(const msi_layer *l, int group) {
-    const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
-    const uint32_t by_forward = made ? 0 : MS_ALL_SLOTS;
+    const uint32_t by_forward = msi_forward_reads_of(group);
     return l->recompute ? msi_declared_reads(&l->recompute_reads, group, by_forward) : by_forward;
 }
 
@@ -4699,8 +4689,7 @@ static bool msi_can_recompute(const msi_layer *l) {
 
 /* The mask of the slots of a group that a forward or a recomputation reads. */
 static uint32_t msi_op_reads(const msi_layer *l, msi_op op, int group) {
-    const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
-    return op == MSI_OP_RECOMPUTE ? msi_recompute_reads_of(l, group) : made ? 0 : MS_ALL_SLOTS;
+    return op == MSI_OP_RECOMPUTE ? msi_recompute_reads_of(l, group) : msi_forward_reads_of(group);
 }
 
 /* The time of a layer's recomputation. */
@@ -5627,15 +5616,14 @@ static const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
                ? "grads_in_forward and must_grad_in_place: there is no grad_out in forward; "
                  "grad_in_place can name an input"
            : d->recompute && d->grads_in_forward
-               ? "it has a recompute callback, but grads_in_forward, and so runs once: leave one "
-                 "of "
-                 "them out"
+               ? "it has a recompute callback, but grads_in_forward, and so runs once: "
+                 "leave one of them out"
            : d->recompute_reads.out & d->must_in_place
                ? "recompute_reads names an output that must_in_place fills with the input first: "
                  "read the input instead"
            : d->backward_state && !d->backward && d->forward
-               ? "backward_state is set, but it has no backward: leave one of them out, or add the "
-                 "other"
+               ? "backward_state is set, but it has no backward: "
+                 "leave one of them out, or add the other"
            : d->keeps_state && count[MSI_GROUP_STATE] == 0
                ? "keeps_state is set, but it has no state: name its buffers in `state`"
            : !d->recompute && (w->bytes || w->row_bytes)
@@ -7033,6 +7021,7 @@ static void msi_reserve(const ms_model *m, msi_store *store) {
 static bool msi_list_residents(ms_model *m, msi_store *store) {
     const msi_graph *g = &m->graph;
     const uint32_t states = msi_state_count(&m->optimizer);
+    uint32_t learning = 0; // params that learn, so far
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
         store->resident_of[t] = MSI_NONE;
@@ -7048,7 +7037,7 @@ static bool msi_list_residents(ms_model *m, msi_store *store) {
         if (!msi_learns(tensor)) {
             continue;
         }
-        value->factors = store->factor_count++;
+        value->factors = learning++;
         if (store->micro_count > 1 || msi_is_borrowed(tensor, MSI_ROLE_GRADIENT)) {
             msi_add_resident(m, store, t, MSI_ROLE_GRADIENT);
         }
@@ -14275,14 +14264,12 @@ static void msi_blame_region(msi_trial *t, const msi_staged *result, uint32_t re
         msi_fail_contract(t, "reads", msi_resident_name(t, region - outside).text,
                           msi_resident_cure(t, region - outside));
     } else if (kind == MSI_REGION_UNDECLARED) {
-        msi_fail_operand(
-            t, "reads, or asks whether there is,", s,
-            t->phase == MS_PHASE_BACKWARD
-                ? (s->group == MSI_GROUP_STATE
-                       ? "backward does not receive state: copy what it needs to a saved "
-                         "tensor"
-                       : "name it in backward_reads")
-                : "name it in recompute_reads");
+        msi_fail_operand(t, "reads, or asks whether there is,", s,
+                         t->phase == MS_PHASE_BACKWARD
+                             ? (s->group == MSI_GROUP_STATE ? "backward does not receive state: "
+                                                              "copy what it needs to a saved tensor"
+                                                            : "name it in backward_reads")
+                             : "name it in recompute_reads");
     } else if (kind == MSI_REGION_GAP) {
         msi_fail_operand(t, "reads beyond the end of", s, msi_overrun_cure(s));
     } else if (kind == MSI_REGION_UNWRITTEN) {
@@ -14498,6 +14485,12 @@ static bool msi_is_wrong_sum(const msi_trial *t, const uint8_t *now, const uint8
                : !finite && msi_is_finite((double)before);
 }
 
+/* Whether a gradient has another beta in the run under way than in the plan. */
+static bool msi_is_probed(const msi_trial *t, const msi_staged *s) {
+    return t->how.sums == MSI_SUMS_ADDED ? msi_takes_beta(t, s, false)
+                                         : msi_beta_of(t, s) != s->beta;
+}
+
 /* Runs with gradients that others have contributed to, or that nobody has, where the plan has it
    the other way round. */
 static void msi_try_sums(msi_trial *t, msi_sums sums) {
@@ -14505,7 +14498,7 @@ static void msi_try_sums(msi_trial *t, msi_sums sums) {
     bool any = false;
     how.sums = t->how.sums = sums;
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
-        any |= sums == MSI_SUMS_ADDED ? msi_takes_beta(t, s, false) : msi_beta_of(t, s) != s->beta;
+        any |= msi_is_probed(t, s);
     }
     if (!any || !msi_act(t, &how)) {
         return;
@@ -14513,8 +14506,7 @@ static void msi_try_sums(msi_trial *t, msi_sums sums) {
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
         const uint8_t *now = msi_bytes_in(t, MSI_IMAGE_NOW, s);
         const uint8_t *planned = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
-        const bool probed =
-            sums == MSI_SUMS_ADDED ? msi_takes_beta(t, s, false) : msi_beta_of(t, s) != s->beta;
+        const bool probed = msi_is_probed(t, s);
         bool wrong = false;
         for (uint64_t i = 0; probed && i + 4 <= s->bytes && !wrong; i += 4) {
             wrong = msi_is_wrong_sum(t, now + i, planned + i);
@@ -14714,8 +14706,7 @@ static void msi_size_debug(const ms_model *m, const msi_store *store, msi_debug 
     bool on_host = false;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *x = &g->tensors.items[t];
-        const bool made = x->kind == MSI_KIND_ACTIVATION || x->kind == MSI_KIND_SAVED;
-        d->made_bytes += made ? msi_align(x->largest_bytes) : 0;
+        d->made_bytes += msi_is_resident(x) ? 0 : msi_align(x->largest_bytes);
         on_host |= x->on_host;
     }
     for (int place = 0; place < (on_host ? 2 : 1); place++) {
@@ -14761,9 +14752,8 @@ static ms_result msi_alloc_debug(ms_model *m, msi_store *store) {
     uint64_t at = 0;
     for (uint32_t t = 0; t < d->tensor_count; t++) {
         const msi_tensor *x = &m->graph.tensors.items[t];
-        const bool made = x->kind == MSI_KIND_ACTIVATION || x->kind == MSI_KIND_SAVED;
         d->made_at[t] = at;
-        at += made ? msi_align(x->largest_bytes) : 0;
+        at += msi_is_resident(x) ? 0 : msi_align(x->largest_bytes);
     }
     ms_result result = msi_device_alloc(m, d->stage_bytes[0], &d->stage[0]);
     uint8_t *host = NULL;
@@ -15238,10 +15228,9 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
 static ms_result msi_run_to(ms_model *m, uint32_t end) {
     const msi_program *p = m->run.program;
     const bool timed = msi_is_timed(&m->run);
-    double start_us = 0.0;
     while (m->run.position < end) {
         ms_result result = timed ? msi_synchronize(m) : MS_RESULT_OK;
-        start_us = timed ? msi_now_us() : 0.0;
+        const double start_us = timed ? msi_now_us() : 0.0;
         MSI_THEN(result, msi_run_instruction(m, p, m->run.position));
         if (timed && result == MS_RESULT_OK) {
             result = msi_synchronize(m);
@@ -17774,11 +17763,6 @@ MEMSCALE_API bool ms_technique_is_built(ms_technique technique) {
 
 // ------------------------------------------------------------------------------------------------
 // >>listing  a plan and a program as text for people, made by public functions only
-
-/* Indexed by ms_event_kind. */
-#define MEMSCALE_X(name, text) text,
-static const char *const msi_event_names[] = {MEMSCALE_EVENTS(MEMSCALE_X)};
-#undef MEMSCALE_X
 
 /* Columns of a listing. Spaces are written only before a text, so that no line ends in spaces. */
 typedef struct msi_columns {
