@@ -499,23 +499,33 @@ static void keep_largest(const ms_event *event, void *user) {
     }
 }
 
+static uint64_t group_bytes(const value_group *g) {
+    return g->bytes * g->count;
+}
+
+static bool is_of_group(const value_group *g, const ms_lifetime *l) {
+    return g->bytes == l->bytes && g->category == l->category && g->is_resident == l->is_resident;
+}
+
+/* Counts a value at the peak. If there is no room for another group, a larger one replaces the
+   smallest. */
 static void keep_value(const ms_lifetime *l, void *user) {
     plan *p = (plan *)user;
-    int i = 0;
-    while (i < p->group_count &&
-           (p->groups[i].bytes != l->bytes || p->groups[i].category != l->category ||
-            p->groups[i].is_resident != l->is_resident)) {
-        i++;
+    int i = 0, least = 0;
+    for (; i < p->group_count && !is_of_group(&p->groups[i], l); i++) {
+        least = group_bytes(&p->groups[i]) < group_bytes(&p->groups[least]) ? i : least;
     }
-    if (!l->is_at_peak || i == MOST_GROUPS) {
+    const bool is_full = i == MOST_GROUPS;
+    value_group *g = &p->groups[is_full ? least : i];
+    if (!l->is_at_peak || (is_full && l->bytes <= group_bytes(g))) {
         return;
     }
-    value_group *g = &p->groups[i];
     if (i == p->group_count) {
-        p->group_count++;
+        p->group_count += !is_full;
         snprintf(g->name, sizeof g->name, "%s", l->name);
         g->category = l->category;
         g->bytes = l->bytes;
+        g->count = 0;
         g->is_resident = l->is_resident;
     }
     g->count++;
@@ -1049,10 +1059,6 @@ static const plan *advised_plan(const findings *f) {
     return f->plain.fits ? &f->plain : &f->at_budget[f->advised];
 }
 
-static uint64_t group_bytes(const value_group *g) {
-    return g->bytes * g->count;
-}
-
 /* The largest groups of those that are resident, or of the others. */
 static void print_groups(const plan *p, bool is_resident, const char *title) {
     bool shown[MOST_GROUPS] = {false};
@@ -1099,7 +1105,7 @@ static void print_text(const estimate *e, const findings *f) {
 
 // ---- JSON ---------------------------------------------------------------------------------------
 
-/* Writes JSON by RFC 8259: commas where they belong, strings in ASCII, null for what is not a
+/* Writes JSON by RFC 8259: commas where they belong, strings in UTF-8, null for what is not a
    finite number. */
 typedef struct json {
     FILE *file;
@@ -1110,7 +1116,7 @@ typedef struct json {
 static void json_string(json *j, const char *text) {
     fputc('"', j->file);
     for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
-        if (*c < 32 || *c > 126 || *c == '"' || *c == '\\') {
+        if (*c < 32 || *c == 127 || *c == '"' || *c == '\\') {
             fprintf(j->file, "\\u%04x", (unsigned)*c);
         } else {
             fputc(*c, j->file);
@@ -1202,6 +1208,7 @@ static void json_groups(json *j, const plan *p) {
         json_open(j, NULL, '{');
         json_text(j, "first", g->name);
         json_text(j, "category", ms_category_name(g->category));
+        json_flag(j, "between_steps", g->is_resident);
         json_count(j, "bytes", g->bytes);
         json_count(j, "count", g->count);
         json_close(j, '}');
@@ -1360,10 +1367,12 @@ static int digits_of(double step) {
     return digits;
 }
 
+/* A text in UTF-8. XML 1.0 has no control characters. */
 static void svg_escaped(FILE *file, const char *text) {
-    for (const char *c = text; *c; c++) {
-        if (*c == '<' || *c == '>' || *c == '&' || *c < 32 || *c > 126) {
-            fprintf(file, "&#%d;", *c < 32 || *c > 126 ? '?' : *c);
+    for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
+        const bool is_control = *c < 32 || *c == 127;
+        if (*c == '<' || *c == '>' || *c == '&' || is_control) {
+            fprintf(file, "&#%d;", is_control ? '?' : *c);
         } else {
             fputc(*c, file);
         }

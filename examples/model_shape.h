@@ -249,7 +249,11 @@ static int read_config(const char *path, const cJSON *config, const char *family
     }
     memset(s, 0, sizeof *s);
     const size_t length = strlen(path), most = sizeof s->name - 1;
-    snprintf(s->name, sizeof s->name, "%s", length > most ? path + (length - most) : path);
+    const char *name = length > most ? path + (length - most) : path;
+    while (name > path && ((unsigned char)*name & 0xc0) == 0x80) { // within a character of UTF-8
+        name++;
+    }
+    snprintf(s->name, sizeof s->name, "%s", name);
     s->kind = kind;
     for (int i = 0; i < CONFIG_KEYS; i++) {
         if (read_count(path, config, &config_keys[kind][i], s) != 0) {

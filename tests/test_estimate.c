@@ -503,8 +503,37 @@ static void test_json(void **state) {
     assert_true(is_json(p.out));
     assert_true(number_of(p.out, "accumulation_steps") == 3.0);
     assert_true(number_of(p.out, "adapter_rank") == 8.0);
+    t_text_has(p.out, "\"between_steps\": true");
+    t_text_has(p.out, "\"between_steps\": false");
     t_text_has(p.out, "\"clip\": true");
     t_text_has(p.out, "\"optimizer\": \"SGD\"");
+}
+
+/* However many kinds of values there are, the largest are among those that are kept. */
+static void test_many_groups(void **state) {
+    (void)state;
+    static plan p;
+    ms_lifetime l;
+    memset(&l, 0, sizeof l);
+    l.name = "small";
+    l.is_at_peak = true;
+    for (uint64_t i = 1; i <= MOST_GROUPS; i++) {
+        l.bytes = 1000 + i;
+        keep_value(&l, &p);
+    }
+    keep_value(&l, &p); // again, so that the first is the smallest
+    l.name = "large";
+    l.bytes = 1u << 20;
+    keep_value(&l, &p);
+    keep_value(&l, &p);
+    l.name = "smallest";
+    l.bytes = 1;
+    keep_value(&l, &p);
+    assert_int_equal(p.group_count, MOST_GROUPS);
+    assert_string_equal(p.groups[0].name, "large");
+    assert_true(p.groups[0].bytes == 1u << 20 && p.groups[0].count == 2);
+    assert_true(p.groups[1].bytes == 1002 && p.groups[1].count == 1);
+    assert_true(p.groups[MOST_GROUPS - 1].count == 2);
 }
 
 /* Text that no model or device has now is written so that it can be read. */
@@ -516,16 +545,22 @@ static void test_json_text(void **state) {
     j.file = tmpfile();
     assert_non_null(j.file);
     json_open(&j, NULL, '{');
-    json_text(&j, "a \"quoted\"\n\\ name", "\x01\xff tab\t");
+    json_text(&j, "a \"quoted\"\n\\ name", "\x01\x7f \xc3\xa4 tab\t"); // "a" with two dots
     json_real(&j, "nothing", (double)NAN);
     json_real(&j, "endless", (double)INFINITY);
     json_close(&j, '}');
     read_back(j.file, text, sizeof text);
     assert_true(is_json(text));
-    t_text_has(text,
-               "\"a \\u0022quoted\\u0022\\u000a\\u005c name\": \"\\u0001\\u00ff tab\\u0009\"");
+    t_text_has(
+        text,
+        "\"a \\u0022quoted\\u0022\\u000a\\u005c name\": \"\\u0001\\u007f \xc3\xa4 tab\\u0009\"");
     t_text_has(text, "\"nothing\": null");
     t_text_has(text, "\"endless\": null");
+    FILE *svg = tmpfile();
+    assert_non_null(svg);
+    svg_escaped(svg, "<\x01\x7f&\xc3\xa4>");
+    read_back(svg, text, sizeof text);
+    assert_string_equal(text, "&#60;&#63;&#63;&#38;\xc3\xa4&#62;");
 }
 
 /* Every tag is closed, in order; attributes are quoted. */
@@ -689,6 +724,36 @@ static void test_config(void **state) {
         t_text_has(p.error, "libcjson-dev");
 #endif
     }
+}
+
+/* The end of a long path, from the start of a character on. */
+static void test_long_path(void **state) {
+    (void)state;
+#ifndef MODEL_SHAPE_CJSON
+    print_message("built without cJSON\n");
+    skip();
+#else
+    char path[120] = "/tmp/";
+    for (size_t i = strlen(path); i + 3 < sizeof path; i += 2) { // an "a" with two dots, often
+        memcpy(path + i, "\xc3\xa4", 3);
+    }
+    for (int odd = 0; odd < 2; odd++) {
+        shape s;
+        strcat(path, odd ? "x" : "");
+        FILE *file = fopen(path, "w");
+        assert_non_null(file);
+        fputs("{\"model_type\": \"llama\", \"hidden_size\": 64, \"num_hidden_layers\": 1,"
+              "\"num_attention_heads\": 2, \"intermediate_size\": 64, \"vocab_size\": 10}",
+              file);
+        fclose(file);
+        assert_int_equal(read_model(path, NULL, &s), 0);
+        remove(path);
+        const size_t length = strlen(s.name);
+        assert_true(length + 2 > sizeof s.name - 1);
+        assert_int_equal((unsigned char)s.name[0], 0xc3);
+        assert_string_equal(s.name, path + strlen(path) - length);
+    }
+#endif
 }
 
 static void test_wrong_config(void **state) {
@@ -1031,26 +1096,17 @@ static void test_plan(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_params),
-        cmocka_unit_test(test_activations),
-        cmocka_unit_test(test_equal),
-        cmocka_unit_test(test_training),
-        cmocka_unit_test(test_adapters),
-        cmocka_unit_test(test_advice),
-        cmocka_unit_test(test_largest_batch),
-        cmocka_unit_test(test_json),
-        cmocka_unit_test(test_json_text),
-        cmocka_unit_test(test_sweep),
-        cmocka_unit_test(test_sweep_is_monotone),
-        cmocka_unit_test(test_text),
-        cmocka_unit_test(test_plan),
-        cmocka_unit_test(test_largest_values),
-        cmocka_unit_test(test_typed_in_again),
-        cmocka_unit_test(test_forgiving),
-        cmocka_unit_test(test_speeds),
-        cmocka_unit_test(test_config),
-        cmocka_unit_test(test_wrong_config),
-        cmocka_unit_test(test_mistakes),
+        cmocka_unit_test(test_params),         cmocka_unit_test(test_activations),
+        cmocka_unit_test(test_equal),          cmocka_unit_test(test_training),
+        cmocka_unit_test(test_adapters),       cmocka_unit_test(test_advice),
+        cmocka_unit_test(test_largest_batch),  cmocka_unit_test(test_json),
+        cmocka_unit_test(test_many_groups),    cmocka_unit_test(test_json_text),
+        cmocka_unit_test(test_sweep),          cmocka_unit_test(test_sweep_is_monotone),
+        cmocka_unit_test(test_text),           cmocka_unit_test(test_plan),
+        cmocka_unit_test(test_largest_values), cmocka_unit_test(test_typed_in_again),
+        cmocka_unit_test(test_forgiving),      cmocka_unit_test(test_speeds),
+        cmocka_unit_test(test_config),         cmocka_unit_test(test_long_path),
+        cmocka_unit_test(test_wrong_config),   cmocka_unit_test(test_mistakes),
         cmocka_unit_test(test_extremes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
