@@ -10487,6 +10487,9 @@ static void msi_polish(msi_greedy *w, const msi_prefix *before) {
     }
     for (uint32_t i = 0; i < before->drop_count && i < MSI_POLISH_LIMIT && !msi_is_short(w->scorer);
          i++) {
+        if (w->decisions[w->drops.items[i]].pass == 0) {
+            continue; // taken back with another value of its layer
+        }
         const uint32_t layer = w->graph->tensors.items[w->drops.items[i]].producer;
         msi_set_drops_of(w, layer, 0);
         w->score = msi_search_estimate(w->search, w->decisions);
@@ -11506,6 +11509,7 @@ enum {
     MSI_ALL_WORDS = MSI_ALL_GROUPS / 64,
     MSI_ALL_LAYERS = 128,
     MSI_ALL_WORK = 1 << 15, // layers that are lowered
+    MSI_ALL_CHAIN = 32,     // groups of a chain
     MSI_ALL_SEEDS = 8       // random choices at the start of a local search
 };
 
@@ -11831,8 +11835,8 @@ static bool msi_exhaustive_init(msi_exhaustive *all, msi_search *search) {
     return !msi_is_short(search->scorer);
 }
 
-/* Tries choices of a graph that is not large, and proposes the best. A chain of layers is not
-   searched locally. */
+/* Tries choices of a graph that is not large, and proposes the best. A longer chain of layers is
+   not searched locally: its own search is good enough. */
 static void msi_search_exhaustive(msi_search *s, bool is_chain) {
     msi_exhaustive all = MSI_ZERO_INIT;
     if (s->scorer->graph->layers.count > MSI_ALL_LAYERS || msi_is_short(s->scorer)) {
@@ -11842,7 +11846,7 @@ static void msi_search_exhaustive(msi_search *s, bool is_chain) {
         (msi_list_groups(&all, false) || msi_list_groups(&all, true))) {
         if (all.group_count < 32 && 1u << all.group_count <= all.limit) {
             msi_try_all(&all);
-        } else if (!is_chain) {
+        } else if (!is_chain || all.group_count <= MSI_ALL_CHAIN) {
             msi_search_locally(&all);
         }
         msi_propose_tried(&all);
@@ -12006,6 +12010,7 @@ static void msi_search_all(msi_solver *s, msi_greedy *w) {
     } else {
         s->score = msi_score_of(s->scorer, s->plan->decisions);
     }
+    MEMSCALE_ASSERT(msi_is_short(s->scorer) || s->score.us <= search->best_score.us);
 }
 
 /* Delays updates inside backward as long as the arena does not grow. The weights that the backward

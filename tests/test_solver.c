@@ -1278,6 +1278,8 @@ static void plans_of_small_graphs_are_close_to_the_best(void **state) {
     for (uint64_t seed = first; seed < first + count; ++seed) {
         check_graph(seed, &v);
     }
+    check_graph(243, &v); // a chain of few layers with more choices than are enumerated
+    check_graph(552, &v); // layers with several values that the greedy list drops
     assert_true(count < 50 || v.plans > 5 * count);
     assert_true(sum_up(&v, "small graphs", 20.0, 16));
 }
