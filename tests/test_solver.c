@@ -852,6 +852,8 @@ static outcome plan_chain(const chain *c, uint64_t budget) {
 /* What a sweep finds wrong, and how far the plans are from the references. */
 typedef struct verdict {
     uint32_t plans, faults, referred; // to a reference that fits
+    uint32_t missed;                  // of the faults: slower than the reference, or nothing fits
+    uint32_t one_in;                  // of so many plans one may be missed; 0: none
     /* References count bytes, not addresses. Plans that the layout holds up: slower than the
        reference, but no slower than that with 1 % less memory. */
     uint32_t squeezed;
@@ -878,6 +880,7 @@ static void judge(verdict *v, const char *name, uint64_t percent, const outcome 
     if (!o->fits) {
         if (reference < NEVER) {
             blame(v, name, percent, "nothing fits", NEVER, reference);
+            v->missed += 1;
         }
         return;
     }
@@ -888,6 +891,7 @@ static void judge(verdict *v, const char *name, uint64_t percent, const outcome 
     }
     if (o->time > squeezed + TIME_TOLERANCE) {
         blame(v, name, percent, "time", o->time, reference);
+        v->missed += 1;
     } else if (o->time > reference + TIME_TOLERANCE) {
         v->squeezed += 1;
     }
@@ -947,8 +951,10 @@ static bool sum_up(const verdict *v, const char *what, double limit_ms, uint64_t
                       v->sum / v->referred, v->worst, v->squeezed);
     }
     print_message("\n");
-    return v->plans > 0 && v->faults == 0 && 100 * v->squeezed <= v->plans &&
-           v->most_heap_bytes <= limit_mib << 20 && v->most_ms <= SLACK * limit_ms;
+    const uint32_t may_miss = v->one_in > 0 ? v->plans / v->one_in : 0;
+    return v->plans > 0 && v->faults == v->missed && v->missed <= may_miss &&
+           100 * v->squeezed <= v->plans && v->most_heap_bytes <= limit_mib << 20 &&
+           v->most_ms <= SLACK * limit_ms;
 }
 
 static void plans_of_chains_are_as_fast_as_the_references(void **state) {
@@ -1268,7 +1274,8 @@ static void check_graph(uint64_t seed, verdict *v) {
     assert_true(heap.live == 0);
 }
 
-/* Within 2 % of the fastest, feasible wherever one is. */
+/* Within 2 % of the fastest, feasible wherever one is. Of larger graphs, which are not enumerated,
+   one plan in 500 may miss that. */
 static void plans_of_small_graphs_are_close_to_the_best(void **state) {
     (void)state;
     verdict v;
@@ -1311,6 +1318,7 @@ static void plans_of_larger_graphs_are_close_to_the_best(void **state) {
     (void)state;
     verdict v;
     memset(&v, 0, sizeof v);
+    v.one_in = 500;
     uint64_t wanted = t_environment("MEMSCALE_TEST_DAGS", t_sweep(16, 200));
     for (uint64_t seed = t_environment("MEMSCALE_TEST_SEED", 1); wanted > 0; ++seed) {
         wanted -= check_larger_graph(seed, &v);
