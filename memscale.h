@@ -7970,7 +7970,7 @@ static msi_op msi_direction(const msi_store *store, const msi_program *p,
 /* Whether a program copies from or to the host; most do not. */
 static bool msi_crosses_link(const msi_store *store, const msi_program *p) {
     bool crosses = false;
-    for (uint32_t now = 0; now < p->instructions.count && store->host_bytes > 0; now++) {
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
         crosses |= msi_direction(store, p, i) != (msi_op)i->op;
     }

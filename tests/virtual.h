@@ -53,6 +53,7 @@ typedef struct v_device {
     int late_error;           // for the next wait of the host
     int callback_error;       // the last one that a callback returned when it ran
     bool is_running;          // an operation
+    bool lends;               // what stays on the host is the trainer's memory
     bool drops_waits;         // planted mistakes: streams do not wait for each other,
     bool drops_waits_of_host; // nor does the host for events
 } v_device;
