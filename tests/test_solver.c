@@ -1169,6 +1169,13 @@ static int compare_times(const void *a, const void *b) {
     return p != q ? (p > q) - (p < q) : (x > y) - (x < y);
 }
 
+/* Of a model that has been analyzed: what scores its plans. */
+static void census_open(census *c, ms_model *m) {
+    memset(&c->score, 0, sizeof c->score);
+    t_ok(m, msi_make_plans(m, MSI_GOAL_PLAIN, &c->store, &c->plan));
+    assert_true(msi_scorer_init(&c->scorer, m, c->store, c->plan, &c->lowering, &c->shortage));
+}
+
 /* False: too many values for a census. */
 static bool census_take(census *c, ms_model *m, uint32_t limit) {
     const msi_graph *g = &m->graph;
@@ -1182,8 +1189,7 @@ static bool census_take(census *c, ms_model *m, uint32_t limit) {
             c->tensor[c->count++] = t;
         }
     }
-    t_ok(m, msi_make_plans(m, MSI_GOAL_PLAIN, &c->store, &c->plan));
-    assert_true(msi_scorer_init(&c->scorer, m, c->store, c->plan, &c->lowering, &c->shortage));
+    census_open(c, m);
     c->plain_us = c->plan->plain_step_us;
     for (uint32_t mask = 0; mask >> c->count == 0; ++mask) {
         census_choose(c, mask);
@@ -1415,6 +1421,82 @@ static void budgets_are_monotone_and_the_smallest_is_exact(void **state) {
         wrong += check_budgets(seed);
     }
     assert_int_equal(wrong, 0);
+}
+
+/* What the search of chains expects a plan to need is mostly exact, and never too much: no plan
+   that fits is passed over. */
+static void a_chain_needs_what_its_search_expects(void **state) {
+    (void)state;
+    static census with;
+    uint32_t points = 0, exact = 0;
+    for (uint64_t seed = 1; seed <= t_sweep(4, 40); ++seed) {
+        meter heap;
+        ms_model *m;
+        const ms_config config = solver_config(&heap);
+        chain stages = make_chain(CHAIN_HUNGRY, 12, seed);
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        chain_register(m, &stages);
+        t_ok(m, ms_wrap(m)); // analyses the graph
+        census_open(&with, m);
+        msi_search of_chain;
+        memset(&of_chain, 0, sizeof of_chain);
+        of_chain.scorer = &with.scorer;
+        of_chain.best = with.plan->decisions;
+        msi_chain *c = (msi_chain *)msi_scratch(&with.scorer, sizeof *c);
+        assert_true(c != NULL && msi_chain_init(c, &of_chain) && msi_is_chain(c));
+        msi_find_options(c);
+        msi_fill_subchains(c);
+        for (uint32_t i = 0; i < msi_whole_chain(c)->count; ++i) {
+            const msi_score score = msi_estimate_point(c, i);
+            const uint64_t expected = msi_whole_chain(c)->points[i].bytes;
+            assert_true(score.live_bytes >= expected);
+            exact += score.live_bytes - expected == MSI_ALIGNMENT; // the loss
+            points += 1;
+        }
+        msi_chain_free(c);
+        census_free(&with, m);
+        ms_destroy(m);
+        chain_free(&stages);
+        assert_true(heap.live == 0);
+    }
+    assert_true(points > 50 && 10 * exact > 9 * points);
+}
+
+/* Each plan of the greedy list of a small graph drops the values of one more layer: a drop that does
+   not help is taken back before the next one is tried. */
+static void a_plan_of_the_list_is_one_move_further(void **state) {
+    (void)state;
+    static census with;
+    uint32_t plans = 0;
+    for (uint64_t seed = 1; seed <= t_sweep(20, 200); ++seed) {
+        meter heap;
+        graph g;
+        msi_greedy w;
+        msi_search of_list;
+        const ms_config config = solver_config(&heap);
+        graph_create(&g, seed, 0, &config);
+        t_ok(g.model, ms_wrap(g.model)); // analyses the graph
+        census_open(&with, g.model);
+        memset(&of_list, 0, sizeof of_list);
+        of_list.scorer = &with.scorer;
+        of_list.best = with.plan->decisions;
+        assert_true(msi_greedy_init(&w, &of_list));
+        msi_decide_base(&g.model->graph, false, w.decisions);
+        w.score = msi_search_estimate(&of_list, w.decisions);
+        for (uint32_t before = 0; msi_next_plan(&w); before = w.drops.count) {
+            const msi_tensor *tensors = g.model->graph.tensors.items;
+            for (uint32_t i = before; i < w.drops.count; ++i) {
+                assert_true(tensors[w.drops.items[i]].producer ==
+                            tensors[w.drops.items[before]].producer);
+            }
+            plans += 1;
+        }
+        msi_greedy_free(&w);
+        census_free(&with, g.model);
+        ms_destroy(g.model);
+        assert_true(heap.live == 0);
+    }
+    assert_true(plans > 50);
 }
 
 enum { LONG_CHAIN = 3000 };
@@ -1658,6 +1740,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(plans_of_small_graphs_are_close_to_the_best),
         cmocka_unit_test(plans_of_larger_graphs_are_close_to_the_best),
         cmocka_unit_test(budgets_are_monotone_and_the_smallest_is_exact),
+        cmocka_unit_test(a_chain_needs_what_its_search_expects),
+        cmocka_unit_test(a_plan_of_the_list_is_one_move_further),
         cmocka_unit_test(few_plans_of_large_graphs_are_laid_out),
         cmocka_unit_test(sweeps_of_published_models_are_monotone),
         cmocka_unit_test(the_same_chain_gives_the_same_plan),
