@@ -13088,13 +13088,10 @@ static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instr
 static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     const ms_backend *b = &m->config.backend;
     msi_norm *norm = (msi_norm *)msi_address(m, p, p->norm);
-    ms_result result = m->run.recording ? MS_RESULT_OK : msi_wait_on_device(m, MSI_EVENT_VERDICT);
-    if (result == MS_RESULT_OK) {
-        const int error = b->clip_scale(m->device, &norm->sum, m->optimizer.grad_clip_norm,
-                                        &norm->scale, msi_state_on_device(m, false));
-        result = msi_device(m, error, "clip");
-        m->run.verdict = MSI_VERDICT_ON_DEVICE;
-    }
+    const int error = b->clip_scale(m->device, &norm->sum, m->optimizer.grad_clip_norm,
+                                    &norm->scale, msi_state_on_device(m, false));
+    ms_result result = msi_device(m, error, "clip");
+    m->run.verdict = MSI_VERDICT_ON_DEVICE;
     MSI_THEN(result, m->run.recording ? MS_RESULT_OK : msi_copy_verdict(m));
     MSI_THEN(result, b->is_asynchronous ? MS_RESULT_OK : msi_act_on_verdict(m));
     return result;
