@@ -9,7 +9,7 @@
 #include "random_dag.h"
 #include "virtual.h"
 
-enum { QUICK_GRAPHS = 300, QUICK_LATE_GRAPHS = 60, QUICK_SOLVED_GRAPHS = 300 };
+enum { QUICK_GRAPHS = 300, QUICK_LATE_GRAPHS = 60, QUICK_SOLVED_GRAPHS = 150 };
 enum { GRAPHS = 1500, LATE_GRAPHS = 200, SOLVED_GRAPHS = 1000 };
 
 enum { MOST_DEPTH = 6, TEXT = 256 };

@@ -543,7 +543,7 @@ static uint64_t graph_count(void) {
 #ifdef T_CUDA
     return t_environment("MEMSCALE_TEST_DAGS", t_sweep(50, 150));
 #else
-    return t_environment("MEMSCALE_TEST_DAGS", t_sweep(500, 2000));
+    return t_environment("MEMSCALE_TEST_DAGS", t_sweep(300, 2000));
 #endif
 }
 
