@@ -585,8 +585,10 @@ static void check_case(const told *gradient, const told *state) {
 static void differences_of_floats(void **state) {
     (void)state;
     const float inf = INFINITY, nan = NAN;
-    float other_nan = nan;
-    uint32_t bits;
+    volatile uint32_t sign = 0x80000000u; // a compiler may take a constant -0.0f for 0
+    float other_nan = nan, minus;
+    uint32_t bits = sign;
+    memcpy(&minus, &bits, sizeof bits);
     memcpy(&bits, &nan, sizeof bits);
     bits ^= 5;
     memcpy(&other_nan, &bits, sizeof bits);
@@ -597,8 +599,8 @@ static void differences_of_floats(void **state) {
     } cases[] = {{{1, 2, -4, 0}, {1, 2, -4, 0}, 0, 0.0, 0.0},
                  {{1, 2, -4, 0}, {1, 2.5f, -6, 0}, 2, 2.0, 2.0 / 6.0},
                  {{1, 2, -4, 0}, {-1, 2, -4, 0}, 1, 2.0, 2.0},
-                 {{0, 0, 1e-30f, 1}, {-0.0f, 0, 0, 1}, 2, (double)1e-30f, 1.0},
-                 {{0, 0, 0, 0}, {-0.0f, -0.0f, -0.0f, -0.0f}, 4, 0.0, 0.0},
+                 {{0, 0, 1e-30f, 1}, {minus, 0, 0, 1}, 2, (double)1e-30f, 1.0},
+                 {{0, 0, 0, 0}, {minus, minus, minus, minus}, 4, 0.0, 0.0},
                  {{nan, inf, -inf, 1}, {nan, inf, -inf, 1}, 0, 0.0, 0.0},
                  {{nan, 1, 2, 3}, {other_nan, 1, 2, 3}, 1, 0.0, 0.0},
                  {{nan, 1, 2, 3}, {7, 1, 2, 3}, 1, (double)inf, (double)inf},
