@@ -834,8 +834,8 @@ typedef struct ms_decision {
        the layer's recomputation. (If that reads what has been dropped, more comes on top.) */
     uint64_t refused_bytes;
     double refused_us;
-    /* Bytes of the layer's outputs and saved tensors that the plan does not drop, whatever the
-       technique. Those that backward does not read are freed earlier all the same. */
+    /* Bytes of the layer's outputs and saved tensors that are there from forward to backward, whatever
+       the technique. */
     uint64_t kept_bytes;
     /* Where successive blocks of layers are alike (in the decisions and bytes of each layer, in its
        name except for the numbers, and roughly in its times), the layers of the first block stand
@@ -6663,20 +6663,28 @@ static bool msi_matters(const msi_review *r, uint32_t layer, ms_technique techni
                      (msi_is_trained(t) && t->last_gradient == layer);
 }
 
+/* The live range in which a value is made in forward, or NULL. */
+static const msi_range *msi_forward_range(const msi_review *r, uint32_t tensor) {
+    const msi_program *p = &r->plan->train;
+    const uint32_t producer = r->model->graph.tensors.items[tensor].producer;
+    const msi_instruction *i = &p->instructions.items[r->forward[producer]];
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const uint32_t index = p->operands.items[i->operand_first + k].range;
+        const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
+        if (range && range->tensor == tensor && range->role == MSI_ROLE_VALUE) {
+            return range;
+        }
+    }
+    return NULL;
+}
+
 /* Whether layers run while a value lies idle between its last use in forward and its first in
    backward. */
 static bool msi_lies_idle(const msi_review *r, uint32_t tensor) {
     const msi_program *p = &r->plan->train;
-    const uint32_t producer = r->model->graph.tensors.items[tensor].producer;
-    const msi_instruction *i = &p->instructions.items[r->forward[producer]];
+    const msi_range *range = msi_forward_range(r, tensor);
     bool idle = false;
-    for (uint32_t k = 0; k < i->operand_count && !idle; k++) {
-        const uint32_t index = p->operands.items[i->operand_first + k].range;
-        const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
-        if (!range || range->tensor != tensor || range->role != MSI_ROLE_VALUE ||
-            range->idle_last == MSI_NONE) {
-            continue;
-        }
+    if (range && range->idle_last != MSI_NONE) {
         for (uint32_t now = range->idle_first + 1; now < range->idle_last && !idle; now++) {
             idle = msi_calls_layer((msi_op)p->instructions.items[now].op);
         }
@@ -6797,13 +6805,14 @@ static uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_decision *d, 
     return left;
 }
 
-/* Bytes of what a layer makes and the plan keeps. */
+/* Bytes of what a layer makes in forward and that is still there in backward. */
 static uint64_t msi_kept_bytes(const msi_review *r, uint32_t layer) {
     const msi_graph *g = &r->model->graph;
     uint64_t kept = 0;
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
         for (MSI_EACH(made, g, &g->layers.items[layer], group)) {
-            const bool keeps = r->plan->decisions[made.tensor].pass == 0;
+            const msi_range *range = msi_forward_range(r, made.tensor);
+            const bool keeps = range && range->last >= r->plan->train.forward_end;
             kept += keeps ? g->tensors.items[made.tensor].bytes : 0;
         }
     }

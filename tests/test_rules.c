@@ -622,9 +622,7 @@ static void check_against_events(ms_model *m) {
         assert_true(c->is_applied == (w.recomputed[i] > 0));
         assert_true(fabs(c->added_us - w.recompute_us[i]) <= 1e-9 * (1.0 + c->added_us));
         assert_true(c->saved_bytes == w.not_held[i]);
-        const uint64_t held = held_bytes_of(&w, i + 1); // what backward does not read may be free
-        assert_true(c->kept_bytes == held ||
-                    (c->kept_bytes > held && strcmp(c->rule->id, "unread") == 0));
+        assert_true(c->kept_bytes == held_bytes_of(&w, i + 1));
         added_us += c->added_us;
     }
     assert_true(fabs(added_us - report.recompute_share * report.plain_step_us) <=
