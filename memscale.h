@@ -834,8 +834,8 @@ typedef struct ms_decision {
        the layer's recomputation. (If that reads what has been dropped, more comes on top.) */
     uint64_t refused_bytes;
     double refused_us;
-    /* Bytes of the layer's outputs and saved tensors that are there from forward to backward, whatever
-       the technique. */
+    /* Bytes of the layer's outputs and saved tensors that are there from forward to backward,
+       whatever the technique. */
     uint64_t kept_bytes;
     /* Where successive blocks of layers are alike (in the decisions and bytes of each layer, in its
        name except for the numbers, and roughly in its times), the layers of the first block stand
