@@ -2889,7 +2889,6 @@ static const char *const msi_mode_names[] = {MEMSCALE_MODES(MSI_X)};
 static const char *const msi_source_names[] = {MEMSCALE_DECISION_SOURCES(MSI_X)};
 static const char *const msi_category_names[] = {MEMSCALE_CATEGORIES(MSI_X)};
 static const char *const msi_time_source_names[] = {MEMSCALE_TIME_SOURCES(MSI_X)};
-static const char *const msi_event_names[] = {MEMSCALE_EVENTS(MSI_X)};
 #undef MSI_X
 
 #define MSI_X(dtype, name, bytes) name,
@@ -17774,6 +17773,10 @@ MEMSCALE_API bool ms_technique_is_built(ms_technique technique) {
 
 // ------------------------------------------------------------------------------------------------
 // >>listing  a plan and a program as text for people, made by public functions only
+
+#define MSI_X(constant, text) text,
+static const char *const msi_event_names[] = {MEMSCALE_EVENTS(MSI_X)};
+#undef MSI_X
 
 /* Columns of a listing. Spaces are written only before a text, so that no line ends in spaces. */
 typedef struct msi_columns {
