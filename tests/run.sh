@@ -441,7 +441,7 @@ host_only=' test_formats test_solver test_threads test_virtual '
 # Once in the quick tier, with sanitizers where memory and errors are what is tested: their sweeps are
 # longer with sanitizers too. Full sweeps are of the release configuration. As C++11 the tests run on the
 # emulated device, or else here.
-sanitized=' test_api test_faults test_memory test_profile test_validate '
+sanitized=' test_api test_memory test_profile test_validate '
 group 'tests'
 for source in tests/test_*.c; do
     name=$(basename "$source" .c)
