@@ -1499,6 +1499,90 @@ static void a_plan_of_the_list_is_one_move_further(void **state) {
     assert_true(plans > 50);
 }
 
+typedef enum search_kind { OF_LIST, OF_CHAIN, OF_SEGMENTS, OF_CHOICES, SEARCH_KINDS } search_kind;
+
+/* What one search alone finds for a budget. False: nothing that fits. */
+static bool search_alone(census *with, search_kind kind, uint64_t budget, planned *p) {
+    const msi_graph *g = with->scorer.graph;
+    msi_search s;
+    memset(&s, 0, sizeof s);
+    s.scorer = &with->scorer;
+    s.budget = budget;
+    s.best = with->plan->decisions;
+    s.least_us = with->plain_us;
+    if (kind == OF_LIST) {
+        msi_greedy w;
+        assert_true(msi_greedy_init(&w, &s));
+        msi_decide_base(g, false, w.decisions);
+        w.score = msi_search_estimate(&s, w.decisions);
+        if (msi_add_prefix(&w) && msi_fits(&with->scorer, &w.score, budget, 0)) {
+            msi_propose(&s, w.decisions, &w.score);
+        } else {
+            msi_search_greedy(&w, true);
+        }
+        msi_greedy_free(&w);
+    } else if (kind == OF_CHAIN) {
+        msi_search_chain(&s);
+    } else if (kind == OF_SEGMENTS) {
+        msi_search_segments(&s);
+    } else {
+        msi_search_exhaustive(&s, false);
+    }
+    assert_false(msi_is_short(&with->scorer));
+    p->bytes = s.best_score.bytes;
+    p->us = s.best_score.us;
+    return s.found && s.fits;
+}
+
+/* Returns the number of violations of what each search promises: a larger budget gets no slower
+   plan, and a plan that fits a smaller budget as well is the plan for that one, too. */
+static uint32_t check_search(census *with, search_kind kind, uint64_t seed, uint64_t plain) {
+    enum { BUDGETS = 25 };
+    planned last = {plain, 0.0}, now;
+    uint32_t wrong = 0;
+    uint64_t budget = plain;
+    for (int i = 0; i < BUDGETS && search_alone(with, kind, budget, &now); ++i) {
+        const bool same = i > 0 && last.bytes <= budget;
+        const bool good = now.bytes <= budget && now.bytes <= last.bytes && now.us >= last.us &&
+                          (!same || (now.us <= last.us && now.bytes == last.bytes));
+        if (!good) {
+            print_message(
+                "net %llu, search %d, budget %llu: %llu bytes, %.17g us after %llu, %.17g\n",
+                (unsigned long long)seed, (int)kind, (unsigned long long)budget,
+                (unsigned long long)now.bytes, now.us, (unsigned long long)last.bytes, last.us);
+            wrong++;
+        }
+        last = now;
+        budget = i % 3 == 0 ? budget - budget / 50 : now.bytes - 1;
+    }
+    return wrong;
+}
+
+static void each_search_is_monotone(void **state) {
+    (void)state;
+    static census with;
+    const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
+    const uint64_t count = t_environment("MEMSCALE_TEST_NETS", t_sweep(25, 500));
+    uint32_t wrong = 0;
+    for (uint64_t seed = first; seed < first + count; ++seed) {
+        meter heap;
+        ms_model *m;
+        const ms_config config = solver_config(&heap);
+        net_for_budgets(seed, &config, &m);
+        t_ok(m, ms_wrap(m)); // analyses the graph
+        census_open(&with, m);
+        with.plain_us = with.plan->plain_step_us;
+        const uint64_t plain = with.plan->plain_bytes;
+        for (int kind = 0; kind < SEARCH_KINDS; ++kind) {
+            wrong += check_search(&with, (search_kind)kind, seed, plain);
+        }
+        census_free(&with, m);
+        ms_destroy(m);
+        assert_true(heap.live == 0);
+    }
+    assert_int_equal(wrong, 0);
+}
+
 enum { LONG_CHAIN = 3000 };
 
 /* A chain of layers whose activations have random sizes. */
@@ -1740,6 +1824,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(plans_of_small_graphs_are_close_to_the_best),
         cmocka_unit_test(plans_of_larger_graphs_are_close_to_the_best),
         cmocka_unit_test(budgets_are_monotone_and_the_smallest_is_exact),
+        cmocka_unit_test(each_search_is_monotone),
         cmocka_unit_test(a_chain_needs_what_its_search_expects),
         cmocka_unit_test(a_plan_of_the_list_is_one_move_further),
         cmocka_unit_test(few_plans_of_large_graphs_are_laid_out),
