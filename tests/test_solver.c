@@ -1387,6 +1387,8 @@ static uint32_t check_budgets(uint64_t seed) {
     net_for_budgets(seed, &config, &m);
     assert_true(take_plan(m, UINT64_MAX, &plain));
     t_ok(m, ms_smallest_budget(m, &least));
+    assert_true(take_plan(m, plain.bytes, &now)); // it fits to the byte
+    assert_true(now.bytes == plain.bytes && !(now.us < plain.us) && !(now.us > plain.us));
     last = plain;
     for (uint64_t i = 1; i <= BUDGETS; ++i) {
         const uint64_t even = plain.bytes - (plain.bytes - least) * i / BUDGETS;
