@@ -1176,6 +1176,16 @@ static void census_open(census *c, ms_model *m) {
     assert_true(msi_scorer_init(&c->scorer, m, c->store, c->plan, &c->lowering, &c->shortage));
 }
 
+/* A search that has found nothing yet, and keeps its best decisions in the plan. */
+static msi_search census_search(census *c, uint64_t budget) {
+    msi_search s;
+    memset(&s, 0, sizeof s);
+    s.scorer = &c->scorer;
+    s.budget = budget;
+    s.best = c->plan->decisions;
+    return s;
+}
+
 /* False: too many values for a census. */
 static bool census_take(census *c, ms_model *m, uint32_t limit) {
     const msi_graph *g = &m->graph;
@@ -1440,10 +1450,7 @@ static void a_chain_needs_what_its_search_expects(void **state) {
         chain_register(m, &stages);
         t_ok(m, ms_wrap(m)); // analyses the graph
         census_open(&with, m);
-        msi_search of_chain;
-        memset(&of_chain, 0, sizeof of_chain);
-        of_chain.scorer = &with.scorer;
-        of_chain.best = with.plan->decisions;
+        msi_search of_chain = census_search(&with, 0);
         msi_chain *c = (msi_chain *)msi_scratch(&with.scorer, sizeof *c);
         assert_true(c != NULL && msi_chain_init(c, &of_chain) && msi_is_chain(c));
         msi_find_options(c);
@@ -1474,14 +1481,11 @@ static void a_plan_of_the_list_is_one_move_further(void **state) {
         meter heap;
         graph g;
         msi_greedy w;
-        msi_search of_list;
         const ms_config config = solver_config(&heap);
         graph_create(&g, seed, 0, &config);
         t_ok(g.model, ms_wrap(g.model)); // analyses the graph
         census_open(&with, g.model);
-        memset(&of_list, 0, sizeof of_list);
-        of_list.scorer = &with.scorer;
-        of_list.best = with.plan->decisions;
+        msi_search of_list = census_search(&with, 0);
         assert_true(msi_greedy_init(&w, &of_list));
         msi_decide_base(&g.model->graph, false, w.decisions);
         w.score = msi_search_estimate(&of_list, w.decisions);
@@ -1506,11 +1510,7 @@ typedef enum search_kind { OF_LIST, OF_CHAIN, OF_SEGMENTS, OF_CHOICES, SEARCH_KI
 /* What one search alone finds for a budget. False: nothing that fits. */
 static bool search_alone(census *with, search_kind kind, uint64_t budget, planned *p) {
     const msi_graph *g = with->scorer.graph;
-    msi_search s;
-    memset(&s, 0, sizeof s);
-    s.scorer = &with->scorer;
-    s.budget = budget;
-    s.best = with->plan->decisions;
+    msi_search s = census_search(with, budget);
     s.least_us = with->plain_us;
     if (kind == OF_LIST) {
         msi_greedy w;
