@@ -1029,7 +1029,11 @@ static void print_advised(const findings *f) {
 
 static void print_advice(const estimate *e, const findings *f) {
     const char *of = e->device.is_user_size ? "the budget" : "the memory";
-    printf("\nadvice    plain takes %.2f of %s: ", f->pressure, of);
+    if (f->pressure < 100.0) {
+        printf("\nadvice    plain takes %.2f of %s: ", f->pressure, of);
+    } else {
+        printf("\nadvice    plain takes over 100 times %s: ", of);
+    }
     if (f->plain.fits) {
         printf("no mode is needed; CONSERVATIVE would give more headroom\n");
         return;
