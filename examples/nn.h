@@ -40,15 +40,17 @@
     from it, and ms_reshape can change the batch of any net and the sequence of a transformer. Make
     axes with nn_axis, before the layers.
 
-    NUMERICS. float32. On the CPU no sum depends on the number of threads: sums over rows (gradients
-    of bias, weight of a normalization, embedding) are parallel over columns, each column in the
-    order of its rows. On the GPU no sum depends on the order in which blocks run: there are no
-    atomics, and partial sums are added up by a second kernel. So each device gives the same bits
-    again in another run and in a recomputation. The two devices differ from each other by rounding,
-    but their dropout masks are equal. A block layer has the arithmetic of the operator layers, so
-    without dropout both granularities give the same bits. Dropout is applied to the embedding and
-    to the two branches of each block, not to attention probabilities. Sums over the images of a
-    batch are in double; with CUDA, the values that are added in double are sums of 4096 each.
+    NUMERICS. float32. On the CPU no sum depends on the number of threads: sums over rows
+    (gradients of bias, weight of a normalization, embedding) are parallel over columns, each
+    column in the order of its rows. (With -Ofast it may matter: the compiler may round the end
+    of a loop, and so of a thread's share, otherwise than the rest.) On the GPU no sum depends
+    on the order in which blocks run: there are no atomics, and partial sums are added up by a
+    second kernel. So each device gives the same bits again in another run and in a
+    recomputation. The two devices differ from each other by rounding, but their dropout masks
+    are equal. A block layer has the arithmetic of the operator layers, so without dropout both
+    granularities give the same bits. Dropout is applied to the embedding and to the two
+    branches of each block, not to attention probabilities. Sums over the images of a batch are
+    in double; with CUDA, the values that are added in double are sums of 4096 each.
 
     FILES, each of which uses only what comes before it:
 

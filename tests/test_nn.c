@@ -1532,6 +1532,11 @@ static void test_threads(void **state) {
         skip(); // a GPU has to give the same bits again
     }
 #endif
+#ifdef __FAST_MATH__
+    if (t_on_cpu) {
+        skip(); // a column is rounded as part of a vector or as a remainder, as threads share them out
+    }
+#endif
     for (int i = 0; i < 4; i++) {
         const bool bert = (i & 1) != 0;
         nn_transformer_config config = m_config((i & 2) != 0 ? NN_BLOCKS : NN_OPERATORS, 0.2f);
