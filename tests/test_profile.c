@@ -147,6 +147,35 @@ static void times_are_those_of_the_device_that_is_set(void **state) {
     ms_destroy(chain.model);
 }
 
+/* Arithmetic or memory, not both together; TF32 where products may use it. Of a layer that reads and
+   writes 4 bytes for each flop. */
+static void what_takes_longer_is_the_time(void **state) {
+    (void)state;
+    static const struct {
+        double gb_per_s, tf32_tflops;
+        bool tf32;
+        double flops_us; // in times of one flop at 1e-3 TFLOPS
+    } cases[] = {{16.0, 4e-3, false, 1.0},
+                 {4.0, 4e-3, false, 2.0},
+                 {16.0, 4e-3, true, 0.5},
+                 {1e9, 4e-3, true, 0.25},
+                 {16.0, 0.0, true, 1.0}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        t_chain chain;
+        ms_config config = t_config();
+        ms_hardware device = plain_device();
+        config.tf32 = cases[i].tf32;
+        device.memory_gb_per_s = cases[i].gb_per_s;
+        device.tf32_tflops = cases[i].tf32_tflops;
+        create_chain(&chain, &config, 1);
+        ms_set_hardware(chain.model, &device);
+        t_ok(chain.model, ms_wrap(chain.model));
+        const double expected = 3.0 + cases[i].flops_us * T_CHAIN_COLS * T_CHAIN_ROWS * 1e-3;
+        assert_true(fabs(layer_at(&chain, 1)->time.forward_us - expected) < 1e-6 * expected);
+        ms_destroy(chain.model);
+    }
+}
+
 static void speeds_of_0_are_those_of_the_kind(void **state) {
     (void)state;
     t_chain chain;
@@ -1193,6 +1222,7 @@ static void nothing_is_allocated(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(times_are_those_of_the_device_that_is_set),
+        cmocka_unit_test(what_takes_longer_is_the_time),
         cmocka_unit_test(speeds_of_0_are_those_of_the_kind),
         cmocka_unit_test(a_backend_cannot_report_the_impossible),
         cmocka_unit_test(wrong_devices_are_refused),
