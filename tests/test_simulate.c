@@ -628,35 +628,40 @@ static double clocked_step_us(const clocked_net *n) {
 
 static void samples_become_times(void **state) {
     (void)state;
-    static const double factors[] = {10.0, 1.0, 5.0, 2.0, 1.0, 1.0, 1.0};
+    enum { SAMPLES = 4, QUICK = 3 };
+    static const double factors[1 + SAMPLES] = {10.0, 1.0, 5.0, 2.0, 4.0};
     clocked_net n;
     ms_config config = clocked_config(&n, NULL);
     ms_memory_report report;
-    config.warmup_steps = 3;
+    config.warmup_steps = SAMPLES;
     clocked_start(&n, &config);
     t_report(n.model, &report);
     const double predicted = report.step_us;
-    for (uint64_t i = 0; i < 4; ++i) { // one that is slow for once, three samples
+    const double quick_us = n.layer[QUICK].us[MS_PHASE_FORWARD];
+    for (uint64_t i = 0; i <= SAMPLES; ++i) { // one that is slow for once, then samples
+        n.layer[QUICK].us[MS_PHASE_FORWARD] = i == 2 ? 0.0 : quick_us; // not seen by a clock
         t_ok(n.model, clocked_step(&n, i, factors[i], NULL));
+        t_ok(n.model, ms_eval(n.model, NULL)); // no sample
         t_report(n.model, &report);
         near(report.step_us, predicted);
     }
-    t_ok(n.model, clocked_step(&n, 4, 1.0, NULL)); // begins with a new plan
+    t_ok(n.model, clocked_step(&n, 1 + SAMPLES, 1.0, NULL)); // begins with a new plan
     t_report(n.model, &report);
-    near(report.step_us,
-         2.0 * clocked_step_us(&n) - ROWS * 4.0 / 20e3); // the median of the factors
+    near(report.step_us, // medians: of 1, 2, 4 and 5, and where one sample is 0 of 1, 2 and 4
+         3.0 * clocked_step_us(&n) - quick_us - 2.0 * ROWS * 4.0 / 20e3);
     near(report.plain_step_us, report.step_us);
     for (uint32_t i = 0; i < LAYERS; ++i) {
         const msi_layer *l = &n.model->graph.layers.items[i];
-        near(l->measured.forward_us, 200.0 * (i + 1));
-        near(l->measured.backward_us, 500.0 * (i + 1));
+        const double forward_us = (i == QUICK ? 200.0 : 300.0) * (i + 1);
+        near(l->measured.forward_us, forward_us);
+        near(l->measured.backward_us, 750.0 * (i + 1));
         const ms_layer_time guess = msi_static_time(&n.model->graph, &n.model->costs, l);
         const double share = i == OWN ? guess.recompute_us / guess.forward_us : 1.0;
-        near(l->measured.recompute_us, share * 200.0 * (i + 1)); // forward was measured
+        near(l->measured.recompute_us, share * forward_us); // forward was measured
         assert_true((share < 1.0) == (i == OWN));
     }
-    near(n.model->costs.bytes_per_us[MSI_COST_UPDATE], 8.0);
-    near(n.model->costs.bytes_per_us[MSI_COST_FILL], 8.0);
+    near(n.model->costs.bytes_per_us[MSI_COST_UPDATE], 16.0 / 3.0);
+    near(n.model->costs.bytes_per_us[MSI_COST_FILL], 16.0 / 3.0);
     near(n.model->costs.bytes_per_us[MSI_COST_COPY], 0.0);
     clocked_end(&n);
 }
@@ -1260,6 +1265,21 @@ static void the_checkers_check(void **state) {
                  is_utf8("\xf4\x90\x80\x80") || is_utf8("\xe2\x82"));
 }
 
+/* Events at which the live bytes of a category change. */
+typedef struct changes {
+    uint64_t live_bytes_of[MS_CATEGORY_COUNT];
+    uint32_t count;
+} changes;
+
+static void count_changes(const ms_event *event, void *user) {
+    changes *c = (changes *)user;
+    if (event->index != UINT32_MAX &&
+        memcmp(c->live_bytes_of, event->live_bytes_of, sizeof c->live_bytes_of) != 0) {
+        memcpy(c->live_bytes_of, event->live_bytes_of, sizeof c->live_bytes_of);
+        c->count += 1;
+    }
+}
+
 /* The slices of a trace are the events, each with the numbers that the event has. */
 typedef struct slices {
     const char *at; // after the slice of the last event
@@ -1315,19 +1335,36 @@ static void traces_are_json(void **state) {
     assert_in_range(count_of(text.data, "\"ph\":\"C\""), LAYERS, instructions);
     free(text.data);
     for (uint64_t i = 0; i < 5; ++i) {
-        t_ok(n.model, clocked_step(&n, i, 1.0, NULL));
+        t_ok(n.model, clocked_step(&n, i, i < 4 ? 1.0 : 3.0, NULL)); // the last one is shown
     }
     text = trace_of(n.model);
     t_text_has(text.data, "\"name\":\"measured\"");
     assert_int_equal(count_of(text.data, "\"ph\":\"X\",\"pid\":2"), instructions);
     assert_int_equal(count_of(text.data, "\"ph\":\"X\",\"pid\":1"), instructions + 1);
-    t_text_has(text.data, "\"pid\":2,\"tid\":0,\"cat\":\"forward\",\"ts\":0.000,\"dur\":100.000,"
+    t_text_has(text.data, "\"pid\":2,\"tid\":0,\"cat\":\"forward\",\"ts\":0.000,\"dur\":300.000,"
                           "\"name\":\"layer 0\",\"args\":{\"op\":\"forward\",\"instruction\":0,");
     t_text_has(text.data,
-               "\"pid\":2,\"tid\":0,\"cat\":\"forward\",\"ts\":100.000,\"dur\":200.000,");
+               "\"pid\":2,\"tid\":0,\"cat\":\"forward\",\"ts\":300.000,\"dur\":600.000,");
     slices s = {text.data, 0, true, 0.0};
     t_ok(n.model, ms_visit_events(n.model, MS_PROGRAM_TRAIN, find_slice, &s));
     assert_true(s.count == instructions && s.last_us > 1000.0); // microseconds
+    free(text.data);
+    clocked_end(&n);
+}
+
+/* Accumulated gradients are resident: updates free nothing. */
+static void a_counter_follows_where_live_bytes_change(void **state) {
+    (void)state;
+    clocked_net n;
+    ms_config config = clocked_config(&n, NULL);
+    changes c;
+    memset(&c, 0, sizeof c);
+    config.accumulation_steps = 2;
+    clocked_start(&n, &config);
+    t_text text = trace_of(n.model);
+    t_ok(n.model, ms_visit_events(n.model, MS_PROGRAM_TRAIN, count_changes, &c));
+    assert_in_range(c.count, LAYERS, n.model->run.plan->train.instructions.count - 1);
+    assert_int_equal(count_of(text.data, "\"ph\":\"C\""), c.count);
     free(text.data);
     clocked_end(&n);
 }
@@ -1548,6 +1585,7 @@ int main(void) {
         cmocka_unit_test(every_call_of_the_device_fails_once),
         cmocka_unit_test(the_checkers_check),
         cmocka_unit_test(traces_are_json),
+        cmocka_unit_test(a_counter_follows_where_live_bytes_change),
         cmocka_unit_test(traces_show_copies),
         cmocka_unit_test(traces_show_the_events),
         cmocka_unit_test(odd_names_are_escaped),
