@@ -641,7 +641,6 @@ static void samples_become_times(void **state) {
     for (uint64_t i = 0; i <= SAMPLES; ++i) { // one that is slow for once, then samples
         n.layer[QUICK].us[MS_PHASE_FORWARD] = i == 2 ? 0.0 : quick_us; // not seen by a clock
         t_ok(n.model, clocked_step(&n, i, factors[i], NULL));
-        t_ok(n.model, ms_eval(n.model, NULL)); // no sample
         t_report(n.model, &report);
         near(report.step_us, predicted);
     }
@@ -663,6 +662,25 @@ static void samples_become_times(void **state) {
     near(n.model->costs.bytes_per_us[MSI_COST_UPDATE], 16.0 / 3.0);
     near(n.model->costs.bytes_per_us[MSI_COST_FILL], 16.0 / 3.0);
     near(n.model->costs.bytes_per_us[MSI_COST_COPY], 0.0);
+    clocked_end(&n);
+}
+
+/* Nor is an eval between the micro-batches of a step one. */
+static void evals_are_no_samples(void **state) {
+    (void)state;
+    clocked_net n;
+    ms_config config = clocked_config(&n, NULL);
+    config.warmup_steps = 1;
+    config.accumulation_steps = 2;
+    clocked_start(&n, &config);
+    for (uint64_t micro = 0; micro < 5; ++micro) { // cold, sampled, by the new plan
+        t_ok(n.model, clocked_step(&n, micro, 1.0, NULL));
+        time_factor = 9.0;
+        t_ok(n.model, ms_eval(n.model, NULL));
+    }
+    for (uint32_t i = 0; i < LAYERS; ++i) {
+        near(n.model->graph.layers.items[i].measured.forward_us, 100.0 * (i + 1));
+    }
     clocked_end(&n);
 }
 
@@ -1570,6 +1588,7 @@ int main(void) {
         cmocka_unit_test(hashes_tell_plans_apart),
         cmocka_unit_test(hashes_see_everything),
         cmocka_unit_test(samples_become_times),
+        cmocka_unit_test(evals_are_no_samples),
         cmocka_unit_test(the_new_plan_has_a_timeline),
         cmocka_unit_test(without_it_no_clock_is_read),
         cmocka_unit_test(every_way_of_a_step_counts),
