@@ -301,13 +301,47 @@ static void the_budget_is_a_part_of_that_device(void **state) {
     t_ok(chain.model, ms_wrap(chain.model));
     t_report(chain.model, &report);
     assert_true(report.budget_bytes == (uint64_t)1 << 27);
-    device.total_bytes = device.free_bytes = 0;
+    device.total_bytes = 0; // not known
+    ms_set_hardware(chain.model, &device);
+    t_ok(chain.model, ms_wrap(chain.model));
+    t_report(chain.model, &report);
+    assert_true(report.budget_bytes == (uint64_t)1 << 27);
+    device.free_bytes = 0;
     ms_set_hardware(chain.model, &device);
     t_ok(chain.model, ms_wrap(chain.model));
     t_report(chain.model, &report);
     uint64_t total = 0, available = 0;
     msi_host_memory("", &total, &available);
     assert_true(report.budget_bytes > available / 4 && report.budget_bytes < available);
+    ms_destroy(chain.model);
+}
+
+static t_device counted_device;
+
+/* 1 MiB, of which the model takes some. */
+static void report_what_is_left(void *user, ms_hardware *hardware) {
+    (void)user;
+    hardware->total_bytes = (uint64_t)1 << 20;
+    hardware->free_bytes = hardware->total_bytes - counted_device.live_bytes;
+}
+
+/* What the model itself holds is free for its next plan. */
+static void the_budget_is_the_same_again(void **state) {
+    (void)state;
+    t_chain chain;
+    ms_config config = t_config();
+    config.memory_budget_bytes = 0;
+    config.target_utilization = 0.5;
+    config.backend = t_device_backend(&counted_device);
+    config.backend.hardware = report_what_is_left;
+    create_chain(&chain, &config, 4);
+    for (int i = 0; i < 3; i++) {
+        ms_memory_report report;
+        t_ok(chain.model, ms_wrap(chain.model));
+        t_report(chain.model, &report);
+        assert_true(counted_device.live_bytes >= report.arena_bytes && report.arena_bytes > 0);
+        assert_true(report.budget_bytes == (uint64_t)1 << 19);
+    }
     ms_destroy(chain.model);
 }
 
@@ -1227,6 +1261,7 @@ int main(void) {
         cmocka_unit_test(a_backend_cannot_report_the_impossible),
         cmocka_unit_test(wrong_devices_are_refused),
         cmocka_unit_test(the_budget_is_a_part_of_that_device),
+        cmocka_unit_test(the_budget_is_the_same_again),
         cmocka_unit_test(a_wrap_that_fails_changes_no_time),
         cmocka_unit_test(known_times_come_first),
         cmocka_unit_test(the_report_says_where_times_come_from),
