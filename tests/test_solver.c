@@ -1151,6 +1151,7 @@ typedef struct census {
     double time[1 << DROPPABLE];
     uint32_t order[1 << DROPPABLE]; // by time
     double plain_us;
+    msi_chain *chain; // with its subchains, for a search of their points alone
 } census;
 
 static void census_choose(census *c, uint32_t mask) {
@@ -1369,6 +1370,15 @@ typedef struct planned {
     double us;
 } planned;
 
+/* Whether a plan drops all that the user wants to be dropped. */
+static bool drops_what_is_forced(const ms_model *m) {
+    bool all = true;
+    for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
+        all &= m->run.plan->decisions[t].pass > 0 || !msi_is_drop_forced(&m->graph, t);
+    }
+    return all;
+}
+
 static bool take_plan(ms_model *m, uint64_t budget, planned *p) {
     ms_memory_report report;
     ms_set_budget(m, budget);
@@ -1378,7 +1388,7 @@ static bool take_plan(ms_model *m, uint64_t budget, planned *p) {
         return false;
     }
     t_report(m, &report);
-    assert_true(report.arena_bytes <= budget);
+    assert_true(report.arena_bytes <= budget && drops_what_is_forced(m));
     p->bytes = report.arena_bytes;
     p->us = m->run.plan->train.step_us;
     return true;
@@ -1435,6 +1445,15 @@ static void budgets_are_monotone_and_the_smallest_is_exact(void **state) {
     assert_int_equal(wrong, 0);
 }
 
+/* A chain with the plans of all of its subchains. */
+static msi_chain *fill_chain(census *with, msi_search *s) {
+    msi_chain *c = (msi_chain *)msi_scratch(&with->scorer, sizeof *c);
+    assert_true(c != NULL && msi_chain_init(c, s) && msi_is_chain(c));
+    msi_find_options(c);
+    msi_fill_subchains(c);
+    return c;
+}
+
 /* What the search of chains expects a plan to need is mostly exact, and never too much: no plan
    that fits is passed over. */
 static void a_chain_needs_what_its_search_expects(void **state) {
@@ -1450,11 +1469,8 @@ static void a_chain_needs_what_its_search_expects(void **state) {
         chain_register(m, &stages);
         t_ok(m, ms_wrap(m)); // analyses the graph
         census_open(&with, m);
-        msi_search of_chain = census_search(&with, 0);
-        msi_chain *c = (msi_chain *)msi_scratch(&with.scorer, sizeof *c);
-        assert_true(c != NULL && msi_chain_init(c, &of_chain) && msi_is_chain(c));
-        msi_find_options(c);
-        msi_fill_subchains(c);
+        msi_search of_chain = census_search(&with, UINT64_MAX);
+        msi_chain *c = fill_chain(&with, &of_chain);
         for (uint32_t i = 0; i < msi_whole_chain(c)->count; ++i) {
             const msi_score score = msi_estimate_point(c, i);
             const uint64_t expected = msi_whole_chain(c)->points[i].bytes;
@@ -1462,6 +1478,10 @@ static void a_chain_needs_what_its_search_expects(void **state) {
             exact += score.live_bytes - expected == MSI_ALIGNMENT; // the loss
             points += 1;
         }
+        msi_score first = msi_estimate_point(c, 0);
+        assert_true(msi_try_point(c, 0, &first, 0));
+        assert_true(msi_try_point(c, 0, &first, first.bytes)); // no smaller than a slower one
+        assert_false(msi_try_point(c, 0, &first, first.bytes + 1));
         msi_chain_free(c);
         census_free(&with, m);
         ms_destroy(m);
@@ -1505,7 +1525,14 @@ static void a_plan_of_the_list_is_one_move_further(void **state) {
     assert_true(plans > 50);
 }
 
-typedef enum search_kind { OF_LIST, OF_CHAIN, OF_SEGMENTS, OF_CHOICES, SEARCH_KINDS } search_kind;
+typedef enum search_kind {
+    OF_LIST,
+    OF_CHAIN,
+    OF_SEGMENTS,
+    OF_CHOICES,
+    SEARCH_KINDS,
+    OF_POINTS // of a chain that is there
+} search_kind;
 
 /* What one search alone finds for a budget. False: nothing that fits. */
 static bool search_alone(census *with, search_kind kind, uint64_t budget, planned *p) {
@@ -1525,6 +1552,10 @@ static bool search_alone(census *with, search_kind kind, uint64_t budget, planne
         msi_greedy_free(&w);
     } else if (kind == OF_CHAIN) {
         msi_search_chain(&s);
+    } else if (kind == OF_POINTS) {
+        with->chain->search = &s;
+        with->chain->unfit_count = 0;
+        msi_search_points(with->chain);
     } else if (kind == OF_SEGMENTS) {
         msi_search_segments(&s);
     } else {
@@ -1583,6 +1614,141 @@ static void each_search_is_monotone(void **state) {
         assert_true(heap.live == 0);
     }
     assert_int_equal(wrong, 0);
+}
+
+/* Points whose times are not those that the search of chains expects, and so are in no order. */
+static void points_out_of_order_are_passed_over(void **state) {
+    (void)state;
+    static census with;
+    uint32_t wrong = 0;
+    for (uint64_t seed = 1; seed <= t_sweep(4, 40); ++seed) {
+        meter heap;
+        ms_model *m;
+        t_rng rng = t_seed(seed);
+        const ms_config config = solver_config(&heap);
+        chain stages = make_chain(CHAIN_UNIFORM, 12, seed);
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        chain_register(m, &stages);
+        t_ok(m, ms_wrap(m)); // analyses the graph
+        census_open(&with, m);
+        with.plain_us = 0.0;
+        msi_search of_chain = census_search(&with, 0);
+        with.chain = fill_chain(&with, &of_chain);
+        for (uint32_t i = 0; i < m->graph.layers.count; ++i) {
+            m->graph.layers.items[i].time.forward_us *= 3.0 * t_unit(&rng);
+            m->graph.layers.items[i].time.recompute_us *= 3.0 * t_unit(&rng);
+        }
+        wrong += check_search(&with, OF_POINTS, seed, with.plan->plain_bytes);
+        msi_chain_free(with.chain);
+        census_free(&with, m);
+        ms_destroy(m);
+        chain_free(&stages);
+        assert_true(heap.live == 0);
+    }
+    assert_int_equal(wrong, 0);
+}
+
+/* Goes through the whole list of a graph whose decisions are the base, and lays out its last plan. */
+static void list_all(msi_greedy *w) {
+    msi_decide_base(w->graph, false, w->decisions);
+    w->score = msi_search_estimate(w->search, w->decisions);
+    (void)msi_add_prefix(w);
+    while (msi_next_plan(w)) {
+        (void)msi_add_prefix(w);
+    }
+    msi_return_to(w, &w->prefixes.items[w->prefixes.count - 1]);
+}
+
+/* Of plans of one size the first, which is the fastest; and none that is larger than what is found. */
+static void check_smallest(msi_greedy *w) {
+    uint32_t first = 0;
+    uint64_t least = UINT64_MAX;
+    for (uint32_t k = 0; k < w->prefixes.count; ++k) {
+        if (w->prefixes.items[k].counts) {
+            msi_return_to(w, &w->prefixes.items[k]);
+            first = w->score.bytes < least ? k : first;
+            least = w->score.bytes < least ? w->score.bytes : least;
+        }
+    }
+    for (int found = 0; found < 3; ++found) { // nothing; what is as large; what is smaller
+        w->search->found = found > 0;
+        w->search->best_score.bytes = found == 1 ? least : least - 1;
+        assert_true(msi_take_smallest(w) == (found < 2));
+        assert_true(found == 2 || (w->score.bytes == least &&
+                                   w->drops.count == w->prefixes.items[first].drop_count));
+    }
+    w->search->found = false;
+}
+
+/* Some of the drops of the last plan may be enough, but none of these plans is smaller than it.
+   Returns whether one was found. */
+static bool check_trim(msi_greedy *w) {
+    const msi_prefix *before = &w->prefixes.items[0], *end = before + w->prefixes.count - 1;
+    msi_search *s = w->search;
+    msi_return_to(w, end);
+    msi_score last = w->score;
+    s->budget = UINT64_MAX;
+    msi_trim_last(w, before, &last);
+    const bool found = s->found;
+    assert_true(!found || (s->best_score.bytes >= last.bytes && s->best_score.us >= before->us &&
+                           s->best_score.us < last.us));
+    msi_set_drops(w, end->drop_count);
+    last.bytes = UINT64_MAX; // larger than any
+    s->found = false;
+    msi_trim_last(w, before, &last);
+    assert_false(s->found);
+    return found;
+}
+
+static void the_list_ends_with_what_is_smallest(void **state) {
+    (void)state;
+    static census with;
+    uint32_t trimmed = 0;
+    for (uint64_t seed = 1; seed <= t_sweep(10, 100); ++seed) {
+        meter heap;
+        graph g;
+        msi_greedy w;
+        const ms_config config = solver_config(&heap);
+        graph_create(&g, seed, 0, &config);
+        t_ok(g.model, ms_wrap(g.model)); // analyses the graph
+        census_open(&with, g.model);
+        msi_search s = census_search(&with, 0);
+        assert_true(msi_greedy_init(&w, &s));
+        list_all(&w);
+        check_smallest(&w);
+        trimmed += check_trim(&w);
+        msi_greedy_free(&w);
+        census_free(&with, g.model);
+        ms_destroy(g.model);
+        assert_true(heap.live == 0);
+    }
+    assert_true(trimmed > 0);
+}
+
+/* Choices of a plan that updates params inside backward are of such plans, too. */
+static void choices_keep_early_updates(void **state) {
+    (void)state;
+    static census with;
+    meter heap;
+    graph g;
+    const ms_config config = solver_config(&heap);
+    graph_create(&g, 1, 0, &config);
+    t_ok(g.model, ms_wrap(g.model)); // analyses the graph
+    census_open(&with, g.model);
+    for (int early = 0; early < 2; ++early) {
+        uint32_t updates = 0;
+        msi_search s = census_search(&with, UINT64_MAX);
+        s.early = early == 1;
+        msi_search_exhaustive(&s, false);
+        assert_true(s.found && s.best_early == s.early);
+        for (uint32_t t = 0; t < g.model->graph.tensors.count; ++t) {
+            updates += s.best[t].update_after != MSI_NONE;
+        }
+        assert_int_equal(updates, early);
+    }
+    census_free(&with, g.model);
+    ms_destroy(g.model);
+    assert_true(heap.live == 0);
 }
 
 enum { LONG_CHAIN = 3000 };
@@ -1720,6 +1886,45 @@ static void the_same_model_gives_the_same_plan(void **state) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// what is forced
+
+/* x -> a -> b -> c, where nothing but forward reads a, and the user forces b to be dropped. The plain
+   plan drops a as well, so that b comes back by both layers. With any budget that has room for a, it
+   is kept, and b comes back by its own layer alone. */
+static void what_a_forced_drop_reads_is_kept(void **state) {
+    (void)state;
+    static const char *const names[] = {"a", "b", "c"};
+    const ms_shape shape = ms_shape2(64, 64);
+    meter heap;
+    ms_model *m;
+    ms_memory_report report;
+    ms_tensor value[3];
+    const ms_config config = solver_config(&heap);
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    ms_tensor last = ms_input(m, "x", MS_DTYPE_F32, shape);
+    for (int i = 0; i < 3; ++i) {
+        const ms_layer_time time = {100.0, 200.0, 100.0};
+        ms_layer_desc d;
+        memset(&d, 0, sizeof d);
+        d.forward = d.backward = t_nothing;
+        d.in[0] = last;
+        d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape1(16));
+        d.out[0] = last = value[i] = ms_activation(m, names[i], MS_DTYPE_F32, shape);
+        d.backward_reads.in = i == 2;
+        d.backward_reads.param = 1;
+        ms_set_layer_time(m, ms_register_layer(m, &d), &time);
+    }
+    ms_set_loss(m, last);
+    ms_set_tensor_technique(m, value[1], MS_TECHNIQUE_CHECKPOINTING, MS_SWITCH_ON);
+    t_ok(m, ms_wrap(m));
+    t_report(m, &report);
+    assert_true(drops_what_is_forced(m));
+    assert_int_equal(report.recompute_count, 1);
+    ms_destroy(m);
+    assert_true(heap.live == 0);
+}
+
+// ------------------------------------------------------------------------------------------------
 // two ways back: by the recompute callback, from what it reads, or by forward
 
 typedef enum way_back { BY_FORWARD, BY_EITHER, BY_CALLBACK } way_back;
@@ -1827,12 +2032,16 @@ int main(int argc, char **argv) {
         cmocka_unit_test(plans_of_larger_graphs_are_close_to_the_best),
         cmocka_unit_test(budgets_are_monotone_and_the_smallest_is_exact),
         cmocka_unit_test(each_search_is_monotone),
+        cmocka_unit_test(points_out_of_order_are_passed_over),
+        cmocka_unit_test(the_list_ends_with_what_is_smallest),
+        cmocka_unit_test(choices_keep_early_updates),
         cmocka_unit_test(a_chain_needs_what_its_search_expects),
         cmocka_unit_test(a_plan_of_the_list_is_one_move_further),
         cmocka_unit_test(few_plans_of_large_graphs_are_laid_out),
         cmocka_unit_test(sweeps_of_published_models_are_monotone),
         cmocka_unit_test(the_same_chain_gives_the_same_plan),
         cmocka_unit_test(the_same_model_gives_the_same_plan),
+        cmocka_unit_test(what_a_forced_drop_reads_is_kept),
         cmocka_unit_test(a_plan_chooses_the_way_back),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
