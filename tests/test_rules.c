@@ -238,6 +238,8 @@ static void rules_of_early_updates(void **state) {
     zoo_wrap(&z, 0);
     expect_rule(z.m, z.linear[2], EARLY_UPDATE, "early-update");
     expect_rule(z.m, z.linear[ZOO_SHARED - 1], EARLY_UPDATE, "early-update");
+    zoo_wrap(&z, 100); // the plain plan fits to the byte
+    expect_rule(z.m, z.linear[2], EARLY_UPDATE, "smart-skip");
     ms_set_tensor_technique(z.m, z.weight[2], EARLY_UPDATE, MS_SWITCH_OFF);
     zoo_wrap(&z, 0);
     expect_rule(z.m, z.linear[2], EARLY_UPDATE, "forbidden");
@@ -269,23 +271,26 @@ static void rules_of_early_updates(void **state) {
     ms_destroy(z.m);
 }
 
-/* The peak is where few gradients are complete. */
+/* The peak is where few gradients are complete. What is switched ON does not wait all the same. */
 static void updates_that_may_wait(void **state) {
     (void)state;
-    zoo z;
-    ms_config config = zoo_config();
-    uint32_t late = 0;
-    zoo_create(&z, &config);
-    for (uint64_t percent = 60; percent < 100; percent += 5) {
-        decisions d;
-        zoo_wrap(&z, percent);
-        get_decisions(z.m, &d);
-        for (int i = 0; i < ZOO_BLOCKS; ++i) {
-            late += strcmp(decision_of(&d, z.linear[i], EARLY_UPDATE)->rule->id, "late") == 0;
+    for (int on = 0; on < 2; ++on) {
+        zoo z;
+        ms_config config = zoo_config();
+        uint32_t late = 0;
+        config.early_update = on ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+        zoo_create(&z, &config);
+        for (uint64_t percent = 60; percent < 100; percent += 5) {
+            decisions d;
+            zoo_wrap(&z, percent);
+            get_decisions(z.m, &d);
+            for (int i = 0; i < ZOO_BLOCKS; ++i) {
+                late += strcmp(decision_of(&d, z.linear[i], EARLY_UPDATE)->rule->id, "late") == 0;
+            }
         }
+        assert_true(on ? late == 0 : late > 0);
+        ms_destroy(z.m);
     }
-    assert_true(late > 0);
-    ms_destroy(z.m);
 }
 
 static void rules_of_the_user(void **state) {
@@ -341,6 +346,64 @@ static void rules_of_the_user(void **state) {
     }
     assert_true(smallest > 0 && no_gain > 0);
     ms_destroy(z.m);
+}
+
+typedef struct pair {
+    ms_model *m;
+    ms_tensor value[2];
+    ms_layer layer;
+} pair;
+
+/* A layer with two outputs, the second of so many rows, which are idle while larger values come and
+   go. */
+static void pair_create(pair *p, const ms_config *config, int64_t rows) {
+    assert_int_equal(ms_create(config, &p->m), MS_RESULT_OK);
+    const ms_tensor x = ms_input(p->m, "x", MS_DTYPE_F32, ms_shape2(16, 64));
+    p->value[0] = ms_activation(p->m, "a", MS_DTYPE_F32, ms_shape2(16, 64));
+    p->value[1] = ms_activation(p->m, "b", MS_DTYPE_F32, ms_shape2(rows, 64));
+    ms_layer_desc d = zoo_layer("pair", x, p->value[0]);
+    d.out[1] = p->value[1];
+    d.param[0] = ms_param(p->m, "w", MS_DTYPE_F32, ms_shape1(16));
+    p->layer = ms_register_layer(p->m, &d);
+    ms_tensor last = p->value[0];
+    for (int i = 0; i < 3; ++i) {
+        const ms_tensor next = ms_activation(p->m, "wide", MS_DTYPE_F32, ms_shape2(256, 64));
+        d = zoo_layer("widen", last, next);
+        d.in[1] = i == 0 ? p->value[1] : d.in[1];
+        d.backward_reads.in = MS_ALL_SLOTS;
+        (void)ms_register_layer(p->m, &d);
+        last = next;
+    }
+    ms_set_loss(p->m, last);
+}
+
+/* Which of the tensors of a layer explains the decision about it. */
+static void rules_of_two_outputs(void **state) {
+    (void)state;
+    static const struct {
+        bool force_optimize;
+        int64_t rows; // of the second; the first has 16
+        ms_switch said[2];
+        const char *rule;
+    } cases[] = {{false, 16, {MS_SWITCH_OFF, MS_SWITCH_DEFAULT}, "forbidden"},
+                 {false, 16, {MS_SWITCH_DEFAULT, MS_SWITCH_OFF}, "smart-skip"},
+                 {false, 17, {MS_SWITCH_DEFAULT, MS_SWITCH_OFF}, "forbidden"},
+                 {false, 17, {MS_SWITCH_OFF, MS_SWITCH_DEFAULT}, "smart-skip"},
+                 {true, 16, {MS_SWITCH_ON, MS_SWITCH_ON}, "forced"},
+                 {true, 16, {MS_SWITCH_DEFAULT, MS_SWITCH_ON}, "smallest"},
+                 {true, 16, {MS_SWITCH_ON, MS_SWITCH_DEFAULT}, "smallest"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        pair p;
+        ms_config config = zoo_config();
+        config.force_optimize = cases[i].force_optimize;
+        pair_create(&p, &config, cases[i].rows);
+        for (int k = 0; k < 2; ++k) {
+            ms_set_tensor_technique(p.m, p.value[k], CHECKPOINTING, cases[i].said[k]);
+        }
+        t_ok(p.m, ms_wrap(p.m));
+        expect_rule(p.m, p.layer, CHECKPOINTING, cases[i].rule);
+        ms_destroy(p.m);
+    }
 }
 
 /* The same graph on devices that are not here. */
@@ -1149,6 +1212,34 @@ static void names_are_joined(void **state) {
     assert_true(msi_mix_name(1, "h") != msi_mix_name(1, "h1"));
 }
 
+/* Of more kinds of values than there is room for, the largest are listed, whatever their order. */
+static void the_largest_kinds_are_listed(void **state) {
+    (void)state;
+    enum { KINDS = MSI_MOST_VALUES + 2 };
+    for (int rising = 0; rising < 2; ++rising) {
+        msi_peak_listing to;
+        ms_lifetime l;
+        memset(&to, 0, sizeof to);
+        memset(&l, 0, sizeof l);
+        l.name = "";
+        l.is_at_peak = true;
+        for (uint64_t pass = 0; pass < 2; ++pass) {
+            for (uint64_t k = 1; k <= KINDS; ++k) {
+                l.bytes = 64 * (rising ? k : KINDS + 1 - k);
+                (pass == 0 ? msi_find_values : msi_sum_values)(&l, &to);
+            }
+            if (pass == 0) {
+                msi_choose_values(&to);
+            }
+        }
+        assert_int_equal(to.listed_count, MSI_LISTED_VALUES);
+        for (uint64_t k = 0; k < MSI_LISTED_VALUES; ++k) {
+            assert_true(to.listed[k].count == 1 && to.listed[k].bytes == 64 * (KINDS - k));
+        }
+        assert_true(to.bytes == (uint64_t)64 * KINDS * (KINDS + 1) / 2);
+    }
+}
+
 /* A size that is needed can be typed in again; one that is there does not ask for more. */
 static void sizes_can_be_typed_in_again(void **state) {
     (void)state;
@@ -1749,6 +1840,7 @@ int main(void) {
                                        cmocka_unit_test(rules_of_early_updates),
                                        cmocka_unit_test(updates_that_may_wait),
                                        cmocka_unit_test(rules_of_the_user),
+                                       cmocka_unit_test(rules_of_two_outputs),
                                        cmocka_unit_test(rules_of_the_device),
                                        cmocka_unit_test(modes_allow_what_they_say),
                                        cmocka_unit_test(wrong_configs_are_refused),
@@ -1766,6 +1858,7 @@ int main(void) {
                                        cmocka_unit_test(equal_blocks_are_one_entry),
                                        cmocka_unit_test(blocks_are_found_anywhere),
                                        cmocka_unit_test(names_are_joined),
+                                       cmocka_unit_test(the_largest_kinds_are_listed),
                                        cmocka_unit_test(sizes_can_be_typed_in_again),
                                        cmocka_unit_test(times_say_where_they_come_from),
                                        cmocka_unit_test(the_log_is_told_why),

@@ -1726,6 +1726,93 @@ static void a_param_that_nobody_uses(void **state) {
     w_end(&w);
 }
 
+typedef struct heard {
+    uint32_t stops, ungraded, others;
+} heard;
+
+static void hear_graph(ms_log_level level, const char *tag, const char *text, void *user) {
+    heard *h = (heard *)user;
+    const bool stops = strstr(text, "\"stop\" has no backward") != NULL;
+    const bool ungraded = strstr(text, "\"q\" gets no gradient") != NULL;
+    if (level == MS_LOG_WARNING && strcmp(tag, "graph") == 0) {
+        h->stops += stops;
+        h->ungraded += ungraded;
+        h->others += !stops && !ungraded;
+    }
+}
+
+/* x p -> a; a -> b, without a backward; b -> e, which nobody reads; a b -> c; a c -> d; and a loss of
+   d and q that writes the gradient of d in forward. */
+static void what_follows_from_a_graph(void **state) {
+    (void)state;
+    enum { X, P, Q, A, B, C, D, E, LOSS, TENSORS };
+    static const char *const names[TENSORS] = {"x", "p", "q", "a", "b", "c", "d", "e", "loss"};
+    static const struct {
+        const char *name;
+        int in[2], param, out; // X: none
+    } layers[] = {{"first", {X, X}, P, A}, {"stop", {A, X}, X, B},  {"aside", {B, X}, X, E},
+                  {"read", {A, B}, X, C},  {"again", {A, C}, X, D}, {"last", {D, X}, Q, LOSS}};
+    static const struct {
+        int tensor;
+        uint32_t last_use, last_reader, last_gradient; // layers
+        bool leads_to_loss;
+    } expected[] = {{A, 4, 3, 3, true},
+                    {B, 3, 3, MSI_NONE, true},
+                    {C, 4, 4, 4, true},
+                    {D, 5, MSI_NONE, 5, true},
+                    {E, 2, MSI_NONE, MSI_NONE, false},
+                    {P, MSI_NONE, 0, 0, false},
+                    {Q, MSI_NONE, MSI_NONE, MSI_NONE, false}};
+    heard h = {0, 0, 0};
+    ms_tensor t[TENSORS];
+    ms_model *m;
+    ms_config config = t_config();
+    config.dry_run = true;
+    config.log = hear_graph;
+    config.log_user = &h;
+    t_ok(NULL, ms_create(&config, &m));
+    for (int i = 0; i < TENSORS; ++i) {
+        t[i] = i == X   ? ms_input(m, names[i], MS_DTYPE_F32, ms_shape1(8))
+               : i <= Q ? ms_param(m, names[i], MS_DTYPE_F32, ms_shape1(8))
+                        : ms_activation(m, names[i], MS_DTYPE_F32, ms_shape1(8));
+    }
+    for (size_t i = 0; i < sizeof layers / sizeof layers[0]; ++i) {
+        ms_layer_desc desc;
+        memset(&desc, 0, sizeof desc);
+        desc.name = layers[i].name;
+        desc.forward = t_nothing;
+        desc.in[0] = t[layers[i].in[0]];
+        if (layers[i].in[1] != X) {
+            desc.in[1] = t[layers[i].in[1]];
+        }
+        if (layers[i].param != X) {
+            desc.param[0] = t[layers[i].param];
+        }
+        desc.out[0] = t[layers[i].out];
+        desc.no_backward = layers[i].out == E;
+        desc.grads_in_forward = layers[i].out == LOSS;
+        const bool backward = layers[i].out != B && layers[i].out != E && layers[i].out != LOSS;
+        desc.backward = backward ? t_nothing : NULL;
+        desc.backward_reads.in = desc.backward_reads.param = backward ? MS_ALL_SLOTS : 0;
+        (void)ms_register_layer(m, &desc);
+    }
+    ms_set_loss(m, t[LOSS]);
+    t_ok(m, ms_wrap(m));
+    for (size_t i = 0; i < sizeof expected / sizeof expected[0]; ++i) {
+        const msi_tensor *is =
+            &m->graph.tensors.items[msi_value_index(&m->graph, t[expected[i].tensor])];
+        if ((expected[i].last_use != MSI_NONE && is->last_use != expected[i].last_use) ||
+            is->last_reader != expected[i].last_reader ||
+            is->last_gradient != expected[i].last_gradient ||
+            is->leads_to_loss != expected[i].leads_to_loss) {
+            fail_msg("%s: %u, %u, %u, %d", names[expected[i].tensor], (unsigned)is->last_use,
+                     (unsigned)is->last_reader, (unsigned)is->last_gradient, is->leads_to_loss);
+        }
+    }
+    assert_true(h.stops == 1 && h.ungraded == 1 && h.others == 0);
+    ms_destroy(m);
+}
+
 /* What a dry run may lack is all of a layer's callbacks, not one of them. */
 static void half_a_dry_run(void **state) {
     (void)state;
@@ -2405,6 +2492,7 @@ int main(void) {
         cmocka_unit_test(spoiled_registrations),
         cmocka_unit_test(what_cannot_be_together),
         cmocka_unit_test(a_param_that_nobody_uses),
+        cmocka_unit_test(what_follows_from_a_graph),
         cmocka_unit_test(half_a_dry_run),
         cmocka_unit_test(no_micro_batch_is_one),
         cmocka_unit_test(dry_runs),
