@@ -3,6 +3,8 @@
 // checkpointing every square root of the number of layers, and beside the greedy search alone.
 #include "bench.h"
 
+#include <time.h>
+
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
 #include "nn.h"
@@ -138,11 +140,45 @@ static void print_net(bench_table *table, net_kind kind, uint32_t layers) {
     subject_destroy(&s);
 }
 
+/* Milliseconds of processor time that ms_wrap takes for a budget, the median of three. */
+static double wrap_ms(subject *s, uint64_t budget, ms_result expected) {
+    double ms[3];
+    ms_set_budget(s->model, budget);
+    for (int i = 0; i < 3; i++) {
+        const clock_t start = clock();
+        if (ms_wrap(s->model) != expected) {
+            bench_stop(ms_last_error(s->model));
+        }
+        ms[i] = 1e3 * (double)(clock() - start) / CLOCKS_PER_SEC;
+    }
+    return bench_median(ms, 3);
+}
+
+static void print_refusal(bench_table *table, net_kind kind, uint32_t layers) {
+    subject s;
+    uint64_t least;
+    subject_create(&s, kind, layers);
+    bench_check(s.model, ms_smallest_budget(s.model, &least));
+    const double half = wrap_ms(&s, least + (s.plain_bytes - least) / 2, MS_RESULT_OK);
+    const double smallest = wrap_ms(&s, least, MS_RESULT_OK);
+    const double refused = wrap_ms(&s, least - 1, MS_RESULT_BUDGET);
+    bench_cell(table, net_names[kind]);
+    bench_count(table, s.model->graph.layers.count);
+    bench_value(table, half, 1);
+    bench_value(table, smallest, 1);
+    bench_value(table, refused, 1);
+    bench_value(table, refused / half, 2);
+    bench_value(table, refused / smallest, 2);
+    subject_destroy(&s);
+}
+
 int main(int argc, char **argv) {
     int64_t layers_min = 100, layers_max = 1000;
-    bool tsv = false;
+    bool tsv = false, refusals = false;
     const bench_option options[] = {
         {"--tsv", "tab-separated output", &tsv, NULL, NULL},
+        {"--refusals", "time of ms_wrap: half way to the plain arena, the smallest, a byte less",
+         &refusals, NULL, NULL},
         {"--from", "the fewest layers of a net", NULL, &layers_min, NULL},
         {"--layers", "the most layers of a net", NULL, &layers_max, NULL},
     };
@@ -153,13 +189,14 @@ int main(int argc, char **argv) {
                   "of square-root\n"
                   "checkpointing, and at 3/4, 1/2 and 1/4 of the way from the smallest arena to "
                   "the plain one.",
-                  options, 3);
+                  options, 4);
     bench_table table = bench_table_begin(
-        tsv, "net layers smallest g.smallest root root_step at_root g.at_root at_3/4 g.at_3/4 "
-             "at_1/2 g.at_1/2 at_1/4 g.at_1/4");
+        tsv, refusals ? "net layers half_ms smallest_ms refused_ms over_half over_smallest"
+                      : "net layers smallest g.smallest root root_step at_root g.at_root at_3/4 "
+                        "g.at_3/4 at_1/2 g.at_1/2 at_1/4 g.at_1/4");
     for (int kind = 0; kind < NET_CHAIN; kind++) {
         for (int64_t n = layers_min; n <= layers_max && n < NET_OPEN; n = n * 316 / 100) {
-            print_net(&table, (net_kind)kind, (uint32_t)n);
+            (refusals ? print_refusal : print_net)(&table, (net_kind)kind, (uint32_t)n);
         }
     }
     return 0;
