@@ -8303,9 +8303,10 @@ typedef struct msi_layout_work {
     uint32_t *first, *last;      // per block: its live range in compressed time
     uint32_t *order, *scratch;   // of the blocks in use; to sort it, and a heap
     uint32_t *penalty;           // per block: how hard it is to place
-    uint64_t *key, *load;        // per block: what to sort by; per compressed time: live bytes
-    uint64_t *offset, *best;     // per block: in the layout at hand, in the best one
-    uint64_t *from_peak;         // per block: in the best one from the peak
+    uint64_t *key,
+        *load; // what to sort by, per block or heap item; per compressed time: live bytes
+    uint64_t *offset, *best; // per block: in the layout at hand, in the best one
+    uint64_t *from_peak;     // per block: in the best one from the peak
     /* Of one stage each, so that these four share their memory. */
     uint32_t *starts;           // to compress time; per compressed time: the instruction
     uint32_t *best_order;       // first-fit in several orders: the best one
@@ -8817,9 +8818,14 @@ static void msi_gap_pass_standing(msi_layout_work *w, msi_gap *gap) {
     gap->standing = k;
 }
 
-/* Adds a placed block to the list of what is met, if it ends above `low`. */
+/* Passes a placed block that is in the way, or adds it to the list of what is met further up, with
+   its lower end. */
 static void msi_gap_meet(msi_layout_work *w, msi_gap *gap, uint32_t block) {
-    if (w->offset[block] + w->blocks[block].bytes > gap->low) {
+    const uint64_t low = w->offset[block], high = low + w->blocks[block].bytes;
+    if (low < gap->low + gap->bytes) {
+        gap->low = msi_larger(gap->low, high);
+    } else {
+        w->key[gap->met] = low;
         w->scratch[gap->met++] = block;
     }
 }
@@ -8845,25 +8851,28 @@ static void msi_gap_meet_all(msi_layout_work *w, msi_gap *gap) {
 
 /* Restores the heap of what is met, lowest first, where only its item i may be out of place. */
 static void msi_gap_sift(const msi_layout_work *w, const msi_gap *gap, uint32_t i) {
-    uint32_t *heap = w->scratch;
-    const uint32_t block = heap[i];
+    const uint64_t low = w->key[i];
+    const uint32_t block = w->scratch[i];
     for (uint64_t k = 2 * (uint64_t)i + 1; k < gap->met; k = 2 * k + 1) {
-        k += k + 1 < gap->met && w->offset[heap[k + 1]] < w->offset[heap[k]];
-        if (w->offset[heap[k]] >= w->offset[block]) {
+        k += k + 1 < gap->met && w->key[k + 1] < w->key[k];
+        if (w->key[k] >= low) {
             break;
         }
-        heap[i] = heap[k];
+        w->key[i] = w->key[k];
+        w->scratch[i] = w->scratch[k];
         i = (uint32_t)k;
     }
-    heap[i] = block;
+    w->key[i] = low;
+    w->scratch[i] = block;
 }
 
 /* Passes what is met. */
 static void msi_gap_pass_met(msi_layout_work *w, msi_gap *gap) {
-    uint32_t *heap = w->scratch;
-    while (gap->met > 0 && w->offset[heap[0]] < gap->low + gap->bytes) {
-        gap->low = msi_larger(gap->low, w->offset[heap[0]] + w->blocks[heap[0]].bytes);
-        heap[0] = heap[--gap->met];
+    while (gap->met > 0 && w->key[0] < gap->low + gap->bytes) {
+        gap->low = msi_larger(gap->low, w->key[0] + w->blocks[w->scratch[0]].bytes);
+        gap->met--;
+        w->key[0] = w->key[gap->met];
+        w->scratch[0] = w->scratch[gap->met];
         msi_gap_sift(w, gap, 0);
         msi_layout_spend(w, 32);
     }
