@@ -8303,10 +8303,10 @@ typedef struct msi_layout_work {
     uint32_t *first, *last;      // per block: its live range in compressed time
     uint32_t *order, *scratch;   // of the blocks in use; to sort it, and a heap
     uint32_t *penalty;           // per block: how hard it is to place
-    uint64_t *key,
-        *load; // what to sort by, per block or heap item; per compressed time: live bytes
-    uint64_t *offset, *best; // per block: in the layout at hand, in the best one
-    uint64_t *from_peak;     // per block: in the best one from the peak
+    uint64_t *key;               // what to sort by, per block or item of the heap
+    uint64_t *load;              // per compressed time: live bytes
+    uint64_t *offset, *best;     // per block: in the layout at hand, in the best one
+    uint64_t *from_peak;         // per block: in the best one from the peak
     /* Of one stage each, so that these four share their memory. */
     uint32_t *starts;           // to compress time; per compressed time: the instruction
     uint32_t *best_order;       // first-fit in several orders: the best one
