@@ -37,6 +37,7 @@ typedef enum lie {
     FORWARD_WRITES_IN,
     FORWARD_WRITES_PARAM,
     FORWARD_WRITES_STRANGER,
+    FORWARD_WRITES_STRANGER_ONCE,
     FORWARD_WRITES_BUFFER,
     BACKWARD_WRITES_IN,
     BACKWARD_WRITES_PARAM,
@@ -53,6 +54,8 @@ typedef enum lie {
     RECOMPUTE_DEPENDS_ON_STATE,
     OWN_RECOMPUTE_DIFFERS,
     OWN_RECOMPUTE_READS_IN,
+    OWN_RECOMPUTE_NEEDS_OUT,
+    OWN_RECOMPUTE_NEEDS_SAVED,
     LIES
 } lie;
 
@@ -99,6 +102,7 @@ static void forward_lies_first(const ms_call *call, liar *l) {
         l->buffer[5] *= 0.5f;
         break;
     case FORWARD_WRITES_STRANGER:
+    case FORWARD_WRITES_STRANGER_ONCE:
         l->stranger[5] *= 0.5f;
         break;
     case FORWARD_READS_WORKSPACE:
@@ -129,6 +133,8 @@ static float forward_element(const ms_call *call, liar *l, int64_t i) {
     case RECOMPUTE_DIFFERS:
     case OWN_RECOMPUTE_DIFFERS:
         return call->phase == MS_PHASE_RECOMPUTE ? nextafterf(y, 100.0f) : y;
+    case OWN_RECOMPUTE_NEEDS_SAVED:
+        return call->saved[0].data == NULL ? nextafterf(y, 100.0f) : y;
     case RECOMPUTE_DEPENDS_ON_STATE:
         return y + t_data(&call->state[0])[0];
     default:
@@ -148,7 +154,7 @@ static int liar_forward(const ms_call *call) {
             y[i] = forward_element(call, l, i);
         }
         if (s != NULL && !(l->tells == FORWARD_LEAVES_SAVED && i == COUNT - 1)) {
-            s[i] = l->in[i] + 1.0f;
+            s[i] = l->in[i] + (l->tells == OWN_RECOMPUTE_NEEDS_OUT && y == NULL ? 2.0f : 1.0f);
         }
     }
     if (l->tells == FORWARD_WRITES_BEYOND && y != NULL) {
@@ -283,6 +289,7 @@ static const lie_info infos[LIES] = {
     {"forward writes its input", READS_ALL, false, false, "hidden"},
     {"forward writes its param", READS_ALL, false, false, "q-scale"},
     {"forward writes a stranger's param", READS_ALL, false, false, "weight"},
+    {"forward, which runs once, writes a stranger's param", READS_ALL, false, false, "weight"},
     {"forward writes a buffer that is no state", READS_ALL, false, false, "gain"},
     {"backward writes an input", READS_ALL, false, false, "hidden"},
     {"backward writes a param", READS_ALL, false, false, "q-scale"},
@@ -298,6 +305,8 @@ static const lie_info infos[LIES] = {
     {"recompute depends on state that it keeps", READS_ALL, true, false, NULL},
     {"a recompute of its own gives other bits", READS_ALL, true, false, "y-out"},
     {"a recompute of its own reads an input", READS_ALL & ~READS_IN, true, false, "in[0]"},
+    {"a recompute of its own needs an output", READS_ALL, false, false, "s-saved"},
+    {"a recompute of its own needs a saved tensor", READS_ALL, false, false, "y-out"},
 };
 
 /* Where the plan puts y, and memory that the forward of the liar is not given. */
@@ -362,6 +371,7 @@ static void register_liar(net *n) {
         desc.recompute_reads.in = n->of.tells == OWN_RECOMPUTE_READS_IN ? 2 : 3;
         desc.recompute_reads.param = 1;
     }
+    desc.no_recompute = n->of.tells == FORWARD_WRITES_STRANGER_ONCE;
     desc.forward_workspace.bytes = desc.backward_workspace.bytes = 64;
     desc.overwrites.in = n->of.tells == BACKWARD_ADDS_TO_OVERWRITES;
     n->of_liar = ms_register_layer(n->m, &desc);
@@ -579,6 +589,11 @@ static void the_kinds_of_testing_pass(void **state) {
 /* A gradient larger than any buffer, of which one element is written over: the last but one. */
 enum { LONG = 5000 };
 
+typedef struct long_layer {
+    float slope; // of the first element
+    bool lies;
+} long_layer;
+
 static int long_forward(const ms_call *call) {
     float sum = 0.0f;
     for (int i = 0; i < LONG; ++i) {
@@ -589,30 +604,26 @@ static int long_forward(const ms_call *call) {
 }
 
 static int long_backward(const ms_call *call) {
-    const bool lies = *(const bool *)call->user;
+    const long_layer *l = (const long_layer *)call->user;
     for (int i = 0; i < LONG; ++i) {
-        if (lies && i == LONG - 2) {
+        if (l->lies && i == LONG - 2) {
             t_data(&call->grad_param[0])[i] = 0.001f;
         } else {
-            t_contribute(&call->grad_param[0], i, 0.001f);
+            t_contribute(&call->grad_param[0], i, i == 0 ? l->slope : 0.001f);
         }
     }
     return 0;
 }
 
-static void a_sum_is_checked_to_its_end(void **state) {
-    (void)state;
-    bool lies = false;
-    ms_config config = t_config();
-    config.debug = true;
+static ms_model *long_start(const ms_config *config, long_layer *l) {
     ms_model *m;
-    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    assert_int_equal(ms_create(config, &m), MS_RESULT_OK);
     ms_layer_desc d;
     memset(&d, 0, sizeof d);
     d.name = "long";
     d.forward = long_forward;
     d.backward = long_backward;
-    d.user = &lies;
+    d.user = l;
     d.param[0] = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(LONG));
     d.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(1));
     ms_register_layer(m, &d);
@@ -621,11 +632,83 @@ static void a_sum_is_checked_to_its_end(void **state) {
     float *zeros = (float *)calloc(LONG, sizeof *zeros);
     t_ok(m, ms_write(m, d.param[0], zeros));
     free(zeros);
+    return m;
+}
+
+static void a_sum_is_checked_to_its_end(void **state) {
+    (void)state;
+    long_layer l = {0.001f, false};
+    ms_config config = t_config();
+    config.debug = true;
+    ms_model *m = long_start(&config, &l);
     t_ok(m, ms_step(m, NULL));
-    lies = true;
+    l.lies = true;
     t_error(m, ms_step(m, NULL), MS_RESULT_CONTRACT);
     t_text_has(ms_last_error(m), "layer 0 \"long\": its backward callback writes over");
     ms_destroy(m);
+}
+
+/* A gradient that overflows does so whatever it is added to: no lie. */
+static void an_infinite_gradient_is_no_lie(void **state) {
+    (void)state;
+    long_layer l = {(float)INFINITY, false};
+    ms_config config = t_config();
+    config.debug = true;
+    config.accumulation_steps = 2; // the plan has beta 1: beta 0 is tried as well
+    ms_model *m = long_start(&config, &l);
+    t_ok(m, ms_step(m, NULL));
+    ms_destroy(m);
+}
+
+/* Fills its workspace, which is far larger than its operands: in one callback or another. */
+enum { ROOMY_BYTES = 1 << 20 };
+
+static void fill_workspace(const ms_call *call) {
+    memset(call->workspace, 0x11, (size_t)call->workspace_bytes);
+    *(uint64_t *)call->user += call->workspace_bytes == ROOMY_BYTES;
+}
+
+static int roomy_forward(const ms_call *call) {
+    fill_workspace(call);
+    t_data(&call->out[0])[0] = t_data(&call->param[0])[0];
+    return 0;
+}
+
+static int roomy_backward(const ms_call *call) {
+    fill_workspace(call);
+    t_contribute(&call->grad_param[0], 0, 1.0f);
+    return 0;
+}
+
+static void each_workspace_has_room(void **state) {
+    (void)state;
+    for (int which = 0; which < 3; ++which) {
+        const float one = 1.0f;
+        uint64_t calls = 0;
+        ms_config config = t_config();
+        config.debug = true;
+        ms_model *m;
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        ms_layer_desc d;
+        memset(&d, 0, sizeof d);
+        d.name = "roomy";
+        d.forward = d.recompute = roomy_forward;
+        d.backward = roomy_backward;
+        d.recompute_reads.param = 1;
+        d.user = &calls;
+        ms_workspace *const workspaces[] = {&d.forward_workspace, &d.backward_workspace,
+                                            &d.recompute_workspace};
+        workspaces[which]->bytes = ROOMY_BYTES;
+        d.param[0] = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(1));
+        d.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(1));
+        ms_register_layer(m, &d);
+        ms_set_loss(m, d.out[0]);
+        t_ok(m, ms_wrap(m));
+        t_ok(m, ms_write(m, d.param[0], &one));
+        t_ok(m, ms_step(m, NULL));
+        assert_true(calls > 0);
+        ms_destroy(m);
+    }
 }
 
 /* The last layer that was logged, so that even a crash has a name. */
@@ -711,6 +794,8 @@ int main(void) {
         cmocka_unit_test(lies_about_what_still_lives),
         cmocka_unit_test(the_kinds_of_testing_pass),
         cmocka_unit_test(a_sum_is_checked_to_its_end),
+        cmocka_unit_test(an_infinite_gradient_is_no_lie),
+        cmocka_unit_test(each_workspace_has_room),
         cmocka_unit_test(layers_are_logged_before_they_run),
         cmocka_unit_test(callbacks_still_fail),
     };
