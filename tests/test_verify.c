@@ -676,6 +676,7 @@ enum { LARGE = 3 * (1 << 18) + 5 };
 
 typedef struct large {
     uint32_t backwards, at[3];
+    bool spoils; // the last two of these
 } large;
 
 static int large_forward(const ms_call *call) {
@@ -690,13 +691,14 @@ static int large_backward(const ms_call *call) {
     for (uint32_t i = 0; i < LARGE; ++i) {
         const bool differs = i == l->at[0] || i == l->at[1] || i == l->at[2];
         gradient[i] = (float)(i % 1000 + 1) + (wrapped && differs ? 1.0f + (float)(i % 7) : 0.0f);
+        gradient[i] = l->spoils && differs && i > 0 ? (float)INFINITY : gradient[i];
     }
     return 0;
 }
 
 static void large_tensors_are_compared_in_pieces(void **state) {
     (void)state;
-    large l = {0, {0, 1 << 18, LARGE - 1}};
+    large l = {0, {0, 1 << 18, LARGE - 1}, false};
     const ms_config config = t_config();
     ms_model *m;
     ms_verify_report report;
@@ -722,6 +724,11 @@ static void large_tensors_are_compared_in_pieces(void **state) {
     assert_int_equal(s.items[0].differ_count, 3);
     assert_int_equal(s.items[0].count, LARGE);
     assert_true(report.absolute == largest);
+    ms_nonfinite found;
+    l.spoils = true;
+    t_ok(m, ms_find_nonfinite(m, &found));
+    assert_int_equal(found.tensor.id, ms_gradient(m, d.param[0]).id);
+    assert_true(found.element == l.at[1] && found.count == 2 && !found.is_nan);
     ms_destroy(m);
 }
 

@@ -410,12 +410,57 @@ static void steps_do_not_wait(void **state) {
     assert_int_equal(waits_in_steps(true, 12), 12);
 }
 
+static ms_result step_on(net *n, uint64_t seed, bool is_finite) {
+    float data[ROWS * COLS];
+    t_rng rng = t_seed(seed);
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t i = 0; i < n->how->micro_count && result == MS_RESULT_OK; ++i) {
+        t_fill(&rng, data, ROWS * COLS, 1.0f);
+        data[0] = is_finite ? data[0] : NAN;
+        result = ms_write(n->model, n->x, data);
+        result = result == MS_RESULT_OK ? ms_step(n->model, NULL) : result;
+    }
+    return result;
+}
+
+/* A halted step updates nothing, nor does one that is queued before the host has heard of it. */
+static void halted_steps_update_nothing(void **state) {
+    (void)state;
+    for (int c = 0; c < 3; ++c) {
+        net n, twin;
+        v_device device;
+        v_open(&device, 5);
+        assert_int_equal(create_net(&n, &cases[c], &device), MS_RESULT_OK);
+        assert_int_equal(create_net(&twin, &cases[c], NULL), MS_RESULT_OK);
+        net *const nets[] = {&n, &twin};
+        for (int i = 0; i < 2; ++i) {
+            t_ok(nets[i]->model, write_params(nets[i]));
+            t_ok(nets[i]->model, step_on(nets[i], 1, true));
+        }
+        ms_result result = step_on(&n, 2, false);
+        result = result == MS_RESULT_OK ? step_on(&n, 3, true) : result;
+        t_error(n.model, t_settled(n.model, result), MS_RESULT_NONFINITE);
+        for (int of = -1; of < (int)msi_state_count(&n.model->optimizer); ++of) {
+            float found[COLS * COLS], expected[COLS * COLS];
+            const ms_tensor w = n.weight[0], v = twin.weight[0];
+            t_ok(n.model, ms_read(n.model, of < 0 ? w : ms_optimizer_state(n.model, w, of), found));
+            t_ok(twin.model,
+                 ms_read(twin.model, of < 0 ? v : ms_optimizer_state(twin.model, v, of), expected));
+            assert_memory_equal(found, expected, sizeof found);
+        }
+        ms_destroy(n.model);
+        ms_destroy(twin.model);
+        v_close(&device);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_order_gives_the_same),
         cmocka_unit_test(net_catches_missing_waits),
         cmocka_unit_test(state_on_the_host_crosses_the_link),
         cmocka_unit_test(steps_do_not_wait),
+        cmocka_unit_test(halted_steps_update_nothing),
         cmocka_unit_test(every_call_fails_once),
         cmocka_unit_test(every_operation_fails_once),
     };
