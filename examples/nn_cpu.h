@@ -983,8 +983,8 @@ NN_API void nn_scores_backward_kernel(float *dp, const float *p, const nn_band *
     }
 }
 
-/* One head of out (B, T, C) from qkv (B, T, 3C). scores (B, H, T, T) keeps the probabilities, or is
-   NULL. */
+/* One head of out (B, T, C) from qkv (B, T, 3C). scores (B, H, T, T) keeps the probabilities, except
+   for keys after the band, which nothing reads; or is NULL. */
 NN_API int nn_attention_head(const ms_call *call, float *out, float *scores, const float *qkv,
                              float *work, int64_t head, nn_attention_size n) {
     int result = 0;
@@ -992,9 +992,6 @@ NN_API int nn_attention_head(const ms_call *call, float *out, float *scores, con
         const nn_band band = nn_band_of(n, head, begin);
         float *p = scores != NULL ? scores + band.scores : work;
         result = nn_scores_kernel(call, p, qkv, &band, n);
-        for (int64_t r = 0; scores != NULL && r < band.rows; r++) { // keys after the band
-            memset(p + r * n.sequence + band.keys, 0, (size_t)(n.sequence - band.keys) * sizeof *p);
-        }
         if (result == 0) {
             result = (int)ms_gemm(call, 1.0f, nn_matrix(p, band.rows, band.keys, n.sequence),
                                   nn_matrix(qkv + band.v, band.keys, n.size, band.qkv_stride), 0.0f,

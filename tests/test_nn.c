@@ -1719,6 +1719,35 @@ static void test_frozen(void **state) {
     m_stop(&all);
 }
 
+/* Layers share options that are equal in everything, and no others. */
+static void test_options(void **state) {
+    (void)state;
+    ms_config config = t_device_config();
+    ms_model *model = NULL;
+    assert_int_equal(ms_create(&config, &model), MS_RESULT_OK);
+    nn_net *net = nn_create_on(model, t_nn_device());
+    assert_non_null(net);
+    nn_options wanted, *made[9];
+    memset(&wanted, 0, sizeof wanted);
+    for (int i = 0; i < 9; i++) {
+        wanted.heads = i == 1;
+        wanted.kernel = i == 2;
+        wanted.stride = i == 3;
+        wanted.padding = i == 4;
+        wanted.flags = i == 5;
+        wanted.dropout = i == 6 ? 0.5f : 0.0f;
+        wanted.epsilon = i == 7 ? 0.5f : 0.0f;
+        wanted.momentum = i == 8 ? 0.5f : 0.0f;
+        made[i] = nn_options_like(net, &wanted);
+        for (int k = 0; k < i; k++) {
+            assert_ptr_not_equal(made[i], made[k]);
+        }
+        assert_ptr_equal(made[i], nn_options_like(net, &wanted));
+    }
+    ms_destroy(model);
+    nn_destroy(net);
+}
+
 /* Makes one mistake with images, and returns what the error says. */
 static const char *m_refused_images(ms_model *model, nn_net *net, int mistake) {
     const ms_tensor none = {0};
@@ -1878,6 +1907,7 @@ int main(void) {
         cmocka_unit_test(test_weight_decay),
         cmocka_unit_test(test_init),
         cmocka_unit_test(test_presets),
+        cmocka_unit_test(test_options),
         cmocka_unit_test(test_frozen),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_index_errors),
