@@ -394,6 +394,10 @@ static void state_is_changed_once_a_step(void **state) {
         t_ok(dropped.n.m, ms_eval(dropped.n.m, NULL));
         expect_state(&dropped, step);
     }
+    t_tally eval; // recomputes nothing: no copy of state is made for it
+    memset(&eval, 0, sizeof eval);
+    t_ok(dropped.n.m, ms_visit_events(dropped.n.m, MS_PROGRAM_EVAL, t_count_event, &eval));
+    assert_true(t_net_tally(&dropped.n).count[MS_EVENT_COPY] > 0 && eval.count[MS_EVENT_COPY] == 0);
     for (int k = ST_COUNTER; k <= ST_PROMISING; ++k) {
         t_expect_calls(plain.n.ops[k].calls[MS_PHASE_RECOMPUTE], 0);
         assert_true(dropped.n.ops[k].calls[MS_PHASE_RECOMPUTE] >= 5);

@@ -1079,6 +1079,62 @@ static void planning_is_deterministic(void **state) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// updates inside backward
+
+enum { LAG_DEPTH = 6, LAG_COLS = 8, LAG_BYTES = LAG_COLS * LAG_COLS * 4 };
+
+/* The layer whose backward is the last before the update of a param; MSI_AT_END: that is after all
+   of backward. */
+static uint32_t updated_after(const msi_program *p, uint32_t param) {
+    uint32_t layer = MSI_NONE, after = MSI_NONE, count = 0;
+    for (uint32_t now = 0; now < p->instructions.count; ++now) {
+        const msi_instruction *i = &p->instructions.items[now];
+        layer = i->op == MSI_OP_BACKWARD ? i->target : layer;
+        if (i->op == MSI_OP_UPDATE && i->target == param) {
+            after = now < p->backward_end ? layer : MSI_AT_END;
+            count += 1;
+        }
+    }
+    assert_int_equal(count, 1);
+    return after;
+}
+
+/* A lag of n gradients, and less than one more: the update of a product comes right after the
+   backward of the n-th product before it. */
+static void updates_wait_for_the_lag(void **state) {
+    (void)state;
+    static const uint64_t lags[] = {0, LAG_BYTES - 1, LAG_BYTES, LAG_BYTES + 1, 3 * LAG_BYTES};
+    t_chain chain;
+    msi_store *store;
+    msi_plan *plan;
+    msi_lowering lowering;
+    msi_shortage shortage;
+    msi_scorer scorer;
+    ms_config config = t_config();
+    config.dry_run = true;
+    assert_int_equal(t_chain_create(&chain, &config, LAG_DEPTH, 4, LAG_COLS), MS_RESULT_OK);
+    assert_int_equal(msi_check_graph(chain.model, MSI_GOAL_PLAIN), MS_RESULT_OK);
+    assert_int_equal(msi_make_plans(chain.model, MSI_GOAL_PLAIN, &store, &plan), MS_RESULT_OK);
+    assert_true(msi_scorer_init(&scorer, chain.model, store, plan, &lowering, &shortage));
+    for (size_t k = 0; k < sizeof lags / sizeof lags[0]; ++k) {
+        const uint32_t waiting = (uint32_t)(lags[k] / LAG_BYTES);
+        msi_place_updates(&chain.model->graph, plan->decisions, true, lags[k]);
+        (void)msi_estimate(&scorer, plan->decisions);
+        assert_false(msi_is_short(&scorer));
+        for (uint32_t i = 0; i < LAG_DEPTH; ++i) { // product i is layer 2 i
+            const uint32_t t = msi_index(&chain.model->graph, chain.weight[i]);
+            const uint32_t expected = i < waiting ? MSI_AT_END : 2 * (i - waiting);
+            assert_int_equal(plan->decisions[t].update_after, expected);
+            assert_int_equal(updated_after(scorer.program, t), expected);
+        }
+    }
+    msi_lowering_free(&lowering);
+    msi_plans_free(chain.model, plan);
+    msi_store_free(chain.model, store);
+    ms_destroy(chain.model);
+}
+
+// ------------------------------------------------------------------------------------------------
 // the greedy search against all plans
 
 enum { GREEDY_DEPTH = 10 };
@@ -1130,6 +1186,7 @@ static void greedy_is_close_to_the_best(void **state) {
     ms_config config = t_config();
     config.dry_run = true;
     assert_int_equal(t_chain_create(&chain, &config, GREEDY_DEPTH / 2, 64, 8), MS_RESULT_OK);
+    assert_int_equal(msi_check_graph(chain.model, MSI_GOAL_PLAIN), MS_RESULT_OK);
     assert_int_equal(msi_make_plans(chain.model, MSI_GOAL_PLAIN, &store, &plan), MS_RESULT_OK);
     assert_true(msi_scorer_init(&scorer, chain.model, store, plan, &lowering, &shortage));
     msi_place_updates(&chain.model->graph, plan->decisions, true, 0);
@@ -1172,6 +1229,7 @@ int main(void) {
         cmocka_unit_test_teardown(sweep_without_checkpointing, name_failing_graph),
         cmocka_unit_test(forced_plans_are_the_smallest),
         cmocka_unit_test_teardown(random_graphs_are_equal_bit_for_bit, name_failing_graph),
+        cmocka_unit_test(updates_wait_for_the_lag),
         cmocka_unit_test(greedy_is_close_to_the_best),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
