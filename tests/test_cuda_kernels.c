@@ -564,14 +564,16 @@ static void test_updates(void **state) {
         {MS_OPTIMIZER_ADAMW, 0.0f, true, true, 3},   {MS_OPTIMIZER_SGD, 0.0f, false, false, 1},
         {MS_OPTIMIZER_SGD, 0.9f, false, false, 2},   {MS_OPTIMIZER_SGD, 0.9f, true, false, 2},
         {MS_OPTIMIZER_SGD, 0.9f, true, true, 2}};
-    static const size_t offsets[][ARRAYS] = {
-        {0, 0, 0, 0}, {1, 1, 1, 1}, {0, 3, 0, 0}, {2, 0, 0, 1}, {0, 0, 1, 0}};
+    static const size_t offsets[][ARRAYS] = {{0, 0, 0, 0}, {1, 1, 1, 1}, {2, 0, 0, 0},
+                                             {0, 3, 0, 0}, {0, 0, 1, 0}, {0, 0, 0, 1}};
+    const size_t all = sizeof offsets / sizeof offsets[0];
     bench b;
     t_rng rng = t_seed(10);
     bench_open(&b, 10);
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         EACH_COUNT(count) {
-            const size_t first = count > 70 ? count % 5 : 0, last = count > 70 ? first + 1 : 5;
+            const size_t first = count > 70 ? count % all : 0;
+            const size_t last = count > 70 ? first + 1 : all;
             for (size_t k = first; k < last; k++) {
                 check_update(&b, &cases[i], count, offsets[k], &rng);
             }
