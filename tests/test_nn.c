@@ -1748,6 +1748,97 @@ static void test_options(void **state) {
     nn_destroy(net);
 }
 
+enum { L_ROWS = 24, L_COLUMNS = 64, L_LENT = 8 };
+
+/* A net whose input and params are in memory of the trainer's own, if `lent`: 4 bytes beyond what is
+   aligned to anything wider. */
+typedef struct l_net {
+    ms_model *model;
+    nn_net *net;
+    ms_tensor x, losses;
+    ms_backend backend;
+    uint8_t *memory[L_LENT];
+    int count;
+} l_net;
+
+static const ms_allocator l_malloc = {NULL, NULL, NULL};
+
+enum { L_BYTES = sizeof(float) * (L_COLUMNS * L_COLUMNS + 1) };
+
+static void l_lend(l_net *n, ms_tensor tensor) {
+    void *memory = NULL;
+    assert_true(n->count < L_LENT);
+    assert_int_equal(n->backend.memory_alloc(n->backend.user, &l_malloc, L_BYTES, &memory), 0);
+    n->memory[n->count] = (uint8_t *)memory;
+    t_ok(n->model, ms_borrow(n->model, tensor, n->memory[n->count++] + sizeof(float)));
+}
+
+static void l_start(l_net *n, bool lent) {
+    float data[L_ROWS * L_COLUMNS];
+    int32_t ids[L_ROWS];
+    t_rng rng = t_seed(4);
+    const ms_config config = m_backend();
+    memset(n, 0, sizeof *n);
+    n->backend = config.backend;
+    assert_int_equal(ms_create(&config, &n->model), MS_RESULT_OK);
+    n->net = nn_create_on(n->model, t_nn_device());
+    n->x = ms_input(n->model, "x", MS_DTYPE_F32, ms_shape2(L_ROWS, L_COLUMNS));
+    const ms_tensor targets = ms_input(n->model, "targets", MS_DTYPE_I32, ms_shape1(L_ROWS));
+    ms_tensor h = nn_layernorm(n->net, "norm", n->x);
+    h = nn_gelu(n->net, "gelu", nn_linear(n->net, "up", h, L_COLUMNS, 0.2f));
+    h = nn_add(n->net, "add", h, nn_linear(n->net, "by", n->x, L_COLUMNS, 0.2f));
+    n->losses = nn_cross_entropy(n->net, "loss", h, targets);
+    ms_set_loss(n->model, n->losses);
+    ms_add_output(n->model, n->losses);
+    if (lent) {
+        l_lend(n, n->x);
+        for (int64_t i = 0; i < nn_param_count(n->net); i++) {
+            l_lend(n, nn_param_at(n->net, i)->tensor);
+        }
+    }
+    t_ok(n->model, ms_wrap(n->model));
+    t_ok(n->model, nn_init(n->net, 3));
+    t_fill(&rng, data, L_ROWS * L_COLUMNS, 1.0f);
+    for (uint32_t i = 0; i < L_ROWS; i++) {
+        ids[i] = (int32_t)t_below(&rng, L_COLUMNS);
+    }
+    t_ok(n->model, ms_write(n->model, n->x, data));
+    t_ok(n->model, ms_write(n->model, targets, ids));
+    t_ok(n->model, ms_forward(n->model, NULL));
+    t_ok(n->model, ms_backward(n->model));
+}
+
+static void l_near(l_net *a, l_net *b, ms_tensor of_a, ms_tensor of_b) {
+    const uint64_t count = ms_tensor_count(a->model, of_a);
+    float *values_a = c_floats(count), *values_b = c_floats(count);
+    t_ok(a->model, ms_read(a->model, of_a, values_a));
+    t_ok(b->model, ms_read(b->model, of_b, values_b));
+    for (uint64_t i = 0; i < count; i++) {
+        assert_true(fabsf(values_a[i] - values_b[i]) <= 1e-5f * (1.0f + fabsf(values_b[i])));
+    }
+    free(values_a);
+    free(values_b);
+}
+
+static void test_lent(void **state) {
+    (void)state;
+    l_net own, lent;
+    l_start(&own, false);
+    l_start(&lent, true);
+    l_near(&own, &lent, own.losses, lent.losses);
+    for (int64_t i = 0; i < nn_param_count(own.net); i++) {
+        l_near(&own, &lent, ms_gradient(own.model, nn_param_at(own.net, i)->tensor),
+               ms_gradient(lent.model, nn_param_at(lent.net, i)->tensor));
+    }
+    ms_destroy(own.model);
+    nn_destroy(own.net);
+    ms_destroy(lent.model);
+    nn_destroy(lent.net);
+    for (int i = 0; i < lent.count; i++) {
+        lent.backend.memory_release(lent.backend.user, &l_malloc, lent.memory[i], L_BYTES);
+    }
+}
+
 /* Makes one mistake with images, and returns what the error says. */
 static const char *m_refused_images(ms_model *model, nn_net *net, int mistake) {
     const ms_tensor none = {0};
@@ -1909,6 +2000,7 @@ int main(void) {
         cmocka_unit_test(test_presets),
         cmocka_unit_test(test_options),
         cmocka_unit_test(test_frozen),
+        cmocka_unit_test(test_lent),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_index_errors),
 #ifdef T_CUDA
