@@ -104,7 +104,7 @@ tests    := $(patsubst %.c,$(OUT)/%,$(sources))
 twins    := $(addsuffix _cpp,$(tests))
 
 .PHONY: all cuda run test test-rest test-all test-gpu bench-gpu fuzz fuzz-corpus coverage clean format help FORCE
-all: $(programs) $(if $(CMOCKA),$(tests))
+all: $(programs)
 
 say = $(if $(V),,@echo '  $(1)' &&)
 $(tests) $(twins): libs += $(CMOCKA)
@@ -314,7 +314,7 @@ format:
 	clang-format -i memscale.h $(wildcard examples/*.[ch] bench/*.[ch] tests/*.[ch])
 
 help:
-	@echo 'make            every program, at build/<folder>/<name>'
+	@echo 'make            every program of examples/ and bench/, at build/<folder>/<name>'
 	@echo 'make run        train a small GPT-2 inside a byte budget (about a minute)'
 	@echo 'make test       what a commit needs, in about five minutes; the last line has the totals'
 	@echo 'make test-all   everything that is tested; make test-rest leaves out what make test runs'
