@@ -65,7 +65,7 @@ END {
 }' "$document"
 
 # A snippet may leave out what a real program checks.
-flags="-Wall -Wextra -Wno-unused -Wno-unused-result -Wno-missing-field-initializers -Werror -O1 -I."
+flags="-Wall -Wextra -Wno-unused -Wno-unused-result -Wno-missing-field-initializers -Werror -I."
 status=0
 try() { # COMPILER
     $1 $flags "$source" -o "$object" $link && $run > "$object.printed" || status=1
