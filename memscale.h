@@ -8045,7 +8045,8 @@ static void msi_await_copies(msi_scheduling *s, const msi_instruction *i) {
     s->pending_count = left;
 }
 
-/* Makes the new list, with a wait for each copy, and the new numbers of the old instructions. */
+/* Makes the new list, with a wait for each copy, and the new numbers of the old instructions. The
+   copies of forward are awaited in forward: each is made for a layer that runs next. */
 static void msi_place_all(msi_scheduling *s) {
     msi_program *p = s->program;
     for (uint32_t now = 0; now < p->instructions.count && !p->out_of_memory; now++) {
@@ -8053,9 +8054,6 @@ static void msi_place_all(msi_scheduling *s) {
         const msi_op op = msi_direction(s->store, p, &i);
         const bool crosses = op != (msi_op)i.op;
         msi_await_copies(s, &i);
-        if (now == p->forward_end) { // the copies of forward are awaited in forward
-            msi_await_copies(s, NULL);
-        }
         i.op = (uint8_t)op;
         s->moved[now] = msi_place(s, &i);
         if (crosses && !p->out_of_memory) {
@@ -12993,7 +12991,8 @@ static ms_result msi_check_halt(ms_model *m, const ms_step_state *state, uint64_
 }
 
 /* Waits for the verdict that was asked for. A step that was halted has updated nothing, nor has any
-   after it: the count of steps goes back to it. */
+   after it: the count of steps goes back to it, and what is under way ends. The device is told to
+   update again, so nothing of it may go on. */
 static ms_result msi_settle_verdict(ms_model *m) {
     const bool copied = m->run.verdict == MSI_VERDICT_COPIED;
     ms_result result = copied ? msi_wait_on_host(m, MSI_EVENT_VERDICT) : MS_RESULT_OK;
@@ -13005,6 +13004,7 @@ static ms_result msi_settle_verdict(ms_model *m) {
         m->run.step = verdict.halted_step;
         m->run.updates_done = 0;
         m->run.micro = 0;
+        m->run.stage = MSI_STAGE_IDLE;
     }
     m->run.verdict = result == MS_RESULT_OK ? MSI_VERDICT_NONE : m->run.verdict;
     return result;

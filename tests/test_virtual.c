@@ -25,6 +25,9 @@ static const net_case cases[] = {
 };
 enum { CASES = sizeof cases / sizeof cases[0] };
 
+static const net_case own_update = {"own update", MS_OPTIMIZER_CUSTOM, 0.0f, 1, false, false,
+                                    false};
+
 typedef struct net {
     const net_case *how;
     v_device *device; // NULL: the CPU
@@ -35,6 +38,7 @@ typedef struct net {
     v_layer layer[OPS];
     int op_count;
     float lent[BLOCKS]; // state on the host, on half of the devices
+    int own_updates;    // that were called
 } net;
 
 // ------------------------------------------------------------------------------------------------
@@ -92,8 +96,15 @@ static ms_tensor add_block(net *n, ms_tensor last, int i) {
     return sum;
 }
 
-static ms_optimizer_desc optimizer_of(const net *n) {
+static int count_own_update(const ms_update_args *args) {
+    *(int *)args->user += 1;
+    return 0;
+}
+
+static ms_optimizer_desc optimizer_of(net *n) {
     ms_optimizer_desc desc = t_optimizer(n->how->optimizer, 0.05f);
+    desc.update = desc.kind == MS_OPTIMIZER_CUSTOM ? count_own_update : NULL;
+    desc.user = &n->own_updates;
     desc.grad_clip_norm = n->how->clip;
     desc.momentum = desc.kind == MS_OPTIMIZER_SGD ? 0.5f : 0.0f;
     return desc;
@@ -299,6 +310,24 @@ static void note_event(const ms_event *event, void *user) {
     t->end_us = end_us > t->end_us ? end_us : t->end_us;
 }
 
+/* Checks that what instructions work on is live then, which for a wait are both ends of a copy; and
+   that forward, after which the host may do as it likes, awaits its own copies. */
+static void check_copies(const msi_program *p, uint32_t resident_count) {
+    uint32_t copies = 0, waits = 0;
+    for (uint32_t now = 0; now < p->instructions.count; ++now) {
+        const msi_instruction *i = &p->instructions.items[now];
+        copies += i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT;
+        waits += i->op == MSI_OP_WAIT;
+        assert_true(now + 1 != p->forward_end || (copies > 0 && waits == copies));
+        for (uint32_t k = 0; k < i->operand_count; ++k) {
+            const uint32_t range = p->operands.items[i->operand_first + k].range;
+            if (range != MSI_NONE && range >= resident_count) {
+                assert_in_range(now, p->ranges.items[range].first, p->ranges.items[range].last);
+            }
+        }
+    }
+}
+
 /* State that a recomputation has changed on the host is put back: copied out of device memory, on a
    stream of its own, and awaited. Every such copy has its wait. Told once more, the step takes the
    time that planning found. */
@@ -316,6 +345,7 @@ static void state_on_the_host_crosses_the_link(void **state) {
     assert_true(t.count[MS_EVENT_COPY_IN] > 0 && t.count[MS_EVENT_COPY_OUT] > 0);
     assert_int_equal(t.count[MS_EVENT_WAIT],
                      t.count[MS_EVENT_COPY_IN] + t.count[MS_EVENT_COPY_OUT]);
+    check_copies(&n.model->run.plan->train, n.model->run.store->residents.count);
     t_report(n.model, &report);
     assert_true(fabs(t.end_us - report.step_us) <= 1e-7 * report.step_us);
     ms_destroy(n.model);
@@ -423,7 +453,20 @@ static ms_result step_on(net *n, uint64_t seed, bool is_finite) {
     return result;
 }
 
-/* A halted step updates nothing, nor does one that is queued before the host has heard of it. */
+/* Checks that a weight and its optimizer state are the same in both. */
+static void compare_weights(net *n, net *twin) {
+    for (int of = -1; of < (int)msi_state_count(&n->model->optimizer); ++of) {
+        float found[COLS * COLS], expected[COLS * COLS];
+        const ms_tensor w = n->weight[0], v = twin->weight[0];
+        t_ok(n->model, ms_read(n->model, of < 0 ? w : ms_optimizer_state(n->model, w, of), found));
+        t_ok(twin->model,
+             ms_read(twin->model, of < 0 ? v : ms_optimizer_state(twin->model, v, of), expected));
+        assert_memory_equal(found, expected, sizeof found);
+    }
+}
+
+/* A halted step updates nothing, nor does one that is queued before the host has heard of it. The
+   next step has the number of the one that was halted, for dropout and bias corrections. */
 static void halted_steps_update_nothing(void **state) {
     (void)state;
     for (int c = 0; c < 3; ++c) {
@@ -440,18 +483,80 @@ static void halted_steps_update_nothing(void **state) {
         ms_result result = step_on(&n, 2, false);
         result = result == MS_RESULT_OK ? step_on(&n, 3, true) : result;
         t_error(n.model, t_settled(n.model, result), MS_RESULT_NONFINITE);
-        for (int of = -1; of < (int)msi_state_count(&n.model->optimizer); ++of) {
-            float found[COLS * COLS], expected[COLS * COLS];
-            const ms_tensor w = n.weight[0], v = twin.weight[0];
-            t_ok(n.model, ms_read(n.model, of < 0 ? w : ms_optimizer_state(n.model, w, of), found));
-            t_ok(twin.model,
-                 ms_read(twin.model, of < 0 ? v : ms_optimizer_state(twin.model, v, of), expected));
-            assert_memory_equal(found, expected, sizeof found);
+        compare_weights(&n, &twin);
+        for (int i = 0; i < 2; ++i) {
+            t_ok(nets[i]->model, step_on(nets[i], 4, true));
         }
+        compare_weights(&n, &twin);
         ms_destroy(n.model);
         ms_destroy(twin.model);
         v_close(&device);
     }
+}
+
+static void start_on(net *n, const net_case *how, v_device *device) {
+    v_open(device, 5);
+    assert_int_equal(create_net(n, how, device), MS_RESULT_OK);
+    t_ok(n->model, write_params(n));
+    t_ok(n->model, step_on(n, 1, true));
+}
+
+/* Forward and backward on input that is not finite, which the host has not heard of yet. */
+static void halt_in_backward(net *n) {
+    float data[ROWS * COLS] = {0};
+    data[0] = NAN;
+    t_ok(n->model, ms_write(n->model, n->x, data));
+    t_ok(n->model, ms_forward(n->model, NULL));
+    t_ok(n->model, ms_backward(n->model));
+}
+
+/* A model has not failed by updates inside backward that the device has left out. */
+static void halts_in_backward_leave_the_model_whole(void **state) {
+    (void)state;
+    v_device device;
+    net n;
+    start_on(&n, &cases[2], &device);
+    halt_in_backward(&n);
+    assert_true(n.model->run.updates_done > 0);
+    t_error(n.model, ms_synchronize(n.model), MS_RESULT_NONFINITE);
+    t_ok(n.model, step_on(&n, 2, true));
+    t_ok(n.model, ms_synchronize(n.model));
+    ms_destroy(n.model);
+    v_close(&device);
+}
+
+/* A wrap that fails has heard of the halt; the update that comes next reports it. */
+static void failing_wraps_forget_no_halt(void **state) {
+    (void)state;
+    v_device device;
+    net n;
+    float before[COLS * COLS], after[COLS * COLS];
+    start_on(&n, &cases[0], &device);
+    t_ok(n.model, ms_read(n.model, n.weight[0], before));
+    halt_in_backward(&n);
+    ms_set_budget(n.model, 1);
+    t_error(n.model, ms_wrap(n.model), MS_RESULT_BUDGET);
+    t_error(n.model, ms_update(n.model), MS_RESULT_NONFINITE);
+    t_ok(n.model, ms_read(n.model, n.weight[0], after));
+    assert_memory_equal(before, after, sizeof before);
+    t_ok(n.model, step_on(&n, 2, true));
+    ms_destroy(n.model);
+    v_close(&device);
+}
+
+/* A trainer's own update, which runs on the host, is not called in a halted step. */
+static void own_updates_come_after_the_verdict(void **state) {
+    (void)state;
+    v_device device;
+    net n;
+    start_on(&n, &own_update, &device);
+    assert_int_equal(n.own_updates, BLOCKS + 2);
+    t_error(n.model, t_settled(n.model, step_on(&n, 2, false)), MS_RESULT_NONFINITE);
+    assert_int_equal(n.own_updates, BLOCKS + 2);
+    t_ok(n.model, step_on(&n, 3, true));
+    assert_int_equal(n.own_updates, 2 * (BLOCKS + 2));
+    ms_destroy(n.model);
+    v_close(&device);
 }
 
 int main(void) {
@@ -461,6 +566,9 @@ int main(void) {
         cmocka_unit_test(state_on_the_host_crosses_the_link),
         cmocka_unit_test(steps_do_not_wait),
         cmocka_unit_test(halted_steps_update_nothing),
+        cmocka_unit_test(halts_in_backward_leave_the_model_whole),
+        cmocka_unit_test(failing_wraps_forget_no_halt),
+        cmocka_unit_test(own_updates_come_after_the_verdict),
         cmocka_unit_test(every_call_fails_once),
         cmocka_unit_test(every_operation_fails_once),
     };
