@@ -918,6 +918,7 @@ static uint32_t check_lives(dag *d, const msi_program *p) {
 
 static void check_live_bytes(const msi_program *p, uint32_t slot_count) {
     uint64_t peak = 0;
+    uint32_t first = 0; // with the peak
     for (uint32_t now = 0; now < p->instructions.count; ++now) {
         uint64_t sum = 0;
         for (uint32_t i = slot_count; i < p->ranges.count; ++i) {
@@ -926,9 +927,10 @@ static void check_live_bytes(const msi_program *p, uint32_t slot_count) {
             sum += range->first <= now && now + range->aliased <= range->last ? rounded : 0;
         }
         assert_true(sum == p->live_bytes.items[now]);
+        first = sum > peak ? now : first;
         peak = sum > peak ? sum : peak;
     }
-    assert_true(peak == p->peak_bytes);
+    assert_true(peak == p->peak_bytes && first == p->peak);
 }
 
 static void check_operands(const msi_program *p, uint32_t slot_count) {

@@ -506,6 +506,31 @@ static void a_rewrap_between_micro_batches(void **state) {
     }
 }
 
+/* A param that begins to learn after others has had fewer updates than they: by Adam's bias
+   corrections its first one moves it by the learning rate, whatever its gradient is. */
+static void updates_are_counted_by_param(void **state) {
+    (void)state;
+    t_net n;
+    ms_tensor of_p, of_q;
+    float before[COLS], after[COLS];
+    t_net_begin(&n);
+    t_net_create(&n);
+    t_net_optimizer(&n, MS_OPTIMIZER_ADAMW, 0.0625f);
+    two_products_start(&n, true, &of_p, &of_q);
+    for (int step = 0; step < 4; ++step) {
+        t_ok(n.m, ms_step(n.m, NULL));
+    }
+    ms_set_frozen(n.m, of_q, false);
+    t_ok(n.m, ms_wrap(n.m));
+    t_ok(n.m, ms_read(n.m, of_q, before));
+    t_ok(n.m, ms_step(n.m, NULL));
+    t_ok(n.m, ms_read(n.m, of_q, after));
+    for (int c = 0; c < COLS; ++c) {
+        assert_true(fabs(fabs((double)(after[c] - before[c])) - 0.0625) < 1e-4);
+    }
+    t_net_end(&n);
+}
+
 // ------------------------------------------------------------------------------------------------
 // clipping
 
@@ -986,6 +1011,7 @@ int main(void) {
         T_TWICE(a_failing_micro_batch_starts_the_step_again),
         T_TWICE(a_step_without_its_update_starts_again),
         T_TWICE(a_rewrap_between_micro_batches),
+        T_TWICE(updates_are_counted_by_param),
         T_TWICE(gradients_are_clipped_by_their_common_norm),
         cmocka_unit_test(sums_of_squares),
         T_TWICE(a_norm_that_is_not_finite),
