@@ -14,19 +14,22 @@ typedef struct net_case {
     float clip;
     uint32_t micro_count;
     bool tight, verifies;
-    bool gains; // a layer has state on the host
+    bool gains;      // a layer has state on the host
+    bool host_input; // x stays there
 } net_case;
 
 static const net_case cases[] = {
-    {"plain", MS_OPTIMIZER_ADAMW, 0.0f, 1, false, false, false},
-    {"tight, clipped, accumulated", MS_OPTIMIZER_ADAMW, 0.25f, 2, true, true, false},
-    {"tight, early updates", MS_OPTIMIZER_SGD, 0.0f, 1, true, true, false},
-    {"tight, state on the host", MS_OPTIMIZER_ADAMW, 0.25f, 2, true, true, true},
+    {"plain", MS_OPTIMIZER_ADAMW, 0.0f, 1, false, false, false, false},
+    {"tight, clipped, accumulated", MS_OPTIMIZER_ADAMW, 0.25f, 2, true, true, false, false},
+    {"tight, early updates", MS_OPTIMIZER_SGD, 0.0f, 1, true, true, false, false},
+    {"tight, state on the host", MS_OPTIMIZER_ADAMW, 0.25f, 2, true, true, true, false},
 };
 enum { CASES = sizeof cases / sizeof cases[0] };
 
-static const net_case own_update = {"own update", MS_OPTIMIZER_CUSTOM, 0.0f, 1, false, false,
+static const net_case own_update = {"own update", MS_OPTIMIZER_CUSTOM, 0.0f, 1, false, false, false,
                                     false};
+static const net_case host_input = {
+    "input on the host", MS_OPTIMIZER_SGD, 0.0f, 2, false, false, false, true};
 
 typedef struct net {
     const net_case *how;
@@ -115,6 +118,9 @@ static void register_net(net *n) {
     const ms_optimizer_desc optimizer = optimizer_of(n);
     char name[32];
     n->x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(ROWS, COLS));
+    if (n->how->host_input) {
+        ms_set_on_host(m, n->x);
+    }
     n->scale = ms_param(m, "scale", MS_DTYPE_F32, ms_shape1(COLS));
     n->shift = ms_param(m, "shift", MS_DTYPE_F32, ms_shape1(COLS));
     ms_tensor last = n->x;
@@ -260,6 +266,19 @@ static void every_order_gives_the_same(void **state) {
             assert_int_equal(device.overtaken, 0);
             v_close(&device);
         }
+    }
+}
+
+/* The device reads an input on the host late: the next one is written after that. */
+static void inputs_on_the_host_stay_until_they_are_read(void **state) {
+    (void)state;
+    outcome expected;
+    run_on_cpu(&host_input, &expected);
+    for (uint64_t seed = 0; seed < 5; ++seed) {
+        v_device device;
+        v_open(&device, seed);
+        assert_true(run_on(&device, &host_input, &expected));
+        v_close(&device);
     }
 }
 
@@ -501,6 +520,28 @@ static void start_on(net *n, const net_case *how, v_device *device) {
     t_ok(n->model, step_on(n, 1, true));
 }
 
+/* A step that fails returns after what it has enqueued, so that the trainer may free or change what
+   callbacks were given. */
+static void failed_steps_leave_nothing_enqueued(void **state) {
+    (void)state;
+    uint64_t failures = 0, waits = 0;
+    for (bool failed = true; failed; failures += failed) {
+        v_device device;
+        net n;
+        start_on(&n, &cases[0], &device);
+        t_ok(n.model, ms_synchronize(n.model));
+        const uint64_t before = device.waits_of_host;
+        device.engine.fail_at = 1 + failures;
+        failed = ms_step(n.model, NULL) != MS_RESULT_OK;
+        assert_true(!failed || device.engine.pending == 0);
+        waits += failed ? device.waits_of_host - before : 0;
+        device.engine.fail_at = 0;
+        ms_destroy(n.model);
+        v_close(&device);
+    }
+    assert_true(failures > 20 && waits > failures / 2);
+}
+
 /* Forward and backward on input that is not finite, which the host has not heard of yet. */
 static void halt_in_backward(net *n) {
     float data[ROWS * COLS] = {0};
@@ -562,10 +603,12 @@ static void own_updates_come_after_the_verdict(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_order_gives_the_same),
+        cmocka_unit_test(inputs_on_the_host_stay_until_they_are_read),
         cmocka_unit_test(net_catches_missing_waits),
         cmocka_unit_test(state_on_the_host_crosses_the_link),
         cmocka_unit_test(steps_do_not_wait),
         cmocka_unit_test(halted_steps_update_nothing),
+        cmocka_unit_test(failed_steps_leave_nothing_enqueued),
         cmocka_unit_test(halts_in_backward_leave_the_model_whole),
         cmocka_unit_test(failing_wraps_forget_no_halt),
         cmocka_unit_test(own_updates_come_after_the_verdict),
