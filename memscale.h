@@ -1081,12 +1081,12 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device);
 /* Memory for the transient values of several models, of which only one trains at a time: a
    generator and its critic, a policy and its value function. It is as large as the largest of them
    needs. Each model has its own params, optimizer state, buffers and inputs. A step, forward or
-   eval of one model ends whatever another had begun: ms_backward and ms_update of that one return
-   ORDER, and its outputs cannot be read. Budgets and reports count a model's own memory and its
-   share. backend and allocator may be NULL (the CPU; malloc). ms_arena_destroy may be called before
-   the models are destroyed: the memory is freed after the last of them. ms_arena_bytes is the
-   present size. Threads: one at a time for all models that share the arena; they have the same
-   backend. Errors: INVALID, OUT_OF_MEMORY. */
+   eval of one model, or an ms_wrap or ms_detach that makes the arena larger, ends whatever another
+   had begun: ms_backward and ms_update of that one return ORDER, and its outputs cannot be read.
+   Budgets and reports count a model's own memory and its share. backend and allocator may be NULL
+   (the CPU; malloc). ms_arena_destroy may be called before the models are destroyed: the memory is
+   freed after the last of them. ms_arena_bytes is the present size. Threads: one at a time for all
+   models that share the arena; they have the same backend. Errors: INVALID, OUT_OF_MEMORY. */
 MEMSCALE_API_CHECKED ms_result ms_arena_create(const ms_backend *backend,
                                                const ms_allocator *allocator, ms_arena **arena);
 MEMSCALE_API void ms_arena_destroy(ms_arena *arena);

@@ -781,6 +781,38 @@ static void an_early_update_keeps_the_arena(void **state) {
     ms_arena_destroy(arena);
 }
 
+/* Another model that makes the arena larger ends a step as well: the values of forward are gone, and
+   the outputs with them. */
+static void a_larger_arena_ends_what_was_begun(void **state) {
+    (void)state;
+    for (int stage = 0; stage < 2; ++stage) {
+        t_net shared[2], apart;
+        ms_tensor p[2], twin;
+        ms_arena *arena = NULL;
+        float losses[COUNT];
+        assert_int_equal(ms_arena_create(NULL, NULL, &arena), MS_RESULT_OK);
+        alternating_create(&shared[0], arena, 1, MS_SWITCH_OFF, &p[0]);
+        alternating_create(&apart, NULL, 1, MS_SWITCH_OFF, &twin);
+        ms_model *m = shared[0].m;
+        const uint64_t before = ms_arena_bytes(arena);
+        t_ok(m, ms_forward(m, NULL));
+        t_ok(m, ms_read(m, shared[0].loss, losses));
+        t_ok(m, stage == 1 ? ms_backward(m) : MS_RESULT_OK);
+        alternating_create(&shared[1], arena, 3, MS_SWITCH_OFF, &p[1]);
+        assert_true(ms_arena_bytes(arena) > before);
+        t_error(m, ms_read(m, shared[0].loss, losses), MS_RESULT_ORDER);
+        t_error(m, stage == 1 ? ms_update(m) : ms_backward(m), MS_RESULT_ORDER);
+        t_text_has(ms_last_error(m), "another model has used the shared arena");
+        t_ok(m, ms_step(m, NULL));
+        t_ok(apart.m, ms_step(apart.m, NULL));
+        t_net_same(&shared[0], p[0], &apart, twin);
+        t_net_end(&shared[0]);
+        t_net_end(&shared[1]);
+        t_net_end(&apart);
+        ms_arena_destroy(arena);
+    }
+}
+
 // ------------------------------------------------------------------------------------------------
 // two params: failures between their updates, techniques that they cannot have, state that is lent
 
@@ -1017,6 +1049,7 @@ int main(void) {
         T_TWICE(a_norm_that_is_not_finite),
         T_TWICE(models_take_turns_in_one_arena),
         T_TWICE(an_early_update_keeps_the_arena),
+        T_TWICE(a_larger_arena_ends_what_was_begun),
         T_TWICE(a_failed_model_stays_failed_until_it_is_wrapped),
         T_TWICE(the_plain_plan_ignores_force),
         T_TWICE(a_frozen_param_with_a_forced_update),
