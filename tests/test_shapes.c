@@ -205,7 +205,8 @@ static void check_two_axes(const int64_t *largest, const int64_t *cols, bool sma
     ms_memory_report report;
     t_report(t.n.m, &report);
     const uint64_t room = report.arena_bytes;
-    for (int64_t i = 2 * largest[0] * (largest[1] != 0 ? largest[1] : 1); i-- > 0;) {
+    const int64_t count = 2 * largest[0] * (largest[1] != 0 ? largest[1] : 1);
+    for (int64_t i = 0; i < count; ++i) { // larger ones after smaller ones, then smaller ones
         const int64_t sizes[2] = {1 + i % largest[0],
                                   1 + i / largest[0] % (largest[1] != 0 ? largest[1] : 1)};
         two_axes fresh;
