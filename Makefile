@@ -316,7 +316,7 @@ format:
 help:
 	@echo 'make            every program of examples/ and bench/, at build/<folder>/<name>'
 	@echo 'make run        train a small GPT-2 inside a byte budget (about a minute)'
-	@echo 'make test       what a commit needs, in about five minutes; the last line has the totals'
+	@echo 'make test       what a commit needs, in about seven minutes; the last line has the totals'
 	@echo 'make test-all   everything that is tested; make test-rest leaves out what make test runs'
 	@echo 'make cuda       gpt2, bert, cnn and bench/gpu for NVIDIA GPUs, at build/cuda/<folder>/<name>'
 	@echo 'make test-gpu   the tests on a GPU, with compute-sanitizer where it is found'
