@@ -1491,6 +1491,33 @@ static void a_chain_needs_what_its_search_expects(void **state) {
     assert_true(points > 50 && 10 * exact > 9 * points);
 }
 
+/* A small graph, and the greedy search of its list. */
+typedef struct listed {
+    meter heap;
+    graph g;
+    msi_search search;
+    msi_greedy greedy;
+} listed;
+
+static msi_greedy *list_open(listed *l, census *with, uint64_t seed) {
+    const ms_config config = solver_config(&l->heap);
+    graph_create(&l->g, seed, 0, &config);
+    t_ok(l->g.model, ms_wrap(l->g.model)); // analyses the graph
+    census_open(with, l->g.model);
+    l->search = census_search(with, 0);
+    assert_true(msi_greedy_init(&l->greedy, &l->search));
+    msi_decide_base(&l->g.model->graph, false, l->greedy.decisions);
+    l->greedy.score = msi_search_estimate(&l->search, l->greedy.decisions);
+    return &l->greedy;
+}
+
+static void list_close(listed *l, census *with) {
+    msi_greedy_free(&l->greedy);
+    census_free(with, l->g.model);
+    ms_destroy(l->g.model);
+    assert_true(l->heap.live == 0);
+}
+
 /* Each plan of the greedy list of a small graph drops the values of one more layer: a drop that does
    not help is taken back before the next one is tried. */
 static void a_plan_of_the_list_is_one_move_further(void **state) {
@@ -1498,29 +1525,17 @@ static void a_plan_of_the_list_is_one_move_further(void **state) {
     static census with;
     uint32_t plans = 0;
     for (uint64_t seed = 1; seed <= t_sweep(20, 200); ++seed) {
-        meter heap;
-        graph g;
-        msi_greedy w;
-        const ms_config config = solver_config(&heap);
-        graph_create(&g, seed, 0, &config);
-        t_ok(g.model, ms_wrap(g.model)); // analyses the graph
-        census_open(&with, g.model);
-        msi_search of_list = census_search(&with, 0);
-        assert_true(msi_greedy_init(&w, &of_list));
-        msi_decide_base(&g.model->graph, false, w.decisions);
-        w.score = msi_search_estimate(&of_list, w.decisions);
-        for (uint32_t before = 0; msi_next_plan(&w); before = w.drops.count) {
-            const msi_tensor *tensors = g.model->graph.tensors.items;
-            for (uint32_t i = before; i < w.drops.count; ++i) {
-                assert_true(tensors[w.drops.items[i]].producer ==
-                            tensors[w.drops.items[before]].producer);
+        listed list;
+        msi_greedy *w = list_open(&list, &with, seed);
+        const msi_tensor *tensors = w->graph->tensors.items;
+        for (uint32_t before = 0; msi_next_plan(w); before = w->drops.count) {
+            for (uint32_t i = before; i < w->drops.count; ++i) {
+                assert_true(tensors[w->drops.items[i]].producer ==
+                            tensors[w->drops.items[before]].producer);
             }
             plans += 1;
         }
-        msi_greedy_free(&w);
-        census_free(&with, g.model);
-        ms_destroy(g.model);
-        assert_true(heap.live == 0);
+        list_close(&list, &with);
     }
     assert_true(plans > 50);
 }
@@ -1648,10 +1663,8 @@ static void points_out_of_order_are_passed_over(void **state) {
     assert_int_equal(wrong, 0);
 }
 
-/* Goes through the whole list of a graph whose decisions are the base, and lays out its last plan. */
+/* Goes through the whole list, and lays out its last plan. */
 static void list_all(msi_greedy *w) {
-    msi_decide_base(w->graph, false, w->decisions);
-    w->score = msi_search_estimate(w->search, w->decisions);
     (void)msi_add_prefix(w);
     while (msi_next_plan(w)) {
         (void)msi_add_prefix(w);
@@ -1705,22 +1718,12 @@ static void the_list_ends_with_what_is_smallest(void **state) {
     static census with;
     uint32_t trimmed = 0;
     for (uint64_t seed = 1; seed <= t_sweep(10, 100); ++seed) {
-        meter heap;
-        graph g;
-        msi_greedy w;
-        const ms_config config = solver_config(&heap);
-        graph_create(&g, seed, 0, &config);
-        t_ok(g.model, ms_wrap(g.model)); // analyses the graph
-        census_open(&with, g.model);
-        msi_search s = census_search(&with, 0);
-        assert_true(msi_greedy_init(&w, &s));
-        list_all(&w);
-        check_smallest(&w);
-        trimmed += check_trim(&w);
-        msi_greedy_free(&w);
-        census_free(&with, g.model);
-        ms_destroy(g.model);
-        assert_true(heap.live == 0);
+        listed list;
+        msi_greedy *w = list_open(&list, &with, seed);
+        list_all(w);
+        check_smallest(w);
+        trimmed += check_trim(w);
+        list_close(&list, &with);
     }
     assert_true(trimmed > 0);
 }
