@@ -94,7 +94,7 @@ common  := $($(config)) $(features) $(WARNINGS) $(asserts) -I. -Iexamples
 compile := $(CC) -std=c99 $(WARNINGS_C) $(common) $(CFLAGS)
 idioms  := -Wno-missing-field-initializers -Wno-missing-braces -Wno-enum-float-conversion # of C
 twin    := $(CXX) -x c++ -std=c++11 $(subst -O3,-O1,$(common)) $(idioms) $(CFLAGS)
-libs    += -lm
+libs    += -lm -pthread
 
 # ---- programs ------------------------------------------------------------------------------------
 
@@ -108,7 +108,6 @@ all: $(programs)
 
 say = $(if $(V),,@echo '  $(1)' &&)
 $(tests) $(twins): libs += $(CMOCKA)
-$(OUT)/tests/test_threads $(OUT)/tests/test_threads_cpp: libs += -pthread
 $(OUT)/examples/estimate $(OUT)/tests/test_estimate $(OUT)/tests/test_estimate_cpp: libs += $(CJSON)
 
 $(OUT)/%: %.c $(OUT)/flags
@@ -145,7 +144,7 @@ nvcc_flags  = -std=c++17 -O3 -lineinfo $(if $(werror),-Werror all-warnings) \
 cuda_c      = $(compile) -DNN_CUDA -isystem $(cuda_home)/include
 cuda_link   = -L$(cuda_libs) -Wl,-rpath,$(cuda_libs) -lcublas -lcudart -lstdc++
 
-cuda_programs := $(patsubst %.c,$(cuda)/%,$(wildcard $(addsuffix .c,examples/gpt2 examples/bert examples/cnn bench/gpu)))
+cuda_programs := $(patsubst %.c,$(cuda)/%,$(wildcard $(addsuffix .c,examples/gpt2 examples/bert examples/cnn examples/lora bench/gpu)))
 cuda_tests    := $(patsubst %.c,$(cuda)/%,$(sources))
 cuda_kernels  := $(patsubst %.c,$(cuda)/%,$(wildcard tests/test_cuda*.c))
 
@@ -160,7 +159,6 @@ $(cuda)/cuda.o: examples/cuda.cu $(cuda)/flags
 
 $(cuda_tests): cuda_c += -DT_CUDA -D_POSIX_C_SOURCE=200809L $(if $(filter $(with_trampolines),$(@F)),-include tests/emulation/on_cuda.h)
 $(cuda_tests): libs += $(CMOCKA)
-$(cuda)/tests/test_threads: libs += -pthread
 $(cuda_programs) $(cuda_tests): $(cuda)/%: %.c $(cuda)/cuda.o $(cuda)/flags
 	@mkdir -p $(@D)
 	$(call say,$(CC) $@) $(cuda_c) -MMD -MP -MF $@.d -o $@ $< $(cuda)/cuda.o $(LDFLAGS) $(cuda_link) $(libs)
@@ -318,7 +316,7 @@ help:
 	@echo 'make run        train a small GPT-2 inside a byte budget (about a minute)'
 	@echo 'make test       what a commit needs, in about seven minutes; the last line has the totals'
 	@echo 'make test-all   everything that is tested; make test-rest leaves out what make test runs'
-	@echo 'make cuda       gpt2, bert, cnn and bench/gpu for NVIDIA GPUs, at build/cuda/<folder>/<name>'
+	@echo 'make cuda       gpt2, bert, cnn, lora and bench/gpu for NVIDIA GPUs, at build/cuda/<folder>/<name>'
 	@echo 'make test-gpu   the tests on a GPU, with compute-sanitizer where it is found'
 	@echo 'make bench-gpu  the published models on a GPU, beside PyTorch where it is found'
 	@echo 'make fuzz       random sequences of calls for ten minutes, by clang'"'"'s fuzzer'

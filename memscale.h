@@ -22,7 +22,8 @@
         }
         ms_destroy(m);
 
-    Link with -lm. Without MEMSCALE_IMPLEMENTATION the header only declares. For an NVIDIA GPU, set
+    Link with -lm, and with -pthread where threads are a library of their own (glibc before 2.34,
+    BSD). Without MEMSCALE_IMPLEMENTATION the header only declares. For an NVIDIA GPU, set
     config.backend = ms_backend_cuda(0), add one source file for nvcc (CUDA 12 or newer), and link
     with -lcublas -lcudart:
 
@@ -47,8 +48,9 @@
   WHAT IT DOES NOT DO
     It is neither a tensor library nor an autograd: the trainer does the arithmetic of its layers.
     It does not allocate during a step, print, abort, read the environment or keep global state.
-    It does not change a number: a checkpointed plan gives the same bits as the plain plan.
-    In this version it plans recomputation and early updates, and no other technique.
+    It does not change a number: every plan gives the same bits as the plain plan.
+    In this version it plans recomputation, early updates and offloading to the memory of the host,
+    and no other technique.
 
   STEP BY STEP
     1. ms_create             a model from a config; zero fields mean defaults
@@ -85,11 +87,20 @@
     PLANS. The plain plan keeps what backward reads, and updates all params after backward. Where
     its arena exceeds the budget, params are updated inside backward, which frees their gradients
     sooner; then activations are dropped in forward and recomputed in backward: once, or, for small
-    budgets, in several passes, where deeper passes start from what earlier ones have recomputed.
-    The planner drops what keeps the predicted time of a step lowest, and scores every choice by
-    building the real program. ms_config.mode and the switches say what it may use; ms_print_plan
-    and ms_visit_decisions say what it did use, by which rule, and why not more;
-    ms_visit_lifetimes says which values need the memory, and when.
+    budgets, in several passes, where deeper passes start from what earlier ones have recomputed; or
+    something is offloaded. The planner takes what keeps the predicted time of a step lowest, and
+    scores every choice by building the real program. ms_config.mode and the switches say what it
+    may use; ms_print_plan and ms_visit_decisions say what it did use, by which rule, and why not
+    more; ms_visit_lifetimes says which values need the memory, and when.
+
+    OFFLOADING. A plan may give a param, its gradient or its optimizer state a home in host memory,
+    each by itself: it is copied to the device for its use, and back if that has changed it. What a
+    layer makes can be copied out after its use in forward, and in before backward. All of it is in
+    one block of host memory, pinned where the backend can. Copies run beside the arithmetic, one
+    stream in each direction, and are issued early and awaited late, as far as the arena has room.
+    By default modes BALANCED and AGGRESSIVE offload on devices with memory of their own; on others
+    it frees nothing, and is for those who switch it ON or force it. max_host_bytes is a budget like
+    that of the arena. docs/offloading.md has more.
 
     PROFILES. The time of a layer comes from the first of these sources that has it: what was set by
     ms_set_layer_time; what was measured (ms_config.empirical_profiling) or loaded
@@ -162,7 +173,11 @@
     policy) may call everything except what changes the plan or destroys the model, which is an
     error (ORDER): ms_wrap, ms_detach, ms_reshape, ms_verify, ms_find_nonfinite, ms_smallest_budget,
     registration, the steps, and ms_eval. Compiled with OpenMP, the update and the built-in ms_gemm
-    use its threads.
+    use its threads. On the CPU backend the copies of offloading run on up to two threads of the
+    model's own, one for each direction: none unless a plan offloads, or restores state on the host
+    after a recomputation. Each starts with the first copy and ends in ms_destroy. They call nothing
+    but memcpy. Where none can be started, the thread that called ms_step copies. Two more run while
+    ms_hardware_report measures.
 
     LIMITS. A layer has up to 32 inputs, outputs, saved tensors, params and state buffers each. Rank
     6; 8 axes; fewer than 2^28 tensors; 2^58 bytes. A handle belongs to one model. The ids of a
@@ -182,10 +197,10 @@
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
     shared by both  >>formats >>shared >>arithmetic
     implementation  >>base >>structs >>names >>log >>text >>memory >>backend cpu >>hardware >>graph
-                    >>validate >>profile >>rules >>store >>lower >>schedule >>alias >>layout
+                    >>validate >>profile >>rules >>store >>lower >>alias >>cost >>schedule >>layout
                     >>simulate >>score >>greedy >>chain >>exhaustive >>solve >>plan >>policy
-                    >>optimizer >>call >>debug >>timing >>execute >>state >>verify >>report >>api
-                    >>listing >>trace
+                    >>explain >>optimizer >>call >>debug >>timing >>execute >>state >>verify
+                    >>report >>api >>listing >>trace
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -416,9 +431,11 @@ typedef struct ms_hardware {
     /* Speeds, for predictions: 1e9 bytes per second; 1e12 flops per second in matrix products. */
     double memory_gb_per_s;                      // device memory, reads and writes together
     double to_device_gb_per_s, to_host_gb_per_s; // copies from and to pinned host memory
-    double f32_tflops, tf32_tflops, f16_tflops;  // f16: BF16 too
-    double launch_us;                            // the shortest time that a callback takes
-    bool is_measured;                            // the speeds were measured by ms_hardware_report
+    /* Pinned host memory that updates use where it is: reads and writes together. 0: not known. */
+    double mapped_gb_per_s;
+    double f32_tflops, tf32_tflops, f16_tflops; // f16: BF16 too
+    double launch_us;                           // the shortest time that a callback takes
+    bool is_measured;                           // the speeds were measured by ms_hardware_report
 } ms_hardware;
 
 typedef enum ms_optimizer_kind {
@@ -502,17 +519,25 @@ typedef struct ms_prepare_args {
     uint64_t workspace_bytes;
 } ms_prepare_args;
 
-/* Everything that touches device memory. Functions return 0 or an error number of the backend's
-   own. Device pointers from the library are aligned to at least 64 bytes. Functions that need no
-   model receive user; the others receive the state that open has made, or user if there is no open.
-   Several states can be open: ms_hardware_report opens its own. Without is_asynchronous, each call
-   is done, or ordered before what follows, when it returns. Optional functions may be NULL. */
+/* The error number of a function of a backend that lacks memory of the host. */
+enum { MS_BACKEND_OUT_OF_MEMORY = INT32_MIN };
+
+/* Everything that touches device memory. Functions return 0, MS_BACKEND_OUT_OF_MEMORY or an error
+   number of the backend's own. Device pointers from the library are aligned to at least 64 bytes.
+   Functions that need no model receive user; the others receive the state that open has made, or
+   user if there is no open. Several states can be open: ms_hardware_report opens its own. Without
+   is_asynchronous, each call is done, or ordered before what follows, when it returns, except that
+   with has_copy_streams copy_in and copy_out only enqueue. Optional functions may be NULL. */
 typedef struct ms_backend {
     uint32_t size; // sizeof(ms_backend); 0: the CPU backend
     const char *name;
     void *user;
     bool device_is_host;  // host code may access device memory, and the device host memory
     bool is_asynchronous; // functions enqueue and return; synchronize to wait_on_host are required
+    /* copy_in and copy_out enqueue and return, although all else is done when it returns;
+       synchronize to wait_on_host are required. is_asynchronous implies it. */
+    bool has_copy_streams;
+    bool maps_host; // update may be given memory of host_alloc as state, as if it were the device's
     uint64_t workspace_bytes; // device memory for the backend in each arena; part of the budget
 
     /* The result is aligned to 64 bytes, or to 256 if workspace_bytes is not 0. */
@@ -553,8 +578,10 @@ typedef struct ms_backend {
     int (*gemm)(void *state, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
                 const ms_matrix *c); // already checked; batch counts are at least 1
 
-    /* For asynchronous backends. wait: what is enqueued on the stream from now on runs after the
-       last record of the event; if it was never recorded, there is nothing to wait for. */
+    /* For backends that enqueue. wait: what is enqueued on the stream from now on runs after the
+       last record of the event; if it was never recorded, there is nothing to wait for. Without
+       is_asynchronous nothing is outstanding on MS_STREAM_COMPUTE: there, record marks what is done
+       already, and wait returns when the event has come. */
     int (*synchronize)(void *state); // the host waits for all streams
     int (*record)(void *state, ms_stream_kind stream, uint32_t event);
     int (*wait)(void *state, ms_stream_kind stream, uint32_t event);
@@ -577,7 +604,7 @@ typedef struct ms_backend {
 typedef enum ms_switch { MS_SWITCH_DEFAULT, MS_SWITCH_ON, MS_SWITCH_OFF } ms_switch;
 
 /* What a plan can do to a layer or a tensor; see ms_set_layer_technique. This version has the first
-   two. Modes, switches and explained plans know the others, but no plan uses them, and ms_wrap
+   three. Modes, switches and explained plans know the others, but no plan uses them, and ms_wrap
    refuses (UNSUPPORTED) to switch one ON. */
 typedef enum ms_technique {
     MS_TECHNIQUE_CHECKPOINTING, // outputs and saved tensors: dropped and recomputed
@@ -638,6 +665,11 @@ typedef struct ms_config {
        accumulation or MS_OPTIMIZER_NONE. */
     ms_switch early_update;
     bool force_optimize; // plan for the smallest arena that the switches allow, not for the budget
+    /* What a plan may hold on the host, at most; 0: 0.85 of the memory that the host has free,
+       cgroups honoured, if the platform or ms_set_hardware says how much that is. */
+    uint64_t max_host_bytes;
+    ms_switch async_offload; // DEFAULT and ON: copies overlap computing; OFF: it waits for each
+    uint32_t prefetch_depth; // copies to the device that may be under way; 0: as the plan sees fit
     /* ms_wrap first plans for each mode, and the policy picks the mode to use in place of
        ms_config.mode. policy NULL: the built-in one, which picks the fastest plan that fits. */
     bool auto_policy;
@@ -814,6 +846,20 @@ typedef enum ms_time_source {
     MEMSCALE_TIME_SOURCES(MEMSCALE_FIRST) MS_TIME_SOURCE_COUNT
 } ms_time_source;
 
+/* What memory is used for. GRADIENT means gradients of params. */
+#define MEMSCALE_CATEGORIES(X)                                                                     \
+    X(MS_CATEGORY_INPUT, "inputs")                                                                 \
+    X(MS_CATEGORY_PARAM, "params")                                                                 \
+    X(MS_CATEGORY_BUFFER, "buffers")                                                               \
+    X(MS_CATEGORY_OPTIMIZER, "optimizer state")                                                    \
+    X(MS_CATEGORY_GRADIENT, "gradients")                                                           \
+    X(MS_CATEGORY_ACTIVATION, "activations")                                                       \
+    X(MS_CATEGORY_ACTIVATION_GRADIENT, "activation gradients")                                     \
+    X(MS_CATEGORY_SAVED, "saved")                                                                  \
+    X(MS_CATEGORY_WORKSPACE, "workspace")
+
+typedef enum ms_category { MEMSCALE_CATEGORIES(MEMSCALE_FIRST) MS_CATEGORY_COUNT } ms_category;
+
 /* A rule of the planner. docs/decision-engine.md lists them all. */
 typedef struct ms_rule {
     const char *id;        // such as "checkpoint"
@@ -827,11 +873,15 @@ typedef struct ms_decision {
     uint32_t layer_index; // in the order of registration, from 0
     ms_technique technique;
     bool is_applied;
-    const ms_rule *rule;  // the rule that decided
-    uint64_t saved_bytes; // not held between forward and backward (gradients: after backward)
-    double added_us;      // predicted time that it adds to a step
-    /* Of the tensors that it is not applied to: the bytes that would not be held, and the time of
-       the layer's recomputation. (If that reads what has been dropped, more comes on top.) */
+    const ms_rule *rule; // the rule that decided
+    /* Not held on the device, in all and by category: between forward and backward; gradients after
+       backward; and of what has its home on the host, between its uses. What several layers have is
+       counted for the first of them. */
+    uint64_t saved_bytes, saved_bytes_of[MS_CATEGORY_COUNT];
+    double added_us; // predicted time that it adds to a step; offloading: waits for these copies
+    /* Of the tensors that it is not applied to: the bytes that would not be held; and the time of
+       the layer's recomputation (if that reads what has been dropped, more comes on top), or of the
+       copies, of which some could be hidden. */
     uint64_t refused_bytes;
     double refused_us;
     /* Bytes of the layer's outputs and saved tensors that are there from forward to backward,
@@ -884,20 +934,6 @@ typedef struct ms_nonfinite {
     uint64_t element, count; // the first element, and how many there are
 } ms_nonfinite;
 
-/* What memory is used for. GRADIENT means gradients of params. */
-#define MEMSCALE_CATEGORIES(X)                                                                     \
-    X(MS_CATEGORY_INPUT, "inputs")                                                                 \
-    X(MS_CATEGORY_PARAM, "params")                                                                 \
-    X(MS_CATEGORY_BUFFER, "buffers")                                                               \
-    X(MS_CATEGORY_OPTIMIZER, "optimizer state")                                                    \
-    X(MS_CATEGORY_GRADIENT, "gradients")                                                           \
-    X(MS_CATEGORY_ACTIVATION, "activations")                                                       \
-    X(MS_CATEGORY_ACTIVATION_GRADIENT, "activation gradients")                                     \
-    X(MS_CATEGORY_SAVED, "saved")                                                                  \
-    X(MS_CATEGORY_WORKSPACE, "workspace")
-
-typedef enum ms_category { MEMSCALE_CATEGORIES(MEMSCALE_FIRST) MS_CATEGORY_COUNT } ms_category;
-
 /* Sizes are those of the arena: every tensor rounded up to 64 bytes. */
 typedef struct ms_memory_report {
     uint64_t budget_bytes;
@@ -909,9 +945,10 @@ typedef struct ms_memory_report {
     uint64_t peak_bytes[MS_CATEGORY_COUNT];
     uint32_t peak_instruction; // of the program with the larger peak, training or eval
     const char *peak_layer;    // name of the layer that runs there; "" if none does
-    /* What each technique takes off the peak of live bytes: the mean of what it takes off without
-       the other one, and of what it takes off with it (the value of Shapley, "A value for n-person
-       games", 1953), since often neither helps much alone. */
+    /* What each technique takes off the peak of live bytes: the mean, over all orders in which
+       those of the plan can be added to the plain plan one after the other, of what it takes off
+       when it is added (the value of Shapley, "A value for n-person games", 1953), since often none
+       of them helps much alone. */
     int64_t freed_bytes[MS_TECHNIQUE_COUNT];
     int64_t layout_freed_bytes; // gap of the plain plan - gap_bytes; below 0: it has grown. All of
                                 // these sum up to plain_bytes - arena_bytes
@@ -932,9 +969,22 @@ typedef struct ms_memory_report {
     uint64_t plan_hash;      // equal if the programs are: the same instructions, the same addresses
     bool early_update;       // at least one param is updated inside backward
     uint64_t borrowed_bytes; // memory of the trainer (ms_borrow), not in the arena
-    uint64_t host_bytes;     // tensors that stay on the host, not in the arena
-    uint64_t staging_bytes;  // host memory through which inputs and verdicts are copied
-    uint64_t step_count;     // completed updates
+    /* The model's memory on the host: homes of what offloading moves, values that are copied out
+       for a while, and tensors that stay there (ms_set_on_host). By category: all that lives
+       between steps, and of the other values those that are there when these take most; what the
+       layout loses counts as workspace. */
+    uint64_t host_bytes, host_bytes_of[MS_CATEGORY_COUNT];
+    uint64_t staging_bytes; // host memory through which inputs and verdicts are copied
+    /* What offloading copies in a step, or with accumulation in one micro-batch and the update, and
+       how long these copies take. State that updates use on the host is counted both ways, with the
+       time by which it prolongs them. Inputs and verdicts are not counted. */
+    uint64_t to_device_bytes, to_host_bytes;
+    double to_device_us, to_host_us;
+    /* The part of that time for which computing does not wait: 1 - waits / (to_device_us +
+       to_host_us), where the waits are stall_us without that for the inputs. 0: all of it is
+       waited for, or nothing is copied. */
+    double hidden_share;
+    uint64_t step_count; // completed updates
     /* Duration of the last step of this plan that was timed instruction by instruction; 0: none was
        (see ms_config.empirical_profiling). */
     double measured_step_us;
@@ -957,6 +1007,7 @@ typedef struct ms_lifetime {
     bool is_resident;                 // it lives between steps
     bool is_outside;                  // borrowed or on the host: not in the arena
     bool is_at_peak;                  // in the arena, and alive at the peak of this program
+    bool is_on_host;                  // outside the arena, in host memory
 } ms_lifetime;
 
 /* lifetime is valid only during the call. */
@@ -976,9 +1027,9 @@ typedef void (*ms_lifetime_fn)(const ms_lifetime *lifetime, void *user);
     X(MS_EVENT_COPY, "copy") /* target, source; nothing to do if both are at one arena offset */   \
     X(MS_EVENT_COPY_IN, "copy in")   /* target, source: from host memory, on its own stream */     \
     X(MS_EVENT_COPY_OUT, "copy out") /* target, source: to host memory, on its own stream */       \
-    X(MS_EVENT_WAIT, "wait")         /* for the copy that has these operands */                    \
-    X(MS_EVENT_ADD, "add")           /* target, source */                                          \
-    X(MS_EVENT_NORM, "norm")         /* gradient, sum of squares (a double) */                     \
+    X(MS_EVENT_WAIT, "wait")     /* for the copies of these operands: target, source, and so on */ \
+    X(MS_EVENT_ADD, "add")       /* target, source */                                              \
+    X(MS_EVENT_NORM, "norm")     /* gradient, sum of squares (a double) */                         \
     X(MS_EVENT_CLIP, "clip")     /* the sum gives the scale of all gradients, a float after it */  \
     X(MS_EVENT_UPDATE, "update") /* param, gradient, what CLIP left; from slot 3 on the state */   \
     X(MS_EVENT_DROP, "drop")     /* the live ranges of the operands end */                         \
@@ -1008,11 +1059,17 @@ typedef struct ms_event_operand {
     ms_tensor tensor; // or a handle of ms_gradient or ms_optimizer_state; 0: scratch memory
     ms_operand_kind kind;
     uint32_t slot;
-    uint64_t offset, bytes; // in the arena
-    bool is_outside;        // borrowed or on the host: not in the arena, offset is 0
+    uint64_t offset, bytes; // in the arena; if is_on_host, in the model's memory there
+    bool is_outside;        // borrowed or on the host: not in the arena; if borrowed, offset is 0
     bool is_written;
-    bool is_new;     // its live range begins here: no value yet, or that of the operand it aliases
-    bool accumulate; // a gradient with beta 1
+    bool is_new;      // its live range begins here: no value yet, or that of the operand it aliases
+    bool accumulate;  // a gradient with beta 1
+    bool is_on_host;  // the home of a value, or a copy of one, in host memory
+    bool is_borrowed; // the trainer's own memory (ms_borrow)
+    /* Only a part of the value: `bytes` bytes from byte `begin` of it on, which lie at `offset`. A
+       landing buffer of the arena holds no more than the part. */
+    bool is_part;
+    uint64_t begin;
 } ms_event_operand;
 
 /* One instruction of a program, what can be freed after it, or what else a step does. New fields
@@ -1036,6 +1093,16 @@ typedef struct ms_event {
     bool is_restore;      // a COPY that restores state which a recomputation has changed
     uint32_t layer_index; // in the order of registration, from 0; UINT32_MAX: no layer
     bool by_forward; // a RECOMPUTE that runs forward although the layer has a recompute callback
+    uint64_t host_bytes; // of the model's memory on the host, live while it runs
+    /* An instruction that works on a part of its tensor alone: part 0 to part_count - 1; otherwise
+       part_count is 0. Parts are equal and whole multiples of 64 bytes, except the last. */
+    uint32_t part, part_count;
+    /* Copies on streams of their own. A copy with `follows` waits for all that was enqueued on the
+       compute stream before it; one without waits for the copies before it on its stream alone.
+       `signal` of a copy is a number that it records when it is done, or UINT32_MAX if no WAIT is
+       for it; of a WAIT, the number that the compute stream waits for: as recorded last. */
+    bool follows;
+    uint32_t signal; // UINT32_MAX in all other events
 } ms_event;
 
 /* event is valid only during the call. */
@@ -1070,7 +1137,13 @@ MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape);
    sequence). Registration refuses a param along an axis, and what a wrong dim or axis gives. */
 MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis);
 
-/* The backend that runs on the host: its arena comes from the model's allocator. */
+/* The backend that runs on the host: its arena comes from the model's allocator. Copies between the
+   arena and host memory that a plan offloads to run on a thread for each direction, which starts
+   with the first of them (not on platforms without threads: there, has_copy_streams is false).
+
+   A table of your own can begin as a copy of this one. If functions of yours receive the state and
+   look for user there, set open, close and prepare to NULL, has_copy_streams to false, and copy_in
+   and copy_out to copy or to your own: all others take any state. */
 MEMSCALE_API ms_backend ms_backend_cpu(void);
 
 /* The backend of a CUDA device, by its number; defined where MEMSCALE_CUDA_IMPLEMENTATION is. If
@@ -1169,15 +1242,16 @@ MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
 
 /* Lends the model the trainer's own memory for a value that is kept between steps: an input, a
    param, a buffer, the optimizer state (ms_optimizer_state) or the gradient (ms_gradient) of a
-   param. It is device memory, or host memory for a tensor on the host; it is not in the arena, is
-   never filled or moved (what was written before is lost; debug mode poisons it too, and puts it
-   back), and must be valid as long as the model. The trainer may change the values between steps;
-   ms_read and ms_write work on them. Along axes there must be room for their largest sizes. A
-   borrowed gradient is not zeroed either: every step adds to what it holds, even a step that fails,
-   and its param is not updated early. After ms_wrap, what is borrowed already can be given another
-   address, which ends a step between ms_forward and ms_backward; steps that still run use the old
-   one. Errors, which stick until the first ms_wrap succeeds: INVALID, ORDER (not borrowed when
-   wrapped; in a callback; between ms_backward and ms_update). */
+   param. It is device memory, or host memory for a tensor on the host and for what offloading is
+   forced on, whose home it then is; it is not in the arena, is never filled or moved (what was
+   written before is lost; debug mode poisons it too, and puts it back), and must be valid as long
+   as the model. The trainer may change the values between steps; ms_read and ms_write work on them.
+   Along axes there must be room for their largest sizes. A borrowed gradient is not zeroed either:
+   every step adds to what it holds, even a step that fails, and its param is not updated early.
+   After ms_wrap, what is borrowed already can be given another address, which ends a step between
+   ms_forward and ms_backward; steps that still run use the old one. Errors, which stick until the
+   first ms_wrap succeeds: INVALID, ORDER (not borrowed when wrapped; in a callback; between
+   ms_backward and ms_update). */
 MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory);
 
 /* Adds a layer after those registered so far; desc is copied. What it reads must be an input, a
@@ -1223,10 +1297,13 @@ MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
 
 /* Forces (ON), forbids (OFF) or leaves to the planner (DEFAULT) a technique for one tensor, or for
    those of a layer: its params, for EARLY_UPDATE and OPTIMIZER_8BIT; its outputs and saved tensors,
-   for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. Takes effect at
-   the next ms_wrap, which fails with the reason if it is impossible (UNSUPPORTED, if this version
-   does not have the technique). What is forced holds in every plan except that of ms_detach, even
-   if the technique's switch is OFF. Errors: INVALID; sticks. */
+   for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. OFFLOADING of a
+   param is about its value; of its handles of ms_gradient and ms_optimizer_state about its gradient
+   and about all of its state; through a layer about all three. It has no effect on outputs, the
+   loss, and what no backward reads. Takes effect at the next ms_wrap, which fails with the reason
+   if it is impossible (UNSUPPORTED, if this version does not have the technique). What is forced
+   holds in every plan except that of ms_detach, even if the technique's switch is OFF. Errors:
+   INVALID; sticks. */
 MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
                                          ms_switch force);
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
@@ -1300,11 +1377,12 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage);
 MEMSCALE_API_CHECKED ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data);
 MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *data);
 
-/* The address of a value in device memory (host memory for a tensor on the host); NULL before
-   ms_wrap and where ms_read would fail. Use it to fill an input in place or to use params
-   elsewhere, by work enqueued on ms_stream or after ms_synchronize. What is kept between steps
-   stays there until the next ms_wrap or ms_detach, or the step that plans again
-   (ms_config.empirical_profiling); everything else until the next step. */
+/* The address of a value in device memory (host memory for a tensor on the host, and for what the
+   plan has there: see ms_lifetime.is_on_host); NULL before ms_wrap and where ms_read would fail.
+   Use it to fill an input in place or to use params elsewhere, by work enqueued on ms_stream or
+   after ms_synchronize. What is kept between steps stays there until the next ms_wrap or ms_detach,
+   or the step that plans again (ms_config.empirical_profiling); everything else until the next
+   step. */
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
 /* Handles of the gradient of a param or activation, for ms_read, and of the optimizer state of a
@@ -1448,9 +1526,10 @@ MEMSCALE_API_CHECKED ms_result ms_visit_lifetimes(const ms_model *model, ms_prog
    values at the peak; a line for each layer, or one for all those that are alike
    (ms_decision.alike_count); and the rules that decided. ms_print_plan_full: the same with a line
    for every layer, and one for the lifetime of every value. ms_print_program: a line for each
-   instruction with its number, kind, layer or tensor, operands and their addresses, and the live
-   bytes while it runs. Errors: INVALID, ORDER (no plan yet), and of the first two OUT_OF_MEMORY
-   (the text may then end after the techniques). */
+   instruction with its number, kind, layer or tensor, operands and their addresses ("host+" for
+   those in the model's host memory), the live bytes while it runs, and what orders copies and
+   waits: see ms_event.follows and signal. Errors: INVALID, ORDER (no plan yet), and of the first
+   two OUT_OF_MEMORY (the text may then end after the techniques). */
 MEMSCALE_API_CHECKED ms_result ms_print_plan(const ms_model *model, ms_text_fn write, void *user);
 MEMSCALE_API_CHECKED ms_result ms_print_plan_full(const ms_model *model, ms_text_fn write,
                                                   void *user);
@@ -1458,10 +1537,10 @@ MEMSCALE_API_CHECKED ms_result ms_print_program(const ms_model *model, ms_progra
                                                 ms_text_fn write, void *user);
 
 /* A training step as a Chrome trace in JSON, for ui.perfetto.dev: a process "simulated" and, if
-   steps were timed, one "measured", each with a track per stream and counters of live bytes by
-   category. A slice is an instruction, with the name of its layer or tensor, or something else that
-   a step does: the copies of inputs to the device, the sum of the losses, the copy of the verdict
-   to the host. Errors: INVALID, ORDER (no plan yet). */
+   steps were timed, one "measured", each with a track per stream, counters of live bytes by
+   category, and one of the bytes on the host. A slice is an instruction, with the name of its layer
+   or tensor, or something else that a step does: the copies of inputs to the device, the sum of the
+   losses, the copy of the verdict to the host. Errors: INVALID, ORDER (no plan yet). */
 MEMSCALE_API_CHECKED ms_result ms_print_trace(const ms_model *model, ms_text_fn write, void *user);
 
 /* The numbers of ms_report in the text format of Prometheus. All names begin with memscale_; units
@@ -2231,6 +2310,12 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
 #if !defined(_WIN32) && !defined(CLOCK_MONOTONIC) && !defined(__linux__)
 #include <sys/time.h>
 #endif
+#if defined(_WIN32) && _WIN32_WINNT >= 0x0600 // the first with SRWLOCK
+#define MSI_THREADS 1
+#elif !defined(_WIN32) && (defined(__unix__) || defined(__APPLE__))
+#include <pthread.h>
+#define MSI_THREADS 1
+#endif
 
 #ifndef MEMSCALE_ASSERT
 #define MEMSCALE_ASSERT(x) ((void)sizeof(x))
@@ -2278,6 +2363,24 @@ enum {
 static bool msi_multiply(uint64_t a, uint64_t b, uint64_t *product) {
     *product = a * b;
     return b == 0 || a <= UINT64_MAX / b;
+}
+
+static uint64_t msi_larger(uint64_t a, uint64_t b) {
+    return a > b ? a : b;
+}
+
+/* The part of a tensor that an instruction works on. */
+typedef struct msi_part {
+    uint64_t begin, bytes;
+} msi_part;
+
+/* Parts are equal, and whole multiples of the alignment, except the last. */
+static msi_part msi_part_of(uint64_t bytes, uint32_t part, uint32_t part_count) {
+    const uint64_t each = part_count > 1 ? msi_align((bytes + part_count - 1) / part_count) : bytes;
+    msi_part p;
+    p.begin = part * each;
+    p.bytes = msi_smaller(each, bytes - p.begin);
+    return p;
 }
 
 /* Sebastiano Vigna's splitmix64, public domain: a good mix of 64 bits. */
@@ -2406,6 +2509,7 @@ typedef struct msi_tensor {
     float weight_decay;     // if has_weight_decay; otherwise the optimizer's
     uint64_t trained_since; // number of completed updates when its optimizer state was made
     bool has_weight_decay, frozen, is_output, is_eval_output, on_host, no_gradient;
+    uint8_t forced_moves, forbidden_moves; // masks of MSI_MOVES_VALUE and others
     uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
     uint8_t borrowed;                      // mask of the roles whose memory is the trainer's
     bool written;  // its value is the trainer's, at the present sizes of the axes
@@ -2585,15 +2689,17 @@ static bool msi_calls_layer(msi_op op) {
 /* A live range: one value in memory, from the instruction that makes it to the last that uses it.
    Those of residents (params, buffers, inputs, optimizer state) come first, one each. */
 typedef struct msi_range {
-    uint64_t bytes, offset; // the offset counts from the end of the residents
+    uint64_t bytes, offset; // the offset counts from the end of the residents, there or on the host
     uint32_t tensor;        // for workspace: a layer
     uint32_t first, last;
     uint32_t idle_first, idle_last; // the uses around the gap from forward to backward, or none
     uint32_t alias_of;              // the range whose memory this one uses after it
     uint32_t block;
     uint8_t role, category;
+    uint16_t part; // 0: the whole value; n: its n-th part, as an instruction has it
     bool aliased;  // another range uses this one's memory from its last instruction on
     bool outlives; // it stays valid after the program, for ms_read
+    bool on_host;
 } msi_range;
 
 typedef struct msi_operand {
@@ -2606,8 +2712,15 @@ typedef struct msi_instruction {
     uint32_t operand_first;
     uint16_t operand_count;
     uint8_t op;
-    bool restores; // a copy that restores state after a recomputation
+    bool restores;       // a copy that restores state after a recomputation
+    bool is_first;       // a ZERO that only the first micro-batch of a step runs
+    bool follows;        // a copy on a stream of its own: it waits for what is computed before
+    uint16_t part;       // of part_count equal ones: it works on that part of its tensor alone;
+    uint16_t part_count; // 0: on all of it
+    uint16_t event;      // of a copy, recorded after it, or MSI_NO_EVENT; of a WAIT, waited for
 } msi_instruction;
+
+enum { MSI_NO_EVENT = UINT16_MAX };
 
 /* What clipping computes, in device memory. */
 typedef struct msi_norm {
@@ -2627,7 +2740,8 @@ typedef struct msi_program {
     MSI_LIST(msi_instruction) instructions;
     MSI_LIST(msi_operand) operands;
     MSI_LIST(msi_range) ranges;
-    MSI_LIST(msi_block) blocks;    // offsets count from the end of the residents
+    MSI_LIST(msi_block) blocks; // offsets count from the end of the residents
+    MSI_LIST(msi_block) host_blocks;
     MSI_LIST(uint64_t) live_bytes; // per instruction, without the residents
     MSI_LIST(double) measured;     // start and duration of each, in the last timed step
     bool is_measured;              // there was a timed step
@@ -2635,6 +2749,15 @@ typedef struct msi_program {
     uint32_t loss, norm;         // ranges of the loss, and of the norm or MSI_NONE
     uint32_t peak;               // the instruction with the most live bytes
     uint64_t peak_bytes, height; // live bytes there; bytes that the layout takes
+    uint64_t host_height;        // the same on the host
+    uint64_t resident_bytes;     // of the residents that the decisions leave on the device
+    uint64_t home_bytes;         // of those on the host
+    uint64_t sent_bytes;         // of all transient values on the host, one beside the other
+    uint64_t homes;              // of which params the home is the host: a hash
+    uint32_t room;               // as in msi_tensor_decision
+    bool is_laid_out;
+    uint64_t link_bytes[MS_STREAM_COUNT]; // that it copies on each stream
+    double link_us[MS_STREAM_COUNT];      // how long these copies take
     uint64_t activation_peak_bytes;
     double step_us, stall_us; // simulated: the whole step, and how long computing waits for copies
     double recompute_us;
@@ -2652,16 +2775,17 @@ typedef struct msi_resident {
     uint32_t tensor;
     msi_role role;
     bool on_host, borrowed;
+    bool is_shown; // on the host: to callbacks
 } msi_resident;
 
 /* Events of a model; those of staged inputs follow. */
 enum {
     MSI_EVENT_COMPUTE, // the end of what was enqueued before a copy
     MSI_EVENT_COPY,    // the end of a copy that the host waits for
-    MSI_EVENT_IN,      // the end of the last COPY_IN
-    MSI_EVENT_OUT,     // the end of the last COPY_OUT
     MSI_EVENT_VERDICT, // the end of the copy of a verdict to the host
-    MSI_EVENT_COUNT
+    MSI_EVENT_COPIES, // from here on: the ends of the copies of a program, by msi_instruction.event
+    MSI_COPY_EVENTS = 32, // of each direction
+    MSI_EVENT_COUNT = MSI_EVENT_COPIES + 2 * MSI_COPY_EVENTS
 };
 
 /* Device memory that each step has: the state of an eval, then that of a step, MSI_STATE_BYTES
@@ -2702,19 +2826,20 @@ typedef struct msi_store {
     uint64_t resident_bytes, transient_bytes; // their sum is the arena
     uint64_t reserved_bytes; // the first of resident_bytes: the backend's workspace, the step
     uint64_t host_bytes, borrowed_bytes;
-    uint64_t staging_bytes; // after host_bytes: the step, its verdict, inputs
-    uint64_t step_bytes;    // of the step's own memory: states and factors
+    uint64_t host_transient_bytes; // after host_bytes
+    uint64_t staging_bytes;        // after these: the step, its verdict, inputs
+    uint64_t step_bytes;           // of the step's own memory: states and factors
     uint32_t event_count;
     void *memory;     // of the residents; and of the transient values, if that is not shared
     void *transient;  // memory of the transient values; NULL: a shared arena has them
-    uint8_t *host;    // tensors on the host, then staging
+    uint8_t *host;    // residents on the host, transient values, staging
     uint8_t *step;    // in device memory
     msi_debug *debug; // NULL: the model is not in debug mode
     uint32_t micro_count;
 } msi_store;
 
-/* What a plan does with one tensor. A plan is an array of these, one per tensor, and nothing else:
-   plans with equal decisions are equal. */
+/* What a plan does with one tensor. A plan is an array of these, one per tensor and one more, and
+   nothing else: plans with equal decisions are equal. */
 typedef struct msi_tensor_decision {
     /* Of a value. 0: it is kept for backward. n: it is not; the n-th pass of recomputations brings
        it back to stay. Earlier passes may make it on the way to other values, and drop it again. */
@@ -2722,7 +2847,24 @@ typedef struct msi_tensor_decision {
     /* Of a param: the layer after whose backward it is updated; MSI_NONE: it is updated after the
        whole backward; MSI_AT_END: so too, although it could be updated inside backward. */
     uint32_t update_after;
+    uint16_t parts; // of a param: in how many parts what is moved comes to its update; 0: one
+    uint8_t moves;  // what lies on the host: a mask of MSI_MOVES_VALUE and others
+    /* Of the plan, in the element after that of the last tensor: how much more may be live than at
+       the peak, in sixteenths of that, so that more copies can be under way. */
+    uint8_t room;
 } msi_tensor_decision;
+
+/* What can be moved to the host. The value of a param, its gradient and its state have their home
+   there: each is copied to the device for its use and, if that has changed it, back. A value that a
+   layer makes is copied out after it was made, and in before backward reads it. */
+enum {
+    MSI_MOVES_VALUE = 1 << 0,
+    MSI_MOVES_GRADIENT = 1 << 1,
+    MSI_MOVES_STATE = 1 << 2,
+    MSI_MOVES_ALL = 7,
+    MSI_MOVES_MADE = 8, // only for searches
+    MSI_IN_PLACE = 16   // with MSI_MOVES_STATE: the update uses it there, and nothing is copied
+};
 
 static const uint32_t MSI_AT_END = UINT32_MAX - 1;
 
@@ -2731,9 +2873,8 @@ typedef struct msi_plan {
     int64_t sizes[MS_LIMIT_AXES]; // of the axes that it was made for
     msi_tensor_decision *decisions;
     uint64_t budget_bytes, plain_bytes, arena_bytes;
-    uint64_t plain_live_bytes; // largest sum of live bytes of the plain plan
-    int64_t early_freed_bytes; // by how much updates inside backward lower it, without new drops
-    uint64_t drops_live_bytes; // largest sum with all drops and late updates; 0: none
+    uint64_t plain_live_bytes;               // largest sum of live bytes of the plain plan
+    int64_t freed_bytes[MS_TECHNIQUE_COUNT]; // off that sum: see ms_memory_report
     msi_program train, eval;
     double plain_step_us;
     msi_recording recordings[MSI_RECORDING_COUNT];
@@ -2793,6 +2934,10 @@ typedef struct msi_timing {
 typedef struct msi_costs {
     ms_hardware hardware;                // with speeds that are not known filled in
     bool has_copies;                     // inputs and verdicts are copied on streams of their own
+    bool has_links;                      // and so is what plans move to the host and back
+    bool maps_host;                      // updates may use state on the host where it is
+    bool waits_for_copies;               // ms_config.async_offload is OFF
+    uint32_t copies_ahead;               // copies to the device that may be under way
     bool tf32;                           // ms_config.tf32
     double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs by bytes; 0: not measured
     ms_time_source source;               // of the times of the layers
@@ -2844,6 +2989,7 @@ typedef struct msi_run {
     const char *visits; // the function whose callback, which is no layer's, runs; NULL: none does
     bool recording;     // what is enqueued is recorded, and does not run
     bool state_is_old;  // buffers hold the older values that a recomputation needs
+    bool copies;        // of the program may be under way, which ends with none
     bool failed;        // params may be wrong, or the device unusable: no step until ms_wrap
     ms_nonfinite nonfinite; // debug mode: the first in this step
 } msi_run;
@@ -2943,7 +3089,7 @@ static const char *msi_phase_name(ms_phase phase) {
     X(MS_TECHNIQUE_EARLY_UPDATE, early_update, "early update", MSI_PARAM_KIND,                     \
       "a param: only params are updated", MSI_FROM_CONSERVATIVE, true)                             \
     X(MS_TECHNIQUE_OFFLOADING, offloading, "offloading", MSI_MADE_KINDS | MSI_PARAM_KIND,          \
-      "a param, an activation or a saved tensor", MSI_FROM_BALANCED, false)                        \
+      "a param, an activation or a saved tensor", MSI_FROM_BALANCED, true)                         \
     X(MS_TECHNIQUE_TILING, tiling, "tiling", MSI_MADE_KINDS, "an activation or a saved tensor",    \
       MSI_FROM_AGGRESSIVE, false)                                                                  \
     X(MS_TECHNIQUE_MIXED_PRECISION, mixed_precision, "mixed precision",                            \
@@ -2991,6 +3137,10 @@ static const msi_technique msi_techniques[MS_TECHNIQUE_COUNT] = {
 /* The techniques that this version implements. */
 #define MSI_X(technique, field, name, kinds, needed, modes, built) | (built ? 1 << technique : 0)
 enum { MSI_BUILT = 0 MSI_TECHNIQUES(MSI_X) };
+#undef MSI_X
+
+#define MSI_X(technique, field, name, kinds, needed, modes, built) #field,
+static const char *const msi_switch_names[] = {MSI_TECHNIQUES(MSI_X)};
 #undef MSI_X
 
 static ms_switch msi_switch_of(const ms_config *c, ms_technique technique) {
@@ -3404,6 +3554,10 @@ static ms_result msi_device(ms_model *m, int error, const char *what) {
     if (error == 0) {
         return MS_RESULT_OK;
     }
+    if (error == MS_BACKEND_OUT_OF_MEMORY) {
+        return msi_fail(m, MS_RESULT_OUT_OF_MEMORY, "backend %s: %s failed: no memory of the host",
+                        b->name, what);
+    }
     const char *text = b->error_text ? b->error_text(b->user, error) : NULL;
     return msi_fail(m, MS_RESULT_BACKEND, "backend %s: %s failed with error %d%s%s", b->name, what,
                     error, text ? ": " : "", text ? text : "");
@@ -3453,10 +3607,19 @@ static bool msi_is_direct(const ms_model *m) {
     return m->config.backend.device_is_host && !m->config.backend.is_asynchronous;
 }
 
+/* Whether copies between host and device are enqueued, and have to be waited for. */
+static bool msi_enqueues_copies(const ms_backend *b) {
+    return b->is_asynchronous || b->has_copy_streams;
+}
+
+static bool msi_has_copy_streams(const ms_model *m) {
+    return msi_enqueues_copies(&m->config.backend);
+}
+
 static ms_result msi_synchronize(ms_model *m) {
-    const ms_backend *b = &m->config.backend;
-    return b->is_asynchronous ? msi_device(m, b->synchronize(m->device), "waiting for the device")
-                              : MS_RESULT_OK;
+    return msi_has_copy_streams(m)
+               ? msi_device(m, m->config.backend.synchronize(m->device), "waiting for the device")
+               : MS_RESULT_OK;
 }
 
 /* Issues a copy on its own stream, after what was enqueued to compute before; the event is the end
@@ -3464,8 +3627,9 @@ static ms_result msi_synchronize(ms_model *m) {
 static int msi_issue_copy(ms_model *m, ms_stream_kind stream, void *target, const void *source,
                           uint64_t bytes, uint32_t event) {
     const ms_backend *b = &m->config.backend;
+    const bool enqueues = msi_has_copy_streams(m);
     int error = 0;
-    if (b->is_asynchronous) {
+    if (enqueues) {
         error = b->record(m->device, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE);
         error = error ? error : b->wait(m->device, stream, MSI_EVENT_COMPUTE);
     }
@@ -3473,7 +3637,7 @@ static int msi_issue_copy(ms_model *m, ms_stream_kind stream, void *target, cons
         error = stream == MS_STREAM_TO_DEVICE ? b->copy_in(m->device, target, source, bytes)
                                               : b->copy_out(m->device, target, source, bytes);
     }
-    return error || !b->is_asynchronous ? error : b->record(m->device, stream, event);
+    return error || !enqueues ? error : b->record(m->device, stream, event);
 }
 
 /* The source must not change before the event. */
@@ -3486,7 +3650,7 @@ static ms_result msi_issue_copy_in(ms_model *m, void *device, const void *host, 
 /* What is enqueued from now on runs after the last record of an event. */
 static ms_result msi_wait_on_device(ms_model *m, uint32_t event) {
     const ms_backend *b = &m->config.backend;
-    return b->is_asynchronous
+    return msi_has_copy_streams(m)
                ? msi_device(m, b->wait(m->device, MS_STREAM_COMPUTE, event), "waiting for a copy")
                : MS_RESULT_OK;
 }
@@ -3507,9 +3671,14 @@ static ms_result msi_copy_out(ms_model *m, void *host, const void *device, uint6
 
 static ms_result msi_wait_on_host(ms_model *m, uint32_t event) {
     const ms_backend *b = &m->config.backend;
-    return b->is_asynchronous
+    return msi_has_copy_streams(m)
                ? msi_device(m, b->wait_on_host(m->device, event), "waiting for a copy")
                : MS_RESULT_OK;
+}
+
+/* The step's own memory on the host, and the staging of inputs after it. */
+static uint8_t *msi_staging_of(const msi_store *store) {
+    return store->host + store->host_bytes + store->host_transient_bytes;
 }
 
 /* Memory of the transient values. */
@@ -3518,13 +3687,20 @@ static uint8_t *msi_transient(const msi_run *r) {
 }
 
 static void *msi_address(const ms_model *m, const msi_program *p, uint32_t range) {
-    return range < m->run.store->residents.count
-               ? m->run.store->residents.items[range].address
-               : msi_transient(&m->run) + p->ranges.items[range].offset;
+    const msi_store *store = m->run.store;
+    const msi_range *r = &p->ranges.items[range];
+    return range < store->residents.count ? store->residents.items[range].address
+           : r->on_host                   ? store->host + store->host_bytes + r->offset
+                                          : msi_transient(&m->run) + r->offset;
 }
 
-static bool msi_is_on_host(const msi_store *store, uint32_t range) {
-    return range < store->residents.count && store->residents.items[range].on_host;
+/* Copies on the calling thread, and those that it computes with, once no copy is under way. */
+static ms_result msi_copy_directly(ms_model *m, void *target, const void *source, uint64_t bytes,
+                                   const char *what) {
+    const ms_result result = msi_synchronize(m);
+    return result == MS_RESULT_OK
+               ? msi_device(m, m->config.backend.copy(m->device, target, source, bytes), what)
+               : result;
 }
 
 /* Copies between any two of host memory and device memory. A copy from device to device is
@@ -3538,6 +3714,10 @@ static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const 
     if (target_on_host && source_on_host) {
         memcpy(target, source, (size_t)bytes);
         return MS_RESULT_OK;
+    }
+    if (msi_is_direct(m)) {
+        return msi_copy_directly(m, target, source, bytes,
+                                 target_on_host ? "copy to the host" : "copy to the device");
     }
     ms_result result = target_on_host ? msi_copy_out(m, target, source, bytes, MSI_EVENT_COPY)
                                       : msi_copy_in(m, target, source, bytes, MSI_EVENT_COPY);
@@ -3575,7 +3755,7 @@ static void msi_asan_unpoison(const void *memory, uint64_t bytes) {
 }
 
 /* Opens the model's own state of its backend. */
-static bool msi_open(ms_model *m) {
+static ms_result msi_open(ms_model *m) {
     const ms_backend *b = &m->config.backend;
     ms_open_args args;
     memset(&args, 0, sizeof args);
@@ -3583,8 +3763,7 @@ static bool msi_open(ms_model *m) {
     args.stream = m->config.stream;
     args.event_count = MSI_EVENT_COUNT;
     args.tf32 = m->config.tf32;
-    return msi_device(m, b->open(b->user, &args, &m->device), "opening it for ms_create") ==
-           MS_RESULT_OK;
+    return msi_device(m, b->open(b->user, &args, &m->device), "opening it for ms_create");
 }
 
 /* A shared arena without memory, which its maker alone holds. */
@@ -3926,7 +4105,343 @@ static void msi_cpu_hardware(void *user, ms_hardware *hardware) {
     hardware->free_bytes = hardware->host_free_bytes;
 }
 
-MEMSCALE_API ms_backend ms_backend_cpu(void) {
+#ifdef MSI_THREADS
+
+/* Threads, and a lock with a condition, as far as copy streams need them. */
+#ifdef _WIN32
+typedef struct msi_monitor {
+    SRWLOCK lock;
+    CONDITION_VARIABLE changed;
+} msi_monitor;
+
+typedef HANDLE msi_thread;
+typedef LPTHREAD_START_ROUTINE msi_thread_fn;
+#define MSI_THREAD_FN(name, argument) static DWORD WINAPI name(LPVOID argument)
+
+static bool msi_monitor_init(msi_monitor *m) {
+    InitializeSRWLock(&m->lock);
+    InitializeConditionVariable(&m->changed);
+    return true;
+}
+
+static void msi_monitor_destroy(msi_monitor *m) {
+    (void)m;
+}
+
+static void msi_lock(msi_monitor *m) {
+    AcquireSRWLockExclusive(&m->lock);
+}
+
+static void msi_unlock(msi_monitor *m) {
+    ReleaseSRWLockExclusive(&m->lock);
+}
+
+static void msi_await_change(msi_monitor *m) {
+    (void)SleepConditionVariableSRW(&m->changed, &m->lock, INFINITE, 0);
+}
+
+static void msi_tell_change(msi_monitor *m) {
+    WakeAllConditionVariable(&m->changed);
+}
+
+static bool msi_thread_start(msi_thread *thread, msi_thread_fn run, void *argument) {
+    *thread = CreateThread(NULL, 0, run, argument, 0, NULL);
+    return *thread != NULL;
+}
+
+static void msi_thread_join(msi_thread thread) {
+    (void)WaitForSingleObject(thread, INFINITE);
+    (void)CloseHandle(thread);
+}
+#else
+typedef struct msi_monitor {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+} msi_monitor;
+
+typedef pthread_t msi_thread;
+typedef void *(*msi_thread_fn)(void *);
+#define MSI_THREAD_FN(name, argument) static void *name(void *argument)
+
+static bool msi_monitor_init(msi_monitor *m) {
+    if (pthread_mutex_init(&m->lock, NULL) != 0) {
+        return false;
+    }
+    const bool made = pthread_cond_init(&m->changed, NULL) == 0;
+    if (!made) {
+        (void)pthread_mutex_destroy(&m->lock);
+    }
+    return made;
+}
+
+static void msi_monitor_destroy(msi_monitor *m) {
+    (void)pthread_cond_destroy(&m->changed);
+    (void)pthread_mutex_destroy(&m->lock);
+}
+
+static void msi_lock(msi_monitor *m) {
+    (void)pthread_mutex_lock(&m->lock);
+}
+
+static void msi_unlock(msi_monitor *m) {
+    (void)pthread_mutex_unlock(&m->lock);
+}
+
+static void msi_await_change(msi_monitor *m) {
+    (void)pthread_cond_wait(&m->changed, &m->lock);
+}
+
+static void msi_tell_change(msi_monitor *m) {
+    (void)pthread_cond_broadcast(&m->changed);
+}
+
+static bool msi_thread_start(msi_thread *thread, msi_thread_fn run, void *argument) {
+    return pthread_create(thread, NULL, run, argument) == 0;
+}
+
+static void msi_thread_join(msi_thread thread) {
+    (void)pthread_join(thread, NULL);
+}
+#endif
+
+enum { MSI_COPY_RING = 256 };
+
+/* A copy; or, where `after` is not NULL, a wait until so many of its jobs are done. */
+typedef struct msi_copy_job {
+    void *target;
+    const void *source;
+    uint64_t bytes;
+    struct msi_copy_stream *after;
+    uint64_t job_count;
+} msi_copy_job;
+
+/* The jobs of one direction, which a thread does in order. There is no thread before the first of
+   them, and counts stay 0 where none can be started. */
+typedef struct msi_copy_stream {
+    msi_monitor monitor; // of `ends`, of the counts, and of the ring between them
+    msi_thread thread;
+    bool is_running;
+    bool ends;                        // the thread, which has nothing left to do
+    uint64_t enqueued_count;          // written by the model's thread alone
+    uint64_t done_count, known_count; // jobs that are done, and that the model's thread knows of
+    msi_copy_job ring[MSI_COPY_RING]; // job i at i % MSI_COPY_RING
+} msi_copy_stream;
+
+/* The end of the first so many jobs of a stream. NULL: there is nothing to wait for. */
+typedef struct msi_copy_event {
+    msi_copy_stream *stream;
+    uint64_t job_count;
+} msi_copy_event;
+
+typedef struct msi_cpu {
+    const ms_allocator *host;
+    msi_copy_event *events;
+    uint32_t event_count;
+    msi_copy_stream to_device, to_host;
+} msi_cpu;
+
+/* Waits until so many jobs are done; returns how many are. */
+static uint64_t msi_done_jobs(msi_copy_stream *s, uint64_t job_count) {
+    msi_lock(&s->monitor);
+    while (s->done_count < job_count) {
+        msi_await_change(&s->monitor);
+    }
+    const uint64_t done_count = s->done_count;
+    msi_unlock(&s->monitor);
+    return done_count;
+}
+
+/* As the model's thread waits: without the lock, if it knows that they are done. */
+static void msi_await_jobs(msi_copy_stream *s, uint64_t job_count) {
+    if (s->known_count < job_count) {
+        s->known_count = msi_done_jobs(s, job_count);
+    }
+}
+
+static void msi_do_job(const msi_copy_job *job) {
+    if (job->after) {
+        (void)msi_done_jobs(job->after, job->job_count);
+    } else {
+        memcpy(job->target, job->source, (size_t)job->bytes);
+    }
+}
+
+/* A function for msi_thread_start: does the jobs of a stream. */
+MSI_THREAD_FN(msi_do_jobs, argument) {
+    msi_copy_stream *s = (msi_copy_stream *)argument;
+    msi_lock(&s->monitor);
+    while (!s->ends) {
+        if (s->done_count == s->enqueued_count) {
+            msi_await_change(&s->monitor);
+            continue;
+        }
+        const msi_copy_job *job = &s->ring[s->done_count % MSI_COPY_RING];
+        msi_unlock(&s->monitor);
+        msi_do_job(job);
+        msi_lock(&s->monitor);
+        s->done_count++;
+        msi_tell_change(&s->monitor);
+    }
+    msi_unlock(&s->monitor);
+    return 0;
+}
+
+static bool msi_start_stream(msi_copy_stream *s) {
+    if (!s->is_running && msi_monitor_init(&s->monitor)) {
+        s->is_running = msi_thread_start(&s->thread, msi_do_jobs, s);
+        if (!s->is_running) {
+            msi_monitor_destroy(&s->monitor);
+        }
+    }
+    return s->is_running;
+}
+
+/* Enqueues a job, once there is room; does it at once if no thread can be started. */
+static int msi_enqueue_job(msi_copy_stream *s, const msi_copy_job *job) {
+    if (!msi_start_stream(s)) {
+        msi_do_job(job);
+        return 0;
+    }
+    if (s->enqueued_count >= MSI_COPY_RING) {
+        msi_await_jobs(s, s->enqueued_count - MSI_COPY_RING + 1);
+    }
+    msi_lock(&s->monitor);
+    s->ring[s->enqueued_count % MSI_COPY_RING] = *job;
+    s->enqueued_count++;
+    msi_tell_change(&s->monitor);
+    msi_unlock(&s->monitor);
+    return 0;
+}
+
+static msi_copy_job msi_job_of_copy(void *target, const void *source, uint64_t bytes) {
+    msi_copy_job job;
+    memset(&job, 0, sizeof job);
+    job.target = target;
+    job.source = source;
+    job.bytes = bytes;
+    return job;
+}
+
+static int msi_cpu_copy_in(void *state, void *device, const void *host, uint64_t bytes) {
+    const msi_copy_job job = msi_job_of_copy(device, host, bytes);
+    return msi_enqueue_job(&((msi_cpu *)state)->to_device, &job);
+}
+
+static int msi_cpu_copy_out(void *state, void *host, const void *device, uint64_t bytes) {
+    const msi_copy_job job = msi_job_of_copy(host, device, bytes);
+    return msi_enqueue_job(&((msi_cpu *)state)->to_host, &job);
+}
+
+/* NULL for the compute stream: all that it is given is done at once. */
+static msi_copy_stream *msi_cpu_stream(msi_cpu *c, ms_stream_kind stream) {
+    return stream == MS_STREAM_TO_DEVICE ? &c->to_device
+           : stream == MS_STREAM_TO_HOST ? &c->to_host
+                                         : NULL;
+}
+
+static int msi_cpu_record(void *state, ms_stream_kind stream, uint32_t event) {
+    msi_cpu *c = (msi_cpu *)state;
+    msi_copy_stream *s = msi_cpu_stream(c, stream);
+    MEMSCALE_ASSERT(event < c->event_count);
+    c->events[event].stream = s;
+    c->events[event].job_count = s ? s->enqueued_count : 0;
+    return 0;
+}
+
+static int msi_cpu_wait_on_host(void *state, uint32_t event) {
+    const msi_cpu *c = (const msi_cpu *)state;
+    MEMSCALE_ASSERT(event < c->event_count);
+    if (c->events[event].stream) {
+        msi_await_jobs(c->events[event].stream, c->events[event].job_count);
+    }
+    return 0;
+}
+
+static int msi_cpu_wait(void *state, ms_stream_kind stream, uint32_t event) {
+    msi_cpu *c = (msi_cpu *)state;
+    msi_copy_stream *s = msi_cpu_stream(c, stream);
+    if (!s) {
+        return msi_cpu_wait_on_host(state, event);
+    }
+    MEMSCALE_ASSERT(event < c->event_count);
+    const msi_copy_event *e = &c->events[event];
+    if (!e->stream || e->stream == s || e->stream->known_count >= e->job_count) {
+        return 0;
+    }
+    msi_copy_job job = msi_job_of_copy(NULL, NULL, 0);
+    job.after = e->stream;
+    job.job_count = e->job_count;
+    return msi_enqueue_job(s, &job);
+}
+
+static int msi_cpu_synchronize(void *state) {
+    msi_cpu *c = (msi_cpu *)state;
+    msi_await_jobs(&c->to_device, c->to_device.enqueued_count);
+    msi_await_jobs(&c->to_host, c->to_host.enqueued_count);
+    return 0;
+}
+
+/* Adds the events that are missing, all or none; they have never been recorded. */
+static int msi_cpu_add_events(msi_cpu *c, uint32_t count) {
+    const uint64_t bytes = count * (uint64_t)sizeof *c->events;
+    if (count <= c->event_count) {
+        return 0;
+    }
+    msi_copy_event *events = (msi_copy_event *)msi_alloc_zeroed(c->host, bytes);
+    if (!events) {
+        return MS_BACKEND_OUT_OF_MEMORY;
+    }
+    for (uint32_t i = 0; i < c->event_count; i++) {
+        events[i] = c->events[i];
+    }
+    msi_release(c->host, c->events, c->event_count * (uint64_t)sizeof *c->events);
+    c->events = events;
+    c->event_count = count;
+    return 0;
+}
+
+static int msi_cpu_prepare(void *state, const ms_prepare_args *args) {
+    return msi_cpu_add_events((msi_cpu *)state, args->event_count);
+}
+
+/* After the last job of either, no thread uses the monitor of the other. */
+static void msi_cpu_close(void *state) {
+    msi_cpu *c = (msi_cpu *)state;
+    msi_copy_stream *const streams[2] = {&c->to_device, &c->to_host};
+    (void)msi_cpu_synchronize(c);
+    for (int i = 0; i < 2; i++) {
+        if (streams[i]->is_running) {
+            msi_lock(&streams[i]->monitor);
+            streams[i]->ends = true;
+            msi_tell_change(&streams[i]->monitor);
+            msi_unlock(&streams[i]->monitor);
+            msi_thread_join(streams[i]->thread);
+            msi_monitor_destroy(&streams[i]->monitor);
+        }
+    }
+    msi_release(c->host, c->events, c->event_count * (uint64_t)sizeof *c->events);
+    msi_release(c->host, c, sizeof *c);
+}
+
+static int msi_cpu_open(void *user, const ms_open_args *args, void **state) {
+    (void)user;
+    msi_cpu *c = (msi_cpu *)msi_alloc_zeroed(args->host, sizeof *c);
+    *state = c;
+    if (!c) {
+        return MS_BACKEND_OUT_OF_MEMORY;
+    }
+    c->host = args->host;
+    const int error = msi_cpu_add_events(c, args->event_count);
+    if (error) {
+        msi_cpu_close(c);
+    }
+    return error;
+}
+
+#endif // MSI_THREADS
+
+/* The table without copy streams: every function takes any state. */
+static ms_backend msi_cpu_table(void) {
     ms_backend b;
     memset(&b, 0, sizeof b);
     b.size = sizeof b;
@@ -3948,16 +4463,33 @@ MEMSCALE_API ms_backend ms_backend_cpu(void) {
     return b;
 }
 
+MEMSCALE_API ms_backend ms_backend_cpu(void) {
+    ms_backend b = msi_cpu_table();
+#ifdef MSI_THREADS
+    b.has_copy_streams = true;
+    b.open = msi_cpu_open;
+    b.close = msi_cpu_close;
+    b.prepare = msi_cpu_prepare;
+    b.copy_in = msi_cpu_copy_in;
+    b.copy_out = msi_cpu_copy_out;
+    b.synchronize = msi_cpu_synchronize;
+    b.record = msi_cpu_record;
+    b.wait = msi_cpu_wait;
+    b.wait_on_host = msi_cpu_wait_on_host;
+#endif
+    return b;
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>hardware  speeds of a device, how they are measured, and devices that are built in
 
-enum { MSI_SPEED_COUNT = 7 };
+enum { MSI_SPEED_COUNT = 8 };
 
 /* The speeds of a description, by number. */
 static double *msi_speed(ms_hardware *h, int speed) {
     double *const all[MSI_SPEED_COUNT] = {
-        &h->memory_gb_per_s, &h->to_device_gb_per_s, &h->to_host_gb_per_s, &h->f32_tflops,
-        &h->tf32_tflops,     &h->f16_tflops,         &h->launch_us};
+        &h->memory_gb_per_s, &h->to_device_gb_per_s, &h->to_host_gb_per_s, &h->mapped_gb_per_s,
+        &h->f32_tflops,      &h->tf32_tflops,        &h->f16_tflops,       &h->launch_us};
     return all[speed];
 }
 
@@ -3987,6 +4519,7 @@ typedef enum msi_timed {
     MSI_TIMED_COPY,
     MSI_TIMED_TO_DEVICE,
     MSI_TIMED_TO_HOST,
+    MSI_TIMED_MAPPED,
     MSI_TIMED_LAUNCH,
     MSI_TIMED_PRODUCT
 } msi_timed;
@@ -4020,6 +4553,30 @@ typedef struct msi_bench {
     int error;
 } msi_bench;
 
+enum { MSI_BENCH_STEP_BYTES = 512 };
+
+/* An update of AdamW whose state is on the host. What it reads of the step is the last of device
+   memory: factors, with the pattern that is everywhere, and a state that is not halted. */
+static int msi_bench_update(msi_bench *t) {
+    uint8_t *device = (uint8_t *)t->device, *host = (uint8_t *)t->host;
+    const uint64_t half = (t->host_bytes - MSI_BENCH_STEP_BYTES) / 512 * 256;
+    uint8_t *step = device + t->device_bytes - MSI_BENCH_STEP_BYTES;
+    ms_update_args args;
+    memset(&args, 0, sizeof args);
+    args.kind = MS_OPTIMIZER_ADAMW;
+    args.count = half / sizeof(float);
+    args.value = (float *)(void *)device;
+    args.gradient = (float *)(void *)(device + half);
+    args.state[0] = (float *)(void *)host;
+    args.state[1] = (float *)(void *)(host + half);
+    args.beta1 = args.beta2 = 0.5f;
+    args.epsilon = 1.0f;
+    args.t = 1;
+    args.factors = (const ms_update_factors *)(void *)step;
+    args.state_of_step = (const ms_step_state *)(void *)(step + MSI_BENCH_STEP_BYTES / 2);
+    return t->backend->update(t->state, &args);
+}
+
 static int msi_bench_call(msi_bench *t, msi_timed what) {
     const ms_backend *b = t->backend;
     uint8_t *device = (uint8_t *)t->device;
@@ -4031,6 +4588,7 @@ static int msi_bench_call(msi_bench *t, msi_timed what) {
                ? b->copy(t->state, device + target + offset, device + offset, t->copy_bytes)
            : what == MSI_TIMED_TO_DEVICE ? b->copy_in(t->state, part, t->host, t->host_bytes)
            : what == MSI_TIMED_TO_HOST   ? b->copy_out(t->state, t->host, part, t->host_bytes)
+           : what == MSI_TIMED_MAPPED    ? msi_bench_update(t)
            : what == MSI_TIMED_LAUNCH    ? b->fill_f32(t->state, device, 1.0f, 16)
                                          : b->gemm(t->state, 1.0f, &t->a, &t->b, 0.0f, &t->c);
 }
@@ -4041,7 +4599,7 @@ static double msi_bench_calls_us(msi_bench *t, msi_timed what, int calls) {
     for (int i = 0; i < calls && !t->error; i++) {
         t->error = msi_bench_call(t, what);
     }
-    if (t->backend->is_asynchronous) {
+    if (msi_enqueues_copies(t->backend)) {
         const int error = t->backend->synchronize(t->state);
         t->error = t->error ? t->error : error;
     }
@@ -4072,6 +4630,14 @@ static double msi_bench_us(msi_bench *t, msi_timed what) {
     double one = msi_bench_calls_us(t, what, 1); // includes what a backend sets up at a first call
     one = msi_now_us() < t->end_us ? msi_bench_calls_us(t, what, 1) : one;
     return msi_bench_median_us(t, what, one);
+}
+
+/* Measures how fast updates use state on the host. */
+static double msi_bench_mapped_us(msi_bench *t) {
+    uint8_t *step = (uint8_t *)t->device + t->device_bytes - MSI_BENCH_STEP_BYTES / 2;
+    t->error =
+        t->error ? t->error : t->backend->fill_bytes(t->state, step, 0, MSI_BENCH_STEP_BYTES / 2);
+    return msi_bench_us(t, MSI_TIMED_MAPPED);
 }
 
 /* 1e12 flops a second of a product of square matrices: of the first size tried that takes longer
@@ -4155,7 +4721,7 @@ static bool msi_bench_open(msi_bench *t, bool tf32) {
 }
 
 static void msi_bench_close(msi_bench *t) {
-    if (t->is_open && t->backend->is_asynchronous) {
+    if (t->is_open && msi_enqueues_copies(t->backend)) {
         (void)t->backend->synchronize(t->state);
     }
     if (t->is_open && t->backend->close) {
@@ -4178,6 +4744,9 @@ static void msi_bench_all(msi_bench *t, ms_hardware *h) {
     msi_set_speed(&h->memory_gb_per_s, 2.0 * copied, msi_bench_us(t, MSI_TIMED_COPY));
     msi_set_speed(&h->to_device_gb_per_s, passed, msi_bench_us(t, MSI_TIMED_TO_DEVICE));
     msi_set_speed(&h->to_host_gb_per_s, passed, msi_bench_us(t, MSI_TIMED_TO_HOST));
+    if (t->backend->maps_host) {
+        msi_set_speed(&h->mapped_gb_per_s, 2.0 * passed, msi_bench_mapped_us(t));
+    }
     msi_set_speed(&h->f32_tflops, msi_bench_tflops(t, MS_DTYPE_F32), 1.0);
     if (!t->error) { // a backend need not have products of F16
         msi_set_speed(&h->f16_tflops, msi_bench_tflops(t, MS_DTYPE_F16), 1.0);
@@ -4350,7 +4919,7 @@ static void msi_use_hardware(ms_model *m, const ms_hardware *hardware) {
     (uint64_t)(gib) << 30, MSI_SHARED_GIB(kind, of_these), MSI_SHARED_GIB(kind, gib),              \
         MSI_SHARED_GIB(kind, of_these)
 #define MSI_COMPUTE(major, minor)            major, minor, (major) >= 8, true, (major) >= 8, 0, 0
-#define MSI_SPEEDS(gb, link, f32, tf32, f16) gb, link, link, f32, tf32, f16, 0.0, false
+#define MSI_SPEEDS(gb, link, f32, tf32, f16) gb, link, link, 0.0, f32, tf32, f16, 0.0, false
 #define MSI_X(name, kind, processors, gib, of_these, major, minor, memory, link, f32, tf32, f16)   \
     {name,                                                                                         \
      MS_DEVICE_##kind,                                                                             \
@@ -4530,6 +5099,13 @@ static uint32_t msi_state_count(const ms_optimizer_desc *o) {
 
 static bool msi_is_borrowed(const msi_tensor *t, msi_role role) {
     return t->borrowed >> role & 1;
+}
+
+/* The bit of what is moved with a role. */
+static uint8_t msi_move_of(msi_role role) {
+    return (uint8_t)(role == MSI_ROLE_VALUE      ? MSI_MOVES_VALUE
+                     : role == MSI_ROLE_GRADIENT ? MSI_MOVES_GRADIENT
+                                                 : MSI_MOVES_STATE);
 }
 
 /* Whether the model accepts registrations; an error if it does not. */
@@ -5029,7 +5605,19 @@ static bool msi_is_complete(const ms_backend *b) {
     const bool recordings = b->recording_check && b->recording_end && b->recording_launch &&
                             b->recording_release && streams;
     return needed && !b->open == !b->close && !b->host_alloc == !b->host_release &&
-           (streams || !b->is_asynchronous) && (recordings || !b->recording_begin);
+           (streams || !msi_enqueues_copies(b)) && (recordings || !b->recording_begin);
+}
+
+/* Whether a table still has functions of the CPU backend that need its state, which another open
+   does not make, or none. */
+static bool msi_lacks_cpu_state(const ms_backend *b) {
+    const ms_backend cpu = ms_backend_cpu();
+    return cpu.open && b->open != cpu.open &&
+           (b->close == cpu.close || b->prepare == cpu.prepare || b->copy_in == cpu.copy_in ||
+            b->copy_out == cpu.copy_out ||
+            (msi_enqueues_copies(b) &&
+             (b->synchronize == cpu.synchronize || b->record == cpu.record || b->wait == cpu.wait ||
+              b->wait_on_host == cpu.wait_on_host)));
 }
 
 /* Whether the shared arena is of the backend that the model is to run on. */
@@ -5043,7 +5631,8 @@ enum { MSI_MAX_WARMUP = 1000 };
 
 static bool msi_switches_are_valid(const ms_config *c) {
     bool valid = (unsigned)c->static_profiling <= MS_SWITCH_OFF &&
-                 (unsigned)c->empirical_profiling <= MS_SWITCH_OFF;
+                 (unsigned)c->empirical_profiling <= MS_SWITCH_OFF &&
+                 (unsigned)c->async_offload <= MS_SWITCH_OFF;
     for (int t = 0; t < MS_TECHNIQUE_COUNT; t++) {
         valid &= (unsigned)msi_switch_of(c, (ms_technique)t) <= MS_SWITCH_OFF;
     }
@@ -5065,6 +5654,10 @@ static const char *msi_config_fault(const ms_config *c, double *number) {
         {!msi_is_complete(&c->backend), (double)c->backend.size,
          "backend: its size is not sizeof(ms_backend), or a function is missing: begin with a copy "
          "of ms_backend_cpu()"},
+        {msi_lacks_cpu_state(&c->backend), 0.0,
+         "backend: open is not that of ms_backend_cpu(), but close, prepare or a function of its "
+         "copy streams is: set these to NULL, has_copy_streams to false, and copy_in and copy_out "
+         "to copy or to your own"},
         {c->allocator.alloc && !c->allocator.release, 0.0,
          "allocator: release is missing: set both functions, or neither for malloc and free"},
         {!c->allocator.alloc && c->allocator.release, 0.0,
@@ -5079,7 +5672,8 @@ static const char *msi_config_fault(const ms_config *c, double *number) {
          "mode: there is no such mode: set one of ms_mode"},
         {!msi_switches_are_valid(c), 0.0,
          "checkpointing, offloading, tiling, mixed_precision, optimizer_8bit, early_update, "
-         "static_profiling or empirical_profiling: there is no such switch: set one of ms_switch"},
+         "async_offload, static_profiling or empirical_profiling: there is no such switch: set one "
+         "of ms_switch"},
         {c->warmup_steps > MSI_MAX_WARMUP, (double)c->warmup_steps,
          "warmup_steps: it must be at most 1000"}};
     for (uint32_t i = 0; i < sizeof checks / sizeof checks[0]; i++) {
@@ -5396,16 +5990,27 @@ static bool msi_check_technique(ms_model *m, const char *function, ms_technique 
                             (int)technique, (int)force));
 }
 
-/* The index of a tensor that a technique can be set on, or MSI_NONE and an error that sticks. */
+/* The index of a tensor that a technique can be set on, or MSI_NONE and an error that sticks. Of a
+   param, its gradient and its state can be moved as well. */
 static uint32_t msi_technique_index(ms_model *m, ms_tensor tensor, ms_technique technique) {
-    const uint32_t t = msi_value_index(&m->graph, tensor);
+    const uint32_t t = technique == MS_TECHNIQUE_OFFLOADING ? msi_index(&m->graph, tensor)
+                                                            : msi_value_index(&m->graph, tensor);
+    const msi_tensor *found = t == MSI_NONE ? NULL : &m->graph.tensors.items[t];
     const bool fits =
-        t != MSI_NONE && (msi_techniques[technique].kinds >> m->graph.tensors.items[t].kind & 1);
+        found && (msi_techniques[technique].kinds >> found->kind & 1) &&
+        (found->kind == MSI_KIND_PARAM || msi_role_of(&m->graph, tensor) == MSI_ROLE_VALUE);
     return fits || MSI_REFUSE(m, "ms_set_tensor_technique: \"%s\" is not %s",
                               t == MSI_NONE ? "?" : msi_tensor_name(&m->graph, t),
                               msi_techniques[technique].needed)
                ? t
                : MSI_NONE;
+}
+
+/* Forces or forbids to move some of what belongs to a tensor. */
+static void msi_set_moves(msi_tensor *t, uint32_t moves, ms_switch force) {
+    const bool on = force == MS_SWITCH_ON, off = force == MS_SWITCH_OFF;
+    t->forced_moves = (uint8_t)((t->forced_moves & ~moves) | (on ? moves : 0));
+    t->forbidden_moves = (uint8_t)((t->forbidden_moves & ~moves) | (off ? moves : 0));
 }
 
 /* Forces or forbids a technique for those tensors of a layer that it can be set on. */
@@ -5417,6 +6022,9 @@ static void msi_set_on_layer(ms_model *m, const msi_layer *l, ms_technique techn
             msi_tensor *t = &g->tensors.items[operand.tensor];
             if (msi_techniques[technique].kinds >> t->kind & 1) {
                 t->technique[technique] = (uint8_t)force;
+                if (technique == MS_TECHNIQUE_OFFLOADING) {
+                    msi_set_moves(t, MSI_MOVES_ALL, force);
+                }
             }
         }
     }
@@ -5875,19 +6483,22 @@ static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
 
 /* Fills in the speeds that a device does not state, or that are out of range, by typical ones of
    its kind. What matters for a plan is the ratio of arithmetic to memory traffic: flops per
-   byte. */
+   byte. Updates that use host memory where it is do so as fast as copies would both ways. */
 static void msi_fill_speeds(ms_hardware *h) {
     static const double of_kind[][MSI_SPEED_COUNT] = {
         // as in msi_speed; TF32 is as fast as F32
-        {20.0, 10.0, 10.0, 0.32, 0.0, 0.32, 0.0},  // CPU: a few cores
-        {900.0, 20.0, 20.0, 20.0, 0.0, 80.0, 4.0}, // discrete GPU
-        {100.0, 20.0, 20.0, 2.0, 0.0, 8.0, 10.0}}; // integrated GPU
+        {20.0, 10.0, 10.0, 0.0, 0.32, 0.0, 0.32, 0.0},  // CPU: a few cores
+        {900.0, 20.0, 20.0, 0.0, 20.0, 0.0, 80.0, 4.0}, // discrete GPU
+        {100.0, 20.0, 20.0, 0.0, 2.0, 0.0, 8.0, 10.0}}; // integrated GPU
     const int kind = (unsigned)h->kind <= MS_DEVICE_INTEGRATED ? (int)h->kind : MS_DEVICE_CPU;
     for (int i = 0; i < MSI_SPEED_COUNT; i++) {
         double *speed = msi_speed(h, i);
         *speed = msi_is_speed(i, *speed) && *speed > 0.0 ? *speed : of_kind[kind][i];
     }
     h->tf32_tflops = h->tf32_tflops > 0.0 ? h->tf32_tflops : h->f32_tflops;
+    const double link =
+        h->to_device_gb_per_s < h->to_host_gb_per_s ? h->to_device_gb_per_s : h->to_host_gb_per_s;
+    h->mapped_gb_per_s = h->mapped_gb_per_s > 0.0 ? h->mapped_gb_per_s : 2.0 * link;
 }
 
 /* The device that the next plan is for: the one that was set, or the model's own, with the speeds
@@ -5906,6 +6517,14 @@ static void msi_get_hardware(ms_model *m) {
     m->costs.tf32 = m->config.tf32;
     m->costs.has_copies =
         m->config.backend.is_asynchronous || (m->sources.is_given && h->kind != MS_DEVICE_CPU);
+    m->costs.has_links = m->costs.has_copies || msi_has_copy_streams(m);
+    m->costs.maps_host = m->config.backend.maps_host || (m->config.dry_run && m->sources.is_given &&
+                                                         h->kind == MS_DEVICE_DISCRETE);
+    m->costs.waits_for_copies = m->config.debug || m->config.async_offload == MS_SWITCH_OFF;
+    m->costs.copies_ahead = MSI_COPY_EVENTS - 1;
+    if (m->config.prefetch_depth > 0 && m->config.prefetch_depth < m->costs.copies_ahead) {
+        m->costs.copies_ahead = m->config.prefetch_depth;
+    }
 }
 
 /* Roofline (Williams, Waterman and Patterson, "Roofline", 2009): what takes longer, arithmetic or
@@ -6053,7 +6672,7 @@ static ms_result msi_check_times(ms_model *m) {
 
 #define MSI_PROFILE "memscale-profile"
 
-enum { MSI_PROFILE_VERSION = 2, MSI_PROFILE_COSTS = MSI_COST_MEASURED_END - MSI_COST_LAYER_END };
+enum { MSI_PROFILE_VERSION = 3, MSI_PROFILE_COSTS = MSI_COST_MEASURED_END - MSI_COST_LAYER_END };
 
 static const double msi_most_elements = 1e18;
 
@@ -6408,11 +7027,16 @@ static void msi_print_profile(const ms_model *m, const msi_printer *out) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>rules  what a mode and the switches allow; why a plan does what it does
+// >>rules  what a mode and the switches allow
 
 /* Whether plans in a mode may use a technique whose switch is at DEFAULT. */
 static bool msi_mode_has(ms_mode mode, ms_technique technique) {
     return msi_techniques[technique].modes >> mode & 1;
+}
+
+/* Whether the device computes in the memory of the host, so that moving something frees nothing. */
+static bool msi_shares_memory(const ms_model *m) {
+    return m->costs.hardware.kind != MS_DEVICE_DISCRETE;
 }
 
 /* The techniques that plans in a mode may use: a mask. */
@@ -6421,7 +7045,8 @@ static uint32_t msi_allowed(const ms_model *m, ms_mode mode) {
     for (int t = 0; t < MS_TECHNIQUE_COUNT; t++) {
         const ms_switch is = msi_switch_of(&m->config, (ms_technique)t);
         const bool may =
-            is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_mode_has(mode, (ms_technique)t));
+            is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_mode_has(mode, (ms_technique)t) &&
+                                   !(t == MS_TECHNIQUE_OFFLOADING && msi_shares_memory(m)));
         mask |= (uint32_t)may << t;
     }
     return mask & MSI_BUILT & ~(msi_early_fault(m) ? MSI_EARLY_UPDATE : 0u);
@@ -6474,460 +7099,6 @@ static ms_result msi_check_built(ms_model *m) {
     return MS_RESULT_OK;
 }
 
-/* The facts about one technique on one layer, in the plan that is in force. */
-enum {
-    MSI_FACT_APPLIED = 1 << 0,
-    MSI_FACT_FORCED = 1 << 1, // on every tensor that it is applied to
-    MSI_FACT_ON = 1 << 2,
-    MSI_FACT_SMALLEST = 1 << 3,
-    MSI_FACT_FREES = 1 << 4, // bytes
-    MSI_FACT_DETACHED = 1 << 5,
-    MSI_FACT_FORBIDDEN = 1 << 6,
-    MSI_FACT_OFF = 1 << 7,
-    MSI_FACT_BEYOND_MODE = 1 << 8,
-    MSI_FACT_SHARED_MEMORY = 1 << 9,
-    MSI_FACT_NOT_NATIVE = 1 << 10,
-    MSI_FACT_NOT_BUILT = 1 << 11,
-    MSI_FACT_PLAIN_FITS = 1 << 12,
-    /* About the tensor that explains best why the technique is not applied: see
-       msi_explains_more. */
-    MSI_FACT_UNREAD = 1 << 13,
-    MSI_FACT_RUNS_ONCE = 1 << 14,
-    MSI_FACT_OUTPUT = 1 << 15,
-    MSI_FACT_RECOMPUTE_READS = 1 << 16,
-    MSI_FACT_NOT_IDLE = 1 << 17,
-    MSI_FACT_NO_GRADIENT = 1 << 18,
-    MSI_FACT_ALL_GRADIENTS = 1 << 19,
-    MSI_FACT_BORROWED = 1 << 20,
-    MSI_FACT_READ_AGAIN = 1 << 21,
-    MSI_FACT_SHARED_PARAM = 1 << 22,
-    MSI_FACT_LATE = 1 << 23
-};
-
-typedef struct msi_rule {
-    ms_rule text;
-    uint32_t techniques; // that it can explain
-    uint32_t facts;      // it explains a decision where all of these hold
-} msi_rule;
-
-/* The first rule whose facts hold explains a decision; the last rule always does. */
-#define MSI_RULE(techniques, facts, id, condition, reason)                                         \
-    { {id, condition, reason}, techniques, facts }
-
-static const msi_rule msi_rules[] = {
-    MSI_RULE(MSI_ANY, MSI_FACT_APPLIED | MSI_FACT_FORCED, "forced",
-             "it is forced on all that it is applied to",
-             "what is forced is part of every plan, whatever the budget"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_APPLIED | MSI_FACT_ON, "switched-on", "early_update is ON",
-             "ON updates at once, whatever the budget"),
-    MSI_RULE(MSI_ANY, MSI_FACT_APPLIED | MSI_FACT_FREES | MSI_FACT_SMALLEST, "smallest",
-             "force_optimize is set, and the arena is smaller with it",
-             "the smallest arena is asked for, whatever the budget"),
-    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_APPLIED | MSI_FACT_FREES, "checkpoint",
-             "without it the arena would exceed the budget",
-             "the fastest plan found that meets the budget drops what the layer makes in forward, "
-             "and recomputes it in backward"),
-    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_APPLIED, "on-the-way",
-             "a recomputation reads what the layer makes, and no backward does",
-             "the plan does not keep that, but makes it again on the way to what comes back"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_APPLIED, "early-update",
-             "without it the arena would exceed the budget",
-             "an update inside backward ends the live range of the gradient, at no cost in time"),
-    MSI_RULE(MSI_ANY, MSI_FACT_DETACHED, "detached", "the model is detached",
-             "the plain plan uses nothing, whatever is forced"),
-    MSI_RULE(MSI_ANY, MSI_FACT_FORBIDDEN, "forbidden",
-             "it is forbidden for the layer, or for the tensor of it that matters most",
-             "what is forbidden is part of no plan"),
-    MSI_RULE(MSI_ANY, MSI_FACT_OFF, "off", "its switch is OFF",
-             "what is switched off is part of no plan"),
-    MSI_RULE(MSI_ANY, MSI_FACT_BEYOND_MODE, "mode",
-             "the mode does not have it, and its switch is at DEFAULT",
-             "a mode bounds what may be done to a model; a bolder one allows it, and ON allows it "
-             "in any"),
-    MSI_RULE(MSI_OFFLOADING, MSI_FACT_SHARED_MEMORY, "shared-memory",
-             "the device computes in the memory of the host",
-             "what is copied out takes as much of the same memory"),
-    MSI_RULE(MSI_MIXED, MSI_FACT_NOT_NATIVE, "not-native",
-             "the device does not say that it computes in BF16 or FP16",
-             "arithmetic that is emulated is slower"),
-    MSI_RULE(MSI_ANY, MSI_FACT_NOT_BUILT, "not-built", "this version does not have it",
-             "it has its place in modes and switches, and no plan uses it yet"),
-    MSI_RULE(MSI_ANY, MSI_FACT_PLAIN_FITS, "smart-skip", "the plain arena is within the budget",
-             "nothing has to be done, so nothing is"),
-    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_UNREAD, "unread", "no backward reads what the layer makes",
-             "its values end with their last reader in forward, as in the plain plan"),
-    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_RUNS_ONCE, "runs-once",
-             "no_recompute is set without a recompute callback, or the layer writes gradients in "
-             "forward",
-             "a second run would not do what the first one did"),
-    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_OUTPUT, "output",
-             "what the layer makes is the loss, or kept by ms_add_output",
-             "the trainer may read it after the step"),
-    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_RECOMPUTE_READS, "recompute-reads",
-             "no_recompute is set, and recompute_reads of the layer names it",
-             "what a layer can only be recomputed from cannot be dropped"),
-    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_NOT_IDLE, "not-idle",
-             "no layer runs between its last use in forward and its first in backward",
-             "there is no time in which its memory would be free"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_NO_GRADIENT, "no-gradient",
-             "the layer has no param that learns", "there is nothing to update"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_ALL_GRADIENTS, "all-gradients",
-             "accumulation, clipping, or an optimizer that leaves updates to the trainer",
-             "no gradient may be used up before all of them are complete"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_BORROWED, "borrowed", "the gradient is borrowed",
-             "its memory is the trainer's, not the arena's"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_READ_AGAIN, "read-again",
-             "a layer without a backward reads the param",
-             "that layer could be recomputed after the update, and would see the new value"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_SHARED_PARAM, "shared",
-             "an earlier layer uses the param too",
-             "backward comes to that layer last, and its line tells what became of the gradient"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_LATE, "late",
-             "the plan may update inside backward, and its arena is no larger if this update waits",
-             "an update right after the backward of its layer can be slow"),
-    MSI_RULE(MSI_ANY, MSI_FACT_SMALLEST, "no-gain",
-             "force_optimize is set, and the arena would be no smaller with it",
-             "it would cost time for nothing"),
-    MSI_RULE(MSI_ANY, 0, "fits", "none of the above",
-             "the fastest plan found meets the budget without it")};
-
-enum { MSI_RULE_COUNT = sizeof msi_rules / sizeof msi_rules[0] };
-
-/* What a plan does, indexed by layer and by tensor: what the rules are checked against. */
-typedef struct msi_review {
-    const ms_model *model;
-    const msi_plan *plan;
-    double *again_us;  // per layer: the time of its recomputations
-    uint32_t *forward; // per layer: its instruction in forward
-    uint32_t *again;   // per layer: how often it is recomputed
-    uint32_t *update;  // per tensor: the instruction that updates it, or MSI_NONE
-} msi_review;
-
-static uint64_t msi_review_bytes(const msi_graph *g) {
-    return g->layers.count * (uint64_t)(sizeof(double) + 2 * sizeof(uint32_t)) +
-           g->tensors.count * (uint64_t)sizeof(uint32_t);
-}
-
-static bool msi_review_init(msi_review *r, const ms_model *m, const msi_plan *plan) {
-    const msi_graph *g = &m->graph;
-    const msi_program *p = &plan->train;
-    r->model = m;
-    r->plan = plan;
-    r->again_us = (double *)msi_alloc_zeroed(&m->config.allocator, msi_review_bytes(g));
-    if (!r->again_us) {
-        return false;
-    }
-    r->forward = (uint32_t *)(void *)(r->again_us + g->layers.count);
-    r->again = r->forward + g->layers.count;
-    r->update = r->again + g->layers.count;
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        r->update[t] = MSI_NONE;
-    }
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
-        const msi_instruction *i = &p->instructions.items[now];
-        if (i->op == MSI_OP_FORWARD) {
-            r->forward[i->target] = now;
-        } else if (msi_is_again((msi_op)i->op)) {
-            r->again[i->target]++;
-            r->again_us[i->target] += msi_again_us(&g->layers.items[i->target], (msi_op)i->op);
-        } else if (i->op == MSI_OP_UPDATE) {
-            r->update[i->target] = now;
-        }
-    }
-    return true;
-}
-
-static void msi_review_free(msi_review *r) {
-    msi_release(&r->model->config.allocator, r->again_us, msi_review_bytes(&r->model->graph));
-}
-
-/* Whether a technique is applied to a tensor, at this layer. */
-static bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique technique,
-                           uint32_t tensor) {
-    const msi_tensor *t = &r->model->graph.tensors.items[tensor];
-    return technique == MS_TECHNIQUE_CHECKPOINTING
-               ? r->plan->decisions[tensor].pass > 0 && t->last_reader != MSI_NONE
-               : technique == MS_TECHNIQUE_EARLY_UPDATE &&
-                     r->update[tensor] < r->plan->train.backward_end && t->last_gradient == layer;
-}
-
-/* Whether a technique could matter for a tensor that it is not applied to. */
-static bool msi_matters(const msi_review *r, uint32_t layer, ms_technique technique,
-                        uint32_t tensor) {
-    const msi_graph *g = &r->model->graph;
-    const msi_tensor *t = &g->tensors.items[tensor];
-    return technique == MS_TECHNIQUE_CHECKPOINTING
-               ? t->last_reader != MSI_NONE || t->is_output || tensor == g->loss || t->must_stay
-               : technique != MS_TECHNIQUE_EARLY_UPDATE ||
-                     (msi_is_trained(t) && t->last_gradient == layer);
-}
-
-/* The live range in which a value is made in forward, or NULL. */
-static const msi_range *msi_forward_range(const msi_review *r, uint32_t tensor) {
-    const msi_program *p = &r->plan->train;
-    const uint32_t producer = r->model->graph.tensors.items[tensor].producer;
-    const msi_instruction *i = &p->instructions.items[r->forward[producer]];
-    for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t index = p->operands.items[i->operand_first + k].range;
-        const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
-        if (range && range->tensor == tensor && range->role == MSI_ROLE_VALUE) {
-            return range;
-        }
-    }
-    return NULL;
-}
-
-/* Whether layers run while a value lies idle between its last use in forward and its first in
-   backward. */
-static bool msi_lies_idle(const msi_review *r, uint32_t tensor) {
-    const msi_program *p = &r->plan->train;
-    const msi_range *range = msi_forward_range(r, tensor);
-    bool idle = false;
-    if (range && range->idle_last != MSI_NONE) {
-        for (uint32_t now = range->idle_first + 1; now < range->idle_last && !idle; now++) {
-            idle = msi_calls_layer((msi_op)p->instructions.items[now].op);
-        }
-    }
-    return idle;
-}
-
-static uint32_t msi_fact(uint32_t fact, bool holds) {
-    return holds ? fact : 0;
-}
-
-/* The facts about a technique that hold for every layer. */
-static uint32_t msi_common_facts(const msi_review *r, ms_technique technique) {
-    const ms_model *m = r->model;
-    const ms_switch is = msi_switch_of(&m->config, technique);
-    const bool plain_fits = m->wrapped.goal == MSI_GOAL_BUDGET && is != MS_SWITCH_ON &&
-                            r->plan->plain_bytes <= r->plan->budget_bytes;
-    const bool beyond = is == MS_SWITCH_DEFAULT && !msi_mode_has(m->wrapped.choice.mode, technique);
-    return msi_fact(MSI_FACT_ON, is == MS_SWITCH_ON) | msi_fact(MSI_FACT_OFF, is == MS_SWITCH_OFF) |
-           msi_fact(MSI_FACT_SMALLEST, m->wrapped.goal == MSI_GOAL_SMALLEST) |
-           msi_fact(MSI_FACT_DETACHED, m->wrapped.goal == MSI_GOAL_PLAIN) |
-           msi_fact(MSI_FACT_BEYOND_MODE, beyond) |
-           msi_fact(MSI_FACT_SHARED_MEMORY, m->costs.hardware.kind != MS_DEVICE_DISCRETE) |
-           msi_fact(MSI_FACT_NOT_NATIVE,
-                    !m->costs.hardware.bf16 && !m->costs.hardware.fp16_tensor) |
-           msi_fact(MSI_FACT_NOT_BUILT, !(MSI_BUILT >> technique & 1)) |
-           msi_fact(MSI_FACT_PLAIN_FITS, plain_fits);
-}
-
-/* The facts about the tensor of a layer that a technique is not applied to; MSI_NONE: there is no
-   such tensor. */
-static uint32_t msi_checkpointing_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
-    const msi_graph *g = &r->model->graph;
-    if (tensor == MSI_NONE || !msi_matters(r, layer, MS_TECHNIQUE_CHECKPOINTING, tensor)) {
-        return MSI_FACT_UNREAD;
-    }
-    const msi_tensor *t = &g->tensors.items[tensor];
-    return msi_fact(MSI_FACT_RUNS_ONCE, !msi_can_recompute(&g->layers.items[layer])) |
-           msi_fact(MSI_FACT_OUTPUT, t->is_output || tensor == g->loss) |
-           msi_fact(MSI_FACT_RECOMPUTE_READS, t->must_stay) |
-           msi_fact(MSI_FACT_NOT_IDLE, !msi_lies_idle(r, tensor));
-}
-
-static uint32_t msi_early_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
-    const msi_tensor *t = tensor == MSI_NONE ? NULL : &r->model->graph.tensors.items[tensor];
-    if (!t || !msi_is_trained(t) || t->last_gradient == MSI_NONE) {
-        return MSI_FACT_NO_GRADIENT;
-    }
-    return msi_fact(MSI_FACT_ALL_GRADIENTS, msi_early_fault(r->model) != NULL) |
-           msi_fact(MSI_FACT_BORROWED, msi_is_borrowed(t, MSI_ROLE_GRADIENT)) |
-           msi_fact(MSI_FACT_READ_AGAIN, !t->updates_early) |
-           msi_fact(MSI_FACT_SHARED_PARAM, t->last_gradient != layer) |
-           msi_fact(MSI_FACT_LATE, r->plan->decisions[tensor].update_after != MSI_NONE);
-}
-
-static const ms_rule *msi_find_rule(ms_technique technique, uint32_t facts) {
-    uint32_t k = 0;
-    while (!(msi_rules[k].techniques >> technique & 1) ||
-           (msi_rules[k].facts & facts) != msi_rules[k].facts) {
-        k++;
-    }
-    return &msi_rules[k].text;
-}
-
-/* Whether tensor `a` explains better than `b` why a technique is not applied: one that matters
-   does, then the larger one, then the first. */
-static bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique technique,
-                              uint32_t a, uint32_t b) {
-    const msi_tensor *tensors = r->model->graph.tensors.items;
-    if (b == MSI_NONE) {
-        return true;
-    }
-    const bool first = msi_matters(r, layer, technique, a);
-    return first != msi_matters(r, layer, technique, b) ? first
-                                                        : tensors[a].bytes > tensors[b].bytes;
-}
-
-/* What would not be held if a technique were applied to a tensor that it is not applied to. */
-static uint64_t msi_refused_bytes(const msi_review *r, uint32_t layer, ms_technique technique,
-                                  uint32_t tensor) {
-    const msi_tensor *t = &r->model->graph.tensors.items[tensor];
-    const bool frees = technique == MS_TECHNIQUE_CHECKPOINTING ? msi_lies_idle(r, tensor)
-                       : technique == MS_TECHNIQUE_EARLY_UPDATE
-                           ? msi_is_trained(t) && t->last_gradient == layer &&
-                                 !msi_is_borrowed(t, MSI_ROLE_GRADIENT)
-                           : false;
-    return frees ? msi_align(t->bytes) : 0;
-}
-
-/* Adds up the tensors of a layer that a technique is applied to, and the others; returns, of the
-   others, the one that explains most. */
-static uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_decision *d, uint32_t *facts) {
-    const msi_graph *g = &r->model->graph;
-    uint32_t left = MSI_NONE;
-    bool forced = true;
-    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
-        for (MSI_EACH(operand, g, &g->layers.items[layer], group)) {
-            const uint32_t index = operand.tensor;
-            const msi_tensor *t = &g->tensors.items[index];
-            bool listed = false; // in an earlier slot
-            for (uint32_t k = 0; k < operand.slot; k++) {
-                listed |= operand.tensors[k] == index;
-            }
-            if (listed || !(msi_techniques[d->technique].kinds >> t->kind & 1)) {
-                continue;
-            }
-            if (msi_is_applied(r, layer, d->technique, index)) {
-                d->saved_bytes += msi_align(t->bytes);
-                forced &= t->technique[d->technique] == MS_SWITCH_ON;
-                continue;
-            }
-            d->refused_bytes += msi_refused_bytes(r, layer, d->technique, index);
-            left = msi_explains_more(r, layer, d->technique, index, left) ? index : left;
-        }
-    }
-    *facts |= msi_fact(MSI_FACT_APPLIED | MSI_FACT_FREES, d->saved_bytes > 0) |
-              msi_fact(MSI_FACT_FORCED, d->saved_bytes > 0 && forced);
-    return left;
-}
-
-/* Bytes of what a layer makes in forward and that is still there in backward. */
-static uint64_t msi_kept_bytes(const msi_review *r, uint32_t layer) {
-    const msi_graph *g = &r->model->graph;
-    uint64_t kept = 0;
-    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
-        for (MSI_EACH(made, g, &g->layers.items[layer], group)) {
-            const msi_range *range = msi_forward_range(r, made.tensor);
-            const bool keeps = range && range->last >= r->plan->train.forward_end;
-            kept += keeps ? g->tensors.items[made.tensor].bytes : 0;
-        }
-    }
-    return kept;
-}
-
-/* What was decided about a technique for a layer: read from the plan, and explained by the first
-   rule whose facts hold. */
-static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_technique technique) {
-    const msi_graph *g = &r->model->graph;
-    uint32_t facts = msi_common_facts(r, technique);
-    ms_decision d;
-    memset(&d, 0, sizeof d);
-    d.layer = msi_layer_handle(g, layer);
-    d.layer_index = layer;
-    d.technique = technique;
-    const uint32_t left = msi_gather(r, layer, &d, &facts);
-    switch (technique) {
-    case MS_TECHNIQUE_CHECKPOINTING:
-        d.added_us = r->again_us[layer];
-        d.refused_us = d.refused_bytes > 0 && r->again[layer] == 0
-                           ? g->layers.items[layer].time.recompute_us
-                           : 0.0;
-        facts |= msi_fact(MSI_FACT_APPLIED, r->again[layer] > 0);
-        facts |= msi_checkpointing_facts(r, layer, left);
-        break;
-    case MS_TECHNIQUE_EARLY_UPDATE:
-        facts |= msi_early_facts(r, layer, left);
-        break;
-    case MS_TECHNIQUE_OFFLOADING: // not built
-    case MS_TECHNIQUE_TILING:
-    case MS_TECHNIQUE_MIXED_PRECISION:
-    case MS_TECHNIQUE_OPTIMIZER_8BIT:
-    case MS_TECHNIQUE_COUNT:
-        break;
-    }
-    facts |=
-        msi_fact(MSI_FACT_FORBIDDEN,
-                 left != MSI_NONE && g->tensors.items[left].technique[technique] == MS_SWITCH_OFF);
-    d.is_applied = facts & MSI_FACT_APPLIED;
-    d.rule = msi_find_rule(technique, facts);
-    d.kept_bytes = msi_kept_bytes(r, layer);
-    return d;
-}
-
-static msi_technique_total msi_technique_total_of(const msi_review *r, ms_technique technique) {
-    msi_technique_total total;
-    memset(&total, 0, sizeof total);
-    for (uint32_t i = 0; i < r->model->graph.layers.count; i++) {
-        const ms_decision d = msi_decision(r, i, technique);
-        msi_add_decision(&total, &d);
-    }
-    return total;
-}
-
-/* What is compared to find blocks of layers that are alike; and which layers stand for how many. */
-typedef struct msi_alike {
-    uint64_t key;   // of all that must be equal
-    double us;      // added, or what it would add
-    uint32_t count; // as ms_decision.alike_count
-    uint32_t last;
-} msi_alike;
-
-/* Layers of the longest block that is looked for. */
-enum { MSI_LONGEST_BLOCK = 256 };
-
-static msi_alike msi_alike_of(const msi_review *r, uint32_t layer) {
-    msi_alike row;
-    memset(&row, 0, sizeof row);
-    row.key = msi_mix_name(0, msi_layer_name(&r->model->graph, layer));
-    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-        const ms_decision d = msi_decision(r, layer, (ms_technique)k);
-        row.key = msi_mix_name(msi_mix_in(row.key, d.is_applied), d.rule->id);
-        row.key = msi_mix_in(msi_mix_in(row.key, d.saved_bytes), d.refused_bytes);
-        row.key = msi_mix_in(row.key, d.kept_bytes);
-        row.us += d.added_us + d.refused_us;
-    }
-    return row;
-}
-
-static bool msi_is_alike(const msi_alike *a, const msi_alike *b) {
-    return a->key == b->key && a->us <= 2.0 * b->us && b->us <= 2.0 * a->us;
-}
-
-/* How many blocks of so many layers, from the first of `rows` on, are like the first one. */
-static uint32_t msi_count_blocks(const msi_alike *rows, uint32_t count, uint32_t layers) {
-    uint32_t end = layers;
-    while (end < count && msi_is_alike(&rows[end], &rows[end % layers])) {
-        end++;
-    }
-    return end / layers;
-}
-
-/* Finds the blocks, from the first layer on: each time those that cover most layers and, of these,
-   the shortest. This takes time in proportion to the layers times MSI_LONGEST_BLOCK: where many
-   lengths compare long stretches, the stretches have a short period, and are covered by it. */
-static void msi_find_alike(msi_alike *rows, uint32_t count) {
-    for (uint32_t at = 0; at < count;) {
-        const uint32_t left = count - at;
-        uint32_t layers = 1, blocks = 1;
-        for (uint32_t k = 1; k <= MSI_LONGEST_BLOCK && k <= left / 2 && blocks * layers < left;
-             k++) {
-            const uint32_t found = msi_count_blocks(rows + at, left, k);
-            if (found > 1 && found * k > blocks * layers) {
-                blocks = found;
-                layers = k;
-            }
-        }
-        for (uint32_t k = 0; k < layers; k++) {
-            rows[at + k].count = blocks;
-            rows[at + k].last = at + k + (blocks - 1) * layers;
-        }
-        at += blocks * layers;
-    }
-}
-
 // ------------------------------------------------------------------------------------------------
 // >>store  which values are resident, and their places: params, state, buffers and inputs
 
@@ -6950,6 +7121,11 @@ static void msi_debug_free(ms_model *m, msi_debug *d) {
     msi_release(a, d, sizeof *d);
 }
 
+/* Bytes of host memory that a store takes. */
+static uint64_t msi_host_room_of(const msi_store *store) {
+    return store->host_bytes + store->staging_bytes + store->host_transient_bytes;
+}
+
 static void msi_store_free(ms_model *m, msi_store *store) {
     const ms_allocator *a = &m->config.allocator;
     const ms_backend *b = &m->config.backend;
@@ -6963,7 +7139,7 @@ static void msi_store_free(ms_model *m, msi_store *store) {
         }
         b->memory_release(b->user, a, store->memory, bytes);
     }
-    msi_host_release(m, store->host, store->host_bytes + store->staging_bytes);
+    msi_host_release(m, store->host, msi_host_room_of(store));
     msi_debug_free(m, store->debug);
     MSI_LIST_FREE(msi_resident, a, store->residents);
     msi_release(a, store->resident_of, m->graph.tensors.count * sizeof(uint32_t));
@@ -6987,7 +7163,7 @@ static msi_resident *msi_add_resident(const ms_model *m, msi_store *store, uint3
     resident->tensor = t;
     resident->role = role;
     resident->bytes = tensor->largest_bytes;
-    resident->on_host = tensor->on_host;
+    resident->on_host = resident->is_shown = tensor->on_host;
     resident->borrowed = msi_is_borrowed(tensor, role);
     msi_place_resident(store, resident);
     resident->event = MSI_NONE;
@@ -7113,10 +7289,13 @@ typedef struct msi_lowering {
     const msi_tensor_decision *decisions;
     const ms_optimizer_desc *optimizer;
     msi_program *program;
-    uint32_t *value;     // per tensor: the live range that holds its value now, or MSI_NONE
-    uint32_t *gradient;  // per tensor: that of its gradient
-    uint32_t *queue;     // params whose gradient is complete, to be updated in this order
-    uint32_t *stack;     // of tensors, for recomputation
+    uint32_t *value;         // per tensor: the live range that holds its value now, or MSI_NONE
+    uint32_t *gradient;      // per tensor: that of its gradient
+    uint32_t *away;          // per tensor: the range on the host that its value can be fetched from
+    uint32_t *gradient_away; // that of its gradient
+    uint32_t *cleared;       // per tensor: whether its gradient has been, in the first micro-batch
+    uint32_t *queue;         // params whose gradient is complete, to be updated in this order
+    uint32_t *stack;         // of tensors, for recomputation
     uint32_t *missing;   // tensors that a recomputation may need; what they are made of comes first
     uint32_t *pass_only; // tensors that are in memory for the present pass only
     uint32_t *met;       // per tensor: number of the last recomputation that has it in `missing`
@@ -7136,7 +7315,7 @@ typedef struct msi_lowering {
 static const uint32_t MSI_UNSET = UINT32_MAX - 1; // of msi_lowering.slots
 
 static uint64_t msi_lowering_bytes(const msi_graph *g) {
-    return (8ull * g->tensors.count + g->operands.count) * sizeof(uint32_t);
+    return (11ull * g->tensors.count + g->operands.count) * sizeof(uint32_t);
 }
 
 static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_store *store,
@@ -7147,8 +7326,9 @@ static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_sto
     w->store = store;
     w->optimizer = optimizer;
     w->value = (uint32_t *)msi_alloc(allocator, msi_lowering_bytes(g));
-    uint32_t **const others[] = {&w->gradient,  &w->queue, &w->stack,  &w->missing,
-                                 &w->pass_only, &w->met,   &w->wanted, &w->snapshot};
+    uint32_t **const others[] = {&w->gradient, &w->away,   &w->gradient_away, &w->cleared,
+                                 &w->queue,    &w->stack,  &w->missing,       &w->pass_only,
+                                 &w->met,      &w->wanted, &w->snapshot};
     for (uint32_t k = 0; k < sizeof others / sizeof others[0] && w->value; k++) {
         *others[k] = w->value + (k + 1) * (size_t)g->tensors.count;
     }
@@ -7164,6 +7344,7 @@ static void msi_program_free(const ms_allocator *a, msi_program *p) {
     MSI_LIST_FREE(msi_operand, a, p->operands);
     MSI_LIST_FREE(msi_range, a, p->ranges);
     MSI_LIST_FREE(msi_block, a, p->blocks);
+    MSI_LIST_FREE(msi_block, a, p->host_blocks);
     MSI_LIST_FREE(uint64_t, a, p->live_bytes);
     MSI_LIST_FREE(double, a, p->measured);
     memset(p, 0, sizeof *p);
@@ -7177,11 +7358,11 @@ static uint32_t msi_emit(msi_lowering *w, msi_op op, uint32_t target) {
         return 0;
     }
     msi_instruction *i = &p->instructions.items[p->instructions.count];
+    memset(i, 0, sizeof *i);
     i->op = (uint8_t)op;
     i->target = target;
     i->operand_first = p->operands.count;
-    i->operand_count = 0;
-    i->restores = false;
+    i->event = MSI_NO_EVENT;
     return p->instructions.count++;
 }
 
@@ -7263,6 +7444,42 @@ static uint32_t msi_emit_copy(msi_lowering *w, uint32_t target, msi_role role, u
     return range;
 }
 
+/* The op of an instruction; a copy gets that of its direction, by where its ends are. */
+static msi_op msi_direction(const msi_program *p, const msi_instruction *i) {
+    const msi_operand *operands = p->operands.items + i->operand_first;
+    if ((msi_op)i->op != MSI_OP_COPY) {
+        return (msi_op)i->op;
+    }
+    const bool to_host = p->ranges.items[operands[0].range].on_host;
+    const bool from_host = p->ranges.items[operands[1].range].on_host;
+    return to_host ? MSI_OP_COPY_OUT : from_host ? MSI_OP_COPY_IN : MSI_OP_COPY;
+}
+
+static bool msi_is_moved(const msi_lowering *w, uint32_t t, msi_role role) {
+    return w->decisions[t].moves & msi_move_of(role);
+}
+
+/* Brings a value or gradient that lies on the host alone to the device. */
+static void msi_fetch(msi_lowering *w, uint32_t t, msi_role role) {
+    uint32_t *now = role == MSI_ROLE_VALUE ? &w->value[t] : &w->gradient[t];
+    const uint32_t from = role == MSI_ROLE_VALUE ? w->away[t] : w->gradient_away[t];
+    if (*now == MSI_NONE && from != MSI_NONE) {
+        *now = msi_emit_copy(w, t, role, MSI_NONE, from);
+    }
+}
+
+/* Copies a value or gradient to the host: to where it was before, or to a new live range there. */
+static void msi_send(msi_lowering *w, uint32_t t, msi_role role) {
+    const uint32_t now = role == MSI_ROLE_VALUE ? w->value[t] : w->gradient[t];
+    uint32_t *away = role == MSI_ROLE_VALUE ? &w->away[t] : &w->gradient_away[t];
+    const bool is_new = *away == MSI_NONE;
+    *away = msi_emit_copy(w, t, role, *away, now);
+    if (is_new && *away != MSI_NONE) {
+        w->program->ranges.items[*away].on_host = true;
+        w->program->sent_bytes += msi_align(w->graph->tensors.items[t].bytes);
+    }
+}
+
 static uint32_t msi_emit_zero(msi_lowering *w, uint32_t target, msi_role role, uint64_t bytes) {
     msi_emit(w, MSI_OP_ZERO, target);
     const uint32_t range = msi_new_range(w, target, role, bytes);
@@ -7288,6 +7505,27 @@ static void msi_use_workspace(msi_lowering *w, uint32_t layer, int which, uint32
             false);
 }
 
+/* Where a resident is, and where its value or gradient is found. */
+static void msi_start_resident(msi_lowering *w, uint32_t range) {
+    msi_program *p = w->program;
+    const msi_resident *resident = &w->store->residents.items[range];
+    const uint32_t t = resident->tensor;
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    const bool moved = msi_is_moved(w, t, resident->role);
+    p->ranges.items[range].on_host = moved || resident->is_shown;
+    if (!resident->borrowed) {
+        *(p->ranges.items[range].on_host ? &p->home_bytes : &p->resident_bytes) +=
+            msi_align(resident->bytes);
+    }
+    if (resident->role == MSI_ROLE_VALUE && moved) {
+        p->homes = msi_mix_in(p->homes, range);
+        w->value[t] = MSI_NONE;
+        w->away[t] = range;
+    } else if (resident->role == MSI_ROLE_GRADIENT && tensor->wants_gradient) {
+        *(moved ? &w->gradient_away[t] : &w->gradient[t]) = range;
+    }
+}
+
 static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisions,
                               msi_program *p) {
     const msi_store *store = w->store;
@@ -7295,7 +7533,10 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     p->forward_end = p->backward_end = UINT32_MAX;
     p->recompute_count = 0;
     p->norm = MSI_NONE;
-    p->out_of_memory = false;
+    p->out_of_memory = p->is_laid_out = false;
+    p->resident_bytes = store->reserved_bytes;
+    p->home_bytes = p->sent_bytes = p->homes = 0;
+    p->room = decisions[w->graph->tensors.count].room;
     w->program = p;
     w->decisions = decisions;
     w->queue_first = w->queue_end = 0;
@@ -7303,8 +7544,8 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     w->pass_only_count = w->recomputation = w->pass_number = 0;
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         w->value[t] = store->resident_of[t];
-        w->gradient[t] = MSI_NONE;
-        w->met[t] = w->wanted[t] = 0;
+        w->gradient[t] = w->away[t] = w->gradient_away[t] = MSI_NONE;
+        w->met[t] = w->wanted[t] = w->cleared[t] = 0;
     }
     for (uint32_t i = 0; i < w->graph->operands.count; i++) {
         w->snapshot[i] = MSI_NONE;
@@ -7317,10 +7558,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
         }
         p->ranges.items[range].first = 0;
         p->ranges.items[range].last = MSI_NONE;
-        if (resident->role == MSI_ROLE_GRADIENT &&
-            w->graph->tensors.items[resident->tensor].wants_gradient) {
-            w->gradient[resident->tensor] = range;
-        }
+        msi_start_resident(w, range);
     }
 }
 
@@ -7542,7 +7780,41 @@ static void msi_unset_slots(msi_lowering *w, const msi_layer *l) {
     }
 }
 
-/* Forward, eval or recomputation of a layer whose inputs and params are in memory. */
+/* Fetches what a layer reads from the host. */
+static void msi_fetch_values(msi_lowering *w, msi_op op, const msi_layer *l) {
+    for (int group = 0; group <= MSI_GROUP_PARAM; group++) {
+        const uint32_t reads =
+            op == MSI_OP_BACKWARD ? msi_reads_of(l, group) : msi_op_reads(l, op, group);
+        for (MSI_EACH(operand, w->graph, l, group)) {
+            if (reads >> operand.slot & 1) {
+                msi_fetch(w, operand.tensor, MSI_ROLE_VALUE);
+            }
+        }
+    }
+}
+
+/* Forgets the copies on the device of params whose home is the host. */
+static void msi_drop_params(msi_lowering *w, const msi_layer *l) {
+    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
+        if (w->away[param.tensor] != MSI_NONE) {
+            w->value[param.tensor] = MSI_NONE;
+        }
+    }
+}
+
+/* After the forward of a layer: sends what it has made and what is moved to the host. */
+static void msi_send_made(msi_lowering *w, const msi_layer *l) {
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
+        for (MSI_EACH(made, w->graph, l, group)) {
+            const uint32_t t = made.tensor;
+            if (msi_is_moved(w, t, MSI_ROLE_VALUE) && w->value[t] != MSI_NONE) {
+                msi_send(w, t, MSI_ROLE_VALUE);
+            }
+        }
+    }
+}
+
+/* Forward, eval or recomputation of a layer whose inputs are in memory or on the host. */
 static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32_t reader) {
     const msi_layer *l = &w->graph->layers.items[layer];
     const int which = op == MSI_OP_RECOMPUTE ? MSI_WORKSPACE_RECOMPUTE : MSI_WORKSPACE_FORWARD;
@@ -7550,6 +7822,7 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
     msi_program *p = w->program;
     uint32_t aside[MS_LIMIT_STATE];
     msi_unset_slots(w, l);
+    msi_fetch_values(w, op, l);
     msi_lower_state(w, op, l, aside);
     msi_lower_in_place(w, op, l, reader);
     if (writes_gradients) {
@@ -7576,6 +7849,15 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
             }
         }
     }
+    msi_drop_params(w, l);
+    if (op == MSI_OP_FORWARD) {
+        msi_send_made(w, l);
+    }
+}
+
+/* Whether a value is neither in memory nor on the host. */
+static bool msi_is_lost(const msi_lowering *w, uint32_t t) {
+    return w->value[t] == MSI_NONE && w->away[t] == MSI_NONE;
 }
 
 /* How the values of a layer come back: by its recompute callback, if all is in memory that this
@@ -7585,7 +7867,7 @@ static msi_op msi_way_back(const msi_lowering *w, const msi_layer *l) {
     for (int group = MSI_GROUP_OUT; l->recompute && group <= MSI_GROUP_SAVED; group++) {
         const uint32_t reads = msi_op_reads(l, MSI_OP_RECOMPUTE, group);
         for (MSI_EACH(made, w->graph, l, group)) {
-            there &= !(reads >> made.slot & 1) || w->value[made.tensor] != MSI_NONE;
+            there &= !(reads >> made.slot & 1) || !msi_is_lost(w, made.tensor);
         }
     }
     return there ? MSI_OP_RECOMPUTE : MSI_OP_REPEAT;
@@ -7603,7 +7885,7 @@ static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
         const uint32_t reads = msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN);
         uint32_t next = MSI_NONE;
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
-            if ((reads >> in.slot & 1) && w->value[in.tensor] == MSI_NONE &&
+            if ((reads >> in.slot & 1) && msi_is_lost(w, in.tensor) &&
                 w->met[in.tensor] != w->recomputation) {
                 next = in.tensor;
                 break;
@@ -7634,7 +7916,7 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
         const uint32_t reads = msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN);
         w->wanted[t] = w->pass_number;
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
-            if ((reads >> in.slot & 1) && w->value[in.tensor] == MSI_NONE) {
+            if ((reads >> in.slot & 1) && msi_is_lost(w, in.tensor)) {
                 w->wanted[in.tensor] = w->pass_number;
             }
         }
@@ -7654,7 +7936,7 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
 /* Makes sure that the value of a tensor is in memory, for the backward of layer `reader`: runs its
    producer again, after the producers of what that reads, and so on back to what is in memory. */
 static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reader) {
-    while (w->value[tensor] == MSI_NONE && !w->program->out_of_memory) {
+    while (msi_is_lost(w, tensor) && !w->program->out_of_memory) {
         const uint32_t count = msi_list_missing(w, tensor);
         w->depth = UINT32_MAX;
         for (uint32_t i = 0; i < count; i++) {
@@ -7675,30 +7957,125 @@ static void msi_lower_norm(msi_lowering *w) {
     p->norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, sizeof(msi_norm));
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         if (msi_learns(&g->tensors.items[t])) {
+            msi_fetch(w, t, MSI_ROLE_GRADIENT);
             msi_emit(w, MSI_OP_NORM, t);
             msi_use_both(w, w->gradient[t], false, p->norm);
+            w->gradient[t] = w->gradient_away[t] == MSI_NONE ? w->gradient[t] : MSI_NONE;
         }
     }
     msi_emit(w, MSI_OP_CLIP, 0);
     msi_use(w, p->norm, false);
 }
 
-static void msi_lower_update(msi_lowering *w, uint32_t param) {
-    const msi_store *store = w->store;
-    const uint32_t gradient = w->gradient[param], resident = store->resident_of[param];
-    if (gradient == MSI_NONE || w->graph->tensors.items[param].last_gradient == MSI_NONE) {
-        return;
+/* Makes the last instruction one for a part of its tensor. */
+static void msi_set_part(msi_lowering *w, uint32_t part, uint32_t part_count) {
+    msi_program *p = w->program;
+    if (!p->out_of_memory && part_count > 1) {
+        p->instructions.items[p->instructions.count - 1].part = (uint16_t)part;
+        p->instructions.items[p->instructions.count - 1].part_count = (uint16_t)part_count;
     }
-    w->gradient[param] = MSI_NONE;
-    msi_emit(w, MSI_OP_UPDATE, param);
-    msi_use_both(w, resident, false, gradient);
-    msi_use(w, w->program->norm, false);
+}
+
+/* An operand of an update: the resident on the host that it is a copy of, and where it is now. */
+typedef struct msi_update_operand {
+    uint32_t home; // MSI_NONE: it is on the device for good
+    uint32_t range;
+    bool is_fetched; // by this update, part by part
+} msi_update_operand;
+
+/* Whether the update uses state on the host where it is. The trainer's own memory may be pageable,
+   which a device cannot use. */
+static bool msi_is_used_on_host(const msi_lowering *w, uint32_t resident) {
+    const msi_resident *r = &w->store->residents.items[resident];
+    return !r->borrowed && (w->decisions[r->tensor].moves & MSI_IN_PLACE);
+}
+
+/* Lists the operands of an update: param, gradient, norm, state. Returns their number. */
+static uint32_t msi_update_operands(msi_lowering *w, uint32_t param, msi_update_operand *list) {
+    const msi_store *store = w->store;
+    const uint32_t resident = store->resident_of[param];
+    const uint32_t now[] = {w->value[param], w->gradient[param], w->program->norm};
+    const uint32_t homes[] = {w->away[param], w->gradient_away[param], MSI_NONE};
+    uint32_t count = 0;
+    for (; count < 3; count++) {
+        list[count].range = now[count];
+        list[count].home = homes[count];
+        list[count].is_fetched = now[count] == MSI_NONE && homes[count] != MSI_NONE;
+    }
     for (uint32_t i = resident + 1;
          i < store->residents.count && store->residents.items[i].tensor == param; i++) {
         if (store->residents.items[i].role >= MSI_ROLE_STATE0) {
-            msi_use(w, i, false);
+            const bool moved = msi_is_moved(w, param, MSI_ROLE_STATE0);
+            const bool copied = moved && !msi_is_used_on_host(w, i);
+            list[count].range = copied ? MSI_NONE : i;
+            list[count].home = copied ? i : MSI_NONE;
+            list[count++].is_fetched = copied;
         }
     }
+    return count;
+}
+
+/* Copies a part of an operand of an update from the host. */
+static void msi_fetch_part(msi_lowering *w, uint32_t param, msi_update_operand *o, uint32_t part,
+                           uint32_t part_count) {
+    const msi_role role = (msi_role)w->program->ranges.items[o->home].role;
+    const msi_part piece =
+        msi_part_of(w->graph->tensors.items[param].bytes, part, part_count > 1 ? part_count : 0);
+    msi_emit(w, MSI_OP_COPY, param);
+    msi_set_part(w, part, part_count);
+    o->range = msi_new_range(w, param, role, piece.bytes);
+    if (o->range != MSI_NONE) {
+        w->program->ranges.items[o->range].part = (uint16_t)(part_count > 1 ? part + 1 : 0);
+    }
+    msi_use_both(w, o->range, false, o->home);
+}
+
+/* Whether somebody may look at a gradient after its update, which may have changed it. */
+static bool msi_returns_gradient(const msi_lowering *w, uint32_t home) {
+    return w->optimizer->kind == MS_OPTIMIZER_CUSTOM && home < w->store->residents.count &&
+           w->store->residents.items[home].borrowed;
+}
+
+/* One part of an update: what is moved is fetched before, and sent back after. */
+static void msi_lower_update_part(msi_lowering *w, uint32_t param, msi_update_operand *list,
+                                  uint32_t count, uint32_t part, uint32_t part_count) {
+    for (uint32_t k = 0; k < count && !w->program->out_of_memory; k++) {
+        if (list[k].is_fetched) {
+            msi_fetch_part(w, param, &list[k], part, part_count);
+        }
+    }
+    msi_emit(w, MSI_OP_UPDATE, param);
+    msi_set_part(w, part, part_count);
+    for (uint32_t k = 0; k < count; k++) {
+        msi_use(w, list[k].range, false);
+    }
+    for (uint32_t k = 0; k < count; k++) {
+        if (list[k].home != MSI_NONE && (k != 1 || msi_returns_gradient(w, list[k].home))) {
+            msi_emit(w, MSI_OP_COPY, param);
+            msi_set_part(w, part, part_count);
+            msi_use_both(w, list[k].home, false, list[k].range);
+        }
+    }
+}
+
+static void msi_lower_update(msi_lowering *w, uint32_t param) {
+    msi_update_operand list[3 + MS_LIMIT_OPTIMIZER_STATE];
+    const msi_tensor *t = &w->graph->tensors.items[param];
+    if ((w->gradient[param] == MSI_NONE && w->gradient_away[param] == MSI_NONE) ||
+        t->last_gradient == MSI_NONE) {
+        return;
+    }
+    const uint32_t count = msi_update_operands(w, param, list);
+    uint32_t parts = w->decisions[param].parts;
+    bool moves = false;
+    for (uint32_t k = 0; k < count; k++) {
+        moves |= list[k].home != MSI_NONE;
+    }
+    parts = moves && parts > 1 && w->optimizer->kind != MS_OPTIMIZER_CUSTOM ? parts : 1;
+    for (uint32_t part = 0; part < parts && !w->program->out_of_memory; part++) {
+        msi_lower_update_part(w, param, list, count, part, parts);
+    }
+    w->gradient[param] = w->gradient_away[param] = MSI_NONE;
 }
 
 /* The param in a slot of a layer if its gradient is complete after the backward of that layer, and
@@ -7719,7 +8096,8 @@ static void msi_lower_early_updates(msi_lowering *w, uint32_t layer) {
     const msi_tensor_decision *d = w->decisions;
     for (uint32_t k = 0; k < w->graph->layers.items[layer].count[MSI_GROUP_PARAM]; k++) {
         const uint32_t t = msi_completed_param(w->graph, layer, k);
-        if (t != MSI_NONE && d[t].update_after != MSI_NONE && w->gradient[t] != MSI_NONE) {
+        if (t != MSI_NONE && d[t].update_after != MSI_NONE &&
+            (w->gradient[t] != MSI_NONE || w->gradient_away[t] != MSI_NONE)) {
             w->queue[w->queue_end++] = t;
         }
     }
@@ -7806,6 +8184,38 @@ static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
     }
 }
 
+/* Fetches the gradients of params to which earlier layers have contributed. One that is kept
+   between micro-batches is cleared in the first. */
+static void msi_fetch_gradients(msi_lowering *w, const msi_layer *l) {
+    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
+        const uint32_t t = param.tensor, home = w->gradient_away[t];
+        if (w->gradient[t] != MSI_NONE || home == MSI_NONE) {
+            continue;
+        }
+        msi_fetch(w, t, MSI_ROLE_GRADIENT);
+        if (home < w->store->residents.count && !w->store->residents.items[home].borrowed &&
+            !w->cleared[t]) {
+            msi_emit(w, MSI_OP_ZERO, t);
+            msi_use(w, w->gradient[t], false);
+            if (!w->program->out_of_memory) {
+                w->program->instructions.items[w->program->instructions.count - 1].is_first = true;
+            }
+            w->cleared[t] = 1;
+        }
+    }
+}
+
+/* Sends the gradients of a layer's params that are moved and wait for something. */
+static void msi_send_gradients(msi_lowering *w, const msi_layer *l) {
+    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
+        const uint32_t t = param.tensor;
+        if (w->gradient[t] != MSI_NONE && msi_is_moved(w, t, MSI_ROLE_GRADIENT)) {
+            msi_send(w, t, MSI_ROLE_GRADIENT);
+            w->gradient[t] = MSI_NONE;
+        }
+    }
+}
+
 static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
     const msi_graph *g = w->graph;
     const msi_layer *l = &g->layers.items[layer];
@@ -7813,6 +8223,8 @@ static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
     uint32_t *grad_out = w->slots + msi_group_start(l, MSI_GROUP_COUNT);
     msi_lower_before_backward(w, layer);
     msi_unset_slots(w, l);
+    msi_fetch_values(w, MSI_OP_BACKWARD, l);
+    msi_fetch_gradients(w, l);
     msi_lower_clobbers(w, l);
     msi_prepare_edges(w, l, MS_ALL_SLOTS, MS_ALL_SLOTS, grad_out);
     const uint32_t workspace = msi_prepare_workspace(w, layer, MSI_WORKSPACE_BACKWARD);
@@ -7845,9 +8257,13 @@ static void msi_keep_to_end(msi_lowering *w, uint32_t range) {
 static void msi_lower_first_micro(msi_lowering *w) {
     for (uint32_t i = 0; i < w->store->residents.count; i++) {
         const msi_resident *resident = &w->store->residents.items[i];
-        if (resident->role == MSI_ROLE_GRADIENT && !resident->borrowed) {
+        if (resident->role == MSI_ROLE_GRADIENT && !resident->borrowed &&
+            w->gradient_away[resident->tensor] == MSI_NONE) {
             msi_emit(w, MSI_OP_ZERO, resident->tensor);
             msi_use(w, i, false);
+            if (!w->program->out_of_memory) {
+                w->program->instructions.items[w->program->instructions.count - 1].is_first = true;
+            }
         }
     }
 }
@@ -7856,7 +8272,8 @@ static void msi_lower_all_backward(msi_lowering *w) {
     const msi_graph *g = w->graph;
     w->backward = true;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        w->value[t] = w->decisions[t].pass > 0 ? MSI_NONE : w->value[t];
+        const bool drops = w->decisions[t].pass > 0 || w->away[t] != MSI_NONE;
+        w->value[t] = drops ? MSI_NONE : w->value[t];
     }
     if (g->tensors.items[g->loss].wants_gradient) {
         uint32_t *gradient = &w->gradient[g->loss];
@@ -7871,6 +8288,8 @@ static void msi_lower_all_backward(msi_lowering *w) {
         if (g->layers.items[i].has_backward) {
             msi_lower_backward(w, i);
             msi_lower_early_updates(w, i);
+            msi_send_gradients(w, &g->layers.items[i]);
+            msi_drop_params(w, &g->layers.items[i]);
         }
     }
 }
@@ -7885,7 +8304,7 @@ static void msi_lower_updates(msi_lowering *w) {
         if (w->optimizer->kind != MS_OPTIMIZER_NONE) {
             msi_lower_update(w, t);
         } else {
-            msi_keep_to_end(w, w->gradient[t]);
+            msi_keep_to_end(w, w->gradient[t] != MSI_NONE ? w->gradient[t] : w->gradient_away[t]);
         }
     }
 }
@@ -7929,9 +8348,12 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
     }
 }
 
-static void msi_lower_eval(msi_lowering *w, msi_program *p) {
+/* The eval program: nothing is recomputed, and only params can be moved. It depends on their homes
+   alone. */
+static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
     const msi_graph *g = w->graph;
-    msi_start_program(w, NULL, p); // nothing is recomputed
+    msi_start_program(w, decisions, p);
+    p->room = 0;
     for (uint32_t i = 0; i < g->layers.count && !p->out_of_memory; i++) {
         msi_lower_forward(w, MSI_OP_EVAL, i, MSI_NONE);
     }
@@ -7942,182 +8364,6 @@ static void msi_lower_eval(msi_lowering *w, msi_program *p) {
             msi_keep_to_end(w, w->value[t]);
         }
     }
-}
-
-// ------------------------------------------------------------------------------------------------
-// >>schedule  copies between host and device: on streams of their own, and awaited before use
-
-/* A copy that has been issued, but not awaited yet. */
-typedef struct msi_pending {
-    uint32_t instruction; // in the new list
-    uint32_t target, source;
-} msi_pending;
-
-enum { MSI_MAX_PENDING = 2 * MS_LIMIT_STATE };
-
-typedef struct msi_scheduling {
-    const ms_allocator *allocator;
-    const msi_store *store;
-    msi_program *program;
-    MSI_LIST(msi_instruction) instructions; // the new list
-    uint32_t *moved;                        // per instruction of the old one: its new number
-    msi_pending pending[MSI_MAX_PENDING];
-    uint32_t pending_count;
-} msi_scheduling;
-
-/* The op of an instruction; a copy gets that of its direction, by where its ends are. */
-static msi_op msi_direction(const msi_store *store, const msi_program *p,
-                            const msi_instruction *i) {
-    const msi_operand *operands = p->operands.items + i->operand_first;
-    return (msi_op)i->op != MSI_OP_COPY               ? (msi_op)i->op
-           : msi_is_on_host(store, operands[0].range) ? MSI_OP_COPY_OUT
-           : msi_is_on_host(store, operands[1].range) ? MSI_OP_COPY_IN
-                                                      : MSI_OP_COPY;
-}
-
-/* Whether a program copies from or to the host; most do not. */
-static bool msi_crosses_link(const msi_store *store, const msi_program *p) {
-    bool crosses = false;
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
-        const msi_instruction *i = &p->instructions.items[now];
-        crosses |= msi_direction(store, p, i) != (msi_op)i->op;
-    }
-    return crosses;
-}
-
-/* Appends to the new list; returns the number there. */
-static uint32_t msi_place(msi_scheduling *s, const msi_instruction *i) {
-    if (!MSI_RESERVE(msi_instruction, s->allocator, s->instructions,
-                     s->instructions.count + 1ull)) {
-        s->program->out_of_memory = true;
-        return 0;
-    }
-    s->instructions.items[s->instructions.count] = *i;
-    return s->instructions.count++;
-}
-
-/* Places a wait for a copy: an instruction with both its ends as operands, which therefore stay
-   live until then. */
-static void msi_place_wait(msi_scheduling *s, const msi_pending *copy) {
-    msi_program *p = s->program;
-    msi_instruction wait = s->instructions.items[copy->instruction];
-    const msi_operand ends[2] = {{copy->target, false}, {copy->source, false}};
-    if (p->out_of_memory ||
-        !MSI_RESERVE(msi_operand, s->allocator, p->operands, p->operands.count + 2ull)) {
-        p->out_of_memory = true;
-        return;
-    }
-    wait.op = (uint8_t)MSI_OP_WAIT;
-    wait.operand_first = p->operands.count;
-    wait.restores = false;
-    memcpy(p->operands.items + p->operands.count, ends, sizeof ends);
-    p->operands.count += 2;
-    msi_place(s, &wait);
-}
-
-/* Whether an instruction must wait for a copy: if it has either end of the copy as an operand; and,
-   since callbacks may hold addresses in host memory, for a copy to the host unless it is a copy
-   itself. */
-static bool msi_must_await(const msi_scheduling *s, const msi_pending *copy,
-                           const msi_instruction *i) {
-    const msi_op op = msi_direction(s->store, s->program, i);
-    const bool is_copy = op == MSI_OP_COPY || op == MSI_OP_COPY_IN || op == MSI_OP_COPY_OUT;
-    bool awaits = s->instructions.items[copy->instruction].op == MSI_OP_COPY_OUT && !is_copy;
-    for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t range = s->program->operands.items[i->operand_first + k].range;
-        awaits |= range == copy->target || range == copy->source;
-    }
-    return awaits;
-}
-
-/* Places waits for those pending copies that an instruction must wait for; for all of them if it is
-   NULL, or if there is no room for one more. */
-static void msi_await_copies(msi_scheduling *s, const msi_instruction *i) {
-    const bool full = s->pending_count == MSI_MAX_PENDING;
-    uint32_t left = 0;
-    for (uint32_t k = 0; k < s->pending_count; k++) {
-        if (full || !i || msi_must_await(s, &s->pending[k], i)) {
-            msi_place_wait(s, &s->pending[k]);
-        } else {
-            s->pending[left++] = s->pending[k];
-        }
-    }
-    s->pending_count = left;
-}
-
-/* Makes the new list, with a wait for each copy, and the new numbers of the old instructions. The
-   copies of forward are awaited in forward: each is made for a layer that runs next. */
-static void msi_place_all(msi_scheduling *s) {
-    msi_program *p = s->program;
-    for (uint32_t now = 0; now < p->instructions.count && !p->out_of_memory; now++) {
-        msi_instruction i = p->instructions.items[now];
-        const msi_op op = msi_direction(s->store, p, &i);
-        const bool crosses = op != (msi_op)i.op;
-        msi_await_copies(s, &i);
-        i.op = (uint8_t)op;
-        s->moved[now] = msi_place(s, &i);
-        if (crosses && !p->out_of_memory) {
-            msi_pending *copy = &s->pending[s->pending_count++];
-            copy->instruction = s->moved[now];
-            copy->target = p->operands.items[i.operand_first].range;
-            copy->source = p->operands.items[i.operand_first + 1].range;
-        }
-    }
-    msi_await_copies(s, NULL);
-}
-
-/* Converts live ranges to the numbers of the new list. Both ends of a copy stay live until it is
-   awaited. */
-static void msi_renumber(msi_scheduling *s) {
-    msi_program *p = s->program;
-    const uint32_t residents = s->store->residents.count, end = p->instructions.count;
-    for (uint32_t k = residents; k < p->ranges.count; k++) {
-        msi_range *range = &p->ranges.items[k];
-        range->first = s->moved[range->first];
-        range->last = s->moved[range->last];
-        if (range->idle_last != MSI_NONE) {
-            range->idle_first = s->moved[range->idle_first];
-            range->idle_last = s->moved[range->idle_last];
-        }
-    }
-    p->backward_end = p->backward_end < end ? s->moved[p->backward_end] : s->instructions.count;
-    p->forward_end = p->forward_end < end ? s->moved[p->forward_end] : s->instructions.count;
-    for (uint32_t now = 0; now < s->instructions.count; now++) {
-        const msi_instruction *i = &s->instructions.items[now];
-        for (uint32_t k = 0; i->op == MSI_OP_WAIT && k < i->operand_count; k++) {
-            const uint32_t end_of_copy = p->operands.items[i->operand_first + k].range;
-            msi_range *range = &p->ranges.items[end_of_copy];
-            range->last = end_of_copy >= residents && range->last < now ? now : range->last;
-        }
-    }
-}
-
-/* Places the copies of a program. The order of all other instructions stays as it is. */
-static void msi_schedule(const msi_store *store, const ms_allocator *allocator, msi_program *p) {
-    msi_scheduling s;
-    if (p->out_of_memory || !msi_crosses_link(store, p)) {
-        return;
-    }
-    const uint64_t bytes = p->instructions.count * (uint64_t)sizeof(uint32_t);
-    memset(&s, 0, sizeof s);
-    s.allocator = allocator;
-    s.store = store;
-    s.program = p;
-    s.moved = (uint32_t *)msi_alloc(allocator, bytes);
-    p->out_of_memory = !s.moved;
-    if (s.moved) {
-        msi_place_all(&s);
-    }
-    if (!p->out_of_memory) {
-        msi_renumber(&s);
-        MSI_LIST_FREE(msi_instruction, allocator, p->instructions);
-        p->instructions.items = s.instructions.items;
-        p->instructions.count = s.instructions.count;
-        p->instructions.capacity = s.instructions.capacity;
-    } else {
-        MSI_LIST_FREE(msi_instruction, allocator, s.instructions);
-    }
-    msi_release(allocator, s.moved, bytes);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -8140,7 +8386,8 @@ static uint32_t msi_find_alias(const msi_graph *g, const msi_program *p, uint32_
         const uint32_t index = operands[k].range;
         const msi_range *old = index == MSI_NONE ? NULL : &p->ranges.items[index];
         bool usable = allowed[k] && old && old->last == now && !old->aliased && !old->outlives &&
-                      old->first != now && msi_fits_in(g, &p->ranges.items[range], old);
+                      old->first != now && old->on_host == p->ranges.items[range].on_host &&
+                      msi_fits_in(g, &p->ranges.items[range], old);
         for (uint32_t j = 0; j < i->operand_count && usable; j++) {
             usable = operands[j].range != index || allowed[j];
         }
@@ -8219,21 +8466,35 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
     }
 }
 
+/* How many transient values a program has on the host. */
+static uint32_t msi_count_on_host(const msi_program *p, uint32_t resident_count) {
+    uint32_t count = 0;
+    for (uint32_t i = resident_count; i < p->ranges.count; i++) {
+        count += p->ranges.items[i].on_host;
+    }
+    return count;
+}
+
+static msi_block *msi_block_of(const msi_program *p, const msi_range *range) {
+    return (range->on_host ? p->host_blocks.items : p->blocks.items) + range->block;
+}
+
 /* Makes one block of memory for each chain of aliases; residents have their places already. */
 static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resident_count) {
-    p->blocks.count = 0;
-    if (!MSI_RESERVE(msi_block, a, p->blocks, p->ranges.count)) {
+    p->blocks.count = p->host_blocks.count = 0;
+    if (!MSI_RESERVE(msi_block, a, p->blocks, p->ranges.count) ||
+        !MSI_RESERVE(msi_block, a, p->host_blocks, msi_count_on_host(p, resident_count))) {
         return false;
     }
     for (uint32_t i = resident_count; i < p->ranges.count; i++) {
         msi_range *range = &p->ranges.items[i];
         if (range->alias_of != MSI_NONE) {
             range->block = p->ranges.items[range->alias_of].block;
-            p->blocks.items[range->block].last = range->last;
+            msi_block_of(p, range)->last = range->last;
             continue;
         }
-        range->block = p->blocks.count++;
-        msi_block *block = &p->blocks.items[range->block];
+        range->block = range->on_host ? p->host_blocks.count++ : p->blocks.count++;
+        msi_block *block = msi_block_of(p, range);
         block->bytes = msi_align(range->bytes);
         block->offset = 0;
         block->first = range->first;
@@ -8241,6 +8502,733 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resi
         block->from_top = range->category == MS_CATEGORY_GRADIENT;
     }
     return true;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>cost  how long an instruction takes
+
+/* Bytes that an instruction of the library itself moves. An update reads the param, its gradient
+   and its state, and writes all of these except the gradient. */
+static double msi_moved_bytes(const msi_graph *g, const msi_program *p, const msi_instruction *i) {
+    const msi_operand *operands = p->operands.items + i->operand_first;
+    const uint64_t whole = p->ranges.items[operands[0].range].bytes;
+    const double bytes =
+        (double)(i->part_count > 1
+                     ? msi_part_of(g->tensors.items[i->target].bytes, i->part, i->part_count).bytes
+                     : whole);
+    const uint32_t states = i->op == MSI_OP_UPDATE ? i->operand_count - 3u : 0;
+    return bytes * (i->op == MSI_OP_UPDATE ? 3.0 + 2.0 * states : msi_ops[i->op].passes);
+}
+
+/* Bytes of state on the host that an update uses where it is: it reads and writes each. */
+static double msi_mapped_bytes(const msi_graph *g, const msi_program *p, const msi_instruction *i) {
+    const msi_operand *operands = p->operands.items + i->operand_first;
+    uint32_t count = 0;
+    for (uint32_t k = 3; k < i->operand_count && i->op == MSI_OP_UPDATE; k++) {
+        count += p->ranges.items[operands[k].range].on_host;
+    }
+    return count > 0 ? count * msi_moved_bytes(g, p, i) / (3.0 + 2.0 * (i->operand_count - 3u))
+                     : 0.0;
+}
+
+/* Whether an instruction does nothing, such as a copy whose target aliases its source. */
+static bool msi_is_free(const msi_program *p, const msi_instruction *i) {
+    return i->op == MSI_OP_NOTHING ||
+           (i->op == MSI_OP_COPY &&
+            p->ranges.items[p->operands.items[i->operand_first].range].alias_of != MSI_NONE);
+}
+
+static double msi_bytes_us(const msi_costs *c, msi_cost cost, double bytes) {
+    const double measured = c->bytes_per_us[cost];
+    return c->hardware.launch_us +
+           bytes / (measured > 0.0 ? measured : c->hardware.memory_gb_per_s * 1e3);
+}
+
+static double msi_copy_us(const msi_costs *c, ms_stream_kind stream, uint64_t bytes) {
+    const double gb_per_s = stream == MS_STREAM_TO_DEVICE ? c->hardware.to_device_gb_per_s
+                                                          : c->hardware.to_host_gb_per_s;
+    return c->hardware.launch_us + (double)bytes / (gb_per_s * 1e3);
+}
+
+/* How much longer an update takes because it uses state on the host where it is. */
+static double msi_mapped_us(const msi_graph *g, const msi_costs *c, const msi_program *p,
+                            const msi_instruction *i) {
+    return 2.0 * msi_mapped_bytes(g, p, i) / (c->hardware.mapped_gb_per_s * 1e3);
+}
+
+/* The stream that an op runs on: without copies of its own, a device has one. */
+static ms_stream_kind msi_stream_of(const msi_costs *c, msi_op op) {
+    return c->has_links ? msi_ops[op].stream : MS_STREAM_COMPUTE;
+}
+
+static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_program *p,
+                              const msi_instruction *i) {
+    const msi_op op = msi_direction(p, i);
+    const msi_cost cost = msi_ops[op].cost;
+    const bool layer = msi_calls_layer(op);
+    const double bytes = layer ? 0.0 : msi_moved_bytes(g, p, i);
+    const ms_layer_time *time = layer ? &g->layers.items[i->target].time : NULL;
+    switch (cost) {
+    case MSI_COST_NONE:
+        return 0.0;
+    case MSI_COST_FORWARD:
+        return time->forward_us;
+    case MSI_COST_BACKWARD:
+        return time->backward_us;
+    case MSI_COST_RECOMPUTE:
+        return time->recompute_us;
+    case MSI_COST_LINK: {
+        const double link = op == (msi_op)i->op ? bytes : bytes / msi_ops[MSI_OP_COPY].passes;
+        return c->has_links ? msi_copy_us(c, msi_ops[op].stream, (uint64_t)link)
+                            : msi_bytes_us(c, MSI_COST_COPY, 2.0 * link);
+    }
+    case MSI_COST_FILL:
+    case MSI_COST_COPY:
+    case MSI_COST_ADD:
+    case MSI_COST_SUM:
+        return msi_is_free(p, i) ? 0.0 : msi_bytes_us(c, cost, bytes);
+    case MSI_COST_UPDATE:
+        return msi_is_free(p, i) ? 0.0 : msi_bytes_us(c, cost, bytes) + msi_mapped_us(g, c, p, i);
+    case MSI_COST_COUNT:
+        break;
+    }
+    return 0.0;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>schedule  copies between host and device: on streams of their own, issued early, awaited late
+
+/* Lowering puts each copy from the host right before what needs it, and each copy to the host right
+   after what makes its source, where they hide nothing. The order of all that is computed stays;
+   copies are issued earlier and awaited later, as far as that is of use and memory allows:
+   - of use: a copy in need not begin sooner than to be done when it is needed, and a copy out
+     need not be awaited before it is done, by the times of all that is computed and of the other
+     copies;
+   - memory: no instruction has more live bytes than the peak without any of this and the room that
+     the plan gives to copies, so that the peak depends on the decisions alone.
+   A copy in whose value is still on the device, or can stay there within that peak, is left out.
+   Copies in one direction run in the order in which they are issued, so waiting for one of them is
+   waiting for all before it. */
+
+/* What may be between the uses of a value for a copy between them to be left out; how far ahead of
+   its use a copy is issued, in slots; and how many like it may be before it in its stream. */
+enum { MSI_LONGEST_GAP = 64, MSI_LONGEST_LEAD = 1024, MSI_QUEUED_COPIES = 4 };
+
+/* A copy between host and device. A slot is the number of an instruction among all that are not
+   such copies. */
+typedef struct msi_transfer {
+    uint32_t instruction;  // in the old list
+    uint32_t device, host; // the ranges of its ends
+    uint32_t made;         // the slot that follows it in the old list
+    uint32_t needed;       // of a copy in: the first slot that uses it
+    uint32_t last;         // of a copy in: the last one
+    uint32_t after;        // of a copy in: the copy out that makes its source, or MSI_NONE
+    uint32_t issue;        // it is issued before this slot
+    uint32_t wait;         // it is awaited before this slot
+    double us, start_us;   // how long it takes; of a copy in: when it should begin
+    bool is_in;
+    bool is_left_out;
+} msi_transfer;
+
+typedef struct msi_scheduling {
+    const msi_graph *graph;
+    const msi_costs *costs;
+    const ms_allocator *allocator;
+    const msi_store *store;
+    msi_program *program;
+    MSI_LIST(msi_instruction) instructions; // the new list
+    uint32_t slot_count, transfer_count;
+    msi_transfer *transfers; // in the order of the old list
+    double *begin_us;        // per slot, and of the end: when it begins if nothing waits for copies
+    uint64_t *live_bytes;    // per slot, on the device
+    uint32_t *slot;      // per old instruction: its slot, or of a copy the next one; and the end
+    uint32_t *moved;     // per old instruction, and of the end: its new number
+    uint32_t *of_range;  // per range: the last transfer that has it as an end, or MSI_NONE
+    uint32_t *used_for;  // per range: the range that is used in its place
+    uint64_t bytes;      // of all these
+    uint64_t most_bytes; // that may be live
+    /* The first slot after backward, or MSI_NONE. Between ms_backward and ms_update a
+       trainer may write values, and other micro-batches may follow: no copy in for a later
+       slot is issued before. */
+    uint32_t barrier;
+    uint32_t event_count[2];
+    /* By direction: the first copy that is not placed yet, and the first that is not awaited;
+       whether anything was computed since the stream last waited for that. */
+    uint32_t issued[2], awaited[2];
+    bool has_computed[2];
+} msi_scheduling;
+
+/* Whether a program copies from or to the host. */
+static bool msi_crosses_link(const msi_program *p) {
+    bool crosses = false;
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        crosses |= msi_direction(p, i) != (msi_op)i->op;
+    }
+    return crosses;
+}
+
+/* Whether an instruction is a transfer. A copy of what callbacks use on the host is none: it is
+   awaited where it is. */
+static bool msi_is_transfer(const msi_scheduling *s, const msi_instruction *i) {
+    const msi_operand *operands = s->program->operands.items + i->operand_first;
+    const msi_op op = msi_direction(s->program, i);
+    if (op == (msi_op)i->op) {
+        return false;
+    }
+    const uint32_t host = operands[op == MSI_OP_COPY_IN].range;
+    return host >= s->store->residents.count || !s->store->residents.items[host].is_shown;
+}
+
+static bool msi_scheduling_init(msi_scheduling *s) {
+    const msi_program *p = s->program;
+    const uint64_t instructions = p->instructions.count + 1ull, ranges = p->ranges.count;
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        s->transfer_count += msi_is_transfer(s, &p->instructions.items[now]);
+    }
+    s->bytes = s->transfer_count * (uint64_t)sizeof(msi_transfer) +
+               instructions * (sizeof(double) + sizeof(uint64_t) + 2 * sizeof(uint32_t)) +
+               2 * ranges * sizeof(uint32_t);
+    s->begin_us = (double *)msi_alloc_zeroed(s->allocator, s->bytes);
+    if (!s->begin_us) {
+        return false;
+    }
+    s->live_bytes = (uint64_t *)(void *)(s->begin_us + instructions);
+    s->transfers = (msi_transfer *)(void *)(s->live_bytes + instructions);
+    s->slot = (uint32_t *)(void *)(s->transfers + s->transfer_count);
+    s->moved = s->slot + instructions;
+    s->of_range = s->moved + instructions;
+    s->used_for = s->of_range + ranges;
+    for (uint32_t k = 0; k < p->ranges.count; k++) {
+        s->of_range[k] = MSI_NONE;
+        s->used_for[k] = k;
+    }
+    return true;
+}
+
+static void msi_note_transfer(msi_scheduling *s, uint32_t number, uint32_t now) {
+    const msi_program *p = s->program;
+    const msi_instruction *i = &p->instructions.items[now];
+    const msi_operand *ends = p->operands.items + i->operand_first;
+    const msi_op op = msi_direction(p, i);
+    msi_transfer *t = &s->transfers[number];
+    t->is_in = op == MSI_OP_COPY_IN;
+    t->instruction = now;
+    t->device = ends[!t->is_in ? 1 : 0].range;
+    t->host = ends[t->is_in ? 1 : 0].range;
+    t->made = t->issue = t->wait = s->slot_count;
+    t->needed = MSI_NONE;
+    t->us = msi_duration_us(s->graph, s->costs, p, i);
+    const uint32_t before = s->of_range[t->host];
+    const msi_instruction *sent =
+        before == MSI_NONE ? NULL : &p->instructions.items[s->transfers[before].instruction];
+    const bool apart = sent && i->part_count > 0 && sent->part_count > 0 && i->part != sent->part;
+    t->after = sent && !apart && !s->transfers[before].is_in ? before : MSI_NONE;
+    s->of_range[t->host] = number;
+    s->of_range[t->device] = t->is_in ? number : s->of_range[t->device];
+}
+
+/* Numbers the slots, and finds their times without copies, and who uses what is copied in. */
+static void msi_list_transfers(msi_scheduling *s) {
+    const msi_program *p = s->program;
+    uint32_t number = 0;
+    double us = 0.0;
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        s->slot[now] = s->slot_count;
+        if (msi_is_transfer(s, i)) {
+            msi_note_transfer(s, number++, now);
+            continue;
+        }
+        for (uint32_t k = 0; k < i->operand_count; k++) {
+            const uint32_t range = p->operands.items[i->operand_first + k].range;
+            const uint32_t of = range == MSI_NONE ? MSI_NONE : s->of_range[range];
+            if (of != MSI_NONE && s->transfers[of].is_in && s->transfers[of].device == range) {
+                msi_transfer *t = &s->transfers[of];
+                t->needed = t->needed == MSI_NONE ? s->slot_count : t->needed;
+                t->last = s->slot_count;
+            }
+        }
+        s->begin_us[s->slot_count++] = us;
+        us += msi_duration_us(s->graph, s->costs, p, i);
+    }
+    s->slot[p->instructions.count] = s->slot_count;
+    s->begin_us[s->slot_count] = us;
+    MEMSCALE_ASSERT(number == s->transfer_count);
+    for (uint32_t k = s->transfer_count, needed = MSI_NONE; k-- > 0;) {
+        msi_transfer *t = &s->transfers[k];
+        if (t->is_in) { // no later than the copies after it
+            t->needed = t->needed == MSI_NONE ? t->made : t->needed;
+            needed = t->needed = t->needed < needed ? t->needed : needed;
+        }
+        t->issue = t->wait = t->is_in ? t->needed : t->made;
+    }
+}
+
+/* Sums the live bytes of all slots, with each copy where it hides nothing. */
+static void msi_sum_slots(msi_scheduling *s) {
+    const msi_program *p = s->program;
+    for (uint32_t k = s->store->residents.count; k < p->ranges.count; k++) {
+        const msi_range *range = &p->ranges.items[k];
+        const uint32_t of = s->of_range[k];
+        const bool fetched = of != MSI_NONE && s->transfers[of].is_in;
+        const bool sent = msi_is_transfer(s, &p->instructions.items[range->last]);
+        uint32_t first = fetched ? s->transfers[of].needed : s->slot[range->first];
+        uint32_t end = range->outlives          ? s->slot_count
+                       : range->aliased || sent ? s->slot[range->last]
+                                                : s->slot[range->last] + 1;
+        end = end > s->slot_count ? s->slot_count : end;
+        if (!range->on_host && first < end) {
+            s->live_bytes[first] += msi_align(range->bytes);
+            s->live_bytes[end] -= msi_align(range->bytes);
+        }
+    }
+    for (uint32_t k = 1; k < s->slot_count; k++) {
+        s->live_bytes[k] += s->live_bytes[k - 1];
+    }
+    for (uint32_t k = 0; k < s->slot_count; k++) {
+        s->most_bytes = msi_larger(s->most_bytes, s->live_bytes[k]);
+    }
+    s->most_bytes += (p->resident_bytes + s->most_bytes) / 16 * p->room;
+}
+
+/* Adds to the live bytes of the slots from `first` to before `end`, if that is within the peak. */
+static bool msi_hold(msi_scheduling *s, uint32_t first, uint32_t end, uint64_t bytes) {
+    for (uint32_t k = first; k < end; k++) {
+        if (s->live_bytes[k] + bytes > s->most_bytes) {
+            return false;
+        }
+    }
+    for (uint32_t k = first; k < end; k++) {
+        s->live_bytes[k] += bytes;
+    }
+    return true;
+}
+
+static uint64_t msi_device_bytes(const msi_scheduling *s, const msi_transfer *t) {
+    return msi_align(s->program->ranges.items[t->device].bytes);
+}
+
+/* Leaves out copies in whose value the device has had a little while before and can keep. */
+static void msi_leave_out(msi_scheduling *s) {
+    for (uint32_t k = 0; k < s->program->ranges.count; k++) {
+        s->of_range[k] = MSI_NONE;
+    }
+    for (uint32_t k = 0; k < s->transfer_count; k++) {
+        msi_transfer *t = &s->transfers[k];
+        const uint32_t of = s->of_range[t->host];
+        const msi_transfer *before = of == MSI_NONE ? NULL : &s->transfers[of];
+        const bool whole = s->program->instructions.items[t->instruction].part_count == 0;
+        s->of_range[t->host] = k;
+        if (!t->is_in || !before || !before->is_in || !whole ||
+            s->program->instructions.items[before->instruction].part_count != 0 ||
+            t->needed > before->last + MSI_LONGEST_GAP ||
+            (before->last < s->barrier && t->needed >= s->barrier)) {
+            continue;
+        }
+        if (t->needed <= before->last + 1 ||
+            msi_hold(s, before->last + 1, t->needed, msi_device_bytes(s, t))) {
+            t->is_left_out = true;
+            s->used_for[t->device] = s->used_for[before->device];
+        }
+    }
+}
+
+/* When each copy in should begin: the last one that is needed first. */
+static void msi_find_starts(msi_scheduling *s) {
+    double next_us = 1e300;
+    for (uint32_t k = s->transfer_count; k-- > 0;) {
+        msi_transfer *t = &s->transfers[k];
+        if (t->is_in && !t->is_left_out) {
+            const double needed_us = s->begin_us[t->needed];
+            next_us = (needed_us < next_us ? needed_us : next_us) - t->us;
+            t->start_us = next_us;
+        }
+    }
+}
+
+/* The slot before which the source of a copy out is live anyway. */
+static uint32_t msi_source_end(const msi_scheduling *s, const msi_transfer *t) {
+    const msi_program *p = s->program;
+    const msi_range *range = &p->ranges.items[t->device];
+    const bool sent = !range->outlives && msi_is_transfer(s, &p->instructions.items[range->last]);
+    return range->outlives          ? s->slot_count
+           : range->aliased || sent ? s->slot[range->last]
+                                    : s->slot[range->last] + 1;
+}
+
+/* Places copies in time: a run through the slots that keeps the time of all streams. */
+typedef struct msi_placing {
+    msi_scheduling *s;
+    uint32_t slot;
+    double us, free_us[2]; // of what is computed; by direction: when the stream is free
+    /* Copies out that are not awaited yet, in a ring: their number, when each is done, and
+       from which slot on it alone keeps its source live. */
+    uint32_t outs[MSI_COPY_EVENTS], out_first, out_count;
+    double done_us[MSI_COPY_EVENTS];
+    uint32_t source_end[MSI_COPY_EVENTS];
+    /* Copies in: the next one; one that did not fit, and the slot where it did not. When those that
+       were issued are done, in a ring. */
+    uint32_t next_in, blocked_in, blocked_to;
+    uint32_t in_first, in_count;
+    uint32_t in_needed[MSI_COPY_EVENTS];
+    double in_done_us[MSI_COPY_EVENTS];
+} msi_placing;
+
+/* Awaits the first of the copies out before the present slot. */
+static void msi_await_out(msi_placing *w) {
+    const uint32_t at = w->out_first++ % MSI_COPY_EVENTS;
+    w->us = w->done_us[at] > w->us ? w->done_us[at] : w->us;
+    w->s->transfers[w->outs[at]].wait = w->slot;
+    w->out_count--;
+}
+
+static void msi_begin_out(msi_placing *w, uint32_t number) {
+    const msi_transfer *t = &w->s->transfers[number];
+    if (w->out_count == MSI_COPY_EVENTS) {
+        msi_await_out(w);
+    }
+    const uint32_t at = (w->out_first + w->out_count++) % MSI_COPY_EVENTS;
+    w->free_us[0] = (w->us > w->free_us[0] ? w->us : w->free_us[0]) + t->us;
+    w->outs[at] = number;
+    w->done_us[at] = w->free_us[0];
+    w->source_end[at] = msi_source_end(w->s, t);
+}
+
+/* Bytes that are live in the present slot only because copies out are under way. */
+static uint64_t msi_outgoing_bytes(const msi_placing *w) {
+    uint64_t bytes = 0;
+    for (uint32_t k = 0; k < w->out_count; k++) {
+        const uint32_t at = (w->out_first + k) % MSI_COPY_EVENTS;
+        const msi_transfer *t = &w->s->transfers[w->outs[at]];
+        bytes += w->source_end[at] <= w->slot ? msi_device_bytes(w->s, t) : 0;
+    }
+    return bytes;
+}
+
+/* Whether the next copy in may be issued before the present slot: its time has come, it need not
+   queue for longer than that slot takes, and there is memory for it. */
+static bool msi_may_begin(msi_placing *w, const msi_transfer *t) {
+    msi_scheduling *s = w->s;
+    const uint64_t bytes = msi_device_bytes(s, t);
+    const double slot_us = s->begin_us[w->slot + 1] - s->begin_us[w->slot];
+    if (s->costs->waits_for_copies || s->begin_us[w->slot + 1] <= t->start_us ||
+        w->in_count >= s->costs->copies_ahead || t->needed > w->slot + MSI_LONGEST_LEAD ||
+        w->free_us[1] > w->us + slot_us + (double)MSI_QUEUED_COPIES * t->us ||
+        (t->needed >= s->barrier && w->slot < s->barrier) ||
+        (w->blocked_in == w->next_in && w->slot <= w->blocked_to) ||
+        (t->after != MSI_NONE && s->transfers[t->after].wait == MSI_NONE) ||
+        s->live_bytes[w->slot] + msi_outgoing_bytes(w) + bytes > s->most_bytes) {
+        return false;
+    }
+    for (uint32_t k = t->needed; k-- > w->slot;) {
+        if (s->live_bytes[k] + bytes > s->most_bytes) {
+            w->blocked_in = w->next_in;
+            w->blocked_to = k;
+            return false;
+        }
+    }
+    for (uint32_t k = w->slot; k < t->needed; k++) {
+        s->live_bytes[k] += bytes;
+    }
+    return true;
+}
+
+static void msi_begin_in(msi_placing *w, msi_transfer *t) {
+    const uint32_t at = (w->in_first + w->in_count++) % MSI_COPY_EVENTS;
+    t->issue = w->slot;
+    w->free_us[1] = (w->us > w->free_us[1] ? w->us : w->free_us[1]) + t->us;
+    w->in_needed[at] = t->needed;
+    w->in_done_us[at] = w->free_us[1];
+}
+
+/* Issues the copies in that may begin before the present slot, and those that must. */
+static void msi_begin_ins(msi_placing *w) {
+    msi_scheduling *s = w->s;
+    for (; w->next_in < s->transfer_count; w->next_in++) {
+        msi_transfer *t = &s->transfers[w->next_in];
+        if (!t->is_in || t->is_left_out) {
+            continue;
+        }
+        const bool must = t->needed <= w->slot;
+        while (must && t->after != MSI_NONE && s->transfers[t->after].wait == MSI_NONE) {
+            msi_await_out(w);
+        }
+        if (!must && !msi_may_begin(w, t)) {
+            break;
+        }
+        msi_begin_in(w, t);
+    }
+    while (w->in_count > 0 && w->in_needed[w->in_first % MSI_COPY_EVENTS] <= w->slot) {
+        const double done_us = w->in_done_us[w->in_first++ % MSI_COPY_EVENTS];
+        w->us = done_us > w->us ? done_us : w->us;
+        w->in_count--;
+    }
+}
+
+/* Places all copies: those out are awaited when they are done, or when their memory is needed. */
+static void msi_place_transfers(msi_scheduling *s) {
+    msi_placing w;
+    uint32_t next_out = 0;
+    memset(&w, 0, sizeof w);
+    w.s = s;
+    w.blocked_in = MSI_NONE;
+    for (uint32_t k = 0; k < s->transfer_count; k++) {
+        s->transfers[k].wait = MSI_NONE;
+    }
+    for (w.slot = 0; w.slot <= s->slot_count; w.slot++) {
+        for (; next_out < s->transfer_count && s->transfers[next_out].made <= w.slot; next_out++) {
+            if (!s->transfers[next_out].is_in) {
+                msi_begin_out(&w, next_out);
+            }
+        }
+        const bool ends = w.slot == s->slot_count || s->costs->waits_for_copies ||
+                          (w.slot == s->barrier && s->store->micro_count > 1);
+        while (w.out_count > 0 &&
+               (ends || w.done_us[w.out_first % MSI_COPY_EVENTS] <= w.us ||
+                s->live_bytes[w.slot] + msi_outgoing_bytes(&w) > s->most_bytes)) {
+            msi_await_out(&w);
+        }
+        msi_begin_ins(&w);
+        w.us += w.slot < s->slot_count ? s->begin_us[w.slot + 1] - s->begin_us[w.slot] : 0.0;
+    }
+}
+
+/* Appends to the new list. */
+static void msi_place(msi_scheduling *s, const msi_instruction *i) {
+    if (!MSI_RESERVE(msi_instruction, s->allocator, s->instructions,
+                     s->instructions.count + 1ull)) {
+        s->program->out_of_memory = true;
+        return;
+    }
+    s->instructions.items[s->instructions.count++] = *i;
+}
+
+/* Appends both ends of a copy to the operands of the last instruction that was placed. */
+static void msi_place_ends(msi_scheduling *s, const msi_instruction *copy) {
+    msi_program *p = s->program;
+    if (p->out_of_memory ||
+        !MSI_RESERVE(msi_operand, s->allocator, p->operands, p->operands.count + 2ull)) {
+        p->out_of_memory = true;
+        return;
+    }
+    memcpy(p->operands.items + p->operands.count, p->operands.items + copy->operand_first,
+           2 * sizeof(msi_operand));
+    p->operands.count += 2;
+    s->instructions.items[s->instructions.count - 1].operand_count =
+        (uint16_t)(s->instructions.items[s->instructions.count - 1].operand_count + 2);
+}
+
+/* The next copy of its direction that is placed, or NULL. */
+static msi_transfer *msi_next_transfer(const msi_scheduling *s, uint32_t number, bool is_in) {
+    msi_transfer *t = s->transfers;
+    for (; number < s->transfer_count; number++) {
+        if (t[number].is_in == is_in && !t[number].is_left_out) {
+            return &t[number];
+        }
+    }
+    return NULL;
+}
+
+/* Places a wait for a copy: an instruction with its ends as operands, and then those of the copies
+   to before `end` in the same direction that were not awaited yet. */
+static void msi_place_wait(msi_scheduling *s, const msi_instruction *copy, bool is_in,
+                           uint32_t end) {
+    msi_instruction wait = *copy;
+    wait.op = (uint8_t)MSI_OP_WAIT;
+    wait.operand_first = s->program->operands.count;
+    wait.operand_count = 0;
+    wait.restores = wait.follows = false;
+    msi_place(s, &wait);
+    msi_place_ends(s, copy);
+    s->has_computed[0] = s->has_computed[1] = true;
+    for (const msi_transfer *t = msi_next_transfer(s, s->awaited[is_in], is_in);
+         t && t < s->transfers + end && !s->program->out_of_memory;
+         t = msi_next_transfer(s, (uint32_t)(t - s->transfers) + 1, is_in)) {
+        const msi_instruction before = s->instructions.items[s->moved[t->instruction]];
+        msi_place_ends(s, &before);
+    }
+    s->awaited[is_in] = end;
+}
+
+/* Places the issue of a copy. It has an event if it is the last one that a wait is for. */
+static void msi_place_issue(msi_scheduling *s, msi_transfer *t) {
+    const msi_transfer *next = msi_next_transfer(s, (uint32_t)(t - s->transfers) + 1, t->is_in);
+    msi_instruction i = s->program->instructions.items[t->instruction];
+    const uint32_t of = t->is_in;
+    i.op = (uint8_t)(t->is_in ? MSI_OP_COPY_IN : MSI_OP_COPY_OUT);
+    i.follows = s->has_computed[of];
+    s->has_computed[of] = false;
+    if (!next || (t->is_in ? next->needed != t->needed : next->wait != t->wait)) {
+        i.event = (uint16_t)(of * MSI_COPY_EVENTS + s->event_count[of]++ % MSI_COPY_EVENTS);
+    }
+    s->moved[t->instruction] = s->instructions.count;
+    msi_place(s, &i);
+}
+
+/* Places the copies of a direction that are issued before a slot. */
+static void msi_place_issues(msi_scheduling *s, uint32_t slot, bool is_in) {
+    for (msi_transfer *t;
+         (t = msi_next_transfer(s, s->issued[is_in], is_in)) != NULL && t->issue <= slot;) {
+        msi_place_issue(s, t);
+        s->issued[is_in] = (uint32_t)(t - s->transfers) + 1;
+    }
+}
+
+/* Places a wait for the last copy of a direction that must be done before a slot, if it has not
+   been awaited. */
+static void msi_place_waits(msi_scheduling *s, uint32_t slot, bool is_in) {
+    const msi_transfer *last = NULL;
+    uint32_t number = s->awaited[is_in];
+    for (msi_transfer *t; (t = msi_next_transfer(s, number, is_in)) != NULL &&
+                          (t->is_in ? t->needed : t->wait) <= slot;) {
+        last = t;
+        number = (uint32_t)(t - s->transfers) + 1;
+    }
+    if (last && !s->program->out_of_memory) {
+        const msi_instruction copy = s->instructions.items[s->moved[last->instruction]];
+        msi_place_wait(s, &copy, is_in, number - 1);
+        s->awaited[is_in] = number;
+    }
+}
+
+/* Places a wait for a copy that was just placed. All before it in the same direction are awaited
+   by that, and need no events. */
+static void msi_place_wait_at_once(msi_scheduling *s, const msi_instruction *copy, bool is_in) {
+    for (msi_transfer *t = msi_next_transfer(s, s->awaited[is_in], is_in);
+         t && t < s->transfers + s->issued[is_in] && !s->program->out_of_memory;
+         t = msi_next_transfer(s, (uint32_t)(t - s->transfers) + 1, is_in)) {
+        s->instructions.items[s->moved[t->instruction]].event = MSI_NO_EVENT;
+    }
+    msi_place_wait(s, copy, is_in, s->issued[is_in]);
+}
+
+/* Places what is computed in a slot. What callbacks use on the host is awaited at once. */
+static void msi_place_slot(msi_scheduling *s, uint32_t now) {
+    msi_program *p = s->program;
+    msi_instruction i = p->instructions.items[now];
+    i.op = (uint8_t)msi_direction(p, &i);
+    const bool shown = i.op != p->instructions.items[now].op, is_in = i.op == MSI_OP_COPY_IN;
+    i.follows = shown;
+    i.event = (uint16_t)(shown ? is_in * MSI_COPY_EVENTS : MSI_NO_EVENT);
+    s->moved[now] = s->instructions.count;
+    msi_place(s, &i);
+    s->has_computed[0] = s->has_computed[1] = true;
+    if (shown) {
+        msi_place_wait_at_once(s, &i, is_in);
+    }
+}
+
+/* Makes the new list. */
+static void msi_place_all(msi_scheduling *s) {
+    msi_program *p = s->program;
+    const uint32_t count = p->instructions.count;
+    const uint32_t ends[] = {p->forward_end < count ? p->forward_end : count,
+                             p->backward_end < count ? p->backward_end : count};
+    uint32_t now = 0;
+    s->has_computed[0] = s->has_computed[1] = true;
+    for (uint32_t k = 0; k < p->operands.count; k++) {
+        uint32_t *range = &p->operands.items[k].range;
+        *range = *range == MSI_NONE ? MSI_NONE : s->used_for[*range];
+    }
+    for (uint32_t slot = 0; slot <= s->slot_count && !p->out_of_memory; slot++) {
+        msi_place_issues(s, slot, false);
+        msi_place_waits(s, slot, false);
+        p->forward_end = slot == s->slot[ends[0]] ? s->instructions.count : p->forward_end;
+        p->backward_end = slot == s->slot[ends[1]] ? s->instructions.count : p->backward_end;
+        msi_place_issues(s, slot, true);
+        msi_place_waits(s, slot, true);
+        while (now < count && msi_is_transfer(s, &p->instructions.items[now])) {
+            now++;
+        }
+        if (slot < s->slot_count) {
+            msi_place_slot(s, now++);
+        }
+    }
+    s->moved[count] = s->instructions.count;
+}
+
+static void msi_extend_range(msi_program *p, uint32_t residents, uint32_t range, uint32_t now) {
+    msi_range *r = range == MSI_NONE || range < residents ? NULL : &p->ranges.items[range];
+    if (r) {
+        r->first = now < r->first ? now : r->first;
+        r->last = r->last == MSI_NONE || now > r->last ? now : r->last;
+    }
+}
+
+/* Finds the live ranges anew in the new list. Both ends of a copy stay live until it is awaited. */
+static void msi_renumber(const msi_scheduling *s) {
+    msi_program *p = s->program;
+    const uint32_t residents = s->store->residents.count, end = s->instructions.count;
+    for (uint32_t k = residents; k < p->ranges.count; k++) {
+        msi_range *range = &p->ranges.items[k];
+        if (range->idle_last != MSI_NONE) {
+            range->idle_first = s->moved[range->idle_first];
+            range->idle_last = s->moved[range->idle_last];
+        }
+        range->bytes = s->used_for[k] == k ? range->bytes : 0;
+        range->first = range->last = MSI_NONE;
+    }
+    for (uint32_t now = end; now-- > 0;) {
+        const msi_instruction *i = &s->instructions.items[now];
+        const msi_operand *operands = p->operands.items + i->operand_first;
+        for (uint32_t k = 0; k < i->operand_count; k++) {
+            msi_extend_range(p, residents, operands[k].range, now);
+        }
+    }
+    for (uint32_t k = residents; k < p->ranges.count; k++) {
+        msi_range *range = &p->ranges.items[k];
+        const bool used = range->last != MSI_NONE;
+        range->first = used ? range->first : 0;
+        range->last = range->outlives ? end - 1 : used ? range->last : 0;
+    }
+}
+
+/* Forgets which live ranges use the memory of others. */
+static void msi_unshare_memory(msi_program *p) {
+    for (uint32_t k = 0; k < p->ranges.count; k++) {
+        p->ranges.items[k].alias_of = MSI_NONE;
+        p->ranges.items[k].aliased = false;
+    }
+}
+
+/* Places the copies of a program. The order of all other instructions stays as it is. */
+static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_store *store,
+                         const ms_allocator *allocator, msi_program *p) {
+    msi_scheduling s;
+    if (p->out_of_memory || !msi_crosses_link(p)) {
+        return;
+    }
+    memset(&s, 0, sizeof s);
+    s.graph = g;
+    s.costs = costs;
+    s.allocator = allocator;
+    s.store = store;
+    s.program = p;
+    p->out_of_memory = !msi_scheduling_init(&s);
+    if (!p->out_of_memory) {
+        msi_share_memory(g, p); // for the sums
+        msi_list_transfers(&s);
+        s.barrier = p->backward_end < p->instructions.count ? s.slot[p->backward_end] : MSI_NONE;
+        msi_sum_slots(&s);
+        msi_unshare_memory(p);
+        msi_leave_out(&s);
+        msi_find_starts(&s);
+        msi_place_transfers(&s);
+        msi_place_all(&s);
+    }
+    if (!p->out_of_memory) {
+        msi_renumber(&s);
+        MSI_LIST_FREE(msi_instruction, allocator, p->instructions);
+        p->instructions.items = s.instructions.items;
+        p->instructions.count = s.instructions.count;
+        p->instructions.capacity = s.instructions.capacity;
+    } else {
+        MSI_LIST_FREE(msi_instruction, allocator, s.instructions);
+    }
+    if (s.begin_us) {
+        msi_release(allocator, s.begin_us, s.bytes);
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -8329,10 +9317,6 @@ typedef enum msi_layout_order {
     MSI_ORDER_BYTES_CLASS,
     MSI_ORDER_SPAN_CLASS
 } msi_layout_order;
-
-static uint64_t msi_larger(uint64_t a, uint64_t b) {
-    return a > b ? a : b;
-}
 
 static uint32_t msi_clamp(uint64_t value, uint32_t least, uint32_t most) {
     return (uint32_t)msi_smaller(msi_larger(value, least), most);
@@ -9532,7 +10516,8 @@ static uint32_t msi_sum_live(msi_program *p, uint32_t resident_count, bool activ
     memset(live, 0, (count + 1) * sizeof *live);
     for (uint32_t i = resident_count; i < p->ranges.count; i++) {
         const msi_range *range = &p->ranges.items[i];
-        if (!activations_only || msi_is_activation((ms_category)range->category)) {
+        if (!range->on_host &&
+            (!activations_only || msi_is_activation((ms_category)range->category))) {
             live[range->first] += msi_align(range->bytes);
             live[msi_counts_to(range) + 1] -= msi_align(range->bytes);
         }
@@ -9545,34 +10530,6 @@ static uint32_t msi_sum_live(msi_program *p, uint32_t resident_count, bool activ
     return peak;
 }
 
-/* Bytes that an instruction of the library itself moves. An update reads the param, its gradient
-   and its state, and writes all of these except the gradient. */
-static double msi_moved_bytes(const msi_program *p, const msi_instruction *i) {
-    const msi_operand *operands = p->operands.items + i->operand_first;
-    const double bytes = (double)p->ranges.items[operands[0].range].bytes;
-    const uint32_t states = i->op == MSI_OP_UPDATE ? i->operand_count - 3u : 0;
-    return bytes * (i->op == MSI_OP_UPDATE ? 3.0 + 2.0 * states : msi_ops[i->op].passes);
-}
-
-/* Whether an instruction does nothing, such as a copy whose target aliases its source. */
-static bool msi_is_free(const msi_program *p, const msi_instruction *i) {
-    return i->op == MSI_OP_NOTHING ||
-           (i->op == MSI_OP_COPY &&
-            p->ranges.items[p->operands.items[i->operand_first].range].alias_of != MSI_NONE);
-}
-
-static double msi_bytes_us(const msi_costs *c, msi_cost cost, double bytes) {
-    const double measured = c->bytes_per_us[cost];
-    return c->hardware.launch_us +
-           bytes / (measured > 0.0 ? measured : c->hardware.memory_gb_per_s * 1e3);
-}
-
-static double msi_copy_us(const msi_costs *c, ms_stream_kind stream, uint64_t bytes) {
-    const double gb_per_s = stream == MS_STREAM_TO_DEVICE ? c->hardware.to_device_gb_per_s
-                                                          : c->hardware.to_host_gb_per_s;
-    return c->hardware.launch_us + (double)bytes / (gb_per_s * 1e3);
-}
-
 /* A discrete-event simulation of a program. What is enqueued on a stream runs in that order, so
    that each instruction starts when its stream is free and what it waits for is done, and one pass
    over the program finds all starts. */
@@ -9581,44 +10538,10 @@ typedef struct msi_clock {
     const msi_costs *costs;
     const msi_program *program;
     const msi_store *store;
-    double free_us[MS_STREAM_COUNT]; // when all that is enqueued there is done
+    double free_us[MS_STREAM_COUNT];      // when all that is enqueued there is done
+    double event_us[2 * MSI_COPY_EVENTS]; // when the copy before an event is done
     double stall_us;
 } msi_clock;
-
-/* The stream that an op runs on: without copies of its own, a device has one. */
-static ms_stream_kind msi_stream_of(const msi_costs *c, msi_op op) {
-    return c->has_copies ? msi_ops[op].stream : MS_STREAM_COMPUTE;
-}
-
-static double msi_duration_us(const msi_clock *c, const msi_instruction *i) {
-    const msi_op op = (msi_op)i->op;
-    const msi_cost cost = msi_ops[op].cost;
-    const bool layer = msi_calls_layer(op);
-    const double bytes = layer ? 0.0 : msi_moved_bytes(c->program, i);
-    const ms_layer_time *time = layer ? &c->graph->layers.items[i->target].time : NULL;
-    switch (cost) {
-    case MSI_COST_NONE:
-        return 0.0;
-    case MSI_COST_FORWARD:
-        return time->forward_us;
-    case MSI_COST_BACKWARD:
-        return time->backward_us;
-    case MSI_COST_RECOMPUTE:
-        return time->recompute_us;
-    case MSI_COST_LINK:
-        return c->costs->has_copies ? msi_copy_us(c->costs, msi_ops[op].stream, (uint64_t)bytes)
-                                    : msi_bytes_us(c->costs, MSI_COST_COPY, 2.0 * bytes);
-    case MSI_COST_FILL:
-    case MSI_COST_COPY:
-    case MSI_COST_ADD:
-    case MSI_COST_SUM:
-    case MSI_COST_UPDATE:
-        return msi_is_free(c->program, i) ? 0.0 : msi_bytes_us(c->costs, cost, bytes);
-    case MSI_COST_COUNT:
-        break;
-    }
-    return 0.0;
-}
 
 /* Rounds to multiples of 2^-24 us, so that sums of up to minutes are exact: two programs with the
    same instructions in another order take the same time to the bit. */
@@ -9672,15 +10595,22 @@ static void msi_clock_judge(msi_clock *c) {
 }
 
 /* When the other streams are ready for an instruction to start: a copy follows what is computed, a
-   wait the last copy in its direction. */
+   wait the copy that it is for. */
 static double msi_ready_us(const msi_clock *c, const msi_instruction *i) {
-    const uint32_t target = c->program->operands.items[i->operand_first].range;
-    if (msi_stream_of(c->costs, (msi_op)i->op) != MS_STREAM_COMPUTE) {
-        return c->free_us[MS_STREAM_COMPUTE];
+    return i->op == MSI_OP_WAIT ? c->event_us[i->event]
+           : i->follows         ? c->free_us[MS_STREAM_COMPUTE]
+                                : 0.0;
+}
+
+/* An update that uses state on the host: computing waits for that, and copies have so much less of
+   the link. */
+static void msi_clock_share(msi_clock *c, const msi_instruction *i) {
+    static const ms_stream_kind links[] = {MS_STREAM_TO_DEVICE, MS_STREAM_TO_HOST};
+    const double bytes = msi_mapped_bytes(c->graph, c->program, i);
+    c->stall_us += msi_mapped_us(c->graph, c->costs, c->program, i);
+    for (int k = 0; k < 2 && c->costs->has_links && bytes > 0.0; k++) {
+        msi_enqueue(c, links[k], 0.0, msi_copy_us(c->costs, links[k], (uint64_t)bytes));
     }
-    return i->op != MSI_OP_WAIT               ? 0.0
-           : msi_is_on_host(c->store, target) ? c->free_us[MS_STREAM_TO_HOST]
-                                              : c->free_us[MS_STREAM_TO_DEVICE];
 }
 
 /* Runs the next instruction of the program, which takes `us`. Returns its start. */
@@ -9688,6 +10618,12 @@ static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
     const msi_instruction *i = &c->program->instructions.items[now];
     const ms_stream_kind stream = msi_stream_of(c->costs, (msi_op)i->op);
     const double start_us = msi_enqueue(c, stream, msi_ready_us(c, i), us);
+    if (i->op == MSI_OP_UPDATE) {
+        msi_clock_share(c, i);
+    }
+    if (i->op != MSI_OP_WAIT && i->event != MSI_NO_EVENT) {
+        c->event_us[i->event] = c->free_us[stream];
+    }
     if (now + 1 == c->program->forward_end) {
         msi_clock_judge(c);
     }
@@ -9699,11 +10635,21 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
                              msi_program *p) {
     msi_clock c;
     msi_clock_start(&c, g, costs, store, p);
+    memset(p->link_bytes, 0, sizeof p->link_bytes);
+    memset(p->link_us, 0, sizeof p->link_us);
     p->recompute_us = 0.0;
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
-        const double us = msi_duration_us(&c, i);
+        const double us = msi_duration_us(g, costs, p, i);
         msi_clock_run(&c, now, us);
+        if (i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT) {
+            p->link_bytes[msi_ops[i->op].stream] += (uint64_t)msi_moved_bytes(g, p, i);
+            p->link_us[msi_ops[i->op].stream] += us;
+        }
+        for (int k = MS_STREAM_TO_DEVICE; k <= MS_STREAM_TO_HOST && i->op == MSI_OP_UPDATE; k++) {
+            p->link_bytes[k] += (uint64_t)msi_mapped_bytes(g, p, i);
+            p->link_us[k] += msi_mapped_us(g, costs, p, i);
+        }
         p->recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
     }
     p->step_us = 0.0;
@@ -9754,17 +10700,20 @@ typedef struct msi_scorer {
     const msi_costs *costs;
     const msi_store *store;
     const ms_allocator *allocator;
-    bool checks_layouts;     // debug mode
-    msi_lowering *lowering;  // its scratch memory
-    msi_program *program;    // of the decisions that were scored last
-    const msi_program *eval; // the eval program, which is the same for all decisions
-    msi_shortage *shortage;  // sticky: once it is set, nothing is scored and nothing fits
+    bool checks_layouts;              // debug mode
+    msi_lowering *lowering;           // its scratch memory
+    msi_program *program;             // of the decisions that were scored last
+    msi_program *eval;                // the eval program: it depends on the homes of params alone
+    uint64_t host_budget;             // of what lies on the host
+    const msi_tensor_decision *homes; // of another plan, whose homes are kept; NULL: none are
+    msi_shortage *shortage;           // sticky: once it is set, nothing is scored and nothing fits
 } msi_scorer;
 
 typedef struct msi_score {
     uint64_t live_bytes; // largest sum of live bytes in training, residents included
     uint64_t bytes;      // the arena: UINT64_MAX before it is laid out
     double us;           // a step, simulated
+    uint64_t host_bytes; // on the host, as `bytes`
 } msi_score;
 
 static const uint64_t MSI_NO_BUDGET = UINT64_MAX;
@@ -9803,7 +10752,7 @@ static void *msi_scratch(const msi_scorer *s, uint64_t bytes) {
 
 /* Schedules, aliases and simulates a program that was lowered. */
 static void msi_complete(const msi_scorer *s, msi_program *p) {
-    msi_schedule(s->store, s->allocator, p);
+    msi_schedule(s->graph, s->costs, s->store, s->allocator, p);
     if (!p->out_of_memory) {
         msi_share_memory(s->graph, p);
     }
@@ -9829,31 +10778,46 @@ static bool msi_check_layout(const msi_scorer *s, const msi_program *p) {
 static void msi_lay_out(const msi_scorer *s, msi_program *p, uint64_t enough) {
     const uint64_t effort = msi_smaller(
         MSI_LAYOUT_EFFORT, MSI_LAYOUT_EFFORT_LEAST + p->ranges.count * MSI_LAYOUT_EFFORT_EACH);
-    const uint64_t residents = s->store->resident_bytes;
+    const uint64_t residents = p->resident_bytes;
     enough = enough > residents ? enough - residents : 0;
     if (!msi_is_short(s) && (!msi_make_blocks(s->allocator, p, s->store->residents.count) ||
                              msi_layout_within(s->allocator, p->blocks.items, p->blocks.count,
                                                effort, enough, &p->height) != MS_RESULT_OK ||
+                             msi_layout(s->allocator, p->host_blocks.items, p->host_blocks.count,
+                                        effort, &p->host_height) != MS_RESULT_OK ||
                              (s->checks_layouts && !msi_check_layout(s, p)))) {
         msi_run_short(s, "the layout", p->ranges.count * sizeof(msi_block));
     }
+    p->is_laid_out = true;
 }
 
-/* The arena that holds two programs, one at a time. */
-static uint64_t msi_arena_of(const msi_store *store, const msi_program *train,
-                             const msi_program *eval) {
-    return store->resident_bytes + msi_larger(train->height, eval->height);
+/* The arena that holds two programs, one at a time; and what they have on the host. */
+static uint64_t msi_arena_of(const msi_program *train, const msi_program *eval) {
+    return train->resident_bytes + msi_larger(train->height, eval->height);
+}
+
+static uint64_t msi_host_of(const msi_program *train, const msi_program *eval) {
+    return train->home_bytes + msi_larger(train->host_height, eval->host_height);
+}
+
+/* Lowers the eval program for these decisions. It keeps nothing for a backward. */
+static void msi_make_eval(const msi_scorer *s, const msi_tensor_decision *decisions) {
+    msi_lower_eval(s->lowering, decisions, s->eval);
+    msi_complete(s, s->eval);
 }
 
 /* Lowers, schedules and simulates, for live bytes and time. This takes less time than a layout. */
 static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *decisions) {
-    msi_score score = {UINT64_MAX, UINT64_MAX, 1e300};
+    msi_score score = {UINT64_MAX, UINT64_MAX, 1e300, UINT64_MAX};
     if (!msi_is_short(s)) {
         msi_lower_train(s->lowering, decisions, s->program);
         msi_complete(s, s->program);
     }
+    if (!msi_is_short(s) && s->eval->homes != s->program->homes) {
+        msi_make_eval(s, decisions);
+    }
     if (!msi_is_short(s)) {
-        score.live_bytes = s->store->resident_bytes + s->program->peak_bytes;
+        score.live_bytes = s->program->resident_bytes + s->program->peak_bytes;
         score.us = s->program->step_us;
     }
     return score;
@@ -9865,7 +10829,13 @@ static bool msi_fits(const msi_scorer *s, msi_score *score, uint64_t budget, uin
         return false;
     }
     msi_lay_out(s, s->program, enough);
-    score->bytes = msi_is_short(s) ? UINT64_MAX : msi_arena_of(s->store, s->program, s->eval);
+    if (!s->eval->is_laid_out) {
+        msi_lay_out(s, s->eval, 0);
+    }
+    if (!msi_is_short(s)) {
+        score->bytes = msi_arena_of(s->program, s->eval);
+        score->host_bytes = msi_host_of(s->program, s->eval);
+    }
     return score->bytes <= budget && !msi_is_short(s);
 }
 
@@ -9890,6 +10860,10 @@ typedef struct msi_search {
     const msi_scorer *scorer;
     uint64_t budget, enough;   // no layout need be smaller than `enough`
     double least_us;           // the time of the plain plan: none counts as faster
+    uint32_t techniques;       // mask of those that may be used
+    uint32_t moves;            // of params, a mask; MSI_MOVES_MADE: of what layers make
+    bool may_move;             // plans that move something to the host are searched too
+    uint64_t host_budget;      // of what lies on the host
     bool any;                  // one plan that fits is enough
     bool early;                // the plans proposed update params inside backward
     msi_tensor_decision *best; // the best plan so far, if one was found
@@ -9911,7 +10885,7 @@ static bool msi_may_be_best(const msi_search *s, const msi_score *score) {
 }
 
 static uint64_t msi_decisions_bytes(const msi_graph *g) {
-    return g->tensors.count * (uint64_t)sizeof(msi_tensor_decision);
+    return (g->tensors.count + 1ull) * sizeof(msi_tensor_decision);
 }
 
 /* Whether decisions come before others: the faster, then the smaller by live bytes, since
@@ -9928,7 +10902,7 @@ static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
     const bool fits = score->bytes <= s->budget;
     const bool smaller =
         score->bytes < best->bytes || (score->bytes == best->bytes && score->us < best->us);
-    if (!msi_is_short(s->scorer) &&
+    if (!msi_is_short(s->scorer) && score->host_bytes <= s->host_budget &&
         (!s->found || (fits && !s->fits) ||
          (fits == s->fits && (fits ? msi_is_faster(score, best) : smaller)))) {
         s->found = true;
@@ -10009,20 +10983,78 @@ static bool msi_is_choice(const msi_graph *g, uint32_t t) {
            !msi_is_drop_forced(g, t);
 }
 
-/* The plain plan drops only what nothing reads again, and updates params last. */
-static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions) {
+/* What of a tensor a plan can move. */
+static uint8_t msi_movable(const msi_graph *g, uint32_t t) {
+    const msi_tensor *tensor = &g->tensors.items[t];
+    if (tensor->kind == MSI_KIND_PARAM) {
+        return (uint8_t)(msi_learns(tensor) ? MSI_MOVES_ALL : MSI_MOVES_VALUE);
+    }
+    const bool waits =
+        !msi_is_resident(tensor) && msi_is_read_again(tensor) && !tensor->is_output && t != g->loss;
+    return (uint8_t)(waits ? MSI_MOVES_VALUE : 0);
+}
+
+/* What of a tensor lies in the trainer's memory. */
+static uint8_t msi_lent(const msi_tensor *t) {
+    uint8_t lent = 0;
+    for (int role = MSI_ROLE_VALUE; role < MSI_ROLE_RESIDENT_COUNT; role++) {
+        const bool is = msi_is_borrowed(t, (msi_role)role);
+        lent = (uint8_t)(lent | (is ? msi_move_of((msi_role)role) : 0));
+    }
+    return lent;
+}
+
+/* What of a tensor a plan may move by choice. What the trainer lends lies on the device, unless its
+   home is forced to be the host: then it is there in every plan. */
+static uint8_t msi_may_choose(const msi_graph *g, uint32_t t) {
+    const msi_tensor *tensor = &g->tensors.items[t];
+    return (uint8_t)(msi_movable(g, t) & ~tensor->forbidden_moves & ~msi_lent(tensor));
+}
+
+enum { MSI_MAX_PARTS = 64 }; // of a param, however large it is: a program must not grow with it
+
+/* Decides in how many parts what is moved comes to its update: of so many bytes, or larger. */
+static void msi_decide_parts(const msi_graph *g, uint64_t part_bytes,
+                             msi_tensor_decision *decisions) {
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const bool unread = !msi_is_read_again(&g->tensors.items[t]);
-        decisions[t].pass = unread && msi_is_droppable(g, t) ? 1 : 0;
-        decisions[t].update_after = MSI_NONE;
+        const uint64_t bytes = g->tensors.items[t].bytes;
+        const bool is_param = g->tensors.items[t].kind == MSI_KIND_PARAM;
+        const uint64_t wanted = is_param && bytes > 0 ? (bytes + part_bytes - 1) / part_bytes : 0;
+        const uint64_t parts = msi_smaller(wanted, MSI_MAX_PARTS);
+        const uint64_t each = parts > 1 ? msi_align((bytes + parts - 1) / parts) : bytes;
+        decisions[t].parts = (uint16_t)(parts > 1 ? (bytes + each - 1) / each : 0);
     }
 }
 
-/* What a search begins with: nothing is dropped by choice, only what is forced. */
-static void msi_decide_base(const msi_graph *g, bool early, msi_tensor_decision *decisions) {
+#ifndef MSI_PART_BYTES // tests have their own
+#define MSI_PART_BYTES ((uint64_t)16 << 20)
+#endif
+
+/* The plain plan drops only what nothing reads again, updates params last, and moves only what the
+   trainer lends on the host. */
+static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions) {
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const bool unread = !msi_is_read_again(tensor);
+        decisions[t].pass = unread && msi_is_droppable(g, t) ? 1 : 0;
+        decisions[t].update_after = MSI_NONE;
+        decisions[t].moves = (uint8_t)(msi_movable(g, t) & tensor->forced_moves & msi_lent(tensor));
+    }
+    decisions[g->tensors.count].room = 0;
+    msi_decide_parts(g, MSI_PART_BYTES, decisions);
+}
+
+/* What a search begins with: nothing is dropped or moved by choice, only what is forced. */
+static void msi_decide_base(const msi_scorer *s, bool early, msi_tensor_decision *decisions) {
+    const msi_graph *g = s->graph;
     msi_decide_plain(g, decisions);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         decisions[t].pass |= msi_is_drop_forced(g, t);
+        const uint8_t forced = g->tensors.items[t].forced_moves & msi_movable(g, t);
+        decisions[t].moves = (uint8_t)(decisions[t].pass > 0 ? forced & ~MSI_MOVES_VALUE : forced);
+        if (s->homes && g->tensors.items[t].kind == MSI_KIND_PARAM) {
+            decisions[t].moves = s->homes[t].moves;
+        }
     }
     msi_place_updates(g, decisions, early, 0);
 }
@@ -10046,6 +11078,7 @@ enum {
     MSI_TRY_LEAST = 8,
     MSI_LIST_WORK = 1 << 22, // layers that are lowered for the whole list
     MSI_TRIM_TRIES = 8,
+    MSI_OFFLOAD_TRIES = 16,   // the same where something is moved
     MSI_POLISH_LIMIT = 64,    // values
     MSI_POLISH_LAYERS = 1000, // of a graph
     MSI_CUTS = 80             // into segments: as many as 2^32 layers have
@@ -10126,12 +11159,51 @@ static double msi_price_us(msi_pricing *c, const msi_tensor_decision *decisions,
     return us > 0.0 ? us : 0.0;
 }
 
-/* A next step that a search may take: to drop some values together. */
+/* How many tensors of optimizer state a param has. */
+static uint32_t msi_states_of(const msi_scorer *s) {
+    return msi_state_count(s->lowering->optimizer);
+}
+
+/* What a search does to one tensor: drops its value, or moves something of it to the host. The
+   action is 0 or a bit of msi_tensor_decision.moves; numbers of tensors leave four bits free. */
+enum { MSI_ACTION_SHIFT = 28, MSI_ACTION_TENSOR = (1 << MSI_ACTION_SHIFT) - 1 };
+
+static uint32_t msi_action_tensor(uint32_t action) {
+    return action & MSI_ACTION_TENSOR;
+}
+
+static bool msi_is_done(const msi_tensor_decision *decisions, uint32_t action) {
+    const msi_tensor_decision *d = &decisions[msi_action_tensor(action)];
+    const uint32_t move = action >> MSI_ACTION_SHIFT;
+    return move ? d->moves & move : d->pass > 0;
+}
+
+static void msi_do(msi_tensor_decision *decisions, uint32_t action, bool done) {
+    msi_tensor_decision *d = &decisions[msi_action_tensor(action)];
+    const uint32_t move = action >> MSI_ACTION_SHIFT;
+    if (move) {
+        d->moves = (uint8_t)(done ? d->moves | move : d->moves & ~move);
+    } else {
+        d->pass = done;
+    }
+}
+
+/* A value is either dropped or moved. */
+static bool msi_is_possible(const msi_tensor_decision *decisions, uint32_t action) {
+    const msi_tensor_decision *d = &decisions[msi_action_tensor(action)];
+    const uint32_t move = action >> MSI_ACTION_SHIFT;
+    return move == 0                 ? !(d->moves & MSI_MOVES_VALUE)
+           : move == MSI_MOVES_VALUE ? d->pass == 0
+                                     : true;
+}
+
+/* A next step that a search may take: some actions together. */
 typedef struct msi_move {
-    double bytes_per_us;    // bytes that it frees for each microsecond that it costs
-    uint64_t segment_bytes; // of the segment that its values would join
-    uint32_t key;           // its first tensor
-    uint32_t member;        // the first of its values in msi_greedy.members
+    double bytes_per_us;            // bytes that it frees for each microsecond that it costs
+    uint64_t segment_bytes;         // of the segment that its values would join
+    uint32_t key;                   // its first action
+    uint32_t member;                // the first of its actions in msi_greedy.members
+    uint32_t idle_first, idle_last; // of a value that is moved: its uses around the peak
     uint32_t member_count;
 } msi_move;
 
@@ -10169,14 +11241,24 @@ static void msi_sort_moves(msi_move *items, uint32_t count) {
     }
 }
 
-/* A plan of the list: it drops the first drop_count values of `drops`. */
+/* A plan of the list: it does the first drop_count actions of `drops`. */
 typedef struct msi_prefix {
     uint64_t live_bytes;
+    uint64_t home_bytes; // on the host
     uint32_t drop_count;
     double us;  // of the slowest plan up to this one
     bool early; // params are updated inside backward
     bool counts;
 } msi_prefix;
+
+/* How much time the link has left, in the plan at hand, without stalls: how much longer copies in
+   may take together and still be in time for an instruction, and for those after it; and copies out
+   that begin after it, and be done at the end of the step. By the times of all that is computed. */
+typedef struct msi_link_load {
+    MSI_LIST(double) in_us;
+    MSI_LIST(double) out_us;
+    uint32_t *first_use, *last_use, *update; // per param: by layers; its update
+} msi_link_load;
 
 typedef struct msi_greedy {
     msi_search *search;
@@ -10190,17 +11272,20 @@ typedef struct msi_greedy {
     uint32_t *segment;             // per layer: one of the layers of the same segment
     uint64_t *segment_bytes;       // per segment: bytes that it brings back
     uint64_t *started_bytes;       // per tensor: bytes of the last segment that starts from it
-    MSI_LIST(uint32_t) drops;      // values, in the order in which they were dropped
+    MSI_LIST(uint32_t) drops;      // actions, in the order in which they were done
     MSI_LIST(msi_prefix) prefixes; // the list of plans
     MSI_LIST(msi_move) moves;      // from the plan at hand
-    MSI_LIST(uint32_t) members;    // the values of the moves
+    MSI_LIST(uint32_t) members;    // the actions of the moves
+    msi_link_load load;            // of the plan at hand
+    uint64_t host_left;            // bytes that it leaves of the host's memory
     uint32_t batch_share;          // of the moves are made at once
     uint32_t try_limit;            // for a plan of the list
     uint32_t tries_left;           // for all of them
 } msi_greedy;
 
 static uint64_t msi_greedy_bytes(const msi_graph *g) {
-    return g->tensors.count * (sizeof(uint64_t) + sizeof(msi_tensor_decision)) +
+    return msi_decisions_bytes(g) +
+           g->tensors.count * (uint64_t)(sizeof(uint64_t) + 3 * sizeof(uint32_t)) +
            g->layers.count * (uint64_t)(sizeof(uint64_t) + sizeof(uint32_t));
 }
 
@@ -10223,7 +11308,10 @@ static bool msi_greedy_init(msi_greedy *w, msi_search *search) {
     }
     w->segment_bytes = w->started_bytes + g->tensors.count;
     w->decisions = (msi_tensor_decision *)(void *)(w->segment_bytes + g->layers.count);
-    w->segment = (uint32_t *)(void *)(w->decisions + g->tensors.count);
+    w->segment = (uint32_t *)(void *)(w->decisions + g->tensors.count + 1);
+    w->load.first_use = w->segment + g->layers.count;
+    w->load.last_use = w->load.first_use + g->tensors.count;
+    w->load.update = w->load.last_use + g->tensors.count;
     msi_decide_plain(g, w->decisions);
     return msi_pricing_init(&w->pricing, s);
 }
@@ -10236,6 +11324,8 @@ static void msi_greedy_free(msi_greedy *w) {
     MSI_LIST_FREE(msi_prefix, a, w->prefixes);
     MSI_LIST_FREE(msi_move, a, w->moves);
     MSI_LIST_FREE(uint32_t, a, w->members);
+    MSI_LIST_FREE(double, a, w->load.in_us);
+    MSI_LIST_FREE(double, a, w->load.out_us);
 }
 
 static uint32_t msi_segment_of(msi_greedy *w, uint32_t layer) {
@@ -10308,8 +11398,10 @@ static void msi_add_move(msi_greedy *w, uint32_t member_count) {
     move->key = w->members.items[move->member];
     move->bytes_per_us = 0.0;
     for (uint32_t i = 0; i < member_count; i++) {
-        const uint32_t t = w->members.items[move->member + i];
-        move->bytes_per_us += (double)w->graph->tensors.items[t].bytes;
+        const uint32_t action = w->members.items[move->member + i];
+        const uint64_t bytes = w->graph->tensors.items[msi_action_tensor(action)].bytes;
+        const bool state = action >> MSI_ACTION_SHIFT == MSI_MOVES_STATE;
+        move->bytes_per_us += (double)bytes * (state ? msi_states_of(w->scorer) : 1);
     }
 }
 
@@ -10326,6 +11418,211 @@ static void msi_add_saved(msi_greedy *w, uint32_t layer, uint32_t count) {
     }
 }
 
+static void msi_note_uses(msi_link_load *load, const msi_program *p, uint32_t now) {
+    const msi_instruction *i = &p->instructions.items[now];
+    if (i->op == MSI_OP_UPDATE && load->update[i->target] == MSI_NONE) {
+        load->update[i->target] = now;
+    }
+    for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
+        const uint32_t index = p->operands.items[i->operand_first + k].range;
+        const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
+        if (range && range->category == MS_CATEGORY_PARAM) {
+            uint32_t *first = &load->first_use[range->tensor];
+            *first = *first == MSI_NONE ? now : *first;
+            load->last_use[range->tensor] = now;
+        }
+    }
+}
+
+/* What the copies take together that a wait is for. */
+static double msi_awaited_us(const msi_greedy *w, const msi_instruction *wait) {
+    const msi_program *p = w->scorer->program;
+    double us = 0.0;
+    for (uint32_t k = 0; k < wait->operand_count; k += 2) {
+        const msi_operand *ends = p->operands.items + wait->operand_first + k;
+        const msi_range *a = &p->ranges.items[ends[0].range], *b = &p->ranges.items[ends[1].range];
+        us += msi_copy_us(w->scorer->costs, b->on_host ? MS_STREAM_TO_DEVICE : MS_STREAM_TO_HOST,
+                          msi_smaller(a->bytes, b->bytes));
+    }
+    return us;
+}
+
+static bool msi_waits_for_device(const msi_program *p, const msi_instruction *i) {
+    return i->op == MSI_OP_WAIT &&
+           p->ranges.items[p->operands.items[i->operand_first + 1].range].on_host;
+}
+
+/* What is left for copies in: the least of what all waits from an instruction on leave. The peak
+   parts the step: there is no memory there for what is on its way. */
+static void msi_find_load_in(msi_greedy *w) {
+    const msi_program *p = w->scorer->program;
+    double *left = w->load.in_us.items, us = 0.0, in_us = 0.0, least = 1e300;
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        if (now == p->peak) {
+            us = in_us = 0.0;
+        }
+        in_us += msi_waits_for_device(p, i) ? msi_awaited_us(w, i) : 0.0;
+        left[now] = us - in_us;
+        us += msi_ops[i->op].cost == MSI_COST_LINK
+                  ? 0.0
+                  : msi_duration_us(w->graph, w->scorer->costs, p, i);
+    }
+    for (uint32_t now = p->instructions.count; now-- > 0;) {
+        const bool waits = msi_waits_for_device(p, &p->instructions.items[now]);
+        least = now + 1 == p->peak ? 1e300 : least;
+        least = waits && left[now] < least ? left[now] : least;
+        left[now] = left[now] < least ? left[now] : least;
+    }
+}
+
+/* What is left for copies out: the least of what all copies up to an instruction leave, until
+   the end of the step or the peak. */
+static void msi_find_load_out(msi_greedy *w) {
+    const msi_program *p = w->scorer->program;
+    double *left = w->load.out_us.items, us = 0.0, out_us = 0.0, least = 1e300;
+    for (uint32_t now = p->instructions.count; now-- > 0;) {
+        const msi_instruction *i = &p->instructions.items[now];
+        const double own_us = msi_duration_us(w->graph, w->scorer->costs, p, i);
+        if (now + 1 == p->peak) {
+            us = out_us = 0.0;
+        }
+        out_us += i->op == MSI_OP_COPY_OUT ? own_us : 0.0;
+        left[now] = us - out_us;
+        us += msi_ops[i->op].cost == MSI_COST_LINK ? 0.0 : own_us;
+    }
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const bool sends = p->instructions.items[now].op == MSI_OP_COPY_OUT;
+        least = now == p->peak ? 1e300 : least;
+        least = sends && left[now] < least ? left[now] : least;
+        left[now] = left[now] < least ? left[now] : least;
+    }
+}
+
+static void msi_find_load(msi_greedy *w) {
+    const msi_program *p = w->scorer->program;
+    const uint64_t count = p->instructions.count;
+    for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
+        w->load.first_use[t] = w->load.last_use[t] = w->load.update[t] = MSI_NONE;
+    }
+    if (MSI_SCRATCH_LIST(double, w->scorer, w->load.in_us, count) &&
+        MSI_SCRATCH_LIST(double, w->scorer, w->load.out_us, count)) {
+        for (uint32_t now = 0; now < p->instructions.count; now++) {
+            msi_note_uses(&w->load, p, now);
+        }
+        msi_find_load_in(w);
+        msi_find_load_out(w);
+    }
+}
+
+/* By how much a copy makes the step longer if the link has so much time left for it. What hides
+   costs a little too, the more the less time is left, so that the link is used where it is idle. */
+static double msi_exposed_us(double us, double left_us) {
+    const double hidden = left_us <= 0.0 ? 0.0 : left_us < us ? left_us : us;
+    const double share = us > 0.0 ? us / (us + (left_us > 0.0 ? left_us : 0.0)) : 0.0;
+    return us - hidden + 0.05 * share * hidden;
+}
+
+/* The time that it costs to move something to the host, in the plan at hand. */
+static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
+    const uint32_t t = msi_action_tensor(of->key), move = of->key >> MSI_ACTION_SHIFT;
+    const msi_link_load *load = &w->load;
+    const msi_costs *costs = w->scorer->costs;
+    const uint32_t copies = move == MSI_MOVES_STATE ? msi_states_of(w->scorer) : 1;
+    const uint64_t bytes = w->graph->tensors.items[t].bytes;
+    const double in_us = copies * msi_copy_us(costs, MS_STREAM_TO_DEVICE, bytes);
+    const double out_us = copies * msi_copy_us(costs, MS_STREAM_TO_HOST, bytes);
+    const uint32_t uses[] = {load->first_use[t], load->last_use[t], load->update[t]};
+    double us = 0.0;
+    if (w->graph->tensors.items[t].kind != MSI_KIND_PARAM) {
+        return msi_exposed_us(in_us, load->in_us.items[of->idle_last]) +
+               msi_exposed_us(out_us, load->out_us.items[of->idle_first]);
+    }
+    if (move == MSI_MOVES_VALUE && uses[0] != MSI_NONE) {
+        us += msi_exposed_us(in_us, load->in_us.items[uses[0]]);
+    }
+    if (move == MSI_MOVES_VALUE && uses[1] != uses[0]) {
+        us += msi_exposed_us(in_us, load->in_us.items[uses[1]]);
+    }
+    if (move == MSI_MOVES_GRADIENT && uses[1] != MSI_NONE) {
+        us += msi_exposed_us(out_us, load->out_us.items[uses[1]]);
+    }
+    if (move != MSI_MOVES_VALUE && uses[2] != MSI_NONE) {
+        us += msi_exposed_us(in_us, load->in_us.items[uses[2]]);
+    }
+    if (move != MSI_MOVES_GRADIENT && uses[2] != MSI_NONE) {
+        us += msi_exposed_us(out_us, load->out_us.items[uses[2]]);
+    }
+    return us;
+}
+
+/* Whether the instruction at the peak uses a live range. */
+static bool msi_is_used_at_peak(const msi_program *p, uint32_t range) {
+    const msi_instruction *i = &p->instructions.items[p->peak];
+    bool used = false;
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        used |= p->operands.items[i->operand_first + k].range == range;
+    }
+    return used;
+}
+
+/* Bytes of what belongs to a tensor and is moved. */
+static uint64_t msi_action_bytes(const msi_greedy *w, uint32_t t, uint32_t move) {
+    const uint64_t count = move == MSI_MOVES_STATE ? msi_states_of(w->scorer) : 1;
+    return count * msi_align(w->graph->tensors.items[t].bytes);
+}
+
+/* Notes what the plan at hand, which was estimated, leaves of the host's memory. */
+static void msi_find_host_left(msi_greedy *w) {
+    const msi_program *p = w->scorer->program;
+    const uint64_t used = p->home_bytes + p->sent_bytes, most = w->search->host_budget;
+    w->host_left = used < most ? most - used : 0;
+}
+
+/* Whether what a live range holds may be moved, and is worth a copy: one that takes less time than
+   its launch is not. */
+static bool msi_may_move(const msi_greedy *w, uint32_t t, uint32_t move) {
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    const msi_costs *costs = w->scorer->costs;
+    const double us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, tensor->bytes);
+    const uint32_t kind = tensor->kind == MSI_KIND_PARAM ? move : (uint32_t)MSI_MOVES_MADE;
+    return (w->search->moves & kind) && msi_action_bytes(w, t, move) <= w->host_left &&
+           (msi_may_choose(w->graph, t) & move) && !(w->decisions[t].moves & move) &&
+           us >= 2.0 * costs->hardware.launch_us &&
+           !(w->scorer->homes && tensor->kind == MSI_KIND_PARAM);
+}
+
+/* Lists what can be moved to the host to lower the peak. */
+static void msi_list_offloads(msi_greedy *w) {
+    const msi_program *p = w->scorer->program;
+    const uint32_t residents = w->scorer->store->residents.count;
+    for (uint32_t i = 0; i < p->ranges.count; i++) {
+        const msi_range *range = &p->ranges.items[i];
+        const msi_role role = (msi_role)range->role;
+        const bool resident = i < residents;
+        const bool owned = !resident || (!w->scorer->store->residents.items[i].borrowed &&
+                                         role <= MSI_ROLE_STATE0); // which stands for all state
+        const bool value = role == MSI_ROLE_VALUE && !resident && msi_is_idle_at_peak(p, range);
+        const bool fixed = resident && role < MSI_ROLE_RESIDENT_COUNT &&
+                           w->graph->tensors.items[range->tensor].kind == MSI_KIND_PARAM;
+        const bool gradient = role == MSI_ROLE_GRADIENT &&
+                              range->category == MS_CATEGORY_GRADIENT && range->first < p->peak &&
+                              range->last > p->peak;
+        if (range->on_host || range->part > 0 || !owned || !(value || fixed || gradient) ||
+            (role < MSI_ROLE_STATE0 && msi_is_used_at_peak(p, i)) ||
+            !msi_may_move(w, range->tensor, msi_move_of(role))) {
+            continue;
+        }
+        w->members.items[w->members.count++] = range->tensor | (uint32_t)msi_move_of(role)
+                                                                   << MSI_ACTION_SHIFT;
+        msi_add_move(w, 1);
+        if (value) {
+            w->moves.items[w->moves.count - 1].idle_first = range->idle_first;
+            w->moves.items[w->moves.count - 1].idle_last = range->idle_last;
+        }
+    }
+}
+
 /* The saved tensors of a layer are one move, since they come back together; where the layer can
    bring back one of them alone, each is a move as well. */
 static void msi_list_moves(msi_greedy *w) {
@@ -10333,13 +11630,18 @@ static void msi_list_moves(msi_greedy *w) {
     const msi_program *p = w->scorer->program;
     uint32_t saved_of = MSI_NONE, together = 0; // the layer of the saved tensors met last; how many
     w->moves.count = w->members.count = 0;
-    if (!MSI_SCRATCH_LIST(msi_move, w->scorer, w->moves, 2ull * p->ranges.count) ||
-        !MSI_SCRATCH_LIST(uint32_t, w->scorer, w->members, p->ranges.count)) {
+    if (!MSI_SCRATCH_LIST(msi_move, w->scorer, w->moves, 4ull * p->ranges.count) ||
+        !MSI_SCRATCH_LIST(uint32_t, w->scorer, w->members, 4ull * p->ranges.count)) {
         return;
+    }
+    if (w->search->techniques & MSI_OFFLOADING) {
+        msi_list_offloads(w);
     }
     for (uint32_t i = w->scorer->store->residents.count; i < p->ranges.count; i++) {
         const uint32_t tensor = p->ranges.items[i].tensor;
-        if (!msi_is_idle_at_peak(p, &p->ranges.items[i]) || !msi_is_droppable(g, tensor)) {
+        if (!(w->search->techniques & MSI_CHECKPOINTING) ||
+            !msi_is_idle_at_peak(p, &p->ranges.items[i]) || !msi_is_droppable(g, tensor) ||
+            (w->decisions[tensor].moves & MSI_MOVES_VALUE)) {
             continue;
         }
         const msi_tensor *t = &g->tensors.items[tensor];
@@ -10360,11 +11662,20 @@ static void msi_list_moves(msi_greedy *w) {
 /* Finds the moves from the plan at hand, best first; without memory, none. */
 static void msi_find_moves(msi_greedy *w) {
     msi_note_recomputed(&w->pricing, w->scorer->program);
+    if (w->search->techniques & MSI_OFFLOADING) {
+        msi_find_load(w);
+        msi_find_host_left(w);
+    }
     msi_list_moves(w);
     msi_find_segments(w);
     for (uint32_t i = 0; i < w->moves.count; i++) {
         msi_move *move = &w->moves.items[i];
         double us = 0.0;
+        if (move->key >> MSI_ACTION_SHIFT) {
+            move->segment_bytes = 0;
+            move->bytes_per_us /= 1e-3 + msi_offload_us(w, move);
+            continue;
+        }
         for (uint32_t k = 0; k < move->member_count; k++) { // of one layer: the dearest counts
             const uint32_t t = w->members.items[move->member + k];
             const double price = k > 0 && !w->graph->tensors.items[t].serves_recompute
@@ -10383,8 +11694,9 @@ static bool msi_add_prefix(msi_greedy *w) {
     const uint32_t count = w->prefixes.count;
     const double slowest = count > 0 ? w->prefixes.items[count - 1].us : 0.0;
     const bool counts = w->score.us >= slowest;
-    const msi_prefix prefix = {w->score.live_bytes, w->drops.count, counts ? w->score.us : slowest,
-                               w->search->early, counts};
+    const msi_prefix prefix = {w->score.live_bytes, w->scorer->program->home_bytes,
+                               w->drops.count,      counts ? w->score.us : slowest,
+                               w->search->early,    counts};
     if (MSI_SCRATCH_LIST(msi_prefix, w->scorer, w->prefixes, count + 1ull)) {
         w->prefixes.items[w->prefixes.count++] = prefix;
     }
@@ -10392,11 +11704,15 @@ static bool msi_add_prefix(msi_greedy *w) {
 }
 
 /* Drops a value, unless another move of the same batch has dropped it. */
-static void msi_drop(msi_greedy *w, uint32_t tensor) {
-    if (w->decisions[tensor].pass == 0 &&
+static void msi_drop(msi_greedy *w, uint32_t action, uint64_t *host_left) {
+    const uint32_t t = msi_action_tensor(action), move = action >> MSI_ACTION_SHIFT;
+    const uint64_t host_bytes = move ? msi_action_bytes(w, t, move) : 0;
+    if (!msi_is_done(w->decisions, action) && msi_is_possible(w->decisions, action) &&
+        host_bytes <= *host_left &&
         MSI_SCRATCH_LIST(uint32_t, w->scorer, w->drops, w->drops.count + 1ull)) {
-        w->decisions[tensor].pass = 1;
-        w->drops.items[w->drops.count++] = tensor;
+        msi_do(w->decisions, action, true);
+        *host_left -= host_bytes;
+        w->drops.items[w->drops.count++] = action;
     }
 }
 
@@ -10404,10 +11720,10 @@ static void msi_drop(msi_greedy *w, uint32_t tensor) {
    its end, for a larger count later. */
 static void msi_set_drops(msi_greedy *w, uint32_t count) {
     while (w->drops.count > count) {
-        w->decisions[w->drops.items[--w->drops.count]].pass = 0;
+        msi_do(w->decisions, w->drops.items[--w->drops.count], false);
     }
     while (w->drops.count < count) {
-        w->decisions[w->drops.items[w->drops.count++]].pass = 1;
+        msi_do(w->decisions, w->drops.items[w->drops.count++], true);
     }
 }
 
@@ -10415,9 +11731,10 @@ static void msi_set_drops(msi_greedy *w, uint32_t count) {
 static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, uint64_t old_bytes,
                            uint32_t old_peak) {
     const uint32_t old_drops = w->drops.count;
+    uint64_t host_left = w->host_left;
     for (uint32_t i = first; i < first + count; i++) {
         for (uint32_t k = 0; k < w->moves.items[i].member_count; k++) {
-            msi_drop(w, w->members.items[w->moves.items[i].member + k]);
+            msi_drop(w, w->members.items[w->moves.items[i].member + k], &host_left);
         }
     }
     w->score = msi_search_estimate(w->search, w->decisions);
@@ -10467,13 +11784,14 @@ static bool msi_take_smallest(msi_greedy *w) {
     const msi_search *s = w->search;
     const msi_prefix *list = w->prefixes.items, *best = NULL, *now = NULL;
     uint64_t bytes = s->found ? s->best_score.bytes : UINT64_MAX;
-    for (uint32_t k = w->prefixes.count;
-         k-- > 0 && list[k].live_bytes <= bytes && !msi_is_short(w->scorer);) {
-        if (list[k].counts) {
+    for (uint32_t k = w->prefixes.count; k-- > 0 && !msi_is_short(w->scorer);) {
+        if (list[k].counts && list[k].live_bytes <= bytes) {
             now = &list[k];
             msi_return_to(w, now);
-            best = w->score.bytes <= bytes ? now : best;
-            bytes = msi_smaller(bytes, w->score.bytes);
+            const bool smaller =
+                w->score.bytes <= bytes && w->score.host_bytes <= w->search->host_budget;
+            best = smaller ? now : best;
+            bytes = smaller ? w->score.bytes : bytes;
         }
     }
     if (best && best != now) {
@@ -10482,11 +11800,17 @@ static bool msi_take_smallest(msi_greedy *w) {
     return best != NULL;
 }
 
-/* Keeps (pass 0) or drops (pass 1) the values of one layer that the list dropped. */
-static void msi_set_drops_of(msi_greedy *w, uint32_t layer, uint32_t pass) {
+/* Takes back an action of the list, or does it again; with a drop, all drops of the same layer. */
+static void msi_redo(msi_greedy *w, uint32_t action, bool done) {
+    const msi_tensor *tensors = w->graph->tensors.items;
+    if (action >> MSI_ACTION_SHIFT) {
+        msi_do(w->decisions, action, done);
+        return;
+    }
     for (uint32_t i = 0; i < w->drops.count; i++) {
-        if (w->graph->tensors.items[w->drops.items[i]].producer == layer) {
-            w->decisions[w->drops.items[i]].pass = pass;
+        const uint32_t other = w->drops.items[i];
+        if (!(other >> MSI_ACTION_SHIFT) && tensors[other].producer == tensors[action].producer) {
+            msi_do(w->decisions, other, done);
         }
     }
 }
@@ -10502,18 +11826,18 @@ static void msi_polish(msi_greedy *w, const msi_prefix *before) {
     }
     for (uint32_t i = 0; i < before->drop_count && i < MSI_POLISH_LIMIT && !msi_is_short(w->scorer);
          i++) {
-        if (w->decisions[w->drops.items[i]].pass == 0) {
+        const uint32_t action = w->drops.items[i];
+        if (!msi_is_done(w->decisions, action)) {
             continue; // taken back with another value of its layer
         }
-        const uint32_t layer = w->graph->tensors.items[w->drops.items[i]].producer;
-        msi_set_drops_of(w, layer, 0);
+        msi_redo(w, action, false);
         w->score = msi_search_estimate(w->search, w->decisions);
         if (w->score.us < best.us && w->score.us >= before->us &&
             w->score.live_bytes <= first.live_bytes &&
             msi_fits(w->scorer, &w->score, first.bytes, 0) && w->score.bytes == first.bytes) {
             best = w->score;
         } else {
-            msi_set_drops_of(w, layer, 1);
+            msi_redo(w, action, true);
         }
     }
     w->score = best;
@@ -10537,6 +11861,66 @@ static void msi_trim_last(msi_greedy *w, const msi_prefix *before, const msi_sco
             msi_propose(w->search, w->decisions, &w->score);
             return;
         }
+    }
+}
+
+/* Whether the host may hold what the plan at hand, which was laid out, has there. */
+static bool msi_host_suffices(const msi_greedy *w) {
+    return w->score.host_bytes <= w->search->host_budget;
+}
+
+/* Of a list that was gone through to its end: the fastest plan that fits, or MSI_NONE. It is the
+   plan at hand then. */
+static uint32_t msi_take_fastest(msi_greedy *w) {
+    uint32_t best = MSI_NONE;
+    for (double us = -1.0; best == MSI_NONE && !msi_is_short(w->scorer);) {
+        uint32_t next = MSI_NONE; // the first of the fastest that are slower than those before
+        for (uint32_t k = 0; k < w->prefixes.count; k++) {
+            const msi_prefix *p = &w->prefixes.items[k];
+            const bool better = next == MSI_NONE || p->us < w->prefixes.items[next].us ||
+                                (p->us <= w->prefixes.items[next].us &&
+                                 p->live_bytes < w->prefixes.items[next].live_bytes);
+            next =
+                p->counts && p->live_bytes <= w->search->budget && p->us > us && better ? k : next;
+        }
+        if (next == MSI_NONE) {
+            return MSI_NONE;
+        }
+        us = w->prefixes.items[next].us;
+        msi_return_to(w, &w->prefixes.items[next]);
+        best = w->score.bytes <= w->search->budget && msi_host_suffices(w) ? next : MSI_NONE;
+    }
+    return best;
+}
+
+/* Goes through the whole list, where times rise and fall along it: copies hide, or do not. Proposes
+   the fastest plan that fits, or the smallest. */
+static void msi_search_whole(msi_greedy *w) {
+    do {
+        const msi_prefix prefix = {
+            w->score.live_bytes, w->scorer->program->home_bytes,
+            w->drops.count,      w->score.us,
+            w->search->early,    w->scorer->program->home_bytes <= w->search->host_budget};
+        if (MSI_SCRATCH_LIST(msi_prefix, w->scorer, w->prefixes, w->prefixes.count + 1ull)) {
+            w->prefixes.items[w->prefixes.count++] = prefix;
+        }
+    } while (!msi_is_short(w->scorer) && msi_next_plan(w));
+    const uint32_t best = msi_take_fastest(w);
+    if (best != MSI_NONE) {
+        msi_prefix before = w->prefixes.items[best];
+        before.us = 0.0;
+        for (uint32_t k = 0; k < w->prefixes.count; k++) {
+            const double us = w->prefixes.items[k].us;
+            before.us = us < w->prefixes.items[best].us && us > before.us ? us : before.us;
+        }
+        const msi_score last = w->score;
+        msi_polish(w, &before);
+        msi_propose(w->search, w->decisions, &w->score);
+        if (best > 0 && w->prefixes.items[best - 1].us < last.us) {
+            msi_trim_last(w, &w->prefixes.items[best - 1], &last);
+        }
+    } else if (!w->search->fits && !msi_is_short(w->scorer) && msi_take_smallest(w)) {
+        msi_propose(w->search, w->decisions, &w->score);
     }
 }
 
@@ -10571,6 +11955,75 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
     }
 }
 
+/* The lists of plans that move something to the host: what they may move, and whether they begin
+   with all of that moved. Lists that may do less are not always slower: greedy moves cannot see
+   what becomes of the link. */
+static const struct {
+    uint32_t moves;
+    bool begins_moved;
+    uint8_t room;
+    uint8_t in_place;                   // MSI_IN_PLACE: updates use state on the host where it is
+} msi_move_lists[] = {{0, false, 1, 0}, // only what is forced
+                      {0, false, 4, 0},
+                      {MSI_MOVES_STATE, false, 1, 0},
+                      {MSI_MOVES_VALUE | MSI_MOVES_STATE, false, 1, 0},
+                      {MSI_MOVES_ALL | MSI_MOVES_MADE, false, 1, 0},
+                      {MSI_MOVES_ALL | MSI_MOVES_MADE, true, 0, 0},
+                      {MSI_MOVES_ALL | MSI_MOVES_MADE, true, 0, MSI_IN_PLACE}};
+
+/* Moves all that may be moved of params. */
+static void msi_move_params(msi_greedy *w, uint8_t in_place) {
+    for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
+        for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
+            const bool moves =
+                w->graph->tensors.items[t].kind == MSI_KIND_PARAM && msi_may_move(w, t, move);
+            w->host_left -= moves ? msi_action_bytes(w, t, move) : 0;
+            w->decisions[t].moves = (uint8_t)(w->decisions[t].moves | (moves ? move : 0));
+        }
+        const bool state = w->decisions[t].moves & MSI_MOVES_STATE;
+        w->decisions[t].moves = (uint8_t)(w->decisions[t].moves | (state ? in_place : 0));
+    }
+}
+
+/* Whether a list is of use: of what is forced to move there must be some. */
+static bool msi_is_list_of_use(const msi_search *s, int number) {
+    const msi_graph *g = s->scorer->graph;
+    bool forces = false;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        forces |= g->tensors.items[t].forced_moves != 0;
+    }
+    return (forces || msi_move_lists[number].moves != 0) &&
+           (s->scorer->costs->maps_host || !msi_move_lists[number].in_place);
+}
+
+/* Searches for plans that move something to the host. */
+static void msi_search_offloading(msi_search *s) {
+    const uint32_t techniques = s->techniques;
+    const int count = sizeof msi_move_lists / sizeof msi_move_lists[0];
+    s->techniques |= MSI_OFFLOADING;
+    for (int k = 0; k < count && !msi_is_short(s->scorer) && !(s->any && s->fits); k++) {
+        msi_greedy w;
+        s->moves = msi_move_lists[k].moves;
+        if (!msi_is_list_of_use(s, k)) {
+            continue;
+        }
+        if (msi_greedy_init(&w, s)) {
+            msi_decide_base(s->scorer, s->early, w.decisions);
+            w.decisions[s->scorer->graph->tensors.count].room = msi_move_lists[k].room;
+            w.try_limit = MSI_OFFLOAD_TRIES;
+            if (msi_move_lists[k].begins_moved) {
+                (void)msi_search_estimate(s, w.decisions);
+                msi_find_host_left(&w);
+                msi_move_params(&w, msi_move_lists[k].in_place);
+            }
+            w.score = msi_search_estimate(s, w.decisions);
+            msi_search_whole(&w);
+        }
+        msi_greedy_free(&w);
+    }
+    s->techniques = techniques;
+}
+
 /* Square-root checkpointing and its kin: cuts the layers into segments, and drops what is used
    within one segment alone. A fixed list of numbers of segments. */
 typedef struct msi_segments {
@@ -10586,7 +12039,7 @@ static msi_score msi_estimate_segments(const msi_segments *c, uint32_t number) {
     const msi_graph *g = c->graph;
     const uint32_t count = c->segment_count[number];
     const uint32_t width = (g->layers.count + count - 1) / count;
-    msi_decide_base(g, c->search->early, c->decisions);
+    msi_decide_base(c->search->scorer, c->search->early, c->decisions);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
         const bool drops =
@@ -10618,6 +12071,96 @@ static void msi_search_segments(msi_search *s) {
         msi_propose_candidate(s, &c.list[k], c.decisions, msi_estimate_segments(&c, k));
     }
     msi_release(s->scorer->allocator, c.decisions, bytes);
+}
+
+/* Bands: what the first layers make is moved to the host, while later ones compute; what the layers
+   after these make is dropped; and what the last ones make, which backward needs at once, is kept.
+   A fixed list of where one band ends and the next begins. */
+enum {
+    MSI_BAND_STEPS = 24,
+    MSI_BAND_WORK = 1 << 16, // layers that are lowered
+    /* With room for copies or not; what is dropped is saved tensors, or what is used in one
+       segment; of the other bands outputs are moved nowhere, in the second, or in both. */
+    MSI_BAND_WAYS = 12,
+    MSI_BAND_PLANS = MSI_BAND_WAYS * (MSI_BAND_STEPS + 1) * (MSI_BAND_STEPS + 2) / 2,
+    MSI_BAND_LAYERS = 256
+};
+
+typedef struct msi_bands {
+    msi_search *search;
+    const msi_graph *graph;
+    msi_tensor_decision *decisions;
+    msi_candidate list[MSI_BAND_PLANS];
+    uint16_t moved[MSI_BAND_PLANS], dropped[MSI_BAND_PLANS]; // of each plan: layers before these
+    uint32_t count;
+} msi_bands;
+
+static msi_score msi_estimate_bands(const msi_bands *c, uint32_t number) {
+    const msi_graph *g = c->graph;
+    const uint32_t way = number % MSI_BAND_WAYS, begin = c->moved[number], end = c->dropped[number];
+    const bool may_drop = c->search->techniques & MSI_CHECKPOINTING;
+    uint32_t width = 1;
+    while (width * width < end - begin) {
+        width++;
+    }
+    msi_decide_base(c->search->scorer, c->search->early, c->decisions);
+    c->decisions[g->tensors.count].room = way % 2;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        msi_tensor_decision *d = &c->decisions[t];
+        const uint32_t layer = tensor->producer;
+        if (msi_is_resident(tensor) || d->pass > 0 || (d->moves & MSI_MOVES_VALUE)) {
+            continue;
+        }
+        const bool inside = tensor->kind == MSI_KIND_SAVED ||
+                            ((way & 2) && layer / width == tensor->last_use / width);
+        const uint32_t sent = way < 4 ? begin : way < 8 ? end : UINT32_MAX;
+        if (layer < begin || (layer < sent && !inside)) {
+            d->moves = (uint8_t)(d->moves | msi_may_choose(g, t));
+        } else if (layer < end && inside && may_drop && msi_is_choice(g, t)) {
+            d->pass = 1;
+        }
+    }
+    return msi_search_estimate(c->search, c->decisions);
+}
+
+/* Makes the list of plans. */
+static void msi_list_bands(msi_bands *c) {
+    const uint32_t layers = c->graph->layers.count;
+    uint32_t steps = layers < MSI_BAND_STEPS ? layers : (uint32_t)MSI_BAND_STEPS;
+    while (steps > 1 && MSI_BAND_WAYS / 2 * steps * steps * layers > MSI_BAND_WORK) {
+        steps--;
+    }
+    for (uint32_t a = 0; a <= steps; a++) {
+        for (uint32_t b = a; b <= steps; b++) {
+            for (int way = 0; way < MSI_BAND_WAYS; way++) {
+                c->moved[c->count] = (uint16_t)(a * layers / steps);
+                c->dropped[c->count++] = (uint16_t)(b * layers / steps);
+            }
+        }
+    }
+}
+
+static void msi_search_bands(msi_search *s) {
+    const msi_graph *g = s->scorer->graph;
+    const uint64_t bytes = sizeof(msi_bands) + msi_decisions_bytes(g);
+    msi_bands *c = g->layers.count > MSI_BAND_LAYERS || msi_is_short(s->scorer)
+                       ? NULL
+                       : (msi_bands *)msi_scratch(s->scorer, bytes);
+    if (!c) {
+        return;
+    }
+    c->search = s;
+    c->graph = g;
+    c->decisions = (msi_tensor_decision *)(void *)(c + 1);
+    msi_list_bands(c);
+    for (uint32_t k = 0; k < c->count; k++) {
+        c->list[k].score = msi_estimate_bands(c, k);
+    }
+    for (uint32_t k; (k = msi_next_candidate(s, c->list, c->count)) != MSI_NONE;) {
+        msi_propose_candidate(s, &c->list[k], c->decisions, msi_estimate_bands(c, k));
+    }
+    msi_release(s->scorer->allocator, c, bytes);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -11061,7 +12604,7 @@ static uint32_t msi_drops_of_option(uint32_t drops, uint32_t option, uint32_t op
    all values that do not pass to the next stage. */
 static void msi_find_options(msi_chain *c) {
     uint32_t drops[MSI_CHAIN_STAGES], most = 0;
-    msi_decide_base(c->graph, c->search->early, c->decisions);
+    msi_decide_base(c->search->scorer, c->search->early, c->decisions);
     for (uint32_t t = 0; t < c->graph->tensors.count; t++) {
         c->option_of[t] = c->decisions[t].pass > 0 ? 0 : UINT8_MAX;
     }
@@ -11361,7 +12904,7 @@ static const msi_subchain *msi_whole_chain(msi_chain *c) {
 /* Estimates the plan of a point of the whole chain. */
 static msi_score msi_estimate_point(msi_chain *c, uint32_t number) {
     const uint64_t bytes = msi_whole_chain(c)->points[number].bytes;
-    msi_decide_base(c->graph, c->search->early, c->decisions);
+    msi_decide_base(c->search->scorer, c->search->early, c->decisions);
     msi_assign_subchain(c, false, 0, c->count - 1, bytes, 0);
     return msi_search_estimate(c->search, c->decisions);
 }
@@ -11434,7 +12977,7 @@ static void msi_search_points(msi_chain *c) {
 }
 
 static uint64_t msi_chain_bytes(const msi_graph *g) {
-    return g->tensors.count * (uint64_t)(sizeof(msi_move) + sizeof(msi_tensor_decision) + 1) +
+    return g->tensors.count * (uint64_t)(sizeof(msi_move) + 1) + msi_decisions_bytes(g) +
            g->layers.count * (uint64_t)(sizeof(uint32_t) + 1);
 }
 
@@ -11454,7 +12997,7 @@ static bool msi_chain_init(msi_chain *c, msi_search *search) {
         return false;
     }
     c->decisions = (msi_tensor_decision *)(void *)(c->moves + g->tensors.count);
-    c->stage_of = (uint32_t *)(void *)(c->decisions + g->tensors.count);
+    c->stage_of = (uint32_t *)(void *)(c->decisions + g->tensors.count + 1);
     c->option_of = (uint8_t *)(void *)(c->stage_of + g->layers.count);
     c->leads = c->option_of + g->tensors.count;
     msi_find_stages(c);
@@ -11524,6 +13067,8 @@ enum {
     MSI_ALL_WORDS = MSI_ALL_GROUPS / 64,
     MSI_ALL_LAYERS = 128,
     MSI_ALL_WORK = 1 << 15, // layers that are lowered
+    MSI_ALL_MOVES = 3,      // as many times that work where something may be moved
+    MSI_ALL_MASKS = 20,     // groups of which all choices can be gone through
     MSI_ALL_CHAIN = 32,     // groups of a chain
     MSI_ALL_SEEDS = 8       // random choices at the start of a local search
 };
@@ -11552,9 +13097,12 @@ typedef struct msi_exhaustive {
     msi_search *search;
     const msi_graph *graph;
     uint32_t group_count;
-    uint32_t first[MSI_ALL_GROUPS + 1]; // per group: its first value in members
-    uint32_t *members;                  // values by group
-    uint32_t *group_of;                 // per tensor: its group, or MSI_NONE
+    uint32_t drop_count;                // groups that drop values; the others move something
+    uint32_t first[MSI_ALL_GROUPS + 1]; // per group: its first action in members
+    uint32_t against[MSI_ALL_GROUPS];   // per group: a group that cannot be done with it, or none
+    bool has_room;                      // the last group is MSI_ACTION_ROOM
+    uint32_t *members;                  // actions by group
+    uint32_t *group_of;                 // per tensor: the group that drops it, or MSI_NONE
     msi_tensor_decision *base;          // nothing is dropped by choice
     msi_tensor_decision *decisions;     // of the choice at hand
     uint32_t limit, count, tries_left;  // choices that may be tried, that were; tries
@@ -11580,22 +13128,56 @@ static void msi_flip_group(msi_groups *s, uint32_t group) {
     s->dropped[group / 64] ^= (uint64_t)1 << (group % 64);
 }
 
+/* Opens a group for the actions that are listed next; false: there are too many groups. */
+static bool msi_open_group(msi_exhaustive *all, uint32_t member, uint32_t against) {
+    if (all->group_count == MSI_ALL_GROUPS) {
+        return false;
+    }
+    all->against[all->group_count] = against;
+    all->first[all->group_count++] = member;
+    return true;
+}
+
+/* Lists what can be moved, each by itself, and the room that copies get. */
+static bool msi_list_move_groups(msi_exhaustive *all, uint32_t member) {
+    const msi_graph *g = all->graph;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const uint32_t free = msi_may_choose(g, t) & ~(uint32_t)all->base[t].moves;
+        const bool fixed = all->search->scorer->homes && g->tensors.items[t].kind == MSI_KIND_PARAM;
+        for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
+            if ((free & move) && !fixed && all->base[t].pass == 0) {
+                const uint32_t against = move == MSI_MOVES_VALUE ? all->group_of[t] : MSI_NONE;
+                if (!msi_open_group(all, member, against)) {
+                    return false;
+                }
+                all->members[member++] = t | move << MSI_ACTION_SHIFT;
+            }
+        }
+    }
+    all->has_room = all->group_count > all->drop_count;
+    if (all->has_room && !msi_open_group(all, member, MSI_NONE)) {
+        return false;
+    }
+    all->members[member] = g->tensors.count;
+    all->first[all->group_count] = member + all->has_room;
+    return true;
+}
+
 /* Lists the groups; false: there are too many. */
 static bool msi_list_groups(msi_exhaustive *all, bool by_layer) {
     const msi_graph *g = all->graph;
     uint32_t member = 0;
     all->group_count = 0;
+    all->has_room = false;
     memset(all->group_of, 0xff, g->tensors.count * sizeof *all->group_of);
     for (uint32_t i = 0; i < g->layers.count; i++) {
         bool open = false;
         for (MSI_EACH_MADE(made, g, i)) {
             const uint32_t t = made.tensor;
-            const bool joins = msi_is_choice(g, t);
-            if (joins && (!open || !by_layer)) {
-                if (all->group_count == MSI_ALL_GROUPS) {
-                    return false;
-                }
-                all->first[all->group_count++] = member;
+            const bool joins = (all->search->techniques & MSI_CHECKPOINTING) &&
+                               msi_is_choice(g, t) && !(all->base[t].moves & MSI_MOVES_VALUE);
+            if (joins && (!open || !by_layer) && !msi_open_group(all, member, MSI_NONE)) {
+                return false;
             }
             if (joins) {
                 all->members[member++] = t;
@@ -11604,15 +13186,44 @@ static bool msi_list_groups(msi_exhaustive *all, bool by_layer) {
             }
         }
     }
+    all->drop_count = all->group_count;
     all->first[all->group_count] = member;
-    return all->group_count > 0;
+    return (!all->search->may_move || msi_list_move_groups(all, member)) && all->group_count > 0;
+}
+
+/* Whether all groups of a choice can be done together, and make a difference. */
+static bool msi_is_sound(const msi_exhaustive *all, const msi_groups *groups) {
+    bool sound = true, moves = false;
+    for (uint32_t k = all->drop_count; k < all->group_count; k++) {
+        const bool has = msi_has_group(groups, k),
+                   room = all->has_room && k + 1 == all->group_count;
+        const uint32_t against = all->against[k];
+        sound &= !has || against == MSI_NONE || !msi_has_group(groups, against);
+        sound &= !has || !room || moves;
+        moves |= has;
+    }
+    return sound;
+}
+
+/* Moves what a choice would drop as well. */
+static void msi_make_sound(const msi_exhaustive *all, msi_groups *groups) {
+    for (uint32_t k = all->drop_count; k < all->group_count; k++) {
+        const uint32_t against = msi_has_group(groups, k) ? all->against[k] : MSI_NONE;
+        if (against != MSI_NONE && msi_has_group(groups, against)) {
+            msi_flip_group(groups, against);
+        }
+    }
 }
 
 static msi_score msi_estimate_groups(msi_exhaustive *all, const msi_groups *groups) {
     memcpy(all->decisions, all->base, msi_decisions_bytes(all->graph));
     for (uint32_t k = 0; k < all->group_count; k++) {
         for (uint32_t i = all->first[k]; msi_has_group(groups, k) && i < all->first[k + 1]; i++) {
-            all->decisions[all->members[i]].pass = 1;
+            if (all->members[i] == all->graph->tensors.count) {
+                all->decisions[all->members[i]].room = 1;
+            } else {
+                msi_do(all->decisions, all->members[i], true);
+            }
         }
     }
     return msi_search_estimate(all->search, all->decisions);
@@ -11682,7 +13293,7 @@ static bool msi_may_try(const msi_exhaustive *all) {
 static void msi_try_groups(msi_exhaustive *all, const msi_groups *groups) {
     uint32_t *at = msi_find_tried(all, groups);
     all->tries_left--;
-    if (*at != 0) {
+    if (*at != 0 || !msi_is_sound(all, groups)) {
         return;
     }
     const msi_score score = msi_estimate_groups(all, groups);
@@ -11708,6 +13319,9 @@ static msi_groups msi_groups_at_peak(const msi_exhaustive *all) {
             msi_flip_group(&groups, group);
         }
     }
+    for (uint32_t k = all->drop_count; k < all->group_count; k++) {
+        msi_flip_group(&groups, k);
+    }
     return groups;
 }
 
@@ -11722,6 +13336,7 @@ static void msi_explore(msi_exhaustive *all, uint32_t choice, bool by_bytes) {
         msi_groups groups = start;
         if (!by_bytes || msi_has_group(&start, k) || msi_has_group(&helpful, k)) {
             msi_flip_group(&groups, k);
+            msi_make_sound(all, &groups);
             msi_try_groups(all, &groups);
         }
     }
@@ -11746,6 +13361,7 @@ static void msi_try_random(msi_exhaustive *all, const msi_front *f) {
     for (uint32_t k = 2 + msi_random_below(all, 2); k > 0; k--) {
         msi_flip_group(&groups, msi_random_below(all, all->group_count));
     }
+    msi_make_sound(all, &groups);
     msi_try_groups(all, &groups);
 }
 
@@ -11784,6 +13400,7 @@ static void msi_search_locally(msi_exhaustive *all) {
                 msi_flip_group(&groups, k);
             }
         }
+        msi_make_sound(all, &groups);
         msi_try_groups(all, &groups);
     }
     for (uint32_t round = 0; msi_may_try(all); round++) {
@@ -11801,8 +13418,20 @@ static void msi_try_all(msi_exhaustive *all) {
     for (uint64_t mask = 0; mask < (uint64_t)1 << all->group_count && msi_may_try(all); mask++) {
         msi_groups groups = MSI_ZERO_INIT;
         groups.dropped[0] = mask;
-        msi_try_groups(all, &groups);
+        if (msi_is_sound(all, &groups)) {
+            msi_try_groups(all, &groups);
+        }
     }
+}
+
+/* How many choices there are. */
+static double msi_count_choices(const msi_exhaustive *all) {
+    double count = 1.0;
+    for (uint32_t k = 0; k < all->group_count; k++) {
+        const bool third = k >= all->drop_count && all->against[k] != MSI_NONE;
+        count *= third ? 1.5 : 2.0; // kept, dropped or moved
+    }
+    return count;
 }
 
 /* Lays out the choices that may be the best. */
@@ -11818,12 +13447,13 @@ static uint64_t msi_exhaustive_bytes(const msi_exhaustive *all) {
     return all->room *
                (uint64_t)(sizeof(msi_tried) + sizeof(msi_candidate) + 2 * sizeof(msi_front_point)) +
            2 * msi_decisions_bytes(all->graph) +
-           (all->index_mask + 1ull + 2ull * all->graph->tensors.count) * sizeof(uint32_t);
+           (all->index_mask + 2ull + 5ull * all->graph->tensors.count) * sizeof(uint32_t);
 }
 
 static bool msi_exhaustive_init(msi_exhaustive *all, msi_search *search) {
     const msi_graph *g = search->scorer->graph;
-    const uint32_t work = MSI_ALL_WORK, layers = g->layers.count;
+    const uint32_t work = MSI_ALL_WORK * (search->may_move ? MSI_ALL_MOVES : 1);
+    const uint32_t layers = g->layers.count;
     all->search = search;
     all->graph = g;
     all->limit = all->room = work / (layers < 16 ? 16 : layers);
@@ -11840,11 +13470,11 @@ static bool msi_exhaustive_init(msi_exhaustive *all, msi_search *search) {
     all->by_bytes.points = (msi_front_point *)(void *)(all->list + all->limit);
     all->by_crowd.points = all->by_bytes.points + all->limit;
     all->base = (msi_tensor_decision *)(void *)(all->by_crowd.points + all->limit);
-    all->decisions = all->base + g->tensors.count;
-    all->index = (uint32_t *)(void *)(all->decisions + g->tensors.count);
+    all->decisions = all->base + g->tensors.count + 1;
+    all->index = (uint32_t *)(void *)(all->decisions + g->tensors.count + 1);
     all->members = all->index + all->index_mask + 1;
-    all->group_of = all->members + g->tensors.count;
-    msi_decide_base(g, search->early, all->base);
+    all->group_of = all->members + 4 * (size_t)g->tensors.count + 1;
+    msi_decide_base(search->scorer, search->early, all->base);
     (void)msi_estimate(search->scorer, all->base);
     all->crowd_unit = 1.0 / (1.0 + (double)search->scorer->program->peak_bytes);
     return !msi_is_short(search->scorer);
@@ -11859,9 +13489,9 @@ static void msi_search_exhaustive(msi_search *s, bool is_chain) {
     }
     if (msi_exhaustive_init(&all, s) &&
         (msi_list_groups(&all, false) || msi_list_groups(&all, true))) {
-        if (all.group_count < 32 && 1u << all.group_count <= all.limit) {
+        if (all.group_count <= MSI_ALL_MASKS && msi_count_choices(&all) <= (double)all.limit) {
             msi_try_all(&all);
-        } else if (!is_chain || all.group_count <= MSI_ALL_CHAIN) {
+        } else if (!is_chain || all.group_count <= MSI_ALL_CHAIN || s->may_move) {
             msi_search_locally(&all);
         }
         msi_propose_tried(&all);
@@ -11880,7 +13510,7 @@ typedef struct msi_request {
     ms_switch early_update;
     const msi_plan *largest; // the plan at the largest sizes, in whose arena this one must fit; for
                              // GOAL_FOLLOW any plan, whose decisions are taken; or NULL
-    uint64_t room;           // bytes of that arena
+    uint64_t room, host_room; // bytes of that arena, and of what it has on the host
 } msi_request;
 
 typedef struct msi_solver {
@@ -11891,45 +13521,93 @@ typedef struct msi_solver {
     bool early;      // plan->decisions update params inside backward
 } msi_solver;
 
-/* Takes the offsets of the program at the largest sizes: it has the same live ranges with the same
-   aliases, and none of them is smaller. */
-static void msi_copy_offsets(msi_program *p, const msi_program *from) {
-    MEMSCALE_ASSERT(p->ranges.count == from->ranges.count && p->blocks.count == from->blocks.count);
+/* Gives a program that was lowered the copies, each in its place, of the program at the largest
+   sizes, which was lowered by the same decisions. Scheduled anew for smaller sizes, they could keep
+   values live for longer. */
+static bool msi_copy_schedule(const ms_allocator *a, msi_program *p, const msi_program *from) {
+    MEMSCALE_ASSERT(p->ranges.count == from->ranges.count);
+    if (!MSI_RESERVE(msi_instruction, a, p->instructions, from->instructions.count) ||
+        !MSI_RESERVE(msi_operand, a, p->operands, from->operands.count)) {
+        return false;
+    }
+    memcpy(p->instructions.items, from->instructions.items,
+           from->instructions.count * sizeof(msi_instruction));
+    memcpy(p->operands.items, from->operands.items, from->operands.count * sizeof(msi_operand));
+    p->instructions.count = from->instructions.count;
+    p->operands.count = from->operands.count;
+    p->forward_end = from->forward_end;
+    p->backward_end = from->backward_end;
+    for (uint32_t k = 0; k < p->ranges.count; k++) {
+        msi_range *range = &p->ranges.items[k];
+        const uint64_t bytes = from->ranges.items[k].bytes > 0 ? range->bytes : 0;
+        *range = from->ranges.items[k];
+        range->bytes = bytes;
+        range->alias_of = range->block = MSI_NONE;
+        range->aliased = false;
+    }
+    return true;
+}
+
+/* Makes a program that was lowered fit wherever the one at the largest sizes does, by its schedule
+   and its offsets: it has the same live ranges with the same aliases, none of which is larger. */
+static void msi_follow_program(const msi_scorer *s, msi_program *p, const msi_program *from) {
+    if (p->out_of_memory || !msi_copy_schedule(s->allocator, p, from)) {
+        msi_run_short(s, "the program", from->ranges.count * sizeof(msi_range));
+        return;
+    }
+    msi_share_memory(s->graph, p);
+    msi_simulate(s->graph, s->costs, s->store, s->allocator, p);
+    if (p->out_of_memory || !msi_make_blocks(s->allocator, p, s->store->residents.count)) {
+        msi_run_short(s, "the layout", p->ranges.count * sizeof(msi_block));
+        return;
+    }
+    MEMSCALE_ASSERT(p->blocks.count == from->blocks.count);
     for (uint32_t i = 0; i < p->blocks.count; i++) {
         p->blocks.items[i].offset = from->blocks.items[i].offset;
     }
+    for (uint32_t i = 0; i < p->host_blocks.count; i++) {
+        p->host_blocks.items[i].offset = from->host_blocks.items[i].offset;
+    }
     p->height = from->height;
+    p->host_height = from->host_height;
+    p->is_laid_out = true;
+}
+
+/* Whether a plan fits into the memory of the plan at the largest sizes. */
+static bool msi_has_room(const msi_solver *s) {
+    return s->score.bytes <= s->request->room && s->score.host_bytes <= s->request->host_room;
 }
 
 /* Decides as the plan at the largest sizes did, which fits: with its decisions no live range is
-   longer or larger than in that plan. If the layout wastes more all the same, the offsets of that
-   plan are used. */
+   longer or larger than in that plan, copies apart. If it does not fit all the same, the schedule
+   and the offsets of that plan are used. */
 static void msi_follow(msi_solver *s) {
     const msi_plan *largest = s->request->largest;
     msi_plan *plan = s->plan;
     memcpy(plan->decisions, largest->decisions, msi_decisions_bytes(s->scorer->graph));
     s->score = msi_score_of(s->scorer, plan->decisions);
     s->early = false; // the updates stay where that plan has them
-    plan->drops_live_bytes = 0;
-    if (s->score.bytes > s->request->room && !msi_is_short(s->scorer)) {
-        msi_copy_offsets(&plan->train, &largest->train);
-        msi_copy_offsets(&plan->eval, &largest->eval);
-        s->score.bytes = msi_arena_of(s->scorer->store, &plan->train, &plan->eval);
+    if (!msi_has_room(s) && !msi_is_short(s->scorer)) {
+        msi_lower_train(s->scorer->lowering, plan->decisions, &plan->train);
+        msi_follow_program(s->scorer, &plan->train, &largest->train);
+        msi_lower_eval(s->scorer->lowering, plan->decisions, &plan->eval);
+        msi_follow_program(s->scorer, &plan->eval, &largest->eval);
+        s->score.us = plan->train.step_us;
+        s->score.bytes = msi_arena_of(&plan->train, &plan->eval);
+        s->score.host_bytes = msi_host_of(&plan->train, &plan->eval);
     }
 }
 
 /* The largest sum of live bytes, in training or eval, of what was scored. */
 static uint64_t msi_live_of(const msi_scorer *s, const msi_score *score) {
-    return msi_larger(score->live_bytes, s->store->resident_bytes + s->eval->peak_bytes);
+    return msi_larger(score->live_bytes, s->program->resident_bytes + s->eval->peak_bytes);
 }
 
 /* Places the updates of the plan at hand inside backward. */
-static void msi_begin_early(msi_solver *s, msi_greedy *w) {
-    const uint64_t live_bytes = msi_live_of(s->scorer, &w->score);
+static void msi_begin_early(msi_greedy *w) {
     w->search->early = true;
     msi_place_updates(w->graph, w->decisions, true, 0);
     w->score = msi_search_estimate(w->search, w->decisions);
-    s->plan->early_freed_bytes = (int64_t)(live_bytes - msi_live_of(s->scorer, &w->score));
 }
 
 /* The first plans of the greedy list. The plain plan is scored first, for its size and time. Then
@@ -11947,32 +13625,24 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     if (r->goal == MSI_GOAL_PLAIN) {
         return true;
     }
-    msi_decide_base(w->graph, false, w->decisions);
+    msi_decide_base(w->scorer, false, w->decisions);
     const bool forced =
         memcmp(w->decisions, s->plan->decisions, msi_decisions_bytes(w->graph)) != 0;
     if (forced) {
         w->score = msi_search_estimate(w->search, w->decisions);
         (void)msi_fits(w->scorer, &w->score, MSI_NO_BUDGET, 0);
     }
+    /* What is forced is there in any case. */
+    w->search->host_budget = msi_larger(w->search->host_budget, w->score.host_bytes);
     bool fits = !always_early && msi_add_prefix(w) && w->score.bytes <= w->search->budget;
     if (!fits && may_be_early) {
-        msi_begin_early(s, w);
+        msi_begin_early(w);
         fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
     }
     if (fits) {
         msi_propose(w->search, w->decisions, &w->score);
     }
     return fits && !forced;
-}
-
-/* Scores the drops of a plan that updates params inside backward without these updates, to tell
-   which of both frees how much. */
-static void msi_score_drops(msi_solver *s) {
-    const msi_graph *g = s->scorer->graph;
-    msi_place_updates(g, s->plan->decisions, false, 0);
-    const msi_score score = msi_estimate(s->scorer, s->plan->decisions);
-    s->plan->drops_live_bytes = msi_live_of(s->scorer, &score);
-    msi_place_updates(g, s->plan->decisions, true, 0);
 }
 
 /* Whether updates may be delayed again: see msi_relax_updates. The large arena of a large graph, if
@@ -12004,18 +13674,21 @@ static void msi_search_all(msi_solver *s, msi_greedy *w) {
         msi_search_greedy(w, may_drop);
     }
     search->early = early;
+    if (search->may_move && !msi_is_found(search)) {
+        msi_search_offloading(search);
+        search->early = early;
+        msi_search_bands(search);
+    }
+    search->early = early;
     search->enough = search->budget; // which plans fit is all that matters here
     if (may_drop && !msi_is_found(search) &&
         (!cut || s->scorer->graph->layers.count <= MSI_CHAIN_VERY_LARGE)) {
         msi_search_segments(search);
     }
-    if (may_drop && !msi_is_found(search)) {
+    if ((may_drop || search->may_move) && !msi_is_found(search)) {
         msi_search_exhaustive(search, is_chain);
     }
     s->early = search->best_early;
-    if (s->early) {
-        msi_score_drops(s);
-    }
     s->score = search->best_score;
     const bool known = !search->fits || s->score.bytes == s->score.live_bytes; // not ended early
     if (!msi_is_to_run(r, s->score.bytes) || (known && msi_may_relax(s))) {
@@ -12055,7 +13728,7 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     } else {
         msi_search_all(s, w);
     }
-    if (r->largest && s->score.bytes > r->room) {
+    if (r->largest && !msi_has_room(s)) {
         msi_follow(s);
     }
     if (msi_is_to_run(r, s->score.bytes) && msi_may_relax(s)) {
@@ -12071,6 +13744,9 @@ static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_
     search.scorer = scorer;
     search.budget = request->goal == MSI_GOAL_SMALLEST ? 0 : request->budget; // 0: no plan fits
     search.any = request->goal == MSI_GOAL_ANY;
+    search.techniques = request->techniques & ~MSI_OFFLOADING;
+    search.may_move = request->techniques & MSI_OFFLOADING;
+    search.host_budget = scorer->host_budget;
     search.best = plan->decisions;
     s.scorer = scorer;
     s.request = request;
@@ -12090,21 +13766,6 @@ static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_
 
 // ------------------------------------------------------------------------------------------------
 // >>plan  the life cycle of plans: for the largest sizes, and for others in the same arena
-
-/* What a technique takes off the peak of live bytes: see ms_memory_report.freed_bytes. */
-static int64_t msi_freed_bytes(const msi_store *store, const msi_plan *plan,
-                               ms_technique technique) {
-    const uint64_t peak = msi_larger(plan->train.peak_bytes, plan->eval.peak_bytes);
-    const int64_t freed = (int64_t)(plan->plain_live_bytes - store->resident_bytes - peak);
-    const int64_t last = (int64_t)(plan->drops_live_bytes - store->resident_bytes - peak);
-    const int64_t early = !msi_updates_inside(&plan->train)  ? 0
-                          : plan->train.recompute_count == 0 ? freed // all of it
-                          : plan->drops_live_bytes == 0      ? plan->early_freed_bytes
-                                                             : (plan->early_freed_bytes + last) / 2;
-    return technique == MS_TECHNIQUE_EARLY_UPDATE    ? early
-           : technique == MS_TECHNIQUE_CHECKPOINTING ? freed - early
-                                                     : 0;
-}
 
 static void msi_plan_free(const ms_model *m, msi_plan *plan) {
     const ms_allocator *a = &m->config.allocator;
@@ -12151,6 +13812,16 @@ static uint64_t msi_budget(const ms_model *m) {
     return most > 0.0 && share < 9e18 ? (uint64_t)share : UINT64_MAX;
 }
 
+/* What a plan may hold on the host. The model's own memory there counts as free. */
+static uint64_t msi_host_budget(const ms_model *m) {
+    const double held =
+        m->run.store && m->run.store->host ? (double)msi_host_room_of(m->run.store) : 0.0;
+    const double most = (double)m->costs.hardware.host_free_bytes;
+    return m->config.max_host_bytes ? m->config.max_host_bytes
+           : most > 0.0             ? (uint64_t)(0.85 * (most + held))
+                                    : UINT64_MAX;
+}
+
 /* A budget of 0 stands for a share of the free memory, which not every platform tells. */
 static ms_result msi_check_budget(ms_model *m) {
     return m->config.memory_budget_bytes || msi_budget(m) < UINT64_MAX
@@ -12178,17 +13849,10 @@ static msi_plan *msi_new_plan(const ms_model *m) {
     return plan;
 }
 
-/* Lowers and lays out the eval program. It keeps nothing, so it does not depend on decisions. */
-static void msi_make_eval(const msi_scorer *s, msi_plan *plan) {
-    msi_lower_eval(s->lowering, &plan->eval);
-    msi_complete(s, &plan->eval);
-    msi_lay_out(s, &plan->eval, 0);
-}
-
 /* Gives the live ranges the offsets of their blocks. */
 static void msi_resolve(const msi_store *store, msi_program *p) {
     for (uint32_t i = store->residents.count; i < p->ranges.count; i++) {
-        p->ranges.items[i].offset = p->blocks.items[p->ranges.items[i].block].offset;
+        p->ranges.items[i].offset = msi_block_of(p, &p->ranges.items[i])->offset;
     }
 }
 
@@ -12204,10 +13868,102 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     s->lowering = lowering;
     s->program = &plan->train;
     s->eval = &plan->eval;
+    s->host_budget = msi_host_budget(m);
+    s->homes = NULL;
     s->shortage = shortage;
     shortage->what = NULL;
     return msi_lowering_init(lowering, s->graph, store, &m->optimizer, s->allocator) ||
            msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
+}
+
+/* Whether a plan does something by a technique that can be taken out of its decisions. */
+static bool msi_plan_uses(const msi_graph *g, const msi_plan *plan, ms_technique technique) {
+    bool uses = technique == MS_TECHNIQUE_CHECKPOINTING  ? plan->train.recompute_count > 0
+                : technique == MS_TECHNIQUE_EARLY_UPDATE ? msi_updates_inside(&plan->train)
+                                                         : false;
+    for (uint32_t t = 0; t < g->tensors.count && technique == MS_TECHNIQUE_OFFLOADING; t++) {
+        uses |= plan->decisions[t].moves != 0;
+    }
+    return uses;
+}
+
+/* Takes the techniques in a mask out of decisions. */
+static void msi_take_out(const msi_graph *g, uint32_t techniques, msi_tensor_decision *decisions) {
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        msi_tensor_decision *d = &decisions[t];
+        d->pass = techniques & MSI_CHECKPOINTING ? 0 : d->pass;
+        d->update_after = techniques & MSI_EARLY_UPDATE ? MSI_NONE : d->update_after;
+        d->moves = techniques & MSI_OFFLOADING ? 0 : d->moves;
+    }
+}
+
+/* Of n techniques, what the value of Shapley has for a set of k others: k! (n - k - 1)! / n!, as a
+   multiple of 1 / 6. For up to three techniques. */
+static int64_t msi_shapley_sixths(uint32_t n, uint32_t k) {
+    return n == 1 ? 6 : n == 2 ? 3 : k == 1 ? 1 : 2;
+}
+
+/* Shares out what n techniques free together, given the live bytes with each set of them. Rounding
+   goes to the first. */
+static void msi_share_freed(const ms_technique *used, uint32_t n, const uint64_t *live_bytes,
+                            int64_t *freed_bytes) {
+    int64_t rest = n > 0 ? (int64_t)(live_bytes[0] - live_bytes[(1u << n) - 1]) : 0;
+    for (uint32_t i = n; i-- > 1;) {
+        int64_t sixths = 0;
+        for (uint32_t set = 0; set < 1u << n; set++) {
+            const uint32_t others = (set & 1) + (set >> 1 & 1) + (set >> 2 & 1);
+            sixths += set >> i & 1 ? 0
+                                   : msi_shapley_sixths(n, others) *
+                                         (int64_t)(live_bytes[set] - live_bytes[set | 1u << i]);
+        }
+        freed_bytes[used[i]] = sixths / 6;
+        rest -= sixths / 6;
+    }
+    if (n > 0) {
+        freed_bytes[used[0]] = rest;
+    }
+}
+
+enum { MSI_MOST_SHARES = 3 }; // techniques that are built
+
+/* Finds what each technique takes off the peak of live bytes: scores the decisions of the plan with
+   every set of the techniques that it uses, in a program of its own. */
+static void msi_find_freed(const msi_scorer *s, msi_plan *plan) {
+    const msi_graph *g = s->graph;
+    msi_program train = MSI_ZERO_INIT, eval = MSI_ZERO_INIT;
+    msi_scorer apart = *s;
+    ms_technique used[MSI_MOST_SHARES];
+    uint64_t live_bytes[1 << MSI_MOST_SHARES];
+    uint32_t n = 0;
+    apart.program = &train;
+    apart.eval = &eval;
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        if (msi_plan_uses(g, plan, (ms_technique)k)) {
+            used[n++] = (ms_technique)k;
+        }
+    }
+    msi_tensor_decision *some =
+        n > 1 ? (msi_tensor_decision *)msi_scratch(s, msi_decisions_bytes(g)) : NULL;
+    live_bytes[0] = plan->plain_live_bytes;
+    for (uint32_t set = 1; set + 1 < 1u << n && some; set++) {
+        uint32_t out = 0;
+        for (uint32_t i = 0; i < n; i++) {
+            out |= set >> i & 1 ? 0 : 1u << used[i];
+        }
+        memcpy(some, plan->decisions, msi_decisions_bytes(g));
+        msi_take_out(g, out, some);
+        msi_make_eval(&apart, some);
+        const msi_score score = msi_estimate(&apart, some);
+        live_bytes[set] = msi_live_of(&apart, &score);
+    }
+    live_bytes[(1u << n) - 1] =
+        plan->train.resident_bytes + msi_larger(plan->train.peak_bytes, plan->eval.peak_bytes);
+    msi_share_freed(used, n, live_bytes, plan->freed_bytes);
+    if (some) {
+        msi_release(s->allocator, some, msi_decisions_bytes(g));
+    }
+    msi_program_free(s->allocator, &train);
+    msi_program_free(s->allocator, &eval);
 }
 
 /* Solves into an empty plan. Returns what there was no memory for, if anything. */
@@ -12219,9 +13975,14 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     if (!msi_scorer_init(&s, m, store, plan, &lowering, &shortage)) {
         return shortage;
     }
+    s.homes = request->largest ? request->largest->decisions : NULL;
     msi_find_times(m);
-    msi_make_eval(&s, plan);
+    msi_make_eval(&s, plan->decisions); // nothing is moved
+    msi_lay_out(&s, s.eval, 0);
     msi_solve(&s, request, plan);
+    if (msi_is_to_run(request, plan->arena_bytes) && !msi_is_short(&s)) {
+        msi_find_freed(&s, plan);
+    }
     msi_lowering_free(&lowering);
     const uint64_t moments = 2ull * plan->train.instructions.count;
     if (m->run.timing && !MSI_RESERVE(double, s.allocator, plan->train.measured, moments)) {
@@ -12239,9 +14000,11 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
 static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goal, uint64_t budget,
                                const msi_plan *largest, msi_plan **made) {
     const uint64_t room = msi_room_of(store);
+    const uint64_t host_room = store->host_bytes + store->host_transient_bytes;
     const uint32_t techniques = m->wrapped.choice.techniques;
     const msi_request request = {
-        goal, largest ? room : budget, techniques, m->config.early_update, largest, room};
+        goal,     largest ? room : budget, techniques, m->config.early_update, largest, room,
+        host_room};
     msi_plan *plan = msi_new_plan(m);
     *made = NULL;
     if (!plan) {
@@ -12271,6 +14034,20 @@ static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
     return result;
 }
 
+/* Gives all residents the places that a plan has decided on, and makes room for its transient
+   values. */
+static void msi_put_homes(msi_store *store, const msi_plan *plan) {
+    store->resident_bytes = store->reserved_bytes;
+    store->host_bytes = store->borrowed_bytes = 0;
+    for (uint32_t k = 0; k < store->residents.count; k++) {
+        store->residents.items[k].on_host = plan->train.ranges.items[k].on_host;
+        msi_place_resident(store, &store->residents.items[k]);
+    }
+    MEMSCALE_ASSERT(store->resident_bytes == plan->train.resident_bytes);
+    store->transient_bytes = plan->arena_bytes - store->resident_bytes;
+    store->host_transient_bytes = msi_larger(plan->train.host_height, plan->eval.host_height);
+}
+
 /* Makes a store and the list of plans for the graph, which has been checked: the plan at the
    present sizes, and the plan at the largest sizes after it, if these differ. If no plan fits the
    budget, the smallest is made. */
@@ -12286,7 +14063,7 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
     MSI_THEN(result, msi_plan_at(m, *store, alone && goal == MSI_GOAL_BUDGET ? MSI_GOAL_TRY : goal,
                                  NULL, NULL, plans));
     if (result == MS_RESULT_OK) {
-        (*store)->transient_bytes = (*plans)->arena_bytes - (*store)->resident_bytes;
+        msi_put_homes(*store, *plans);
     }
     if (result == MS_RESULT_OK && !alone) {
         msi_plan *now;
@@ -12315,8 +14092,9 @@ static const msi_plan *msi_plan_at_largest(const msi_plan *plans) {
     return plans->next ? plans->next : plans;
 }
 
-/* The smallest arena of plans that may use these techniques. */
-static ms_result msi_least_arena(ms_model *m, uint32_t techniques, uint64_t *bytes) {
+/* The smallest arena of plans that may use these techniques, and what its plan has on the host. */
+static ms_result msi_least_arena(ms_model *m, uint32_t techniques, uint64_t *bytes,
+                                 uint64_t *host_bytes) {
     const uint32_t old = m->wrapped.choice.techniques;
     msi_store *store;
     msi_plan *plans;
@@ -12325,6 +14103,9 @@ static ms_result msi_least_arena(ms_model *m, uint32_t techniques, uint64_t *byt
     m->wrapped.choice.techniques = old;
     if (result == MS_RESULT_OK) {
         *bytes = msi_room_of(store);
+        if (host_bytes) {
+            *host_bytes = store->host_bytes + store->host_transient_bytes;
+        }
         msi_plans_and_store_free(m, store, plans);
     }
     return result;
@@ -12460,7 +14241,7 @@ static msi_plan *msi_plan_resized(msi_resizing *z, uint64_t budget, int64_t size
     msi_resize(z, size);
     MSI_THEN(z->result, msi_make_store(z->model, &store));
     if (z->result == MS_RESULT_OK) {
-        store->transient_bytes = UINT64_MAX >> 1; // any arena is small enough
+        store->transient_bytes = store->host_transient_bytes = UINT64_MAX >> 1; // any plan fits
         z->result = msi_make_plan(z->model, store, goal, budget, decided, &plan);
         msi_store_free(z->model, store);
     }
@@ -12549,7 +14330,7 @@ static void msi_add_modes(msi_text *to, uint64_t least) {
         const uint32_t techniques = msi_allowed(m, (ms_mode)mode);
         uint64_t bytes = least;
         if (techniques != m->wrapped.choice.techniques) {
-            MSI_THEN(to->result, msi_least_arena(m, techniques, &bytes));
+            MSI_THEN(to->result, msi_least_arena(m, techniques, &bytes, NULL));
             msi_add_text(to, ", %s in mode %s", msi_size(bytes).text, msi_mode_names[mode]);
             alike = false;
         }
@@ -12596,7 +14377,8 @@ static void msi_add_cures(msi_text *to) {
     uint32_t added = 0, forbidden = 0;
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         const bool off = msi_switch_of(&m->config, (ms_technique)k) == MS_SWITCH_OFF;
-        const bool cure = off && !(early && k == MS_TECHNIQUE_EARLY_UPDATE);
+        const bool cure = off && !(early && k == MS_TECHNIQUE_EARLY_UPDATE) &&
+                          !(k == MS_TECHNIQUE_OFFLOADING && msi_shares_memory(m));
         added |= cure ? MSI_BUILT & ~allowed & 1u << k : 0u;
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -12606,17 +14388,39 @@ static void msi_add_cures(msi_text *to) {
     }
     if (added) {
         uint64_t bytes = 0;
-        MSI_THEN(to->result, msi_least_arena(m, allowed | added, &bytes));
-        msi_add_text(to, ". Without OFF for %s%s%s: %s",
-                     added & MSI_CHECKPOINTING ? "checkpointing" : "",
-                     added == MSI_BUILT ? " and " : "",
-                     added & MSI_EARLY_UPDATE ? "early_update" : "", msi_size(bytes).text);
+        MSI_THEN(to->result, msi_least_arena(m, allowed | added, &bytes, NULL));
+        const char *before = ". Without OFF for";
+        for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+            if (added >> k & 1) {
+                msi_add_text(to, "%s %s", before, msi_switch_names[k]);
+                before = " and";
+            }
+        }
+        msi_add_text(to, ": %s", msi_size(bytes).text);
     }
     if (early) {
         msi_add_text(to, ". No early updates, since %s", early);
     }
     if (forbidden) {
         msi_add_text(to, ". %u tensors are forbidden a technique", (unsigned)forbidden);
+    }
+}
+
+/* Adds what more memory of the host would help. */
+static void msi_add_host(msi_text *to, uint64_t least) {
+    ms_model *m = to->model;
+    const uint64_t most = msi_host_budget(m), old = m->config.max_host_bytes;
+    uint64_t bytes = least, host_bytes = 0;
+    if (most == UINT64_MAX || !(m->wrapped.choice.techniques & MSI_OFFLOADING)) {
+        return;
+    }
+    m->config.max_host_bytes = UINT64_MAX;
+    MSI_THEN(to->result, msi_least_arena(m, m->wrapped.choice.techniques, &bytes, &host_bytes));
+    m->config.max_host_bytes = old;
+    if (bytes < least && host_bytes > most) {
+        msi_add_text(to, ". With max_host_bytes of %s (%llu bytes), now %s: %s (%llu bytes)",
+                     msi_size(host_bytes).text, (unsigned long long)host_bytes,
+                     msi_size_down(most).text, msi_size(bytes).text, (unsigned long long)bytes);
     }
 }
 
@@ -12638,6 +14442,7 @@ static ms_result msi_no_fit(ms_model *m, const msi_store *store, const msi_plan 
     }
     msi_add_text(&text, ")");
     msi_add_modes(&text, least);
+    msi_add_host(&text, least);
     msi_add_size(&text, smallest);
     msi_add_cures(&text);
     MSI_THEN(text.result, msi_fail(m, MS_RESULT_BUDGET, "%s", text.text));
@@ -12816,11 +14621,721 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
             known |= msi_allowed(m, msi_modes[k]) == techniques;
         }
         uint64_t least = *bytes;
-        MSI_THEN(result, known ? MS_RESULT_OK : msi_least_arena(m, techniques, &least));
+        MSI_THEN(result, known ? MS_RESULT_OK : msi_least_arena(m, techniques, &least, NULL));
         *bytes = msi_smaller(*bytes, least);
     }
     msi_stay_with(m, &choice, &costs);
     return result;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>explain  why a plan does what it does: what was decided for each layer, and by which rule
+
+/* The facts about one technique on one layer, in the plan that is in force. */
+enum {
+    MSI_FACT_APPLIED = 1 << 0,
+    MSI_FACT_FORCED = 1 << 1, // on every tensor that it is applied to
+    MSI_FACT_ON = 1 << 2,
+    MSI_FACT_SMALLEST = 1 << 3,
+    MSI_FACT_FREES = 1 << 4, // bytes
+    MSI_FACT_DETACHED = 1 << 5,
+    MSI_FACT_FORBIDDEN = 1 << 6,
+    MSI_FACT_OFF = 1 << 7,
+    MSI_FACT_BEYOND_MODE = 1 << 8,
+    MSI_FACT_SHARED_MEMORY = 1 << 9,
+    MSI_FACT_NOT_NATIVE = 1 << 10,
+    MSI_FACT_NOT_BUILT = 1 << 11,
+    MSI_FACT_PLAIN_FITS = 1 << 12,
+    /* About the tensor that explains best why the technique is not applied: see
+       msi_explains_more. */
+    MSI_FACT_UNREAD = 1 << 13,
+    MSI_FACT_RUNS_ONCE = 1 << 14,
+    MSI_FACT_OUTPUT = 1 << 15,
+    MSI_FACT_RECOMPUTE_READS = 1 << 16,
+    MSI_FACT_NOT_IDLE = 1 << 17,
+    MSI_FACT_NO_GRADIENT = 1 << 18,
+    MSI_FACT_ALL_GRADIENTS = 1 << 19,
+    MSI_FACT_BORROWED = 1 << 20,
+    MSI_FACT_READ_AGAIN = 1 << 21,
+    MSI_FACT_SHARED_PARAM = 1 << 22,
+    MSI_FACT_LATE = 1 << 23,
+    MSI_FACT_RECOMPUTED = 1 << 24,
+    MSI_FACT_TOO_SMALL = 1 << 25,
+    MSI_FACT_AT_ONCE = 1 << 26,
+    MSI_FACT_SATURATED = 1 << 27,
+    MSI_FACT_HOST_FULL = 1 << 28
+};
+
+typedef struct msi_rule {
+    ms_rule text;
+    uint32_t techniques; // that it can explain
+    uint32_t facts;      // it explains a decision where all of these hold
+} msi_rule;
+
+/* The first rule whose facts hold explains a decision; the last rule always does. */
+#define MSI_RULE(techniques, facts, id, condition, reason)                                         \
+    { {id, condition, reason}, techniques, facts }
+
+static const msi_rule msi_rules[] = {
+    MSI_RULE(MSI_ANY, MSI_FACT_APPLIED | MSI_FACT_FORCED, "forced",
+             "it is forced on all that it is applied to",
+             "what is forced is part of every plan, whatever the budget"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_APPLIED | MSI_FACT_ON, "switched-on", "early_update is ON",
+             "ON updates at once, whatever the budget"),
+    MSI_RULE(MSI_ANY, MSI_FACT_APPLIED | MSI_FACT_FREES | MSI_FACT_SMALLEST, "smallest",
+             "force_optimize is set, and the arena is smaller with it",
+             "the smallest arena is asked for, whatever the budget"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_APPLIED | MSI_FACT_FREES, "checkpoint",
+             "without it the arena would exceed the budget",
+             "the fastest plan found that meets the budget drops what the layer makes in forward, "
+             "and recomputes it in backward"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_APPLIED, "on-the-way",
+             "a recomputation reads what the layer makes, and no backward does",
+             "the plan does not keep that, but makes it again on the way to what comes back"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_APPLIED, "early-update",
+             "without it the arena would exceed the budget",
+             "an update inside backward ends the live range of the gradient, at no cost in time"),
+    MSI_RULE(
+        MSI_OFFLOADING, MSI_FACT_APPLIED, "offload", "without it the arena would exceed the budget",
+        "the fastest plan found that meets the budget has it on the host, and copies it to the "
+        "device for each use"),
+    MSI_RULE(MSI_ANY, MSI_FACT_DETACHED, "detached", "the model is detached",
+             "the plain plan uses nothing, whatever is forced"),
+    MSI_RULE(MSI_ANY, MSI_FACT_FORBIDDEN, "forbidden",
+             "it is forbidden for the layer, or for the tensor of it that matters most",
+             "what is forbidden is part of no plan"),
+    MSI_RULE(MSI_ANY, MSI_FACT_OFF, "off", "its switch is OFF",
+             "what is switched off is part of no plan"),
+    MSI_RULE(MSI_ANY, MSI_FACT_BEYOND_MODE, "mode",
+             "the mode does not have it, and its switch is at DEFAULT",
+             "a mode bounds what may be done to a model; a bolder one allows it, and ON allows it "
+             "in any"),
+    MSI_RULE(MSI_OFFLOADING, MSI_FACT_SHARED_MEMORY, "shared-memory",
+             "the device computes in the memory of the host",
+             "what is copied out takes as much of the same memory"),
+    MSI_RULE(MSI_MIXED, MSI_FACT_NOT_NATIVE, "not-native",
+             "the device does not say that it computes in BF16 or FP16",
+             "arithmetic that is emulated is slower"),
+    MSI_RULE(MSI_ANY, MSI_FACT_NOT_BUILT, "not-built", "this version does not have it",
+             "it has its place in modes and switches, and no plan uses it yet"),
+    MSI_RULE(MSI_ANY, MSI_FACT_PLAIN_FITS, "smart-skip", "the plain arena is within the budget",
+             "nothing has to be done, so nothing is"),
+    MSI_RULE(MSI_CHECKPOINTING | MSI_OFFLOADING, MSI_FACT_UNREAD, "unread",
+             "no backward reads what the layer makes",
+             "its values end with their last reader in forward, as in the plain plan"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_RUNS_ONCE, "runs-once",
+             "no_recompute is set without a recompute callback, or the layer writes gradients in "
+             "forward",
+             "a second run would not do what the first one did"),
+    MSI_RULE(MSI_CHECKPOINTING | MSI_OFFLOADING, MSI_FACT_OUTPUT, "output",
+             "what the layer makes is the loss, or kept by ms_add_output",
+             "the trainer may read it after the step"),
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_RECOMPUTE_READS, "recompute-reads",
+             "no_recompute is set, and recompute_reads of the layer names it",
+             "what a layer can only be recomputed from cannot be dropped"),
+    MSI_RULE(MSI_CHECKPOINTING | MSI_OFFLOADING, MSI_FACT_NOT_IDLE, "not-idle",
+             "no layer runs between its last use in forward and its first in backward",
+             "there is no time in which its memory would be free"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_NO_GRADIENT, "no-gradient",
+             "the layer has no param that learns", "there is nothing to update"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_ALL_GRADIENTS, "all-gradients",
+             "accumulation, clipping, or an optimizer that leaves updates to the trainer",
+             "no gradient may be used up before all of them are complete"),
+    MSI_RULE(MSI_EARLY_UPDATE | MSI_OFFLOADING, MSI_FACT_BORROWED, "borrowed",
+             "what it would free is borrowed (of early updates: the gradient)",
+             "that memory is the trainer's, not the arena's"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_READ_AGAIN, "read-again",
+             "a layer without a backward reads the param",
+             "that layer could be recomputed after the update, and would see the new value"),
+    MSI_RULE(MSI_EARLY_UPDATE | MSI_OFFLOADING, MSI_FACT_SHARED_PARAM, "shared",
+             "an earlier layer uses the param too",
+             "backward comes to that layer last, and its line tells what became of the param"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_LATE, "late",
+             "the plan may update inside backward, and its arena is no larger if this update waits",
+             "an update right after the backward of its layer can be slow"),
+    MSI_RULE(MSI_OFFLOADING, MSI_FACT_RECOMPUTED, "recomputed", "the plan recomputes it",
+             "what is dropped after its last use in forward need not be copied anywhere"),
+    MSI_RULE(MSI_OFFLOADING, MSI_FACT_TOO_SMALL, "too-small",
+             "a copy of it would take less than twice the time of a launch",
+             "many small copies keep the link busy with next to nothing"),
+    MSI_RULE(MSI_OFFLOADING, MSI_FACT_HOST_FULL, "host-full",
+             "what the plan has on the host leaves less than its bytes of max_host_bytes",
+             "the memory of the host has a budget too"),
+    MSI_RULE(
+        MSI_OFFLOADING, MSI_FACT_AT_ONCE, "needed-at-once",
+        "between its last use in forward and its first in backward there is less time than its "
+        "copies out and in take",
+        "computing would wait for them, and its memory would hardly be free in between"),
+    MSI_RULE(
+        MSI_OFFLOADING, MSI_FACT_SATURATED, "link-saturated",
+        "the copies of the plan keep the link busy for nine tenths of a step, in one direction",
+        "further copies would make the step longer by nearly all of their time"),
+    MSI_RULE(MSI_ANY, MSI_FACT_SMALLEST, "no-gain",
+             "force_optimize is set, and the arena would be no smaller with it",
+             "it would cost time for nothing"),
+    MSI_RULE(MSI_ANY, 0, "fits", "none of the above",
+             "the fastest plan found meets the budget without it")};
+
+enum { MSI_RULE_COUNT = sizeof msi_rules / sizeof msi_rules[0] };
+
+/* What a plan does, indexed by layer and by tensor: what the rules are checked against. */
+typedef struct msi_review {
+    const ms_model *model;
+    const msi_store *store;
+    const msi_plan *plan;
+    double *again_us;  // per layer: the time of its recomputations
+    double *wait_us;   // per tensor: how long computing waits for its copies, or its update more
+    double *start_us;  // per instruction
+    uint32_t *forward; // per layer: its instruction in forward
+    uint32_t *again;   // per layer: how often it is recomputed
+    uint32_t *update;  // per tensor: the instruction that updates it, or MSI_NONE
+    uint32_t *user;    // per param: the first layer that has it, or MSI_NONE
+    uint8_t *moved;    // per tensor: what lies on the host, a mask as in msi_tensor_decision.moves
+    uint64_t bytes;    // of all these
+} msi_review;
+
+static uint64_t msi_review_bytes(const msi_graph *g, const msi_plan *plan) {
+    return g->layers.count * (uint64_t)(sizeof(double) + 2 * sizeof(uint32_t)) +
+           g->tensors.count * (uint64_t)(sizeof(double) + 2 * sizeof(uint32_t) + 1) +
+           plan->train.instructions.count * (uint64_t)sizeof(double);
+}
+
+/* Shares out a wait among the copies that it is for, by their bytes. */
+static void msi_review_wait(msi_review *r, const msi_instruction *i, double us) {
+    const msi_program *p = &r->plan->train;
+    const msi_operand *ends = p->operands.items + i->operand_first;
+    uint64_t bytes = 0;
+    for (uint32_t k = 0; k < i->operand_count; k += 2) {
+        bytes += msi_smaller(p->ranges.items[ends[k].range].bytes,
+                             p->ranges.items[ends[k + 1].range].bytes);
+    }
+    for (uint32_t k = 0; k < i->operand_count && bytes > 0; k += 2) {
+        const msi_range *range = &p->ranges.items[ends[k].range];
+        const uint64_t of = msi_smaller(range->bytes, p->ranges.items[ends[k + 1].range].bytes);
+        r->wait_us[range->tensor] += us * ((double)of / (double)bytes);
+    }
+}
+
+/* Simulates the step once more, for the starts of the instructions and the waits for copies. A
+   device without streams for copies waits for all of each. */
+static void msi_review_times(msi_review *r) {
+    const ms_model *m = r->model;
+    const msi_program *p = &r->plan->train;
+    msi_clock c;
+    msi_clock_start(&c, &m->graph, &m->costs, r->store, p);
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        const double free_us = c.free_us[MS_STREAM_COMPUTE];
+        const double us = msi_duration_us(&m->graph, &m->costs, p, i);
+        const bool copies = i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT;
+        r->start_us[now] = msi_clock_run(&c, now, us);
+        if (i->op == MSI_OP_WAIT || (copies && !m->costs.has_links)) {
+            msi_review_wait(r, i, copies ? us : r->start_us[now] - free_us);
+        }
+        if (i->op == MSI_OP_UPDATE) {
+            r->wait_us[i->target] += msi_mapped_us(&m->graph, &m->costs, p, i);
+        }
+        if (i->op == MSI_OP_COPY_OUT) {
+            const msi_range *sent = &p->ranges.items[p->operands.items[i->operand_first].range];
+            r->moved[sent->tensor] |= msi_move_of((msi_role)sent->role);
+        }
+    }
+}
+
+/* Finds out which params are whose, and where they and their state have their home. */
+static void msi_review_params(msi_review *r) {
+    const msi_graph *g = &r->model->graph;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        r->update[t] = r->user[t] = MSI_NONE;
+    }
+    for (uint32_t i = g->layers.count; i-- > 0;) {
+        for (MSI_EACH(param, g, &g->layers.items[i], MSI_GROUP_PARAM)) {
+            r->user[param.tensor] = i;
+        }
+    }
+    for (uint32_t k = 0; k < r->store->residents.count; k++) {
+        const msi_range *home = &r->plan->train.ranges.items[k];
+        if (home->on_host && g->tensors.items[home->tensor].kind == MSI_KIND_PARAM) {
+            r->moved[home->tensor] |= msi_move_of((msi_role)home->role);
+        }
+    }
+}
+
+static bool msi_review_init(msi_review *r, const ms_model *m, const msi_store *store,
+                            const msi_plan *plan) {
+    const msi_graph *g = &m->graph;
+    const msi_program *p = &plan->train;
+    r->model = m;
+    r->store = store;
+    r->plan = plan;
+    r->bytes = msi_review_bytes(g, plan);
+    r->again_us = (double *)msi_alloc_zeroed(&m->config.allocator, r->bytes);
+    if (!r->again_us) {
+        return false;
+    }
+    r->wait_us = r->again_us + g->layers.count;
+    r->start_us = r->wait_us + g->tensors.count;
+    r->forward = (uint32_t *)(void *)(r->start_us + p->instructions.count);
+    r->again = r->forward + g->layers.count;
+    r->update = r->again + g->layers.count;
+    r->user = r->update + g->tensors.count;
+    r->moved = (uint8_t *)(r->user + g->tensors.count);
+    msi_review_params(r);
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        if (i->op == MSI_OP_FORWARD) {
+            r->forward[i->target] = now;
+        } else if (msi_is_again((msi_op)i->op)) {
+            r->again[i->target]++;
+            r->again_us[i->target] += msi_again_us(&g->layers.items[i->target], (msi_op)i->op);
+        } else if (i->op == MSI_OP_UPDATE) {
+            r->update[i->target] = now;
+        }
+    }
+    msi_review_times(r);
+    return true;
+}
+
+static void msi_review_free(msi_review *r) {
+    msi_release(&r->model->config.allocator, r->again_us, r->bytes);
+}
+
+/* Whether the line of a layer tells what is moved of a tensor: that of its producer, or for a param
+   that of the first layer that has it. */
+static bool msi_tells_of(const msi_review *r, uint32_t layer, uint32_t tensor) {
+    return r->model->graph.tensors.items[tensor].kind != MSI_KIND_PARAM || r->user[tensor] == layer;
+}
+
+/* Whether a technique is applied to a tensor, at this layer. */
+static bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique technique,
+                           uint32_t tensor) {
+    const msi_tensor *t = &r->model->graph.tensors.items[tensor];
+    switch (technique) {
+    case MS_TECHNIQUE_CHECKPOINTING:
+        return r->plan->decisions[tensor].pass > 0 && t->last_reader != MSI_NONE;
+    case MS_TECHNIQUE_EARLY_UPDATE:
+        return r->update[tensor] < r->plan->train.backward_end && t->last_gradient == layer;
+    case MS_TECHNIQUE_OFFLOADING:
+        return r->moved[tensor] != 0 && msi_tells_of(r, layer, tensor);
+    case MS_TECHNIQUE_TILING: // not built
+    case MS_TECHNIQUE_MIXED_PRECISION:
+    case MS_TECHNIQUE_OPTIMIZER_8BIT:
+    case MS_TECHNIQUE_COUNT:
+        break;
+    }
+    return false;
+}
+
+/* Whether a technique could matter for a tensor that it is not applied to. */
+static bool msi_matters(const msi_review *r, uint32_t layer, ms_technique technique,
+                        uint32_t tensor) {
+    const msi_graph *g = &r->model->graph;
+    const msi_tensor *t = &g->tensors.items[tensor];
+    const bool waits =
+        t->last_reader != MSI_NONE || t->is_output || tensor == g->loss || t->must_stay;
+    switch (technique) {
+    case MS_TECHNIQUE_CHECKPOINTING:
+        return waits;
+    case MS_TECHNIQUE_EARLY_UPDATE:
+        return msi_is_trained(t) && t->last_gradient == layer;
+    case MS_TECHNIQUE_OFFLOADING:
+        return t->kind == MSI_KIND_PARAM || waits;
+    case MS_TECHNIQUE_TILING: // not built
+    case MS_TECHNIQUE_MIXED_PRECISION:
+    case MS_TECHNIQUE_OPTIMIZER_8BIT:
+    case MS_TECHNIQUE_COUNT:
+        break;
+    }
+    return true;
+}
+
+/* The live range in which a value is made in forward, or NULL. */
+static const msi_range *msi_forward_range(const msi_review *r, uint32_t tensor) {
+    const msi_program *p = &r->plan->train;
+    const uint32_t producer = r->model->graph.tensors.items[tensor].producer;
+    const msi_instruction *i = &p->instructions.items[r->forward[producer]];
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const uint32_t index = p->operands.items[i->operand_first + k].range;
+        const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
+        if (range && range->tensor == tensor && range->role == MSI_ROLE_VALUE) {
+            return range;
+        }
+    }
+    return NULL;
+}
+
+/* Whether layers run while a value lies idle between its last use in forward and its first in
+   backward. */
+static bool msi_lies_idle(const msi_review *r, uint32_t tensor) {
+    const msi_program *p = &r->plan->train;
+    const msi_range *range = msi_forward_range(r, tensor);
+    bool idle = false;
+    if (range && range->idle_last != MSI_NONE) {
+        for (uint32_t now = range->idle_first + 1; now < range->idle_last && !idle; now++) {
+            idle = msi_calls_layer((msi_op)p->instructions.items[now].op);
+        }
+    }
+    return idle;
+}
+
+static uint32_t msi_fact(uint32_t fact, bool holds) {
+    return holds ? fact : 0;
+}
+
+/* The facts about a technique that hold for every layer. */
+static uint32_t msi_common_facts(const msi_review *r, ms_technique technique) {
+    const ms_model *m = r->model;
+    const ms_switch is = msi_switch_of(&m->config, technique);
+    const bool plain_fits = m->wrapped.goal == MSI_GOAL_BUDGET && is != MS_SWITCH_ON &&
+                            r->plan->plain_bytes <= r->plan->budget_bytes;
+    const bool beyond = is == MS_SWITCH_DEFAULT && !msi_mode_has(m->wrapped.choice.mode, technique);
+    return msi_fact(MSI_FACT_ON, is == MS_SWITCH_ON) | msi_fact(MSI_FACT_OFF, is == MS_SWITCH_OFF) |
+           msi_fact(MSI_FACT_SMALLEST, m->wrapped.goal == MSI_GOAL_SMALLEST) |
+           msi_fact(MSI_FACT_DETACHED, m->wrapped.goal == MSI_GOAL_PLAIN) |
+           msi_fact(MSI_FACT_BEYOND_MODE, beyond) |
+           msi_fact(MSI_FACT_SHARED_MEMORY, is != MS_SWITCH_ON && msi_shares_memory(m)) |
+           msi_fact(MSI_FACT_NOT_NATIVE,
+                    !m->costs.hardware.bf16 && !m->costs.hardware.fp16_tensor) |
+           msi_fact(MSI_FACT_NOT_BUILT, !(MSI_BUILT >> technique & 1)) |
+           msi_fact(MSI_FACT_PLAIN_FITS, plain_fits);
+}
+
+/* The facts about the tensor of a layer that a technique is not applied to; MSI_NONE: there is no
+   such tensor. */
+static uint32_t msi_checkpointing_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
+    const msi_graph *g = &r->model->graph;
+    if (tensor == MSI_NONE || !msi_matters(r, layer, MS_TECHNIQUE_CHECKPOINTING, tensor)) {
+        return MSI_FACT_UNREAD;
+    }
+    const msi_tensor *t = &g->tensors.items[tensor];
+    return msi_fact(MSI_FACT_RUNS_ONCE, !msi_can_recompute(&g->layers.items[layer])) |
+           msi_fact(MSI_FACT_OUTPUT, t->is_output || tensor == g->loss) |
+           msi_fact(MSI_FACT_RECOMPUTE_READS, t->must_stay) |
+           msi_fact(MSI_FACT_NOT_IDLE, !msi_lies_idle(r, tensor));
+}
+
+static uint32_t msi_early_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
+    const msi_tensor *t = tensor == MSI_NONE ? NULL : &r->model->graph.tensors.items[tensor];
+    if (!t || !msi_is_trained(t) || t->last_gradient == MSI_NONE) {
+        return MSI_FACT_NO_GRADIENT;
+    }
+    return msi_fact(MSI_FACT_ALL_GRADIENTS, msi_early_fault(r->model) != NULL) |
+           msi_fact(MSI_FACT_BORROWED, msi_is_borrowed(t, MSI_ROLE_GRADIENT)) |
+           msi_fact(MSI_FACT_READ_AGAIN, !t->updates_early) |
+           msi_fact(MSI_FACT_SHARED_PARAM, t->last_gradient != layer) |
+           msi_fact(MSI_FACT_LATE, r->plan->decisions[tensor].update_after != MSI_NONE);
+}
+
+/* What a plan could move of a tensor, at this layer, and does not. */
+static uint32_t msi_not_moved(const msi_review *r, uint32_t layer, uint32_t tensor) {
+    const msi_graph *g = &r->model->graph;
+    const bool made = g->tensors.items[tensor].kind != MSI_KIND_PARAM;
+    const bool early = r->update[tensor] < r->plan->train.backward_end; // the gradient is gone
+    const bool may = made ? msi_lies_idle(r, tensor) && r->plan->decisions[tensor].pass == 0
+                          : msi_tells_of(r, layer, tensor);
+    return !may ? 0u
+                : msi_movable(g, tensor) &
+                      ~((uint32_t)r->moved[tensor] | (early ? (uint32_t)MSI_MOVES_GRADIENT : 0u));
+}
+
+/* How long the copies take in a step of what can be moved, by the bit of what it is. */
+static double msi_copies_us(const msi_review *r, uint32_t tensor, uint32_t move) {
+    const ms_model *m = r->model;
+    const msi_tensor *t = &m->graph.tensors.items[tensor];
+    const bool weight = t->kind == MSI_KIND_PARAM && move == MSI_MOVES_VALUE;
+    const double count = move == MSI_MOVES_STATE ? msi_state_count(&m->optimizer) : 1.0;
+    const double in_us = msi_copy_us(&m->costs, MS_STREAM_TO_DEVICE, t->bytes);
+    const double out_us = msi_copy_us(&m->costs, MS_STREAM_TO_HOST, t->bytes);
+    return count * ((weight ? 2.0 : 1.0) * in_us + (weight && !msi_learns(t) ? 0.0 : out_us));
+}
+
+/* Bytes of the arena that it takes to have something that can be moved there, by the bit of what it
+   is: none for memory of the trainer. */
+static uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor, uint32_t move) {
+    const msi_tensor *t = &r->model->graph.tensors.items[tensor];
+    const int first = move == MSI_MOVES_VALUE      ? MSI_ROLE_VALUE
+                      : move == MSI_MOVES_GRADIENT ? MSI_ROLE_GRADIENT
+                                                   : MSI_ROLE_STATE0;
+    const int count = move == MSI_MOVES_STATE ? (int)msi_state_count(&r->model->optimizer) : 1;
+    uint64_t bytes = 0;
+    for (int role = first; role < first + count; role++) {
+        bytes += msi_is_borrowed(t, (msi_role)role) ? 0 : msi_align(t->bytes);
+    }
+    return bytes;
+}
+
+/* The facts about the tensor of a layer that is not moved. Of a param with several parts that could
+   be moved, its largest decides. */
+static uint32_t msi_offloading_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
+    const ms_model *m = r->model;
+    const msi_graph *g = &m->graph;
+    const msi_program *p = &r->plan->train;
+    const msi_costs *costs = &m->costs;
+    if (tensor == MSI_NONE || !msi_matters(r, layer, MS_TECHNIQUE_OFFLOADING, tensor)) {
+        return MSI_FACT_UNREAD;
+    }
+    const msi_tensor *t = &g->tensors.items[tensor];
+    const bool made = t->kind != MSI_KIND_PARAM;
+    const double in_us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, t->bytes);
+    const double out_us = msi_copy_us(costs, MS_STREAM_TO_HOST, t->bytes);
+    const msi_range *range = made ? msi_forward_range(r, tensor) : NULL;
+    const bool waits = range && range->idle_last != MSI_NONE;
+    const double gap_us =
+        waits ? r->start_us[range->idle_last] - r->start_us[range->idle_first + 1] : 0.0;
+    uint64_t bytes = 0;
+    for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
+        bytes += msi_movable(g, tensor) & move ? msi_bytes_of_move(r, tensor, move) : 0;
+    }
+    const uint64_t held = r->store->host_bytes + r->store->host_transient_bytes;
+    const double busy_us = p->link_us[MS_STREAM_TO_DEVICE] > p->link_us[MS_STREAM_TO_HOST]
+                               ? p->link_us[MS_STREAM_TO_DEVICE]
+                               : p->link_us[MS_STREAM_TO_HOST];
+    return msi_fact(MSI_FACT_OUTPUT, t->is_output || tensor == g->loss) |
+           msi_fact(MSI_FACT_RECOMPUTED, r->plan->decisions[tensor].pass > 0) |
+           msi_fact(MSI_FACT_NOT_IDLE,
+                    made && r->plan->decisions[tensor].pass == 0 && !msi_lies_idle(r, tensor)) |
+           msi_fact(MSI_FACT_SHARED_PARAM, !msi_tells_of(r, layer, tensor)) |
+           msi_fact(MSI_FACT_BORROWED, !made && bytes == 0) |
+           msi_fact(MSI_FACT_TOO_SMALL, in_us < 2.0 * costs->hardware.launch_us) |
+           msi_fact(MSI_FACT_HOST_FULL, held + t->bytes > msi_host_budget(m)) |
+           msi_fact(MSI_FACT_AT_ONCE, waits && gap_us < in_us + out_us) |
+           msi_fact(MSI_FACT_SATURATED, busy_us > 0.9 * p->step_us);
+}
+
+static const ms_rule *msi_find_rule(ms_technique technique, uint32_t facts) {
+    uint32_t k = 0;
+    while (!(msi_rules[k].techniques >> technique & 1) ||
+           (msi_rules[k].facts & facts) != msi_rules[k].facts) {
+        k++;
+    }
+    return &msi_rules[k].text;
+}
+
+/* Whether tensor `a` explains better than `b` why a technique is not applied: one that matters
+   does, then the larger one, then the first. */
+static bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique technique,
+                              uint32_t a, uint32_t b) {
+    const msi_tensor *tensors = r->model->graph.tensors.items;
+    if (b == MSI_NONE) {
+        return true;
+    }
+    const bool first = msi_matters(r, layer, technique, a);
+    return first != msi_matters(r, layer, technique, b) ? first
+                                                        : tensors[a].bytes > tensors[b].bytes;
+}
+
+/* Adds what would not be held if a technique were applied to a tensor that it is not applied to;
+   for offloading also the time of its copies. */
+static void msi_add_refused(const msi_review *r, uint32_t layer, uint32_t tensor, ms_decision *d) {
+    const ms_model *m = r->model;
+    const msi_tensor *t = &m->graph.tensors.items[tensor];
+    const bool frees = d->technique == MS_TECHNIQUE_CHECKPOINTING ? msi_lies_idle(r, tensor)
+                       : d->technique == MS_TECHNIQUE_EARLY_UPDATE
+                           ? msi_is_trained(t) && t->last_gradient == layer &&
+                                 !msi_is_borrowed(t, MSI_ROLE_GRADIENT)
+                           : false;
+    const bool moves = d->technique == MS_TECHNIQUE_OFFLOADING && !msi_shares_memory(m);
+    const uint32_t left = moves ? msi_not_moved(r, layer, tensor) : 0;
+    d->refused_bytes += frees ? msi_align(t->bytes) : 0;
+    for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
+        const uint64_t bytes = left & move ? msi_bytes_of_move(r, tensor, move) : 0;
+        d->refused_bytes += bytes;
+        d->refused_us += bytes > 0 ? msi_copies_us(r, tensor, move) : 0.0;
+    }
+}
+
+/* Adds what is not held because a technique is applied to a tensor. */
+static void msi_add_spared(const msi_review *r, uint32_t tensor, ms_decision *d) {
+    const msi_graph *g = &r->model->graph;
+    const uint64_t bytes = msi_align(g->tensors.items[tensor].bytes);
+    if (d->technique != MS_TECHNIQUE_OFFLOADING) {
+        const bool early = d->technique == MS_TECHNIQUE_EARLY_UPDATE;
+        d->saved_bytes_of[msi_category(g, tensor, early ? MSI_ROLE_GRADIENT : MSI_ROLE_VALUE)] +=
+            bytes;
+        d->saved_bytes += bytes;
+        return;
+    }
+    for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
+        const msi_role role = move == MSI_MOVES_VALUE      ? MSI_ROLE_VALUE
+                              : move == MSI_MOVES_GRADIENT ? MSI_ROLE_GRADIENT
+                                                           : MSI_ROLE_STATE0;
+        const uint64_t moved = r->moved[tensor] & move ? msi_bytes_of_move(r, tensor, move) : 0;
+        d->saved_bytes_of[msi_category(g, tensor, role)] += moved;
+        d->saved_bytes += moved;
+    }
+    d->added_us += r->wait_us[tensor];
+}
+
+/* Whether what is done to a tensor was forced, or what is not done to it forbidden. */
+static bool msi_is_said(const msi_review *r, ms_technique technique, uint32_t tensor,
+                        ms_switch force) {
+    const msi_graph *g = &r->model->graph;
+    const msi_tensor *t = &g->tensors.items[tensor];
+    if (technique != MS_TECHNIQUE_OFFLOADING) {
+        return t->technique[technique] == force;
+    }
+    const uint32_t moved = r->moved[tensor], left = msi_movable(g, tensor) & ~moved;
+    return force == MS_SWITCH_ON
+               ? (moved & ~(uint32_t)t->forced_moves) == 0
+               : t->forbidden_moves && (left & ~(uint32_t)t->forbidden_moves) == 0;
+}
+
+/* Adds up the tensors of a layer that a technique is applied to, and the others; returns, of the
+   others, the one that explains most. */
+static uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_decision *d, uint32_t *facts) {
+    const msi_graph *g = &r->model->graph;
+    uint32_t left = MSI_NONE;
+    bool applied = false, forced = true;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
+        for (MSI_EACH(operand, g, &g->layers.items[layer], group)) {
+            const uint32_t index = operand.tensor;
+            bool listed = false; // in an earlier slot
+            for (uint32_t k = 0; k < operand.slot; k++) {
+                listed |= operand.tensors[k] == index;
+            }
+            if (listed ||
+                !(msi_techniques[d->technique].kinds >> g->tensors.items[index].kind & 1)) {
+                continue;
+            }
+            if (msi_is_applied(r, layer, d->technique, index)) {
+                msi_add_spared(r, index, d);
+                applied = true;
+                forced &= msi_is_said(r, d->technique, index, MS_SWITCH_ON);
+                continue;
+            }
+            msi_add_refused(r, layer, index, d);
+            left = msi_explains_more(r, layer, d->technique, index, left) ? index : left;
+        }
+    }
+    *facts |= msi_fact(MSI_FACT_APPLIED, applied) | msi_fact(MSI_FACT_FREES, d->saved_bytes > 0) |
+              msi_fact(MSI_FACT_FORCED, applied && forced);
+    return left;
+}
+
+/* Bytes of what a layer makes in forward and that is still there in backward. */
+static uint64_t msi_kept_bytes(const msi_review *r, uint32_t layer) {
+    const msi_graph *g = &r->model->graph;
+    uint64_t kept = 0;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
+        for (MSI_EACH(made, g, &g->layers.items[layer], group)) {
+            const msi_range *range = msi_forward_range(r, made.tensor);
+            const bool keeps = range && range->last >= r->plan->train.forward_end;
+            kept += keeps ? g->tensors.items[made.tensor].bytes : 0;
+        }
+    }
+    return kept;
+}
+
+/* What was decided about a technique for a layer: read from the plan, and explained by the first
+   rule whose facts hold. */
+static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_technique technique) {
+    const msi_graph *g = &r->model->graph;
+    uint32_t facts = msi_common_facts(r, technique);
+    ms_decision d;
+    memset(&d, 0, sizeof d);
+    d.layer = msi_layer_handle(g, layer);
+    d.layer_index = layer;
+    d.technique = technique;
+    const uint32_t left = msi_gather(r, layer, &d, &facts);
+    switch (technique) {
+    case MS_TECHNIQUE_CHECKPOINTING:
+        d.added_us = r->again_us[layer];
+        d.refused_us = d.refused_bytes > 0 && r->again[layer] == 0
+                           ? g->layers.items[layer].time.recompute_us
+                           : 0.0;
+        facts |= msi_fact(MSI_FACT_APPLIED, r->again[layer] > 0);
+        facts |= msi_checkpointing_facts(r, layer, left);
+        break;
+    case MS_TECHNIQUE_EARLY_UPDATE:
+        facts |= msi_early_facts(r, layer, left);
+        break;
+    case MS_TECHNIQUE_OFFLOADING:
+        facts |= msi_offloading_facts(r, layer, left);
+        break;
+    case MS_TECHNIQUE_TILING: // not built
+    case MS_TECHNIQUE_MIXED_PRECISION:
+    case MS_TECHNIQUE_OPTIMIZER_8BIT:
+    case MS_TECHNIQUE_COUNT:
+        break;
+    }
+    facts |= msi_fact(MSI_FACT_FORBIDDEN,
+                      left != MSI_NONE && msi_is_said(r, technique, left, MS_SWITCH_OFF));
+    d.is_applied = facts & MSI_FACT_APPLIED;
+    d.rule = msi_find_rule(technique, facts);
+    d.kept_bytes = msi_kept_bytes(r, layer);
+    return d;
+}
+
+static msi_technique_total msi_technique_total_of(const msi_review *r, ms_technique technique) {
+    msi_technique_total total;
+    memset(&total, 0, sizeof total);
+    for (uint32_t i = 0; i < r->model->graph.layers.count; i++) {
+        const ms_decision d = msi_decision(r, i, technique);
+        msi_add_decision(&total, &d);
+    }
+    return total;
+}
+
+/* What is compared to find blocks of layers that are alike; and which layers stand for how many. */
+typedef struct msi_alike {
+    uint64_t key;   // of all that must be equal
+    double us;      // added, or what it would add
+    uint32_t count; // as ms_decision.alike_count
+    uint32_t last;
+} msi_alike;
+
+/* Layers of the longest block that is looked for. */
+enum { MSI_LONGEST_BLOCK = 256 };
+
+/* Waits for copies do not count: where a link is busy, they fall on some of many equal layers. */
+static msi_alike msi_alike_of(const msi_review *r, uint32_t layer) {
+    msi_alike row;
+    memset(&row, 0, sizeof row);
+    row.key = msi_mix_name(0, msi_layer_name(&r->model->graph, layer));
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        const ms_decision d = msi_decision(r, layer, (ms_technique)k);
+        row.key = msi_mix_name(msi_mix_in(row.key, d.is_applied), d.rule->id);
+        row.key = msi_mix_in(msi_mix_in(row.key, d.saved_bytes), d.refused_bytes);
+        row.key = msi_mix_in(row.key, d.kept_bytes);
+        row.us += k == MS_TECHNIQUE_OFFLOADING ? 0.0 : d.added_us + d.refused_us;
+    }
+    return row;
+}
+
+static bool msi_is_alike(const msi_alike *a, const msi_alike *b) {
+    return a->key == b->key && a->us <= 2.0 * b->us && b->us <= 2.0 * a->us;
+}
+
+/* How many blocks of so many layers, from the first of `rows` on, are like the first one. */
+static uint32_t msi_count_blocks(const msi_alike *rows, uint32_t count, uint32_t layers) {
+    uint32_t end = layers;
+    while (end < count && msi_is_alike(&rows[end], &rows[end % layers])) {
+        end++;
+    }
+    return end / layers;
+}
+
+/* Finds the blocks, from the first layer on: each time those that cover most layers and, of these,
+   the shortest. This takes time in proportion to the layers times MSI_LONGEST_BLOCK: where many
+   lengths compare long stretches, the stretches have a short period, and are covered by it. */
+static void msi_find_alike(msi_alike *rows, uint32_t count) {
+    for (uint32_t at = 0; at < count;) {
+        const uint32_t left = count - at;
+        uint32_t layers = 1, blocks = 1;
+        for (uint32_t k = 1; k <= MSI_LONGEST_BLOCK && k <= left / 2 && blocks * layers < left;
+             k++) {
+            const uint32_t found = msi_count_blocks(rows + at, left, k);
+            if (found > 1 && found * k > blocks * layers) {
+                blocks = found;
+                layers = k;
+            }
+        }
+        for (uint32_t k = 0; k < layers; k++) {
+            rows[at + k].count = blocks;
+            rows[at + k].last = at + k + (blocks - 1) * layers;
+        }
+        at += blocks * layers;
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -12840,7 +15355,7 @@ static void msi_use_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
 
 /* The host's copy of the step's own memory; where the device is direct, that memory itself. */
 static uint8_t *msi_step_on_host(const ms_model *m) {
-    return m->run.store->host + m->run.store->host_bytes;
+    return msi_staging_of(m->run.store);
 }
 
 static bool msi_is_eval(const msi_run *r) {
@@ -13050,6 +15565,16 @@ static void *msi_stream(const ms_model *m) {
     return b->stream && m->device ? b->stream(m->device) : NULL;
 }
 
+/* Where the part of an operand begins that an instruction works on. */
+static void *msi_part_address(const ms_model *m, const msi_program *p, const msi_instruction *i,
+                              uint32_t range) {
+    uint8_t *whole = (uint8_t *)msi_address(m, p, range);
+    const bool is_part = i->part_count == 0 || p->ranges.items[range].part > 0 ||
+                         p->ranges.items[range].role == MSI_ROLE_NORM;
+    const uint64_t bytes = is_part ? 0 : m->graph.tensors.items[i->target].bytes;
+    return is_part ? whole : whole + msi_part_of(bytes, i->part, i->part_count).begin;
+}
+
 static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const ms_backend *b = &m->config.backend;
     const ms_optimizer_desc *o = &m->optimizer;
@@ -13059,7 +15584,7 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     void *operands[3 + MS_LIMIT_OPTIMIZER_STATE] = {NULL, NULL, NULL, NULL, NULL, NULL, NULL};
     for (uint32_t k = 0; k < i->operand_count; k++) { // value, gradient, norm, states
         const uint32_t range = p->operands.items[i->operand_first + k].range;
-        operands[k] = range == MSI_NONE ? NULL : msi_address(m, p, range);
+        operands[k] = range == MSI_NONE ? NULL : msi_part_address(m, p, i, range);
     }
     const msi_norm *norm = (const msi_norm *)operands[2];
     ms_update_args args;
@@ -13067,7 +15592,7 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     args.user = o->user;
     args.param = msi_handle(&m->graph, i->target, MSI_ROLE_VALUE);
     args.kind = o->kind;
-    args.count = t->bytes / sizeof(float);
+    args.count = msi_part_of(t->bytes, i->part, i->part_count).bytes / sizeof(float);
     args.value = (float *)operands[0];
     args.gradient = (float *)operands[1];
     args.gradient_scale = norm ? &norm->scale : NULL;
@@ -14865,7 +17390,7 @@ static void msi_add_time(ms_model *m, const msi_program *p, uint32_t now, double
     }
     const double amount = of_layer
                               ? msi_output_elements(&m->graph, &m->graph.layers.items[i->target])
-                              : msi_moved_bytes(p, i);
+                              : msi_moved_bytes(&m->graph, p, i);
     const uint32_t series = of_layer
                                 ? 3 * i->target + (uint32_t)(cost - MSI_COST_FORWARD)
                                 : 3 * m->graph.layers.count + (uint32_t)(cost - MSI_COST_LAYER_END);
@@ -15001,8 +17526,7 @@ static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instr
                                                      bytes / sizeof(float));
         return msi_device(m, error, "fill");
     }
-    const bool later = range < m->run.store->residents.count && m->run.micro > 0;
-    return later ? MS_RESULT_OK : msi_fill(m, memory, false, 0, bytes);
+    return i->is_first && m->run.micro > 0 ? MS_RESULT_OK : msi_fill(m, memory, false, 0, bytes);
 }
 
 /* The operands of an instruction that makes its first from its second. */
@@ -15017,9 +17541,9 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
     msi_pair pair;
     pair.target_range = p->operands.items[i->operand_first].range;
     pair.source_range = p->operands.items[i->operand_first + 1u].range;
-    pair.target = msi_address(m, p, pair.target_range);
-    pair.source = msi_address(m, p, pair.source_range);
-    pair.bytes = m->graph.tensors.items[i->target].bytes;
+    pair.target = msi_part_address(m, p, i, pair.target_range);
+    pair.source = msi_part_address(m, p, i, pair.source_range);
+    pair.bytes = msi_part_of(m->graph.tensors.items[i->target].bytes, i->part, i->part_count).bytes;
     return pair;
 }
 
@@ -15028,6 +17552,36 @@ static ms_result msi_run_add(ms_model *m, const msi_program *p, const msi_instru
     const int error =
         m->config.backend.add_f32(m->device, pair.target, pair.source, pair.bytes / sizeof(float));
     return msi_device(m, error, "add");
+}
+
+/* Whether callbacks use one of the ends of a copy on the host. */
+static bool msi_is_shown(const msi_store *store, const msi_pair *pair) {
+    const uint32_t ends[] = {pair->target_range, pair->source_range};
+    return (ends[0] < store->residents.count && store->residents.items[ends[0]].is_shown) ||
+           (ends[1] < store->residents.count && store->residents.items[ends[1]].is_shown);
+}
+
+/* Issues a copy between host and device. */
+static ms_result msi_run_transfer(ms_model *m, const msi_instruction *i, const msi_pair *pair) {
+    const ms_backend *b = &m->config.backend;
+    const ms_stream_kind stream = msi_ops[i->op].stream;
+    const bool streams = msi_has_copy_streams(m);
+    int error = 0;
+    m->run.copies = streams && !m->run.recording;
+    if (streams && i->follows) {
+        error = b->record(m->device, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE);
+        error = error ? error : b->wait(m->device, stream, MSI_EVENT_COMPUTE);
+    }
+    if (!error) {
+        error = i->op == MSI_OP_COPY_IN
+                    ? b->copy_in(m->device, pair->target, pair->source, pair->bytes)
+                    : b->copy_out(m->device, pair->target, pair->source, pair->bytes);
+    }
+    if (!error && streams && i->event != MSI_NO_EVENT) {
+        error = b->record(m->device, stream, MSI_EVENT_COPIES + i->event);
+    }
+    return msi_device(m, error,
+                      i->op == MSI_OP_COPY_IN ? "copy to the device" : "copy to the host");
 }
 
 /* Copies, unless the target aliases the source; between the host and the device it issues the copy
@@ -15040,15 +17594,13 @@ static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instr
         result = pair.target == pair.source
                      ? MS_RESULT_OK
                      : msi_copy(m, pair.target, false, pair.source, false, pair.bytes);
-    } else if (m->run.recording) {
+    } else if (m->run.recording && msi_is_shown(m->run.store, &pair)) {
         result = msi_fail(m, MS_RESULT_UNSUPPORTED,
                           "\"%s\" is copied from or to the host within a step, which a CUDA graph "
                           "cannot record: leave cuda_graph off",
                           msi_tensor_name(&m->graph, i->target));
-    } else if (i->op == MSI_OP_COPY_IN) {
-        result = msi_issue_copy_in(m, pair.target, pair.source, pair.bytes, MSI_EVENT_IN);
     } else {
-        result = msi_copy_out(m, pair.target, pair.source, pair.bytes, MSI_EVENT_OUT);
+        result = msi_run_transfer(m, i, &pair);
     }
     if (i->restores && result == MS_RESULT_OK) {
         m->run.state_is_old = i[1].restores; // a backward follows in any case
@@ -15056,13 +17608,15 @@ static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instr
     return result;
 }
 
-/* Waits for a copy, on the device and on the host, since callbacks may use either end. */
+/* Waits for a copy, on the device; also on the host, if callbacks use one of its ends there. */
 static ms_result msi_run_wait(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const msi_pair pair = msi_pair_of(m, p, i);
-    const uint32_t event =
-        msi_is_on_host(m->run.store, pair.target_range) ? MSI_EVENT_OUT : MSI_EVENT_IN;
-    const ms_result result = msi_wait_on_device(m, event);
-    return result == MS_RESULT_OK ? msi_wait_on_host(m, event) : result;
+    const uint32_t event = MSI_EVENT_COPIES + i->event;
+    ms_result result = msi_wait_on_device(m, event);
+    if (msi_is_shown(m->run.store, &pair) || m->config.debug) {
+        MSI_THEN(result, msi_wait_on_host(m, event));
+    }
+    return result;
 }
 
 /* Whether memory without live ranges is poisoned for AddressSanitizer. Not in debug mode, which
@@ -15083,10 +17637,10 @@ static void msi_mark_operands(ms_model *m, const msi_program *p, uint32_t now, b
     for (uint32_t k = 0; k < i->operand_count; k++) {
         const uint32_t index = p->operands.items[i->operand_first + k].range;
         const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
-        if (!range || range->block == MSI_NONE) {
+        if (!range || range->block == MSI_NONE || range->on_host) {
             continue;
         }
-        const msi_block *block = &p->blocks.items[range->block];
+        const msi_block *block = msi_block_of(p, range);
         if (after && block->last == now) {
             msi_asan_poison(msi_address(m, p, index), block->bytes);
         } else if (!after && range->first == now) {
@@ -15172,6 +17726,7 @@ static ms_result msi_abandon(ms_model *m, ms_result result) {
     msi_drop_step(&m->run);
     if (!m->run.recording) {
         (void)msi_synchronize(m);
+        m->run.copies = false;
     }
     m->errors = errors;
     return result;
@@ -15206,7 +17761,7 @@ static ms_result msi_enter_arena(ms_model *m) {
     if (!arena || arena->user == m) {
         return result;
     }
-    if (arena->user && arena->backend.is_asynchronous) {
+    if (arena->user && msi_enqueues_copies(&arena->backend)) {
         const int error = arena->backend.synchronize(arena->user->device);
         result = msi_device(m, error, "waiting for the device");
     }
@@ -15218,9 +17773,23 @@ static bool msi_is_last_micro(const msi_run *r) {
     return r->micro + 1 == r->store->micro_count;
 }
 
+/* What is enqueued from now on runs after all copies of a program that was not run to its end. */
+static ms_result msi_join_copies(ms_model *m) {
+    static const ms_stream_kind streams[] = {MS_STREAM_TO_DEVICE, MS_STREAM_TO_HOST};
+    const ms_backend *b = &m->config.backend;
+    int error = 0;
+    for (int k = 0; k < 2 && error == 0 && m->run.copies; k++) {
+        error = b->record(m->device, streams[k], MSI_EVENT_COPY);
+        error = error ? error : b->wait(m->device, MS_STREAM_COMPUTE, MSI_EVENT_COPY);
+    }
+    m->run.copies &= error != 0;
+    return msi_device(m, error, "waiting for a copy");
+}
+
 static ms_result msi_start(ms_model *m, const msi_program *p) {
     msi_drop_step(&m->run);
-    ms_result result = msi_enter_arena(m);
+    ms_result result = msi_join_copies(m);
+    MSI_THEN(result, msi_enter_arena(m));
     if (result != MS_RESULT_OK) {
         return result;
     }
@@ -15261,6 +17830,9 @@ static ms_result msi_run_to(ms_model *m, uint32_t end) {
         }
         m->run.position++;
     }
+    const bool ends =
+        end == p->instructions.count || (end == p->backward_end && m->run.store->micro_count > 1);
+    m->run.copies &= !ends; // all of them were awaited
     return MS_RESULT_OK;
 }
 
@@ -15306,11 +17878,8 @@ static ms_result msi_conclude(ms_model *m, double *loss) {
 static ms_result msi_settle_steps(ms_model *m) {
     const bool pending = m->run.verdict != MSI_VERDICT_NONE;
     ms_result result = msi_synchronize(m);
-    if (!pending) {
-        return result;
-    }
-    MSI_THEN(result, msi_fetch_verdict(m));
-    MSI_THEN(result, msi_settle_verdict(m));
+    MSI_THEN(result, pending ? msi_fetch_verdict(m) : MS_RESULT_OK);
+    MSI_THEN(result, pending ? msi_settle_verdict(m) : MS_RESULT_OK);
     return msi_doubt(m, result);
 }
 
@@ -15431,14 +18000,24 @@ static void msi_note_update(msi_run *r) {
     r->stage = MSI_STAGE_IDLE;
 }
 
+/* A step that returns an error does not count, even if all of it was enqueued: what the trainer
+   writes then is of the step before. */
+static ms_result msi_count_success(ms_model *m, ms_result result, uint64_t step) {
+    m->run.step = result == MS_RESULT_OK ? m->run.step : msi_smaller(m->run.step, step);
+    return result;
+}
+
 static ms_result msi_finish_update(ms_model *m) {
     const bool timed = msi_is_timed(&m->run);
-    const ms_result result = msi_run_to(m, m->run.program->instructions.count);
+    const uint64_t step = m->run.step;
+    ms_result result = msi_run_to(m, m->run.program->instructions.count);
     if (result == MS_RESULT_OK) {
         msi_note_update(&m->run);
     }
-    return result == MS_RESULT_OK && m->run.timing ? msi_doubt(m, msi_end_timing(m, timed))
-                                                   : result;
+    if (result == MS_RESULT_OK && m->run.timing) {
+        result = msi_doubt(m, msi_end_timing(m, timed));
+    }
+    return msi_count_success(m, result, step);
 }
 
 /* Everything that a step enqueues after msi_start. An asynchronous device judges the loss by
@@ -15516,7 +18095,7 @@ static ms_result msi_replay(ms_model *m) {
     if (made && m->run.stage == MSI_STAGE_BACKWARD) {
         msi_note_update(&m->run);
     }
-    return msi_doubt(m, msi_copy_verdict(m));
+    return msi_count_success(m, msi_doubt(m, msi_copy_verdict(m)), step);
 }
 
 /* Runs forward of a program. Waits for an asynchronous device only if the loss is asked for. */
@@ -15565,9 +18144,10 @@ static ms_result msi_step(ms_model *m, double *loss) {
     if (result != MS_RESULT_OK) {
         return result;
     }
+    const uint64_t step = m->run.step;
     result = m->config.cuda_graph ? msi_replay(m) : msi_run_step(m);
     if (result == MS_RESULT_OK && m->config.backend.is_asynchronous) {
-        return loss ? msi_conclude(m, loss) : result;
+        return msi_count_success(m, loss ? msi_conclude(m, loss) : result, step);
     }
     if (loss) {
         *loss = msi_verdict(m, false)->loss;
@@ -15651,7 +18231,7 @@ static ms_result msi_grow_arena(ms_model *m, uint64_t bytes) {
     if (error != 0 || !memory) {
         return msi_fail_device_memory(m, bytes, "the shared arena", error);
     }
-    if (arena->user && b->is_asynchronous) {
+    if (arena->user && msi_enqueues_copies(b)) {
         (void)b->synchronize(arena->user->device);
     }
     if (arena->memory) {
@@ -15670,7 +18250,7 @@ static ms_result msi_grow_arena(ms_model *m, uint64_t bytes) {
 static ms_result msi_alloc_store(ms_model *m, msi_store *store) {
     const uint64_t own = m->run.arena ? 0 : store->transient_bytes;
     ms_result result = msi_device_alloc(m, store->resident_bytes + own, &store->memory);
-    MSI_THEN(result, msi_host_alloc(m, store->host_bytes + store->staging_bytes, &store->host));
+    MSI_THEN(result, msi_host_alloc(m, msi_host_room_of(store), &store->host));
     MSI_THEN(result, msi_alloc_debug(m, store));
     MSI_THEN(result, msi_grow_arena(m, store->transient_bytes));
     if (result != MS_RESULT_OK) {
@@ -15685,7 +18265,7 @@ static ms_result msi_alloc_store(ms_model *m, msi_store *store) {
                                 : (void *)(room + resident->offset);
     }
     store->step = msi_is_direct(m)
-                      ? store->host + store->host_bytes
+                      ? msi_staging_of(store)
                       : (uint8_t *)store->memory + (store->reserved_bytes - store->step_bytes);
     return MS_RESULT_OK;
 }
@@ -15712,7 +18292,7 @@ static ms_result msi_settle(ms_model *m, msi_store *store) {
     MSI_THEN(result, msi_move_values(m, store));
     MSI_THEN(result, msi_synchronize(m));
     if (result == MS_RESULT_OK) {
-        memset(store->host + store->host_bytes, 0, (size_t)store->staging_bytes);
+        memset(msi_staging_of(store), 0, (size_t)store->staging_bytes);
         return result;
     }
     const msi_errors errors = m->errors;
@@ -15784,10 +18364,9 @@ static void msi_log_decisions(const ms_model *m, const msi_review *r) {
             msi_time(plan->plain_step_us).text, msi_time_source_names[m->costs.source]);
     for (int technique = 0; technique < MS_TECHNIQUE_COUNT; technique++) {
         const msi_technique_total total = msi_technique_total_of(r, (ms_technique)technique);
-        const int64_t freed = msi_freed_bytes(m->run.store, plan, (ms_technique)technique);
         msi_log(m, MS_LOG_INFO, "rules", "%s: %u of %u layers, %s off the peak, %s added%s%s",
                 msi_techniques[technique].name, (unsigned)total.layers,
-                (unsigned)m->graph.layers.count, msi_signed_size(freed).text,
+                (unsigned)m->graph.layers.count, msi_signed_size(plan->freed_bytes[technique]).text,
                 msi_time(total.added_us).text, total.differs ? "" : "; rule ",
                 total.differs ? "" : total.rule->id);
         for (uint32_t i = 0; i < m->graph.layers.count && total.layers > 0; i++) {
@@ -15809,9 +18388,9 @@ static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plan
     if (!m->config.log) {
         return msi_adopt(m, store, plans, goal);
     }
-    if (!msi_review_init(&review, m, plans)) {
+    if (!msi_review_init(&review, m, store, plans)) {
         msi_plans_and_store_free(m, store == m->run.store ? NULL : store, plans);
-        return msi_fail_memory(m, "the decisions", msi_review_bytes(&m->graph));
+        return msi_fail_memory(m, "the decisions", msi_review_bytes(&m->graph, plans));
     }
     const ms_result result = msi_adopt(m, store, plans, goal);
     if (result == MS_RESULT_OK) {
@@ -15856,6 +18435,16 @@ static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
     return result;
 }
 
+/* Whether a store has its residents where another one has them, and room for the plans of that. */
+static bool msi_suffices(const msi_store *store, const msi_store *other) {
+    bool alike = store->residents.count == other->residents.count;
+    for (uint32_t k = 0; k < store->residents.count && alike; k++) {
+        alike = store->residents.items[k].on_host == other->residents.items[k].on_host;
+    }
+    return alike && msi_room_of(other) <= msi_room_of(store) &&
+           other->host_transient_bytes <= store->host_transient_bytes;
+}
+
 /* Plans for a budget with the measured times: in the same memory if that suffices, else in new. */
 static ms_result msi_plan_within(ms_model *m, uint64_t budget) {
     const uint64_t configured = m->config.memory_budget_bytes;
@@ -15867,8 +18456,8 @@ static ms_result msi_plan_within(ms_model *m, uint64_t budget) {
     m->config.memory_budget_bytes = budget;
     ms_result result = msi_decide(m, goal, &store, &plans);
     m->config.memory_budget_bytes = configured;
-    if (result == MS_RESULT_OK && msi_room_of(store) <= msi_room_of(m->run.store)) {
-        msi_store_free(m, store); // the model's store has the same residents
+    if (result == MS_RESULT_OK && msi_suffices(m->run.store, store)) {
+        msi_store_free(m, store);
         store = m->run.store;
     }
     MSI_THEN(result, msi_adopt_and_log(m, store, plans, goal));
@@ -16010,20 +18599,19 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
 
 /* The address of a value that can be read now, or NULL: that of a resident, or of a live range that
    spans the instruction where the program stopped. */
-static void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role role) {
+static void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role role, bool *on_host) {
     const msi_resident *resident = msi_find_resident(m->run.store, tensor, role);
     const msi_program *p = msi_owns_arena(m) ? m->run.program : NULL;
     void *staged = msi_staged_address(m, tensor, role);
-    if (staged) {
-        return staged;
-    }
-    if (resident) {
-        return resident->address;
+    *on_host = resident && (staged ? resident->is_shown : resident->on_host);
+    if (staged || resident) {
+        return staged ? staged : resident->address;
     }
     for (uint32_t i = p ? m->run.store->residents.count : MSI_NONE; p && i < p->ranges.count; i++) {
         const msi_range *range = &p->ranges.items[i];
-        if (range->tensor == tensor && range->role == role && range->first < m->run.position &&
-            (range->last >= m->run.position || range->outlives)) {
+        if (range->tensor == tensor && range->role == role && range->part == 0 &&
+            range->first < m->run.position && (range->last >= m->run.position || range->outlives)) {
+            *on_host = range->on_host;
             return msi_address(m, p, i);
         }
     }
@@ -16102,7 +18690,7 @@ static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor 
 static ms_result msi_write(ms_model *m, const msi_resident *resident, const void *data,
                            uint64_t bytes) {
     ms_result result = MS_RESULT_OK;
-    m->run.epoch += resident->on_host; // a callback may have read it for a recording
+    m->run.epoch += resident->is_shown; // a callback may have read it for a recording
     if (resident->event == MSI_NONE) {
         result = resident->on_host ? msi_synchronize(m) : MS_RESULT_OK;
         MSI_THEN(result, msi_copy(m, resident->address, resident->on_host, data, true, bytes));
@@ -16196,12 +18784,12 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
     if (!m->run.plan && msi_is_kept(source, role)) {
         return msi_read_unplanned(m, source, role, data);
     }
-    const void *address = m->run.plan ? msi_live_address(m, t, role) : NULL;
+    bool on_host = false;
+    const void *address = m->run.plan ? msi_live_address(m, t, role, &on_host) : NULL;
     if (!address) {
         return msi_fail(m, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory now; %s",
                         msi_role_name(role), name, msi_read_cure(&m->graph, t, role));
     }
-    const bool on_host = msi_is_resident(source) && source->on_host;
     ms_result result = on_host ? msi_synchronize(m) : MS_RESULT_OK; // a step may still write it
     MSI_THEN(result, msi_copy(m, data, true, address, on_host, source->bytes));
     return result;
@@ -16210,7 +18798,7 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
 /* From now on a model without a plan only carries its last error. It has a backend that needs no
    device, and nothing that has to be closed. */
 static ms_result msi_break(ms_model *m, ms_result result) {
-    m->config.backend = ms_backend_cpu();
+    m->config.backend = msi_cpu_table();
     m->device = NULL;
     msi_stick(m, result);
     m->errors.broken = result;
@@ -16250,8 +18838,9 @@ static ms_result msi_make_model(const ms_config *c, ms_model **model) {
     m->config = *c;
     m->graph.loss = MSI_NONE;
     m->device = c->backend.open ? NULL : c->backend.user;
-    if (c->backend.open && !c->dry_run && !msi_open(m)) {
-        return msi_break(m, MS_RESULT_BACKEND);
+    const ms_result opened = c->backend.open && !c->dry_run ? msi_open(m) : MS_RESULT_OK;
+    if (opened != MS_RESULT_OK) {
+        return msi_break(m, opened);
     }
     m->graph.tag = (uint32_t)(msi_mix((uint64_t)(uintptr_t)m) % UINT32_MAX);
     m->run.arena = c->arena;
@@ -16376,6 +18965,7 @@ static ms_result msi_make_own_store(msi_verification *v) {
     store->host_bytes = store->borrowed_bytes = 0;
     for (uint32_t i = 0; i < store->residents.count; i++) {
         msi_resident *resident = &store->residents.items[i];
+        resident->on_host = m->run.store->residents.items[i].on_host;
         resident->borrowed |= !msi_pass_changes(v, resident);
         msi_place_resident(store, resident);
     }
@@ -16439,21 +19029,28 @@ static ms_result msi_make_pass(msi_verification *v, int pass) {
     for (uint32_t t = 0; t < m->graph.tensors.count && pass == MSI_PASS_WRAPPED; t++) {
         plan->decisions[t].pass = m->run.plan->decisions[t].pass;
     }
+    for (uint32_t t = 0; t < m->graph.tensors.count; t++) { // homes are the same in both passes
+        const bool moves = pass == MSI_PASS_WRAPPED || msi_is_resident(&m->graph.tensors.items[t]);
+        plan->decisions[t].moves = moves ? m->run.plan->decisions[t].moves : 0;
+    }
     plan->plain_step_us = m->run.plan->plain_step_us;
     msi_program *p = &plan->train;
     msi_lower_train(&w, plan->decisions, p);
     msi_lowering_free(&w);
-    msi_schedule(v->store, a, p);
+    msi_schedule(&m->graph, &m->costs, v->store, a, p);
     if (!p->out_of_memory) {
         msi_share_memory(&m->graph, p);
     }
     if (p->out_of_memory || !msi_make_blocks(a, p, v->store->residents.count) ||
         msi_layout(a, p->blocks.items, p->blocks.count, MSI_LAYOUT_EFFORT, &p->height) !=
-            MS_RESULT_OK) {
+            MS_RESULT_OK ||
+        msi_layout(a, p->host_blocks.items, p->host_blocks.count, MSI_LAYOUT_EFFORT,
+                   &p->host_height) != MS_RESULT_OK) {
         return msi_fail_memory(m, "the program of a pass", p->ranges.count * sizeof(msi_range));
     }
     msi_resolve(v->store, p);
     v->store->transient_bytes = msi_larger(v->store->transient_bytes, p->height);
+    v->store->host_transient_bytes = msi_larger(v->store->host_transient_bytes, p->host_height);
     return MS_RESULT_OK;
 }
 
@@ -16473,7 +19070,7 @@ static ms_result msi_enter_store(msi_verification *v) {
     if (result != MS_RESULT_OK) {
         return result;
     }
-    memset(store->host + store->host_bytes, 0, (size_t)store->staging_bytes);
+    memset(msi_staging_of(store), 0, (size_t)store->staging_bytes);
     for (uint32_t i = 0; i < store->residents.count; i++) {
         msi_resident *r = &store->residents.items[i];
         r->address = r->borrowed ? v->before.store->residents.items[i].address : r->address;
@@ -16568,7 +19165,7 @@ static ms_result msi_take_result(msi_verification *v, int pass, uint32_t t, uint
     ms_model *m = v->model;
     const msi_tensor *tensor = &m->graph.tensors.items[t];
     const uint8_t *from = (const uint8_t *)msi_address(m, m->run.program, v->range_of[t]);
-    const bool on_host = msi_is_on_host(m->run.store, v->range_of[t]);
+    const bool on_host = m->run.program->ranges.items[v->range_of[t]].on_host;
     uint8_t *piece = v->results + v->result_bytes;
     if (pass == MSI_PASS_PLAIN) {
         return msi_copy(m, result, true, from, on_host, tensor->bytes);
@@ -16680,7 +19277,7 @@ static ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n, uint32_t
     const msi_tensor *tensor = &m->graph.tensors.items[range->tensor];
     const ms_dtype dtype = tensor->view.dtype;
     const uint8_t *from = (const uint8_t *)msi_address(m, m->run.program, index);
-    const bool on_host = msi_is_on_host(m->run.store, index);
+    const bool on_host = range->on_host;
     uint8_t *piece = v->results + v->result_bytes;
     ms_result result = MS_RESULT_OK;
     for (uint64_t done = 0; done < tensor->bytes && result == MS_RESULT_OK;
@@ -16824,10 +19421,17 @@ static const msi_program *msi_widest(const msi_plan *plan) {
     return plan->eval.peak_bytes > plan->train.peak_bytes ? &plan->eval : &plan->train;
 }
 
-/* Whether a range is a resident that is not in the arena: on the host, or the trainer's own. */
-static bool msi_is_outside(const msi_store *store, uint32_t range) {
-    return range < store->residents.count &&
-           (store->residents.items[range].borrowed || store->residents.items[range].on_host);
+/* Whether a range is on the host. Of residents the store knows it: an eval program need not, since
+   it is not made anew for what it does not use. */
+static bool msi_is_on_host(const msi_store *store, const msi_program *p, uint32_t range) {
+    return range < store->residents.count ? store->residents.items[range].on_host
+                                          : p->ranges.items[range].on_host;
+}
+
+/* Whether a range is not in the arena: on the host, or the trainer's own. */
+static bool msi_is_outside(const msi_store *store, const msi_program *p, uint32_t range) {
+    return msi_is_on_host(store, p, range) ||
+           (range < store->residents.count && store->residents.items[range].borrowed);
 }
 
 static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
@@ -16836,7 +19440,7 @@ static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
     for (uint32_t k = 0; k < p->ranges.count; k++) {
         const msi_range *range = &p->ranges.items[k];
         if (range->first <= p->peak && p->peak <= msi_counts_to(range) &&
-            !msi_is_outside(m->run.store, k)) {
+            !msi_is_outside(m->run.store, p, k)) {
             r->peak_bytes[range->category] += msi_align(range->bytes);
         }
     }
@@ -16847,7 +19451,7 @@ static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
 static void msi_report_freed(const ms_model *m, ms_memory_report *r) {
     r->layout_freed_bytes = (int64_t)(r->plain_bytes - r->arena_bytes);
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-        r->freed_bytes[k] = msi_freed_bytes(m->run.store, m->run.plan, (ms_technique)k);
+        r->freed_bytes[k] = m->run.plan->freed_bytes[k];
         r->layout_freed_bytes -= r->freed_bytes[k];
     }
 }
@@ -16892,6 +19496,112 @@ static double msi_measured_us(const msi_program *p) {
     return last[0] + last[1];
 }
 
+/* A walk through a program: what is live at each instruction, and when that runs. */
+typedef struct msi_walk {
+    const ms_model *model;
+    const msi_program *program;
+    ms_event_fn visit;
+    void *user;
+    uint32_t now;
+    const msi_instruction *instruction; // the present one, at `now`
+    double start_us, duration_us;       // of the instruction
+    uint64_t live_bytes_of[MS_CATEGORY_COUNT];
+    uint64_t host_bytes_of[MS_CATEGORY_COUNT]; // likewise on the host
+    msi_clock clock;
+} msi_walk;
+
+static void msi_walk_start(msi_walk *w, const ms_model *m, const msi_program *p, ms_event_fn visit,
+                           void *user) {
+    const msi_store *store = m->run.store;
+    memset(w, 0, sizeof *w);
+    w->model = m;
+    w->program = p;
+    w->visit = visit;
+    w->user = user;
+    w->live_bytes_of[MS_CATEGORY_WORKSPACE] = store->reserved_bytes;
+    for (uint32_t k = 0; k < store->residents.count; k++) {
+        uint64_t *of = msi_is_on_host(store, p, k) ? w->host_bytes_of : w->live_bytes_of;
+        of[p->ranges.items[k].category] +=
+            store->residents.items[k].borrowed ? 0 : msi_align(store->residents.items[k].bytes);
+    }
+    msi_clock_start(&w->clock, &m->graph, &m->costs, store, p);
+}
+
+/* The transient range of operand k of the present instruction. NULL: the operand has none, or an
+   operand before it has the same one, so that a caller sees each range once. */
+static const msi_range *msi_walk_range(const msi_walk *w, uint32_t k) {
+    const msi_operand *operands = w->program->operands.items + w->instruction->operand_first;
+    const uint32_t range = operands[k].range;
+    bool skipped = range == MSI_NONE || range < w->model->run.store->residents.count;
+    for (uint32_t j = 0; j < k && !skipped; j++) {
+        skipped = operands[j].range == range;
+    }
+    return skipped ? NULL : &w->program->ranges.items[range];
+}
+
+/* Brings the live bytes up to date, before an instruction or after it. A live range is an operand
+   of the instruction where it begins and, unless it outlives the program, of the one where it ends.
+   One whose memory is aliased there ends before that instruction already. */
+static void msi_walk_count(msi_walk *w, bool after) {
+    for (uint32_t k = 0; k < w->instruction->operand_count; k++) {
+        const msi_range *range = msi_walk_range(w, k);
+        uint64_t *of = range && range->on_host ? w->host_bytes_of : w->live_bytes_of;
+        if (range && !after && range->first == w->now) {
+            of[range->category] += msi_align(range->bytes);
+        } else if (range && range->last == w->now && !range->outlives && after != range->aliased) {
+            of[range->category] -= msi_align(range->bytes);
+        }
+    }
+}
+
+static uint64_t msi_sum_categories(const uint64_t *bytes_of) {
+    uint64_t bytes = 0;
+    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
+        bytes += bytes_of[c];
+    }
+    return bytes;
+}
+
+/* What the model has on the host: the categories at the moment when the larger of the two programs
+   has most there. */
+static void msi_report_host(const ms_model *m, ms_memory_report *r) {
+    const msi_plan *plan = m->run.plan;
+    const msi_program *p =
+        plan->eval.host_height > plan->train.host_height ? &plan->eval : &plan->train;
+    uint64_t most = 0;
+    msi_walk w;
+    msi_walk_start(&w, m, p, NULL, NULL);
+    memcpy(r->host_bytes_of, w.host_bytes_of, sizeof r->host_bytes_of);
+    for (w.now = 0; w.now < p->instructions.count && p->host_height > 0; w.now++) {
+        w.instruction = &p->instructions.items[w.now];
+        msi_walk_count(&w, false);
+        const uint64_t bytes = msi_sum_categories(w.host_bytes_of);
+        if (bytes > most) {
+            most = bytes;
+            memcpy(r->host_bytes_of, w.host_bytes_of, sizeof r->host_bytes_of);
+        }
+        msi_walk_count(&w, true);
+    }
+    r->host_bytes = m->run.store->host_bytes + m->run.store->host_transient_bytes;
+    r->host_bytes_of[MS_CATEGORY_WORKSPACE] += r->host_bytes - msi_sum_categories(r->host_bytes_of);
+    r->staging_bytes = m->run.store->staging_bytes;
+}
+
+/* What is copied, and how much of that is hidden. */
+static void msi_report_copies(const ms_model *m, ms_memory_report *r) {
+    const msi_program *p = &m->run.plan->train;
+    msi_clock start; // of a step: computing waits for the inputs
+    msi_clock_start(&start, &m->graph, &m->costs, m->run.store, p);
+    r->to_device_bytes = p->link_bytes[MS_STREAM_TO_DEVICE];
+    r->to_host_bytes = p->link_bytes[MS_STREAM_TO_HOST];
+    r->to_device_us = p->link_us[MS_STREAM_TO_DEVICE];
+    r->to_host_us = p->link_us[MS_STREAM_TO_HOST];
+    r->stall_us = p->stall_us;
+    const double us = r->to_device_us + r->to_host_us, waits_us = p->stall_us - start.stall_us;
+    const bool hides = m->costs.has_links && us > 0.0 && waits_us < us;
+    r->hidden_share = !hides ? 0.0 : waits_us > 0.0 ? 1.0 - waits_us / us : 1.0;
+}
+
 static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     const msi_graph *g = &m->graph;
     const msi_plan *plan = m->run.plan;
@@ -16917,7 +19627,6 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->recompute_share = plan->train.recompute_us / plan->plain_step_us;
     r->step_us = plan->train.step_us;
     r->plain_step_us = plan->plain_step_us;
-    r->stall_us = plan->train.stall_us;
     r->time_source = m->costs.source;
     r->plan_hash = msi_hash_plan(m->run.store, plan);
     r->pressure = msi_pressure(plan);
@@ -16925,67 +19634,12 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->decision_source = m->wrapped.choice.source;
     r->early_update = msi_updates_inside(&plan->train);
     r->borrowed_bytes = m->run.store->borrowed_bytes;
-    r->host_bytes = m->run.store->host_bytes;
-    r->staging_bytes = m->run.store->staging_bytes;
+    msi_report_host(m, r);
+    msi_report_copies(m, r);
     r->step_count = m->run.step;
     r->measured_step_us = msi_measured_us(&plan->train);
     r->backend_name = m->config.backend.name;
     r->device_name = m->costs.hardware.name;
-}
-
-/* A walk through a program: what is live at each instruction, and when that runs. */
-typedef struct msi_walk {
-    const ms_model *model;
-    const msi_program *program;
-    ms_event_fn visit;
-    void *user;
-    uint32_t now;
-    const msi_instruction *instruction; // the present one, at `now`
-    double start_us, duration_us;       // of the instruction
-    uint64_t live_bytes_of[MS_CATEGORY_COUNT];
-    msi_clock clock;
-} msi_walk;
-
-static void msi_walk_start(msi_walk *w, const ms_model *m, const msi_program *p, ms_event_fn visit,
-                           void *user) {
-    const msi_store *store = m->run.store;
-    memset(w, 0, sizeof *w);
-    w->model = m;
-    w->program = p;
-    w->visit = visit;
-    w->user = user;
-    w->live_bytes_of[MS_CATEGORY_WORKSPACE] = store->reserved_bytes;
-    for (uint32_t k = 0; k < store->residents.count; k++) {
-        w->live_bytes_of[p->ranges.items[k].category] +=
-            msi_is_outside(store, k) ? 0 : msi_align(store->residents.items[k].bytes);
-    }
-    msi_clock_start(&w->clock, &m->graph, &m->costs, store, p);
-}
-
-/* The transient range of operand k of the present instruction. NULL: the operand has none, or an
-   operand before it has the same one, so that a caller sees each range once. */
-static const msi_range *msi_walk_range(const msi_walk *w, uint32_t k) {
-    const msi_operand *operands = w->program->operands.items + w->instruction->operand_first;
-    const uint32_t range = operands[k].range;
-    bool skipped = range == MSI_NONE || range < w->model->run.store->residents.count;
-    for (uint32_t j = 0; j < k && !skipped; j++) {
-        skipped = operands[j].range == range;
-    }
-    return skipped ? NULL : &w->program->ranges.items[range];
-}
-
-/* Brings live_bytes_of up to date, before an instruction or after it. A live range is an operand of
-   the instruction where it begins and, unless it outlives the program, of the one where it ends.
-   One whose memory is aliased there ends before that instruction already. */
-static void msi_walk_count(msi_walk *w, bool after) {
-    for (uint32_t k = 0; k < w->instruction->operand_count; k++) {
-        const msi_range *range = msi_walk_range(w, k);
-        if (range && !after && range->first == w->now) {
-            w->live_bytes_of[range->category] += msi_align(range->bytes);
-        } else if (range && range->last == w->now && !range->outlives && after != range->aliased) {
-            w->live_bytes_of[range->category] -= msi_align(range->bytes);
-        }
-    }
 }
 
 /* The role of a live range as handles know it: a contribution is part of a gradient. */
@@ -16996,7 +19650,7 @@ static msi_role msi_public_role(const msi_range *range) {
 }
 
 /* Operand k of the present instruction, as an event has it. */
-static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k) {
+static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k, bool whole) {
     const msi_program *p = w->program;
     const msi_store *store = w->model->run.store;
     const msi_instruction *i = w->instruction;
@@ -17010,10 +19664,21 @@ static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k) {
         o.tensor = msi_handle(&w->model->graph, range->tensor, role);
     }
     o.bytes = range->bytes;
-    o.is_outside = msi_is_outside(store, operand->range);
-    o.offset = o.is_outside ? 0
-               : fixed      ? store->residents.items[operand->range].offset
-                            : store->resident_bytes + range->offset;
+    o.is_outside = msi_is_outside(store, p, operand->range);
+    o.is_on_host = msi_is_on_host(store, p, operand->range);
+    o.offset = fixed            ? store->residents.items[operand->range].offset
+               : range->on_host ? store->host_bytes + range->offset
+                                : store->resident_bytes + range->offset;
+    o.is_borrowed = fixed && store->residents.items[operand->range].borrowed;
+    o.offset = o.is_borrowed ? 0 : o.offset;
+    if (!whole && i->part_count > 1 && range->role != MSI_ROLE_NORM) {
+        const msi_part part =
+            msi_part_of(w->model->graph.tensors.items[i->target].bytes, i->part, i->part_count);
+        o.is_part = true;
+        o.begin = part.begin;
+        o.bytes = part.bytes;
+        o.offset += range->part > 0 || o.is_borrowed ? 0 : part.begin;
+    }
     o.is_new = !fixed && range->first == w->now;
     o.accumulate = operand->accumulate;
     if (msi_calls_layer((msi_op)i->op)) {
@@ -17023,7 +19688,7 @@ static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k) {
         o.is_written = msi_is_written(l, i, group, o.slot);
         return o;
     }
-    const bool source = msi_ops[i->op].sources >> k & 1;
+    const bool source = msi_ops[i->op].sources >> (i->op == MSI_OP_WAIT ? k & 1 : k) & 1;
     o.kind = source ? MS_OPERAND_SOURCE : MS_OPERAND_TARGET;
     o.is_written = !source;
     o.slot = k;
@@ -17039,7 +19704,7 @@ static uint32_t msi_event_operands(const msi_walk *w, bool dead_only, ms_event_o
         const msi_range *range = msi_walk_range(w, k);
         if (dead_only ? range && range->last == w->now && !range->aliased && !range->outlives
                       : all[k].range != MSI_NONE) {
-            operands[count++] = msi_event_operand(w, k);
+            operands[count++] = msi_event_operand(w, k, dead_only);
         }
     }
     return count;
@@ -17051,14 +19716,14 @@ static ms_event msi_event(const msi_walk *w, ms_event_kind kind, const ms_event_
     memset(&event, 0, sizeof event);
     event.size = sizeof event;
     event.index = kind > MS_EVENT_DROP ? UINT32_MAX : w->now;
-    event.layer_index = UINT32_MAX;
+    event.layer_index = event.signal = UINT32_MAX;
     event.kind = kind;
     event.name = "";
     event.operands = operands;
     event.operand_count = count;
-    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
-        event.live_bytes += event.live_bytes_of[c] = w->live_bytes_of[c];
-    }
+    memcpy(event.live_bytes_of, w->live_bytes_of, sizeof event.live_bytes_of);
+    event.live_bytes = msi_sum_categories(w->live_bytes_of);
+    event.host_bytes = msi_sum_categories(w->host_bytes_of);
     return event;
 }
 
@@ -17089,6 +19754,10 @@ static void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
     event.duration_us = drops ? 0.0 : w->duration_us;
     event.is_restore = i->restores && !drops;
     event.by_forward = i->op == MSI_OP_REPEAT && !drops;
+    event.part = drops ? 0 : i->part;
+    event.part_count = drops ? 0 : i->part_count;
+    event.follows = i->follows && !drops;
+    event.signal = drops || i->event == MSI_NO_EVENT ? UINT32_MAX : i->event;
     if (w->program->is_measured) {
         const double *measured = w->program->measured.items + 2ull * w->now;
         event.measured_us = drops ? 0.0 : measured[1];
@@ -17163,7 +19832,7 @@ static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit
     for (w.now = 0; w.now < p->instructions.count; w.now++) {
         w.instruction = &p->instructions.items[w.now];
         msi_walk_count(&w, false);
-        w.duration_us = msi_duration_us(&w.clock, w.instruction);
+        w.duration_us = msi_duration_us(&m->graph, &m->costs, p, w.instruction);
         w.start_us = msi_clock_run(&w.clock, w.now, w.duration_us);
         if (w.instruction->op != MSI_OP_NOTHING) {
             msi_emit_event(&w, msi_ops[w.instruction->op].event);
@@ -17220,7 +19889,8 @@ static void msi_visit_lifetimes(const ms_model *m, const msi_program *p, ms_life
             l.name = msi_layer_name(&m->graph, range->tensor);
         }
         l.is_resident = resident;
-        l.is_outside = msi_is_outside(m->run.store, k);
+        l.is_outside = msi_is_outside(m->run.store, p, k);
+        l.is_on_host = msi_is_on_host(m->run.store, p, k);
         l.is_at_peak = !l.is_outside && l.first <= p->peak && p->peak <= l.last;
         if (l.first <= l.last) { // not aliased at once
             visit(&l, user);
@@ -17477,8 +20147,13 @@ MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_
     const uint32_t t = msi_check_technique(model, "ms_set_tensor_technique", technique, force)
                            ? msi_technique_index(model, tensor, technique)
                            : MSI_NONE;
+    const msi_role role = t == MSI_NONE ? MSI_ROLE_VALUE : msi_role_of(&model->graph, tensor);
+    if (t != MSI_NONE && technique == MS_TECHNIQUE_OFFLOADING) {
+        msi_set_moves(&model->graph.tensors.items[t], msi_move_of(role), force);
+    }
     if (t != MSI_NONE) {
-        model->graph.tensors.items[t].technique[technique] = (uint8_t)force;
+        uint8_t *is = &model->graph.tensors.items[t].technique[technique];
+        *is = role == MSI_ROLE_VALUE ? (uint8_t)force : *is;
         model->wrapped.changed = true;
     }
 }
@@ -17576,8 +20251,9 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
         return NULL;
     }
     const msi_role role = msi_role_of(&model->graph, tensor);
+    bool on_host;
     model->graph.tensors.items[t].in_place |= role == MSI_ROLE_VALUE;
-    return msi_live_address(model, t, role);
+    return msi_live_address(model, t, role, &on_host);
 }
 
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
@@ -17739,8 +20415,9 @@ static void msi_visit_decisions(const msi_review *r, msi_alike *rows, ms_decisio
 MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn visit, void *user) {
     msi_review review;
     ms_result result = msi_check_planned(model, visit != NULL);
-    MSI_THEN(result, msi_review_init(&review, model, model->run.plan) ? MS_RESULT_OK
-                                                                      : MS_RESULT_OUT_OF_MEMORY);
+    MSI_THEN(result, msi_review_init(&review, model, model->run.store, model->run.plan)
+                         ? MS_RESULT_OK
+                         : MS_RESULT_OUT_OF_MEMORY);
     if (result != MS_RESULT_OK) {
         return result;
     }
@@ -17838,6 +20515,32 @@ static void msi_add_to_listing(const ms_decision *d, void *user) {
     }
 }
 
+/* The sizes of the categories that there are. */
+static void msi_print_categories(const msi_printer *out, const uint64_t *bytes_of) {
+    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
+        if (bytes_of[c]) {
+            msi_print(out, "  %s %s", ms_category_name((ms_category)c), msi_size(bytes_of[c]).text);
+        }
+    }
+    msi_print(out, "\n");
+}
+
+/* What is on the host, and what is copied. */
+static void msi_print_host(const msi_printer *out, const ms_memory_report *r) {
+    const double copies_us = r->to_device_us + r->to_host_us;
+    if (r->host_bytes > 0) {
+        msi_print(out, "on the host %s:", msi_size(r->host_bytes).text);
+        msi_print_categories(out, r->host_bytes_of);
+    }
+    if (copies_us > 0.0) {
+        msi_print(out, "copied in a step: %s to the device in %s, %s to the host in %s; ",
+                  msi_size(r->to_device_bytes).text, msi_time(r->to_device_us).text,
+                  msi_size(r->to_host_bytes).text, msi_time(r->to_host_us).text);
+        msi_print(out, "%.1f %% of that time is hidden, computing waits %s\n",
+                  100.0 * r->hidden_share, msi_time((1.0 - r->hidden_share) * copies_us).text);
+    }
+}
+
 static void msi_print_summary(const msi_printer *out, const ms_memory_report *r) {
     msi_print(out, "plain plan %s, budget %s, arena %s", msi_size(r->plain_bytes).text,
               msi_size(r->budget_bytes).text, msi_size(r->arena_bytes).text);
@@ -17853,13 +20556,8 @@ static void msi_print_summary(const msi_printer *out, const ms_memory_report *r)
     msi_print(out, "at the peak, instruction %u (", (unsigned)r->peak_instruction);
     msi_print_name(out, r->peak_layer, 0);
     msi_print(out, "):");
-    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
-        if (r->peak_bytes[c]) {
-            msi_print(out, "  %s %s", ms_category_name((ms_category)c),
-                      msi_size(r->peak_bytes[c]).text);
-        }
-    }
-    msi_print(out, "\n");
+    msi_print_categories(out, r->peak_bytes);
+    msi_print_host(out, r);
 }
 
 /* A line for each technique, with its rule if that is the same for all layers. */
@@ -17893,9 +20591,23 @@ typedef struct msi_values {
 
 enum { MSI_MOST_VALUES = 128, MSI_LISTED_VALUES = 8 };
 
+/* The lists of values: what comes and goes and is alive at the peak; what lives between steps in
+   the arena; what is on the host, at any time. */
+typedef enum msi_value_list {
+    MSI_VALUES_TRANSIENT,
+    MSI_VALUES_RESIDENT,
+    MSI_VALUES_ON_HOST
+} msi_value_list;
+
+static bool msi_is_listed(const ms_lifetime *l, msi_value_list list) {
+    return list == MSI_VALUES_ON_HOST
+               ? l->is_on_host
+               : l->is_at_peak && l->is_resident == (list == MSI_VALUES_RESIDENT);
+}
+
 typedef struct msi_peak_listing {
     const ms_model *model;
-    bool resident;  // of values that live between steps, or of the others
+    msi_value_list list;
     uint64_t bytes; // of all these
     uint32_t count;
     struct {
@@ -17930,7 +20642,7 @@ static uint64_t msi_value_key(const ms_model *model, const ms_lifetime *l) {
 /* Adds up what is alike. Where there are more kinds than places, the smallest makes room. */
 static void msi_find_values(const ms_lifetime *l, void *user) {
     msi_peak_listing *to = (msi_peak_listing *)user;
-    if (!l->is_at_peak || l->is_resident != to->resident) {
+    if (!msi_is_listed(l, to->list)) {
         return;
     }
     const uint64_t key = msi_value_key(to->model, l);
@@ -17969,7 +20681,7 @@ static void msi_choose_values(msi_peak_listing *to) {
 
 static void msi_sum_values(const ms_lifetime *l, void *user) {
     msi_peak_listing *to = (msi_peak_listing *)user;
-    const bool counts = l->is_at_peak && l->is_resident == to->resident;
+    const bool counts = msi_is_listed(l, to->list);
     const uint64_t key = counts ? msi_value_key(to->model, l) : 0;
     for (uint32_t k = 0; k < to->listed_count && counts; k++) {
         msi_values *v = &to->listed[k];
@@ -18004,10 +20716,15 @@ static void msi_print_value(msi_columns *c, const ms_model *model, const msi_val
                           msi_value_name(&v->last));
     if (l->is_resident) {
         c->missing++;
-        msi_print_column(c, 0, l->is_outside ? "always, outside the arena" : "always");
+        msi_print_column(c, 0,
+                         l->is_on_host   ? "always, on the host"
+                         : l->is_outside ? "always, outside the arena"
+                                         : "always");
     } else {
         msi_print_moment(c, model, l->first, l->first_layer);
         msi_print_moment(c, model, l->last, l->last_layer);
+        c->missing++;
+        msi_print_column(c, 0, l->is_on_host ? "on the host" : "");
     }
     c->missing = 0;
     msi_print(c->out, "\n");
@@ -18022,23 +20739,25 @@ static void msi_print_values_head(msi_columns *c, const char *title) {
     c->missing = 0;
 }
 
-/* The largest values at the peak of a program: of those that live between steps, or of others. */
+/* The largest values of a list. */
 static ms_result msi_print_largest_of(msi_columns *c, const ms_model *model, ms_program program,
-                                      bool resident) {
+                                      msi_value_list list) {
+    static const char *const titles[] = {"comes and goes at the peak",
+                                         "lives between steps at the peak", "is on the host"};
     msi_peak_listing to;
     char title[128];
     memset(&to, 0, sizeof to);
     to.model = model;
-    to.resident = resident;
+    to.list = list;
     ms_result result = ms_visit_lifetimes(model, program, msi_find_values, &to);
     if (to.count == 0) {
         return result;
     }
     msi_choose_values(&to);
     MSI_THEN(result, ms_visit_lifetimes(model, program, msi_sum_values, &to));
-    msi_format(title, sizeof title, "the largest of what %s at the peak, in all %s%s",
-               resident ? "lives between steps" : "comes and goes", msi_size(to.bytes).text,
-               resident ? "" : "; a line has the times of its first");
+    msi_format(title, sizeof title, "the largest of what %s, in all %s%s", titles[list],
+               msi_size(to.bytes).text,
+               list == MSI_VALUES_RESIDENT ? "" : "; a line has the times of its first");
     msi_print_values_head(c, title);
     for (uint32_t k = 0; k < to.listed_count && result == MS_RESULT_OK; k++) {
         msi_print_value(c, model, &to.listed[k]);
@@ -18050,14 +20769,15 @@ static void msi_add_peak(const ms_lifetime *l, void *user) {
     *(uint64_t *)user += l->is_at_peak ? l->bytes : 0;
 }
 
-/* The largest values at the peak: that of training, unless eval needs more. */
+/* The largest values at the peak, that of training unless eval needs more; and on the host. */
 static ms_result msi_print_largest(msi_columns *c, const ms_model *model,
                                    const ms_memory_report *r) {
     uint64_t bytes = 0;
     ms_result result = ms_visit_lifetimes(model, MS_PROGRAM_TRAIN, msi_add_peak, &bytes);
     const ms_program program = bytes == r->lower_bound_bytes ? MS_PROGRAM_TRAIN : MS_PROGRAM_EVAL;
-    MSI_THEN(result, msi_print_largest_of(c, model, program, false));
-    MSI_THEN(result, msi_print_largest_of(c, model, program, true));
+    MSI_THEN(result, msi_print_largest_of(c, model, program, MSI_VALUES_TRANSIENT));
+    MSI_THEN(result, msi_print_largest_of(c, model, program, MSI_VALUES_RESIDENT));
+    MSI_THEN(result, msi_print_largest_of(c, model, MS_PROGRAM_TRAIN, MSI_VALUES_ON_HOST));
     return result;
 }
 
@@ -18081,6 +20801,21 @@ static bool msi_has_times(const msi_technique_total *total) {
     return total->added_us > 0.0 || total->refused_us > 0.0;
 }
 
+enum { MSI_MOVED_WIDTH = 6 };
+
+/* What of a layer is moved, by letters. */
+static const char *msi_moved_letters(const ms_decision *d, char *text) {
+    static const char letters[] = {'I', 'P', 'B', 'O', 'G', 'A', 'D', 'S', 'W'}; // by category
+    int count = 0;
+    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
+        if (d->saved_bytes_of[c] > 0) {
+            text[count++] = letters[c];
+        }
+    }
+    text[count] = 0;
+    return text;
+}
+
 static void msi_print_layer_head(msi_plan_listing *to) {
     msi_columns *c = &to->columns;
     msi_print(c->out,
@@ -18090,6 +20825,12 @@ static void msi_print_layer_head(msi_plan_listing *to) {
     msi_print(c->out,
               "those that would not be held, and that would be added. These bytes are not all "
               "alive at the peak: what\nthe arena saves is in the table of techniques.\n");
+    if (to->totals[MS_TECHNIQUE_OFFLOADING].layers > 0) {
+        msi_print(
+            c->out,
+            "Offloading moves P: params, O: optimizer state, G: gradients, A: activations, S: "
+            "saved tensors.\n");
+    }
     if (!to->full) {
         msi_print(c->out,
                   "count: the number of layers that a line stands for, in blocks of layers that "
@@ -18105,6 +20846,7 @@ static void msi_print_layer_head(msi_plan_listing *to) {
         if (msi_is_by_layer(&to->totals[k])) {
             c->missing += 2;
             msi_print_column(c, 17, ms_technique_name((ms_technique)k));
+            c->missing += k == MS_TECHNIQUE_OFFLOADING ? MSI_MOVED_WIDTH : 0;
             c->missing += msi_has_times(&to->totals[k]) ? 21 : 12;
         }
     }
@@ -18135,6 +20877,10 @@ static void msi_print_decision(const ms_decision *d, void *user) {
     if (msi_is_by_layer(total)) {
         msi_print_column(c, -3, d->is_applied ? "+" : "-");
         c->missing++;
+        if (d->technique == MS_TECHNIQUE_OFFLOADING) {
+            char moved[MS_CATEGORY_COUNT + 1];
+            msi_print_column(c, MSI_MOVED_WIDTH, msi_moved_letters(d, moved));
+        }
         msi_print_column(c, 15, d->rule->id);
         msi_print_column(c, -12, bytes ? msi_size(bytes).text : "");
         if (msi_has_times(total)) {
@@ -18205,11 +20951,26 @@ static void msi_print_operand(const msi_program_listing *to, const ms_event_oper
     const ms_tensor t = operand->tensor;
     msi_print(&to->out, " %s", t.id ? msi_handle_prefix(to->model, t) : "");
     msi_print_name(&to->out, t.id ? ms_tensor_name(to->model, t) : "workspace", 0);
-    if (operand->is_outside) {
+    if (operand->is_borrowed) {
         msi_print(&to->out, "%s@outside", operand->accumulate ? "+" : "");
     } else {
-        msi_print(&to->out, "%s@0x%llx", operand->accumulate ? "+" : "",
-                  (unsigned long long)operand->offset);
+        msi_print(&to->out, "%s@%s0x%llx", operand->accumulate ? "+" : "",
+                  operand->is_on_host ? "host+" : "", (unsigned long long)operand->offset);
+    }
+}
+
+/* What comes after the live bytes in the line of an instruction: which part of its tensor it works
+   on; and of a copy on a stream of its own or a wait, what orders it. */
+static void msi_print_order(const msi_printer *out, const ms_event *event) {
+    const bool waits = event->kind == MS_EVENT_WAIT;
+    if (event->part_count > 0) {
+        msi_print(out, ", part %u of %u", (unsigned)event->part + 1, (unsigned)event->part_count);
+    }
+    if (event->follows) {
+        msi_print(out, ", after what is computed");
+    }
+    if (event->signal != UINT32_MAX) {
+        msi_print(out, ", %s %u", waits ? "for signal" : "signal", (unsigned)event->signal);
     }
 }
 
@@ -18229,7 +20990,9 @@ static void msi_print_event(const ms_event *event, void *user) {
             }
         }
     }
-    msi_print(&to->out, "  | %llu\n", (unsigned long long)event->live_bytes);
+    msi_print(&to->out, "  | %llu", (unsigned long long)event->live_bytes);
+    msi_print_order(&to->out, event);
+    msi_print(&to->out, "\n");
 }
 
 MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program program, ms_text_fn write,
@@ -18252,6 +21015,7 @@ typedef struct msi_trace {
     msi_printer out;
     int last_process;                    // MSI_TRACE_MEASURED if a step has been timed
     uint64_t counted[MS_CATEGORY_COUNT]; // live bytes of the last counter
+    uint64_t host_counted;               // likewise on the host
 } msi_trace;
 
 /* An event as a slice of the track of its stream. */
@@ -18271,17 +21035,35 @@ static void msi_trace_slice(const msi_printer *out, int process, const ms_event 
     msi_print_quoted(out, name, true);
     msi_print(out, ",\"args\":{\"op\":\"%s\"", what);
     if (event->kind < MS_EVENT_DROP) {
-        msi_print(out, ",\"instruction\":%u,\"live_bytes\":%llu}}", (unsigned)event->index,
+        msi_print(out, ",\"instruction\":%u,\"live_bytes\":%llu", (unsigned)event->index,
                   (unsigned long long)event->live_bytes);
+        if (event->stream != MS_STREAM_COMPUTE) {
+            msi_print(out, ",\"bytes\":%llu", (unsigned long long)event->operands[0].bytes);
+        }
+        if (event->part_count > 0) {
+            msi_print(out, ",\"part\":\"%u of %u\"", (unsigned)event->part + 1,
+                      (unsigned)event->part_count);
+        }
+        msi_print(out, "}}");
     } else {
         msi_print(out, ",\"bytes\":%llu}}", (unsigned long long)event->operands[0].bytes);
     }
 }
 
-static void msi_trace_counters(const msi_printer *out, int process, const ms_event *event) {
-    msi_print(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"name\":\"live bytes\",\"ts\":", process);
+static void msi_trace_counter(const msi_printer *out, int process, const ms_event *event,
+                              const char *name) {
+    msi_print(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"name\":\"%s\",\"ts\":", process, name);
     msi_print_number(out,
                      process == MSI_TRACE_MEASURED ? event->measured_start_us : event->start_us, 3);
+}
+
+static void msi_trace_host(const msi_printer *out, int process, const ms_event *event) {
+    msi_trace_counter(out, process, event, "host bytes");
+    msi_print(out, ",\"args\":{\"host\":%llu}}", (unsigned long long)event->host_bytes);
+}
+
+static void msi_trace_counters(const msi_printer *out, int process, const ms_event *event) {
+    msi_trace_counter(out, process, event, "live bytes");
     for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
         msi_print(out, "%s\"%s\":%llu", c == 0 ? ",\"args\":{" : ",",
                   ms_category_name((ms_category)c), (unsigned long long)event->live_bytes_of[c]);
@@ -18303,8 +21085,8 @@ static void msi_trace_process(const msi_printer *out, int process) {
     }
 }
 
-/* An event as simulated and, if it is an instruction, as measured. A counter follows where the live
-   bytes have changed. */
+/* An event as simulated and, if it is an instruction, as measured. Counters follow where the live
+   bytes have changed, in the arena or on the host. */
 static void msi_trace_event(const ms_event *event, void *user) {
     msi_trace *to = (msi_trace *)user;
     const bool runs = event->kind < MS_EVENT_DROP;
@@ -18317,7 +21099,11 @@ static void msi_trace_event(const ms_event *event, void *user) {
         if (counts) {
             msi_trace_counters(&to->out, process, event);
         }
+        if (runs && event->host_bytes != to->host_counted) {
+            msi_trace_host(&to->out, process, event);
+        }
     }
+    to->host_counted = runs ? event->host_bytes : to->host_counted;
     if (counts) {
         memcpy(to->counted, event->live_bytes_of, sizeof to->counted);
     }
@@ -18378,7 +21164,8 @@ static const msi_metric msi_metrics[] = {
                "Largest sum of activations, their gradients and saved tensors."),
     MSI_METRIC(U64, borrowed_bytes, borrowed_bytes,
                "Memory that the trainer lends, outside the arena."),
-    MSI_METRIC(U64, host_bytes, host_bytes, "Tensors that stay on the host."),
+    MSI_METRIC(U64, host_bytes, host_bytes, "Memory of the model on the host."),
+    MSI_METRIC(CATEGORIES, host_bytes_of, host_bytes_of, "The same by what it is used for."),
     MSI_METRIC(U64, staging_bytes, staging_bytes,
                "Host memory through which inputs and verdicts pass."),
     MSI_METRIC(US, step_predicted_seconds, step_us, "Time of a step, as simulated."),
@@ -18386,6 +21173,15 @@ static const msi_metric msi_metrics[] = {
                "Time of a step of the plain plan, as simulated."),
     MSI_METRIC(US, step_stall_seconds, stall_us,
                "Of a step, how long computing waits for copies, as simulated."),
+    MSI_METRIC(U64, step_to_device_bytes, to_device_bytes,
+               "What a step copies from the host, without its inputs."),
+    MSI_METRIC(U64, step_to_host_bytes, to_host_bytes, "What a step copies to the host."),
+    MSI_METRIC(US, step_to_device_seconds, to_device_us,
+               "How long the copies from the host take, as simulated."),
+    MSI_METRIC(US, step_to_host_seconds, to_host_us,
+               "How long the copies to the host take, as simulated."),
+    MSI_METRIC(RATIO, hidden_copies_ratio, hidden_share,
+               "Part of the time of these copies for which computing does not wait."),
     MSI_METRIC(RATIO, recompute_ratio, recompute_share,
                "Time of recomputations over that of a plain step, as simulated."),
     MSI_METRIC(RATIO, pressure_ratio, pressure, "Plain arena over budget."),
@@ -18892,9 +21688,10 @@ static void msi_cuda_memory_release(void *user, const ms_allocator *host, void *
 
 static int msi_cuda_host_alloc(void *user, const ms_allocator *host, uint64_t bytes,
                                void **memory) {
+    const unsigned flags = cudaHostAllocPortable | cudaHostAllocMapped; // updates use it: maps_host
     (void)host;
     return msi_cuda_on(msi_cuda_device(user),
-                       [&] { return cudaHostAlloc(memory, (size_t)bytes, cudaHostAllocPortable); });
+                       [&] { return cudaHostAlloc(memory, (size_t)bytes, flags); });
 }
 
 static void msi_cuda_host_release(void *user, const ms_allocator *host, void *memory,
@@ -19270,9 +22067,8 @@ static void msi_cuda_recording_release(void *state, void *recording) {
 /* The workspace that cuBLAS recommends is 32 MiB from compute capability 9.0 on, otherwise 4 MiB
    (cuBLAS, "Results reproducibility" and cublasSetWorkspace). */
 static uint64_t msi_cuda_workspace_bytes(int device) {
-    int major = 0;
-    (void)msi_cuda_error(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    return ((uint64_t)(major >= 9 ? 32 : 4) << 20) + MSI_CUDA_PARTIALS_BYTES;
+    const bool large = msi_cuda_attribute(device, cudaDevAttrComputeCapabilityMajor) >= 9.0;
+    return ((uint64_t)(large ? 32 : 4) << 20) + MSI_CUDA_PARTIALS_BYTES;
 }
 
 MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
@@ -19282,6 +22078,7 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     b.name = "cuda";
     b.user = (void *)(intptr_t)device;
     b.is_asynchronous = true;
+    b.maps_host = msi_cuda_attribute(device, cudaDevAttrUnifiedAddressing) > 0.0;
     b.workspace_bytes = msi_cuda_workspace_bytes(device);
 #define MSI_USE(function) b.function = msi_cuda_##function
     MSI_USE(memory_alloc), MSI_USE(memory_release), MSI_USE(host_alloc), MSI_USE(host_release);

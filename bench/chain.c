@@ -1,5 +1,6 @@
 // Plans the checkpointing of a chain from a CSV file, for one budget after the other: peak,
-// step time relative to that of keeping everything, and how long planning takes.
+// step time relative to that of keeping everything, and how long planning takes. With a link to the
+// host, what is kept can be moved there and back too.
 #include "bench.h"
 
 #define MEMSCALE_IMPLEMENTATION
@@ -8,7 +9,7 @@
 
 typedef struct outcome {
     bool fits;
-    uint64_t peak_bytes;
+    uint64_t peak_bytes, host_bytes;
     double relative_time, plan_ms;
 } outcome;
 
@@ -42,7 +43,21 @@ static bool take_budget(const char *text, uint64_t all, uint64_t *budget) {
     return end != text && strcmp(end, "x") == 0 && share >= 0.0 && bytes < 1e18;
 }
 
-static outcome measure(const chain *c, uint64_t budget, int repeats) {
+/* A device whose link copies so many bytes of the chain in a microsecond, in both directions at once,
+   and loses no time with anything else. */
+static ms_hardware linked_device(double bytes_per_us) {
+    ms_hardware h;
+    memset(&h, 0, sizeof h);
+    snprintf(h.name, sizeof h.name, "device of the chain");
+    h.kind = MS_DEVICE_DISCRETE;
+    h.total_bytes = h.free_bytes = (uint64_t)1 << 60;
+    h.launch_us = 1e-9;
+    h.memory_gb_per_s = 1e9;
+    h.to_device_gb_per_s = h.to_host_gb_per_s = 1e-3 * (double)CHAIN_SCALE * bytes_per_us;
+    return h;
+}
+
+static outcome measure(const chain *c, uint64_t budget, int repeats, double link) {
     outcome o;
     ms_config config;
     ms_memory_report report;
@@ -52,7 +67,10 @@ static outcome measure(const chain *c, uint64_t budget, int repeats) {
     }
     memset(&o, 0, sizeof o);
     memset(&config, 0, sizeof config);
+    const ms_hardware device = linked_device(link);
     config.mode = MS_MODE_CONSERVATIVE;
+    config.offloading = link > 0.0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+    config.max_host_bytes = UINT64_MAX;
     config.early_update = MS_SWITCH_OFF;
     config.dry_run = true;
     config.memory_budget_bytes = chain_budget(budget);
@@ -61,6 +79,9 @@ static outcome measure(const chain *c, uint64_t budget, int repeats) {
         const ms_result created = ms_create(&config, &m);
         check(m, created);
         chain_register(m, c);
+        if (link > 0.0) {
+            ms_set_hardware(m, &device);
+        }
         const clock_t start = clock(); // processor time, which other programs do not add to
         const ms_result result = ms_wrap(m);
         ms[i] = 1e3 * (double)(clock() - start) / CLOCKS_PER_SEC;
@@ -68,7 +89,9 @@ static outcome measure(const chain *c, uint64_t budget, int repeats) {
         if (o.fits) {
             check(m, ms_report(m, &report));
             o.peak_bytes = chain_bytes(report.arena_bytes);
-            o.relative_time = 1.0 + report.recompute_share;
+            o.host_bytes = report.host_bytes / CHAIN_SCALE;
+            o.relative_time =
+                link > 0.0 ? report.step_us / report.plain_step_us : 1.0 + report.recompute_share;
         } else if (result != MS_RESULT_BUDGET) {
             check(m, result);
         }
@@ -79,7 +102,8 @@ static outcome measure(const chain *c, uint64_t budget, int repeats) {
     return o;
 }
 
-static void print_row(bench_table *table, const char *path, uint64_t budget, const outcome *o) {
+static void print_row(bench_table *table, const char *path, uint64_t budget, const outcome *o,
+                      bool linked) {
     const char *slash = strrchr(path, '/');
     bench_cell(table, slash && !table->tsv ? slash + 1 : path);
     bench_bytes(table, budget);
@@ -91,6 +115,9 @@ static void print_row(bench_table *table, const char *path, uint64_t budget, con
         bench_cell(table, "inf");
     }
     bench_value(table, o->plan_ms, 3);
+    if (linked) {
+        bench_bytes(table, o->host_bytes);
+    }
 }
 
 /* What the command line has beside options: FILE, then budgets. */
@@ -99,13 +126,17 @@ typedef struct arguments {
     int count;
     bool tsv;
     int64_t repeats;
+    double link; // bytes per microsecond; 0: there is none
 } arguments;
 
 static arguments take_arguments(int argc, char **argv) {
-    arguments a = {NULL, 0, false, 5};
+    arguments a = {NULL, 0, false, 5, 0.0};
+    const char *link = "";
     const bench_option options[] = {
         {"--tsv", "tab-separated output, sizes in bytes", &a.tsv, NULL, NULL},
         {"--repeats", "plans for each budget; plan_ms is their median", NULL, &a.repeats, NULL},
+        {"--link", "bytes that can be copied to the host, and from it, in a microsecond", NULL,
+         NULL, &link},
     };
     const char *const purpose =
         "Give a FILE, CSV with the columns stage,ain,aout,abar,tf,tb,tmpf,tmpb, and budgets: "
@@ -119,14 +150,20 @@ static arguments take_arguments(int argc, char **argv) {
     }
     rest[0] = argv[0];
     for (int i = 1; i < argc; i++) {
-        if (argv[i][0] != '-' && strcmp(argv[i - 1], "--repeats") != 0) {
+        if (argv[i][0] != '-' && strcmp(argv[i - 1], "--repeats") != 0 &&
+            strcmp(argv[i - 1], "--link") != 0) {
             a.words[a.count++] = argv[i];
         } else {
             rest[option_count++] = argv[i];
         }
     }
     rest[option_count] = NULL;
-    bench_options(option_count, rest, purpose, options, 2);
+    bench_options(option_count, rest, purpose, options, 3);
+    char *end;
+    a.link = strtod(link, &end);
+    if (*end != '\0' || !(a.link >= 0.0 && a.link < 1e12)) {
+        stop(link, 0, "not a speed: give bytes per microsecond");
+    }
     free(rest);
     return a;
 }
@@ -155,12 +192,14 @@ int main(int argc, char **argv) {
             stop(budgets[i], 0, "not a budget: give bytes, or a multiple such as 0.5x");
         }
     }
-    bench_table table =
-        bench_table_begin(a.tsv, "file budget_bytes peak_bytes relative_time plan_ms");
+    const bool linked = a.link > 0.0;
+    bench_table table = bench_table_begin(
+        a.tsv, linked ? "file budget_bytes peak_bytes relative_time plan_ms host_bytes"
+                      : "file budget_bytes peak_bytes relative_time plan_ms");
     for (int i = 0; i < rows; i++) {
         take_budget(budgets[i], chain_peak(&c), &budget);
-        const outcome o = measure(&c, budget, (int)a.repeats);
-        print_row(&table, a.words[0], budget, &o);
+        const outcome o = measure(&c, budget, (int)a.repeats, a.link);
+        print_row(&table, a.words[0], budget, &o, linked);
     }
     chain_free(&c);
     free(a.words);

@@ -1,6 +1,7 @@
 // Plans of nets that are no chains, without running them: the smallest arena over that of the plain
 // plan, and the predicted time of a step over that of a plain one, at some budgets; beside
-// checkpointing every square root of the number of layers, and beside the greedy search alone.
+// checkpointing every square root of the number of layers, and beside the greedy search alone. Or what
+// it takes to refuse a budget, beside planning for one.
 #include "bench.h"
 
 #include <time.h>
@@ -51,7 +52,7 @@ static msi_score square_root(subject *s) {
     const msi_graph *g = &s->model->graph;
     uint32_t width = 1;
     uint32_t *last = (uint32_t *)calloc(g->tensors.count, sizeof *last);
-    msi_tensor_decision *d = (msi_tensor_decision *)malloc(g->tensors.count * sizeof *d);
+    msi_tensor_decision *d = (msi_tensor_decision *)malloc(msi_decisions_bytes(g));
     if (!last || !d) {
         bench_stop("no memory");
     }
@@ -63,7 +64,7 @@ static msi_score square_root(subject *s) {
             last[in.tensor] = i;
         }
     }
-    msi_decide_base(g, true, d);
+    msi_decide_base(&s->scorer, true, d);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const uint32_t producer = g->tensors.items[t].producer;
         const uint32_t end = last[t] > producer ? last[t] : producer;
@@ -84,13 +85,15 @@ static msi_score greedy_alone(subject *s, uint64_t budget) {
     memset(&search, 0, sizeof search);
     search.scorer = &s->scorer;
     search.budget = budget;
+    search.techniques = MSI_CHECKPOINTING;
+    search.host_budget = UINT64_MAX;
     search.least_us = s->plain_us;
     search.best = s->plan->decisions;
     if (!msi_greedy_init(&w, &search)) {
         bench_stop("no memory");
     }
     search.early = true;
-    msi_decide_base(&s->model->graph, true, w.decisions);
+    msi_decide_base(&s->scorer, true, w.decisions);
     w.score = msi_search_estimate(&search, w.decisions);
     if (!(msi_add_prefix(&w) && msi_fits(&s->scorer, &w.score, budget, 0))) {
         msi_search_greedy(&w, true);

@@ -1,6 +1,7 @@
 // The memory of one training step over time, as a picture (SVG): the plain plan beside the plan for
-// a budget, both on one scale, stacked by category, with their peaks; below them what runs when.
-// All of it is simulated, for a device that need not be there.
+// a budget, both on one scale, stacked by category, with their peaks; below them what runs when, what
+// is copied and, on the same scale, what is on the host. All of it is simulated, for a device that
+// need not be there.
 #include "bench.h"
 
 #include <math.h>
@@ -12,9 +13,10 @@
 enum { COLUMNS_MAX = 1600, NAME_MAX = 96 };
 
 /* The picture, in pixels. */
-static const double picture_width = 1200.0, picture_height = 620.0;
+static const double picture_width = 1200.0;
 static const double left_end = 78.0, right_end = 1180.0, gap = 26.0;
 static const double top = 132.0, bottom = 500.0, strip_top = 536.0, strip_height = 14.0;
+static const double strip_gap = 4.0; // from the strip of one stream to the next
 
 static const char *const categories[MS_CATEGORY_COUNT] = {
     "#8e6bbf",                                  // inputs
@@ -41,10 +43,18 @@ static const struct {
                      {"update", "#2e8b57"},
                      {"other", "#d0d0d0"}};
 
+/* Copies, by stream; that of computing is not used. */
+static const struct {
+    const char *name, *colour;
+} copies[MS_STREAM_COUNT] = {
+    {"", ""}, {"copy to the device", "#a3552f"}, {"copy to the host", "#7a5aa6"}};
+
 /* What is live at a moment, and what runs. */
 typedef struct column {
     uint64_t bytes, bytes_of[MS_CATEGORY_COUNT];
-    double us[RUN_COUNT]; // of the time that the column covers
+    uint64_t host_bytes_of[MS_CATEGORY_COUNT];
+    /* Of the time that the column covers. */
+    double us[RUN_COUNT], copies_us[MS_STREAM_COUNT];
 } column;
 
 /* The left or the right half of the picture. */
@@ -59,12 +69,17 @@ typedef struct half {
     uint64_t peak_bytes;
     double peak_us;
     char peak_name[NAME_MAX];
+    double *start_us; // of each instruction, and the end
+    uint64_t host_bytes;
 } half;
 
 typedef struct scale {
     double us, bytes; // at the right end and at the top
     double pixels_per_us;
-    double gb; // bytes of the unit
+    double gb;                    // bytes of the unit
+    bool moves;                   // something is copied
+    double host_top, host_bottom; // of the part about the host; equal: there is none
+    double legend, height;        // of what is drawn last; of the picture
 } scale;
 
 // ---- what is drawn ------------------------------------------------------------------------------
@@ -84,6 +99,11 @@ static int run_of(ms_event_kind kind) {
     }
 }
 
+static int column_at(const half *h, double us) {
+    const int i = (int)(us / h->us_per_column);
+    return i < h->column_count ? i : h->column_count - 1;
+}
+
 /* A column shows its moment with the most bytes, so that no peak gets lost. */
 static void add_event(const ms_event *event, void *user) {
     static const char *const names[RUN_COUNT] = {"forward", "recomputation", "backward", "update",
@@ -94,15 +114,16 @@ static void add_event(const ms_event *event, void *user) {
         return;
     }
     const int run = run_of(event->kind);
-    int first = (int)(event->start_us / h->us_per_column), last = (int)(end_us / h->us_per_column);
-    first = first < h->column_count ? first : h->column_count - 1;
-    last = last < h->column_count ? last : h->column_count - 1;
-    for (int i = first; i <= last; i++) {
+    const int last = column_at(h, end_us);
+    h->start_us[event->index] = event->start_us;
+    for (int i = column_at(h, event->start_us); i <= last; i++) {
         column *c = &h->columns[i];
         const double low = h->us_per_column * i, high = low + h->us_per_column;
         const double from = event->start_us > low ? event->start_us : low;
         const double to = end_us < high ? end_us : high;
-        c->us[run] += to > from ? to - from : 0.0;
+        double *us =
+            event->stream == MS_STREAM_COMPUTE ? &c->us[run] : &c->copies_us[event->stream];
+        *us += to > from ? to - from : 0.0;
         if (event->live_bytes > c->bytes) {
             c->bytes = event->live_bytes;
             memcpy(c->bytes_of, event->live_bytes_of, sizeof c->bytes_of);
@@ -115,12 +136,47 @@ static void add_event(const ms_event *event, void *user) {
     }
 }
 
+/* What is on the host, from the first instruction that has it to the last. */
+static void add_lifetime(const ms_lifetime *l, void *user) {
+    half *h = (half *)user;
+    if (!l->is_on_host) {
+        return;
+    }
+    const int first = l->is_resident ? 0 : column_at(h, h->start_us[l->first]);
+    const int last = l->is_resident ? h->column_count - 1 : column_at(h, h->start_us[l->last + 1]);
+    for (int i = first; i <= last; i++) {
+        h->columns[i].host_bytes_of[l->category] += l->bytes;
+    }
+}
+
 /* A moment between two instructions shows what was live before it. */
 static void fill_gaps(half *h) {
     for (int i = 1; i < h->column_count; i++) {
         if (h->columns[i].bytes == 0) {
-            h->columns[i] = h->columns[i - 1];
+            h->columns[i].bytes = h->columns[i - 1].bytes;
+            memcpy(h->columns[i].bytes_of, h->columns[i - 1].bytes_of, sizeof h->columns->bytes_of);
         }
+    }
+}
+
+/* Fills the columns of a half. */
+static void walk_half(half *h, ms_model *model) {
+    const size_t count = (size_t)h->report.instruction_count + 1;
+    h->start_us = (double *)malloc(count * sizeof *h->start_us);
+    if (!h->start_us) {
+        bench_stop("no memory for the times of the instructions");
+    }
+    h->start_us[h->report.instruction_count] = h->report.step_us;
+    bench_check(model, ms_visit_events(model, MS_PROGRAM_TRAIN, add_event, h));
+    bench_check(model, ms_visit_lifetimes(model, MS_PROGRAM_TRAIN, add_lifetime, h));
+    fill_gaps(h);
+    free(h->start_us);
+    for (int i = 0; i < h->column_count; i++) {
+        uint64_t bytes = 0;
+        for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
+            bytes += h->columns[i].host_bytes_of[c];
+        }
+        h->host_bytes = bytes > h->host_bytes ? bytes : h->host_bytes;
     }
 }
 
@@ -161,7 +217,7 @@ static void svg_rect(FILE *file, double x, double y, double width, double height
             height, style);
 }
 
-static void svg_begin(FILE *file) {
+static void svg_begin(FILE *file, double picture_height) {
     fprintf(file,
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%.0f\" height=\"%.0f\" "
             "viewBox=\"0 0 %.0f %.0f\" font-family=\"Helvetica, Arial, sans-serif\">\n",
@@ -204,23 +260,28 @@ static void draw_step(FILE *file, double *y, double to_y, double x) {
     }
 }
 
+static uint64_t bytes_of(const column *c, bool on_host, ms_category category) {
+    return on_host ? c->host_bytes_of[category] : c->bytes_of[category];
+}
+
 /* The stack: each category is the area between the sums up to it. */
-static void draw_stack(FILE *file, const half *h, const scale *s) {
+static void draw_stack(FILE *file, const half *h, const scale *s, bool on_host) {
     double below[COLUMNS_MAX];
     const double width = h->us_per_column * s->pixels_per_us;
+    const double down = on_host ? s->host_bottom - bottom : 0.0;
     memset(below, 0, sizeof below);
     for (int k = 0; k < MS_CATEGORY_COUNT; k++) {
         const ms_category c = order[k];
-        double y = y_of(s, below[0]);
+        double y = y_of(s, below[0]) + down;
         fprintf(file, "<path fill=\"%s\" d=\"M%.2f %.2f", categories[c], h->left, y);
         for (int i = 0; i < h->column_count; i++) {
-            draw_step(file, &y, y_of(s, below[i] + (double)h->columns[i].bytes_of[c]),
-                      h->left + width * i);
+            const uint64_t bytes = bytes_of(&h->columns[i], on_host, c);
+            draw_step(file, &y, y_of(s, below[i] + (double)bytes) + down, h->left + width * i);
         }
         fprintf(file, "H%.2f", h->right);
         for (int i = h->column_count - 1; i >= 0; i--) {
-            draw_step(file, &y, y_of(s, below[i]), h->left + width * (i + 1));
-            below[i] += (double)h->columns[i].bytes_of[c];
+            draw_step(file, &y, y_of(s, below[i]) + down, h->left + width * (i + 1));
+            below[i] += (double)bytes_of(&h->columns[i], on_host, c);
         }
         fprintf(file, "H%.2fZ\"/>\n", h->left);
     }
@@ -246,6 +307,46 @@ static void draw_strip(FILE *file, const half *h, const scale *s) {
         fprintf(file, "\"/>\n");
     }
     svg_rect(file, h->left, strip_top, h->right - h->left, strip_height, "class=\"frame\"");
+}
+
+/* What is copied when, in each direction: a column is as high as its share of the time. */
+static void draw_copies(FILE *file, const half *h, const scale *s) {
+    const double width = h->us_per_column * s->pixels_per_us;
+    for (int k = MS_STREAM_TO_DEVICE; k <= MS_STREAM_TO_HOST && s->moves; k++) {
+        const double y = strip_top + k * (strip_height + strip_gap) + strip_height;
+        fprintf(file, "<path fill=\"%s\" d=\"", copies[k].colour);
+        for (int i = 0; i < h->column_count; i++) {
+            const double share = h->columns[i].copies_us[k] / h->us_per_column;
+            const double high = strip_height * (share < 1.0 ? share : 1.0);
+            if (high > 0.05) {
+                fprintf(file, "M%.2f %.2fh%.2fv%.2fh%.2fZ", h->left + width * i, y, width, -high,
+                        -width);
+            }
+        }
+        fprintf(file, "\"/>\n");
+        svg_rect(file, h->left, y - strip_height, h->right - h->left, strip_height,
+                 "class=\"frame\"");
+    }
+}
+
+static void draw_host(FILE *file, const half *h, const scale *s) {
+    char text[96];
+    if (h->host_bytes == 0) {
+        return;
+    }
+    const double step = nice_step(s->bytes / s->gb, 8.0);
+    draw_stack(file, h, s, true);
+    for (double bytes = 0.0; bytes <= (double)h->host_bytes; bytes += step * s->gb) {
+        const double y = y_of(s, bytes) + s->host_bottom - bottom;
+        svg_line(file, h->left, y, h->right, y, "class=\"grid\"");
+        snprintf(text, sizeof text, "%.*f", digits_of(step), bytes / s->gb);
+        svg_text(file, h->left - 8.0, y + 4.0, "class=\"tick halo\" text-anchor=\"end\"", text);
+    }
+    svg_rect(file, h->left, s->host_top, h->right - h->left, s->host_bottom - s->host_top,
+             "class=\"frame\"");
+    snprintf(text, sizeof text, "on the host: at most %.2f %s", (double)h->host_bytes / s->gb,
+             s->gb > 1e8 ? "GB" : "MB");
+    svg_text(file, h->left, s->host_top - 8.0, "class=\"half\"", text);
 }
 
 static void draw_axes(FILE *file, const half *h, const scale *s, bool has_numbers) {
@@ -289,9 +390,11 @@ static void draw_peak(FILE *file, const half *h, const scale *s) {
 static void draw_half(FILE *file, const half *h, const scale *s, bool is_first) {
     char text[160];
     const char *const unit = s->gb > 1e8 ? "GB" : "MB";
-    draw_stack(file, h, s);
+    draw_stack(file, h, s, false);
     draw_axes(file, h, s, is_first);
     draw_strip(file, h, s);
+    draw_copies(file, h, s);
+    draw_host(file, h, s);
     snprintf(text, sizeof text, "%s: arena %.2f %s, step %.1f ms", h->title,
              (double)h->report.arena_bytes / s->gb, unit, 1e-3 * h->report.step_us);
     svg_text(file, h->left, top - 10.0, "class=\"half\"", text);
@@ -307,7 +410,7 @@ static void draw_budget(FILE *file, const half *h, const scale *s) {
 }
 
 /* The categories that occur, then what runs. */
-static void draw_legend(FILE *file, const half *halves) {
+static void draw_legend(FILE *file, const half *halves, const scale *s) {
     double x = left_end;
     for (int k = 0; k < MS_CATEGORY_COUNT; k++) {
         const ms_category c = order[k];
@@ -315,8 +418,9 @@ static void draw_legend(FILE *file, const half *halves) {
         char style[32];
         for (int i = 0; i < 2 * COLUMNS_MAX; i++) {
             const half *h = &halves[i / COLUMNS_MAX];
-            const uint64_t bytes = h->columns[i % COLUMNS_MAX].bytes_of[c];
-            most = bytes > most ? bytes : most;
+            const column *at = &h->columns[i % COLUMNS_MAX];
+            most = at->bytes_of[c] > most ? at->bytes_of[c] : most;
+            most = at->host_bytes_of[c] > most ? at->host_bytes_of[c] : most;
         }
         if (most * 500 < halves[0].report.lower_bound_bytes) {
             continue; // too thin to be seen
@@ -327,22 +431,25 @@ static void draw_legend(FILE *file, const half *halves) {
         x += 44.0 + 7.0 * (double)strlen(ms_category_name(c));
     }
     x = left_end;
-    for (int run = 0; run < RUN_COUNT; run++) {
+    for (int k = 0; k < RUN_COUNT + (s->moves ? MS_STREAM_COUNT - 1 : 0); k++) {
         char style[32];
-        snprintf(style, sizeof style, "fill=\"%s\"", runs[run].colour);
-        svg_rect(file, x, 574.0, 13.0, 13.0, style);
-        svg_text(file, x + 18.0, 585.0, "class=\"name\"", runs[run].name);
-        x += 44.0 + 7.0 * (double)strlen(runs[run].name);
+        const bool is_run = k < RUN_COUNT;
+        const char *name = is_run ? runs[k].name : copies[k - RUN_COUNT + 1].name;
+        snprintf(style, sizeof style, "fill=\"%s\"",
+                 is_run ? runs[k].colour : copies[k - RUN_COUNT + 1].colour);
+        svg_rect(file, x, s->legend - 11.0, 13.0, 13.0, style);
+        svg_text(file, x + 18.0, s->legend, "class=\"name\"", name);
+        x += 44.0 + 7.0 * (double)strlen(name);
     }
 }
 
 static void draw(FILE *file, const half *halves, const scale *s, const char *title,
                  const char *subtitle) {
     char text[64];
-    svg_begin(file);
+    svg_begin(file, s->height);
     svg_text(file, left_end, 30.0, "class=\"title\"", title);
     svg_text(file, left_end, 52.0, "class=\"name\"", subtitle);
-    draw_legend(file, halves);
+    draw_legend(file, halves, s);
     for (int i = 0; i < 2; i++) {
         draw_half(file, &halves[i], s, i == 0);
     }
@@ -355,7 +462,7 @@ static void draw(FILE *file, const half *halves, const scale *s, const char *tit
             "<text transform=\"translate(%.1f %.1f) rotate(-90)\" class=\"name\" "
             "text-anchor=\"middle\">%s</text>\n",
             left_end - 48.0, 0.5 * (top + bottom), text);
-    svg_text(file, right_end, 585.0, "class=\"name\" text-anchor=\"end\"", "time, ms");
+    svg_text(file, right_end, s->legend, "class=\"name\" text-anchor=\"end\"", "time, ms");
     fprintf(file, "</svg>\n");
 }
 
@@ -388,6 +495,7 @@ static const bench_workload *find_workload(const char *name) {
 /* Both halves on one scale: their widths are their times. */
 static scale fit(half *halves) {
     scale s;
+    memset(&s, 0, sizeof s);
     const uint64_t plain = halves[0].report.lower_bound_bytes;
     s.us = halves[0].report.step_us + halves[1].report.step_us;
     s.bytes = 1.12 * (double)plain;
@@ -403,6 +511,24 @@ static scale fit(half *halves) {
         h->us_per_column = h->report.step_us / h->column_count;
     }
     return s;
+}
+
+/* Once it is known what is copied and how much is on the host: where that is drawn, from the top. */
+static void place(scale *s, const half *halves) {
+    uint64_t most = 0;
+    for (int i = 0; i < 2; i++) {
+        const ms_memory_report *r = &halves[i].report;
+        s->moves |= r->to_device_bytes + r->to_host_bytes > 0;
+        most = halves[i].host_bytes > most ? halves[i].host_bytes : most;
+    }
+    s->legend = strip_top + strip_height + (s->moves ? 2.0 * (strip_height + strip_gap) : 0.0);
+    s->host_top = s->host_bottom = s->legend;
+    if (most > 0) {
+        s->host_top += 40.0;
+        s->host_bottom = s->host_top + (bottom - top) * (double)most / s->bytes;
+    }
+    s->legend = s->host_bottom + 35.0;
+    s->height = s->legend + 35.0;
 }
 
 int main(int argc, char **argv) {
@@ -447,12 +573,11 @@ int main(int argc, char **argv) {
         bench_stop("--budget: give a share such as 60%, or bytes such as 6G");
     }
     models[1] = plan_half(&halves[1], hardware, w, &shape);
-    const scale s = fit(halves);
+    scale s = fit(halves);
     for (int i = 0; i < 2; i++) {
-        bench_check(models[i].model,
-                    ms_visit_events(models[i].model, MS_PROGRAM_TRAIN, add_event, &halves[i]));
-        fill_gaps(&halves[i]);
+        walk_half(&halves[i], models[i].model);
     }
+    place(&s, halves);
     char title[160], subtitle[160];
     snprintf(title, sizeof title, "%s, %lld x %lld tokens, AdamW: memory during a training step",
              w->name, (long long)shape.batch, (long long)shape.sequence);

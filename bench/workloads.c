@@ -1,5 +1,7 @@
 // Five published workloads by dry run: the memory of training them in fp32 with AdamW, by the plain
-// plan and by the smallest checkpointed one. No arithmetic is done and no arena allocated.
+// plan, by the smallest checkpointed one, by the smallest one of mode BALANCED, which also moves to
+// the host, and by the one of that mode for the published peak; with the times of the last two on an
+// RTX 3090 whose link copies 25 GB/s each way. No arithmetic is done and no arena allocated.
 #include "bench.h"
 
 #define MEMSCALE_IMPLEMENTATION
@@ -12,14 +14,25 @@ typedef struct plan {
     double wrap_seconds;
 } plan;
 
+/* What a plan is made for. */
+typedef enum purpose { PLAIN, CHECKPOINTED, BALANCED, AT_PUBLISHED, PURPOSES } purpose;
+
 typedef struct outcome {
     const bench_workload *work;
-    plan plain, smallest;
+    plan of[PURPOSES];
 } outcome;
 
+static ms_hardware published_device(void) {
+    ms_hardware device = *ms_hardware_find("RTX 3090");
+    device.to_device_gb_per_s = device.to_host_gb_per_s = 25.0;
+    return device;
+}
+
 static plan make_plan(const bench_workload *work, nn_granularity granularity, bool save_scores,
-                      bool smallest) {
+                      purpose of) {
     plan made;
+    const bool balanced = of >= BALANCED;
+    const ms_hardware device = published_device();
     ms_config config;
     nn_transformer_config shape;
     memset(&config, 0, sizeof config);
@@ -27,16 +40,22 @@ static plan make_plan(const bench_workload *work, nn_granularity granularity, bo
         bench_stop("a workload names no preset");
     }
     config.dry_run = true;
-    config.memory_budget_bytes = (uint64_t)1
-                                 << 50; // not from the machine: only the switches decide
-    config.force_optimize = smallest;
-    config.checkpointing = smallest ? MS_SWITCH_ON : MS_SWITCH_OFF;
+    /* Not from the machine: only the switches decide, or the published peak. */
+    config.memory_budget_bytes =
+        of == AT_PUBLISHED ? (uint64_t)(1e9 * work->published_optimized) : (uint64_t)1 << 50;
+    config.force_optimize = of == CHECKPOINTED || of == BALANCED;
+    config.checkpointing = of == PLAIN ? MS_SWITCH_OFF : MS_SWITCH_ON;
+    config.offloading = balanced ? MS_SWITCH_ON : MS_SWITCH_OFF;
+    config.max_host_bytes = (uint64_t)1 << 50;
     shape.batch = work->batch;
     shape.sequence = work->sequence;
     shape.granularity = granularity;
     shape.save_scores = save_scores;
 
     bench_model m = bench_model_create(&config, nn_cpu(), work->preset, &shape);
+    if (balanced) {
+        ms_set_hardware(m.model, &device);
+    }
     const double start = bench_seconds();
     bench_check(m.model, ms_wrap(m.model));
     made.wrap_seconds = bench_seconds() - start;
@@ -61,8 +80,8 @@ static void print_sizes(const outcome *outcomes, int count) {
     bench_table table =
         bench_table_begin(false, "workload params plain checkpointed smaller published recompute");
     for (int i = 0; i < count; i++) {
-        const ms_memory_report *plain = &outcomes[i].plain.report;
-        const ms_memory_report *smallest = &outcomes[i].smallest.report;
+        const ms_memory_report *plain = &outcomes[i].of[PLAIN].report;
+        const ms_memory_report *smallest = &outcomes[i].of[CHECKPOINTED].report;
         bench_cell(&table, outcomes[i].work->name);
         bench_count(&table, plain->param_count);
         bench_bytes(&table, plain->arena_bytes);
@@ -73,6 +92,42 @@ static void print_sizes(const outcome *outcomes, int count) {
     }
     printf("published: MemScale for Python, GB, on a GPU of 24 GB\n"
            "recompute: estimated work of the recomputations over that of a plain step\n");
+}
+
+/* Mode BALANCED: its smallest arena, and what it costs to train within the published peak. */
+static void print_balanced(const outcome *outcomes, int count) {
+    putchar('\n');
+    bench_table table = bench_table_begin(
+        false, "workload smallest host published arena host in out step bound plain kept wrap");
+    for (int i = 0; i < count; i++) {
+        const ms_memory_report *smallest = &outcomes[i].of[BALANCED].report;
+        const ms_memory_report *at = &outcomes[i].of[AT_PUBLISHED].report;
+        const double link = 25e3; // bytes per microsecond
+        const double in_us = (double)at->to_device_bytes / link;
+        const double out_us = (double)at->to_host_bytes / link;
+        const double compute_us = at->plain_step_us * (1.0 + at->recompute_share);
+        double most_us = compute_us > in_us ? compute_us : in_us;
+        most_us = most_us > out_us ? most_us : out_us;
+        bench_cell(&table, outcomes[i].work->name);
+        bench_bytes(&table, smallest->arena_bytes);
+        bench_bytes(&table, smallest->host_bytes);
+        bench_bytes(&table, (uint64_t)(1e9 * outcomes[i].work->published_optimized));
+        bench_bytes(&table, at->arena_bytes);
+        bench_bytes(&table, at->host_bytes);
+        bench_value(&table, 1e-3 * in_us, 1);
+        bench_value(&table, 1e-3 * out_us, 1);
+        bench_value(&table, 1e-3 * at->step_us, 1);
+        bench_value(&table, at->step_us / most_us, 3);
+        bench_value(&table, 1e-3 * at->plain_step_us, 1);
+        bench_value(&table, at->plain_step_us / at->step_us, 3);
+        bench_value(&table, outcomes[i].of[AT_PUBLISHED].wrap_seconds, 2);
+    }
+    printf("smallest, host: the smallest arena of mode BALANCED, and what it has on the host\n"
+           "from published on: the plan for the published peak, on an RTX 3090 with 25 GB/s each "
+           "way;\n"
+           "in, out, step, plain: ms of copies to and from the device, of a step, of a plain one\n"
+           "bound: step over the largest of in, out and all that is computed\n"
+           "kept: throughput over that of the plain plan; wrap: seconds to plan\n");
 }
 
 /* One row: a size of each report, found at offset. */
@@ -123,10 +178,11 @@ static void print_peak(const char *title, const plan *plans[], const outcome *ou
 static void print_people(const outcome *outcomes, int count) {
     const plan *plain[BENCH_WORKLOADS], *smallest[BENCH_WORKLOADS];
     for (int i = 0; i < count; i++) {
-        plain[i] = &outcomes[i].plain;
-        smallest[i] = &outcomes[i].smallest;
+        plain[i] = &outcomes[i].of[PLAIN];
+        smallest[i] = &outcomes[i].of[CHECKPOINTED];
     }
     print_sizes(outcomes, count);
+    print_balanced(outcomes, count);
     print_peak("plain", plain, outcomes, count);
     print_peak("checkpointed", smallest, outcomes, count);
 }
@@ -134,16 +190,24 @@ static void print_people(const outcome *outcomes, int count) {
 static void print_tsv(const outcome *outcomes, int count) {
     bench_table table =
         bench_table_begin(true, "name params plain_bytes checkpointed_bytes lower_bound_bytes "
-                                "plain_activation_bytes activation_bytes recompute");
+                                "plain_activation_bytes activation_bytes recompute "
+                                "balanced_bytes balanced_host_bytes published_bytes "
+                                "at_published_bytes at_published_step_ratio");
     for (int i = 0; i < count; i++) {
         bench_cell(&table, outcomes[i].work->name);
-        bench_count(&table, outcomes[i].plain.report.param_count);
-        bench_count(&table, outcomes[i].plain.report.arena_bytes);
-        bench_count(&table, outcomes[i].smallest.report.arena_bytes);
-        bench_count(&table, outcomes[i].smallest.report.lower_bound_bytes);
-        bench_count(&table, outcomes[i].plain.report.activation_peak_bytes);
-        bench_count(&table, outcomes[i].smallest.report.activation_peak_bytes);
-        bench_value(&table, outcomes[i].smallest.report.recompute_share, 3);
+        bench_count(&table, outcomes[i].of[PLAIN].report.param_count);
+        bench_count(&table, outcomes[i].of[PLAIN].report.arena_bytes);
+        bench_count(&table, outcomes[i].of[CHECKPOINTED].report.arena_bytes);
+        bench_count(&table, outcomes[i].of[CHECKPOINTED].report.lower_bound_bytes);
+        bench_count(&table, outcomes[i].of[PLAIN].report.activation_peak_bytes);
+        bench_count(&table, outcomes[i].of[CHECKPOINTED].report.activation_peak_bytes);
+        bench_value(&table, outcomes[i].of[CHECKPOINTED].report.recompute_share, 3);
+        const ms_memory_report *at = &outcomes[i].of[AT_PUBLISHED].report;
+        bench_count(&table, outcomes[i].of[BALANCED].report.arena_bytes);
+        bench_count(&table, outcomes[i].of[BALANCED].report.host_bytes);
+        bench_count(&table, (uint64_t)(1e9 * outcomes[i].work->published_optimized));
+        bench_count(&table, at->arena_bytes);
+        bench_value(&table, at->step_us / at->plain_step_us, 3);
     }
 }
 
@@ -165,8 +229,10 @@ int main(int argc, char **argv) {
         const nn_granularity granularity = blocks ? NN_BLOCKS : NN_OPERATORS;
         if (strcmp(only, "all") == 0 || strcmp(only, work->name) == 0) {
             outcomes[count].work = work;
-            outcomes[count].plain = make_plan(work, granularity, save_scores, false);
-            outcomes[count++].smallest = make_plan(work, granularity, save_scores, true);
+            for (int of = PLAIN; of < PURPOSES; of++) {
+                outcomes[count].of[of] = make_plan(work, granularity, save_scores, (purpose)of);
+            }
+            count++;
         }
     }
     if (count == 0) {

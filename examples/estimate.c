@@ -29,15 +29,17 @@ enum { STATUS_FITS, STATUS_FAILED, STATUS_USAGE, STATUS_NO_FIT };
 // ---- options ------------------------------------------------------------------------------------
 
 typedef struct settings {
-    const char *model, *family, *gpu, *budget, *precision, *optimizer, *sweep;
+    const char *model, *family, *gpu, *budget, *precision, *optimizer, *offload, *sweep;
     int64_t layers, channels, heads, kv_heads, feed_forward, vocabulary, positions;
     int64_t batch, sequence, accumulate, rank;
     float tflops, tf32_tflops, bandwidth, link;
+    uint64_t host_bytes; // 0: as much as is needed
     bool clip, frozen, plan, full_plan, json, help;
+    ms_switch offloading;
     option_words files;
 } settings;
 
-enum { ESTIMATE_OPTIONS = 28 };
+enum { ESTIMATE_OPTIONS = 30 };
 
 static void list_options(settings *s, option_spec *specs) {
     const option_spec all[ESTIMATE_OPTIONS] = {
@@ -82,6 +84,9 @@ static void list_options(settings *s, option_spec *specs) {
         {"--budget", "SIZE|%", OPTION_TEXT, &s->budget,
          "what training may take: bytes such as 20G, or 90% of the device's\n"
          "memory (85%)"},
+        {"--offload", "NAME", OPTION_TEXT, &s->offload, OPTION_OFFLOAD_HELP},
+        {"--host", "SIZE", OPTION_BYTES, &s->host_bytes,
+         "what training may have on the host, such as 32G (as much as it needs)"},
         {"--plan", NULL, OPTION_FLAG, &s->plan,
          "list the advised plan: the largest values at its peak, and what was decided\n"
          "for each layer and why, with equal blocks of layers as one"},
@@ -384,6 +389,9 @@ static int choose_training(settings *o) {
     if (optimizer_of(o) == OPTIMIZERS) {
         return fail("--optimizer %s: there are adamw, sgd and momentum", o->optimizer);
     }
+    if (choose_offloading(o->offload, &o->offloading) != 0) {
+        return 1;
+    }
     return strcmp(o->precision, "f32") == 0 || strcmp(o->precision, "tf32") == 0
                ? 0
                : fail("--precision %s: this version plans params, gradients and optimizer state in "
@@ -461,6 +469,9 @@ static ms_model *register_model(const estimate *e, int64_t batch, ms_config *con
     config->backend = e->device.backend;
     config->dry_run = true;
     config->tf32 = strcmp(e->options.precision, "tf32") == 0;
+    config->offloading =
+        config->offloading == MS_SWITCH_OFF ? MS_SWITCH_OFF : e->options.offloading;
+    config->max_host_bytes = e->options.host_bytes;
     config->accumulation_steps = (uint32_t)e->options.accumulate;
     if (ms_create(config, &model) != MS_RESULT_OK) {
         fail("%s", ms_last_error(model));
@@ -571,7 +582,7 @@ static int plan_plain(const estimate *e, int64_t batch, plan *p) {
     ms_config config;
     memset(&config, 0, sizeof config);
     config.checkpointing = MS_SWITCH_OFF;
-    config.early_update = MS_SWITCH_OFF;
+    config.early_update = config.offloading = MS_SWITCH_OFF;
     config.memory_budget_bytes = (uint64_t)1 << 60;
     const int status = make_plan(e, batch, &config, p);
     p->fits = p->report.arena_bytes <= e->device.budget_bytes;
@@ -875,6 +886,40 @@ static void print_ratios(const char *name, const plans *p) {
     print_cells(name, cells);
 }
 
+/* The part of a step for which the busier direction of the link copies. */
+static double link_share(const ms_memory_report *r) {
+    const double us = r->to_device_us > r->to_host_us ? r->to_device_us : r->to_host_us;
+    return us / r->step_us;
+}
+
+/* What the plans have on the host and copy in a step, for how much of the step the link is busy, and
+   how much of the time of these copies is hidden: rows that there are only if some plan moves
+   anything. */
+static void print_host(const plans *p, unit u) {
+    static const char *const names[] = {"on the host", "copied in", "copied out", "link busy",
+                                        "copies hidden"};
+    bool moves = false;
+    for (int c = 0; c < COLUMNS; c++) {
+        moves |= p->of[c]->report.host_bytes > 0;
+    }
+    for (int row = 0; row < 5 && moves; row++) {
+        char cells[COLUMNS][32];
+        for (int c = 0; c < COLUMNS; c++) {
+            const ms_memory_report *r = &p->of[c]->report;
+            const uint64_t bytes[] = {r->host_bytes, r->to_device_bytes, r->to_host_bytes};
+            if (row < 3) {
+                snprintf(cells[c], sizeof cells[c], "%.*f", u.digits, (double)bytes[row] / u.bytes);
+            } else if (r->to_device_bytes + r->to_host_bytes > 0) {
+                snprintf(cells[c], sizeof cells[c], "%.1f %%",
+                         100.0 * (row == 3 ? link_share(r) : r->hidden_share));
+            } else {
+                snprintf(cells[c], sizeof cells[c], "-");
+            }
+        }
+        print_cells(names[row], cells);
+    }
+}
+
 static void print_table(const findings *f) {
     const unit u = unit_for(f->plain.report.arena_bytes);
     const plans p = columns_of(f, f->at_budget), smallest = columns_of(f, f->smallest);
@@ -898,8 +943,10 @@ static void print_table(const findings *f) {
     }
     print_cells("step (roofline)", cells);
     print_ratios("step over plain", &p);
+    print_host(&p, u);
     print_bytes("smallest peak there is", &smallest, ROWS + 1, u);
     print_ratios("its step over plain", &smallest);
+    print_host(&smallest, u);
 }
 
 /* Lists the modes that plan as `first` does; returns their number. */
@@ -1011,6 +1058,9 @@ static void print_head(const estimate *e, const findings *f) {
     if (!e->device.is_user_size) {
         printf(", %.0f %% of the memory",
                100.0 * (double)e->device.budget_bytes / (double)e->device.memory_bytes);
+    }
+    if (e->options.host_bytes) {
+        printf("; on the host %s", show_bytes(e->options.host_bytes).text);
     }
     printf("\n");
 }
@@ -1199,6 +1249,11 @@ static void json_plan(json *j, const char *key, const plan *p) {
     json_real(j, "step_us", r->step_us);
     json_real(j, "step_over_plain", r->step_us / r->plain_step_us);
     json_real(j, "stall_us", r->stall_us);
+    json_count(j, "host_bytes", r->host_bytes);
+    json_count(j, "to_device_bytes", r->to_device_bytes);
+    json_count(j, "to_host_bytes", r->to_host_bytes);
+    json_real(j, "link_share", link_share(r));
+    json_real(j, "hidden_share", r->hidden_share);
     json_count(j, "recomputed_layers", r->recompute_count);
     json_flag(j, "early_update", r->early_update);
     json_close(j, '}');
@@ -1247,7 +1302,7 @@ static void json_model(json *j, const estimate *e, const findings *f) {
     json_close(j, '}');
 }
 
-static void json_device(json *j, const destination *t) {
+static void json_device(json *j, const destination *t, uint64_t host_bytes) {
     static const char *const kinds[] = {"cpu", "discrete", "integrated"};
     json_open(j, "device", '{');
     json_text(j, "name", t->hardware.name);
@@ -1259,6 +1314,9 @@ static void json_device(json *j, const destination *t) {
     json_real(j, "link_gb_per_s", t->hardware.to_device_gb_per_s);
     json_count(j, "memory_bytes", t->memory_bytes);
     json_count(j, "budget_bytes", t->budget_bytes);
+    if (host_bytes) {
+        json_count(j, "max_host_bytes", host_bytes);
+    }
     json_close(j, '}');
 }
 
@@ -1285,7 +1343,7 @@ static void write_json(const estimate *e, const findings *f, FILE *file) {
     json_open(&j, NULL, '{');
     json_text(&j, "memscale", version);
     json_model(&j, e, f);
-    json_device(&j, &e->device);
+    json_device(&j, &e->device, e->options.host_bytes);
     json_plan(&j, "plain", &f->plain);
     if (f->late.report.arena_bytes != 0) {
         json_plan(&j, "smallest_with_clipping", &f->late);

@@ -1,4 +1,4 @@
-/*  options.h - what the command lines of gpt2.c, bert.c, cnn.c and estimate.c share.
+/*  options.h - what the command lines of gpt2.c, bert.c, cnn.c, lora.c and estimate.c share.
 
     OPTIONS_PROGRAM is the program's name, defined before the include; include nn.h first too. A
     program that is compiled with NN_CUDA and linked with examples/cuda.cu also runs on a GPU. */
@@ -252,6 +252,21 @@ NN_API int choose_device(option_device *d, const char *name) {
     d->kernels = nn_cpu();
 #endif
     return 0;
+}
+
+// ---- offloading ---------------------------------------------------------------------------------
+
+#define OPTION_OFFLOAD_HELP                                                                        \
+    "auto (default): to the host as the mode and the device say; on: also in other\n"              \
+    "modes and on other devices; or off"
+
+/* Reads such an argument, or NULL; prints the reason and returns 1 if there is no such switch. */
+NN_API int choose_offloading(const char *text, ms_switch *is) {
+    const bool on = text && strcmp(text, "on") == 0, off = text && strcmp(text, "off") == 0;
+    *is = on ? MS_SWITCH_ON : off ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+    return !text || on || off || strcmp(text, "auto") == 0
+               ? 0
+               : fail("--offload %s: there are auto, on and off", text);
 }
 
 // ---- units --------------------------------------------------------------------------------------

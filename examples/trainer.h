@@ -17,7 +17,7 @@ static const char *const default_files[] = {
     "examples/nn.h", "examples/nn_cpu.h", "examples/nn_cuda.h"};
 
 typedef struct settings {
-    const char *preset, *device, *mode, *off;
+    const char *preset, *device, *mode, *off, *offload;
     const char *trace, *metrics; // files to write, or NULL
     int64_t batch, sequence, steps, seconds, every, seed;
     uint64_t budget_bytes; // 0: half way between the smallest and the plain arena
@@ -61,7 +61,7 @@ struct trainer {
 
 // ---- options ------------------------------------------------------------------------------------
 
-enum { TRAINER_OPTIONS = 24 };
+enum { TRAINER_OPTIONS = 25 };
 
 /* Fills specs with the options; returns how many there are. */
 static int list_options(const trainer_kind *kind, settings *o, option_spec *specs) {
@@ -76,6 +76,7 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
          "default: half way from the smallest possible to the plain arena)"},
         {"--mode", "NAME", OPTION_TEXT, &o->mode, "conservative, balanced (default) or aggressive"},
         {"--off", "NAME", OPTION_TEXT, &o->off, "switch off checkpointing or early-update"},
+        {"--offload", "NAME", OPTION_TEXT, &o->offload, OPTION_OFFLOAD_HELP},
         {"--auto", NULL, OPTION_FLAG, &o->automatic, "let the built-in policy choose the mode"},
         {"--dropout", "X", OPTION_REAL, &o->dropout, "probability of dropout, below 1 (0)"},
         {"--steps", "N", OPTION_COUNT, &o->steps, "stop after N steps"},
@@ -269,7 +270,7 @@ static int choose_techniques(const settings *o, ms_config *config) {
     }
     config->checkpointing = checkpointing ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
     config->early_update = early_update ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
-    return 0;
+    return choose_offloading(o->offload, &config->offloading);
 }
 
 /* Registers the model with memscale.h; `dry`: to plan without allocating. */

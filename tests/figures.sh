@@ -58,8 +58,17 @@ NR > 1 { title = titles[NR - 1] }'
 workloads=$($folder/bench/workloads --tsv)
 awk "$mega"'
 NR == 3 || NR == 4 || NR == 6 {
-    printf "| %s | %s MB | %s MB | %s -> %s MB |\n", title, mb($3), mb($4), mb($6), mb($7)
+    printf "| %s | %s MB | %s MB | %s -> %s MB | %s MB |\n", title, mb($3), mb($4), mb($6), mb($7), mb($9)
 }' <<< "$workloads" | rows README.md
+awk "$mega"'
+NR > 1 {
+    plain = plain " | " mb($3); smallest = smallest " | " mb($4)
+    moved = moved " | " mb($9); host = host " | " mb($10)
+}
+END {
+    print "| plain" plain " |"; print "| smallest, without offloading" smallest " |"
+    print "| smallest, with it" moved " |"; print "| on the host then" host " |"
+}' <<< "$workloads" | rows docs/offloading.md
 awk "$mega"'
 NR > 1 {
     params = sprintf("%.1f", $2 / 1e6)

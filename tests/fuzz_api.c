@@ -1772,6 +1772,11 @@ static void run_input(const uint8_t *data, size_t size) {
     w->data = data;
     w->size = size;
     w->cpu = ms_backend_cpu();
+    w->cpu.open = NULL; // all functions receive user
+    w->cpu.close = NULL;
+    w->cpu.prepare = NULL;
+    w->cpu.has_copy_streams = false;
+    w->cpu.copy_in = w->cpu.copy_out = w->cpu.copy;
     for (uint32_t i = 0; i < MODELS; ++i) {
         w->slots[i].world = w;
     }

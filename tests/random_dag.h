@@ -2348,6 +2348,29 @@ static inline rd_net *rd_net_create(rd_graph *g, const ms_config *config, const 
     return n;
 }
 
+/* Forces what is to lie on the host: values, gradients and optimizer state, each by itself. */
+static inline void rd_force_moves(rd_net *n, t_rng *rng) {
+    const rd_graph *g = n->run.graph;
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        const rd_value *v = &g->value[i];
+        const uint64_t random = t_next(rng);
+        if (v->role == RD_INPUT || v->role == RD_BUFFER) {
+            continue;
+        }
+        if (random & 1) {
+            ms_set_tensor_technique(n->model, n->handle[i], MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+        }
+        if ((random & 2) && v->role == RD_PARAM) {
+            ms_set_tensor_technique(n->model, ms_gradient(n->model, n->handle[i]),
+                                    MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+        }
+        if ((random & 4) && v->role == RD_PARAM && rd_state_count(&g->optimizer) > 0) {
+            ms_set_tensor_technique(n->model, ms_optimizer_state(n->model, n->handle[i], 0),
+                                    MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+        }
+    }
+}
+
 static inline void rd_net_destroy(rd_net *n) {
     if (n == NULL) {
         return;

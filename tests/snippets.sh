@@ -75,7 +75,7 @@ for source in "$out"/*.c; do
     object=${source%.c}
     case $source in
     */fragments.c) link=-c run= ;;
-    *) link=-lm run="timeout 60 $object" ;;
+    *) link=-lm run="timeout 180 $object" ;;
     esac
     try "$CC -std=c99"
     if command -v "$CXX" > /dev/null; then
@@ -85,7 +85,7 @@ done
 for source in "$out"/*.cu; do
     [ -f "$source" ] || continue
     object=${source%.cu}
-    link="-x none build/emulated/cuda.a -lm -pthread" run="timeout 60 $object"
+    link="-x none build/emulated/cuda.a -lm -pthread" run="timeout 180 $object"
     $MAKE -s --no-print-directory werror=1 build/emulated/cuda.a || status=1
     try "$CXX -x c++ -std=c++11 -D__CUDACC__=1 -Itests/emulation"
     if [ -n "${NVCC-}" ]; then

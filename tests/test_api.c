@@ -815,6 +815,7 @@ static void a_model_carries_its_error(void **state) {
             config.allocator.alloc = NULL;
             part = "allocator: alloc is missing";
         } else {
+            config.backend = t_backend_without_state();
             config.backend.open = opens_never;
             config.backend.close = closes_never;
             config.backend.error_text = text_of_opening;

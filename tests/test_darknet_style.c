@@ -212,8 +212,8 @@ static void check_kinds(const layer_spec *specs, int n, int batch, int size, int
         t_ok(wrapped.model, wrap_as(&wrapped, kind, debug));
         ms_memory_report report;
         t_report(wrapped.model, &report);
-        assert_true((report.recompute_count > 0) == (kind != KEPT));
-        assert_true(report.arena_bytes < arena);
+        assert_true((report.recompute_count > 0 || report.to_host_bytes > 0) == (kind != KEPT));
+        assert_true(kind == SMALLEST ? report.arena_bytes <= arena : report.arena_bytes < arena);
         arena = report.arena_bytes;
         check_equal(&plain, &wrapped, steps);
         close_run(&plain);

@@ -168,6 +168,7 @@ static void check_equal(family kind, bool is_plain, habit also) {
     memset(&optimizer, 0, sizeof optimizer);
 #ifdef T_CUDA
     config.backend = ms_backend_cuda(0);
+    config.offloading = MS_SWITCH_DEFAULT;
 #else
     config.backend = ms_backend_cpu();
 #endif
@@ -247,7 +248,7 @@ static void check_equal(family kind, bool is_plain, habit also) {
     assert_int_equal(p.report.activation_peak_bytes, r.activation_peak_bytes);
     assert_int_equal(p.report.recompute_count, r.recompute_count);
     assert_int_equal(p.report.plan_hash, r.plan_hash);
-    assert_true(is_plain || r.recompute_count > 0);
+    assert_true(is_plain || r.recompute_count > 0 || r.to_host_bytes > 0);
     assert_true(p.report.step_us > 0.0 && p.report.step_us - r.step_us == 0.0);
     for (int k = 0; k < MS_CATEGORY_COUNT; k++) {
         assert_int_equal(p.report.peak_bytes[k], r.peak_bytes[k]);
@@ -285,6 +286,7 @@ static void test_training(void **state) {
         assert_true(bytes[i] <= params * (uint64_t)(2 - i) + 64 * p.report.tensor_count * 2);
     }
     e.options.optimizer = NULL;
+    e.options.offloading = MS_SWITCH_OFF;
     assert_int_equal(plan_smallest(&e, 2, MS_MODE_BALANCED, &p), 0);
     assert_true(p.report.early_update && row_bytes(p.largest, 1) < params / 2);
     e.options.clip = true;
@@ -324,6 +326,7 @@ static void test_advice(void **state) {
     estimate e;
     findings f;
     prepare(&e, "bert-base", 8, 128);
+    e.options.offloading = MS_SWITCH_OFF;
     assert_int_equal(find_all(&e, &f), 0);
     const uint64_t plain = f.plain.report.arena_bytes;
     const uint64_t least = f.smallest[MODES - 1].report.arena_bytes;
@@ -343,11 +346,15 @@ static void test_advice(void **state) {
     assert_int_equal(find_all(&e, &f), 0);
     assert_true(f.pressure > 1.25 && modes[f.advised] == MS_MODE_CONSERVATIVE && !f.searched);
 
-    f.at_budget[1].report.step_us *= 0.5; // had it other techniques
-    assert_int_equal(advise(&e, &f), 0);
-    assert_true(modes[f.advised] == MS_MODE_BALANCED);
+    /* What fits both ways is faster with copies, and less fits with them alone. */
+    e.options.offloading = MS_SWITCH_DEFAULT;
+    assert_int_equal(find_all(&e, &f), 0);
+    assert_true(f.at_budget[0].fits && modes[f.advised] == MS_MODE_BALANCED);
+    assert_true(f.at_budget[1].report.step_us < f.at_budget[0].report.step_us);
+    e.device.budget_bytes = least / 2;
+    assert_int_equal(find_all(&e, &f), 0);
+    assert_true(!f.at_budget[0].fits && modes[f.advised] == MS_MODE_BALANCED && !f.searched);
     f.at_budget[1].fits = false;
-    f.at_budget[0].fits = false;
     assert_int_equal(advise(&e, &f), 0);
     assert_true(modes[f.advised] == MS_MODE_AGGRESSIVE);
 }
@@ -368,8 +375,8 @@ static void test_largest_batch(void **state) {
     assert_int_equal(plan_smallest(&e, f.largest_batch + 1, MS_MODE_AGGRESSIVE, &p), 0);
     assert_true(p.report.arena_bytes > e.device.budget_bytes);
 
-    e.options.batch = 1; // params and moments alone are more than this
-    e.device.budget_bytes = e.device.memory_bytes = (uint64_t)1 << 30;
+    e.options.batch = 1; // the largest param alone is more than this
+    e.device.budget_bytes = e.device.memory_bytes = (uint64_t)64 << 20;
     assert_int_equal(find_all(&e, &f), 0);
     assert_true(f.searched && f.largest_batch == 0 && !f.single.fits);
     assert_true(f.single.report.arena_bytes > e.device.budget_bytes);
@@ -485,7 +492,8 @@ static void test_json(void **state) {
     }
     static const char *const runs[] = {
         "--json", "--json --model bert-large --batch 16 --sequence 128 --gpu H200",
-        "--json --model llama2-7B --gpu 24G", "--json --model gpt2-1558M --batch 99 --gpu 3090",
+        "--json --model llama2-7B --gpu 24G --offload off",
+        "--json --model gpt2-1558M --batch 99 --gpu 3090 --offload off",
         "--json --family llama --layers 3 --channels 96 --heads 6 --kv-heads 2 --precision tf32"};
     for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
         run_words(&p, runs[i]);
@@ -497,7 +505,7 @@ static void test_json(void **state) {
     assert_true(is_json(p.out));
     assert_true(number_of(p.out, "params") == 354823168.0);
     assert_true(number_of(p.out, "budget_bytes") == 6.0 * 1073741824.0);
-    t_text_has(p.out, "\"mode\": \"CONSERVATIVE\"");
+    t_text_has(p.out, "\"mode\": \"BALANCED\"");
     assert_true(number_of(p.out, "accumulation_steps") == 1.0);
     run_words(&p, "--json --clip --accumulate 3 --frozen --optimizer sgd --gpu 8GB");
     assert_true(is_json(p.out));
@@ -710,7 +718,7 @@ static void test_config(void **state) {
     for (size_t i = 0; i < sizeof models / sizeof models[0]; i++) {
         char path[64], words[256];
         write_config(path, models[i].text);
-        snprintf(words, sizeof words, "--json --batch 1 %s %s", path, models[i].more);
+        snprintf(words, sizeof words, "--json --batch 1 --offload off %s %s", path, models[i].more);
         run_words(&p, words);
         remove(path);
 #ifdef MODEL_SHAPE_CJSON
@@ -827,12 +835,16 @@ static void test_text(void **state) {
     t_text_has(p.out, "BALANCED");
     t_text_has(p.out, "optimizer state");
     t_text_has(p.out, "no clipping and no accumulation"); // what the figures assume
+    t_text_has(p.out, "with --clip the smallest peak is 733.7 MiB, which fits too");
+    run_words(&p, "--model gpt2-1558M --batch 1 --sequence 512 --gpu RTX_3090 --offload off");
+    assert_int_equal(p.status, 0);
     t_text_has(p.out, "with --clip the smallest peak is 23.2");
     t_text_has(p.out, "does not fit");
     static const char *const not_early[] = {"--clip", "--accumulate 4"};
     for (int i = 0; i < 2; i++) {
         char words[128];
-        snprintf(words, sizeof words, "--model gpt2-1558M --batch 1 --gpu 3090 %s", not_early[i]);
+        snprintf(words, sizeof words, "--model gpt2-1558M --batch 1 --gpu 3090 --offload off %s",
+                 not_early[i]);
         run_words(&p, words);
         assert_int_equal(p.status, STATUS_NO_FIT);
         t_text_has(p.out, "all gradients are kept");
@@ -857,6 +869,7 @@ static void test_largest_values(void **state) {
     estimate e;
     findings f;
     prepare(&e, "gpt2-124M", 8, 256);
+    e.options.offloading = MS_SWITCH_OFF;
     e.device.budget_bytes = (uint64_t)2200 << 20;
     assert_int_equal(find_all(&e, &f), 0);
     assert_true(advised_plan(&f) == &f.at_budget[f.advised]);
@@ -868,12 +881,12 @@ static void test_largest_values(void **state) {
         }
         assert_memory_equal(bytes, both[i]->report.peak_bytes, sizeof bytes);
     }
-    run_words(&p, "--batch 8 --sequence 256 --gpu 24G --budget 2200M");
+    run_words(&p, "--batch 8 --sequence 256 --gpu 24G --budget 2200M --offload off");
     assert_int_equal(p.status, STATUS_FITS);
     t_text_has(p.out, "The largest values at the peak of CONSERVATIVE");
     t_text_has(p.out, "48 x 9.0 MiB      optimizer state      h0.fc.weight, ...");
     t_text_has(p.out, "2 x 147.3 MiB    optimizer state      wte, ...");
-    run_words(&p, "--gpu 1G");
+    run_words(&p, "--gpu 100M");
     t_text_has(p.out, "at the peak of the smallest plan");
     run_words(&p, "--gpu 24G");
     t_text_has(p.out, "at the peak of the plain plan");
@@ -884,7 +897,8 @@ static void test_typed_in_again(void **state) {
     (void)state;
     static printed p;
     static const char *const runs[] = {"--batch 1", "--model bert-base --batch 3 --sequence 100",
-                                       "--model gpt2-355M --batch 2", "--model tinyllama-1.1B"};
+                                       "--model gpt2-355M --batch 2 --offload off",
+                                       "--model tinyllama-1.1B --offload off"};
     for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
         static const char label[] = "smallest peak there is";
         char words[256];
@@ -942,7 +956,7 @@ static void test_forgiving(void **state) {
         {"--model GPT2-124M", "model     gpt2-124M:"},
         {"--model 124m", "model     gpt2-124M:"},
         {"--model BERT_base --sequence 32", "model     bert-base:"},
-        {"--model llama-3-8b", "model     llama3-8B:"},
+        {"--model llama-3-8b --offload off", "model     llama3-8B:"},
         {"--budget 80% --gpu 10G", "8.00 GiB, 80 % of the memory"},
         {"--gpu rtx3090", "GeForce RTX 3090, "},
         {"--gpu nvidia_3090", "GeForce RTX 3090, "},
@@ -975,6 +989,56 @@ static void test_speeds(void **state) {
     assert_true(us[3] > 1.9 * us[0] && us[3] <= 2.001 * us[0]);
     run_words(&p, "--gpu 24G --tflops 10 --link 3");
     t_text_has(p.out, "F32 10 TFLOP/s, link 3 GB/s, where not given");
+}
+
+/* What is moved to the host, by the table and for programs. Params, state and gradients of a model
+   that does not fit lie there, all of them where the smallest plan is asked for. */
+static void test_offloading(void **state) {
+    (void)state;
+    static printed p;
+    static const char *const rows[] = {"\n  on the host  ", "\n  copied in  ", "\n  copied out  ",
+                                       "\n  link busy  ", "\n  copies hidden  "};
+    run_words(&p, "--model gpt2-124M --gpu 3090 --budget 1.5G --offload on --host 8G");
+    assert_int_equal(p.status, STATUS_FITS);
+    t_text_has(p.out, "; on the host 8.00 GiB\n");
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        t_text_has(p.out, rows[i]);
+    }
+    run_words(&p, "--model gpt2-124M --gpu 3090 --budget 1.5G --offload off");
+    assert_null(strstr(p.out, rows[0]));
+
+    estimate e;
+    plan resident, moved, slow;
+    prepare(&e, "gpt2-124M", 4, 512);
+    e.options.offloading = MS_SWITCH_OFF;
+    assert_int_equal(plan_smallest(&e, 4, MS_MODE_BALANCED, &resident), 0);
+    e.options.offloading = MS_SWITCH_ON;
+    assert_int_equal(plan_smallest(&e, 4, MS_MODE_BALANCED, &moved), 0);
+    assert_true(resident.report.host_bytes == 0 && resident.report.to_device_bytes == 0);
+    assert_true(moved.report.arena_bytes < resident.report.arena_bytes / 2);
+    assert_true(moved.report.host_bytes > resident.report.arena_bytes / 2);
+    assert_true(moved.report.to_device_bytes > moved.report.to_host_bytes);
+    e.device.hardware.to_device_gb_per_s = e.device.hardware.to_host_gb_per_s = 1.0; // --link
+    assert_int_equal(plan_smallest(&e, 4, MS_MODE_BALANCED, &slow), 0);
+    assert_true(slow.report.hidden_share < moved.report.hidden_share);
+    assert_true(slow.report.step_us > moved.report.step_us);
+
+    run_words(&p, "--json --model gpt2-124M --gpu 3090 --budget 1.5G --offload on");
+    assert_true(is_json(p.out));
+    t_text_has(p.out, "\"host_bytes\": ");
+    t_text_has(p.out, "\"hidden_share\": ");
+    t_text_has(p.out, "\"link_share\": ");
+    run_words(&p, "--json --model gpt2-124M --gpu 3090 --budget 1.5G --host 256M");
+    assert_true(is_json(p.out));
+    t_text_has(p.out, "\"max_host_bytes\": 268435456");
+    e.device.hardware.to_device_gb_per_s = e.device.hardware.to_host_gb_per_s = 25.0;
+    e.options.host_bytes = moved.report.host_bytes / 4;
+    assert_int_equal(plan_smallest(&e, 4, MS_MODE_BALANCED, &slow), 0);
+    assert_true(slow.report.host_bytes <= e.options.host_bytes);
+    assert_true(slow.report.arena_bytes > moved.report.arena_bytes);
+    run_words(&p, "--offload maybe");
+    assert_int_equal(p.status, STATUS_USAGE);
+    t_text_has(p.error, "there are auto, on and off");
 }
 
 /* Sizes that no machine has are planned too, or refused. */
@@ -1086,10 +1150,10 @@ static void test_plan(void **state) {
         for (const char *c = p.out; *c; c++) {
             lines += *c == '\n';
         }
-        assert_in_range(lines, k == 0 ? 50 : 180, k == 0 ? 110 : 5000);
+        assert_in_range(lines, k == 0 ? 50 : 180, k == 0 ? 130 : 5000);
         t_text_has(p.out, k == 0 ? "  h0..11.fc                   12 " : "  h7.fc ");
     }
-    run_words(&p, "--model gpt2-1558M --batch 1 --gpu 8G --plan");
+    run_words(&p, "--model gpt2-1558M --batch 1 --gpu 8G --plan --offload off");
     assert_int_equal(p.status, 3);
     t_text_has(p.out, "\nplan      the smallest of mode ");
 }
@@ -1107,7 +1171,7 @@ int main(void) {
         cmocka_unit_test(test_forgiving),      cmocka_unit_test(test_speeds),
         cmocka_unit_test(test_config),         cmocka_unit_test(test_long_path),
         cmocka_unit_test(test_wrong_config),   cmocka_unit_test(test_mistakes),
-        cmocka_unit_test(test_extremes),
+        cmocka_unit_test(test_extremes),       cmocka_unit_test(test_offloading),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -348,6 +348,7 @@ static void a_budget_of_unknown_memory_is_an_error(void **state) {
 typedef struct slow {
     ms_backend cpu;
     double copy_us, to_device_us, to_host_us; // of a mebibyte
+    double mapped_us;                         // of a mebibyte that is read and written
     double launch_us, product_us, tf32_us;    // of anything; of 1e6 flops
     ms_hardware stated;
     uint64_t states; // open ones
@@ -410,18 +411,31 @@ static int slow_gemm(void *state, float alpha, const ms_matrix *a, const ms_matr
     return 0;
 }
 
+/* The step is not halted, and the value and its gradient lie apart from what says so. */
+static int slow_update(void *state, const ms_update_args *args) {
+    slow *s = (slow *)state;
+    const ms_step_state running = MSI_ZERO_INIT;
+    assert_memory_equal(&args->state_of_step->halted, &running.halted, sizeof running.halted);
+    assert_true(args->gradient == args->value + args->count);
+    assert_true(args->state[1] == args->state[0] + args->count);
+    assert_true((const void *)(args->gradient + args->count) <= (const void *)args->factors);
+    spin(s->mapped_us * 2.0 * sizeof(float) * (double)args->count / (double)MEBI);
+    return 0;
+}
+
 static void slow_hardware(void *user, ms_hardware *hardware) {
     *hardware = ((slow *)user)->stated;
 }
 
 static ms_backend slow_backend(slow *s) {
-    ms_backend b = ms_backend_cpu();
+    ms_backend b = t_backend_without_state();
     played_us = 1e12;
     memset(s, 0, sizeof *s);
     s->cpu = b;
     s->copy_us = 250.0; // 8.4 GB/s, both ways together
     s->to_device_us = 100.0;
     s->to_host_us = 200.0;
+    s->mapped_us = 400.0;
     s->launch_us = 20.0;
     s->product_us = 10.0; // 0.1 TFLOPS
     s->tf32_us = 2.5;
@@ -438,6 +452,8 @@ static ms_backend slow_backend(slow *s) {
     b.copy_out = slow_copy_out;
     b.fill_f32 = slow_fill_f32;
     b.gemm = slow_gemm;
+    b.update = slow_update;
+    b.maps_host = true;
     b.hardware = slow_hardware;
     return b;
 }
@@ -469,6 +485,7 @@ static void speeds_are_those_of_the_device(void **state) {
     expect_speed(hardware.memory_gb_per_s, 2.0 * 1048.576 / 250.0 / (1.0 + 20.0 / 2000.0));
     expect_speed(hardware.to_device_gb_per_s, 1048.576 / 100.0);
     expect_speed(hardware.to_host_gb_per_s, 1048.576 / 200.0);
+    expect_speed(hardware.mapped_gb_per_s, 2.0 * 1048.576 / 400.0);
     expect_speed(hardware.f32_tflops, 0.1);
     expect_speed(hardware.f16_tflops, 0.2);
     expect_speed(hardware.tf32_tflops, 0.4);
@@ -619,7 +636,7 @@ static void a_device_that_enqueues_is_waited_for(void **state) {
     ms_config config = t_config();
     (void)slow_backend(&s);
     queued = &s;
-    config.backend = ms_backend_cpu();
+    config.backend = t_backend_without_state();
     config.backend.is_asynchronous = true;
     config.backend.hardware = queued_hardware;
     config.backend.fill_f32 = queued_fill_f32;

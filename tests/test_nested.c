@@ -72,7 +72,7 @@ static ms_result lower_again(ms_model *m, const msi_store *store, msi_plan *plan
     if (fine) {
         msi_lower_train(&w, plan->decisions, p);
         msi_lowering_free(&w);
-        msi_schedule(store, a, p);
+        msi_schedule(g, &m->costs, store, a, p);
         fine = !p->out_of_memory;
     }
     if (fine) {
@@ -86,7 +86,7 @@ static ms_result lower_again(ms_model *m, const msi_store *store, msi_plan *plan
         return msi_fail_memory(m, "the nested plan", p->ranges.count);
     }
     msi_resolve(store, p);
-    plan->arena_bytes = msi_arena_of(store, &plan->train, &plan->eval);
+    plan->arena_bytes = msi_arena_of(&plan->train, &plan->eval);
     return MS_RESULT_OK;
 }
 

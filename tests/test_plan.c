@@ -1101,39 +1101,53 @@ static uint32_t updated_after(const msi_program *p, uint32_t param) {
     return after;
 }
 
-/* A lag of n gradients, and less than one more: the update of a product comes right after the
-   backward of the n-th product before it. */
-static void updates_wait_for_the_lag(void **state) {
-    (void)state;
-    static const uint64_t lags[] = {0, LAG_BYTES - 1, LAG_BYTES, LAG_BYTES + 1, 3 * LAG_BYTES};
+/* A chain with its plain plan, and what scores decisions about it. */
+typedef struct scored_chain {
     t_chain chain;
     msi_store *store;
     msi_plan *plan;
     msi_lowering lowering;
     msi_shortage shortage;
     msi_scorer scorer;
+} scored_chain;
+
+static void scored_chain_open(scored_chain *s, uint32_t depth, int rows, int cols) {
     ms_config config = t_config();
     config.dry_run = true;
-    assert_int_equal(t_chain_create(&chain, &config, LAG_DEPTH, 4, LAG_COLS), MS_RESULT_OK);
-    assert_int_equal(msi_check_graph(chain.model, MSI_GOAL_PLAIN), MS_RESULT_OK);
-    assert_int_equal(msi_make_plans(chain.model, MSI_GOAL_PLAIN, &store, &plan), MS_RESULT_OK);
-    assert_true(msi_scorer_init(&scorer, chain.model, store, plan, &lowering, &shortage));
+    assert_int_equal(t_chain_create(&s->chain, &config, depth, rows, cols), MS_RESULT_OK);
+    ms_model *m = s->chain.model;
+    assert_int_equal(msi_check_graph(m, MSI_GOAL_PLAIN), MS_RESULT_OK);
+    assert_int_equal(msi_make_plans(m, MSI_GOAL_PLAIN, &s->store, &s->plan), MS_RESULT_OK);
+    assert_true(msi_scorer_init(&s->scorer, m, s->store, s->plan, &s->lowering, &s->shortage));
+}
+
+static void scored_chain_close(scored_chain *s) {
+    msi_lowering_free(&s->lowering);
+    msi_plans_free(s->chain.model, s->plan);
+    msi_store_free(s->chain.model, s->store);
+    ms_destroy(s->chain.model);
+}
+
+/* A lag of n gradients, and less than one more: the update of a product comes right after the
+   backward of the n-th product before it. */
+static void updates_wait_for_the_lag(void **state) {
+    (void)state;
+    static const uint64_t lags[] = {0, LAG_BYTES - 1, LAG_BYTES, LAG_BYTES + 1, 3 * LAG_BYTES};
+    static scored_chain s;
+    scored_chain_open(&s, LAG_DEPTH, 4, LAG_COLS);
     for (size_t k = 0; k < sizeof lags / sizeof lags[0]; ++k) {
         const uint32_t waiting = (uint32_t)(lags[k] / LAG_BYTES);
-        msi_place_updates(&chain.model->graph, plan->decisions, true, lags[k]);
-        (void)msi_estimate(&scorer, plan->decisions);
-        assert_false(msi_is_short(&scorer));
+        msi_place_updates(&s.chain.model->graph, s.plan->decisions, true, lags[k]);
+        (void)msi_estimate(&s.scorer, s.plan->decisions);
+        assert_false(msi_is_short(&s.scorer));
         for (uint32_t i = 0; i < LAG_DEPTH; ++i) { // product i is layer 2 i
-            const uint32_t t = msi_index(&chain.model->graph, chain.weight[i]);
+            const uint32_t t = msi_index(&s.chain.model->graph, s.chain.weight[i]);
             const uint32_t expected = i < waiting ? MSI_AT_END : 2 * (i - waiting);
-            assert_int_equal(plan->decisions[t].update_after, expected);
-            assert_int_equal(updated_after(scorer.program, t), expected);
+            assert_int_equal(s.plan->decisions[t].update_after, expected);
+            assert_int_equal(updated_after(s.scorer.program, t), expected);
         }
     }
-    msi_lowering_free(&lowering);
-    msi_plans_free(chain.model, plan);
-    msi_store_free(chain.model, store);
-    ms_destroy(chain.model);
+    scored_chain_close(&s);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1176,45 +1190,34 @@ static void best_of_all_plans(const msi_scorer *scorer, msi_tensor_decision *dec
    greedy list, and the last of the list needs as little as any plan. */
 static void greedy_is_close_to_the_best(void **state) {
     (void)state;
-    t_chain chain;
-    msi_store *store;
-    msi_plan *plan;
-    msi_lowering lowering;
-    msi_shortage shortage;
-    msi_scorer scorer;
+    static scored_chain s;
     msi_search search = MSI_ZERO_INIT;
     msi_greedy greedy;
     uint64_t best[GREEDY_DEPTH * 2 + 1], least = UINT64_MAX;
-    ms_config config = t_config();
-    config.dry_run = true;
-    assert_int_equal(t_chain_create(&chain, &config, GREEDY_DEPTH / 2, 64, 8), MS_RESULT_OK);
-    assert_int_equal(msi_check_graph(chain.model, MSI_GOAL_PLAIN), MS_RESULT_OK);
-    assert_int_equal(msi_make_plans(chain.model, MSI_GOAL_PLAIN, &store, &plan), MS_RESULT_OK);
-    assert_true(msi_scorer_init(&scorer, chain.model, store, plan, &lowering, &shortage));
-    msi_place_updates(&chain.model->graph, plan->decisions, true, 0);
-    best_of_all_plans(&scorer, plan->decisions, &chain, best);
-    search.scorer = &scorer;
+    scored_chain_open(&s, GREEDY_DEPTH / 2, 64, 8);
+    msi_place_updates(&s.chain.model->graph, s.plan->decisions, true, 0);
+    best_of_all_plans(&s.scorer, s.plan->decisions, &s.chain, best);
+    search.scorer = &s.scorer;
+    search.techniques = MSI_CHECKPOINTING;
+    search.host_budget = UINT64_MAX;
     assert_true(msi_greedy_init(&greedy, &search));
-    memcpy(greedy.decisions, plan->decisions, msi_decisions_bytes(&chain.model->graph));
-    greedy.score = msi_estimate(&scorer, greedy.decisions);
+    memcpy(greedy.decisions, s.plan->decisions, msi_decisions_bytes(&s.chain.model->graph));
+    greedy.score = msi_estimate(&s.scorer, greedy.decisions);
     for (bool more = true; more;) {
         more = msi_next_plan(&greedy);
-        (void)msi_estimate(&scorer, greedy.decisions);
-        const uint32_t again = plan->train.recompute_count;
+        (void)msi_estimate(&s.scorer, greedy.decisions);
+        const uint32_t again = s.plan->train.recompute_count;
         for (uint32_t i = 0; i + 2 <= again; ++i) {
-            assert_true(plan->train.peak_bytes <= best[i]);
+            assert_true(s.plan->train.peak_bytes <= best[i]);
         }
     }
-    assert_false(msi_is_short(&scorer));
+    assert_false(msi_is_short(&s.scorer));
     for (uint32_t i = 0; i <= GREEDY_DEPTH * 2; ++i) {
         least = best[i] < least ? best[i] : least;
     }
-    assert_true(plan->train.peak_bytes == least);
+    assert_true(s.plan->train.peak_bytes == least);
     msi_greedy_free(&greedy);
-    msi_lowering_free(&lowering);
-    msi_plans_free(chain.model, plan);
-    msi_store_free(chain.model, store);
-    ms_destroy(chain.model);
+    scored_chain_close(&s);
 }
 
 int main(void) {

@@ -1,5 +1,6 @@
 /*  test_rules.c - modes, switches and forced techniques; what was decided for each layer, and the
     rule that did; the words where nothing fits; policies. */
+#define T_OFFLOADS
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
 #include "toy_layers.h"
@@ -128,6 +129,21 @@ static void zoo_wrap(zoo *z, uint64_t percent) {
     t_ok(z->m, ms_wrap(z->m));
 }
 
+/* A discrete GPU that is not here, with a link of so many GB/s in each direction and launches that
+   take next to no time, so that no tensor of a test is too small to be moved. */
+static ms_hardware gpu_hardware(double link) {
+    ms_hardware h;
+    memset(&h, 0, sizeof h);
+    snprintf(h.name, sizeof h.name, "described by hand");
+    h.kind = MS_DEVICE_DISCRETE;
+    h.total_bytes = h.free_bytes = h.host_total_bytes = h.host_free_bytes = (uint64_t)1 << 34;
+    h.memory_gb_per_s = 500.0;
+    h.to_device_gb_per_s = h.to_host_gb_per_s = link;
+    h.f32_tflops = 10.0;
+    h.launch_us = 1e-4;
+    return h;
+}
+
 // ------------------------------------------------------------------------------------------------
 // the decisions of a model
 
@@ -177,10 +193,11 @@ static void expect_rule(const ms_model *m, ms_layer layer, ms_technique techniqu
 
 #define CHECKPOINTING MS_TECHNIQUE_CHECKPOINTING
 #define EARLY_UPDATE  MS_TECHNIQUE_EARLY_UPDATE
+#define OFFLOADING    MS_TECHNIQUE_OFFLOADING
 
 static bool is_rule_of_applied(const ms_rule *rule) {
-    static const char *const ids[] = {"forced",     "switched-on", "smallest",
-                                      "checkpoint", "on-the-way",  "early-update"};
+    static const char *const ids[] = {"forced",     "switched-on",  "smallest", "checkpoint",
+                                      "on-the-way", "early-update", "offload"};
     bool is = false;
     for (size_t i = 0; i < sizeof ids / sizeof *ids; ++i) {
         is |= strcmp(ids[i], rule->id) == 0;
@@ -415,8 +432,8 @@ static void rules_of_the_device(void **state) {
         const char *offloading, *mixed;
     } devices[] = {{MS_DEVICE_CPU, false, "shared-memory", "not-native"},
                    {MS_DEVICE_INTEGRATED, true, "shared-memory", "not-built"},
-                   {MS_DEVICE_DISCRETE, false, "not-built", "not-native"},
-                   {MS_DEVICE_DISCRETE, true, "not-built", "not-built"}};
+                   {MS_DEVICE_DISCRETE, false, "smart-skip", "not-native"},
+                   {MS_DEVICE_DISCRETE, true, "smart-skip", "not-built"}};
     for (size_t i = 0; i < sizeof devices / sizeof *devices; ++i) {
         zoo z;
         ms_config config = zoo_config();
@@ -436,6 +453,281 @@ static void rules_of_the_device(void **state) {
         expect_rule(z.m, z.act[2], MS_TECHNIQUE_OPTIMIZER_8BIT, "not-built");
         ms_destroy(z.m);
     }
+}
+
+/* A zoo on a discrete GPU that may offload, with a link of so many GB/s. */
+static void zoo_on_gpu(zoo *z, ms_config *config, double link, double launch_us) {
+    ms_hardware hardware = gpu_hardware(link);
+    hardware.launch_us = launch_us;
+    config->offloading = config->offloading == MS_SWITCH_OFF ? MS_SWITCH_OFF : MS_SWITCH_ON;
+    zoo_create(z, config);
+    ms_set_hardware(z->m, &hardware);
+}
+
+static void rules_of_offloading(void **state) {
+    (void)state;
+    zoo z;
+    ms_config config = zoo_config();
+    decisions d;
+    zoo_on_gpu(&z, &config, 1000.0, 1e-4);
+    t_ok(z.m, ms_wrap(z.m));
+    expect_rule(z.m, z.linear[2], OFFLOADING, "fits"); // ON: not skipped, and not needed
+    zoo_wrap(&z, 0);
+    expect_rule(z.m, z.linear[2], OFFLOADING, "offload");
+    expect_rule(z.m, z.linear[ZOO_SHARED], OFFLOADING, "shared");
+    expect_rule(z.m, z.act[ZOO_OUTPUT], OFFLOADING, "output");
+    get_decisions(z.m, &d);
+    const ms_decision *of = decision_of(&d, z.linear[ZOO_FROZEN], OFFLOADING);
+    assert_true(of->saved_bytes == of->saved_bytes_of[MS_CATEGORY_PARAM]);
+    assert_true(of->saved_bytes == 16 * 16 * 4);
+    zoo_wrap(&z, 50);
+    expect_rule(z.m, z.act[ZOO_BLOCKS - 1], OFFLOADING, "not-idle");
+    ms_set_layer_technique(z.m, z.linear[2], OFFLOADING, MS_SWITCH_OFF);
+    ms_set_layer_technique(z.m, z.act[2], OFFLOADING, MS_SWITCH_OFF);
+    ms_set_layer_technique(z.m, z.act[4], OFFLOADING, MS_SWITCH_ON);
+    zoo_wrap(&z, 25);
+    expect_rule(z.m, z.linear[2], OFFLOADING, "forbidden");
+    expect_rule(z.m, z.act[2], OFFLOADING, "forbidden");
+    expect_rule(z.m, z.act[4], OFFLOADING, "forced");
+    ms_destroy(z.m);
+
+    zoo_on_gpu(&z, &config, 1e-3, 1e-4); // a copy takes longer than the step
+    zoo_wrap(&z, 25);
+    uint32_t recomputed = 0, late = 0;
+    for (uint64_t percent = 0; percent <= 100; percent += 25) {
+        zoo_wrap(&z, percent);
+        get_decisions(z.m, &d);
+        for (int i = 0; i < ZOO_BLOCKS - 1; ++i) {
+            const char *id = decision_of(&d, z.act[i], OFFLOADING)->rule->id;
+            recomputed += strcmp(id, "recomputed") == 0;
+            late += strcmp(id, "needed-at-once") == 0;
+        }
+    }
+    assert_true(recomputed > 0 && late > 0);
+    ms_destroy(z.m);
+
+    const ms_hardware slow = gpu_hardware(1e-3);
+    zoo_create_along(&z, &config, 4, 64, 0);
+    ms_set_hardware(z.m, &slow);
+    ms_set_tensor_technique(z.m, z.weight[ZOO_FROZEN], OFFLOADING, MS_SWITCH_ON);
+    t_ok(z.m, ms_wrap(z.m));
+    expect_rule(z.m, z.linear[2], OFFLOADING, "link-saturated");
+    ms_destroy(z.m);
+
+    zoo_on_gpu(&z, &config, 1000.0, 10.0);
+    zoo_wrap(&z, 25);
+    expect_rule(z.m, z.linear[2], OFFLOADING, "too-small");
+    ms_destroy(z.m);
+
+    config.max_host_bytes = 2 * 16 * 16 * 4; // room for two params
+    config.checkpointing = MS_SWITCH_OFF;
+    zoo_on_gpu(&z, &config, 1000.0, 1e-4);
+    zoo_wrap(&z, 25);
+    expect_rule(z.m, z.act[2], OFFLOADING, "host-full");
+    ms_memory_report report;
+    t_report(z.m, &report);
+    assert_true(report.recompute_count == 0 && report.host_bytes <= config.max_host_bytes);
+    ms_destroy(z.m);
+    config.max_host_bytes = 0;
+    config.checkpointing = MS_SWITCH_DEFAULT;
+
+    config.force_optimize = true;
+    zoo_on_gpu(&z, &config, 1000.0, 1e-4);
+    t_ok(z.m, ms_wrap(z.m));
+    expect_rule(z.m, z.linear[2], OFFLOADING, "smallest");
+    t_ok(z.m, ms_detach(z.m));
+    expect_rule(z.m, z.linear[2], OFFLOADING, "detached");
+    ms_destroy(z.m);
+    config.force_optimize = false;
+    config.offloading = MS_SWITCH_OFF;
+    zoo_on_gpu(&z, &config, 1000.0, 1e-4);
+    zoo_wrap(&z, 25);
+    expect_rule(z.m, z.linear[2], OFFLOADING, "off");
+    ms_destroy(z.m);
+}
+
+/* What is forced for a param alone is all that its layer tells of: its value, or its state. */
+static void what_is_moved_is_told_by_category(void **state) {
+    (void)state;
+    static const ms_category categories[] = {MS_CATEGORY_PARAM, MS_CATEGORY_OPTIMIZER,
+                                             MS_CATEGORY_GRADIENT};
+    for (int k = 0; k < 3; ++k) {
+        zoo z;
+        decisions d;
+        ms_config config = zoo_config();
+        t_text text = {NULL, 0};
+        static float borrowed[16 * 16];
+        config.accumulation_steps = 2;
+        zoo_on_gpu(&z, &config, 1000.0, 1e-4);
+        const ms_tensor w = z.weight[2];
+        ms_set_tensor_technique(z.m,
+                                k == 0   ? w
+                                : k == 1 ? ms_optimizer_state(z.m, w, 0)
+                                         : ms_gradient(z.m, w),
+                                OFFLOADING, MS_SWITCH_ON);
+        if (k == 0) {
+            t_ok(z.m, ms_borrow(z.m, z.weight[4], borrowed));
+            ms_set_frozen(z.m, z.weight[4], true);
+        }
+        t_ok(z.m, ms_wrap(z.m));
+        get_decisions(z.m, &d);
+        const ms_decision *of = decision_of(&d, z.linear[2], OFFLOADING);
+        assert_true(of->is_applied && of->added_us >= 0.0);
+        assert_string_equal(of->rule->id, "forced");
+        assert_true(of->saved_bytes == (k == 1 ? 2u : 1u) * 16 * 16 * 4);
+        assert_true(of->saved_bytes == of->saved_bytes_of[categories[k]]);
+        if (k == 0) {
+            expect_rule(z.m, z.linear[4], OFFLOADING, "borrowed");
+        }
+        t_ok(z.m, ms_print_plan(z.m, t_append, &text));
+        t_text_has(text.data, k == 0 ? "+ P     forced" : k == 1 ? "+ O     forced" : "+ G     f");
+        free(text.data);
+        ms_destroy(z.m);
+    }
+}
+
+/* Also where params are so large that their updates would come in parts. */
+static void what_fits_is_left_alone(void **state) {
+    (void)state;
+    zoo z;
+    ms_memory_report r;
+    ms_config config = zoo_config();
+    const ms_hardware hardware = gpu_hardware(100.0);
+    zoo_create_along(&z, &config, 512, 2176, 0);
+    ms_set_hardware(z.m, &hardware);
+    ms_set_budget(z.m, (uint64_t)1 << 40);
+    t_ok(z.m, ms_wrap(z.m));
+    t_report(z.m, &r);
+    assert_true(r.host_bytes == 0 && r.arena_bytes == r.plain_bytes);
+    expect_rule(z.m, z.linear[2], OFFLOADING, "smart-skip");
+    ms_destroy(z.m);
+}
+
+/* Weight 3 is lent on the host, other weights and moments on the device. */
+static void lent_stays_where_it_is(const ms_lifetime *l, void *user) {
+    zoo *z = (zoo *)user;
+    for (int i = 0; i < ZOO_BLOCKS; ++i) {
+        const ms_tensor w = z->weight[i];
+        const ms_tensor lent = i % 2 ? w : ms_optimizer_state(z->m, w, 1);
+        if (l->tensor.id == lent.id && l->is_resident) {
+            assert_true(l->is_on_host == (i == 3));
+        }
+    }
+}
+
+/* What the trainer lends is device memory, unless its home is forced to be the host: no search may
+   take it for memory of the host, and no plan takes a home on the host for device memory. */
+static void what_is_lent_stays_where_it_is(void **state) {
+    (void)state;
+    zoo z;
+    ms_config config = zoo_config();
+    static float lent[2 * ZOO_BLOCKS][64 * 64];
+    config.force_optimize = true;
+    for (int wide = 0; wide < 2; ++wide) { // activations are large; or params
+        zoo_create_along(&z, &config, wide ? 4 : 256, wide ? 64 : 16, 0);
+        const ms_hardware hardware = gpu_hardware(100.0);
+        ms_set_hardware(z.m, &hardware);
+        for (int i = 0; i < ZOO_BLOCKS; ++i) {
+            const ms_tensor w = z.weight[i], v = ms_optimizer_state(z.m, w, 1);
+            t_ok(z.m, ms_borrow(z.m, i % 2 ? w : v, lent[2 * i]));
+        }
+        ms_set_tensor_technique(z.m, z.weight[3], OFFLOADING, MS_SWITCH_ON);
+        t_ok(z.m, ms_wrap(z.m));
+        t_ok(z.m, ms_visit_lifetimes(z.m, MS_PROGRAM_TRAIN, lent_stays_where_it_is, &z));
+        t_ok(z.m, ms_detach(z.m));
+        t_ok(z.m, ms_visit_lifetimes(z.m, MS_PROGRAM_TRAIN, lent_stays_where_it_is, &z));
+        ms_destroy(z.m);
+    }
+}
+
+/* Copies that are issued and not awaited, by what the events say orders them. */
+typedef struct ordered {
+    uint64_t signalled[MS_STREAM_COUNT][64]; // copies of a stream up to that signal, by number
+    uint64_t issued[MS_STREAM_COUNT], done[MS_STREAM_COUNT];
+    uint32_t waits, parts, signals;
+    ms_stream_kind stream_of[64];
+    double end_us[MS_STREAM_COUNT]; // of what runs on a stream
+} ordered;
+
+static void order_event(const ms_event *event, void *user) {
+    ordered *o = (ordered *)user;
+    if (event->kind >= MS_EVENT_DROP) {
+        return;
+    }
+    assert_true(event->start_us >= o->end_us[event->stream]); // one at a time in each lane
+    o->end_us[event->stream] = event->start_us + event->duration_us - 1e-6;
+    o->parts += event->part_count > 0;
+    assert_true(event->part_count == 0 || event->part < event->part_count);
+    if (event->stream != MS_STREAM_COMPUTE) {
+        o->issued[event->stream]++;
+        if (event->signal != UINT32_MAX) {
+            assert_true(event->signal < 64);
+            o->stream_of[event->signal] = event->stream;
+            o->signalled[event->stream][event->signal] = o->issued[event->stream];
+            o->signals++;
+        }
+    } else if (event->kind == MS_EVENT_WAIT) {
+        const ms_stream_kind stream = o->stream_of[event->signal];
+        const uint64_t done = o->signalled[stream][event->signal];
+        assert_true(done > o->done[stream]); // no wait is for what was awaited before
+        assert_true(event->operand_count == 2 * (done - o->done[stream]));
+        o->done[stream] = done;
+        o->waits++;
+    } else {
+        assert_true(!event->follows && event->signal == UINT32_MAX);
+    }
+}
+
+/* A listing shows what is on the host, which copies there are, and what they wait for. */
+static void listings_show_what_is_moved(void **state) {
+    (void)state;
+    zoo z;
+    ordered o;
+    ms_config config = zoo_config();
+    ms_memory_report r;
+    t_text plan = {NULL, 0}, program = {NULL, 0}, trace = {NULL, 0};
+    static float borrowed[64 * 64];
+    zoo_create_along(&z, &config, 4, 64, 0);
+    const ms_hardware hardware = gpu_hardware(10.0);
+    ms_set_hardware(z.m, &hardware);
+    t_ok(z.m, ms_borrow(z.m, z.weight[5], borrowed));
+    ms_set_layer_technique(z.m, z.linear[2], OFFLOADING, MS_SWITCH_ON);
+    ms_set_layer_technique(z.m, z.act[1], OFFLOADING, MS_SWITCH_ON);
+    ms_set_tensor_technique(z.m, z.weight[5], OFFLOADING, MS_SWITCH_ON);
+    t_ok(z.m, ms_wrap(z.m));
+    t_report(z.m, &r);
+    memset(&o, 0, sizeof o);
+    t_ok(z.m, ms_visit_events(z.m, MS_PROGRAM_TRAIN, order_event, &o));
+    assert_true(o.waits > 2 && o.signals == o.waits);
+    for (int k = 0; k < MS_STREAM_COUNT; ++k) {
+        assert_true(o.issued[k] == o.done[k]);
+    }
+    t_ok(z.m, ms_print_plan_full(z.m, t_append, &plan));
+    t_ok(z.m, ms_print_program(z.m, MS_PROGRAM_TRAIN, t_append, &program));
+    t_ok(z.m, ms_print_trace(z.m, t_append, &trace));
+    t_text_has(plan.data, "\non the host ");
+    t_text_has(plan.data, "  optimizer state 32.00 KiB");
+    t_text_has(plan.data, "\ncopied in a step: ");
+    t_text_has(plan.data, "\nthe largest of what is on the host, in all ");
+    t_text_has(plan.data, "always, on the host");
+    t_text_has(program.data, " w2@host+0x");
+    t_text_has(program.data, " w5@outside");
+    t_text_has(program.data, " m.w2@host+0x");
+    t_text_has(program.data, ", after what is computed");
+    t_text_has(program.data, ", signal 32");
+    t_text_has(program.data, ", for signal 32");
+    t_text_has(trace.data,
+               "\"tid\":1,\"name\":\"thread_name\",\"args\":{\"name\":\"copies to the dev");
+    t_text_has(trace.data,
+               "\"tid\":2,\"name\":\"thread_name\",\"args\":{\"name\":\"copies to the host");
+    t_text_has(trace.data, "\"tid\":1,\"cat\":\"copy in\"");
+    t_text_has(trace.data, "\"tid\":2,\"cat\":\"copy out\"");
+    t_text_has(trace.data, "\"tid\":0,\"cat\":\"wait\"");
+    t_text_has(trace.data, "\"name\":\"host bytes\"");
+    free(plan.data);
+    free(program.data);
+    free(trace.data);
+    ms_destroy(z.m);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -500,24 +792,22 @@ static void wrong_configs_are_refused(void **state) {
 
 static void what_is_not_built_is_refused_by_name(void **state) {
     (void)state;
-    static const char *const names[] = {"offloading", "tiling", "mixed precision",
-                                        "8-bit optimizer"};
-    for (int k = 0; k < 4; ++k) {
-        const ms_technique technique = (ms_technique)(MS_TECHNIQUE_OFFLOADING + k);
+    static const char *const names[] = {"tiling", "mixed precision", "8-bit optimizer"};
+    for (int k = 0; k < 3; ++k) {
+        const ms_technique technique = (ms_technique)(MS_TECHNIQUE_TILING + k);
         for (int how = 0; how < 3; ++how) {
             zoo z;
             ms_config config = zoo_config();
             if (how == 0) {
-                config.offloading = k == 0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
-                config.tiling = k == 1 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
-                config.mixed_precision = k == 2 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
-                config.optimizer_8bit = k == 3 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+                config.tiling = k == 0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+                config.mixed_precision = k == 1 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+                config.optimizer_8bit = k == 2 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
             }
             zoo_create(&z, &config);
             if (how == 1) {
                 ms_set_layer_technique(z.m, z.linear[2], technique, MS_SWITCH_ON);
             } else if (how == 2) {
-                ms_set_tensor_technique(z.m, k == 3 ? z.weight[2] : z.hidden[2], technique,
+                ms_set_tensor_technique(z.m, k == 2 ? z.weight[2] : z.hidden[2], technique,
                                         MS_SWITCH_ON);
             }
             t_error(z.m, ms_wrap(z.m), MS_RESULT_UNSUPPORTED);
@@ -526,7 +816,7 @@ static void what_is_not_built_is_refused_by_name(void **state) {
             uint64_t bytes;
             t_error(z.m, ms_smallest_budget(z.m, &bytes), MS_RESULT_UNSUPPORTED);
             if (how > 0) { // to forbid it is fine, and leaves nothing behind
-                t_text_has(ms_last_error(z.m), how == 2 && k != 3 ? "\"hidden\"" : "\"");
+                t_text_has(ms_last_error(z.m), how == 2 && k != 2 ? "\"hidden\"" : "\"");
                 ms_set_layer_technique(z.m, z.linear[2], technique, MS_SWITCH_OFF);
                 ms_set_layer_technique(z.m, z.act[2], technique, MS_SWITCH_OFF);
                 t_ok(z.m, ms_wrap(z.m));
@@ -745,7 +1035,7 @@ static void check_freed(const ms_model *m) {
     int64_t sum = r.layout_freed_bytes;
     for (int k = 0; k < MS_TECHNIQUE_COUNT; ++k) {
         sum += r.freed_bytes[k];
-        assert_true(k <= EARLY_UPDATE || r.freed_bytes[k] == 0);
+        assert_true(k <= OFFLOADING || r.freed_bytes[k] == 0);
     }
     assert_true(sum == (int64_t)(r.plain_bytes - r.arena_bytes));
     assert_true(r.early_update || r.freed_bytes[EARLY_UPDATE] == 0);
@@ -790,6 +1080,15 @@ static void check_lifetimes(const ms_model *m) {
     assert_true(most == r.lower_bound_bytes);
 }
 
+static bool has_state_on_host(const ms_model *m) {
+    bool has = false;
+    for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
+        has |=
+            m->graph.tensors.items[t].on_host && m->graph.tensors.items[t].kind == MSI_KIND_BUFFER;
+    }
+    return has;
+}
+
 /* What must hold of any graph, whatever is forced and whatever solver made the plan. */
 static void check_decisions(const ms_model *m) {
     decisions d;
@@ -797,7 +1096,7 @@ static void check_decisions(const ms_model *m) {
     ms_memory_report report;
     uint64_t bytes = 0;
     uint32_t stands_for = 0;
-    double added_us = 0.0;
+    double added_us = 0.0, wait_us = 0.0;
     memset(&again, 0, sizeof again);
     check_freed(m);
     check_lifetimes(m);
@@ -809,25 +1108,37 @@ static void check_decisions(const ms_model *m) {
             const ms_decision *c = &d.at[i][k];
             assert_true(c->is_applied == is_rule_of_applied(c->rule));
             assert_true(c->is_applied || (c->saved_bytes == 0 && !(c->added_us > 0.0)));
-            assert_true(!c->is_applied || k <= EARLY_UPDATE);
+            uint64_t sum = 0;
+            for (int category = 0; category < MS_CATEGORY_COUNT; ++category) {
+                sum += c->saved_bytes_of[category];
+            }
+            assert_true(sum == c->saved_bytes);
+            assert_true(!c->is_applied || k <= OFFLOADING);
             assert_true(c->kept_bytes == d.at[i][0].kept_bytes);
-            assert_true(k <= EARLY_UPDATE || c->refused_bytes == 0);
+            assert_true(k <= OFFLOADING || c->refused_bytes == 0);
             assert_true(!(c->refused_us > 0.0) || c->refused_bytes > 0);
             assert_true(c->alike_count == d.at[i][0].alike_count);
             stands_for += k == 0 ? c->alike_count : 0;
         }
         assert_true(d.at[i][CHECKPOINTING].is_applied == (again.of[i] > 0));
         added_us += d.at[i][CHECKPOINTING].added_us;
+        wait_us += d.at[i][OFFLOADING].added_us;
         bytes += d.at[i][EARLY_UPDATE].saved_bytes;
     }
     assert_true(bytes == early_bytes(m) && stands_for == report.layer_count);
+    const double copies_us = report.to_device_us + report.to_host_us;
+    const double waits_us = (1.0 - report.hidden_share) * copies_us - wait_us;
+    const double close_us =
+        1e-4 * copies_us + msi_copy_us(&m->costs, MS_STREAM_TO_HOST, MSI_STATES_BYTES); // verdict
+    assert_true(waits_us >= -close_us); // the rest: for state on the host
+    assert_true(has_state_on_host(m) || waits_us <= close_us);
     assert_true(fabs(added_us - report.recompute_share * report.plain_step_us) <=
                 1e-6 * (1.0 + added_us));
 }
 
 static void decisions_of_random_graphs(void **state) {
     (void)state;
-    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", 150);
+    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(50, 150));
     uint32_t applied[2] = {0, 0}, rules = 0;
     bool met[MSI_RULE_COUNT];
     memset(met, 0, sizeof met);
@@ -837,11 +1148,19 @@ static void decisions_of_random_graphs(void **state) {
         rd_graph *graph = rd_generate(seed);
         config.force_optimize = seed % 7 == 0;
         config.mode = (ms_mode)(seed % MS_MODE_COUNT);
+        const ms_hardware hardware = gpu_hardware((double)(1u << seed % 12));
+        config.offloading = seed % 3 == 0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
         rd_net *net = rd_net_create(graph, &config, "net", failure, false);
         ms_model *m = net->model;
+        if (seed % 2 == 0) {
+            ms_set_hardware(m, &hardware);
+        }
+        const uint64_t smallest = budget_between(m, 0);
+        ms_memory_report plain;
+        t_report(m, &plain);
         for (uint64_t percent = 0; percent <= 100; percent += 25) {
             decisions d;
-            ms_set_budget(m, budget_between(m, percent));
+            ms_set_budget(m, smallest + (plain.plain_bytes - smallest) * percent / 100);
             t_ok(m, ms_wrap(m));
             check_decisions(m);
             get_decisions(m, &d);
@@ -970,8 +1289,8 @@ static void the_listing_explains(void **state) {
     ms_destroy(z.m);
 }
 
-/* Live bytes at the peak with the drops of the plan in force, and all updates after backward. */
-static uint64_t without_early_updates(ms_model *m) {
+/* Live bytes at the peak of the plan in force without some of its techniques. */
+static int64_t live_without(ms_model *m, bool drops, bool early, bool moves) {
     msi_plan *plan = msi_new_plan(m);
     msi_shortage shortage;
     msi_lowering lowering;
@@ -980,52 +1299,143 @@ static uint64_t without_early_updates(ms_model *m) {
     assert_true(msi_scorer_init(&s, m, m->run.store, plan, &lowering, &shortage));
     memcpy(plan->decisions, m->run.plan->decisions, msi_decisions_bytes(&m->graph));
     for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
-        plan->decisions[t].update_after = MSI_NONE;
+        msi_tensor_decision *d = &plan->decisions[t];
+        d->pass = drops ? d->pass : 0;
+        d->update_after = early ? d->update_after : MSI_NONE;
+        d->moves = moves ? d->moves : 0;
     }
-    msi_make_eval(&s, plan);
+    msi_make_eval(&s, plan->decisions);
     const msi_score score = msi_estimate(&s, plan->decisions);
-    const uint64_t eval = m->run.store->resident_bytes + plan->eval.peak_bytes;
+    const uint64_t eval = plan->train.resident_bytes + plan->eval.peak_bytes;
     msi_lowering_free(&lowering);
     msi_plan_free(m, plan);
-    return score.live_bytes > eval ? score.live_bytes : eval;
+    return (int64_t)(score.live_bytes > eval ? score.live_bytes : eval);
 }
 
-/* A technique has the mean of what it takes off alone, and of what it takes off last. */
+/* A technique has the mean, over all orders, of what it takes off when it is added. */
+static uint32_t check_shares(ms_model *m) {
+    static const int orders[6][3] = {{0, 1, 2}, {0, 2, 1}, {1, 0, 2},
+                                     {1, 2, 0}, {2, 0, 1}, {2, 1, 0}};
+    ms_memory_report r;
+    int64_t sum[3] = {0, 0, 0};
+    uint32_t used = 0;
+    t_report(m, &r);
+    check_freed(m);
+    for (int i = 0; i < 6; ++i) {
+        bool with[3] = {false, false, false};
+        int64_t before = live_without(m, false, false, false);
+        for (int k = 0; k < 3; ++k) {
+            with[orders[i][k]] = true;
+            const int64_t after = live_without(m, with[0], with[1], with[2]);
+            sum[orders[i][k]] += before - after;
+            before = after;
+        }
+    }
+    for (int k = 0; k < 3; ++k) { // rounding goes to the first one
+        assert_true(llabs(sum[k] - 6 * r.freed_bytes[k]) <= 12);
+        used += r.freed_bytes[k] != 0;
+    }
+    return used;
+}
+
 static void techniques_share_what_they_free(void **state) {
     (void)state;
-    uint32_t both = 0;
-    for (int i = 0; i < 2; ++i) {
-        const int64_t rows = i == 0 ? 24 : 4, cols = i == 0 ? 32 : 64;
-        zoo early, z;
+    uint32_t most = 0;
+    for (int i = 0; i < 4; ++i) {
+        zoo z;
         ms_config config = zoo_config();
-        ms_memory_report alone, r;
-        config.early_update = MS_SWITCH_ON; // at once, as the planner first tries them
-        zoo_create_along(&early, &config, rows, cols, 0);
-        t_ok(early.m, ms_wrap(early.m));
-        t_report(early.m, &alone);
-        assert_int_equal(alone.recompute_count, 0);
-        check_freed(early.m);
-        config.early_update = MS_SWITCH_DEFAULT;
-        zoo_create_along(&z, &config, rows, cols, 0);
+        ms_memory_report r;
+        const ms_hardware hardware = gpu_hardware(20.0);
+        config.offloading = i < 2 ? MS_SWITCH_OFF : MS_SWITCH_ON;
+        zoo_create_along(&z, &config, i % 2 == 0 ? 24 : 4, i % 2 == 0 ? 32 : 64, 0);
+        ms_set_hardware(z.m, &hardware);
         for (uint64_t percent = 0; percent <= 100; percent += 20) {
             zoo_wrap(&z, percent);
-            t_report(z.m, &r);
-            check_freed(z.m);
-            if (r.early_update && r.recompute_count > 0) {
-                const int64_t first = alone.freed_bytes[EARLY_UPDATE];
-                const int64_t last = (int64_t)(without_early_updates(z.m) - r.lower_bound_bytes);
-                assert_true(r.freed_bytes[EARLY_UPDATE] == (first + last) / 2);
-                both += r.freed_bytes[EARLY_UPDATE] > 0 && r.freed_bytes[CHECKPOINTING] > 0;
-            }
+            const uint32_t used = check_shares(z.m);
+            most = used > most ? used : most;
         }
         t_ok(z.m, ms_detach(z.m));
         t_report(z.m, &r);
         check_freed(z.m);
-        assert_true(r.freed_bytes[EARLY_UPDATE] == 0 && r.freed_bytes[CHECKPOINTING] == 0);
-        ms_destroy(early.m);
+        for (int k = 0; k < MS_TECHNIQUE_COUNT; ++k) {
+            assert_true(r.freed_bytes[k] == 0);
+        }
         ms_destroy(z.m);
     }
-    assert_true(both > 0);
+    assert_int_equal(most, 3);
+}
+
+/* The copies of a program and what is on the host meanwhile, as its events have them. */
+typedef struct copied {
+    uint64_t bytes[MS_STREAM_COUNT], host_bytes, mapped;
+    double us[MS_STREAM_COUNT], wait_us, free_us;
+    double mapped_gb_per_s;
+} copied;
+
+static void add_copy(const ms_event *event, void *user) {
+    copied *c = (copied *)user;
+    if (event->kind < MS_EVENT_DROP && event->stream == MS_STREAM_COMPUTE) {
+        c->wait_us += event->kind == MS_EVENT_WAIT ? event->start_us - c->free_us : 0.0;
+        c->free_us = event->start_us + event->duration_us;
+    } else if (event->kind == MS_EVENT_LOSS || event->kind == MS_EVENT_INPUT) {
+        c->free_us = event->start_us + event->duration_us;
+    } else if (event->kind == MS_EVENT_COPY_IN || event->kind == MS_EVENT_COPY_OUT) {
+        assert_true(event->operands[0].is_on_host != event->operands[1].is_on_host);
+        assert_true(event->operands[0].bytes == event->operands[1].bytes);
+        c->bytes[event->stream] += event->operands[0].bytes;
+        c->us[event->stream] += event->duration_us;
+    }
+    for (uint32_t k = 0; k < event->operand_count && event->kind == MS_EVENT_UPDATE; ++k) {
+        const uint64_t bytes = event->operands[k].is_on_host ? event->operands[k].bytes : 0;
+        const double us = 2.0 * (double)bytes / (c->mapped_gb_per_s * 1e3);
+        c->wait_us += us;
+        for (int way = MS_STREAM_TO_DEVICE; way <= MS_STREAM_TO_HOST; ++way) {
+            c->bytes[way] += bytes;
+            c->us[way] += us;
+        }
+        c->mapped += bytes > 0;
+    }
+    c->host_bytes = event->host_bytes > c->host_bytes ? event->host_bytes : c->host_bytes;
+}
+
+/* Of what the report says about the host and its link, by the lists. */
+static void reports_tell_what_is_moved(void **state) {
+    (void)state;
+    uint32_t moving = 0, hidden = 0;
+    for (int i = 0; i < 4; ++i) {
+        zoo z;
+        ms_config config = zoo_config();
+        const ms_hardware hardware = gpu_hardware(i < 2 ? 1000.0 : 2.0);
+        config.offloading = MS_SWITCH_ON;
+        zoo_create_along(&z, &config, i % 2 == 0 ? 24 : 4, i % 2 == 0 ? 32 : 64, 0);
+        ms_set_hardware(z.m, &hardware);
+        for (uint64_t percent = 0; percent <= 100; percent += 20) {
+            copied c;
+            ms_memory_report r;
+            uint64_t sum = 0;
+            memset(&c, 0, sizeof c);
+            c.mapped_gb_per_s = 2.0 * hardware.to_host_gb_per_s;
+            zoo_wrap(&z, percent);
+            t_report(z.m, &r);
+            t_ok(z.m, ms_visit_events(z.m, MS_PROGRAM_TRAIN, add_copy, &c));
+            for (int k = 0; k < MS_CATEGORY_COUNT; ++k) {
+                sum += r.host_bytes_of[k];
+            }
+            assert_true(sum == r.host_bytes && c.host_bytes <= r.host_bytes);
+            assert_true(c.host_bytes + r.host_bytes_of[MS_CATEGORY_WORKSPACE] >= r.host_bytes);
+            assert_true(r.to_device_bytes == c.bytes[MS_STREAM_TO_DEVICE]);
+            assert_true(r.to_host_bytes == c.bytes[MS_STREAM_TO_HOST]);
+            const double us = c.us[MS_STREAM_TO_DEVICE] + c.us[MS_STREAM_TO_HOST];
+            assert_true(fabs(r.to_device_us + r.to_host_us - us) <= 1e-9 * us);
+            assert_true(r.hidden_share >= 0.0 && r.hidden_share <= 1.0);
+            assert_true(us > 0.0 || !(r.hidden_share > 0.0));
+            assert_true(!(us > 0.0) || fabs((1.0 - r.hidden_share) * us - c.wait_us) <= 1e-4 * us);
+            moving += us > 0.0 && r.host_bytes > 0;
+            hidden += r.hidden_share > 0.5;
+        }
+        ms_destroy(z.m);
+    }
+    assert_true(moving > 8 && hidden > 0);
 }
 
 /* The row of a layer in a listing. */
@@ -1842,6 +2252,11 @@ int main(void) {
                                        cmocka_unit_test(rules_of_the_user),
                                        cmocka_unit_test(rules_of_two_outputs),
                                        cmocka_unit_test(rules_of_the_device),
+                                       cmocka_unit_test(rules_of_offloading),
+                                       cmocka_unit_test(what_fits_is_left_alone),
+                                       cmocka_unit_test(what_is_lent_stays_where_it_is),
+                                       cmocka_unit_test(what_is_moved_is_told_by_category),
+                                       cmocka_unit_test(listings_show_what_is_moved),
                                        cmocka_unit_test(modes_allow_what_they_say),
                                        cmocka_unit_test(wrong_configs_are_refused),
                                        cmocka_unit_test(what_is_not_built_is_refused_by_name),
@@ -1854,6 +2269,7 @@ int main(void) {
                                        cmocka_unit_test(rules_are_documented),
                                        cmocka_unit_test(the_listing_explains),
                                        cmocka_unit_test(techniques_share_what_they_free),
+                                       cmocka_unit_test(reports_tell_what_is_moved),
                                        cmocka_unit_test(refused_rows_have_numbers),
                                        cmocka_unit_test(equal_blocks_are_one_entry),
                                        cmocka_unit_test(blocks_are_found_anywhere),

@@ -206,11 +206,12 @@ static void copies_are_waited_for_by_waits(void **state) {
     c.store = chain.model->run.store;
     c.program = p;
     c.free_us[MS_STREAM_COMPUTE] = 10.0;
-    c.free_us[MS_STREAM_TO_DEVICE] = 50.0;
-    c.free_us[MS_STREAM_TO_HOST] = 80.0;
+    c.event_us[3] = 50.0;
+    c.free_us[MS_STREAM_TO_DEVICE] = c.free_us[MS_STREAM_TO_HOST] = 80.0;
     near(msi_clock_run(&c, 0, 5.0), 10.0);
     near(c.stall_us, 0.0);
-    first->op = MSI_OP_WAIT; // for its first operand, which is on the device
+    first->op = MSI_OP_WAIT;
+    first->event = 3;
     near(msi_clock_run(&c, 0, 5.0), 50.0);
     near(c.stall_us, 35.0);
     near(msi_clock_run(&c, 1, 5.0), 55.0); // squash0
@@ -247,6 +248,55 @@ static void the_library_has_its_price(void **state) {
     const double clip = 1.0, update = 1.0 + 3.0 * gradient; // SGD without momentum: 12 bytes
     near(report.step_us, layers + sum_of_losses + seed + zeros + norm + clip + update);
     ms_destroy(chain.model);
+}
+
+/* A chain whose params are nearly all that it has, planned for a budget (0: the smallest) on a device
+   whose updates use state on the host at a speed. Returns how many do. */
+static uint32_t state_in_place(uint64_t budget, double mapped_gb_per_s, ms_memory_report *report) {
+    ms_hardware hardware = round_hardware(MS_DEVICE_DISCRETE);
+    ms_config config = t_config();
+    t_chain chain;
+    uint32_t count = 0;
+    config.dry_run = true;
+    config.offloading = MS_SWITCH_ON;
+    hardware.mapped_gb_per_s = mapped_gb_per_s;
+    assert_int_equal(t_chain_create(&chain, &config, 6, 1, 64), MS_RESULT_OK);
+    ms_set_hardware(chain.model, &hardware);
+    set_times(chain.model, 10.0, 20.0, 5.0);
+    if (budget == 0) {
+        t_ok(chain.model, ms_smallest_budget(chain.model, &budget));
+    }
+    ms_set_budget(chain.model, budget);
+    t_ok(chain.model, ms_wrap(chain.model));
+    t_report(chain.model, report);
+    const msi_program *p = &chain.model->run.plan->train;
+    for (uint32_t now = 0; now < p->instructions.count; ++now) {
+        const msi_instruction *i = &p->instructions.items[now];
+        const double bytes = msi_mapped_bytes(&chain.model->graph, p, i);
+        count += bytes > 0.0;
+        if (bytes > 0.0) { // both states of AdamW; 28 bytes of memory an element
+            const double us = msi_duration_us(&chain.model->graph, &chain.model->costs, p, i);
+            near(bytes, 2.0 * 64 * 64 * 4);
+            near(us, 1.0 + 7.0 * 64 * 64 * 4 * 1e-3 + 2.0 * bytes * 1e-3 / mapped_gb_per_s);
+        }
+    }
+    ms_destroy(chain.model);
+    return count;
+}
+
+/* State comes to its update through memory of the device, or the update uses it on the host: what
+   is faster of what fits. In the smallest plan there is no memory for state to come to. */
+static void state_is_used_where_that_is_faster(void **state) {
+    (void)state;
+    ms_memory_report smallest, fast, slow, very_slow;
+    assert_int_equal(state_in_place(0, 0.5, &smallest), 6);
+    assert_true(smallest.arena_bytes < 3 * 64 * 64 * 4); // no more than a param and its gradient
+    assert_int_equal(smallest.to_host_bytes, 18 * 64 * 64 * 4); // six params with their state
+    const uint64_t budget = 5 * 64 * 64 * 4; // one param, its gradient and its state
+    assert_int_equal(state_in_place(budget, 0.5, &fast), 6);
+    assert_int_equal(state_in_place(budget, 0.02, &slow), 0);
+    assert_int_equal(state_in_place(smallest.arena_bytes, 0.02, &very_slow), 6);
+    assert_true(fast.step_us < slow.step_us && slow.step_us < very_slow.step_us);
 }
 
 /* Recomputations take time, and nothing else does: what is recomputed more than in the plain plan
@@ -1502,7 +1552,7 @@ static double check_sample(const char *line, const char *metric) {
 
 static void check_metrics(char *text, const ms_memory_report *r, uint64_t steps) {
     char metric[64] = "";
-    double peak = 0.0;
+    double peak = 0.0, on_host = 0.0;
     uint32_t metrics = 0, seen = 0;
     for (char *line = strtok(text, "\n"); line != NULL; line = strtok(NULL, "\n")) {
         char help[64] = "", type[64] = "", kind[16] = "";
@@ -1525,6 +1575,11 @@ static void check_metrics(char *text, const ms_memory_report *r, uint64_t steps)
                             {"memscale_step_predicted_seconds", 1e-6 * r->step_us},
                             {"memscale_pressure_ratio", r->pressure},
                             {"memscale_layers", (double)r->layer_count},
+                            {"memscale_host_bytes", (double)r->host_bytes},
+                            {"memscale_step_to_device_bytes", (double)r->to_device_bytes},
+                            {"memscale_step_to_host_bytes", (double)r->to_host_bytes},
+                            {"memscale_step_stall_seconds", 1e-6 * r->stall_us},
+                            {"memscale_hidden_copies_ratio", r->hidden_share},
                             {"memscale_steps_total", (double)steps}};
             for (size_t k = 0; k < sizeof expected / sizeof expected[0]; ++k) {
                 if (strcmp(metric, expected[k].name) == 0) {
@@ -1533,9 +1588,11 @@ static void check_metrics(char *text, const ms_memory_report *r, uint64_t steps)
                 }
             }
             peak += strcmp(metric, "memscale_peak_bytes") == 0 ? value : 0.0;
+            on_host += strcmp(metric, "memscale_host_bytes_of") == 0 ? value : 0.0;
         }
     }
-    assert_true(metrics > 15 && seen == 6 && (uint64_t)peak == r->lower_bound_bytes);
+    assert_true(metrics > 15 && seen == 11 && (uint64_t)peak == r->lower_bound_bytes);
+    assert_true((uint64_t)on_host == r->host_bytes);
 }
 
 static void metrics_say_what_the_report_says(void **state) {
@@ -1564,6 +1621,18 @@ static void metrics_say_what_the_report_says(void **state) {
     check_metrics(text.data, &report, 5);
     free(text.data);
     clocked_end(&n);
+
+    memset(&text, 0, sizeof text);
+    config = clocked_config(&n, NULL);
+    assert_int_equal(clocked_create(&n, &config), MS_RESULT_OK);
+    ms_set_tensor_technique(n.model, n.weight[1], MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+    t_ok(n.model, ms_wrap(n.model));
+    t_report(n.model, &report);
+    assert_true(report.host_bytes > 0 && report.to_device_bytes > report.to_host_bytes);
+    t_ok(n.model, ms_print_metrics(n.model, t_append, &text));
+    check_metrics(text.data, &report, 0);
+    free(text.data);
+    clocked_end(&n);
 }
 
 static void wrong_arguments_are_refused(void **state) {
@@ -1589,6 +1658,7 @@ int main(void) {
         cmocka_unit_test(copies_in_are_waited_for),
         cmocka_unit_test(copies_are_waited_for_by_waits),
         cmocka_unit_test(the_library_has_its_price),
+        cmocka_unit_test(state_is_used_where_that_is_faster),
         cmocka_unit_test(recomputation_has_its_price),
         cmocka_unit_test(categories_add_up),
         cmocka_unit_test(hashes_tell_plans_apart),

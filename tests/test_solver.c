@@ -1183,6 +1183,8 @@ static msi_search census_search(census *c, uint64_t budget) {
     memset(&s, 0, sizeof s);
     s.scorer = &c->scorer;
     s.budget = budget;
+    s.techniques = MSI_CHECKPOINTING;
+    s.host_budget = UINT64_MAX;
     s.best = c->plan->decisions;
     return s;
 }
@@ -1289,6 +1291,121 @@ static void check_graph(uint64_t seed, verdict *v) {
     (void)check_census(g.model, &heap, name, DROPPABLE_ALL - 1, v);
     ms_destroy(g.model);
     assert_true(heap.live == 0);
+}
+
+/* All plans of a graph that keep, drop or move each of its values, with room for copies and without. */
+enum { MOVABLE = 7, MOVE_PLANS = 2 * 2187, MOVE_BUDGETS = 6 }; // 3^7, twice
+
+typedef struct move_plan {
+    uint64_t bytes;
+    double us;
+} move_plan;
+
+static uint32_t take_move_plans(census *c, ms_model *m, move_plan *plans) {
+    const msi_graph *g = &m->graph;
+    uint32_t tensor[MOVABLE], values = 0, count = 1;
+    for (uint32_t t = 0; t < g->tensors.count; ++t) {
+        if (g->tensors.items[t].last_reader != MSI_NONE &&
+            (msi_is_droppable(g, t) ||
+             (msi_movable(g, t) != 0 && !msi_is_resident(&g->tensors.items[t])))) {
+            if (values == MOVABLE) {
+                return 0;
+            }
+            tensor[values++] = t;
+            count *= 3;
+        }
+    }
+    for (uint32_t number = 0; number < 2 * count; ++number) {
+        msi_decide_base(&c->scorer, false, c->plan->decisions);
+        c->plan->decisions[g->tensors.count].room = number >= count;
+        bool sound = true;
+        uint32_t digits = number % count;
+        for (uint32_t k = 0; k < values; ++k, digits /= 3) {
+            const uint32_t t = tensor[k];
+            sound &= digits % 3 != 1 || msi_is_droppable(g, t);
+            sound &= digits % 3 != 2 || msi_movable(g, t) != 0;
+            c->plan->decisions[t].pass = digits % 3 == 1;
+            c->plan->decisions[t].moves = digits % 3 == 2 ? MSI_MOVES_VALUE : 0;
+        }
+        const msi_score score = msi_score_of(&c->scorer, c->plan->decisions);
+        plans[number].bytes = sound ? score.bytes : UINT64_MAX;
+        plans[number].us = score.us;
+    }
+    return 2 * count;
+}
+
+static ms_hardware linked_device(t_rng *rng) {
+    ms_hardware h;
+    memset(&h, 0, sizeof h);
+    snprintf(h.name, sizeof h.name, "linked");
+    h.kind = MS_DEVICE_DISCRETE;
+    h.total_bytes = h.free_bytes = (uint64_t)1 << 34;
+    h.memory_gb_per_s = 100.0;
+    h.f32_tflops = 1.0;
+    h.launch_us = 1e-6;
+    h.to_device_gb_per_s = h.to_host_gb_per_s = 2.0 + 30.0 * t_unit(rng);
+    return h;
+}
+
+/* Within 2 % of the fastest of all plans that keep, drop or move, feasible wherever one is. */
+static void plans_that_move_are_close_to_the_best(void **state) {
+    (void)state;
+    static census c;
+    static move_plan plans[MOVE_PLANS];
+    uint32_t checked = 0, moved = 0, missed = 0;
+    for (uint64_t seed = 1; seed <= t_sweep(100, 4000); ++seed) {
+        meter heap;
+        graph g;
+        t_rng rng = t_seed(seed + 77);
+        const ms_hardware device = linked_device(&rng);
+        ms_config config = solver_config(&heap);
+        config.offloading = MS_SWITCH_ON;
+        config.max_host_bytes = (uint64_t)1 << 40;
+        config.early_update = MS_SWITCH_OFF;
+        graph_create(&g, seed, 0, &config);
+        ms_set_hardware(g.model, &device);
+        for (uint32_t t = 0; t < g.model->graph.tensors.count; ++t) {
+            if (g.model->graph.tensors.items[t].kind == MSI_KIND_PARAM) {
+                g.model->graph.tensors.items[t].forbidden_moves = MSI_MOVES_ALL;
+            }
+        }
+        t_ok(g.model, ms_wrap(g.model));
+        census_open(&c, g.model);
+        const uint32_t count = take_move_plans(&c, g.model, plans);
+        uint64_t smallest = UINT64_MAX;
+        for (uint32_t k = 0; k < count; ++k) {
+            smallest = plans[k].bytes < smallest ? plans[k].bytes : smallest;
+        }
+        const uint64_t plain = count > 0 ? plans[0].bytes : 0;
+        for (uint64_t i = 0; i <= MOVE_BUDGETS && count > 0; ++i) {
+            const uint64_t budget = plain - (plain - smallest) * i / MOVE_BUDGETS;
+            double best = NEVER;
+            for (uint32_t k = 0; k < count; ++k) {
+                best = plans[k].bytes <= budget && plans[k].us < best ? plans[k].us : best;
+            }
+            ms_memory_report report;
+            ms_set_budget(g.model, budget);
+            const ms_result result = ms_wrap(g.model);
+            if (result != MS_RESULT_OK) {
+                print_error("seed %llu, budget %llu: %s\n", (unsigned long long)seed,
+                            (unsigned long long)budget, ms_last_error(g.model));
+            }
+            assert_int_equal(result, MS_RESULT_OK);
+            t_report(g.model, &report);
+            best =
+                best > report.plain_step_us ? best : report.plain_step_us; // none counts as faster
+            ++checked;
+            moved += g.model->run.plan->train.link_bytes[MS_STREAM_TO_HOST] > 0;
+            missed += report.step_us > 1.02 * best;
+        }
+        census_free(&c, g.model);
+        ms_destroy(g.model);
+        assert_true(heap.live == 0);
+    }
+    print_message("%u plans, %u of them move something, %u slower by 2 %%\n", (unsigned)checked,
+                  (unsigned)moved, (unsigned)missed);
+    assert_true(moved > checked / 20);
+    assert_int_equal(missed, 0);
 }
 
 /* Within 2 % of the fastest, feasible wherever one is. Of larger graphs, which are not enumerated,
@@ -1506,7 +1623,7 @@ static msi_greedy *list_open(listed *l, census *with, uint64_t seed) {
     census_open(with, l->g.model);
     l->search = census_search(with, 0);
     assert_true(msi_greedy_init(&l->greedy, &l->search));
-    msi_decide_base(&l->g.model->graph, false, l->greedy.decisions);
+    msi_decide_base(&with->scorer, false, l->greedy.decisions);
     l->greedy.score = msi_search_estimate(&l->search, l->greedy.decisions);
     return &l->greedy;
 }
@@ -1551,13 +1668,12 @@ typedef enum search_kind {
 
 /* What one search alone finds for a budget. False: nothing that fits. */
 static bool search_alone(census *with, search_kind kind, uint64_t budget, planned *p) {
-    const msi_graph *g = with->scorer.graph;
     msi_search s = census_search(with, budget);
     s.least_us = with->plain_us;
     if (kind == OF_LIST) {
         msi_greedy w;
         assert_true(msi_greedy_init(&w, &s));
-        msi_decide_base(g, false, w.decisions);
+        msi_decide_base(&with->scorer, false, w.decisions);
         w.score = msi_search_estimate(&s, w.decisions);
         if (msi_add_prefix(&w) && msi_fits(&with->scorer, &w.score, budget, 0)) {
             msi_propose(&s, w.decisions, &w.score);
@@ -2032,6 +2148,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(plans_of_a_long_chain_are_as_fast_as_the_references),
         cmocka_unit_test_prestate(plans_of_files_are_as_fast_as_the_references, argv + 1),
         cmocka_unit_test(plans_of_small_graphs_are_close_to_the_best),
+        cmocka_unit_test(plans_that_move_are_close_to_the_best),
         cmocka_unit_test(plans_of_larger_graphs_are_close_to_the_best),
         cmocka_unit_test(budgets_are_monotone_and_the_smallest_is_exact),
         cmocka_unit_test(each_search_is_monotone),

@@ -734,6 +734,68 @@ static void backend_without_update(ms_config *c) {
     c->backend.update = NULL;
 }
 
+/* Copies are enqueued, and nothing can wait for them: each function is missing once. */
+static void streams_without(ms_config *c, int function, bool asynchronous) {
+    c->backend = ms_backend_cpu();
+    assert_true(c->backend.has_copy_streams);
+    c->backend.is_asynchronous = asynchronous;
+    c->backend.has_copy_streams = !asynchronous;
+    c->backend.synchronize = function == 0 ? NULL : c->backend.synchronize;
+    c->backend.record = function == 1 ? NULL : c->backend.record;
+    c->backend.wait = function == 2 ? NULL : c->backend.wait;
+    c->backend.wait_on_host = function == 3 ? NULL : c->backend.wait_on_host;
+}
+
+static int opens_another(void *user, const ms_open_args *args, void **state) {
+    (void)args;
+    *state = user;
+    return 0;
+}
+
+static void closes_another(void *state) {
+    (void)state;
+}
+
+/* One function of the CPU backend that needs its state is left in a table that opens another. */
+static void state_of_another(ms_config *c, int function) {
+    const ms_backend cpu = ms_backend_cpu();
+    c->backend = t_backend_without_state();
+    c->backend.open = function % 2 == 0 ? opens_another : NULL;
+    c->backend.close = function % 2 == 0 ? closes_another : NULL;
+    c->backend.prepare = function / 2 == 0 ? cpu.prepare : NULL;
+    c->backend.copy_in = function / 2 == 1 ? cpu.copy_in : cpu.copy;
+    c->backend.copy_out = function / 2 == 2 ? cpu.copy_out : cpu.copy;
+    c->backend.has_copy_streams = function / 2 == 3;
+}
+
+static void expect_bad_backend(world *w, const char *text) {
+    w->m = (ms_model *)w;
+    assert_int_equal(ms_create(&w->config, &w->m), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(w->m), text);
+    t_not_created(&w->m, MS_RESULT_INVALID);
+    assert_true(w->heap.live_count == 0);
+}
+
+static void bad_copy_streams(void **state) {
+    (void)state;
+    for (int function = 0; function < 8; ++function) {
+        world w;
+        w_begin(&w);
+        streams_without(&w.config, function / 2, function % 2 != 0);
+        expect_bad_backend(&w, "a function is missing");
+        w_begin(&w);
+        state_of_another(&w.config, function);
+        expect_bad_backend(&w, "open is not that of ms_backend_cpu()");
+    }
+    world w;
+    w_begin(&w);
+    w.config.backend = t_backend_without_state();
+    w.config.backend.open = opens_another;
+    w.config.backend.close = closes_another;
+    assert_int_equal(ms_create(&w.config, &w.m), MS_RESULT_OK);
+    ms_destroy(w.m);
+}
+
 static void bad_configs(void **state) {
     (void)state;
     static const config_fn all[] = {
@@ -2487,6 +2549,7 @@ int main(void) {
         cmocka_unit_test(spoiled_descs),
         cmocka_unit_test(honest_descs),
         cmocka_unit_test(bad_configs),
+        cmocka_unit_test(bad_copy_streams),
         cmocka_unit_test(bad_arenas),
         cmocka_unit_test(an_arena_of_another_backend),
         cmocka_unit_test(spoiled_registrations),

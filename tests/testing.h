@@ -449,8 +449,19 @@ static inline void t_device_hardware(void *user, ms_hardware *hardware) {
     device->cpu.hardware(device->cpu.user, hardware);
 }
 
-static inline ms_backend t_device_backend(t_device *device) {
+/* The CPU backend without a state: all functions receive user, and copies are done on return. */
+static inline ms_backend t_backend_without_state(void) {
     ms_backend backend = ms_backend_cpu();
+    backend.open = NULL;
+    backend.close = NULL;
+    backend.prepare = NULL;
+    backend.has_copy_streams = false;
+    backend.copy_in = backend.copy_out = backend.copy;
+    return backend;
+}
+
+static inline ms_backend t_device_backend(t_device *device) {
+    ms_backend backend = t_backend_without_state();
     memset(device, 0, sizeof *device);
     device->cpu = backend;
     backend.name = "counting";
@@ -477,9 +488,14 @@ static inline ms_backend t_device_backend(t_device *device) {
 // descs
 
 /* Everything at its default, and a budget that is never reached. */
+/* On an emulated device plans are those of the CPU, and nothing is offloaded, unless the test is
+   about that and defines T_OFFLOADS. */
 static inline ms_config t_config(void) {
     ms_config config;
     memset(&config, 0, sizeof config);
+#if defined T_CUDA && !defined T_OFFLOADS
+    config.offloading = MS_SWITCH_OFF;
+#endif
     config.memory_budget_bytes = (uint64_t)1 << 40;
     return config;
 }

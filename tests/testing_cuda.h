@@ -430,6 +430,7 @@ typedef struct cn_how {
     bool stateless;  // no running mean
     bool tf32, debug;
     bool profiles; // times its first steps
+    bool offloads; // what it may
     ms_optimizer_kind optimizer;
     float momentum, clip;
     uint32_t micro_count;
@@ -475,6 +476,7 @@ static inline ms_config cn_config(cn_net *net, const cn_how *how) {
     config.tf32 = how->tf32;
     config.debug = how->debug;
     config.cuda_graph = how->graph;
+    config.offloading = how->offloads ? MS_SWITCH_ON : MS_SWITCH_OFF;
     config.empirical_profiling = how->profiles ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
     return config;
 }

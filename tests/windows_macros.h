@@ -16,6 +16,9 @@
 #include <time.h>
 
 #ifdef __has_include
+#if __has_include(<pthread.h>)
+#include <pthread.h>
+#endif
 #if __has_include(<sys/sysinfo.h>)
 #include <sys/sysinfo.h>
 #endif

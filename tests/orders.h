@@ -1,0 +1,316 @@
+/*  orders.h - which operations of a plan's programs run in an order, and which must: those that use
+    the same bytes, of the device or of the host, one of them to write. Nothing is run: what is
+    enqueued where follows from the programs, as the section >>execute enqueues it. Streams run in
+    order; else an operation happens before another one if a chain of waits says so.
+
+        o_order o;
+        o_open(&o, model);
+        o_step(&o); o_eval(&o); ...             what is enqueued, from call to call
+        o_finish(&o);
+        o_races(&o, NULL, NULL)                 0: whatever must run in an order does
+        o_races(&o, &omission, NULL)            the same with a wait left out
+        o_close(&o);
+
+    Include it after the implementation of memscale.h and testing.h. */
+#ifndef ORDERS_H
+#define ORDERS_H
+
+/* What a program can do without for a try: a WAIT; that a copy waits for what is computed
+   (follows); that it records an event. */
+typedef enum o_kind { O_WAIT, O_FOLLOWS, O_EVENT, O_KIND_COUNT } o_kind;
+
+typedef struct o_omission {
+    const msi_program *program;
+    uint32_t instruction;
+    o_kind kind;
+} o_omission;
+
+typedef struct o_access {
+    uintptr_t begin, end;
+    bool writes;
+} o_access;
+
+/* How much of each stream happens before something. */
+typedef struct o_clock {
+    uint64_t of[MS_STREAM_COUNT];
+} o_clock;
+
+/* An instruction that is run, or NULL: whatever is computed between programs. A WAIT has no
+   accesses. */
+typedef struct o_operation {
+    const msi_program *program;
+    const msi_instruction *instruction;
+    uint32_t access_first, access_count;
+    ms_stream_kind stream;
+    bool on_host; // the host waits too
+    o_clock clock;
+} o_operation;
+
+/* Operations that conflict: `first` is enqueued before `second`, on another stream. */
+typedef struct o_conflict {
+    uint32_t first, second;
+} o_conflict;
+
+typedef struct o_order {
+    const ms_model *model;
+    o_operation *operations;
+    o_access *accesses;
+    o_conflict *conflicts;
+    uint32_t operation_count, access_count, conflict_count;
+    uint32_t operation_room, access_room, conflict_room;
+} o_order;
+
+/* Room for one more item. */
+static inline void *o_grow(void *items, uint32_t count, uint32_t *room, size_t bytes) {
+    if (count < *room) {
+        return items;
+    }
+    *room = *room == 0 ? 256 : 2 * *room;
+    void *grown = realloc(items, *room * bytes);
+    assert_non_null(grown);
+    return grown;
+}
+
+static inline void o_open(o_order *o, const ms_model *model) {
+    memset(o, 0, sizeof *o);
+    o->model = model;
+}
+
+static inline void o_close(o_order *o) {
+    free(o->operations);
+    free(o->accesses);
+    free(o->conflicts);
+    memset(o, 0, sizeof *o);
+}
+
+// ------------------------------------------------------------------------------------------------
+// what operations use
+
+static inline bool o_is_written(const o_order *o, const msi_instruction *i, uint32_t operand) {
+    if (!msi_calls_layer((msi_op)i->op)) {
+        return !(msi_ops[i->op].sources >> operand & 1);
+    }
+    const msi_layer *l = &o->model->graph.layers.items[i->target];
+    uint32_t slot;
+    const int group = msi_operand_group(l, i, operand, &slot);
+    return msi_is_written(l, i, group, slot);
+}
+
+static inline void o_use(o_order *o, const msi_program *p, const msi_instruction *i,
+                         uint32_t operand) {
+    const uint32_t index = p->operands.items[i->operand_first + operand].range;
+    if (index == MSI_NONE) {
+        return;
+    }
+    const msi_range *range = &p->ranges.items[index];
+    const msi_tensor *tensor = &o->model->graph.tensors.items[range->tensor];
+    const bool calls = msi_calls_layer((msi_op)i->op);
+    const bool is_part = !calls && i->part_count > 1 && range->role != MSI_ROLE_NORM;
+    const uint64_t whole = range->role < MSI_ROLE_RESIDENT_COUNT && tensor->bytes < range->bytes
+                               ? tensor->bytes
+                               : range->bytes;
+    o->accesses =
+        (o_access *)o_grow(o->accesses, o->access_count, &o->access_room, sizeof *o->accesses);
+    o_access *a = &o->accesses[o->access_count++];
+    a->begin = (uintptr_t)(calls ? msi_address(o->model, p, index)
+                                 : msi_part_address(o->model, p, i, index));
+    a->end =
+        a->begin +
+        (uintptr_t)(is_part ? msi_part_of(tensor->bytes, i->part, i->part_count).bytes : whole);
+    a->writes = o_is_written(o, i, operand);
+}
+
+/* Of a WAIT: whether callbacks use an end of the copy on the host. */
+static inline bool o_waits_on_host(const o_order *o, const msi_program *p,
+                                   const msi_instruction *i) {
+    const msi_pair pair = msi_pair_of(o->model, p, i);
+    return msi_is_shown(o->model->run.store, &pair);
+}
+
+/* A WAIT, and a copy from a place to itself. */
+static inline bool o_is_nothing(const o_order *o, const msi_program *p, const msi_instruction *i) {
+    const msi_operand *operands = p->operands.items + i->operand_first;
+    return i->op == MSI_OP_WAIT ||
+           (i->op == MSI_OP_COPY && msi_address(o->model, p, operands[0].range) ==
+                                        msi_address(o->model, p, operands[1].range));
+}
+
+/* One more, which is computed. */
+static inline o_operation *o_new(o_order *o) {
+    o->operations = (o_operation *)o_grow(o->operations, o->operation_count, &o->operation_room,
+                                          sizeof *o->operations);
+    o_operation *op = &o->operations[o->operation_count++];
+    memset(op, 0, sizeof *op);
+    return op;
+}
+
+static inline void o_run(o_order *o, const msi_program *p, uint32_t begin, uint32_t end) {
+    for (uint32_t now = begin; now < end; ++now) {
+        const msi_instruction *i = &p->instructions.items[now];
+        if (i->op == MSI_OP_NOTHING) {
+            continue;
+        }
+        o_operation *op = o_new(o);
+        op->program = p;
+        op->instruction = i;
+        op->stream = msi_ops[i->op].stream;
+        op->access_first = o->access_count;
+        op->on_host = i->op == MSI_OP_WAIT && o_waits_on_host(o, p, i);
+        for (uint32_t k = 0; k < i->operand_count && !o_is_nothing(o, p, i); ++k) {
+            o_use(o, p, i, k);
+        }
+        op->access_count = o->access_count - op->access_first;
+    }
+}
+
+/* Whatever may happen between programs: something else is computed, in any memory. */
+static inline void o_anything(o_order *o) {
+    o_operation *op = o_new(o);
+    o->accesses =
+        (o_access *)o_grow(o->accesses, o->access_count, &o->access_room, sizeof *o->accesses);
+    op->access_first = o->access_count++;
+    op->access_count = 1;
+    o->accesses[op->access_first].begin = 0;
+    o->accesses[op->access_first].end = UINTPTR_MAX;
+    o->accesses[op->access_first].writes = true;
+}
+
+/* All micro-batches of a step. */
+static inline void o_step(o_order *o) {
+    const msi_program *p = &o->model->run.plan->train;
+    for (uint32_t micro = 1; micro < o->model->run.store->micro_count; ++micro) {
+        o_run(o, p, 0, p->backward_end);
+        o_anything(o);
+    }
+    o_run(o, p, 0, p->instructions.count);
+    o_anything(o);
+}
+
+static inline void o_eval(o_order *o) {
+    o_run(o, &o->model->run.plan->eval, 0, o->model->run.plan->eval.instructions.count);
+    o_anything(o);
+}
+
+// ------------------------------------------------------------------------------------------------
+// conflicts and orders
+
+static inline bool o_conflicts(const o_order *o, const o_operation *a, const o_operation *b) {
+    for (uint32_t i = 0; i < a->access_count; ++i) {
+        const o_access *x = &o->accesses[a->access_first + i];
+        for (uint32_t k = 0; k < b->access_count; ++k) {
+            const o_access *y = &o->accesses[b->access_first + k];
+            if ((x->writes || y->writes) && x->begin < y->end && y->begin < x->end) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+static inline void o_finish(o_order *o) {
+    for (uint32_t a = 0; a < o->operation_count; ++a) {
+        for (uint32_t b = a + 1; b < o->operation_count; ++b) {
+            const o_operation *x = &o->operations[a], *y = &o->operations[b];
+            if (x->stream == y->stream || !o_conflicts(o, x, y)) {
+                continue;
+            }
+            o->conflicts = (o_conflict *)o_grow(o->conflicts, o->conflict_count, &o->conflict_room,
+                                                sizeof *o->conflicts);
+            o->conflicts[o->conflict_count].first = a;
+            o->conflicts[o->conflict_count++].second = b;
+        }
+    }
+}
+
+static inline void o_join(o_clock *to, const o_clock *other) {
+    for (int k = 0; k < MS_STREAM_COUNT; ++k) {
+        to->of[k] = other->of[k] > to->of[k] ? other->of[k] : to->of[k];
+    }
+}
+
+/* Gives each operation what happens before it, itself included. */
+static inline void o_set_clocks(o_order *o, const o_omission *without) {
+    o_clock on[MS_STREAM_COUNT], events[2 * MSI_COPY_EVENTS], host;
+    memset(on, 0, sizeof on);
+    memset(events, 0, sizeof events);
+    memset(&host, 0, sizeof host);
+    for (uint32_t k = 0; k < o->operation_count; ++k) {
+        o_operation *op = &o->operations[k];
+        const msi_instruction *i = op->instruction;
+        if (i == NULL) {
+            on[MS_STREAM_COMPUTE].of[MS_STREAM_COMPUTE] += 1;
+            op->clock = on[MS_STREAM_COMPUTE];
+            continue;
+        }
+        const bool omits = without != NULL && without->program == op->program &&
+                           i == &op->program->instructions.items[without->instruction];
+        o_clock *stream = &on[op->stream];
+        if (i->op == MSI_OP_WAIT) {
+            if (!(omits && without->kind == O_WAIT)) {
+                o_join(stream, &events[i->event]);
+                o_join(&host, op->on_host ? &events[i->event] : &host);
+            }
+            continue;
+        }
+        o_join(stream, &host);
+        if (i->follows && !(omits && without->kind == O_FOLLOWS)) {
+            o_join(stream, &on[MS_STREAM_COMPUTE]);
+        }
+        stream->of[op->stream] += 1;
+        op->clock = *stream;
+        if (op->stream != MS_STREAM_COMPUTE && i->event != MSI_NO_EVENT &&
+            !(omits && without->kind == O_EVENT)) {
+            events[i->event] = *stream;
+        }
+    }
+}
+
+/* How many conflicting pairs run in any order; `pair` gets the first. */
+static inline uint32_t o_races(o_order *o, const o_omission *without, o_conflict *pair) {
+    uint32_t count = 0;
+    o_set_clocks(o, without);
+    for (uint32_t k = 0; k < o->conflict_count; ++k) {
+        const o_operation *first = &o->operations[o->conflicts[k].first];
+        const o_operation *second = &o->operations[o->conflicts[k].second];
+        if (second->clock.of[first->stream] < first->clock.of[first->stream]) {
+            if (pair != NULL && count == 0) {
+                *pair = o->conflicts[k];
+            }
+            count += 1;
+        }
+    }
+    return count;
+}
+
+// ------------------------------------------------------------------------------------------------
+// what can be left out
+
+/* The next omission after this one in its program, beginning with instruction 0 and O_WAIT.
+   false: there is none. */
+static inline bool o_find(o_omission *at) {
+    const msi_program *p = at->program;
+    for (; at->instruction < p->instructions.count; ++at->instruction, at->kind = O_WAIT) {
+        const msi_instruction *i = &p->instructions.items[at->instruction];
+        const bool copies = i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT;
+        for (; at->kind < O_KIND_COUNT; at->kind = (o_kind)(at->kind + 1)) {
+            if ((at->kind == O_WAIT && i->op == MSI_OP_WAIT) ||
+                (at->kind == O_FOLLOWS && copies && i->follows) ||
+                (at->kind == O_EVENT && copies && i->event != MSI_NO_EVENT)) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+static inline void o_next(o_omission *at) {
+    at->kind = (o_kind)(at->kind + 1);
+}
+
+static inline const char *o_name(const o_omission *at) {
+    static const char *const names[] = {"the wait", "that it follows what is computed",
+                                        "the event"};
+    return names[at->kind];
+}
+
+#endif // ORDERS_H

@@ -1,0 +1,362 @@
+/*  test_offload.c - what a plan moves to the host and back: the order of copies and of what is
+    computed, of random graphs with random moves. MEMSCALE_TEST_DAGS sets how many graphs there are,
+    MEMSCALE_TEST_SEED which is the first. */
+#define MEMSCALE_IMPLEMENTATION
+#define MSI_PART_BYTES 128 // so that state comes in parts
+#include "../memscale.h"
+#include "toy_layers.h"
+#include "random_dag.h"
+#include "virtual.h"
+#include "orders.h"
+
+/* The emulated device is some ten times slower. */
+#ifdef T_CUDA
+enum { QUICK_GRAPHS = 40, GRAPHS = 400, QUICK_ORDERED = 30, ORDERED = 30 };
+#else
+enum { QUICK_GRAPHS = 200, GRAPHS = 4500, QUICK_ORDERED = 300, ORDERED = 10000 };
+#endif
+
+static uint64_t first_seed(void) {
+    return t_environment("MEMSCALE_TEST_SEED", 1);
+}
+
+static uint64_t end_seed(uint64_t quick, uint64_t full) {
+    return first_seed() + t_environment("MEMSCALE_TEST_DAGS", t_sweep(quick, full));
+}
+
+// ------------------------------------------------------------------------------------------------
+// the order of a program, without running it
+
+/* A random graph of which random things are moved, planned. */
+static rd_net *moved_net(rd_graph *g, char *failure) {
+    t_rng rng = t_seed(g->seed ^ 0x0ff1);
+    const ms_config config = t_config();
+    rd_net *n = rd_net_create(g, &config, "moved", failure, false);
+    rd_force_moves(n, &rng);
+    t_ok(n->model, ms_wrap(n->model));
+    return n;
+}
+
+/* A step and an eval. */
+static void list_steps(o_order *o, const ms_model *m) {
+    o_open(o, m);
+    o_anything(o);
+    o_step(o);
+    o_eval(o);
+    o_finish(o);
+}
+
+/* The number of an operation's instruction. */
+static unsigned number_of(const o_operation *op) {
+    return op->program == NULL ? 0 : (unsigned)(op->instruction - op->program->instructions.items);
+}
+
+static const char *op_of(const o_operation *op) {
+    return op->program == NULL ? "between programs" : msi_ops[op->instruction->op].name;
+}
+
+static void expect_ordered(o_order *o, uint64_t seed) {
+    o_conflict pair;
+    if (o_races(o, NULL, &pair) > 0) {
+        const o_operation *a = &o->operations[pair.first], *b = &o->operations[pair.second];
+        fail_msg("graph %llu: %u (%s) and %u (%s) run in any order", (unsigned long long)seed,
+                 number_of(a), op_of(a), number_of(b), op_of(b));
+    }
+}
+
+static void what_conflicts_is_ordered(void **state) {
+    (void)state;
+    const uint64_t end = end_seed(QUICK_ORDERED, ORDERED);
+    for (uint64_t seed = first_seed(); seed < end; ++seed) {
+        char failure[RD_TEXT] = "";
+        rd_graph *g = rd_generate(seed);
+        rd_net *n = moved_net(g, failure);
+        o_order order;
+        list_steps(&order, n->model);
+        expect_ordered(&order, seed);
+        o_close(&order);
+        rd_net_destroy(n);
+        free(g);
+    }
+}
+
+typedef struct tally {
+    uint32_t count[O_KIND_COUNT], redundant[O_KIND_COUNT];
+} tally;
+
+/* Leaves out each wait, each event and each order after what is computed, one at a time. */
+static void leave_out(o_order *o, const msi_program *p, tally *t) {
+    o_omission at = {p, 0, O_WAIT};
+    for (; o_find(&at); o_next(&at)) {
+        t->count[at.kind] += 1;
+        if (o_races(o, &at, NULL) == 0) {
+            t->redundant[at.kind] += 1;
+        }
+    }
+}
+
+/* A schedule is made before offsets are known, and orders whatever may come to share memory: one in
+   eight of its waits turns out to be needless, at most. */
+static void waits_matter(void **state) {
+    (void)state;
+    const uint64_t end = end_seed(QUICK_ORDERED, ORDERED);
+    tally t;
+    memset(&t, 0, sizeof t);
+    for (uint64_t seed = first_seed(); seed < end; ++seed) {
+        char failure[RD_TEXT] = "";
+        rd_graph *g = rd_generate(seed);
+        rd_net *n = moved_net(g, failure);
+        o_order order;
+        list_steps(&order, n->model);
+        leave_out(&order, &n->model->run.plan->train, &t);
+        leave_out(&order, &n->model->run.plan->eval, &t);
+        o_close(&order);
+        rd_net_destroy(n);
+        free(g);
+    }
+    for (int k = 0; k < O_KIND_COUNT; ++k) {
+        const o_omission of = {NULL, 0, (o_kind)k};
+        print_message("%s: %u left out, %u of them needless\n", o_name(&of), (unsigned)t.count[k],
+                      (unsigned)t.redundant[k]);
+        assert_true(t.count[k] > 0 && t.redundant[k] * 8 <= t.count[k]);
+    }
+}
+
+/* At smaller sizes the plan may have to follow that for the largest, also in when copies begin and
+   end: these two graphs, scheduled anew, have copies that overlap other values. */
+static void smaller_sizes_keep_the_schedule(void **state) {
+    (void)state;
+    static const uint64_t seeds[] = {5678, 6742};
+    for (int k = 0; k < 2; ++k) {
+        char failure[RD_TEXT] = "";
+        rd_graph *g = rd_generate(seeds[k]);
+        rd_net *n = moved_net(g, failure);
+        const msi_program *p = &n->model->run.plan->train;
+        bool valid = false;
+        uint64_t bound;
+        assert_true(g->axis_count > 0);
+        assert_int_equal(msi_layout_check(&n->model->config.allocator, p->blocks.items,
+                                          p->blocks.count, &valid, &bound),
+                         MS_RESULT_OK);
+        assert_true(valid);
+        rd_net_destroy(n);
+        free(g);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// random graphs: the bits of the plain plan on the CPU
+
+enum { STEPS = 3 };
+
+typedef struct pair_of_nets {
+    rd_graph *graph;
+    rd_net *plain, *moved;
+    char failure[RD_TEXT];
+    uint64_t round;
+} pair_of_nets;
+
+static bool works(const rd_net *n, ms_result result, const char *call) {
+    return result == MS_RESULT_OK ||
+           rd_fail(&n->run, "%s: %s: %s", call, ms_result_name(result), ms_last_error(n->model));
+}
+
+#define TRY(n, call) works((n), (call), #call)
+
+/* One tensor of both nets. A gradient that is gone by an early update, or was never made, cannot be
+   read. */
+static bool same_tensor(pair_of_nets *t, const char *what, uint32_t value, ms_tensor plain,
+                        ms_tensor moved) {
+    uint64_t a[RD_ELEMENTS], b[RD_ELEMENTS];
+    const uint64_t bytes = rd_bytes(&t->graph->value[value], t->plain->run.size);
+    const ms_result of_plain = ms_read(t->plain->model, plain, a);
+    const ms_result of_moved = ms_read(t->moved->model, moved, b);
+    const bool is_gone = of_moved == MS_RESULT_ORDER && strcmp(what, "gradient") == 0;
+    if (of_plain != of_moved && !is_gone) {
+        return rd_fail(&t->moved->run, "reading %s %u: %s, plain %s", what, (unsigned)value,
+                       ms_result_name(of_moved), ms_result_name(of_plain));
+    }
+    return of_plain != MS_RESULT_OK || is_gone || memcmp(a, b, (size_t)bytes) == 0 ||
+           rd_fail(&t->moved->run, "%s %u differs from the plain plan's", what, (unsigned)value);
+}
+
+static bool same_gradients(pair_of_nets *t) {
+    const rd_graph *g = t->graph;
+    bool fine = true;
+    for (uint32_t i = 0; i < g->value_count && fine; ++i) {
+        if (g->value[i].role == RD_PARAM && !g->value[i].frozen) {
+            fine = same_tensor(t, "gradient", i, ms_gradient(t->plain->model, t->plain->handle[i]),
+                               ms_gradient(t->moved->model, t->moved->handle[i]));
+        }
+    }
+    return fine;
+}
+
+static bool same_values(pair_of_nets *t) {
+    const rd_graph *g = t->graph;
+    const uint32_t states = rd_state_count(&g->optimizer);
+    ms_model *const a = t->plain->model, *const b = t->moved->model;
+    bool fine = true;
+    for (uint32_t i = 0; i < g->value_count && fine; ++i) {
+        const rd_value *v = &g->value[i];
+        const ms_tensor plain = t->plain->handle[i], moved = t->moved->handle[i];
+        const bool trained = v->role == RD_PARAM && !v->frozen;
+        if (v->role < RD_ACTIVATION || v->kept || i == g->loss) {
+            fine = same_tensor(t, "value", i, plain, moved);
+        }
+        for (uint32_t k = 0; k < states && trained && fine; ++k) {
+            fine = same_tensor(t, "state", i, ms_optimizer_state(a, plain, (int)k),
+                               ms_optimizer_state(b, moved, (int)k));
+        }
+    }
+    return fine;
+}
+
+/* Layers that run late look at what the test changes from pass to pass. */
+static bool settle(rd_net *n) {
+    return TRY(n, ms_synchronize(n->model));
+}
+
+static bool one_micro(rd_net *n, uint64_t round, bool at_once, double *loss) {
+    for (uint32_t i = 0; i < n->run.graph->layer_count; ++i) {
+        n->run.op[i].forwards = n->run.op[i].backwards = n->run.op[i].recomputes = 0;
+    }
+    return rd_net_write(n, round, false) &&
+           (at_once ? TRY(n, ms_step(n->model, loss))
+                    : TRY(n, ms_forward(n->model, loss)) && TRY(n, ms_backward(n->model))) &&
+           settle(n);
+}
+
+/* Steps at once leave gradients without an optimizer; those in three parts show them in any case. */
+static bool step_both(pair_of_nets *t, bool at_once) {
+    rd_net *const nets[] = {t->plain, t->moved};
+    const bool keeps = t->graph->optimizer.kind == MS_OPTIMIZER_NONE;
+    double loss[2] = {0.0, 0.0};
+    for (uint32_t micro = 0; micro < t->graph->accumulation; ++micro, ++t->round) {
+        for (int k = 0; k < 2; ++k) {
+            nets[k]->run.micro = micro;
+            if (!one_micro(nets[k], t->round, at_once, &loss[k])) {
+                return false;
+            }
+        }
+        if (memcmp(&loss[0], &loss[1], sizeof loss[0]) != 0) {
+            return rd_fail(&t->moved->run, "a loss of %.17g, plain %.17g", loss[1], loss[0]);
+        }
+    }
+    if (!at_once && (!same_gradients(t) || !TRY(t->plain, ms_update(t->plain->model)) ||
+                     !TRY(t->moved, ms_update(t->moved->model)) || !settle(t->moved))) {
+        return false;
+    }
+    t->plain->run.step += 1;
+    t->moved->run.step += 1;
+    return same_values(t) && (!keeps || same_gradients(t));
+}
+
+static bool eval_both(pair_of_nets *t) {
+    rd_net *const nets[] = {t->plain, t->moved};
+    double loss[2] = {0.0, 0.0};
+    for (int k = 0; k < 2; ++k) {
+        nets[k]->run.micro = 0;
+        if (!rd_net_write(nets[k], t->round, false) ||
+            !TRY(nets[k], ms_eval(nets[k]->model, &loss[k]))) {
+            return false;
+        }
+    }
+    t->round += 1;
+    return memcmp(&loss[0], &loss[1], sizeof loss[0]) == 0 && same_values(t);
+}
+
+static bool run_both(pair_of_nets *t, t_rng *rng) {
+    bool fine = t->failure[0] == 0 && TRY(t->plain, ms_wrap(t->plain->model)) &&
+                rd_net_write(t->plain, 0, false) && TRY(t->moved, ms_wrap(t->moved->model)) &&
+                rd_net_write(t->moved, 0, false);
+    for (int step = 0; step < STEPS && fine; ++step) {
+        fine = step_both(t, t_chance(rng, 0.5)) && (t_chance(rng, 0.7) || eval_both(t));
+    }
+    return fine && t->failure[0] == 0;
+}
+
+/* Runs a graph by the plain plan on the CPU, and with random moves by this config. */
+static void expect_same_bits(rd_graph *g, const ms_config *config) {
+    static pair_of_nets t;
+    t_rng rng = t_seed(g->seed ^ 0x0ff10ad);
+    ms_config plain = t_config(), moved = *config;
+    t_heap heap;
+    memset(&heap, 0, sizeof heap);
+    memset(&t, 0, sizeof t);
+    plain.checkpointing = plain.early_update = MS_SWITCH_OFF;
+    moved.allocator = t_heap_allocator(&heap);
+    moved.force_optimize = t_chance(&rng, 0.2);
+    t.graph = g;
+    t.round = 1;
+    t.moved = rd_net_create(g, &moved, "moved", t.failure, false);
+    g->move = NULL;
+    t.plain = rd_net_create(g, &plain, "plain", t.failure, false);
+    rd_force_moves(t.moved, &rng);
+    const bool fine = run_both(&t, &rng);
+    rd_net_destroy(t.moved);
+    rd_net_destroy(t.plain);
+    if (!fine || heap.live_count != 0 || heap.wrong_releases != 0) {
+        fail_msg("MEMSCALE_TEST_SEED=%llu: %s; %llu allocations are left",
+                 (unsigned long long)g->seed, t.failure, (unsigned long long)heap.live_count);
+    }
+    free(g);
+}
+
+static void moves_change_no_bit(void **state) {
+    (void)state;
+    const uint64_t end = end_seed(QUICK_GRAPHS, GRAPHS);
+    for (uint64_t seed = first_seed(); seed < end; ++seed) {
+        const ms_config config = t_config();
+        expect_same_bits(rd_generate(seed), &config);
+    }
+}
+
+static ms_layer_desc run_late(void *layers, uint32_t layer, const ms_layer_desc *desc) {
+    return v_wrap(desc, (v_layer *)layers + layer);
+}
+
+/* Makes a graph one for the virtual device: no binding, which does not run late, and no update of
+   the trainer's own. */
+static rd_graph *make_late(rd_graph *g, v_layer *layers) {
+    for (uint32_t i = 0; i < g->layer_count; ++i) {
+        g->layer[i].has_bind = false;
+    }
+    if (g->optimizer.kind == MS_OPTIMIZER_CUSTOM) {
+        g->optimizer.kind = MS_OPTIMIZER_SGD;
+        g->optimizer.state_count = 0;
+        g->optimizer.momentum = 0.5f;
+    }
+    g->move = run_late;
+    g->mover = layers;
+    return g;
+}
+
+/* On streams that run in an adversarial order. */
+static void moves_wait_for_all_they_need(void **state) {
+    (void)state;
+    static v_layer layers[RD_LAYERS];
+    const uint64_t end = end_seed(QUICK_GRAPHS, GRAPHS);
+    for (uint64_t seed = first_seed(); seed < end; ++seed) {
+        v_device device;
+        ms_config config = t_config();
+        v_open(&device, seed);
+        config.backend = v_backend(&device);
+        config.prefetch_depth = (uint32_t)(seed % 4);
+        config.async_offload = seed % 8 == 7 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+        expect_same_bits(make_late(rd_generate(seed), layers), &config);
+        assert_int_equal(device.engine.pending, 0);
+        assert_int_equal(device.callback_error, 0);
+        assert_int_equal(device.overtaken, 0);
+        v_close(&device);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(what_conflicts_is_ordered),       cmocka_unit_test(waits_matter),
+        cmocka_unit_test(smaller_sizes_keep_the_schedule), cmocka_unit_test(moves_change_no_bit),
+        cmocka_unit_test(moves_wait_for_all_they_need),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
