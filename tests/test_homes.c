@@ -696,7 +696,7 @@ static void act_write_params(pair *p) {
 }
 
 static void act_verify(pair *p) {
-    ms_verify_report report;
+    ms_verify_report report = {0};
     t_ok(p->moved->model, ms_verify(p->moved->model, NULL, NULL, &report));
     assert_int_equal(report.differ_count, 0);
     assert_int_equal(report.tensor_count, 1 + PARAMS - p->moved->frozen[1] - p->moved->frozen[3]);

@@ -172,7 +172,7 @@ static ms_result create_net(net *n, const net_case *how, v_device *device) {
 static ms_result write_params(net *n) {
     const ms_tensor all[] = {n->scale,     n->shift,     n->weight[0], n->weight[1],
                              n->weight[2], n->weight[3], n->weight[4]};
-    float data[COLS * COLS];
+    static float data[COLS * COLS]; // copies that come too late find it
     ms_result result = MS_RESULT_OK;
     t_rng rng = t_seed(3);
     for (size_t i = 0; i < sizeof all / sizeof all[0] && result == MS_RESULT_OK; ++i) {
@@ -205,7 +205,7 @@ static ms_result verify(const net *n) {
 
 /* Fresh data for every micro-batch; only every other loss is waited for. */
 static ms_result train(net *n, outcome *o) {
-    float data[ROWS * COLS];
+    static float data[ROWS * COLS];
     t_rng rng = t_seed(11);
     ms_result result = write_params(n);
     for (uint32_t i = 0; i < STEPS * n->how->micro_count && result == MS_RESULT_OK; ++i) {
