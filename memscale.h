@@ -198,8 +198,8 @@
     shared by both  >>formats >>shared >>arithmetic
     implementation  >>base >>structs >>names >>log >>text >>memory >>backend cpu >>hardware >>graph
                     >>validate >>profile >>rules >>store >>lower >>alias >>cost >>schedule >>layout
-                    >>simulate >>score >>greedy >>chain >>exhaustive >>solve >>plan >>policy
-                    >>explain >>optimizer >>call >>debug >>timing >>execute >>state >>verify
+                    >>simulate >>score >>greedy >>chain >>exhaustive >>solve >>order >>plan
+                    >>policy >>explain >>optimizer >>call >>debug >>timing >>execute >>state >>verify
                     >>report >>api >>listing >>trace
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
@@ -13765,6 +13765,367 @@ static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_
 }
 
 // ------------------------------------------------------------------------------------------------
+// >>order  which waits between streams order nothing, once it is known what shares memory
+
+/* A schedule is made before offsets are known, and orders whatever may come to share memory. With
+   the offsets, some of its waits turn out to order nothing: without them, whatever uses the same
+   bytes, once at least to write, still runs in one order. Such a WAIT is taken out, and what it
+   awaited is awaited by the next one of that direction; such a copy no longer follows what is
+   computed. Between programs anything may be enqueued, which all of them are in order with. What is
+   left out makes all else only more necessary, so one pass finds all. */
+
+/* The number of operands of a group that a layer's instruction has. */
+static uint32_t msi_operands_in(const msi_layer *l, const msi_instruction *i, int group) {
+    const bool backward = i->op == MSI_OP_BACKWARD;
+    const bool in_forward = i->op == MSI_OP_FORWARD && l->grads_in_forward != 0;
+    return group < MSI_GROUP_COUNT        ? l->count[group]
+           : group == MSI_GROUP_WORKSPACE ? 1u
+           : group == MSI_GROUP_GRAD_IN   ? (backward || in_forward ? l->count[MSI_GROUP_IN] : 0u)
+           : !backward                    ? 0u
+           : group == MSI_GROUP_GRAD_OUT  ? l->count[MSI_GROUP_OUT]
+                                          : l->count[MSI_GROUP_PARAM];
+}
+
+/* The group that operand k of a layer's instruction belongs to, and its slot there. */
+static int msi_operand_group(const msi_layer *l, const msi_instruction *i, uint32_t k,
+                             uint32_t *slot) {
+    int group = 0;
+    for (; group < MSI_GROUP_WORKSPACE && k >= msi_operands_in(l, i, group); group++) {
+        k -= msi_operands_in(l, i, group);
+    }
+    *slot = k;
+    return group;
+}
+
+/* Whether a layer's instruction makes this operand. */
+static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int group, uint32_t slot) {
+    if (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED) {
+        return i->op != MSI_OP_BACKWARD && !(msi_op_reads(l, (msi_op)i->op, group) >> slot & 1);
+    }
+    if (group == MSI_GROUP_STATE && i->op == MSI_OP_BACKWARD) {
+        return l->backward_state >> slot & 1;
+    }
+    return group == MSI_GROUP_STATE ? !msi_is_again((msi_op)i->op) || !l->keeps_state
+                                    : group == MSI_GROUP_GRAD_IN || group == MSI_GROUP_GRAD_PARAM;
+}
+
+/* Whether a layer's instruction may write this operand: it makes or, as declared, clobbers it. */
+static bool msi_is_written(const msi_layer *l, const msi_instruction *i, int group, uint32_t slot) {
+    const uint32_t clobbers = group == MSI_GROUP_IN         ? l->clobbers.in
+                              : group == MSI_GROUP_OUT      ? l->clobbers.out
+                              : group == MSI_GROUP_SAVED    ? l->clobbers.saved
+                              : group == MSI_GROUP_GRAD_OUT ? l->clobbers.grad_out
+                                                            : 0;
+    return group == MSI_GROUP_WORKSPACE || (i->op == MSI_OP_BACKWARD && (clobbers >> slot & 1)) ||
+           msi_is_made(l, i, group, slot);
+}
+
+/* Bytes that an instruction uses. Residents are apart from each other and from all else: each is a
+   space of its own, after that of the device and that of the host. */
+typedef struct msi_access {
+    uint64_t begin, end;
+    uint32_t space;
+    bool writes;
+} msi_access;
+
+typedef struct msi_ordering {
+    const msi_graph *graph;
+    const msi_store *store;
+    const ms_allocator *allocator;
+    msi_program *program;
+    msi_access *accesses;
+    uint32_t *access_first;        // per instruction, and of the end
+    uint32_t *copies[2], count[2]; // by direction: the instructions of its copies
+    uint64_t bytes;                // of all these
+} msi_ordering;
+
+static bool msi_access_writes(const msi_graph *g, const msi_instruction *i, uint32_t k) {
+    if (!msi_calls_layer((msi_op)i->op)) {
+        return !(msi_ops[i->op].sources >> k & 1);
+    }
+    const msi_layer *l = &g->layers.items[i->target];
+    uint32_t slot;
+    const int group = msi_operand_group(l, i, k, &slot);
+    return msi_is_written(l, i, group, slot);
+}
+
+static msi_access msi_access_of(const msi_ordering *o, const msi_instruction *i, uint32_t k) {
+    const msi_program *p = o->program;
+    const uint32_t index = p->operands.items[i->operand_first + k].range;
+    const uint32_t residents = o->store->residents.count;
+    const msi_range *range = &p->ranges.items[index];
+    const bool in_parts =
+        !msi_calls_layer((msi_op)i->op) && i->part_count > 1 && range->role != MSI_ROLE_NORM;
+    msi_part part = {0, range->bytes};
+    msi_access a;
+    if (in_parts) {
+        part = msi_part_of(o->graph->tensors.items[i->target].bytes, i->part, i->part_count);
+        part.begin = range->part > 0 ? 0 : part.begin;
+    }
+    a.space = index < residents ? 2 + index : range->on_host ? 1 : 0;
+    a.begin = part.begin + (index < residents ? 0 : range->offset);
+    a.end = a.begin + part.bytes;
+    a.writes = msi_access_writes(o->graph, i, k);
+    return a;
+}
+
+/* Whether an instruction uses no memory: a WAIT, and a copy from a place to itself. */
+static bool msi_uses_nothing(const msi_program *p, const msi_instruction *i) {
+    const msi_operand *ends = p->operands.items + i->operand_first;
+    return i->op == MSI_OP_WAIT || i->op == MSI_OP_NOTHING ||
+           (i->op == MSI_OP_COPY && p->ranges.items[ends[0].range].block != MSI_NONE &&
+            p->ranges.items[ends[0].range].block == p->ranges.items[ends[1].range].block);
+}
+
+static bool msi_ordering_init(msi_ordering *o) {
+    const msi_program *p = o->program;
+    const uint64_t count = p->instructions.count + 1ull;
+    uint32_t used = 0;
+    o->bytes = p->operands.count * (uint64_t)sizeof(msi_access) + 3 * count * sizeof(uint32_t);
+    o->accesses = (msi_access *)msi_alloc_zeroed(o->allocator, o->bytes);
+    if (!o->accesses) {
+        return false;
+    }
+    o->access_first = (uint32_t *)(void *)(o->accesses + p->operands.count);
+    o->copies[0] = o->access_first + count;
+    o->copies[1] = o->copies[0] + count;
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        if (i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT) {
+            const int is_in = i->op == MSI_OP_COPY_IN;
+            o->copies[is_in][o->count[is_in]++] = now;
+        }
+        o->access_first[now] = used;
+        for (uint32_t k = 0; k < i->operand_count && !msi_uses_nothing(p, i); k++) {
+            if (p->operands.items[i->operand_first + k].range != MSI_NONE) {
+                o->accesses[used++] = msi_access_of(o, i, k);
+            }
+        }
+    }
+    o->access_first[p->instructions.count] = used;
+    return true;
+}
+
+/* Whether two instructions must run in an order. */
+static bool msi_conflict(const msi_ordering *o, uint32_t a, uint32_t b) {
+    for (uint32_t i = o->access_first[a]; i < o->access_first[a + 1]; i++) {
+        const msi_access *x = &o->accesses[i];
+        for (uint32_t k = o->access_first[b]; k < o->access_first[b + 1]; k++) {
+            const msi_access *y = &o->accesses[k];
+            if (x->space == y->space && x->begin < y->end && y->begin < x->end &&
+                (x->writes || y->writes)) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+/* Whether an instruction must run in an order with any of the copies of a direction from number
+   `first` to before `end`. */
+static bool msi_conflicts_with(const msi_ordering *o, uint32_t now, bool is_in, uint32_t first,
+                               uint32_t end) {
+    for (uint32_t k = first; k < end; k++) {
+        if (msi_conflict(o, o->copies[is_in][k], now)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool msi_is_copy_op(msi_op op, bool is_in) {
+    return op == (is_in ? MSI_OP_COPY_IN : MSI_OP_COPY_OUT);
+}
+
+/* The direction of the copies that a WAIT is for. */
+static bool msi_awaits_in(const msi_instruction *i) {
+    return i->event >= MSI_COPY_EVENTS;
+}
+
+/* How many copies of its direction are awaited after a WAIT, `before` of them by others: up to the
+   last one that records its event. */
+static uint32_t msi_awaited_by(const msi_ordering *o, uint32_t wait, uint32_t before) {
+    const msi_instruction *all = o->program->instructions.items;
+    const bool is_in = msi_awaits_in(&all[wait]);
+    uint32_t end = before;
+    while (end < o->count[is_in] && o->copies[is_in][end] < wait) {
+        end++;
+    }
+    while (end > before && all[o->copies[is_in][end - 1]].event != all[wait].event) {
+        end--;
+    }
+    return end;
+}
+
+/* The next WAIT for copies of a direction from instruction `now` on, or the end. */
+static uint32_t msi_next_wait(const msi_program *p, uint32_t now, bool is_in) {
+    for (; now < p->instructions.count; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        if (i->op == MSI_OP_WAIT && msi_awaits_in(i) == is_in) {
+            break;
+        }
+    }
+    return now;
+}
+
+/* Whether callbacks use an end of a copy on the host, which waits for it too. */
+static bool msi_waits_on_host(const msi_ordering *o, const msi_instruction *wait) {
+    const msi_operand *ends = o->program->operands.items + wait->operand_first;
+    const uint32_t host = ends[msi_awaits_in(wait) ? 1 : 0].range;
+    return host < o->store->residents.count && o->store->residents.items[host].is_shown;
+}
+
+/* Whether the copies of a direction from number `first` to before `end`, which a WAIT awaits, can
+   as well be awaited by the next one. Copies in the other direction know of them once they follow
+   what waits for them. */
+static bool msi_can_wait(const msi_ordering *o, uint32_t wait, bool is_in, uint32_t first,
+                         uint32_t end) {
+    const msi_program *p = o->program;
+    const uint32_t next = msi_next_wait(p, wait + 1, is_in);
+    const bool ends =
+        o->store->micro_count > 1 && wait < p->backward_end && next >= p->backward_end;
+    bool fits =
+        next < p->instructions.count && !ends &&
+        !msi_waits_on_host(o, &p->instructions.items[wait]) &&
+        p->instructions.items[wait].operand_count + p->instructions.items[next].operand_count <=
+            MSI_MAX_VIEWS;
+    for (uint32_t now = wait + 1; now < next && fits; now++) {
+        fits = msi_is_copy_op((msi_op)p->instructions.items[now].op, is_in) ||
+               !msi_conflicts_with(o, now, is_in, first, end);
+    }
+    for (uint32_t now = next; now < p->instructions.count && fits; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        if (msi_is_copy_op((msi_op)i->op, !is_in)) {
+            if (i->follows) {
+                break;
+            }
+            fits = !msi_conflicts_with(o, now, is_in, first, end);
+        }
+    }
+    return fits;
+}
+
+/* Gives the next WAIT of the direction what this one awaits: both ends of each copy stay live until
+   then. */
+static bool msi_pass_on(msi_ordering *o, uint32_t wait, bool is_in) {
+    msi_program *p = o->program;
+    msi_instruction *from = &p->instructions.items[wait];
+    const uint32_t next = msi_next_wait(p, wait + 1, is_in);
+    msi_instruction *to = &p->instructions.items[next];
+    const uint32_t first = p->operands.count, count = to->operand_count + from->operand_count;
+    if (!MSI_RESERVE(msi_operand, o->allocator, p->operands, first + (uint64_t)count)) {
+        return false;
+    }
+    msi_operand *operands = p->operands.items + first;
+    memcpy(operands, p->operands.items + to->operand_first, to->operand_count * sizeof *operands);
+    memcpy(operands + to->operand_count, p->operands.items + from->operand_first,
+           from->operand_count * sizeof *operands);
+    for (uint32_t k = 0; k < count; k++) {
+        msi_range *range = &p->ranges.items[operands[k].range];
+        if (operands[k].range >= o->store->residents.count && range->last < next) {
+            range->last = next;
+            msi_block_of(p, range)->last = next;
+        }
+    }
+    p->operands.count += count;
+    to->operand_first = first;
+    to->operand_count = (uint16_t)count;
+    from->op = (uint8_t)MSI_OP_NOTHING;
+    from->operand_count = 0;
+    from->event = MSI_NO_EVENT;
+    return true;
+}
+
+/* Takes out the waits for copies of a direction that order nothing. */
+static bool msi_drop_waits(msi_ordering *o, bool is_in) {
+    msi_program *p = o->program;
+    uint32_t awaited = 0;
+    for (uint32_t now = msi_next_wait(p, 0, is_in); now < p->instructions.count;
+         now = msi_next_wait(p, now + 1, is_in)) {
+        const uint32_t end = msi_awaited_by(o, now, awaited);
+        if (end > awaited && msi_can_wait(o, now, is_in, awaited, end)) {
+            p->instructions.items[o->copies[is_in][end - 1]].event = MSI_NO_EVENT;
+            if (!msi_pass_on(o, now, is_in)) {
+                return false;
+            }
+        } else {
+            awaited = end;
+        }
+    }
+    return true;
+}
+
+/* Whether any of the copies of a direction from number `first` to before `end` must run after
+   something that is computed after instruction `since` and before the first of them, or after what
+   that has awaited: copies in the other direction from number `known` to before `awaited`. */
+static bool msi_must_follow(const msi_ordering *o, bool is_in, uint32_t first, uint32_t end,
+                            uint32_t since, uint32_t known, uint32_t awaited) {
+    for (uint32_t k = first; k < end; k++) {
+        if (msi_conflicts_with(o, o->copies[is_in][k], !is_in, known, awaited)) {
+            return true;
+        }
+    }
+    for (uint32_t now = o->copies[is_in][first]; now-- > since + 1;) {
+        const msi_op op = (msi_op)o->program->instructions.items[now].op;
+        if (!msi_is_copy_op(op, true) && !msi_is_copy_op(op, false) &&
+            msi_conflicts_with(o, now, is_in, first, end)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Takes out that copies of a direction follow what is computed, where that orders nothing. The
+   first one follows what was enqueued before the program. */
+static void msi_drop_follows(const msi_ordering *o, bool is_in) {
+    msi_program *p = o->program;
+    const uint32_t *copies = o->copies[is_in], count = o->count[is_in];
+    uint32_t since = MSI_NONE, known = 0, awaited = 0;
+    uint32_t wait = msi_next_wait(p, 0, !is_in);
+    for (uint32_t k = 0, end; k < count; k = end) {
+        for (; wait < copies[k]; wait = msi_next_wait(p, wait + 1, !is_in)) {
+            awaited = msi_awaited_by(o, wait, awaited);
+        }
+        for (end = k + 1; end < count && !p->instructions.items[copies[end]].follows;) {
+            end++;
+        }
+        if (since != MSI_NONE && !msi_must_follow(o, is_in, k, end, since, known, awaited)) {
+            p->instructions.items[copies[k]].follows = false;
+        } else {
+            since = copies[k];
+            known = awaited;
+        }
+    }
+}
+
+/* Takes the waits that order nothing out of a program that is laid out, and times it anew. With
+   async_offload off each copy is awaited at once, as asked for. */
+static void msi_drop_needless(const msi_scorer *s, msi_program *p) {
+    msi_ordering o;
+    if (s->costs->waits_for_copies ||
+        msi_next_wait(p, 0, false) + msi_next_wait(p, 0, true) == 2 * p->instructions.count) {
+        return;
+    }
+    memset(&o, 0, sizeof o);
+    o.graph = s->graph;
+    o.store = s->store;
+    o.allocator = s->allocator;
+    o.program = p;
+    if (!msi_ordering_init(&o)) {
+        (void)msi_run_short(s, "the order of copies", o.bytes);
+        return;
+    }
+    p->out_of_memory = !msi_drop_waits(&o, false) || !msi_drop_waits(&o, true);
+    msi_drop_follows(&o, false);
+    msi_drop_follows(&o, true);
+    msi_release(s->allocator, o.accesses, o.bytes);
+    msi_simulate(s->graph, s->costs, s->store, s->allocator, p);
+    if (p->out_of_memory) {
+        msi_run_short(s, "the program", p->operands.count * sizeof(msi_operand));
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
 // >>plan  the life cycle of plans: for the largest sizes, and for others in the same arena
 
 static void msi_plan_free(const ms_model *m, msi_plan *plan) {
@@ -13982,15 +14343,15 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     msi_solve(&s, request, plan);
     if (msi_is_to_run(request, plan->arena_bytes) && !msi_is_short(&s)) {
         msi_find_freed(&s, plan);
+        msi_resolve(store, &plan->train);
+        msi_resolve(store, &plan->eval);
+        msi_drop_needless(&s, &plan->train);
+        msi_drop_needless(&s, &plan->eval);
     }
     msi_lowering_free(&lowering);
     const uint64_t moments = 2ull * plan->train.instructions.count;
     if (m->run.timing && !MSI_RESERVE(double, s.allocator, plan->train.measured, moments)) {
         msi_run_short(&s, "the times of the plan", moments * sizeof(double));
-    }
-    if (msi_is_to_run(request, plan->arena_bytes) && !msi_is_short(&s)) {
-        msi_resolve(store, &plan->train);
-        msi_resolve(store, &plan->eval);
     }
     return shortage;
 }
@@ -15662,52 +16023,6 @@ static void msi_fill_views(ms_model *m, const msi_program *p, int group,
         memset(&views[k], 0, sizeof views[k]);
     }
     m->views.count[group] = (uint8_t)count;
-}
-
-/* The number of operands of a group that a layer's instruction has. */
-static uint32_t msi_operands_in(const msi_layer *l, const msi_instruction *i, int group) {
-    const bool backward = i->op == MSI_OP_BACKWARD;
-    const bool in_forward = i->op == MSI_OP_FORWARD && l->grads_in_forward != 0;
-    return group < MSI_GROUP_COUNT        ? l->count[group]
-           : group == MSI_GROUP_WORKSPACE ? 1u
-           : group == MSI_GROUP_GRAD_IN   ? (backward || in_forward ? l->count[MSI_GROUP_IN] : 0u)
-           : !backward                    ? 0u
-           : group == MSI_GROUP_GRAD_OUT  ? l->count[MSI_GROUP_OUT]
-                                          : l->count[MSI_GROUP_PARAM];
-}
-
-/* The group that operand k of a layer's instruction belongs to, and its slot there. */
-static int msi_operand_group(const msi_layer *l, const msi_instruction *i, uint32_t k,
-                             uint32_t *slot) {
-    int group = 0;
-    for (; group < MSI_GROUP_WORKSPACE && k >= msi_operands_in(l, i, group); group++) {
-        k -= msi_operands_in(l, i, group);
-    }
-    *slot = k;
-    return group;
-}
-
-/* Whether a layer's instruction makes this operand. */
-static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int group, uint32_t slot) {
-    if (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED) {
-        return i->op != MSI_OP_BACKWARD && !(msi_op_reads(l, (msi_op)i->op, group) >> slot & 1);
-    }
-    if (group == MSI_GROUP_STATE && i->op == MSI_OP_BACKWARD) {
-        return l->backward_state >> slot & 1;
-    }
-    return group == MSI_GROUP_STATE ? !msi_is_again((msi_op)i->op) || !l->keeps_state
-                                    : group == MSI_GROUP_GRAD_IN || group == MSI_GROUP_GRAD_PARAM;
-}
-
-/* Whether a layer's instruction may write this operand: it makes or, as declared, clobbers it. */
-static bool msi_is_written(const msi_layer *l, const msi_instruction *i, int group, uint32_t slot) {
-    const uint32_t clobbers = group == MSI_GROUP_IN         ? l->clobbers.in
-                              : group == MSI_GROUP_OUT      ? l->clobbers.out
-                              : group == MSI_GROUP_SAVED    ? l->clobbers.saved
-                              : group == MSI_GROUP_GRAD_OUT ? l->clobbers.grad_out
-                                                            : 0;
-    return group == MSI_GROUP_WORKSPACE || (i->op == MSI_OP_BACKWARD && (clobbers >> slot & 1)) ||
-           msi_is_made(l, i, group, slot);
 }
 
 /* The mask of the operands of a group that are there to be written. */
