@@ -29,8 +29,9 @@ typedef struct settings {
     int64_t batch, width, steps, accumulate, test, seed;
     uint64_t budget_bytes; // 0: by name
     const char *budget;    // plain, half or smallest
-    const char *device;
+    const char *device, *offload;
     option_device place;
+    ms_switch offloading;
     float clip; // 0: none
     bool check, dry, help;
 } settings;
@@ -56,7 +57,7 @@ typedef struct trainer {
 
 // ---- options ------------------------------------------------------------------------------------
 
-enum { OPTION_COUNT_ALL = 12 };
+enum { OPTION_COUNT_ALL = 13 };
 
 /* Fills specs with the options; returns how many there are. */
 static int list_options(settings *o, option_spec *specs) {
@@ -65,6 +66,7 @@ static int list_options(settings *o, option_spec *specs) {
          "bytes that training may take, such as 20M or 1.5G (powers of 1024),\n"
          "or plain, half (half way from the smallest; default), smallest"},
         {"--device", "NAME", OPTION_TEXT, &o->device, OPTION_DEVICE_HELP},
+        {"--offload", "NAME", OPTION_TEXT, &o->offload, OPTION_OFFLOAD_HELP},
         {"--batch", "N", OPTION_COUNT, &o->batch, "images at a time (64)"},
         {"--accumulate", "N", OPTION_COUNT, &o->accumulate, "batches per step (1)"},
         {"--width", "N", OPTION_COUNT, &o->width,
@@ -118,7 +120,8 @@ static int parse_options(settings *o, int argc, char **argv) {
     o->test = 2000;
     o->seed = 1;
     return read_options(specs, list_options(o, specs), argc, argv, NULL) != 0 ||
-           check_budget(o) != 0 || choose_device(&o->place, o->device) != 0;
+           check_budget(o) != 0 || choose_offloading(o->offload, &o->offloading) != 0 ||
+           choose_device(&o->place, o->device) != 0;
 }
 
 // ---- images -------------------------------------------------------------------------------------
@@ -266,6 +269,7 @@ static int make_net(classifier *c, const settings *o, uint64_t budget_bytes, boo
     config.backend = o->place.backend;
     config.memory_budget_bytes = budget_bytes;
     config.dry_run = dry;
+    config.offloading = o->offloading;
     config.seed = (uint64_t)o->seed;
     config.accumulation_steps = (uint32_t)o->accumulate;
     if (ms_create(&config, &c->model) != MS_RESULT_OK) {

@@ -11,6 +11,11 @@
         o_races(&o, &omission, NULL)            the same with a wait left out
         o_close(&o);
 
+        o_expect_ordered(model, name)           all of this, for a step and an eval
+        o_leave_out_each(model, &tally)         each wait of both is left out, one at a time
+        o_expect_needed(&tally)
+        o_omit(&omission)                       leaves it out of the plan
+
     Include it after the implementation of memscale.h and testing.h. */
 #ifndef ORDERS_H
 #define ORDERS_H
@@ -307,10 +312,76 @@ static inline void o_next(o_omission *at) {
     at->kind = (o_kind)(at->kind + 1);
 }
 
-static inline const char *o_name(const o_omission *at) {
-    static const char *const names[] = {"the wait", "that it follows what is computed",
-                                        "the event"};
-    return names[at->kind];
+/* Leaves it out of the plan that is run. */
+static inline void o_omit(const o_omission *at) {
+    msi_instruction *i = &at->program->instructions.items[at->instruction];
+    if (at->kind == O_WAIT) {
+        i->op = (uint8_t)MSI_OP_NOTHING;
+    } else if (at->kind == O_FOLLOWS) {
+        i->follows = false;
+    } else {
+        i->event = MSI_NO_EVENT;
+    }
+}
+
+typedef struct o_tally {
+    uint32_t count[O_KIND_COUNT], needless[O_KIND_COUNT];
+} o_tally;
+
+static inline void o_leave_out(o_order *o, const msi_program *p, o_tally *t) {
+    o_omission at = {p, 0, O_WAIT};
+    for (; o_find(&at); o_next(&at)) {
+        t->count[at.kind] += 1;
+        t->needless[at.kind] += o_races(o, &at, NULL) == 0;
+    }
+}
+
+/* A step and an eval. */
+static inline void o_list(o_order *o, const ms_model *m) {
+    o_open(o, m);
+    o_anything(o);
+    o_step(o);
+    o_eval(o);
+    o_finish(o);
+}
+
+static inline void o_leave_out_each(const ms_model *m, o_tally *t) {
+    o_order o;
+    o_list(&o, m);
+    o_leave_out(&o, &m->run.plan->train, t);
+    o_leave_out(&o, &m->run.plan->eval, t);
+    o_close(&o);
+}
+
+/* Whatever was left out, something ran in any order. */
+static inline void o_expect_needed(const o_tally *t) {
+    static const char *const names[] = {"waits", "copies that follow what is computed", "events"};
+    for (int k = 0; k < O_KIND_COUNT; ++k) {
+        print_message("%s: %u left out, %u of them needless\n", names[k], (unsigned)t->count[k],
+                      (unsigned)t->needless[k]);
+        assert_true(t->count[k] > 0 && t->needless[k] == 0);
+    }
+}
+
+/* The number of an operation's instruction. */
+static inline unsigned o_number(const o_operation *op) {
+    return op->program == NULL ? 0 : (unsigned)(op->instruction - op->program->instructions.items);
+}
+
+static inline const char *o_name(const o_operation *op) {
+    return op->program == NULL ? "between programs" : msi_ops[op->instruction->op].name;
+}
+
+static inline void o_expect_ordered(const ms_model *m, const char *name) {
+    o_order o;
+    o_conflict pair;
+    o_list(&o, m);
+    if (o_races(&o, NULL, &pair) > 0) {
+        const o_operation *a = &o.operations[pair.first], *b = &o.operations[pair.second];
+        fail_msg("%s: %u (%s) and %u (%s) run in any order", name, o_number(a), o_name(a),
+                 o_number(b), o_name(b));
+    }
+    o_close(&o);
 }
 
 #endif // ORDERS_H

@@ -7,6 +7,7 @@ int cnn_main(int argc, char **argv);
 #undef main
 #include "testing.h"
 #include "testing_nn.h"
+#include "orders.h"
 
 // ------------------------------------------------------------------------------------------------
 // running statistics: one batch normalization on an input
@@ -186,6 +187,32 @@ static void test_smallest_budget(void **state) {
         free_trainer(&t);
     }
     assert_true(recomputed > 0);
+}
+
+/* Plans that move values, from large arenas to the smallest: each wait is needed. */
+static void test_order(void **state) {
+    (void)state;
+    const char *const arguments[] = {"--offload on", "--offload on --clip 0.5",
+                                     "--offload on --accumulate 2"};
+    o_tally tally = {{0}, {0}};
+    for (size_t i = 0; i < sizeof arguments / sizeof arguments[0]; i++) {
+        settings o;
+        classifier c;
+        ms_memory_report report;
+        memset(&c, 0, sizeof c);
+        k_options(&o, arguments[i]);
+        const uint64_t smallest = k_smallest(&o);
+        assert_int_equal(make_net(&c, &o, UINT64_MAX, false), 0);
+        t_report(c.model, &report);
+        for (uint64_t fifths = 0; fifths < 4; fifths++) {
+            ms_set_budget(c.model, smallest + (report.plain_bytes - smallest) * fifths / 5);
+            t_ok(c.model, ms_wrap(c.model));
+            o_expect_ordered(c.model, arguments[i]);
+            o_leave_out_each(c.model, &tally);
+        }
+        free_net(&c);
+    }
+    o_expect_needed(&tally);
 }
 
 /* A net of the trainer for this batch, on t_gemm; SGD, so that its state can be copied. */
@@ -386,6 +413,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_running_statistics),
         cmocka_unit_test(test_smallest_budget),
+        cmocka_unit_test(test_order),
         cmocka_unit_test(test_threads),
         cmocka_unit_test(test_graph),
         cmocka_unit_test(test_reshape),

@@ -6,6 +6,7 @@
 #include "testing.h"
 #include "nn.h"
 #include "testing_nn.h"
+#include "orders.h"
 
 // ------------------------------------------------------------------------------------------------
 // GPT-2 in float64, by naive loops
@@ -761,12 +762,42 @@ static void published_models_stay_small(void **state) {
     }
 }
 
+// ------------------------------------------------------------------------------------------------
+// the order of copies and of what is computed
+
+/* Plans that move all kinds of values, from large arenas to the smallest: what conflicts is ordered,
+   and each wait is needed for that. */
+static void every_wait_matters(void **state) {
+    (void)state;
+    o_tally t = {{0}, {0}};
+    for (int variant = 0; variant < VARIANTS; variant += 3) {
+        ms_config config = t_device_config();
+        ms_memory_report report;
+        uint64_t smallest = 0;
+        config.offloading = MS_SWITCH_ON;
+        config.accumulation_steps = variant % 2 == 0 ? 1 : 2;
+        trained n = bit_create(variant, &config);
+        bit_start(&n);
+        t_report(n.model, &report);
+        t_ok(n.model, ms_smallest_budget(n.model, &smallest));
+        for (uint64_t fifths = 0; fifths < 4; ++fifths) {
+            ms_set_budget(n.model, smallest + (report.plain_bytes - smallest) * fifths / 5);
+            t_ok(n.model, ms_wrap(n.model));
+            o_expect_ordered(n.model, "a transformer");
+            o_leave_out_each(n.model, &t);
+        }
+        train_destroy(&n);
+    }
+    o_expect_needed(&t);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(published_models_stay_small),
         cmocka_unit_test(whole_steps_against_float64),
         cmocka_unit_test(every_budget_gives_the_same_bits),
         cmocka_unit_test(every_budget_gives_the_same_gradients),
+        cmocka_unit_test(every_wait_matters),
         cmocka_unit_test(budgets_change_between_steps),
         cmocka_unit_test(evaluation_leaves_training_alone),
         cmocka_unit_test(evaluation_gives_the_loss_of_the_step),
