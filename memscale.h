@@ -14265,20 +14265,21 @@ static int64_t msi_shapley_sixths(uint32_t n, uint32_t k) {
 }
 
 /* Shares out what n techniques free together, given the live bytes with each set of them. Rounding
-   goes to the first. */
+   goes to the first. Wholes and remainders are summed apart: six times the bytes may be too much. */
 static void msi_share_freed(const ms_technique *used, uint32_t n, const uint64_t *live_bytes,
                             int64_t *freed_bytes) {
     int64_t rest = n > 0 ? (int64_t)(live_bytes[0] - live_bytes[(1u << n) - 1]) : 0;
     for (uint32_t i = n; i-- > 1;) {
-        int64_t sixths = 0;
+        int64_t bytes = 0, sixths = 0;
         for (uint32_t set = 0; set < 1u << n; set++) {
             const uint32_t others = (set & 1) + (set >> 1 & 1) + (set >> 2 & 1);
-            sixths += set >> i & 1 ? 0
-                                   : msi_shapley_sixths(n, others) *
-                                         (int64_t)(live_bytes[set] - live_bytes[set | 1u << i]);
+            const int64_t share = set >> i & 1 ? 0 : msi_shapley_sixths(n, others);
+            const int64_t freed = (int64_t)(live_bytes[set] - live_bytes[set | 1u << i]);
+            bytes += share * (freed / 6);
+            sixths += share * (freed % 6);
         }
-        freed_bytes[used[i]] = sixths / 6;
-        rest -= sixths / 6;
+        freed_bytes[used[i]] = bytes + sixths / 6;
+        rest -= freed_bytes[used[i]];
     }
     if (n > 0) {
         freed_bytes[used[0]] = rest;
@@ -18704,8 +18705,9 @@ static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plan
         return msi_adopt(m, store, plans, goal);
     }
     if (!msi_review_init(&review, m, store, plans)) {
+        const uint64_t bytes = msi_review_bytes(&m->graph, plans);
         msi_plans_and_store_free(m, store == m->run.store ? NULL : store, plans);
-        return msi_fail_memory(m, "the decisions", msi_review_bytes(&m->graph, plans));
+        return msi_fail_memory(m, "the decisions", bytes);
     }
     const ms_result result = msi_adopt(m, store, plans, goal);
     if (result == MS_RESULT_OK) {
