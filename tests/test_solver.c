@@ -1554,7 +1554,7 @@ static uint32_t check_budgets(uint64_t seed) {
 static void budgets_are_monotone_and_the_smallest_is_exact(void **state) {
     (void)state;
     const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
-    const uint64_t count = t_environment("MEMSCALE_TEST_NETS", t_sweep(20, 2000));
+    const uint64_t count = t_environment("MEMSCALE_TEST_NETS", t_sweep(20, 1000));
     uint32_t wrong = 0;
     for (uint64_t seed = first; seed < first + count; ++seed) {
         wrong += check_budgets(seed);
