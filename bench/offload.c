@@ -1,7 +1,8 @@
 // Training with part of the memory on the host: GPT-2 on the CPU, whose "device" is linked to its host
-// by two threads that copy no faster than a given speed. Each budget is planned with measured times;
-// the predicted time of a step is compared with the measured one, and so is what of the copies hides.
-// Or AdamW alone, of one param whose state streams, beside the same with all of it on the device.
+// by two threads that copy at a given speed, as a link does that nothing computed delays. Each budget
+// is planned with measured times; the predicted time of a step is compared with the measured one, and
+// so is what of the copies hides. Or AdamW alone, of one param whose state streams, beside the same
+// with all of it on the device. Give it fewer threads than cores (OMP_NUM_THREADS): copying needs one.
 #include "bench.h"
 
 #define MEMSCALE_IMPLEMENTATION
@@ -20,12 +21,14 @@ typedef struct link_job {
     void *target;
     const void *source;
     uint64_t bytes;
+    double enqueued_at;
 } link_job;
 
 typedef struct link_direction {
     pthread_t thread;
     link_job jobs[LINK_JOBS]; // a ring
     uint64_t enqueued, done;  // copies
+    double free_at;           // when the link is done with those that were begun
     double busy_seconds;
     struct linked *of;
 } link_direction;
@@ -63,11 +66,12 @@ static void *link_run(void *argument) {
         }
         const link_job job = d->jobs[d->done % LINK_JOBS];
         pthread_mutex_unlock(&l->mutex);
-        const double start = bench_seconds();
+        const double seconds = (double)job.bytes / l->bytes_per_second;
+        d->free_at = (d->free_at > job.enqueued_at ? d->free_at : job.enqueued_at) + seconds;
         memcpy(job.target, job.source, (size_t)job.bytes);
-        sleep_until(start + (double)job.bytes / l->bytes_per_second);
+        sleep_until(d->free_at);
         pthread_mutex_lock(&l->mutex);
-        d->busy_seconds += bench_seconds() - start;
+        d->busy_seconds += seconds;
         d->done++;
         pthread_cond_broadcast(&l->changed);
     }
@@ -86,6 +90,7 @@ static int link_enqueue(linked *l, ms_stream_kind stream, void *target, const vo
     job->target = target;
     job->source = source;
     job->bytes = bytes;
+    job->enqueued_at = bench_seconds();
     pthread_cond_broadcast(&l->changed);
     pthread_mutex_unlock(&l->mutex);
     return 0;

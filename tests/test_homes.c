@@ -841,6 +841,37 @@ static void act_not_finite(pair *p) {
     }
 }
 
+/* Gradients that overflow, mostly, while the loss does not: with clipping the norm ends the step
+   before any update. (Debug mode stops at the layer that makes such gradients.) */
+static void act_norm_not_finite(pair *p) {
+    const home_case *how = p->moved->how;
+    float large[COLS];
+    ms_result results[2] = {MS_RESULT_OK, MS_RESULT_OK};
+    home_net *const nets[] = {p->plain, p->moved};
+    for (int i = 0; i < COLS; ++i) {
+        large[i] = 1e4f;
+    }
+    feed(p);
+    for (int k = 0; k < 2 && how->clip > 0.0f && !how->debug; ++k) {
+        home_net *n = nets[k];
+        kept saved, before, after;
+        read_kept(n, &saved);
+        write_params(n, 3);
+        t_ok(n->model, ms_write(n->model, n->param[2], large));
+        read_kept(n, &before);
+        ms_set_loss_factor(n->model, 3e38f);
+        results[k] = whole_step(n);
+        assert_true(n->loss_value < 1e300);
+        read_kept(n, &after);
+        assert_int_equal(memcmp(after.value, before.value, COLS * sizeof(float)) == 0,
+                         results[k] == MS_RESULT_NONFINITE);
+        load(n, &saved);
+        ms_set_loss_factor(n->model, 0.0f);
+        n->loss_value = 0.0;
+    }
+    assert_int_equal(results[0], results[1]);
+}
+
 /* The other model of the arena takes its memory in between. */
 static void act_other_model(pair *p) {
     home_net *n = p->moved;
@@ -879,6 +910,7 @@ static const act acts[] = {
     {"lending elsewhere", act_lend},
     {"giving up", act_give_up},
     {"a loss that is not finite", act_not_finite},
+    {"a norm that is not finite", act_norm_not_finite},
     {"another model", act_other_model},
 };
 enum { ACTS = sizeof acts / sizeof acts[0] };
@@ -920,6 +952,37 @@ static void a_life_on_the_host_has_the_bits_of_the_plain_plan(void **state) {
         for (int i = 0; i < CASES; ++i) {
             live(&cases[i], seed, count, (seed + (uint64_t)i) % 4 == 0);
         }
+    }
+}
+
+/* Steps, evals and halted steps allocate nothing, on either side; nor do copies pile up. */
+static void memory_is_flat(void **state) {
+    (void)state;
+    static home_net n;
+    const uint32_t steps = (uint32_t)t_sweep(300, 10000);
+    for (int i = 0; i < CASES; ++i) {
+        net_start(&n, &cases[i], false, false);
+        for (int step = 0; step < 40; ++step) { // among them those that are measured
+            t_ok(n.model, whole_step(&n));
+        }
+        t_ok(n.model, ms_eval(n.model, NULL));
+        t_ok(n.model, ms_synchronize(n.model));
+        const uint64_t calls = n.heap.calls, bytes = n.heap.live_bytes;
+        for (uint32_t step = 0; step < (cases[i].debug ? steps / 10 : steps); ++step) {
+            write_input(&n, step);
+            clear_lent(&n);
+            const ms_result result = whole_step(&n);
+            assert_true(result == MS_RESULT_OK || result == MS_RESULT_NONFINITE);
+            if (step % 16 == 0) {
+                const ms_result of_eval = ms_eval(n.model, NULL);
+                assert_true(of_eval == MS_RESULT_OK || of_eval == MS_RESULT_NONFINITE);
+            }
+        }
+        t_ok(n.model, ms_synchronize(n.model));
+        assert_int_equal(n.heap.live_bytes, bytes);
+        assert_int_equal(n.heap.calls, calls);
+        assert_int_equal(n.device.engine.pending, 0);
+        net_end(&n);
     }
 }
 
@@ -1205,6 +1268,7 @@ static void a_device_that_fails_late_fails_the_model(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_life_on_the_host_has_the_bits_of_the_plain_plan),
+        cmocka_unit_test(memory_is_flat),
         cmocka_unit_test(every_call_of_the_backend_fails_once),
         cmocka_unit_test(every_callback_fails_once),
         cmocka_unit_test(every_allocation_fails_once),

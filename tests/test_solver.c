@@ -1521,6 +1521,7 @@ static uint32_t check_budgets(uint64_t seed) {
     uint32_t wrong = 0;
     ms_config config = solver_config(&heap);
     config.early_update = seed % 3 ? MS_SWITCH_DEFAULT : MS_SWITCH_OFF;
+    config.offloading = seed % 5 == 2 ? MS_SWITCH_ON : MS_SWITCH_OFF;
     net_for_budgets(seed, &config, &m);
     assert_true(take_plan(m, UINT64_MAX, &plain));
     t_ok(m, ms_smallest_budget(m, &least));
@@ -1531,7 +1532,9 @@ static uint32_t check_budgets(uint64_t seed) {
         const uint64_t even = plain.bytes - (plain.bytes - least) * i / BUDGETS;
         const uint64_t budget = i % 4 == 0 && last.bytes > least ? last.bytes - 1 : even;
         const bool fits = take_plan(m, budget, &now);
-        const bool good = fits && now.bytes <= last.bytes && now.us >= last.us;
+        // Searches with moves try plans in an order of their own: two in a hundred may slip.
+        const double slack = config.offloading == MS_SWITCH_ON ? 0.98 : 1.0;
+        const bool good = fits && now.bytes <= last.bytes && now.us >= slack * last.us;
         if (!good && budget <= last.bytes) {
             print_message("net %llu, budget %llu: %llu bytes, %.17g us after %llu, %.17g\n",
                           (unsigned long long)seed, (unsigned long long)budget,
