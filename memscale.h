@@ -13869,14 +13869,6 @@ static msi_access msi_access_of(const msi_ordering *o, const msi_instruction *i,
     return a;
 }
 
-/* Whether an instruction uses no memory: a WAIT, and a copy from a place to itself. */
-static bool msi_uses_nothing(const msi_program *p, const msi_instruction *i) {
-    const msi_operand *ends = p->operands.items + i->operand_first;
-    return i->op == MSI_OP_WAIT || i->op == MSI_OP_NOTHING ||
-           (i->op == MSI_OP_COPY && p->ranges.items[ends[0].range].block != MSI_NONE &&
-            p->ranges.items[ends[0].range].block == p->ranges.items[ends[1].range].block);
-}
-
 static bool msi_ordering_init(msi_ordering *o) {
     const msi_program *p = o->program;
     const uint64_t count = p->instructions.count + 1ull;
@@ -13896,7 +13888,7 @@ static bool msi_ordering_init(msi_ordering *o) {
             o->copies[is_in][o->count[is_in]++] = now;
         }
         o->access_first[now] = used;
-        for (uint32_t k = 0; k < i->operand_count && !msi_uses_nothing(p, i); k++) {
+        for (uint32_t k = 0; k < i->operand_count && i->op != MSI_OP_WAIT; k++) {
             if (p->operands.items[i->operand_first + k].range != MSI_NONE) {
                 o->accesses[used++] = msi_access_of(o, i, k);
             }
@@ -14023,8 +14015,9 @@ static bool msi_pass_on(msi_ordering *o, uint32_t wait, bool is_in) {
     for (uint32_t k = 0; k < count; k++) {
         msi_range *range = &p->ranges.items[operands[k].range];
         if (operands[k].range >= o->store->residents.count && range->last < next) {
+            msi_block *block = msi_block_of(p, range);
             range->last = next;
-            msi_block_of(p, range)->last = next;
+            block->last = block->last < next ? next : block->last;
         }
     }
     p->operands.count += count;

@@ -132,14 +132,6 @@ static inline bool o_waits_on_host(const o_order *o, const msi_program *p,
     return msi_is_shown(o->model->run.store, &pair);
 }
 
-/* A WAIT, and a copy from a place to itself. */
-static inline bool o_is_nothing(const o_order *o, const msi_program *p, const msi_instruction *i) {
-    const msi_operand *operands = p->operands.items + i->operand_first;
-    return i->op == MSI_OP_WAIT ||
-           (i->op == MSI_OP_COPY && msi_address(o->model, p, operands[0].range) ==
-                                        msi_address(o->model, p, operands[1].range));
-}
-
 /* One more, which is computed. */
 static inline o_operation *o_new(o_order *o) {
     o->operations = (o_operation *)o_grow(o->operations, o->operation_count, &o->operation_room,
@@ -161,7 +153,7 @@ static inline void o_run(o_order *o, const msi_program *p, uint32_t begin, uint3
         op->stream = msi_ops[i->op].stream;
         op->access_first = o->access_count;
         op->on_host = i->op == MSI_OP_WAIT && o_waits_on_host(o, p, i);
-        for (uint32_t k = 0; k < i->operand_count && !o_is_nothing(o, p, i); ++k) {
+        for (uint32_t k = 0; k < i->operand_count && i->op != MSI_OP_WAIT; ++k) {
             o_use(o, p, i, k);
         }
         op->access_count = o->access_count - op->access_first;
