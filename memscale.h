@@ -14069,7 +14069,8 @@ static bool msi_must_follow(const msi_ordering *o, bool is_in, uint32_t first, u
 }
 
 /* Takes out that copies of a direction follow what is computed, where that orders nothing. The
-   first one follows what was enqueued before the program. */
+   first one follows what was enqueued before the program. What the host has awaited, all copies run
+   after. */
 static void msi_drop_follows(const msi_ordering *o, bool is_in) {
     msi_program *p = o->program;
     const uint32_t *copies = o->copies[is_in], count = o->count[is_in];
@@ -14078,6 +14079,7 @@ static void msi_drop_follows(const msi_ordering *o, bool is_in) {
     for (uint32_t k = 0, end; k < count; k = end) {
         for (; wait < copies[k]; wait = msi_next_wait(p, wait + 1, !is_in)) {
             awaited = msi_awaited_by(o, wait, awaited);
+            known = msi_waits_on_host(o, &p->instructions.items[wait]) ? awaited : known;
         }
         for (end = k + 1; end < count && !p->instructions.items[copies[end]].follows;) {
             end++;

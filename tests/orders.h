@@ -33,6 +33,7 @@ typedef struct o_omission {
 typedef struct o_access {
     uintptr_t begin, end;
     bool writes;
+    bool on_host; // by a callback, at once
 } o_access;
 
 /* How much of each stream happens before something. */
@@ -49,11 +50,13 @@ typedef struct o_operation {
     ms_stream_kind stream;
     bool on_host; // the host waits too
     o_clock clock;
+    o_clock host; // what the host has awaited
 } o_operation;
 
 /* Operations that conflict: `first` is enqueued before `second`, on another stream. */
 typedef struct o_conflict {
     uint32_t first, second;
+    bool on_host; // `second` does not wait for its turn: the host must have awaited `first`
 } o_conflict;
 
 typedef struct o_order {
@@ -123,6 +126,8 @@ static inline void o_use(o_order *o, const msi_program *p, const msi_instruction
         a->begin +
         (uintptr_t)(is_part ? msi_part_of(tensor->bytes, i->part, i->part_count).bytes : whole);
     a->writes = o_is_written(o, i, operand);
+    a->on_host = calls && index < o->model->run.store->residents.count &&
+                 o->model->run.store->residents.items[index].is_shown;
 }
 
 /* Of a WAIT: whether callbacks use an end of the copy on the host. */
@@ -170,6 +175,7 @@ static inline void o_anything(o_order *o) {
     o->accesses[op->access_first].begin = 0;
     o->accesses[op->access_first].end = UINTPTR_MAX;
     o->accesses[op->access_first].writes = true;
+    o->accesses[op->access_first].on_host = false;
 }
 
 /* All micro-batches of a step. */
@@ -191,30 +197,37 @@ static inline void o_eval(o_order *o) {
 // ------------------------------------------------------------------------------------------------
 // conflicts and orders
 
-static inline bool o_conflicts(const o_order *o, const o_operation *a, const o_operation *b) {
+static inline bool o_conflicts(const o_order *o, const o_operation *a, const o_operation *b,
+                               bool *on_host) {
+    bool conflicts = false;
+    *on_host = false;
     for (uint32_t i = 0; i < a->access_count; ++i) {
         const o_access *x = &o->accesses[a->access_first + i];
         for (uint32_t k = 0; k < b->access_count; ++k) {
             const o_access *y = &o->accesses[b->access_first + k];
             if ((x->writes || y->writes) && x->begin < y->end && y->begin < x->end) {
-                return true;
+                conflicts = true;
+                *on_host |= y->on_host;
             }
         }
     }
-    return false;
+    return conflicts;
 }
 
 static inline void o_finish(o_order *o) {
     for (uint32_t a = 0; a < o->operation_count; ++a) {
         for (uint32_t b = a + 1; b < o->operation_count; ++b) {
             const o_operation *x = &o->operations[a], *y = &o->operations[b];
-            if (x->stream == y->stream || !o_conflicts(o, x, y)) {
+            bool on_host;
+            if (x->stream == y->stream || !o_conflicts(o, x, y, &on_host)) {
                 continue;
             }
             o->conflicts = (o_conflict *)o_grow(o->conflicts, o->conflict_count, &o->conflict_room,
                                                 sizeof *o->conflicts);
-            o->conflicts[o->conflict_count].first = a;
-            o->conflicts[o->conflict_count++].second = b;
+            o_conflict *pair = &o->conflicts[o->conflict_count++];
+            pair->first = a;
+            pair->second = b;
+            pair->on_host = on_host;
         }
     }
 }
@@ -255,6 +268,7 @@ static inline void o_set_clocks(o_order *o, const o_omission *without) {
         }
         stream->of[op->stream] += 1;
         op->clock = *stream;
+        op->host = host;
         if (op->stream != MS_STREAM_COMPUTE && i->event != MSI_NO_EVENT &&
             !(omits && without->kind == O_EVENT)) {
             events[i->event] = *stream;
@@ -269,7 +283,8 @@ static inline uint32_t o_races(o_order *o, const o_omission *without, o_conflict
     for (uint32_t k = 0; k < o->conflict_count; ++k) {
         const o_operation *first = &o->operations[o->conflicts[k].first];
         const o_operation *second = &o->operations[o->conflicts[k].second];
-        if (second->clock.of[first->stream] < first->clock.of[first->stream]) {
+        const o_clock *known = o->conflicts[k].on_host ? &second->host : &second->clock;
+        if (known->of[first->stream] < first->clock.of[first->stream]) {
             if (pair != NULL && count == 0) {
                 *pair = o->conflicts[k];
             }
