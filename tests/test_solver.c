@@ -1525,15 +1525,18 @@ static uint32_t check_budgets(uint64_t seed) {
     net_for_budgets(seed, &config, &m);
     assert_true(take_plan(m, UINT64_MAX, &plain));
     t_ok(m, ms_smallest_budget(m, &least));
+    /* Searches with moves try plans in an order of their own, which depends on the budget: of plans
+       as fast, a budget may have a smaller one, and two in a hundred may slip. */
+    const bool moves = config.offloading == MS_SWITCH_ON;
+    const double slack = moves ? 0.98 : 1.0;
     assert_true(take_plan(m, plain.bytes, &now)); // it fits to the byte
-    assert_true(now.bytes == plain.bytes && !(now.us < plain.us) && !(now.us > plain.us));
+    assert_true(moves || now.bytes == plain.bytes);
+    assert_true(now.bytes <= plain.bytes && !(now.us < plain.us) && !(now.us > plain.us));
     last = plain;
     for (uint64_t i = 1; i <= BUDGETS; ++i) {
         const uint64_t even = plain.bytes - (plain.bytes - least) * i / BUDGETS;
         const uint64_t budget = i % 4 == 0 && last.bytes > least ? last.bytes - 1 : even;
         const bool fits = take_plan(m, budget, &now);
-        // Searches with moves try plans in an order of their own: two in a hundred may slip.
-        const double slack = config.offloading == MS_SWITCH_ON ? 0.98 : 1.0;
         const bool good = fits && now.bytes <= last.bytes && now.us >= slack * last.us;
         if (!good && budget <= last.bytes) {
             print_message("net %llu, budget %llu: %llu bytes, %.17g us after %llu, %.17g\n",
