@@ -1025,8 +1025,8 @@ typedef void (*ms_lifetime_fn)(const ms_lifetime *lifetime, void *user);
     X(MS_EVENT_SEED, "seed") /* the gradient of the loss is set to ms_call.loss_factor */          \
     X(MS_EVENT_ZERO, "zero")                                                                       \
     X(MS_EVENT_COPY, "copy") /* target, source; nothing to do if both are at one arena offset */   \
-    X(MS_EVENT_COPY_IN, "copy in")   /* target, source: from host memory, on its own stream */     \
-    X(MS_EVENT_COPY_OUT, "copy out") /* target, source: to host memory, on its own stream */       \
+    X(MS_EVENT_COPY_IN, "copy in")   /* target, source, and so on: from the host, on its stream */ \
+    X(MS_EVENT_COPY_OUT, "copy out") /* target, source, and so on: to the host, on its stream */   \
     X(MS_EVENT_WAIT, "wait")     /* for the copies of these operands: target, source, and so on */ \
     X(MS_EVENT_ADD, "add")       /* target, source */                                              \
     X(MS_EVENT_NORM, "norm")     /* gradient, sum of squares (a double) */                         \
@@ -2639,9 +2639,10 @@ typedef enum msi_cost {
 /* The properties of an op: its name; the kind of its events; what determines its time; how often it
    passes over the bytes of its first operand, reads and writes together; the stream that it runs
    on; the phase of the callback that it calls, or COUNT; a mask of the operands that it only reads,
-   of an op that calls none. Between a copy on its own stream and the next use of either operand is
-   a WAIT. RECOMPUTE calls the recompute callback of a layer or, without one, forward; REPEAT calls
-   forward although there is one, since what it reads has been dropped. NOTHING is no event. */
+   of an op that calls none. A copy has targets and sources in turn: those of its tensor that move
+   together. Between a copy on its own stream and the next use of any operand is a WAIT. RECOMPUTE
+   calls the recompute callback of a layer or, without one, forward; REPEAT calls forward although
+   there is one, since what it reads has been dropped. NOTHING is no event. */
 #define MSI_OPS(X)                                                                                 \
     X(FORWARD, "forward", FORWARD, FORWARD, 0, COMPUTE, FORWARD, 0)                                \
     X(RECOMPUTE, "recompute", RECOMPUTE, RECOMPUTE, 0, COMPUTE, RECOMPUTE, 0)                      \
@@ -2650,10 +2651,10 @@ typedef enum msi_cost {
     X(EVAL, "eval", EVAL, FORWARD, 0, COMPUTE, EVAL, 0)                                            \
     X(SEED, "seed", SEED, FILL, 1, COMPUTE, COUNT, 0)                                              \
     X(ZERO, "zero", ZERO, FILL, 1, COMPUTE, COUNT, 0)                                              \
-    X(COPY, "copy", COPY, COPY, 2, COMPUTE, COUNT, 1 << 1)                                         \
-    X(COPY_IN, "copy in", COPY_IN, LINK, 1, TO_DEVICE, COUNT, 1 << 1)                              \
-    X(COPY_OUT, "copy out", COPY_OUT, LINK, 1, TO_HOST, COUNT, 1 << 1)                             \
-    X(WAIT, "wait", WAIT, NONE, 0, COMPUTE, COUNT, 1 << 1)                                         \
+    X(COPY, "copy", COPY, COPY, 2, COMPUTE, COUNT, 0xaa)                                           \
+    X(COPY_IN, "copy in", COPY_IN, LINK, 1, TO_DEVICE, COUNT, 0xaa)                                \
+    X(COPY_OUT, "copy out", COPY_OUT, LINK, 1, TO_HOST, COUNT, 0xaa)                               \
+    X(WAIT, "wait", WAIT, NONE, 0, COMPUTE, COUNT, 0xaa)                                           \
     X(ADD, "add", ADD, ADD, 3, COMPUTE, COUNT, 1 << 1)                                             \
     X(NORM, "norm", NORM, SUM, 1, COMPUTE, COUNT, 1 << 0)                                          \
     X(CLIP, "clip", CLIP, SUM, 0, COMPUTE, COUNT, 0)                                               \
@@ -2690,6 +2691,7 @@ static bool msi_calls_layer(msi_op op) {
    Those of residents (params, buffers, inputs, optimizer state) come first, one each. */
 typedef struct msi_range {
     uint64_t bytes, offset; // the offset counts from the end of the residents, there or on the host
+    uint64_t within;        // bytes of its block before it
     uint32_t tensor;        // for workspace: a layer
     uint32_t first, last;
     uint32_t idle_first, idle_last; // the uses around the gap from forward to backward, or none
@@ -2697,6 +2699,7 @@ typedef struct msi_range {
     uint32_t block;
     uint8_t role, category;
     uint16_t part; // 0: the whole value; n: its n-th part, as an instruction has it
+    bool packed;   // its memory is right after that of the range before it, in one block
     bool aliased;  // another range uses this one's memory from its last instruction on
     bool outlives; // it stays valid after the program, for ms_read
     bool on_host;
@@ -8015,17 +8018,27 @@ static uint32_t msi_update_operands(msi_lowering *w, uint32_t param, msi_update_
     return count;
 }
 
-/* Copies a part of an operand of an update from the host. */
-static void msi_fetch_part(msi_lowering *w, uint32_t param, msi_update_operand *o, uint32_t part,
-                           uint32_t part_count) {
+/* Whether an operand of an update moves with the one before it, in one copy: both are state. */
+static bool msi_moves_along(const msi_update_operand *list, uint32_t k) {
+    return k > 3 && list[k].home != MSI_NONE && list[k - 1].home != MSI_NONE;
+}
+
+/* Copies a part of operand k of an update from the host. */
+static void msi_fetch_part(msi_lowering *w, uint32_t param, msi_update_operand *list, uint32_t k,
+                           uint32_t part, uint32_t part_count) {
+    msi_update_operand *o = &list[k];
+    const bool along = msi_moves_along(list, k);
     const msi_role role = (msi_role)w->program->ranges.items[o->home].role;
     const msi_part piece =
         msi_part_of(w->graph->tensors.items[param].bytes, part, part_count > 1 ? part_count : 0);
-    msi_emit(w, MSI_OP_COPY, param);
-    msi_set_part(w, part, part_count);
+    if (!along) {
+        msi_emit(w, MSI_OP_COPY, param);
+        msi_set_part(w, part, part_count);
+    }
     o->range = msi_new_range(w, param, role, piece.bytes);
     if (o->range != MSI_NONE) {
         w->program->ranges.items[o->range].part = (uint16_t)(part_count > 1 ? part + 1 : 0);
+        w->program->ranges.items[o->range].packed = along;
     }
     msi_use_both(w, o->range, false, o->home);
 }
@@ -8041,7 +8054,7 @@ static void msi_lower_update_part(msi_lowering *w, uint32_t param, msi_update_op
                                   uint32_t count, uint32_t part, uint32_t part_count) {
     for (uint32_t k = 0; k < count && !w->program->out_of_memory; k++) {
         if (list[k].is_fetched) {
-            msi_fetch_part(w, param, &list[k], part, part_count);
+            msi_fetch_part(w, param, list, k, part, part_count);
         }
     }
     msi_emit(w, MSI_OP_UPDATE, param);
@@ -8051,8 +8064,10 @@ static void msi_lower_update_part(msi_lowering *w, uint32_t param, msi_update_op
     }
     for (uint32_t k = 0; k < count; k++) {
         if (list[k].home != MSI_NONE && (k != 1 || msi_returns_gradient(w, list[k].home))) {
-            msi_emit(w, MSI_OP_COPY, param);
-            msi_set_part(w, part, part_count);
+            if (!msi_moves_along(list, k)) {
+                msi_emit(w, MSI_OP_COPY, param);
+                msi_set_part(w, part, part_count);
+            }
             msi_use_both(w, list[k].home, false, list[k].range);
         }
     }
@@ -8479,7 +8494,8 @@ static msi_block *msi_block_of(const msi_program *p, const msi_range *range) {
     return (range->on_host ? p->host_blocks.items : p->blocks.items) + range->block;
 }
 
-/* Makes one block of memory for each chain of aliases; residents have their places already. */
+/* Makes one block of memory for each chain of aliases and for what is packed; residents have their
+   places already. */
 static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resident_count) {
     p->blocks.count = p->host_blocks.count = 0;
     if (!MSI_RESERVE(msi_block, a, p->blocks, p->ranges.count) ||
@@ -8490,9 +8506,17 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resi
         msi_range *range = &p->ranges.items[i];
         if (range->alias_of != MSI_NONE) {
             range->block = p->ranges.items[range->alias_of].block;
+            range->within = p->ranges.items[range->alias_of].within;
             msi_block_of(p, range)->last = range->last;
             continue;
         }
+        if (range->packed) { // it lives as long as the one before it
+            range->block = range[-1].block;
+            range->within = range[-1].within + msi_align(range[-1].bytes);
+            msi_block_of(p, range)->bytes += msi_align(range->bytes);
+            continue;
+        }
+        range->within = 0;
         range->block = range->on_host ? p->host_blocks.count++ : p->blocks.count++;
         msi_block *block = msi_block_of(p, range);
         block->bytes = msi_align(range->bytes);
@@ -8507,6 +8531,17 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resi
 // ------------------------------------------------------------------------------------------------
 // >>cost  how long an instruction takes
 
+/* How many targets and sources a copy has. */
+static uint32_t msi_pair_count(const msi_instruction *i) {
+    return msi_ops[i->op].cost == MSI_COST_LINK || i->op == MSI_OP_COPY ? i->operand_count / 2u : 1;
+}
+
+/* Whether the values of a copy lie together, without a gap, at both ends: whole ones do, on the host
+   and where they land. */
+static bool msi_lie_together(uint64_t bytes, const msi_instruction *i) {
+    return i->part_count <= 1 && bytes % MSI_ALIGNMENT == 0;
+}
+
 /* Bytes that an instruction of the library itself moves. An update reads the param, its gradient
    and its state, and writes all of these except the gradient. */
 static double msi_moved_bytes(const msi_graph *g, const msi_program *p, const msi_instruction *i) {
@@ -8517,7 +8552,8 @@ static double msi_moved_bytes(const msi_graph *g, const msi_program *p, const ms
                      ? msi_part_of(g->tensors.items[i->target].bytes, i->part, i->part_count).bytes
                      : whole);
     const uint32_t states = i->op == MSI_OP_UPDATE ? i->operand_count - 3u : 0;
-    return bytes * (i->op == MSI_OP_UPDATE ? 3.0 + 2.0 * states : msi_ops[i->op].passes);
+    return bytes * (i->op == MSI_OP_UPDATE ? 3.0 + 2.0 * states
+                                           : (double)msi_ops[i->op].passes * msi_pair_count(i));
 }
 
 /* Bytes of state on the host that an update uses where it is: it reads and writes each. */
@@ -8544,6 +8580,7 @@ static double msi_bytes_us(const msi_costs *c, msi_cost cost, double bytes) {
            bytes / (measured > 0.0 ? measured : c->hardware.memory_gb_per_s * 1e3);
 }
 
+/* How long a copy between host and device takes. */
 static double msi_copy_us(const msi_costs *c, ms_stream_kind stream, uint64_t bytes) {
     const double gb_per_s = stream == MS_STREAM_TO_DEVICE ? c->hardware.to_device_gb_per_s
                                                           : c->hardware.to_host_gb_per_s;
@@ -8579,8 +8616,12 @@ static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_
         return time->recompute_us;
     case MSI_COST_LINK: {
         const double link = op == (msi_op)i->op ? bytes : bytes / msi_ops[MSI_OP_COPY].passes;
-        return c->has_links ? msi_copy_us(c, msi_ops[op].stream, (uint64_t)link)
-                            : msi_bytes_us(c, MSI_COST_COPY, 2.0 * link);
+        const uint32_t pairs = msi_pair_count(i);
+        const uint32_t begun =
+            msi_lie_together(g->tensors.items[i->target].bytes, i) ? 0 : pairs - 1;
+        return begun * c->hardware.launch_us +
+               (c->has_links ? msi_copy_us(c, msi_ops[op].stream, (uint64_t)link)
+                             : msi_bytes_us(c, MSI_COST_COPY, 2.0 * link));
     }
     case MSI_COST_FILL:
     case MSI_COST_COPY:
@@ -8618,7 +8659,7 @@ enum { MSI_LONGEST_GAP = 64, MSI_LONGEST_LEAD = 1024, MSI_QUEUED_COPIES = 4 };
    such copies. */
 typedef struct msi_transfer {
     uint32_t instruction;  // in the old list
-    uint32_t device, host; // the ranges of its ends
+    uint32_t device, host; // the ranges of its ends, of the first pair
     uint32_t made;         // the slot that follows it in the old list
     uint32_t needed;       // of a copy in: the first slot that uses it
     uint32_t last;         // of a copy in: the last one
@@ -8724,8 +8765,12 @@ static void msi_note_transfer(msi_scheduling *s, uint32_t number, uint32_t now) 
         before == MSI_NONE ? NULL : &p->instructions.items[s->transfers[before].instruction];
     const bool apart = sent && i->part_count > 0 && sent->part_count > 0 && i->part != sent->part;
     t->after = sent && !apart && !s->transfers[before].is_in ? before : MSI_NONE;
-    s->of_range[t->host] = number;
-    s->of_range[t->device] = t->is_in ? number : s->of_range[t->device];
+    for (uint32_t k = 0; k < i->operand_count; k += 2) {
+        s->of_range[ends[k + t->is_in].range] = number;
+        if (t->is_in) {
+            s->of_range[ends[k].range] = number;
+        }
+    }
 }
 
 /* Numbers the slots, and finds their times without copies, and who uses what is copied in. */
@@ -8806,7 +8851,8 @@ static bool msi_hold(msi_scheduling *s, uint32_t first, uint32_t end, uint64_t b
 }
 
 static uint64_t msi_device_bytes(const msi_scheduling *s, const msi_transfer *t) {
-    return msi_align(s->program->ranges.items[t->device].bytes);
+    return msi_pair_count(&s->program->instructions.items[t->instruction]) *
+           msi_align(s->program->ranges.items[t->device].bytes);
 }
 
 /* Leaves out copies in whose value the device has had a little while before and can keep. */
@@ -9004,19 +9050,19 @@ static void msi_place(msi_scheduling *s, const msi_instruction *i) {
     s->instructions.items[s->instructions.count++] = *i;
 }
 
-/* Appends both ends of a copy to the operands of the last instruction that was placed. */
+/* Appends the ends of a copy to the operands of the last instruction that was placed. */
 static void msi_place_ends(msi_scheduling *s, const msi_instruction *copy) {
     msi_program *p = s->program;
-    if (p->out_of_memory ||
-        !MSI_RESERVE(msi_operand, s->allocator, p->operands, p->operands.count + 2ull)) {
+    if (p->out_of_memory || !MSI_RESERVE(msi_operand, s->allocator, p->operands,
+                                         p->operands.count + (uint64_t)copy->operand_count)) {
         p->out_of_memory = true;
         return;
     }
+    msi_instruction *last = &s->instructions.items[s->instructions.count - 1];
     memcpy(p->operands.items + p->operands.count, p->operands.items + copy->operand_first,
-           2 * sizeof(msi_operand));
-    p->operands.count += 2;
-    s->instructions.items[s->instructions.count - 1].operand_count =
-        (uint16_t)(s->instructions.items[s->instructions.count - 1].operand_count + 2);
+           copy->operand_count * sizeof(msi_operand));
+    p->operands.count += copy->operand_count;
+    last->operand_count = (uint16_t)(last->operand_count + copy->operand_count);
 }
 
 /* The next copy of its direction that is placed, or NULL. */
@@ -14208,7 +14254,8 @@ static msi_plan *msi_new_plan(const ms_model *m) {
 /* Gives the live ranges the offsets of their blocks. */
 static void msi_resolve(const msi_store *store, msi_program *p) {
     for (uint32_t i = store->residents.count; i < p->ranges.count; i++) {
-        p->ranges.items[i].offset = msi_block_of(p, &p->ranges.items[i])->offset;
+        msi_range *range = &p->ranges.items[i];
+        range->offset = msi_block_of(p, range)->offset + range->within;
     }
 }
 
@@ -17840,7 +17887,7 @@ static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instr
     return i->is_first && m->run.micro > 0 ? MS_RESULT_OK : msi_fill(m, memory, false, 0, bytes);
 }
 
-/* The operands of an instruction that makes its first from its second. */
+/* A target and a source of an instruction that makes one from the other. */
 typedef struct msi_pair {
     uint32_t target_range, source_range;
     void *target;
@@ -17848,10 +17895,12 @@ typedef struct msi_pair {
     uint64_t bytes;
 } msi_pair;
 
-static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_instruction *i) {
+static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_instruction *i,
+                            uint32_t number) {
+    const msi_operand *ends = p->operands.items + i->operand_first + 2 * number;
     msi_pair pair;
-    pair.target_range = p->operands.items[i->operand_first].range;
-    pair.source_range = p->operands.items[i->operand_first + 1u].range;
+    pair.target_range = ends[0].range;
+    pair.source_range = ends[1].range;
     pair.target = msi_part_address(m, p, i, pair.target_range);
     pair.source = msi_part_address(m, p, i, pair.source_range);
     pair.bytes = msi_part_of(m->graph.tensors.items[i->target].bytes, i->part, i->part_count).bytes;
@@ -17859,7 +17908,7 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
 }
 
 static ms_result msi_run_add(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const msi_pair pair = msi_pair_of(m, p, i);
+    const msi_pair pair = msi_pair_of(m, p, i, 0);
     const int error =
         m->config.backend.add_f32(m->device, pair.target, pair.source, pair.bytes / sizeof(float));
     return msi_device(m, error, "add");
@@ -17872,8 +17921,26 @@ static bool msi_is_shown(const msi_store *store, const msi_pair *pair) {
            (ends[1] < store->residents.count && store->residents.items[ends[1]].is_shown);
 }
 
+/* Takes pairs of a copy from number `first` on, as long as they lie together at both ends, as one.
+   Returns how many. */
+static uint32_t msi_take_pairs(const ms_model *m, const msi_program *p, const msi_instruction *i,
+                               uint32_t first, msi_pair *pair) {
+    const uint32_t count = msi_pair_count(i);
+    uint32_t next = first + 1;
+    *pair = msi_pair_of(m, p, i, first);
+    for (; next < count; next++) {
+        const msi_pair more = msi_pair_of(m, p, i, next);
+        if ((uint8_t *)pair->target + pair->bytes != more.target ||
+            (const uint8_t *)pair->source + pair->bytes != more.source) {
+            break;
+        }
+        pair->bytes += more.bytes;
+    }
+    return next - first;
+}
+
 /* Issues a copy between host and device. */
-static ms_result msi_run_transfer(ms_model *m, const msi_instruction *i, const msi_pair *pair) {
+static ms_result msi_run_transfer(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const ms_backend *b = &m->config.backend;
     const ms_stream_kind stream = msi_ops[i->op].stream;
     const bool streams = msi_has_copy_streams(m);
@@ -17883,10 +17950,12 @@ static ms_result msi_run_transfer(ms_model *m, const msi_instruction *i, const m
         error = b->record(m->device, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE);
         error = error ? error : b->wait(m->device, stream, MSI_EVENT_COMPUTE);
     }
-    if (!error) {
+    for (uint32_t k = 0; k < msi_pair_count(i) && !error;) {
+        msi_pair pair;
+        k += msi_take_pairs(m, p, i, k, &pair);
         error = i->op == MSI_OP_COPY_IN
-                    ? b->copy_in(m->device, pair->target, pair->source, pair->bytes)
-                    : b->copy_out(m->device, pair->target, pair->source, pair->bytes);
+                    ? b->copy_in(m->device, pair.target, pair.source, pair.bytes)
+                    : b->copy_out(m->device, pair.target, pair.source, pair.bytes);
     }
     if (!error && streams && i->event != MSI_NO_EVENT) {
         error = b->record(m->device, stream, MSI_EVENT_COPIES + i->event);
@@ -17898,7 +17967,7 @@ static ms_result msi_run_transfer(ms_model *m, const msi_instruction *i, const m
 /* Copies, unless the target aliases the source; between the host and the device it issues the copy
    only, and a WAIT follows. Notes whether a recomputation has old state in place. */
 static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const msi_pair pair = msi_pair_of(m, p, i);
+    const msi_pair pair = msi_pair_of(m, p, i, 0);
     ms_result result = MS_RESULT_OK;
     m->run.state_is_old |= pair.target_range < m->run.store->residents.count && !i->restores;
     if (i->op == MSI_OP_COPY) {
@@ -17911,7 +17980,7 @@ static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instr
                           "cannot record: leave cuda_graph off",
                           msi_tensor_name(&m->graph, i->target));
     } else {
-        result = msi_run_transfer(m, i, &pair);
+        result = msi_run_transfer(m, p, i);
     }
     if (i->restores && result == MS_RESULT_OK) {
         m->run.state_is_old = i[1].restores; // a backward follows in any case
@@ -17921,7 +17990,7 @@ static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instr
 
 /* Waits for a copy, on the device; also on the host, if callbacks use one of its ends there. */
 static ms_result msi_run_wait(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const msi_pair pair = msi_pair_of(m, p, i);
+    const msi_pair pair = msi_pair_of(m, p, i, 0);
     const uint32_t event = MSI_EVENT_COPIES + i->event;
     ms_result result = msi_wait_on_device(m, event);
     if (msi_is_shown(m->run.store, &pair) || m->config.debug) {
@@ -17953,7 +18022,7 @@ static void msi_mark_operands(ms_model *m, const msi_program *p, uint32_t now, b
         }
         const msi_block *block = msi_block_of(p, range);
         if (after && block->last == now) {
-            msi_asan_poison(msi_address(m, p, index), block->bytes);
+            msi_asan_poison(msi_address(m, p, index), msi_align(range->bytes));
         } else if (!after && range->first == now) {
             msi_asan_unpoison(msi_address(m, p, index), range->bytes);
         }
@@ -20012,7 +20081,7 @@ static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k, bool wh
 static uint32_t msi_event_operands(const msi_walk *w, bool dead_only, ms_event_operand *operands) {
     const msi_operand *all = w->program->operands.items + w->instruction->operand_first;
     uint32_t count = 0;
-    for (uint32_t k = 0; k < w->instruction->operand_count; k++) {
+    for (uint32_t k = 0; k < w->instruction->operand_count && count <= MSI_MAX_VIEWS; k++) {
         const msi_range *range = msi_walk_range(w, k);
         if (dead_only ? range && range->last == w->now && !range->aliased && !range->outlives
                       : all[k].range != MSI_NONE) {

@@ -133,7 +133,7 @@ static inline void o_use(o_order *o, const msi_program *p, const msi_instruction
 /* Of a WAIT: whether callbacks use an end of the copy on the host. */
 static inline bool o_waits_on_host(const o_order *o, const msi_program *p,
                                    const msi_instruction *i) {
-    const msi_pair pair = msi_pair_of(o->model, p, i);
+    const msi_pair pair = msi_pair_of(o->model, p, i, 0);
     return msi_is_shown(o->model->run.store, &pair);
 }
 

@@ -714,10 +714,18 @@ static bool replay_other(replay *r, const ms_event *event) {
         return true;
     case MS_EVENT_COPY_IN:
     case MS_EVENT_COPY_OUT:
-        replay_issue(r, data, second, (size_t)o[0].bytes, event->kind == MS_EVENT_COPY_OUT);
+        for (uint32_t k = 0; k < event->operand_count; k += 2) {
+            replay_issue(r, replay_data(r, &o[k]), replay_data(r, &o[k + 1]), (size_t)o[k].bytes,
+                         event->kind == MS_EVENT_COPY_OUT);
+        }
         return true;
-    case MS_EVENT_WAIT:
-        return replay_wait(r, data) || replay_fail(r, "no copy is awaited", event, 0);
+    case MS_EVENT_WAIT: {
+        bool awaits = false;
+        for (uint32_t k = 0; k < event->operand_count; k += 2) {
+            awaits |= replay_wait(r, replay_data(r, &o[k]));
+        }
+        return awaits || replay_fail(r, "no copy is awaited", event, 0);
+    }
     case MS_EVENT_ADD:
         for (uint64_t i = 0; i < count; ++i) {
             floats[i] += ((const float *)second)[i];

@@ -89,6 +89,60 @@ static void smaller_sizes_keep_the_schedule(void **state) {
     }
 }
 
+/* Counts the copies of state of a program, and those that the backend makes in one. */
+static void count_state_copies(const ms_model *m, uint32_t states, uint32_t *copies,
+                               uint32_t *whole) {
+    const msi_program *p = &m->run.plan->train;
+    for (uint32_t now = 0; now < p->instructions.count; ++now) {
+        const msi_instruction *i = &p->instructions.items[now];
+        const bool is_in = i->op == MSI_OP_COPY_IN;
+        const msi_operand *ends = p->operands.items + i->operand_first;
+        msi_pair pair;
+        if ((!is_in && i->op != MSI_OP_COPY_OUT) ||
+            p->ranges.items[ends[0].range].role < MSI_ROLE_STATE0) {
+            continue;
+        }
+        assert_int_equal(i->operand_count, 2 * states);
+        for (uint32_t k = 0; k < states; ++k) {
+            const msi_range *target = &p->ranges.items[ends[2 * k].range];
+            const msi_range *source = &p->ranges.items[ends[2 * k + 1].range];
+            assert_true(target->on_host != source->on_host && target->on_host == !is_in);
+            assert_true(target->role == MSI_ROLE_STATE0 + k && source->role == target->role);
+            assert_true(target->tensor == i->target && source->tensor == i->target);
+        }
+        const bool together = msi_lie_together(m->graph.tensors.items[i->target].bytes, i);
+        const uint32_t taken = msi_take_pairs(m, p, i, 0, &pair);
+        assert_int_equal(taken, together ? states : 1);
+        *copies += 1;
+        *whole += together;
+    }
+}
+
+/* The state of a param moves in one instruction and, if it is whole and has no gap, in one copy. */
+static void state_moves_together(void **state) {
+    (void)state;
+    const uint64_t end = end_seed(QUICK_ORDERED, ORDERED);
+    uint32_t copies = 0, whole = 0;
+    for (uint64_t seed = first_seed(); seed < end; ++seed) {
+        char failure[RD_TEXT] = "";
+        rd_graph *g = rd_generate(seed);
+        const uint32_t states = rd_state_count(&g->optimizer);
+        bool lends = false;
+        for (uint32_t k = 0; k < g->value_count; ++k) {
+            lends |= g->value[k].borrowed_state;
+        }
+        if (states > 1 && !lends) {
+            rd_net *n = moved_net(g, failure);
+            count_state_copies(n->model, states, &copies, &whole);
+            rd_net_destroy(n);
+        }
+        free(g);
+    }
+    print_message("%u copies of state, %u of them of all in one\n", (unsigned)copies,
+                  (unsigned)whole);
+    assert_true(whole > 0 && whole < copies);
+}
+
 // ------------------------------------------------------------------------------------------------
 // random graphs: the bits of the plain plan on the CPU
 
@@ -369,9 +423,13 @@ static void left_out_waits_show(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(what_conflicts_is_ordered),       cmocka_unit_test(every_wait_matters),
-        cmocka_unit_test(smaller_sizes_keep_the_schedule), cmocka_unit_test(moves_change_no_bit),
-        cmocka_unit_test(moves_wait_for_all_they_need),    cmocka_unit_test(left_out_waits_show),
+        cmocka_unit_test(what_conflicts_is_ordered),
+        cmocka_unit_test(every_wait_matters),
+        cmocka_unit_test(smaller_sizes_keep_the_schedule),
+        cmocka_unit_test(state_moves_together),
+        cmocka_unit_test(moves_change_no_bit),
+        cmocka_unit_test(moves_wait_for_all_they_need),
+        cmocka_unit_test(left_out_waits_show),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

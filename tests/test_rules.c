@@ -659,7 +659,7 @@ static void order_event(const ms_event *event, void *user) {
     o->parts += event->part_count > 0;
     assert_true(event->part_count == 0 || event->part < event->part_count);
     if (event->stream != MS_STREAM_COMPUTE) {
-        o->issued[event->stream]++;
+        o->issued[event->stream] += event->operand_count / 2;
         if (event->signal != UINT32_MAX) {
             assert_true(event->signal < 64);
             o->stream_of[event->signal] = event->stream;
@@ -1380,9 +1380,12 @@ static void add_copy(const ms_event *event, void *user) {
     } else if (event->kind == MS_EVENT_LOSS || event->kind == MS_EVENT_INPUT) {
         c->free_us = event->start_us + event->duration_us;
     } else if (event->kind == MS_EVENT_COPY_IN || event->kind == MS_EVENT_COPY_OUT) {
-        assert_true(event->operands[0].is_on_host != event->operands[1].is_on_host);
-        assert_true(event->operands[0].bytes == event->operands[1].bytes);
-        c->bytes[event->stream] += event->operands[0].bytes;
+        for (uint32_t k = 0; k < event->operand_count; k += 2) {
+            const ms_event_operand *target = &event->operands[k], *source = target + 1;
+            assert_true(target->is_on_host != source->is_on_host);
+            assert_true(target->bytes == source->bytes);
+            c->bytes[event->stream] += target->bytes;
+        }
         c->us[event->stream] += event->duration_us;
     }
     for (uint32_t k = 0; k < event->operand_count && event->kind == MS_EVENT_UPDATE; ++k) {

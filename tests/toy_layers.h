@@ -1053,7 +1053,7 @@ static inline void t_count_event(const ms_event *event, void *user) {
     if (event->kind == MS_EVENT_COPY || event->kind == MS_EVENT_COPY_IN ||
         event->kind == MS_EVENT_COPY_OUT) {
         const ms_event_operand *o = event->operands;
-        assert_int_equal(event->operand_count, 2);
+        assert_true(event->operand_count >= 2 && event->operand_count % 2 == 0);
         t->moves += o[0].offset != o[1].offset || o[0].is_outside || o[1].is_outside;
     }
     if (event->kind == MS_EVENT_BACKWARD) {
