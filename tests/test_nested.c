@@ -8,6 +8,7 @@
 #include "toy_layers.h"
 #include "random_dag.h"
 #include "virtual.h"
+#include "late_dag.h"
 
 enum { QUICK_GRAPHS = 300, QUICK_LATE_GRAPHS = 60, QUICK_SOLVED_GRAPHS = 150 };
 enum { GRAPHS = 1500, LATE_GRAPHS = 200, SOLVED_GRAPHS = 1000 };
@@ -1362,25 +1363,6 @@ static void nested_plans_pass_debug_mode(void **state) {
     for_all_graphs(true, 5);
 }
 
-/* What makes a graph one for the virtual device: no binding, which does not run late, and no
-   update of the trainer's own. */
-static ms_layer_desc run_late(void *layers, uint32_t layer, const ms_layer_desc *desc) {
-    return v_wrap(desc, (v_layer *)layers + layer);
-}
-
-static void make_late(rd_graph *g, v_layer *layers) {
-    for (uint32_t i = 0; i < g->layer_count; ++i) {
-        g->layer[i].has_bind = false;
-    }
-    if (g->optimizer.kind == MS_OPTIMIZER_CUSTOM) {
-        g->optimizer.kind = MS_OPTIMIZER_SGD;
-        g->optimizer.state_count = 0;
-        g->optimizer.momentum = 0.5f;
-    }
-    g->move = run_late;
-    g->mover = layers;
-}
-
 static void nested_plans_wait_for_all_they_need(void **state) {
     (void)state;
     static v_layer layers[RD_LAYERS];
@@ -1393,7 +1375,7 @@ static void nested_plans_wait_for_all_they_need(void **state) {
         rd_graph *g = generate(seed);
         v_open(&device, seed);
         config.backend = v_backend(&device);
-        make_late(g, layers);
+        ld_make_late(g, layers);
         expect_trial(seed, g, &config);
         assert_int_equal(device.engine.pending, 0);
         assert_int_equal(device.callback_error, 0);

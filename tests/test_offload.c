@@ -7,6 +7,7 @@
 #include "toy_layers.h"
 #include "random_dag.h"
 #include "virtual.h"
+#include "late_dag.h"
 #include "orders.h"
 
 /* The emulated device is some ten times slower. */
@@ -340,26 +341,6 @@ static void moves_change_no_bit(void **state) {
     }
 }
 
-static ms_layer_desc run_late(void *layers, uint32_t layer, const ms_layer_desc *desc) {
-    return v_wrap(desc, (v_layer *)layers + layer);
-}
-
-/* Makes a graph one for the virtual device: no binding, which does not run late, and no update of
-   the trainer's own. */
-static rd_graph *make_late(rd_graph *g, v_layer *layers) {
-    for (uint32_t i = 0; i < g->layer_count; ++i) {
-        g->layer[i].has_bind = false;
-    }
-    if (g->optimizer.kind == MS_OPTIMIZER_CUSTOM) {
-        g->optimizer.kind = MS_OPTIMIZER_SGD;
-        g->optimizer.state_count = 0;
-        g->optimizer.momentum = 0.5f;
-    }
-    g->move = run_late;
-    g->mover = layers;
-    return g;
-}
-
 /* On streams that run in an adversarial order. */
 static void moves_wait_for_all_they_need(void **state) {
     (void)state;
@@ -372,7 +353,7 @@ static void moves_wait_for_all_they_need(void **state) {
         config.backend = v_backend(&device);
         config.prefetch_depth = (uint32_t)(seed % 4);
         config.async_offload = seed % 8 == 7 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
-        expect_same_bits(make_late(rd_generate(seed), layers), &config);
+        expect_same_bits(ld_make_late(rd_generate(seed), layers), &config);
         assert_int_equal(device.engine.pending, 0);
         assert_int_equal(device.callback_error, 0);
         assert_int_equal(device.overtaken, 0);
@@ -390,7 +371,7 @@ static bool shows_omission(uint64_t graph, uint64_t omitted, uint64_t order, boo
     memset(&t, 0, sizeof t);
     v_open(&device, order);
     config.backend = v_backend(&device);
-    t.graph = make_late(rd_generate(graph), layers);
+    t.graph = ld_make_late(rd_generate(graph), layers);
     t.omits = true;
     t.omitted = omitted;
     const bool fine = gives_same_bits(&t, &config);
