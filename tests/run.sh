@@ -462,6 +462,7 @@ check quick 'test_formats, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO
 check rest 'test_profile, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO tests/test_profile.c'
 check quick 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
 check rest 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thread/tests/test_threads 100'
+check rest 'test_offload, thread sanitizer' 'MEMSCALE_TEST_DAGS=60 run_threads build/thread/tests/test_offload'
 check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api'
 check quick 'all as C++11, without code' check_dialect
 
