@@ -98,8 +98,8 @@ static void count_state_copies(const ms_model *m, uint32_t states, uint32_t *cop
         const msi_instruction *i = &p->instructions.items[now];
         const bool is_in = i->op == MSI_OP_COPY_IN;
         const msi_operand *ends = p->operands.items + i->operand_first;
-        const bool copies = is_in || i->op == MSI_OP_COPY_OUT;
-        const uint8_t role = copies ? p->ranges.items[ends[0].range].role : 0;
+        const bool crosses = is_in || i->op == MSI_OP_COPY_OUT;
+        const uint8_t role = crosses ? p->ranges.items[ends[0].range].role : 0;
         if (role < MSI_ROLE_STATE0 || role >= MSI_ROLE_RESIDENT_COUNT) {
             continue;
         }
