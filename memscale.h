@@ -2752,6 +2752,7 @@ typedef struct msi_program {
     uint32_t loss, norm;         // ranges of the loss, and of the norm or MSI_NONE
     uint32_t peak;               // the instruction with the most live bytes
     uint64_t peak_bytes, height; // live bytes there; bytes that the layout takes
+    uint64_t most_bytes;         // live bytes, residents too, that copies under way may come to
     uint64_t host_height;        // the same on the host
     uint64_t resident_bytes;     // of the residents that the decisions leave on the device
     uint64_t home_bytes;         // of those on the host
@@ -8835,6 +8836,7 @@ static void msi_sum_slots(msi_scheduling *s) {
         s->most_bytes = msi_larger(s->most_bytes, s->live_bytes[k]);
     }
     s->most_bytes += (p->resident_bytes + s->most_bytes) / 16 * p->room;
+    s->program->most_bytes = p->resident_bytes + s->most_bytes;
 }
 
 /* Adds to the live bytes of the slots from `first` to before `end`, if that is within the peak. */
@@ -9242,6 +9244,7 @@ static void msi_unshare_memory(msi_program *p) {
 static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_store *store,
                          const ms_allocator *allocator, msi_program *p) {
     msi_scheduling s;
+    p->most_bytes = 0;
     if (p->out_of_memory || !msi_crosses_link(p)) {
         return;
     }
@@ -11773,9 +11776,26 @@ static void msi_set_drops(msi_greedy *w, uint32_t count) {
     }
 }
 
+/* The peak of a plan: moves have to lower it, to leave it for another peak as high or, since copies
+   fill memory that others leave, to lower what copies may fill. */
+typedef struct msi_peak {
+    uint64_t live_bytes, most_bytes;
+    uint32_t instruction;
+} msi_peak;
+
+static msi_peak msi_peak_of(const msi_greedy *w) {
+    const msi_program *p = w->scorer->program;
+    const msi_peak peak = {w->score.live_bytes, p->most_bytes, p->peak};
+    return peak;
+}
+
+static bool msi_is_lower(const msi_peak *peak, const msi_peak *old) {
+    return peak->live_bytes < old->live_bytes || peak->most_bytes < old->most_bytes ||
+           (peak->live_bytes == old->live_bytes && peak->instruction != old->instruction);
+}
+
 /* Makes `count` moves from `first` on, and takes them back unless they lower the peak. */
-static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, uint64_t old_bytes,
-                           uint32_t old_peak) {
+static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, const msi_peak *old) {
     const uint32_t old_drops = w->drops.count;
     uint64_t host_left = w->host_left;
     for (uint32_t i = first; i < first + count; i++) {
@@ -11784,8 +11804,8 @@ static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, uint64
         }
     }
     w->score = msi_search_estimate(w->search, w->decisions);
-    const bool lower = w->score.live_bytes < old_bytes ||
-                       (w->score.live_bytes == old_bytes && w->scorer->program->peak != old_peak);
+    const msi_peak now = msi_peak_of(w);
+    const bool lower = msi_is_lower(&now, old);
     if (!lower) {
         msi_set_drops(w, old_drops);
     }
@@ -11796,8 +11816,7 @@ static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, uint64
    makes several at a time, and fewer where that does not help, so that the number of tries does not
    grow with the graph. False at the end of the list. */
 static bool msi_next_plan(msi_greedy *w) {
-    const uint64_t old_bytes = w->score.live_bytes;
-    const uint32_t old_peak = w->scorer->program->peak;
+    const msi_peak old = msi_peak_of(w);
     msi_find_moves(w);
     uint32_t batch = 1 + w->moves.count / w->batch_share;
     uint32_t first = 0;
@@ -11805,7 +11824,7 @@ static bool msi_next_plan(msi_greedy *w) {
          tries++) {
         w->tries_left--;
         batch = batch < w->moves.count - first ? batch : w->moves.count - first;
-        if (msi_make_moves(w, first, batch, old_bytes, old_peak)) {
+        if (msi_make_moves(w, first, batch, &old)) {
             return true;
         }
         first += batch == 1;
