@@ -12020,21 +12020,23 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
     }
 }
 
-/* The lists of plans that move something to the host: what they may move, and whether they begin
-   with all of that moved. Lists that may do less are not always slower: greedy moves cannot see
-   what becomes of the link. */
+/* The lists of plans that move something to the host: what they may move, how many times as fine
+   the steps from plan to plan are, and whether they begin with all of that moved. Lists that may do
+   less are not always slower: greedy moves cannot see what becomes of the link. */
 static const struct {
     uint32_t moves;
+    uint8_t fineness;
     bool begins_moved;
     uint8_t room;
-    uint8_t in_place;                   // MSI_IN_PLACE: updates use state on the host where it is
-} msi_move_lists[] = {{0, false, 1, 0}, // only what is forced
-                      {0, false, 4, 0},
-                      {MSI_MOVES_STATE, false, 1, 0},
-                      {MSI_MOVES_VALUE | MSI_MOVES_STATE, false, 1, 0},
-                      {MSI_MOVES_ALL | MSI_MOVES_MADE, false, 1, 0},
-                      {MSI_MOVES_ALL | MSI_MOVES_MADE, true, 0, 0},
-                      {MSI_MOVES_ALL | MSI_MOVES_MADE, true, 0, MSI_IN_PLACE}};
+    uint8_t in_place; // MSI_IN_PLACE: updates use state on the host where it is
+} msi_move_lists[] = {{0, 1, false, 1, 0}, // only what is forced
+                      {0, 1, false, 4, 0},
+                      {MSI_MOVES_STATE, 1, false, 1, 0},
+                      {MSI_MOVES_VALUE | MSI_MOVES_STATE, 1, false, 1, 0},
+                      {MSI_MOVES_VALUE | MSI_MOVES_STATE, 2, false, 1, 0},
+                      {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, false, 1, 0},
+                      {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, true, 0, 0},
+                      {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, true, 0, MSI_IN_PLACE}};
 
 /* Moves all that may be moved of params. */
 static void msi_move_params(msi_greedy *w, uint8_t in_place) {
@@ -12076,13 +12078,16 @@ static void msi_search_offloading(msi_search *s) {
             msi_decide_base(s->scorer, s->early, w.decisions);
             w.decisions[s->scorer->graph->tensors.count].room = msi_move_lists[k].room;
             w.try_limit = MSI_OFFLOAD_TRIES;
+            w.batch_share *= msi_move_lists[k].fineness;
             if (msi_move_lists[k].begins_moved) {
                 (void)msi_search_estimate(s, w.decisions);
                 msi_find_host_left(&w);
                 msi_move_params(&w, msi_move_lists[k].in_place);
             }
             w.score = msi_search_estimate(s, w.decisions);
-            msi_search_whole(&w);
+            if (!msi_move_lists[k].begins_moved || !s->fits || w.score.us <= s->best_score.us) {
+                msi_search_whole(&w); // drops alone rarely make a plan faster
+            }
         }
         msi_greedy_free(&w);
     }
