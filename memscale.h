@@ -1329,7 +1329,8 @@ MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text
 /* The smallest budget that ms_wrap would accept with the present switches (with auto_policy, in any
    mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap, except BUDGET.
    One byte less is refused. A larger budget never makes the predicted step slower, and a smaller
-   one never makes the arena larger. */
+   one never makes the arena larger; with offloading, where times rise and fall along the plans that
+   are tried, the first holds within about 2 %. */
 MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
 /* Decides, lowers, lays out and allocates. May be called again between steps or micro-batches,
@@ -1509,7 +1510,7 @@ MEMSCALE_API_CHECKED ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *
 
 /* Calls visit for the events of a program, in the order in which they are enqueued. A framework
    that runs the plan itself learns from them what to compute where, and what can be freed
-   afterwards. Errors: INVALID, ORDER (no plan yet). */
+   afterwards. Errors: INVALID, ORDER (no plan yet), OUT_OF_MEMORY (then it calls nothing). */
 MEMSCALE_API_CHECKED ms_result ms_visit_events(const ms_model *model, ms_program program,
                                                ms_event_fn visit, void *user);
 
@@ -2637,12 +2638,13 @@ typedef enum msi_cost {
 } msi_cost;
 
 /* The properties of an op: its name; the kind of its events; what determines its time; how often it
-   passes over the bytes of its first operand, reads and writes together; the stream that it runs
-   on; the phase of the callback that it calls, or COUNT; a mask of the operands that it only reads,
-   of an op that calls none. A copy has targets and sources in turn: those of its tensor that move
-   together. Between a copy on its own stream and the next use of any operand is a WAIT. RECOMPUTE
-   calls the recompute callback of a layer or, without one, forward; REPEAT calls forward although
-   there is one, since what it reads has been dropped. NOTHING is no event. */
+   passes over the bytes of its first operand (a copy: of all targets), reads and writes together;
+   the stream that it runs on; the phase of the callback that it calls, or COUNT; a mask of the
+   operands that it only reads, of an op that calls none. A copy has targets and sources in turn:
+   those of its tensor that move together. Between a copy on its own stream and the next use of any
+   operand is a WAIT. RECOMPUTE calls the recompute callback of a layer or, without one, forward;
+   REPEAT calls forward although there is one, since what it reads has been dropped. NOTHING is no
+   event. */
 #define MSI_OPS(X)                                                                                 \
     X(FORWARD, "forward", FORWARD, FORWARD, 0, COMPUTE, FORWARD, 0)                                \
     X(RECOMPUTE, "recompute", RECOMPUTE, RECOMPUTE, 0, COMPUTE, RECOMPUTE, 0)                      \
@@ -2731,7 +2733,7 @@ typedef struct msi_norm {
     float scale;
 } msi_norm;
 
-/* A block of memory: that of one live range, or of several that alias one another. */
+/* A block of memory: that of one live range, or of several that alias one another or are packed. */
 typedef struct msi_block {
     uint64_t bytes;
     uint64_t offset;
@@ -2752,8 +2754,8 @@ typedef struct msi_program {
     uint32_t loss, norm;         // ranges of the loss, and of the norm or MSI_NONE
     uint32_t peak;               // the instruction with the most live bytes
     uint64_t peak_bytes, height; // live bytes there; bytes that the layout takes
-    uint64_t most_bytes;         // live bytes, residents too, that copies under way may come to
     uint64_t host_height;        // the same on the host
+    uint64_t most_bytes;         // live bytes, residents too, that copies under way may bring it to
     uint64_t resident_bytes;     // of the residents that the decisions leave on the device
     uint64_t home_bytes;         // of those on the host
     uint64_t sent_bytes;         // of all transient values on the host, one beside the other
@@ -8019,16 +8021,23 @@ static uint32_t msi_update_operands(msi_lowering *w, uint32_t param, msi_update_
     return count;
 }
 
-/* Whether an operand of an update moves with the one before it, in one copy: both are state. */
-static bool msi_moves_along(const msi_update_operand *list, uint32_t k) {
-    return k > 3 && list[k].home != MSI_NONE && list[k - 1].home != MSI_NONE;
+/* The operands that a copy only reads are in a mask of 8 bits. */
+typedef char msi_state_fits_in_a_copy[2 * MS_LIMIT_OPTIMIZER_STATE <= 8 ? 1 : -1];
+
+/* Whether an operand of an update moves with the one before it, in one copy: both are state, and lie
+   together on the host. */
+static bool msi_moves_along(const msi_lowering *w, const msi_update_operand *list, uint32_t k) {
+    const msi_resident *residents = w->store->residents.items;
+    return k > 3 && list[k].home != MSI_NONE && list[k - 1].home != MSI_NONE &&
+           !residents[list[k].home].borrowed && !residents[list[k - 1].home].borrowed;
 }
 
-/* Copies a part of operand k of an update from the host. */
+/* Copies a part of operand k of an update from the host: along with the one before it, whose copy is
+   the last instruction then, or by itself. */
 static void msi_fetch_part(msi_lowering *w, uint32_t param, msi_update_operand *list, uint32_t k,
                            uint32_t part, uint32_t part_count) {
     msi_update_operand *o = &list[k];
-    const bool along = msi_moves_along(list, k);
+    const bool along = msi_moves_along(w, list, k);
     const msi_role role = (msi_role)w->program->ranges.items[o->home].role;
     const msi_part piece =
         msi_part_of(w->graph->tensors.items[param].bytes, part, part_count > 1 ? part_count : 0);
@@ -8065,7 +8074,7 @@ static void msi_lower_update_part(msi_lowering *w, uint32_t param, msi_update_op
     }
     for (uint32_t k = 0; k < count; k++) {
         if (list[k].home != MSI_NONE && (k != 1 || msi_returns_gradient(w, list[k].home))) {
-            if (!msi_moves_along(list, k)) {
+            if (!msi_moves_along(w, list, k)) {
                 msi_emit(w, MSI_OP_COPY, param);
                 msi_set_part(w, part, part_count);
             }
@@ -8445,7 +8454,7 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
         if (i->op == MSI_OP_COPY) {
-            allowed[0] = 0;
+            memset(allowed, 0, i->operand_count);
             allowed[1] = 1;
             msi_try_alias(g, p, now, 0, allowed);
         }
@@ -8618,9 +8627,9 @@ static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_
     case MSI_COST_LINK: {
         const double link = op == (msi_op)i->op ? bytes : bytes / msi_ops[MSI_OP_COPY].passes;
         const uint32_t pairs = msi_pair_count(i);
-        const uint32_t begun =
+        const uint32_t more_launches =
             msi_lie_together(g->tensors.items[i->target].bytes, i) ? 0 : pairs - 1;
-        return begun * c->hardware.launch_us +
+        return more_launches * c->hardware.launch_us +
                (c->has_links ? msi_copy_us(c, msi_ops[op].stream, (uint64_t)link)
                              : msi_bytes_us(c, MSI_COST_COPY, 2.0 * link));
     }
@@ -8876,6 +8885,7 @@ static void msi_leave_out(msi_scheduling *s) {
         }
         if (t->needed <= before->last + 1 ||
             msi_hold(s, before->last + 1, t->needed, msi_device_bytes(s, t))) {
+            MEMSCALE_ASSERT(s->program->instructions.items[t->instruction].operand_count == 2);
             t->is_left_out = true;
             s->used_for[t->device] = s->used_for[before->device];
         }
@@ -10721,6 +10731,7 @@ static void msi_simulate(const msi_graph *g, const msi_costs *costs, const msi_s
     p->activation_peak_bytes = p->live_bytes.items[msi_sum_live(p, residents, true)];
     p->peak = msi_sum_live(p, residents, false);
     p->peak_bytes = p->live_bytes.items[p->peak];
+    p->most_bytes = msi_larger(p->most_bytes, p->resident_bytes + p->peak_bytes);
     msi_time_program(g, costs, store, p);
 }
 
@@ -10904,7 +10915,8 @@ static msi_score msi_score_of(const msi_scorer *s, const msi_tensor_decision *de
    fits where that one does not. The fastest plan of a fixed list that fits, with ties broken by a
    fixed order, has both properties, and so has the best of the plans of several searches. Nothing
    else about plans needs to be known for ms_wrap to keep its promise; the order of tries, and what
-   is skipped because it cannot win, make no difference. */
+   is skipped because it cannot win, make no difference. The lists of plans that move something keep
+   both only nearly: see msi_search_offloading. */
 typedef struct msi_search {
     const msi_scorer *scorer;
     uint64_t budget, enough;   // no layout need be smaller than `enough`
@@ -11116,7 +11128,7 @@ static void msi_decide_base(const msi_scorer *s, bool early, msi_tensor_decision
    budget only says where to stop: at the first plan that fits. A plan that is faster than one
    before it does not count. The list begins with the plain plan, plus what is forced; next, if that
    is allowed, is the plan that updates params inside backward; each plan after these drops some
-   more values than the one before, and has no more live bytes. */
+   more values than the one before, and has no more live bytes, copies under way apart. */
 
 enum {
     MSI_PRICE_LIMIT = 64,
@@ -11328,6 +11340,7 @@ typedef struct msi_greedy {
     msi_link_load load;            // of the plan at hand
     uint64_t host_left;            // bytes that it leaves of the host's memory
     uint32_t batch_share;          // of the moves are made at once
+    bool was_coarse;               // more than one was
     uint32_t try_limit;            // for a plan of the list
     uint32_t tries_left;           // for all of them
 } msi_greedy;
@@ -11577,10 +11590,10 @@ static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
     const uint32_t t = msi_action_tensor(of->key), move = of->key >> MSI_ACTION_SHIFT;
     const msi_link_load *load = &w->load;
     const msi_costs *costs = w->scorer->costs;
-    const uint32_t copies = move == MSI_MOVES_STATE ? msi_states_of(w->scorer) : 1;
+    const uint32_t copies = move == MSI_MOVES_STATE ? msi_states_of(w->scorer) : 1; // in one
     const uint64_t bytes = w->graph->tensors.items[t].bytes;
-    const double in_us = copies * msi_copy_us(costs, MS_STREAM_TO_DEVICE, bytes);
-    const double out_us = copies * msi_copy_us(costs, MS_STREAM_TO_HOST, bytes);
+    const double in_us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, copies * bytes);
+    const double out_us = msi_copy_us(costs, MS_STREAM_TO_HOST, copies * bytes);
     const uint32_t uses[] = {load->first_use[t], load->last_use[t], load->update[t]};
     double us = 0.0;
     if (w->graph->tensors.items[t].kind != MSI_KIND_PARAM) {
@@ -11776,8 +11789,9 @@ static void msi_set_drops(msi_greedy *w, uint32_t count) {
     }
 }
 
-/* The peak of a plan: moves have to lower it, to leave it for another peak as high or, since copies
-   fill memory that others leave, to lower what copies may fill. */
+/* The peak of a plan: moves have to lower it, to leave it for another peak as high, or to lower what
+   copies may fill. The latter alone may raise the peak for now: what a move frees is filled by copies
+   that are issued earlier, up to that bound, which every such move lowers further. */
 typedef struct msi_peak {
     uint64_t live_bytes, most_bytes;
     uint32_t instruction;
@@ -11824,6 +11838,7 @@ static bool msi_next_plan(msi_greedy *w) {
          tries++) {
         w->tries_left--;
         batch = batch < w->moves.count - first ? batch : w->moves.count - first;
+        w->was_coarse |= batch > 1;
         if (msi_make_moves(w, first, batch, &old)) {
             return true;
         }
@@ -12063,15 +12078,18 @@ static bool msi_is_list_of_use(const msi_search *s, int number) {
            (s->scorer->costs->maps_host || !msi_move_lists[number].in_place);
 }
 
-/* Searches for plans that move something to the host. */
+/* Searches for plans that move something to the host. What is at hand when a list begins to be
+   tried depends on the budget: a list that begins with all moved is left out if it begins slower
+   than a plan that fits, since drops alone seldom make a plan faster. */
 static void msi_search_offloading(msi_search *s) {
     const uint32_t techniques = s->techniques;
     const int count = sizeof msi_move_lists / sizeof msi_move_lists[0];
+    bool coarse = false; // the list before made several moves at a time: a finer one differs
     s->techniques |= MSI_OFFLOADING;
     for (int k = 0; k < count && !msi_is_short(s->scorer) && !(s->any && s->fits); k++) {
         msi_greedy w;
         s->moves = msi_move_lists[k].moves;
-        if (!msi_is_list_of_use(s, k)) {
+        if (!msi_is_list_of_use(s, k) || (msi_move_lists[k].fineness > 1 && !coarse)) {
             continue;
         }
         if (msi_greedy_init(&w, s)) {
@@ -12086,8 +12104,9 @@ static void msi_search_offloading(msi_search *s) {
             }
             w.score = msi_search_estimate(s, w.decisions);
             if (!msi_move_lists[k].begins_moved || !s->fits || w.score.us <= s->best_score.us) {
-                msi_search_whole(&w); // drops alone rarely make a plan faster
+                msi_search_whole(&w);
             }
+            coarse = w.was_coarse;
         }
         msi_greedy_free(&w);
     }
@@ -15471,10 +15490,10 @@ static double msi_copies_us(const msi_review *r, uint32_t tensor, uint32_t move)
     const ms_model *m = r->model;
     const msi_tensor *t = &m->graph.tensors.items[tensor];
     const bool weight = t->kind == MSI_KIND_PARAM && move == MSI_MOVES_VALUE;
-    const double count = move == MSI_MOVES_STATE ? msi_state_count(&m->optimizer) : 1.0;
-    const double in_us = msi_copy_us(&m->costs, MS_STREAM_TO_DEVICE, t->bytes);
-    const double out_us = msi_copy_us(&m->costs, MS_STREAM_TO_HOST, t->bytes);
-    return count * ((weight ? 2.0 : 1.0) * in_us + (weight && !msi_learns(t) ? 0.0 : out_us));
+    const uint32_t count = move == MSI_MOVES_STATE ? msi_state_count(&m->optimizer) : 1;
+    const double in_us = msi_copy_us(&m->costs, MS_STREAM_TO_DEVICE, count * t->bytes);
+    const double out_us = msi_copy_us(&m->costs, MS_STREAM_TO_HOST, count * t->bytes);
+    return (weight ? 2.0 : 1.0) * in_us + (weight && !msi_learns(t) ? 0.0 : out_us);
 }
 
 /* Bytes of the arena that it takes to have something that can be moved there, by the bit of what it
@@ -19907,6 +19926,7 @@ typedef struct msi_walk {
     const msi_program *program;
     ms_event_fn visit;
     void *user;
+    ms_event_operand *operands; // room for those of any instruction
     uint32_t now;
     const msi_instruction *instruction; // the present one, at `now`
     double start_us, duration_us;       // of the instruction
@@ -19916,13 +19936,14 @@ typedef struct msi_walk {
 } msi_walk;
 
 static void msi_walk_start(msi_walk *w, const ms_model *m, const msi_program *p, ms_event_fn visit,
-                           void *user) {
+                           void *user, ms_event_operand *operands) {
     const msi_store *store = m->run.store;
     memset(w, 0, sizeof *w);
     w->model = m;
     w->program = p;
     w->visit = visit;
     w->user = user;
+    w->operands = operands;
     w->live_bytes_of[MS_CATEGORY_WORKSPACE] = store->reserved_bytes;
     for (uint32_t k = 0; k < store->residents.count; k++) {
         uint64_t *of = msi_is_on_host(store, p, k) ? w->host_bytes_of : w->live_bytes_of;
@@ -19975,7 +19996,7 @@ static void msi_report_host(const ms_model *m, ms_memory_report *r) {
         plan->eval.host_height > plan->train.host_height ? &plan->eval : &plan->train;
     uint64_t most = 0;
     msi_walk w;
-    msi_walk_start(&w, m, p, NULL, NULL);
+    msi_walk_start(&w, m, p, NULL, NULL, NULL);
     memcpy(r->host_bytes_of, w.host_bytes_of, sizeof r->host_bytes_of);
     for (w.now = 0; w.now < p->instructions.count && p->host_height > 0; w.now++) {
         w.instruction = &p->instructions.items[w.now];
@@ -20102,14 +20123,14 @@ static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k, bool wh
 
 /* The operands of the present instruction, or only those that are dead after it. Returns their
    count. */
-static uint32_t msi_event_operands(const msi_walk *w, bool dead_only, ms_event_operand *operands) {
+static uint32_t msi_event_operands(const msi_walk *w, bool dead_only) {
     const msi_operand *all = w->program->operands.items + w->instruction->operand_first;
     uint32_t count = 0;
-    for (uint32_t k = 0; k < w->instruction->operand_count && count <= MSI_MAX_VIEWS; k++) {
+    for (uint32_t k = 0; k < w->instruction->operand_count; k++) {
         const msi_range *range = msi_walk_range(w, k);
         if (dead_only ? range && range->last == w->now && !range->aliased && !range->outlives
                       : all[k].range != MSI_NONE) {
-            operands[count++] = msi_event_operand(w, k, dead_only);
+            w->operands[count++] = msi_event_operand(w, k, dead_only);
         }
     }
     return count;
@@ -20137,8 +20158,8 @@ static void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
     const ms_model *m = w->model;
     const msi_instruction *i = w->instruction;
     const bool drops = kind == MS_EVENT_DROP;
-    ms_event_operand operands[MSI_MAX_VIEWS + 1];
-    const uint32_t count = msi_event_operands(w, drops, operands);
+    const ms_event_operand *operands = w->operands;
+    const uint32_t count = msi_event_operands(w, drops);
     if (drops && count == 0) {
         return;
     }
@@ -20230,9 +20251,10 @@ static void msi_visit_verdict(const msi_walk *w) {
     }
 }
 
-static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit, void *user) {
+static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit, void *user,
+                      ms_event_operand *operands) {
     msi_walk w;
-    msi_walk_start(&w, m, p, visit, user);
+    msi_walk_start(&w, m, p, visit, user, operands);
     msi_visit_inputs(&w);
     for (w.now = 0; w.now < p->instructions.count; w.now++) {
         w.instruction = &p->instructions.items[w.now];
@@ -20248,6 +20270,16 @@ static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit
             msi_visit_verdict(&w);
         }
     }
+}
+
+/* The most operands that an instruction has. */
+static uint32_t msi_most_operands(const msi_program *p) {
+    uint32_t most = 1;
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const uint32_t count = p->instructions.items[now].operand_count;
+        most = count > most ? count : most;
+    }
+    return most;
 }
 
 /* The layer that an instruction runs, or none. */
@@ -20771,13 +20803,22 @@ MEMSCALE_API ms_result ms_visit_events(const ms_model *model, ms_program program
                                        void *user) {
     const ms_result result =
         msi_check_planned(model, visit && (unsigned)program <= MS_PROGRAM_EVAL);
-    if (result == MS_RESULT_OK) {
-        const msi_plan *plan = model->run.plan;
-        const char *outer = msi_enter(model, "ms_visit_events");
-        msi_visit(model, program == MS_PROGRAM_TRAIN ? &plan->train : &plan->eval, visit, user);
-        msi_leave(model, outer);
+    if (result != MS_RESULT_OK) {
+        return result;
     }
-    return result;
+    const msi_plan *plan = model->run.plan;
+    const msi_program *p = program == MS_PROGRAM_TRAIN ? &plan->train : &plan->eval;
+    const uint64_t bytes = msi_most_operands(p) * (uint64_t)sizeof(ms_event_operand);
+    ms_event_operand *operands =
+        (ms_event_operand *)msi_alloc_zeroed(&model->config.allocator, bytes);
+    if (!operands) {
+        return MS_RESULT_OUT_OF_MEMORY;
+    }
+    const char *outer = msi_enter(model, "ms_visit_events");
+    msi_visit(model, p, visit, user, operands);
+    msi_leave(model, outer);
+    msi_release(&model->config.allocator, operands, bytes);
+    return MS_RESULT_OK;
 }
 
 MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number) {
@@ -21423,6 +21464,15 @@ typedef struct msi_trace {
     uint64_t host_counted;               // likewise on the host
 } msi_trace;
 
+/* Bytes that an event writes, other than a callback. */
+static uint64_t msi_written_bytes(const ms_event *event) {
+    uint64_t bytes = 0;
+    for (uint32_t k = 0; k < event->operand_count; k++) {
+        bytes += event->operands[k].is_written ? event->operands[k].bytes : 0;
+    }
+    return bytes;
+}
+
 /* An event as a slice of the track of its stream. */
 static void msi_trace_slice(const msi_printer *out, int process, const ms_event *event) {
     const bool measured = process == MSI_TRACE_MEASURED;
@@ -21443,7 +21493,7 @@ static void msi_trace_slice(const msi_printer *out, int process, const ms_event 
         msi_print(out, ",\"instruction\":%u,\"live_bytes\":%llu", (unsigned)event->index,
                   (unsigned long long)event->live_bytes);
         if (event->stream != MS_STREAM_COMPUTE) {
-            msi_print(out, ",\"bytes\":%llu", (unsigned long long)event->operands[0].bytes);
+            msi_print(out, ",\"bytes\":%llu", (unsigned long long)msi_written_bytes(event));
         }
         if (event->part_count > 0) {
             msi_print(out, ",\"part\":\"%u of %u\"", (unsigned)event->part + 1,

@@ -1441,6 +1441,69 @@ static void reports_tell_what_is_moved(void **state) {
     assert_true(moving > 8 && hidden > 0);
 }
 
+static int no_callback(const ms_call *call) {
+    (void)call;
+    return 0;
+}
+
+static int no_update(const ms_update_args *args) {
+    (void)args;
+    return 0;
+}
+
+static void find_longest(const ms_event *event, void *user) {
+    uint32_t *most = (uint32_t *)user;
+    const bool moves = event->kind == MS_EVENT_COPY_IN || event->kind == MS_EVENT_COPY_OUT ||
+                       event->kind == MS_EVENT_WAIT;
+    assert_true(!moves || event->operand_count % 2 == 0);
+    most[0] = moves && event->operand_count > most[0] ? event->operand_count : most[0];
+    most[1] += event->kind == MS_EVENT_COPY_OUT && event->operand_count == 8;
+}
+
+/* On a slow link to the host one wait may be for more values than a layer can have. */
+static void a_wait_may_be_for_any_number_of_copies(void **state) {
+    (void)state;
+    enum { LAYERS = 80, ROWS = 256, COLS = 16 };
+    ms_hardware hardware = gpu_hardware(1000.0);
+    ms_optimizer_desc optimizer;
+    ms_config config = t_config();
+    ms_model *m;
+    t_text trace = {NULL, 0};
+    uint32_t most[2] = {0, 0};
+    hardware.to_host_gb_per_s = 1e-6;
+    config.dry_run = true;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    memset(&optimizer, 0, sizeof optimizer);
+    optimizer.kind = MS_OPTIMIZER_CUSTOM;
+    optimizer.update = no_update;
+    optimizer.state_count = MS_LIMIT_OPTIMIZER_STATE;
+    ms_set_optimizer(m, &optimizer);
+    ms_set_hardware(m, &hardware);
+    ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(ROWS, COLS));
+    for (int i = 0; i < LAYERS; ++i) {
+        ms_layer_desc d;
+        memset(&d, 0, sizeof d);
+        d.name = "linear";
+        d.forward = d.backward = no_callback;
+        d.in[0] = x;
+        d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape2(COLS, COLS));
+        d.out[0] = x = ms_activation(m, "y", MS_DTYPE_F32, ms_shape2(ROWS, COLS));
+        ms_register_layer(m, &d);
+        ms_set_tensor_technique(m, ms_optimizer_state(m, d.param[0], 0), MS_TECHNIQUE_OFFLOADING,
+                                MS_SWITCH_ON);
+    }
+    ms_set_loss(m, x);
+    t_ok(m, ms_wrap(m));
+    t_ok(m, ms_visit_events(m, MS_PROGRAM_TRAIN, find_longest, most));
+    assert_true(most[0] > MSI_MAX_VIEWS + 1);
+    assert_int_equal(most[1], LAYERS); // all state of a param at once
+    t_ok(m, ms_print_trace(m, t_append, &trace));
+    assert_non_null(strstr(trace.data, "\"op\":\"copy out\""));
+    assert_non_null(strstr(trace.data, "\"bytes\":4096")); // of four tensors of 1 KiB
+    free(trace.data);
+    ms_destroy(m);
+}
+
 /* The row of a layer in a listing. */
 static const char *row_of(const char *text, const char *name) {
     const char *table = strstr(text, "\nlayer ");
@@ -2273,6 +2336,7 @@ int main(void) {
                                        cmocka_unit_test(the_listing_explains),
                                        cmocka_unit_test(techniques_share_what_they_free),
                                        cmocka_unit_test(reports_tell_what_is_moved),
+                                       cmocka_unit_test(a_wait_may_be_for_any_number_of_copies),
                                        cmocka_unit_test(refused_rows_have_numbers),
                                        cmocka_unit_test(equal_blocks_are_one_entry),
                                        cmocka_unit_test(blocks_are_found_anywhere),
