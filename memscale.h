@@ -8334,17 +8334,39 @@ static void msi_lower_updates(msi_lowering *w) {
     }
 }
 
-/* Drops the copies of state that no recomputation needed. */
+/* Ends a live range at its last use before an instruction. */
+static void msi_end_before(msi_program *p, msi_range *range, uint32_t number, uint32_t now) {
+    for (range->last = range->first; now-- > range->first;) {
+        const msi_instruction *i = &p->instructions.items[now];
+        for (uint32_t k = 0; k < i->operand_count; k++) {
+            if (p->operands.items[i->operand_first + k].range == number) {
+                range->last = now;
+                return;
+            }
+        }
+    }
+}
+
+/* Drops the copies of state that no recomputation needed, and those to the host of what no backward
+   that is run reads. */
 static void msi_drop_unused_copies(const msi_lowering *w) {
     msi_program *p = w->program;
     for (uint32_t now = 0; now < p->forward_end && now < p->instructions.count; now++) {
         msi_instruction *i = &p->instructions.items[now];
-        if (i->op == MSI_OP_COPY) {
-            msi_range *range = &p->ranges.items[p->operands.items[i->operand_first].range];
-            const bool unused = range->role == MSI_ROLE_SNAPSHOT && range->last == now;
-            i->op = (uint8_t)(unused ? MSI_OP_NOTHING : MSI_OP_COPY);
-            range->bytes = unused ? 0 : range->bytes;
+        const msi_operand *ends = p->operands.items + i->operand_first;
+        msi_range *target = i->op == MSI_OP_COPY ? &p->ranges.items[ends[0].range] : NULL;
+        const uint32_t source = target ? ends[1].range : MSI_NONE;
+        if (!target || target->last != now || ends[0].range < w->store->residents.count ||
+            !(target->role == MSI_ROLE_SNAPSHOT || target->on_host)) {
+            continue;
         }
+        if (source >= w->store->residents.count && p->ranges.items[source].last == now) {
+            msi_end_before(p, &p->ranges.items[source], source, now);
+        }
+        p->sent_bytes -= target->role == MSI_ROLE_VALUE ? msi_align(target->bytes) : 0;
+        target->bytes = 0;
+        i->op = (uint8_t)MSI_OP_NOTHING;
+        i->operand_count = 0;
     }
 }
 
