@@ -13947,6 +13947,7 @@ typedef struct msi_ordering {
     msi_access *accesses;
     uint32_t *access_first;        // per instruction, and of the end
     uint32_t *copies[2], count[2]; // by direction: the instructions of its copies
+    uint8_t *relied_on;            // per instruction: others need that it follows what is computed
     uint64_t bytes;                // of all these
 } msi_ordering;
 
@@ -13984,7 +13985,8 @@ static bool msi_ordering_init(msi_ordering *o) {
     const msi_program *p = o->program;
     const uint64_t count = p->instructions.count + 1ull;
     uint32_t used = 0;
-    o->bytes = p->operands.count * (uint64_t)sizeof(msi_access) + 3 * count * sizeof(uint32_t);
+    o->bytes = p->operands.count * (uint64_t)sizeof(msi_access) + 3 * count * sizeof(uint32_t) +
+               count * sizeof(uint8_t);
     o->accesses = (msi_access *)msi_alloc_zeroed(o->allocator, o->bytes);
     if (!o->accesses) {
         return false;
@@ -13992,6 +13994,7 @@ static bool msi_ordering_init(msi_ordering *o) {
     o->access_first = (uint32_t *)(void *)(o->accesses + p->operands.count);
     o->copies[0] = o->access_first + count;
     o->copies[1] = o->copies[0] + count;
+    o->relied_on = (uint8_t *)(o->copies[1] + count);
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
         if (i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT) {
@@ -14179,27 +14182,47 @@ static bool msi_must_follow(const msi_ordering *o, bool is_in, uint32_t first, u
     return false;
 }
 
+/* The instruction of the last copy of a direction, of those before number `end`, that follows what
+   is computed. */
+static uint32_t msi_last_to_follow(const msi_ordering *o, bool is_in, uint32_t end) {
+    while (end > 0 && !o->program->instructions.items[o->copies[is_in][end - 1]].follows) {
+        end--;
+    }
+    return end > 0 ? o->copies[is_in][end - 1] : MSI_NONE;
+}
+
 /* Takes out that copies of a direction follow what is computed, where that orders nothing. The
-   first one follows what was enqueued before the program. What the host has awaited, all copies run
-   after. */
+   first one follows what was enqueued before the program. What the host has awaited, and what that
+   has followed, all copies run after. */
 static void msi_drop_follows(const msi_ordering *o, bool is_in) {
     msi_program *p = o->program;
     const uint32_t *copies = o->copies[is_in], count = o->count[is_in];
-    uint32_t since = MSI_NONE, known = 0, awaited = 0;
+    uint32_t since = MSI_NONE, relies_on = MSI_NONE, known = 0, awaited = 0;
     uint32_t wait = msi_next_wait(p, 0, !is_in);
     for (uint32_t k = 0, end; k < count; k = end) {
         for (; wait < copies[k]; wait = msi_next_wait(p, wait + 1, !is_in)) {
             awaited = msi_awaited_by(o, wait, awaited);
-            known = msi_waits_on_host(o, &p->instructions.items[wait]) ? awaited : known;
+            if (msi_waits_on_host(o, &p->instructions.items[wait])) {
+                const uint32_t last = msi_last_to_follow(o, !is_in, awaited);
+                known = awaited;
+                if (since != MSI_NONE && last != MSI_NONE && last > since) {
+                    since = relies_on = last;
+                }
+            }
         }
         for (end = k + 1; end < count && !p->instructions.items[copies[end]].follows;) {
             end++;
         }
-        if (since != MSI_NONE && !msi_must_follow(o, is_in, k, end, since, known, awaited)) {
+        if (since != MSI_NONE && !o->relied_on[copies[k]] &&
+            !msi_must_follow(o, is_in, k, end, since, known, awaited)) {
             p->instructions.items[copies[k]].follows = false;
+            if (relies_on != MSI_NONE) {
+                o->relied_on[relies_on] = true;
+            }
         } else {
             since = copies[k];
             known = awaited;
+            relies_on = MSI_NONE;
         }
     }
 }
