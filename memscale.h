@@ -11995,9 +11995,21 @@ static uint32_t msi_take_fastest(msi_greedy *w) {
     return best;
 }
 
+/* Whether the rest of the list, each plan of which moves or drops more than the one before, is slower
+   than what fits already: a plan of another list, or by a tenth, for the layout, one of this list. */
+static bool msi_cannot_win(const msi_greedy *w, double fastest_us) {
+    const msi_program *p = w->scorer->program;
+    const double best_us = w->search->fits ? w->search->best_score.us : 1e300;
+    const double limit_us = 1.1 * fastest_us < best_us ? 1.1 * fastest_us : best_us;
+    return p->link_us[MS_STREAM_TO_DEVICE] > limit_us || p->link_us[MS_STREAM_TO_HOST] > limit_us ||
+           w->search->least_us + p->recompute_us > limit_us;
+}
+
 /* Goes through the whole list, where times rise and fall along it: copies hide, or do not. Proposes
    the fastest plan that fits, or the smallest. */
 static void msi_search_whole(msi_greedy *w) {
+    const uint64_t budget = w->search->budget;
+    double fastest_us = 1e300;
     do {
         const msi_prefix prefix = {
             w->score.live_bytes, w->scorer->program->home_bytes,
@@ -12006,7 +12018,9 @@ static void msi_search_whole(msi_greedy *w) {
         if (MSI_SCRATCH_LIST(msi_prefix, w->scorer, w->prefixes, w->prefixes.count + 1ull)) {
             w->prefixes.items[w->prefixes.count++] = prefix;
         }
-    } while (!msi_is_short(w->scorer) && msi_next_plan(w));
+        const bool fits = prefix.counts && prefix.live_bytes <= budget - budget / 64;
+        fastest_us = fits && prefix.us < fastest_us ? prefix.us : fastest_us;
+    } while (!msi_is_short(w->scorer) && !msi_cannot_win(w, fastest_us) && msi_next_plan(w));
     const uint32_t best = msi_take_fastest(w);
     if (best != MSI_NONE) {
         msi_prefix before = w->prefixes.items[best];
