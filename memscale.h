@@ -11812,8 +11812,8 @@ static void msi_set_drops(msi_greedy *w, uint32_t count) {
 }
 
 /* The peak of a plan: moves have to lower it, to leave it for another peak as high, or to lower what
-   copies may fill. The latter alone may raise the peak for now: what a move frees is filled by copies
-   that are issued earlier, up to that bound, which every such move lowers further. */
+   copies may fill. The latter alone may raise the peak: what a move frees is filled by copies that
+   are issued earlier, up to that bound, which every such move lowers further. */
 typedef struct msi_peak {
     uint64_t live_bytes, most_bytes;
     uint32_t instruction;
