@@ -439,9 +439,9 @@ sweeps() { # SOURCE: whether it asks how far to go
 host_only=' test_formats test_homes test_solver test_threads test_virtual '
 
 # Once in the quick tier, with sanitizers where memory and errors are what is tested: their sweeps are
-# longer with sanitizers too. Longer sweeps are of the release configuration: half of the full ones, which
-# MEMSCALE_TEST_SWEEP=100 asks a test program for, and all of that of test_offload. As C++11 the tests run
-# on the emulated device, or else here.
+# longer with sanitizers too. Longer sweeps are of the release configuration: a part of the full ones, which
+# MEMSCALE_TEST_SWEEP=100 asks a test program for. As C++11 the tests run on the emulated device, or else
+# here.
 sanitized=' test_api test_memory test_profile test_validate '
 group 'tests'
 for source in tests/test_*.c; do
@@ -449,7 +449,11 @@ for source in tests/test_*.c; do
     case $name in test_cuda*) continue ;; esac
     sanitize="run_test sanitize build/sanitize/tests/$name"
     sweeps "$source" && length=', longer sweeps' || length=
-    [ $name = test_offload ] && share=100 || share=50
+    case $name in
+    test_offload) share=100 ;;
+    test_solver) share=30 ;;
+    *) share=50 ;;
+    esac
     if [[ $sanitized == *" $name "* ]]; then
         check quick "$name, sanitizers" "$sanitize"
         [ -z "$length" ] || check rest "$name, sanitizers, longer sweeps" "$sanitize 80"
