@@ -2640,8 +2640,8 @@ typedef enum msi_cost {
 /* The properties of an op: its name; the kind of its events; what determines its time; how often it
    passes over the bytes of its first operand (a copy: of all targets), reads and writes together;
    the stream that it runs on; the phase of the callback that it calls, or COUNT; a mask of the
-   operands that it only reads, of an op that calls none. A copy has targets and sources in turn:
-   those of its tensor that move together. Between a copy on its own stream and the next use of any
+   operands that it only reads, of an op that calls none. A copy has targets and sources in turn: a
+   pair of each value that moves with it, of which the mask is that of the first. Between a copy on its own stream and the next use of any
    operand is a WAIT. RECOMPUTE calls the recompute callback of a layer or, without one, forward;
    REPEAT calls forward although there is one, since what it reads has been dropped. NOTHING is no
    event. */
@@ -2653,10 +2653,10 @@ typedef enum msi_cost {
     X(EVAL, "eval", EVAL, FORWARD, 0, COMPUTE, EVAL, 0)                                            \
     X(SEED, "seed", SEED, FILL, 1, COMPUTE, COUNT, 0)                                              \
     X(ZERO, "zero", ZERO, FILL, 1, COMPUTE, COUNT, 0)                                              \
-    X(COPY, "copy", COPY, COPY, 2, COMPUTE, COUNT, 0xaa)                                           \
-    X(COPY_IN, "copy in", COPY_IN, LINK, 1, TO_DEVICE, COUNT, 0xaa)                                \
-    X(COPY_OUT, "copy out", COPY_OUT, LINK, 1, TO_HOST, COUNT, 0xaa)                               \
-    X(WAIT, "wait", WAIT, NONE, 0, COMPUTE, COUNT, 0xaa)                                           \
+    X(COPY, "copy", COPY, COPY, 2, COMPUTE, COUNT, 1 << 1)                                         \
+    X(COPY_IN, "copy in", COPY_IN, LINK, 1, TO_DEVICE, COUNT, 1 << 1)                              \
+    X(COPY_OUT, "copy out", COPY_OUT, LINK, 1, TO_HOST, COUNT, 1 << 1)                             \
+    X(WAIT, "wait", WAIT, NONE, 0, COMPUTE, COUNT, 1 << 1)                                         \
     X(ADD, "add", ADD, ADD, 3, COMPUTE, COUNT, 1 << 1)                                             \
     X(NORM, "norm", NORM, SUM, 1, COMPUTE, COUNT, 1 << 0)                                          \
     X(CLIP, "clip", CLIP, SUM, 0, COMPUTE, COUNT, 0)                                               \
@@ -2689,6 +2689,16 @@ static bool msi_calls_layer(msi_op op) {
     return msi_ops[op].phase != MS_PHASE_COUNT;
 }
 
+/* Whether the operands of an op are targets and sources in turn. */
+static bool msi_has_pairs(msi_op op) {
+    return op == MSI_OP_COPY || op == MSI_OP_COPY_IN || op == MSI_OP_COPY_OUT || op == MSI_OP_WAIT;
+}
+
+/* Whether an op that calls no layer only reads operand k. */
+static bool msi_is_source(msi_op op, uint32_t k) {
+    return msi_ops[op].sources >> (msi_has_pairs(op) ? k & 1 : k) & 1;
+}
+
 /* A live range: one value in memory, from the instruction that makes it to the last that uses it.
    Those of residents (params, buffers, inputs, optimizer state) come first, one each. */
 typedef struct msi_range {
@@ -2710,6 +2720,7 @@ typedef struct msi_range {
 typedef struct msi_operand {
     uint32_t range;
     bool accumulate; // a gradient that already holds a contribution
+    bool beside;     // of a copy: on the host it lies right after that of the pair before
 } msi_operand;
 
 typedef struct msi_instruction {
@@ -2829,6 +2840,7 @@ typedef struct msi_debug {
 typedef struct msi_store {
     MSI_LIST(msi_resident) residents;
     uint32_t *resident_of; // per tensor: index of its value, whose other roles follow; or MSI_NONE
+    uint32_t *home_order, *home_at; // residents as they lie on the host, and where each is in that
     uint64_t resident_bytes, transient_bytes; // their sum is the arena
     uint64_t reserved_bytes; // the first of resident_bytes: the backend's workspace, the step
     uint64_t host_bytes, borrowed_bytes;
@@ -7132,6 +7144,10 @@ static uint64_t msi_host_room_of(const msi_store *store) {
     return store->host_bytes + store->staging_bytes + store->host_transient_bytes;
 }
 
+static uint64_t msi_order_bytes(const msi_store *store) {
+    return 2ull * store->residents.count * sizeof(uint32_t);
+}
+
 static void msi_store_free(ms_model *m, msi_store *store) {
     const ms_allocator *a = &m->config.allocator;
     const ms_backend *b = &m->config.backend;
@@ -7147,6 +7163,7 @@ static void msi_store_free(ms_model *m, msi_store *store) {
     }
     msi_host_release(m, store->host, msi_host_room_of(store));
     msi_debug_free(m, store->debug);
+    msi_release(a, store->home_order, msi_order_bytes(store));
     MSI_LIST_FREE(msi_resident, a, store->residents);
     msi_release(a, store->resident_of, m->graph.tensors.count * sizeof(uint32_t));
     msi_release(a, store, sizeof *store);
@@ -7238,6 +7255,80 @@ static bool msi_list_residents(ms_model *m, msi_store *store) {
     return true;
 }
 
+/* Params of a layer move in one copy, unless they are many, or two of them are not small: a copy of
+   so many bytes takes hardly longer than to launch it. */
+enum { MSI_MOST_TOGETHER = 8, MSI_SMALL_BYTES = 1 << 16 };
+
+/* Whether a param moves along with `count` others that have so many bytes together. */
+static bool msi_goes_along(uint32_t count, uint64_t others, uint64_t bytes) {
+    return count > 0 && count < MSI_MOST_TOGETHER &&
+           (others <= MSI_SMALL_BYTES || bytes <= MSI_SMALL_BYTES);
+}
+
+/* The residents that have no place yet in the order in which homes lie on the host. */
+typedef struct msi_homes {
+    msi_store *store;
+    uint32_t count; // that have one
+} msi_homes;
+
+static void msi_put_next(msi_homes *h, uint32_t resident) {
+    if (h->store->home_at[resident] == MSI_NONE) {
+        h->store->home_at[resident] = h->count;
+        h->store->home_order[h->count++] = resident;
+    }
+}
+
+/* Params that move together, one by one: first the values of all, then all state, then gradients. */
+static void msi_put_params(msi_homes *h, const uint32_t *params, uint32_t count) {
+    const msi_store *store = h->store;
+    for (int turn = 0; turn < 3; turn++) {
+        for (uint32_t k = 0; k < count; k++) {
+            for (uint32_t i = store->resident_of[params[k]];
+                 i < store->residents.count && store->residents.items[i].tensor == params[k]; i++) {
+                const msi_role role = store->residents.items[i].role;
+                if (turn == (role == MSI_ROLE_VALUE ? 0 : role == MSI_ROLE_GRADIENT ? 2 : 1)) {
+                    msi_put_next(h, i);
+                }
+            }
+        }
+    }
+}
+
+/* What moves together lies together on the host: the params of a layer, and what belongs to them.
+   All else follows. */
+static bool msi_order_homes(const ms_model *m, msi_store *store) {
+    const msi_graph *g = &m->graph;
+    const uint32_t residents = store->residents.count;
+    msi_homes homes = {store, 0};
+    store->home_order = (uint32_t *)msi_alloc(&m->config.allocator, msi_order_bytes(store));
+    if (!store->home_order) {
+        return residents == 0;
+    }
+    store->home_at = store->home_order + residents;
+    for (uint32_t k = 0; k < residents; k++) {
+        store->home_at[k] = MSI_NONE;
+    }
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        uint32_t together[MSI_MOST_TOGETHER], count = 0;
+        uint64_t bytes = 0;
+        for (MSI_EACH(param, g, &g->layers.items[i], MSI_GROUP_PARAM)) {
+            const uint64_t own = g->tensors.items[param.tensor].bytes;
+            if (!msi_goes_along(count, bytes, own)) {
+                msi_put_params(&homes, together, count);
+                count = 0;
+                bytes = 0;
+            }
+            together[count++] = param.tensor;
+            bytes += own;
+        }
+        msi_put_params(&homes, together, count);
+    }
+    for (uint32_t k = 0; k < residents; k++) {
+        msi_put_next(&homes, k);
+    }
+    return true;
+}
+
 /* Makes a store that has no memory yet. */
 static ms_result msi_make_store(ms_model *m, msi_store **made) {
     const ms_allocator *a = &m->config.allocator;
@@ -7249,7 +7340,7 @@ static ms_result msi_make_store(ms_model *m, msi_store **made) {
         store->resident_of = (uint32_t *)msi_alloc_zeroed(a, bytes);
         msi_reserve(m, store);
     }
-    if (store && store->resident_of && msi_list_residents(m, store)) {
+    if (store && store->resident_of && msi_list_residents(m, store) && msi_order_homes(m, store)) {
         return MS_RESULT_OK;
     }
     msi_store_free(m, store);
@@ -7288,6 +7379,20 @@ typedef struct msi_edge {
     bool accumulate; // beta is 1
 } msi_edge;
 
+/* An operand of an update: the resident on the host that it is a copy of, and where it is now. */
+typedef struct msi_update_operand {
+    uint32_t home; // MSI_NONE: it is on the device for good
+    uint32_t range;
+    bool is_fetched; // by this update, part by part
+} msi_update_operand;
+
+/* The update of a param. Its operands: the value, the gradient, the norm, and state. */
+typedef struct msi_param_update {
+    uint32_t param, parts, count;
+    msi_update_operand operands[3 + MS_LIMIT_OPTIMIZER_STATE];
+    bool moves; // an operand is copied
+} msi_param_update;
+
 typedef struct msi_lowering {
     const msi_graph *graph;
     const ms_allocator *allocator;
@@ -7316,6 +7421,9 @@ typedef struct msi_lowering {
     uint32_t slots[MSI_MAX_VALUES + MSI_MAX_SLOTS];
     msi_edge edges[MSI_MAX_EDGES];
     uint32_t edge_count;
+    msi_param_update updates[MSI_MOST_TOGETHER]; // to be emitted next
+    uint32_t update_count;
+    uint64_t update_bytes; // of their params
 } msi_lowering;
 
 static const uint32_t MSI_UNSET = UINT32_MAX - 1; // of msi_lowering.slots
@@ -7423,6 +7531,7 @@ static void msi_use(msi_lowering *w, uint32_t range, bool accumulate) {
     msi_operand *operand = &p->operands.items[p->operands.count++];
     operand->range = range;
     operand->accumulate = accumulate;
+    operand->beside = false;
     p->instructions.items[now].operand_count++;
     if (range == MSI_NONE || range < w->store->residents.count) {
         return;
@@ -7545,7 +7654,8 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     p->room = decisions[w->graph->tensors.count].room;
     w->program = p;
     w->decisions = decisions;
-    w->queue_first = w->queue_end = 0;
+    w->queue_first = w->queue_end = w->update_count = 0;
+    w->update_bytes = 0;
     w->backward = false;
     w->pass_only_count = w->recomputation = w->pass_number = 0;
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
@@ -7786,11 +7896,112 @@ static void msi_unset_slots(msi_lowering *w, const msi_layer *l) {
     }
 }
 
+/* Whether what has its home in one place can go in a copy with what has it in another: both lie in
+   the model's own memory. */
+static bool msi_can_join(const msi_lowering *w, uint32_t a, uint32_t b) {
+    const msi_resident *residents = w->store->residents.items;
+    const uint32_t count = w->store->residents.count;
+    return a < count && b < count && !residents[a].borrowed && !residents[b].borrowed &&
+           !residents[a].is_shown && !residents[b].is_shown;
+}
+
+/* Whether a home lies right after another one: what is between them in order is on the device. */
+static bool msi_lies_after(const msi_lowering *w, uint32_t home, uint32_t before) {
+    const msi_store *store = w->store;
+    const uint32_t end = store->home_at[home];
+    uint32_t at = store->home_at[before] + 1;
+    while (at < end && (!w->program->ranges.items[store->home_order[at]].on_host ||
+                        store->residents.items[store->home_order[at]].borrowed)) {
+        at++;
+    }
+    return at == end;
+}
+
+/* Makes the last instruction one for a part of its tensor. */
+static void msi_set_part(msi_lowering *w, uint32_t part, uint32_t part_count) {
+    msi_program *p = w->program;
+    if (!p->out_of_memory && part_count > 1) {
+        p->instructions.items[p->instructions.count - 1].part = (uint16_t)part;
+        p->instructions.items[p->instructions.count - 1].part_count = (uint16_t)part_count;
+    }
+}
+
+/* Appends a pair to a copy, the last instruction; `before` is the home of the pair before it. */
+static void msi_use_home(msi_lowering *w, uint32_t target, uint32_t source, uint32_t home,
+                         uint32_t before) {
+    msi_program *p = w->program;
+    const bool beside = before != MSI_NONE && !p->out_of_memory && msi_lies_after(w, home, before);
+    msi_use_both(w, target, false, source);
+    if (beside && !p->out_of_memory) {
+        p->operands.items[p->operands.count - (target == home ? 2 : 1)].beside = true;
+    }
+}
+
+/* Copies a part of a home to the device: along with what was copied from `before`, by the last
+   instruction, or by itself. Returns the range where it lands. */
+static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, uint32_t part,
+                               uint32_t part_count) {
+    msi_program *p = w->program;
+    const uint32_t t = p->ranges.items[home].tensor;
+    const msi_role role = (msi_role)p->ranges.items[home].role;
+    const msi_part piece =
+        msi_part_of(w->graph->tensors.items[t].bytes, part, part_count > 1 ? part_count : 0);
+    if (before == MSI_NONE) {
+        msi_emit(w, MSI_OP_COPY, t);
+        msi_set_part(w, part, part_count);
+    }
+    const uint32_t range = msi_new_range(w, t, role, piece.bytes);
+    if (range != MSI_NONE) {
+        p->ranges.items[range].part = (uint16_t)(part_count > 1 ? part + 1 : 0);
+        p->ranges.items[range].packed = before != MSI_NONE;
+    }
+    msi_use_home(w, range, home, home, before);
+    return range;
+}
+
+/* Copies a part of what has its home on the host back to there: along with what was copied to
+   `before`, by the last instruction, or by itself. */
+static void msi_send_home(msi_lowering *w, uint32_t home, uint32_t range, uint32_t before,
+                          uint32_t part, uint32_t part_count) {
+    if (before == MSI_NONE) {
+        msi_emit(w, MSI_OP_COPY, w->program->ranges.items[home].tensor);
+        msi_set_part(w, part, part_count);
+    }
+    msi_use_home(w, home, range, home, before);
+}
+
+/* Fetches the params that a layer reads from the host: what is small goes with others. */
+static void msi_fetch_params(msi_lowering *w, const msi_layer *l, uint32_t reads) {
+    uint32_t before = MSI_NONE, count = 0;
+    uint64_t together = 0;
+    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
+        const uint32_t t = param.tensor, home = w->away[t];
+        const uint64_t bytes = w->graph->tensors.items[t].bytes;
+        if (!(reads >> param.slot & 1) || w->value[t] != MSI_NONE || home == MSI_NONE ||
+            w->program->out_of_memory) {
+            continue;
+        }
+        if (!msi_can_join(w, home, before) || !msi_goes_along(count, together, bytes)) {
+            before = MSI_NONE;
+            count = 0;
+            together = 0;
+        }
+        w->value[t] = msi_fetch_home(w, home, before, 0, 0);
+        before = home;
+        together += bytes;
+        count++;
+    }
+}
+
 /* Fetches what a layer reads from the host. */
 static void msi_fetch_values(msi_lowering *w, msi_op op, const msi_layer *l) {
     for (int group = 0; group <= MSI_GROUP_PARAM; group++) {
         const uint32_t reads =
             op == MSI_OP_BACKWARD ? msi_reads_of(l, group) : msi_op_reads(l, op, group);
+        if (group == MSI_GROUP_PARAM) {
+            msi_fetch_params(w, l, reads);
+            continue;
+        }
         for (MSI_EACH(operand, w->graph, l, group)) {
             if (reads >> operand.slot & 1) {
                 msi_fetch(w, operand.tensor, MSI_ROLE_VALUE);
@@ -7973,22 +8184,6 @@ static void msi_lower_norm(msi_lowering *w) {
     msi_use(w, p->norm, false);
 }
 
-/* Makes the last instruction one for a part of its tensor. */
-static void msi_set_part(msi_lowering *w, uint32_t part, uint32_t part_count) {
-    msi_program *p = w->program;
-    if (!p->out_of_memory && part_count > 1) {
-        p->instructions.items[p->instructions.count - 1].part = (uint16_t)part;
-        p->instructions.items[p->instructions.count - 1].part_count = (uint16_t)part_count;
-    }
-}
-
-/* An operand of an update: the resident on the host that it is a copy of, and where it is now. */
-typedef struct msi_update_operand {
-    uint32_t home; // MSI_NONE: it is on the device for good
-    uint32_t range;
-    bool is_fetched; // by this update, part by part
-} msi_update_operand;
-
 /* Whether the update uses state on the host where it is. The trainer's own memory may be pageable,
    which a device cannot use. */
 static bool msi_is_used_on_host(const msi_lowering *w, uint32_t resident) {
@@ -7996,10 +8191,11 @@ static bool msi_is_used_on_host(const msi_lowering *w, uint32_t resident) {
     return !r->borrowed && (w->decisions[r->tensor].moves & MSI_IN_PLACE);
 }
 
-/* Lists the operands of an update: param, gradient, norm, state. Returns their number. */
-static uint32_t msi_update_operands(msi_lowering *w, uint32_t param, msi_update_operand *list) {
+/* Lists the operands of the update of a param. */
+static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_update *u) {
     const msi_store *store = w->store;
-    const uint32_t resident = store->resident_of[param];
+    const uint32_t resident = store->resident_of[param], parts = w->decisions[param].parts;
+    msi_update_operand *list = u->operands;
     const uint32_t now[] = {w->value[param], w->gradient[param], w->program->norm};
     const uint32_t homes[] = {w->away[param], w->gradient_away[param], MSI_NONE};
     uint32_t count = 0;
@@ -8018,39 +8214,13 @@ static uint32_t msi_update_operands(msi_lowering *w, uint32_t param, msi_update_
             list[count++].is_fetched = copied;
         }
     }
-    return count;
-}
-
-/* The operands that a copy only reads are in a mask of 8 bits. */
-typedef char msi_state_fits_in_a_copy[2 * MS_LIMIT_OPTIMIZER_STATE <= 8 ? 1 : -1];
-
-/* Whether an operand of an update moves with the one before it, in one copy: both are state, and lie
-   together on the host. */
-static bool msi_moves_along(const msi_lowering *w, const msi_update_operand *list, uint32_t k) {
-    const msi_resident *residents = w->store->residents.items;
-    return k > 3 && list[k].home != MSI_NONE && list[k - 1].home != MSI_NONE &&
-           !residents[list[k].home].borrowed && !residents[list[k - 1].home].borrowed;
-}
-
-/* Copies a part of operand k of an update from the host: along with the one before it, whose copy is
-   the last instruction then, or by itself. */
-static void msi_fetch_part(msi_lowering *w, uint32_t param, msi_update_operand *list, uint32_t k,
-                           uint32_t part, uint32_t part_count) {
-    msi_update_operand *o = &list[k];
-    const bool along = msi_moves_along(w, list, k);
-    const msi_role role = (msi_role)w->program->ranges.items[o->home].role;
-    const msi_part piece =
-        msi_part_of(w->graph->tensors.items[param].bytes, part, part_count > 1 ? part_count : 0);
-    if (!along) {
-        msi_emit(w, MSI_OP_COPY, param);
-        msi_set_part(w, part, part_count);
+    u->param = param;
+    u->count = count;
+    u->moves = false;
+    for (uint32_t k = 0; k < count; k++) {
+        u->moves |= list[k].home != MSI_NONE;
     }
-    o->range = msi_new_range(w, param, role, piece.bytes);
-    if (o->range != MSI_NONE) {
-        w->program->ranges.items[o->range].part = (uint16_t)(part_count > 1 ? part + 1 : 0);
-        w->program->ranges.items[o->range].packed = along;
-    }
-    msi_use_both(w, o->range, false, o->home);
+    u->parts = u->moves && parts > 1 && w->optimizer->kind != MS_OPTIMIZER_CUSTOM ? parts : 1;
 }
 
 /* Whether somebody may look at a gradient after its update, which may have changed it. */
@@ -8059,47 +8229,98 @@ static bool msi_returns_gradient(const msi_lowering *w, uint32_t home) {
            w->store->residents.items[home].borrowed;
 }
 
-/* One part of an update: what is moved is fetched before, and sent back after. */
-static void msi_lower_update_part(msi_lowering *w, uint32_t param, msi_update_operand *list,
-                                  uint32_t count, uint32_t part, uint32_t part_count) {
-    for (uint32_t k = 0; k < count && !w->program->out_of_memory; k++) {
-        if (list[k].is_fetched) {
-            msi_fetch_part(w, param, list, k, part, part_count);
-        }
-    }
-    msi_emit(w, MSI_OP_UPDATE, param);
-    msi_set_part(w, part, part_count);
-    for (uint32_t k = 0; k < count; k++) {
-        msi_use(w, list[k].range, false);
-    }
-    for (uint32_t k = 0; k < count; k++) {
-        if (list[k].home != MSI_NONE && (k != 1 || msi_returns_gradient(w, list[k].home))) {
-            if (!msi_moves_along(w, list, k)) {
-                msi_emit(w, MSI_OP_COPY, param);
-                msi_set_part(w, part, part_count);
+/* Lists what the updates at hand move, in the order of its homes: values, then state. A gradient
+   moves by itself, since it ends with the update. */
+static uint32_t msi_list_moved(msi_lowering *w, msi_update_operand **moved) {
+    uint32_t count = 0;
+    for (int state = 0; state <= 1; state++) {
+        for (uint32_t n = 0; n < w->update_count; n++) {
+            msi_param_update *u = &w->updates[n];
+            for (uint32_t k = state ? 3 : 0; k < (state ? u->count : 1); k++) {
+                if (u->operands[k].home != MSI_NONE) {
+                    moved[count++] = &u->operands[k];
+                }
             }
-            msi_use_both(w, list[k].home, false, list[k].range);
         }
+    }
+    return count;
+}
+
+/* One part of the updates at hand: what is moved is fetched before, and sent back after. */
+static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts) {
+    msi_update_operand *moved[MSI_MOST_TOGETHER * (1 + MS_LIMIT_OPTIMIZER_STATE)];
+    const uint32_t count = msi_list_moved(w, moved);
+    uint32_t before = MSI_NONE;
+    for (uint32_t n = 0; n < w->update_count; n++) {
+        msi_update_operand *gradient = &w->updates[n].operands[1];
+        if (gradient->is_fetched) {
+            gradient->range = msi_fetch_home(w, gradient->home, MSI_NONE, part, parts);
+        }
+    }
+    for (uint32_t k = 0; k < count && !w->program->out_of_memory; k++) {
+        if (moved[k]->is_fetched) {
+            before = msi_can_join(w, moved[k]->home, before) ? before : MSI_NONE;
+            moved[k]->range = msi_fetch_home(w, moved[k]->home, before, part, parts);
+            before = moved[k]->home;
+        }
+    }
+    for (uint32_t n = 0; n < w->update_count; n++) {
+        msi_emit(w, MSI_OP_UPDATE, w->updates[n].param);
+        msi_set_part(w, part, parts);
+        for (uint32_t k = 0; k < w->updates[n].count; k++) {
+            msi_use(w, w->updates[n].operands[k].range, false);
+        }
+    }
+    for (uint32_t n = 0; n < w->update_count; n++) {
+        const msi_update_operand *gradient = &w->updates[n].operands[1];
+        if (gradient->home != MSI_NONE && msi_returns_gradient(w, gradient->home)) {
+            msi_send_home(w, gradient->home, gradient->range, MSI_NONE, part, parts);
+        }
+    }
+    before = MSI_NONE;
+    for (uint32_t k = 0; k < count && !w->program->out_of_memory; k++) {
+        before = msi_can_join(w, moved[k]->home, before) ? before : MSI_NONE;
+        msi_send_home(w, moved[k]->home, moved[k]->range, before, part, parts);
+        before = moved[k]->home;
     }
 }
 
+/* Emits the updates at hand. */
+static void msi_lower_gathered(msi_lowering *w) {
+    const uint32_t parts = w->update_count > 0 ? w->updates[0].parts : 0;
+    for (uint32_t part = 0; part < parts && !w->program->out_of_memory; part++) {
+        msi_lower_update_part(w, part, parts);
+    }
+    w->update_count = 0;
+    w->update_bytes = 0;
+}
+
+/* Whether an update goes along with those at hand: what is moved for them moves in one copy. One of
+   the trainer's own may fail, and what was updated before it is sent home before. */
+static bool msi_joins_updates(const msi_lowering *w, const msi_param_update *u) {
+    const msi_tensor *tensors = w->graph->tensors.items;
+    const msi_param_update *last = w->update_count > 0 ? &w->updates[w->update_count - 1] : NULL;
+    return last && last->moves && u->moves && last->parts == 1 && u->parts == 1 &&
+           w->optimizer->kind != MS_OPTIMIZER_CUSTOM &&
+           tensors[last->param].last_gradient == tensors[u->param].last_gradient &&
+           msi_goes_along(w->update_count, w->update_bytes, tensors[u->param].bytes);
+}
+
+/* The update of a param, if it has a gradient: it is emitted with those of the same layer that
+   follow it, by msi_lower_gathered. */
 static void msi_lower_update(msi_lowering *w, uint32_t param) {
-    msi_update_operand list[3 + MS_LIMIT_OPTIMIZER_STATE];
     const msi_tensor *t = &w->graph->tensors.items[param];
+    msi_param_update u;
     if ((w->gradient[param] == MSI_NONE && w->gradient_away[param] == MSI_NONE) ||
         t->last_gradient == MSI_NONE) {
         return;
     }
-    const uint32_t count = msi_update_operands(w, param, list);
-    uint32_t parts = w->decisions[param].parts;
-    bool moves = false;
-    for (uint32_t k = 0; k < count; k++) {
-        moves |= list[k].home != MSI_NONE;
+    msi_list_update(w, param, &u);
+    if (!msi_joins_updates(w, &u)) {
+        msi_lower_gathered(w);
     }
-    parts = moves && parts > 1 && w->optimizer->kind != MS_OPTIMIZER_CUSTOM ? parts : 1;
-    for (uint32_t part = 0; part < parts && !w->program->out_of_memory; part++) {
-        msi_lower_update_part(w, param, list, count, part, parts);
-    }
+    w->updates[w->update_count++] = u;
+    w->update_bytes += t->bytes;
     w->gradient[param] = w->gradient_away[param] = MSI_NONE;
 }
 
@@ -8131,6 +8352,7 @@ static void msi_lower_early_updates(msi_lowering *w, uint32_t layer) {
            d[w->queue[w->queue_first]].update_after >= layer) {
         msi_lower_update(w, w->queue[w->queue_first++]);
     }
+    msi_lower_gathered(w);
 }
 
 /* Params in the order in which their gradients are complete. */
@@ -8332,6 +8554,22 @@ static void msi_lower_updates(msi_lowering *w) {
             msi_keep_to_end(w, w->gradient[t] != MSI_NONE ? w->gradient[t] : w->gradient_away[t]);
         }
     }
+    msi_lower_gathered(w);
+}
+
+/* Values that land together have one block of memory, unless one is used for longer than others. */
+static void msi_take_apart(msi_program *p, uint32_t residents) {
+    for (uint32_t k = residents, end; k < p->ranges.count; k = end) {
+        const msi_range *first = &p->ranges.items[k];
+        bool alike = true;
+        for (end = k + 1; end < p->ranges.count && p->ranges.items[end].packed; end++) {
+            alike &= p->ranges.items[end].first == first->first &&
+                     p->ranges.items[end].last == first->last;
+        }
+        for (uint32_t i = k + 1; i < end && !alike; i++) {
+            p->ranges.items[i].packed = false;
+        }
+    }
 }
 
 /* Ends a live range at its last use before an instruction. */
@@ -8392,6 +8630,7 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
     msi_keep_to_end(w, p->norm);
     if (!p->out_of_memory) {
         msi_drop_unused_copies(w);
+        msi_take_apart(p, w->store->residents.count);
     }
 }
 
@@ -8411,6 +8650,7 @@ static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions
             msi_keep_to_end(w, w->value[t]);
         }
     }
+    msi_take_apart(p, w->store->residents.count);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -8475,8 +8715,8 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
     uint8_t allowed[MSI_MAX_VIEWS + 1]; // one per operand, workspace included
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
-        if (i->op == MSI_OP_COPY) {
-            memset(allowed, 0, i->operand_count);
+        if (i->op == MSI_OP_COPY && i->operand_count == 2) {
+            allowed[0] = 0;
             allowed[1] = 1;
             msi_try_alias(g, p, now, 0, allowed);
         }
@@ -8565,27 +8805,39 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resi
 
 /* How many targets and sources a copy has. */
 static uint32_t msi_pair_count(const msi_instruction *i) {
-    return msi_ops[i->op].cost == MSI_COST_LINK || i->op == MSI_OP_COPY ? i->operand_count / 2u : 1;
+    return msi_has_pairs((msi_op)i->op) ? i->operand_count / 2u : 1;
 }
 
-/* Whether the values of a copy lie together, without a gap, at both ends: whole ones do, on the host
-   and where they land. */
-static bool msi_lie_together(uint64_t bytes, const msi_instruction *i) {
-    return i->part_count <= 1 && bytes % MSI_ALIGNMENT == 0;
+/* Bytes of an operand that an instruction of the library itself uses. */
+static uint64_t msi_operand_bytes(const msi_graph *g, const msi_program *p,
+                                  const msi_instruction *i, uint32_t k) {
+    const msi_range *range = &p->ranges.items[p->operands.items[i->operand_first + k].range];
+    return i->part_count > 1
+               ? msi_part_of(g->tensors.items[i->target].bytes, i->part, i->part_count).bytes
+               : range->bytes;
+}
+
+/* Whether a pair of a copy lies right after the one before it, without a gap, at both ends: then
+   both are one copy of the backend. */
+static bool msi_continues(const msi_program *p, const msi_instruction *i, uint32_t pair) {
+    const msi_operand *ends = p->operands.items + i->operand_first + 2 * pair;
+    const uint32_t end = p->ranges.items[ends[0].range].on_host ? 1 : 0; // on the device
+    const msi_range *device = &p->ranges.items[ends[end].range];
+    return i->part_count <= 1 && ends[1 - end].beside && device->packed &&
+           ends[end].range == (ends - 2)[end].range + 1 && device[-1].bytes % MSI_ALIGNMENT == 0;
 }
 
 /* Bytes that an instruction of the library itself moves. An update reads the param, its gradient
    and its state, and writes all of these except the gradient. */
 static double msi_moved_bytes(const msi_graph *g, const msi_program *p, const msi_instruction *i) {
-    const msi_operand *operands = p->operands.items + i->operand_first;
-    const uint64_t whole = p->ranges.items[operands[0].range].bytes;
-    const double bytes =
-        (double)(i->part_count > 1
-                     ? msi_part_of(g->tensors.items[i->target].bytes, i->part, i->part_count).bytes
-                     : whole);
     const uint32_t states = i->op == MSI_OP_UPDATE ? i->operand_count - 3u : 0;
-    return bytes * (i->op == MSI_OP_UPDATE ? 3.0 + 2.0 * states
-                                           : (double)msi_ops[i->op].passes * msi_pair_count(i));
+    const double passes =
+        i->op == MSI_OP_UPDATE ? 3.0 + 2.0 * states : (double)msi_ops[i->op].passes;
+    uint64_t bytes = msi_operand_bytes(g, p, i, 0);
+    for (uint32_t k = 1; k < msi_pair_count(i); k++) {
+        bytes += msi_operand_bytes(g, p, i, 2 * k);
+    }
+    return (double)bytes * passes;
 }
 
 /* Bytes of state on the host that an update uses where it is: it reads and writes each. */
@@ -8648,9 +8900,10 @@ static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_
         return time->recompute_us;
     case MSI_COST_LINK: {
         const double link = op == (msi_op)i->op ? bytes : bytes / msi_ops[MSI_OP_COPY].passes;
-        const uint32_t pairs = msi_pair_count(i);
-        const uint32_t more_launches =
-            msi_lie_together(g->tensors.items[i->target].bytes, i) ? 0 : pairs - 1;
+        uint32_t more_launches = 0;
+        for (uint32_t k = 1; k < msi_pair_count(i); k++) {
+            more_launches += !msi_continues(p, i, k);
+        }
         return more_launches * c->hardware.launch_us +
                (c->has_links ? msi_copy_us(c, msi_ops[op].stream, (uint64_t)link)
                              : msi_bytes_us(c, MSI_COST_COPY, 2.0 * link));
@@ -8690,15 +8943,14 @@ enum { MSI_LONGEST_GAP = 64, MSI_LONGEST_LEAD = 1024, MSI_QUEUED_COPIES = 4 };
 /* A copy between host and device. A slot is the number of an instruction among all that are not
    such copies. */
 typedef struct msi_transfer {
-    uint32_t instruction;  // in the old list
-    uint32_t device, host; // the ranges of its ends, of the first pair
-    uint32_t made;         // the slot that follows it in the old list
-    uint32_t needed;       // of a copy in: the first slot that uses it
-    uint32_t last;         // of a copy in: the last one
-    uint32_t after;        // of a copy in: the copy out that makes its source, or MSI_NONE
-    uint32_t issue;        // it is issued before this slot
-    uint32_t wait;         // it is awaited before this slot
-    double us, start_us;   // how long it takes; of a copy in: when it should begin
+    uint32_t instruction; // in the old list
+    uint32_t made;        // the slot that follows it in the old list
+    uint32_t needed;      // of a copy in: the first slot that uses it
+    uint32_t last;        // of a copy in: the last one
+    uint32_t after;       // of a copy in: the last copy out that makes a source, or MSI_NONE
+    uint32_t issue;       // it is issued before this slot
+    uint32_t wait;        // it is awaited before this slot
+    double us, start_us;  // how long it takes; of a copy in: when it should begin
     bool is_in;
     bool is_left_out;
 } msi_transfer;
@@ -8779,28 +9031,45 @@ static bool msi_scheduling_init(msi_scheduling *s) {
     return true;
 }
 
+/* The ends of a pair of a copy. */
+typedef struct msi_ends {
+    uint32_t device, host; // ranges
+} msi_ends;
+
+static uint32_t msi_count_ends(const msi_scheduling *s, const msi_transfer *t) {
+    return msi_pair_count(&s->program->instructions.items[t->instruction]);
+}
+
+static msi_ends msi_ends_of(const msi_scheduling *s, const msi_transfer *t, uint32_t pair) {
+    const msi_instruction *i = &s->program->instructions.items[t->instruction];
+    const msi_operand *operands = s->program->operands.items + i->operand_first + 2 * pair;
+    const msi_ends ends = {operands[t->is_in ? 0 : 1].range, operands[t->is_in ? 1 : 0].range};
+    return ends;
+}
+
+/* Notes a copy. One in waits for the copies out that make its sources, of which the last is enough:
+   copies in one direction run in the order of the list. */
 static void msi_note_transfer(msi_scheduling *s, uint32_t number, uint32_t now) {
-    const msi_program *p = s->program;
-    const msi_instruction *i = &p->instructions.items[now];
-    const msi_operand *ends = p->operands.items + i->operand_first;
-    const msi_op op = msi_direction(p, i);
+    const msi_instruction *all = s->program->instructions.items, *i = &all[now];
     msi_transfer *t = &s->transfers[number];
-    t->is_in = op == MSI_OP_COPY_IN;
+    t->is_in = msi_direction(s->program, i) == MSI_OP_COPY_IN;
     t->instruction = now;
-    t->device = ends[!t->is_in ? 1 : 0].range;
-    t->host = ends[t->is_in ? 1 : 0].range;
     t->made = t->issue = t->wait = s->slot_count;
-    t->needed = MSI_NONE;
-    t->us = msi_duration_us(s->graph, s->costs, p, i);
-    const uint32_t before = s->of_range[t->host];
-    const msi_instruction *sent =
-        before == MSI_NONE ? NULL : &p->instructions.items[s->transfers[before].instruction];
-    const bool apart = sent && i->part_count > 0 && sent->part_count > 0 && i->part != sent->part;
-    t->after = sent && !apart && !s->transfers[before].is_in ? before : MSI_NONE;
-    for (uint32_t k = 0; k < i->operand_count; k += 2) {
-        s->of_range[ends[k + t->is_in].range] = number;
+    t->needed = t->after = MSI_NONE;
+    t->us = msi_duration_us(s->graph, s->costs, s->program, i);
+    for (uint32_t k = 0; k < msi_count_ends(s, t); k++) {
+        const msi_ends ends = msi_ends_of(s, t, k);
+        const uint32_t before = s->of_range[ends.host];
+        const msi_instruction *sent =
+            before == MSI_NONE ? NULL : &all[s->transfers[before].instruction];
+        const bool apart =
+            sent && i->part_count > 0 && sent->part_count > 0 && i->part != sent->part;
+        if (sent && !apart && !s->transfers[before].is_in) {
+            t->after = t->after == MSI_NONE || before > t->after ? before : t->after;
+        }
+        s->of_range[ends.host] = number;
         if (t->is_in) {
-            s->of_range[ends[k].range] = number;
+            s->of_range[ends.device] = number;
         }
     }
 }
@@ -8820,7 +9089,7 @@ static void msi_list_transfers(msi_scheduling *s) {
         for (uint32_t k = 0; k < i->operand_count; k++) {
             const uint32_t range = p->operands.items[i->operand_first + k].range;
             const uint32_t of = range == MSI_NONE ? MSI_NONE : s->of_range[range];
-            if (of != MSI_NONE && s->transfers[of].is_in && s->transfers[of].device == range) {
+            if (of != MSI_NONE && s->transfers[of].is_in && !p->ranges.items[range].on_host) {
                 msi_transfer *t = &s->transfers[of];
                 t->needed = t->needed == MSI_NONE ? s->slot_count : t->needed;
                 t->last = s->slot_count;
@@ -8884,32 +9153,57 @@ static bool msi_hold(msi_scheduling *s, uint32_t first, uint32_t end, uint64_t b
 }
 
 static uint64_t msi_device_bytes(const msi_scheduling *s, const msi_transfer *t) {
-    return msi_pair_count(&s->program->instructions.items[t->instruction]) *
-           msi_align(s->program->ranges.items[t->device].bytes);
+    uint64_t bytes = 0;
+    for (uint32_t k = 0; k < msi_count_ends(s, t); k++) {
+        bytes += msi_align(s->program->ranges.items[msi_ends_of(s, t, k).device].bytes);
+    }
+    return bytes;
 }
 
-/* Leaves out copies in whose value the device has had a little while before and can keep. */
+static bool msi_copies_whole(const msi_scheduling *s, const msi_transfer *t) {
+    return t->is_in && s->program->instructions.items[t->instruction].part_count == 0;
+}
+
+/* The last copy in before this one that had all of its values too, or NULL. */
+static const msi_transfer *msi_same_before(const msi_scheduling *s, const msi_transfer *t) {
+    const uint32_t of = s->of_range[msi_ends_of(s, t, 0).host];
+    bool same = of != MSI_NONE && msi_copies_whole(s, &s->transfers[of]);
+    for (uint32_t k = 1; k < msi_count_ends(s, t) && same; k++) {
+        same = s->of_range[msi_ends_of(s, t, k).host] == of;
+    }
+    return same ? &s->transfers[of] : NULL;
+}
+
+/* Has what uses the values of a copy in use those of an earlier one. */
+static void msi_use_before(msi_scheduling *s, const msi_transfer *t, const msi_transfer *before) {
+    for (uint32_t k = 0; k < msi_count_ends(s, t); k++) {
+        const msi_ends ends = msi_ends_of(s, t, k);
+        for (uint32_t i = 0; i < msi_count_ends(s, before); i++) {
+            const msi_ends earlier = msi_ends_of(s, before, i);
+            if (earlier.host == ends.host) {
+                s->used_for[ends.device] = s->used_for[earlier.device];
+            }
+        }
+    }
+}
+
+/* Leaves out copies in whose values the device has had a little while before and can keep. */
 static void msi_leave_out(msi_scheduling *s) {
     for (uint32_t k = 0; k < s->program->ranges.count; k++) {
         s->of_range[k] = MSI_NONE;
     }
-    for (uint32_t k = 0; k < s->transfer_count; k++) {
-        msi_transfer *t = &s->transfers[k];
-        const uint32_t of = s->of_range[t->host];
-        const msi_transfer *before = of == MSI_NONE ? NULL : &s->transfers[of];
-        const bool whole = s->program->instructions.items[t->instruction].part_count == 0;
-        s->of_range[t->host] = k;
-        if (!t->is_in || !before || !before->is_in || !whole ||
-            s->program->instructions.items[before->instruction].part_count != 0 ||
-            t->needed > before->last + MSI_LONGEST_GAP ||
-            (before->last < s->barrier && t->needed >= s->barrier)) {
-            continue;
+    for (uint32_t number = 0; number < s->transfer_count; number++) {
+        msi_transfer *t = &s->transfers[number];
+        const msi_transfer *before = msi_copies_whole(s, t) ? msi_same_before(s, t) : NULL;
+        for (uint32_t k = 0; k < msi_count_ends(s, t); k++) {
+            s->of_range[msi_ends_of(s, t, k).host] = number;
         }
-        if (t->needed <= before->last + 1 ||
-            msi_hold(s, before->last + 1, t->needed, msi_device_bytes(s, t))) {
-            MEMSCALE_ASSERT(s->program->instructions.items[t->instruction].operand_count == 2);
+        if (before && t->needed <= before->last + MSI_LONGEST_GAP &&
+            !(before->last < s->barrier && t->needed >= s->barrier) &&
+            (t->needed <= before->last + 1 ||
+             msi_hold(s, before->last + 1, t->needed, msi_device_bytes(s, t)))) {
             t->is_left_out = true;
-            s->used_for[t->device] = s->used_for[before->device];
+            msi_use_before(s, t, before);
         }
     }
 }
@@ -8927,14 +9221,23 @@ static void msi_find_starts(msi_scheduling *s) {
     }
 }
 
-/* The slot before which the source of a copy out is live anyway. */
-static uint32_t msi_source_end(const msi_scheduling *s, const msi_transfer *t) {
-    const msi_program *p = s->program;
-    const msi_range *range = &p->ranges.items[t->device];
-    const bool sent = !range->outlives && msi_is_transfer(s, &p->instructions.items[range->last]);
+/* The slot before which a range, the source of a copy out, is live anyway. */
+static uint32_t msi_source_end(const msi_scheduling *s, const msi_range *range) {
+    const msi_instruction *all = s->program->instructions.items;
+    const bool sent = !range->outlives && msi_is_transfer(s, &all[range->last]);
     return range->outlives          ? s->slot_count
            : range->aliased || sent ? s->slot[range->last]
                                     : s->slot[range->last] + 1;
+}
+
+/* The bytes of a copy out that are live in a slot only because it is under way. */
+static uint64_t msi_bytes_under_way(const msi_scheduling *s, const msi_transfer *t, uint32_t slot) {
+    uint64_t bytes = 0;
+    for (uint32_t k = 0; k < msi_count_ends(s, t); k++) {
+        const msi_range *range = &s->program->ranges.items[msi_ends_of(s, t, k).device];
+        bytes += msi_source_end(s, range) <= slot ? msi_align(range->bytes) : 0;
+    }
+    return bytes;
 }
 
 /* Places copies in time: a run through the slots that keeps the time of all streams. */
@@ -8942,11 +9245,9 @@ typedef struct msi_placing {
     msi_scheduling *s;
     uint32_t slot;
     double us, free_us[2]; // of what is computed; by direction: when the stream is free
-    /* Copies out that are not awaited yet, in a ring: their number, when each is done, and
-       from which slot on it alone keeps its source live. */
+    /* Copies out that are not awaited yet, in a ring: their number, and when each is done. */
     uint32_t outs[MSI_COPY_EVENTS], out_first, out_count;
     double done_us[MSI_COPY_EVENTS];
-    uint32_t source_end[MSI_COPY_EVENTS];
     /* Copies in: the next one; one that did not fit, and the slot where it did not. When those that
        were issued are done, in a ring. */
     uint32_t next_in, blocked_in, blocked_to;
@@ -8972,7 +9273,6 @@ static void msi_begin_out(msi_placing *w, uint32_t number) {
     w->free_us[0] = (w->us > w->free_us[0] ? w->us : w->free_us[0]) + t->us;
     w->outs[at] = number;
     w->done_us[at] = w->free_us[0];
-    w->source_end[at] = msi_source_end(w->s, t);
 }
 
 /* Bytes that are live in the present slot only because copies out are under way. */
@@ -8980,8 +9280,7 @@ static uint64_t msi_outgoing_bytes(const msi_placing *w) {
     uint64_t bytes = 0;
     for (uint32_t k = 0; k < w->out_count; k++) {
         const uint32_t at = (w->out_first + k) % MSI_COPY_EVENTS;
-        const msi_transfer *t = &w->s->transfers[w->outs[at]];
-        bytes += w->source_end[at] <= w->slot ? msi_device_bytes(w->s, t) : 0;
+        bytes += msi_bytes_under_way(w->s, &w->s->transfers[w->outs[at]], w->slot);
     }
     return bytes;
 }
@@ -9262,6 +9561,7 @@ static void msi_renumber(const msi_scheduling *s) {
         range->first = used ? range->first : 0;
         range->last = range->outlives ? end - 1 : used ? range->last : 0;
     }
+    msi_take_apart(p, residents);
 }
 
 /* Forgets which live ranges use the memory of others. */
@@ -13967,7 +14267,7 @@ typedef struct msi_ordering {
 
 static bool msi_access_writes(const msi_graph *g, const msi_instruction *i, uint32_t k) {
     if (!msi_calls_layer((msi_op)i->op)) {
-        return !(msi_ops[i->op].sources >> k & 1);
+        return !msi_is_source((msi_op)i->op, k);
     }
     const msi_layer *l = &g->layers.items[i->target];
     uint32_t slot;
@@ -14546,8 +14846,17 @@ static void msi_put_homes(msi_store *store, const msi_plan *plan) {
     store->resident_bytes = store->reserved_bytes;
     store->host_bytes = store->borrowed_bytes = 0;
     for (uint32_t k = 0; k < store->residents.count; k++) {
-        store->residents.items[k].on_host = plan->train.ranges.items[k].on_host;
-        msi_place_resident(store, &store->residents.items[k]);
+        msi_resident *resident = &store->residents.items[k];
+        resident->on_host = plan->train.ranges.items[k].on_host;
+        if (!resident->on_host) {
+            msi_place_resident(store, resident);
+        }
+    }
+    for (uint32_t k = 0; k < store->residents.count; k++) {
+        msi_resident *resident = &store->residents.items[store->home_order[k]];
+        if (resident->on_host) {
+            msi_place_resident(store, resident);
+        }
     }
     MEMSCALE_ASSERT(store->resident_bytes == plan->train.resident_bytes);
     store->transient_bytes = plan->arena_bytes - store->resident_bytes;
@@ -15341,8 +15650,9 @@ static void msi_review_times(msi_review *r) {
         if (i->op == MSI_OP_UPDATE) {
             r->wait_us[i->target] += msi_mapped_us(&m->graph, &m->costs, p, i);
         }
-        if (i->op == MSI_OP_COPY_OUT) {
-            const msi_range *sent = &p->ranges.items[p->operands.items[i->operand_first].range];
+        for (uint32_t k = 0; k < i->operand_count && i->op == MSI_OP_COPY_OUT; k += 2) {
+            const uint32_t range = p->operands.items[i->operand_first + k].range;
+            const msi_range *sent = &p->ranges.items[range];
             r->moved[sent->tensor] |= msi_move_of((msi_role)sent->role);
         }
     }
@@ -18005,7 +18315,8 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
     pair.source_range = ends[1].range;
     pair.target = msi_part_address(m, p, i, pair.target_range);
     pair.source = msi_part_address(m, p, i, pair.source_range);
-    pair.bytes = msi_part_of(m->graph.tensors.items[i->target].bytes, i->part, i->part_count).bytes;
+    const uint32_t tensor = p->ranges.items[pair.target_range].tensor;
+    pair.bytes = msi_part_of(m->graph.tensors.items[tensor].bytes, i->part, i->part_count).bytes;
     return pair;
 }
 
@@ -18071,7 +18382,8 @@ static ms_result msi_run_transfer(ms_model *m, const msi_program *p, const msi_i
 static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const msi_pair pair = msi_pair_of(m, p, i, 0);
     ms_result result = MS_RESULT_OK;
-    m->run.state_is_old |= pair.target_range < m->run.store->residents.count && !i->restores;
+    m->run.state_is_old |=
+        i->op == MSI_OP_COPY && !i->restores && pair.target_range < m->run.store->residents.count;
     if (i->op == MSI_OP_COPY) {
         result = pair.target == pair.source
                      ? MS_RESULT_OK
@@ -20173,7 +20485,7 @@ static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k, bool wh
         o.is_written = msi_is_written(l, i, group, o.slot);
         return o;
     }
-    const bool source = msi_ops[i->op].sources >> (i->op == MSI_OP_WAIT ? k & 1 : k) & 1;
+    const bool source = msi_is_source((msi_op)i->op, k);
     o.kind = source ? MS_OPERAND_SOURCE : MS_OPERAND_TARGET;
     o.is_written = !source;
     o.slot = k;

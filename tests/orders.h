@@ -96,7 +96,7 @@ static inline void o_close(o_order *o) {
 
 static inline bool o_is_written(const o_order *o, const msi_instruction *i, uint32_t operand) {
     if (!msi_calls_layer((msi_op)i->op)) {
-        return !(msi_ops[i->op].sources >> operand & 1);
+        return !msi_is_source((msi_op)i->op, operand);
     }
     const msi_layer *l = &o->model->graph.layers.items[i->target];
     uint32_t slot;

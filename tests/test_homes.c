@@ -1172,7 +1172,7 @@ static void fail_in_one_life(fault *f, uint64_t stride, uint64_t counts[DEEDS]) 
     act_step(&p);
     for (uint64_t d = 0; d < DEEDS; ++d) {
         f->what = &deeds[d];
-        f->at = 1 + (stride == 0 ? 0 : p.round % (stride < 16 ? stride : 16));
+        f->at = 1 + (stride == 0 ? 0 : p.round % (stride < 4 ? stride : 4));
         for (; fails_cleanly(f, &p); f->at += stride == 0 ? f->at : stride) {
             counts[d] += 1;
         }

@@ -1504,6 +1504,110 @@ static void a_wait_may_be_for_any_number_of_copies(void **state) {
     ms_destroy(m);
 }
 
+typedef struct copies_of {
+    const ms_model *model;
+    char text[1024];
+} copies_of;
+
+/* Appends what a copy has, and how many runs of memory that is at either end. */
+static void append_copy(const ms_event *event, void *user) {
+    copies_of *c = (copies_of *)user;
+    uint32_t runs = 1;
+    if (event->kind != MS_EVENT_COPY_IN && event->kind != MS_EVENT_COPY_OUT) {
+        return;
+    }
+    const char *begin = event->kind == MS_EVENT_COPY_IN ? "in" : "out";
+    for (uint32_t k = 0; k < event->operand_count; k += 2) {
+        const ms_event_operand *o = &event->operands[k];
+        const size_t used = strlen(c->text);
+        snprintf(c->text + used, sizeof c->text - used, "%s %s", k > 0 ? "" : begin,
+                 ms_tensor_name(c->model, o->tensor));
+        runs += k > 0 && (o[0].offset != o[-2].offset + o[-2].bytes ||
+                          o[1].offset != o[-1].offset + o[-1].bytes);
+    }
+    const size_t used = strlen(c->text);
+    snprintf(c->text + used, sizeof c->text - used, "%s", runs == 1 ? "; " : " (apart); ");
+}
+
+/* A norm and two matrix products, of whose params and state all is moved: what is in which copy. The
+   copies of V and a for forward serve backward too, which reads V alone: they do not lie together,
+   since V is there for longer. */
+static void params_of_a_layer_move_in_one_copy(void **state) {
+    (void)state;
+    static const struct {
+        int64_t width;
+        bool early;        // updates inside backward, where the params are on the device already
+        bool two_matrices; // the last layer has no bias, but one more matrix
+        const char *copies;
+    } cases[] = {
+        {64, false, false,
+         "in gamma beta; in V a (apart); in W b (apart); in gamma beta gamma gamma beta beta; "
+         "in V a V V a a; out gamma beta gamma gamma beta beta; out V a V V a a; "
+         "in W b W W b b; out W b W W b b; "},
+        {64, true, false,
+         "in gamma beta; in V a; in W b (apart); in b W W b b; in V; out W b W W b b (apart); "
+         "in a V V a a; out V a V V a a (apart); in gamma gamma beta beta; "
+         "out gamma beta gamma gamma beta beta; "},
+        {60, false, false, // no multiple of 64 bytes
+         "in gamma beta (apart); in V a (apart); in W b (apart); "
+         "in gamma beta gamma gamma beta beta (apart); in V a V V a a (apart); "
+         "out gamma beta gamma gamma beta beta (apart); out V a V V a a (apart); "
+         "in W b W W b b (apart); out W b W W b b (apart); "},
+        {192, false, true, // a matrix is not small
+         "in gamma beta; in V a (apart); in W; in b; in gamma beta gamma gamma beta beta; "
+         "in V a V V a a; out gamma beta gamma gamma beta beta; out V a V V a a; "
+         "in W W W; out W W W; in b b b; out b b b; "},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
+        static const char *const names[] = {"gamma", "beta", "V", "a", "W", "b"};
+        const int64_t width = cases[i].width;
+        const ms_shape shape = ms_shape2(16, width), row = ms_shape1(width);
+        ms_hardware hardware = gpu_hardware(1000.0);
+        ms_optimizer_desc optimizer;
+        ms_config config = t_config();
+        copies_of copies;
+        ms_model *m;
+        hardware.mapped_gb_per_s = 1e-3; // not in place
+        config.dry_run = true;
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        ms_set_hardware(m, &hardware);
+        memset(&optimizer, 0, sizeof optimizer);
+        optimizer.kind = MS_OPTIMIZER_ADAMW;
+        ms_set_optimizer(m, &optimizer);
+        ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, shape);
+        for (int k = 0; k < 3; ++k) {
+            ms_layer_desc d;
+            memset(&d, 0, sizeof d);
+            d.name = k == 0 ? "norm" : "product";
+            d.forward = d.backward = no_callback;
+            d.in[0] = x;
+            d.param[0] =
+                ms_param(m, names[2 * k], MS_DTYPE_F32, k == 0 ? row : ms_shape2(width, width));
+            d.param[1] = ms_param(m, names[2 * k + 1], MS_DTYPE_F32,
+                                  k == 2 && cases[i].two_matrices ? ms_shape2(width, width) : row);
+            d.out[0] = x = ms_activation(m, "y", MS_DTYPE_F32, shape);
+            d.backward_reads.in = 1;
+            d.backward_reads.param = k == 0 ? 3 : 1;
+            ms_set_layer_technique(m, ms_register_layer(m, &d), MS_TECHNIQUE_EARLY_UPDATE,
+                                   cases[i].early ? MS_SWITCH_ON : MS_SWITCH_OFF);
+            for (int j = 0; j < 2; ++j) {
+                ms_set_tensor_technique(m, d.param[j], MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+                ms_set_tensor_technique(m, ms_gradient(m, d.param[j]), MS_TECHNIQUE_OFFLOADING,
+                                        MS_SWITCH_OFF);
+                ms_set_tensor_technique(m, ms_optimizer_state(m, d.param[j], 0),
+                                        MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+            }
+        }
+        ms_set_loss(m, x);
+        t_ok(m, ms_wrap(m));
+        memset(&copies, 0, sizeof copies);
+        copies.model = m;
+        t_ok(m, ms_visit_events(m, MS_PROGRAM_TRAIN, append_copy, &copies));
+        assert_string_equal(copies.text, cases[i].copies);
+        ms_destroy(m);
+    }
+}
+
 /* The row of a layer in a listing. */
 static const char *row_of(const char *text, const char *name) {
     const char *table = strstr(text, "\nlayer ");
@@ -2337,6 +2441,7 @@ int main(void) {
                                        cmocka_unit_test(techniques_share_what_they_free),
                                        cmocka_unit_test(reports_tell_what_is_moved),
                                        cmocka_unit_test(a_wait_may_be_for_any_number_of_copies),
+                                       cmocka_unit_test(params_of_a_layer_move_in_one_copy),
                                        cmocka_unit_test(refused_rows_have_numbers),
                                        cmocka_unit_test(equal_blocks_are_one_entry),
                                        cmocka_unit_test(blocks_are_found_anywhere),
