@@ -1079,7 +1079,7 @@ typedef struct ms_event {
     uint32_t index; // of the instruction, also in its DROP; UINT32_MAX in the kinds after DROP
     ms_event_kind kind;
     ms_layer layer;   // 0: none
-    ms_tensor tensor; // of an event without a layer
+    ms_tensor tensor; // of an event without a layer; of a copy of several, that of the first
     const char *name; // of the layer or the tensor
     const ms_event_operand *operands;
     uint32_t operand_count;
@@ -2640,11 +2640,11 @@ typedef enum msi_cost {
 /* The properties of an op: its name; the kind of its events; what determines its time; how often it
    passes over the bytes of its first operand (a copy: of all targets), reads and writes together;
    the stream that it runs on; the phase of the callback that it calls, or COUNT; a mask of the
-   operands that it only reads, of an op that calls none. A copy has targets and sources in turn: a
-   pair of each value that moves with it, of which the mask is that of the first. Between a copy on its own stream and the next use of any
-   operand is a WAIT. RECOMPUTE calls the recompute callback of a layer or, without one, forward;
-   REPEAT calls forward although there is one, since what it reads has been dropped. NOTHING is no
-   event. */
+   operands that it only reads, of an op that calls none. A copy has pairs of operands, a target and
+   a source each: one for each value that moves in it; the mask is that of a pair. Between a copy on
+   its own stream and the next use of any operand is a WAIT. RECOMPUTE calls the recompute callback
+   of a layer or, without one, forward; REPEAT calls forward although there is one, since what it
+   reads has been dropped. NOTHING is no event. */
 #define MSI_OPS(X)                                                                                 \
     X(FORWARD, "forward", FORWARD, FORWARD, 0, COMPUTE, FORWARD, 0)                                \
     X(RECOMPUTE, "recompute", RECOMPUTE, RECOMPUTE, 0, COMPUTE, RECOMPUTE, 0)                      \
@@ -7255,14 +7255,23 @@ static bool msi_list_residents(ms_model *m, msi_store *store) {
     return true;
 }
 
-/* Params of a layer move in one copy, unless they are many, or two of them are not small: a copy of
-   so many bytes takes hardly longer than to launch it. */
+/* Params of a layer move in one copy, so many of them at most, unless two of them are not small: a
+   copy of so many bytes takes hardly longer than to launch it. */
 enum { MSI_MOST_TOGETHER = 8, MSI_SMALL_BYTES = 1 << 16 };
 
-/* Whether a param moves along with `count` others that have so many bytes together. */
-static bool msi_goes_along(uint32_t count, uint64_t others, uint64_t bytes) {
-    return count > 0 && count < MSI_MOST_TOGETHER &&
-           (others <= MSI_SMALL_BYTES || bytes <= MSI_SMALL_BYTES);
+/* Params that move in one copy: how many, and the bytes of the largest. */
+typedef struct msi_batch {
+    uint32_t count;
+    uint64_t largest_bytes;
+} msi_batch;
+
+/* Adds a param to a batch, or begins a new one with it. Returns whether it goes along. */
+static bool msi_goes_along(msi_batch *b, uint64_t bytes) {
+    const bool along = b->count > 0 && b->count < MSI_MOST_TOGETHER &&
+                       (b->largest_bytes <= MSI_SMALL_BYTES || bytes <= MSI_SMALL_BYTES);
+    b->count = along ? b->count + 1 : 1;
+    b->largest_bytes = along ? msi_larger(b->largest_bytes, bytes) : bytes;
+    return along;
 }
 
 /* The residents that have no place yet in the order in which homes lie on the host. */
@@ -7310,16 +7319,13 @@ static bool msi_order_homes(const ms_model *m, msi_store *store) {
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
         uint32_t together[MSI_MOST_TOGETHER], count = 0;
-        uint64_t bytes = 0;
+        msi_batch batch = {0, 0};
         for (MSI_EACH(param, g, &g->layers.items[i], MSI_GROUP_PARAM)) {
-            const uint64_t own = g->tensors.items[param.tensor].bytes;
-            if (!msi_goes_along(count, bytes, own)) {
+            if (!msi_goes_along(&batch, g->tensors.items[param.tensor].bytes)) {
                 msi_put_params(&homes, together, count);
                 count = 0;
-                bytes = 0;
             }
             together[count++] = param.tensor;
-            bytes += own;
         }
         msi_put_params(&homes, together, count);
     }
@@ -7423,7 +7429,7 @@ typedef struct msi_lowering {
     uint32_t edge_count;
     msi_param_update updates[MSI_MOST_TOGETHER]; // to be emitted next
     uint32_t update_count;
-    uint64_t update_bytes; // of their params
+    msi_batch batch; // of their params
 } msi_lowering;
 
 static const uint32_t MSI_UNSET = UINT32_MAX - 1; // of msi_lowering.slots
@@ -7655,7 +7661,6 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     w->program = p;
     w->decisions = decisions;
     w->queue_first = w->queue_end = w->update_count = 0;
-    w->update_bytes = 0;
     w->backward = false;
     w->pass_only_count = w->recomputation = w->pass_number = 0;
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
@@ -7972,24 +7977,18 @@ static void msi_send_home(msi_lowering *w, uint32_t home, uint32_t range, uint32
 
 /* Fetches the params that a layer reads from the host: what is small goes with others. */
 static void msi_fetch_params(msi_lowering *w, const msi_layer *l, uint32_t reads) {
-    uint32_t before = MSI_NONE, count = 0;
-    uint64_t together = 0;
+    uint32_t before = MSI_NONE;
+    msi_batch batch = {0, 0};
     for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
         const uint32_t t = param.tensor, home = w->away[t];
-        const uint64_t bytes = w->graph->tensors.items[t].bytes;
         if (!(reads >> param.slot & 1) || w->value[t] != MSI_NONE || home == MSI_NONE ||
             w->program->out_of_memory) {
             continue;
         }
-        if (!msi_can_join(w, home, before) || !msi_goes_along(count, together, bytes)) {
-            before = MSI_NONE;
-            count = 0;
-            together = 0;
-        }
+        const bool along = msi_goes_along(&batch, w->graph->tensors.items[t].bytes);
+        before = along && msi_can_join(w, home, before) ? before : MSI_NONE;
         w->value[t] = msi_fetch_home(w, home, before, 0, 0);
         before = home;
-        together += bytes;
-        count++;
     }
 }
 
@@ -8229,18 +8228,24 @@ static bool msi_returns_gradient(const msi_lowering *w, uint32_t home) {
            w->store->residents.items[home].borrowed;
 }
 
-/* Lists what the updates at hand move, in the order of its homes: values, then state. A gradient
-   moves by itself, since it ends with the update. */
+/* Lists what the updates at hand move, in the order of its homes. A gradient moves by itself, since
+   it ends with the update. */
 static uint32_t msi_list_moved(msi_lowering *w, msi_update_operand **moved) {
+    const uint32_t *home_at = w->store->home_at;
     uint32_t count = 0;
-    for (int state = 0; state <= 1; state++) {
-        for (uint32_t n = 0; n < w->update_count; n++) {
-            msi_param_update *u = &w->updates[n];
-            for (uint32_t k = state ? 3 : 0; k < (state ? u->count : 1); k++) {
-                if (u->operands[k].home != MSI_NONE) {
-                    moved[count++] = &u->operands[k];
-                }
+    for (uint32_t n = 0; n < w->update_count; n++) {
+        msi_param_update *u = &w->updates[n];
+        for (uint32_t k = 0; k < u->count; k = k == 0 ? 3 : k + 1) {
+            msi_update_operand *o = &u->operands[k];
+            uint32_t at = count;
+            if (o->home == MSI_NONE) {
+                continue;
             }
+            for (; at > 0 && home_at[moved[at - 1]->home] > home_at[o->home]; at--) {
+                moved[at] = moved[at - 1];
+            }
+            moved[at] = o;
+            count++;
         }
     }
     return count;
@@ -8292,18 +8297,16 @@ static void msi_lower_gathered(msi_lowering *w) {
         msi_lower_update_part(w, part, parts);
     }
     w->update_count = 0;
-    w->update_bytes = 0;
 }
 
-/* Whether an update goes along with those at hand: what is moved for them moves in one copy. One of
-   the trainer's own may fail, and what was updated before it is sent home before. */
-static bool msi_joins_updates(const msi_lowering *w, const msi_param_update *u) {
+/* Whether an update may go along with those at hand: what is moved for them moves in one copy. One
+   of the trainer's own may fail, and what was updated before it is sent home before. */
+static bool msi_may_join_updates(const msi_lowering *w, const msi_param_update *u) {
     const msi_tensor *tensors = w->graph->tensors.items;
     const msi_param_update *last = w->update_count > 0 ? &w->updates[w->update_count - 1] : NULL;
     return last && last->moves && u->moves && last->parts == 1 && u->parts == 1 &&
            w->optimizer->kind != MS_OPTIMIZER_CUSTOM &&
-           tensors[last->param].last_gradient == tensors[u->param].last_gradient &&
-           msi_goes_along(w->update_count, w->update_bytes, tensors[u->param].bytes);
+           tensors[last->param].last_gradient == tensors[u->param].last_gradient;
 }
 
 /* The update of a param, if it has a gradient: it is emitted with those of the same layer that
@@ -8316,11 +8319,13 @@ static void msi_lower_update(msi_lowering *w, uint32_t param) {
         return;
     }
     msi_list_update(w, param, &u);
-    if (!msi_joins_updates(w, &u)) {
+    if (!msi_may_join_updates(w, &u)) {
+        w->batch.count = 0;
+    }
+    if (!msi_goes_along(&w->batch, t->bytes)) {
         msi_lower_gathered(w);
     }
     w->updates[w->update_count++] = u;
-    w->update_bytes += t->bytes;
     w->gradient[param] = w->gradient_away[param] = MSI_NONE;
 }
 
@@ -8557,15 +8562,19 @@ static void msi_lower_updates(msi_lowering *w) {
     msi_lower_gathered(w);
 }
 
-/* Values that land together have one block of memory, unless one is used for longer than others. */
+/* Values that land together have one block of memory, unless one is used for longer than another.
+   Between them may be some that are not copied after all, and have no bytes. */
 static void msi_take_apart(msi_program *p, uint32_t residents) {
     for (uint32_t k = residents, end; k < p->ranges.count; k = end) {
-        const msi_range *first = &p->ranges.items[k];
+        msi_range *first = &p->ranges.items[k];
         bool alike = true;
-        for (end = k + 1; end < p->ranges.count && p->ranges.items[end].packed; end++) {
+        for (end = k + 1; end < p->ranges.count && p->ranges.items[end].packed &&
+                          (p->ranges.items[end].bytes == 0) == (first->bytes == 0);
+             end++) {
             alike &= p->ranges.items[end].first == first->first &&
                      p->ranges.items[end].last == first->last;
         }
+        first->packed = false;
         for (uint32_t i = k + 1; i < end && !alike; i++) {
             p->ranges.items[i].packed = false;
         }
@@ -8650,7 +8659,9 @@ static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions
             msi_keep_to_end(w, w->value[t]);
         }
     }
-    msi_take_apart(p, w->store->residents.count);
+    if (!p->out_of_memory) {
+        msi_take_apart(p, w->store->residents.count);
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -8782,7 +8793,7 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resi
             msi_block_of(p, range)->last = range->last;
             continue;
         }
-        if (range->packed) { // it lives as long as the one before it
+        if (range->packed) { // it lives as long as the one before it: msi_take_apart
             range->block = range[-1].block;
             range->within = range[-1].within + msi_align(range[-1].bytes);
             msi_block_of(p, range)->bytes += msi_align(range->bytes);
@@ -9111,6 +9122,15 @@ static void msi_list_transfers(msi_scheduling *s) {
     }
 }
 
+/* The slot before which a range ends: where it is sent to the host, that of the copy. */
+static uint32_t msi_live_end(const msi_scheduling *s, const msi_range *range) {
+    const msi_instruction *all = s->program->instructions.items;
+    const bool sent = !range->outlives && msi_is_transfer(s, &all[range->last]);
+    return range->outlives          ? s->slot_count
+           : range->aliased || sent ? s->slot[range->last]
+                                    : s->slot[range->last] + 1;
+}
+
 /* Sums the live bytes of all slots, with each copy where it hides nothing. */
 static void msi_sum_slots(msi_scheduling *s) {
     const msi_program *p = s->program;
@@ -9118,11 +9138,8 @@ static void msi_sum_slots(msi_scheduling *s) {
         const msi_range *range = &p->ranges.items[k];
         const uint32_t of = s->of_range[k];
         const bool fetched = of != MSI_NONE && s->transfers[of].is_in;
-        const bool sent = msi_is_transfer(s, &p->instructions.items[range->last]);
-        uint32_t first = fetched ? s->transfers[of].needed : s->slot[range->first];
-        uint32_t end = range->outlives          ? s->slot_count
-                       : range->aliased || sent ? s->slot[range->last]
-                                                : s->slot[range->last] + 1;
+        const uint32_t first = fetched ? s->transfers[of].needed : s->slot[range->first];
+        uint32_t end = msi_live_end(s, range);
         end = end > s->slot_count ? s->slot_count : end;
         if (!range->on_host && first < end) {
             s->live_bytes[first] += msi_align(range->bytes);
@@ -9164,46 +9181,48 @@ static bool msi_copies_whole(const msi_scheduling *s, const msi_transfer *t) {
     return t->is_in && s->program->instructions.items[t->instruction].part_count == 0;
 }
 
-/* The last copy in before this one that had all of its values too, or NULL. */
-static const msi_transfer *msi_same_before(const msi_scheduling *s, const msi_transfer *t) {
-    const uint32_t of = s->of_range[msi_ends_of(s, t, 0).host];
-    bool same = of != MSI_NONE && msi_copies_whole(s, &s->transfers[of]);
-    for (uint32_t k = 1; k < msi_count_ends(s, t) && same; k++) {
-        same = s->of_range[msi_ends_of(s, t, k).host] == of;
-    }
-    return same ? &s->transfers[of] : NULL;
+/* Whether what a copy in brings was brought to a range a little while before, and can be kept there
+   until that copy is needed. */
+static bool msi_can_keep(msi_scheduling *s, uint32_t earlier, const msi_transfer *t) {
+    const msi_range *range = earlier == MSI_NONE ? NULL : &s->program->ranges.items[earlier];
+    const uint32_t end = range ? msi_live_end(s, range) : 0;
+    return range && range->part == 0 && msi_copies_whole(s, t) &&
+           t->needed < end + MSI_LONGEST_GAP && !(end <= s->barrier && t->needed >= s->barrier) &&
+           msi_hold(s, end, t->needed, msi_align(range->bytes));
 }
 
-/* Has what uses the values of a copy in use those of an earlier one. */
-static void msi_use_before(msi_scheduling *s, const msi_transfer *t, const msi_transfer *before) {
-    for (uint32_t k = 0; k < msi_count_ends(s, t); k++) {
-        const msi_ends ends = msi_ends_of(s, t, k);
-        for (uint32_t i = 0; i < msi_count_ends(s, before); i++) {
-            const msi_ends earlier = msi_ends_of(s, before, i);
-            if (earlier.host == ends.host) {
-                s->used_for[ends.device] = s->used_for[earlier.device];
-            }
-        }
-    }
-}
-
-/* Leaves out copies in whose values the device has had a little while before and can keep. */
+/* Leaves copies in out whose values the device has had a little while before and can keep; or, of
+   one that brings several values, those. */
 static void msi_leave_out(msi_scheduling *s) {
-    for (uint32_t k = 0; k < s->program->ranges.count; k++) {
-        s->of_range[k] = MSI_NONE;
+    const msi_program *p = s->program;
+    uint32_t *landed = s->of_range; // from now on, per range on the host: where it was copied last
+    for (uint32_t k = 0; k < p->ranges.count; k++) {
+        landed[k] = MSI_NONE;
     }
     for (uint32_t number = 0; number < s->transfer_count; number++) {
         msi_transfer *t = &s->transfers[number];
-        const msi_transfer *before = msi_copies_whole(s, t) ? msi_same_before(s, t) : NULL;
-        for (uint32_t k = 0; k < msi_count_ends(s, t); k++) {
-            s->of_range[msi_ends_of(s, t, k).host] = number;
+        msi_instruction *i = &p->instructions.items[t->instruction];
+        msi_operand *operands = p->operands.items + i->operand_first;
+        const uint32_t count = msi_count_ends(s, t);
+        uint32_t left = 0, next = 0; // the pair after the last one that is left
+        for (uint32_t k = 0; k < count; k++) {
+            const msi_ends ends = msi_ends_of(s, t, k);
+            const uint32_t earlier = landed[ends.host];
+            landed[ends.host] = t->is_in ? ends.device : MSI_NONE;
+            if (msi_can_keep(s, earlier, t)) {
+                s->used_for[ends.device] = s->used_for[earlier];
+                continue;
+            }
+            operands[2 * left] = operands[2 * k];
+            operands[2 * left + 1] = operands[2 * k + 1];
+            operands[2 * left + 1].beside = operands[2 * k + 1].beside && next == k;
+            left++;
+            next = k + 1;
         }
-        if (before && t->needed <= before->last + MSI_LONGEST_GAP &&
-            !(before->last < s->barrier && t->needed >= s->barrier) &&
-            (t->needed <= before->last + 1 ||
-             msi_hold(s, before->last + 1, t->needed, msi_device_bytes(s, t)))) {
-            t->is_left_out = true;
-            msi_use_before(s, t, before);
+        t->is_left_out = left == 0;
+        if (left > 0 && left < count) {
+            i->operand_count = (uint16_t)(2 * left);
+            t->us = msi_duration_us(s->graph, s->costs, p, i);
         }
     }
 }
@@ -9221,21 +9240,12 @@ static void msi_find_starts(msi_scheduling *s) {
     }
 }
 
-/* The slot before which a range, the source of a copy out, is live anyway. */
-static uint32_t msi_source_end(const msi_scheduling *s, const msi_range *range) {
-    const msi_instruction *all = s->program->instructions.items;
-    const bool sent = !range->outlives && msi_is_transfer(s, &all[range->last]);
-    return range->outlives          ? s->slot_count
-           : range->aliased || sent ? s->slot[range->last]
-                                    : s->slot[range->last] + 1;
-}
-
 /* The bytes of a copy out that are live in a slot only because it is under way. */
 static uint64_t msi_bytes_under_way(const msi_scheduling *s, const msi_transfer *t, uint32_t slot) {
     uint64_t bytes = 0;
     for (uint32_t k = 0; k < msi_count_ends(s, t); k++) {
         const msi_range *range = &s->program->ranges.items[msi_ends_of(s, t, k).device];
-        bytes += msi_source_end(s, range) <= slot ? msi_align(range->bytes) : 0;
+        bytes += msi_live_end(s, range) <= slot ? msi_align(range->bytes) : 0;
     }
     return bytes;
 }
@@ -11827,6 +11837,7 @@ static double msi_awaited_us(const msi_greedy *w, const msi_instruction *wait) {
         const msi_range *a = &p->ranges.items[ends[0].range], *b = &p->ranges.items[ends[1].range];
         us += msi_copy_us(w->scorer->costs, b->on_host ? MS_STREAM_TO_DEVICE : MS_STREAM_TO_HOST,
                           msi_smaller(a->bytes, b->bytes));
+        us -= k > 0 && msi_continues(p, wait, k / 2) ? w->scorer->costs->hardware.launch_us : 0.0;
     }
     return us;
 }
@@ -18377,13 +18388,30 @@ static ms_result msi_run_transfer(ms_model *m, const msi_program *p, const msi_i
                       i->op == MSI_OP_COPY_IN ? "copy to the device" : "copy to the host");
 }
 
+/* Whether a range is the state of layers that is kept between steps. */
+static bool msi_is_buffer(const ms_model *m, const msi_program *p, uint32_t range) {
+    return range < m->run.store->residents.count &&
+           m->graph.tensors.items[p->ranges.items[range].tensor].kind == MSI_KIND_BUFFER;
+}
+
+/* The next copy that puts state back after a recomputation, from instruction `now` on and before a
+   layer is called; or the end. On the host state is awaited after each. */
+static uint32_t msi_next_restore(const msi_program *p, uint32_t now) {
+    const uint32_t count = p->instructions.count;
+    for (; now < count && !p->instructions.items[now].restores; now++) {
+        if (msi_calls_layer((msi_op)p->instructions.items[now].op)) {
+            return count;
+        }
+    }
+    return now;
+}
+
 /* Copies, unless the target aliases the source; between the host and the device it issues the copy
    only, and a WAIT follows. Notes whether a recomputation has old state in place. */
 static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const msi_pair pair = msi_pair_of(m, p, i, 0);
     ms_result result = MS_RESULT_OK;
-    m->run.state_is_old |=
-        i->op == MSI_OP_COPY && !i->restores && pair.target_range < m->run.store->residents.count;
+    m->run.state_is_old |= msi_is_buffer(m, p, pair.target_range) && !i->restores;
     if (i->op == MSI_OP_COPY) {
         result = pair.target == pair.source
                      ? MS_RESULT_OK
@@ -18397,7 +18425,8 @@ static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instr
         result = msi_run_transfer(m, p, i);
     }
     if (i->restores && result == MS_RESULT_OK) {
-        m->run.state_is_old = i[1].restores; // a backward follows in any case
+        const uint32_t now = (uint32_t)(i - p->instructions.items);
+        m->run.state_is_old = msi_next_restore(p, now + 1) < p->instructions.count;
     }
     return result;
 }
@@ -18541,7 +18570,7 @@ static void msi_restore_state(ms_model *m, const msi_program *p, uint32_t failed
     while (m->run.state_is_old && next < count && !i[next].restores) {
         next++;
     }
-    for (; m->run.state_is_old && next < count && i[next].restores; next++) {
+    for (; m->run.state_is_old && next < count; next = msi_next_restore(p, next + 1)) {
         (void)msi_run_copy(m, p, &i[next]);
     }
     m->run.state_is_old = false;
