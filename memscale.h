@@ -8251,7 +8251,8 @@ static uint32_t msi_list_moved(msi_lowering *w, msi_update_operand **moved) {
     return count;
 }
 
-/* One part of the updates at hand: what is moved is fetched before, and sent back after. */
+/* One part of the updates at hand: what is moved is fetched before, and sent back after. What has
+   come together goes together; a value that backward has used lies elsewhere, and goes by itself. */
 static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts) {
     msi_update_operand *moved[MSI_MOST_TOGETHER * (1 + MS_LIMIT_OPTIMIZER_STATE)];
     const uint32_t count = msi_list_moved(w, moved);
@@ -8284,7 +8285,9 @@ static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts
     }
     before = MSI_NONE;
     for (uint32_t k = 0; k < count && !w->program->out_of_memory; k++) {
-        before = msi_can_join(w, moved[k]->home, before) ? before : MSI_NONE;
+        const bool landed_with = k > 0 && moved[k]->range == moved[k - 1]->range + 1 &&
+                                 w->program->ranges.items[moved[k]->range].packed;
+        before = landed_with && msi_can_join(w, moved[k]->home, before) ? before : MSI_NONE;
         msi_send_home(w, moved[k]->home, moved[k]->range, before, part, parts);
         before = moved[k]->home;
     }
@@ -11837,7 +11840,6 @@ static double msi_awaited_us(const msi_greedy *w, const msi_instruction *wait) {
         const msi_range *a = &p->ranges.items[ends[0].range], *b = &p->ranges.items[ends[1].range];
         us += msi_copy_us(w->scorer->costs, b->on_host ? MS_STREAM_TO_DEVICE : MS_STREAM_TO_HOST,
                           msi_smaller(a->bytes, b->bytes));
-        us -= k > 0 && msi_continues(p, wait, k / 2) ? w->scorer->costs->hardware.launch_us : 0.0;
     }
     return us;
 }
