@@ -9184,9 +9184,9 @@ static bool msi_copies_whole(const msi_scheduling *s, const msi_transfer *t) {
     return t->is_in && s->program->instructions.items[t->instruction].part_count == 0;
 }
 
-/* Whether what a copy in brings was brought to a range a little while before, and can be kept there
-   until that copy is needed. */
-static bool msi_can_keep(msi_scheduling *s, uint32_t earlier, const msi_transfer *t) {
+/* Keeps what a copy in brings in the range that it was brought to a little while before, if there is
+   memory for that until the copy is needed. */
+static bool msi_keep_landed(msi_scheduling *s, uint32_t earlier, const msi_transfer *t) {
     const msi_range *range = earlier == MSI_NONE ? NULL : &s->program->ranges.items[earlier];
     const uint32_t end = range ? msi_live_end(s, range) : 0;
     return range && range->part == 0 && msi_copies_whole(s, t) &&
@@ -9212,7 +9212,7 @@ static void msi_leave_out(msi_scheduling *s) {
             const msi_ends ends = msi_ends_of(s, t, k);
             const uint32_t earlier = landed[ends.host];
             landed[ends.host] = t->is_in ? ends.device : MSI_NONE;
-            if (msi_can_keep(s, earlier, t)) {
+            if (msi_keep_landed(s, earlier, t)) {
                 s->used_for[ends.device] = s->used_for[earlier];
                 continue;
             }
