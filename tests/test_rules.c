@@ -1647,6 +1647,7 @@ static void a_shared_param_is_copied_once(void **state) {
     ms_set_loss(m, x);
     t_ok(m, ms_wrap(m));
     expect_copies(m, "in V a; in b; in V a a a; in b b b; out V a a a; out b b b; ");
+    memset(&report, 0, sizeof report);
     t_ok(m, ms_report(m, &report));
     assert_int_equal(report.arena_bytes, 1133568);
     ms_destroy(m);
@@ -1668,6 +1669,7 @@ static void what_is_kept_is_counted(void **state) {
     x = layer_of(m, x, second, 7, MS_SWITCH_ON);
     ms_set_loss(m, x);
     t_ok(m, ms_wrap(m));
+    memset(&report, 0, sizeof report);
     t_ok(m, ms_report(m, &report));
     assert_int_equal(report.arena_bytes, 1888256); // 65 us is what the smallest plan takes
     assert_true(report.step_us < 14.0);
