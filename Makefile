@@ -12,7 +12,7 @@
 #   OPENMP= CBLAS= CJSON=                           build without what was found
 #   NVCC=/usr/local/cuda/bin/nvcc                   of make cuda, where it is not on the PATH
 #   CUDA_CODES="sm_90"                              the machine code that it makes; default: 7.5 to 9.0
-#   ONLY=emulated                                   of make test, test-rest and test-all: the groups
+#   ONLY=emulated                                   of make test, test-broad and test-all: the groups
 #                                                   with that in the name
 #   FUZZ_SECONDS=600 FUZZ_CC=clang                  of make fuzz
 
@@ -26,8 +26,10 @@ export WARNINGS_C := -Wstrict-prototypes -Wmissing-prototypes
 release  := -O3 -march=native -fno-math-errno
 quick    := -O1
 debug    := -O0 -g
-# -g1: lines for stack traces; where variables are would take longer to compile than the checks.
-sanitize := -Og -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+# -g1: lines for stack traces; where variables are would take longer to compile than the checks. What
+# address finds as well need not be looked for twice.
+sanitize := -Og -g1 -fsanitize=address,undefined -fno-sanitize=null,object-size,pointer-overflow \
+            -fno-sanitize-recover=all -fno-omit-frame-pointer
 thread   := -Og -g1 -fsanitize=thread
 coverage := -O0 -g --coverage
 fast     := -Ofast -march=native
@@ -103,7 +105,7 @@ sources  := $(filter-out tests/test_cuda%,$(wildcard tests/test_*.c))
 tests    := $(patsubst %.c,$(OUT)/%,$(sources))
 twins    := $(addsuffix _cpp,$(tests))
 
-.PHONY: all cuda run test test-rest test-all test-gpu bench-gpu fuzz fuzz-corpus coverage clean format help FORCE
+.PHONY: all cuda run test test-broad test-all test-gpu bench-gpu fuzz fuzz-corpus coverage clean format help FORCE
 all: $(programs)
 
 say = $(if $(V),,@echo '  $(1)' &&)
@@ -257,9 +259,9 @@ run: $(OUT)/examples/gpt2
 	@$<
 
 test: tiers := quick
-test-rest: tiers := rest
-test-all: tiers := quick rest
-test test-rest test-all:
+test-broad: tiers := broad
+test-all: tiers := quick broad full
+test test-broad test-all:
 	@ONLY='$(ONLY)' tests/run.sh $(tiers)
 
 test-gpu: need-nvcc
@@ -314,8 +316,9 @@ format:
 help:
 	@echo 'make            every program of examples/ and bench/, at build/<folder>/<name>'
 	@echo 'make run        train a small GPT-2 inside a byte budget (about a minute)'
-	@echo 'make test       what a commit needs, in about seven minutes; the last line has the totals'
-	@echo 'make test-all   everything that is tested; make test-rest leaves out what make test runs'
+	@echo 'make test       what a commit needs, in about ten minutes; the last line has the totals'
+	@echo 'make test-broad  what a release needs beside that, in about twenty minutes'
+	@echo 'make test-all   everything that is tested: both, and what is left out there, in two hours'
 	@echo 'make cuda       gpt2, bert, cnn, lora and bench/gpu for NVIDIA GPUs, at build/cuda/<folder>/<name>'
 	@echo 'make test-gpu   the tests on a GPU, with compute-sanitizer where it is found'
 	@echo 'make bench-gpu  the published models on a GPU, beside PyTorch where it is found'

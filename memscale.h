@@ -1529,8 +1529,8 @@ MEMSCALE_API_CHECKED ms_result ms_visit_lifetimes(const ms_model *model, ms_prog
    for every layer, and one for the lifetime of every value. ms_print_program: a line for each
    instruction with its number, kind, layer or tensor, operands and their addresses ("host+" for
    those in the model's host memory), the live bytes while it runs, and what orders copies and
-   waits: see ms_event.follows and signal. Errors: INVALID, ORDER (no plan yet), and of the first
-   two OUT_OF_MEMORY (the text may then end after the techniques). */
+   waits: see ms_event.follows and signal. Errors: INVALID, ORDER (no plan yet), OUT_OF_MEMORY (of
+   the first two, the text may then end after the techniques; the third has written nothing). */
 MEMSCALE_API_CHECKED ms_result ms_print_plan(const ms_model *model, ms_text_fn write, void *user);
 MEMSCALE_API_CHECKED ms_result ms_print_plan_full(const ms_model *model, ms_text_fn write,
                                                   void *user);
@@ -1541,7 +1541,8 @@ MEMSCALE_API_CHECKED ms_result ms_print_program(const ms_model *model, ms_progra
    steps were timed, one "measured", each with a track per stream, counters of live bytes by
    category, and one of the bytes on the host. A slice is an instruction, with the name of its layer
    or tensor, or something else that a step does: the copies of inputs to the device, the sum of the
-   losses, the copy of the verdict to the host. Errors: INVALID, ORDER (no plan yet). */
+   losses, the copy of the verdict to the host. Errors: INVALID, ORDER (no plan yet), OUT_OF_MEMORY
+   (the text has no events then). */
 MEMSCALE_API_CHECKED ms_result ms_print_trace(const ms_model *model, ms_text_fn write, void *user);
 
 /* The numbers of ms_report in the text format of Prometheus. All names begin with memscale_; units
@@ -8964,6 +8965,7 @@ typedef struct msi_transfer {
     uint32_t after;       // of a copy in: the last copy out that makes a source, or MSI_NONE
     uint32_t issue;       // it is issued before this slot
     uint32_t wait;        // it is awaited before this slot
+    uint32_t next;        // the next copy in its direction that is not left out, or the count
     double us, start_us;  // how long it takes; of a copy in: when it should begin
     bool is_in;
     bool is_left_out;
@@ -8991,8 +8993,8 @@ typedef struct msi_scheduling {
        slot is issued before. */
     uint32_t barrier;
     uint32_t event_count[2];
-    /* By direction: the first copy that is not placed yet, and the first that is not awaited;
-       whether anything was computed since the stream last waited for that. */
+    /* By direction: the first copy that is not placed yet, and the first that is not awaited, or
+       the count; whether anything was computed since the stream last waited for that. */
     uint32_t issued[2], awaited[2];
     bool has_computed[2];
 } msi_scheduling;
@@ -9411,15 +9413,17 @@ static void msi_place_ends(msi_scheduling *s, const msi_instruction *copy) {
     last->operand_count = (uint16_t)(last->operand_count + copy->operand_count);
 }
 
-/* The next copy of its direction that is placed, or NULL. */
-static msi_transfer *msi_next_transfer(const msi_scheduling *s, uint32_t number, bool is_in) {
-    msi_transfer *t = s->transfers;
-    for (; number < s->transfer_count; number++) {
-        if (t[number].is_in == is_in && !t[number].is_left_out) {
-            return &t[number];
-        }
+/* Links the copies of each direction. */
+static void msi_link_transfers(msi_scheduling *s) {
+    uint32_t next[2] = {s->transfer_count, s->transfer_count};
+    for (uint32_t k = s->transfer_count; k-- > 0;) {
+        msi_transfer *t = &s->transfers[k];
+        t->next = next[t->is_in];
+        next[t->is_in] = t->is_left_out ? t->next : k;
     }
-    return NULL;
+    for (int is_in = 0; is_in < 2; is_in++) {
+        s->issued[is_in] = s->awaited[is_in] = next[is_in];
+    }
 }
 
 /* Places a wait for a copy: an instruction with its ends as operands, and then those of the copies
@@ -9434,18 +9438,17 @@ static void msi_place_wait(msi_scheduling *s, const msi_instruction *copy, bool 
     msi_place(s, &wait);
     msi_place_ends(s, copy);
     s->has_computed[0] = s->has_computed[1] = true;
-    for (const msi_transfer *t = msi_next_transfer(s, s->awaited[is_in], is_in);
-         t && t < s->transfers + end && !s->program->out_of_memory;
-         t = msi_next_transfer(s, (uint32_t)(t - s->transfers) + 1, is_in)) {
-        const msi_instruction before = s->instructions.items[s->moved[t->instruction]];
+    uint32_t *number = &s->awaited[is_in];
+    for (; *number < end && !s->program->out_of_memory; *number = s->transfers[*number].next) {
+        const uint32_t placed = s->moved[s->transfers[*number].instruction];
+        const msi_instruction before = s->instructions.items[placed];
         msi_place_ends(s, &before);
     }
-    s->awaited[is_in] = end;
 }
 
 /* Places the issue of a copy. It has an event if it is the last one that a wait is for. */
 static void msi_place_issue(msi_scheduling *s, msi_transfer *t) {
-    const msi_transfer *next = msi_next_transfer(s, (uint32_t)(t - s->transfers) + 1, t->is_in);
+    const msi_transfer *next = t->next < s->transfer_count ? &s->transfers[t->next] : NULL;
     msi_instruction i = s->program->instructions.items[t->instruction];
     const uint32_t of = t->is_in;
     i.op = (uint8_t)(t->is_in ? MSI_OP_COPY_IN : MSI_OP_COPY_OUT);
@@ -9460,26 +9463,28 @@ static void msi_place_issue(msi_scheduling *s, msi_transfer *t) {
 
 /* Places the copies of a direction that are issued before a slot. */
 static void msi_place_issues(msi_scheduling *s, uint32_t slot, bool is_in) {
-    for (msi_transfer *t;
-         (t = msi_next_transfer(s, s->issued[is_in], is_in)) != NULL && t->issue <= slot;) {
-        msi_place_issue(s, t);
-        s->issued[is_in] = (uint32_t)(t - s->transfers) + 1;
+    uint32_t *number = &s->issued[is_in];
+    for (; *number < s->transfer_count && s->transfers[*number].issue <= slot;
+         *number = s->transfers[*number].next) {
+        msi_place_issue(s, &s->transfers[*number]);
     }
 }
 
 /* Places a wait for the last copy of a direction that must be done before a slot, if it has not
    been awaited. */
 static void msi_place_waits(msi_scheduling *s, uint32_t slot, bool is_in) {
-    const msi_transfer *last = NULL;
-    uint32_t number = s->awaited[is_in];
-    for (msi_transfer *t; (t = msi_next_transfer(s, number, is_in)) != NULL &&
-                          (t->is_in ? t->needed : t->wait) <= slot;) {
-        last = t;
-        number = (uint32_t)(t - s->transfers) + 1;
+    uint32_t last = MSI_NONE, number = s->awaited[is_in];
+    for (; number < s->transfer_count; number = s->transfers[number].next) {
+        const msi_transfer *t = &s->transfers[number];
+        if ((t->is_in ? t->needed : t->wait) > slot) {
+            break;
+        }
+        last = number;
     }
-    if (last && !s->program->out_of_memory) {
-        const msi_instruction copy = s->instructions.items[s->moved[last->instruction]];
-        msi_place_wait(s, &copy, is_in, number - 1);
+    if (last != MSI_NONE && !s->program->out_of_memory) {
+        const uint32_t placed = s->moved[s->transfers[last].instruction];
+        const msi_instruction copy = s->instructions.items[placed];
+        msi_place_wait(s, &copy, is_in, last);
         s->awaited[is_in] = number;
     }
 }
@@ -9487,10 +9492,9 @@ static void msi_place_waits(msi_scheduling *s, uint32_t slot, bool is_in) {
 /* Places a wait for a copy that was just placed. All before it in the same direction are awaited
    by that, and need no events. */
 static void msi_place_wait_at_once(msi_scheduling *s, const msi_instruction *copy, bool is_in) {
-    for (msi_transfer *t = msi_next_transfer(s, s->awaited[is_in], is_in);
-         t && t < s->transfers + s->issued[is_in] && !s->program->out_of_memory;
-         t = msi_next_transfer(s, (uint32_t)(t - s->transfers) + 1, is_in)) {
-        s->instructions.items[s->moved[t->instruction]].event = MSI_NO_EVENT;
+    for (uint32_t k = s->awaited[is_in]; k < s->issued[is_in] && !s->program->out_of_memory;
+         k = s->transfers[k].next) {
+        s->instructions.items[s->moved[s->transfers[k].instruction]].event = MSI_NO_EVENT;
     }
     msi_place_wait(s, copy, is_in, s->issued[is_in]);
 }
@@ -9607,6 +9611,7 @@ static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_s
         msi_sum_slots(&s);
         msi_unshare_memory(p);
         msi_leave_out(&s);
+        msi_link_transfers(&s);
         msi_find_starts(&s);
         msi_place_transfers(&s);
         msi_place_all(&s);

@@ -811,14 +811,20 @@ static void digest_text(const char *text, size_t length, void *user) {
     *h = digest(*h, text, length);
 }
 
+/* 0 if memory for the listings was refused. */
 static uint64_t plan_digest(const slot *s) {
+    const uint64_t faults = s->world->faults;
     uint64_t h = 0;
     ms_memory_report r;
     memset(&r, 0, sizeof r);
     CHECK(ms_report(s->model, &r) == MS_RESULT_OK);
-    CHECK(ms_print_program(s->model, MS_PROGRAM_TRAIN, digest_text, &h) == MS_RESULT_OK);
-    CHECK(ms_print_program(s->model, MS_PROGRAM_EVAL, digest_text, &h) == MS_RESULT_OK);
-    return digest(h, &r.arena_bytes, sizeof r.arena_bytes);
+    const ms_program programs[] = {MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL};
+    for (int i = 0; i < 2; ++i) {
+        const ms_result result = ms_print_program(s->model, programs[i], digest_text, &h);
+        CHECK(result == MS_RESULT_OK ||
+              (result == MS_RESULT_OUT_OF_MEMORY && faults != s->world->faults));
+    }
+    return faults == s->world->faults ? digest(h, &r.arena_bytes, sizeof r.arena_bytes) : 0;
 }
 
 // ------------------------------------------------------------------------------------------------

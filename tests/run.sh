@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # run.sh TIERS: the checks of these tiers, one line each, in a fixed order, though as many run at a
 # time as there are processors. make calls this with the compilers, warnings and libraries in the
-# environment: `make test` with the tier `quick`, `make test-rest` with `rest`, `make test-all` with
-# both. ONLY=emulated runs the groups with that in their names. The last line has the totals, which
+# environment: `make test` with the tier `quick`, `make test-broad` with `broad`, `make test-all` with
+# all three. ONLY=emulated runs the groups with that in their names. The last line has the totals, which
 # go to the end of the file TOTALS instead where that is given; the exit status is 1 if anything failed.
 #
 # quick: each test program once, in the configuration in which it finds most for its time, with short
 # sweeps; and one of each other kind of check.
-# rest: longer sweeps in the release configuration, the tests with sanitizers and, as C++11, on the
-# emulated device; the whole compile matrix; all programs.
+# broad: the tests with sanitizers and, as C++11, on the emulated device; what computes, with -Ofast;
+# each way to include the header, all programs, other machines and nvcc.
+# full: longer sweeps, by the release configuration; each test in each configuration, each way to
+# include the header by each compiler.
 #
 # A check is a shell command: status 0 is a pass, 77 a skip (its last line says why). One that prints
 # cmocka's summary counts as many tests as that names. The line of a check ends with the seconds of
@@ -443,6 +445,7 @@ host_only=' test_formats test_homes test_solver test_threads test_virtual '
 # MEMSCALE_TEST_SWEEP=100 asks a test program for. As C++11 the tests run on the emulated device, or else
 # here.
 sanitized=' test_api test_memory test_profile test_validate '
+plans_only=' test_estimate test_solver ' # others run the same code with sanitizers
 group 'tests'
 for source in tests/test_*.c; do
     name=$(basename "$source" .c)
@@ -456,25 +459,26 @@ for source in tests/test_*.c; do
     esac
     if [[ $sanitized == *" $name "* ]]; then
         check quick "$name, sanitizers" "$sanitize"
-        [ -z "$length" ] || check rest "$name, sanitizers, longer sweeps" "$sanitize 80"
+        [ -z "$length" ] || check full "$name, sanitizers, longer sweeps" "$sanitize 80"
     else
+        [[ $plans_only == *" $name "* ]] && tier=full || tier=broad
         check quick "$name" "run_test quick build/quick/tests/$name"
-        check rest "$name, sanitizers" "$sanitize"
+        check $tier "$name, sanitizers" "$sanitize"
     fi
-    check rest "$name, release$length" "run_test release build/tests/$name $share"
-    [[ $host_only != *" $name "* ]] || check rest "$name, C++11" "run_test release build/tests/${name}_cpp"
+    check full "$name, release$length" "run_test release build/tests/$name $share"
+    [[ $host_only != *" $name "* ]] || check full "$name, C++11" "run_test release build/tests/${name}_cpp"
 done
 check quick 'test_formats, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO tests/test_formats.c'
-check rest 'test_profile, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO tests/test_profile.c'
+check broad 'test_profile, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO tests/test_profile.c'
 check quick 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
-check rest 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thread/tests/test_threads 100'
-check rest 'test_offload, thread sanitizer' 'MEMSCALE_TEST_DAGS=60 run_threads build/thread/tests/test_offload'
+check full 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thread/tests/test_threads 100'
+check broad 'test_offload, thread sanitizer' 'MEMSCALE_TEST_DAGS=60 run_threads build/thread/tests/test_offload'
 check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api'
 check quick 'all as C++11, without code' check_dialect
 
 # As trainers are often built: the compiler is told that no number is infinite or NaN, may regroup sums,
-# and the processor flushes subnormal numbers to zero. clang compiles those that compute the most.
-clang_too=' test_api test_contract test_debug test_nn test_offload test_simulate test_verify '
+# and the processor flushes subnormal numbers to zero. Most of all that matters to what computes.
+computes=' test_api test_contract test_debug test_nn test_offload test_simulate test_verify '
 group 'tests, -Ofast'
 for source in tests/test_*.c; do
     name=$(basename "$source" .c)
@@ -482,13 +486,16 @@ for source in tests/test_*.c; do
     test_cuda*) continue ;;
     test_darknet_style | test_llmc_style)
         check quick "$name" "run_test fast build/fast/tests/$name"
-        check rest "$name, C++11" "run_test fast build/fast/tests/${name}_cpp"
-        check rest "$name, clang" "run_test fast_clang build/fast_clang/tests/$name"
+        check full "$name, C++11" "run_test fast build/fast/tests/${name}_cpp"
+        check broad "$name, clang" "run_test fast_clang build/fast_clang/tests/$name"
         ;;
-    *) check rest "$name" "run_test fast build/fast/tests/$name" ;;
+    *)
+        [[ $computes == *" $name "* ]] && tier=broad || tier=full
+        check $tier "$name" "run_test fast build/fast/tests/$name"
+        ;;
     esac
-    [[ $clang_too != *" $name "* ]] ||
-        check rest "$name, clang, C++11" "run_test fast_clang build/fast_clang/tests/${name}_cpp"
+    [[ $computes != *" $name "* ]] ||
+        check full "$name, clang, C++11" "run_test fast_clang build/fast_clang/tests/${name}_cpp"
 done
 
 # The tests on the CUDA backend and a GPU that is emulated.
@@ -500,26 +507,28 @@ for source in tests/test_*.c; do
     emulate="run_test release build/emulated/tests/$name"
     if [[ $name == test_cuda* || $emulated_first == *" $name "* ]]; then
         check quick "$name" "$emulate"
-        ! sweeps "$source" || check rest "$name, longer sweeps" "$emulate 40"
     else
-        check rest "$name" "$emulate 40"
+        check broad "$name" "$emulate"
     fi
+    ! sweeps "$source" || check full "$name, longer sweeps" "$emulate 40"
 done
 for source in tests/emulation/test_*.cpp; do
     name=$(basename "$source" .cpp)
     case $name in
-    test_races) check rest "$name" "run_test release build/emulated/races/$name" ;;
-    test_nn_groups) check rest "$name" "run_test release build/emulated/tests/emulation/$name" ;;
+    test_races) check broad "$name" "run_test release build/emulated/races/$name" ;;
+    test_nn_groups) check broad "$name" "run_test release build/emulated/tests/emulation/$name" ;;
     *) check quick "$name" "run_test release build/emulated/tests/emulation/$name" ;;
     esac
 done
 
 group 'emulated CUDA, sanitizers'
 for name in test_cuda_backend test_cuda_graphs test_cuda_kernels emulation/test_emulation; do
-    check rest "${name#*/}" "run_test sanitize build/sanitize/emulated/tests/$name"
+    check broad "${name#*/}" "run_test sanitize build/sanitize/emulated/tests/$name"
 done
-check rest 'test_nn, races in kernels' 'run_test release build/emulated/races/tests/test_nn'
+check broad 'test_nn, races in kernels' 'run_test release build/emulated/races/tests/test_nn'
 
+# Each cell checks flags and what the preprocessor makes of them; the first has the warnings that the
+# optimizer finds, so that others can do without it.
 program=tests/compile_program.c
 body=-DMEMSCALE_IMPLEMENTATION
 hostile='-include tests/windows_macros.h'
@@ -528,57 +537,58 @@ for compiler in gcc clang g++ clang++; do
     *++) dialect=c++17 newest=c++20 cuda=examples/cuda.cu ;;
     *) dialect=c11 newest=c2x cuda= ;;
     esac
-    [ $compiler = gcc ] && gcc=quick || gcc=rest
+    [ $compiler = gcc ] && gcc=quick || gcc=broad
+    plain="cell $compiler -O0"
     group "compile, $compiler"
     check quick 'one translation unit' "cell $compiler $body $program"
-    check rest "two translation units, ${dialect^^}" \
-        "cell $compiler -std=$dialect $program tests/compile_implementation.c"
+    check broad "two translation units, ${dialect^^}" \
+        "$plain -std=$dialect $program tests/compile_implementation.c"
     check $gcc 'with the macros of other headers' \
-        "cell $compiler $hostile $program tests/compile_implementation.c"
-    check rest 'bodies at a second include' "cell $compiler -DCOMPILE_LATE $program"
-    check rest 'MEMSCALE_STATIC' "cell $compiler $body -DMEMSCALE_STATIC $program"
-    check rest 'MEMSCALE_STATIC, twice' \
-        "cell $compiler $body -DMEMSCALE_STATIC $program tests/compile_static.c"
-    check rest 'MEMSCALE_CBLAS' \
-        "cell_library $compiler CBLAS '$CBLAS' $body -DMEMSCALE_CBLAS $program -x none"
-    check rest 'OpenMP, -O2' "cell_library $compiler OpenMP '$OPENMP' $body -O2 $program"
-    check rest 'MEMSCALE_ASSERT, -O3' "cell $compiler $body -include tests/asserts.h -O3 $program"
-    check rest 'MEMSCALE_NO_STDIO' "cell $compiler $body -DMEMSCALE_NO_STDIO $program"
+        "$plain $hostile $program tests/compile_implementation.c"
+    check broad 'bodies at a second include' "$plain -DCOMPILE_LATE $program"
+    check broad 'MEMSCALE_STATIC' "$plain $body -DMEMSCALE_STATIC $program"
+    check broad 'MEMSCALE_STATIC, twice' \
+        "$plain $body -DMEMSCALE_STATIC $program tests/compile_static.c"
+    check broad 'MEMSCALE_CBLAS' \
+        "cell_library $compiler CBLAS '$CBLAS' -O0 $body -DMEMSCALE_CBLAS $program -x none"
+    check full 'OpenMP, -O2' "cell_library $compiler OpenMP '$OPENMP' $body -O2 $program"
+    check full 'MEMSCALE_ASSERT, -O3' "cell $compiler $body -include tests/asserts.h -O3 $program"
+    check broad 'MEMSCALE_NO_STDIO' "$plain $body -DMEMSCALE_NO_STDIO $program"
     check quick 'examples and benchmarks' "cell_sources $compiler"
     check quick "one translation unit, ${newest^^}" "cell_newest $compiler $newest $program $cuda"
-    check rest "examples and benchmarks, ${newest^^}" "cell_newest $compiler $newest examples/*.c bench/*.c"
+    check full "examples and benchmarks, ${newest^^}" "cell_newest $compiler $newest examples/*.c bench/*.c"
 done
 group 'compile, both languages'
-check rest 'g++ on an object of gcc' 'cell_mixed gcc g++'
-check rest 'clang++ on an object of clang' 'cell_mixed clang clang++'
+check broad 'g++ on an object of gcc' 'cell_mixed gcc g++'
+check broad 'clang++ on an object of clang' 'cell_mixed clang clang++'
 
 group 'other machines'
 windows='cell_elsewhere wine x86_64-w64-mingw32'
 arm='cell_elsewhere qemu-aarch64 aarch64-linux-gnu'
-check rest 'Windows, one translation unit' "$windows-gcc $body $program"
-check rest 'Windows, C++11' "$windows-g++ '$body -Wno-missing-field-initializers' $program"
-check rest 'Windows, examples/llmc_style' \
+check broad 'Windows, one translation unit' "$windows-gcc $body $program"
+check broad 'Windows, C++11' "$windows-g++ '$body -Wno-missing-field-initializers' $program"
+check broad 'Windows, examples/llmc_style' \
     "$windows-gcc -O2 examples/llmc_style.c --size tiny --steps 2 --compare --budget 300K"
-check rest 'Windows, what the system tells' "$windows-gcc '' tests/compile_host.c"
-check rest 'aarch64, one translation unit' "$arm-gcc $body $program"
-check rest 'aarch64, examples/llmc_style' \
+check broad 'Windows, what the system tells' "$windows-gcc '' tests/compile_host.c"
+check broad 'aarch64, one translation unit' "$arm-gcc $body $program"
+check broad 'aarch64, examples/llmc_style' \
     "$arm-gcc -O2 examples/llmc_style.c --size tiny --steps 2 --compare --budget 300K"
-check rest 'aarch64, what the system tells' "$arm-gcc '' tests/compile_host.c"
-check rest 'what the system tells' "cell gcc tests/compile_host.c"
+check broad 'aarch64, what the system tells' "$arm-gcc '' tests/compile_host.c"
+check broad 'what the system tells' "cell gcc tests/compile_host.c"
 
 group 'compile, nvcc'
-check rest 'CUDA, two translation units' "cell_nvcc -x cu $program tests/compile_implementation.c"
-check rest 'CUDA, MEMSCALE_STATIC, twice' \
+check broad 'CUDA, two translation units' "cell_nvcc -x cu $program tests/compile_implementation.c"
+check broad 'CUDA, MEMSCALE_STATIC, twice' \
     "cell_nvcc -x cu $body -DMEMSCALE_STATIC $program tests/compile_static.c"
-check rest 'CUDA, C++20' 'CUDA_STD=c++20 compile_nvcc -c examples/cuda.cu -o /dev/null'
-check rest 'CUDA, with the macros of other headers' "cell_nvcc -x cu $hostile -DCOMPILE_LATE $program"
-check rest 'host code' "cell_nvcc -x c++ $body $program"
+check broad 'CUDA, C++20' 'CUDA_STD=c++20 compile_nvcc -c examples/cuda.cu -o /dev/null'
+check broad 'CUDA, with the macros of other headers' "cell_nvcc -x cu $hostile -DCOMPILE_LATE $program"
+check broad 'host code' "cell_nvcc -x c++ $body $program"
 check quick 'CUDA, one translation unit with the CUDA part' \
     "cell_nvcc -x cu $body -DMEMSCALE_CUDA_IMPLEMENTATION -DCOMPILE_CUDA $program -lcublas"
-check rest 'CUDA, the CUDA part alone, a C program on it' cell_cuda_object
+check broad 'CUDA, the CUDA part alone, a C program on it' cell_cuda_object
 check quick 'the CUDA part without nvcc is refused, with the cure' check_cuda_refusal
-check rest 'CUDA, tests with kernels' cell_cuda_tests
-check rest 'make cuda: 7.5 to 9.0, and C programs on it' build_cuda
+check broad 'CUDA, tests with kernels' cell_cuda_tests
+check broad 'make cuda: 7.5 to 9.0, and C programs on it' build_cuda
 
 group 'symbols and macros'
 check quick 'exports what is declared' check_exports

@@ -9,9 +9,9 @@
 
 /* The emulated device is some ten times slower. */
 #ifdef T_CUDA
-enum { QUICK_GRAPHS = 100, GRAPHS = 500, QUICK_FAULTY_GRAPHS = 20, FAULTY_GRAPHS = 60 };
+enum { QUICK_GRAPHS = 50, GRAPHS = 500, QUICK_FAULTY_GRAPHS = 12, FAULTY_GRAPHS = 60 };
 #else
-enum { QUICK_GRAPHS = 300, GRAPHS = 10000, QUICK_FAULTY_GRAPHS = 25, FAULTY_GRAPHS = 150 };
+enum { QUICK_GRAPHS = 100, GRAPHS = 10000, QUICK_FAULTY_GRAPHS = 12, FAULTY_GRAPHS = 150 };
 #endif
 
 static uint32_t faulty_graphs(void) {

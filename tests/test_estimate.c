@@ -491,7 +491,7 @@ static void test_json(void **state) {
         assert_false(is_json(wrong[i]));
     }
     static const char *const runs[] = {
-        "--json", "--json --model bert-large --batch 16 --sequence 128 --gpu H200",
+        "--json --layers 2", "--json --model bert-large --layers 3 --gpu H200",
         "--json --model llama2-7B --gpu 24G --offload off",
         "--json --model gpt2-1558M --batch 99 --gpu 3090 --offload off",
         "--json --family llama --layers 3 --channels 96 --heads 6 --kv-heads 2 --precision tf32"};
@@ -507,7 +507,7 @@ static void test_json(void **state) {
     assert_true(number_of(p.out, "budget_bytes") == 6.0 * 1073741824.0);
     t_text_has(p.out, "\"mode\": \"BALANCED\"");
     assert_true(number_of(p.out, "accumulation_steps") == 1.0);
-    run_words(&p, "--json --clip --accumulate 3 --frozen --optimizer sgd --gpu 8GB");
+    run_words(&p, "--json --layers 2 --clip --accumulate 3 --frozen --optimizer sgd --gpu 8GB");
     assert_true(is_json(p.out));
     assert_true(number_of(p.out, "accumulation_steps") == 3.0);
     assert_true(number_of(p.out, "adapter_rank") == 8.0);
@@ -620,7 +620,7 @@ static void test_sweep(void **state) {
     estimate e;
     findings f;
     prepare(&e, "gpt2-124M", 8, 64);
-    e.model.layers = 3;
+    e.model.layers = 1;
     e.options.sweep = path;
     assert_int_equal(find_all(&e, &f), 0);
     assert_int_equal(write_sweep(&e, &f), 0);
@@ -632,7 +632,7 @@ static void test_sweep(void **state) {
     t_text_has(text, "no plan fits");
     t_text_has(text, "budget, MiB");
     t_text_has(text, "CONSERVATIVE");
-    run_words(&p, "--sweep /nowhere/at/all.svg --batch 1 --sequence 32");
+    run_words(&p, "--sweep /nowhere/at/all.svg --layers 1");
     assert_int_equal(p.status, 1);
     t_text_has(p.error, "/nowhere/at/all.svg");
 }
@@ -644,7 +644,7 @@ static void test_sweep_is_monotone(void **state) {
     findings f;
     sweep s;
     prepare(&e, "gpt2-124M", 8, 64);
-    e.model.layers = 4;
+    e.model.layers = 2;
     assert_int_equal(find_all(&e, &f), 0);
     assert_int_equal(make_sweep(&e, &f, MODES - 1, &s), 0);
     assert_int_equal(s.count, SWEEP_POINTS);
@@ -849,7 +849,7 @@ static void test_text(void **state) {
         assert_int_equal(p.status, STATUS_NO_FIT);
         t_text_has(p.out, "all gradients are kept");
     }
-    run_words(&p, "--frozen --rank 16 --clip");
+    run_words(&p, "--frozen --rank 16 --clip --layers 2");
     t_text_has(p.out, "adapters of rank 16");
     run_words(&p, "--help");
     assert_int_equal(p.status, 0);
@@ -886,9 +886,9 @@ static void test_largest_values(void **state) {
     t_text_has(p.out, "The largest values at the peak of CONSERVATIVE");
     t_text_has(p.out, "48 x 9.0 MiB      optimizer state      h0.fc.weight, ...");
     t_text_has(p.out, "2 x 147.3 MiB    optimizer state      wte, ...");
-    run_words(&p, "--gpu 100M");
+    run_words(&p, "--gpu 100M --layers 2");
     t_text_has(p.out, "at the peak of the smallest plan");
-    run_words(&p, "--gpu 24G");
+    run_words(&p, "--gpu 24G --layers 2");
     t_text_has(p.out, "at the peak of the plain plan");
 }
 
@@ -896,9 +896,10 @@ static void test_largest_values(void **state) {
 static void test_typed_in_again(void **state) {
     (void)state;
     static printed p;
-    static const char *const runs[] = {"--batch 1", "--model bert-base --batch 3 --sequence 100",
+    static const char *const runs[] = {"--batch 1 --layers 3",
+                                       "--model bert-base --batch 3 --layers 4",
                                        "--model gpt2-355M --batch 2 --offload off",
-                                       "--model tinyllama-1.1B --offload off"};
+                                       "--model tinyllama-1.1B --layers 5 --offload off"};
     for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
         static const char label[] = "smallest peak there is";
         char words[256];
@@ -951,18 +952,18 @@ static void test_forgiving(void **state) {
     assert_true(parse_number("24B", true) == 24.0 && parse_number("24G", false) < 0.0);
     static printed p;
     static const char *const runs[][2] = {
-        {"--gpu 24GB", "a GPU, 24.00 GiB"},
-        {"--gpu 24g", "a GPU, 24.00 GiB"},
-        {"--model GPT2-124M", "model     gpt2-124M:"},
-        {"--model 124m", "model     gpt2-124M:"},
-        {"--model BERT_base --sequence 32", "model     bert-base:"},
+        {"--gpu 24GB --layers 2", "a GPU, 24.00 GiB"},
+        {"--gpu 24g --layers 2", "a GPU, 24.00 GiB"},
+        {"--offload off --model GPT2-124M", "model     gpt2-124M:"},
+        {"--offload off --model 124m", "model     gpt2-124M:"},
+        {"--offload off --model BERT_base --sequence 32", "model     bert-base:"},
         {"--model llama-3-8b --offload off", "model     llama3-8B:"},
-        {"--budget 80% --gpu 10G", "8.00 GiB, 80 % of the memory"},
-        {"--gpu rtx3090", "GeForce RTX 3090, "},
-        {"--gpu nvidia_3090", "GeForce RTX 3090, "},
-        {"--gpu 4090", "GeForce RTX 4090, "},
-        {"--gpu a100_sxm", "NVIDIA A100 80GB SXM"},
-        {"--gpu Orin_Nano_8GB", "Jetson Orin Nano 8GB, "},
+        {"--budget 80% --gpu 10G --layers 2", "8.00 GiB, 80 % of the memory"},
+        {"--gpu rtx3090 --layers 2", "GeForce RTX 3090, "},
+        {"--gpu nvidia_3090 --layers 2", "GeForce RTX 3090, "},
+        {"--gpu 4090 --layers 2", "GeForce RTX 4090, "},
+        {"--gpu a100_sxm --layers 2", "NVIDIA A100 80GB SXM"},
+        {"--gpu Orin_Nano_8GB --layers 2", "Jetson Orin Nano 8GB, "},
         {"--family GPT2 --layers 2 --channels 64 --heads 2", "gpt2 of your own"},
         {"--layers 2", "like gpt2-124M"},
     };
@@ -981,13 +982,13 @@ static void test_speeds(void **state) {
                                        "--tflops 17.8 --bandwidth 468"};
     for (int i = 0; i < 4; i++) {
         char words[128];
-        snprintf(words, sizeof words, "--json --gpu 3090 %s", runs[i]);
+        snprintf(words, sizeof words, "--json --gpu 3090 --offload off %s", runs[i]);
         run_words(&p, words);
         us[i] = number_of(strstr(p.out, "\"plain\""), "step_us");
     }
     assert_true(us[1] > 1.2 * us[0] && us[2] > 1.1 * us[0] && us[3] > us[1] && us[3] > us[2]);
     assert_true(us[3] > 1.9 * us[0] && us[3] <= 2.001 * us[0]);
-    run_words(&p, "--gpu 24G --tflops 10 --link 3");
+    run_words(&p, "--gpu 24G --layers 2 --tflops 10 --link 3");
     t_text_has(p.out, "F32 10 TFLOP/s, link 3 GB/s, where not given");
 }
 
@@ -1023,12 +1024,12 @@ static void test_offloading(void **state) {
     assert_true(slow.report.hidden_share < moved.report.hidden_share);
     assert_true(slow.report.step_us > moved.report.step_us);
 
-    run_words(&p, "--json --model gpt2-124M --gpu 3090 --budget 1.5G --offload on");
+    run_words(&p, "--json --layers 4 --gpu 3090 --budget 1G --offload on");
     assert_true(is_json(p.out));
     t_text_has(p.out, "\"host_bytes\": ");
     t_text_has(p.out, "\"hidden_share\": ");
     t_text_has(p.out, "\"link_share\": ");
-    run_words(&p, "--json --model gpt2-124M --gpu 3090 --budget 1.5G --host 256M");
+    run_words(&p, "--json --layers 4 --gpu 3090 --budget 1G --host 256M");
     assert_true(is_json(p.out));
     t_text_has(p.out, "\"max_host_bytes\": 268435456");
     e.device.hardware.to_device_gb_per_s = e.device.hardware.to_host_gb_per_s = 25.0;
@@ -1045,12 +1046,13 @@ static void test_offloading(void **state) {
 static void test_extremes(void **state) {
     (void)state;
     static printed p;
-    run_words(&p, "--family gpt2 --layers 1 --channels 1048576 --heads 1 --vocabulary 1 --batch "
+    run_words(&p, "--family gpt2 --layers 1 --channels 1048576 --heads 1 --vocabulary 1 --offload "
+                  "off --batch "
                   "1048576 --sequence 1024");
     assert_int_equal(p.status, STATUS_NO_FIT);
     t_text_has(p.out, "not even one sequence fits");
-    run_words(&p,
-              "--family bert --layers 1 --channels 64 --heads 64 --vocabulary 1 --batch 1048576");
+    run_words(&p, "--family bert --layers 1 --channels 64 --heads 64 --vocabulary 1 --batch "
+                  "1048576 --offload off");
     assert_int_equal(p.status, STATUS_NO_FIT);
     t_text_has(p.out, "the largest batch that fits");
     run_words(&p,

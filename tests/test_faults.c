@@ -639,10 +639,10 @@ static bool is_applicable(const fault_case *how, const act *a) {
     return (a->run != act_another_model || how->shared) && (a->run != act_borrow || how->borrows);
 }
 
-/* The call that fails next: of a full sweep each, otherwise each of the first ones and then one in
-   forty-one, or in seven where there are few. */
+/* The call that fails next: of a full sweep each, otherwise each of the first ones and then one in a
+   hundred and one, or in fifteen where there are few. */
 static uint64_t next_call(fault_kind kind, uint64_t at) {
-    return at + (at > 10 ? t_stride(kind == FAULT_CALLBACK ? 7 : 41) : 1);
+    return at + (at > 10 ? t_stride(kind == FAULT_CALLBACK ? 15 : 101) : 1);
 }
 
 /* Returns about the number of calls that can fail. Debug mode copies all memory around each
@@ -806,7 +806,7 @@ static void a_device_that_stays_broken_is_told(void **state) {
     bool happened = true;
     while (happened) {
         fault_net net;
-        at += t_stride(5);
+        at += t_stride(11);
         fault_net_start(&net, &fault_cases[4]); // lends a gradient
         t_ok(net.model, act_step(&net));
         net.device.fails_on = true;

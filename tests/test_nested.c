@@ -10,7 +10,7 @@
 #include "virtual.h"
 #include "late_dag.h"
 
-enum { QUICK_GRAPHS = 300, QUICK_LATE_GRAPHS = 60, QUICK_SOLVED_GRAPHS = 150 };
+enum { QUICK_GRAPHS = 300, QUICK_LATE_GRAPHS = 60, QUICK_SOLVED_GRAPHS = 50 };
 enum { GRAPHS = 1500, LATE_GRAPHS = 200, SOLVED_GRAPHS = 1000 };
 
 enum { MOST_DEPTH = 6, TEXT = 256 };

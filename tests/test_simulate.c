@@ -1178,7 +1178,7 @@ static void every_call_of_the_device_fails_once(void **state) {
     for (int late = 0; late < 2; ++late) {
         bool failed = true;
         uint64_t failures = 0;
-        for (uint64_t at = 1; failed; at += 1 + at / 60) {
+        for (uint64_t at = 1; failed; at += 1 + at / 20) {
             clocked_outcome found;
             clocked_net n;
             v_device device;

@@ -1560,7 +1560,7 @@ static uint32_t check_budgets(uint64_t seed) {
 static void budgets_are_monotone_and_the_smallest_is_exact(void **state) {
     (void)state;
     const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
-    const uint64_t count = t_environment("MEMSCALE_TEST_NETS", t_sweep(20, 1000));
+    const uint64_t count = t_environment("MEMSCALE_TEST_NETS", t_sweep(6, 1000));
     uint32_t wrong = 0;
     for (uint64_t seed = first; seed < first + count; ++seed) {
         wrong += check_budgets(seed);
@@ -1732,7 +1732,7 @@ static void each_search_is_monotone(void **state) {
     (void)state;
     static census with;
     const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
-    const uint64_t count = t_environment("MEMSCALE_TEST_NETS", t_sweep(25, 500));
+    const uint64_t count = t_environment("MEMSCALE_TEST_NETS", t_sweep(8, 500));
     uint32_t wrong = 0;
     for (uint64_t seed = first; seed < first + count; ++seed) {
         meter heap;

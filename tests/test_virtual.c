@@ -425,7 +425,7 @@ static void every_call_fails_once(void **state) {
             failed = device.engine.calls >= n;
             assert_true(run_on(&device, &cases[c], &expected));
             v_close(&device);
-            n += n > 200 ? 5 + t_stride(13) : n > 30 ? t_stride(5) - 1 : 0; // steps are alike
+            n += n > 200 ? 5 + t_stride(41) : n > 30 ? t_stride(11) - 1 : 0; // steps are alike
         }
         assert_true(n > 200);
     }
@@ -441,7 +441,7 @@ static void every_operation_fails_once(void **state) {
     const uint64_t total = device.operations;
     v_close(&device);
     assert_true(total > 200);
-    for (uint64_t n = 1; n <= total; n += 1 + n / 40) {
+    for (uint64_t n = 1; n <= total; n += 1 + n / 15) {
         net first;
         v_open(&device, n);
         device.late_fail_at = n;

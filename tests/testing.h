@@ -78,7 +78,7 @@ static inline uint64_t t_environment(const char *name, uint64_t fallback) {
 }
 
 /* How many cases of a sweep are run: `quick` of them by default and in `make test`, or
-   MEMSCALE_TEST_SWEEP percent of `full`, if that is more; `make test-rest` sets it. */
+   MEMSCALE_TEST_SWEEP percent of `full`, if that is more; `make test-all` sets it. */
 static inline uint64_t t_sweep(uint64_t quick, uint64_t full) {
     const uint64_t count = full * t_environment("MEMSCALE_TEST_SWEEP", 0) / 100;
     return count > quick ? count : quick;
