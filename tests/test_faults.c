@@ -646,13 +646,14 @@ static uint64_t next_call(fault_kind kind, uint64_t at) {
 }
 
 /* Returns about the number of calls that can fail. Debug mode copies all memory around each
-   callback, thousands of calls in a row that are all alike: there, every 17th after the first
-   ones. */
+   callback, thousands of calls in a row that are all alike: there, at most every 17th after the
+   first ones. */
 static uint32_t every_call_fails_once(fault_kind kind, const fault_case *how, const act *a,
                                       const expectation *e, uint32_t *cured) {
     fault where = {how, a, kind, 1};
     while (fails_cleanly(how, &where, e, cured)) {
-        where.at = how->debug && where.at > 60 ? where.at + 17 : next_call(kind, where.at);
+        where.at =
+            how->debug && where.at > 20 ? where.at + 16 + t_stride(85) : next_call(kind, where.at);
         expect(where.at < 100000, &where, "there is no end to it");
     }
     return (uint32_t)where.at - 1;

@@ -2444,17 +2444,18 @@ static uint64_t fail_each(const ms_config *given, uint64_t budget, try_fn run, m
     t_ok(z.m, ms_wrap(z.m));
     t_report(z.m, &before);
     ms_set_budget(z.m, budget);
-    uint64_t failures = 0;
-    for (bool done = false; !done; failures += !done) {
+    uint64_t failures = 0, at = 1;
+    for (bool done = false; !done; at += failures > 10 ? t_stride(5) : 1) {
         const uint64_t live = heap.live_bytes;
         heap.has_failed = false;
         heap.calls = 0;
-        heap.fail_at = failures + 1;
+        heap.fail_at = at;
         const ms_result result = run(&z);
         done = !heap.has_failed;
         assert_int_equal(result, done ? expected : MS_RESULT_OUT_OF_MEMORY);
         heap.fail_at = 0;
         if (!done) {
+            failures++;
             t_report(z.m, &after);
             assert_true(before.plan_hash == after.plan_hash && before.mode == after.mode);
             assert_true(heap.live_bytes == live);

@@ -167,7 +167,7 @@ static void models_come_and_go(void **state) {
     static job jobs[THREADS];
     memset(jobs, 0, sizeof jobs);
     for (uint32_t i = 0; i < THREADS; ++i) {
-        jobs[i].rounds = (uint32_t)t_sweep(ROUNDS / 5, ROUNDS);
+        jobs[i].rounds = (uint32_t)t_sweep(ROUNDS / 10, ROUNDS);
         jobs[i].seed = i;
         jobs[i].budget = i % 2 == 0 ? 0 : smallest_arena();
     }
@@ -459,7 +459,7 @@ static void check_streams(uint64_t seed, uint32_t steps, streams_run *sums) {
 static void copies_keep_their_order(void **state) {
     (void)state;
     streams_run sums;
-    const uint64_t rounds = t_sweep(60, 1500);
+    const uint64_t rounds = t_sweep(30, 1500);
     memset(&sums, 0, sizeof sums);
     for (uint64_t seed = 0; seed < rounds; ++seed) {
         check_streams(seed, 200, &sums);
