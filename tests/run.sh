@@ -445,7 +445,7 @@ host_only=' test_formats test_homes test_solver test_threads test_virtual '
 # MEMSCALE_TEST_SWEEP=100 asks a test program for. As C++11 the tests run on the emulated device, or else
 # here.
 sanitized=' test_api test_memory test_profile test_validate '
-plans_only=' test_estimate test_solver ' # others run the same code with sanitizers
+plans_only=' test_estimate test_rules test_solver ' # fuzz_api and others run that code with sanitizers
 group 'tests'
 for source in tests/test_*.c; do
     name=$(basename "$source" .c)
@@ -472,7 +472,7 @@ check quick 'test_formats, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO
 check broad 'test_profile, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO tests/test_profile.c'
 check quick 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
 check full 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thread/tests/test_threads 100'
-check broad 'test_offload, thread sanitizer' 'MEMSCALE_TEST_DAGS=60 run_threads build/thread/tests/test_offload'
+check broad 'test_offload, thread sanitizer' 'MEMSCALE_TEST_DAGS=20 run_threads build/thread/tests/test_offload'
 check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api'
 check quick 'all as C++11, without code' check_dialect
 
@@ -508,7 +508,8 @@ for source in tests/test_*.c; do
     if [[ $name == test_cuda* || $emulated_first == *" $name "* ]]; then
         check quick "$name" "$emulate"
     else
-        check broad "$name" "$emulate"
+        [[ $plans_only == *" $name "* ]] && tier=full || tier=broad
+        check $tier "$name" "$emulate"
     fi
     ! sweeps "$source" || check full "$name, longer sweeps" "$emulate 40"
 done
