@@ -159,10 +159,11 @@ cell_cuda_tests() {
     return $status
 }
 
-# As make cuda builds them: the object for all devices, and the C programs on it.
-build_cuda() {
+# As make cuda builds them: the object for these devices, or for all, and the C programs on it.
+build_cuda() { # [CODES]
     [ -n "$NVCC" ] || skip 'no nvcc'
-    $MAKE -s --no-print-directory werror=1 cuda && build/cuda/examples/gpt2 --preset tiny --steps 1
+    $MAKE -s --no-print-directory werror=1 ${1:+CUDA_CODES="$1"} cuda &&
+        build/cuda/examples/gpt2 --preset tiny --steps 1
 }
 
 cell_library() { # COMPILER NAME FLAG ARGUMENTS
@@ -589,7 +590,8 @@ check quick 'CUDA, one translation unit with the CUDA part' \
 check broad 'CUDA, the CUDA part alone, a C program on it' cell_cuda_object
 check quick 'the CUDA part without nvcc is refused, with the cure' check_cuda_refusal
 check broad 'CUDA, tests with kernels' cell_cuda_tests
-check broad 'make cuda: 7.5 to 9.0, and C programs on it' build_cuda
+[[ $tiers == *' full '* ]] && codes='' || codes='sm_75 sm_90' # all of them take minutes
+check broad "make cuda${codes:+ for $codes}, and C programs on it" "build_cuda '$codes'"
 
 group 'symbols and macros'
 check quick 'exports what is declared' check_exports
