@@ -316,8 +316,8 @@ format:
 help:
 	@echo 'make            every program of examples/ and bench/, at build/<folder>/<name>'
 	@echo 'make run        train a small GPT-2 inside a byte budget (about a minute)'
-	@echo 'make test       what a commit needs, in about ten minutes; the last line has the totals'
-	@echo 'make test-broad  what a release needs beside that, in about twenty minutes'
+	@echo 'make test       what a commit needs, in a quarter of an hour; the last line has the totals'
+	@echo 'make test-broad  what a release needs beside that, in half an hour'
 	@echo 'make test-all   everything that is tested: both, and what is left out there, in two hours'
 	@echo 'make cuda       gpt2, bert, cnn, lora and bench/gpu for NVIDIA GPUs, at build/cuda/<folder>/<name>'
 	@echo 'make test-gpu   the tests on a GPU, with compute-sanitizer where it is found'
