@@ -539,13 +539,13 @@ for compiler in gcc clang g++ clang++; do
     *++) dialect=c++17 newest=c++20 cuda=examples/cuda.cu ;;
     *) dialect=c11 newest=c2x cuda= ;;
     esac
-    [ $compiler = gcc ] && gcc=quick || gcc=broad
+    [ $compiler = gcc ] && tier=quick || tier=broad
     plain="cell $compiler -O0"
     group "compile, $compiler"
     check quick 'one translation unit' "cell $compiler $body $program"
     check broad "two translation units, ${dialect^^}" \
         "$plain -std=$dialect $program tests/compile_implementation.c"
-    check $gcc 'with the macros of other headers' \
+    check $tier 'with the macros of other headers' \
         "$plain $hostile $program tests/compile_implementation.c"
     check broad 'bodies at a second include' "$plain -DCOMPILE_LATE $program"
     check broad 'MEMSCALE_STATIC' "$plain $body -DMEMSCALE_STATIC $program"
