@@ -28,7 +28,7 @@ quick    := -O1
 debug    := -O0 -g
 # -g1: lines for stack traces; where variables are would take longer to compile than the checks. What
 # address finds as well need not be looked for twice.
-sanitize := -Og -g1 -fsanitize=address,undefined -fno-sanitize=null,object-size,pointer-overflow \
+sanitize := -Og -g1 -fsanitize=address,undefined -fno-sanitize=null,object-size \
             -fno-sanitize-recover=all -fno-omit-frame-pointer
 thread   := -Og -g1 -fsanitize=thread
 coverage := -O0 -g --coverage

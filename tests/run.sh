@@ -446,7 +446,7 @@ host_only=' test_formats test_homes test_solver test_threads test_virtual '
 # MEMSCALE_TEST_SWEEP=100 asks a test program for. As C++11 the tests run on the emulated device, or else
 # here.
 sanitized=' test_api test_memory test_profile test_validate '
-plans_only=' test_estimate test_rules test_solver ' # fuzz_api and others run that code with sanitizers
+plans_only=' test_estimate test_rules test_solver ' # of which fuzz_api and others run the code with sanitizers
 group 'tests'
 for source in tests/test_*.c; do
     name=$(basename "$source" .c)

@@ -2420,6 +2420,22 @@ static ms_result try_print(zoo *z) {
     return result == MS_RESULT_OK ? ms_print_plan_full(z->m, ignore_text, NULL) : result;
 }
 
+static ms_result try_program(zoo *z) {
+    t_text text = {NULL, 0};
+    const ms_result result = ms_print_program(z->m, MS_PROGRAM_TRAIN, t_append, &text);
+    assert_true((result == MS_RESULT_OK) == (text.length > 0));
+    free(text.data);
+    return result;
+}
+
+static ms_result try_trace(zoo *z) {
+    t_text text = {NULL, 0};
+    const ms_result result = ms_print_trace(z->m, t_append, &text);
+    assert_true((result == MS_RESULT_OK) == (strstr(text.data, "\"ph\":\"X\"") != NULL));
+    free(text.data);
+    return result;
+}
+
 static void ignore_decision(const ms_decision *decision, void *user) {
     (void)decision, (void)user;
 }
@@ -2475,6 +2491,8 @@ static void every_allocation_fails_once(void **state) {
     const uint64_t budget = budget_between(z.m, 50);
     ms_destroy(z.m);
     assert_true(fail_each(&config, 0, try_print, MS_RESULT_OK) > 0);
+    assert_true(fail_each(&config, 0, try_program, MS_RESULT_OK) > 0);
+    assert_true(fail_each(&config, 0, try_trace, MS_RESULT_OK) > 0);
     assert_true(fail_each(&config, 0, try_visit, MS_RESULT_OK) > 0);
     assert_true(fail_each(&config, budget, try_wrap, MS_RESULT_OK) > 3);
     config.auto_policy = true;
