@@ -16914,7 +16914,8 @@ static bool msi_is_poison(msi_trial *t, const uint8_t *memory, bool on_host, uin
 // the stage
 
 static uint8_t *msi_stage_at(const msi_trial *t, int place, uint32_t half) {
-    return (uint8_t *)t->debug->stage[place] + half * t->debug->half_bytes[place];
+    uint8_t *stage = (uint8_t *)t->debug->stage[place];
+    return stage ? stage + half * t->debug->half_bytes[place] : NULL; // none, if nothing needs it
 }
 
 static uint8_t *msi_image_at(const msi_trial *t, msi_image image, int place) {

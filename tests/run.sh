@@ -454,9 +454,9 @@ for source in tests/test_*.c; do
     sanitize="run_test sanitize build/sanitize/tests/$name"
     sweeps "$source" && length=', longer sweeps' || length=
     case $name in
-    test_offload) share=100 ;;
-    test_solver) share=30 ;;
-    *) share=50 ;;
+    test_offload) share=100 longer=broad ;; # a wait that is missing shows in few of its graphs
+    test_solver) share=30 longer=full ;;
+    *) share=50 longer=full ;;
     esac
     if [[ $sanitized == *" $name "* ]]; then
         check quick "$name, sanitizers" "$sanitize"
@@ -466,7 +466,7 @@ for source in tests/test_*.c; do
         check quick "$name" "run_test quick build/quick/tests/$name"
         check $tier "$name, sanitizers" "$sanitize"
     fi
-    check full "$name, release$length" "run_test release build/tests/$name $share"
+    check $longer "$name, release$length" "run_test release build/tests/$name $share"
     [[ $host_only != *" $name "* ]] || check full "$name, C++11" "run_test release build/tests/${name}_cpp"
 done
 check quick 'test_formats, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO tests/test_formats.c'
