@@ -462,6 +462,20 @@ typedef enum ms_halt {
     MS_HALT_NORM  // the norm of the gradients is not
 } ms_halt;
 
+/* How optimizer state lies in memory. BF16: rounded at random to one of its two neighbours, so that
+   small changes add up in the mean; the random bits depend on the step, the param and the element
+   alone. 8BIT: blocks of 256 elements, each with the largest magnitude among them and a code of 8
+   bits for each element: the nearest value of a book, for the first moment and momentum one with
+   signs (Dettmers et al., "8-bit optimizers via block-wise quantization", 2022). In groups of 4096
+   elements, the last of which may be smaller: the codes, padded to 64 bytes, then a float for each
+   block; 1.016 bytes an element. Zeroed memory is state of zeros in each format. */
+typedef enum ms_state_format {
+    MS_STATE_FORMAT_F32,
+    MS_STATE_FORMAT_BF16,
+    MS_STATE_FORMAT_8BIT,
+    MS_STATE_FORMAT_COUNT
+} ms_state_format;
+
 /* The factors of an update that are the same for all elements, rounded once, bias corrections
    included. AdamW: m = beta1 * m + rest1 * g; v = beta2 * v + rest2 * g * g;
    p = decay * p + rate * m / (scale2 * sqrt(v) + epsilon).
@@ -470,11 +484,14 @@ typedef struct ms_update_factors {
     float rate, decay, beta1, beta2, rest1, rest2, scale2, epsilon;
 } ms_update_factors;
 
-/* One update of one param, for the backend's kernel or the trainer's own callback. All arrays have
-   count floats in device memory. AdamW: state[0] and state[1] are the first and second moments;
-   SGD: state[0] is the momentum. The update multiplies the gradient by *gradient_scale (device
-   memory; NULL: 1). A custom update does so too, enqueues its work on stream and may overwrite the
-   gradient (which nobody reads again, unless it is borrowed); no halted step calls it. */
+/* One update of one param, or of a part of it, for the backend's kernel or the trainer's own
+   callback. All arrays have count floats in device memory, except that the library's own optimizers
+   may have state in another format, which is then not really of floats. AdamW: state[0] and
+   state[1] are the first and second moments; SGD: state[0] is the momentum. The update multiplies
+   the gradient by *gradient_scale (device memory; NULL: 1). If any state is not F32, elements whose
+   gradient is not below 2^64 in magnitude stay as they are. A custom update multiplies so too,
+   enqueues its work on stream and may overwrite the gradient (which nobody reads again, unless it
+   is borrowed); no halted step calls it. */
 typedef struct ms_update_args {
     void *user; // ms_optimizer_desc.user
     ms_tensor param;
@@ -488,6 +505,9 @@ typedef struct ms_update_args {
     float momentum;              // SGD
     uint64_t t;                  // number of this update, from 1; again from 1 if the state is new
     void *stream;                // as ms_call.stream
+    ms_state_format state_format[MS_LIMIT_OPTIMIZER_STATE];
+    uint64_t begin; // number of the first element in the param: a multiple of 4096 if state is 8BIT
+    uint64_t seed;  // of the param, for random bits, along with that of state_of_step
     /* For the backend's kernel; in device memory. */
     const ms_update_factors *factors;
     const ms_step_state *state_of_step; // if it is halted, change nothing
@@ -538,6 +558,7 @@ typedef struct ms_backend {
        synchronize to wait_on_host are required. is_asynchronous implies it. */
     bool has_copy_streams;
     bool maps_host; // update may be given memory of host_alloc as state, as if it were the device's
+    bool has_state_formats;   // update takes state in every ms_state_format; otherwise all is F32
     uint64_t workspace_bytes; // device memory for the backend in each arena; part of the budget
 
     /* The result is aligned to 64 bytes, or to 256 if workspace_bytes is not 0. */
@@ -603,16 +624,16 @@ typedef struct ms_backend {
 
 typedef enum ms_switch { MS_SWITCH_DEFAULT, MS_SWITCH_ON, MS_SWITCH_OFF } ms_switch;
 
-/* What a plan can do to a layer or a tensor; see ms_set_layer_technique. This version has the first
-   three. Modes, switches and explained plans know the others, but no plan uses them, and ms_wrap
-   refuses (UNSUPPORTED) to switch one ON. */
+/* What a plan can do to a layer or a tensor; see ms_set_layer_technique. This version does not have
+   TILING and MIXED_PRECISION. Modes, switches and explained plans know them, but no plan uses them,
+   and ms_wrap refuses (UNSUPPORTED) to switch one ON. */
 typedef enum ms_technique {
     MS_TECHNIQUE_CHECKPOINTING, // outputs and saved tensors: dropped and recomputed
     MS_TECHNIQUE_EARLY_UPDATE,  // params: updated inside backward
     MS_TECHNIQUE_OFFLOADING,    // copied to host memory and back
     MS_TECHNIQUE_TILING,        // computed in groups of rows
     MS_TECHNIQUE_MIXED_PRECISION,
-    MS_TECHNIQUE_OPTIMIZER_8BIT,
+    MS_TECHNIQUE_OPTIMIZER_8BIT, // params: optimizer state as codes of 8 bits
     MS_TECHNIQUE_COUNT
 } ms_technique;
 
@@ -819,6 +840,9 @@ typedef struct ms_optimizer_desc {
     ms_update_fn update;  // MS_OPTIMIZER_CUSTOM
     void *user;           // of update
     uint32_t state_count; // MS_OPTIMIZER_CUSTOM: tensors shaped like the param, initially zero
+    /* Format of the moments of AdamW, or of the momentum of SGD, where a plan does not make it
+       8-bit: F32 or BF16. State that is borrowed is F32. */
+    ms_state_format state_format[2];
 } ms_optimizer_desc;
 
 // ------------------------------------------------------------------------------------------------
@@ -1379,7 +1403,8 @@ MEMSCALE_API_CHECKED ms_result ms_write(ms_model *model, ms_tensor tensor, const
 MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *data);
 
 /* The address of a value in device memory (host memory for a tensor on the host, and for what the
-   plan has there: see ms_lifetime.is_on_host); NULL before ms_wrap and where ms_read would fail.
+   plan has there: see ms_lifetime.is_on_host); NULL before ms_wrap, where ms_read would fail, and
+   for optimizer state that is not F32 in memory.
    Use it to fill an input in place or to use params elsewhere, by work enqueued on ms_stream or
    after ms_synchronize. What is kept between steps stays there until the next ms_wrap or ms_detach,
    or the step that plans again (ms_config.empirical_profiling); everything else until the next
@@ -1691,6 +1716,169 @@ MSI_HD void msi_store_as(void *data, ms_dtype dtype, uint64_t i, float x) {
     } else {
         ((uint16_t *)data)[i] = dtype == MS_DTYPE_F16 ? msi_f16_of_f32(x) : msi_bf16_of_f32(x);
     }
+}
+
+/* Sebastiano Vigna's splitmix64, public domain: a good mix of 64 bits. */
+MSI_HD uint64_t msi_mix(uint64_t x) {
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+/* 32 random bits: a hash of a number, with a key. Multiplications and shifts as in the last step of
+   MurmurHash3 by Austin Appleby, public domain. */
+MSI_HD uint32_t msi_random(uint32_t key, uint64_t number) {
+    uint32_t x = (uint32_t)number ^ key;
+    x += (uint32_t)(number >> 32) * 0x9e3779b9u;
+    x = (x ^ x >> 16) * 0x85ebca6bu;
+    x = (x ^ x >> 13) * 0xc2b2ae35u;
+    return x ^ x >> 16;
+}
+
+/* Rounds a finite number to one of its two neighbours, to each with the probability of its
+   nearness to the other. What a double of the largest number would be stays that. */
+MSI_HD uint16_t msi_bf16_at_random(float x, uint32_t random) {
+    const uint32_t bits = msi_bits_of_f32(x), up = bits + (random >> 16);
+    const uint32_t fits = 0u - (uint32_t)((up & 0x7fffffffu) < 0x7f800000u);
+    return (uint16_t)(((up & fits) | (bits & ~fits)) >> 16);
+}
+
+/* Numbers in 8 bits: codes into a book of 256 values from -1 or 0 to 1, the same for all numbers,
+   times a scale, the largest magnitude among 256 neighbours. The books are those of Dettmers et
+   al., "8-bit optimizers via block-wise quantization", 2022: for each i from 0 to 6, 10^(i-6) times
+   the means of a linear partition of [0.1, 1] into 2^i parts, positive and negative (for m), or
+   into 2^(i+1) parts (for v); and 0 and 1; in rising order.
+
+   Code c has the rank y = |c - 127|, or c + 1 in the book without signs. With e = floor(log2(y)),
+   part number y - 2^e of 2^e has the mean (18 y - 16 * 2^e + 9) / (20 * 2^e), and is worth
+
+       V = 5^e * 2 * (18 y - 16 * 2^e + 9)
+
+   in units of 1 / 4e7, or of 1 / 4e8 in the book without signs: a whole number, as are the middles
+   between neighbours. So the nearest code is found by exact comparisons of integers. The code is
+   written without branches and tables, so that compilers make vector instructions of it. */
+enum { MSI_CODED_BLOCK = 256, MSI_CODED_GROUP = 4096, MSI_SIGNED_ZERO = 127 };
+
+#define MSI_TOP_SIGNED    4e7f // units in 1
+#define MSI_TOP_UNSIGNED  4e8f
+#define MSI_UNIT_SIGNED   2.5e-8f
+#define MSI_UNIT_UNSIGNED 2.5e-9f
+#define MSI_LEAST_SCALE   3.1554436e-30f // 2^-98; where all is smaller, all counts as 0
+
+/* All bits, or none. */
+MSI_HD uint32_t msi_mask(bool holds) {
+    return 0u - (uint32_t)holds;
+}
+
+/* factor, or 1, by a bit of e. */
+MSI_HD float msi_factor_by_bit(uint32_t e, uint32_t bit, float factor) {
+    const uint32_t one = 0x3f800000u, more = msi_bits_of_f32(factor) - one;
+    return msi_f32_of_bits(one + (more & (0u - (e >> bit & 1u))));
+}
+
+/* V of a rank from 1 to 255. */
+MSI_HD float msi_worth_of_rank(uint32_t rank) {
+    const float y = (float)(int32_t)rank;
+    const uint32_t bits = msi_bits_of_f32(y), e = (bits >> 23) - 127u;
+    const float parts = msi_f32_of_bits(bits & 0xff800000u); // 2^e
+    const float power = msi_factor_by_bit(e, 0, 5.0f) * msi_factor_by_bit(e, 1, 25.0f) *
+                        msi_factor_by_bit(e, 2, 625.0f);
+    return power * (36.0f * y + (18.0f - 32.0f * parts)); // sums of small whole numbers: exact
+}
+
+/* Codes as units of their book. */
+MSI_HD float msi_units_of_signed(uint8_t code) {
+    const uint32_t number = (uint32_t)code - MSI_SIGNED_ZERO, sign = msi_mask(code < 127);
+    const uint32_t rank = (number ^ sign) - sign;
+    const uint32_t zero = msi_mask(rank == 0), top = msi_mask(rank == 128);
+    const uint32_t worth = msi_bits_of_f32(msi_worth_of_rank(rank));
+    return msi_f32_of_bits((worth & ~(zero | top)) | (msi_bits_of_f32(MSI_TOP_SIGNED) & top) |
+                           (sign & 0x80000000u));
+}
+
+MSI_HD float msi_units_of_unsigned(uint8_t code) {
+    const uint32_t zero = msi_mask(code == 0), top = msi_mask(code == 255);
+    const uint32_t worth = msi_bits_of_f32(msi_worth_of_rank((uint32_t)code + 1u));
+    return msi_f32_of_bits((worth & ~(zero | top)) | (msi_bits_of_f32(MSI_TOP_UNSIGNED) & top));
+}
+
+/* Past the middle between the last part of e - 1 and the first of e, it is part of e: the bits of
+   5^e are those of 5^(e-1) plus so many. */
+#define MSI_DECADE(e, power, step)                                                                 \
+    {                                                                                              \
+        const uint32_t past = msi_mask(whole >= (power) / 5 * ((20 << (e)) + 36));                 \
+        power_bits += past & (step);                                                               \
+        decade -= past;                                                                            \
+    }
+
+/* The rank whose worth is nearest to a number of units, which is not negative and of which only the
+   whole part matters; of two that are as near, the larger. For numbers nearer to the worth of rank
+   2^first than to 0, and up to 1. */
+MSI_HD uint32_t msi_nearest_rank(int32_t whole, uint32_t first) {
+    uint32_t power_bits = first ? 0x40a00000u : 0x3f800000u, decade = first; // 5^e, e
+    if (!first) {
+        MSI_DECADE(1, 5, 0x01200000u)
+    }
+    MSI_DECADE(2, 25, 0x01280000u)
+    MSI_DECADE(3, 125, 0x01320000u)
+    MSI_DECADE(4, 625, 0x01224000u)
+    MSI_DECADE(5, 3125, 0x01271000u)
+    MSI_DECADE(6, 15625, 0x0130d400u)
+    if (first) {
+        MSI_DECADE(7, 78125, 0x01247280u)
+    }
+    const float power = msi_f32_of_bits(power_bits);
+    const int32_t parts = (int32_t)msi_f32_of_bits((decade + 127u) << 23);
+    const int32_t each = (int32_t)(36.0f * power); // from one middle to the next
+    const int32_t rest = whole - (int32_t)(4.0f * power * (float)parts);
+    int32_t part = (int32_t)((float)rest / (36.0001f * power)); // right, or one too small
+    part += rest - part * each >= each;
+    const int32_t over = part - (parts - 1);
+    part -= over & ~(over >> 31);
+    const int32_t top = first ? 78125 * (40 * 128 - 9) : 15625 * (40 * 64 - 9);
+    const uint32_t is_top = msi_mask(whole >= top);
+    return ((uint32_t)(parts + part) & ~is_top) | ((128u << first) & is_top);
+}
+
+/* How many units 1 has for numbers of this scale. 0: they all count as 0. */
+MSI_HD float msi_units_of_scale(float scale, float top) {
+    return scale >= MSI_LEAST_SCALE ? top / scale : 0.0f;
+}
+
+/* The code of x, given the units in 1 divided by the scale. A value never changes its sign; -1,
+   which the book does not have, becomes the number after it. */
+MSI_HD uint8_t msi_signed_code(float x, float units) {
+    const uint32_t bits = msi_bits_of_f32(x), sign = 0u - (bits >> 31);
+    const int32_t whole = (int32_t)(msi_f32_of_bits(bits & 0x7fffffffu) * units);
+    uint32_t rank = msi_nearest_rank(whole, 0) & msi_mask(whole >= 11);
+    rank -= rank >> 7 & sign;
+    return (uint8_t)(MSI_SIGNED_ZERO + ((rank ^ sign) - sign));
+}
+
+MSI_HD uint8_t msi_unsigned_code(float x, float units) {
+    const int32_t whole = (int32_t)(x * units);
+    return (uint8_t)((msi_nearest_rank(whole, 1) - 1u) & msi_mask(whole >= 65));
+}
+
+/* Bytes of so many elements. */
+MSI_HD uint64_t msi_coded_bytes(uint64_t count) {
+    const uint64_t rest = count % MSI_CODED_GROUP;
+    const uint64_t blocks = (rest + MSI_CODED_BLOCK - 1) / MSI_CODED_BLOCK;
+    const uint64_t group = MSI_CODED_GROUP + MSI_CODED_GROUP / MSI_CODED_BLOCK * sizeof(float);
+    return count / MSI_CODED_GROUP * group + ((rest + 63) & ~(uint64_t)63) + blocks * sizeof(float);
+}
+
+/* Where the codes of a block lie that begins with element `at`, of so many; and where its scale. */
+MSI_HD uint64_t msi_codes_at(uint64_t at) {
+    return msi_coded_bytes(at - at % MSI_CODED_GROUP) + at % MSI_CODED_GROUP;
+}
+
+MSI_HD uint64_t msi_scale_at(uint64_t at, uint64_t count) {
+    const uint64_t in_group = at % MSI_CODED_GROUP, left = count - (at - in_group);
+    const uint64_t padded = (left + 63) & ~(uint64_t)63, most = MSI_CODED_GROUP;
+    const uint64_t codes = padded < most ? padded : most;
+    return msi_coded_bytes(at - in_group) + codes + in_group / MSI_CODED_BLOCK * sizeof(float);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2278,6 +2466,39 @@ MSI_HD float msi_sgd_element(const ms_update_factors *f, float value, float grad
     return MSI_FMA(f->rate, MSI_FMA(f->decay, value, v), value);
 }
 
+/* Where state has fewer bits than float: whether an element changes, as a mask of all bits, and
+   what it becomes. */
+MSI_HD uint32_t msi_changes(float gradient) {
+    return msi_mask((msi_bits_of_f32(gradient) & 0x7fffffffu) < 0x5f800000u); // 2^64
+}
+
+MSI_HD float msi_choose(uint32_t mask, float x, float otherwise) {
+    return msi_f32_of_bits((msi_bits_of_f32(x) & mask) | (msi_bits_of_f32(otherwise) & ~mask));
+}
+
+/* The update of an element by AdamW or SGD, unless nothing is to change. */
+MSI_HD float msi_guarded_element(ms_optimizer_kind kind, const ms_update_factors *f, float value,
+                                 float gradient, float *s0, float *s1) {
+    const uint32_t changes = msi_changes(gradient);
+    float new0 = *s0, new1 = *s1;
+    const float new_value = kind == MS_OPTIMIZER_ADAMW
+                                ? msi_adamw_element(f, value, gradient, &new0, &new1)
+                                : msi_sgd_element(f, value, gradient, &new0);
+    *s0 = msi_choose(changes, new0, *s0);
+    *s1 = msi_choose(changes, new1, *s1);
+    return msi_choose(changes, new_value, value);
+}
+
+/* Whether codes of this state have a sign: the second moment does not. */
+MSI_HD bool msi_state_is_signed(ms_optimizer_kind kind, int k) {
+    return kind != MS_OPTIMIZER_ADAMW || k == 0;
+}
+
+/* The key of the random bits for tensor k of the state of a param. */
+MSI_HD uint32_t msi_state_key(const ms_update_args *args, int k) {
+    return (uint32_t)(msi_mix(args->state_of_step->seed ^ msi_mix(args->seed + (uint64_t)k)) >> 32);
+}
+
 /* Halts the step if the loss is not finite. The first reason to halt stays. */
 MSI_HD void msi_judge_loss(ms_step_state *s, double loss) {
     if (s->halted == (uint32_t)MS_HALT_NONE) {
@@ -2371,26 +2592,40 @@ static uint64_t msi_larger(uint64_t a, uint64_t b) {
     return a > b ? a : b;
 }
 
-/* The part of a tensor that an instruction works on. */
+/* The part of a param that an instruction works on, in elements or in bytes. */
 typedef struct msi_part {
-    uint64_t begin, bytes;
+    uint64_t begin, count;
 } msi_part;
 
-/* Parts are equal, and whole multiples of the alignment, except the last. */
-static msi_part msi_part_of(uint64_t bytes, uint32_t part, uint32_t part_count) {
-    const uint64_t each = part_count > 1 ? msi_align((bytes + part_count - 1) / part_count) : bytes;
+/* Elements of each of so many parts of a param, except the last: whole groups of codes, so that a
+   part of any state is contiguous, unless parts are smaller than that. */
+static uint64_t msi_part_size(uint64_t count, uint32_t part_count) {
+    const uint64_t each = part_count > 1 ? (count + part_count - 1) / part_count : count;
+    const uint64_t unit = each < MSI_CODED_GROUP ? MSI_ALIGNMENT / 2 : MSI_CODED_GROUP;
+    return part_count > 1 ? (each + unit - 1) / unit * unit : each;
+}
+
+static msi_part msi_part_of(uint64_t count, uint32_t part, uint32_t part_count) {
     msi_part p;
-    p.begin = part * each;
-    p.bytes = msi_smaller(each, bytes - p.begin);
+    p.count = msi_part_size(count, part_count);
+    p.begin = part * p.count;
+    p.count = msi_smaller(p.count, count - p.begin);
     return p;
 }
 
-/* Sebastiano Vigna's splitmix64, public domain: a good mix of 64 bits. */
-static uint64_t msi_mix(uint64_t x) {
-    x += 0x9e3779b97f4a7c15u;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-    return x ^ (x >> 31);
+/* Bytes of so many elements of optimizer state. */
+static uint64_t msi_state_bytes(ms_state_format format, uint64_t count) {
+    return format == MS_STATE_FORMAT_8BIT   ? msi_coded_bytes(count)
+           : format == MS_STATE_FORMAT_BF16 ? count * sizeof(uint16_t)
+                                            : count * sizeof(float);
+}
+
+/* The bytes of a part of a float param or its gradient (F32), or of its state. */
+static msi_part msi_part_bytes(ms_state_format format, msi_part part) {
+    msi_part bytes;
+    bytes.begin = msi_state_bytes(format, part.begin);
+    bytes.count = msi_state_bytes(format, part.count);
+    return bytes;
 }
 
 static uint64_t msi_mix_in(uint64_t hash, uint64_t word) {
@@ -2522,6 +2757,7 @@ typedef struct msi_tensor {
     bool must_stay;        // nothing can bring it back
     bool serves_recompute; // the recompute callback of its layer reads it
     bool leads_to_loss;
+    bool is_looked_up;      // params: a layer with an integer input reads it
     uint32_t last_use;      // the last layer that reads it in forward, or its producer
     uint32_t last_reader;   // the last layer to run backward whose backward reads the value
     uint32_t last_gradient; // the last layer to run backward that contributes to its gradient
@@ -2711,10 +2947,11 @@ typedef struct msi_range {
     uint32_t alias_of;              // the range whose memory this one uses after it
     uint32_t block;
     uint8_t role, category;
-    uint16_t part; // 0: the whole value; n: its n-th part, as an instruction has it
-    bool packed;   // its memory is right after that of the range before it, in one block
-    bool aliased;  // another range uses this one's memory from its last instruction on
-    bool outlives; // it stays valid after the program, for ms_read
+    uint16_t part;  // 0: the whole value; n: its n-th part, as an instruction has it
+    uint8_t format; // an ms_state_format
+    bool packed;    // its memory is right after that of the range before it, in one block
+    bool aliased;   // another range uses this one's memory from its last instruction on
+    bool outlives;  // it stays valid after the program, for ms_read
     bool on_host;
 } msi_range;
 
@@ -2792,6 +3029,7 @@ typedef struct msi_resident {
     uint32_t factors; // of a param that learns: index of its factors in the step's memory
     uint32_t tensor;
     msi_role role;
+    ms_state_format format;
     bool on_host, borrowed;
     bool is_shown; // on the host: to callbacks
 } msi_resident;
@@ -2866,8 +3104,9 @@ typedef struct msi_tensor_decision {
     /* Of a param: the layer after whose backward it is updated; MSI_NONE: it is updated after the
        whole backward; MSI_AT_END: so too, although it could be updated inside backward. */
     uint32_t update_after;
-    uint16_t parts; // of a param: in how many parts what is moved comes to its update; 0: one
-    uint8_t moves;  // what lies on the host: a mask of MSI_MOVES_VALUE and others
+    uint16_t parts;  // of a param: in how many parts what is moved comes to its update; 0: one
+    uint8_t moves;   // what lies on the host: a mask of MSI_MOVES_VALUE and others
+    bool state_8bit; // of a param: its optimizer state is in codes of 8 bits
     /* Of the plan, in the element after that of the last tensor: how much more may be live than at
        the peak, in sixteenths of that, so that more copies can be under way. */
     uint8_t room;
@@ -3115,7 +3354,7 @@ static const char *msi_phase_name(ms_phase phase) {
       MSI_MADE_KINDS | MSI_PARAM_KIND, "a param, an activation or a saved tensor",                 \
       MSI_FROM_AGGRESSIVE, false)                                                                  \
     X(MS_TECHNIQUE_OPTIMIZER_8BIT, optimizer_8bit, "8-bit optimizer", MSI_PARAM_KIND,              \
-      "a param: only params have optimizer state", MSI_FROM_AGGRESSIVE, false)
+      "a param: only params have optimizer state", MSI_FROM_AGGRESSIVE, true)
 
 enum {
     MSI_MADE_KINDS = 1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED,
@@ -3151,6 +3390,7 @@ static const msi_technique msi_techniques[MS_TECHNIQUE_COUNT] = {
 #define MSI_EARLY_UPDATE  (1u << MS_TECHNIQUE_EARLY_UPDATE)
 #define MSI_OFFLOADING    (1u << MS_TECHNIQUE_OFFLOADING)
 #define MSI_MIXED         (1u << MS_TECHNIQUE_MIXED_PRECISION)
+#define MSI_8BIT          (1u << MS_TECHNIQUE_OPTIMIZER_8BIT)
 #define MSI_ANY           ((1u << MS_TECHNIQUE_COUNT) - 1)
 
 /* The techniques that this version implements. */
@@ -3923,6 +4163,133 @@ static int msi_cpu_cast(void *user, void *target, ms_dtype to, const void *sourc
     return 0;
 }
 
+/* Numbers in 8 bits, a block of them, from and to float. */
+static void msi_decode(const uint8_t *codes, float scale, bool is_signed, int count, float *to) {
+    const float unit = scale * (is_signed ? MSI_UNIT_SIGNED : MSI_UNIT_UNSIGNED);
+    if (is_signed) {
+        for (int i = 0; i < count; i++) {
+            to[i] = unit * msi_units_of_signed(codes[i]);
+        }
+        return;
+    }
+    for (int i = 0; i < count; i++) {
+        to[i] = unit * msi_units_of_unsigned(codes[i]);
+    }
+}
+
+/* Returns the scale. */
+static float msi_encode(const float *from, bool is_signed, int count, uint8_t *codes) {
+    uint32_t most = 0; // the order of magnitudes is that of their bits
+    for (int i = 0; i < count; i++) {
+        const uint32_t bits = msi_bits_of_f32(from[i]) & 0x7fffffffu;
+        most = bits > most ? bits : most;
+    }
+    const float scale = msi_f32_of_bits(most);
+    const float units = msi_units_of_scale(scale, is_signed ? MSI_TOP_SIGNED : MSI_TOP_UNSIGNED);
+    if (is_signed) {
+        for (int i = 0; i < count; i++) {
+            codes[i] = msi_signed_code(from[i], units);
+        }
+    } else {
+        for (int i = 0; i < count; i++) {
+            codes[i] = msi_unsigned_code(from[i], units);
+        }
+    }
+    return units > 0.0f ? scale : 0.0f;
+}
+
+/* Elements [at, at + count) of `all` in a format, of which `at` begins a block, from and to float.
+   Stored with a key, BF16 is rounded at random, otherwise (NULL) to the nearest; `first` is the
+   number of element 0 for the random bits. */
+static void msi_load_state(const void *state, ms_state_format format, bool is_signed, uint64_t at,
+                           int count, uint64_t all, float *to) {
+    switch (format) {
+    case MS_STATE_FORMAT_F32:
+        for (int i = 0; i < count; i++) {
+            to[i] = ((const float *)state)[at + (uint64_t)i];
+        }
+        break;
+    case MS_STATE_FORMAT_BF16:
+        for (int i = 0; i < count; i++) {
+            to[i] = msi_f32_of_bf16(((const uint16_t *)state)[at + (uint64_t)i]);
+        }
+        break;
+    case MS_STATE_FORMAT_8BIT: {
+        const uint8_t *bytes = (const uint8_t *)state;
+        float scale;
+        memcpy(&scale, bytes + msi_scale_at(at, all), sizeof scale);
+        msi_decode(bytes + msi_codes_at(at), scale, is_signed, count, to);
+        break;
+    }
+    case MS_STATE_FORMAT_COUNT:
+        break;
+    }
+}
+
+static void msi_store_state(void *state, ms_state_format format, bool is_signed, uint64_t at,
+                            int count, uint64_t all, const uint32_t *key, uint64_t first,
+                            const float *from) {
+    uint16_t *halves = (uint16_t *)state + at;
+    switch (format) {
+    case MS_STATE_FORMAT_F32:
+        for (int i = 0; i < count; i++) {
+            ((float *)state)[at + (uint64_t)i] = from[i];
+        }
+        break;
+    case MS_STATE_FORMAT_BF16:
+        for (int i = 0; i < count && !key; i++) {
+            halves[i] = msi_bf16_of_f32(from[i]);
+        }
+        for (int i = 0; i < count && key; i++) {
+            halves[i] = msi_bf16_at_random(from[i], msi_random(*key, first + at + (uint64_t)i));
+        }
+        break;
+    case MS_STATE_FORMAT_8BIT: {
+        uint8_t *bytes = (uint8_t *)state;
+        const float scale = msi_encode(from, is_signed, count, bytes + msi_codes_at(at));
+        memcpy(bytes + msi_scale_at(at, all), &scale, sizeof scale);
+        break;
+    }
+    case MS_STATE_FORMAT_COUNT:
+        break;
+    }
+}
+
+/* The update of the block at element `at`, whose state is not all F32. */
+static void msi_update_block(const ms_update_args *a, const uint32_t *keys, int states, float scale,
+                             uint64_t at) {
+    const int count = (int)msi_least((int64_t)(a->count - at), MSI_CODED_BLOCK);
+    const ms_update_factors f = *a->factors;
+    float value[MSI_CODED_BLOCK], gradient[MSI_CODED_BLOCK], state[2][MSI_CODED_BLOCK];
+    memset(state, 0, sizeof state);
+    for (int i = 0; i < count; i++) {
+        value[i] = a->value[at + (uint64_t)i];
+        gradient[i] = scale * a->gradient[at + (uint64_t)i];
+    }
+    for (int k = 0; k < states; k++) {
+        msi_load_state(a->state[k], a->state_format[k], msi_state_is_signed(a->kind, k), at, count,
+                       a->count, state[k]);
+    }
+    if (a->kind == MS_OPTIMIZER_ADAMW) {
+        for (int i = 0; i < count; i++) {
+            value[i] = msi_guarded_element(MS_OPTIMIZER_ADAMW, &f, value[i], gradient[i],
+                                           &state[0][i], &state[1][i]);
+        }
+    } else {
+        for (int i = 0; i < count; i++) {
+            value[i] = msi_guarded_element(MS_OPTIMIZER_SGD, &f, value[i], gradient[i],
+                                           &state[0][i], &state[1][i]);
+        }
+    }
+    for (int k = 0; k < states; k++) {
+        msi_store_state(a->state[k], a->state_format[k], msi_state_is_signed(a->kind, k), at, count,
+                        a->count, &keys[k], a->begin, state[k]);
+    }
+    for (int i = 0; i < count; i++) {
+        a->value[at + (uint64_t)i] = value[i];
+    }
+}
+
 static int msi_cpu_update(void *user, const ms_update_args *args) {
     (void)user;
     const bool halted = args->state_of_step->halted != (uint32_t)MS_HALT_NONE;
@@ -3931,6 +4298,15 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
     const float *gradient = args->gradient;
     const float scale = args->gradient_scale ? *args->gradient_scale : 1.0f; // times 1 is exact
     const ms_update_factors f = *args->factors;
+    if (args->state_format[0] != MS_STATE_FORMAT_F32 ||
+        args->state_format[1] != MS_STATE_FORMAT_F32) {
+        const uint32_t keys[2] = {msi_state_key(args, 0), msi_state_key(args, 1)};
+        MSI_PARALLEL_FOR(static, count > 16384)
+        for (int64_t i = 0; i < count; i += MSI_CODED_BLOCK) {
+            msi_update_block(args, keys, state1 ? 2 : 1, scale, (uint64_t)i);
+        }
+        return 0;
+    }
     if (args->kind == MS_OPTIMIZER_ADAMW) {
         MSI_PARALLEL_FOR(static, count > 16384)
         for (int64_t i = 0; i < count; i++) {
@@ -4468,6 +4844,7 @@ static ms_backend msi_cpu_table(void) {
     b.memory_alloc = msi_cpu_memory_alloc;
     b.memory_release = msi_cpu_memory_release;
     b.device_is_host = true;
+    b.has_state_formats = true;
     b.copy_in = b.copy_out = b.copy = msi_cpu_copy;
     b.fill_bytes = msi_cpu_fill_bytes;
     b.fill_f32 = msi_cpu_fill_f32;
@@ -5127,6 +5504,76 @@ static uint8_t msi_move_of(msi_role role) {
                                                  : MSI_MOVES_STATE);
 }
 
+/* Why the optimizer state of a param is not in codes of 8 bits: because it cannot be, or, from SMALL
+   on, by a rule that can be overruled by force. Which of them holds, in words. */
+#define MSI_NOT_8BIT(X)                                                                            \
+    X(MSI_8BIT_MAY_BE, NULL)                                                                       \
+    X(MSI_8BIT_NOT_A_PARAM, "it has no optimizer state")                                           \
+    X(MSI_8BIT_CUSTOM, "the update is the trainer's own")                                          \
+    X(MSI_8BIT_BACKEND, "the backend's update takes state in F32 alone (has_state_formats)")       \
+    X(MSI_8BIT_BORROWED, "its state is borrowed")                                                  \
+    X(MSI_8BIT_SMALL, "it has fewer than 4,096 elements")                                          \
+    X(MSI_8BIT_VECTOR, "its rank is below 2")                                                      \
+    X(MSI_8BIT_LOOKED_UP, "a layer with an integer input reads it")
+
+#define MSI_X(constant, text) constant,
+typedef enum msi_not_8bit { MSI_NOT_8BIT(MSI_X) } msi_not_8bit;
+#undef MSI_X
+
+#define MSI_X(constant, text) text,
+static const char *const msi_not_8bit_texts[] = {MSI_NOT_8BIT(MSI_X)};
+#undef MSI_X
+
+enum { MSI_8BIT_LEAST = 4096 };
+
+static msi_not_8bit msi_why_not_8bit(const ms_optimizer_desc *o, bool has_formats,
+                                     const msi_tensor *t) {
+    const uint32_t states = msi_state_count(o);
+    bool borrowed = false;
+    for (uint32_t k = 0; k < states; k++) {
+        borrowed |= msi_is_borrowed(t, (msi_role)(MSI_ROLE_STATE0 + k));
+    }
+    return states == 0 || !msi_is_trained(t) || t->last_gradient == MSI_NONE ? MSI_8BIT_NOT_A_PARAM
+           : o->kind == MS_OPTIMIZER_CUSTOM                                  ? MSI_8BIT_CUSTOM
+           : !has_formats                                                    ? MSI_8BIT_BACKEND
+           : borrowed                                                        ? MSI_8BIT_BORROWED
+           : t->bytes < MSI_8BIT_LEAST * sizeof(float)                       ? MSI_8BIT_SMALL
+           : t->view.shape.rank < 2                                          ? MSI_8BIT_VECTOR
+           : t->is_looked_up                                                 ? MSI_8BIT_LOOKED_UP
+                                                                             : MSI_8BIT_MAY_BE;
+}
+
+/* Whether the state of a param is coded where the plan may do so (`may`), or else by force alone. */
+static bool msi_is_8bit(const ms_optimizer_desc *o, bool has_formats, bool may,
+                        const msi_tensor *t) {
+    const ms_switch force = (ms_switch)t->technique[MS_TECHNIQUE_OPTIMIZER_8BIT];
+    const msi_not_8bit why = msi_why_not_8bit(o, has_formats, t);
+    return force == MS_SWITCH_ON ? why == MSI_8BIT_MAY_BE || why >= MSI_8BIT_SMALL
+                                 : may && force != MS_SWITCH_OFF && why == MSI_8BIT_MAY_BE;
+}
+
+/* The format of what a param has in a role, if its state is coded or not. */
+static ms_state_format msi_format_of(const ms_optimizer_desc *o, const msi_tensor *t, msi_role role,
+                                     bool state_8bit) {
+    return role < MSI_ROLE_STATE0 || role >= MSI_ROLE_RESIDENT_COUNT ||
+                   o->kind == MS_OPTIMIZER_CUSTOM || msi_is_borrowed(t, role)
+               ? MS_STATE_FORMAT_F32
+           : state_8bit ? MS_STATE_FORMAT_8BIT
+                        : o->state_format[role - MSI_ROLE_STATE0];
+}
+
+/* Bytes in memory of all state of a param, each tensor of it aligned. */
+static uint64_t msi_all_state_bytes(const ms_optimizer_desc *o, const msi_tensor *t,
+                                    bool state_8bit) {
+    uint64_t bytes = 0;
+    for (uint32_t k = 0; k < msi_state_count(o); k++) {
+        const msi_role role = (msi_role)(MSI_ROLE_STATE0 + k);
+        bytes += msi_align(
+            msi_state_bytes(msi_format_of(o, t, role, state_8bit), t->bytes / sizeof(float)));
+    }
+    return bytes;
+}
+
 /* Whether the model accepts registrations; an error if it does not. */
 static bool msi_registering(ms_model *m, const char *what, const char *name) {
     if (m && m->run.plan) {
@@ -5546,14 +5993,20 @@ static void msi_analyze(msi_graph *g) {
         t->last_reader = t->last_gradient = MSI_NONE;
         t->last_use = t->producer;
         t->leads_to_loss = i == g->loss;
+        t->is_looked_up = false;
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
         msi_layer *l = &g->layers.items[i];
         const bool wanted = msi_any_wants(g, l, MSI_GROUP_IN, MS_ALL_SLOTS) ||
                             msi_any_wants(g, l, MSI_GROUP_PARAM, MS_ALL_SLOTS);
         l->ends_in_loss = msi_any_wants(g, l, MSI_GROUP_IN, l->grads_in_forward);
+        bool looks_up = false;
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
             g->tensors.items[in.tensor].last_use = i;
+            looks_up |= !msi_is_float(g->tensors.items[in.tensor].view.dtype);
+        }
+        for (MSI_EACH(param, g, l, MSI_GROUP_PARAM)) {
+            g->tensors.items[param.tensor].is_looked_up |= looks_up;
         }
         for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
             msi_tensor *t = &g->tensors.items[out.tensor];
@@ -5749,6 +6202,11 @@ static bool msi_is_positive_or_zero(double value) {
 /* What does not go together in an optimizer, or NULL. */
 static const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
     const bool custom = desc && desc->kind == MS_OPTIMIZER_CUSTOM;
+    unsigned formats = 0;
+    for (int k = 0; k < 2 && desc; k++) {
+        formats =
+            (unsigned)desc->state_format[k] > formats ? (unsigned)desc->state_format[k] : formats;
+    }
     return !desc                                      ? "desc is NULL"
            : (unsigned)desc->kind > MS_OPTIMIZER_NONE ? "there is no such kind"
            : custom && !desc->update ? "MS_OPTIMIZER_CUSTOM needs an update callback"
@@ -5756,6 +6214,10 @@ static const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
            : !custom && desc->state_count != 0 ? "state_count is for MS_OPTIMIZER_CUSTOM alone"
            : desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
                ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
+           : formats > MS_STATE_FORMAT_BF16
+               ? "state_format is F32 or BF16; 8 bits are a technique (ms_config.optimizer_8bit)"
+           : formats != MS_STATE_FORMAT_F32 && desc->kind > MS_OPTIMIZER_SGD
+               ? "state_format is for MS_OPTIMIZER_ADAMW and MS_OPTIMIZER_SGD alone"
                : NULL;
 }
 
@@ -5768,6 +6230,14 @@ static bool msi_check_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
         return MSI_REFUSE(
             m, "ms_set_optimizer: state_count is %u; a param has %d tensors of state at most",
             (unsigned)desc->state_count, MS_LIMIT_OPTIMIZER_STATE);
+    }
+    if (!m->config.backend.has_state_formats && (desc->state_format[0] || desc->state_format[1])) {
+        MSI_STICK(
+            m, MS_RESULT_UNSUPPORTED,
+            "ms_set_optimizer: state_format is BF16, but the update of backend %s takes state "
+            "in F32 alone (ms_backend.has_state_formats)",
+            m->config.backend.name);
+        return false;
     }
     return (msi_is_share(desc->beta1) && msi_is_share(desc->beta2) &&
             msi_is_share(desc->momentum) && msi_is_positive_or_zero((double)desc->epsilon) &&
@@ -6396,6 +6866,14 @@ static ms_result msi_check_forced(ms_model *m) {
             return msi_fail(m, MS_RESULT_INVALID,
                             "early update is forced on \"%s\", but %s: leave it to the plan",
                             msi_tensor_name(&m->graph, t), fault);
+        }
+        const msi_not_8bit why =
+            msi_why_not_8bit(&m->optimizer, m->config.backend.has_state_formats, tensor);
+        if (tensor->technique[MS_TECHNIQUE_OPTIMIZER_8BIT] == MS_SWITCH_ON &&
+            why != MSI_8BIT_MAY_BE && why < MSI_8BIT_SMALL) {
+            return msi_fail(m, MS_RESULT_INVALID,
+                            "8-bit optimizer is forced on \"%s\", but %s: leave it to the plan",
+                            msi_tensor_name(g, t), msi_not_8bit_texts[why]);
         }
     }
     return MS_RESULT_OK;
@@ -7637,7 +8115,7 @@ static void msi_start_resident(msi_lowering *w, uint32_t range) {
     p->ranges.items[range].on_host = moved || resident->is_shown;
     if (!resident->borrowed) {
         *(p->ranges.items[range].on_host ? &p->home_bytes : &p->resident_bytes) +=
-            msi_align(resident->bytes);
+            msi_align(p->ranges.items[range].bytes);
     }
     if (resident->role == MSI_ROLE_VALUE && moved) {
         p->homes = msi_mix_in(p->homes, range);
@@ -7674,10 +8152,19 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     }
     for (uint32_t i = 0; i < store->residents.count; i++) {
         const msi_resident *resident = &store->residents.items[i];
-        const uint32_t range = msi_new_range(w, resident->tensor, resident->role, resident->bytes);
+        const ms_state_format format =
+            msi_format_of(w->optimizer, &w->graph->tensors.items[resident->tensor], resident->role,
+                          decisions[resident->tensor].state_8bit);
+        const uint64_t bytes =
+            resident->role >= MSI_ROLE_STATE0
+                ? msi_state_bytes(format, w->graph->tensors.items[resident->tensor].largest_bytes /
+                                              sizeof(float))
+                : resident->bytes;
+        const uint32_t range = msi_new_range(w, resident->tensor, resident->role, bytes);
         if (range == MSI_NONE) {
             return;
         }
+        p->ranges.items[range].format = (uint8_t)format;
         p->ranges.items[range].first = 0;
         p->ranges.items[range].last = MSI_NONE;
         msi_start_resident(w, range);
@@ -7950,14 +8437,16 @@ static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, 
     msi_program *p = w->program;
     const uint32_t t = p->ranges.items[home].tensor;
     const msi_role role = (msi_role)p->ranges.items[home].role;
-    const msi_part piece =
-        msi_part_of(w->graph->tensors.items[t].bytes, part, part_count > 1 ? part_count : 0);
+    const ms_state_format format = (ms_state_format)p->ranges.items[home].format;
+    const uint64_t elements = w->graph->tensors.items[t].bytes / sizeof(float);
+    const msi_part piece = msi_part_bytes(format, msi_part_of(elements, part, part_count));
     if (before == MSI_NONE) {
         msi_emit(w, MSI_OP_COPY, t);
         msi_set_part(w, part, part_count);
     }
-    const uint32_t range = msi_new_range(w, t, role, piece.bytes);
+    const uint32_t range = msi_new_range(w, t, role, piece.count);
     if (range != MSI_NONE) {
+        p->ranges.items[range].format = (uint8_t)format;
         p->ranges.items[range].part = (uint16_t)(part_count > 1 ? part + 1 : 0);
         p->ranges.items[range].packed = before != MSI_NONE;
     }
@@ -8191,10 +8680,20 @@ static bool msi_is_used_on_host(const msi_lowering *w, uint32_t resident) {
     return !r->borrowed && (w->decisions[r->tensor].moves & MSI_IN_PLACE);
 }
 
+/* In how many parts what is moved comes to the update of a param: those of codes are whole groups,
+   or there is one. */
+static uint32_t msi_update_parts(const msi_lowering *w, uint32_t param) {
+    const msi_tensor_decision *d = &w->decisions[param];
+    const uint64_t count = w->graph->tensors.items[param].bytes / sizeof(float);
+    const bool whole = w->optimizer->kind == MS_OPTIMIZER_CUSTOM ||
+                       (d->state_8bit && msi_part_size(count, d->parts) < MSI_CODED_GROUP);
+    return whole || d->parts < 2 ? 1 : d->parts;
+}
+
 /* Lists the operands of the update of a param. */
 static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_update *u) {
     const msi_store *store = w->store;
-    const uint32_t resident = store->resident_of[param], parts = w->decisions[param].parts;
+    const uint32_t resident = store->resident_of[param];
     msi_update_operand *list = u->operands;
     const uint32_t now[] = {w->value[param], w->gradient[param], w->program->norm};
     const uint32_t homes[] = {w->away[param], w->gradient_away[param], MSI_NONE};
@@ -8220,7 +8719,7 @@ static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_upd
     for (uint32_t k = 0; k < count; k++) {
         u->moves |= list[k].home != MSI_NONE;
     }
-    u->parts = u->moves && parts > 1 && w->optimizer->kind != MS_OPTIMIZER_CUSTOM ? parts : 1;
+    u->parts = u->moves ? msi_update_parts(w, param) : 1;
 }
 
 /* Whether somebody may look at a gradient after its update, which may have changed it. */
@@ -8827,9 +9326,11 @@ static uint32_t msi_pair_count(const msi_instruction *i) {
 static uint64_t msi_operand_bytes(const msi_graph *g, const msi_program *p,
                                   const msi_instruction *i, uint32_t k) {
     const msi_range *range = &p->ranges.items[p->operands.items[i->operand_first + k].range];
-    return i->part_count > 1
-               ? msi_part_of(g->tensors.items[i->target].bytes, i->part, i->part_count).bytes
-               : range->bytes;
+    const uint64_t elements = g->tensors.items[i->target].bytes / sizeof(float);
+    return i->part_count > 1 ? msi_part_bytes((ms_state_format)range->format,
+                                              msi_part_of(elements, i->part, i->part_count))
+                                   .count
+                             : range->bytes;
 }
 
 /* Whether a pair of a copy lies right after the one before it, without a gap, at both ends: then
@@ -8842,28 +9343,29 @@ static bool msi_continues(const msi_program *p, const msi_instruction *i, uint32
            ends[end].range == (ends - 2)[end].range + 1 && device[-1].bytes % MSI_ALIGNMENT == 0;
 }
 
+/* Bytes of the state that an update reads and writes, or only of that which it uses on the host. */
+static uint64_t msi_updated_bytes(const msi_graph *g, const msi_program *p,
+                                  const msi_instruction *i, bool on_host) {
+    uint64_t bytes = 0;
+    for (uint32_t k = 3; k < i->operand_count && i->op == MSI_OP_UPDATE; k++) {
+        const uint32_t range = p->operands.items[i->operand_first + k].range;
+        bytes += !on_host || p->ranges.items[range].on_host ? msi_operand_bytes(g, p, i, k)
+                                                            : (uint64_t)0;
+    }
+    return bytes;
+}
+
 /* Bytes that an instruction of the library itself moves. An update reads the param, its gradient
    and its state, and writes all of these except the gradient. */
 static double msi_moved_bytes(const msi_graph *g, const msi_program *p, const msi_instruction *i) {
-    const uint32_t states = i->op == MSI_OP_UPDATE ? i->operand_count - 3u : 0;
-    const double passes =
-        i->op == MSI_OP_UPDATE ? 3.0 + 2.0 * states : (double)msi_ops[i->op].passes;
     uint64_t bytes = msi_operand_bytes(g, p, i, 0);
+    if (i->op == MSI_OP_UPDATE) {
+        return 3.0 * (double)bytes + 2.0 * (double)msi_updated_bytes(g, p, i, false);
+    }
     for (uint32_t k = 1; k < msi_pair_count(i); k++) {
         bytes += msi_operand_bytes(g, p, i, 2 * k);
     }
-    return (double)bytes * passes;
-}
-
-/* Bytes of state on the host that an update uses where it is: it reads and writes each. */
-static double msi_mapped_bytes(const msi_graph *g, const msi_program *p, const msi_instruction *i) {
-    const msi_operand *operands = p->operands.items + i->operand_first;
-    uint32_t count = 0;
-    for (uint32_t k = 3; k < i->operand_count && i->op == MSI_OP_UPDATE; k++) {
-        count += p->ranges.items[operands[k].range].on_host;
-    }
-    return count > 0 ? count * msi_moved_bytes(g, p, i) / (3.0 + 2.0 * (i->operand_count - 3u))
-                     : 0.0;
+    return (double)bytes * (double)msi_ops[i->op].passes;
 }
 
 /* Whether an instruction does nothing, such as a copy whose target aliases its source. */
@@ -8889,7 +9391,8 @@ static double msi_copy_us(const msi_costs *c, ms_stream_kind stream, uint64_t by
 /* How much longer an update takes because it uses state on the host where it is. */
 static double msi_mapped_us(const msi_graph *g, const msi_costs *c, const msi_program *p,
                             const msi_instruction *i) {
-    return 2.0 * msi_mapped_bytes(g, p, i) / (c->hardware.mapped_gb_per_s * 1e3);
+    const uint64_t bytes = msi_updated_bytes(g, p, i, true);
+    return bytes > 0 ? 2.0 * (double)bytes / (c->hardware.mapped_gb_per_s * 1e3) : 0.0;
 }
 
 /* The stream that an op runs on: without copies of its own, a device has one. */
@@ -11005,10 +11508,10 @@ static double msi_ready_us(const msi_clock *c, const msi_instruction *i) {
    the link. */
 static void msi_clock_share(msi_clock *c, const msi_instruction *i) {
     static const ms_stream_kind links[] = {MS_STREAM_TO_DEVICE, MS_STREAM_TO_HOST};
-    const double bytes = msi_mapped_bytes(c->graph, c->program, i);
+    const uint64_t bytes = msi_updated_bytes(c->graph, c->program, i, true);
     c->stall_us += msi_mapped_us(c->graph, c->costs, c->program, i);
-    for (int k = 0; k < 2 && c->costs->has_links && bytes > 0.0; k++) {
-        msi_enqueue(c, links[k], 0.0, msi_copy_us(c->costs, links[k], (uint64_t)bytes));
+    for (int k = 0; k < 2 && c->costs->has_links && bytes > 0; k++) {
+        msi_enqueue(c, links[k], 0.0, msi_copy_us(c->costs, links[k], bytes));
     }
 }
 
@@ -11046,7 +11549,7 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
             p->link_us[msi_ops[i->op].stream] += us;
         }
         for (int k = MS_STREAM_TO_DEVICE; k <= MS_STREAM_TO_HOST && i->op == MSI_OP_UPDATE; k++) {
-            p->link_bytes[k] += (uint64_t)msi_mapped_bytes(g, p, i);
+            p->link_bytes[k] += msi_updated_bytes(g, p, i, true);
             p->link_us[k] += msi_mapped_us(g, costs, p, i);
         }
         p->recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
@@ -11101,6 +11604,7 @@ typedef struct msi_scorer {
     const msi_store *store;
     const ms_allocator *allocator;
     bool checks_layouts;              // debug mode
+    bool has_state_formats;           // of the backend
     msi_lowering *lowering;           // its scratch memory
     msi_program *program;             // of the decisions that were scored last
     msi_program *eval;                // the eval program: it depends on the homes of params alone
@@ -11267,6 +11771,7 @@ typedef struct msi_search {
     uint64_t host_budget;      // of what lies on the host
     bool any;                  // one plan that fits is enough
     bool early;                // the plans proposed update params inside backward
+    bool codes_state;          // and have optimizer state in codes of 8 bits
     msi_tensor_decision *best; // the best plan so far, if one was found
     bool found, fits, best_early;
     msi_score best_score;
@@ -11421,9 +11926,9 @@ static void msi_decide_parts(const msi_graph *g, uint64_t part_bytes,
         const uint64_t bytes = g->tensors.items[t].bytes;
         const bool is_param = g->tensors.items[t].kind == MSI_KIND_PARAM;
         const uint64_t wanted = is_param && bytes > 0 ? (bytes + part_bytes - 1) / part_bytes : 0;
-        const uint64_t parts = msi_smaller(wanted, MSI_MAX_PARTS);
-        const uint64_t each = parts > 1 ? msi_align((bytes + parts - 1) / parts) : bytes;
-        decisions[t].parts = (uint16_t)(parts > 1 ? (bytes + each - 1) / each : 0);
+        const uint32_t parts = (uint32_t)msi_smaller(wanted, MSI_MAX_PARTS);
+        const uint64_t elements = bytes / sizeof(float), each = msi_part_size(elements, parts);
+        decisions[t].parts = (uint16_t)(parts > 1 ? (elements + each - 1) / each : 0);
     }
 }
 
@@ -11440,24 +11945,31 @@ static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions)
         decisions[t].pass = unread && msi_is_droppable(g, t) ? 1 : 0;
         decisions[t].update_after = MSI_NONE;
         decisions[t].moves = (uint8_t)(msi_movable(g, t) & tensor->forced_moves & msi_lent(tensor));
+        decisions[t].state_8bit = false;
     }
     decisions[g->tensors.count].room = 0;
     msi_decide_parts(g, MSI_PART_BYTES, decisions);
 }
 
-/* What a search begins with: nothing is dropped or moved by choice, only what is forced. */
-static void msi_decide_base(const msi_scorer *s, bool early, msi_tensor_decision *decisions) {
+/* What a search begins with: nothing is dropped or moved by choice, only what is forced; updates are
+   inside backward, and state is coded, if the search is at plans that do so. */
+static void msi_decide_base(const msi_search *search, msi_tensor_decision *decisions) {
+    const msi_scorer *s = search->scorer;
     const msi_graph *g = s->graph;
     msi_decide_plain(g, decisions);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const uint8_t forced = tensor->forced_moves & msi_movable(g, t);
         decisions[t].pass |= msi_is_drop_forced(g, t);
-        const uint8_t forced = g->tensors.items[t].forced_moves & msi_movable(g, t);
         decisions[t].moves = (uint8_t)(decisions[t].pass > 0 ? forced & ~MSI_MOVES_VALUE : forced);
-        if (s->homes && g->tensors.items[t].kind == MSI_KIND_PARAM) {
+        decisions[t].state_8bit =
+            msi_is_8bit(s->lowering->optimizer, s->has_state_formats, search->codes_state, tensor);
+        if (s->homes && tensor->kind == MSI_KIND_PARAM) {
             decisions[t].moves = s->homes[t].moves;
+            decisions[t].state_8bit = s->homes[t].state_8bit;
         }
     }
-    msi_place_updates(g, decisions, early, 0);
+    msi_place_updates(g, decisions, search->early, 0);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -11558,11 +12070,6 @@ static double msi_price_us(msi_pricing *c, const msi_tensor_decision *decisions,
         }
     }
     return us > 0.0 ? us : 0.0;
-}
-
-/* How many tensors of optimizer state a param has. */
-static uint32_t msi_states_of(const msi_scorer *s) {
-    return msi_state_count(s->lowering->optimizer);
 }
 
 /* What a search does to one tensor: drops its value, or moves something of it to the host. The
@@ -11792,6 +12299,14 @@ static uint64_t msi_joined_bytes(msi_greedy *w, uint32_t tensor) {
     return bytes;
 }
 
+/* Bytes of what belongs to a tensor and is moved. */
+static uint64_t msi_action_bytes(const msi_greedy *w, uint32_t t, uint32_t move) {
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    return move == MSI_MOVES_STATE ? msi_all_state_bytes(w->scorer->lowering->optimizer, tensor,
+                                                         w->decisions[t].state_8bit)
+                                   : msi_align(tensor->bytes);
+}
+
 /* Adds a move of the last members; the memory is reserved. */
 static void msi_add_move(msi_greedy *w, uint32_t member_count) {
     msi_move *move = &w->moves.items[w->moves.count++];
@@ -11801,9 +12316,8 @@ static void msi_add_move(msi_greedy *w, uint32_t member_count) {
     move->bytes_per_us = 0.0;
     for (uint32_t i = 0; i < member_count; i++) {
         const uint32_t action = w->members.items[move->member + i];
-        const uint64_t bytes = w->graph->tensors.items[msi_action_tensor(action)].bytes;
-        const bool state = action >> MSI_ACTION_SHIFT == MSI_MOVES_STATE;
-        move->bytes_per_us += (double)bytes * (state ? msi_states_of(w->scorer) : 1);
+        move->bytes_per_us +=
+            (double)msi_action_bytes(w, msi_action_tensor(action), action >> MSI_ACTION_SHIFT);
     }
 }
 
@@ -11930,10 +12444,9 @@ static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
     const uint32_t t = msi_action_tensor(of->key), move = of->key >> MSI_ACTION_SHIFT;
     const msi_link_load *load = &w->load;
     const msi_costs *costs = w->scorer->costs;
-    const uint32_t copies = move == MSI_MOVES_STATE ? msi_states_of(w->scorer) : 1; // in one
-    const uint64_t bytes = w->graph->tensors.items[t].bytes;
-    const double in_us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, copies * bytes);
-    const double out_us = msi_copy_us(costs, MS_STREAM_TO_HOST, copies * bytes);
+    const uint64_t bytes = msi_action_bytes(w, t, move); // in one copy
+    const double in_us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, bytes);
+    const double out_us = msi_copy_us(costs, MS_STREAM_TO_HOST, bytes);
     const uint32_t uses[] = {load->first_use[t], load->last_use[t], load->update[t]};
     double us = 0.0;
     if (w->graph->tensors.items[t].kind != MSI_KIND_PARAM) {
@@ -11966,12 +12479,6 @@ static bool msi_is_used_at_peak(const msi_program *p, uint32_t range) {
         used |= p->operands.items[i->operand_first + k].range == range;
     }
     return used;
-}
-
-/* Bytes of what belongs to a tensor and is moved. */
-static uint64_t msi_action_bytes(const msi_greedy *w, uint32_t t, uint32_t move) {
-    const uint64_t count = move == MSI_MOVES_STATE ? msi_states_of(w->scorer) : 1;
-    return count * msi_align(w->graph->tensors.items[t].bytes);
 }
 
 /* Notes what the plan at hand, which was estimated, leaves of the host's memory. */
@@ -12447,7 +12954,7 @@ static void msi_search_offloading(msi_search *s) {
             continue;
         }
         if (msi_greedy_init(&w, s)) {
-            msi_decide_base(s->scorer, s->early, w.decisions);
+            msi_decide_base(s, w.decisions);
             w.decisions[s->scorer->graph->tensors.count].room = msi_move_lists[k].room;
             w.try_limit = MSI_OFFLOAD_TRIES;
             w.batch_share *= msi_move_lists[k].fineness;
@@ -12482,7 +12989,7 @@ static msi_score msi_estimate_segments(const msi_segments *c, uint32_t number) {
     const msi_graph *g = c->graph;
     const uint32_t count = c->segment_count[number];
     const uint32_t width = (g->layers.count + count - 1) / count;
-    msi_decide_base(c->search->scorer, c->search->early, c->decisions);
+    msi_decide_base(c->search, c->decisions);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
         const bool drops =
@@ -12546,7 +13053,7 @@ static msi_score msi_estimate_bands(const msi_bands *c, uint32_t number) {
     while (width * width < end - begin) {
         width++;
     }
-    msi_decide_base(c->search->scorer, c->search->early, c->decisions);
+    msi_decide_base(c->search, c->decisions);
     c->decisions[g->tensors.count].room = way % 2;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
@@ -13047,7 +13554,7 @@ static uint32_t msi_drops_of_option(uint32_t drops, uint32_t option, uint32_t op
    all values that do not pass to the next stage. */
 static void msi_find_options(msi_chain *c) {
     uint32_t drops[MSI_CHAIN_STAGES], most = 0;
-    msi_decide_base(c->search->scorer, c->search->early, c->decisions);
+    msi_decide_base(c->search, c->decisions);
     for (uint32_t t = 0; t < c->graph->tensors.count; t++) {
         c->option_of[t] = c->decisions[t].pass > 0 ? 0 : UINT8_MAX;
     }
@@ -13347,7 +13854,7 @@ static const msi_subchain *msi_whole_chain(msi_chain *c) {
 /* Estimates the plan of a point of the whole chain. */
 static msi_score msi_estimate_point(msi_chain *c, uint32_t number) {
     const uint64_t bytes = msi_whole_chain(c)->points[number].bytes;
-    msi_decide_base(c->search->scorer, c->search->early, c->decisions);
+    msi_decide_base(c->search, c->decisions);
     msi_assign_subchain(c, false, 0, c->count - 1, bytes, 0);
     return msi_search_estimate(c->search, c->decisions);
 }
@@ -13917,7 +14424,7 @@ static bool msi_exhaustive_init(msi_exhaustive *all, msi_search *search) {
     all->index = (uint32_t *)(void *)(all->decisions + g->tensors.count + 1);
     all->members = all->index + all->index_mask + 1;
     all->group_of = all->members + 4 * (size_t)g->tensors.count + 1;
-    msi_decide_base(search->scorer, search->early, all->base);
+    msi_decide_base(search, all->base);
     (void)msi_estimate(search->scorer, all->base);
     all->crowd_unit = 1.0 / (1.0 + (double)search->scorer->program->peak_bytes);
     return !msi_is_short(search->scorer);
@@ -14053,10 +14560,22 @@ static void msi_begin_early(msi_greedy *w) {
     w->score = msi_search_estimate(w->search, w->decisions);
 }
 
+/* Codes the optimizer state of the plan at hand. */
+static void msi_begin_codes(msi_greedy *w) {
+    const msi_scorer *s = w->scorer;
+    w->search->codes_state = true;
+    for (uint32_t t = 0; t < w->graph->tensors.count && !s->homes; t++) {
+        w->decisions[t].state_8bit = msi_is_8bit(s->lowering->optimizer, s->has_state_formats, true,
+                                                 &w->graph->tensors.items[t]);
+    }
+    w->score = msi_search_estimate(w->search, w->decisions);
+}
+
 /* The first plans of the greedy list. The plain plan is scored first, for its size and time. Then
-   forced drops are added, and then, if that is allowed and the budget requires it, updates inside
-   backward. The first that fits is proposed. True: it is the one to take. With forced drops the
-   search goes on, since a plan that keeps what their recomputation reads may be faster. */
+   what is forced is added, and then, each if it is allowed and the budget requires it, updates
+   inside backward, and optimizer state in 8 bits. The first that fits is proposed. True: it is the
+   one to take. With forced drops the search goes on, since a plan that keeps what their
+   recomputation reads may be faster. */
 static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
     const bool may_be_early = r->techniques & MSI_EARLY_UPDATE;
@@ -14068,7 +14587,7 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     if (r->goal == MSI_GOAL_PLAIN) {
         return true;
     }
-    msi_decide_base(w->scorer, false, w->decisions);
+    msi_decide_base(w->search, w->decisions);
     const bool forced =
         memcmp(w->decisions, s->plan->decisions, msi_decisions_bytes(w->graph)) != 0;
     if (forced) {
@@ -14080,6 +14599,10 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     bool fits = !always_early && msi_add_prefix(w) && w->score.bytes <= w->search->budget;
     if (!fits && may_be_early) {
         msi_begin_early(w);
+        fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
+    }
+    if (!fits && (r->techniques & MSI_8BIT)) {
+        msi_begin_codes(w);
         fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
     }
     if (fits) {
@@ -14303,12 +14826,14 @@ static msi_access msi_access_of(const msi_ordering *o, const msi_instruction *i,
     msi_part part = {0, range->bytes};
     msi_access a;
     if (in_parts) {
-        part = msi_part_of(o->graph->tensors.items[i->target].bytes, i->part, i->part_count);
+        const uint64_t elements = o->graph->tensors.items[i->target].bytes / sizeof(float);
+        part = msi_part_bytes((ms_state_format)range->format,
+                              msi_part_of(elements, i->part, i->part_count));
         part.begin = range->part > 0 ? 0 : part.begin;
     }
     a.space = index < residents ? 2 + index : range->on_host ? 1 : 0;
     a.begin = part.begin + (index < residents ? 0 : range->offset);
-    a.end = a.begin + part.bytes;
+    a.end = a.begin + part.count;
     a.writes = msi_access_writes(o->graph, i, k);
     return a;
 }
@@ -14688,6 +15213,7 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     s->store = store;
     s->allocator = &m->config.allocator;
     s->checks_layouts = m->config.debug;
+    s->has_state_formats = m->config.backend.has_state_formats;
     s->lowering = lowering;
     s->program = &plan->train;
     s->eval = &plan->eval;
@@ -14704,8 +15230,10 @@ static bool msi_plan_uses(const msi_graph *g, const msi_plan *plan, ms_technique
     bool uses = technique == MS_TECHNIQUE_CHECKPOINTING  ? plan->train.recompute_count > 0
                 : technique == MS_TECHNIQUE_EARLY_UPDATE ? msi_updates_inside(&plan->train)
                                                          : false;
-    for (uint32_t t = 0; t < g->tensors.count && technique == MS_TECHNIQUE_OFFLOADING; t++) {
-        uses |= plan->decisions[t].moves != 0;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        uses |= technique == MS_TECHNIQUE_OFFLOADING       ? plan->decisions[t].moves != 0
+                : technique == MS_TECHNIQUE_OPTIMIZER_8BIT ? plan->decisions[t].state_8bit
+                                                           : false;
     }
     return uses;
 }
@@ -14717,38 +15245,44 @@ static void msi_take_out(const msi_graph *g, uint32_t techniques, msi_tensor_dec
         d->pass = techniques & MSI_CHECKPOINTING ? 0 : d->pass;
         d->update_after = techniques & MSI_EARLY_UPDATE ? MSI_NONE : d->update_after;
         d->moves = techniques & MSI_OFFLOADING ? 0 : d->moves;
+        d->state_8bit = d->state_8bit && !(techniques & MSI_8BIT);
     }
 }
 
+enum { MSI_MOST_SHARES = 4 }; // techniques that are built
+
 /* Of n techniques, what the value of Shapley has for a set of k others: k! (n - k - 1)! / n!, as a
-   multiple of 1 / 6. For up to three techniques. */
-static int64_t msi_shapley_sixths(uint32_t n, uint32_t k) {
-    return n == 1 ? 6 : n == 2 ? 3 : k == 1 ? 1 : 2;
+   multiple of 1 / 4!. */
+static int64_t msi_shapley_parts(uint32_t n, uint32_t k) {
+    static const uint8_t factorials[MSI_MOST_SHARES + 1] = {1, 1, 2, 6, 24};
+    return factorials[k] * factorials[n - k - 1] * (factorials[MSI_MOST_SHARES] / factorials[n]);
 }
 
 /* Shares out what n techniques free together, given the live bytes with each set of them. Rounding
-   goes to the first. Wholes and remainders are summed apart: six times the bytes may be too much. */
+   goes to the first. Wholes and remainders are summed apart: 24 times the bytes may be too much. */
 static void msi_share_freed(const ms_technique *used, uint32_t n, const uint64_t *live_bytes,
                             int64_t *freed_bytes) {
+    const int64_t whole = 24;
     int64_t rest = n > 0 ? (int64_t)(live_bytes[0] - live_bytes[(1u << n) - 1]) : 0;
     for (uint32_t i = n; i-- > 1;) {
-        int64_t bytes = 0, sixths = 0;
+        int64_t bytes = 0, parts = 0;
         for (uint32_t set = 0; set < 1u << n; set++) {
-            const uint32_t others = (set & 1) + (set >> 1 & 1) + (set >> 2 & 1);
-            const int64_t share = set >> i & 1 ? 0 : msi_shapley_sixths(n, others);
+            uint32_t others = 0;
+            for (uint32_t k = 0; k < n; k++) {
+                others += set >> k & 1;
+            }
+            const int64_t share = set >> i & 1 ? 0 : msi_shapley_parts(n, others);
             const int64_t freed = (int64_t)(live_bytes[set] - live_bytes[set | 1u << i]);
-            bytes += share * (freed / 6);
-            sixths += share * (freed % 6);
+            bytes += share * (freed / whole);
+            parts += share * (freed % whole);
         }
-        freed_bytes[used[i]] = bytes + sixths / 6;
+        freed_bytes[used[i]] = bytes + parts / whole;
         rest -= freed_bytes[used[i]];
     }
     if (n > 0) {
         freed_bytes[used[0]] = rest;
     }
 }
-
-enum { MSI_MOST_SHARES = 3 }; // techniques that are built
 
 /* Finds what each technique takes off the peak of live bytes: scores the decisions of the plan with
    every set of the techniques that it uses, in a program of its own. */
@@ -14866,6 +15400,8 @@ static void msi_put_homes(msi_store *store, const msi_plan *plan) {
     for (uint32_t k = 0; k < store->residents.count; k++) {
         msi_resident *resident = &store->residents.items[k];
         resident->on_host = plan->train.ranges.items[k].on_host;
+        resident->bytes = plan->train.ranges.items[k].bytes;
+        resident->format = (ms_state_format)plan->train.ranges.items[k].format;
         if (!resident->on_host) {
             msi_place_resident(store, resident);
         }
@@ -15464,45 +16000,55 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
 // ------------------------------------------------------------------------------------------------
 // >>explain  why a plan does what it does: what was decided for each layer, and by which rule
 
-/* The facts about one technique on one layer, in the plan that is in force. */
-enum {
-    MSI_FACT_APPLIED = 1 << 0,
-    MSI_FACT_FORCED = 1 << 1, // on every tensor that it is applied to
-    MSI_FACT_ON = 1 << 2,
-    MSI_FACT_SMALLEST = 1 << 3,
-    MSI_FACT_FREES = 1 << 4, // bytes
-    MSI_FACT_DETACHED = 1 << 5,
-    MSI_FACT_FORBIDDEN = 1 << 6,
-    MSI_FACT_OFF = 1 << 7,
-    MSI_FACT_BEYOND_MODE = 1 << 8,
-    MSI_FACT_SHARED_MEMORY = 1 << 9,
-    MSI_FACT_NOT_NATIVE = 1 << 10,
-    MSI_FACT_NOT_BUILT = 1 << 11,
-    MSI_FACT_PLAIN_FITS = 1 << 12,
-    /* About the tensor that explains best why the technique is not applied: see
-       msi_explains_more. */
-    MSI_FACT_UNREAD = 1 << 13,
-    MSI_FACT_RUNS_ONCE = 1 << 14,
-    MSI_FACT_OUTPUT = 1 << 15,
-    MSI_FACT_RECOMPUTE_READS = 1 << 16,
-    MSI_FACT_NOT_IDLE = 1 << 17,
-    MSI_FACT_NO_GRADIENT = 1 << 18,
-    MSI_FACT_ALL_GRADIENTS = 1 << 19,
-    MSI_FACT_BORROWED = 1 << 20,
-    MSI_FACT_READ_AGAIN = 1 << 21,
-    MSI_FACT_SHARED_PARAM = 1 << 22,
-    MSI_FACT_LATE = 1 << 23,
-    MSI_FACT_RECOMPUTED = 1 << 24,
-    MSI_FACT_TOO_SMALL = 1 << 25,
-    MSI_FACT_AT_ONCE = 1 << 26,
-    MSI_FACT_SATURATED = 1 << 27,
-    MSI_FACT_HOST_FULL = 1 << 28
-};
+/* The facts about one technique on one layer, in the plan that is in force. From UNREAD on: about
+   the tensor that explains best why the technique is not applied; see msi_explains_more. */
+#define MSI_FACTS(X)                                                                               \
+    X(APPLIED)                                                                                     \
+    X(FORCED) /* on every tensor that it is applied to */                                          \
+    X(ON)                                                                                          \
+    X(SMALLEST)                                                                                    \
+    X(FREES) /* bytes */                                                                           \
+    X(DETACHED)                                                                                    \
+    X(FORBIDDEN)                                                                                   \
+    X(OFF)                                                                                         \
+    X(BEYOND_MODE)                                                                                 \
+    X(SHARED_MEMORY)                                                                               \
+    X(NOT_NATIVE)                                                                                  \
+    X(NOT_BUILT)                                                                                   \
+    X(PLAIN_FITS)                                                                                  \
+    X(UNREAD)                                                                                      \
+    X(RUNS_ONCE)                                                                                   \
+    X(OUTPUT)                                                                                      \
+    X(RECOMPUTE_READS)                                                                             \
+    X(NOT_IDLE)                                                                                    \
+    X(NO_GRADIENT)                                                                                 \
+    X(ALL_GRADIENTS)                                                                               \
+    X(BORROWED)                                                                                    \
+    X(READ_AGAIN)                                                                                  \
+    X(SHARED_PARAM)                                                                                \
+    X(LATE)                                                                                        \
+    X(RECOMPUTED)                                                                                  \
+    X(TOO_SMALL)                                                                                   \
+    X(AT_ONCE)                                                                                     \
+    X(SATURATED)                                                                                   \
+    X(HOST_FULL)                                                                                   \
+    X(NO_STATE)                                                                                    \
+    X(CUSTOM)                                                                                      \
+    X(BACKEND)                                                                                     \
+    X(SMALL)                                                                                       \
+    X(VECTOR)                                                                                      \
+    X(LOOKED_UP)
+
+#define MSI_X(fact) MSI_FACT_##fact,
+enum { MSI_FACTS(MSI_X) MSI_FACT_COUNT };
+#undef MSI_X
+
+#define MSI_FACT(fact) ((uint64_t)1 << MSI_FACT_##fact)
 
 typedef struct msi_rule {
     ms_rule text;
     uint32_t techniques; // that it can explain
-    uint32_t facts;      // it explains a decision where all of these hold
+    uint64_t facts;      // it explains a decision where all of these hold
 } msi_rule;
 
 /* The first rule whose facts hold explains a decision; the last rule always does. */
@@ -15510,100 +16056,118 @@ typedef struct msi_rule {
     { {id, condition, reason}, techniques, facts }
 
 static const msi_rule msi_rules[] = {
-    MSI_RULE(MSI_ANY, MSI_FACT_APPLIED | MSI_FACT_FORCED, "forced",
+    MSI_RULE(MSI_ANY, MSI_FACT(APPLIED) | MSI_FACT(FORCED), "forced",
              "it is forced on all that it is applied to",
              "what is forced is part of every plan, whatever the budget"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_APPLIED | MSI_FACT_ON, "switched-on", "early_update is ON",
-             "ON updates at once, whatever the budget"),
-    MSI_RULE(MSI_ANY, MSI_FACT_APPLIED | MSI_FACT_FREES | MSI_FACT_SMALLEST, "smallest",
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT(APPLIED) | MSI_FACT(ON), "switched-on",
+             "early_update is ON", "ON updates at once, whatever the budget"),
+    MSI_RULE(MSI_ANY, MSI_FACT(APPLIED) | MSI_FACT(FREES) | MSI_FACT(SMALLEST), "smallest",
              "force_optimize is set, and the arena is smaller with it",
              "the smallest arena is asked for, whatever the budget"),
-    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_APPLIED | MSI_FACT_FREES, "checkpoint",
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT(APPLIED) | MSI_FACT(FREES), "checkpoint",
              "without it the arena would exceed the budget",
              "the fastest plan found that meets the budget drops what the layer makes in forward, "
              "and recomputes it in backward"),
-    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_APPLIED, "on-the-way",
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT(APPLIED), "on-the-way",
              "a recomputation reads what the layer makes, and no backward does",
              "the plan does not keep that, but makes it again on the way to what comes back"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_APPLIED, "early-update",
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT(APPLIED), "early-update",
              "without it the arena would exceed the budget",
              "an update inside backward ends the live range of the gradient, at no cost in time"),
     MSI_RULE(
-        MSI_OFFLOADING, MSI_FACT_APPLIED, "offload", "without it the arena would exceed the budget",
+        MSI_OFFLOADING, MSI_FACT(APPLIED), "offload",
+        "without it the arena would exceed the budget",
         "the fastest plan found that meets the budget has it on the host, and copies it to the "
         "device for each use"),
-    MSI_RULE(MSI_ANY, MSI_FACT_DETACHED, "detached", "the model is detached",
+    MSI_RULE(MSI_8BIT, MSI_FACT(APPLIED), "8-bit", "without it the arena would exceed the budget",
+             "optimizer state in codes of 8 bits takes a quarter of the memory and of the traffic; "
+             "it rounds"),
+    MSI_RULE(MSI_ANY, MSI_FACT(DETACHED), "detached", "the model is detached",
              "the plain plan uses nothing, whatever is forced"),
-    MSI_RULE(MSI_ANY, MSI_FACT_FORBIDDEN, "forbidden",
+    MSI_RULE(MSI_ANY, MSI_FACT(FORBIDDEN), "forbidden",
              "it is forbidden for the layer, or for the tensor of it that matters most",
              "what is forbidden is part of no plan"),
-    MSI_RULE(MSI_ANY, MSI_FACT_OFF, "off", "its switch is OFF",
+    MSI_RULE(MSI_ANY, MSI_FACT(OFF), "off", "its switch is OFF",
              "what is switched off is part of no plan"),
-    MSI_RULE(MSI_ANY, MSI_FACT_BEYOND_MODE, "mode",
+    MSI_RULE(MSI_ANY, MSI_FACT(BEYOND_MODE), "mode",
              "the mode does not have it, and its switch is at DEFAULT",
              "a mode bounds what may be done to a model; a bolder one allows it, and ON allows it "
              "in any"),
-    MSI_RULE(MSI_OFFLOADING, MSI_FACT_SHARED_MEMORY, "shared-memory",
+    MSI_RULE(MSI_OFFLOADING, MSI_FACT(SHARED_MEMORY), "shared-memory",
              "the device computes in the memory of the host",
              "what is copied out takes as much of the same memory"),
-    MSI_RULE(MSI_MIXED, MSI_FACT_NOT_NATIVE, "not-native",
+    MSI_RULE(MSI_MIXED, MSI_FACT(NOT_NATIVE), "not-native",
              "the device does not say that it computes in BF16 or FP16",
              "arithmetic that is emulated is slower"),
-    MSI_RULE(MSI_ANY, MSI_FACT_NOT_BUILT, "not-built", "this version does not have it",
+    MSI_RULE(MSI_ANY, MSI_FACT(NOT_BUILT), "not-built", "this version does not have it",
              "it has its place in modes and switches, and no plan uses it yet"),
-    MSI_RULE(MSI_ANY, MSI_FACT_PLAIN_FITS, "smart-skip", "the plain arena is within the budget",
+    MSI_RULE(MSI_ANY, MSI_FACT(PLAIN_FITS), "smart-skip", "the plain arena is within the budget",
              "nothing has to be done, so nothing is"),
-    MSI_RULE(MSI_CHECKPOINTING | MSI_OFFLOADING, MSI_FACT_UNREAD, "unread",
+    MSI_RULE(MSI_CHECKPOINTING | MSI_OFFLOADING, MSI_FACT(UNREAD), "unread",
              "no backward reads what the layer makes",
              "its values end with their last reader in forward, as in the plain plan"),
-    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_RUNS_ONCE, "runs-once",
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT(RUNS_ONCE), "runs-once",
              "no_recompute is set without a recompute callback, or the layer writes gradients in "
              "forward",
              "a second run would not do what the first one did"),
-    MSI_RULE(MSI_CHECKPOINTING | MSI_OFFLOADING, MSI_FACT_OUTPUT, "output",
+    MSI_RULE(MSI_CHECKPOINTING | MSI_OFFLOADING, MSI_FACT(OUTPUT), "output",
              "what the layer makes is the loss, or kept by ms_add_output",
              "the trainer may read it after the step"),
-    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT_RECOMPUTE_READS, "recompute-reads",
+    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT(RECOMPUTE_READS), "recompute-reads",
              "no_recompute is set, and recompute_reads of the layer names it",
              "what a layer can only be recomputed from cannot be dropped"),
-    MSI_RULE(MSI_CHECKPOINTING | MSI_OFFLOADING, MSI_FACT_NOT_IDLE, "not-idle",
+    MSI_RULE(MSI_CHECKPOINTING | MSI_OFFLOADING, MSI_FACT(NOT_IDLE), "not-idle",
              "no layer runs between its last use in forward and its first in backward",
              "there is no time in which its memory would be free"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_NO_GRADIENT, "no-gradient",
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT(NO_GRADIENT), "no-gradient",
              "the layer has no param that learns", "there is nothing to update"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_ALL_GRADIENTS, "all-gradients",
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT(ALL_GRADIENTS), "all-gradients",
              "accumulation, clipping, or an optimizer that leaves updates to the trainer",
              "no gradient may be used up before all of them are complete"),
-    MSI_RULE(MSI_EARLY_UPDATE | MSI_OFFLOADING, MSI_FACT_BORROWED, "borrowed",
+    MSI_RULE(MSI_8BIT, MSI_FACT(NO_STATE), "no-state",
+             "the layer has no param with optimizer state", "there is nothing to code"),
+    MSI_RULE(MSI_8BIT, MSI_FACT(CUSTOM), "custom-update", "the update is the trainer's own",
+             "it reads and writes its state as it likes"),
+    MSI_RULE(MSI_8BIT, MSI_FACT(BACKEND), "backend", "the backend has no has_state_formats",
+             "its update takes state in F32 alone"),
+    MSI_RULE(MSI_EARLY_UPDATE | MSI_OFFLOADING | MSI_8BIT, MSI_FACT(BORROWED), "borrowed",
              "what it would free is borrowed (of early updates: the gradient)",
              "that memory is the trainer's, not the arena's"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_READ_AGAIN, "read-again",
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT(READ_AGAIN), "read-again",
              "a layer without a backward reads the param",
              "that layer could be recomputed after the update, and would see the new value"),
-    MSI_RULE(MSI_EARLY_UPDATE | MSI_OFFLOADING, MSI_FACT_SHARED_PARAM, "shared",
+    MSI_RULE(MSI_EARLY_UPDATE | MSI_OFFLOADING | MSI_8BIT, MSI_FACT(SHARED_PARAM), "shared",
              "an earlier layer uses the param too",
              "backward comes to that layer last, and its line tells what became of the param"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT_LATE, "late",
+    MSI_RULE(MSI_8BIT, MSI_FACT(SMALL), "small", "the param has fewer than 4,096 elements",
+             "codes would free next to nothing, and rounding hurts small params most"),
+    MSI_RULE(MSI_8BIT, MSI_FACT(VECTOR), "vector", "the rank of the param is below 2",
+             "the scales and biases of a net are small, and sensitive to rounding"),
+    MSI_RULE(MSI_8BIT, MSI_FACT(LOOKED_UP), "looked-up",
+             "a layer with an integer input reads the param",
+             "rows that are seldom looked up have gradients of very different sizes, with which "
+             "8-bit Adam diverges"),
+    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT(LATE), "late",
              "the plan may update inside backward, and its arena is no larger if this update waits",
              "an update right after the backward of its layer can be slow"),
-    MSI_RULE(MSI_OFFLOADING, MSI_FACT_RECOMPUTED, "recomputed", "the plan recomputes it",
+    MSI_RULE(MSI_OFFLOADING, MSI_FACT(RECOMPUTED), "recomputed", "the plan recomputes it",
              "what is dropped after its last use in forward need not be copied anywhere"),
-    MSI_RULE(MSI_OFFLOADING, MSI_FACT_TOO_SMALL, "too-small",
+    MSI_RULE(MSI_OFFLOADING, MSI_FACT(TOO_SMALL), "too-small",
              "a copy of it would take less than twice the time of a launch",
              "many small copies keep the link busy with next to nothing"),
-    MSI_RULE(MSI_OFFLOADING, MSI_FACT_HOST_FULL, "host-full",
+    MSI_RULE(MSI_OFFLOADING, MSI_FACT(HOST_FULL), "host-full",
              "what the plan has on the host leaves less than its bytes of max_host_bytes",
              "the memory of the host has a budget too"),
     MSI_RULE(
-        MSI_OFFLOADING, MSI_FACT_AT_ONCE, "needed-at-once",
+        MSI_OFFLOADING, MSI_FACT(AT_ONCE), "needed-at-once",
         "between its last use in forward and its first in backward there is less time than its "
         "copies out and in take",
         "computing would wait for them, and its memory would hardly be free in between"),
     MSI_RULE(
-        MSI_OFFLOADING, MSI_FACT_SATURATED, "link-saturated",
+        MSI_OFFLOADING, MSI_FACT(SATURATED), "link-saturated",
         "the copies of the plan keep the link busy for nine tenths of a step, in one direction",
         "further copies would make the step longer by nearly all of their time"),
-    MSI_RULE(MSI_ANY, MSI_FACT_SMALLEST, "no-gain",
+    MSI_RULE(MSI_ANY, MSI_FACT(SMALLEST), "no-gain",
              "force_optimize is set, and the arena would be no smaller with it",
              "it would cost time for nothing"),
     MSI_RULE(MSI_ANY, 0, "fits", "none of the above",
@@ -15751,9 +16315,10 @@ static bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique tec
         return r->update[tensor] < r->plan->train.backward_end && t->last_gradient == layer;
     case MS_TECHNIQUE_OFFLOADING:
         return r->moved[tensor] != 0 && msi_tells_of(r, layer, tensor);
+    case MS_TECHNIQUE_OPTIMIZER_8BIT:
+        return r->plan->decisions[tensor].state_8bit && msi_tells_of(r, layer, tensor);
     case MS_TECHNIQUE_TILING: // not built
     case MS_TECHNIQUE_MIXED_PRECISION:
-    case MS_TECHNIQUE_OPTIMIZER_8BIT:
     case MS_TECHNIQUE_COUNT:
         break;
     }
@@ -15774,9 +16339,10 @@ static bool msi_matters(const msi_review *r, uint32_t layer, ms_technique techni
         return msi_is_trained(t) && t->last_gradient == layer;
     case MS_TECHNIQUE_OFFLOADING:
         return t->kind == MSI_KIND_PARAM || waits;
+    case MS_TECHNIQUE_OPTIMIZER_8BIT:
+        return msi_tells_of(r, layer, tensor);
     case MS_TECHNIQUE_TILING: // not built
     case MS_TECHNIQUE_MIXED_PRECISION:
-    case MS_TECHNIQUE_OPTIMIZER_8BIT:
     case MS_TECHNIQUE_COUNT:
         break;
     }
@@ -15812,52 +16378,53 @@ static bool msi_lies_idle(const msi_review *r, uint32_t tensor) {
     return idle;
 }
 
-static uint32_t msi_fact(uint32_t fact, bool holds) {
+static uint64_t msi_fact(uint64_t fact, bool holds) {
     return holds ? fact : 0;
 }
 
 /* The facts about a technique that hold for every layer. */
-static uint32_t msi_common_facts(const msi_review *r, ms_technique technique) {
+static uint64_t msi_common_facts(const msi_review *r, ms_technique technique) {
     const ms_model *m = r->model;
     const ms_switch is = msi_switch_of(&m->config, technique);
     const bool plain_fits = m->wrapped.goal == MSI_GOAL_BUDGET && is != MS_SWITCH_ON &&
                             r->plan->plain_bytes <= r->plan->budget_bytes;
     const bool beyond = is == MS_SWITCH_DEFAULT && !msi_mode_has(m->wrapped.choice.mode, technique);
-    return msi_fact(MSI_FACT_ON, is == MS_SWITCH_ON) | msi_fact(MSI_FACT_OFF, is == MS_SWITCH_OFF) |
-           msi_fact(MSI_FACT_SMALLEST, m->wrapped.goal == MSI_GOAL_SMALLEST) |
-           msi_fact(MSI_FACT_DETACHED, m->wrapped.goal == MSI_GOAL_PLAIN) |
-           msi_fact(MSI_FACT_BEYOND_MODE, beyond) |
-           msi_fact(MSI_FACT_SHARED_MEMORY, is != MS_SWITCH_ON && msi_shares_memory(m)) |
-           msi_fact(MSI_FACT_NOT_NATIVE,
+    return msi_fact(MSI_FACT(ON), is == MS_SWITCH_ON) |
+           msi_fact(MSI_FACT(OFF), is == MS_SWITCH_OFF) |
+           msi_fact(MSI_FACT(SMALLEST), m->wrapped.goal == MSI_GOAL_SMALLEST) |
+           msi_fact(MSI_FACT(DETACHED), m->wrapped.goal == MSI_GOAL_PLAIN) |
+           msi_fact(MSI_FACT(BEYOND_MODE), beyond) |
+           msi_fact(MSI_FACT(SHARED_MEMORY), is != MS_SWITCH_ON && msi_shares_memory(m)) |
+           msi_fact(MSI_FACT(NOT_NATIVE),
                     !m->costs.hardware.bf16 && !m->costs.hardware.fp16_tensor) |
-           msi_fact(MSI_FACT_NOT_BUILT, !(MSI_BUILT >> technique & 1)) |
-           msi_fact(MSI_FACT_PLAIN_FITS, plain_fits);
+           msi_fact(MSI_FACT(NOT_BUILT), !(MSI_BUILT >> technique & 1)) |
+           msi_fact(MSI_FACT(PLAIN_FITS), plain_fits);
 }
 
 /* The facts about the tensor of a layer that a technique is not applied to; MSI_NONE: there is no
    such tensor. */
-static uint32_t msi_checkpointing_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
+static uint64_t msi_checkpointing_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
     const msi_graph *g = &r->model->graph;
     if (tensor == MSI_NONE || !msi_matters(r, layer, MS_TECHNIQUE_CHECKPOINTING, tensor)) {
-        return MSI_FACT_UNREAD;
+        return MSI_FACT(UNREAD);
     }
     const msi_tensor *t = &g->tensors.items[tensor];
-    return msi_fact(MSI_FACT_RUNS_ONCE, !msi_can_recompute(&g->layers.items[layer])) |
-           msi_fact(MSI_FACT_OUTPUT, t->is_output || tensor == g->loss) |
-           msi_fact(MSI_FACT_RECOMPUTE_READS, t->must_stay) |
-           msi_fact(MSI_FACT_NOT_IDLE, !msi_lies_idle(r, tensor));
+    return msi_fact(MSI_FACT(RUNS_ONCE), !msi_can_recompute(&g->layers.items[layer])) |
+           msi_fact(MSI_FACT(OUTPUT), t->is_output || tensor == g->loss) |
+           msi_fact(MSI_FACT(RECOMPUTE_READS), t->must_stay) |
+           msi_fact(MSI_FACT(NOT_IDLE), !msi_lies_idle(r, tensor));
 }
 
-static uint32_t msi_early_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
+static uint64_t msi_early_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
     const msi_tensor *t = tensor == MSI_NONE ? NULL : &r->model->graph.tensors.items[tensor];
     if (!t || !msi_is_trained(t) || t->last_gradient == MSI_NONE) {
-        return MSI_FACT_NO_GRADIENT;
+        return MSI_FACT(NO_GRADIENT);
     }
-    return msi_fact(MSI_FACT_ALL_GRADIENTS, msi_early_fault(r->model) != NULL) |
-           msi_fact(MSI_FACT_BORROWED, msi_is_borrowed(t, MSI_ROLE_GRADIENT)) |
-           msi_fact(MSI_FACT_READ_AGAIN, !t->updates_early) |
-           msi_fact(MSI_FACT_SHARED_PARAM, t->last_gradient != layer) |
-           msi_fact(MSI_FACT_LATE, r->plan->decisions[tensor].update_after != MSI_NONE);
+    return msi_fact(MSI_FACT(ALL_GRADIENTS), msi_early_fault(r->model) != NULL) |
+           msi_fact(MSI_FACT(BORROWED), msi_is_borrowed(t, MSI_ROLE_GRADIENT)) |
+           msi_fact(MSI_FACT(READ_AGAIN), !t->updates_early) |
+           msi_fact(MSI_FACT(SHARED_PARAM), t->last_gradient != layer) |
+           msi_fact(MSI_FACT(LATE), r->plan->decisions[tensor].update_after != MSI_NONE);
 }
 
 /* What a plan could move of a tensor, at this layer, and does not. */
@@ -15877,9 +16444,11 @@ static double msi_copies_us(const msi_review *r, uint32_t tensor, uint32_t move)
     const ms_model *m = r->model;
     const msi_tensor *t = &m->graph.tensors.items[tensor];
     const bool weight = t->kind == MSI_KIND_PARAM && move == MSI_MOVES_VALUE;
-    const uint32_t count = move == MSI_MOVES_STATE ? msi_state_count(&m->optimizer) : 1;
-    const double in_us = msi_copy_us(&m->costs, MS_STREAM_TO_DEVICE, count * t->bytes);
-    const double out_us = msi_copy_us(&m->costs, MS_STREAM_TO_HOST, count * t->bytes);
+    const bool coded = r->plan->decisions[tensor].state_8bit;
+    const uint64_t bytes =
+        move == MSI_MOVES_STATE ? msi_all_state_bytes(&m->optimizer, t, coded) : t->bytes;
+    const double in_us = msi_copy_us(&m->costs, MS_STREAM_TO_DEVICE, bytes);
+    const double out_us = msi_copy_us(&m->costs, MS_STREAM_TO_HOST, bytes);
     return (weight ? 2.0 : 1.0) * in_us + (weight && !msi_learns(t) ? 0.0 : out_us);
 }
 
@@ -15891,22 +16460,27 @@ static uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor, uint32_t
                       : move == MSI_MOVES_GRADIENT ? MSI_ROLE_GRADIENT
                                                    : MSI_ROLE_STATE0;
     const int count = move == MSI_MOVES_STATE ? (int)msi_state_count(&r->model->optimizer) : 1;
+    const bool coded = r->plan->decisions[tensor].state_8bit;
     uint64_t bytes = 0;
     for (int role = first; role < first + count; role++) {
-        bytes += msi_is_borrowed(t, (msi_role)role) ? 0 : msi_align(t->bytes);
+        const ms_state_format format =
+            msi_format_of(&r->model->optimizer, t, (msi_role)role, coded);
+        bytes += msi_is_borrowed(t, (msi_role)role)
+                     ? 0
+                     : msi_align(msi_state_bytes(format, t->bytes / sizeof(float)));
     }
     return bytes;
 }
 
 /* The facts about the tensor of a layer that is not moved. Of a param with several parts that could
    be moved, its largest decides. */
-static uint32_t msi_offloading_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
+static uint64_t msi_offloading_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
     const ms_model *m = r->model;
     const msi_graph *g = &m->graph;
     const msi_program *p = &r->plan->train;
     const msi_costs *costs = &m->costs;
     if (tensor == MSI_NONE || !msi_matters(r, layer, MS_TECHNIQUE_OFFLOADING, tensor)) {
-        return MSI_FACT_UNREAD;
+        return MSI_FACT(UNREAD);
     }
     const msi_tensor *t = &g->tensors.items[tensor];
     const bool made = t->kind != MSI_KIND_PARAM;
@@ -15924,19 +16498,48 @@ static uint32_t msi_offloading_facts(const msi_review *r, uint32_t layer, uint32
     const double busy_us = p->link_us[MS_STREAM_TO_DEVICE] > p->link_us[MS_STREAM_TO_HOST]
                                ? p->link_us[MS_STREAM_TO_DEVICE]
                                : p->link_us[MS_STREAM_TO_HOST];
-    return msi_fact(MSI_FACT_OUTPUT, t->is_output || tensor == g->loss) |
-           msi_fact(MSI_FACT_RECOMPUTED, r->plan->decisions[tensor].pass > 0) |
-           msi_fact(MSI_FACT_NOT_IDLE,
+    return msi_fact(MSI_FACT(OUTPUT), t->is_output || tensor == g->loss) |
+           msi_fact(MSI_FACT(RECOMPUTED), r->plan->decisions[tensor].pass > 0) |
+           msi_fact(MSI_FACT(NOT_IDLE),
                     made && r->plan->decisions[tensor].pass == 0 && !msi_lies_idle(r, tensor)) |
-           msi_fact(MSI_FACT_SHARED_PARAM, !msi_tells_of(r, layer, tensor)) |
-           msi_fact(MSI_FACT_BORROWED, !made && bytes == 0) |
-           msi_fact(MSI_FACT_TOO_SMALL, in_us < 2.0 * costs->hardware.launch_us) |
-           msi_fact(MSI_FACT_HOST_FULL, held + t->bytes > msi_host_budget(m)) |
-           msi_fact(MSI_FACT_AT_ONCE, waits && gap_us < in_us + out_us) |
-           msi_fact(MSI_FACT_SATURATED, busy_us > 0.9 * p->step_us);
+           msi_fact(MSI_FACT(SHARED_PARAM), !msi_tells_of(r, layer, tensor)) |
+           msi_fact(MSI_FACT(BORROWED), !made && bytes == 0) |
+           msi_fact(MSI_FACT(TOO_SMALL), in_us < 2.0 * costs->hardware.launch_us) |
+           msi_fact(MSI_FACT(HOST_FULL), held + t->bytes > msi_host_budget(m)) |
+           msi_fact(MSI_FACT(AT_ONCE), waits && gap_us < in_us + out_us) |
+           msi_fact(MSI_FACT(SATURATED), busy_us > 0.9 * p->step_us);
 }
 
-static const ms_rule *msi_find_rule(ms_technique technique, uint32_t facts) {
+/* The facts about the param of a layer whose state is not coded. */
+static uint64_t msi_8bit_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
+    static const uint64_t facts[] = {0,
+                                     MSI_FACT(NO_STATE),
+                                     MSI_FACT(CUSTOM),
+                                     MSI_FACT(BACKEND),
+                                     MSI_FACT(BORROWED),
+                                     MSI_FACT(SMALL),
+                                     MSI_FACT(VECTOR),
+                                     MSI_FACT(LOOKED_UP)}; // in the order of msi_not_8bit
+    const ms_model *m = r->model;
+    return tensor == MSI_NONE
+               ? MSI_FACT(NO_STATE)
+               : facts[msi_why_not_8bit(&m->optimizer, m->config.backend.has_state_formats,
+                                        &m->graph.tensors.items[tensor])] |
+                     msi_fact(MSI_FACT(SHARED_PARAM), !msi_tells_of(r, layer, tensor));
+}
+
+/* Bytes of the arena that the state of a param takes more if it is not coded. */
+static uint64_t msi_bytes_of_codes(const msi_review *r, uint32_t tensor) {
+    const ms_optimizer_desc *o = &r->model->optimizer;
+    const msi_tensor *t = &r->model->graph.tensors.items[tensor];
+    const msi_not_8bit why = msi_why_not_8bit(o, r->model->config.backend.has_state_formats, t);
+    const bool may =
+        (why == MSI_8BIT_MAY_BE || why >= MSI_8BIT_SMALL) && !(r->moved[tensor] & MSI_MOVES_STATE);
+    const uint64_t wide = msi_all_state_bytes(o, t, false), coded = msi_all_state_bytes(o, t, true);
+    return may && wide > coded ? wide - coded : 0;
+}
+
+static const ms_rule *msi_find_rule(ms_technique technique, uint64_t facts) {
     uint32_t k = 0;
     while (!(msi_rules[k].techniques >> technique & 1) ||
            (msi_rules[k].facts & facts) != msi_rules[k].facts) {
@@ -15969,6 +16572,9 @@ static void msi_add_refused(const msi_review *r, uint32_t layer, uint32_t tensor
                                  !msi_is_borrowed(t, MSI_ROLE_GRADIENT)
                            : false;
     const bool moves = d->technique == MS_TECHNIQUE_OFFLOADING && !msi_shares_memory(m);
+    if (d->technique == MS_TECHNIQUE_OPTIMIZER_8BIT && msi_tells_of(r, layer, tensor)) {
+        d->refused_bytes += msi_bytes_of_codes(r, tensor);
+    }
     const uint32_t left = moves ? msi_not_moved(r, layer, tensor) : 0;
     d->refused_bytes += frees ? msi_align(t->bytes) : 0;
     for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
@@ -15981,11 +16587,14 @@ static void msi_add_refused(const msi_review *r, uint32_t layer, uint32_t tensor
 /* Adds what is not held because a technique is applied to a tensor. */
 static void msi_add_spared(const msi_review *r, uint32_t tensor, ms_decision *d) {
     const msi_graph *g = &r->model->graph;
-    const uint64_t bytes = msi_align(g->tensors.items[tensor].bytes);
+    const bool codes = d->technique == MS_TECHNIQUE_OPTIMIZER_8BIT;
+    const uint64_t bytes =
+        codes ? msi_bytes_of_codes(r, tensor) : msi_align(g->tensors.items[tensor].bytes);
     if (d->technique != MS_TECHNIQUE_OFFLOADING) {
-        const bool early = d->technique == MS_TECHNIQUE_EARLY_UPDATE;
-        d->saved_bytes_of[msi_category(g, tensor, early ? MSI_ROLE_GRADIENT : MSI_ROLE_VALUE)] +=
-            bytes;
+        const msi_role role = codes                                       ? MSI_ROLE_STATE0
+                              : d->technique == MS_TECHNIQUE_EARLY_UPDATE ? MSI_ROLE_GRADIENT
+                                                                          : MSI_ROLE_VALUE;
+        d->saved_bytes_of[msi_category(g, tensor, role)] += bytes;
         d->saved_bytes += bytes;
         return;
     }
@@ -16016,7 +16625,7 @@ static bool msi_is_said(const msi_review *r, ms_technique technique, uint32_t te
 
 /* Adds up the tensors of a layer that a technique is applied to, and the others; returns, of the
    others, the one that explains most. */
-static uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_decision *d, uint32_t *facts) {
+static uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_decision *d, uint64_t *facts) {
     const msi_graph *g = &r->model->graph;
     uint32_t left = MSI_NONE;
     bool applied = false, forced = true;
@@ -16041,8 +16650,8 @@ static uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_decision *d, 
             left = msi_explains_more(r, layer, d->technique, index, left) ? index : left;
         }
     }
-    *facts |= msi_fact(MSI_FACT_APPLIED, applied) | msi_fact(MSI_FACT_FREES, d->saved_bytes > 0) |
-              msi_fact(MSI_FACT_FORCED, applied && forced);
+    *facts |= msi_fact(MSI_FACT(APPLIED), applied) | msi_fact(MSI_FACT(FREES), d->saved_bytes > 0) |
+              msi_fact(MSI_FACT(FORCED), applied && forced);
     return left;
 }
 
@@ -16064,7 +16673,7 @@ static uint64_t msi_kept_bytes(const msi_review *r, uint32_t layer) {
    rule whose facts hold. */
 static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_technique technique) {
     const msi_graph *g = &r->model->graph;
-    uint32_t facts = msi_common_facts(r, technique);
+    uint64_t facts = msi_common_facts(r, technique);
     ms_decision d;
     memset(&d, 0, sizeof d);
     d.layer = msi_layer_handle(g, layer);
@@ -16077,7 +16686,7 @@ static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_techniqu
         d.refused_us = d.refused_bytes > 0 && r->again[layer] == 0
                            ? g->layers.items[layer].time.recompute_us
                            : 0.0;
-        facts |= msi_fact(MSI_FACT_APPLIED, r->again[layer] > 0);
+        facts |= msi_fact(MSI_FACT(APPLIED), r->again[layer] > 0);
         facts |= msi_checkpointing_facts(r, layer, left);
         break;
     case MS_TECHNIQUE_EARLY_UPDATE:
@@ -16086,15 +16695,17 @@ static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_techniqu
     case MS_TECHNIQUE_OFFLOADING:
         facts |= msi_offloading_facts(r, layer, left);
         break;
+    case MS_TECHNIQUE_OPTIMIZER_8BIT:
+        facts |= msi_8bit_facts(r, layer, left);
+        break;
     case MS_TECHNIQUE_TILING: // not built
     case MS_TECHNIQUE_MIXED_PRECISION:
-    case MS_TECHNIQUE_OPTIMIZER_8BIT:
     case MS_TECHNIQUE_COUNT:
         break;
     }
-    facts |= msi_fact(MSI_FACT_FORBIDDEN,
+    facts |= msi_fact(MSI_FACT(FORBIDDEN),
                       left != MSI_NONE && msi_is_said(r, technique, left, MS_SWITCH_OFF));
-    d.is_applied = facts & MSI_FACT_APPLIED;
+    d.is_applied = facts & MSI_FACT(APPLIED);
     d.rule = msi_find_rule(technique, facts);
     d.kept_bytes = msi_kept_bytes(r, layer);
     return d;
@@ -16403,10 +17014,13 @@ static void *msi_stream(const ms_model *m) {
 static void *msi_part_address(const ms_model *m, const msi_program *p, const msi_instruction *i,
                               uint32_t range) {
     uint8_t *whole = (uint8_t *)msi_address(m, p, range);
-    const bool is_part = i->part_count == 0 || p->ranges.items[range].part > 0 ||
-                         p->ranges.items[range].role == MSI_ROLE_NORM;
-    const uint64_t bytes = is_part ? 0 : m->graph.tensors.items[i->target].bytes;
-    return is_part ? whole : whole + msi_part_of(bytes, i->part, i->part_count).begin;
+    const msi_range *r = &p->ranges.items[range];
+    if (i->part_count == 0 || r->part > 0 || r->role == MSI_ROLE_NORM) {
+        return whole;
+    }
+    const uint64_t elements = m->graph.tensors.items[i->target].bytes / sizeof(float);
+    const msi_part part = msi_part_of(elements, i->part, i->part_count);
+    return whole + msi_part_bytes((ms_state_format)r->format, part).begin;
 }
 
 static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
@@ -16416,17 +17030,23 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     const msi_store *store = m->run.store;
     const msi_resident *resident = &store->residents.items[store->resident_of[i->target]];
     void *operands[3 + MS_LIMIT_OPTIMIZER_STATE] = {NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    ms_update_args args;
+    memset(&args, 0, sizeof args);
     for (uint32_t k = 0; k < i->operand_count; k++) { // value, gradient, norm, states
         const uint32_t range = p->operands.items[i->operand_first + k].range;
         operands[k] = range == MSI_NONE ? NULL : msi_part_address(m, p, i, range);
+        if (k >= 3) {
+            args.state_format[k - 3] = (ms_state_format)p->ranges.items[range].format;
+        }
     }
     const msi_norm *norm = (const msi_norm *)operands[2];
-    ms_update_args args;
-    memset(&args, 0, sizeof args);
     args.user = o->user;
     args.param = msi_handle(&m->graph, i->target, MSI_ROLE_VALUE);
     args.kind = o->kind;
-    args.count = msi_part_of(t->bytes, i->part, i->part_count).bytes / sizeof(float);
+    const msi_part part = msi_part_of(t->bytes / sizeof(float), i->part, i->part_count);
+    args.begin = part.begin;
+    args.count = part.count;
+    args.seed = msi_mix(m->config.seed + i->target);
     args.value = (float *)operands[0];
     args.gradient = (float *)operands[1];
     args.gradient_scale = norm ? &norm->scale : NULL;
@@ -18334,8 +18954,13 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
     pair.source_range = ends[1].range;
     pair.target = msi_part_address(m, p, i, pair.target_range);
     pair.source = msi_part_address(m, p, i, pair.source_range);
-    const uint32_t tensor = p->ranges.items[pair.target_range].tensor;
-    pair.bytes = msi_part_of(m->graph.tensors.items[tensor].bytes, i->part, i->part_count).bytes;
+    const msi_range *target = &p->ranges.items[pair.target_range];
+    const uint64_t bytes = m->graph.tensors.items[target->tensor].bytes;
+    pair.bytes = bytes;
+    if (i->part_count > 1 || target->format != MS_STATE_FORMAT_F32) {
+        const msi_part part = msi_part_of(bytes / sizeof(float), i->part, i->part_count);
+        pair.bytes = msi_part_bytes((ms_state_format)target->format, part).count;
+    }
     return pair;
 }
 
@@ -19007,6 +19632,89 @@ static ms_result msi_gradient_norm(ms_model *m, double *norm) {
 // ------------------------------------------------------------------------------------------------
 // >>state  values that outlast a step: written, read, and moved from plan to plan
 
+/* Where a value is, to be read and to be written, and the format that optimizer state has there. */
+typedef struct msi_memory {
+    const void *source; // NULL: it is not there
+    void *target;
+    ms_state_format format;
+    bool on_host;
+} msi_memory;
+
+enum { MSI_CONVERT_ELEMENTS = 1 << 18 }; // at a time: whole groups of codes
+
+/* Elements of state from one format to another, both in host memory; `from` and `to` begin with
+   the first element of a group. To BF16 they are rounded to the nearest. */
+static void msi_convert_on_host(void *to, ms_state_format to_format, const void *from,
+                                ms_state_format from_format, bool is_signed, uint64_t count) {
+    float block[MSI_CODED_BLOCK];
+    for (uint64_t at = 0; at < count; at += MSI_CODED_BLOCK) {
+        const int some = (int)msi_smaller(count - at, MSI_CODED_BLOCK);
+        msi_load_state(from, from_format, is_signed, at, some, count, block);
+        msi_store_state(to, to_format, is_signed, at, some, count, NULL, 0, block);
+    }
+}
+
+/* Converts a whole tensor of state through host memory, a piece at a time. */
+static ms_result msi_convert_state(ms_model *m, const msi_memory *to, const msi_memory *from,
+                                   bool is_signed, uint64_t count) {
+    const uint64_t piece_bytes =
+        msi_smaller(count, MSI_CONVERT_ELEMENTS) * sizeof(float) + MSI_ALIGNMENT; // of any format
+    ms_result result = MS_RESULT_OK;
+    uint8_t *pieces = (uint8_t *)msi_alloc(&m->config.allocator, 2 * piece_bytes);
+    if (!pieces) {
+        return msi_fail_memory(m, "the conversion of optimizer state", 2 * piece_bytes);
+    }
+    for (uint64_t at = 0; at < count && result == MS_RESULT_OK; at += MSI_CONVERT_ELEMENTS) {
+        const msi_part part = {at, msi_smaller(count - at, MSI_CONVERT_ELEMENTS)};
+        const msi_part source = msi_part_bytes(from->format, part);
+        const msi_part target = msi_part_bytes(to->format, part);
+        result = msi_copy(m, pieces, true, (const uint8_t *)from->source + source.begin,
+                          from->on_host, source.count);
+        if (result == MS_RESULT_OK) {
+            msi_convert_on_host(pieces + piece_bytes, to->format, pieces, from->format, is_signed,
+                                part.count);
+            result = msi_copy(m, (uint8_t *)to->target + target.begin, to->on_host,
+                              pieces + piece_bytes, true, target.count);
+        }
+    }
+    if (result != MS_RESULT_OK) { // a copy may still be under way
+        const msi_errors errors = m->errors;
+        (void)msi_synchronize(m);
+        m->errors = errors;
+    }
+    msi_release(&m->config.allocator, pieces, 2 * piece_bytes);
+    return result;
+}
+
+/* Copies a value of so many bytes, as the trainer knows it. */
+static ms_result msi_copy_value(ms_model *m, const msi_memory *to, const msi_memory *from,
+                                msi_role role, uint64_t bytes) {
+    const uint64_t count = bytes / sizeof(float);
+    if (to->format != from->format) {
+        const bool is_signed =
+            msi_state_is_signed(m->optimizer.kind, (int)role - (int)MSI_ROLE_STATE0);
+        return msi_convert_state(m, to, from, is_signed, count);
+    }
+    return msi_copy(m, to->target, to->on_host, from->source, from->on_host,
+                    to->format == MS_STATE_FORMAT_F32 ? bytes : msi_state_bytes(to->format, count));
+}
+
+static msi_memory msi_memory_of(const msi_resident *r) {
+    msi_memory memory = {r->address, r->address, r->format, r->on_host};
+    return memory;
+}
+
+/* Memory of the trainer on the host, to read or to write. */
+static msi_memory msi_memory_to_read(const void *source) {
+    msi_memory memory = {source, NULL, MS_STATE_FORMAT_F32, true};
+    return memory;
+}
+
+static msi_memory msi_memory_to_write(void *target) {
+    msi_memory memory = {NULL, target, MS_STATE_FORMAT_F32, true};
+    return memory;
+}
+
 /* Gives the residents of a new store their values: from the store before it, from what was written
    before there was one, or zeros. Borrowed memory stays as it is. */
 static ms_result msi_move_values(ms_model *m, const msi_store *store) {
@@ -19015,14 +19723,15 @@ static ms_result msi_move_values(ms_model *m, const msi_store *store) {
         const msi_resident *to = &store->residents.items[i];
         const msi_resident *old = msi_find_resident(m->run.store, to->tensor, to->role);
         const msi_tensor *t = &m->graph.tensors.items[to->tensor];
-        const void *written = t->memory[to->role];
+        const msi_memory now = msi_memory_of(to);
         if (!to->borrowed && old && old->address) {
-            result = msi_copy(m, to->address, to->on_host, old->address, old->on_host, to->bytes);
+            const msi_memory before = msi_memory_of(old);
+            result = msi_copy_value(m, &now, &before, to->role, t->largest_bytes);
         } else if (!to->borrowed) {
+            const msi_memory written = msi_memory_to_read(t->memory[to->role]);
             result = msi_fill(m, to->address, to->on_host, 0, to->bytes);
-            MSI_THEN(result, written
-                                 ? msi_copy(m, to->address, to->on_host, written, true, t->bytes)
-                                 : MS_RESULT_OK);
+            MSI_THEN(result, written.source ? msi_copy_value(m, &now, &written, to->role, t->bytes)
+                                            : MS_RESULT_OK);
         }
     }
     return result;
@@ -19271,7 +19980,8 @@ static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
 static bool msi_suffices(const msi_store *store, const msi_store *other) {
     bool alike = store->residents.count == other->residents.count;
     for (uint32_t k = 0; k < store->residents.count && alike; k++) {
-        alike = store->residents.items[k].on_host == other->residents.items[k].on_host;
+        alike = store->residents.items[k].on_host == other->residents.items[k].on_host &&
+                store->residents.items[k].format == other->residents.items[k].format;
     }
     return alike && msi_room_of(other) <= msi_room_of(store) &&
            other->host_transient_bytes <= store->host_transient_bytes;
@@ -19429,25 +20139,26 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
     return MS_RESULT_OK;
 }
 
-/* The address of a value that can be read now, or NULL: that of a resident, or of a live range that
-   spans the instruction where the program stopped. */
-static void *msi_live_address(const ms_model *m, uint32_t tensor, msi_role role, bool *on_host) {
+/* Where a value is that can be read now: that of a resident, or of a live range that spans the
+   instruction where the program stopped. */
+static msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, msi_role role) {
     const msi_resident *resident = msi_find_resident(m->run.store, tensor, role);
     const msi_program *p = msi_owns_arena(m) ? m->run.program : NULL;
     void *staged = msi_staged_address(m, tensor, role);
-    *on_host = resident && (staged ? resident->is_shown : resident->on_host);
+    msi_memory memory = {staged, staged, MS_STATE_FORMAT_F32, resident && resident->is_shown};
     if (staged || resident) {
-        return staged ? staged : resident->address;
+        return staged ? memory : msi_memory_of(resident);
     }
     for (uint32_t i = p ? m->run.store->residents.count : MSI_NONE; p && i < p->ranges.count; i++) {
         const msi_range *range = &p->ranges.items[i];
         if (range->tensor == tensor && range->role == role && range->part == 0 &&
             range->first < m->run.position && (range->last >= m->run.position || range->outlives)) {
-            *on_host = range->on_host;
-            return msi_address(m, p, i);
+            memory.source = memory.target = msi_address(m, p, i);
+            memory.on_host = range->on_host;
+            return memory;
         }
     }
-    return NULL;
+    return memory;
 }
 
 /* Notes an error of ms_borrow; before there is a plan it sticks. */
@@ -19524,8 +20235,10 @@ static ms_result msi_write(ms_model *m, const msi_resident *resident, const void
     ms_result result = MS_RESULT_OK;
     m->run.epoch += resident->is_shown; // a callback may have read it for a recording
     if (resident->event == MSI_NONE) {
+        const msi_memory to = msi_memory_of(resident);
+        const msi_memory from = msi_memory_to_read(data);
         result = resident->on_host ? msi_synchronize(m) : MS_RESULT_OK;
-        MSI_THEN(result, msi_copy(m, resident->address, resident->on_host, data, true, bytes));
+        MSI_THEN(result, msi_copy_value(m, &to, &from, resident->role, bytes));
         return result;
     }
     uint8_t *staging = msi_step_on_host(m) + resident->staging;
@@ -19616,14 +20329,14 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
     if (!m->run.plan && msi_is_kept(source, role)) {
         return msi_read_unplanned(m, source, role, data);
     }
-    bool on_host = false;
-    const void *address = m->run.plan ? msi_live_address(m, t, role, &on_host) : NULL;
-    if (!address) {
+    const msi_memory to = msi_memory_to_write(data);
+    const msi_memory from = m->run.plan ? msi_live_memory(m, t, role) : msi_memory_to_read(NULL);
+    if (!from.source) {
         return msi_fail(m, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory now; %s",
                         msi_role_name(role), name, msi_read_cure(&m->graph, t, role));
     }
-    ms_result result = on_host ? msi_synchronize(m) : MS_RESULT_OK; // a step may still write it
-    MSI_THEN(result, msi_copy(m, data, true, address, on_host, source->bytes));
+    ms_result result = from.on_host ? msi_synchronize(m) : MS_RESULT_OK; // a step may still write
+    MSI_THEN(result, msi_copy_value(m, &to, &from, role, source->bytes));
     return result;
 }
 
@@ -19864,6 +20577,7 @@ static ms_result msi_make_pass(msi_verification *v, int pass) {
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) { // homes are the same in both passes
         const bool moves = pass == MSI_PASS_WRAPPED || msi_is_resident(&m->graph.tensors.items[t]);
         plan->decisions[t].moves = moves ? m->run.plan->decisions[t].moves : 0;
+        plan->decisions[t].state_8bit = m->run.plan->decisions[t].state_8bit;
     }
     plan->plain_step_us = m->run.plan->plain_step_us;
     msi_program *p = &plan->train;
@@ -20506,11 +21220,12 @@ static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k, bool wh
     o.is_borrowed = fixed && store->residents.items[operand->range].borrowed;
     o.offset = o.is_borrowed ? 0 : o.offset;
     if (!whole && i->part_count > 1 && range->role != MSI_ROLE_NORM) {
-        const msi_part part =
-            msi_part_of(w->model->graph.tensors.items[i->target].bytes, i->part, i->part_count);
+        const uint64_t elements = w->model->graph.tensors.items[i->target].bytes / sizeof(float);
+        const msi_part part = msi_part_bytes((ms_state_format)range->format,
+                                             msi_part_of(elements, i->part, i->part_count));
         o.is_part = true;
         o.begin = part.begin;
-        o.bytes = part.bytes;
+        o.bytes = part.count;
         o.offset += range->part > 0 || o.is_borrowed ? 0 : part.begin;
     }
     o.is_new = !fixed && range->first == w->now;
@@ -21096,9 +21811,9 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
         return NULL;
     }
     const msi_role role = msi_role_of(&model->graph, tensor);
-    bool on_host;
+    const msi_memory memory = msi_live_memory(model, t, role);
     model->graph.tensors.items[t].in_place |= role == MSI_ROLE_VALUE;
-    return msi_live_address(model, t, role, &on_host);
+    return memory.format == MS_STATE_FORMAT_F32 ? memory.target : NULL;
 }
 
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
@@ -22494,6 +23209,143 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
 }
 
+/* Where an update keeps state is not F32: a warp takes a block of 256 elements, each lane 8 of them,
+   or the `used` that there are. */
+typedef struct msi_cuda_lane {
+    uint64_t at;
+    int used;
+    bool aligned; // all arrays, to 16 bytes
+} msi_cuda_lane;
+
+static __device__ __forceinline__ void msi_cuda_load_some(float *x, const void *data,
+                                                          ms_dtype dtype, msi_cuda_lane lane) {
+    if (lane.used == 8 && lane.aligned) {
+        msi_cuda_load8(x, data, dtype, lane.at / 8);
+        return;
+    }
+    for (int i = 0; i < 8; i++) {
+        x[i] = i < lane.used ? msi_load(data, dtype, lane.at + i) : 0.0f;
+    }
+}
+
+static __device__ __forceinline__ void msi_cuda_store_some(void *data, ms_dtype dtype,
+                                                           msi_cuda_lane lane, const float *x) {
+    if (lane.used == 8 && lane.aligned) {
+        msi_cuda_store8(data, dtype, lane.at / 8, x);
+        return;
+    }
+    for (int i = 0; i < lane.used; i++) {
+        msi_store_as(data, dtype, lane.at + i, x[i]);
+    }
+}
+
+/* Codes are padded, so that there are 8 for each lane that has any. */
+static __device__ __forceinline__ void msi_cuda_decode(float *x, const uint8_t *state,
+                                                       bool is_signed, uint64_t count,
+                                                       msi_cuda_lane lane) {
+    const uint64_t block = lane.at - lane.at % MSI_CODED_BLOCK;
+    const float scale = *(const float *)(state + msi_scale_at(block, count));
+    const float unit = scale * (is_signed ? MSI_UNIT_SIGNED : MSI_UNIT_UNSIGNED);
+    uint2 packed = make_uint2(0, 0);
+    if (lane.used > 0) {
+        packed = *(const uint2 *)(state + msi_codes_at(lane.at));
+    }
+    for (int i = 0; i < 8; i++) {
+        const uint8_t code = (uint8_t)((i < 4 ? packed.x : packed.y) >> (i % 4 * 8));
+        x[i] = i < lane.used
+                   ? unit * (is_signed ? msi_units_of_signed(code) : msi_units_of_unsigned(code))
+                   : 0.0f;
+    }
+}
+
+static __device__ __forceinline__ void msi_cuda_encode(uint8_t *state, bool is_signed,
+                                                       uint64_t count, msi_cuda_lane lane,
+                                                       const float *x) {
+    uint32_t most = 0;
+    for (int i = 0; i < lane.used; i++) {
+        const uint32_t bits = msi_bits_of_f32(x[i]) & 0x7fffffffu;
+        most = bits > most ? bits : most;
+    }
+    for (int width = 16; width > 0; width /= 2) {
+        const uint32_t other = __shfl_xor_sync(0xffffffffu, most, width);
+        most = other > most ? other : most;
+    }
+    const float scale = msi_f32_of_bits(most);
+    const float units = msi_units_of_scale(scale, is_signed ? MSI_TOP_SIGNED : MSI_TOP_UNSIGNED);
+    uint32_t words[2] = {0, 0};
+    for (int i = 0; i < lane.used; i++) {
+        const uint8_t code =
+            is_signed ? msi_signed_code(x[i], units) : msi_unsigned_code(x[i], units);
+        words[i / 4] |= (uint32_t)code << (i % 4 * 8);
+    }
+    if (lane.used > 0) {
+        *(uint2 *)(state + msi_codes_at(lane.at)) = make_uint2(words[0], words[1]);
+    }
+    if (lane.at % MSI_CODED_BLOCK == 0) {
+        *(float *)(state + msi_scale_at(lane.at, count)) = units > 0.0f ? scale : 0.0f;
+    }
+}
+
+static __device__ __forceinline__ void msi_cuda_load_state(float *x, const ms_update_args *u, int k,
+                                                           msi_cuda_lane lane) {
+    const void *state = u->state[k];
+    if (u->state_format[k] == MS_STATE_FORMAT_8BIT) {
+        msi_cuda_decode(x, (const uint8_t *)state, msi_state_is_signed(u->kind, k), u->count, lane);
+    } else {
+        msi_cuda_load_some(
+            x, state, u->state_format[k] == MS_STATE_FORMAT_BF16 ? MS_DTYPE_BF16 : MS_DTYPE_F32,
+            lane);
+    }
+}
+
+static __device__ __forceinline__ void msi_cuda_store_state(const ms_update_args *u, int k,
+                                                            msi_cuda_lane lane, float *x) {
+    void *state = u->state[k];
+    if (u->state_format[k] == MS_STATE_FORMAT_8BIT) {
+        msi_cuda_encode((uint8_t *)state, msi_state_is_signed(u->kind, k), u->count, lane, x);
+    } else if (u->state_format[k] == MS_STATE_FORMAT_BF16) {
+        const uint32_t key = msi_state_key(u, k);
+        for (int i = 0; i < lane.used; i++) { // exact as BF16 from here on
+            x[i] =
+                msi_f32_of_bf16(msi_bf16_at_random(x[i], msi_random(key, u->begin + lane.at + i)));
+        }
+        msi_cuda_store_some(state, MS_DTYPE_BF16, lane, x);
+    } else {
+        msi_cuda_store_some(state, MS_DTYPE_F32, lane, x);
+    }
+}
+
+static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
+    msi_k_update_state(ms_update_args u, bool aligned) {
+    msi_cuda_lane lane;
+    lane.at = msi_cuda_index() * 8;
+    if (u.state_of_step->halted != (uint32_t)MS_HALT_NONE ||
+        lane.at - lane.at % MSI_CODED_BLOCK >= u.count) {
+        return; // with the whole warp
+    }
+    const uint64_t left = lane.at < u.count ? u.count - lane.at : 0;
+    lane.used = (int)(left < 8 ? left : 8);
+    lane.aligned = aligned;
+    const ms_update_factors f = *u.factors;
+    const float scale = u.gradient_scale ? *u.gradient_scale : 1.0f;
+    const bool has_second = u.state[1] != NULL;
+    float p[8], g[8], first[8], second[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    msi_cuda_load_some(p, u.value, MS_DTYPE_F32, lane);
+    msi_cuda_load_some(g, u.gradient, MS_DTYPE_F32, lane);
+    msi_cuda_load_state(first, &u, 0, lane);
+    if (has_second) {
+        msi_cuda_load_state(second, &u, 1, lane);
+    }
+    for (int i = 0; i < lane.used; i++) {
+        p[i] = msi_guarded_element(u.kind, &f, p[i], scale * g[i], &first[i], &second[i]);
+    }
+    msi_cuda_store_state(&u, 0, lane, first);
+    if (has_second) {
+        msi_cuda_store_state(&u, 1, lane, second);
+    }
+    msi_cuda_store_some(u.value, MS_DTYPE_F32, lane, p);
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>cuda blas  row-major products as column-major products of the transposed matrices
 
@@ -22837,10 +23689,15 @@ static int msi_cuda_clip_scale(void *state, const double *sum, float limit, floa
 }
 
 static int msi_cuda_update(void *state, const ms_update_args *args) {
-    const msi_cuda_split r =
-        msi_cuda_split_of(args->count, 4,
-                          (uintptr_t)args->value | (uintptr_t)args->gradient |
-                              (uintptr_t)args->state[0] | (uintptr_t)args->state[1]);
+    const uintptr_t bits = (uintptr_t)args->value | (uintptr_t)args->gradient |
+                           (uintptr_t)args->state[0] | (uintptr_t)args->state[1];
+    const msi_cuda_split r = msi_cuda_split_of(args->count, 4, bits);
+    if (args->state_format[0] != MS_STATE_FORMAT_F32 ||
+        args->state_format[1] != MS_STATE_FORMAT_F32) {
+        const uint64_t warps = (args->count + MSI_CODED_BLOCK - 1) / MSI_CODED_BLOCK;
+        return msi_cuda_launch(state, msi_cuda_blocks(32 * warps), msi_k_update_state, *args,
+                               bits % 16 == 0);
+    }
     return msi_cuda_launch(state, msi_cuda_blocks(r.threads),
                            args->kind == MS_OPTIMIZER_ADAMW ? msi_k_adamw : msi_k_sgd, *args, r);
 }
@@ -22942,6 +23799,7 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     b.user = (void *)(intptr_t)device;
     b.is_asynchronous = true;
     b.maps_host = msi_cuda_attribute(device, cudaDevAttrUnifiedAddressing) > 0.0;
+    b.has_state_formats = true;
     b.workspace_bytes = msi_cuda_workspace_bytes(device);
 #define MSI_USE(function) b.function = msi_cuda_##function
     MSI_USE(memory_alloc), MSI_USE(memory_release), MSI_USE(host_alloc), MSI_USE(host_release);

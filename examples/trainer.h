@@ -17,7 +17,7 @@ static const char *const default_files[] = {
     "examples/nn.h", "examples/nn_cpu.h", "examples/nn_cuda.h"};
 
 typedef struct settings {
-    const char *preset, *device, *mode, *off, *offload;
+    const char *preset, *device, *mode, *off, *offload, *state;
     const char *trace, *metrics; // files to write, or NULL
     int64_t batch, sequence, steps, seconds, every, seed;
     uint64_t budget_bytes; // 0: half way between the smallest and the plain arena
@@ -61,7 +61,7 @@ struct trainer {
 
 // ---- options ------------------------------------------------------------------------------------
 
-enum { TRAINER_OPTIONS = 25 };
+enum { TRAINER_OPTIONS = 26 };
 
 /* Fills specs with the options; returns how many there are. */
 static int list_options(const trainer_kind *kind, settings *o, option_spec *specs) {
@@ -77,6 +77,8 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--mode", "NAME", OPTION_TEXT, &o->mode, "conservative, balanced (default) or aggressive"},
         {"--off", "NAME", OPTION_TEXT, &o->off, "switch off checkpointing or early-update"},
         {"--offload", "NAME", OPTION_TEXT, &o->offload, OPTION_OFFLOAD_HELP},
+        {"--state", "NAME", OPTION_TEXT, &o->state,
+         "moments of AdamW: f32 (default), bf16, or 8bit where rules allow that"},
         {"--auto", NULL, OPTION_FLAG, &o->automatic, "let the built-in policy choose the mode"},
         {"--dropout", "X", OPTION_REAL, &o->dropout, "probability of dropout, below 1 (0)"},
         {"--steps", "N", OPTION_COUNT, &o->steps, "stop after N steps"},
@@ -273,6 +275,32 @@ static int choose_techniques(const settings *o, ms_config *config) {
     return choose_offloading(o->offload, &config->offloading);
 }
 
+/* Chooses the format of optimizer state before registration. */
+static int choose_state(const settings *o, ms_optimizer_desc *adamw) {
+    const bool bf16 = o->state && strcmp(o->state, "bf16") == 0;
+    const bool coded = o->state && strcmp(o->state, "8bit") == 0;
+    if (o->state && !bf16 && !coded && strcmp(o->state, "f32") != 0) {
+        return fail("--state %s: there are f32, bf16 and 8bit", o->state);
+    }
+    adamw->state_format[0] = adamw->state_format[1] =
+        bf16 ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32;
+    return 0;
+}
+
+/* With --state 8bit: codes the state of the params of all matrix products, whatever the budget. By
+   itself, a plan would do so where the budget asks for it. */
+static void force_codes(trainer *t) {
+    for (int64_t i = 0; i < nn_param_count(t->net); i++) {
+        const nn_param_info *param = nn_param_at(t->net, i);
+        const bool is_table = strlen(param->name) == 3; // wte, wpe, wse: rows are looked up
+        if (t->options.state && strcmp(t->options.state, "8bit") == 0 && param->shape.rank == 2 &&
+            ms_shape_count(&param->shape) >= 4096 && !is_table) {
+            ms_set_tensor_technique(t->model, param->tensor, MS_TECHNIQUE_OPTIMIZER_8BIT,
+                                    MS_SWITCH_ON);
+        }
+    }
+}
+
 /* Registers the model with memscale.h; `dry`: to plan without allocating. */
 static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     ms_config config;
@@ -286,7 +314,7 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     config.tf32 = t->options.tf32;
     config.cuda_graph = t->options.graph;
     config.empirical_profiling = t->options.profile ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
-    if (choose_techniques(&t->options, &config) != 0) {
+    if (choose_techniques(&t->options, &config) != 0 || choose_state(&t->options, &adamw) != 0) {
         return 1;
     }
     if (ms_create(&config, &t->model) != MS_RESULT_OK) {
@@ -303,6 +331,7 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     adamw.beta2 = t->kind->beta2;
     adamw.weight_decay = 0.1f;
     ms_set_optimizer(t->model, &adamw);
+    force_codes(t);
     return 0;
 }
 

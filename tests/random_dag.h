@@ -2371,6 +2371,29 @@ static inline void rd_force_moves(rd_net *n, t_rng *rng) {
     }
 }
 
+/* Formats of optimizer state, of AdamW and SGD. */
+static inline void rd_random_formats(rd_graph *g, t_rng *rng) {
+    for (int k = 0; k < 2 && g->optimizer.kind <= MS_OPTIMIZER_SGD; ++k) {
+        g->optimizer.state_format[k] = (ms_state_format)t_below(rng, 2);
+    }
+}
+
+/* Forces codes on the state of some params. Which of them have state is known once the model has
+   been wrapped; it has to be wrapped again. */
+static inline void rd_force_codes(rd_net *n, uint64_t seed) {
+    t_rng rng = t_seed(seed);
+    for (uint32_t i = 0; i < n->run.graph->value_count; ++i) {
+        const uint32_t t = msi_index(&n->model->graph, n->handle[i]);
+        const bool coded = t_chance(&rng, 0.5);
+        const msi_not_8bit why =
+            msi_why_not_8bit(&n->model->optimizer, true, &n->model->graph.tensors.items[t]);
+        if (coded && (why == MSI_8BIT_MAY_BE || why >= MSI_8BIT_SMALL)) {
+            ms_set_tensor_technique(n->model, n->handle[i], MS_TECHNIQUE_OPTIMIZER_8BIT,
+                                    MS_SWITCH_ON);
+        }
+    }
+}
+
 static inline void rd_net_destroy(rd_net *n) {
     if (n == NULL) {
         return;

@@ -172,6 +172,7 @@ typedef struct pair_of_nets {
     char failure[RD_TEXT];
     uint64_t round;
     bool omits; // one of the waits of the moved net's program
+    bool codes; // the state of some params is in 8 bits, of others in BF16
     uint64_t omitted;
 } pair_of_nets;
 
@@ -305,6 +306,11 @@ static bool run_both(pair_of_nets *t, t_rng *rng) {
     bool fine = t->failure[0] == 0 && TRY(t->plain, ms_wrap(t->plain->model)) &&
                 rd_net_write(t->plain, 0, false) && TRY(t->moved, ms_wrap(t->moved->model)) &&
                 rd_net_write(t->moved, 0, false);
+    if (fine && t->codes) {
+        rd_force_codes(t->plain, t->graph->seed);
+        rd_force_codes(t->moved, t->graph->seed);
+        fine = TRY(t->plain, ms_wrap(t->plain->model)) && TRY(t->moved, ms_wrap(t->moved->model));
+    }
     if (fine && t->omits) {
         omit(t);
     }
@@ -324,6 +330,10 @@ static bool gives_same_bits(pair_of_nets *t, const ms_config *config) {
     plain.checkpointing = plain.early_update = MS_SWITCH_OFF;
     moved.allocator = t_heap_allocator(&heap);
     moved.force_optimize = t_chance(&rng, 0.2);
+    t->codes = t_chance(&rng, 0.5);
+    if (t->codes) {
+        rd_random_formats(g, &rng);
+    }
     t->round = 1;
     t->moved = rd_net_create(g, &moved, "moved", t->failure, false);
     g->move = NULL;

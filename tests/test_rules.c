@@ -450,7 +450,7 @@ static void rules_of_the_device(void **state) {
         expect_rule(z.m, z.act[2], MS_TECHNIQUE_OFFLOADING, devices[i].offloading);
         expect_rule(z.m, z.act[2], MS_TECHNIQUE_MIXED_PRECISION, devices[i].mixed);
         expect_rule(z.m, z.act[2], MS_TECHNIQUE_TILING, "not-built");
-        expect_rule(z.m, z.act[2], MS_TECHNIQUE_OPTIMIZER_8BIT, "not-built");
+        expect_rule(z.m, z.act[2], MS_TECHNIQUE_OPTIMIZER_8BIT, "no-state");
         ms_destroy(z.m);
     }
 }
@@ -793,8 +793,8 @@ static void wrong_configs_are_refused(void **state) {
 
 static void what_is_not_built_is_refused_by_name(void **state) {
     (void)state;
-    static const char *const names[] = {"tiling", "mixed precision", "8-bit optimizer"};
-    for (int k = 0; k < 3; ++k) {
+    static const char *const names[] = {"tiling", "mixed precision"};
+    for (int k = 0; k < 2; ++k) {
         const ms_technique technique = (ms_technique)(MS_TECHNIQUE_TILING + k);
         for (int how = 0; how < 3; ++how) {
             zoo z;
@@ -802,14 +802,12 @@ static void what_is_not_built_is_refused_by_name(void **state) {
             if (how == 0) {
                 config.tiling = k == 0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
                 config.mixed_precision = k == 1 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
-                config.optimizer_8bit = k == 2 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
             }
             zoo_create(&z, &config);
             if (how == 1) {
                 ms_set_layer_technique(z.m, z.linear[2], technique, MS_SWITCH_ON);
             } else if (how == 2) {
-                ms_set_tensor_technique(z.m, k == 2 ? z.weight[2] : z.hidden[2], technique,
-                                        MS_SWITCH_ON);
+                ms_set_tensor_technique(z.m, z.hidden[2], technique, MS_SWITCH_ON);
             }
             t_error(z.m, ms_wrap(z.m), MS_RESULT_UNSUPPORTED);
             t_text_has(ms_last_error(z.m), names[k]);
@@ -817,7 +815,7 @@ static void what_is_not_built_is_refused_by_name(void **state) {
             uint64_t bytes;
             t_error(z.m, ms_smallest_budget(z.m, &bytes), MS_RESULT_UNSUPPORTED);
             if (how > 0) { // to forbid it is fine, and leaves nothing behind
-                t_text_has(ms_last_error(z.m), how == 2 && k != 2 ? "\"hidden\"" : "\"");
+                t_text_has(ms_last_error(z.m), how == 2 ? "\"hidden\"" : "\"");
                 ms_set_layer_technique(z.m, z.linear[2], technique, MS_SWITCH_OFF);
                 ms_set_layer_technique(z.m, z.act[2], technique, MS_SWITCH_OFF);
                 t_ok(z.m, ms_wrap(z.m));

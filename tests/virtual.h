@@ -536,6 +536,7 @@ static inline ms_backend v_backend(v_device *d) {
     b.name = "virtual";
     b.user = d;
     b.is_asynchronous = true;
+    b.has_state_formats = true;
     b.memory_alloc = v_memory_alloc;
     b.memory_release = v_memory_release;
     b.hardware = v_hardware;
