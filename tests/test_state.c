@@ -1,0 +1,939 @@
+/*  test_state.c - optimizer state in BF16 and in codes of 8 bits: the books and their nearest codes
+    against the published formula, updates against float64 arithmetic, and what plans, ms_read,
+    ms_write and another ms_wrap make of it. */
+#define MEMSCALE_IMPLEMENTATION
+#define MSI_PART_BYTES 65536 // so that state comes in parts
+#include "../memscale.h"
+#include "toy_layers.h"
+
+// ------------------------------------------------------------------------------------------------
+// books
+
+/* The magnitudes of a book by the formula, in rising order from 0 to 1: 10^(i-6) times the means of
+   a linear partition of [0.1, 1], for i from 0 to 6. */
+typedef struct book {
+    bool is_signed;
+    int count;
+    long double value[256];
+} book;
+
+static book make_book(bool is_signed) {
+    book b;
+    memset(&b, 0, sizeof b);
+    b.is_signed = is_signed;
+    b.count = 1;
+    for (int i = 0; i < 7; ++i) {
+        const int parts = (is_signed ? 1 : 2) << i;
+        for (int k = 0; k < parts; ++k) {
+            const long double from = 0.1L + 0.9L * k / parts, to = 0.1L + 0.9L * (k + 1) / parts;
+            b.value[b.count++] = (from + to) / 2 * powl(10.0L, i - 6);
+        }
+    }
+    b.value[b.count++] = 1.0L;
+    return b;
+}
+
+static float units_of(const book *b, int number) {
+    return b->is_signed ? msi_units_of_signed((uint8_t)(127 + number))
+                        : msi_units_of_unsigned((uint8_t)number);
+}
+
+static float top_of(const book *b) {
+    return b->is_signed ? MSI_TOP_SIGNED : MSI_TOP_UNSIGNED;
+}
+
+static void books_are_those_of_the_paper(void **state) {
+    (void)state;
+    for (int is_signed = 0; is_signed < 2; ++is_signed) {
+        const book b = make_book(is_signed);
+        assert_int_equal(b.count, is_signed ? 129 : 256);
+        for (int k = 0; k < b.count; ++k) { // whole numbers of units, rounded once
+            const long double units = roundl(b.value[k] * (long double)top_of(&b));
+            assert_true(fabsl(units - b.value[k] * (long double)top_of(&b)) <
+                        1e-8L * units + 1e-12L);
+            assert_true(units_of(&b, k) == (float)units);
+        }
+    }
+    for (int code = 0; code < 127; ++code) { // negative numbers mirror all but 1
+        assert_true(msi_units_of_signed((uint8_t)code) ==
+                    -msi_units_of_signed((uint8_t)(254 - code)));
+    }
+    assert_true(fabs((double)msi_units_of_signed(129) * 2.5e-8 - 3.25e-6) < 1e-12);
+    assert_true(fabs((double)msi_units_of_unsigned(254) * 2.5e-9 - 0.9964844) < 5e-8);
+    assert_true(msi_units_of_signed(127) == 0.0f && msi_units_of_unsigned(0) == 0.0f);
+    assert_true(msi_units_of_signed(255) == MSI_TOP_SIGNED);
+    assert_true(msi_units_of_unsigned(255) == MSI_TOP_UNSIGNED);
+}
+
+/* The number whose exact value is nearest, by search; of two that are as near, the larger. */
+static int nearest_in(const book *b, const long double *units, float x) {
+    int low = 0, high = b->count - 1;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        *(units[middle] <= (long double)x ? &low : &high) = middle;
+    }
+    return units[high] - (long double)x <= (long double)x - units[low] ? high : low;
+}
+
+static int wrong_codes(const book *b, const long double *units, float x) {
+    const int nearest = nearest_in(b, units, x);
+    if (!b->is_signed) {
+        return msi_unsigned_code(x, 1.0f) != nearest;
+    }
+    const int negative = nearest == 128 ? 127 : nearest; // there is no -1
+    return (msi_signed_code(x, 1.0f) != 127 + nearest) +
+           (msi_signed_code(-x, 1.0f) != 127 - negative);
+}
+
+/* Between any two neighbours the middle and the floats around it; and random numbers, evenly on a
+   logarithmic scale. */
+static void codes_are_the_nearest(void **state) {
+    (void)state;
+    for (int is_signed = 0; is_signed < 2; ++is_signed) {
+        const book b = make_book(is_signed);
+        long double units[256];
+        t_rng rng = t_seed(8);
+        int64_t wrong = 0;
+        const uint64_t randoms = t_sweep(2000000, 100000000);
+        for (int k = 0; k < b.count; ++k) {
+            units[k] = roundl(b.value[k] * (long double)top_of(&b));
+        }
+        for (int k = 0; k + 1 < b.count; ++k) {
+            const float middle = (float)((units[k] + units[k + 1]) / 2);
+            float x = middle;
+            for (int step = 0; step < 8; ++step, x = nextafterf(x, 0.0f)) {
+                wrong += wrong_codes(&b, units, x);
+            }
+            x = middle;
+            for (int step = 0; step < 8; ++step, x = nextafterf(x, 1e9f)) {
+                wrong += x <= top_of(&b) ? wrong_codes(&b, units, x) : 0;
+            }
+        }
+        for (uint64_t i = 0; i < randoms; ++i) {
+            const double size = exp2(-31.0 * t_unit(&rng));
+            wrong += wrong_codes(&b, units, (float)((double)top_of(&b) * size));
+        }
+        assert_int_equal(wrong, 0);
+    }
+}
+
+static void blocks_keep_zeros_signs_and_the_largest(void **state) {
+    (void)state;
+    t_rng rng = t_seed(9);
+    for (int round = 0; round < 3000; ++round) {
+        const bool is_signed = t_chance(&rng, 0.5);
+        const int count = 1 + (int)t_below(&rng, MSI_CODED_BLOCK);
+        float x[MSI_CODED_BLOCK], y[MSI_CODED_BLOCK], most = 0.0f;
+        uint8_t codes[MSI_CODED_BLOCK];
+        const double size = exp2(60.0 * (t_unit(&rng) - 0.5));
+        for (int i = 0; i < count; ++i) {
+            x[i] = (float)(size * exp2(-20.0 * t_unit(&rng)));
+            x[i] = round % 10 == 0 || t_chance(&rng, 0.1) ? 0.0f : x[i];
+            x[i] = is_signed && t_chance(&rng, 0.5) ? -x[i] : x[i];
+            most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
+        }
+        const float scale = msi_encode(x, is_signed, count, codes);
+        assert_true(scale == most);
+        msi_decode(codes, scale, is_signed, count, y);
+        for (int i = 0; i < count; ++i) {
+            assert_true(x[i] != 0.0f || y[i] == 0.0f);
+            assert_true((x[i] < 0.0f && y[i] <= 0.0f) || (x[i] > 0.0f && y[i] >= 0.0f) ||
+                        x[i] == 0.0f);
+            const bool reaches = x[i] == most || (!is_signed && fabsf(x[i]) == most);
+            assert_true(!reaches || fabs((double)y[i] - (double)most) <= 1e-6 * (double)most);
+            /* No code is farther than half of the widest gap, nor half of the gap around it. */
+            assert_true(fabs((double)y[i] - (double)x[i]) <=
+                        0.5 * (0.9 / 64 + 1e-6) * (double)most * (is_signed ? 1.0 : 0.5) +
+                            (is_signed && x[i] == -most ? 0.01 * (double)most : 0.0));
+        }
+    }
+    /* What is too small for a scale counts as 0. */
+    const float tiny[2] = {1e-31f, -3e-31f};
+    uint8_t codes[2];
+    assert_true(msi_encode(tiny, true, 2, codes) == 0.0f);
+    assert_int_equal(codes[0], 127);
+    assert_int_equal(codes[1], 127);
+}
+
+/* For each count of elements: no code and no scale lies in the place of another, or outside. */
+static void codes_and_scales_have_places_of_their_own(void **state) {
+    (void)state;
+    static uint8_t taken[4 * 4160];
+    for (uint64_t count = 1; count < 12500; count += count < 700 ? 1 : 97) {
+        const uint64_t bytes = msi_coded_bytes(count);
+        assert_true(bytes <= sizeof taken);
+        assert_true(count < 4096 || (double)bytes <= 1.02 * (double)count + 64.0);
+        memset(taken, 0, sizeof taken);
+        for (uint64_t at = 0; at < count; at += MSI_CODED_BLOCK) {
+            const uint64_t scale = msi_scale_at(at, count), codes = msi_codes_at(at);
+            assert_int_equal(scale % 4, 0);
+            assert_int_equal(codes % 8, 0);
+            for (uint64_t i = 0; i < 4; ++i) {
+                assert_true(scale + i < bytes);
+                taken[scale + i] += 1;
+            }
+            for (uint64_t i = 0; i < MSI_CODED_BLOCK && at + i < count; ++i) {
+                assert_true(codes + i < bytes);
+                taken[codes + i] += 1;
+            }
+        }
+        for (uint64_t i = 0; i < bytes; ++i) {
+            assert_true(taken[i] <= 1);
+        }
+    }
+    assert_int_equal(msi_coded_bytes(4096), 4160); // 1.016 bytes an element: 2.03 for two moments
+    assert_int_equal(msi_coded_bytes((uint64_t)1 << 30), (uint64_t)4160 << 18);
+}
+
+/* Up or down, by a random draw whose mean is the number; never to infinity. */
+static void bf16_is_rounded_at_random(void **state) {
+    (void)state;
+    t_rng rng = t_seed(10);
+    for (int round = 0; round < 200; ++round) {
+        const float x = (float)((t_unit(&rng) - 0.5) * exp2(40.0 * (t_unit(&rng) - 0.5)));
+        const uint32_t key = (uint32_t)t_next(&rng);
+        double sum = 0.0, low = 1e30, high = -1e30;
+        enum { DRAWS = 4000 };
+        for (uint64_t i = 0; i < DRAWS; ++i) {
+            const double y = (double)msi_f32_of_bf16(msi_bf16_at_random(x, msi_random(key, i)));
+            sum += y;
+            low = y < low ? y : low;
+            high = y > high ? y : high;
+        }
+        const double gap = high - low;
+        assert_true(low <= (double)x && (double)x <= high);
+        assert_true(gap <= fabs((double)x) / 127.0);
+        assert_true(fabs(sum / DRAWS - (double)x) <= 5.0 * 0.5 * gap / sqrt((double)DRAWS) + 1e-30);
+    }
+    assert_int_equal(msi_bf16_at_random(FLT_MAX, 0xffffffffu), 0x7f7f);
+    assert_int_equal(msi_bf16_at_random(-FLT_MAX, 0xffffffffu), 0xff7f);
+    assert_int_equal(msi_bf16_at_random(1.0f, 0xffffffffu), 0x3f80); // exact: no choice
+    assert_int_equal(msi_bf16_at_random(0.0f, 0xffffffffu), 0);
+    assert_true(msi_random(1, 2) != msi_random(1, 3) && msi_random(1, 2) != msi_random(2, 2));
+    assert_true(msi_random(1, (uint64_t)1 << 32) != msi_random(1, 0));
+}
+
+// ------------------------------------------------------------------------------------------------
+// updates
+
+enum { MOST = 10000 };
+
+/* A param with its state in two formats, and what float64 arithmetic makes of it. */
+typedef struct updated {
+    ms_update_args args;
+    ms_update_factors factors;
+    ms_step_state step;
+    float value[MOST], gradient[MOST];
+    float storage[2][MOST + 64];
+    int states;
+} updated;
+
+static void updated_init(updated *u, ms_optimizer_kind kind, ms_state_format first,
+                         ms_state_format second, uint64_t count, t_rng *rng) {
+    ms_optimizer_desc o = t_optimizer(kind, 0.01f);
+    memset(u, 0, sizeof *u);
+    o.beta1 = 0.9f;
+    o.beta2 = 0.999f;
+    o.epsilon = 1e-8f;
+    o.momentum = 0.9f;
+    u->factors = msi_factors_at(&o, 3);
+    u->factors.decay = kind == MS_OPTIMIZER_SGD ? 0.01f : 0.9999f;
+    u->states = kind == MS_OPTIMIZER_SGD ? 1 : 2;
+    u->args.kind = kind;
+    u->args.count = count;
+    u->args.seed = 77;
+    u->step.seed = 99;
+    u->args.state_format[0] = first;
+    u->args.state_format[1] = second;
+    for (uint64_t i = 0; i < count; ++i) {
+        u->value[i] = (float)(t_unit(rng) - 0.5);
+        u->gradient[i] = (float)((t_unit(rng) - 0.5) * exp2(-8.0 * t_unit(rng)));
+    }
+}
+
+/* The pointers; a copy of an updated needs them again. */
+static const ms_update_args *args_of(updated *u) {
+    u->args.value = u->value;
+    u->args.gradient = u->gradient;
+    u->args.factors = &u->factors;
+    u->args.state_of_step = &u->step;
+    for (int k = 0; k < u->states; ++k) {
+        u->args.state[k] = u->storage[k];
+    }
+    return &u->args;
+}
+
+static void load_all(const updated *u, int k, float *to) {
+    for (uint64_t at = 0; at < u->args.count; at += MSI_CODED_BLOCK) {
+        const int some = (int)msi_smaller(u->args.count - at, MSI_CODED_BLOCK);
+        msi_load_state(u->storage[k], u->args.state_format[k], msi_state_is_signed(u->args.kind, k),
+                       at, some, u->args.count, to + at);
+    }
+}
+
+/* What a stored moment may be away from the exact one: half of the gap between numbers, of codes in
+   a block with this largest magnitude, or a whole gap if rounded at random; besides the rounding of
+   float arithmetic. */
+static double tolerance(const updated *u, int k, double x, double most) {
+    const double arithmetic = 1e-6 * fabs(x) + 1e-7 * most + 1e-38;
+    const double size = fabs(x) / (most > 0.0 ? most : 1.0);
+    double decade = 1e-6;
+    switch (u->args.state_format[k]) {
+    case MS_STATE_FORMAT_BF16:
+        return arithmetic + fabs(x) / 127.0;
+    case MS_STATE_FORMAT_8BIT:
+        while (decade < 0.99 && size > 0.95 * decade) {
+            decade *= 10.0;
+        }
+        /* In a decade of parts 2^i, or twice as many, the gap is 0.9 / parts of it; next to the
+           decade below it is smaller, next to the one above not larger than the half of that. */
+        return arithmetic + most * decade *
+                                (0.9 / ldexp(msi_state_is_signed(u->args.kind, k) ? 1.0 : 2.0,
+                                             6 + (int)lround(log10(decade))) +
+                                 1e-5);
+    case MS_STATE_FORMAT_F32:
+    case MS_STATE_FORMAT_COUNT:
+        break;
+    }
+    return arithmetic;
+}
+
+/* A step by the backend against the formulas in double, from the state that is stored. */
+static void check_step(updated *u, const ms_backend *backend) {
+    static float before[MOST], old[2][MOST], now[2][MOST];
+    const ms_update_factors *f = &u->factors;
+    memcpy(before, u->value, sizeof before);
+    memset(old, 0, sizeof old);
+    for (int k = 0; k < u->states; ++k) {
+        load_all(u, k, old[k]);
+    }
+    assert_int_equal(backend->update(backend->user, args_of(u)), 0);
+    for (int k = 0; k < u->states; ++k) {
+        load_all(u, k, now[k]);
+    }
+    const bool adam = u->args.kind == MS_OPTIMIZER_ADAMW;
+    for (uint64_t block = 0; block < u->args.count; block += MSI_CODED_BLOCK) {
+        const uint64_t end = msi_smaller(block + MSI_CODED_BLOCK, u->args.count);
+        double exact[2][MSI_CODED_BLOCK], most[2] = {0.0, 0.0};
+        for (uint64_t i = block; i < end; ++i) {
+            const double g = (double)u->gradient[i], p = (double)before[i];
+            const double m =
+                (double)f->beta1 * (double)old[0][i] + (adam ? (double)f->rest1 * g : g);
+            const double v = (double)f->beta2 * (double)old[1][i] + (double)f->rest2 * g * g;
+            const double expected =
+                adam ? (double)f->decay * p +
+                           (double)f->rate * m / (sqrt(v) * (double)f->scale2 + (double)f->epsilon)
+                     : p + (double)f->rate * (m + (double)f->decay * p);
+            assert_true(fabs((double)u->value[i] - expected) <=
+                        1e-6 * (fabs(p) + fabs(expected) + fabs(expected - p)) + 1e-30);
+            exact[0][i - block] = m;
+            exact[1][i - block] = v;
+            most[0] = fabs(m) > most[0] ? fabs(m) : most[0];
+            most[1] = v > most[1] ? v : most[1];
+        }
+        for (uint64_t i = block; i < end; ++i) {
+            for (int k = 0; k < u->states; ++k) {
+                const double x = exact[k][i - block], error = fabs((double)now[k][i] - x);
+                if (error > tolerance(u, k, x, most[k])) {
+                    fail_msg("moment %d of element %u: %g, exactly %g, most %g", k, (unsigned)i,
+                             (double)now[k][i], x, most[k]);
+                }
+            }
+        }
+    }
+}
+
+static void updates_are_those_of_the_formulas(void **state) {
+    (void)state;
+    static updated u;
+    static const uint64_t counts[] = {1, 63, 256, 257, 4096, 4097, 5000, MOST};
+    const ms_backend cpu = ms_backend_cpu();
+    t_rng rng = t_seed(11);
+    for (int c = 0; c < 8; ++c) {
+        for (int formats = 0; formats < 9; ++formats) {
+            for (int kind = MS_OPTIMIZER_ADAMW; kind <= MS_OPTIMIZER_SGD; ++kind) {
+                updated_init(&u, (ms_optimizer_kind)kind, (ms_state_format)(formats % 3),
+                             kind == MS_OPTIMIZER_ADAMW ? (ms_state_format)(formats / 3)
+                                                        : MS_STATE_FORMAT_F32,
+                             counts[c], &rng);
+                for (int step = 0; step < 4; ++step) {
+                    u.step.seed += 1;
+                    check_step(&u, &cpu);
+                    for (uint64_t i = 0; i < u.args.count; ++i) {
+                        u.gradient[i] *= (float)(2.0 * t_unit(&rng) - 0.5);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/* In parts of whole groups, and on any number of threads, an update has the same bits. */
+static void parts_and_threads_change_nothing(void **state) {
+    (void)state;
+    static updated whole, parted;
+    const ms_backend cpu = ms_backend_cpu();
+    t_rng rng = t_seed(12);
+    for (int formats = 1; formats < 9; ++formats) {
+        const ms_state_format of[2] = {(ms_state_format)(formats % 3),
+                                       (ms_state_format)(formats / 3)};
+        updated_init(&whole, MS_OPTIMIZER_ADAMW, of[0], of[1], MOST, &rng);
+        parted = whole;
+        for (int step = 0; step < 3; ++step) {
+            t_threads(1);
+            assert_int_equal(cpu.update(cpu.user, args_of(&whole)), 0);
+            t_threads(3);
+            for (uint64_t at = 0; at < MOST; at += 2 * MSI_CODED_GROUP) {
+                ms_update_args part = *args_of(&parted);
+                part.begin = at;
+                part.count = msi_smaller(2 * MSI_CODED_GROUP, MOST - at);
+                part.value += at;
+                part.gradient += at;
+                for (int k = 0; k < 2; ++k) {
+                    part.state[k] =
+                        (float *)(void *)((uint8_t *)part.state[k] + msi_state_bytes(of[k], at));
+                }
+                assert_int_equal(cpu.update(cpu.user, &part), 0);
+            }
+            whole.step.seed = parted.step.seed = 100 + (uint64_t)step;
+        }
+        assert_memory_equal(whole.value, parted.value, sizeof whole.value);
+        assert_memory_equal(whole.storage, parted.storage, sizeof whole.storage);
+    }
+    t_threads(0);
+}
+
+/* Elements whose gradient is not finite, or whose square would not be, stay as they are, and so
+   does all if the step is halted. */
+static void wrong_gradients_change_nothing(void **state) {
+    (void)state;
+    static updated u, before;
+    static float old[2][MOST], now[2][MOST];
+    const float wrong[] = {INFINITY, -INFINITY, NAN, 3e38f, -1.9e19f};
+    const ms_backend cpu = ms_backend_cpu();
+    t_rng rng = t_seed(13);
+    for (int formats = 1; formats < 9; ++formats) {
+        updated_init(&u, MS_OPTIMIZER_ADAMW, (ms_state_format)(formats % 3),
+                     (ms_state_format)(formats / 3), 3000, &rng);
+        assert_int_equal(cpu.update(cpu.user, args_of(&u)), 0);
+        for (int i = 0; i < 5; ++i) { // not the largest of their blocks, so that the scale stays
+            u.gradient[400 * i + 7] = wrong[i];
+            u.gradient[400 * i + 8] = 4.0f;
+        }
+        before = u;
+        load_all(&u, 0, old[0]);
+        load_all(&u, 1, old[1]);
+        u.step.halted = MS_HALT_LOSS;
+        assert_int_equal(cpu.update(cpu.user, args_of(&u)), 0);
+        assert_memory_equal(u.value, before.value, sizeof u.value);
+        assert_memory_equal(u.storage, before.storage, sizeof u.storage);
+        u.step.halted = MS_HALT_NONE;
+        assert_int_equal(cpu.update(cpu.user, args_of(&u)), 0);
+        load_all(&u, 0, now[0]);
+        load_all(&u, 1, now[1]);
+        for (int i = 0; i < 5; ++i) {
+            const int at = 400 * i + 7;
+            assert_true(u.value[at] == before.value[at]);
+            for (int k = 0; k < 2; ++k) { // rounded again, in a block with another scale
+                assert_true(u.args.state_format[k] == MS_STATE_FORMAT_8BIT
+                                ? fabsf(now[k][at]) <= 2.0f * fabsf(old[k][at]) + 0.01f
+                                : now[k][at] == old[k][at]);
+            }
+        }
+        for (int i = 0; i < 3000; ++i) {
+            assert_true(msi_is_finite((double)u.value[i]) && msi_is_finite((double)now[0][i]) &&
+                        msi_is_finite((double)now[1][i]));
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// models
+
+enum { PARAMS = 4, ROWS = 300, COLS = 64, WIDE = ROWS * COLS };
+
+/* Params whose gradients are whatever the inputs are: the loss is 1. */
+typedef struct pulled {
+    ms_model *m;
+    ms_tensor x[PARAMS], p[PARAMS], tokens;
+    t_heap heap;
+    uint64_t round;
+} pulled;
+
+static int pulled_forward(const ms_call *call) {
+    t_data(&call->out[0])[0] = 1.0f;
+    return 0;
+}
+
+static int pulled_backward(const ms_call *call) {
+    if (call->grad_in[0].data) {
+        t_contribute(&call->grad_in[0], 0, t_data(&call->grad_out[0])[0]);
+    }
+    for (int k = 0; k < PARAMS; ++k) {
+        for (int64_t i = 0; call->grad_param[k].data && i < t_count(&call->param[k]); ++i) {
+            t_contribute(&call->grad_param[k], i, t_data(&call->in[k])[i]);
+        }
+    }
+    return 0;
+}
+
+/* Params: wide enough for codes, too small, of rank 1, and looked up (as declared by tokens). */
+static void pulled_create(pulled *z, const ms_config *config, const ms_optimizer_desc *optimizer) {
+    static const char *const names[PARAMS] = {"wide", "small", "vector", "table"};
+    ms_config with_heap = *config;
+    memset(z, 0, sizeof *z);
+    with_heap.allocator = t_heap_allocator(&z->heap);
+    assert_int_equal(ms_create(&with_heap, &z->m), MS_RESULT_OK);
+    z->tokens = ms_input(z->m, "tokens", MS_DTYPE_I32, ms_shape1(4));
+    const ms_tensor loss = ms_activation(z->m, "loss", MS_DTYPE_F32, ms_shape1(1));
+    const ms_tensor losses = ms_activation(z->m, "losses", MS_DTYPE_F32, ms_shape1(1));
+    const ms_tensor none = {0};
+    ms_layer_desc table, d;
+    memset(&d, 0, sizeof d);
+    d.name = "pull";
+    d.forward = pulled_forward;
+    d.backward = pulled_backward;
+    for (int k = 0; k < PARAMS; ++k) {
+        const ms_shape shape = k == 1   ? ms_shape2(63, 65)
+                               : k == 2 ? ms_shape1(WIDE)
+                                        : ms_shape2(ROWS, COLS);
+        z->x[k] = ms_input(z->m, "x", MS_DTYPE_F32, shape);
+        z->p[k] = ms_param(z->m, names[k], MS_DTYPE_F32, shape);
+        d.in[k] = z->x[k];
+        d.param[k] = z->p[k];
+    }
+    table = d;
+    table = d;
+    d.in[3] = d.param[3] = none;
+    for (int k = 0; k < 3; ++k) {
+        table.in[k] = table.param[k] = none;
+    }
+    d.out[0] = loss;
+    table.in[0] = loss;
+    table.in[4] = z->tokens;
+    table.out[0] = losses;
+    ms_register_layer(z->m, &d);
+    ms_register_layer(z->m, &table);
+    ms_set_loss(z->m, losses);
+    ms_set_optimizer(z->m, optimizer);
+}
+
+static uint64_t count_of(int param) {
+    return param == 1 ? 63 * 65 : WIDE;
+}
+
+/* Writes params, and the gradients of a round. */
+static void pulled_write(pulled *z) {
+    static float values[WIDE];
+    static const int32_t tokens[4] = {0, 0, 0, 0};
+    t_rng rng = t_seed(1000 + z->round);
+    for (int k = 0; k < PARAMS; ++k) {
+        t_fill(&rng, values, count_of(k), 1.0f);
+        if (z->round == 0) {
+            t_ok(z->m, ms_write(z->m, z->p[k], values));
+        }
+        for (uint64_t i = 0; i < count_of(k); ++i) {
+            values[i] *= (float)exp2(-10.0 * t_unit(&rng));
+        }
+        t_ok(z->m, ms_write(z->m, z->x[k], values));
+    }
+    t_ok(z->m, ms_write(z->m, z->tokens, tokens));
+    z->round += 1;
+}
+
+static void pulled_step(pulled *z, int steps) {
+    for (int i = 0; i < steps; ++i) {
+        for (uint32_t micro = 0; micro < z->m->run.store->micro_count; ++micro) {
+            pulled_write(z);
+            t_ok(z->m, ms_step(z->m, NULL));
+        }
+    }
+    t_ok(z->m, ms_synchronize(z->m));
+}
+
+static void pulled_destroy(pulled *z) {
+    ms_destroy(z->m);
+    assert_int_equal(z->heap.live_count, 0);
+    assert_int_equal(z->heap.wrong_releases, 0);
+}
+
+static void force_codes(pulled *z, int param, ms_switch force) {
+    ms_set_tensor_technique(z->m, z->p[param], MS_TECHNIQUE_OPTIMIZER_8BIT, force);
+}
+
+static ms_state_format format_in(const pulled *z, int param, int k) {
+    const msi_resident *r = msi_find_resident(z->m->run.store, msi_index(&z->m->graph, z->p[param]),
+                                              (msi_role)(MSI_ROLE_STATE0 + k));
+    assert_non_null(r);
+    return r->format;
+}
+
+static void read_state(const pulled *z, int param, int k, float *to) {
+    t_ok(z->m, ms_read(z->m, ms_optimizer_state(z->m, z->p[param], k), to));
+}
+
+/* All that a step leaves behind, of two models. */
+static void expect_same_bits(const pulled *a, const pulled *b, int states) {
+    static float of_a[WIDE], of_b[WIDE];
+    for (int k = 0; k < PARAMS; ++k) {
+        t_ok(a->m, ms_read(a->m, a->p[k], of_a));
+        t_ok(b->m, ms_read(b->m, b->p[k], of_b));
+        assert_memory_equal(of_a, of_b, count_of(k) * sizeof(float));
+        for (int s = 0; s < states; ++s) {
+            read_state(a, k, s, of_a);
+            read_state(b, k, s, of_b);
+            assert_memory_equal(of_a, of_b, count_of(k) * sizeof(float));
+        }
+    }
+}
+
+/* What a mode or a switch allows is used where the budget asks for it, by rule only on params that
+   take it well. */
+static void plans_code_what_rules_allow(void **state) {
+    (void)state;
+    const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+    for (int how = 0; how < 4; ++how) {
+        pulled z;
+        ms_config config = t_config();
+        ms_memory_report report;
+        config.mode = how == 0 ? MS_MODE_AGGRESSIVE : MS_MODE_BALANCED;
+        config.optimizer_8bit = how == 1   ? MS_SWITCH_ON
+                                : how == 2 ? MS_SWITCH_DEFAULT
+                                           : MS_SWITCH_OFF;
+        config.optimizer_8bit = how == 0 ? MS_SWITCH_DEFAULT : config.optimizer_8bit;
+        pulled_create(&z, &config, &adamw);
+        t_ok(z.m, ms_wrap(z.m));
+        assert_int_equal(format_in(&z, 0, 0), MS_STATE_FORMAT_F32); // the budget is large
+        uint64_t smallest;
+        t_ok(z.m, ms_smallest_budget(z.m, &smallest));
+        ms_set_budget(z.m, smallest);
+        t_ok(z.m, ms_wrap(z.m));
+        t_report(z.m, &report);
+        const bool coded = how < 2;
+        for (int k = 0; k < PARAMS; ++k) {
+            for (int s = 0; s < 2; ++s) {
+                assert_int_equal(format_in(&z, k, s),
+                                 coded && k == 0 ? MS_STATE_FORMAT_8BIT : MS_STATE_FORMAT_F32);
+            }
+        }
+        const uint64_t wide = 2ull * WIDE * sizeof(float), small = 2 * msi_align(63 * 65 * 4);
+        const uint64_t codes = 2 * msi_align(msi_coded_bytes(WIDE));
+        assert_int_equal(report.peak_bytes[MS_CATEGORY_OPTIMIZER],
+                         2 * wide + small + (coded ? codes : wide));
+        assert_true((double)codes <= 2.04 * WIDE);
+        assert_int_equal(report.freed_bytes[MS_TECHNIQUE_OPTIMIZER_8BIT],
+                         coded ? (int64_t)(wide - codes) : 0);
+        pulled_step(&z, 2);
+        pulled_destroy(&z);
+    }
+}
+
+/* What explains why each param of a layer has its format; how often each rule was given. */
+typedef struct explained {
+    const char *id[2];
+    uint64_t saved, refused;
+} explained;
+
+static void note_decision(const ms_decision *d, void *user) {
+    explained *e = (explained *)user;
+    if (d->technique == MS_TECHNIQUE_OPTIMIZER_8BIT) {
+        e->id[d->layer_index] = d->rule->id;
+        e->saved += d->saved_bytes;
+        e->refused += d->refused_bytes;
+    }
+}
+
+static void decisions_name_their_rules(void **state) {
+    (void)state;
+    const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+    const uint64_t wide = 2ull * WIDE * sizeof(float), codes = 2 * msi_align(msi_coded_bytes(WIDE));
+    pulled z;
+    ms_config config = t_config();
+    explained e;
+    config.mode = MS_MODE_AGGRESSIVE;
+    config.force_optimize = true;
+    pulled_create(&z, &config, &adamw);
+    for (int how = 0; how < 3; ++how) {
+        memset(&e, 0, sizeof e);
+        force_codes(&z, 0, how == 1 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT);
+        force_codes(&z, 3, how == 2 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT);
+        t_ok(z.m, ms_wrap(z.m));
+        t_ok(z.m, ms_visit_decisions(z.m, note_decision, &e));
+        assert_string_equal(e.id[0], how == 1 ? "forbidden" : "smallest");
+        assert_string_equal(e.id[1], how == 2 ? "forced" : "looked-up");
+        assert_int_equal(e.saved, (how == 1 ? 0 : wide - codes) + (how == 2 ? wide - codes : 0));
+        /* The vector, in the line of the first layer, and whatever else is not coded. */
+        const uint64_t small = 2 * (msi_align(63 * 65 * 4) - msi_align(msi_coded_bytes(63 * 65)));
+        assert_int_equal(e.refused, small + (wide - codes) + (how == 1 ? wide - codes : 0) +
+                                        (how == 2 ? 0 : wide - codes));
+    }
+    pulled_destroy(&z);
+}
+
+static void steps_of(const ms_config *config, const ms_optimizer_desc *optimizer, bool codes,
+                     bool moves, pulled *z) {
+    pulled_create(z, config, optimizer);
+    for (int k = 0; k < PARAMS && codes; ++k) {
+        force_codes(z, k, k == 2 ? MS_SWITCH_OFF : MS_SWITCH_ON);
+    }
+    for (int k = 0; k < PARAMS && moves; ++k) {
+        ms_set_tensor_technique(z->m, z->p[k], MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+        ms_set_tensor_technique(z->m, ms_gradient(z->m, z->p[k]), MS_TECHNIQUE_OFFLOADING,
+                                k % 2 ? MS_SWITCH_ON : MS_SWITCH_OFF);
+        ms_set_tensor_technique(z->m, ms_optimizer_state(z->m, z->p[k], 0), MS_TECHNIQUE_OFFLOADING,
+                                MS_SWITCH_ON);
+    }
+    t_ok(z->m, ms_wrap(z->m));
+    pulled_step(z, 3);
+}
+
+/* Moved in parts, updated inside backward, in debug mode, with accumulation and clipping: the bits are those of the plan that only codes. */
+static void plans_change_no_bit_of_coded_state(void **state) {
+    (void)state;
+    for (uint32_t how = 0; how < 32; ++how) {
+        pulled plain, wrapped;
+        ms_config config = t_config();
+        const bool sgd = how & 1;
+        ms_optimizer_desc o = t_optimizer(sgd ? MS_OPTIMIZER_SGD : MS_OPTIMIZER_ADAMW, 0.01f);
+        o.momentum = sgd ? 0.9f : 0.0f;
+        o.grad_clip_norm = how & 2 ? 0.5f : 0.0f;
+        o.state_format[0] = how & 8 ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32;
+        config.accumulation_steps = how & 4 ? 2 : 1;
+        config.seed = 5;
+        config.early_update = MS_SWITCH_OFF;
+        steps_of(&config, &o, true, false, &plain);
+        config.early_update = (how & 6) == 0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+        config.debug = how & 16;
+        steps_of(&config, &o, true, true, &wrapped);
+        bool in_parts = false;
+        const msi_program *p = &wrapped.m->run.plan->train;
+        for (uint32_t i = 0; i < p->instructions.count; ++i) {
+            in_parts |= p->instructions.items[i].part_count > 1;
+        }
+        assert_true(in_parts);
+        expect_same_bits(&plain, &wrapped, sgd ? 1 : 2);
+        pulled_destroy(&wrapped);
+        pulled_destroy(&plain);
+    }
+}
+
+/* ms_read gives F32, ms_write rounds to the nearest code, and another plan converts. */
+static void state_is_f32_for_the_trainer(void **state) {
+    (void)state;
+    static float written[WIDE], read[WIDE], again[WIDE];
+    const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+    t_rng rng = t_seed(14);
+    for (int how = 0; how < 2; ++how) { // written before the first ms_wrap, or after it
+        pulled z;
+        const ms_config config = t_config();
+        pulled_create(&z, &config, &adamw);
+        force_codes(&z, 0, MS_SWITCH_ON);
+        if (how == 1) {
+            t_ok(z.m, ms_wrap(z.m));
+            read_state(&z, 0, 1, read);
+            for (int i = 0; i < WIDE; ++i) {
+                assert_true(read[i] == 0.0f);
+            }
+        }
+        for (int k = 0; k < 2; ++k) {
+            t_fill(&rng, written, WIDE, 1.0f);
+            for (int i = 0; i < WIDE && k == 1; ++i) {
+                written[i] *= written[i];
+            }
+            t_ok(z.m, ms_write(z.m, ms_optimizer_state(z.m, z.p[0], k), written));
+            if (how == 0 && k == 1) {
+                t_ok(z.m, ms_wrap(z.m));
+            }
+            read_state(&z, 0, how == 0 ? 1 : k, read);
+            for (int at = 0; at < WIDE && (how == 1 || k == 1); at += MSI_CODED_BLOCK) {
+                uint8_t codes[MSI_CODED_BLOCK];
+                float block[MSI_CODED_BLOCK];
+                const float scale = msi_encode(written + at, k == 0, MSI_CODED_BLOCK, codes);
+                msi_decode(codes, scale, k == 0, MSI_CODED_BLOCK, block);
+                assert_memory_equal(block, read + at, sizeof block);
+            }
+        }
+        assert_null(ms_data(z.m, ms_optimizer_state(z.m, z.p[0], 1)));
+        assert_non_null(ms_data(z.m, ms_optimizer_state(z.m, z.p[1], 1)));
+        t_ok(z.m, ms_detach(z.m)); // exact, since F32 has all numbers of codes
+        assert_int_equal(format_in(&z, 0, 1), MS_STATE_FORMAT_F32);
+        read_state(&z, 0, 1, again);
+        assert_memory_equal(read, again, sizeof read);
+        t_ok(z.m, ms_wrap(z.m)); // no number is negative, so these have codes
+        assert_int_equal(format_in(&z, 0, 1), MS_STATE_FORMAT_8BIT);
+        read_state(&z, 0, 1, again);
+        assert_memory_equal(read, again, sizeof read);
+        pulled_step(&z, 1);
+        pulled_destroy(&z);
+    }
+}
+
+/* Conversions that lack memory of the host change nothing, and leave nothing behind. */
+static void conversions_may_lack_memory(void **state) {
+    (void)state;
+    static float before[WIDE], after[WIDE];
+    const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+    pulled z;
+    const ms_config config = t_config();
+    pulled_create(&z, &config, &adamw);
+    force_codes(&z, 0, MS_SWITCH_ON);
+    t_ok(z.m, ms_wrap(z.m));
+    pulled_step(&z, 2);
+    read_state(&z, 0, 0, before);
+    z.heap.fail_at = z.heap.calls + 1;
+    t_error(z.m, ms_read(z.m, ms_optimizer_state(z.m, z.p[0], 0), after), MS_RESULT_OUT_OF_MEMORY);
+    z.heap.fail_at = z.heap.calls + 1;
+    t_error(z.m, ms_write(z.m, ms_optimizer_state(z.m, z.p[0], 0), before),
+            MS_RESULT_OUT_OF_MEMORY);
+    ms_result result = MS_RESULT_OUT_OF_MEMORY;
+    for (uint64_t n = 1; result == MS_RESULT_OUT_OF_MEMORY; ++n) {
+        z.heap.fail_at = z.heap.calls + n;
+        result = ms_detach(z.m);
+        z.heap.fail_at = 0;
+        read_state(&z, 0, 0, after);
+        assert_memory_equal(before, after, sizeof before);
+        assert_int_equal(format_in(&z, 0, 0),
+                         result == MS_RESULT_OK ? MS_STATE_FORMAT_F32 : MS_STATE_FORMAT_8BIT);
+    }
+    t_ok(z.m, result);
+    pulled_step(&z, 1);
+    pulled_destroy(&z);
+}
+
+static int own_update(const ms_update_args *args) {
+    (void)args;
+    return 0;
+}
+
+/* Why a plan cannot be had. */
+static void what_cannot_be_coded_is_refused(void **state) {
+    (void)state;
+    static float lent[WIDE];
+    static const char *const reasons[] = {"its state is borrowed", "trainer's own",
+                                          "no optimizer state", "no optimizer state",
+                                          "has_state_formats"};
+    for (int how = 0; how < 5; ++how) {
+        pulled z;
+        ms_config config = t_config();
+        t_device device;
+        ms_optimizer_desc o = t_optimizer(how == 1   ? MS_OPTIMIZER_CUSTOM
+                                          : how == 2 ? MS_OPTIMIZER_SGD
+                                                     : MS_OPTIMIZER_ADAMW,
+                                          0.01f);
+        o.update = how == 1 ? own_update : NULL;
+        o.state_count = how == 1 ? 1 : 0;
+        if (how == 4) {
+            config.backend = t_device_backend(&device);
+            config.backend.has_state_formats = false;
+        }
+        pulled_create(&z, &config, &o);
+        if (how == 0) {
+            t_ok(z.m, ms_borrow(z.m, ms_optimizer_state(z.m, z.p[0], 1), lent));
+        }
+        ms_set_frozen(z.m, z.p[0], how == 3);
+        force_codes(&z, 0, MS_SWITCH_ON);
+        t_error(z.m, ms_wrap(z.m), MS_RESULT_INVALID);
+        t_text_has(ms_last_error(z.m), reasons[how]);
+        t_text_has(ms_last_error(z.m), "\"wide\"");
+        force_codes(&z, 0, MS_SWITCH_OFF);
+        t_ok(z.m, ms_wrap(z.m));
+        pulled_destroy(&z);
+    }
+}
+
+static void wrong_formats_are_refused(void **state) {
+    (void)state;
+    for (int how = 0; how < 5; ++how) {
+        pulled z;
+        ms_config config = t_config();
+        t_device device;
+        ms_optimizer_desc o = t_optimizer(how == 2   ? MS_OPTIMIZER_CUSTOM
+                                          : how == 3 ? MS_OPTIMIZER_NONE
+                                                     : MS_OPTIMIZER_ADAMW,
+                                          0.01f);
+        o.update = how == 2 ? own_update : NULL;
+        o.state_format[how % 2] = how == 0   ? MS_STATE_FORMAT_8BIT
+                                  : how == 1 ? (ms_state_format)99
+                                             : MS_STATE_FORMAT_BF16;
+        if (how == 4) {
+            config.backend = t_device_backend(&device);
+            config.backend.has_state_formats = false;
+        }
+        pulled_create(&z, &config, &o);
+        t_error(z.m, ms_wrap(z.m), how == 4 ? MS_RESULT_UNSUPPORTED : MS_RESULT_INVALID);
+        t_text_has(ms_last_error(z.m), "state_format");
+        ms_destroy(z.m);
+        assert_int_equal(z.heap.live_count, 0);
+    }
+}
+
+/* BF16 by choice holds for all own state that the plan does not code. */
+static void bf16_is_for_all_other_state(void **state) {
+    (void)state;
+    static float lent[WIDE];
+    pulled z;
+    ms_config config = t_config();
+    ms_memory_report report;
+    ms_optimizer_desc o = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+    o.state_format[1] = MS_STATE_FORMAT_BF16;
+    pulled_create(&z, &config, &o);
+    t_ok(z.m, ms_borrow(z.m, ms_optimizer_state(z.m, z.p[2], 1), lent));
+    force_codes(&z, 0, MS_SWITCH_ON);
+    t_ok(z.m, ms_wrap(z.m));
+    for (int k = 0; k < PARAMS; ++k) {
+        assert_int_equal(format_in(&z, k, 0), k == 0 ? MS_STATE_FORMAT_8BIT : MS_STATE_FORMAT_F32);
+        assert_int_equal(format_in(&z, k, 1), k == 0   ? MS_STATE_FORMAT_8BIT
+                                              : k == 2 ? MS_STATE_FORMAT_F32
+                                                       : MS_STATE_FORMAT_BF16);
+    }
+    pulled_step(&z, 2);
+    t_report(z.m, &report);
+    assert_int_equal(report.peak_bytes[MS_CATEGORY_OPTIMIZER],
+                     2 * msi_align(msi_coded_bytes(WIDE)) + msi_align(63 * 65 * 4) +
+                         msi_align(63 * 65 * 2) + WIDE * 4 + WIDE * 6);
+    pulled_destroy(&z);
+}
+
+/* The same seed gives the same bits; another seed does not. */
+static void runs_repeat(void **state) {
+    (void)state;
+    static float a[WIDE], b[WIDE];
+    for (uint64_t seed = 1; seed < 3; ++seed) {
+        pulled first, second;
+        ms_config config = t_config();
+        ms_optimizer_desc o = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+        o.state_format[0] = o.state_format[1] = MS_STATE_FORMAT_BF16;
+        config.seed = 1;
+        steps_of(&config, &o, false, false, &first);
+        config.seed = seed;
+        steps_of(&config, &o, false, false, &second);
+        read_state(&first, 0, 1, a);
+        read_state(&second, 0, 1, b);
+        assert_int_equal(memcmp(a, b, sizeof a) == 0, seed == 1);
+        pulled_destroy(&first);
+        pulled_destroy(&second);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(books_are_those_of_the_paper),
+        cmocka_unit_test(codes_are_the_nearest),
+        cmocka_unit_test(blocks_keep_zeros_signs_and_the_largest),
+        cmocka_unit_test(codes_and_scales_have_places_of_their_own),
+        cmocka_unit_test(bf16_is_rounded_at_random),
+        cmocka_unit_test(updates_are_those_of_the_formulas),
+        cmocka_unit_test(parts_and_threads_change_nothing),
+        cmocka_unit_test(wrong_gradients_change_nothing),
+        cmocka_unit_test(plans_code_what_rules_allow),
+        cmocka_unit_test(decisions_name_their_rules),
+        cmocka_unit_test(plans_change_no_bit_of_coded_state),
+        cmocka_unit_test(state_is_f32_for_the_trainer),
+        cmocka_unit_test(conversions_may_lack_memory),
+        cmocka_unit_test(what_cannot_be_coded_is_refused),
+        cmocka_unit_test(wrong_formats_are_refused),
+        cmocka_unit_test(bf16_is_for_all_other_state),
+        cmocka_unit_test(runs_repeat),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
