@@ -23209,11 +23209,11 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
 }
 
-/* Where an update keeps state is not F32: a warp takes a block of 256 elements, each lane 8 of them,
-   or the `used` that there are. */
+/* Where state is not all F32, a warp takes a block of 256 elements: each lane 8 of them, or the
+   `used` ones that there are. */
 typedef struct msi_cuda_lane {
     uint64_t at;
-    int used;
+    uint32_t used;
     bool aligned; // all arrays, to 16 bytes
 } msi_cuda_lane;
 
@@ -23223,7 +23223,7 @@ static __device__ __forceinline__ void msi_cuda_load_some(float *x, const void *
         msi_cuda_load8(x, data, dtype, lane.at / 8);
         return;
     }
-    for (int i = 0; i < 8; i++) {
+    for (uint32_t i = 0; i < 8; i++) {
         x[i] = i < lane.used ? msi_load(data, dtype, lane.at + i) : 0.0f;
     }
 }
@@ -23234,7 +23234,7 @@ static __device__ __forceinline__ void msi_cuda_store_some(void *data, ms_dtype 
         msi_cuda_store8(data, dtype, lane.at / 8, x);
         return;
     }
-    for (int i = 0; i < lane.used; i++) {
+    for (uint32_t i = 0; i < lane.used; i++) {
         msi_store_as(data, dtype, lane.at + i, x[i]);
     }
 }
@@ -23250,7 +23250,7 @@ static __device__ __forceinline__ void msi_cuda_decode(float *x, const uint8_t *
     if (lane.used > 0) {
         packed = *(const uint2 *)(state + msi_codes_at(lane.at));
     }
-    for (int i = 0; i < 8; i++) {
+    for (uint32_t i = 0; i < 8; i++) {
         const uint8_t code = (uint8_t)((i < 4 ? packed.x : packed.y) >> (i % 4 * 8));
         x[i] = i < lane.used
                    ? unit * (is_signed ? msi_units_of_signed(code) : msi_units_of_unsigned(code))
@@ -23262,7 +23262,7 @@ static __device__ __forceinline__ void msi_cuda_encode(uint8_t *state, bool is_s
                                                        uint64_t count, msi_cuda_lane lane,
                                                        const float *x) {
     uint32_t most = 0;
-    for (int i = 0; i < lane.used; i++) {
+    for (uint32_t i = 0; i < lane.used; i++) {
         const uint32_t bits = msi_bits_of_f32(x[i]) & 0x7fffffffu;
         most = bits > most ? bits : most;
     }
@@ -23273,7 +23273,7 @@ static __device__ __forceinline__ void msi_cuda_encode(uint8_t *state, bool is_s
     const float scale = msi_f32_of_bits(most);
     const float units = msi_units_of_scale(scale, is_signed ? MSI_TOP_SIGNED : MSI_TOP_UNSIGNED);
     uint32_t words[2] = {0, 0};
-    for (int i = 0; i < lane.used; i++) {
+    for (uint32_t i = 0; i < lane.used; i++) {
         const uint8_t code =
             is_signed ? msi_signed_code(x[i], units) : msi_unsigned_code(x[i], units);
         words[i / 4] |= (uint32_t)code << (i % 4 * 8);
@@ -23305,7 +23305,7 @@ static __device__ __forceinline__ void msi_cuda_store_state(const ms_update_args
         msi_cuda_encode((uint8_t *)state, msi_state_is_signed(u->kind, k), u->count, lane, x);
     } else if (u->state_format[k] == MS_STATE_FORMAT_BF16) {
         const uint32_t key = msi_state_key(u, k);
-        for (int i = 0; i < lane.used; i++) { // exact as BF16 from here on
+        for (uint32_t i = 0; i < lane.used; i++) { // exact as BF16 from here on
             x[i] =
                 msi_f32_of_bf16(msi_bf16_at_random(x[i], msi_random(key, u->begin + lane.at + i)));
         }
@@ -23324,7 +23324,7 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
         return; // with the whole warp
     }
     const uint64_t left = lane.at < u.count ? u.count - lane.at : 0;
-    lane.used = (int)(left < 8 ? left : 8);
+    lane.used = (uint32_t)(left < 8 ? left : 8);
     lane.aligned = aligned;
     const ms_update_factors f = *u.factors;
     const float scale = u.gradient_scale ? *u.gradient_scale : 1.0f;
@@ -23336,7 +23336,7 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     if (has_second) {
         msi_cuda_load_state(second, &u, 1, lane);
     }
-    for (int i = 0; i < lane.used; i++) {
+    for (uint32_t i = 0; i < lane.used; i++) {
         p[i] = msi_guarded_element(u.kind, &f, p[i], scale * g[i], &first[i], &second[i]);
     }
     msi_cuda_store_state(&u, 0, lane, first);

@@ -460,6 +460,7 @@ typedef struct update_case {
     float momentum;
     bool scaled, halted;
     uint64_t t;
+    ms_state_format format[2];
 } update_case;
 
 static ms_update_args args_of(const update_case *c, const pair *arrays, bool device) {
@@ -476,6 +477,9 @@ static ms_update_args args_of(const update_case *c, const pair *arrays, bool dev
     const bool adamw = c->kind == MS_OPTIMIZER_ADAMW;
     args.state[0] = adamw || c->momentum != 0.0f ? at[STATE0] : NULL;
     args.state[1] = adamw ? at[STATE1] : NULL;
+    args.begin = 8192;
+    args.seed = 5;
+    memcpy(args.state_format, c->format, sizeof c->format);
     return args;
 }
 
@@ -508,14 +512,20 @@ static void fill_shared(const update_case *c, shared_args *s) {
     s->factors.decay = c->kind == MS_OPTIMIZER_ADAMW ? 0.9987f : 0.1f;
     s->scale = 0.37f;
     s->step.halted = (uint32_t)(c->halted ? MS_HALT_NORM : MS_HALT_NONE);
+    s->step.seed = 17;
 }
 
-/* The bits of the CPU where both sides fuse a product with a sum, or neither does. */
-static void check_updated(pair *p) {
+/* The bits of the CPU where both sides fuse a product with a sum, or neither does. Otherwise codes
+   cannot be compared. */
+static void check_updated(pair *p, bool is_float) {
 #if defined(CUDART_EMULATION) || defined(FP_FAST_FMAF)
+    (void)is_float;
     assert_true(pair_same(p));
 #else
     (void)pair_same(p);
+    if (!is_float) {
+        return;
+    }
     for (size_t i = 0; i < p->bytes / sizeof(float); i++) {
         const float expected = ((const float *)on_host(p))[i];
         float found;
@@ -527,21 +537,41 @@ static void check_updated(pair *p) {
 #endif
 }
 
+/* Puts moments into an array that holds random floats, in a format; the second one is positive. */
+static void put_moments(pair *p, const update_case *c, int k, uint64_t count) {
+    static float moments[4096];
+    float *x = (float *)on_host(p);
+    assert_true(count <= 4096 || c->format[k] == MS_STATE_FORMAT_F32);
+    for (uint64_t i = 0; i < count; i++) {
+        x[i] = k == 1 ? fabsf(x[i]) : x[i];
+    }
+    if (c->format[k] != MS_STATE_FORMAT_F32) {
+        memcpy(moments, x, count * sizeof(float));
+        memset(x, 0, p->bytes); // also what pads the codes
+        for (uint64_t at = 0; at < count; at += MSI_CODED_BLOCK) {
+            msi_store_state(x, c->format[k], msi_state_is_signed(c->kind, k), at,
+                            (int)msi_smaller(count - at, MSI_CODED_BLOCK), count, NULL, 0,
+                            moments + at);
+        }
+    }
+    device_release(p->device);
+    p->device = (uint8_t *)device_put(p->host, pair_all(p));
+}
+
 static void check_update(bench *b, const update_case *c, uint64_t count, const size_t *offsets,
                          t_rng *rng) {
     pair arrays[ARRAYS];
     shared_args shared;
     fill_shared(c, &shared);
     void *told = device_put(&shared, sizeof shared);
-    for (int i = 0; i < ARRAYS; i++) {
-        pair_make(&arrays[i], count * sizeof(float), offsets[i] * sizeof(float), rng, 1.0f);
+    for (int i = 0; i < ARRAYS; i++) { // codes take less than floats, except of a few elements
+        const bool coded = i >= STATE0 && c->format[i - STATE0] == MS_STATE_FORMAT_8BIT;
+        const uint64_t least = coded ? 72 : 0, bytes = count * sizeof(float);
+        pair_make(&arrays[i], bytes > least ? bytes : least, coded ? 0 : offsets[i] * sizeof(float),
+                  rng, 1.0f);
     }
-    float *v = (float *)on_host(&arrays[STATE1]);
-    for (uint64_t i = 0; i < count; i++) {
-        v[i] = fabsf(v[i]); // second moments
-    }
-    device_release(arrays[STATE1].device);
-    arrays[STATE1].device = (uint8_t *)device_put(arrays[STATE1].host, pair_all(&arrays[STATE1]));
+    put_moments(&arrays[STATE0], c, 0, count);
+    put_moments(&arrays[STATE1], c, 1, count);
     ms_update_args on_cuda = args_of(c, arrays, true), on_cpu = args_of(c, arrays, false);
     point_to_shared(c, &on_cuda, told);
     point_to_shared(c, &on_cpu, &shared);
@@ -551,19 +581,50 @@ static void check_update(bench *b, const update_case *c, uint64_t count, const s
     }
     bench_wait(b);
     for (int i = 0; i < ARRAYS; i++) {
-        check_updated(&arrays[i]);
+        check_updated(&arrays[i], i < STATE0 || c->format[i - STATE0] == MS_STATE_FORMAT_F32);
         pair_free(&arrays[i]);
     }
     device_release(told);
 }
 
+/* State in each format: the blocks of codes end where those of threads do not. */
+static void test_updates_of_formats(void **state) {
+    (void)state;
+    static const uint64_t counts[] = {1, 7, 8, 255, 256, 257, 1000, 4000, 4095, 4096};
+    static const size_t offsets[][ARRAYS] = {
+        {0, 0, 0, 0}, {1, 0, 0, 0}, {0, 3, 0, 0}, {0, 0, 1, 1}};
+    bench b;
+    t_rng rng = t_seed(12);
+    bench_open(&b, 12);
+    for (int formats = 1; formats < 9; formats++) {
+        for (int kind = MS_OPTIMIZER_ADAMW; kind <= MS_OPTIMIZER_SGD; kind++) {
+            update_case c = {(ms_optimizer_kind)kind,
+                             0.9f,
+                             formats % 2 == 0,
+                             false,
+                             3,
+                             {(ms_state_format)(formats % 3), (ms_state_format)(formats / 3)}};
+            c.format[1] = kind == MS_OPTIMIZER_SGD ? MS_STATE_FORMAT_F32 : c.format[1];
+            for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
+                check_update(&b, &c, counts[i], offsets[i % 4], &rng);
+            }
+            c.halted = true;
+            check_update(&b, &c, 1000, offsets[0], &rng);
+        }
+    }
+    bench_close(&b);
+}
+
 static void test_updates(void **state) {
     (void)state;
     static const update_case cases[] = {
-        {MS_OPTIMIZER_ADAMW, 0.0f, false, false, 1}, {MS_OPTIMIZER_ADAMW, 0.0f, true, false, 1000},
-        {MS_OPTIMIZER_ADAMW, 0.0f, true, true, 3},   {MS_OPTIMIZER_SGD, 0.0f, false, false, 1},
-        {MS_OPTIMIZER_SGD, 0.9f, false, false, 2},   {MS_OPTIMIZER_SGD, 0.9f, true, false, 2},
-        {MS_OPTIMIZER_SGD, 0.9f, true, true, 2}};
+        {MS_OPTIMIZER_ADAMW, 0.0f, false, false, 1, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}},
+        {MS_OPTIMIZER_ADAMW, 0.0f, true, false, 1000, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}},
+        {MS_OPTIMIZER_ADAMW, 0.0f, true, true, 3, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}},
+        {MS_OPTIMIZER_SGD, 0.0f, false, false, 1, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}},
+        {MS_OPTIMIZER_SGD, 0.9f, false, false, 2, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}},
+        {MS_OPTIMIZER_SGD, 0.9f, true, false, 2, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}},
+        {MS_OPTIMIZER_SGD, 0.9f, true, true, 2, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}}};
     static const size_t offsets[][ARRAYS] = {{0, 0, 0, 0}, {1, 1, 1, 1}, {2, 0, 0, 0},
                                              {0, 3, 0, 0}, {0, 0, 1, 0}, {0, 0, 0, 1}};
     const size_t all = sizeof offsets / sizeof offsets[0];
@@ -829,6 +890,7 @@ int main(void) {
         cmocka_unit_test(test_squares),
         cmocka_unit_test(test_clip),
         cmocka_unit_test(test_updates),
+        cmocka_unit_test(test_updates_of_formats),
         cmocka_unit_test(test_products),
         cmocka_unit_test(test_tf32),
         cmocka_unit_test(test_too_large),

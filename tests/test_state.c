@@ -853,7 +853,7 @@ static void wrong_formats_are_refused(void **state) {
                                           0.01f);
         o.update = how == 2 ? own_update : NULL;
         o.state_format[how % 2] = how == 0   ? MS_STATE_FORMAT_8BIT
-                                  : how == 1 ? (ms_state_format)99
+                                  : how == 1 ? MS_STATE_FORMAT_COUNT
                                              : MS_STATE_FORMAT_BF16;
         if (how == 4) {
             config.backend = t_device_backend(&device);
