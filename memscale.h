@@ -48,9 +48,10 @@
   WHAT IT DOES NOT DO
     It is neither a tensor library nor an autograd: the trainer does the arithmetic of its layers.
     It does not allocate during a step, print, abort, read the environment or keep global state.
-    It does not change a number: every plan gives the same bits as the plain plan.
-    In this version it plans recomputation, early updates and offloading to the memory of the host,
-    and no other technique.
+    It does not change a number unless it is told that it may: recomputation, early updates and
+    offloading give the bits of the plain plan, and modes CONSERVATIVE and BALANCED nothing else.
+    In this version it plans these and optimizer state in 8 bits, but neither tiling nor mixed
+    precision.
 
   STEP BY STEP
     1. ms_create             a model from a config; zero fields mean defaults
@@ -110,6 +111,15 @@
     same graph, hardware, config and profile give the same plan, byte for byte; compare
     ms_memory_report.plan_hash. A dry run with ms_set_hardware plans for a device that is not there.
 
+    OPTIMIZER STATE. The state of AdamW and the momentum of SGD are F32, or BF16 where the trainer
+    asks for it (ms_optimizer_desc.state_format), rounded at random. In mode AGGRESSIVE, or where
+    ms_config.optimizer_8bit is ON, a plan that needs memory keeps it in codes of 8 bits, of which
+    docs/techniques.md tells what they do to training: by rule only that of params with 4,096
+    elements or more, of rank 2 or more, which no layer with an integer input reads; by force, that
+    of any param. It is never coded where it is borrowed or the update is the trainer's own. ms_read
+    and ms_write convert from and to F32, and so does an ms_wrap that plans otherwise. Updates give
+    the same bits whatever else the plan does.
+
     ACCUMULATION, CLIPPING. Both need all gradients at once, so nothing is updated inside backward.
     With accumulation, the gradients are resident.
 
@@ -162,7 +172,7 @@
     is allocated after ms_wrap in three cases: ms_reshape makes a plan for sizes that are new to it;
     ms_smallest_budget makes one and frees it; the C library has a file buffer while a backend reads
     /proc/cpuinfo, /proc/meminfo, /proc/self/cgroup, /proc/self/mountinfo, and memory.* of the
-    cgroups of the process. ms_hardware_report, ms_verify, ms_find_nonfinite, ms_visit_decisions and
+    cgroups of the process. ms_hardware_report, ms_read and ms_write of state that is not F32, ms_verify, ms_find_nonfinite, ms_visit_decisions and
     ms_print_plan (and _full) take memory and give it back. With empirical_profiling, the step that
     plans again allocates as ms_wrap does.
 
@@ -14560,15 +14570,22 @@ static void msi_begin_early(msi_greedy *w) {
     w->score = msi_search_estimate(w->search, w->decisions);
 }
 
-/* Codes the optimizer state of the plan at hand. */
-static void msi_begin_codes(msi_greedy *w) {
+/* Codes the optimizer state of the plan at hand. False: there is none that can be. */
+static bool msi_begin_codes(msi_greedy *w) {
     const msi_scorer *s = w->scorer;
-    w->search->codes_state = true;
+    bool codes = false;
     for (uint32_t t = 0; t < w->graph->tensors.count && !s->homes; t++) {
-        w->decisions[t].state_8bit = msi_is_8bit(s->lowering->optimizer, s->has_state_formats, true,
-                                                 &w->graph->tensors.items[t]);
+        msi_tensor_decision *d = &w->decisions[t];
+        const bool was = d->state_8bit;
+        d->state_8bit = msi_is_8bit(s->lowering->optimizer, s->has_state_formats, true,
+                                    &w->graph->tensors.items[t]);
+        codes |= d->state_8bit != was;
     }
-    w->score = msi_search_estimate(w->search, w->decisions);
+    if (codes) {
+        w->search->codes_state = true;
+        w->score = msi_search_estimate(w->search, w->decisions);
+    }
+    return codes;
 }
 
 /* The first plans of the greedy list. The plain plan is scored first, for its size and time. Then
@@ -14601,8 +14618,7 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
         msi_begin_early(w);
         fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
     }
-    if (!fits && (r->techniques & MSI_8BIT)) {
-        msi_begin_codes(w);
+    if (!fits && (r->techniques & MSI_8BIT) && msi_begin_codes(w)) {
         fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
     }
     if (fits) {
@@ -15691,7 +15707,7 @@ static void msi_add_text(msi_text *to, const char *format, ...) {
     to->length += length < 0 ? 0 : (size_t)length < room ? (size_t)length : room - 1;
 }
 
-/* Adds the smallest arenas of the other modes. */
+/* Adds the smallest arenas of the other modes, where they differ. */
 static void msi_add_modes(msi_text *to, uint64_t least) {
     ms_model *m = to->model;
     bool alike = true;
@@ -15700,6 +15716,8 @@ static void msi_add_modes(msi_text *to, uint64_t least) {
         uint64_t bytes = least;
         if (techniques != m->wrapped.choice.techniques) {
             MSI_THEN(to->result, msi_least_arena(m, techniques, &bytes, NULL));
+        }
+        if (bytes != least) {
             msi_add_text(to, ", %s in mode %s", msi_size(bytes).text, msi_mode_names[mode]);
             alike = false;
         }

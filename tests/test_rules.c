@@ -450,7 +450,7 @@ static void rules_of_the_device(void **state) {
         expect_rule(z.m, z.act[2], MS_TECHNIQUE_OFFLOADING, devices[i].offloading);
         expect_rule(z.m, z.act[2], MS_TECHNIQUE_MIXED_PRECISION, devices[i].mixed);
         expect_rule(z.m, z.act[2], MS_TECHNIQUE_TILING, "not-built");
-        expect_rule(z.m, z.act[2], MS_TECHNIQUE_OPTIMIZER_8BIT, "no-state");
+        expect_rule(z.m, z.act[2], MS_TECHNIQUE_OPTIMIZER_8BIT, "smart-skip");
         ms_destroy(z.m);
     }
 }
@@ -743,7 +743,7 @@ static void modes_allow_what_they_say(void **state) {
         {MS_MODE_CONSERVATIVE, {"smart-skip", "smart-skip", "mode", "mode", "mode", "mode"}},
         {MS_MODE_BALANCED, {"smart-skip", "smart-skip", "shared-memory", "mode", "mode", "mode"}},
         {MS_MODE_AGGRESSIVE,
-         {"smart-skip", "smart-skip", "shared-memory", "not-built", "not-native", "not-built"}}};
+         {"smart-skip", "smart-skip", "shared-memory", "not-built", "not-native", "smart-skip"}}};
     for (size_t i = 0; i < sizeof expected / sizeof *expected; ++i) {
         zoo z;
         ms_config config = zoo_config();
@@ -2326,7 +2326,9 @@ static void a_policy_chooses_the_mode(void **state) {
         for (uint32_t k = 0; k < MS_MODE_COUNT; ++k) {
             const ms_strategy *s = &a.strategies[k];
             assert_int_equal(s->mode, modes[k]);
-            assert_int_equal(s->techniques, 1u << CHECKPOINTING | 1u << EARLY_UPDATE);
+            assert_int_equal(s->techniques, 1u << CHECKPOINTING | 1u << EARLY_UPDATE |
+                                                (uint32_t)(s->mode == MS_MODE_AGGRESSIVE)
+                                                    << MS_TECHNIQUE_OPTIMIZER_8BIT);
             assert_true(s->fits && s->arena_bytes <= budget && s->step_us > 0.0);
         }
         const ms_strategy *chosen = &a.strategies[left ? 2 : i];
