@@ -2557,6 +2557,9 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
 #ifdef MEMSCALE_CBLAS
 #include <cblas.h>
 #endif
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #if defined(__SANITIZE_ADDRESS__)
 #define MSI_ASAN 1
@@ -4173,9 +4176,143 @@ static int msi_cpu_cast(void *user, void *target, ms_dtype to, const void *sourc
     return 0;
 }
 
+#ifdef __AVX2__
+/* The same codes and units, 8 at a time: decades are looked up by permutations, which compilers do
+   not find. Entry k of a table is for the k-th decade, and the last one for 1. */
+typedef struct msi_decades {
+    __m256i last_below; // the largest number of units below the decade
+    __m256i base, each; // the middle before its first part; from there to the next
+    __m256i last;       // number of its last part
+    __m256 parts_per_unit;
+    int32_t first_parts, least; // of the first decade; the least number that is not 0
+} msi_decades;
+
+static msi_decades msi_make_decades(uint32_t first) {
+    int32_t below[8], base[8], each[8], last[8], power = first ? 5 : 1; // 5^e
+    float parts_per_unit[8];
+    msi_decades d;
+    for (int32_t k = 0; k < 7; k++, power *= 5) {
+        const int32_t parts = 1 << (k + (int32_t)first);
+        below[k] = power / 5 * (20 * parts + 36) - 1;
+        base[k] = 4 * power * parts;
+        each[k] = 36 * power;
+        last[k] = parts - 1;
+        parts_per_unit[k] = 1.0f / (36.0001f * (float)power);
+    }
+    below[7] = power / 5 * (20 << (7 + first)) - power / 5 * 9 - 1;
+    base[7] = last[7] = 0;
+    each[7] = INT32_MAX;
+    parts_per_unit[7] = 0.0f;
+    memcpy(&d.last_below, below, sizeof below);
+    memcpy(&d.base, base, sizeof base);
+    memcpy(&d.each, each, sizeof each);
+    memcpy(&d.last, last, sizeof last);
+    memcpy(&d.parts_per_unit, parts_per_unit, sizeof parts_per_unit);
+    d.first_parts = 1 << first;
+    d.least = first ? 65 : 11;
+    return d;
+}
+
+/* All bits where a number of units reaches a decade. */
+static inline __m256i msi_reaches(const msi_decades *d, __m256i whole, __m256i decade) {
+    return _mm256_cmpgt_epi32(whole, _mm256_permutevar8x32_epi32(d->last_below, decade));
+}
+
+/* As msi_nearest_rank, or 0. The decade is found by bisection. */
+static inline __m256i msi_wide_rank(const msi_decades *d, __m256 x, __m256 units) {
+    const __m256i one = _mm256_set1_epi32(1), two = _mm256_set1_epi32(2);
+    const __m256i four = _mm256_set1_epi32(4);
+    const __m256i whole = _mm256_cvttps_epi32(_mm256_mul_ps(x, units));
+    __m256i decade = _mm256_and_si256(msi_reaches(d, whole, four), four);
+    decade = _mm256_or_si256(
+        decade, _mm256_and_si256(msi_reaches(d, whole, _mm256_or_si256(decade, two)), two));
+    decade = _mm256_or_si256(
+        decade, _mm256_and_si256(msi_reaches(d, whole, _mm256_or_si256(decade, one)), one));
+    const __m256i each = _mm256_permutevar8x32_epi32(d->each, decade);
+    const __m256i rest = _mm256_sub_epi32(whole, _mm256_permutevar8x32_epi32(d->base, decade));
+    const __m256 parts_per_unit = _mm256_permutevar8x32_ps(d->parts_per_unit, decade);
+    __m256i part = _mm256_cvttps_epi32(_mm256_mul_ps(_mm256_cvtepi32_ps(rest), parts_per_unit));
+    const __m256i over = _mm256_sub_epi32(rest, _mm256_mullo_epi32(part, each));
+    part = _mm256_add_epi32(part, _mm256_add_epi32(one, _mm256_cmpgt_epi32(each, over)));
+    part = _mm256_min_epi32(part, _mm256_permutevar8x32_epi32(d->last, decade));
+    const __m256i parts = _mm256_sllv_epi32(_mm256_set1_epi32(d->first_parts), decade);
+    return _mm256_and_si256(_mm256_add_epi32(parts, part),
+                            _mm256_cmpgt_epi32(whole, _mm256_set1_epi32(d->least - 1)));
+}
+
+static inline __m256i msi_wide_code(const msi_decades *d, bool is_signed, const float *from,
+                                    __m256 units) {
+    const __m256 x = _mm256_loadu_ps(from);
+    if (!is_signed) {
+        const __m256i rank = msi_wide_rank(d, x, units);
+        return _mm256_add_epi32(rank, _mm256_cmpgt_epi32(rank, _mm256_setzero_si256()));
+    }
+    const __m256i sign = _mm256_srai_epi32(_mm256_castps_si256(x), 31);
+    __m256i rank = msi_wide_rank(d, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x), units);
+    const __m256i is_top = _mm256_cmpgt_epi32(rank, _mm256_set1_epi32(127));
+    rank = _mm256_add_epi32(rank, _mm256_and_si256(sign, is_top));
+    return _mm256_add_epi32(_mm256_set1_epi32(MSI_SIGNED_ZERO),
+                            _mm256_sub_epi32(_mm256_xor_si256(rank, sign), sign));
+}
+
+static void msi_wide_encode(const float *from, bool is_signed, float units, uint8_t *codes) {
+    const msi_decades d = msi_make_decades(is_signed ? 0 : 1);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256 of_scale = _mm256_set1_ps(units);
+    for (int i = 0; i < MSI_CODED_BLOCK; i += 32) {
+        __m256i part[4];
+        for (int k = 0; k < 4; k++) {
+            part[k] = msi_wide_code(&d, is_signed, from + i + 8 * k, of_scale);
+        }
+        const __m256i packed = _mm256_packus_epi16(_mm256_packs_epi32(part[0], part[1]),
+                                                   _mm256_packs_epi32(part[2], part[3]));
+        _mm256_storeu_si256((__m256i *)(void *)(codes + i),
+                            _mm256_permutevar8x32_epi32(packed, order));
+    }
+}
+
+/* As msi_worth_of_rank, of which a table is indexed by the last bits of the exponent of the rank,
+   127 + e. Those of 128, of the codes with a sign, stand where 134 does. */
+static inline __m256 msi_wide_worth(__m256 rank, __m256 power, __m256 less) {
+    const __m256i e = _mm256_srli_epi32(_mm256_castps_si256(rank), 23);
+    return _mm256_mul_ps(_mm256_permutevar8x32_ps(power, e),
+                         _mm256_add_ps(_mm256_mul_ps(rank, _mm256_set1_ps(36.0f)),
+                                       _mm256_permutevar8x32_ps(less, e)));
+}
+
+static void msi_wide_decode(const uint8_t *codes, bool is_signed, float unit, float *to) {
+    const __m256 power = _mm256_setr_ps(5.0f, 25.0f, 125.0f, 625.0f, 3125.0f, 15625.0f,
+                                        is_signed ? 9765.625f : 78125.0f, 1.0f);
+    const __m256 less = _mm256_setr_ps(-46.0f, -110.0f, -238.0f, -494.0f, -1006.0f, -2030.0f,
+                                       is_signed ? -512.0f : -4078.0f, is_signed ? -14.0f : -36.0f);
+    const __m256i offset = _mm256_set1_epi32(is_signed ? -MSI_SIGNED_ZERO : 1);
+    const __m256 of_scale = _mm256_set1_ps(unit), minus = _mm256_set1_ps(-0.0f);
+    for (int i = 0; i < MSI_CODED_BLOCK; i += 8) {
+        const __m128i packed = _mm_loadl_epi64((const __m128i *)(const void *)(codes + i));
+        const __m256i number = _mm256_add_epi32(_mm256_cvtepu8_epi32(packed), offset);
+        const __m256 rank = _mm256_cvtepi32_ps(_mm256_abs_epi32(number));
+        __m256 x = msi_wide_worth(rank, power, less);
+        if (is_signed) {
+            x = _mm256_and_ps(x, _mm256_cmp_ps(rank, _mm256_setzero_ps(), _CMP_GT_OQ));
+            x = _mm256_or_ps(x, _mm256_and_ps(_mm256_castsi256_ps(number), minus));
+        } else {
+            const __m256 is_top = _mm256_cmp_ps(rank, _mm256_set1_ps(255.5f), _CMP_GT_OQ);
+            x = _mm256_blendv_ps(x, _mm256_set1_ps(MSI_TOP_UNSIGNED), is_top);
+        }
+        _mm256_storeu_ps(to + i, _mm256_mul_ps(of_scale, x));
+    }
+}
+#endif
+
 /* Numbers in 8 bits, a block of them, from and to float. */
 static void msi_decode(const uint8_t *codes, float scale, bool is_signed, int count, float *to) {
     const float unit = scale * (is_signed ? MSI_UNIT_SIGNED : MSI_UNIT_UNSIGNED);
+#ifdef __AVX2__
+    if (count == MSI_CODED_BLOCK) {
+        msi_wide_decode(codes, is_signed, unit, to);
+        return;
+    }
+#endif
     if (is_signed) {
         for (int i = 0; i < count; i++) {
             to[i] = unit * msi_units_of_signed(codes[i]);
@@ -4196,16 +4333,20 @@ static float msi_encode(const float *from, bool is_signed, int count, uint8_t *c
     }
     const float scale = msi_f32_of_bits(most);
     const float units = msi_units_of_scale(scale, is_signed ? MSI_TOP_SIGNED : MSI_TOP_UNSIGNED);
-    if (is_signed) {
-        for (int i = 0; i < count; i++) {
-            codes[i] = msi_signed_code(from[i], units);
-        }
-    } else {
-        for (int i = 0; i < count; i++) {
-            codes[i] = msi_unsigned_code(from[i], units);
-        }
+    const float kept = units > 0.0f ? scale : 0.0f;
+#ifdef __AVX2__
+    if (count == MSI_CODED_BLOCK) {
+        msi_wide_encode(from, is_signed, units, codes);
+        return kept;
     }
-    return units > 0.0f ? scale : 0.0f;
+#endif
+    for (int i = 0; i < count && is_signed; i++) {
+        codes[i] = msi_signed_code(from[i], units);
+    }
+    for (int i = 0; i < count && !is_signed; i++) {
+        codes[i] = msi_unsigned_code(from[i], units);
+    }
+    return kept;
 }
 
 /* Elements [at, at + count) of `all` in a format, of which `at` begins a block, from and to float.

@@ -1312,6 +1312,7 @@ static void op_optimizer(world *w, slot *s) {
     d.momentum = (x & 16) != 0 ? 0.9f : 0.0f;
     d.learning_rate = (x & 64) != 0 ? a_rate(w) : 0.0f;
     d.beta1 = (x & 128) != 0 ? a_rate(w) : 0.0f;
+    d.state_format[x >> 4 & 1] = (x & 12) == 12 ? (ms_state_format)(x >> 5 & 3) : d.state_format[0];
     d.update = d.kind == MS_OPTIMIZER_CUSTOM && x != 254 ? fz_custom : NULL;
     d.user = s;
     d.state_count = d.kind == MS_OPTIMIZER_CUSTOM ? below(w, 6) : 0;

@@ -479,7 +479,7 @@ check quick 'all as C++11, without code' check_dialect
 
 # As trainers are often built: the compiler is told that no number is infinite or NaN, may regroup sums,
 # and the processor flushes subnormal numbers to zero. Most of all that matters to what computes.
-computes=' test_api test_contract test_debug test_nn test_offload test_simulate test_verify '
+computes=' test_api test_contract test_debug test_nn test_offload test_simulate test_state test_verify '
 group 'tests, -Ofast'
 for source in tests/test_*.c; do
     name=$(basename "$source" .c)

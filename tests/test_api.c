@@ -1100,14 +1100,24 @@ static void check_optimizer(const optimizer_case *c) {
     ms_destroy(m);
 }
 
+#define STATE_F32                                                                                  \
+    { MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32 }
+
 static void optimizers_follow_their_formulas(void **state) {
     (void)state;
     static const optimizer_case cases[] = {
-        {{0.0f, MS_OPTIMIZER_ADAMW, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0}, -1.0f},
-        {{0.01f, MS_OPTIMIZER_ADAMW, 0.8f, 0.95f, 1e-6f, 0.0f, 0.1f, 0.0f, NULL, NULL, 0}, 0.0f},
-        {{0.003f, MS_OPTIMIZER_ADAMW, 0.9f, 0.99f, 1e-8f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0}, 0.5f},
-        {{0.05f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0}, -1.0f},
-        {{0.05f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 0.9f, 0.1f, 0.0f, NULL, NULL, 0}, 0.3f},
+        {{0.0f, MS_OPTIMIZER_ADAMW, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0, STATE_F32},
+         -1.0f},
+        {{0.01f, MS_OPTIMIZER_ADAMW, 0.8f, 0.95f, 1e-6f, 0.0f, 0.1f, 0.0f, NULL, NULL, 0,
+          STATE_F32},
+         0.0f},
+        {{0.003f, MS_OPTIMIZER_ADAMW, 0.9f, 0.99f, 1e-8f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0,
+          STATE_F32},
+         0.5f},
+        {{0.05f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0, STATE_F32},
+         -1.0f},
+        {{0.05f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 0.9f, 0.1f, 0.0f, NULL, NULL, 0, STATE_F32},
+         0.3f},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
         check_optimizer(&cases[i]);
@@ -1147,12 +1157,12 @@ static void an_optimizer_is_never_null(void **state) {
 static void optimizers_out_of_range_are_refused(void **state) {
     (void)state;
     static const ms_optimizer_desc wrong[] = {
-        {NAN, MS_OPTIMIZER_ADAMW, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0},
-        {0.1f, MS_OPTIMIZER_ADAMW, 1.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0},
-        {0.1f, MS_OPTIMIZER_ADAMW, 0.0f, -0.1f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0},
-        {0.1f, MS_OPTIMIZER_ADAMW, 0.0f, 0.0f, -1e-8f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0},
-        {0.1f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 1.0f, 0.0f, 0.0f, NULL, NULL, 0},
-        {0.1f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 0.0f, INFINITY, 0.0f, NULL, NULL, 0},
+        {NAN, MS_OPTIMIZER_ADAMW, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0, STATE_F32},
+        {0.1f, MS_OPTIMIZER_ADAMW, 1.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0, STATE_F32},
+        {0.1f, MS_OPTIMIZER_ADAMW, 0.0f, -0.1f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0, STATE_F32},
+        {0.1f, MS_OPTIMIZER_ADAMW, 0.0f, 0.0f, -1e-8f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0, STATE_F32},
+        {0.1f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 1.0f, 0.0f, 0.0f, NULL, NULL, 0, STATE_F32},
+        {0.1f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 0.0f, INFINITY, 0.0f, NULL, NULL, 0, STATE_F32},
     };
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; ++i) {
         ms_model *m = plain_model();

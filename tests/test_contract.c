@@ -1215,7 +1215,7 @@ static bool has_mapped_state(const ms_model *m) {
     const msi_program *p = &m->run.plan->train;
     bool has = false;
     for (uint32_t now = 0; now < p->instructions.count; ++now) {
-        has |= msi_mapped_bytes(&m->graph, p, &p->instructions.items[now]) > 0.0;
+        has |= msi_updated_bytes(&m->graph, p, &p->instructions.items[now], true) > 0;
     }
     return has;
 }

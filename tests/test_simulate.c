@@ -272,7 +272,7 @@ static uint32_t state_in_place(uint64_t budget, double mapped_gb_per_s, ms_memor
     const msi_program *p = &chain.model->run.plan->train;
     for (uint32_t now = 0; now < p->instructions.count; ++now) {
         const msi_instruction *i = &p->instructions.items[now];
-        const double bytes = msi_mapped_bytes(&chain.model->graph, p, i);
+        const double bytes = (double)msi_updated_bytes(&chain.model->graph, p, i, true);
         count += bytes > 0.0;
         if (bytes > 0.0) { // both states of AdamW; 28 bytes of memory an element
             const double us = msi_duration_us(&chain.model->graph, &chain.model->costs, p, i);

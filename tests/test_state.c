@@ -117,6 +117,42 @@ static void codes_are_the_nearest(void **state) {
     }
 }
 
+/* What a whole block is coded to, by vector instructions where there are some, its numbers are coded
+   to one by one; and likewise the other way round. */
+static void blocks_are_coded_as_numbers_are(void **state) {
+    (void)state;
+    t_rng rng = t_seed(15);
+    float x[MSI_CODED_BLOCK], y[MSI_CODED_BLOCK];
+    uint8_t codes[MSI_CODED_BLOCK];
+    for (int is_signed = 0; is_signed < 2; ++is_signed) {
+        const float unit = is_signed ? MSI_UNIT_SIGNED : MSI_UNIT_UNSIGNED;
+        const float top = is_signed ? MSI_TOP_SIGNED : MSI_TOP_UNSIGNED;
+        for (int i = 0; i < MSI_CODED_BLOCK; ++i) {
+            codes[i] = (uint8_t)i;
+        }
+        msi_decode(codes, 3.0f, is_signed, MSI_CODED_BLOCK, y);
+        for (int i = 0; i < MSI_CODED_BLOCK; ++i) {
+            const float units =
+                is_signed ? msi_units_of_signed((uint8_t)i) : msi_units_of_unsigned((uint8_t)i);
+            assert_true(msi_bits_of_f32(y[i]) == msi_bits_of_f32(3.0f * unit * units));
+        }
+        for (uint64_t round = 0; round < t_sweep(20000, 400000); ++round) {
+            for (int i = 0; i < MSI_CODED_BLOCK; ++i) {
+                x[i] = top * (float)exp2(-33.0 * t_unit(&rng));
+                x[i] = t_chance(&rng, 0.01) ? 0.0f : x[i];
+                x[i] = is_signed && t_chance(&rng, 0.5) ? -x[i] : x[i];
+            }
+            x[round % MSI_CODED_BLOCK] = is_signed && t_chance(&rng, 0.5) ? -top : top;
+            const float scale = msi_encode(x, is_signed, MSI_CODED_BLOCK, codes);
+            const float units = msi_units_of_scale(scale, top);
+            for (int i = 0; i < MSI_CODED_BLOCK; ++i) {
+                assert_int_equal(codes[i], is_signed ? msi_signed_code(x[i], units)
+                                                     : msi_unsigned_code(x[i], units));
+            }
+        }
+    }
+}
+
 static void blocks_keep_zeros_signs_and_the_largest(void **state) {
     (void)state;
     t_rng rng = t_seed(9);
@@ -604,7 +640,7 @@ static void plans_code_what_rules_allow(void **state) {
         pulled_create(&z, &config, &adamw);
         t_ok(z.m, ms_wrap(z.m));
         assert_int_equal(format_in(&z, 0, 0), MS_STATE_FORMAT_F32); // the budget is large
-        uint64_t smallest;
+        uint64_t smallest = 0;
         t_ok(z.m, ms_smallest_budget(z.m, &smallest));
         ms_set_budget(z.m, smallest);
         t_ok(z.m, ms_wrap(z.m));
@@ -919,6 +955,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(books_are_those_of_the_paper),
         cmocka_unit_test(codes_are_the_nearest),
+        cmocka_unit_test(blocks_are_coded_as_numbers_are),
         cmocka_unit_test(blocks_keep_zeros_signs_and_the_largest),
         cmocka_unit_test(codes_and_scales_have_places_of_their_own),
         cmocka_unit_test(bf16_is_rounded_at_random),
