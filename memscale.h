@@ -4179,6 +4179,12 @@ static int msi_cpu_cast(void *user, void *target, ms_dtype to, const void *sourc
 #ifdef __AVX2__
 /* The same codes and units, 8 at a time: decades are looked up by permutations, which compilers do
    not find. Entry k of a table is for the k-th decade, and the last one for 1. */
+#ifdef __GNUC__ // gcc would call them, which takes nearly twice as long
+#define MSI_WIDE static inline __attribute__((always_inline))
+#else
+#define MSI_WIDE static inline
+#endif
+
 typedef struct msi_decades {
     __m256i last_below; // the largest number of units below the decade
     __m256i base, each; // the middle before its first part; from there to the next
@@ -4187,7 +4193,7 @@ typedef struct msi_decades {
     int32_t first_parts, least; // of the first decade; the least number that is not 0
 } msi_decades;
 
-static msi_decades msi_make_decades(uint32_t first) {
+MSI_WIDE msi_decades msi_make_decades(uint32_t first) {
     int32_t below[8], base[8], each[8], last[8], power = first ? 5 : 1; // 5^e
     float parts_per_unit[8];
     msi_decades d;
@@ -4214,12 +4220,12 @@ static msi_decades msi_make_decades(uint32_t first) {
 }
 
 /* All bits where a number of units reaches a decade. */
-static inline __m256i msi_reaches(const msi_decades *d, __m256i whole, __m256i decade) {
+MSI_WIDE __m256i msi_reaches(const msi_decades *d, __m256i whole, __m256i decade) {
     return _mm256_cmpgt_epi32(whole, _mm256_permutevar8x32_epi32(d->last_below, decade));
 }
 
 /* As msi_nearest_rank, or 0. The decade is found by bisection. */
-static inline __m256i msi_wide_rank(const msi_decades *d, __m256 x, __m256 units) {
+MSI_WIDE __m256i msi_wide_rank(const msi_decades *d, __m256 x, __m256 units) {
     const __m256i one = _mm256_set1_epi32(1), two = _mm256_set1_epi32(2);
     const __m256i four = _mm256_set1_epi32(4);
     const __m256i whole = _mm256_cvttps_epi32(_mm256_mul_ps(x, units));
@@ -4240,8 +4246,8 @@ static inline __m256i msi_wide_rank(const msi_decades *d, __m256 x, __m256 units
                             _mm256_cmpgt_epi32(whole, _mm256_set1_epi32(d->least - 1)));
 }
 
-static inline __m256i msi_wide_code(const msi_decades *d, bool is_signed, const float *from,
-                                    __m256 units) {
+MSI_WIDE __m256i msi_wide_code(const msi_decades *d, bool is_signed, const float *from,
+                               __m256 units) {
     const __m256 x = _mm256_loadu_ps(from);
     if (!is_signed) {
         const __m256i rank = msi_wide_rank(d, x, units);
@@ -4255,17 +4261,17 @@ static inline __m256i msi_wide_code(const msi_decades *d, bool is_signed, const 
                             _mm256_sub_epi32(_mm256_xor_si256(rank, sign), sign));
 }
 
-static void msi_wide_encode(const float *from, bool is_signed, float units, uint8_t *codes) {
+MSI_WIDE void msi_wide_encode(const float *from, bool is_signed, float units, uint8_t *codes) {
     const msi_decades d = msi_make_decades(is_signed ? 0 : 1);
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     const __m256 of_scale = _mm256_set1_ps(units);
     for (int i = 0; i < MSI_CODED_BLOCK; i += 32) {
-        __m256i part[4];
-        for (int k = 0; k < 4; k++) {
-            part[k] = msi_wide_code(&d, is_signed, from + i + 8 * k, of_scale);
-        }
-        const __m256i packed = _mm256_packus_epi16(_mm256_packs_epi32(part[0], part[1]),
-                                                   _mm256_packs_epi32(part[2], part[3]));
+        const __m256i a = msi_wide_code(&d, is_signed, from + i, of_scale);
+        const __m256i b = msi_wide_code(&d, is_signed, from + i + 8, of_scale);
+        const __m256i ab = _mm256_packs_epi32(a, b);
+        const __m256i c = msi_wide_code(&d, is_signed, from + i + 16, of_scale);
+        const __m256i e = msi_wide_code(&d, is_signed, from + i + 24, of_scale);
+        const __m256i packed = _mm256_packus_epi16(ab, _mm256_packs_epi32(c, e));
         _mm256_storeu_si256((__m256i *)(void *)(codes + i),
                             _mm256_permutevar8x32_epi32(packed, order));
     }
@@ -4273,14 +4279,14 @@ static void msi_wide_encode(const float *from, bool is_signed, float units, uint
 
 /* As msi_worth_of_rank, of which a table is indexed by the last bits of the exponent of the rank,
    127 + e. Those of 128, of the codes with a sign, stand where 134 does. */
-static inline __m256 msi_wide_worth(__m256 rank, __m256 power, __m256 less) {
+MSI_WIDE __m256 msi_wide_worth(__m256 rank, __m256 power, __m256 less) {
     const __m256i e = _mm256_srli_epi32(_mm256_castps_si256(rank), 23);
     return _mm256_mul_ps(_mm256_permutevar8x32_ps(power, e),
                          _mm256_add_ps(_mm256_mul_ps(rank, _mm256_set1_ps(36.0f)),
                                        _mm256_permutevar8x32_ps(less, e)));
 }
 
-static void msi_wide_decode(const uint8_t *codes, bool is_signed, float unit, float *to) {
+MSI_WIDE void msi_wide_decode(const uint8_t *codes, bool is_signed, float unit, float *to) {
     const __m256 power = _mm256_setr_ps(5.0f, 25.0f, 125.0f, 625.0f, 3125.0f, 15625.0f,
                                         is_signed ? 9765.625f : 78125.0f, 1.0f);
     const __m256 less = _mm256_setr_ps(-46.0f, -110.0f, -238.0f, -494.0f, -1006.0f, -2030.0f,
@@ -4309,7 +4315,11 @@ static void msi_decode(const uint8_t *codes, float scale, bool is_signed, int co
     const float unit = scale * (is_signed ? MSI_UNIT_SIGNED : MSI_UNIT_UNSIGNED);
 #ifdef __AVX2__
     if (count == MSI_CODED_BLOCK) {
-        msi_wide_decode(codes, is_signed, unit, to);
+        if (is_signed) { // each with constants of its own
+            msi_wide_decode(codes, true, unit, to);
+        } else {
+            msi_wide_decode(codes, false, unit, to);
+        }
         return;
     }
 #endif
@@ -4336,7 +4346,11 @@ static float msi_encode(const float *from, bool is_signed, int count, uint8_t *c
     const float kept = units > 0.0f ? scale : 0.0f;
 #ifdef __AVX2__
     if (count == MSI_CODED_BLOCK) {
-        msi_wide_encode(from, is_signed, units, codes);
+        if (is_signed) { // each with constants of its own
+            msi_wide_encode(from, true, units, codes);
+        } else {
+            msi_wide_encode(from, false, units, codes);
+        }
         return kept;
     }
 #endif
@@ -4406,6 +4420,12 @@ static void msi_store_state(void *state, ms_state_format format, bool is_signed,
     }
 }
 
+#ifdef __GNUC__ // a block is computed for longer than processors look ahead
+#define MSI_PREFETCH(address) __builtin_prefetch(address)
+#else
+#define MSI_PREFETCH(address) ((void)(address))
+#endif
+
 /* The update of the block at element `at`, whose state is not all F32. */
 static void msi_update_block(const ms_update_args *a, const uint32_t *keys, int states, float scale,
                              uint64_t at) {
@@ -4413,6 +4433,11 @@ static void msi_update_block(const ms_update_args *a, const uint32_t *keys, int 
     const ms_update_factors f = *a->factors;
     float value[MSI_CODED_BLOCK], gradient[MSI_CODED_BLOCK], state[2][MSI_CODED_BLOCK];
     memset(state, 0, sizeof state);
+    const bool goes_on = at + 2 * MSI_CODED_BLOCK <= a->count;
+    for (uint64_t i = at + MSI_CODED_BLOCK; i < at + 2 * MSI_CODED_BLOCK && goes_on; i += 16) {
+        MSI_PREFETCH(a->value + i);
+        MSI_PREFETCH(a->gradient + i);
+    }
     for (int i = 0; i < count; i++) {
         value[i] = a->value[at + (uint64_t)i];
         gradient[i] = scale * a->gradient[at + (uint64_t)i];

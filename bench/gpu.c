@@ -407,9 +407,8 @@ typedef struct kernels {
     } * device; // in device memory
 } kernels;
 
-static int run_adamw(const kernels *k, uint64_t bytes) {
+static int run_update(const kernels *k, ms_state_format format) {
     ms_update_args args;
-    (void)bytes;
     memset(&args, 0, sizeof args);
     args.kind = MS_OPTIMIZER_ADAMW;
     args.count = k->count;
@@ -417,10 +416,26 @@ static int run_adamw(const kernels *k, uint64_t bytes) {
     args.gradient = k->pool + k->count;
     args.state[0] = k->pool + 2 * k->count;
     args.state[1] = k->pool + 3 * k->count;
+    args.state_format[0] = args.state_format[1] = format;
     args.stream = k->stream;
     args.factors = &k->device->factors;
     args.state_of_step = &k->device->step;
     return k->backend.update(k->state, &args);
+}
+
+static int run_adamw(const kernels *k, uint64_t bytes) {
+    (void)bytes;
+    return run_update(k, MS_STATE_FORMAT_F32);
+}
+
+static int run_adamw_bf16(const kernels *k, uint64_t bytes) {
+    (void)bytes;
+    return run_update(k, MS_STATE_FORMAT_BF16);
+}
+
+static int run_adamw_8bit(const kernels *k, uint64_t bytes) {
+    (void)bytes;
+    return run_update(k, MS_STATE_FORMAT_8BIT);
 }
 
 static int run_fill(const kernels *k, uint64_t bytes) {
@@ -512,10 +527,9 @@ static void run_kernels(const settings *s) {
         const char *name;
         int (*run)(const kernels *, uint64_t);
         uint64_t bytes; // per element, read and written
-    } rows[] = {{"adamw", run_adamw, 28},
-                {"fill_f32", run_fill, 4},
-                {"add_f32", run_add, 12},
-                {"cast_f32_bf16", run_cast, 6},
+    } rows[] = {{"adamw", run_adamw, 28},           {"adamw_bf16", run_adamw_bf16, 20},
+                {"adamw_8bit", run_adamw_8bit, 16}, {"fill_f32", run_fill, 4},
+                {"add_f32", run_add, 12},           {"cast_f32_bf16", run_cast, 6},
                 {"sum_of_squares", run_squares, 4}};
     kernels k;
     memset(&k, 0, sizeof k);
