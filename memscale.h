@@ -11940,7 +11940,7 @@ static msi_score msi_score_of(const msi_scorer *s, const msi_tensor_decision *de
 typedef struct msi_search {
     const msi_scorer *scorer;
     uint64_t budget, enough;   // no layout need be smaller than `enough`
-    double least_us;           // the time of the plain plan: none counts as faster
+    double least_us;           // the time of the plan that only rounds: none counts as faster
     uint32_t techniques;       // mask of those that may be used
     uint32_t moves;            // of params, a mask; MSI_MOVES_MADE: of what layers make
     bool may_move;             // plans that move something to the host are searched too
@@ -14747,8 +14747,10 @@ static bool msi_begin_codes(msi_greedy *w) {
                                     &w->graph->tensors.items[t]);
         codes |= d->state_8bit != was;
     }
-    if (codes) {
+    if (codes) { // times are compared down to that of this plan, which nothing slows down
+        const double us = msi_estimate(s, w->decisions).us;
         w->search->codes_state = true;
+        w->search->least_us = us < w->search->least_us ? us : w->search->least_us;
         w->score = msi_search_estimate(w->search, w->decisions);
     }
     return codes;

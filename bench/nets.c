@@ -64,7 +64,10 @@ static msi_score square_root(subject *s) {
             last[in.tensor] = i;
         }
     }
-    msi_decide_base(&s->scorer, true, d);
+    msi_search base = MSI_ZERO_INIT;
+    base.scorer = &s->scorer;
+    base.early = true;
+    msi_decide_base(&base, d);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const uint32_t producer = g->tensors.items[t].producer;
         const uint32_t end = last[t] > producer ? last[t] : producer;
@@ -93,7 +96,7 @@ static msi_score greedy_alone(subject *s, uint64_t budget) {
         bench_stop("no memory");
     }
     search.early = true;
-    msi_decide_base(&s->scorer, true, w.decisions);
+    msi_decide_base(&search, w.decisions);
     w.score = msi_search_estimate(&search, w.decisions);
     if (!(msi_add_prefix(&w) && msi_fits(&s->scorer, &w.score, budget, 0))) {
         msi_search_greedy(&w, true);

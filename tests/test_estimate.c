@@ -329,31 +329,34 @@ static void test_advice(void **state) {
     e.options.offloading = MS_SWITCH_OFF;
     assert_int_equal(find_all(&e, &f), 0);
     const uint64_t plain = f.plain.report.arena_bytes;
-    const uint64_t least = f.smallest[MODES - 1].report.arena_bytes;
+    const uint64_t least = f.smallest[0].report.arena_bytes;
+    assert_true(f.smallest[MODES - 1].report.arena_bytes < least);
     assert_true(f.plain.fits && !f.searched && f.advised == 0 && f.pressure < 1.0);
     assert_true(least < plain);
 
     e.device.memory_bytes = plain + plain / 20; // below the memory, above 85 % of it
     e.device.budget_bytes = e.device.memory_bytes / 100 * 85;
     assert_int_equal(find_all(&e, &f), 0);
-    assert_true(!f.plain.fits && f.pressure < 1.0 && modes[f.advised] == MS_MODE_CONSERVATIVE);
+    assert_true(!f.plain.fits && f.pressure < 1.0);
     assert_true(f.at_budget[0].fits && f.at_budget[0].report.arena_bytes <= e.device.budget_bytes);
     assert_true(f.at_budget[0].report.recompute_count > 0);
 
-    /* However small the budget is: modes with equal plans are equally fast. */
+    /* However small the budget is. State in 8 bits leaves memory for what need not be recomputed. */
     e.device.is_user_size = true;
     e.device.budget_bytes = least;
     assert_int_equal(find_all(&e, &f), 0);
-    assert_true(f.pressure > 1.25 && modes[f.advised] == MS_MODE_CONSERVATIVE && !f.searched);
+    assert_true(f.pressure > 1.25 && modes[f.advised] == MS_MODE_AGGRESSIVE && !f.searched);
+    assert_true(f.at_budget[0].fits && f.at_budget[1].fits && f.same_as[1] == 0);
 
     /* What fits both ways is faster with copies, and less fits with them alone. */
     e.options.offloading = MS_SWITCH_DEFAULT;
     assert_int_equal(find_all(&e, &f), 0);
-    assert_true(f.at_budget[0].fits && modes[f.advised] == MS_MODE_BALANCED);
+    assert_true(f.at_budget[0].fits && f.at_budget[1].fits);
     assert_true(f.at_budget[1].report.step_us < f.at_budget[0].report.step_us);
+    assert_true(f.at_budget[2].report.step_us <= f.at_budget[1].report.step_us);
     e.device.budget_bytes = least / 2;
     assert_int_equal(find_all(&e, &f), 0);
-    assert_true(!f.at_budget[0].fits && modes[f.advised] == MS_MODE_BALANCED && !f.searched);
+    assert_true(!f.at_budget[0].fits && f.advised > 0 && !f.searched);
     f.at_budget[1].fits = false;
     assert_int_equal(advise(&e, &f), 0);
     assert_true(modes[f.advised] == MS_MODE_AGGRESSIVE);
@@ -505,7 +508,7 @@ static void test_json(void **state) {
     assert_true(is_json(p.out));
     assert_true(number_of(p.out, "params") == 354823168.0);
     assert_true(number_of(p.out, "budget_bytes") == 6.0 * 1073741824.0);
-    t_text_has(p.out, "\"mode\": \"BALANCED\"");
+    t_text_has(p.out, "\"mode\": \"AGGRESSIVE\"");
     assert_true(number_of(p.out, "accumulation_steps") == 1.0);
     run_words(&p, "--json --layers 2 --clip --accumulate 3 --frozen --optimizer sgd --gpu 8GB");
     assert_true(is_json(p.out));
@@ -637,7 +640,8 @@ static void test_sweep(void **state) {
     t_text_has(p.error, "/nowhere/at/all.svg");
 }
 
-/* Over budgets, neither the peak nor the time goes the wrong way. */
+/* Over budgets, neither the peak nor the time goes the wrong way. A plan that rounds may be faster
+   than the plain one, which a larger budget gets. */
 static void test_sweep_is_monotone(void **state) {
     (void)state;
     estimate e;
@@ -651,7 +655,7 @@ static void test_sweep_is_monotone(void **state) {
     for (int i = 0; i < s.count; i++) {
         assert_true(s.peak[i] <= s.budget[i]);
         assert_true(i == 0 || s.peak[i] >= s.peak[i - 1]);
-        assert_true(i == 0 || s.ratio[i] <= s.ratio[i - 1] * (1.0 + 1e-9));
+        assert_true(i == 0 || s.ratio[i] <= fmax(s.ratio[i - 1], 1.0) * (1.0 + 1e-9));
     }
     assert_true(s.ratio[s.count - 1] <= 1.0 + 1e-9);
 }
@@ -838,12 +842,13 @@ static void test_text(void **state) {
     t_text_has(p.out, "with --clip the smallest peak is 733.7 MiB, which fits too");
     run_words(&p, "--model gpt2-1558M --batch 1 --sequence 512 --gpu RTX_3090 --offload off");
     assert_int_equal(p.status, 0);
-    t_text_has(p.out, "with --clip the smallest peak is 23.2");
+    t_text_has(p.out, "with --clip the smallest peak is 15.0");
+    run_words(&p, "--model gpt2-1558M --batch 1 --sequence 512 --gpu 12G --offload off");
     t_text_has(p.out, "does not fit");
     static const char *const not_early[] = {"--clip", "--accumulate 4"};
     for (int i = 0; i < 2; i++) {
         char words[128];
-        snprintf(words, sizeof words, "--model gpt2-1558M --batch 1 --gpu 3090 --offload off %s",
+        snprintf(words, sizeof words, "--model gpt2-1558M --batch 1 --gpu 12G --offload off %s",
                  not_early[i]);
         run_words(&p, words);
         assert_int_equal(p.status, STATUS_NO_FIT);
@@ -883,8 +888,8 @@ static void test_largest_values(void **state) {
     }
     run_words(&p, "--batch 8 --sequence 256 --gpu 24G --budget 2200M --offload off");
     assert_int_equal(p.status, STATUS_FITS);
-    t_text_has(p.out, "The largest values at the peak of CONSERVATIVE");
-    t_text_has(p.out, "48 x 9.0 MiB      optimizer state      h0.fc.weight, ...");
+    t_text_has(p.out, "The largest values at the peak of AGGRESSIVE");
+    t_text_has(p.out, "24 x 9.0 MiB      params               h0.fc.weight, ...");
     t_text_has(p.out, "2 x 147.3 MiB    optimizer state      wte, ...");
     run_words(&p, "--gpu 100M --layers 2");
     t_text_has(p.out, "at the peak of the smallest plan");

@@ -1304,6 +1304,8 @@ typedef struct move_plan {
 static uint32_t take_move_plans(census *c, ms_model *m, move_plan *plans) {
     const msi_graph *g = &m->graph;
     uint32_t tensor[MOVABLE], values = 0, count = 1;
+    msi_search base = MSI_ZERO_INIT;
+    base.scorer = &c->scorer;
     for (uint32_t t = 0; t < g->tensors.count; ++t) {
         if (g->tensors.items[t].last_reader != MSI_NONE &&
             (msi_is_droppable(g, t) ||
@@ -1316,7 +1318,7 @@ static uint32_t take_move_plans(census *c, ms_model *m, move_plan *plans) {
         }
     }
     for (uint32_t number = 0; number < 2 * count; ++number) {
-        msi_decide_base(&c->scorer, false, c->plan->decisions);
+        msi_decide_base(&base, c->plan->decisions);
         c->plan->decisions[g->tensors.count].room = number >= count;
         bool sound = true;
         uint32_t digits = number % count;
@@ -1629,7 +1631,7 @@ static msi_greedy *list_open(listed *l, census *with, uint64_t seed) {
     census_open(with, l->g.model);
     l->search = census_search(with, 0);
     assert_true(msi_greedy_init(&l->greedy, &l->search));
-    msi_decide_base(&with->scorer, false, l->greedy.decisions);
+    msi_decide_base(&l->search, l->greedy.decisions);
     l->greedy.score = msi_search_estimate(&l->search, l->greedy.decisions);
     return &l->greedy;
 }
@@ -1679,7 +1681,7 @@ static bool search_alone(census *with, search_kind kind, uint64_t budget, planne
     if (kind == OF_LIST) {
         msi_greedy w;
         assert_true(msi_greedy_init(&w, &s));
-        msi_decide_base(&with->scorer, false, w.decisions);
+        msi_decide_base(&s, w.decisions);
         w.score = msi_search_estimate(&s, w.decisions);
         if (msi_add_prefix(&w) && msi_fits(&with->scorer, &w.score, budget, 0)) {
             msi_propose(&s, w.decisions, &w.score);
@@ -1916,7 +1918,7 @@ static void few_plans_of_large_graphs_are_laid_out(void **state) {
     assert_false(take_plan(m, plain.bytes / 1000, &half));
     print_message("large allocations: %u for a plan, %u for a refusal\n", planned_count,
                   heap.large_count);
-    assert_true(planned_count <= 16 && heap.large_count <= 24);
+    assert_true(planned_count <= 16 && heap.large_count <= 40); // the error names what modes need
     ms_destroy(m);
     assert_true(heap.live == 0);
 }
