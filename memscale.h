@@ -1364,7 +1364,8 @@ MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text
    mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap, except BUDGET.
    One byte less is refused. A larger budget never makes the predicted step slower, and a smaller
    one never makes the arena larger; with offloading, where times rise and fall along the plans that
-   are tried, the first holds within about 2 %. */
+   are tried, the first holds within about 2 %. It does not hold between plans that round
+   (MS_TECHNIQUE_OPTIMIZER_8BIT), which may be faster than the plain one, and those that need not. */
 MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
 /* Decides, lowers, lays out and allocates. May be called again between steps or micro-batches,
@@ -9571,6 +9572,30 @@ static double msi_mapped_us(const msi_graph *g, const msi_costs *c, const msi_pr
     return bytes > 0 ? 2.0 * (double)bytes / (c->hardware.mapped_gb_per_s * 1e3) : 0.0;
 }
 
+/* Operations that it takes to decode and to encode a number of 8 bits, about: they prolong the
+   update on a processor, and not on a GPU. */
+static const double MSI_CODE_FLOPS = 100.0;
+
+/* How long an update takes to compute, for state in codes. */
+static double msi_codes_us(const msi_costs *c, const msi_program *p, const msi_instruction *i,
+                           double elements) {
+    uint32_t coded = 0;
+    for (uint32_t k = 3; k < i->operand_count; k++) {
+        const uint32_t range = p->operands.items[i->operand_first + k].range;
+        coded += p->ranges.items[range].format == MS_STATE_FORMAT_8BIT;
+    }
+    return coded > 0 ? c->hardware.launch_us +
+                           coded * elements * MSI_CODE_FLOPS / (c->hardware.f32_tflops * 1e6)
+                     : 0.0;
+}
+
+static double msi_update_us(const msi_graph *g, const msi_costs *c, const msi_program *p,
+                            const msi_instruction *i, double bytes) {
+    const double moving = msi_bytes_us(c, MSI_COST_UPDATE, bytes);
+    const double coding = msi_codes_us(c, p, i, (double)msi_operand_bytes(g, p, i, 0) / 4.0);
+    return (moving > coding ? moving : coding) + msi_mapped_us(g, c, p, i);
+}
+
 /* The stream that an op runs on: without copies of its own, a device has one. */
 static ms_stream_kind msi_stream_of(const msi_costs *c, msi_op op) {
     return c->has_links ? msi_ops[op].stream : MS_STREAM_COMPUTE;
@@ -9608,7 +9633,7 @@ static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_
     case MSI_COST_SUM:
         return msi_is_free(p, i) ? 0.0 : msi_bytes_us(c, cost, bytes);
     case MSI_COST_UPDATE:
-        return msi_is_free(p, i) ? 0.0 : msi_bytes_us(c, cost, bytes) + msi_mapped_us(g, c, p, i);
+        return msi_is_free(p, i) ? 0.0 : msi_update_us(g, c, p, i, bytes);
     case MSI_COST_COUNT:
         break;
     }
