@@ -431,12 +431,12 @@ typedef struct ms_hardware {
     /* Linux: MemTotal and MemAvailable, or less where cgroups of the process allow less; without
        /proc: sysinfo. Windows: GlobalMemoryStatusEx. macOS: hw.memsize, free and inactive pages. */
     uint64_t host_total_bytes, host_free_bytes;
-    /* CUDA devices only. The bools say what the hardware supports, by its compute capability; the
-       compiler emulates more than that. */
-    uint32_t compute_major, compute_minor;
-    bool bf16;                                // from 8.0
-    bool fp16_tensor;                         // FP16 tensor cores: from 7.0
-    bool tf32;                                // from 8.0
+    uint32_t compute_major, compute_minor; // of CUDA devices
+    /* What the hardware computes itself, while compilers emulate more than that: a CUDA device by
+       its compute capability, a processor by what it says of itself (cpuid, hwcap). */
+    bool bf16;        // from 8.0; AVX512-BF16, AMX-BF16, ARM's BF16
+    bool fp16_tensor; // FP16 tensor cores: from 7.0; AVX512-FP16, AMX-FP16, ARM's FP16
+    bool tf32;        // from 8.0
     uint32_t driver_version, runtime_version; // 1000 * major + 10 * minor, as in CUDA
     /* Speeds, for predictions: 1e9 bytes per second; 1e12 flops per second in matrix products. */
     double memory_gb_per_s;                      // device memory, reads and writes together
@@ -2561,6 +2561,16 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+#if defined(__x86_64__) || defined(__i386__) || defined(_M_X64) || defined(_M_IX86)
+#define MSI_X86 1
+#if defined(_MSC_VER)
+#include <intrin.h>
+#else
+#include <cpuid.h>
+#endif
+#elif defined(__linux__) && defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
 
 #if defined(__SANITIZE_ADDRESS__)
 #define MSI_ASAN 1
@@ -4659,12 +4669,81 @@ static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_ma
     return msi_builtin_gemm(alpha, a, b, beta, c);
 }
 
+/* What a processor says of itself. x86: Intel, "Software developer's manual", volume 2A, CPUID, and
+   volume 1, chapter 13, for what the system saves of the registers that it takes. ARM under Linux:
+   asm/hwcap.h. */
+#if defined(MSI_X86)
+typedef struct msi_cpuid {
+    uint32_t a, b, c, d;
+} msi_cpuid;
+
+static msi_cpuid msi_ask_cpu(uint32_t leaf, uint32_t subleaf) {
+    msi_cpuid is = {0, 0, 0, 0};
+#if defined(_MSC_VER)
+    int words[4];
+    __cpuid(words, 0);
+    if ((uint32_t)words[0] >= leaf) {
+        __cpuidex(words, (int)leaf, (int)subleaf);
+        memcpy(&is, words, sizeof is);
+    }
+#else
+    (void)__get_cpuid_count(leaf, subleaf, &is.a, &is.b, &is.c, &is.d);
+#endif
+    return is;
+}
+
+/* The registers that the system saves, a bit for each kind; 0 if it does not tell. */
+static uint64_t msi_saved_registers(void) {
+    if (!(msi_ask_cpu(1, 0).c >> 27 & 1)) {
+        return 0;
+    }
+#if defined(_MSC_VER)
+    return _xgetbv(0);
+#else
+    uint32_t low, high;
+    __asm__ volatile(".byte 0x0f, 0x01, 0xd0" : "=a"(low), "=d"(high) : "c"(0)); // xgetbv
+    return (uint64_t)high << 32 | low;
+#endif
+}
+
+static void msi_native_formats(ms_hardware *h) {
+    const msi_cpuid first = msi_ask_cpu(7, 0);
+    const msi_cpuid second = first.a >= 1 ? msi_ask_cpu(7, 1) : first;
+    const uint32_t more = first.a >= 1 ? second.a : 0;
+    const uint64_t saved = msi_saved_registers();
+    const bool has_avx512 = (saved & 0xe6) == 0xe6, has_tiles = (saved & 0x60000) == 0x60000;
+    h->bf16 = (has_avx512 && (more >> 5 & 1)) || (has_tiles && (first.d >> 22 & 1));
+    h->fp16_tensor = (has_avx512 && (first.d >> 23 & 1)) || (has_tiles && (more >> 21 & 1));
+}
+#elif defined(__linux__) && defined(__aarch64__)
+static void msi_native_formats(ms_hardware *h) {
+    h->bf16 = getauxval(26) >> 14 & 1;        // AT_HWCAP2, HWCAP2_BF16
+    h->fp16_tensor = getauxval(16) >> 10 & 1; // AT_HWCAP, HWCAP_ASIMDHP
+}
+#elif defined(__APPLE__)
+static bool msi_has_feature(const char *name) {
+    int is = 0;
+    size_t bytes = sizeof is;
+    return sysctlbyname(name, &is, &bytes, NULL, 0) == 0 && is;
+}
+
+static void msi_native_formats(ms_hardware *h) {
+    h->bf16 = msi_has_feature("hw.optional.arm.FEAT_BF16");
+    h->fp16_tensor = msi_has_feature("hw.optional.arm.FEAT_FP16");
+}
+#else
+static void msi_native_formats(ms_hardware *h) {
+    (void)h;
+}
+#endif
+
 static void msi_cpu_hardware(void *user, ms_hardware *hardware) {
     (void)user;
     char line[256];
     const char *value;
     msi_format(hardware->name, sizeof hardware->name, "CPU");
     hardware->kind = MS_DEVICE_CPU;
+    msi_native_formats(hardware);
     msi_file *file = msi_open_file("", "/proc", "cpuinfo");
     while (msi_read_line(file, line, sizeof line)) {
         if ((value = msi_line_value(line, "model name")) != NULL) {

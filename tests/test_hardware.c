@@ -901,6 +901,50 @@ static void a_device_that_is_not_found_is_an_error(void **state) {
     ms_destroy(chain.model);
 }
 
+/* Whether a list of words has one of them. */
+static bool has_word(const char *line, const char *word) {
+    const size_t length = strlen(word);
+    for (const char *at = line; (at = strstr(at, word)) != NULL; at += length) {
+        if (at > line && at[-1] == ' ' && (at[length] == ' ' || at[length] == '\n')) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* The kernel lists what the processor has and the system allows. */
+static void native_formats_are_those_that_the_kernel_lists(void **state) {
+    (void)state;
+    static char line[8192];
+    const ms_backend cpu = ms_backend_cpu();
+    ms_hardware h;
+    bool listed = false;
+    FILE *file = fopen("/proc/cpuinfo", "r");
+    memset(&h, 0, sizeof h);
+    cpu.hardware(cpu.user, &h);
+    while (file != NULL && !listed && fgets(line, sizeof line, file) != NULL) {
+#if defined(MSI_X86)
+        listed = strncmp(line, "flags", 5) == 0;
+#else
+        listed = strncmp(line, "Features", 8) == 0;
+#endif
+    }
+    if (file != NULL) {
+        fclose(file);
+    }
+    if (!listed) {
+        print_message("no list of the features of the processor\n");
+        skip();
+    }
+#if defined(MSI_X86)
+    assert_int_equal(h.bf16, has_word(line, "avx512_bf16") || has_word(line, "amx_bf16"));
+    assert_int_equal(h.fp16_tensor, has_word(line, "avx512_fp16") || has_word(line, "amx_fp16"));
+#else
+    assert_int_equal(h.bf16, has_word(line, "bf16"));
+    assert_int_equal(h.fp16_tensor, has_word(line, "asimdhp"));
+#endif
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(without_cgroups_meminfo_counts),
@@ -927,6 +971,7 @@ int main(void) {
         cmocka_unit_test(built_in_devices),
         cmocka_unit_test(devices_are_found_by_a_part_of_their_name),
         cmocka_unit_test(a_device_that_is_not_found_is_an_error),
+        cmocka_unit_test(native_formats_are_those_that_the_kernel_lists),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
