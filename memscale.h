@@ -937,7 +937,9 @@ typedef struct ms_layer_time {
     double forward_us, backward_us, recompute_us;
 } ms_layer_time;
 
-/* What ms_verify found for one tensor: a gradient (ms_gradient) or a buffer that layers change. */
+/* What ms_verify found for one tensor: a gradient (ms_gradient), a buffer that layers change, or
+   optimizer state that is not F32 (ms_optimizer_state): what an update by the gradients of the
+   present plan, not clipped, makes of it in F32, beside what is stored of that. */
 typedef struct ms_difference {
     ms_tensor tensor;
     const char *name; // of the param or buffer
@@ -956,6 +958,11 @@ typedef struct ms_verify_report {
     uint32_t tensor_count, differ_count; // compared; of these, not equal bit for bit
     double absolute, relative;           // the largest of all ms_difference
     double plain_loss, wrapped_loss;     // by the plain plan, and by the present one
+    /* Tensors of optimizer state that are not F32, which do not count above, and what rounding does
+       to them in the next update: the root of the mean square of the error over that of the state,
+       of all of them together. */
+    uint32_t state_count;
+    double state_error;
 } ms_verify_report;
 
 /* The first operand of a step that is not finite; see ms_find_nonfinite. */
@@ -1528,8 +1535,8 @@ MEMSCALE_API_CHECKED ms_result ms_visit_decisions(const ms_model *model, ms_deci
    changed, and in debug mode garbage in params; the model is then marked failed.) Temporary memory:
    on the device one allocation beside the arena, for the transient values and gradients of the
    plain plan and a copy of changing buffers; on the host a copy of these gradients and buffers, one
-   more of buffers that stay there and of what is borrowed, two programs and 1 MiB (in debug mode
-   also what that takes).
+   more of buffers that stay there and of what is borrowed, two programs and 1 MiB, or 2 with
+   optimizer state that is not F32 (in debug mode also what that takes).
    Stream: waits. Errors: as ms_step except NONFINITE; OUT_OF_MEMORY; ORDER (not wrapped; a step is
    under way; a setting waits for the next ms_wrap). *report is zeroed then, visit is not called. */
 MEMSCALE_API_CHECKED ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
@@ -20737,15 +20744,31 @@ typedef struct msi_verification {
     /* Per tensor that is compared its live range: of a param the gradient, of a buffer the value.
        MSI_NONE for the others. */
     uint32_t *range_of;
-    uint8_t *results;      // of the plain pass; after them a piece of the other one's
+    uint8_t *results;      // of the plain pass; after them a piece of the other one's, and of state
     uint64_t result_bytes; // of one pass
     uint8_t *saved;        // a copy of what the passes change in the trainer's memory
     uint64_t saved_bytes;
     bool is_saved;
     ms_difference *differences;
-    uint32_t count;
+    uint32_t count; // of these, state included
+    uint32_t state_count;
+    double state_error, state_size; // sums of squares
     double loss[MSI_PASS_COUNT];
 } msi_verification;
+
+/* The k-th tensor of state of a param, if it is not F32, or NULL. */
+static const msi_resident *msi_rounded_state(const msi_verification *v, uint32_t t, uint32_t k) {
+    const msi_resident *r =
+        k < msi_state_count(&v->model->optimizer)
+            ? msi_find_resident(v->before.store, t, (msi_role)(MSI_ROLE_STATE0 + k))
+            : NULL;
+    return v->compares && r && r->format != MS_STATE_FORMAT_F32 ? r : NULL;
+}
+
+/* Bytes of the pieces after the results. */
+static uint64_t msi_pieces_bytes(const msi_verification *v) {
+    return v->state_count > 0 ? 2 * MSI_PIECE_BYTES : MSI_PIECE_BYTES;
+}
 
 /* Marks the params that learn and the buffers that layers change, and allocates for the results
    that are compared, and a piece.
@@ -20765,17 +20788,21 @@ static ms_result msi_choose_compared(msi_verification *v) {
     }
     for (uint32_t t = 0; v->range_of && t < g->tensors.count; t++) {
         if (v->range_of[t] != MSI_NONE) {
+            for (uint32_t k = 0; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
+                v->state_count += msi_rounded_state(v, t, k) != NULL;
+            }
             v->count += v->compares;
             v->result_bytes += v->compares ? msi_align(g->tensors.items[t].bytes) : 0;
         }
     }
-    v->results = (uint8_t *)msi_alloc(a, v->result_bytes + MSI_PIECE_BYTES);
+    v->count += v->state_count;
+    v->results = (uint8_t *)msi_alloc(a, v->result_bytes + msi_pieces_bytes(v));
     v->differences =
         (ms_difference *)msi_alloc_zeroed(a, (v->count + 1ull) * sizeof(ms_difference));
     return v->range_of && v->results && v->differences
                ? MS_RESULT_OK
                : msi_fail_memory(v->model, "the results of a pass",
-                                 v->result_bytes + MSI_PIECE_BYTES);
+                                 v->result_bytes + msi_pieces_bytes(v));
 }
 
 /* Whether the passes write a resident: a gradient, or a buffer that a layer changes. */
@@ -20801,6 +20828,8 @@ static ms_result msi_make_own_store(msi_verification *v) {
     for (uint32_t i = 0; i < store->residents.count; i++) {
         msi_resident *resident = &store->residents.items[i];
         resident->on_host = m->run.store->residents.items[i].on_host;
+        resident->bytes = m->run.store->residents.items[i].bytes;
+        resident->format = m->run.store->residents.items[i].format;
         resident->borrowed |= !msi_pass_changes(v, resident);
         msi_place_resident(store, resident);
     }
@@ -20995,7 +21024,69 @@ static void msi_compare_piece(ms_difference *d, ms_dtype dtype, const uint8_t *a
     }
 }
 
-/* The result of the pass that has run for one tensor: kept at `result`, or compared with that. */
+/* What an update by a piece of a gradient makes of a block of state, and what is stored of that. */
+static void msi_compare_block(msi_verification *v, ms_difference *d, const ms_update_factors *f,
+                              const ms_update_args *args, int k, const float *gradient, int count,
+                              float *state) {
+    const bool is_signed = msi_state_is_signed(args->kind, k);
+    const uint32_t key = msi_state_key(args, k);
+    void *storage = v->results + v->result_bytes + MSI_PIECE_BYTES * 3 / 2; // after a piece of BF16
+    float stored[MSI_CODED_BLOCK];
+    for (int i = 0; i < count; i++) {
+        float other = 0.0f;
+        (void)msi_guarded_element(args->kind, f, 0.0f, gradient[i], k ? &other : &state[i],
+                                  k ? &state[i] : &other);
+    }
+    msi_store_state(storage, args->state_format[k], is_signed, 0, count, (uint64_t)count, &key,
+                    args->begin, state);
+    msi_load_state(storage, args->state_format[k], is_signed, 0, count, (uint64_t)count, stored);
+    for (int i = 0; i < count; i++) {
+        const double a = (double)state[i], b = (double)stored[i];
+        v->state_error += (a - b) * (a - b);
+        v->state_size += a * a;
+        if (msi_bits_of_f32(state[i]) != msi_bits_of_f32(stored[i])) {
+            msi_note_difference(d, a, b);
+        }
+    }
+}
+
+/* Compares the k-th tensor of state of a param for a piece of its gradient, from element `begin`
+   on. */
+static ms_result msi_compare_state(msi_verification *v, ms_difference *d, uint32_t t, uint32_t k,
+                                   uint64_t begin, const float *gradient, uint64_t count) {
+    ms_model *m = v->model;
+    const msi_resident *r = msi_rounded_state(v, t, k);
+    const msi_tensor *tensor = &m->graph.tensors.items[t];
+    const msi_part part = {begin, count};
+    const msi_part bytes = msi_part_bytes(r->format, part);
+    const ms_step_state *step = (const ms_step_state *)(const void *)(msi_step_on_host(m));
+    const ms_update_factors f =
+        msi_factors_at(&m->optimizer, msi_update_number(&v->before, tensor));
+    uint8_t *raw = v->results + v->result_bytes + MSI_PIECE_BYTES;
+    ms_update_args args;
+    float state[MSI_CODED_BLOCK];
+    memset(&args, 0, sizeof args);
+    args.kind = m->optimizer.kind;
+    args.state_format[k] = r->format;
+    args.state_of_step = step;
+    args.seed = msi_mix(m->config.seed + t);
+    d->tensor = msi_handle(&m->graph, t, r->role);
+    d->name = msi_name(&m->graph, tensor->name);
+    d->count += count;
+    const ms_result result =
+        msi_copy(m, raw, true, (const uint8_t *)r->address + bytes.begin, r->on_host, bytes.count);
+    for (uint64_t at = 0; at < count && result == MS_RESULT_OK; at += MSI_CODED_BLOCK) {
+        const int some = (int)msi_smaller(count - at, MSI_CODED_BLOCK);
+        args.begin = begin + at;
+        msi_load_state(raw, r->format, msi_state_is_signed(args.kind, (int)k), at, some, count,
+                       state);
+        msi_compare_block(v, d, &f, &args, (int)k, gradient + at, some, state);
+    }
+    return result;
+}
+
+/* The result of the pass that has run for one tensor: kept at `result`, or compared with that. The
+   differences of state follow that of the gradient. */
 static ms_result msi_take_result(msi_verification *v, int pass, uint32_t t, uint8_t *result,
                                  ms_difference *d) {
     ms_model *m = v->model;
@@ -21018,6 +21109,17 @@ static ms_result msi_take_result(msi_verification *v, int pass, uint32_t t, uint
             return copied;
         }
         msi_compare_piece(d, tensor->view.dtype, result + done, piece, part);
+        ms_result compared = MS_RESULT_OK;
+        for (uint32_t k = 0, n = 1; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
+            if (msi_rounded_state(v, t, k)) {
+                MSI_THEN(compared, msi_compare_state(v, d + n++, t, k, done / sizeof(float),
+                                                     (const float *)(const void *)piece,
+                                                     part / sizeof(float)));
+            }
+        }
+        if (compared != MS_RESULT_OK) {
+            return compared;
+        }
     }
     return MS_RESULT_OK;
 }
@@ -21037,6 +21139,9 @@ static ms_result msi_take_results(msi_verification *v, int pass) {
     for (uint32_t t = 0, k = 0; t < m->graph.tensors.count && result == MS_RESULT_OK; t++) {
         if (v->range_of[t] != MSI_NONE) {
             result = msi_take_result(v, pass, t, to, &v->differences[k++]);
+            for (uint32_t s = 0; s < MS_LIMIT_OPTIMIZER_STATE; s++) {
+                k += msi_rounded_state(v, t, s) != NULL;
+            }
             to += msi_align(m->graph.tensors.items[t].bytes);
         }
     }
@@ -21101,7 +21206,7 @@ static ms_result msi_begin_verification(msi_verification *v, ms_model *m, const 
 static void msi_end_verification(msi_verification *v) {
     const ms_allocator *a = &v->model->config.allocator;
     msi_release(a, v->range_of, v->model->graph.tensors.count * sizeof(uint32_t));
-    msi_release(a, v->results, v->result_bytes + MSI_PIECE_BYTES);
+    msi_release(a, v->results, v->result_bytes + msi_pieces_bytes(v));
     msi_release(a, v->saved, v->saved_bytes);
     msi_release(a, v->differences, (v->count + 1ull) * sizeof(ms_difference));
 }
@@ -21198,14 +21303,18 @@ static ms_result msi_find_nonfinite(ms_model *m, ms_nonfinite *found) {
 
 static void msi_report_differences(const msi_verification *v, ms_difference_fn visit, void *user,
                                    ms_verify_report *report) {
-    report->tensor_count = v->count;
+    report->tensor_count = v->count - v->state_count;
+    report->state_count = v->state_count;
+    report->state_error = v->state_size > 0.0 ? sqrt(v->state_error / v->state_size) : 0.0;
     report->plain_loss = v->loss[MSI_PASS_PLAIN];
     report->wrapped_loss = v->loss[MSI_PASS_WRAPPED];
     for (uint32_t k = 0; k < v->count; k++) {
         const ms_difference *d = &v->differences[k];
-        report->differ_count += d->differ_count > 0;
-        msi_raise_to(&report->absolute, d->absolute);
-        msi_raise_to(&report->relative, d->relative);
+        if (msi_role_of(&v->model->graph, d->tensor) < MSI_ROLE_STATE0) {
+            report->differ_count += d->differ_count > 0;
+            msi_raise_to(&report->absolute, d->absolute);
+            msi_raise_to(&report->relative, d->relative);
+        }
         if (visit) {
             visit(d, user);
         }

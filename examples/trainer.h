@@ -627,6 +627,11 @@ static int verify(trainer *t) {
         printf("... and %u more\n", (unsigned)r.tensor_count - WORST);
     }
     printf("\nloss %.9g by the plain plan, %.9g by this one\n", r.plain_loss, r.wrapped_loss);
+    if (r.state_count > 0) {
+        printf(
+            "%u tensors of optimizer state are rounded, in the next update by %.3g of their size\n",
+            (unsigned)r.state_count, r.state_error);
+    }
     if (r.differ_count == 0) {
         printf("all %u are equal bit for bit\n", (unsigned)r.tensor_count);
         return 0;

@@ -951,6 +951,80 @@ static void runs_repeat(void **state) {
     }
 }
 
+/* What ms_verify says of state is what the next step does to it. */
+typedef struct verified {
+    const pulled *z;
+    uint32_t gradients, states, matched;
+    double absolute[PARAMS][2];
+} verified;
+
+static void note_difference(const ms_difference *d, void *user) {
+    verified *seen = (verified *)user;
+    const ms_model *m = seen->z->m;
+    const msi_role role = msi_role_of(&m->graph, d->tensor);
+    if (role < MSI_ROLE_STATE0) {
+        seen->gradients += 1;
+        assert_int_equal(d->differ_count, 0);
+        return;
+    }
+    seen->states += 1;
+    for (int k = 0; k < PARAMS; ++k) {
+        if (msi_index(&m->graph, d->tensor) == msi_index(&m->graph, seen->z->p[k])) {
+            seen->matched += 1;
+            seen->absolute[k][role - MSI_ROLE_STATE0] = d->absolute;
+            assert_int_equal(d->count, count_of(k));
+            assert_true(d->differ_count > 0 && d->relative <= 1.0 && d->absolute > 0.0);
+        }
+    }
+}
+
+static void verify_says_what_rounding_does(void **state) {
+    (void)state;
+    static float old[WIDE], now[WIDE], gradient[WIDE];
+    for (int how = 0; how < 4; ++how) {
+        pulled z;
+        const ms_config config = t_config();
+        ms_optimizer_desc o = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+        verified seen;
+        ms_verify_report report;
+        o.state_format[0] = how & 1 ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32;
+        pulled_create(&z, &config, &o);
+        force_codes(&z, 0, how & 2 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT);
+        t_ok(z.m, ms_wrap(z.m));
+        pulled_step(&z, 2);
+        pulled_write(&z);
+        memset(&seen, 0, sizeof seen);
+        seen.z = &z;
+        t_ok(z.m, ms_verify(z.m, note_difference, &seen, &report));
+        assert_int_equal(seen.gradients, PARAMS);
+        assert_int_equal(report.tensor_count, PARAMS);
+        assert_int_equal(report.differ_count, 0);
+        assert_int_equal(seen.states, (how & 1 ? 3 : 0) + (how & 2 ? 2 : how & 1 ? 1 : 0));
+        assert_int_equal(seen.matched, seen.states);
+        assert_int_equal(report.state_count, seen.states);
+        assert_true(report.state_error < 0.03 && (report.state_error > 1e-4) == (how > 0));
+        for (int k = 0; k < 2; ++k) { // of the wide param
+            double most = 0.0;
+            read_state(&z, 0, k, old);
+            t_ok(z.m, ms_read(z.m, z.x[0], gradient));
+            if (k == 1) {
+                t_ok(z.m, ms_step(z.m, NULL));
+                t_ok(z.m, ms_synchronize(z.m));
+                read_state(&z, 0, k, now);
+                for (int i = 0; i < WIDE; ++i) {
+                    const double g = (double)gradient[i];
+                    const double exact = (double)0.999f * (double)old[i] +
+                                         (double)(float)(1.0 - (double)0.999f) * g * g;
+                    most =
+                        fabs((double)now[i] - exact) > most ? fabs((double)now[i] - exact) : most;
+                }
+                assert_true(fabs(most - seen.absolute[0][1]) <= 1e-6);
+            }
+        }
+        pulled_destroy(&z);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(books_are_those_of_the_paper),
@@ -971,6 +1045,7 @@ int main(void) {
         cmocka_unit_test(wrong_formats_are_refused),
         cmocka_unit_test(bf16_is_for_all_other_state),
         cmocka_unit_test(runs_repeat),
+        cmocka_unit_test(verify_says_what_rounding_does),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
