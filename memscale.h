@@ -1861,7 +1861,8 @@ MSI_HD uint32_t msi_nearest_rank(int32_t whole, uint32_t first) {
 
 /* How many units 1 has for numbers of this scale. 0: they all count as 0. */
 MSI_HD float msi_units_of_scale(float scale, float top) {
-    return scale >= MSI_LEAST_SCALE ? top / scale : 0.0f;
+    const uint32_t least = msi_bits_of_f32(MSI_LEAST_SCALE); // a scale that is not finite has none
+    return msi_bits_of_f32(scale) - least < 0x7f800000u - least ? top / scale : 0.0f;
 }
 
 /* The code of x, given the units in 1 divided by the scale. A value never changes its sign; -1,
@@ -4362,6 +4363,10 @@ static float msi_encode(const float *from, bool is_signed, int count, uint8_t *c
     const float scale = msi_f32_of_bits(most);
     const float units = msi_units_of_scale(scale, is_signed ? MSI_TOP_SIGNED : MSI_TOP_UNSIGNED);
     const float kept = units > 0.0f ? scale : 0.0f;
+    if (!(units > 0.0f)) {
+        memset(codes, is_signed ? MSI_SIGNED_ZERO : 0, (size_t)count);
+        return 0.0f;
+    }
 #ifdef __AVX2__
     if (count == MSI_CODED_BLOCK) {
         if (is_signed) { // each with constants of its own
@@ -5818,7 +5823,7 @@ static bool msi_is_8bit(const ms_optimizer_desc *o, bool has_formats, bool may,
 /* The format of what a param has in a role, if its state is coded or not. */
 static ms_state_format msi_format_of(const ms_optimizer_desc *o, const msi_tensor *t, msi_role role,
                                      bool state_8bit) {
-    return role < MSI_ROLE_STATE0 || role >= MSI_ROLE_RESIDENT_COUNT ||
+    return role < MSI_ROLE_STATE0 || role >= MSI_ROLE_STATE0 + 2 || // more states are the trainer's
                    o->kind == MS_OPTIMIZER_CUSTOM || msi_is_borrowed(t, role)
                ? MS_STATE_FORMAT_F32
            : state_8bit ? MS_STATE_FORMAT_8BIT
@@ -21059,7 +21064,8 @@ static ms_result msi_compare_state(msi_verification *v, ms_difference *d, uint32
     const msi_tensor *tensor = &m->graph.tensors.items[t];
     const msi_part part = {begin, count};
     const msi_part bytes = msi_part_bytes(r->format, part);
-    const ms_step_state *step = (const ms_step_state *)(const void *)(msi_step_on_host(m));
+    const ms_step_state *step =
+        (const ms_step_state *)(const void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
     const ms_update_factors f =
         msi_factors_at(&m->optimizer, msi_update_number(&v->before, tensor));
     uint8_t *raw = v->results + v->result_bytes + MSI_PIECE_BYTES;
@@ -23673,8 +23679,10 @@ static __device__ __forceinline__ void msi_cuda_encode(uint8_t *state, bool is_s
     const float units = msi_units_of_scale(scale, is_signed ? MSI_TOP_SIGNED : MSI_TOP_UNSIGNED);
     uint32_t words[2] = {0, 0};
     for (uint32_t i = 0; i < lane.used; i++) {
-        const uint8_t code =
-            is_signed ? msi_signed_code(x[i], units) : msi_unsigned_code(x[i], units);
+        const uint8_t zero = is_signed ? MSI_SIGNED_ZERO : 0;
+        const uint8_t code = !(units > 0.0f) ? zero
+                             : is_signed     ? msi_signed_code(x[i], units)
+                                             : msi_unsigned_code(x[i], units);
         words[i / 4] |= (uint32_t)code << (i % 4 * 8);
     }
     if (lane.used > 0) {

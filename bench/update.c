@@ -102,7 +102,7 @@ int main(int argc, char **argv) {
         {"--tsv", "for programs", &tsv, NULL, NULL},
     };
     bench_options(argc, argv, "Times AdamW on the CPU by the format of its state.", options, 3);
-    repeats = repeats > MOST_REPEATS ? MOST_REPEATS : repeats;
+    repeats = repeats > MOST_REPEATS ? (int64_t)MOST_REPEATS : repeats;
     bench_table table =
         bench_table_begin(tsv, "format threads apart_bytes ns_element gb_s over_f32");
 #ifdef _OPENMP
@@ -116,11 +116,11 @@ int main(int argc, char **argv) {
 #ifdef _OPENMP
             omp_set_num_threads(threads);
 #endif
-            time_formats((uint64_t)elements, apart ? APART_BYTES : 0, (int)repeats, ns);
+            time_formats((uint64_t)elements, (uint64_t)apart * APART_BYTES, (int)repeats, ns);
             for (int k = 0; k < FORMATS; k++) {
                 bench_cell(&table, rows[k].name);
                 bench_count(&table, (uint64_t)threads);
-                bench_count(&table, apart ? APART_BYTES : 0);
+                bench_count(&table, (uint64_t)apart * APART_BYTES);
                 bench_value(&table, ns[k], 3);
                 bench_value(&table, rows[k].bytes_moved / ns[k], 1);
                 bench_value(&table, ns[k] / ns[0], 2);
